@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The engine: requests in, events out. Owns its own thread, which schedules, launches and reads
+// results; nothing in here knows of Python. All methods are thread-safe.
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <paceline/config.h>
+#include <paceline/export.h>
+#include <paceline/model.h>
+#include <paceline/request.h>
+
+namespace paceline {
+
+// Bytes by purpose; `groups` has one entry a KV group.
+struct MemoryReport {
+  struct Group {
+    std::string owner;        // "target" or "draft"
+    std::string kind;         // "full" or "sliding"
+    int32_t window = 0;       // tokens; 0 for full
+    int32_t num_layers = 0;
+    int32_t num_kv_heads = 0;
+    int32_t head_dim = 0;
+    int32_t block_size = 0;   // tokens
+    int64_t block_bytes = 0;  // as allocated
+    int64_t padding_bytes = 0;  // of block_bytes, lost to slab alignment
+    int64_t held_blocks = 0;
+    int64_t quarantined_blocks = 0;
+  };
+  int64_t target_weight_bytes = 0;
+  int64_t draft_weight_bytes = 0;
+  int64_t kv_pool_bytes = 0;
+  int64_t kv_slab_bytes = 0;
+  int64_t kv_num_slabs = 0;
+  int64_t kv_free_slabs = 0;
+  int64_t workspace_bytes = 0;   // activations, logits, metadata, step state
+  std::vector<Group> groups;
+};
+
+// Since start, or since the last reset_stats().
+struct ExecutorStats {
+  int64_t num_iterations = 0;
+  int64_t num_preemptions = 0;
+  int64_t num_emitted_tokens = 0;
+  int64_t num_draft_tokens = 0;
+  int64_t num_accepted_tokens = 0;
+  int32_t num_running = 0;
+  int32_t num_waiting = 0;
+  double host_us = 0;                  // host work of all iterations: schedule, batch, blocks, ring
+  std::vector<float> iteration_us;     // device time of each iteration, the first 65,536
+  std::vector<int32_t> iteration_num_decoding;  // decoding sequences of each of those
+  std::vector<int32_t> iteration_num_prefill;   // prefilling sequences of each of those
+};
+
+class PACELINE_API Executor {
+ public:
+  // draft may be null when options.speculative.num_speculative_tokens is 0. Throws InvalidArgument
+  // (an option), Unsupported, OutOfMemory.
+  Executor(std::shared_ptr<const Model> target, std::shared_ptr<const Model> draft,
+           const ExecutorOptions& options);
+  // Cancels what runs and joins the thread.
+  ~Executor();
+  Executor(const Executor&) = delete;
+  Executor& operator=(const Executor&) = delete;
+
+  // Queues a request and returns its id. Throws InvalidArgument for a request that can never run
+  // (empty prompt, id out of range, too long, larger than the pool): nothing else is affected.
+  // Returns nullopt when the queue is full.
+  [[nodiscard]] std::optional<RequestId> add_request(Request request);
+
+  // Ends a request; an event with kCancelled follows unless it had already ended. False: unknown.
+  bool cancel(RequestId id);
+
+  // Takes the events there are, waiting up to timeout_ms for the first (0: do not wait). Rethrows
+  // the cause if the engine has failed.
+  [[nodiscard]] std::vector<RequestEvent> poll(int32_t timeout_ms);
+
+  [[nodiscard]] MemoryReport memory_report() const;
+  [[nodiscard]] ExecutorStats stats() const;
+  void reset_stats();
+
+  // Blocks until nothing runs or waits, then checks every invariant of the block pool; returns an
+  // empty string, or what is broken. For tests and idle self-checks.
+  [[nodiscard]] std::string check_integrity();
+
+  // The target's vocabulary size: width of logits.
+  [[nodiscard]] int32_t vocab_size() const;
+  [[nodiscard]] const ExecutorOptions& options() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace paceline

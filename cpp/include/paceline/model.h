@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// A model is data: a DecoderConfig (JSON, see docs/model-format.md) and named weights. Two ways to fill one:
+// `ModelBuilder::put` tensor by tensor (what Python does), or `load_model_folder` on a folder
+// written by `paceline convert`. Both give byte-equal weights.
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <paceline/dtype.h>
+#include <paceline/export.h>
+
+namespace paceline {
+
+class Model;  // immutable once built; shared by executors
+
+// Places weights under canonical names, converting and copying each value once.
+// Not thread-safe.
+class PACELINE_API ModelBuilder {
+ public:
+  // config_json: the canonical decoder configuration. weight_dtype: kFloat32 or kBFloat16, of the
+  // matrices (norms and biases are always float32). Throws InvalidArgument naming the key.
+  ModelBuilder(std::string_view config_json, DType weight_dtype);
+  ~ModelBuilder();
+  ModelBuilder(ModelBuilder&&) noexcept;
+  ModelBuilder& operator=(ModelBuilder&&) noexcept;
+
+  // Copies one tensor. shape: of the tensor as stored; strides: in elements, empty = row-major.
+  // Throws InvalidArgument for an unknown name, a second put, or a wrong shape (seen and expected).
+  void put(std::string_view name, DType dtype, std::span<const int64_t> shape,
+           std::span<const int64_t> strides, const void* data);
+
+  // Names that still have to be put, sorted.
+  [[nodiscard]] std::vector<std::string> missing() const;
+
+  // Fills every weight that was not put: matrices and embeddings normal with std 0.02, norms at
+  // their neutral value, biases 0. For benches ("load_format: dummy").
+  void fill_dummy(uint64_t seed);
+
+  // Throws InvalidArgument listing missing names. The builder is empty afterwards.
+  [[nodiscard]] std::shared_ptr<const Model> finish();
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+// Bytes of all weights of a model, and their dtype name.
+[[nodiscard]] PACELINE_API int64_t model_weight_bytes(const Model& model);
+[[nodiscard]] PACELINE_API DType model_weight_dtype(const Model& model);
+[[nodiscard]] PACELINE_API int32_t model_vocab_size(const Model& model);
+[[nodiscard]] PACELINE_API int32_t model_max_position(const Model& model);
+// The bytes of the weight arena, for equality tests of the two ways in.
+[[nodiscard]] PACELINE_API std::span<const std::byte> model_weight_arena(const Model& model);
+
+// What `paceline convert` wrote: a target, maybe a drafter, and their defaults.
+struct ModelFolder {
+  std::shared_ptr<const Model> target;
+  std::shared_ptr<const Model> draft;        // null without a drafter
+  int32_t num_speculative_tokens = 0;        // the folder's default k; 0 without a drafter
+  std::vector<int32_t> stop_token_ids;       // the target's end-of-sequence ids
+};
+
+// Reads DIR/paceline.json and the safetensors beside it. Throws ModelFileError naming file and key.
+[[nodiscard]] PACELINE_API ModelFolder load_model_folder(const std::string& directory);
+
+}  // namespace paceline

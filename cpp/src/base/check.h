@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// PACELINE_CHECK(condition, parts...): an invariant of ours; throws InternalError with the parts
+// streamed into the message. Never for user input (throw InvalidArgument there) and never abort.
+
+#include <source_location>
+#include <sstream>
+#include <string>
+
+#include <paceline/error.h>
+
+namespace paceline {
+
+// Streams all parts into one string.
+template <class... Parts>
+[[nodiscard]] std::string concat(const Parts&... parts) {
+  std::ostringstream out;
+  (out << ... << parts);
+  return out.str();
+}
+
+[[noreturn]] void throw_check_failure(const char* condition, const std::string& message,
+                                      std::source_location where);
+
+}  // namespace paceline
+
+#define PACELINE_CHECK(condition, ...)                                                  \
+  do {                                                                                  \
+    if (!(condition)) [[unlikely]] {                                                    \
+      ::paceline::throw_check_failure(#condition, ::paceline::concat("" __VA_OPT__(, ) __VA_ARGS__), \
+                                      std::source_location::current());                 \
+    }                                                                                   \
+  } while (false)

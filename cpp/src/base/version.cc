@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <paceline/version.h>
+
+#include <sched.h>
+
+#include <algorithm>
+#include <thread>
+
+#include "base/check.h"
+
+namespace paceline {
+namespace {
+
+// Cores that this process may run on, which containers and taskset lower.
+int32_t usable_cores() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (sched_getaffinity(0, sizeof(set), &set) == 0) return std::max(1, CPU_COUNT(&set));
+  return std::max(1, static_cast<int32_t>(std::thread::hardware_concurrency()));
+}
+
+const char* cpu_features() {
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f")) return "avx512f";
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return "avx2 fma";
+  return "baseline";
+}
+
+}  // namespace
+
+const char* version() { return PACELINE_VERSION; }
+
+BuildInfo build_info() {
+  return {.compiler = concat("g++ ", __VERSION__),
+          .cpu_features = cpu_features(),
+          .has_cuda = false,
+          .num_cores = usable_cores()};
+}
+
+}  // namespace paceline
