@@ -1,0 +1,256 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kv/kv_layout.h"
+
+#include "base/check.h"
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+
+namespace paceline {
+namespace {
+
+constexpr int64_t kMaxPaddingPercent = 3;
+constexpr int64_t kWantedSlabs = 64;
+constexpr int64_t kFewestSlabs = 8;
+constexpr int32_t kMaxBlockSize = 256;
+constexpr int32_t kMaxExtent = 1 << 16;  // of heads and of head_dim: keeps all products in 64 bits
+
+// Bounds the planner to about a tenth of a second; real models need some thousands of steps.
+constexpr int64_t kMaxSearchSteps = 20'000'000;
+
+// The rest of this file counts bytes in units of kKvAlignment.
+struct BlockChoice {
+  int64_t content_bytes;
+  int64_t min_units;
+  int64_t max_units;
+};
+
+struct SlabChoice {
+  int64_t slab_units = 0;            // 0: none found
+  std::vector<int64_t> block_units;  // [groups]
+};
+
+struct Cost {
+  double per_slab_unit;
+  double per_padding_byte;
+};
+
+void check_range(const std::string& name, int64_t value, int64_t lowest, int64_t highest) {
+  if (value < lowest || value > highest) {
+    throw InvalidArgument(concat(name, " is ", value, "; allowed: ", lowest, "..", highest));
+  }
+}
+
+void check_shape(const KvLayerShape& shape, const std::string& layer) {
+  check_range(concat(layer, ": num_kv_heads"), shape.num_kv_heads, 1, kMaxExtent);
+  check_range(concat(layer, ": head_dim"), shape.head_dim, 1, kMaxExtent);
+  switch (shape.kind) {
+    case KvKind::kFull:
+      if (shape.window != 0) {
+        throw InvalidArgument(concat(layer, ": window is ", shape.window, " but its kind is '",
+                                     kv_kind_name(shape.kind), "'; allowed: 0; make the kind '",
+                                     kv_kind_name(KvKind::kSliding), "' or the window 0"));
+      }
+      break;
+    case KvKind::kSliding:
+      check_range(concat(layer, ": window of a sliding layer"), shape.window, 1,
+                  std::numeric_limits<int32_t>::max());
+      break;
+  }
+}
+
+// Appends the groups of one model's layers in order of first appearance.
+std::vector<GroupId> group_layers(std::span<const KvLayerShape> shapes, KvOwner owner,
+                                  int32_t block_size, DType dtype, std::vector<KvGroup>& groups) {
+  std::vector<GroupId> layer_to_group;
+  layer_to_group.reserve(shapes.size());
+  for (size_t layer = 0; layer < shapes.size(); ++layer) {
+    const KvLayerShape& shape = shapes[layer];
+    check_shape(shape, concat(kv_owner_name(owner), " layer ", layer));
+    const auto same = [&](const KvGroup& group) {
+      return group.owner == owner && group.kind == shape.kind && group.window == shape.window &&
+             group.num_kv_heads == shape.num_kv_heads && group.head_dim == shape.head_dim;
+    };
+    auto group = std::find_if(groups.begin(), groups.end(), same);
+    if (group == groups.end()) {
+      KvGroup created;
+      created.owner = owner;
+      created.kind = shape.kind;
+      created.window = shape.window;
+      created.num_kv_heads = shape.num_kv_heads;
+      created.head_dim = shape.head_dim;
+      created.block_size = block_size;
+      created.dtype = dtype;
+      created.layer_bytes =
+          2 * int64_t{block_size} * shape.num_kv_heads * shape.head_dim * dtype_bytes(dtype);
+      group = groups.insert(groups.end(), std::move(created));
+    }
+    group->layers.push_back(static_cast<int32_t>(layer));
+    group->content_bytes += group->layer_bytes;
+    layer_to_group.push_back(static_cast<GroupId>(group - groups.begin()));
+  }
+  return layer_to_group;
+}
+
+// 0 when it does not fit into 64 bits.
+int64_t least_common_multiple(const std::vector<BlockChoice>& blocks) {
+  int64_t result = 1;
+  for (const BlockChoice& block : blocks) {
+    const int64_t factor = block.min_units / std::gcd(result, block.min_units);
+    if (__builtin_mul_overflow(result, factor, &result)) return 0;
+  }
+  return result;
+}
+
+// The least allowed block size that divides the slab; 0 if there is none.
+int64_t block_dividing(int64_t slab_units, const BlockChoice& block, int64_t& steps) {
+  const int64_t fewest = (slab_units + block.max_units - 1) / block.max_units;
+  for (int64_t num_blocks = slab_units / block.min_units; num_blocks >= fewest; --num_blocks) {
+    ++steps;
+    if (slab_units % num_blocks == 0) return slab_units / num_blocks;
+  }
+  return 0;
+}
+
+// The cheapest slab of at most max_slab_units. Every slab is a multiple of some allowed size of the
+// largest block, so those are tried, small slabs first, until size alone costs more than the best.
+SlabChoice search_slab(const std::vector<BlockChoice>& blocks, int64_t max_slab_units, Cost cost) {
+  std::vector<size_t> order(blocks.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::sort(order.begin(), order.end(),
+            [&](size_t a, size_t b) { return blocks[a].min_units > blocks[b].min_units; });
+  const BlockChoice& largest = blocks[order[0]];
+
+  SlabChoice best;
+  double best_cost = std::numeric_limits<double>::infinity();
+  std::vector<int64_t> block_units(blocks.size());
+  int64_t steps = 0;
+  for (int64_t count = 1; count <= max_slab_units / largest.min_units; ++count) {
+    if (cost.per_slab_unit * static_cast<double>(count * largest.min_units) >= best_cost) break;
+    for (int64_t units = largest.min_units; units <= largest.max_units; ++units) {
+      const int64_t slab_units = count * units;
+      if (slab_units > max_slab_units || ++steps > kMaxSearchSteps) break;
+      double total = cost.per_slab_unit * static_cast<double>(slab_units);
+      if (total >= best_cost) break;
+      bool divides = true;
+      for (size_t i = 0; i < order.size() && divides; ++i) {
+        const BlockChoice& block = blocks[order[i]];
+        const int64_t chosen = block_dividing(slab_units, block, steps);
+        divides = chosen != 0;
+        block_units[order[i]] = chosen;
+        total += cost.per_padding_byte *
+                 static_cast<double>(chosen * kKvAlignment - block.content_bytes);
+      }
+      if (divides && total < best_cost) {
+        best_cost = total;
+        best = {slab_units, block_units};
+      }
+    }
+    if (steps > kMaxSearchSteps) break;
+  }
+  return best;
+}
+
+SlabChoice choose_slab(const std::vector<BlockChoice>& blocks, int64_t kv_cache_bytes) {
+  const int64_t pool_units = kv_cache_bytes / kKvAlignment;
+  const int64_t unpadded = least_common_multiple(blocks);
+  if (unpadded != 0 && unpadded <= pool_units / kWantedSlabs) {
+    SlabChoice choice{unpadded, {}};
+    for (const BlockChoice& block : blocks) choice.block_units.push_back(block.min_units);
+    return choice;
+  }
+
+  // Idle: slab 0 and, on average, half a slab of each group.
+  int64_t content_bytes = 0;
+  for (const BlockChoice& block : blocks) content_bytes += block.content_bytes;
+  const double num_idle_slabs = 1.0 + 0.5 * static_cast<double>(blocks.size());
+  const Cost waste{num_idle_slabs / static_cast<double>(std::max<int64_t>(pool_units, 1)),
+                   1.0 / static_cast<double>(content_bytes)};
+  for (int64_t num_slabs : {kWantedSlabs, kFewestSlabs}) {
+    SlabChoice choice = search_slab(blocks, pool_units / num_slabs, waste);
+    if (choice.slab_units != 0) return choice;
+  }
+
+  constexpr int64_t kMostUnits = std::numeric_limits<int64_t>::max() / kKvAlignment / kFewestSlabs;
+  const int64_t highest = unpadded != 0 ? std::min(unpadded, kMostUnits) : kMostUnits;
+  const SlabChoice least = search_slab(blocks, highest, Cost{1.0, 0.0});
+  if (least.slab_units == 0) {
+    throw InvalidArgument(concat("kv_cache_bytes is ", kv_cache_bytes,
+                                 "; the KV layers of target and drafter have no common slab size "
+                                 "even with ",
+                                 kMaxPaddingPercent, " % padding; use another block_size"));
+  }
+  const int64_t slab_bytes = least.slab_units * kKvAlignment;
+  throw InvalidArgument(concat("kv_cache_bytes is ", kv_cache_bytes,
+                               "; allowed: >= ", kFewestSlabs * slab_bytes, " (", kFewestSlabs,
+                               " slabs of ", slab_bytes,
+                               " bytes for these KV layers); raise kv_cache_bytes or lower "
+                               "block_size"));
+}
+
+}  // namespace
+
+std::string_view kv_kind_name(KvKind kind) {
+  switch (kind) {
+    case KvKind::kFull: return "full";
+    case KvKind::kSliding: return "sliding";
+  }
+  return "unknown";
+}
+
+std::string_view kv_owner_name(KvOwner owner) {
+  switch (owner) {
+    case KvOwner::kTarget: return "target";
+    case KvOwner::kDraft: return "draft";
+  }
+  return "unknown";
+}
+
+KvLayout plan_kv_layout(std::span<const KvLayerShape> target, std::span<const KvLayerShape> draft,
+                        int32_t block_size, DType dtype, int64_t kv_cache_bytes) {
+  check_range("block_size", block_size, 1, kMaxBlockSize);
+  check_range("number of target layers", static_cast<int64_t>(target.size()), 1, kMaxExtent);
+  check_range("number of draft layers", static_cast<int64_t>(draft.size()), 0, kMaxExtent);
+  if (kv_cache_bytes <= 0) {
+    throw InvalidArgument(concat("kv_cache_bytes is ", kv_cache_bytes, "; allowed: > 0"));
+  }
+
+  KvLayout layout;
+  layout.target_layer_to_group =
+      group_layers(target, KvOwner::kTarget, block_size, dtype, layout.groups);
+  layout.draft_layer_to_group =
+      group_layers(draft, KvOwner::kDraft, block_size, dtype, layout.groups);
+
+  // Blocks beyond what any machine has would overflow below; the pool could not hold one anyway.
+  constexpr int64_t kMostBlockBytes = int64_t{1} << 48;
+  std::vector<BlockChoice> blocks;
+  for (const KvGroup& group : layout.groups) {
+    check_range(concat("bytes of one block of ", kv_owner_name(group.owner), " '",
+                       kv_kind_name(group.kind), "' layers"),
+                group.content_bytes, 1, kMostBlockBytes);
+    const int64_t min_units = (group.content_bytes + kKvAlignment - 1) / kKvAlignment;
+    const int64_t padded = group.content_bytes / 100 * (100 + kMaxPaddingPercent) +
+                           group.content_bytes % 100 * (100 + kMaxPaddingPercent) / 100;
+    blocks.push_back(
+        {group.content_bytes, min_units, std::max(min_units, padded / kKvAlignment)});
+  }
+
+  const SlabChoice choice = choose_slab(blocks, kv_cache_bytes);
+  layout.slab_bytes = choice.slab_units * kKvAlignment;
+  layout.num_slabs = kv_cache_bytes / layout.slab_bytes;
+  layout.pool_bytes = layout.num_slabs * layout.slab_bytes;
+  for (size_t g = 0; g < layout.groups.size(); ++g) {
+    layout.groups[g].block_bytes = choice.block_units[g] * kKvAlignment;
+    const int64_t num_blocks = layout.pool_bytes / layout.groups[g].block_bytes;
+    if (num_blocks > std::numeric_limits<BlockId>::max()) {
+      throw InvalidArgument(concat("kv_cache_bytes is ", kv_cache_bytes, ", which makes ",
+                                   num_blocks, " blocks; allowed: at most ",
+                                   std::numeric_limits<BlockId>::max(),
+                                   "; lower kv_cache_bytes or raise block_size"));
+    }
+  }
+  return layout;
+}
+
+}  // namespace paceline

@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kv/sequence_blocks.h"
+
+#include "base/check.h"
+
+#include <algorithm>
+
+namespace paceline {
+namespace {
+
+int64_t blocks_of(int64_t num_tokens, int32_t block_size) {
+  return (num_tokens + block_size - 1) / block_size;
+}
+
+// Room for `num_more`, growing geometrically, which an exact vector::reserve would not.
+template <class T>
+void make_room(std::vector<T>& values, size_t num_more) {
+  const size_t needed = values.size() + num_more;
+  if (needed > values.capacity()) values.reserve(std::max(needed, 2 * values.capacity()));
+}
+
+}  // namespace
+
+SequenceBlocks::SequenceBlocks(int32_t num_groups)
+    : groups_(static_cast<size_t>(num_groups)), missing_(static_cast<size_t>(num_groups)) {}
+
+int64_t SequenceBlocks::num_missing(const Group& group, int64_t num_blocks) const {
+  const auto size = static_cast<int64_t>(group.table.size());
+  return std::max<int64_t>(0, num_blocks - std::max<int64_t>(size, group.num_released));
+}
+
+bool SequenceBlocks::reserve(SlabPool& pool, int32_t num_tokens, int32_t seq_slot,
+                             std::vector<TableWrite>& writes) {
+  const std::vector<KvGroup>& described = pool.layout().groups;
+  PACELINE_CHECK(groups_.size() == described.size(), "sequence has ", groups_.size(),
+                 " groups, the pool ", described.size());
+  size_t num_entries = 0;
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    const int64_t num_blocks = blocks_of(num_tokens, described[g].block_size);
+    missing_[g] = num_missing(groups_[g], num_blocks);
+    const auto size = static_cast<int64_t>(groups_[g].table.size());
+    num_entries += static_cast<size_t>(std::max<int64_t>(0, num_blocks - size));
+  }
+  if (num_entries == 0) return true;
+  if (!pool.can_allocate(missing_)) return false;
+
+  // All memory first: past this point nothing throws, so no block can be lost.
+  make_room(writes, num_entries);
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    const int64_t num_blocks = blocks_of(num_tokens, described[g].block_size);
+    const auto size = static_cast<int64_t>(groups_[g].table.size());
+    if (num_blocks > size) make_room(groups_[g].table, static_cast<size_t>(num_blocks - size));
+  }
+
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    Group& group = groups_[g];
+    const int64_t num_blocks = blocks_of(num_tokens, described[g].block_size);
+    for (auto i = static_cast<int32_t>(group.table.size()); i < num_blocks; ++i) {
+      BlockId block = kNullBlock;
+      if (i >= group.num_released) {
+        const std::optional<BlockId> allocated = pool.allocate(static_cast<GroupId>(g));
+        PACELINE_CHECK(allocated.has_value(), "group ", g, ": can_allocate promised a block");
+        block = *allocated;
+      }
+      group.table.push_back(block);
+      writes.push_back({seq_slot, static_cast<GroupId>(g), i, block});
+    }
+  }
+  return true;
+}
+
+void SequenceBlocks::release_below(SlabPool& pool, int32_t first_query_position,
+                                   int64_t newest_launched) {
+  const std::vector<KvGroup>& described = pool.layout().groups;
+  PACELINE_CHECK(groups_.size() == described.size(), "sequence has ", groups_.size(),
+                 " groups, the pool ", described.size());
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    switch (described[g].kind) {
+      case KvKind::kFull: continue;
+      case KvKind::kSliding: break;
+    }
+    Group& group = groups_[g];
+    const int64_t first_visible = int64_t{first_query_position} - described[g].window + 1;
+    if (first_visible <= 0) continue;
+    const auto num_released = static_cast<int32_t>(first_visible / described[g].block_size);
+    const auto end = std::min(num_released, static_cast<int32_t>(group.table.size()));
+    for (int32_t i = group.num_released; i < end; ++i) {
+      pool.release(static_cast<GroupId>(g), group.table[i], newest_launched);
+      group.table[i] = kNullBlock;
+    }
+    group.num_released = std::max(group.num_released, num_released);
+  }
+}
+
+void SequenceBlocks::release_all(SlabPool& pool, int64_t newest_launched) {
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    Group& group = groups_[g];
+    for (size_t i = static_cast<size_t>(group.num_released); i < group.table.size(); ++i) {
+      pool.release(static_cast<GroupId>(g), group.table[i], newest_launched);
+    }
+    group.table.clear();
+    group.num_released = 0;
+  }
+}
+
+std::span<const BlockId> SequenceBlocks::table(GroupId group) const {
+  return groups_.at(group).table;
+}
+
+int64_t SequenceBlocks::num_held() const {
+  int64_t num_held = 0;
+  for (const Group& group : groups_) {
+    num_held += std::max<int64_t>(
+        0, static_cast<int64_t>(group.table.size()) - int64_t{group.num_released});
+  }
+  return num_held;
+}
+
+std::vector<int64_t> peak_blocks(const KvLayout& layout, int32_t num_tokens,
+                                 int32_t window_slack) {
+  std::vector<int64_t> counts;
+  counts.reserve(layout.groups.size());
+  for (const KvGroup& group : layout.groups) {
+    int64_t count = blocks_of(num_tokens, group.block_size);
+    switch (group.kind) {
+      case KvKind::kFull: break;
+      case KvKind::kSliding: {
+        // Worst alignment: the span begins with the last token of a block.
+        const int64_t span = int64_t{group.window} + window_slack;
+        count = std::min(count, 1 + blocks_of(span - 1, group.block_size));
+        break;
+      }
+    }
+    counts.push_back(count);
+  }
+  return counts;
+}
+
+}  // namespace paceline

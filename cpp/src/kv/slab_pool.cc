@@ -1,0 +1,371 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kv/slab_pool.h"
+
+#include "base/check.h"
+
+#include <algorithm>
+#include <bit>
+#include <limits>
+#include <utility>
+
+namespace paceline {
+namespace {
+
+constexpr GroupId kUnowned = -1;
+constexpr GroupId kReserved = -2;  // slab 0
+constexpr int32_t kNoSlab = -1;
+constexpr int32_t kWordBits = 64;
+
+// Below this the dead head of the quarantine is not worth moving the rest for.
+constexpr size_t kMinCompaction = 256;
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+uint64_t bit(int32_t index) { return uint64_t{1} << (index % kWordBits); }
+
+}  // namespace
+
+SlabPool::SlabPool(const KvLayout& layout) : layout_(layout), first_free_slab_(kNoSlab) {
+  PACELINE_CHECK(layout_.num_slabs >= 1 && layout_.slab_bytes > 0, "num_slabs is ",
+                 layout_.num_slabs, ", slab_bytes is ", layout_.slab_bytes);
+  int64_t most_blocks = 1;
+  for (const KvGroup& described : layout_.groups) {
+    PACELINE_CHECK(described.block_bytes > 0 && layout_.slab_bytes % described.block_bytes == 0,
+                   "slab_bytes is ", layout_.slab_bytes, ", block_bytes is ",
+                   described.block_bytes);
+    const int64_t blocks_per_slab = layout_.slab_bytes / described.block_bytes;
+    PACELINE_CHECK(layout_.num_slabs <= std::numeric_limits<BlockId>::max() / blocks_per_slab,
+                   "block ids exceed 32 bits: ", layout_.num_slabs, " slabs of ", blocks_per_slab);
+    Group group;
+    group.blocks_per_slab = static_cast<int32_t>(blocks_per_slab);
+    group.first_slab.assign(static_cast<size_t>(blocks_per_slab), kNoSlab);
+    group.nonempty.assign(static_cast<size_t>(divide_up(blocks_per_slab, kWordBits)), 0);
+    groups_.push_back(std::move(group));
+    most_blocks = std::max(most_blocks, blocks_per_slab);
+  }
+  words_per_slab_ = divide_up(most_blocks, kWordBits);
+  used_.assign(static_cast<size_t>(layout_.num_slabs * words_per_slab_), 0);
+  quarantined_.assign(used_.size(), 0);
+
+  slabs_.assign(static_cast<size_t>(layout_.num_slabs), Slab{kUnowned, 0, kNoSlab, kNoSlab});
+  slabs_[0].owner = kReserved;
+  for (auto slab = static_cast<int32_t>(layout_.num_slabs) - 1; slab > 0; --slab) {
+    slabs_[slab].next = std::exchange(first_free_slab_, slab);
+  }
+  num_free_slabs_ = layout_.num_slabs - 1;
+}
+
+void SlabPool::link(int32_t slab) {
+  Slab& entry = slabs_[slab];
+  Group& group = groups_[entry.owner];
+  int32_t& first = group.first_slab[entry.num_free];
+  entry.prev = kNoSlab;
+  entry.next = first;
+  if (first != kNoSlab) slabs_[first].prev = slab;
+  first = slab;
+  group.nonempty[entry.num_free / kWordBits] |= bit(entry.num_free);
+}
+
+void SlabPool::unlink(int32_t slab) {
+  const Slab& entry = slabs_[slab];
+  Group& group = groups_[entry.owner];
+  if (entry.next != kNoSlab) slabs_[entry.next].prev = entry.prev;
+  if (entry.prev != kNoSlab) {
+    slabs_[entry.prev].next = entry.next;
+    return;
+  }
+  group.first_slab[entry.num_free] = entry.next;
+  if (entry.next == kNoSlab) group.nonempty[entry.num_free / kWordBits] &= ~bit(entry.num_free);
+}
+
+std::optional<BlockId> SlabPool::allocate(GroupId group_id) {
+  PACELINE_CHECK(group_id >= 0 && group_id < static_cast<GroupId>(groups_.size()), "group is ",
+                 group_id);
+  Group& group = groups_[group_id];
+  int32_t slab = kNoSlab;
+  if (group.num_free > 0) {
+    size_t word = 0;
+    while (group.nonempty[word] == 0) ++word;
+    slab = group.first_slab[word * kWordBits + std::countr_zero(group.nonempty[word])];
+    unlink(slab);
+  } else if (first_free_slab_ != kNoSlab) {
+    slab = std::exchange(first_free_slab_, slabs_[first_free_slab_].next);
+    --num_free_slabs_;
+    slabs_[slab].owner = group_id;
+    slabs_[slab].num_free = group.blocks_per_slab;
+    group.num_free += group.blocks_per_slab;
+  } else {
+    return std::nullopt;
+  }
+
+  // Bits past blocks_per_slab look free, but a lower one is, since num_free > 0.
+  uint64_t* const words = used(slab);
+  int32_t word = 0;
+  while (~words[word] == 0) ++word;
+  const int32_t index = word * kWordBits + std::countr_one(words[word]);
+  words[word] |= bit(index);
+
+  --group.num_free;
+  ++group.num_held;
+  if (--slabs_[slab].num_free > 0) link(slab);
+  return slab * group.blocks_per_slab + index;
+}
+
+bool SlabPool::can_allocate(std::span<const int64_t> counts) const {
+  PACELINE_CHECK(counts.size() == groups_.size(), counts.size(), " counts for ", groups_.size(),
+                 " groups");
+  int64_t num_slabs = 0;
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    const int64_t missing = std::max<int64_t>(0, counts[g] - groups_[g].num_free);
+    num_slabs += divide_up(missing, groups_[g].blocks_per_slab);
+  }
+  return num_slabs <= num_free_slabs_;
+}
+
+bool SlabPool::fits_alone(std::span<const int64_t> counts) const {
+  PACELINE_CHECK(counts.size() == groups_.size(), counts.size(), " counts for ", groups_.size(),
+                 " groups");
+  int64_t num_slabs = 0;
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    num_slabs += divide_up(counts[g], groups_[g].blocks_per_slab);
+  }
+  return num_slabs <= layout_.num_slabs - 1;
+}
+
+int32_t SlabPool::check_held(GroupId group_id, BlockId block) const {
+  PACELINE_CHECK(group_id >= 0 && group_id < static_cast<GroupId>(groups_.size()), "group is ",
+                 group_id);
+  const int32_t blocks_per_slab = groups_[group_id].blocks_per_slab;
+  const int32_t slab = block / blocks_per_slab;
+  PACELINE_CHECK(block > 0 && slab < static_cast<int32_t>(slabs_.size()) &&
+                     slabs_[slab].owner == group_id,
+                 "group ", group_id, " releases block ", block, ", which it does not own");
+  const int32_t index = block % blocks_per_slab;
+  const auto word = static_cast<size_t>(slab * words_per_slab_ + index / kWordBits);
+  PACELINE_CHECK((used_[word] & ~quarantined_[word] & bit(index)) != 0, "group ", group_id,
+                 " releases block ", block, ", which is already ",
+                 (used_[word] & bit(index)) != 0 ? "in quarantine" : "free");
+  return slab;
+}
+
+void SlabPool::make_reusable(GroupId group_id, BlockId block) {
+  Group& group = groups_[group_id];
+  const int32_t slab = block / group.blocks_per_slab;
+  const int32_t index = block % group.blocks_per_slab;
+  used(slab)[index / kWordBits] &= ~bit(index);
+  quarantined(slab)[index / kWordBits] &= ~bit(index);
+
+  Slab& entry = slabs_[slab];
+  if (entry.num_free > 0) unlink(slab);
+  ++group.num_free;
+  if (++entry.num_free < group.blocks_per_slab) {
+    link(slab);
+  } else {
+    group.num_free -= group.blocks_per_slab;
+    entry = Slab{kUnowned, 0, kNoSlab, std::exchange(first_free_slab_, slab)};
+    ++num_free_slabs_;
+  }
+  if (on_reusable_) on_reusable_(group_id, block);
+}
+
+void SlabPool::release(GroupId group_id, BlockId block, int64_t newest_launched) {
+  const int32_t slab = check_held(group_id, block);
+  PACELINE_CHECK(newest_launched >= newest_tag_, "newest_launched is ", newest_launched, " after ",
+                 newest_tag_);
+  newest_tag_ = newest_launched;
+  Group& group = groups_[group_id];
+  if (newest_launched <= completed_) {
+    --group.num_held;
+    make_reusable(group_id, block);
+    return;
+  }
+  quarantine_.push_back({newest_launched, group_id, block});
+  const int32_t index = block % group.blocks_per_slab;
+  quarantined(slab)[index / kWordBits] |= bit(index);
+  --group.num_held;
+  ++group.num_quarantined;
+}
+
+void SlabPool::release_unused(GroupId group_id, BlockId block) {
+  check_held(group_id, block);
+  --groups_[group_id].num_held;
+  make_reusable(group_id, block);
+}
+
+void SlabPool::complete(int64_t iteration) {
+  completed_ = std::max(completed_, iteration);
+  while (quarantine_head_ < quarantine_.size() &&
+         quarantine_[quarantine_head_].newest_launched <= completed_) {
+    const Quarantined entry = quarantine_[quarantine_head_++];
+    --groups_[entry.group].num_quarantined;
+    make_reusable(entry.group, entry.block);
+  }
+  drop_completed_entries();
+}
+
+void SlabPool::drop_completed_entries() {
+  const size_t num_left = quarantine_.size() - quarantine_head_;
+  // Moving at most as many entries as are dropped keeps this O(1) an entry.
+  if (num_left != 0 && (quarantine_head_ < kMinCompaction || quarantine_head_ < num_left)) return;
+  quarantine_.erase(quarantine_.begin(),
+                    quarantine_.begin() + static_cast<std::ptrdiff_t>(quarantine_head_));
+  quarantine_head_ = 0;
+}
+
+void SlabPool::set_on_reusable(std::function<void(GroupId, BlockId)> callback) {
+  on_reusable_ = std::move(callback);
+}
+
+int64_t SlabPool::num_held(GroupId group) const { return groups_.at(group).num_held; }
+
+int64_t SlabPool::num_quarantined(GroupId group) const {
+  return groups_.at(group).num_quarantined;
+}
+
+int64_t SlabPool::num_quarantined() const {
+  return static_cast<int64_t>(quarantine_.size() - quarantine_head_);
+}
+
+int64_t SlabPool::num_free_slabs() const { return num_free_slabs_; }
+
+const KvLayout& SlabPool::layout() const { return layout_; }
+
+std::string SlabPool::check_integrity() const {
+  struct Totals {
+    int64_t slabs = 0;
+    int64_t held = 0;
+    int64_t quarantined = 0;
+    int64_t free = 0;
+    int64_t with_room = 0;
+  };
+  std::vector<Totals> totals(groups_.size());
+  int64_t num_unowned = 0;
+
+  for (size_t s = 0; s < slabs_.size(); ++s) {
+    const Slab& slab = slabs_[s];
+    const uint64_t* const used = used_.data() + s * words_per_slab_;
+    const uint64_t* const quarantined = quarantined_.data() + s * words_per_slab_;
+    int32_t num_used = 0;
+    int32_t num_quarantined = 0;
+    int32_t end = 0;  // one past the last used block
+    for (int32_t w = 0; w < words_per_slab_; ++w) {
+      if ((quarantined[w] & ~used[w]) != 0) {
+        return concat("slab ", s, ": a block is in quarantine but not in use");
+      }
+      num_used += std::popcount(used[w]);
+      num_quarantined += std::popcount(quarantined[w]);
+      if (used[w] != 0) end = (w + 1) * kWordBits - std::countl_zero(used[w]);
+    }
+    if ((slab.owner == kReserved) != (s == 0)) {
+      return concat("slab ", s, ": only slab 0 is reserved, owner is ", slab.owner);
+    }
+    if (slab.owner < 0) {
+      if (num_used != 0 || slab.num_free != 0) {
+        return concat("slab ", s, ": has ", num_used, " blocks in use but no owner");
+      }
+      num_unowned += slab.owner == kUnowned;
+      continue;
+    }
+    if (slab.owner >= static_cast<GroupId>(groups_.size())) {
+      return concat("slab ", s, ": owner is ", slab.owner);
+    }
+    const int32_t blocks_per_slab = groups_[slab.owner].blocks_per_slab;
+    if (end > blocks_per_slab) return concat("slab ", s, ": a block beyond the slab is in use");
+    if (num_used == 0) return concat("slab ", s, ": empty but not given back");
+    if (slab.num_free + num_used != blocks_per_slab) {
+      return concat("slab ", s, ": free ", slab.num_free, " + held ", num_used - num_quarantined,
+                    " + quarantined ", num_quarantined, " != ", blocks_per_slab);
+    }
+    Totals& total = totals[slab.owner];
+    ++total.slabs;
+    total.held += num_used - num_quarantined;
+    total.quarantined += num_quarantined;
+    total.free += slab.num_free;
+    total.with_room += slab.num_free > 0;
+  }
+
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    const Group& group = groups_[g];
+    const Totals& total = totals[g];
+    if (group.num_held != total.held || group.num_quarantined != total.quarantined ||
+        group.num_free != total.free ||
+        group.num_free + group.num_held + group.num_quarantined !=
+            total.slabs * group.blocks_per_slab) {
+      return concat("group ", g, ": counts free ", group.num_free, ", held ", group.num_held,
+                    ", quarantined ", group.num_quarantined, "; found ", total.free, ", ",
+                    total.held, ", ", total.quarantined);
+    }
+    // An entry knows its one list and its predecessor, so none is met twice.
+    int64_t num_listed = 0;
+    for (int32_t num_free = 0; num_free < group.blocks_per_slab; ++num_free) {
+      const int32_t first = group.first_slab[num_free];
+      if ((first != kNoSlab) != ((group.nonempty[num_free / kWordBits] & bit(num_free)) != 0)) {
+        return concat("group ", g, ": list of slabs with ", num_free, " free is mismarked");
+      }
+      int32_t prev = kNoSlab;
+      for (int32_t s = first; s != kNoSlab; s = slabs_[s].next) {
+        if (s < 0 || s >= static_cast<int32_t>(slabs_.size())) {
+          return concat("group ", g, ": slab ", s, " is listed");
+        }
+        const Slab& slab = slabs_[s];
+        if (slab.owner != static_cast<GroupId>(g) || slab.num_free != num_free || num_free == 0 ||
+            slab.prev != prev) {
+          return concat("group ", g, ": slab ", s, " is in the wrong list");
+        }
+        prev = s;
+        ++num_listed;
+      }
+    }
+    if (num_listed != total.with_room) {
+      return concat("group ", g, ": ", num_listed, " slabs listed, ", total.with_room,
+                    " have room");
+    }
+  }
+
+  int64_t num_chained = 0;
+  for (int32_t s = first_free_slab_; s != kNoSlab; s = slabs_[s].next) {
+    if (s < 0 || s >= static_cast<int32_t>(slabs_.size()) || slabs_[s].owner != kUnowned) {
+      return concat("slab ", s, " is in the free list but not free");
+    }
+    if (++num_chained > num_unowned) return "the list of free slabs has a cycle";
+  }
+  if (num_chained != num_unowned || num_chained != num_free_slabs_) {
+    return concat("free slabs: ", num_chained, " listed, ", num_unowned, " unowned, counted ",
+                  num_free_slabs_);
+  }
+
+  std::vector<uint64_t> unlisted = quarantined_;
+  int64_t num_bits = 0;
+  for (const Totals& total : totals) num_bits += total.quarantined;
+  int64_t tag = completed_;
+  for (size_t i = quarantine_head_; i < quarantine_.size(); ++i) {
+    const Quarantined& entry = quarantine_[i];
+    // The first entry is newer than completed_, the others at least as new as their predecessor.
+    if (entry.newest_launched < tag + (i == quarantine_head_)) {
+      return concat("quarantine: iteration ", entry.newest_launched, " after ", tag);
+    }
+    tag = entry.newest_launched;
+    if (entry.group < 0 || entry.group >= static_cast<GroupId>(groups_.size())) {
+      return concat("quarantine: group is ", entry.group);
+    }
+    const int32_t blocks_per_slab = groups_[entry.group].blocks_per_slab;
+    const int32_t slab = entry.block / blocks_per_slab;
+    const int32_t index = entry.block % blocks_per_slab;
+    if (entry.block <= 0 || slab >= static_cast<int32_t>(slabs_.size()) ||
+        slabs_[slab].owner != entry.group) {
+      return concat("quarantine: group ", entry.group, " does not own block ", entry.block);
+    }
+    uint64_t& word = unlisted[slab * words_per_slab_ + index / kWordBits];
+    if ((word & bit(index)) == 0) {
+      return concat("quarantine: block ", entry.block, " of group ", entry.group,
+                    " is listed twice or not marked");
+    }
+    word &= ~bit(index);
+  }
+  if (num_bits != num_quarantined()) {
+    return concat("quarantine: ", num_quarantined(), " listed, ", num_bits, " marked");
+  }
+  return {};
+}
+
+}  // namespace paceline

@@ -1,0 +1,508 @@
+// SPDX-License-Identifier: Apache-2.0
+// A random machine over the KV room: sequences grow, slide, finish and are preempted while a fake
+// device runs up to three iterations behind the host. A dictionary of byte ranges says who owns
+// what; after every operation the pool must agree with it.
+//
+// PACELINE_SEED=n runs another seed, PACELINE_TEST_LEVEL=3 five of them.
+#include "base/check.h"
+#include "kv/kv_layout.h"
+#include "kv/sequence_blocks.h"
+#include "kv/slab_pool.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <iostream>
+#include <map>
+#include <random>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace paceline {
+namespace {
+
+constexpr int32_t kNumSequences = 12;
+constexpr int32_t kMaxTokens = 300;
+constexpr int64_t kMaxLateness = 2;
+constexpr int32_t kInQuarantine = -1;
+
+// What a broken host or pool would do; the machine must notice each.
+enum class Fault : uint8_t {
+  kNone,
+  kCompletesEarly,     // calls complete for an iteration that still runs
+  kStaleTag,           // releases under an older iteration than the newest launched
+  kKeepsPartOfFailed,  // a failed reservation leaves a block behind
+  kLosesBlock,         // a finished sequence keeps a block
+};
+
+struct Violation : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+template <class... Parts>
+void require(bool holds, const Parts&... parts) {
+  if (!holds) throw Violation(concat(parts...));
+}
+
+struct Range {
+  int64_t end;
+  GroupId group;
+  BlockId block;
+  int32_t owner;  // sequence or kInQuarantine
+  int64_t tag;    // in quarantine: the newest iteration launched at release
+};
+
+struct Sequence {
+  SequenceBlocks blocks;
+  int32_t num_reserved = 0;
+  int32_t known = 0;                         // host-known committed length
+  std::vector<std::vector<BlockId>> tables;  // what `blocks` must say
+  std::vector<int32_t> num_released;         // leading entries given back, per group
+};
+
+class Machine {
+ public:
+  Machine(const KvLayout& layout, uint64_t seed, Fault fault)
+      : layout_(layout),
+        num_groups_(static_cast<int32_t>(layout.groups.size())),
+        pool_(layout),
+        random_(seed),
+        fault_(fault),
+        slabs_(static_cast<size_t>(layout.num_slabs)),
+        num_held_(layout.groups.size()),
+        num_quarantined_(layout.groups.size()) {
+    for (int32_t s = 0; s < kNumSequences; ++s) {
+      Sequence& sequence = sequences_.emplace_back();
+      sequence.blocks = SequenceBlocks(num_groups_);
+      sequence.tables.resize(layout.groups.size());
+      sequence.num_released.resize(layout.groups.size());
+    }
+    pool_.set_on_reusable([this](GroupId g, BlockId block) { become_reusable(g, block); });
+  }
+
+  // Throws Violation.
+  void run(int64_t num_operations) {
+    for (int64_t i = 0; i < num_operations; ++i) {
+      try {
+        operate();
+        check();
+        if (i % 1000 == 0) check_tables();
+      } catch (const std::exception& error) {
+        throw Violation(concat("operation ", i, " (", operation_, "): ", error.what()));
+      }
+    }
+  }
+
+  [[nodiscard]] std::string summary() const {
+    return concat(num_grown_, " reservations, ", num_refused_, " refused, ", num_completed_,
+                  " completions, ", num_quiesced_, " quiesced, ", num_served_alone_,
+                  " served alone, ", num_too_large_, " too large");
+  }
+  // Every kind of operation must really have happened.
+  [[nodiscard]] bool is_thorough() const {
+    return num_grown_ > 0 && num_refused_ > 0 && num_completed_ > 0 && num_quiesced_ > 0 &&
+           num_served_alone_ > 0 && num_too_large_ > 0;
+  }
+
+ private:
+  struct SlabUse {
+    GroupId group = 0;
+    int32_t num_used = 0;  // held or in quarantine
+  };
+
+  int32_t draw(int32_t low, int32_t high) {
+    return low + static_cast<int32_t>(random_() % static_cast<uint64_t>(high - low + 1));
+  }
+
+  void operate() {
+    const int32_t s = draw(0, kNumSequences - 1);
+    const int32_t dice = draw(0, 9999);
+    if (dice < 40) {
+      operation_ = "quiesce";
+      quiesce();
+    } else if (dice < 4500) {
+      operation_ = "grow";
+      grow(s, sequences_[s].num_reserved + draw(1, 24));
+    } else if (dice < 6000) {
+      operation_ = "release_below";
+      commit(s, draw(0, sequences_[s].num_reserved));
+    } else if (dice < 6400) {
+      operation_ = "finish or cancel";
+      release_all(s);
+    } else if (dice < 6600) {
+      operation_ = "preempt and restart";
+      const int32_t num_tokens = sequences_[s].num_reserved;
+      release_all(s);
+      grow(s, num_tokens);
+    } else if (dice < 8000) {
+      operation_ = "launch";
+      if (launched_ - device_completed_ <= kMaxLateness) ++launched_;
+    } else {
+      operation_ = "complete";
+      complete(launched_ - draw(0, kMaxLateness));
+    }
+  }
+
+  bool grow(int32_t s, int32_t num_tokens) {
+    Sequence& sequence = sequences_[s];
+    num_tokens = std::min(num_tokens, kMaxTokens);
+    std::vector<int64_t> counts;
+    std::vector<size_t> ends;
+    for (GroupId g = 0; g < num_groups_; ++g) {
+      const int32_t block_size = layout_.groups[g].block_size;
+      const auto size = sequence.tables[g].size();
+      const auto wanted = static_cast<size_t>((num_tokens + block_size - 1) / block_size);
+      ends.push_back(std::max(size, wanted));
+      counts.push_back(static_cast<int64_t>(ends[g] - size));
+    }
+    const bool is_possible = model_can_allocate(counts);
+    require(pool_.can_allocate(counts) == is_possible, "can_allocate is wrong");
+
+    writes_.clear();
+    const bool is_done = sequence.blocks.reserve(pool_, num_tokens, s, writes_);
+    require(is_done == is_possible, "reserve gave ", is_done);
+    if (!is_done) {
+      ++num_refused_;
+      require(writes_.empty(), "a failed reservation wrote to the table");
+      if (fault_ == Fault::kKeepsPartOfFailed) {
+        for (GroupId g = 0; g < num_groups_; ++g) (void)pool_.allocate(g);
+      }
+    } else {
+      ++num_grown_;
+      sequence.num_reserved = std::max(sequence.num_reserved, num_tokens);
+      for (const TableWrite& write : writes_) {
+        require(write.seq_slot == s, "seq_slot is ", write.seq_slot);
+        std::vector<BlockId>& table = sequence.tables.at(write.group);
+        require(write.index == static_cast<int32_t>(table.size()), "index is ", write.index);
+        own(s, write.group, write.block);
+        table.push_back(write.block);
+      }
+      for (GroupId g = 0; g < num_groups_; ++g) {
+        require(sequence.tables[g].size() == ends[g], "group ", g, " does not cover ", num_tokens);
+      }
+    }
+    check_table(s);
+    return is_done;
+  }
+
+  // The host learns that `known` tokens are committed.
+  void commit(int32_t s, int32_t known) {
+    Sequence& sequence = sequences_[s];
+    sequence.known = std::max(sequence.known, known);
+    for (GroupId g = 0; g < num_groups_; ++g) {
+      const KvGroup& group = layout_.groups[g];
+      if (group.kind != KvKind::kSliding) continue;
+      std::vector<BlockId>& table = sequence.tables[g];
+      int32_t& i = sequence.num_released[g];
+      // The last token of block i is older than the oldest key that the next query sees.
+      while (i < static_cast<int32_t>(table.size()) &&
+             (i + 1) * group.block_size - 1 < sequence.known - group.window + 1) {
+        disown(g, table[i]);
+        table[i++] = kNullBlock;
+      }
+    }
+    sequence.blocks.release_below(pool_, sequence.known, tag());
+    check_table(s);
+  }
+
+  void release_all(int32_t s) {
+    Sequence& sequence = sequences_[s];
+    for (GroupId g = 0; g < num_groups_; ++g) {
+      for (BlockId block : sequence.tables[g]) {
+        if (block != kNullBlock) disown(g, block);
+      }
+      sequence.tables[g].clear();
+      sequence.num_released[g] = 0;
+    }
+    sequence.num_reserved = 0;
+    sequence.known = 0;
+    if (fault_ == Fault::kLosesBlock && sequence.blocks.num_held() > 0) {
+      sequence.blocks = SequenceBlocks(num_groups_);
+    }
+    sequence.blocks.release_all(pool_, tag());
+    check_table(s);
+  }
+
+  void complete(int64_t iteration) {
+    if (iteration < 0) return;
+    device_completed_ = std::max(device_completed_, iteration);
+    ++num_completed_;
+    pool_.complete(fault_ == Fault::kCompletesEarly ? iteration + 1 : iteration);
+    require(tags_.empty() || *tags_.begin() > device_completed_, "a block released under ",
+            tags_.empty() ? -1 : *tags_.begin(), " is still in quarantine");
+  }
+
+  // All but one sequence go: what the one does not touch must be free, and usable.
+  void quiesce() {
+    ++num_quiesced_;
+    const int32_t survivor = draw(0, kNumSequences - 1);
+    for (int32_t s = 0; s < kNumSequences; ++s) {
+      if (s != survivor) release_all(s);
+    }
+    complete(launched_);
+    std::set<int64_t> touched;
+    for (GroupId g = 0; g < num_groups_; ++g) {
+      for (BlockId block : sequences_[survivor].tables[g]) {
+        if (block != kNullBlock) touched.insert(block / layout_.blocks_per_slab(g));
+      }
+    }
+    const int64_t num_free = layout_.num_slabs - 1 - static_cast<int64_t>(touched.size());
+    require(pool_.num_free_slabs() >= num_free, pool_.num_free_slabs(), " slabs are free, not ",
+            num_free);
+    check();
+
+    const int32_t other = (survivor + 1) % kNumSequences;
+    const int32_t num_tokens = draw(1, kMaxTokens);
+    int64_t num_needed = 0;
+    for (GroupId g = 0; g < num_groups_; ++g) {
+      const int32_t block_size = layout_.groups[g].block_size;
+      const int64_t per_slab = layout_.blocks_per_slab(g);
+      num_needed += ((num_tokens + block_size - 1) / block_size + per_slab - 1) / per_slab;
+    }
+    const bool is_admitted = grow(other, num_tokens);
+    require(is_admitted || num_needed > num_free, "refused ", num_needed, " of ", num_free,
+            " free slabs");
+    check();
+
+    release_all(survivor);
+    release_all(other);
+    complete(launched_);
+    require(pool_.num_free_slabs() == layout_.num_slabs - 1, "the empty pool has used slabs");
+    serve_alone(draw(0, kNumSequences - 1));
+  }
+
+  // Whoever fits alone is served to its end on an empty pool, however late the device is.
+  void serve_alone(int32_t s) {
+    const int32_t num_tokens = draw(1, kMaxTokens);
+    const int32_t rows = draw(1, 16);
+    const int32_t lateness = draw(0, kMaxLateness);
+    if (!pool_.fits_alone(peak_blocks(layout_, num_tokens, rows * (2 * lateness + 1)))) {
+      ++num_too_large_;
+      return;
+    }
+    ++num_served_alone_;
+    for (int32_t t = 0; rows * t < num_tokens; ++t) {
+      complete(launched_ - lateness);
+      commit(s, rows * std::max(0, t - lateness));
+      require(grow(s, std::min(num_tokens, rows * (t + 1))), "refused at ", rows * t, " of ",
+              num_tokens, " tokens, which fit alone; ", rows, " rows, lateness ", lateness);
+      check();
+      ++launched_;
+    }
+    release_all(s);
+  }
+
+  int64_t tag() const {
+    return fault_ == Fault::kStaleTag ? std::max<int64_t>(-1, launched_ - 1) : launched_;
+  }
+
+  bool model_can_allocate(const std::vector<int64_t>& counts) const {
+    std::vector<int64_t> room(counts.size(), 0);
+    int64_t num_free = -1;  // slab 0 is never used and never free
+    for (const SlabUse& slab : slabs_) {
+      if (slab.num_used == 0) {
+        ++num_free;
+      } else {
+        room[slab.group] += layout_.blocks_per_slab(slab.group) - slab.num_used;
+      }
+    }
+    for (GroupId g = 0; g < num_groups_; ++g) {
+      for (int64_t missing = counts[g] - room[g]; missing > 0; --num_free) {
+        missing -= layout_.blocks_per_slab(g);
+      }
+    }
+    return num_free >= 0;
+  }
+
+  void own(int32_t s, GroupId g, BlockId block) {
+    const int64_t bytes = layout_.groups.at(g).block_bytes;
+    const Range range{(int64_t{block} + 1) * bytes, g, block, s, -1};
+    const int64_t begin = block * bytes;
+    require(begin >= layout_.slab_bytes && range.end <= layout_.pool_bytes, "block ", block,
+            " of group ", g, " is in slab 0 or outside the pool");
+    const auto next = ranges_.lower_bound(begin);
+    const auto clash = [&](const Range& other) {
+      return concat("block ", block, " of group ", g, " handed to ", s, " overlaps block ",
+                    other.block, " of group ", other.group, ", owned by ", other.owner,
+                    other.owner == kInQuarantine ? " (quarantine)" : "");
+    };
+    if (next != ranges_.end()) {
+      require(next->first >= range.end, clash(next->second));
+    }
+    if (next != ranges_.begin()) {
+      const Range& prev = std::prev(next)->second;
+      require(prev.end <= begin, clash(prev));
+    }
+    ranges_.emplace_hint(next, begin, range);
+    SlabUse& slab = slabs_[static_cast<size_t>(begin / layout_.slab_bytes)];
+    require(slab.num_used == 0 || slab.group == g, "two groups in a slab");
+    slab.group = g;
+    ++slab.num_used;
+    ++num_held_[g];
+  }
+
+  void disown(GroupId g, BlockId block) {
+    Range& range = ranges_.at(block * layout_.groups[g].block_bytes);
+    range.owner = kInQuarantine;
+    range.tag = launched_;
+    tags_.insert(launched_);
+    --num_held_[g];
+    ++num_quarantined_[g];
+  }
+
+  void become_reusable(GroupId g, BlockId block) {
+    const auto entry = ranges_.find(block * layout_.groups[g].block_bytes);
+    require(entry != ranges_.end() && entry->second.group == g, "nobody owned block ", block);
+    const Range& range = entry->second;
+    require(range.owner == kInQuarantine, "block ", block, " is reusable but held by ",
+            range.owner);
+    require(range.tag <= device_completed_, "block ", block, " is reusable, but iteration ",
+            range.tag, " may still use it: ", device_completed_, " is the last that completed");
+    tags_.erase(tags_.find(range.tag));
+    --slabs_[static_cast<size_t>(entry->first / layout_.slab_bytes)].num_used;
+    --num_quarantined_[g];
+    ranges_.erase(entry);
+  }
+
+  void check() {
+    const std::string broken = pool_.check_integrity();
+    require(broken.empty(), broken);
+    for (GroupId g = 0; g < num_groups_; ++g) {
+      require(pool_.num_held(g) == num_held_[g], "group ", g, " holds ", pool_.num_held(g), ", not ",
+              num_held_[g]);
+      require(pool_.num_quarantined(g) == num_quarantined_[g], "group ", g, " has ",
+              pool_.num_quarantined(g), " in quarantine, not ", num_quarantined_[g]);
+    }
+    const auto num_empty = std::count_if(slabs_.begin(), slabs_.end(),
+                                         [](const SlabUse& slab) { return slab.num_used == 0; });
+    require(pool_.num_free_slabs() == num_empty - 1, "free slabs");
+  }
+
+  void check_table(int32_t s) const {
+    const Sequence& sequence = sequences_[s];
+    int64_t num_held = 0;
+    for (GroupId g = 0; g < num_groups_; ++g) {
+      const auto table = sequence.blocks.table(g);
+      require(std::equal(table.begin(), table.end(), sequence.tables[g].begin(),
+                         sequence.tables[g].end()),
+              "the table of sequence ", s, ", group ", g, " is wrong");
+      num_held += static_cast<int64_t>(table.size()) - sequence.num_released[g];
+    }
+    require(sequence.blocks.num_held() == num_held, "sequence ", s, " holds ",
+            sequence.blocks.num_held(), ", not ", num_held);
+  }
+
+  // The dictionary against all tables, both ways.
+  void check_tables() const {
+    size_t num_entries = 0;
+    for (int32_t s = 0; s < kNumSequences; ++s) {
+      check_table(s);
+      for (GroupId g = 0; g < num_groups_; ++g) {
+        for (BlockId block : sequences_[s].tables[g]) {
+          if (block == kNullBlock) continue;
+          ++num_entries;
+          const Range& range = ranges_.at(block * layout_.groups[g].block_bytes);
+          require(range.owner == s && range.group == g, "block ", block, " is not of ", s);
+        }
+      }
+    }
+    require(num_entries + tags_.size() == ranges_.size(), "blocks are lost");
+  }
+
+  const KvLayout layout_;
+  const int32_t num_groups_;
+  SlabPool pool_;
+  std::mt19937_64 random_;
+  const Fault fault_;
+  std::vector<Sequence> sequences_;
+  int64_t launched_ = -1;
+  int64_t device_completed_ = -1;
+
+  std::map<int64_t, Range> ranges_;  // by first byte; held or in quarantine
+  std::multiset<int64_t> tags_;      // of all blocks in quarantine
+  std::vector<SlabUse> slabs_;
+  std::vector<int64_t> num_held_;
+  std::vector<int64_t> num_quarantined_;
+
+  std::vector<TableWrite> writes_;
+  const char* operation_ = "";
+  int64_t num_grown_ = 0;
+  int64_t num_refused_ = 0;
+  int64_t num_completed_ = 0;
+  int64_t num_quiesced_ = 0;
+  int64_t num_served_alone_ = 0;
+  int64_t num_too_large_ = 0;
+};
+
+KvLayerShape full(int32_t heads, int32_t dim) { return {KvKind::kFull, 0, heads, dim}; }
+KvLayerShape sliding(int32_t window, int32_t heads, int32_t dim) {
+  return {KvKind::kSliding, window, heads, dim};
+}
+
+// Few slabs, so that the pool is full most of the time.
+KvLayout planned(const std::vector<KvLayerShape>& target, const std::vector<KvLayerShape>& draft,
+                 int64_t num_slabs) {
+  KvLayout layout = plan_kv_layout(target, draft, /*block_size=*/4, DType::kFloat32, 4 << 20);
+  layout.num_slabs = num_slabs;
+  layout.pool_bytes = num_slabs * layout.slab_bytes;
+  return layout;
+}
+
+// 15, 10, 24 and 6 blocks a slab.
+KvLayout few_blocks_per_slab() {
+  const KvLayerShape slides = sliding(12, 1, 8);
+  return planned({full(1, 8), slides, full(1, 8), slides, slides}, {full(1, 10), sliding(6, 1, 40)},
+                 14);
+}
+
+// 3, 96, 384 and 128 blocks a slab: more than a word of bits.
+KvLayout many_blocks_per_slab() {
+  const KvLayerShape slides = sliding(6, 1, 2);
+  return planned({full(4, 32), sliding(12, 1, 8), full(4, 32)},
+                 {full(1, 2), slides, slides, slides}, 24);
+}
+
+int64_t environment(const char* name, int64_t otherwise) {
+  const char* const value = std::getenv(name);
+  return value == nullptr ? otherwise : std::stoll(value);
+}
+
+void run_seeds(const KvLayout& layout, int64_t num_operations) {
+  const auto first_seed = static_cast<uint64_t>(environment("PACELINE_SEED", 20250601));
+  const uint64_t num_seeds = environment("PACELINE_TEST_LEVEL", 1) >= 3 ? 5 : 1;
+  for (uint64_t seed = first_seed; seed < first_seed + num_seeds; ++seed) {
+    std::cout << "PACELINE_SEED=" << seed << std::endl;
+    try {
+      Machine machine(layout, seed, Fault::kNone);
+      machine.run(num_operations);
+      std::cout << machine.summary() << std::endl;
+      EXPECT_TRUE(machine.is_thorough());
+    } catch (const Violation& violation) {
+      FAIL() << "PACELINE_SEED=" << seed << ": " << violation.what();
+    }
+  }
+}
+
+TEST(KvProperty, AMillionRandomOperations) { run_seeds(few_blocks_per_slab(), 1'000'000); }
+
+TEST(KvProperty, SlabsOfManyBlocks) { run_seeds(many_blocks_per_slab(), 100'000); }
+
+// A machine that cannot fail proves nothing.
+TEST(KvProperty, TheMachineSeesPlantedFaults) {
+  for (const Fault fault : {Fault::kCompletesEarly, Fault::kStaleTag, Fault::kKeepsPartOfFailed,
+                            Fault::kLosesBlock}) {
+    Machine machine(few_blocks_per_slab(), /*seed=*/1, fault);
+    try {
+      machine.run(10'000);
+      ADD_FAILURE() << "fault " << static_cast<int32_t>(fault) << " goes unseen";
+    } catch (const Violation& violation) {
+      std::cout << "fault " << static_cast<int32_t>(fault) << ": " << violation.what() << '\n';
+    }
+  }
+}
+
+}  // namespace
+}  // namespace paceline
