@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include <omp.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+
+#include <paceline/version.h>
+
+#include "ops/vector_math.h"
+
+namespace paceline {
+namespace {
+
+// Sums [begin, end), a multiple of 256 bytes, with enough loads in flight to be bound by memory.
+struct SumKernel {
+  [[gnu::always_inline]] static void run(const float* begin, const float* end, float* sum) {
+    V16 acc[4] = {};
+    for (; begin < end; begin += 64) {
+      // Past the end is harmless: a prefetch never faults.
+      for (int i = 0; i < 4; ++i) __builtin_prefetch(begin + 2048 + 16 * i, 0, 2);
+      for (int i = 0; i < 4; ++i) acc[i] += load(begin + 16 * i);
+    }
+    *sum = sum_lanes(acc[0] + acc[1] + acc[2] + acc[3]);
+  }
+};
+
+}  // namespace
+
+double measure_read_bandwidth(int32_t num_threads) {
+  constexpr int64_t kBytes = int64_t{512} << 20;  // well beyond any last-level cache
+  constexpr int kNumPasses = 5;
+  if (num_threads <= 0) num_threads = omp_get_num_procs();
+  const auto buffer = std::make_unique_for_overwrite<float[]>(kBytes / sizeof(float));
+  const int64_t num_pieces = kBytes / 256;
+  double best_seconds = std::numeric_limits<double>::infinity();
+  float checksum = 0.0f;
+  for (int pass = 0; pass <= kNumPasses; ++pass) {
+    const auto start = std::chrono::steady_clock::now();
+#pragma omp parallel num_threads(num_threads) reduction(+ : checksum)
+    {
+      const int64_t thread = omp_get_thread_num();
+      const int64_t team = omp_get_num_threads();
+      float* const begin = buffer.get() + num_pieces * thread / team * 64;
+      float* const end = buffer.get() + num_pieces * (thread + 1) / team * 64;
+      if (pass == 0) {
+        std::memset(begin, 0, static_cast<size_t>((end - begin) * 4));  // first touch: pages exist
+      } else {
+        float sum = 0.0f;
+        run_best_isa<SumKernel>(static_cast<const float*>(begin), static_cast<const float*>(end),
+                                &sum);
+        checksum += sum;
+      }
+    }
+    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+    if (pass > 0) best_seconds = std::min(best_seconds, elapsed.count());
+  }
+  // The sum is 0; using it keeps the loads.
+  return static_cast<double>(kBytes) / best_seconds + static_cast<double>(checksum);
+}
+
+}  // namespace paceline

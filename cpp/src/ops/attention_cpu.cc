@@ -1,0 +1,352 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Softmax attention over a paged KV cache, one (row, KV head) at a time: the query heads of a group
+// share each load of a key. Keys are taken in chunks [128 c, 128 (c + 1)) of absolute positions:
+//   1. scores of the visible keys; lanes of invisible ones hold -inf, their memory is never read
+//   2. max, exp, sum: lane l sums the positions l, l + 16, ... of the chunk, then sum_lanes' tree
+//   3. accumulator: one multiply-add per key in ascending order
+// and merged into the running (max, sum, accumulator) in ascending order. Nothing in it depends on
+// how many heads or keys are in flight, so a row's bits depend on its query and visible keys alone.
+
+#include <algorithm>
+#include <limits>
+
+#include "base/check.h"
+#include "device/cpu_context.h"
+#include "ops/ops.h"
+#include "ops/vector_math.h"
+
+namespace paceline {
+namespace {
+
+constexpr int32_t kChunk = kAttentionChunk;
+constexpr int32_t kMaxHeadDim = 1024;
+constexpr int32_t kMaxHeadsAtOnce = 4;  // 4 heads x 4 keys (or 4 vectors of V) of accumulators
+constexpr float kNegInf = -std::numeric_limits<float>::infinity();
+static_assert(kChunk % 16 == 0);
+
+// What one (row, KV head) needs besides its keys.
+struct HeadGroup {
+  const float* q;      // [num_heads, head_dim]
+  const float* sinks;  // [num_heads], or null
+  float* y;            // [num_heads, head_dim]
+  int32_t head_dim;
+  float scale;
+  float soft_cap;
+};
+
+// Element `at` of K or V, zeros beyond head_dim: `rest` is how many elements there are from `at`.
+template <class T>
+[[gnu::always_inline]] inline V16 load_up_to(const T* from, int32_t rest) {
+  return rest >= 16 ? load(from) : load_first(from, rest);
+}
+
+// scores[h][j - first] = q_h . key_j for keys [first, last) of the chunk.
+template <class Kv, int kHeads>
+[[gnu::always_inline]] inline void score_keys(const HeadGroup& group, const Kv* const* keys,
+                                              int32_t first, int32_t last,
+                                              float (*scores)[kChunk]) {
+  const int32_t head_dim = group.head_dim;
+  for (int32_t j = first; j < last; j += 4) {
+    // Beyond the last key the last one is repeated; its extra scores are dropped.
+    const Kv* key[4];
+    for (int i = 0; i < 4; ++i) key[i] = keys[std::min(j + i, last - 1)];
+    V16 acc[kHeads][4] = {};
+    int32_t d = 0;
+    for (; d + 16 <= head_dim; d += 16) {
+      V16 kv[4];
+      for (int i = 0; i < 4; ++i) kv[i] = load(key[i] + d);
+      for (int h = 0; h < kHeads; ++h) {
+        const V16 q = load(group.q + h * head_dim + d);
+        for (int i = 0; i < 4; ++i) acc[h][i] += q * kv[i];
+      }
+    }
+    if (d < head_dim) {
+      V16 kv[4];
+      for (int i = 0; i < 4; ++i) kv[i] = load_first(key[i] + d, head_dim - d);
+      for (int h = 0; h < kHeads; ++h) {
+        const V16 q = load_first(group.q + h * head_dim + d, head_dim - d);
+        for (int i = 0; i < 4; ++i) acc[h][i] += q * kv[i];
+      }
+    }
+    for (int h = 0; h < kHeads; ++h) {
+      const Sums4 sums = sum_lanes(acc[h][0], acc[h][1], acc[h][2], acc[h][3]);
+      for (int32_t i = 0; i < std::min(4, last - j); ++i) scores[h][j + i] = sums.sum[i];
+    }
+  }
+}
+
+// out[h][at .. at + 16 kVectors) = sum over keys of weight * V, merged into the running sums.
+template <class Kv, int kHeads, int kVectors>
+[[gnu::always_inline]] inline void accumulate_values(const Kv* const* values, int32_t first,
+                                                     int32_t last, const float (*weights)[kChunk],
+                                                     int32_t head_dim, int32_t at,
+                                                     const float* keep, const float* take,
+                                                     float* running) {
+  V16 acc[kHeads][kVectors] = {};
+  for (int32_t j = first; j < last; ++j) {
+    V16 value[kVectors];
+    for (int i = 0; i < kVectors; ++i) {
+      // Only a one-vector call can meet the ragged end.
+      value[i] = kVectors == 1 ? load_up_to(values[j] + at, head_dim - at)
+                               : load(values[j] + at + 16 * i);
+    }
+    for (int h = 0; h < kHeads; ++h) {
+      const V16 weight = broadcast(weights[h][j]);
+      for (int i = 0; i < kVectors; ++i) acc[h][i] += weight * value[i];
+    }
+  }
+  for (int h = 0; h < kHeads; ++h) {
+    for (int i = 0; i < kVectors; ++i) {
+      float* const to = running + h * kMaxHeadDim + at + 16 * i;
+      store(to, load(to) * keep[h] + acc[h][i] * take[h]);
+    }
+  }
+}
+
+// Kv pointers of the chunk's keys come from `locate(position, count)`: a functor that fills
+// keys[] and values[] for chunk positions [first, last).
+template <class Kv, int kHeads, class Locate>
+[[gnu::always_inline]] inline void attend(const HeadGroup& group, int32_t begin, int32_t end,
+                                          const Locate& locate) {
+  const int32_t head_dim = group.head_dim;
+  alignas(64) float running[kHeads * kMaxHeadDim];
+  alignas(64) float scores[kHeads][kChunk];
+  const Kv* keys[kChunk];
+  const Kv* values[kChunk];
+  float running_max[kHeads];
+  float running_sum[kHeads];
+  for (int h = 0; h < kHeads; ++h) {
+    running_max[h] = kNegInf;
+    running_sum[h] = 0.0f;
+    std::fill_n(running + h * kMaxHeadDim, (head_dim + 15) / 16 * 16, 0.0f);
+  }
+  for (int32_t chunk = begin / kChunk * kChunk; chunk < end; chunk += kChunk) {
+    const int32_t first = std::max(begin - chunk, 0);
+    const int32_t last = std::min(end - chunk, kChunk);
+    locate(chunk, first, last, keys, values);
+    score_keys<Kv, kHeads>(group, keys, first, last, scores);
+    float keep[kHeads];
+    float take[kHeads];
+    for (int h = 0; h < kHeads; ++h) {
+      std::fill(scores[h], scores[h] + first, kNegInf);
+      std::fill(scores[h] + last, scores[h] + kChunk, kNegInf);
+      V16 highest = broadcast(kNegInf);
+      for (int32_t j = 0; j < kChunk; j += 16) {
+        V16 score = load(scores[h] + j) * group.scale;
+        if (group.soft_cap > 0.0f) {
+          // -inf marks an invisible key and must not become -cap.
+          score = score > kNegInf ? group.soft_cap * tanh(score / group.soft_cap) : score;
+        }
+        store(scores[h] + j, score);
+        highest = max(highest, score);
+      }
+      const float chunk_max = max_lanes(highest);
+      V16 sum = {};
+      for (int32_t j = 0; j < kChunk; j += 16) {
+        const V16 weight = exp(load(scores[h] + j) - chunk_max);
+        store(scores[h] + j, weight);
+        sum += weight;
+      }
+      const float new_max = std::max(running_max[h], chunk_max);
+      keep[h] = exp_one(running_max[h] - new_max);
+      take[h] = exp_one(chunk_max - new_max);
+      running_sum[h] = running_sum[h] * keep[h] + sum_lanes(sum) * take[h];
+      running_max[h] = new_max;
+    }
+    int32_t d = 0;
+    for (; d + 64 <= head_dim; d += 64) {
+      accumulate_values<Kv, kHeads, 4>(values, first, last, scores, head_dim, d, keep, take,
+                                       running);
+    }
+    for (; d < head_dim; d += 16) {
+      accumulate_values<Kv, kHeads, 1>(values, first, last, scores, head_dim, d, keep, take,
+                                       running);
+    }
+  }
+  for (int h = 0; h < kHeads; ++h) {
+    float sum = running_sum[h];
+    float factor = 1.0f;
+    if (group.sinks != nullptr) {
+      const float new_max = std::max(running_max[h], group.sinks[h]);
+      factor = exp_one(running_max[h] - new_max);
+      sum = sum * factor + exp_one(group.sinks[h] - new_max);
+    }
+    const float inverse = begin < end ? factor / sum : 0.0f;  // no keys: zero
+    for (int32_t d = 0; d < head_dim; ++d) {
+      group.y[h * head_dim + d] = running[h * kMaxHeadDim + d] * inverse;
+    }
+  }
+}
+
+// Where keys lie: through a block table, or through a list of slots.
+struct BlockTable {
+  const int32_t* blocks;
+};
+struct SlotList {
+  const int64_t* slots;
+};
+
+// Fills the pointers of one KV head.
+template <class Kv, class Places>
+struct Locator {
+  const KvLayerView* kv;
+  Places places;
+  int32_t num_kv_heads;
+  int32_t kv_head;
+  int32_t head_dim;
+
+  [[gnu::always_inline]] void operator()(int32_t chunk, int32_t first, int32_t last,
+                                         const Kv** keys, const Kv** values) const {
+    const int64_t token_bytes = int64_t{num_kv_heads} * head_dim * static_cast<int64_t>(sizeof(Kv));
+    const int64_t head_bytes = int64_t{kv_head} * head_dim * static_cast<int64_t>(sizeof(Kv));
+    const std::byte* const base = kv->base + head_bytes;
+    auto place = [&](int32_t j, int64_t block, int64_t offset) {
+      const std::byte* const at = base + block * kv->block_bytes + offset * token_bytes;
+      keys[j] = reinterpret_cast<const Kv*>(at + kv->k_offset);
+      values[j] = reinterpret_cast<const Kv*>(at + kv->v_offset);
+    };
+    if constexpr (std::is_same_v<Places, BlockTable>) {
+      int32_t index = (chunk + first) / kv->block_size;
+      int32_t offset = (chunk + first) % kv->block_size;
+      for (int32_t j = first; j < last; ++j) {
+        place(j, places.blocks[index], offset);
+        if (++offset == kv->block_size) {
+          offset = 0;
+          ++index;
+        }
+      }
+    } else {
+      for (int32_t j = first; j < last; ++j) {
+        const int64_t slot = places.slots[chunk + j];
+        place(j, slot / kv->block_size, slot % kv->block_size);
+      }
+    }
+  }
+};
+
+template <class Kv, class Places, int kHeads>
+struct AttendKernel {
+  [[gnu::always_inline]] static void run(const HeadGroup* group, int32_t begin, int32_t end,
+                                         const Locator<Kv, Places>* locate) {
+    attend<Kv, kHeads>(*group, begin, end, *locate);
+  }
+};
+
+// All query heads of one KV head, a few at a time.
+template <class Kv, class Places>
+void attend_group(HeadGroup group, int32_t num_heads, int32_t begin, int32_t end,
+                  const Locator<Kv, Places>& locate) {
+  while (num_heads > 0) {
+    const int32_t heads = std::min(num_heads, kMaxHeadsAtOnce);
+    switch (heads) {
+      case 1:
+        run_best_isa<AttendKernel<Kv, Places, 1>>(&group, begin, end, &locate);
+        break;
+      case 2:
+        run_best_isa<AttendKernel<Kv, Places, 2>>(&group, begin, end, &locate);
+        break;
+      case 3:
+        run_best_isa<AttendKernel<Kv, Places, 3>>(&group, begin, end, &locate);
+        break;
+      case 4:
+        run_best_isa<AttendKernel<Kv, Places, 4>>(&group, begin, end, &locate);
+        break;
+    }
+    group.q += int64_t{heads} * group.head_dim;
+    group.y += int64_t{heads} * group.head_dim;
+    if (group.sinks != nullptr) group.sinks += heads;
+    num_heads -= heads;
+  }
+}
+
+struct KeyRange {
+  int32_t begin;
+  int32_t end;
+};
+
+// The part that both ops share. range_of(row) gives the visible keys (end 0: inert row) and
+// places_of(row) where they lie.
+template <class Params, class Places, class RangeOf, class PlacesOf>
+void attend_rows(const CpuContext& ctx, const Params& p, const float* sinks, float soft_cap,
+                 const RangeOf& range_of, const PlacesOf& places_of) {
+  const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
+  PACELINE_CHECK(p.head_dim > 0 && p.head_dim <= kMaxHeadDim, "head_dim ", p.head_dim,
+                 " is not in 1..", kMaxHeadDim);
+  PACELINE_CHECK(p.num_kv_heads > 0 && p.num_qo_heads % p.num_kv_heads == 0, "num_qo_heads ",
+                 p.num_qo_heads, " is not a multiple of num_kv_heads ", p.num_kv_heads);
+  PACELINE_CHECK(p.kv.dtype == DType::kFloat32 || p.kv.dtype == DType::kBFloat16,
+                 "KV caches are float32 or bfloat16");
+  const int32_t heads_per_group = p.num_qo_heads / p.num_kv_heads;
+  const int64_t row_heads = p.num_qo_heads + 2 * int64_t{p.num_kv_heads};
+  auto attend_one = [&](int64_t item) {
+    const int32_t row = static_cast<int32_t>(item / p.num_kv_heads);
+    const int32_t kv_head = static_cast<int32_t>(item % p.num_kv_heads);
+    const int64_t first_head = int64_t{kv_head} * heads_per_group;
+    const HeadGroup group = {
+        .q = p.qkv + (row * row_heads + first_head) * p.head_dim,
+        .sinks = sinks == nullptr ? nullptr : sinks + first_head,
+        .y = p.y + (int64_t{row} * p.num_qo_heads + first_head) * p.head_dim,
+        .head_dim = p.head_dim,
+        .scale = p.scale,
+        .soft_cap = soft_cap};
+    const KeyRange range = range_of(row);
+    if (range.begin >= range.end) {
+      std::fill_n(group.y, int64_t{heads_per_group} * p.head_dim, 0.0f);
+      return;
+    }
+    auto attend_as = [&]<class Kv>() {
+      const Locator<Kv, Places> locate = {.kv = &p.kv,
+                                          .places = places_of(row),
+                                          .num_kv_heads = p.num_kv_heads,
+                                          .kv_head = kv_head,
+                                          .head_dim = p.head_dim};
+      attend_group(group, heads_per_group, range.begin, range.end, locate);
+    };
+    if (p.kv.dtype == DType::kFloat32) {
+      attend_as.template operator()<float>();
+    } else {
+      attend_as.template operator()<uint16_t>();
+    }
+  };
+  const int64_t num_items = int64_t{num_rows} * p.num_kv_heads;
+  int64_t num_keys = 0;
+  for (int32_t row = 0; row < num_rows; ++row) {
+    num_keys += std::max(range_of(row).end - range_of(row).begin, 0);
+  }
+  constexpr int64_t kMinParallelWork = 64 << 10;  // multiplications that outweigh a fork and join
+  if (ctx.num_threads == 1 || num_items == 1 ||
+      num_keys * p.num_qo_heads * p.head_dim < kMinParallelWork) {
+    for (int64_t item = 0; item < num_items; ++item) attend_one(item);
+    return;
+  }
+  // Dealt round-robin: later rows of a prompt see more keys.
+#pragma omp parallel for num_threads(ctx.num_threads) schedule(static, 1)
+  for (int64_t item = 0; item < num_items; ++item) attend_one(item);
+}
+
+}  // namespace
+
+void paged_attention(CpuContext& ctx, const PagedAttentionParams& p) {
+  auto range_of = [&](int32_t row) -> KeyRange {
+    if (p.seq_slot[row] < 0) return {.begin = 0, .end = 0};
+    return {.begin = p.kv_begin == nullptr ? 0 : p.kv_begin[row], .end = p.kv_end[row]};
+  };
+  auto places_of = [&](int32_t row) -> BlockTable {
+    return {p.block_table + p.seq_slot[row] * p.block_table_stride};
+  };
+  attend_rows<PagedAttentionParams, BlockTable>(ctx, p, p.sinks, p.soft_cap, range_of, places_of);
+}
+
+void list_attention(CpuContext& ctx, const ListAttentionParams& p) {
+  auto range_of = [&](int32_t row) -> KeyRange {
+    return {.begin = 0, .end = std::min(p.window_count[row], p.window)};
+  };
+  auto places_of = [&](int32_t row) -> SlotList {
+    return {p.window_slots + int64_t{row} * p.window};
+  };
+  attend_rows<ListAttentionParams, SlotList>(ctx, p, /*sinks=*/nullptr, /*soft_cap=*/0.0f,
+                                             range_of, places_of);
+}
+
+}  // namespace paceline

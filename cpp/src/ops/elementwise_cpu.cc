@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/check.h"
+#include "device/cpu_context.h"
+#include "ops/ops.h"
+#include "ops/vector_math.h"
+
+namespace paceline {
+namespace {
+
+constexpr int64_t kMinParallelBytes = 256 << 10;  // moved; below, a fork and join costs more
+
+// Calls row_op(i) for every row, in parallel when the rows move enough bytes.
+template <class RowOp>
+void for_rows(const CpuContext& ctx, int32_t num_rows, int64_t bytes_per_row, RowOp row_op) {
+  if (ctx.num_threads == 1 || num_rows * bytes_per_row < kMinParallelBytes) {
+    for (int32_t i = 0; i < num_rows; ++i) row_op(i);
+    return;
+  }
+#pragma omp parallel for num_threads(ctx.num_threads) schedule(static)
+  for (int32_t i = 0; i < num_rows; ++i) row_op(i);
+}
+
+template <class Weight>
+struct ScaleKernel {
+  [[gnu::always_inline]] static void run(const Weight* from, float scale, float* to, int32_t n) {
+    int32_t i = 0;
+    for (; i + 16 <= n; i += 16) store(to + i, load(from + i) * scale);
+    if (i < n) store_first(to + i, load_first(from + i, n - i) * scale, n - i);
+  }
+};
+
+struct AddKernel {
+  [[gnu::always_inline]] static void run(const float* x, float* sum, int32_t n) {
+    int32_t i = 0;
+    for (; i + 16 <= n; i += 16) store(sum + i, load(sum + i) + load(x + i));
+    for (; i < n; ++i) sum[i] += x[i];
+  }
+};
+
+template <Activation kActivation>
+struct GateKernel {
+  [[gnu::always_inline]] static V16 gate_up(const V16& gate, const V16& up) {
+    if constexpr (kActivation == Activation::kSilu) {
+      return gate / (1.0f + exp(-gate)) * up;
+    } else {
+      const V16 inner = 0.7978845608f * (gate + 0.044715f * gate * gate * gate);
+      return 0.5f * gate * (1.0f + tanh(inner)) * up;
+    }
+  }
+  [[gnu::always_inline]] static void run(const float* gate, const float* up, float* y, int32_t n) {
+    int32_t i = 0;
+    for (; i + 16 <= n; i += 16) store(y + i, gate_up(load(gate + i), load(up + i)));
+    if (i < n) {
+      const int32_t count = n - i;
+      store_first(y + i, gate_up(load_first(gate + i, count), load_first(up + i, count)), count);
+    }
+  }
+};
+
+struct SoftCapKernel {
+  [[gnu::always_inline]] static void run(float* logits, float cap, int32_t n) {
+    int32_t i = 0;
+    for (; i + 16 <= n; i += 16) store(logits + i, cap * tanh(load(logits + i) / cap));
+    if (i < n) store_first(logits + i, cap * tanh(load_first(logits + i, n - i) / cap), n - i);
+  }
+};
+
+template <class Weight>
+void embed_rows(const CpuContext& ctx, const EmbedParams& p, int32_t num_rows) {
+  const Weight* const table = static_cast<const Weight*>(p.table);
+  for_rows(ctx, num_rows, int64_t{p.hidden} * 8, [&](int32_t row) {
+    float* const y = p.y + int64_t{row} * p.hidden;
+    const int32_t token = p.token_ids[row];
+    if (token < 0 || token >= p.vocab_size) {
+      std::memset(y, 0, static_cast<size_t>(p.hidden) * sizeof(float));
+      return;
+    }
+    run_best_isa<ScaleKernel<Weight>>(table + int64_t{token} * p.hidden, p.scale, y, p.hidden);
+  });
+}
+
+}  // namespace
+
+void embed(CpuContext& ctx, const EmbedParams& p) {
+  const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
+  PACELINE_CHECK(p.table_dtype == DType::kFloat32 || p.table_dtype == DType::kBFloat16,
+                 "embedding tables are float32 or bfloat16");
+  if (p.table_dtype == DType::kFloat32) {
+    embed_rows<float>(ctx, p, num_rows);
+  } else {
+    embed_rows<uint16_t>(ctx, p, num_rows);
+  }
+}
+
+void add(CpuContext& ctx, const AddParams& p) {
+  const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
+  for_rows(ctx, num_rows, int64_t{p.hidden} * 12, [&](int32_t row) {
+    const int64_t offset = int64_t{row} * p.hidden;
+    run_best_isa<AddKernel>(p.x + offset, p.residual + offset, p.hidden);
+  });
+}
+
+void gated_activation(CpuContext& ctx, const GatedActivationParams& p) {
+  const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
+  // An exponential costs about as much as moving a few dozen bytes.
+  for_rows(ctx, num_rows, int64_t{p.intermediate} * 32, [&](int32_t row) {
+    const float* const gate = p.x + int64_t{row} * 2 * p.intermediate;
+    const float* const up = gate + p.intermediate;
+    float* const y = p.y + int64_t{row} * p.intermediate;
+    switch (p.activation) {
+      case Activation::kSilu:
+        return run_best_isa<GateKernel<Activation::kSilu>>(gate, up, y, p.intermediate);
+      case Activation::kGeluTanh:
+        return run_best_isa<GateKernel<Activation::kGeluTanh>>(gate, up, y, p.intermediate);
+    }
+  });
+}
+
+void gather_rows(CpuContext& ctx, const GatherRowsParams& p) {
+  const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
+  for_rows(ctx, num_rows, int64_t{p.hidden} * 8, [&](int32_t row) {
+    std::memcpy(p.y + int64_t{row} * p.hidden, p.x + int64_t{p.row_index[row]} * p.hidden,
+                static_cast<size_t>(p.hidden) * sizeof(float));
+  });
+}
+
+void soft_cap(CpuContext& ctx, const SoftCapParams& p) {
+  const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
+  for_rows(ctx, num_rows, int64_t{p.n} * 32, [&](int32_t row) {
+    run_best_isa<SoftCapKernel>(p.logits + int64_t{row} * p.n, p.cap, p.n);
+  });
+}
+
+}  // namespace paceline

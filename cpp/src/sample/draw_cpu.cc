@@ -1,0 +1,226 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Gumbel-max: the drawn id maximises key(id) = logit / T + g with g = -log(E), E = -log1p(-u), in
+// double. Small u wins, and there uniform_open is finest. Two logarithms for each of 150,000 ids
+// would dominate a step, so ids are pruned first, without changing the result:
+//   key > best  <=>  E < exp(logit / T - best),  and u <= E always, hence u < exp(...)
+// is necessary. The right side is evaluated in float with a slack above all rounding errors; only
+// ids that pass are evaluated exactly. And as u >= 2^-33, ids with logit / T < best - 33 log 2
+// need not even be given a random number.
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "device/cpu_context.h"
+#include "ops/ops.h"
+#include "ops/vector_math.h"
+#include "sample/philox.h"
+
+namespace paceline {
+namespace {
+
+constexpr int32_t kNoValidLogit = -2;
+constexpr int32_t kInertRow = -1;
+constexpr float kNegInf = -std::numeric_limits<float>::infinity();
+
+// First id with the highest logit; kNoValidLogit when all are -inf or NaN.
+struct ArgmaxKernel {
+  [[gnu::always_inline]] static void run(const float* logits, int32_t n, int32_t* id) {
+    // Each lane keeps its first maximum; comparisons with NaN are false.
+    V16 best = broadcast(kNegInf);
+    V16i best_start = V16i{} + kNoValidLogit;
+    int32_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+      const V16 value = load(logits + i);
+      const V16i is_better = value > best;
+      best = is_better ? value : best;
+      best_start = is_better ? V16i{} + i : best_start;
+    }
+    float highest = kNegInf;
+    int32_t first = kNoValidLogit;
+    for (int32_t lane = 0; lane < 16; ++lane) {
+      const float value = best[lane];
+      if (best_start[lane] < 0) continue;
+      const int32_t at = best_start[lane] + lane;
+      if (value > highest || (value == highest && at < first)) {
+        highest = value;
+        first = at;
+      }
+    }
+    for (; i < n; ++i) {
+      if (logits[i] > highest) {
+        highest = logits[i];
+        first = i;
+      }
+    }
+    *id = first;
+  }
+};
+
+double noise_of(uint32_t bits) {
+  return -std::log(-std::log1p(-static_cast<double>(uniform_open(bits))));
+}
+
+struct Draw {
+  const float* logits;
+  int32_t num_ids;
+  double temperature;
+  NoiseKey noise;
+  int32_t token;  // in: the argmax; out: the drawn id
+};
+
+// Philox for 16 consecutive counters: bits[4 i + w] = word w of counter first_index + i.
+[[gnu::always_inline]] inline void philox_16(const NoiseKey& key, uint32_t first_index,
+                                             uint32_t* bits) {
+  uint32_t c0[16];
+  uint32_t c1[16];
+  uint32_t c2[16];
+  uint32_t c3[16];
+  for (uint32_t i = 0; i < 16; ++i) {
+    c0[i] = first_index + i;
+    c1[i] = key.position;
+    c2[i] = static_cast<uint32_t>(key.stream);
+    c3[i] = key.salt;
+  }
+  uint32_t k0 = static_cast<uint32_t>(key.seed);
+  uint32_t k1 = static_cast<uint32_t>(key.seed >> 32);
+  for (int round = 0; round < 10; ++round) {
+    for (int i = 0; i < 16; ++i) {
+      const uint64_t p0 = uint64_t{0xD2511F53u} * c0[i];
+      const uint64_t p1 = uint64_t{0xCD9E8D57u} * c2[i];
+      c0[i] = static_cast<uint32_t>(p1 >> 32) ^ c1[i] ^ k0;
+      c1[i] = static_cast<uint32_t>(p1);
+      c2[i] = static_cast<uint32_t>(p0 >> 32) ^ c3[i] ^ k1;
+      c3[i] = static_cast<uint32_t>(p0);
+    }
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  for (int i = 0; i < 16; ++i) {
+    bits[4 * i] = c0[i];
+    bits[4 * i + 1] = c1[i];
+    bits[4 * i + 2] = c2[i];
+    bits[4 * i + 3] = c3[i];
+  }
+}
+
+struct DrawKernel {
+  [[gnu::always_inline]] static void run(Draw* draw) {
+    const float* const logits = draw->logits;
+    const NoiseKey noise = draw->noise;
+    int32_t token = draw->token;
+    double best = logits[token] / draw->temperature +
+                  noise_of(philox(noise, static_cast<uint32_t>(token) / 4)[token % 4]);
+    // An infinite best is the argmax itself: nothing is above it and it comes first.
+    if (best == std::numeric_limits<double>::infinity()) return;
+    const float inverse = static_cast<float>(1.0 / draw->temperature);
+    // Above the errors of the float evaluation: of scaled (2 roundings) and best (1), at most 2^-22
+    // of their magnitudes, and of the difference and of exp, far below 1e-3.
+    constexpr float kSlack = 1e-3f;
+    constexpr float kRelativeSlack = 1e-6f;
+    constexpr float kMaxNoise = 22.875f;  // > 33 log 2
+    for (int32_t start = 0; start < draw->num_ids; start += 64) {
+      const int32_t count = std::min(draw->num_ids - start, 64);
+      const float best_float = static_cast<float>(best);
+      const float slack = kSlack + kRelativeSlack * std::fabs(best_float);
+      float limit[64];  // log of the u that an id must be below
+      V16i any = {};
+      for (int32_t i = 0; i < 64; i += 16) {
+        V16 value = broadcast(kNegInf);
+        if (i + 16 <= count) {
+          value = load(logits + start + i);
+        } else if (i < count) {
+          value = load_first(logits + start + i, count - i);
+        }
+        V16 scaled = value * inverse;
+        const V16 magnitude = scaled > 0.0f ? scaled : -scaled;
+        V16 bound = scaled - best_float + (slack + kRelativeSlack * magnitude);
+        store(limit + i, bound);
+        any |= bound > -kMaxNoise;
+      }
+      int32_t is_any = 0;
+      for (int lane = 0; lane < 16; ++lane) is_any |= any[lane];
+      if (is_any == 0) continue;
+      uint32_t bits[64];
+      philox_16(noise, static_cast<uint32_t>(start) / 4, bits);
+      for (int32_t i = 0; i < count; i += 16) {
+        V16u raw;
+        std::memcpy(&raw, bits + i, sizeof(raw));
+        // u up to its rounding; the slack covers that too.
+        const V16 u = __builtin_convertvector(raw, V16) * 0x1p-32f;
+        const V16i survives = u <= exp(load(limit + i));
+        int32_t is_any_here = 0;
+        for (int lane = 0; lane < 16; ++lane) is_any_here |= survives[lane];
+        if (is_any_here == 0) continue;
+        for (int32_t lane = 0; lane < std::min(16, count - i); ++lane) {
+          if (survives[lane] == 0) continue;
+          const int32_t id = start + i + lane;
+          const double key = logits[id] / draw->temperature + noise_of(bits[i + lane]);
+          if (key > best || (key == best && id < token)) {
+            best = key;
+            token = id;
+          }
+        }
+      }
+    }
+    draw->token = token;
+  }
+};
+
+// Below this temperature logit / T may leave the range of float: no pruning.
+constexpr double kMinPrunedTemperature = 1e-4;
+
+void draw_unpruned(Draw* draw) {
+  double best = -std::numeric_limits<double>::infinity();
+  for (int32_t id = 0; id < draw->num_ids; ++id) {
+    const double key =
+        draw->logits[id] / draw->temperature +
+        noise_of(philox(draw->noise, static_cast<uint32_t>(id) / 4)[static_cast<size_t>(id % 4)]);
+    if (key > best) {
+      best = key;
+      draw->token = id;
+    }
+  }
+}
+
+int32_t draw_row(const DrawParams& p, int32_t i) {
+  const int32_t row = p.row_index[i];
+  const int32_t slot = p.seq_slot[row];
+  if (slot < 0) return kInertRow;
+  const float* const logits = p.logits + i * p.logits_stride;
+  int32_t highest = kNoValidLogit;
+  run_best_isa<ArgmaxKernel>(logits, p.vocab_limit, &highest);
+  const float temperature = p.temperatures[slot];
+  if (highest == kNoValidLogit || !(temperature > 0.0f)) return highest;
+  Draw draw = {.logits = logits,
+               .num_ids = p.vocab_limit,
+               .temperature = temperature,
+               .noise = {.seed = p.seeds[slot],
+                         .stream = NoiseStream::kTarget,
+                         .position = static_cast<uint32_t>(p.positions[row]) + 1,
+                         .salt = 0},
+               .token = highest};
+  // Logits beyond 1e30 would overflow against the temperatures left.
+  if (temperature < kMinPrunedTemperature || std::fabs(logits[highest]) > 1e30f) {
+    draw_unpruned(&draw);
+  } else {
+    run_best_isa<DrawKernel>(&draw);
+  }
+  return draw.token;
+}
+
+}  // namespace
+
+void draw(CpuContext& ctx, const DrawParams& p) {
+  const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
+  constexpr int64_t kMinParallelIds = 8 << 10;
+  if (ctx.num_threads == 1 || int64_t{num_rows} * p.vocab_limit < kMinParallelIds) {
+    for (int32_t i = 0; i < num_rows; ++i) p.tokens[i] = draw_row(p, i);
+    return;
+  }
+#pragma omp parallel for num_threads(ctx.num_threads) schedule(static, 1)
+  for (int32_t i = 0; i < num_rows; ++i) p.tokens[i] = draw_row(p, i);
+}
+
+}  // namespace paceline
