@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Attention metadata, keyed by (pass, KV group): one plain struct a kind of group, at fixed
+// addresses, with two verbs. `build` makes everything from the rows and the block tables;
+// `advance` moves the draft step's metadata one token on, in place. After j advances every field
+// equals, bit for bit, what `build` makes at step j: over the valid extent of each row, and for
+// inert rows (padding, or sequences at their limit). Both run on the device and are captured.
+
+#include <cstdint>
+#include <variant>
+
+#include "metadata/pass_rows.h"
+
+namespace paceline {
+
+struct CpuContext;
+
+inline constexpr int32_t kMaxKvGroups = 16;
+
+// Block ids of every slot in one group. Shared by all passes; written by uploads of table entries.
+struct BlockTable {
+  int32_t* blocks;     // [max_slots, stride]
+  int64_t stride;      // blocks of a sequence at the longest
+  int32_t block_size;  // tokens
+};
+
+// Inert rows: slot_mapping 0, kv_end 0.
+struct FullMetadata {
+  int64_t* slot_mapping;  // [capacity] block * block_size + offset of the row's own token
+  int32_t* kv_end;        // [capacity] position + 1
+  BlockTable table;
+};
+
+// Inert rows: slot_mapping, kv_begin and kv_end 0.
+struct SlidingMetadata {
+  int64_t* slot_mapping;  // [capacity]
+  int32_t* kv_begin;      // [capacity] first visible position: max(0, position - window + 1)
+  int32_t* kv_end;        // [capacity] position + 1
+  int32_t window;
+  BlockTable table;
+};
+
+// The visible window as a list of slots, position p at list index p % window, so that one more
+// token replaces one entry. Inert rows: slot_mapping 0, window_count 0.
+struct WindowListMetadata {
+  int64_t* slot_mapping;  // [capacity]
+  int64_t* window_slots;  // [capacity, window]; entries [0, window_count) of a row are valid
+  int32_t* window_count;  // [capacity] min(position + 1, window)
+  int32_t window;
+  BlockTable table;
+};
+
+using GroupMetadata = std::variant<FullMetadata, SlidingMetadata, WindowListMetadata>;
+
+struct BuildFullParams {
+  PassRows rows;
+  FullMetadata metadata;
+  int32_t padded_rows;  // rows [num_rows, padded_rows) are made inert
+};
+void build_full(CpuContext&, const BuildFullParams&);
+
+struct BuildSlidingParams {
+  PassRows rows;
+  SlidingMetadata metadata;
+  int32_t padded_rows;
+};
+void build_sliding(CpuContext&, const BuildSlidingParams&);
+
+struct BuildWindowListParams {
+  PassRows rows;
+  WindowListMetadata metadata;
+  int32_t padded_rows;
+};
+void build_window_list(CpuContext&, const BuildWindowListParams&);
+
+// One group's share of the fused advance. Null pointers: the kind has no such field.
+struct AdvanceGroup {
+  int64_t* slot_mapping;  // [capacity]
+  int32_t* kv_begin;      // [capacity] or null
+  int32_t* kv_end;        // [capacity] or null
+  int32_t window;         // with kv_begin
+  BlockTable table;
+};
+
+// One more draft token a row: step, ids, positions, lengths and slots of all groups in one op. Does
+// nothing when the step that has just run was the last one. Rows at their limit become inert.
+struct AdvanceParams {
+  int32_t* current_draft_step;  // [1] column that the step has written; incremented
+  PassRows rows;                // of the draft step
+  const int32_t* drawn;         // [capacity] tokens that the step has drawn
+  SequenceState sequences;
+  AdvanceGroup groups[kMaxKvGroups];
+  int32_t num_groups;
+};
+void advance_draft_step(CpuContext&, const AdvanceParams&);
+
+// The node that a list adds: one entry a row. Runs after advance_draft_step; when that did nothing
+// it rewrites the entry that is already there.
+struct AdvanceWindowListParams {
+  PassRows rows;
+  WindowListMetadata metadata;
+};
+void advance_window_list(CpuContext&, const AdvanceWindowListParams&);
+
+// Records `build` of whatever kind the metadata is.
+template <class Ctx>
+void build(Ctx& ctx, const PassRows& rows, const GroupMetadata& metadata, int32_t padded_rows) {
+  if (const auto* full = std::get_if<FullMetadata>(&metadata)) {
+    ctx.run(build_full, BuildFullParams{rows, *full, padded_rows});
+  } else if (const auto* sliding = std::get_if<SlidingMetadata>(&metadata)) {
+    ctx.run(build_sliding, BuildSlidingParams{rows, *sliding, padded_rows});
+  } else {
+    ctx.run(build_window_list,
+            BuildWindowListParams{rows, std::get<WindowListMetadata>(metadata), padded_rows});
+  }
+}
+
+// The group's share of the fused advance.
+[[nodiscard]] AdvanceGroup advance_group(const GroupMetadata& metadata);
+
+// slot_mapping, whatever the kind.
+[[nodiscard]] const int64_t* slot_mapping(const GroupMetadata& metadata);
+
+}  // namespace paceline

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The rows of one pass over a model, and the state they are made from. All pointers are device
+// memory allocated once; the ops of speculate/ and sample/ write them, metadata and model read.
+
+#include <cstdint>
+
+namespace paceline {
+
+// One pass (verify, draft_first or draft_step): a row is a token at a position of a sequence.
+struct PassRows {
+  int32_t* num_rows;   // [1]
+  int32_t* token_ids;  // [capacity]
+  int32_t* positions;  // [capacity]; 0 for inert rows
+  int32_t* seq_slot;   // [capacity] slot of the row's sequence, -1: inert (writes the null block)
+  int32_t capacity;
+};
+
+// What the device knows of each sequence, by slot. The device is the truth: the host learns of it
+// an iteration late. Written by slot resets (upload), assemble_verify_rows, accept and the draft
+// ops.
+struct SequenceState {
+  int32_t* known_len;     // [max_slots] tokens of prompt and output; the last has no KV yet once
+                          // the sequence decodes
+  int32_t* limit;         // [max_slots] length at which the sequence ends
+  int32_t* is_active;     // [max_slots] 1 until it ends on the device
+  uint64_t* seed;         // [max_slots]
+  float* temperature;     // [max_slots]
+  int32_t* num_stop_ids;  // [max_slots]
+  int32_t* stop_ids;      // [max_slots, kMaxStopIds]
+  int32_t* history;       // [max_slots, history_stride] token ids by position
+  int64_t history_stride; // max_model_len
+  int32_t* draft_tokens;  // [max_slots, num_draft_tokens]
+  int32_t* draft_len;     // [max_slots] drafts there are to verify
+  int32_t num_draft_tokens;  // k
+};
+
+// The device copy of IterationInputs; same meaning, fixed addresses.
+struct StagedInputs {
+  int32_t* num_seqs;         // [1]
+  int32_t* num_drafting;     // [1]
+  int32_t* num_verify_rows;  // [1]
+  int32_t* num_first_rows;   // [1]
+  int32_t* num_logit_rows;   // [1]
+  int32_t* seq_slot;         // [max_seqs]
+  int32_t* kind;             // [max_seqs] RowKind
+  int32_t* prefill_start;    // [max_seqs]
+  int32_t* verify_indptr;    // [max_seqs + 1]
+  int32_t* first_indptr;     // [max_seqs + 1]
+  int32_t* logit_indptr;     // [max_seqs + 1]
+  int32_t* prefill_tokens;   // [max_verify_rows]
+  int32_t* logit_rows;       // [max_logit_rows]
+  int32_t* first_last_row;   // [max_seqs]
+};
+
+}  // namespace paceline

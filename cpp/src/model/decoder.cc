@@ -1,0 +1,313 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "model/decoder.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "base/check.h"
+#include "device/cpu_context.h"
+
+namespace paceline {
+
+void ActivationWidths::merge(const DecoderConfig& config) {
+  hidden = std::max<int64_t>(hidden, config.hidden);
+  for (const LayerConfig& layer : config.layers) {
+    const AttentionConfig& a = layer.attention;
+    const int64_t head_dim = a.head_dim;
+    qkv = std::max(qkv, (a.num_qo_heads + 2 * a.num_kv_heads) * head_dim);
+    attention = std::max(attention, a.num_qo_heads * head_dim);
+    gate_up = std::max<int64_t>(gate_up, 2 * int64_t{layer.mlp.intermediate});
+  }
+}
+
+Activations allocate_activations(DeviceArena& arena, int64_t rows, const ActivationWidths& widths) {
+  return {.residual = arena.allocate<float>(rows * widths.hidden, "activations"),
+          .normed = arena.allocate<float>(rows * widths.hidden, "activations"),
+          .qkv = arena.allocate<float>(rows * widths.qkv, "activations"),
+          .attention = arena.allocate<float>(rows * widths.attention, "activations"),
+          .branch = arena.allocate<float>(rows * widths.hidden, "activations"),
+          .gate_up = arena.allocate<float>(rows * widths.gate_up, "activations"),
+          .activated = arena.allocate<float>(rows * widths.gate_up / 2, "activations")};
+}
+
+std::vector<KvLayerShape> kv_layer_shapes(const DecoderConfig& config) {
+  std::vector<KvLayerShape> shapes;
+  for (const LayerConfig& layer : config.layers) {
+    shapes.push_back({.kind = layer.attention.kind,
+                      .window = layer.attention.window,
+                      .num_kv_heads = layer.attention.num_kv_heads,
+                      .head_dim = layer.attention.head_dim});
+  }
+  return shapes;
+}
+
+Decoder::Decoder(std::shared_ptr<const Model> model, const KvLayout& layout,
+                 std::span<const GroupId> layer_to_group, std::byte* kv_pool,
+                 int32_t max_positions, DeviceArena& arena)
+    : model_(std::move(model)), layer_to_group_(layer_to_group.begin(), layer_to_group.end()) {
+  const DecoderConfig& c = config();
+  PACELINE_CHECK(layer_to_group_.size() == c.layers.size());
+  for (size_t layer = 0; layer < c.layers.size(); ++layer) {
+    const KvGroup& group = layout.groups[layer_to_group_[layer]];
+    const auto index = std::find(group.layers.begin(), group.layers.end(),
+                                 static_cast<int32_t>(layer)) -
+                       group.layers.begin();
+    const int64_t k_offset = index * group.layer_bytes;
+    kv_.push_back({.base = kv_pool,
+                   .block_bytes = group.block_bytes,
+                   .k_offset = k_offset,
+                   .v_offset = k_offset + group.layer_bytes / 2,
+                   .block_size = group.block_size,
+                   .dtype = group.dtype});
+  }
+  for (const RopeConfig& rope : c.ropes) {
+    const auto half = static_cast<int64_t>(rope.inv_freq.size());
+    float* cos = arena.allocate<float>(max_positions * half, "rotary tables");
+    float* sin = arena.allocate<float>(max_positions * half, "rotary tables");
+    for (int64_t position = 0; position < max_positions; ++position) {
+      for (int64_t i = 0; i < half; ++i) {
+        // The angle is rounded to float32 first, as every reference implementation does.
+        const float angle = static_cast<float>(position) * rope.inv_freq[i];
+        cos[position * half + i] = std::cos(angle) * rope.scale;
+        sin[position * half + i] = std::sin(angle) * rope.scale;
+      }
+    }
+    ropes_.push_back({cos, sin});
+  }
+}
+
+template <class Ctx>
+void Decoder::post_norm(Ctx& ctx, const float* weight, const PassRows& rows,
+                        const Activations& activations) const {
+  const DecoderConfig& c = config();
+  if (!c.has_post_norms) return;
+  ctx.run(rms_norm, RmsNormParams{.num_rows = rows.num_rows,
+                                  .max_rows = rows.capacity,
+                                  .x = activations.branch,
+                                  .x_stride = c.hidden,
+                                  .residual = nullptr,
+                                  .weight = weight,
+                                  .weight_offset = c.norm_weight_offset,
+                                  .eps = c.norm_eps,
+                                  .y = activations.branch,
+                                  .y_stride = c.hidden,
+                                  .hidden = c.hidden});
+}
+
+template <class Ctx>
+void Decoder::attention(Ctx& ctx, int32_t layer, const PassRows& rows,
+                        std::span<const GroupMetadata> groups,
+                        const Activations& activations) const {
+  const DecoderConfig& c = config();
+  const AttentionConfig& a = c.layers[layer].attention;
+  const DecoderWeights& w = model_->weights;
+  const LayerWeights& lw = w.layers[layer];
+  const int32_t qkv_width = (a.num_qo_heads + 2 * a.num_kv_heads) * a.head_dim;
+  const int32_t q_width = a.num_qo_heads * a.head_dim;
+  const GroupMetadata& metadata = groups[layer_to_group_[layer]];
+
+  ctx.run(gemm, GemmParams{.num_rows = rows.num_rows,
+                           .max_rows = rows.capacity,
+                           .x = activations.normed,
+                           .x_stride = c.hidden,
+                           .weight = lw.qkv,
+                           .weight_dtype = w.dtype,
+                           .bias = lw.qkv_bias,
+                           .y = activations.qkv,
+                           .y_stride = qkv_width,
+                           .n = qkv_width,
+                           .k = c.hidden});
+  ctx.run(qk_norm_rope_append,
+          QkNormRopeAppendParams{.num_rows = rows.num_rows,
+                                 .max_rows = rows.capacity,
+                                 .qkv = activations.qkv,
+                                 .positions = rows.positions,
+                                 .slot_mapping = slot_mapping(metadata),
+                                 .q_norm = lw.q_norm,
+                                 .k_norm = lw.k_norm,
+                                 .norm_weight_offset = c.norm_weight_offset,
+                                 .norm_eps = c.norm_eps,
+                                 .rope_cos = ropes_[a.rope].cos,
+                                 .rope_sin = ropes_[a.rope].sin,
+                                 .kv = kv_[layer],
+                                 .num_qo_heads = a.num_qo_heads,
+                                 .num_kv_heads = a.num_kv_heads,
+                                 .head_dim = a.head_dim});
+  if (const auto* list = std::get_if<WindowListMetadata>(&metadata)) {
+    ctx.run(list_attention, ListAttentionParams{.num_rows = rows.num_rows,
+                                                .max_rows = rows.capacity,
+                                                .qkv = activations.qkv,
+                                                .window_slots = list->window_slots,
+                                                .window_count = list->window_count,
+                                                .window = list->window,
+                                                .kv = kv_[layer],
+                                                .scale = a.scale,
+                                                .y = activations.attention,
+                                                .num_qo_heads = a.num_qo_heads,
+                                                .num_kv_heads = a.num_kv_heads,
+                                                .head_dim = a.head_dim});
+  } else {
+    const auto* sliding = std::get_if<SlidingMetadata>(&metadata);
+    const auto* full = std::get_if<FullMetadata>(&metadata);
+    const BlockTable& table = sliding != nullptr ? sliding->table : full->table;
+    ctx.run(paged_attention,
+            PagedAttentionParams{.num_rows = rows.num_rows,
+                                 .max_rows = rows.capacity,
+                                 .qkv = activations.qkv,
+                                 .seq_slot = rows.seq_slot,
+                                 .kv_begin = sliding != nullptr ? sliding->kv_begin : nullptr,
+                                 .kv_end = sliding != nullptr ? sliding->kv_end : full->kv_end,
+                                 .block_table = table.blocks,
+                                 .block_table_stride = table.stride,
+                                 .kv = kv_[layer],
+                                 .scale = a.scale,
+                                 .soft_cap = a.soft_cap,
+                                 .sinks = nullptr,
+                                 .y = activations.attention,
+                                 .num_qo_heads = a.num_qo_heads,
+                                 .num_kv_heads = a.num_kv_heads,
+                                 .head_dim = a.head_dim});
+  }
+  ctx.run(gemm, GemmParams{.num_rows = rows.num_rows,
+                           .max_rows = rows.capacity,
+                           .x = activations.attention,
+                           .x_stride = q_width,
+                           .weight = lw.o,
+                           .weight_dtype = w.dtype,
+                           .bias = lw.o_bias,
+                           .y = activations.branch,
+                           .y_stride = c.hidden,
+                           .n = c.hidden,
+                           .k = q_width});
+  post_norm(ctx, lw.attn_post_norm, rows, activations);
+}
+
+template <class Ctx>
+void Decoder::mlp(Ctx& ctx, int32_t layer, const PassRows& rows,
+                  const Activations& activations) const {
+  const DecoderConfig& c = config();
+  const MlpConfig& m = c.layers[layer].mlp;
+  const DecoderWeights& w = model_->weights;
+  const LayerWeights& lw = w.layers[layer];
+  ctx.run(gemm, GemmParams{.num_rows = rows.num_rows,
+                           .max_rows = rows.capacity,
+                           .x = activations.normed,
+                           .x_stride = c.hidden,
+                           .weight = lw.gate_up,
+                           .weight_dtype = w.dtype,
+                           .bias = lw.gate_up_bias,
+                           .y = activations.gate_up,
+                           .y_stride = 2 * int64_t{m.intermediate},
+                           .n = 2 * m.intermediate,
+                           .k = c.hidden});
+  ctx.run(gated_activation, GatedActivationParams{.num_rows = rows.num_rows,
+                                                  .max_rows = rows.capacity,
+                                                  .x = activations.gate_up,
+                                                  .y = activations.activated,
+                                                  .intermediate = m.intermediate,
+                                                  .activation = m.activation});
+  ctx.run(gemm, GemmParams{.num_rows = rows.num_rows,
+                           .max_rows = rows.capacity,
+                           .x = activations.activated,
+                           .x_stride = m.intermediate,
+                           .weight = lw.down,
+                           .weight_dtype = w.dtype,
+                           .bias = lw.down_bias,
+                           .y = activations.branch,
+                           .y_stride = c.hidden,
+                           .n = c.hidden,
+                           .k = m.intermediate});
+  post_norm(ctx, lw.mlp_post_norm, rows, activations);
+}
+
+template <class Ctx>
+void Decoder::forward(Ctx& ctx, const PassRows& rows, std::span<const GroupMetadata> groups,
+                      const Activations& activations) const {
+  const DecoderConfig& c = config();
+  const DecoderWeights& w = model_->weights;
+  ctx.run(embed, EmbedParams{.num_rows = rows.num_rows,
+                             .max_rows = rows.capacity,
+                             .token_ids = rows.token_ids,
+                             .table = w.embed,
+                             .table_dtype = w.dtype,
+                             .scale = c.embed_scale,
+                             .y = activations.residual,
+                             .vocab_size = c.vocab_size,
+                             .hidden = c.hidden});
+  // Each norm adds the previous branch to the residual on its way; the first has none to add.
+  const auto add_and_norm = [&](const float* weight, bool is_first) {
+    ctx.run(rms_norm, RmsNormParams{.num_rows = rows.num_rows,
+                                    .max_rows = rows.capacity,
+                                    .x = is_first ? activations.residual : activations.branch,
+                                    .x_stride = c.hidden,
+                                    .residual = is_first ? nullptr : activations.residual,
+                                    .weight = weight,
+                                    .weight_offset = c.norm_weight_offset,
+                                    .eps = c.norm_eps,
+                                    .y = activations.normed,
+                                    .y_stride = c.hidden,
+                                    .hidden = c.hidden});
+  };
+  for (int32_t layer = 0; layer < static_cast<int32_t>(c.layers.size()); ++layer) {
+    add_and_norm(w.layers[layer].attn_norm, /*is_first=*/layer == 0);
+    attention(ctx, layer, rows, groups, activations);
+    add_and_norm(w.layers[layer].mlp_norm, /*is_first=*/false);
+    mlp(ctx, layer, rows, activations);
+  }
+  ctx.run(add, AddParams{.num_rows = rows.num_rows,
+                         .max_rows = rows.capacity,
+                         .x = activations.branch,
+                         .residual = activations.residual,
+                         .hidden = c.hidden});
+}
+
+template <class Ctx>
+void Decoder::logits(Ctx& ctx, const int32_t* num_logit_rows, int32_t max_logit_rows,
+                     const int32_t* row_index, const Activations& activations, float* gathered,
+                     float* logits) const {
+  const DecoderConfig& c = config();
+  const DecoderWeights& w = model_->weights;
+  ctx.run(gather_rows, GatherRowsParams{.num_rows = num_logit_rows,
+                                        .max_rows = max_logit_rows,
+                                        .row_index = row_index,
+                                        .x = activations.residual,
+                                        .y = gathered,
+                                        .hidden = c.hidden});
+  ctx.run(rms_norm, RmsNormParams{.num_rows = num_logit_rows,
+                                  .max_rows = max_logit_rows,
+                                  .x = gathered,
+                                  .x_stride = c.hidden,
+                                  .residual = nullptr,
+                                  .weight = w.final_norm,
+                                  .weight_offset = c.norm_weight_offset,
+                                  .eps = c.norm_eps,
+                                  .y = gathered,
+                                  .y_stride = c.hidden,
+                                  .hidden = c.hidden});
+  ctx.run(gemm, GemmParams{.num_rows = num_logit_rows,
+                           .max_rows = max_logit_rows,
+                           .x = gathered,
+                           .x_stride = c.hidden,
+                           .weight = w.lm_head,
+                           .weight_dtype = w.dtype,
+                           .bias = nullptr,
+                           .y = logits,
+                           .y_stride = c.vocab_size,
+                           .n = c.vocab_size,
+                           .k = c.hidden});
+  if (c.logit_soft_cap > 0) {
+    ctx.run(soft_cap, SoftCapParams{.num_rows = num_logit_rows,
+                                    .max_rows = max_logit_rows,
+                                    .logits = logits,
+                                    .cap = c.logit_soft_cap,
+                                    .n = c.vocab_size});
+  }
+}
+
+template void Decoder::forward<CpuContext>(CpuContext&, const PassRows&,
+                                           std::span<const GroupMetadata>,
+                                           const Activations&) const;
+template void Decoder::logits<CpuContext>(CpuContext&, const int32_t*, int32_t, const int32_t*,
+                                          const Activations&, float*, float*) const;
+
+}  // namespace paceline

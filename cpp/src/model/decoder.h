@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// One decoder (target or drafter) on a device: weights, rotary tables, where its layers' KV lies,
+// and the forward pass, which only sequences op calls. The pass works on whatever rows and metadata
+// it is given; it does not know of requests, drafts or acceptance.
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "device/device_arena.h"
+#include "kv/kv_layout.h"
+#include "metadata/group_metadata.h"
+#include "metadata/pass_rows.h"
+#include "model/model_impl.h"
+#include "ops/ops.h"
+
+namespace paceline {
+
+// Scratch of one forward pass, shared by all passes and models: sized for the largest.
+struct Activations {
+  float* residual;   // [rows, hidden]
+  float* normed;     // [rows, hidden]
+  float* qkv;        // [rows, (num_qo_heads + 2 num_kv_heads) * head_dim]
+  float* attention;  // [rows, num_qo_heads * head_dim]
+  float* branch;     // [rows, hidden] output of attention or MLP before it joins the residual
+  float* gate_up;    // [rows, 2 * intermediate]
+  float* activated;  // [rows, intermediate]
+};
+
+// Widths of Activations, maxima over layers (and, merged, over models).
+struct ActivationWidths {
+  int64_t hidden = 0;
+  int64_t qkv = 0;
+  int64_t attention = 0;
+  int64_t gate_up = 0;
+
+  void merge(const DecoderConfig& config);
+};
+
+[[nodiscard]] Activations allocate_activations(DeviceArena& arena, int64_t rows,
+                                               const ActivationWidths& widths);
+
+class Decoder {
+ public:
+  // `layer_to_group` indexes layout.groups. Rotary tables cover positions [0, max_positions).
+  Decoder(std::shared_ptr<const Model> model, const KvLayout& layout,
+          std::span<const GroupId> layer_to_group, std::byte* kv_pool, int32_t max_positions,
+          DeviceArena& arena);
+
+  [[nodiscard]] const DecoderConfig& config() const { return model_->config; }
+
+  // Token ids of `rows` -> residual stream after the last layer, in activations.residual (before
+  // the final norm). `groups` is indexed by GroupId.
+  template <class Ctx>
+  void forward(Ctx& ctx, const PassRows& rows, std::span<const GroupMetadata> groups,
+               const Activations& activations) const;
+
+  // Residual rows `row_index` -> logits [max_logit_rows, vocab_size].
+  template <class Ctx>
+  void logits(Ctx& ctx, const int32_t* num_logit_rows, int32_t max_logit_rows,
+              const int32_t* row_index, const Activations& activations, float* gathered,
+              float* logits) const;
+
+ private:
+  struct RopeTable {
+    const float* cos;  // [max_positions, head_dim / 2]
+    const float* sin;
+  };
+
+  template <class Ctx>
+  void attention(Ctx& ctx, int32_t layer, const PassRows& rows,
+                 std::span<const GroupMetadata> groups, const Activations& activations) const;
+  template <class Ctx>
+  void mlp(Ctx& ctx, int32_t layer, const PassRows& rows, const Activations& activations) const;
+  template <class Ctx>
+  void post_norm(Ctx& ctx, const float* weight, const PassRows& rows,
+                 const Activations& activations) const;
+
+  std::shared_ptr<const Model> model_;
+  std::vector<GroupId> layer_to_group_;
+  std::vector<KvLayerView> kv_;      // by layer
+  std::vector<RopeTable> ropes_;     // by DecoderConfig::ropes
+};
+
+// The KV shapes of a decoder's layers, for plan_kv_layout.
+[[nodiscard]] std::vector<KvLayerShape> kv_layer_shapes(const DecoderConfig& config);
+
+}  // namespace paceline

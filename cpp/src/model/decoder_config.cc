@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "model/decoder_config.h"
+
+#include <array>
+#include <cmath>
+#include <limits>
+
+#include "base/aligned_buffer.h"
+#include "base/check.h"
+#include "base/json.h"
+
+namespace paceline {
+namespace {
+
+// Beyond any model known, and small enough that a product of two, and any row count, fits an int32
+// or an int64 as the structs hold it.
+constexpr int64_t kMaxVocab = int64_t{1} << 24;
+constexpr int64_t kMaxHidden = int64_t{1} << 20;
+constexpr int64_t kMaxIntermediate = int64_t{1} << 24;
+constexpr int64_t kMaxPosition = int64_t{1} << 30;
+constexpr int64_t kMaxHeads = int64_t{1} << 12;
+constexpr int64_t kMaxHeadDim = int64_t{1} << 12;
+constexpr int64_t kMaxLayers = 4096;
+constexpr int64_t kMaxRopes = 256;
+constexpr size_t kMaxNameBytes = 256;
+constexpr double kMaxFrequency = 1e6;  // times kMaxPosition: far from the end of float
+
+[[nodiscard]] int32_t read_int(const Json& object, std::string_view key, int64_t low,
+                               int64_t high) {
+  return static_cast<int32_t>(object.at(key).as_int(low, high));
+}
+
+[[nodiscard]] float read_float(const Json& number, double low, double high) {
+  const double value = number.as_double();
+  if (!(value >= low && value <= high)) number.refuse(concat("a number from ", low, " to ", high));
+  return static_cast<float>(value);
+}
+
+[[nodiscard]] float read_finite(const Json& number) {
+  constexpr double kMax = std::numeric_limits<float>::max();
+  return read_float(number, -kMax, kMax);
+}
+
+[[nodiscard]] float read_positive(const Json& number) {
+  const float value = read_finite(number);
+  if (!(value > 0)) number.refuse("a number above 0 that a float32 holds");
+  return value;
+}
+
+[[nodiscard]] float read_cap(const Json& number) {
+  const float value = read_finite(number);
+  if (value < 0) number.refuse("0 for no cap, or a number above 0");
+  return value;
+}
+
+[[nodiscard]] RopeConfig read_rope(const Json& json) {
+  constexpr std::array<std::string_view, 2> kKeys = {"inv_freq", "scale"};
+  json.check_keys(kKeys);
+  RopeConfig rope;
+  const Json frequencies = json.at("inv_freq");
+  if (frequencies.kind() != JsonKind::kList || frequencies.size() < 1 ||
+      frequencies.size() > kMaxHeadDim / 2) {
+    frequencies.refuse(concat("a list of 1 to ", kMaxHeadDim / 2, " numbers, head_dim / 2"));
+  }
+  for (const Json& frequency : frequencies.elements()) {
+    rope.inv_freq.push_back(read_float(frequency, 0, kMaxFrequency));
+  }
+  rope.scale = read_positive(json.at("scale"));
+  return rope;
+}
+
+[[nodiscard]] AttentionConfig read_attention(const Json& json,
+                                             const std::vector<RopeConfig>& ropes) {
+  constexpr std::array<std::string_view, 11> kKeys = {
+      "kind", "window", "num_qo_heads", "num_kv_heads", "head_dim", "scale", "soft_cap", "rope",
+      "has_qk_norm", "has_qkv_bias", "has_o_bias"};
+  json.check_keys(kKeys);
+  AttentionConfig attention;
+  const Json kind = json.at("kind");
+  if (kind.as_string() == "sliding") {
+    attention.kind = KvKind::kSliding;
+  } else if (kind.as_string() != "full") {
+    kind.refuse("'full', 'sliding'");
+  }
+  const bool is_sliding = attention.kind == KvKind::kSliding;
+  attention.window = read_int(json, "window", is_sliding ? 1 : 0, is_sliding ? kMaxPosition : 0);
+  attention.num_qo_heads = read_int(json, "num_qo_heads", 1, kMaxHeads);
+  attention.num_kv_heads = read_int(json, "num_kv_heads", 1, attention.num_qo_heads);
+  if (attention.num_qo_heads % attention.num_kv_heads != 0) {
+    json.at("num_kv_heads").refuse(concat("divisors of num_qo_heads, ", attention.num_qo_heads));
+  }
+  attention.head_dim = read_int(json, "head_dim", 2, kMaxHeadDim);
+  if (attention.head_dim % 2 != 0) json.at("head_dim").refuse("an even number");
+  attention.scale = read_positive(json.at("scale"));
+  attention.soft_cap = read_cap(json.at("soft_cap"));
+  attention.rope = read_int(json, "rope", 0, static_cast<int64_t>(ropes.size()) - 1);
+  const size_t num_frequencies = ropes[static_cast<size_t>(attention.rope)].inv_freq.size();
+  if (num_frequencies != static_cast<size_t>(attention.head_dim / 2)) {
+    json.at("rope").refuse(concat("a rope with ", attention.head_dim / 2, " inv_freq, head_dim / 2;"
+                                  " this one has ", num_frequencies));
+  }
+  attention.has_qk_norm = json.at("has_qk_norm").as_bool();
+  attention.has_qkv_bias = json.at("has_qkv_bias").as_bool();
+  attention.has_o_bias = json.at("has_o_bias").as_bool();
+  return attention;
+}
+
+[[nodiscard]] MlpConfig read_mlp(const Json& json) {
+  constexpr std::array<std::string_view, 3> kKeys = {"intermediate", "activation", "has_bias"};
+  json.check_keys(kKeys);
+  MlpConfig mlp;
+  mlp.intermediate = read_int(json, "intermediate", 1, kMaxIntermediate);
+  const Json activation = json.at("activation");
+  if (activation.as_string() == "gelu_tanh") {
+    mlp.activation = Activation::kGeluTanh;
+  } else if (activation.as_string() != "silu") {
+    activation.refuse("'silu', 'gelu_tanh'");
+  }
+  mlp.has_bias = json.at("has_bias").as_bool();
+  return mlp;
+}
+
+// The matrices in float32 stay far enough below 2^63 bytes that norms, biases and alignment cannot
+// overflow either: whoever lays weights out may add without care.
+void check_weight_bytes(const DecoderConfig& config) {
+  constexpr int64_t kMaxBytes = int64_t{1} << 60;
+  int64_t total = 0;
+  const auto add = [&](int64_t rows, int64_t cols) {
+    const int64_t bytes = checked_mul(checked_mul(rows, cols), 4);
+    if (bytes > kMaxBytes - total) {
+      throw InvalidArgument(concat("decoder config: the weights take more than ", kMaxBytes,
+                                   " bytes; allowed: smaller sizes or fewer layers"));
+    }
+    total += bytes;
+  };
+  add(config.vocab_size, config.hidden);
+  if (!config.ties_lm_head) add(config.vocab_size, config.hidden);
+  for (const LayerConfig& layer : config.layers) {
+    const int64_t q_size = int64_t{layer.attention.num_qo_heads} * layer.attention.head_dim;
+    const int64_t kv_size = int64_t{layer.attention.num_kv_heads} * layer.attention.head_dim;
+    add(2 * q_size + 2 * kv_size, config.hidden);  // q, k, v and o
+    add(int64_t{3} * layer.mlp.intermediate, config.hidden);
+  }
+}
+
+}  // namespace
+
+DecoderConfig parse_decoder_config(std::string_view json) {
+  const JsonDocument document(json, "decoder config");
+  const Json root = document.root();
+  constexpr std::array<std::string_view, 13> kKeys = {
+      "format", "name", "vocab_size", "hidden_size", "max_position", "norm_eps",
+      "norm_weight_offset", "embed_scale", "logit_soft_cap", "ties_lm_head", "has_post_norms",
+      "ropes", "layers"};
+  root.check_keys(kKeys);
+  if (root.at("format").as_string() != "paceline-decoder-1") {
+    root.at("format").refuse("'paceline-decoder-1'");
+  }
+
+  DecoderConfig config;
+  config.name = root.at("name").as_string();
+  if (config.name.empty() || config.name.size() > kMaxNameBytes) {
+    root.at("name").refuse(concat("1 to ", kMaxNameBytes, " bytes"));
+  }
+  config.vocab_size = read_int(root, "vocab_size", 1, kMaxVocab);
+  config.hidden = read_int(root, "hidden_size", 1, kMaxHidden);
+  config.max_position = read_int(root, "max_position", 1, kMaxPosition);
+  config.norm_eps = read_positive(root.at("norm_eps"));
+  config.norm_weight_offset = read_finite(root.at("norm_weight_offset"));
+  if (config.norm_weight_offset != 0 && config.norm_weight_offset != 1) {
+    root.at("norm_weight_offset").refuse("0, 1");
+  }
+  config.embed_scale = read_positive(root.at("embed_scale"));
+  config.logit_soft_cap = read_cap(root.at("logit_soft_cap"));
+  config.ties_lm_head = root.at("ties_lm_head").as_bool();
+  config.has_post_norms = root.at("has_post_norms").as_bool();
+
+  const Json ropes = root.at("ropes");
+  if (ropes.kind() != JsonKind::kList || ropes.size() < 1 || ropes.size() > kMaxRopes) {
+    ropes.refuse(concat("a list of 1 to ", kMaxRopes));
+  }
+  for (const Json& rope : ropes.elements()) config.ropes.push_back(read_rope(rope));
+
+  const Json layers = root.at("layers");
+  if (layers.kind() != JsonKind::kList || layers.size() < 1 || layers.size() > kMaxLayers) {
+    layers.refuse(concat("a list of 1 to ", kMaxLayers));
+  }
+  constexpr std::array<std::string_view, 2> kLayerKeys = {"attention", "mlp"};
+  for (const Json& layer : layers.elements()) {
+    layer.check_keys(kLayerKeys);
+    config.layers.push_back(
+        {read_attention(layer.at("attention"), config.ropes), read_mlp(layer.at("mlp"))});
+  }
+  check_weight_bytes(config);
+  return config;
+}
+
+}  // namespace paceline

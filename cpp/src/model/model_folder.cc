@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Reads a folder that `paceline convert` wrote (docs/model-format.md). Files in it may come from
+// anywhere, so nothing in them is trusted: not a size, not a name, not a path.
+
+#include <paceline/error.h>
+#include <paceline/model.h>
+
+#include <algorithm>
+#include <array>
+#include <filesystem>
+#include <optional>
+#include <system_error>
+
+#include "base/check.h"
+#include "base/json.h"
+#include "model/safetensors_file.h"
+
+namespace paceline {
+namespace {
+
+constexpr int64_t kMaxDraftTokens = 16;
+constexpr size_t kMaxDescriptionBytes = size_t{64} << 20;
+
+// Runs a step; whatever a room below says of its input, this file's name goes before it.
+template <class Step>
+auto with_name(const std::string& name, Step step) {
+  try {
+    return step();
+  } catch (const ModelFileError&) {
+    throw;  // names its file already
+  } catch (const InvalidArgument& error) {
+    throw ModelFileError(concat(name, ": ", error.what()));
+  }
+}
+
+// The path of a file beside paceline.json. A model folder must not make us read elsewhere, so a
+// name is a plain one, and what it links to lies in the folder too.
+[[nodiscard]] std::string file_beside(const std::string& directory, const Json& name) {
+  const std::string_view plain = name.as_string();
+  const bool is_printable = std::all_of(plain.begin(), plain.end(), [](char c) {
+    const auto byte = static_cast<unsigned char>(c);
+    return byte >= 0x20 && byte != 0x7f;
+  });
+  if (plain.empty() || plain == "." || plain.find('/') != std::string_view::npos ||
+      plain.find("..") != std::string_view::npos || !is_printable) {
+    name.refuse("the plain name of a file beside paceline.json");
+  }
+  namespace fs = std::filesystem;
+  const fs::path path = fs::path(directory) / plain;
+  std::error_code error;
+  const fs::path real = fs::canonical(path, error);
+  if (error) {
+    const bool is_missing = error == std::errc::no_such_file_or_directory;
+    throw ModelFileError(concat(path.string(), ": ", error.message(),
+                                "; paceline.json names it, so it must be there"), is_missing);
+  }
+  const fs::path root = fs::canonical(directory, error);
+  if (error || std::mismatch(root.begin(), root.end(), real.begin(), real.end()).first !=
+                   root.end()) {
+    throw ModelFileError(concat(path.string(), ": links to ", real.string(), ", outside of ",
+                                root.string(), "; allowed: files in the folder (copy it there)"));
+  }
+  return real.string();
+}
+
+[[nodiscard]] DType weight_dtype(const Json& name) {
+  if (name.as_string() == "float32") return DType::kFloat32;
+  if (name.as_string() == "bfloat16") return DType::kBFloat16;
+  name.refuse("'float32', 'bfloat16'");
+}
+
+[[nodiscard]] std::optional<DType> stored_dtype(std::string_view name) {
+  if (name == "F32") return DType::kFloat32;
+  if (name == "BF16") return DType::kBFloat16;
+  if (name == "F16") return DType::kFloat16;
+  return std::nullopt;
+}
+
+// `role`: "target" or "draft".
+[[nodiscard]] std::shared_ptr<const Model> load_model(const std::string& directory,
+                                                      const std::string& description,
+                                                      const Json& json, std::string_view role) {
+  constexpr std::array<std::string_view, 3> kKeys = {"weights", "dtype", "config"};
+  json.check_keys(kKeys);
+  const DType dtype = weight_dtype(json.at("dtype"));
+  const std::string path = file_beside(directory, json.at("weights"));
+  const SafetensorsFile file(path);
+  auto builder = with_name(concat(description, ": ", role, ".config"),
+                           [&] { return ModelBuilder(json.at("config").text(), dtype); });
+  return with_name(path, [&] {
+    for (std::string_view name : file.names()) {
+      const StoredTensor tensor = *file.find(name);
+      const std::optional<DType> stored = stored_dtype(tensor.dtype);
+      if (!stored) {
+        throw InvalidArgument(
+            concat(quoted(name), " has dtype ", tensor.dtype, "; allowed: F32, BF16, F16"));
+      }
+      builder.put(name, *stored, tensor.shape, /*strides=*/{}, tensor.data);
+    }
+    return builder.finish();
+  });
+}
+
+}  // namespace
+
+ModelFolder load_model_folder(const std::string& directory) {
+  const std::string path = (std::filesystem::path(directory) / "paceline.json").string();
+  const MappedFile file = [&] {
+    try {
+      return MappedFile(path);
+    } catch (const ModelFileError& error) {
+      if (!error.is_missing()) throw;
+      throw ModelFileError(concat(error.what(), "; `paceline convert` writes such a folder"),
+                           /*is_missing=*/true);
+    }
+  }();
+  try {
+    const JsonDocument document({reinterpret_cast<const char*>(file.data()),
+                                 static_cast<size_t>(file.bytes())},
+                                path, {.max_bytes = kMaxDescriptionBytes});
+    const Json root = document.root();
+    constexpr std::array<std::string_view, 3> kRequired = {"format", "target", "stop_token_ids"};
+    constexpr std::array<std::string_view, 2> kOptional = {"draft", "num_speculative_tokens"};
+    root.check_keys(kRequired, kOptional);
+    if (root.at("format").as_string() != "paceline-folder-1") {
+      root.at("format").refuse("'paceline-folder-1'");
+    }
+    ModelFolder folder;
+    const std::optional<Json> draft = root.find("draft");
+    const std::optional<Json> num_tokens = root.find("num_speculative_tokens");
+    if (draft) {
+      folder.num_speculative_tokens =
+          static_cast<int32_t>(root.at("num_speculative_tokens").as_int(1, kMaxDraftTokens));
+    } else if (num_tokens) {
+      num_tokens->refuse("no such key without a draft");
+    }
+    folder.target = load_model(directory, path, root.at("target"), "target");
+    const int32_t vocab_size = model_vocab_size(*folder.target);
+    for (const Json& id : root.at("stop_token_ids").elements()) {
+      folder.stop_token_ids.push_back(static_cast<int32_t>(id.as_int(0, vocab_size - 1)));
+    }
+    if (draft) folder.draft = load_model(directory, path, *draft, "draft");
+    return folder;
+  } catch (const ModelFileError&) {
+    throw;
+  } catch (const InvalidArgument& error) {  // of the JSON reader, which names the file as well
+    throw ModelFileError(error.what());
+  }
+}
+
+}  // namespace paceline

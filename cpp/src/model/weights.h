@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The weights of one decoder in one arena, as the forward pass wants them: q, k and v rows in one
+// matrix, gate and up rows in one matrix, norms and biases in float32. Immutable once finished.
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include <paceline/dtype.h>
+
+#include "base/aligned_buffer.h"
+#include "model/decoder_config.h"
+
+namespace paceline {
+
+// All pointers are 64 B aligned and point into DecoderWeights::arena.
+struct LayerWeights {
+  const float* attn_norm = nullptr;       // [hidden]
+  const std::byte* qkv = nullptr;         // [(num_qo_heads + 2 num_kv_heads) * head_dim, hidden]
+  const float* qkv_bias = nullptr;        // [same rows], or null
+  const float* q_norm = nullptr;          // [head_dim], or null
+  const float* k_norm = nullptr;          // [head_dim], or null
+  const std::byte* o = nullptr;           // [hidden, num_qo_heads * head_dim]
+  const float* o_bias = nullptr;          // [hidden], or null
+  const float* attn_post_norm = nullptr;  // [hidden], or null
+  const float* mlp_norm = nullptr;        // [hidden]
+  const std::byte* gate_up = nullptr;     // [2 * intermediate, hidden]: gate rows, then up rows
+  const float* gate_up_bias = nullptr;    // [2 * intermediate], or null
+  const std::byte* down = nullptr;        // [hidden, intermediate]
+  const float* down_bias = nullptr;       // [hidden], or null
+  const float* mlp_post_norm = nullptr;   // [hidden], or null
+};
+
+struct DecoderWeights {
+  DType dtype = DType::kFloat32;          // of the matrices
+  AlignedBuffer arena;
+  const std::byte* embed = nullptr;       // [vocab_size, hidden]
+  const std::byte* lm_head = nullptr;     // [vocab_size, hidden]; the embedding when tied
+  const float* final_norm = nullptr;      // [hidden]
+  std::vector<LayerWeights> layers;
+};
+
+}  // namespace paceline
