@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+
+#include <paceline/config.h>
+
+#include "batch/iteration_results.h"
+#include "metadata/pass_rows.h"
+
+namespace paceline {
+
+struct CpuContext;
+
+// The verdict, and the only writer of what a sequence has become: drafts are kept while they equal
+// the target's own draws (coupled acceptance; Daliri, Musco, Suresh, "Coupling without
+// communication and drafter-invariant speculative decoding", 2024), then one more target token
+// follows. A plain decode is the same with no drafts. Cut at the first stop token and at the limit.
+//
+// kSynthetic: the verdict is overridden; draft j is kept with probability synthetic_rate[j] given
+// that all before it were, and kept drafts are emitted as they are.
+struct AcceptParams {
+  StagedInputs inputs;
+  SequenceState sequences;
+  const int32_t* target_tokens;  // [max_logit_rows] the target's draws; see DrawParams
+  SequenceResult* results;       // [max_seqs] by batch row
+  AcceptMethod method;
+  float synthetic_rate[kMaxDraftTokens];
+};
+void accept(CpuContext&, const AcceptParams&);
+
+}  // namespace paceline
