@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "batch/batch_builder.h"
+
+#include <algorithm>
+
+#include "base/check.h"
+
+namespace paceline {
+namespace {
+
+bool drafts(RowKind kind) { return kind == RowKind::kDecode || kind == RowKind::kPrefillFinal; }
+
+// Rows of a sequence in the drafter's first pass: its prefill rides along with the target's, plus
+// the token just drawn when the prompt is complete.
+int32_t num_first_rows(const PlannedSequence& planned, const BatchShape& shape) {
+  if (shape.num_draft_tokens == 0) return 0;
+  switch (planned.kind) {
+    case RowKind::kDecode: return shape.first_rows_per_decode;
+    case RowKind::kPrefillFinal: return planned.num_rows + 1;
+    case RowKind::kPrefillPartial: return planned.num_rows;
+    case RowKind::kScore: return 0;
+  }
+  return 0;
+}
+
+SlotReset reset_of(const Sequence& sequence) {
+  SlotReset reset{.slot = sequence.slot,
+                  .limit = sequence.limit,
+                  .seed = sequence.sampling.seed,
+                  .temperature = static_cast<float>(sequence.sampling.temperature),
+                  .num_stop_ids = static_cast<int32_t>(sequence.sampling.stop_token_ids.size())};
+  std::copy(sequence.sampling.stop_token_ids.begin(), sequence.sampling.stop_token_ids.end(),
+            reset.stop_ids);
+  return reset;
+}
+
+}  // namespace
+
+void reserve_inputs(IterationInputs& inputs, const BatchShape& shape) {
+  inputs.seq_slot.resize(shape.max_seqs);
+  inputs.kind.resize(shape.max_seqs);
+  inputs.prefill_start.resize(shape.max_seqs);
+  inputs.verify_indptr.resize(shape.max_seqs + 1);
+  inputs.first_indptr.resize(shape.max_seqs + 1);
+  inputs.logit_indptr.resize(shape.max_seqs + 1);
+  inputs.first_last_row.resize(shape.max_seqs);
+  inputs.prefill_tokens.resize(shape.max_verify_rows);
+  inputs.logit_rows.resize(shape.max_logit_rows);
+  inputs.resets.reserve(shape.max_seqs);
+}
+
+void build_batch(const StepPlan& plan, const BatchShape& shape, IterationInputs& inputs) {
+  inputs.iteration = plan.iteration;
+  inputs.has_prefill = false;
+  inputs.num_seqs = static_cast<int32_t>(plan.sequences.size());
+  inputs.num_drafting = 0;
+  inputs.resets.clear();
+  inputs.score_copies.clear();
+  inputs.table_writes.assign(plan.table_writes.begin(), plan.table_writes.end());
+  PACELINE_CHECK(inputs.num_seqs <= shape.max_seqs, inputs.num_seqs, " of ", shape.max_seqs);
+
+  int32_t verify_row = 0;
+  int32_t first_row = 0;
+  int32_t logit_row = 0;
+  for (int32_t i = 0; i < inputs.num_seqs; ++i) {
+    const PlannedSequence& planned = plan.sequences[i];
+    const Sequence& sequence = *planned.sequence;
+    inputs.seq_slot[i] = sequence.slot;
+    inputs.kind[i] = static_cast<int32_t>(planned.kind);
+    inputs.prefill_start[i] = planned.start;
+    inputs.verify_indptr[i] = verify_row;
+    inputs.first_indptr[i] = first_row;
+    inputs.logit_indptr[i] = logit_row;
+    if (planned.resets_slot) inputs.resets.push_back(reset_of(sequence));
+    PACELINE_CHECK(verify_row + planned.num_rows <= shape.max_verify_rows, verify_row, " + ",
+                   planned.num_rows, " rows of ", shape.max_verify_rows);
+
+    if (planned.kind != RowKind::kDecode) {
+      inputs.has_prefill = true;
+      std::copy_n(sequence.tokens.begin() + planned.start, planned.num_rows,
+                  inputs.prefill_tokens.begin() + verify_row);
+    }
+    // Rows whose logits are needed: all of a window, the last of a prompt, all of a score.
+    const int32_t skipped = planned.kind == RowKind::kPrefillFinal   ? planned.num_rows - 1
+                            : planned.kind == RowKind::kPrefillPartial ? planned.num_rows
+                                                                       : 0;
+    PACELINE_CHECK(logit_row + planned.num_rows - skipped <= shape.max_logit_rows, logit_row,
+                   " + ", planned.num_rows - skipped, " rows of logits of ",
+                   shape.max_logit_rows);
+    if (planned.kind == RowKind::kScore) {
+      inputs.score_copies.push_back({.first_logit_row = logit_row,
+                                     .num_rows = planned.num_rows,
+                                     .destination = sequence.logits,
+                                     .destination_row = planned.start});
+    }
+    for (int32_t row = skipped; row < planned.num_rows; ++row) {
+      inputs.logit_rows[logit_row++] = verify_row + row;
+    }
+    verify_row += planned.num_rows;
+    first_row += num_first_rows(planned, shape);
+    if (drafts(planned.kind)) {
+      PACELINE_CHECK(inputs.num_drafting == i, "drafting sequences come first");
+      ++inputs.num_drafting;
+      inputs.first_last_row[i] = first_row - 1;
+    }
+  }
+  inputs.verify_indptr[inputs.num_seqs] = verify_row;
+  inputs.first_indptr[inputs.num_seqs] = first_row;
+  inputs.logit_indptr[inputs.num_seqs] = logit_row;
+  inputs.num_verify_rows = verify_row;
+  inputs.num_first_rows = first_row;
+  inputs.num_logit_rows = logit_row;
+}
+
+}  // namespace paceline

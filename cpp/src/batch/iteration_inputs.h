@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Tray to sorting: what the host tells the device about one iteration. Everything here is known
+// when the iteration is launched; what is not (lengths, drafts, tokens of decoding rows) lives on
+// the device. Filled by the batch builder, copied to the device in launch order.
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "scheduler/step_plan.h"
+
+namespace paceline {
+
+// The state of a slot at the start of a sequence.
+struct SlotReset {
+  int32_t slot = 0;
+  int32_t limit = 0;         // length at which the request ends
+  uint64_t seed = 0;
+  float temperature = 0;
+  int32_t num_stop_ids = 0;
+  int32_t stop_ids[kMaxStopIds] = {};
+};
+
+// Logits of a scored chunk, to be copied to the host.
+struct ScoreCopy {
+  int32_t first_logit_row = 0;
+  int32_t num_rows = 0;
+  std::shared_ptr<std::vector<float>> destination;  // [prompt_len, vocab]
+  int32_t destination_row = 0;
+};
+
+struct IterationInputs {
+  int64_t iteration = 0;
+  bool has_prefill = false;        // any kind but kDecode
+  int32_t num_seqs = 0;
+  int32_t num_drafting = 0;        // the first num_drafting sequences draft (decode, final chunk)
+  int32_t num_verify_rows = 0;
+  int32_t num_first_rows = 0;      // of the drafter's first pass
+  int32_t num_logit_rows = 0;
+
+  // [max_seqs], by batch row
+  std::vector<int32_t> seq_slot;
+  std::vector<int32_t> kind;            // RowKind
+  std::vector<int32_t> prefill_start;   // position of the first row; 0 for decode
+  // [max_seqs + 1], CSR offsets of each sequence's rows
+  std::vector<int32_t> verify_indptr;
+  std::vector<int32_t> first_indptr;
+  std::vector<int32_t> logit_indptr;
+  std::vector<int32_t> prefill_tokens;  // [max_verify_rows], by verify row; decode rows unused
+  std::vector<int32_t> logit_rows;      // [max_logit_rows] verify row of each row of logits
+  std::vector<int32_t> first_last_row;  // [max_seqs] last first-pass row of a drafting sequence
+
+  std::vector<SlotReset> resets;
+  std::vector<TableWrite> table_writes;
+  std::vector<ScoreCopy> score_copies;
+};
+
+}  // namespace paceline

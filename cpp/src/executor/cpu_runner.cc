@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "executor/cpu_runner.h"
+
+#include <algorithm>
+#include <chrono>
+#include <limits>
+
+#include "base/check.h"
+
+namespace paceline {
+namespace {
+
+void fill_nan(std::byte* data, int64_t bytes) {
+  // All bits set is a NaN in float32 and in bfloat16 alike.
+  std::fill_n(data, bytes, std::byte{0xff});
+}
+
+}  // namespace
+
+CpuRunner::CpuRunner(std::shared_ptr<const Model> target, std::shared_ptr<const Model> draft,
+                     const KvLayout& layout, const CpuRunnerOptions& options)
+    : layout_(layout),
+      options_(options),
+      context_{.num_threads = options.num_threads},
+      pool_(layout.pool_bytes, "the KV pool"),
+      ring_(options.max_in_flight + 1) {
+  if (options.poison_pool) fill_nan(pool_.data(), pool_.bytes());
+  const int32_t max_len = options.iteration.max_model_len;
+  buffers_ = allocate_iteration_buffers(arena_, options.iteration, layout, target->config,
+                                        draft != nullptr ? &draft->config : nullptr);
+  target_ = std::make_unique<Decoder>(std::move(target), layout, layout.target_layer_to_group,
+                                      pool_.data(), max_len, arena_);
+  if (draft != nullptr) {
+    speculator_.emplace<DraftModelSpeculator>(Decoder(
+        std::move(draft), layout, layout.draft_layer_to_group, pool_.data(), max_len, arena_));
+  }
+  iteration_ = std::make_unique<Iteration>(options.iteration, layout_, *target_, speculator_,
+                                           buffers_);
+  for (RingSlot& slot : ring_) slot.results.resize(options.iteration.shape.max_seqs);
+  if (options.driver != DraftDriver::kEager) capture();
+  thread_ = std::thread([this] { device_loop(); });
+}
+
+CpuRunner::~CpuRunner() {
+  {
+    const std::scoped_lock lock(mutex_);
+    stops_ = true;
+  }
+  wake_device_.notify_all();
+  thread_.join();
+}
+
+void CpuRunner::capture() {
+  context_.capturing = &draft_step_program_;
+  iteration_->draft_step(context_);
+  context_.capturing = &decode_program_;
+  iteration_->verify(context_);
+  iteration_->first_draft_pass(context_);
+  context_.capturing = nullptr;
+  if (options_.driver == DraftDriver::kUnrolled) {
+    for (int32_t step = 0; step < iteration_->num_draft_steps(); ++step) {
+      decode_program_.append(draft_step_program_);
+    }
+  }
+}
+
+void CpuRunner::upload(const IterationInputs& in) {
+  const StagedInputs& s = buffers_.staged;
+  const SequenceState& q = buffers_.sequences;
+  *s.num_seqs = in.num_seqs;
+  *s.num_drafting = in.num_drafting;
+  *s.num_verify_rows = in.num_verify_rows;
+  *s.num_first_rows = in.num_first_rows;
+  *s.num_logit_rows = in.num_logit_rows;
+  std::copy_n(in.seq_slot.begin(), in.num_seqs, s.seq_slot);
+  std::copy_n(in.kind.begin(), in.num_seqs, s.kind);
+  std::copy_n(in.prefill_start.begin(), in.num_seqs, s.prefill_start);
+  std::copy_n(in.verify_indptr.begin(), in.num_seqs + 1, s.verify_indptr);
+  std::copy_n(in.first_indptr.begin(), in.num_seqs + 1, s.first_indptr);
+  std::copy_n(in.logit_indptr.begin(), in.num_seqs + 1, s.logit_indptr);
+  std::copy_n(in.logit_rows.begin(), in.num_logit_rows, s.logit_rows);
+  std::copy_n(in.first_last_row.begin(), in.num_drafting, s.first_last_row);
+  if (in.has_prefill) {
+    std::copy_n(in.prefill_tokens.begin(), in.num_verify_rows, s.prefill_tokens);
+  }
+  for (const SlotReset& reset : in.resets) {
+    q.known_len[reset.slot] = 0;
+    q.limit[reset.slot] = reset.limit;
+    q.is_active[reset.slot] = 1;
+    q.seed[reset.slot] = reset.seed;
+    q.temperature[reset.slot] = reset.temperature;
+    q.num_stop_ids[reset.slot] = reset.num_stop_ids;
+    std::copy_n(reset.stop_ids, kMaxStopIds, q.stop_ids + int64_t{reset.slot} * kMaxStopIds);
+    q.draft_len[reset.slot] = 0;
+  }
+  for (const TableWrite& write : in.table_writes) {
+    const BlockTable& table = buffers_.block_tables[write.group];
+    table.blocks[write.seq_slot * table.stride + write.index] = write.block;
+  }
+}
+
+void CpuRunner::copy_scores(const IterationInputs& inputs) const {
+  const int64_t vocab = target_->config().vocab_size;
+  for (const ScoreCopy& copy : inputs.score_copies) {
+    std::copy_n(buffers_.logits + copy.first_logit_row * vocab, copy.num_rows * vocab,
+                copy.destination->begin() + copy.destination_row * vocab);
+  }
+}
+
+void CpuRunner::replay_draft_steps() {
+  for (int32_t step = 0; step < iteration_->num_draft_steps(); ++step) {
+    if (options_.driver == DraftDriver::kEager) {
+      iteration_->draft_step(context_);
+    } else {
+      draft_step_program_.replay(context_);
+    }
+  }
+}
+
+void CpuRunner::execute(const IterationInputs& inputs) {
+  if (inputs.has_prefill || options_.driver == DraftDriver::kEager) {
+    iteration_->verify(context_);
+    copy_scores(inputs);  // before the drafter takes the logits buffer
+    if (inputs.num_first_rows == 0) return;
+    iteration_->first_draft_pass(context_);
+    if (inputs.num_drafting > 0) replay_draft_steps();
+    return;
+  }
+  decode_program_.replay(context_);
+  if (options_.driver == DraftDriver::kReplay) replay_draft_steps();
+}
+
+void CpuRunner::run_now(const IterationInputs& inputs) {
+  upload(inputs);
+  execute(inputs);
+}
+
+void CpuRunner::launch(const IterationInputs& inputs) {
+  {
+    const std::scoped_lock lock(mutex_);
+    PACELINE_CHECK(inputs.iteration == launched_ + 1, "iteration ", inputs.iteration, " after ",
+                   launched_);
+    PACELINE_CHECK(launched_ - completed_ < options_.max_in_flight, "too many in flight");
+    launched_ = inputs.iteration;
+    ring_slot(launched_).inputs = &inputs;
+  }
+  wake_device_.notify_one();
+}
+
+void CpuRunner::device_loop() {
+  std::unique_lock lock(mutex_);
+  const auto may_run = [&] {
+    const int64_t next = completed_ + 1;
+    return next <= launched_ && failure_ == nullptr &&
+           (next + options_.lateness <= launched_ || next <= awaited_);
+  };
+  for (;;) {
+    wake_device_.wait(lock, [&] { return stops_ || may_run(); });
+    if (stops_) return;
+    RingSlot& slot = ring_slot(completed_ + 1);
+    lock.unlock();
+    std::exception_ptr failure;
+    const auto start = std::chrono::steady_clock::now();
+    try {
+      run_now(*slot.inputs);
+      std::copy_n(buffers_.results, slot.inputs->num_seqs, slot.results.begin());
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    slot.us = std::chrono::duration<float, std::micro>(std::chrono::steady_clock::now() - start)
+                  .count();
+    lock.lock();
+    failure_ = failure;
+    if (failure_ == nullptr) ++completed_;
+    wake_host_.notify_all();
+  }
+}
+
+void CpuRunner::wait(int64_t iteration) {
+  std::unique_lock lock(mutex_);
+  PACELINE_CHECK(iteration <= launched_, "waits for ", iteration, ", launched ", launched_);
+  if (iteration > awaited_) {
+    awaited_ = iteration;
+    wake_device_.notify_one();
+  }
+  wake_host_.wait(lock, [&] { return completed_ >= iteration || failure_ != nullptr; });
+  if (completed_ < iteration) std::rethrow_exception(failure_);
+}
+
+int64_t CpuRunner::completed() {
+  const std::scoped_lock lock(mutex_);
+  return completed_;
+}
+
+std::span<const SequenceResult> CpuRunner::results(int64_t iteration) {
+  const RingSlot& slot = ring_slot(iteration);
+  return {slot.results.data(), static_cast<size_t>(slot.inputs->num_seqs)};
+}
+
+float CpuRunner::iteration_us(int64_t iteration) { return ring_slot(iteration).us; }
+
+void CpuRunner::poison(GroupId group, BlockId block) {
+  const int64_t bytes = layout_.groups[group].block_bytes;
+  fill_nan(pool_.data() + block * bytes, bytes);
+}
+
+}  // namespace paceline

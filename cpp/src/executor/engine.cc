@@ -1,0 +1,400 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "executor/engine.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <iterator>
+#include <utility>
+
+#include "base/aligned_buffer.h"
+#include "base/check.h"
+
+namespace paceline {
+namespace {
+
+constexpr size_t kMaxIterationSamples = 65536;
+
+int64_t now_us() {
+  return std::chrono::duration_cast<std::chrono::microseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+FinishReason reason_of(SlotOutcome outcome) {
+  switch (outcome) {
+    case SlotOutcome::kRunning: return FinishReason::kNone;
+    case SlotOutcome::kStop: return FinishReason::kStop;
+    case SlotOutcome::kLength: return FinishReason::kLength;
+    case SlotOutcome::kNoLogits: return FinishReason::kError;
+  }
+  return FinishReason::kError;
+}
+
+void count(const SequenceResult& result, SpeculationCounters& counters) {
+  if (result.drafted_len + result.discarded_len == 0) return;
+  ++counters.num_iterations;
+  counters.num_draft_tokens += result.drafted_len;
+  counters.num_accepted_tokens += result.accepted_len;
+  counters.num_discarded_tokens += result.discarded_len;
+  for (int32_t i = 0; i < result.drafted_len; ++i) ++counters.drafted_per_position[i];
+  for (int32_t i = 0; i < result.accepted_len; ++i) ++counters.accepted_per_position[i];
+}
+
+}  // namespace
+
+Engine::Engine(const EngineOptions& options, const KvLayout& layout,
+               std::unique_ptr<Runner> runner)
+    : options_(options),
+      layout_(layout),
+      runner_(std::move(runner)),
+      pool_(layout),
+      scheduler_(options.scheduler, pool_),
+      ring_(options.scheduler.max_in_flight + 1) {
+  for (InFlight& slot : ring_) reserve_inputs(slot.inputs, options.shape);
+  if (options.poisons_freed_blocks) {
+    pool_.set_on_reusable([this](GroupId group, BlockId block) { runner_->poison(group, block); });
+  }
+  publish_usage();
+  thread_ = std::thread([this] { loop(); });
+}
+
+Engine::~Engine() {
+  {
+    const std::scoped_lock lock(mutex_);
+    stops_ = true;
+  }
+  wake_engine_.notify_all();
+  thread_.join();
+}
+
+void Engine::check_request(const Request& request) const {
+  const auto prompt_len = static_cast<int64_t>(request.prompt.size());
+  if (prompt_len == 0) {
+    throw InvalidArgument("prompt is empty; give at least one token id");
+  }
+  const int64_t longest = options_.max_model_len - (request.score_prompt ? 0 : 1);
+  if (prompt_len > longest) {
+    throw InvalidArgument(concat("prompt has ", prompt_len, " tokens; max_model_len ",
+                                 options_.max_model_len, " allows at most ", longest,
+                                 "; shorten the prompt or raise max_model_len"));
+  }
+  for (int64_t i = 0; i < prompt_len; ++i) {
+    const int32_t token = request.prompt[i];
+    if (token < 0 || token >= options_.vocab_size) {
+      throw InvalidArgument(concat("prompt token ", i, " is ", token, "; allowed: 0 to ",
+                                   options_.vocab_size - 1, " (vocab_size ",
+                                   options_.vocab_size, ")"));
+    }
+  }
+  const SamplingOptions& s = request.sampling;
+  if (!std::isfinite(s.temperature) || s.temperature < 0) {
+    throw InvalidArgument(concat("temperature is ", s.temperature,
+                                 "; allowed: a finite number >= 0 (0 is greedy)"));
+  }
+  if (s.max_tokens < 1) {
+    throw InvalidArgument(concat("max_tokens is ", s.max_tokens, "; allowed: 1 or more"));
+  }
+  if (s.stop_token_ids.size() > kMaxStopIds) {
+    throw InvalidArgument(concat("stop_token_ids has ", s.stop_token_ids.size(),
+                                 " entries; allowed: at most ", kMaxStopIds));
+  }
+  const auto limit = static_cast<int32_t>(std::min<int64_t>(
+      request.score_prompt ? prompt_len : prompt_len + s.max_tokens, options_.max_model_len));
+  if (!scheduler_.fits_alone(static_cast<int32_t>(prompt_len), limit)) {
+    throw InvalidArgument(concat("a request of ", prompt_len, " prompt tokens and ", limit,
+                                 " in all needs more KV blocks than the whole pool of ",
+                                 layout_.pool_bytes >> 10,
+                                 " KiB has; raise kv_cache_bytes or lower max_tokens"));
+  }
+}
+
+std::optional<RequestId> Engine::add_request(Request request) {
+  check_request(request);
+  auto sequence = std::make_unique<Sequence>();
+  sequence->tokens = std::move(request.prompt);
+  sequence->prompt_len = sequence->known_len();
+  sequence->sampling = std::move(request.sampling);
+  sequence->is_score = request.score_prompt;
+  sequence->limit =
+      sequence->is_score
+          ? sequence->prompt_len
+          : static_cast<int32_t>(std::min<int64_t>(
+                int64_t{sequence->prompt_len} + sequence->sampling.max_tokens,
+                options_.max_model_len));
+  if (sequence->is_score) {
+    sequence->logits = std::make_shared<std::vector<float>>(
+        static_cast<size_t>(checked_mul(sequence->prompt_len, options_.vocab_size)));
+  }
+  const auto k = static_cast<size_t>(options_.shape.num_draft_tokens);
+  sequence->counters.accepted_per_position.assign(k, 0);
+  sequence->counters.drafted_per_position.assign(k, 0);
+  sequence->arrival_us = now_us();
+
+  const std::scoped_lock lock(mutex_);
+  if (failure_ != nullptr) std::rethrow_exception(failure_);
+  if (options_.max_waiting_requests > 0 && num_queued_ >= options_.max_waiting_requests) {
+    return std::nullopt;
+  }
+  const RequestId id = next_id_++;
+  sequence->id = id;
+  live_.emplace(id, true);
+  ++num_queued_;
+  is_idle_ = false;
+  incoming_.push_back(std::move(sequence));
+  wake_engine_.notify_one();
+  return id;
+}
+
+bool Engine::cancel(RequestId id) {
+  const std::scoped_lock lock(mutex_);
+  if (!live_.contains(id)) return false;
+  cancellations_.push_back(id);
+  wake_engine_.notify_one();
+  return true;
+}
+
+std::vector<RequestEvent> Engine::poll(int32_t timeout_ms) {
+  std::unique_lock lock(mutex_);
+  const auto is_ready = [&] { return !events_.empty() || failure_ != nullptr; };
+  if (timeout_ms > 0) {
+    wake_caller_.wait_for(lock, std::chrono::milliseconds(timeout_ms), is_ready);
+  }
+  if (events_.empty() && failure_ != nullptr) std::rethrow_exception(failure_);
+  return std::exchange(events_, {});
+}
+
+ExecutorStats Engine::stats() {
+  const std::scoped_lock lock(mutex_);
+  return stats_;
+}
+
+void Engine::reset_stats() {
+  const std::scoped_lock lock(mutex_);
+  preemptions_at_reset_ += stats_.num_preemptions;
+  stats_ = ExecutorStats{};
+}
+
+Engine::KvUsage Engine::kv_usage() {
+  const std::scoped_lock lock(mutex_);
+  return usage_;
+}
+
+std::string Engine::check_integrity() {
+  std::unique_lock lock(mutex_);
+  wants_integrity_ = true;
+  integrity_.reset();
+  wake_engine_.notify_one();
+  wake_caller_.wait(lock, [&] { return integrity_.has_value() || failure_ != nullptr; });
+  if (!integrity_.has_value()) std::rethrow_exception(failure_);
+  return *integrity_;
+}
+
+void Engine::loop() {
+  try {
+    while (take_in()) {
+      // One iteration ahead: launch the next before the last one has been read.
+      const auto in_flight = [&] { return newest_launched_ - newest_read_; };
+      const bool has_launched =
+          in_flight() < options_.scheduler.max_in_flight && launch_next();
+      const bool is_full = in_flight() >= options_.scheduler.max_in_flight;
+      if (in_flight() > 0 && (is_full || !has_launched)) {
+        read_oldest();
+      } else {
+        PACELINE_CHECK(has_launched || !scheduler_.has_work(),
+                       "work is waiting but nothing can be launched");
+      }
+    }
+    if (newest_launched_ >= 0) runner_->wait(newest_launched_);
+  } catch (...) {
+    fail(std::current_exception());
+  }
+}
+
+bool Engine::take_in() {
+  std::vector<RequestId> cancellations;
+  {
+    std::unique_lock lock(mutex_);
+    const auto has_news = [&] {
+      return stops_ || wants_integrity_ || !incoming_.empty() || !cancellations_.empty();
+    };
+    if (is_idle()) {
+      is_idle_ = true;
+      if (wants_integrity_ && incoming_.empty()) {
+        integrity_ = pool_.check_integrity();
+        for (GroupId g = 0; g < static_cast<GroupId>(layout_.groups.size()); ++g) {
+          if (integrity_->empty() && pool_.num_held(g) + pool_.num_quarantined(g) > 0) {
+            integrity_ = concat("idle, but group ", g, " holds ", pool_.num_held(g),
+                                " blocks and quarantines ", pool_.num_quarantined(g));
+          }
+        }
+        wants_integrity_ = false;
+        wake_caller_.notify_all();
+      }
+      wake_engine_.wait(lock, has_news);
+    }
+    if (stops_) return false;
+    while (!incoming_.empty()) {
+      std::unique_ptr<Sequence> sequence = std::move(incoming_.front());
+      incoming_.pop_front();
+      scheduler_.add(*sequence);
+      sequences_.emplace(sequence->id, std::move(sequence));
+    }
+    cancellations.swap(cancellations_);
+  }
+  for (const RequestId id : cancellations) cancel_now(id);
+  return true;
+}
+
+bool Engine::launch_next() {
+  const int64_t start = now_us();
+  InFlight& slot = ring_[static_cast<size_t>(newest_launched_ + 1) % ring_.size()];
+  slot.plan.iteration = newest_launched_ + 1;
+  if (!scheduler_.plan(slot.plan)) return false;
+  build_batch(slot.plan, options_.shape, slot.inputs);
+  runner_->launch(slot.inputs);
+  ++newest_launched_;
+  const std::scoped_lock lock(mutex_);
+  stats_.host_us += static_cast<double>(now_us() - start);
+  return true;
+}
+
+void Engine::read_oldest() {
+  const int64_t iteration = newest_read_ + 1;
+  runner_->wait(iteration);
+  const int64_t start = now_us();
+  InFlight& slot = ring_[static_cast<size_t>(iteration) % ring_.size()];
+  newest_read_ = iteration;
+  scheduler_.complete(iteration);
+  const std::span<const SequenceResult> results = runner_->results(iteration);
+  int32_t num_decoding = 0;
+  int64_t num_emitted = 0;
+  int64_t num_drafted = 0;
+  int64_t num_accepted = 0;
+  for (size_t i = 0; i < slot.plan.sequences.size(); ++i) {
+    apply(slot.plan.sequences[i], results[i]);
+    const bool is_decode = slot.plan.sequences[i].kind == RowKind::kDecode;
+    num_decoding += is_decode && results[i].emitted_len > 0 ? 1 : 0;
+    num_emitted += results[i].emitted_len;
+    num_drafted += results[i].drafted_len;
+    num_accepted += results[i].accepted_len;
+  }
+  std::erase_if(leaving_, [](const auto& sequence) { return sequence->launches_in_flight == 0; });
+  publish_usage();
+  const std::scoped_lock lock(mutex_);
+  int32_t num_prefill = 0;
+  for (const PlannedSequence& launch : slot.plan.sequences) {
+    num_prefill += launch.kind == RowKind::kDecode ? 0 : 1;
+  }
+  ++stats_.num_iterations;
+  stats_.num_emitted_tokens += num_emitted;
+  stats_.num_draft_tokens += num_drafted;
+  stats_.num_accepted_tokens += num_accepted;
+  stats_.num_preemptions = scheduler_.num_preemptions() - preemptions_at_reset_;
+  stats_.num_running = scheduler_.num_running();
+  stats_.num_waiting = scheduler_.num_waiting();
+  num_queued_ = scheduler_.num_waiting() + static_cast<int64_t>(incoming_.size());
+  if (stats_.iteration_us.size() < kMaxIterationSamples) {
+    stats_.iteration_us.push_back(runner_->iteration_us(iteration));
+    stats_.iteration_num_decoding.push_back(num_decoding);
+    stats_.iteration_num_prefill.push_back(num_prefill);
+  }
+  if (!outgoing_.empty()) {
+    std::move(outgoing_.begin(), outgoing_.end(), std::back_inserter(events_));
+    outgoing_.clear();
+    wake_caller_.notify_all();
+  }
+  stats_.host_us += static_cast<double>(now_us() - start);
+}
+
+void Engine::apply(const PlannedSequence& launch, const SequenceResult& result) {
+  Sequence& sequence = *launch.sequence;
+  --sequence.launches_in_flight;
+  const bool is_over = sequence.phase == Sequence::Phase::kFinished;
+  if (is_over || launch.epoch != sequence.epoch) return;  // cancelled or preempted since
+  if (launch.kind == RowKind::kDecode || launch.kind == RowKind::kPrefillFinal) {
+    --sequence.emitting_in_flight;
+  }
+
+  const bool has_ended = result.outcome != SlotOutcome::kRunning;
+  if (result.emitted_len > 0) {
+    sequence.tokens.insert(sequence.tokens.end(), result.tokens,
+                           result.tokens + result.emitted_len);
+    if (sequence.first_token_us == 0) sequence.first_token_us = now_us();
+    count(result, sequence.counters);
+  }
+  if (result.emitted_len > 0 || has_ended) {
+    outgoing_.push_back({.id = sequence.id,
+                         .token_ids = {result.tokens, result.tokens + result.emitted_len},
+                         .num_drafted = result.drafted_len,
+                         .num_accepted = result.accepted_len});
+  }
+  if (has_ended) {
+    finish(sequence, reason_of(result.outcome),
+           result.outcome == SlotOutcome::kNoLogits
+               ? concat("no finite logit at position ", sequence.known_len(),
+                        "; the weights or the prompt produce NaN or infinity")
+               : std::string());
+    return;
+  }
+  if (launch.kind == RowKind::kScore && launch.start + launch.num_rows == sequence.prompt_len) {
+    finish(sequence, FinishReason::kLength);
+    return;
+  }
+  scheduler_.advance(sequence, launch);
+}
+
+void Engine::finish(Sequence& sequence, FinishReason reason, std::string error) {
+  scheduler_.finish(sequence);
+  // The last tokens and the end travel in one event.
+  RequestEvent event{.id = sequence.id};
+  if (!outgoing_.empty() && outgoing_.back().id == sequence.id &&
+      reason != FinishReason::kCancelled) {
+    event = std::move(outgoing_.back());
+    outgoing_.pop_back();
+  }
+  event.finish_reason = reason;
+  event.error = std::move(error);
+  event.counters = std::move(sequence.counters);
+  event.logits = sequence.logits;
+  event.arrival_us = sequence.arrival_us;
+  event.first_token_us = sequence.first_token_us;
+  event.finish_us = now_us();
+  outgoing_.push_back(std::move(event));
+  auto node = sequences_.extract(sequence.id);
+  leaving_.push_back(std::move(node.mapped()));
+  const std::scoped_lock lock(mutex_);
+  live_.erase(leaving_.back()->id);
+}
+
+void Engine::cancel_now(RequestId id) {
+  const auto found = sequences_.find(id);
+  if (found == sequences_.end()) return;  // ended meanwhile
+  finish(*found->second, FinishReason::kCancelled);
+  std::erase_if(leaving_, [](const auto& sequence) { return sequence->launches_in_flight == 0; });
+  publish_usage();
+  const std::scoped_lock lock(mutex_);
+  std::move(outgoing_.begin(), outgoing_.end(), std::back_inserter(events_));
+  outgoing_.clear();
+  wake_caller_.notify_all();
+}
+
+void Engine::publish_usage() {
+  const std::scoped_lock lock(mutex_);
+  const auto num_groups = static_cast<GroupId>(layout_.groups.size());
+  usage_.held_blocks.resize(num_groups);
+  usage_.quarantined_blocks.resize(num_groups);
+  for (GroupId g = 0; g < num_groups; ++g) {
+    usage_.held_blocks[g] = pool_.num_held(g);
+    usage_.quarantined_blocks[g] = pool_.num_quarantined(g);
+  }
+  usage_.free_slabs = pool_.num_free_slabs();
+}
+
+void Engine::fail(std::exception_ptr cause) {
+  const std::scoped_lock lock(mutex_);
+  failure_ = std::move(cause);
+  wake_caller_.notify_all();
+}
+
+}  // namespace paceline

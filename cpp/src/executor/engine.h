@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The executor's inside: one thread that takes requests in, plans, batches, launches, reads results
+// one iteration late and hands events out. Works against the Runner seam and knows no model, so it
+// is tested on devices that are late or do nothing.
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include <paceline/executor.h>
+
+#include "batch/batch_builder.h"
+#include "executor/runner.h"
+#include "scheduler/scheduler.h"
+
+namespace paceline {
+
+struct EngineOptions {
+  BatchShape shape;
+  SchedulerOptions scheduler;
+  int32_t max_model_len = 0;
+  int32_t vocab_size = 0;
+  int32_t max_waiting_requests = 0;  // 0: no bound
+  bool poisons_freed_blocks = false;
+};
+
+class Engine {
+ public:
+  // The layout must outlive the engine.
+  Engine(const EngineOptions& options, const KvLayout& layout, std::unique_ptr<Runner> runner);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // As Executor's methods of the same names.
+  [[nodiscard]] std::optional<RequestId> add_request(Request request);
+  bool cancel(RequestId id);
+  [[nodiscard]] std::vector<RequestEvent> poll(int32_t timeout_ms);
+  [[nodiscard]] ExecutorStats stats();
+  void reset_stats();
+  [[nodiscard]] std::string check_integrity();
+
+  // Block counts of every group, for the memory report.
+  struct KvUsage {
+    std::vector<int64_t> held_blocks;
+    std::vector<int64_t> quarantined_blocks;
+    int64_t free_slabs = 0;
+  };
+  [[nodiscard]] KvUsage kv_usage();
+
+ private:
+  // One launched iteration: its inputs are read by the device until it has completed.
+  struct InFlight {
+    StepPlan plan;
+    IterationInputs inputs;
+  };
+
+  void check_request(const Request& request) const;
+
+  // All below run on the engine's thread.
+  void loop();
+  bool take_in();             // requests and cancellations; false: asked to stop
+  bool launch_next();         // plan -> batch -> launch; false: nothing to launch
+  void read_oldest();         // results -> sequences -> events
+  void apply(const PlannedSequence& launch, const SequenceResult& result);
+  void finish(Sequence& sequence, FinishReason reason, std::string error = {});
+  void cancel_now(RequestId id);
+  void publish_usage();
+  void fail(std::exception_ptr cause);
+  [[nodiscard]] bool is_idle() const { return sequences_.empty() && newest_read_ == newest_launched_; }
+
+  const EngineOptions options_;
+  const KvLayout& layout_;
+  std::unique_ptr<Runner> runner_;
+  SlabPool pool_;
+  Scheduler scheduler_;
+
+  // Engine thread only.
+  std::unordered_map<RequestId, std::unique_ptr<Sequence>> sequences_;
+  std::vector<std::unique_ptr<Sequence>> leaving_;  // ended, but launches still refer to them
+  std::vector<InFlight> ring_;
+  int64_t newest_launched_ = -1;
+  int64_t newest_read_ = -1;
+  std::vector<RequestEvent> outgoing_;
+
+  // Shared, under mutex_.
+  std::mutex mutex_;
+  std::condition_variable wake_engine_;
+  std::condition_variable wake_caller_;
+  std::deque<std::unique_ptr<Sequence>> incoming_;
+  std::vector<RequestId> cancellations_;
+  std::vector<RequestEvent> events_;
+  std::unordered_map<RequestId, bool> live_;  // requests whose last event is not yet out
+  RequestId next_id_ = 1;
+  int64_t num_queued_ = 0;  // incoming and waiting
+  ExecutorStats stats_;
+  KvUsage usage_;
+  int64_t preemptions_at_reset_ = 0;
+  bool is_idle_ = true;
+  bool stops_ = false;
+  bool wants_integrity_ = false;
+  std::optional<std::string> integrity_;
+  std::exception_ptr failure_;
+
+  std::thread thread_;  // last: everything above must exist before it starts
+};
+
+}  // namespace paceline

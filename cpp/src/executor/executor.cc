@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <paceline/executor.h>
+#include <paceline/version.h>
+
+#include <algorithm>
+#include <cmath>
+#include <thread>
+
+#include "base/check.h"
+#include "executor/cpu_runner.h"
+#include "executor/engine.h"
+#include "executor/null_runner.h"
+#include "model/model_impl.h"
+
+namespace paceline {
+namespace {
+
+// Rows of scored prompts that one iteration may add to its logits buffer.
+constexpr int32_t kMaxScoreRows = 64;
+
+template <class T>
+void check_range(const char* name, T value, T low, T high) {
+  if (value < low || value > high) {
+    throw InvalidArgument(concat(name, " is ", value, "; allowed: ", low, " to ", high));
+  }
+}
+
+void check_options(const ExecutorOptions& o, const Model& target, const Model* draft) {
+  const SpeculativeOptions& s = o.speculative;
+  check_range("num_speculative_tokens", s.num_speculative_tokens, 0, kMaxDraftTokens);
+  if (s.num_speculative_tokens > 0 && draft == nullptr) {
+    throw InvalidArgument(concat("num_speculative_tokens is ", s.num_speculative_tokens,
+                                 " but there is no drafter; give one or set 0"));
+  }
+  if (s.num_speculative_tokens == 0 && draft != nullptr) {
+    throw InvalidArgument("num_speculative_tokens is 0 but a drafter is given; allowed: 1 to 16");
+  }
+  if (s.accept_method == AcceptMethod::kSynthetic) {
+    const double longest = s.num_speculative_tokens + 1;
+    if (!std::isfinite(s.synthetic_acceptance_length) || s.synthetic_acceptance_length < 1 ||
+        s.synthetic_acceptance_length > longest) {
+      throw InvalidArgument(concat("synthetic_acceptance_length is ",
+                                   s.synthetic_acceptance_length, "; allowed: 1 to ", longest));
+    }
+  }
+  check_range("max_num_seqs", o.max_num_seqs, 1, 1024);
+  check_range("block_size", o.block_size, 1, 256);
+  check_range("num_threads", o.num_threads, 0, 1024);
+  check_range("device_lateness", o.device_lateness, 0, 2);
+  check_range("prefill_chunk_size", o.prefill_chunk_size, 0, 1 << 20);
+  check_range("max_waiting_requests", o.max_waiting_requests, 0, 1 << 30);
+  check_range("max_model_len", o.max_model_len, 1, target.config.max_position);
+  if (draft != nullptr && o.max_model_len > draft->config.max_position) {
+    throw InvalidArgument(concat("max_model_len is ", o.max_model_len,
+                                 ", but the drafter was made for ", draft->config.max_position,
+                                 " positions; lower max_model_len"));
+  }
+  const int32_t decode_rows = o.max_num_seqs * (s.num_speculative_tokens + 1);
+  if (o.max_num_batched_tokens < decode_rows || o.max_num_batched_tokens > (1 << 20)) {
+    throw InvalidArgument(concat("max_num_batched_tokens is ", o.max_num_batched_tokens,
+                                 "; allowed: ", decode_rows, " (max_num_seqs ", o.max_num_seqs,
+                                 " x ", s.num_speculative_tokens + 1, " rows) to ", 1 << 20));
+  }
+}
+
+IterationOptions iteration_options(const ExecutorOptions& o) {
+  const int32_t k = o.speculative.num_speculative_tokens;
+  return {.shape = {.max_seqs = o.max_num_seqs,
+                    .max_verify_rows = o.max_num_batched_tokens,
+                    .max_logit_rows = o.max_num_seqs * (k + 1) + kMaxScoreRows,
+                    .num_draft_tokens = k,
+                    .first_rows_per_decode =
+                        k > 0 ? DraftModelSpeculator::kTraits.first_rows_per_decode : 0},
+          .max_model_len = o.max_model_len,
+          .accept_method = o.speculative.accept_method,
+          .synthetic_acceptance_length = o.speculative.synthetic_acceptance_length,
+          .use_window_lists = o.use_window_lists};
+}
+
+// Iterations launched and unread at most: one ahead, or as many as a late device needs.
+int32_t max_in_flight(const ExecutorOptions& o) { return std::max(2, o.device_lateness + 1); }
+
+EngineOptions engine_options(const ExecutorOptions& o, int32_t vocab_size) {
+  const IterationOptions iteration = iteration_options(o);
+  return {.shape = iteration.shape,
+          .scheduler = {.max_num_seqs = o.max_num_seqs,
+                        .max_num_batched_tokens = o.max_num_batched_tokens,
+                        .prefill_chunk_size = o.prefill_chunk_size > 0
+                                                  ? o.prefill_chunk_size
+                                                  : o.max_num_batched_tokens,
+                        .max_score_rows = kMaxScoreRows,
+                        .num_draft_tokens = o.speculative.num_speculative_tokens,
+                        .max_in_flight = max_in_flight(o)},
+          .max_model_len = o.max_model_len,
+          .vocab_size = vocab_size,
+          .max_waiting_requests = o.max_waiting_requests,
+          .poisons_freed_blocks = o.poison_freed_blocks};
+}
+
+std::unique_ptr<Runner> make_runner(const std::shared_ptr<const Model>& target,
+                                    const std::shared_ptr<const Model>& draft,
+                                    const KvLayout& layout, const ExecutorOptions& o) {
+  if (o.use_null_device) return std::make_unique<NullRunner>(o.max_num_seqs, max_in_flight(o));
+  const int32_t num_threads = o.num_threads > 0 ? o.num_threads : build_info().num_cores;
+  return std::make_unique<CpuRunner>(target, draft, layout,
+                                     CpuRunnerOptions{.iteration = iteration_options(o),
+                                                      .driver = o.draft_driver,
+                                                      .num_threads = num_threads,
+                                                      .max_in_flight = max_in_flight(o),
+                                                      .lateness = o.device_lateness,
+                                                      .poison_pool = o.poison_freed_blocks});
+}
+
+KvLayout layout_of(const ExecutorOptions& o, const Model& target, const Model* draft) {
+  const std::vector<KvLayerShape> draft_shapes =
+      draft != nullptr ? kv_layer_shapes(draft->config) : std::vector<KvLayerShape>{};
+  return plan_kv_layout(kv_layer_shapes(target.config), draft_shapes, o.block_size,
+                        target.weights.dtype, o.kv_cache_bytes);
+}
+
+}  // namespace
+
+struct Executor::Impl {
+  Impl(std::shared_ptr<const Model> target_model, std::shared_ptr<const Model> draft_model,
+       const ExecutorOptions& executor_options)
+      : target(std::move(target_model)),
+        draft(std::move(draft_model)),
+        options(executor_options),
+        layout(layout_of(options, *target, draft.get())) {
+    std::unique_ptr<Runner> runner = make_runner(target, draft, layout, options);
+    workspace_bytes = runner->workspace_bytes();
+    engine.emplace(engine_options(options, target->config.vocab_size), layout, std::move(runner));
+  }
+
+  std::shared_ptr<const Model> target;
+  std::shared_ptr<const Model> draft;
+  ExecutorOptions options;
+  KvLayout layout;
+  int64_t workspace_bytes = 0;
+  std::optional<Engine> engine;
+};
+
+Executor::Executor(std::shared_ptr<const Model> target, std::shared_ptr<const Model> draft,
+                   const ExecutorOptions& options) {
+  if (target == nullptr) throw InvalidArgument("target is null; give a model");
+  check_options(options, *target, draft.get());
+  impl_ = std::make_unique<Impl>(std::move(target), std::move(draft), options);
+}
+
+Executor::~Executor() = default;
+
+std::optional<RequestId> Executor::add_request(Request request) {
+  return impl_->engine->add_request(std::move(request));
+}
+bool Executor::cancel(RequestId id) { return impl_->engine->cancel(id); }
+std::vector<RequestEvent> Executor::poll(int32_t timeout_ms) {
+  return impl_->engine->poll(timeout_ms);
+}
+ExecutorStats Executor::stats() const { return impl_->engine->stats(); }
+void Executor::reset_stats() { impl_->engine->reset_stats(); }
+std::string Executor::check_integrity() { return impl_->engine->check_integrity(); }
+int32_t Executor::vocab_size() const { return impl_->target->config.vocab_size; }
+const ExecutorOptions& Executor::options() const { return impl_->options; }
+
+MemoryReport Executor::memory_report() const {
+  const Engine::KvUsage usage = impl_->engine->kv_usage();
+  const KvLayout& layout = impl_->layout;
+  MemoryReport report{
+      .target_weight_bytes = impl_->target->weights.arena.bytes(),
+      .draft_weight_bytes = impl_->draft != nullptr ? impl_->draft->weights.arena.bytes() : 0,
+      .kv_pool_bytes = layout.pool_bytes,
+      .kv_slab_bytes = layout.slab_bytes,
+      .kv_num_slabs = layout.num_slabs,
+      .kv_free_slabs = usage.free_slabs,
+      .workspace_bytes = impl_->workspace_bytes};
+  for (size_t g = 0; g < layout.groups.size(); ++g) {
+    const KvGroup& group = layout.groups[g];
+    report.groups.push_back({.owner = std::string(kv_owner_name(group.owner)),
+                             .kind = std::string(kv_kind_name(group.kind)),
+                             .window = group.window,
+                             .num_layers = static_cast<int32_t>(group.layers.size()),
+                             .num_kv_heads = group.num_kv_heads,
+                             .head_dim = group.head_dim,
+                             .block_size = group.block_size,
+                             .block_bytes = group.block_bytes,
+                             .padding_bytes = group.block_bytes - group.content_bytes,
+                             .held_blocks = usage.held_blocks[g],
+                             .quarantined_blocks = usage.quarantined_blocks[g]});
+  }
+  return report;
+}
+
+}  // namespace paceline

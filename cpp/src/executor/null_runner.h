@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <vector>
+
+#include "executor/runner.h"
+
+namespace paceline {
+
+// A device that does nothing: every emitting row brings token 0 at once, up to its limit. What
+// remains of an iteration is the host's work, which this exists to measure and to test.
+class NullRunner final : public Runner {
+ public:
+  NullRunner(int32_t max_num_seqs, int32_t max_in_flight);
+
+  void launch(const IterationInputs& inputs) override;
+  void wait(int64_t) override {}
+  [[nodiscard]] int64_t completed() override { return completed_; }
+  [[nodiscard]] std::span<const SequenceResult> results(int64_t iteration) override;
+  [[nodiscard]] float iteration_us(int64_t) override { return 0; }
+  void poison(GroupId, BlockId) override {}
+  [[nodiscard]] int64_t workspace_bytes() const override { return 0; }
+
+ private:
+  struct RingSlot {
+    std::vector<SequenceResult> results;
+    int32_t num_seqs = 0;
+  };
+
+  int64_t completed_ = -1;
+  std::vector<RingSlot> ring_;
+  std::vector<int32_t> known_len_;  // by slot
+  std::vector<int32_t> limit_;      // by slot
+};
+
+}  // namespace paceline

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The one virtual seam: what the executor asks of a device, once an iteration.
+
+#include <cstdint>
+#include <span>
+
+#include "batch/iteration_inputs.h"
+#include "batch/iteration_results.h"
+#include "kv/kv_layout.h"
+
+namespace paceline {
+
+class Runner {
+ public:
+  virtual ~Runner() = default;
+
+  // Queues an iteration behind those launched before it; returns at once. `inputs` must stay
+  // untouched until the iteration has completed. Iterations are numbered 0, 1, 2, ...
+  virtual void launch(const IterationInputs& inputs) = 0;
+
+  // Blocks until the iteration has completed; rethrows what went wrong on the device.
+  virtual void wait(int64_t iteration) = 0;
+
+  // Newest completed iteration, -1 before the first. Does not block.
+  [[nodiscard]] virtual int64_t completed() = 0;
+
+  // Results of a completed iteration by batch row; valid until `max_in_flight` later ones have been
+  // launched.
+  [[nodiscard]] virtual std::span<const SequenceResult> results(int64_t iteration) = 0;
+
+  // Time that a completed iteration took on the device.
+  [[nodiscard]] virtual float iteration_us(int64_t iteration) = 0;
+
+  // Overwrites a block with NaN; for tests.
+  virtual void poison(GroupId group, BlockId block) = 0;
+
+  // Bytes of buffers other than weights and the KV pool.
+  [[nodiscard]] virtual int64_t workspace_bytes() const = 0;
+};
+
+}  // namespace paceline

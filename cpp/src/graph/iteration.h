@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// One iteration as a sequence of op calls on fixed buffers:
+//   verify forward -> logits -> draw -> accept | first draft pass | draft step x (k-1)
+// The three parts are functions over a context, so that running them eagerly, recording them, and
+// replaying the record are the same calls. Buffers are allocated once, at their largest size.
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include <paceline/config.h>
+
+#include "batch/batch_builder.h"
+#include "batch/iteration_results.h"
+#include "device/device_arena.h"
+#include "metadata/group_metadata.h"
+#include "metadata/pass_rows.h"
+#include "model/decoder.h"
+#include "speculate/speculator.h"
+
+namespace paceline {
+
+// All device memory of the step but weights, KV pool and rotary tables.
+struct IterationBuffers {
+  StagedInputs staged{};
+  SequenceState sequences{};
+  int32_t* current_draft_step = nullptr;  // [1] column that the running draft step writes
+
+  PassRows verify_rows{};
+  PassRows first_rows{};
+  PassRows step_rows{};
+  // By GroupId; entries of groups that a pass does not touch are empty.
+  std::vector<GroupMetadata> verify_metadata;
+  std::vector<GroupMetadata> first_metadata;
+  std::vector<GroupMetadata> step_metadata;
+  std::vector<BlockTable> block_tables;
+
+  Activations activations{};
+  float* gathered = nullptr;         // [max_logit_rows, hidden]
+  float* logits = nullptr;           // [max_logit_rows, vocab]: the target's, later the drafter's
+  int32_t* target_tokens = nullptr;  // [max_logit_rows] the target's draws
+  int32_t* drawn = nullptr;          // [max_seqs] the drafter's draws
+  int32_t* identity = nullptr;       // [max_seqs] 0, 1, 2, ...: every step row draws
+  SequenceResult* results = nullptr; // [max_seqs]
+};
+
+struct IterationOptions {
+  BatchShape shape;
+  int32_t max_model_len = 0;
+  AcceptMethod accept_method = AcceptMethod::kCoupled;
+  double synthetic_acceptance_length = 0;
+  bool use_window_lists = false;
+};
+
+[[nodiscard]] IterationBuffers allocate_iteration_buffers(DeviceArena& arena,
+                                                          const IterationOptions& options,
+                                                          const KvLayout& layout,
+                                                          const DecoderConfig& target,
+                                                          const DecoderConfig* draft);
+
+class Iteration {
+ public:
+  // References must outlive the object.
+  Iteration(const IterationOptions& options, const KvLayout& layout, const Decoder& target,
+            const Speculator& speculator, const IterationBuffers& buffers);
+
+  // Staged inputs -> results and new sequence state.
+  template <class Ctx>
+  void verify(Ctx& ctx) const;
+  // Sequence state -> first draft of every drafting sequence, and the draft step's inputs.
+  template <class Ctx>
+  void first_draft_pass(Ctx& ctx) const;
+  // One draft token a row: forward, logits, draw, write column `current_draft_step`, advance.
+  template <class Ctx>
+  void draft_step(Ctx& ctx) const;
+
+  // Draft steps after the first pass: k - 1, or 0 without a drafter.
+  [[nodiscard]] int32_t num_draft_steps() const;
+
+ private:
+  [[nodiscard]] const Decoder* drafter() const;
+  [[nodiscard]] int32_t draft_vocab_limit() const;
+
+  IterationOptions options_;
+  const KvLayout& layout_;
+  const Decoder& target_;
+  const Speculator& speculator_;
+  const IterationBuffers& buffers_;
+};
+
+}  // namespace paceline

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// A request while the engine serves it: what the host knows of it, which lags behind the device by
+// the iterations in flight. Owned by the executor; written by the scheduler alone.
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include <paceline/request.h>
+
+#include "kv/sequence_blocks.h"
+
+namespace paceline {
+
+inline constexpr int32_t kMaxStopIds = 8;
+
+struct Sequence {
+  enum class Phase : uint8_t { kWaiting, kPrefill, kDecode, kFinished };
+
+  RequestId id = 0;
+  SamplingOptions sampling;
+  bool is_score = false;
+  Phase phase = Phase::kWaiting;
+
+  std::vector<int32_t> tokens;  // prompt + output that the host has read
+  int32_t prompt_len = 0;
+  int32_t limit = 0;            // length of prompt + output at which the request ends
+
+  int32_t slot = -1;            // row of the device's per-sequence state while it runs
+  bool needs_slot_reset = false;  // the next launch must initialise the slot
+  int32_t num_prefilled = 0;    // tokens whose prefill has been launched
+  SequenceBlocks blocks;
+
+  // Raised by preemption: results of launches before it are dropped, since recomputation yields
+  // the same tokens again.
+  int64_t epoch = 0;
+  int32_t emitting_in_flight = 0;  // launches of this epoch, unread, that may emit tokens
+  int32_t launches_in_flight = 0;  // all launches that still refer to this object
+
+  SpeculationCounters counters;
+  std::shared_ptr<std::vector<float>> logits;  // is_score: [prompt_len, vocab]
+  int64_t arrival_us = 0;
+  int64_t first_token_us = 0;
+
+  [[nodiscard]] int32_t known_len() const { return static_cast<int32_t>(tokens.size()); }
+};
+
+}  // namespace paceline

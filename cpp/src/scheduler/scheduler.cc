@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "scheduler/scheduler.h"
+
+#include <algorithm>
+
+#include "base/check.h"
+
+namespace paceline {
+
+Scheduler::Scheduler(const SchedulerOptions& options, SlabPool& pool)
+    : options_(options), pool_(pool) {
+  for (int32_t slot = options.max_num_seqs - 1; slot >= 0; --slot) free_slots_.push_back(slot);
+}
+
+int32_t Scheduler::window_slack() const {
+  const int32_t width = options_.num_draft_tokens + 1;
+  const int32_t rows = std::max(options_.prefill_chunk_size, width);
+  // Rows of every iteration in flight may still look back a whole window; the reservation itself
+  // runs ahead by one more window of drafts.
+  return (options_.max_in_flight + 1) * rows + 2 * width;
+}
+
+bool Scheduler::fits_alone(int32_t prompt_len, int32_t limit) const {
+  return pool_.fits_alone(
+      peak_blocks(pool_.layout(), std::max(prompt_len, limit), window_slack()));
+}
+
+void Scheduler::add(Sequence& sequence) {
+  sequence.phase = Sequence::Phase::kWaiting;
+  sequence.blocks = SequenceBlocks(static_cast<int32_t>(pool_.layout().groups.size()));
+  // Ids ascend with arrival; a preempted sequence goes back to its place in the line.
+  const auto place = std::upper_bound(
+      waiting_.begin(), waiting_.end(), &sequence,
+      [](const Sequence* a, const Sequence* b) { return a->id < b->id; });
+  waiting_.insert(place, &sequence);
+}
+
+bool Scheduler::must_be_finished(const Sequence& sequence) const {
+  // Every emitting launch brings at least one token.
+  return sequence.known_len() + sequence.emitting_in_flight >= sequence.limit &&
+         sequence.phase == Sequence::Phase::kDecode;
+}
+
+PlannedSequence Scheduler::next_rows(const Sequence& sequence, int32_t prefill_budget,
+                                     int32_t score_budget) const {
+  PlannedSequence rows;
+  rows.epoch = sequence.epoch;
+  if (sequence.phase == Sequence::Phase::kDecode) {
+    rows.kind = RowKind::kDecode;
+    rows.num_rows = options_.num_draft_tokens + 1;
+    return rows;
+  }
+  rows.start = sequence.num_prefilled;
+  const int32_t left = sequence.known_len() - sequence.num_prefilled;
+  rows.num_rows = std::min({left, options_.prefill_chunk_size, prefill_budget});
+  if (sequence.is_score) {
+    rows.kind = RowKind::kScore;
+    rows.num_rows = std::min(rows.num_rows, score_budget);
+  } else {
+    rows.kind = rows.num_rows == left ? RowKind::kPrefillFinal : RowKind::kPrefillPartial;
+  }
+  rows.num_rows = std::max(rows.num_rows, 0);
+  return rows;
+}
+
+int32_t Scheduler::tokens_to_reserve(const Sequence& sequence, const PlannedSequence& rows) const {
+  const int32_t k = options_.num_draft_tokens;
+  switch (rows.kind) {
+    case RowKind::kDecode: {
+      // The device may be ahead by k+1 tokens for each launch in flight; this one adds as many,
+      // and the drafter then looks k further.
+      const int32_t most_known =
+          sequence.known_len() + sequence.emitting_in_flight * (k + 1);
+      return std::min(sequence.limit, most_known + (k + 1) + k);
+    }
+    case RowKind::kPrefillFinal:
+      return std::max(std::min(sequence.limit, sequence.known_len() + 1 + k),
+                      sequence.known_len());
+    case RowKind::kPrefillPartial:
+    case RowKind::kScore:
+      return rows.start + rows.num_rows;
+  }
+  return 0;
+}
+
+void Scheduler::give_back(Sequence& sequence) {
+  sequence.blocks.release_all(pool_, newest_planned_);
+  if (sequence.slot >= 0) free_slots_.push_back(sequence.slot);
+  sequence.slot = -1;
+}
+
+void Scheduler::preempt(Sequence& sequence) {
+  give_back(sequence);
+  std::erase(running_, &sequence);
+  ++sequence.epoch;
+  sequence.emitting_in_flight = 0;
+  sequence.num_prefilled = 0;
+  ++num_preemptions_;
+  add(sequence);
+}
+
+Scheduler::Room Scheduler::make_room(Sequence& sequence, const PlannedSequence& rows,
+                                     StepPlan& plan) {
+  const int32_t num_tokens = tokens_to_reserve(sequence, rows);
+  while (!sequence.blocks.reserve(pool_, num_tokens, sequence.slot, plan.table_writes)) {
+    Sequence* youngest = running_.back();
+    // Blocks on their way back will do: wait for the iterations that still use them.
+    if (pool_.num_quarantined() > 0) return Room::kStalled;
+    preempt(*youngest);
+    // Alone and still without room: its own blocks are scattered over more slabs than it needs.
+    // Recomputed from nothing it lies compactly, and `fits_alone` has promised that this fits.
+    if (youngest == &sequence) return Room::kPreemptedItself;
+  }
+  return Room::kReserved;
+}
+
+bool Scheduler::admit(Sequence& sequence, const PlannedSequence& rows, StepPlan& plan) {
+  // Not only this chunk but all that is known must fit, or admission would soon preempt.
+  const int32_t k = options_.num_draft_tokens;
+  const int32_t soon = std::max(std::min(sequence.limit, sequence.known_len() + 2 * (k + 1) + k),
+                                sequence.known_len());
+  if (!pool_.can_allocate(peak_blocks(pool_.layout(), soon, window_slack()))) return false;
+  sequence.slot = free_slots_.back();
+  if (!sequence.blocks.reserve(pool_, tokens_to_reserve(sequence, rows), sequence.slot,
+                               plan.table_writes)) {
+    sequence.slot = -1;
+    return false;
+  }
+  free_slots_.pop_back();
+  sequence.phase = Sequence::Phase::kPrefill;
+  sequence.needs_slot_reset = true;
+  running_.insert(std::upper_bound(running_.begin(), running_.end(), &sequence,
+                                   [](const Sequence* a, const Sequence* b) {
+                                     return a->id < b->id;
+                                   }),
+                  &sequence);
+  return true;
+}
+
+void Scheduler::launch(Sequence& sequence, PlannedSequence rows, StepPlan& plan) {
+  rows.sequence = &sequence;
+  rows.resets_slot = sequence.needs_slot_reset;
+  sequence.needs_slot_reset = false;
+  ++sequence.launches_in_flight;
+  if (rows.kind == RowKind::kDecode) {
+    ++sequence.emitting_in_flight;
+  } else {
+    sequence.num_prefilled += rows.num_rows;
+    if (rows.kind == RowKind::kPrefillFinal) {
+      sequence.phase = Sequence::Phase::kDecode;
+      ++sequence.emitting_in_flight;
+    }
+  }
+  plan.sequences.push_back(rows);
+}
+
+bool Scheduler::plan(StepPlan& plan) {
+  plan.sequences.clear();
+  plan.table_writes.clear();
+  const int32_t width = options_.num_draft_tokens + 1;
+
+  int32_t prefill_budget = options_.max_num_batched_tokens;
+  int32_t score_budget = options_.max_score_rows;
+  for (const Sequence* sequence : running_) {
+    if (sequence->phase == Sequence::Phase::kDecode) prefill_budget -= width;
+  }
+
+  // Oldest first, so that whoever is preempted has not been planned yet.
+  bool has_preempted = false;
+  considered_ = running_;
+  for (Sequence* sequence : considered_) {
+    if (sequence->phase == Sequence::Phase::kWaiting) continue;  // preempted just now
+    if (must_be_finished(*sequence)) continue;
+    if (sequence->phase == Sequence::Phase::kPrefill &&
+        sequence->num_prefilled == sequence->known_len()) {
+      continue;  // a scored prompt, completely launched
+    }
+    const PlannedSequence rows = next_rows(*sequence, prefill_budget, score_budget);
+    if (rows.num_rows == 0) continue;
+    const int64_t preemptions = num_preemptions_;
+    const Room room = make_room(*sequence, rows, plan);
+    has_preempted |= num_preemptions_ != preemptions || room == Room::kStalled;
+    if (room != Room::kReserved) continue;
+    if (rows.kind != RowKind::kDecode) prefill_budget -= rows.num_rows;
+    if (rows.kind == RowKind::kScore) score_budget -= rows.num_rows;
+    launch(*sequence, rows, plan);
+  }
+
+  // Nobody is admitted over the heads of those who have just lost their blocks, unless nothing
+  // else would run.
+  while (!waiting_.empty() && !free_slots_.empty() &&
+         (!has_preempted || (plan.sequences.empty() && running_.empty()))) {
+    Sequence* sequence = waiting_.front();
+    const PlannedSequence rows = next_rows(*sequence, prefill_budget, score_budget);
+    if (rows.num_rows == 0 || !admit(*sequence, rows, plan)) break;
+    waiting_.pop_front();
+    prefill_budget -= rows.num_rows;
+    if (rows.kind == RowKind::kScore) score_budget -= rows.num_rows;
+    launch(*sequence, rows, plan);
+  }
+
+  // Preempting may have undone reservations made earlier in this call for sequences that are not
+  // planned now; their slots are rewritten when they are admitted again.
+  if (plan.sequences.empty()) return false;
+  std::stable_sort(plan.sequences.begin(), plan.sequences.end(),
+                   [](const PlannedSequence& a, const PlannedSequence& b) {
+                     return static_cast<int32_t>(a.kind) < static_cast<int32_t>(b.kind);
+                   });
+  newest_planned_ = plan.iteration;
+  return true;
+}
+
+void Scheduler::advance(Sequence& sequence, const PlannedSequence& launch) {
+  // The earliest position that a later launch can query: the drafter goes back to the token before
+  // the newest one.
+  const int32_t first_query = launch.kind == RowKind::kDecode || launch.kind == RowKind::kPrefillFinal
+                                  ? sequence.known_len() - 2
+                                  : launch.start + launch.num_rows;
+  if (first_query > 0) sequence.blocks.release_below(pool_, first_query, newest_planned_);
+}
+
+void Scheduler::finish(Sequence& sequence) {
+  if (sequence.phase == Sequence::Phase::kWaiting) {
+    std::erase(waiting_, &sequence);
+  } else {
+    std::erase(running_, &sequence);
+  }
+  give_back(sequence);
+  sequence.phase = Sequence::Phase::kFinished;
+}
+
+}  // namespace paceline
