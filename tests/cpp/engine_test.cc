@@ -4,10 +4,16 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
+#include <cmath>
 #include <cstdlib>
+#include <functional>
 #include <map>
+#include <numeric>
 #include <random>
 
+#include <paceline/error.h>
 #include <paceline/executor.h>
 
 #include "support/tiny_models.h"
@@ -119,6 +125,7 @@ TEST(Engine, SpeculativeEqualsPlain) {
   const uint64_t first_seed = seed_from_env(1);
   int64_t accepted = 0;
   int64_t drafted = 0;
+  int64_t preemptions = 0;
   for (uint64_t seed = first_seed; seed < first_seed + 40; ++seed) {
     SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
     std::mt19937_64 random(seed);
@@ -142,9 +149,12 @@ TEST(Engine, SpeculativeEqualsPlain) {
                                 : tiny_model(draft_shape, seed, 0.05f, seed + 2);
     const double temperature = pick(0.0, 0.7, 1.0);
     const auto num_jobs = pick(1, 7, 32);
-    const std::vector<Job> jobs = random_jobs(random, num_jobs, 64, temperature);
+    const std::vector<Job> jobs = random_jobs(random, num_jobs, 64, temperature, 60, 60);
 
+    // Lists add up their keys in another order: plain and speculative must both use them.
+    const bool use_window_lists = random() % 4 == 0;
     ExecutorOptions options = options_of(0);
+    options.use_window_lists = use_window_lists;
     Executor plain(target, nullptr, options);
     const std::vector<Outcome> expected = run(plain, jobs);
     EXPECT_EQ(plain.check_integrity(), "");
@@ -155,10 +165,10 @@ TEST(Engine, SpeculativeEqualsPlain) {
     options.prefill_chunk_size = pick(0, 16);
     options.draft_driver = pick(DraftDriver::kUnrolled, DraftDriver::kReplay, DraftDriver::kEager);
     options.device_lateness = pick(0, 1, 2);
-    options.use_window_lists = false;
+    options.use_window_lists = use_window_lists;
     options.poison_freed_blocks = true;
     options.num_threads = pick(1, 2);
-    if (random() % 2 == 0) options.kv_cache_bytes = 400 << 10;  // forces preemption
+    if (random() % 2 == 0) options.kv_cache_bytes = 300 << 10;  // forces preemption
     Executor speculative(target, draft, options);
     const std::vector<Job> neighbours =
         random() % 2 == 0 ? random_jobs(random, 6, 64, temperature) : std::vector<Job>{};
@@ -170,10 +180,218 @@ TEST(Engine, SpeculativeEqualsPlain) {
       drafted += actual[i].counters.num_draft_tokens;
     }
     EXPECT_EQ(speculative.check_integrity(), "");
+    preemptions += speculative.stats().num_preemptions;
   }
-  // The cells must exercise both verdicts.
+  // The cells must exercise both verdicts, and preemption.
+  EXPECT_GT(preemptions, 20);
   EXPECT_GT(accepted, drafted / 20);
   EXPECT_LT(accepted, drafted * 19 / 20);
+}
+
+TEST(Engine, CountersAddUp) {
+  const auto target = tiny_model(TinyModel{}, 3);
+  const auto draft = tiny_model(TinyModel{}, 3, 0.05f, 4);
+  Executor executor(target, draft, options_of(5));
+  std::mt19937_64 random(21);
+  std::map<RequestId, SpeculationCounters> sums;
+  std::map<RequestId, int32_t> emitted;
+  const std::vector<Job> jobs = random_jobs(random, 24, 64, 1.0);
+  for (const Job& job : jobs) {
+    sums[executor.add_request({job.prompt, job.sampling}).value()] = {};
+  }
+  for (size_t left = jobs.size(); left > 0;) {
+    for (const RequestEvent& event : executor.poll(100)) {
+      SpeculationCounters& sum = sums.at(event.id);
+      const auto num_tokens = static_cast<int32_t>(event.token_ids.size());
+      const bool is_last = event.finish_reason != FinishReason::kNone;
+      // One token of the target's own in every iteration, but for the last, which may end on a draft.
+      EXPECT_TRUE(num_tokens - event.num_accepted == 1 ||
+                  (is_last && num_tokens == event.num_accepted));
+      EXPECT_LE(event.num_accepted, event.num_drafted);
+      sum.num_draft_tokens += event.num_drafted;
+      sum.num_accepted_tokens += event.num_accepted;
+      emitted[event.id] += num_tokens;
+      if (!is_last) continue;
+      --left;
+      const SpeculationCounters& total = event.counters;
+      EXPECT_EQ(total.num_draft_tokens, sum.num_draft_tokens);
+      EXPECT_EQ(total.num_accepted_tokens, sum.num_accepted_tokens);
+      EXPECT_EQ(std::accumulate(total.drafted_per_position.begin(),
+                                total.drafted_per_position.end(), int64_t{0}),
+                total.num_draft_tokens);
+      EXPECT_EQ(std::accumulate(total.accepted_per_position.begin(),
+                                total.accepted_per_position.end(), int64_t{0}),
+                total.num_accepted_tokens);
+    }
+  }
+}
+
+TEST(Engine, BadLogitsEndOneRequestOnly) {
+  TinyModel shape{.is_gemma = false};
+  const auto sound = tiny_model(shape, 3);
+  shape.nan_token = 63;
+  const auto broken = tiny_model(shape, 3);
+  std::mt19937_64 random(5);
+  std::vector<Job> jobs = random_jobs(random, 12, 63, 0.0);  // none contains token 63
+  Executor reference(sound, nullptr, options_of(0));
+  const std::vector<Outcome> expected = run(reference, jobs);
+  for (const int32_t k : {0, 3}) {
+    std::vector<Job> all = jobs;
+    all.push_back({.prompt = {1, 63, 2}, .sampling = {.max_tokens = 20}});
+    Executor executor(broken, k > 0 ? broken : nullptr, options_of(k));
+    const std::vector<Outcome> actual = run(executor, all);
+    EXPECT_EQ(actual.back().reason, FinishReason::kError);
+    EXPECT_TRUE(actual.back().tokens.empty());
+    for (size_t i = 0; i < jobs.size(); ++i) {
+      const bool meets_nan = std::find(expected[i].tokens.begin(), expected[i].tokens.end(), 63) !=
+                             expected[i].tokens.end();
+      if (!meets_nan) {
+        EXPECT_EQ(actual[i].tokens, expected[i].tokens);
+      }
+    }
+    EXPECT_EQ(executor.check_integrity(), "");
+  }
+}
+
+TEST(Engine, ServesAllInTheSmallestPool) {
+  // Everything that fits alone is served, however little room there is for two.
+  const auto target = tiny_model(TinyModel{.windows = {8, 0, 40}}, 3);
+  const auto draft = tiny_model(TinyModel{.hidden = 16, .num_kv_heads = 1, .windows = {16, 0}}, 4);
+  std::mt19937_64 random(8);
+  const std::vector<Job> jobs = random_jobs(random, 20, 64, 0.7, 100, 100);
+  Executor plain(target, nullptr, options_of(0));
+  const std::vector<Outcome> expected = run(plain, jobs);
+  for (const int32_t lateness : {0, 2}) {
+    ExecutorOptions options = options_of(4);
+    options.block_size = 8;
+    options.prefill_chunk_size = 16;
+    options.device_lateness = lateness;
+    // The smallest pool that takes the longest of the jobs.
+    int32_t refused = 1;
+    for (options.kv_cache_bytes = 64 << 10; refused > 0; options.kv_cache_bytes += 16 << 10) {
+      try {
+        Executor executor(target, draft, options);
+        refused = 0;
+        for (const Job& job : jobs) {
+          Request request{job.prompt, job.sampling};
+          try {
+            executor.cancel(executor.add_request(std::move(request)).value());
+          } catch (const InvalidArgument& error) {
+            EXPECT_NE(std::string(error.what()).find("kv_cache_bytes"), std::string::npos);
+            ++refused;
+          }
+        }
+        if (refused > 0) continue;
+        (void)executor.check_integrity();  // until the cancelled ones are gone
+        (void)executor.poll(0);
+        const std::vector<Outcome> actual = run(executor, jobs);
+        for (size_t i = 0; i < jobs.size(); ++i) EXPECT_EQ(actual[i].tokens, expected[i].tokens);
+        EXPECT_GT(executor.stats().num_preemptions, 0);
+        EXPECT_EQ(executor.check_integrity(), "");
+      } catch (const InvalidArgument&) {  // not even two slabs
+        refused = 1;
+      }
+    }
+  }
+}
+
+TEST(Engine, RefusesBadRequests) {
+  const auto model = tiny_model(TinyModel{}, 3);
+  Executor executor(model, nullptr, options_of(0));
+  const auto message = [&](Request request) -> std::string {
+    try {
+      (void)executor.add_request(std::move(request));
+    } catch (const InvalidArgument& error) {
+      return error.what();
+    }
+    return "";
+  };
+  const auto expect = [&](const std::string& text, std::initializer_list<const char*> parts) {
+    for (const char* part : parts) {
+      EXPECT_NE(text.find(part), std::string::npos) << text << " lacks " << part;
+    }
+  };
+  expect(message({.prompt = {}}), {"prompt", "empty"});
+  expect(message({.prompt = {1, 64}}), {"token 1 is 64", "0 to 63"});
+  expect(message({.prompt = {-1}}), {"token 0 is -1", "0 to 63"});
+  expect(message({.prompt = std::vector<int32_t>(256, 1)}), {"256 tokens", "at most 255"});
+  expect(message({.prompt = {1}, .sampling = {.temperature = std::nan("")}}),
+         {"temperature is nan", ">= 0"});
+  expect(message({.prompt = {1}, .sampling = {.temperature = -1}}), {"temperature is -1"});
+  expect(message({.prompt = {1}, .sampling = {.max_tokens = 0}}), {"max_tokens is 0"});
+  expect(message({.prompt = {1}, .sampling = {.stop_token_ids = std::vector<int32_t>(9, 1)}}),
+         {"stop_token_ids has 9", "at most 8"});
+  EXPECT_FALSE(executor.cancel(12345));
+}
+
+TEST(Engine, RefusesBadOptions) {
+  const auto model = tiny_model(TinyModel{}, 3);
+  const auto message = [&](const std::function<void(ExecutorOptions&)>& change, bool drafts) {
+    ExecutorOptions options = options_of(drafts ? 3 : 0);
+    change(options);
+    try {
+      Executor executor(model, drafts ? model : nullptr, options);
+    } catch (const InvalidArgument& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  using O = ExecutorOptions;
+  EXPECT_NE(message([](O& o) { o.speculative.num_speculative_tokens = 1000000000; }, true)
+                .find("num_speculative_tokens is 1000000000; allowed: 0 to 16"),
+            std::string::npos);
+  EXPECT_NE(message([](O& o) { o.speculative.num_speculative_tokens = 3; }, false).find("drafter"),
+            std::string::npos);
+  EXPECT_NE(message([](O& o) { o.max_model_len = 513; }, true).find("allowed: 1 to 512"),
+            std::string::npos);
+  EXPECT_NE(message([](O& o) { o.kv_cache_bytes = 100; }, true).find("kv_cache_bytes"),
+            std::string::npos);
+  EXPECT_NE(message([](O& o) { o.max_num_batched_tokens = 31; }, true).find("32"),
+            std::string::npos);
+  EXPECT_NE(message([](O& o) { o.block_size = 0; }, true).find("block_size is 0"),
+            std::string::npos);
+}
+
+TEST(Engine, StopsInTheMiddleOfWork) {
+  const auto model = tiny_model(TinyModel{}, 3);
+  std::mt19937_64 random(2);
+  for (int round = 0; round < 20; ++round) {
+    ExecutorOptions options = options_of(4);
+    options.device_lateness = round % 3;
+    Executor executor(model, model, options);
+    for (const Job& job : random_jobs(random, 10, 64, 1.0)) {
+      (void)executor.add_request({job.prompt, job.sampling});
+    }
+    if (round % 2 == 0) (void)executor.poll(1);
+  }
+}
+
+TEST(Engine, QueueBoundIsAReturnValue) {
+  const auto model = tiny_model(TinyModel{}, 3);
+  ExecutorOptions options = options_of(0);
+  options.max_num_seqs = 1;
+  options.max_waiting_requests = 3;
+  Executor executor(model, nullptr, options);
+  int32_t refused = 0;
+  for (int i = 0; i < 50; ++i) {
+    refused += executor.add_request({.prompt = {1, 2}, .sampling = {.max_tokens = 200}}) ? 0 : 1;
+  }
+  EXPECT_GT(refused, 20);
+}
+
+TEST(Engine, NullDeviceServesEveryLimit) {
+  const auto model = tiny_model(TinyModel{}, 3);
+  ExecutorOptions options = options_of(3);
+  options.use_null_device = true;
+  Executor executor(model, model, options);
+  std::mt19937_64 random(4);
+  const std::vector<Job> jobs = random_jobs(random, 100, 64, 0.0);
+  const std::vector<Outcome> outcomes = run(executor, jobs);
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    EXPECT_EQ(static_cast<int32_t>(outcomes[i].tokens.size()), jobs[i].sampling.max_tokens);
+    EXPECT_EQ(outcomes[i].reason, FinishReason::kLength);
+  }
+  EXPECT_EQ(executor.check_integrity(), "");
 }
 
 }  // namespace

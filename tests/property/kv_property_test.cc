@@ -371,8 +371,8 @@ class Machine {
     const std::string broken = pool_.check_integrity();
     require(broken.empty(), broken);
     for (GroupId g = 0; g < num_groups_; ++g) {
-      require(pool_.num_held(g) == num_held_[g], "group ", g, " holds ", pool_.num_held(g), ", not ",
-              num_held_[g]);
+      require(pool_.num_held(g) == num_held_[g], "group ", g, " holds ", pool_.num_held(g),
+              ", not ", num_held_[g]);
       require(pool_.num_quarantined(g) == num_quarantined_[g], "group ", g, " has ",
               pool_.num_quarantined(g), " in quarantine, not ", num_quarantined_[g]);
     }
@@ -499,7 +499,7 @@ TEST(KvProperty, TheMachineSeesPlantedFaults) {
       machine.run(10'000);
       ADD_FAILURE() << "fault " << static_cast<int32_t>(fault) << " goes unseen";
     } catch (const Violation& violation) {
-      std::cout << "fault " << static_cast<int32_t>(fault) << ": " << violation.what() << '\n';
+      std::cout << "fault " << static_cast<int32_t>(fault) << ": " << violation.what() << "\n";
     }
   }
 }

@@ -4,6 +4,7 @@
 // Small random decoders for C++ tests: every switch of DecoderConfig, weights from a seed, and
 // drafters that agree with a target as often as a test wants.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <memory>
@@ -30,6 +31,7 @@ struct TinyModel {
   std::vector<int32_t> windows = {8, 0};  // by layer; 0 = full attention
   bool is_gemma = true;                   // post norms, q/k norms, (1 + w), gelu, tied head
   bool has_bias = false;
+  int32_t nan_token = -1;                 // its embedding is NaN
 };
 
 inline std::string tiny_config_json(const TinyModel& m) {
@@ -88,6 +90,9 @@ inline std::shared_ptr<const Model> tiny_model(const TinyModel& m, uint64_t seed
     std::vector<float> values(static_cast<size_t>(count));
     for (float& value : values) {
       value = mean + std_dev * (normal(weights) + noise * normal(noises));
+    }
+    if (name == "embed.weight" && m.nan_token >= 0) {
+      std::fill_n(values.begin() + int64_t{m.nan_token} * m.hidden, m.hidden, std::nanf(""));
     }
     builder.put(name, DType::kFloat32, shape, {}, values.data());
   };

@@ -58,6 +58,9 @@ class Engine {
   };
   [[nodiscard]] KvUsage kv_usage();
 
+  // For tests that plant faults from inside Runner calls, which come on the engine's thread.
+  [[nodiscard]] SlabPool& pool() { return pool_; }
+
  private:
   // One launched iteration: its inputs are read by the device until it has completed.
   struct InFlight {

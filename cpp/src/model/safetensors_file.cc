@@ -41,9 +41,11 @@ constexpr std::array<ElementType, 16> kElementTypes = {{
 
 [[nodiscard]] ElementType element_type(const Json& dtype) {
   const std::string_view name = dtype.as_string();
-  std::string allowed;
   for (const ElementType& type : kElementTypes) {
     if (type.name == name) return type;
+  }
+  std::string allowed;
+  for (const ElementType& type : kElementTypes) {
     allowed += concat(allowed.empty() ? "" : ", ", type.name);
   }
   dtype.refuse(allowed);

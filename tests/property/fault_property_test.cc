@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+// The checks can fail: faults planted in recorded programs and in the pool go red. Each test first
+// shows that the sound engine passes the very check that the fault then breaks.
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <map>
+#include <random>
+#include <set>
+
+#include "executor/cpu_runner.h"
+#include "executor/engine.h"
+#include "speculate/row_ops.h"
+#include "support/tiny_models.h"
+
+namespace paceline {
+namespace {
+
+using testing::tiny_model;
+using testing::TinyModel;
+
+struct SelfDraft {
+  explicit SelfDraft(int32_t k, bool use_window_lists = false, int32_t lateness = 0,
+                 std::vector<int32_t> windows = {8, 0, 24}) {
+    model = tiny_model(TinyModel{.windows = std::move(windows)}, 5);
+    layout = plan_kv_layout(kv_layer_shapes(model->config), kv_layer_shapes(model->config), 8,
+                            DType::kFloat32, 8 << 20);
+    const int32_t max_in_flight = std::max(2, lateness + 1);
+    engine_options = {.shape = {.max_seqs = 8,
+                                .max_verify_rows = 256,
+                                .max_logit_rows = 256,
+                                .num_draft_tokens = k,
+                                .first_rows_per_decode = 2},
+                      .scheduler = {.max_num_seqs = 8,
+                                    .max_num_batched_tokens = 256,
+                                    .prefill_chunk_size = 256,
+                                    .max_score_rows = 16,
+                                    .num_draft_tokens = k,
+                                    .max_in_flight = max_in_flight},
+                      .max_model_len = 256,
+                      .vocab_size = model->config.vocab_size};
+    runner_options = {.iteration = {.shape = engine_options.shape,
+                                    .max_model_len = 256,
+                                    .use_window_lists = use_window_lists},
+                      .max_in_flight = max_in_flight,
+                      .lateness = lateness};
+  }
+
+  std::unique_ptr<CpuRunner> runner() const {
+    return std::make_unique<CpuRunner>(model, model, layout, runner_options);
+  }
+
+  std::shared_ptr<const Model> model;
+  KvLayout layout;
+  EngineOptions engine_options;
+  CpuRunnerOptions runner_options;
+};
+
+// Share of drafts kept by a model that drafts for itself: 1 unless something is stale.
+double self_draft_acceptance(const SelfDraft& setup, const std::function<void(Program&)>& plant) {
+  auto runner = setup.runner();
+  plant(runner->decode_program());
+  plant(runner->draft_step_program());
+  Engine engine(setup.engine_options, setup.layout, std::move(runner));
+  std::mt19937_64 random(3);
+  for (int i = 0; i < 8; ++i) {
+    Request request;
+    for (int t = 0; t < 5 + 3 * i; ++t) request.prompt.push_back(random() % 64);
+    request.sampling = {.temperature = 1.0, .seed = random(), .max_tokens = 60};
+    EXPECT_TRUE(engine.add_request(std::move(request)).has_value());
+  }
+  int64_t accepted = 0;
+  int64_t drafted = 0;
+  for (int left = 8; left > 0;) {
+    for (const RequestEvent& event : engine.poll(100)) {
+      if (event.finish_reason == FinishReason::kNone) continue;
+      accepted += event.counters.num_accepted_tokens;
+      drafted += event.counters.num_draft_tokens;
+      --left;
+    }
+  }
+  return static_cast<double>(accepted) / static_cast<double>(drafted);
+}
+
+void sound(Program&) {}
+
+TEST(PlantedFault, SkippedAdvanceOfOneGroup) {
+  const SelfDraft setup(6);
+  EXPECT_EQ(self_draft_acceptance(setup, sound), 1.0);
+  EXPECT_LT(self_draft_acceptance(setup,
+                                  [](Program& program) {
+                                    for (AdvanceParams* p : program.params_of(advance_draft_step)) {
+                                      --p->num_groups;
+                                    }
+                                  }),
+            1.0);
+}
+
+TEST(PlantedFault, StaleWindowList) {
+  // The node that keeps index lists current is disabled: the fault that crashed an engine.
+  const SelfDraft setup(6, /*use_window_lists=*/true);
+  EXPECT_EQ(self_draft_acceptance(setup, sound), 1.0);
+  static int32_t no_rows = 0;
+  EXPECT_LT(self_draft_acceptance(setup,
+                                  [](Program& program) {
+                                    for (AdvanceWindowListParams* p :
+                                         program.params_of(advance_window_list)) {
+                                      p->rows.num_rows = &no_rows;
+                                    }
+                                  }),
+            1.0);
+}
+
+TEST(PlantedFault, SwappedBlockTables) {
+  const SelfDraft setup(6);
+  EXPECT_LT(self_draft_acceptance(setup,
+                                  [](Program& program) {
+                                    for (AdvanceParams* p : program.params_of(advance_draft_step)) {
+                                      std::swap(p->groups[0].table, p->groups[1].table);
+                                    }
+                                  }),
+            1.0);
+}
+
+TEST(PlantedFault, BakedStepIndex) {
+  const SelfDraft setup(6);
+  static int32_t baked = 1;
+  EXPECT_LT(self_draft_acceptance(setup,
+                                  [](Program& program) {
+                                    for (StoreDraftParams* p : program.params_of(store_draft)) {
+                                      p->current_draft_step = &baked;
+                                    }
+                                  }),
+            1.0);
+}
+
+// Passes everything on and remembers which blocks each launched iteration may touch. Models with
+// full attention only: their tables never shrink while a sequence runs.
+class WatchingRunner final : public Runner {
+ public:
+  explicit WatchingRunner(std::unique_ptr<CpuRunner> inner) : inner_(std::move(inner)) {}
+
+  void launch(const IterationInputs& inputs) override {
+    for (const SlotReset& reset : inputs.resets) tables_.erase(reset.slot);
+    for (const TableWrite& write : inputs.table_writes) {
+      tables_[write.seq_slot].insert({write.group, write.block});
+    }
+    auto& touched = touched_[inputs.iteration];
+    for (int32_t i = 0; i < inputs.num_seqs; ++i) {
+      const auto& blocks = tables_[inputs.seq_slot[i]];
+      touched.insert(blocks.begin(), blocks.end());
+    }
+    inner_->launch(inputs);
+    if (after_launch) after_launch(inputs.iteration);
+  }
+  void wait(int64_t iteration) override {
+    inner_->wait(iteration);
+    touched_.erase(touched_.begin(), touched_.upper_bound(iteration));
+  }
+  int64_t completed() override { return inner_->completed(); }
+  std::span<const SequenceResult> results(int64_t iteration) override {
+    return inner_->results(iteration);
+  }
+  float iteration_us(int64_t iteration) override { return inner_->iteration_us(iteration); }
+  void poison(GroupId group, BlockId block) override {
+    for (const auto& [iteration, blocks] : touched_) {
+      if (blocks.contains({group, block})) ++num_violations;
+    }
+  }
+  int64_t workspace_bytes() const override { return inner_->workspace_bytes(); }
+
+  std::function<void(int64_t)> after_launch;
+  int64_t num_violations = 0;  // blocks that became reusable while a launched iteration uses them
+
+ private:
+  std::unique_ptr<CpuRunner> inner_;
+  std::map<int32_t, std::set<std::pair<GroupId, BlockId>>> tables_;  // by slot
+  std::map<int64_t, std::set<std::pair<GroupId, BlockId>>> touched_;  // by iteration
+};
+
+int64_t early_releases(bool plants_fault) {
+  SelfDraft setup(3, /*use_window_lists=*/false, /*lateness=*/2, {0, 0});
+  setup.engine_options.poisons_freed_blocks = true;
+  auto owned = std::make_unique<WatchingRunner>(setup.runner());
+  WatchingRunner& watching = *owned;
+  Engine engine(setup.engine_options, setup.layout, std::move(owned));
+  if (plants_fault) {
+    watching.after_launch = [&](int64_t iteration) { engine.pool().complete(iteration); };
+  }
+  std::mt19937_64 random(9);
+  for (int round = 0; round < 20; ++round) {
+    std::vector<RequestId> ids;
+    for (int i = 0; i < 8; ++i) {
+      Request request;
+      for (uint64_t t = 0; t < 1 + random() % 30; ++t) request.prompt.push_back(random() % 64);
+      request.sampling = {.temperature = 1.0, .seed = random(), .max_tokens = 100};
+      ids.push_back(engine.add_request(std::move(request)).value());
+    }
+    int64_t polls = 3;
+    while (polls-- > 0) (void)engine.poll(2);
+    for (const RequestId id : ids) engine.cancel(id);
+  }
+  EXPECT_EQ(engine.check_integrity(), "");
+  return watching.num_violations;
+}
+
+TEST(PlantedFault, QuarantineReleasedEarly) {
+  EXPECT_EQ(early_releases(/*plants_fault=*/false), 0);
+  EXPECT_GT(early_releases(/*plants_fault=*/true), 0);
+}
+
+}  // namespace
+}  // namespace paceline

@@ -1,0 +1,211 @@
+// SPDX-License-Identifier: Apache-2.0
+// advance^j == build at step j, over every field, for every kind of group, on random batches with
+// positions at block edges, window edges and the length limit.
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <random>
+
+#include "device/cpu_context.h"
+#include "device/device_arena.h"
+#include "graph/iteration.h"
+#include "speculate/row_ops.h"
+#include "support/tiny_models.h"
+
+namespace paceline {
+namespace {
+
+using testing::tiny_config_json;
+using testing::TinyModel;
+
+constexpr int32_t kMaxSeqs = 12;
+constexpr int32_t kMaxLen = 200;
+
+// The draft side of an iteration on hand-made state, without any model.
+struct Bench {
+  Bench(int32_t k, int32_t block_size, bool use_window_lists, std::vector<int32_t> windows)
+      : config(parse_decoder_config(tiny_config_json({.windows = std::move(windows)}))),
+        layout(plan_kv_layout(kv_layer_shapes(config), kv_layer_shapes(config), block_size,
+                              DType::kFloat32, 64 << 20)),
+        options{.shape = {.max_seqs = kMaxSeqs,
+                          .max_verify_rows = 64,
+                          .max_logit_rows = 64,
+                          .num_draft_tokens = k,
+                          .first_rows_per_decode = 2},
+                .max_model_len = kMaxLen,
+                .use_window_lists = use_window_lists},
+        buffers(allocate_iteration_buffers(arena, options, layout, config, &config)),
+        fresh(allocate_iteration_buffers(arena, options, layout, config, &config)) {}
+
+  DecoderConfig config;
+  KvLayout layout;
+  IterationOptions options;
+  DeviceArena arena;
+  IterationBuffers buffers;
+  IterationBuffers fresh;  // where `build` from scratch goes
+  CpuContext context;
+};
+
+void randomize(Bench& bench, std::mt19937_64& random) {
+  const auto edge = [&](int32_t size) {  // near a multiple
+    return static_cast<int32_t>(size * (1 + random() % 4) + random() % 3) - 1;
+  };
+  IterationBuffers& b = bench.buffers;
+  SequenceState& s = b.sequences;
+  for (const BlockTable& table : b.block_tables) {
+    for (int64_t i = 0; i < table.stride * kMaxSeqs; ++i) {
+      table.blocks[i] = static_cast<int32_t>(1 + random() % 1000);
+    }
+  }
+  const auto num_seqs = static_cast<int32_t>(random() % (kMaxSeqs + 1));
+  *b.staged.num_seqs = num_seqs;
+  *b.staged.num_drafting = num_seqs;
+  std::vector<int32_t> slots(kMaxSeqs);
+  for (int32_t i = 0; i < kMaxSeqs; ++i) slots[i] = i;
+  std::shuffle(slots.begin(), slots.end(), random);
+  for (int32_t i = 0; i < num_seqs; ++i) {
+    const int32_t slot = slots[i];
+    b.staged.seq_slot[i] = slot;
+    int32_t known = 0;
+    switch (random() % 4) {
+      case 0: known = edge(b.block_tables[0].block_size); break;
+      case 1: known = edge(8); break;
+      case 2: known = kMaxLen - static_cast<int32_t>(random() % 20); break;
+      default: known = static_cast<int32_t>(2 + random() % 150); break;
+    }
+    s.known_len[slot] = std::clamp(known, 2, kMaxLen);
+    s.limit[slot] =
+        std::min<int32_t>(kMaxLen, s.known_len[slot] + static_cast<int32_t>(random() % 24));
+    s.is_active[slot] = random() % 6 != 0 && s.known_len[slot] < s.limit[slot] ? 1 : 0;
+  }
+}
+
+// What the rows of draft step j must be, from the definition alone.
+void expected_rows(const Bench& bench, int32_t j, const PassRows& rows) {
+  const IterationBuffers& b = bench.buffers;
+  const SequenceState& s = b.sequences;
+  *rows.num_rows = *b.staged.num_drafting;
+  for (int32_t i = 0; i < *rows.num_rows; ++i) {
+    const int32_t slot = b.staged.seq_slot[i];
+    const int32_t position = s.known_len[slot] + j - 1;
+    const bool is_live = s.is_active[slot] != 0 && position + 1 < s.limit[slot];
+    rows.seq_slot[i] = is_live ? slot : -1;
+    rows.positions[i] = is_live ? position : 0;
+    rows.token_ids[i] = is_live ? s.draft_tokens[slot * s.num_draft_tokens + j - 1] : 0;
+  }
+}
+
+void expect_equal(const GroupMetadata& actual, const GroupMetadata& expected, int32_t num_rows) {
+  const auto same = [&](const auto* a, const auto* e, const char* field) {
+    for (int32_t row = 0; row < kMaxSeqs; ++row) {
+      ASSERT_EQ(a[row], e[row]) << field << " of row " << row << " of " << num_rows;
+    }
+  };
+  if (const auto* full = std::get_if<FullMetadata>(&actual)) {
+    same(full->slot_mapping, std::get<FullMetadata>(expected).slot_mapping, "slot_mapping");
+    same(full->kv_end, std::get<FullMetadata>(expected).kv_end, "kv_end");
+  } else if (const auto* sliding = std::get_if<SlidingMetadata>(&actual)) {
+    const auto& e = std::get<SlidingMetadata>(expected);
+    same(sliding->slot_mapping, e.slot_mapping, "slot_mapping");
+    same(sliding->kv_begin, e.kv_begin, "kv_begin");
+    same(sliding->kv_end, e.kv_end, "kv_end");
+  } else {
+    const auto& list = std::get<WindowListMetadata>(actual);
+    const auto& e = std::get<WindowListMetadata>(expected);
+    same(list.slot_mapping, e.slot_mapping, "slot_mapping");
+    same(list.window_count, e.window_count, "window_count");
+    for (int32_t row = 0; row < num_rows; ++row) {
+      for (int32_t i = 0; i < e.window_count[row]; ++i) {
+        ASSERT_EQ(list.window_slots[row * list.window + i], e.window_slots[row * e.window + i])
+            << "list entry " << i << " of row " << row;
+      }
+    }
+  }
+}
+
+// One iteration's draft steps on random state. Returns how many live rows were compared.
+int64_t check_draft_steps(Bench& bench, std::mt19937_64& random) {
+  IterationBuffers& b = bench.buffers;
+  CpuContext& ctx = bench.context;
+  const int32_t k = bench.options.shape.num_draft_tokens;
+  const auto draw_all = [&] {
+    for (int32_t i = 0; i < kMaxSeqs; ++i) b.drawn[i] = static_cast<int32_t>(random() % 64);
+  };
+  for (size_t g = 0; g < bench.layout.groups.size(); ++g) {
+    bench.fresh.block_tables[g] = b.block_tables[g];
+    std::visit([&](auto& m) { m.table = b.block_tables[g]; }, bench.fresh.step_metadata[g]);
+  }
+  draw_all();
+  begin_draft_steps(ctx, {.inputs = b.staged,
+                          .sequences = b.sequences,
+                          .drawn = b.drawn,
+                          .rows = b.step_rows,
+                          .current_draft_step = b.current_draft_step});
+  AdvanceParams advance{.current_draft_step = b.current_draft_step,
+                        .rows = b.step_rows,
+                        .drawn = b.drawn,
+                        .sequences = b.sequences,
+                        .groups = {},
+                        .num_groups = 0};
+  for (size_t g = 0; g < bench.layout.groups.size(); ++g) {
+    if (bench.layout.groups[g].owner != KvOwner::kDraft) continue;
+    build(ctx, b.step_rows, b.step_metadata[g], kMaxSeqs);
+    advance.groups[advance.num_groups++] = advance_group(b.step_metadata[g]);
+  }
+  int64_t num_live = 0;
+  for (int32_t j = 1; j < k; ++j) {
+    EXPECT_EQ(*b.current_draft_step, j);
+    const PassRows& expected = bench.fresh.step_rows;
+    expected_rows(bench, j, expected);
+    for (int32_t i = 0; i < *expected.num_rows; ++i) {
+      EXPECT_EQ(b.step_rows.seq_slot[i], expected.seq_slot[i]) << "row " << i << " step " << j;
+      EXPECT_EQ(b.step_rows.positions[i], expected.positions[i]);
+      EXPECT_EQ(b.step_rows.token_ids[i], expected.token_ids[i]);
+      num_live += expected.seq_slot[i] >= 0 ? 1 : 0;
+    }
+    for (size_t g = 0; g < bench.layout.groups.size(); ++g) {
+      if (bench.layout.groups[g].owner != KvOwner::kDraft) continue;
+      build(ctx, expected, bench.fresh.step_metadata[g], kMaxSeqs);
+      expect_equal(b.step_metadata[g], bench.fresh.step_metadata[g], *expected.num_rows);
+    }
+    draw_all();
+    store_draft(ctx, {.current_draft_step = b.current_draft_step,
+                      .rows = b.step_rows,
+                      .sequences = b.sequences,
+                      .drawn = b.drawn});
+    advance_draft_step(ctx, advance);
+    for (const GroupMetadata& metadata : b.step_metadata) {
+      if (const auto* list = std::get_if<WindowListMetadata>(&metadata)) {
+        advance_window_list(ctx, {b.step_rows, *list});
+      }
+    }
+  }
+  // The step after the last one must not have advanced.
+  EXPECT_EQ(*b.current_draft_step, std::max(1, k - 1));
+  return num_live;
+}
+
+TEST(Metadata, AdvanceEqualsBuild) {
+  const char* text = std::getenv("PACELINE_SEED");
+  const uint64_t first_seed = text != nullptr ? std::strtoull(text, nullptr, 10) : 1;
+  int64_t num_live = 0;
+  for (uint64_t seed = first_seed; seed < first_seed + 300; ++seed) {
+    SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    const auto k = static_cast<int32_t>(1 + random() % 16);
+    const int32_t block_size = std::array{8, 16, 32, 3}[random() % 4];
+    const std::vector<int32_t> windows =
+        random() % 2 == 0 ? std::vector<int32_t>{8, 0, 31} : std::vector<int32_t>{1, 16, 0};
+    Bench bench(k, block_size, random() % 2 == 0, windows);
+    for (int i = 0; i < 10 && !HasFatalFailure(); ++i) {
+      randomize(bench, random);
+      num_live += check_draft_steps(bench, random);
+    }
+    if (HasFailure()) return;
+  }
+  EXPECT_GT(num_live, 50000);
+}
+
+}  // namespace
+}  // namespace paceline
