@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A model is data: a DecoderConfig (JSON, see docs/model-format.md) and named weights. Two ways to fill one:
-// `ModelBuilder::put` tensor by tensor (what Python does), or `load_model_folder` on a folder
-// written by `paceline convert`. Both give byte-equal weights.
+// A model is data: a decoder description (JSON, see docs/model-format.md) and named weights. Two
+// ways to fill one: `ModelBuilder::put` tensor by tensor (what Python does), or `load_model_folder`
+// on a folder written by `paceline convert`. Both give byte-equal weights.
 
 #include <cstdint>
 #include <memory>
