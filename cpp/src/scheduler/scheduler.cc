@@ -15,9 +15,10 @@ Scheduler::Scheduler(const SchedulerOptions& options, SlabPool& pool)
 int32_t Scheduler::window_slack() const {
   const int32_t width = options_.num_draft_tokens + 1;
   const int32_t rows = std::max(options_.prefill_chunk_size, width);
-  // Rows of every iteration in flight may still look back a whole window; the reservation itself
-  // runs ahead by one more window of drafts.
-  return (options_.max_in_flight + 1) * rows + 2 * width;
+  // Held and quarantined together: every iteration in flight pushes the window on by its rows, and
+  // as many again leave only when those iterations have completed; the reservation itself runs
+  // ahead by two windows of drafts.
+  return 2 * options_.max_in_flight * rows + 2 * width;
 }
 
 bool Scheduler::fits_alone(int32_t prompt_len, int32_t limit) const {
