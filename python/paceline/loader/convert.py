@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`paceline convert`: writes a checkpoint as a folder that the C++ library reads without Python."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import struct
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+from paceline._core import ModelFileError
+
+from .checkpoint import Checkpoint, RawShard, open_checkpoint
+from .families import check_dtype
+from .tokenizer import TOKENIZER_NAME, TokenizerInfo, check_tokenizers, load_tokenizer
+
+FOLDER_FORMAT: Final = "paceline-folder-1"
+FOLDER_NAME: Final = "paceline.json"
+MAX_SPECULATIVE_TOKENS: Final = 16
+
+_ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2}
+_CHUNK_BYTES: Final = 16 << 20
+
+
+def convert(
+    model_dir: str | os.PathLike[str],
+    out_dir: str | os.PathLike[str],
+    draft_dir: str | os.PathLike[str] | None = None,
+    num_speculative_tokens: int = 4,
+    dtype: str = "auto",
+    *,
+    progress: bool = True,
+) -> Path:
+    """Writes the canonical folder of `docs/model-format.md`.
+
+    Tensors keep the bytes they have in the checkpoint and only change their names; the library
+    converts them when it reads the folder, just as it does when Python loads the checkpoint. The
+    target's `tokenizer.json` is copied beside. After an error nothing is left.
+
+    Args:
+        model_dir: The target's checkpoint.
+        out_dir: The folder to write; must be absent or empty.
+        draft_dir: The drafter's checkpoint, if there is one.
+        num_speculative_tokens: The folder's default number of drafts, 1 to 16.
+        dtype: What matrices become when the folder is read: "float32", "bfloat16" or "auto".
+        progress: Show a progress bar where standard error is a terminal.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ModelFileError: A checkpoint is damaged or incomplete.
+        NotImplementedError: A model is not supported.
+        ValueError: An argument is wrong, the tokenizers differ, or `out_dir` is not empty.
+        OSError: The folder cannot be written.
+    """
+    check_dtype(dtype)
+    if (
+        isinstance(num_speculative_tokens, bool)
+        or not isinstance(num_speculative_tokens, int)
+        or not 1 <= num_speculative_tokens <= MAX_SPECULATIVE_TOKENS
+    ):
+        raise ValueError(
+            f"num_speculative_tokens is {num_speculative_tokens!r}; allowed: an integer from 1 to "
+            f"{MAX_SPECULATIVE_TOKENS}"
+        )
+    out = Path(out_dir)
+    _check_out_dir(out)
+
+    target = open_checkpoint(model_dir, dtype)
+    tokenizer = load_tokenizer(target.path)
+    draft: Checkpoint | None = None
+    if draft_dir is not None:
+        draft = open_checkpoint(draft_dir, dtype)
+        check_tokenizers(
+            target.path,
+            tokenizer,
+            target.family.config["vocab_size"],
+            draft.path,
+            load_tokenizer(draft.path),
+            draft.family.config["vocab_size"],
+        )
+
+    created = not out.exists()
+    out.mkdir(parents=True, exist_ok=True)
+    # Inside, because `out` may be a mount point, which nothing can be renamed to.
+    partial = out / ".partial"
+    moved: list[Path] = []
+    try:
+        partial.mkdir()
+        _write_folder(partial, target, draft, tokenizer, num_speculative_tokens, progress)
+        # The description last: without it the folder is no model.
+        for entry in sorted(partial.iterdir(), key=lambda entry: entry.name == FOLDER_NAME):
+            moved.append(entry.rename(out / entry.name))
+        partial.rmdir()
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        for path in moved:
+            path.unlink(missing_ok=True)
+        if created:
+            with contextlib.suppress(OSError):
+                out.rmdir()
+        raise
+    return out
+
+
+def _check_out_dir(out: Path) -> None:
+    if out.is_dir():
+        entries = sorted(entry.name for entry in out.iterdir())
+        if entries:
+            raise ValueError(
+                f"{out}: the folder is not empty (it has {entries[0]!r}); expected an empty one or "
+                "a new name"
+            )
+    elif out.exists() or out.is_symlink():
+        raise ValueError(f"{out}: not a folder; expected an empty folder or a new name")
+
+
+def _write_folder(
+    folder: Path,
+    target: Checkpoint,
+    draft: Checkpoint | None,
+    tokenizer: TokenizerInfo | None,
+    num_speculative_tokens: int,
+    progress: bool,
+) -> None:
+    from tqdm import tqdm
+
+    contents: dict[str, Any] = {"format": FOLDER_FORMAT}
+    parts = [("target", target)] + ([("draft", draft)] if draft is not None else [])
+    with tqdm(
+        total=sum(checkpoint.nbytes for _, checkpoint in parts),
+        desc="Writing weights",
+        unit="B",
+        unit_scale=True,
+        disable=None if progress else True,
+    ) as bar:
+        for role, checkpoint in parts:
+            weights = f"{role}.safetensors"
+            _write_weights(folder / weights, checkpoint, bar)
+            contents[role] = {
+                "weights": weights,
+                "dtype": checkpoint.weight_dtype,
+                "config": checkpoint.config,
+            }
+    if draft is not None:
+        contents["num_speculative_tokens"] = num_speculative_tokens
+    contents["stop_token_ids"] = list(target.eos_token_ids)
+    (folder / FOLDER_NAME).write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
+    if tokenizer is not None:
+        shutil.copyfile(tokenizer.path, folder / TOKENIZER_NAME)
+
+
+def _write_weights(path: Path, checkpoint: Checkpoint, bar: Any) -> None:
+    """Writes a safetensors file, straight out of the mapped source files."""
+    # Wide elements first: with no gaps between tensors every one of them is aligned.
+    tensors = sorted(checkpoint.tensors, key=lambda tensor: -_ITEM_BYTES[tensor.dtype])
+    header: dict[str, Any] = {"__metadata__": {"format": "paceline"}}
+    end = 0
+    for tensor in tensors:
+        header[tensor.spec.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.spec.shape),
+            "data_offsets": [end, end + tensor.nbytes],
+        }
+        end += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 64)
+    with ExitStack() as stack, path.open("wb") as file:
+        sources = {
+            shard_path: stack.enter_context(RawShard(shard_path))
+            for shard_path in {tensor.shard.path for tensor in tensors}
+        }
+        file.write(struct.pack("<Q", len(text)))
+        file.write(text)
+        for tensor in tensors:
+            view = sources[tensor.shard.path].view(tensor.source)
+            if len(view) != tensor.nbytes:
+                raise ModelFileError(
+                    f"{tensor.shard.path}: tensor {tensor.source!r} changed while it was read"
+                )
+            for begin in range(0, tensor.nbytes, _CHUNK_BYTES):
+                part = view[begin : begin + _CHUNK_BYTES]
+                file.write(part)
+                bar.update(len(part))
+                part.release()
+            view.release()

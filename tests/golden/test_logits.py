@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logits against transformers, in float32, on tiny random checkpoints of every family.
+
+The bar is 2e-4 of the largest logit: a few hundred float32 roundings through a handful of layers
+are an order of magnitude below it, and any wrong fact about a model (a norm's offset, a window off
+by one, a frequency, a head mapped wrongly) is several above.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tiny_models import (
+    TinySpec,
+    copy_checkpoint,
+    describe,
+    load_tensors,
+    make,
+    read_json,
+    reference_logits,
+    save_tensors,
+    write_json,
+)
+
+RELATIVE_TOLERANCE = 2e-4
+PROMPT_TOKENS = 45
+
+pytestmark = pytest.mark.golden
+
+HEADS = ((4, 4, 16), (4, 2, 32), (4, 1, 64))  # query heads, kv heads, head size: ratios 1, 2, 4
+
+SPECS = [
+    # Seeds, GQA ratios and head sizes.
+    *(
+        TinySpec(family, seed=seed, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+        for family in ("llama", "qwen3", "gemma3")
+        for seed, (heads, kv_heads, head_dim) in enumerate(HEADS)
+    ),
+    # The lm_head against the family's habit.
+    TinySpec("llama", seed=3, tied=True),
+    TinySpec("qwen3", seed=3, tied=True),
+    TinySpec("gemma3", seed=3, tied=False),
+    # Biases.
+    TinySpec("llama", seed=4, attention_bias=True),
+    TinySpec("llama", seed=5, mlp_bias=True),
+    TinySpec("llama", seed=6, attention_bias=True, mlp_bias=True, tied=True, kv_heads=1),
+    TinySpec("qwen3", seed=4, attention_bias=True),
+    TinySpec("gemma3", seed=4, attention_bias=True),
+    # Rope scalings, in both spellings of the configuration.
+    *(
+        TinySpec(family, seed=7, rope=rope, old_spelling=old, head_dim=32)
+        for family in ("llama", "qwen3", "gemma3")
+        for rope in ("default", "linear", "llama3")
+        for old in (False, True)
+    ),
+    # Windows: one key, smaller than the prompt, as long as it, one more, larger.
+    *(TinySpec("gemma3", seed=8, window=w) for w in (1, 7, 44, PROMPT_TOKENS, 46, 512)),
+    TinySpec("gemma3", seed=9, layer_types=("sliding_attention",) * 2),
+    TinySpec("gemma3", seed=9, layer_types=("full_attention", "sliding_attention") * 2),
+    # The cap on logits that Gemma 3 still has a key for.
+    TinySpec("gemma3", seed=10, logit_soft_cap=8.0),
+    # Storage: halves, shards, padding rows, odd sizes.
+    *(
+        TinySpec(family, seed=11, dtype=dtype)
+        for family in ("llama", "qwen3", "gemma3")
+        for dtype in ("float16", "bfloat16")
+    ),
+    TinySpec("llama", seed=12, shards=3),
+    TinySpec("gemma3", seed=12, shards=2, dtype="bfloat16"),
+    TinySpec("qwen3", seed=13, vocab_size=131, hidden_size=72, intermediate_size=90, head_dim=18),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=describe)
+def test_logits_equal_transformers(spec: TinySpec) -> None:
+    path = make(spec)
+    prompt = _prompt(spec)
+    # float32 arithmetic on the stored weights, whatever they are stored in: so does the reference.
+    _assert_close(_logits(path, prompt), reference_logits(path, prompt))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("length", [1, 2, 17])
+def test_short_prompts(family: str, length: int) -> None:
+    spec = TinySpec(family, seed=20)
+    prompt = _prompt(spec)[:length]
+    _assert_close(_logits(make(spec), prompt), reference_logits(make(spec), prompt))
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 45])
+def test_chunked_prefill_gives_the_same_logits(chunk: int) -> None:
+    spec = TinySpec("gemma3", seed=21)
+    prompt = _prompt(spec)
+    whole = _logits(make(spec), prompt)
+    chunked = _logits(make(spec), prompt, prefill_chunk_size=chunk)
+    np.testing.assert_array_equal(chunked, whole)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "architecture"),
+    [
+        ("language_model.model.", "Gemma3ForConditionalGeneration"),
+        ("model.language_model.", "Gemma3ForConditionalGeneration"),
+        ("", "Gemma3TextModel"),
+    ],
+)
+def test_prefixes_of_gemma3(prefix: str, architecture: str, tmp_path: Path) -> None:
+    """The text part of a checkpoint with a vision tower is the plain text model."""
+    import torch
+
+    plain = make(TinySpec("gemma3", seed=22))
+    path = copy_checkpoint(plain, tmp_path / "nested")
+    config = read_json(path / "config.json")
+    tensors = {
+        prefix + name.removeprefix("model."): tensor for name, tensor in load_tensors(plain).items()
+    }
+    if architecture == "Gemma3ForConditionalGeneration":
+        config = {"architectures": [architecture], "model_type": "gemma3", "text_config": config}
+        del config["text_config"]["architectures"]
+        tensors["vision_tower.x.weight"] = torch.zeros(2, 2)
+        tensors["multi_modal_projector.x"] = torch.zeros(2)
+    else:
+        config["architectures"] = [architecture]
+    save_tensors(path, tensors)
+    write_json(path / "config.json", config)
+    prompt = _prompt(TinySpec("gemma3"))
+    np.testing.assert_array_equal(_logits(path, prompt), _logits(plain, prompt))
+
+
+def test_bfloat16_weights_stay_close() -> None:
+    """In bfloat16 the embedding factor is rounded too; only gross errors show at this tolerance."""
+    spec = TinySpec("gemma3", seed=23, dtype="bfloat16", hidden_size=72)
+    prompt = _prompt(spec)
+    expected = reference_logits(make(spec), prompt)
+    seen = _logits(make(spec), prompt, dtype="auto")
+    assert np.abs(seen - expected).max() <= 0.1 * np.abs(expected).max()
+
+
+def _widen_windows(config: dict[str, Any]) -> None:
+    for layer in config["layers"]:
+        layer["attention"]["window"] += layer["attention"]["kind"] == "sliding"
+
+
+def _swap_ropes(config: dict[str, Any]) -> None:
+    config["ropes"].reverse()
+
+
+def _scale_by_head_dim(config: dict[str, Any]) -> None:
+    for layer in config["layers"]:
+        layer["attention"]["scale"] = layer["attention"]["head_dim"] ** -0.5
+
+
+WRONG_FACTS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "window + 1": _widen_windows,
+    "ropes swapped": _swap_ropes,
+    "scale": _scale_by_head_dim,
+    "norm offset": lambda config: config.update(norm_weight_offset=0.0),
+    "embed scale": lambda config: config.update(embed_scale=7.75),
+    "eps": lambda config: config.update(norm_eps=1e-2),
+}
+
+
+@pytest.mark.parametrize("fact", WRONG_FACTS)
+def test_a_wrong_fact_shows(fact: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bar has teeth: each of these is at least ten times above it."""
+    from paceline.loader.families import Family
+
+    original = Family.config_for
+
+    def config_for(family: Family, weight_dtype: str) -> dict[str, Any]:
+        config = copy.deepcopy(original(family, weight_dtype))
+        WRONG_FACTS[fact](config)
+        return config
+
+    spec = TinySpec("gemma3", seed=1)
+    prompt = _prompt(spec)
+    expected = reference_logits(make(spec), prompt)
+    monkeypatch.setattr(Family, "config_for", config_for)
+    difference = np.abs(_logits(make(spec), prompt) - expected).max()
+    assert difference > 10 * RELATIVE_TOLERANCE * np.abs(expected).max()
+
+
+def _prompt(spec: TinySpec) -> list[int]:
+    generator = np.random.default_rng(spec.seed)
+    return [int(token) for token in generator.integers(0, spec.vocab_size, PROMPT_TOKENS)]
+
+
+def _logits(
+    path: Path, prompt: list[int], *, dtype: str = "float32", prefill_chunk_size: int | None = None
+) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+    from paceline import LLM
+
+    with LLM(
+        path,
+        dtype=dtype,
+        max_num_seqs=2,
+        kv_cache_bytes=8 << 20,
+        prefill_chunk_size=prefill_chunk_size,
+        show_progress=False,
+    ) as llm:
+        return llm.logits(prompt)
+
+
+def _assert_close(seen: np.ndarray, expected: np.ndarray) -> None:
+    """Not-a-numbers first, then the largest difference with its place."""
+    assert seen.shape == expected.shape
+    assert seen.dtype == np.float32
+    assert np.isfinite(seen).all(), f"not finite at {np.argwhere(~np.isfinite(seen))[:5].tolist()}"
+    difference = np.abs(seen - expected)
+    row, column = np.unravel_index(int(difference.argmax()), difference.shape)
+    bar = RELATIVE_TOLERANCE * float(np.abs(expected).max())
+    assert difference[row, column] <= bar, (
+        f"logits[{row}, {column}] is {seen[row, column]}, transformers has "
+        f"{expected[row, column]}; they may differ by {bar:.3g}"
+    )
