@@ -1,0 +1,211 @@
+// SPDX-License-Identifier: Apache-2.0
+// Acceptance and the row ops on literal cases, and the recorded program.
+
+#include "sample/accept.h"
+
+#include <gtest/gtest.h>
+
+#include <vector>
+
+#include "device/cpu_context.h"
+#include "device/device_arena.h"
+#include "graph/program.h"
+#include "scheduler/step_plan.h"
+#include "speculate/row_ops.h"
+
+namespace paceline {
+namespace {
+
+constexpr int32_t kMaxLen = 32;
+
+// One decoding sequence in slot 1 of two, known tokens 0..known_len-1.
+struct Window {
+  Window(std::vector<int32_t> drafts, std::vector<int32_t> draws, int32_t known_len = 5,
+         int32_t limit = kMaxLen)
+      : draws(std::move(draws)) {
+    const auto ints = [&](int64_t n) { return arena.allocate<int32_t>(n, "test"); };
+    const auto k = static_cast<int32_t>(drafts.size());
+    s = {.known_len = ints(2), .limit = ints(2), .is_active = ints(2),
+         .seed = arena.allocate<uint64_t>(2, "test"),
+         .temperature = arena.allocate<float>(2, "test"), .num_stop_ids = ints(2),
+         .stop_ids = ints(2 * kMaxStopIds), .history = ints(2 * kMaxLen),
+         .history_stride = kMaxLen, .draft_tokens = ints(2 * k), .draft_len = ints(2),
+         .num_draft_tokens = k};
+    s.known_len[1] = known_len;
+    s.limit[1] = limit;
+    s.is_active[1] = 1;
+    s.draft_len[1] = std::min(k, limit - known_len);
+    for (int32_t t = 0; t < known_len; ++t) s.history[kMaxLen + t] = t;
+    std::copy(drafts.begin(), drafts.end(), s.draft_tokens + k);
+    in = {.num_seqs = ints(1), .num_drafting = ints(1), .num_verify_rows = ints(1),
+          .num_first_rows = ints(1), .num_logit_rows = ints(1), .seq_slot = ints(1),
+          .kind = ints(1), .prefill_start = ints(1), .verify_indptr = ints(2),
+          .first_indptr = ints(2), .logit_indptr = ints(2), .prefill_tokens = ints(kMaxLen),
+          .logit_rows = ints(kMaxLen), .first_last_row = ints(1)};
+    *in.num_seqs = *in.num_drafting = 1;
+    in.seq_slot[0] = 1;
+    in.kind[0] = static_cast<int32_t>(RowKind::kDecode);
+    in.verify_indptr[1] = in.logit_indptr[1] = *in.num_verify_rows = k + 1;
+    in.first_indptr[1] = *in.num_first_rows = 2;
+    const int32_t capacity = kMaxLen;
+    rows = {.num_rows = ints(1), .token_ids = ints(capacity), .positions = ints(capacity),
+            .seq_slot = ints(capacity), .capacity = capacity};
+  }
+
+  SequenceResult judge(AcceptMethod method = AcceptMethod::kCoupled,
+                       std::vector<float> rates = {}) {
+    AcceptParams params{.inputs = in, .sequences = s, .target_tokens = draws.data(),
+                        .results = &result, .method = method, .synthetic_rate = {}};
+    std::copy(rates.begin(), rates.end(), params.synthetic_rate);
+    accept(ctx, params);
+    return result;
+  }
+
+  std::vector<int32_t> emitted() const {
+    return {result.tokens, result.tokens + result.emitted_len};
+  }
+
+  CpuContext ctx;
+  DeviceArena arena;
+  SequenceState s{};
+  StagedInputs in{};
+  PassRows rows{};
+  std::vector<int32_t> draws;
+  SequenceResult result;
+};
+
+using Tokens = std::vector<int32_t>;
+
+TEST(Accept, KeepsWhileDraftsEqualDraws) {
+  struct Case {
+    Tokens drafts, draws, emitted;
+    int32_t accepted;
+  };
+  for (const Case& c : {Case{{7, 8, 9}, {7, 8, 9, 4}, {7, 8, 9, 4}, 3},  // all, and the bonus token
+                        Case{{7, 8, 9}, {7, 8, 1, 4}, {7, 8, 1}, 2},
+                        Case{{7, 8, 9}, {1, 8, 9, 4}, {1}, 0},           // later matches do not count
+                        Case{{7}, {7, 2}, {7, 2}, 1}}) {
+    Window window(c.drafts, c.draws);
+    const SequenceResult result = window.judge();
+    EXPECT_EQ(window.emitted(), c.emitted);
+    EXPECT_EQ(result.accepted_len, c.accepted);
+    EXPECT_EQ(result.drafted_len, static_cast<int32_t>(c.drafts.size()));
+    EXPECT_EQ(result.discarded_len, 0);
+    EXPECT_EQ(result.outcome, SlotOutcome::kRunning);
+    EXPECT_EQ(window.s.known_len[1], 5 + result.emitted_len);
+    for (int32_t i = 0; i < result.emitted_len; ++i) {
+      EXPECT_EQ(window.s.history[kMaxLen + 5 + i], c.emitted[i]);
+    }
+  }
+}
+
+TEST(Accept, AStopTokenAmongKeptDraftsDiscardsTheRest) {
+  Window window({7, 8, 9}, {7, 8, 9, 4});
+  window.s.num_stop_ids[1] = 2;
+  window.s.stop_ids[kMaxStopIds + 1] = 8;
+  const SequenceResult result = window.judge();
+  EXPECT_EQ(window.emitted(), (Tokens{7, 8}));
+  EXPECT_EQ(result.accepted_len, 2);
+  EXPECT_EQ(result.drafted_len, 2);
+  EXPECT_EQ(result.discarded_len, 1);
+  EXPECT_EQ(result.outcome, SlotOutcome::kStop);
+  EXPECT_EQ(window.s.is_active[1], 0);
+}
+
+TEST(Accept, TheLimitLeavesNoRoomForTheBonusToken) {
+  Window window({7, 8, 9}, {7, 8, 9, 4}, /*known_len=*/5, /*limit=*/7);
+  const SequenceResult result = window.judge();
+  EXPECT_EQ(window.emitted(), (Tokens{7, 8}));
+  EXPECT_EQ(result.accepted_len, 2);
+  EXPECT_EQ(result.drafted_len, 2);
+  EXPECT_EQ(result.outcome, SlotOutcome::kLength);
+}
+
+TEST(Accept, NoFiniteLogitEndsTheRequest) {
+  Window window({7, 8, 9}, {7, -2, -2, -2});
+  const SequenceResult result = window.judge();
+  EXPECT_EQ(window.emitted(), (Tokens{7}));
+  EXPECT_EQ(result.outcome, SlotOutcome::kNoLogits);
+}
+
+TEST(Accept, EndedSequencesEmitNothing) {
+  Window window({7, 8, 9}, {7, 8, 9, 4});
+  window.s.is_active[1] = 0;
+  EXPECT_EQ(window.judge().emitted_len, 0);
+  EXPECT_EQ(window.s.known_len[1], 5);
+}
+
+TEST(Accept, SyntheticOverridesTheVerdict) {
+  Window window({7, 8, 9}, {1, 2, 3, 4});
+  const SequenceResult result = window.judge(AcceptMethod::kSynthetic, {1, 1, 0});
+  EXPECT_EQ(window.emitted(), (Tokens{7, 8, 3}));
+  EXPECT_EQ(result.accepted_len, 2);
+}
+
+TEST(RowOps, VerifyRowsAreTheLastTokenAndTheDrafts) {
+  Window window({7, 8, 9}, {}, /*known_len=*/5, /*limit=*/8);
+  assemble_verify_rows(window.ctx, {window.in, window.s, window.rows});
+  const auto head = [](const int32_t* values) { return Tokens(values, values + 4); };
+  // Row 3 would draw the token at position 8, beyond the limit.
+  EXPECT_EQ(head(window.rows.seq_slot), (Tokens{1, 1, 1, -1}));
+  EXPECT_EQ(head(window.rows.token_ids), (Tokens{4, 7, 8, 0}));
+  EXPECT_EQ(head(window.rows.positions), (Tokens{4, 5, 6, 0}));
+}
+
+TEST(RowOps, TheFirstPassSeesTheLastAcceptedAndTheNewToken) {
+  Window window({7, 8, 9}, {7, 8, 1, 4});
+  window.judge();
+  assemble_first_rows(window.ctx, {window.in, window.s, window.rows});
+  EXPECT_EQ(*window.rows.num_rows, 2);
+  EXPECT_EQ(window.rows.token_ids[0], 8);
+  EXPECT_EQ(window.rows.token_ids[1], 1);
+  EXPECT_EQ(window.rows.positions[0], 6);
+  EXPECT_EQ(window.rows.positions[1], 7);
+}
+
+TEST(RowOps, DraftsGoToTheColumnOfTheStepCounter) {
+  Window window({0, 0, 0}, {});
+  int32_t step = -1;
+  const int32_t drawn[1] = {21};
+  begin_draft_steps(window.ctx, {.inputs = window.in, .sequences = window.s, .drawn = drawn,
+                                 .rows = window.rows, .current_draft_step = &step});
+  EXPECT_EQ(step, 1);
+  EXPECT_EQ(window.rows.positions[0], 5);
+  EXPECT_EQ(window.rows.token_ids[0], 21);
+  step = 2;
+  const int32_t later[1] = {23};
+  store_draft(window.ctx, {.current_draft_step = &step, .rows = window.rows,
+                           .sequences = window.s, .drawn = later});
+  const int32_t* drafts = window.s.draft_tokens + 3;
+  EXPECT_EQ(Tokens(drafts, drafts + 3), (Tokens{21, 0, 23}));
+}
+
+struct CountParams {
+  int32_t* counter;
+  int32_t amount;
+};
+void count(CpuContext&, const CountParams& p) { *p.counter += p.amount; }
+
+TEST(Program, RecordsWithoutRunningAndReplaysInOrder) {
+  int32_t counter = 0;
+  Program child;
+  CpuContext ctx{.capturing = &child};
+  ctx.run(count, CountParams{&counter, 1});
+  ctx.run(count, CountParams{&counter, 10});
+  EXPECT_EQ(counter, 0);
+  Program whole;
+  for (int i = 0; i < 3; ++i) whole.append(child);
+  ctx.capturing = nullptr;
+  whole.replay(ctx);
+  EXPECT_EQ(counter, 33);
+  EXPECT_EQ(whole.num_nodes(), 6);
+  // Copies are independent of the child they came from.
+  for (CountParams* params : child.params_of(count)) params->amount = 0;
+  whole.replay(ctx);
+  EXPECT_EQ(counter, 66);
+  ctx.run(count, CountParams{&counter, 4});
+  EXPECT_EQ(counter, 70);
+}
+
+}  // namespace
+}  // namespace paceline

@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Times the CPU ops: GEMM out of memory ("cold": rotating through several weight matrices) and out
+// of cache ("warm": one matrix), attention of decode rows, and draws. Usage: bench_ops
+// [num_threads]. Each figure is the best of several repetitions. BENCH_SMALL_PAGES=1 keeps the
+// weights off huge pages.
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <new>
+#include <random>
+#include <string>
+#include <vector>
+
+#include <paceline/version.h>
+
+#include "base/float_types.h"
+#include "device/cpu_context.h"
+#include "ops/ops.h"
+
+namespace paceline {
+namespace {
+
+double best_seconds(int repetitions, int calls, const std::function<void(int)>& call) {
+  double best = 1e30;
+  int index = 0;
+  for (int r = 0; r < repetitions; ++r) {
+    const auto start = std::chrono::steady_clock::now();
+    for (int i = 0; i < calls; ++i) call(index++);
+    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+    best = std::min(best, elapsed.count() / calls);
+  }
+  return best;
+}
+
+// On huge pages where the system gives them.
+std::shared_ptr<std::byte> map_memory(size_t bytes) {
+  constexpr size_t kHuge = size_t{2} << 20;
+  bytes = (bytes + kHuge - 1) / kHuge * kHuge;
+  void* const memory = std::aligned_alloc(kHuge, bytes);
+  if (memory == nullptr) throw std::bad_alloc();
+  if (std::getenv("BENCH_SMALL_PAGES") == nullptr) madvise(memory, bytes, MADV_HUGEPAGE);
+  return {static_cast<std::byte*>(memory), [](std::byte* p) { std::free(p); }};
+}
+
+void bench_gemm(CpuContext& ctx, int32_t n, int32_t k, int num_matrices, int repetitions) {
+  constexpr int32_t kMaxRows = 64;
+  const size_t elements = static_cast<size_t>(n) * static_cast<size_t>(k);
+  const auto arena = map_memory(elements * 2 * static_cast<size_t>(num_matrices));
+  auto* const weights = reinterpret_cast<uint16_t*>(arena.get());
+  std::mt19937 random(1);
+  for (size_t i = 0; i < elements * static_cast<size_t>(num_matrices); ++i) {
+    weights[i] = static_cast<uint16_t>(0x3c00u + (random() & 0x80ffu));
+  }
+  std::vector<float> x(static_cast<size_t>(kMaxRows) * static_cast<size_t>(k), 0.25f);
+  std::vector<float> y(static_cast<size_t>(kMaxRows) * static_cast<size_t>(n));
+  std::printf("\ngemm bf16 N=%d K=%d, %d matrices cold\n", n, k, num_matrices);
+  std::printf("%6s | %10s %10s %10s | %10s %10s %10s\n", "M", "cold us", "GFLOP/s", "GB/s",
+              "warm us", "GFLOP/s", "GB/s");
+  for (const int32_t m : {1, 2, 3, 4, 5, 6, 8, 16, 64}) {
+    GemmParams p = {.num_rows = &m, .max_rows = kMaxRows, .x = x.data(), .x_stride = k,
+                    .weight = weights, .weight_dtype = DType::kBFloat16, .bias = nullptr,
+                    .y = y.data(), .y_stride = n, .n = n, .k = k};
+    const double flops = 2.0 * m * n * k;
+    const double bytes = 2.0 * n * k;
+    double seconds[2];
+    for (int warm = 0; warm < 2; ++warm) {
+      const int calls = std::max(num_matrices, static_cast<int>(0.02 * 1e11 / flops));
+      seconds[warm] = best_seconds(repetitions, std::min(calls, 2000), [&](int i) {
+        p.weight = weights + (warm == 1 ? 0 : static_cast<size_t>(i % num_matrices) * elements);
+        gemm(ctx, p);
+      });
+    }
+    std::printf("%6d | %10.1f %10.1f %10.1f | %10.1f %10.1f %10.1f\n", m, seconds[0] * 1e6,
+                flops / seconds[0] / 1e9, bytes / seconds[0] / 1e9, seconds[1] * 1e6,
+                flops / seconds[1] / 1e9, bytes / seconds[1] / 1e9);
+  }
+}
+
+// Decode rows of distinct sequences; the cache of a call stays in L2 or L3.
+void bench_attention(CpuContext& ctx, int32_t qo_heads, int32_t kv_heads, int32_t head_dim,
+                     DType dtype, int repetitions) {
+  constexpr int32_t kBlockSize = 16;
+  constexpr int32_t kMaxRows = 8;
+  constexpr int32_t kMaxBlocks = 2048 / kBlockSize;
+  const int64_t part = int64_t{kBlockSize} * kv_heads * head_dim * dtype_bytes(dtype);
+  const auto pool = map_memory(static_cast<size_t>(2 * part * kMaxRows * kMaxBlocks));
+  std::fill_n(reinterpret_cast<uint16_t*>(pool.get()), part * kMaxRows * kMaxBlocks,
+              uint16_t{0x3c00});
+  std::vector<int32_t> table(kMaxRows * kMaxBlocks);
+  for (size_t i = 0; i < table.size(); ++i) table[i] = static_cast<int32_t>(i);
+  std::vector<float> qkv(static_cast<size_t>(kMaxRows * (qo_heads + 2 * kv_heads) * head_dim), 0.1f);
+  std::vector<float> y(static_cast<size_t>(kMaxRows * qo_heads * head_dim));
+  std::printf("\npaged_attention heads %d/%d x %d, %s\n%6s %8s | %10s %10s %10s\n", qo_heads,
+              kv_heads, head_dim, std::string(dtype_name(dtype)).c_str(), "rows", "keys", "us",
+              "GFLOP/s", "KV GB/s");
+  for (const int32_t rows : {1, 5}) {
+    for (const int32_t keys : {128, 1024}) {
+      std::vector<int32_t> slots(kMaxRows);
+      std::vector<int32_t> ends(kMaxRows, keys);
+      for (size_t i = 0; i < slots.size(); ++i) slots[i] = static_cast<int32_t>(i);
+      const PagedAttentionParams p = {
+          .num_rows = &rows, .max_rows = kMaxRows, .qkv = qkv.data(), .seq_slot = slots.data(),
+          .kv_begin = nullptr, .kv_end = ends.data(), .block_table = table.data(),
+          .block_table_stride = kMaxBlocks,
+          .kv = {.base = pool.get(), .block_bytes = 2 * part, .k_offset = 0, .v_offset = part,
+                 .block_size = kBlockSize, .dtype = dtype},
+          .scale = 0.1f, .soft_cap = 0.0f, .sinks = nullptr, .y = y.data(),
+          .num_qo_heads = qo_heads, .num_kv_heads = kv_heads, .head_dim = head_dim};
+      const double seconds = best_seconds(repetitions, 50, [&](int) { paged_attention(ctx, p); });
+      const double flops = 4.0 * rows * keys * qo_heads * head_dim;
+      const double bytes = static_cast<double>(2 * part / kBlockSize) * rows * keys;
+      std::printf("%6d %8d | %10.1f %10.1f %10.1f\n", rows, keys, seconds * 1e6,
+                  flops / seconds / 1e9, bytes / seconds / 1e9);
+    }
+  }
+}
+
+void bench_draw(CpuContext& ctx, int32_t vocab, int repetitions) {
+  constexpr int32_t kMaxRows = 5;
+  std::mt19937 random(3);
+  std::normal_distribution<float> normal(0.0f, 2.0f);
+  std::vector<float> logits(static_cast<size_t>(kMaxRows * vocab));
+  for (float& logit : logits) logit = normal(random);
+  const std::vector<int32_t> rows_of = {0, 1, 2, 3, 4};
+  const std::vector<uint64_t> seeds = {1, 2, 3, 4, 5};
+  std::vector<int32_t> tokens(kMaxRows);
+  std::printf("\ndraw, vocabulary %d\n%6s %12s | %10s\n", vocab, "rows", "temperature", "us");
+  for (const int32_t rows : {1, 5}) {
+    for (const float temperature : {0.0f, 1.0f}) {
+      const std::vector<float> temperatures(kMaxRows, temperature);
+      const double seconds = best_seconds(repetitions, 20, [&](int) {
+        draw(ctx, {.num_rows = &rows, .max_rows = kMaxRows, .logits = logits.data(),
+                   .logits_stride = vocab, .vocab_limit = vocab, .row_index = rows_of.data(),
+                   .seq_slot = rows_of.data(), .positions = rows_of.data(), .seeds = seeds.data(),
+                   .temperatures = temperatures.data(), .tokens = tokens.data()});
+      });
+      std::printf("%6d %12.1f | %10.1f\n", rows, double{temperature}, seconds * 1e6);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace paceline
+
+int main(int argc, char** argv) {
+  paceline::CpuContext ctx;
+  ctx.num_threads = argc > 1 ? std::atoi(argv[1]) : 2;
+  std::printf("threads %d, read bandwidth %.1f GB/s\n", ctx.num_threads,
+              paceline::measure_read_bandwidth(ctx.num_threads) / 1e9);
+  paceline::bench_gemm(ctx, 4096, 4096, 6, 5);
+  paceline::bench_gemm(ctx, 256, 256, 1, 5);
+  paceline::bench_gemm(ctx, 1536, 256, 1, 5);
+  paceline::bench_attention(ctx, 32, 8, 128, paceline::DType::kBFloat16, 5);
+  paceline::bench_attention(ctx, 4, 2, 64, paceline::DType::kFloat32, 5);
+  paceline::bench_draw(ctx, 151936, 5);
+  return 0;
+}

@@ -1,0 +1,248 @@
+// SPDX-License-Identifier: Apache-2.0
+// The scheduler and the batch builder, host only: order of service, budgets, chunks, preemption,
+// and the rows that come out.
+
+#include "scheduler/scheduler.h"
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <vector>
+
+#include "batch/batch_builder.h"
+
+namespace paceline {
+namespace {
+
+constexpr int32_t kBlockSize = 8;
+
+// One full group of 64 bytes a token; the pool has room for `num_tokens` tokens.
+KvLayout layout_for(int32_t num_tokens) {
+  const std::vector<KvLayerShape> layers = {
+      {.kind = KvKind::kFull, .num_kv_heads = 1, .head_dim = 8}};
+  // The planner wants eight slabs at least; small pools are cut to exactly what a test needs.
+  KvLayout layout = plan_kv_layout(layers, {}, kBlockSize, DType::kFloat32, 1 << 20);
+  const int64_t blocks = (num_tokens + kBlockSize - 1) / kBlockSize;
+  layout.slab_bytes = layout.groups[0].block_bytes;
+  layout.num_slabs = blocks + 1;
+  layout.pool_bytes = layout.num_slabs * layout.slab_bytes;
+  return layout;
+}
+
+struct Desk {
+  explicit Desk(int32_t pool_tokens, SchedulerOptions options = {.max_num_seqs = 4,
+                                                                 .max_num_batched_tokens = 64,
+                                                                 .prefill_chunk_size = 16,
+                                                                 .max_score_rows = 8,
+                                                                 .num_draft_tokens = 3,
+                                                                 .max_in_flight = 2})
+      : layout(layout_for(pool_tokens)), pool(layout), scheduler(options, pool) {}
+
+  Sequence& add(int32_t prompt_len, int32_t max_tokens, bool is_score = false) {
+    auto sequence = std::make_unique<Sequence>();
+    sequence->id = next_id++;
+    sequence->tokens.assign(prompt_len, 1);
+    sequence->prompt_len = prompt_len;
+    sequence->limit = is_score ? prompt_len : prompt_len + max_tokens;
+    sequence->is_score = is_score;
+    scheduler.add(*sequence);
+    all.push_back(std::move(sequence));
+    return *all.back();
+  }
+
+  // Plans and launches the next iteration.
+  bool step() {
+    plan.iteration = iteration + 1;
+    if (!scheduler.plan(plan)) return false;
+    ++iteration;
+    return true;
+  }
+
+  // The device has finished everything; each emitting launch of `plan` brought `num_tokens`.
+  void read(int32_t num_tokens = 1) {
+    scheduler.complete(iteration);
+    for (const PlannedSequence& launch : plan.sequences) {
+      Sequence& s = *launch.sequence;
+      --s.launches_in_flight;
+      if (launch.epoch != s.epoch) continue;
+      if (launch.kind == RowKind::kDecode || launch.kind == RowKind::kPrefillFinal) {
+        --s.emitting_in_flight;
+        s.tokens.insert(s.tokens.end(), num_tokens, 2);
+      }
+      scheduler.advance(s, launch);
+    }
+  }
+
+  KvLayout layout;
+  SlabPool pool;
+  Scheduler scheduler;
+  StepPlan plan;
+  std::vector<std::unique_ptr<Sequence>> all;
+  RequestId next_id = 1;
+  int64_t iteration = -1;
+};
+
+TEST(Scheduler, FirstComeFirstServedWithinSlots) {
+  Desk desk(1024);
+  for (int i = 0; i < 6; ++i) desk.add(4, 10);
+  ASSERT_TRUE(desk.step());
+  ASSERT_EQ(desk.plan.sequences.size(), 4u);
+  for (int i = 0; i < 4; ++i) EXPECT_EQ(desk.plan.sequences[i].sequence->id, i + 1);
+  EXPECT_EQ(desk.scheduler.num_waiting(), 2);
+  desk.read();
+  desk.scheduler.finish(*desk.all[1]);
+  ASSERT_TRUE(desk.step());
+  // Three decode, the fifth starts in the freed slot; decoding rows come first.
+  ASSERT_EQ(desk.plan.sequences.size(), 4u);
+  EXPECT_EQ(desk.plan.sequences[3].sequence->id, 5);
+  EXPECT_EQ(desk.plan.sequences[3].kind, RowKind::kPrefillFinal);
+  EXPECT_EQ(desk.plan.sequences[0].kind, RowKind::kDecode);
+  EXPECT_EQ(desk.plan.sequences[0].num_rows, 4);
+}
+
+TEST(Scheduler, PromptsComeInChunksBesideDecodingRows) {
+  Desk desk(1024);
+  desk.add(4, 50);
+  ASSERT_TRUE(desk.step());
+  desk.read();
+  Sequence& longer = desk.add(40, 5);
+  std::vector<std::pair<RowKind, int32_t>> chunks;
+  for (int i = 0; i < 4; ++i) {
+    ASSERT_TRUE(desk.step());
+    for (const PlannedSequence& launch : desk.plan.sequences) {
+      if (launch.sequence == &longer) chunks.emplace_back(launch.kind, launch.num_rows);
+    }
+    EXPECT_EQ(desk.plan.sequences[0].kind, RowKind::kDecode);  // the other never pauses
+    desk.read();
+  }
+  const std::vector<std::pair<RowKind, int32_t>> expected = {{RowKind::kPrefillPartial, 16},
+                                                             {RowKind::kPrefillPartial, 16},
+                                                             {RowKind::kPrefillFinal, 8},
+                                                             {RowKind::kDecode, 4}};
+  EXPECT_EQ(chunks, expected);
+}
+
+TEST(Scheduler, TheBudgetIsRowsOfAllSequences) {
+  Desk desk(1024, {.max_num_seqs = 4,
+                   .max_num_batched_tokens = 20,
+                   .prefill_chunk_size = 16,
+                   .max_score_rows = 8,
+                   .num_draft_tokens = 3,
+                   .max_in_flight = 2});
+  for (int i = 0; i < 3; ++i) desk.add(16, 10);
+  ASSERT_TRUE(desk.step());
+  int32_t rows = 0;
+  for (const PlannedSequence& launch : desk.plan.sequences) rows += launch.num_rows;
+  EXPECT_EQ(rows, 20);
+  EXPECT_EQ(desk.plan.sequences.size(), 2u);
+  EXPECT_EQ(desk.plan.sequences[1].kind, RowKind::kPrefillPartial);
+  EXPECT_EQ(desk.plan.sequences[1].num_rows, 4);
+}
+
+TEST(Scheduler, DoesNotLaunchWhatMustHaveFinished) {
+  Desk desk(1024);
+  Sequence& sequence = desk.add(4, 2);
+  ASSERT_TRUE(desk.step());  // the prompt: at least one token
+  ASSERT_TRUE(desk.step());  // a window: at least one more
+  EXPECT_EQ(sequence.emitting_in_flight, 2);
+  EXPECT_FALSE(desk.step());
+}
+
+TEST(Scheduler, ReservesForTheMostThatMayHaveBeenAccepted) {
+  Desk desk(1024);
+  Sequence& sequence = desk.add(8, 100);
+  ASSERT_TRUE(desk.step());
+  EXPECT_EQ(sequence.blocks.table(0).size(), 2u);  // 8 + 1 + 3 tokens
+  ASSERT_TRUE(desk.step());
+  // 8 known, 4 from the prompt's launch at most, 4 from this window, 3 to look ahead.
+  EXPECT_EQ(sequence.blocks.table(0).size(), static_cast<size_t>((8 + 4 + 4 + 3 + 7) / 8));
+}
+
+TEST(Scheduler, PreemptsTheYoungestAndServesItAgain) {
+  Desk desk(64);
+  Sequence& first = desk.add(16, 40);
+  Sequence& second = desk.add(16, 40);
+  bool has_preempted_second = false;
+  for (int i = 0; i < 60 && first.known_len() < first.limit; ++i) {
+    if (!desk.step()) break;
+    EXPECT_NE(first.phase, Sequence::Phase::kWaiting) << "the oldest keeps its blocks";
+    desk.read(2);
+    has_preempted_second |= second.epoch > 0;
+    if (first.known_len() >= first.limit) desk.scheduler.finish(first);
+  }
+  EXPECT_TRUE(has_preempted_second);
+  EXPECT_EQ(first.phase, Sequence::Phase::kFinished);
+  ASSERT_TRUE(desk.step());
+  ASSERT_EQ(desk.plan.sequences.size(), 1u);
+  EXPECT_EQ(desk.plan.sequences[0].sequence, &second);
+  EXPECT_TRUE(desk.plan.sequences[0].resets_slot);
+  EXPECT_EQ(desk.plan.sequences[0].start, 0);
+  EXPECT_EQ(desk.pool.check_integrity(), "");
+}
+
+TEST(Scheduler, ScoredPromptsAreCutToTheLogitRows) {
+  Desk desk(1024);
+  Sequence& score = desk.add(20, 0, /*is_score=*/true);
+  std::vector<int32_t> rows;
+  while (desk.step()) {
+    rows.push_back(desk.plan.sequences[0].num_rows);
+    EXPECT_EQ(desk.plan.sequences[0].kind, RowKind::kScore);
+    desk.read();
+  }
+  EXPECT_EQ(rows, (std::vector<int32_t>{8, 8, 4}));
+  desk.scheduler.finish(score);
+  EXPECT_FALSE(desk.scheduler.has_work());
+}
+
+TEST(BatchBuilder, LaysOutRaggedRows) {
+  const BatchShape shape{.max_seqs = 4,
+                         .max_verify_rows = 64,
+                         .max_logit_rows = 32,
+                         .num_draft_tokens = 3,
+                         .first_rows_per_decode = 2};
+  IterationInputs inputs;
+  reserve_inputs(inputs, shape);
+  Sequence sequences[4];
+  for (int i = 0; i < 4; ++i) {
+    sequences[i].slot = 3 - i;
+    for (int t = 0; t < 10; ++t) sequences[i].tokens.push_back(10 * i + t);
+  }
+  sequences[3].logits = std::make_shared<std::vector<float>>();
+  StepPlan plan;
+  plan.sequences = {
+      {.sequence = &sequences[0], .kind = RowKind::kDecode, .num_rows = 4},
+      {.sequence = &sequences[1], .kind = RowKind::kPrefillFinal, .start = 4, .num_rows = 6},
+      {.sequence = &sequences[2],
+       .kind = RowKind::kPrefillPartial,
+       .start = 0,
+       .num_rows = 5,
+       .resets_slot = true},
+      {.sequence = &sequences[3], .kind = RowKind::kScore, .start = 2, .num_rows = 3}};
+  build_batch(plan, shape, inputs);
+
+  EXPECT_EQ(inputs.num_seqs, 4);
+  EXPECT_TRUE(inputs.has_prefill);
+  EXPECT_EQ(inputs.num_drafting, 2);
+  const auto head = [](const std::vector<int32_t>& values, size_t n) {
+    return std::vector<int32_t>(values.begin(), values.begin() + static_cast<int64_t>(n));
+  };
+  EXPECT_EQ(head(inputs.seq_slot, 4), (std::vector<int32_t>{3, 2, 1, 0}));
+  EXPECT_EQ(head(inputs.verify_indptr, 5), (std::vector<int32_t>{0, 4, 10, 15, 18}));
+  // Two rows for the window, the chunk and the new token, the chunk, nothing for a score.
+  EXPECT_EQ(head(inputs.first_indptr, 5), (std::vector<int32_t>{0, 2, 9, 14, 14}));
+  EXPECT_EQ(head(inputs.first_last_row, 2), (std::vector<int32_t>{1, 8}));
+  // All of the window, the last of the prompt, none of the partial chunk, all of the score.
+  EXPECT_EQ(head(inputs.logit_indptr, 5), (std::vector<int32_t>{0, 4, 5, 5, 8}));
+  EXPECT_EQ(head(inputs.logit_rows, 8), (std::vector<int32_t>{0, 1, 2, 3, 9, 15, 16, 17}));
+  EXPECT_EQ(inputs.prefill_tokens[4], 14);
+  EXPECT_EQ(inputs.prefill_tokens[9], 19);
+  EXPECT_EQ(inputs.prefill_tokens[15], 32);
+  ASSERT_EQ(inputs.resets.size(), 1u);
+  EXPECT_EQ(inputs.resets[0].slot, 1);
+  ASSERT_EQ(inputs.score_copies.size(), 1u);
+  EXPECT_EQ(inputs.score_copies[0].first_logit_row, 5);
+  EXPECT_EQ(inputs.score_copies[0].destination_row, 2);
+}
+
+}  // namespace
+}  // namespace paceline
