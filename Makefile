@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+# The verbs people type. Everything is built and installed below this folder.
+#
+#   make demo     install from source into .venv and run the main job
+#   make test     all tests: ctest, then pytest on the installed package, in .venv-test
+#   make bench    the latency bench in .venv
+#   make lint     ruff and mypy
+#   make format   clang-format and ruff on all sources
+#   make clean    remove builds and environments
+#
+# Variables: PYTHON (python3), JOBS (all cores), PACELINE_TEST_LEVEL (1; 3 = everything).
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.PHONY: demo test bench lint format clean check-python check-gtest
+
+PYTHON ?= python3
+JOBS ?= $(shell nproc)
+VENV := .venv
+TEST_VENV := .venv-test
+CONSTRAINTS := $(CURDIR)/tests/constraints.txt
+# The second name is what newer versions of pip ask for the environment of a build.
+PINNED := PIP_CONSTRAINT="$(CONSTRAINTS)" PIP_BUILD_CONSTRAINT="$(CONSTRAINTS)"
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+
+# What an installation depends on: installing again takes a minute, so only when one is newer.
+SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md cmake cpp python -type f \
+  -not -name '*.pyc' -not -name '*.so' 2>/dev/null)
+
+demo: $(VENV)/.installed
+	$(VENV)/bin/paceline generate "def read_lines(path):"
+
+bench: $(VENV)/.installed
+	$(VENV)/bin/paceline bench latency
+
+# The package goes in first: a test of ctest compares the C++ consumer with it.
+test: $(TEST_VENV)/.installed check-gtest
+	export PATH="$(CURDIR)/$(TEST_VENV)/bin:$$PATH"
+	cmake --preset cpu-release -DPACELINE_TEST_PYTHON="$(CURDIR)/$(TEST_VENV)/bin/python"
+	cmake --build --preset cpu-release
+	ctest --preset cpu-release
+	python -m pytest
+
+lint: $(TEST_VENV)/.installed
+	export PATH="$(CURDIR)/$(TEST_VENV)/bin:$$PATH"
+	ruff check python tests
+	mypy
+
+format: $(TEST_VENV)/.installed
+	export PATH="$(CURDIR)/$(TEST_VENV)/bin:$$PATH"
+	find cpp cuda python/bindings tests \( -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \) \
+	  -print0 2>/dev/null | xargs -0 clang-format -i
+	ruff format python tests
+	ruff check --fix --select I python tests
+
+$(VENV)/.installed: $(SOURCES) | check-python
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet .
+	touch $@
+
+$(TEST_VENV)/.installed: $(SOURCES) $(CONSTRAINTS) | check-python
+	test -x $(TEST_VENV)/bin/python || $(PYTHON) -m venv $(TEST_VENV)
+	$(PINNED) $(TEST_VENV)/bin/python -m pip install --quiet ".[test]"
+	touch $@
+
+clean:
+	rm -rf build dist $(VENV) $(TEST_VENV) python/paceline/_core.*.so
+
+check-python:
+	@if ! command -v $(PYTHON) >/dev/null; then
+	  echo "make: $(PYTHON) was not found; install Python 3.11 or newer, or: make PYTHON=/path/to/python" >&2
+	  exit 1
+	fi
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("make: $(PYTHON) is Python " + sys.version.split()[0] + "; Paceline needs 3.11 or newer: make PYTHON=/path/to/python")'
+
+check-gtest:
+	@if ! echo '#include <gmock/gmock.h>' | $${CXX:-g++} -E -x c++ - >/dev/null 2>&1; then
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq libgtest-dev libgmock-dev
+	  else
+	    echo "make: GoogleTest was not found; install it, for example: sudo apt-get install libgtest-dev libgmock-dev" >&2
+	    exit 1
+	  fi
+	fi

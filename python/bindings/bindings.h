@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// What the binding's files share: one register_<thing>() each, called by module.cc, and the holders
+// of the wrapped objects. Bindings convert and check; what Paceline does is decided elsewhere.
+//
+// The rule of the GIL: whatever can block, load, free much memory or join a thread runs without it,
+// constructors and destructors included, and no Python object is touched meanwhile.
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+
+#include <paceline/model.h>
+
+namespace paceline::python {
+
+namespace py = pybind11;
+
+// Deletes without the GIL: a destructor may join a thread or give back gigabytes.
+template <class T>
+struct GilReleasingDeleter {
+  void operator()(T* object) const {
+    py::gil_scoped_release release;
+    delete object;
+  }
+};
+
+template <class T>
+using Holder = std::unique_ptr<T, GilReleasingDeleter<T>>;
+
+// `Model` is opaque in the public headers; Python holds this.
+struct PyModel {
+  std::shared_ptr<const Model> model;
+};
+
+void register_errors(py::module_& module);
+void register_model(py::module_& module);
+void register_executor(py::module_& module);
+
+}  // namespace paceline::python

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <paceline/version.h>
+
+#include "bindings.h"
+
+namespace paceline::python {
+namespace {
+
+py::dict build_info_dict() {
+  const BuildInfo info = build_info();
+  py::dict result;
+  result["compiler"] = info.compiler;
+  result["cpu_features"] = info.cpu_features;
+  result["has_cuda"] = info.has_cuda;
+  result["num_cores"] = info.num_cores;
+  return result;
+}
+
+}  // namespace
+}  // namespace paceline::python
+
+PYBIND11_MODULE(_core, module) {
+  namespace py = pybind11;
+  using namespace paceline::python;  // NOLINT(google-build-using-namespace): function scope
+
+  module.doc() = "The C++ runtime of Paceline. Internal: use the names that `paceline` exports.";
+
+  register_errors(module);
+  register_model(module);
+  register_executor(module);
+
+  module.def("version", &paceline::version, R"doc(Version of the C++ library.
+
+Returns:
+    The version, for example "0.1.0".
+)doc");
+  module.def("build_info", &build_info_dict, R"doc(What this binary was built with and runs on.
+
+Returns:
+    A dict with "compiler" (str), "cpu_features" (str: of this machine, as far as the kernels use
+    them), "has_cuda" (bool) and "num_cores" (int: usable by this process).
+)doc");
+  module.def(
+      "measure_read_bandwidth", &paceline::measure_read_bandwidth,
+      py::call_guard<py::gil_scoped_release>(), py::arg("num_threads") = 0,
+      R"doc(Measures how fast this machine reads memory: the ceiling of decoding out of cache.
+
+Takes about half a second; releases the GIL.
+
+Args:
+    num_threads: Threads that read; 0 = all cores.
+
+Returns:
+    Bytes per second.
+)doc");
+}

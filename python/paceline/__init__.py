@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paceline: speculative decoding of large language models on a C++ runtime.
+
+    from paceline import LLM, SamplingParams
+
+    llm = LLM("path/to/model", speculative_config={"method": "draft_model",
+              "model": "path/to/draft", "num_speculative_tokens": 4})
+    print(llm.generate("def quicksort(", SamplingParams(max_tokens=64))[0].outputs[0].text)
+
+Importing this package is cheap: what a name needs is imported when the name is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline._core import (
+        InternalError,
+        ModelFileError,
+        ModelNotFoundError,
+        OutOfMemoryError,
+    )
+    from paceline.config import EngineConfig, SpeculativeConfig
+    from paceline.llm import LLM
+    from paceline.outputs import (
+        CompletionOutput,
+        RequestError,
+        RequestMetrics,
+        RequestOutput,
+        StreamChunk,
+    )
+    from paceline.sampling import SamplingParams
+    from paceline.stream import RequestStream
+
+    __version__: str
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "InternalError",
+    "ModelFileError",
+    "ModelNotFoundError",
+    "OutOfMemoryError",
+    "RequestError",
+    "RequestMetrics",
+    "RequestOutput",
+    "RequestStream",
+    "SamplingParams",
+    "SpeculativeConfig",
+    "StreamChunk",
+    "__version__",
+]
+
+_MODULE_OF = {
+    "LLM": "paceline.llm",
+    "RequestStream": "paceline.stream",
+    "SamplingParams": "paceline.sampling",
+    "SpeculativeConfig": "paceline.config",
+    "EngineConfig": "paceline.config",
+    "CompletionOutput": "paceline.outputs",
+    "RequestError": "paceline.outputs",
+    "RequestMetrics": "paceline.outputs",
+    "RequestOutput": "paceline.outputs",
+    "StreamChunk": "paceline.outputs",
+    "InternalError": "paceline._core",
+    "ModelFileError": "paceline._core",
+    "ModelNotFoundError": "paceline._core",
+    "OutOfMemoryError": "paceline._core",
+}
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name == "__version__":
+        value: Any = importlib.import_module("paceline._core").version()
+    elif name in _MODULE_OF:
+        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    else:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

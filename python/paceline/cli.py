@@ -1,0 +1,424 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: `paceline generate | convert | bench | doctor`.
+
+Exit codes: 0 success, 1 failure while running, 2 usage or configuration, 3 model or file, 4 device,
+5 out of memory at start, 6 a self-check failed, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
+    from paceline.outputs import RequestOutput
+    from paceline.sampling import SamplingParams
+
+EXIT_OK: Final = 0
+EXIT_FAILURE: Final = 1
+EXIT_USAGE: Final = 2
+EXIT_MODEL: Final = 3
+EXIT_DEVICE: Final = 4
+EXIT_OUT_OF_MEMORY: Final = 5
+EXIT_SELF_CHECK: Final = 6
+EXIT_INTERRUPTED: Final = 130
+EXIT_BROKEN_PIPE: Final = 141
+
+_DEFAULT_DEMO: Final = "draft_model"
+_RULE: Final = "-" * 50
+
+
+class _VersionAction(argparse.Action):
+    """Prints the version; the runtime is imported only when asked for."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **_: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="print the version and exit")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        import paceline
+
+        print(f"paceline {paceline.__version__}")
+        parser.exit()
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Builds the parser; `args.run(args)` executes what was chosen."""
+    parser = argparse.ArgumentParser(
+        prog="paceline", description="Speculative decoding of large language models."
+    )
+    parser.add_argument("--version", action=_VersionAction)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_generate(commands)
+    _add_convert(commands)
+    _add_bench(commands)
+    _add_doctor(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: Arguments without the program's name; None = those of the process.
+
+    Returns:
+        The exit code.
+    """
+    args = build_parser().parse_args(argv)
+    try:
+        code = int(args.run(args))
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print("paceline: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of standard output is gone; nothing more can be said there.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except Exception as error:
+        code = exit_code_of(error)
+        print(f"paceline: error: {error}", file=sys.stderr)
+        return code
+
+
+def exit_code_of(error: Exception) -> int:
+    """Chooses the exit code of an error; re-raises what can only be a bug of ours."""
+    from paceline._core import InternalError, ModelFileError
+
+    if isinstance(error, ModelFileError | OSError):
+        return EXIT_MODEL
+    if isinstance(error, MemoryError):
+        return EXIT_OUT_OF_MEMORY
+    if isinstance(error, InternalError):
+        return EXIT_FAILURE
+    if isinstance(error, ValueError | NotImplementedError):
+        return EXIT_USAGE
+    if isinstance(error, RuntimeError):
+        return EXIT_FAILURE
+    raise error
+
+
+# ---- generate ----------------------------------------------------------------------------------
+
+
+def _add_generate(commands: Any) -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="continue a prompt",
+        description="Continues a prompt and streams the text as it is accepted. Without --model "
+        "it runs on checkpoints that ship with the package.",
+    )
+    parser.add_argument("prompt", metavar="PROMPT", help="text to continue")
+    model = parser.add_argument_group("model")
+    model.add_argument("-m", "--model", metavar="DIR", help="the target's checkpoint")
+    model.add_argument(
+        "--speculative-config",
+        metavar="JSON",
+        help='for example \'{"method": "draft_model", "model": DIR, "num_speculative_tokens": 4}\'',
+    )
+    model.add_argument(
+        "--demo",
+        metavar="NAME",
+        help=f"checkpoints of the package, used when no model is named: {_DEFAULT_DEMO}",
+    )
+    model.add_argument(
+        "--num-speculative-tokens",
+        type=int,
+        metavar="K",
+        help="drafts per iteration with a demo, 0 = plain decoding (with --model it belongs in "
+        "--speculative-config)",
+    )
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument(
+        "--max-tokens", type=int, default=64, metavar="N", help="tokens to write (default: 64)"
+    )
+    sampling.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 = greedy (default: 0)"
+    )
+    sampling.add_argument("--seed", type=int, default=0, metavar="N", help="(default: 0)")
+    sampling.add_argument(
+        "--ignore-eos", action="store_true", help="do not stop at the end-of-sequence token"
+    )
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--device", default="auto", help="auto or cpu (default: auto)")
+    engine.add_argument(
+        "--dtype", default="auto", help="of the weights: auto, float32 or bfloat16 (default: auto)"
+    )
+    engine.add_argument(
+        "--max-model-len", type=int, metavar="N", help="tokens of prompt and output"
+    )
+    engine.add_argument("--kv-cache-bytes", type=int, metavar="N", help="bytes of the KV pool")
+    engine.add_argument(
+        "--block-size", type=int, default=16, metavar="N", help="tokens of a KV block (default: 16)"
+    )
+    engine.add_argument("--num-threads", type=int, metavar="N", help="CPU threads (default: all)")
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--compare",
+        action="store_true",
+        help="run plain decoding too: the text must be the same, the report has both speeds",
+    )
+    output.add_argument(
+        "--json", action="store_true", help="print one JSON object and nothing else"
+    )
+    output.add_argument(
+        "--no-stream", action="store_true", help="print the text when it is complete"
+    )
+    output.add_argument(
+        "-q", "--quiet", action="store_true", help="print the new text only: no prompt, no report"
+    )
+    parser.set_defaults(run=_run_generate)
+
+
+def _run_generate(args: argparse.Namespace) -> int:
+    from paceline.config import SpeculativeConfig
+    from paceline.llm import LLM
+    from paceline.sampling import SamplingParams
+
+    params = SamplingParams(
+        temperature=args.temperature,
+        max_tokens=args.max_tokens,
+        seed=args.seed,
+        ignore_eos=args.ignore_eos,
+    )
+    model, speculative_config = _choose_model(args)
+    speculative = None
+    if speculative_config is not None:
+        speculative = SpeculativeConfig.parse(speculative_config)
+    if args.compare and speculative is None:
+        raise ValueError("--compare needs a drafter; see --speculative-config")
+    engine: dict[str, Any] = {
+        "device": args.device,
+        "dtype": args.dtype,
+        "max_model_len": args.max_model_len,
+        "kv_cache_bytes": args.kv_cache_bytes,
+        "block_size": args.block_size,
+        "num_threads": args.num_threads,
+        "max_num_seqs": 1,
+    }
+    show_progress = not (args.quiet or args.json)
+    with LLM(model, speculative_config=speculative, show_progress=show_progress, **engine) as llm:
+        output = _stream_text(llm, args, params, is_shown=not args.json)
+        target, draft = llm.target, llm.draft
+        configured = llm.capabilities()["configured"]
+    plain = None
+    if args.compare:
+        with LLM.from_loaded(target, **engine) as llm:
+            plain = _stream_text(llm, args, params, is_shown=False)
+    is_same = plain is None or plain.outputs == output.outputs
+    if args.json:
+        report = _json_report(output, plain)
+        report["model"] = str(target.path)
+        report["draft_model"] = None if draft is None else str(draft.path)
+        report["configured"] = configured
+        print(json.dumps(report))
+    elif not args.quiet:
+        print(_RULE)
+        print("\n".join(report_lines(output, plain)))
+    if not is_same:
+        print(
+            "paceline: error: speculative and plain decoding wrote different tokens",
+            file=sys.stderr,
+        )
+        return EXIT_SELF_CHECK
+    return EXIT_OK
+
+
+def _choose_model(args: argparse.Namespace) -> tuple[str, dict[str, Any] | str | None]:
+    """Returns the target's folder and the speculative configuration."""
+    if args.model is not None:
+        for option, value in (
+            ("--demo", args.demo),
+            ("--num-speculative-tokens", args.num_speculative_tokens),
+        ):
+            if value is not None:
+                raise ValueError(
+                    f"{option} goes with the package's own checkpoints, not with --model; "
+                    "a drafter is named by --speculative-config"
+                )
+        return args.model, args.speculative_config
+    if args.speculative_config is not None:
+        raise ValueError("--speculative-config needs --model; --demo brings its own drafter")
+    from paceline.demo import find_demo
+
+    demo = find_demo(_DEFAULT_DEMO if args.demo is None else args.demo)
+    k = args.num_speculative_tokens
+    if k == 0:
+        return str(demo.target), None
+    return str(demo.target), {
+        "method": "draft_model",
+        "model": str(demo.draft),
+        "num_speculative_tokens": demo.num_speculative_tokens if k is None else k,
+    }
+
+
+def _stream_text(
+    llm: LLM, args: argparse.Namespace, params: SamplingParams, *, is_shown: bool
+) -> RequestOutput:
+    """Generates, printing text as it comes; the same path whether shown or not."""
+    from paceline.outputs import RequestError
+
+    is_streamed = is_shown and not args.no_stream
+    output = None
+    with llm.stream(args.prompt, params) as stream:
+        if is_shown and not args.quiet:
+            print(args.prompt, end="", flush=True)
+        for chunk in stream:
+            if is_streamed:
+                print(chunk.text, end="", flush=True)
+            output = chunk.output or output
+    assert output is not None
+    if is_shown:
+        print("" if is_streamed else output.outputs[0].text)
+    if output.error is not None:
+        raise RequestError(output.error, [output])
+    return output
+
+
+def report_lines(output: RequestOutput, plain: RequestOutput | None = None) -> list[str]:
+    """Puts a request's metrics in words.
+
+    Args:
+        output: The request.
+        plain: The same without speculation, if it ran.
+
+    Returns:
+        Lines of text.
+    """
+    metrics = output.metrics
+    first = metrics.time_to_first_token_ms
+    lines = [
+        f"{metrics.num_output_tokens} tokens in {metrics.total_time_ms / 1e3:.3f} s"
+        + (f", the first after {first:.1f} ms" if first is not None else "")
+        + f"; ended by {output.outputs[0].finish_reason}",
+        f"{_rate(metrics.tokens_per_second)} after the first token",
+    ]
+    speculative = metrics.speculative_decoding
+    if speculative is not None:
+        length = speculative["mean_acceptance_length"]
+        k = speculative["num_spec_tokens"]
+        if length is None:
+            lines.append("no drafts were verified")
+        else:
+            lines.append(
+                f"acceptance length {length:.2f} of at most {k + 1}; "
+                f"{speculative['num_accepted_draft_tokens']} of {speculative['num_draft_tokens']} "
+                f"drafts kept ({100 * speculative['draft_acceptance_rate']:.0f} %)"
+            )
+            positions = "  ".join(
+                "-" if share is None else f"{100 * share:.0f} %"
+                for share in speculative["acceptance_per_position"]
+            )
+            lines.append(f"kept at draft position 1 to {k}: {positions}")
+    if plain is not None:
+        same = "the same text" if plain.outputs == output.outputs else "DIFFERENT text"
+        speed = ""
+        if metrics.tokens_per_second and plain.metrics.tokens_per_second:
+            ratio = metrics.tokens_per_second / plain.metrics.tokens_per_second
+            speed = f"; speculation is {ratio:.2f} times as fast"
+        lines.append(f"plain decoding: {_rate(plain.metrics.tokens_per_second)}, {same}{speed}")
+    return lines
+
+
+def _rate(tokens_per_second: float | None) -> str:
+    return "- tokens/s" if tokens_per_second is None else f"{tokens_per_second:.1f} tokens/s"
+
+
+def _json_report(output: RequestOutput, plain: RequestOutput | None) -> dict[str, Any]:
+    completion = output.outputs[0]
+    report: dict[str, Any] = {
+        "prompt": output.prompt,
+        "prompt_token_ids": output.prompt_token_ids,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "metrics": output.metrics.to_dict(),
+    }
+    if plain is not None:
+        rate, plain_rate = output.metrics.tokens_per_second, plain.metrics.tokens_per_second
+        report["plain"] = {
+            "is_same": plain.outputs == output.outputs,
+            "metrics": plain.metrics.to_dict(),
+            "speedup": rate / plain_rate if rate and plain_rate else None,
+        }
+    return report
+
+
+# ---- convert, bench, doctor --------------------------------------------------------------------
+
+
+def _add_convert(commands: Any) -> None:
+    parser = commands.add_parser(
+        "convert",
+        help="write a folder that the C++ library reads without Python",
+        description="Writes a checkpoint, maybe with its drafter, as a folder for the C++ library.",
+    )
+    parser.add_argument("model", metavar="DIR", help="the target's checkpoint")
+    parser.add_argument("out", metavar="OUT", help="the folder to write; absent or empty")
+    parser.add_argument("--draft", metavar="DIR", help="the drafter's checkpoint")
+    parser.add_argument(
+        "--num-speculative-tokens",
+        type=int,
+        default=4,
+        metavar="K",
+        help="the folder's default number of drafts (default: 4)",
+    )
+    parser.add_argument(
+        "--dtype", default="auto", help="of the weights: auto, float32 or bfloat16 (default: auto)"
+    )
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar, no message")
+    parser.set_defaults(run=_run_convert)
+
+
+def _run_convert(args: argparse.Namespace) -> int:
+    from paceline.loader.convert import convert
+
+    out = convert(
+        args.model,
+        args.out,
+        draft_dir=args.draft,
+        num_speculative_tokens=args.num_speculative_tokens,
+        dtype=args.dtype,
+        progress=not args.quiet,
+    )
+    if not args.quiet:
+        print(f"wrote {out}")
+    return EXIT_OK
+
+
+def _add_bench(commands: Any) -> None:
+    """`paceline.bench.cli.add_parser(commands)` adds the parser and sets `run`."""
+    try:
+        from paceline.bench.cli import add_parser
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("paceline.bench"):
+            raise
+        return
+    add_parser(commands)
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="show the installation and check that it works",
+        description="Prints build, devices, threads and versions, and lets the demo's drafter "
+        "draft for itself: every draft must be accepted.",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object and nothing else"
+    )
+    parser.set_defaults(run=_run_doctor)
+
+
+def _run_doctor(args: argparse.Namespace) -> int:
+    from paceline.doctor import examine, report_text
+
+    report = examine()
+    print(json.dumps(report) if args.json else report_text(report))
+    return EXIT_OK if report["self_check"]["is_ok"] else EXIT_SELF_CHECK

@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user may configure, checked once and frozen.
+
+Every refusal names the key, the value seen and the values allowed. Nothing is silently rewritten.
+A value that is wrong raises ValueError; a value that other engines take and Paceline does not yet,
+NotImplementedError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import operator
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+MAX_SPECULATIVE_TOKENS: Final = 16
+MAX_SEED: Final = 2**64 - 1
+
+METHODS: Final = ("draft_model",)
+LATER_METHODS: Final = ("eagle", "eagle3", "mtp", "gemma4_mtp", "ngram", "suffix")
+REJECTION_SAMPLE_METHODS: Final = ("coupled", "synthetic")
+LATER_REJECTION_SAMPLE_METHODS: Final = ("standard", "block")
+DRAFT_DRIVERS: Final = ("unrolled", "replay", "eager")
+DEVICES: Final = ("auto", "cpu")
+DTYPES: Final = ("auto", "float32", "bfloat16")
+
+# Keys that vLLM takes and that do nothing here yet: refused by name rather than as a typing error.
+_LATER_KEYS: Final = (
+    "attention_backend",
+    "draft_tensor_parallel_size",
+    "enable_adaptive_verification",
+    "enforce_eager",
+    "kv_cache_dtype",
+    "max_model_len",
+    "num_speculative_tokens_per_batch_size",
+    "parallel_drafting",
+    "prompt_lookup_max",
+    "prompt_lookup_min",
+    "quantization",
+    "revision",
+    "synthetic_acceptance_rates",
+    "use_heterogeneous_vocab",
+)
+
+
+def quoted(names: tuple[str, ...] | list[str]) -> str:
+    """Joins names for a message: 'a', 'b'."""
+    return ", ".join(repr(name) for name in names)
+
+
+def check_int(key: str, value: Any, low: int, high: int | None = None) -> int:
+    """Checks that a value is an integer in [low, high].
+
+    Args:
+        key: Its name, for the message.
+        value: What was given. A bool, a float and a string are no integers.
+        low: Least value allowed.
+        high: Greatest value allowed; None = no bound.
+
+    Returns:
+        The value as an int.
+
+    Raises:
+        ValueError: Not an integer or out of range.
+    """
+    allowed = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(
+            f"{key} is {value!r} ({type(value).__name__}); allowed: {allowed}"
+        ) from None
+    if number < low or (high is not None and number > high):
+        raise ValueError(f"{key} is {number}; allowed: {allowed}")
+    return number
+
+
+def check_choice(
+    key: str, value: Any, allowed: tuple[str, ...], later: tuple[str, ...] = ()
+) -> str:
+    """Checks that a value is one of some names.
+
+    Args:
+        key: Its name, for the message.
+        value: What was given.
+        allowed: Names that work.
+        later: Names that are known and do not work yet.
+
+    Returns:
+        The value.
+
+    Raises:
+        NotImplementedError: One of `later`.
+        ValueError: Anything else that is not allowed.
+    """
+    if isinstance(value, str) and value in allowed:
+        return value
+    if isinstance(value, str) and value in later:
+        raise NotImplementedError(
+            f"{key} {value!r} is not there yet; this version has: {quoted(allowed)}"
+        )
+    raise ValueError(f"{key} is {value!r}; allowed: {quoted(allowed)}")
+
+
+def _check_finite(key: str, value: Any, allowed: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{key} is {value!r}; allowed: {allowed}")
+    return float(value)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """How tokens are drafted and accepted. The keys are vLLM's; ours are nested under "x".
+
+    Attributes:
+        method: "draft_model". May be left out when `model` is given.
+        model: Folder of the drafter's checkpoint; a path-like object becomes a string.
+        num_speculative_tokens: Tokens drafted in each iteration (k), 1 to 16.
+        rejection_sample_method: "coupled": keep a draft while it equals the target's own draw; the
+            output is bit for bit that of plain decoding. "synthetic": do the same work, then
+            override the verdict so that the mean acceptance length is
+            `synthetic_acceptance_length`; for benches, the text is meaningless.
+        synthetic_acceptance_length: "synthetic" only: tokens per iteration, bonus token included,
+            1 to k + 1.
+        draft_sample_method: "probabilistic": the drafter draws at the request's temperature. It is
+            the only choice for "coupled" and "synthetic", where drafter and target share one noise.
+        draft_driver: Under "x". Who replays the draft step: "unrolled", "replay" or "eager". All
+            give identical bits.
+    """
+
+    method: str | None = None
+    model: str | None = None
+    num_speculative_tokens: int
+    rejection_sample_method: str = "coupled"
+    synthetic_acceptance_length: float | None = None
+    draft_sample_method: str = "probabilistic"
+    draft_driver: str = "unrolled"
+
+    def __post_init__(self) -> None:
+        if self.method is None:
+            if self.model is None:
+                raise ValueError(
+                    "speculative_config has neither 'method' nor 'model'; "
+                    f"methods of this version: {quoted(METHODS)}"
+                )
+            object.__setattr__(self, "method", "draft_model")
+        check_choice("speculative_config['method']", self.method, METHODS, LATER_METHODS)
+        if not isinstance(self.model, str | os.PathLike) or not os.fspath(self.model):
+            raise ValueError(
+                f"speculative_config['model'] is {self.model!r}; "
+                "method 'draft_model' needs the folder of the drafter's checkpoint"
+            )
+        object.__setattr__(self, "model", os.fspath(self.model))
+        k = check_int(
+            "speculative_config['num_speculative_tokens']",
+            self.num_speculative_tokens,
+            1,
+            MAX_SPECULATIVE_TOKENS,
+        )
+        object.__setattr__(self, "num_speculative_tokens", k)
+        check_choice(
+            "speculative_config['rejection_sample_method']",
+            self.rejection_sample_method,
+            REJECTION_SAMPLE_METHODS,
+            LATER_REJECTION_SAMPLE_METHODS,
+        )
+        self._check_synthetic_length(k)
+        if self.draft_sample_method == "greedy":
+            raise ValueError(
+                "speculative_config['draft_sample_method'] is 'greedy'; "
+                f"rejection_sample_method {self.rejection_sample_method!r} lets the drafter draw "
+                "from the target's own noise, at the request's temperature: allowed: "
+                "'probabilistic' (at temperature 0 both are greedy)"
+            )
+        check_choice(
+            "speculative_config['draft_sample_method']",
+            self.draft_sample_method,
+            ("probabilistic",),
+        )
+        check_choice(
+            "speculative_config['x']['draft_driver']", self.draft_driver, DRAFT_DRIVERS, ("while",)
+        )
+
+    def _check_synthetic_length(self, k: int) -> None:
+        key = "speculative_config['synthetic_acceptance_length']"
+        value = self.synthetic_acceptance_length
+        if self.rejection_sample_method != "synthetic":
+            if value is not None:
+                raise ValueError(
+                    f"{key} is {value!r}, but rejection_sample_method is "
+                    f"{self.rejection_sample_method!r}; allowed: only with 'synthetic'"
+                )
+            return
+        allowed = f"a number from 1 to num_speculative_tokens + 1 = {k + 1}"
+        length = _check_finite(key, value, allowed)
+        if not 1 <= length <= k + 1:
+            raise ValueError(f"{key} is {value!r}; allowed: {allowed}")
+        object.__setattr__(self, "synthetic_acceptance_length", length)
+
+    @classmethod
+    def parse(cls, value: SpeculativeConfig | Mapping[str, Any] | str) -> SpeculativeConfig:
+        """Reads a configuration as users write it.
+
+        Args:
+            value: A mapping with vLLM's keys, the same as a JSON object, or a SpeculativeConfig.
+
+        Returns:
+            The checked configuration.
+
+        Raises:
+            ValueError: No valid JSON, an unknown key or a value that is not allowed.
+            NotImplementedError: A key or value that other engines take and this version does not.
+        """
+        if isinstance(value, SpeculativeConfig):
+            return value
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"speculative_config is no valid JSON: {error}: {value!r}"
+                ) from None
+        if not isinstance(value, Mapping):
+            raise ValueError(
+                f"speculative_config is {value!r} ({type(value).__name__}); "
+                "allowed: a mapping or a JSON object"
+            )
+        fields = [field.name for field in dataclasses.fields(cls) if field.name != "draft_driver"]
+        _check_keys("speculative_config", value, (*fields, "x"))
+        if "num_speculative_tokens" not in value:
+            # The method decides first: of one that does not exist, k is not the problem.
+            if value.get("method") is not None:
+                check_choice(
+                    "speculative_config['method']", value["method"], METHODS, LATER_METHODS
+                )
+            raise ValueError(
+                "speculative_config has no 'num_speculative_tokens'; "
+                f"allowed: an integer from 1 to {MAX_SPECULATIVE_TOKENS}"
+            )
+        arguments = {key: value[key] for key in fields if key in value}
+        nested = value.get("x", {})
+        if not isinstance(nested, Mapping):
+            raise ValueError(f"speculative_config['x'] is {nested!r}; allowed: a mapping")
+        _check_keys("speculative_config['x']", nested, ("draft_driver",))
+        return cls(**arguments, **nested)
+
+
+def _check_keys(where: str, mapping: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
+    for key in mapping:
+        if key in allowed:
+            continue
+        if where == "speculative_config" and key in _LATER_KEYS:
+            raise NotImplementedError(
+                f"{where}: key {key!r} is not there yet; this version has: {quoted(allowed)}"
+            )
+        hint = (
+            "; the drafter's own key is 'draft_tensor_parallel_size', which is not there yet"
+            if key == "tensor_parallel_size"
+            else ""
+        )
+        raise ValueError(f"{where}: unknown key {key!r}{hint}; allowed: {quoted(allowed)}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How the engine runs: the keyword arguments of `LLM`.
+
+    Attributes:
+        device: "auto" or "cpu".
+        dtype: Of the weights: "auto" (as stored, where the runtime computes with it), "float32" or
+            "bfloat16". Sums are always float32.
+        max_model_len: Most tokens of prompt and output of one request; None = what the target was
+            made for, at most 4,096.
+        max_num_seqs: Sequences that run at the same time, 1 to 1,024.
+        max_num_batched_tokens: Rows of one iteration; None = 2,048, or more where max_num_seqs
+            windows need more.
+        prefill_chunk_size: Most prompt tokens of one request in one iteration; None = what the
+            iteration has room for.
+        kv_cache_bytes: Bytes of the KV pool of all groups together; None = see `LLM`.
+        block_size: Tokens of a KV block, 1 to 256.
+        num_threads: CPU threads of the ops; None = all cores that the process may use.
+        seed: Seeds requests that have no seed of their own, 0 to 2**64 - 1.
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int | None = None
+    prefill_chunk_size: int | None = None
+    kv_cache_bytes: int | None = None
+    block_size: int = 16
+    num_threads: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.device, str) and self.device.split(":")[0] == "cuda":
+            raise NotImplementedError(
+                f"device {self.device!r}: this build has no CUDA; it has: {quoted(DEVICES)}"
+            )
+        check_choice("device", self.device, DEVICES)
+        check_choice("dtype", self.dtype, DTYPES, ("float16",))
+        self._check("max_num_seqs", 1, 1024)
+        self._check("block_size", 1, 256)
+        self._check("seed", 0, MAX_SEED)
+        for key in ("max_model_len", "max_num_batched_tokens", "prefill_chunk_size"):
+            self._check(key, 1, 2**31 - 1, is_optional=True)
+        self._check("kv_cache_bytes", 1, 2**63 - 1, is_optional=True)
+        self._check("num_threads", 1, 1024, is_optional=True)
+
+    def _check(self, key: str, low: int, high: int, *, is_optional: bool = False) -> None:
+        value = getattr(self, key)
+        if not (is_optional and value is None):
+            object.__setattr__(self, key, check_int(key, value, low, high))

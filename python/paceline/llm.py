@@ -1,0 +1,593 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LLM`: a target, maybe a drafter, and an engine that runs them."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final
+
+from paceline import _core
+from paceline.config import (
+    DEVICES,
+    DRAFT_DRIVERS,
+    DTYPES,
+    LATER_METHODS,
+    LATER_REJECTION_SAMPLE_METHODS,
+    MAX_SEED,
+    MAX_SPECULATIVE_TOKENS,
+    METHODS,
+    REJECTION_SAMPLE_METHODS,
+    EngineConfig,
+    SpeculativeConfig,
+)
+from paceline.detokenizer import IncrementalDetokenizer
+from paceline.dispatcher import Dispatcher
+from paceline.loader import ARCHITECTURES, LoadedModel, check_compatible, load_checkpoint
+from paceline.memory import default_kv_cache_bytes
+from paceline.outputs import RequestError, RequestOutput
+from paceline.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
+from paceline.stream import Request, RequestStream
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+Prompt = str | Sequence[int]
+
+_DEFAULT_MAX_MODEL_LEN: Final = 4096
+_DEFAULT_MAX_NUM_BATCHED_TOKENS: Final = 2048
+
+
+class LLM:
+    """A model ready to generate, with or without a drafter.
+
+    All methods may be called from several threads; their requests run together.
+
+    Example:
+        >>> llm = LLM("path/to/model", speculative_config={"method": "draft_model",
+        ...           "model": "path/to/draft", "num_speculative_tokens": 4})
+        >>> llm.generate("def quicksort(", SamplingParams(temperature=0.0))[0].outputs[0].text
+
+    Attributes:
+        config: The engine's configuration, as given.
+        speculative_config: The speculator's configuration, or None.
+        target: The loaded target.
+        draft: The loaded drafter, or None.
+        max_model_len: Most tokens of prompt and output of one request.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int | None = None,
+        prefill_chunk_size: int | None = None,
+        kv_cache_bytes: int | None = None,
+        block_size: int = 16,
+        num_threads: int | None = None,
+        seed: int = 0,
+        show_progress: bool = True,
+    ) -> None:
+        """Loads the models and starts the engine.
+
+        Args:
+            model: Folder of the target's checkpoint in Hugging Face layout. Without a
+                `tokenizer.json` it takes token ids only.
+            speculative_config: vLLM's keys as a mapping or JSON, see `SpeculativeConfig`; None =
+                plain decoding.
+            device: "auto" or "cpu".
+            dtype: Of the weights: "auto", "float32" or "bfloat16".
+            max_model_len: Most tokens of prompt and output of one request. None = what the target
+                was made for, at most 4,096. The drafter must have been made for as many.
+            max_num_seqs: Sequences that run at the same time; further requests wait.
+            max_num_batched_tokens: Rows of one iteration; None = 2,048, or more where max_num_seqs
+                verify windows need more.
+            prefill_chunk_size: Most prompt tokens of one request in one iteration; None = what the
+                iteration has room for.
+            kv_cache_bytes: Bytes of the KV pool. None = enough for max_num_seqs sequences of
+                max_model_len tokens, but at most a quarter of the memory that is free now. A pool
+                that is too small for all sequences at once is no error: some wait, or are computed
+                again later.
+            block_size: Tokens of a KV block.
+            num_threads: CPU threads; None = all cores that the process may use.
+            seed: Seeds requests that have no seed of their own.
+            show_progress: Show progress bars while loading, where standard error is a terminal.
+
+        Raises:
+            ValueError: An argument that is not allowed, or a drafter that does not fit the target.
+            NotImplementedError: A method, model or device that is not there yet.
+            paceline.ModelNotFoundError: A folder or file that does not exist.
+            paceline.ModelFileError: A file that does not hold what it must.
+            paceline.OutOfMemoryError: No memory for weights, KV pool or workspace.
+        """
+        config = EngineConfig(
+            device=device,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            prefill_chunk_size=prefill_chunk_size,
+            kv_cache_bytes=kv_cache_bytes,
+            block_size=block_size,
+            num_threads=num_threads,
+            seed=seed,
+        )
+        speculative = None
+        draft = None
+        if speculative_config is not None:
+            speculative = SpeculativeConfig.parse(speculative_config)
+        target = load_checkpoint(model, dtype=config.dtype, progress=show_progress)
+        if speculative is not None:
+            assert speculative.model is not None
+            draft = load_checkpoint(speculative.model, dtype=config.dtype, progress=show_progress)
+        self._start(target, draft, config, speculative)
+
+    @classmethod
+    def from_loaded(
+        cls,
+        target: LoadedModel,
+        draft: LoadedModel | None = None,
+        *,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
+        **engine: Any,
+    ) -> LLM:
+        """Starts an engine on models that are loaded already; they may be shared.
+
+        Args:
+            target: What `paceline.loader.load_checkpoint` returned.
+            draft: The same for the drafter; needed if and only if there is a speculative_config.
+            speculative_config: As for `LLM`; its `model` is only a name here.
+            **engine: Fields of `EngineConfig`.
+
+        Returns:
+            The LLM.
+
+        Raises:
+            ValueError: As for `LLM`.
+        """
+        config = EngineConfig(**engine)
+        speculative = None
+        if speculative_config is not None:
+            speculative = SpeculativeConfig.parse(speculative_config)
+        if (speculative is None) != (draft is None):
+            raise ValueError(
+                "draft and speculative_config belong together: "
+                f"draft is {draft!r:.60}, speculative_config is {speculative_config!r}"
+            )
+        llm = cls.__new__(cls)
+        llm._start(target, draft, config, speculative)
+        return llm
+
+    def _start(
+        self,
+        target: LoadedModel,
+        draft: LoadedModel | None,
+        config: EngineConfig,
+        speculative: SpeculativeConfig | None,
+    ) -> None:
+        if draft is not None:
+            check_compatible(target, draft)
+        self.config = config
+        self.speculative_config = speculative
+        self.target = target
+        self.draft = draft
+        self.max_model_len = _resolve_max_model_len(config.max_model_len, target, draft)
+        k = 0 if speculative is None else speculative.num_speculative_tokens
+        rows = config.max_num_seqs * (k + 1)
+        max_num_batched_tokens = config.max_num_batched_tokens or max(
+            _DEFAULT_MAX_NUM_BATCHED_TOKENS, rows
+        )
+        if max_num_batched_tokens < rows:
+            raise ValueError(
+                f"max_num_batched_tokens is {max_num_batched_tokens}; allowed: an integer >= "
+                f"max_num_seqs * (num_speculative_tokens + 1) = {rows}"
+            )
+        if config.kv_cache_bytes is not None:
+            kv_cache_bytes, self._kv_cache_rule = config.kv_cache_bytes, "as given"
+        else:
+            kv_cache_bytes, self._kv_cache_rule = default_kv_cache_bytes(
+                [target] if draft is None else [target, draft],
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=self.max_model_len,
+                num_extra_tokens=4 * (k + 1) + 2 * config.block_size,
+                num_prefill_tokens=2 * max_num_batched_tokens,
+            )
+        options: dict[str, Any] = {
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": config.max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "prefill_chunk_size": config.prefill_chunk_size or 0,
+            "kv_cache_bytes": kv_cache_bytes,
+            "block_size": config.block_size,
+            "num_threads": config.num_threads or 0,
+            "num_speculative_tokens": k,
+        }
+        if speculative is not None:
+            options["accept_method"] = speculative.rejection_sample_method
+            options["synthetic_acceptance_length"] = speculative.synthetic_acceptance_length or 0.0
+            options["draft_driver"] = speculative.draft_driver
+        executor = _core.Executor(target.model, None if draft is None else draft.model, options)
+        self._dispatcher = Dispatcher(executor)
+        # Also at interpreter exit; holds the dispatcher, not this object.
+        self._finalizer = weakref.finalize(self, self._dispatcher.close)
+        self._counter = itertools.count()
+
+    # ---- generating ----------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Continues prompts and waits for all of them.
+
+        All prompts are checked before the first one is queued. A Ctrl-C cancels them.
+
+        The output of a request with a seed, or at temperature 0, depends on nothing but the prompt,
+        the parameters and the target. A request without a seed has the seed
+        `llm_seed * 2**32 + n` modulo 2**64, where n counts the requests of this LLM from 0.
+
+        Args:
+            prompts: A text or a sequence of token ids, or a sequence of those.
+            sampling_params: For all prompts, or one for each; None = `SamplingParams()`.
+            use_tqdm: Show a progress bar on standard error.
+
+        Returns:
+            One output for each prompt, in their order.
+
+        Raises:
+            ValueError: A prompt or parameter that is not allowed; says which prompt.
+            RequestError: The engine gave up on a request; the outputs of the others are attached.
+            RuntimeError: The LLM is closed.
+        """
+        requests = self._prepare(prompts, sampling_params)
+        outputs: list[RequestOutput | None] = [None] * len(requests)
+        with (
+            self._run(requests) as stream,
+            _progress_bar(len(requests), is_shown=use_tqdm) as bar,
+        ):
+            for chunk in stream:
+                if chunk.output is not None:
+                    outputs[chunk.index] = chunk.output
+                    bar.update(1)
+        finished = [output for output in outputs if output is not None]
+        for index, output in enumerate(finished):
+            if output.error is not None:
+                raise RequestError(f"prompt {index}: {output.error}", finished)
+        return finished
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> RequestStream:
+        """Continues prompts and gives out text as it is accepted.
+
+        The requests are queued at once. Closing the iterator, leaving its `with` block or dropping
+        it cancels what still runs.
+
+        Args:
+            prompts: As for `generate`.
+            sampling_params: As for `generate`.
+
+        Returns:
+            An iterator over `StreamChunk`; the chunks of several prompts are interleaved.
+
+        Raises:
+            ValueError: A prompt or parameter that is not allowed; says which prompt.
+            RuntimeError: The LLM is closed.
+        """
+        return self._run(self._prepare(prompts, sampling_params))
+
+    def logits(self, prompt: Prompt) -> npt.NDArray[np.float32]:
+        """Computes the target's logits at every position of a prompt.
+
+        Args:
+            prompt: A text or a sequence of at most `max_model_len` token ids.
+
+        Returns:
+            float32 array [num_tokens, vocab_size]; row i judges the token after position i.
+
+        Raises:
+            ValueError: A prompt that is not allowed.
+            RuntimeError: The LLM is closed, or the engine gave up.
+        """
+        _, token_ids = self._encode(prompt, "prompt", max_len=self.max_model_len)
+        session = self._dispatcher.open()
+        try:
+            session.add_request(token_ids, score_prompt=True)
+            event = session.get()
+            while event.finish_reason is None:
+                event = session.get()
+        finally:
+            session.close()
+        if event.logits is None:
+            raise RuntimeError(f"the prompt was not scored: {event.error or event.finish_reason}")
+        return event.logits.copy()
+
+    # ---- about ---------------------------------------------------------------------------------
+
+    def capabilities(self) -> dict[str, Any]:
+        """Says what this version can do and how this LLM is set up.
+
+        Returns:
+            A dict of plain JSON types: what `speculative_config`, `device` and `dtype` take, which
+            methods come later, the architectures, and under "configured" the limits in effect.
+        """
+        options = self._executor.options
+        speculative = self.speculative_config
+        return capabilities() | {
+            "configured": {
+                "architecture": self.target.architecture,
+                "draft_architecture": None if self.draft is None else self.draft.architecture,
+                "method": speculative.method if speculative is not None else None,
+                "dtype": self.target.weight_dtype,
+                "device": "cpu",
+                **options,
+            }
+        }
+
+    def memory_report(self) -> dict[str, Any]:
+        """Says where the memory goes.
+
+        Returns:
+            Bytes of weights, KV pool and workspace, counts of slabs, one dict a KV group under
+            "groups", and under "kv_cache_rule" why the pool has its size.
+        """
+        return {**self._executor.memory_report(), "kv_cache_rule": self._kv_cache_rule}
+
+    def __repr__(self) -> str:
+        speculative = "plain"
+        if self.speculative_config is not None:
+            speculative = (
+                f"{self.speculative_config.method} k="
+                f"{self.speculative_config.num_speculative_tokens}"
+            )
+        closed = ", closed" if self._dispatcher.is_closed else ""
+        return (
+            f"<LLM {str(self.target.path)!r} ({self.target.architecture}, "
+            f"{self.target.weight_dtype}), {speculative}, "
+            f"max_model_len={self.max_model_len}{closed}>"
+        )
+
+    def close(self) -> None:
+        """Cancels what runs and frees the engine. Closing twice is fine; so is never closing."""
+        self._finalizer()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ---- inside --------------------------------------------------------------------------------
+
+    @property
+    def _executor(self) -> _core.Executor:
+        self._dispatcher.check_running()
+        return self._dispatcher.executor
+
+    def _next_seed(self, params: SamplingParams) -> int:
+        """Numbers the request; returns the seed in effect."""
+        number = next(self._counter)  # atomic: one call into C
+        if params.seed is not None:
+            return params.seed
+        return (self.config.seed * 2**32 + number) & MAX_SEED
+
+    def _run(self, requests: list[Request]) -> RequestStream:
+        return RequestStream(
+            self._dispatcher,
+            requests,
+            num_speculative_tokens=None
+            if self.speculative_config is None
+            else self.speculative_config.num_speculative_tokens,
+            owner=self,
+        )
+
+    def _prepare(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[Request]:
+        """Checks everything; queues nothing."""
+        self._dispatcher.check_running()
+        listed = _list_prompts(prompts)
+        params = _list_params(sampling_params, len(listed))
+        checked = []
+        for index, (prompt, param) in enumerate(zip(listed, params, strict=True)):
+            name = f"prompts[{index}]" if len(listed) > 1 else "prompt"
+            # One token of room, for the first output token.
+            text, token_ids = self._encode(prompt, name, max_len=self.max_model_len - 1)
+            checked.append((text, token_ids, param, self._stop_token_ids(param)))
+        tokenizer = self.target.tokenizer
+        # Nothing fails from here on, so that a refused call numbers no request.
+        return [
+            Request(
+                index,
+                text,
+                token_ids,
+                param,
+                seed=self._next_seed(param),
+                stop_token_ids=stop,
+                detokenizer=None
+                if tokenizer is None
+                else IncrementalDetokenizer(tokenizer.decode, token_ids),
+            )
+            for index, (text, token_ids, param, stop) in enumerate(checked)
+        ]
+
+    def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        """All ids that end a request."""
+        vocab_size = self.target.vocab_size
+        for token in params.stop_token_ids:
+            if token >= vocab_size:
+                raise ValueError(
+                    f"stop_token_ids has {token}; allowed: 0 to vocab_size - 1 = {vocab_size - 1}"
+                )
+        stop = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop.update(self.target.eos_token_ids)
+        if len(stop) > MAX_STOP_TOKEN_IDS:
+            raise ValueError(
+                f"stop_token_ids and the checkpoint's end-of-sequence ids "
+                f"{list(self.target.eos_token_ids)} are {len(stop)} ids together; "
+                f"allowed: at most {MAX_STOP_TOKEN_IDS}"
+            )
+        return frozenset(stop)
+
+    def _encode(self, prompt: Prompt, name: str, *, max_len: int) -> tuple[str | None, list[int]]:
+        text = None
+        if isinstance(prompt, str):
+            text = prompt
+            if not prompt:
+                raise ValueError(f"{name} is empty; allowed: at least one character or token")
+            if self.target.tokenizer is None:
+                raise ValueError(
+                    f"{name} is a text, but {self.target.path} has no tokenizer.json; "
+                    "allowed: token ids"
+                )
+            token_ids = self.target.tokenizer.encode(prompt)
+        else:
+            token_ids = self._check_token_ids(prompt, name)
+        if not token_ids:
+            raise ValueError(f"{name} is empty; allowed: at least one token")
+        if len(token_ids) > max_len:
+            raise ValueError(
+                f"{name} has {len(token_ids)} tokens; allowed: at most {max_len} "
+                f"(max_model_len is {self.max_model_len}, the model was made for "
+                f"{self.target.max_position})"
+            )
+        return text, token_ids
+
+    def _check_token_ids(self, prompt: Sequence[int], name: str) -> list[int]:
+        vocab_size = self.target.vocab_size
+        token_ids = []
+        for position, token in enumerate(prompt):
+            try:
+                if isinstance(token, bool):
+                    raise TypeError
+                token_id = operator.index(token)
+            except TypeError:
+                raise ValueError(
+                    f"{name}[{position}] is {token!r} ({type(token).__name__}); allowed: a token id"
+                ) from None
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(
+                    f"{name}[{position}] is token id {token_id}; "
+                    f"allowed: 0 to vocab_size - 1 = {vocab_size - 1}"
+                )
+            token_ids.append(token_id)
+        return token_ids
+
+
+def capabilities() -> dict[str, Any]:
+    """Says what this version can do, without any model; see `LLM.capabilities`."""
+    return {
+        "methods": list(METHODS),
+        "later_methods": list(LATER_METHODS),
+        "max_num_speculative_tokens": MAX_SPECULATIVE_TOKENS,
+        "rejection_sample_methods": list(REJECTION_SAMPLE_METHODS),
+        "later_rejection_sample_methods": list(LATER_REJECTION_SAMPLE_METHODS),
+        "draft_drivers": list(DRAFT_DRIVERS),
+        "architectures": sorted(ARCHITECTURES),
+        "devices": list(DEVICES),
+        "has_cuda": _core.build_info()["has_cuda"],
+        "dtypes": list(DTYPES),
+        "block_sizes": {"min": 1, "max": 256},
+        "max_num_seqs": {"min": 1, "max": 1024},
+        "sampling_parameters": list(SamplingParams.__dataclass_fields__),
+    }
+
+
+def _resolve_max_model_len(
+    given: int | None, target: LoadedModel, draft: LoadedModel | None
+) -> int:
+    if given is not None and given > target.max_position:
+        raise ValueError(
+            f"max_model_len is {given}; {target.path} was made for {target.max_position} tokens: "
+            f"allowed: 1 to {target.max_position}"
+        )
+    max_model_len = given or min(target.max_position, _DEFAULT_MAX_MODEL_LEN)
+    # Not lowered to what the drafter can do: with it and without, requests end at the same length.
+    if draft is not None and draft.max_position < max_model_len:
+        raise ValueError(
+            f"max_model_len is {max_model_len} ({target.path} was made for {target.max_position} "
+            f"tokens), but the drafter {draft.path} was made for {draft.max_position}; "
+            f"allowed: max_model_len={draft.max_position} or less with this drafter"
+        )
+    return max_model_len
+
+
+def _list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Tells one prompt from several."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, bytes | Mapping) or not hasattr(prompts, "__getitem__"):
+        raise ValueError(
+            f"prompts is a {type(prompts).__name__}; "
+            "allowed: a text, a sequence of token ids, or a sequence of those"
+        )
+    if len(prompts) == 0:
+        raise ValueError("prompts is empty; allowed: at least one prompt of at least one token")
+    first = prompts[0]
+    # Elements of arrays and tensors have the methods of a sequence even where they are one number.
+    if hasattr(first, "__len__") and getattr(first, "ndim", 1) > 0:
+        listed: list[Prompt] = []
+        for index, prompt in enumerate(prompts):
+            if isinstance(prompt, bytes | Mapping) or not hasattr(prompt, "__len__"):
+                raise ValueError(
+                    f"prompts[{index}] is {prompt!r:.60} ({type(prompt).__name__}); "
+                    "allowed: a text or a sequence of token ids"
+                )
+            listed.append(prompt)  # type: ignore[arg-type]
+        return listed
+    return [prompts]  # type: ignore[list-item]
+
+
+def _list_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if isinstance(params, str | Mapping) or not isinstance(params, Sequence):
+        raise ValueError(
+            f"sampling_params is {params!r:.60} ({type(params).__name__}); "
+            "allowed: SamplingParams or a sequence of them"
+        )
+    for index, param in enumerate(params):
+        if not isinstance(param, SamplingParams):
+            raise ValueError(
+                f"sampling_params[{index}] is {param!r:.60} ({type(param).__name__}); "
+                "allowed: SamplingParams"
+            )
+    if len(params) != num_prompts:
+        raise ValueError(
+            f"sampling_params has {len(params)} entries for {num_prompts} prompts; "
+            "allowed: one for all or one for each"
+        )
+    return list(params)
+
+
+def _progress_bar(total: int, *, is_shown: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc="Generating", unit="request", disable=not is_shown)

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request gives back."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """The text that continues a prompt.
+
+    Attributes:
+        text: The output tokens as text, without special tokens and without the stop token. Empty
+            when the checkpoint has no tokenizer.
+        token_ids: The output tokens, the stop token included.
+        logprobs: None: not there yet.
+        finish_reason: "stop" (a stop token), "length" (max_tokens or max_model_len) or "error".
+    """
+
+    text: str
+    token_ids: list[int]
+    logprobs: None
+    finish_reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times and counters of one request, measured by the engine.
+
+    Attributes:
+        num_prompt_tokens: Tokens of the prompt.
+        num_output_tokens: Tokens emitted.
+        time_to_first_token_ms: From queueing to the first token; None without tokens.
+        generation_time_ms: From the first token to the end; None without tokens.
+        total_time_ms: From queueing to the end.
+        mean_itl_ms: Generation time per token after the first delivery; None without such tokens.
+        tokens_per_second: The same as a rate.
+        speculative_decoding: None without speculation, else a dict with vLLM's names:
+            mean_acceptance_length (tokens per drafted iteration, bonus token included),
+            draft_acceptance_rate, acceptance_histogram [k + 1] (drafted iterations by accepted
+            drafts), acceptance_histogram_by_draft_length {"d": [d + 1]}, num_spec_steps,
+            num_accepted_draft_tokens, num_draft_tokens, num_spec_tokens (k),
+            acceptance_per_position [k] (of the times draft i was verified, the share kept; None if
+            it never was) and num_discarded_draft_tokens (never judged: beyond the end of the
+            request). Rates without a denominator are None.
+    """
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    time_to_first_token_ms: float | None
+    generation_time_ms: float | None
+    total_time_ms: float
+    mean_itl_ms: float | None
+    tokens_per_second: float | None
+    speculative_decoding: dict[str, Any] | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the metrics as plain JSON types; `speculative_decoding` is absent when None."""
+        result = dataclasses.asdict(self)
+        if self.speculative_decoding is None:
+            del result["speculative_decoding"]
+        return result
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A finished request.
+
+    Attributes:
+        prompt: The prompt as text; None when it came as token ids.
+        prompt_token_ids: The prompt as token ids.
+        outputs: One completion.
+        metrics: Times and counters.
+        error: What happened, when `outputs[0].finish_reason` is "error"; else None.
+    """
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    metrics: RequestMetrics
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StreamChunk:
+    """What one iteration added to one request.
+
+    Attributes:
+        index: Position of the prompt among those given to `LLM.stream`.
+        text: New text. Never part of a character: bytes that do not make one yet come with a later
+            chunk.
+        token_ids: New tokens.
+        finished: The request has ended; its last chunk.
+        output: The whole output in the last chunk, else None.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finished: bool
+    output: RequestOutput | None
+
+
+class RequestError(RuntimeError):
+    """The engine gave up on a request while it ran. The other requests are not affected.
+
+    Attributes:
+        outputs: All outputs of the call, in the order of the prompts; failed ones have an `error`.
+    """
+
+    def __init__(self, message: str, outputs: list[RequestOutput]) -> None:
+        super().__init__(message)
+        self.outputs = outputs
+
+
+def speculative_metrics(
+    counters: dict[str, Any], histogram_by_draft_length: dict[int, list[int]], num_spec_tokens: int
+) -> dict[str, Any]:
+    """Names the engine's counters as vLLM does; see `RequestMetrics.speculative_decoding`.
+
+    Args:
+        counters: `RequestEvent.counters` of the last event.
+        histogram_by_draft_length: Per number of verified drafts d, [d + 1] iterations by accepted.
+        num_spec_tokens: k.
+
+    Returns:
+        The dict.
+    """
+    num_steps = counters["num_iterations"]
+    num_drafted = counters["num_draft_tokens"]
+    num_accepted = counters["num_accepted_tokens"]
+    histogram = [0] * (num_spec_tokens + 1)
+    for row in histogram_by_draft_length.values():
+        for num, count in enumerate(row):
+            histogram[num] += count
+    return {
+        "mean_acceptance_length": 1 + num_accepted / num_steps if num_steps else None,
+        "draft_acceptance_rate": num_accepted / num_drafted if num_drafted else None,
+        "acceptance_histogram": histogram,
+        "acceptance_histogram_by_draft_length": {
+            str(length): row for length, row in sorted(histogram_by_draft_length.items())
+        },
+        "num_spec_steps": num_steps,
+        "num_accepted_draft_tokens": num_accepted,
+        "num_draft_tokens": num_drafted,
+        "num_spec_tokens": num_spec_tokens,
+        "acceptance_per_position": [
+            accepted / drafted if drafted else None
+            for accepted, drafted in zip(
+                counters["accepted_per_position"], counters["drafted_per_position"], strict=True
+            )
+        ],
+        "num_discarded_draft_tokens": counters["num_discarded_tokens"],
+    }

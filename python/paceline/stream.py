@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that run: from the engine's deliveries to text and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from paceline.outputs import (
+    CompletionOutput,
+    RequestMetrics,
+    RequestOutput,
+    StreamChunk,
+    speculative_metrics,
+)
+
+if TYPE_CHECKING:
+    from paceline import _core
+    from paceline.detokenizer import IncrementalDetokenizer
+    from paceline.dispatcher import Dispatcher
+    from paceline.sampling import SamplingParams
+
+
+class RequestStream(Iterator[StreamChunk]):
+    """Running requests, as an iterator over what they emit. Made by `LLM.stream`.
+
+    Used by one thread at a time. Closing it, leaving its `with` block or dropping it cancels what
+    still runs.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        requests: Sequence[Request],
+        *,
+        num_speculative_tokens: int | None,
+        owner: object,
+    ) -> None:
+        """Queues the requests; all or none.
+
+        Args:
+            dispatcher: Of the engine.
+            requests: What to run.
+            num_speculative_tokens: k; None without speculation.
+            owner: Kept alive while requests run.
+        """
+        self._num_open = 0
+        self._session = dispatcher.open()
+        self._num_speculative_tokens = num_speculative_tokens
+        self._owner: object | None = owner
+        self._requests: dict[int, Request] = {}
+        try:
+            for request in requests:
+                request_id = self._session.add_request(
+                    request.prompt_token_ids,
+                    temperature=request.params.temperature,
+                    seed=request.seed,
+                    max_tokens=request.params.max_tokens,
+                    stop_token_ids=sorted(request.stop_token_ids),
+                )
+                self._requests[request_id] = request
+                self._num_open += 1
+        except BaseException:
+            self.close()
+            raise
+
+    def __next__(self) -> StreamChunk:
+        """Waits for the next delivery of any of the requests.
+
+        Raises:
+            StopIteration: All have ended, or the stream was closed.
+            RuntimeError: The LLM was closed.
+            KeyboardInterrupt: Ctrl-C; the requests are cancelled.
+        """
+        if self._num_open == 0:
+            self.close()
+            raise StopIteration
+        try:
+            event = self._session.get()
+            request = self._requests[event.id]
+            text = request.push(event)
+            output = None
+            if event.finish_reason is not None:
+                self._num_open -= 1
+                output = request.finish(event, self._num_speculative_tokens)
+        except BaseException:
+            self.close()
+            raise
+        return StreamChunk(
+            index=request.index,
+            text=text,
+            token_ids=event.token_ids,
+            finished=output is not None,
+            output=output,
+        )
+
+    def close(self) -> None:
+        """Cancels what still runs. Closing twice is fine."""
+        self._num_open = 0
+        self._session.close()
+        self._owner = None
+
+    def __enter__(self) -> RequestStream:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_num_open", 0):
+            self.close()
+
+
+class Request:
+    """A checked request and what it has emitted so far."""
+
+    def __init__(
+        self,
+        index: int,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        stop_token_ids: frozenset[int],
+        detokenizer: IncrementalDetokenizer | None,
+    ) -> None:
+        """Starts without output.
+
+        Args:
+            index: Position among the prompts of the call.
+            prompt: The prompt as text; None when it came as token ids.
+            prompt_token_ids: The prompt.
+            params: How to sample.
+            seed: The seed in effect.
+            stop_token_ids: All that end the request.
+            detokenizer: None: the output has no text.
+        """
+        self.index = index
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.seed = seed
+        self.stop_token_ids = stop_token_ids
+        self.detokenizer = detokenizer
+        self.token_ids: list[int] = []
+        self.text_parts: list[str] = []
+        self.num_first_tokens = 0
+        self.histogram_by_draft_length: dict[int, list[int]] = {}
+
+    def push(self, event: _core.RequestEvent) -> str:
+        """Takes a delivery; returns the text that it adds."""
+        token_ids = event.token_ids
+        if not self.token_ids:
+            self.num_first_tokens = len(token_ids)
+        self.token_ids += token_ids
+        if event.num_drafted:
+            row = self.histogram_by_draft_length.setdefault(
+                event.num_drafted, [0] * (event.num_drafted + 1)
+            )
+            row[event.num_accepted] += 1
+        if self.detokenizer is None:
+            return ""
+        text = "".join(
+            self.detokenizer.push(token)
+            for token in token_ids
+            if token not in self.stop_token_ids  # it ends the request and is no text
+        )
+        if event.finish_reason is not None:
+            text += self.detokenizer.flush()
+        self.text_parts.append(text)
+        return text
+
+    def finish(
+        self, event: _core.RequestEvent, num_speculative_tokens: int | None
+    ) -> RequestOutput:
+        """Takes the last delivery, after `push`."""
+        assert event.finish_reason is not None
+        is_failed = event.finish_reason in ("error", "cancelled")
+        completion = CompletionOutput(
+            text="".join(self.text_parts),
+            token_ids=self.token_ids,
+            logprobs=None,
+            finish_reason="error" if is_failed else event.finish_reason,
+        )
+        return RequestOutput(
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[completion],
+            metrics=self._metrics(event, num_speculative_tokens),
+            error=(event.error or "the engine cancelled the request") if is_failed else None,
+        )
+
+    def _metrics(self, event: _core.RequestEvent, k: int | None) -> RequestMetrics:
+        first_ms = generation_ms = itl_ms = rate = None
+        if self.token_ids and event.first_token_us:
+            first_ms = (event.first_token_us - event.arrival_us) / 1e3
+            generation_ms = (event.finish_us - event.first_token_us) / 1e3
+            num_timed = len(self.token_ids) - self.num_first_tokens
+            if num_timed > 0 and generation_ms > 0:
+                itl_ms = generation_ms / num_timed
+                rate = 1e3 / itl_ms
+        return RequestMetrics(
+            num_prompt_tokens=len(self.prompt_token_ids),
+            num_output_tokens=len(self.token_ids),
+            time_to_first_token_ms=first_ms,
+            generation_time_ms=generation_ms,
+            total_time_ms=(event.finish_us - event.arrival_us) / 1e3,
+            mean_itl_ms=itl_ms,
+            tokens_per_second=rate,
+            speculative_decoding=None
+            if k is None
+            else speculative_metrics(dict(event.counters), self.histogram_by_draft_length, k),
+        )

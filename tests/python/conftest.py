@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the Python tests share: tiny random models, with and without a drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny_models
+from paceline import LLM
+
+
+@pytest.fixture(scope="session")
+def target_dir() -> Path:
+    """A tiny Gemma 3: sliding and full layers."""
+    return tiny_models.make(tiny_models.TinySpec("gemma3", seed=3))
+
+
+@pytest.fixture(scope="session")
+def draft_dir(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target with noise on its weights: some of its drafts are kept, some are not."""
+    out = tmp_path_factory.mktemp("draft") / "draft"
+    return tiny_models.perturbed_copy(target_dir, out, noise=0.5, seed=1)
+
+
+@pytest.fixture(scope="session")
+def speculative_config(draft_dir: Path) -> dict[str, Any]:
+    """What a user writes."""
+    return {"method": "draft_model", "model": str(draft_dir), "num_speculative_tokens": 4}
+
+
+@pytest.fixture(scope="session")
+def llm(target_dir: Path, speculative_config: dict[str, Any]) -> Iterator[LLM]:
+    """The target with its drafter."""
+    with LLM(target_dir, speculative_config=speculative_config, max_num_seqs=8) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def plain_llm(target_dir: Path) -> Iterator[LLM]:
+    """The target alone."""
+    with LLM(target_dir, max_num_seqs=8) as llm:
+        yield llm

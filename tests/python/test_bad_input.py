@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users get wrong: one clear error each, and nothing is harmed by it.
+
+Broken checkpoints are in test_loader.py, configurations in test_config.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tiny_models
+from paceline import LLM, ModelFileError, ModelNotFoundError, SamplingParams, _core
+from paceline.loader import load_checkpoint
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+OPTIONS = {"max_model_len": 64, "kv_cache_bytes": 8 << 20, "max_num_seqs": 2}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_harmed(llm: LLM) -> Any:
+    """After each error the engine is idle, whole, and gives what it gave before."""
+    expected = llm.generate("abc", GREEDY)[0].outputs
+    yield
+    stats = llm._executor.stats()
+    assert stats["num_running"] == stats["num_waiting"] == 0
+    assert llm.generate("abc", GREEDY)[0].outputs == expected
+    assert llm._executor.check_integrity() == ""
+    assert not llm._dispatcher.sessions
+
+
+def refuses(call: Callable[[], Any], *parts: object, kind: type[Exception] = ValueError) -> None:
+    with pytest.raises(kind, match="(?s)" + ".*".join(re.escape(str(part)) for part in parts)):
+        call()
+
+
+# ---- prompts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", ["", [], [[]], ["a", ""], ["a", []], np.zeros(0, np.int64)])
+def test_empty_prompt(llm: LLM, prompt: Any) -> None:
+    refuses(lambda: llm.generate(prompt, GREEDY), "is empty", "allowed: at least one")
+
+
+def test_empty_prompt_says_which(llm: LLM) -> None:
+    refuses(lambda: llm.generate(["a", ""]), "prompts[1] is empty")
+    refuses(lambda: llm.stream(["a", []]), "prompts[1] is empty")
+    refuses(lambda: llm.logits([]), "prompt is empty")
+
+
+def test_prompt_that_is_too_long(llm: LLM) -> None:
+    longest = llm.max_model_len - 1
+    refuses(
+        lambda: llm.generate([5] * (longest + 1), GREEDY),
+        f"prompt has {longest + 1} tokens",
+        f"at most {longest}",
+        "made for 2048",
+    )
+    assert llm.generate([5] * longest, GREEDY)[0].outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("token", [-1, 128, 2**31, 2**70])
+def test_token_id_out_of_range(llm: LLM, token: int) -> None:
+    allowed = "allowed: 0 to vocab_size - 1 = 127"
+    refuses(lambda: llm.generate([1, token]), "prompt[1] is token id", token, allowed)
+    refuses(lambda: llm.generate(["a", [1, token]]), "prompts[1][1]", token, allowed)
+    refuses(lambda: llm.logits([token]), "prompt[0]", token, allowed)
+
+
+@pytest.mark.parametrize("token", [1.0, True, None, b"a"])
+def test_token_that_is_no_id(llm: LLM, token: Any) -> None:
+    refuses(lambda: llm.generate([[1, token]]), "[1] is", repr(token), "allowed: a token id")
+
+
+@pytest.mark.parametrize("prompts", [3, None, b"abc", {"a": 1}, {1, 2}, object()])
+def test_prompts_of_the_wrong_kind(llm: LLM, prompts: Any) -> None:
+    refuses(
+        lambda: llm.generate(prompts), "prompts is a", type(prompts).__name__, "allowed: a text"
+    )
+
+
+@pytest.mark.parametrize("prompts", [["a", 3], [[1], None], ["a", b"b"]])
+def test_one_prompt_of_the_wrong_kind(llm: LLM, prompts: Any) -> None:
+    refuses(lambda: llm.generate(prompts), "prompts[1] is", "allowed: a text or a sequence")
+
+
+def test_one_bad_prompt_queues_nothing(llm: LLM) -> None:
+    before = llm._executor.stats()["num_emitted_tokens"]
+    refuses(lambda: llm.generate(["a"] * 20 + [[-1]], GREEDY), "prompts[20][0] is token id -1")
+    assert llm._executor.stats()["num_emitted_tokens"] == before
+
+
+def test_text_without_a_tokenizer() -> None:
+    folder = tiny_models.make(tiny_models.TinySpec("llama", seed=1, tokenizer_size=0))
+    with LLM(folder) as llm:
+        refuses(lambda: llm.generate("abc"), "prompt is a text", folder, "allowed: token ids")
+        completion = llm.generate([1, 2], GREEDY)[0].outputs[0]
+        assert completion.text == "" and len(completion.token_ids) == 8
+
+
+# ---- parameters --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, "greedy", 3, [GREEDY, None]])
+def test_sampling_params_of_the_wrong_kind(llm: LLM, params: Any) -> None:
+    refuses(lambda: llm.generate(["a", "b"], params), "sampling_params", "allowed: SamplingParams")
+
+
+def test_too_few_sampling_params(llm: LLM) -> None:
+    refuses(lambda: llm.generate(["a", "b"], [GREEDY]), "1 entries for 2 prompts")
+
+
+def test_stop_token_out_of_range(llm: LLM) -> None:
+    params = SamplingParams(stop_token_ids=[128])
+    refuses(lambda: llm.generate("a", params), "stop_token_ids has 128", "= 127")
+
+
+def test_too_many_stop_tokens(tmp_path: Path, target_dir: Path) -> None:
+    folder = tiny_models.copy_checkpoint(target_dir, tmp_path / "model")
+    tiny_models.edit_config(folder, eos_token_id=[0, 1])
+    with LLM(folder) as llm:
+        params = SamplingParams(stop_token_ids=list(range(2, 9)))
+        refuses(lambda: llm.generate("a", params), "[0, 1]", "9 ids together", "at most 8")
+
+
+# ---- the LLM -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [0, 10**9, "3", True, 2.0])
+def test_k(target_dir: Path, speculative_config: dict[str, Any], k: Any) -> None:
+    config = speculative_config | {"num_speculative_tokens": k}
+    refuses(
+        lambda: LLM(target_dir, speculative_config=config),
+        "num_speculative_tokens",
+        k,
+        "1 to 16",
+    )
+
+
+def test_configuration_is_checked_before_anything_is_loaded() -> None:
+    config = {"method": "nonesuch", "num_speculative_tokens": 2}
+    refuses(lambda: LLM("no/such/folder", speculative_config=config), "'nonesuch'")
+    refuses(lambda: LLM("no/such/folder", block_size=0), "block_size is 0")
+
+
+def test_missing_folders(target_dir: Path) -> None:
+    refuses(lambda: LLM("no/such/folder"), "no/such/folder", kind=ModelNotFoundError)
+    config = {"model": "no/such/draft", "num_speculative_tokens": 2}
+    refuses(
+        lambda: LLM(target_dir, speculative_config=config),
+        "no/such/draft",
+        kind=FileNotFoundError,
+    )
+
+
+def test_device(target_dir: Path) -> None:
+    refuses(lambda: LLM(target_dir, device="cuda"), "no CUDA", kind=NotImplementedError)
+
+
+def test_max_model_len_beyond_the_target(target_dir: Path) -> None:
+    refuses(lambda: LLM(target_dir, max_model_len=2049), "2049", target_dir, "1 to 2048")
+
+
+def test_drafter_that_was_made_for_less(target_dir: Path, draft_dir: Path, tmp_path: Path) -> None:
+    short = tiny_models.copy_checkpoint(draft_dir, tmp_path / "short")
+    tiny_models.edit_config(short, max_position_embeddings=100)
+    config = {"model": str(short), "num_speculative_tokens": 2}
+    refuses(
+        lambda: LLM(target_dir, speculative_config=config),
+        "max_model_len is 2048",
+        target_dir,
+        short,
+        "made for 100",
+        "max_model_len=100",
+    )
+    with LLM(target_dir, speculative_config=config, max_model_len=100) as llm:
+        assert llm.generate("a", GREEDY)
+
+
+def test_drafter_with_another_tokenizer(target_dir: Path, draft_dir: Path, tmp_path: Path) -> None:
+    other = tiny_models.copy_checkpoint(draft_dir, tmp_path / "other")
+    tiny_models.write_tokenizer(other / "tokenizer.json", 128, rename={40: "other"})
+    config = {"model": str(other), "num_speculative_tokens": 2}
+    refuses(lambda: LLM(target_dir, speculative_config=config), "40", "'other'")
+
+
+def test_too_few_batched_tokens(target_dir: Path, speculative_config: dict[str, Any]) -> None:
+    refuses(
+        lambda: LLM(
+            target_dir,
+            speculative_config=speculative_config,
+            max_num_seqs=8,
+            max_num_batched_tokens=39,
+        ),
+        "max_num_batched_tokens is 39",
+        "= 40",
+    )
+
+
+def test_no_blocks_for_one_request(target_dir: Path) -> None:
+    refuses(lambda: LLM(target_dir, kv_cache_bytes=1000), "kv_cache_bytes", "1000")
+    with LLM(target_dir, kv_cache_bytes=256 << 10) as llm:
+        before = llm._executor.stats()
+        refuses(lambda: llm.generate(["a", [5] * 1500], GREEDY), "KV blocks", "kv_cache_bytes")
+        assert llm.generate("a", GREEDY)[0].outputs[0].token_ids
+        assert before["num_emitted_tokens"] == 0
+        assert llm._executor.check_integrity() == ""
+
+
+def test_damaged_weights(target_dir: Path, tmp_path: Path) -> None:
+    folder = tiny_models.copy_checkpoint(target_dir, tmp_path / "model")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    refuses(lambda: LLM(folder), weights, kind=ModelFileError)
+
+
+def test_drafter_and_configuration_belong_together(
+    target_dir: Path, speculative_config: dict[str, Any]
+) -> None:
+    target = load_checkpoint(target_dir)
+    refuses(
+        lambda: LLM.from_loaded(target, speculative_config=speculative_config), "belong together"
+    )
+    refuses(lambda: LLM.from_loaded(target, target), "belong together")
+
+
+# ---- the binding -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"nonesuch": 1}, ["unknown executor option 'nonesuch'", "max_model_len"]),
+        ({"max_num_seqs": "8"}, ["'max_num_seqs' is '8'", "an integer of 32 bits"]),
+        ({"max_num_seqs": True}, ["'max_num_seqs' is True", "an integer of 32 bits"]),
+        ({"max_num_seqs": 2**40}, ["'max_num_seqs'", "an integer of 32 bits"]),
+        ({"kv_cache_bytes": 2**70}, ["'kv_cache_bytes'", "an integer of 64 bits"]),
+        ({"kv_cache_bytes": 1.5}, ["'kv_cache_bytes' is 1.5", "an integer of 64 bits"]),
+        ({"use_window_lists": 1}, ["'use_window_lists' is 1", "True or False"]),
+        ({"accept_method": "standard"}, ["'standard'", "'coupled', 'synthetic'"]),
+        ({"draft_driver": None}, ["None", "'unrolled', 'replay', 'eager'"]),
+        ({"max_num_seqs": 0}, ["max_num_seqs is 0", "1 to 1024"]),
+        ({"block_size": 0}, ["block_size is 0", "1 to 256"]),
+        ({"num_speculative_tokens": 4}, ["num_speculative_tokens", "drafter"]),
+    ],
+)
+def test_executor_options(target_dir: Path, options: dict[str, Any], parts: list[str]) -> None:
+    model = load_checkpoint(target_dir).model
+    refuses(lambda: _core.Executor(model, None, OPTIONS | options), *parts)
+
+
+def test_executor_reads_its_options_back(target_dir: Path) -> None:
+    model = load_checkpoint(target_dir).model
+    given = OPTIONS | {"draft_driver": "replay", "device_lateness": 1, "use_window_lists": True}
+    executor = _core.Executor(model, None, given)
+    assert given.items() <= executor.options.items()
+    assert executor.options["max_num_batched_tokens"] == 2048
+    executor.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ({"prompt": []}, "empty"),
+        ({"prompt": [128]}, "128"),
+        ({"prompt": [1] * 64}, "64"),
+        ({"prompt": [1], "temperature": float("nan")}, "temperature is nan"),
+        ({"prompt": [1], "temperature": -1.0}, "temperature is -1"),
+        ({"prompt": [1], "max_tokens": 0}, "max_tokens is 0"),
+        ({"prompt": [1], "stop_token_ids": list(range(9))}, "stop_token_ids"),
+    ],
+)
+def test_requests_that_can_never_run(
+    target_dir: Path, arguments: dict[str, Any], part: str
+) -> None:
+    executor = _core.Executor(load_checkpoint(target_dir).model, None, OPTIONS)
+    refuses(lambda: executor.add_request(**arguments), part)
+    assert executor.check_integrity() == ""
+    executor.close()
+
+
+def test_unknown_request_is_not_cancelled(target_dir: Path) -> None:
+    executor = _core.Executor(load_checkpoint(target_dir).model, None, OPTIONS)
+    assert executor.cancel(12345) is False
+    executor.close()
+
+
+def test_a_full_queue_is_no_error(target_dir: Path) -> None:
+    model = load_checkpoint(target_dir).model
+    executor = _core.Executor(model, None, OPTIONS | {"max_waiting_requests": 1})
+    ids = [executor.add_request([1], max_tokens=60) for _ in range(200)]
+    assert None in ids and ids[0] is not None
+    executor.close()
+
+
+def test_arrays_for_weights(target_dir: Path) -> None:
+    config = load_checkpoint(target_dir).config_json
+    builder = _core.ModelBuilder(config, "float32")
+    shape = (128, 64)
+    name = "embed.weight"
+    refuses(lambda: builder.put_array("nonesuch", np.zeros(shape, np.float32)), "nonesuch")
+    refuses(lambda: builder.put_array(name, np.zeros((2, 2), np.float32)), name, "128")
+    refuses(lambda: builder.put_array(name, np.zeros(shape)), name, "float64", "float32, float16")
+    swapped = np.zeros(shape, np.float32).astype(">f4")
+    refuses(lambda: builder.put_array(name, swapped), name, ">f4")
+    odd = np.zeros(128 * 64 * 4 + 4, np.uint8)[1:-3].view(np.float32).reshape(shape)
+    refuses(lambda: builder.put_array(name, odd), name, "not aligned")
+    records = np.zeros(shape, np.dtype([("a", np.float32), ("b", np.uint8)]))["a"]
+    refuses(lambda: builder.put_array(name, records), name)
+    assert name in builder.missing()
+    refuses(builder.finish, name)
+    refuses(lambda: _core.ModelBuilder(config, "int8"), "int8")
+    refuses(lambda: _core.ModelBuilder("{}", "float32"))
+
+
+def test_strides_do_not_matter(target_dir: Path) -> None:
+    config = load_checkpoint(target_dir).config_json
+    values = np.random.default_rng(0).normal(size=(128, 64)).astype(np.float32)
+    arenas = []
+    for array in (
+        values,
+        values.T.copy().T,
+        values[::-1].copy()[::-1],
+        values.repeat(2, 1)[:, ::2],
+    ):
+        builder = _core.ModelBuilder(config, "bfloat16")
+        builder.put_array("embed.weight", array)
+        refuses(lambda b=builder: b.put_array("embed.weight", values), "embed.weight")
+        builder.fill_dummy(1)
+        assert builder.missing() == []
+        arenas.append(bytes(builder.finish().arena()))
+        with pytest.raises(RuntimeError, match="finished"):
+            builder.missing()
+    assert len(set(arenas)) == 1
+
+
+def test_files_for_weights(target_dir: Path) -> None:
+    path = target_dir / "model.safetensors"
+    file = _core.SafetensorsFile(str(path))
+    names = file.names()
+    assert names == sorted(names) and len(file) == len(names) and names[0] in file
+    dtype, shape, num_bytes = file.info(names[0])
+    assert dtype == "F32" and num_bytes == 4 * int(np.prod(shape))
+    assert file.path == str(path)
+    assert str(len(names)) in repr(file)
+    assert "nonesuch" not in file
+    refuses(lambda: file.info("nonesuch"), path, "nonesuch", kind=ModelFileError)
+    refuses(lambda: _core.SafetensorsFile("no/such.file"), "no/such.file", kind=ModelNotFoundError)
+    refuses(lambda: _core.load_model_folder("no/such"), "no/such", kind=ModelNotFoundError)

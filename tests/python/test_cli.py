@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: what it prints, where, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paceline
+from paceline import LLM, ModelNotFoundError, SamplingParams, cli, demo
+
+PROMPT = "x = "
+
+
+@pytest.fixture
+def generate(target_dir: Path, speculative_config: dict[str, Any]) -> list[str]:
+    """Arguments of a run with a drafter."""
+    config = json.dumps(speculative_config)
+    return ["generate", PROMPT, "--model", str(target_dir), "--speculative-config", config]
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"paceline {paceline.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "module", [["-m", "paceline"], ["-c", "from paceline.cli import main; main()"]]
+)
+def test_runs_as_a_program(module: list[str]) -> None:
+    result = subprocess.run(
+        [sys.executable, *module, "--help"], capture_output=True, text=True, check=True
+    )
+    for command in ("generate", "convert", "doctor"):
+        assert command in result.stdout
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["nonesuch"], ["generate"], ["generate", "a", "--max-tokens", "x"], ["--nonesuch"]]
+)
+def test_usage_errors(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(argv)
+    assert stop.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "usage: paceline" in captured.err
+
+
+def test_generate(generate: list[str], llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=64)
+    expected = llm.generate(PROMPT, params)[0].outputs[0].text
+    assert cli.main(generate) == 0
+    streamed = capsys.readouterr()
+    text, _, report = streamed.out.rpartition(f"\n{'-' * 50}\n")
+    assert text == PROMPT + expected
+    assert "64 tokens in" in report and "tokens/s" in report
+    assert "acceptance length" in report and "draft position 1 to 4" in report
+    assert cli.main([*generate, "--no-stream"]) == 0
+    assert capsys.readouterr().out.startswith(PROMPT + expected + "\n")
+    assert cli.main([*generate, "--quiet"]) == 0
+    assert capsys.readouterr() == (expected + "\n", "")
+
+
+def test_generate_as_json(generate: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*generate, "--json", "--compare", "--max-tokens", "30"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    report = json.loads(captured.out)
+    assert report["prompt"] == PROMPT
+    assert len(report["token_ids"]) == 30
+    assert report["finish_reason"] == "length"
+    assert report["metrics"]["speculative_decoding"]["num_spec_tokens"] == 4
+    assert report["plain"]["is_same"] is True
+    assert "speculative_decoding" not in report["plain"]["metrics"]
+    assert report["configured"]["num_speculative_tokens"] == 4
+
+
+def test_generate_without_a_drafter(target_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", PROMPT, "-m", str(target_dir), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["draft_model"] is None
+    assert "speculative_decoding" not in report["metrics"]
+
+
+@pytest.mark.parametrize("temperature", ["0", "1.0"])
+def test_compare(generate: list[str], temperature: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*generate, "--compare", "--temperature", temperature]) == 0
+    out = capsys.readouterr().out
+    assert "plain decoding:" in out and "the same text" in out and "times as fast" in out
+
+
+def test_compare_notices_a_difference(
+    generate: list[str],
+    speculative_config: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # Synthetic verdicts keep drafts that are wrong.
+    wrong = speculative_config | {
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_length": 5,
+    }
+    assert cli.main([*generate[:-1], json.dumps(wrong), "--compare"]) == cli.EXIT_SELF_CHECK
+    captured = capsys.readouterr()
+    assert "DIFFERENT" in captured.out and "different tokens" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("extra", "code", "message"),
+    [
+        (["--temperature", "nan"], 2, "temperature is nan"),
+        (["--max-tokens", "0"], 2, "max_tokens is 0"),
+        (["--seed", "-1"], 2, "seed is -1"),
+        (["--device", "cuda"], 2, "no CUDA"),
+        (["--block-size", "0"], 2, "block_size is 0"),
+        (["--kv-cache-bytes", "1000"], 2, "kv_cache_bytes"),
+        (["--demo", "draft_model"], 2, "--demo"),
+        (["--num-speculative-tokens", "2"], 2, "--num-speculative-tokens"),
+        (["--speculative-config", "{"], 2, "no valid JSON"),
+        (["--speculative-config", '{"method": "eagle3"}'], 2, "'eagle3' is not there yet"),
+        (["--model", "no/such/folder"], 3, "no/such/folder"),
+        (
+            ["--speculative-config", '{"model": "no/such", "num_speculative_tokens": 1}'],
+            3,
+            "no/such",
+        ),
+    ],
+)
+def test_errors(
+    generate: list[str],
+    extra: list[str],
+    code: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main([*generate, *extra]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("paceline: error: ") and message in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_other_errors_of_generate(
+    target_dir: Path, speculative_config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["--model", str(target_dir)]
+    assert cli.main(["generate", "", *model]) == 2
+    assert "prompt is empty" in capsys.readouterr().err
+    assert cli.main(["generate", "a", *model, "--compare"]) == 2
+    assert "--compare needs a drafter" in capsys.readouterr().err
+    config = json.dumps(speculative_config)
+    assert cli.main(["generate", "a", "--speculative-config", config]) == 2
+    assert "--speculative-config needs --model" in capsys.readouterr().err
+    assert cli.main(["generate", "a", "--demo", "nonesuch"]) == 2
+    assert "'nonesuch'; allowed: 'draft_model'" in capsys.readouterr().err
+
+
+def test_a_missing_demo_is_a_missing_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gone = demo.Demo("draft_model", tmp_path / "a", tmp_path / "b", 4)
+    monkeypatch.setitem(demo._DEMOS, "draft_model", gone)
+    with pytest.raises(ModelNotFoundError, match="demo checkpoint is not in this installation"):
+        demo.find_demo("draft_model")
+    assert cli.main(["generate", "a"]) == cli.EXIT_MODEL
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (paceline.OutOfMemoryError("x"), 5),
+        (paceline.InternalError("x"), 1),
+        (paceline.RequestError("x", []), 1),
+        (PermissionError("x"), 3),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_exit_codes(
+    generate: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    code: int,
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("paceline.llm.load_checkpoint", fail)
+    assert cli.main(generate) == code
+
+
+def test_a_bug_of_ours_is_not_hidden(generate: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("paceline.llm.load_checkpoint")
+    with pytest.raises(NameError):
+        cli.main(generate)
+
+
+def test_a_reader_that_leaves(generate: list[str]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline", *generate, "--max-tokens", "1900"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.wait() == cli.EXIT_BROKEN_PIPE
+    assert b"Traceback" not in errors and b"Exception" not in errors
+
+
+def test_convert(
+    target_dir: Path, draft_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "folder"
+    argv = ["convert", str(target_dir), str(out), "--draft", str(draft_dir)]
+    assert cli.main([*argv, "--num-speculative-tokens", "3"]) == 0
+    assert str(out) in capsys.readouterr().out
+    assert json.loads((out / "paceline.json").read_text())["num_speculative_tokens"] == 3
+    assert cli.main(argv) == 2
+    assert "not empty" in capsys.readouterr().err
+    assert cli.main(["convert", "no/such", str(tmp_path / "other")]) == 3
+
+
+# ---- the demo ----------------------------------------------------------------------------------
+
+
+def test_demo_generates_code(capsys: pytest.CaptureFixture[str]) -> None:
+    prompt = "def read_lines(path):"
+    assert cli.main(["generate", prompt, "--compare", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["plain"]["is_same"] is True
+    assert report["metrics"]["speculative_decoding"]["mean_acceptance_length"] > 1.5
+    argv = ["generate", prompt, "--demo", "draft_model", "--num-speculative-tokens", "0"]
+    assert cli.main([*argv, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == report["text"]
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["version"] == paceline.__version__
+    assert report["num_cores"] >= 1
+    assert report["packages"]["numpy"]
+    assert [run["draft_acceptance_rate"] for run in report["self_check"]["runs"]] == [1.0, 1.0]
+    assert cli.main(["doctor"]) == 0
+    assert "100.0 %" in capsys.readouterr().out
+
+
+def test_doctor_reports_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = demo.Demo("draft_model", tmp_path / "a", tmp_path / "b", 4)
+    monkeypatch.setitem(demo._DEMOS, "draft_model", gone)
+    assert cli.main(["doctor"]) == cli.EXIT_SELF_CHECK
+    out = capsys.readouterr().out
+    assert "FAILED: ModelNotFoundError" in out and "numpy" in out

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""speculative_config and the engine's options: what is read, what is refused and how."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import EngineConfig, SpeculativeConfig
+
+GOOD: dict[str, Any] = {"method": "draft_model", "model": "draft", "num_speculative_tokens": 4}
+
+
+def refuses(config: Any, kind: type[Exception], *parts: str) -> None:
+    with pytest.raises(kind) as error:
+        SpeculativeConfig.parse(config)
+    assert type(error.value) is kind
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_mapping_and_json_and_object_are_the_same() -> None:
+    config = SpeculativeConfig.parse(GOOD)
+    assert SpeculativeConfig.parse(json.dumps(GOOD)) == config
+    assert SpeculativeConfig.parse(config) is config
+    assert config.method == "draft_model"
+    assert config.model == "draft"
+    assert config.num_speculative_tokens == 4
+    assert config.rejection_sample_method == "coupled"
+    assert config.draft_sample_method == "probabilistic"
+    assert config.draft_driver == "unrolled"
+
+
+def test_method_may_be_left_out_when_a_model_is_named() -> None:
+    config = SpeculativeConfig.parse({"model": Path("draft"), "num_speculative_tokens": 1})
+    assert (config.method, config.model) == ("draft_model", "draft")
+    refuses({"num_speculative_tokens": 1}, ValueError, "method", "model", "draft_model")
+
+
+def test_is_frozen_and_picklable() -> None:
+    config = SpeculativeConfig.parse(GOOD)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.model = "other"  # type: ignore[misc]
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+@pytest.mark.parametrize("k", [1, 2, 15, 16])
+def test_k_in_range(k: int) -> None:
+    assert SpeculativeConfig.parse(GOOD | {"num_speculative_tokens": k}).num_speculative_tokens == k
+
+
+@pytest.mark.parametrize("k", [0, -1, 17, 10**9, 2**70, "3", True, 2.0, None, [4]])
+def test_k_out_of_range(k: Any) -> None:
+    config = GOOD | {"num_speculative_tokens": k}
+    refuses(config, ValueError, "num_speculative_tokens", str(k), "an integer from 1 to 16")
+
+
+def test_k_is_required() -> None:
+    config = {"method": "draft_model", "model": "draft"}
+    refuses(config, ValueError, "no 'num_speculative_tokens'", "1 to 16")
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "gemma4_mtp", "ngram", "suffix"])
+@pytest.mark.parametrize("has_k", [True, False])
+def test_methods_that_come_later(method: str, has_k: bool) -> None:
+    config = {"method": method} | ({"num_speculative_tokens": 2} if has_k else {})
+    refuses(config, NotImplementedError, f"'{method}'", "'draft_model'")
+
+
+@pytest.mark.parametrize("method", ["Draft_Model", "", "dflash2", 3])
+def test_unknown_method(method: Any) -> None:
+    refuses(GOOD | {"method": method}, ValueError, "method", repr(method), "'draft_model'")
+
+
+@pytest.mark.parametrize("model", [None, "", 7])
+def test_model_is_required(model: Any) -> None:
+    refuses(GOOD | {"model": model}, ValueError, "'model'", repr(model))
+
+
+def test_unknown_key_lists_the_allowed_ones() -> None:
+    refuses(
+        GOOD | {"num_speculativ_tokens": 3},
+        ValueError,
+        "unknown key 'num_speculativ_tokens'",
+        "'num_speculative_tokens'",
+        "'x'",
+    )
+
+
+def test_tensor_parallel_size_names_the_right_key() -> None:
+    refuses(GOOD | {"tensor_parallel_size": 2}, ValueError, "draft_tensor_parallel_size")
+
+
+@pytest.mark.parametrize("key", ["draft_tensor_parallel_size", "prompt_lookup_max", "revision"])
+def test_keys_of_others_are_not_there_yet(key: str) -> None:
+    refuses(GOOD | {key: 1}, NotImplementedError, repr(key), "'num_speculative_tokens'")
+
+
+@pytest.mark.parametrize("method", ["standard", "block"])
+def test_acceptance_methods_that_come_later(method: str) -> None:
+    config = GOOD | {"rejection_sample_method": method}
+    refuses(config, NotImplementedError, method, "'coupled', 'synthetic'")
+
+
+def test_unknown_acceptance_method() -> None:
+    config = GOOD | {"rejection_sample_method": "lossy"}
+    refuses(config, ValueError, "'lossy'", "'coupled', 'synthetic'")
+
+
+@pytest.mark.parametrize("length", [1, 2.2, 5, 5.0])
+def test_synthetic_length(length: float) -> None:
+    config = GOOD | {
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_length": length,
+    }
+    assert SpeculativeConfig.parse(config).synthetic_acceptance_length == length
+
+
+@pytest.mark.parametrize("length", [None, 0.99, 5.01, float("nan"), float("inf"), "2", True])
+def test_synthetic_length_out_of_range(length: Any) -> None:
+    config = GOOD | {
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_length": length,
+    }
+    refuses(config, ValueError, "synthetic_acceptance_length", repr(length), "= 5")
+
+
+def test_synthetic_length_without_synthetic() -> None:
+    refuses(GOOD | {"synthetic_acceptance_length": 2.0}, ValueError, "'coupled'", "'synthetic'")
+
+
+def test_greedy_drafts_are_explained() -> None:
+    assert SpeculativeConfig.parse(GOOD | {"draft_sample_method": "probabilistic"})
+    refuses(GOOD | {"draft_sample_method": "greedy"}, ValueError, "noise", "'probabilistic'")
+    refuses(GOOD | {"draft_sample_method": "beam"}, ValueError, "'beam'", "'probabilistic'")
+
+
+@pytest.mark.parametrize("driver", ["unrolled", "replay", "eager"])
+def test_draft_driver(driver: str) -> None:
+    assert SpeculativeConfig.parse(GOOD | {"x": {"draft_driver": driver}}).draft_driver == driver
+
+
+def test_nested_options_are_checked() -> None:
+    refuses(GOOD | {"x": {"tree": {}}}, ValueError, "['x']", "'tree'", "'draft_driver'")
+    refuses(GOOD | {"x": 3}, ValueError, "['x']", "3", "mapping")
+    refuses(GOOD | {"x": {"draft_driver": "magic"}}, ValueError, "'magic'", "'unrolled'")
+    refuses(GOOD | {"x": {"draft_driver": "while"}}, NotImplementedError, "'while'")
+    refuses(GOOD | {"draft_driver": "eager"}, ValueError, "unknown key 'draft_driver'")
+
+
+@pytest.mark.parametrize("value", ["{", "[1]", "3", '"draft_model"'])
+def test_bad_json(value: str) -> None:
+    refuses(value, ValueError, "speculative_config")
+
+
+@pytest.mark.parametrize("value", [3, ["draft_model"], True])
+def test_not_a_mapping(value: Any) -> None:
+    refuses(value, ValueError, "speculative_config", repr(value), "a mapping or a JSON object")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("max_num_seqs", 0, "1 to 1024"),
+        ("max_num_seqs", 1025, "1 to 1024"),
+        ("max_num_seqs", "8", "1 to 1024"),
+        ("max_num_seqs", True, "1 to 1024"),
+        ("block_size", 0, "1 to 256"),
+        ("block_size", 257, "1 to 256"),
+        ("block_size", None, "1 to 256"),
+        ("max_model_len", 0, "from 1"),
+        ("max_model_len", 2.5, "from 1"),
+        ("kv_cache_bytes", -1, "from 1"),
+        ("num_threads", 0, "1 to 1024"),
+        ("prefill_chunk_size", 0, "from 1"),
+        ("seed", -1, "from 0"),
+        ("seed", 2**64, "from 0"),
+        ("device", "gpu", "'auto', 'cpu'"),
+        ("dtype", "fp8", "'auto', 'float32', 'bfloat16'"),
+    ],
+)
+def test_engine_options_out_of_range(key: str, value: Any, allowed: str) -> None:
+    pattern = f"{key} .*{re.escape(str(value))}.*{re.escape(allowed)}"
+    with pytest.raises(ValueError, match=pattern):
+        EngineConfig(**{key: value})
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_cuda_is_not_in_this_build(device: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"{device}.*no CUDA.*'auto', 'cpu'"):
+        EngineConfig(device=device)
+
+
+def test_defaults_are_those_of_the_documentation() -> None:
+    config = EngineConfig()
+    assert (config.device, config.dtype, config.max_num_seqs) == ("auto", "auto", 64)
+    assert (config.block_size, config.seed, config.max_model_len) == (16, 0, None)

@@ -1,0 +1,625 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LLM: generating, streaming, cancelling, from one thread and from several."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tiny_models
+from paceline import LLM, RequestError, RequestOutput, SamplingParams, _core
+from paceline.dispatcher import Dispatcher
+from paceline.loader import load_checkpoint
+from paceline.stream import Request, RequestStream
+
+K = 4  # of the fixture's drafter
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+PROMPTS: list[Any] = ["def read(", [1, 2, 3], "x = 1\ny", [40] * 33]
+LONG = SamplingParams(temperature=1.0, max_tokens=1500, seed=0)
+
+
+def wait_until_idle(llm: LLM, timeout_s: float = 20.0) -> dict[str, Any]:
+    """Waits for cancellations to take effect; returns the statistics."""
+    end = time.monotonic() + timeout_s
+    while True:
+        stats = llm._executor.stats()
+        if stats["num_running"] == stats["num_waiting"] == 0:
+            return stats
+        assert time.monotonic() < end, stats
+        time.sleep(0.01)
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+# ---- generate ----------------------------------------------------------------------------------
+
+
+def test_one_prompt_or_many(llm: LLM) -> None:
+    many = llm.generate(PROMPTS, GREEDY)
+    assert [output.prompt for output in many] == ["def read(", None, "x = 1\ny", None]
+    assert [output.prompt_token_ids for output in many][1] == [1, 2, 3]
+    for prompt, output in zip(PROMPTS, many, strict=True):
+        (alone,) = llm.generate(prompt, GREEDY)
+        assert alone.outputs == output.outputs
+        completion = output.outputs[0]
+        assert len(completion.token_ids) == 24
+        assert completion.finish_reason == "length"
+        assert completion.logprobs is None
+        assert completion.text
+
+
+def test_arrays_are_token_ids(llm: LLM) -> None:
+    expected = tokens_of(llm.generate([[1, 2, 3], [4, 5, 6]], GREEDY))
+    assert tokens_of(llm.generate(np.array([[1, 2, 3], [4, 5, 6]]), GREEDY)) == expected
+    assert tokens_of(llm.generate(np.array([1, 2, 3]), GREEDY)) == expected[:1]
+    assert tokens_of(llm.generate((1, 2, 3), GREEDY)) == expected[:1]
+
+
+def test_tensors_are_token_ids(llm: LLM) -> None:
+    import torch
+
+    ids = torch.tensor([[5], [6]])
+    assert tokens_of(llm.generate(ids, GREEDY)) == tokens_of(llm.generate([[5], [6]], GREEDY))
+    assert tokens_of(llm.generate(ids[:, 0], GREEDY)) == tokens_of(llm.generate([5, 6], GREEDY))
+
+
+def test_parameters_for_each_prompt(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0.0, max_tokens=n) for n in (1, 2, 3)]
+    outputs = llm.generate(["a", "b", "c"], params)
+    assert [len(ids) for ids in tokens_of(outputs)] == [1, 2, 3]
+
+
+def test_default_parameters(llm: LLM) -> None:
+    assert len(tokens_of(llm.generate("a"))[0]) == 16
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_speculative_output_is_plain_output(llm: LLM, plain_llm: LLM, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, max_tokens=60, seed=11)
+    assert tokens_of(llm.generate(PROMPTS, params)) == tokens_of(
+        plain_llm.generate(PROMPTS, params)
+    )
+
+
+def test_output_does_not_depend_on_driver_blocks_or_chunks(
+    llm: LLM, target_dir: Path, speculative_config: dict[str, Any]
+) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=40, seed=5)
+    expected = tokens_of(llm.generate(PROMPTS, params))
+    target = load_checkpoint(target_dir)
+    draft = load_checkpoint(speculative_config["model"])
+    for driver, block_size, chunk in (("replay", 8, None), ("eager", 32, 16)):
+        config = speculative_config | {"x": {"draft_driver": driver}}
+        with LLM.from_loaded(
+            target,
+            draft,
+            speculative_config=config,
+            block_size=block_size,
+            prefill_chunk_size=chunk,
+            max_num_seqs=3,
+        ) as other:
+            assert tokens_of(other.generate(PROMPTS, params)) == expected
+
+
+def test_same_seed_same_output(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=24, seed=7)
+    first, second = llm.generate(["a", "a"], params)
+    assert first.outputs == second.outputs
+    other = llm.generate("a", SamplingParams(max_tokens=24, seed=8))[0]
+    assert other.outputs != first.outputs
+
+
+def test_requests_without_a_seed_are_numbered(target_dir: Path) -> None:
+    with LLM(target_dir, seed=5, max_num_seqs=2) as llm:
+        with pytest.raises(ValueError):
+            llm.generate(["a", []])  # numbers nothing
+        unseeded = llm.generate(["a", "a"], SamplingParams(max_tokens=24))
+        unseeded += llm.generate("a", SamplingParams(max_tokens=24))
+        seeded = [
+            llm.generate("a", SamplingParams(max_tokens=24, seed=5 * 2**32 + n))[0]
+            for n in range(3)
+        ]
+    assert tokens_of(unseeded) == tokens_of(seeded)
+
+
+def test_stop_tokens_end_a_request(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=40, seed=3)
+    free = llm.generate("a", params)[0].outputs[0]
+    stop = free.token_ids[10]
+    cut = free.token_ids.index(stop) + 1
+    params = SamplingParams(temperature=1.0, max_tokens=40, seed=3, stop_token_ids=[stop])
+    stopped = llm.generate("a", params)[0].outputs[0]
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == free.token_ids[:cut]
+    assert stopped.text == free.text[: cut - 1]  # this tokenizer goes by characters
+
+
+def test_end_of_sequence_ends_a_request(target_dir: Path, tmp_path: Path) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=40, seed=3)
+    with LLM(target_dir) as llm:
+        free = llm.generate("a", params)[0].outputs[0]
+    folder = tiny_models.copy_checkpoint(target_dir, tmp_path / "model")
+    tiny_models.edit_config(folder, eos_token_id=free.token_ids[5])
+    cut = free.token_ids.index(free.token_ids[5]) + 1
+    with LLM(folder) as llm:
+        ended = llm.generate("a", params)[0].outputs[0]
+        params = SamplingParams(temperature=1.0, max_tokens=40, seed=3, ignore_eos=True)
+        ignored = llm.generate("a", params)[0].outputs[0]
+    assert (ended.finish_reason, ended.token_ids) == ("stop", free.token_ids[:cut])
+    assert ignored == free
+
+
+def test_the_maximum_length_ends_a_request(
+    target_dir: Path, speculative_config: dict[str, Any]
+) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=1000)
+    with LLM(target_dir, speculative_config=speculative_config, max_model_len=40) as llm:
+        outputs = llm.generate([[5] * 10, [5] * 39], params)
+    assert [len(ids) for ids in tokens_of(outputs)] == [30, 1]
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "length"]
+
+
+def test_progress_bar(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    llm.generate(["a", "b"], GREEDY, use_tqdm=True)
+    captured = capfd.readouterr()
+    assert "2/2" in captured.err and captured.out == ""
+    llm.generate(["a", "b"], GREEDY)
+    assert capfd.readouterr() == ("", "")
+
+
+# ---- metrics -----------------------------------------------------------------------------------
+
+
+def test_metrics(llm: LLM, plain_llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=50)
+    output = llm.generate([1, 2, 3], params)[0]
+    metrics = output.metrics
+    assert (metrics.num_prompt_tokens, metrics.num_output_tokens) == (3, 50)
+    assert metrics.time_to_first_token_ms is not None and metrics.generation_time_ms is not None
+    assert metrics.total_time_ms == pytest.approx(
+        metrics.time_to_first_token_ms + metrics.generation_time_ms
+    )
+    assert metrics.tokens_per_second is not None and metrics.mean_itl_ms is not None
+    assert metrics.tokens_per_second == pytest.approx(1e3 / metrics.mean_itl_ms)
+    speculative = metrics.speculative_decoding
+    assert speculative is not None
+    num_steps, num_accepted = (
+        speculative["num_spec_steps"],
+        speculative["num_accepted_draft_tokens"],
+    )
+    histogram = speculative["acceptance_histogram"]
+    assert len(histogram) == K + 1 and sum(histogram) == num_steps
+    assert sum(i * count for i, count in enumerate(histogram)) == num_accepted
+    assert speculative["num_spec_tokens"] == K
+    assert speculative["mean_acceptance_length"] == pytest.approx(1 + num_accepted / num_steps)
+    assert speculative["draft_acceptance_rate"] == pytest.approx(
+        num_accepted / speculative["num_draft_tokens"]
+    )
+    by_length = speculative["acceptance_histogram_by_draft_length"]
+    assert all(len(row) == int(length) + 1 for length, row in by_length.items())
+    assert sum(map(sum, by_length.values())) == num_steps
+    assert len(speculative["acceptance_per_position"]) == K
+    assert 0 < num_accepted < speculative["num_draft_tokens"]  # the fixture's drafter is so-so
+    assert json.loads(json.dumps(metrics.to_dict()))["speculative_decoding"] == speculative
+    plain = plain_llm.generate([1, 2, 3], params)[0]
+    assert plain.metrics.speculative_decoding is None
+    assert "speculative_decoding" not in plain.metrics.to_dict()
+
+
+def test_a_request_of_one_token_has_no_rates(llm: LLM) -> None:
+    metrics = llm.generate("a", SamplingParams(max_tokens=1))[0].metrics
+    assert metrics.tokens_per_second is None and metrics.mean_itl_ms is None
+    assert metrics.speculative_decoding is not None
+    assert metrics.speculative_decoding["num_spec_steps"] == 0
+    assert metrics.speculative_decoding["mean_acceptance_length"] is None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_that_drafts_for_itself_is_always_right(
+    target_dir: Path, temperature: float
+) -> None:
+    config = {"model": str(target_dir), "num_speculative_tokens": 5}
+    params = SamplingParams(temperature=temperature, max_tokens=60, seed=1)
+    with LLM(target_dir, speculative_config=config) as llm:
+        speculative = llm.generate("a", params)[0].metrics.speculative_decoding
+    assert speculative is not None
+    assert speculative["draft_acceptance_rate"] == 1.0
+    assert set(speculative["acceptance_per_position"]) == {1.0}
+
+
+# ---- stream ------------------------------------------------------------------------------------
+
+
+def test_streaming_is_generating(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=30, seed=i) for i in range(len(PROMPTS))]
+    expected = llm.generate(PROMPTS, params)
+    texts = [""] * len(PROMPTS)
+    token_ids: list[list[int]] = [[] for _ in PROMPTS]
+    outputs: list[RequestOutput | None] = [None] * len(PROMPTS)
+    for chunk in llm.stream(PROMPTS, params):
+        texts[chunk.index] += chunk.text
+        token_ids[chunk.index] += chunk.token_ids
+        assert outputs[chunk.index] is None, "nothing comes after the last chunk"
+        assert chunk.finished == (chunk.output is not None)
+        outputs[chunk.index] = chunk.output
+    for i, output in enumerate(expected):
+        streamed = outputs[i]
+        assert streamed is not None and streamed.outputs == output.outputs
+        assert (texts[i], token_ids[i]) == (output.outputs[0].text, output.outputs[0].token_ids)
+
+
+def test_streamed_text_never_splits_a_character() -> None:
+    spec = tiny_models.TinySpec("qwen3", seed=1, vocab_size=272, tokenizer_size=272)
+    folder = tiny_models.make(spec)
+    params = SamplingParams(temperature=1.0, max_tokens=200, seed=2)
+    with LLM(folder) as llm:
+        whole = llm.generate("é", params)[0].outputs[0]
+        pieces = [chunk.text for chunk in llm.stream("é", params)]
+        assert llm.target.tokenizer is not None
+        decoded = llm.target.tokenizer.decode(whole.token_ids)
+    assert "".join(pieces) == whole.text
+    assert whole.text.replace("�", "") == decoded.replace("�", "")
+
+
+def test_closing_a_stream_cancels(llm: LLM) -> None:
+    with llm.stream(["a", "b"], LONG) as stream:
+        assert next(stream).token_ids
+    wait_until_idle(llm)
+    assert list(stream) == []
+    assert llm._executor.check_integrity() == ""
+
+
+def test_dropping_a_stream_cancels(llm: LLM) -> None:
+    before = llm._executor.stats()["num_emitted_tokens"]
+    stream = llm.stream("a", LONG)
+    next(stream)
+    del stream
+    gc.collect()
+    assert wait_until_idle(llm)["num_emitted_tokens"] - before < LONG.max_tokens
+    llm.stream("a", LONG)  # never even looked at
+    gc.collect()
+    wait_until_idle(llm)
+
+
+def test_cancelled_neighbours_change_nothing(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=60, seed=9)
+    expected = tokens_of(llm.generate(PROMPTS, params))
+    neighbours = llm.stream(["q", "r", "s"], LONG)
+    next(neighbours)
+    stream = llm.stream(PROMPTS, params)
+    outputs: dict[int, list[int]] = {}
+    for number, chunk in enumerate(stream):
+        if number == 10:
+            neighbours.close()
+        if chunk.output is not None:
+            outputs[chunk.index] = chunk.output.outputs[0].token_ids
+    assert [outputs[i] for i in range(len(PROMPTS))] == expected
+
+
+def test_ctrl_c_cancels(llm: LLM) -> None:
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    many = SamplingParams(max_tokens=2000, seed=0)
+    with pytest.raises(KeyboardInterrupt):
+        timer.start()
+        while True:  # however fast the machine is
+            llm.generate(["a"] * 8, many)
+    wait_until_idle(llm)
+    assert len(tokens_of(llm.generate("a", GREEDY))[0]) == 24
+
+
+def test_a_stream_keeps_its_llm_alive(target_dir: Path) -> None:
+    stream = LLM(target_dir).stream("a", GREEDY)
+    gc.collect()
+    assert sum(len(chunk.token_ids) for chunk in stream) == 24
+
+
+# ---- threads -----------------------------------------------------------------------------------
+
+
+def test_several_threads_generate(llm: LLM) -> None:
+    jobs = [(f"prompt {i}", SamplingParams(max_tokens=20 + i, seed=i)) for i in range(24)]
+    expected = [llm.generate(prompt, params)[0].outputs for prompt, params in jobs]
+    with ThreadPoolExecutor(6) as pool:
+        results = list(pool.map(lambda job: llm.generate(*job)[0].outputs, jobs))
+    assert results == expected
+
+
+def test_waiting_releases_the_gil(llm: LLM, target_dir: Path) -> None:
+    model = load_checkpoint(target_dir).model
+    options = {"max_model_len": 64, "kv_cache_bytes": 8 << 20}
+    executor = _core.Executor(model, None, options)
+    start = time.monotonic()
+    with ThreadPoolExecutor(4) as pool:
+        polls = [pool.submit(executor.poll, 400) for _ in range(4)]
+        count = 0
+        while not all(poll.done() for poll in polls):
+            count += 1
+            time.sleep(0.001)
+    assert time.monotonic() - start < 1.2  # four waits of 0.4 s at the same time
+    assert count > 50  # and Python ran meanwhile
+    executor.close()
+
+
+def test_closing_waits_for_calls_under_way(target_dir: Path) -> None:
+    model = load_checkpoint(target_dir).model
+    executor = _core.Executor(model, None, {"max_model_len": 64, "kv_cache_bytes": 8 << 20})
+    with ThreadPoolExecutor(1) as pool:
+        poll = pool.submit(executor.poll, 300)
+        time.sleep(0.05)
+        executor.close()
+        assert poll.done() and poll.result() == []
+    executor.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        executor.poll()
+    assert "closed" in repr(executor)
+
+
+def test_closing_ends_what_runs(target_dir: Path) -> None:
+    llm = LLM(target_dir)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(llm.generate, ["a"] * 64, LONG)
+        while not llm._dispatcher.sessions and not future.done():
+            time.sleep(0.001)
+        llm.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            future.result()
+    llm.close()
+    assert "closed" in repr(llm)
+    for call in (lambda: llm.generate("a"), lambda: llm.logits("a"), llm.memory_report):
+        with pytest.raises(RuntimeError, match="this LLM is closed"):
+            call()
+
+
+def test_torch_in_the_same_process(llm: LLM) -> None:
+    import torch
+
+    params = SamplingParams(temperature=1.0, max_tokens=60, seed=4)
+    expected = tokens_of(llm.generate(PROMPTS, params))
+    num_threads = torch.get_num_threads()
+    matrix = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    product = matrix @ matrix
+    stop = threading.Event()
+    wrong: list[int] = []
+
+    def multiply() -> None:
+        while not stop.is_set():
+            if not torch.equal(matrix @ matrix, product):
+                wrong.append(1)
+
+    thread = threading.Thread(target=multiply)
+    thread.start()
+    try:
+        for _ in range(3):
+            assert tokens_of(llm.generate(PROMPTS, params)) == expected
+    finally:
+        stop.set()
+        thread.join()
+    assert not wrong
+    assert torch.get_num_threads() == num_threads
+
+
+# ---- lifetimes ---------------------------------------------------------------------------------
+
+
+def test_children_outlive_their_owners(target_dir: Path) -> None:
+    loaded = load_checkpoint(target_dir)
+    arena = loaded.model.arena()
+    assert arena.readonly
+    digest = hash(bytes(arena))
+    executor = _core.Executor(loaded.model, None, {"max_model_len": 64, "kv_cache_bytes": 8 << 20})
+    num_bytes = loaded.model.weight_bytes
+    del loaded
+    gc.collect()
+    assert len(arena) == num_bytes and hash(bytes(arena)) == digest
+    executor.add_request([1, 2, 3], score_prompt=True)
+    (event,) = [e for e in _poll_all(executor) if e.finish_reason]
+    logits = event.logits
+    assert logits is not None and logits.shape == (3, executor.vocab_size)
+    assert not logits.flags.writeable
+    copy = logits.copy()
+    executor.close()
+    del executor, event
+    gc.collect()
+    assert np.array_equal(copy, logits)
+
+
+def _poll_all(executor: _core.Executor) -> Iterator[_core.RequestEvent]:
+    while True:
+        for event in executor.poll(timeout_ms=1000):
+            yield event
+            if event.finish_reason is not None:
+                return
+
+
+def test_llm_is_freed_without_close(target_dir: Path) -> None:
+    llm = LLM(target_dir)
+    dispatcher = llm._dispatcher
+    llm.generate("a", GREEDY)
+    del llm
+    gc.collect()
+    assert dispatcher.is_closed
+    assert not dispatcher._thread.is_alive()
+
+
+# ---- scoring and reports -----------------------------------------------------------------------
+
+
+def test_logits_agree_with_greedy_decoding(llm: LLM) -> None:
+    prompt = llm.generate("x = ", GREEDY)[0].prompt_token_ids
+    token_ids = tokens_of(llm.generate(prompt, GREEDY))[0]
+    logits = llm.logits(prompt + token_ids)
+    assert logits.dtype == np.float32
+    assert logits.shape == (len(prompt) + len(token_ids), llm.target.vocab_size)
+    assert logits.flags.writeable
+    assert logits[len(prompt) - 1 : -1].argmax(axis=1).tolist() == token_ids
+
+
+def test_logits_take_a_prompt_of_the_maximum_length(target_dir: Path) -> None:
+    with LLM(target_dir, max_model_len=32) as llm:
+        assert llm.logits([3] * 32).shape[0] == 32
+        with pytest.raises(ValueError, match="33 tokens; allowed: at most 32"):
+            llm.logits([3] * 33)
+
+
+def test_reports_are_plain_data(llm: LLM) -> None:
+    report = json.loads(json.dumps(llm.memory_report()))
+    assert report["kv_pool_bytes"] > 0
+    assert "8 sequences of 2048 tokens" in report["kv_cache_rule"]
+    kinds = [(group["owner"], group["kind"]) for group in report["groups"]]
+    assert kinds == [
+        ("target", "sliding"),
+        ("target", "full"),
+        ("draft", "sliding"),
+        ("draft", "full"),
+    ]
+    abilities = json.loads(json.dumps(llm.capabilities()))
+    assert abilities["methods"] == ["draft_model"]
+    assert abilities["max_num_speculative_tokens"] == 16
+    assert abilities["configured"]["num_speculative_tokens"] == K
+    assert "Gemma3ForCausalLM" in abilities["architectures"]
+    assert "k=4" in repr(llm) and "Gemma3ForCausalLM" in repr(llm)
+
+
+def test_a_given_pool_is_not_resized(target_dir: Path) -> None:
+    with LLM(target_dir, kv_cache_bytes=5 << 20) as llm:
+        report = llm.memory_report()
+        assert report["kv_cache_rule"] == "as given"
+        assert report["kv_pool_bytes"] <= 5 << 20
+
+
+def test_the_default_pool_takes_at_most_a_quarter_of_free_memory(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.memory._free_memory_bytes", lambda: 40 << 20)
+    with LLM(target_dir) as llm:
+        report = llm.memory_report()
+        assert report["kv_pool_bytes"] <= 10 << 20
+        assert "a quarter of" in report["kv_cache_rule"]
+
+
+def test_the_default_pool_holds_all_sequences(target_dir: Path) -> None:
+    with LLM(target_dir, max_num_seqs=4, max_model_len=256) as llm:
+        llm.generate([[7] * 128] * 4, SamplingParams(temperature=0.0, max_tokens=128))
+        assert llm._executor.stats()["num_preemptions"] == 0
+
+
+# ---- a failing engine --------------------------------------------------------------------------
+
+
+class _Event:
+    """What `_core.RequestEvent` looks like."""
+
+    num_drafted = num_accepted = 0
+    arrival_us, first_token_us, finish_us = 1000, 0, 2000
+    logits = None
+
+    def __init__(self, id: int, token_ids: list[int], finish_reason: str | None, error: str = ""):
+        self.id, self.token_ids = id, token_ids
+        self.finish_reason, self.error = finish_reason, error
+        self.counters: dict[str, Any] = {}
+
+
+class _FakeExecutor:
+    """Fails every second request, or itself."""
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.failure = failure
+        self.next_id = 0
+        self.events: list[_Event] = []
+        self.num_cancelled = 0
+
+    def add_request(self, prompt: list[int], **_: Any) -> int:
+        self.next_id += 1
+        is_good = self.next_id % 2
+        self.events.append(
+            _Event(self.next_id, [1], "length" if is_good else "error", "" if is_good else "broke")
+        )
+        return self.next_id
+
+    def poll(self, timeout_ms: int) -> list[_Event]:
+        if self.failure is not None and self.next_id:
+            raise self.failure
+        events, self.events = self.events, []
+        return events
+
+    def cancel(self, id: int) -> bool:
+        self.num_cancelled += 1
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+def requests_for(num: int) -> list[Request]:
+    return [
+        Request(
+            i,
+            None,
+            [1],
+            SamplingParams(),
+            seed=0,
+            stop_token_ids=frozenset(),
+            detokenizer=None,
+        )
+        for i in range(num)
+    ]
+
+
+def test_a_failed_request_leaves_the_others_alone(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatcher = Dispatcher(_FakeExecutor())  # type: ignore[arg-type]
+    monkeypatch.setattr(llm, "_dispatcher", dispatcher)
+    monkeypatch.setattr(llm, "speculative_config", None)
+    with pytest.raises(RequestError, match="prompt 1: broke") as error:
+        llm.generate(["a", "b", "c"])
+    assert [output.error for output in error.value.outputs] == [None, "broke", None]
+    assert [output.outputs[0].finish_reason for output in error.value.outputs] == [
+        "length",
+        "error",
+        "length",
+    ]
+    dispatcher.close()
+
+
+def test_a_failed_engine_says_why_every_time() -> None:
+    dispatcher = Dispatcher(_FakeExecutor(MemoryError("gone")))  # type: ignore[arg-type]
+    stream = RequestStream(dispatcher, requests_for(2), num_speculative_tokens=None, owner=None)
+    with pytest.raises(MemoryError, match="gone"):
+        next(stream)
+    with pytest.raises(MemoryError, match="gone"):
+        dispatcher.open().add_request([1])
+    dispatcher.close()
+
+
+def test_a_refused_request_cancels_those_queued_before() -> None:
+    executor = _FakeExecutor()
+    dispatcher = Dispatcher(executor)  # type: ignore[arg-type]
+    add_request = executor.add_request
+
+    def refuse_third(prompt: list[int], **kwargs: Any) -> int:
+        if executor.next_id == 2:
+            raise ValueError("no blocks")
+        request_id = add_request(prompt, **kwargs)
+        executor.events.clear()
+        return request_id
+
+    executor.add_request = refuse_third  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="no blocks"):
+        RequestStream(dispatcher, requests_for(4), num_speculative_tokens=None, owner=None)
+    assert executor.num_cancelled == 2
+    assert not dispatcher.sessions
+    dispatcher.close()
