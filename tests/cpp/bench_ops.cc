@@ -96,7 +96,8 @@ void bench_attention(CpuContext& ctx, int32_t qo_heads, int32_t kv_heads, int32_
               uint16_t{0x3c00});
   std::vector<int32_t> table(kMaxRows * kMaxBlocks);
   for (size_t i = 0; i < table.size(); ++i) table[i] = static_cast<int32_t>(i);
-  std::vector<float> qkv(static_cast<size_t>(kMaxRows * (qo_heads + 2 * kv_heads) * head_dim), 0.1f);
+  const int32_t width = (qo_heads + 2 * kv_heads) * head_dim;
+  std::vector<float> qkv(static_cast<size_t>(kMaxRows * width), 0.1f);
   std::vector<float> y(static_cast<size_t>(kMaxRows * qo_heads * head_dim));
   std::printf("\npaged_attention heads %d/%d x %d, %s\n%6s %8s | %10s %10s %10s\n", qo_heads,
               kv_heads, head_dim, std::string(dtype_name(dtype)).c_str(), "rows", "keys", "us",
@@ -151,8 +152,9 @@ void bench_draw(CpuContext& ctx, int32_t vocab, int repetitions) {
 }  // namespace paceline
 
 int main(int argc, char** argv) {
-  paceline::CpuContext ctx;
-  ctx.num_threads = argc > 1 ? std::atoi(argv[1]) : 2;
+  const int num_threads = argc > 1 ? std::atoi(argv[1]) : 2;
+  paceline::ThreadPool threads(num_threads);
+  paceline::CpuContext ctx{.num_threads = num_threads, .threads = &threads};
   std::printf("threads %d, read bandwidth %.1f GB/s\n", ctx.num_threads,
               paceline::measure_read_bandwidth(ctx.num_threads) / 1e9);
   paceline::bench_gemm(ctx, 4096, 4096, 6, 5);

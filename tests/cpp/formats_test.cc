@@ -6,7 +6,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <omp.h>
+#include <sched.h>
 #include <paceline/error.h>
 #include <paceline/model.h>
 #include <sys/stat.h>
@@ -944,21 +944,27 @@ TEST(DummyWeights, AreNormalAndNeutral) {
 TEST(DummyWeights, DependOnTheSeedAndNotOnThreads) {
   const std::string json = tiny_config({{"\"vocab_size\": 5", "\"vocab_size\": 30001"}});
   for (DType dtype : {DType::kFloat32, DType::kBFloat16}) {
-    const auto arena = [&](uint64_t seed, int threads) {
-      const int before = omp_get_max_threads();
-      omp_set_num_threads(threads);
+    // The builder uses as many threads as the process may run on cores.
+    const auto arena = [&](uint64_t seed, bool on_one_core) {
+      cpu_set_t before;
+      sched_getaffinity(0, sizeof(before), &before);
+      if (on_one_core) {
+        cpu_set_t one_core;
+        CPU_ZERO(&one_core);
+        CPU_SET(sched_getcpu(), &one_core);
+        sched_setaffinity(0, sizeof(one_core), &one_core);
+      }
       ModelBuilder builder(json, dtype);
       builder.fill_dummy(seed);
       const auto model = builder.finish();
-      omp_set_num_threads(before);
+      sched_setaffinity(0, sizeof(before), &before);
       const auto bytes = model_weight_arena(*model);
       return std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size());
     };
-    const std::string one = arena(3, 1);
-    EXPECT_TRUE(one == arena(3, 2));
-    EXPECT_TRUE(one == arena(3, 7));
-    EXPECT_FALSE(one == arena(4, 1));
-    EXPECT_FALSE(one == arena(3 + (uint64_t{1} << 40), 1));
+    const std::string one = arena(3, /*on_one_core=*/true);
+    EXPECT_TRUE(one == arena(3, false));
+    EXPECT_FALSE(one == arena(4, false));
+    EXPECT_FALSE(one == arena(3 + (uint64_t{1} << 40), false));
   }
 }
 

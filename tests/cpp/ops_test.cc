@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The CPU ops against naive references in double precision, and the property that the runtime rests
-// on: a row's bits depend on that row's inputs alone. PACELINE_SEED overrides the seed of the random
-// inputs; failures print it.
+// The CPU ops against naive references in double precision, and the property that the runtime
+// rests on: a row's bits depend on that row's inputs alone. PACELINE_SEED overrides the seed of the
+// random inputs; failures print it.
 
 #include "ops/ops.h"
 
@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <map>
 #include <numeric>
 #include <random>
 #include <string>
@@ -32,7 +33,8 @@ constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr double kFloatEpsilon = 0x1p-24;
 
-constexpr int32_t kBatchSizes[] = {1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64, 65, 128, 256};
+constexpr int32_t kBatchSizes[] = {1,  2,  3,  4,  5,  7,  8,  9,   16,
+                                   17, 31, 32, 33, 63, 64, 65, 128, 256};
 
 uint64_t base_seed() {
   static const uint64_t seed = [] {
@@ -45,9 +47,9 @@ uint64_t base_seed() {
 #define TRACE_SEED() SCOPED_TRACE(testing::Message() << "PACELINE_SEED=" << base_seed())
 
 CpuContext context_of(int num_threads) {
-  CpuContext ctx;
-  ctx.num_threads = num_threads;
-  return ctx;
+  static std::map<int, ThreadPool> pools;
+  return {.num_threads = num_threads,
+          .threads = &pools.try_emplace(num_threads, num_threads).first->second};
 }
 
 class Random {
@@ -112,7 +114,8 @@ void set_element(DType dtype, std::byte* to, int64_t index, float value) {
 testing::AssertionResult is_near(double got, double want, double absolute, double relative) {
   if (std::isnan(want) || std::isnan(got)) {
     if (std::isnan(want) && std::isnan(got)) return testing::AssertionSuccess();
-  } else if (got == want || std::fabs(got - want) <= std::max(absolute, relative * std::fabs(want))) {
+  } else if (got == want ||
+             std::fabs(got - want) <= std::max(absolute, relative * std::fabs(want))) {
     return testing::AssertionSuccess();
   }
   return testing::AssertionFailure() << "got " << got << ", want " << want;
@@ -256,6 +259,70 @@ std::vector<GemmCase> gemm_cases() {
 }
 INSTANTIATE_TEST_SUITE_P(Cases, GemmTest, testing::ValuesIn(gemm_cases()));
 
+// Whether gemm was compiled to fused multiply-adds (it is not for SSE2, nor below -O2).
+bool is_gemm_fused() {
+  std::vector<float> x(32, 0.0f);
+  std::vector<float> weight(32, 0.0f);
+  x[0] = -1.0f;
+  weight[0] = 1.0f;
+  x[16] = weight[16] = 1.0f + 0x1p-12f;  // the square, 1 + 2^-11 + 2^-24, rounds to 1 + 2^-11
+  const int32_t num_rows = 1;
+  float y = 0.0f;
+  CpuContext ctx = context_of(1);
+  gemm(ctx, {.num_rows = &num_rows, .max_rows = 1, .x = x.data(), .x_stride = 32,
+             .weight = weight.data(), .weight_dtype = DType::kFloat32, .bias = nullptr, .y = &y,
+             .y_stride = 1, .n = 1, .k = 32});
+  return y != 0x1p-11f;
+}
+
+// The order of a sum as gemm_cpu.cc states it, one lane at a time.
+float sum_in_lane_order(const float* x, const float* w, int32_t k, bool is_fused) {
+  float lanes[16] = {};
+  for (int32_t at = 0; at < (k + 15) / 16 * 16; ++at) {
+    const float xv = at < k ? x[at] : 0.0f;
+    const float wv = at < k ? w[at] : 0.0f;
+    float& lane = lanes[at % 16];
+    const volatile float product = xv * wv;  // rounded to float
+    lane = is_fused ? std::fma(xv, wv, lane) : lane + product;
+  }
+  for (const int step : {8, 4, 2, 1}) {
+    for (int l = 0; l < step; ++l) lanes[l] += lanes[l + step];
+  }
+  return lanes[0];
+}
+
+TEST(Gemm, EveryTileFollowsTheLaneOrder) {
+  TRACE_SEED();
+  const bool is_fused = is_gemm_fused();
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    for (const int32_t k : {1, 15, 16, 17, 31, 32, 33, 48, 63, 100, 256, 1007}) {
+      // Rows: every tile height and what is left over. Columns: wide tiles with and without a next
+      // tile to prefetch, and narrow ones.
+      for (const int32_t num_rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13}) {
+        for (const int32_t n : {1, 3, 4, 11, 23}) {
+          Random random(static_cast<uint64_t>(1000 * k + 100 * num_rows + n));
+          const std::vector<float> x = random.normals(int64_t{num_rows} * k);
+          const TypedArray weight = typed_array(dtype, random.normals(int64_t{n} * k));
+          std::vector<float> y(static_cast<size_t>(num_rows * n));
+          CpuContext ctx = context_of(1);
+          gemm(ctx, {.num_rows = &num_rows, .max_rows = num_rows, .x = x.data(), .x_stride = k,
+                     .weight = weight.bytes.data(), .weight_dtype = dtype, .bias = nullptr,
+                     .y = y.data(), .y_stride = n, .n = n, .k = k});
+          for (int32_t row = 0; row < num_rows; ++row) {
+            for (int32_t column = 0; column < n; ++column) {
+              ASSERT_EQ(y[static_cast<size_t>(row * n + column)],
+                        sum_in_lane_order(x.data() + int64_t{row} * k,
+                                          weight.rounded.data() + int64_t{column} * k, k, is_fused))
+                  << dtype_name(dtype) << " rows " << num_rows << " n " << n << " k " << k
+                  << " at " << row << ", " << column;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(Gemm, RowBitsDependOnTheRowAlone) {
   TRACE_SEED();
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
@@ -264,7 +331,6 @@ TEST(Gemm, RowBitsDependOnTheRowAlone) {
       Random random(2);
       const TypedArray weight = typed_array(dtype, random.normals(int64_t{n} * k, 0.05f));
       const std::vector<float> bias = random.normals(n);
-      const std::vector<float> probe = random.normals(k);
       auto run = [&](const std::vector<float>& x, int32_t num_rows, int num_threads) {
         std::vector<float> y(static_cast<size_t>(num_rows) * static_cast<size_t>(n));
         CpuContext ctx = context_of(num_threads);
@@ -273,11 +339,14 @@ TEST(Gemm, RowBitsDependOnTheRowAlone) {
                    .y = y.data(), .y_stride = n, .n = n, .k = k});
         return y;
       };
-      const std::vector<float> alone = run(probe, 1, 1);
       for (const int32_t num_rows : kBatchSizes) {
+        // A new probe each time: one row's sums may round alike in two orders.
+        const std::vector<float> probe = random.normals(k);
+        const std::vector<float> alone = run(probe, 1, 1);
         for (const int num_threads : {1, 2, 3}) {
           std::vector<float> x = random.normals(int64_t{num_rows} * k);
-          const int32_t places[] = {0, num_rows - 1, random.below(num_rows), random.below(num_rows)};
+          const int32_t places[] = {0, num_rows - 1, random.below(num_rows),
+                                    random.below(num_rows)};
           for (const int32_t place : places) {
             std::copy(probe.begin(), probe.end(), x.begin() + int64_t{place} * k);
           }
@@ -371,7 +440,7 @@ TEST(GatedActivation, MatchesReference) {
           const double cube = gate + 0.044715 * gate * gate * gate;
           const double want = activation == Activation::kSilu
                                   ? gate / (1.0 + std::exp(-gate)) * up
-                                  : 0.5 * gate * (1.0 + std::tanh(std::sqrt(2.0 / M_PI) * cube)) * up;
+                                  : 0.5 * gate * up * (1.0 + std::tanh(std::sqrt(2 / M_PI) * cube));
           // 1 + tanh cancels below: an ulp of 1 times |gate * up| is what float can give.
           ASSERT_TRUE(is_near(y[static_cast<size_t>(row * intermediate + i)], want,
                               4e-7 * std::fabs(gate * up) + 1e-30, 1e-6))
@@ -476,8 +545,6 @@ TEST(RmsNorm, RowBitsDependOnTheRowAlone) {
   for (const int32_t hidden : {33, 100, 256, 1000}) {
     Random random(9);
     const std::vector<float> weight = random.normals(hidden);
-    const std::vector<float> probe = random.normals(hidden);
-    const std::vector<float> probe_residual = random.normals(hidden);
     auto run = [&](std::vector<float> x, std::vector<float>* residual, int num_threads) {
       const int32_t num_rows = static_cast<int32_t>(x.size()) / hidden;
       std::vector<float> y(x.size());
@@ -488,9 +555,12 @@ TEST(RmsNorm, RowBitsDependOnTheRowAlone) {
                      .hidden = hidden});
       return y;
     };
-    std::vector<float> residual_alone = probe_residual;
-    const std::vector<float> alone = run(probe, &residual_alone, 1);
     for (const int32_t num_rows : kBatchSizes) {
+      // A new probe each time: one row's sum may round alike in two orders.
+      const std::vector<float> probe = random.normals(hidden);
+      const std::vector<float> probe_residual = random.normals(hidden);
+      std::vector<float> residual_alone = probe_residual;
+      const std::vector<float> alone = run(probe, &residual_alone, 1);
       for (const int num_threads : {1, 2, 3}) {
         std::vector<float> x = random.normals(int64_t{num_rows} * hidden);
         std::vector<float> residual = random.normals(int64_t{num_rows} * hidden);
@@ -506,7 +576,7 @@ TEST(RmsNorm, RowBitsDependOnTheRowAlone) {
   }
 }
 
-// --- a KV pool whose every unwritten byte is NaN --------------------------------------------------
+// --- a KV pool whose every unwritten byte is NaN -------------------------------------------------
 
 struct Pool {
   std::vector<std::byte> bytes;
@@ -660,7 +730,6 @@ TEST(QkNormRopeAppend, RowBitsDependOnTheRowAlone) {
       const std::vector<float> norm = random.normals(head_dim);
       const std::vector<float> cos = rope_table(100, head_dim / 2, false);
       const std::vector<float> sin = rope_table(100, head_dim / 2, true);
-      const std::vector<float> probe = random.normals(width);
       const int64_t token_bytes = kKvHeads * head_dim * dtype_bytes(dtype);
       // q of the row at `place`, then its K and V bytes.
       auto run = [&](std::vector<float> qkv, int32_t place, int num_threads) {
@@ -690,8 +759,9 @@ TEST(QkNormRopeAppend, RowBitsDependOnTheRowAlone) {
         }
         return bits;
       };
-      const std::vector<std::byte> alone = run(probe, 0, 1);
       for (const int32_t num_rows : kBatchSizes) {
+        const std::vector<float> probe = random.normals(width);
+        const std::vector<std::byte> alone = run(probe, 0, 1);
         for (const int num_threads : {1, 2, 3}) {
           std::vector<float> qkv = random.normals(num_rows * width);
           const int32_t place = random.below(num_rows);
@@ -826,7 +896,8 @@ std::vector<float> run_attention(Sequences& sequences, const std::vector<Attenti
     ends.push_back(row.end);
   }
   std::vector<float> y(static_cast<size_t>(int64_t{num_rows} * s.num_qo_heads * s.head_dim), kNan);
-  const bool is_windowed = std::any_of(begins.begin(), begins.end(), [](int32_t b) { return b > 0; });
+  const bool is_windowed =
+      std::any_of(begins.begin(), begins.end(), [](int32_t begin) { return begin > 0; });
   CpuContext ctx = context_of(options.num_threads);
   paged_attention(ctx, {.num_rows = &num_rows, .max_rows = num_rows, .qkv = qkv.data(),
                         .seq_slot = slots.data(), .kv_begin = is_windowed ? begins.data() : nullptr,
@@ -1113,7 +1184,8 @@ int32_t reference_draw(const float* logits, int32_t n, float temperature, uint64
     if (temperature > 0.0f) {
       const NoiseKey noise = {.seed = seed, .stream = NoiseStream::kTarget,
                               .position = static_cast<uint32_t>(position) + 1, .salt = 0};
-      const double u = uniform_open(philox(noise, static_cast<uint32_t>(id) / 4)[static_cast<size_t>(id % 4)]);
+      const auto words = philox(noise, static_cast<uint32_t>(id) / 4);
+      const double u = uniform_open(words[static_cast<size_t>(id % 4)]);
       key = key / double{temperature} - std::log(-std::log1p(-u));
     }
     if (key > best) {
@@ -1216,7 +1288,10 @@ TEST(Draw, FollowsTheSoftmax) {
   constexpr int32_t kNumDraws = 1 << 18;
   for (const float temperature : {0.7f, 1.0f, 1.5f}) {
     Random random(26);
-    DrawRows rows = {.logits = random.normals(kVocab, 1.5f), .stride = 0, .vocab_limit = kVocab,
+    // Spread evenly over [-3, 2], so that even the rarest id is expected a dozen times.
+    std::vector<float> logits(kVocab);
+    for (float& logit : logits) logit = -3.0f + 5e-4f * static_cast<float>(random.below(10001));
+    DrawRows rows = {.logits = logits, .stride = 0, .vocab_limit = kVocab,
                      .row_index = std::vector<int32_t>(kNumDraws),
                      .seq_slot = std::vector<int32_t>(kNumDraws, 0),
                      .positions = std::vector<int32_t>(kNumDraws), .seeds = {base_seed()},
@@ -1271,7 +1346,8 @@ TEST(Draw, SameSeedPositionAndLogitsGiveTheSameToken) {
         rows.seq_slot.push_back(2 * row);
         rows.positions.push_back(is_probe ? position : random.below(1000));
         rows.seeds[static_cast<size_t>(2 * row)] = is_probe ? seed : random.engine()();
-        rows.temperatures[static_cast<size_t>(2 * row)] = is_probe ? 0.8f : 0.1f * static_cast<float>(random.below(20));
+        rows.temperatures[static_cast<size_t>(2 * row)] =
+            is_probe ? 0.8f : 0.1f * static_cast<float>(random.below(20));
       }
       std::copy(probe.begin(), probe.end(), rows.logits.begin() + int64_t{place} * kVocab);
       // place is a logits row; its pass row is num_rows - 1 - place.

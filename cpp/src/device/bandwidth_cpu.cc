@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 
-#include <omp.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <vector>
 
 #include <paceline/version.h>
 
+#include "device/thread_pool.h"
 #include "ops/vector_math.h"
 
 namespace paceline {
@@ -34,28 +34,26 @@ struct SumKernel {
 double measure_read_bandwidth(int32_t num_threads) {
   constexpr int64_t kBytes = int64_t{512} << 20;  // well beyond any last-level cache
   constexpr int kNumPasses = 5;
-  if (num_threads <= 0) num_threads = omp_get_num_procs();
+  if (num_threads <= 0) num_threads = build_info().num_cores;
+  ThreadPool threads(num_threads);
   const auto buffer = std::make_unique_for_overwrite<float[]>(kBytes / sizeof(float));
   const int64_t num_pieces = kBytes / 256;
   double best_seconds = std::numeric_limits<double>::infinity();
+  std::vector<float> sums(static_cast<size_t>(num_threads));
   float checksum = 0.0f;
   for (int pass = 0; pass <= kNumPasses; ++pass) {
     const auto start = std::chrono::steady_clock::now();
-#pragma omp parallel num_threads(num_threads) reduction(+ : checksum)
-    {
-      const int64_t thread = omp_get_thread_num();
-      const int64_t team = omp_get_num_threads();
-      float* const begin = buffer.get() + num_pieces * thread / team * 64;
-      float* const end = buffer.get() + num_pieces * (thread + 1) / team * 64;
+    threads.parallel_for(num_threads, [&](int64_t part) {
+      float* const begin = buffer.get() + num_pieces * part / num_threads * 64;
+      float* const end = buffer.get() + num_pieces * (part + 1) / num_threads * 64;
       if (pass == 0) {
         std::memset(begin, 0, static_cast<size_t>((end - begin) * 4));  // first touch: pages exist
       } else {
-        float sum = 0.0f;
         run_best_isa<SumKernel>(static_cast<const float*>(begin), static_cast<const float*>(end),
-                                &sum);
-        checksum += sum;
+                                &sums[part]);
       }
-    }
+    });
+    for (const float sum : sums) checksum += sum;
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
     if (pass > 0) best_seconds = std::min(best_seconds, elapsed.count());
   }

@@ -5,15 +5,19 @@
 // `run` executes the op, or records it when a Program is being captured; ops never know which.
 // Not thread-safe: one context belongs to one device thread.
 
+#include <algorithm>
+#include <cstdint>
 #include <type_traits>
 
+#include "device/thread_pool.h"
 #include "graph/program.h"
 
 namespace paceline {
 
 struct CpuContext {
-  int num_threads = 1;           // of the parallel regions of an op
-  Program* capturing = nullptr;  // not null while a program is being recorded
+  int num_threads = 1;            // how many parts an op cuts its work into, at least
+  ThreadPool* threads = nullptr;  // who does the parts; null: the caller, one after another
+  Program* capturing = nullptr;   // not null while a program is being recorded
 
   template <class Params>
   void run(void (*op)(CpuContext&, const Params&), const Params& params) {
@@ -23,6 +27,22 @@ struct CpuContext {
       capturing->record(op, params);
     } else {
       op(*this, params);
+    }
+  }
+
+  // Calls body(begin, end) on contiguous pieces that cover [0, count), `pieces_per_thread` of them
+  // for every thread: more than one evens out pieces that take unequal time.
+  template <class Body>
+  void for_ranges(int64_t count, int32_t pieces_per_thread, const Body& body) const {
+    const int64_t wanted = int64_t{num_threads} * pieces_per_thread;
+    const int64_t num_pieces = std::clamp<int64_t>(count, 0, std::min(wanted, ThreadPool::kMaxParts));
+    const auto piece = [&](int64_t i) {
+      body(count * i / num_pieces, count * (i + 1) / num_pieces);
+    };
+    if (threads != nullptr) {
+      threads->parallel_for(num_pieces, piece);
+    } else {
+      for (int64_t i = 0; i < num_pieces; ++i) piece(i);
     }
   }
 };

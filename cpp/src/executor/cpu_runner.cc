@@ -21,7 +21,8 @@ CpuRunner::CpuRunner(std::shared_ptr<const Model> target, std::shared_ptr<const 
                      const KvLayout& layout, const CpuRunnerOptions& options)
     : layout_(layout),
       options_(options),
-      context_{.num_threads = options.num_threads},
+      threads_(options.num_threads),
+      context_{.num_threads = options.num_threads, .threads = &threads_},
       pool_(layout.pool_bytes, "the KV pool"),
       ring_(options.max_in_flight + 1) {
   if (options.poison_pool) fill_nan(pool_.data(), pool_.bytes());

@@ -76,6 +76,7 @@ class CpuRunner final : public Runner {
 
   const KvLayout& layout_;
   CpuRunnerOptions options_;
+  ThreadPool threads_;
   CpuContext context_;
   DeviceArena arena_;
   AlignedBuffer pool_;

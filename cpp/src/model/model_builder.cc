@@ -4,6 +4,7 @@
 // small accessors of Model.
 
 #include <paceline/model.h>
+#include <paceline/version.h>
 
 #include <algorithm>
 #include <array>
@@ -18,6 +19,7 @@
 #include "base/check.h"
 #include "base/float_types.h"
 #include "base/json.h"
+#include "device/cpu_context.h"
 #include "model/decoder_config.h"
 #include "model/model_impl.h"
 #include "model/weights.h"
@@ -205,46 +207,56 @@ void convert_row(const Source& source, int64_t row, std::byte* out, Convert conv
   }
 }
 
-template <class In, class Out, class Convert>
-void convert(const Source& source, std::byte* out, Convert convert_one) {
-  const int64_t row_bytes = source.cols * static_cast<int64_t>(sizeof(Out));
-#pragma omp parallel for schedule(static) if (source.rows * source.cols >= kParallelElements)
-  for (int64_t row = 0; row < source.rows; ++row) {
-    convert_row<In, Out>(source, row, out + row * row_bytes, convert_one);
+// Calls body(row) for every row, on several threads when there is enough to do.
+template <class Body>
+void for_rows(const CpuContext& ctx, int64_t rows, int64_t row_elements, const Body& body) {
+  if (rows * row_elements < kParallelElements) {
+    for (int64_t row = 0; row < rows; ++row) body(row);
+    return;
   }
+  ctx.for_ranges(rows, /*pieces_per_thread=*/4, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) body(row);
+  });
+}
+
+template <class In, class Out, class Convert>
+void convert(const CpuContext& ctx, const Source& source, std::byte* out, Convert convert_one) {
+  const int64_t row_bytes = source.cols * static_cast<int64_t>(sizeof(Out));
+  for_rows(ctx, source.rows, source.cols, [&](int64_t row) {
+    convert_row<In, Out>(source, row, out + row * row_bytes, convert_one);
+  });
 }
 
 template <class Value>
-void copy(const Source& source, std::byte* out) {
+void copy(const CpuContext& ctx, const Source& source, std::byte* out) {
   if (source.col_stride != 1) {
-    convert<Value, Value>(source, out, [](Value value) { return value; });
+    convert<Value, Value>(ctx, source, out, [](Value value) { return value; });
     return;
   }
   constexpr auto kBytes = static_cast<int64_t>(sizeof(Value));
-#pragma omp parallel for schedule(static) if (source.rows * source.cols >= kParallelElements)
-  for (int64_t row = 0; row < source.rows; ++row) {
+  for_rows(ctx, source.rows, source.cols, [&](int64_t row) {
     std::memcpy(out + row * source.cols * kBytes, source.data + row * source.row_stride * kBytes,
                 static_cast<size_t>(source.cols * kBytes));
-  }
+  });
 }
 
 // The pairs that put() lets through; float16 to bfloat16 is not one of them.
-void convert(const Source& source, DType from, std::byte* out, DType to) {
+void convert(const CpuContext& ctx, const Source& source, DType from, std::byte* out, DType to) {
   if (to == DType::kBFloat16) {
     PACELINE_CHECK(from != DType::kFloat16);
-    if (from == DType::kBFloat16) return copy<uint16_t>(source, out);
+    if (from == DType::kBFloat16) return copy<uint16_t>(ctx, source, out);
     return convert<uint32_t, uint16_t>(
-        source, out, [](uint32_t bits) { return float_to_bf16(std::bit_cast<float>(bits)); });
+        ctx, source, out, [](uint32_t bits) { return float_to_bf16(std::bit_cast<float>(bits)); });
   }
   PACELINE_CHECK(to == DType::kFloat32);
   switch (from) {
-    case DType::kFloat32: return copy<uint32_t>(source, out);
+    case DType::kFloat32: return copy<uint32_t>(ctx, source, out);
     case DType::kBFloat16:
       return convert<uint16_t, uint32_t>(
-          source, out, [](uint16_t bits) { return static_cast<uint32_t>(bits) << 16; });
+          ctx, source, out, [](uint16_t bits) { return static_cast<uint32_t>(bits) << 16; });
     case DType::kFloat16:  // a lambda, because a call through a pointer would not vectorise
       return convert<uint16_t, uint32_t>(
-          source, out, [](uint16_t bits) { return fp16_to_float_bits(bits); });
+          ctx, source, out, [](uint16_t bits) { return fp16_to_float_bits(bits); });
   }
 }
 
@@ -274,12 +286,11 @@ constexpr int64_t kQuantiles = 1 << 16;
 
 // Elements are a function of (seed, salt, index) alone, so any split over threads gives the same.
 template <class Value>
-void draw(const std::vector<Value>& quantiles, uint64_t seed, uint32_t salt, int64_t elements,
-          std::byte* out) {
+void draw(const CpuContext& ctx, const std::vector<Value>& quantiles, uint64_t seed,
+          uint32_t salt, int64_t elements, std::byte* out) {
   constexpr int64_t kPerBlock = 8;  // 128 random bits
   const int64_t num_blocks = (elements + kPerBlock - 1) / kPerBlock;
-#pragma omp parallel for schedule(static) if (elements >= kParallelElements)
-  for (int64_t block = 0; block < num_blocks; ++block) {
+  for_rows(ctx, num_blocks, kPerBlock, [&](int64_t block) {
     const NoiseKey key = {.seed = seed,
                           .stream = NoiseStream::kSynthetic,
                           .position = static_cast<uint32_t>(block >> 32),
@@ -293,7 +304,7 @@ void draw(const std::vector<Value>& quantiles, uint64_t seed, uint32_t salt, int
     const int64_t begin = block * kPerBlock;
     std::memcpy(out + begin * static_cast<int64_t>(sizeof(Value)), values.data(),
                 static_cast<size_t>(std::min(kPerBlock, elements - begin)) * sizeof(Value));
-  }
+  });
 }
 
 void fill(float value, int64_t elements, std::byte* out) {
@@ -324,6 +335,8 @@ struct ModelBuilder::Impl {
     for (size_t i = 0; i < slots.size(); ++i) by_name.emplace(slots[i].name, i);
   }
 
+  ThreadPool threads{build_info().num_cores};
+  CpuContext ctx{.num_threads = build_info().num_cores, .threads = &threads};
   std::shared_ptr<Model> model;
   std::vector<Slot> slots;                              // in the order of the arena
   std::unordered_map<std::string_view, size_t> by_name;  // views into slots
@@ -383,7 +396,7 @@ void ModelBuilder::put(std::string_view name, DType dtype, std::span<const int64
     source.row_stride = slot.rank == 2 ? strides[0] : 0;
     source.col_stride = strides.back();
   }
-  convert(source, dtype, impl.model->weights.arena.data() + slot.offset, slot.dtype);
+  convert(impl.ctx, source, dtype, impl.model->weights.arena.data() + slot.offset, slot.dtype);
   slot.is_filled = true;
 }
 
@@ -409,9 +422,9 @@ void ModelBuilder::fill_dummy(uint64_t seed) {
     switch (slot.dummy) {
       case Dummy::kNormal:
         if (slot.dtype == DType::kBFloat16) {
-          draw(bf16_quantiles, seed, salt, slot.elements(), out);
+          draw(impl.ctx, bf16_quantiles, seed, salt, slot.elements(), out);
         } else {
-          draw(quantiles, seed, salt, slot.elements(), out);
+          draw(impl.ctx, quantiles, seed, salt, slot.elements(), out);
         }
         break;
       case Dummy::kNeutralNorm:

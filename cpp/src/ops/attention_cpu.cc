@@ -320,9 +320,10 @@ void attend_rows(const CpuContext& ctx, const Params& p, const float* sinks, flo
     for (int64_t item = 0; item < num_items; ++item) attend_one(item);
     return;
   }
-  // Dealt round-robin: later rows of a prompt see more keys.
-#pragma omp parallel for num_threads(ctx.num_threads) schedule(static, 1)
-  for (int64_t item = 0; item < num_items; ++item) attend_one(item);
+  // Later rows of a prompt see more keys: many pieces, so that nobody waits long for the last.
+  ctx.for_ranges(num_items, /*pieces_per_thread=*/32, [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) attend_one(item);
+  });
 }
 
 }  // namespace

@@ -20,8 +20,9 @@ void for_rows(const CpuContext& ctx, int32_t num_rows, int64_t bytes_per_row, Ro
     for (int32_t i = 0; i < num_rows; ++i) row_op(i);
     return;
   }
-#pragma omp parallel for num_threads(ctx.num_threads) schedule(static)
-  for (int32_t i = 0; i < num_rows; ++i) row_op(i);
+  ctx.for_ranges(num_rows, /*pieces_per_thread=*/1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) row_op(static_cast<int32_t>(i));
+  });
 }
 
 template <class Weight>

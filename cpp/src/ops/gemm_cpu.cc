@@ -3,7 +3,9 @@
 // y = x W^T on the CPU. Both operands have K contiguous, so an output is a dot product: sixteen
 // partial sums, lane l taking k = l, l + 16, l + 32, ... in ascending order (a ragged end is padded
 // with zeros), then sum_lanes' fixed tree. Every tile size below computes exactly that, hence a
-// row's bits depend on that row alone; only the number of outputs in flight differs.
+// row's bits depend on that row alone; only the number of outputs in flight differs. Where the
+// machine has it every step is a fused multiply-add; the compiler contracts x * w + acc, and
+// Gemm.EveryTileFollowsTheLaneOrder holds each tile shape to that, bit for bit.
 //
 // Skinny shapes are bound by reading W. A tile takes kCols rows of W (contiguous memory) against up
 // to kRows rows of x, and while it computes it prefetches the next tile's rows of W into L2 as one
@@ -86,11 +88,17 @@ struct TileKernel {
     for (; at + 16 <= k; at += 16) step(at);
     if (at < k) {
       const int32_t tail = static_cast<int32_t>(k - at);
-      V16 wv[kCols];
-      for (int c = 0; c < kCols; ++c) wv[c] = load_first(w + c * k + at, tail);
       for (int r = 0; r < kRows; ++r) {
-        const V16 xv = load_first(x + r * x_stride + at, tail);
-        for (int c = 0; c < kCols; ++c) acc[r][c] += xv * wv[c];
+        for (int c = 0; c < kCols; ++c) {
+          V16 xv = load_first(x + r * x_stride + at, tail);
+          V16 wv = load_first(w + c * k + at, tail);
+          // GCC contracts only within a basic block, and in straight-line code, unlike in the loop
+          // above, it moved the multiplication of some tiles to another: pinned on both sides.
+          asm volatile("" : "+m"(xv), "+m"(wv));
+          V16 sum = acc[r][c] + xv * wv;
+          asm volatile("" : "+m"(sum));
+          acc[r][c] = sum;
+        }
       }
     }
     for (int r = 0; r < kRows; ++r) {
@@ -206,16 +214,15 @@ void gemm(CpuContext& ctx, const GemmParams& p) {
     run(p, num_rows, 0, p.n);
     return;
   }
-  // Whole multiples of 16 columns, so that no two threads write one cache line of y.
+  // Whole multiples of 16 columns, so that no two threads write one cache line of y. A few pieces
+  // for each thread, so that one that was interrupted does not hold up the rest.
   constexpr int64_t kGrain = 16;
   const int64_t num_grains = (p.n + kGrain - 1) / kGrain;
-  const int64_t num_parts = ctx.num_threads;
-#pragma omp parallel for num_threads(ctx.num_threads) schedule(static)
-  for (int64_t part = 0; part < num_parts; ++part) {
-    const int64_t begin = num_grains * part / num_parts * kGrain;
-    const int64_t end = std::min<int64_t>(num_grains * (part + 1) / num_parts * kGrain, p.n);
-    if (begin < end) run(p, num_rows, static_cast<int32_t>(begin), static_cast<int32_t>(end));
-  }
+  const int32_t pieces_per_thread = num_grains >= 16 * int64_t{ctx.num_threads} ? 4 : 1;
+  ctx.for_ranges(num_grains, pieces_per_thread, [&](int64_t begin, int64_t end) {
+    run(p, num_rows, static_cast<int32_t>(begin * kGrain),
+        static_cast<int32_t>(std::min<int64_t>(end * kGrain, p.n)));
+  });
 }
 
 }  // namespace paceline

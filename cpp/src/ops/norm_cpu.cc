@@ -64,8 +64,9 @@ void rms_norm(CpuContext& ctx, const RmsNormParams& p) {
     for (int32_t row = 0; row < num_rows; ++row) norm_row(row);
     return;
   }
-#pragma omp parallel for num_threads(ctx.num_threads) schedule(static)
-  for (int32_t row = 0; row < num_rows; ++row) norm_row(row);
+  ctx.for_ranges(num_rows, /*pieces_per_thread=*/1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) norm_row(static_cast<int32_t>(row));
+  });
 }
 
 }  // namespace paceline

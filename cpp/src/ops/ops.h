@@ -49,9 +49,8 @@ struct EmbedParams {
 };
 void embed(CpuContext&, const EmbedParams&);
 
-// y = x * rsqrt(mean(x^2) + eps) * (weight + weight_offset); when `residual` is given first
-// residual += x in place (read-modify-write) and the sum is what gets normalised; with
-// `skip_add_norm` semantics nowhere else.
+// y = x * rsqrt(mean(x^2) + eps) * (weight + weight_offset). With a `residual`, first
+// residual += x, and it is that sum which is normalised.
 struct RmsNormParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
@@ -109,8 +108,8 @@ struct QkNormRopeAppendParams {
   float* qkv;                   // [max_rows, (num_qo_heads + 2 num_kv_heads) * head_dim]; q is
                                 // updated in place, k and v are only read
   const int32_t* positions;     // [max_rows]
-  const int64_t* slot_mapping;  // [max_rows] block * block_size + offset; inert rows write slot 0,
-                                // which lies in the null block
+  const int64_t* slot_mapping;  // [max_rows] block * block_size + offset; slots of the null block
+                                // (below block_size; inert rows have 0) may be left unwritten
   const float* q_norm;          // [head_dim], or null for none
   const float* k_norm;          // [head_dim], or null
   float norm_weight_offset;     // 0 or 1
@@ -191,6 +190,8 @@ void soft_cap(CpuContext&, const SoftCapParams&);
 
 // One draw a row by Gumbel-max: argmax over ids < vocab_limit of logit / temperature + noise(seed,
 // position of the drawn token, id); temperature 0 is the plain argmax. Ties go to the lowest id.
+// NaN counts as -inf; a row without any logit above -inf draws -2, "no valid logit", on which the
+// caller ends that request with an error.
 // Target and drafter call this with the same seed and position and so share their noise.
 struct DrawParams {
   const int32_t* num_rows;     // [1]

@@ -120,8 +120,11 @@ void qk_norm_rope_append(CpuContext& ctx, const QkNormRopeAppendParams& p) {
     for (int32_t row = 0; row < num_rows; ++row) run_best_isa<RowKernel>(&p, row);
     return;
   }
-#pragma omp parallel for num_threads(ctx.num_threads) schedule(static)
-  for (int32_t row = 0; row < num_rows; ++row) run_best_isa<RowKernel>(&p, row);
+  ctx.for_ranges(num_rows, /*pieces_per_thread=*/1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      run_best_isa<RowKernel>(&p, static_cast<int32_t>(row));
+    }
+  });
 }
 
 }  // namespace paceline

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Sixteen-lane float vectors for the CPU ops, the few functions they need, and the one dispatch over
-// instruction sets. Everything is always_inline and plain GCC vector code: it takes the instruction
-// set of the function it lands in. A kernel is a struct with a static always_inline `run`; calling
-// `run_best_isa<Kernel>(args...)` runs the copy that was compiled for this machine.
+// Sixteen-lane float vectors for the CPU ops, the few functions they need, and the one dispatch
+// over instruction sets. Everything is always_inline and plain GCC vector code: it takes the
+// instruction set of the function it lands in. A kernel is a struct with a static always_inline
+// `run`; `run_best_isa<Kernel>(args...)` runs the copy that was compiled for this machine.
 //
 // Not a math library: finite ranges and ~2 ulp, see each function.
 
@@ -178,7 +178,7 @@ struct Sums4 {
 // One lane of the above: the same bits as in a vector.
 [[gnu::always_inline]] inline float exp_one(float x) { return exp(broadcast(x))[0]; }
 
-// tanh(x) within 2 ulp: Cephes' tanhf, an odd polynomial below 0.625 and 1 - 2 / (exp(2x) + 1) above.
+// tanh(x) within 2 ulp: Cephes' tanhf, an odd polynomial below 0.625, 1 - 2 / (exp(2x) + 1) above.
 [[gnu::always_inline]] inline V16 tanh(const V16& x) {
   const V16 magnitude =
       reinterpret_cast<V16>(reinterpret_cast<V16i>(x) & std::numeric_limits<int32_t>::max());

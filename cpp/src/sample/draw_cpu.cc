@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "device/cpu_context.h"
@@ -70,39 +71,55 @@ struct Draw {
   int32_t token;  // in: the argmax; out: the drawn id
 };
 
+// The 64-bit products of 16 lanes with one factor, as high and low halves: the products of the even
+// and of the odd lanes, each in lanes of 64 bits.
+struct Products {
+  V16u high;
+  V16u low;
+};
+[[gnu::always_inline]] inline Products multiply(const V16u& lanes, uint32_t factor) {
+  using V8u64 = uint64_t __attribute__((vector_size(64)));
+  constexpr uint64_t kLow = 0xffffffffu;
+  const V8u64 pairs = reinterpret_cast<V8u64>(lanes);
+  const V8u64 even = (pairs & kLow) * uint64_t{factor};
+  const V8u64 odd = (pairs >> 32) * uint64_t{factor};
+  return {.high = reinterpret_cast<V16u>((even >> 32) | (odd & ~kLow)),
+          .low = reinterpret_cast<V16u>((even & kLow) | (odd << 32))};
+}
+
 // Philox for 16 consecutive counters: bits[4 i + w] = word w of counter first_index + i.
 [[gnu::always_inline]] inline void philox_16(const NoiseKey& key, uint32_t first_index,
                                              uint32_t* bits) {
-  uint32_t c0[16];
-  uint32_t c1[16];
-  uint32_t c2[16];
-  uint32_t c3[16];
-  for (uint32_t i = 0; i < 16; ++i) {
-    c0[i] = first_index + i;
-    c1[i] = key.position;
-    c2[i] = static_cast<uint32_t>(key.stream);
-    c3[i] = key.salt;
-  }
+  V16u c0 = V16u{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + first_index;
+  V16u c1 = V16u{} + key.position;
+  V16u c2 = V16u{} + static_cast<uint32_t>(key.stream);
+  V16u c3 = V16u{} + key.salt;
   uint32_t k0 = static_cast<uint32_t>(key.seed);
   uint32_t k1 = static_cast<uint32_t>(key.seed >> 32);
   for (int round = 0; round < 10; ++round) {
-    for (int i = 0; i < 16; ++i) {
-      const uint64_t p0 = uint64_t{0xD2511F53u} * c0[i];
-      const uint64_t p1 = uint64_t{0xCD9E8D57u} * c2[i];
-      c0[i] = static_cast<uint32_t>(p1 >> 32) ^ c1[i] ^ k0;
-      c1[i] = static_cast<uint32_t>(p1);
-      c2[i] = static_cast<uint32_t>(p0 >> 32) ^ c3[i] ^ k1;
-      c3[i] = static_cast<uint32_t>(p0);
-    }
+    const Products p0 = multiply(c0, 0xD2511F53u);
+    const Products p1 = multiply(c2, 0xCD9E8D57u);
+    c0 = p1.high ^ c1 ^ k0;
+    c1 = p1.low;
+    c2 = p0.high ^ c3 ^ k1;
+    c3 = p0.low;
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }
-  for (int i = 0; i < 16; ++i) {
-    bits[4 * i] = c0[i];
-    bits[4 * i + 1] = c1[i];
-    bits[4 * i + 2] = c2[i];
-    bits[4 * i + 3] = c3[i];
-  }
+  // Transposed: words side by side, then pairs of words.
+  constexpr V16i kLow = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+  constexpr V16i kHigh = {8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  constexpr V16i kLowPairs = {0, 1, 16, 17, 2, 3, 18, 19, 4, 5, 20, 21, 6, 7, 22, 23};
+  constexpr V16i kHighPairs = {8, 9, 24, 25, 10, 11, 26, 27, 12, 13, 28, 29, 14, 15, 30, 31};
+  const V16u low01 = __builtin_shuffle(c0, c1, kLow);
+  const V16u low23 = __builtin_shuffle(c2, c3, kLow);
+  const V16u high01 = __builtin_shuffle(c0, c1, kHigh);
+  const V16u high23 = __builtin_shuffle(c2, c3, kHigh);
+  const V16u words[4] = {__builtin_shuffle(low01, low23, kLowPairs),
+                         __builtin_shuffle(low01, low23, kHighPairs),
+                         __builtin_shuffle(high01, high23, kLowPairs),
+                         __builtin_shuffle(high01, high23, kHighPairs)};
+  std::memcpy(bits, words, sizeof(words));
 }
 
 struct DrawKernel {
@@ -219,8 +236,9 @@ void draw(CpuContext& ctx, const DrawParams& p) {
     for (int32_t i = 0; i < num_rows; ++i) p.tokens[i] = draw_row(p, i);
     return;
   }
-#pragma omp parallel for num_threads(ctx.num_threads) schedule(static, 1)
-  for (int32_t i = 0; i < num_rows; ++i) p.tokens[i] = draw_row(p, i);
+  ctx.for_ranges(num_rows, /*pieces_per_thread=*/4, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) p.tokens[i] = draw_row(p, static_cast<int32_t>(i));
+  });
 }
 
 }  // namespace paceline

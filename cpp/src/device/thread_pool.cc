@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "device/thread_pool.h"
+
+#include "base/check.h"
+
+namespace paceline {
+namespace {
+
+constexpr int32_t kSpins = 8000;       // a few hundred microseconds, then sleep
+constexpr int32_t kSpinsToYield = 2000;  // the caller, waiting for parts that workers have claimed
+
+void pause_briefly() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+constexpr uint32_t generation_of(uint64_t loop) { return static_cast<uint32_t>(loop >> 32); }
+constexpr uint32_t num_parts_of(uint64_t loop) { return static_cast<uint32_t>(loop >> 16) & 0xffff; }
+constexpr uint32_t next_part_of(uint64_t loop) { return static_cast<uint32_t>(loop) & 0xffff; }
+
+}  // namespace
+
+ThreadPool::ThreadPool(int32_t num_threads) {
+  PACELINE_CHECK(num_threads >= 1, "num_threads = ", num_threads);
+  for (int32_t i = 1; i < num_threads; ++i) workers_.emplace_back([this] { work(); });
+}
+
+ThreadPool::~ThreadPool() {
+  stops_.store(true);
+  generation_.fetch_add(1);
+  generation_.notify_all();
+  for (std::thread& worker : workers_) worker.join();
+}
+
+bool ThreadPool::claim_and_do(uint32_t generation) {
+  uint64_t loop = loop_.load(std::memory_order_acquire);
+  for (;;) {
+    if (generation_of(loop) != generation || next_part_of(loop) >= num_parts_of(loop)) return false;
+    if (loop_.compare_exchange_weak(loop, loop + 1, std::memory_order_acq_rel)) break;
+  }
+  // The loop cannot end before this part is done, so call_ and body_ stay what they are.
+  call_(body_, next_part_of(loop));
+  num_done_.fetch_add(1, std::memory_order_release);
+  return true;
+}
+
+void ThreadPool::run(int64_t num_parts, Call call, const void* body) {
+  if (num_parts <= 1 || workers_.empty()) {
+    for (int64_t part = 0; part < num_parts; ++part) call(body, part);
+    return;
+  }
+  PACELINE_CHECK(num_parts <= kMaxParts, "num_parts = ", num_parts);
+  call_ = call;
+  body_ = body;
+  num_done_.store(0, std::memory_order_relaxed);
+  const uint32_t generation = generation_of(loop_.load(std::memory_order_relaxed)) + 1;
+  loop_.store(uint64_t{generation} << 32 | static_cast<uint64_t>(num_parts) << 16);
+  generation_.store(generation);
+  // Whoever goes to sleep announces it before looking at the generation a last time.
+  if (num_sleeping_.load() > 0) generation_.notify_all();
+  while (claim_and_do(generation)) {
+  }
+  for (int32_t spins = 0; num_done_.load(std::memory_order_acquire) < num_parts; ++spins) {
+    if (spins < kSpinsToYield) {
+      pause_briefly();
+    } else {
+      std::this_thread::yield();  // a worker was interrupted in the middle of its part
+    }
+  }
+}
+
+void ThreadPool::work() {
+  uint32_t seen = 0;
+  for (;;) {
+    int32_t spins = 0;
+    while (generation_.load(std::memory_order_acquire) == seen && ++spins < kSpins) {
+      pause_briefly();
+    }
+    if (generation_.load() == seen) {
+      num_sleeping_.fetch_add(1);
+      generation_.wait(seen);
+      num_sleeping_.fetch_sub(1);
+    }
+    if (stops_.load()) return;
+    seen = generation_.load(std::memory_order_acquire);
+    while (claim_and_do(seen)) {
+    }
+  }
+}
+
+}  // namespace paceline
