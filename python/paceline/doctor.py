@@ -35,7 +35,6 @@ def examine() -> dict[str, Any]:
         "num_affinity_cores": len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else None,
-        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "packages": {name: _version_of(name) for name in (*_REQUIRED, *_OPTIONAL)},
         "location": os.path.dirname(os.path.abspath(__file__)),
         "self_check": check_self_draft(),
@@ -105,7 +104,6 @@ def report_text(report: dict[str, Any]) -> str:
         ("cuda", "in this build" if build["has_cuda"] else "not in this build"),
         ("devices", ", ".join(report["devices"])),
         ("cores", f"{report['num_cores']} usable; threads of the ops: as many unless num_threads"),
-        ("OMP_NUM_THREADS", report["omp_num_threads"] or "not set"),
     ]
     for name, version in report["packages"].items():
         absent = "MISSING" if name in _REQUIRED else "not installed (optional)"

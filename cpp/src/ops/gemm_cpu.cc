@@ -8,7 +8,7 @@
 // Gemm.EveryTileFollowsTheLaneOrder holds each tile shape to that, bit for bit.
 //
 // Skinny shapes are bound by reading W. A tile takes kCols rows of W (contiguous memory) against up
-// to kRows rows of x, and while it computes it prefetches the next tile's rows of W into L2 as one
+// to kRows rows of x, and while it computes it prefetches rows of W some KiB ahead into L2 as one
 // linear stream: the hardware prefetcher restarts at each of the kCols short streams and at each
 // page, which alone leaves a third of the bandwidth unused.
 //
@@ -45,6 +45,7 @@ struct TileShape<Isa::kBaseline> {
 };
 
 constexpr int64_t kPrefetchLine = 64;
+constexpr int64_t kPrefetchBytes = 8 << 10;  // at least; a tile's worth where that is more
 
 struct TileArgs {
   const float* x;
@@ -151,6 +152,11 @@ void run_columns(const GemmParams& p, int32_t num_rows, int32_t begin, int32_t e
   const int32_t block_rows = static_cast<int32_t>(
       std::clamp<int64_t>(fitting_rows, kMaxRows, std::max(num_rows, kMaxRows)));
   const Weight* const weight = static_cast<const Weight*>(p.weight);
+  // Columns that the prefetch runs ahead: far enough to hide the latency of memory.
+  const int64_t column_bytes = int64_t{p.k} * static_cast<int64_t>(sizeof(Weight));
+  const int32_t ahead = static_cast<int32_t>((kPrefetchBytes + column_bytes * kMaxCols - 1) /
+                                             (column_bytes * kMaxCols)) *
+                        kMaxCols;
   for (int32_t block = 0; block < num_rows; block += block_rows) {
     const int32_t block_end = std::min(num_rows, block + block_rows);
     // Even tiles: 8 rows are 4 + 4, not 6 + 2.
@@ -169,9 +175,8 @@ void run_columns(const GemmParams& p, int32_t num_rows, int32_t begin, int32_t e
                          .y = p.y + row * p.y_stride + column,
                          .y_stride = p.y_stride,
                          .prefetch = nullptr};
-        if (tile == 0 && column + 2 * kMaxCols <= end) {
-          args.prefetch =
-              reinterpret_cast<const char*>(weight + (int64_t{column} + kMaxCols) * p.k);
+        if (tile == 0 && column + ahead + kMaxCols <= end) {
+          args.prefetch = reinterpret_cast<const char*>(weight + (int64_t{column} + ahead) * p.k);
         }
         if (is_wide) {
           run_tile<Weight, kIsa, kMaxCols>(rows, args);
@@ -217,8 +222,11 @@ void gemm(CpuContext& ctx, const GemmParams& p) {
   // Whole multiples of 16 columns, so that no two threads write one cache line of y. A few pieces
   // for each thread, so that one that was interrupted does not hold up the rest.
   constexpr int64_t kGrain = 16;
+  constexpr int64_t kMinSplitBytes = 4 << 20;  // breaking a shorter stream costs more than it evens out
   const int64_t num_grains = (p.n + kGrain - 1) / kGrain;
-  const int32_t pieces_per_thread = num_grains >= 16 * int64_t{ctx.num_threads} ? 4 : 1;
+  const int64_t thread_bytes =
+      int64_t{p.n} * p.k * dtype_bytes(p.weight_dtype) / ctx.num_threads;
+  const int32_t pieces_per_thread = thread_bytes >= kMinSplitBytes ? 4 : 1;
   ctx.for_ranges(num_grains, pieces_per_thread, [&](int64_t begin, int64_t end) {
     run(p, num_rows, static_cast<int32_t>(begin * kGrain),
         static_cast<int32_t>(std::min<int64_t>(end * kGrain, p.n)));

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the demo checkpoints are judged by, free of any runtime.
+
+The functions take token ids, per-iteration counts and texts, whichever engine produced them.
+"""
+
+from __future__ import annotations
+
+import io
+import tokenize
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+REPEATED_NGRAM = 8
+
+
+@dataclass(frozen=True)
+class AcceptanceReport:
+    """Acceptance over the part of the continuations before they first repeat themselves."""
+
+    generated_tokens: int
+    counted_tokens: int
+    counted_iterations: int
+    counted_emitted: int
+
+    @property
+    def counted_share(self) -> float:
+        """Counted tokens over generated tokens."""
+        return self.counted_tokens / max(1, self.generated_tokens)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens that a verify iteration emits on average, the bonus token included."""
+        return self.counted_emitted / max(1, self.counted_iterations)
+
+
+def tokens_before_repeat(ids: Sequence[int], n: int = REPEATED_NGRAM) -> int:
+    """The index at which an n-gram starts that occurred earlier in `ids`, else len(ids)."""
+    seen: set[tuple[int, ...]] = set()
+    for start in range(len(ids) - n + 1):
+        gram = tuple(ids[start : start + n])
+        if gram in seen:
+            return start
+        seen.add(gram)
+    return len(ids)
+
+
+def acceptance(
+    continuations: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]
+) -> AcceptanceReport:
+    """Counts accepted tokens before the first repeated n-gram of each continuation.
+
+    Args:
+        continuations: the generated token ids of each prompt.
+        emitted: for each prompt, how many of these tokens each verify iteration emitted, in order.
+            Tokens the list does not account for come first: the prefill emitted them.
+
+    An iteration counts if it started before the repetition did; of what it emitted, only the
+    tokens before the repetition count.
+    """
+    counted_tokens = counted_iterations = counted_emitted = 0
+    for ids, counts in zip(continuations, emitted, strict=True):
+        limit = tokens_before_repeat(ids)
+        counted_tokens += limit
+        position = len(ids) - sum(counts)
+        if position < 0:
+            raise ValueError("the iterations emitted more tokens than the continuation has")
+        for count in counts:
+            if position >= limit:
+                break
+            counted_iterations += 1
+            counted_emitted += min(count, limit - position)
+            position += count
+    return AcceptanceReport(
+        generated_tokens=sum(len(ids) for ids in continuations),
+        counted_tokens=counted_tokens,
+        counted_iterations=counted_iterations,
+        counted_emitted=counted_emitted,
+    )
+
+
+def emitted_per_iteration(matches: Sequence[bool], draft_length: int) -> list[int]:
+    """What each verify iteration emits, given where the drafter agrees with the target.
+
+    `matches[i]` says whether the drafter, shown the text before the i-th generated token, proposes
+    that very token. The prefill emits token 0. Each iteration then emits the proposals up to the
+    first wrong one, and the target's own token in the place after them.
+    """
+    counts = []
+    position = 1
+    while position < len(matches):
+        accepted = 0
+        while (
+            accepted < draft_length
+            and position + accepted < len(matches)
+            and matches[position + accepted]
+        ):
+            accepted += 1
+        counts.append(min(accepted + 1, len(matches) - position))
+        position += counts[-1]
+    return counts
+
+
+def tokenizes(text: str) -> bool:
+    """Whether Python's tokenizer reads `text` up to its last full line.
+
+    An open bracket, an open triple-quoted string or an open indented block at the end is what
+    cutting a program brings about and no error. Everything else is one: bad indentation, a string
+    that its line does not close, an unmatched bracket, a character outside the language.
+    """
+    full_lines = text[: text.rfind("\n") + 1]
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(full_lines).readline):
+            if _is_foreign(token):
+                return False
+    except tokenize.TokenError as error:
+        return _is_cut_off(str(error.args[0]))
+    except SyntaxError:
+        return False
+    return True
+
+
+def _is_foreign(token: tokenize.TokenInfo) -> bool:
+    """Whether the token is no Python; since 3.12 such a character comes as an unknown operator."""
+    if token.type == tokenize.ERRORTOKEN:
+        return bool(token.string.strip())
+    return token.type == tokenize.OP and token.string not in tokenize.EXACT_TOKEN_TYPES
+
+
+def _is_cut_off(message: str) -> bool:
+    """Whether the tokenizer's message says that the text ended inside a statement or string."""
+    return "EOF in multi-line" in message or "unterminated triple-quoted" in message
