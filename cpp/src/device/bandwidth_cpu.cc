@@ -5,11 +5,11 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <memory>
 #include <vector>
 
 #include <paceline/version.h>
 
+#include "base/aligned_buffer.h"
 #include "device/thread_pool.h"
 #include "ops/vector_math.h"
 
@@ -36,7 +36,9 @@ double measure_read_bandwidth(int32_t num_threads) {
   constexpr int kNumPasses = 5;
   if (num_threads <= 0) num_threads = build_info().num_cores;
   ThreadPool threads(num_threads);
-  const auto buffer = std::make_unique_for_overwrite<float[]>(kBytes / sizeof(float));
+  // Mapped as weights are, or the figure would be that of smaller pages.
+  const AlignedBuffer buffer(kBytes, "the bandwidth measurement");
+  auto* const floats = reinterpret_cast<float*>(buffer.data());
   const int64_t num_pieces = kBytes / 256;
   double best_seconds = std::numeric_limits<double>::infinity();
   std::vector<float> sums(static_cast<size_t>(num_threads));
@@ -44,8 +46,8 @@ double measure_read_bandwidth(int32_t num_threads) {
   for (int pass = 0; pass <= kNumPasses; ++pass) {
     const auto start = std::chrono::steady_clock::now();
     threads.parallel_for(num_threads, [&](int64_t part) {
-      float* const begin = buffer.get() + num_pieces * part / num_threads * 64;
-      float* const end = buffer.get() + num_pieces * (part + 1) / num_threads * 64;
+      float* const begin = floats + num_pieces * part / num_threads * 64;
+      float* const end = floats + num_pieces * (part + 1) / num_threads * 64;
       if (pass == 0) {
         std::memset(begin, 0, static_cast<size_t>((end - begin) * 4));  // first touch: pages exist
       } else {
