@@ -19,7 +19,8 @@ namespace paceline {
 
 struct CpuContext;
 
-// y = x W^T (+ bias). Every output is one sum over K in one fixed lane order, on every path.
+// y = x W^T (+ bias). Every output is one sum over K in one fixed lane order, on every path. Beside
+// bfloat16 weights x may be rounded to bfloat16 first, where the machine has a dot product for it.
 struct GemmParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;

@@ -27,7 +27,7 @@ def add_parser(commands: Any) -> None:
         help="time of an iteration, tokens a second, acceptance, share of the bandwidth floor",
         description=(
             "Runs plain and speculative decoding on the same prompts. Without --model and --config "
-            "a dummy Gemma-3-shaped pair of 54 M and 5 M parameters is measured."
+            "a dummy Gemma-3-shaped pair of 101 M and 10 M parameters is measured."
         ),
     )
     source = latency.add_mutually_exclusive_group()
@@ -109,8 +109,8 @@ def _models(
     if args.model is None and args.config is None:
         speculation = _speculation(given) or Speculation(4, "synthetic", 2.2)
         return (
-            load("gemma3-54m", dummy=True, dtype=args.dtype),
-            load("gemma3-5m", dummy=True, dtype=args.dtype),
+            load("gemma3-101m", dummy=True, dtype=args.dtype),
+            load("gemma3-10m", dummy=True, dtype=args.dtype),
             speculation,
         )
     dummy = args.config is not None

@@ -68,8 +68,8 @@ def _gemma3(
 
 #: Shapes by name. The first is out of any core's cache, the second a tenth of it.
 DUMMY_SHAPES: Final[dict[str, dict[str, Any]]] = {
-    "gemma3-54m": _gemma3(hidden=640, layers=10, heads=10, kv_heads=2, intermediate=2048),
-    "gemma3-5m": _gemma3(hidden=384, layers=2, heads=6, kv_heads=1, intermediate=768),
+    "gemma3-101m": _gemma3(hidden=896, layers=10, heads=14, kv_heads=2, intermediate=2816),
+    "gemma3-10m": _gemma3(hidden=512, layers=2, heads=8, kv_heads=1, intermediate=1536),
 }
 
 
