@@ -23,7 +23,7 @@ def target_dir() -> Path:
 def draft_dir(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The target with noise on its weights: some of its drafts are kept, some are not."""
     out = tmp_path_factory.mktemp("draft") / "draft"
-    return tiny_models.perturbed_copy(target_dir, out, noise=0.5, seed=1)
+    return tiny_models.perturbed_copy(target_dir, out, noise=0.03, seed=1)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@
 //
 // Why not OpenMP: its runtime counts the threads of every team in the process. A second engine, the
 // loader or another library's teams on the same cores make it stop spinning, and every op then pays
-// a wake-up: measured on two cores, the same iteration took 2.1 times as long (docs/performance.md).
+// a wake-up: measured on two cores, an iteration took half as long again (docs/performance.md).
 //
 // `parallel_for` is for one thread at a time, the owner; it must not be nested.
 
