@@ -149,9 +149,24 @@ int32_t Iteration::num_draft_steps() const {
   return traits_of(speculator_).drafts ? options_.shape.num_draft_tokens - 1 : 0;
 }
 
-int32_t Iteration::draft_vocab_limit() const {
-  // Tables that differ in padding rows: what only one of them has is never drafted.
-  return std::min(target_.config().vocab_size, drafter()->config().vocab_size);
+template <class Ctx>
+void Iteration::draw_drafts(Ctx& ctx, const int32_t* num_rows, const int32_t* row_index,
+                            const PassRows& rows) const {
+  const IterationBuffers& b = buffers_;
+  const int32_t draft_vocab = drafter()->config().vocab_size;
+  ctx.run(draw, DrawParams{.num_rows = num_rows,
+                           .max_rows = options_.shape.max_seqs,
+                           .logits = b.logits,
+                           .logits_stride = draft_vocab,
+                           // Tables that differ in padding rows: what only one of them has is never
+                           // drafted.
+                           .vocab_limit = std::min(target_.config().vocab_size, draft_vocab),
+                           .row_index = row_index,
+                           .seq_slot = rows.seq_slot,
+                           .positions = rows.positions,
+                           .seeds = b.sequences.seed,
+                           .temperatures = b.sequences.temperature,
+                           .tokens = b.drawn});
 }
 
 template <class Ctx>
@@ -208,17 +223,7 @@ void Iteration::first_draft_pass(Ctx& ctx) const {
   draft->forward(ctx, b.first_rows, b.first_metadata, b.activations);
   draft->logits(ctx, b.staged.num_drafting, options_.shape.max_seqs, b.staged.first_last_row,
                 b.activations, b.gathered, b.logits);
-  ctx.run(draw, DrawParams{.num_rows = b.staged.num_drafting,
-                           .max_rows = options_.shape.max_seqs,
-                           .logits = b.logits,
-                           .logits_stride = draft->config().vocab_size,
-                           .vocab_limit = draft_vocab_limit(),
-                           .row_index = b.staged.first_last_row,
-                           .seq_slot = b.first_rows.seq_slot,
-                           .positions = b.first_rows.positions,
-                           .seeds = b.sequences.seed,
-                           .temperatures = b.sequences.temperature,
-                           .tokens = b.drawn});
+  draw_drafts(ctx, b.staged.num_drafting, b.staged.first_last_row, b.first_rows);
   ctx.run(begin_draft_steps, BeginDraftStepsParams{.inputs = b.staged,
                                                    .sequences = b.sequences,
                                                    .drawn = b.drawn,
@@ -239,17 +244,7 @@ void Iteration::draft_step(Ctx& ctx) const {
   draft->forward(ctx, b.step_rows, b.step_metadata, b.activations);
   draft->logits(ctx, b.step_rows.num_rows, b.step_rows.capacity, b.identity, b.activations,
                 b.gathered, b.logits);
-  ctx.run(draw, DrawParams{.num_rows = b.step_rows.num_rows,
-                           .max_rows = b.step_rows.capacity,
-                           .logits = b.logits,
-                           .logits_stride = draft->config().vocab_size,
-                           .vocab_limit = draft_vocab_limit(),
-                           .row_index = b.identity,
-                           .seq_slot = b.step_rows.seq_slot,
-                           .positions = b.step_rows.positions,
-                           .seeds = b.sequences.seed,
-                           .temperatures = b.sequences.temperature,
-                           .tokens = b.drawn});
+  draw_drafts(ctx, b.step_rows.num_rows, b.identity, b.step_rows);
   ctx.run(store_draft, StoreDraftParams{.current_draft_step = b.current_draft_step,
                                         .rows = b.step_rows,
                                         .sequences = b.sequences,

@@ -82,7 +82,10 @@ class Iteration {
 
  private:
   [[nodiscard]] const Decoder* drafter() const;
-  [[nodiscard]] int32_t draft_vocab_limit() const;
+  // One draft for each of the rows that `row_index` picks from a pass of the drafter.
+  template <class Ctx>
+  void draw_drafts(Ctx& ctx, const int32_t* num_rows, const int32_t* row_index,
+                   const PassRows& rows) const;
 
   IterationOptions options_;
   const KvLayout& layout_;
