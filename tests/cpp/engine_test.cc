@@ -16,85 +16,19 @@
 #include <paceline/error.h>
 #include <paceline/executor.h>
 
+#include "support/jobs.h"
 #include "support/tiny_models.h"
 
 namespace paceline {
 namespace {
 
+using testing::Job;
+using testing::Outcome;
+using testing::random_jobs;
+using testing::run;
+using testing::seed_from_env;
 using testing::tiny_model;
 using testing::TinyModel;
-
-struct Job {
-  std::vector<int32_t> prompt;
-  SamplingOptions sampling;
-};
-
-struct Outcome {
-  std::vector<int32_t> tokens;
-  FinishReason reason = FinishReason::kNone;
-  SpeculationCounters counters;
-};
-
-uint64_t seed_from_env(uint64_t fallback) {
-  const char* text = std::getenv("PACELINE_SEED");
-  return text != nullptr ? std::strtoull(text, nullptr, 10) : fallback;
-}
-
-std::vector<Job> random_jobs(std::mt19937_64& random, int32_t count, int32_t vocab,
-                             double temperature, int32_t longest_prompt = 60,
-                             int32_t most_tokens = 40) {
-  std::vector<Job> jobs;
-  for (int32_t i = 0; i < count; ++i) {
-    Job job;
-    const auto length = static_cast<int32_t>(1 + random() % longest_prompt);
-    for (int32_t t = 0; t < length; ++t) {
-      job.prompt.push_back(static_cast<int32_t>(random() % vocab));
-    }
-    job.sampling.temperature = temperature;
-    job.sampling.seed = random();
-    job.sampling.max_tokens = static_cast<int32_t>(1 + random() % most_tokens);
-    if (random() % 3 == 0) job.sampling.stop_token_ids = {static_cast<int32_t>(random() % vocab)};
-    jobs.push_back(job);
-  }
-  return jobs;
-}
-
-// Runs all jobs at once; `cancelled` of them are neighbours that get cancelled at random moments.
-std::vector<Outcome> run(Executor& executor, const std::vector<Job>& jobs,
-                         const std::vector<Job>& neighbours = {}, uint64_t seed = 0) {
-  std::mt19937_64 random(seed);
-  std::map<RequestId, size_t> index;
-  std::vector<RequestId> to_cancel;
-  std::vector<Outcome> outcomes(jobs.size());
-  for (size_t i = 0; i < std::max(jobs.size(), neighbours.size()); ++i) {
-    if (i < neighbours.size()) {
-      to_cancel.push_back(
-          executor.add_request({neighbours[i].prompt, neighbours[i].sampling}).value());
-    }
-    if (i < jobs.size()) {
-      index[executor.add_request({jobs[i].prompt, jobs[i].sampling}).value()] = i;
-    }
-  }
-  size_t left = jobs.size();
-  while (left > 0) {
-    if (!to_cancel.empty() && random() % 4 == 0) {
-      executor.cancel(to_cancel.back());
-      to_cancel.pop_back();
-    }
-    for (RequestEvent& event : executor.poll(1)) {
-      const auto found = index.find(event.id);
-      if (found == index.end()) continue;
-      Outcome& outcome = outcomes[found->second];
-      outcome.tokens.insert(outcome.tokens.end(), event.token_ids.begin(), event.token_ids.end());
-      if (event.finish_reason == FinishReason::kNone) continue;
-      outcome.reason = event.finish_reason;
-      outcome.counters = event.counters;
-      --left;
-    }
-  }
-  for (const RequestId id : to_cancel) executor.cancel(id);
-  return outcomes;
-}
 
 ExecutorOptions options_of(int32_t k) {
   ExecutorOptions options;
@@ -134,15 +68,18 @@ TEST(Engine, SpeculativeEqualsPlain) {
       return all[random() % all.size()];
     };
     TinyModel shape;
-    shape.windows = pick(0, 1, 2) == 0   ? std::vector<int32_t>{0, 0}
+    shape.windows = pick(0, 1, 2) == 0  ? std::vector<int32_t>{0, 0}
                     : random() % 2 == 0 ? std::vector<int32_t>{8, 0, 8}
                                         : std::vector<int32_t>{20, 20, 0};
     shape.is_gemma = random() % 2 == 0;
     TinyModel draft_shape = shape;
     const bool is_other = random() % 3 == 0;
     if (is_other) {
-      draft_shape = TinyModel{.hidden = 16, .num_qo_heads = 2, .num_kv_heads = 1,
-                              .windows = {5, 0, 12}, .is_gemma = random() % 2 == 0};
+      draft_shape = TinyModel{.hidden = 16,
+                              .num_qo_heads = 2,
+                              .num_kv_heads = 1,
+                              .windows = {5, 0, 12},
+                              .is_gemma = random() % 2 == 0};
     }
     const auto target = tiny_model(shape, seed);
     const auto draft = is_other ? tiny_model(draft_shape, seed + 1)
@@ -163,7 +100,8 @@ TEST(Engine, SpeculativeEqualsPlain) {
     options = options_of(k);
     options.block_size = pick(8, 16, 32);
     options.prefill_chunk_size = pick(0, 16);
-    options.draft_driver = pick(DraftDriver::kUnrolled, DraftDriver::kReplay, DraftDriver::kEager);
+    options.draft_driver = pick(DraftDriver::kUnrolled, DraftDriver::kReplay, DraftDriver::kEager,
+                                DraftDriver::kWhile);
     options.device_lateness = pick(0, 1, 2);
     options.use_window_lists = use_window_lists;
     options.poison_freed_blocks = true;
@@ -204,7 +142,8 @@ TEST(Engine, CountersAddUp) {
       SpeculationCounters& sum = sums.at(event.id);
       const auto num_tokens = static_cast<int32_t>(event.token_ids.size());
       const bool is_last = event.finish_reason != FinishReason::kNone;
-      // One token of the target's own in every iteration, but for the last, which may end on a draft.
+      // One token of the target's own in every iteration, but for the last, which may end on a
+      // draft.
       EXPECT_TRUE(num_tokens - event.num_accepted == 1 ||
                   (is_last && num_tokens == event.num_accepted));
       EXPECT_LE(event.num_accepted, event.num_drafted);

@@ -75,9 +75,9 @@ struct TypedArray {
 };
 
 TypedArray typed_array(DType dtype, const std::vector<float>& values) {
-  TypedArray array = {.bytes = std::vector<std::byte>(values.size() *
-                                                      static_cast<size_t>(dtype_bytes(dtype))),
-                      .rounded = values};
+  TypedArray array = {
+      .bytes = std::vector<std::byte>(values.size() * static_cast<size_t>(dtype_bytes(dtype))),
+      .rounded = values};
   for (size_t i = 0; i < values.size(); ++i) {
     if (dtype == DType::kFloat32) {
       std::memcpy(array.bytes.data() + 4 * i, &values[i], 4);
@@ -163,7 +163,7 @@ TEST(VectorMath, ExpAndTanhAreWithinTwoUlp) {
 }
 
 TEST(VectorMath, ExpAndTanhOfSpecialValues) {
-  const float in[16] = {0.0f,   -0.0f,  -kInf, kInf,    kNan,   -1e30f, 1e30f, -104.5f,
+  const float in[16] = {0.0f,   -0.0f,  -kInf, kInf,   kNan,    -1e30f, 1e30f, -104.5f,
                         -87.5f, -103.f, 89.5f, 1e-30f, -1e-30f, 20.0f,  -20.f, 88.0f};
   float out[16];
   run_best_isa<ExpKernel>(&in[0], &out[0]);
@@ -215,10 +215,17 @@ TEST_P(GemmTest, MatchesReference) {
   const std::vector<float> bias = random.normals(c.n);
   std::vector<float> y(static_cast<size_t>(max_rows * y_stride), -77.0f);
   CpuContext ctx = context_of(c.num_threads);
-  gemm(ctx, {.num_rows = &c.num_rows, .max_rows = max_rows, .x = x.data(), .x_stride = x_stride,
-             .weight = weight.bytes.data(), .weight_dtype = c.dtype,
-             .bias = c.has_bias ? bias.data() : nullptr, .y = y.data(), .y_stride = y_stride,
-             .n = c.n, .k = c.k});
+  gemm(ctx, {.num_rows = &c.num_rows,
+             .max_rows = max_rows,
+             .x = x.data(),
+             .x_stride = x_stride,
+             .weight = weight.bytes.data(),
+             .weight_dtype = c.dtype,
+             .bias = c.has_bias ? bias.data() : nullptr,
+             .y = y.data(),
+             .y_stride = y_stride,
+             .n = c.n,
+             .k = c.k});
   for (int64_t row = 0; row < max_rows; ++row) {
     for (int64_t column = 0; column < y_stride; ++column) {
       const float got = y[static_cast<size_t>(row * y_stride + column)];
@@ -271,9 +278,17 @@ bool is_gemm_fused() {
   const int32_t num_rows = 1;
   float y = 0.0f;
   CpuContext ctx = context_of(1);
-  gemm(ctx, {.num_rows = &num_rows, .max_rows = 1, .x = x.data(), .x_stride = 32,
-             .weight = weight.data(), .weight_dtype = DType::kFloat32, .bias = nullptr, .y = &y,
-             .y_stride = 1, .n = 1, .k = 32});
+  gemm(ctx, {.num_rows = &num_rows,
+             .max_rows = 1,
+             .x = x.data(),
+             .x_stride = 32,
+             .weight = weight.data(),
+             .weight_dtype = DType::kFloat32,
+             .bias = nullptr,
+             .y = &y,
+             .y_stride = 1,
+             .n = 1,
+             .k = 32});
   return y != 0x1p-11f;
 }
 
@@ -282,8 +297,17 @@ float gemm_alone(const float* x, const std::byte* weight, DType dtype, int32_t k
   const int32_t num_rows = 1;
   float y = 0.0f;
   CpuContext ctx = context_of(1);
-  gemm(ctx, {.num_rows = &num_rows, .max_rows = 1, .x = x, .x_stride = k, .weight = weight,
-             .weight_dtype = dtype, .bias = nullptr, .y = &y, .y_stride = 1, .n = 1, .k = k});
+  gemm(ctx, {.num_rows = &num_rows,
+             .max_rows = 1,
+             .x = x,
+             .x_stride = k,
+             .weight = weight,
+             .weight_dtype = dtype,
+             .bias = nullptr,
+             .y = &y,
+             .y_stride = 1,
+             .n = 1,
+             .k = k});
   return y;
 }
 
@@ -306,7 +330,8 @@ TEST(Gemm, RoundsXToBfloat16AtMost) {
     double want = 0;
     double magnitude = 0;
     for (int32_t j = 0; j < k; ++j) {
-      const double product = double{x[static_cast<size_t>(j)]} * weight.rounded[static_cast<size_t>(j)];
+      const double product =
+          double{x[static_cast<size_t>(j)]} * weight.rounded[static_cast<size_t>(j)];
       want += product;
       magnitude += std::fabs(product);
     }
@@ -349,9 +374,17 @@ TEST(Gemm, EveryTileFollowsTheLaneOrder) {
           const TypedArray weight = typed_array(dtype, random.normals(int64_t{n} * k));
           std::vector<float> y(static_cast<size_t>(num_rows * n));
           CpuContext ctx = context_of(1);
-          gemm(ctx, {.num_rows = &num_rows, .max_rows = num_rows, .x = x.data(), .x_stride = k,
-                     .weight = weight.bytes.data(), .weight_dtype = dtype, .bias = nullptr,
-                     .y = y.data(), .y_stride = n, .n = n, .k = k});
+          gemm(ctx, {.num_rows = &num_rows,
+                     .max_rows = num_rows,
+                     .x = x.data(),
+                     .x_stride = k,
+                     .weight = weight.bytes.data(),
+                     .weight_dtype = dtype,
+                     .bias = nullptr,
+                     .y = y.data(),
+                     .y_stride = n,
+                     .n = n,
+                     .k = k});
           for (int32_t row = 0; row < num_rows; ++row) {
             for (int32_t column = 0; column < n; ++column) {
               const float* const row_x = x.data() + int64_t{row} * k;
@@ -361,8 +394,8 @@ TEST(Gemm, EveryTileFollowsTheLaneOrder) {
                       : sum_in_lane_order(row_x, weight.rounded.data() + int64_t{column} * k, k,
                                           is_fused);
               ASSERT_EQ(y[static_cast<size_t>(row * n + column)], want)
-                  << dtype_name(dtype) << " rows " << num_rows << " n " << n << " k " << k
-                  << " at " << row << ", " << column;
+                  << dtype_name(dtype) << " rows " << num_rows << " n " << n << " k " << k << " at "
+                  << row << ", " << column;
             }
           }
         }
@@ -382,9 +415,17 @@ TEST(Gemm, RowBitsDependOnTheRowAlone) {
       auto run = [&](const std::vector<float>& x, int32_t num_rows, int num_threads) {
         std::vector<float> y(static_cast<size_t>(num_rows) * static_cast<size_t>(n));
         CpuContext ctx = context_of(num_threads);
-        gemm(ctx, {.num_rows = &num_rows, .max_rows = num_rows, .x = x.data(), .x_stride = k,
-                   .weight = weight.bytes.data(), .weight_dtype = dtype, .bias = bias.data(),
-                   .y = y.data(), .y_stride = n, .n = n, .k = k});
+        gemm(ctx, {.num_rows = &num_rows,
+                   .max_rows = num_rows,
+                   .x = x.data(),
+                   .x_stride = k,
+                   .weight = weight.bytes.data(),
+                   .weight_dtype = dtype,
+                   .bias = bias.data(),
+                   .y = y.data(),
+                   .y_stride = n,
+                   .n = n,
+                   .k = k});
         return y;
       };
       for (const int32_t num_rows : kBatchSizes) {
@@ -426,9 +467,15 @@ TEST(Embed, ScalesRowsAndZeroesTokensOutsideTheTable) {
       for (const int32_t num_rows : {0, 1, max_rows}) {
         std::vector<float> y(static_cast<size_t>(max_rows) * static_cast<size_t>(hidden), -7.0f);
         CpuContext ctx = context_of(2);
-        embed(ctx, {.num_rows = &num_rows, .max_rows = max_rows, .token_ids = tokens.data(),
-                    .table = table.bytes.data(), .table_dtype = dtype, .scale = 1.5f,
-                    .y = y.data(), .vocab_size = vocab_size, .hidden = hidden});
+        embed(ctx, {.num_rows = &num_rows,
+                    .max_rows = max_rows,
+                    .token_ids = tokens.data(),
+                    .table = table.bytes.data(),
+                    .table_dtype = dtype,
+                    .scale = 1.5f,
+                    .y = y.data(),
+                    .vocab_size = vocab_size,
+                    .hidden = hidden});
         for (int32_t row = 0; row < max_rows; ++row) {
           const int32_t token = tokens[static_cast<size_t>(row)];
           for (int32_t i = 0; i < hidden; ++i) {
@@ -445,7 +492,7 @@ TEST(Embed, ScalesRowsAndZeroesTokensOutsideTheTable) {
   }
 }
 
-TEST(Add, AddsToTheResidual) {
+TEST(RmsNorm, AddsOnlyToTheResidualWhereNothingElseIsAsked) {
   TRACE_SEED();
   for (const int32_t hidden : {1, 15, 16, 100, 4096}) {
     for (const int32_t num_rows : {0, 1, 9}) {
@@ -455,11 +502,68 @@ TEST(Add, AddsToTheResidual) {
       const std::vector<float> before = random.normals(n);
       std::vector<float> residual = before;
       CpuContext ctx = context_of(2);
-      add(ctx, {.num_rows = &num_rows, .max_rows = 10, .x = x.data(), .residual = residual.data(),
-                .hidden = hidden});
+      rms_norm(ctx, {.num_rows = &num_rows,
+                     .max_rows = 10,
+                     .x = x.data(),
+                     .x_stride = hidden,
+                     .residual = residual.data(),
+                     .weight = nullptr,
+                     .weight_offset = 0,
+                     .eps = 1e-6f,
+                     .y = nullptr,
+                     .y_stride = hidden,
+                     .hidden = hidden});
       for (size_t i = 0; i < static_cast<size_t>(n); ++i) {
         const bool is_inside = i < static_cast<size_t>(num_rows * hidden);
         ASSERT_EQ(residual[i], is_inside ? before[i] + x[i] : before[i]);
+      }
+    }
+  }
+}
+
+TEST(RmsNorm, NormalisesTheBranchBeforeItJoinsTheResidual) {
+  TRACE_SEED();
+  for (const int32_t hidden : {1, 15, 16, 100, 640}) {
+    for (const bool wants_y : {false, true}) {
+      Random random(40);
+      const int32_t num_rows = 3;
+      const int64_t n = num_rows * int64_t{hidden};
+      const std::vector<float> x = random.normals(n, 3.0f);
+      const std::vector<float> x_weight = random.normals(hidden);
+      const std::vector<float> weight = random.normals(hidden);
+      std::vector<float> residual = random.normals(n);
+      // The same in two steps.
+      std::vector<float> branch(x.size());
+      std::vector<float> expected_residual = residual;
+      std::vector<float> expected(x.size());
+      CpuContext ctx = context_of(1);
+      RmsNormParams params = {.num_rows = &num_rows,
+                              .max_rows = num_rows,
+                              .x = x.data(),
+                              .x_stride = hidden,
+                              .residual = nullptr,
+                              .weight = x_weight.data(),
+                              .weight_offset = 1,
+                              .eps = 1e-6f,
+                              .y = branch.data(),
+                              .y_stride = hidden,
+                              .hidden = hidden};
+      rms_norm(ctx, params);
+      params.x = branch.data();
+      params.residual = expected_residual.data();
+      params.weight = weight.data();
+      params.y = expected.data();
+      rms_norm(ctx, params);
+
+      std::vector<float> y(x.size(), kNan);
+      params.x = x.data();
+      params.residual = residual.data();
+      params.x_weight = x_weight.data();
+      params.y = wants_y ? y.data() : nullptr;
+      rms_norm(ctx, params);
+      for (size_t i = 0; i < x.size(); ++i) {
+        ASSERT_TRUE(is_near(residual[i], expected_residual[i], 1e-6, 1e-6));
+        ASSERT_TRUE(!wants_y || is_near(y[i], expected[i], 1e-6, 1e-6));
       }
     }
   }
@@ -478,8 +582,11 @@ TEST(GatedActivation, MatchesReference) {
       x[static_cast<size_t>(6 * intermediate)] = -1e-6f;
       std::vector<float> y(static_cast<size_t>(num_rows * intermediate));
       CpuContext ctx = context_of(2);
-      gated_activation(ctx, {.num_rows = &num_rows, .max_rows = num_rows, .x = x.data(),
-                             .y = y.data(), .intermediate = intermediate,
+      gated_activation(ctx, {.num_rows = &num_rows,
+                             .max_rows = num_rows,
+                             .x = x.data(),
+                             .y = y.data(),
+                             .intermediate = intermediate,
                              .activation = activation});
       for (int32_t row = 0; row < num_rows; ++row) {
         for (int32_t i = 0; i < intermediate; ++i) {
@@ -508,8 +615,12 @@ TEST(GatherRows, CopiesRowsInAnyOrder) {
   for (const int32_t num_rows : {0, 1, 5}) {
     std::vector<float> y(5 * hidden, -1.0f);
     CpuContext ctx = context_of(2);
-    gather_rows(ctx, {.num_rows = &num_rows, .max_rows = 5, .row_index = index.data(),
-                      .x = x.data(), .y = y.data(), .hidden = hidden});
+    gather_rows(ctx, {.num_rows = &num_rows,
+                      .max_rows = 5,
+                      .row_index = index.data(),
+                      .x = x.data(),
+                      .y = y.data(),
+                      .hidden = hidden});
     for (int32_t row = 0; row < 5; ++row) {
       for (int32_t i = 0; i < hidden; ++i) {
         const float want =
@@ -529,8 +640,8 @@ TEST(SoftCap, MatchesReference) {
   const std::vector<float> before = random.normals(num_rows * n, 40.0f);
   std::vector<float> logits = before;
   CpuContext ctx = context_of(2);
-  soft_cap(ctx, {.num_rows = &num_rows, .max_rows = 4, .logits = logits.data(), .cap = 30.0f,
-                 .n = n});
+  soft_cap(ctx,
+           {.num_rows = &num_rows, .max_rows = 4, .logits = logits.data(), .cap = 30.0f, .n = n});
   for (size_t i = 0; i < logits.size(); ++i) {
     ASSERT_TRUE(is_near(logits[i], 30.0 * std::tanh(before[i] / 30.0), 1e-30, 5e-7));
   }
@@ -556,10 +667,17 @@ TEST(RmsNorm, MatchesReference) {
           float* const y = is_in_place ? x.data() : separate.data();
           const int64_t y_stride = is_in_place ? stride : hidden + 1;
           CpuContext ctx = context_of(2);
-          rms_norm(ctx, {.num_rows = &num_rows, .max_rows = max_rows, .x = x.data(),
-                         .x_stride = stride, .residual = has_residual ? residual.data() : nullptr,
-                         .weight = weight.data(), .weight_offset = 1.0f, .eps = 1e-6f, .y = y,
-                         .y_stride = y_stride, .hidden = hidden});
+          rms_norm(ctx, {.num_rows = &num_rows,
+                         .max_rows = max_rows,
+                         .x = x.data(),
+                         .x_stride = stride,
+                         .residual = has_residual ? residual.data() : nullptr,
+                         .weight = weight.data(),
+                         .weight_offset = 1.0f,
+                         .eps = 1e-6f,
+                         .y = y,
+                         .y_stride = y_stride,
+                         .hidden = hidden});
           for (int32_t row = 0; row < num_rows; ++row) {
             std::vector<double> sum(static_cast<size_t>(hidden));
             double squares = 0.0;
@@ -597,9 +715,16 @@ TEST(RmsNorm, RowBitsDependOnTheRowAlone) {
       const int32_t num_rows = static_cast<int32_t>(x.size()) / hidden;
       std::vector<float> y(x.size());
       CpuContext ctx = context_of(num_threads);
-      rms_norm(ctx, {.num_rows = &num_rows, .max_rows = num_rows, .x = x.data(),
-                     .x_stride = hidden, .residual = residual->data(), .weight = weight.data(),
-                     .weight_offset = 0.0f, .eps = 1e-5f, .y = y.data(), .y_stride = hidden,
+      rms_norm(ctx, {.num_rows = &num_rows,
+                     .max_rows = num_rows,
+                     .x = x.data(),
+                     .x_stride = hidden,
+                     .residual = residual->data(),
+                     .weight = weight.data(),
+                     .weight_offset = 0.0f,
+                     .eps = 1e-5f,
+                     .y = y.data(),
+                     .y_stride = hidden,
                      .hidden = hidden});
       return y;
     };
@@ -638,8 +763,12 @@ struct Pool {
     // A gap before, between and behind K and V: other layers' bytes.
     const int64_t block_bytes = 2 * part + 3 * 64;
     bytes.assign(static_cast<size_t>(num_blocks * block_bytes), std::byte{0xff});
-    view = {.base = bytes.data(), .block_bytes = block_bytes, .k_offset = 64,
-            .v_offset = 128 + part, .block_size = block_size, .dtype = dtype};
+    view = {.base = bytes.data(),
+            .block_bytes = block_bytes,
+            .k_offset = 64,
+            .v_offset = 128 + part,
+            .block_size = block_size,
+            .dtype = dtype};
   }
 
   std::byte* token(int64_t slot, bool is_value) {
@@ -709,14 +838,21 @@ TEST_P(RopeTest, MatchesReferenceAndWritesOnlyItsSlots) {
   const std::vector<float> sin = rope_table(kMaxPositions, c.head_dim / 2, true);
   Pool pool(c.dtype, kBlockSize, kNumBlocks, c.num_kv_heads, c.head_dim);
   CpuContext ctx = context_of(2);
-  qk_norm_rope_append(
-      ctx, {.num_rows = &num_rows, .max_rows = num_rows, .qkv = qkv.data(),
-            .positions = positions.data(), .slot_mapping = slots.data(),
-            .q_norm = c.has_norm ? q_norm.data() : nullptr,
-            .k_norm = c.has_norm ? k_norm.data() : nullptr, .norm_weight_offset = 1.0f,
-            .norm_eps = 1e-6f, .rope_cos = cos.data(), .rope_sin = sin.data(), .kv = pool.view,
-            .num_qo_heads = c.num_qo_heads, .num_kv_heads = c.num_kv_heads,
-            .head_dim = c.head_dim});
+  qk_norm_rope_append(ctx, {.num_rows = &num_rows,
+                            .max_rows = num_rows,
+                            .qkv = qkv.data(),
+                            .positions = positions.data(),
+                            .slot_mapping = slots.data(),
+                            .q_norm = c.has_norm ? q_norm.data() : nullptr,
+                            .k_norm = c.has_norm ? k_norm.data() : nullptr,
+                            .norm_weight_offset = 1.0f,
+                            .norm_eps = 1e-6f,
+                            .rope_cos = cos.data(),
+                            .rope_sin = sin.data(),
+                            .kv = pool.view,
+                            .num_qo_heads = c.num_qo_heads,
+                            .num_kv_heads = c.num_kv_heads,
+                            .head_dim = c.head_dim});
   const double kv_relative = c.dtype == DType::kFloat32 ? 1e-6 : 0x1p-8;
   for (int32_t row = 0; row < num_rows; ++row) {
     const int64_t slot = slots[static_cast<size_t>(row)];
@@ -728,14 +864,14 @@ TEST_P(RopeTest, MatchesReferenceAndWritesOnlyItsSlots) {
       const bool is_value = h >= c.num_qo_heads + c.num_kv_heads;
       const float* norm = is_query ? q_norm.data() : k_norm.data();
       if (!c.has_norm) norm = nullptr;
-      std::vector<double> want =
-          is_value ? std::vector<double>(in, in + c.head_dim)
-                   : reference_rope(in, norm, 1.0f, 1e-6, cos.data() + table_row,
-                                    sin.data() + table_row, c.head_dim);
+      std::vector<double> want = is_value
+                                     ? std::vector<double>(in, in + c.head_dim)
+                                     : reference_rope(in, norm, 1.0f, 1e-6, cos.data() + table_row,
+                                                      sin.data() + table_row, c.head_dim);
       for (int32_t i = 0; i < c.head_dim; ++i) {
         if (is_query) {
-          ASSERT_TRUE(is_near(qkv[static_cast<size_t>(at + i)], want[static_cast<size_t>(i)], 4e-6,
-                              1e-6))
+          ASSERT_TRUE(
+              is_near(qkv[static_cast<size_t>(at + i)], want[static_cast<size_t>(i)], 4e-6, 1e-6))
               << "q row " << row << " head " << h << " " << i;
           continue;
         }
@@ -757,15 +893,14 @@ TEST_P(RopeTest, MatchesReferenceAndWritesOnlyItsSlots) {
   for (const std::byte byte : pool.bytes) ASSERT_EQ(byte, std::byte{0xff});
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Cases, RopeTest,
-    testing::Values(RopeCase{4, 4, 16, DType::kFloat32, false},
-                    RopeCase{4, 2, 64, DType::kBFloat16, true},
-                    RopeCase{5, 1, 128, DType::kFloat32, true},
-                    RopeCase{8, 2, 256, DType::kBFloat16, false},
-                    RopeCase{3, 3, 10, DType::kFloat32, true},
-                    RopeCase{2, 1, 32, DType::kBFloat16, true},
-                    RopeCase{2, 1, 2, DType::kFloat32, true}));
+INSTANTIATE_TEST_SUITE_P(Cases, RopeTest,
+                         testing::Values(RopeCase{4, 4, 16, DType::kFloat32, false},
+                                         RopeCase{4, 2, 64, DType::kBFloat16, true},
+                                         RopeCase{5, 1, 128, DType::kFloat32, true},
+                                         RopeCase{8, 2, 256, DType::kBFloat16, false},
+                                         RopeCase{3, 3, 10, DType::kFloat32, true},
+                                         RopeCase{2, 1, 32, DType::kBFloat16, true},
+                                         RopeCase{2, 1, 2, DType::kFloat32, true}));
 
 TEST(QkNormRopeAppend, RowBitsDependOnTheRowAlone) {
   TRACE_SEED();
@@ -790,12 +925,20 @@ TEST(QkNormRopeAppend, RowBitsDependOnTheRowAlone) {
           slots[static_cast<size_t>(row)] = 16 + 2 * row + 1;
         }
         CpuContext ctx = context_of(num_threads);
-        qk_norm_rope_append(ctx, {.num_rows = &num_rows, .max_rows = num_rows, .qkv = qkv.data(),
-                                  .positions = positions.data(), .slot_mapping = slots.data(),
-                                  .q_norm = norm.data(), .k_norm = norm.data(),
-                                  .norm_weight_offset = 0.0f, .norm_eps = 1e-6f,
-                                  .rope_cos = cos.data(), .rope_sin = sin.data(), .kv = pool.view,
-                                  .num_qo_heads = kQoHeads, .num_kv_heads = kKvHeads,
+        qk_norm_rope_append(ctx, {.num_rows = &num_rows,
+                                  .max_rows = num_rows,
+                                  .qkv = qkv.data(),
+                                  .positions = positions.data(),
+                                  .slot_mapping = slots.data(),
+                                  .q_norm = norm.data(),
+                                  .k_norm = norm.data(),
+                                  .norm_weight_offset = 0.0f,
+                                  .norm_eps = 1e-6f,
+                                  .rope_cos = cos.data(),
+                                  .rope_sin = sin.data(),
+                                  .kv = pool.view,
+                                  .num_qo_heads = kQoHeads,
+                                  .num_kv_heads = kKvHeads,
                                   .head_dim = head_dim});
         std::vector<std::byte> bits(static_cast<size_t>(kQoHeads * head_dim * 4 + 2 * token_bytes));
         std::memcpy(bits.data(), qkv.data() + place * width,
@@ -841,9 +984,8 @@ class Sequences {
         stride_((*std::max_element(lengths.begin(), lengths.end()) + shape.block_size - 1) /
                     shape.block_size +
                 2),
-        pool_(shape.dtype, shape.block_size,
-              stride_ * static_cast<int32_t>(lengths.size()) + 1, shape.num_kv_heads,
-              shape.head_dim) {
+        pool_(shape.dtype, shape.block_size, stride_ * static_cast<int32_t>(lengths.size()) + 1,
+              shape.num_kv_heads, shape.head_dim) {
     Random random(salt);
     std::vector<int32_t> free(static_cast<size_t>(stride_) * lengths.size());
     std::iota(free.begin(), free.end(), 1);
@@ -947,13 +1089,22 @@ std::vector<float> run_attention(Sequences& sequences, const std::vector<Attenti
   const bool is_windowed =
       std::any_of(begins.begin(), begins.end(), [](int32_t begin) { return begin > 0; });
   CpuContext ctx = context_of(options.num_threads);
-  paged_attention(ctx, {.num_rows = &num_rows, .max_rows = num_rows, .qkv = qkv.data(),
-                        .seq_slot = slots.data(), .kv_begin = is_windowed ? begins.data() : nullptr,
-                        .kv_end = ends.data(), .block_table = sequences.block_table().data(),
-                        .block_table_stride = sequences.stride(), .kv = sequences.view(),
-                        .scale = scale_of(s), .soft_cap = options.soft_cap,
-                        .sinks = options.sinks, .y = y.data(), .num_qo_heads = s.num_qo_heads,
-                        .num_kv_heads = s.num_kv_heads, .head_dim = s.head_dim});
+  paged_attention(ctx, {.num_rows = &num_rows,
+                        .max_rows = num_rows,
+                        .qkv = qkv.data(),
+                        .seq_slot = slots.data(),
+                        .kv_begin = is_windowed ? begins.data() : nullptr,
+                        .kv_end = ends.data(),
+                        .block_table = sequences.block_table().data(),
+                        .block_table_stride = sequences.stride(),
+                        .kv = sequences.view(),
+                        .scale = scale_of(s),
+                        .soft_cap = options.soft_cap,
+                        .sinks = options.sinks,
+                        .y = y.data(),
+                        .num_qo_heads = s.num_qo_heads,
+                        .num_kv_heads = s.num_kv_heads,
+                        .head_dim = s.head_dim});
   return y;
 }
 
@@ -968,8 +1119,7 @@ std::vector<double> reference_attention(Sequences& sequences, const AttentionRow
   std::vector<double> scores;
   double highest = options.sinks != nullptr ? options.sinks[head] : -1e300;
   for (int32_t position = row.begin; position < row.end; ++position) {
-    const float* const key =
-        sequences.key(row.sequence, position) + int64_t{kv_head} * s.head_dim;
+    const float* const key = sequences.key(row.sequence, position) + int64_t{kv_head} * s.head_dim;
     double score = 0.0;
     for (int32_t i = 0; i < s.head_dim; ++i) score += double{q[i]} * key[i];
     score *= scale_of(s);
@@ -995,10 +1145,9 @@ void expect_attention(Sequences& sequences, const std::vector<AttentionRow>& row
   const AttentionShape& s = sequences.shape();
   for (size_t row = 0; row < rows.size(); ++row) {
     for (int32_t head = 0; head < s.num_qo_heads; ++head) {
-      const float* const q = qkv.data() + static_cast<int64_t>(row) * qkv_width(s) +
-                             int64_t{head} * s.head_dim;
-      const std::vector<double> want =
-          reference_attention(sequences, rows[row], q, head, options);
+      const float* const q =
+          qkv.data() + static_cast<int64_t>(row) * qkv_width(s) + int64_t{head} * s.head_dim;
+      const std::vector<double> want = reference_attention(sequences, rows[row], q, head, options);
       for (int32_t i = 0; i < s.head_dim; ++i) {
         const int64_t at = (static_cast<int64_t>(row) * s.num_qo_heads + head) * s.head_dim + i;
         // Scores of a few units with errors of 1e-6, values of order one.
@@ -1037,9 +1186,8 @@ TEST_P(AttentionTest, MatchesReference) {
   rows.insert(rows.begin() + 5, {.sequence = 2, .begin = 0, .end = 0});
   const std::vector<float> qkv =
       random.normals(static_cast<int64_t>(rows.size()) * qkv_width(c.shape));
-  const AttentionOptions options = {.soft_cap = c.soft_cap,
-                                    .sinks = c.has_sinks ? sinks.data() : nullptr,
-                                    .num_threads = 2};
+  const AttentionOptions options = {
+      .soft_cap = c.soft_cap, .sinks = c.has_sinks ? sinks.data() : nullptr, .num_threads = 2};
   // What lies before the window must not be read either.
   for (const AttentionRow& row : rows) {
     for (int32_t position = 0; position < row.begin; ++position) {
@@ -1173,11 +1321,18 @@ TEST(ListAttention, ReadsTheListedSlotsInOrder) {
     const int32_t num_rows = static_cast<int32_t>(rows.size());
     const std::vector<float> qkv = random.normals(num_rows * qkv_width(shape));
     std::vector<float> y(static_cast<size_t>(num_rows * 4 * 64), kNan);
-    ListAttentionParams params = {.num_rows = &num_rows, .max_rows = num_rows, .qkv = qkv.data(),
-                                  .window_slots = slots.data(), .window_count = counts.data(),
-                                  .window = kWindow, .kv = sequences.view(),
-                                  .scale = scale_of(shape), .y = y.data(), .num_qo_heads = 4,
-                                  .num_kv_heads = 2, .head_dim = 64};
+    ListAttentionParams params = {.num_rows = &num_rows,
+                                  .max_rows = num_rows,
+                                  .qkv = qkv.data(),
+                                  .window_slots = slots.data(),
+                                  .window_count = counts.data(),
+                                  .window = kWindow,
+                                  .kv = sequences.view(),
+                                  .scale = scale_of(shape),
+                                  .y = y.data(),
+                                  .num_qo_heads = 4,
+                                  .num_kv_heads = 2,
+                                  .head_dim = 64};
     CpuContext ctx = context_of(2);
     list_attention(ctx, params);
     expect_attention(sequences, rows, qkv, y, {});
@@ -1200,14 +1355,13 @@ TEST(Philox, KnownAnswers) {
     std::array<uint32_t, 2> key;
     std::array<uint32_t, 4> result;
   };
-  const Kat kats[] = {
-      {{0, 0, 0, 0}, {0, 0}, {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}},
-      {{0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff},
-       {0xffffffff, 0xffffffff},
-       {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}},
-      {{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344},
-       {0xa4093822, 0x299f31d0},
-       {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}}};
+  const Kat kats[] = {{{0, 0, 0, 0}, {0, 0}, {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}},
+                      {{0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff},
+                       {0xffffffff, 0xffffffff},
+                       {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}},
+                      {{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344},
+                       {0xa4093822, 0x299f31d0},
+                       {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}}};
   for (const Kat& kat : kats) {
     const NoiseKey key = {.seed = kat.key[0] | uint64_t{kat.key[1]} << 32,
                           .stream = static_cast<NoiseStream>(kat.counter[2]),
@@ -1230,8 +1384,10 @@ int32_t reference_draw(const float* logits, int32_t n, float temperature, uint64
   for (int32_t id = 0; id < n; ++id) {
     double key = logits[id];
     if (temperature > 0.0f) {
-      const NoiseKey noise = {.seed = seed, .stream = NoiseStream::kTarget,
-                              .position = static_cast<uint32_t>(position) + 1, .salt = 0};
+      const NoiseKey noise = {.seed = seed,
+                              .stream = NoiseStream::kTarget,
+                              .position = static_cast<uint32_t>(position) + 1,
+                              .salt = 0};
       const auto words = philox(noise, static_cast<uint32_t>(id) / 4);
       const double u = uniform_open(words[static_cast<size_t>(id % 4)]);
       key = key / double{temperature} - std::log(-std::log1p(-u));
@@ -1258,10 +1414,17 @@ struct DrawRows {
     const int32_t num_rows = static_cast<int32_t>(row_index.size());
     std::vector<int32_t> tokens(row_index.size(), -99);
     CpuContext ctx = context_of(num_threads);
-    draw(ctx, {.num_rows = &num_rows, .max_rows = num_rows, .logits = logits.data(),
-               .logits_stride = stride, .vocab_limit = vocab_limit, .row_index = row_index.data(),
-               .seq_slot = seq_slot.data(), .positions = positions.data(), .seeds = seeds.data(),
-               .temperatures = temperatures.data(), .tokens = tokens.data()});
+    draw(ctx, {.num_rows = &num_rows,
+               .max_rows = num_rows,
+               .logits = logits.data(),
+               .logits_stride = stride,
+               .vocab_limit = vocab_limit,
+               .row_index = row_index.data(),
+               .seq_slot = seq_slot.data(),
+               .positions = positions.data(),
+               .seeds = seeds.data(),
+               .temperatures = temperatures.data(),
+               .tokens = tokens.data()});
     return tokens;
   }
 };
@@ -1274,8 +1437,13 @@ TEST(Draw, PruningChangesNothing) {
       for (const float temperature : {0.0f, 1e-5f, 0.01f, 0.3f, 1.0f, 2.0f, 100.0f}) {
         const int32_t num_rows = vocab > 500 ? 3 : 8;
         DrawRows rows = {.logits = random.normals(int64_t{num_rows} * (vocab + 5), spread),
-                         .stride = vocab + 5, .vocab_limit = vocab, .row_index = {},
-                         .seq_slot = {}, .positions = {}, .seeds = {}, .temperatures = {}};
+                         .stride = vocab + 5,
+                         .vocab_limit = vocab,
+                         .row_index = {},
+                         .seq_slot = {},
+                         .positions = {},
+                         .seeds = {},
+                         .temperatures = {}};
         for (float& logit : rows.logits) {
           const int32_t dice = random.below(40);
           if (dice == 0) logit = -kInf;
@@ -1306,9 +1474,13 @@ TEST(Draw, PruningChangesNothing) {
 
 TEST(Draw, EdgeCases) {
   const auto draw_one = [](std::vector<float> logits, float temperature, int32_t slot = 0) {
-    DrawRows rows = {.logits = logits, .stride = 0,
-                     .vocab_limit = static_cast<int32_t>(logits.size()), .row_index = {0},
-                     .seq_slot = {slot}, .positions = {3}, .seeds = {7},
+    DrawRows rows = {.logits = logits,
+                     .stride = 0,
+                     .vocab_limit = static_cast<int32_t>(logits.size()),
+                     .row_index = {0},
+                     .seq_slot = {slot},
+                     .positions = {3},
+                     .seeds = {7},
                      .temperatures = {temperature}};
     return rows.draw_all(1)[0];
   };
@@ -1325,8 +1497,14 @@ TEST(Draw, EdgeCases) {
   ties[3] = ties[35] = 1.0f;
   EXPECT_EQ(draw_one(ties, 0.0f), 40);
   EXPECT_EQ(draw_one({-0.0f, 0.0f}, 0.0f), 0);
-  DrawRows none = {.logits = {}, .stride = 0, .vocab_limit = 10, .row_index = {}, .seq_slot = {},
-                   .positions = {}, .seeds = {}, .temperatures = {}};
+  DrawRows none = {.logits = {},
+                   .stride = 0,
+                   .vocab_limit = 10,
+                   .row_index = {},
+                   .seq_slot = {},
+                   .positions = {},
+                   .seeds = {},
+                   .temperatures = {}};
   EXPECT_TRUE(none.draw_all(2).empty());
 }
 
@@ -1339,10 +1517,13 @@ TEST(Draw, FollowsTheSoftmax) {
     // Spread evenly over [-3, 2], so that even the rarest id is expected a dozen times.
     std::vector<float> logits(kVocab);
     for (float& logit : logits) logit = -3.0f + 5e-4f * static_cast<float>(random.below(10001));
-    DrawRows rows = {.logits = logits, .stride = 0, .vocab_limit = kVocab,
+    DrawRows rows = {.logits = logits,
+                     .stride = 0,
+                     .vocab_limit = kVocab,
                      .row_index = std::vector<int32_t>(kNumDraws),
                      .seq_slot = std::vector<int32_t>(kNumDraws, 0),
-                     .positions = std::vector<int32_t>(kNumDraws), .seeds = {base_seed()},
+                     .positions = std::vector<int32_t>(kNumDraws),
+                     .seeds = {base_seed()},
                      .temperatures = {temperature}};
     std::iota(rows.row_index.begin(), rows.row_index.end(), 0);
     std::iota(rows.positions.begin(), rows.positions.end(), 0);
@@ -1382,8 +1563,13 @@ TEST(Draw, SameSeedPositionAndLogitsGiveTheSameToken) {
     previous = want;
     for (const int32_t num_rows : kBatchSizes) {
       DrawRows rows = {.logits = random.normals(int64_t{num_rows} * kVocab, 2.0f),
-                       .stride = kVocab, .vocab_limit = kVocab, .row_index = {}, .seq_slot = {},
-                       .positions = {}, .seeds = {}, .temperatures = {}};
+                       .stride = kVocab,
+                       .vocab_limit = kVocab,
+                       .row_index = {},
+                       .seq_slot = {},
+                       .positions = {},
+                       .seeds = {},
+                       .temperatures = {}};
       // Logits row i belongs to pass row num_rows - 1 - i, which sits in slot 2 * that.
       const int32_t place = random.below(num_rows);
       rows.seeds.resize(static_cast<size_t>(2 * num_rows));

@@ -22,7 +22,7 @@ using testing::TinyModel;
 
 struct SelfDraft {
   explicit SelfDraft(int32_t k, bool use_window_lists = false, int32_t lateness = 0,
-                 std::vector<int32_t> windows = {8, 0, 24}) {
+                     std::vector<int32_t> windows = {8, 0, 24}) {
     model = tiny_model(TinyModel{.windows = std::move(windows)}, 5);
     layout = plan_kv_layout(kv_layer_shapes(model->config), kv_layer_shapes(model->config), 8,
                             DType::kFloat32, 8 << 20);
@@ -162,7 +162,7 @@ class WatchingRunner final : public Runner {
   std::span<const SequenceResult> results(int64_t iteration) override {
     return inner_->results(iteration);
   }
-  float iteration_us(int64_t iteration) override { return inner_->iteration_us(iteration); }
+  Timing timing(int64_t iteration) override { return inner_->timing(iteration); }
   void poison(GroupId group, BlockId block) override {
     for (const auto& [iteration, blocks] : touched_) {
       if (blocks.contains({group, block})) ++num_violations;
@@ -175,7 +175,7 @@ class WatchingRunner final : public Runner {
 
  private:
   std::unique_ptr<CpuRunner> inner_;
-  std::map<int32_t, std::set<std::pair<GroupId, BlockId>>> tables_;  // by slot
+  std::map<int32_t, std::set<std::pair<GroupId, BlockId>>> tables_;   // by slot
   std::map<int64_t, std::set<std::pair<GroupId, BlockId>>> touched_;  // by iteration
 };
 

@@ -8,96 +8,20 @@
 #include <cstdlib>
 #include <random>
 
-#include "support/direct_runner.h"
+#include "support/invariance.h"
 #include "support/tiny_models.h"
 
 namespace paceline {
 namespace {
 
+using testing::by_chunks;
+using testing::by_windows;
 using testing::DirectOptions;
-using testing::DirectRunner;
+using testing::expect_same_bits;
+using testing::random_tokens;
 using testing::tiny_model;
 using testing::TinyModel;
-
-// What one way of computing a sequence left behind.
-struct Trace {
-  std::vector<std::vector<float>> logits;             // by position
-  std::vector<std::vector<std::vector<std::byte>>> kv;  // by group, by position
-};
-
-std::vector<int32_t> random_tokens(std::mt19937_64& random, int32_t count, int32_t vocab) {
-  std::vector<int32_t> tokens(count);
-  for (int32_t& token : tokens) token = static_cast<int32_t>(random() % vocab);
-  return tokens;
-}
-
-void collect_kv(const DirectRunner& direct, const KvLayout& layout, int32_t length, Trace& trace) {
-  for (GroupId g = 0; g < static_cast<GroupId>(layout.groups.size()); ++g) {
-    auto& positions = trace.kv.emplace_back();
-    for (int32_t p = 0; p < length; ++p) positions.push_back(direct.kv_of(0, g, p));
-  }
-}
-
-// The tokens pushed through in the given chunks; `neighbours` sequences ride along.
-Trace by_chunks(const std::shared_ptr<const Model>& model, const std::vector<int32_t>& tokens,
-                const std::vector<int32_t>& chunks, DirectOptions options, int32_t neighbours,
-                std::mt19937_64& random) {
-  options.max_seqs = neighbours + 1;
-  options.max_verify_rows = 2048;
-  options.pool_bytes = 64 << 20;
-  DirectRunner direct(model, nullptr, options);
-  const auto length = static_cast<int32_t>(tokens.size());
-  direct.start(0, tokens, length, 0, 0, /*is_score=*/true);
-  for (int32_t n = 1; n <= neighbours; ++n) {
-    direct.start(n, random_tokens(random, length, 64), length, 0, 0, true);
-  }
-  Trace trace;
-  int32_t start = 0;
-  for (const int32_t chunk : chunks) {
-    for (int32_t n = neighbours; n >= 0; --n) direct.plan(n, RowKind::kScore, start, chunk);
-    direct.run();
-    for (auto& row : direct.logits_of(0)) trace.logits.push_back(std::move(row));
-    start += chunk;
-  }
-  collect_kv(direct, direct.layout(), length, trace);
-  return trace;
-}
-
-// A prefill of the first part, then verify windows of width k+1 whose drafts are the true tokens.
-Trace by_windows(const std::shared_ptr<const Model>& model, const std::vector<int32_t>& tokens,
-                 int32_t first, int32_t k, DirectOptions options) {
-  options.num_draft_tokens = k;
-  DirectRunner direct(model, nullptr, options);
-  const auto length = static_cast<int32_t>(tokens.size());
-  direct.start(0, {tokens.begin(), tokens.begin() + first}, 200, 0, 0);
-  Trace trace;
-  direct.plan(0, RowKind::kScore, 0, first);
-  direct.run();
-  for (auto& row : direct.logits_of(0)) trace.logits.push_back(std::move(row));
-  // Position `first` is the newest known token of the first window.
-  for (int32_t base = first; base < length; base += k + 1) {
-    const int32_t drafts = std::min(k, length - base - 1);
-    direct.set_known(0, {tokens.begin(), tokens.begin() + base + 1},
-                     {tokens.begin() + base + 1, tokens.begin() + base + 1 + drafts});
-    direct.plan(0, RowKind::kDecode, 0, k + 1);
-    direct.run();
-    const auto rows = direct.logits_of(0);
-    for (int32_t r = 0; r <= drafts; ++r) trace.logits.push_back(rows[r]);
-  }
-  collect_kv(direct, direct.layout(), length, trace);
-  return trace;
-}
-
-void expect_same_bits(const Trace& actual, const Trace& expected) {
-  ASSERT_EQ(actual.logits.size(), expected.logits.size());
-  for (size_t p = 0; p < expected.logits.size(); ++p) {
-    ASSERT_EQ(std::memcmp(actual.logits[p].data(), expected.logits[p].data(),
-                          expected.logits[p].size() * sizeof(float)),
-              0)
-        << "logits of position " << p;
-  }
-  ASSERT_EQ(actual.kv, expected.kv);
-}
+using testing::Trace;
 
 TEST(RowInvariance, SameBitsOnEveryPath) {
   const char* text = std::getenv("PACELINE_SEED");

@@ -1,15 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Drives a CpuRunner iteration by iteration on the calling thread, with blocks and plans made by
-// hand, so that tests can look at device memory between iterations.
+// Drives a runner iteration by iteration, with blocks and plans made by hand, so that tests can
+// look at device memory between iterations. The models' device decides which runner.
 
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <vector>
 
 #include "batch/batch_builder.h"
 #include "executor/cpu_runner.h"
+#ifdef PACELINE_CUDA
+#include "executor/cuda_runner.h"
+#endif
 #include "kv/kv_layout.h"
 #include "kv/sequence_blocks.h"
 
@@ -37,20 +41,42 @@ class DirectRunner {
             draft != nullptr ? kv_layer_shapes(draft->config) : std::vector<KvLayerShape>{},
             options.block_size, target->weights.dtype, options.pool_bytes)),
         pool_(layout_),
-        vocab_size_(target->config.vocab_size) {
+        vocab_size_(target->config.vocab_size),
+        memory_(device_memory(target->device)) {
     shape_ = {.max_seqs = options.max_seqs,
               .max_verify_rows = options.max_verify_rows,
               .max_logit_rows = options.max_verify_rows,
               .num_draft_tokens = options.num_draft_tokens,
               .first_rows_per_decode = draft != nullptr ? 2 : 0};
-    runner_ = std::make_unique<CpuRunner>(
-        target, draft, layout_,
-        CpuRunnerOptions{.iteration = {.shape = shape_,
-                                       .max_model_len = options.max_model_len,
-                                       .use_window_lists = options.use_window_lists},
-                         .driver = options.driver,
-                         .num_threads = options.num_threads,
-                         .poison_pool = true});
+    const IterationOptions iteration = {.shape = shape_,
+                                        .max_model_len = options.max_model_len,
+                                        .use_window_lists = options.use_window_lists};
+    if (target->device == Device::kCpu) {
+      auto runner = std::make_unique<CpuRunner>(target, draft, layout_,
+                                                CpuRunnerOptions{.iteration = iteration,
+                                                                 .driver = options.driver,
+                                                                 .num_threads = options.num_threads,
+                                                                 .poison_pool = true});
+      buffers_ = &runner->buffers();
+      kv_pool_ = runner->kv_pool();
+      run_now_ = [cpu = runner.get()](const IterationInputs& inputs) { cpu->run_now(inputs); };
+      runner_ = std::move(runner);
+    }
+#ifdef PACELINE_CUDA
+    if (target->device == Device::kCuda) {
+      auto runner = std::make_unique<CudaRunner>(
+          target, draft, layout_,
+          CudaRunnerOptions{.iteration = iteration, .driver = options.driver, .poison_pool = true});
+      buffers_ = &runner->buffers();
+      kv_pool_ = runner->kv_pool();
+      run_now_ = [cuda = runner.get()](const IterationInputs& inputs) {
+        cuda->launch(inputs);
+        cuda->wait(inputs.iteration);
+        cuda->synchronize();
+      };
+      runner_ = std::move(runner);
+    }
+#endif
     reserve_inputs(inputs_, shape_);
     sequences_.resize(options.max_seqs);
   }
@@ -76,6 +102,14 @@ class DirectRunner {
     }
   }
 
+  // Ends the sequence of a slot.
+  void stop(int32_t slot) {
+    sequences_[slot]->blocks.release_all(pool_, plan_.iteration - 1);
+    pool_.complete(plan_.iteration - 1);
+    sequences_[slot].reset();
+  }
+  [[nodiscard]] bool has_sequence(int32_t slot) const { return sequences_[slot] != nullptr; }
+
   // Adds rows of a sequence to the next iteration; see PlannedSequence.
   void plan(int32_t slot, RowKind kind, int32_t start, int32_t num_rows) {
     Sequence& s = *sequences_[slot];
@@ -94,7 +128,8 @@ class DirectRunner {
                      });
     build_batch(plan_, shape_, inputs_);
     inputs_.score_copies.clear();  // tests read the logits buffer
-    runner_->run_now(inputs_);
+    run_now_(inputs_);
+    ++plan_.iteration;
     last_plan_ = plan_;
     plan_.sequences.clear();
     plan_.table_writes.clear();
@@ -106,8 +141,7 @@ class DirectRunner {
     for (size_t i = 0; i < last_plan_.sequences.size(); ++i) {
       if (last_plan_.sequences[i].sequence->slot != slot) continue;
       for (int32_t row = inputs_.logit_indptr[i]; row < inputs_.logit_indptr[i + 1]; ++row) {
-        const float* begin = runner_->buffers().logits + int64_t{row} * vocab_size_;
-        rows.emplace_back(begin, begin + vocab_size_);
+        rows.push_back(download(buffers_->logits + int64_t{row} * vocab_size_, vocab_size_));
       }
     }
     return rows;
@@ -117,14 +151,15 @@ class DirectRunner {
   [[nodiscard]] std::vector<std::byte> kv_of(int32_t slot, GroupId g, int32_t position) const {
     const KvGroup& group = layout_.groups[g];
     const BlockId block = sequences_[slot]->blocks.table(g)[position / group.block_size];
-    const int64_t token_bytes = int64_t{group.num_kv_heads} * group.head_dim *
-                                dtype_bytes(group.dtype);
+    const int64_t token_bytes =
+        int64_t{group.num_kv_heads} * group.head_dim * dtype_bytes(group.dtype);
     std::vector<std::byte> bytes;
     for (size_t layer = 0; layer < group.layers.size() * 2; ++layer) {  // K and V alternate
-      const std::byte* at = runner_->kv_pool() + block * group.block_bytes +
+      const std::byte* at = kv_pool_ + block * group.block_bytes +
                             static_cast<int64_t>(layer) * group.layer_bytes / 2 +
                             position % group.block_size * token_bytes;
-      bytes.insert(bytes.end(), at, at + token_bytes);
+      const std::vector<std::byte> token = download(at, token_bytes);
+      bytes.insert(bytes.end(), token.begin(), token.end());
     }
     return bytes;
   }
@@ -133,20 +168,48 @@ class DirectRunner {
   // follow.
   void set_known(int32_t slot, const std::vector<int32_t>& tokens,
                  const std::vector<int32_t>& drafts) {
-    const SequenceState& s = runner_->buffers().sequences;
-    std::copy(tokens.begin(), tokens.end(), s.history + slot * s.history_stride);
-    s.known_len[slot] = static_cast<int32_t>(tokens.size());
-    s.is_active[slot] = 1;
-    std::copy(drafts.begin(), drafts.end(), s.draft_tokens + int64_t{slot} * s.num_draft_tokens);
-    s.draft_len[slot] = static_cast<int32_t>(drafts.size());
+    const SequenceState& s = buffers_->sequences;
+    const auto known_len = static_cast<int32_t>(tokens.size());
+    const auto draft_len = static_cast<int32_t>(drafts.size());
+    const int32_t is_active = 1;
+    upload(s.history + slot * s.history_stride, tokens.data(), known_len);
+    upload(s.known_len + slot, &known_len, 1);
+    upload(s.is_active + slot, &is_active, 1);
+    upload(s.draft_tokens + int64_t{slot} * s.num_draft_tokens, drafts.data(), draft_len);
+    upload(s.draft_len + slot, &draft_len, 1);
   }
 
-  [[nodiscard]] CpuRunner& runner() { return *runner_; }
+  // Copies from and to the device.
+  template <class T>
+  [[nodiscard]] std::vector<T> download(const T* from, int64_t count) const {
+    std::vector<T> values(static_cast<size_t>(count));
+    memory_.download(values.data(), reinterpret_cast<const std::byte*>(from),
+                     count * static_cast<int64_t>(sizeof(T)));
+    return values;
+  }
+  template <class T>
+  void upload(T* to, const T* from, int64_t count) const {
+    if (count == 0) return;
+    memory_.upload(reinterpret_cast<std::byte*>(to), from, count * static_cast<int64_t>(sizeof(T)));
+  }
+
+  // The slot of a row of the last batch, and what the device was told of it.
+  [[nodiscard]] int32_t slot_of_row(size_t row) const {
+    return last_plan_.sequences[row].sequence->slot;
+  }
+  [[nodiscard]] const IterationInputs& last_inputs() const { return inputs_; }
+  // All of the KV pool but the slab of the null blocks, where padding may be written.
+  [[nodiscard]] std::vector<std::byte> pool_bytes() const {
+    return download(kv_pool_ + layout_.slab_bytes, layout_.pool_bytes - layout_.slab_bytes);
+  }
+
+  [[nodiscard]] Runner& runner() { return *runner_; }
+  [[nodiscard]] const IterationBuffers& buffers() const { return *buffers_; }
   [[nodiscard]] const KvLayout& layout() const { return layout_; }
   [[nodiscard]] SlabPool& pool() { return pool_; }
   [[nodiscard]] Sequence& sequence(int32_t slot) { return *sequences_[slot]; }
-  [[nodiscard]] const SequenceResult& result(int32_t batch_row) const {
-    return runner_->buffers().results[batch_row];
+  [[nodiscard]] SequenceResult result(int32_t batch_row) const {
+    return download(buffers_->results + batch_row, 1).front();
   }
 
  private:
@@ -155,7 +218,11 @@ class DirectRunner {
   SlabPool pool_;
   int32_t vocab_size_;
   BatchShape shape_;
-  std::unique_ptr<CpuRunner> runner_;
+  DeviceMemory& memory_;
+  std::unique_ptr<Runner> runner_;
+  const IterationBuffers* buffers_ = nullptr;
+  const std::byte* kv_pool_ = nullptr;
+  std::function<void(const IterationInputs&)> run_now_;
   IterationInputs inputs_;
   StepPlan plan_;
   StepPlan last_plan_;

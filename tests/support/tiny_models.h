@@ -31,7 +31,7 @@ struct TinyModel {
   std::vector<int32_t> windows = {8, 0};  // by layer; 0 = full attention
   bool is_gemma = true;                   // post norms, q/k norms, (1 + w), gelu, tied head
   bool has_bias = false;
-  int32_t nan_token = -1;                 // its embedding is NaN
+  int32_t nan_token = -1;  // its embedding is NaN
 };
 
 inline std::string tiny_config_json(const TinyModel& m) {
@@ -40,10 +40,10 @@ inline std::string tiny_config_json(const TinyModel& m) {
   const auto boolean = [](bool value) { return value ? "true" : "false"; };
   out << R"({"format":"paceline-decoder-1","name":"tiny","vocab_size":)" << m.vocab_size
       << R"(,"hidden_size":)" << m.hidden << R"(,"max_position":)" << m.max_position
-      << R"(,"norm_eps":1e-6,"norm_weight_offset":)" << (m.is_gemma ? 1 : 0)
-      << R"(,"embed_scale":)" << (m.is_gemma ? std::sqrt(static_cast<double>(m.hidden)) : 1.0)
-      << R"(,"logit_soft_cap":0,"ties_lm_head":)" << boolean(m.is_gemma)
-      << R"(,"has_post_norms":)" << boolean(m.is_gemma) << R"(,"ropes":[)";
+      << R"(,"norm_eps":1e-6,"norm_weight_offset":)" << (m.is_gemma ? 1 : 0) << R"(,"embed_scale":)"
+      << (m.is_gemma ? std::sqrt(static_cast<double>(m.hidden)) : 1.0)
+      << R"(,"logit_soft_cap":0,"ties_lm_head":)" << boolean(m.is_gemma) << R"(,"has_post_norms":)"
+      << boolean(m.is_gemma) << R"(,"ropes":[)";
   for (int rope = 0; rope < 2; ++rope) {
     out << (rope > 0 ? "," : "") << R"({"scale":1.0,"inv_freq":[)";
     const double theta = rope == 0 ? 1e4 : 1e5;
@@ -62,8 +62,7 @@ inline std::string tiny_config_json(const TinyModel& m) {
         << R"(,"soft_cap":0,"rope":)" << (slides ? 0 : 1) << R"(,"has_qk_norm":)"
         << boolean(m.is_gemma) << R"(,"has_qkv_bias":)" << boolean(m.has_bias)
         << R"(,"has_o_bias":false},"mlp":{"intermediate":)" << m.intermediate
-        << R"(,"activation":")" << (m.is_gemma ? "gelu_tanh" : "silu")
-        << R"(","has_bias":false}})";
+        << R"(,"activation":")" << (m.is_gemma ? "gelu_tanh" : "silu") << R"(","has_bias":false}})";
   }
   out << "]}";
   return out.str();
@@ -74,9 +73,10 @@ inline std::string tiny_config_json(const TinyModel& m) {
 // drafter that often agrees.
 inline std::shared_ptr<const Model> tiny_model(const TinyModel& m, uint64_t seed, float noise = 0,
                                                uint64_t noise_seed = 0,
-                                               DType dtype = DType::kFloat32) {
+                                               DType dtype = DType::kFloat32,
+                                               Device device = Device::kCpu) {
   const std::string json = tiny_config_json(m);
-  ModelBuilder builder(json, dtype);
+  ModelBuilder builder(json, dtype, device);
   const DecoderConfig config = parse_decoder_config(json);
   std::mt19937_64 weights(seed);
   std::mt19937_64 noises(noise_seed);

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What an embedder may set. Plain data: `Executor` checks every field and refuses, it never adjusts.
+// What an embedder may set. Plain data: `Executor` checks every field and refuses, it never
+// adjusts.
 
 #include <cstdint>
 #include <string>
@@ -22,20 +23,25 @@ enum class AcceptMethod : uint8_t {
 enum class DraftDriver : uint8_t {
   kUnrolled,  // k-1 copies of the step inside one program of the whole iteration
   kReplay,    // the one-step program is launched k-1 times
+  kWhile,     // the device repeats the one-step program while there is something to draft
   kEager,     // nothing is captured; for debugging and as the reference in tests
 };
 
 struct SpeculativeOptions {
-  int32_t num_speculative_tokens = 0;       // k: 0 = plain decoding, else 1..16
+  int32_t num_speculative_tokens = 0;  // k: 0 = plain decoding, else 1..16
   AcceptMethod accept_method = AcceptMethod::kCoupled;
-  double synthetic_acceptance_length = 0;   // kSynthetic only: in [1, k+1], bonus token included
+  double synthetic_acceptance_length = 0;  // kSynthetic only: in [1, k+1], bonus token included
+  // A sequence drafts no further once the drafter's own probability (softmax of its logits at
+  // temperature 1) of a token it has drawn is below this; that token is still verified. 0: off. Any
+  // other value in (0, 1) needs DraftDriver::kWhile.
+  double draft_stop_threshold = 0;
 };
 
 struct ExecutorOptions {
-  int32_t max_model_len = 0;         // tokens of prompt + output of one request; > 0
-  int32_t max_num_seqs = 64;         // sequences that run at the same time, 1..1024
+  int32_t max_model_len = 0;              // tokens of prompt + output of one request; > 0
+  int32_t max_num_seqs = 64;              // sequences that run at the same time, 1..1024
   int32_t max_num_batched_tokens = 2048;  // rows of one iteration, >= max_num_seqs * (k+1)
-  int32_t prefill_chunk_size = 0;    // most prompt tokens of one request in one iteration; 0 = budget
+  int32_t prefill_chunk_size = 0;  // most prompt tokens of one request in one iteration; 0 = budget
   int32_t max_waiting_requests = 0;  // requests that may queue; 0 = no bound
   int64_t kv_cache_bytes = 0;        // bytes of the KV pool, all groups together; > 0
   int32_t block_size = 16;           // tokens of a KV block, 1..256
@@ -46,8 +52,12 @@ struct ExecutorOptions {
   // For tests. 0 = a real asynchronous device; n = iteration i runs, and its results appear, only
   // once iteration i+n has been launched (0..2).
   int32_t device_lateness = 0;
-  // For tests: sliding layers read per-token lists of visible slots instead of a [begin, end) range.
+  // For tests: sliding layers read per-token lists of visible slots instead of a [begin, end)
+  // range.
   bool use_window_lists = false;
+  // For tests: the engine's thread sleeps for a random time of at most this before each of its
+  // stages (plan, launch, read). 0: it does not.
+  int32_t host_delay_max_us = 0;
   // For benches of the host side: no op runs, every sequence emits token 0 and keeps no draft.
   bool use_null_device = false;
   // For tests: fill a KV block with NaN as soon as it may be reused, so that a stale read shows.

@@ -5,6 +5,7 @@
 // results; nothing in here knows of Python. All methods are thread-safe.
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -20,14 +21,14 @@ namespace paceline {
 // Bytes by purpose; `groups` has one entry a KV group.
 struct MemoryReport {
   struct Group {
-    std::string owner;        // "target" or "draft"
-    std::string kind;         // "full" or "sliding"
-    int32_t window = 0;       // tokens; 0 for full
+    std::string owner;   // "target" or "draft"
+    std::string kind;    // "full" or "sliding"
+    int32_t window = 0;  // tokens; 0 for full
     int32_t num_layers = 0;
     int32_t num_kv_heads = 0;
     int32_t head_dim = 0;
-    int32_t block_size = 0;   // tokens
-    int64_t block_bytes = 0;  // as allocated
+    int32_t block_size = 0;     // tokens
+    int64_t block_bytes = 0;    // as allocated
     int64_t padding_bytes = 0;  // of block_bytes, lost to slab alignment
     int64_t held_blocks = 0;
     int64_t quarantined_blocks = 0;
@@ -38,7 +39,8 @@ struct MemoryReport {
   int64_t kv_slab_bytes = 0;
   int64_t kv_num_slabs = 0;
   int64_t kv_free_slabs = 0;
-  int64_t workspace_bytes = 0;   // activations, logits, metadata, step state
+  int64_t workspace_bytes = 0;  // activations, logits, metadata, step state
+  int64_t graph_bytes = 0;      // captured programs; CUDA only
   std::vector<Group> groups;
 };
 
@@ -51,18 +53,23 @@ struct ExecutorStats {
   int64_t num_accepted_tokens = 0;
   int32_t num_running = 0;
   int32_t num_waiting = 0;
-  double host_us = 0;                  // host work of all iterations: schedule, batch, blocks, ring
-  std::vector<float> iteration_us;     // device time of each iteration, the first 65,536
+  double host_us = 0;               // host work of all iterations: schedule, batch, blocks, ring
+  std::vector<float> iteration_us;  // device time of each iteration, the first 65,536
+  std::vector<float> iteration_idle_us;  // for how long the device stood idle before each of those
   std::vector<int32_t> iteration_num_decoding;  // decoding sequences of each of those
   std::vector<int32_t> iteration_num_prefill;   // prefilling sequences of each of those
 };
 
 class PACELINE_API Executor {
  public:
-  // draft may be null when options.speculative.num_speculative_tokens is 0. Throws InvalidArgument
-  // (an option), Unsupported, OutOfMemory.
+  // Called on the constructing thread while programs are captured, with how many there are.
+  using Progress = std::function<void(int32_t done, int32_t total)>;
+
+  // Runs on the device that the models lie on. draft may be null when
+  // options.speculative.num_speculative_tokens is 0. Throws InvalidArgument (an option),
+  // Unsupported, OutOfMemory, DeviceError.
   Executor(std::shared_ptr<const Model> target, std::shared_ptr<const Model> draft,
-           const ExecutorOptions& options);
+           const ExecutorOptions& options, const Progress& progress = {});
   // Cancels what runs and joins the thread.
   ~Executor();
   Executor(const Executor&) = delete;

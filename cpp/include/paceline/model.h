@@ -12,6 +12,7 @@
 #include <string_view>
 #include <vector>
 
+#include <paceline/device.h>
 #include <paceline/dtype.h>
 #include <paceline/export.h>
 
@@ -24,8 +25,10 @@ class Model;  // immutable once built; shared by executors
 class PACELINE_API ModelBuilder {
  public:
   // config_json: the canonical decoder configuration. weight_dtype: kFloat32 or kBFloat16, of the
-  // matrices (norms and biases are always float32). Throws InvalidArgument naming the key.
-  ModelBuilder(std::string_view config_json, DType weight_dtype);
+  // matrices (norms and biases are always float32). device: where the weights will lie; executors
+  // run there. Throws InvalidArgument naming the key, Unsupported without that device, OutOfMemory
+  // with the MiB that are missing.
+  ModelBuilder(std::string_view config_json, DType weight_dtype, Device device = Device::kCpu);
   ~ModelBuilder();
   ModelBuilder(ModelBuilder&&) noexcept;
   ModelBuilder& operator=(ModelBuilder&&) noexcept;
@@ -55,18 +58,21 @@ class PACELINE_API ModelBuilder {
 [[nodiscard]] PACELINE_API DType model_weight_dtype(const Model& model);
 [[nodiscard]] PACELINE_API int32_t model_vocab_size(const Model& model);
 [[nodiscard]] PACELINE_API int32_t model_max_position(const Model& model);
-// The bytes of the weight arena, for equality tests of the two ways in.
-[[nodiscard]] PACELINE_API std::span<const std::byte> model_weight_arena(const Model& model);
+[[nodiscard]] PACELINE_API Device model_device(const Model& model);
+// A copy of the bytes of the weight arena, for equality tests of the two ways in.
+[[nodiscard]] PACELINE_API std::vector<std::byte> model_weight_arena(const Model& model);
 
 // What `paceline convert` wrote: a target, maybe a drafter, and their defaults.
 struct ModelFolder {
   std::shared_ptr<const Model> target;
-  std::shared_ptr<const Model> draft;        // null without a drafter
-  int32_t num_speculative_tokens = 0;        // the folder's default k; 0 without a drafter
-  std::vector<int32_t> stop_token_ids;       // the target's end-of-sequence ids
+  std::shared_ptr<const Model> draft;   // null without a drafter
+  int32_t num_speculative_tokens = 0;   // the folder's default k; 0 without a drafter
+  std::vector<int32_t> stop_token_ids;  // the target's end-of-sequence ids
 };
 
-// Reads DIR/paceline.json and the safetensors beside it. Throws ModelFileError naming file and key.
-[[nodiscard]] PACELINE_API ModelFolder load_model_folder(const std::string& directory);
+// Reads DIR/paceline.json and the safetensors beside it, to a device. Throws ModelFileError naming
+// file and key, and what ModelBuilder throws.
+[[nodiscard]] PACELINE_API ModelFolder load_model_folder(const std::string& directory,
+                                                         Device device = Device::kCpu);
 
 }  // namespace paceline

@@ -29,6 +29,18 @@ class AlignedBuffer {
     return *this;
   }
 
+  // Gives up ownership, and takes it again.
+  [[nodiscard]] std::byte* release() noexcept {
+    bytes_ = 0;
+    return std::exchange(data_, nullptr);
+  }
+  static AlignedBuffer adopt(std::byte* data, int64_t bytes) noexcept {
+    AlignedBuffer buffer;
+    buffer.data_ = data;
+    buffer.bytes_ = bytes;
+    return buffer;
+  }
+
   [[nodiscard]] std::byte* data() const { return data_; }
   [[nodiscard]] int64_t bytes() const { return bytes_; }
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <paceline/device.h>
 #include <paceline/version.h>
 
 #include <sched.h>
@@ -33,7 +34,7 @@ const char* version() { return PACELINE_VERSION; }
 BuildInfo build_info() {
   return {.compiler = concat("g++ ", __VERSION__),
           .cpu_features = cpu_features(),
-          .has_cuda = false,
+          .has_cuda = cuda_status().is_built,
           .num_cores = usable_cores()};
 }
 

@@ -2,10 +2,12 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string_view>
 #include <vector>
 
 #include "base/aligned_buffer.h"
+#include "device/device_memory.h"
 
 namespace paceline {
 
@@ -13,18 +15,30 @@ namespace paceline {
 // at start, at its largest size, and keeps its address. Counts bytes. Not thread-safe.
 class DeviceArena {
  public:
-  // `count` zeroed elements, 64 B aligned.
+  // The memory must outlive the arena.
+  explicit DeviceArena(DeviceMemory& memory = host_memory()) : memory_(&memory) {}
+
+  // `count` zeroed elements, 256 B aligned.
   template <class T>
   [[nodiscard]] T* allocate(int64_t count, std::string_view purpose) {
     return reinterpret_cast<T*>(
         allocate_bytes(checked_mul(count, static_cast<int64_t>(sizeof(T))), purpose));
+  }
+  // Elements with the values of `from`.
+  template <class T>
+  [[nodiscard]] T* allocate_copy(std::span<const T> from, std::string_view purpose) {
+    T* data = allocate<T>(static_cast<int64_t>(from.size()), purpose);
+    memory_->upload(reinterpret_cast<std::byte*>(data), from.data(),
+                    static_cast<int64_t>(from.size_bytes()));
+    return data;
   }
   [[nodiscard]] int64_t bytes() const { return bytes_; }
 
  private:
   std::byte* allocate_bytes(int64_t bytes, std::string_view purpose);
 
-  std::vector<AlignedBuffer> chunks_;
+  DeviceMemory* memory_;
+  std::vector<DeviceBuffer> chunks_;
   int64_t chunk_used_ = 0;
   int64_t bytes_ = 0;
 };

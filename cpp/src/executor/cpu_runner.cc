@@ -21,22 +21,24 @@ CpuRunner::CpuRunner(std::shared_ptr<const Model> target, std::shared_ptr<const 
                      const KvLayout& layout, const CpuRunnerOptions& options)
     : layout_(layout),
       options_(options),
+      extent_(full_extent(options.iteration.shape)),
       threads_(options.num_threads),
       context_{.num_threads = options.num_threads, .threads = &threads_},
       pool_(layout.pool_bytes, "the KV pool"),
       ring_(options.max_in_flight + 1) {
   if (options.poison_pool) fill_nan(pool_.data(), pool_.bytes());
   const int32_t max_len = options.iteration.max_model_len;
-  buffers_ = allocate_iteration_buffers(arena_, options.iteration, layout, target->config,
-                                        draft != nullptr ? &draft->config : nullptr);
+  buffers_ =
+      allocate_iteration_buffers(arena_, options.iteration, layout, target->config,
+                                 draft != nullptr ? &draft->config : nullptr, DType::kFloat32);
   target_ = std::make_unique<Decoder>(std::move(target), layout, layout.target_layer_to_group,
                                       pool_.data(), max_len, arena_);
   if (draft != nullptr) {
     speculator_.emplace<DraftModelSpeculator>(Decoder(
         std::move(draft), layout, layout.draft_layer_to_group, pool_.data(), max_len, arena_));
   }
-  iteration_ = std::make_unique<Iteration>(options.iteration, layout_, *target_, speculator_,
-                                           buffers_);
+  iteration_ =
+      std::make_unique<Iteration>(options.iteration, layout_, *target_, speculator_, buffers_);
   for (RingSlot& slot : ring_) slot.results.resize(options.iteration.shape.max_seqs);
   if (options.driver != DraftDriver::kEager) capture();
   thread_ = std::thread([this] { device_loop(); });
@@ -53,10 +55,10 @@ CpuRunner::~CpuRunner() {
 
 void CpuRunner::capture() {
   context_.capturing = &draft_step_program_;
-  iteration_->draft_step(context_);
+  iteration_->draft_step(context_, extent_);
   context_.capturing = &decode_program_;
-  iteration_->verify(context_);
-  iteration_->first_draft_pass(context_);
+  iteration_->verify(context_, extent_);
+  iteration_->first_draft_pass(context_, extent_);
   context_.capturing = nullptr;
   if (options_.driver == DraftDriver::kUnrolled) {
     for (int32_t step = 0; step < iteration_->num_draft_steps(); ++step) {
@@ -108,27 +110,34 @@ void CpuRunner::copy_scores(const IterationInputs& inputs) const {
   }
 }
 
-void CpuRunner::replay_draft_steps() {
-  for (int32_t step = 0; step < iteration_->num_draft_steps(); ++step) {
-    if (options_.driver == DraftDriver::kEager) {
-      iteration_->draft_step(context_);
-    } else {
-      draft_step_program_.replay(context_);
-    }
+void CpuRunner::run_draft_step() {
+  if (options_.driver == DraftDriver::kEager) {
+    iteration_->draft_step(context_, extent_);
+  } else {
+    draft_step_program_.replay(context_);
   }
+}
+
+void CpuRunner::run_draft_steps() {
+  if (options_.driver == DraftDriver::kWhile) {
+    if (iteration_->num_draft_steps() == 0) return;
+    while (*buffers_.draft_stop.keep_drafting != 0) run_draft_step();
+    return;
+  }
+  for (int32_t step = 0; step < iteration_->num_draft_steps(); ++step) run_draft_step();
 }
 
 void CpuRunner::execute(const IterationInputs& inputs) {
   if (inputs.has_prefill || options_.driver == DraftDriver::kEager) {
-    iteration_->verify(context_);
+    iteration_->verify(context_, extent_);
     copy_scores(inputs);  // before the drafter takes the logits buffer
     if (inputs.num_first_rows == 0) return;
-    iteration_->first_draft_pass(context_);
-    if (inputs.num_drafting > 0) replay_draft_steps();
+    iteration_->first_draft_pass(context_, extent_);
+    if (inputs.num_drafting > 0) run_draft_steps();
     return;
   }
   decode_program_.replay(context_);
-  if (options_.driver == DraftDriver::kReplay) replay_draft_steps();
+  if (options_.driver != DraftDriver::kUnrolled) run_draft_steps();
 }
 
 void CpuRunner::run_now(const IterationInputs& inputs) {
@@ -149,6 +158,8 @@ void CpuRunner::launch(const IterationInputs& inputs) {
 }
 
 void CpuRunner::device_loop() {
+  using Clock = std::chrono::steady_clock;
+  auto last_end = Clock::now();
   std::unique_lock lock(mutex_);
   const auto may_run = [&] {
     const int64_t next = completed_ + 1;
@@ -161,15 +172,17 @@ void CpuRunner::device_loop() {
     RingSlot& slot = ring_slot(completed_ + 1);
     lock.unlock();
     std::exception_ptr failure;
-    const auto start = std::chrono::steady_clock::now();
+    const auto start = Clock::now();
     try {
       run_now(*slot.inputs);
       std::copy_n(buffers_.results, slot.inputs->num_seqs, slot.results.begin());
     } catch (...) {
       failure = std::current_exception();
     }
-    slot.us = std::chrono::duration<float, std::micro>(std::chrono::steady_clock::now() - start)
-                  .count();
+    const auto end = Clock::now();
+    slot.timing = {.us = std::chrono::duration<float, std::micro>(end - start).count(),
+                   .idle_us = std::chrono::duration<float, std::micro>(start - last_end).count()};
+    last_end = end;
     lock.lock();
     failure_ = failure;
     if (failure_ == nullptr) ++completed_;
@@ -198,7 +211,7 @@ std::span<const SequenceResult> CpuRunner::results(int64_t iteration) {
   return {slot.results.data(), static_cast<size_t>(slot.inputs->num_seqs)};
 }
 
-float CpuRunner::iteration_us(int64_t iteration) { return ring_slot(iteration).us; }
+Runner::Timing CpuRunner::timing(int64_t iteration) { return ring_slot(iteration).timing; }
 
 void CpuRunner::poison(GroupId group, BlockId block) {
   const int64_t bytes = layout_.groups[group].block_bytes;

@@ -43,13 +43,14 @@ class CpuRunner final : public Runner {
   void wait(int64_t iteration) override;
   [[nodiscard]] int64_t completed() override;
   [[nodiscard]] std::span<const SequenceResult> results(int64_t iteration) override;
-  [[nodiscard]] float iteration_us(int64_t iteration) override;
+  [[nodiscard]] Timing timing(int64_t iteration) override;
   void poison(GroupId group, BlockId block) override;
   [[nodiscard]] int64_t workspace_bytes() const override { return arena_.bytes(); }
 
   // For tests, which read device memory and plant faults in recorded calls. Only while idle.
   [[nodiscard]] const IterationBuffers& buffers() const { return buffers_; }
   [[nodiscard]] const Iteration& iteration() const { return *iteration_; }
+  [[nodiscard]] const IterationExtent& extent() const { return extent_; }
   [[nodiscard]] CpuContext& context() { return context_; }
   [[nodiscard]] Program& decode_program() { return decode_program_; }
   [[nodiscard]] Program& draft_step_program() { return draft_step_program_; }
@@ -61,14 +62,15 @@ class CpuRunner final : public Runner {
   struct RingSlot {
     const IterationInputs* inputs = nullptr;
     std::vector<SequenceResult> results;
-    float us = 0;
+    Timing timing;
   };
 
   void capture();
   void upload(const IterationInputs& inputs);
   void execute(const IterationInputs& inputs);
   void copy_scores(const IterationInputs& inputs) const;
-  void replay_draft_steps();
+  void run_draft_step();
+  void run_draft_steps();
   void device_loop();
   [[nodiscard]] RingSlot& ring_slot(int64_t iteration) {
     return ring_[static_cast<size_t>(iteration) % ring_.size()];
@@ -76,6 +78,7 @@ class CpuRunner final : public Runner {
 
   const KvLayout& layout_;
   CpuRunnerOptions options_;
+  IterationExtent extent_;  // the CPU's loops end at the device's counts: bounds are the largest
   ThreadPool threads_;
   CpuContext context_;
   DeviceArena arena_;
@@ -97,7 +100,7 @@ class CpuRunner final : public Runner {
   int64_t awaited_ = -1;  // newest iteration that somebody waits for
   bool stops_ = false;
   std::exception_ptr failure_;
-  std::thread thread_;    // last: everything above must exist before it starts
+  std::thread thread_;  // last: everything above must exist before it starts
 };
 
 }  // namespace paceline

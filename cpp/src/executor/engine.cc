@@ -23,10 +23,14 @@ int64_t now_us() {
 
 FinishReason reason_of(SlotOutcome outcome) {
   switch (outcome) {
-    case SlotOutcome::kRunning: return FinishReason::kNone;
-    case SlotOutcome::kStop: return FinishReason::kStop;
-    case SlotOutcome::kLength: return FinishReason::kLength;
-    case SlotOutcome::kNoLogits: return FinishReason::kError;
+    case SlotOutcome::kRunning:
+      return FinishReason::kNone;
+    case SlotOutcome::kStop:
+      return FinishReason::kStop;
+    case SlotOutcome::kLength:
+      return FinishReason::kLength;
+    case SlotOutcome::kNoLogits:
+      return FinishReason::kError;
   }
   return FinishReason::kError;
 }
@@ -43,8 +47,7 @@ void count(const SequenceResult& result, SpeculationCounters& counters) {
 
 }  // namespace
 
-Engine::Engine(const EngineOptions& options, const KvLayout& layout,
-               std::unique_ptr<Runner> runner)
+Engine::Engine(const EngineOptions& options, const KvLayout& layout, std::unique_ptr<Runner> runner)
     : options_(options),
       layout_(layout),
       runner_(std::move(runner)),
@@ -83,14 +86,14 @@ void Engine::check_request(const Request& request) const {
     const int32_t token = request.prompt[i];
     if (token < 0 || token >= options_.vocab_size) {
       throw InvalidArgument(concat("prompt token ", i, " is ", token, "; allowed: 0 to ",
-                                   options_.vocab_size - 1, " (vocab_size ",
-                                   options_.vocab_size, ")"));
+                                   options_.vocab_size - 1, " (vocab_size ", options_.vocab_size,
+                                   ")"));
     }
   }
   const SamplingOptions& s = request.sampling;
   if (!std::isfinite(s.temperature) || s.temperature < 0) {
-    throw InvalidArgument(concat("temperature is ", s.temperature,
-                                 "; allowed: a finite number >= 0 (0 is greedy)"));
+    throw InvalidArgument(
+        concat("temperature is ", s.temperature, "; allowed: a finite number >= 0 (0 is greedy)"));
   }
   if (s.max_tokens < 1) {
     throw InvalidArgument(concat("max_tokens is ", s.max_tokens, "; allowed: 1 or more"));
@@ -116,12 +119,11 @@ std::optional<RequestId> Engine::add_request(Request request) {
   sequence->prompt_len = sequence->known_len();
   sequence->sampling = std::move(request.sampling);
   sequence->is_score = request.score_prompt;
-  sequence->limit =
-      sequence->is_score
-          ? sequence->prompt_len
-          : static_cast<int32_t>(std::min<int64_t>(
-                int64_t{sequence->prompt_len} + sequence->sampling.max_tokens,
-                options_.max_model_len));
+  sequence->limit = sequence->is_score
+                        ? sequence->prompt_len
+                        : static_cast<int32_t>(std::min<int64_t>(
+                              int64_t{sequence->prompt_len} + sequence->sampling.max_tokens,
+                              options_.max_model_len));
   if (sequence->is_score) {
     sequence->logits = std::make_shared<std::vector<float>>(
         static_cast<size_t>(checked_mul(sequence->prompt_len, options_.vocab_size)));
@@ -195,8 +197,7 @@ void Engine::loop() {
     while (take_in()) {
       // One iteration ahead: launch the next before the last one has been read.
       const auto in_flight = [&] { return newest_launched_ - newest_read_; };
-      const bool has_launched =
-          in_flight() < options_.scheduler.max_in_flight && launch_next();
+      const bool has_launched = in_flight() < options_.scheduler.max_in_flight && launch_next();
       const bool is_full = in_flight() >= options_.scheduler.max_in_flight;
       if (in_flight() > 0 && (is_full || !has_launched)) {
         read_oldest();
@@ -250,8 +251,10 @@ bool Engine::launch_next() {
   const int64_t start = now_us();
   InFlight& slot = ring_[static_cast<size_t>(newest_launched_ + 1) % ring_.size()];
   slot.plan.iteration = newest_launched_ + 1;
+  delay();
   if (!scheduler_.plan(slot.plan)) return false;
   build_batch(slot.plan, options_.shape, slot.inputs);
+  delay();
   runner_->launch(slot.inputs);
   ++newest_launched_;
   const std::scoped_lock lock(mutex_);
@@ -261,6 +264,7 @@ bool Engine::launch_next() {
 
 void Engine::read_oldest() {
   const int64_t iteration = newest_read_ + 1;
+  delay();
   runner_->wait(iteration);
   const int64_t start = now_us();
   InFlight& slot = ring_[static_cast<size_t>(iteration) % ring_.size()];
@@ -295,7 +299,9 @@ void Engine::read_oldest() {
   stats_.num_waiting = scheduler_.num_waiting();
   num_queued_ = scheduler_.num_waiting() + static_cast<int64_t>(incoming_.size());
   if (stats_.iteration_us.size() < kMaxIterationSamples) {
-    stats_.iteration_us.push_back(runner_->iteration_us(iteration));
+    const Runner::Timing timing = runner_->timing(iteration);
+    stats_.iteration_us.push_back(timing.us);
+    stats_.iteration_idle_us.push_back(timing.idle_us);
     stats_.iteration_num_decoding.push_back(num_decoding);
     stats_.iteration_num_prefill.push_back(num_prefill);
   }
@@ -377,6 +383,12 @@ void Engine::cancel_now(RequestId id) {
   std::move(outgoing_.begin(), outgoing_.end(), std::back_inserter(events_));
   outgoing_.clear();
   wake_caller_.notify_all();
+}
+
+void Engine::delay() {
+  if (options_.host_delay_max_us == 0) return;
+  const auto range = static_cast<uint32_t>(options_.host_delay_max_us) + 1;
+  std::this_thread::sleep_for(std::chrono::microseconds(delays_() % range));
 }
 
 void Engine::publish_usage() {

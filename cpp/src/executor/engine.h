@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <random>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -31,6 +32,7 @@ struct EngineOptions {
   int32_t max_model_len = 0;
   int32_t vocab_size = 0;
   int32_t max_waiting_requests = 0;  // 0: no bound
+  int32_t host_delay_max_us = 0;     // see ExecutorOptions
   bool poisons_freed_blocks = false;
 };
 
@@ -72,15 +74,18 @@ class Engine {
 
   // All below run on the engine's thread.
   void loop();
-  bool take_in();             // requests and cancellations; false: asked to stop
-  bool launch_next();         // plan -> batch -> launch; false: nothing to launch
-  void read_oldest();         // results -> sequences -> events
+  bool take_in();      // requests and cancellations; false: asked to stop
+  bool launch_next();  // plan -> batch -> launch; false: nothing to launch
+  void read_oldest();  // results -> sequences -> events
   void apply(const PlannedSequence& launch, const SequenceResult& result);
   void finish(Sequence& sequence, FinishReason reason, std::string error = {});
   void cancel_now(RequestId id);
+  void delay();  // for tests: sleeps for a random time
   void publish_usage();
   void fail(std::exception_ptr cause);
-  [[nodiscard]] bool is_idle() const { return sequences_.empty() && newest_read_ == newest_launched_; }
+  [[nodiscard]] bool is_idle() const {
+    return sequences_.empty() && newest_read_ == newest_launched_;
+  }
 
   const EngineOptions options_;
   const KvLayout& layout_;
@@ -95,6 +100,7 @@ class Engine {
   int64_t newest_launched_ = -1;
   int64_t newest_read_ = -1;
   std::vector<RequestEvent> outgoing_;
+  std::minstd_rand delays_{12345};
 
   // Shared, under mutex_.
   std::mutex mutex_;

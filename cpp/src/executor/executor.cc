@@ -8,6 +8,9 @@
 
 #include "base/check.h"
 #include "executor/cpu_runner.h"
+#ifdef PACELINE_CUDA
+#include "executor/cuda_runner.h"
+#endif
 #include "executor/engine.h"
 #include "executor/null_runner.h"
 #include "model/model_impl.h"
@@ -39,14 +42,33 @@ void check_options(const ExecutorOptions& o, const Model& target, const Model* d
     const double longest = s.num_speculative_tokens + 1;
     if (!std::isfinite(s.synthetic_acceptance_length) || s.synthetic_acceptance_length < 1 ||
         s.synthetic_acceptance_length > longest) {
-      throw InvalidArgument(concat("synthetic_acceptance_length is ",
-                                   s.synthetic_acceptance_length, "; allowed: 1 to ", longest));
+      throw InvalidArgument(concat("synthetic_acceptance_length is ", s.synthetic_acceptance_length,
+                                   "; allowed: 1 to ", longest));
     }
   }
+  if (!(s.draft_stop_threshold >= 0 && s.draft_stop_threshold < 1)) {
+    throw InvalidArgument(concat("draft_stop_threshold is ", s.draft_stop_threshold,
+                                 "; allowed: 0 (off) to below 1"));
+  }
+  if (s.draft_stop_threshold > 0 && o.draft_driver != DraftDriver::kWhile) {
+    throw InvalidArgument(concat("draft_stop_threshold is ", s.draft_stop_threshold,
+                                 ", but only the draft driver 'while' can stop early; set "
+                                 "draft_driver to 'while' or draft_stop_threshold to 0"));
+  }
+  check_range("host_delay_max_us", o.host_delay_max_us, 0, 1'000'000);
   check_range("max_num_seqs", o.max_num_seqs, 1, 1024);
   check_range("block_size", o.block_size, 1, 256);
   check_range("num_threads", o.num_threads, 0, 1024);
   check_range("device_lateness", o.device_lateness, 0, 2);
+  if (draft != nullptr && draft->device != target.device) {
+    throw InvalidArgument(concat("the target lies on device ", device_name(target.device),
+                                 " and the drafter on ", device_name(draft->device),
+                                 "; load both to one device"));
+  }
+  if (target.device == Device::kCuda && o.device_lateness != 0) {
+    throw InvalidArgument(concat("device_lateness is ", o.device_lateness,
+                                 "; allowed on device cuda: 0, a GPU is as late as it is"));
+  }
   check_range("prefill_chunk_size", o.prefill_chunk_size, 0, 1 << 20);
   check_range("max_waiting_requests", o.max_waiting_requests, 0, 1 << 30);
   check_range("max_model_len", o.max_model_len, 1, target.config.max_position);
@@ -74,6 +96,7 @@ IterationOptions iteration_options(const ExecutorOptions& o) {
           .max_model_len = o.max_model_len,
           .accept_method = o.speculative.accept_method,
           .synthetic_acceptance_length = o.speculative.synthetic_acceptance_length,
+          .draft_stop_threshold = o.speculative.draft_stop_threshold,
           .use_window_lists = o.use_window_lists};
 }
 
@@ -85,22 +108,33 @@ EngineOptions engine_options(const ExecutorOptions& o, int32_t vocab_size) {
   return {.shape = iteration.shape,
           .scheduler = {.max_num_seqs = o.max_num_seqs,
                         .max_num_batched_tokens = o.max_num_batched_tokens,
-                        .prefill_chunk_size = o.prefill_chunk_size > 0
-                                                  ? o.prefill_chunk_size
-                                                  : o.max_num_batched_tokens,
+                        .prefill_chunk_size = o.prefill_chunk_size > 0 ? o.prefill_chunk_size
+                                                                       : o.max_num_batched_tokens,
                         .max_score_rows = kMaxScoreRows,
                         .num_draft_tokens = o.speculative.num_speculative_tokens,
                         .max_in_flight = max_in_flight(o)},
           .max_model_len = o.max_model_len,
           .vocab_size = vocab_size,
           .max_waiting_requests = o.max_waiting_requests,
+          .host_delay_max_us = o.host_delay_max_us,
           .poisons_freed_blocks = o.poison_freed_blocks};
 }
 
 std::unique_ptr<Runner> make_runner(const std::shared_ptr<const Model>& target,
                                     const std::shared_ptr<const Model>& draft,
-                                    const KvLayout& layout, const ExecutorOptions& o) {
+                                    const KvLayout& layout, const ExecutorOptions& o,
+                                    [[maybe_unused]] const Executor::Progress& progress) {
   if (o.use_null_device) return std::make_unique<NullRunner>(o.max_num_seqs, max_in_flight(o));
+#ifdef PACELINE_CUDA
+  if (target->device == Device::kCuda) {
+    return std::make_unique<CudaRunner>(target, draft, layout,
+                                        CudaRunnerOptions{.iteration = iteration_options(o),
+                                                          .driver = o.draft_driver,
+                                                          .max_in_flight = max_in_flight(o),
+                                                          .poison_pool = o.poison_freed_blocks,
+                                                          .on_capture = progress});
+  }
+#endif
   const int32_t num_threads = o.num_threads > 0 ? o.num_threads : build_info().num_cores;
   return std::make_unique<CpuRunner>(target, draft, layout,
                                      CpuRunnerOptions{.iteration = iteration_options(o),
@@ -122,13 +156,14 @@ KvLayout layout_of(const ExecutorOptions& o, const Model& target, const Model* d
 
 struct Executor::Impl {
   Impl(std::shared_ptr<const Model> target_model, std::shared_ptr<const Model> draft_model,
-       const ExecutorOptions& executor_options)
+       const ExecutorOptions& executor_options, const Progress& progress)
       : target(std::move(target_model)),
         draft(std::move(draft_model)),
         options(executor_options),
         layout(layout_of(options, *target, draft.get())) {
-    std::unique_ptr<Runner> runner = make_runner(target, draft, layout, options);
+    std::unique_ptr<Runner> runner = make_runner(target, draft, layout, options, progress);
     workspace_bytes = runner->workspace_bytes();
+    graph_bytes = runner->graph_bytes();
     engine.emplace(engine_options(options, target->config.vocab_size), layout, std::move(runner));
   }
 
@@ -137,14 +172,15 @@ struct Executor::Impl {
   ExecutorOptions options;
   KvLayout layout;
   int64_t workspace_bytes = 0;
+  int64_t graph_bytes = 0;
   std::optional<Engine> engine;
 };
 
 Executor::Executor(std::shared_ptr<const Model> target, std::shared_ptr<const Model> draft,
-                   const ExecutorOptions& options) {
+                   const ExecutorOptions& options, const Progress& progress) {
   if (target == nullptr) throw InvalidArgument("target is null; give a model");
   check_options(options, *target, draft.get());
-  impl_ = std::make_unique<Impl>(std::move(target), std::move(draft), options);
+  impl_ = std::make_unique<Impl>(std::move(target), std::move(draft), options, progress);
 }
 
 Executor::~Executor() = default;
@@ -172,7 +208,8 @@ MemoryReport Executor::memory_report() const {
       .kv_slab_bytes = layout.slab_bytes,
       .kv_num_slabs = layout.num_slabs,
       .kv_free_slabs = usage.free_slabs,
-      .workspace_bytes = impl_->workspace_bytes};
+      .workspace_bytes = impl_->workspace_bytes,
+      .graph_bytes = impl_->graph_bytes};
   for (size_t g = 0; g < layout.groups.size(); ++g) {
     const KvGroup& group = layout.groups[g];
     report.groups.push_back({.owner = std::string(kv_owner_name(group.owner)),

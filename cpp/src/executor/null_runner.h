@@ -17,7 +17,7 @@ class NullRunner final : public Runner {
   void wait(int64_t) override {}
   [[nodiscard]] int64_t completed() override { return completed_; }
   [[nodiscard]] std::span<const SequenceResult> results(int64_t iteration) override;
-  [[nodiscard]] float iteration_us(int64_t) override { return 0; }
+  [[nodiscard]] Timing timing(int64_t) override { return {}; }
   void poison(GroupId, BlockId) override {}
   [[nodiscard]] int64_t workspace_bytes() const override { return 0; }
 

@@ -30,14 +30,20 @@ class Runner {
   // launched.
   [[nodiscard]] virtual std::span<const SequenceResult> results(int64_t iteration) = 0;
 
-  // Time that a completed iteration took on the device.
-  [[nodiscard]] virtual float iteration_us(int64_t iteration) = 0;
+  // Time that a completed iteration took on the device, and for how long the device did nothing
+  // between the one before it and this one.
+  struct Timing {
+    float us = 0;
+    float idle_us = 0;
+  };
+  [[nodiscard]] virtual Timing timing(int64_t iteration) = 0;
 
   // Overwrites a block with NaN; for tests.
   virtual void poison(GroupId group, BlockId block) = 0;
 
-  // Bytes of buffers other than weights and the KV pool.
+  // Bytes of buffers other than weights and the KV pool, and of captured programs.
   [[nodiscard]] virtual int64_t workspace_bytes() const = 0;
+  [[nodiscard]] virtual int64_t graph_bytes() const { return 0; }
 };
 
 }  // namespace paceline

@@ -3,21 +3,37 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "base/check.h"
 #include "device/cpu_context.h"
+#include "device/cuda_context.h"
 #include "sample/accept.h"
 #include "speculate/row_ops.h"
 
 namespace paceline {
 namespace {
 
-PassRows allocate_rows(DeviceArena& arena, int32_t capacity) {
-  return {.num_rows = arena.allocate<int32_t>(1, "rows"),
+// `num_seqs` null: each row is a sequence of its own.
+PassRows allocate_rows(DeviceArena& arena, int32_t capacity, const int32_t* num_seqs,
+                       const int32_t* row_indptr) {
+  auto* num_rows = arena.allocate<int32_t>(1, "rows");
+  return {.num_rows = num_rows,
           .token_ids = arena.allocate<int32_t>(capacity, "rows"),
           .positions = arena.allocate<int32_t>(capacity, "rows"),
           .seq_slot = arena.allocate<int32_t>(capacity, "rows"),
-          .capacity = capacity};
+          .capacity = capacity,
+          .num_seqs = num_seqs != nullptr ? num_seqs : num_rows,
+          .row_indptr = row_indptr,
+          .max_seqs = 0,  // these two come with the extent of a pass
+          .max_rows_per_seq = 0};
+}
+
+PassRows with_extent(PassRows rows, int32_t num_rows, int32_t num_seqs, int32_t rows_per_seq) {
+  rows.capacity = num_rows;
+  rows.max_seqs = num_seqs;
+  rows.max_rows_per_seq = rows_per_seq;
+  return rows;
 }
 
 GroupMetadata allocate_metadata(DeviceArena& arena, const KvGroup& group, const BlockTable& table,
@@ -81,9 +97,45 @@ SequenceState allocate_sequences(DeviceArena& arena, const BatchShape& shape,
 
 }  // namespace
 
+IterationExtent full_extent(const BatchShape& shape) {
+  return {.num_seqs = shape.max_seqs,
+          .num_drafting = shape.max_seqs,
+          .num_verify_rows = shape.max_verify_rows,
+          .num_first_rows = shape.max_verify_rows + shape.max_seqs,
+          .num_logit_rows = shape.max_logit_rows,
+          .verify_rows_per_seq = shape.max_verify_rows,
+          .first_rows_per_seq = shape.max_verify_rows + 1};
+}
+
+IterationExtent decode_extent(const BatchShape& shape, int32_t num_seqs) {
+  const int32_t width = shape.num_draft_tokens + 1;
+  return {.num_seqs = num_seqs,
+          .num_drafting = num_seqs,
+          .num_verify_rows = num_seqs * width,
+          .num_first_rows = num_seqs * shape.first_rows_per_decode,
+          .num_logit_rows = num_seqs * width,
+          .verify_rows_per_seq = width,
+          .first_rows_per_seq = shape.first_rows_per_decode};
+}
+
+IterationExtent extent_of(const IterationInputs& inputs) {
+  IterationExtent extent = {.num_seqs = inputs.num_seqs,
+                            .num_drafting = inputs.num_drafting,
+                            .num_verify_rows = inputs.num_verify_rows,
+                            .num_first_rows = inputs.num_first_rows,
+                            .num_logit_rows = inputs.num_logit_rows};
+  for (int32_t i = 0; i < inputs.num_seqs; ++i) {
+    extent.verify_rows_per_seq =
+        std::max(extent.verify_rows_per_seq, inputs.verify_indptr[i + 1] - inputs.verify_indptr[i]);
+    extent.first_rows_per_seq =
+        std::max(extent.first_rows_per_seq, inputs.first_indptr[i + 1] - inputs.first_indptr[i]);
+  }
+  return extent;
+}
+
 IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationOptions& options,
                                             const KvLayout& layout, const DecoderConfig& target,
-                                            const DecoderConfig* draft) {
+                                            const DecoderConfig* draft, DType activation_dtype) {
   const BatchShape& shape = options.shape;
   PACELINE_CHECK(layout.groups.size() <= kMaxKvGroups, layout.groups.size(), " KV groups of ",
                  kMaxKvGroups);
@@ -93,9 +145,13 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
   b.staged = allocate_staged(arena, shape);
   b.sequences = allocate_sequences(arena, shape, options.max_model_len);
   b.current_draft_step = arena.allocate<int32_t>(1, "step state");
-  b.verify_rows = allocate_rows(arena, shape.max_verify_rows);
-  b.first_rows = allocate_rows(arena, first_capacity);
-  b.step_rows = allocate_rows(arena, shape.max_seqs);
+  std::vector<int32_t> identity(static_cast<size_t>(shape.max_seqs) + 1);
+  std::iota(identity.begin(), identity.end(), 0);
+  b.identity = arena.allocate_copy<int32_t>(identity, "draws");
+  b.verify_rows =
+      allocate_rows(arena, shape.max_verify_rows, b.staged.num_seqs, b.staged.verify_indptr);
+  b.first_rows = allocate_rows(arena, first_capacity, b.staged.num_seqs, b.staged.first_indptr);
+  b.step_rows = allocate_rows(arena, shape.max_seqs, /*num_seqs=*/nullptr, b.identity);
   for (const KvGroup& group : layout.groups) {
     const int64_t stride =
         (int64_t{options.max_model_len} + group.block_size - 1) / group.block_size;
@@ -116,24 +172,30 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
   ActivationWidths widths;
   widths.merge(target);
   if (draft != nullptr) widths.merge(*draft);
-  b.activations = allocate_activations(
-      arena, draft != nullptr ? first_capacity : shape.max_verify_rows, widths);
+  const auto padded = [&](int32_t rows) -> int64_t {
+    return options.padded_rows != nullptr ? options.padded_rows(rows) : rows;
+  };
+  b.activations =
+      allocate_activations(arena, padded(draft != nullptr ? first_capacity : shape.max_verify_rows),
+                           widths, activation_dtype);
   b.gathered = arena.allocate<float>(shape.max_logit_rows * widths.hidden, "logits");
   b.logits = arena.allocate<float>(
-      int64_t{shape.max_logit_rows} *
+      padded(shape.max_logit_rows) *
           std::max(target.vocab_size, draft != nullptr ? draft->vocab_size : 0),
       "logits");
   b.target_tokens = arena.allocate<int32_t>(shape.max_logit_rows, "draws");
   b.drawn = arena.allocate<int32_t>(shape.max_seqs, "draws");
-  b.identity = arena.allocate<int32_t>(shape.max_seqs, "draws");
-  for (int32_t i = 0; i < shape.max_seqs; ++i) b.identity[i] = i;
+  b.draft_stop.keep_drafting = arena.allocate<int32_t>(1, "step state");
+  if (options.draft_stop_threshold > 0) {
+    b.draft_stop.probabilities = arena.allocate<float>(shape.max_seqs, "draws");
+    b.draft_stop.threshold = static_cast<float>(options.draft_stop_threshold);
+  }
   b.results = arena.allocate<SequenceResult>(shape.max_seqs, "results");
   return b;
 }
 
-Iteration::Iteration(const IterationOptions& options, const KvLayout& layout,
-                     const Decoder& target, const Speculator& speculator,
-                     const IterationBuffers& buffers)
+Iteration::Iteration(const IterationOptions& options, const KvLayout& layout, const Decoder& target,
+                     const Speculator& speculator, const IterationBuffers& buffers)
     : options_(options),
       layout_(layout),
       target_(target),
@@ -150,12 +212,12 @@ int32_t Iteration::num_draft_steps() const {
 }
 
 template <class Ctx>
-void Iteration::draw_drafts(Ctx& ctx, const int32_t* num_rows, const int32_t* row_index,
-                            const PassRows& rows) const {
+void Iteration::draw_drafts(Ctx& ctx, const int32_t* num_rows, int32_t max_rows,
+                            const int32_t* row_index, const PassRows& rows) const {
   const IterationBuffers& b = buffers_;
   const int32_t draft_vocab = drafter()->config().vocab_size;
   ctx.run(draw, DrawParams{.num_rows = num_rows,
-                           .max_rows = options_.shape.max_seqs,
+                           .max_rows = max_rows,
                            .logits = b.logits,
                            .logits_stride = draft_vocab,
                            // Tables that differ in padding rows: what only one of them has is never
@@ -166,30 +228,32 @@ void Iteration::draw_drafts(Ctx& ctx, const int32_t* num_rows, const int32_t* ro
                            .positions = rows.positions,
                            .seeds = b.sequences.seed,
                            .temperatures = b.sequences.temperature,
-                           .tokens = b.drawn});
+                           .tokens = b.drawn,
+                           .probabilities = b.draft_stop.probabilities});
 }
 
 template <class Ctx>
-void Iteration::verify(Ctx& ctx) const {
+void Iteration::verify(Ctx& ctx, const IterationExtent& extent) const {
   const IterationBuffers& b = buffers_;
-  const int32_t max_logit_rows = options_.shape.max_logit_rows;
-  ctx.run(assemble_verify_rows, AssembleVerifyRowsParams{b.staged, b.sequences, b.verify_rows});
+  const PassRows rows = with_extent(b.verify_rows, extent.num_verify_rows, extent.num_seqs,
+                                    extent.verify_rows_per_seq);
+  ctx.run(assemble_verify_rows, AssembleVerifyRowsParams{b.staged, b.sequences, rows});
   for (size_t g = 0; g < layout_.groups.size(); ++g) {
     if (layout_.groups[g].owner == KvOwner::kTarget) {
-      build(ctx, b.verify_rows, b.verify_metadata[g], /*padded_rows=*/0);
+      build(ctx, rows, b.verify_metadata[g], /*padded_rows=*/0);
     }
   }
-  target_.forward(ctx, b.verify_rows, b.verify_metadata, b.activations);
-  target_.logits(ctx, b.staged.num_logit_rows, max_logit_rows, b.staged.logit_rows, b.activations,
-                 b.gathered, b.logits);
+  target_.forward(ctx, rows, b.verify_metadata, b.activations);
+  target_.logits(ctx, b.staged.num_logit_rows, extent.num_logit_rows, b.staged.logit_rows,
+                 b.activations, b.gathered, b.logits);
   ctx.run(draw, DrawParams{.num_rows = b.staged.num_logit_rows,
-                           .max_rows = max_logit_rows,
+                           .max_rows = extent.num_logit_rows,
                            .logits = b.logits,
                            .logits_stride = target_.config().vocab_size,
                            .vocab_limit = target_.config().vocab_size,
                            .row_index = b.staged.logit_rows,
-                           .seq_slot = b.verify_rows.seq_slot,
-                           .positions = b.verify_rows.positions,
+                           .seq_slot = rows.seq_slot,
+                           .positions = rows.positions,
                            .seeds = b.sequences.seed,
                            .temperatures = b.sequences.temperature,
                            .tokens = b.target_tokens});
@@ -197,6 +261,7 @@ void Iteration::verify(Ctx& ctx) const {
                       .sequences = b.sequences,
                       .target_tokens = b.target_tokens,
                       .results = b.results,
+                      .max_seqs = extent.num_seqs,
                       .method = options_.accept_method,
                       .synthetic_rate = {}};
   // A mean length A (bonus included) as certain acceptance of floor(A) - 1 drafts and a chance at
@@ -210,49 +275,57 @@ void Iteration::verify(Ctx& ctx) const {
 }
 
 template <class Ctx>
-void Iteration::first_draft_pass(Ctx& ctx) const {
+void Iteration::first_draft_pass(Ctx& ctx, const IterationExtent& extent) const {
   const IterationBuffers& b = buffers_;
   const Decoder* draft = drafter();
   if (draft == nullptr) return;
-  ctx.run(assemble_first_rows, AssembleFirstRowsParams{b.staged, b.sequences, b.first_rows});
+  const PassRows rows =
+      with_extent(b.first_rows, extent.num_first_rows, extent.num_seqs, extent.first_rows_per_seq);
+  const PassRows step_rows =
+      with_extent(b.step_rows, extent.num_drafting, extent.num_drafting, /*rows_per_seq=*/1);
+  ctx.run(assemble_first_rows, AssembleFirstRowsParams{b.staged, b.sequences, rows});
   for (size_t g = 0; g < layout_.groups.size(); ++g) {
     if (layout_.groups[g].owner == KvOwner::kDraft) {
-      build(ctx, b.first_rows, b.first_metadata[g], /*padded_rows=*/0);
+      build(ctx, rows, b.first_metadata[g], /*padded_rows=*/0);
     }
   }
-  draft->forward(ctx, b.first_rows, b.first_metadata, b.activations);
-  draft->logits(ctx, b.staged.num_drafting, options_.shape.max_seqs, b.staged.first_last_row,
+  draft->forward(ctx, rows, b.first_metadata, b.activations);
+  draft->logits(ctx, b.staged.num_drafting, extent.num_drafting, b.staged.first_last_row,
                 b.activations, b.gathered, b.logits);
-  draw_drafts(ctx, b.staged.num_drafting, b.staged.first_last_row, b.first_rows);
+  draw_drafts(ctx, b.staged.num_drafting, extent.num_drafting, b.staged.first_last_row, rows);
   ctx.run(begin_draft_steps, BeginDraftStepsParams{.inputs = b.staged,
                                                    .sequences = b.sequences,
                                                    .drawn = b.drawn,
-                                                   .rows = b.step_rows,
-                                                   .current_draft_step = b.current_draft_step});
+                                                   .rows = step_rows,
+                                                   .current_draft_step = b.current_draft_step,
+                                                   .stop = b.draft_stop});
   for (size_t g = 0; g < layout_.groups.size(); ++g) {
     if (layout_.groups[g].owner == KvOwner::kDraft) {
-      build(ctx, b.step_rows, b.step_metadata[g], b.step_rows.capacity);
+      build(ctx, step_rows, b.step_metadata[g], step_rows.capacity);
     }
   }
 }
 
 template <class Ctx>
-void Iteration::draft_step(Ctx& ctx) const {
+void Iteration::draft_step(Ctx& ctx, const IterationExtent& extent) const {
   const IterationBuffers& b = buffers_;
   const Decoder* draft = drafter();
   if (draft == nullptr) return;
-  draft->forward(ctx, b.step_rows, b.step_metadata, b.activations);
-  draft->logits(ctx, b.step_rows.num_rows, b.step_rows.capacity, b.identity, b.activations,
-                b.gathered, b.logits);
-  draw_drafts(ctx, b.step_rows.num_rows, b.identity, b.step_rows);
+  const PassRows rows =
+      with_extent(b.step_rows, extent.num_drafting, extent.num_drafting, /*rows_per_seq=*/1);
+  draft->forward(ctx, rows, b.step_metadata, b.activations);
+  draft->logits(ctx, rows.num_rows, rows.capacity, b.identity, b.activations, b.gathered, b.logits);
+  draw_drafts(ctx, rows.num_rows, rows.capacity, b.identity, rows);
   ctx.run(store_draft, StoreDraftParams{.current_draft_step = b.current_draft_step,
-                                        .rows = b.step_rows,
+                                        .rows = rows,
                                         .sequences = b.sequences,
-                                        .drawn = b.drawn});
+                                        .drawn = b.drawn,
+                                        .stop = b.draft_stop});
   AdvanceParams params{.current_draft_step = b.current_draft_step,
-                       .rows = b.step_rows,
+                       .rows = rows,
                        .drawn = b.drawn,
                        .sequences = b.sequences,
+                       .stop = b.draft_stop,
                        .groups = {},
                        .num_groups = 0};
   for (size_t g = 0; g < layout_.groups.size(); ++g) {
@@ -263,13 +336,18 @@ void Iteration::draft_step(Ctx& ctx) const {
   ctx.run(advance_draft_step, params);
   for (const GroupMetadata& metadata : b.step_metadata) {
     if (const auto* list = std::get_if<WindowListMetadata>(&metadata)) {
-      ctx.run(advance_window_list, AdvanceWindowListParams{b.step_rows, *list});
+      ctx.run(advance_window_list, AdvanceWindowListParams{rows, *list});
     }
   }
 }
 
-template void Iteration::verify<CpuContext>(CpuContext&) const;
-template void Iteration::first_draft_pass<CpuContext>(CpuContext&) const;
-template void Iteration::draft_step<CpuContext>(CpuContext&) const;
+template void Iteration::verify<CpuContext>(CpuContext&, const IterationExtent&) const;
+template void Iteration::first_draft_pass<CpuContext>(CpuContext&, const IterationExtent&) const;
+template void Iteration::draft_step<CpuContext>(CpuContext&, const IterationExtent&) const;
+#ifdef PACELINE_CUDA
+template void Iteration::verify<CudaContext>(CudaContext&, const IterationExtent&) const;
+template void Iteration::first_draft_pass<CudaContext>(CudaContext&, const IterationExtent&) const;
+template void Iteration::draft_step<CudaContext>(CudaContext&, const IterationExtent&) const;
+#endif
 
 }  // namespace paceline

@@ -28,6 +28,7 @@ struct IterationBuffers {
   StagedInputs staged{};
   SequenceState sequences{};
   int32_t* current_draft_step = nullptr;  // [1] column that the running draft step writes
+  DraftStop draft_stop{};
 
   PassRows verify_rows{};
   PassRows first_rows{};
@@ -39,27 +40,49 @@ struct IterationBuffers {
   std::vector<BlockTable> block_tables;
 
   Activations activations{};
-  float* gathered = nullptr;         // [max_logit_rows, hidden]
-  float* logits = nullptr;           // [max_logit_rows, vocab]: the target's, later the drafter's
-  int32_t* target_tokens = nullptr;  // [max_logit_rows] the target's draws
-  int32_t* drawn = nullptr;          // [max_seqs] the drafter's draws
-  int32_t* identity = nullptr;       // [max_seqs] 0, 1, 2, ...: every step row draws
-  SequenceResult* results = nullptr; // [max_seqs]
+  float* gathered = nullptr;          // [max_logit_rows, hidden]
+  float* logits = nullptr;            // [max_logit_rows, vocab]: the target's, later the drafter's
+  int32_t* target_tokens = nullptr;   // [max_logit_rows] the target's draws
+  int32_t* drawn = nullptr;           // [max_seqs] the drafter's draws
+  const int32_t* identity = nullptr;  // [max_seqs + 1] 0, 1, 2, ...: every step row draws, alone
+  SequenceResult* results = nullptr;  // [max_seqs]
 };
+
+// Bounds that the host knows of one iteration's passes, for grids and padding: how many rows there
+// are at most. A captured program has those of its bucket.
+struct IterationExtent {
+  int32_t num_seqs = 0;
+  int32_t num_drafting = 0;
+  int32_t num_verify_rows = 0;
+  int32_t num_first_rows = 0;
+  int32_t num_logit_rows = 0;
+  int32_t verify_rows_per_seq = 0;  // of any sequence
+  int32_t first_rows_per_seq = 0;
+};
+
+// Of any iteration that the shape allows; of one with `num_seqs` decoding sequences; of this one.
+[[nodiscard]] IterationExtent full_extent(const BatchShape& shape);
+[[nodiscard]] IterationExtent decode_extent(const BatchShape& shape, int32_t num_seqs);
+[[nodiscard]] IterationExtent extent_of(const IterationInputs& inputs);
 
 struct IterationOptions {
   BatchShape shape;
   int32_t max_model_len = 0;
   AcceptMethod accept_method = AcceptMethod::kCoupled;
   double synthetic_acceptance_length = 0;
+  double draft_stop_threshold = 0;  // see SpeculativeOptions
   bool use_window_lists = false;
+  // Rows that activations and logits have room for when `rows` are needed; null: as many. A library
+  // may compute a product in whole steps of rows.
+  int32_t (*padded_rows)(int32_t rows) = nullptr;
 };
 
 [[nodiscard]] IterationBuffers allocate_iteration_buffers(DeviceArena& arena,
                                                           const IterationOptions& options,
                                                           const KvLayout& layout,
                                                           const DecoderConfig& target,
-                                                          const DecoderConfig* draft);
+                                                          const DecoderConfig* draft,
+                                                          DType activation_dtype = DType::kFloat32);
 
 class Iteration {
  public:
@@ -69,13 +92,13 @@ class Iteration {
 
   // Staged inputs -> results and new sequence state.
   template <class Ctx>
-  void verify(Ctx& ctx) const;
+  void verify(Ctx& ctx, const IterationExtent& extent) const;
   // Sequence state -> first draft of every drafting sequence, and the draft step's inputs.
   template <class Ctx>
-  void first_draft_pass(Ctx& ctx) const;
+  void first_draft_pass(Ctx& ctx, const IterationExtent& extent) const;
   // One draft token a row: forward, logits, draw, write column `current_draft_step`, advance.
   template <class Ctx>
-  void draft_step(Ctx& ctx) const;
+  void draft_step(Ctx& ctx, const IterationExtent& extent) const;
 
   // Draft steps after the first pass: k - 1, or 0 without a drafter.
   [[nodiscard]] int32_t num_draft_steps() const;
@@ -84,7 +107,7 @@ class Iteration {
   [[nodiscard]] const Decoder* drafter() const;
   // One draft for each of the rows that `row_index` picks from a pass of the drafter.
   template <class Ctx>
-  void draw_drafts(Ctx& ctx, const int32_t* num_rows, const int32_t* row_index,
+  void draw_drafts(Ctx& ctx, const int32_t* num_rows, int32_t max_rows, const int32_t* row_index,
                    const PassRows& rows) const;
 
   IterationOptions options_;

@@ -15,6 +15,7 @@
 namespace paceline {
 
 struct CpuContext;
+struct CudaContext;
 
 inline constexpr int32_t kMaxKvGroups = 16;
 
@@ -59,6 +60,7 @@ struct BuildFullParams {
   int32_t padded_rows;  // rows [num_rows, padded_rows) are made inert
 };
 void build_full(CpuContext&, const BuildFullParams&);
+void build_full(CudaContext&, const BuildFullParams&);
 
 struct BuildSlidingParams {
   PassRows rows;
@@ -66,6 +68,7 @@ struct BuildSlidingParams {
   int32_t padded_rows;
 };
 void build_sliding(CpuContext&, const BuildSlidingParams&);
+void build_sliding(CudaContext&, const BuildSlidingParams&);
 
 struct BuildWindowListParams {
   PassRows rows;
@@ -73,6 +76,7 @@ struct BuildWindowListParams {
   int32_t padded_rows;
 };
 void build_window_list(CpuContext&, const BuildWindowListParams&);
+void build_window_list(CudaContext&, const BuildWindowListParams&);
 
 // One group's share of the fused advance. Null pointers: the kind has no such field.
 struct AdvanceGroup {
@@ -84,16 +88,19 @@ struct AdvanceGroup {
 };
 
 // One more draft token a row: step, ids, positions, lengths and slots of all groups in one op. Does
-// nothing when the step that has just run was the last one. Rows at their limit become inert.
+// nothing when the step that has just run was the last one. Rows at their limit become inert, and
+// rows whose drafting stops early.
 struct AdvanceParams {
   int32_t* current_draft_step;  // [1] column that the step has written; incremented
   PassRows rows;                // of the draft step
   const int32_t* drawn;         // [capacity] tokens that the step has drawn
   SequenceState sequences;
+  DraftStop stop;
   AdvanceGroup groups[kMaxKvGroups];
   int32_t num_groups;
 };
 void advance_draft_step(CpuContext&, const AdvanceParams&);
+void advance_draft_step(CudaContext&, const AdvanceParams&);
 
 // The node that a list adds: one entry a row. Runs after advance_draft_step; when that did nothing
 // it rewrites the entry that is already there.
@@ -102,6 +109,7 @@ struct AdvanceWindowListParams {
   WindowListMetadata metadata;
 };
 void advance_window_list(CpuContext&, const AdvanceWindowListParams&);
+void advance_window_list(CudaContext&, const AdvanceWindowListParams&);
 
 // Records `build` of whatever kind the metadata is.
 template <class Ctx>

@@ -6,6 +6,7 @@
 
 #include "base/check.h"
 #include "device/cpu_context.h"
+#include "device/cuda_context.h"
 
 namespace paceline {
 
@@ -20,14 +21,19 @@ void ActivationWidths::merge(const DecoderConfig& config) {
   }
 }
 
-Activations allocate_activations(DeviceArena& arena, int64_t rows, const ActivationWidths& widths) {
+Activations allocate_activations(DeviceArena& arena, int64_t rows, const ActivationWidths& widths,
+                                 DType dtype) {
+  const auto buffer = [&](int64_t width) -> void* {
+    return arena.allocate<std::byte>(rows * width * dtype_bytes(dtype), "activations");
+  };
   return {.residual = arena.allocate<float>(rows * widths.hidden, "activations"),
-          .normed = arena.allocate<float>(rows * widths.hidden, "activations"),
-          .qkv = arena.allocate<float>(rows * widths.qkv, "activations"),
-          .attention = arena.allocate<float>(rows * widths.attention, "activations"),
-          .branch = arena.allocate<float>(rows * widths.hidden, "activations"),
-          .gate_up = arena.allocate<float>(rows * widths.gate_up, "activations"),
-          .activated = arena.allocate<float>(rows * widths.gate_up / 2, "activations")};
+          .normed = buffer(widths.hidden),
+          .qkv = buffer(widths.qkv),
+          .attention = buffer(widths.attention),
+          .branch = buffer(widths.hidden),
+          .gate_up = buffer(widths.gate_up),
+          .activated = buffer(widths.gate_up / 2),
+          .dtype = dtype};
 }
 
 std::vector<KvLayerShape> kv_layer_shapes(const DecoderConfig& config) {
@@ -42,16 +48,16 @@ std::vector<KvLayerShape> kv_layer_shapes(const DecoderConfig& config) {
 }
 
 Decoder::Decoder(std::shared_ptr<const Model> model, const KvLayout& layout,
-                 std::span<const GroupId> layer_to_group, std::byte* kv_pool,
-                 int32_t max_positions, DeviceArena& arena)
+                 std::span<const GroupId> layer_to_group, std::byte* kv_pool, int32_t max_positions,
+                 DeviceArena& arena)
     : model_(std::move(model)), layer_to_group_(layer_to_group.begin(), layer_to_group.end()) {
   const DecoderConfig& c = config();
   PACELINE_CHECK(layer_to_group_.size() == c.layers.size());
   for (size_t layer = 0; layer < c.layers.size(); ++layer) {
     const KvGroup& group = layout.groups[layer_to_group_[layer]];
-    const auto index = std::find(group.layers.begin(), group.layers.end(),
-                                 static_cast<int32_t>(layer)) -
-                       group.layers.begin();
+    const auto index =
+        std::find(group.layers.begin(), group.layers.end(), static_cast<int32_t>(layer)) -
+        group.layers.begin();
     const int64_t k_offset = index * group.layer_bytes;
     kv_.push_back({.base = kv_pool,
                    .block_bytes = group.block_bytes,
@@ -62,8 +68,8 @@ Decoder::Decoder(std::shared_ptr<const Model> model, const KvLayout& layout,
   }
   for (const RopeConfig& rope : c.ropes) {
     const auto half = static_cast<int64_t>(rope.inv_freq.size());
-    float* cos = arena.allocate<float>(max_positions * half, "rotary tables");
-    float* sin = arena.allocate<float>(max_positions * half, "rotary tables");
+    std::vector<float> cos(static_cast<size_t>(max_positions * half));
+    std::vector<float> sin(cos.size());
     for (int64_t position = 0; position < max_positions; ++position) {
       for (int64_t i = 0; i < half; ++i) {
         // The angle is rounded to float32 first, as every reference implementation does.
@@ -72,26 +78,9 @@ Decoder::Decoder(std::shared_ptr<const Model> model, const KvLayout& layout,
         sin[position * half + i] = std::sin(angle) * rope.scale;
       }
     }
-    ropes_.push_back({cos, sin});
+    ropes_.push_back({arena.allocate_copy<float>(cos, "rotary tables"),
+                      arena.allocate_copy<float>(sin, "rotary tables")});
   }
-}
-
-template <class Ctx>
-void Decoder::post_norm(Ctx& ctx, const float* weight, const PassRows& rows,
-                        const Activations& activations) const {
-  const DecoderConfig& c = config();
-  if (!c.has_post_norms) return;
-  ctx.run(rms_norm, RmsNormParams{.num_rows = rows.num_rows,
-                                  .max_rows = rows.capacity,
-                                  .x = activations.branch,
-                                  .x_stride = c.hidden,
-                                  .residual = nullptr,
-                                  .weight = weight,
-                                  .weight_offset = c.norm_weight_offset,
-                                  .eps = c.norm_eps,
-                                  .y = activations.branch,
-                                  .y_stride = c.hidden,
-                                  .hidden = c.hidden});
 }
 
 template <class Ctx>
@@ -116,23 +105,25 @@ void Decoder::attention(Ctx& ctx, int32_t layer, const PassRows& rows,
                            .y = activations.qkv,
                            .y_stride = qkv_width,
                            .n = qkv_width,
-                           .k = c.hidden});
-  ctx.run(qk_norm_rope_append,
-          QkNormRopeAppendParams{.num_rows = rows.num_rows,
-                                 .max_rows = rows.capacity,
-                                 .qkv = activations.qkv,
-                                 .positions = rows.positions,
-                                 .slot_mapping = slot_mapping(metadata),
-                                 .q_norm = lw.q_norm,
-                                 .k_norm = lw.k_norm,
-                                 .norm_weight_offset = c.norm_weight_offset,
-                                 .norm_eps = c.norm_eps,
-                                 .rope_cos = ropes_[a.rope].cos,
-                                 .rope_sin = ropes_[a.rope].sin,
-                                 .kv = kv_[layer],
-                                 .num_qo_heads = a.num_qo_heads,
-                                 .num_kv_heads = a.num_kv_heads,
-                                 .head_dim = a.head_dim});
+                           .k = c.hidden,
+                           .x_dtype = activations.dtype,
+                           .y_dtype = activations.dtype});
+  ctx.run(qk_norm_rope_append, QkNormRopeAppendParams{.num_rows = rows.num_rows,
+                                                      .max_rows = rows.capacity,
+                                                      .qkv = activations.qkv,
+                                                      .positions = rows.positions,
+                                                      .slot_mapping = slot_mapping(metadata),
+                                                      .q_norm = lw.q_norm,
+                                                      .k_norm = lw.k_norm,
+                                                      .norm_weight_offset = c.norm_weight_offset,
+                                                      .norm_eps = c.norm_eps,
+                                                      .rope_cos = ropes_[a.rope].cos,
+                                                      .rope_sin = ropes_[a.rope].sin,
+                                                      .kv = kv_[layer],
+                                                      .num_qo_heads = a.num_qo_heads,
+                                                      .num_kv_heads = a.num_kv_heads,
+                                                      .head_dim = a.head_dim,
+                                                      .qkv_dtype = activations.dtype});
   if (const auto* list = std::get_if<WindowListMetadata>(&metadata)) {
     ctx.run(list_attention, ListAttentionParams{.num_rows = rows.num_rows,
                                                 .max_rows = rows.capacity,
@@ -145,7 +136,8 @@ void Decoder::attention(Ctx& ctx, int32_t layer, const PassRows& rows,
                                                 .y = activations.attention,
                                                 .num_qo_heads = a.num_qo_heads,
                                                 .num_kv_heads = a.num_kv_heads,
-                                                .head_dim = a.head_dim});
+                                                .head_dim = a.head_dim,
+                                                .dtype = activations.dtype});
   } else {
     const auto* sliding = std::get_if<SlidingMetadata>(&metadata);
     const auto* full = std::get_if<FullMetadata>(&metadata);
@@ -166,7 +158,12 @@ void Decoder::attention(Ctx& ctx, int32_t layer, const PassRows& rows,
                                  .y = activations.attention,
                                  .num_qo_heads = a.num_qo_heads,
                                  .num_kv_heads = a.num_kv_heads,
-                                 .head_dim = a.head_dim});
+                                 .head_dim = a.head_dim,
+                                 .dtype = activations.dtype,
+                                 .num_seqs = rows.num_seqs,
+                                 .row_indptr = rows.row_indptr,
+                                 .max_seqs = rows.max_seqs,
+                                 .max_rows_per_seq = rows.max_rows_per_seq});
   }
   ctx.run(gemm, GemmParams{.num_rows = rows.num_rows,
                            .max_rows = rows.capacity,
@@ -178,8 +175,9 @@ void Decoder::attention(Ctx& ctx, int32_t layer, const PassRows& rows,
                            .y = activations.branch,
                            .y_stride = c.hidden,
                            .n = c.hidden,
-                           .k = q_width});
-  post_norm(ctx, lw.attn_post_norm, rows, activations);
+                           .k = q_width,
+                           .x_dtype = activations.dtype,
+                           .y_dtype = activations.dtype});
 }
 
 template <class Ctx>
@@ -199,13 +197,16 @@ void Decoder::mlp(Ctx& ctx, int32_t layer, const PassRows& rows,
                            .y = activations.gate_up,
                            .y_stride = 2 * int64_t{m.intermediate},
                            .n = 2 * m.intermediate,
-                           .k = c.hidden});
+                           .k = c.hidden,
+                           .x_dtype = activations.dtype,
+                           .y_dtype = activations.dtype});
   ctx.run(gated_activation, GatedActivationParams{.num_rows = rows.num_rows,
                                                   .max_rows = rows.capacity,
                                                   .x = activations.gate_up,
                                                   .y = activations.activated,
                                                   .intermediate = m.intermediate,
-                                                  .activation = m.activation});
+                                                  .activation = m.activation,
+                                                  .dtype = activations.dtype});
   ctx.run(gemm, GemmParams{.num_rows = rows.num_rows,
                            .max_rows = rows.capacity,
                            .x = activations.activated,
@@ -216,8 +217,9 @@ void Decoder::mlp(Ctx& ctx, int32_t layer, const PassRows& rows,
                            .y = activations.branch,
                            .y_stride = c.hidden,
                            .n = c.hidden,
-                           .k = m.intermediate});
-  post_norm(ctx, lw.mlp_post_norm, rows, activations);
+                           .k = m.intermediate,
+                           .x_dtype = activations.dtype,
+                           .y_dtype = activations.dtype});
 }
 
 template <class Ctx>
@@ -234,31 +236,34 @@ void Decoder::forward(Ctx& ctx, const PassRows& rows, std::span<const GroupMetad
                              .y = activations.residual,
                              .vocab_size = c.vocab_size,
                              .hidden = c.hidden});
-  // Each norm adds the previous branch to the residual on its way; the first has none to add.
-  const auto add_and_norm = [&](const float* weight, bool is_first) {
+  // Each norm adds the previous branch to the residual on its way, normalised first where the model
+  // has norms after its branches; the first has none to add, the one at the end adds only.
+  const auto add_and_norm = [&](const float* branch_norm, const float* weight, bool has_branch) {
     ctx.run(rms_norm, RmsNormParams{.num_rows = rows.num_rows,
                                     .max_rows = rows.capacity,
-                                    .x = is_first ? activations.residual : activations.branch,
+                                    .x = has_branch ? activations.branch : activations.residual,
                                     .x_stride = c.hidden,
-                                    .residual = is_first ? nullptr : activations.residual,
+                                    .residual = has_branch ? activations.residual : nullptr,
                                     .weight = weight,
                                     .weight_offset = c.norm_weight_offset,
                                     .eps = c.norm_eps,
-                                    .y = activations.normed,
+                                    .y = weight != nullptr ? activations.normed : nullptr,
                                     .y_stride = c.hidden,
-                                    .hidden = c.hidden});
+                                    .hidden = c.hidden,
+                                    .x_weight = branch_norm,
+                                    .x_dtype = has_branch ? activations.dtype : DType::kFloat32,
+                                    .y_dtype = activations.dtype});
   };
+  const float* last_post_norm = nullptr;
   for (int32_t layer = 0; layer < static_cast<int32_t>(c.layers.size()); ++layer) {
-    add_and_norm(w.layers[layer].attn_norm, /*is_first=*/layer == 0);
+    const LayerWeights& lw = w.layers[layer];
+    add_and_norm(last_post_norm, lw.attn_norm, /*has_branch=*/layer > 0);
     attention(ctx, layer, rows, groups, activations);
-    add_and_norm(w.layers[layer].mlp_norm, /*is_first=*/false);
+    add_and_norm(lw.attn_post_norm, lw.mlp_norm, /*has_branch=*/true);
     mlp(ctx, layer, rows, activations);
+    last_post_norm = lw.mlp_post_norm;
   }
-  ctx.run(add, AddParams{.num_rows = rows.num_rows,
-                         .max_rows = rows.capacity,
-                         .x = activations.branch,
-                         .residual = activations.residual,
-                         .hidden = c.hidden});
+  add_and_norm(last_post_norm, /*weight=*/nullptr, /*has_branch=*/true);
 }
 
 template <class Ctx>
@@ -281,12 +286,13 @@ void Decoder::logits(Ctx& ctx, const int32_t* num_logit_rows, int32_t max_logit_
                                   .weight = w.final_norm,
                                   .weight_offset = c.norm_weight_offset,
                                   .eps = c.norm_eps,
-                                  .y = gathered,
+                                  .y = activations.normed,
                                   .y_stride = c.hidden,
-                                  .hidden = c.hidden});
+                                  .hidden = c.hidden,
+                                  .y_dtype = activations.dtype});
   ctx.run(gemm, GemmParams{.num_rows = num_logit_rows,
                            .max_rows = max_logit_rows,
-                           .x = gathered,
+                           .x = activations.normed,
                            .x_stride = c.hidden,
                            .weight = w.lm_head,
                            .weight_dtype = w.dtype,
@@ -294,7 +300,9 @@ void Decoder::logits(Ctx& ctx, const int32_t* num_logit_rows, int32_t max_logit_
                            .y = logits,
                            .y_stride = c.vocab_size,
                            .n = c.vocab_size,
-                           .k = c.hidden});
+                           .k = c.hidden,
+                           .x_dtype = activations.dtype,
+                           .y_dtype = DType::kFloat32});
   if (c.logit_soft_cap > 0) {
     ctx.run(soft_cap, SoftCapParams{.num_rows = num_logit_rows,
                                     .max_rows = max_logit_rows,
@@ -304,6 +312,13 @@ void Decoder::logits(Ctx& ctx, const int32_t* num_logit_rows, int32_t max_logit_
   }
 }
 
+#ifdef PACELINE_CUDA
+template void Decoder::forward<CudaContext>(CudaContext&, const PassRows&,
+                                            std::span<const GroupMetadata>,
+                                            const Activations&) const;
+template void Decoder::logits<CudaContext>(CudaContext&, const int32_t*, int32_t, const int32_t*,
+                                           const Activations&, float*, float*) const;
+#endif
 template void Decoder::forward<CpuContext>(CpuContext&, const PassRows&,
                                            std::span<const GroupMetadata>,
                                            const Activations&) const;

@@ -22,13 +22,14 @@ namespace paceline {
 
 // Scratch of one forward pass, shared by all passes and models: sized for the largest.
 struct Activations {
-  float* residual;   // [rows, hidden]
-  float* normed;     // [rows, hidden]
-  float* qkv;        // [rows, (num_qo_heads + 2 num_kv_heads) * head_dim]
-  float* attention;  // [rows, num_qo_heads * head_dim]
-  float* branch;     // [rows, hidden] output of attention or MLP before it joins the residual
-  float* gate_up;    // [rows, 2 * intermediate]
-  float* activated;  // [rows, intermediate]
+  float* residual;  // [rows, hidden]
+  void* normed;     // [rows, hidden] dtype, as all below
+  void* qkv;        // [rows, (num_qo_heads + 2 num_kv_heads) * head_dim]
+  void* attention;  // [rows, num_qo_heads * head_dim]
+  void* branch;     // [rows, hidden] output of attention or MLP before it joins the residual
+  void* gate_up;    // [rows, 2 * intermediate]
+  void* activated;  // [rows, intermediate]
+  DType dtype;
 };
 
 // Widths of Activations, maxima over layers (and, merged, over models).
@@ -42,7 +43,7 @@ struct ActivationWidths {
 };
 
 [[nodiscard]] Activations allocate_activations(DeviceArena& arena, int64_t rows,
-                                               const ActivationWidths& widths);
+                                               const ActivationWidths& widths, DType dtype);
 
 class Decoder {
  public:
@@ -59,7 +60,8 @@ class Decoder {
   void forward(Ctx& ctx, const PassRows& rows, std::span<const GroupMetadata> groups,
                const Activations& activations) const;
 
-  // Residual rows `row_index` -> logits [max_logit_rows, vocab_size].
+  // Residual rows `row_index` -> logits [max_logit_rows, vocab_size]. `gathered` is scratch of
+  // [max_logit_rows, hidden]; activations.normed is overwritten.
   template <class Ctx>
   void logits(Ctx& ctx, const int32_t* num_logit_rows, int32_t max_logit_rows,
               const int32_t* row_index, const Activations& activations, float* gathered,
@@ -76,14 +78,11 @@ class Decoder {
                  std::span<const GroupMetadata> groups, const Activations& activations) const;
   template <class Ctx>
   void mlp(Ctx& ctx, int32_t layer, const PassRows& rows, const Activations& activations) const;
-  template <class Ctx>
-  void post_norm(Ctx& ctx, const float* weight, const PassRows& rows,
-                 const Activations& activations) const;
 
   std::shared_ptr<const Model> model_;
   std::vector<GroupId> layer_to_group_;
-  std::vector<KvLayerView> kv_;      // by layer
-  std::vector<RopeTable> ropes_;     // by DecoderConfig::ropes
+  std::vector<KvLayerView> kv_;   // by layer
+  std::vector<RopeTable> ropes_;  // by DecoderConfig::ropes
 };
 
 // The KV shapes of a decoder's layers, for plan_kv_layout.

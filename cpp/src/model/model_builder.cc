@@ -20,6 +20,7 @@
 #include "base/float_types.h"
 #include "base/json.h"
 #include "device/cpu_context.h"
+#include "device/device_memory.h"
 #include "model/decoder_config.h"
 #include "model/model_impl.h"
 #include "model/weights.h"
@@ -29,7 +30,7 @@ namespace paceline {
 namespace {
 
 constexpr int64_t kAlignment = 64;
-constexpr size_t kMissingNamed = 8;         // in the message of finish()
+constexpr size_t kMissingNamed = 8;             // in the message of finish()
 constexpr int64_t kParallelElements = 1 << 16;  // below, waking threads costs more than the copy
 
 // What fill_dummy gives a weight.
@@ -111,11 +112,13 @@ void lay_out_layer(const DecoderConfig& config, const LayerConfig& layer, const 
   weights.attn_norm = norm("attn_norm.weight", hidden);
   weights.qkv = carver.matrix({{name + "attn.q.weight", q_size},
                                {name + "attn.k.weight", kv_size},
-                               {name + "attn.v.weight", kv_size}}, hidden);
+                               {name + "attn.v.weight", kv_size}},
+                              hidden);
   if (attention.has_qkv_bias) {
     weights.qkv_bias = carver.vector({{name + "attn.q.bias", q_size},
                                       {name + "attn.k.bias", kv_size},
-                                      {name + "attn.v.bias", kv_size}}, Dummy::kZero);
+                                      {name + "attn.v.bias", kv_size}},
+                                     Dummy::kZero);
   }
   if (attention.has_qk_norm) {
     weights.q_norm = norm("attn.q_norm.weight", head_dim);
@@ -128,12 +131,13 @@ void lay_out_layer(const DecoderConfig& config, const LayerConfig& layer, const 
   if (config.has_post_norms) weights.attn_post_norm = norm("attn_post_norm.weight", hidden);
 
   weights.mlp_norm = norm("mlp_norm.weight", hidden);
-  weights.gate_up = carver.matrix({{name + "mlp.gate.weight", intermediate},
-                                   {name + "mlp.up.weight", intermediate}}, hidden);
+  weights.gate_up = carver.matrix(
+      {{name + "mlp.gate.weight", intermediate}, {name + "mlp.up.weight", intermediate}}, hidden);
   weights.down = carver.matrix({{name + "mlp.down.weight", hidden}}, intermediate);
   if (layer.mlp.has_bias) {
-    weights.gate_up_bias = carver.vector({{name + "mlp.gate.bias", intermediate},
-                                          {name + "mlp.up.bias", intermediate}}, Dummy::kZero);
+    weights.gate_up_bias = carver.vector(
+        {{name + "mlp.gate.bias", intermediate}, {name + "mlp.up.bias", intermediate}},
+        Dummy::kZero);
     weights.down_bias = carver.vector({{name + "mlp.down.bias", hidden}}, Dummy::kZero);
   }
   if (config.has_post_norms) weights.mlp_post_norm = norm("mlp_post_norm.weight", hidden);
@@ -250,13 +254,43 @@ void convert(const CpuContext& ctx, const Source& source, DType from, std::byte*
   }
   PACELINE_CHECK(to == DType::kFloat32);
   switch (from) {
-    case DType::kFloat32: return copy<uint32_t>(ctx, source, out);
+    case DType::kFloat32:
+      return copy<uint32_t>(ctx, source, out);
     case DType::kBFloat16:
       return convert<uint16_t, uint32_t>(
           ctx, source, out, [](uint16_t bits) { return static_cast<uint32_t>(bits) << 16; });
     case DType::kFloat16:  // a lambda, because a call through a pointer would not vectorise
-      return convert<uint16_t, uint32_t>(
-          ctx, source, out, [](uint16_t bits) { return fp16_to_float_bits(bits); });
+      return convert<uint16_t, uint32_t>(ctx, source, out,
+                                         [](uint16_t bits) { return fp16_to_float_bits(bits); });
+  }
+}
+
+// Converts a tensor into its place: at once in the host's memory, else by way of the staging
+// buffer.
+void place(const CpuContext& ctx, const Source& source, DType from, const Slot& slot,
+           const DeviceBuffer& arena) {
+  std::byte* to = arena.data() + slot.offset;
+  DeviceMemory& memory = arena.memory();
+  if (memory.is_host_memory()) return convert(ctx, source, from, to, slot.dtype);
+  const int64_t row_bytes = source.cols * dtype_bytes(slot.dtype);
+  for (int64_t row = 0; row < source.rows;) {
+    const std::span<std::byte> staging = memory.staging();
+    const auto capacity = static_cast<int64_t>(staging.size());
+    Source piece = source;
+    if (row_bytes <= capacity) {
+      piece.rows = std::min(source.rows - row, capacity / row_bytes);
+      piece.data += row * source.row_stride * dtype_bytes(from);
+      convert(ctx, piece, from, staging.data(), slot.dtype);
+      memory.upload_staged(to + row * row_bytes, piece.rows * row_bytes);
+      row += piece.rows;
+    } else {  // a row longer than the buffer, of an embedding of unheard-of width
+      std::vector<std::byte> whole(static_cast<size_t>(row_bytes));
+      piece.rows = 1;
+      piece.data += row * source.row_stride * dtype_bytes(from);
+      convert(ctx, piece, from, whole.data(), slot.dtype);
+      memory.upload(to + row * row_bytes, whole.data(), row_bytes);
+      ++row;
+    }
   }
 }
 
@@ -286,8 +320,8 @@ constexpr int64_t kQuantiles = 1 << 16;
 
 // Elements are a function of (seed, salt, index) alone, so any split over threads gives the same.
 template <class Value>
-void draw(const CpuContext& ctx, const std::vector<Value>& quantiles, uint64_t seed,
-          uint32_t salt, int64_t elements, std::byte* out) {
+void draw(const CpuContext& ctx, const std::vector<Value>& quantiles, uint64_t seed, uint32_t salt,
+          int64_t elements, std::byte* out) {
   constexpr int64_t kPerBlock = 8;  // 128 random bits
   const int64_t num_blocks = (elements + kPerBlock - 1) / kPerBlock;
   for_rows(ctx, num_blocks, kPerBlock, [&](int64_t block) {
@@ -307,27 +341,28 @@ void draw(const CpuContext& ctx, const std::vector<Value>& quantiles, uint64_t s
   });
 }
 
-void fill(float value, int64_t elements, std::byte* out) {
-  for (int64_t i = 0; i < elements; ++i) {
-    std::memcpy(out + i * static_cast<int64_t>(sizeof(value)), &value, sizeof(value));
-  }
+void fill(float value, int64_t elements, std::byte* out, DeviceMemory& memory) {
+  const std::vector<float> values(static_cast<size_t>(elements), value);
+  memory.upload(out, values.data(), elements * static_cast<int64_t>(sizeof(value)));
 }
 
 }  // namespace
 
 struct ModelBuilder::Impl {
-  Impl(std::string_view config_json, DType weight_dtype)
+  Impl(std::string_view config_json, DType weight_dtype, Device device)
       : model(std::make_shared<Model>()) {
+    model->device = device;
     if (weight_dtype != DType::kFloat32 && weight_dtype != DType::kBFloat16) {
-      throw InvalidArgument(concat("weight_dtype is ", dtype_name(weight_dtype),
-                                   "; allowed: float32, bfloat16"));
+      throw InvalidArgument(
+          concat("weight_dtype is ", dtype_name(weight_dtype), "; allowed: float32, bfloat16"));
     }
     model->config = parse_decoder_config(config_json);
     DecoderWeights& weights = model->weights;
     weights.dtype = weight_dtype;
     Carver counting(weight_dtype, /*base=*/nullptr);
     lay_out(model->config, counting, weights);
-    weights.arena = AlignedBuffer(counting.bytes(), "weights of " + model->config.name);
+    weights.arena =
+        DeviceBuffer(device_memory(device), counting.bytes(), "weights of " + model->config.name);
     Carver carving(weight_dtype, weights.arena.data());
     lay_out(model->config, carving, weights);
     PACELINE_CHECK(carving.bytes() == counting.bytes());
@@ -338,7 +373,7 @@ struct ModelBuilder::Impl {
   ThreadPool threads{build_info().num_cores};
   CpuContext ctx{.num_threads = build_info().num_cores, .threads = &threads};
   std::shared_ptr<Model> model;
-  std::vector<Slot> slots;                              // in the order of the arena
+  std::vector<Slot> slots;                               // in the order of the arena
   std::unordered_map<std::string_view, size_t> by_name;  // views into slots
 };
 
@@ -355,8 +390,8 @@ template <class Impl>
 
 }  // namespace
 
-ModelBuilder::ModelBuilder(std::string_view config_json, DType weight_dtype)
-    : impl_(std::make_unique<Impl>(config_json, weight_dtype)) {}
+ModelBuilder::ModelBuilder(std::string_view config_json, DType weight_dtype, Device device)
+    : impl_(std::make_unique<Impl>(config_json, weight_dtype, device)) {}
 ModelBuilder::~ModelBuilder() = default;
 ModelBuilder::ModelBuilder(ModelBuilder&&) noexcept = default;
 ModelBuilder& ModelBuilder::operator=(ModelBuilder&&) noexcept = default;
@@ -374,16 +409,17 @@ void ModelBuilder::put(std::string_view name, DType dtype, std::span<const int64
   Slot& slot = impl.slots[found->second];
   if (slot.is_filled) throw InvalidArgument(concat(quoted(name), " is put twice; allowed: once"));
   if (!std::ranges::equal(shape, slot.dims())) {
-    throw InvalidArgument(concat(quoted(name), " has shape ", shape_text(shape), "; allowed: ",
-                                 shape_text(slot.dims())));
+    throw InvalidArgument(concat(quoted(name), " has shape ", shape_text(shape),
+                                 "; allowed: ", shape_text(slot.dims())));
   }
   if (!strides.empty() && strides.size() != shape.size()) {
-    throw InvalidArgument(concat(quoted(name), " has ", strides.size(), " strides; allowed: ",
-                                 shape.size(), ", or none for row-major"));
+    throw InvalidArgument(concat(quoted(name), " has ", strides.size(),
+                                 " strides; allowed: ", shape.size(), ", or none for row-major"));
   }
   if (data == nullptr) throw InvalidArgument(concat(quoted(name), " has a null data pointer"));
   if (dtype == DType::kFloat16 && slot.dtype == DType::kBFloat16) {
-    throw InvalidArgument(concat(quoted(name), " is float16 and the weight dtype bfloat16, which "
+    throw InvalidArgument(concat(quoted(name),
+                                 " is float16 and the weight dtype bfloat16, which "
                                  "would lose 3 bits of each value; use weight dtype float32, or "
                                  "convert to bfloat16 beforehand"));
   }
@@ -396,7 +432,7 @@ void ModelBuilder::put(std::string_view name, DType dtype, std::span<const int64
     source.row_stride = slot.rank == 2 ? strides[0] : 0;
     source.col_stride = strides.back();
   }
-  convert(impl.ctx, source, dtype, impl.model->weights.arena.data() + slot.offset, slot.dtype);
+  place(impl.ctx, source, dtype, slot, impl.model->weights.arena);
   slot.is_filled = true;
 }
 
@@ -418,19 +454,27 @@ void ModelBuilder::fill_dummy(uint64_t seed) {
     Slot& slot = impl.slots[i];
     if (slot.is_filled) continue;
     std::byte* out = impl.model->weights.arena.data() + slot.offset;
+    DeviceMemory& memory = impl.model->weights.arena.memory();
+    const bool is_bf16 = slot.dtype == DType::kBFloat16;
     const auto salt = static_cast<uint32_t>(i);
     switch (slot.dummy) {
       case Dummy::kNormal:
-        if (slot.dtype == DType::kBFloat16) {
+        if (!memory.is_host_memory()) {
+          const void* table = is_bf16 ? static_cast<const void*>(bf16_quantiles.data())
+                                      : static_cast<const void*>(quantiles.data());
+          memory.fill_from_quantiles(out, slot.elements(), slot.dtype, seed, salt, table);
+        } else if (is_bf16) {
           draw(impl.ctx, bf16_quantiles, seed, salt, slot.elements(), out);
         } else {
           draw(impl.ctx, quantiles, seed, salt, slot.elements(), out);
         }
         break;
       case Dummy::kNeutralNorm:
-        fill(1 - impl.model->config.norm_weight_offset, slot.elements(), out);
+        fill(1 - impl.model->config.norm_weight_offset, slot.elements(), out, memory);
         break;
-      case Dummy::kZero: fill(0, slot.elements(), out); break;
+      case Dummy::kZero:
+        fill(0, slot.elements(), out, memory);
+        break;
     }
     slot.is_filled = true;
   }
@@ -448,6 +492,7 @@ std::shared_ptr<const Model> ModelBuilder::finish() {
                                  impl.model->config.name, " are missing: ", list,
                                  names.size() > kMissingNamed ? ", ..." : ""));
   }
+  impl.model->weights.arena.memory().finish();
   std::shared_ptr<const Model> model = std::move(impl.model);
   impl_.reset();
   return model;
@@ -461,8 +506,13 @@ int32_t model_vocab_size(const Model& model) { return model.config.vocab_size; }
 
 int32_t model_max_position(const Model& model) { return model.config.max_position; }
 
-std::span<const std::byte> model_weight_arena(const Model& model) {
-  return {model.weights.arena.data(), static_cast<size_t>(model.weights.arena.bytes())};
+Device model_device(const Model& model) { return model.device; }
+
+std::vector<std::byte> model_weight_arena(const Model& model) {
+  const DeviceBuffer& arena = model.weights.arena;
+  std::vector<std::byte> bytes(static_cast<size_t>(arena.bytes()));
+  arena.memory().download(bytes.data(), arena.data(), arena.bytes());
+  return bytes;
 }
 
 }  // namespace paceline

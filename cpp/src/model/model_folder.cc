@@ -53,11 +53,12 @@ auto with_name(const std::string& name, Step step) {
   if (error) {
     const bool is_missing = error == std::errc::no_such_file_or_directory;
     throw ModelFileError(concat(path.string(), ": ", error.message(),
-                                "; paceline.json names it, so it must be there"), is_missing);
+                                "; paceline.json names it, so it must be there"),
+                         is_missing);
   }
   const fs::path root = fs::canonical(directory, error);
-  if (error || std::mismatch(root.begin(), root.end(), real.begin(), real.end()).first !=
-                   root.end()) {
+  if (error ||
+      std::mismatch(root.begin(), root.end(), real.begin(), real.end()).first != root.end()) {
     throw ModelFileError(concat(path.string(), ": links to ", real.string(), ", outside of ",
                                 root.string(), "; allowed: files in the folder (copy it there)"));
   }
@@ -80,14 +81,15 @@ auto with_name(const std::string& name, Step step) {
 // `role`: "target" or "draft".
 [[nodiscard]] std::shared_ptr<const Model> load_model(const std::string& directory,
                                                       const std::string& description,
-                                                      const Json& json, std::string_view role) {
+                                                      const Json& json, std::string_view role,
+                                                      Device device) {
   constexpr std::array<std::string_view, 3> kKeys = {"weights", "dtype", "config"};
   json.check_keys(kKeys);
   const DType dtype = weight_dtype(json.at("dtype"));
   const std::string path = file_beside(directory, json.at("weights"));
   const SafetensorsFile file(path);
   auto builder = with_name(concat(description, ": ", role, ".config"),
-                           [&] { return ModelBuilder(json.at("config").text(), dtype); });
+                           [&] { return ModelBuilder(json.at("config").text(), dtype, device); });
   return with_name(path, [&] {
     for (std::string_view name : file.names()) {
       const StoredTensor tensor = *file.find(name);
@@ -104,7 +106,7 @@ auto with_name(const std::string& name, Step step) {
 
 }  // namespace
 
-ModelFolder load_model_folder(const std::string& directory) {
+ModelFolder load_model_folder(const std::string& directory, Device device) {
   const std::string path = (std::filesystem::path(directory) / "paceline.json").string();
   const MappedFile file = [&] {
     try {
@@ -116,9 +118,9 @@ ModelFolder load_model_folder(const std::string& directory) {
     }
   }();
   try {
-    const JsonDocument document({reinterpret_cast<const char*>(file.data()),
-                                 static_cast<size_t>(file.bytes())},
-                                path, {.max_bytes = kMaxDescriptionBytes});
+    const JsonDocument document(
+        {reinterpret_cast<const char*>(file.data()), static_cast<size_t>(file.bytes())}, path,
+        {.max_bytes = kMaxDescriptionBytes});
     const Json root = document.root();
     constexpr std::array<std::string_view, 3> kRequired = {"format", "target", "stop_token_ids"};
     constexpr std::array<std::string_view, 2> kOptional = {"draft", "num_speculative_tokens"};
@@ -135,12 +137,12 @@ ModelFolder load_model_folder(const std::string& directory) {
     } else if (num_tokens) {
       num_tokens->refuse("no such key without a draft");
     }
-    folder.target = load_model(directory, path, root.at("target"), "target");
+    folder.target = load_model(directory, path, root.at("target"), "target", device);
     const int32_t vocab_size = model_vocab_size(*folder.target);
     for (const Json& id : root.at("stop_token_ids").elements()) {
       folder.stop_token_ids.push_back(static_cast<int32_t>(id.as_int(0, vocab_size - 1)));
     }
-    if (draft) folder.draft = load_model(directory, path, *draft, "draft");
+    if (draft) folder.draft = load_model(directory, path, *draft, "draft", device);
     return folder;
   } catch (const ModelFileError&) {
     throw;

@@ -12,6 +12,7 @@ namespace paceline {
 class Model {
  public:
   DecoderConfig config;
+  Device device = Device::kCpu;  // where the weights lie
   DecoderWeights weights;
 };
 

@@ -10,7 +10,7 @@
 
 #include <paceline/dtype.h>
 
-#include "base/aligned_buffer.h"
+#include "device/device_memory.h"
 #include "model/decoder_config.h"
 
 namespace paceline {
@@ -34,11 +34,11 @@ struct LayerWeights {
 };
 
 struct DecoderWeights {
-  DType dtype = DType::kFloat32;          // of the matrices
-  AlignedBuffer arena;
-  const std::byte* embed = nullptr;       // [vocab_size, hidden]
-  const std::byte* lm_head = nullptr;     // [vocab_size, hidden]; the embedding when tied
-  const float* final_norm = nullptr;      // [hidden]
+  DType dtype = DType::kFloat32;  // of the matrices
+  DeviceBuffer arena;
+  const std::byte* embed = nullptr;    // [vocab_size, hidden]
+  const std::byte* lm_head = nullptr;  // [vocab_size, hidden]; the embedding when tied
+  const float* final_norm = nullptr;   // [hidden]
   std::vector<LayerWeights> layers;
 };
 

@@ -88,8 +88,8 @@ template <class Kv, int kHeads, int kVectors>
     V16 value[kVectors];
     for (int i = 0; i < kVectors; ++i) {
       // Only a one-vector call can meet the ragged end.
-      value[i] = kVectors == 1 ? load_up_to(values[j] + at, head_dim - at)
-                               : load(values[j] + at + 16 * i);
+      value[i] =
+          kVectors == 1 ? load_up_to(values[j] + at, head_dim - at) : load(values[j] + at + 16 * i);
     }
     for (int h = 0; h < kHeads; ++h) {
       const V16 weight = broadcast(weights[h][j]);
@@ -275,6 +275,7 @@ void attend_rows(const CpuContext& ctx, const Params& p, const float* sinks, flo
                  " is not in 1..", kMaxHeadDim);
   PACELINE_CHECK(p.num_kv_heads > 0 && p.num_qo_heads % p.num_kv_heads == 0, "num_qo_heads ",
                  p.num_qo_heads, " is not a multiple of num_kv_heads ", p.num_kv_heads);
+  PACELINE_CHECK(p.dtype == DType::kFloat32, "the CPU computes in float32");
   PACELINE_CHECK(p.kv.dtype == DType::kFloat32 || p.kv.dtype == DType::kBFloat16,
                  "KV caches are float32 or bfloat16");
   const int32_t heads_per_group = p.num_qo_heads / p.num_kv_heads;
@@ -284,9 +285,9 @@ void attend_rows(const CpuContext& ctx, const Params& p, const float* sinks, flo
     const int32_t kv_head = static_cast<int32_t>(item % p.num_kv_heads);
     const int64_t first_head = int64_t{kv_head} * heads_per_group;
     const HeadGroup group = {
-        .q = p.qkv + (row * row_heads + first_head) * p.head_dim,
+        .q = static_cast<const float*>(p.qkv) + (row * row_heads + first_head) * p.head_dim,
         .sinks = sinks == nullptr ? nullptr : sinks + first_head,
-        .y = p.y + (int64_t{row} * p.num_qo_heads + first_head) * p.head_dim,
+        .y = static_cast<float*>(p.y) + (int64_t{row} * p.num_qo_heads + first_head) * p.head_dim,
         .head_dim = p.head_dim,
         .scale = p.scale,
         .soft_cap = soft_cap};
@@ -346,8 +347,8 @@ void list_attention(CpuContext& ctx, const ListAttentionParams& p) {
   auto places_of = [&](int32_t row) -> SlotList {
     return {p.window_slots + int64_t{row} * p.window};
   };
-  attend_rows<ListAttentionParams, SlotList>(ctx, p, /*sinks=*/nullptr, /*soft_cap=*/0.0f,
-                                             range_of, places_of);
+  attend_rows<ListAttentionParams, SlotList>(ctx, p, /*sinks=*/nullptr, /*soft_cap=*/0.0f, range_of,
+                                             places_of);
 }
 
 }  // namespace paceline

@@ -34,14 +34,6 @@ struct ScaleKernel {
   }
 };
 
-struct AddKernel {
-  [[gnu::always_inline]] static void run(const float* x, float* sum, int32_t n) {
-    int32_t i = 0;
-    for (; i + 16 <= n; i += 16) store(sum + i, load(sum + i) + load(x + i));
-    for (; i < n; ++i) sum[i] += x[i];
-  }
-};
-
 template <Activation kActivation>
 struct GateKernel {
   [[gnu::always_inline]] static V16 gate_up(const V16& gate, const V16& up) {
@@ -97,21 +89,14 @@ void embed(CpuContext& ctx, const EmbedParams& p) {
   }
 }
 
-void add(CpuContext& ctx, const AddParams& p) {
-  const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
-  for_rows(ctx, num_rows, int64_t{p.hidden} * 12, [&](int32_t row) {
-    const int64_t offset = int64_t{row} * p.hidden;
-    run_best_isa<AddKernel>(p.x + offset, p.residual + offset, p.hidden);
-  });
-}
-
 void gated_activation(CpuContext& ctx, const GatedActivationParams& p) {
   const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
+  PACELINE_CHECK(p.dtype == DType::kFloat32, "the CPU computes in float32");
   // An exponential costs about as much as moving a few dozen bytes.
   for_rows(ctx, num_rows, int64_t{p.intermediate} * 32, [&](int32_t row) {
-    const float* const gate = p.x + int64_t{row} * 2 * p.intermediate;
+    const float* const gate = static_cast<const float*>(p.x) + int64_t{row} * 2 * p.intermediate;
     const float* const up = gate + p.intermediate;
-    float* const y = p.y + int64_t{row} * p.intermediate;
+    float* const y = static_cast<float*>(p.y) + int64_t{row} * p.intermediate;
     switch (p.activation) {
       case Activation::kSilu:
         return run_best_isa<GateKernel<Activation::kSilu>>(gate, up, y, p.intermediate);

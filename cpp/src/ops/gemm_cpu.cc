@@ -57,10 +57,10 @@ struct TileArgs {
   int64_t x_stride;
   const void* weight;  // first of the tile's rows
   int32_t k;
-  const float* bias;   // of the tile's first column, or null
+  const float* bias;  // of the tile's first column, or null
   float* y;
   int64_t y_stride;
-  const char* prefetch;    // null: none
+  const char* prefetch;  // null: none
 };
 
 template <class Weight, int kRows, int kCols>
@@ -172,12 +172,12 @@ void run_columns(const GemmParams& p, int32_t num_rows, int32_t begin, int32_t e
       int32_t row = block;
       for (int32_t tile = 0; tile < num_tiles; ++tile) {
         const int32_t rows = (block_end - row) / (num_tiles - tile);
-        TileArgs args = {.x = p.x + row * p.x_stride,
+        TileArgs args = {.x = static_cast<const float*>(p.x) + row * p.x_stride,
                          .x_stride = p.x_stride,
                          .weight = weight + int64_t{column} * p.k,
                          .k = p.k,
                          .bias = p.bias == nullptr ? nullptr : p.bias + column,
-                         .y = p.y + row * p.y_stride + column,
+                         .y = static_cast<float*>(p.y) + row * p.y_stride + column,
                          .y_stride = p.y_stride,
                          .prefetch = nullptr};
         if (tile == 0 && column + ahead + kMaxCols <= end) {
@@ -196,10 +196,11 @@ void run_columns(const GemmParams& p, int32_t num_rows, int32_t begin, int32_t e
 }
 
 #if defined(__x86_64__)
-// Machines with a bfloat16 dot product multiply bfloat16 weights with x rounded to bfloat16, as GPUs
-// do: thirty-two products an instruction instead of sixteen, and no widening of the weights. It is
-// what lets a verify window of a few rows keep up with memory. The order of a sum is again one for
-// all tiles: lane l adds the pair k = 2l, 2l + 1 of each run of 32, runs in ascending order.
+// Machines with a bfloat16 dot product multiply bfloat16 weights with x rounded to bfloat16, as
+// GPUs do: thirty-two products an instruction instead of sixteen, and no widening of the weights.
+// It is what lets a verify window of a few rows keep up with memory. The order of a sum is again
+// one for all tiles: lane l adds the pair k = 2l, 2l + 1 of each run of 32, runs in ascending
+// order.
 #define PACELINE_DOT_TARGET \
   gnu::target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,prefer-vector-width=512")
 
@@ -217,8 +218,8 @@ constexpr int64_t kPackedElements = 256 << 10;  // of x, for each thread: half a
 
 // Rows of x as bfloat16, zeros behind K up to a multiple of 32.
 [[PACELINE_DOT_TARGET, gnu::noinline]] void pack_rows(const float* x, int64_t x_stride,
-                                                      int32_t num_rows, int32_t k,
-                                                      int32_t padded_k, uint16_t* packed) {
+                                                      int32_t num_rows, int32_t k, int32_t padded_k,
+                                                      uint16_t* packed) {
   for (int32_t r = 0; r < num_rows; ++r, x += x_stride, packed += padded_k) {
     for (int32_t at = 0; at < padded_k; at += 16) {
       const int32_t left = std::clamp(k - at, 0, 16);
@@ -231,14 +232,14 @@ constexpr int64_t kPackedElements = 256 << 10;  // of x, for each thread: half a
 }
 
 struct DotTileArgs {
-  const uint16_t* x;       // packed, rows padded_k apart
+  const uint16_t* x;  // packed, rows padded_k apart
   int32_t padded_k;
   const uint16_t* weight;  // first of the tile's rows
   int32_t k;
-  const float* bias;       // of the tile's first column, or null
+  const float* bias;  // of the tile's first column, or null
   float* y;
   int64_t y_stride;
-  const char* prefetch;    // null: none
+  const char* prefetch;  // null: none
 };
 
 // Thirty-two products for every output of the tile; `mask` says which weights exist.
@@ -253,8 +254,8 @@ template <bool kIsWhole, int kRows, int kCols>
                                                 : _mm512_maskz_loadu_epi16(mask, from));
   }
   for (int r = 0; r < kRows; ++r) {
-    const auto xv = reinterpret_cast<__m512bh>(
-        _mm512_loadu_si512(args.x + int64_t{r} * args.padded_k + at));
+    const auto xv =
+        reinterpret_cast<__m512bh>(_mm512_loadu_si512(args.x + int64_t{r} * args.padded_k + at));
     for (int c = 0; c < kCols; ++c) acc[r][c] = _mm512_dpbf16_ps(acc[r][c], xv, wv[c]);
   }
 }
@@ -288,12 +289,18 @@ template <int kRows, int kCols>
 template <int kCols>
 void run_dot_tile(int32_t rows, const DotTileArgs& args) {
   switch (rows) {
-    case 1: return dot_tile<1, kCols>(args);
-    case 2: return dot_tile<2, kCols>(args);
-    case 3: return dot_tile<3, kCols>(args);
-    case 4: return dot_tile<4, kCols>(args);
-    case 5: return dot_tile<5, kCols>(args);
-    case 6: return dot_tile<6, kCols>(args);
+    case 1:
+      return dot_tile<1, kCols>(args);
+    case 2:
+      return dot_tile<2, kCols>(args);
+    case 3:
+      return dot_tile<3, kCols>(args);
+    case 4:
+      return dot_tile<4, kCols>(args);
+    case 5:
+      return dot_tile<5, kCols>(args);
+    case 6:
+      return dot_tile<6, kCols>(args);
   }
 }
 
@@ -303,16 +310,15 @@ void run_columns_dot(const GemmParams& p, int32_t num_rows, int32_t begin, int32
   constexpr int32_t kMaxCols = TileShape<Isa::kAvx512>::kCols;
   thread_local std::vector<uint16_t> packed(kPackedElements);  // once a thread
   const int32_t padded_k = (p.k + 31) / 32 * 32;
-  const auto block_rows =
-      static_cast<int32_t>(kPackedElements / padded_k / kMaxRows * kMaxRows);
+  const auto block_rows = static_cast<int32_t>(kPackedElements / padded_k / kMaxRows * kMaxRows);
   const auto* const weight = static_cast<const uint16_t*>(p.weight);
   const int64_t tile_bytes = int64_t{p.k} * 2 * kMaxCols;
   const auto ahead =
       static_cast<int32_t>((kPrefetchBytes + tile_bytes - 1) / tile_bytes) * kMaxCols;
   for (int32_t block = 0; block < num_rows; block += block_rows) {
     const int32_t block_end = std::min(num_rows, block + block_rows);
-    pack_rows(p.x + block * p.x_stride, p.x_stride, block_end - block, p.k, padded_k,
-              packed.data());
+    pack_rows(static_cast<const float*>(p.x) + block * p.x_stride, p.x_stride, block_end - block,
+              p.k, padded_k, packed.data());
     const int32_t num_tiles = (block_end - block + kMaxRows - 1) / kMaxRows;
     for (int32_t column = begin; column < end;) {
       const bool is_wide = column + kMaxCols <= end;
@@ -324,7 +330,7 @@ void run_columns_dot(const GemmParams& p, int32_t num_rows, int32_t begin, int32
                             .weight = weight + int64_t{column} * p.k,
                             .k = p.k,
                             .bias = p.bias == nullptr ? nullptr : p.bias + column,
-                            .y = p.y + row * p.y_stride + column,
+                            .y = static_cast<float*>(p.y) + row * p.y_stride + column,
                             .y_stride = p.y_stride,
                             .prefetch = nullptr};
         if (tile == 0 && column + ahead + kMaxCols <= end) {
@@ -361,6 +367,8 @@ void gemm(CpuContext& ctx, const GemmParams& p) {
   if (num_rows <= 0) return;
   PACELINE_CHECK(p.weight_dtype == DType::kFloat32 || p.weight_dtype == DType::kBFloat16,
                  "gemm weights are float32 or bfloat16");
+  PACELINE_CHECK(p.x_dtype == DType::kFloat32 && p.y_dtype == DType::kFloat32,
+                 "the CPU computes in float32");
   RunColumns run = p.weight_dtype == DType::kFloat32 ? choose_isa<float>() : choose_isa<uint16_t>();
 #if defined(__x86_64__)
   if (uses_dot(p)) run = &run_columns_dot;
@@ -373,10 +381,10 @@ void gemm(CpuContext& ctx, const GemmParams& p) {
   // Whole multiples of 16 columns, so that no two threads write one cache line of y. A few pieces
   // for each thread, so that one that was interrupted does not hold up the rest.
   constexpr int64_t kGrain = 16;
-  constexpr int64_t kMinSplitBytes = 4 << 20;  // breaking a shorter stream costs more than it evens out
+  constexpr int64_t kMinSplitBytes =
+      4 << 20;  // breaking a shorter stream costs more than it evens out
   const int64_t num_grains = (p.n + kGrain - 1) / kGrain;
-  const int64_t thread_bytes =
-      int64_t{p.n} * p.k * dtype_bytes(p.weight_dtype) / ctx.num_threads;
+  const int64_t thread_bytes = int64_t{p.n} * p.k * dtype_bytes(p.weight_dtype) / ctx.num_threads;
   const int32_t pieces_per_thread = thread_bytes >= kMinSplitBytes ? 4 : 1;
   ctx.for_ranges(num_grains, pieces_per_thread, [&](int64_t begin, int64_t end) {
     run(p, num_rows, static_cast<int32_t>(begin * kGrain),

@@ -7,7 +7,9 @@
 //   is memory, not a value, so that a recorded call serves every batch size.
 // - Row invariance: the bits of a row depend on that row's inputs alone, never on num_rows, on the
 //   row's index, or on other rows.
-// - Activations are float32; weights are float32 or bfloat16; accumulation is float32.
+// - Weights are float32 or bfloat16, accumulation is float32. What passes between ops has the dtype
+//   that the params name: on the CPU always float32; on a GPU that of the weights, but for the
+//   residual stream and the logits, which are float32 everywhere.
 // - Outputs are assigned, never accumulated, unless the field says so. Strides are in elements.
 // - Nothing allocates; zero rows are fine.
 
@@ -18,64 +20,65 @@
 namespace paceline {
 
 struct CpuContext;
+struct CudaContext;
 
 // y = x W^T (+ bias). Every output is one sum over K in one fixed lane order, on every path. Beside
 // bfloat16 weights x may be rounded to bfloat16 first, where the machine has a dot product for it.
 struct GemmParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
-  const float* x;           // [max_rows, k], rows x_stride apart, 4 B aligned
+  const void* x;  // [max_rows, k] x_dtype, rows x_stride apart; CUDA: 16 B aligned rows
   int64_t x_stride;
-  const void* weight;       // [n, k] row-major, weight_dtype, 64 B aligned base
-  DType weight_dtype;       // kFloat32 or kBFloat16
-  const float* bias;        // [n], or null
-  float* y;                 // [max_rows, n], rows y_stride apart
+  const void* weight;  // [n, k] row-major, weight_dtype, 64 B aligned base
+  DType weight_dtype;  // kFloat32 or kBFloat16
+  const float* bias;   // [n], or null
+  void* y;             // [max_rows, n] y_dtype, rows y_stride apart
   int64_t y_stride;
   int32_t n;
-  int32_t k;                // any positive value; multiples of 32 are fast
+  int32_t k;                        // any positive value; multiples of 32 are fast
+  DType x_dtype = DType::kFloat32;  // CUDA: weight_dtype
+  DType y_dtype = DType::kFloat32;
 };
 void gemm(CpuContext&, const GemmParams&);
+void gemm(CudaContext&, const GemmParams&);
 
 // y = scale * table[token]; rows whose token is outside [0, vocab) become zero.
 struct EmbedParams {
-  const int32_t* num_rows;   // [1]
+  const int32_t* num_rows;  // [1]
   int32_t max_rows;
   const int32_t* token_ids;  // [max_rows]
   const void* table;         // [vocab_size, hidden], table_dtype
   DType table_dtype;
   float scale;
-  float* y;                  // [max_rows, hidden]
+  float* y;  // [max_rows, hidden]
   int32_t vocab_size;
   int32_t hidden;
 };
 void embed(CpuContext&, const EmbedParams&);
+void embed(CudaContext&, const EmbedParams&);
 
 // y = x * rsqrt(mean(x^2) + eps) * (weight + weight_offset). With a `residual`, first
-// residual += x, and it is that sum which is normalised.
+// residual += x, and it is that sum which is normalised. With an `x_weight` as well (Gemma's norm
+// after a branch), x itself is normalised first, with that weight, before it joins the residual.
 struct RmsNormParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
-  const float* x;           // [max_rows, hidden], rows x_stride apart
+  const void* x;  // [max_rows, hidden] x_dtype, rows x_stride apart
   int64_t x_stride;
-  float* residual;          // [max_rows, hidden], updated to residual + x; or null
-  const float* weight;      // [hidden]
-  float weight_offset;      // 0, or 1 for Gemma 3's (1 + w)
+  float* residual;      // [max_rows, hidden], updated to residual + x; or null
+  const float* weight;  // [hidden]
+  float weight_offset;  // 0, or 1 for Gemma 3's (1 + w)
   float eps;
-  float* y;                 // [max_rows, hidden]; may be x itself
+  void* y;  // [max_rows, hidden] y_dtype; may be x itself; null with a residual:
+            // only the residual is wanted
   int64_t y_stride;
   int32_t hidden;
+  const float* x_weight = nullptr;  // [hidden], or null; only with a residual
+  DType x_dtype = DType::kFloat32;
+  DType y_dtype = DType::kFloat32;
 };
 void rms_norm(CpuContext&, const RmsNormParams&);
-
-// residual += x.
-struct AddParams {
-  const int32_t* num_rows;  // [1]
-  int32_t max_rows;
-  const float* x;           // [max_rows, hidden]
-  float* residual;          // [max_rows, hidden], updated
-  int32_t hidden;
-};
-void add(CpuContext&, const AddParams&);
+void rms_norm(CudaContext&, const RmsNormParams&);
 
 enum class Activation : uint8_t { kSilu, kGeluTanh };
 
@@ -83,31 +86,33 @@ enum class Activation : uint8_t { kSilu, kGeluTanh };
 struct GatedActivationParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
-  const float* x;           // [max_rows, 2 * intermediate]: gate then up
-  float* y;                 // [max_rows, intermediate]
+  const void* x;  // [max_rows, 2 * intermediate] dtype: gate then up
+  void* y;        // [max_rows, intermediate] dtype
   int32_t intermediate;
   Activation activation;
+  DType dtype = DType::kFloat32;  // of x and y
 };
 void gated_activation(CpuContext&, const GatedActivationParams&);
+void gated_activation(CudaContext&, const GatedActivationParams&);
 
 // Where the KV of one layer lies in the pool: block b starts at base + int64(b) * block_bytes; in
 // it K is [block_size, num_kv_heads, head_dim] at k_offset and V the same at v_offset.
 struct KvLayerView {
-  std::byte* base;      // of the pool; 64 B aligned
+  std::byte* base;  // of the pool; 64 B aligned
   int64_t block_bytes;
-  int64_t k_offset;     // bytes inside a block
+  int64_t k_offset;  // bytes inside a block
   int64_t v_offset;
-  int32_t block_size;   // tokens
-  DType dtype;          // kFloat32 or kBFloat16 (written round-to-nearest-even)
+  int32_t block_size;  // tokens
+  DType dtype;         // kFloat32 or kBFloat16 (written round-to-nearest-even)
 };
 
 // Per row, in place in the fused qkv buffer: RMS norm of each q and k head (when weights are
 // given), split-half rotary embedding of q and k, then k and v go to the KV slot of the row.
 struct QkNormRopeAppendParams {
-  const int32_t* num_rows;      // [1]
+  const int32_t* num_rows;  // [1]
   int32_t max_rows;
-  float* qkv;                   // [max_rows, (num_qo_heads + 2 num_kv_heads) * head_dim]; q is
-                                // updated in place, k and v are only read
+  void* qkv;                    // [max_rows, (num_qo_heads + 2 num_kv_heads) * head_dim]
+                                // qkv_dtype; q is updated in place, k and v are only read
   const int32_t* positions;     // [max_rows]
   const int64_t* slot_mapping;  // [max_rows] block * block_size + offset; slots of the null block
                                 // (below block_size; inert rows have 0) may be left unwritten
@@ -115,25 +120,30 @@ struct QkNormRopeAppendParams {
   const float* k_norm;          // [head_dim], or null
   float norm_weight_offset;     // 0 or 1
   float norm_eps;
-  const float* rope_cos;        // [max_positions, head_dim / 2]
-  const float* rope_sin;        // [max_positions, head_dim / 2]
+  const float* rope_cos;  // [max_positions, head_dim / 2]
+  const float* rope_sin;  // [max_positions, head_dim / 2]
   KvLayerView kv;
   int32_t num_qo_heads;
   int32_t num_kv_heads;
-  int32_t head_dim;             // even
+  int32_t head_dim;  // even
+  DType qkv_dtype = DType::kFloat32;
 };
 void qk_norm_rope_append(CpuContext&, const QkNormRopeAppendParams&);
+void qk_norm_rope_append(CudaContext&, const QkNormRopeAppendParams&);
 
 // Keys are walked in chunks aligned at absolute positions, a fresh (max, sum, accumulator) each,
 // merged in ascending order: so a row's bits do not depend on how it came to be computed.
 inline constexpr int32_t kAttentionChunk = 128;
 
 // Softmax attention of each row over the keys [kv_begin, kv_end) of its sequence. The row's own KV
-// is already appended. Rows with kv_end == 0 are inert: their output is zero.
+// is already appended. Rows with kv_end == 0 are inert: their output is zero. The rows of a
+// sequence lie side by side, at ascending positions, so that a backend may load a key once for all
+// of them.
 struct PagedAttentionParams {
-  const int32_t* num_rows;     // [1]
+  const int32_t* num_rows;  // [1]
   int32_t max_rows;
-  const float* qkv;            // [max_rows, (num_qo_heads + 2 num_kv_heads) * head_dim]; q first
+  const void* qkv;             // [max_rows, (num_qo_heads + 2 num_kv_heads) * head_dim] dtype; q
+                               // first
   const int32_t* seq_slot;     // [max_rows] row of block_table; -1: inert
   const int32_t* kv_begin;     // [max_rows] first visible position; null: 0 for every row
   const int32_t* kv_end;       // [max_rows] one past the last visible position
@@ -141,36 +151,46 @@ struct PagedAttentionParams {
   int64_t block_table_stride;  // elements between rows of block_table
   KvLayerView kv;
   float scale;
-  float soft_cap;              // 0: none, else scores = cap * tanh(scores / cap)
-  const float* sinks;          // [num_qo_heads] extra logit in the softmax sum, unscaled; or null
-  float* y;                    // [max_rows, num_qo_heads * head_dim]
+  float soft_cap;      // 0: none, else scores = cap * tanh(scores / cap)
+  const float* sinks;  // [num_qo_heads] extra logit in the softmax sum, unscaled; or null
+  void* y;             // [max_rows, num_qo_heads * head_dim] dtype
   int32_t num_qo_heads;
   int32_t num_kv_heads;
   int32_t head_dim;
+  DType dtype = DType::kFloat32;  // of qkv and y
+  // Which rows belong together; the CPU twin takes row by row and does not read them.
+  const int32_t* num_seqs = nullptr;  // [1]
+  const int32_t* row_indptr =
+      nullptr;  // [max_seqs + 1] rows of sequence i: [indptr[i], indptr[i+1])
+  int32_t max_seqs = 0;
+  int32_t max_rows_per_seq = 0;  // of any sequence
 };
 void paged_attention(CpuContext&, const PagedAttentionParams&);
+void paged_attention(CudaContext&, const PagedAttentionParams&);
 
 // The test-only reader of window lists: attention over the slots listed for each row, in list
 // order. Exists so that a stale list changes logits.
 struct ListAttentionParams {
-  const int32_t* num_rows;      // [1]
+  const int32_t* num_rows;  // [1]
   int32_t max_rows;
-  const float* qkv;             // as in PagedAttentionParams
+  const void* qkv;              // as in PagedAttentionParams
   const int64_t* window_slots;  // [max_rows, window] block * block_size + offset
   const int32_t* window_count;  // [max_rows] valid entries: list indices [0, count); 0: inert
   int32_t window;
   KvLayerView kv;
   float scale;
-  float* y;                     // [max_rows, num_qo_heads * head_dim]
+  void* y;  // [max_rows, num_qo_heads * head_dim] dtype
   int32_t num_qo_heads;
   int32_t num_kv_heads;
   int32_t head_dim;
+  DType dtype = DType::kFloat32;  // of qkv and y
 };
 void list_attention(CpuContext&, const ListAttentionParams&);
+void list_attention(CudaContext&, const ListAttentionParams&);
 
 // y[i] = x[row_index[i]].
 struct GatherRowsParams {
-  const int32_t* num_rows;   // [1] rows of y
+  const int32_t* num_rows;  // [1] rows of y
   int32_t max_rows;
   const int32_t* row_index;  // [max_rows] row of x
   const float* x;            // [*, hidden]
@@ -178,16 +198,18 @@ struct GatherRowsParams {
   int32_t hidden;
 };
 void gather_rows(CpuContext&, const GatherRowsParams&);
+void gather_rows(CudaContext&, const GatherRowsParams&);
 
 // logits = cap * tanh(logits / cap), in place.
 struct SoftCapParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
-  float* logits;            // [max_rows, n], updated
-  float cap;                // > 0
+  float* logits;  // [max_rows, n], updated
+  float cap;      // > 0
   int32_t n;
 };
 void soft_cap(CpuContext&, const SoftCapParams&);
+void soft_cap(CudaContext&, const SoftCapParams&);
 
 // One draw a row by Gumbel-max: argmax over ids < vocab_limit of logit / temperature + noise(seed,
 // position of the drawn token, id); temperature 0 is the plain argmax. Ties go to the lowest id.
@@ -195,18 +217,22 @@ void soft_cap(CpuContext&, const SoftCapParams&);
 // caller ends that request with an error.
 // Target and drafter call this with the same seed and position and so share their noise.
 struct DrawParams {
-  const int32_t* num_rows;     // [1]
+  const int32_t* num_rows;  // [1]
   int32_t max_rows;
-  const float* logits;         // [max_rows, logits_stride]
+  const float* logits;  // [max_rows, logits_stride]
   int64_t logits_stride;
-  int32_t vocab_limit;         // ids [0, vocab_limit) may be drawn
-  const int32_t* row_index;    // [max_rows] row of positions / seq_slot that row i belongs to
-  const int32_t* seq_slot;     // per pass row: state slot; -1: inert, draws -1
-  const int32_t* positions;    // per pass row: position of the input token; the drawn token's is +1
-  const uint64_t* seeds;       // [max_slots] by state slot
-  const float* temperatures;   // [max_slots] by state slot
-  int32_t* tokens;             // [max_rows]
+  int32_t vocab_limit;        // ids [0, vocab_limit) may be drawn
+  const int32_t* row_index;   // [max_rows] row of positions / seq_slot that row i belongs to
+  const int32_t* seq_slot;    // per pass row: state slot; -1: inert, draws -1
+  const int32_t* positions;   // per pass row: position of the input token; the drawn token's is +1
+  const uint64_t* seeds;      // [max_slots] by state slot
+  const float* temperatures;  // [max_slots] by state slot
+  int32_t* tokens;            // [max_rows]
+  // [max_rows] softmax of the logits [0, vocab_limit) at temperature 1, taken at the drawn id; 0
+  // where nothing was drawn. Or null: not wanted.
+  float* probabilities = nullptr;
 };
 void draw(CpuContext&, const DrawParams&);
+void draw(CudaContext&, const DrawParams&);
 
 }  // namespace paceline

@@ -32,8 +32,7 @@ constexpr int32_t kMaxHeadDim = 1024;
     const V16 value = load_first(in + d, head_dim - d);
     squares += value * value;
   }
-  const float factor =
-      1.0f / std::sqrt(sum_lanes(squares) / static_cast<float>(head_dim) + eps);
+  const float factor = 1.0f / std::sqrt(sum_lanes(squares) / static_cast<float>(head_dim) + eps);
   for (d = 0; d + 16 <= head_dim; d += 16) {
     store(out + d, load(in + d) * factor * (load(weight + d) + weight_offset));
   }
@@ -78,7 +77,7 @@ struct RowKernel {
   [[gnu::always_inline]] static void run(const QkNormRopeAppendParams* p, int32_t row) {
     const int32_t head_dim = p->head_dim;
     const int64_t row_heads = p->num_qo_heads + 2 * int64_t{p->num_kv_heads};
-    float* const q = p->qkv + row * row_heads * head_dim;
+    float* const q = static_cast<float*>(p->qkv) + row * row_heads * head_dim;
     const float* const k = q + int64_t{p->num_qo_heads} * head_dim;
     const float* const v = k + int64_t{p->num_kv_heads} * head_dim;
     const float* const cos = p->rope_cos + int64_t{p->positions[row]} * (head_dim / 2);
@@ -112,6 +111,7 @@ void qk_norm_rope_append(CpuContext& ctx, const QkNormRopeAppendParams& p) {
   const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
   PACELINE_CHECK(p.head_dim % 2 == 0 && p.head_dim <= kMaxHeadDim, "head_dim ", p.head_dim,
                  " is odd or above ", kMaxHeadDim);
+  PACELINE_CHECK(p.qkv_dtype == DType::kFloat32, "the CPU computes in float32");
   PACELINE_CHECK(p.kv.dtype == DType::kFloat32 || p.kv.dtype == DType::kBFloat16,
                  "KV caches are float32 or bfloat16");
   constexpr int64_t kMinParallelElements = 32 << 10;

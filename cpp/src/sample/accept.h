@@ -11,6 +11,7 @@
 namespace paceline {
 
 struct CpuContext;
+struct CudaContext;
 
 // The verdict, and the only writer of what a sequence has become: drafts are kept while they equal
 // the target's own draws (coupled acceptance; Daliri, Musco, Suresh, "Coupling without
@@ -24,9 +25,11 @@ struct AcceptParams {
   SequenceState sequences;
   const int32_t* target_tokens;  // [max_logit_rows] the target's draws; see DrawParams
   SequenceResult* results;       // [max_seqs] by batch row
+  int32_t max_seqs;              // of this pass
   AcceptMethod method;
   float synthetic_rate[kMaxDraftTokens];
 };
 void accept(CpuContext&, const AcceptParams&);
+void accept(CudaContext&, const AcceptParams&);
 
 }  // namespace paceline

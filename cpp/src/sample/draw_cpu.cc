@@ -115,10 +115,9 @@ struct Products {
   const V16u low23 = __builtin_shuffle(c2, c3, kLow);
   const V16u high01 = __builtin_shuffle(c0, c1, kHigh);
   const V16u high23 = __builtin_shuffle(c2, c3, kHigh);
-  const V16u words[4] = {__builtin_shuffle(low01, low23, kLowPairs),
-                         __builtin_shuffle(low01, low23, kHighPairs),
-                         __builtin_shuffle(high01, high23, kLowPairs),
-                         __builtin_shuffle(high01, high23, kHighPairs)};
+  const V16u words[4] = {
+      __builtin_shuffle(low01, low23, kLowPairs), __builtin_shuffle(low01, low23, kHighPairs),
+      __builtin_shuffle(high01, high23, kLowPairs), __builtin_shuffle(high01, high23, kHighPairs)};
   std::memcpy(bits, words, sizeof(words));
 }
 
@@ -227,17 +226,35 @@ int32_t draw_row(const DrawParams& p, int32_t i) {
   return draw.token;
 }
 
+// Softmax at temperature 1 of `num_ids` logits, at `token`; 0 where nothing was drawn.
+float probability_of(const float* logits, int32_t num_ids, int32_t token) {
+  if (token < 0) return 0.0f;
+  float highest = kNegInf;
+  for (int32_t id = 0; id < num_ids; ++id) highest = std::max(highest, logits[id]);  // skips NaN
+  double sum = 0.0;
+  for (int32_t id = 0; id < num_ids; ++id) {
+    if (logits[id] > kNegInf) sum += std::exp(double{logits[id]} - highest);
+  }
+  return static_cast<float>(std::exp(double{logits[token]} - highest) / sum);
+}
+
+void draw_into(const DrawParams& p, int32_t i) {
+  p.tokens[i] = draw_row(p, i);
+  if (p.probabilities == nullptr) return;
+  p.probabilities[i] = probability_of(p.logits + i * p.logits_stride, p.vocab_limit, p.tokens[i]);
+}
+
 }  // namespace
 
 void draw(CpuContext& ctx, const DrawParams& p) {
   const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
   constexpr int64_t kMinParallelIds = 8 << 10;
   if (ctx.num_threads == 1 || int64_t{num_rows} * p.vocab_limit < kMinParallelIds) {
-    for (int32_t i = 0; i < num_rows; ++i) p.tokens[i] = draw_row(p, i);
+    for (int32_t i = 0; i < num_rows; ++i) draw_into(p, i);
     return;
   }
   ctx.for_ranges(num_rows, /*pieces_per_thread=*/4, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) p.tokens[i] = draw_row(p, static_cast<int32_t>(i));
+    for (int64_t i = begin; i < end; ++i) draw_into(p, static_cast<int32_t>(i));
   });
 }
 

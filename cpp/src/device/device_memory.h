@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The memory of a device, as far as start-up needs it: plain allocations and copies from the host.
+// Steps never allocate and never come here.
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <utility>
+
+#include <paceline/device.h>
+#include <paceline/dtype.h>
+
+namespace paceline {
+
+class DeviceMemory {
+ public:
+  virtual ~DeviceMemory() = default;
+
+  // Zeroed and 256 B aligned. Throws OutOfMemory naming the purpose and the MiB that are missing.
+  [[nodiscard]] virtual std::byte* allocate(int64_t bytes, std::string_view purpose) = 0;
+  virtual void release(std::byte* data, int64_t bytes) noexcept = 0;
+
+  // Whether the host may write to what `allocate` gives.
+  [[nodiscard]] virtual bool is_host_memory() const = 0;
+
+  // Copies from the host; returns when `from` may be reused.
+  virtual void upload(std::byte* to, const void* from, int64_t bytes) = 0;
+  virtual void download(void* to, const std::byte* from, int64_t bytes) = 0;
+
+  // A stream of uploads through one pinned buffer, for weights: take `staging()`, fill up to all of
+  // it, hand it over with `upload_staged`. The copy runs while the next piece is filled; `finish`
+  // waits for the last one. Only where the memory is not the host's.
+  [[nodiscard]] virtual std::span<std::byte> staging() = 0;
+  virtual void upload_staged(std::byte* to, int64_t bytes) = 0;
+  virtual void finish() = 0;
+
+  // Elements drawn from 65,536 quantiles by Philox, the same values on every device; see
+  // ModelBuilder::fill_dummy.
+  virtual void fill_from_quantiles(std::byte* to, int64_t elements, DType dtype, uint64_t seed,
+                                   uint32_t salt, const void* quantiles) = 0;
+};
+
+[[nodiscard]] DeviceMemory& host_memory();
+// Throws Unsupported (not built, no driver, no GPU, another architecture) with the cure.
+[[nodiscard]] DeviceMemory& cuda_memory();
+[[nodiscard]] DeviceMemory& device_memory(Device device);
+
+// Owned memory of a device; move-only.
+class DeviceBuffer {
+ public:
+  DeviceBuffer() = default;
+  DeviceBuffer(DeviceMemory& memory, int64_t bytes, std::string_view purpose)
+      : memory_(&memory),
+        data_(bytes > 0 ? memory.allocate(bytes, purpose) : nullptr),
+        bytes_(bytes) {}
+  ~DeviceBuffer() { reset(); }
+  DeviceBuffer(DeviceBuffer&& other) noexcept
+      : memory_(other.memory_),
+        data_(std::exchange(other.data_, nullptr)),
+        bytes_(std::exchange(other.bytes_, 0)) {}
+  DeviceBuffer& operator=(DeviceBuffer&& other) noexcept {
+    if (this != &other) {
+      reset();
+      memory_ = other.memory_;
+      data_ = std::exchange(other.data_, nullptr);
+      bytes_ = std::exchange(other.bytes_, 0);
+    }
+    return *this;
+  }
+
+  [[nodiscard]] std::byte* data() const { return data_; }
+  [[nodiscard]] int64_t bytes() const { return bytes_; }
+  // Of a buffer that was allocated.
+  [[nodiscard]] DeviceMemory& memory() const { return *memory_; }
+
+ private:
+  void reset() noexcept {
+    if (data_ != nullptr) memory_->release(data_, bytes_);
+    data_ = nullptr;
+    bytes_ = 0;
+  }
+
+  DeviceMemory* memory_ = nullptr;
+  std::byte* data_ = nullptr;
+  int64_t bytes_ = 0;
+};
+
+}  // namespace paceline

@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// What the row ops do to one sequence of the batch: the one specification that the CPU loops over
+// and that CUDA threads run. Sequences own different slots and rows, so they may go side by side.
+// Where a sequence may have many rows, worker `worker` of `num_workers` makes every num_workers-th;
+// what one worker writes no other reads.
+
+#include <cstdint>
+
+#include "base/host_device.h"
+#include "scheduler/step_plan.h"
+#include "speculate/row_ops.h"
+
+namespace paceline {
+
+PACELINE_HOST_DEVICE inline void set_row(const PassRows& rows, int32_t row, bool is_live,
+                                         int32_t seq_slot, int32_t position, int32_t token) {
+  rows.seq_slot[row] = is_live ? seq_slot : -1;
+  rows.positions[row] = is_live ? position : 0;
+  rows.token_ids[row] = is_live ? token : 0;
+}
+
+PACELINE_HOST_DEVICE inline void assemble_verify_sequence(const AssembleVerifyRowsParams& p,
+                                                          int32_t i, int32_t worker,
+                                                          int32_t num_workers) {
+  const SequenceState& s = p.sequences;
+  const int32_t slot = p.inputs.seq_slot[i];
+  const int32_t begin = p.inputs.verify_indptr[i];
+  const int32_t num_rows = p.inputs.verify_indptr[i + 1] - begin;
+  const int32_t kind = p.inputs.kind[i];
+  const int32_t start = p.inputs.prefill_start[i];
+  const bool is_active = s.is_active[slot] != 0;
+  int32_t* history = s.history + slot * s.history_stride;
+  if (kind == static_cast<int32_t>(RowKind::kDecode)) {
+    const int32_t known_len = s.known_len[slot];
+    const int32_t draft_len = s.draft_len[slot];
+    const int32_t limit = s.limit[slot];
+    const int32_t* drafts = s.draft_tokens + int64_t{slot} * s.num_draft_tokens;
+    for (int32_t r = worker; r < num_rows; r += num_workers) {
+      const bool is_live = is_active && r <= draft_len && known_len + r < limit;
+      const int32_t token = r == 0 ? history[known_len - 1] : drafts[r - 1];
+      set_row(p.rows, begin + r, is_live, slot, known_len - 1 + r, token);
+    }
+    return;
+  }
+  for (int32_t r = worker; r < num_rows; r += num_workers) {
+    const int32_t token = p.inputs.prefill_tokens[begin + r];
+    history[start + r] = token;
+    set_row(p.rows, begin + r, is_active, slot, start + r, token);
+  }
+  if (worker == 0) {
+    s.known_len[slot] = start + num_rows;
+    s.draft_len[slot] = 0;
+  }
+}
+
+PACELINE_HOST_DEVICE inline void assemble_first_sequence(const AssembleFirstRowsParams& p,
+                                                         int32_t i, int32_t worker,
+                                                         int32_t num_workers) {
+  const SequenceState& s = p.sequences;
+  const int32_t slot = p.inputs.seq_slot[i];
+  const int32_t begin = p.inputs.first_indptr[i];
+  const int32_t num_rows = p.inputs.first_indptr[i + 1] - begin;
+  const int32_t first = s.known_len[slot] - num_rows;
+  const bool is_live = s.is_active[slot] != 0;
+  const int32_t* history = s.history + slot * s.history_stride;
+  for (int32_t r = worker; r < num_rows; r += num_workers) {
+    set_row(p.rows, begin + r, is_live, slot, first + r, is_live ? history[first + r] : 0);
+  }
+}
+
+// Returns whether the sequence has a draft step to run.
+PACELINE_HOST_DEVICE inline bool begin_draft_sequence(const BeginDraftStepsParams& p, int32_t i) {
+  const SequenceState& s = p.sequences;
+  const int32_t slot = p.inputs.seq_slot[i];
+  const int32_t drawn = p.drawn[i];
+  const bool is_stopped = stops(p.stop, i);
+  const int32_t known_len = s.known_len[slot];
+  const int32_t limit = s.limit[slot];
+  const bool is_active = s.is_active[slot] != 0;
+  const int32_t room = limit > known_len ? limit - known_len : 0;  // tokens that may still come
+  const int32_t longest = is_stopped ? 1 : s.num_draft_tokens;
+  s.draft_len[slot] = !is_active ? 0 : room < longest ? room : longest;
+  if (is_active) s.draft_tokens[int64_t{slot} * s.num_draft_tokens] = drawn;
+  const bool is_live = is_active && known_len + 1 < limit && !is_stopped;
+  set_row(p.rows, i, is_live, slot, known_len, drawn);
+  return is_live;
+}
+
+PACELINE_HOST_DEVICE inline void store_draft_sequence(const StoreDraftParams& p, int32_t i,
+                                                      int32_t column) {
+  const SequenceState& s = p.sequences;
+  const int32_t slot = p.rows.seq_slot[i];
+  if (slot < 0) return;
+  s.draft_tokens[int64_t{slot} * s.num_draft_tokens + column] = p.drawn[i];
+  if (stops(p.stop, i) && s.draft_len[slot] > column + 1) s.draft_len[slot] = column + 1;
+}
+
+}  // namespace paceline

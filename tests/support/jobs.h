@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Random requests, and an engine driven until all of them have been answered.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <map>
+#include <random>
+#include <vector>
+
+#include <paceline/executor.h>
+
+namespace paceline::testing {
+
+struct Job {
+  std::vector<int32_t> prompt;
+  SamplingOptions sampling;
+};
+
+struct Outcome {
+  std::vector<int32_t> tokens;
+  FinishReason reason = FinishReason::kNone;
+  SpeculationCounters counters;
+};
+
+inline uint64_t seed_from_env(uint64_t fallback) {
+  const char* text = std::getenv("PACELINE_SEED");
+  return text != nullptr ? std::strtoull(text, nullptr, 10) : fallback;
+}
+
+inline std::vector<Job> random_jobs(std::mt19937_64& random, int32_t count, int32_t vocab,
+                                    double temperature, int32_t longest_prompt = 60,
+                                    int32_t most_tokens = 40) {
+  std::vector<Job> jobs;
+  for (int32_t i = 0; i < count; ++i) {
+    Job job;
+    const auto length = static_cast<int32_t>(1 + random() % longest_prompt);
+    for (int32_t t = 0; t < length; ++t) {
+      job.prompt.push_back(static_cast<int32_t>(random() % vocab));
+    }
+    job.sampling.temperature = temperature;
+    job.sampling.seed = random();
+    job.sampling.max_tokens = static_cast<int32_t>(1 + random() % most_tokens);
+    if (random() % 3 == 0) job.sampling.stop_token_ids = {static_cast<int32_t>(random() % vocab)};
+    jobs.push_back(job);
+  }
+  return jobs;
+}
+
+// Runs all jobs at once; `cancelled` of them are neighbours that get cancelled at random moments.
+inline std::vector<Outcome> run(Executor& executor, const std::vector<Job>& jobs,
+                                const std::vector<Job>& neighbours = {}, uint64_t seed = 0) {
+  std::mt19937_64 random(seed);
+  std::map<RequestId, size_t> index;
+  std::vector<RequestId> to_cancel;
+  std::vector<Outcome> outcomes(jobs.size());
+  for (size_t i = 0; i < std::max(jobs.size(), neighbours.size()); ++i) {
+    if (i < neighbours.size()) {
+      to_cancel.push_back(
+          executor.add_request({neighbours[i].prompt, neighbours[i].sampling}).value());
+    }
+    if (i < jobs.size()) {
+      index[executor.add_request({jobs[i].prompt, jobs[i].sampling}).value()] = i;
+    }
+  }
+  size_t left = jobs.size();
+  while (left > 0) {
+    if (!to_cancel.empty() && random() % 4 == 0) {
+      executor.cancel(to_cancel.back());
+      to_cancel.pop_back();
+    }
+    for (RequestEvent& event : executor.poll(1)) {
+      const auto found = index.find(event.id);
+      if (found == index.end()) continue;
+      Outcome& outcome = outcomes[found->second];
+      outcome.tokens.insert(outcome.tokens.end(), event.token_ids.begin(), event.token_ids.end());
+      if (event.finish_reason == FinishReason::kNone) continue;
+      outcome.reason = event.finish_reason;
+      outcome.counters = event.counters;
+      --left;
+    }
+  }
+  for (const RequestId id : to_cancel) executor.cancel(id);
+  return outcomes;
+}
+
+}  // namespace paceline::testing
