@@ -1,0 +1,341 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "executor/cuda_runner.h"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <chrono>
+#include <set>
+#include <thread>
+
+#include "base/check.h"
+#include "common/device_calls.h"
+#include "common/status.h"
+
+namespace paceline {
+namespace {
+
+using cuda::check;
+
+constexpr int64_t kWorkspaceBytes = int64_t{256} << 20;
+constexpr int32_t kNumCounters = 1 << 17;
+
+// Activations have the dtype of the weights, so target and drafter must agree on it.
+DType activation_dtype(const Model& target, const Model* draft) {
+  const DType dtype = target.weights.dtype;
+  if (draft != nullptr && draft->weights.dtype != dtype) {
+    throw Unsupported(concat("target weights are ", dtype_name(dtype), " and the drafter's ",
+                             dtype_name(draft->weights.dtype),
+                             "; on a GPU both must be the same: set dtype for both"));
+  }
+  return dtype;
+}
+
+int64_t free_device_bytes() {
+  size_t free_bytes = 0;
+  size_t total_bytes = 0;
+  check(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
+  return static_cast<int64_t>(free_bytes);
+}
+
+}  // namespace
+
+std::vector<int32_t> decode_buckets(int32_t max_seqs) {
+  // Close together where a batch is small, for there one more row in sixteen is a good part of it.
+  std::vector<int32_t> buckets;
+  for (int32_t n = 1; n < max_seqs; n += n < 4 ? 1 : n < 16 ? 4 : n < 64 ? 8 : n < 256 ? 32 : 128) {
+    buckets.push_back(n);
+  }
+  buckets.push_back(max_seqs);
+  return buckets;
+}
+
+CudaRunner::CudaRunner(std::shared_ptr<const Model> target, std::shared_ptr<const Model> draft,
+                       const KvLayout& layout, const CudaRunnerOptions& options)
+    : layout_(layout),
+      options_(options),
+      arena_(cuda_memory()),
+      pool_(cuda_memory(), layout.pool_bytes, "the KV pool"),
+      target_model_(std::move(target)),
+      draft_model_(std::move(draft)),
+      num_seqs_(static_cast<size_t>(options.max_in_flight) + 1) {
+  const DType dtype = activation_dtype(*target_model_, draft_model_.get());
+  cudaStream_t stream = nullptr;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+  context_.stream = stream;
+  context_.num_sms = cuda_status().num_sms;
+  context_.workspace = arena_.allocate<std::byte>(kWorkspaceBytes, "kernel workspace");
+  context_.workspace_bytes = kWorkspaceBytes;
+  context_.counters = arena_.allocate<int32_t>(kNumCounters, "kernel counters");
+  context_.num_counters = kNumCounters;
+  context_.max_model_len = options.iteration.max_model_len;
+  planner_ = std::make_unique<GemmPlanner>(context_.num_sms, dtype == DType::kBFloat16);
+  context_.gemm = planner_.get();
+
+  options_.iteration.padded_rows = &GemmPlanner::padded_rows;
+  buffers_ =
+      allocate_iteration_buffers(arena_, options_.iteration, layout, target_model_->config,
+                                 draft_model_ != nullptr ? &draft_model_->config : nullptr, dtype);
+  const int32_t max_len = options.iteration.max_model_len;
+  target_ = std::make_unique<Decoder>(target_model_, layout, layout.target_layer_to_group,
+                                      pool_.data(), max_len, arena_);
+  if (draft_model_ != nullptr) {
+    speculator_.emplace<DraftModelSpeculator>(
+        Decoder(draft_model_, layout, layout.draft_layer_to_group, pool_.data(), max_len, arena_));
+  }
+  iteration_ =
+      std::make_unique<Iteration>(options_.iteration, layout_, *target_, speculator_, buffers_);
+  ring_ = std::make_unique<IterationRing>(options.iteration.shape, layout, max_len,
+                                          options.max_in_flight + 1, arena_);
+  plan_products();
+  warm_up();
+  if (options.driver != DraftDriver::kEager) capture();
+  if (options.poison_pool) {
+    check(cudaMemsetAsync(pool_.data(), 0xff, static_cast<size_t>(pool_.bytes()), stream),
+          "poisoning the KV pool");
+  }
+  cuda::synchronize(stream, "starting the engine");
+}
+
+CudaRunner::~CudaRunner() {
+  if (context_.stream == nullptr) return;
+  cudaStreamSynchronize(context_.stream);  // kernels in flight use what is about to be freed
+  buckets_.clear();
+  cudaStreamDestroy(context_.stream);
+}
+
+void CudaRunner::synchronize() { cuda::synchronize(context_.stream, "synchronize"); }
+
+// Lets the library compete for every product with many rows, of decode buckets and of prefill.
+void CudaRunner::plan_products() {
+  const BatchShape& shape = options_.iteration.shape;
+  const auto plan = [&](const Model& model, int32_t max_rows, int32_t max_logit_rows) {
+    if (model.weights.dtype != DType::kBFloat16) return;
+    const auto admit = [&](const std::byte* weight, int64_t n, int64_t k, int32_t rows_limit,
+                           DType y_dtype) {
+      for (int32_t rows = GemmPlanner::kLibraryRows;;) {
+        const int32_t padded = GemmPlanner::padded_rows(rows);
+        planner_->admit(context_, rows, weight, static_cast<int32_t>(n), static_cast<int32_t>(k),
+                        y_dtype);
+        if (padded >= rows_limit) break;
+        rows = padded + 1;
+      }
+    };
+    const DecoderConfig& c = model.config;
+    for (size_t layer = 0; layer < c.layers.size(); ++layer) {
+      const AttentionConfig& a = c.layers[layer].attention;
+      const MlpConfig& m = c.layers[layer].mlp;
+      const LayerWeights& w = model.weights.layers[layer];
+      const int64_t q = int64_t{a.num_qo_heads} * a.head_dim;
+      const int64_t kv = int64_t{a.num_kv_heads} * a.head_dim;
+      if (max_rows < GemmPlanner::kLibraryRows) continue;
+      admit(w.qkv, q + 2 * kv, c.hidden, max_rows, DType::kBFloat16);
+      admit(w.o, c.hidden, q, max_rows, DType::kBFloat16);
+      admit(w.gate_up, 2 * int64_t{m.intermediate}, c.hidden, max_rows, DType::kBFloat16);
+      admit(w.down, c.hidden, m.intermediate, max_rows, DType::kBFloat16);
+    }
+    if (max_logit_rows >= GemmPlanner::kLibraryRows) {
+      admit(model.weights.lm_head, c.vocab_size, c.hidden, max_logit_rows, DType::kFloat32);
+    }
+  };
+  plan(*target_model_, shape.max_verify_rows, shape.max_logit_rows);
+  if (draft_model_ != nullptr) {
+    plan(*draft_model_, shape.max_verify_rows + shape.max_seqs, shape.max_seqs);
+  }
+}
+
+// Runs every op once on no rows, so that all kernels are loaded before anything is captured or
+// timed.
+void CudaRunner::warm_up() {
+  const BatchShape& shape = options_.iteration.shape;
+  std::vector<IterationExtent> extents;
+  for (const int32_t n : decode_buckets(shape.max_seqs)) extents.push_back(decode_extent(shape, n));
+  for (int32_t rows = 1; rows < shape.max_verify_rows; rows *= 2) {
+    extents.push_back({.num_seqs = 1,
+                       .num_drafting = 1,
+                       .num_verify_rows = rows,
+                       .num_first_rows = rows + 1,
+                       .num_logit_rows = 1,
+                       .verify_rows_per_seq = rows,
+                       .first_rows_per_seq = rows + 1});
+  }
+  for (const IterationExtent& extent : extents) {
+    iteration_->verify(context_, extent);
+    iteration_->first_draft_pass(context_, extent);
+    if (iteration_->num_draft_steps() > 0) iteration_->draft_step(context_, extent);
+  }
+  cuda::synchronize(context_.stream, "warming up");
+}
+
+void CudaRunner::enqueue_begin() {
+  ring_->enqueue_begin(context_, buffers_.staged, buffers_.sequences, buffers_.block_tables.data(),
+                       static_cast<int32_t>(buffers_.block_tables.size()));
+}
+
+void CudaRunner::enqueue_end() {
+  ring_->enqueue_end(context_, buffers_.staged.num_seqs, buffers_.results);
+}
+
+CudaRunner::Bucket CudaRunner::capture_bucket(int32_t num_seqs) {
+  const IterationExtent extent = decode_extent(options_.iteration.shape, num_seqs);
+  const int32_t num_steps = iteration_->num_draft_steps();
+  Bucket bucket{.num_seqs = num_seqs};
+  const auto until_first_draft = [&] {
+    enqueue_begin();
+    iteration_->verify(context_, extent);
+    iteration_->first_draft_pass(context_, extent);
+  };
+  const auto step = [&] { iteration_->draft_step(context_, extent); };
+  const auto all_steps = [&] {
+    for (int32_t i = 0; i < num_steps; ++i) step();
+  };
+  const auto nothing = [] {};
+  const auto end = [&] { enqueue_end(); };
+  const bool has_steps = num_steps > 0;
+  switch (has_steps ? options_.driver : DraftDriver::kUnrolled) {
+    case DraftDriver::kUnrolled:
+      bucket.decode = CudaGraph::capture(context_, [&] {
+        until_first_draft();
+        all_steps();
+        end();
+      });
+      if (has_steps) bucket.draft_steps = CudaGraph::capture(context_, all_steps);
+      break;
+    case DraftDriver::kReplay:
+      bucket.decode = CudaGraph::capture(context_, until_first_draft);
+      bucket.draft_steps = CudaGraph::capture(context_, step);
+      break;
+    case DraftDriver::kWhile: {
+      const int32_t* keep_drafting = buffers_.draft_stop.keep_drafting;
+      bucket.decode =
+          CudaGraph::capture_while(context_, until_first_draft, step, end, keep_drafting);
+      bucket.draft_steps =
+          CudaGraph::capture_while(context_, nothing, step, nothing, keep_drafting);
+      break;
+    }
+    case DraftDriver::kEager:
+      break;
+  }
+  return bucket;
+}
+
+void CudaRunner::capture() {
+  const int64_t free_before = free_device_bytes();
+  const std::vector<int32_t> sizes = decode_buckets(options_.iteration.shape.max_seqs);
+  const auto total = static_cast<int32_t>(sizes.size());
+  for (int32_t i = 0; i < total; ++i) {
+    if (options_.on_capture) options_.on_capture(i, total);
+    buckets_.push_back(capture_bucket(sizes[static_cast<size_t>(i)]));
+  }
+  if (options_.on_capture) options_.on_capture(total, total);
+  cuda::synchronize(context_.stream, "capturing graphs");
+  graph_bytes_ = std::max<int64_t>(free_before - free_device_bytes(), 0);
+}
+
+const CudaRunner::Bucket& CudaRunner::bucket_of(int32_t num_seqs) const {
+  const auto found =
+      std::lower_bound(buckets_.begin(), buckets_.end(), num_seqs,
+                       [](const Bucket& bucket, int32_t n) { return bucket.num_seqs < n; });
+  PACELINE_CHECK(found != buckets_.end(), num_seqs, " sequences");
+  return *found;
+}
+
+void CudaRunner::copy_scores(const IterationInputs& inputs) {
+  const int64_t vocab = target_->config().vocab_size;
+  for (const ScoreCopy& copy : inputs.score_copies) {
+    // Into pageable memory: the host waits here. Scoring prompts is evaluation, not serving.
+    check(cudaMemcpyAsync(copy.destination->data() + copy.destination_row * vocab,
+                          buffers_.logits + copy.first_logit_row * vocab,
+                          static_cast<size_t>(copy.num_rows * vocab) * sizeof(float),
+                          cudaMemcpyDeviceToHost, context_.stream),
+          "copying logits");
+  }
+}
+
+void CudaRunner::run_draft_steps(const IterationExtent& extent) {
+  const int32_t num_steps = iteration_->num_draft_steps();
+  if (num_steps == 0) return;
+  if (options_.driver == DraftDriver::kEager) {
+    for (int32_t i = 0; i < num_steps; ++i) iteration_->draft_step(context_, extent);
+    return;
+  }
+  const CudaGraph& steps = bucket_of(extent.num_drafting).draft_steps;
+  const int32_t num_launches = options_.driver == DraftDriver::kReplay ? num_steps : 1;
+  for (int32_t i = 0; i < num_launches; ++i) steps.launch(context_);
+}
+
+void CudaRunner::run_eagerly(const IterationInputs& inputs) {
+  const IterationExtent extent = extent_of(inputs);
+  enqueue_begin();
+  iteration_->verify(context_, extent);
+  copy_scores(inputs);  // before the drafter takes the logits buffer
+  if (inputs.num_first_rows > 0) {
+    iteration_->first_draft_pass(context_, extent);
+    if (inputs.num_drafting > 0) run_draft_steps(extent);
+  }
+  enqueue_end();
+}
+
+void CudaRunner::launch(const IterationInputs& inputs) {
+  PACELINE_CHECK(inputs.iteration == launched_ + 1, "iteration ", inputs.iteration, " after ",
+                 launched_);
+  PACELINE_CHECK(launched_ - completed() < options_.max_in_flight, "too many in flight");
+  launched_ = inputs.iteration;
+  num_seqs_[static_cast<size_t>(launched_) % num_seqs_.size()] = inputs.num_seqs;
+  ring_->write(inputs);
+  if (inputs.has_prefill || options_.driver == DraftDriver::kEager) {
+    run_eagerly(inputs);
+    return;
+  }
+  const Bucket& bucket = bucket_of(inputs.num_seqs);
+  bucket.decode.launch(context_);
+  if (options_.driver == DraftDriver::kReplay && iteration_->num_draft_steps() > 0) {
+    run_draft_steps(decode_extent(options_.iteration.shape, bucket.num_seqs));
+    enqueue_end();
+  }
+}
+
+int64_t CudaRunner::completed() {
+  while (completed_ < launched_ && ring_->is_complete(completed_ + 1)) ++completed_;
+  return completed_;
+}
+
+void CudaRunner::wait(int64_t iteration) {
+  PACELINE_CHECK(iteration <= launched_, "waits for ", iteration, ", launched ", launched_);
+  using Clock = std::chrono::steady_clock;
+  auto next_query = Clock::now() + std::chrono::milliseconds(1);
+  // One iteration is always queued behind the one awaited, so waking up a little late costs
+  // nothing, while asking the driver would.
+  for (int32_t spins = 0; completed() < iteration; ++spins) {
+    if (spins < 200) continue;
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+    if (Clock::now() < next_query) continue;
+    next_query = Clock::now() + std::chrono::milliseconds(1);
+    const cudaError_t status = cudaStreamQuery(context_.stream);
+    if (status != cudaErrorNotReady) check(status, "running an iteration");
+  }
+}
+
+std::span<const SequenceResult> CudaRunner::results(int64_t iteration) {
+  return {ring_->results(iteration),
+          static_cast<size_t>(num_seqs_[static_cast<size_t>(iteration) % num_seqs_.size()])};
+}
+
+Runner::Timing CudaRunner::timing(int64_t iteration) {
+  const SlotOutcomeHeader& outcome = ring_->outcome(iteration);
+  Timing timing{.us = static_cast<float>(outcome.end_ns - outcome.begin_ns) * 1e-3f};
+  if (iteration > 0) {
+    const uint64_t last_end_ns = ring_->outcome(iteration - 1).end_ns;
+    timing.idle_us = static_cast<float>(outcome.begin_ns - last_end_ns) * 1e-3f;
+  }
+  return timing;
+}
+
+void CudaRunner::poison(GroupId group, BlockId block) {
+  const int64_t bytes = layout_.groups[group].block_bytes;
+  check(cudaMemsetAsync(pool_.data() + block * bytes, 0xff, static_cast<size_t>(bytes),
+                        context_.stream),
+        "poisoning a block");
+}
+
+}  // namespace paceline

@@ -1,0 +1,260 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// What the attention kernels share: the merge of chunks, and a plain kernel of one block a (row,
+// query head) that serves float32 and the reader of window lists.
+//
+// A row's bits must not depend on how the row came to be computed, so all arithmetic of the merge
+// is spelt in intrinsics: the compiler contracts a * b + c as it sees fit, but never these.
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "common/launch.cuh"
+#include "common/mma.cuh"
+#include "ops/ops.h"
+
+namespace paceline::cuda {
+
+inline constexpr int32_t kAttentionThreads = 128;
+inline constexpr int32_t kMaxPlainHeadDim = 512;
+inline constexpr float kLog2E = 1.4426950408889634f;
+
+static_assert(kAttentionChunk == kAttentionThreads);
+
+__device__ __forceinline__ float negative_infinity() { return -__int_as_float(0x7f800000); }
+
+// How a running state and one more chunk join. Maxima are of scores times log2(e). A chunk in which
+// the row sees no key must not come here: skipping it is the only exact identity.
+struct MergeWeights {
+  float max;
+  float keep;  // factor of the running sum and accumulator
+  float take;  // factor of the chunk's
+};
+
+__device__ __forceinline__ MergeWeights merge_weights(float running_max, float chunk_max) {
+  const float max = fmaxf(running_max, chunk_max);
+  return {.max = max,
+          .keep = exp2_approx(__fsub_rn(running_max, max)),
+          .take = exp2_approx(__fsub_rn(chunk_max, max))};
+}
+
+// The sum and every element of the accumulator.
+__device__ __forceinline__ float merge_value(float running, float chunk, const MergeWeights& w) {
+  return __fmaf_rn(chunk, w.take, __fmul_rn(running, w.keep));
+}
+
+// What the accumulator of a row that sees a key is multiplied with. `sink` is the head's extra
+// logit, or null.
+__device__ __forceinline__ float final_factor(float max, float sum, const float* sink) {
+  float factor = 1.0f;
+  if (sink != nullptr) {
+    const float scaled_sink = __fmul_rn(*sink, kLog2E);
+    const float new_max = fmaxf(max, scaled_sink);
+    factor = exp2_approx(__fsub_rn(max, new_max));
+    sum = __fmaf_rn(sum, factor, exp2_approx(__fsub_rn(scaled_sink, new_max)));
+  }
+  return __fdiv_rn(factor, sum);
+}
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ void store_as(float* to, float x) { *to = x; }
+__device__ __forceinline__ void store_as(__nv_bfloat16* to, float x) {
+  *to = __float2bfloat16_rn(x);
+}
+
+// What the plain kernel needs besides the places of the keys.
+struct PlainAttention {
+  const int32_t* num_rows;
+  int32_t max_rows;
+  const void* qkv;
+  KvLayerView kv;
+  float scale;
+  float soft_cap;
+  const float* sinks;
+  void* y;
+  int32_t num_qo_heads;
+  int32_t num_kv_heads;
+  int32_t head_dim;
+};
+
+// Visible keys and places of a row of PagedAttentionParams.
+struct PagedPlaces {
+  const int32_t* seq_slot;
+  const int32_t* kv_begin;
+  const int32_t* kv_end;
+  const int32_t* block_table;
+  int64_t block_table_stride;
+
+  __device__ int32_t begin(int32_t row) const {
+    return kv_begin == nullptr ? 0 : max(kv_begin[row], 0);
+  }
+  __device__ int32_t end(int32_t row) const { return seq_slot[row] < 0 ? 0 : kv_end[row]; }
+  __device__ int64_t block(int32_t row, int32_t key, int32_t block_size) const {
+    return block_table[seq_slot[row] * block_table_stride + key / block_size];
+  }
+  __device__ int32_t offset(int32_t, int32_t key, int32_t block_size) const {
+    return key % block_size;
+  }
+};
+
+// The same of ListAttentionParams; a key is an index of the list.
+struct ListPlaces {
+  const int64_t* window_slots;
+  const int32_t* window_count;
+  int32_t window;
+
+  __device__ int32_t begin(int32_t) const { return 0; }
+  __device__ int32_t end(int32_t row) const { return min(window_count[row], window); }
+  __device__ int64_t block(int32_t row, int32_t key, int32_t block_size) const {
+    return window_slots[int64_t{row} * window + key] / block_size;
+  }
+  __device__ int32_t offset(int32_t row, int32_t key, int32_t block_size) const {
+    return static_cast<int32_t>(window_slots[int64_t{row} * window + key] % block_size);
+  }
+};
+
+// One block a (row, query head): thread i scores key i of the chunk, then thread d takes columns d,
+// d + 128, ... of the values. Meant for tests: right and simple, not fast.
+template <class T, class Kv, class Places>
+__global__ void __launch_bounds__(kAttentionThreads)
+    plain_attention_kernel(const __grid_constant__ PlainAttention a,
+                           const __grid_constant__ Places places) {
+  constexpr int32_t kColumns = kMaxPlainHeadDim / kAttentionThreads;
+  __shared__ float q[kMaxPlainHeadDim];
+  __shared__ float weights[kAttentionChunk];
+  __shared__ const Kv* values[kAttentionChunk];
+  __shared__ float warp_results[kAttentionThreads / 32];
+  let_successor_start();
+  wait_for_predecessor();
+  const int32_t row = static_cast<int32_t>(blockIdx.x);
+  const int32_t head = static_cast<int32_t>(blockIdx.y);
+  if (row >= min(*a.num_rows, a.max_rows)) return;
+  const int32_t thread = static_cast<int32_t>(threadIdx.x);
+  T* const y = static_cast<T*>(a.y) + (int64_t{row} * a.num_qo_heads + head) * a.head_dim;
+  const int32_t begin = places.begin(row);
+  const int32_t end = places.end(row);
+  if (end <= begin) {
+    for (int32_t d = thread; d < a.head_dim; d += kAttentionThreads) store_as(y + d, 0.0f);
+    return;
+  }
+  const int64_t row_heads = a.num_qo_heads + 2 * int64_t{a.num_kv_heads};
+  const T* const row_q = static_cast<const T*>(a.qkv) + (row * row_heads + head) * a.head_dim;
+  for (int32_t d = thread; d < a.head_dim; d += kAttentionThreads) q[d] = to_float(row_q[d]);
+  const int32_t kv_head = head / (a.num_qo_heads / a.num_kv_heads);
+
+  float running_max = negative_infinity();
+  float running_sum = 0.0f;
+  float running[kColumns] = {};
+  for (int32_t chunk = begin / kAttentionChunk * kAttentionChunk; chunk < end;
+       chunk += kAttentionChunk) {
+    __syncthreads();  // q is there; the last chunk's weights and pointers are done with
+    const int32_t key = chunk + thread;
+    const bool is_visible = key >= begin && key < end;
+    float score = negative_infinity();
+    if (is_visible) {
+      const int64_t block = places.block(row, key, a.kv.block_size);
+      const int64_t offset = places.offset(row, key, a.kv.block_size);
+      const int64_t at = (offset * a.num_kv_heads + kv_head) * a.head_dim;
+      const std::byte* const base = a.kv.base + block * a.kv.block_bytes;
+      const Kv* const k = reinterpret_cast<const Kv*>(base + a.kv.k_offset) + at;
+      values[thread] = reinterpret_cast<const Kv*>(base + a.kv.v_offset) + at;
+      score = 0.0f;
+      for (int32_t d = 0; d < a.head_dim; ++d) score = __fmaf_rn(q[d], to_float(k[d]), score);
+      score = __fmul_rn(score, a.scale);
+      if (a.soft_cap > 0.0f) score = __fmul_rn(a.soft_cap, tanhf(__fdiv_rn(score, a.soft_cap)));
+      score = __fmul_rn(score, kLog2E);
+    }
+    float chunk_max = score;
+    for (int32_t step = 1; step < 32; step *= 2) {
+      chunk_max = fmaxf(chunk_max, __shfl_xor_sync(~0u, chunk_max, step));
+    }
+    if (thread % 32 == 0) warp_results[thread / 32] = chunk_max;
+    __syncthreads();
+    chunk_max =
+        fmaxf(fmaxf(warp_results[0], warp_results[1]), fmaxf(warp_results[2], warp_results[3]));
+    const float weight = is_visible ? exp2f(__fsub_rn(score, chunk_max)) : 0.0f;
+    weights[thread] = weight;
+    float chunk_sum = weight;
+    for (int32_t step = 1; step < 32; step *= 2) {
+      chunk_sum = __fadd_rn(chunk_sum, __shfl_xor_sync(~0u, chunk_sum, step));
+    }
+    __syncthreads();  // the maxima have been read
+    if (thread % 32 == 0) warp_results[thread / 32] = chunk_sum;
+    __syncthreads();
+    chunk_sum = __fadd_rn(__fadd_rn(__fadd_rn(warp_results[0], warp_results[1]), warp_results[2]),
+                          warp_results[3]);
+    const MergeWeights merge = merge_weights(running_max, chunk_max);
+    const int32_t first = max(begin - chunk, 0);
+    const int32_t last = min(end - chunk, kAttentionChunk);
+    for (int32_t i = 0; i < kColumns; ++i) {
+      const int32_t d = thread + i * kAttentionThreads;
+      if (d >= a.head_dim) break;
+      float sum = 0.0f;
+      for (int32_t j = first; j < last; ++j) {
+        sum = __fmaf_rn(weights[j], to_float(values[j][d]), sum);
+      }
+      running[i] = merge_value(running[i], sum, merge);
+    }
+    running_sum = merge_value(running_sum, chunk_sum, merge);
+    running_max = merge.max;
+  }
+  const float factor =
+      final_factor(running_max, running_sum, a.sinks == nullptr ? nullptr : a.sinks + head);
+  for (int32_t i = 0; i < kColumns; ++i) {
+    const int32_t d = thread + i * kAttentionThreads;
+    if (d < a.head_dim) store_as(y + d, __fmul_rn(running[i], factor));
+  }
+}
+
+// What both ops demand of their arguments; throws InternalError.
+template <class Params>
+void check_attention_params(const Params& p) {
+  PACELINE_CHECK(p.max_rows >= 0, "max_rows ", p.max_rows, " is negative");
+  PACELINE_CHECK(p.num_kv_heads > 0 && p.num_qo_heads > 0 && p.num_qo_heads % p.num_kv_heads == 0,
+                 "num_qo_heads ", p.num_qo_heads, " is not a multiple of num_kv_heads ",
+                 p.num_kv_heads);
+  PACELINE_CHECK(p.kv.block_size > 0, "block_size ", p.kv.block_size, " is not positive");
+  PACELINE_CHECK(p.head_dim > 0, "head_dim ", p.head_dim, " is not positive");
+}
+
+// Throws Unsupported for what the plain kernel cannot do.
+template <class Places, class Params>
+void run_plain_attention(CudaContext& ctx, const char* name, const Params& p, float soft_cap,
+                         const float* sinks, const Places& places) {
+  if (p.head_dim > kMaxPlainHeadDim) {
+    throw Unsupported(
+        concat(name, ": head_dim ", p.head_dim, " on a GPU; it can be 1 to ", kMaxPlainHeadDim));
+  }
+  const PlainAttention a = {.num_rows = p.num_rows,
+                            .max_rows = p.max_rows,
+                            .qkv = p.qkv,
+                            .kv = p.kv,
+                            .scale = p.scale,
+                            .soft_cap = soft_cap,
+                            .sinks = sinks,
+                            .y = p.y,
+                            .num_qo_heads = p.num_qo_heads,
+                            .num_kv_heads = p.num_kv_heads,
+                            .head_dim = p.head_dim};
+  const auto run = [&](void (*kernel)(PlainAttention, Places)) {
+    launch(ctx, name, kernel, dim3(p.max_rows, p.num_qo_heads), dim3(kAttentionThreads), 0, a,
+           places);
+  };
+  if (p.dtype == DType::kFloat32 && p.kv.dtype == DType::kFloat32) {
+    run(plain_attention_kernel<float, float, Places>);
+  } else if (p.dtype == DType::kFloat32 && p.kv.dtype == DType::kBFloat16) {
+    run(plain_attention_kernel<float, __nv_bfloat16, Places>);
+  } else if (p.dtype == DType::kBFloat16 && p.kv.dtype == DType::kBFloat16) {
+    run(plain_attention_kernel<__nv_bfloat16, __nv_bfloat16, Places>);
+  } else {
+    throw Unsupported(concat(name, ": ", dtype_name(p.dtype), " beside a KV cache of ",
+                             dtype_name(p.kv.dtype),
+                             " on a GPU; it can be bfloat16 with bfloat16, or float32 with float32 "
+                             "or bfloat16"));
+  }
+}
+
+}  // namespace paceline::cuda

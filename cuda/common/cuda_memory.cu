@@ -1,0 +1,267 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// The GPU's memory, and what there is to know about the GPU before anything runs on it.
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <array>
+#include <vector>
+
+#include <paceline/device.h>
+
+#include "common/device_calls.h"
+#include "common/launch.cuh"
+#include "device/device_memory.h"
+#include "sample/philox.h"
+
+namespace paceline {
+
+namespace cuda {
+
+DeviceCalls& device_calls() {
+  static DeviceCalls calls;
+  return calls;
+}
+
+void synchronize(cudaStream_t stream, const char* what) {
+  ++device_calls().num_synchronizations;
+  check(cudaStreamSynchronize(stream), what);
+}
+
+namespace {
+
+constexpr int32_t kSupportedCapability = 90;
+
+// 8 elements a thread from 128 random bits; the CPU's twin is in model_builder.cc.
+template <class Value>
+__global__ void fill_from_quantiles_kernel(Value* out, int64_t elements, uint64_t seed,
+                                           uint32_t salt, const Value* quantiles) {
+  const int64_t num_blocks = (elements + 7) / 8;
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t block = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; block < num_blocks;
+       block += stride) {
+    const NoiseKey key = {.seed = seed,
+                          .stream = NoiseStream::kSynthetic,
+                          .position = static_cast<uint32_t>(block >> 32),
+                          .salt = salt};
+    uint32_t words[4];
+    philox_words(key, static_cast<uint32_t>(block), words);
+#pragma unroll
+    for (int32_t word = 0; word < 4; ++word) {
+      const int64_t at = block * 8 + word * 2;
+      if (at < elements) out[at] = quantiles[words[word] & 0xffffu];
+      if (at + 1 < elements) out[at + 1] = quantiles[words[word] >> 16];
+    }
+  }
+}
+
+__global__ void read_kernel(const uint4* data, int64_t count, uint32_t* sink) {
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  uint32_t sum = 0;
+  int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  for (; i + 3 * stride < count; i += 4 * stride) {
+    const uint4 a = data[i];
+    const uint4 b = data[i + stride];
+    const uint4 c = data[i + 2 * stride];
+    const uint4 d = data[i + 3 * stride];
+    sum += (a.x ^ b.y) + (c.z ^ d.w);
+  }
+  if (sum == 0x12345678u) *sink = sum;  // never, but the compiler cannot know
+}
+
+// One pinned buffer in two halves: one is filled while the other is on its way.
+class Staging {
+ public:
+  ~Staging() { release(); }
+
+  std::span<std::byte> next(cudaStream_t stream) {
+    if (data_ == nullptr) {
+      check(cudaMallocHost(reinterpret_cast<void**>(&data_), 2 * kHalfBytes), "cudaMallocHost");
+      for (cudaEvent_t& event : copied_) {
+        check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
+        check(cudaEventRecord(event, stream), "cudaEventRecord");
+      }
+    }
+    check(cudaEventSynchronize(copied_[half_]), "staging a weight");
+    return {data_ + half_ * kHalfBytes, kHalfBytes};
+  }
+
+  void upload(std::byte* to, int64_t bytes, cudaStream_t stream) {
+    check(cudaMemcpyAsync(to, data_ + half_ * kHalfBytes, static_cast<size_t>(bytes),
+                          cudaMemcpyHostToDevice, stream),
+          "copying a weight");
+    check(cudaEventRecord(copied_[half_], stream), "cudaEventRecord");
+    half_ = 1 - half_;
+  }
+
+  // After the stream has been waited for.
+  void release() noexcept {
+    if (data_ == nullptr) return;
+    for (cudaEvent_t event : copied_) cudaEventDestroy(event);
+    cudaFreeHost(data_);
+    data_ = nullptr;
+  }
+
+ private:
+  static constexpr size_t kHalfBytes = size_t{32} << 20;
+
+  std::byte* data_ = nullptr;
+  std::array<cudaEvent_t, 2> copied_ = {};
+  size_t half_ = 0;
+};
+
+class CudaMemory final : public DeviceMemory {
+ public:
+  CudaMemory() {
+    check(cudaSetDevice(0), "cudaSetDevice");
+    check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
+  }
+
+  std::byte* allocate(int64_t bytes, std::string_view purpose) override {
+    PACELINE_CHECK(bytes >= 0, "bytes = ", bytes);
+    ++device_calls().num_allocations;
+    void* data = nullptr;
+    const cudaError_t status = cudaMalloc(&data, static_cast<size_t>(bytes));
+    if (status == cudaErrorMemoryAllocation) {
+      (void)cudaGetLastError();
+      size_t free_bytes = 0;
+      size_t total_bytes = 0;
+      check(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
+      const auto free_mib = static_cast<int64_t>(free_bytes >> 20);
+      const int64_t wanted_mib = (bytes >> 20) + 1;
+      throw OutOfMemory(concat("out of GPU memory: ", purpose, " needs ", wanted_mib, " MiB, ",
+                               free_mib, " of ", total_bytes >> 20,
+                               " MiB are free: ", std::max<int64_t>(wanted_mib - free_mib, 1),
+                               " MiB are missing; lower kv_cache_bytes, max_num_seqs or "
+                               "max_num_batched_tokens, or free memory on the GPU"));
+    }
+    check(status, "cudaMalloc");
+    check(cudaMemsetAsync(data, 0, static_cast<size_t>(bytes), stream_), "cudaMemset");
+    synchronize(stream_, "cudaMemset");
+    return static_cast<std::byte*>(data);
+  }
+  void release(std::byte* data, int64_t) noexcept override { cudaFree(data); }
+  bool is_host_memory() const override { return false; }
+
+  void upload(std::byte* to, const void* from, int64_t bytes) override {
+    check(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyHostToDevice, stream_),
+          "upload");
+    synchronize(stream_, "upload");
+  }
+  void download(void* to, const std::byte* from, int64_t bytes) override {
+    check(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, stream_),
+          "download");
+    synchronize(stream_, "download");
+  }
+
+  std::span<std::byte> staging() override { return staging_of_thread().next(stream_); }
+  void upload_staged(std::byte* to, int64_t bytes) override {
+    staging_of_thread().upload(to, bytes, stream_);
+  }
+  void finish() override {
+    synchronize(stream_, "loading weights");  // of all threads
+    staging_of_thread().release();
+  }
+
+  void fill_from_quantiles(std::byte* to, int64_t elements, DType dtype, uint64_t seed,
+                           uint32_t salt, const void* quantiles) override {
+    constexpr int64_t kQuantiles = int64_t{1} << 16;
+    const DeviceBuffer table(*this, kQuantiles * dtype_bytes(dtype), "quantiles");
+    upload(table.data(), quantiles, table.bytes());
+    constexpr int32_t kThreads = 256;
+    const auto blocks = static_cast<uint32_t>(
+        std::clamp<int64_t>((elements / 8 + kThreads - 1) / kThreads, 1, 132 * 16));
+    if (dtype == DType::kBFloat16) {
+      fill_from_quantiles_kernel<<<blocks, kThreads, 0, stream_>>>(
+          reinterpret_cast<uint16_t*>(to), elements, seed, salt,
+          reinterpret_cast<const uint16_t*>(table.data()));
+    } else {
+      fill_from_quantiles_kernel<<<blocks, kThreads, 0, stream_>>>(
+          reinterpret_cast<float*>(to), elements, seed, salt,
+          reinterpret_cast<const float*>(table.data()));
+    }
+    check(cudaGetLastError(), "fill_from_quantiles");
+    synchronize(stream_, "fill_from_quantiles");
+  }
+
+ private:
+  // A buffer a thread, so that two models may be loaded at a time.
+  static Staging& staging_of_thread() {
+    thread_local Staging staging;
+    return staging;
+  }
+
+  cudaStream_t stream_ = nullptr;
+};
+
+}  // namespace
+}  // namespace cuda
+
+CudaStatus cuda_status() {
+  CudaStatus status = {.is_built = true};
+  int count = 0;
+  const cudaError_t found = cudaGetDeviceCount(&count);
+  if (found != cudaSuccess || count == 0) {
+    (void)cudaGetLastError();
+    status.reason = concat(
+        "no usable GPU: ", found != cudaSuccess ? cudaGetErrorString(found) : "none was found",
+        "; check the driver with nvidia-smi, or use device 'cpu'");
+    return status;
+  }
+  cudaDeviceProp properties = {};
+  size_t free_bytes = 0;
+  size_t total_bytes = 0;
+  if (cudaGetDeviceProperties(&properties, 0) != cudaSuccess ||
+      cudaMemGetInfo(&free_bytes, &total_bytes) != cudaSuccess) {
+    status.reason = concat("GPU 0 cannot be used: ", cudaGetErrorString(cudaGetLastError()));
+    return status;
+  }
+  status.name = properties.name;
+  status.compute_capability = properties.major * 10 + properties.minor;
+  status.num_sms = properties.multiProcessorCount;
+  status.total_bytes = static_cast<int64_t>(total_bytes);
+  status.free_bytes = static_cast<int64_t>(free_bytes);
+  if (status.compute_capability != cuda::kSupportedCapability) {
+    status.reason = concat("GPU 0 is ", status.name, " (sm_", status.compute_capability,
+                           "); this version runs on: sm_90 (H100, H200)");
+    return status;
+  }
+  status.is_usable = true;
+  return status;
+}
+
+DeviceMemory& cuda_memory() {
+  static const CudaStatus status = cuda_status();
+  if (!status.is_usable) throw Unsupported(status.reason);
+  static cuda::CudaMemory memory;
+  return memory;
+}
+
+double measure_cuda_read_bandwidth() {
+  constexpr int64_t kBytes = int64_t{4} << 30;
+  const DeviceBuffer data(cuda_memory(), kBytes, "the bandwidth test");
+  const DeviceBuffer sink(cuda_memory(), 256, "the bandwidth test");
+  cudaEvent_t begin = nullptr;
+  cudaEvent_t end = nullptr;
+  cuda::check(cudaEventCreate(&begin), "cudaEventCreate");
+  cuda::check(cudaEventCreate(&end), "cudaEventCreate");
+  std::vector<float> times;
+  for (int round = 0; round < 9; ++round) {
+    cuda::check(cudaEventRecord(begin), "cudaEventRecord");
+    cuda::read_kernel<<<132 * 8, 256>>>(reinterpret_cast<const uint4*>(data.data()), kBytes / 16,
+                                        reinterpret_cast<uint32_t*>(sink.data()));
+    cuda::check(cudaEventRecord(end), "cudaEventRecord");
+    cuda::check(cudaEventSynchronize(end), "the bandwidth test");
+    float ms = 0;
+    cuda::check(cudaEventElapsedTime(&ms, begin, end), "cudaEventElapsedTime");
+    times.push_back(ms);
+  }
+  cudaEventDestroy(begin);
+  cudaEventDestroy(end);
+  std::nth_element(times.begin(), times.begin() + 4, times.end());
+  return static_cast<double>(kBytes) / times[4] * 1e3;
+}
+
+}  // namespace paceline

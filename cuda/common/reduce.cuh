@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Reductions whose order is fixed: by lane and warp, never by who comes first.
+
+#include <cstdint>
+
+namespace paceline::cuda {
+
+inline constexpr uint32_t kAllLanes = 0xffffffffu;
+
+// The sum over the warp, the same bits in every lane.
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(kAllLanes, value, step);
+  return value;
+}
+
+// The sum of kCount (a power of two) values, halves first.
+template <int kCount>
+__device__ __forceinline__ float tree_sum(const float* values) {
+  if constexpr (kCount == 1) {
+    return values[0];
+  } else {
+    return tree_sum<kCount / 2>(values) + tree_sum<kCount / 2>(values + kCount / 2);
+  }
+}
+
+// The sum over the block, the same bits in every thread. `partials` is shared memory with a float a
+// possible warp, zero where the block has no such warp, and is used for one sum only: reuse would
+// take one more barrier. Every thread of the block must call.
+template <int kMaxWarps>
+__device__ __forceinline__ float block_sum(float value, float (&partials)[kMaxWarps]) {
+  value = warp_sum(value);
+  if (threadIdx.x % 32 == 0) partials[threadIdx.x / 32] = value;
+  __syncthreads();
+  // Every thread adds all partials itself: cheaper than a second round of shuffles.
+  return tree_sum<kMaxWarps>(partials);
+}
+
+// The maximum over the warp, in every lane.
+__device__ __forceinline__ uint64_t warp_max(uint64_t value) {
+  const auto high = static_cast<uint32_t>(value >> 32);
+  const uint32_t highest = __reduce_max_sync(kAllLanes, high);
+  const uint32_t low =
+      __reduce_max_sync(kAllLanes, high == highest ? static_cast<uint32_t>(value) : 0u);
+  return uint64_t{highest} << 32 | low;
+}
+
+// Maps floats to integers of the same order; -0 and 0 stay apart. No float maps to 0.
+__device__ __forceinline__ uint32_t to_ordered(float value) {
+  const uint32_t bits = __float_as_uint(value);
+  return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
+}
+
+__device__ __forceinline__ float from_ordered(uint32_t ordered) {
+  return __uint_as_float((ordered & 0x80000000u) != 0 ? ordered & 0x7fffffffu : ~ordered);
+}
+
+}  // namespace paceline::cuda

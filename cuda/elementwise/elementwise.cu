@@ -1,0 +1,170 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Ops in which every output element has inputs of its own: rows are invariant as no element knows
+// of another. A block takes a piece of one row, a thread eight elements.
+
+#include <cuda_bf16.h>
+
+#include "common/convert.cuh"
+#include "common/launch.cuh"
+#include "ops/ops.h"
+
+namespace paceline {
+namespace cuda {
+namespace {
+
+constexpr int32_t kThreads = 128;
+constexpr int32_t kPerThread = 8;
+constexpr int32_t kPerBlock = kThreads * kPerThread;
+
+// Grid that covers max_rows rows of n elements: (row, piece).
+dim3 grid_of(int32_t max_rows, int32_t n) {
+  return dim3(static_cast<unsigned>(max_rows),
+              static_cast<unsigned>((n + kPerBlock - 1) / kPerBlock));
+}
+
+// First element of the thread in its row.
+__device__ __forceinline__ int32_t first_element() {
+  return static_cast<int32_t>(blockIdx.y * kPerBlock + threadIdx.x * kPerThread);
+}
+
+template <class T, bool kIsVector>
+__global__ void __launch_bounds__(kThreads) embed_kernel(const __grid_constant__ EmbedParams p) {
+  let_successor_start();
+  wait_for_predecessor();
+  const int32_t row = static_cast<int32_t>(blockIdx.x);
+  const int32_t num_rows = *p.num_rows;
+  const int32_t token = p.token_ids[row];
+  const int32_t first = first_element();
+  const int32_t count = p.hidden - first;
+  if (row >= num_rows || count <= 0) return;
+  float values[kPerThread] = {};
+  if (token >= 0 && token < p.vocab_size) {
+    load_first<kIsVector>(static_cast<const T*>(p.table) + int64_t{token} * p.hidden + first, count,
+                          values);
+  }
+#pragma unroll
+  for (float& value : values) value *= p.scale;
+  store_first<kIsVector>(values, count, p.y + int64_t{row} * p.hidden + first);
+}
+
+// With an infinite exponential the quotient is a zero, as it should be.
+__device__ __forceinline__ float times_sigmoid(float x, float exponent) {
+  return __fdividef(x, 1.0f + expf(-exponent));
+}
+
+template <Activation kActivation>
+__device__ __forceinline__ float activate(float gate) {
+  if constexpr (kActivation == Activation::kSilu) {
+    return times_sigmoid(gate, gate);
+  } else {
+    // (1 + tanh(z)) / 2 = sigmoid(2 z), and nothing cancels for large negative z.
+    const float inner = 0.7978845608f * (gate + 0.044715f * gate * gate * gate);
+    return times_sigmoid(gate, 2.0f * inner);
+  }
+}
+
+template <class T, bool kIsVector, Activation kActivation>
+__global__ void __launch_bounds__(kThreads)
+    gated_activation_kernel(const __grid_constant__ GatedActivationParams p) {
+  let_successor_start();
+  wait_for_predecessor();
+  const int32_t row = static_cast<int32_t>(blockIdx.x);
+  const int32_t first = first_element();
+  const int32_t count = p.intermediate - first;
+  if (row >= *p.num_rows || count <= 0) return;
+  const T* const row_gate = static_cast<const T*>(p.x) + int64_t{row} * 2 * p.intermediate + first;
+  float gate[kPerThread];
+  float up[kPerThread];
+  load_first<kIsVector>(row_gate, count, gate);
+  load_first<kIsVector>(row_gate + p.intermediate, count, up);
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) gate[i] = activate<kActivation>(gate[i]) * up[i];
+  store_first<kIsVector>(gate, count, static_cast<T*>(p.y) + int64_t{row} * p.intermediate + first);
+}
+
+template <bool kIsVector>
+__global__ void __launch_bounds__(kThreads)
+    gather_rows_kernel(const __grid_constant__ GatherRowsParams p) {
+  let_successor_start();
+  wait_for_predecessor();
+  const int32_t row = static_cast<int32_t>(blockIdx.x);
+  const int32_t num_rows = *p.num_rows;
+  const int32_t from_row = p.row_index[row];
+  const int32_t first = first_element();
+  const int32_t count = p.hidden - first;
+  if (row >= num_rows || count <= 0) return;
+  float values[kPerThread];
+  load_first<kIsVector>(p.x + int64_t{from_row} * p.hidden + first, count, values);
+  store_first<kIsVector>(values, count, p.y + int64_t{row} * p.hidden + first);
+}
+
+template <bool kIsVector>
+__global__ void __launch_bounds__(kThreads)
+    soft_cap_kernel(const __grid_constant__ SoftCapParams p) {
+  let_successor_start();
+  wait_for_predecessor();
+  const int32_t row = static_cast<int32_t>(blockIdx.x);
+  const int32_t first = first_element();
+  const int32_t count = p.n - first;
+  if (row >= *p.num_rows || count <= 0) return;
+  float* const logits = p.logits + int64_t{row} * p.n + first;
+  float values[kPerThread];
+  load_first<kIsVector>(logits, count, values);
+#pragma unroll
+  for (float& value : values) value = p.cap * tanhf(value / p.cap);
+  store_first<kIsVector>(values, count, logits);
+}
+
+// Whether rows of n elements can be cut into aligned vectors of kPerThread.
+template <class... Pointers>
+bool takes_vectors(int32_t n, const Pointers*... pointers) {
+  return n % kPerThread == 0 && (is_vector_aligned(pointers) && ...);
+}
+
+template <class T, bool kIsVector>
+auto gated_activation_kernel_of(Activation activation) {
+  return activation == Activation::kSilu
+             ? gated_activation_kernel<T, kIsVector, Activation::kSilu>
+             : gated_activation_kernel<T, kIsVector, Activation::kGeluTanh>;
+}
+
+}  // namespace
+}  // namespace cuda
+
+void embed(CudaContext& ctx, const EmbedParams& p) {
+  using namespace cuda;
+  with_element_type(p.table_dtype, "embedding table", [&](auto element) {
+    using T = decltype(element);
+    const auto kernel =
+        takes_vectors(p.hidden, p.table, p.y) ? embed_kernel<T, true> : embed_kernel<T, false>;
+    launch(ctx, "embed", kernel, grid_of(p.max_rows, p.hidden), dim3(kThreads), 0, p);
+  });
+}
+
+void gated_activation(CudaContext& ctx, const GatedActivationParams& p) {
+  using namespace cuda;
+  with_element_type(p.dtype, "gated activation", [&](auto element) {
+    using T = decltype(element);
+    const auto kernel = takes_vectors(p.intermediate, p.x, p.y)
+                            ? gated_activation_kernel_of<T, true>(p.activation)
+                            : gated_activation_kernel_of<T, false>(p.activation);
+    launch(ctx, "gated_activation", kernel, grid_of(p.max_rows, p.intermediate), dim3(kThreads), 0,
+           p);
+  });
+}
+
+void gather_rows(CudaContext& ctx, const GatherRowsParams& p) {
+  using namespace cuda;
+  const auto kernel =
+      takes_vectors(p.hidden, p.x, p.y) ? gather_rows_kernel<true> : gather_rows_kernel<false>;
+  launch(ctx, "gather_rows", kernel, grid_of(p.max_rows, p.hidden), dim3(kThreads), 0, p);
+}
+
+void soft_cap(CudaContext& ctx, const SoftCapParams& p) {
+  using namespace cuda;
+  const auto kernel = takes_vectors(p.n, p.logits) ? soft_cap_kernel<true> : soft_cap_kernel<false>;
+  launch(ctx, "soft_cap", kernel, grid_of(p.max_rows, p.n), dim3(kThreads), 0, p);
+}
+
+}  // namespace paceline

@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Which kernel computes a product. All of them sum every output over K in ascending order with one
+// float32 accumulator, so the choice never shows in the bits: our own kernel by construction, a
+// library algorithm because it was compared with ours, bit for bit, on this machine before its
+// first use (`admit`).
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <tuple>
+
+#include "ops/ops.h"
+
+namespace paceline {
+
+class CublasLt;
+struct CudaContext;
+
+class GemmPlanner {
+ public:
+  // `uses_library`: false leaves everything to our own kernel. Throws DeviceError when the library
+  // is wanted and cannot be loaded (the message says where it was looked for).
+  explicit GemmPlanner(int32_t num_sms, bool uses_library = false);
+  ~GemmPlanner();
+  GemmPlanner(const GemmPlanner&) = delete;
+  GemmPlanner& operator=(const GemmPlanner&) = delete;
+
+  // Rows from which the library is asked.
+  static constexpr int32_t kLibraryRows = 129;
+  // Rows that the library computes for `rows`: one plan serves all row counts up to the next step.
+  // Buffers of x and y must reach that far.
+  [[nodiscard]] static int32_t padded_rows(int32_t rows);
+
+  // Tries the library's algorithms for a product of bfloat16 weights [n, k] and `rows` rows, and
+  // keeps the fastest that agrees with our kernel in every bit and is faster. Allocates, runs
+  // kernels and waits for them: only at start. Results are kept by shape.
+  void admit(CudaContext& ctx, int32_t rows, const void* weight, int32_t n, int32_t k,
+             DType y_dtype);
+
+  // Whether an admitted algorithm was enqueued.
+  [[nodiscard]] bool run_library(CudaContext& ctx, const GemmParams& p);
+
+  [[nodiscard]] int32_t num_sms() const { return num_sms_; }
+  // Of all shapes tried, how many the library won; for the start-up report.
+  [[nodiscard]] int32_t num_admitted() const;
+  [[nodiscard]] int32_t num_tried() const { return static_cast<int32_t>(plans_.size()); }
+
+ private:
+  struct Plan;
+  using Key = std::tuple<int32_t, int32_t, int32_t, DType>;  // padded rows, n, k, dtype of y
+
+  int32_t num_sms_;
+  std::unique_ptr<CublasLt> library_;
+  std::map<Key, std::unique_ptr<Plan>> plans_;  // null: our own kernel is the better
+};
+
+}  // namespace paceline

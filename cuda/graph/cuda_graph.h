@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Captured programs of the CUDA backend, the counterpart of graph/program.h. A graph is built once,
+// at start, and replayed; what changes between replays is memory behind fixed addresses.
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <functional>
+#include <utility>
+
+#include "device/cuda_context.h"
+
+namespace paceline {
+
+// An instantiated graph; move-only.
+class CudaGraph {
+ public:
+  CudaGraph() = default;
+  ~CudaGraph() { reset(); }
+  CudaGraph(CudaGraph&& other) noexcept
+      : executable_(std::exchange(other.executable_, nullptr)),
+        num_nodes_(std::exchange(other.num_nodes_, 0)) {}
+  CudaGraph& operator=(CudaGraph&& other) noexcept {
+    if (this != &other) {
+      reset();
+      executable_ = std::exchange(other.executable_, nullptr);
+      num_nodes_ = std::exchange(other.num_nodes_, 0);
+    }
+    return *this;
+  }
+
+  using Enqueue = std::function<void()>;
+
+  // Everything that `enqueue` puts on the context's stream.
+  [[nodiscard]] static CudaGraph capture(CudaContext& ctx, const Enqueue& enqueue);
+
+  // before, then body again and again while *keep_going (device, [1]) is not 0 (asked before every
+  // round), then after. A WHILE node lives at the top level of its graph and the graph is
+  // instantiated once; its body holds kernels only.
+  [[nodiscard]] static CudaGraph capture_while(CudaContext& ctx, const Enqueue& before,
+                                               const Enqueue& body, const Enqueue& after,
+                                               const int32_t* keep_going);
+
+  void launch(CudaContext& ctx) const;
+  [[nodiscard]] bool is_empty() const { return executable_ == nullptr; }
+  // Nodes at the top level.
+  [[nodiscard]] int64_t num_nodes() const { return num_nodes_; }
+
+ private:
+  void instantiate(CudaContext& ctx, cudaGraph_t graph);
+  void reset() noexcept;
+
+  cudaGraphExec_t executable_ = nullptr;
+  int64_t num_nodes_ = 0;
+};
+
+}  // namespace paceline

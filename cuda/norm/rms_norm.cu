@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// One block a row. The number of threads, and so the order of the sum of squares, follows from the
+// length of a row alone; that keeps rows invariant.
+
+#include <cuda_bf16.h>
+
+#include <algorithm>
+
+#include "common/convert.cuh"
+#include "common/launch.cuh"
+#include "common/reduce.cuh"
+#include "ops/ops.h"
+
+namespace paceline {
+namespace cuda {
+namespace {
+
+constexpr int32_t kPerVector = 8;
+constexpr int32_t kMaxRegisterThreads = 512;
+constexpr int32_t kMaxRegisterVectors = 2;  // of a thread
+constexpr int32_t kMaxRegisterHidden = kPerVector * kMaxRegisterVectors * kMaxRegisterThreads;
+constexpr int32_t kLoopThreads = 512;
+
+__device__ __forceinline__ float norm_factor(float sum_of_squares, float inverse_hidden,
+                                             float eps) {
+  return rsqrtf(sum_of_squares * inverse_hidden + eps);
+}
+
+// Rows of whole aligned vectors, kept in registers between the passes.
+template <class X, class Y, int kVectors>
+__global__ void __launch_bounds__(kMaxRegisterThreads)
+    rms_norm_in_registers(const __grid_constant__ RmsNormParams p) {
+  __shared__ __align__(16) float partials[2][kMaxRegisterThreads / 32];
+  let_successor_start();
+  // Constants come in while the kernel before still runs.
+  const int32_t thread = static_cast<int32_t>(threadIdx.x);
+  const int32_t num_vectors = p.hidden / kPerVector;
+  const float inverse_hidden = 1.0f / static_cast<float>(p.hidden);
+  int32_t at[kVectors];
+  bool is_inside[kVectors];
+  float scale[kVectors][kPerVector] = {};
+  float x_scale[kVectors][kPerVector] = {};
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const int32_t vector = thread + v * static_cast<int32_t>(blockDim.x);
+    is_inside[v] = vector < num_vectors;
+    at[v] = vector * kPerVector;
+    if (is_inside[v] && p.y != nullptr) load_vector(p.weight + at[v], scale[v]);
+    if (is_inside[v] && p.x_weight != nullptr) load_vector(p.x_weight + at[v], x_scale[v]);
+#pragma unroll
+    for (int i = 0; i < kPerVector; ++i) {
+      scale[v][i] += p.weight_offset;
+      x_scale[v][i] += p.weight_offset;
+    }
+  }
+  if (thread < kMaxRegisterThreads / 32) partials[0][thread] = partials[1][thread] = 0.0f;
+  __syncthreads();
+
+  wait_for_predecessor();
+  // The row is loaded before it is known whether it is wanted: one latency instead of two.
+  const int32_t row = static_cast<int32_t>(blockIdx.x);
+  const int32_t num_rows = *p.num_rows;
+  const X* const row_x = static_cast<const X*>(p.x) + row * p.x_stride;
+  float* const row_residual =
+      p.residual == nullptr ? nullptr : p.residual + int64_t{row} * p.hidden;
+  float x[kVectors][kPerVector] = {};
+  float residual[kVectors][kPerVector] = {};
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (!is_inside[v]) continue;
+    load_vector(row_x + at[v], x[v]);
+    if (row_residual != nullptr) load_vector(row_residual + at[v], residual[v]);
+  }
+  if (row >= num_rows) return;
+
+  if (p.x_weight != nullptr) {
+    float squares = 0.0f;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int i = 0; i < kPerVector; ++i) squares = fmaf(x[v][i], x[v][i], squares);
+    }
+    const float factor = norm_factor(block_sum(squares, partials[0]), inverse_hidden, p.eps);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int i = 0; i < kPerVector; ++i) x[v][i] *= factor * x_scale[v][i];
+    }
+  }
+  float squares = 0.0f;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+    for (int i = 0; i < kPerVector; ++i) {
+      x[v][i] += residual[v][i];
+      squares = fmaf(x[v][i], x[v][i], squares);
+    }
+    if (is_inside[v] && row_residual != nullptr) store_vector(x[v], row_residual + at[v]);
+  }
+  if (p.y == nullptr) return;
+  const float factor = norm_factor(block_sum(squares, partials[1]), inverse_hidden, p.eps);
+  Y* const row_y = static_cast<Y*>(p.y) + row * p.y_stride;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+    for (int i = 0; i < kPerVector; ++i) x[v][i] *= factor * scale[v][i];
+    if (is_inside[v]) store_vector(x[v], row_y + at[v]);
+  }
+}
+
+// Any other row. Every pass reads it again; a thread meets the same elements in each, so it needs
+// no barrier to see what it has written.
+template <class X, class Y>
+__global__ void __launch_bounds__(kLoopThreads)
+    rms_norm_in_loops(const __grid_constant__ RmsNormParams p) {
+  __shared__ __align__(16) float partials[2][kLoopThreads / 32];
+  let_successor_start();
+  wait_for_predecessor();
+  const int32_t row = static_cast<int32_t>(blockIdx.x);
+  if (row >= *p.num_rows) return;  // the same for all threads of the block
+  const int32_t thread = static_cast<int32_t>(threadIdx.x);
+  const float inverse_hidden = 1.0f / static_cast<float>(p.hidden);
+  const X* const x = static_cast<const X*>(p.x) + row * p.x_stride;
+  float* const residual = p.residual == nullptr ? nullptr : p.residual + int64_t{row} * p.hidden;
+
+  float x_factor = 1.0f;
+  if (p.x_weight != nullptr) {
+    float squares = 0.0f;
+    for (int32_t i = thread; i < p.hidden; i += kLoopThreads) {
+      const float value = widen(x[i]);
+      squares = fmaf(value, value, squares);
+    }
+    x_factor = norm_factor(block_sum(squares, partials[0]), inverse_hidden, p.eps);
+  }
+  float squares = 0.0f;
+  for (int32_t i = thread; i < p.hidden; i += kLoopThreads) {
+    float value = widen(x[i]);
+    if (p.x_weight != nullptr) value *= x_factor * (p.x_weight[i] + p.weight_offset);
+    if (residual != nullptr) {
+      value += residual[i];
+      residual[i] = value;
+    }
+    squares = fmaf(value, value, squares);
+  }
+  if (p.y == nullptr) return;
+  const float factor = norm_factor(block_sum(squares, partials[1]), inverse_hidden, p.eps);
+  Y* const y = static_cast<Y*>(p.y) + row * p.y_stride;
+  for (int32_t i = thread; i < p.hidden; i += kLoopThreads) {
+    const float value = residual != nullptr ? residual[i] : widen(x[i]);
+    narrow(value * (factor * (p.weight[i] + p.weight_offset)), y + i);
+  }
+}
+
+bool fits_registers(const RmsNormParams& p) {
+  return p.hidden <= kMaxRegisterHidden && p.hidden % kPerVector == 0 &&
+         p.x_stride % kPerVector == 0 && p.y_stride % kPerVector == 0 && is_vector_aligned(p.x) &&
+         is_vector_aligned(p.y) && is_vector_aligned(p.residual) && is_vector_aligned(p.weight) &&
+         is_vector_aligned(p.x_weight);
+}
+
+template <class X, class Y>
+void launch_rms_norm(CudaContext& ctx, const RmsNormParams& p) {
+  const dim3 grid(static_cast<unsigned>(p.max_rows));
+  if (!fits_registers(p)) {
+    launch(ctx, "rms_norm", rms_norm_in_loops<X, Y>, grid, dim3(kLoopThreads), 0, p);
+    return;
+  }
+  const int32_t num_vectors = p.hidden / kPerVector;
+  const int32_t per_thread = num_vectors <= kMaxRegisterThreads ? 1 : 2;
+  const int32_t num_warps = std::max((num_vectors + 32 * per_thread - 1) / (32 * per_thread), 1);
+  launch(ctx, "rms_norm",
+         per_thread == 1 ? rms_norm_in_registers<X, Y, 1> : rms_norm_in_registers<X, Y, 2>, grid,
+         dim3(static_cast<unsigned>(num_warps * 32)), 0, p);
+}
+
+}  // namespace
+}  // namespace cuda
+
+void rms_norm(CudaContext& ctx, const RmsNormParams& p) {
+  PACELINE_CHECK(p.residual != nullptr || (p.x_weight == nullptr && p.y != nullptr),
+                 "x_weight and a null y go with a residual");
+  cuda::with_element_type(p.x_dtype, "rms_norm x", [&](auto x) {
+    cuda::with_element_type(p.y_dtype, "rms_norm y", [&](auto y) {
+      cuda::launch_rms_norm<decltype(x), decltype(y)>(ctx, p);
+    });
+  });
+}
+
+}  // namespace paceline

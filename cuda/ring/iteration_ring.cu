@@ -1,0 +1,294 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ring/iteration_ring.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <numeric>
+#include <tuple>
+
+#include "common/launch.cuh"
+
+namespace paceline {
+namespace cuda {
+namespace {
+
+constexpr int32_t kMaxTables = kMaxKvGroups;
+
+__device__ __forceinline__ uint64_t global_ns() {
+  uint64_t ns;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns));
+  return ns;
+}
+
+struct BeginArgs {
+  std::byte* ring;
+  SlotOffsets offsets;
+  int32_t num_slots;
+  const int64_t* counter;  // [1]
+  StagedInputs staged;
+  SequenceState sequences;
+  BlockTable tables[kMaxTables];
+};
+
+// One block: a few kilobytes over the bus, all of it in flight at once. The header and the arrays
+// are fetched with loads that bypass the caches, since the host rewrites them.
+__global__ void __launch_bounds__(1024) begin_kernel(const __grid_constant__ BeginArgs args) {
+  let_successor_start();
+  wait_for_predecessor();
+  const uint64_t begin_ns = global_ns();
+  std::byte* const slot = args.ring + *args.counter % args.num_slots * args.offsets.bytes;
+  __shared__ SlotHeader header;
+  const auto thread = static_cast<int32_t>(threadIdx.x);
+  constexpr int32_t kWords = sizeof(SlotHeader) / 4;
+  if (thread < kWords) {
+    reinterpret_cast<int32_t*>(&header)[thread] =
+        __ldcv(reinterpret_cast<const int32_t*>(slot) + thread);
+  }
+  __syncthreads();
+  const StagedInputs& to = args.staged;
+  if (thread == 0) {
+    reinterpret_cast<SlotOutcomeHeader*>(slot + args.offsets.outcome)->begin_ns = begin_ns;
+    *to.num_seqs = header.num_seqs;
+    *to.num_drafting = header.num_drafting;
+    *to.num_verify_rows = header.num_verify_rows;
+    *to.num_first_rows = header.num_first_rows;
+    *to.num_logit_rows = header.num_logit_rows;
+  }
+  const auto fetch = [&](int64_t offset, int32_t count, int32_t* into) {
+    const auto* const from = reinterpret_cast<const int32_t*>(slot + offset);
+    for (int32_t i = thread; i < count; i += static_cast<int32_t>(blockDim.x)) {
+      into[i] = __ldcv(from + i);
+    }
+  };
+  const int32_t num_seqs = header.num_seqs;
+  fetch(args.offsets.seq_slot, num_seqs, to.seq_slot);
+  fetch(args.offsets.kind, num_seqs, to.kind);
+  fetch(args.offsets.prefill_start, num_seqs, to.prefill_start);
+  fetch(args.offsets.verify_indptr, num_seqs + 1, to.verify_indptr);
+  fetch(args.offsets.first_indptr, num_seqs + 1, to.first_indptr);
+  fetch(args.offsets.logit_indptr, num_seqs + 1, to.logit_indptr);
+  fetch(args.offsets.first_last_row, header.num_drafting, to.first_last_row);
+  fetch(args.offsets.logit_rows, header.num_logit_rows, to.logit_rows);
+  if (header.has_prefill != 0) {
+    fetch(args.offsets.prefill_tokens, header.num_verify_rows, to.prefill_tokens);
+  }
+  const SequenceState& s = args.sequences;
+  const auto* const resets =
+      reinterpret_cast<const volatile SlotReset*>(slot + args.offsets.resets);
+  for (int32_t i = thread; i < header.num_resets; i += static_cast<int32_t>(blockDim.x)) {
+    const volatile SlotReset& reset = resets[i];
+    const int32_t at = reset.slot;
+    s.known_len[at] = 0;
+    s.limit[at] = reset.limit;
+    s.is_active[at] = 1;
+    s.seed[at] = reset.seed;
+    s.temperature[at] = reset.temperature;
+    s.num_stop_ids[at] = reset.num_stop_ids;
+    for (int32_t j = 0; j < kMaxStopIds; ++j) {
+      s.stop_ids[int64_t{at} * kMaxStopIds + j] = reset.stop_ids[j];
+    }
+    s.draft_len[at] = 0;
+  }
+  const auto* const writes =
+      reinterpret_cast<const volatile TableWrite*>(slot + args.offsets.table_writes);
+  for (int32_t i = thread; i < header.num_table_writes; i += static_cast<int32_t>(blockDim.x)) {
+    const volatile TableWrite& write = writes[i];
+    const BlockTable& table = args.tables[write.group];
+    table.blocks[write.seq_slot * table.stride + write.index] = write.block;
+  }
+}
+
+struct EndArgs {
+  std::byte* ring;
+  SlotOffsets offsets;
+  int32_t num_slots;
+  int64_t* counter;               // [1], incremented
+  const int32_t* num_seqs;        // [1]
+  const SequenceResult* results;  // [max_seqs]
+};
+
+__global__ void __launch_bounds__(1024) end_kernel(const __grid_constant__ EndArgs args) {
+  let_successor_start();
+  wait_for_predecessor();
+  const int64_t iteration = *args.counter;
+  std::byte* const slot = args.ring + iteration % args.num_slots * args.offsets.bytes;
+  static_assert(sizeof(SequenceResult) % 4 == 0);
+  const auto* const from = reinterpret_cast<const int32_t*>(args.results);
+  auto* const to = reinterpret_cast<int32_t*>(slot + args.offsets.results);
+  const int32_t count = *args.num_seqs * static_cast<int32_t>(sizeof(SequenceResult) / 4);
+  for (int32_t i = static_cast<int32_t>(threadIdx.x); i < count;
+       i += static_cast<int32_t>(blockDim.x)) {
+    to[i] = from[i];
+  }
+  __threadfence_system();
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  *args.counter = iteration + 1;
+  auto* const outcome = reinterpret_cast<volatile SlotOutcomeHeader*>(slot + args.offsets.outcome);
+  outcome->end_ns = global_ns();
+  __threadfence_system();
+  outcome->iteration = iteration;
+}
+
+}  // namespace
+}  // namespace cuda
+
+namespace {
+
+// Table entries that one iteration may write: what its rows reach in new blocks, with room for the
+// reservations that run ahead (kv/sequence_blocks.h), in every group; where whole tables are small,
+// all of them.
+int32_t max_table_writes(const BatchShape& shape, const KvLayout& layout, int32_t max_model_len) {
+  constexpr int64_t kSmall = 1 << 16;
+  int64_t reached = 0;
+  int64_t all = 0;
+  for (const KvGroup& group : layout.groups) {
+    const int64_t ahead = 4 * (int64_t{shape.num_draft_tokens} + 2);
+    reached += (shape.max_verify_rows + shape.max_seqs * ahead) / group.block_size +
+               int64_t{4} * shape.max_seqs;
+    all += int64_t{shape.max_seqs} * (max_model_len / group.block_size + 1);
+  }
+  return static_cast<int32_t>(std::min(all, std::max(reached, kSmall)));
+}
+
+}  // namespace
+
+IterationRing::IterationRing(const BatchShape& shape, const KvLayout& layout, int32_t max_model_len,
+                             int32_t num_slots, DeviceArena& arena)
+    : num_slots_(num_slots) {
+  int64_t at = 0;
+  const auto place = [&](int64_t bytes) {
+    const int64_t offset = at;
+    at += (bytes + 63) / 64 * 64;
+    return offset;
+  };
+  const auto ints = [&](int64_t count) { return place(count * 4); };
+  place(sizeof(SlotHeader));
+  offsets_.seq_slot = ints(shape.max_seqs);
+  offsets_.kind = ints(shape.max_seqs);
+  offsets_.prefill_start = ints(shape.max_seqs);
+  offsets_.verify_indptr = ints(shape.max_seqs + 1);
+  offsets_.first_indptr = ints(shape.max_seqs + 1);
+  offsets_.logit_indptr = ints(shape.max_seqs + 1);
+  offsets_.first_last_row = ints(shape.max_seqs);
+  offsets_.logit_rows = ints(shape.max_logit_rows);
+  offsets_.prefill_tokens = ints(shape.max_verify_rows);
+  offsets_.resets = place(int64_t{shape.max_seqs} * static_cast<int64_t>(sizeof(SlotReset)));
+  offsets_.max_table_writes = max_table_writes(shape, layout, max_model_len);
+  offsets_.table_writes =
+      place(int64_t{offsets_.max_table_writes} * static_cast<int64_t>(sizeof(TableWrite)));
+  offsets_.outcome = place(sizeof(SlotOutcomeHeader));
+  offsets_.results = place(int64_t{shape.max_seqs} * static_cast<int64_t>(sizeof(SequenceResult)));
+  offsets_.bytes = (at + 4095) / 4096 * 4096;
+  order_.reserve(static_cast<size_t>(offsets_.max_table_writes));
+  table_writes_.reserve(static_cast<size_t>(offsets_.max_table_writes));
+  device_counter_ = arena.allocate<int64_t>(1, "iteration ring");
+  cuda::check(cudaHostAlloc(reinterpret_cast<void**>(&data_), static_cast<size_t>(bytes()),
+                            cudaHostAllocMapped | cudaHostAllocPortable),
+              "pinned memory of the iteration ring");
+  std::memset(data_, 0, static_cast<size_t>(bytes()));
+  for (int32_t i = 0; i < num_slots; ++i) {
+    reinterpret_cast<SlotOutcomeHeader*>(slot(i) + offsets_.outcome)->iteration = -1;
+  }
+}
+
+IterationRing::~IterationRing() { cudaFreeHost(data_); }
+
+// The device applies writes side by side, so of several to one entry (a slot that changed hands
+// within one plan) only the last may reach it.
+void IterationRing::keep_last_writes(const std::vector<TableWrite>& writes) {
+  const auto key = [&](int32_t i) {
+    const TableWrite& write = writes[static_cast<size_t>(i)];
+    return std::tuple(write.group, write.seq_slot, write.index, i);
+  };
+  order_.resize(writes.size());
+  std::iota(order_.begin(), order_.end(), 0);
+  std::sort(order_.begin(), order_.end(), [&](int32_t a, int32_t b) { return key(a) < key(b); });
+  table_writes_.clear();
+  for (size_t i = 0; i < order_.size(); ++i) {
+    const TableWrite& write = writes[static_cast<size_t>(order_[i])];
+    const bool is_last = i + 1 == order_.size() || [&] {
+      const TableWrite& next = writes[static_cast<size_t>(order_[i + 1])];
+      return next.group != write.group || next.seq_slot != write.seq_slot ||
+             next.index != write.index;
+    }();
+    if (is_last) table_writes_.push_back(write);
+  }
+}
+
+void IterationRing::write(const IterationInputs& in) {
+  std::byte* const to = slot(in.iteration);
+  const auto put = [&](int64_t offset, const auto& from, int64_t count) {
+    std::memcpy(to + offset, from.data(), static_cast<size_t>(count) * sizeof(from[0]));
+  };
+  const auto num_resets = static_cast<int32_t>(in.resets.size());
+  keep_last_writes(in.table_writes);
+  const auto num_writes = static_cast<int32_t>(table_writes_.size());
+  PACELINE_CHECK(num_writes <= offsets_.max_table_writes, num_writes, " table writes of ",
+                 offsets_.max_table_writes);
+  const SlotHeader header = {.iteration = in.iteration,
+                             .num_seqs = in.num_seqs,
+                             .num_drafting = in.num_drafting,
+                             .num_verify_rows = in.num_verify_rows,
+                             .num_first_rows = in.num_first_rows,
+                             .num_logit_rows = in.num_logit_rows,
+                             .num_resets = num_resets,
+                             .num_table_writes = num_writes,
+                             .has_prefill = in.has_prefill ? 1 : 0};
+  std::memcpy(to, &header, sizeof(header));
+  put(offsets_.seq_slot, in.seq_slot, in.num_seqs);
+  put(offsets_.kind, in.kind, in.num_seqs);
+  put(offsets_.prefill_start, in.prefill_start, in.num_seqs);
+  put(offsets_.verify_indptr, in.verify_indptr, in.num_seqs + 1);
+  put(offsets_.first_indptr, in.first_indptr, in.num_seqs + 1);
+  put(offsets_.logit_indptr, in.logit_indptr, in.num_seqs + 1);
+  put(offsets_.first_last_row, in.first_last_row, in.num_drafting);
+  put(offsets_.logit_rows, in.logit_rows, in.num_logit_rows);
+  if (in.has_prefill) put(offsets_.prefill_tokens, in.prefill_tokens, in.num_verify_rows);
+  if (num_resets > 0) put(offsets_.resets, in.resets, num_resets);
+  std::memcpy(to + offsets_.table_writes, table_writes_.data(),
+              table_writes_.size() * sizeof(TableWrite));
+  std::atomic_thread_fence(std::memory_order_release);
+}
+
+void IterationRing::enqueue_begin(CudaContext& ctx, const StagedInputs& staged,
+                                  const SequenceState& sequences, const BlockTable* tables,
+                                  int32_t num_tables) const {
+  cuda::BeginArgs args = {.ring = data_,
+                          .offsets = offsets_,
+                          .num_slots = num_slots_,
+                          .counter = device_counter_,
+                          .staged = staged,
+                          .sequences = sequences,
+                          .tables = {}};
+  std::copy_n(tables, num_tables, args.tables);
+  cuda::launch(ctx, "begin iteration", &cuda::begin_kernel, dim3(1), dim3(1024), 0, args);
+}
+
+void IterationRing::enqueue_end(CudaContext& ctx, const int32_t* num_seqs,
+                                const SequenceResult* results) const {
+  const cuda::EndArgs args = {.ring = data_,
+                              .offsets = offsets_,
+                              .num_slots = num_slots_,
+                              .counter = device_counter_,
+                              .num_seqs = num_seqs,
+                              .results = results};
+  cuda::launch(ctx, "end iteration", &cuda::end_kernel, dim3(1), dim3(1024), 0, args);
+}
+
+bool IterationRing::is_complete(int64_t iteration) const {
+  const std::atomic_ref<int64_t> seen(
+      reinterpret_cast<SlotOutcomeHeader*>(slot(iteration) + offsets_.outcome)->iteration);
+  return seen.load(std::memory_order_acquire) == iteration;
+}
+
+const SequenceResult* IterationRing::results(int64_t iteration) const {
+  return reinterpret_cast<const SequenceResult*>(slot(iteration) + offsets_.results);
+}
+
+const SlotOutcomeHeader& IterationRing::outcome(int64_t iteration) const {
+  return *reinterpret_cast<const SlotOutcomeHeader*>(slot(iteration) + offsets_.outcome);
+}
+
+}  // namespace paceline

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// What host and GPU tell each other about an iteration, in pinned host memory that both see: the
+// host fills a slot before it launches, the iteration's first kernel fetches it; the iteration's
+// last kernel writes results and the time back and then, as the sign that they are there, its
+// number. Nobody copies, nobody synchronises. Which slot an iteration uses the device counts
+// itself, so that a captured graph serves all of them.
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "batch/batch_builder.h"
+#include "batch/iteration_inputs.h"
+#include "batch/iteration_results.h"
+#include "device/cuda_context.h"
+#include "device/device_arena.h"
+#include "metadata/group_metadata.h"
+#include "metadata/pass_rows.h"
+
+namespace paceline {
+
+// The fixed part of a slot. Offsets of the arrays behind it are the same in all slots.
+struct SlotHeader {
+  int64_t iteration;
+  int32_t num_seqs;
+  int32_t num_drafting;
+  int32_t num_verify_rows;
+  int32_t num_first_rows;
+  int32_t num_logit_rows;
+  int32_t num_resets;
+  int32_t num_table_writes;
+  int32_t has_prefill;
+};
+
+// Written by the device.
+struct SlotOutcomeHeader {
+  uint64_t begin_ns;  // of the GPU's global timer, first and last kernel
+  uint64_t end_ns;
+  int64_t iteration;  // written last; -1 before the first use
+};
+
+struct SlotOffsets {
+  int64_t seq_slot, kind, prefill_start, verify_indptr, first_indptr, logit_indptr, first_last_row,
+      logit_rows, prefill_tokens, resets, table_writes, outcome, results, bytes;
+  int32_t max_table_writes;
+};
+
+class IterationRing {
+ public:
+  IterationRing(const BatchShape& shape, const KvLayout& layout, int32_t max_model_len,
+                int32_t num_slots, DeviceArena& arena);
+  ~IterationRing();
+  IterationRing(const IterationRing&) = delete;
+  IterationRing& operator=(const IterationRing&) = delete;
+
+  // Host: fills the iteration's slot.
+  void write(const IterationInputs& inputs);
+
+  // Enqueue (or capture) the first and the last kernel of an iteration.
+  void enqueue_begin(CudaContext& ctx, const StagedInputs& staged, const SequenceState& sequences,
+                     const BlockTable* tables, int32_t num_tables) const;
+  void enqueue_end(CudaContext& ctx, const int32_t* num_seqs, const SequenceResult* results) const;
+
+  // Host: what the device has written.
+  [[nodiscard]] bool is_complete(int64_t iteration) const;
+  [[nodiscard]] const SequenceResult* results(int64_t iteration) const;
+  [[nodiscard]] const SlotOutcomeHeader& outcome(int64_t iteration) const;
+
+  [[nodiscard]] int64_t bytes() const { return offsets_.bytes * num_slots_; }
+
+ private:
+  [[nodiscard]] std::byte* slot(int64_t iteration) const {
+    return data_ + iteration % num_slots_ * offsets_.bytes;
+  }
+
+  void keep_last_writes(const std::vector<TableWrite>& writes);
+
+  SlotOffsets offsets_{};
+  int32_t num_slots_;
+  std::vector<int32_t> order_;            // scratch of keep_last_writes
+  std::vector<TableWrite> table_writes_;  // what it leaves
+  std::byte* data_ = nullptr;             // pinned, mapped: the GPU uses the same address
+  int64_t* device_counter_ = nullptr;     // [1] number of the running iteration; device memory
+};
+
+}  // namespace paceline

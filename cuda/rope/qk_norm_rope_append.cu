@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// One warp a head: of q, k and v alike, so that one launch does them all. A warp reduces its head
+// in one fixed order and knows of no other, hence rows are invariant.
+
+#include <cuda_bf16.h>
+
+#include "common/convert.cuh"
+#include "common/launch.cuh"
+#include "common/reduce.cuh"
+#include "ops/ops.h"
+
+namespace paceline {
+namespace cuda {
+namespace {
+
+constexpr int32_t kWarps = 4;  // of a block: heads that it takes
+constexpr int32_t kMaxHeadDim = 1024;
+
+// Which elements of one half of a head a lane has: kPairs side by side when the half is 32 * kPairs
+// long (kIsExact), else every 32nd. Element d of the lower half rotates with d of the upper.
+template <int kPairs, bool kIsExact>
+struct HalfHead {
+  int32_t half;
+  int32_t lane;
+
+  template <class T>
+  __device__ __forceinline__ void load(const T* from, float (&to)[kPairs]) const {
+    if constexpr (kIsExact) {
+      load_vector(from + lane * kPairs, to);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        const int32_t d = lane + 32 * i;
+        to[i] = d < half ? widen(from[d]) : 0.0f;
+      }
+    }
+  }
+
+  template <class T>
+  __device__ __forceinline__ void store(const float (&from)[kPairs], T* to) const {
+    if constexpr (kIsExact) {
+      store_vector(from, to + lane * kPairs);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        const int32_t d = lane + 32 * i;
+        if (d < half) narrow(from[i], to + d);
+      }
+    }
+  }
+};
+
+template <class T, class Kv, int kPairs, bool kIsExact>
+__global__ void __launch_bounds__(kWarps * 32)
+    qk_norm_rope_append_kernel(const __grid_constant__ QkNormRopeAppendParams p) {
+  let_successor_start();
+  const int32_t row = static_cast<int32_t>(blockIdx.x);
+  const int32_t head = static_cast<int32_t>(blockIdx.y * kWarps + threadIdx.x / 32);
+  const int32_t num_heads = p.num_qo_heads + 2 * p.num_kv_heads;
+  const int32_t half = kIsExact ? 32 * kPairs : p.head_dim / 2;
+  const HalfHead<kPairs, kIsExact> lanes = {half, static_cast<int32_t>(threadIdx.x % 32)};
+  const bool is_q = head < p.num_qo_heads;
+  const bool is_v = head >= p.num_qo_heads + p.num_kv_heads;
+  const float* const weight = is_v || head >= num_heads ? nullptr : is_q ? p.q_norm : p.k_norm;
+  // The weights are constants: they come in while the kernel before still runs.
+  float low_weight[kPairs] = {};
+  float high_weight[kPairs] = {};
+  if (weight != nullptr) {
+    lanes.load(weight, low_weight);
+    lanes.load(weight + half, high_weight);
+  }
+  wait_for_predecessor();
+  if (head >= num_heads) return;
+
+  // Everything that needs no other load first, whether the row is wanted or not.
+  T* const qkv = static_cast<T*>(p.qkv) + (int64_t{row} * num_heads + head) * (2 * half);
+  const int32_t num_rows = *p.num_rows;
+  const int32_t position = p.positions[row];
+  const int64_t slot = p.slot_mapping[row];
+  float low[kPairs];
+  float high[kPairs];
+  lanes.load(qkv, low);
+  lanes.load(qkv + half, high);
+  if (row >= num_rows) return;
+  // The null block: nobody reads it, and rows would race on it.
+  if (!is_q && slot < p.kv.block_size) return;
+
+  if (!is_v) {
+    float cos[kPairs];
+    float sin[kPairs];
+    lanes.load(p.rope_cos + int64_t{position} * half, cos);
+    lanes.load(p.rope_sin + int64_t{position} * half, sin);
+    if (weight != nullptr) {
+      float squares = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        squares = fmaf(low[i], low[i], squares);
+        squares = fmaf(high[i], high[i], squares);
+      }
+      const float factor = rsqrtf(warp_sum(squares) / static_cast<float>(2 * half) + p.norm_eps);
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        low[i] *= factor * (low_weight[i] + p.norm_weight_offset);
+        high[i] *= factor * (high_weight[i] + p.norm_weight_offset);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const float a = low[i];
+      const float b = high[i];
+      low[i] = a * cos[i] - b * sin[i];
+      high[i] = b * cos[i] + a * sin[i];
+    }
+  }
+  if (is_q) {
+    lanes.store(low, qkv);
+    lanes.store(high, qkv + half);
+    return;
+  }
+  const int32_t kv_head = head - p.num_qo_heads - (is_v ? p.num_kv_heads : 0);
+  const int64_t block = slot / p.kv.block_size;
+  const int64_t offset = slot - block * p.kv.block_size;
+  std::byte* const base =
+      p.kv.base + block * p.kv.block_bytes + (is_v ? p.kv.v_offset : p.kv.k_offset);
+  Kv* const to = reinterpret_cast<Kv*>(base) + (offset * p.num_kv_heads + kv_head) * (2 * half);
+  lanes.store(low, to);
+  lanes.store(high, to + half);
+}
+
+// Whether every half of a head, in whatever it is read or written, starts at an aligned address.
+// True for halves of 32 elements or more in buffers and blocks that are aligned themselves.
+bool is_aligned(const QkNormRopeAppendParams& p) {
+  return is_vector_aligned(p.qkv) && is_vector_aligned(p.q_norm) && is_vector_aligned(p.k_norm) &&
+         is_vector_aligned(p.rope_cos) && is_vector_aligned(p.rope_sin) &&
+         is_vector_aligned(p.kv.base) && p.kv.block_bytes % kVectorBytes == 0 &&
+         p.kv.k_offset % kVectorBytes == 0 && p.kv.v_offset % kVectorBytes == 0;
+}
+
+template <class T, class Kv>
+auto kernel_of(const QkNormRopeAppendParams& p) {
+  if (is_aligned(p)) {
+    switch (p.head_dim) {
+      case 64:
+        return qk_norm_rope_append_kernel<T, Kv, 1, true>;
+      case 128:
+        return qk_norm_rope_append_kernel<T, Kv, 2, true>;
+      case 256:
+        return qk_norm_rope_append_kernel<T, Kv, 4, true>;
+      case 512:
+        return qk_norm_rope_append_kernel<T, Kv, 8, true>;
+      default:
+        break;
+    }
+  }
+  return p.head_dim <= 256 ? qk_norm_rope_append_kernel<T, Kv, 4, false>
+                           : qk_norm_rope_append_kernel<T, Kv, kMaxHeadDim / 64, false>;
+}
+
+}  // namespace
+}  // namespace cuda
+
+void qk_norm_rope_append(CudaContext& ctx, const QkNormRopeAppendParams& p) {
+  PACELINE_CHECK(p.head_dim > 0 && p.head_dim % 2 == 0 && p.head_dim <= cuda::kMaxHeadDim,
+                 "head_dim ", p.head_dim, " is odd or above ", cuda::kMaxHeadDim);
+  const int32_t num_heads = p.num_qo_heads + 2 * p.num_kv_heads;
+  const dim3 grid(static_cast<unsigned>(p.max_rows),
+                  static_cast<unsigned>((num_heads + cuda::kWarps - 1) / cuda::kWarps));
+  cuda::with_element_type(p.qkv_dtype, "qkv", [&](auto element) {
+    cuda::with_element_type(p.kv.dtype, "KV cache", [&](auto kv_element) {
+      cuda::launch(ctx, "qk_norm_rope_append",
+                   cuda::kernel_of<decltype(element), decltype(kv_element)>(p), grid,
+                   dim3(cuda::kWarps * 32), 0, p);
+    });
+  });
+}
+
+}  // namespace paceline

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// What happens to a sequence is in speculate/sequence_rows.h, shared with the CPU; here is who does
+// it. Sequences know nothing of each other, so their rows are invariant.
+
+#include <algorithm>
+
+#include "common/launch.cuh"
+#include "speculate/row_ops.h"
+#include "speculate/sequence_rows.h"
+
+namespace paceline {
+namespace cuda {
+namespace {
+
+constexpr int32_t kMaxSequenceThreads = 512;  // of the block that assembles a sequence
+constexpr int32_t kStoreThreads = 128;
+constexpr int32_t kMaxStepThreads = 1024;
+
+int32_t whole_warps(int32_t count, int32_t most) {
+  return std::clamp((count + 31) / 32 * 32, 32, most);
+}
+
+__global__ void __launch_bounds__(kMaxSequenceThreads)
+    assemble_verify_rows_kernel(const __grid_constant__ AssembleVerifyRowsParams p) {
+  let_successor_start();
+  wait_for_predecessor();
+  const int32_t i = static_cast<int32_t>(blockIdx.x);
+  if (i == 0 && threadIdx.x == 0) *p.rows.num_rows = *p.inputs.num_verify_rows;
+  if (i >= *p.inputs.num_seqs) return;
+  assemble_verify_sequence(p, i, static_cast<int32_t>(threadIdx.x),
+                           static_cast<int32_t>(blockDim.x));
+}
+
+__global__ void __launch_bounds__(kMaxSequenceThreads)
+    assemble_first_rows_kernel(const __grid_constant__ AssembleFirstRowsParams p) {
+  let_successor_start();
+  wait_for_predecessor();
+  const int32_t i = static_cast<int32_t>(blockIdx.x);
+  if (i == 0 && threadIdx.x == 0) *p.rows.num_rows = *p.inputs.num_first_rows;
+  if (i >= *p.inputs.num_seqs) return;
+  assemble_first_sequence(p, i, static_cast<int32_t>(threadIdx.x),
+                          static_cast<int32_t>(blockDim.x));
+}
+
+// One block, for the question whether any sequence goes on.
+__global__ void __launch_bounds__(kMaxStepThreads)
+    begin_draft_steps_kernel(const __grid_constant__ BeginDraftStepsParams p) {
+  let_successor_start();
+  wait_for_predecessor();
+  const int32_t num_drafting = *p.inputs.num_drafting;
+  bool is_live = false;
+  for (int32_t i = static_cast<int32_t>(threadIdx.x); i < num_drafting;
+       i += static_cast<int32_t>(blockDim.x)) {
+    is_live |= begin_draft_sequence(p, i);
+  }
+  const bool is_any_live = __syncthreads_or(is_live) != 0;
+  if (threadIdx.x != 0) return;
+  *p.rows.num_rows = num_drafting;
+  *p.current_draft_step = 1;
+  set_keep_drafting(p.stop, is_any_live && p.sequences.num_draft_tokens > 1);
+}
+
+__global__ void __launch_bounds__(kStoreThreads)
+    store_draft_kernel(const __grid_constant__ StoreDraftParams p) {
+  let_successor_start();
+  wait_for_predecessor();
+  const int32_t i = static_cast<int32_t>(blockIdx.x * kStoreThreads + threadIdx.x);
+  const int32_t column = *p.current_draft_step;
+  if (i < min(*p.rows.num_rows, p.rows.capacity)) store_draft_sequence(p, i, column);
+}
+
+// One block a sequence; one even for none, since the number of rows is written.
+template <class Params>
+void launch_assemble(CudaContext& ctx, const char* name, void (*kernel)(Params), const Params& p) {
+  const int32_t num_threads = whole_warps(p.rows.max_rows_per_seq, kMaxSequenceThreads);
+  launch(ctx, name, kernel, dim3(static_cast<unsigned>(std::max(p.rows.max_seqs, 1))),
+         dim3(static_cast<unsigned>(num_threads)), 0, p);
+}
+
+}  // namespace
+}  // namespace cuda
+
+void assemble_verify_rows(CudaContext& ctx, const AssembleVerifyRowsParams& p) {
+  cuda::launch_assemble(ctx, "assemble_verify_rows", cuda::assemble_verify_rows_kernel, p);
+}
+
+void assemble_first_rows(CudaContext& ctx, const AssembleFirstRowsParams& p) {
+  cuda::launch_assemble(ctx, "assemble_first_rows", cuda::assemble_first_rows_kernel, p);
+}
+
+void begin_draft_steps(CudaContext& ctx, const BeginDraftStepsParams& p) {
+  const int32_t num_threads = cuda::whole_warps(p.rows.capacity, cuda::kMaxStepThreads);
+  cuda::launch(ctx, "begin_draft_steps", cuda::begin_draft_steps_kernel, dim3(1),
+               dim3(static_cast<unsigned>(num_threads)), 0, p);
+}
+
+void store_draft(CudaContext& ctx, const StoreDraftParams& p) {
+  const int32_t num_blocks = (p.rows.capacity + cuda::kStoreThreads - 1) / cuda::kStoreThreads;
+  cuda::launch(ctx, "store_draft", cuda::store_draft_kernel,
+               dim3(static_cast<unsigned>(num_blocks)), dim3(cuda::kStoreThreads), 0, p);
+}
+
+}  // namespace paceline

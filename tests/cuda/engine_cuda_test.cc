@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: Apache-2.0
+// The whole engine on a GPU in bfloat16: speculative output equals plain output whatever else
+// happens. Skipped without a GPU, unless PACELINE_REQUIRE_GPU=1.
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <string>
+
+#include <paceline/error.h>
+#include <paceline/executor.h>
+
+#include "support/gpu.h"
+#include "support/jobs.h"
+#include "support/tiny_models.h"
+
+namespace paceline {
+namespace {
+
+using testing::Job;
+using testing::Outcome;
+using testing::random_jobs;
+using testing::run;
+using testing::seed_from_env;
+using testing::tiny_model;
+using testing::TinyModel;
+
+class CudaEngine : public testing::GpuTest {};
+
+TinyModel shape_of(std::vector<int32_t> windows) {
+  return {.hidden = 64,
+          .head_dim = 64,
+          .intermediate = 96,
+          .max_position = 2048,
+          .windows = std::move(windows)};
+}
+
+std::shared_ptr<const Model> model_of(const TinyModel& shape, uint64_t seed, float noise = 0,
+                                      uint64_t noise_seed = 0) {
+  return tiny_model(shape, seed, noise, noise_seed, DType::kBFloat16, Device::kCuda);
+}
+
+ExecutorOptions options_of(int32_t k) {
+  ExecutorOptions options;
+  options.max_model_len = 700;
+  options.max_num_seqs = 64;
+  options.max_num_batched_tokens = 64 * 17;
+  options.kv_cache_bytes = 256 << 20;
+  options.speculative.num_speculative_tokens = k;
+  return options;
+}
+
+TEST_F(CudaEngine, SelfDraftAcceptsEverything) {
+  for (const std::vector<int32_t>& windows : {std::vector<int32_t>{0, 0}, {8, 200}, {8, 0, 130}}) {
+    const auto model = model_of(shape_of(windows), 7);
+    for (const double temperature : {0.0, 1.0}) {
+      for (const int32_t k : {1, 3, 8, 16}) {
+        std::mt19937_64 random(11);
+        Executor executor(model, model, options_of(k));
+        int64_t num_drafts = 0;
+        for (const Outcome& outcome :
+             run(executor, random_jobs(random, 20, 64, temperature, 300, 300))) {
+          EXPECT_EQ(outcome.counters.num_accepted_tokens, outcome.counters.num_draft_tokens);
+          num_drafts += outcome.counters.num_draft_tokens;
+        }
+        EXPECT_GT(num_drafts, 500);
+        EXPECT_EQ(executor.check_integrity(), "");
+      }
+    }
+  }
+}
+
+// One cell of the matrix: everything that must not show in the output is drawn at random.
+TEST_F(CudaEngine, SpeculativeEqualsPlain) {
+  const uint64_t first_seed = seed_from_env(1);
+  const char* const level = std::getenv("PACELINE_TEST_LEVEL");
+  const uint64_t num_cells = level != nullptr && std::atoi(level) >= 3 ? 400 : 60;
+  int64_t accepted = 0;
+  int64_t drafted = 0;
+  int64_t preemptions = 0;
+  for (uint64_t seed = first_seed; seed < first_seed + num_cells; ++seed) {
+    SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    const auto pick = [&](auto... values) {
+      const std::array all = {values...};
+      return all[random() % all.size()];
+    };
+    TinyModel shape = shape_of(pick(0, 1, 2) == 0  ? std::vector<int32_t>{0, 0}
+                               : random() % 2 == 0 ? std::vector<int32_t>{8, 0, 140}
+                                                   : std::vector<int32_t>{20, 200});
+    shape.is_gemma = random() % 2 == 0;
+    shape.num_kv_heads = pick(1, 2, 4);
+    TinyModel draft_shape = shape;
+    const bool is_other = random() % 3 == 0;
+    if (is_other) {
+      draft_shape = TinyModel{.hidden = 32,
+                              .num_qo_heads = 2,
+                              .num_kv_heads = 1,
+                              .head_dim = 128,
+                              .max_position = 2048,
+                              .windows = {5, 0, 130},
+                              .is_gemma = random() % 2 == 0};
+    }
+    const auto target = model_of(shape, seed);
+    const auto draft =
+        is_other ? model_of(draft_shape, seed + 1) : model_of(draft_shape, seed, 0.03f, seed + 2);
+    const double temperature = pick(0.0, 0.7, 1.0);
+    const auto num_jobs = pick(1, 7, 64);
+    const int32_t longest = num_jobs == 64 ? 100 : 500;
+    const std::vector<Job> jobs = random_jobs(random, num_jobs, 64, temperature, longest, 150);
+
+    const bool use_window_lists = random() % 6 == 0;
+    ExecutorOptions options = options_of(0);
+    options.use_window_lists = use_window_lists;
+    Executor plain(target, nullptr, options);
+    const std::vector<Outcome> expected = run(plain, jobs);
+    EXPECT_EQ(plain.check_integrity(), "");
+
+    const auto k = static_cast<int32_t>(1 + random() % 16);
+    options = options_of(k);
+    options.block_size = pick(8, 16, 32);
+    options.prefill_chunk_size = pick(0, 16, 512);
+    options.draft_driver = pick(DraftDriver::kUnrolled, DraftDriver::kReplay, DraftDriver::kEager,
+                                DraftDriver::kWhile);
+    if (options.draft_driver == DraftDriver::kWhile && random() % 2 == 0) {
+      options.speculative.draft_stop_threshold = pick(0.2, 0.6);
+    }
+    options.use_window_lists = use_window_lists;
+    options.poison_freed_blocks = true;
+    if (random() % 2 == 0) options.max_num_seqs = pick(3, 17);
+    if (random() % 4 == 0) options.host_delay_max_us = 2000;
+    // Forces preemption: two or three sequences in full.
+    if (random() % 2 == 0) options.kv_cache_bytes = pick(4, 6) << 20;
+    Executor speculative(target, draft, options);
+    const std::vector<Job> neighbours =
+        random() % 2 == 0 ? random_jobs(random, 6, 64, temperature) : std::vector<Job>{};
+    const std::vector<Outcome> actual = run(speculative, jobs, neighbours, seed);
+    for (size_t i = 0; i < jobs.size(); ++i) {
+      ASSERT_EQ(actual[i].tokens, expected[i].tokens)
+          << "job " << i << " k " << k << " driver " << static_cast<int>(options.draft_driver);
+      EXPECT_EQ(actual[i].reason, expected[i].reason);
+      accepted += actual[i].counters.num_accepted_tokens;
+      drafted += actual[i].counters.num_draft_tokens;
+    }
+    EXPECT_EQ(speculative.check_integrity(), "");
+    preemptions += speculative.stats().num_preemptions;
+  }
+  // The cells must exercise both verdicts, and preemption.
+  EXPECT_GT(preemptions, 20);
+  EXPECT_GT(accepted, drafted / 20);
+  EXPECT_LT(accepted, drafted * 19 / 20);
+  std::printf("%lld of %lld drafts accepted, %lld preemptions\n", static_cast<long long>(accepted),
+              static_cast<long long>(drafted), static_cast<long long>(preemptions));
+}
+
+TEST_F(CudaEngine, ScoresEqualWhateverTheChunks) {
+  const auto model = model_of(shape_of({8, 0, 140}), 3);
+  std::mt19937_64 random(3);
+  std::vector<int32_t> prompt(333);
+  for (int32_t& token : prompt) token = static_cast<int32_t>(random() % 64);
+  std::vector<std::vector<float>> scores;
+  for (const int32_t chunk : {0, 16, 100}) {
+    ExecutorOptions options = options_of(0);
+    options.prefill_chunk_size = chunk;
+    Executor executor(model, nullptr, options);
+    (void)executor.add_request({.prompt = prompt, .score_prompt = true}).value();
+    for (bool is_done = false; !is_done;) {
+      for (const RequestEvent& event : executor.poll(100)) {
+        if (event.finish_reason == FinishReason::kNone) continue;
+        scores.push_back(*event.logits);
+        is_done = true;
+      }
+    }
+  }
+  EXPECT_EQ(scores[0], scores[1]);
+  EXPECT_EQ(scores[0], scores[2]);
+}
+
+TEST_F(CudaEngine, RefusesAModelOnTheHost) {
+  const auto target = model_of(shape_of({0}), 3);
+  const auto draft = tiny_model(shape_of({0}), 3, 0, 0, DType::kBFloat16);
+  EXPECT_THROW(Executor(target, draft, options_of(2)), InvalidArgument);
+  const auto float_draft = tiny_model(shape_of({0}), 3, 0, 0, DType::kFloat32, Device::kCuda);
+  EXPECT_THROW(Executor(target, float_draft, options_of(2)), Unsupported);
+  ExecutorOptions late = options_of(2);
+  late.device_lateness = 1;
+  EXPECT_THROW(Executor(target, target, late), InvalidArgument);
+}
+
+TEST_F(CudaEngine, SaysHowMuchMemoryIsMissing) {
+  const auto model = model_of(shape_of({0}), 3);
+  ExecutorOptions options = options_of(0);
+  options.kv_cache_bytes = int64_t{1} << 42;
+  try {
+    Executor executor(model, nullptr, options);
+    FAIL() << "a pool of 4 TiB was had";
+  } catch (const OutOfMemory& error) {
+    EXPECT_NE(std::string(error.what()).find("MiB are missing"), std::string::npos);
+    EXPECT_NE(std::string(error.what()).find("the KV pool"), std::string::npos);
+  }
+}
+
+}  // namespace
+}  // namespace paceline

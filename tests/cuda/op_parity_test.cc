@@ -1,0 +1,454 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The CUDA ops against the CPU ops, which are the specification, on the whole op table; and the
+// property that the runtime rests on, bit for bit on the GPU: a row's bits depend on that row's
+// inputs alone. PACELINE_SEED overrides the seed; failures print it.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "support/cuda_fixture.h"
+#include "support/op_cases.h"
+
+namespace paceline::testing {
+namespace {
+
+#define TRACE_SEED() SCOPED_TRACE(::testing::Message() << "PACELINE_SEED=" << base_seed())
+
+CpuContext cpu_context() {
+  static const auto num_threads =
+      static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1u, 16u));
+  static ThreadPool threads(num_threads);
+  return {.num_threads = num_threads, .threads = &threads};
+}
+
+struct BeforeAndAfter {
+  ArrayBytes before;
+  ArrayBytes after;
+};
+
+BeforeAndAfter run_on_cpu(const OpInstance& op) {
+  BeforeAndAfter run;
+  for (const OpArray& array : op.arrays) run.before.push_back(initial_bytes(array, false));
+  run.after = run.before;
+  std::vector<std::byte*> at;
+  for (std::vector<std::byte>& bytes : run.after) at.push_back(bytes.data());
+  CpuContext ctx = cpu_context();
+  op.run_cpu(ctx, Addresses(std::move(at)));
+  return run;
+}
+
+bool same_element(int64_t element_size, const std::vector<std::byte>& a,
+                  const std::vector<std::byte>& b, int64_t index) {
+  const auto at = static_cast<size_t>(index * element_size);
+  return std::memcmp(a.data() + at, b.data() + at, static_cast<size_t>(element_size)) == 0;
+}
+
+::testing::AssertionResult differs(const OpArray& array, int64_t index) {
+  auto result = ::testing::AssertionFailure() << array.name << "[" << index << "]";
+  if (array.row_length > 0) {
+    result << " (row " << index / array.row_length << ", " << index % array.row_length << ")";
+  }
+  return result << ": ";
+}
+
+// Errors of a part of an array, against what the part is made of.
+struct Sums {
+  double error = 0;
+  double reference = 0;
+  int64_t count = 0;
+  [[nodiscard]] double relative() const { return std::sqrt(error / reference); }
+  [[nodiscard]] double rms() const {
+    return count == 0 ? 0 : std::sqrt(reference / static_cast<double>(count));
+  }
+};
+
+// What the CPU has left alone must be as it was; the rest is compared, each row by itself where
+// rows are long enough for their error to be a statistic. NaN never passes.
+::testing::AssertionResult floats_agree(const OpArray& array, const BeforeAndAfter& cpu,
+                                        const BeforeAndAfter& cuda, size_t which) {
+  constexpr int64_t kMinRowElements = 64;
+  const int64_t cpu_size = element_bytes(array.cpu);
+  const int64_t cuda_size = element_bytes(array.cuda);
+  const bool has_rows = array.row_length >= kMinRowElements;
+  std::vector<Sums> rows(has_rows ? static_cast<size_t>(array.count / array.row_length) : 1);
+  const auto row_of = [&](int64_t i) -> Sums& {
+    return rows[has_rows ? static_cast<size_t>(i / array.row_length) : 0];
+  };
+  Sums all;
+  std::vector<bool> is_written(static_cast<size_t>(array.count), false);
+  for (int64_t i = array.num_ignored; i < array.count; ++i) {
+    if (same_element(cpu_size, cpu.before[which], cpu.after[which], i)) {
+      if (!same_element(cuda_size, cuda.before[which], cuda.after[which], i)) {
+        return differs(array, i) << "written, with "
+                                 << float_at(array.cuda, cuda.after[which].data(), i)
+                                 << ", though not an output";
+      }
+      continue;
+    }
+    const double want = float_at(array.cpu, cpu.after[which].data(), i);
+    const double got = float_at(array.cuda, cuda.after[which].data(), i);
+    if (std::isnan(got) || !std::isfinite(want) ||
+        (array.compare == Compare::kExact && got != want)) {
+      return differs(array, i) << got << ", the CPU has " << want;
+    }
+    is_written[static_cast<size_t>(i)] = true;
+    for (Sums* const sums : {&row_of(i), &all}) {
+      sums->error += (got - want) * (got - want);
+      sums->reference += want * want;
+      ++sums->count;
+    }
+  }
+  if (array.compare == Compare::kExact) return ::testing::AssertionSuccess();
+  for (int64_t i = array.num_ignored; i < array.count; ++i) {
+    if (!is_written[static_cast<size_t>(i)]) continue;
+    const double want = float_at(array.cpu, cpu.after[which].data(), i);
+    const double got = float_at(array.cuda, cuda.after[which].data(), i);
+    // An outlier that the mean does not show: beyond ten times the error that the mean may have.
+    const double bound = 10 * array.rms_bound * (std::fabs(want) + row_of(i).rms());
+    if (!(std::fabs(got - want) <= bound)) {
+      return differs(array, i) << got << ", the CPU has " << want << ", bound " << bound;
+    }
+  }
+  for (size_t row = 0; row < rows.size(); ++row) {
+    if (rows[row].count > 0 && rows[row].error > 0 && !(rows[row].relative() <= array.rms_bound)) {
+      return ::testing::AssertionFailure()
+             << array.name << (has_rows ? " row " + std::to_string(row) : std::string())
+             << ": relative RMS error " << rows[row].relative() << ", bound " << array.rms_bound;
+    }
+  }
+  return ::testing::AssertionSuccess();
+}
+
+::testing::AssertionResult arrays_agree(const OpArray& array, const BeforeAndAfter& cpu,
+                                        const BeforeAndAfter& cuda, size_t which) {
+  if (array.role == Role::kInput) {
+    if (cuda.before[which] == cuda.after[which]) return ::testing::AssertionSuccess();
+    return ::testing::AssertionFailure() << "the input " << array.name << " was written";
+  }
+  if (array.compare == Compare::kByCase) return ::testing::AssertionSuccess();
+  if (is_float(array.cpu)) return floats_agree(array, cpu, cuda, which);
+  const int64_t size = element_bytes(array.cpu);
+  for (int64_t i = 0; i < array.count; ++i) {
+    if (same_element(size, cpu.after[which], cuda.after[which], i)) continue;
+    int64_t want = 0;
+    int64_t got = 0;
+    std::memcpy(&want, cpu.after[which].data() + i * size, static_cast<size_t>(size));
+    std::memcpy(&got, cuda.after[which].data() + i * size, static_cast<size_t>(size));
+    const bool was_left = same_element(size, cuda.before[which], cuda.after[which], i);
+    return differs(array, i) << got << (was_left ? " (left alone)" : "") << ", the CPU has "
+                             << want;
+  }
+  return ::testing::AssertionSuccess();
+}
+
+// With other bits in its scratch than the last op left there.
+CudaTestContext& fresh_context() {
+  CudaTestContext& ctx = cuda_test_context();
+  ctx.poison_workspace();
+  return ctx;
+}
+
+void expect_clean(CudaTestContext& ctx, const DeviceInstance& device) {
+  EXPECT_EQ(device.broken_guard(), "") << "written beyond its ends";
+  EXPECT_TRUE(ctx.are_guards_intact()) << "written beyond the workspace or the counters";
+  if (!ctx.are_counters_zero()) {
+    ADD_FAILURE() << "counters are not back at zero";
+    ctx.reset_counters();
+  }
+}
+
+// --- CPU and GPU ---------------------------------------------------------------------------------
+
+class OpParity : public CudaTest, public ::testing::WithParamInterface<OpCase> {};
+
+TEST_P(OpParity, MatchesTheCpu) {
+  TRACE_SEED();
+  const OpInstance op = GetParam().make(base_seed());
+  const BeforeAndAfter cpu = run_on_cpu(op);
+  CudaTestContext& ctx = fresh_context();
+  DeviceInstance device(op);
+  BeforeAndAfter cuda;
+  for (const OpArray& array : op.arrays) cuda.before.push_back(initial_bytes(array, true));
+  device.run(ctx);
+  cuda.after = device.download_all();
+  for (size_t i = 0; i < op.arrays.size(); ++i) {
+    EXPECT_TRUE(arrays_agree(op.arrays[i], cpu, cuda, i));
+  }
+  if (op.check) {
+    int64_t num_different = 0;
+    EXPECT_EQ(op.check(cpu.after, cuda.after, &num_different), "");
+    EXPECT_LE(num_different, std::max(1, op.num_compared / 1000));
+  }
+  expect_clean(ctx, device);
+  // Recorded, and on other scratch, it does the same.
+  device.reset();
+  ctx.poison_workspace();
+  const CapturedGraph graph(ctx, [&] { device.enqueue(ctx); });
+  graph.launch();
+  ctx.synchronize();
+  for (size_t i = 0; i < op.arrays.size(); ++i) {
+    EXPECT_TRUE(device.download(i) == cuda.after[i])
+        << op.arrays[i].name << " of a graph differs from that of a plain call";
+  }
+  expect_clean(ctx, device);
+}
+
+INSTANTIATE_TEST_SUITE_P(Table, OpParity, ::testing::ValuesIn(op_cases()),
+                         [](const auto& info) { return info.param.name; });
+
+class DrawRate : public CudaTest {};
+
+// Keys of two ids that lie closer than float32 tells apart are rare.
+TEST_F(DrawRate, AtATemperatureNearlyAllDrawsAreEqual) {
+  TRACE_SEED();
+  int64_t num_compared = 0;
+  int64_t num_different = 0;
+  const auto compare = [&](const DrawSpec& spec, int32_t num_rows, uint64_t seed) {
+    const OpInstance op = make_draw(spec, first_rows(num_rows, num_rows), seed);
+    const BeforeAndAfter cpu = run_on_cpu(op);
+    CudaTestContext& ctx = fresh_context();
+    DeviceInstance device(op);
+    device.run(ctx);
+    EXPECT_EQ(op.check(cpu.after, device.download_all(), &num_different), "");
+    num_compared += op.num_compared;
+  };
+  for (uint64_t i = 0; i < 6; ++i) {
+    const float temperature = i % 3 == 0 ? 0.3f : i % 3 == 1 ? 1.0f : 1.5f;
+    compare({.vocab_limit = 5003, .temperature = temperature}, 1000, base_seed() + i);
+  }
+  compare({.vocab_limit = 151936, .padding = 64, .temperature = 1.0f}, 64, base_seed());
+  std::printf("%lld of %lld draws differ\n", static_cast<long long>(num_different),
+              static_cast<long long>(num_compared));
+  EXPECT_GT(num_compared, 5000);
+  EXPECT_LE(num_different * 1000, num_compared);
+}
+
+// --- a row in any company ------------------------------------------------------------------------
+
+using RowBytes = std::vector<std::vector<std::byte>>;  // of every array that the op writes
+
+RowBytes row_bytes(const OpInstance& op, const ArrayBytes& arrays, size_t row) {
+  RowBytes bytes;
+  for (size_t i = 0; i < op.arrays.size(); ++i) {
+    const OpArray& array = op.arrays[i];
+    if (array.role == Role::kInput || array.row_length == 0) continue;
+    const int64_t at = array.row_at.empty() ? static_cast<int64_t>(row) : array.row_at[row];
+    const int64_t length = array.row_length * element_bytes(array.cuda);
+    bytes.emplace_back(arrays[i].begin() + at * length, arrays[i].begin() + (at + 1) * length);
+  }
+  return bytes;
+}
+
+// Of the arrays that a row needs: download just what the op writes.
+ArrayBytes download_written(const OpInstance& op, const DeviceInstance& device) {
+  ArrayBytes bytes(op.arrays.size());
+  for (size_t i = 0; i < op.arrays.size(); ++i) {
+    if (op.arrays[i].role != Role::kInput) bytes[i] = device.download(i);
+  }
+  return bytes;
+}
+
+std::vector<RowWiseCase> invariance_cases() {
+  std::vector<RowWiseCase> cases;
+  std::copy_if(row_wise_cases().begin(), row_wise_cases().end(), std::back_inserter(cases),
+               [](const RowWiseCase& c) { return c.is_invariance_case; });
+  return cases;
+}
+
+class RowInvariance : public CudaTest, public ::testing::WithParamInterface<RowWiseCase> {};
+
+TEST_P(RowInvariance, RowBitsDependOnTheRowAlone) {
+  TRACE_SEED();
+  const RowWiseCase& c = GetParam();
+  Stream stream(base_seed(), 1000);
+  ConstantCache constants;
+  CudaTestContext& ctx = fresh_context();
+  // Some are tiny, some large, some at the edges of what the case has.
+  const std::vector<int64_t> probes = {0, 1, 3, 5, 7, 20, 333};
+  std::map<int64_t, RowBytes> alone;
+  for (const int64_t id : probes) {
+    const OpInstance op = c.make({.ids = {id}, .claimed = 1, .max_rows = 1}, base_seed());
+    const DeviceInstance device(op, &constants);
+    device.run(ctx);
+    alone[id] = row_bytes(op, download_written(op, device), 0);
+    ASSERT_FALSE(alone[id].empty());
+  }
+  for (const int32_t num_rows : {1, 2, 8, 9, 16, 17, 63, 64, 65, 128, 256, 512}) {
+    for (const int32_t max_rows : {num_rows, num_rows + 1 + stream.below(500)}) {
+      // Other rows in any order, then as many of the probes as there is room for.
+      std::vector<int64_t> ids;
+      for (int64_t id = 0; id < kMaxRowId; ++id) {
+        if (std::find(probes.begin(), probes.end(), id) == probes.end()) ids.push_back(id);
+      }
+      const auto shuffle_ids = [&] {
+        for (size_t i = ids.size(); i > 1; --i) {
+          std::swap(ids[i - 1], ids[static_cast<size_t>(stream.below(static_cast<int32_t>(i)))]);
+        }
+      };
+      shuffle_ids();
+      ids.resize(static_cast<size_t>(num_rows));
+      const size_t first_probe = static_cast<size_t>(stream.below(7));
+      for (size_t i = 0; i < std::min(ids.size(), probes.size()); ++i) {
+        ids[i] = probes[(first_probe + i) % probes.size()];
+      }
+      shuffle_ids();
+      const OpInstance op =
+          c.make({.ids = ids, .claimed = num_rows, .max_rows = max_rows}, base_seed());
+      const DeviceInstance device(op, &constants);
+      device.run(ctx);
+      const ArrayBytes written = download_written(op, device);
+      for (size_t row = 0; row < ids.size(); ++row) {
+        const auto expected = alone.find(ids[row]);
+        if (expected == alone.end()) continue;
+        ASSERT_TRUE(row_bytes(op, written, row) == expected->second)
+            << "row " << row << " of " << num_rows << ", max_rows " << max_rows << ", identity "
+            << ids[row] << " differs from itself alone";
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Table, RowInvariance, ::testing::ValuesIn(invariance_cases()),
+                         [](const auto& info) { return info.param.name; });
+
+// A row of attention decoded alone, in a verify window, in a chunk of a prompt.
+class AttentionInvariance : public CudaTest, public ::testing::WithParamInterface<AttentionSpec> {
+ protected:
+  using RowName = std::pair<int64_t, int32_t>;  // sequence, position
+
+  // Runs the batch and compares, or where `is_reference` keeps, the rows that `alone` knows.
+  void run(const AttentionBatch& batch, bool is_reference, const std::string& what) {
+    const OpInstance op = make_attention(GetParam(), batch, base_seed());
+    const DeviceInstance device(op);
+    CudaTestContext& ctx = cuda_test_context();
+    device.run(ctx);
+    const ArrayBytes written = download_written(op, device);
+    size_t row = 0;
+    for (const AttentionSequence& sequence : batch.sequences) {
+      for (int32_t r = 0; r < sequence.num_rows + sequence.num_inert; ++r, ++row) {
+        if (r >= sequence.num_rows) continue;
+        const RowName name = {sequence.id, sequence.length - sequence.num_rows + r};
+        if (is_reference) alone_[name] = row_bytes(op, written, row);
+        const auto expected = alone_.find(name);
+        if (expected == alone_.end()) continue;
+        ++num_compared_;
+        ASSERT_TRUE(row_bytes(op, written, row) == expected->second)
+            << what << ": sequence " << name.first << " position " << name.second << " as row "
+            << row << " of " << op.num_rows << " (" << batch.sequences.size()
+            << " sequences) differs from itself alone; max_model_len " << op.max_model_len
+            << ", extra rows, sequences and rows a sequence " << batch.extra_rows << ", "
+            << batch.extra_seqs << ", " << batch.extra_rows_per_seq;
+      }
+    }
+  }
+
+  std::map<RowName, RowBytes> alone_;
+  int64_t num_compared_ = 0;
+};
+
+TEST_P(AttentionInvariance, RowBitsDependOnTheRowAlone) {
+  TRACE_SEED();
+  fresh_context();
+  Stream stream(base_seed(), 1001);
+  constexpr int32_t kLengths[] = {1100, 300, 129, 18, 640};
+  constexpr int32_t kNumSequences = 5;
+  for (int32_t id = 0; id < kNumSequences; ++id) {
+    const int32_t length = kLengths[id];
+    std::vector<int32_t> positions = {0, 1, 15, 16, 31, 63, 64, 127, 128, 129, 255, 256, 500};
+    for (int32_t j = 1; j <= 17; ++j) positions.push_back(length - j);
+    for (const int32_t position : positions) {
+      if (position >= length) continue;
+      run({.sequences = {{id, position + 1, 1, 0}}}, /*is_reference=*/true, "alone");
+      if (HasFatalFailure()) return;
+    }
+  }
+  // Every batch with other bounds: they choose the tile and into how many parts the keys are cut.
+  const auto vary = [&](AttentionBatch batch) {
+    const int32_t lens[] = {0, 2048, 8192, 40000};
+    const int32_t seqs[] = {0, 1, 15, 63, 255};
+    const int32_t rows[] = {0, 1, 3, 15, 100, 500};
+    batch.max_model_len = lens[stream.below(4)];
+    batch.extra_seqs = seqs[stream.below(5)];
+    batch.extra_rows_per_seq = rows[stream.below(6)];
+    batch.extra_rows = rows[stream.below(6)];
+    return batch;
+  };
+  for (const int32_t rows : {1, 2, 3, 4, 5, 8, 9, 16, 17}) {
+    AttentionBatch together;
+    for (int32_t id = 0; id < kNumSequences; ++id) {
+      const AttentionSequence window = {id, kLengths[id], rows, 0};
+      together.sequences.push_back(window);
+      run(vary({.sequences = {window}}), false, "verify window");
+      // Inert rows behind: drafts that there were not.
+      run(vary({.sequences = {{id, kLengths[id], rows, 17 - rows}}}), false,
+          "window with inert rows");
+      if (HasFatalFailure()) return;
+    }
+    run(vary(together), false, "verify windows");
+    // In a crowd: ended sequences, decodes and prompts before and behind.
+    for (const int32_t crowd : {3, 40, 120}) {
+      AttentionBatch mixed;
+      for (int32_t i = 0; i < crowd; ++i) {
+        const int32_t length = 1 + stream.below(200);
+        const int32_t most = std::min(length, crowd > 100 ? 2 : 30);
+        const bool is_ended = stream.one_in(5);
+        mixed.sequences.push_back({100 + i, length, is_ended ? 0 : 1 + stream.below(most),
+                                   is_ended ? 1 + stream.below(3) : 0});
+        if (i < kNumSequences && i < crowd - 1) {
+          mixed.sequences.push_back({i, kLengths[i], rows, stream.below(2)});
+        }
+      }
+      run(vary(mixed), false, "in a crowd");
+      if (HasFatalFailure()) return;
+    }
+  }
+  for (int trial = 0; trial < 8; ++trial) {
+    for (int32_t id = 0; id < kNumSequences; ++id) {
+      // A prompt in chunks, each a batch of its own with something else beside it.
+      for (int32_t at = 0; at < kLengths[id];) {
+        const int32_t wanted =
+            trial == 0 ? kLengths[id] : 1 + stream.below(1 << (3 + stream.below(8)));
+        const int32_t rows = std::min(kLengths[id] - at, wanted);
+        AttentionBatch batch = {.sequences = {{id, at + rows, rows, 0}}};
+        if (stream.one_in(2)) batch.sequences.push_back({77, 50, 1 + stream.below(20), 0});
+        if (stream.one_in(2)) batch.sequences.insert(batch.sequences.begin(), {78, 200, 5, 1});
+        run(vary(batch), false, "chunk");
+        if (HasFatalFailure()) return;
+        at += rows;
+      }
+    }
+  }
+  EXPECT_GT(num_compared_, 1000);
+}
+
+std::string attention_name(const AttentionSpec& s) {
+  return std::to_string(s.num_qo_heads) + "x" + std::to_string(s.num_kv_heads) + "_d" +
+         std::to_string(s.head_dim) + "_b" + std::to_string(s.block_size) + "_w" +
+         std::to_string(s.window) + (s.soft_cap > 0 ? "_cap" : "") + (s.has_sinks ? "_sinks" : "") +
+         (s.dtype == DType::kFloat32 ? "_f32" : "_bf16");
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Shapes, AttentionInvariance,
+    ::testing::Values(AttentionSpec{4, 4, 64, 16}, AttentionSpec{8, 2, 128, 16},
+                      AttentionSpec{8, 1, 128, 256}, AttentionSpec{2, 1, 128, 16, 1024},
+                      AttentionSpec{4, 1, 256, 16, 512}, AttentionSpec{4, 1, 512, 16},
+                      AttentionSpec{4, 2, 128, 24, 100, 5.0f, true},
+                      AttentionSpec{4, 2, 64, 1, 0, 0.0f, true},
+                      AttentionSpec{8, 2, 128, 16, 0, 0.0f, false, DType::kFloat32},
+                      AttentionSpec{4, 2, 64, 24, 100, 5.0f, true, DType::kFloat32}),
+    [](const auto& info) { return attention_name(info.param); });
+
+}  // namespace
+}  // namespace paceline::testing

@@ -1,0 +1,324 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/op_cases.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/float_types.h"
+
+namespace paceline::testing {
+namespace {
+
+// Half an ulp of bfloat16 is 2^-9 of the value at most, 0.17 % of it RMS. Twice that and some for
+// an intermediate that is rounded, too (the weights of attention's softmax, a normalised head).
+constexpr double kBf16Bound = 6e-3;
+constexpr double kF32Bound = 1e-5;
+
+std::string dtype_suffix(DType dtype) { return dtype == DType::kFloat32 ? "_f32" : "_bf16"; }
+
+}  // namespace
+
+int64_t element_bytes(Element element) {
+  switch (element) {
+    case Element::kBf16:
+      return 2;
+    case Element::kF32:
+    case Element::kI32:
+      return 4;
+    case Element::kI64:
+    case Element::kU64:
+      return 8;
+  }
+  return 0;
+}
+
+double float_at(Element element, const std::byte* bytes, int64_t index) {
+  if (element == Element::kF32) {
+    float value;
+    std::memcpy(&value, bytes + 4 * index, 4);
+    return value;
+  }
+  uint16_t bits;
+  std::memcpy(&bits, bytes + 2 * index, 2);
+  return bf16_to_float(bits);
+}
+
+std::vector<std::byte> initial_bytes(const OpArray& array, bool is_cuda) {
+  const Element element = is_cuda ? array.cuda : array.cpu;
+  const auto size = static_cast<size_t>(array.count * element_bytes(element));
+  if (array.role == Role::kOutput) {
+    // All ones is a NaN, but as an integer it is -1, which ops do write.
+    return std::vector<std::byte>(size, is_float(element) ? std::byte{0xff} : std::byte{0xa5});
+  }
+  if (!is_float(element)) return array.bits;
+  std::vector<float> values(static_cast<size_t>(array.count));
+  array.values(values.data());
+  const bool is_rounded = array.cpu == Element::kBf16 || array.cuda == Element::kBf16;
+  std::vector<std::byte> bytes(size);
+  for (size_t i = 0; i < values.size(); ++i) {
+    const uint16_t bits = float_to_bf16(values[i]);
+    if (element == Element::kBf16) {
+      std::memcpy(bytes.data() + 2 * i, &bits, 2);
+    } else {
+      const float value = is_rounded ? bf16_to_float(bits) : values[i];
+      std::memcpy(bytes.data() + 4 * i, &value, 4);
+    }
+  }
+  return bytes;
+}
+
+Handle OpInstance::find(std::string_view name) const {
+  for (size_t i = 0; i < arrays.size(); ++i) {
+    if (arrays[i].name == name) return static_cast<Handle>(i);
+  }
+  return kNoArray;
+}
+
+Rows first_rows(int32_t num_rows, int32_t max_rows) {
+  Rows rows{.ids = std::vector<int64_t>(static_cast<size_t>(std::min(num_rows, max_rows))),
+            .claimed = num_rows,
+            .max_rows = max_rows};
+  for (size_t i = 0; i < rows.ids.size(); ++i) rows.ids[i] = static_cast<int64_t>(i) % kMaxRowId;
+  return rows;
+}
+
+OpArray float_array(std::string name, Element cpu, Element cuda, int64_t count,
+                    std::function<void(float*)> values) {
+  return {.name = std::move(name),
+          .role = Role::kInput,
+          .cpu = cpu,
+          .cuda = cuda,
+          .count = count,
+          .rms_bound = cuda == Element::kBf16 ? kBf16Bound : kF32Bound,
+          .values = std::move(values)};
+}
+
+OpArray output_array(std::string name, Element cpu, Element cuda, int64_t count,
+                     int64_t row_length) {
+  OpArray array = float_array(std::move(name), cpu, cuda, count, {});
+  array.role = Role::kOutput;
+  array.row_length = row_length;
+  if (!is_float(cpu)) array.compare = Compare::kExact;
+  return array;
+}
+
+// --- the table -----------------------------------------------------------------------------------
+
+namespace {
+
+class TableBuilder {
+ public:
+  template <class Spec>
+  void add(std::string name, OpInstance (*make)(const Spec&, const Rows&, uint64_t),
+           const Spec& spec, bool is_invariance_case = false) {
+    cases.push_back(
+        {.name = std::move(name),
+         .make = [make, spec](const Rows& rows, uint64_t seed) { return make(spec, rows, seed); },
+         .is_invariance_case = is_invariance_case});
+  }
+  std::vector<RowWiseCase> cases;
+};
+
+void add_gemms(TableBuilder& table) {
+  const auto add = [&](const GemmSpec& s, bool is_invariance_case) {
+    table.add("gemm_n" + std::to_string(s.n) + "_k" + std::to_string(s.k) + dtype_suffix(s.dtype) +
+                  "_to" + dtype_suffix(s.y_dtype) + (s.has_bias ? "_bias" : "") +
+                  (s.x_padding + s.y_padding > 0 ? "_strided" : ""),
+              make_gemm, s, is_invariance_case);
+  };
+  constexpr DType kB = DType::kBFloat16;
+  constexpr DType kF = DType::kFloat32;
+  add({1, 8, kB, kB}, false);
+  add({1, 4096, kB, kF}, false);
+  add({7, 64, kB, kB, true, 8, 3}, false);
+  add({33, 72, kB, kF, true, 0, 1}, false);
+  add({97, 72, kB, kB}, true);
+  add({100, 40, kB, kB, false, 4096, 5000}, false);
+  add({130, 136, kB, kB, true}, false);
+  add({256, 256, kB, kF}, false);
+  add({1000, 640, kB, kB, true}, false);
+  add({1536, 640, kB, kB}, true);
+  add({2048, 2048, kB, kB}, false);
+  add({512, 4096, kB, kB}, true);
+  add({512, 4096, kB, kF, true}, true);
+  add({4096, 512, kB, kB, true}, true);
+  add({4096, 512, kB, kF}, true);
+  add({4096, 2568, kB, kB}, true);
+  add({4096, 2568, kB, kF}, true);
+  add({1, 1, kF, kF, false, 3}, false);
+  add({37, 33, kF, kF, true, 3, 5}, true);
+  add({64, 64, kF, kF}, false);
+  add({300, 100, kF, kF}, true);
+  add({130, 1000, kF, kF, true, 4096, 7}, false);
+  add({512, 2048, kF, kF}, true);
+}
+
+void add_element_ops(TableBuilder& table) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    const std::string suffix = dtype_suffix(dtype);
+    for (const int32_t hidden : {1, 33, 640, 5376}) {
+      table.add("embed_h" + std::to_string(hidden) + suffix, make_embed,
+                EmbedSpec{hidden, 211, dtype}, hidden == 640);
+    }
+    for (const int32_t intermediate : {1, 33, 250, 2048, 21504}) {
+      for (const Activation activation : {Activation::kSilu, Activation::kGeluTanh}) {
+        const bool is_silu = activation == Activation::kSilu;
+        table.add("gated_" + std::string(is_silu ? "silu_" : "gelu_") +
+                      std::to_string(intermediate) + suffix,
+                  make_gated, GatedSpec{intermediate, activation, dtype}, intermediate == 2048);
+      }
+    }
+  }
+  for (const int32_t hidden : {1, 37, 640, 4096, 5376}) {
+    table.add("gather_h" + std::to_string(hidden), make_gather, GatherSpec{hidden}, hidden == 640);
+  }
+  for (const int32_t n : {1, 1003, 32000}) {
+    table.add("soft_cap_n" + std::to_string(n), make_soft_cap, SoftCapSpec{n, 30.0f}, n == 1003);
+  }
+}
+
+void add_norms(TableBuilder& table) {
+  const struct {
+    NormKind kind;
+    const char* name;
+  } kinds[] = {{NormKind::kPlain, "plain"},
+               {NormKind::kInPlace, "in_place"},
+               {NormKind::kResidual, "residual"},
+               {NormKind::kResidualXWeight, "x_weight"},
+               {NormKind::kResidualOnly, "residual_only"},
+               {NormKind::kResidualXWeightOnly, "x_weight_only"}};
+  for (const auto& [kind, name] : kinds) {
+    for (const int32_t hidden : {1, 33, 100, 640, 4096, 5376}) {
+      for (const auto& [x, y] : {std::pair{DType::kFloat32, DType::kFloat32},
+                                 {DType::kBFloat16, DType::kBFloat16},
+                                 {DType::kFloat32, DType::kBFloat16}}) {
+        // Where two dtypes meet it is a norm of the residual stream itself.
+        if (x != y && kind != NormKind::kPlain) continue;
+        const bool is_padded = hidden == 100;
+        table.add("rms_norm_" + std::string(name) + "_h" + std::to_string(hidden) +
+                      dtype_suffix(x) + "_to" + dtype_suffix(y),
+                  make_rms_norm,
+                  RmsNormSpec{hidden, kind, x, y, is_padded ? 3 : 0, is_padded ? 1 : 0},
+                  hidden == 640 || hidden == 4096);
+      }
+    }
+  }
+}
+
+void add_ropes(TableBuilder& table) {
+  const auto add = [&](const RopeSpec& s, bool is_invariance_case = false) {
+    table.add("rope_" + std::to_string(s.num_qo_heads) + "x" + std::to_string(s.num_kv_heads) +
+                  "_d" + std::to_string(s.head_dim) + "_b" + std::to_string(s.block_size) +
+                  (s.has_norms ? "_norm" : "") + dtype_suffix(s.dtype),
+              make_rope, s, is_invariance_case);
+  };
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    for (const bool has_norms : {false, true}) {
+      add({4, 2, 64, 16, dtype, has_norms});
+      add({32, 8, 128, 16, dtype, has_norms});
+      add({4, 1, 256, 24, dtype, has_norms});
+      add({4, 2, 128, 1, dtype, has_norms}, true);
+    }
+    add({8, 1, 512, 256, dtype, true});
+    add({3, 3, 16, 5, dtype, true});
+  }
+}
+
+void add_lists(TableBuilder& table) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    table.add("list_attention_4x2_d64_w200" + dtype_suffix(dtype), make_list_attention,
+              ListSpec{4, 2, 64, 16, 200, dtype}, true);
+    table.add("list_attention_8x1_d128_w512" + dtype_suffix(dtype), make_list_attention,
+              ListSpec{8, 1, 128, 24, 512, dtype});
+    table.add("list_attention_4x1_d256_w8" + dtype_suffix(dtype), make_list_attention,
+              ListSpec{4, 1, 256, 16, 8, dtype});
+  }
+}
+
+void add_draws(TableBuilder& table) {
+  const auto add = [&](const std::string& name, const DrawSpec& s,
+                       bool is_invariance_case = false) {
+    table.add("draw_" + name + "_v" + std::to_string(s.vocab_limit), make_draw, s,
+              is_invariance_case);
+  };
+  for (const int32_t vocab : {1, 3, 257, 5003, 32000}) {
+    add("greedy", {.vocab_limit = vocab, .padding = 5});
+    add("t1", {.vocab_limit = vocab, .padding = 5, .temperature = 1.0f}, vocab == 5003);
+    add("mixed", {.vocab_limit = vocab, .temperature = -1.0f, .has_probabilities = true},
+        vocab == 5003);
+  }
+  add("t1", {.vocab_limit = 151936, .temperature = 1.0f, .has_probabilities = true});
+  for (const int32_t vocab : {64, 5003}) {
+    for (const float temperature : {0.0f, 0.7f}) {
+      const std::string suffix = temperature > 0.0f ? "_t07" : "_greedy";
+      add("ties" + suffix,
+          {.vocab_limit = vocab,
+           .padding = 3,
+           .temperature = temperature,
+           .logits = LogitKind::kTies,
+           .has_probabilities = true},
+          true);
+      add("holes" + suffix,
+          {.vocab_limit = vocab,
+           .padding = 61,
+           .temperature = temperature,
+           .logits = LogitKind::kHoles,
+           .has_probabilities = true},
+          true);
+      add("peaked" + suffix,
+          {.vocab_limit = vocab, .temperature = temperature, .logits = LogitKind::kPeaked});
+      add("infinite" + suffix,
+          {.vocab_limit = vocab, .temperature = temperature, .logits = LogitKind::kInfinite});
+    }
+  }
+  add("t1em5", {.vocab_limit = 1000, .temperature = 1e-5f});
+}
+
+struct NamedRows {
+  const char* name;
+  int32_t num_rows;
+  int32_t max_rows;
+};
+constexpr NamedRows kBatches[] = {{"0of4", 0, 4},       {"1of1", 1, 1},     {"3of8", 3, 8},
+                                  {"16of16", 16, 16},   {"17of64", 17, 64}, {"70of130", 70, 130},
+                                  {"12claimed9", 12, 9}};
+constexpr NamedRows kManyRows = {"300of512", 300, 512};
+
+}  // namespace
+
+const std::vector<RowWiseCase>& row_wise_cases() {
+  static const std::vector<RowWiseCase> cases = [] {
+    TableBuilder table;
+    add_gemms(table);
+    add_element_ops(table);
+    add_norms(table);
+    add_ropes(table);
+    add_lists(table);
+    add_draws(table);
+    return table.cases;
+  }();
+  return cases;
+}
+
+const std::vector<OpCase>& op_cases() {
+  static const std::vector<OpCase> cases = [] {
+    std::vector<OpCase> all;
+    for (const RowWiseCase& c : row_wise_cases()) {
+      const auto add = [&](const NamedRows& batch) {
+        all.push_back({c.name + "_rows" + batch.name, [make = c.make, batch](uint64_t seed) {
+                         return make(first_rows(batch.num_rows, batch.max_rows), seed);
+                       }});
+      };
+      const bool is_huge = c.name.ends_with("_v151936");
+      for (const NamedRows& batch : kBatches) {
+        if (!is_huge || batch.max_rows <= 16) add(batch);
+      }
+      if (c.is_invariance_case) add(kManyRows);
+    }
+    for (OpCase& c : sequence_op_cases()) all.push_back(std::move(c));
+    return all;
+  }();
+  return cases;
+}
+
+}  // namespace paceline::testing

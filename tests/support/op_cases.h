@@ -1,0 +1,345 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// One table of op cases for the tests that compare backends and for the microbenchmarks. A case
+// makes an OpInstance from a seed: the arrays that an op reads and writes, and two calls of the op,
+// one a backend, on the addresses at which somebody has put those arrays. What is random in a row
+// hangs on the row's identity, not on its place, so that a row can be computed again in other
+// company and must come out the same, bit for bit.
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <functional>
+#include <ostream>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "device/cpu_context.h"
+#include "device/cuda_context.h"
+#include "ops/ops.h"
+
+namespace paceline::testing {
+
+// PACELINE_SEED, or a fixed number.
+[[nodiscard]] inline uint64_t base_seed() {
+  static const uint64_t seed = [] {
+    const char* const text = std::getenv("PACELINE_SEED");
+    return text == nullptr ? uint64_t{20240607} : std::strtoull(text, nullptr, 10);
+  }();
+  return seed;
+}
+
+enum class Element : uint8_t { kF32, kBf16, kI32, kI64, kU64 };
+[[nodiscard]] int64_t element_bytes(Element element);
+[[nodiscard]] constexpr bool is_float(Element element) {
+  return element == Element::kF32 || element == Element::kBf16;
+}
+[[nodiscard]] constexpr Element element_of(DType dtype) {
+  return dtype == DType::kFloat32 ? Element::kF32 : Element::kBf16;
+}
+
+enum class Role : uint8_t {
+  kInput,   // must come out as it went in
+  kOutput,  // poisoned before the op; what the CPU leaves poisoned must stay so
+  kInOut,   // what the CPU leaves as it was must stay so, bit for bit
+};
+enum class Compare : uint8_t {
+  kNear,  // by rms_bound, and element by element
+  kExact,
+  kByCase,  // by OpInstance::check
+};
+
+using Handle = int32_t;  // of an array of an instance
+inline constexpr Handle kNoArray = -1;
+
+struct OpArray {
+  std::string name;
+  Role role = Role::kInput;
+  Element cpu = Element::kF32;   // what the CPU op sees and
+  Element cuda = Element::kF32;  // what the CUDA op sees: activations differ, all else is the same
+  int64_t count = 0;             // elements
+  int64_t row_length = 0;        // elements from one row to the next; 0: not made of rows
+  Compare compare = Compare::kNear;
+  double rms_bound = 0;  // of kNear: ||out - ref|| / ||ref||
+  // Row of this array that belongs to row i of the op; empty: i itself.
+  std::vector<int64_t> row_at = {};
+  int64_t num_ignored = 0;                  // the first elements, of which nothing is asked
+  bool is_constant = false;                 // the same for all rows that a case is made for
+  std::function<void(float*)> values = {};  // writes all of a float array
+  std::vector<std::byte> bits = {};         // all of an integer array
+};
+
+// The array's first content as a backend sees it. Floats that a GPU holds as bfloat16 are rounded
+// to it for the CPU too.
+[[nodiscard]] std::vector<std::byte> initial_bytes(const OpArray& array, bool is_cuda);
+// Element `index` of raw bytes.
+[[nodiscard]] double float_at(Element element, const std::byte* bytes, int64_t index);
+
+class Addresses {
+ public:
+  explicit Addresses(std::vector<std::byte*> at) : at_(std::move(at)) {}
+  template <class T>
+  [[nodiscard]] T* get(Handle handle) const {
+    return handle == kNoArray ? nullptr : reinterpret_cast<T*>(at_[static_cast<size_t>(handle)]);
+  }
+  [[nodiscard]] std::byte* raw(Handle handle) const { return get<std::byte>(handle); }
+  void set(Handle handle, std::byte* to) { at_[static_cast<size_t>(handle)] = to; }
+
+ private:
+  std::vector<std::byte*> at_;
+};
+
+using ArrayBytes = std::vector<std::vector<std::byte>>;  // of every array of an instance
+
+struct OpInstance {
+  std::vector<OpArray> arrays;
+  int32_t num_rows = 0;       // that are computed
+  int32_t max_model_len = 0;  // for the context
+  int32_t num_compared = 0;   // draws at a temperature, for the rate of equal ones
+  std::function<void(CpuContext&, const Addresses&)> run_cpu;
+  std::function<void(CudaContext&, const Addresses&)> run_cuda;
+  // For arrays marked kByCase: what is wrong, or an empty string. `num_different` counts draws that
+  // differ but may.
+  std::function<std::string(const ArrayBytes& cpu, const ArrayBytes& cuda, int64_t* num_different)>
+      check;
+
+  Handle add(OpArray array) {
+    arrays.push_back(std::move(array));
+    return static_cast<Handle>(arrays.size()) - 1;
+  }
+  [[nodiscard]] Handle find(std::string_view name) const;
+  // `call` takes either context.
+  template <class Call>
+  void set_run(const Call& call) {
+    run_cpu = call;
+    run_cuda = call;
+  }
+};
+
+// The dtype of activations on the backend of `Ctx`.
+template <class Ctx>
+[[nodiscard]] constexpr DType activation_dtype(const Ctx&, DType on_cuda) {
+  return std::is_same_v<Ctx, CpuContext> ? DType::kFloat32 : on_cuda;
+}
+
+// Rows of a call: the identities of those that are computed, what num_rows says (it may claim more
+// than max_rows) and the room there is.
+struct Rows {
+  std::vector<int64_t> ids;
+  int32_t claimed = 0;
+  int32_t max_rows = 0;
+};
+inline constexpr int64_t kMaxRowId = 1024;  // exclusive
+// Identities 0, 1, ... of `num_rows` rows.
+[[nodiscard]] Rows first_rows(int32_t num_rows, int32_t max_rows);
+
+// --- shapes ------------------------------------------------------------------------------------
+
+struct GemmSpec {
+  int32_t n = 0;
+  int32_t k = 0;
+  DType dtype = DType::kBFloat16;  // of weights and x
+  DType y_dtype = DType::kBFloat16;
+  bool has_bias = false;
+  int32_t x_padding = 0;
+  int32_t y_padding = 0;
+};
+struct EmbedSpec {
+  int32_t hidden = 0;
+  int32_t vocab_size = 0;
+  DType dtype = DType::kBFloat16;
+};
+enum class NormKind : uint8_t {
+  kPlain,
+  kInPlace,
+  kResidual,
+  kResidualXWeight,
+  kResidualOnly,
+  kResidualXWeightOnly
+};
+struct RmsNormSpec {
+  int32_t hidden = 0;
+  NormKind kind = NormKind::kPlain;
+  DType x_dtype = DType::kBFloat16;
+  DType y_dtype = DType::kBFloat16;
+  int32_t x_padding = 0;
+  int32_t y_padding = 0;
+};
+struct GatedSpec {
+  int32_t intermediate = 0;
+  Activation activation = Activation::kSilu;
+  DType dtype = DType::kBFloat16;
+};
+struct RopeSpec {
+  int32_t num_qo_heads = 0;
+  int32_t num_kv_heads = 0;
+  int32_t head_dim = 0;
+  int32_t block_size = 16;
+  DType dtype = DType::kBFloat16;  // of qkv and of the cache
+  bool has_norms = true;
+};
+struct ListSpec {
+  int32_t num_qo_heads = 0;
+  int32_t num_kv_heads = 0;
+  int32_t head_dim = 0;
+  int32_t block_size = 16;
+  int32_t window = 0;
+  DType dtype = DType::kBFloat16;
+};
+struct GatherSpec {
+  int32_t hidden = 0;
+};
+struct SoftCapSpec {
+  int32_t n = 0;
+  float cap = 30.0f;
+};
+enum class LogitKind : uint8_t { kPlain, kTies, kHoles, kPeaked, kInfinite };
+struct DrawSpec {
+  int32_t vocab_limit = 0;
+  int32_t padding = 0;       // logits_stride - vocab_limit; what lies there is +inf
+  float temperature = 0.0f;  // below 0: 0, 0.3, 1 and 2 by turns
+  LogitKind logits = LogitKind::kPlain;
+  bool has_probabilities = false;
+};
+
+[[nodiscard]] OpInstance make_gemm(const GemmSpec& spec, const Rows& rows, uint64_t seed);
+[[nodiscard]] OpInstance make_embed(const EmbedSpec& spec, const Rows& rows, uint64_t seed);
+[[nodiscard]] OpInstance make_rms_norm(const RmsNormSpec& spec, const Rows& rows, uint64_t seed);
+[[nodiscard]] OpInstance make_gated(const GatedSpec& spec, const Rows& rows, uint64_t seed);
+[[nodiscard]] OpInstance make_rope(const RopeSpec& spec, const Rows& rows, uint64_t seed);
+[[nodiscard]] OpInstance make_list_attention(const ListSpec& spec, const Rows& rows, uint64_t seed);
+[[nodiscard]] OpInstance make_gather(const GatherSpec& spec, const Rows& rows, uint64_t seed);
+[[nodiscard]] OpInstance make_soft_cap(const SoftCapSpec& spec, const Rows& rows, uint64_t seed);
+[[nodiscard]] OpInstance make_draw(const DrawSpec& spec, const Rows& rows, uint64_t seed);
+
+struct AttentionSpec {
+  int32_t num_qo_heads = 0;
+  int32_t num_kv_heads = 0;
+  int32_t head_dim = 0;
+  int32_t block_size = 16;
+  int32_t window = 0;  // 0: none
+  float soft_cap = 0.0f;
+  bool has_sinks = false;
+  DType dtype = DType::kBFloat16;  // of qkv and of the cache
+};
+// Rows at positions [length - num_rows, length) of sequence `id`, then inert ones.
+struct AttentionSequence {
+  int64_t id = 0;
+  int32_t length = 0;
+  int32_t num_rows = 0;
+  int32_t num_inert = 0;
+};
+struct AttentionBatch {
+  std::vector<AttentionSequence> sequences;
+  int32_t extra_rows = 0;          // max_rows beyond the rows there are
+  int32_t extra_seqs = 0;          // max_seqs beyond the sequences there are
+  int32_t extra_rows_per_seq = 0;  // max_rows_per_seq beyond the longest
+  int32_t max_model_len = 0;       // 0: the longest sequence
+};
+// y has one row a row of the batch, in order.
+[[nodiscard]] OpInstance make_attention(const AttentionSpec& spec, const AttentionBatch& batch,
+                                        uint64_t seed);
+
+// Ops on sequences and metadata; everything in them is compared exactly.
+enum class StateOp : uint8_t {
+  kAssembleVerifyRows,
+  kAssembleFirstRows,
+  kAccept,
+  kAcceptSynthetic,
+  kBuildMetadata,
+  kDraftSteps
+};
+struct StateSpec {
+  int32_t max_seqs = 0;
+  int32_t num_seqs = 0;
+  int32_t num_draft_tokens = 0;
+  int32_t block_size = 16;
+  bool stops_early = false;  // of kDraftSteps
+};
+[[nodiscard]] OpInstance make_state(StateOp op, const StateSpec& spec, uint64_t seed);
+
+// --- the table ---------------------------------------------------------------------------------
+
+// An op whose rows stand alone.
+struct RowWiseCase {
+  std::string name;  // op, then shape, e.g. "gemm_n33_k72_bf16"
+  std::function<OpInstance(const Rows& rows, uint64_t seed)> make;
+  bool is_invariance_case = false;  // also run for every batch size
+};
+[[nodiscard]] const std::vector<RowWiseCase>& row_wise_cases();
+
+struct OpCase {
+  std::string name;
+  std::function<OpInstance(uint64_t seed)> make;
+};
+// Everything: the row-wise cases in several batches, attention, and the ops on state.
+[[nodiscard]] const std::vector<OpCase>& op_cases();
+
+// How gtest shows them.
+inline void PrintTo(const RowWiseCase& c, std::ostream* out) { *out << c.name; }
+inline void PrintTo(const OpCase& c, std::ostream* out) { *out << c.name; }
+
+// Of op_cases_sequences.cc, for op_cases().
+[[nodiscard]] std::vector<OpCase> sequence_op_cases();
+
+// --- randomness --------------------------------------------------------------------------------
+
+// A stream of numbers from a seed and what it is for; the same on every machine.
+class Stream {
+ public:
+  Stream(uint64_t seed, uint64_t purpose, uint64_t id = 0, uint64_t sub_id = 0)
+      : state_(mix(mix(mix(mix(seed) + purpose) + id) + sub_id)) {}
+  uint64_t next() {
+    state_ += 0x9E3779B97F4A7C15u;
+    return mix(state_);
+  }
+  // In [0, n).
+  int32_t below(int32_t n) {
+    return static_cast<int32_t>((next() >> 32) % static_cast<uint64_t>(n));
+  }
+  bool one_in(int32_t n) { return below(n) == 0; }
+  // About normal, mean 0 and variance 1: the sum of four uniform numbers.
+  float normal() {
+    const uint64_t bits = next();
+    const int64_t sum = static_cast<int64_t>((bits & 0xffff) + (bits >> 16 & 0xffff) +
+                                             (bits >> 32 & 0xffff) + (bits >> 48));
+    return static_cast<float>(sum - 131070) * (1.7320508f / 65536.0f);
+  }
+  void fill(float* to, int64_t n, float scale = 1.0f) {
+    for (int64_t i = 0; i < n; ++i) to[i] = scale * normal();
+  }
+
+ private:
+  static uint64_t mix(uint64_t z) {
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    return z ^ (z >> 31);
+  }
+  uint64_t state_;
+};
+
+// --- arrays, for the builders ------------------------------------------------------------------
+
+template <class T>
+[[nodiscard]] OpArray int_array(std::string name, Role role, const std::vector<T>& values) {
+  OpArray array{.name = std::move(name), .role = role};
+  array.cpu = array.cuda = std::is_same_v<T, int32_t>   ? Element::kI32
+                           : std::is_same_v<T, int64_t> ? Element::kI64
+                                                        : Element::kU64;
+  array.count = static_cast<int64_t>(values.size());
+  array.compare = Compare::kExact;
+  const auto* const bytes = reinterpret_cast<const std::byte*>(values.data());
+  array.bits.assign(bytes, bytes + values.size() * sizeof(T));
+  return array;
+}
+// Poisoned; `cpu` and `cuda` are equal for what is no activation.
+[[nodiscard]] OpArray output_array(std::string name, Element cpu, Element cuda, int64_t count,
+                                   int64_t row_length);
+[[nodiscard]] OpArray float_array(std::string name, Element cpu, Element cuda, int64_t count,
+                                  std::function<void(float*)> values);
+
+}  // namespace paceline::testing

@@ -1,0 +1,603 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Builders of the ops whose rows stand alone.
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <numeric>
+#include <type_traits>
+
+#include "sample/philox.h"
+#include "support/op_cases.h"
+
+namespace paceline::testing {
+namespace {
+
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr int32_t kMinInt = std::numeric_limits<int32_t>::min();
+constexpr int32_t kMaxInt = std::numeric_limits<int32_t>::max();
+
+// What a stream is for.
+enum Purpose : uint64_t { kX = 1, kWeight, kBias, kResidual, kXWeight, kKeys, kIndex, kNoise };
+
+// Tensor cores cut what they add below the last bit instead of rounding it: half an ulp of bias for
+// each of K / 16 steps.
+constexpr double kTensorCoreBound = 5e-5;
+
+Handle add_num_rows(OpInstance& op, const Rows& rows) {
+  op.num_rows = static_cast<int32_t>(rows.ids.size());
+  return op.add(int_array<int32_t>("num_rows", Role::kInput, {rows.claimed}));
+}
+
+// A row-wise float array: NaN but for what `row_values(id, to)` writes of the rows that are
+// computed.
+template <class RowValues>
+OpArray row_array(std::string name, Element cpu, Element cuda, const Rows& rows, int64_t stride,
+                  const RowValues& row_values) {
+  const int64_t count = rows.max_rows * stride;
+  OpArray array =
+      float_array(std::move(name), cpu, cuda, count, [rows, stride, count, row_values](float* to) {
+        std::fill_n(to, count, kNan);
+        for (size_t i = 0; i < rows.ids.size(); ++i) {
+          row_values(rows.ids[i], to + static_cast<int64_t>(i) * stride);
+        }
+      });
+  array.row_length = stride;
+  return array;
+}
+
+// Most rows are of order one, some are tiny or large.
+float scale_of_row(int64_t id) { return id % 7 == 3 ? 1e-3f : id % 11 == 5 ? 50.0f : 1.0f; }
+
+OpArray normal_rows(std::string name, Element cuda, const Rows& rows, int64_t width, int64_t stride,
+                    uint64_t seed, Purpose purpose, bool varies_in_scale = false) {
+  return row_array(std::move(name), Element::kF32, cuda, rows, stride, [=](int64_t id, float* to) {
+    Stream(seed, purpose, static_cast<uint64_t>(id))
+        .fill(to, width, varies_in_scale ? scale_of_row(id) : 1.0f);
+  });
+}
+
+OpArray normal_constant(std::string name, Element element, int64_t count, uint64_t seed,
+                        Purpose purpose, float scale = 1.0f) {
+  OpArray array = float_array(std::move(name), element, element, count,
+                              [=](float* to) { Stream(seed, purpose).fill(to, count, scale); });
+  array.is_constant = true;
+  return array;
+}
+
+// One integer a row, by identity; rows that are not computed hold a stale one of row 0.
+template <class T, class OfRow>
+OpArray row_ints(std::string name, const Rows& rows, const OfRow& of_row) {
+  std::vector<T> values(static_cast<size_t>(rows.max_rows), static_cast<T>(of_row(int64_t{0})));
+  for (size_t i = 0; i < rows.ids.size(); ++i) values[i] = static_cast<T>(of_row(rows.ids[i]));
+  return int_array<T>(std::move(name), Role::kInput, values);
+}
+
+uint64_t id_hash(uint64_t seed, int64_t id) {
+  return Stream(seed, kIndex, static_cast<uint64_t>(id)).next() >> 1;
+}
+
+}  // namespace
+
+OpInstance make_gemm(const GemmSpec& s, const Rows& rows, uint64_t seed) {
+  OpInstance op;
+  const int64_t x_stride = s.k + s.x_padding;
+  const int64_t y_stride = s.n + s.y_padding;
+  const Element element = element_of(s.dtype);
+  const Handle num_rows = add_num_rows(op, rows);
+  const Handle x = op.add(normal_rows("x", element, rows, s.k, x_stride, seed, kX));
+  const Handle weight = op.add(normal_constant("weight", element, int64_t{s.n} * s.k, seed, kWeight,
+                                               1.0f / std::sqrt(static_cast<float>(s.k))));
+  const Handle bias =
+      s.has_bias ? op.add(normal_constant("bias", Element::kF32, s.n, seed, kBias)) : kNoArray;
+  OpArray out =
+      output_array("y", Element::kF32, element_of(s.y_dtype), rows.max_rows * y_stride, y_stride);
+  if (s.dtype == DType::kBFloat16) out.rms_bound = std::max(out.rms_bound, kTensorCoreBound);
+  const Handle y = op.add(std::move(out));
+  const int32_t max_rows = rows.max_rows;
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    gemm(ctx, GemmParams{.num_rows = at.get<int32_t>(num_rows),
+                         .max_rows = max_rows,
+                         .x = at.raw(x),
+                         .x_stride = x_stride,
+                         .weight = at.raw(weight),
+                         .weight_dtype = s.dtype,
+                         .bias = at.get<float>(bias),
+                         .y = at.raw(y),
+                         .y_stride = y_stride,
+                         .n = s.n,
+                         .k = s.k,
+                         .x_dtype = activation_dtype(ctx, s.dtype),
+                         .y_dtype = activation_dtype(ctx, s.y_dtype)});
+  });
+  return op;
+}
+
+OpInstance make_embed(const EmbedSpec& s, const Rows& rows, uint64_t seed) {
+  OpInstance op;
+  const Handle num_rows = add_num_rows(op, rows);
+  const Handle tokens = op.add(row_ints<int32_t>("token_ids", rows, [&](int64_t id) -> int32_t {
+    const int32_t edges[] = {0, s.vocab_size - 1, s.vocab_size, -1, kMinInt, kMaxInt};
+    return id < 6 ? edges[id]
+                  : static_cast<int32_t>(id_hash(seed, id) % static_cast<uint64_t>(s.vocab_size));
+  }));
+  const Handle table = op.add(normal_constant("table", element_of(s.dtype),
+                                              int64_t{s.vocab_size} * s.hidden, seed, kWeight));
+  OpArray out =
+      output_array("y", Element::kF32, Element::kF32, int64_t{rows.max_rows} * s.hidden, s.hidden);
+  out.compare = Compare::kExact;  // one product
+  const Handle y = op.add(std::move(out));
+  const int32_t max_rows = rows.max_rows;
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    embed(ctx, EmbedParams{.num_rows = at.get<int32_t>(num_rows),
+                           .max_rows = max_rows,
+                           .token_ids = at.get<int32_t>(tokens),
+                           .table = at.raw(table),
+                           .table_dtype = s.dtype,
+                           .scale = 25.25f,
+                           .y = at.get<float>(y),
+                           .vocab_size = s.vocab_size,
+                           .hidden = s.hidden});
+  });
+  return op;
+}
+
+OpInstance make_rms_norm(const RmsNormSpec& s, const Rows& rows, uint64_t seed) {
+  OpInstance op;
+  const bool is_in_place = s.kind == NormKind::kInPlace;
+  const bool has_residual = s.kind != NormKind::kPlain && !is_in_place;
+  const bool has_x_weight =
+      s.kind == NormKind::kResidualXWeight || s.kind == NormKind::kResidualXWeightOnly;
+  const bool has_y = s.kind != NormKind::kResidualOnly && s.kind != NormKind::kResidualXWeightOnly;
+  const int64_t x_stride = s.hidden + s.x_padding;
+  const int64_t y_stride = is_in_place ? x_stride : s.hidden + s.y_padding;
+  const Handle num_rows = add_num_rows(op, rows);
+  OpArray in = normal_rows("x", element_of(s.x_dtype), rows, s.hidden, x_stride, seed, kX,
+                           /*varies_in_scale=*/true);
+  if (is_in_place) in.role = Role::kInOut;
+  const Handle x = op.add(std::move(in));
+  Handle residual = kNoArray;
+  if (has_residual) {
+    OpArray sum = normal_rows("residual", Element::kF32, rows, s.hidden, s.hidden, seed, kResidual,
+                              /*varies_in_scale=*/true);
+    sum.role = Role::kInOut;
+    residual = op.add(std::move(sum));
+  }
+  // Without y nobody reads the weight, and decoders give none.
+  const Handle weight =
+      has_y ? op.add(normal_constant("weight", Element::kF32, s.hidden, seed, kWeight)) : kNoArray;
+  const Handle x_weight =
+      has_x_weight ? op.add(normal_constant("x_weight", Element::kF32, s.hidden, seed, kXWeight))
+                   : kNoArray;
+  Handle y = kNoArray;
+  if (is_in_place) {
+    y = x;
+  } else if (has_y) {
+    y = op.add(output_array("y", Element::kF32, element_of(s.y_dtype), rows.max_rows * y_stride,
+                            y_stride));
+  }
+  const int32_t max_rows = rows.max_rows;
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    rms_norm(ctx, RmsNormParams{.num_rows = at.get<int32_t>(num_rows),
+                                .max_rows = max_rows,
+                                .x = at.raw(x),
+                                .x_stride = x_stride,
+                                .residual = at.get<float>(residual),
+                                .weight = at.get<float>(weight),
+                                .weight_offset = has_x_weight ? 1.0f : 0.0f,
+                                .eps = 1e-6f,
+                                .y = at.raw(y),
+                                .y_stride = y_stride,
+                                .hidden = s.hidden,
+                                .x_weight = at.get<float>(x_weight),
+                                .x_dtype = activation_dtype(ctx, s.x_dtype),
+                                .y_dtype = activation_dtype(ctx, s.y_dtype)});
+  });
+  return op;
+}
+
+OpInstance make_gated(const GatedSpec& s, const Rows& rows, uint64_t seed) {
+  OpInstance op;
+  const Element element = element_of(s.dtype);
+  const int64_t width = 2 * int64_t{s.intermediate};
+  const Handle num_rows = add_num_rows(op, rows);
+  const Handle x =
+      op.add(row_array("x", Element::kF32, element, rows, width, [=](int64_t id, float* to) {
+        Stream(seed, kX, static_cast<uint64_t>(id)).fill(to, width, 3.0f);
+        const float edges[] = {-150.0f, 150.0f, 0.0f, -1e-6f, -88.0f, 88.0f};
+        if (id < 6) to[0] = edges[id];
+      }));
+  const Handle y = op.add(output_array("y", Element::kF32, element,
+                                       int64_t{rows.max_rows} * s.intermediate, s.intermediate));
+  const int32_t max_rows = rows.max_rows;
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    gated_activation(ctx, GatedActivationParams{.num_rows = at.get<int32_t>(num_rows),
+                                                .max_rows = max_rows,
+                                                .x = at.raw(x),
+                                                .y = at.raw(y),
+                                                .intermediate = s.intermediate,
+                                                .activation = s.activation,
+                                                .dtype = activation_dtype(ctx, s.dtype)});
+  });
+  return op;
+}
+
+OpInstance make_rope(const RopeSpec& s, const Rows& rows, uint64_t seed) {
+  constexpr int32_t kMaxPositions = 777;
+  OpInstance op;
+  const Element element = element_of(s.dtype);
+  const int64_t width = int64_t{s.num_qo_heads + 2 * s.num_kv_heads} * s.head_dim;
+  const int64_t half = s.head_dim / 2;
+  const auto is_inert = [](int64_t id) { return id % 13 == 6; };
+  // Every row has a slot of its own, past the null block.
+  const int32_t num_blocks =
+      1 + (static_cast<int32_t>(kMaxRowId) + s.block_size - 1) / s.block_size;
+  const int64_t part = int64_t{s.block_size} * s.num_kv_heads * s.head_dim;
+  const int64_t gap = 64;  // elements before, between and behind K and V: other layers'
+  const int64_t block = 2 * part + 3 * gap;
+
+  const Handle num_rows = add_num_rows(op, rows);
+  OpArray fused = normal_rows("qkv", element, rows, width, width, seed, kX,
+                              /*varies_in_scale=*/s.has_norms);
+  fused.role = Role::kInOut;
+  const Handle qkv = op.add(std::move(fused));
+  const Handle positions = op.add(row_ints<int32_t>("positions", rows, [&](int64_t id) -> int32_t {
+    if (id < 2) return id == 0 ? 0 : kMaxPositions - 1;
+    return is_inert(id) ? 0 : static_cast<int32_t>(id_hash(seed, id) % kMaxPositions);
+  }));
+  const Handle slots = op.add(row_ints<int64_t>("slot_mapping", rows, [&](int64_t id) -> int64_t {
+    return is_inert(id) ? 0 : s.block_size + id;
+  }));
+  Handle q_norm = kNoArray;
+  Handle k_norm = kNoArray;
+  if (s.has_norms) {
+    q_norm = op.add(normal_constant("q_norm", Element::kF32, s.head_dim, seed, kWeight));
+    k_norm = op.add(normal_constant("k_norm", Element::kF32, s.head_dim, seed, kXWeight));
+  }
+  const auto table = [=](bool is_sin) {
+    return [=](float* to) {
+      for (int64_t position = 0; position < kMaxPositions; ++position) {
+        for (int64_t i = 0; i < half; ++i) {
+          const double exponent = -static_cast<double>(i) / static_cast<double>(half);
+          const double angle = static_cast<double>(position) * std::pow(10000.0, exponent);
+          *to++ = static_cast<float>(is_sin ? std::sin(angle) : std::cos(angle));
+        }
+      }
+    };
+  };
+  const auto add_table = [&](const char* name, bool is_sin) {
+    OpArray angles =
+        float_array(name, Element::kF32, Element::kF32, kMaxPositions * half, table(is_sin));
+    angles.is_constant = true;
+    return op.add(std::move(angles));
+  };
+  const Handle cos = add_table("cos", false);
+  const Handle sin = add_table("sin", true);
+  const int64_t pool_count = num_blocks * block;
+  OpArray kv = float_array("pool", element, element, pool_count,
+                           [=](float* to) { std::fill_n(to, pool_count, kNan); });
+  kv.role = Role::kInOut;
+  kv.num_ignored = block;
+  if (s.block_size == 1) {  // a row of the pool is the slot of one row
+    kv.row_length = block;
+    for (const int64_t id : rows.ids) kv.row_at.push_back(is_inert(id) ? 0 : id + 1);
+  }
+  const Handle pool = op.add(std::move(kv));
+  const int32_t max_rows = rows.max_rows;
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    const int64_t bytes = element_bytes(element);
+    qk_norm_rope_append(ctx, QkNormRopeAppendParams{.num_rows = at.get<int32_t>(num_rows),
+                                                    .max_rows = max_rows,
+                                                    .qkv = at.raw(qkv),
+                                                    .positions = at.get<int32_t>(positions),
+                                                    .slot_mapping = at.get<int64_t>(slots),
+                                                    .q_norm = at.get<float>(q_norm),
+                                                    .k_norm = at.get<float>(k_norm),
+                                                    .norm_weight_offset = 1.0f,
+                                                    .norm_eps = 1e-6f,
+                                                    .rope_cos = at.get<float>(cos),
+                                                    .rope_sin = at.get<float>(sin),
+                                                    .kv = {.base = at.raw(pool),
+                                                           .block_bytes = block * bytes,
+                                                           .k_offset = gap * bytes,
+                                                           .v_offset = (2 * gap + part) * bytes,
+                                                           .block_size = s.block_size,
+                                                           .dtype = s.dtype},
+                                                    .num_qo_heads = s.num_qo_heads,
+                                                    .num_kv_heads = s.num_kv_heads,
+                                                    .head_dim = s.head_dim,
+                                                    .qkv_dtype = activation_dtype(ctx, s.dtype)});
+  });
+  return op;
+}
+
+OpInstance make_list_attention(const ListSpec& s, const Rows& rows, uint64_t seed) {
+  OpInstance op;
+  const Element element = element_of(s.dtype);
+  const int64_t width = int64_t{s.num_qo_heads + 2 * s.num_kv_heads} * s.head_dim;
+  const int64_t y_width = int64_t{s.num_qo_heads} * s.head_dim;
+  const int64_t q_width = y_width;
+  const int32_t num_blocks = 2 + 700 / s.block_size;
+  const int64_t part = int64_t{s.block_size} * s.num_kv_heads * s.head_dim;
+  const Handle num_rows = add_num_rows(op, rows);
+  const Handle qkv =
+      op.add(row_array("qkv", Element::kF32, element, rows, width,
+                       [=](int64_t id, float* to) {  // its own k and v stay NaN
+                         Stream(seed, kX, static_cast<uint64_t>(id)).fill(to, q_width);
+                       }));
+  const auto count_of = [=](int64_t id) -> int32_t {
+    const int32_t counts[] = {s.window, 0, 1, 127, 128, 129};
+    return std::min(s.window, counts[id % 6]);
+  };
+  // Behind the valid entries there is what is left of earlier lists: the null block, all NaN.
+  std::vector<int64_t> lists(static_cast<size_t>(int64_t{rows.max_rows} * s.window), 0);
+  for (size_t i = 0; i < rows.ids.size(); ++i) {
+    Stream stream(seed, kIndex, static_cast<uint64_t>(rows.ids[i]));
+    for (int32_t at = 0; at < count_of(rows.ids[i]); ++at) {
+      lists[i * static_cast<size_t>(s.window) + static_cast<size_t>(at)] =
+          s.block_size + stream.below((num_blocks - 1) * s.block_size);
+    }
+  }
+  const Handle slots = op.add(int_array("window_slots", Role::kInput, lists));
+  const Handle counts = op.add(row_ints<int32_t>("window_count", rows, count_of));
+  const Handle pool =
+      op.add(float_array("pool", element, element, num_blocks * 2 * part, [=](float* to) {
+        std::fill_n(to, 2 * part, kNan);
+        Stream(seed, kKeys).fill(to + 2 * part, (num_blocks - 1) * 2 * part);
+      }));
+  const Handle y =
+      op.add(output_array("y", Element::kF32, element, rows.max_rows * y_width, y_width));
+  const int32_t max_rows = rows.max_rows;
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    const int64_t part_bytes = part * element_bytes(element);
+    list_attention(ctx,
+                   ListAttentionParams{.num_rows = at.get<int32_t>(num_rows),
+                                       .max_rows = max_rows,
+                                       .qkv = at.raw(qkv),
+                                       .window_slots = at.get<int64_t>(slots),
+                                       .window_count = at.get<int32_t>(counts),
+                                       .window = s.window,
+                                       .kv = {.base = at.raw(pool),
+                                              .block_bytes = 2 * part_bytes,
+                                              .k_offset = 0,
+                                              .v_offset = part_bytes,
+                                              .block_size = s.block_size,
+                                              .dtype = s.dtype},
+                                       .scale = 1.0f / std::sqrt(static_cast<float>(s.head_dim)),
+                                       .y = at.raw(y),
+                                       .num_qo_heads = s.num_qo_heads,
+                                       .num_kv_heads = s.num_kv_heads,
+                                       .head_dim = s.head_dim,
+                                       .dtype = activation_dtype(ctx, s.dtype)});
+  });
+  return op;
+}
+
+OpInstance make_gather(const GatherSpec& s, const Rows& rows, uint64_t seed) {
+  constexpr int32_t kSourceRows = 37;
+  OpInstance op;
+  const Handle num_rows = add_num_rows(op, rows);
+  const Handle index = op.add(row_ints<int32_t>("row_index", rows, [&](int64_t id) -> int32_t {
+    return id == 0 ? kSourceRows - 1 : static_cast<int32_t>(id_hash(seed, id) % kSourceRows);
+  }));
+  const Handle x =
+      op.add(normal_constant("x", Element::kF32, int64_t{kSourceRows} * s.hidden, seed, kX));
+  OpArray out =
+      output_array("y", Element::kF32, Element::kF32, int64_t{rows.max_rows} * s.hidden, s.hidden);
+  out.compare = Compare::kExact;
+  const Handle y = op.add(std::move(out));
+  const int32_t max_rows = rows.max_rows;
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    gather_rows(ctx, GatherRowsParams{.num_rows = at.get<int32_t>(num_rows),
+                                      .max_rows = max_rows,
+                                      .row_index = at.get<int32_t>(index),
+                                      .x = at.get<float>(x),
+                                      .y = at.get<float>(y),
+                                      .hidden = s.hidden});
+  });
+  return op;
+}
+
+OpInstance make_soft_cap(const SoftCapSpec& s, const Rows& rows, uint64_t seed) {
+  OpInstance op;
+  const Handle num_rows = add_num_rows(op, rows);
+  OpArray inout =
+      row_array("logits", Element::kF32, Element::kF32, rows, s.n, [=](int64_t id, float* to) {
+        Stream(seed, kX, static_cast<uint64_t>(id)).fill(to, s.n, 40.0f);
+        const float edges[] = {-kInf, kInf, 0.0f, 1e-3f, -1e30f, 1e30f};
+        if (id < 6) to[s.n - 1] = edges[id];
+      });
+  inout.role = Role::kInOut;
+  const Handle logits = op.add(std::move(inout));
+  const int32_t max_rows = rows.max_rows;
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    soft_cap(ctx, SoftCapParams{.num_rows = at.get<int32_t>(num_rows),
+                                .max_rows = max_rows,
+                                .logits = at.get<float>(logits),
+                                .cap = s.cap,
+                                .n = s.n});
+  });
+  return op;
+}
+
+namespace {
+
+// What a row draws from, by its identity.
+struct DrawRow {
+  uint64_t seed;
+  int32_t position;
+  float temperature;
+  bool is_inert;
+};
+
+DrawRow draw_row_of(const DrawSpec& s, int64_t id, uint64_t seed) {
+  Stream stream(seed, kNoise, static_cast<uint64_t>(id));
+  const float by_turns[] = {0.0f, 0.3f, 1.0f, 2.0f};
+  return {.seed = stream.next(),
+          .position = stream.below(1 << 20),
+          .temperature = s.temperature < 0.0f ? by_turns[id % 4] : s.temperature,
+          .is_inert = id % 17 == 9};
+}
+
+void fill_logits(const DrawSpec& s, int64_t id, uint64_t seed, float* to) {
+  Stream stream(seed, kX, static_cast<uint64_t>(id));
+  stream.fill(to, s.vocab_limit, s.logits == LogitKind::kPeaked ? 1000.0f : 2.0f);
+  for (int32_t i = 0; i < s.vocab_limit; ++i) {
+    switch (s.logits) {
+      case LogitKind::kPlain:
+      case LogitKind::kPeaked:
+        break;
+      case LogitKind::kTies:
+        to[i] = std::round(to[i]);
+        break;
+      case LogitKind::kHoles:  // every fifth row has no valid logit at all
+        if (id % 5 == 3 || stream.one_in(3)) to[i] = stream.one_in(2) ? kNan : -kInf;
+        break;
+      case LogitKind::kInfinite:
+        if (stream.one_in(s.vocab_limit / 3 + 1)) to[i] = kInf;
+        break;
+    }
+  }
+  std::fill_n(to + s.vocab_limit, s.padding, kInf);
+}
+
+double gumbel_key(const DrawRow& row, float logit, int32_t id) {
+  if (!(row.temperature > 0.0f)) return logit;
+  const NoiseKey key{.seed = row.seed,
+                     .stream = NoiseStream::kTarget,
+                     .position = static_cast<uint32_t>(row.position) + 1,
+                     .salt = 0};
+  const uint32_t bits = philox(key, static_cast<uint32_t>(id) / 4)[static_cast<size_t>(id % 4)];
+  return double{logit} / row.temperature -
+         std::log(-std::log1p(-static_cast<double>(uniform_open(bits))));
+}
+
+// What is wrong with the draw `got` where the CPU drew `want`, and with its probability.
+std::string judge_draw(const DrawSpec& s, const DrawRow& row, const float* logits, int32_t want,
+                       int32_t got, const float* probability, int64_t* num_different) {
+  const auto is_close = [](double a, double b) {
+    return std::fabs(a - b) <= 1e-4 * std::max({1.0, std::fabs(a), std::fabs(b)});
+  };
+  if (got != want) {
+    const std::string both = "drew " + std::to_string(got) + ", the CPU " + std::to_string(want);
+    if (!(row.temperature > 0.0f) || want < 0 || got < 0 || got >= s.vocab_limit) return both;
+    const double key = gumbel_key(row, logits[got], got);
+    if (!is_close(key, gumbel_key(row, logits[want], want))) {
+      return both + " whose key is " + std::to_string(gumbel_key(row, logits[want], want)) +
+             " and not " + std::to_string(key);
+    }
+    ++*num_different;
+  }
+  if (probability == nullptr) return {};
+  double expected = 0.0;
+  if (got >= 0) {
+    double highest = -std::numeric_limits<double>::infinity();
+    double sum = 0.0;
+    for (int32_t i = 0; i < s.vocab_limit; ++i) {
+      if (!std::isnan(logits[i])) highest = std::max(highest, double{logits[i]});
+    }
+    for (int32_t i = 0; i < s.vocab_limit; ++i) {
+      if (!std::isnan(logits[i])) sum += std::exp(logits[i] - highest);
+    }
+    expected = std::exp(logits[got] - highest) / sum;
+  }
+  if (std::fabs(*probability - expected) <= 1e-6 + 1e-4 * expected) return {};
+  return "probability " + std::to_string(*probability) + " of token " + std::to_string(got) +
+         ", expected " + std::to_string(expected);
+}
+
+}  // namespace
+
+OpInstance make_draw(const DrawSpec& s, const Rows& rows, uint64_t seed) {
+  OpInstance op;
+  const int32_t max_rows = rows.max_rows;
+  const int64_t stride = s.vocab_limit + s.padding;
+  const Handle num_rows = add_num_rows(op, rows);
+  const Handle logits =
+      op.add(row_array("logits", Element::kF32, Element::kF32, rows, stride,
+                       [=](int64_t id, float* to) { fill_logits(s, id, seed, to); }));
+  // Row i belongs to pass row 2 (max - 1 - i), and that to a slot in yet another order.
+  const auto size = static_cast<size_t>(max_rows);
+  std::vector<int32_t> row_index(size);
+  std::vector<int32_t> seq_slot(2 * size, -1);
+  std::vector<int32_t> positions(2 * size, kMaxInt);
+  std::vector<uint64_t> seeds(size + 1, 99);
+  std::vector<float> temperatures(size + 1, kNan);
+  std::vector<size_t> slot_of(size);
+  std::iota(slot_of.begin(), slot_of.end(), size_t{1});
+  std::rotate(slot_of.begin(), slot_of.begin() + static_cast<int64_t>(size / 3), slot_of.end());
+  for (size_t i = 0; i < size; ++i) {
+    const size_t pass_row = 2 * (size - 1 - i);
+    row_index[i] = static_cast<int32_t>(pass_row);
+    if (i >= rows.ids.size()) continue;
+    const DrawRow row = draw_row_of(s, rows.ids[i], seed);
+    seq_slot[pass_row] = row.is_inert ? -1 : static_cast<int32_t>(slot_of[i]);
+    positions[pass_row] = row.is_inert ? 0 : row.position;
+    seeds[slot_of[i]] = row.seed;
+    temperatures[slot_of[i]] = row.temperature;
+    op.num_compared += !row.is_inert && row.temperature > 0.0f;
+  }
+  const Handle index = op.add(int_array("row_index", Role::kInput, row_index));
+  const Handle slots = op.add(int_array("seq_slot", Role::kInput, seq_slot));
+  const Handle at_positions = op.add(int_array("positions", Role::kInput, positions));
+  const Handle all_seeds = op.add(int_array("seeds", Role::kInput, seeds));
+  const Handle all_temperatures = op.add(float_array(
+      "temperatures", Element::kF32, Element::kF32, static_cast<int64_t>(temperatures.size()),
+      [temperatures](float* to) { std::copy(temperatures.begin(), temperatures.end(), to); }));
+  OpArray drawn = output_array("tokens", Element::kI32, Element::kI32, max_rows, 1);
+  drawn.compare = Compare::kByCase;
+  const Handle tokens = op.add(std::move(drawn));
+  Handle probabilities = kNoArray;
+  if (s.has_probabilities) {
+    OpArray of_drawn = output_array("probabilities", Element::kF32, Element::kF32, max_rows, 1);
+    of_drawn.compare = Compare::kByCase;
+    probabilities = op.add(std::move(of_drawn));
+  }
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    draw(ctx, DrawParams{.num_rows = at.get<int32_t>(num_rows),
+                         .max_rows = max_rows,
+                         .logits = at.get<float>(logits),
+                         .logits_stride = stride,
+                         .vocab_limit = s.vocab_limit,
+                         .row_index = at.get<int32_t>(index),
+                         .seq_slot = at.get<int32_t>(slots),
+                         .positions = at.get<int32_t>(at_positions),
+                         .seeds = at.get<uint64_t>(all_seeds),
+                         .temperatures = at.get<float>(all_temperatures),
+                         .tokens = at.get<int32_t>(tokens),
+                         .probabilities = at.get<float>(probabilities)});
+  });
+  op.check = [=](const ArrayBytes& cpu, const ArrayBytes& cuda, int64_t* num_different) {
+    const auto* const want =
+        reinterpret_cast<const int32_t*>(cpu[static_cast<size_t>(tokens)].data());
+    const auto* const got =
+        reinterpret_cast<const int32_t*>(cuda[static_cast<size_t>(tokens)].data());
+    const auto* const chance =
+        probabilities == kNoArray
+            ? nullptr
+            : reinterpret_cast<const float*>(cuda[static_cast<size_t>(probabilities)].data());
+    std::vector<float> row_logits(static_cast<size_t>(stride));
+    for (size_t i = 0; i < rows.ids.size(); ++i) {
+      fill_logits(s, rows.ids[i], seed, row_logits.data());
+      const std::string wrong =
+          judge_draw(s, draw_row_of(s, rows.ids[i], seed), row_logits.data(), want[i], got[i],
+                     chance == nullptr ? nullptr : chance + i, num_different);
+      if (!wrong.empty()) return "row " + std::to_string(i) + ": " + wrong;
+    }
+    for (size_t i = rows.ids.size(); i < size; ++i) {
+      if (got[i] != want[i]) return "wrote token " + std::to_string(i) + ", beyond num_rows";
+      uint32_t bits = 0xffffffffu;
+      if (chance != nullptr) std::memcpy(&bits, chance + i, 4);
+      if (bits != 0xffffffffu) {
+        return "wrote probability " + std::to_string(i) + ", beyond num_rows";
+      }
+    }
+    return std::string();
+  };
+  return op;
+}
+
+}  // namespace paceline::testing

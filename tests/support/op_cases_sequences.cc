@@ -1,0 +1,734 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The op cases whose rows belong to sequences: paged attention, and the ops on state and metadata.
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <type_traits>
+
+#include "metadata/group_metadata.h"
+#include "sample/accept.h"
+#include "scheduler/step_plan.h"
+#include "speculate/row_ops.h"
+#include "support/op_cases.h"
+
+namespace paceline::testing {
+namespace {
+
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+enum Purpose : uint64_t { kQuery = 100, kKey, kValue, kSinks, kPlaces, kState };
+
+template <class T>
+void shuffle(std::vector<T>& values, Stream& stream) {
+  for (size_t i = values.size(); i > 1; --i) {
+    std::swap(values[i - 1], values[static_cast<size_t>(stream.below(static_cast<int32_t>(i)))]);
+  }
+}
+
+// Where the sequences of a batch lie. Block 0 is the null block and block 1 nobody's: entries of
+// the block table that must not be followed lead there. Both are NaN, as is every token that no row
+// of the batch sees.
+struct Placement {
+  std::vector<int32_t> slot_of;              // by sequence of the batch
+  std::vector<std::vector<int32_t>> blocks;  // by sequence of the batch
+  std::vector<int32_t> table;
+  int32_t table_stride = 0;
+  int32_t num_blocks = 0;
+};
+
+int32_t first_visible(const AttentionSpec& s, const AttentionSequence& sequence) {
+  return s.window == 0 ? 0 : std::max(0, sequence.length - sequence.num_rows - s.window + 1);
+}
+
+Placement place(const AttentionSpec& s, const AttentionBatch& batch, uint64_t seed) {
+  Placement placement;
+  Stream stream(seed, kPlaces);
+  const auto blocks_of = [&](const AttentionSequence& sequence) {
+    return sequence.num_rows == 0 ? 0 : (sequence.length + s.block_size - 1) / s.block_size;
+  };
+  int32_t longest = 0;
+  placement.num_blocks = 2;
+  for (const AttentionSequence& sequence : batch.sequences) {
+    longest = std::max(longest, blocks_of(sequence));
+    placement.num_blocks += blocks_of(sequence);
+  }
+  std::vector<int32_t> free(static_cast<size_t>(placement.num_blocks - 2));
+  std::iota(free.begin(), free.end(), 2);
+  shuffle(free, stream);
+  placement.table_stride = longest + 3;
+  placement.slot_of.resize(batch.sequences.size() + 2);
+  std::iota(placement.slot_of.begin(), placement.slot_of.end(), 0);
+  shuffle(placement.slot_of, stream);
+  placement.table.assign(placement.slot_of.size() * static_cast<size_t>(placement.table_stride), 1);
+  for (size_t i = 0; i < batch.sequences.size(); ++i) {
+    const AttentionSequence& sequence = batch.sequences[i];
+    placement.blocks.emplace_back();
+    int32_t* const entries =
+        placement.table.data() + int64_t{placement.slot_of[i]} * placement.table_stride;
+    for (int32_t b = 0; b < blocks_of(sequence); ++b) {
+      placement.blocks[i].push_back(free.back());
+      free.pop_back();
+      // A block before every row's window has been given back.
+      const bool is_gone = (b + 1) * s.block_size <= first_visible(s, sequence);
+      entries[b] = is_gone ? 1 : placement.blocks[i].back();
+    }
+  }
+  return placement;
+}
+
+}  // namespace
+
+OpInstance make_attention(const AttentionSpec& s, const AttentionBatch& batch, uint64_t seed) {
+  OpInstance op;
+  const Element element = element_of(s.dtype);
+  const int64_t width = int64_t{s.num_qo_heads + 2 * s.num_kv_heads} * s.head_dim;
+  const int64_t y_width = int64_t{s.num_qo_heads} * s.head_dim;
+  const int64_t token = int64_t{s.num_kv_heads} * s.head_dim;
+  const int64_t part = token * s.block_size;
+  const int64_t gap = 64;
+  const int64_t block = 2 * part + 3 * gap;
+  const Placement placement = place(s, batch, seed);
+
+  std::vector<int32_t> seq_slot;
+  std::vector<int32_t> kv_begin;
+  std::vector<int32_t> kv_end;
+  std::vector<int32_t> indptr = {0};
+  int32_t longest = 0;
+  int32_t most_rows = 0;
+  for (size_t i = 0; i < batch.sequences.size(); ++i) {
+    const AttentionSequence& sequence = batch.sequences[i];
+    for (int32_t r = 0; r < sequence.num_rows + sequence.num_inert; ++r) {
+      const bool is_live = r < sequence.num_rows;
+      const int32_t position = sequence.length - sequence.num_rows + r;
+      seq_slot.push_back(is_live ? placement.slot_of[i] : -1);
+      kv_begin.push_back(is_live && s.window > 0 ? std::max(0, position - s.window + 1) : 0);
+      kv_end.push_back(is_live ? position + 1 : 0);
+    }
+    indptr.push_back(static_cast<int32_t>(seq_slot.size()));
+    longest = std::max(longest, sequence.length);
+    most_rows = std::max(most_rows, sequence.num_rows + sequence.num_inert);
+  }
+  op.num_rows = static_cast<int32_t>(seq_slot.size());
+  op.max_model_len = std::max({batch.max_model_len, longest, 1});
+  const int32_t max_rows = op.num_rows + batch.extra_rows;
+  const int32_t num_seqs = static_cast<int32_t>(batch.sequences.size());
+  const int32_t max_seqs = num_seqs + batch.extra_seqs;
+  const int32_t max_rows_per_seq = most_rows + batch.extra_rows_per_seq;
+  // What an earlier, larger batch has left.
+  seq_slot.resize(static_cast<size_t>(max_rows), placement.slot_of[0]);
+  kv_begin.resize(static_cast<size_t>(max_rows), 0);
+  kv_end.resize(static_cast<size_t>(max_rows), 1);
+  indptr.resize(static_cast<size_t>(max_seqs) + 1, op.num_rows + 1);
+
+  const Handle num_rows = op.add(int_array<int32_t>("num_rows", Role::kInput, {op.num_rows}));
+  OpArray fused = float_array("qkv", Element::kF32, element, max_rows * width, [=](float* to) {
+    std::fill_n(to, max_rows * width, kNan);  // k and v are read from the cache
+    for (const AttentionSequence& sequence : batch.sequences) {
+      for (int32_t r = 0; r < sequence.num_rows + sequence.num_inert; ++r, to += width) {
+        const int32_t position = sequence.length - sequence.num_rows + r;
+        if (r >= sequence.num_rows) continue;  // inert rows may hold anything
+        Stream(seed, kQuery, static_cast<uint64_t>(sequence.id), static_cast<uint64_t>(position))
+            .fill(to, y_width);
+      }
+    }
+  });
+  fused.row_length = width;
+  const Handle qkv = op.add(std::move(fused));
+  const Handle slots = op.add(int_array("seq_slot", Role::kInput, seq_slot));
+  const Handle begins =
+      s.window > 0 ? op.add(int_array("kv_begin", Role::kInput, kv_begin)) : kNoArray;
+  const Handle ends = op.add(int_array("kv_end", Role::kInput, kv_end));
+  const Handle table = op.add(int_array("block_table", Role::kInput, placement.table));
+  const int64_t pool_count = placement.num_blocks * block;
+  const Handle pool = op.add(float_array("pool", element, element, pool_count, [=](float* to) {
+    std::fill_n(to, pool_count, kNan);
+    for (size_t i = 0; i < batch.sequences.size(); ++i) {
+      const AttentionSequence& sequence = batch.sequences[i];
+      if (sequence.num_rows == 0) continue;
+      for (int32_t at = first_visible(s, sequence); at < sequence.length; ++at) {
+        const int64_t b = placement.blocks[i][static_cast<size_t>(at / s.block_size)];
+        float* const key = to + b * block + gap + at % s.block_size * token;
+        const auto id = static_cast<uint64_t>(sequence.id);
+        Stream(seed, kKey, id, static_cast<uint64_t>(at)).fill(key, token);
+        Stream(seed, kValue, id, static_cast<uint64_t>(at)).fill(key + part + gap, token);
+      }
+    }
+  }));
+  const Handle sinks =
+      s.has_sinks ? op.add(float_array(
+                        "sinks", Element::kF32, Element::kF32, s.num_qo_heads,
+                        [=](float* to) { Stream(seed, kSinks).fill(to, s.num_qo_heads, 2.0f); }))
+                  : kNoArray;
+  const Handle y = op.add(output_array("y", Element::kF32, element, max_rows * y_width, y_width));
+  const Handle num_seqs_at = op.add(int_array<int32_t>("num_seqs", Role::kInput, {num_seqs}));
+  const Handle row_indptr = op.add(int_array("row_indptr", Role::kInput, indptr));
+  const int64_t table_stride = placement.table_stride;
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    const int64_t bytes = element_bytes(element);
+    paged_attention(ctx,
+                    PagedAttentionParams{.num_rows = at.get<int32_t>(num_rows),
+                                         .max_rows = max_rows,
+                                         .qkv = at.raw(qkv),
+                                         .seq_slot = at.get<int32_t>(slots),
+                                         .kv_begin = at.get<int32_t>(begins),
+                                         .kv_end = at.get<int32_t>(ends),
+                                         .block_table = at.get<int32_t>(table),
+                                         .block_table_stride = table_stride,
+                                         .kv = {.base = at.raw(pool),
+                                                .block_bytes = block * bytes,
+                                                .k_offset = gap * bytes,
+                                                .v_offset = (2 * gap + part) * bytes,
+                                                .block_size = s.block_size,
+                                                .dtype = s.dtype},
+                                         .scale = 1.0f / std::sqrt(static_cast<float>(s.head_dim)),
+                                         .soft_cap = s.soft_cap,
+                                         .sinks = at.get<float>(sinks),
+                                         .y = at.raw(y),
+                                         .num_qo_heads = s.num_qo_heads,
+                                         .num_kv_heads = s.num_kv_heads,
+                                         .head_dim = s.head_dim,
+                                         .dtype = activation_dtype(ctx, s.dtype),
+                                         .num_seqs = at.get<int32_t>(num_seqs_at),
+                                         .row_indptr = at.get<int32_t>(row_indptr),
+                                         .max_seqs = max_seqs,
+                                         .max_rows_per_seq = max_rows_per_seq});
+  });
+  return op;
+}
+
+namespace {
+
+constexpr int32_t kMaxLen = 200;
+constexpr int32_t kVocab = 30;  // small: drafts and stop tokens are met by chance
+constexpr int32_t kWindow = 24;
+constexpr int32_t kListWindow = 7;
+
+// Arrays of the state of all sequences and of one iteration's inputs, and their structs once there
+// are addresses.
+class World {
+ public:
+  World(const StateSpec& spec, StateOp kind, uint64_t seed)
+      : s_(spec),
+        max_slots_(spec.max_seqs + 3),
+        stream_(seed, kState, static_cast<uint64_t>(kind)) {
+    make_batch(kind);
+    make_sequences();
+  }
+
+  [[nodiscard]] StagedInputs inputs(const Addresses& at) const {
+    return {.num_seqs = at.get<int32_t>(num_seqs_),
+            .num_drafting = at.get<int32_t>(num_drafting_),
+            .num_verify_rows = at.get<int32_t>(num_verify_rows_),
+            .num_first_rows = at.get<int32_t>(num_first_rows_),
+            .num_logit_rows = at.get<int32_t>(num_logit_rows_),
+            .seq_slot = at.get<int32_t>(batch_slot_),
+            .kind = at.get<int32_t>(kind_),
+            .prefill_start = at.get<int32_t>(prefill_start_),
+            .verify_indptr = at.get<int32_t>(verify_indptr_),
+            .first_indptr = at.get<int32_t>(first_indptr_),
+            .logit_indptr = at.get<int32_t>(logit_indptr_),
+            .prefill_tokens = at.get<int32_t>(prefill_tokens_),
+            .logit_rows = nullptr,
+            .first_last_row = nullptr};
+  }
+  [[nodiscard]] SequenceState sequences(const Addresses& at) const {
+    return {.known_len = at.get<int32_t>(known_len_),
+            .limit = at.get<int32_t>(limit_),
+            .is_active = at.get<int32_t>(is_active_),
+            .seed = at.get<uint64_t>(seed_),
+            .temperature = nullptr,
+            .num_stop_ids = at.get<int32_t>(num_stop_ids_),
+            .stop_ids = at.get<int32_t>(stop_ids_),
+            .history = at.get<int32_t>(history_),
+            .history_stride = kMaxLen,
+            .draft_tokens = at.get<int32_t>(draft_tokens_),
+            .draft_len = at.get<int32_t>(draft_len_),
+            .num_draft_tokens = s_.num_draft_tokens};
+  }
+
+  struct RowHandles {
+    Handle num_rows, token_ids, positions, seq_slot, num_seqs, row_indptr;
+    int32_t capacity, max_seqs, max_rows_per_seq;
+    [[nodiscard]] PassRows at(const Addresses& at) const {
+      return {.num_rows = at.get<int32_t>(num_rows),
+              .token_ids = at.get<int32_t>(token_ids),
+              .positions = at.get<int32_t>(positions),
+              .seq_slot = at.get<int32_t>(seq_slot),
+              .capacity = capacity,
+              .num_seqs = at.get<int32_t>(num_seqs),
+              .row_indptr = at.get<int32_t>(row_indptr),
+              .max_seqs = max_seqs,
+              .max_rows_per_seq = max_rows_per_seq};
+    }
+  };
+  // Rows that an op will write.
+  RowHandles unwritten_rows(int32_t capacity, Handle indptr, int32_t max_rows_per_seq) {
+    return {.num_rows = poison("rows.num_rows", 1),
+            .token_ids = poison("rows.token_ids", capacity),
+            .positions = poison("rows.positions", capacity),
+            .seq_slot = poison("rows.seq_slot", capacity),
+            .num_seqs = num_seqs_,
+            .row_indptr = indptr,
+            .capacity = capacity,
+            .max_seqs = s_.max_seqs,
+            .max_rows_per_seq = max_rows_per_seq};
+  }
+  // Rows of any kind, some of them inert, at positions around the edges of blocks and windows.
+  RowHandles random_rows(int32_t num_rows, int32_t capacity) {
+    std::vector<int32_t> slots(static_cast<size_t>(capacity), 0);
+    std::vector<int32_t> positions(slots.size(), 0);
+    std::vector<int32_t> indptr(slots.size() + 1);
+    std::iota(indptr.begin(), indptr.end(), 0);
+    for (size_t row = 0; row < slots.size(); ++row) {
+      const int32_t edge = stream_.one_in(2) ? s_.block_size : stream_.one_in(2) ? kWindow : 7;
+      const int32_t position = stream_.one_in(3) ? stream_.below(kMaxLen)
+                                                 : edge * stream_.below(5) + stream_.below(3) - 1;
+      const bool is_inert = stream_.one_in(5);
+      slots[row] = is_inert ? -1 : stream_.below(max_slots_);
+      positions[row] = is_inert ? 0 : std::clamp(position, 0, kMaxLen - 1);
+    }
+    return {.num_rows = ints<int32_t>("rows.num_rows", {num_rows}),
+            .token_ids = ints("rows.token_ids", slots),
+            .positions = ints("rows.positions", positions),
+            .seq_slot = ints("rows.seq_slot", slots),
+            .num_seqs = ints<int32_t>("rows.num_seqs", {num_rows}),
+            .row_indptr = ints("rows.row_indptr", indptr),
+            .capacity = capacity,
+            .max_seqs = capacity,
+            .max_rows_per_seq = 1};
+  }
+
+  // The metadata of a full, a sliding and a list group, for `capacity` rows.
+  struct MetadataHandles {
+    Handle tables[3], slots[3], sliding_begin, full_end, sliding_end, list_slots, list_count;
+    int64_t table_stride;
+    int32_t block_size;
+
+    [[nodiscard]] std::vector<GroupMetadata> at(const Addresses& at) const {
+      const auto table = [&](int i) {
+        return BlockTable{
+            .blocks = at.get<int32_t>(tables[i]), .stride = table_stride, .block_size = block_size};
+      };
+      return {FullMetadata{at.get<int64_t>(slots[0]), at.get<int32_t>(full_end), table(0)},
+              SlidingMetadata{at.get<int64_t>(slots[1]), at.get<int32_t>(sliding_begin),
+                              at.get<int32_t>(sliding_end), kWindow, table(1)},
+              WindowListMetadata{at.get<int64_t>(slots[2]), at.get<int64_t>(list_slots),
+                                 at.get<int32_t>(list_count), kListWindow, table(2)}};
+    }
+  };
+  MetadataHandles metadata(int32_t capacity) {
+    MetadataHandles m;
+    m.block_size = s_.block_size;
+    m.table_stride = (kMaxLen + s_.block_size - 1) / s_.block_size + 2;
+    for (int g = 0; g < 3; ++g) {
+      std::vector<int32_t> blocks(static_cast<size_t>(max_slots_ * m.table_stride));
+      for (int32_t& block : blocks) block = 1 + stream_.below(1 << 28);
+      m.tables[g] = ints("table", blocks);
+      m.slots[g] = poison("slot_mapping", capacity, Element::kI64);
+    }
+    m.full_end = poison("full.kv_end", capacity);
+    m.sliding_begin = poison("sliding.kv_begin", capacity);
+    m.sliding_end = poison("sliding.kv_end", capacity);
+    m.list_slots = poison("window_slots", capacity * kListWindow, Element::kI64);
+    m.list_count = poison("window_count", capacity);
+    return m;
+  }
+
+  // Random tokens, one a sequence of the batch; some -2, as draw gives them.
+  Handle drawn(const char* name) {
+    std::vector<int32_t> tokens(static_cast<size_t>(s_.max_seqs));
+    for (int32_t& token : tokens) token = stream_.one_in(20) ? -2 : stream_.below(kVocab);
+    return ints(name, tokens);
+  }
+  Handle probabilities() {
+    std::vector<float> values(static_cast<size_t>(s_.max_seqs));
+    for (float& value : values) value = static_cast<float>(stream_.below(1000)) * 1e-3f;
+    return op.add(
+        float_array("probabilities", Element::kF32, Element::kF32, s_.max_seqs,
+                    [values](float* to) { std::copy(values.begin(), values.end(), to); }));
+  }
+  // Draws that follow the drafts most of the time.
+  Handle target_tokens() {
+    std::vector<int32_t> tokens(static_cast<size_t>(logit_ends_.back()) + 3, -1);
+    for (int32_t i = 0; i < s_.num_seqs; ++i) {
+      const auto slot = static_cast<size_t>(batch_slots_[static_cast<size_t>(i)]);
+      for (int32_t row = logit_ends_[static_cast<size_t>(i)];
+           row < logit_ends_[static_cast<size_t>(i) + 1]; ++row) {
+        const int32_t j = row - logit_ends_[static_cast<size_t>(i)];
+        const bool follows = j < s_.num_draft_tokens && !stream_.one_in(5);
+        tokens[static_cast<size_t>(row)] =
+            stream_.one_in(25) ? -2
+            : follows
+                ? drafts_[slot * static_cast<size_t>(s_.num_draft_tokens) + static_cast<size_t>(j)]
+                : stream_.below(kVocab);
+      }
+    }
+    return ints("target_tokens", tokens);
+  }
+
+  template <class T>
+  Handle ints(std::string name, const std::vector<T>& values) {
+    return op.add(int_array(std::move(name), Role::kInOut, values));
+  }
+  Handle poison(std::string name, int64_t count, Element element = Element::kI32) {
+    return op.add(output_array(std::move(name), element, element, count, 0));
+  }
+  [[nodiscard]] int32_t num_verify_rows() const { return verify_ends_.back(); }
+  [[nodiscard]] int32_t num_first_rows() const { return first_ends_.back(); }
+  [[nodiscard]] Handle verify_indptr() const { return verify_indptr_; }
+  [[nodiscard]] Handle first_indptr() const { return first_indptr_; }
+  Stream& stream() { return stream_; }
+
+  OpInstance op;
+
+ private:
+  void make_batch(StateOp op_kind) {
+    const auto size = static_cast<size_t>(s_.max_seqs);
+    std::vector<int32_t> slots(static_cast<size_t>(max_slots_));
+    std::iota(slots.begin(), slots.end(), 0);
+    shuffle(slots, stream_);
+    batch_slots_.assign(slots.begin(), slots.begin() + s_.max_seqs);
+    kinds_.assign(size, 0);
+    starts_.assign(size, 0);
+    lens_.assign(static_cast<size_t>(max_slots_), 1);
+    for (int32_t& len : lens_) len = 1 + stream_.below(kMaxLen - 30);
+    for (int32_t i = 0; i < s_.num_seqs; ++i) kinds_[static_cast<size_t>(i)] = stream_.below(4);
+    std::sort(kinds_.begin(), kinds_.begin() + s_.num_seqs);
+    int32_t num_drafting = 0;
+    verify_ends_ = first_ends_ = logit_ends_ = {0};
+    for (size_t i = 0; i < static_cast<size_t>(s_.num_seqs); ++i) {
+      const auto kind = static_cast<RowKind>(kinds_[i]);
+      int32_t& len = lens_[static_cast<size_t>(batch_slots_[i])];
+      const bool is_decode = kind == RowKind::kDecode;
+      num_drafting += is_decode || kind == RowKind::kPrefillFinal;
+      int32_t rows = s_.num_draft_tokens + 1;
+      if (!is_decode) {
+        rows = 1 + stream_.below(20);
+        starts_[i] = len;
+        // Before its chunk is assembled a sequence may still hold anything.
+        if (op_kind != StateOp::kAssembleVerifyRows) len += rows;
+      }
+      const int32_t first = is_decode ? std::min(2, len) : std::min(rows, len);
+      const int32_t logits = is_decode                          ? rows
+                             : kind == RowKind::kPrefillFinal   ? 1
+                             : kind == RowKind::kPrefillPartial ? 0
+                                                                : rows;
+      verify_ends_.push_back(verify_ends_.back() + rows);
+      first_ends_.push_back(first_ends_.back() + first);
+      logit_ends_.push_back(logit_ends_.back() + logits);
+    }
+    std::vector<int32_t> tokens(static_cast<size_t>(verify_ends_.back()) + 4);
+    for (int32_t& token : tokens) token = stream_.below(kVocab);
+    const auto padded = [&](std::vector<int32_t> ends) {
+      ends.resize(size + 1, 0);  // stale behind the batch
+      return ends;
+    };
+    num_seqs_ = ints<int32_t>("num_seqs", {s_.num_seqs});
+    num_drafting_ = ints<int32_t>("num_drafting", {num_drafting});
+    num_verify_rows_ = ints<int32_t>("num_verify_rows", {verify_ends_.back()});
+    num_first_rows_ = ints<int32_t>("num_first_rows", {first_ends_.back()});
+    num_logit_rows_ = ints<int32_t>("num_logit_rows", {logit_ends_.back()});
+    batch_slot_ = ints("batch_slot", batch_slots_);
+    kind_ = ints("kind", kinds_);
+    prefill_start_ = ints("prefill_start", starts_);
+    verify_indptr_ = ints("verify_indptr", padded(verify_ends_));
+    first_indptr_ = ints("first_indptr", padded(first_ends_));
+    logit_indptr_ = ints("logit_indptr", padded(logit_ends_));
+    prefill_tokens_ = ints("prefill_tokens", tokens);
+  }
+
+  void make_sequences() {
+    const auto size = static_cast<size_t>(max_slots_);
+    const int32_t k = s_.num_draft_tokens;
+    std::vector<int32_t> limits(size);
+    std::vector<int32_t> active(size);
+    std::vector<uint64_t> seeds(size);
+    std::vector<int32_t> num_stops(size);
+    std::vector<int32_t> stops(size * kMaxStopIds, 12345);
+    std::vector<int32_t> history(size * kMaxLen);
+    std::vector<int32_t> draft_lens(size);
+    drafts_.resize(size * static_cast<size_t>(k));
+    for (int32_t& token : history) token = stream_.below(kVocab);
+    for (int32_t& token : drafts_) token = stream_.below(kVocab);
+    for (size_t slot = 0; slot < size; ++slot) {
+      // Often there is room for a token or two only.
+      const int32_t room = stream_.one_in(2) ? stream_.below(3) : stream_.below(30);
+      limits[slot] = std::min(kMaxLen, lens_[slot] + room);
+      active[slot] = lens_[slot] < limits[slot] && !stream_.one_in(6) ? 1 : 0;
+      seeds[slot] = stream_.next();
+      num_stops[slot] = stream_.one_in(2) ? 0 : stream_.below(4);
+      for (int32_t j = 0; j < num_stops[slot]; ++j) {
+        stops[slot * kMaxStopIds + static_cast<size_t>(j)] = stream_.below(kVocab);
+      }
+      draft_lens[slot] = std::min(stream_.one_in(2) ? k : stream_.below(k + 1),
+                                  std::max(0, limits[slot] - lens_[slot]));
+    }
+    known_len_ = ints("known_len", lens_);
+    limit_ = ints("limit", limits);
+    is_active_ = ints("is_active", active);
+    seed_ = ints("seed", seeds);
+    num_stop_ids_ = ints("num_stop_ids", num_stops);
+    stop_ids_ = ints("stop_ids", stops);
+    history_ = ints("history", history);
+    draft_tokens_ = ints("draft_tokens", drafts_);
+    draft_len_ = ints("draft_len", draft_lens);
+  }
+
+  StateSpec s_;
+  int32_t max_slots_;
+  Stream stream_;
+  std::vector<int32_t> batch_slots_, kinds_, starts_, lens_, drafts_;
+  std::vector<int32_t> verify_ends_, first_ends_, logit_ends_;
+  Handle num_seqs_, num_drafting_, num_verify_rows_, num_first_rows_, num_logit_rows_, batch_slot_,
+      kind_, prefill_start_, verify_indptr_, first_indptr_, logit_indptr_, prefill_tokens_;
+  Handle known_len_, limit_, is_active_, seed_, num_stop_ids_, stop_ids_, history_, draft_tokens_,
+      draft_len_;
+};
+
+template <class Ctx>
+void build_all(Ctx& ctx, const PassRows& rows, const std::vector<GroupMetadata>& groups,
+               int32_t padded_rows) {
+  for (const GroupMetadata& group : groups) build(ctx, rows, group, padded_rows);
+}
+
+OpInstance make_assemble(World world, StateOp kind) {
+  const bool is_verify = kind == StateOp::kAssembleVerifyRows;
+  const int32_t num_rows = is_verify ? world.num_verify_rows() : world.num_first_rows();
+  const auto rows = world.unwritten_rows(
+      num_rows + 5, is_verify ? world.verify_indptr() : world.first_indptr(), 32);
+  OpInstance op = world.op;
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    if (is_verify) {
+      assemble_verify_rows(ctx, AssembleVerifyRowsParams{.inputs = world.inputs(at),
+                                                         .sequences = world.sequences(at),
+                                                         .rows = rows.at(at)});
+    } else {
+      assemble_first_rows(ctx, AssembleFirstRowsParams{.inputs = world.inputs(at),
+                                                       .sequences = world.sequences(at),
+                                                       .rows = rows.at(at)});
+    }
+  });
+  return op;
+}
+
+OpInstance make_accept(World world, const StateSpec& s, bool is_synthetic) {
+  static_assert(sizeof(SequenceResult) % 4 == 0);
+  const Handle target = world.target_tokens();
+  const Handle results =
+      world.poison("results", s.max_seqs * static_cast<int64_t>(sizeof(SequenceResult) / 4));
+  AcceptParams params{};
+  params.max_seqs = s.max_seqs;
+  params.method = is_synthetic ? AcceptMethod::kSynthetic : AcceptMethod::kCoupled;
+  for (float& rate : params.synthetic_rate) {
+    rate = static_cast<float>(world.stream().below(1001)) * 1e-3f;
+  }
+  OpInstance op = world.op;
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    AcceptParams p = params;
+    p.inputs = world.inputs(at);
+    p.sequences = world.sequences(at);
+    p.target_tokens = at.get<int32_t>(target);
+    p.results = at.get<SequenceResult>(results);
+    accept(ctx, p);
+  });
+  return op;
+}
+
+OpInstance make_metadata(World world, const StateSpec& s) {
+  const int32_t num_rows = 3 * s.num_seqs;
+  const int32_t capacity = 3 * s.max_seqs + 7;
+  const auto rows = world.random_rows(num_rows, capacity);
+  const auto metadata = world.metadata(capacity);
+  OpInstance op = world.op;
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    build_all(ctx, rows.at(at), metadata.at(at), capacity - 2);
+  });
+  return op;
+}
+
+// Everything between the first pass and the end of drafting, with draws made up.
+OpInstance make_draft_steps(World world, const StateSpec& s) {
+  const int32_t k = s.num_draft_tokens;
+  std::vector<int32_t> indptr(static_cast<size_t>(s.max_seqs) + 1);
+  std::iota(indptr.begin(), indptr.end(), 0);
+  const auto rows = world.unwritten_rows(s.max_seqs, world.ints("step_indptr", indptr), 1);
+  const auto metadata = world.metadata(s.max_seqs);
+  const Handle step = world.poison("current_draft_step", 1);
+  const Handle keeps = s.stops_early ? world.poison("keep_drafting", 1) : kNoArray;
+  std::vector<Handle> drawn;
+  std::vector<Handle> probabilities;
+  for (int32_t j = 0; j < k; ++j) {
+    drawn.push_back(world.drawn("drawn"));
+    probabilities.push_back(s.stops_early ? world.probabilities() : kNoArray);
+  }
+  OpInstance op = world.op;
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    const SequenceState sequences = world.sequences(at);
+    const std::vector<GroupMetadata> groups = metadata.at(at);
+    AdvanceParams advance{};
+    advance.current_draft_step = at.get<int32_t>(step);
+    advance.rows = rows.at(at);
+    advance.sequences = sequences;
+    for (const GroupMetadata& group : groups) {
+      advance.groups[advance.num_groups++] = advance_group(group);
+    }
+    for (int32_t j = 0; j < k; ++j) {
+      const auto i = static_cast<size_t>(j);
+      const auto* const tokens = at.get<int32_t>(drawn[i]);
+      const DraftStop stop{.probabilities = at.get<float>(probabilities[i]),
+                           .threshold = 0.2f,
+                           .keep_drafting = at.get<int32_t>(keeps)};
+      if (j == 0) {
+        begin_draft_steps(ctx, BeginDraftStepsParams{.inputs = world.inputs(at),
+                                                     .sequences = sequences,
+                                                     .drawn = tokens,
+                                                     .rows = rows.at(at),
+                                                     .current_draft_step = at.get<int32_t>(step),
+                                                     .stop = stop});
+        build_all(ctx, rows.at(at), groups, s.max_seqs);
+        continue;
+      }
+      store_draft(ctx, StoreDraftParams{.current_draft_step = at.get<int32_t>(step),
+                                        .rows = rows.at(at),
+                                        .sequences = sequences,
+                                        .drawn = tokens,
+                                        .stop = stop});
+      advance.drawn = tokens;
+      advance.stop = stop;
+      advance_draft_step(ctx, advance);
+      advance_window_list(
+          ctx, AdvanceWindowListParams{.rows = rows.at(at),
+                                       .metadata = std::get<WindowListMetadata>(groups[2])});
+    }
+  });
+  return op;
+}
+
+}  // namespace
+
+OpInstance make_state(StateOp kind, const StateSpec& spec, uint64_t seed) {
+  World world(spec, kind, seed);
+  switch (kind) {
+    case StateOp::kAssembleVerifyRows:
+    case StateOp::kAssembleFirstRows:
+      return make_assemble(std::move(world), kind);
+    case StateOp::kAccept:
+      return make_accept(std::move(world), spec, /*is_synthetic=*/false);
+    case StateOp::kAcceptSynthetic:
+      return make_accept(std::move(world), spec, /*is_synthetic=*/true);
+    case StateOp::kBuildMetadata:
+      return make_metadata(std::move(world), spec);
+    case StateOp::kDraftSteps:
+      return make_draft_steps(std::move(world), spec);
+  }
+  return {};
+}
+
+namespace {
+
+void add_attention(std::vector<OpCase>& cases, const AttentionSpec& s) {
+  const std::string name =
+      "attention_" + std::to_string(s.num_qo_heads) + "x" + std::to_string(s.num_kv_heads) + "_d" +
+      std::to_string(s.head_dim) + "_b" + std::to_string(s.block_size) +
+      (s.window > 0 ? "_w" + std::to_string(s.window) : "") + (s.soft_cap > 0 ? "_cap" : "") +
+      (s.has_sinks ? "_sinks" : "") + (s.dtype == DType::kFloat32 ? "_f32" : "_bf16");
+  const auto add = [&](const char* batch_name, const AttentionBatch& batch) {
+    cases.push_back({name + "_" + batch_name,
+                     [s, batch](uint64_t seed) { return make_attention(s, batch, seed); }});
+  };
+  // {id, length, rows, inert rows}. Lengths at the edges of chunks, of blocks (full; one token) and
+  // at neither; ended sequences in between.
+  add("none", {.sequences = {}, .extra_rows = 4, .extra_seqs = 2, .extra_rows_per_seq = 1});
+  add("decode", {.sequences = {{0, 1, 1, 0},
+                               {1, 127, 1, 0},
+                               {2, 1, 0, 1},
+                               {3, 128, 1, 0},
+                               {4, 129, 1, 0},
+                               {5, 1000, 1, 0},
+                               {6, 2100, 1, 0},
+                               {7, 1, 0, 1},
+                               {8, 48, 1, 0},
+                               {9, 49, 1, 0},
+                               {10, 257, 1, 0}},
+                 .extra_rows = 5,
+                 .extra_seqs = 5});
+  add("verify3", {.sequences = {{0, 3, 3, 0},
+                                {1, 128, 2, 1},
+                                {2, 1000, 3, 0},
+                                {3, 1, 0, 3},
+                                {4, 129, 1, 2},
+                                {5, 130, 3, 0}},
+                  .extra_rows = 7,
+                  .extra_seqs = 1});
+  add("verify17", {.sequences = {{0, 17, 17, 0},
+                                 {1, 1, 1, 16},
+                                 {2, 129, 17, 0},
+                                 {3, 1000, 9, 8},
+                                 {4, 2100, 17, 0},
+                                 {5, 1, 0, 17}},
+                   .extra_rows = 1});
+  add("prefill", {.sequences = {{0, 1, 1, 0}, {1, 200, 200, 0}, {2, 1000, 130, 0}, {3, 129, 64, 0}},
+                  .extra_rows = 100,
+                  .extra_seqs = 3,
+                  .max_model_len = 8192});
+  add("mixed", {.sequences = {{0, 300, 5, 0},
+                              {1, 128, 1, 4},
+                              {2, 260, 5, 0},
+                              {3, 0, 0, 0},
+                              {4, 90, 90, 0},
+                              {5, 513, 33, 0}},
+                .extra_rows = 17,
+                .extra_seqs = 10,
+                .extra_rows_per_seq = 400,
+                .max_model_len = 40000});
+}
+
+}  // namespace
+
+std::vector<OpCase> sequence_op_cases() {
+  std::vector<OpCase> cases;
+  constexpr DType kB = DType::kBFloat16;
+  constexpr DType kF = DType::kFloat32;
+  for (const DType dtype : {kB, kF}) {
+    add_attention(cases, {4, 4, 64, 16, 0, 0.0f, false, dtype});
+    add_attention(cases, {8, 2, 128, 16, 0, 0.0f, false, dtype});
+    add_attention(cases, {4, 1, 256, 16, 512, 0.0f, false, dtype});
+    add_attention(cases, {4, 2, 128, 24, 100, 5.0f, true, dtype});
+  }
+  add_attention(cases, {4, 2, 64, 1, 0, 0.0f, false, kB});
+  add_attention(cases, {8, 1, 64, 16, 0, 0.0f, true, kB});
+  add_attention(cases, {8, 1, 128, 256, 0, 30.0f, false, kB});
+  add_attention(cases, {8, 2, 128, 256, 1, 0.0f, false, kB});
+  add_attention(cases, {2, 2, 128, 16, 1024, 0.0f, false, kB});
+  add_attention(cases, {8, 1, 256, 24, 129, 0.0f, true, kB});
+  add_attention(cases, {2, 2, 256, 256, 0, 50.0f, false, kB});
+  add_attention(cases, {4, 1, 512, 16, 0, 0.0f, false, kB});
+  add_attention(cases, {4, 2, 512, 24, 128, 5.0f, true, kB});
+  add_attention(cases, {6, 2, 128, 16, 0, 0.0f, false, kB});  // a group of three
+  for (const StateOp op :
+       {StateOp::kAssembleVerifyRows, StateOp::kAssembleFirstRows, StateOp::kAccept,
+        StateOp::kAcceptSynthetic, StateOp::kBuildMetadata, StateOp::kDraftSteps}) {
+    const char* const names[] = {"assemble_verify_rows", "assemble_first_rows", "accept",
+                                 "accept_synthetic",     "build_metadata",      "draft_steps"};
+    const StateSpec specs[] = {{1, 0, 1, 16},      {1, 1, 1, 16},   {12, 12, 4, 16},
+                               {64, 40, 3, 24},    {64, 64, 16, 1}, {300, 300, 7, 256},
+                               {1024, 1000, 2, 16}};
+    for (StateSpec spec : specs) {
+      for (const bool stops_early : {false, true}) {
+        if (stops_early && op != StateOp::kDraftSteps) continue;
+        spec.stops_early = stops_early;
+        cases.push_back({std::string(names[static_cast<size_t>(op)]) + "_seqs" +
+                             std::to_string(spec.num_seqs) + "of" + std::to_string(spec.max_seqs) +
+                             "_k" + std::to_string(spec.num_draft_tokens) +
+                             (stops_early ? "_stops" : ""),
+                         [op, spec](uint64_t seed) { return make_state(op, spec, seed); }});
+      }
+    }
+  }
+  return cases;
+}
+
+}  // namespace paceline::testing
