@@ -4,16 +4,21 @@
 #   make demo     install from source into .venv and run the main job
 #   make test     all tests: ctest, then pytest on the installed package, in .venv-test
 #   make bench    the latency bench in .venv
+#   make cuda     build the CUDA backend, library, module and tests, in build/cuda-python
+#   make test-cuda-build   what can be tested of it without a GPU
+#   make gpu-test          all GPU tests and benches on this machine's GPU; writes docs/gpu-evidence.json
+#   make gpu-sanitize      compute-sanitizer over the op table; writes docs/gpu-sanitizer.json
 #   make lint     ruff and mypy
 #   make format   clang-format and ruff on all sources
 #   make clean    remove builds and environments
 #
-# Variables: PYTHON (python3), JOBS (all cores), PACELINE_TEST_LEVEL (1; 3 = everything).
+# Variables: PYTHON (python3), JOBS (all cores), PACELINE_TEST_LEVEL (1; 3 = everything),
+# PACELINE_GOOGLETEST_DIR (sources of GoogleTest, for gpu-test where it is not installed).
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo test bench lint format clean check-python check-gtest
+.PHONY: demo test bench cuda test-cuda-build gpu-test gpu-sanitize lint format clean check-python check-gtest
 
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
@@ -42,6 +47,27 @@ test: $(TEST_VENV)/.installed check-gtest
 	cmake --build --preset cpu-release
 	ctest --preset cpu-release
 	python -m pytest
+
+# A CUDA build on a machine without a GPU, or even a driver: compiles, imports, and runs on the CPU.
+test-cuda-build: $(TEST_VENV)/.installed check-gtest
+	export PATH="$(CURDIR)/$(TEST_VENV)/bin:$$PATH:/usr/local/cuda/bin"
+	cmake --preset cuda-python
+	cmake --build --preset cuda-python
+	ctest --preset cuda-python
+	PYTHONPATH="$(CURDIR)/python" python tests/install/check_cuda_build.py
+
+# On a machine with a GPU, with what is installed there: CUDA, cmake, ninja, pybind11, torch, pytest.
+cuda: check-python
+	export PATH="$$PATH:/usr/local/cuda/bin"
+	cmake --preset cuda-python -DPython_EXECUTABLE="$$(command -v $(PYTHON))" \
+	  -DPACELINE_GOOGLETEST_DIR="$(PACELINE_GOOGLETEST_DIR)"
+	cmake --build --preset cuda-python
+
+gpu-test: cuda
+	$(PYTHON) tests/cuda/evidence.py test
+
+gpu-sanitize: cuda
+	$(PYTHON) tests/cuda/evidence.py sanitize
 
 lint: $(TEST_VENV)/.installed
 	export PATH="$(CURDIR)/$(TEST_VENV)/bin:$$PATH"

@@ -15,6 +15,7 @@
 
 #include <utility>
 
+#include "common/kernel_trace.h"
 #include "common/status.h"
 #include "device/cuda_context.h"
 
@@ -48,6 +49,7 @@ void launch(CudaContext& ctx, const char* name, void (*kernel)(Params...), dim3 
   config.attrs = &attribute;
   config.numAttrs = 1;
   check(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...), name);
+  if (ctx.trace != nullptr) ctx.trace->mark(name);
 }
 
 // Raises the limit of dynamic shared memory of a kernel; above 48 KB it has to be asked for.

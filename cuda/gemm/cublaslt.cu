@@ -305,6 +305,10 @@ bool GemmPlanner::run_library(CudaContext& ctx, const GemmParams& p) {
                        plan.x, &zero, p.y, plan.y, p.y, plan.y, &plan.algorithm, ctx.workspace,
                        static_cast<size_t>(ctx.workspace_bytes), ctx.stream),
       "cublasLtMatmul");
+  if (ctx.trace != nullptr) {
+    ctx.trace->label_next(concat("cublasLt gemm ", p.n, "x", p.k));
+    ctx.trace->mark("cublasLt");
+  }
   return true;
 }
 

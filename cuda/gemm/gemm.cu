@@ -370,6 +370,7 @@ void launch_float(CudaContext& ctx, const GemmParams& p) {
 
 void gemm(CudaContext& ctx, const GemmParams& p) {
   if (p.max_rows <= 0) return;
+  if (ctx.trace != nullptr) ctx.trace->label_next(concat("gemm ", p.n, "x", p.k));
   PACELINE_CHECK(p.x_dtype == p.weight_dtype, "on a GPU x has the dtype of the weights");
   if (p.weight_dtype == DType::kFloat32) {
     PACELINE_CHECK(p.y_dtype == DType::kFloat32, "float32 products have float32 outputs");

@@ -10,7 +10,9 @@
 #include <pybind11/pybind11.h>
 
 #include <memory>
+#include <string>
 
+#include <paceline/device.h>
 #include <paceline/model.h>
 
 namespace paceline::python {
@@ -34,6 +36,10 @@ struct PyModel {
   std::shared_ptr<const Model> model;
 };
 
+// "cpu" or "cuda"; ValueError for anything else.
+Device parse_device(const std::string& name);
+
+void register_device(py::module_& module);
 void register_errors(py::module_& module);
 void register_model(py::module_& module);
 void register_executor(py::module_& module);

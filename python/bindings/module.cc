@@ -26,6 +26,7 @@ PYBIND11_MODULE(_core, module) {
   module.doc() = "The C++ runtime of Paceline. Internal: use the names that `paceline` exports.";
 
   register_errors(module);
+  register_device(module);
   register_model(module);
   register_executor(module);
 

@@ -13,6 +13,7 @@ struct ExceptionTypes {
   PyObject* model_file_error = nullptr;
   PyObject* model_not_found_error = nullptr;
   PyObject* internal_error = nullptr;
+  PyObject* device_error = nullptr;
   PyObject* out_of_memory_error = nullptr;
 };
 
@@ -47,6 +48,8 @@ void translate(std::exception_ptr pointer) {
     py::set_error(PyExc_NotImplementedError, error.what());
   } catch (const OutOfMemory& error) {
     py::set_error(types.out_of_memory_error, error.what());
+  } catch (const DeviceError& error) {
+    py::set_error(types.device_error, error.what());
   } catch (const InternalError& error) {
     py::set_error(types.internal_error, error.what());
   }
@@ -68,6 +71,11 @@ void register_errors(py::module_& module) {
   types.internal_error = add_exception(module, "InternalError",
                                        "A broken invariant: a bug in Paceline. Please report it.",
                                        py::make_tuple(py::handle(PyExc_RuntimeError)));
+  types.device_error = add_exception(
+      module, "DeviceError",
+      "The device or its driver failed or is missing; the message has the call and the driver's "
+      "reason. An engine that raised it is lost.",
+      py::make_tuple(py::handle(PyExc_RuntimeError)));
   types.out_of_memory_error =
       add_exception(module, "OutOfMemoryError",
                     "Memory for weights, KV pool or workspace could not be had at start.",

@@ -32,6 +32,7 @@ constexpr std::array kAcceptMethodNames = {
     EnumName<AcceptMethod>{AcceptMethod::kSynthetic, "synthetic"}};
 constexpr std::array kDraftDriverNames = {EnumName<DraftDriver>{DraftDriver::kUnrolled, "unrolled"},
                                           EnumName<DraftDriver>{DraftDriver::kReplay, "replay"},
+                                          EnumName<DraftDriver>{DraftDriver::kWhile, "while"},
                                           EnumName<DraftDriver>{DraftDriver::kEager, "eager"}};
 
 template <class Enum>
@@ -146,9 +147,12 @@ constexpr std::array kOptionFields = {
     option_field("accept_method", [](auto& o) -> auto& { return o.speculative.accept_method; }),
     option_field("synthetic_acceptance_length",
                  [](auto& o) -> auto& { return o.speculative.synthetic_acceptance_length; }),
+    option_field("draft_stop_threshold",
+                 [](auto& o) -> auto& { return o.speculative.draft_stop_threshold; }),
     option_field("draft_driver", [](auto& o) -> auto& { return o.draft_driver; }),
     option_field("device_lateness", [](auto& o) -> auto& { return o.device_lateness; }),
     option_field("use_window_lists", [](auto& o) -> auto& { return o.use_window_lists; }),
+    option_field("host_delay_max_us", [](auto& o) -> auto& { return o.host_delay_max_us; }),
     option_field("use_null_device", [](auto& o) -> auto& { return o.use_null_device; }),
     option_field("poison_freed_blocks", [](auto& o) -> auto& { return o.poison_freed_blocks; }),
 };
@@ -223,6 +227,7 @@ py::dict memory_report_to_dict(const MemoryReport& report) {
   dict["kv_num_slabs"] = report.kv_num_slabs;
   dict["kv_free_slabs"] = report.kv_free_slabs;
   dict["workspace_bytes"] = report.workspace_bytes;
+  dict["graph_bytes"] = report.graph_bytes;
   dict["groups"] = std::move(groups);
   return dict;
 }
@@ -238,6 +243,7 @@ py::dict stats_to_dict(const ExecutorStats& stats) {
   dict["num_waiting"] = stats.num_waiting;
   dict["host_us"] = stats.host_us;
   dict["iteration_us"] = stats.iteration_us;
+  dict["iteration_idle_us"] = stats.iteration_idle_us;
   dict["iteration_num_decoding"] = stats.iteration_num_decoding;
   dict["iteration_num_prefill"] = stats.iteration_num_prefill;
   return dict;
@@ -285,8 +291,9 @@ std::string event_repr(const PyRequestEvent& self) {
 class PyExecutor {
  public:
   PyExecutor(std::shared_ptr<const Model> target, std::shared_ptr<const Model> draft,
-             const ExecutorOptions& options)
-      : executor_(std::make_unique<Executor>(std::move(target), std::move(draft), options)) {}
+             const ExecutorOptions& options, const Executor::Progress& progress)
+      : executor_(
+            std::make_unique<Executor>(std::move(target), std::move(draft), options, progress)) {}
 
   ~PyExecutor() { close(); }
 
@@ -343,6 +350,19 @@ class PyExecutor {
   bool is_closed_ = false;
   std::unique_ptr<Executor> executor_;
 };
+
+// Calls back into Python from a constructor that runs without the GIL. Copies hold no reference, so
+// that the library may copy and drop them without the GIL; `callback` outlives the constructor.
+// What the callback raises leaves the constructor.
+Executor::Progress progress_caller(py::handle callback) {
+  if (callback.is_none()) {
+    return {};
+  }
+  return [callback](int32_t done, int32_t total) {
+    const py::gil_scoped_acquire acquire;
+    callback(done, total);
+  };
+}
 
 std::string executor_repr(PyExecutor& self) {
   if (self.is_closed()) {
@@ -413,27 +433,39 @@ void register_executor(py::module_& module) {
                                              "The engine: requests in, events out, on a thread of "
                                              "its own. All methods are thread-safe and "
                                              "release the GIL.")
-      .def(py::init([](const PyModel& target, const PyModel* draft, const py::dict& options) {
+      .def(py::init([](const PyModel& target, const PyModel* draft, const py::dict& options,
+                       const py::object& progress) {
+             if (!progress.is_none() && PyCallable_Check(progress.ptr()) == 0) {
+               throw py::value_error("progress is " + py::repr(progress).cast<std::string>() +
+                                     "; allowed: None or a callable of (done, total)");
+             }
              const ExecutorOptions parsed = options_from_dict(options);
              std::shared_ptr<const Model> target_model = target.model;
              std::shared_ptr<const Model> draft_model = draft == nullptr ? nullptr : draft->model;
+             const Executor::Progress report = progress_caller(progress);
              py::gil_scoped_release release;
              return Holder<PyExecutor>(
-                 new PyExecutor(std::move(target_model), std::move(draft_model), parsed));
+                 new PyExecutor(std::move(target_model), std::move(draft_model), parsed, report));
            }),
            py::arg("target"), py::arg("draft").none(true), py::arg("options"),
+           py::arg("progress") = py::none(),
            R"doc(Allocates the KV pool and the workspace and starts the engine's thread.
+
+It runs on the device that the models lie on.
 
 Args:
     target: The model whose output is wanted.
     draft: The drafter; None for plain decoding.
     options: Fields of ExecutorOptions, those of its SpeculativeOptions flattened. Absent keys keep
         their default; max_model_len (tokens) and kv_cache_bytes have none.
+    progress: Called as (done, total) on this thread while programs are captured, which only CUDA
+        takes time for. What it raises ends the start and is raised here.
 
 Raises:
     ValueError: An unknown key, or a value that is not allowed.
     NotImplementedError: A combination that does not exist yet.
     paceline.OutOfMemoryError: The pool or the workspace could not be allocated.
+    paceline.DeviceError: The device failed.
 )doc")
       .def(
           "add_request",
@@ -533,6 +565,35 @@ Returns:
           "reset_stats",
           [](PyExecutor& self) { self.call([](Executor& executor) { executor.reset_stats(); }); },
           "Sets all of `stats()` back to zero.")
+      .def(
+          "trace_iteration",
+          [](PyExecutor& self, int32_t timeout_ms) {
+            const std::vector<KernelTime> times = self.call(
+                [&](Executor& executor) { return executor.trace_iteration(timeout_ms); });
+            py::list rows;
+            for (const KernelTime& time : times) {
+              py::dict row;
+              row["name"] = time.name;
+              row["count"] = time.count;
+              row["total_us"] = time.total_us;
+              rows.append(row);
+            }
+            return rows;
+          },
+          py::arg("timeout_ms") = 5000,
+          R"doc(Times the kernels of the next iteration without prefill rows, one by one.
+
+Args:
+    timeout_ms: How long to wait for such an iteration.
+
+Returns:
+    A list of dicts with `name`, `count` and `total_us`, the longest first; empty when no such
+    iteration came in time. Kernels do not overlap while they are timed, so the sum exceeds what
+    the iteration takes.
+
+Raises:
+    NotImplementedError: The device is not cuda.
+)doc")
       .def(
           "check_integrity",
           [](PyExecutor& self) {

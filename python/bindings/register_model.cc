@@ -103,8 +103,8 @@ Raises:
 // A ModelBuilder is not thread-safe and its calls run without the GIL: one at a time.
 class PyModelBuilder {
  public:
-  PyModelBuilder(const std::string& config_json, DType weight_dtype)
-      : builder_(config_json, weight_dtype), weight_dtype_(weight_dtype) {}
+  PyModelBuilder(const std::string& config_json, DType weight_dtype, Device device)
+      : builder_(config_json, weight_dtype, device), weight_dtype_(weight_dtype) {}
 
   // The caller holds the GIL.
   template <class Function>
@@ -188,19 +188,24 @@ void put_tensor(PyModelBuilder& self, const std::string& name, const PySafetenso
 void register_model_builder(py::module_& module) {
   py::class_<PyModelBuilder, Holder<PyModelBuilder>>(
       module, "ModelBuilder", "Fills a model with weights, tensor by tensor.")
-      .def(py::init([](const std::string& config_json, const std::string& weight_dtype) {
+      .def(py::init([](const std::string& config_json, const std::string& weight_dtype,
+                       const std::string& device_name) {
              const DType dtype = parse_dtype(weight_dtype);
+             const Device device = parse_device(device_name);
              py::gil_scoped_release release;
-             return Holder<PyModelBuilder>(new PyModelBuilder(config_json, dtype));
+             return Holder<PyModelBuilder>(new PyModelBuilder(config_json, dtype, device));
            }),
-           py::arg("config_json"), py::arg("weight_dtype"), R"doc(Allocates the weights of a model.
+           py::arg("config_json"), py::arg("weight_dtype"), py::arg("device") = "cpu",
+           R"doc(Allocates the weights of a model.
 
 Args:
     config_json: The canonical decoder description (docs/model-format.md).
     weight_dtype: "float32" or "bfloat16", of the matrices; norms and biases are float32.
+    device: "cpu" or "cuda": where the weights will lie. Executors run there.
 
 Raises:
     ValueError: A key of the description that is missing, unknown or not allowed.
+    NotImplementedError: There is no such device; says why.
     paceline.OutOfMemoryError: The weights could not be allocated.
 )doc")
       .def("put_tensor", &put_tensor, py::arg("name"), py::arg("file"), py::arg("tensor"),
@@ -261,10 +266,21 @@ Raises:
 std::string model_repr(const PyModel& self) {
   std::ostringstream out;
   out << "<paceline._core.Model, " << dtype_name(model_weight_dtype(*self.model)) << ", "
-      << model_weight_bytes(*self.model)
+      << device_name(model_device(*self.model)) << ", " << model_weight_bytes(*self.model)
       << " weight bytes, vocab_size=" << model_vocab_size(*self.model)
       << ", max_position=" << model_max_position(*self.model) << ">";
   return out.str();
+}
+
+// A read-only memoryview of a copy, which belongs to the view.
+py::object arena_view(const PyModel& self) {
+  std::vector<std::byte> arena;
+  {
+    py::gil_scoped_release release;
+    arena = model_weight_arena(*self.model);
+  }
+  const py::bytes copy(reinterpret_cast<const char*>(arena.data()), arena.size());
+  return py::reinterpret_steal<py::object>(PyMemoryView_FromObject(copy.ptr()));
 }
 
 // What Python sees of a ModelFolder: its models share ownership with those of the folder.
@@ -275,8 +291,10 @@ struct PyModelFolder {
   std::vector<int32_t> stop_token_ids;
 };
 
-PyModelFolder load_folder(const std::string& directory) {
-  ModelFolder folder = load_model_folder(directory);
+PyModelFolder load_folder(const std::string& directory, const std::string& device) {
+  const Device parsed = parse_device(device);
+  py::gil_scoped_release release;
+  ModelFolder folder = load_model_folder(directory, parsed);
   PyModelFolder result;
   result.target.model = std::move(folder.target);
   if (folder.draft != nullptr) {
@@ -289,7 +307,7 @@ PyModelFolder load_folder(const std::string& directory) {
 
 void register_models(py::module_& module) {
   py::class_<PyModel, Holder<PyModel>>(
-      module, "Model", py::buffer_protocol(),
+      module, "Model",
       "The weights and description of one decoder. Immutable; shared "
       "by the executors that use it.")
       .def_property_readonly(
@@ -307,23 +325,14 @@ void register_models(py::module_& module) {
       .def_property_readonly(
           "max_position", [](const PyModel& self) { return model_max_position(*self.model); },
           "Positions the model was made for, in tokens.")
-      .def_buffer([](PyModel& self) {
-        const std::span<const std::byte> arena = model_weight_arena(*self.model);
-        // The buffer protocol wants a mutable pointer; the view is read-only.
-        auto* data = const_cast<std::byte*>(arena.data());
-        return py::buffer_info(data, /*itemsize=*/1, py::format_descriptor<uint8_t>::format(),
-                               /*ndim=*/1, {static_cast<py::ssize_t>(arena.size())}, {1},
-                               /*readonly=*/true);
-      })
-      .def(
-          "arena",
-          [](const py::object& self) {
-            return py::reinterpret_steal<py::memoryview>(PyMemoryView_FromObject(self.ptr()));
-          },
-          R"doc(The bytes of all weights, for equality tests.
+      .def_property_readonly(
+          "device",
+          [](const PyModel& self) { return std::string(device_name(model_device(*self.model))); },
+          "\"cpu\" or \"cuda\": where the weights lie.")
+      .def("arena", &arena_view, R"doc(A copy of the bytes of all weights, for equality tests.
 
 Returns:
-    A read-only memoryview that keeps the model alive.
+    A read-only memoryview, which outlives the model.
 )doc")
       .def("__repr__", &model_repr);
 
@@ -342,12 +351,12 @@ Returns:
                ", num_speculative_tokens=" + std::to_string(self.num_speculative_tokens) + ">";
       });
 
-  module.def("load_model_folder", &load_folder, py::arg("directory"),
-             py::call_guard<py::gil_scoped_release>(),
+  module.def("load_model_folder", &load_folder, py::arg("directory"), py::arg("device") = "cpu",
              R"doc(Reads a folder that `paceline convert` wrote.
 
 Args:
     directory: The folder with paceline.json.
+    device: "cpu" or "cuda": where the weights will lie.
 
 Returns:
     The models and their defaults.
@@ -355,6 +364,8 @@ Returns:
 Raises:
     paceline.ModelNotFoundError: A file is missing; names it.
     paceline.ModelFileError: A file does not hold what it must; names file and key.
+    NotImplementedError: There is no such device; says why.
+    paceline.OutOfMemoryError: The weights could not be allocated.
 )doc");
 }
 

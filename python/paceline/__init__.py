@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline._core import (
+        DeviceError,
         InternalError,
         ModelFileError,
         ModelNotFoundError,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "DeviceError",
     "EngineConfig",
     "InternalError",
     "ModelFileError",
@@ -64,6 +66,7 @@ _MODULE_OF = {
     "RequestMetrics": "paceline.outputs",
     "RequestOutput": "paceline.outputs",
     "StreamChunk": "paceline.outputs",
+    "DeviceError": "paceline._core",
     "InternalError": "paceline._core",
     "ModelFileError": "paceline._core",
     "ModelNotFoundError": "paceline._core",

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -69,7 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    started = time.monotonic()
     args = build_parser().parse_args(argv)
+    args.started = started
     try:
         code = int(args.run(args))
         sys.stdout.flush()
@@ -89,12 +92,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def exit_code_of(error: Exception) -> int:
     """Chooses the exit code of an error; re-raises what can only be a bug of ours."""
-    from paceline._core import InternalError, ModelFileError
+    from paceline._core import DeviceError, InternalError, ModelFileError
 
     if isinstance(error, ModelFileError | OSError):
         return EXIT_MODEL
     if isinstance(error, MemoryError):
         return EXIT_OUT_OF_MEMORY
+    if isinstance(error, DeviceError):
+        return EXIT_DEVICE
     if isinstance(error, InternalError):
         return EXIT_FAILURE
     if isinstance(error, ValueError | NotImplementedError):
@@ -146,7 +151,11 @@ def _add_generate(commands: Any) -> None:
         "--ignore-eos", action="store_true", help="do not stop at the end-of-sequence token"
     )
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--device", default="auto", help="auto or cpu (default: auto)")
+    engine.add_argument(
+        "--device",
+        default="auto",
+        help="auto, cpu or cuda (default: auto: cuda where it can be used; with a demo, cpu)",
+    )
     engine.add_argument(
         "--dtype", default="auto", help="of the weights: auto, float32 or bfloat16 (default: auto)"
     )
@@ -179,6 +188,7 @@ def _add_generate(commands: Any) -> None:
 def _run_generate(args: argparse.Namespace) -> int:
     from paceline.config import SpeculativeConfig
     from paceline.llm import LLM
+    from paceline.memory import memory_plan
     from paceline.sampling import SamplingParams
 
     params = SamplingParams(
@@ -193,8 +203,10 @@ def _run_generate(args: argparse.Namespace) -> int:
         speculative = SpeculativeConfig.parse(speculative_config)
     if args.compare and speculative is None:
         raise ValueError("--compare needs a drafter; see --speculative-config")
+    # The demo's checkpoints are too small for a GPU to be of use.
+    is_demo = args.model is None
     engine: dict[str, Any] = {
-        "device": args.device,
+        "device": "cpu" if is_demo and args.device == "auto" else args.device,
         "dtype": args.dtype,
         "max_model_len": args.max_model_len,
         "kv_cache_bytes": args.kv_cache_bytes,
@@ -204,6 +216,8 @@ def _run_generate(args: argparse.Namespace) -> int:
     }
     show_progress = not (args.quiet or args.json)
     with LLM(model, speculative_config=speculative, show_progress=show_progress, **engine) as llm:
+        if show_progress:
+            print(f"paceline: {memory_plan(llm.memory_report())}", file=sys.stderr)
         output = _stream_text(llm, args, params, is_shown=not args.json)
         target, draft = llm.target, llm.draft
         configured = llm.capabilities()["configured"]

@@ -23,9 +23,13 @@ METHODS: Final = ("draft_model",)
 LATER_METHODS: Final = ("eagle", "eagle3", "mtp", "gemma4_mtp", "ngram", "suffix")
 REJECTION_SAMPLE_METHODS: Final = ("coupled", "synthetic")
 LATER_REJECTION_SAMPLE_METHODS: Final = ("standard", "block")
-DRAFT_DRIVERS: Final = ("unrolled", "replay", "eager")
-DEVICES: Final = ("auto", "cpu")
+DRAFT_DRIVERS: Final = ("unrolled", "replay", "while", "eager")
+DEVICES: Final = ("auto", "cpu", "cuda")
 DTYPES: Final = ("auto", "float32", "bfloat16")
+LOAD_FORMATS: Final = ("auto", "dummy")
+
+# Keys of SpeculativeConfig that users write under "x".
+_NESTED_KEYS: Final = ("draft_driver", "draft_stop_threshold")
 
 # Keys that vLLM takes and that do nothing here yet: refused by name rather than as a typing error.
 _LATER_KEYS: Final = (
@@ -107,6 +111,30 @@ def check_choice(
     raise ValueError(f"{key} is {value!r}; allowed: {quoted(allowed)}")
 
 
+def check_device(device: Any) -> None:
+    """Checks a `device` argument against this build and this machine.
+
+    Args:
+        device: What was given.
+
+    Raises:
+        NotImplementedError: A GPU that cannot be used; says why.
+        ValueError: No name of a device.
+    """
+    if isinstance(device, str) and device.startswith("cuda:"):
+        raise NotImplementedError(
+            f"device is {device!r}; allowed: {quoted(DEVICES)}: 'cuda' is the first GPU that "
+            "CUDA_VISIBLE_DEVICES leaves visible"
+        )
+    check_choice("device", device, DEVICES)
+    if device == "cuda":
+        from paceline import _core
+
+        status = _core.cuda_status()
+        if not status["is_usable"]:
+            raise NotImplementedError(f"device is 'cuda': {status['reason']}")
+
+
 def _check_finite(key: str, value: Any, allowed: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{key} is {value!r}; allowed: {allowed}")
@@ -129,8 +157,12 @@ class SpeculativeConfig:
             1 to k + 1.
         draft_sample_method: "probabilistic": the drafter draws at the request's temperature. It is
             the only choice for "coupled" and "synthetic", where drafter and target share one noise.
-        draft_driver: Under "x". Who replays the draft step: "unrolled", "replay" or "eager". All
-            give identical bits.
+        draft_driver: Under "x". Who replays the draft step: "unrolled", "replay", "while" or
+            "eager". All give identical bits.
+        draft_stop_threshold: Under "x", 0 to below 1. A sequence drafts no further once the
+            drafter's own probability of a token it has drawn is below this; that token is still
+            verified, and the output stays what it was. 0 = off; anything else needs draft_driver
+            "while".
     """
 
     method: str | None = None
@@ -140,6 +172,7 @@ class SpeculativeConfig:
     synthetic_acceptance_length: float | None = None
     draft_sample_method: str = "probabilistic"
     draft_driver: str = "unrolled"
+    draft_stop_threshold: float = 0.0
 
     def __post_init__(self) -> None:
         if self.method is None:
@@ -182,9 +215,21 @@ class SpeculativeConfig:
             self.draft_sample_method,
             ("probabilistic",),
         )
-        check_choice(
-            "speculative_config['x']['draft_driver']", self.draft_driver, DRAFT_DRIVERS, ("while",)
-        )
+        check_choice("speculative_config['x']['draft_driver']", self.draft_driver, DRAFT_DRIVERS)
+        self._check_draft_stop()
+
+    def _check_draft_stop(self) -> None:
+        key = "speculative_config['x']['draft_stop_threshold']"
+        allowed = "a number from 0 (off) to below 1"
+        threshold = _check_finite(key, self.draft_stop_threshold, allowed)
+        if not 0 <= threshold < 1:
+            raise ValueError(f"{key} is {threshold}; allowed: {allowed}")
+        if threshold > 0 and self.draft_driver != "while":
+            raise ValueError(
+                f"{key} is {threshold}, but draft_driver is {self.draft_driver!r}; allowed: only "
+                "with 'while', the driver that can stop early"
+            )
+        object.__setattr__(self, "draft_stop_threshold", threshold)
 
     def _check_synthetic_length(self, k: int) -> None:
         key = "speculative_config['synthetic_acceptance_length']"
@@ -230,7 +275,7 @@ class SpeculativeConfig:
                 f"speculative_config is {value!r} ({type(value).__name__}); "
                 "allowed: a mapping or a JSON object"
             )
-        fields = [field.name for field in dataclasses.fields(cls) if field.name != "draft_driver"]
+        fields = [field.name for field in dataclasses.fields(cls) if field.name not in _NESTED_KEYS]
         _check_keys("speculative_config", value, (*fields, "x"))
         if "num_speculative_tokens" not in value:
             # The method decides first: of one that does not exist, k is not the problem.
@@ -246,7 +291,7 @@ class SpeculativeConfig:
         nested = value.get("x", {})
         if not isinstance(nested, Mapping):
             raise ValueError(f"speculative_config['x'] is {nested!r}; allowed: a mapping")
-        _check_keys("speculative_config['x']", nested, ("draft_driver",))
+        _check_keys("speculative_config['x']", nested, _NESTED_KEYS)
         return cls(**arguments, **nested)
 
 
@@ -271,9 +316,11 @@ class EngineConfig:
     """How the engine runs: the keyword arguments of `LLM`.
 
     Attributes:
-        device: "auto" or "cpu".
+        device: "cpu", "cuda" (the first visible GPU), or "auto": "cuda" where it can be used, else
+            "cpu".
         dtype: Of the weights: "auto" (as stored, where the runtime computes with it), "float32" or
-            "bfloat16". Sums are always float32.
+            "bfloat16". Sums are always float32. On CUDA float32 weights run on slow reference
+            kernels; they are for comparing numbers, not for speed.
         max_model_len: Most tokens of prompt and output of one request; None = what the target was
             made for, at most 4,096.
         max_num_seqs: Sequences that run at the same time, 1 to 1,024.
@@ -283,7 +330,8 @@ class EngineConfig:
             iteration has room for.
         kv_cache_bytes: Bytes of the KV pool of all groups together; None = see `LLM`.
         block_size: Tokens of a KV block, 1 to 256.
-        num_threads: CPU threads of the ops; None = all cores that the process may use.
+        num_threads: CPU threads of the ops, on device "cpu"; None = all cores that the process may
+            use.
         seed: Seeds requests that have no seed of their own, 0 to 2**64 - 1.
     """
 
@@ -299,11 +347,7 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.device, str) and self.device.split(":")[0] == "cuda":
-            raise NotImplementedError(
-                f"device {self.device!r}: this build has no CUDA; it has: {quoted(DEVICES)}"
-            )
-        check_choice("device", self.device, DEVICES)
+        check_device(self.device)
         check_choice("dtype", self.dtype, DTYPES, ("float16",))
         self._check("max_num_seqs", 1, 1024)
         self._check("block_size", 1, 256)

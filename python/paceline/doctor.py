@@ -10,6 +10,7 @@ import sys
 from typing import Any, Final
 
 from paceline import _core
+from paceline.device import CUBLASLT_NAME, CUBLASLT_VARIABLE, find_cublaslt, usable_devices
 
 _REQUIRED: Final = ("numpy", "tokenizers", "tqdm")
 _OPTIONAL: Final = ("torch", "transformers")
@@ -30,7 +31,9 @@ def examine() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "build": dict(build),
-        "devices": ["cpu"],
+        "devices": [device for device in usable_devices() if device != "auto"],
+        "cuda": dict(_core.cuda_status()),
+        "cublaslt": find_cublaslt(),
         "num_cores": build["num_cores"],
         "num_affinity_cores": len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
@@ -42,44 +45,48 @@ def examine() -> dict[str, Any]:
 
 
 def check_self_draft() -> dict[str, Any]:
-    """Lets the demo's drafter draft for itself: every draft must be accepted.
+    """Lets the demo draft for itself on every device: every draft must be accepted.
 
     Returns:
-        "is_ok", and either "runs" (one dict per temperature) or "error".
+        "is_ok", and either "runs" (one dict per device and temperature) or "error".
     """
     from paceline.demo import find_demo
     from paceline.llm import LLM
-    from paceline.loader import load_checkpoint
     from paceline.sampling import SamplingParams
 
     try:
-        folder = find_demo("draft_model").draft
-        model = load_checkpoint(folder, progress=False)
-        config = {
-            "method": "draft_model",
-            "model": str(folder),
-            "num_speculative_tokens": _NUM_SPECULATIVE_TOKENS,
-        }
+        demo = find_demo("draft_model")
         runs = []
-        with LLM.from_loaded(
-            model, model, speculative_config=config, max_num_seqs=2, max_model_len=128
-        ) as llm:
-            for temperature in (0.0, 1.0):
-                params = SamplingParams(
-                    temperature=temperature, max_tokens=_NUM_TOKENS, seed=0, ignore_eos=True
-                )
-                metrics = llm.generate(_PROMPT, params)[0].metrics
-                assert metrics.speculative_decoding is not None
-                runs.append(
-                    {
-                        "temperature": temperature,
-                        "draft_acceptance_rate": metrics.speculative_decoding[
-                            "draft_acceptance_rate"
-                        ],
-                        "num_draft_tokens": metrics.speculative_decoding["num_draft_tokens"],
-                        "tokens_per_second": metrics.tokens_per_second,
-                    }
-                )
+        for device in usable_devices():
+            if device == "auto":
+                continue
+            # The drafter is the quicker one; its heads are too small for the kernels of a GPU.
+            folder = str(demo.draft if device == "cpu" else demo.target)
+            config = {
+                "method": "draft_model",
+                "model": folder,
+                "num_speculative_tokens": _NUM_SPECULATIVE_TOKENS,
+            }
+            with LLM(
+                folder, speculative_config=config, device=device, max_num_seqs=2,
+                max_model_len=128, show_progress=False,
+            ) as llm:  # fmt: skip
+                for temperature in (0.0, 1.0):
+                    params = SamplingParams(
+                        temperature=temperature, max_tokens=_NUM_TOKENS, seed=0, ignore_eos=True
+                    )
+                    metrics = llm.generate(_PROMPT, params)[0].metrics
+                    speculative = metrics.speculative_decoding
+                    assert speculative is not None
+                    runs.append(
+                        {
+                            "device": device,
+                            "temperature": temperature,
+                            "draft_acceptance_rate": speculative["draft_acceptance_rate"],
+                            "num_draft_tokens": speculative["num_draft_tokens"],
+                            "tokens_per_second": metrics.tokens_per_second,
+                        }
+                    )
     except Exception as error:
         # The doctor reports whatever is wrong instead of failing from it.
         return {"is_ok": False, "error": f"{type(error).__name__}: {error}"}
@@ -101,7 +108,8 @@ def report_text(report: dict[str, Any]) -> str:
         ("python", f"{report['python']} ({sys.implementation.name}), {report['platform']}"),
         ("compiler", build["compiler"]),
         ("cpu", build["cpu_features"] or "no vector extension that the kernels use"),
-        ("cuda", "in this build" if build["has_cuda"] else "not in this build"),
+        ("cuda", _cuda_text(report["cuda"])),
+        ("cublaslt", _cublaslt_text(report)),
         ("devices", ", ".join(report["devices"])),
         ("cores", f"{report['num_cores']} usable; threads of the ops: as many unless num_threads"),
     ]
@@ -118,10 +126,30 @@ def report_text(report: dict[str, Any]) -> str:
         verdict = "ok" if rate == 1.0 else "FAILED"
         share = "no drafts" if rate is None else f"{100 * rate:.1f} % of {run['num_draft_tokens']}"
         lines.append(
-            f"{'self-check':<18}{verdict}: the demo drafts for itself at temperature "
-            f"{run['temperature']:g}, {share} drafts accepted"
+            f"{'self-check':<18}{verdict}: the demo drafts for itself on {run['device']} at "
+            f"temperature {run['temperature']:g}, {share} drafts accepted"
         )
     return "\n".join(lines)
+
+
+def _cuda_text(status: dict[str, Any]) -> str:
+    if not status["is_usable"]:
+        return str(status["reason"])
+    return (
+        f"{status['name']}, sm_{status['compute_capability']}, {status['num_sms']} SMs, "
+        f"{status['free_bytes'] / 2**30:.1f} of {status['total_bytes'] / 2**30:.1f} GiB free"
+    )
+
+
+def _cublaslt_text(report: dict[str, Any]) -> str:
+    if report["cublaslt"] is not None:
+        return str(report["cublaslt"])
+    if not report["cuda"]["is_usable"]:
+        return "not looked for: there is no GPU to use it on"
+    return (
+        f"no {CUBLASLT_NAME} beside Python; the system's own places are searched, and "
+        f"{CUBLASLT_VARIABLE} can name a file or folder"
+    )
 
 
 def _version_of(package: str) -> str | None:

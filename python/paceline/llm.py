@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import operator
 import os
 import weakref
@@ -13,22 +14,30 @@ from typing import TYPE_CHECKING, Any, Final
 
 from paceline import _core
 from paceline.config import (
-    DEVICES,
     DRAFT_DRIVERS,
     DTYPES,
     LATER_METHODS,
     LATER_REJECTION_SAMPLE_METHODS,
+    LOAD_FORMATS,
     MAX_SEED,
     MAX_SPECULATIVE_TOKENS,
     METHODS,
     REJECTION_SAMPLE_METHODS,
     EngineConfig,
     SpeculativeConfig,
+    check_choice,
 )
 from paceline.detokenizer import IncrementalDetokenizer
+from paceline.device import capture_progress, resolve_device, usable_devices
 from paceline.dispatcher import Dispatcher
-from paceline.loader import ARCHITECTURES, LoadedModel, check_compatible, load_checkpoint
-from paceline.memory import default_kv_cache_bytes
+from paceline.loader import (
+    ARCHITECTURES,
+    LoadedModel,
+    check_compatible,
+    load_checkpoint,
+    load_dummy,
+)
+from paceline.memory import default_kv_cache_bytes, group_max_bytes, memory_plan
 from paceline.outputs import RequestError, RequestOutput
 from paceline.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
 from paceline.stream import Request, RequestStream
@@ -38,6 +47,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 Prompt = str | Sequence[int]
+
+_logger = logging.getLogger("paceline")
 
 _DEFAULT_MAX_MODEL_LEN: Final = 4096
 _DEFAULT_MAX_NUM_BATCHED_TOKENS: Final = 2048
@@ -68,6 +79,7 @@ class LLM:
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
         device: str = "auto",
         dtype: str = "auto",
+        load_format: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int | None = None,
@@ -85,8 +97,12 @@ class LLM:
                 `tokenizer.json` it takes token ids only.
             speculative_config: vLLM's keys as a mapping or JSON, see `SpeculativeConfig`; None =
                 plain decoding.
-            device: "auto" or "cpu".
-            dtype: Of the weights: "auto", "float32" or "bfloat16".
+            device: "cpu", "cuda" (the first visible GPU), or "auto": "cuda" where it can be used,
+                else "cpu".
+            dtype: Of the weights: "auto" (BF16 stays bfloat16, anything else becomes float32),
+                "float32" or "bfloat16". On CUDA float32 weights run on slow reference kernels.
+            load_format: "auto" reads the weights; "dummy" makes them up (normal, standard deviation
+                0.02), for the drafter too. A folder then needs no more than `config.json`.
             max_model_len: Most tokens of prompt and output of one request. None = what the target
                 was made for, at most 4,096. The drafter must have been made for as many.
             max_num_seqs: Sequences that run at the same time; further requests wait.
@@ -95,13 +111,16 @@ class LLM:
             prefill_chunk_size: Most prompt tokens of one request in one iteration; None = what the
                 iteration has room for.
             kv_cache_bytes: Bytes of the KV pool. None = enough for max_num_seqs sequences of
-                max_model_len tokens, but at most a quarter of the memory that is free now. A pool
-                that is too small for all sequences at once is no error: some wait, or are computed
-                again later.
+                max_model_len tokens, but at most a quarter of the memory that is free now, or on
+                CUDA 90 % of what the weights leave free, less 2 GiB; `memory_report()` has the size
+                and the reason. A pool that is too small for all sequences at once is no error: some
+                wait, or are computed again later.
             block_size: Tokens of a KV block.
             num_threads: CPU threads; None = all cores that the process may use.
             seed: Seeds requests that have no seed of their own.
-            show_progress: Show progress bars while loading, where standard error is a terminal.
+            show_progress: Show progress bars while loading and while graphs are captured, where
+                standard error is a terminal. (What memory is used for is logged at level INFO by
+                the logger "paceline".)
 
         Raises:
             ValueError: An argument that is not allowed, or a drafter that does not fit the target.
@@ -109,7 +128,9 @@ class LLM:
             paceline.ModelNotFoundError: A folder or file that does not exist.
             paceline.ModelFileError: A file that does not hold what it must.
             paceline.OutOfMemoryError: No memory for weights, KV pool or workspace.
+            paceline.DeviceError: The GPU or its driver failed.
         """
+        check_choice("load_format", load_format, LOAD_FORMATS)
         config = EngineConfig(
             device=device,
             dtype=dtype,
@@ -126,11 +147,20 @@ class LLM:
         draft = None
         if speculative_config is not None:
             speculative = SpeculativeConfig.parse(speculative_config)
-        target = load_checkpoint(model, dtype=config.dtype, progress=show_progress)
+        resolved = resolve_device(config.device)
+
+        def load(path: str | os.PathLike[str]) -> LoadedModel:
+            if load_format == "dummy":
+                return load_dummy(path, dtype=config.dtype, device=resolved)
+            return load_checkpoint(
+                path, dtype=config.dtype, device=resolved, progress=show_progress
+            )
+
+        target = load(model)
         if speculative is not None:
             assert speculative.model is not None
-            draft = load_checkpoint(speculative.model, dtype=config.dtype, progress=show_progress)
-        self._start(target, draft, config, speculative)
+            draft = load(speculative.model)
+        self._start(target, draft, config, speculative, show_progress=show_progress)
 
     @classmethod
     def from_loaded(
@@ -139,6 +169,7 @@ class LLM:
         draft: LoadedModel | None = None,
         *,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
+        show_progress: bool = True,
         **engine: Any,
     ) -> LLM:
         """Starts an engine on models that are loaded already; they may be shared.
@@ -147,7 +178,9 @@ class LLM:
             target: What `paceline.loader.load_checkpoint` returned.
             draft: The same for the drafter; needed if and only if there is a speculative_config.
             speculative_config: As for `LLM`; its `model` is only a name here.
-            **engine: Fields of `EngineConfig`.
+            show_progress: As for `LLM`.
+            **engine: Fields of `EngineConfig`. The engine runs where the models lie; a `device`
+                other than "auto" has to say the same.
 
         Returns:
             The LLM.
@@ -164,8 +197,14 @@ class LLM:
                 "draft and speculative_config belong together: "
                 f"draft is {draft!r:.60}, speculative_config is {speculative_config!r}"
             )
+        if config.device not in ("auto", target.model.device):
+            raise ValueError(
+                f"device is {config.device!r}, but the target lies on {target.model.device!r}; "
+                f"allowed: 'auto' or {target.model.device!r}, or load it to the other device"
+            )
+        resolve_device(target.model.device)
         llm = cls.__new__(cls)
-        llm._start(target, draft, config, speculative)
+        llm._start(target, draft, config, speculative, show_progress=show_progress)
         return llm
 
     def _start(
@@ -174,6 +213,8 @@ class LLM:
         draft: LoadedModel | None,
         config: EngineConfig,
         speculative: SpeculativeConfig | None,
+        *,
+        show_progress: bool,
     ) -> None:
         if draft is not None:
             check_compatible(target, draft)
@@ -197,6 +238,7 @@ class LLM:
         else:
             kv_cache_bytes, self._kv_cache_rule = default_kv_cache_bytes(
                 [target] if draft is None else [target, draft],
+                device=target.model.device,
                 max_num_seqs=config.max_num_seqs,
                 max_model_len=self.max_model_len,
                 num_extra_tokens=4 * (k + 1) + 2 * config.block_size,
@@ -216,11 +258,16 @@ class LLM:
             options["accept_method"] = speculative.rejection_sample_method
             options["synthetic_acceptance_length"] = speculative.synthetic_acceptance_length or 0.0
             options["draft_driver"] = speculative.draft_driver
-        executor = _core.Executor(target.model, None if draft is None else draft.model, options)
+            options["draft_stop_threshold"] = speculative.draft_stop_threshold
+        draft_model = None if draft is None else draft.model
+        with capture_progress(is_shown=show_progress) as report:
+            executor = _core.Executor(target.model, draft_model, options, report)
         self._dispatcher = Dispatcher(executor)
         # Also at interpreter exit; holds the dispatcher, not this object.
         self._finalizer = weakref.finalize(self, self._dispatcher.close)
         self._counter = itertools.count()
+        if _logger.isEnabledFor(logging.INFO):
+            _logger.info("%s", memory_plan(self.memory_report()))
 
     # ---- generating ----------------------------------------------------------------------------
 
@@ -334,7 +381,7 @@ class LLM:
                 "draft_architecture": None if self.draft is None else self.draft.architecture,
                 "method": speculative.method if speculative is not None else None,
                 "dtype": self.target.weight_dtype,
-                "device": "cpu",
+                "device": self.target.model.device,
                 **options,
             }
         }
@@ -343,10 +390,20 @@ class LLM:
         """Says where the memory goes.
 
         Returns:
-            Bytes of weights, KV pool and workspace, counts of slabs, one dict a KV group under
-            "groups", and under "kv_cache_rule" why the pool has its size.
+            The "device"; bytes of weights, KV pool, workspace and captured graphs, counts of slabs;
+            one dict a KV group under "groups", with "max_bytes" for what all sequences together can
+            hold in it; and under "kv_cache_rule" why the pool has its size.
         """
-        return {**self._executor.memory_report(), "kv_cache_rule": self._kv_cache_rule}
+        report = self._executor.memory_report()
+        for group in report["groups"]:
+            group["max_bytes"] = group_max_bytes(
+                group, max_num_seqs=self.config.max_num_seqs, max_model_len=self.max_model_len
+            )
+        return {
+            "device": self.target.model.device,
+            **report,
+            "kv_cache_rule": self._kv_cache_rule,
+        }
 
     def __repr__(self) -> str:
         speculative = "plain"
@@ -358,7 +415,7 @@ class LLM:
         closed = ", closed" if self._dispatcher.is_closed else ""
         return (
             f"<LLM {str(self.target.path)!r} ({self.target.architecture}, "
-            f"{self.target.weight_dtype}), {speculative}, "
+            f"{self.target.weight_dtype}, {self.target.model.device}), {speculative}, "
             f"max_model_len={self.max_model_len}{closed}>"
         )
 
@@ -507,9 +564,10 @@ def capabilities() -> dict[str, Any]:
         "later_rejection_sample_methods": list(LATER_REJECTION_SAMPLE_METHODS),
         "draft_drivers": list(DRAFT_DRIVERS),
         "architectures": sorted(ARCHITECTURES),
-        "devices": list(DEVICES),
+        "devices": usable_devices(),
         "has_cuda": _core.build_info()["has_cuda"],
         "dtypes": list(DTYPES),
+        "load_formats": list(LOAD_FORMATS),
         "block_sizes": {"min": 1, "max": 256},
         "max_num_seqs": {"min": 1, "max": 1024},
         "sampling_parameters": list(SamplingParams.__dataclass_fields__),

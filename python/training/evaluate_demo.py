@@ -2,9 +2,9 @@
 """Measures the demo checkpoints against their bars: in the engine, or without one.
 
 `--engine paceline` decodes with Paceline and counts what its iterations emit. `--engine
-transformers` needs no engine: the target continues the prompts greedily, and the drafter's proposals
-follow from one forward pass per prompt, since as long as its proposals are accepted it drafts
-behind the target's own text.
+transformers` needs no engine: the target continues the prompts greedily, and the drafter's
+proposals follow from one forward pass per prompt, since as long as its proposals are accepted it
+drafts behind the target's own text.
 """
 
 from __future__ import annotations

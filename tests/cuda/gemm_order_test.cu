@@ -109,7 +109,7 @@ struct Shape {
 };
 void PrintTo(const Shape& shape, std::ostream* out) { *out << "N" << shape.n << " K" << shape.k; }
 
-class GemmOrder : public CudaTest, public ::testing::WithParamInterface<Shape> {
+class GemmOrder : public GpuTest, public ::testing::WithParamInterface<Shape> {
  protected:
   template <class T>
   static T first_word(const DeviceVector<T>& from, size_t index = 0) {

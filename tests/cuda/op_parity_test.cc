@@ -170,7 +170,7 @@ void expect_clean(CudaTestContext& ctx, const DeviceInstance& device) {
 
 // --- CPU and GPU ---------------------------------------------------------------------------------
 
-class OpParity : public CudaTest, public ::testing::WithParamInterface<OpCase> {};
+class OpParity : public GpuTest, public ::testing::WithParamInterface<OpCase> {};
 
 TEST_P(OpParity, MatchesTheCpu) {
   TRACE_SEED();
@@ -207,7 +207,7 @@ TEST_P(OpParity, MatchesTheCpu) {
 INSTANTIATE_TEST_SUITE_P(Table, OpParity, ::testing::ValuesIn(op_cases()),
                          [](const auto& info) { return info.param.name; });
 
-class DrawRate : public CudaTest {};
+class DrawRate : public GpuTest {};
 
 // Keys of two ids that lie closer than float32 tells apart are rare.
 TEST_F(DrawRate, AtATemperatureNearlyAllDrawsAreEqual) {
@@ -266,7 +266,7 @@ std::vector<RowWiseCase> invariance_cases() {
   return cases;
 }
 
-class RowInvariance : public CudaTest, public ::testing::WithParamInterface<RowWiseCase> {};
+class RowInvariance : public GpuTest, public ::testing::WithParamInterface<RowWiseCase> {};
 
 TEST_P(RowInvariance, RowBitsDependOnTheRowAlone) {
   TRACE_SEED();
@@ -323,7 +323,7 @@ INSTANTIATE_TEST_SUITE_P(Table, RowInvariance, ::testing::ValuesIn(invariance_ca
                          [](const auto& info) { return info.param.name; });
 
 // A row of attention decoded alone, in a verify window, in a chunk of a prompt.
-class AttentionInvariance : public CudaTest, public ::testing::WithParamInterface<AttentionSpec> {
+class AttentionInvariance : public GpuTest, public ::testing::WithParamInterface<AttentionSpec> {
  protected:
   using RowName = std::pair<int64_t, int32_t>;  // sequence, position
 

@@ -198,6 +198,7 @@ def _logits(
 
     with LLM(
         path,
+        device="cpu",
         dtype=dtype,
         max_num_seqs=2,
         kv_cache_bytes=8 << 20,

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speculative output == plain output, token for token, over the whole matrix.
 
-Axes: family x drafter x k x block size x prefill chunk x batch x driver x device lateness x
-temperature x window lists x room for blocks x neighbours that are cancelled at random. Level 1 (CI)
+Axes: family x drafter x k x block size x prefill chunk x batch x driver x early stop of drafting x
+device lateness x temperature x window lists x room for blocks x neighbours that are cancelled at
+random. Level 1 (CI)
 runs a pairwise cover of all axes and 200 random cells; PACELINE_TEST_LEVEL=3 runs every cell.
 PACELINE_SEED replaces the seed of the random cells; failures print the cell.
 """
@@ -40,7 +41,9 @@ AXES: dict[str, tuple[Any, ...]] = {
     "block_size": (8, 16, 32),
     "chunk": (16, 0),
     "batch": (1, 7, 32),
-    "driver": ("unrolled", "replay", "eager"),
+    "driver": ("unrolled", "replay", "while", "eager"),
+    # For the one driver that can stop early; 0: off.
+    "draft_stop_threshold": (0.0, 0.2, 0.9),
     "lateness": (0, 1, 2),
     "temperature": (0.0, 0.7, 1.0),
     "use_window_lists": (False, True),
@@ -62,6 +65,7 @@ class Cell:
     chunk: int
     batch: int
     driver: str
+    draft_stop_threshold: float
     lateness: int
     temperature: float
     use_window_lists: bool
@@ -236,6 +240,7 @@ def options(cell: Cell, kv_cache_bytes: int) -> dict[str, Any]:
         "num_threads": cell.num_threads,
         "num_speculative_tokens": cell.k,
         "draft_driver": cell.driver,
+        "draft_stop_threshold": cell.draft_stop_threshold if cell.driver == "while" else 0.0,
         "device_lateness": cell.lateness,
         "use_window_lists": cell.use_window_lists,
         "poison_freed_blocks": True,

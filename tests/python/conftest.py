@@ -13,6 +13,13 @@ import tiny_models
 from paceline import LLM
 
 
+@pytest.fixture(autouse=True)
+def auto_is_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Device "auto" is the CPU, on machines with a GPU too; test_cuda.py is for those."""
+    if request.node.path.name != "test_cuda.py":
+        monkeypatch.setattr("paceline.device._auto_device", lambda: "cpu")
+
+
 @pytest.fixture(scope="session")
 def target_dir() -> Path:
     """A tiny Gemma 3: sliding and full layers."""
@@ -35,12 +42,13 @@ def speculative_config(draft_dir: Path) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def llm(target_dir: Path, speculative_config: dict[str, Any]) -> Iterator[LLM]:
     """The target with its drafter."""
-    with LLM(target_dir, speculative_config=speculative_config, max_num_seqs=8) as llm:
+    config = speculative_config
+    with LLM(target_dir, speculative_config=config, max_num_seqs=8, device="cpu") as llm:
         yield llm
 
 
 @pytest.fixture(scope="session")
 def plain_llm(target_dir: Path) -> Iterator[LLM]:
     """The target alone."""
-    with LLM(target_dir, max_num_seqs=8) as llm:
+    with LLM(target_dir, max_num_seqs=8, device="cpu") as llm:
         yield llm

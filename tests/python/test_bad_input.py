@@ -243,7 +243,10 @@ def test_drafter_and_configuration_belong_together(
         ({"kv_cache_bytes": 1.5}, ["'kv_cache_bytes' is 1.5", "an integer of 64 bits"]),
         ({"use_window_lists": 1}, ["'use_window_lists' is 1", "True or False"]),
         ({"accept_method": "standard"}, ["'standard'", "'coupled', 'synthetic'"]),
-        ({"draft_driver": None}, ["None", "'unrolled', 'replay', 'eager'"]),
+        ({"draft_driver": None}, ["None", "'unrolled', 'replay', 'while', 'eager'"]),
+        ({"draft_stop_threshold": 1.0}, ["draft_stop_threshold is 1", "below 1"]),
+        ({"draft_stop_threshold": 0.5}, ["draft_stop_threshold is 0.5", "'while'"]),
+        ({"host_delay_max_us": -1}, ["host_delay_max_us is -1", "0 to"]),
         ({"max_num_seqs": 0}, ["max_num_seqs is 0", "1 to 1024"]),
         ({"block_size": 0}, ["block_size is 0", "1 to 256"]),
         ({"num_speculative_tokens": 4}, ["num_speculative_tokens", "drafter"]),
@@ -256,11 +259,38 @@ def test_executor_options(target_dir: Path, options: dict[str, Any], parts: list
 
 def test_executor_reads_its_options_back(target_dir: Path) -> None:
     model = load_checkpoint(target_dir).model
-    given = OPTIONS | {"draft_driver": "replay", "device_lateness": 1, "use_window_lists": True}
+    given = OPTIONS | {
+        "draft_driver": "while",
+        "draft_stop_threshold": 0.25,
+        "device_lateness": 1,
+        "use_window_lists": True,
+        "host_delay_max_us": 3,
+    }
     executor = _core.Executor(model, None, given)
     assert given.items() <= executor.options.items()
     assert executor.options["max_num_batched_tokens"] == 2048
     executor.close()
+
+
+def test_progress_is_a_callable(target_dir: Path) -> None:
+    model = load_checkpoint(target_dir).model
+    refuses(lambda: _core.Executor(model, None, OPTIONS, 3), "progress is 3", "callable")
+    calls: list[tuple[int, int]] = []
+    executor = _core.Executor(model, None, OPTIONS, progress=lambda *seen: calls.append(seen))
+    executor.close()
+    assert all(done <= total for done, total in calls)
+
+
+def test_devices_of_the_binding(target_dir: Path) -> None:
+    loaded = load_checkpoint(target_dir)
+    assert loaded.model.device == "cpu" and ", cpu, " in repr(loaded.model)
+    refuses(lambda: _core.ModelBuilder(loaded.config_json, "float32", "gpu"), "'gpu'", "'cuda'")
+    refuses(lambda: _core.load_model_folder("nonesuch", device="tpu"), "'tpu'", "'cpu', 'cuda'")
+    if not _core.cuda_status()["is_usable"]:
+        with pytest.raises(NotImplementedError, match=r"cpu|GPU"):
+            _core.ModelBuilder(loaded.config_json, "float32", device="cuda")
+        with pytest.raises(NotImplementedError, match=r"cpu|GPU"):
+            _core.measure_cuda_read_bandwidth()
 
 
 @pytest.mark.parametrize(

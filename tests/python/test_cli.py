@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline import LLM, ModelNotFoundError, SamplingParams, cli, demo
+from paceline import LLM, ModelNotFoundError, SamplingParams, _core, cli, demo, doctor
+from paceline.device import find_cublaslt
 
 PROMPT = "x = "
 
@@ -58,6 +59,7 @@ def test_generate(generate: list[str], llm: LLM, capsys: pytest.CaptureFixture[s
     expected = llm.generate(PROMPT, params)[0].outputs[0].text
     assert cli.main(generate) == 0
     streamed = capsys.readouterr()
+    assert "paceline: cpu memory in MiB: weights" in streamed.err
     text, _, report = streamed.out.rpartition(f"\n{'-' * 50}\n")
     assert text == PROMPT + expected
     assert "64 tokens in" in report and "tokens/s" in report
@@ -117,7 +119,13 @@ def test_compare_notices_a_difference(
         (["--temperature", "nan"], 2, "temperature is nan"),
         (["--max-tokens", "0"], 2, "max_tokens is 0"),
         (["--seed", "-1"], 2, "seed is -1"),
-        (["--device", "cuda"], 2, "no CUDA"),
+        pytest.param(
+            ["--device", "cuda"],
+            2,
+            "no CUDA",
+            marks=pytest.mark.skipif(_core.build_info()["has_cuda"], reason="a build with CUDA"),
+        ),
+        (["--device", "cuda:1"], 2, "CUDA_VISIBLE_DEVICES"),
         (["--block-size", "0"], 2, "block_size is 0"),
         (["--kv-cache-bytes", "1000"], 2, "kv_cache_bytes"),
         (["--demo", "draft_model"], 2, "--demo"),
@@ -173,6 +181,7 @@ def test_a_missing_demo_is_a_missing_model(monkeypatch: pytest.MonkeyPatch, tmp_
     ("error", "code"),
     [
         (paceline.OutOfMemoryError("x"), 5),
+        (paceline.DeviceError("x"), 4),
         (paceline.InternalError("x"), 1),
         (paceline.RequestError("x", []), 1),
         (PermissionError("x"), 3),
@@ -246,9 +255,29 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["version"] == paceline.__version__
     assert report["num_cores"] >= 1
     assert report["packages"]["numpy"]
-    assert [run["draft_acceptance_rate"] for run in report["self_check"]["runs"]] == [1.0, 1.0]
+    runs = report["self_check"]["runs"]
+    assert [run["device"] for run in runs][:2] == ["cpu", "cpu"] and len(runs) % 2 == 0
+    assert {run["draft_acceptance_rate"] for run in runs} == {1.0}
+    assert report["cuda"] == _core.cuda_status() | {"free_bytes": report["cuda"]["free_bytes"]}
+    assert ("cuda" in report["devices"]) == report["cuda"]["is_usable"]
     assert cli.main(["doctor"]) == 0
-    assert "100.0 %" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "100.0 %" in out and "cublaslt" in out
+    assert (report["cuda"]["name"] or report["cuda"]["reason"]) in out
+
+
+def test_doctor_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    usable = {
+        "is_built": True, "is_usable": True, "reason": "", "name": "NVIDIA H200",
+        "compute_capability": 90, "num_sms": 132, "total_bytes": 140 << 30, "free_bytes": 70 << 30,
+    }  # fmt: skip
+    report = doctor.examine()
+    monkeypatch.setenv("PACELINE_CUBLASLT", "/opt/lib")
+    report |= {"cuda": usable, "cublaslt": find_cublaslt()}
+    text = doctor.report_text(report)
+    assert "NVIDIA H200, sm_90, 132 SMs, 70.0 of 140.0 GiB free" in text and "/opt/lib" in text
+    report["cublaslt"] = None
+    assert "PACELINE_CUBLASLT" in doctor.report_text(report)
 
 
 def test_doctor_reports_what_is_wrong(

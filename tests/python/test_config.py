@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from paceline import EngineConfig, SpeculativeConfig
+from paceline import EngineConfig, SpeculativeConfig, _core
 
 GOOD: dict[str, Any] = {"method": "draft_model", "model": "draft", "num_speculative_tokens": 4}
 
@@ -141,7 +141,7 @@ def test_greedy_drafts_are_explained() -> None:
     refuses(GOOD | {"draft_sample_method": "beam"}, ValueError, "'beam'", "'probabilistic'")
 
 
-@pytest.mark.parametrize("driver", ["unrolled", "replay", "eager"])
+@pytest.mark.parametrize("driver", ["unrolled", "replay", "while", "eager"])
 def test_draft_driver(driver: str) -> None:
     assert SpeculativeConfig.parse(GOOD | {"x": {"draft_driver": driver}}).draft_driver == driver
 
@@ -150,8 +150,29 @@ def test_nested_options_are_checked() -> None:
     refuses(GOOD | {"x": {"tree": {}}}, ValueError, "['x']", "'tree'", "'draft_driver'")
     refuses(GOOD | {"x": 3}, ValueError, "['x']", "3", "mapping")
     refuses(GOOD | {"x": {"draft_driver": "magic"}}, ValueError, "'magic'", "'unrolled'")
-    refuses(GOOD | {"x": {"draft_driver": "while"}}, NotImplementedError, "'while'")
+    refuses(GOOD | {"draft_stop_threshold": 0.5}, ValueError, "unknown key 'draft_stop_threshold'")
     refuses(GOOD | {"draft_driver": "eager"}, ValueError, "unknown key 'draft_driver'")
+
+
+@pytest.mark.parametrize("threshold", [0, 0.0, 0.25, 0.999])
+def test_draft_stop_threshold(threshold: float) -> None:
+    nested = {"draft_driver": "while", "draft_stop_threshold": threshold}
+    assert SpeculativeConfig.parse(GOOD | {"x": nested}).draft_stop_threshold == threshold
+    assert SpeculativeConfig.parse(GOOD).draft_stop_threshold == 0
+
+
+@pytest.mark.parametrize("threshold", [-0.1, 1, 1.5, float("nan"), "0.5", True, None])
+def test_draft_stop_threshold_out_of_range(threshold: Any) -> None:
+    nested = {"draft_driver": "while", "draft_stop_threshold": threshold}
+    refuses(GOOD | {"x": nested}, ValueError, "draft_stop_threshold", "from 0 (off) to below 1")
+
+
+@pytest.mark.parametrize("driver", ["unrolled", "replay", "eager"])
+def test_draft_stop_threshold_needs_a_driver_that_can_stop(driver: str) -> None:
+    nested = {"draft_driver": driver, "draft_stop_threshold": 0.5}
+    refuses(GOOD | {"x": nested}, ValueError, "draft_stop_threshold", f"'{driver}'", "'while'")
+    off = SpeculativeConfig.parse(GOOD | {"x": nested | {"draft_stop_threshold": 0}})
+    assert off.draft_stop_threshold == 0
 
 
 @pytest.mark.parametrize("value", ["{", "[1]", "3", '"draft_model"'])
@@ -181,7 +202,8 @@ def test_not_a_mapping(value: Any) -> None:
         ("prefill_chunk_size", 0, "from 1"),
         ("seed", -1, "from 0"),
         ("seed", 2**64, "from 0"),
-        ("device", "gpu", "'auto', 'cpu'"),
+        ("device", "gpu", "'auto', 'cpu', 'cuda'"),
+        ("device", None, "'auto', 'cpu', 'cuda'"),
         ("dtype", "fp8", "'auto', 'float32', 'bfloat16'"),
     ],
 )
@@ -191,9 +213,25 @@ def test_engine_options_out_of_range(key: str, value: Any, allowed: str) -> None
         EngineConfig(**{key: value})
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
-def test_cuda_is_not_in_this_build(device: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"{device}.*no CUDA.*'auto', 'cpu'"):
+def test_cuda_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not _core.build_info()["has_cuda"]:
+        with pytest.raises(NotImplementedError, match=r"'cuda': this build has no CUDA.*'cpu'"):
+            EngineConfig(device="cuda")
+    status = _core.cuda_status() | {"is_built": True, "is_usable": False, "reason": "no driver"}
+    monkeypatch.setattr(_core, "cuda_status", lambda: status)
+    with pytest.raises(NotImplementedError, match="device is 'cuda': no driver"):
+        EngineConfig(device="cuda")
+    assert EngineConfig(device="auto").device == "auto"
+
+
+def test_cuda_that_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_core, "cuda_status", lambda: {"is_usable": True})
+    assert EngineConfig(device="cuda").device == "cuda"
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+def test_gpus_have_no_numbers(device: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"{device}.*'cuda'.*CUDA_VISIBLE_DEVICES"):
         EngineConfig(device=device)
 
 

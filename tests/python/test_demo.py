@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 import evaluate_demo
+import pytest
 from measures import acceptance
+
 from paceline.demo import demo_paths
 
 PROMPTS = Path(__file__).parents[1] / "support" / "demo_prompts.json"

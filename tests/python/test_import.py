@@ -112,5 +112,6 @@ def test_exceptions_are_what_callers_expect() -> None:
     assert issubclass(paceline.ModelNotFoundError, FileNotFoundError)
     assert issubclass(paceline.InternalError, RuntimeError)
     assert issubclass(paceline.OutOfMemoryError, MemoryError)
+    assert issubclass(paceline.DeviceError, RuntimeError)
     assert issubclass(paceline.RequestError, RuntimeError)
     assert paceline.ModelFileError.__module__ == "paceline"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -18,7 +19,14 @@ import numpy as np
 import pytest
 
 import tiny_models
-from paceline import LLM, RequestError, RequestOutput, SamplingParams, _core
+from paceline import (
+    LLM,
+    ModelNotFoundError,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    _core,
+)
 from paceline.dispatcher import Dispatcher
 from paceline.loader import load_checkpoint
 from paceline.stream import Request, RequestStream
@@ -477,6 +485,11 @@ def test_logits_take_a_prompt_of_the_maximum_length(target_dir: Path) -> None:
 def test_reports_are_plain_data(llm: LLM) -> None:
     report = json.loads(json.dumps(llm.memory_report()))
     assert report["kv_pool_bytes"] > 0
+    assert (report["device"], report["graph_bytes"]) == ("cpu", 0)
+    for group in report["groups"]:
+        tokens = group["max_bytes"] / group["block_bytes"] * group["block_size"]
+        window = group["window"]
+        assert tokens == 8 * (-(-(window + 16) // 16) * 16 if window else llm.max_model_len)
     assert "8 sequences of 2048 tokens" in report["kv_cache_rule"]
     kinds = [(group["owner"], group["kind"]) for group in report["groups"]]
     assert kinds == [
@@ -490,7 +503,96 @@ def test_reports_are_plain_data(llm: LLM) -> None:
     assert abilities["max_num_speculative_tokens"] == 16
     assert abilities["configured"]["num_speculative_tokens"] == K
     assert "Gemma3ForCausalLM" in abilities["architectures"]
+    assert abilities["configured"]["device"] == "cpu" and "cpu" in abilities["devices"]
+    assert abilities["draft_drivers"] == ["unrolled", "replay", "while", "eager"]
     assert "k=4" in repr(llm) and "Gemma3ForCausalLM" in repr(llm)
+
+
+def test_what_memory_is_used_for_is_logged(
+    target_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="paceline"), LLM(target_dir, max_num_seqs=2):
+        pass
+    (message,) = [record.getMessage() for record in caplog.records]
+    for part in ("cpu memory in MiB: weights", "KV pool", "target sliding 8 x 2: up to",
+                 "target full x 1: up to", "workspace", "graphs 0.0"):  # fmt: skip
+        assert part in message
+
+
+def test_an_engine_runs_where_its_models_lie(target_dir: Path) -> None:
+    loaded = load_checkpoint(target_dir)
+    with LLM.from_loaded(loaded, device="cpu", max_num_seqs=1) as llm:
+        assert llm.capabilities()["configured"]["device"] == "cpu"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_core, "cuda_status", lambda: {"is_usable": True})
+        with pytest.raises(ValueError, match="device is 'cuda', but the target lies on 'cpu'"):
+            LLM.from_loaded(loaded, device="cuda")
+
+
+# ---- dummy weights -----------------------------------------------------------------------------
+
+
+def test_dummy_weights_need_no_more_than_a_configuration(target_dir: Path, tmp_path: Path) -> None:
+    shutil.copy(target_dir / "config.json", tmp_path)
+    with pytest.raises(ModelNotFoundError, match="safetensors"):
+        LLM(tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    shutil.copy(target_dir / "config.json", other)
+    tiny_models.edit_config(other, vocab_size=120, dtype="bfloat16")
+    outputs = []
+    config = {"model": str(other), "num_speculative_tokens": 2}
+    for speculative_config in (None, config):
+        with LLM(
+            tmp_path, load_format="dummy", speculative_config=speculative_config, max_num_seqs=2
+        ) as llm:
+            assert llm.target.is_dummy and llm.target.weight_dtype == "float32"
+            outputs.append(tokens_of(llm.generate([[1, 2, 3]], GREEDY)))
+            with pytest.raises(ValueError, match=r"is a text.*no tokenizer.json.*token ids"):
+                llm.generate("text")
+    assert outputs[0] == outputs[1] and len(outputs[0][0]) == 24
+    assert llm.draft is not None and llm.draft.weight_dtype == "bfloat16"
+
+
+def test_dummy_weights_keep_the_tokenizer(target_dir: Path) -> None:
+    with LLM(target_dir, load_format="dummy", dtype="bfloat16", max_num_seqs=1) as llm:
+        assert llm.target.weight_dtype == "bfloat16"
+        assert len(llm.generate("text", GREEDY)[0].outputs[0].token_ids) == 24
+
+
+def test_load_formats_are_listed(target_dir: Path) -> None:
+    with pytest.raises(ValueError, match="load_format is 'gguf'; allowed: 'auto', 'dummy'"):
+        LLM(target_dir, load_format="gguf")
+    with pytest.raises(ModelNotFoundError, match="no such folder"):
+        LLM(target_dir / "nonesuch", load_format="dummy")
+
+
+# ---- drafting that stops early -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_stopping_early_changes_no_token(
+    target_dir: Path,
+    plain_llm: LLM,
+    speculative_config: dict[str, Any],
+    temperature: float,
+) -> None:
+    params = SamplingParams(temperature=temperature, max_tokens=48, seed=5)
+    expected = tokens_of(plain_llm.generate(PROMPTS, params))
+    drafted = {}
+    for threshold in (0.0, 0.5, 0.99):
+        nested = {"draft_driver": "while", "draft_stop_threshold": threshold}
+        config = speculative_config | {"x": nested}
+        with LLM(target_dir, speculative_config=config, max_num_seqs=8) as llm:
+            outputs = llm.generate(PROMPTS, params)
+            assert tokens_of(outputs) == expected
+        counters = [output.metrics.speculative_decoding for output in outputs]
+        assert all(counter is not None for counter in counters)
+        drafted[threshold] = sum(c["num_draft_tokens"] for c in counters if c) / sum(
+            c["num_spec_steps"] for c in counters if c
+        )
+    # A token that was drawn is verified: at least one an iteration, but near the length limit.
+    assert 0.8 < drafted[0.99] < drafted[0.5] < drafted[0.0] <= K
 
 
 def test_a_given_pool_is_not_resized(target_dir: Path) -> None:

@@ -20,6 +20,7 @@
 
 #include "device/cuda_context.h"
 #include "gemm/gemm_planner.h"
+#include "support/gpu.h"
 #include "support/op_cases.h"
 
 namespace paceline::testing {
@@ -27,32 +28,6 @@ namespace paceline::testing {
 inline void check_cuda(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
   throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
-}
-
-// Why there is no GPU to test on; empty when there is one.
-inline std::string missing_gpu() {
-  int count = 0;
-  const cudaError_t status = cudaGetDeviceCount(&count);
-  if (status != cudaSuccess) return cudaGetErrorString(status);
-  if (count == 0) return "no GPU";
-  cudaDeviceProp properties{};
-  check_cuda(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");
-  if (properties.major != 9) {
-    return std::string(properties.name) + " is not of compute capability 9";
-  }
-  return {};
-}
-
-// For SetUp: without a GPU the test is skipped, but fails where PACELINE_REQUIRE_GPU=1 says that
-// there must be one.
-inline void require_gpu() {
-  static const std::string missing = missing_gpu();
-  if (missing.empty()) return;
-  const char* const is_required = std::getenv("PACELINE_REQUIRE_GPU");
-  if (is_required != nullptr && std::string(is_required) == "1") {
-    FAIL() << "PACELINE_REQUIRE_GPU=1, but: " << missing;
-  }
-  GTEST_SKIP() << missing;
 }
 
 // Memory of the GPU with a guard on either side; move-only, 256 B aligned. What its functions write
@@ -181,11 +156,6 @@ inline CudaTestContext& cuda_test_context() {
   static CudaTestContext context;
   return context;
 }
-
-class CudaTest : public ::testing::Test {
- protected:
-  void SetUp() override { require_gpu(); }
-};
 
 // A graph of what `enqueue()` puts on the context's stream.
 class CapturedGraph {

@@ -60,6 +60,13 @@ struct ExecutorStats {
   std::vector<int32_t> iteration_num_prefill;   // prefilling sequences of each of those
 };
 
+// Launches of one kernel in one iteration.
+struct KernelTime {
+  std::string name;  // with the shape, for products
+  int32_t count = 0;
+  float total_us = 0;  // each timed by itself: no overlap, so the sum exceeds the iteration
+};
+
 class PACELINE_API Executor {
  public:
   // Called on the constructing thread while programs are captured, with how many there are.
@@ -90,6 +97,11 @@ class PACELINE_API Executor {
   [[nodiscard]] MemoryReport memory_report() const;
   [[nodiscard]] ExecutorStats stats() const;
   void reset_stats();
+
+  // Runs the next iteration without prefill rows kernel by kernel and returns their times, the
+  // longest first; empty when there was no such iteration within timeout_ms. Its output is that of
+  // any other iteration. Throws Unsupported on the CPU.
+  [[nodiscard]] std::vector<KernelTime> trace_iteration(int32_t timeout_ms);
 
   // Blocks until nothing runs or waits, then checks every invariant of the block pool; returns an
   // empty string, or what is broken. For tests and idle self-checks.

@@ -14,11 +14,13 @@ struct CUstream_st;
 namespace paceline {
 
 class GemmPlanner;  // cuda/gemm: tensor maps, library algorithms
+class KernelTrace;  // cuda/common
 
 struct CudaContext {
   CUstream_st* stream = nullptr;
   int32_t num_sms = 0;
   GemmPlanner* gemm = nullptr;
+  KernelTrace* trace = nullptr;  // not null while kernels are timed one by one
 
   // Scratch of the op that runs; kernels of one stream use it one after the other. 256 B aligned.
   std::byte* workspace = nullptr;

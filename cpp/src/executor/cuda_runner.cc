@@ -5,11 +5,13 @@
 
 #include <algorithm>
 #include <chrono>
-#include <set>
+#include <map>
+#include <optional>
 #include <thread>
 
 #include "base/check.h"
 #include "common/device_calls.h"
+#include "common/kernel_trace.h"
 #include "common/status.h"
 
 namespace paceline {
@@ -60,9 +62,8 @@ CudaRunner::CudaRunner(std::shared_ptr<const Model> target, std::shared_ptr<cons
       draft_model_(std::move(draft)),
       num_seqs_(static_cast<size_t>(options.max_in_flight) + 1) {
   const DType dtype = activation_dtype(*target_model_, draft_model_.get());
-  cudaStream_t stream = nullptr;
-  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
-  context_.stream = stream;
+  check(cudaStreamCreateWithFlags(&stream_.handle, cudaStreamNonBlocking), "cudaStreamCreate");
+  context_.stream = stream_.handle;
   context_.num_sms = cuda_status().num_sms;
   context_.workspace = arena_.allocate<std::byte>(kWorkspaceBytes, "kernel workspace");
   context_.workspace_bytes = kWorkspaceBytes;
@@ -91,17 +92,17 @@ CudaRunner::CudaRunner(std::shared_ptr<const Model> target, std::shared_ptr<cons
   warm_up();
   if (options.driver != DraftDriver::kEager) capture();
   if (options.poison_pool) {
-    check(cudaMemsetAsync(pool_.data(), 0xff, static_cast<size_t>(pool_.bytes()), stream),
+    check(cudaMemsetAsync(pool_.data(), 0xff, static_cast<size_t>(pool_.bytes()),
+                          context_.stream),
           "poisoning the KV pool");
   }
-  cuda::synchronize(stream, "starting the engine");
+  cuda::synchronize(context_.stream, "starting the engine");
 }
 
-CudaRunner::~CudaRunner() {
-  if (context_.stream == nullptr) return;
-  cudaStreamSynchronize(context_.stream);  // kernels in flight use what is about to be freed
-  buckets_.clear();
-  cudaStreamDestroy(context_.stream);
+CudaRunner::Stream::~Stream() {
+  if (handle == nullptr) return;
+  cudaStreamSynchronize(handle);
+  cudaStreamDestroy(handle);
 }
 
 void CudaRunner::synchronize() { cuda::synchronize(context_.stream, "synchronize"); }
@@ -276,13 +277,17 @@ void CudaRunner::run_eagerly(const IterationInputs& inputs) {
   enqueue_end();
 }
 
-void CudaRunner::launch(const IterationInputs& inputs) {
+void CudaRunner::begin_launch(const IterationInputs& inputs) {
   PACELINE_CHECK(inputs.iteration == launched_ + 1, "iteration ", inputs.iteration, " after ",
                  launched_);
   PACELINE_CHECK(launched_ - completed() < options_.max_in_flight, "too many in flight");
   launched_ = inputs.iteration;
   num_seqs_[static_cast<size_t>(launched_) % num_seqs_.size()] = inputs.num_seqs;
   ring_->write(inputs);
+}
+
+void CudaRunner::launch(const IterationInputs& inputs) {
+  begin_launch(inputs);
   if (inputs.has_prefill || options_.driver == DraftDriver::kEager) {
     run_eagerly(inputs);
     return;
@@ -293,6 +298,40 @@ void CudaRunner::launch(const IterationInputs& inputs) {
     run_draft_steps(decode_extent(options_.iteration.shape, bucket.num_seqs));
     enqueue_end();
   }
+}
+
+std::vector<KernelTime> CudaRunner::launch_traced(const IterationInputs& inputs) {
+  begin_launch(inputs);
+  const IterationExtent extent = decode_extent(options_.iteration.shape, inputs.num_seqs);
+  std::optional<KernelTrace> trace;
+  // Captured with the events in between, since the host could not enqueue short kernels fast
+  // enough.
+  const CudaGraph graph = CudaGraph::capture(context_, [&] {
+    trace.emplace(context_.stream);
+    context_.trace = &*trace;
+    enqueue_begin();
+    iteration_->verify(context_, extent);
+    iteration_->first_draft_pass(context_, extent);
+    for (int32_t i = 0; i < iteration_->num_draft_steps(); ++i) {
+      iteration_->draft_step(context_, extent);
+    }
+    enqueue_end();
+    context_.trace = nullptr;
+  });
+  graph.launch(context_);
+  cuda::synchronize(context_.stream, "a traced iteration");
+  std::map<std::string, KernelTime> by_name;
+  for (const auto& [name, us] : trace->times()) {
+    KernelTime& time = by_name[name];
+    time.name = name;
+    ++time.count;
+    time.total_us += us;
+  }
+  std::vector<KernelTime> times;
+  for (const auto& [name, time] : by_name) times.push_back(time);
+  std::sort(times.begin(), times.end(),
+            [](const KernelTime& a, const KernelTime& b) { return a.total_us > b.total_us; });
+  return times;
 }
 
 int64_t CudaRunner::completed() {

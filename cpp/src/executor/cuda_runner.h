@@ -39,11 +39,11 @@ class CudaRunner final : public Runner {
   // OutOfMemory, DeviceError.
   CudaRunner(std::shared_ptr<const Model> target, std::shared_ptr<const Model> draft,
              const KvLayout& layout, const CudaRunnerOptions& options);
-  ~CudaRunner() override;
   CudaRunner(const CudaRunner&) = delete;
   CudaRunner& operator=(const CudaRunner&) = delete;
 
   void launch(const IterationInputs& inputs) override;
+  [[nodiscard]] std::vector<KernelTime> launch_traced(const IterationInputs& inputs) override;
   void wait(int64_t iteration) override;
   [[nodiscard]] int64_t completed() override;
   [[nodiscard]] std::span<const SequenceResult> results(int64_t iteration) override;
@@ -74,6 +74,7 @@ class CudaRunner final : public Runner {
   void enqueue_begin();
   void enqueue_end();
   void run_draft_steps(const IterationExtent& extent);
+  void begin_launch(const IterationInputs& inputs);
   void run_eagerly(const IterationInputs& inputs);
   void copy_scores(const IterationInputs& inputs);
 
@@ -96,6 +97,14 @@ class CudaRunner final : public Runner {
   std::vector<int32_t> num_seqs_;  // of the iterations in flight, by ring slot
   int64_t launched_ = -1;
   int64_t completed_ = -1;
+
+  // Waits before it goes. Last, so that nothing that kernels in flight use is freed before, also
+  // when the constructor throws.
+  struct Stream {
+    ~Stream();
+    CUstream_st* handle = nullptr;
+  };
+  Stream stream_;
 };
 
 }  // namespace paceline

@@ -182,6 +182,17 @@ Engine::KvUsage Engine::kv_usage() {
   return usage_;
 }
 
+std::vector<KernelTime> Engine::trace_iteration(int32_t timeout_ms) {
+  std::unique_lock lock(mutex_);
+  wants_trace_ = true;
+  trace_.reset();
+  wake_caller_.wait_for(lock, std::chrono::milliseconds(timeout_ms),
+                        [&] { return trace_.has_value() || failure_ != nullptr; });
+  wants_trace_ = false;
+  if (failure_ != nullptr) std::rethrow_exception(failure_);
+  return trace_.value_or(std::vector<KernelTime>());
+}
+
 std::string Engine::check_integrity() {
   std::unique_lock lock(mutex_);
   wants_integrity_ = true;
@@ -255,9 +266,23 @@ bool Engine::launch_next() {
   if (!scheduler_.plan(slot.plan)) return false;
   build_batch(slot.plan, options_.shape, slot.inputs);
   delay();
-  runner_->launch(slot.inputs);
+  bool is_traced = false;
+  if (!slot.inputs.has_prefill) {
+    const std::scoped_lock lock(mutex_);
+    is_traced = std::exchange(wants_trace_, false);
+  }
+  std::vector<KernelTime> trace;
+  if (is_traced) {
+    trace = runner_->launch_traced(slot.inputs);
+  } else {
+    runner_->launch(slot.inputs);
+  }
   ++newest_launched_;
   const std::scoped_lock lock(mutex_);
+  if (is_traced) {
+    trace_ = std::move(trace);
+    wake_caller_.notify_all();
+  }
   stats_.host_us += static_cast<double>(now_us() - start);
   return true;
 }

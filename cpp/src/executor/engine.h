@@ -50,6 +50,7 @@ class Engine {
   [[nodiscard]] std::vector<RequestEvent> poll(int32_t timeout_ms);
   [[nodiscard]] ExecutorStats stats();
   void reset_stats();
+  [[nodiscard]] std::vector<KernelTime> trace_iteration(int32_t timeout_ms);
   [[nodiscard]] std::string check_integrity();
 
   // Block counts of every group, for the memory report.
@@ -117,6 +118,8 @@ class Engine {
   int64_t preemptions_at_reset_ = 0;
   bool is_idle_ = true;
   bool stops_ = false;
+  bool wants_trace_ = false;
+  std::optional<std::vector<KernelTime>> trace_;
   bool wants_integrity_ = false;
   std::optional<std::string> integrity_;
   std::exception_ptr failure_;

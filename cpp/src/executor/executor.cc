@@ -193,6 +193,12 @@ std::vector<RequestEvent> Executor::poll(int32_t timeout_ms) {
   return impl_->engine->poll(timeout_ms);
 }
 ExecutorStats Executor::stats() const { return impl_->engine->stats(); }
+std::vector<KernelTime> Executor::trace_iteration(int32_t timeout_ms) {
+  if (impl_->target->device != Device::kCuda || impl_->options.use_null_device) {
+    throw Unsupported("kernels are timed on device cuda only");
+  }
+  return impl_->engine->trace_iteration(timeout_ms);
+}
 void Executor::reset_stats() { impl_->engine->reset_stats(); }
 std::string Executor::check_integrity() { return impl_->engine->check_integrity(); }
 int32_t Executor::vocab_size() const { return impl_->target->config.vocab_size; }

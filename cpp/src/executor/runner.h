@@ -5,6 +5,10 @@
 
 #include <cstdint>
 #include <span>
+#include <vector>
+
+#include <paceline/error.h>
+#include <paceline/executor.h>
 
 #include "batch/iteration_inputs.h"
 #include "batch/iteration_results.h"
@@ -37,6 +41,11 @@ class Runner {
     float idle_us = 0;
   };
   [[nodiscard]] virtual Timing timing(int64_t iteration) = 0;
+
+  // As launch, and waits for the iteration, which has no prefill rows, timing kernel by kernel.
+  [[nodiscard]] virtual std::vector<KernelTime> launch_traced(const IterationInputs&) {
+    throw Unsupported("this device does not time kernels");
+  }
 
   // Overwrites a block with NaN; for tests.
   virtual void poison(GroupId group, BlockId block) = 0;

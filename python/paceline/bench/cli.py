@@ -4,18 +4,60 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
-from typing import Any
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
 
 from paceline import _core
-from paceline.bench.latency import Measurement, Speculation, Workload, measure
-from paceline.bench.models import BenchModel, load
+from paceline.bench.latency import (
+    CUDA_BF16_FLOPS,
+    Measurement,
+    Speculation,
+    Workload,
+    can_trace,
+    measure,
+    with_floor,
+)
+from paceline.bench.models import BenchModel, config_names, is_config_name, load
+from paceline.config import DRAFT_DRIVERS, SpeculativeConfig, check_int, quoted
+from paceline.device import resolve_device
 
-_HEADER = (
-    "configuration", "c", "ms/iter", "p99", "tok/iter", "tok/s", "TTFT ms", "GB/s", "of read bw",
-    "host us",
+# Name and width of each column.
+_COLUMNS: Final = (
+    ("configuration", 15), ("c", 4), ("ms/iter", 8), ("p99", 8), ("accept", 6), ("tok/s", 9),
+    ("TTFT ms", 8), ("GB/iter", 8), ("GFLOP", 8), ("GB/s", 7), ("of floor", 8), ("idle", 6),
+    ("host us", 8), ("start s", 8),
 )  # fmt: skip
+
+# How drafts are judged where nobody says: dummy weights would agree on nothing.
+_DUMMY_SPECULATION: Final = Speculation(4, "synthetic", 2.2)
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """What is measured.
+
+    Attributes:
+        target: The target.
+        draft: The drafter, or None.
+        speculations: One a driver; empty = plain decoding alone.
+        device: "cpu" or "cuda".
+        model_build_s: Seconds that loading took.
+        seconds_before: From the start of the command until the models were there.
+    """
+
+    target: BenchModel
+    draft: BenchModel | None
+    speculations: list[Speculation]
+    device: str
+    model_build_s: float
+    seconds_before: float
 
 
 def add_parser(commands: Any) -> None:
@@ -24,57 +66,104 @@ def add_parser(commands: Any) -> None:
     kinds = bench.add_subparsers(dest="kind", required=True, metavar="KIND")
     latency = kinds.add_parser(
         "latency",
-        help="time of an iteration, tokens a second, acceptance, share of the bandwidth floor",
+        help="time of an iteration, tokens a second, acceptance, share of the hardware's floor",
         description=(
             "Runs plain and speculative decoding on the same prompts. Without --model and --config "
-            "a dummy Gemma-3-shaped pair of 101 M and 10 M parameters is measured."
+            "a dummy Gemma-3-shaped pair of 101 M and 10 M parameters is measured. A name instead "
+            f"of a folder: {', '.join(config_names())}."
         ),
     )
     source = latency.add_mutually_exclusive_group()
     source.add_argument("--model", metavar="DIR", help="measure this checkpoint")
-    source.add_argument("--config", metavar="DIR", help="dummy weights of this folder's config")
+    source.add_argument(
+        "--config", metavar="DIR", help="dummy weights of this folder's config.json, or a name"
+    )
     source.add_argument("--demo", action="store_true", help="measure the demo pair")
     latency.add_argument(
         "--speculative-config",
         metavar="JSON",
         help="as for `generate`; default for the dummy and demo pairs: k=4",
     )
+    latency.add_argument(
+        "--draft-config",
+        metavar="DIR",
+        help="drafter with dummy weights of this folder's config.json, or a name; instead of "
+        "'model' in --speculative-config (without one: k=4, synthetic length 2.2)",
+    )
     latency.add_argument("--concurrency", default="1,16,64", metavar="LIST")
     latency.add_argument("--input-len", type=int, default=64, metavar="N")
     latency.add_argument("--output-len", type=int, default=64, metavar="N")
     latency.add_argument("--temperature", type=float, default=0.0, metavar="T")
     latency.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    latency.add_argument(
+        "--device", default="auto", help="auto, cpu or cuda (default: auto; with --demo, cpu)"
+    )
+    latency.add_argument(
+        "--drivers",
+        metavar="LIST",
+        help="who replays the draft step, one row each: of " + ", ".join(DRAFT_DRIVERS),
+    )
     latency.add_argument("--num-threads", type=int, default=0, metavar="N")
     latency.add_argument("--rounds", type=int, default=3, metavar="N")
     latency.add_argument(
         "--host-only", action="store_true", help="run no op: measure the host's work alone"
     )
-    latency.add_argument("--json", action="store_true", help="print one JSON object")
+    latency.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write one JSON object after every row; without FILE print it at the end and nothing "
+        "else",
+    )
+    latency.add_argument(
+        "--trace", metavar="FILE", help="write a table of the time of each kernel of one iteration"
+    )
     latency.set_defaults(run=run_latency)
 
 
 def run_latency(args: argparse.Namespace) -> int:
     """Measures and prints; returns the exit code."""
+    started: float = getattr(args, "started", time.monotonic())
     concurrency = _parse_concurrency(args.concurrency)
-    target, draft, speculation = _models(args)
-    read_bandwidth = _core.measure_read_bandwidth(args.num_threads)
+    for option in ("input_len", "output_len", "rounds"):
+        check_int(option, getattr(args, option), 1)
+    is_quiet = args.json == "-"
+    setup = _set_up(args, started)
+    run_id = uuid.uuid4().hex[:12]
     rows: list[tuple[str, Measurement]] = []
+    read_bandwidth = 0.0
     for c in concurrency:
         workload = Workload(c, args.input_len, args.output_len, args.temperature)
-        variants: list[tuple[str, BenchModel | None, Speculation | None]] = [("plain", None, None)]
-        if speculation is not None:
-            variants.append((f"k={speculation.num_speculative_tokens}", draft, speculation))
-        for name, drafter, chosen in variants:
+        for name, drafter, speculation in _variants(setup):
             print(f"measuring {name} at {c} sequences ...", file=sys.stderr, flush=True)
             result = measure(
-                target, drafter, chosen, workload, num_threads=args.num_threads,
-                read_bandwidth=read_bandwidth, rounds=args.rounds, use_null_device=args.host_only,
+                setup.target, drafter, speculation, workload, num_threads=args.num_threads,
+                rounds=args.rounds, use_null_device=args.host_only,
+                seconds_before=setup.seconds_before, is_traced=args.trace is not None,
             )  # fmt: skip
+            if not rows:
+                # Not earlier, so that the first engine starts in a fresh process.
+                read_bandwidth = _measure_read_bandwidth(setup.device, args.num_threads)
+                if not is_quiet:
+                    _print_head(setup, read_bandwidth, result)
+            result = with_floor(result, setup.target, read_bandwidth)
             rows.append((name, result))
-    if args.json:
-        print(json.dumps(_report(target, draft, speculation, read_bandwidth, rows)))
+            if not is_quiet:
+                _print_row(name, result)
+            report = _report(run_id, setup, read_bandwidth, rows)
+            if args.json is not None and not is_quiet:
+                _write_json(args.json, report)
+            if args.trace is not None:
+                _write_json(args.trace, _trace_table(run_id, setup, rows))
+    if is_quiet:
+        print(json.dumps(report))
     else:
-        _print_table(target, draft, speculation, read_bandwidth, rows)
+        for row in report["speedup"]:
+            print(
+                f"{row['configuration']} / plain tokens a second at {row['concurrency']} "
+                f"sequences: {row['ratio']:.2f}"
+            )
     return 0
 
 
@@ -88,100 +177,219 @@ def _parse_concurrency(text: str) -> list[int]:
     return values
 
 
-def _models(
-    args: argparse.Namespace,
-) -> tuple[BenchModel, BenchModel | None, Speculation | None]:
-    from paceline.config import SpeculativeConfig
+def _parse_drivers(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in DRAFT_DRIVERS:
+            raise ValueError(f"drivers is {text!r}; allowed: a list of {quoted(DRAFT_DRIVERS)}")
+    return names
 
-    given = None
-    if args.speculative_config is not None:
-        given = SpeculativeConfig.parse(args.speculative_config)
+
+def _measure_read_bandwidth(device: str, num_threads: int) -> float:
+    if device == "cuda":
+        return _core.measure_cuda_read_bandwidth()
+    return _core.measure_read_bandwidth(num_threads)
+
+
+def _set_up(args: argparse.Namespace, started: float) -> _Setup:
+    """Checks all arguments, then loads the models."""
+    target_source, is_dummy = _target(args)
+    draft_source, speculations = _speculations(args)
+    device = resolve_device("cpu" if args.demo and args.device == "auto" else args.device)
+    if args.trace is not None and not can_trace(device):
+        raise NotImplementedError(
+            f"--trace times kernels, but the device is {device!r}; "
+            "leave it out, or use --device cuda"
+        )
+    begin = time.monotonic()
+    target = load(target_source, dummy=is_dummy, dtype=args.dtype, device=device)
+    draft = None
+    if draft_source is not None:
+        is_draft_dummy = is_dummy or args.draft_config is not None
+        draft = load(draft_source, dummy=is_draft_dummy, dtype=args.dtype, device=device)
+    end = time.monotonic()
+    return _Setup(target, draft, speculations, device, end - begin, end - started)
+
+
+def _target(args: argparse.Namespace) -> tuple[str, bool]:
+    """The target's folder or name, and whether its weights are made up."""
     if args.demo:
         from paceline.demo import demo_paths
 
-        target_path, draft_path = demo_paths("draft_model")
-        speculation = _speculation(given) or Speculation(4)
-        return (
-            load(str(target_path), dummy=False, dtype=args.dtype),
-            load(str(draft_path), dummy=False, dtype=args.dtype),
-            speculation,
-        )
-    if args.model is None and args.config is None:
-        speculation = _speculation(given) or Speculation(4, "synthetic", 2.2)
-        return (
-            load("gemma3-101m", dummy=True, dtype=args.dtype),
-            load("gemma3-10m", dummy=True, dtype=args.dtype),
-            speculation,
-        )
-    dummy = args.config is not None
-    target = load(args.config or args.model, dummy=dummy, dtype=args.dtype)
-    if given is None or given.model is None:
-        return target, None, None
-    return target, load(given.model, dummy=dummy, dtype=args.dtype), _speculation(given)
+        return str(demo_paths("draft_model")[0]), False
+    if args.model is not None:
+        if is_config_name(args.model) and not Path(args.model).is_dir():
+            raise ValueError(
+                f"--model is {args.model!r}, which names a configuration without weights; "
+                f"use --config {args.model}"
+            )
+        return args.model, False
+    return args.config or "gemma3-101m", True
 
 
-def _speculation(config: Any) -> Speculation | None:
-    if config is None:
-        return None
-    return Speculation(
-        config.num_speculative_tokens,
-        config.rejection_sample_method,
-        config.synthetic_acceptance_length or 0.0,
-    )
+def _speculations(args: argparse.Namespace) -> tuple[str | None, list[Speculation]]:
+    """The drafter's folder or name, and one way to speculate for each driver."""
+    default_draft = None
+    if args.draft_config is not None:
+        default_draft = args.draft_config
+    elif args.demo:
+        from paceline.demo import demo_paths
+
+        default_draft = str(demo_paths("draft_model")[1])
+    elif args.model is None and args.config is None:
+        default_draft = "gemma3-10m"
+    if args.speculative_config is not None:
+        config = _parse_speculative_config(args.speculative_config, default_draft)
+        draft = default_draft or config.model
+        base = Speculation(
+            config.num_speculative_tokens,
+            config.rejection_sample_method,
+            config.synthetic_acceptance_length or 0.0,
+            config.draft_driver,
+            config.draft_stop_threshold,
+        )
+    elif default_draft is None:
+        if args.drivers is not None:
+            raise ValueError(
+                f"drivers is {args.drivers!r}, but nothing is drafted; give a drafter with "
+                "--speculative-config or --draft-config"
+            )
+        return None, []
+    else:
+        draft = default_draft
+        base = _DUMMY_SPECULATION if not args.demo else Speculation(4)
+    if args.drivers is None:
+        return draft, [base]
+    # The threshold belongs to the one driver that can stop early.
+    return draft, [
+        dataclasses.replace(
+            base,
+            draft_driver=driver,
+            draft_stop_threshold=base.draft_stop_threshold if driver == "while" else 0.0,
+        )
+        for driver in _parse_drivers(args.drivers)
+    ]
+
+
+def _parse_speculative_config(text: str, default_draft: str | None) -> SpeculativeConfig:
+    """Reads --speculative-config, in which the drafter may be left out where there is a default."""
+    if default_draft is not None:
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError:
+            values = None  # refused below, with a message
+        if isinstance(values, dict):
+            text = json.dumps({"model": default_draft} | values)
+    return SpeculativeConfig.parse(text)
+
+
+def _variants(setup: _Setup) -> Iterator[tuple[str, BenchModel | None, Speculation | None]]:
+    """What is measured at every concurrency: plain decoding, then every driver."""
+    yield "plain", None, None
+    for speculation in setup.speculations:
+        name = f"k={speculation.num_speculative_tokens}"
+        if len(setup.speculations) > 1 or speculation.draft_driver != "unrolled":
+            name += f" {speculation.draft_driver}"
+        yield name, setup.draft, speculation
 
 
 def _report(
-    target: BenchModel,
-    draft: BenchModel | None,
-    speculation: Speculation | None,
-    read_bandwidth: float,
-    rows: list[tuple[str, Measurement]],
+    run_id: str, setup: _Setup, read_bandwidth: float, rows: list[tuple[str, Measurement]]
 ) -> dict[str, Any]:
+    target, draft = setup.target, setup.draft
+    speculation = setup.speculations[0] if setup.speculations else None
+    first = rows[0][1]
+    status = _core.cuda_status()
     return {
+        "run_id": run_id,
+        "version": _core.version(),
+        "build": _core.build_info(),
+        "device": setup.device,
+        "device_name": status["name"] if setup.device == "cuda" else None,
         "target": target.name,
         "target_matrix_bytes": target.matrix_bytes,
         "draft": None if draft is None else draft.name,
         "draft_matrix_bytes": None if draft is None else draft.matrix_bytes,
+        "weight_dtype": target.model.weight_dtype,
         "accept_method": None if speculation is None else speculation.accept_method,
+        "synthetic_acceptance_length": None
+        if speculation is None
+        else speculation.synthetic_acceptance_length or None,
         "read_bandwidth_gb_per_s": read_bandwidth / 1e9,
-        "build": _core.build_info(),
+        "peak_tflops": CUDA_BF16_FLOPS / 1e12
+        if setup.device == "cuda" and target.model.weight_dtype == "bfloat16"
+        else None,
+        "startup": {
+            "model_build_s": setup.model_build_s,
+            "engine_start_s": first.engine_start_s,
+            "start_to_first_token_s": first.start_to_first_token_s,
+        },
         "rows": [{"configuration": name, **row.as_dict()} for name, row in rows],
         "speedup": _speedups(rows),
     }
 
 
-def _speedups(rows: list[tuple[str, Measurement]]) -> dict[str, float]:
-    """Speculative over plain tokens a second, by concurrency."""
+def _speedups(rows: list[tuple[str, Measurement]]) -> list[dict[str, Any]]:
+    """Speculative over plain tokens a second."""
     plain = {r.workload.concurrency: r.output_tokens_per_s for n, r in rows if n == "plain"}
+    return [
+        {
+            "configuration": name,
+            "concurrency": row.workload.concurrency,
+            "ratio": row.output_tokens_per_s / plain[row.workload.concurrency],
+        }
+        for name, row in rows
+        if name != "plain" and plain[row.workload.concurrency] > 0
+    ]
+
+
+def _trace_table(run_id: str, setup: _Setup, rows: list[tuple[str, Measurement]]) -> dict[str, Any]:
+    """The time of each kernel of one iteration, the longest first."""
     return {
-        str(r.workload.concurrency): r.output_tokens_per_s / plain[r.workload.concurrency]
-        for n, r in rows
-        if n != "plain" and plain[r.workload.concurrency] > 0
+        "run_id": run_id,
+        "target": setup.target.name,
+        "draft": None if setup.draft is None else setup.draft.name,
+        "rows": [
+            {
+                "configuration": name,
+                "concurrency": row.workload.concurrency,
+                "iteration_us": row.iteration_ms * 1e3,
+                "kernels": sorted(row.kernels or [], key=lambda kernel: -float(kernel["total_us"])),
+            }
+            for name, row in rows
+        ],
     }
 
 
-def _print_table(
-    target: BenchModel,
-    draft: BenchModel | None,
-    speculation: Speculation | None,
-    read_bandwidth: float,
-    rows: list[tuple[str, Measurement]],
-) -> None:
+def _write_json(path: str, value: dict[str, Any]) -> None:
+    Path(path).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def _print_head(setup: _Setup, read_bandwidth: float, first: Measurement) -> None:
+    target, draft = setup.target, setup.draft
     print(f"target {target.name}: {target.matrix_bytes / 1e6:.1f} MB of matrices")
-    if draft is not None and speculation is not None:
+    if draft is not None and setup.speculations:
+        speculation = setup.speculations[0]
         length = speculation.synthetic_acceptance_length
         judged = speculation.accept_method + (f" length {length}" if length else "")
         print(f"draft  {draft.name}: {draft.matrix_bytes / 1e6:.1f} MB of matrices, {judged}")
-    print(f"read bandwidth of this machine: {read_bandwidth / 1e9:.1f} GB/s")
-    widths = (14, 4, 8, 8, 8, 9, 8, 7, 10, 8)
-    print(" ".join(f"{name:>{width}}" for name, width in zip(_HEADER, widths, strict=True)))
-    for name, row in rows:
-        cells = (
-            name, row.workload.concurrency, f"{row.iteration_ms:.3f}",
-            f"{row.iteration_p99_ms:.3f}", f"{row.tokens_per_iteration:.2f}",
-            f"{row.output_tokens_per_s:.1f}", f"{row.time_to_first_token_ms:.1f}",
-            f"{row.weight_gb_per_s:.1f}", f"{row.bandwidth_share:.0%}", f"{row.host_us:.1f}",
-        )  # fmt: skip
-        print(" ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
-    for c, speedup in _speedups(rows).items():
-        print(f"speculative / plain tokens a second at {c} sequences: {speedup:.2f}")
+    device = _core.cuda_status()["name"] if setup.device == "cuda" else "this machine"
+    print(f"read bandwidth of {device}: {read_bandwidth / 1e9:.1f} GB/s")
+    print(
+        f"start to first token: {first.start_to_first_token_s:.2f} s, of it models "
+        f"{setup.model_build_s:.2f} s, engine {first.engine_start_s:.2f} s"
+    )
+    print(" ".join(f"{name:>{width}}" for name, width in _COLUMNS))
+
+
+def _print_row(name: str, row: Measurement) -> None:
+    share = "-" if row.floor_share is None else f"{row.floor_share:.0%}"
+    cells = (
+        name, row.workload.concurrency, f"{row.iteration_ms:.3f}", f"{row.iteration_p99_ms:.3f}",
+        f"{row.tokens_per_iteration:.2f}", f"{row.output_tokens_per_s:.1f}",
+        f"{row.time_to_first_token_ms:.1f}", f"{row.iteration_bytes / 1e9:.3f}",
+        f"{row.flops / 1e9:.1f}", f"{row.gb_per_s:.1f}", share, f"{row.idle_share:.1%}",
+        f"{row.host_us:.1f}", f"{row.engine_start_s:.2f}",
+    )  # fmt: skip
+    line = zip(cells, _COLUMNS, strict=True)
+    print(" ".join(f"{cell:>{width}}" for cell, (_, width) in line), flush=True)

@@ -1,21 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures iterations: time, tokens, acceptance, and how near they come to the machine's bandwidth.
+"""Measures iterations: time, tokens, acceptance, and how near they come to the machine's limits.
 
 The rules: random prompt ids, all requests at once; the iteration time is the median over the
 iterations in which every request decodes; throughput is counted from a request's first token to its
-last.
+last. The floor of an iteration is what its bytes take at the measured read bandwidth, or its
+arithmetic at the device's peak, whichever is longer.
 """
 
 from __future__ import annotations
 
 import random
 import statistics
+import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
 
 from paceline import _core
-from paceline.bench.models import BenchModel
+from paceline.bench.models import (
+    BenchModel,
+    attention_flops,
+    count_body_parameters,
+    kv_bytes_read,
+)
+
+#: Dense bfloat16 operations a second that an H200 reaches in a large product.
+CUDA_BF16_FLOPS: Final = 790e12
+
+_MIN_BATCHED_TOKENS: Final = {"cpu": 512, "cuda": 2048}
 
 
 @dataclass(frozen=True)
@@ -34,6 +46,11 @@ class Workload:
     output_len: int
     temperature: float = 0.0
 
+    @property
+    def mean_context(self) -> float:
+        """Tokens before the ones that an iteration computes, on average over the run."""
+        return self.input_len + self.output_len / 2
+
 
 @dataclass(frozen=True)
 class Speculation:
@@ -43,11 +60,15 @@ class Speculation:
         num_speculative_tokens: k.
         accept_method: "coupled" or "synthetic".
         synthetic_acceptance_length: Mean tokens an iteration, for "synthetic".
+        draft_driver: "unrolled", "replay", "while" or "eager".
+        draft_stop_threshold: See `SpeculativeConfig`.
     """
 
     num_speculative_tokens: int
     accept_method: str = "coupled"
     synthetic_acceptance_length: float = 0.0
+    draft_driver: str = "unrolled"
+    draft_stop_threshold: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -55,20 +76,34 @@ class Measurement:
     """One row of the report. Times in ms unless named otherwise.
 
     Attributes:
+        workload: What ran.
+        draft_driver: Who replayed the draft step; None = plain.
         iteration_ms: Median over iterations in which all requests decode.
         iteration_p99_ms: 99th percentile of the same.
         output_tokens_per_s: All requests together, decoding only.
         time_to_first_token_ms: Mean over requests.
-        tokens_per_iteration: Emitted by one request in one decoding iteration, bonus included.
+        tokens_per_iteration: The acceptance length: emitted by one request in one decoding
+            iteration, bonus included.
         num_draft_tokens: k; 0 = plain.
         weight_bytes: Read by one iteration: target once, drafter k times.
-        weight_gb_per_s: The same over the iteration time.
-        bandwidth_share: That over the machine's read bandwidth.
-        flops: Multiply-adds times two of one iteration's matrices, all rows.
+        kv_bytes: Read by one iteration at the mean context of the run.
+        iteration_bytes: Both together.
+        flops: Multiply-adds times two of one iteration, matrices and attention, all rows.
+        gb_per_s: iteration_bytes over the iteration time.
+        floor_ms: What bytes or arithmetic take at least; None before `with_floor`.
+        floor_share: floor_ms over iteration_ms; 1 = as fast as the machine can.
+        idle_us: Median time that the device stood idle before an iteration.
+        idle_share: That over the iteration time.
         host_us: Host work of one iteration: schedule, batch, blocks, ring.
+        engine_start_s: Seconds to start the engine: memory and captured programs.
+        first_token_s: Seconds from then to the first token of the engine's first request.
+        start_to_first_token_s: Seconds from the start of the process to that token, had this engine
+            been the first one; None where the start is not known.
+        kernels: What `Executor.trace_iteration` returned, if it was asked for.
     """
 
     workload: Workload
+    draft_driver: str | None
     iteration_ms: float
     iteration_p99_ms: float
     output_tokens_per_s: float
@@ -76,14 +111,30 @@ class Measurement:
     tokens_per_iteration: float
     num_draft_tokens: int
     weight_bytes: int
-    weight_gb_per_s: float
-    bandwidth_share: float
+    kv_bytes: int
+    iteration_bytes: int
     flops: int
+    gb_per_s: float
+    floor_ms: float | None
+    floor_share: float | None
+    idle_us: float
+    idle_share: float
     host_us: float
+    engine_start_s: float
+    first_token_s: float
+    start_to_first_token_s: float | None
+    kernels: list[dict[str, Any]] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
-        return asdict(self)
+        """Plain JSON types, without `kernels`."""
+        values = asdict(self)
+        del values["kernels"]
+        return values
+
+
+def can_trace(device: str) -> bool:
+    """Whether the engine times the kernels of an iteration there."""
+    return device == "cuda"
 
 
 def make_executor(
@@ -95,13 +146,14 @@ def make_executor(
     num_threads: int = 0,
     use_null_device: bool = False,
 ) -> _core.Executor:
-    """Starts an engine just large enough for the workload."""
+    """Starts an engine just large enough for the workload, where the models lie."""
     k = 0 if speculation is None else speculation.num_speculative_tokens
-    max_len = workload.input_len + workload.output_len
     options: dict[str, Any] = {
-        "max_model_len": max_len,
+        "max_model_len": workload.input_len + workload.output_len,
         "max_num_seqs": workload.concurrency,
-        "max_num_batched_tokens": max(512, workload.concurrency * (k + 1)),
+        "max_num_batched_tokens": max(
+            _MIN_BATCHED_TOKENS[target.model.device], workload.concurrency * (k + 1)
+        ),
         "kv_cache_bytes": _kv_bytes([target] if draft is None else [target, draft], workload),
         "num_threads": num_threads,
         "num_speculative_tokens": k,
@@ -110,6 +162,8 @@ def make_executor(
     if speculation is not None:
         options["accept_method"] = speculation.accept_method
         options["synthetic_acceptance_length"] = speculation.synthetic_acceptance_length
+        options["draft_driver"] = speculation.draft_driver
+        options["draft_stop_threshold"] = speculation.draft_stop_threshold
     return _core.Executor(target.model, draft.model if draft is not None else None, options)
 
 
@@ -120,9 +174,10 @@ def measure(
     workload: Workload,
     *,
     num_threads: int = 0,
-    read_bandwidth: float = 0.0,
     rounds: int = 3,
     use_null_device: bool = False,
+    seconds_before: float | None = None,
+    is_traced: bool = False,
 ) -> Measurement:
     """Runs a workload `rounds` times after a warm-up and sums it up.
 
@@ -132,60 +187,126 @@ def measure(
         speculation: None = plain decoding.
         workload: What to run.
         num_threads: CPU threads; 0 = all cores.
-        read_bandwidth: Bytes a second of this machine, for the share; 0 = leave it out.
         rounds: Repetitions.
         use_null_device: Run no op, to measure the host's work alone.
+        seconds_before: From the start of the process until the models were there; None = unknown.
+        is_traced: Time the kernels of one iteration too; needs `can_trace()`.
 
     Returns:
-        The measurement.
+        The measurement, without a floor; see `with_floor`.
     """
+    k = 0 if speculation is None else speculation.num_speculative_tokens
+    vocab = min(m.config["vocab_size"] for m in ([target] if draft is None else [target, draft]))
+    begin = time.monotonic()
     executor = make_executor(
         target, draft, speculation, workload, num_threads=num_threads,
         use_null_device=use_null_device,
     )  # fmt: skip
-    k = 0 if speculation is None else speculation.num_speculative_tokens
-    vocab = min(m.config["vocab_size"] for m in ([target] if draft is None else [target, draft]))
+    engine_start_s = time.monotonic() - begin
+    kernels = None
     runs = []
     try:
+        first_token_s = _first_token_seconds(executor, workload, vocab)
         _run_once(executor, workload, vocab, seed=0)
         executor.reset_stats()
         for seed in range(1, rounds + 1):
             runs.append(_run_once(executor, workload, vocab, seed=seed))
         stats = executor.stats()
+        if is_traced:
+            kernels = _trace(executor, workload, vocab)
     finally:
         executor.close()
     full = [
-        us / 1000
-        for us, decoding, prefill in zip(
+        (us / 1000, idle_us)
+        for us, idle_us, decoding, prefill in zip(
             stats["iteration_us"],
+            stats["iteration_idle_us"],
             stats["iteration_num_decoding"],
             stats["iteration_num_prefill"],
             strict=True,
         )
         if decoding == workload.concurrency and prefill == 0
     ]
-    iteration_ms = statistics.median(full) if full else 0.0
+    times = [ms for ms, _ in full]
+    iteration_ms = statistics.median(times) if times else 0.0
+    idle_us = statistics.median(us for _, us in full) if full else 0.0
     weight_bytes = target.matrix_bytes + (draft.matrix_bytes * k if draft is not None else 0)
-    gb_per_s = weight_bytes / iteration_ms / 1e6 if iteration_ms > 0 else 0.0
-    target_rows = workload.concurrency * (k + 1)
-    flops = 2 * target.matrix_bytes // _item(target) * target_rows
-    if draft is not None:
-        # Two rows a sequence in the first pass, one in each later step.
-        flops += 2 * draft.matrix_bytes // _item(draft) * workload.concurrency * (k + 1)
+    kv_bytes = _iteration_kv_bytes(target, draft, k, workload)
+    num_bytes = weight_bytes + kv_bytes
+    before = seconds_before
     return Measurement(
         workload=workload,
+        draft_driver=None if speculation is None else speculation.draft_driver,
         iteration_ms=iteration_ms,
-        iteration_p99_ms=_percentile(full, 0.99),
+        iteration_p99_ms=_percentile(times, 0.99),
         output_tokens_per_s=statistics.median(run.tokens_per_s for run in runs),
         time_to_first_token_ms=statistics.fmean(run.first_token_ms for run in runs),
         tokens_per_iteration=statistics.fmean(run.tokens_per_iteration for run in runs),
         num_draft_tokens=k,
         weight_bytes=weight_bytes,
-        weight_gb_per_s=gb_per_s,
-        bandwidth_share=gb_per_s * 1e9 / read_bandwidth if read_bandwidth > 0 else 0.0,
-        flops=flops,
+        kv_bytes=kv_bytes,
+        iteration_bytes=num_bytes,
+        flops=_iteration_flops(target, draft, k, workload),
+        gb_per_s=num_bytes / iteration_ms / 1e6 if iteration_ms > 0 else 0.0,
+        floor_ms=None,
+        floor_share=None,
+        idle_us=idle_us,
+        idle_share=idle_us / 1000 / iteration_ms if iteration_ms > 0 else 0.0,
         host_us=stats["host_us"] / max(stats["num_iterations"], 1),
+        engine_start_s=engine_start_s,
+        first_token_s=first_token_s,
+        start_to_first_token_s=None if before is None else before + engine_start_s + first_token_s,
+        kernels=kernels,
     )
+
+
+def with_floor(row: Measurement, target: BenchModel, read_bandwidth: float) -> Measurement:
+    """Adds what an iteration takes at least.
+
+    Args:
+        row: The measurement.
+        target: Its target.
+        read_bandwidth: Bytes a second that the device reads from its memory.
+
+    Returns:
+        The measurement with `floor_ms` and `floor_share`.
+    """
+    seconds = row.iteration_bytes / read_bandwidth
+    if target.model.device == "cuda" and target.model.weight_dtype == "bfloat16":
+        seconds = max(seconds, row.flops / CUDA_BF16_FLOPS)
+    share = seconds * 1e3 / row.iteration_ms if row.iteration_ms > 0 else None
+    return replace(row, floor_ms=seconds * 1e3, floor_share=share)
+
+
+def _iteration_kv_bytes(
+    target: BenchModel, draft: BenchModel | None, k: int, workload: Workload
+) -> int:
+    """The target's cache once and the drafter's k times, of every sequence."""
+    context = workload.mean_context
+    # The cache, the drafter's too, holds elements of the target's weight dtype.
+    item = target.item_bytes
+    one = kv_bytes_read(target.config, context, item)
+    if draft is not None:
+        one += k * kv_bytes_read(draft.config, context, item)
+    return int(workload.concurrency * one)
+
+
+def _iteration_flops(
+    target: BenchModel, draft: BenchModel | None, k: int, workload: Workload
+) -> int:
+    """Arithmetic of one iteration, all sequences."""
+
+    def one(model: BenchModel, rows: int, logit_rows: int) -> float:
+        body = count_body_parameters(model.config)
+        head = model.config["vocab_size"] * model.config["hidden_size"]
+        attention = attention_flops(model.config, workload.mean_context)
+        return float(rows * (2 * body + attention) + logit_rows * 2 * head)
+
+    total = one(target, k + 1, k + 1)
+    if draft is not None:
+        # Two rows a sequence in the first pass, one in each later step; logits of one in each.
+        total += one(draft, k + 1, k)
+    return int(workload.concurrency * total)
 
 
 @dataclass(frozen=True)
@@ -195,19 +316,36 @@ class _Run:
     tokens_per_iteration: float
 
 
+def _add(executor: _core.Executor, workload: Workload, vocab: int, rng: random.Random) -> int:
+    prompt = [rng.randrange(vocab) for _ in range(workload.input_len)]
+    request = executor.add_request(
+        prompt,
+        temperature=workload.temperature,
+        seed=rng.randrange(2**32),
+        max_tokens=workload.output_len,
+    )
+    assert request is not None  # the queue has no bound
+    return request
+
+
+def _first_token_seconds(executor: _core.Executor, workload: Workload, vocab: int) -> float:
+    """Runs one request; from its arrival to the delivery of its first token."""
+    begin = time.monotonic()
+    seconds = None
+    request = _add(executor, workload, vocab, random.Random(-1))
+    while True:
+        for event in executor.poll(1000):
+            if seconds is None and event.token_ids:
+                seconds = time.monotonic() - begin
+                executor.cancel(request)
+            if event.finish_reason is not None:
+                assert seconds is not None, event.error or event.finish_reason
+                return seconds
+
+
 def _run_once(executor: _core.Executor, workload: Workload, vocab: int, *, seed: int) -> _Run:
     rng = random.Random(seed)
-    ids = set()
-    for i in range(workload.concurrency):
-        prompt = [rng.randrange(vocab) for _ in range(workload.input_len)]
-        request = executor.add_request(
-            prompt,
-            temperature=workload.temperature,
-            seed=seed * 100003 + i,
-            max_tokens=workload.output_len,
-        )
-        assert request is not None  # the queue has no bound
-        ids.add(request)
+    ids = {_add(executor, workload, vocab, rng) for _ in range(workload.concurrency)}
     last = []
     decode_events = 0
     decode_tokens = 0
@@ -233,14 +371,30 @@ def _run_once(executor: _core.Executor, workload: Workload, vocab: int, *, seed:
     )
 
 
-def _item(model: BenchModel) -> int:
-    return 4 if model.model.weight_dtype == "float32" else 2
+def _trace(executor: _core.Executor, workload: Workload, vocab: int) -> list[dict[str, Any]]:
+    """Times the kernels of an iteration in which all requests decode."""
+    rng = random.Random(0)
+    ids = {_add(executor, workload, vocab, rng) for _ in range(workload.concurrency)}
+    without_token = set(ids)
+    kernels: list[dict[str, Any]] | None = None
+    while ids:
+        for event in executor.poll(1000):
+            if event.token_ids:
+                without_token.discard(event.id)
+            if event.finish_reason is not None:
+                ids.discard(event.id)
+                without_token.discard(event.id)
+        if kernels is None and not without_token:
+            kernels = executor.trace_iteration()
+            for request in ids:
+                executor.cancel(request)
+    return kernels or []
 
 
 def _kv_bytes(models: Sequence[BenchModel], workload: Workload) -> int:
     """Enough for every sequence in full, as if no layer had a window."""
     tokens = workload.concurrency * (workload.input_len + workload.output_len + 64)
-    item = max(_item(model) for model in models)
+    item = max(model.item_bytes for model in models)
     per_token = sum(
         2 * layer["attention"]["num_kv_heads"] * layer["attention"]["head_dim"] * item
         for model in models

@@ -14,6 +14,8 @@ from typing import Any, Final
 
 from paceline import _core
 
+_CONFIG_DIR: Final = Path(__file__).parent / "configs"
+
 
 @dataclass(frozen=True)
 class BenchModel:
@@ -32,8 +34,12 @@ class BenchModel:
     @property
     def matrix_bytes(self) -> int:
         """Bytes of the matrices that one forward pass reads, the lm_head included."""
-        item = 4 if self.model.weight_dtype == "float32" else 2
-        return count_matrix_parameters(self.config) * item
+        return count_matrix_parameters(self.config) * self.item_bytes
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of an element of its matrices."""
+        return 4 if self.model.weight_dtype == "float32" else 2
 
 
 def _gemma3(
@@ -73,40 +79,74 @@ DUMMY_SHAPES: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-def load(source: str, *, dummy: bool, dtype: str = "auto") -> BenchModel:
+def config_names() -> list[str]:
+    """Names of configurations that ship with the package; their weights are always made up."""
+    return [*DUMMY_SHAPES, *sorted(path.stem for path in _CONFIG_DIR.glob("*.json"))]
+
+
+def is_config_name(source: str) -> bool:
+    """Whether a model is named rather than a folder."""
+    return source in config_names()
+
+
+def load(source: str, *, dummy: bool, dtype: str = "auto", device: str = "cpu") -> BenchModel:
     """Makes a model ready to measure.
 
     Args:
-        source: A name of DUMMY_SHAPES, or a folder in Hugging Face layout.
-        dummy: Read only the folder's `config.json` and make the weights up.
+        source: A name of `config_names()`, or a folder in Hugging Face layout.
+        dummy: Read only the folder's `config.json` and make the weights up. Named models always
+            have made-up weights.
         dtype: "auto", "float32" or "bfloat16".
+        device: Where the weights will lie: "cpu" or "cuda".
 
     Returns:
         The model.
 
     Raises:
-        ValueError: Neither a known shape nor a folder.
+        ValueError: Neither a known name nor a folder.
         paceline.ModelFileError: A file that does not hold what it must.
     """
-    from paceline.loader import decoder_config, load_checkpoint
+    from paceline.loader import dummy_model, load_checkpoint, load_dummy
 
-    if source in DUMMY_SHAPES:
-        hf_config = DUMMY_SHAPES[source]
+    if is_config_name(source):
+        loaded = dummy_model(_named_config(source), source, dtype=dtype, device=device)
     elif not Path(source).is_dir():
         raise ValueError(
-            f"model is {source!r}; allowed: a folder, or a dummy shape: {', '.join(DUMMY_SHAPES)}"
+            f"model is {source!r}; allowed: a folder, or one of {', '.join(config_names())} "
+            "(dummy weights)"
         )
-    elif not dummy:
-        loaded = load_checkpoint(source, dtype=dtype)
-        return BenchModel(Path(source).name, loaded.model, loaded.config)
+    elif dummy:
+        loaded = load_dummy(source, dtype=dtype, device=device)
     else:
-        hf_config = json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))
-    weight_dtype = "bfloat16" if dtype == "auto" else dtype
-    config = decoder_config(hf_config, weight_dtype)
-    builder = _core.ModelBuilder(json.dumps(config), weight_dtype)
-    builder.fill_dummy(0)
-    name = source if source in DUMMY_SHAPES else Path(source).name
-    return BenchModel(f"{name} (dummy)", builder.finish(), config)
+        loaded = load_checkpoint(source, dtype=dtype, device=device)
+    name = Path(source).name + (" (dummy)" if loaded.is_dummy else "")
+    return BenchModel(name, loaded.model, loaded.config)
+
+
+def _named_config(name: str) -> dict[str, Any]:
+    if name in DUMMY_SHAPES:
+        return DUMMY_SHAPES[name]
+    config: dict[str, Any] = json.loads((_CONFIG_DIR / f"{name}.json").read_text("utf-8"))
+    return config
+
+
+def count_body_parameters(config: dict[str, Any]) -> int:
+    """Counts the matrix parameters of all layers, without embeddings, lm_head and norms.
+
+    Args:
+        config: A canonical description (docs/model-format.md).
+
+    Returns:
+        Parameters that one token's forward pass multiplies with before the lm_head.
+    """
+    hidden = config["hidden_size"]
+    total = 0
+    for layer in config["layers"]:
+        attention = layer["attention"]
+        q_width = attention["num_qo_heads"] * attention["head_dim"]
+        kv_width = attention["num_kv_heads"] * attention["head_dim"]
+        total += hidden * (2 * q_width + 2 * kv_width) + 3 * hidden * layer["mlp"]["intermediate"]
+    return int(total)
 
 
 def count_matrix_parameters(config: dict[str, Any]) -> int:
@@ -118,11 +158,46 @@ def count_matrix_parameters(config: dict[str, Any]) -> int:
     Returns:
         Parameters of all projections and of the lm_head, without embedding lookups and norms.
     """
-    hidden = config["hidden_size"]
-    total = config["vocab_size"] * hidden
+    return count_body_parameters(config) + int(config["vocab_size"] * config["hidden_size"])
+
+
+def kv_bytes_read(config: dict[str, Any], context: float, item_bytes: int) -> float:
+    """Bytes of KV that one pass reads for one sequence.
+
+    Args:
+        config: A canonical description.
+        context: Tokens before the ones that are computed.
+        item_bytes: Of an element of the cache.
+
+    Returns:
+        The sum over layers of min(context, window) tokens' keys and values.
+    """
+    total = 0.0
     for layer in config["layers"]:
         attention = layer["attention"]
-        q_width = attention["num_qo_heads"] * attention["head_dim"]
-        kv_width = attention["num_kv_heads"] * attention["head_dim"]
-        total += hidden * (2 * q_width + 2 * kv_width) + 3 * hidden * layer["mlp"]["intermediate"]
-    return int(total)
+        tokens = _visible(attention, context)
+        total += tokens * 2 * attention["num_kv_heads"] * attention["head_dim"] * item_bytes
+    return total
+
+
+def attention_flops(config: dict[str, Any], context: float) -> float:
+    """Multiply-adds times two of one row's attention scores and their sums over values.
+
+    Args:
+        config: A canonical description.
+        context: Tokens that the row sees, windows aside.
+
+    Returns:
+        The sum over layers.
+    """
+    total = 0.0
+    for layer in config["layers"]:
+        attention = layer["attention"]
+        tokens = _visible(attention, context)
+        total += 4 * tokens * attention["num_qo_heads"] * attention["head_dim"]
+    return total
+
+
+def _visible(attention: dict[str, Any], context: float) -> float:
+    window = float(attention["window"])
+    return min(context, window) if window > 0 else context

@@ -124,8 +124,7 @@ def open_checkpoint(path: str | os.PathLike[str], dtype: str = "auto") -> Checkp
         ValueError: `dtype` is none of the above, or "bfloat16" for weights stored as F16.
     """
     check_dtype(dtype)
-    directory = Path(path)
-    _check_directory(directory)
+    directory = open_directory(path)
     hf = read_hf_config(directory, ARCHITECTURES)
     family = translate(hf)
     shards, listing = _open_shards(directory)
@@ -142,20 +141,42 @@ def open_checkpoint(path: str | os.PathLike[str], dtype: str = "auto") -> Checkp
     return checkpoint
 
 
-def load_weights(checkpoint: Checkpoint, *, progress: bool = True) -> _core.Model:
+def open_directory(path: str | os.PathLike[str]) -> Path:
+    """Checks that a path can be the folder of a checkpoint.
+
+    Args:
+        path: The folder.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ModelNotFoundError: There is no such folder.
+        ModelFileError: It is none, or one that `paceline convert` wrote.
+    """
+    directory = Path(path)
+    _check_directory(directory)
+    return directory
+
+
+def load_weights(
+    checkpoint: Checkpoint, *, device: str = "cpu", progress: bool = True
+) -> _core.Model:
     """Fills a model with the checkpoint's tensors, each copied and converted once.
 
     Args:
         checkpoint: What `open_checkpoint` returned.
+        device: "cpu" or "cuda": where the weights will lie.
         progress: Show a progress bar where standard error is a terminal.
 
     Raises:
         ModelFileError: The library refuses the description or a tensor.
+        NotImplementedError: There is no such device.
         MemoryError: There is no room for the weights.
     """
     from tqdm import tqdm
 
-    builder = _core.ModelBuilder(json.dumps(checkpoint.config), checkpoint.weight_dtype)
+    builder = _core.ModelBuilder(json.dumps(checkpoint.config), checkpoint.weight_dtype, device)
     with tqdm(
         total=checkpoint.nbytes,
         desc=f"Loading {checkpoint.path.name or checkpoint.path}",

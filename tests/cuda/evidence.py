@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evidence from a GPU, kept with the sources, since continuous integration has none.
+
+    evidence.py test       run the GPU tests and benches and write docs/gpu-evidence.json
+    evidence.py sanitize   run compute-sanitizer over the op table and write docs/gpu-sanitizer.json
+    evidence.py check      say STALE for evidence that was gathered from other sources
+    evidence.py files      print the files that evidence covers, with their hashes
+
+`test` and `sanitize` expect `make cuda` to have built build/cuda-python. They exit 1 when a command
+fails, and write what they saw all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build" / "cuda-python" / "tests"
+TEST_FILE = ROOT / "docs" / "gpu-evidence.json"
+SANITIZER_FILE = ROOT / "docs" / "gpu-sanitizer.json"
+
+#: What runs on the GPU, and what decides how it is tested.
+COVERED = ("cpp", "cuda", "python/bindings", "tests/cuda", "tests/support", "CMakeLists.txt")
+
+SPECULATIVE = json.dumps(
+    {
+        "method": "draft_model",
+        "model": "gemma3-270m",
+        "num_speculative_tokens": 3,
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_length": 2.3,
+    }
+)
+BENCH = ["-m", "paceline", "bench", "latency", "--device", "cuda", "--concurrency", "1,16,64"]
+BENCH += ["--input-len", "256", "--output-len", "512", "--rounds", "1"]
+
+
+def covered_files() -> list[str]:
+    """The covered files that belong to the sources, sorted."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--", *COVERED], cwd=ROOT, capture_output=True, check=False
+    )
+    if listed.returncode == 0 and listed.stdout:
+        return sorted(name for name in listed.stdout.decode().split("\0") if name)
+    # A copy of the tree without its history.
+    roots = [ROOT / covered for covered in COVERED]
+    paths = [path for root in roots for path in ([root] if root.is_file() else root.rglob("*"))]
+    return sorted(
+        str(path.relative_to(ROOT))
+        for path in paths
+        if path.is_file() and "__pycache__" not in path.parts
+    )
+
+
+def source_hash() -> str:
+    """SHA-256 over the names and contents of the covered files."""
+    digest = hashlib.sha256()
+    for name in covered_files():
+        digest.update(name.encode())
+        digest.update((ROOT / name).read_bytes())
+    return digest.hexdigest()
+
+
+def environment() -> dict[str, str]:
+    """What the commands run with: a GPU is required, cuBLASLt is found."""
+    env = dict(os.environ)
+    env["PACELINE_REQUIRE_GPU"] = "1"
+    env["PYTHONPATH"] = str(ROOT / "python")
+    sys.path.insert(0, str(ROOT / "python"))
+    from paceline.device import find_cublaslt
+
+    path = find_cublaslt()
+    if path:
+        env["LD_LIBRARY_PATH"] = f"{path}:{env.get('LD_LIBRARY_PATH', '')}"
+    return env
+
+
+def machine() -> dict[str, str]:
+    """The GPU, its driver and the compiler."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    name, driver = (subprocess.check_output(query, text=True).splitlines()[0] + ",").split(",")[:2]
+    nvcc = subprocess.check_output(["nvcc", "--version"], text=True).splitlines()
+    return {"gpu": name.strip(), "driver": driver.strip(), "nvcc": nvcc[-1].strip()}
+
+
+def run(
+    title: str, command: list[str], summary: str, env: dict[str, str], limit: float
+) -> dict[str, Any]:
+    """Runs a command; `summary` is a pattern for the lines of its output to keep."""
+    print(f"== {title}", flush=True)
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=env, text=True, timeout=limit,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        output, code = done.stdout, done.returncode
+    except subprocess.TimeoutExpired as expired:
+        raw = expired.stdout or b""
+        output, code = raw.decode() if isinstance(raw, bytes) else raw, 124
+    seconds = round(time.monotonic() - start, 1)
+    lines = [line.strip() for line in output.splitlines() if re.search(summary, line)]
+    if code != 0:
+        print(output[:3000], "\n[...]\n", output[-5000:])
+    print("\n".join(lines[-40:]))
+    print(f"   exit {code}, {seconds} s", flush=True)
+    shown = [Path(part).name if part.startswith("/") else part for part in command]
+    return {
+        "title": title,
+        "command": " ".join(shown),
+        "exit": code,
+        "seconds": seconds,
+        "summary": lines,
+    }
+
+
+def write(path: Path, results: list[dict[str, Any]], extra: dict[str, Any]) -> int:
+    """Writes the evidence; returns the exit code."""
+    passed = all(result["exit"] == 0 for result in results)
+    evidence = {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "passed": passed,
+        "machine": machine(),
+        "source_hash": source_hash(),
+        "covers": list(COVERED),
+        **extra,
+        "results": results,
+    }
+    path.write_text(json.dumps(evidence, indent=1) + "\n")
+    out = os.environ.get("OUT")
+    if out:
+        (Path(out) / path.name).write_text(path.read_text())
+    print(f"{path.relative_to(ROOT)}: {'passed' if passed else 'FAILED'}")
+    return 0 if passed else 1
+
+
+GTEST = r"^\[=+\]|^\[  PASSED|^\[  FAILED|drafts accepted|outputs differ"
+
+
+def test() -> int:
+    """Runs the tests, then the benches."""
+    env = environment()
+    results = []
+    for name in ("gemm_order_test", "op_parity_test", "runner_test", "engine_cuda_test"):
+        results.append(run(name, [str(BUILD / name), "--gtest_brief=1"], GTEST, env, 300))
+    pytest = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/python/test_cuda.py",
+    ]
+    results.append(run("python", pytest, r"passed|failed|error", env, 400))
+    benches: dict[str, Any] = {}
+    for title, arguments in (
+        ("qwen3-8b", ["--config", "qwen3-8b"]),
+        (
+            "gemma3-27b and gemma3-270m",
+            [
+                "--config",
+                "gemma3-27b",
+                "--speculative-config",
+                SPECULATIVE,
+                "--drivers",
+                "unrolled,replay,while",
+            ],
+        ),
+    ):
+        figures = BUILD / "bench.json"
+        kernels = BUILD / "trace.json"
+        command = [
+            sys.executable,
+            *BENCH,
+            *arguments,
+            "--json",
+            str(figures),
+            "--trace",
+            str(kernels),
+        ]
+        results.append(run(f"bench latency, {title}", command, r"\S", env, 400))
+        benches[title] = {
+            key: json.loads(path.read_text()) if path.exists() else None
+            for key, path in (("figures", figures), ("trace", kernels))
+        }
+        for path in (figures, kernels):
+            path.unlink(missing_ok=True)
+    # A checkpoint of the real size, from the local disk with its pages cached.
+    with tempfile.TemporaryDirectory() as scratch:
+        maker = [sys.executable, str(ROOT / "tests" / "cuda" / "make_checkpoint.py")]
+        results.append(run("make a checkpoint", [*maker, "qwen3-8b", scratch], r"\S", env, 200))
+        command = [sys.executable, "-m", "paceline", "bench", "latency", "--device", "cuda"]
+        command += ["--model", scratch, "--concurrency", "1", "--rounds", "1", "--output-len", "64"]
+        results.append(run("first token from disk", command, r"start to|plain", env, 200))
+    operations = BUILD / "ops.json"
+    command = [str(BUILD / "bench_cuda_ops"), "--json", str(operations)]
+    results.append(run("bench ops", command, r"\S", env, 120))
+    return write(TEST_FILE, results, {"benches": benches})
+
+
+def sanitize() -> int:
+    """Runs the four tools over every case of the op table."""
+    env = environment()
+    results = []
+    for tool, more in (
+        ("memcheck", []),
+        ("initcheck", []),
+        ("racecheck", []),
+        ("synccheck", []),
+    ):
+        command = ["compute-sanitizer", "--tool", tool, *more, "--error-exitcode", "9"]
+        command += [
+            str(BUILD / "op_parity_test"),
+            "--gtest_brief=1",
+            "--gtest_filter=Table/OpParity.*",
+        ]
+        results.append(run(tool, command, r"ERROR SUMMARY|RACECHECK SUMMARY|" + GTEST, env, 400))
+    return write(SANITIZER_FILE, results, {})
+
+
+def check() -> int:
+    """Says what is stale. Old evidence is no failure: it says what was true of those sources."""
+    now = source_hash()
+    for path in (TEST_FILE, SANITIZER_FILE):
+        name = path.relative_to(ROOT)
+        if not path.exists():
+            print(f"{name}: MISSING")
+            continue
+        evidence = json.loads(path.read_text())
+        state = (
+            "current" if evidence["source_hash"] == now else "STALE: the sources have changed since"
+        )
+        verdict = "passed" if evidence["passed"] else "FAILED"
+        print(f"{name}: {verdict} on {evidence['date']}, {evidence['machine']['gpu']}; {state}")
+    return 0
+
+
+def files() -> int:
+    """Prints what goes into the hash, to see in which file two trees differ."""
+    for name in covered_files():
+        print(hashlib.sha256((ROOT / name).read_bytes()).hexdigest()[:16], name)
+    return 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("test", "sanitize", "check", "files"))
+    verbs = {"test": test, "sanitize": sanitize, "check": check, "files": files}
+    sys.exit(verbs[parser.parse_args().what]())

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`paceline bench latency`: what it reports, what it refuses, and its arithmetic."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny_models
+from paceline import _core, cli
+from paceline.bench import latency, models
+from paceline.loader import decoder_config
+
+QUICK = ["--concurrency", "1,3", "--input-len", "9", "--output-len", "16", "--rounds", "1"]
+
+ROW_KEYS = {
+    "configuration", "workload", "draft_driver", "iteration_ms", "iteration_p99_ms",
+    "output_tokens_per_s", "time_to_first_token_ms", "tokens_per_iteration", "num_draft_tokens",
+    "weight_bytes", "kv_bytes", "iteration_bytes", "flops", "gb_per_s", "floor_ms", "floor_share",
+    "idle_us", "idle_share", "host_us", "engine_start_s", "first_token_s",
+    "start_to_first_token_s",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def config_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with nothing but a `config.json`."""
+    folder = tmp_path_factory.mktemp("config")
+    source = tiny_models.make(tiny_models.TinySpec("gemma3", seed=3))
+    shutil.copy(source / "config.json", folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def quick_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a second a test is not spent on the machine's memory."""
+    monkeypatch.setattr(_core, "measure_read_bandwidth", lambda num_threads=0: 40e9)
+
+
+def bench(*extra: str) -> int:
+    return cli.main(["bench", "latency", *QUICK, *extra])
+
+
+# ---- reports -----------------------------------------------------------------------------------
+
+
+def test_report_on_a_configuration(
+    config_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speculative = {
+        "method": "draft_model", "model": str(config_dir), "num_speculative_tokens": 3,
+        "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.3,
+        "x": {"draft_driver": "replay"},
+    }  # fmt: skip
+    out = tmp_path / "bench.json"
+    argv = ["--config", str(config_dir), "--speculative-config", json.dumps(speculative)]
+    assert bench(*argv, "--drivers", "unrolled,replay,while", "--json", str(out)) == 0
+    report = json.loads(out.read_text())
+    assert report["device"] == "cpu" and report["device_name"] is None
+    assert report["weight_dtype"] == "float32" and report["peak_tflops"] is None
+    assert report["accept_method"] == "synthetic"
+    assert report["synthetic_acceptance_length"] == 2.3
+    assert len(report["run_id"]) == 12
+    startup = report["startup"]
+    assert 0 < startup["model_build_s"] < startup["start_to_first_token_s"]
+    rows = report["rows"]
+    names = ["plain", "k=3 unrolled", "k=3 replay", "k=3 while"]
+    assert [row["configuration"] for row in rows] == names * 2
+    assert [row["workload"]["concurrency"] for row in rows] == [1] * 4 + [3] * 4
+    assert [row["draft_driver"] for row in rows[:4]] == [None, "unrolled", "replay", "while"]
+    for row in rows:
+        assert set(row) == ROW_KEYS
+        assert row["iteration_ms"] > 0 and row["iteration_p99_ms"] >= row["iteration_ms"]
+        assert row["output_tokens_per_s"] > 0 and row["idle_share"] >= 0
+        assert row["iteration_bytes"] == row["weight_bytes"] + row["kv_bytes"]
+        assert row["floor_ms"] == pytest.approx(row["iteration_bytes"] / 40e9 * 1e3)
+        assert row["floor_share"] == pytest.approx(row["floor_ms"] / row["iteration_ms"])
+        assert row["start_to_first_token_s"] > row["engine_start_s"] + row["first_token_s"]
+        is_plain = row["configuration"] == "plain"
+        assert row["num_draft_tokens"] == (0 if is_plain else 3)
+        assert (row["tokens_per_iteration"] == 1) if is_plain else row["tokens_per_iteration"] > 1.5
+    assert [(row["configuration"], row["concurrency"]) for row in report["speedup"]] == [
+        (name, c) for c in (1, 3) for name in names[1:]
+    ]
+    table = capsys.readouterr().out
+    assert "of floor" in table and "start to first token" in table
+    assert sum(line.split()[:1] == ["k=3"] for line in table.splitlines()) == 6 + 6
+
+
+def test_report_alone(config_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("--config", str(config_dir), "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [row["configuration"] for row in report["rows"]] == ["plain", "plain"]
+    assert report["draft"] is None and report["speedup"] == []
+
+
+def test_checkpoint_with_a_dummy_drafter(
+    target_dir: Path, config_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--model", str(target_dir), "--draft-config", str(config_dir), "--json"]
+    assert bench(*argv) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert "(dummy)" not in report["target"] and "(dummy)" in report["draft"]
+    assert report["rows"][1]["configuration"] == "k=4"
+    assert report["synthetic_acceptance_length"] == 2.2
+    given = '{"num_speculative_tokens": 2, "x": {"draft_driver": "while"}}'
+    assert bench(*argv, "--speculative-config", given) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["accept_method"] == "coupled"
+    assert report["rows"][1]["configuration"] == "k=2 while"
+
+
+def test_demo_pair(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("--demo", "--json", "--host-only") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["device"] == "cpu" and report["accept_method"] == "coupled"
+
+
+# ---- traces ------------------------------------------------------------------------------------
+
+
+def test_traces_need_an_engine_that_times_kernels(
+    config_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--config", str(config_dir), "--trace", str(tmp_path / "trace.json")]
+    assert bench(*argv) == 2
+    assert "--trace times kernels, but the device is 'cpu'" in capsys.readouterr().err
+
+
+def test_trace(config_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = [
+        {"name": "norm", "count": 6, "total_us": 2.0},
+        {"name": "gemm", "count": 21, "total_us": 30.0},
+    ]
+
+    def trace_iteration(executor: _core.Executor) -> list[dict[str, Any]]:
+        assert executor.stats()["num_running"] > 0
+        return kernels
+
+    monkeypatch.setattr(_core.Executor, "trace_iteration", trace_iteration)
+    monkeypatch.setattr("paceline.bench.cli.can_trace", lambda device: True)
+    out = tmp_path / "trace.json"
+    assert bench("--config", str(config_dir), "--output-len", "200", "--trace", str(out)) == 0
+    table = json.loads(out.read_text())
+    assert [row["concurrency"] for row in table["rows"]] == [1, 3]
+    assert table["rows"][0]["kernels"] == kernels[::-1]
+
+
+# ---- refusals ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--concurrency", "0"], "concurrency is '0'"),
+        (["--concurrency", "a"], "concurrency is 'a'"),
+        (["--rounds", "0"], "rounds is 0"),
+        (["--input-len", "0"], "input_len is 0"),
+        (["--device", "gpu"], "device is 'gpu'"),
+        (["--drivers", "unrolled,magic"], "drivers is 'unrolled,magic'"),
+        (["--config", "nonesuch"], "model is 'nonesuch'"),
+        (["--model", "qwen3-8b"], "use --config qwen3-8b"),
+        (["--speculative-config", "{"], "no valid JSON"),
+        (["--speculative-config", '{"model": "a"}'], "num_speculative_tokens"),
+    ],
+)
+def test_refusals(extra: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench(*extra) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.out == ""
+
+
+def test_drivers_need_a_drafter(config_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("--config", str(config_dir), "--drivers", "while") == 2
+    assert "nothing is drafted" in capsys.readouterr().err
+
+
+# ---- configurations by name --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "num_parameters", "num_layers", "num_full", "kv_bytes_per_token"),
+    [
+        # Parameters with the lm_head, less the norms, and bytes of KV in bfloat16.
+        ("qwen3-8b", 7_568_097_280, 36, 36, 147_456),
+        ("gemma3-27b", 27_007_991_808, 62, 10, 507_904),
+        ("gemma3-270m", 268_042_240, 18, 3, 18_432),
+    ],
+)
+def test_named_configurations(
+    name: str, num_parameters: int, num_layers: int, num_full: int, kv_bytes_per_token: int
+) -> None:
+    assert models.is_config_name(name)
+    config = decoder_config(models._named_config(name), "bfloat16", name)
+    assert models.count_matrix_parameters(config) == num_parameters
+    kinds = [layer["attention"]["kind"] for layer in config["layers"]]
+    assert (len(kinds), kinds.count("full")) == (num_layers, num_full)
+    assert models.kv_bytes_read(config, 1, 2) == kv_bytes_per_token
+
+
+def test_a_window_bounds_what_is_read() -> None:
+    config = decoder_config(models._named_config("gemma3-270m"), "bfloat16")
+    layer_bytes = 2 * 1 * 256 * 2
+    assert models.kv_bytes_read(config, 1000, 2) == layer_bytes * (15 * 512 + 3 * 1000)
+    assert models.attention_flops(config, 1000) == 4 * 4 * 256 * (15 * 512 + 3 * 1000)
+
+
+def test_bytes_and_arithmetic_of_an_iteration(config_dir: Path) -> None:
+    model = models.load(str(config_dir), dummy=True)
+    body = models.count_body_parameters(model.config)
+    head = 128 * 64
+    assert body + head == models.count_matrix_parameters(model.config)
+    workload = latency.Workload(concurrency=5, input_len=20, output_len=8)
+    assert workload.mean_context == 24
+    attention = models.attention_flops(model.config, 24)
+    plain = latency._iteration_flops(model, None, 0, workload)
+    assert plain == 5 * (2 * body + attention + 2 * head)
+    k = 3
+    speculative = latency._iteration_flops(model, model, k, workload)
+    rows = 2 * (k + 1)  # verified, and of the drafter: two at first, then k - 1 times one
+    assert speculative == 5 * (rows * (2 * body + attention) + (k + 1 + k) * 2 * head)
+    kv = models.kv_bytes_read(model.config, 24, 4)
+    assert kv == 2 * 2 * 16 * 4 * (8 + 8 + 24)
+    assert latency._iteration_kv_bytes(model, model, k, workload) == 5 * (1 + k) * kv
+
+
+def test_the_floor_of_a_gpu_knows_arithmetic(config_dir: Path) -> None:
+    model = models.load(str(config_dir), dummy=True)
+    workload = latency.Workload(1, 4, 4)
+    row = latency.measure(model, None, None, workload, rounds=1)
+    assert row.floor_ms is None and row.start_to_first_token_s is None
+    row = replace(row, iteration_ms=10.0, iteration_bytes=10**9, flops=int(790e12 * 4e-3))
+    assert latency.with_floor(row, model, 1e12).floor_ms == pytest.approx(1.0)
+
+    class OnGpu:
+        device, weight_dtype = "cuda", "bfloat16"
+
+    gpu = replace(model, model=OnGpu())  # type: ignore[arg-type]
+    assert latency.with_floor(row, gpu, 1e12).floor_ms == pytest.approx(4.0, rel=1e-3)
+    assert latency.with_floor(row, gpu, 1e11).floor_ms == pytest.approx(10.0)
+    assert latency.with_floor(row, gpu, 1e11).floor_share == pytest.approx(1.0)

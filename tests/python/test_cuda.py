@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole way through Python on a GPU: loading, generating, scoring, reporting.
+
+Skipped where there is no usable GPU; failed there when PACELINE_REQUIRE_GPU=1.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tiny_models
+from paceline import LLM, SamplingParams, _core, cli
+from paceline.loader import load_checkpoint, load_dummy
+from paceline.loader.convert import convert
+
+DRIVERS = ("unrolled", "replay", "while", "eager")
+VOCAB = 256
+# Longer than the windows, so that old blocks are given back.
+MAX_MODEL_LEN = 256
+WINDOW = 24
+
+
+@pytest.fixture(scope="session", autouse=True)
+def gpu() -> Any:
+    """What the runtime says of the GPU."""
+    status = _core.cuda_status()
+    if not status["is_usable"]:
+        if os.environ.get("PACELINE_REQUIRE_GPU") == "1":
+            pytest.fail(f"PACELINE_REQUIRE_GPU=1, but: {status['reason']}")
+        pytest.skip(status["reason"])
+    return status
+
+
+def spec(family: str = "gemma3", *, dtype: str = "bfloat16", seed: int = 3) -> tiny_models.TinySpec:
+    """A checkpoint whose heads fit the kernels; the root of its width is a bfloat16."""
+    return tiny_models.TinySpec(
+        family, seed=seed, dtype=dtype, vocab_size=VOCAB, hidden_size=256, intermediate_size=512,
+        head_dim=64, window=WINDOW, tokenizer_size=128,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def target() -> Path:
+    """A tiny Gemma 3 in bfloat16: sliding and full layers."""
+    return tiny_models.make(spec())
+
+
+@pytest.fixture(scope="session")
+def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target with noise on its weights: some of its drafts are kept, some are not."""
+    out = tmp_path_factory.mktemp("cuda-draft") / "draft"
+    return tiny_models.perturbed_copy(target, out, noise=0.03, seed=1)
+
+
+def open_llm(path: Path, draft: Path | None = None, k: int = 4, **changes: Any) -> LLM:
+    """An LLM on the GPU; `x` among the changes goes into speculative_config."""
+    nested = changes.pop("x", {})
+    config = None
+    if draft is not None:
+        config = {"model": str(draft), "num_speculative_tokens": k, "x": nested}
+    settings = {"max_num_seqs": 8, "max_model_len": MAX_MODEL_LEN, "kv_cache_bytes": 64 << 20}
+    settings |= {"device": "cuda", "show_progress": False} | changes
+    return LLM(path, speculative_config=config, **settings)
+
+
+def random_prompts(num: int) -> list[list[int]]:
+    rng = random.Random(num)
+    return [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 90))] for _ in range(num)]
+
+
+PROMPTS = random_prompts(13)
+
+
+def params_of(temperature: float) -> list[SamplingParams]:
+    return [
+        SamplingParams(temperature=temperature, seed=100 + i, max_tokens=20 + 5 * (i % 5))
+        for i in range(len(PROMPTS))
+    ]
+
+
+def generate(llm: LLM, temperature: float) -> list[list[int]]:
+    outputs = llm.generate(PROMPTS, params_of(temperature))
+    assert llm._executor.check_integrity() == ""
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@functools.cache
+def plain_tokens(path: Path, temperature: float) -> list[list[int]]:
+    """The reference: no drafter."""
+    with open_llm(path) as llm:
+        return generate(llm, temperature)
+
+
+# ---- starting ----------------------------------------------------------------------------------
+
+
+def test_auto_is_the_gpu(target: Path, caplog: pytest.LogCaptureFixture, gpu: Any) -> None:
+    with (
+        caplog.at_level("INFO", logger="paceline"),
+        LLM(target, max_num_seqs=4, max_model_len=MAX_MODEL_LEN, show_progress=False) as llm,
+    ):
+        assert llm.target.model.device == "cuda" and llm.target.weight_dtype == "bfloat16"
+        assert llm.capabilities()["configured"]["device"] == "cuda"
+        assert "cuda" in llm.capabilities()["devices"] and "cuda" in repr(llm)
+        report = json.loads(json.dumps(llm.memory_report()))
+    assert report["device"] == "cuda" and report["graph_bytes"] >= 0
+    assert 0 < report["kv_pool_bytes"] < gpu["total_bytes"]
+    assert "enough for 4 sequences" in report["kv_cache_rule"]
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("cuda memory in MiB: weights") and "graphs" in message
+
+
+def test_captured_programs_are_counted(target: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    model = load_checkpoint(target, device="cuda", progress=False).model
+    options = {"max_model_len": 64, "max_num_seqs": 4, "kv_cache_bytes": 8 << 20}
+    executor = _core.Executor(model, None, options, lambda *seen: calls.append(seen))
+    executor.close()
+    assert calls and calls[-1][0] == calls[-1][1]
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_what_progress_raises_ends_the_start(target: Path, kind: type[BaseException]) -> None:
+    def refuse(done: int, total: int) -> None:
+        raise kind("enough")
+
+    model = load_checkpoint(target, device="cuda", progress=False).model
+    options = {"max_model_len": 64, "max_num_seqs": 4, "kv_cache_bytes": 8 << 20}
+    for _ in range(3):
+        with pytest.raises(kind, match="enough"):
+            _core.Executor(model, None, options, refuse)
+    executor = _core.Executor(model, None, options)
+    assert executor.add_request([1, 2, 3], temperature=0.0, max_tokens=4) is not None
+    assert executor.check_integrity() == ""
+    executor.close()
+
+
+def test_devices_are_not_mixed(target: Path, draft: Path) -> None:
+    on_gpu = load_checkpoint(target, device="cuda", progress=False)
+    on_cpu = load_checkpoint(draft, device="cpu", progress=False)
+    config = {"model": str(draft), "num_speculative_tokens": 2}
+    with pytest.raises(ValueError, match=r"cuda.*cpu"):
+        LLM.from_loaded(on_gpu, on_cpu, speculative_config=config, max_model_len=MAX_MODEL_LEN)
+    with pytest.raises(ValueError, match="device is 'cpu', but the target lies on 'cuda'"):
+        LLM.from_loaded(on_gpu, device="cpu")
+
+
+def test_weights_are_those_of_the_cpu(target: Path, draft: Path, tmp_path: Path) -> None:
+    def arena(device: str) -> bytes:
+        return bytes(load_checkpoint(target, device=device, progress=False).model.arena())
+
+    assert arena("cuda") == arena("cpu")
+    folder = convert(target, tmp_path / "folder", draft, progress=False)
+    loaded = _core.load_model_folder(str(folder), device="cuda")
+    assert loaded.target.device == "cuda" and bytes(loaded.target.arena()) == arena("cpu")
+    dummies = [bytes(load_dummy(target, device=d).model.arena()) for d in ("cpu", "cuda")]
+    assert dummies[0] == dummies[1]
+
+
+def test_dummy_weights(target: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((target / "config.json").read_bytes())
+    with open_llm(tmp_path, load_format="dummy") as llm:
+        assert llm.target.weight_dtype == "bfloat16"
+        (output,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=9))
+        assert len(output.outputs[0].token_ids) == 9
+
+
+# ---- generating --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize("k", [1, 4, 7])
+def test_speculation_changes_no_token(
+    target: Path, draft: Path, driver: str, k: int, temperature: float
+) -> None:
+    with open_llm(target, draft, k, x={"draft_driver": driver}) as llm:
+        assert generate(llm, temperature) == plain_tokens(target, temperature)
+        stats = llm._executor.stats()
+    assert 0 < stats["num_accepted_tokens"] < stats["num_draft_tokens"]
+    num_iterations = len(stats["iteration_us"])
+    assert num_iterations > 0
+    for key in ("iteration_idle_us", "iteration_num_decoding", "iteration_num_prefill"):
+        assert len(stats[key]) == num_iterations
+    assert min(stats["iteration_us"]) > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_other_families(family: str, draft: Path) -> None:
+    path = tiny_models.make(spec(family))
+    with open_llm(path, draft, 3) as llm:
+        assert generate(llm, 0.7) == plain_tokens(path, 0.7)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_num_seqs": 1},
+        {"max_num_seqs": 13},
+        {"prefill_chunk_size": 16},
+        {"block_size": 32},
+        {"max_num_batched_tokens": 64},
+        # Room for one sequence and hardly another: some are preempted.
+        {"kv_cache_bytes": 3 << 20},
+    ],
+    ids=str,
+)
+def test_nothing_else_changes_a_token(target: Path, draft: Path, changes: dict[str, Any]) -> None:
+    with open_llm(target, draft, **changes) as llm:
+        assert generate(llm, 0.8) == plain_tokens(target, 0.8)
+
+
+def test_repeated_runs_agree(target: Path) -> None:
+    with open_llm(target) as llm:
+        assert generate(llm, 0.8) == generate(llm, 0.8) == plain_tokens(target, 0.8)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_a_drafter_agrees_with_itself(target: Path, driver: str, temperature: float) -> None:
+    with open_llm(target, target, x={"draft_driver": driver}) as llm:
+        outputs = llm.generate(PROMPTS, params_of(temperature))
+    for output in outputs:
+        counters = output.metrics.speculative_decoding
+        assert counters is not None
+        assert counters["num_accepted_draft_tokens"] == counters["num_draft_tokens"] > 0
+
+
+def test_stopping_early_changes_no_token(target: Path, draft: Path) -> None:
+    drafted = []
+    for threshold in (0.0, 0.5, 0.99):
+        nested = {"draft_driver": "while", "draft_stop_threshold": threshold}
+        with open_llm(target, draft, x=nested) as llm:
+            assert generate(llm, 0.8) == plain_tokens(target, 0.8)
+            drafted.append(llm._executor.stats()["num_draft_tokens"])
+    assert drafted[0] > drafted[1] > drafted[2] > 0
+
+
+def test_cancelling_leaves_no_block_behind(target: Path, draft: Path) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=150)
+    with open_llm(target, draft) as llm:
+        for _ in range(5):
+            with llm.stream([[1] * 20] * 8, params) as stream:
+                for _ in zip(range(10), stream, strict=False):
+                    pass
+        assert llm._executor.check_integrity() == ""
+        assert generate(llm, 0.0) == plain_tokens(target, 0.0)
+
+
+def test_float32_weights(draft: Path) -> None:
+    """Slow reference kernels, the same promise."""
+    path = tiny_models.make(spec(dtype="float32"))
+    with open_llm(path) as llm:
+        expected = generate(llm, 0.8)
+    with open_llm(path, draft, 3, dtype="float32") as llm:
+        assert generate(llm, 0.8) == expected
+
+
+# ---- logits ------------------------------------------------------------------------------------
+
+
+def scoring_prompt(seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(120)]
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_float32_logits_equal_transformers(family: str) -> None:
+    path = tiny_models.make(spec(family, dtype="float32"))
+    prompt = scoring_prompt(1)
+    expected = tiny_models.reference_logits(path, prompt)
+    with open_llm(path, dtype="float32") as llm:
+        seen = llm.logits(prompt)
+    assert np.isfinite(seen).all()
+    assert np.abs(seen - expected).max() <= 2e-4 * np.abs(expected).max()
+
+
+@pytest.fixture
+def bfloat16_transformers() -> Iterator[Any]:
+    """Computes logits with transformers in bfloat16, on the GPU where torch has it."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def logits(path: Path, prompt: list[int]) -> np.ndarray[Any, Any]:
+        # Never .to(bfloat16), which would round the rotary frequencies too.
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.bfloat16, attn_implementation="eager"
+        )
+        with torch.no_grad():
+            seen = model.eval().to(device)(torch.tensor([prompt], device=device)).logits[0]
+        values: np.ndarray[Any, Any] = seen.float().cpu().numpy()
+        return values
+
+    yield logits
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_bfloat16_logits_are_as_good_as_those_of_transformers(
+    family: str, bfloat16_transformers: Any
+) -> None:
+    """Both against float32 arithmetic on the same weights, over several checkpoints."""
+    ours, theirs = [], []
+    for seed in range(3, 7):
+        path = tiny_models.make(spec(family, seed=seed))
+        prompt = scoring_prompt(seed)
+        with open_llm(path, device="cpu", dtype="float32") as llm:
+            expected = llm.logits(prompt)
+        with open_llm(path) as llm:
+            seen = llm.logits(prompt)
+        assert np.isfinite(seen).all()
+        ours.append(seen - expected)
+        theirs.append(bfloat16_transformers(path, prompt) - expected)
+    our_rms, their_rms = (float(np.sqrt(np.mean(np.square(x)))) for x in (ours, theirs))
+    print(f"{family}: RMS error {our_rms:.4g}, of transformers {their_rms:.4g}")
+    assert our_rms <= 1.25 * their_rms
+
+
+def test_logits_do_not_depend_on_chunks(target: Path) -> None:
+    prompt = scoring_prompt(2)
+    with open_llm(target) as llm:
+        whole = llm.logits(prompt)
+    for chunk in (1, 16, 63):
+        with open_llm(target, prefill_chunk_size=chunk) as llm:
+            np.testing.assert_array_equal(llm.logits(prompt), whole)
+
+
+# ---- command line ------------------------------------------------------------------------------
+
+
+def test_generate_from_the_command_line(
+    target: Path, draft: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.dumps({"model": str(draft), "num_speculative_tokens": 3})
+    argv = ["generate", "x = 1", "--model", str(target), "--speculative-config", config]
+    assert cli.main([*argv, "--max-tokens", "24", "--compare", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["configured"]["device"] == "cuda" and report["plain"]["is_same"] is True
+
+
+def test_bench(target: Path, tmp_path: Path) -> None:
+    out = tmp_path / "bench.json"
+    speculative = {
+        "model": str(target), "num_speculative_tokens": 3,
+        "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.3,
+    }  # fmt: skip
+    argv = ["bench", "latency", "--config", str(target), "--device", "cuda"]
+    argv += ["--speculative-config", json.dumps(speculative), "--drivers", "unrolled,replay,while"]
+    argv += ["--concurrency", "1,4", "--input-len", "16", "--output-len", "32", "--rounds", "1"]
+    assert cli.main([*argv, "--json", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert report["device"] == "cuda" and report["device_name"]
+    assert report["read_bandwidth_gb_per_s"] > 100
+    assert [row["configuration"] for row in report["rows"][:4]] == [
+        "plain", "k=3 unrolled", "k=3 replay", "k=3 while",
+    ]  # fmt: skip
+    for row in report["rows"]:
+        assert row["iteration_ms"] > 0 and row["idle_us"] >= 0 and 0 < row["floor_share"] < 1
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str], gpu: Any) -> None:
+    assert cli.main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["devices"] == ["cpu", "cuda"] and report["cuda"]["name"] == gpu["name"]
+    runs = report["self_check"]["runs"]
+    assert [run["device"] for run in runs] == ["cpu"] * 2 + ["cuda"] * 2
+    assert {run["draft_acceptance_rate"] for run in runs} == {1.0}

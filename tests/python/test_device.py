@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choosing a device, finding cuBLASLt, planning the memory of a GPU: no GPU is needed for it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny_models
+from paceline import OutOfMemoryError, _core, memory
+from paceline.device import (
+    CUBLASLT_NAME,
+    CUBLASLT_VARIABLE,
+    _auto_device,
+    capture_progress,
+    find_cublaslt,
+    resolve_device,
+    usable_devices,
+)
+from paceline.loader import LoadedModel, load_checkpoint
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A GPU that is there as far as Python can see; change its values."""
+    status: dict[str, Any] = dict(_core.cuda_status()) | {
+        "is_built": True, "is_usable": True, "reason": "", "free_bytes": 100 * GIB,
+    }  # fmt: skip
+    monkeypatch.setattr(_core, "cuda_status", lambda: status)
+    return status
+
+
+def test_status_is_plain_and_never_raises() -> None:
+    status = _core.cuda_status()
+    assert status["is_built"] == _core.build_info()["has_cuda"]
+    assert status["is_built"] or not status["is_usable"]
+    assert bool(status["reason"]) == (not status["is_usable"])
+    if not status["is_built"]:
+        assert "-DPACELINE_CUDA=ON" in status["reason"]
+
+
+def test_auto_is_the_gpu_where_it_can_be_used(gpu: dict[str, Any]) -> None:
+    assert _auto_device() == "cuda"
+    assert usable_devices() == ["auto", "cpu", "cuda"]
+    gpu["is_usable"] = False
+    assert _auto_device() == "cpu"
+    assert usable_devices() == ["auto", "cpu"]
+
+
+def test_cublaslt_is_named_before_cuda_is_used(
+    gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named: list[str] = []
+    monkeypatch.setattr(_core, "set_cublaslt_path", named.append)
+    monkeypatch.setenv(CUBLASLT_VARIABLE, "/some/where")
+    assert resolve_device("cpu") == "cpu" and named == []
+    assert resolve_device("cuda") == "cuda" and named == ["/some/where"]
+
+
+def test_where_cublaslt_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CUBLASLT_VARIABLE, raising=False)
+    for name in [name for name in sys.modules if name.split(".")[0] == "nvidia"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    importlib.invalidate_caches()
+    assert find_cublaslt() is None
+    folder = tmp_path / "nvidia" / "cu13" / "lib"
+    folder.mkdir(parents=True)
+    importlib.invalidate_caches()
+    assert find_cublaslt() is None
+    (folder / CUBLASLT_NAME).touch()
+    assert find_cublaslt() == str(folder)
+    monkeypatch.setenv(CUBLASLT_VARIABLE, "/some/where")
+    assert find_cublaslt() == "/some/where"
+
+
+def test_a_bar_for_graphs(capsys: pytest.CaptureFixture[str]) -> None:
+    with capture_progress(is_shown=True) as report:
+        for done in range(4):
+            report(done, 3)
+    with capture_progress(is_shown=True):
+        pass
+    assert capsys.readouterr().err == ""  # no terminal
+
+
+# ---- memory ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model() -> LoadedModel:
+    return load_checkpoint(tiny_models.make(tiny_models.TinySpec("gemma3", seed=3)))
+
+
+def plan(model: LoadedModel, **changes: int) -> tuple[int, str]:
+    sizes = {"max_num_seqs": 4, "max_model_len": 1000, "num_extra_tokens": 24} | changes
+    return memory.default_kv_cache_bytes([model], device="cuda", num_prefill_tokens=0, **sizes)
+
+
+def test_the_pool_of_a_gpu(model: LoadedModel, gpu: dict[str, Any]) -> None:
+    # 3 layers, keys and values, 2 heads of 16 float32: as if none had a window, and an eighth more.
+    token_bytes = 3 * 2 * 2 * 16 * 4
+    tokens = 1024 * 4096
+    num_bytes, rule = plan(model, max_num_seqs=1024, max_model_len=4096 - 24)
+    assert num_bytes == token_bytes * tokens * 9 // 8
+    assert "enough for 1024 sequences of 4096 tokens" in rule
+    gpu["free_bytes"] = 3 * GIB
+    num_bytes, rule = plan(model, max_num_seqs=1024, max_model_len=4096 - 24)
+    assert num_bytes == int(0.9 * 3 * GIB) - 2 * GIB
+    assert "90% of the 3221225472 bytes" in rule and str(token_bytes * tokens * 9 // 8) in rule
+    assert plan(model)[0] == 8 << 20
+
+
+def test_a_gpu_without_room(model: LoadedModel, gpu: dict[str, Any]) -> None:
+    gpu["free_bytes"] = 2 * GIB
+    with pytest.raises(OutOfMemoryError, match=r"2048\.0 MiB free beside the weights.*kv_cache"):
+        plan(model)
+
+
+def test_plan_in_words() -> None:
+    group = {
+        "owner": "target", "kind": "full", "window": 0, "num_layers": 3, "block_size": 16,
+        "block_bytes": 1 << 16,
+    }  # fmt: skip
+    size = memory.group_max_bytes(group, max_num_seqs=2, max_model_len=33)
+    assert size == 2 * 3 * (1 << 16)
+    sliding = group | {"kind": "sliding", "window": 8}
+    assert memory.group_max_bytes(sliding, max_num_seqs=1, max_model_len=4096) == 2 << 16
+    report = {
+        "device": "cuda", "target_weight_bytes": 3 << 20, "draft_weight_bytes": 1 << 19,
+        "kv_pool_bytes": 64 << 20, "workspace_bytes": 5 << 20, "graph_bytes": 7 << 20,
+        "groups": [group | {"max_bytes": size}],
+    }  # fmt: skip
+    assert memory.memory_plan(report) == (
+        "cuda memory in MiB: weights 3.0 + 0.5 of the drafter; KV pool 64.0 (target full x 3: up "
+        "to 0.4); workspace 5.0; graphs 7.0"
+    )
