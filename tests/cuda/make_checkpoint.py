@@ -3,8 +3,8 @@
 
     make_checkpoint.py qwen3-8b FOLDER
 
-For measuring what loading takes. Weights are normal with std 0.02, bfloat16, in shards of some 4 GB.
-Needs torch and a GPU.
+For measuring what loading takes. Weights are normal with std 0.02, bfloat16, in shards of some
+4 GB. Needs torch and a GPU.
 """
 
 from __future__ import annotations
