@@ -341,7 +341,7 @@ int run(int argc, char** argv) {
       return 2;
     }
   }
-  const std::string missing = missing_gpu();
+  const std::string missing = cuda_status().reason;
   if (!missing.empty()) {
     std::fprintf(stderr, "bench_cuda_ops: %s\n", missing.c_str());
     return 1;

@@ -33,6 +33,8 @@ SANITIZER_FILE = ROOT / "docs" / "gpu-sanitizer.json"
 #: What runs on the GPU, and what decides how it is tested.
 COVERED = ("cpp", "cuda", "python/bindings", "tests/cuda", "tests/support", "CMakeLists.txt")
 
+SOURCE_SUFFIXES = (".h", ".cc", ".cu", ".cuh", ".py", ".txt", ".json")
+
 SPECULATIVE = json.dumps(
     {
         "method": "draft_model",
@@ -47,20 +49,10 @@ BENCH += ["--input-len", "256", "--output-len", "512", "--rounds", "1"]
 
 
 def covered_files() -> list[str]:
-    """The covered files that belong to the sources, sorted."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--", *COVERED], cwd=ROOT, capture_output=True, check=False
-    )
-    if listed.returncode == 0 and listed.stdout:
-        return sorted(name for name in listed.stdout.decode().split("\0") if name)
-    # A copy of the tree without its history.
+    """The covered files, sorted; by looking, since a copy on a GPU machine may have no history."""
     roots = [ROOT / covered for covered in COVERED]
     paths = [path for root in roots for path in ([root] if root.is_file() else root.rglob("*"))]
-    return sorted(
-        str(path.relative_to(ROOT))
-        for path in paths
-        if path.is_file() and "__pycache__" not in path.parts
-    )
+    return sorted(str(path.relative_to(ROOT)) for path in paths if path.suffix in SOURCE_SUFFIXES)
 
 
 def source_hash() -> str:
