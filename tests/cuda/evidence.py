@@ -202,8 +202,8 @@ def test() -> int:
     return write(TEST_FILE, results, {"benches": benches})
 
 
-#: Tools, and what each runs: parts of the op table by name. racecheck follows every access to shared
-#: memory and takes minutes where the others take seconds, so it goes part by part.
+#: Tools, and what each runs: parts of the op table by name. racecheck follows every access to
+#: shared memory and takes minutes where the others take seconds, so it goes part by part.
 OPS = ("gemm", "attention", "list", "rms", "draw", "rope", "gated")
 REST = "*:-" + ":".join(f"*MatchesTheCpu/{op}_*" for op in OPS)
 SANITIZERS = {
