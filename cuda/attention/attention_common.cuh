@@ -78,6 +78,7 @@ struct PlainAttention {
   int32_t num_qo_heads;
   int32_t num_kv_heads;
   int32_t head_dim;
+  int32_t row_heads;  // of qkv
 };
 
 // Visible keys and places of a row of PagedAttentionParams.
@@ -140,8 +141,8 @@ __global__ void __launch_bounds__(kAttentionThreads)
     for (int32_t d = thread; d < a.head_dim; d += kAttentionThreads) store_as(y + d, 0.0f);
     return;
   }
-  const int64_t row_heads = a.num_qo_heads + 2 * int64_t{a.num_kv_heads};
-  const T* const row_q = static_cast<const T*>(a.qkv) + (row * row_heads + head) * a.head_dim;
+  const T* const row_q =
+      static_cast<const T*>(a.qkv) + (int64_t{row} * a.row_heads + head) * a.head_dim;
   for (int32_t d = thread; d < a.head_dim; d += kAttentionThreads) q[d] = to_float(row_q[d]);
   const int32_t kv_head = head / (a.num_qo_heads / a.num_kv_heads);
 
@@ -238,7 +239,8 @@ void run_plain_attention(CudaContext& ctx, const char* name, const Params& p, fl
                             .y = p.y,
                             .num_qo_heads = p.num_qo_heads,
                             .num_kv_heads = p.num_kv_heads,
-                            .head_dim = p.head_dim};
+                            .head_dim = p.head_dim,
+                            .row_heads = qkv_heads(p.num_qo_heads, p.num_kv_heads, p.kv_inputs)};
   const auto run = [&](void (*kernel)(PlainAttention, Places)) {
     launch(ctx, name, kernel, dim3(p.max_rows, p.num_qo_heads), dim3(kAttentionThreads), 0, a,
            places);

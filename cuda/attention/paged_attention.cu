@@ -347,7 +347,8 @@ __global__ void __launch_bounds__(kThreads, (Shape<kHeadDim, kMTiles>::kMinBlock
   const uint32_t p_shared = q_shared + S::kQBytes;
   {
     const auto* const qkv = static_cast<const __nv_bfloat16*>(p.qkv);
-    const int64_t row_stride = (p.num_qo_heads + 2 * int64_t{p.num_kv_heads}) * kHeadDim;
+    const int64_t row_stride =
+        int64_t{qkv_heads(p.num_qo_heads, p.num_kv_heads, p.kv_inputs)} * kHeadDim;
     constexpr int32_t kUnits = kHeadDim / 8;
 #pragma unroll
     for (int32_t i = 0; i < S::kRows * kUnits / kThreads; ++i) {

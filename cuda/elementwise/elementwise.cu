@@ -73,11 +73,15 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t first = first_element();
   const int32_t count = p.intermediate - first;
   if (row >= *p.num_rows || count <= 0) return;
-  const T* const row_gate = static_cast<const T*>(p.x) + int64_t{row} * 2 * p.intermediate + first;
+  const bool is_fused = p.up == nullptr;
+  const T* const row_gate =
+      static_cast<const T*>(p.x) + int64_t{row} * (is_fused ? 2 : 1) * p.intermediate + first;
+  const T* const row_up = is_fused ? row_gate + p.intermediate
+                                   : static_cast<const T*>(p.up) + row * p.up_stride + first;
   float gate[kPerThread];
   float up[kPerThread];
   load_first<kIsVector>(row_gate, count, gate);
-  load_first<kIsVector>(row_gate + p.intermediate, count, up);
+  load_first<kIsVector>(row_up, count, up);
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) gate[i] = activate<kActivation>(gate[i]) * up[i];
   store_first<kIsVector>(gate, count, static_cast<T*>(p.y) + int64_t{row} * p.intermediate + first);
@@ -146,7 +150,8 @@ void gated_activation(CudaContext& ctx, const GatedActivationParams& p) {
   using namespace cuda;
   with_element_type(p.dtype, "gated activation", [&](auto element) {
     using T = decltype(element);
-    const auto kernel = takes_vectors(p.intermediate, p.x, p.y)
+    const bool is_up_aligned = is_vector_aligned(p.up) && p.up_stride % kPerThread == 0;
+    const auto kernel = takes_vectors(p.intermediate, p.x, p.y) && is_up_aligned
                             ? gated_activation_kernel_of<T, true>(p.activation)
                             : gated_activation_kernel_of<T, false>(p.activation);
     launch(ctx, "gated_activation", kernel, grid_of(p.max_rows, p.intermediate), dim3(kThreads), 0,

@@ -21,6 +21,7 @@ constexpr int32_t kMaxRegisterThreads = 512;
 constexpr int32_t kMaxRegisterVectors = 2;  // of a thread
 constexpr int32_t kMaxRegisterHidden = kPerVector * kMaxRegisterVectors * kMaxRegisterThreads;
 constexpr int32_t kLoopThreads = 512;
+constexpr int32_t kPerLayerThreads = 256;
 
 __device__ __forceinline__ float norm_factor(float sum_of_squares, float inverse_hidden,
                                              float eps) {
@@ -46,7 +47,7 @@ __global__ void __launch_bounds__(kMaxRegisterThreads)
     const int32_t vector = thread + v * static_cast<int32_t>(blockDim.x);
     is_inside[v] = vector < num_vectors;
     at[v] = vector * kPerVector;
-    if (is_inside[v] && p.y != nullptr) load_vector(p.weight + at[v], scale[v]);
+    if (is_inside[v] && p.weight != nullptr) load_vector(p.weight + at[v], scale[v]);
     if (is_inside[v] && p.x_weight != nullptr) load_vector(p.x_weight + at[v], x_scale[v]);
 #pragma unroll
     for (int i = 0; i < kPerVector; ++i) {
@@ -54,6 +55,7 @@ __global__ void __launch_bounds__(kMaxRegisterThreads)
       x_scale[v][i] += p.weight_offset;
     }
   }
+  const float residual_scale = p.residual_scale == nullptr ? 1.0f : *p.residual_scale;
   if (thread < kMaxRegisterThreads / 32) partials[0][thread] = partials[1][thread] = 0.0f;
   __syncthreads();
 
@@ -93,14 +95,21 @@ __global__ void __launch_bounds__(kMaxRegisterThreads)
   for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
     for (int i = 0; i < kPerVector; ++i) {
-      x[v][i] += residual[v][i];
+      x[v][i] = (x[v][i] + residual[v][i]) * residual_scale;
       squares = fmaf(x[v][i], x[v][i], squares);
     }
     if (is_inside[v] && row_residual != nullptr) store_vector(x[v], row_residual + at[v]);
   }
   if (p.y == nullptr) return;
-  const float factor = norm_factor(block_sum(squares, partials[1]), inverse_hidden, p.eps);
   Y* const row_y = static_cast<Y*>(p.y) + row * p.y_stride;
+  if (p.weight == nullptr) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (is_inside[v]) store_vector(x[v], row_y + at[v]);
+    }
+    return;
+  }
+  const float factor = norm_factor(block_sum(squares, partials[1]), inverse_hidden, p.eps);
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
@@ -124,6 +133,7 @@ __global__ void __launch_bounds__(kLoopThreads)
   const X* const x = static_cast<const X*>(p.x) + row * p.x_stride;
   float* const residual = p.residual == nullptr ? nullptr : p.residual + int64_t{row} * p.hidden;
 
+  const float residual_scale = p.residual_scale == nullptr ? 1.0f : *p.residual_scale;
   float x_factor = 1.0f;
   if (p.x_weight != nullptr) {
     float squares = 0.0f;
@@ -138,17 +148,52 @@ __global__ void __launch_bounds__(kLoopThreads)
     float value = widen(x[i]);
     if (p.x_weight != nullptr) value *= x_factor * (p.x_weight[i] + p.weight_offset);
     if (residual != nullptr) {
-      value += residual[i];
+      value = (value + residual[i]) * residual_scale;
       residual[i] = value;
     }
     squares = fmaf(value, value, squares);
   }
   if (p.y == nullptr) return;
-  const float factor = norm_factor(block_sum(squares, partials[1]), inverse_hidden, p.eps);
   Y* const y = static_cast<Y*>(p.y) + row * p.y_stride;
+  const bool is_copy = p.weight == nullptr;
+  const float factor =
+      is_copy ? 1.0f : norm_factor(block_sum(squares, partials[1]), inverse_hidden, p.eps);
   for (int32_t i = thread; i < p.hidden; i += kLoopThreads) {
     const float value = residual != nullptr ? residual[i] : widen(x[i]);
-    narrow(value * (factor * (p.weight[i] + p.weight_offset)), y + i);
+    narrow(is_copy ? value : value * (factor * (p.weight[i] + p.weight_offset)), y + i);
+  }
+}
+
+// A warp takes one layer's stretch of a row, a lane every 32nd element of it, in one fixed order:
+// rows are invariant.
+template <class T, class Table>
+__global__ void __launch_bounds__(kPerLayerThreads)
+    per_layer_inputs_kernel(const __grid_constant__ PerLayerInputsParams p) {
+  let_successor_start();
+  wait_for_predecessor();
+  const int32_t row = static_cast<int32_t>(blockIdx.x);
+  const int32_t layer =
+      static_cast<int32_t>(blockIdx.y * (kPerLayerThreads / 32) + threadIdx.x / 32);
+  if (row >= *p.num_rows || layer >= p.num_layers) return;
+  const int32_t lane = static_cast<int32_t>(threadIdx.x % 32);
+  const int64_t width = int64_t{p.num_layers} * p.size;
+  const int64_t at = int64_t{layer} * p.size;
+  const int32_t token = p.token_ids[row];
+  const Table* const table = token < 0 || token >= p.vocab_size
+                                 ? nullptr
+                                 : static_cast<const Table*>(p.table) + token * width + at;
+  T* const x = static_cast<T*>(p.x) + row * width + at;
+  float squares = 0.0f;
+  for (int32_t i = lane; i < p.size; i += 32) {
+    const float value = p.x_scale * widen(x[i]);
+    squares = fmaf(value, value, squares);
+  }
+  const float factor = norm_factor(warp_sum(squares), 1.0f / static_cast<float>(p.size), p.eps);
+  for (int32_t i = lane; i < p.size; i += 32) {
+    const float value = p.x_scale * widen(x[i]);
+    const float entry = table == nullptr ? 0.0f : p.table_scale * widen(table[i]);
+    const float normed = value * (factor * (p.weight[i] + p.weight_offset));
+    narrow(p.scale * (normed + entry), x + i);
   }
 }
 
@@ -178,11 +223,25 @@ void launch_rms_norm(CudaContext& ctx, const RmsNormParams& p) {
 }  // namespace cuda
 
 void rms_norm(CudaContext& ctx, const RmsNormParams& p) {
-  PACELINE_CHECK(p.residual != nullptr || (p.x_weight == nullptr && p.y != nullptr),
-                 "x_weight and a null y go with a residual");
+  PACELINE_CHECK(p.residual != nullptr ||
+                     (p.x_weight == nullptr && p.residual_scale == nullptr && p.y != nullptr),
+                 "x_weight, residual_scale and a null y go with a residual");
   cuda::with_element_type(p.x_dtype, "rms_norm x", [&](auto x) {
     cuda::with_element_type(p.y_dtype, "rms_norm y", [&](auto y) {
       cuda::launch_rms_norm<decltype(x), decltype(y)>(ctx, p);
+    });
+  });
+}
+
+void per_layer_inputs(CudaContext& ctx, const PerLayerInputsParams& p) {
+  using namespace cuda;
+  constexpr int32_t kLayers = kPerLayerThreads / 32;  // of a block
+  const dim3 grid(static_cast<unsigned>(p.max_rows),
+                  static_cast<unsigned>((p.num_layers + kLayers - 1) / kLayers));
+  with_element_type(p.dtype, "per-layer inputs", [&](auto x) {
+    with_element_type(p.table_dtype, "per-layer embedding table", [&](auto table) {
+      launch(ctx, "per_layer_inputs", per_layer_inputs_kernel<decltype(x), decltype(table)>, grid,
+             dim3(kPerLayerThreads), 0, p);
     });
   });
 }

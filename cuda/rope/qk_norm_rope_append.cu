@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// One warp a head: of q, k and v alike, so that one launch does them all. A warp reduces its head
-// in one fixed order and knows of no other, hence rows are invariant.
+// One warp a head: of q, k and v alike, so that one launch does them all. Where v is k, a warp for
+// each reads the same head, which stays as it is. A warp reduces its head in one fixed order and
+// knows of no other, hence rows are invariant.
 
 #include <cuda_bf16.h>
 
@@ -13,6 +14,11 @@
 namespace paceline {
 namespace cuda {
 namespace {
+
+// Heads that are written: q in place, k and v to the cache.
+__host__ __device__ __forceinline__ int32_t written_heads(const QkNormRopeAppendParams& p) {
+  return p.num_qo_heads + (p.kv_inputs == KvInputs::kNone ? 0 : 2 * p.num_kv_heads);
+}
 
 constexpr int32_t kWarps = 4;  // of a block: heads that it takes
 constexpr int32_t kMaxHeadDim = 1024;
@@ -57,7 +63,8 @@ __global__ void __launch_bounds__(kWarps * 32)
   let_successor_start();
   const int32_t row = static_cast<int32_t>(blockIdx.x);
   const int32_t head = static_cast<int32_t>(blockIdx.y * kWarps + threadIdx.x / 32);
-  const int32_t num_heads = p.num_qo_heads + 2 * p.num_kv_heads;
+  const int32_t num_heads = written_heads(p);
+  const int32_t row_heads = qkv_heads(p.num_qo_heads, p.num_kv_heads, p.kv_inputs);
   const int32_t half = kIsExact ? 32 * kPairs : p.head_dim / 2;
   const HalfHead<kPairs, kIsExact> lanes = {half, static_cast<int32_t>(threadIdx.x % 32)};
   const bool is_q = head < p.num_qo_heads;
@@ -74,10 +81,11 @@ __global__ void __launch_bounds__(kWarps * 32)
   if (head >= num_heads) return;
 
   // Everything that needs no other load first, whether the row is wanted or not.
-  T* const qkv = static_cast<T*>(p.qkv) + (int64_t{row} * num_heads + head) * (2 * half);
+  const int32_t source = is_v && p.kv_inputs == KvInputs::kKeys ? head - p.num_kv_heads : head;
+  T* const qkv = static_cast<T*>(p.qkv) + (int64_t{row} * row_heads + source) * (2 * half);
   const int32_t num_rows = *p.num_rows;
   const int32_t position = p.positions[row];
-  const int64_t slot = p.slot_mapping[row];
+  const int64_t slot = p.kv_inputs == KvInputs::kNone ? 0 : p.slot_mapping[row];
   float low[kPairs];
   float high[kPairs];
   lanes.load(qkv, low);
@@ -86,25 +94,27 @@ __global__ void __launch_bounds__(kWarps * 32)
   // The null block: nobody reads it, and rows would race on it.
   if (!is_q && slot < p.kv.block_size) return;
 
+  float cos[kPairs];
+  float sin[kPairs];
   if (!is_v) {
-    float cos[kPairs];
-    float sin[kPairs];
     lanes.load(p.rope_cos + int64_t{position} * half, cos);
     lanes.load(p.rope_sin + int64_t{position} * half, sin);
-    if (weight != nullptr) {
-      float squares = 0.0f;
+  }
+  if (is_v ? p.has_v_norm : weight != nullptr) {
+    float squares = 0.0f;
 #pragma unroll
-      for (int i = 0; i < kPairs; ++i) {
-        squares = fmaf(low[i], low[i], squares);
-        squares = fmaf(high[i], high[i], squares);
-      }
-      const float factor = rsqrtf(warp_sum(squares) / static_cast<float>(2 * half) + p.norm_eps);
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i) {
-        low[i] *= factor * (low_weight[i] + p.norm_weight_offset);
-        high[i] *= factor * (high_weight[i] + p.norm_weight_offset);
-      }
+    for (int i = 0; i < kPairs; ++i) {
+      squares = fmaf(low[i], low[i], squares);
+      squares = fmaf(high[i], high[i], squares);
     }
+    const float factor = rsqrtf(warp_sum(squares) / static_cast<float>(2 * half) + p.norm_eps);
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      low[i] *= is_v ? factor : factor * (low_weight[i] + p.norm_weight_offset);
+      high[i] *= is_v ? factor : factor * (high_weight[i] + p.norm_weight_offset);
+    }
+  }
+  if (!is_v) {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       const float a = low[i];
@@ -131,9 +141,11 @@ __global__ void __launch_bounds__(kWarps * 32)
 // Whether every half of a head, in whatever it is read or written, starts at an aligned address.
 // True for halves of 32 elements or more in buffers and blocks that are aligned themselves.
 bool is_aligned(const QkNormRopeAppendParams& p) {
-  return is_vector_aligned(p.qkv) && is_vector_aligned(p.q_norm) && is_vector_aligned(p.k_norm) &&
-         is_vector_aligned(p.rope_cos) && is_vector_aligned(p.rope_sin) &&
-         is_vector_aligned(p.kv.base) && p.kv.block_bytes % kVectorBytes == 0 &&
+  const bool is_row_aligned = is_vector_aligned(p.qkv) && is_vector_aligned(p.q_norm) &&
+                              is_vector_aligned(p.k_norm) && is_vector_aligned(p.rope_cos) &&
+                              is_vector_aligned(p.rope_sin);
+  if (p.kv_inputs == KvInputs::kNone) return is_row_aligned;
+  return is_row_aligned && is_vector_aligned(p.kv.base) && p.kv.block_bytes % kVectorBytes == 0 &&
          p.kv.k_offset % kVectorBytes == 0 && p.kv.v_offset % kVectorBytes == 0;
 }
 
@@ -163,7 +175,7 @@ auto kernel_of(const QkNormRopeAppendParams& p) {
 void qk_norm_rope_append(CudaContext& ctx, const QkNormRopeAppendParams& p) {
   PACELINE_CHECK(p.head_dim > 0 && p.head_dim % 2 == 0 && p.head_dim <= cuda::kMaxHeadDim,
                  "head_dim ", p.head_dim, " is odd or above ", cuda::kMaxHeadDim);
-  const int32_t num_heads = p.num_qo_heads + 2 * p.num_kv_heads;
+  const int32_t num_heads = cuda::written_heads(p);
   const dim3 grid(static_cast<unsigned>(p.max_rows),
                   static_cast<unsigned>((num_heads + cuda::kWarps - 1) / cuda::kWarps));
   cuda::with_element_type(p.qkv_dtype, "qkv", [&](auto element) {

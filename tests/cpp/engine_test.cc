@@ -23,6 +23,7 @@ namespace paceline {
 namespace {
 
 using testing::Job;
+using testing::make_gemma4;
 using testing::Outcome;
 using testing::random_jobs;
 using testing::run;
@@ -42,15 +43,28 @@ ExecutorOptions options_of(int32_t k) {
 }
 
 TEST(Engine, SelfDraftAcceptsEverything) {
-  const auto model = tiny_model(TinyModel{.windows = {8, 0, 8}}, 7);
-  for (const double temperature : {0.0, 1.0}) {
-    for (const int32_t k : {1, 3, 8, 16}) {
-      std::mt19937_64 random(11);
-      Executor executor(model, model, options_of(k));
-      for (const Outcome& outcome : run(executor, random_jobs(random, 12, 64, temperature))) {
-        EXPECT_EQ(outcome.counters.num_accepted_tokens, outcome.counters.num_draft_tokens);
+  // A Gemma 3, and a Gemma 4 with everything it may have.
+  for (const bool is_gemma4 : {false, true}) {
+    TinyModel shape{.windows = {8, 0, 8}};
+    if (is_gemma4) {
+      shape = {.windows = {8, 0, 8, 8, 0},
+               .is_gemma4 = true,
+               .full_head_dim = 32,
+               .full_kv_heads = 1,
+               .k_eq_v = true,
+               .num_shared = 2,
+               .per_layer_size = 8};
+    }
+    const auto model = tiny_model(shape, 7);
+    for (const double temperature : {0.0, 1.0}) {
+      for (const int32_t k : {1, 3, 8, 16}) {
+        std::mt19937_64 random(11);
+        Executor executor(model, model, options_of(k));
+        for (const Outcome& outcome : run(executor, random_jobs(random, 12, 64, temperature))) {
+          EXPECT_EQ(outcome.counters.num_accepted_tokens, outcome.counters.num_draft_tokens);
+        }
+        EXPECT_EQ(executor.check_integrity(), "");
       }
-      EXPECT_EQ(executor.check_integrity(), "");
     }
   }
 }
@@ -60,7 +74,7 @@ TEST(Engine, SpeculativeEqualsPlain) {
   int64_t accepted = 0;
   int64_t drafted = 0;
   int64_t preemptions = 0;
-  for (uint64_t seed = first_seed; seed < first_seed + 40; ++seed) {
+  for (uint64_t seed = first_seed; seed < first_seed + 60; ++seed) {
     SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
     std::mt19937_64 random(seed);
     const auto pick = [&](auto... values) {
@@ -72,6 +86,8 @@ TEST(Engine, SpeculativeEqualsPlain) {
                     : random() % 2 == 0 ? std::vector<int32_t>{8, 0, 8}
                                         : std::vector<int32_t>{20, 20, 0};
     shape.is_gemma = random() % 2 == 0;
+    std::mt19937_64 switches(seed);
+    if (switches() % 3 == 0) make_gemma4(shape, switches);
     TinyModel draft_shape = shape;
     const bool is_other = random() % 3 == 0;
     if (is_other) {
@@ -80,6 +96,7 @@ TEST(Engine, SpeculativeEqualsPlain) {
                               .num_kv_heads = 1,
                               .windows = {5, 0, 12},
                               .is_gemma = random() % 2 == 0};
+      if (switches() % 3 == 0) make_gemma4(draft_shape, switches);
     }
     const auto target = tiny_model(shape, seed);
     const auto draft = is_other ? tiny_model(draft_shape, seed + 1)
@@ -106,7 +123,9 @@ TEST(Engine, SpeculativeEqualsPlain) {
     options.use_window_lists = use_window_lists;
     options.poison_freed_blocks = true;
     options.num_threads = pick(1, 2);
-    if (random() % 2 == 0) options.kv_cache_bytes = 300 << 10;  // forces preemption
+    // Forces preemption. Heads of two sizes have larger slabs, and the pool has eight at least.
+    const bool is_large = shape.is_gemma4 || draft_shape.is_gemma4;
+    if (random() % 2 == 0) options.kv_cache_bytes = (is_large ? 600 : 300) << 10;
     Executor speculative(target, draft, options);
     const std::vector<Job> neighbours =
         random() % 2 == 0 ? random_jobs(random, 6, 64, temperature) : std::vector<Job>{};

@@ -6,9 +6,9 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sched.h>
 #include <paceline/error.h>
 #include <paceline/model.h>
+#include <sched.h>
 #include <sys/stat.h>
 
 #include <algorithm>
@@ -39,14 +39,14 @@
 namespace paceline {
 namespace {
 
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using ::testing::Not;
-using ::testing::SizeIs;
 using test::safetensors_bytes;
 using test::TemporaryFolder;
 using test::write_file;
 using test::WrittenTensor;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using ::testing::SizeIs;
 
 // The message of the exception that `step` throws; "" when it throws none.
 template <class Error, class Step>
@@ -300,15 +300,20 @@ TEST_F(Safetensors, AcceptsEdgesOfTheFormat) {
   EXPECT_EQ(header_error("{}"), "");
   EXPECT_EQ(header_error("{}   "), "");
   EXPECT_EQ(header_error(R"({"__metadata__":{}})"), "");
-  EXPECT_EQ(header_error(R"({"x":{"dtype":"U8","shape":[1,1,1,1,1,1,1,2],"data_offsets":[0,2]}})",
-                         "ab"), "");
+  EXPECT_EQ(
+      header_error(R"({"x":{"dtype":"U8","shape":[1,1,1,1,1,1,1,2],"data_offsets":[0,2]}})", "ab"),
+      "");
   // Listed in another order than stored.
   EXPECT_EQ(header_error(R"({"x":{"dtype":"U8","shape":[1],"data_offsets":[1,2]},)"
-                         R"("y":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})", "ab"), "");
+                         R"("y":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})",
+                         "ab"),
+            "");
   for (const char* dtype : {"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL",
                             "F8_E4M3", "F8_E5M2", "U16", "U32", "U64", "F8_E8M0"}) {
-    EXPECT_EQ(header_error(concat(R"({"x":{"dtype":")", dtype,
-                                  R"(","shape":[0],"data_offsets":[0,0]}})")), "") << dtype;
+    EXPECT_EQ(header_error(
+                  concat(R"({"x":{"dtype":")", dtype, R"(","shape":[0],"data_offsets":[0,0]}})")),
+              "")
+        << dtype;
   }
 }
 
@@ -387,8 +392,8 @@ TEST_F(Safetensors, RefusesLyingLengthsAndThingsThatAreNoFile) {
     std::memcpy(bytes.data(), &length, 8);
     return bytes.append(rest);
   };
-  for (uint64_t length : {uint64_t{3}, uint64_t{1} << 31, uint64_t{1} << 63, ~uint64_t{0},
-                          ~uint64_t{0} - 7}) {
+  for (uint64_t length :
+       {uint64_t{3}, uint64_t{1} << 31, uint64_t{1} << 63, ~uint64_t{0}, ~uint64_t{0} - 7}) {
     EXPECT_THAT(error(with_length(length, "{}")), HasSubstr("allowed: at most 2")) << length;
   }
   // 100 MB and 1 byte of header, all there (as a hole in the file).
@@ -419,8 +424,8 @@ TEST_F(Safetensors, RefusesLyingLengthsAndThingsThatAreNoFile) {
 TEST_F(Safetensors, RefusesMoreThanAMillionTensors) {
   std::string header = "{";
   for (int i = 0; i <= 1'000'000; ++i) {
-    header += concat(i == 0 ? "" : ",", '"', i,
-                     R"(":{"dtype":"U8","shape":[0],"data_offsets":[0,0]})");
+    header +=
+        concat(i == 0 ? "" : ",", '"', i, R"(":{"dtype":"U8","shape":[0],"data_offsets":[0,0]})");
   }
   EXPECT_THAT(header_error(header + "}"), HasSubstr("allowed: at most 1000000"));
 }
@@ -529,6 +534,106 @@ TEST(DecoderConfig, ReadsEveryKey) {
   EXPECT_EQ(config.layers[1].mlp.activation, Activation::kGeluTanh);
   EXPECT_EQ(config.layers[1].mlp.intermediate, 3);
   EXPECT_TRUE(config.layers[1].mlp.has_bias);
+}
+
+// tiny_config with what only Gemma 4 has: layer 0 without a v projection, and a third layer that
+// reads the KV of the second.
+std::string shared_config(const std::vector<Edit>& edits = {}) {
+  std::vector<Edit> all = {
+      {"\"ropes\": [",
+       "\"has_layer_scale\": true, \"per_layer_inputs\": {\"size\": 4, \"vocab_size\": 9, "
+       "\"embed_scale\": 2, \"proj_scale\": 0.5, \"scale\": 0.75, \"activation\": "
+       "\"gelu_tanh\"}, \"ropes\": ["},
+      {"\"has_o_bias\": false}", "\"has_o_bias\": false, \"has_v_norm\": true, \"k_eq_v\": true}"},
+      {"\"has_bias\": true}}]}",
+       "\"has_bias\": true}}, {\"attention\": {\"kind\": \"sliding\", \"window\": 9, "
+       "\"num_qo_heads\": 2, \"num_kv_heads\": 1, \"head_dim\": 2, \"scale\": 0.25, \"soft_cap\": "
+       "0, "
+       "\"rope\": 1, \"has_qk_norm\": true, \"has_qkv_bias\": true, \"has_o_bias\": false, "
+       "\"kv_source\": 1}, \"mlp\": {\"intermediate\": 3, \"activation\": \"silu\", "
+       "\"has_bias\": false}}]}"}};
+  all.insert(all.end(), edits.begin(), edits.end());
+  return tiny_config(all);
+}
+
+TEST(DecoderConfig, ReadsOptionalKeys) {
+  const DecoderConfig plain = parse_decoder_config(tiny_config());
+  EXPECT_FALSE(plain.has_layer_scale);
+  EXPECT_EQ(plain.per_layer_inputs.size, 0);
+  EXPECT_EQ(plain.layers[0].attention.kv_source, -1);
+  EXPECT_EQ(kv_inputs(plain.layers[0].attention), KvInputs::kKeysAndValues);
+  EXPECT_EQ(qkv_rows(plain.layers[0].attention), 32);
+
+  const DecoderConfig config = parse_decoder_config(shared_config());
+  EXPECT_TRUE(config.has_layer_scale);
+  EXPECT_EQ(config.per_layer_inputs.size, 4);
+  EXPECT_EQ(config.per_layer_inputs.vocab_size, 9);
+  EXPECT_EQ(config.per_layer_inputs.embed_scale, 2);
+  EXPECT_EQ(config.per_layer_inputs.proj_scale, 0.5f);
+  EXPECT_EQ(config.per_layer_inputs.scale, 0.75f);
+  EXPECT_EQ(config.per_layer_inputs.activation, Activation::kGeluTanh);
+  ASSERT_THAT(config.layers, SizeIs(3));
+  const AttentionConfig& full = config.layers[0].attention;
+  EXPECT_TRUE(full.has_v_norm && full.k_eq_v);
+  EXPECT_EQ(kv_inputs(full), KvInputs::kKeys);
+  EXPECT_EQ(qkv_rows(full), 24);
+  const AttentionConfig& reader = config.layers[2].attention;
+  EXPECT_EQ(reader.kv_source, 1);
+  EXPECT_EQ(kv_inputs(reader), KvInputs::kNone);
+  EXPECT_EQ(qkv_rows(reader), 4);
+}
+
+TEST(DecoderConfig, RefusesReadersAndInputsThatCannotBe) {
+  const std::vector<std::pair<Edit, std::string>> table = {
+      {{"\"kv_source\": 1", "\"kv_source\": 2"},
+       "layers[2].attention.kv_source is 2; allowed: an integer from 0 to 1"},
+      {{"\"kv_source\": 1", "\"kv_source\": 0"},
+       "kv_source is 0; allowed: a layer of the same kind"},
+      {{"\"kv_source\": 1", "\"kv_source\": 1, \"k_eq_v\": true"},
+       "layers[2].attention.k_eq_v is true; allowed: false where there is a kv_source"},
+      {{"\"k_eq_v\": true", "\"kv_source\": 0"},
+       "layers[0].attention.kv_source is 0; allowed: no such key in the first layer"},
+      {{"\"k_eq_v\": true", "\"k_eq_v\": 1"}, "layers[0].attention.k_eq_v is 1"},
+      {{"\"size\": 4", "\"size\": 0"}, "per_layer_inputs.size is 0"},
+      {{"\"size\": 4, ", ""}, "per_layer_inputs.size is missing"},
+      {{"\"proj_scale\": 0.5", "\"proj_scale\": -1"}, "per_layer_inputs.proj_scale is -1"},
+      {{"\"embed_scale\": 2,", "\"embed_scale\": 2, \"x\": 1,"},
+       "per_layer_inputs.x is an unknown"},
+  };
+  for (const auto& [edit, expected] : table) {
+    const std::string message =
+        message_of<InvalidArgument>([&] { (void)parse_decoder_config(shared_config({edit})); });
+    EXPECT_THAT(message, HasSubstr(expected)) << edit.from << " -> " << edit.to;
+  }
+}
+
+TEST(ModelBuilder, AsksOnlyForWhatALayerHas) {
+  ModelBuilder builder(shared_config(), DType::kFloat32);
+  const std::vector<std::string> names = builder.missing();
+  const auto has = [&](const char* name) {
+    return std::find(names.begin(), names.end(), name) != names.end();
+  };
+  EXPECT_TRUE(has("layers.0.attn.k.weight") && !has("layers.0.attn.v.weight"));
+  EXPECT_TRUE(has("layers.2.attn.q.weight") && has("layers.2.attn.q.bias"));
+  for (const char* absent : {"layers.2.attn.k.weight", "layers.2.attn.v.weight",
+                             "layers.2.attn.k.bias", "layers.2.attn.k_norm.weight"}) {
+    EXPECT_FALSE(has(absent)) << absent;
+  }
+  EXPECT_TRUE(has("layers.2.attn.q_norm.weight"));
+  for (const char* present :
+       {"per_layer.embed.weight", "per_layer.proj.weight", "per_layer.norm.weight",
+        "layers.1.per_layer.gate.weight", "layers.1.per_layer.proj.weight",
+        "layers.1.per_layer.norm.weight", "layers.1.scale"}) {
+    EXPECT_TRUE(has(present)) << present;
+  }
+  const std::vector<float> table(9 * 12, 1.0f);
+  builder.put("per_layer.embed.weight", DType::kFloat32, std::vector<int64_t>{9, 12}, {},
+              table.data());
+  builder.fill_dummy(1);
+  const auto model = builder.finish();
+  EXPECT_EQ(*model->weights.layers[2].scale, 1.0f);  // neutral
+  EXPECT_EQ(model->weights.layers[2].k_norm, nullptr);
+  EXPECT_EQ(model->weights.layers[2].per_layer_norm[0], 0.0f);  // neutral where norms add 1
 }
 
 TEST(DecoderConfig, RefusesWhatIsOutOfRange) {
@@ -877,7 +982,8 @@ TEST(ModelBuilder, RefusesMistakes) {
   EXPECT_THAT(message_of<InvalidArgument>([&] {
                 builder.put("lm_head.weight", DType::kFloat32, std::vector<int64_t>{5, 6}, {},
                             nullptr);
-              }), HasSubstr("null data"));
+              }),
+              HasSubstr("null data"));
   EXPECT_THROW(ModelBuilder(tiny_config(), DType::kFloat16), InvalidArgument);
 }
 
@@ -1020,8 +1126,8 @@ TEST_F(Folder, GivesTheSameBytesAsPut) {
         describe(alone(part("target.safetensors", dtype_name(dtype))));
         const ModelFolder folder = load_model_folder(folder_.path());
         const auto expected = build_tiny(stored, dtype);
-        EXPECT_TRUE(std::ranges::equal(model_weight_arena(*folder.target),
-                                       model_weight_arena(*expected)));
+        EXPECT_TRUE(
+            std::ranges::equal(model_weight_arena(*folder.target), model_weight_arena(*expected)));
         EXPECT_EQ(folder.draft, nullptr);
         EXPECT_EQ(folder.num_speculative_tokens, 0);
         EXPECT_THAT(folder.stop_token_ids, ElementsAre(0, 4));
@@ -1037,8 +1143,8 @@ TEST_F(Folder, ReadsADrafterAndLinksInside) {
   const ModelFolder folder = load_model_folder(folder_.path() + "/");
   ASSERT_NE(folder.draft, nullptr);
   EXPECT_EQ(folder.num_speculative_tokens, 4);
-  EXPECT_TRUE(std::ranges::equal(model_weight_arena(*folder.target),
-                                 model_weight_arena(*folder.draft)));
+  EXPECT_TRUE(
+      std::ranges::equal(model_weight_arena(*folder.target), model_weight_arena(*folder.draft)));
 }
 
 TEST_F(Folder, RefusesHostileDescriptions) {

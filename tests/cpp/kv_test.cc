@@ -230,6 +230,68 @@ TEST(KvLayout, NamesTheArgumentAndItsRange) {
   expect_contains(plan({full(1, 2)}, 1, int64_t{1} << 40), {"lower kv_cache_bytes", "block_size"});
 }
 
+KvLayerShape reads(KvLayerShape shape, int32_t source, bool reads_target = false) {
+  shape.source = source;
+  shape.reads_target = reads_target;
+  return shape;
+}
+
+TEST(KvLayout, ReadersJoinTheGroupOfTheirSourceAndTakeNoBytes) {
+  const KvLayerShape slides = sliding(12, 1, 8);
+  const std::vector<KvLayerShape> target = {
+      slides, slides, full(2, 16), reads(slides, 1), reads(slides, 0), reads(full(2, 16), 2)};
+  // Its layer 2 reads the target's, as those of an assistant do.
+  const std::vector<KvLayerShape> draft = {full(1, 8), reads(full(1, 8), 0),
+                                           reads(slides, 1, /*reads_target=*/true)};
+  const KvLayout layout = plan_kv_layout(target, draft, 4, DType::kFloat32, 1 << 22);
+  expect_sound_layout(layout, 1 << 22);
+  ASSERT_EQ(layout.groups.size(), 3u);
+  EXPECT_EQ(layout.groups[0].layers, (std::vector<int32_t>{0, 1}));
+  EXPECT_EQ(layout.groups[0].content_bytes, 2 * layout.groups[0].layer_bytes);
+  EXPECT_EQ(layout.groups[1].layers, (std::vector<int32_t>{2}));
+  EXPECT_EQ(layout.groups[2].layers, (std::vector<int32_t>{0}));
+  EXPECT_EQ(layout.target_layer_to_group, (std::vector<GroupId>{0, 0, 1, 0, 0, 1}));
+  EXPECT_EQ(layout.target_layer_index, (std::vector<int32_t>{0, 1, 0, 1, 0, 0}));
+  EXPECT_EQ(layout.draft_layer_to_group, (std::vector<GroupId>{2, 2, 0}));
+  EXPECT_EQ(layout.draft_layer_index, (std::vector<int32_t>{0, 0, 1}));
+  // The same groups as without the readers.
+  const KvLayout without = plan_kv_layout(std::span(target).first(3), std::span(draft).first(1), 4,
+                                          DType::kFloat32, 1 << 22);
+  EXPECT_EQ(without.slab_bytes, layout.slab_bytes);
+  for (size_t g = 0; g < 3; ++g) {
+    EXPECT_EQ(without.groups[g].block_bytes, layout.groups[g].block_bytes);
+  }
+}
+
+TEST(KvLayout, ADrafterMayOwnNothing) {
+  const std::vector<KvLayerShape> target = {sliding(12, 1, 8), full(2, 16)};
+  const std::vector<KvLayerShape> draft = {reads(sliding(12, 1, 8), 0, true),
+                                           reads(full(2, 16), 1, true)};
+  const KvLayout layout = plan_kv_layout(target, draft, 4, DType::kFloat32, 1 << 22);
+  EXPECT_EQ(layout.groups.size(), 2u);
+  EXPECT_EQ(layout.layer_to_group(KvOwner::kDraft), (std::vector<GroupId>{0, 1}));
+  EXPECT_EQ(layout.layer_index(KvOwner::kDraft), (std::vector<int32_t>{0, 0}));
+}
+
+TEST(KvLayout, RefusesReadersWithoutASource) {
+  const KvLayerShape slides = sliding(12, 1, 8);
+  const auto plan = [](std::vector<KvLayerShape> target, std::vector<KvLayerShape> draft = {}) {
+    return message_of<InvalidArgument>(
+        [&] { (void)plan_kv_layout(target, draft, 4, DType::kFloat32, 1 << 22); });
+  };
+  expect_contains(plan({reads(slides, 0)}), {"target layer 0", "of target layer 0", "none"});
+  expect_contains(plan({slides, reads(slides, 1)}), {"target layer 1", "layer 1", "0..0"});
+  expect_contains(plan({slides, reads(slides, 0), reads(slides, 1)}),
+                  {"target layer 2", "target layer 1", "reads that of layer 0", "of its own"});
+  expect_contains(plan({slides, reads(sliding(13, 1, 8), 0)}),
+                  {"target layer 1", "window 13", "target layer 0", "window 12", "same shape"});
+  expect_contains(plan({slides, reads(full(1, 8), 0)}), {"'full'", "'sliding'"});
+  expect_contains(plan({full(1, 8), reads(full(1, 16), 0)}), {"heads of 16", "heads of 8"});
+  expect_contains(plan({slides, reads(slides, 0, true)}), {"target layer 1", "reads_target"});
+  expect_contains(plan({slides}, {reads(slides, 1, true)}),
+                  {"draft layer 0", "target layer 1", "0..0"});
+}
+
 TEST(SlabPool, BlocksOfDifferentGroupsNeverShareBytes) {
   const KvLayout layout = small_layout(9);
   SlabPool pool(layout);
@@ -428,7 +490,7 @@ TEST(SlabPool, IntegritySeesPlantedCorruption) {
     const BlockId a = *pool.allocate(0);  // slab 1
     const BlockId b = *pool.allocate(0);
     (void)pool.allocate(0);
-    (void)pool.allocate(1);               // slab 2
+    (void)pool.allocate(1);  // slab 2
     (void)pool.allocate(1);
     pool.release(0, a, 0);
     pool.release(0, b, 1);
@@ -566,8 +628,8 @@ TEST(PeakBlocks, BoundsASimulatedSequence) {
   for (const int32_t num_tokens : {1, 4, 5, 23, 64, 90}) {
     for (const int32_t rows : {1, 2, 3, 5, 8}) {
       for (const int32_t lateness : {0, 1, 2}) {
-        SCOPED_TRACE(testing::Message() << num_tokens << " tokens, " << rows << " rows, lateness "
-                                        << lateness);
+        SCOPED_TRACE(testing::Message()
+                     << num_tokens << " tokens, " << rows << " rows, lateness " << lateness);
         SlabPool pool(layout);
         SequenceBlocks blocks(4);
         std::vector<TableWrite> writes;

@@ -569,6 +569,233 @@ TEST(RmsNorm, NormalisesTheBranchBeforeItJoinsTheResidual) {
   }
 }
 
+TEST(RmsNorm, ScalesTheResidualAfterTheBranchHasJoined) {
+  TRACE_SEED();
+  for (const int32_t hidden : {1, 15, 16, 100, 640}) {
+    for (const bool has_x_weight : {false, true}) {
+      Random random(41);
+      const int32_t num_rows = 3;
+      const int64_t n = num_rows * int64_t{hidden};
+      const float scale = 0.7f;
+      const std::vector<float> x = random.normals(n, 3.0f);
+      const std::vector<float> x_weight = random.normals(hidden);
+      const std::vector<float> weight = random.normals(hidden);
+      const std::vector<float> before = random.normals(n);
+      std::vector<float> expected_residual = before;
+      std::vector<float> expected(x.size());
+      std::vector<float> residual = before;
+      std::vector<float> y(x.size(), kNan);
+      CpuContext ctx = context_of(1);
+      RmsNormParams params = {.num_rows = &num_rows,
+                              .max_rows = num_rows,
+                              .x = x.data(),
+                              .x_stride = hidden,
+                              .residual = expected_residual.data(),
+                              .weight = weight.data(),
+                              .weight_offset = 0,
+                              .eps = 1e-6f,
+                              .y = nullptr,
+                              .y_stride = hidden,
+                              .hidden = hidden,
+                              .x_weight = has_x_weight ? x_weight.data() : nullptr};
+      // The same in two steps.
+      rms_norm(ctx, params);
+      for (float& value : expected_residual) value *= scale;
+      RmsNormParams plain = params;
+      plain.x = expected_residual.data();
+      plain.residual = nullptr;
+      plain.x_weight = nullptr;
+      plain.y = expected.data();
+      rms_norm(ctx, plain);
+
+      params.residual = residual.data();
+      params.residual_scale = &scale;
+      params.y = y.data();
+      rms_norm(ctx, params);
+      for (size_t i = 0; i < x.size(); ++i) {
+        ASSERT_TRUE(is_near(residual[i], expected_residual[i], 1e-6, 1e-6));
+        ASSERT_TRUE(is_near(y[i], expected[i], 1e-5, 1e-5));
+      }
+      // Without a y, and without a norm, the residual has the same bits.
+      for (const bool wants_copy : {false, true}) {
+        std::vector<float> again = before;
+        std::vector<float> copied(x.size(), kNan);
+        params.residual = again.data();
+        params.weight = nullptr;
+        params.y = wants_copy ? copied.data() : nullptr;
+        rms_norm(ctx, params);
+        ASSERT_EQ(again, residual);
+        if (wants_copy) {
+          ASSERT_EQ(copied, residual);
+        }
+      }
+    }
+  }
+}
+
+TEST(RmsNorm, CopiesWithoutAWeight) {
+  TRACE_SEED();
+  Random random(42);
+  const int32_t num_rows = 2;
+  const int32_t hidden = 37;
+  const std::vector<float> x = random.normals(3 * hidden);
+  std::vector<float> y(x.size(), -1.0f);
+  CpuContext ctx = context_of(1);
+  rms_norm(ctx, {.num_rows = &num_rows,
+                 .max_rows = 3,
+                 .x = x.data(),
+                 .x_stride = hidden,
+                 .residual = nullptr,
+                 .weight = nullptr,
+                 .weight_offset = 1,
+                 .eps = 1e-6f,
+                 .y = y.data(),
+                 .y_stride = hidden,
+                 .hidden = hidden});
+  for (size_t i = 0; i < x.size(); ++i) ASSERT_EQ(y[i], i < 2 * hidden ? x[i] : -1.0f);
+}
+
+TEST(PerLayerInputs, MatchesReference) {
+  TRACE_SEED();
+  constexpr int32_t kVocab = 7;
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    for (const int32_t size : {1, 8, 16, 20, 256}) {
+      for (const int num_threads : {1, 2}) {
+        Random random(43);
+        const int32_t num_layers = 5;
+        const int32_t num_rows = 4;
+        const int64_t width = int64_t{num_layers} * size;
+        const std::vector<int32_t> tokens = {3, -1, 0, kVocab, 6};  // the last is beyond num_rows
+        const std::vector<float> before = random.normals(5 * width, 3.0f);
+        const std::vector<float> weight = random.normals(size);
+        const std::vector<float> table = random.normals(kVocab * width);
+        std::vector<uint16_t> narrow;
+        for (const float value : table) narrow.push_back(float_to_bf16(value));
+        std::vector<float> x = before;
+        CpuContext ctx = context_of(num_threads);
+        const bool is_bf16 = dtype == DType::kBFloat16;
+        per_layer_inputs(ctx, {.num_rows = &num_rows,
+                               .max_rows = 5,
+                               .x = x.data(),
+                               .token_ids = tokens.data(),
+                               .table = is_bf16 ? static_cast<const void*>(narrow.data())
+                                                : static_cast<const void*>(table.data()),
+                               .table_dtype = dtype,
+                               .vocab_size = kVocab,
+                               .weight = weight.data(),
+                               .weight_offset = 1,
+                               .eps = 1e-3f,
+                               .x_scale = 0.3f,
+                               .table_scale = 2.5f,
+                               .scale = 0.7f,
+                               .num_layers = num_layers,
+                               .size = size});
+        for (int64_t i = 0; i < 5 * width; ++i) {
+          const int64_t row = i / width;
+          if (row >= num_rows) {
+            ASSERT_EQ(x[static_cast<size_t>(i)], before[static_cast<size_t>(i)]);
+            continue;
+          }
+          double squares = 0.0;
+          const int64_t first = i / size * size;
+          for (int64_t j = first; j < first + size; ++j) {
+            const double value = 0.3f * double{before[static_cast<size_t>(j)]};
+            squares += value * value;
+          }
+          const double normed = 0.3f * double{before[static_cast<size_t>(i)]} /
+                                std::sqrt(squares / size + 1e-3f) *
+                                (double{weight[static_cast<size_t>(i % size)]} + 1);
+          const int32_t token = tokens[static_cast<size_t>(row)];
+          double entry = 0.0;
+          if (token >= 0 && token < kVocab) {
+            const auto at = static_cast<size_t>(token * width + i % width);
+            entry = is_bf16 ? bf16_to_float(narrow[at]) : table[at];
+          }
+          ASSERT_TRUE(
+              is_near(x[static_cast<size_t>(i)], 0.7f * (normed + 2.5 * entry), 2e-6, 2e-6));
+        }
+      }
+    }
+  }
+}
+
+TEST(PerLayerInputs, RowBitsDependOnTheRowAlone) {
+  TRACE_SEED();
+  Random random(44);
+  constexpr int32_t kVocab = 50;
+  const int32_t num_layers = 4;
+  const int32_t size = 24;
+  const int64_t width = int64_t{num_layers} * size;
+  const std::vector<float> weight = random.normals(size);
+  const std::vector<float> table = random.normals(kVocab * width);
+  const auto run = [&](std::vector<float> x, std::vector<int32_t> tokens, int num_threads) {
+    const auto num_rows = static_cast<int32_t>(tokens.size());
+    CpuContext ctx = context_of(num_threads);
+    per_layer_inputs(ctx, {.num_rows = &num_rows,
+                           .max_rows = num_rows,
+                           .x = x.data(),
+                           .token_ids = tokens.data(),
+                           .table = table.data(),
+                           .table_dtype = DType::kFloat32,
+                           .vocab_size = kVocab,
+                           .weight = weight.data(),
+                           .weight_offset = 0,
+                           .eps = 1e-6f,
+                           .x_scale = 0.2f,
+                           .table_scale = 4,
+                           .scale = 0.7f,
+                           .num_layers = num_layers,
+                           .size = size});
+    return x;
+  };
+  const std::vector<float> probe = random.normals(width);
+  const std::vector<float> alone = run(probe, {11}, 1);
+  for (const int32_t num_rows : kBatchSizes) {
+    std::vector<float> x = random.normals(num_rows * width);
+    std::vector<int32_t> tokens(static_cast<size_t>(num_rows));
+    for (int32_t& token : tokens) token = random.below(kVocab);
+    const int32_t place = random.below(num_rows);
+    std::copy(probe.begin(), probe.end(), x.begin() + place * width);
+    tokens[static_cast<size_t>(place)] = 11;
+    const std::vector<float> y = run(x, tokens, 3);
+    ASSERT_TRUE(std::equal(alone.begin(), alone.end(), y.begin() + place * width));
+  }
+}
+
+TEST(GatedActivation, TakesAnUpFromElsewhere) {
+  TRACE_SEED();
+  for (const int32_t intermediate : {1, 16, 33}) {
+    Random random(45);
+    const int32_t num_rows = 3;
+    const int64_t up_stride = 4 * int64_t{intermediate} + 5;
+    const std::vector<float> gate = random.normals(num_rows * int64_t{intermediate});
+    const std::vector<float> up = random.normals(num_rows * up_stride);
+    std::vector<float> fused;
+    for (int32_t row = 0; row < num_rows; ++row) {
+      fused.insert(fused.end(), gate.begin() + row * intermediate,
+                   gate.begin() + (row + 1) * intermediate);
+      const auto first = up.begin() + row * up_stride + 5;
+      fused.insert(fused.end(), first, first + intermediate);
+    }
+    std::vector<float> expected(gate.size());
+    std::vector<float> y(gate.size());
+    CpuContext ctx = context_of(1);
+    GatedActivationParams params = {.num_rows = &num_rows,
+                                    .max_rows = num_rows,
+                                    .x = fused.data(),
+                                    .y = expected.data(),
+                                    .intermediate = intermediate,
+                                    .activation = Activation::kGeluTanh};
+    gated_activation(ctx, params);
+    params.x = gate.data();
+    params.y = y.data();
+    params.up = up.data() + 5;
+    params.up_stride = up_stride;
+    gated_activation(ctx, params);
+    ASSERT_EQ(y, expected);
+  }
+}
+
 TEST(GatedActivation, MatchesReference) {
   TRACE_SEED();
   for (const Activation activation : {Activation::kSilu, Activation::kGeluTanh}) {
@@ -786,6 +1013,8 @@ struct RopeCase {
   int32_t head_dim;
   DType dtype;
   bool has_norm;
+  KvInputs kv_inputs = KvInputs::kKeysAndValues;
+  bool has_v_norm = false;
 };
 
 class RopeTest : public testing::TestWithParam<RopeCase> {};
@@ -826,7 +1055,9 @@ TEST_P(RopeTest, MatchesReferenceAndWritesOnlyItsSlots) {
   constexpr int32_t kNumBlocks = 8;
   constexpr int32_t kMaxPositions = 50;
   Random random(10);
-  const int64_t width = int64_t{c.num_qo_heads + 2 * c.num_kv_heads} * c.head_dim;
+  const int32_t row_heads = qkv_heads(c.num_qo_heads, c.num_kv_heads, c.kv_inputs);
+  const int64_t width = int64_t{row_heads} * c.head_dim;
+  const bool has_kv = c.kv_inputs != KvInputs::kNone;
   const int32_t num_rows = 6;
   const std::vector<float> before = random.normals(num_rows * width);
   std::vector<float> qkv = before;
@@ -842,7 +1073,7 @@ TEST_P(RopeTest, MatchesReferenceAndWritesOnlyItsSlots) {
                             .max_rows = num_rows,
                             .qkv = qkv.data(),
                             .positions = positions.data(),
-                            .slot_mapping = slots.data(),
+                            .slot_mapping = has_kv ? slots.data() : nullptr,
                             .q_norm = c.has_norm ? q_norm.data() : nullptr,
                             .k_norm = c.has_norm ? k_norm.data() : nullptr,
                             .norm_weight_offset = 1.0f,
@@ -852,13 +1083,16 @@ TEST_P(RopeTest, MatchesReferenceAndWritesOnlyItsSlots) {
                             .kv = pool.view,
                             .num_qo_heads = c.num_qo_heads,
                             .num_kv_heads = c.num_kv_heads,
-                            .head_dim = c.head_dim});
+                            .head_dim = c.head_dim,
+                            .kv_inputs = c.kv_inputs,
+                            .has_v_norm = c.has_v_norm});
   const double kv_relative = c.dtype == DType::kFloat32 ? 1e-6 : 0x1p-8;
   for (int32_t row = 0; row < num_rows; ++row) {
     const int64_t slot = slots[static_cast<size_t>(row)];
     const int64_t table_row = int64_t{positions[static_cast<size_t>(row)]} * (c.head_dim / 2);
-    for (int32_t h = 0; h < c.num_qo_heads + 2 * c.num_kv_heads; ++h) {
-      const int64_t at = row * width + int64_t{h} * c.head_dim;
+    for (int32_t h = 0; h < c.num_qo_heads + (has_kv ? 2 * c.num_kv_heads : 0); ++h) {
+      const int32_t source = h < row_heads ? h : h - c.num_kv_heads;  // v may be the raw k
+      const int64_t at = row * width + int64_t{source} * c.head_dim;
       const float* const in = before.data() + at;
       const bool is_query = h < c.num_qo_heads;
       const bool is_value = h >= c.num_qo_heads + c.num_kv_heads;
@@ -868,6 +1102,11 @@ TEST_P(RopeTest, MatchesReferenceAndWritesOnlyItsSlots) {
                                      ? std::vector<double>(in, in + c.head_dim)
                                      : reference_rope(in, norm, 1.0f, 1e-6, cos.data() + table_row,
                                                       sin.data() + table_row, c.head_dim);
+      if (is_value && c.has_v_norm) {
+        double squares = 0.0;
+        for (const double value : want) squares += value * value;
+        for (double& value : want) value /= std::sqrt(squares / c.head_dim + 1e-6);
+      }
       for (int32_t i = 0; i < c.head_dim; ++i) {
         if (is_query) {
           ASSERT_TRUE(
@@ -893,14 +1132,59 @@ TEST_P(RopeTest, MatchesReferenceAndWritesOnlyItsSlots) {
   for (const std::byte byte : pool.bytes) ASSERT_EQ(byte, std::byte{0xff});
 }
 
-INSTANTIATE_TEST_SUITE_P(Cases, RopeTest,
-                         testing::Values(RopeCase{4, 4, 16, DType::kFloat32, false},
-                                         RopeCase{4, 2, 64, DType::kBFloat16, true},
-                                         RopeCase{5, 1, 128, DType::kFloat32, true},
-                                         RopeCase{8, 2, 256, DType::kBFloat16, false},
-                                         RopeCase{3, 3, 10, DType::kFloat32, true},
-                                         RopeCase{2, 1, 32, DType::kBFloat16, true},
-                                         RopeCase{2, 1, 2, DType::kFloat32, true}));
+INSTANTIATE_TEST_SUITE_P(
+    Cases, RopeTest,
+    testing::Values(
+        RopeCase{4, 4, 16, DType::kFloat32, false}, RopeCase{4, 2, 64, DType::kBFloat16, true},
+        RopeCase{5, 1, 128, DType::kFloat32, true}, RopeCase{8, 2, 256, DType::kBFloat16, false},
+        RopeCase{3, 3, 10, DType::kFloat32, true}, RopeCase{2, 1, 32, DType::kBFloat16, true},
+        RopeCase{2, 1, 2, DType::kFloat32, true},
+        RopeCase{4, 2, 64, DType::kBFloat16, true, KvInputs::kKeysAndValues, true},
+        RopeCase{4, 2, 34, DType::kFloat32, true, KvInputs::kKeys, true},
+        RopeCase{4, 1, 512, DType::kBFloat16, true, KvInputs::kKeys, false},
+        RopeCase{4, 2, 64, DType::kFloat32, true, KvInputs::kNone}));
+
+TEST(QkNormRopeAppend, ZeroFrequenciesLeaveTheirPairsAlone) {
+  TRACE_SEED();
+  constexpr int32_t kHeadDim = 64;
+  constexpr int32_t kRotated = 8;  // pairs
+  Random random(12);
+  const int32_t num_rows = 1;
+  const std::vector<int32_t> positions = {37};
+  std::vector<float> cos = rope_table(50, kHeadDim / 2, false);
+  std::vector<float> sin = rope_table(50, kHeadDim / 2, true);
+  for (size_t i = 0; i < cos.size(); ++i) {
+    if (i % (kHeadDim / 2) < kRotated) continue;
+    cos[i] = 1.0f;
+    sin[i] = 0.0f;
+  }
+  const std::vector<float> before = random.normals(2 * kHeadDim);
+  std::vector<float> qkv = before;
+  CpuContext ctx = context_of(1);
+  qk_norm_rope_append(ctx, {.num_rows = &num_rows,
+                            .max_rows = num_rows,
+                            .qkv = qkv.data(),
+                            .positions = positions.data(),
+                            .slot_mapping = nullptr,
+                            .q_norm = nullptr,
+                            .k_norm = nullptr,
+                            .norm_weight_offset = 0.0f,
+                            .norm_eps = 1e-6f,
+                            .rope_cos = cos.data(),
+                            .rope_sin = sin.data(),
+                            .kv = {},
+                            .num_qo_heads = 2,
+                            .num_kv_heads = 1,
+                            .head_dim = kHeadDim,
+                            .kv_inputs = KvInputs::kNone});
+  for (size_t i = 0; i < qkv.size(); ++i) {
+    if (i % (kHeadDim / 2) < kRotated) {
+      ASSERT_NE(qkv[i], before[i]) << i;
+    } else {
+      ASSERT_EQ(qkv[i], before[i]) << i;
+    }
+  }
+}
 
 TEST(QkNormRopeAppend, RowBitsDependOnTheRowAlone) {
   TRACE_SEED();

@@ -21,6 +21,7 @@ namespace paceline {
 namespace {
 
 using testing::Job;
+using testing::make_gemma4;
 using testing::Outcome;
 using testing::random_jobs;
 using testing::run;
@@ -54,8 +55,17 @@ ExecutorOptions options_of(int32_t k) {
 }
 
 TEST_F(CudaEngine, SelfDraftAcceptsEverything) {
-  for (const std::vector<int32_t>& windows : {std::vector<int32_t>{0, 0}, {8, 200}, {8, 0, 130}}) {
-    const auto model = model_of(shape_of(windows), 7);
+  TinyModel gemma4 = shape_of({8, 0, 200, 8, 0});
+  gemma4.is_gemma4 = true;
+  gemma4.head_dim = 256;
+  gemma4.full_head_dim = 512;
+  gemma4.full_kv_heads = 1;
+  gemma4.k_eq_v = true;
+  gemma4.num_shared = 2;
+  gemma4.per_layer_size = 8;
+  for (const TinyModel& shape :
+       {shape_of({0, 0}), shape_of({8, 200}), shape_of({8, 0, 130}), gemma4}) {
+    const auto model = model_of(shape, 7);
     for (const double temperature : {0.0, 1.0}) {
       for (const int32_t k : {1, 3, 8, 16}) {
         std::mt19937_64 random(11);
@@ -93,6 +103,8 @@ TEST_F(CudaEngine, SpeculativeEqualsPlain) {
                                                    : std::vector<int32_t>{20, 200});
     shape.is_gemma = random() % 2 == 0;
     shape.num_kv_heads = pick(1, 2, 4);
+    std::mt19937_64 switches(seed);
+    if (switches() % 3 == 0) make_gemma4(shape, switches);
     TinyModel draft_shape = shape;
     const bool is_other = random() % 3 == 0;
     if (is_other) {
@@ -103,6 +115,7 @@ TEST_F(CudaEngine, SpeculativeEqualsPlain) {
                               .max_position = 2048,
                               .windows = {5, 0, 130},
                               .is_gemma = random() % 2 == 0};
+      if (switches() % 3 == 0) make_gemma4(draft_shape, switches);
     }
     const auto target = model_of(shape, seed);
     const auto draft =
@@ -132,8 +145,10 @@ TEST_F(CudaEngine, SpeculativeEqualsPlain) {
     options.poison_freed_blocks = true;
     if (random() % 2 == 0) options.max_num_seqs = pick(3, 17);
     if (random() % 4 == 0) options.host_delay_max_us = 2000;
-    // Forces preemption: two or three sequences in full.
-    if (random() % 2 == 0) options.kv_cache_bytes = pick(4, 6) << 20;
+    // Forces preemption: two or three sequences in full, or what a Gemma 4 with its larger heads
+    // and twice the layers takes for that.
+    const bool is_large = shape.is_gemma4 || draft_shape.is_gemma4;
+    if (random() % 2 == 0) options.kv_cache_bytes = pick(4, 6) << (is_large ? 23 : 20);
     Executor speculative(target, draft, options);
     const std::vector<Job> neighbours =
         random() % 2 == 0 ? random_jobs(random, 6, 64, temperature) : std::vector<Job>{};

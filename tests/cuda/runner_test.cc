@@ -42,6 +42,7 @@ using testing::by_windows;
 using testing::DirectOptions;
 using testing::DirectRunner;
 using testing::expect_same_bits;
+using testing::make_gemma4;
 using testing::random_tokens;
 using testing::seed_from_env;
 using testing::tiny_model;
@@ -57,6 +58,7 @@ TinyModel small_shape(std::mt19937_64& random) {
   shape.has_bias = random() % 3 == 0;
   if (random() % 3 == 0) shape.head_dim = 128;
   if (random() % 6 == 0) shape.head_dim = 256;
+  if (random() % 3 == 0) make_gemma4(shape, random);
   return shape;
 }
 

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 
 from tiny_models import (
+    FULL,
+    SLIDING,
     TinySpec,
     copy_checkpoint,
     describe,
@@ -39,7 +41,7 @@ SPECS = [
     # Seeds, GQA ratios and head sizes.
     *(
         TinySpec(family, seed=seed, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
-        for family in ("llama", "qwen3", "gemma3")
+        for family in ("llama", "qwen3", "gemma3", "gemma4")
         for seed, (heads, kv_heads, head_dim) in enumerate(HEADS)
     ),
     # The lm_head against the family's habit.
@@ -68,12 +70,43 @@ SPECS = [
     # Storage: halves, shards, padding rows, odd sizes.
     *(
         TinySpec(family, seed=11, dtype=dtype)
-        for family in ("llama", "qwen3", "gemma3")
+        for family in ("llama", "qwen3", "gemma3", "gemma4")
         for dtype in ("float16", "bfloat16")
     ),
     TinySpec("llama", seed=12, shards=3),
     TinySpec("gemma3", seed=12, shards=2, dtype="bfloat16"),
     TinySpec("qwen3", seed=13, vocab_size=131, hidden_size=72, intermediate_size=90, head_dim=18),
+    # Gemma 4, by default the small sizes: the last half of the layers shares KV and has wide MLPs,
+    # all have per-layer inputs. Then without each, in both spellings.
+    TinySpec("gemma4", seed=30, old_spelling=True, logit_soft_cap=8.0),
+    TinySpec("gemma4", seed=31, shared_layers=0),
+    TinySpec("gemma4", seed=32, per_layer_size=0, shared_layers=2, wide_mlp=False),
+    TinySpec("gemma4", seed=33, per_layer_size=20, num_layers=7, shared_layers=1),
+    # The large ones: no v projection in full layers, one KV head there.
+    *(
+        TinySpec(
+            "gemma4",
+            seed=34,
+            k_eq_v=True,
+            shared_layers=0,
+            per_layer_size=0,
+            logit_soft_cap=30.0,
+            full_kv_heads=full_kv_heads,
+            old_spelling=old,
+        )
+        for full_kv_heads in (1, 4)
+        for old in (False, True)
+    ),
+    TinySpec("gemma4", seed=35, k_eq_v=True, kv_heads=4, full_head_dim=24, attention_bias=True),
+    TinySpec("gemma4", seed=36, unified=True, k_eq_v=True, shared_layers=0, logit_soft_cap=30.0),
+    TinySpec("gemma4", seed=37, unified=True, shared_layers=3, attention_bias=True, tied=False),
+    # Rotations of part of a head: a quarter of 16 pairs, less than one, all.
+    *(TinySpec("gemma4", seed=38, partial_rotary=part) for part in (0.03, 0.5, 1.0)),
+    *(TinySpec("gemma4", seed=39, window=w) for w in (1, PROMPT_TOKENS, 512)),
+    TinySpec("gemma4", seed=40, layer_types=(FULL,) * 4, full_head_dim=64),
+    TinySpec("gemma4", seed=41, layer_types=(SLIDING, FULL, SLIDING, SLIDING, FULL, FULL)),
+    TinySpec("gemma4", seed=42, vocab_size=131, hidden_size=72, intermediate_size=90, head_dim=18),
+    TinySpec("gemma4", seed=43, shards=3, dtype="bfloat16", k_eq_v=True),
 ]
 
 
@@ -85,7 +118,7 @@ def test_logits_equal_transformers(spec: TinySpec) -> None:
     _assert_close(_logits(path, prompt), reference_logits(path, prompt))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gemma4"])
 @pytest.mark.parametrize("length", [1, 2, 17])
 def test_short_prompts(family: str, length: int) -> None:
     spec = TinySpec(family, seed=20)
@@ -93,9 +126,10 @@ def test_short_prompts(family: str, length: int) -> None:
     _assert_close(_logits(make(spec), prompt), reference_logits(make(spec), prompt))
 
 
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
 @pytest.mark.parametrize("chunk", [1, 16, 45])
-def test_chunked_prefill_gives_the_same_logits(chunk: int) -> None:
-    spec = TinySpec("gemma3", seed=21)
+def test_chunked_prefill_gives_the_same_logits(family: str, chunk: int) -> None:
+    spec = TinySpec(family, seed=21)
     prompt = _prompt(spec)
     whole = _logits(make(spec), prompt)
     chunked = _logits(make(spec), prompt, prefill_chunk_size=chunk)
@@ -133,9 +167,45 @@ def test_prefixes_of_gemma3(prefix: str, architecture: str, tmp_path: Path) -> N
     np.testing.assert_array_equal(_logits(path, prompt), _logits(plain, prompt))
 
 
-def test_bfloat16_weights_stay_close() -> None:
-    """In bfloat16 the embedding factor is rounded too; only gross errors show at this tolerance."""
-    spec = TinySpec("gemma3", seed=23, dtype="bfloat16", hidden_size=72)
+@pytest.mark.parametrize(
+    ("prefix", "architecture"),
+    [
+        ("model.language_model.", "Gemma4ForConditionalGeneration"),
+        ("model.language_model.", "Gemma4UnifiedForConditionalGeneration"),
+        ("", "Gemma4TextModel"),
+    ],
+)
+def test_prefixes_of_gemma4(prefix: str, architecture: str, tmp_path: Path) -> None:
+    """Of a multimodal checkpoint too, with the unused tensors that published files hold."""
+    import torch
+
+    spec = TinySpec("gemma4", seed=24, unified="Unified" in architecture)
+    plain = make(spec)
+    path = copy_checkpoint(plain, tmp_path / "nested")
+    config = read_json(path / "config.json")
+    tensors = {
+        prefix + name.removeprefix("model."): tensor for name, tensor in load_tensors(plain).items()
+    }
+    for layer in (3, 4, 5):  # those that read the KV of others
+        for name, rows in (("k_proj", 32), ("v_proj", 32), ("k_norm", 16)):
+            source = f"{prefix}layers.{layer}.self_attn.{name}.weight"
+            tensors[source] = torch.randn(rows, *([64] if name != "k_norm" else []))
+    if architecture.endswith("ForConditionalGeneration"):
+        config = {"architectures": [architecture], "text_config": config}
+        del config["text_config"]["architectures"]
+        for part in ("vision_tower", "audio_tower", "embed_vision", "embed_audio"):
+            tensors[f"model.{part}.x.weight"] = torch.zeros(2, 2)
+    else:
+        config["architectures"] = [architecture]
+    save_tensors(path, tensors)
+    write_json(path / "config.json", config)
+    np.testing.assert_array_equal(_logits(path, _prompt(spec)), _logits(plain, _prompt(spec)))
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+def test_bfloat16_weights_stay_close(family: str) -> None:
+    """In bfloat16 embedding factors are rounded too; only gross errors show at this tolerance."""
+    spec = TinySpec(family, seed=23, dtype="bfloat16", hidden_size=72)
     prompt = _prompt(spec)
     expected = reference_logits(make(spec), prompt)
     seen = _logits(make(spec), prompt, dtype="auto")
@@ -166,19 +236,85 @@ WRONG_FACTS: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 
 
+def _attentions(config: dict[str, Any]) -> list[dict[str, Any]]:
+    return [layer["attention"] for layer in config["layers"]]
+
+
+def _scale_by_own_head_dim(config: dict[str, Any]) -> None:
+    for attention in _attentions(config):
+        attention["scale"] = attention["head_dim"] ** -0.5
+
+
+def _drop_v_norm(config: dict[str, Any]) -> None:
+    for attention in _attentions(config):
+        attention.pop("has_v_norm", None)
+
+
+def _read_first_of_type(config: dict[str, Any]) -> None:
+    _attentions(config)[3]["kv_source"] = 0  # sliding like layer 1, which is the last owner
+
+
+def _rotate_whole_head(config: dict[str, Any]) -> None:
+    rope = config["ropes"][1]
+    count = len(rope["inv_freq"])
+    rope["inv_freq"] = [1_000_000.0 ** (-i / count) for i in range(count)]
+
+
+def _shrink_frequencies(config: dict[str, Any]) -> None:
+    rope = config["ropes"][1]  # as if the rotated part were a head of its own
+    rotated = sum(value > 0 for value in rope["inv_freq"])
+    values = [1_000_000.0 ** (-i / rotated) for i in range(rotated)]
+    rope["inv_freq"] = values + [0.0] * (len(rope["inv_freq"]) - rotated)
+
+
+def _set_per_layer(key: str, value: float | str) -> Callable[[dict[str, Any]], None]:
+    def change(config: dict[str, Any]) -> None:
+        config["per_layer_inputs"] = config["per_layer_inputs"] | {key: value}
+
+    return change
+
+
+WRONG_FACTS_OF_GEMMA4: dict[str, Callable[[dict[str, Any]], None]] = {
+    "window + 1": _widen_windows,
+    "scale": _scale_by_own_head_dim,
+    "v norm": _drop_v_norm,
+    "kv source": _read_first_of_type,
+    "whole head rotated": _rotate_whole_head,
+    "frequencies of the part": _shrink_frequencies,
+    "norm offset": lambda config: config.update(norm_weight_offset=1.0),
+    "soft cap": lambda config: config.update(logit_soft_cap=0.0),
+    # The norms behind them hide proj_scale but for the epsilon, and scale altogether.
+    "per-layer table": _set_per_layer("embed_scale", 1.0),
+    "per-layer projection": _set_per_layer("proj_scale", 1e-3),
+    "per-layer activation": _set_per_layer("activation", "silu"),
+}
+
+
+@pytest.mark.parametrize("fact", WRONG_FACTS_OF_GEMMA4)
+def test_a_wrong_fact_of_gemma4_shows(fact: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for the switches that only Gemma 4 has."""
+    spec = TinySpec("gemma4", seed=1, logit_soft_cap=8.0)
+    _check_that_it_shows(spec, WRONG_FACTS_OF_GEMMA4[fact], monkeypatch)
+
+
 @pytest.mark.parametrize("fact", WRONG_FACTS)
 def test_a_wrong_fact_shows(fact: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bar has teeth: each of these is at least ten times above it."""
+    _check_that_it_shows(TinySpec("gemma3", seed=1), WRONG_FACTS[fact], monkeypatch)
+
+
+def _check_that_it_shows(
+    spec: TinySpec, change: Callable[[dict[str, Any]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from paceline.loader.families import Family
 
     original = Family.config_for
 
     def config_for(family: Family, weight_dtype: str) -> dict[str, Any]:
         config = copy.deepcopy(original(family, weight_dtype))
-        WRONG_FACTS[fact](config)
+        change(config)
         return config
 
-    spec = TinySpec("gemma3", seed=1)
     prompt = _prompt(spec)
     expected = reference_logits(make(spec), prompt)
     monkeypatch.setattr(Family, "config_for", config_for)

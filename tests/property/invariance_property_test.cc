@@ -18,6 +18,7 @@ using testing::by_chunks;
 using testing::by_windows;
 using testing::DirectOptions;
 using testing::expect_same_bits;
+using testing::make_gemma4;
 using testing::random_tokens;
 using testing::tiny_model;
 using testing::TinyModel;
@@ -26,13 +27,15 @@ using testing::Trace;
 TEST(RowInvariance, SameBitsOnEveryPath) {
   const char* text = std::getenv("PACELINE_SEED");
   const uint64_t first_seed = text != nullptr ? std::strtoull(text, nullptr, 10) : 1;
-  for (uint64_t seed = first_seed; seed < first_seed + 10; ++seed) {
+  for (uint64_t seed = first_seed; seed < first_seed + 16; ++seed) {
     SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
     std::mt19937_64 random(seed);
     TinyModel shape{.windows = {8, 0, 40}};
     shape.is_gemma = seed % 2 == 0;
     shape.has_bias = seed % 3 == 0;
     shape.num_kv_heads = seed % 2 == 0 ? 1 : 4;
+    std::mt19937_64 switches(seed);
+    if (seed - first_seed >= 10) make_gemma4(shape, switches);
     const DType dtype = seed % 3 == 0 ? DType::kBFloat16 : DType::kFloat32;
     const auto model = tiny_model(shape, seed, 0, 0, dtype);
     const auto length = static_cast<int32_t>(140 + random() % 40);  // across attention chunks

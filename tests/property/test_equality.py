@@ -34,7 +34,7 @@ SEED = int(os.environ.get("PACELINE_SEED", "20261121"))
 LEVEL = int(os.environ.get("PACELINE_TEST_LEVEL", "1"))
 
 AXES: dict[str, tuple[Any, ...]] = {
-    "family": ("llama", "qwen3", "gemma3"),
+    "family": ("llama", "qwen3", "gemma3", "gemma4"),
     # A noisy copy agrees often, a model of the same family but other weights seldom.
     "drafter": ("self", "noisy", "same_family", "other_family"),
     "k": tuple(range(1, 17)),
@@ -131,7 +131,8 @@ def model(family: str, variant: str, dtype: str) -> LoadedModel:
     elif variant == "same_family":
         path = tiny_models.make(replace(spec, seed=8, hidden_size=32, heads=2, kv_heads=1))
     else:
-        other = {"llama": "gemma3", "qwen3": "llama", "gemma3": "qwen3"}[family]
+        others = {"llama": "gemma4", "qwen3": "llama", "gemma3": "qwen3", "gemma4": "gemma3"}
+        other = others[family]
         path = tiny_models.make(tiny_models.TinySpec(other, seed=9, vocab_size=VOCAB))
     return load_checkpoint(path, dtype=dtype, progress=False)
 

@@ -27,6 +27,8 @@ SPECS = [
     TinySpec("qwen3", dtype="bfloat16", rope="linear"),
     TinySpec("gemma3", dtype="bfloat16", shards=2, hidden_size=72),
     TinySpec("gemma3", dtype="float32", tied=False, old_spelling=True),
+    TinySpec("gemma4", dtype="bfloat16", hidden_size=72),
+    TinySpec("gemma4", k_eq_v=True, shared_layers=2, attention_bias=True, tied=False),
     TinySpec("qwen3", vocab_size=131, hidden_size=70, intermediate_size=33, dtype="float16"),
 ]
 

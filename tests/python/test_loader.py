@@ -28,7 +28,8 @@ from tiny_models import FULL, SLIDING, TinySpec, edit_config, make, read_json, w
 
 ALL_ARCHITECTURES = (
     "LlamaForCausalLM, Qwen3ForCausalLM, Gemma3ForCausalLM, Gemma3ForConditionalGeneration, "
-    "Gemma3TextModel"
+    "Gemma3TextModel, Gemma4ForCausalLM, Gemma4ForConditionalGeneration, Gemma4TextModel, "
+    "Gemma4UnifiedForCausalLM, Gemma4UnifiedForConditionalGeneration"
 )
 
 
@@ -65,6 +66,68 @@ GEMMA3 = {
     "intermediate_size": 2048,
     "num_hidden_layers": 7,
     "sliding_window": 512,
+}
+# As published, but for what the text part has no use for.
+GEMMA4_E2B = {
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "model_type": "gemma4",
+    "text_config": {
+        "model_type": "gemma4_text",
+        "vocab_size": 262_144,
+        "vocab_size_per_layer_input": 262_144,
+        "hidden_size": 1536,
+        "hidden_size_per_layer_input": 256,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 35,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "num_global_key_value_heads": None,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "num_kv_shared_layers": 20,
+        "use_double_wide_mlp": True,
+        "attention_k_eq_v": False,
+        "enable_moe_block": False,
+        "sliding_window": 512,
+        "layer_types": ([SLIDING] * 4 + [FULL]) * 7,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-6,
+        "final_logit_softcapping": 30.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "use_bidirectional_attention": None,
+        "rope_parameters": {
+            SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+            FULL: {
+                "rope_type": "proportional",
+                "rope_theta": 1_000_000.0,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+    },
+}
+GEMMA4 = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_size_per_layer_input": 0,
+}
+GEMMA4_31B = GEMMA4 | {
+    "hidden_size": 5376,
+    "intermediate_size": 21_504,
+    "num_hidden_layers": 60,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "num_global_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "attention_k_eq_v": True,
+    "sliding_window": 1024,
+    "final_logit_softcapping": 30.0,
 }
 
 
@@ -178,8 +241,164 @@ def test_gemma3_embed_scale_is_rounded_with_the_dtype(hidden: int, rounded: floa
     assert loader.decoder_config(LLAMA, "bfloat16")["embed_scale"] == 1.0
 
 
+def test_gemma4_e2b_as_published() -> None:
+    config = loader.decoder_config(GEMMA4_E2B, "bfloat16")
+    assert config["embed_scale"] == 39.25
+    assert config["per_layer_inputs"] == {
+        "size": 256,
+        "vocab_size": 262_144,
+        "embed_scale": 16.0,
+        "proj_scale": float(np.float32(1536**-0.5)),
+        "scale": float(np.float32(2**-0.5)),
+        "activation": "gelu_tanh",
+    }
+    assert config["has_layer_scale"]
+    assert config["norm_weight_offset"] == 0.0
+    assert config["logit_soft_cap"] == 30.0
+    layers = config["layers"]
+    assert [layer["mlp"]["intermediate"] for layer in layers] == [6144] * 15 + [12_288] * 20
+    attentions = [layer["attention"] for layer in layers]
+    assert [a["head_dim"] for a in attentions] == ([256] * 4 + [512]) * 7
+    assert {a["scale"] for a in attentions} == {1.0}
+    assert [a["window"] for a in attentions] == ([512] * 4 + [0]) * 7
+    assert [a.get("kv_source") for a in attentions] == [None] * 15 + ([13] * 4 + [14]) * 4
+    assert [a.get("has_v_norm", False) for a in attentions] == [True] * 15 + [False] * 20
+    assert not any("k_eq_v" in a for a in attentions)
+    assert [a["rope"] for a in attentions] == ([0] * 4 + [1]) * 7
+    sliding, full = (rope["inv_freq"] for rope in config["ropes"])
+    assert len(sliding) == 128 and min(sliding) > 0
+    assert len(full) == 256
+    assert full[64:] == [0.0] * 192
+    assert full[1] == pytest.approx(1_000_000 ** (-2 / 512), rel=1e-6)
+    assert full[63] == pytest.approx(1_000_000 ** (-126 / 512), rel=1e-6)
+    specs = families.translate(
+        hf_config.parse_hf_config(GEMMA4_E2B, "x", families.ARCHITECTURES)
+    ).tensors
+    # 17 a layer, less k, v and their norm of the 20 that share, and 5 of the model.
+    assert len(specs) == 35 * 17 + 5 - 20 * 3
+    shapes = {spec.name: spec.shape for spec in specs}
+    assert shapes["per_layer.embed.weight"] == (262_144, 8960)
+    assert shapes["layers.4.attn.q.weight"] == (4096, 1536)
+    assert shapes["layers.4.attn.k.weight"] == (512, 1536)
+
+
+def test_gemma4_31b_as_published() -> None:
+    config = loader.decoder_config(GEMMA4_31B)
+    attentions = [layer["attention"] for layer in config["layers"]]
+    assert [a["kind"] for a in attentions] == (["sliding"] * 5 + ["full"]) * 10
+    assert [a["num_kv_heads"] for a in attentions] == ([16] * 5 + [4]) * 10
+    assert [a.get("k_eq_v", False) for a in attentions] == ([False] * 5 + [True]) * 10
+    assert "per_layer_inputs" not in config
+    specs = families.translate(
+        hf_config.parse_hf_config(GEMMA4_31B, "x", families.ARCHITECTURES)
+    ).tensors
+    shapes = {spec.name: spec.shape for spec in specs}
+    assert shapes["layers.5.attn.q.weight"] == (16_384, 5376)
+    assert shapes["layers.5.attn.k.weight"] == (2048, 5376)
+    assert "layers.5.attn.v.weight" not in shapes
+    assert shapes["layers.5.attn.o.weight"] == (5376, 16_384)
+    assert shapes["layers.0.attn.v.weight"] == (4096, 5376)
+
+
+def test_gemma4_defaults_are_those_of_transformers() -> None:
+    for architecture, window, positions in (
+        ("Gemma4ForCausalLM", 512, 131_072),
+        ("Gemma4UnifiedForCausalLM", 1024, 262_144),
+    ):
+        values = GEMMA4 | {"architectures": [architecture], "num_global_key_value_heads": 1}
+        config = loader.decoder_config(values)
+        attentions = [layer["attention"] for layer in config["layers"]]
+        # The last layer is a full one even where the pattern says otherwise.
+        assert [a["kind"] for a in attentions] == ["sliding"] * 5 + ["full"] * 2
+        assert attentions[0]["window"] == window
+        assert attentions[5]["head_dim"] == 512
+        assert attentions[5]["num_kv_heads"] == 2, "the key counts only beside attention_k_eq_v"
+        assert config["max_position"] == positions
+        assert config["logit_soft_cap"] == 0.0
+        assert config["ties_lm_head"]
+    whole = {key: GEMMA4[key] for key in GEMMA4 if key != "hidden_size_per_layer_input"}
+    assert loader.decoder_config(whole)["per_layer_inputs"]["size"] == 256
+
+
+@pytest.mark.parametrize("k_eq_v", [False, True])
+def test_both_spellings_of_gemma4_say_the_same(k_eq_v: bool) -> None:
+    new = read_json(make(TinySpec("gemma4", k_eq_v=k_eq_v)) / "config.json")
+    old = tiny_models.to_old_spelling(new)
+    assert "per_layer_config" in new and "global_head_dim" not in new
+    assert "per_layer_config" not in old and old["global_head_dim"] == 32
+    assert loader.decoder_config(old) == loader.decoder_config(new)
+    assert loader.decoder_config(new | old) == loader.decoder_config(new)
+    with raises(ModelFileError, "per_layer_config", "global_head_dim", "layer 2", "(2, 64)"):
+        loader.decoder_config(new | old | {"global_head_dim": 64, "attention_k_eq_v": False})
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "parts"),
+    [
+        (
+            NotImplementedError,
+            {"enable_moe_block": True},
+            ('"enable_moe_block" is true', "dense sizes", "mixtures of experts"),
+        ),
+        (
+            NotImplementedError,
+            {"use_bidirectional_attention": "all"},
+            ('"use_bidirectional_attention" is "all"', "vision"),
+        ),
+        (
+            NotImplementedError,
+            {"rope_parameters": {FULL: {"rope_type": "yarn", "factor": 2.0}}},
+            ("yarn", "default, proportional"),
+        ),
+        (NotImplementedError, {"rope_theta": 1e4}, ('"rope_theta"', '"rope_parameters"')),
+        (
+            ModelFileError,
+            {"rope_parameters": {FULL: {"rope_type": "proportional", "partial_rotary_factor": 2}}},
+            ('"rope_parameters.full_attention.partial_rotary_factor" is 2', "up to 1"),
+        ),
+        (
+            ModelFileError,
+            {"num_kv_shared_layers": 7},
+            ('"num_kv_shared_layers" is 7', "0 to 6", "assistant"),
+        ),
+        (
+            ModelFileError,
+            {"num_kv_shared_layers": 2},
+            ('"num_kv_shared_layers" is 2', "layer 5 is the first full_attention layer"),
+        ),
+        (
+            ModelFileError,
+            {"layer_types": [FULL] + [SLIDING] * 6},
+            ("\"layer_types\" ends with 'sliding_attention'", "full_attention"),
+        ),
+        (ModelFileError, {"per_layer_config": {"7": {}}}, ('"per_layer_config.7"', '"0" to "6"')),
+        (
+            NotImplementedError,
+            {"per_layer_config": {"1": {"intermediate_size": 8}}},
+            ('"per_layer_config.1.intermediate_size" is 8', "head_dim, num_key_value_heads"),
+        ),
+        (
+            ModelFileError,
+            {"per_layer_config": {"1": {"num_key_value_heads": 3}}},
+            ("layer 1 has 3 key and value heads", "a divisor of", "(4)"),
+        ),
+        (ModelFileError, {"global_head_dim": 31}, ("layer 5", "31", "an even integer")),
+        (
+            ModelFileError,
+            {"per_layer_config": {"6": {"head_dim": 32}}, "num_kv_shared_layers": 1},
+            ("layer 6", "2 key and value heads of 32", "layer 5 with 2 of 16"),
+        ),
+    ],
+)
+def test_refusals_of_gemma4(
+    kind: type[Exception], changes: dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    with raises(kind, "here.json", *parts):
+        loader.decoder_config(GEMMA4 | changes, source="here.json")
+
+
 @pytest.mark.parametrize("rope", ["default", "linear", "llama3"])
-@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_both_spellings_say_the_same(family: str, rope: str) -> None:
     new = read_json(make(TinySpec(family, rope=rope)) / "config.json")
     old = tiny_models.to_old_spelling(new)
@@ -744,6 +963,47 @@ def test_name_map_of_gemma3() -> None:
         },
     }
     assert len(sources) == 2 + 3 * 17
+
+
+def test_name_map_of_gemma4() -> None:
+    checkpoint = open_checkpoint(make(TinySpec("gemma4", k_eq_v=True)))
+    sources = {tensor.spec.name: tensor.source for tensor in checkpoint.tensors}
+
+    def of(prefix: str) -> set[str]:
+        return {name.removeprefix(prefix) for name in sources if name.startswith(prefix)}
+
+    everywhere = of("layers.3.")
+    assert everywhere == {
+        "attn_norm.weight", "attn_post_norm.weight", "mlp_norm.weight", "mlp_post_norm.weight",
+        "attn.q.weight", "attn.q_norm.weight", "attn.o.weight", "mlp.gate.weight", "mlp.up.weight",
+        "mlp.down.weight", "per_layer.gate.weight", "per_layer.proj.weight",
+        "per_layer.norm.weight", "scale",
+    }  # fmt: skip
+    assert of("layers.0.") - everywhere == {"attn.k.weight", "attn.v.weight", "attn.k_norm.weight"}
+    assert of("layers.2.") - everywhere == {"attn.k.weight", "attn.k_norm.weight"}
+    assert of("layers.5.") == everywhere
+    assert sources["layers.3.scale"] == "model.layers.3.layer_scalar"
+    assert sources["per_layer.embed.weight"] == "model.embed_tokens_per_layer.weight"
+    assert sources["per_layer.proj.weight"] == "model.per_layer_model_projection.weight"
+    assert sources["per_layer.norm.weight"] == "model.per_layer_projection_norm.weight"
+    layer = "model.layers.3."
+    assert sources["layers.3.per_layer.gate.weight"] == f"{layer}per_layer_input_gate.weight"
+    assert sources["layers.3.per_layer.proj.weight"] == f"{layer}per_layer_projection.weight"
+    assert sources["layers.3.per_layer.norm.weight"] == f"{layer}post_per_layer_input_norm.weight"
+
+
+def test_unused_kv_of_gemma4_is_ignored_where_it_is_unused(copy_of: Callable[..., Path]) -> None:
+    import torch
+
+    path = copy_of(TinySpec("gemma4", k_eq_v=True))
+    _edit_tensors(
+        path, lambda t: t.update({"model.layers.5.self_attn.k_proj.weight": torch.zeros(32, 64)})
+    )
+    open_checkpoint(path)
+    name = "model.layers.2.self_attn.v_proj.weight"  # of a layer whose v is its k
+    _edit_tensors(path, lambda t: t.update({name: torch.zeros(32, 64)}))
+    with raises(ModelFileError, "1 tensor is not part of Gemma4ForCausalLM", name):
+        open_checkpoint(path)
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)

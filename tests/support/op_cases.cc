@@ -168,6 +168,18 @@ void add_element_ops(TableBuilder& table) {
                   make_gated, GatedSpec{intermediate, activation, dtype}, intermediate == 2048);
       }
     }
+    // Per-layer inputs: the gate beside a layer's stretch of them.
+    for (const auto& [size, stride] : {std::pair{256, 256 * 35}, {256, 256}, {33, 35 * 33}}) {
+      table.add("gated_gelu_up_" + std::to_string(size) + "_of" + std::to_string(stride) + suffix,
+                make_gated, GatedSpec{size, Activation::kGeluTanh, dtype, stride}, stride == 8960);
+    }
+    for (const auto& [layers, size] : {std::pair{1, 1}, {3, 33}, {9, 8}, {35, 256}, {42, 256}}) {
+      for (const DType table_dtype : {DType::kFloat32, DType::kBFloat16}) {
+        table.add("per_layer_" + std::to_string(layers) + "x" + std::to_string(size) + suffix +
+                      "_table" + dtype_suffix(table_dtype),
+                  make_per_layer, PerLayerSpec{layers, size, dtype, table_dtype}, layers == 35);
+      }
+    }
   }
   for (const int32_t hidden : {1, 37, 640, 4096, 5376}) {
     table.add("gather_h" + std::to_string(hidden), make_gather, GatherSpec{hidden}, hidden == 640);
@@ -186,14 +198,18 @@ void add_norms(TableBuilder& table) {
                {NormKind::kResidual, "residual"},
                {NormKind::kResidualXWeight, "x_weight"},
                {NormKind::kResidualOnly, "residual_only"},
-               {NormKind::kResidualXWeightOnly, "x_weight_only"}};
+               {NormKind::kResidualXWeightOnly, "x_weight_only"},
+               {NormKind::kCopy, "copy"},
+               {NormKind::kResidualCopy, "residual_copy"},
+               {NormKind::kResidualScale, "scale"},
+               {NormKind::kResidualScaleOnly, "scale_only"}};
   for (const auto& [kind, name] : kinds) {
     for (const int32_t hidden : {1, 33, 100, 640, 4096, 5376}) {
       for (const auto& [x, y] : {std::pair{DType::kFloat32, DType::kFloat32},
                                  {DType::kBFloat16, DType::kBFloat16},
                                  {DType::kFloat32, DType::kBFloat16}}) {
-        // Where two dtypes meet it is a norm of the residual stream itself.
-        if (x != y && kind != NormKind::kPlain) continue;
+        // Where two dtypes meet it is a norm, or a copy, of the residual stream itself.
+        if (x != y && kind != NormKind::kPlain && kind != NormKind::kCopy) continue;
         const bool is_padded = hidden == 100;
         table.add("rms_norm_" + std::string(name) + "_h" + std::to_string(hidden) +
                       dtype_suffix(x) + "_to" + dtype_suffix(y),
@@ -209,7 +225,11 @@ void add_ropes(TableBuilder& table) {
   const auto add = [&](const RopeSpec& s, bool is_invariance_case = false) {
     table.add("rope_" + std::to_string(s.num_qo_heads) + "x" + std::to_string(s.num_kv_heads) +
                   "_d" + std::to_string(s.head_dim) + "_b" + std::to_string(s.block_size) +
-                  (s.has_norms ? "_norm" : "") + dtype_suffix(s.dtype),
+                  (s.has_norms ? "_norm" : "") + (s.has_v_norm ? "_vnorm" : "") +
+                  (s.kv_inputs == KvInputs::kKeys   ? "_keys"
+                   : s.kv_inputs == KvInputs::kNone ? "_q"
+                                                    : "") +
+                  dtype_suffix(s.dtype),
               make_rope, s, is_invariance_case);
   };
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
@@ -221,6 +241,14 @@ void add_ropes(TableBuilder& table) {
     }
     add({8, 1, 512, 256, dtype, true});
     add({3, 3, 16, 5, dtype, true});
+    // Gemma 4: v normalised, v made of k, and q alone.
+    add({8, 1, 256, 16, dtype, true, KvInputs::kKeysAndValues, true});
+    add({4, 2, 512, 16, dtype, true, KvInputs::kKeys, true});
+    add({4, 2, 34, 5, dtype, true, KvInputs::kKeys, true});
+    add({4, 2, 128, 1, dtype, true, KvInputs::kKeys, true}, true);
+    add({8, 1, 512, 16, dtype, true, KvInputs::kNone});
+    add({4, 2, 34, 5, dtype, true, KvInputs::kNone});
+    add({4, 2, 128, 1, dtype, true, KvInputs::kNone}, true);
   }
 }
 

@@ -159,7 +159,11 @@ enum class NormKind : uint8_t {
   kResidual,
   kResidualXWeight,
   kResidualOnly,
-  kResidualXWeightOnly
+  kResidualXWeightOnly,
+  kCopy,           // no weight: y is x
+  kResidualCopy,   // with an x_weight, but y is the sum as it is
+  kResidualScale,  // with an x_weight, the sum scaled before it is normalised
+  kResidualScaleOnly
 };
 struct RmsNormSpec {
   int32_t hidden = 0;
@@ -173,6 +177,13 @@ struct GatedSpec {
   int32_t intermediate = 0;
   Activation activation = Activation::kSilu;
   DType dtype = DType::kBFloat16;
+  int32_t up_stride = 0;  // 0: up stands behind gate
+};
+struct PerLayerSpec {
+  int32_t num_layers = 0;
+  int32_t size = 0;
+  DType dtype = DType::kBFloat16;
+  DType table_dtype = DType::kBFloat16;
 };
 struct RopeSpec {
   int32_t num_qo_heads = 0;
@@ -181,6 +192,8 @@ struct RopeSpec {
   int32_t block_size = 16;
   DType dtype = DType::kBFloat16;  // of qkv and of the cache
   bool has_norms = true;
+  KvInputs kv_inputs = KvInputs::kKeysAndValues;
+  bool has_v_norm = false;
 };
 struct ListSpec {
   int32_t num_qo_heads = 0;
@@ -189,6 +202,7 @@ struct ListSpec {
   int32_t block_size = 16;
   int32_t window = 0;
   DType dtype = DType::kBFloat16;
+  KvInputs kv_inputs = KvInputs::kKeysAndValues;
 };
 struct GatherSpec {
   int32_t hidden = 0;
@@ -210,6 +224,7 @@ struct DrawSpec {
 [[nodiscard]] OpInstance make_embed(const EmbedSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_rms_norm(const RmsNormSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_gated(const GatedSpec& spec, const Rows& rows, uint64_t seed);
+[[nodiscard]] OpInstance make_per_layer(const PerLayerSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_rope(const RopeSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_list_attention(const ListSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_gather(const GatherSpec& spec, const Rows& rows, uint64_t seed);
@@ -225,6 +240,7 @@ struct AttentionSpec {
   float soft_cap = 0.0f;
   bool has_sinks = false;
   DType dtype = DType::kBFloat16;  // of qkv and of the cache
+  KvInputs kv_inputs = KvInputs::kKeysAndValues;
 };
 // Rows at positions [length - num_rows, length) of sequence `id`, then inert ones.
 struct AttentionSequence {

@@ -21,7 +21,18 @@ constexpr int32_t kMinInt = std::numeric_limits<int32_t>::min();
 constexpr int32_t kMaxInt = std::numeric_limits<int32_t>::max();
 
 // What a stream is for.
-enum Purpose : uint64_t { kX = 1, kWeight, kBias, kResidual, kXWeight, kKeys, kIndex, kNoise };
+enum Purpose : uint64_t {
+  kX = 1,
+  kWeight,
+  kBias,
+  kResidual,
+  kXWeight,
+  kKeys,
+  kIndex,
+  kNoise,
+  kScale,
+  kUp
+};
 
 // Tensor cores cut what they add below the last bit instead of rounding it: half an ulp of bias for
 // each of K / 16 steps.
@@ -148,10 +159,16 @@ OpInstance make_embed(const EmbedSpec& s, const Rows& rows, uint64_t seed) {
 OpInstance make_rms_norm(const RmsNormSpec& s, const Rows& rows, uint64_t seed) {
   OpInstance op;
   const bool is_in_place = s.kind == NormKind::kInPlace;
-  const bool has_residual = s.kind != NormKind::kPlain && !is_in_place;
-  const bool has_x_weight =
-      s.kind == NormKind::kResidualXWeight || s.kind == NormKind::kResidualXWeightOnly;
-  const bool has_y = s.kind != NormKind::kResidualOnly && s.kind != NormKind::kResidualXWeightOnly;
+  const bool is_copy = s.kind == NormKind::kCopy || s.kind == NormKind::kResidualCopy;
+  const bool has_residual = s.kind != NormKind::kPlain && s.kind != NormKind::kCopy && !is_in_place;
+  const bool has_scale =
+      s.kind == NormKind::kResidualScale || s.kind == NormKind::kResidualScaleOnly;
+  const bool has_x_weight = s.kind == NormKind::kResidualXWeight ||
+                            s.kind == NormKind::kResidualXWeightOnly ||
+                            s.kind == NormKind::kResidualCopy || has_scale;
+  const bool has_y = s.kind != NormKind::kResidualOnly &&
+                     s.kind != NormKind::kResidualXWeightOnly &&
+                     s.kind != NormKind::kResidualScaleOnly;
   const int64_t x_stride = s.hidden + s.x_padding;
   const int64_t y_stride = is_in_place ? x_stride : s.hidden + s.y_padding;
   const Handle num_rows = add_num_rows(op, rows);
@@ -168,7 +185,11 @@ OpInstance make_rms_norm(const RmsNormSpec& s, const Rows& rows, uint64_t seed) 
   }
   // Without y nobody reads the weight, and decoders give none.
   const Handle weight =
-      has_y ? op.add(normal_constant("weight", Element::kF32, s.hidden, seed, kWeight)) : kNoArray;
+      has_y && !is_copy ? op.add(normal_constant("weight", Element::kF32, s.hidden, seed, kWeight))
+                        : kNoArray;
+  const Handle scale =
+      has_scale ? op.add(normal_constant("residual_scale", Element::kF32, 1, seed, kScale))
+                : kNoArray;
   const Handle x_weight =
       has_x_weight ? op.add(normal_constant("x_weight", Element::kF32, s.hidden, seed, kXWeight))
                    : kNoArray;
@@ -193,6 +214,7 @@ OpInstance make_rms_norm(const RmsNormSpec& s, const Rows& rows, uint64_t seed) 
                                 .y_stride = y_stride,
                                 .hidden = s.hidden,
                                 .x_weight = at.get<float>(x_weight),
+                                .residual_scale = at.get<float>(scale),
                                 .x_dtype = activation_dtype(ctx, s.x_dtype),
                                 .y_dtype = activation_dtype(ctx, s.y_dtype)});
   });
@@ -202,8 +224,12 @@ OpInstance make_rms_norm(const RmsNormSpec& s, const Rows& rows, uint64_t seed) 
 OpInstance make_gated(const GatedSpec& s, const Rows& rows, uint64_t seed) {
   OpInstance op;
   const Element element = element_of(s.dtype);
-  const int64_t width = 2 * int64_t{s.intermediate};
+  const bool has_up = s.up_stride > 0;
+  const int64_t width = (has_up ? int64_t{1} : int64_t{2}) * s.intermediate;
   const Handle num_rows = add_num_rows(op, rows);
+  const Handle up =
+      has_up ? op.add(normal_rows("up", element, rows, s.up_stride, s.up_stride, seed, kUp))
+             : kNoArray;
   const Handle x =
       op.add(row_array("x", Element::kF32, element, rows, width, [=](int64_t id, float* to) {
         Stream(seed, kX, static_cast<uint64_t>(id)).fill(to, width, 3.0f);
@@ -220,7 +246,47 @@ OpInstance make_gated(const GatedSpec& s, const Rows& rows, uint64_t seed) {
                                                 .y = at.raw(y),
                                                 .intermediate = s.intermediate,
                                                 .activation = s.activation,
-                                                .dtype = activation_dtype(ctx, s.dtype)});
+                                                .dtype = activation_dtype(ctx, s.dtype),
+                                                .up = at.raw(up),
+                                                .up_stride = s.up_stride});
+  });
+  return op;
+}
+
+OpInstance make_per_layer(const PerLayerSpec& s, const Rows& rows, uint64_t seed) {
+  constexpr int32_t kVocab = 53;
+  OpInstance op;
+  const int64_t width = int64_t{s.num_layers} * s.size;
+  const Handle num_rows = add_num_rows(op, rows);
+  OpArray inout = normal_rows("x", element_of(s.dtype), rows, width, width, seed, kX,
+                              /*varies_in_scale=*/true);
+  inout.role = Role::kInOut;
+  const Handle x = op.add(std::move(inout));
+  const Handle tokens = op.add(row_ints<int32_t>("token_ids", rows, [&](int64_t id) -> int32_t {
+    const int32_t edges[] = {0, kVocab - 1, kVocab, -1, kMinInt, kMaxInt};
+    return id < 6 ? edges[id] : static_cast<int32_t>(id_hash(seed, id) % uint64_t{kVocab});
+  }));
+  const Handle table =
+      op.add(normal_constant("table", element_of(s.table_dtype), kVocab * width, seed, kKeys));
+  const Handle weight = op.add(normal_constant("weight", Element::kF32, s.size, seed, kWeight));
+  const int32_t max_rows = rows.max_rows;
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    per_layer_inputs(ctx, PerLayerInputsParams{.num_rows = at.get<int32_t>(num_rows),
+                                               .max_rows = max_rows,
+                                               .x = at.raw(x),
+                                               .token_ids = at.get<int32_t>(tokens),
+                                               .table = at.raw(table),
+                                               .table_dtype = s.table_dtype,
+                                               .vocab_size = kVocab,
+                                               .weight = at.get<float>(weight),
+                                               .weight_offset = 0.0f,
+                                               .eps = 1e-6f,
+                                               .x_scale = 0.0255f,
+                                               .table_scale = 16.0f,
+                                               .scale = 0.70710678f,
+                                               .num_layers = s.num_layers,
+                                               .size = s.size,
+                                               .dtype = activation_dtype(ctx, s.dtype)});
   });
   return op;
 }
@@ -229,7 +295,8 @@ OpInstance make_rope(const RopeSpec& s, const Rows& rows, uint64_t seed) {
   constexpr int32_t kMaxPositions = 777;
   OpInstance op;
   const Element element = element_of(s.dtype);
-  const int64_t width = int64_t{s.num_qo_heads + 2 * s.num_kv_heads} * s.head_dim;
+  const int64_t width =
+      int64_t{qkv_heads(s.num_qo_heads, s.num_kv_heads, s.kv_inputs)} * s.head_dim;
   const int64_t half = s.head_dim / 2;
   const auto is_inert = [](int64_t id) { return id % 13 == 6; };
   // Every row has a slot of its own, past the null block.
@@ -248,9 +315,10 @@ OpInstance make_rope(const RopeSpec& s, const Rows& rows, uint64_t seed) {
     if (id < 2) return id == 0 ? 0 : kMaxPositions - 1;
     return is_inert(id) ? 0 : static_cast<int32_t>(id_hash(seed, id) % kMaxPositions);
   }));
-  const Handle slots = op.add(row_ints<int64_t>("slot_mapping", rows, [&](int64_t id) -> int64_t {
-    return is_inert(id) ? 0 : s.block_size + id;
-  }));
+  const auto slot_of = [&](int64_t id) -> int64_t { return is_inert(id) ? 0 : s.block_size + id; };
+  const Handle slots = s.kv_inputs == KvInputs::kNone
+                           ? kNoArray
+                           : op.add(row_ints<int64_t>("slot_mapping", rows, slot_of));
   Handle q_norm = kNoArray;
   Handle k_norm = kNoArray;
   if (s.has_norms) {
@@ -309,7 +377,9 @@ OpInstance make_rope(const RopeSpec& s, const Rows& rows, uint64_t seed) {
                                                     .num_qo_heads = s.num_qo_heads,
                                                     .num_kv_heads = s.num_kv_heads,
                                                     .head_dim = s.head_dim,
-                                                    .qkv_dtype = activation_dtype(ctx, s.dtype)});
+                                                    .qkv_dtype = activation_dtype(ctx, s.dtype),
+                                                    .kv_inputs = s.kv_inputs,
+                                                    .has_v_norm = s.has_v_norm});
   });
   return op;
 }
@@ -317,7 +387,8 @@ OpInstance make_rope(const RopeSpec& s, const Rows& rows, uint64_t seed) {
 OpInstance make_list_attention(const ListSpec& s, const Rows& rows, uint64_t seed) {
   OpInstance op;
   const Element element = element_of(s.dtype);
-  const int64_t width = int64_t{s.num_qo_heads + 2 * s.num_kv_heads} * s.head_dim;
+  const int64_t width =
+      int64_t{qkv_heads(s.num_qo_heads, s.num_kv_heads, s.kv_inputs)} * s.head_dim;
   const int64_t y_width = int64_t{s.num_qo_heads} * s.head_dim;
   const int64_t q_width = y_width;
   const int32_t num_blocks = 2 + 700 / s.block_size;
@@ -371,7 +442,8 @@ OpInstance make_list_attention(const ListSpec& s, const Rows& rows, uint64_t see
                                        .num_qo_heads = s.num_qo_heads,
                                        .num_kv_heads = s.num_kv_heads,
                                        .head_dim = s.head_dim,
-                                       .dtype = activation_dtype(ctx, s.dtype)});
+                                       .dtype = activation_dtype(ctx, s.dtype),
+                                       .kv_inputs = s.kv_inputs});
   });
   return op;
 }

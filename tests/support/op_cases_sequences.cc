@@ -84,7 +84,8 @@ Placement place(const AttentionSpec& s, const AttentionBatch& batch, uint64_t se
 OpInstance make_attention(const AttentionSpec& s, const AttentionBatch& batch, uint64_t seed) {
   OpInstance op;
   const Element element = element_of(s.dtype);
-  const int64_t width = int64_t{s.num_qo_heads + 2 * s.num_kv_heads} * s.head_dim;
+  const int64_t width =
+      int64_t{qkv_heads(s.num_qo_heads, s.num_kv_heads, s.kv_inputs)} * s.head_dim;
   const int64_t y_width = int64_t{s.num_qo_heads} * s.head_dim;
   const int64_t token = int64_t{s.num_kv_heads} * s.head_dim;
   const int64_t part = token * s.block_size;
@@ -194,7 +195,8 @@ OpInstance make_attention(const AttentionSpec& s, const AttentionBatch& batch, u
                                          .num_seqs = at.get<int32_t>(num_seqs_at),
                                          .row_indptr = at.get<int32_t>(row_indptr),
                                          .max_seqs = max_seqs,
-                                         .max_rows_per_seq = max_rows_per_seq});
+                                         .max_rows_per_seq = max_rows_per_seq,
+                                         .kv_inputs = s.kv_inputs});
   });
   return op;
 }
@@ -630,11 +632,15 @@ OpInstance make_state(StateOp kind, const StateSpec& spec, uint64_t seed) {
 namespace {
 
 void add_attention(std::vector<OpCase>& cases, const AttentionSpec& s) {
-  const std::string name =
-      "attention_" + std::to_string(s.num_qo_heads) + "x" + std::to_string(s.num_kv_heads) + "_d" +
-      std::to_string(s.head_dim) + "_b" + std::to_string(s.block_size) +
-      (s.window > 0 ? "_w" + std::to_string(s.window) : "") + (s.soft_cap > 0 ? "_cap" : "") +
-      (s.has_sinks ? "_sinks" : "") + (s.dtype == DType::kFloat32 ? "_f32" : "_bf16");
+  const std::string name = "attention_" + std::to_string(s.num_qo_heads) + "x" +
+                           std::to_string(s.num_kv_heads) + "_d" + std::to_string(s.head_dim) +
+                           "_b" + std::to_string(s.block_size) +
+                           (s.window > 0 ? "_w" + std::to_string(s.window) : "") +
+                           (s.soft_cap > 0 ? "_cap" : "") + (s.has_sinks ? "_sinks" : "") +
+                           (s.kv_inputs == KvInputs::kKeys   ? "_keys"
+                            : s.kv_inputs == KvInputs::kNone ? "_q"
+                                                             : "") +
+                           (s.dtype == DType::kFloat32 ? "_f32" : "_bf16");
   const auto add = [&](const char* batch_name, const AttentionBatch& batch) {
     cases.push_back({name + "_" + batch_name,
                      [s, batch](uint64_t seed) { return make_attention(s, batch, seed); }});
@@ -708,6 +714,11 @@ std::vector<OpCase> sequence_op_cases() {
   add_attention(cases, {4, 1, 512, 16, 0, 0.0f, false, kB});
   add_attention(cases, {4, 2, 512, 24, 128, 5.0f, true, kB});
   add_attention(cases, {6, 2, 128, 16, 0, 0.0f, false, kB});  // a group of three
+  for (const KvInputs inputs : {KvInputs::kKeys, KvInputs::kNone}) {
+    add_attention(cases, {8, 1, 256, 16, 512, 0.0f, false, kB, inputs});
+    add_attention(cases, {8, 2, 512, 16, 0, 0.0f, false, kB, inputs});
+    add_attention(cases, {4, 2, 64, 16, 100, 0.0f, false, kF, inputs});
+  }
   for (const StateOp op :
        {StateOp::kAssembleVerifyRows, StateOp::kAssembleFirstRows, StateOp::kAccept,
         StateOp::kAcceptSynthetic, StateOp::kBuildMetadata, StateOp::kDraftSteps}) {

@@ -32,7 +32,62 @@ struct TinyModel {
   bool is_gemma = true;                   // post norms, q/k norms, (1 + w), gelu, tied head
   bool has_bias = false;
   int32_t nan_token = -1;  // its embedding is NaN
+  // On top of is_gemma: plain norm weights, v norms, layer scales, scores unscaled, logits capped,
+  // a quarter of a full layer's pairs rotated. What follows is for it alone.
+  bool is_gemma4 = false;
+  int32_t full_head_dim = 0;   // of full layers; 0: head_dim
+  int32_t full_kv_heads = 0;   // of full layers; 0: num_kv_heads
+  bool k_eq_v = false;         // full layers have no v
+  int32_t num_shared = 0;      // last layers that read KV where they can, with MLPs twice as wide
+  int32_t per_layer_size = 0;  // of per-layer inputs; 0: none
 };
+
+// Makes a Gemma 4 of a shape, with switches at random and its layers twice over, so that some of
+// the second half read the KV of the first.
+inline void make_gemma4(TinyModel& m, std::mt19937_64& random) {
+  m.is_gemma = true;
+  m.is_gemma4 = true;
+  m.full_head_dim = random() % 3 == 0 ? m.head_dim : 2 * m.head_dim;
+  m.full_kv_heads = random() % 2 == 0 ? 1 : m.num_kv_heads;
+  m.k_eq_v = random() % 2 == 0;
+  m.num_shared = static_cast<int32_t>(random() % (m.windows.size() + 1));
+  const std::vector<int32_t> windows = m.windows;
+  m.windows.insert(m.windows.end(), windows.begin(), windows.end());
+  m.per_layer_size = random() % 3 == 0 ? 0 : 8;
+}
+
+// What differs between the layers of a TinyModel.
+struct TinyLayer {
+  int32_t window;
+  int32_t num_kv_heads;
+  int32_t head_dim;
+  int32_t intermediate;
+  int32_t kv_source;  // -1: none
+  bool has_v;
+};
+
+inline std::vector<TinyLayer> tiny_layers(const TinyModel& m) {
+  std::vector<TinyLayer> layers;
+  const auto num_layers = static_cast<int32_t>(m.windows.size());
+  const int32_t first_shared = num_layers - (m.is_gemma4 ? m.num_shared : 0);
+  for (int32_t i = 0; i < num_layers; ++i) {
+    const bool is_full = m.windows[i] == 0;
+    TinyLayer layer = {.window = m.windows[i],
+                       .num_kv_heads = m.num_kv_heads,
+                       .head_dim = m.head_dim,
+                       .intermediate = m.intermediate,
+                       .kv_source = -1,
+                       .has_v = !(m.is_gemma4 && m.k_eq_v && is_full)};
+    if (m.is_gemma4 && is_full && m.full_head_dim > 0) layer.head_dim = m.full_head_dim;
+    if (m.is_gemma4 && is_full && m.full_kv_heads > 0) layer.num_kv_heads = m.full_kv_heads;
+    for (int32_t j = 0; i >= first_shared && j < first_shared; ++j) {
+      if (m.windows[j] == m.windows[i]) layer.kv_source = j;
+    }
+    if (layer.kv_source >= 0) layer.intermediate *= 2;
+    layers.push_back(layer);
+  }
+  return layers;
+}
 
 inline std::string tiny_config_json(const TinyModel& m) {
   std::ostringstream out;
@@ -40,28 +95,48 @@ inline std::string tiny_config_json(const TinyModel& m) {
   const auto boolean = [](bool value) { return value ? "true" : "false"; };
   out << R"({"format":"paceline-decoder-1","name":"tiny","vocab_size":)" << m.vocab_size
       << R"(,"hidden_size":)" << m.hidden << R"(,"max_position":)" << m.max_position
-      << R"(,"norm_eps":1e-6,"norm_weight_offset":)" << (m.is_gemma ? 1 : 0) << R"(,"embed_scale":)"
-      << (m.is_gemma ? std::sqrt(static_cast<double>(m.hidden)) : 1.0)
-      << R"(,"logit_soft_cap":0,"ties_lm_head":)" << boolean(m.is_gemma) << R"(,"has_post_norms":)"
-      << boolean(m.is_gemma) << R"(,"ropes":[)";
+      << R"(,"norm_eps":1e-6,"norm_weight_offset":)" << (m.is_gemma && !m.is_gemma4 ? 1 : 0)
+      << R"(,"embed_scale":)" << (m.is_gemma ? std::sqrt(static_cast<double>(m.hidden)) : 1.0)
+      << R"(,"logit_soft_cap":)" << (m.is_gemma4 ? 30 : 0) << R"(,"ties_lm_head":)"
+      << boolean(m.is_gemma) << R"(,"has_post_norms":)" << boolean(m.is_gemma)
+      << R"(,"has_layer_scale":)" << boolean(m.is_gemma4);
+  if (m.is_gemma4 && m.per_layer_size > 0) {
+    out << R"(,"per_layer_inputs":{"size":)" << m.per_layer_size << R"(,"vocab_size":)"
+        << m.vocab_size << R"(,"embed_scale":)" << std::sqrt(static_cast<double>(m.per_layer_size))
+        << R"(,"proj_scale":)" << 1.0 / std::sqrt(static_cast<double>(m.hidden))
+        << R"(,"scale":0.70710678,"activation":"gelu_tanh"})";
+  }
+  out << R"(,"ropes":[)";
   for (int rope = 0; rope < 2; ++rope) {
     out << (rope > 0 ? "," : "") << R"({"scale":1.0,"inv_freq":[)";
     const double theta = rope == 0 ? 1e4 : 1e5;
-    for (int i = 0; i < m.head_dim / 2; ++i) {
-      out << (i > 0 ? "," : "") << std::pow(theta, -2.0 * i / m.head_dim);
+    const bool is_partial = m.is_gemma4 && rope == 1;
+    const int32_t head_dim = is_partial && m.full_head_dim > 0 ? m.full_head_dim : m.head_dim;
+    const int32_t rotated = is_partial ? head_dim / 8 : head_dim / 2;
+    for (int i = 0; i < head_dim / 2; ++i) {
+      out << (i > 0 ? "," : "") << (i < rotated ? std::pow(theta, -2.0 * i / head_dim) : 0.0);
     }
     out << "]}";
   }
   out << R"(],"layers":[)";
-  for (size_t layer = 0; layer < m.windows.size(); ++layer) {
-    const bool slides = m.windows[layer] > 0;
-    out << (layer > 0 ? "," : "") << R"({"attention":{"kind":")" << (slides ? "sliding" : "full")
-        << R"(","window":)" << m.windows[layer] << R"(,"num_qo_heads":)" << m.num_qo_heads
-        << R"(,"num_kv_heads":)" << m.num_kv_heads << R"(,"head_dim":)" << m.head_dim
-        << R"(,"scale":)" << 1.0 / std::sqrt(static_cast<double>(m.head_dim))
+  const std::vector<TinyLayer> layers = tiny_layers(m);
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const TinyLayer& layer = layers[i];
+    const bool slides = layer.window > 0;
+    out << (i > 0 ? "," : "") << R"({"attention":{"kind":")" << (slides ? "sliding" : "full")
+        << R"(","window":)" << layer.window << R"(,"num_qo_heads":)" << m.num_qo_heads
+        << R"(,"num_kv_heads":)" << layer.num_kv_heads << R"(,"head_dim":)" << layer.head_dim
+        << R"(,"scale":)"
+        << (m.is_gemma4 ? 1.0 : 1.0 / std::sqrt(static_cast<double>(layer.head_dim)))
         << R"(,"soft_cap":0,"rope":)" << (slides ? 0 : 1) << R"(,"has_qk_norm":)"
-        << boolean(m.is_gemma) << R"(,"has_qkv_bias":)" << boolean(m.has_bias)
-        << R"(,"has_o_bias":false},"mlp":{"intermediate":)" << m.intermediate
+        << boolean(m.is_gemma) << R"(,"has_qkv_bias":)" << boolean(m.has_bias);
+    if (layer.kv_source >= 0) {
+      out << R"(,"kv_source":)" << layer.kv_source;
+    } else {
+      out << R"(,"has_v_norm":)" << boolean(m.is_gemma4) << R"(,"k_eq_v":)"
+          << boolean(!layer.has_v);
+    }
+    out << R"(,"has_o_bias":false},"mlp":{"intermediate":)" << layer.intermediate
         << R"(,"activation":")" << (m.is_gemma ? "gelu_tanh" : "silu") << R"(","has_bias":false}})";
   }
   out << "]}";
@@ -85,8 +160,9 @@ inline std::shared_ptr<const Model> tiny_model(const TinyModel& m, uint64_t seed
     int64_t count = 1;
     for (const int64_t extent : shape) count *= extent;
     const bool is_norm = name.find("norm") != std::string::npos;
-    const float std_dev = is_norm ? 0.1f : 0.25f;
-    const float mean = is_norm ? 1.0f - config.norm_weight_offset : 0.0f;
+    const bool is_scale = name.ends_with(".scale");
+    const float std_dev = is_norm || is_scale ? 0.1f : 0.25f;
+    const float mean = is_norm ? 1.0f - config.norm_weight_offset : is_scale ? 0.9f : 0.0f;
     std::vector<float> values(static_cast<size_t>(count));
     for (float& value : values) {
       value = mean + std_dev * (normal(weights) + noise * normal(noises));
@@ -96,33 +172,50 @@ inline std::shared_ptr<const Model> tiny_model(const TinyModel& m, uint64_t seed
     }
     builder.put(name, DType::kFloat32, shape, {}, values.data());
   };
-  const int64_t q_rows = int64_t{m.num_qo_heads} * m.head_dim;
-  const int64_t kv_rows = int64_t{m.num_kv_heads} * m.head_dim;
   put("embed.weight", {m.vocab_size, m.hidden});
   if (!m.is_gemma) put("lm_head.weight", {m.vocab_size, m.hidden});
   put("final_norm.weight", {m.hidden});
-  for (size_t i = 0; i < m.windows.size(); ++i) {
+  const std::vector<TinyLayer> layers = tiny_layers(m);
+  const int64_t per_layer_size = config.per_layer_inputs.size;
+  if (per_layer_size > 0) {
+    const int64_t width = per_layer_size * static_cast<int64_t>(layers.size());
+    put("per_layer.embed.weight", {m.vocab_size, width});
+    put("per_layer.proj.weight", {width, m.hidden});
+    put("per_layer.norm.weight", {per_layer_size});
+  }
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const TinyLayer& its = layers[i];
+    const bool has_k = its.kv_source < 0;
+    const bool has_v = has_k && its.has_v;
+    const int64_t q_rows = int64_t{m.num_qo_heads} * its.head_dim;
+    const int64_t kv_rows = int64_t{its.num_kv_heads} * its.head_dim;
     const std::string layer = "layers." + std::to_string(i) + ".";
     put(layer + "attn_norm.weight", {m.hidden});
     put(layer + "mlp_norm.weight", {m.hidden});
     if (m.is_gemma) {
       put(layer + "attn_post_norm.weight", {m.hidden});
       put(layer + "mlp_post_norm.weight", {m.hidden});
-      put(layer + "attn.q_norm.weight", {m.head_dim});
-      put(layer + "attn.k_norm.weight", {m.head_dim});
+      put(layer + "attn.q_norm.weight", {its.head_dim});
+      if (has_k) put(layer + "attn.k_norm.weight", {its.head_dim});
     }
     put(layer + "attn.q.weight", {q_rows, m.hidden});
-    put(layer + "attn.k.weight", {kv_rows, m.hidden});
-    put(layer + "attn.v.weight", {kv_rows, m.hidden});
+    if (has_k) put(layer + "attn.k.weight", {kv_rows, m.hidden});
+    if (has_v) put(layer + "attn.v.weight", {kv_rows, m.hidden});
     if (m.has_bias) {
       put(layer + "attn.q.bias", {q_rows});
-      put(layer + "attn.k.bias", {kv_rows});
-      put(layer + "attn.v.bias", {kv_rows});
+      if (has_k) put(layer + "attn.k.bias", {kv_rows});
+      if (has_v) put(layer + "attn.v.bias", {kv_rows});
     }
     put(layer + "attn.o.weight", {m.hidden, q_rows});
-    put(layer + "mlp.gate.weight", {m.intermediate, m.hidden});
-    put(layer + "mlp.up.weight", {m.intermediate, m.hidden});
-    put(layer + "mlp.down.weight", {m.hidden, m.intermediate});
+    put(layer + "mlp.gate.weight", {its.intermediate, m.hidden});
+    put(layer + "mlp.up.weight", {its.intermediate, m.hidden});
+    put(layer + "mlp.down.weight", {m.hidden, its.intermediate});
+    if (per_layer_size > 0) {
+      put(layer + "per_layer.gate.weight", {per_layer_size, m.hidden});
+      put(layer + "per_layer.proj.weight", {m.hidden, per_layer_size});
+      put(layer + "per_layer.norm.weight", {m.hidden});
+    }
+    if (m.is_gemma4) put(layer + "scale", {1});
   }
   return builder.finish();
 }

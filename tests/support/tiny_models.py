@@ -29,15 +29,17 @@ if TYPE_CHECKING:
     import torch
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-FAMILIES = ("llama", "qwen3", "gemma3")
+FAMILIES = ("llama", "qwen3", "gemma3", "gemma4")
 
 _CLASSES = {
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "gemma4": ("Gemma4TextConfig", "Gemma4ForCausalLM"),
+    "gemma4_unified": ("Gemma4UnifiedTextConfig", "Gemma4UnifiedForCausalLM"),
 }
-_THETA = {"llama": 500_000.0, "qwen3": 1_000_000.0, "gemma3": 1_000_000.0}
-_EPS = {"llama": 1e-5, "qwen3": 1e-6, "gemma3": 1e-6}
+_THETA = {"llama": 500_000.0, "qwen3": 1_000_000.0, "gemma3": 1_000_000.0, "gemma4": 1_000_000.0}
+_EPS = {"llama": 1e-5, "qwen3": 1e-6, "gemma3": 1e-6, "gemma4": 1e-6}
 
 
 @dataclass(frozen=True)
@@ -50,18 +52,28 @@ class TinySpec:
         vocab_size: Rows of the embedding table; more than `tokenizer_size` makes padding rows.
         hidden_size: Width.
         intermediate_size: Width of the MLP.
-        num_layers: Layers; None: 2, and 3 for Gemma 3.
+        num_layers: Layers; None: 2, 3 for Gemma 3 and 6 for Gemma 4.
         heads: Query heads.
         kv_heads: Key and value heads; divides `heads`.
         head_dim: Elements of a head.
-        layer_types: Gemma 3 only; None: sliding, but every third layer full.
-        window: Gemma 3 only: keys a sliding layer sees.
+        layer_types: Gemma only; None: sliding, but every third layer full.
+        window: Gemma only: keys a sliding layer sees.
         query_pre_attn_scalar: Gemma 3 only; None: one that is not `head_dim`.
         tied: Whether the embedding table is the lm_head; None: as the family usually does.
         attention_bias: Biases on q, k, v and o.
         mlp_bias: Llama only: biases on gate, up and down.
-        rope: "default", "linear" or "llama3"; for Gemma 3 it is that of the full layers.
-        logit_soft_cap: Gemma 3 only: of the logits; 0: none.
+        rope: "default", "linear" or "llama3"; for Gemma 3 it is that of the full layers, whose own
+            default Gemma 4 always has.
+        logit_soft_cap: Gemma only: of the logits; 0: none.
+        full_head_dim: Gemma 4 only, as all below: elements of a full layer's head; None: twice
+            `head_dim`.
+        full_kv_heads: With `k_eq_v`, key and value heads of a full layer; None: 1.
+        k_eq_v: Full layers have no v projection.
+        shared_layers: Last layers that read the KV of earlier ones; None: half of them.
+        wide_mlp: The MLPs of those layers are twice as wide.
+        per_layer_size: Of a layer's own input; 0: none.
+        partial_rotary: Part of a full layer's head that is rotated.
+        unified: The architecture of the 12B model; `per_layer_size` counts as 0.
         max_position: Positions.
         dtype: Of the stored tensors: "float32", "float16" or "bfloat16".
         shards: Files to spread the tensors over; 1: `model.safetensors`.
@@ -88,6 +100,14 @@ class TinySpec:
     mlp_bias: bool = False
     rope: str = "default"
     logit_soft_cap: float = 0.0
+    full_head_dim: int | None = None
+    full_kv_heads: int | None = None
+    k_eq_v: bool = False
+    shared_layers: int | None = None
+    wide_mlp: bool = True
+    per_layer_size: int = 8
+    partial_rotary: float = 0.25
+    unified: bool = False
     max_position: int = 2048
     dtype: str = "float32"
     shards: int = 1
@@ -140,7 +160,7 @@ def write(spec: TinySpec, directory: Path) -> None:
 
 def is_tied(spec: TinySpec) -> bool:
     """Whether the embedding table is the lm_head."""
-    return spec.family == "gemma3" if spec.tied is None else spec.tied
+    return spec.family.startswith("gemma") if spec.tied is None else spec.tied
 
 
 def hf_config(spec: TinySpec) -> Any:
@@ -163,28 +183,69 @@ def hf_config(spec: TinySpec) -> Any:
         "pad_token_id": None,
     }
     rope = {"rope_type": spec.rope, "rope_theta": _THETA[spec.family], **_rope_scaling(spec)}
-    if spec.family == "gemma3":
-        layer_types = spec.layer_types
-        if layer_types is None:
-            layer_types = tuple(
-                FULL if (i + 1) % 3 == 0 else SLIDING for i in range(spec.num_layers or 3)
-            )
+    if spec.family.startswith("gemma"):
+        layer_types = _layer_types(spec)
         values |= {
             "num_hidden_layers": len(layer_types),
             "layer_types": list(layer_types),
             "sliding_window": spec.window,
-            "query_pre_attn_scalar": spec.query_pre_attn_scalar or spec.head_dim * 3 // 2,
             "final_logit_softcapping": spec.logit_soft_cap or None,
             "rope_parameters": {
                 SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
                 FULL: rope,
             },
         }
+        if spec.family == "gemma4":
+            values |= _gemma4_values(spec, len(layer_types))
+        else:
+            values["query_pre_attn_scalar"] = spec.query_pre_attn_scalar or spec.head_dim * 3 // 2
     else:
         values |= {"num_hidden_layers": spec.num_layers or 2, "rope_parameters": rope}
         if spec.family == "llama":
             values["mlp_bias"] = spec.mlp_bias
-    return getattr(transformers, _CLASSES[spec.family][0])(**values)
+    return getattr(transformers, _classes(spec)[0])(**values)
+
+
+def _classes(spec: TinySpec) -> tuple[str, str]:
+    return _CLASSES["gemma4_unified" if spec.unified else spec.family]
+
+
+def _layer_types(spec: TinySpec) -> tuple[str, ...]:
+    if spec.layer_types is not None:
+        return spec.layer_types
+    count = spec.num_layers or (6 if spec.family == "gemma4" else 3)
+    # The last layer of Gemma 4 is a full one, whatever the file says.
+    is_last_full = spec.family == "gemma4"
+    return tuple(
+        FULL if (i + 1) % 3 == 0 or (is_last_full and i + 1 == count) else SLIDING
+        for i in range(count)
+    )
+
+
+def _gemma4_values(spec: TinySpec, num_layers: int) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "global_head_dim": spec.full_head_dim or 2 * spec.head_dim,
+        "attention_k_eq_v": spec.k_eq_v,
+        "num_global_key_value_heads": (spec.full_kv_heads or 1) if spec.k_eq_v else None,
+        "num_kv_shared_layers": (
+            num_layers // 2 if spec.shared_layers is None else spec.shared_layers
+        ),
+        "use_double_wide_mlp": spec.wide_mlp,
+        "rope_parameters": {
+            SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+            FULL: {
+                "rope_type": "proportional",
+                "partial_rotary_factor": spec.partial_rotary,
+                "rope_theta": _THETA["gemma4"],
+            },
+        },
+    }
+    if not spec.unified:
+        values |= {
+            "hidden_size_per_layer_input": spec.per_layer_size,
+            "vocab_size_per_layer_input": spec.vocab_size,
+        }
+    return values
 
 
 def _rope_scaling(spec: TinySpec) -> dict[str, Any]:
@@ -207,9 +268,9 @@ def _random_model(spec: TinySpec) -> Any:
     import transformers
 
     config = hf_config(spec)
-    model = getattr(transformers, _CLASSES[spec.family][1])(config).eval().float()
-    is_gemma = spec.family == "gemma3"
-    center = 0.0 if is_gemma else 1.0
+    model = getattr(transformers, _classes(spec)[1])(config).eval().float()
+    is_gemma = spec.family.startswith("gemma")
+    center = 0.0 if spec.family == "gemma3" else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             generator = torch.Generator().manual_seed(zlib.crc32(f"{spec.seed} {name}".encode()))
@@ -226,6 +287,12 @@ def _random_model(spec: TinySpec) -> Any:
                 parameter.copy_((0.08 if is_gemma else 0.2) * noise)
             else:
                 parameter.copy_(0.2 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                generator = torch.Generator().manual_seed(
+                    zlib.crc32(f"{spec.seed} {name}".encode())
+                )
+                buffer.copy_(0.8 + 0.15 * torch.randn(buffer.shape, generator=generator))
     return model
 
 
@@ -243,10 +310,19 @@ def _config_json(model: Any, spec: TinySpec) -> dict[str, Any]:
 
 
 def to_old_spelling(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rewrites a `config.json` with the keys that transformers 4 wrote."""
+    """Rewrites a `config.json` with the keys that transformers 4 wrote.
+
+    For Gemma 4, which transformers 4 did not know: with those of the published files.
+    """
     old = dict(config)
     if "dtype" in old:
         old["torch_dtype"] = old.pop("dtype")
+    by_layer = old.pop("per_layer_config", None)
+    if by_layer is not None:
+        (full,) = {tuple(sorted(overrides.items())) for overrides in by_layer.values()}
+        old["global_head_dim"] = dict(full)["head_dim"]
+        old["num_global_key_value_heads"] = dict(full).get("num_key_value_heads")
+        return old
     rope = old.pop("rope_parameters", None)
     if rope is not None:
         whole = dict(rope.get(FULL, rope))

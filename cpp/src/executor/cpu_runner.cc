@@ -31,11 +31,11 @@ CpuRunner::CpuRunner(std::shared_ptr<const Model> target, std::shared_ptr<const 
   buffers_ =
       allocate_iteration_buffers(arena_, options.iteration, layout, target->config,
                                  draft != nullptr ? &draft->config : nullptr, DType::kFloat32);
-  target_ = std::make_unique<Decoder>(std::move(target), layout, layout.target_layer_to_group,
-                                      pool_.data(), max_len, arena_);
+  target_ = std::make_unique<Decoder>(std::move(target), layout, KvOwner::kTarget, pool_.data(),
+                                      max_len, arena_);
   if (draft != nullptr) {
-    speculator_.emplace<DraftModelSpeculator>(Decoder(
-        std::move(draft), layout, layout.draft_layer_to_group, pool_.data(), max_len, arena_));
+    speculator_.emplace<DraftModelSpeculator>(
+        Decoder(std::move(draft), layout, KvOwner::kDraft, pool_.data(), max_len, arena_));
   }
   iteration_ =
       std::make_unique<Iteration>(options.iteration, layout_, *target_, speculator_, buffers_);

@@ -78,11 +78,11 @@ CudaRunner::CudaRunner(std::shared_ptr<const Model> target, std::shared_ptr<cons
       allocate_iteration_buffers(arena_, options_.iteration, layout, target_model_->config,
                                  draft_model_ != nullptr ? &draft_model_->config : nullptr, dtype);
   const int32_t max_len = options.iteration.max_model_len;
-  target_ = std::make_unique<Decoder>(target_model_, layout, layout.target_layer_to_group,
-                                      pool_.data(), max_len, arena_);
+  target_ = std::make_unique<Decoder>(target_model_, layout, KvOwner::kTarget, pool_.data(),
+                                      max_len, arena_);
   if (draft_model_ != nullptr) {
     speculator_.emplace<DraftModelSpeculator>(
-        Decoder(draft_model_, layout, layout.draft_layer_to_group, pool_.data(), max_len, arena_));
+        Decoder(draft_model_, layout, KvOwner::kDraft, pool_.data(), max_len, arena_));
   }
   iteration_ =
       std::make_unique<Iteration>(options_.iteration, layout_, *target_, speculator_, buffers_);
@@ -123,17 +123,25 @@ void CudaRunner::plan_products() {
       }
     };
     const DecoderConfig& c = model.config;
+    const int64_t per_layer = c.per_layer_inputs.size;
     for (size_t layer = 0; layer < c.layers.size(); ++layer) {
       const AttentionConfig& a = c.layers[layer].attention;
       const MlpConfig& m = c.layers[layer].mlp;
       const LayerWeights& w = model.weights.layers[layer];
       const int64_t q = int64_t{a.num_qo_heads} * a.head_dim;
-      const int64_t kv = int64_t{a.num_kv_heads} * a.head_dim;
       if (max_rows < GemmPlanner::kLibraryRows) continue;
-      admit(w.qkv, q + 2 * kv, c.hidden, max_rows, DType::kBFloat16);
+      admit(w.qkv, qkv_rows(a), c.hidden, max_rows, DType::kBFloat16);
       admit(w.o, c.hidden, q, max_rows, DType::kBFloat16);
       admit(w.gate_up, 2 * int64_t{m.intermediate}, c.hidden, max_rows, DType::kBFloat16);
       admit(w.down, c.hidden, m.intermediate, max_rows, DType::kBFloat16);
+      if (per_layer > 0) {
+        admit(w.per_layer_gate, per_layer, c.hidden, max_rows, DType::kBFloat16);
+        admit(w.per_layer_proj, c.hidden, per_layer, max_rows, DType::kBFloat16);
+      }
+    }
+    if (per_layer > 0 && max_rows >= GemmPlanner::kLibraryRows) {
+      admit(model.weights.per_layer_proj, per_layer * static_cast<int64_t>(c.layers.size()),
+            c.hidden, max_rows, DType::kBFloat16);
     }
     if (max_logit_rows >= GemmPlanner::kLibraryRows) {
       admit(model.weights.lm_head, c.vocab_size, c.hidden, max_logit_rows, DType::kFloat32);

@@ -60,14 +60,66 @@ void check_shape(const KvLayerShape& shape, const std::string& layer) {
   }
 }
 
-// Appends the groups of one model's layers in order of first appearance.
-std::vector<GroupId> group_layers(std::span<const KvLayerShape> shapes, KvOwner owner,
-                                  int32_t block_size, DType dtype, std::vector<KvGroup>& groups) {
-  std::vector<GroupId> layer_to_group;
-  layer_to_group.reserve(shapes.size());
+[[nodiscard]] std::string shape_text(const KvLayerShape& shape) {
+  return concat("kind '", kv_kind_name(shape.kind), "', window ", shape.window, ", ",
+                shape.num_kv_heads, " KV heads of ", shape.head_dim);
+}
+
+// Checks that `reader`, a layer called `name`, can read the cache of its source. `sources` are the
+// layers of the model that the source belongs to, as far as a reader may look.
+void check_source(const KvLayerShape& reader, const std::string& name, KvOwner source_owner,
+                  std::span<const KvLayerShape> sources) {
+  const auto num_sources = static_cast<int32_t>(sources.size());
+  const std::string range =
+      num_sources > 0 ? concat("0..", num_sources - 1) : "none, as no layer comes before it";
+  if (reader.source >= num_sources) {
+    throw InvalidArgument(concat(name, " reads the KV cache of ", kv_owner_name(source_owner),
+                                 " layer ", reader.source, "; allowed: ", range));
+  }
+  const KvLayerShape& source = sources[static_cast<size_t>(reader.source)];
+  const std::string source_name = concat(kv_owner_name(source_owner), " layer ", reader.source);
+  if (source.source >= 0) {
+    throw InvalidArgument(concat(name, " reads the KV cache of ", source_name,
+                                 ", which has none and reads that of layer ", source.source,
+                                 "; allowed: a layer with a cache of its own"));
+  }
+  if (reader.kind != source.kind || reader.window != source.window ||
+      reader.num_kv_heads != source.num_kv_heads || reader.head_dim != source.head_dim) {
+    throw InvalidArgument(concat(name, " with ", shape_text(reader), " reads the KV cache of ",
+                                 source_name, " with ", shape_text(source),
+                                 "; allowed: a layer of the same shape"));
+  }
+}
+
+// Appends the groups of one model's layers in order of first appearance and says where each layer's
+// KV lies. `target` are the target's layers, for readers of the drafter.
+void group_layers(std::span<const KvLayerShape> shapes, std::span<const KvLayerShape> target,
+                  KvOwner owner, int32_t block_size, DType dtype, KvLayout& layout) {
+  std::vector<KvGroup>& groups = layout.groups;
+  const bool is_target = owner == KvOwner::kTarget;
+  std::vector<GroupId>& layer_to_group =
+      is_target ? layout.target_layer_to_group : layout.draft_layer_to_group;
+  std::vector<int32_t>& layer_index =
+      is_target ? layout.target_layer_index : layout.draft_layer_index;
   for (size_t layer = 0; layer < shapes.size(); ++layer) {
     const KvLayerShape& shape = shapes[layer];
-    check_shape(shape, concat(kv_owner_name(owner), " layer ", layer));
+    const std::string name = concat(kv_owner_name(owner), " layer ", layer);
+    check_shape(shape, name);
+    if (shape.source >= 0) {
+      if (shape.reads_target && is_target) {
+        throw InvalidArgument(
+            concat(name, " has reads_target; allowed: for layers of the drafter"));
+      }
+      const KvOwner source_owner = shape.reads_target ? KvOwner::kTarget : owner;
+      check_source(shape, name, source_owner, shape.reads_target ? target : shapes.first(layer));
+      const auto source = static_cast<size_t>(shape.source);
+      // By value: the vectors may be the ones that grow.
+      const GroupId group = layout.layer_to_group(source_owner)[source];
+      const int32_t index = layout.layer_index(source_owner)[source];
+      layer_to_group.push_back(group);
+      layer_index.push_back(index);
+      continue;
+    }
     const auto same = [&](const KvGroup& group) {
       return group.owner == owner && group.kind == shape.kind && group.window == shape.window &&
              group.num_kv_heads == shape.num_kv_heads && group.head_dim == shape.head_dim;
@@ -86,11 +138,11 @@ std::vector<GroupId> group_layers(std::span<const KvLayerShape> shapes, KvOwner 
           2 * int64_t{block_size} * shape.num_kv_heads * shape.head_dim * dtype_bytes(dtype);
       group = groups.insert(groups.end(), std::move(created));
     }
+    layer_index.push_back(static_cast<int32_t>(group->layers.size()));
     group->layers.push_back(static_cast<int32_t>(layer));
     group->content_bytes += group->layer_bytes;
     layer_to_group.push_back(static_cast<GroupId>(group - groups.begin()));
   }
-  return layer_to_group;
 }
 
 // 0 when it does not fit into 64 bits.
@@ -193,16 +245,20 @@ SlabChoice choose_slab(const std::vector<BlockChoice>& blocks, int64_t kv_cache_
 
 std::string_view kv_kind_name(KvKind kind) {
   switch (kind) {
-    case KvKind::kFull: return "full";
-    case KvKind::kSliding: return "sliding";
+    case KvKind::kFull:
+      return "full";
+    case KvKind::kSliding:
+      return "sliding";
   }
   return "unknown";
 }
 
 std::string_view kv_owner_name(KvOwner owner) {
   switch (owner) {
-    case KvOwner::kTarget: return "target";
-    case KvOwner::kDraft: return "draft";
+    case KvOwner::kTarget:
+      return "target";
+    case KvOwner::kDraft:
+      return "draft";
   }
   return "unknown";
 }
@@ -217,10 +273,8 @@ KvLayout plan_kv_layout(std::span<const KvLayerShape> target, std::span<const Kv
   }
 
   KvLayout layout;
-  layout.target_layer_to_group =
-      group_layers(target, KvOwner::kTarget, block_size, dtype, layout.groups);
-  layout.draft_layer_to_group =
-      group_layers(draft, KvOwner::kDraft, block_size, dtype, layout.groups);
+  group_layers(target, target, KvOwner::kTarget, block_size, dtype, layout);
+  group_layers(draft, target, KvOwner::kDraft, block_size, dtype, layout);
 
   // Blocks beyond what any machine has would overflow below; the pool could not hold one anyway.
   constexpr int64_t kMostBlockBytes = int64_t{1} << 48;
@@ -232,8 +286,7 @@ KvLayout plan_kv_layout(std::span<const KvLayerShape> target, std::span<const Kv
     const int64_t min_units = (group.content_bytes + kKvAlignment - 1) / kKvAlignment;
     const int64_t padded = group.content_bytes / 100 * (100 + kMaxPaddingPercent) +
                            group.content_bytes % 100 * (100 + kMaxPaddingPercent) / 100;
-    blocks.push_back(
-        {group.content_bytes, min_units, std::max(min_units, padded / kKvAlignment)});
+    blocks.push_back({group.content_bytes, min_units, std::max(min_units, padded / kKvAlignment)});
   }
 
   const SlabChoice choice = choose_slab(blocks, kv_cache_bytes);

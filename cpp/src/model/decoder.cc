@@ -15,10 +15,14 @@ void ActivationWidths::merge(const DecoderConfig& config) {
   for (const LayerConfig& layer : config.layers) {
     const AttentionConfig& a = layer.attention;
     const int64_t head_dim = a.head_dim;
-    qkv = std::max(qkv, (a.num_qo_heads + 2 * a.num_kv_heads) * head_dim);
+    qkv = std::max<int64_t>(qkv, qkv_rows(a));
     attention = std::max(attention, a.num_qo_heads * head_dim);
     gate_up = std::max<int64_t>(gate_up, 2 * int64_t{layer.mlp.intermediate});
   }
+  // The gates of per-layer inputs pass through the buffers of the MLP.
+  const int64_t size = config.per_layer_inputs.size;
+  gate_up = std::max(gate_up, 2 * size);
+  per_layer = std::max(per_layer, size * static_cast<int64_t>(config.layers.size()));
 }
 
 Activations allocate_activations(DeviceArena& arena, int64_t rows, const ActivationWidths& widths,
@@ -33,6 +37,7 @@ Activations allocate_activations(DeviceArena& arena, int64_t rows, const Activat
           .branch = buffer(widths.hidden),
           .gate_up = buffer(widths.gate_up),
           .activated = buffer(widths.gate_up / 2),
+          .per_layer = widths.per_layer > 0 ? buffer(widths.per_layer) : nullptr,
           .dtype = dtype};
 }
 
@@ -42,23 +47,20 @@ std::vector<KvLayerShape> kv_layer_shapes(const DecoderConfig& config) {
     shapes.push_back({.kind = layer.attention.kind,
                       .window = layer.attention.window,
                       .num_kv_heads = layer.attention.num_kv_heads,
-                      .head_dim = layer.attention.head_dim});
+                      .head_dim = layer.attention.head_dim,
+                      .source = layer.attention.kv_source});
   }
   return shapes;
 }
 
-Decoder::Decoder(std::shared_ptr<const Model> model, const KvLayout& layout,
-                 std::span<const GroupId> layer_to_group, std::byte* kv_pool, int32_t max_positions,
-                 DeviceArena& arena)
-    : model_(std::move(model)), layer_to_group_(layer_to_group.begin(), layer_to_group.end()) {
+Decoder::Decoder(std::shared_ptr<const Model> model, const KvLayout& layout, KvOwner role,
+                 std::byte* kv_pool, int32_t max_positions, DeviceArena& arena)
+    : model_(std::move(model)), layer_to_group_(layout.layer_to_group(role)) {
   const DecoderConfig& c = config();
   PACELINE_CHECK(layer_to_group_.size() == c.layers.size());
   for (size_t layer = 0; layer < c.layers.size(); ++layer) {
     const KvGroup& group = layout.groups[layer_to_group_[layer]];
-    const auto index =
-        std::find(group.layers.begin(), group.layers.end(), static_cast<int32_t>(layer)) -
-        group.layers.begin();
-    const int64_t k_offset = index * group.layer_bytes;
+    const int64_t k_offset = layout.layer_index(role)[layer] * group.layer_bytes;
     kv_.push_back({.base = kv_pool,
                    .block_bytes = group.block_bytes,
                    .k_offset = k_offset,
@@ -91,7 +93,7 @@ void Decoder::attention(Ctx& ctx, int32_t layer, const PassRows& rows,
   const AttentionConfig& a = c.layers[layer].attention;
   const DecoderWeights& w = model_->weights;
   const LayerWeights& lw = w.layers[layer];
-  const int32_t qkv_width = (a.num_qo_heads + 2 * a.num_kv_heads) * a.head_dim;
+  const int32_t qkv_width = qkv_rows(a);
   const int32_t q_width = a.num_qo_heads * a.head_dim;
   const GroupMetadata& metadata = groups[layer_to_group_[layer]];
 
@@ -123,7 +125,9 @@ void Decoder::attention(Ctx& ctx, int32_t layer, const PassRows& rows,
                                                       .num_qo_heads = a.num_qo_heads,
                                                       .num_kv_heads = a.num_kv_heads,
                                                       .head_dim = a.head_dim,
-                                                      .qkv_dtype = activations.dtype});
+                                                      .qkv_dtype = activations.dtype,
+                                                      .kv_inputs = kv_inputs(a),
+                                                      .has_v_norm = a.has_v_norm});
   if (const auto* list = std::get_if<WindowListMetadata>(&metadata)) {
     ctx.run(list_attention, ListAttentionParams{.num_rows = rows.num_rows,
                                                 .max_rows = rows.capacity,
@@ -137,7 +141,8 @@ void Decoder::attention(Ctx& ctx, int32_t layer, const PassRows& rows,
                                                 .num_qo_heads = a.num_qo_heads,
                                                 .num_kv_heads = a.num_kv_heads,
                                                 .head_dim = a.head_dim,
-                                                .dtype = activations.dtype});
+                                                .dtype = activations.dtype,
+                                                .kv_inputs = kv_inputs(a)});
   } else {
     const auto* sliding = std::get_if<SlidingMetadata>(&metadata);
     const auto* full = std::get_if<FullMetadata>(&metadata);
@@ -163,7 +168,8 @@ void Decoder::attention(Ctx& ctx, int32_t layer, const PassRows& rows,
                                  .num_seqs = rows.num_seqs,
                                  .row_indptr = rows.row_indptr,
                                  .max_seqs = rows.max_seqs,
-                                 .max_rows_per_seq = rows.max_rows_per_seq});
+                                 .max_rows_per_seq = rows.max_rows_per_seq,
+                                 .kv_inputs = kv_inputs(a)});
   }
   ctx.run(gemm, GemmParams{.num_rows = rows.num_rows,
                            .max_rows = rows.capacity,
@@ -223,6 +229,105 @@ void Decoder::mlp(Ctx& ctx, int32_t layer, const PassRows& rows,
 }
 
 template <class Ctx>
+void Decoder::make_per_layer_inputs(Ctx& ctx, const PassRows& rows,
+                                    const Activations& activations) const {
+  const DecoderConfig& c = config();
+  const PerLayerInputsConfig& inputs = c.per_layer_inputs;
+  const DecoderWeights& w = model_->weights;
+  const auto num_layers = static_cast<int32_t>(c.layers.size());
+  const int32_t width = num_layers * inputs.size;
+  // The embeddings as a product wants them: no norm, only the dtype.
+  ctx.run(rms_norm, RmsNormParams{.num_rows = rows.num_rows,
+                                  .max_rows = rows.capacity,
+                                  .x = activations.residual,
+                                  .x_stride = c.hidden,
+                                  .residual = nullptr,
+                                  .weight = nullptr,
+                                  .weight_offset = 0,
+                                  .eps = c.norm_eps,
+                                  .y = activations.normed,
+                                  .y_stride = c.hidden,
+                                  .hidden = c.hidden,
+                                  .y_dtype = activations.dtype});
+  ctx.run(gemm, GemmParams{.num_rows = rows.num_rows,
+                           .max_rows = rows.capacity,
+                           .x = activations.normed,
+                           .x_stride = c.hidden,
+                           .weight = w.per_layer_proj,
+                           .weight_dtype = w.dtype,
+                           .bias = nullptr,
+                           .y = activations.per_layer,
+                           .y_stride = width,
+                           .n = width,
+                           .k = c.hidden,
+                           .x_dtype = activations.dtype,
+                           .y_dtype = activations.dtype});
+  ctx.run(per_layer_inputs, PerLayerInputsParams{.num_rows = rows.num_rows,
+                                                 .max_rows = rows.capacity,
+                                                 .x = activations.per_layer,
+                                                 .token_ids = rows.token_ids,
+                                                 .table = w.per_layer_embed,
+                                                 .table_dtype = w.dtype,
+                                                 .vocab_size = inputs.vocab_size,
+                                                 .weight = w.per_layer_norm,
+                                                 .weight_offset = c.norm_weight_offset,
+                                                 .eps = c.norm_eps,
+                                                 .x_scale = inputs.proj_scale,
+                                                 .table_scale = inputs.embed_scale,
+                                                 .scale = inputs.scale,
+                                                 .num_layers = num_layers,
+                                                 .size = inputs.size,
+                                                 .dtype = activations.dtype});
+}
+
+template <class Ctx>
+void Decoder::per_layer_branch(Ctx& ctx, int32_t layer, const PassRows& rows,
+                               const Activations& activations) const {
+  const DecoderConfig& c = config();
+  const PerLayerInputsConfig& inputs = c.per_layer_inputs;
+  const DecoderWeights& w = model_->weights;
+  const LayerWeights& lw = w.layers[layer];
+  const auto num_layers = static_cast<int64_t>(c.layers.size());
+  ctx.run(gemm, GemmParams{.num_rows = rows.num_rows,
+                           .max_rows = rows.capacity,
+                           .x = activations.normed,
+                           .x_stride = c.hidden,
+                           .weight = lw.per_layer_gate,
+                           .weight_dtype = w.dtype,
+                           .bias = nullptr,
+                           .y = activations.gate_up,
+                           .y_stride = inputs.size,
+                           .n = inputs.size,
+                           .k = c.hidden,
+                           .x_dtype = activations.dtype,
+                           .y_dtype = activations.dtype});
+  const int64_t offset = int64_t{layer} * inputs.size * dtype_bytes(activations.dtype);
+  ctx.run(gated_activation,
+          GatedActivationParams{.num_rows = rows.num_rows,
+                                .max_rows = rows.capacity,
+                                .x = activations.gate_up,
+                                .y = activations.activated,
+                                .intermediate = inputs.size,
+                                .activation = inputs.activation,
+                                .dtype = activations.dtype,
+                                .up = static_cast<const std::byte*>(activations.per_layer) + offset,
+                                .up_stride = num_layers * inputs.size});
+  ctx.run(gemm, GemmParams{.num_rows = rows.num_rows,
+                           .max_rows = rows.capacity,
+                           .x = activations.activated,
+                           .x_stride = inputs.size,
+                           .weight = lw.per_layer_proj,
+                           .weight_dtype = w.dtype,
+                           .bias = nullptr,
+                           .y = activations.branch,
+                           .y_stride = c.hidden,
+                           .n = c.hidden,
+                           .k = inputs.size,
+                           .x_dtype = activations.dtype,
+                           .y_dtype = activations.dtype});
+}
+
+template <class Ctx>
 void Decoder::forward(Ctx& ctx, const PassRows& rows, std::span<const GroupMetadata> groups,
                       const Activations& activations) const {
   const DecoderConfig& c = config();
@@ -236,9 +341,18 @@ void Decoder::forward(Ctx& ctx, const PassRows& rows, std::span<const GroupMetad
                              .y = activations.residual,
                              .vocab_size = c.vocab_size,
                              .hidden = c.hidden});
+  const bool has_per_layer = c.per_layer_inputs.size > 0;
+  if (has_per_layer) make_per_layer_inputs(ctx, rows, activations);
   // Each norm adds the previous branch to the residual on its way, normalised first where the model
-  // has norms after its branches; the first has none to add, the one at the end adds only.
-  const auto add_and_norm = [&](const float* branch_norm, const float* weight, bool has_branch) {
+  // has norms after its branches, and scaled where a layer ends; the first has none to add, the one
+  // at the end adds only.
+  struct Branch {
+    const float* norm;   // after it, or null
+    const float* scale;  // of the residual with it, or null
+  };
+  enum class Then : uint8_t { kNorm, kCopy, kNothing };
+  const auto add = [&](const Branch* branch, Then then, const float* weight) {
+    const bool has_branch = branch != nullptr;
     ctx.run(rms_norm, RmsNormParams{.num_rows = rows.num_rows,
                                     .max_rows = rows.capacity,
                                     .x = has_branch ? activations.branch : activations.residual,
@@ -247,23 +361,31 @@ void Decoder::forward(Ctx& ctx, const PassRows& rows, std::span<const GroupMetad
                                     .weight = weight,
                                     .weight_offset = c.norm_weight_offset,
                                     .eps = c.norm_eps,
-                                    .y = weight != nullptr ? activations.normed : nullptr,
+                                    .y = then != Then::kNothing ? activations.normed : nullptr,
                                     .y_stride = c.hidden,
                                     .hidden = c.hidden,
-                                    .x_weight = branch_norm,
+                                    .x_weight = has_branch ? branch->norm : nullptr,
+                                    .residual_scale = has_branch ? branch->scale : nullptr,
                                     .x_dtype = has_branch ? activations.dtype : DType::kFloat32,
                                     .y_dtype = activations.dtype});
   };
-  const float* last_post_norm = nullptr;
+  Branch last = {};
   for (int32_t layer = 0; layer < static_cast<int32_t>(c.layers.size()); ++layer) {
     const LayerWeights& lw = w.layers[layer];
-    add_and_norm(last_post_norm, lw.attn_norm, /*has_branch=*/layer > 0);
+    add(layer > 0 ? &last : nullptr, Then::kNorm, lw.attn_norm);
     attention(ctx, layer, rows, groups, activations);
-    add_and_norm(lw.attn_post_norm, lw.mlp_norm, /*has_branch=*/true);
+    const Branch attended = {.norm = lw.attn_post_norm, .scale = nullptr};
+    add(&attended, Then::kNorm, lw.mlp_norm);
     mlp(ctx, layer, rows, activations);
-    last_post_norm = lw.mlp_post_norm;
+    last = {.norm = lw.mlp_post_norm, .scale = nullptr};
+    if (has_per_layer) {
+      add(&last, Then::kCopy, /*weight=*/nullptr);
+      per_layer_branch(ctx, layer, rows, activations);
+      last = {.norm = lw.per_layer_norm, .scale = nullptr};
+    }
+    last.scale = lw.scale;
   }
-  add_and_norm(last_post_norm, /*weight=*/nullptr, /*has_branch=*/true);
+  add(&last, Then::kNothing, /*weight=*/nullptr);
 }
 
 template <class Ctx>

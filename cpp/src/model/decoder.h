@@ -24,11 +24,12 @@ namespace paceline {
 struct Activations {
   float* residual;  // [rows, hidden]
   void* normed;     // [rows, hidden] dtype, as all below
-  void* qkv;        // [rows, (num_qo_heads + 2 num_kv_heads) * head_dim]
+  void* qkv;        // [rows, qkv_rows(attention)]
   void* attention;  // [rows, num_qo_heads * head_dim]
-  void* branch;     // [rows, hidden] output of attention or MLP before it joins the residual
+  void* branch;     // [rows, hidden] output of a branch before it joins the residual
   void* gate_up;    // [rows, 2 * intermediate]
   void* activated;  // [rows, intermediate]
+  void* per_layer;  // [rows, layers * per_layer_inputs.size], for the whole pass; or empty
   DType dtype;
 };
 
@@ -38,6 +39,7 @@ struct ActivationWidths {
   int64_t qkv = 0;
   int64_t attention = 0;
   int64_t gate_up = 0;
+  int64_t per_layer = 0;
 
   void merge(const DecoderConfig& config);
 };
@@ -47,10 +49,9 @@ struct ActivationWidths {
 
 class Decoder {
  public:
-  // `layer_to_group` indexes layout.groups. Rotary tables cover positions [0, max_positions).
-  Decoder(std::shared_ptr<const Model> model, const KvLayout& layout,
-          std::span<const GroupId> layer_to_group, std::byte* kv_pool, int32_t max_positions,
-          DeviceArena& arena);
+  // `role`: whose layers in `layout` are meant. Rotary tables cover positions [0, max_positions).
+  Decoder(std::shared_ptr<const Model> model, const KvLayout& layout, KvOwner role,
+          std::byte* kv_pool, int32_t max_positions, DeviceArena& arena);
 
   [[nodiscard]] const DecoderConfig& config() const { return model_->config; }
 
@@ -78,6 +79,12 @@ class Decoder {
                  std::span<const GroupMetadata> groups, const Activations& activations) const;
   template <class Ctx>
   void mlp(Ctx& ctx, int32_t layer, const PassRows& rows, const Activations& activations) const;
+  // Of models with per-layer inputs: those of all layers, and the branch of one layer.
+  template <class Ctx>
+  void make_per_layer_inputs(Ctx& ctx, const PassRows& rows, const Activations& activations) const;
+  template <class Ctx>
+  void per_layer_branch(Ctx& ctx, int32_t layer, const PassRows& rows,
+                        const Activations& activations) const;
 
   std::shared_ptr<const Model> model_;
   std::vector<GroupId> layer_to_group_;

@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <limits>
+#include <optional>
 
 #include "base/aligned_buffer.h"
 #include "base/check.h"
@@ -20,6 +21,7 @@ constexpr int64_t kMaxIntermediate = int64_t{1} << 24;
 constexpr int64_t kMaxPosition = int64_t{1} << 30;
 constexpr int64_t kMaxHeads = int64_t{1} << 12;
 constexpr int64_t kMaxHeadDim = int64_t{1} << 12;
+constexpr int64_t kMaxPerLayerSize = int64_t{1} << 14;  // times kMaxLayers: far inside an int32
 constexpr int64_t kMaxLayers = 4096;
 constexpr int64_t kMaxRopes = 256;
 constexpr size_t kMaxNameBytes = 256;
@@ -69,12 +71,40 @@ constexpr double kMaxFrequency = 1e6;  // times kMaxPosition: far from the end o
   return rope;
 }
 
-[[nodiscard]] AttentionConfig read_attention(const Json& json,
-                                             const std::vector<RopeConfig>& ropes) {
+[[nodiscard]] bool read_switch(const Json& object, std::string_view key) {
+  const std::optional<Json> value = object.find(key);
+  return value && value->as_bool();
+}
+
+// The index of an earlier layer that has KV of its own, of the same shape.
+[[nodiscard]] int32_t read_kv_source(const Json& source, const AttentionConfig& reader,
+                                     const std::vector<LayerConfig>& earlier) {
+  const auto num_earlier = static_cast<int64_t>(earlier.size());
+  if (num_earlier == 0) source.refuse("no such key in the first layer");
+  const auto index = static_cast<int32_t>(source.as_int(0, num_earlier - 1));
+  const AttentionConfig& owner = earlier[static_cast<size_t>(index)].attention;
+  if (owner.kv_source >= 0) {
+    source.refuse(concat("a layer with KV of its own; layer ", index, " reads that of layer ",
+                         owner.kv_source));
+  }
+  if (reader.kind != owner.kind || reader.window != owner.window ||
+      reader.num_kv_heads != owner.num_kv_heads || reader.head_dim != owner.head_dim) {
+    source.refuse(concat("a layer of the same kind, window, num_kv_heads and head_dim; layer ",
+                         index, " has '", kv_kind_name(owner.kind), "', ", owner.window, ", ",
+                         owner.num_kv_heads, " and ", owner.head_dim, ", this one '",
+                         kv_kind_name(reader.kind), "', ", reader.window, ", ", reader.num_kv_heads,
+                         " and ", reader.head_dim));
+  }
+  return index;
+}
+
+[[nodiscard]] AttentionConfig read_attention(const Json& json, const std::vector<RopeConfig>& ropes,
+                                             const std::vector<LayerConfig>& earlier) {
   constexpr std::array<std::string_view, 11> kKeys = {
-      "kind", "window", "num_qo_heads", "num_kv_heads", "head_dim", "scale", "soft_cap", "rope",
-      "has_qk_norm", "has_qkv_bias", "has_o_bias"};
-  json.check_keys(kKeys);
+      "kind",     "window", "num_qo_heads", "num_kv_heads", "head_dim",  "scale",
+      "soft_cap", "rope",   "has_qk_norm",  "has_qkv_bias", "has_o_bias"};
+  constexpr std::array<std::string_view, 3> kOptional = {"has_v_norm", "k_eq_v", "kv_source"};
+  json.check_keys(kKeys, kOptional);
   AttentionConfig attention;
   const Json kind = json.at("kind");
   if (kind.as_string() == "sliding") {
@@ -96,13 +126,44 @@ constexpr double kMaxFrequency = 1e6;  // times kMaxPosition: far from the end o
   attention.rope = read_int(json, "rope", 0, static_cast<int64_t>(ropes.size()) - 1);
   const size_t num_frequencies = ropes[static_cast<size_t>(attention.rope)].inv_freq.size();
   if (num_frequencies != static_cast<size_t>(attention.head_dim / 2)) {
-    json.at("rope").refuse(concat("a rope with ", attention.head_dim / 2, " inv_freq, head_dim / 2;"
-                                  " this one has ", num_frequencies));
+    json.at("rope").refuse(concat("a rope with ", attention.head_dim / 2,
+                                  " inv_freq, head_dim / 2;"
+                                  " this one has ",
+                                  num_frequencies));
   }
   attention.has_qk_norm = json.at("has_qk_norm").as_bool();
   attention.has_qkv_bias = json.at("has_qkv_bias").as_bool();
   attention.has_o_bias = json.at("has_o_bias").as_bool();
+  attention.has_v_norm = read_switch(json, "has_v_norm");
+  attention.k_eq_v = read_switch(json, "k_eq_v");
+  if (const std::optional<Json> source = json.find("kv_source")) {
+    attention.kv_source = read_kv_source(*source, attention, earlier);
+    // What its KV would be made of: a value could only be a mistake.
+    for (const std::string_view key : {"has_v_norm", "k_eq_v"}) {
+      if (read_switch(json, key)) json.at(key).refuse("false where there is a kv_source");
+    }
+  }
   return attention;
+}
+
+[[nodiscard]] Activation read_activation(const Json& activation) {
+  if (activation.as_string() == "gelu_tanh") return Activation::kGeluTanh;
+  if (activation.as_string() != "silu") activation.refuse("'silu', 'gelu_tanh'");
+  return Activation::kSilu;
+}
+
+[[nodiscard]] PerLayerInputsConfig read_per_layer_inputs(const Json& json) {
+  constexpr std::array<std::string_view, 6> kKeys = {"size",       "vocab_size", "embed_scale",
+                                                     "proj_scale", "scale",      "activation"};
+  json.check_keys(kKeys);
+  PerLayerInputsConfig inputs;
+  inputs.size = read_int(json, "size", 1, kMaxPerLayerSize);
+  inputs.vocab_size = read_int(json, "vocab_size", 1, kMaxVocab);
+  inputs.embed_scale = read_positive(json.at("embed_scale"));
+  inputs.proj_scale = read_positive(json.at("proj_scale"));
+  inputs.scale = read_positive(json.at("scale"));
+  inputs.activation = read_activation(json.at("activation"));
+  return inputs;
 }
 
 [[nodiscard]] MlpConfig read_mlp(const Json& json) {
@@ -110,12 +171,7 @@ constexpr double kMaxFrequency = 1e6;  // times kMaxPosition: far from the end o
   json.check_keys(kKeys);
   MlpConfig mlp;
   mlp.intermediate = read_int(json, "intermediate", 1, kMaxIntermediate);
-  const Json activation = json.at("activation");
-  if (activation.as_string() == "gelu_tanh") {
-    mlp.activation = Activation::kGeluTanh;
-  } else if (activation.as_string() != "silu") {
-    activation.refuse("'silu', 'gelu_tanh'");
-  }
+  mlp.activation = read_activation(json.at("activation"));
   mlp.has_bias = json.at("has_bias").as_bool();
   return mlp;
 }
@@ -135,11 +191,15 @@ void check_weight_bytes(const DecoderConfig& config) {
   };
   add(config.vocab_size, config.hidden);
   if (!config.ties_lm_head) add(config.vocab_size, config.hidden);
+  const int64_t per_layer_size = config.per_layer_inputs.size;
+  const int64_t per_layer_width = per_layer_size * static_cast<int64_t>(config.layers.size());
+  add(config.per_layer_inputs.vocab_size, per_layer_width);
+  add(per_layer_width, config.hidden);
   for (const LayerConfig& layer : config.layers) {
     const int64_t q_size = int64_t{layer.attention.num_qo_heads} * layer.attention.head_dim;
-    const int64_t kv_size = int64_t{layer.attention.num_kv_heads} * layer.attention.head_dim;
-    add(2 * q_size + 2 * kv_size, config.hidden);  // q, k, v and o
+    add(qkv_rows(layer.attention) + q_size, config.hidden);  // q, k, v and o
     add(int64_t{3} * layer.mlp.intermediate, config.hidden);
+    add(2 * per_layer_size, config.hidden);
   }
 }
 
@@ -149,10 +209,12 @@ DecoderConfig parse_decoder_config(std::string_view json) {
   const JsonDocument document(json, "decoder config");
   const Json root = document.root();
   constexpr std::array<std::string_view, 13> kKeys = {
-      "format", "name", "vocab_size", "hidden_size", "max_position", "norm_eps",
-      "norm_weight_offset", "embed_scale", "logit_soft_cap", "ties_lm_head", "has_post_norms",
-      "ropes", "layers"};
-  root.check_keys(kKeys);
+      "format",         "name",         "vocab_size",         "hidden_size",
+      "max_position",   "norm_eps",     "norm_weight_offset", "embed_scale",
+      "logit_soft_cap", "ties_lm_head", "has_post_norms",     "ropes",
+      "layers"};
+  constexpr std::array<std::string_view, 2> kOptional = {"has_layer_scale", "per_layer_inputs"};
+  root.check_keys(kKeys, kOptional);
   if (root.at("format").as_string() != "paceline-decoder-1") {
     root.at("format").refuse("'paceline-decoder-1'");
   }
@@ -174,6 +236,10 @@ DecoderConfig parse_decoder_config(std::string_view json) {
   config.logit_soft_cap = read_cap(root.at("logit_soft_cap"));
   config.ties_lm_head = root.at("ties_lm_head").as_bool();
   config.has_post_norms = root.at("has_post_norms").as_bool();
+  config.has_layer_scale = read_switch(root, "has_layer_scale");
+  if (const std::optional<Json> inputs = root.find("per_layer_inputs")) {
+    config.per_layer_inputs = read_per_layer_inputs(*inputs);
+  }
 
   const Json ropes = root.at("ropes");
   if (ropes.kind() != JsonKind::kList || ropes.size() < 1 || ropes.size() > kMaxRopes) {
@@ -188,8 +254,8 @@ DecoderConfig parse_decoder_config(std::string_view json) {
   constexpr std::array<std::string_view, 2> kLayerKeys = {"attention", "mlp"};
   for (const Json& layer : layers.elements()) {
     layer.check_keys(kLayerKeys);
-    config.layers.push_back(
-        {read_attention(layer.at("attention"), config.ropes), read_mlp(layer.at("mlp"))});
+    config.layers.push_back({read_attention(layer.at("attention"), config.ropes, config.layers),
+                             read_mlp(layer.at("mlp"))});
   }
   check_weight_bytes(config);
   return config;

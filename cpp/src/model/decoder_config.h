@@ -23,22 +23,49 @@ struct RopeConfig {
 
 struct AttentionConfig {
   KvKind kind = KvKind::kFull;
-  int32_t window = 0;         // kSliding only: keys visible to a query, itself included
+  int32_t window = 0;  // kSliding only: keys visible to a query, itself included
   int32_t num_qo_heads = 0;
-  int32_t num_kv_heads = 0;   // divides num_qo_heads
-  int32_t head_dim = 0;       // even
-  float scale = 0;            // of the scores
-  float soft_cap = 0;         // 0: none
-  int32_t rope = 0;           // index into DecoderConfig::ropes
+  int32_t num_kv_heads = 0;  // divides num_qo_heads
+  int32_t head_dim = 0;      // even
+  float scale = 0;           // of the scores
+  float soft_cap = 0;        // 0: none
+  int32_t rope = 0;          // index into DecoderConfig::ropes
   bool has_qk_norm = false;
+  bool has_v_norm = false;  // v over its root mean square, without a weight
   bool has_qkv_bias = false;
   bool has_o_bias = false;
+  bool k_eq_v = false;     // no v projection: v is k before its norm and rotation
+  int32_t kv_source = -1;  // earlier layer whose KV it reads, having q only; -1: its own
 };
+
+// What a layer's qkv projection makes after q.
+[[nodiscard]] constexpr KvInputs kv_inputs(const AttentionConfig& attention) {
+  if (attention.kv_source >= 0) return KvInputs::kNone;
+  return attention.k_eq_v ? KvInputs::kKeys : KvInputs::kKeysAndValues;
+}
+
+// Rows of a layer's qkv projection.
+[[nodiscard]] constexpr int32_t qkv_rows(const AttentionConfig& attention) {
+  return qkv_heads(attention.num_qo_heads, attention.num_kv_heads, kv_inputs(attention)) *
+         attention.head_dim;
+}
 
 struct MlpConfig {
   int32_t intermediate = 0;
   Activation activation = Activation::kSilu;
-  bool has_bias = false;      // gate, up and down
+  bool has_bias = false;  // gate, up and down
+};
+
+// A small input of its own for every layer, made of the token and its embedding x:
+//   P = scale * (rms_norm(proj_scale * proj x) + embed_scale * table[token])   [layers, size]
+// which joins at the end of layer l: x += rms_norm(proj_l (activation(gate_l x) * P[l])).
+struct PerLayerInputsConfig {
+  int32_t size = 0;        // of one layer's input; 0: the model has none
+  int32_t vocab_size = 0;  // rows of the table; ids beyond it add nothing
+  float embed_scale = 1;
+  float proj_scale = 1;
+  float scale = 1;
+  Activation activation = Activation::kGeluTanh;
 };
 
 struct LayerConfig {
@@ -47,16 +74,18 @@ struct LayerConfig {
 };
 
 struct DecoderConfig {
-  std::string name;               // for messages and reports, e.g. "gemma3"
+  std::string name;  // for messages and reports, e.g. "gemma3"
   int32_t vocab_size = 0;
   int32_t hidden = 0;
-  int32_t max_position = 0;       // positions the model was made for
+  int32_t max_position = 0;  // positions the model was made for
   float norm_eps = 0;
-  float norm_weight_offset = 0;   // 0, or 1 where norms multiply by (1 + w)
+  float norm_weight_offset = 0;  // 0, or 1 where norms multiply by (1 + w)
   float embed_scale = 1;
-  float logit_soft_cap = 0;       // 0: none
-  bool ties_lm_head = false;      // the embedding table is the lm_head
-  bool has_post_norms = false;    // Gemma's sandwich: norms after attention and after the MLP
+  float logit_soft_cap = 0;      // 0: none
+  bool ties_lm_head = false;     // the embedding table is the lm_head
+  bool has_post_norms = false;   // Gemma's sandwich: norms after attention and after the MLP
+  bool has_layer_scale = false;  // at its end a layer multiplies the residual stream by a number
+  PerLayerInputsConfig per_layer_inputs;
   std::vector<RopeConfig> ropes;
   std::vector<LayerConfig> layers;
 };

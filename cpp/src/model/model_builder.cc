@@ -11,7 +11,6 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
-#include <initializer_list>
 #include <unordered_map>
 #include <utility>
 
@@ -34,7 +33,7 @@ constexpr size_t kMissingNamed = 8;             // in the message of finish()
 constexpr int64_t kParallelElements = 1 << 16;  // below, waking threads costs more than the copy
 
 // What fill_dummy gives a weight.
-enum class Dummy : uint8_t { kNormal, kNeutralNorm, kZero };
+enum class Dummy : uint8_t { kNormal, kNeutralNorm, kOne, kZero };
 
 // Where one named tensor lies in the arena.
 struct Slot {
@@ -64,14 +63,14 @@ class Carver final {
   Carver(DType dtype, std::byte* base) : dtype_(dtype), base_(base) {}
 
   // The rows of all parts, one after the other.
-  const std::byte* matrix(std::initializer_list<Part> parts, int64_t cols) {
+  const std::byte* matrix(const std::vector<Part>& parts, int64_t cols) {
     const int64_t begin = open();
     for (const Part& part : parts) {
       add({.name = part.name, .shape = {part.rows, cols}, .rank = 2, .dtype = dtype_});
     }
     return base_ == nullptr ? nullptr : base_ + begin;
   }
-  const float* vector(std::initializer_list<Part> parts, Dummy dummy) {
+  const float* vector(const std::vector<Part>& parts, Dummy dummy) {
     const int64_t begin = open();
     for (const Part& part : parts) {
       add({.name = part.name, .shape = {part.rows, 0}, .rank = 1, .dummy = dummy});
@@ -110,19 +109,18 @@ void lay_out_layer(const DecoderConfig& config, const LayerConfig& layer, const 
   };
 
   weights.attn_norm = norm("attn_norm.weight", hidden);
-  weights.qkv = carver.matrix({{name + "attn.q.weight", q_size},
-                               {name + "attn.k.weight", kv_size},
-                               {name + "attn.v.weight", kv_size}},
-                              hidden);
-  if (attention.has_qkv_bias) {
-    weights.qkv_bias = carver.vector({{name + "attn.q.bias", q_size},
-                                      {name + "attn.k.bias", kv_size},
-                                      {name + "attn.v.bias", kv_size}},
-                                     Dummy::kZero);
-  }
+  const KvInputs inputs = kv_inputs(attention);
+  const auto qkv_parts = [&](const char* which) {
+    std::vector<Part> parts = {{name + "attn.q" + which, q_size}};
+    if (inputs != KvInputs::kNone) parts.push_back({name + "attn.k" + which, kv_size});
+    if (inputs == KvInputs::kKeysAndValues) parts.push_back({name + "attn.v" + which, kv_size});
+    return parts;
+  };
+  weights.qkv = carver.matrix(qkv_parts(".weight"), hidden);
+  if (attention.has_qkv_bias) weights.qkv_bias = carver.vector(qkv_parts(".bias"), Dummy::kZero);
   if (attention.has_qk_norm) {
     weights.q_norm = norm("attn.q_norm.weight", head_dim);
-    weights.k_norm = norm("attn.k_norm.weight", head_dim);
+    if (inputs != KvInputs::kNone) weights.k_norm = norm("attn.k_norm.weight", head_dim);
   }
   weights.o = carver.matrix({{name + "attn.o.weight", hidden}}, q_size);
   if (attention.has_o_bias) {
@@ -141,6 +139,13 @@ void lay_out_layer(const DecoderConfig& config, const LayerConfig& layer, const 
     weights.down_bias = carver.vector({{name + "mlp.down.bias", hidden}}, Dummy::kZero);
   }
   if (config.has_post_norms) weights.mlp_post_norm = norm("mlp_post_norm.weight", hidden);
+
+  if (const int64_t size = config.per_layer_inputs.size; size > 0) {
+    weights.per_layer_gate = carver.matrix({{name + "per_layer.gate.weight", size}}, hidden);
+    weights.per_layer_proj = carver.matrix({{name + "per_layer.proj.weight", hidden}}, size);
+    weights.per_layer_norm = norm("per_layer.norm.weight", hidden);
+  }
+  if (config.has_layer_scale) weights.scale = carver.vector({{name + "scale", 1}}, Dummy::kOne);
 }
 
 void lay_out(const DecoderConfig& config, Carver& carver, DecoderWeights& weights) {
@@ -149,6 +154,13 @@ void lay_out(const DecoderConfig& config, Carver& carver, DecoderWeights& weight
                         ? weights.embed
                         : carver.matrix({{"lm_head.weight", config.vocab_size}}, config.hidden);
   weights.final_norm = carver.vector({{"final_norm.weight", config.hidden}}, Dummy::kNeutralNorm);
+  if (const PerLayerInputsConfig& inputs = config.per_layer_inputs; inputs.size > 0) {
+    const int64_t width = inputs.size * static_cast<int64_t>(config.layers.size());
+    weights.per_layer_embed = carver.matrix({{"per_layer.embed.weight", inputs.vocab_size}}, width);
+    weights.per_layer_proj = carver.matrix({{"per_layer.proj.weight", width}}, config.hidden);
+    weights.per_layer_norm =
+        carver.vector({{"per_layer.norm.weight", inputs.size}}, Dummy::kNeutralNorm);
+  }
   weights.layers.resize(config.layers.size());
   for (size_t i = 0; i < config.layers.size(); ++i) {
     lay_out_layer(config, config.layers[i], concat("layers.", i, "."), carver, weights.layers[i]);
@@ -471,6 +483,9 @@ void ModelBuilder::fill_dummy(uint64_t seed) {
         break;
       case Dummy::kNeutralNorm:
         fill(1 - impl.model->config.norm_weight_offset, slot.elements(), out, memory);
+        break;
+      case Dummy::kOne:
+        fill(1, slot.elements(), out, memory);
         break;
       case Dummy::kZero:
         fill(0, slot.elements(), out, memory);

@@ -18,10 +18,10 @@ namespace paceline {
 // All pointers are 64 B aligned and point into DecoderWeights::arena.
 struct LayerWeights {
   const float* attn_norm = nullptr;       // [hidden]
-  const std::byte* qkv = nullptr;         // [(num_qo_heads + 2 num_kv_heads) * head_dim, hidden]
+  const std::byte* qkv = nullptr;         // [qkv_rows(attention), hidden]: q rows, k rows, v rows
   const float* qkv_bias = nullptr;        // [same rows], or null
   const float* q_norm = nullptr;          // [head_dim], or null
-  const float* k_norm = nullptr;          // [head_dim], or null
+  const float* k_norm = nullptr;          // [head_dim], or null; none in a layer that reads KV
   const std::byte* o = nullptr;           // [hidden, num_qo_heads * head_dim]
   const float* o_bias = nullptr;          // [hidden], or null
   const float* attn_post_norm = nullptr;  // [hidden], or null
@@ -31,6 +31,11 @@ struct LayerWeights {
   const std::byte* down = nullptr;        // [hidden, intermediate]
   const float* down_bias = nullptr;       // [hidden], or null
   const float* mlp_post_norm = nullptr;   // [hidden], or null
+  // Of models with per-layer inputs, else null.
+  const std::byte* per_layer_gate = nullptr;  // [per_layer_inputs.size, hidden]
+  const std::byte* per_layer_proj = nullptr;  // [hidden, per_layer_inputs.size]
+  const float* per_layer_norm = nullptr;      // [hidden]
+  const float* scale = nullptr;               // [1] of the residual stream, or null
 };
 
 struct DecoderWeights {
@@ -39,6 +44,10 @@ struct DecoderWeights {
   const std::byte* embed = nullptr;    // [vocab_size, hidden]
   const std::byte* lm_head = nullptr;  // [vocab_size, hidden]; the embedding when tied
   const float* final_norm = nullptr;   // [hidden]
+  // Of models with per-layer inputs, else null; width = layers * per_layer_inputs.size.
+  const std::byte* per_layer_embed = nullptr;  // [per_layer_inputs.vocab_size, width]
+  const std::byte* per_layer_proj = nullptr;   // [width, hidden]
+  const float* per_layer_norm = nullptr;       // [per_layer_inputs.size]
   std::vector<LayerWeights> layers;
 };
 

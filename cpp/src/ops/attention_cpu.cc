@@ -279,7 +279,7 @@ void attend_rows(const CpuContext& ctx, const Params& p, const float* sinks, flo
   PACELINE_CHECK(p.kv.dtype == DType::kFloat32 || p.kv.dtype == DType::kBFloat16,
                  "KV caches are float32 or bfloat16");
   const int32_t heads_per_group = p.num_qo_heads / p.num_kv_heads;
-  const int64_t row_heads = p.num_qo_heads + 2 * int64_t{p.num_kv_heads};
+  const int64_t row_heads = qkv_heads(p.num_qo_heads, p.num_kv_heads, p.kv_inputs);
   auto attend_one = [&](int64_t item) {
     const int32_t row = static_cast<int32_t>(item / p.num_kv_heads);
     const int32_t kv_head = static_cast<int32_t>(item % p.num_kv_heads);

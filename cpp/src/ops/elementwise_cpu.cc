@@ -94,8 +94,10 @@ void gated_activation(CpuContext& ctx, const GatedActivationParams& p) {
   PACELINE_CHECK(p.dtype == DType::kFloat32, "the CPU computes in float32");
   // An exponential costs about as much as moving a few dozen bytes.
   for_rows(ctx, num_rows, int64_t{p.intermediate} * 32, [&](int32_t row) {
-    const float* const gate = static_cast<const float*>(p.x) + int64_t{row} * 2 * p.intermediate;
-    const float* const up = gate + p.intermediate;
+    const int64_t x_stride = (p.up == nullptr ? int64_t{2} : int64_t{1}) * p.intermediate;
+    const float* const gate = static_cast<const float*>(p.x) + row * x_stride;
+    const float* const up = p.up == nullptr ? gate + p.intermediate
+                                            : static_cast<const float*>(p.up) + row * p.up_stride;
     float* const y = static_cast<float*>(p.y) + int64_t{row} * p.intermediate;
     switch (p.activation) {
       case Activation::kSilu:

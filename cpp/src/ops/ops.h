@@ -17,6 +17,8 @@
 
 #include <paceline/dtype.h>
 
+#include "base/host_device.h"
+
 namespace paceline {
 
 struct CpuContext;
@@ -60,20 +62,23 @@ void embed(CudaContext&, const EmbedParams&);
 // y = x * rsqrt(mean(x^2) + eps) * (weight + weight_offset). With a `residual`, first
 // residual += x, and it is that sum which is normalised. With an `x_weight` as well (Gemma's norm
 // after a branch), x itself is normalised first, with that weight, before it joins the residual.
+// With a `residual_scale` (Gemma 4's layer scalar) the sum is multiplied by it before all else.
+// Without a `weight`, y is what would have been normalised, as it is.
 struct RmsNormParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
   const void* x;  // [max_rows, hidden] x_dtype, rows x_stride apart
   int64_t x_stride;
   float* residual;      // [max_rows, hidden], updated to residual + x; or null
-  const float* weight;  // [hidden]
+  const float* weight;  // [hidden], or null for no norm
   float weight_offset;  // 0, or 1 for Gemma 3's (1 + w)
   float eps;
   void* y;  // [max_rows, hidden] y_dtype; may be x itself; null with a residual:
             // only the residual is wanted
   int64_t y_stride;
   int32_t hidden;
-  const float* x_weight = nullptr;  // [hidden], or null; only with a residual
+  const float* x_weight = nullptr;        // [hidden], or null; only with a residual
+  const float* residual_scale = nullptr;  // [1], or null; only with a residual
   DType x_dtype = DType::kFloat32;
   DType y_dtype = DType::kFloat32;
 };
@@ -82,18 +87,46 @@ void rms_norm(CudaContext&, const RmsNormParams&);
 
 enum class Activation : uint8_t { kSilu, kGeluTanh };
 
-// y = activation(gate) * up, gate and up being the halves of each row of x.
+// y = activation(gate) * up, gate and up being the halves of each row of x; or x is the gate alone
+// and `up` stands elsewhere.
 struct GatedActivationParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
-  const void* x;  // [max_rows, 2 * intermediate] dtype: gate then up
+  const void* x;  // [max_rows, 2 * intermediate] dtype: gate then up; with `up` only the gate
   void* y;        // [max_rows, intermediate] dtype
   int32_t intermediate;
   Activation activation;
-  DType dtype = DType::kFloat32;  // of x and y
+  DType dtype = DType::kFloat32;  // of x, up and y
+  const void* up = nullptr;       // [max_rows, intermediate], rows up_stride apart; or null
+  int64_t up_stride = 0;
 };
 void gated_activation(CpuContext&, const GatedActivationParams&);
 void gated_activation(CudaContext&, const GatedActivationParams&);
+
+// Gemma's per-layer inputs, in place over their projection: each stretch of `size` elements is one
+// layer's, and becomes
+//   scale * (rms_norm(x_scale * x, weight) + table_scale * table[token])
+// Rows whose token is outside [0, vocab) have a zero for the table's part.
+struct PerLayerInputsParams {
+  const int32_t* num_rows;  // [1]
+  int32_t max_rows;
+  void* x;                   // [max_rows, num_layers * size] dtype, updated
+  const int32_t* token_ids;  // [max_rows]
+  const void* table;         // [vocab_size, num_layers * size], table_dtype
+  DType table_dtype;
+  int32_t vocab_size;
+  const float* weight;  // [size]
+  float weight_offset;
+  float eps;
+  float x_scale;
+  float table_scale;
+  float scale;
+  int32_t num_layers;
+  int32_t size;
+  DType dtype = DType::kFloat32;  // of x
+};
+void per_layer_inputs(CpuContext&, const PerLayerInputsParams&);
+void per_layer_inputs(CudaContext&, const PerLayerInputsParams&);
 
 // Where the KV of one layer lies in the pool: block b starts at base + int64(b) * block_bytes; in
 // it K is [block_size, num_kv_heads, head_dim] at k_offset and V the same at v_offset.
@@ -106,16 +139,34 @@ struct KvLayerView {
   DType dtype;         // kFloat32 or kBFloat16 (written round-to-nearest-even)
 };
 
+// What a row of the fused qkv buffer holds after its q heads.
+enum class KvInputs : uint8_t {
+  kKeysAndValues,
+  kKeys,  // v is k as it stands there, before norm and rotation
+  kNone,  // a layer that reads the cache of another
+};
+
+// Heads in a row of the qkv buffer.
+[[nodiscard]] PACELINE_HOST_DEVICE constexpr int32_t qkv_heads(int32_t num_qo_heads,
+                                                               int32_t num_kv_heads,
+                                                               KvInputs inputs) {
+  return num_qo_heads + (2 - static_cast<int32_t>(inputs)) * num_kv_heads;
+}
+static_assert(qkv_heads(4, 2, KvInputs::kKeysAndValues) == 8);
+static_assert(qkv_heads(4, 2, KvInputs::kNone) == 4);
+
 // Per row, in place in the fused qkv buffer: RMS norm of each q and k head (when weights are
-// given), split-half rotary embedding of q and k, then k and v go to the KV slot of the row.
+// given), split-half rotary embedding of q and k, then k and v go to the KV slot of the row. A zero
+// frequency (cos 1, sin 0) leaves its pair as it is.
 struct QkNormRopeAppendParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
-  void* qkv;                    // [max_rows, (num_qo_heads + 2 num_kv_heads) * head_dim]
-                                // qkv_dtype; q is updated in place, k and v are only read
+  void* qkv;                    // [max_rows, qkv_heads(...) * head_dim] qkv_dtype; q is updated in
+                                // place, k and v are only read
   const int32_t* positions;     // [max_rows]
   const int64_t* slot_mapping;  // [max_rows] block * block_size + offset; slots of the null block
-                                // (below block_size; inert rows have 0) may be left unwritten
+                                // (below block_size; inert rows have 0) may be left unwritten. Not
+                                // read, nor is the cache, where kv_inputs is kNone
   const float* q_norm;          // [head_dim], or null for none
   const float* k_norm;          // [head_dim], or null
   float norm_weight_offset;     // 0 or 1
@@ -127,6 +178,8 @@ struct QkNormRopeAppendParams {
   int32_t num_kv_heads;
   int32_t head_dim;  // even
   DType qkv_dtype = DType::kFloat32;
+  KvInputs kv_inputs = KvInputs::kKeysAndValues;
+  bool has_v_norm = false;  // v over its root mean square (with norm_eps), without a weight
 };
 void qk_norm_rope_append(CpuContext&, const QkNormRopeAppendParams&);
 void qk_norm_rope_append(CudaContext&, const QkNormRopeAppendParams&);
@@ -142,8 +195,7 @@ inline constexpr int32_t kAttentionChunk = 128;
 struct PagedAttentionParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
-  const void* qkv;             // [max_rows, (num_qo_heads + 2 num_kv_heads) * head_dim] dtype; q
-                               // first
+  const void* qkv;             // [max_rows, qkv_heads(...) * head_dim] dtype; q first
   const int32_t* seq_slot;     // [max_rows] row of block_table; -1: inert
   const int32_t* kv_begin;     // [max_rows] first visible position; null: 0 for every row
   const int32_t* kv_end;       // [max_rows] one past the last visible position
@@ -164,6 +216,7 @@ struct PagedAttentionParams {
       nullptr;  // [max_seqs + 1] rows of sequence i: [indptr[i], indptr[i+1])
   int32_t max_seqs = 0;
   int32_t max_rows_per_seq = 0;  // of any sequence
+  KvInputs kv_inputs = KvInputs::kKeysAndValues;
 };
 void paged_attention(CpuContext&, const PagedAttentionParams&);
 void paged_attention(CudaContext&, const PagedAttentionParams&);
@@ -184,6 +237,7 @@ struct ListAttentionParams {
   int32_t num_kv_heads;
   int32_t head_dim;
   DType dtype = DType::kFloat32;  // of qkv and y
+  KvInputs kv_inputs = KvInputs::kKeysAndValues;
 };
 void list_attention(CpuContext&, const ListAttentionParams&);
 void list_attention(CudaContext&, const ListAttentionParams&);

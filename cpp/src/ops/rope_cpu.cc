@@ -14,14 +14,8 @@ namespace {
 
 constexpr int32_t kMaxHeadDim = 1024;
 
-// RMS norm of one head from `in` to `out` (may be the same), a copy when there is no weight.
-[[gnu::always_inline]] inline void norm_head(const float* in, const float* weight,
-                                             float weight_offset, float eps, float* out,
-                                             int32_t head_dim) {
-  if (weight == nullptr) {
-    if (in != out) std::copy_n(in, head_dim, out);
-    return;
-  }
+// 1 / rms of a head.
+[[gnu::always_inline]] inline float norm_factor(const float* in, float eps, int32_t head_dim) {
   V16 squares = {};
   int32_t d = 0;
   for (; d + 16 <= head_dim; d += 16) {
@@ -32,11 +26,32 @@ constexpr int32_t kMaxHeadDim = 1024;
     const V16 value = load_first(in + d, head_dim - d);
     squares += value * value;
   }
-  const float factor = 1.0f / std::sqrt(sum_lanes(squares) / static_cast<float>(head_dim) + eps);
-  for (d = 0; d + 16 <= head_dim; d += 16) {
+  return 1.0f / std::sqrt(sum_lanes(squares) / static_cast<float>(head_dim) + eps);
+}
+
+// RMS norm of one head from `in` to `out` (may be the same), a copy when there is no weight.
+[[gnu::always_inline]] inline void norm_head(const float* in, const float* weight,
+                                             float weight_offset, float eps, float* out,
+                                             int32_t head_dim) {
+  if (weight == nullptr) {
+    if (in != out) std::copy_n(in, head_dim, out);
+    return;
+  }
+  const float factor = norm_factor(in, eps, head_dim);
+  int32_t d = 0;
+  for (; d + 16 <= head_dim; d += 16) {
     store(out + d, load(in + d) * factor * (load(weight + d) + weight_offset));
   }
   for (; d < head_dim; ++d) out[d] = in[d] * factor * (weight[d] + weight_offset);
+}
+
+// The same without a weight.
+[[gnu::always_inline]] inline void norm_head_plainly(const float* in, float eps, float* out,
+                                                     int32_t head_dim) {
+  const float factor = norm_factor(in, eps, head_dim);
+  int32_t d = 0;
+  for (; d + 16 <= head_dim; d += 16) store(out + d, load(in + d) * factor);
+  for (; d < head_dim; ++d) out[d] = in[d] * factor;
 }
 
 // Split halves: element d is paired with d + head_dim / 2.
@@ -76,10 +91,11 @@ constexpr int32_t kMaxHeadDim = 1024;
 struct RowKernel {
   [[gnu::always_inline]] static void run(const QkNormRopeAppendParams* p, int32_t row) {
     const int32_t head_dim = p->head_dim;
-    const int64_t row_heads = p->num_qo_heads + 2 * int64_t{p->num_kv_heads};
+    const int64_t row_heads = qkv_heads(p->num_qo_heads, p->num_kv_heads, p->kv_inputs);
     float* const q = static_cast<float*>(p->qkv) + row * row_heads * head_dim;
     const float* const k = q + int64_t{p->num_qo_heads} * head_dim;
-    const float* const v = k + int64_t{p->num_kv_heads} * head_dim;
+    const float* const v =
+        p->kv_inputs == KvInputs::kKeys ? k : k + int64_t{p->num_kv_heads} * head_dim;
     const float* const cos = p->rope_cos + int64_t{p->positions[row]} * (head_dim / 2);
     const float* const sin = p->rope_sin + int64_t{p->positions[row]} * (head_dim / 2);
     for (int32_t h = 0; h < p->num_qo_heads; ++h) {
@@ -87,6 +103,7 @@ struct RowKernel {
       norm_head(head, p->q_norm, p->norm_weight_offset, p->norm_eps, head, head_dim);
       rotate_head(cos, sin, head, head_dim);
     }
+    if (p->kv_inputs == KvInputs::kNone) return;
     const KvLayerView& kv = p->kv;
     const int64_t slot = p->slot_mapping[row];
     if (slot < kv.block_size) return;  // the null block: nobody reads it, and rows would race on it
@@ -94,13 +111,18 @@ struct RowKernel {
     const int64_t head_bytes = head_dim * dtype_bytes(kv.dtype);
     const int64_t offset = slot % kv.block_size * p->num_kv_heads * head_bytes;
     float rotated[kMaxHeadDim];
+    float scaled[kMaxHeadDim];
     for (int32_t h = 0; h < p->num_kv_heads; ++h) {
       norm_head(k + int64_t{h} * head_dim, p->k_norm, p->norm_weight_offset, p->norm_eps, rotated,
                 head_dim);
       rotate_head(cos, sin, rotated, head_dim);
       append_head(rotated, kv.dtype, block + kv.k_offset + offset + h * head_bytes, head_dim);
-      append_head(v + int64_t{h} * head_dim, kv.dtype,
-                  block + kv.v_offset + offset + h * head_bytes, head_dim);
+      const float* value = v + int64_t{h} * head_dim;
+      if (p->has_v_norm) {
+        norm_head_plainly(value, p->norm_eps, scaled, head_dim);
+        value = scaled;
+      }
+      append_head(value, kv.dtype, block + kv.v_offset + offset + h * head_bytes, head_dim);
     }
   }
 };
@@ -115,7 +137,8 @@ void qk_norm_rope_append(CpuContext& ctx, const QkNormRopeAppendParams& p) {
   PACELINE_CHECK(p.kv.dtype == DType::kFloat32 || p.kv.dtype == DType::kBFloat16,
                  "KV caches are float32 or bfloat16");
   constexpr int64_t kMinParallelElements = 32 << 10;
-  const int64_t row_elements = (p.num_qo_heads + 2 * int64_t{p.num_kv_heads}) * p.head_dim;
+  const int64_t row_elements =
+      int64_t{qkv_heads(p.num_qo_heads, p.num_kv_heads, p.kv_inputs)} * p.head_dim;
   if (ctx.num_threads == 1 || num_rows * row_elements < kMinParallelElements) {
     for (int32_t row = 0; row < num_rows; ++row) run_best_isa<RowKernel>(&p, row);
     return;

@@ -44,7 +44,7 @@ class LoadedModel:
     Attributes:
         path: The checkpoint's folder.
         model: The weights; shared by every executor that uses them.
-        family: "llama", "qwen3" or "gemma3".
+        family: "llama", "qwen3", "gemma3" or "gemma4".
         architecture: The class name in `config.json`.
         config: The canonical description of `docs/model-format.md`.
         weight_dtype: Of the matrices: "float32" or "bfloat16".

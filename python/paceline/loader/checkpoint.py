@@ -350,7 +350,7 @@ def _bind(
         bound.append(BoundTensor(spec, shard, source, dtype, nbytes))
     if missing:
         _raise_missing(missing, family, shards, owners)
-    _check_unexpected(family, bound, owners, listing, config_source)
+    _check_unexpected(family, prefix, bound, owners, listing, config_source)
     return tuple(bound)
 
 
@@ -372,6 +372,7 @@ def _raise_missing(
 
 def _check_unexpected(
     family: Family,
+    prefix: str,
     bound: Iterable[BoundTensor],
     owners: Mapping[str, Shard],
     listing: Mapping[str, str],
@@ -383,6 +384,8 @@ def _check_unexpected(
         if name in used or name.endswith("rotary_emb.inv_freq"):
             continue
         if name.startswith(family.ignored_prefixes or ("\0",)):
+            continue
+        if name.startswith(prefix) and name.removeprefix(prefix) in family.ignored_sources:
             continue
         if family.ties_lm_head and name in family.lm_head_names:
             embedding = next(t for t in used.values() if t.spec.name == "embed.weight")

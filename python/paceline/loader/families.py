@@ -27,11 +27,13 @@ from .hf_config import (
     read_layer_types,
     read_rope,
     read_rope_by_layer_type,
+    read_rope_of_gemma4,
 )
 
 DTYPES: Final = ("auto", "float32", "bfloat16")
 MAX_LAYERS: Final = 1024
 MAX_HEAD_DIM: Final = 4096
+MAX_PER_LAYER_SIZE: Final = 16_384
 
 _ACTIVATIONS: Final[dict[str, str]] = {
     "silu": "silu",
@@ -42,12 +44,18 @@ _ACTIVATIONS: Final[dict[str, str]] = {
 # Where the decoder's tensors stand. A plain language model, a published Gemma 3 with a vision
 # tower, the same after transformers 5 saved it again, and a bare text model.
 _PREFIXES: Final = ("model.", "language_model.model.", "model.language_model.", "")
+# Published Gemma 4 files are multimodal, and text-only ones are saved again from them.
+_GEMMA4_PREFIXES: Final = ("model.language_model.", "model.", "language_model.model.", "")
 _LM_HEADS: Final = ("lm_head.weight", "language_model.lm_head.weight")
 _VISION_PREFIXES: Final = (
     "vision_tower.",
     "multi_modal_projector.",
     "model.vision_tower.",
     "model.multi_modal_projector.",
+)
+_GEMMA4_OTHER_PREFIXES: Final = tuple(
+    f"model.{part}."
+    for part in ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder")
 )
 
 
@@ -78,13 +86,14 @@ class Family:
     """A decoder of one family, translated.
 
     Attributes:
-        name: "llama", "qwen3" or "gemma3".
+        name: "llama", "qwen3", "gemma3" or "gemma4".
         architecture: The class name in `config.json`.
         config: The canonical description, for float32 weights; see `config_for`.
         tensors: Every tensor the model needs.
         prefixes: What may stand before `TensorSpec.source`, the likeliest first.
         ignored_prefixes: Tensors of other parts of the checkpoint.
-        rounds_embed_scale: Whether the factor on embeddings is rounded to the weight dtype.
+        ignored_sources: Tensors of the decoder that nobody reads, as `TensorSpec.source`.
+        rounds_embed_scale: Whether factors on embeddings are rounded to the weight dtype.
     """
 
     name: str
@@ -93,6 +102,7 @@ class Family:
     tensors: tuple[TensorSpec, ...]
     prefixes: tuple[str, ...]
     ignored_prefixes: tuple[str, ...] = ()
+    ignored_sources: frozenset[str] = frozenset()
     rounds_embed_scale: bool = False
 
     @property
@@ -117,6 +127,10 @@ class Family:
         config = dict(self.config)
         if self.rounds_embed_scale and weight_dtype == "bfloat16":
             config["embed_scale"] = _round_to_bfloat16(config["embed_scale"])
+            if "per_layer_inputs" in config:
+                inputs = dict(config["per_layer_inputs"])
+                inputs["embed_scale"] = _round_to_bfloat16(inputs["embed_scale"])
+                config["per_layer_inputs"] = inputs
         return config
 
 
@@ -200,6 +214,10 @@ def inverse_frequencies(rope: RopeSettings, head_dim: int) -> list[float]:
         smoothed = (one - smooth) * scaled / factor + smooth * scaled
         is_between = (wavelength >= high_wavelength) & (wavelength <= low_wavelength)
         inv_freq = np.where(is_between, smoothed, scaled)
+    elif rope.rope_type == "proportional":
+        # The frequencies of the whole head; those beyond the rotated part stand still.
+        inv_freq[int(rope.partial * head_dim // 2) :] = 0.0
+        inv_freq = inv_freq / np.float32(rope.factor)
     return [float(value) for value in inv_freq]
 
 
@@ -216,6 +234,33 @@ class _Sizes:
     head_dim: int
     max_position: int
     eps: float
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What may differ from layer to layer; the second half is Gemma 4's alone."""
+
+    layer_type: str
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    k_eq_v: bool = False
+    kv_source: int | None = None
+
+
+def _same_layers(sizes: _Sizes, layer_types: tuple[str, ...]) -> tuple[_Layer, ...]:
+    return tuple(
+        _Layer(layer_type, sizes.kv_heads, sizes.head_dim, sizes.intermediate)
+        for layer_type in layer_types
+    )
+
+
+@dataclass(frozen=True)
+class _PerLayerInputs:
+    """Gemma 4's per-layer embeddings."""
+
+    size: int
+    vocab: int
 
 
 def _read_sizes(
@@ -270,14 +315,20 @@ def _read_sizes(
     )
 
 
-def _check_common(hf: HfConfig) -> None:
+def _check_common(hf: HfConfig, *, may_be_bidirectional_in_images: bool = False) -> None:
     """Refuses what no family here does."""
     for section in (hf.top, hf.text):
         if section.has("quantization_config"):
             raise section.refusal("quantization_config", "none (weights in BF16, F16 or F32)")
-        for key in ("use_bidirectional_attention", "is_encoder_decoder", "add_cross_attention"):
+        for key in ("is_encoder_decoder", "add_cross_attention"):
             if section.boolean(key, False):
                 raise section.refusal(key, "false")
+        key = "use_bidirectional_attention"
+        if may_be_bidirectional_in_images:
+            if section.has(key) and section.values[key] not in ("vision", False):
+                raise section.refusal(key, 'null, "vision" (which text does not notice)')
+        elif section.boolean(key, False):
+            raise section.refusal(key, "false")
 
 
 def _activation(text: Section, keys: tuple[str, ...], default: str) -> str:
@@ -291,8 +342,8 @@ def _activation(text: Section, keys: tuple[str, ...], default: str) -> str:
 def _describe(
     name: str,
     sizes: _Sizes,
+    layers: tuple[_Layer, ...],
     *,
-    layer_types: tuple[str, ...],
     window: int,
     ropes: Mapping[str, RopeSettings],
     attention_scale: float,
@@ -301,39 +352,58 @@ def _describe(
     has_qk_norm: bool = False,
     attention_bias: bool = False,
     mlp_bias: bool = False,
+    has_v_norm: bool = False,
     has_post_norms: bool = False,
+    has_layer_scale: bool = False,
+    per_layer_inputs: _PerLayerInputs | None = None,
     norm_weight_offset: float = 0.0,
     embed_scale: float = 1.0,
     logit_soft_cap: float = 0.0,
 ) -> dict[str, Any]:
     """Writes the canonical description; `ropes` is by layer type."""
-    distinct: list[RopeSettings] = []
-    for layer_type in dict.fromkeys(layer_types):
-        if ropes[layer_type] not in distinct:
-            distinct.append(ropes[layer_type])
-    layers = [
-        {
-            "attention": {
-                "kind": "sliding" if layer_type == SLIDING else "full",
-                "window": window if layer_type == SLIDING else 0,
-                "num_qo_heads": sizes.qo_heads,
-                "num_kv_heads": sizes.kv_heads,
-                "head_dim": sizes.head_dim,
-                "scale": attention_scale,
-                "soft_cap": 0.0,
-                "rope": distinct.index(ropes[layer_type]),
-                "has_qk_norm": has_qk_norm,
-                "has_qkv_bias": attention_bias,
-                "has_o_bias": attention_bias,
-            },
-            "mlp": {
-                "intermediate": sizes.intermediate,
-                "activation": activation,
-                "has_bias": mlp_bias,
-            },
+    # A rope belongs to a head size. Layers in the order of their first appearance.
+    rope_of = [(ropes[layer.layer_type], layer.head_dim) for layer in layers]
+    distinct = list(dict.fromkeys(rope_of))
+    described: list[dict[str, Any]] = []
+    for layer, rope in zip(layers, rope_of, strict=True):
+        attention: dict[str, Any] = {
+            "kind": "sliding" if layer.layer_type == SLIDING else "full",
+            "window": window if layer.layer_type == SLIDING else 0,
+            "num_qo_heads": sizes.qo_heads,
+            "num_kv_heads": layer.kv_heads,
+            "head_dim": layer.head_dim,
+            "scale": attention_scale,
+            "soft_cap": 0.0,
+            "rope": distinct.index(rope),
+            "has_qk_norm": has_qk_norm,
+            "has_qkv_bias": attention_bias,
+            "has_o_bias": attention_bias,
         }
-        for layer_type in layer_types
-    ]
+        if layer.kv_source is not None:
+            attention["kv_source"] = layer.kv_source
+        else:
+            if has_v_norm:
+                attention["has_v_norm"] = True
+            if layer.k_eq_v:
+                attention["k_eq_v"] = True
+        mlp = {
+            "intermediate": layer.intermediate,
+            "activation": activation,
+            "has_bias": mlp_bias,
+        }
+        described.append({"attention": attention, "mlp": mlp})
+    optional: dict[str, Any] = {}
+    if has_layer_scale:
+        optional["has_layer_scale"] = True
+    if per_layer_inputs is not None:
+        optional["per_layer_inputs"] = {
+            "size": per_layer_inputs.size,
+            "vocab_size": per_layer_inputs.vocab,
+            "embed_scale": _round_to_float32(math.sqrt(per_layer_inputs.size)),
+            "proj_scale": _round_to_float32(sizes.hidden**-0.5),
+            "scale": _round_to_float32(2.0**-0.5),
+            "activation": activation,
+        }
     return {
         "format": "paceline-decoder-1",
         "name": name,
@@ -346,11 +416,12 @@ def _describe(
         "logit_soft_cap": logit_soft_cap,
         "ties_lm_head": ties_lm_head,
         "has_post_norms": has_post_norms,
+        **optional,
         "ropes": [
-            {"inv_freq": inverse_frequencies(rope, sizes.head_dim), "scale": 1.0}
-            for rope in distinct
+            {"inv_freq": inverse_frequencies(rope, head_dim), "scale": 1.0}
+            for rope, head_dim in distinct
         ],
-        "layers": layers,
+        "layers": described,
     }
 
 
@@ -380,31 +451,26 @@ _SANDWICH_NORMS: Final = (
 )
 
 
+_PER_LAYER_GATE: Final = ("per_layer.gate.weight", "per_layer_input_gate.weight")
+_PER_LAYER_PROJ: Final = ("per_layer.proj.weight", "per_layer_projection.weight")
+_PER_LAYER_NORM: Final = ("per_layer.norm.weight", "post_per_layer_input_norm.weight")
+
+
 def _tensors(
     sizes: _Sizes,
+    layers: tuple[_Layer, ...],
     *,
     ties_lm_head: bool,
     norms: tuple[tuple[str, str], ...] = _PRE_NORMS,
     has_qk_norm: bool = False,
     attention_bias: bool = False,
     mlp_bias: bool = False,
+    has_layer_scale: bool = False,
+    per_layer_inputs: _PerLayerInputs | None = None,
 ) -> tuple[TensorSpec, ...]:
     """Every tensor, in the order in which the model is filled."""
     hidden = (sizes.hidden, "hidden_size")
     vocab = (sizes.vocab, "vocab_size")
-    qo_rows = (sizes.qo_heads * sizes.head_dim, "num_attention_heads * head_dim")
-    kv_rows = (sizes.kv_heads * sizes.head_dim, "num_key_value_heads * head_dim")
-    intermediate = (sizes.intermediate, "intermediate_size")
-    head_dim = (sizes.head_dim, "head_dim")
-    out_in = {
-        "attn.q": (qo_rows, hidden),
-        "attn.k": (kv_rows, hidden),
-        "attn.v": (kv_rows, hidden),
-        "attn.o": (hidden, qo_rows),
-        "mlp.gate": (intermediate, hidden),
-        "mlp.up": (intermediate, hidden),
-        "mlp.down": (hidden, intermediate),
-    }
 
     def spec(name: str, source: str, *dims: tuple[int, str]) -> TensorSpec:
         return TensorSpec(
@@ -412,16 +478,65 @@ def _tensors(
         )
 
     specs = [spec("embed.weight", "embed_tokens.weight", vocab, hidden)]
-    for i in range(sizes.layers):
+    size = width = (0, "")
+    if per_layer_inputs is not None:
+        size = (per_layer_inputs.size, "hidden_size_per_layer_input")
+        width = (
+            len(layers) * per_layer_inputs.size,
+            "num_hidden_layers * hidden_size_per_layer_input",
+        )
+        rows = (per_layer_inputs.vocab, "vocab_size_per_layer_input")
+        specs += [
+            spec("per_layer.embed.weight", "embed_tokens_per_layer.weight", rows, width),
+            spec("per_layer.proj.weight", "per_layer_model_projection.weight", width, hidden),
+            spec("per_layer.norm.weight", "per_layer_projection_norm.weight", size),
+        ]
+    for i, layer in enumerate(layers):
         ours, theirs = f"layers.{i}.", f"layers.{i}."
+        # Names of keys for messages; where layers differ, the configuration has several.
+        its = "" if layer.head_dim == sizes.head_dim else "the layer's "
+        head_dim = (layer.head_dim, f"{its}head_dim")
+        qo_rows = (sizes.qo_heads * layer.head_dim, f"num_attention_heads * {its}head_dim")
+        kv_rows = (layer.kv_heads * layer.head_dim, f"{its}num_key_value_heads * {its}head_dim")
+        wide = "" if layer.intermediate == sizes.intermediate else "2 * "
+        intermediate = (layer.intermediate, f"{wide}intermediate_size")
+        out_in = {
+            "attn.q": (qo_rows, hidden),
+            "attn.k": (kv_rows, hidden),
+            "attn.v": (kv_rows, hidden),
+            "attn.o": (hidden, qo_rows),
+            "mlp.gate": (intermediate, hidden),
+            "mlp.up": (intermediate, hidden),
+            "mlp.down": (hidden, intermediate),
+        }
+        absent: set[str] = set()
+        if layer.k_eq_v:
+            absent = {"attn.v"}
+        if layer.kv_source is not None:
+            absent = {"attn.k", "attn.v", "attn.k_norm.weight"}
         specs += [spec(ours + name, theirs + source, hidden) for name, source in norms]
         if has_qk_norm:
-            specs += [spec(ours + name, theirs + source, head_dim) for name, source in _QK_NORMS]
+            specs += [
+                spec(ours + name, theirs + source, head_dim)
+                for name, source in _QK_NORMS
+                if name not in absent
+            ]
         for name, source in _LINEARS:
+            if name in absent:
+                continue
             rows, columns = out_in[name]
             specs.append(spec(f"{ours}{name}.weight", f"{theirs}{source}.weight", rows, columns))
             if mlp_bias if name.startswith("mlp.") else attention_bias:
                 specs.append(spec(f"{ours}{name}.bias", f"{theirs}{source}.bias", rows))
+        if per_layer_inputs is not None:
+            for (name, source), dims in (
+                (_PER_LAYER_GATE, (size, hidden)),
+                (_PER_LAYER_PROJ, (hidden, size)),
+                (_PER_LAYER_NORM, (hidden,)),
+            ):
+                specs.append(spec(ours + name, theirs + source, *dims))
+        if has_layer_scale:
+            specs.append(spec(f"{ours}scale", f"{theirs}layer_scalar", (1, "1")))
     specs.append(spec("final_norm.weight", "norm.weight", hidden))
     if not ties_lm_head:
         specs.append(spec("lm_head.weight", "lm_head.weight", vocab, hidden))
@@ -435,10 +550,11 @@ def _llama(hf: HfConfig) -> Family:
     ties = text.boolean("tie_word_embeddings", False)
     attention_bias = text.boolean("attention_bias", False)
     mlp_bias = text.boolean("mlp_bias", False)
+    layers = _same_layers(sizes, (FULL,) * sizes.layers)
     config = _describe(
         "llama",
         sizes,
-        layer_types=(FULL,) * sizes.layers,
+        layers,
         window=0,
         ropes={FULL: read_rope(text, 10_000.0)},
         attention_scale=sizes.head_dim**-0.5,
@@ -447,7 +563,9 @@ def _llama(hf: HfConfig) -> Family:
         attention_bias=attention_bias,
         mlp_bias=mlp_bias,
     )
-    tensors = _tensors(sizes, ties_lm_head=ties, attention_bias=attention_bias, mlp_bias=mlp_bias)
+    tensors = _tensors(
+        sizes, layers, ties_lm_head=ties, attention_bias=attention_bias, mlp_bias=mlp_bias
+    )
     return Family("llama", hf.architecture, config, tensors, _PREFIXES)
 
 
@@ -467,10 +585,11 @@ def _qwen3(hf: HfConfig) -> Family:
                 )
     ties = text.boolean("tie_word_embeddings", False)
     attention_bias = text.boolean("attention_bias", False)
+    layers = _same_layers(sizes, (FULL,) * sizes.layers)
     config = _describe(
         "qwen3",
         sizes,
-        layer_types=(FULL,) * sizes.layers,
+        layers,
         window=0,
         ropes={FULL: read_rope(text, 10_000.0)},
         attention_scale=sizes.head_dim**-0.5,
@@ -479,7 +598,9 @@ def _qwen3(hf: HfConfig) -> Family:
         has_qk_norm=True,
         attention_bias=attention_bias,
     )
-    tensors = _tensors(sizes, ties_lm_head=ties, has_qk_norm=True, attention_bias=attention_bias)
+    tensors = _tensors(
+        sizes, layers, ties_lm_head=ties, has_qk_norm=True, attention_bias=attention_bias
+    )
     return Family("qwen3", hf.architecture, config, tensors, _PREFIXES)
 
 
@@ -500,10 +621,11 @@ def _gemma3(hf: HfConfig) -> Family:
         "tie_word_embeddings", True
     )
     attention_bias = text.boolean("attention_bias", False)
+    layers = _same_layers(sizes, layer_types)
     config = _describe(
         "gemma3",
         sizes,
-        layer_types=layer_types,
+        layers,
         window=window,
         ropes=read_rope_by_layer_type(text, {FULL: 1_000_000.0, SLIDING: 10_000.0}),
         attention_scale=text.number("query_pre_attn_scalar", 256.0) ** -0.5,
@@ -518,6 +640,7 @@ def _gemma3(hf: HfConfig) -> Family:
     )
     tensors = _tensors(
         sizes,
+        layers,
         ties_lm_head=ties,
         norms=_SANDWICH_NORMS,
         has_qk_norm=True,
@@ -534,12 +657,222 @@ def _gemma3(hf: HfConfig) -> Family:
     )
 
 
+# What transformers assumes where a Gemma 4 file says nothing.
+_GEMMA4_ROPES: Final = {
+    FULL: RopeSettings("proportional", 1_000_000.0, partial=0.25),
+    SLIDING: RopeSettings(theta=10_000.0),
+}
+_GEMMA4_GLOBAL_HEAD_DIM: Final = 512
+
+
+def _gemma4(hf: HfConfig) -> Family:
+    _check_common(hf, may_be_bidirectional_in_images=True)
+    text = hf.text
+    is_unified = "Unified" in hf.architecture
+    if not is_unified and text.boolean("enable_moe_block", False):
+        raise text.refusal(
+            "enable_moe_block", "false (the dense sizes; mixtures of experts are not there yet)"
+        )
+    sizes = _read_sizes(
+        text,
+        vocab=262_144,
+        heads=8,
+        kv_heads=4,
+        head_dim=256,
+        max_position=262_144 if is_unified else 131_072,
+        eps=1e-6,
+    )
+    layers = _gemma4_layers(text, sizes)
+    has_sliding = any(layer.layer_type == SLIDING for layer in layers)
+    window = text.integer("sliding_window", 1024 if is_unified else 512) if has_sliding else 0
+    per_layer_inputs = None
+    if not is_unified:
+        size = text.integer("hidden_size_per_layer_input", 256, low=0, high=MAX_PER_LAYER_SIZE)
+        if size > 0:
+            vocab = text.integer("vocab_size_per_layer_input", 262_144)
+            per_layer_inputs = _PerLayerInputs(size, vocab)
+    ties = (hf.top if hf.top.has("tie_word_embeddings") else text).boolean(
+        "tie_word_embeddings", True
+    )
+    attention_bias = text.boolean("attention_bias", False)
+    config = _describe(
+        "gemma4",
+        sizes,
+        layers,
+        window=window,
+        ropes=read_rope_of_gemma4(text, _GEMMA4_ROPES),
+        attention_scale=1.0,
+        activation=_activation(text, ("hidden_activation",), "gelu_pytorch_tanh"),
+        ties_lm_head=ties,
+        has_qk_norm=True,
+        has_v_norm=True,
+        attention_bias=attention_bias,
+        has_post_norms=True,
+        has_layer_scale=True,
+        per_layer_inputs=per_layer_inputs,
+        embed_scale=_round_to_float32(math.sqrt(sizes.hidden)),
+        logit_soft_cap=text.number("final_logit_softcapping", 0.0, allow_zero=True),
+    )
+    tensors = _tensors(
+        sizes,
+        layers,
+        ties_lm_head=ties,
+        norms=_SANDWICH_NORMS,
+        has_qk_norm=True,
+        attention_bias=attention_bias,
+        has_layer_scale=True,
+        per_layer_inputs=per_layer_inputs,
+    )
+    # Published files hold the projections of layers that read another's cache; nobody uses them.
+    unused = frozenset(
+        f"layers.{i}.self_attn.{name}"
+        for i, layer in enumerate(layers)
+        if layer.kv_source is not None
+        for name in (
+            "k_proj.weight",
+            "k_proj.bias",
+            "v_proj.weight",
+            "v_proj.bias",
+            "k_norm.weight",
+            "v_norm.weight",
+        )
+    )
+    return Family(
+        "gemma4",
+        hf.architecture,
+        config,
+        tensors,
+        _GEMMA4_PREFIXES,
+        ignored_prefixes=_GEMMA4_OTHER_PREFIXES,
+        ignored_sources=unused,
+        rounds_embed_scale=True,
+    )
+
+
+def _gemma4_layers(text: Section, sizes: _Sizes) -> tuple[_Layer, ...]:
+    """The layers, whose sizes depend on their type; the last ones read the KV of earlier ones."""
+    layer_types = read_layer_types(text, sizes.layers, 6)
+    if text.has("layer_types"):
+        if layer_types[-1] != FULL:
+            raise ModelFileError(
+                f'{text.source}: key "{text.name("layer_types")}" ends with {layer_types[-1]!r}; '
+                f"expected {FULL!r}, which the last layer of Gemma 4 always is"
+            )
+    else:
+        layer_types = (*layer_types[:-1], FULL)
+    k_eq_v = text.boolean("attention_k_eq_v", False)
+    num_shared = text.integer("num_kv_shared_layers", 0, low=0)
+    if num_shared >= sizes.layers:
+        raise text.error(
+            "num_kv_shared_layers",
+            f'an integer from 0 to {sizes.layers - 1}, below "{text.name("num_hidden_layers")}" '
+            "(a model whose layers all read another's KV is an assistant, not a target)",
+        )
+    first_shared = sizes.layers - num_shared
+    last_owner = {layer_type: i for i, layer_type in enumerate(layer_types[:first_shared])}
+    is_wide = text.boolean("use_double_wide_mlp", False)
+    overrides = _gemma4_overrides(text, sizes, layer_types, k_eq_v=k_eq_v)
+    layers: list[_Layer] = []
+    for i, layer_type in enumerate(layer_types):
+        is_shared = i >= first_shared
+        if is_shared and layer_type not in last_owner:
+            raise text.error(
+                "num_kv_shared_layers",
+                f"fewer, since layer {i} is the first {layer_type} layer and so has no layer to "
+                "read KV from",
+            )
+        kv_heads, head_dim = overrides[i]
+        source = last_owner[layer_type] if is_shared else None
+        if source is not None and overrides[source] != overrides[i]:
+            raise ModelFileError(
+                f"{text.source}: layer {i} has {kv_heads} key and value heads of {head_dim}, but "
+                f"reads the KV of layer {source} with {overrides[source][0]} of "
+                f"{overrides[source][1]}; expected the same"
+            )
+        layers.append(
+            _Layer(
+                layer_type,
+                kv_heads,
+                head_dim,
+                sizes.intermediate * (2 if is_wide and is_shared else 1),
+                k_eq_v=k_eq_v and layer_type == FULL and not is_shared,
+                kv_source=source,
+            )
+        )
+    return tuple(layers)
+
+
+def _gemma4_overrides(
+    text: Section, sizes: _Sizes, layer_types: tuple[str, ...], *, k_eq_v: bool
+) -> list[tuple[int, int]]:
+    """Key and value heads and the head size of every layer, from either spelling.
+
+    Published files have "global_head_dim" and "num_global_key_value_heads" for the full layers (the
+    second counts only beside "attention_k_eq_v"), re-saved ones "per_layer_config".
+    """
+    by_layer = text.section("per_layer_config")
+    seen: list[tuple[int, int]] | None = None
+    if by_layer is not None:
+        overrides = {_layer_index(by_layer, key, sizes.layers): key for key in by_layer.values}
+        seen = []
+        for i in range(sizes.layers):
+            section = by_layer.section(overrides[i]) if i in overrides else None
+            seen.append((sizes.kv_heads, sizes.head_dim))
+            if section is None:
+                continue
+            for key in section.values:
+                if key not in ("head_dim", "num_key_value_heads"):
+                    raise section.refusal(key, "head_dim, num_key_value_heads")
+            seen[i] = (
+                section.integer("num_key_value_heads", sizes.kv_heads),
+                section.integer("head_dim", sizes.head_dim, high=MAX_HEAD_DIM),
+            )
+    keys = ("global_head_dim", "num_global_key_value_heads")
+    if seen is None or any(text.has(key) for key in keys):
+        head_dim = text.integer(keys[0], _GEMMA4_GLOBAL_HEAD_DIM, high=MAX_HEAD_DIM)
+        kv_heads = text.integer(keys[1], sizes.kv_heads) if k_eq_v else sizes.kv_heads
+        spelled = [
+            (kv_heads, head_dim) if layer_type == FULL else (sizes.kv_heads, sizes.head_dim)
+            for layer_type in layer_types
+        ]
+        if seen is not None and seen != spelled:
+            layer = next(i for i in range(sizes.layers) if seen[i] != spelled[i])
+            raise ModelFileError(
+                f'{text.source}: keys "per_layer_config" and "{keys[0]}", "{keys[1]}" disagree on '
+                f"layer {layer}: {seen[layer]} and {spelled[layer]} (key and value heads, head "
+                "size); expected the same, or one of the spellings"
+            )
+        seen = spelled
+    for i, (kv_heads, head_dim) in enumerate(seen):
+        if sizes.qo_heads % kv_heads != 0:
+            raise ModelFileError(
+                f"{text.source}: layer {i} has {kv_heads} key and value heads; expected a divisor "
+                f'of "{text.name("num_attention_heads")}" ({sizes.qo_heads})'
+            )
+        if head_dim % 2 != 0:
+            raise ModelFileError(
+                f"{text.source}: layer {i} has a head size of {head_dim}; expected an even integer"
+            )
+    return seen
+
+
+def _layer_index(by_layer: Section, key: str, num_layers: int) -> int:
+    if not key.isdecimal() or not key.isascii() or int(key) >= num_layers:
+        raise by_layer.error(key, f'no such key: "0" to "{num_layers - 1}" stand for layers')
+    return int(key)
+
+
 _FAMILIES: Final[dict[str, Callable[[HfConfig], Family]]] = {
     "LlamaForCausalLM": _llama,
     "Qwen3ForCausalLM": _qwen3,
     "Gemma3ForCausalLM": _gemma3,
     "Gemma3ForConditionalGeneration": _gemma3,
     "Gemma3TextModel": _gemma3,
+    "Gemma4ForCausalLM": _gemma4,
+    "Gemma4ForConditionalGeneration": _gemma4,
+    "Gemma4TextModel": _gemma4,
+    "Gemma4UnifiedForCausalLM": _gemma4,
+    "Gemma4UnifiedForConditionalGeneration": _gemma4,
 }
 
 # Supported architectures and the "model_type" each goes with.
@@ -549,6 +882,11 @@ ARCHITECTURES: Final[dict[str, str]] = {
     "Gemma3ForCausalLM": "gemma3_text",
     "Gemma3ForConditionalGeneration": "gemma3",
     "Gemma3TextModel": "gemma3_text",
+    "Gemma4ForCausalLM": "gemma4_text",
+    "Gemma4ForConditionalGeneration": "gemma4",
+    "Gemma4TextModel": "gemma4_text",
+    "Gemma4UnifiedForCausalLM": "gemma4_unified_text",
+    "Gemma4UnifiedForConditionalGeneration": "gemma4_unified",
 }
 
 

@@ -24,6 +24,7 @@ FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
 LAYER_TYPES: Final = (FULL, SLIDING)
 ROPE_TYPES: Final = ("default", "linear", "llama3")
+GEMMA4_ROPE_TYPES: Final = ("default", "proportional")
 
 # A JSON file of settings is small; anything above this is not one.
 MAX_CONFIG_BYTES: Final = 64 << 20
@@ -200,12 +201,13 @@ class RopeSettings:
     """One rotary embedding as the file describes it, in one spelling.
 
     Attributes:
-        rope_type: "default", "linear" or "llama3".
+        rope_type: "default", "linear", "llama3" or "proportional".
         theta: The base of the frequencies.
         factor: What frequencies are divided by; 1 for "default".
         low_freq_factor: "llama3" only, else 0.
         high_freq_factor: "llama3" only, else 0.
         original_max_position: "llama3" only, else 0.
+        partial: "proportional" only: the part of the head that is rotated, else 1.
     """
 
     rope_type: str = "default"
@@ -214,6 +216,7 @@ class RopeSettings:
     low_freq_factor: float = 0.0
     high_freq_factor: float = 0.0
     original_max_position: int = 0
+    partial: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -427,6 +430,48 @@ def read_rope_by_layer_type(
         FULL: _rope(text, full, scaling, "rope_theta", default_theta[FULL]),
         SLIDING: _rope(text, sliding, None, "rope_local_base_freq", default_theta[SLIDING]),
     }
+
+
+def read_rope_of_gemma4(
+    text: Section, defaults: Mapping[str, RopeSettings]
+) -> dict[str, RopeSettings]:
+    """The rotary embeddings of Gemma 4, which depend on the layer type and have one spelling.
+
+    Args:
+        text: The decoder's part of the configuration.
+        defaults: By layer type, where the file says nothing.
+
+    Raises:
+        ModelFileError: A key has a wrong value.
+        NotImplementedError: Another kind of scaling, or a spelling that Gemma 4 has not.
+    """
+    for key in ("rope_theta", "rope_scaling", "rope_local_base_freq"):
+        if text.has(key):
+            raise text.refusal(key, 'no such key in a Gemma 4 file, but "rope_parameters"')
+    parameters = text.section("rope_parameters")
+    if parameters is None:
+        return dict(defaults)
+    _check_nested(parameters)
+    ropes: dict[str, RopeSettings] = {}
+    for layer_type, default in defaults.items():
+        section = parameters.section(layer_type)
+        if section is None:
+            ropes[layer_type] = default
+            continue
+        rope_type = section.text("rope_type", "default")
+        if rope_type not in GEMMA4_ROPE_TYPES:
+            raise section.refusal("rope_type", ", ".join(GEMMA4_ROPE_TYPES))
+        theta = section.number("rope_theta", 10_000.0)
+        if rope_type == "default":
+            _check_whole_head(section)
+            ropes[layer_type] = RopeSettings(theta=theta)
+            continue
+        partial = section.number("partial_rotary_factor", 1.0)
+        if partial > 1.0:
+            raise section.error("partial_rotary_factor", "a number above 0 and up to 1")
+        factor = section.number("factor", 1.0)
+        ropes[layer_type] = RopeSettings(rope_type, theta, factor, partial=partial)
+    return ropes
 
 
 def _check_nested(parameters: Section) -> None:
