@@ -103,6 +103,22 @@ __global__ void __launch_bounds__(kThreads)
   store_first<kIsVector>(values, count, p.y + int64_t{row} * p.hidden + first);
 }
 
+template <class X, class Y, bool kIsVector>
+__global__ void __launch_bounds__(kThreads)
+    copy_rows_kernel(const __grid_constant__ CopyRowsParams p) {
+  let_successor_start();
+  wait_for_predecessor();
+  const int32_t row = static_cast<int32_t>(blockIdx.x);
+  const int32_t num_rows = *p.num_rows;
+  const int32_t from_row = p.row_index != nullptr ? p.row_index[row] : row;
+  const int32_t first = first_element();
+  const int32_t count = p.width - first;
+  if (row >= num_rows || count <= 0) return;
+  float values[kPerThread];
+  load_first<kIsVector>(static_cast<const X*>(p.x) + from_row * p.x_stride + first, count, values);
+  store_first<kIsVector>(values, count, static_cast<Y*>(p.y) + row * p.y_stride + first);
+}
+
 template <bool kIsVector>
 __global__ void __launch_bounds__(kThreads)
     soft_cap_kernel(const __grid_constant__ SoftCapParams p) {
@@ -164,6 +180,21 @@ void gather_rows(CudaContext& ctx, const GatherRowsParams& p) {
   const auto kernel =
       takes_vectors(p.hidden, p.x, p.y) ? gather_rows_kernel<true> : gather_rows_kernel<false>;
   launch(ctx, "gather_rows", kernel, grid_of(p.max_rows, p.hidden), dim3(kThreads), 0, p);
+}
+
+void copy_rows(CudaContext& ctx, const CopyRowsParams& p) {
+  using namespace cuda;
+  const bool is_vector = takes_vectors(p.width, p.x, p.y) && p.x_stride % kPerThread == 0 &&
+                         p.y_stride % kPerThread == 0;
+  with_element_type(p.x_dtype, "copy_rows x", [&](auto x) {
+    with_element_type(p.y_dtype, "copy_rows y", [&](auto y) {
+      using X = decltype(x);
+      using Y = decltype(y);
+      launch(ctx, "copy_rows",
+             is_vector ? copy_rows_kernel<X, Y, true> : copy_rows_kernel<X, Y, false>,
+             grid_of(p.max_rows, p.width), dim3(kThreads), 0, p);
+    });
+  });
 }
 
 void soft_cap(CudaContext& ctx, const SoftCapParams& p) {

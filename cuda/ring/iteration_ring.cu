@@ -65,10 +65,10 @@ __global__ void __launch_bounds__(1024) begin_kernel(const __grid_constant__ Beg
   fetch(args.offsets.seq_slot, num_seqs, to.seq_slot);
   fetch(args.offsets.kind, num_seqs, to.kind);
   fetch(args.offsets.prefill_start, num_seqs, to.prefill_start);
+  fetch(args.offsets.next_token, num_seqs, to.next_token);
   fetch(args.offsets.verify_indptr, num_seqs + 1, to.verify_indptr);
   fetch(args.offsets.first_indptr, num_seqs + 1, to.first_indptr);
   fetch(args.offsets.logit_indptr, num_seqs + 1, to.logit_indptr);
-  fetch(args.offsets.first_last_row, header.num_drafting, to.first_last_row);
   fetch(args.offsets.logit_rows, header.num_logit_rows, to.logit_rows);
   if (header.has_prefill != 0) {
     fetch(args.offsets.prefill_tokens, header.num_verify_rows, to.prefill_tokens);
@@ -168,10 +168,10 @@ IterationRing::IterationRing(const BatchShape& shape, const KvLayout& layout, in
   offsets_.seq_slot = ints(shape.max_seqs);
   offsets_.kind = ints(shape.max_seqs);
   offsets_.prefill_start = ints(shape.max_seqs);
+  offsets_.next_token = ints(shape.max_seqs);
   offsets_.verify_indptr = ints(shape.max_seqs + 1);
   offsets_.first_indptr = ints(shape.max_seqs + 1);
   offsets_.logit_indptr = ints(shape.max_seqs + 1);
-  offsets_.first_last_row = ints(shape.max_seqs);
   offsets_.logit_rows = ints(shape.max_logit_rows);
   offsets_.prefill_tokens = ints(shape.max_verify_rows);
   offsets_.resets = place(int64_t{shape.max_seqs} * static_cast<int64_t>(sizeof(SlotReset)));
@@ -240,10 +240,10 @@ void IterationRing::write(const IterationInputs& in) {
   put(offsets_.seq_slot, in.seq_slot, in.num_seqs);
   put(offsets_.kind, in.kind, in.num_seqs);
   put(offsets_.prefill_start, in.prefill_start, in.num_seqs);
+  put(offsets_.next_token, in.next_token, in.num_seqs);
   put(offsets_.verify_indptr, in.verify_indptr, in.num_seqs + 1);
   put(offsets_.first_indptr, in.first_indptr, in.num_seqs + 1);
   put(offsets_.logit_indptr, in.logit_indptr, in.num_seqs + 1);
-  put(offsets_.first_last_row, in.first_last_row, in.num_drafting);
   put(offsets_.logit_rows, in.logit_rows, in.num_logit_rows);
   if (in.has_prefill) put(offsets_.prefill_tokens, in.prefill_tokens, in.num_verify_rows);
   if (num_resets > 0) put(offsets_.resets, in.resets, num_resets);

@@ -42,7 +42,7 @@ struct SlotOutcomeHeader {
 };
 
 struct SlotOffsets {
-  int64_t seq_slot, kind, prefill_start, verify_indptr, first_indptr, logit_indptr, first_last_row,
+  int64_t seq_slot, kind, prefill_start, next_token, verify_indptr, first_indptr, logit_indptr,
       logit_rows, prefill_tokens, resets, table_writes, outcome, results, bytes;
   int32_t max_table_writes;
 };

@@ -81,8 +81,9 @@ struct Logits {
   }
 };
 
-template <bool kIsVector>
-__device__ __forceinline__ void load_logits(const float* row, int32_t vocab_limit, Logits& logits) {
+template <bool kIsVector, bool kIsMapped>
+__device__ __forceinline__ void load_logits(const DrawParams& p, const float* row, Logits& logits) {
+  const int32_t vocab_limit = p.vocab_limit;
 #pragma unroll
   for (int quad = 0; quad < kQuads; ++quad) {
     const int32_t first = logits.id(quad, 0);
@@ -99,7 +100,14 @@ __device__ __forceinline__ void load_logits(const float* row, int32_t vocab_limi
 #pragma unroll
   for (int quad = 0; quad < kQuads; ++quad) {
 #pragma unroll
-    for (float& value : logits.values[quad]) value = fmaxf(value, negative_infinity());  // NaN
+    for (int i = 0; i < 4; ++i) {
+      float& value = logits.values[quad][i];
+      value = fmaxf(value, negative_infinity());  // NaN
+      if constexpr (kIsMapped) {
+        const int32_t id = logits.id(quad, i);
+        if (id < vocab_limit && p.token_map[id] >= p.token_limit) value = negative_infinity();
+      }
+    }
   }
 }
 
@@ -122,8 +130,11 @@ __device__ __forceinline__ uint64_t highest_logit(const Logits& logits) {
 
 // The best candidate of the thread, or one that cannot win against another of its warp.
 // `highest_id` has the thread's highest logit; -1: no logit is valid. Called by whole warps.
+// `token_map` gives the tokens whose noise ids have; with kIsMapped only.
+template <bool kIsMapped>
 __device__ __forceinline__ uint64_t sample(const Logits& logits, const NoiseKey& noise,
-                                           float temperature, float highest, int32_t highest_id) {
+                                           const int32_t* token_map, float temperature,
+                                           float highest, int32_t highest_id) {
   // Above the rounding errors of a key's noise, of the exponent and of the exponential; a key's own
   // rounding is relative to it.
   constexpr float kSlack = 1e-3f;
@@ -132,9 +143,11 @@ __device__ __forceinline__ uint64_t sample(const Logits& logits, const NoiseKey&
   constexpr float kMaxFloat = 0x1.fffffep127f;
   uint64_t best = 0;
   if (highest_id >= 0) {
+    int32_t token = highest_id;
+    if constexpr (kIsMapped) token = token_map[highest_id];
     uint32_t words[4];
-    philox_words(noise, static_cast<uint32_t>(highest_id) / 4, words);
-    best = candidate(fmaf(temperature, gumbel(pick(words, highest_id % 4)), highest), highest_id);
+    philox_words(noise, static_cast<uint32_t>(token) / 4, words);
+    best = candidate(fmaf(temperature, gumbel(pick(words, token % 4)), highest), highest_id);
   }
   const float inverse = fminf(1.0f / temperature, kMaxFloat);
   // Not unrolled: the kernel stays small, and a quad waits for the bound of the one before anyway.
@@ -158,7 +171,20 @@ __device__ __forceinline__ uint64_t sample(const Logits& logits, const NoiseKey&
     }
     if (!is_any) continue;
     uint32_t words[4];
-    philox_words(noise, static_cast<uint32_t>(logits.id(quad, 0)) / 4, words);
+    if constexpr (kIsMapped) {
+      // Tokens lie anywhere, so each takes a counter of its own.
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        words[i] = 0xffffffffu;
+        if (limit[i] < -kMaxNoise || !(values[i] > negative_infinity())) continue;
+        const int32_t token = token_map[logits.id(quad, i)];
+        uint32_t of_token[4];
+        philox_words(noise, static_cast<uint32_t>(token) / 4, of_token);
+        words[i] = pick(of_token, token % 4);
+      }
+    } else {
+      philox_words(noise, static_cast<uint32_t>(logits.id(quad, 0)) / 4, words);
+    }
     uint32_t survivors = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -177,7 +203,7 @@ __device__ __forceinline__ uint64_t sample(const Logits& logits, const NoiseKey&
   return best;
 }
 
-template <bool kIsVector, bool kWantsProbability>
+template <bool kIsVector, bool kWantsProbability, bool kIsMapped>
 __global__ void __launch_bounds__(kThreads)
     draw_kernel(const __grid_constant__ DrawParams p, const int32_t first_row,
                 Partial* const partials, int32_t* const arrivals) {
@@ -198,7 +224,7 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t pass_row = p.row_index[row];
   Logits logits;
   logits.first_id = piece * kIdsPerBlock + thread * 4;
-  load_logits<kIsVector>(row_logits, p.vocab_limit, logits);
+  load_logits<kIsVector, kIsMapped>(p, row_logits, logits);
   const int32_t slot = p.seq_slot[pass_row];
   const int32_t position = p.positions[pass_row];
   if (slot < 0) {  // the same for all blocks of the row: none arrives
@@ -216,10 +242,11 @@ __global__ void __launch_bounds__(kThreads)
   if (temperature > 0.0f) {
     const NoiseKey noise = {.seed = seed,
                             .stream = NoiseStream::kTarget,
-                            .position = static_cast<uint32_t>(position) + 1,
+                            .position = static_cast<uint32_t>(position + p.draw_ahead),
                             .salt = 0};
-    winner = sample(logits, noise, temperature, from_ordered(static_cast<uint32_t>(highest >> 32)),
-                    highest == 0 ? -1 : id_of(highest));
+    winner = sample<kIsMapped>(logits, noise, p.token_map, temperature,
+                               from_ordered(static_cast<uint32_t>(highest >> 32)),
+                               highest == 0 ? -1 : id_of(highest));
   }
   winner = warp_max(winner);
   if (lane == 0) winners[warp] = winner;
@@ -279,19 +306,24 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   if (lane != 0) return;
-  p.tokens[row] = winner == 0 ? kNoValidLogit : id_of(winner);
+  int32_t token = winner == 0 ? kNoValidLogit : id_of(winner);
+  if constexpr (kIsMapped) {
+    if (winner != 0) token = p.token_map[token];
+  }
+  p.tokens[row] = token;
   if constexpr (kWantsProbability) {
     p.probabilities[row] =
         winner == 0 ? 0.0f : expf(row_logits[id_of(winner)] - max_logit) / sum_of_exps;
   }
 }
 
+template <bool kIsMapped>
 auto kernel_of(const DrawParams& p) {
   const bool is_vector = p.logits_stride % 4 == 0 && is_vector_aligned(p.logits);
   if (p.probabilities != nullptr) {
-    return is_vector ? draw_kernel<true, true> : draw_kernel<false, true>;
+    return is_vector ? draw_kernel<true, true, kIsMapped> : draw_kernel<false, true, kIsMapped>;
   }
-  return is_vector ? draw_kernel<true, false> : draw_kernel<false, false>;
+  return is_vector ? draw_kernel<true, false, kIsMapped> : draw_kernel<false, false, kIsMapped>;
 }
 
 }  // namespace
@@ -311,7 +343,7 @@ void draw(CudaContext& ctx, const DrawParams& p) {
   }
   for (int64_t first_row = 0; first_row < p.max_rows; first_row += rows_per_launch) {
     const int64_t num_rows = std::min(rows_per_launch, p.max_rows - first_row);
-    launch(ctx, "draw", kernel_of(p),
+    launch(ctx, "draw", p.token_map != nullptr ? kernel_of<true>(p) : kernel_of<false>(p),
            dim3(static_cast<unsigned>(num_pieces), static_cast<unsigned>(num_rows)), dim3(kThreads),
            0, p, static_cast<int32_t>(first_row), partials, ctx.counters);
   }

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "common/launch.cuh"
+#include "common/reduce.cuh"
 #include "speculate/row_ops.h"
 #include "speculate/sequence_rows.h"
 
@@ -16,6 +17,7 @@ namespace {
 constexpr int32_t kMaxSequenceThreads = 512;  // of the block that assembles a sequence
 constexpr int32_t kStoreThreads = 128;
 constexpr int32_t kMaxStepThreads = 1024;
+constexpr int32_t kNgramThreads = 512;
 
 int32_t whole_warps(int32_t count, int32_t most) {
   return std::clamp((count + 31) / 32 * 32, 32, most);
@@ -70,6 +72,24 @@ __global__ void __launch_bounds__(kStoreThreads)
   if (i < min(*p.rows.num_rows, p.rows.capacity)) store_draft_sequence(p, i, column);
 }
 
+// One block a sequence. The best candidate is a maximum of different numbers: it has no order.
+__global__ void __launch_bounds__(kNgramThreads)
+    propose_ngram_kernel(const __grid_constant__ ProposeNgramParams p) {
+  __shared__ uint64_t winners[kNgramThreads / 32];
+  let_successor_start();
+  wait_for_predecessor();
+  const int32_t i = static_cast<int32_t>(blockIdx.x);
+  if (i >= *p.inputs.num_drafting) return;
+  const int32_t thread = static_cast<int32_t>(threadIdx.x);
+  const int32_t slot = p.inputs.seq_slot[i];
+  uint64_t best = warp_max(best_ngram(p, slot, thread, kNgramThreads));
+  if (thread % 32 == 0) winners[thread / 32] = best;
+  __syncthreads();
+#pragma unroll
+  for (const uint64_t winner : winners) best = max(best, winner);
+  store_ngram(p, slot, best, thread, kNgramThreads);
+}
+
 // One block a sequence; one even for none, since the number of rows is written.
 template <class Params>
 void launch_assemble(CudaContext& ctx, const char* name, void (*kernel)(Params), const Params& p) {
@@ -93,6 +113,11 @@ void begin_draft_steps(CudaContext& ctx, const BeginDraftStepsParams& p) {
   const int32_t num_threads = cuda::whole_warps(p.rows.capacity, cuda::kMaxStepThreads);
   cuda::launch(ctx, "begin_draft_steps", cuda::begin_draft_steps_kernel, dim3(1),
                dim3(static_cast<unsigned>(num_threads)), 0, p);
+}
+
+void propose_ngram(CudaContext& ctx, const ProposeNgramParams& p) {
+  cuda::launch(ctx, "propose_ngram", cuda::propose_ngram_kernel,
+               dim3(static_cast<unsigned>(p.max_seqs)), dim3(cuda::kNgramThreads), 0, p);
 }
 
 void store_draft(CudaContext& ctx, const StoreDraftParams& p) {

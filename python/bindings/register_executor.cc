@@ -149,6 +149,8 @@ constexpr std::array kOptionFields = {
                  [](auto& o) -> auto& { return o.speculative.synthetic_acceptance_length; }),
     option_field("draft_stop_threshold",
                  [](auto& o) -> auto& { return o.speculative.draft_stop_threshold; }),
+    option_field("ngram_min", [](auto& o) -> auto& { return o.speculative.ngram_min; }),
+    option_field("ngram_max", [](auto& o) -> auto& { return o.speculative.ngram_max; }),
     option_field("draft_driver", [](auto& o) -> auto& { return o.draft_driver; }),
     option_field("device_lateness", [](auto& o) -> auto& { return o.device_lateness; }),
     option_field("use_window_lists", [](auto& o) -> auto& { return o.use_window_lists; }),

@@ -138,10 +138,12 @@ void put_array(PyModelBuilder& self, const std::string& name, const py::array& a
   DType dtype = DType::kFloat32;
   if (array.dtype().equal(py::dtype("float16"))) {
     dtype = DType::kFloat16;
+  } else if (array.dtype().equal(py::dtype("int32"))) {
+    dtype = DType::kInt32;
   } else if (!array.dtype().equal(py::dtype("float32"))) {
     throw py::value_error("tensor '" + name + "': the array's dtype is " +
                           py::str(array.dtype()).cast<std::string>() +
-                          "; allowed: float32, float16 in native byte order");
+                          "; allowed: float32, float16 (token ids: int32) in native byte order");
   }
   if ((array.flags() & py::detail::npy_api::NPY_ARRAY_ALIGNED_) == 0) {
     throw py::value_error("tensor '" + name + "': the array is not aligned; copy it first");
@@ -224,7 +226,7 @@ Raises:
 
 Args:
     name: The canonical name.
-    array: float32 or float16, any strides.
+    array: float32 or float16, any strides; int32 for token ids.
 
 Raises:
     ValueError: An unknown name, a second put, or a wrong shape or dtype (seen and expected).

@@ -130,7 +130,8 @@ def _add_generate(commands: Any) -> None:
     model.add_argument(
         "--demo",
         metavar="NAME",
-        help=f"checkpoints of the package, used when no model is named: {_DEFAULT_DEMO}",
+        help="checkpoints of the package, used when no model is named: draft_model, eagle3 or "
+        f"ngram (default: {_DEFAULT_DEMO})",
     )
     model.add_argument(
         "--num-speculative-tokens",
@@ -263,13 +264,7 @@ def _choose_model(args: argparse.Namespace) -> tuple[str, dict[str, Any] | str |
 
     demo = find_demo(_DEFAULT_DEMO if args.demo is None else args.demo)
     k = args.num_speculative_tokens
-    if k == 0:
-        return str(demo.target), None
-    return str(demo.target), {
-        "method": "draft_model",
-        "model": str(demo.draft),
-        "num_speculative_tokens": demo.num_speculative_tokens if k is None else k,
-    }
+    return str(demo.target), None if k == 0 else demo.speculative_config(k)
 
 
 def _stream_text(
@@ -371,7 +366,9 @@ def _add_convert(commands: Any) -> None:
     parser = commands.add_parser(
         "convert",
         help="write a folder that the C++ library reads without Python",
-        description="Writes a checkpoint, maybe with its drafter, as a folder for the C++ library.",
+        description="Writes a checkpoint, maybe with its drafter, as a folder for the C++ library. "
+        "With --allow-pickle and the folder of an EAGLE drafter alone it writes the drafter's "
+        "checkpoint again, as safetensors.",
     )
     parser.add_argument("model", metavar="DIR", help="the target's checkpoint")
     parser.add_argument("out", metavar="OUT", help="the folder to write; absent or empty")
@@ -386,6 +383,11 @@ def _add_convert(commands: Any) -> None:
     parser.add_argument(
         "--dtype", default="auto", help="of the weights: auto, float32 or bfloat16 (default: auto)"
     )
+    parser.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        help="read an EAGLE drafter's pytorch_model.bin: tensors only, with torch",
+    )
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar, no message")
     parser.set_defaults(run=_run_convert)
 
@@ -399,6 +401,7 @@ def _run_convert(args: argparse.Namespace) -> int:
         draft_dir=args.draft,
         num_speculative_tokens=args.num_speculative_tokens,
         dtype=args.dtype,
+        allow_pickle=args.allow_pickle,
         progress=not args.quiet,
     )
     if not args.quiet:

@@ -19,8 +19,8 @@ from typing import Any, Final
 MAX_SPECULATIVE_TOKENS: Final = 16
 MAX_SEED: Final = 2**64 - 1
 
-METHODS: Final = ("draft_model",)
-LATER_METHODS: Final = ("eagle", "eagle3", "mtp", "gemma4_mtp", "ngram", "suffix")
+METHODS: Final = ("draft_model", "eagle", "eagle3", "ngram")
+LATER_METHODS: Final = ("mtp", "gemma4_mtp", "suffix")
 REJECTION_SAMPLE_METHODS: Final = ("coupled", "synthetic")
 LATER_REJECTION_SAMPLE_METHODS: Final = ("standard", "block")
 DRAFT_DRIVERS: Final = ("unrolled", "replay", "while", "eager")
@@ -30,6 +30,10 @@ LOAD_FORMATS: Final = ("auto", "dummy")
 
 # Keys of SpeculativeConfig that users write under "x".
 _NESTED_KEYS: Final = ("draft_driver", "draft_stop_threshold")
+
+# The longest n-gram that is looked up, and the length where nobody says.
+MAX_PROMPT_LOOKUP: Final = 256
+DEFAULT_PROMPT_LOOKUP: Final = 5
 
 # Keys that vLLM takes and that do nothing here yet: refused by name rather than as a typing error.
 _LATER_KEYS: Final = (
@@ -41,8 +45,6 @@ _LATER_KEYS: Final = (
     "max_model_len",
     "num_speculative_tokens_per_batch_size",
     "parallel_drafting",
-    "prompt_lookup_max",
-    "prompt_lookup_min",
     "quantization",
     "revision",
     "synthetic_acceptance_rates",
@@ -146,8 +148,10 @@ class SpeculativeConfig:
     """How tokens are drafted and accepted. The keys are vLLM's; ours are nested under "x".
 
     Attributes:
-        method: "draft_model". May be left out when `model` is given.
-        model: Folder of the drafter's checkpoint; a path-like object becomes a string.
+        method: "draft_model", "eagle", "eagle3" or "ngram". None: what the checkpoint in `model`
+            is; `LLM` finds out when it loads it.
+        model: Folder of the drafter's checkpoint; a path-like object becomes a string. None with
+            "ngram", which has none.
         num_speculative_tokens: Tokens drafted in each iteration (k), 1 to 16.
         rejection_sample_method: "coupled": keep a draft while it equals the target's own draw; the
             output is bit for bit that of plain decoding. "synthetic": do the same work, then
@@ -157,6 +161,10 @@ class SpeculativeConfig:
             1 to k + 1.
         draft_sample_method: "probabilistic": the drafter draws at the request's temperature. It is
             the only choice for "coupled" and "synthetic", where drafter and target share one noise.
+        prompt_lookup_min: "ngram" only: length of the shortest n-gram that is looked up. None: as
+            `prompt_lookup_max`, and 5 where that is None too.
+        prompt_lookup_max: "ngram" only: length of the longest one, which is tried first. None: as
+            `prompt_lookup_min`.
         draft_driver: Under "x". Who replays the draft step: "unrolled", "replay", "while" or
             "eager". All give identical bits.
         draft_stop_threshold: Under "x", 0 to below 1. A sequence drafts no further once the
@@ -171,24 +179,21 @@ class SpeculativeConfig:
     rejection_sample_method: str = "coupled"
     synthetic_acceptance_length: float | None = None
     draft_sample_method: str = "probabilistic"
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
     draft_driver: str = "unrolled"
     draft_stop_threshold: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.method is None:
-            if self.model is None:
-                raise ValueError(
-                    "speculative_config has neither 'method' nor 'model'; "
-                    f"methods of this version: {quoted(METHODS)}"
-                )
-            object.__setattr__(self, "method", "draft_model")
-        check_choice("speculative_config['method']", self.method, METHODS, LATER_METHODS)
-        if not isinstance(self.model, str | os.PathLike) or not os.fspath(self.model):
+        if self.method is not None:
+            check_choice("speculative_config['method']", self.method, METHODS, LATER_METHODS)
+        elif self.model is None:
             raise ValueError(
-                f"speculative_config['model'] is {self.model!r}; "
-                "method 'draft_model' needs the folder of the drafter's checkpoint"
+                "speculative_config has neither 'method' nor 'model'; "
+                f"methods of this version: {quoted(METHODS)}"
             )
-        object.__setattr__(self, "model", os.fspath(self.model))
+        self._check_model()
+        self._check_prompt_lookup()
         k = check_int(
             "speculative_config['num_speculative_tokens']",
             self.num_speculative_tokens,
@@ -230,6 +235,64 @@ class SpeculativeConfig:
                 "with 'while', the driver that can stop early"
             )
         object.__setattr__(self, "draft_stop_threshold", threshold)
+
+    def _check_model(self) -> None:
+        key = "speculative_config['model']"
+        if self.method == "ngram":
+            if self.model is not None:
+                raise ValueError(
+                    f"{key} is {self.model!r}, but method 'ngram' looks drafts up in the text and "
+                    "has no model; allowed: no 'model'"
+                )
+            return
+        if not isinstance(self.model, str | os.PathLike) or not os.fspath(self.model):
+            raise ValueError(
+                f"{key} is {self.model!r}; method {self.method!r} needs the folder of the "
+                "drafter's checkpoint"
+            )
+        object.__setattr__(self, "model", os.fspath(self.model))
+
+    def _check_prompt_lookup(self) -> None:
+        given = {"prompt_lookup_min": self.prompt_lookup_min}
+        given["prompt_lookup_max"] = self.prompt_lookup_max
+        for name, value in given.items():
+            if value is None:
+                continue
+            key = f"speculative_config['{name}']"
+            if self.method != "ngram":
+                raise ValueError(
+                    f"{key} is {value!r}, but method is {self.method!r}; allowed: only with 'ngram'"
+                )
+            check_int(key, value, 1, MAX_PROMPT_LOOKUP)
+        if self.method != "ngram":
+            return
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        if low is None:
+            low = DEFAULT_PROMPT_LOOKUP if high is None else high
+        if high is None:
+            high = low
+        if low > high:
+            raise ValueError(
+                f"speculative_config['prompt_lookup_min'] is {low}; allowed: an integer from 1 to "
+                f"prompt_lookup_max = {high}"
+            )
+        object.__setattr__(self, "prompt_lookup_min", operator.index(low))
+        object.__setattr__(self, "prompt_lookup_max", operator.index(high))
+
+    def resolved(self, method: str) -> SpeculativeConfig:
+        """The same with the method that the drafter's checkpoint turned out to be.
+
+        Raises:
+            ValueError: Another method was named.
+        """
+        if self.method == method:
+            return self
+        if self.method is not None:
+            raise ValueError(
+                f"speculative_config['method'] is {self.method!r}, but the drafter is one for "
+                f"{method!r}; allowed: {method!r}, or no 'method'"
+            )
+        return dataclasses.replace(self, method=method)
 
     def _check_synthetic_length(self, k: int) -> None:
         key = "speculative_config['synthetic_acceptance_length']"

@@ -35,6 +35,7 @@ from paceline.loader import (
     LoadedModel,
     check_compatible,
     load_checkpoint,
+    load_drafter,
     load_dummy,
 )
 from paceline.memory import default_kv_cache_bytes, group_max_bytes, memory_plan
@@ -148,18 +149,24 @@ class LLM:
         if speculative_config is not None:
             speculative = SpeculativeConfig.parse(speculative_config)
         resolved = resolve_device(config.device)
-
-        def load(path: str | os.PathLike[str]) -> LoadedModel:
-            if load_format == "dummy":
-                return load_dummy(path, dtype=config.dtype, device=resolved)
-            return load_checkpoint(
-                path, dtype=config.dtype, device=resolved, progress=show_progress
+        if load_format == "dummy":
+            target = load_dummy(model, dtype=config.dtype, device=resolved)
+        else:
+            target = load_checkpoint(
+                model, dtype=config.dtype, device=resolved, progress=show_progress
             )
-
-        target = load(model)
-        if speculative is not None:
-            assert speculative.model is not None
-            draft = load(speculative.model)
+        if speculative is not None and speculative.model is not None:
+            if load_format == "dummy":
+                draft = load_dummy(speculative.model, dtype=config.dtype, device=resolved)
+            else:
+                draft = load_drafter(
+                    speculative.model,
+                    target,
+                    method=speculative.method,
+                    dtype=config.dtype,
+                    device=resolved,
+                    progress=show_progress,
+                )
         self._start(target, draft, config, speculative, show_progress=show_progress)
 
     @classmethod
@@ -176,7 +183,8 @@ class LLM:
 
         Args:
             target: What `paceline.loader.load_checkpoint` returned.
-            draft: The same for the drafter; needed if and only if there is a speculative_config.
+            draft: The same, or what `load_drafter` returned, for the drafter; needed if and only if
+                there is a speculative_config whose method has a model.
             speculative_config: As for `LLM`; its `model` is only a name here.
             show_progress: As for `LLM`.
             **engine: Fields of `EngineConfig`. The engine runs where the models lie; a `device`
@@ -192,7 +200,8 @@ class LLM:
         speculative = None
         if speculative_config is not None:
             speculative = SpeculativeConfig.parse(speculative_config)
-        if (speculative is None) != (draft is None):
+        needs_draft = speculative is not None and speculative.method != "ngram"
+        if needs_draft != (draft is not None):
             raise ValueError(
                 "draft and speculative_config belong together: "
                 f"draft is {draft!r:.60}, speculative_config is {speculative_config!r}"
@@ -217,6 +226,8 @@ class LLM:
         show_progress: bool,
     ) -> None:
         if draft is not None:
+            assert speculative is not None
+            speculative = speculative.resolved(draft.method)
             check_compatible(target, draft)
         self.config = config
         self.speculative_config = speculative
@@ -259,6 +270,9 @@ class LLM:
             options["synthetic_acceptance_length"] = speculative.synthetic_acceptance_length or 0.0
             options["draft_driver"] = speculative.draft_driver
             options["draft_stop_threshold"] = speculative.draft_stop_threshold
+            if speculative.method == "ngram":
+                options["ngram_min"] = speculative.prompt_lookup_min
+                options["ngram_max"] = speculative.prompt_lookup_max
         draft_model = None if draft is None else draft.model
         with capture_progress(is_shown=show_progress) as report:
             executor = _core.Executor(target.model, draft_model, options, report)

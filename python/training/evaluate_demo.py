@@ -45,15 +45,13 @@ class Run:
     texts: list[str]
 
 
-def run_engine(target: Path, drafter: Path, texts: Sequence[str]) -> Run:
-    """Greedy speculative decoding with Paceline."""
+def run_engine(
+    target: Path, drafter: Path, texts: Sequence[str], *, num_drafts: int = DRAFT_LENGTH
+) -> Run:
+    """Greedy speculative decoding with Paceline, with a drafter of any kind."""
     from paceline import LLM, SamplingParams
 
-    config = {
-        "method": "draft_model",
-        "model": str(drafter),
-        "num_speculative_tokens": DRAFT_LENGTH,
-    }
+    config = {"model": str(drafter), "num_speculative_tokens": num_drafts}
     continuations: list[list[int]] = [[] for _ in texts]
     emitted: list[list[int]] = [[] for _ in texts]
     decoded = [""] * len(texts)

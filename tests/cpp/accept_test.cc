@@ -39,9 +39,10 @@ struct Window {
     std::copy(drafts.begin(), drafts.end(), s.draft_tokens + k);
     in = {.num_seqs = ints(1), .num_drafting = ints(1), .num_verify_rows = ints(1),
           .num_first_rows = ints(1), .num_logit_rows = ints(1), .seq_slot = ints(1),
-          .kind = ints(1), .prefill_start = ints(1), .verify_indptr = ints(2),
+          .kind = ints(1), .prefill_start = ints(1), .next_token = ints(1),
+          .verify_indptr = ints(2),
           .first_indptr = ints(2), .logit_indptr = ints(2), .prefill_tokens = ints(kMaxLen),
-          .logit_rows = ints(kMaxLen), .first_last_row = ints(1)};
+          .logit_rows = ints(kMaxLen)};
     *in.num_seqs = *in.num_drafting = 1;
     in.seq_slot[0] = 1;
     in.kind[0] = static_cast<int32_t>(RowKind::kDecode);
@@ -155,12 +156,71 @@ TEST(RowOps, VerifyRowsAreTheLastTokenAndTheDrafts) {
 TEST(RowOps, TheFirstPassSeesTheLastAcceptedAndTheNewToken) {
   Window window({7, 8, 9}, {7, 8, 1, 4});
   window.judge();
-  assemble_first_rows(window.ctx, {window.in, window.s, window.rows});
+  int32_t last_row = -1;
+  assemble_first_rows(window.ctx, {window.in, window.s, window.rows, FirstRows::kNewest,
+                                   /*results=*/nullptr, &last_row});
+  EXPECT_EQ(last_row, 1);
   EXPECT_EQ(*window.rows.num_rows, 2);
   EXPECT_EQ(window.rows.token_ids[0], 8);
   EXPECT_EQ(window.rows.token_ids[1], 1);
   EXPECT_EQ(window.rows.positions[0], 6);
   EXPECT_EQ(window.rows.positions[1], 7);
+}
+
+TEST(RowOps, TheFirstPassOfAHeadPairsEachRowWithTheTokenAfterIt) {
+  Window window({7, 8, 9}, {7, 8, 1, 4});  // known_len 5; two kept, then 1
+  window.judge();
+  window.in.first_indptr[1] = *window.in.num_first_rows = 4;
+  int32_t last_row = -1;
+  const auto assemble = [&] {
+    assemble_first_rows(window.ctx, {window.in, window.s, window.rows, FirstRows::kWindow,
+                                     &window.result, &last_row});
+  };
+  const auto head = [](const int32_t* values, int n) { return Tokens(values, values + n); };
+  assemble();
+  EXPECT_EQ(head(window.rows.seq_slot, 4), (Tokens{1, 1, 1, -1}));
+  EXPECT_EQ(head(window.rows.positions, 4), (Tokens{4, 5, 6, 0}));
+  EXPECT_EQ(head(window.rows.token_ids, 4), (Tokens{7, 8, 1, 0}));
+  EXPECT_EQ(last_row, 2);
+  // An unfinished chunk: only the host knows what comes next.
+  window.in.kind[0] = static_cast<int32_t>(RowKind::kPrefillPartial);
+  window.in.prefill_start[0] = 4;
+  window.in.next_token[0] = 33;
+  window.in.first_indptr[1] = *window.in.num_first_rows = 4;
+  *window.in.num_drafting = 0;
+  assemble();
+  EXPECT_EQ(head(window.rows.seq_slot, 4), (Tokens{1, 1, 1, 1}));
+  EXPECT_EQ(head(window.rows.positions, 4), (Tokens{4, 5, 6, 7}));
+  EXPECT_EQ(head(window.rows.token_ids, 4), (Tokens{7, 8, 1, 33}));
+  // A sequence that has ended drafts nothing.
+  window.s.is_active[1] = 0;
+  assemble();
+  EXPECT_EQ(head(window.rows.seq_slot, 4), (Tokens{-1, -1, -1, -1}));
+}
+
+TEST(RowOps, NgramTakesTheLongestAndLatestMatch) {
+  const auto propose = [](const Tokens& tokens, int32_t min, int32_t max, int32_t k,
+                          int32_t limit = kMaxLen) {
+    Window window(Tokens(static_cast<size_t>(k), -1), {}, static_cast<int32_t>(tokens.size()),
+                  limit);
+    std::copy(tokens.begin(), tokens.end(), window.s.history + kMaxLen);
+    propose_ngram(window.ctx, {.inputs = window.in,
+                               .sequences = window.s,
+                               .max_seqs = 1,
+                               .min_tokens = min,
+                               .max_tokens = max});
+    const int32_t* drafts = window.s.draft_tokens + k;
+    return Tokens(drafts, drafts + window.s.draft_len[1]);
+  };
+  const Tokens twice = {1, 2, 3, 9, 8, 2, 3, 7, 6, 1, 2, 3};
+  EXPECT_EQ(propose(twice, 1, 3, 4), (Tokens{9, 8, 2, 3}));  // the longer match, though earlier
+  EXPECT_EQ(propose(twice, 1, 2, 4), (Tokens{7, 6, 1, 2}));  // of equals the later
+  EXPECT_EQ(propose(twice, 4, 6, 4), Tokens{});
+  EXPECT_EQ(propose(twice, 1, 2, 4, 14), (Tokens{7, 6}));    // two more tokens fit
+  EXPECT_EQ(propose({4, 5, 6}, 1, 3, 4), Tokens{});
+  EXPECT_EQ(propose({4}, 1, 3, 4), Tokens{});
+  EXPECT_EQ(propose({5, 5, 5}, 1, 4, 4), (Tokens{5}));  // 5 5 has followed 5 5 once: overlapping
+  EXPECT_EQ(propose({5, 5, 5, 5}, 1, 2, 4), (Tokens{5}));
 }
 
 TEST(RowOps, DraftsGoToTheColumnOfTheStepCounter) {

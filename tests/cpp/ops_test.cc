@@ -7,6 +7,7 @@
 #include "ops/ops.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -1753,6 +1754,82 @@ TEST(Draw, PruningChangesNothing) {
         }
       }
     }
+  }
+}
+
+TEST(Draw, ADraftVocabularyDrawsWhatItsLogitsDrawAmongAllTokens) {
+  TRACE_SEED();
+  Random random(27);
+  constexpr int32_t kTokens = 300;
+  constexpr int32_t kLimit = 280;  // tokens of the target
+  for (int i = 0; i < 400; ++i) {
+    std::vector<int32_t> map;
+    for (int32_t token = 0; token < kTokens; ++token) {
+      if (random.below(3) == 0) map.push_back(token);
+    }
+    const auto num_ids = static_cast<int32_t>(map.size());
+    std::vector<float> logits = random.normals(num_ids, i % 2 == 0 ? 1.0f : 6.0f);
+    for (float& logit : logits) {
+      if (random.below(30) == 0) logit = random.below(2) == 0 ? kNan : -kInf;
+      if (random.below(30) == 0) logit = logits[0];
+    }
+    std::vector<float> scattered(kLimit, -kInf);
+    for (int32_t id = 0; id < num_ids; ++id) {
+      const auto token = static_cast<size_t>(map[static_cast<size_t>(id)]);
+      if (token < scattered.size()) scattered[token] = logits[static_cast<size_t>(id)];
+    }
+    const int32_t one = 1;
+    const int32_t row = 0;
+    const int32_t position = random.below(1000);
+    const int32_t position_before = position - 1;
+    const uint64_t seed = random.engine()();
+    const float temperature = std::array{0.0f, 1e-5f, 0.3f, 1.0f, 3.0f}[static_cast<size_t>(i % 5)];
+    CpuContext ctx = context_of(1);
+    const auto draw_from = [&](const std::vector<float>& from, const int32_t* token_map) {
+      int32_t token = -99;
+      float probability = -1;
+      // The row is one position earlier and draws one further on: the same token's place.
+      draw(ctx, {.num_rows = &one,
+                 .max_rows = 1,
+                 .logits = from.data(),
+                 .logits_stride = static_cast<int64_t>(from.size()),
+                 .vocab_limit = static_cast<int32_t>(from.size()),
+                 .row_index = &row,
+                 .seq_slot = &row,
+                 .positions = token_map != nullptr ? &position_before : &position,
+                 .seeds = &seed,
+                 .temperatures = &temperature,
+                 .tokens = &token,
+                 .probabilities = &probability,
+                 .draw_ahead = token_map != nullptr ? 2 : 1,
+                 .token_map = token_map,
+                 .token_limit = token_map != nullptr ? kLimit : 0});
+      return std::pair{token, probability};
+    };
+    const auto mapped = draw_from(logits, map.data());
+    const auto all = draw_from(scattered, nullptr);
+    ASSERT_EQ(mapped.first, all.first) << "temperature " << temperature;
+    ASSERT_FLOAT_EQ(mapped.second, all.second);
+  }
+}
+
+TEST(CopyRows, TakesRowsOfAnyStride) {
+  const std::vector<float> x = {0, 1, 2, -1, 10, 11, 12, -1, 20, 21, 22, -1};
+  const std::vector<int32_t> index = {2, 0};
+  const int32_t two = 2;
+  CpuContext ctx = context_of(1);
+  for (const bool has_index : {false, true}) {
+    std::vector<float> y(10, 9);
+    copy_rows(ctx, {.num_rows = &two,
+                    .max_rows = 3,
+                    .row_index = has_index ? index.data() : nullptr,
+                    .x = x.data(),
+                    .x_stride = 4,
+                    .y = y.data(),
+                    .y_stride = 5,
+                    .width = 3});
+    EXPECT_EQ(y, has_index ? (std::vector<float>{20, 21, 22, 9, 9, 0, 1, 2, 9, 9})
+                           : (std::vector<float>{0, 1, 2, 9, 9, 10, 11, 12, 9, 9}));
   }
 }
 

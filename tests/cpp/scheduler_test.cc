@@ -199,7 +199,7 @@ TEST(BatchBuilder, LaysOutRaggedRows) {
                          .max_verify_rows = 64,
                          .max_logit_rows = 32,
                          .num_draft_tokens = 3,
-                         .first_rows_per_decode = 2};
+                         .first_rows = FirstRows::kNewest};
   IterationInputs inputs;
   reserve_inputs(inputs, shape);
   Sequence sequences[4];
@@ -230,7 +230,8 @@ TEST(BatchBuilder, LaysOutRaggedRows) {
   EXPECT_EQ(head(inputs.verify_indptr, 5), (std::vector<int32_t>{0, 4, 10, 15, 18}));
   // Two rows for the window, the chunk and the new token, the chunk, nothing for a score.
   EXPECT_EQ(head(inputs.first_indptr, 5), (std::vector<int32_t>{0, 2, 9, 14, 14}));
-  EXPECT_EQ(head(inputs.first_last_row, 2), (std::vector<int32_t>{1, 8}));
+  // The prompt's next token after a chunk, as far as there is one.
+  EXPECT_EQ(head(inputs.next_token, 4), (std::vector<int32_t>{0, 0, 25, 35}));
   // All of the window, the last of the prompt, none of the partial chunk, all of the score.
   EXPECT_EQ(head(inputs.logit_indptr, 5), (std::vector<int32_t>{0, 4, 5, 5, 8}));
   EXPECT_EQ(head(inputs.logit_rows, 8), (std::vector<int32_t>{0, 1, 2, 3, 9, 15, 16, 17}));
@@ -242,6 +243,15 @@ TEST(BatchBuilder, LaysOutRaggedRows) {
   ASSERT_EQ(inputs.score_copies.size(), 1u);
   EXPECT_EQ(inputs.score_copies[0].first_logit_row, 5);
   EXPECT_EQ(inputs.score_copies[0].destination_row, 2);
+
+  // A head's first pass has the rows of the verify pass, but for scores.
+  BatchShape window = shape;
+  window.first_rows = FirstRows::kWindow;
+  build_batch(plan, window, inputs);
+  EXPECT_EQ(head(inputs.first_indptr, 5), (std::vector<int32_t>{0, 4, 10, 15, 15}));
+  window.first_rows = FirstRows::kNone;
+  build_batch(plan, window, inputs);
+  EXPECT_EQ(inputs.num_first_rows, 0);
 }
 
 }  // namespace

@@ -31,7 +31,7 @@ struct SelfDraft {
                                 .max_verify_rows = 256,
                                 .max_logit_rows = 256,
                                 .num_draft_tokens = k,
-                                .first_rows_per_decode = 2},
+                                .first_rows = FirstRows::kNewest},
                       .scheduler = {.max_num_seqs = 8,
                                     .max_num_batched_tokens = 256,
                                     .prefill_chunk_size = 256,

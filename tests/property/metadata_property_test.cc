@@ -32,7 +32,7 @@ struct Bench {
                           .max_verify_rows = 64,
                           .max_logit_rows = 64,
                           .num_draft_tokens = k,
-                          .first_rows_per_decode = 2},
+                          .first_rows = FirstRows::kNewest},
                 .max_model_len = kMaxLen,
                 .use_window_lists = use_window_lists},
         buffers(allocate_iteration_buffers(arena, options, layout, config, &config)),
@@ -81,15 +81,17 @@ void randomize(Bench& bench, std::mt19937_64& random) {
   }
 }
 
-// What the rows of draft step j must be, from the definition alone.
-void expected_rows(const Bench& bench, int32_t j, const PassRows& rows) {
+// What the rows of draft step j must be, from the definition alone: `draw_ahead` before the token
+// that they draw.
+void expected_rows(const Bench& bench, int32_t j, int32_t draw_ahead, const PassRows& rows) {
   const IterationBuffers& b = bench.buffers;
   const SequenceState& s = b.sequences;
   *rows.num_rows = *b.staged.num_drafting;
   for (int32_t i = 0; i < *rows.num_rows; ++i) {
     const int32_t slot = b.staged.seq_slot[i];
-    const int32_t position = s.known_len[slot] + j - 1;
-    const bool is_live = s.is_active[slot] != 0 && position + 1 < s.limit[slot];
+    const int32_t drawn_at = s.known_len[slot] + j;
+    const int32_t position = drawn_at - draw_ahead;
+    const bool is_live = s.is_active[slot] != 0 && drawn_at < s.limit[slot];
     rows.seq_slot[i] = is_live ? slot : -1;
     rows.positions[i] = is_live ? position : 0;
     rows.token_ids[i] = is_live ? s.draft_tokens[slot * s.num_draft_tokens + j - 1] : 0;
@@ -125,7 +127,7 @@ void expect_equal(const GroupMetadata& actual, const GroupMetadata& expected, in
 }
 
 // One iteration's draft steps on random state. Returns how many live rows were compared.
-int64_t check_draft_steps(Bench& bench, std::mt19937_64& random) {
+int64_t check_draft_steps(Bench& bench, int32_t draw_ahead, std::mt19937_64& random) {
   IterationBuffers& b = bench.buffers;
   CpuContext& ctx = bench.context;
   const int32_t k = bench.options.shape.num_draft_tokens;
@@ -141,13 +143,15 @@ int64_t check_draft_steps(Bench& bench, std::mt19937_64& random) {
                           .sequences = b.sequences,
                           .drawn = b.drawn,
                           .rows = b.step_rows,
-                          .current_draft_step = b.current_draft_step});
+                          .current_draft_step = b.current_draft_step,
+                          .draw_ahead = draw_ahead});
   AdvanceParams advance{.current_draft_step = b.current_draft_step,
                         .rows = b.step_rows,
                         .drawn = b.drawn,
                         .sequences = b.sequences,
                         .groups = {},
-                        .num_groups = 0};
+                        .num_groups = 0,
+                        .draw_ahead = draw_ahead};
   for (size_t g = 0; g < bench.layout.groups.size(); ++g) {
     if (bench.layout.groups[g].owner != KvOwner::kDraft) continue;
     build(ctx, b.step_rows, b.step_metadata[g], kMaxSeqs);
@@ -157,7 +161,7 @@ int64_t check_draft_steps(Bench& bench, std::mt19937_64& random) {
   for (int32_t j = 1; j < k; ++j) {
     EXPECT_EQ(*b.current_draft_step, j);
     const PassRows& expected = bench.fresh.step_rows;
-    expected_rows(bench, j, expected);
+    expected_rows(bench, j, draw_ahead, expected);
     for (int32_t i = 0; i < *expected.num_rows; ++i) {
       EXPECT_EQ(b.step_rows.seq_slot[i], expected.seq_slot[i]) << "row " << i << " step " << j;
       EXPECT_EQ(b.step_rows.positions[i], expected.positions[i]);
@@ -200,7 +204,7 @@ TEST(Metadata, AdvanceEqualsBuild) {
     Bench bench(k, block_size, random() % 2 == 0, windows);
     for (int i = 0; i < 10 && !HasFatalFailure(); ++i) {
       randomize(bench, random);
-      num_live += check_draft_steps(bench, random);
+      num_live += check_draft_steps(bench, /*draw_ahead=*/1 + i % 2, random);
     }
     if (HasFailure()) return;
   }

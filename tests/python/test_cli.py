@@ -131,7 +131,7 @@ def test_compare_notices_a_difference(
         (["--demo", "draft_model"], 2, "--demo"),
         (["--num-speculative-tokens", "2"], 2, "--num-speculative-tokens"),
         (["--speculative-config", "{"], 2, "no valid JSON"),
-        (["--speculative-config", '{"method": "eagle3"}'], 2, "'eagle3' is not there yet"),
+        (["--speculative-config", '{"method": "suffix"}'], 2, "'suffix' is not there yet"),
         (["--model", "no/such/folder"], 3, "no/such/folder"),
         (
             ["--speculative-config", '{"model": "no/such", "num_speculative_tokens": 1}'],

@@ -39,7 +39,10 @@ def test_mapping_and_json_and_object_are_the_same() -> None:
 
 def test_method_may_be_left_out_when_a_model_is_named() -> None:
     config = SpeculativeConfig.parse({"model": Path("draft"), "num_speculative_tokens": 1})
-    assert (config.method, config.model) == ("draft_model", "draft")
+    assert (config.method, config.model) == (None, "draft"), "the checkpoint will tell"
+    assert config.resolved("eagle3").method == "eagle3"
+    with pytest.raises(ValueError, match=r"'draft_model'.*'eagle'.*allowed: 'eagle'"):
+        SpeculativeConfig.parse(GOOD).resolved("eagle")
     refuses({"num_speculative_tokens": 1}, ValueError, "method", "model", "draft_model")
 
 
@@ -66,11 +69,52 @@ def test_k_is_required() -> None:
     refuses(config, ValueError, "no 'num_speculative_tokens'", "1 to 16")
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "gemma4_mtp", "ngram", "suffix"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
+def test_methods_with_a_model(method: str) -> None:
+    assert SpeculativeConfig.parse(GOOD | {"method": method}).method == method
+    refuses({"method": method, "num_speculative_tokens": 1}, ValueError, "'model'", repr(method))
+
+
+NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (5, 5)),
+        ({"prompt_lookup_max": 3}, (3, 3)),
+        ({"prompt_lookup_min": 2}, (2, 2)),
+        ({"prompt_lookup_min": 2, "prompt_lookup_max": 4}, (2, 4)),
+        ({"prompt_lookup_min": 1, "prompt_lookup_max": 256}, (1, 256)),
+    ],
+)
+def test_ngram(given: dict[str, int], expected: tuple[int, int]) -> None:
+    config = SpeculativeConfig.parse(NGRAM | given)
+    assert (config.prompt_lookup_min, config.prompt_lookup_max) == expected
+    assert config.model is None
+    assert dataclasses.replace(config, num_speculative_tokens=2).prompt_lookup_max == expected[1]
+
+
+@pytest.mark.parametrize("value", [0, -1, 257, "3", 2.0, True])
+@pytest.mark.parametrize("key", ["prompt_lookup_min", "prompt_lookup_max"])
+def test_ngram_length_out_of_range(key: str, value: Any) -> None:
+    refuses(NGRAM | {key: value}, ValueError, key, str(value), "an integer from 1 to 256")
+
+
+def test_ngram_refusals() -> None:
+    config = NGRAM | {"prompt_lookup_min": 5, "prompt_lookup_max": 4}
+    refuses(config, ValueError, "['prompt_lookup_min'] is 5", "1 to prompt_lookup_max = 4")
+    refuses(NGRAM | {"model": "draft"}, ValueError, "['model'] is 'draft'", "no 'model'")
+    refuses(GOOD | {"prompt_lookup_max": 4}, ValueError, "is 4", "'draft_model'", "'ngram'")
+    refuses({"method": "ngram"}, ValueError, "no 'num_speculative_tokens'")
+
+
+@pytest.mark.parametrize("method", ["mtp", "gemma4_mtp", "suffix"])
 @pytest.mark.parametrize("has_k", [True, False])
 def test_methods_that_come_later(method: str, has_k: bool) -> None:
     config = {"method": method} | ({"num_speculative_tokens": 2} if has_k else {})
-    refuses(config, NotImplementedError, f"'{method}'", "'draft_model'")
+    there = ("'draft_model'", "'eagle'", "'eagle3'", "'ngram'")
+    refuses(config, NotImplementedError, f"'{method}'", *there)
 
 
 @pytest.mark.parametrize("method", ["Draft_Model", "", "dflash2", 3])
@@ -97,7 +141,7 @@ def test_tensor_parallel_size_names_the_right_key() -> None:
     refuses(GOOD | {"tensor_parallel_size": 2}, ValueError, "draft_tensor_parallel_size")
 
 
-@pytest.mark.parametrize("key", ["draft_tensor_parallel_size", "prompt_lookup_max", "revision"])
+@pytest.mark.parametrize("key", ["draft_tensor_parallel_size", "parallel_drafting", "revision"])
 def test_keys_of_others_are_not_there_yet(key: str) -> None:
     refuses(GOOD | {key: 1}, NotImplementedError, repr(key), "'num_speculative_tokens'")
 

@@ -29,6 +29,7 @@ struct DirectOptions {
   DraftDriver driver = DraftDriver::kUnrolled;
   int32_t num_threads = 1;
   bool use_window_lists = false;
+  NgramOptions ngram{};
 };
 
 class DirectRunner {
@@ -43,14 +44,17 @@ class DirectRunner {
         pool_(layout_),
         vocab_size_(target->config.vocab_size),
         memory_(device_memory(target->device)) {
-    shape_ = {.max_seqs = options.max_seqs,
-              .max_verify_rows = options.max_verify_rows,
-              .max_logit_rows = options.max_verify_rows,
-              .num_draft_tokens = options.num_draft_tokens,
-              .first_rows_per_decode = draft != nullptr ? 2 : 0};
+    shape_ = {
+        .max_seqs = options.max_seqs,
+        .max_verify_rows = options.max_verify_rows,
+        .max_logit_rows = options.max_verify_rows,
+        .num_draft_tokens = options.num_draft_tokens,
+        .first_rows =
+            traits_for(draft != nullptr ? &draft->config : nullptr, options.ngram).first_rows};
     const IterationOptions iteration = {.shape = shape_,
                                         .max_model_len = options.max_model_len,
-                                        .use_window_lists = options.use_window_lists};
+                                        .use_window_lists = options.use_window_lists,
+                                        .ngram = options.ngram};
     if (target->device == Device::kCpu) {
       auto runner = std::make_unique<CpuRunner>(target, draft, layout_,
                                                 CpuRunnerOptions{.iteration = iteration,

@@ -184,6 +184,18 @@ void add_element_ops(TableBuilder& table) {
   for (const int32_t hidden : {1, 37, 640, 4096, 5376}) {
     table.add("gather_h" + std::to_string(hidden), make_gather, GatherSpec{hidden}, hidden == 640);
   }
+  for (const int32_t width : {1, 37, 640, 4096}) {
+    for (const auto& [x, y] : {std::pair{DType::kFloat32, DType::kFloat32},
+                               {DType::kFloat32, DType::kBFloat16},
+                               {DType::kBFloat16, DType::kBFloat16}}) {
+      for (const bool has_index : {false, true}) {
+        const int32_t padding = width % 8 == 0 ? 8 : 3;
+        table.add("copy_w" + std::to_string(width) + (has_index ? "_index" : "") + dtype_suffix(x) +
+                      dtype_suffix(y),
+                  make_copy, CopySpec{width, x, y, padding, 2 * padding, has_index}, width == 640);
+      }
+    }
+  }
   for (const int32_t n : {1, 1003, 32000}) {
     table.add("soft_cap_n" + std::to_string(n), make_soft_cap, SoftCapSpec{n, 30.0f}, n == 1003);
   }
@@ -273,6 +285,14 @@ void add_draws(TableBuilder& table) {
     add("greedy", {.vocab_limit = vocab, .padding = 5});
     add("t1", {.vocab_limit = vocab, .padding = 5, .temperature = 1.0f}, vocab == 5003);
     add("mixed", {.vocab_limit = vocab, .temperature = -1.0f, .has_probabilities = true},
+        vocab == 5003);
+    add("mapped_greedy", {.vocab_limit = vocab, .padding = 5, .is_mapped = true});
+    add("mapped_mixed",
+        {.vocab_limit = vocab,
+         .padding = 4,
+         .temperature = -1.0f,
+         .has_probabilities = true,
+         .is_mapped = true},
         vocab == 5003);
   }
   add("t1", {.vocab_limit = 151936, .temperature = 1.0f, .has_probabilities = true});

@@ -207,6 +207,14 @@ struct ListSpec {
 struct GatherSpec {
   int32_t hidden = 0;
 };
+struct CopySpec {
+  int32_t width = 0;
+  DType x_dtype = DType::kFloat32;
+  DType y_dtype = DType::kBFloat16;
+  int32_t x_padding = 0;
+  int32_t y_padding = 0;
+  bool has_index = false;
+};
 struct SoftCapSpec {
   int32_t n = 0;
   float cap = 30.0f;
@@ -218,6 +226,7 @@ struct DrawSpec {
   float temperature = 0.0f;  // below 0: 0, 0.3, 1 and 2 by turns
   LogitKind logits = LogitKind::kPlain;
   bool has_probabilities = false;
+  bool is_mapped = false;  // ids are rows of a draft vocabulary, some of them of no token
 };
 
 [[nodiscard]] OpInstance make_gemm(const GemmSpec& spec, const Rows& rows, uint64_t seed);
@@ -228,6 +237,7 @@ struct DrawSpec {
 [[nodiscard]] OpInstance make_rope(const RopeSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_list_attention(const ListSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_gather(const GatherSpec& spec, const Rows& rows, uint64_t seed);
+[[nodiscard]] OpInstance make_copy(const CopySpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_soft_cap(const SoftCapSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_draw(const DrawSpec& spec, const Rows& rows, uint64_t seed);
 
@@ -267,7 +277,8 @@ enum class StateOp : uint8_t {
   kAccept,
   kAcceptSynthetic,
   kBuildMetadata,
-  kDraftSteps
+  kDraftSteps,
+  kProposeNgram
 };
 struct StateSpec {
   int32_t max_seqs = 0;
@@ -275,6 +286,7 @@ struct StateSpec {
   int32_t num_draft_tokens = 0;
   int32_t block_size = 16;
   bool stops_early = false;  // of kDraftSteps
+  bool is_head = false;      // of kAssembleFirstRows and kDraftSteps
 };
 [[nodiscard]] OpInstance make_state(StateOp op, const StateSpec& spec, uint64_t seed);
 

@@ -473,6 +473,43 @@ OpInstance make_gather(const GatherSpec& s, const Rows& rows, uint64_t seed) {
   return op;
 }
 
+OpInstance make_copy(const CopySpec& s, const Rows& rows, uint64_t seed) {
+  constexpr int32_t kSourceRows = 37;
+  OpInstance op;
+  const int64_t x_stride = s.width + s.x_padding;
+  const int64_t y_stride = s.width + s.y_padding;
+  const Handle num_rows = add_num_rows(op, rows);
+  Handle index = kNoArray;
+  Handle x = kNoArray;
+  if (s.has_index) {
+    index = op.add(row_ints<int32_t>("row_index", rows, [&](int64_t id) -> int32_t {
+      return id == 0 ? kSourceRows - 1 : static_cast<int32_t>(id_hash(seed, id) % kSourceRows);
+    }));
+    OpArray source = normal_constant("x", element_of(s.x_dtype), kSourceRows * x_stride, seed, kX);
+    source.cpu = Element::kF32;  // an activation
+    x = op.add(std::move(source));
+  } else {
+    x = op.add(normal_rows("x", element_of(s.x_dtype), rows, s.width, x_stride, seed, kX,
+                           /*varies_in_scale=*/true));
+  }
+  const Handle y = op.add(
+      output_array("y", Element::kF32, element_of(s.y_dtype), rows.max_rows * y_stride, y_stride));
+  const int32_t max_rows = rows.max_rows;
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    copy_rows(ctx, CopyRowsParams{.num_rows = at.get<int32_t>(num_rows),
+                                  .max_rows = max_rows,
+                                  .row_index = at.get<int32_t>(index),
+                                  .x = at.raw(x),
+                                  .x_stride = x_stride,
+                                  .y = at.raw(y),
+                                  .y_stride = y_stride,
+                                  .width = s.width,
+                                  .x_dtype = activation_dtype(ctx, s.x_dtype),
+                                  .y_dtype = activation_dtype(ctx, s.y_dtype)});
+  });
+  return op;
+}
+
 OpInstance make_soft_cap(const SoftCapSpec& s, const Rows& rows, uint64_t seed) {
   OpInstance op;
   const Handle num_rows = add_num_rows(op, rows);
@@ -536,13 +573,24 @@ void fill_logits(const DrawSpec& s, int64_t id, uint64_t seed, float* to) {
   std::fill_n(to + s.vocab_limit, s.padding, kInf);
 }
 
-double gumbel_key(const DrawRow& row, float logit, int32_t id) {
+// A mapped id's token, and the first token that is none of the target's.
+int32_t token_of(const DrawSpec& s, int32_t id) { return s.is_mapped ? 2 * id + id / 3 % 2 : id; }
+int32_t token_limit(const DrawSpec& s) { return 2 + 2 * s.vocab_limit / 10 * 9; }
+int32_t draw_ahead(const DrawSpec& s) { return s.is_mapped ? 2 : 1; }
+// The id of a drawn token; what is no token stays.
+int32_t id_of(const DrawSpec& s, int32_t token) {
+  return s.is_mapped && token >= 0 && token_of(s, token / 2) == token ? token / 2 : token;
+}
+
+double gumbel_key(const DrawSpec& s, const DrawRow& row, float logit, int32_t id) {
   if (!(row.temperature > 0.0f)) return logit;
   const NoiseKey key{.seed = row.seed,
                      .stream = NoiseStream::kTarget,
-                     .position = static_cast<uint32_t>(row.position) + 1,
+                     .position = static_cast<uint32_t>(row.position + draw_ahead(s)),
                      .salt = 0};
-  const uint32_t bits = philox(key, static_cast<uint32_t>(id) / 4)[static_cast<size_t>(id % 4)];
+  const int32_t token = token_of(s, id);
+  const uint32_t bits =
+      philox(key, static_cast<uint32_t>(token) / 4)[static_cast<size_t>(token % 4)];
   return double{logit} / row.temperature -
          std::log(-std::log1p(-static_cast<double>(uniform_open(bits))));
 }
@@ -556,9 +604,9 @@ std::string judge_draw(const DrawSpec& s, const DrawRow& row, const float* logit
   if (got != want) {
     const std::string both = "drew " + std::to_string(got) + ", the CPU " + std::to_string(want);
     if (!(row.temperature > 0.0f) || want < 0 || got < 0 || got >= s.vocab_limit) return both;
-    const double key = gumbel_key(row, logits[got], got);
-    if (!is_close(key, gumbel_key(row, logits[want], want))) {
-      return both + " whose key is " + std::to_string(gumbel_key(row, logits[want], want)) +
+    const double key = gumbel_key(s, row, logits[got], got);
+    if (!is_close(key, gumbel_key(s, row, logits[want], want))) {
+      return both + " whose key is " + std::to_string(gumbel_key(s, row, logits[want], want)) +
              " and not " + std::to_string(key);
     }
     ++*num_different;
@@ -619,6 +667,12 @@ OpInstance make_draw(const DrawSpec& s, const Rows& rows, uint64_t seed) {
   const Handle all_temperatures = op.add(float_array(
       "temperatures", Element::kF32, Element::kF32, static_cast<int64_t>(temperatures.size()),
       [temperatures](float* to) { std::copy(temperatures.begin(), temperatures.end(), to); }));
+  Handle map = kNoArray;
+  if (s.is_mapped) {
+    std::vector<int32_t> all(static_cast<size_t>(s.vocab_limit));
+    for (int32_t id = 0; id < s.vocab_limit; ++id) all[static_cast<size_t>(id)] = token_of(s, id);
+    map = op.add(int_array("token_map", Role::kInput, all));
+  }
   OpArray drawn = output_array("tokens", Element::kI32, Element::kI32, max_rows, 1);
   drawn.compare = Compare::kByCase;
   const Handle tokens = op.add(std::move(drawn));
@@ -640,7 +694,10 @@ OpInstance make_draw(const DrawSpec& s, const Rows& rows, uint64_t seed) {
                          .seeds = at.get<uint64_t>(all_seeds),
                          .temperatures = at.get<float>(all_temperatures),
                          .tokens = at.get<int32_t>(tokens),
-                         .probabilities = at.get<float>(probabilities)});
+                         .probabilities = at.get<float>(probabilities),
+                         .draw_ahead = draw_ahead(s),
+                         .token_map = at.get<int32_t>(map),
+                         .token_limit = token_limit(s)});
   });
   op.check = [=](const ArrayBytes& cpu, const ArrayBytes& cuda, int64_t* num_different) {
     const auto* const want =
@@ -654,9 +711,12 @@ OpInstance make_draw(const DrawSpec& s, const Rows& rows, uint64_t seed) {
     std::vector<float> row_logits(static_cast<size_t>(stride));
     for (size_t i = 0; i < rows.ids.size(); ++i) {
       fill_logits(s, rows.ids[i], seed, row_logits.data());
+      for (int32_t id = 0; s.is_mapped && id < s.vocab_limit; ++id) {
+        if (token_of(s, id) >= token_limit(s)) row_logits[static_cast<size_t>(id)] = kNan;
+      }
       const std::string wrong =
-          judge_draw(s, draw_row_of(s, rows.ids[i], seed), row_logits.data(), want[i], got[i],
-                     chance == nullptr ? nullptr : chance + i, num_different);
+          judge_draw(s, draw_row_of(s, rows.ids[i], seed), row_logits.data(), id_of(s, want[i]),
+                     id_of(s, got[i]), chance == nullptr ? nullptr : chance + i, num_different);
       if (!wrong.empty()) return "row " + std::to_string(i) + ": " + wrong;
     }
     for (size_t i = rows.ids.size(); i < size; ++i) {

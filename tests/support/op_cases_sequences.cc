@@ -217,7 +217,7 @@ class World {
         max_slots_(spec.max_seqs + 3),
         stream_(seed, kState, static_cast<uint64_t>(kind)) {
     make_batch(kind);
-    make_sequences();
+    make_sequences(kind);
   }
 
   [[nodiscard]] StagedInputs inputs(const Addresses& at) const {
@@ -229,12 +229,12 @@ class World {
             .seq_slot = at.get<int32_t>(batch_slot_),
             .kind = at.get<int32_t>(kind_),
             .prefill_start = at.get<int32_t>(prefill_start_),
+            .next_token = at.get<int32_t>(next_token_),
             .verify_indptr = at.get<int32_t>(verify_indptr_),
             .first_indptr = at.get<int32_t>(first_indptr_),
             .logit_indptr = at.get<int32_t>(logit_indptr_),
             .prefill_tokens = at.get<int32_t>(prefill_tokens_),
-            .logit_rows = nullptr,
-            .first_last_row = nullptr};
+            .logit_rows = nullptr};
   }
   [[nodiscard]] SequenceState sequences(const Addresses& at) const {
     return {.known_len = at.get<int32_t>(known_len_),
@@ -382,6 +382,13 @@ class World {
   [[nodiscard]] int32_t num_first_rows() const { return first_ends_.back(); }
   [[nodiscard]] Handle verify_indptr() const { return verify_indptr_; }
   [[nodiscard]] Handle first_indptr() const { return first_indptr_; }
+  // SequenceResult of the batch, as far as it says how many tokens came out.
+  Handle results() {
+    constexpr size_t kWords = sizeof(SequenceResult) / 4;
+    std::vector<int32_t> words(static_cast<size_t>(s_.max_seqs) * kWords);
+    for (size_t i = 0; i < emitted_.size(); ++i) words[i * kWords] = emitted_[i];
+    return ints("results", words);
+  }
   Stream& stream() { return stream_; }
 
   OpInstance op;
@@ -412,8 +419,13 @@ class World {
         starts_[i] = len;
         // Before its chunk is assembled a sequence may still hold anything.
         if (op_kind != StateOp::kAssembleVerifyRows) len += rows;
+        if (s_.is_head && kind == RowKind::kPrefillFinal) ++len;  // the token just drawn
       }
-      const int32_t first = is_decode ? std::min(2, len) : std::min(rows, len);
+      emitted_.push_back(is_decode ? std::min(1 + stream_.below(rows), len - 1) : 0);
+      const int32_t of_head = kind == RowKind::kScore ? 0 : rows;
+      const int32_t first = s_.is_head  ? of_head
+                            : is_decode ? std::min(2, len)
+                                        : std::min(rows, len);
       const int32_t logits = is_decode                          ? rows
                              : kind == RowKind::kPrefillFinal   ? 1
                              : kind == RowKind::kPrefillPartial ? 0
@@ -436,13 +448,16 @@ class World {
     batch_slot_ = ints("batch_slot", batch_slots_);
     kind_ = ints("kind", kinds_);
     prefill_start_ = ints("prefill_start", starts_);
+    std::vector<int32_t> next_tokens(size);
+    for (int32_t& token : next_tokens) token = stream_.below(kVocab);
+    next_token_ = ints("next_token", next_tokens);
     verify_indptr_ = ints("verify_indptr", padded(verify_ends_));
     first_indptr_ = ints("first_indptr", padded(first_ends_));
     logit_indptr_ = ints("logit_indptr", padded(logit_ends_));
     prefill_tokens_ = ints("prefill_tokens", tokens);
   }
 
-  void make_sequences() {
+  void make_sequences(StateOp op_kind) {
     const auto size = static_cast<size_t>(max_slots_);
     const int32_t k = s_.num_draft_tokens;
     std::vector<int32_t> limits(size);
@@ -453,7 +468,9 @@ class World {
     std::vector<int32_t> history(size * kMaxLen);
     std::vector<int32_t> draft_lens(size);
     drafts_.resize(size * static_cast<size_t>(k));
-    for (int32_t& token : history) token = stream_.below(kVocab);
+    // Few different tokens, where what matters is which occur again.
+    const int32_t vocab = op_kind == StateOp::kProposeNgram ? 4 : kVocab;
+    for (int32_t& token : history) token = stream_.below(vocab);
     for (int32_t& token : drafts_) token = stream_.below(kVocab);
     for (size_t slot = 0; slot < size; ++slot) {
       // Often there is room for a token or two only.
@@ -484,8 +501,10 @@ class World {
   Stream stream_;
   std::vector<int32_t> batch_slots_, kinds_, starts_, lens_, drafts_;
   std::vector<int32_t> verify_ends_, first_ends_, logit_ends_;
+  std::vector<int32_t> emitted_;  // by sequence of the batch
   Handle num_seqs_, num_drafting_, num_verify_rows_, num_first_rows_, num_logit_rows_, batch_slot_,
-      kind_, prefill_start_, verify_indptr_, first_indptr_, logit_indptr_, prefill_tokens_;
+      kind_, prefill_start_, next_token_, verify_indptr_, first_indptr_, logit_indptr_,
+      prefill_tokens_;
   Handle known_len_, limit_, is_active_, seed_, num_stop_ids_, stop_ids_, history_, draft_tokens_,
       draft_len_;
 };
@@ -496,11 +515,15 @@ void build_all(Ctx& ctx, const PassRows& rows, const std::vector<GroupMetadata>&
   for (const GroupMetadata& group : groups) build(ctx, rows, group, padded_rows);
 }
 
-OpInstance make_assemble(World world, StateOp kind) {
+OpInstance make_assemble(World world, const StateSpec& s, StateOp kind) {
   const bool is_verify = kind == StateOp::kAssembleVerifyRows;
   const int32_t num_rows = is_verify ? world.num_verify_rows() : world.num_first_rows();
   const auto rows = world.unwritten_rows(
       num_rows + 5, is_verify ? world.verify_indptr() : world.first_indptr(), 32);
+  static_assert(offsetof(SequenceResult, emitted_len) == 0);
+  const Handle results = is_verify ? kNoArray : world.results();
+  const Handle last_row = is_verify ? kNoArray : world.poison("last_row", s.max_seqs);
+  const FirstRows first_rows = s.is_head ? FirstRows::kWindow : FirstRows::kNewest;
   OpInstance op = world.op;
   op.set_run([=](auto& ctx, const Addresses& at) {
     if (is_verify) {
@@ -510,8 +533,23 @@ OpInstance make_assemble(World world, StateOp kind) {
     } else {
       assemble_first_rows(ctx, AssembleFirstRowsParams{.inputs = world.inputs(at),
                                                        .sequences = world.sequences(at),
-                                                       .rows = rows.at(at)});
+                                                       .rows = rows.at(at),
+                                                       .first_rows = first_rows,
+                                                       .results = at.get<SequenceResult>(results),
+                                                       .last_row = at.get<int32_t>(last_row)});
     }
+  });
+  return op;
+}
+
+OpInstance make_ngram(const World& world, const StateSpec& s) {
+  OpInstance op = world.op;
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    propose_ngram(ctx, ProposeNgramParams{.inputs = world.inputs(at),
+                                          .sequences = world.sequences(at),
+                                          .max_seqs = s.max_seqs,
+                                          .min_tokens = 2,
+                                          .max_tokens = 5});
   });
   return op;
 }
@@ -554,6 +592,7 @@ OpInstance make_metadata(World world, const StateSpec& s) {
 // Everything between the first pass and the end of drafting, with draws made up.
 OpInstance make_draft_steps(World world, const StateSpec& s) {
   const int32_t k = s.num_draft_tokens;
+  const int32_t draw_ahead = s.is_head ? 2 : 1;
   std::vector<int32_t> indptr(static_cast<size_t>(s.max_seqs) + 1);
   std::iota(indptr.begin(), indptr.end(), 0);
   const auto rows = world.unwritten_rows(s.max_seqs, world.ints("step_indptr", indptr), 1);
@@ -574,6 +613,7 @@ OpInstance make_draft_steps(World world, const StateSpec& s) {
     advance.current_draft_step = at.get<int32_t>(step);
     advance.rows = rows.at(at);
     advance.sequences = sequences;
+    advance.draw_ahead = draw_ahead;
     for (const GroupMetadata& group : groups) {
       advance.groups[advance.num_groups++] = advance_group(group);
     }
@@ -589,7 +629,8 @@ OpInstance make_draft_steps(World world, const StateSpec& s) {
                                                      .drawn = tokens,
                                                      .rows = rows.at(at),
                                                      .current_draft_step = at.get<int32_t>(step),
-                                                     .stop = stop});
+                                                     .stop = stop,
+                                                     .draw_ahead = draw_ahead});
         build_all(ctx, rows.at(at), groups, s.max_seqs);
         continue;
       }
@@ -616,7 +657,7 @@ OpInstance make_state(StateOp kind, const StateSpec& spec, uint64_t seed) {
   switch (kind) {
     case StateOp::kAssembleVerifyRows:
     case StateOp::kAssembleFirstRows:
-      return make_assemble(std::move(world), kind);
+      return make_assemble(std::move(world), spec, kind);
     case StateOp::kAccept:
       return make_accept(std::move(world), spec, /*is_synthetic=*/false);
     case StateOp::kAcceptSynthetic:
@@ -625,6 +666,8 @@ OpInstance make_state(StateOp kind, const StateSpec& spec, uint64_t seed) {
       return make_metadata(std::move(world), spec);
     case StateOp::kDraftSteps:
       return make_draft_steps(std::move(world), spec);
+    case StateOp::kProposeNgram:
+      return make_ngram(world, spec);
   }
   return {};
 }
@@ -719,22 +762,28 @@ std::vector<OpCase> sequence_op_cases() {
     add_attention(cases, {8, 2, 512, 16, 0, 0.0f, false, kB, inputs});
     add_attention(cases, {4, 2, 64, 16, 100, 0.0f, false, kF, inputs});
   }
-  for (const StateOp op :
-       {StateOp::kAssembleVerifyRows, StateOp::kAssembleFirstRows, StateOp::kAccept,
-        StateOp::kAcceptSynthetic, StateOp::kBuildMetadata, StateOp::kDraftSteps}) {
+  for (const StateOp op : {StateOp::kAssembleVerifyRows, StateOp::kAssembleFirstRows,
+                           StateOp::kAccept, StateOp::kAcceptSynthetic, StateOp::kBuildMetadata,
+                           StateOp::kDraftSteps, StateOp::kProposeNgram}) {
     const char* const names[] = {"assemble_verify_rows", "assemble_first_rows", "accept",
-                                 "accept_synthetic",     "build_metadata",      "draft_steps"};
+                                 "accept_synthetic",     "build_metadata",      "draft_steps",
+                                 "propose_ngram"};
     const StateSpec specs[] = {{1, 0, 1, 16},      {1, 1, 1, 16},   {12, 12, 4, 16},
                                {64, 40, 3, 24},    {64, 64, 16, 1}, {300, 300, 7, 256},
                                {1024, 1000, 2, 16}};
     for (StateSpec spec : specs) {
-      for (const bool stops_early : {false, true}) {
+      for (const int variant : {0, 1, 2}) {
+        const bool stops_early = variant == 1;
+        spec.is_head = variant == 2;
         if (stops_early && op != StateOp::kDraftSteps) continue;
+        if (spec.is_head && op != StateOp::kDraftSteps && op != StateOp::kAssembleFirstRows) {
+          continue;
+        }
         spec.stops_early = stops_early;
         cases.push_back({std::string(names[static_cast<size_t>(op)]) + "_seqs" +
                              std::to_string(spec.num_seqs) + "of" + std::to_string(spec.max_seqs) +
                              "_k" + std::to_string(spec.num_draft_tokens) +
-                             (stops_early ? "_stops" : ""),
+                             (stops_early ? "_stops" : "") + (spec.is_head ? "_head" : ""),
                          [op, spec](uint64_t seed) { return make_state(op, spec, seed); }});
       }
     }

@@ -35,6 +35,11 @@ struct SpeculativeOptions {
   // temperature 1) of a token it has drawn is below this; that token is still verified. 0: off. Any
   // other value in (0, 1) needs DraftDriver::kWhile.
   double draft_stop_threshold = 0;
+  // Prompt lookup, in place of a drafter: the k tokens that followed the last n of a sequence when
+  // they occurred before, for the longest n in [ngram_min, ngram_max] that did. 0 and 0: off; else
+  // 1 <= ngram_min <= ngram_max <= 256.
+  int32_t ngram_min = 0;
+  int32_t ngram_max = 0;
 };
 
 struct ExecutorOptions {

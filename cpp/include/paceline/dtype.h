@@ -8,18 +8,28 @@
 
 namespace paceline {
 
-// Element types of weights and caches.
-enum class DType : uint8_t { kFloat32, kBFloat16, kFloat16 };
+// Element types of weights and caches. Integers occur in tables of token ids only.
+enum class DType : uint8_t { kFloat32, kBFloat16, kFloat16, kInt32, kInt64 };
 
 // Bytes of one element.
 [[nodiscard]] constexpr int64_t dtype_bytes(DType dtype) {
-  return dtype == DType::kFloat32 ? 4 : 2;
+  switch (dtype) {
+    case DType::kInt64:
+      return 8;
+    case DType::kFloat32:
+    case DType::kInt32:
+      return 4;
+    case DType::kBFloat16:
+    case DType::kFloat16:
+      return 2;
+  }
+  return 0;
 }
 
-// "float32", "bfloat16" or "float16".
+// "float32", "bfloat16", "float16", "int32" or "int64".
 [[nodiscard]] PACELINE_API std::string_view dtype_name(DType dtype);
 
-// The inverse of dtype_name; throws InvalidArgument that lists the names.
+// The floating-point type of that name; throws InvalidArgument that lists the names.
 [[nodiscard]] PACELINE_API DType parse_dtype(std::string_view name);
 
 }  // namespace paceline

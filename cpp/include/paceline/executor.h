@@ -72,9 +72,10 @@ class PACELINE_API Executor {
   // Called on the constructing thread while programs are captured, with how many there are.
   using Progress = std::function<void(int32_t done, int32_t total)>;
 
-  // Runs on the device that the models lie on. draft may be null when
-  // options.speculative.num_speculative_tokens is 0. Throws InvalidArgument (an option),
-  // Unsupported, OutOfMemory, DeviceError.
+  // Runs on the device that the models lie on. draft, a decoder or a head (docs/model-format.md)
+  // for this target, may be null when options.speculative asks for no drafts or for prompt lookup.
+  // Throws InvalidArgument (an option, a head of another target), Unsupported, OutOfMemory,
+  // DeviceError.
   Executor(std::shared_ptr<const Model> target, std::shared_ptr<const Model> draft,
            const ExecutorOptions& options, const Progress& progress = {});
   // Cancels what runs and joins the thread.

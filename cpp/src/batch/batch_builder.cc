@@ -10,13 +10,13 @@ namespace {
 
 bool drafts(RowKind kind) { return kind == RowKind::kDecode || kind == RowKind::kPrefillFinal; }
 
-// Rows of a sequence in the drafter's first pass: its prefill rides along with the target's, plus
-// the token just drawn when the prompt is complete.
+// Rows of a sequence in the drafter's first pass: its prefill rides along with the target's.
 int32_t num_first_rows(const PlannedSequence& planned, const BatchShape& shape) {
-  if (shape.num_draft_tokens == 0) return 0;
+  if (shape.num_draft_tokens == 0 || shape.first_rows == FirstRows::kNone) return 0;
   switch (planned.kind) {
-    case RowKind::kDecode: return shape.first_rows_per_decode;
-    case RowKind::kPrefillFinal: return planned.num_rows + 1;
+    case RowKind::kDecode: return shape.first_rows_per_decode();
+    case RowKind::kPrefillFinal:
+      return planned.num_rows + (shape.first_rows == FirstRows::kNewest ? 1 : 0);
     case RowKind::kPrefillPartial: return planned.num_rows;
     case RowKind::kScore: return 0;
   }
@@ -43,7 +43,7 @@ void reserve_inputs(IterationInputs& inputs, const BatchShape& shape) {
   inputs.verify_indptr.resize(shape.max_seqs + 1);
   inputs.first_indptr.resize(shape.max_seqs + 1);
   inputs.logit_indptr.resize(shape.max_seqs + 1);
-  inputs.first_last_row.resize(shape.max_seqs);
+  inputs.next_token.resize(shape.max_seqs);
   inputs.prefill_tokens.resize(shape.max_verify_rows);
   inputs.logit_rows.resize(shape.max_logit_rows);
   inputs.resets.reserve(shape.max_seqs);
@@ -68,6 +68,7 @@ void build_batch(const StepPlan& plan, const BatchShape& shape, IterationInputs&
     inputs.seq_slot[i] = sequence.slot;
     inputs.kind[i] = static_cast<int32_t>(planned.kind);
     inputs.prefill_start[i] = planned.start;
+    inputs.next_token[i] = 0;
     inputs.verify_indptr[i] = verify_row;
     inputs.first_indptr[i] = first_row;
     inputs.logit_indptr[i] = logit_row;
@@ -77,6 +78,8 @@ void build_batch(const StepPlan& plan, const BatchShape& shape, IterationInputs&
 
     if (planned.kind != RowKind::kDecode) {
       inputs.has_prefill = true;
+      const auto next = static_cast<size_t>(planned.start + planned.num_rows);
+      inputs.next_token[i] = next < sequence.tokens.size() ? sequence.tokens[next] : 0;
       std::copy_n(sequence.tokens.begin() + planned.start, planned.num_rows,
                   inputs.prefill_tokens.begin() + verify_row);
     }
@@ -96,12 +99,16 @@ void build_batch(const StepPlan& plan, const BatchShape& shape, IterationInputs&
     for (int32_t row = skipped; row < planned.num_rows; ++row) {
       inputs.logit_rows[logit_row++] = verify_row + row;
     }
+    const int32_t num_first = num_first_rows(planned, shape);
+    // Row i of the first pass reads what row i of the verify pass has left behind.
+    PACELINE_CHECK(shape.first_rows != FirstRows::kWindow || num_first == 0 ||
+                       (first_row == verify_row && num_first == planned.num_rows),
+                   "first rows ", first_row, ", verify rows ", verify_row);
     verify_row += planned.num_rows;
-    first_row += num_first_rows(planned, shape);
+    first_row += num_first;
     if (drafts(planned.kind)) {
       PACELINE_CHECK(inputs.num_drafting == i, "drafting sequences come first");
       ++inputs.num_drafting;
-      inputs.first_last_row[i] = first_row - 1;
     }
   }
   inputs.verify_indptr[inputs.num_seqs] = verify_row;

@@ -44,13 +44,13 @@ struct IterationInputs {
   std::vector<int32_t> seq_slot;
   std::vector<int32_t> kind;            // RowKind
   std::vector<int32_t> prefill_start;   // position of the first row; 0 for decode
+  std::vector<int32_t> next_token;      // after an unfinished chunk, the prompt's; else 0
   // [max_seqs + 1], CSR offsets of each sequence's rows
   std::vector<int32_t> verify_indptr;
   std::vector<int32_t> first_indptr;
   std::vector<int32_t> logit_indptr;
   std::vector<int32_t> prefill_tokens;  // [max_verify_rows], by verify row; decode rows unused
   std::vector<int32_t> logit_rows;      // [max_logit_rows] verify row of each row of logits
-  std::vector<int32_t> first_last_row;  // [max_seqs] last first-pass row of a drafting sequence
 
   std::vector<SlotReset> resets;
   std::vector<TableWrite> table_writes;

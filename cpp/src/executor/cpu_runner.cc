@@ -33,10 +33,8 @@ CpuRunner::CpuRunner(std::shared_ptr<const Model> target, std::shared_ptr<const 
                                  draft != nullptr ? &draft->config : nullptr, DType::kFloat32);
   target_ = std::make_unique<Decoder>(std::move(target), layout, KvOwner::kTarget, pool_.data(),
                                       max_len, arena_);
-  if (draft != nullptr) {
-    speculator_.emplace<DraftModelSpeculator>(
-        Decoder(std::move(draft), layout, KvOwner::kDraft, pool_.data(), max_len, arena_));
-  }
+  speculator_ = make_speculator(std::move(draft), options.iteration.ngram, *target_, layout,
+                                pool_.data(), max_len, arena_);
   iteration_ =
       std::make_unique<Iteration>(options.iteration, layout_, *target_, speculator_, buffers_);
   for (RingSlot& slot : ring_) slot.results.resize(options.iteration.shape.max_seqs);
@@ -78,11 +76,11 @@ void CpuRunner::upload(const IterationInputs& in) {
   std::copy_n(in.seq_slot.begin(), in.num_seqs, s.seq_slot);
   std::copy_n(in.kind.begin(), in.num_seqs, s.kind);
   std::copy_n(in.prefill_start.begin(), in.num_seqs, s.prefill_start);
+  std::copy_n(in.next_token.begin(), in.num_seqs, s.next_token);
   std::copy_n(in.verify_indptr.begin(), in.num_seqs + 1, s.verify_indptr);
   std::copy_n(in.first_indptr.begin(), in.num_seqs + 1, s.first_indptr);
   std::copy_n(in.logit_indptr.begin(), in.num_seqs + 1, s.logit_indptr);
   std::copy_n(in.logit_rows.begin(), in.num_logit_rows, s.logit_rows);
-  std::copy_n(in.first_last_row.begin(), in.num_drafting, s.first_last_row);
   if (in.has_prefill) {
     std::copy_n(in.prefill_tokens.begin(), in.num_verify_rows, s.prefill_tokens);
   }
@@ -131,7 +129,7 @@ void CpuRunner::execute(const IterationInputs& inputs) {
   if (inputs.has_prefill || options_.driver == DraftDriver::kEager) {
     iteration_->verify(context_, extent_);
     copy_scores(inputs);  // before the drafter takes the logits buffer
-    if (inputs.num_first_rows == 0) return;
+    if (inputs.num_first_rows == 0 && inputs.num_drafting == 0) return;
     iteration_->first_draft_pass(context_, extent_);
     if (inputs.num_drafting > 0) run_draft_steps();
     return;

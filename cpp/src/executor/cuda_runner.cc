@@ -80,10 +80,8 @@ CudaRunner::CudaRunner(std::shared_ptr<const Model> target, std::shared_ptr<cons
   const int32_t max_len = options.iteration.max_model_len;
   target_ = std::make_unique<Decoder>(target_model_, layout, KvOwner::kTarget, pool_.data(),
                                       max_len, arena_);
-  if (draft_model_ != nullptr) {
-    speculator_.emplace<DraftModelSpeculator>(
-        Decoder(draft_model_, layout, KvOwner::kDraft, pool_.data(), max_len, arena_));
-  }
+  speculator_ = make_speculator(draft_model_, options.iteration.ngram, *target_, layout,
+                                pool_.data(), max_len, arena_);
   iteration_ =
       std::make_unique<Iteration>(options_.iteration, layout_, *target_, speculator_, buffers_);
   ring_ = std::make_unique<IterationRing>(options.iteration.shape, layout, max_len,
@@ -92,8 +90,7 @@ CudaRunner::CudaRunner(std::shared_ptr<const Model> target, std::shared_ptr<cons
   warm_up();
   if (options.driver != DraftDriver::kEager) capture();
   if (options.poison_pool) {
-    check(cudaMemsetAsync(pool_.data(), 0xff, static_cast<size_t>(pool_.bytes()),
-                          context_.stream),
+    check(cudaMemsetAsync(pool_.data(), 0xff, static_cast<size_t>(pool_.bytes()), context_.stream),
           "poisoning the KV pool");
   }
   cuda::synchronize(context_.stream, "starting the engine");
@@ -110,8 +107,9 @@ void CudaRunner::synchronize() { cuda::synchronize(context_.stream, "synchronize
 // Lets the library compete for every product with many rows, of decode buckets and of prefill.
 void CudaRunner::plan_products() {
   const BatchShape& shape = options_.iteration.shape;
-  const auto plan = [&](const Model& model, int32_t max_rows, int32_t max_logit_rows) {
-    if (model.weights.dtype != DType::kBFloat16) return;
+  const auto plan = [&](const Decoder& decoder, int32_t max_rows, int32_t max_logit_rows) {
+    const DecoderWeights& weights = decoder.weights();
+    if (weights.dtype != DType::kBFloat16) return;
     const auto admit = [&](const std::byte* weight, int64_t n, int64_t k, int32_t rows_limit,
                            DType y_dtype) {
       for (int32_t rows = GemmPlanner::kLibraryRows;;) {
@@ -122,15 +120,15 @@ void CudaRunner::plan_products() {
         rows = padded + 1;
       }
     };
-    const DecoderConfig& c = model.config;
+    const DecoderConfig& c = decoder.config();
     const int64_t per_layer = c.per_layer_inputs.size;
     for (size_t layer = 0; layer < c.layers.size(); ++layer) {
       const AttentionConfig& a = c.layers[layer].attention;
       const MlpConfig& m = c.layers[layer].mlp;
-      const LayerWeights& w = model.weights.layers[layer];
+      const LayerWeights& w = weights.layers[layer];
       const int64_t q = int64_t{a.num_qo_heads} * a.head_dim;
       if (max_rows < GemmPlanner::kLibraryRows) continue;
-      admit(w.qkv, qkv_rows(a), c.hidden, max_rows, DType::kBFloat16);
+      admit(w.qkv, qkv_rows(a), c.qkv_inputs(layer), max_rows, DType::kBFloat16);
       admit(w.o, c.hidden, q, max_rows, DType::kBFloat16);
       admit(w.gate_up, 2 * int64_t{m.intermediate}, c.hidden, max_rows, DType::kBFloat16);
       admit(w.down, c.hidden, m.intermediate, max_rows, DType::kBFloat16);
@@ -140,16 +138,19 @@ void CudaRunner::plan_products() {
       }
     }
     if (per_layer > 0 && max_rows >= GemmPlanner::kLibraryRows) {
-      admit(model.weights.per_layer_proj, per_layer * static_cast<int64_t>(c.layers.size()),
-            c.hidden, max_rows, DType::kBFloat16);
+      admit(weights.per_layer_proj, per_layer * static_cast<int64_t>(c.layers.size()), c.hidden,
+            max_rows, DType::kBFloat16);
+    }
+    if (c.drafter && max_rows >= GemmPlanner::kLibraryRows) {
+      admit(weights.head.fc, c.hidden, c.drafter->fc_width(c.hidden), max_rows, DType::kFloat32);
     }
     if (max_logit_rows >= GemmPlanner::kLibraryRows) {
-      admit(model.weights.lm_head, c.vocab_size, c.hidden, max_logit_rows, DType::kFloat32);
+      admit(decoder.lm_head(), c.num_logits(), c.hidden, max_logit_rows, DType::kFloat32);
     }
   };
-  plan(*target_model_, shape.max_verify_rows, shape.max_logit_rows);
-  if (draft_model_ != nullptr) {
-    plan(*draft_model_, shape.max_verify_rows + shape.max_seqs, shape.max_seqs);
+  plan(*target_, shape.max_verify_rows, shape.max_logit_rows);
+  if (const Decoder* drafter = decoder_of(speculator_)) {
+    plan(*drafter, shape.max_verify_rows + shape.max_seqs, shape.max_seqs);
   }
 }
 
@@ -278,7 +279,7 @@ void CudaRunner::run_eagerly(const IterationInputs& inputs) {
   enqueue_begin();
   iteration_->verify(context_, extent);
   copy_scores(inputs);  // before the drafter takes the logits buffer
-  if (inputs.num_first_rows > 0) {
+  if (inputs.num_first_rows > 0 || inputs.num_drafting > 0) {
     iteration_->first_draft_pass(context_, extent);
     if (inputs.num_drafting > 0) run_draft_steps(extent);
   }

@@ -28,14 +28,34 @@ void check_range(const char* name, T value, T low, T high) {
   }
 }
 
+// Prompt lookup compares at most so many tokens; more would seldom match and never help.
+constexpr int32_t kMaxNgram = 256;
+
+void check_ngram(const SpeculativeOptions& s, const Model* draft) {
+  if (s.ngram_min == 0 && s.ngram_max == 0) return;
+  check_range("ngram_max", s.ngram_max, 1, kMaxNgram);
+  check_range("ngram_min", s.ngram_min, 1, s.ngram_max);
+  if (draft != nullptr) {
+    throw InvalidArgument(concat("ngram_max is ", s.ngram_max, " and the drafter ",
+                                 draft->config.name, " is given; allowed: one of them"));
+  }
+  if (s.draft_stop_threshold > 0) {
+    throw InvalidArgument(concat("draft_stop_threshold is ", s.draft_stop_threshold,
+                                 " and prompt lookup has no probabilities; set it to 0"));
+  }
+}
+
 void check_options(const ExecutorOptions& o, const Model& target, const Model* draft) {
   const SpeculativeOptions& s = o.speculative;
   check_range("num_speculative_tokens", s.num_speculative_tokens, 0, kMaxDraftTokens);
-  if (s.num_speculative_tokens > 0 && draft == nullptr) {
+  check_ngram(s, draft);
+  const bool drafts = draft != nullptr || s.ngram_max > 0;
+  if (s.num_speculative_tokens > 0 && !drafts) {
     throw InvalidArgument(concat("num_speculative_tokens is ", s.num_speculative_tokens,
-                                 " but there is no drafter; give one or set 0"));
+                                 " but there is no drafter; give one, or ngram_min and ngram_max, "
+                                 "or set 0"));
   }
-  if (s.num_speculative_tokens == 0 && draft != nullptr) {
+  if (s.num_speculative_tokens == 0 && drafts) {
     throw InvalidArgument("num_speculative_tokens is 0 but a drafter is given; allowed: 1 to 16");
   }
   if (s.accept_method == AcceptMethod::kSynthetic) {
@@ -69,10 +89,17 @@ void check_options(const ExecutorOptions& o, const Model& target, const Model* d
     throw InvalidArgument(concat("device_lateness is ", o.device_lateness,
                                  "; allowed on device cuda: 0, a GPU is as late as it is"));
   }
+  if (target.config.drafter) {
+    throw InvalidArgument(concat("the target ", target.config.name,
+                                 " is a head, which only drafts; give the model that it was "
+                                 "trained for, and the head as the drafter"));
+  }
+  if (draft != nullptr) check_drafter(*draft, target);
   check_range("prefill_chunk_size", o.prefill_chunk_size, 0, 1 << 20);
   check_range("max_waiting_requests", o.max_waiting_requests, 0, 1 << 30);
   check_range("max_model_len", o.max_model_len, 1, target.config.max_position);
-  if (draft != nullptr && o.max_model_len > draft->config.max_position) {
+  // A head goes as far as its target: its own number is that of its training data.
+  if (draft != nullptr && !draft->config.drafter && o.max_model_len > draft->config.max_position) {
     throw InvalidArgument(concat("max_model_len is ", o.max_model_len,
                                  ", but the drafter was made for ", draft->config.max_position,
                                  " positions; lower max_model_len"));
@@ -85,26 +112,29 @@ void check_options(const ExecutorOptions& o, const Model& target, const Model* d
   }
 }
 
-IterationOptions iteration_options(const ExecutorOptions& o) {
+IterationOptions iteration_options(const ExecutorOptions& o, const Model* draft) {
   const int32_t k = o.speculative.num_speculative_tokens;
+  const NgramOptions ngram = {.min_tokens = o.speculative.ngram_min,
+                              .max_tokens = o.speculative.ngram_max};
+  const SpecTraits traits = traits_for(draft != nullptr ? &draft->config : nullptr, ngram);
   return {.shape = {.max_seqs = o.max_num_seqs,
                     .max_verify_rows = o.max_num_batched_tokens,
                     .max_logit_rows = o.max_num_seqs * (k + 1) + kMaxScoreRows,
                     .num_draft_tokens = k,
-                    .first_rows_per_decode =
-                        k > 0 ? DraftModelSpeculator::kTraits.first_rows_per_decode : 0},
+                    .first_rows = traits.first_rows},
           .max_model_len = o.max_model_len,
           .accept_method = o.speculative.accept_method,
           .synthetic_acceptance_length = o.speculative.synthetic_acceptance_length,
           .draft_stop_threshold = o.speculative.draft_stop_threshold,
-          .use_window_lists = o.use_window_lists};
+          .use_window_lists = o.use_window_lists,
+          .ngram = ngram};
 }
 
 // Iterations launched and unread at most: one ahead, or as many as a late device needs.
 int32_t max_in_flight(const ExecutorOptions& o) { return std::max(2, o.device_lateness + 1); }
 
-EngineOptions engine_options(const ExecutorOptions& o, int32_t vocab_size) {
-  const IterationOptions iteration = iteration_options(o);
+EngineOptions engine_options(const ExecutorOptions& o, int32_t vocab_size, const Model* draft) {
+  const IterationOptions iteration = iteration_options(o, draft);
   return {.shape = iteration.shape,
           .scheduler = {.max_num_seqs = o.max_num_seqs,
                         .max_num_batched_tokens = o.max_num_batched_tokens,
@@ -127,22 +157,24 @@ std::unique_ptr<Runner> make_runner(const std::shared_ptr<const Model>& target,
   if (o.use_null_device) return std::make_unique<NullRunner>(o.max_num_seqs, max_in_flight(o));
 #ifdef PACELINE_CUDA
   if (target->device == Device::kCuda) {
-    return std::make_unique<CudaRunner>(target, draft, layout,
-                                        CudaRunnerOptions{.iteration = iteration_options(o),
-                                                          .driver = o.draft_driver,
-                                                          .max_in_flight = max_in_flight(o),
-                                                          .poison_pool = o.poison_freed_blocks,
-                                                          .on_capture = progress});
+    return std::make_unique<CudaRunner>(
+        target, draft, layout,
+        CudaRunnerOptions{.iteration = iteration_options(o, draft.get()),
+                          .driver = o.draft_driver,
+                          .max_in_flight = max_in_flight(o),
+                          .poison_pool = o.poison_freed_blocks,
+                          .on_capture = progress});
   }
 #endif
   const int32_t num_threads = o.num_threads > 0 ? o.num_threads : build_info().num_cores;
-  return std::make_unique<CpuRunner>(target, draft, layout,
-                                     CpuRunnerOptions{.iteration = iteration_options(o),
-                                                      .driver = o.draft_driver,
-                                                      .num_threads = num_threads,
-                                                      .max_in_flight = max_in_flight(o),
-                                                      .lateness = o.device_lateness,
-                                                      .poison_pool = o.poison_freed_blocks});
+  return std::make_unique<CpuRunner>(
+      target, draft, layout,
+      CpuRunnerOptions{.iteration = iteration_options(o, draft.get()),
+                       .driver = o.draft_driver,
+                       .num_threads = num_threads,
+                       .max_in_flight = max_in_flight(o),
+                       .lateness = o.device_lateness,
+                       .poison_pool = o.poison_freed_blocks});
 }
 
 KvLayout layout_of(const ExecutorOptions& o, const Model& target, const Model* draft) {
@@ -164,7 +196,8 @@ struct Executor::Impl {
     std::unique_ptr<Runner> runner = make_runner(target, draft, layout, options, progress);
     workspace_bytes = runner->workspace_bytes();
     graph_bytes = runner->graph_bytes();
-    engine.emplace(engine_options(options, target->config.vocab_size), layout, std::move(runner));
+    engine.emplace(engine_options(options, target->config.vocab_size, draft.get()), layout,
+                   std::move(runner));
   }
 
   std::shared_ptr<const Model> target;

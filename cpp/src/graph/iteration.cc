@@ -69,12 +69,12 @@ StagedInputs allocate_staged(DeviceArena& arena, const BatchShape& shape) {
           .seq_slot = ints(shape.max_seqs),
           .kind = ints(shape.max_seqs),
           .prefill_start = ints(shape.max_seqs),
+          .next_token = ints(shape.max_seqs),
           .verify_indptr = ints(shape.max_seqs + 1),
           .first_indptr = ints(shape.max_seqs + 1),
           .logit_indptr = ints(shape.max_seqs + 1),
           .prefill_tokens = ints(shape.max_verify_rows),
-          .logit_rows = ints(shape.max_logit_rows),
-          .first_last_row = ints(shape.max_seqs)};
+          .logit_rows = ints(shape.max_logit_rows)};
 }
 
 SequenceState allocate_sequences(DeviceArena& arena, const BatchShape& shape,
@@ -112,10 +112,10 @@ IterationExtent decode_extent(const BatchShape& shape, int32_t num_seqs) {
   return {.num_seqs = num_seqs,
           .num_drafting = num_seqs,
           .num_verify_rows = num_seqs * width,
-          .num_first_rows = num_seqs * shape.first_rows_per_decode,
+          .num_first_rows = num_seqs * shape.first_rows_per_decode(),
           .num_logit_rows = num_seqs * width,
           .verify_rows_per_seq = width,
-          .first_rows_per_seq = shape.first_rows_per_decode};
+          .first_rows_per_seq = shape.first_rows_per_decode()};
 }
 
 IterationExtent extent_of(const IterationInputs& inputs) {
@@ -181,10 +181,24 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
   b.gathered = arena.allocate<float>(shape.max_logit_rows * widths.hidden, "logits");
   b.logits = arena.allocate<float>(
       padded(shape.max_logit_rows) *
-          std::max(target.vocab_size, draft != nullptr ? draft->vocab_size : 0),
+          std::max(target.num_logits(), draft != nullptr ? draft->num_logits() : 0),
       "logits");
   b.target_tokens = arena.allocate<int32_t>(shape.max_logit_rows, "draws");
   b.drawn = arena.allocate<int32_t>(shape.max_seqs, "draws");
+  b.first_last_row = arena.allocate<int32_t>(shape.max_seqs, "rows");
+  b.draft_hidden = b.gathered;
+  if (draft != nullptr && draft->drafter) {
+    const DrafterConfig& drafter = *draft->drafter;
+    const auto num_parts = static_cast<int32_t>(std::max<size_t>(drafter.aux_layers.size(), 1));
+    const int32_t width = num_parts * target.hidden;
+    b.target_hidden = {
+        .data = arena.allocate<std::byte>(
+            padded(first_capacity) * width * dtype_bytes(activation_dtype), "hidden states"),
+        .width = width,
+        .aux_layers = drafter.aux_layers};
+    // Not b.gathered: this is state that goes from step to step.
+    b.draft_hidden = arena.allocate<float>(padded(shape.max_seqs) * draft->hidden, "hidden states");
+  }
   b.draft_stop.keep_drafting = arena.allocate<int32_t>(1, "step state");
   if (options.draft_stop_threshold > 0) {
     b.draft_stop.probabilities = arena.allocate<float>(shape.max_seqs, "draws");
@@ -202,34 +216,39 @@ Iteration::Iteration(const IterationOptions& options, const KvLayout& layout, co
       speculator_(speculator),
       buffers_(buffers) {}
 
-const Decoder* Iteration::drafter() const {
-  const auto* draft = std::get_if<DraftModelSpeculator>(&speculator_);
-  return draft != nullptr ? &draft->decoder : nullptr;
+bool Iteration::has_draft_passes() const {
+  return traits_of(speculator_).first_rows != FirstRows::kNone;
 }
 
 int32_t Iteration::num_draft_steps() const {
-  return traits_of(speculator_).drafts ? options_.shape.num_draft_tokens - 1 : 0;
+  return has_draft_passes() ? options_.shape.num_draft_tokens - 1 : 0;
 }
 
 template <class Ctx>
 void Iteration::draw_drafts(Ctx& ctx, const int32_t* num_rows, int32_t max_rows,
                             const int32_t* row_index, const PassRows& rows) const {
   const IterationBuffers& b = buffers_;
-  const int32_t draft_vocab = drafter()->config().vocab_size;
-  ctx.run(draw, DrawParams{.num_rows = num_rows,
-                           .max_rows = max_rows,
-                           .logits = b.logits,
-                           .logits_stride = draft_vocab,
-                           // Tables that differ in padding rows: what only one of them has is never
-                           // drafted.
-                           .vocab_limit = std::min(target_.config().vocab_size, draft_vocab),
-                           .row_index = row_index,
-                           .seq_slot = rows.seq_slot,
-                           .positions = rows.positions,
-                           .seeds = b.sequences.seed,
-                           .temperatures = b.sequences.temperature,
-                           .tokens = b.drawn,
-                           .probabilities = b.draft_stop.probabilities});
+  const int32_t num_logits = decoder_of(speculator_)->config().num_logits();
+  const int32_t target_vocab = target_.config().vocab_size;
+  const int32_t* const map = token_map(speculator_);
+  ctx.run(draw, DrawParams{
+                    .num_rows = num_rows,
+                    .max_rows = max_rows,
+                    .logits = b.logits,
+                    .logits_stride = num_logits,
+                    // Tables that differ in padding rows: what only one of them has is never
+                    // drafted.
+                    .vocab_limit = map != nullptr ? num_logits : std::min(target_vocab, num_logits),
+                    .row_index = row_index,
+                    .seq_slot = rows.seq_slot,
+                    .positions = rows.positions,
+                    .seeds = b.sequences.seed,
+                    .temperatures = b.sequences.temperature,
+                    .tokens = b.drawn,
+                    .probabilities = b.draft_stop.probabilities,
+                    .draw_ahead = traits_of(speculator_).draw_ahead,
+                    .token_map = map,
+                    .token_limit = target_vocab});
 }
 
 template <class Ctx>
@@ -243,7 +262,7 @@ void Iteration::verify(Ctx& ctx, const IterationExtent& extent) const {
       build(ctx, rows, b.verify_metadata[g], /*padded_rows=*/0);
     }
   }
-  target_.forward(ctx, rows, b.verify_metadata, b.activations);
+  target_.forward(ctx, rows, b.verify_metadata, b.activations, b.target_hidden);
   target_.logits(ctx, b.staged.num_logit_rows, extent.num_logit_rows, b.staged.logit_rows,
                  b.activations, b.gathered, b.logits);
   ctx.run(draw, DrawParams{.num_rows = b.staged.num_logit_rows,
@@ -277,28 +296,38 @@ void Iteration::verify(Ctx& ctx, const IterationExtent& extent) const {
 template <class Ctx>
 void Iteration::first_draft_pass(Ctx& ctx, const IterationExtent& extent) const {
   const IterationBuffers& b = buffers_;
-  const Decoder* draft = drafter();
-  if (draft == nullptr) return;
+  if (!has_draft_passes()) {
+    propose(ctx, speculator_, b.staged, b.sequences, extent.num_drafting);
+    return;
+  }
+  const SpecTraits traits = traits_of(speculator_);
   const PassRows rows =
       with_extent(b.first_rows, extent.num_first_rows, extent.num_seqs, extent.first_rows_per_seq);
   const PassRows step_rows =
       with_extent(b.step_rows, extent.num_drafting, extent.num_drafting, /*rows_per_seq=*/1);
-  ctx.run(assemble_first_rows, AssembleFirstRowsParams{b.staged, b.sequences, rows});
+  ctx.run(assemble_first_rows, AssembleFirstRowsParams{.inputs = b.staged,
+                                                       .sequences = b.sequences,
+                                                       .rows = rows,
+                                                       .first_rows = traits.first_rows,
+                                                       .results = b.results,
+                                                       .last_row = b.first_last_row});
   for (size_t g = 0; g < layout_.groups.size(); ++g) {
     if (layout_.groups[g].owner == KvOwner::kDraft) {
       build(ctx, rows, b.first_metadata[g], /*padded_rows=*/0);
     }
   }
-  draft->forward(ctx, rows, b.first_metadata, b.activations);
-  draft->logits(ctx, b.staged.num_drafting, extent.num_drafting, b.staged.first_last_row,
-                b.activations, b.gathered, b.logits);
-  draw_drafts(ctx, b.staged.num_drafting, extent.num_drafting, b.staged.first_last_row, rows);
+  draft_forward(ctx, speculator_, rows, b.first_metadata, b.activations,
+                {.target_hidden = traits.takes_target_hidden ? b.target_hidden.data : nullptr});
+  draft_logits(ctx, speculator_, b.staged.num_drafting, extent.num_drafting, b.first_last_row,
+               b.activations, b.draft_hidden, b.logits);
+  draw_drafts(ctx, b.staged.num_drafting, extent.num_drafting, b.first_last_row, rows);
   ctx.run(begin_draft_steps, BeginDraftStepsParams{.inputs = b.staged,
                                                    .sequences = b.sequences,
                                                    .drawn = b.drawn,
                                                    .rows = step_rows,
                                                    .current_draft_step = b.current_draft_step,
-                                                   .stop = b.draft_stop});
+                                                   .stop = b.draft_stop,
+                                                   .draw_ahead = traits.draw_ahead});
   for (size_t g = 0; g < layout_.groups.size(); ++g) {
     if (layout_.groups[g].owner == KvOwner::kDraft) {
       build(ctx, step_rows, b.step_metadata[g], step_rows.capacity);
@@ -309,12 +338,13 @@ void Iteration::first_draft_pass(Ctx& ctx, const IterationExtent& extent) const 
 template <class Ctx>
 void Iteration::draft_step(Ctx& ctx, const IterationExtent& extent) const {
   const IterationBuffers& b = buffers_;
-  const Decoder* draft = drafter();
-  if (draft == nullptr) return;
+  if (!has_draft_passes()) return;
   const PassRows rows =
       with_extent(b.step_rows, extent.num_drafting, extent.num_drafting, /*rows_per_seq=*/1);
-  draft->forward(ctx, rows, b.step_metadata, b.activations);
-  draft->logits(ctx, rows.num_rows, rows.capacity, b.identity, b.activations, b.gathered, b.logits);
+  draft_forward(ctx, speculator_, rows, b.step_metadata, b.activations,
+                {.feedback = traits_of(speculator_).feeds_hidden_back ? b.draft_hidden : nullptr});
+  draft_logits(ctx, speculator_, rows.num_rows, rows.capacity, b.identity, b.activations,
+               b.draft_hidden, b.logits);
   draw_drafts(ctx, rows.num_rows, rows.capacity, b.identity, rows);
   ctx.run(store_draft, StoreDraftParams{.current_draft_step = b.current_draft_step,
                                         .rows = rows,
@@ -327,7 +357,8 @@ void Iteration::draft_step(Ctx& ctx, const IterationExtent& extent) const {
                        .sequences = b.sequences,
                        .stop = b.draft_stop,
                        .groups = {},
-                       .num_groups = 0};
+                       .num_groups = 0,
+                       .draw_ahead = traits_of(speculator_).draw_ahead};
   for (size_t g = 0; g < layout_.groups.size(); ++g) {
     if (layout_.groups[g].owner == KvOwner::kDraft) {
       params.groups[params.num_groups++] = advance_group(b.step_metadata[g]);

@@ -45,6 +45,11 @@ struct IterationBuffers {
   int32_t* target_tokens = nullptr;   // [max_logit_rows] the target's draws
   int32_t* drawn = nullptr;           // [max_seqs] the drafter's draws
   const int32_t* identity = nullptr;  // [max_seqs + 1] 0, 1, 2, ...: every step row draws, alone
+  int32_t* first_last_row = nullptr;  // [max_seqs] the first-pass row that draws for a sequence
+  HiddenTaps target_hidden{};         // of the verify pass's rows, for the drafter's first pass
+  // [max_seqs, hidden of the drafter] rows behind the drafter's newest logits: what a draft step
+  // hands on to the next
+  float* draft_hidden = nullptr;
   SequenceResult* results = nullptr;  // [max_seqs]
 };
 
@@ -72,6 +77,7 @@ struct IterationOptions {
   double synthetic_acceptance_length = 0;
   double draft_stop_threshold = 0;  // see SpeculativeOptions
   bool use_window_lists = false;
+  NgramOptions ngram;
   // Rows that activations and logits have room for when `rows` are needed; null: as many. A library
   // may compute a product in whole steps of rows.
   int32_t (*padded_rows)(int32_t rows) = nullptr;
@@ -100,11 +106,11 @@ class Iteration {
   template <class Ctx>
   void draft_step(Ctx& ctx, const IterationExtent& extent) const;
 
-  // Draft steps after the first pass: k - 1, or 0 without a drafter.
+  // Draft steps after the first pass: k - 1, or 0 without a drafter that has passes.
   [[nodiscard]] int32_t num_draft_steps() const;
 
  private:
-  [[nodiscard]] const Decoder* drafter() const;
+  [[nodiscard]] bool has_draft_passes() const;
   // One draft for each of the rows that `row_index` picks from a pass of the drafter.
   template <class Ctx>
   void draw_drafts(Ctx& ctx, const int32_t* num_rows, int32_t max_rows, const int32_t* row_index,

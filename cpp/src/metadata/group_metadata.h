@@ -98,6 +98,7 @@ struct AdvanceParams {
   DraftStop stop;
   AdvanceGroup groups[kMaxKvGroups];
   int32_t num_groups;
+  int32_t draw_ahead = 1;  // from a row's position to that of the token it draws
 };
 void advance_draft_step(CpuContext&, const AdvanceParams&);
 void advance_draft_step(CudaContext&, const AdvanceParams&);

@@ -66,7 +66,7 @@ PACELINE_HOST_DEVICE inline bool advance_row(const AdvanceParams& p, int32_t row
   const int32_t position = p.rows.positions[row] + 1;
   const int32_t token = p.drawn[row];
   // A row is worth its work while the token it would draw lies below the limit.
-  const bool is_live = position + 1 < p.sequences.limit[seq_slot] && !stops(p.stop, row);
+  const bool is_live = position + p.draw_ahead < p.sequences.limit[seq_slot] && !stops(p.stop, row);
   p.rows.seq_slot[row] = is_live ? seq_slot : -1;
   p.rows.positions[row] = is_live ? position : 0;
   p.rows.token_ids[row] = is_live ? token : 0;

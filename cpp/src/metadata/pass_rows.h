@@ -73,12 +73,12 @@ struct StagedInputs {
   int32_t* seq_slot;         // [max_seqs]
   int32_t* kind;             // [max_seqs] RowKind
   int32_t* prefill_start;    // [max_seqs]
+  int32_t* next_token;       // [max_seqs]
   int32_t* verify_indptr;    // [max_seqs + 1]
   int32_t* first_indptr;     // [max_seqs + 1]
   int32_t* logit_indptr;     // [max_seqs + 1]
   int32_t* prefill_tokens;   // [max_verify_rows]
   int32_t* logit_rows;       // [max_logit_rows]
-  int32_t* first_last_row;   // [max_seqs]
 };
 
 }  // namespace paceline

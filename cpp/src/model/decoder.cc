@@ -12,6 +12,7 @@ namespace paceline {
 
 void ActivationWidths::merge(const DecoderConfig& config) {
   hidden = std::max<int64_t>(hidden, config.hidden);
+  normed = std::max<int64_t>(normed, (config.drafter ? 2 : 1) * int64_t{config.hidden});
   for (const LayerConfig& layer : config.layers) {
     const AttentionConfig& a = layer.attention;
     const int64_t head_dim = a.head_dim;
@@ -31,7 +32,7 @@ Activations allocate_activations(DeviceArena& arena, int64_t rows, const Activat
     return arena.allocate<std::byte>(rows * width * dtype_bytes(dtype), "activations");
   };
   return {.residual = arena.allocate<float>(rows * widths.hidden, "activations"),
-          .normed = buffer(widths.hidden),
+          .normed = buffer(widths.normed),
           .qkv = buffer(widths.qkv),
           .attention = buffer(widths.attention),
           .branch = buffer(widths.hidden),
@@ -54,9 +55,14 @@ std::vector<KvLayerShape> kv_layer_shapes(const DecoderConfig& config) {
 }
 
 Decoder::Decoder(std::shared_ptr<const Model> model, const KvLayout& layout, KvOwner role,
-                 std::byte* kv_pool, int32_t max_positions, DeviceArena& arena)
-    : model_(std::move(model)), layer_to_group_(layout.layer_to_group(role)) {
+                 std::byte* kv_pool, int32_t max_positions, DeviceArena& arena,
+                 const SharedWeights& shared)
+    : model_(std::move(model)),
+      layer_to_group_(layout.layer_to_group(role)),
+      embed_(weights().embed != nullptr ? weights().embed : shared.embed),
+      lm_head_(weights().lm_head != nullptr ? weights().lm_head : shared.lm_head) {
   const DecoderConfig& c = config();
+  PACELINE_CHECK(embed_ != nullptr && lm_head_ != nullptr, c.name, " shares weights of no target");
   PACELINE_CHECK(layer_to_group_.size() == c.layers.size());
   for (size_t layer = 0; layer < c.layers.size(); ++layer) {
     const KvGroup& group = layout.groups[layer_to_group_[layer]];
@@ -86,7 +92,7 @@ Decoder::Decoder(std::shared_ptr<const Model> model, const KvLayout& layout, KvO
 }
 
 template <class Ctx>
-void Decoder::attention(Ctx& ctx, int32_t layer, const PassRows& rows,
+void Decoder::attention(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
                         std::span<const GroupMetadata> groups,
                         const Activations& activations) const {
   const DecoderConfig& c = config();
@@ -96,18 +102,19 @@ void Decoder::attention(Ctx& ctx, int32_t layer, const PassRows& rows,
   const int32_t qkv_width = qkv_rows(a);
   const int32_t q_width = a.num_qo_heads * a.head_dim;
   const GroupMetadata& metadata = groups[layer_to_group_[layer]];
+  const auto num_inputs = static_cast<int32_t>(c.qkv_inputs(static_cast<size_t>(layer)));
 
   ctx.run(gemm, GemmParams{.num_rows = rows.num_rows,
                            .max_rows = rows.capacity,
-                           .x = activations.normed,
-                           .x_stride = c.hidden,
+                           .x = input,
+                           .x_stride = num_inputs,
                            .weight = lw.qkv,
                            .weight_dtype = w.dtype,
                            .bias = lw.qkv_bias,
                            .y = activations.qkv,
                            .y_stride = qkv_width,
                            .n = qkv_width,
-                           .k = c.hidden,
+                           .k = num_inputs,
                            .x_dtype = activations.dtype,
                            .y_dtype = activations.dtype});
   ctx.run(qk_norm_rope_append, QkNormRopeAppendParams{.num_rows = rows.num_rows,
@@ -328,30 +335,44 @@ void Decoder::per_layer_branch(Ctx& ctx, int32_t layer, const PassRows& rows,
 }
 
 template <class Ctx>
-void Decoder::forward(Ctx& ctx, const PassRows& rows, std::span<const GroupMetadata> groups,
-                      const Activations& activations) const {
+void Decoder::embed_tokens(Ctx& ctx, const PassRows& rows, const Activations& activations) const {
   const DecoderConfig& c = config();
-  const DecoderWeights& w = model_->weights;
   ctx.run(embed, EmbedParams{.num_rows = rows.num_rows,
                              .max_rows = rows.capacity,
                              .token_ids = rows.token_ids,
-                             .table = w.embed,
-                             .table_dtype = w.dtype,
+                             .table = embed_,
+                             .table_dtype = weights().dtype,
                              .scale = c.embed_scale,
                              .y = activations.residual,
                              .vocab_size = c.vocab_size,
                              .hidden = c.hidden});
+}
+
+template <class Ctx>
+void Decoder::forward(Ctx& ctx, const PassRows& rows, std::span<const GroupMetadata> groups,
+                      const Activations& activations, const HiddenTaps& taps) const {
+  embed_tokens(ctx, rows, activations);
+  if (config().per_layer_inputs.size > 0) make_per_layer_inputs(ctx, rows, activations);
+  run_layers(ctx, rows, groups, activations, /*first_input=*/nullptr, taps);
+}
+
+template <class Ctx>
+void Decoder::run_layers(Ctx& ctx, const PassRows& rows, std::span<const GroupMetadata> groups,
+                         const Activations& activations, const void* first_input,
+                         const HiddenTaps& taps) const {
+  const DecoderConfig& c = config();
+  const DecoderWeights& w = model_->weights;
   const bool has_per_layer = c.per_layer_inputs.size > 0;
-  if (has_per_layer) make_per_layer_inputs(ctx, rows, activations);
+  const bool taps_layers = taps.data != nullptr && !taps.aux_layers.empty();
+  void* const last_tap = taps.aux_layers.empty() ? taps.data : nullptr;
   // Each norm adds the previous branch to the residual on its way, normalised first where the model
   // has norms after its branches, and scaled where a layer ends; the first has none to add, the one
-  // at the end adds only.
+  // at the end adds only, unless somebody wants its output. Without a weight y is a copy.
   struct Branch {
     const float* norm;   // after it, or null
     const float* scale;  // of the residual with it, or null
   };
-  enum class Then : uint8_t { kNorm, kCopy, kNothing };
-  const auto add = [&](const Branch* branch, Then then, const float* weight) {
+  const auto add = [&](const Branch* branch, const float* weight, void* y) {
     const bool has_branch = branch != nullptr;
     ctx.run(rms_norm, RmsNormParams{.num_rows = rows.num_rows,
                                     .max_rows = rows.capacity,
@@ -361,7 +382,7 @@ void Decoder::forward(Ctx& ctx, const PassRows& rows, std::span<const GroupMetad
                                     .weight = weight,
                                     .weight_offset = c.norm_weight_offset,
                                     .eps = c.norm_eps,
-                                    .y = then != Then::kNothing ? activations.normed : nullptr,
+                                    .y = y,
                                     .y_stride = c.hidden,
                                     .hidden = c.hidden,
                                     .x_weight = has_branch ? branch->norm : nullptr,
@@ -369,23 +390,41 @@ void Decoder::forward(Ctx& ctx, const PassRows& rows, std::span<const GroupMetad
                                     .x_dtype = has_branch ? activations.dtype : DType::kFloat32,
                                     .y_dtype = activations.dtype});
   };
+  // By now the residual stream is what enters the layer.
+  const auto tap_layer = [&](int32_t layer) {
+    const auto found = std::find(taps.aux_layers.begin(), taps.aux_layers.end(), layer);
+    if (found == taps.aux_layers.end()) return;
+    const int64_t offset = (found - taps.aux_layers.begin()) * int64_t{c.hidden};
+    ctx.run(copy_rows, CopyRowsParams{.num_rows = rows.num_rows,
+                                      .max_rows = rows.capacity,
+                                      .row_index = nullptr,
+                                      .x = activations.residual,
+                                      .x_stride = c.hidden,
+                                      .y = static_cast<std::byte*>(taps.data) +
+                                           offset * dtype_bytes(activations.dtype),
+                                      .y_stride = taps.width,
+                                      .width = c.hidden,
+                                      .y_dtype = activations.dtype});
+  };
   Branch last = {};
   for (int32_t layer = 0; layer < static_cast<int32_t>(c.layers.size()); ++layer) {
     const LayerWeights& lw = w.layers[layer];
-    add(layer > 0 ? &last : nullptr, Then::kNorm, lw.attn_norm);
-    attention(ctx, layer, rows, groups, activations);
+    const bool has_input = layer == 0 && first_input != nullptr;
+    if (!has_input) add(layer > 0 ? &last : nullptr, lw.attn_norm, activations.normed);
+    if (taps_layers) tap_layer(layer);
+    attention(ctx, layer, has_input ? first_input : activations.normed, rows, groups, activations);
     const Branch attended = {.norm = lw.attn_post_norm, .scale = nullptr};
-    add(&attended, Then::kNorm, lw.mlp_norm);
+    add(&attended, lw.mlp_norm, activations.normed);
     mlp(ctx, layer, rows, activations);
     last = {.norm = lw.mlp_post_norm, .scale = nullptr};
     if (has_per_layer) {
-      add(&last, Then::kCopy, /*weight=*/nullptr);
+      add(&last, /*weight=*/nullptr, activations.normed);
       per_layer_branch(ctx, layer, rows, activations);
       last = {.norm = lw.per_layer_norm, .scale = nullptr};
     }
     last.scale = lw.scale;
   }
-  add(&last, Then::kNothing, /*weight=*/nullptr);
+  add(&last, last_tap != nullptr ? w.final_norm : nullptr, last_tap);
 }
 
 template <class Ctx>
@@ -400,28 +439,40 @@ void Decoder::logits(Ctx& ctx, const int32_t* num_logit_rows, int32_t max_logit_
                                         .x = activations.residual,
                                         .y = gathered,
                                         .hidden = c.hidden});
-  ctx.run(rms_norm, RmsNormParams{.num_rows = num_logit_rows,
-                                  .max_rows = max_logit_rows,
-                                  .x = gathered,
-                                  .x_stride = c.hidden,
-                                  .residual = nullptr,
-                                  .weight = w.final_norm,
-                                  .weight_offset = c.norm_weight_offset,
-                                  .eps = c.norm_eps,
-                                  .y = activations.normed,
-                                  .y_stride = c.hidden,
-                                  .hidden = c.hidden,
-                                  .y_dtype = activations.dtype});
+  if (w.final_norm != nullptr) {
+    ctx.run(rms_norm, RmsNormParams{.num_rows = num_logit_rows,
+                                    .max_rows = max_logit_rows,
+                                    .x = gathered,
+                                    .x_stride = c.hidden,
+                                    .residual = nullptr,
+                                    .weight = w.final_norm,
+                                    .weight_offset = c.norm_weight_offset,
+                                    .eps = c.norm_eps,
+                                    .y = activations.normed,
+                                    .y_stride = c.hidden,
+                                    .hidden = c.hidden,
+                                    .y_dtype = activations.dtype});
+  } else {
+    ctx.run(copy_rows, CopyRowsParams{.num_rows = num_logit_rows,
+                                      .max_rows = max_logit_rows,
+                                      .row_index = nullptr,
+                                      .x = gathered,
+                                      .x_stride = c.hidden,
+                                      .y = activations.normed,
+                                      .y_stride = c.hidden,
+                                      .width = c.hidden,
+                                      .y_dtype = activations.dtype});
+  }
   ctx.run(gemm, GemmParams{.num_rows = num_logit_rows,
                            .max_rows = max_logit_rows,
                            .x = activations.normed,
                            .x_stride = c.hidden,
-                           .weight = w.lm_head,
+                           .weight = lm_head_,
                            .weight_dtype = w.dtype,
                            .bias = nullptr,
                            .y = logits,
-                           .y_stride = c.vocab_size,
-                           .n = c.vocab_size,
+                           .y_stride = c.num_logits(),
+                           .n = c.num_logits(),
                            .k = c.hidden,
                            .x_dtype = activations.dtype,
                            .y_dtype = DType::kFloat32});
@@ -430,21 +481,24 @@ void Decoder::logits(Ctx& ctx, const int32_t* num_logit_rows, int32_t max_logit_
                                     .max_rows = max_logit_rows,
                                     .logits = logits,
                                     .cap = c.logit_soft_cap,
-                                    .n = c.vocab_size});
+                                    .n = c.num_logits()});
   }
 }
 
+// Every member template, for one context.
+#define PACELINE_INSTANTIATE_DECODER(Ctx)                                                       \
+  template void Decoder::embed_tokens<Ctx>(Ctx&, const PassRows&, const Activations&) const;    \
+  template void Decoder::run_layers<Ctx>(Ctx&, const PassRows&, std::span<const GroupMetadata>, \
+                                         const Activations&, const void*, const HiddenTaps&)    \
+      const;                                                                                    \
+  template void Decoder::forward<Ctx>(Ctx&, const PassRows&, std::span<const GroupMetadata>,    \
+                                      const Activations&, const HiddenTaps&) const;             \
+  template void Decoder::logits<Ctx>(Ctx&, const int32_t*, int32_t, const int32_t*,             \
+                                     const Activations&, float*, float*) const;
+PACELINE_INSTANTIATE_DECODER(CpuContext)
 #ifdef PACELINE_CUDA
-template void Decoder::forward<CudaContext>(CudaContext&, const PassRows&,
-                                            std::span<const GroupMetadata>,
-                                            const Activations&) const;
-template void Decoder::logits<CudaContext>(CudaContext&, const int32_t*, int32_t, const int32_t*,
-                                           const Activations&, float*, float*) const;
+PACELINE_INSTANTIATE_DECODER(CudaContext)
 #endif
-template void Decoder::forward<CpuContext>(CpuContext&, const PassRows&,
-                                           std::span<const GroupMetadata>,
-                                           const Activations&) const;
-template void Decoder::logits<CpuContext>(CpuContext&, const int32_t*, int32_t, const int32_t*,
-                                          const Activations&, float*, float*) const;
+#undef PACELINE_INSTANTIATE_DECODER
 
 }  // namespace paceline

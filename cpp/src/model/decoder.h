@@ -23,7 +23,8 @@ namespace paceline {
 // Scratch of one forward pass, shared by all passes and models: sized for the largest.
 struct Activations {
   float* residual;  // [rows, hidden]
-  void* normed;     // [rows, hidden] dtype, as all below
+  void* normed;     // [rows, normed] dtype, as all below: a norm's output, or what is joined for a
+                    // head's fc or attention
   void* qkv;        // [rows, qkv_rows(attention)]
   void* attention;  // [rows, num_qo_heads * head_dim]
   void* branch;     // [rows, hidden] output of a branch before it joins the residual
@@ -36,6 +37,7 @@ struct Activations {
 // Widths of Activations, maxima over layers (and, merged, over models).
 struct ActivationWidths {
   int64_t hidden = 0;
+  int64_t normed = 0;
   int64_t qkv = 0;
   int64_t attention = 0;
   int64_t gate_up = 0;
@@ -47,22 +49,53 @@ struct ActivationWidths {
 [[nodiscard]] Activations allocate_activations(DeviceArena& arena, int64_t rows,
                                                const ActivationWidths& widths, DType dtype);
 
+// Hidden states that a forward pass leaves behind for a head. Each copy is an op of the pass, so it
+// is captured with it.
+struct HiddenTaps {
+  void* data = nullptr;  // [rows, width] dtype of the activations; null: none
+  int32_t width = 0;
+  // The residual streams that enter these layers, ascending, side by side; empty: the output after
+  // the final norm.
+  std::span<const int32_t> aux_layers;
+};
+
+// Where a head finds the weights of its target that it shares.
+struct SharedWeights {
+  const std::byte* embed = nullptr;
+  const std::byte* lm_head = nullptr;
+};
+
 class Decoder {
  public:
   // `role`: whose layers in `layout` are meant. Rotary tables cover positions [0, max_positions).
   Decoder(std::shared_ptr<const Model> model, const KvLayout& layout, KvOwner role,
-          std::byte* kv_pool, int32_t max_positions, DeviceArena& arena);
+          std::byte* kv_pool, int32_t max_positions, DeviceArena& arena,
+          const SharedWeights& shared = {});
 
   [[nodiscard]] const DecoderConfig& config() const { return model_->config; }
+  [[nodiscard]] const DecoderWeights& weights() const { return model_->weights; }
+  // Own or shared.
+  [[nodiscard]] const std::byte* lm_head() const { return lm_head_; }
+  [[nodiscard]] SharedWeights shareable_weights() const { return {embed_, lm_head_}; }
 
   // Token ids of `rows` -> residual stream after the last layer, in activations.residual (before
   // the final norm). `groups` is indexed by GroupId.
   template <class Ctx>
   void forward(Ctx& ctx, const PassRows& rows, std::span<const GroupMetadata> groups,
-               const Activations& activations) const;
+               const Activations& activations, const HiddenTaps& taps = {}) const;
 
-  // Residual rows `row_index` -> logits [max_logit_rows, vocab_size]. `gathered` is scratch of
-  // [max_logit_rows, hidden]; activations.normed is overwritten.
+  // The parts of forward, for heads: token ids -> activations.residual; and the layers, where the
+  // attention of the first reads `first_input` [rows, DecoderConfig::qkv_inputs] (dtype of the
+  // activations; null: the norm of the residual stream).
+  template <class Ctx>
+  void embed_tokens(Ctx& ctx, const PassRows& rows, const Activations& activations) const;
+  template <class Ctx>
+  void run_layers(Ctx& ctx, const PassRows& rows, std::span<const GroupMetadata> groups,
+                  const Activations& activations, const void* first_input,
+                  const HiddenTaps& taps) const;
+
+  // Residual rows `row_index` -> logits [max_logit_rows, num_logits]. `gathered` takes those rows
+  // [max_logit_rows, hidden] as they are; activations.normed is overwritten.
   template <class Ctx>
   void logits(Ctx& ctx, const int32_t* num_logit_rows, int32_t max_logit_rows,
               const int32_t* row_index, const Activations& activations, float* gathered,
@@ -74,8 +107,9 @@ class Decoder {
     const float* sin;
   };
 
+  // `input`: [rows, DecoderConfig::qkv_inputs].
   template <class Ctx>
-  void attention(Ctx& ctx, int32_t layer, const PassRows& rows,
+  void attention(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
                  std::span<const GroupMetadata> groups, const Activations& activations) const;
   template <class Ctx>
   void mlp(Ctx& ctx, int32_t layer, const PassRows& rows, const Activations& activations) const;
@@ -90,6 +124,8 @@ class Decoder {
   std::vector<GroupId> layer_to_group_;
   std::vector<KvLayerView> kv_;   // by layer
   std::vector<RopeTable> ropes_;  // by DecoderConfig::ropes
+  const std::byte* embed_;
+  const std::byte* lm_head_;
 };
 
 // The KV shapes of a decoder's layers, for plan_kv_layout.

@@ -24,6 +24,7 @@ constexpr int64_t kMaxHeadDim = int64_t{1} << 12;
 constexpr int64_t kMaxPerLayerSize = int64_t{1} << 14;  // times kMaxLayers: far inside an int32
 constexpr int64_t kMaxLayers = 4096;
 constexpr int64_t kMaxRopes = 256;
+constexpr int64_t kMaxAuxLayers = 16;
 constexpr size_t kMaxNameBytes = 256;
 constexpr double kMaxFrequency = 1e6;  // times kMaxPosition: far from the end of float
 
@@ -176,6 +177,77 @@ constexpr double kMaxFrequency = 1e6;  // times kMaxPosition: far from the end o
   return mlp;
 }
 
+[[nodiscard]] std::vector<int32_t> read_aux_layers(const Json& json) {
+  if (json.kind() != JsonKind::kList || json.size() < 1 || json.size() > kMaxAuxLayers) {
+    json.refuse(concat("a list of 1 to ", kMaxAuxLayers, " layers of the target"));
+  }
+  std::vector<int32_t> layers;
+  for (const Json& layer : json.elements()) {
+    layers.push_back(static_cast<int32_t>(layer.as_int(0, kMaxLayers - 1)));
+    if (layers.size() > 1 && layers.back() <= layers[layers.size() - 2]) {
+      layer.refuse("layers in ascending order");
+    }
+  }
+  return layers;
+}
+
+// `hidden` and `vocab_size` are the head's own.
+[[nodiscard]] DrafterConfig read_drafter(const Json& json, int32_t hidden, int32_t vocab_size) {
+  constexpr std::array<std::string_view, 12> kKeys = {
+      "kind",           "target_hidden_size", "norm_before_residual", "norm_before_fc",
+      "fc_norm",        "norm_output",        "has_fc_bias",          "has_attn_norm",
+      "has_final_norm", "owns_embedding",     "owns_lm_head",         "draft_vocab_size"};
+  constexpr std::array<std::string_view, 1> kEagle3Keys = {"aux_layers"};
+  DrafterConfig drafter;
+  const Json kind = json.at("kind");
+  if (kind.as_string() == "eagle3") {
+    drafter.kind = DrafterKind::kEagle3;
+  } else if (kind.as_string() != "eagle") {
+    kind.refuse("'eagle', 'eagle3'");
+  }
+  const bool is_eagle3 = drafter.kind == DrafterKind::kEagle3;
+  json.check_keys(kKeys, is_eagle3 ? std::span<const std::string_view>(kEagle3Keys)
+                                   : std::span<const std::string_view>());
+  drafter.target_hidden = read_int(json, "target_hidden_size", 1, kMaxHidden);
+  if (!is_eagle3 && drafter.target_hidden != hidden) {
+    json.at("target_hidden_size")
+        .refuse(concat(hidden,
+                       ", the hidden_size of this head: kind 'eagle' feeds its own output "
+                       "back in place of the target's"));
+  }
+  if (is_eagle3) drafter.aux_layers = read_aux_layers(json.at("aux_layers"));
+  // What only EAGLE-3 has.
+  const auto read_eagle3_bool = [&](const char* key) {
+    const bool value = json.at(key).as_bool();
+    if (value && !is_eagle3) json.at(key).refuse("false where kind is 'eagle'");
+    return value;
+  };
+  drafter.norm_before_residual = read_eagle3_bool("norm_before_residual");
+  drafter.norm_before_fc = read_eagle3_bool("norm_before_fc");
+  drafter.has_fc_norm = read_eagle3_bool("fc_norm");
+  if (drafter.has_fc_norm && drafter.norm_before_fc) {
+    json.at("fc_norm").refuse("false where norm_before_fc is true");
+  }
+  drafter.norm_output = read_eagle3_bool("norm_output");
+  drafter.has_fc_bias = json.at("has_fc_bias").as_bool();
+  // What EAGLE-3 cannot be without.
+  const auto read_needed_bool = [&](const char* key) {
+    const bool value = json.at(key).as_bool();
+    if (!value && is_eagle3) json.at(key).refuse("true where kind is 'eagle3'");
+    return value;
+  };
+  drafter.has_attn_norm = read_needed_bool("has_attn_norm");
+  drafter.has_final_norm = read_needed_bool("has_final_norm");
+  drafter.owns_embedding = json.at("owns_embedding").as_bool();
+  drafter.owns_lm_head = json.at("owns_lm_head").as_bool();
+  drafter.draft_vocab_size = read_int(json, "draft_vocab_size", 1, kMaxVocab);
+  if (!drafter.owns_lm_head && drafter.draft_vocab_size != vocab_size) {
+    json.at("draft_vocab_size")
+        .refuse(concat(vocab_size, ", the vocab_size, where owns_lm_head is false"));
+  }
+  return drafter;
+}
+
 // The matrices in float32 stay far enough below 2^63 bytes that norms, biases and alignment cannot
 // overflow either: whoever lays weights out may add without care.
 void check_weight_bytes(const DecoderConfig& config) {
@@ -190,11 +262,17 @@ void check_weight_bytes(const DecoderConfig& config) {
     total += bytes;
   };
   add(config.vocab_size, config.hidden);
-  if (!config.ties_lm_head) add(config.vocab_size, config.hidden);
+  if (!config.ties_lm_head) add(config.num_logits(), config.hidden);
   const int64_t per_layer_size = config.per_layer_inputs.size;
   const int64_t per_layer_width = per_layer_size * static_cast<int64_t>(config.layers.size());
   add(config.per_layer_inputs.vocab_size, per_layer_width);
   add(per_layer_width, config.hidden);
+  if (config.drafter) {
+    add(config.drafter->fc_width(config.hidden) + 1, config.hidden);
+    add(config.num_logits(), 1);  // draft_to_target
+    // The first layer's attention may be twice as wide.
+    add(qkv_rows(config.layers.front().attention), config.hidden);
+  }
   for (const LayerConfig& layer : config.layers) {
     const int64_t q_size = int64_t{layer.attention.num_qo_heads} * layer.attention.head_dim;
     add(qkv_rows(layer.attention) + q_size, config.hidden);  // q, k, v and o
@@ -213,7 +291,8 @@ DecoderConfig parse_decoder_config(std::string_view json) {
       "max_position",   "norm_eps",     "norm_weight_offset", "embed_scale",
       "logit_soft_cap", "ties_lm_head", "has_post_norms",     "ropes",
       "layers"};
-  constexpr std::array<std::string_view, 2> kOptional = {"has_layer_scale", "per_layer_inputs"};
+  constexpr std::array<std::string_view, 3> kOptional = {"has_layer_scale", "per_layer_inputs",
+                                                         "drafter"};
   root.check_keys(kKeys, kOptional);
   if (root.at("format").as_string() != "paceline-decoder-1") {
     root.at("format").refuse("'paceline-decoder-1'");
@@ -239,6 +318,12 @@ DecoderConfig parse_decoder_config(std::string_view json) {
   config.has_layer_scale = read_switch(root, "has_layer_scale");
   if (const std::optional<Json> inputs = root.find("per_layer_inputs")) {
     config.per_layer_inputs = read_per_layer_inputs(*inputs);
+  }
+  if (const std::optional<Json> drafter = root.find("drafter")) {
+    config.drafter = read_drafter(*drafter, config.hidden, config.vocab_size);
+    if (config.ties_lm_head) {
+      root.at("ties_lm_head").refuse("false with a drafter, whose owns_lm_head says whose it is");
+    }
   }
 
   const Json ropes = root.at("ropes");

@@ -6,6 +6,7 @@
 // JSON; docs/model-format.md describes every key.
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -73,6 +74,37 @@ struct LayerConfig {
   MlpConfig mlp;
 };
 
+enum class DrafterKind : uint8_t { kEagle, kEagle3 };
+
+// What makes a decoder a head: a drafter that reads hidden states of its target. Its config's
+// vocab_size is that of the target's tokens, the rows of the embedding table.
+//   EAGLE:   x = fc([E[t] ; h]), then layers; h is the target's output after its final norm.
+//   EAGLE-3: g = fc(residual streams of the target entering aux_layers), and the first layer's
+//            attention reads [attn_norm(E[t]) ; hidden_norm(g)], twice as wide.
+// A further step takes what the step before has put out (the residual stream after the last layer)
+// for h or g.
+struct DrafterConfig {
+  DrafterKind kind = DrafterKind::kEagle;
+  int32_t target_hidden = 0;
+  std::vector<int32_t> aux_layers;    // kEagle3: of the target, by place in fc's input
+  bool norm_before_residual = false;  // kEagle3: the residual stream starts from hidden_norm(g)
+  bool norm_before_fc = false;        // kEagle3: one norm over all of fc's input
+  bool has_fc_norm = false;           // kEagle3: a norm over each layer's part of fc's input
+  bool norm_output = false;           // kEagle3: a step hands on final_norm of its output
+  bool has_fc_bias = false;
+  bool has_attn_norm = false;    // of the first layer
+  bool has_final_norm = false;   // before the lm_head
+  bool owns_embedding = false;   // else the target's
+  bool owns_lm_head = false;     // else the target's
+  int32_t draft_vocab_size = 0;  // rows of the lm_head; see DecoderWeights::draft_to_target
+
+  // Width of fc's input.
+  [[nodiscard]] int64_t fc_width(int32_t hidden) const {
+    return kind == DrafterKind::kEagle ? int64_t{2} * hidden
+                                       : static_cast<int64_t>(aux_layers.size()) * target_hidden;
+  }
+};
+
 struct DecoderConfig {
   std::string name;  // for messages and reports, e.g. "gemma3"
   int32_t vocab_size = 0;
@@ -88,6 +120,17 @@ struct DecoderConfig {
   PerLayerInputsConfig per_layer_inputs;
   std::vector<RopeConfig> ropes;
   std::vector<LayerConfig> layers;
+  std::optional<DrafterConfig> drafter;  // of a head only
+
+  // Columns of q, k and v of a layer.
+  [[nodiscard]] int64_t qkv_inputs(size_t layer) const {
+    const bool is_wide = layer == 0 && drafter && drafter->kind == DrafterKind::kEagle3;
+    return is_wide ? int64_t{2} * hidden : hidden;
+  }
+  // Width of the logits.
+  [[nodiscard]] int32_t num_logits() const {
+    return drafter ? drafter->draft_vocab_size : vocab_size;
+  }
 };
 
 // Parses and checks the canonical JSON. Throws InvalidArgument naming the key, the value seen and

@@ -33,7 +33,7 @@ constexpr size_t kMissingNamed = 8;             // in the message of finish()
 constexpr int64_t kParallelElements = 1 << 16;  // below, waking threads costs more than the copy
 
 // What fill_dummy gives a weight.
-enum class Dummy : uint8_t { kNormal, kNeutralNorm, kOne, kZero };
+enum class Dummy : uint8_t { kNormal, kNeutralNorm, kOne, kZero, kSpreadTokens };
 
 // Where one named tensor lies in the arena.
 struct Slot {
@@ -43,6 +43,7 @@ struct Slot {
   DType dtype = DType::kFloat32;
   Dummy dummy = Dummy::kNormal;
   int64_t offset = 0;
+  bool is_optional = false;  // of a model that is complete without it
   bool is_filled = false;
 
   [[nodiscard]] int64_t elements() const { return rank == 2 ? shape[0] * shape[1] : shape[0]; }
@@ -78,6 +79,17 @@ class Carver final {
     return base_ == nullptr ? nullptr : reinterpret_cast<const float*>(base_ + begin);
   }
 
+  const int32_t* tokens(const std::string& name, int64_t count, bool is_optional) {
+    const int64_t begin = open();
+    add({.name = name,
+         .shape = {count, 0},
+         .rank = 1,
+         .dtype = DType::kInt32,
+         .dummy = Dummy::kSpreadTokens,
+         .is_optional = is_optional});
+    return base_ == nullptr ? nullptr : reinterpret_cast<const int32_t*>(base_ + begin);
+  }
+
   [[nodiscard]] int64_t bytes() const { return bytes_; }
   [[nodiscard]] std::vector<Slot> take_slots() { return std::move(slots_); }
 
@@ -96,8 +108,10 @@ class Carver final {
   std::vector<Slot> slots_;
 };
 
-void lay_out_layer(const DecoderConfig& config, const LayerConfig& layer, const std::string& name,
-                   Carver& carver, LayerWeights& weights) {
+void lay_out_layer(const DecoderConfig& config, size_t index, Carver& carver,
+                   LayerWeights& weights) {
+  const LayerConfig& layer = config.layers[index];
+  const std::string name = concat("layers.", index, ".");
   const AttentionConfig& attention = layer.attention;
   const int64_t hidden = config.hidden;
   const int64_t head_dim = attention.head_dim;
@@ -108,7 +122,8 @@ void lay_out_layer(const DecoderConfig& config, const LayerConfig& layer, const 
     return carver.vector({{name + which, size}}, Dummy::kNeutralNorm);
   };
 
-  weights.attn_norm = norm("attn_norm.weight", hidden);
+  const bool has_attn_norm = index > 0 || !config.drafter || config.drafter->has_attn_norm;
+  if (has_attn_norm) weights.attn_norm = norm("attn_norm.weight", hidden);
   const KvInputs inputs = kv_inputs(attention);
   const auto qkv_parts = [&](const char* which) {
     std::vector<Part> parts = {{name + "attn.q" + which, q_size}};
@@ -116,7 +131,7 @@ void lay_out_layer(const DecoderConfig& config, const LayerConfig& layer, const 
     if (inputs == KvInputs::kKeysAndValues) parts.push_back({name + "attn.v" + which, kv_size});
     return parts;
   };
-  weights.qkv = carver.matrix(qkv_parts(".weight"), hidden);
+  weights.qkv = carver.matrix(qkv_parts(".weight"), config.qkv_inputs(index));
   if (attention.has_qkv_bias) weights.qkv_bias = carver.vector(qkv_parts(".bias"), Dummy::kZero);
   if (attention.has_qk_norm) {
     weights.q_norm = norm("attn.q_norm.weight", head_dim);
@@ -148,12 +163,46 @@ void lay_out_layer(const DecoderConfig& config, const LayerConfig& layer, const 
   if (config.has_layer_scale) weights.scale = carver.vector({{name + "scale", 1}}, Dummy::kOne);
 }
 
+void lay_out_head(const DecoderConfig& config, Carver& carver, HeadWeights& weights) {
+  const DrafterConfig& drafter = *config.drafter;
+  const auto norm = [&](const std::string& name, int64_t size) {
+    return carver.vector({{name, size}}, Dummy::kNeutralNorm);
+  };
+  const int64_t fc_width = drafter.fc_width(config.hidden);
+  weights.fc = carver.matrix({{"fc.weight", config.hidden}}, fc_width);
+  if (drafter.has_fc_bias) {
+    weights.fc_bias = carver.vector({{"fc.bias", config.hidden}}, Dummy::kZero);
+  }
+  if (drafter.norm_before_fc) weights.fc_input_norm = norm("fc_input_norm.weight", fc_width);
+  weights.fc_norms.clear();
+  for (size_t i = 0; drafter.has_fc_norm && i < drafter.aux_layers.size(); ++i) {
+    weights.fc_norms.push_back(norm(concat("fc_norm.", i, ".weight"), drafter.target_hidden));
+  }
+  if (drafter.kind == DrafterKind::kEagle3) {
+    weights.hidden_norm = norm("layers.0.hidden_norm.weight", config.hidden);
+  }
+  if (drafter.owns_lm_head) {
+    // A head over the whole vocabulary has its rows in the order of the tokens, unless it says
+    // otherwise.
+    weights.draft_to_target =
+        carver.tokens("draft_to_target", drafter.draft_vocab_size,
+                      /*is_optional=*/drafter.draft_vocab_size == config.vocab_size);
+  }
+}
+
 void lay_out(const DecoderConfig& config, Carver& carver, DecoderWeights& weights) {
-  weights.embed = carver.matrix({{"embed.weight", config.vocab_size}}, config.hidden);
-  weights.lm_head = config.ties_lm_head
-                        ? weights.embed
-                        : carver.matrix({{"lm_head.weight", config.vocab_size}}, config.hidden);
-  weights.final_norm = carver.vector({{"final_norm.weight", config.hidden}}, Dummy::kNeutralNorm);
+  const DrafterConfig* drafter = config.drafter ? &*config.drafter : nullptr;
+  if (drafter == nullptr || drafter->owns_embedding) {
+    weights.embed = carver.matrix({{"embed.weight", config.vocab_size}}, config.hidden);
+  }
+  if (config.ties_lm_head) {
+    weights.lm_head = weights.embed;
+  } else if (drafter == nullptr || drafter->owns_lm_head) {
+    weights.lm_head = carver.matrix({{"lm_head.weight", config.num_logits()}}, config.hidden);
+  }
+  if (drafter == nullptr || drafter->has_final_norm) {
+    weights.final_norm = carver.vector({{"final_norm.weight", config.hidden}}, Dummy::kNeutralNorm);
+  }
   if (const PerLayerInputsConfig& inputs = config.per_layer_inputs; inputs.size > 0) {
     const int64_t width = inputs.size * static_cast<int64_t>(config.layers.size());
     weights.per_layer_embed = carver.matrix({{"per_layer.embed.weight", inputs.vocab_size}}, width);
@@ -163,8 +212,9 @@ void lay_out(const DecoderConfig& config, Carver& carver, DecoderWeights& weight
   }
   weights.layers.resize(config.layers.size());
   for (size_t i = 0; i < config.layers.size(); ++i) {
-    lay_out_layer(config, config.layers[i], concat("layers.", i, "."), carver, weights.layers[i]);
+    lay_out_layer(config, i, carver, weights.layers[i]);
   }
+  if (drafter != nullptr) lay_out_head(config, carver, weights.head);
 }
 
 [[nodiscard]] std::string shape_text(std::span<const int64_t> shape) {
@@ -274,7 +324,34 @@ void convert(const CpuContext& ctx, const Source& source, DType from, std::byte*
     case DType::kFloat16:  // a lambda, because a call through a pointer would not vectorise
       return convert<uint16_t, uint32_t>(ctx, source, out,
                                          [](uint16_t bits) { return fp16_to_float_bits(bits); });
+    case DType::kInt32:
+    case DType::kInt64:
+      PACELINE_CHECK(false, "integers are no weights");
   }
+}
+
+// Token ids of either width, each a token of the vocabulary.
+[[nodiscard]] std::vector<int32_t> read_tokens(std::string_view name, const Source& source,
+                                               DType dtype, int32_t vocab_size) {
+  std::vector<int32_t> tokens;
+  tokens.reserve(static_cast<size_t>(source.cols));
+  for (int64_t i = 0; i < source.cols; ++i) {
+    const std::byte* from = source.data + i * source.col_stride * dtype_bytes(dtype);
+    int64_t token = 0;
+    if (dtype == DType::kInt64) {
+      std::memcpy(&token, from, sizeof(token));
+    } else {
+      int32_t narrow = 0;
+      std::memcpy(&narrow, from, sizeof(narrow));
+      token = narrow;
+    }
+    if (token < 0 || token >= vocab_size) {
+      throw InvalidArgument(concat(quoted(name), "[", i, "] is ", token, "; allowed: 0 to ",
+                                   vocab_size - 1, " (tokens of the target, not offsets)"));
+    }
+    tokens.push_back(static_cast<int32_t>(token));
+  }
+  return tokens;
 }
 
 // Converts a tensor into its place: at once in the host's memory, else by way of the staging
@@ -429,6 +506,11 @@ void ModelBuilder::put(std::string_view name, DType dtype, std::span<const int64
                                  " strides; allowed: ", shape.size(), ", or none for row-major"));
   }
   if (data == nullptr) throw InvalidArgument(concat(quoted(name), " has a null data pointer"));
+  const bool is_integer = dtype == DType::kInt32 || dtype == DType::kInt64;
+  if (is_integer != (slot.dtype == DType::kInt32)) {
+    throw InvalidArgument(concat(quoted(name), " is ", dtype_name(dtype), "; allowed: ",
+                                 is_integer ? "float32, bfloat16, float16" : "int32, int64"));
+  }
   if (dtype == DType::kFloat16 && slot.dtype == DType::kBFloat16) {
     throw InvalidArgument(concat(quoted(name),
                                  " is float16 and the weight dtype bfloat16, which "
@@ -444,14 +526,21 @@ void ModelBuilder::put(std::string_view name, DType dtype, std::span<const int64
     source.row_stride = slot.rank == 2 ? strides[0] : 0;
     source.col_stride = strides.back();
   }
-  place(impl.ctx, source, dtype, slot, impl.model->weights.arena);
+  if (is_integer) {
+    const std::vector<int32_t> tokens =
+        read_tokens(name, source, dtype, impl.model->config.vocab_size);
+    const DeviceBuffer& arena = impl.model->weights.arena;
+    arena.memory().upload(arena.data() + slot.offset, tokens.data(), source.cols * 4);
+  } else {
+    place(impl.ctx, source, dtype, slot, impl.model->weights.arena);
+  }
   slot.is_filled = true;
 }
 
 std::vector<std::string> ModelBuilder::missing() const {
   std::vector<std::string> names;
   for (const Slot& slot : open(impl_).slots) {
-    if (!slot.is_filled) names.push_back(slot.name);
+    if (!slot.is_filled && !slot.is_optional) names.push_back(slot.name);
   }
   std::sort(names.begin(), names.end());
   return names;
@@ -464,7 +553,7 @@ void ModelBuilder::fill_dummy(uint64_t seed) {
   std::transform(quantiles.begin(), quantiles.end(), bf16_quantiles.begin(), float_to_bf16);
   for (size_t i = 0; i < impl.slots.size(); ++i) {
     Slot& slot = impl.slots[i];
-    if (slot.is_filled) continue;
+    if (slot.is_filled || slot.is_optional) continue;
     std::byte* out = impl.model->weights.arena.data() + slot.offset;
     DeviceMemory& memory = impl.model->weights.arena.memory();
     const bool is_bf16 = slot.dtype == DType::kBFloat16;
@@ -490,6 +579,15 @@ void ModelBuilder::fill_dummy(uint64_t seed) {
       case Dummy::kZero:
         fill(0, slot.elements(), out, memory);
         break;
+      case Dummy::kSpreadTokens: {
+        std::vector<int32_t> tokens(static_cast<size_t>(slot.elements()));
+        for (size_t token = 0; token < tokens.size(); ++token) {
+          tokens[token] = static_cast<int32_t>(static_cast<int64_t>(token) *
+                                               impl.model->config.vocab_size / slot.elements());
+        }
+        memory.upload(out, tokens.data(), slot.elements() * 4);
+        break;
+      }
     }
     slot.is_filled = true;
   }
@@ -508,6 +606,10 @@ std::shared_ptr<const Model> ModelBuilder::finish() {
                                  names.size() > kMissingNamed ? ", ..." : ""));
   }
   impl.model->weights.arena.memory().finish();
+  const auto map = impl.by_name.find("draft_to_target");
+  if (map != impl.by_name.end() && !impl.slots[map->second].is_filled) {
+    impl.model->weights.head.draft_to_target = nullptr;
+  }
   std::shared_ptr<const Model> model = std::move(impl.model);
   impl_.reset();
   return model;

@@ -75,6 +75,8 @@ auto with_name(const std::string& name, Step step) {
   if (name == "F32") return DType::kFloat32;
   if (name == "BF16") return DType::kBFloat16;
   if (name == "F16") return DType::kFloat16;
+  if (name == "I32") return DType::kInt32;
+  if (name == "I64") return DType::kInt64;
   return std::nullopt;
 }
 
@@ -95,8 +97,8 @@ auto with_name(const std::string& name, Step step) {
       const StoredTensor tensor = *file.find(name);
       const std::optional<DType> stored = stored_dtype(tensor.dtype);
       if (!stored) {
-        throw InvalidArgument(
-            concat(quoted(name), " has dtype ", tensor.dtype, "; allowed: F32, BF16, F16"));
+        throw InvalidArgument(concat(quoted(name), " has dtype ", tensor.dtype,
+                                     "; allowed: F32, BF16, F16 (token ids: I32, I64)"));
       }
       builder.put(name, *stored, tensor.shape, /*strides=*/{}, tensor.data);
     }

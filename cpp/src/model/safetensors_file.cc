@@ -34,8 +34,21 @@ struct ElementType {
   int64_t bytes;
 };
 constexpr std::array<ElementType, 16> kElementTypes = {{
-    {"F64", 8}, {"F32", 4}, {"F16", 2}, {"BF16", 2}, {"I64", 8}, {"I32", 4}, {"I16", 2}, {"I8", 1},
-    {"U8", 1}, {"BOOL", 1}, {"F8_E4M3", 1}, {"F8_E5M2", 1}, {"U16", 2}, {"U32", 4}, {"U64", 8},
+    {"F64", 8},
+    {"F32", 4},
+    {"F16", 2},
+    {"BF16", 2},
+    {"I64", 8},
+    {"I32", 4},
+    {"I16", 2},
+    {"I8", 1},
+    {"U8", 1},
+    {"BOOL", 1},
+    {"F8_E4M3", 1},
+    {"F8_E5M2", 1},
+    {"U16", 2},
+    {"U32", 4},
+    {"U64", 8},
     {"F8_E8M0", 1},
 }};
 
@@ -193,9 +206,9 @@ std::vector<std::string_view> SafetensorsFile::names() const {
 }
 
 std::optional<StoredTensor> SafetensorsFile::find(std::string_view name) const {
-  const auto entry = std::lower_bound(
-      entries_.begin(), entries_.end(), name,
-      [](const Entry& a, std::string_view wanted) { return a.name < wanted; });
+  const auto entry =
+      std::lower_bound(entries_.begin(), entries_.end(), name,
+                       [](const Entry& a, std::string_view wanted) { return a.name < wanted; });
   if (entry == entries_.end() || entry->name != name) return std::nullopt;
   return StoredTensor{entry->dtype, std::span(dims_).subspan(entry->first_dim, entry->rank),
                       file_.data() + entry->begin, entry->end - entry->begin};

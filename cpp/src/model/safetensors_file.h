@@ -57,7 +57,7 @@ class SafetensorsFile final {
     std::string_view dtype;  // a string constant
     size_t first_dim;        // in dims_
     size_t rank;
-    int64_t begin;           // in the file
+    int64_t begin;  // in the file
     int64_t end;
   };
 

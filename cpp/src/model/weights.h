@@ -17,13 +17,14 @@ namespace paceline {
 
 // All pointers are 64 B aligned and point into DecoderWeights::arena.
 struct LayerWeights {
-  const float* attn_norm = nullptr;       // [hidden]
-  const std::byte* qkv = nullptr;         // [qkv_rows(attention), hidden]: q rows, k rows, v rows
-  const float* qkv_bias = nullptr;        // [same rows], or null
-  const float* q_norm = nullptr;          // [head_dim], or null
-  const float* k_norm = nullptr;          // [head_dim], or null; none in a layer that reads KV
-  const std::byte* o = nullptr;           // [hidden, num_qo_heads * head_dim]
-  const float* o_bias = nullptr;          // [hidden], or null
+  const float* attn_norm = nullptr;  // [hidden], or null in some heads
+  const std::byte* qkv = nullptr;    // [qkv_rows(attention), DecoderConfig::qkv_inputs]: q rows,
+                                     // k rows, v rows
+  const float* qkv_bias = nullptr;   // [same rows], or null
+  const float* q_norm = nullptr;     // [head_dim], or null
+  const float* k_norm = nullptr;     // [head_dim], or null; none in a layer that reads KV
+  const std::byte* o = nullptr;      // [hidden, num_qo_heads * head_dim]
+  const float* o_bias = nullptr;     // [hidden], or null
   const float* attn_post_norm = nullptr;  // [hidden], or null
   const float* mlp_norm = nullptr;        // [hidden]
   const std::byte* gate_up = nullptr;     // [2 * intermediate, hidden]: gate rows, then up rows
@@ -38,17 +39,30 @@ struct LayerWeights {
   const float* scale = nullptr;               // [1] of the residual stream, or null
 };
 
+// What a head (DrafterConfig) has beside its layers.
+struct HeadWeights {
+  const std::byte* fc = nullptr;         // [hidden, DrafterConfig::fc_width]
+  const float* fc_bias = nullptr;        // [hidden], or null
+  const float* fc_input_norm = nullptr;  // [fc_width], or null
+  std::vector<const float*> fc_norms;    // a norm [target_hidden] for each aux layer, or empty
+  const float* hidden_norm = nullptr;    // [hidden], or null
+  // [draft_vocab_size] target token of each row of the lm_head; null: row and token are the same
+  const int32_t* draft_to_target = nullptr;
+};
+
 struct DecoderWeights {
   DType dtype = DType::kFloat32;  // of the matrices
   DeviceBuffer arena;
-  const std::byte* embed = nullptr;    // [vocab_size, hidden]
-  const std::byte* lm_head = nullptr;  // [vocab_size, hidden]; the embedding when tied
-  const float* final_norm = nullptr;   // [hidden]
+  const std::byte* embed = nullptr;    // [vocab_size, hidden]; null in a head: the target's
+  const std::byte* lm_head = nullptr;  // [num_logits, hidden]; the embedding when tied; null in a
+                                       // head: the target's
+  const float* final_norm = nullptr;   // [hidden], or null in some heads
   // Of models with per-layer inputs, else null; width = layers * per_layer_inputs.size.
   const std::byte* per_layer_embed = nullptr;  // [per_layer_inputs.vocab_size, width]
   const std::byte* per_layer_proj = nullptr;   // [width, hidden]
   const float* per_layer_norm = nullptr;       // [per_layer_inputs.size]
   std::vector<LayerWeights> layers;
+  HeadWeights head;
 };
 
 }  // namespace paceline

@@ -116,6 +116,18 @@ void gather_rows(CpuContext& ctx, const GatherRowsParams& p) {
   });
 }
 
+void copy_rows(CpuContext& ctx, const CopyRowsParams& p) {
+  const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
+  PACELINE_CHECK(p.x_dtype == DType::kFloat32 && p.y_dtype == DType::kFloat32,
+                 "the CPU computes in float32");
+  for_rows(ctx, num_rows, int64_t{p.width} * 8, [&](int32_t row) {
+    const int64_t from_row = p.row_index != nullptr ? p.row_index[row] : row;
+    std::memcpy(static_cast<float*>(p.y) + row * p.y_stride,
+                static_cast<const float*>(p.x) + from_row * p.x_stride,
+                static_cast<size_t>(p.width) * sizeof(float));
+  });
+}
+
 void soft_cap(CpuContext& ctx, const SoftCapParams& p) {
   const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
   for_rows(ctx, num_rows, int64_t{p.n} * 32, [&](int32_t row) {

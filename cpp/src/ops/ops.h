@@ -254,6 +254,22 @@ struct GatherRowsParams {
 void gather_rows(CpuContext&, const GatherRowsParams&);
 void gather_rows(CudaContext&, const GatherRowsParams&);
 
+// y[i] = x[row_index[i]], converted. Between the buffers of one model and another.
+struct CopyRowsParams {
+  const int32_t* num_rows;  // [1] rows of y
+  int32_t max_rows;
+  const int32_t* row_index;  // [max_rows] row of x; null: row i is row i
+  const void* x;             // [*, width] x_dtype, rows x_stride apart
+  int64_t x_stride;
+  void* y;  // [max_rows, width] y_dtype, rows y_stride apart; apart from x
+  int64_t y_stride;
+  int32_t width;
+  DType x_dtype = DType::kFloat32;
+  DType y_dtype = DType::kFloat32;
+};
+void copy_rows(CpuContext&, const CopyRowsParams&);
+void copy_rows(CudaContext&, const CopyRowsParams&);
+
 // logits = cap * tanh(logits / cap), in place.
 struct SoftCapParams {
   const int32_t* num_rows;  // [1]
@@ -269,7 +285,9 @@ void soft_cap(CudaContext&, const SoftCapParams&);
 // position of the drawn token, id); temperature 0 is the plain argmax. Ties go to the lowest id.
 // NaN counts as -inf; a row without any logit above -inf draws -2, "no valid logit", on which the
 // caller ends that request with an error.
-// Target and drafter call this with the same seed and position and so share their noise.
+// Target and drafter call this with the same seed and position and so share their noise. With a
+// `token_map`, ids are rows of a drafter's smaller vocabulary: the noise is that of the token an id
+// maps to, and the token is what is drawn; ids of tokens at or beyond token_limit are not drawn.
 struct DrawParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
@@ -278,13 +296,16 @@ struct DrawParams {
   int32_t vocab_limit;        // ids [0, vocab_limit) may be drawn
   const int32_t* row_index;   // [max_rows] row of positions / seq_slot that row i belongs to
   const int32_t* seq_slot;    // per pass row: state slot; -1: inert, draws -1
-  const int32_t* positions;   // per pass row: position of the input token; the drawn token's is +1
+  const int32_t* positions;   // per pass row: the drawn token's is draw_ahead further on
   const uint64_t* seeds;      // [max_slots] by state slot
   const float* temperatures;  // [max_slots] by state slot
   int32_t* tokens;            // [max_rows]
-  // [max_rows] softmax of the logits [0, vocab_limit) at temperature 1, taken at the drawn id; 0
+  // [max_rows] softmax of what may be drawn at temperature 1, taken at the drawn id; 0
   // where nothing was drawn. Or null: not wanted.
   float* probabilities = nullptr;
+  int32_t draw_ahead = 1;              // 1: the row's position is that of its input token
+  const int32_t* token_map = nullptr;  // [vocab_limit] token of each id; null: itself
+  int32_t token_limit = 0;             // with token_map
 };
 void draw(CpuContext&, const DrawParams&);
 void draw(CudaContext&, const DrawParams&);

@@ -200,11 +200,46 @@ void draw_unpruned(Draw* draw) {
   }
 }
 
+double noise_of(const NoiseKey& key, int32_t token) {
+  const auto words = philox(key, static_cast<uint32_t>(token) / 4);
+  return noise_of(words[static_cast<size_t>(token % 4)]);
+}
+
+// The drawn id (not its token) of a row whose noise is that of mapped tokens, which lie anywhere:
+// a plain walk that computes the noise of ids that could still win.
+int32_t draw_mapped(const DrawParams& p, const float* logits, double temperature,
+                    const NoiseKey& noise) {
+  constexpr double kMaxNoise = 22.875;  // > 33 log 2
+  int32_t drawn = kNoValidLogit;
+  double best = -std::numeric_limits<double>::infinity();
+  for (int32_t id = 0; id < p.vocab_limit; ++id) {
+    const int32_t token = p.token_map[id];
+    if (token >= p.token_limit || !(logits[id] > kNegInf)) continue;
+    double key = logits[id];
+    if (temperature > 0) {
+      key /= temperature;
+      if (drawn >= 0 && key + kMaxNoise < best) continue;
+      key += noise_of(noise, token);
+    }
+    if (drawn < 0 || key > best) {
+      best = key;
+      drawn = id;
+    }
+  }
+  return drawn;
+}
+
+// The drawn id; its token, where there is a map, is the caller's to look up.
 int32_t draw_row(const DrawParams& p, int32_t i) {
   const int32_t row = p.row_index[i];
   const int32_t slot = p.seq_slot[row];
   if (slot < 0) return kInertRow;
   const float* const logits = p.logits + i * p.logits_stride;
+  const NoiseKey noise = {.seed = p.seeds[slot],
+                          .stream = NoiseStream::kTarget,
+                          .position = static_cast<uint32_t>(p.positions[row] + p.draw_ahead),
+                          .salt = 0};
+  if (p.token_map != nullptr) return draw_mapped(p, logits, p.temperatures[slot], noise);
   int32_t highest = kNoValidLogit;
   run_best_isa<ArgmaxKernel>(logits, p.vocab_limit, &highest);
   const float temperature = p.temperatures[slot];
@@ -212,10 +247,7 @@ int32_t draw_row(const DrawParams& p, int32_t i) {
   Draw draw = {.logits = logits,
                .num_ids = p.vocab_limit,
                .temperature = temperature,
-               .noise = {.seed = p.seeds[slot],
-                         .stream = NoiseStream::kTarget,
-                         .position = static_cast<uint32_t>(p.positions[row]) + 1,
-                         .salt = 0},
+               .noise = noise,
                .token = highest};
   // Logits beyond 1e30 would overflow against the temperatures left.
   if (temperature < kMinPrunedTemperature || std::fabs(logits[highest]) > 1e30f) {
@@ -226,22 +258,28 @@ int32_t draw_row(const DrawParams& p, int32_t i) {
   return draw.token;
 }
 
-// Softmax at temperature 1 of `num_ids` logits, at `token`; 0 where nothing was drawn.
-float probability_of(const float* logits, int32_t num_ids, int32_t token) {
-  if (token < 0) return 0.0f;
+// Softmax at temperature 1 of the logits that may be drawn, at id `drawn`; 0 where nothing was.
+float probability_of(const DrawParams& p, const float* logits, int32_t drawn) {
+  if (drawn < 0) return 0.0f;
+  const auto may_be_drawn = [&](int32_t id) {
+    return logits[id] > kNegInf && (p.token_map == nullptr || p.token_map[id] < p.token_limit);
+  };
   float highest = kNegInf;
-  for (int32_t id = 0; id < num_ids; ++id) highest = std::max(highest, logits[id]);  // skips NaN
-  double sum = 0.0;
-  for (int32_t id = 0; id < num_ids; ++id) {
-    if (logits[id] > kNegInf) sum += std::exp(double{logits[id]} - highest);
+  for (int32_t id = 0; id < p.vocab_limit; ++id) {
+    if (may_be_drawn(id)) highest = std::max(highest, logits[id]);
   }
-  return static_cast<float>(std::exp(double{logits[token]} - highest) / sum);
+  double sum = 0.0;
+  for (int32_t id = 0; id < p.vocab_limit; ++id) {
+    if (may_be_drawn(id)) sum += std::exp(double{logits[id]} - highest);
+  }
+  return static_cast<float>(std::exp(double{logits[drawn]} - highest) / sum);
 }
 
 void draw_into(const DrawParams& p, int32_t i) {
-  p.tokens[i] = draw_row(p, i);
+  const int32_t drawn = draw_row(p, i);
+  p.tokens[i] = p.token_map != nullptr && drawn >= 0 ? p.token_map[drawn] : drawn;
   if (p.probabilities == nullptr) return;
-  p.probabilities[i] = probability_of(p.logits + i * p.logits_stride, p.vocab_limit, p.tokens[i]);
+  p.probabilities[i] = probability_of(p, p.logits + i * p.logits_stride, drawn);
 }
 
 }  // namespace

@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "batch/batch_builder.h"
+#include "batch/iteration_results.h"
 #include "metadata/pass_rows.h"
 
 namespace paceline {
@@ -26,13 +28,20 @@ struct AssembleVerifyRowsParams {
 void assemble_verify_rows(CpuContext&, const AssembleVerifyRowsParams&);
 void assemble_verify_rows(CudaContext&, const AssembleVerifyRowsParams&);
 
-// Rows of the drafter's first pass, after acceptance: the newest known tokens, as many as the
-// staged first_indptr says. For a decoding sequence of a draft model these are the last accepted
-// token and the new one; the drafter's other KV is already right.
+// Rows of the drafter's first pass, after acceptance.
+// kNewest: the newest known tokens, as many as the staged first_indptr says. For a decoding
+// sequence of a draft model these are the last accepted token and the new one; the drafter's other
+// KV is already right.
+// kWindow: the rows of the verify pass at their positions, each with the token one further on,
+// which acceptance has settled. Rows of rejected drafts are inert; so what the drafter wrote there
+// is written again, from what the target says, before anything reads it.
 struct AssembleFirstRowsParams {
   StagedInputs inputs;
   SequenceState sequences;
   PassRows rows;
+  FirstRows first_rows;
+  const SequenceResult* results;  // [max_seqs] by batch row; kWindow only
+  int32_t* last_row;              // [max_seqs] of each drafting sequence: the row that draws
 };
 void assemble_first_rows(CpuContext&, const AssembleFirstRowsParams&);
 void assemble_first_rows(CudaContext&, const AssembleFirstRowsParams&);
@@ -46,6 +55,7 @@ struct BeginDraftStepsParams {
   PassRows rows;                // of the draft step
   int32_t* current_draft_step;  // [1] set to 1
   DraftStop stop;
+  int32_t draw_ahead = 1;  // from a row's position to that of the token it draws
 };
 void begin_draft_steps(CpuContext&, const BeginDraftStepsParams&);
 void begin_draft_steps(CudaContext&, const BeginDraftStepsParams&);
@@ -60,5 +70,18 @@ struct StoreDraftParams {
 };
 void store_draft(CpuContext&, const StoreDraftParams&);
 void store_draft(CudaContext&, const StoreDraftParams&);
+
+// Prompt lookup: the drafts of a sequence are the tokens that followed the last n of its tokens
+// when they occurred before, for the longest n in [min_tokens, max_tokens] that did, and its latest
+// occurrence. Up to k of them, as far as they are known and fit; none without a match.
+struct ProposeNgramParams {
+  StagedInputs inputs;
+  SequenceState sequences;
+  int32_t max_seqs;  // of this pass
+  int32_t min_tokens;
+  int32_t max_tokens;
+};
+void propose_ngram(CpuContext&, const ProposeNgramParams&);
+void propose_ngram(CudaContext&, const ProposeNgramParams&);
 
 }  // namespace paceline

@@ -33,4 +33,12 @@ void store_draft(CpuContext&, const StoreDraftParams& p) {
   for (int32_t i = 0; i < *p.rows.num_rows; ++i) store_draft_sequence(p, i, column);
 }
 
+void propose_ngram(CpuContext&, const ProposeNgramParams& p) {
+  for (int32_t i = 0; i < *p.inputs.num_drafting; ++i) {
+    const int32_t slot = p.inputs.seq_slot[i];
+    store_ngram(p, slot, best_ngram(p, slot, /*worker=*/0, /*num_workers=*/1), /*worker=*/0,
+                /*num_workers=*/1);
+  }
+}
+
 }  // namespace paceline

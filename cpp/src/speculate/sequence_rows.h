@@ -62,11 +62,34 @@ PACELINE_HOST_DEVICE inline void assemble_first_sequence(const AssembleFirstRows
   const int32_t slot = p.inputs.seq_slot[i];
   const int32_t begin = p.inputs.first_indptr[i];
   const int32_t num_rows = p.inputs.first_indptr[i + 1] - begin;
-  const int32_t first = s.known_len[slot] - num_rows;
-  const bool is_live = s.is_active[slot] != 0;
+  const int32_t known_len = s.known_len[slot];
+  const bool is_active = s.is_active[slot] != 0;
   const int32_t* history = s.history + slot * s.history_stride;
+  // Row r is at position first + r and has the token `ahead` positions further on.
+  int32_t first = known_len - num_rows;
+  int32_t num_live = is_active ? num_rows : 0;
+  int32_t ahead = 0;
+  if (p.first_rows == FirstRows::kWindow) {
+    ahead = 1;
+    first = p.inputs.prefill_start[i];
+    if (p.inputs.kind[i] == static_cast<int32_t>(RowKind::kDecode)) {
+      const int32_t emitted_len = p.results[i].emitted_len;
+      first = known_len - emitted_len - 1;
+      num_live = is_active ? emitted_len : 0;
+    }
+  }
   for (int32_t r = worker; r < num_rows; r += num_workers) {
-    set_row(p.rows, begin + r, is_live, slot, first + r, is_live ? history[first + r] : 0);
+    const bool is_live = r < num_live;
+    int32_t token = 0;
+    if (is_live) {
+      const int32_t at = first + r + ahead;
+      // Only the host knows what comes after an unfinished chunk.
+      token = at < known_len ? history[at] : p.inputs.next_token[i];
+    }
+    set_row(p.rows, begin + r, is_live, slot, first + r, token);
+  }
+  if (worker == 0 && i < *p.inputs.num_drafting) {
+    p.last_row[i] = begin + (num_live > 0 ? num_live : num_rows) - 1;
   }
 }
 
@@ -84,7 +107,7 @@ PACELINE_HOST_DEVICE inline bool begin_draft_sequence(const BeginDraftStepsParam
   s.draft_len[slot] = !is_active ? 0 : room < longest ? room : longest;
   if (is_active) s.draft_tokens[int64_t{slot} * s.num_draft_tokens] = drawn;
   const bool is_live = is_active && known_len + 1 < limit && !is_stopped;
-  set_row(p.rows, i, is_live, slot, known_len, drawn);
+  set_row(p.rows, i, is_live, slot, known_len + 1 - p.draw_ahead, drawn);
   return is_live;
 }
 
@@ -95,6 +118,47 @@ PACELINE_HOST_DEVICE inline void store_draft_sequence(const StoreDraftParams& p,
   if (slot < 0) return;
   s.draft_tokens[int64_t{slot} * s.num_draft_tokens + column] = p.drawn[i];
   if (stops(p.stop, i) && s.draft_len[slot] > column + 1) s.draft_len[slot] = column + 1;
+}
+
+// Candidates are numbers, the better the larger: by tokens matched, then by how late. 0: no match.
+// The best of those that worker `worker` of `num_workers` looks at.
+PACELINE_HOST_DEVICE inline uint64_t best_ngram(const ProposeNgramParams& p, int32_t slot,
+                                                int32_t worker, int32_t num_workers) {
+  const SequenceState& s = p.sequences;
+  if (s.is_active[slot] == 0) return 0;
+  const int32_t* history = s.history + slot * s.history_stride;
+  const int32_t last = s.known_len[slot] - 1;
+  uint64_t best = 0;
+  // `end`: the last token of an earlier occurrence; at least one token follows it.
+  for (int32_t end = p.min_tokens - 1 + worker; end < last; end += num_workers) {
+    const int32_t most = end + 1 < p.max_tokens ? end + 1 : p.max_tokens;
+    int32_t matched = 0;
+    while (matched < most && history[end - matched] == history[last - matched]) ++matched;
+    if (matched < p.min_tokens) continue;
+    const uint64_t found =
+        uint64_t{static_cast<uint32_t>(matched)} << 32 | static_cast<uint32_t>(end);
+    best = found > best ? found : best;
+  }
+  return best;
+}
+
+// The drafts that the best candidate of all workers gives.
+PACELINE_HOST_DEVICE inline void store_ngram(const ProposeNgramParams& p, int32_t slot,
+                                             uint64_t best, int32_t worker, int32_t num_workers) {
+  const SequenceState& s = p.sequences;
+  const int32_t* history = s.history + slot * s.history_stride;
+  const int32_t known_len = s.known_len[slot];
+  const int32_t from = static_cast<int32_t>(static_cast<uint32_t>(best)) + 1;
+  int32_t count = 0;
+  if (best != 0) {
+    const int32_t room = s.limit[slot] - known_len;  // tokens that may still come
+    count = known_len - from;
+    count = count < s.num_draft_tokens ? count : s.num_draft_tokens;
+    count = count < room ? count : room;
+  }
+  int32_t* drafts = s.draft_tokens + int64_t{slot} * s.num_draft_tokens;
+  for (int32_t j = worker; j < count; j += num_workers) drafts[j] = history[from + j];
+  if (worker == 0) s.draft_len[slot] = count;
 }
 
 }  // namespace paceline

@@ -4,20 +4,25 @@
 // The closed set of speculators behind the one draft loop. Rooms ask traits, never names.
 
 #include <cstdint>
+#include <memory>
+#include <span>
 #include <variant>
 
+#include "batch/batch_builder.h"
 #include "model/decoder.h"
+#include "model/head.h"
 
 namespace paceline {
 
 struct SpecTraits {
-  bool drafts = false;               // proposes anything at all
-  bool owns_kv_groups = false;       // has a KV cache of its own
-  bool takes_target_hidden = false;  // its first pass reads hidden states of the target
-  bool feeds_hidden_back = false;    // a step hands its hidden state to the next
-  bool advances_positions = false;   // each step is one position further on
-  bool has_variable_draft_len = false;  // may propose fewer than k
-  int32_t first_rows_per_decode = 0;    // rows of a decoding sequence in its first pass
+  bool drafts = false;                      // proposes anything at all
+  bool owns_kv_groups = false;              // has a KV cache of its own
+  bool takes_target_hidden = false;         // its first pass reads hidden states of the target
+  bool feeds_hidden_back = false;           // a step hands its hidden state to the next
+  bool advances_positions = false;          // each step is one position further on
+  bool has_variable_draft_len = false;      // may propose fewer than k
+  FirstRows first_rows = FirstRows::kNone;  // kNone: no passes, drafts come from the history
+  int32_t draw_ahead = 1;                   // from a row's position to that of the token it draws
 };
 
 // Plain decoding: a verify window of width 1.
@@ -32,17 +37,79 @@ struct DraftModelSpeculator {
   static constexpr SpecTraits kTraits{.drafts = true,
                                       .owns_kv_groups = true,
                                       .advances_positions = true,
-                                      .first_rows_per_decode = 2};
+                                      .first_rows = FirstRows::kNewest};
   Decoder decoder;
 };
 
-using Speculator = std::variant<NoSpeculator, DraftModelSpeculator>;
+// EAGLE and EAGLE-3: a head on the target's hidden states. Its first pass runs over the rows of the
+// verify pass, since the KV that it made of its own hidden states gives way to that of the
+// target's.
+struct HeadSpeculator {
+  static constexpr SpecTraits kTraits{.drafts = true,
+                                      .owns_kv_groups = true,
+                                      .takes_target_hidden = true,
+                                      .feeds_hidden_back = true,
+                                      .advances_positions = true,
+                                      .first_rows = FirstRows::kWindow,
+                                      .draw_ahead = 2};
+  Head head;
+};
 
-static_assert(!NoSpeculator::kTraits.drafts && NoSpeculator::kTraits.first_rows_per_decode == 0);
-static_assert(DraftModelSpeculator::kTraits.first_rows_per_decode == 2);
+// Prompt lookup: no model; drafts are what followed the same tokens before.
+struct NgramSpeculator {
+  static constexpr SpecTraits kTraits{.drafts = true, .has_variable_draft_len = true};
+  int32_t min_tokens = 0;
+  int32_t max_tokens = 0;
+};
+
+using Speculator =
+    std::variant<NoSpeculator, DraftModelSpeculator, HeadSpeculator, NgramSpeculator>;
+
+static_assert(!NoSpeculator::kTraits.drafts);
+static_assert(NgramSpeculator::kTraits.first_rows == FirstRows::kNone);
+
+// Prompt lookup as options ask for it; max_tokens 0: not at all.
+struct NgramOptions {
+  int32_t min_tokens = 0;
+  int32_t max_tokens = 0;
+};
+
+// Traits of the speculator that `draft` (null: none) and the options make.
+[[nodiscard]] SpecTraits traits_for(const DecoderConfig* draft, const NgramOptions& ngram);
 
 [[nodiscard]] inline SpecTraits traits_of(const Speculator& speculator) {
   return std::visit([](const auto& s) { return s.kTraits; }, speculator);
 }
+
+// Throws InvalidArgument, with the two values that disagree, unless `draft` can draft for `target`.
+void check_drafter(const Model& draft, const Model& target);
+
+// The speculator of a runner. `target` must outlive it.
+[[nodiscard]] Speculator make_speculator(std::shared_ptr<const Model> draft,
+                                         const NgramOptions& ngram, const Decoder& target,
+                                         const KvLayout& layout, std::byte* kv_pool,
+                                         int32_t max_positions, DeviceArena& arena);
+
+// The drafter's layers and lm_head, for planning products; null without a model.
+[[nodiscard]] const Decoder* decoder_of(const Speculator& speculator);
+
+// The target token of each row of the drafter's logits; null: they are the same.
+[[nodiscard]] const int32_t* token_map(const Speculator& speculator);
+
+// One pass of a speculator that has passes; see Decoder and Head.
+template <class Ctx>
+void draft_forward(Ctx& ctx, const Speculator& speculator, const PassRows& rows,
+                   std::span<const GroupMetadata> groups, const Activations& activations,
+                   const HeadInput& input);
+// `hidden` [max_rows, hidden] takes the rows behind the logits: what a head's next step reads.
+template <class Ctx>
+void draft_logits(Ctx& ctx, const Speculator& speculator, const int32_t* num_rows, int32_t max_rows,
+                  const int32_t* row_index, const Activations& activations, float* hidden,
+                  float* logits);
+
+// The drafts of a speculator without passes, after acceptance.
+template <class Ctx>
+void propose(Ctx& ctx, const Speculator& speculator, const StagedInputs& inputs,
+             const SequenceState& sequences, int32_t max_seqs);
 
 }  // namespace paceline

@@ -14,6 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .checkpoint import Checkpoint, load_weights, open_checkpoint, open_directory
+from .drafter_checkpoint import (
+    DRAFT_MODEL,
+    DrafterCheckpoint,
+    detect_method,
+    drafter_config,
+    load_drafter_weights,
+    open_drafter,
+)
+from .drafters import Target
 from .families import ARCHITECTURES, check_dtype, decoder_config, translate
 from .hf_config import HfConfig, Section, parse_hf_config, read_hf_config
 from .tokenizer import TokenizerInfo, check_tokenizers, load_tokenizer
@@ -24,16 +33,22 @@ if TYPE_CHECKING:
 __all__ = [
     "ARCHITECTURES",
     "Checkpoint",
+    "DrafterCheckpoint",
     "LoadedModel",
+    "Target",
     "TokenizerInfo",
     "check_compatible",
     "check_dtype",
     "check_tokenizers",
     "decoder_config",
+    "detect_method",
+    "drafter_config",
     "dummy_model",
     "load_checkpoint",
+    "load_drafter",
     "load_dummy",
     "open_checkpoint",
+    "open_drafter",
 ]
 
 
@@ -77,6 +92,16 @@ class LoadedModel:
     def config_json(self) -> str:
         """The canonical description as JSON."""
         return json.dumps(self.config)
+
+    @property
+    def method(self) -> str:
+        """How it drafts, as a drafter: "draft_model", "eagle" or "eagle3"."""
+        drafter = self.config.get("drafter")
+        return DRAFT_MODEL if drafter is None else str(drafter["kind"])
+
+    def as_target(self) -> Target:
+        """What a drafter for this model has to fit."""
+        return Target(self.path, self.architecture, self.config, self.weight_dtype)
 
 
 def load_checkpoint(
@@ -232,15 +257,72 @@ def _named_dtype(*sections: Section) -> str:
     return "bfloat16"
 
 
+def load_drafter(
+    path: str | os.PathLike[str],
+    target: LoadedModel,
+    *,
+    method: str | None = None,
+    dtype: str = "auto",
+    device: str = "cpu",
+    progress: bool = True,
+) -> LoadedModel:
+    """Loads a drafter of any kind for a target.
+
+    Args:
+        path: The drafter's folder.
+        target: What it drafts for. An EAGLE drafter is checked against it and takes its dtype.
+        method: "draft_model", "eagle" or "eagle3"; None: what the checkpoint is.
+        dtype: Of a draft model, as for `load_checkpoint`.
+        device: Where the weights will lie: "cpu" or "cuda"; the target's.
+        progress: Show a progress bar where standard error is a terminal.
+
+    Returns:
+        The drafter; `LoadedModel.method` says what it is.
+
+    Raises:
+        ModelNotFoundError: The folder, its configuration or a weight file is missing.
+        ModelFileError: A file is damaged, or tensors are missing, misshapen or unknown; or the
+            weights are a pickle.
+        NotImplementedError: The drafter, or the way it is stored, is not supported.
+        ValueError: It is not what `method` says, or was made for another target.
+        MemoryError: There is no room for the weights.
+    """
+    if detect_method(path, method) == DRAFT_MODEL:
+        return load_checkpoint(path, dtype=dtype, device=device, progress=progress)
+    checkpoint = open_drafter(path, target.as_target(), method)
+    tokenizer = load_tokenizer(checkpoint.path)
+    model = load_drafter_weights(checkpoint, device=device, progress=progress)
+    return LoadedModel(
+        path=checkpoint.path,
+        model=model,
+        family=checkpoint.kind,
+        architecture=checkpoint.family.architecture,
+        config=checkpoint.config,
+        weight_dtype=checkpoint.weight_dtype,
+        stored_dtypes=checkpoint.stored_dtypes,
+        vocab_size=checkpoint.family.config["vocab_size"],
+        max_position=checkpoint.family.config["max_position"],
+        eos_token_ids=(),
+        bos_token_id=None,
+        tokenizer=tokenizer,
+        notes=checkpoint.notes,
+    )
+
+
 def check_compatible(target: LoadedModel, draft: LoadedModel) -> None:
     """Checks that a drafter's token ids mean what the target's mean.
 
     Ids of made-up weights mean nothing: without both tokenizers there is nothing to compare.
+    An EAGLE drafter seldom brings a tokenizer; it is checked by its sizes.
 
     Raises:
         ValueError: The tokenizers differ, or one is missing and the embedding tables have different
             numbers of rows.
     """
+    if draft.method != DRAFT_MODEL:
+        check_drafter_fits(target, draft)
+        if target.tokenizer is None or draft.tokenizer is None:
+            return
     has_both = target.tokenizer is not None and draft.tokenizer is not None
     if target.is_dummy and draft.is_dummy and not has_both:
         return
@@ -252,3 +334,22 @@ def check_compatible(target: LoadedModel, draft: LoadedModel) -> None:
         draft.tokenizer,
         draft.vocab_size,
     )
+
+
+def check_drafter_fits(target: LoadedModel, draft: LoadedModel) -> None:
+    """Checks that an EAGLE drafter can run beside a target, maybe not the one it was loaded for.
+
+    Raises:
+        ValueError: Sizes or dtypes differ; names both values.
+    """
+    target_hidden_size = draft.config["drafter"]["target_hidden_size"]
+    for what, ours, theirs in (
+        ("hidden size", target.config["hidden_size"], target_hidden_size),
+        ("vocabulary", target.vocab_size, draft.vocab_size),
+        ("weight dtype", target.weight_dtype, draft.weight_dtype),
+    ):
+        if ours != theirs:
+            raise ValueError(
+                f"{draft.path}: the drafter was loaded for a target whose {what} is {theirs!r}, "
+                f"but that of {target.path} is {ours!r}"
+            )

@@ -360,7 +360,12 @@ def _raise_missing(
     where = str(shards[0].path) if len(shards) == 1 else str(shards[0].path.parent / INDEX_NAME)
     count = "1 tensor is" if len(missing) == 1 else f"{len(missing)} tensors are"
     hint = ""
-    if missing == [family.lm_head_names[0]]:
+    if "fc.weight" in owners:
+        hint = (
+            "; with 'fc.weight' it is an EAGLE drafter and no target: name it in "
+            "speculative_config['model'], or after --draft of `paceline convert`"
+        )
+    elif missing == [family.lm_head_names[0]]:
         hint = '; a model that shares it with the embeddings says "tie_word_embeddings": true'
     elif missing[0].endswith("embed_tokens.weight") and len(missing) > 1:
         prefixes = ", ".join(map(repr, family.prefixes))

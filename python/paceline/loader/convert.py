@@ -8,6 +8,8 @@ import json
 import os
 import shutil
 import struct
+import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -15,7 +17,17 @@ from typing import Any, Final
 from paceline._core import ModelFileError
 
 from .checkpoint import Checkpoint, RawShard, open_checkpoint
+from .drafter_checkpoint import (
+    DRAFT_MODEL,
+    MAP_NAME,
+    DrafterCheckpoint,
+    check_no_pickle,
+    detect_method,
+    open_drafter,
+)
+from .drafters import Target
 from .families import check_dtype
+from .pickles import convert_pickle, has_only_pickle
 from .tokenizer import TOKENIZER_NAME, TokenizerInfo, check_tokenizers, load_tokenizer
 
 FOLDER_FORMAT: Final = "paceline-folder-1"
@@ -33,9 +45,13 @@ def convert(
     num_speculative_tokens: int = 4,
     dtype: str = "auto",
     *,
+    allow_pickle: bool = False,
     progress: bool = True,
 ) -> Path:
     """Writes the canonical folder of `docs/model-format.md`.
+
+    The exception is an EAGLE drafter whose weights are a pickle: given alone, with `allow_pickle`,
+    it is written again as a checkpoint in Hugging Face layout, which then loads as a drafter.
 
     Tensors keep the bytes they have in the checkpoint and only change their names; the library
     converts them when it reads the folder, just as it does when Python loads the checkpoint. The
@@ -44,9 +60,11 @@ def convert(
     Args:
         model_dir: The target's checkpoint.
         out_dir: The folder to write; must be absent or empty.
-        draft_dir: The drafter's checkpoint, if there is one.
+        draft_dir: The checkpoint of the drafter, if there is one: a draft model or an EAGLE head.
         num_speculative_tokens: The folder's default number of drafts, 1 to 16.
         dtype: What matrices become when the folder is read: "float32", "bfloat16" or "auto".
+        allow_pickle: Read the weights of an EAGLE drafter out of a `pytorch_model.bin`: tensors
+            only, with torch, which has to be installed.
         progress: Show a progress bar where standard error is a terminal.
 
     Returns:
@@ -70,21 +88,58 @@ def convert(
         )
     out = Path(out_dir)
     _check_out_dir(out)
+    if draft_dir is None and has_only_pickle(Path(model_dir)):
+        if not allow_pickle:
+            check_no_pickle(Path(model_dir))
+        return _fill(out, lambda partial: convert_pickle(Path(model_dir), partial))
 
     target = open_checkpoint(model_dir, dtype)
     tokenizer = load_tokenizer(target.path)
-    draft: Checkpoint | None = None
-    if draft_dir is not None:
-        draft = open_checkpoint(draft_dir, dtype)
-        check_tokenizers(
-            target.path,
-            tokenizer,
-            target.family.config["vocab_size"],
-            draft.path,
-            load_tokenizer(draft.path),
-            draft.family.config["vocab_size"],
+    with ExitStack() as stack:
+        draft: Checkpoint | DrafterCheckpoint | None = None
+        if draft_dir is not None:
+            source = Path(draft_dir)
+            if allow_pickle and has_only_pickle(source):
+                # As large as the drafter: not in memory, where some systems keep /tmp.
+                beside = next(folder for folder in out.absolute().parents if folder.is_dir())
+                staged = tempfile.TemporaryDirectory(prefix=".paceline-", dir=beside)
+                source = convert_pickle(source, Path(stack.enter_context(staged)))
+            draft = _open_draft(source, target, tokenizer, dtype)
+        return _fill(
+            out,
+            lambda partial: _write_folder(
+                partial, target, draft, tokenizer, num_speculative_tokens, progress
+            ),
         )
 
+
+def _open_draft(
+    path: Path, target: Checkpoint, tokenizer: TokenizerInfo | None, dtype: str
+) -> Checkpoint | DrafterCheckpoint:
+    """Opens a drafter of any kind and checks that it fits the target."""
+    draft: Checkpoint | DrafterCheckpoint
+    if detect_method(path) == DRAFT_MODEL:
+        draft = open_checkpoint(path, dtype)
+    else:
+        family = target.family
+        fits = Target(target.path, family.architecture, target.config, target.weight_dtype)
+        draft = open_drafter(path, fits)
+    draft_tokenizer = load_tokenizer(path)
+    if isinstance(draft, DrafterCheckpoint) and (tokenizer is None or draft_tokenizer is None):
+        return draft
+    check_tokenizers(
+        target.path,
+        tokenizer,
+        target.family.config["vocab_size"],
+        draft.path,
+        draft_tokenizer,
+        draft.family.config["vocab_size"],
+    )
+    return draft
+
+
+def _fill(out: Path, write: Callable[[Path], object]) -> Path:
+    """Lets `write` fill a folder and moves that into place; after an error nothing is left."""
     created = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
     # Inside, because `out` may be a mount point, which nothing can be renamed to.
@@ -92,7 +147,7 @@ def convert(
     moved: list[Path] = []
     try:
         partial.mkdir()
-        _write_folder(partial, target, draft, tokenizer, num_speculative_tokens, progress)
+        write(partial)
         # The description last: without it the folder is no model.
         for entry in sorted(partial.iterdir(), key=lambda entry: entry.name == FOLDER_NAME):
             moved.append(entry.rename(out / entry.name))
@@ -123,7 +178,7 @@ def _check_out_dir(out: Path) -> None:
 def _write_folder(
     folder: Path,
     target: Checkpoint,
-    draft: Checkpoint | None,
+    draft: Checkpoint | DrafterCheckpoint | None,
     tokenizer: TokenizerInfo | None,
     num_speculative_tokens: int,
     progress: bool,
@@ -131,7 +186,9 @@ def _write_folder(
     from tqdm import tqdm
 
     contents: dict[str, Any] = {"format": FOLDER_FORMAT}
-    parts = [("target", target)] + ([("draft", draft)] if draft is not None else [])
+    parts: list[tuple[str, Checkpoint | DrafterCheckpoint]] = [("target", target)]
+    if draft is not None:
+        parts.append(("draft", draft))
     with tqdm(
         total=sum(checkpoint.nbytes for _, checkpoint in parts),
         desc="Writing weights",
@@ -155,19 +212,27 @@ def _write_folder(
         shutil.copyfile(tokenizer.path, folder / TOKENIZER_NAME)
 
 
-def _write_weights(path: Path, checkpoint: Checkpoint, bar: Any) -> None:
+def _write_weights(path: Path, checkpoint: Checkpoint | DrafterCheckpoint, bar: Any) -> None:
     """Writes a safetensors file, straight out of the mapped source files."""
+    drafter = checkpoint if isinstance(checkpoint, DrafterCheckpoint) else None
     # Wide elements first: with no gaps between tensors every one of them is aligned.
     tensors = sorted(checkpoint.tensors, key=lambda tensor: -_ITEM_BYTES[tensor.dtype])
     header: dict[str, Any] = {"__metadata__": {"format": "paceline"}}
     end = 0
+
+    def describe(name: str, dtype: str, shape: tuple[int, ...], nbytes: int) -> None:
+        nonlocal end
+        offsets = [end, end + nbytes]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
+        end += nbytes
+
+    ids = None if drafter is None else drafter.draft_to_target
+    if ids is not None:
+        describe(MAP_NAME, "I32", ids.shape, ids.nbytes)
+    narrowed = {t.spec.name for t in tensors if drafter is not None and drafter.is_narrowed(t)}
     for tensor in tensors:
-        header[tensor.spec.name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.spec.shape),
-            "data_offsets": [end, end + tensor.nbytes],
-        }
-        end += tensor.nbytes
+        dtype = "BF16" if tensor.spec.name in narrowed else tensor.dtype
+        describe(tensor.spec.name, dtype, tensor.spec.shape, tensor.nbytes)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 64)
     with ExitStack() as stack, path.open("wb") as file:
@@ -177,15 +242,29 @@ def _write_weights(path: Path, checkpoint: Checkpoint, bar: Any) -> None:
         }
         file.write(struct.pack("<Q", len(text)))
         file.write(text)
+        if ids is not None:
+            file.write(ids.astype("<i4").tobytes())
         for tensor in tensors:
             view = sources[tensor.shard.path].view(tensor.source)
             if len(view) != tensor.nbytes:
                 raise ModelFileError(
                     f"{tensor.shard.path}: tensor {tensor.source!r} changed while it was read"
                 )
+            is_narrowed = tensor.spec.name in narrowed
             for begin in range(0, tensor.nbytes, _CHUNK_BYTES):
                 part = view[begin : begin + _CHUNK_BYTES]
-                file.write(part)
+                file.write(_half_to_bfloat16(part) if is_narrowed else part)
                 bar.update(len(part))
                 part.release()
             view.release()
+
+
+def _half_to_bfloat16(data: memoryview) -> bytes:
+    """F16 as BF16, to nearest, ties to even; not-a-numbers keep their sign and stay such."""
+    import numpy as np
+
+    values = np.array(np.frombuffer(data, np.float16), np.float32)
+    bits = values.view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    rounded[np.isnan(values)] = (bits[np.isnan(values)] >> 16) | 0x40
+    return rounded.astype("<u2").tobytes()

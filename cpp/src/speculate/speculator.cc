@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "speculate/speculator.h"
+
+#include "base/check.h"
+#include "device/cpu_context.h"
+#include "device/cuda_context.h"
+#include "speculate/row_ops.h"
+
+namespace paceline {
+
+SpecTraits traits_for(const DecoderConfig* draft, const NgramOptions& ngram) {
+  if (draft != nullptr) {
+    return draft->drafter ? HeadSpeculator::kTraits : DraftModelSpeculator::kTraits;
+  }
+  return ngram.max_tokens > 0 ? NgramSpeculator::kTraits : NoSpeculator::kTraits;
+}
+
+void check_drafter(const Model& draft, const Model& target) {
+  if (draft.config.drafter) check_head(draft, target);
+}
+
+Speculator make_speculator(std::shared_ptr<const Model> draft, const NgramOptions& ngram,
+                           const Decoder& target, const KvLayout& layout, std::byte* kv_pool,
+                           int32_t max_positions, DeviceArena& arena) {
+  if (draft != nullptr && draft->config.drafter) {
+    return HeadSpeculator{Head(std::move(draft), target, layout, kv_pool, max_positions, arena)};
+  }
+  if (draft != nullptr) {
+    return DraftModelSpeculator{
+        Decoder(std::move(draft), layout, KvOwner::kDraft, kv_pool, max_positions, arena)};
+  }
+  if (ngram.max_tokens > 0) return NgramSpeculator{ngram.min_tokens, ngram.max_tokens};
+  return NoSpeculator{};
+}
+
+const Decoder* decoder_of(const Speculator& speculator) {
+  if (const auto* draft = std::get_if<DraftModelSpeculator>(&speculator)) return &draft->decoder;
+  if (const auto* head = std::get_if<HeadSpeculator>(&speculator)) return &head->head.decoder();
+  return nullptr;
+}
+
+const int32_t* token_map(const Speculator& speculator) {
+  const auto* head = std::get_if<HeadSpeculator>(&speculator);
+  return head != nullptr ? head->head.draft_to_target() : nullptr;
+}
+
+template <class Ctx>
+void draft_forward(Ctx& ctx, const Speculator& speculator, const PassRows& rows,
+                   std::span<const GroupMetadata> groups, const Activations& activations,
+                   const HeadInput& input) {
+  if (const auto* draft = std::get_if<DraftModelSpeculator>(&speculator)) {
+    draft->decoder.forward(ctx, rows, groups, activations);
+  } else if (const auto* head = std::get_if<HeadSpeculator>(&speculator)) {
+    head->head.forward(ctx, rows, groups, activations, input);
+  }
+}
+
+template <class Ctx>
+void draft_logits(Ctx& ctx, const Speculator& speculator, const int32_t* num_rows, int32_t max_rows,
+                  const int32_t* row_index, const Activations& activations, float* hidden,
+                  float* logits) {
+  if (const auto* draft = std::get_if<DraftModelSpeculator>(&speculator)) {
+    draft->decoder.logits(ctx, num_rows, max_rows, row_index, activations, hidden, logits);
+  } else if (const auto* head = std::get_if<HeadSpeculator>(&speculator)) {
+    head->head.logits(ctx, num_rows, max_rows, row_index, activations, hidden, logits);
+  }
+}
+
+template <class Ctx>
+void propose(Ctx& ctx, const Speculator& speculator, const StagedInputs& inputs,
+             const SequenceState& sequences, int32_t max_seqs) {
+  const auto* ngram = std::get_if<NgramSpeculator>(&speculator);
+  if (ngram == nullptr) return;
+  ctx.run(propose_ngram, ProposeNgramParams{.inputs = inputs,
+                                            .sequences = sequences,
+                                            .max_seqs = max_seqs,
+                                            .min_tokens = ngram->min_tokens,
+                                            .max_tokens = ngram->max_tokens});
+}
+
+// Every template of this file, for one context.
+#define PACELINE_INSTANTIATE_SPECULATOR(Ctx)                                                     \
+  template void draft_forward<Ctx>(Ctx&, const Speculator&, const PassRows&,                     \
+                                   std::span<const GroupMetadata>, const Activations&,           \
+                                   const HeadInput&);                                            \
+  template void draft_logits<Ctx>(Ctx&, const Speculator&, const int32_t*, int32_t,              \
+                                  const int32_t*, const Activations&, float*, float*);           \
+  template void propose<Ctx>(Ctx&, const Speculator&, const StagedInputs&, const SequenceState&, \
+                             int32_t);
+PACELINE_INSTANTIATE_SPECULATOR(CpuContext)
+#ifdef PACELINE_CUDA
+PACELINE_INSTANTIATE_SPECULATOR(CudaContext)
+#endif
+#undef PACELINE_INSTANTIATE_SPECULATOR
+
+}  // namespace paceline

@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An EAGLE drafter on disk: telling its kind, binding its tensors, and loading them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from paceline import _core
+from paceline._core import ModelFileError
+
+from .checkpoint import (
+    INDEX_NAME,
+    WEIGHTS_NAME,
+    BoundTensor,
+    RawShard,
+    Shard,
+    _bind,
+    _check_directory,
+    _open_shards,
+)
+from .drafters import (
+    KINDS,
+    Target,
+    guess_facts,
+    kind_of_config,
+    kind_of_tensors,
+    read_facts,
+    translate_drafter,
+)
+from .families import Family
+from .hf_config import Section, read_json_object
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+DRAFT_MODEL: Final = "draft_model"
+PICKLE_NAME: Final = "pytorch_model.bin"
+# The canonical name of `d2t` once it holds ids of the target.
+MAP_NAME: Final = "draft_to_target"
+
+_MAP_DTYPES: Final = {"I64": "<i8", "I32": "<i4"}
+
+
+@dataclass(frozen=True)
+class DrafterCheckpoint:
+    """An EAGLE drafter whose files were checked against a target; only `d2t` was read yet.
+
+    Attributes:
+        path: The folder.
+        kind: "eagle" or "eagle3".
+        family: The drafter, translated.
+        weight_dtype: What matrices become: that of the target.
+        tensors: Every tensor but `d2t`, in the order in which the drafter is filled.
+        draft_to_target: int32 [draft_vocab_size], the target's id of each row of the lm_head; None
+            where the two are the same.
+        notes: What a user may want to know about the choices made, one sentence each.
+    """
+
+    path: Path
+    kind: str
+    family: Family
+    weight_dtype: str
+    tensors: tuple[BoundTensor, ...]
+    draft_to_target: npt.NDArray[np.int32] | None
+    notes: tuple[str, ...]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The canonical description."""
+        return dict(self.family.config)
+
+    @property
+    def stored_dtypes(self) -> dict[str, int]:
+        """How many matrices are stored in each dtype."""
+        return dict(Counter(tensor.dtype for tensor in self.tensors if tensor.spec.is_matrix))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors as stored, without `d2t`."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def is_narrowed(self, tensor: BoundTensor) -> bool:
+        """Whether the tensor has to be rounded here, from F16 to bfloat16.
+
+        The library refuses to, since it loses bits and saves none. A drafter shares buffers with
+        its target and has no choice.
+        """
+        return tensor.spec.is_matrix and tensor.dtype == "F16" and self.weight_dtype == "bfloat16"
+
+
+def detect_method(path: str | os.PathLike[str], method: str | None = None) -> str:
+    """Says how the drafter in a folder drafts.
+
+    Args:
+        path: The folder.
+        method: What the user named, if anything.
+
+    Returns:
+        "draft_model", "eagle" or "eagle3".
+
+    Raises:
+        ModelNotFoundError: The folder or a file is missing.
+        ModelFileError: A file is damaged; the configuration and the tensors contradict each other;
+            or the weights are a pickle.
+        NotImplementedError: It is a speculator of another kind.
+        ValueError: It is not what `method` says.
+    """
+    directory = Path(path)
+    _check_directory(directory)
+    top = _read_config(directory)
+    stated = kind_of_config(top)
+    check_no_pickle(directory)
+    shards, _ = _open_shards(directory)
+    seen, sign = kind_of_tensors(_owners(shards))
+    if stated is not None and seen is not None and stated != seen:
+        raise ModelFileError(
+            f"{top.source}: the configuration is that of a drafter of kind {stated!r}, but tensor "
+            f"{sign!r} is one of kind {seen!r}"
+        )
+    found = stated or seen or DRAFT_MODEL
+    if method is not None and method != found:
+        if sign:
+            reason = f"it has tensor {sign!r}"
+        elif stated is not None:
+            reason = f"{top.source} says so"
+        else:
+            reason = "it has no tensor 'fc.weight'"
+        raise ValueError(
+            f"speculative_config['method'] is {method!r}, but {directory} holds a drafter for "
+            f"{found!r} ({reason}); allowed: {found!r}, or no 'method'"
+        )
+    return found
+
+
+def check_no_pickle(directory: Path) -> None:
+    """Refuses a folder whose weights are a pickle only.
+
+    Raises:
+        ModelFileError: They are; names the way out.
+    """
+    if (directory / WEIGHTS_NAME).exists() or (directory / INDEX_NAME).exists():
+        return
+    if (directory / PICKLE_NAME).exists():
+        raise ModelFileError(
+            f"{directory / PICKLE_NAME}: the weights are a pickle, which may run code when it is "
+            "read and is never loaded directly; expected model.safetensors. An EAGLE drafter is "
+            f"converted once, weights only: paceline convert --allow-pickle {directory} OUT"
+        )
+
+
+def open_drafter(
+    path: str | os.PathLike[str], target: Target, method: str | None = None
+) -> DrafterCheckpoint:
+    """Opens an EAGLE drafter and checks that it is complete and fits its target.
+
+    Args:
+        path: The folder: `config.json` and `model.safetensors`, or shards with their index.
+        target: What it has to fit; its weight dtype becomes the drafter's.
+        method: What the user named: "eagle", "eagle3" or None.
+
+    Raises:
+        ModelNotFoundError: The folder, its configuration or a weight file is missing.
+        ModelFileError: A file is damaged, or tensors are missing, misshapen or unknown.
+        NotImplementedError: The drafter, or the way it is stored, is not supported.
+        ValueError: It was made for another target, or is none of `KINDS`.
+    """
+    kind = detect_method(path, method)
+    directory = Path(path)
+    if kind not in KINDS:
+        raise ValueError(f"{directory}: a {kind!r}; expected an 'eagle' or 'eagle3' drafter")
+    top = _read_config(directory)
+    shards, listing = _open_shards(directory)
+    owners = _owners(shards)
+    shapes = {name: tuple(shard.file.info(name)[1]) for name, shard in owners.items()}
+    facts = read_facts(shapes)
+    family, notes = translate_drafter(kind, top, facts, target)
+    tensors = _bind(family, shards, listing, top.source)
+    draft_to_target = None
+    if facts.has_map:
+        draft_to_target = _read_map(
+            owners, facts.prefix, facts.draft_vocab_size or 0, target.vocab_size
+        )
+    checkpoint = DrafterCheckpoint(
+        directory, kind, family, target.weight_dtype, tensors, draft_to_target, ()
+    )
+    notes += _dtype_notes(checkpoint)
+    return DrafterCheckpoint(
+        directory, kind, family, target.weight_dtype, tensors, draft_to_target, tuple(notes)
+    )
+
+
+def drafter_config(
+    hf_config: Mapping[str, object],
+    target: Target,
+    *,
+    method: str | None = None,
+    source: str = "config.json",
+) -> dict[str, Any]:
+    """The canonical description of a drafter for a configuration at hand, without any weights.
+
+    Args:
+        hf_config: The object in the drafter's `config.json`.
+        target: What it has to fit.
+        method: "eagle" or "eagle3"; needed where the configuration does not say, as that of an
+            EAGLE-1 head.
+        source: What messages call the configuration.
+
+    Returns:
+        The description of `docs/model-format.md`.
+
+    Raises:
+        ModelFileError: A key is missing or has a wrong value.
+        NotImplementedError: The drafter needs something that Paceline does not do.
+        ValueError: It was made for another target, or its kind is unknown.
+    """
+    top = Section(hf_config, source)
+    stated = kind_of_config(top)
+    kind = method or stated
+    if kind not in KINDS or (stated is not None and stated != kind):
+        raise ValueError(
+            f"{source}: method is {method!r} and the configuration says {stated!r}; expected "
+            f"{' or '.join(map(repr, KINDS))}, the same where both say it"
+        )
+    family, _ = translate_drafter(kind, top, guess_facts(kind, top, target), target)
+    return dict(family.config)
+
+
+def load_drafter_weights(
+    checkpoint: DrafterCheckpoint, *, progress: bool = True, **builder_options: Any
+) -> _core.Model:
+    """Fills a drafter with the checkpoint's tensors, each copied and converted once.
+
+    Args:
+        checkpoint: What `open_drafter` returned.
+        progress: Show a progress bar where standard error is a terminal.
+        **builder_options: Passed on to `_core.ModelBuilder`.
+
+    Raises:
+        ModelFileError: The library refuses the description or a tensor.
+        MemoryError: There is no room for the weights.
+    """
+    import numpy as np
+    from tqdm import tqdm
+
+    builder = _core.ModelBuilder(
+        json.dumps(checkpoint.config), checkpoint.weight_dtype, **builder_options
+    )
+    with tqdm(
+        total=checkpoint.nbytes,
+        desc=f"Loading {checkpoint.path.name or checkpoint.path}",
+        unit="B",
+        unit_scale=True,
+        disable=None if progress else True,
+    ) as bar:
+        for tensor in checkpoint.tensors:
+            if checkpoint.is_narrowed(tensor):
+                with RawShard(tensor.shard.path) as raw:
+                    values = np.frombuffer(raw.view(tensor.source), np.float16)
+                    wide = values.astype(np.float32).reshape(tensor.spec.shape)
+                    del values
+                builder.put_array(tensor.spec.name, wide)
+            else:
+                builder.put_tensor(tensor.spec.name, tensor.shard.file, tensor.source)
+            bar.update(tensor.nbytes)
+        if checkpoint.draft_to_target is not None:
+            builder.put_array(MAP_NAME, checkpoint.draft_to_target)
+    return builder.finish()
+
+
+def _read_config(directory: Path) -> Section:
+    path = directory / "config.json"
+    return Section(read_json_object(path, "the drafter's configuration"), str(path))
+
+
+def _owners(shards: list[Shard]) -> dict[str, Shard]:
+    return {name: shard for shard in shards for name in shard.file.names()}
+
+
+def _dtype_notes(checkpoint: DrafterCheckpoint) -> list[str]:
+    stored = set(checkpoint.stored_dtypes)
+    if checkpoint.weight_dtype == "float32" or stored == {"BF16"}:
+        return []
+    names = " and ".join(sorted(stored))
+    return [f"weights stored as {names} are rounded to bfloat16, the target's dtype"]
+
+
+# ---- d2t ---------------------------------------------------------------------------------------
+
+
+def _read_map(
+    owners: Mapping[str, Shard], prefix: str, num_rows: int, vocab_size: int
+) -> npt.NDArray[np.int32]:
+    """Reads `d2t`, offsets that are added to the row, as ids of the target; and checks `t2d`."""
+    import numpy as np
+
+    name = f"{prefix}d2t" if f"{prefix}d2t" in owners else "d2t"
+    shard = owners[name]
+    dtype, shape, _ = shard.file.info(name)
+    where = f"{shard.path}: tensor {name!r}"
+    if dtype not in _MAP_DTYPES:
+        raise ModelFileError(f"{where} is stored as {dtype}; expected {' or '.join(_MAP_DTYPES)}")
+    if tuple(shape) != (num_rows,):
+        raise ModelFileError(
+            f"{where} has shape {list(shape)}; expected [{num_rows}], a value for each row of "
+            "'lm_head.weight'"
+        )
+    offsets = _read_array(shard, name, _MAP_DTYPES[dtype]).astype(np.int64)
+    rows = np.arange(num_rows, dtype=np.int64)
+    # An offset near the end of int64 would wrap around and could come back into the range.
+    is_bad = (offsets < -rows) | (offsets >= vocab_size - rows)
+    ids = rows + np.where(is_bad, 0, offsets)
+    if is_bad.any():
+        row = int(is_bad.argmax())
+        raise ModelFileError(
+            f"{where}[{row}] is {int(offsets[row])}, which is row {row} as token id "
+            f"{row + int(offsets[row])}; expected ids from 0 to {vocab_size - 1}, as offsets "
+            "from the row"
+        )
+    unique, counts = np.unique(ids, return_counts=True)
+    if len(unique) != num_rows:
+        token = int(unique[(counts > 1).argmax()])
+        first, second = (int(row) for row in np.flatnonzero(ids == token)[:2])
+        raise ModelFileError(
+            f"{where} gives rows {first} and {second} the same token id {token}; expected another "
+            "one for each row"
+        )
+    _check_mask(owners, prefix, unique, vocab_size)
+    return ids.astype(np.int32)
+
+
+def _check_mask(
+    owners: Mapping[str, Shard], prefix: str, ids: npt.NDArray[np.int64], vocab_size: int
+) -> None:
+    """`t2d` marks the ids that `d2t` reaches, where a file has it."""
+    import numpy as np
+
+    name = f"{prefix}t2d" if f"{prefix}t2d" in owners else "t2d"
+    if name not in owners:
+        return
+    shard = owners[name]
+    dtype, shape, _ = shard.file.info(name)
+    where = f"{shard.path}: tensor {name!r}"
+    if dtype not in ("BOOL", "U8") or tuple(shape) != (vocab_size,):
+        raise ModelFileError(
+            f"{where} is {dtype} of shape {list(shape)}; expected BOOL of shape [{vocab_size}], a "
+            "mark for each id of the target"
+        )
+    marked = np.flatnonzero(_read_array(shard, name, "u1"))
+    if not np.array_equal(marked, ids):
+        raise ModelFileError(
+            f"{where} marks {len(marked)} ids, but 'd2t' reaches {len(ids)}"
+            f"{'' if len(marked) != len(ids) else ' others'}; expected the same ids"
+        )
+
+
+def _read_array(shard: Shard, name: str, dtype: str) -> npt.NDArray[Any]:
+    import numpy as np
+
+    with RawShard(shard.path) as raw:
+        values: npt.NDArray[Any] = np.frombuffer(raw.view(name), np.dtype(dtype)).copy()
+    return values

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`paceline convert --allow-pickle`: an EAGLE drafter out of a pickle, weights only.
+
+The one place that imports torch, whose weights-only reader builds tensors and nothing else: a
+pickle that asks for anything more is refused by it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from paceline._core import ModelFileError, ModelNotFoundError
+
+from .checkpoint import INDEX_NAME, WEIGHTS_NAME
+from .drafter_checkpoint import DRAFT_MODEL, PICKLE_NAME, detect_method
+from .tokenizer import TOKENIZER_NAME
+
+if TYPE_CHECKING:
+    import torch
+
+# What the loader has a use for; `d2t` and `t2d` are integers.
+_DTYPES: Final = {
+    "torch.float32": "F32",
+    "torch.float16": "F16",
+    "torch.bfloat16": "BF16",
+    "torch.int64": "I64",
+    "torch.int32": "I32",
+    "torch.bool": "BOOL",
+}
+
+
+def has_only_pickle(directory: Path) -> bool:
+    """Whether the weights in a folder are a pickle and nothing else."""
+    return (directory / PICKLE_NAME).exists() and not any(
+        (directory / name).exists() for name in (WEIGHTS_NAME, INDEX_NAME)
+    )
+
+
+def convert_pickle(directory: Path, out: Path) -> Path:
+    """Writes the drafter in a folder again, with `model.safetensors` in place of the pickle.
+
+    Args:
+        directory: A folder with `config.json` and `pytorch_model.bin`.
+        out: An empty folder, which will hold the same with the same tensors.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ModelNotFoundError: A file is missing.
+        ModelFileError: The pickle holds anything but tensors, or is damaged.
+        NotImplementedError: It is no EAGLE drafter; torch is not installed.
+        OSError: `out` cannot be written.
+    """
+    config = directory / "config.json"
+    if not config.is_file():
+        raise ModelNotFoundError(
+            f"{config}: no such file; expected the drafter's configuration beside {PICKLE_NAME}"
+        )
+    tensors = _read_pickle(directory / PICKLE_NAME)
+    _write_safetensors(out / WEIGHTS_NAME, tensors, directory / PICKLE_NAME)
+    shutil.copyfile(config, out / config.name)
+    if (directory / TOKENIZER_NAME).is_file():
+        shutil.copyfile(directory / TOKENIZER_NAME, out / TOKENIZER_NAME)
+    if detect_method(out) == DRAFT_MODEL:
+        raise NotImplementedError(
+            f"{directory / PICKLE_NAME}: not an EAGLE drafter (it has no tensor 'fc.weight'); "
+            "--allow-pickle reads those only. Other models: save them as model.safetensors"
+        )
+    return out
+
+
+def _read_pickle(path: Path) -> Mapping[str, torch.Tensor]:
+    try:
+        import torch
+    except ModuleNotFoundError:
+        raise NotImplementedError(
+            "--allow-pickle reads the file with torch, which is not installed; pip install torch"
+        ) from None
+    # What torch.save writes since 2020. Older formats have other readers, which nobody needs here.
+    if not zipfile.is_zipfile(path):
+        raise ModelFileError(f"{path}: not a zip file; expected one that torch.save wrote")
+    try:
+        tensors: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ModelFileError(
+            f"{path}: cannot be read weights-only ({type(error).__name__}): {lines[0]:.300}"
+        ) from error
+    if not isinstance(tensors, Mapping) or not tensors:
+        raise ModelFileError(
+            f"{path}: holds {type(tensors).__name__} {tensors!r:.60}; expected a dict of tensors"
+        )
+    size = path.stat().st_size
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise ModelFileError(
+                f"{path}: entry {name!r:.80} is {type(tensor).__name__}; expected tensors by name"
+            )
+        if str(tensor.dtype) not in _DTYPES or tensor.layout is not torch.strided:
+            raise ModelFileError(
+                f"{path}: tensor {name!r:.80} is {tensor.dtype}, {tensor.layout}; expected a "
+                f"dense one of {', '.join(_DTYPES)}"
+            )
+        # A stride of 0 makes a huge tensor of a few bytes.
+        if tensor.numel() * tensor.element_size() > size:
+            raise ModelFileError(
+                f"{path}: tensor {name!r:.80} has shape {list(tensor.shape)}, which is more than "
+                f"the file's {size} bytes"
+            )
+    return tensors
+
+
+def _write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], source: Path) -> None:
+    """Writes tensors as they are."""
+    import torch
+
+    # Wide elements first: with no gaps between tensors every one of them is aligned.
+    order = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "from": source.name}}
+    end = 0
+    for name in order:
+        tensor = tensors[name]
+        nbytes = tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _DTYPES[str(tensor.dtype)],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + nbytes],
+        }
+        end += nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 64)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)))
+        file.write(text)
+        for name in order:
+            flat = tensors[name].detach().contiguous().reshape(-1)
+            file.write(flat.view(torch.uint8).numpy().data)

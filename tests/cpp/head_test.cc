@@ -1,0 +1,501 @@
+// SPDX-License-Identifier: Apache-2.0
+// EAGLE, EAGLE-3 and prompt lookup: logits against the equations, alignment against oracles, KV
+// after rejections, output that equals plain output, and what is refused.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <functional>
+#include <random>
+
+#include <paceline/error.h>
+#include <paceline/executor.h>
+
+#include "executor/engine.h"
+#include "speculate/row_ops.h"
+#include "support/direct_runner.h"
+#include "support/head_checks.h"
+#include "support/jobs.h"
+#include "support/oracle.h"
+#include "support/raw_models.h"
+
+namespace paceline {
+namespace {
+
+using testing::all_heads;
+using testing::DirectRunner;
+using testing::Job;
+using testing::Oracle;
+using testing::oracle_head;
+using testing::oracle_target;
+using testing::Outcome;
+using testing::random_jobs;
+using testing::random_raw_head;
+using testing::random_raw_model;
+using testing::RawModel;
+using testing::run;
+using testing::seed_from_env;
+using testing::tiny_config_json;
+using testing::TinyHead;
+
+ExecutorOptions options_of(int32_t k) {
+  ExecutorOptions options;
+  options.max_model_len = 256;
+  options.max_num_seqs = 8;
+  options.max_num_batched_tokens = 256;
+  options.kv_cache_bytes = 4 << 20;
+  options.num_threads = 1;
+  options.speculative.num_speculative_tokens = k;
+  return options;
+}
+
+TEST(Head, LogitsOfEveryStepAreThoseOfTheEquations) {
+  uint64_t seed = 1;
+  for (const TinyHead& shape : all_heads()) {
+    SCOPED_TRACE("head " + std::to_string(seed));
+    ++seed;
+    const RawModel target = random_raw_model(
+        tiny_config_json({.windows = {8, 0, 20}, .is_gemma = seed % 2 == 0}), seed);
+    const RawModel head = random_raw_head(shape, seed + 100);
+    const auto target_model = target.build();
+    const auto head_model = head.build();
+    const int32_t width = head.config.num_logits();
+    for (const int32_t k : {1, 2, 4}) {
+      DirectRunner direct(target_model, head_model, {.max_seqs = 2, .num_draft_tokens = k});
+      std::mt19937_64 random(seed);
+      for (int32_t slot = 0; slot < 2; ++slot) {
+        std::vector<int32_t> prompt(static_cast<size_t>(14 + 5 * slot));
+        for (int32_t& token : prompt) token = static_cast<int32_t>(random() % 64);
+        direct.start(slot, prompt, 100);
+      }
+      // The last logits of an iteration are those of draft k.
+      const auto check = [&](int32_t row, int32_t slot) {
+        const SequenceState& s = direct.buffers().sequences;
+        const int32_t known = s.known_len[slot];
+        std::vector<int32_t> tokens(s.history + slot * s.history_stride,
+                                    s.history + slot * s.history_stride + known);
+        tokens.insert(tokens.end(), s.draft_tokens + slot * k, s.draft_tokens + (slot + 1) * k);
+        ASSERT_EQ(s.draft_len[slot], k);
+        const auto states = testing::reference::run_target(target, tokens);
+        const auto num_first = static_cast<size_t>(known - 1);
+        const auto expected = testing::reference::run_head(head, target, states, tokens, num_first,
+                                                           num_first + static_cast<size_t>(k) - 1);
+        const float* logits = direct.buffers().logits + int64_t{row} * width;
+        double error = 0;
+        double scale = 0;
+        for (int32_t i = 0; i < width; ++i) {
+          error = std::max(error, std::abs(expected[static_cast<size_t>(i)] - logits[i]));
+          scale = std::max(scale, std::abs(expected[static_cast<size_t>(i)]));
+        }
+        ASSERT_GT(scale, 0);
+        ASSERT_LT(error, 2e-4 * scale) << "k " << k << " slot " << slot << " known " << known;
+      };
+      direct.plan(0, RowKind::kPrefillPartial, 0, 6);
+      direct.plan(1, RowKind::kPrefillPartial, 0, 9);
+      direct.run();
+      direct.plan(0, RowKind::kPrefillPartial, 6, 3);
+      direct.plan(1, RowKind::kPrefillFinal, 9, 10);
+      direct.run();
+      check(0, 1);
+      direct.plan(1, RowKind::kDecode, 0, k + 1);
+      direct.plan(0, RowKind::kPrefillFinal, 9, 5);
+      direct.run();
+      check(0, 1);
+      check(1, 0);
+      for (int i = 0; i < 3 && !HasFatalFailure(); ++i) {
+        direct.plan(0, RowKind::kDecode, 0, k + 1);
+        direct.plan(1, RowKind::kDecode, 0, k + 1);
+        direct.run();
+        check(0, 0);
+        check(1, 1);
+      }
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+std::vector<Oracle> all_oracles() {
+  std::vector<Oracle> oracles;
+  for (const bool reads_hidden : {false, true}) {
+    oracles.push_back({.reads_hidden = reads_hidden});
+    for (const bool is_reduced : {false, true}) {
+      for (size_t part = 0; part < 3; ++part) {
+        oracles.push_back({.kind = DrafterKind::kEagle3,
+                           .reads_hidden = reads_hidden,
+                           .is_reduced = is_reduced,
+                           .norm_before_residual = part == 1,
+                           .norm_output = part == 2,
+                           .aux_part = part});
+      }
+    }
+  }
+  return oracles;
+}
+
+TEST(Head, OraclesAreAlwaysRight) {
+  int64_t preemptions = 0;
+  for (const Oracle& oracle : all_oracles()) {
+    const RawModel raw = oracle_target(oracle.is_reduced);
+    const auto target = raw.build();
+    const auto head = oracle_head(oracle, raw).build();
+    for (const double temperature : {0.0, 1.0}) {
+      // What is sampled is no function of the token before.
+      if (temperature > 0 && oracle.reads_hidden) continue;
+      uint64_t cell = 0;
+      for (const int32_t k : {1, 3, 8, 16}) {
+        std::mt19937_64 random(11 + cell);
+        ExecutorOptions options = options_of(k);
+        options.prefill_chunk_size = cell % 2 == 0 ? 7 : 0;
+        options.draft_driver = std::array{DraftDriver::kUnrolled, DraftDriver::kReplay,
+                                          DraftDriver::kWhile, DraftDriver::kEager}[cell % 4];
+        options.device_lateness = static_cast<int32_t>(cell % 3);
+        options.block_size = 8;
+        if (cell % 2 == 1) options.kv_cache_bytes = 600 << 10;  // forces preemption
+        ++cell;
+        Executor executor(target, head, options);
+        int64_t drafted = 0;
+        for (const Outcome& o : run(executor, random_jobs(random, 12, 64, temperature, 60, 60))) {
+          EXPECT_EQ(o.counters.num_accepted_tokens, o.counters.num_draft_tokens)
+              << "eagle3 " << (oracle.kind == DrafterKind::kEagle3) << " hidden "
+              << oracle.reads_hidden << " reduced " << oracle.is_reduced << " part "
+              << oracle.aux_part << " k " << k << " T " << temperature;
+          drafted += o.counters.num_draft_tokens;
+        }
+        EXPECT_GT(drafted, 0);
+        EXPECT_EQ(executor.check_integrity(), "");
+        preemptions += executor.stats().num_preemptions;
+      }
+    }
+  }
+  EXPECT_GT(preemptions, 20);
+}
+
+// Share of an oracle's drafts that are kept when its recorded programs are changed first.
+double oracle_acceptance(const Oracle& oracle, double temperature,
+                         const std::function<void(CpuRunner&, Program&)>& plant) {
+  const RawModel raw = oracle_target(oracle.is_reduced);
+  const auto target = raw.build();
+  const auto head = oracle_head(oracle, raw).build();
+  const KvLayout layout = plan_kv_layout(
+      kv_layer_shapes(target->config), kv_layer_shapes(head->config), 8, DType::kFloat32, 8 << 20);
+  const BatchShape shape{.max_seqs = 8,
+                         .max_verify_rows = 256,
+                         .max_logit_rows = 256,
+                         .num_draft_tokens = 4,
+                         .first_rows = FirstRows::kWindow};
+  auto runner = std::make_unique<CpuRunner>(
+      target, head, layout,
+      CpuRunnerOptions{.iteration = {.shape = shape, .max_model_len = 256}, .max_in_flight = 2});
+  plant(*runner, runner->decode_program());
+  plant(*runner, runner->draft_step_program());
+  Engine engine({.shape = shape,
+                 .scheduler = {.max_num_seqs = 8,
+                               .max_num_batched_tokens = 256,
+                               .prefill_chunk_size = 256,
+                               .max_score_rows = 16,
+                               .num_draft_tokens = 4,
+                               .max_in_flight = 2},
+                 .max_model_len = 256,
+                 .vocab_size = 64},
+                layout, std::move(runner));
+  std::mt19937_64 random(3);
+  for (int i = 0; i < 8; ++i) {
+    Request request;
+    for (int t = 0; t < 5 + 3 * i; ++t) request.prompt.push_back(random() % 64);
+    request.sampling = {.temperature = temperature, .seed = random(), .max_tokens = 60};
+    EXPECT_TRUE(engine.add_request(std::move(request)).has_value());
+  }
+  int64_t accepted = 0;
+  int64_t drafted = 0;
+  for (int left = 8; left > 0;) {
+    for (const RequestEvent& event : engine.poll(100)) {
+      if (event.finish_reason == FinishReason::kNone) continue;
+      accepted += event.counters.num_accepted_tokens;
+      drafted += event.counters.num_draft_tokens;
+      --left;
+    }
+  }
+  return static_cast<double>(accepted) / static_cast<double>(drafted);
+}
+
+TEST(Head, PlantedOffByOnesGoRed) {
+  const auto sound = [](CpuRunner&, Program&) {};
+  // The hidden state of the next row.
+  const auto shifts_hidden = [](CpuRunner& runner, Program& program) {
+    const HiddenTaps& taps = runner.buffers().target_hidden;
+    for (CopyRowsParams* p : program.params_of<CopyRowsParams>(copy_rows)) {
+      if (p->x == taps.data) p->x = static_cast<const float*>(p->x) + p->x_stride;
+    }
+    for (GemmParams* p : program.params_of<GemmParams>(gemm)) {
+      if (p->x == taps.data) p->x = static_cast<const float*>(p->x) + p->x_stride;
+    }
+  };
+  // The row's own token instead of the one after it.
+  const auto shifts_tokens = [](CpuRunner&, Program& program) {
+    for (auto* p : program.params_of<AssembleFirstRowsParams>(assemble_first_rows)) {
+      --p->sequences.history;
+    }
+  };
+  // The noise of the token before.
+  const auto shifts_noise = [](CpuRunner&, Program& program) {
+    for (DrawParams* p : program.params_of<DrawParams>(draw)) p->draw_ahead = 1;
+  };
+  // Noise by row of the lm_head instead of by token.
+  const auto drops_map = [](CpuRunner& runner, Program& program) {
+    static std::vector<int32_t> rows(64);
+    for (size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<int32_t>(i);
+    for (DrawParams* p : program.params_of<DrawParams>(draw)) {
+      if (p->tokens == runner.buffers().drawn) p->token_map = rows.data();
+    }
+  };
+  // A step is fed what the first pass has put out, again and again.
+  const auto stops_feedback = [](CpuRunner& runner, Program& program) {
+    static std::vector<float> stale(64 * 8, 0.0f);
+    for (CopyRowsParams* p : program.params_of<CopyRowsParams>(copy_rows)) {
+      if (p->x == runner.buffers().draft_hidden && p->y_stride == 128) p->x = stale.data();
+    }
+    for (RmsNormParams* p : program.params_of<RmsNormParams>(rms_norm)) {
+      if (p->x == runner.buffers().draft_hidden && p->y_stride == 128) p->x = stale.data();
+    }
+  };
+  for (const auto kind : {DrafterKind::kEagle, DrafterKind::kEagle3}) {
+    const Oracle by_token{.kind = kind, .is_reduced = kind == DrafterKind::kEagle3};
+    Oracle by_hidden = by_token;
+    by_hidden.reads_hidden = true;
+    EXPECT_EQ(oracle_acceptance(by_token, 0, sound), 1);
+    EXPECT_EQ(oracle_acceptance(by_token, 1, sound), 1);
+    EXPECT_EQ(oracle_acceptance(by_hidden, 0, sound), 1);
+    EXPECT_LT(oracle_acceptance(by_hidden, 0, shifts_hidden), 0.9);
+    EXPECT_LT(oracle_acceptance(by_token, 0, shifts_tokens), 0.9);
+    EXPECT_LT(oracle_acceptance(by_token, 1, shifts_noise), 0.9);
+    EXPECT_LT(oracle_acceptance(by_hidden, 0, stops_feedback), 0.9);
+    if (by_token.is_reduced) {
+      EXPECT_LT(oracle_acceptance(by_token, 1, drops_map), 0.9);
+    }
+  }
+}
+
+TEST(Head, DraftKvIsThatOfARunThatWasNeverWrong) {
+  const uint64_t first_seed = seed_from_env(1);
+  int64_t rejected = 0;
+  for (uint64_t seed = first_seed; seed < first_seed + 16 && !HasFatalFailure(); ++seed) {
+    SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
+    const std::vector<TinyHead> heads = all_heads();
+    const auto target =
+        random_raw_model(tiny_config_json({.windows = {8, 0, 20}, .is_gemma = seed % 2 == 0}), seed)
+            .build();
+    const auto head = random_raw_head(heads[seed % heads.size()], seed + 1).build();
+    testing::check_draft_kv(target, head, seed, &rejected);
+  }
+  EXPECT_GT(rejected, 500);
+}
+
+TEST(Head, EveryDriverLeavesTheSameBits) {
+  for (size_t which = 0; which < all_heads().size(); ++which) {
+    SCOPED_TRACE("head " + std::to_string(which));
+    const RawModel raw =
+        random_raw_model(tiny_config_json({.windows = {8, 0, 20}, .is_gemma = false}), which);
+    testing::check_drivers(raw.build(), random_raw_head(all_heads()[which], which).build(), which);
+  }
+}
+
+TEST(Head, SpeculativeEqualsPlain) {
+  const uint64_t first_seed = seed_from_env(1);
+  int64_t accepted = 0;
+  int64_t drafted = 0;
+  int64_t preemptions = 0;
+  for (uint64_t seed = first_seed; seed < first_seed + 48; ++seed) {
+    SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    const auto pick = [&](auto... values) {
+      const std::array all = {values...};
+      return all[random() % all.size()];
+    };
+    const std::vector<TinyHead> heads = all_heads();
+    const auto which = static_cast<size_t>(seed % (heads.size() + 3));
+    const bool is_ngram = which >= heads.size();
+    const bool is_gemma = random() % 2 == 0;
+    // Oracles now and then, since random heads are seldom right.
+    const bool is_oracle = !is_ngram && random() % 2 == 0;
+    const Oracle oracle{.kind = pick(DrafterKind::kEagle, DrafterKind::kEagle3)};
+    const RawModel raw =
+        is_oracle ? oracle_target(false)
+                  : random_raw_model(
+                        tiny_config_json({.windows = {8, 0, 20}, .is_gemma = is_gemma}), seed);
+    const auto target = raw.build();
+    std::shared_ptr<const Model> head;
+    if (is_oracle) {
+      head = oracle_head(oracle, raw).build();
+    } else if (!is_ngram) {
+      head = random_raw_head(heads[which], seed + 1).build();
+    }
+    const double temperature = pick(0.0, 0.7, 1.0);
+    const std::vector<Job> jobs = random_jobs(random, pick(1, 7, 24), 64, temperature, 60, 60);
+
+    const bool use_window_lists = random() % 4 == 0;
+    ExecutorOptions options = options_of(0);
+    options.use_window_lists = use_window_lists;
+    Executor plain(target, nullptr, options);
+    const std::vector<Outcome> expected = run(plain, jobs);
+
+    const auto k = static_cast<int32_t>(1 + random() % 16);
+    options = options_of(k);
+    if (is_ngram) {
+      options.speculative.ngram_min = pick(1, 2);
+      options.speculative.ngram_max = pick(2, 4);
+    }
+    options.block_size = pick(8, 16, 32);
+    options.prefill_chunk_size = pick(0, 16, 3);
+    options.draft_driver = pick(DraftDriver::kUnrolled, DraftDriver::kReplay, DraftDriver::kEager,
+                                DraftDriver::kWhile);
+    options.device_lateness = pick(0, 1, 2);
+    options.use_window_lists = use_window_lists;
+    options.poison_freed_blocks = true;
+    options.num_threads = pick(1, 2);
+    if (random() % 2 == 0) options.kv_cache_bytes = (is_oracle ? 600 : 260) << 10;
+    Executor speculative(target, head, options);
+    const std::vector<Job> neighbours =
+        random() % 2 == 0 ? random_jobs(random, 6, 64, temperature) : std::vector<Job>{};
+    const std::vector<Outcome> actual = run(speculative, jobs, neighbours, seed);
+    for (size_t i = 0; i < jobs.size(); ++i) {
+      ASSERT_EQ(actual[i].tokens, expected[i].tokens) << "job " << i << " k " << k;
+      ASSERT_EQ(actual[i].reason, expected[i].reason);
+      accepted += actual[i].counters.num_accepted_tokens;
+      drafted += actual[i].counters.num_draft_tokens;
+    }
+    EXPECT_EQ(speculative.check_integrity(), "");
+    preemptions += speculative.stats().num_preemptions;
+  }
+  EXPECT_GT(preemptions, 20);
+  EXPECT_GT(accepted, drafted / 20);
+  EXPECT_LT(accepted, drafted * 19 / 20);
+}
+
+TEST(Ngram, CyclesAreFoundAndMissesDraftNothing) {
+  const auto target = oracle_target(false).build();  // greedy: f is a permutation, so it cycles
+  ExecutorOptions options = options_of(4);
+  options.speculative.ngram_min = 2;
+  options.speculative.ngram_max = 4;
+  Executor executor(target, nullptr, options);
+  const std::vector<Job> jobs = {
+      {.prompt = {1}, .sampling = {.temperature = 0, .max_tokens = 200}}};
+  const Outcome outcome = run(executor, jobs).front();
+  std::vector<int32_t> tokens = {1};
+  while (tokens.size() < 201) {
+    tokens.push_back(static_cast<int32_t>(testing::oracle_next(false, tokens.back())));
+  }
+  EXPECT_EQ(outcome.tokens, std::vector<int32_t>(tokens.begin() + 1, tokens.end()));
+  // Once around, nothing has been seen before; from then on every draft is right.
+  EXPECT_EQ(outcome.counters.num_accepted_tokens, outcome.counters.num_draft_tokens);
+  const auto period =
+      static_cast<int64_t>(std::find(tokens.begin() + 1, tokens.end(), 1) - tokens.begin());
+  EXPECT_GT(outcome.counters.num_accepted_tokens, (200 - period - 4) * 3 / 5);
+  EXPECT_LE(outcome.counters.num_accepted_tokens, 200 - period);
+  EXPECT_EQ(executor.check_integrity(), "");
+}
+
+TEST(Head, MismatchesAreRefusedWithBothValues) {
+  const auto target =
+      random_raw_model(tiny_config_json({.windows = {8, 0, 20}, .is_gemma = false}), 1).build();
+  const auto message = [&](const std::function<void()>& body) -> std::string {
+    try {
+      body();
+    } catch (const InvalidArgument& error) {
+      return error.what();
+    }
+    return "";
+  };
+  const auto refusal = [&](const TinyHead& head) {
+    return message(
+        [&] { Executor executor(target, random_raw_head(head, 2).build(), options_of(3)); });
+  };
+  const auto expect = [](const std::string& text, std::initializer_list<const char*> parts) {
+    for (const char* part : parts) {
+      EXPECT_NE(text.find(part), std::string::npos) << "'" << text << "' lacks " << part;
+    }
+  };
+  constexpr auto kEagle3 = DrafterKind::kEagle3;
+  EXPECT_EQ(refusal({.kind = kEagle3}), "");
+  expect(refusal({.kind = kEagle3, .target_hidden = 48}), {"48", "32"});
+  expect(refusal({.kind = kEagle3, .aux_layers = {0, 1, 3}}), {"layer 3", "3 layers", "0 to 2"});
+  TinyHead head{.kind = kEagle3, .owns_embedding = true, .owns_lm_head = true};
+  head.decoder.vocab_size = head.draft_vocab_size = 80;
+  expect(refusal(head), {"80", "64"});
+  head = {.kind = kEagle3, .owns_lm_head = true, .draft_vocab_size = 40};
+  head.decoder.hidden = 16;
+  expect(refusal(head), {"embedding table", "16", "32"});
+  expect(message([&] {
+           Executor executor(target, random_raw_head({.kind = kEagle3}, 2).build(DType::kBFloat16),
+                             options_of(3));
+         }),
+         {"bfloat16", "float32", "load both alike"});
+  expect(message([&] {
+           Executor executor(
+               random_raw_head({.owns_embedding = true, .owns_lm_head = true}, 2).build(), nullptr,
+               options_of(0));
+         }),
+         {"is a head"});
+  // Configs that contradict themselves.
+  expect(refusal({.target_hidden = 48}), {"target_hidden_size", "48", "32"});
+  expect(refusal({.norm_output = true}), {"norm_output", "eagle"});
+  expect(refusal({.kind = kEagle3, .draft_vocab_size = 40}), {"draft_vocab_size", "40", "64"});
+  expect(refusal({.kind = kEagle3, .aux_layers = {2, 1}}), {"aux_layers", "ascending"});
+  // Tokens of the map.
+  RawModel raw =
+      random_raw_head({.kind = kEagle3, .owns_lm_head = true, .draft_vocab_size = 40}, 2);
+  raw.draft_to_target[7] = 64;
+  expect(message([&] { (void)raw.build(); }), {"draft_to_target", "[7] is 64", "0 to 63"});
+  raw.draft_to_target[7] = 63;
+  ModelBuilder builder(raw.json, DType::kFloat32);
+  const std::vector<int32_t> ids(40);
+  const std::vector<float> values(40);
+  const auto put = [&](const char* name, DType dtype, std::vector<int64_t> dims, const void* data) {
+    return message([&] { builder.put(name, dtype, dims, {}, data); });
+  };
+  expect(put("draft_to_target", DType::kFloat32, {40}, values.data()), {"float32", "int32, int64"});
+  expect(put("fc.weight", DType::kInt32, {32, 96}, ids.data()), {"fc.weight", "int32", "bfloat16"});
+  EXPECT_EQ(put("draft_to_target", DType::kInt32, {40}, ids.data()), "");
+  raw.draft_to_target.clear();
+  expect(message([&] { (void)raw.build(); }), {"missing", "draft_to_target"});
+  // Prompt lookup.
+  const auto ngram = [&](int32_t min, int32_t max, bool has_head) {
+    ExecutorOptions options = options_of(3);
+    options.speculative.ngram_min = min;
+    options.speculative.ngram_max = max;
+    return message([&] {
+      Executor executor(target, has_head ? random_raw_head({}, 2).build() : nullptr, options);
+    });
+  };
+  EXPECT_EQ(ngram(1, 3, false), "");
+  expect(ngram(4, 3, false), {"ngram_min is 4", "1 to 3"});
+  expect(ngram(0, 3, false), {"ngram_min is 0"});
+  expect(ngram(1, 300, false), {"ngram_max is 300", "256"});
+  expect(ngram(1, 3, true), {"one of them"});
+}
+
+TEST(Head, AWholeVocabularyNeedsNoMap) {
+  // Without a map rows are tokens; with the map that says so the model drafts the same.
+  const RawModel raw = oracle_target(false);
+  const auto target = raw.build();
+  RawModel head = oracle_head({.kind = DrafterKind::kEagle3}, raw);
+  TinyHead shape{.kind = DrafterKind::kEagle3, .target_hidden = 64, .owns_lm_head = true};
+  shape.decoder = testing::oracle_decoder({1});
+  head.json = head_config_json(shape);
+  head.config = parse_decoder_config(head.json);
+  head.tensors["lm_head.weight"] = raw.at("lm_head.weight");
+  for (const bool has_map : {false, true}) {
+    if (has_map) head.draft_to_target = testing::oracle_tokens(false);
+    const auto model = head.build();
+    EXPECT_EQ(model->weights.head.draft_to_target != nullptr, has_map);
+    std::mt19937_64 random(4);
+    Executor executor(target, model, options_of(5));
+    for (const Outcome& o : run(executor, random_jobs(random, 8, 64, 1.0))) {
+      EXPECT_EQ(o.counters.num_accepted_tokens, o.counters.num_draft_tokens);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace paceline

@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: Apache-2.0
+// EAGLE, EAGLE-3 and prompt lookup on a GPU in bfloat16: oracles, KV after rejections, drivers, and
+// output that equals plain output. Skipped without a GPU, unless PACELINE_REQUIRE_GPU=1.
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cmath>
+#include <cstdlib>
+#include <random>
+#include <string>
+
+#include <paceline/executor.h>
+
+#include "support/gpu.h"
+#include "support/head_checks.h"
+#include "support/jobs.h"
+#include "support/oracle.h"
+
+namespace paceline {
+namespace {
+
+using testing::all_heads;
+using testing::Job;
+using testing::Oracle;
+using testing::oracle_head;
+using testing::oracle_target;
+using testing::Outcome;
+using testing::random_jobs;
+using testing::random_raw_head;
+using testing::random_raw_model;
+using testing::RawModel;
+using testing::run;
+using testing::seed_from_env;
+using testing::tiny_config_json;
+using testing::TinyModel;
+
+class CudaHead : public testing::GpuTest {};
+
+constexpr int32_t kHeadDim = 64;
+
+RawModel raw_target(bool is_gemma, uint64_t seed) {
+  TinyModel shape;
+  shape.head_dim = kHeadDim;
+  shape.windows = {8, 0, 140};
+  shape.is_gemma = is_gemma;
+  return random_raw_model(tiny_config_json(shape), seed);
+}
+
+std::shared_ptr<const Model> on_gpu(const RawModel& raw) {
+  return raw.build(DType::kBFloat16, Device::kCuda);
+}
+
+ExecutorOptions options_of(int32_t k) {
+  ExecutorOptions options;
+  options.max_model_len = 512;
+  options.max_num_seqs = 24;
+  options.max_num_batched_tokens = 24 * 17;
+  options.kv_cache_bytes = 64 << 20;
+  options.speculative.num_speculative_tokens = k;
+  return options;
+}
+
+TEST_F(CudaHead, OraclesAreAlwaysRight) {
+  uint64_t cell = 0;
+  for (const auto kind : {DrafterKind::kEagle, DrafterKind::kEagle3}) {
+    for (const bool reads_hidden : {false, true}) {
+      for (const double temperature : {0.0, 1.0}) {
+        // What is sampled is no function of the token before.
+        if (temperature > 0 && reads_hidden) continue;
+        const Oracle oracle{.kind = kind,
+                            .reads_hidden = reads_hidden,
+                            .is_reduced = kind == DrafterKind::kEagle3,
+                            .norm_before_residual = cell % 2 == 0};
+        const RawModel raw = oracle_target(oracle.is_reduced);
+        const auto target = on_gpu(raw);
+        const auto head = on_gpu(oracle_head(oracle, raw));
+        for (const int32_t k : {1, 3, 8, 16}) {
+          SCOPED_TRACE("cell " + std::to_string(cell) + " k " + std::to_string(k));
+          std::mt19937_64 random(11 + cell);
+          ExecutorOptions options = options_of(k);
+          options.prefill_chunk_size = cell % 2 == 0 ? 7 : 0;
+          options.draft_driver = std::array{DraftDriver::kUnrolled, DraftDriver::kReplay,
+                                            DraftDriver::kWhile, DraftDriver::kEager}[cell % 4];
+          if (cell % 3 == 1) options.kv_cache_bytes = 1 << 20;  // forces preemption
+          ++cell;
+          Executor executor(target, head, options);
+          int64_t drafted = 0;
+          for (const Outcome& o : run(executor, random_jobs(random, 20, 64, temperature, 60, 90))) {
+            EXPECT_EQ(o.counters.num_accepted_tokens, o.counters.num_draft_tokens);
+            drafted += o.counters.num_draft_tokens;
+          }
+          EXPECT_GT(drafted, 0);
+          EXPECT_EQ(executor.check_integrity(), "");
+        }
+      }
+    }
+  }
+}
+
+TEST_F(CudaHead, DraftKvIsThatOfARunThatWasNeverWrong) {
+  const uint64_t first_seed = seed_from_env(1);
+  int64_t rejected = 0;
+  for (uint64_t seed = first_seed; seed < first_seed + 16 && !HasFatalFailure(); ++seed) {
+    SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
+    const auto heads = all_heads(kHeadDim);
+    testing::check_draft_kv(on_gpu(raw_target(seed % 2 == 0, seed)),
+                            on_gpu(random_raw_head(heads[seed % heads.size()], seed + 1)), seed,
+                            &rejected);
+  }
+  EXPECT_GT(rejected, 500);
+}
+
+TEST_F(CudaHead, EveryDriverLeavesTheSameBits) {
+  const auto heads = all_heads(kHeadDim);
+  for (size_t which = 0; which < heads.size(); ++which) {
+    SCOPED_TRACE("head " + std::to_string(which));
+    testing::check_drivers(on_gpu(raw_target(false, which)),
+                           on_gpu(random_raw_head(heads[which], which)), which);
+  }
+}
+
+// Logits of the last draft step of a prompt's first iteration, on both backends.
+TEST_F(CudaHead, LogitsAreThoseOfTheCpuUpToRounding) {
+  const auto heads = all_heads(kHeadDim);
+  for (size_t which = 0; which < heads.size(); ++which) {
+    for (const int32_t k : {1, 2}) {
+      SCOPED_TRACE("head " + std::to_string(which) + " k " + std::to_string(k));
+      const RawModel target = raw_target(which % 2 == 0, which);
+      const RawModel head = random_raw_head(heads[which], which);
+      const int32_t width = head.config.num_logits();
+      std::vector<std::vector<float>> logits;
+      std::vector<std::vector<int32_t>> drafts;
+      for (const auto device : {Device::kCpu, Device::kCuda}) {
+        testing::DirectRunner direct(target.build(DType::kBFloat16, device),
+                                     head.build(DType::kBFloat16, device),
+                                     {.max_seqs = 2, .num_draft_tokens = k});
+        std::vector<int32_t> prompt(30);
+        std::mt19937_64 random(which);
+        for (int32_t& token : prompt) token = static_cast<int32_t>(random() % 64);
+        direct.start(0, prompt, 100);
+        direct.plan(0, RowKind::kPrefillFinal, 0, 30);
+        direct.run();
+        logits.push_back(direct.download(direct.buffers().logits, width));
+        const SequenceState& s = direct.buffers().sequences;
+        drafts.push_back(direct.download(s.history, 31));
+        const auto drawn = direct.download(s.draft_tokens, k - 1);
+        drafts.back().insert(drafts.back().end(), drawn.begin(), drawn.end());
+      }
+      if (drafts[0] != drafts[1]) continue;  // rounding has decided a draw: other inputs
+      double error = 0;
+      double scale = 0;
+      for (size_t i = 0; i < logits[0].size(); ++i) {
+        error += std::pow(double{logits[0][i]} - logits[1][i], 2);
+        scale += std::pow(double{logits[0][i]}, 2);
+      }
+      EXPECT_LT(std::sqrt(error), 0.05 * std::sqrt(scale));
+    }
+  }
+}
+
+TEST_F(CudaHead, SpeculativeEqualsPlain) {
+  const uint64_t first_seed = seed_from_env(1);
+  const char* const level = std::getenv("PACELINE_TEST_LEVEL");
+  const uint64_t num_cells = level != nullptr && std::atoi(level) >= 3 ? 300 : 48;
+  int64_t accepted = 0;
+  int64_t drafted = 0;
+  int64_t preemptions = 0;
+  for (uint64_t seed = first_seed; seed < first_seed + num_cells; ++seed) {
+    SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    const auto pick = [&](auto... values) {
+      const std::array all = {values...};
+      return all[random() % all.size()];
+    };
+    const auto heads = all_heads(kHeadDim);
+    const auto which = static_cast<size_t>(seed % (heads.size() + 3));
+    const bool is_ngram = which >= heads.size();
+    const bool is_oracle = !is_ngram && random() % 2 == 0;
+    const RawModel raw = is_oracle ? oracle_target(false) : raw_target(random() % 2 == 0, seed);
+    const auto target = on_gpu(raw);
+    std::shared_ptr<const Model> head;
+    if (is_oracle) {
+      head = on_gpu(oracle_head({.kind = pick(DrafterKind::kEagle, DrafterKind::kEagle3)}, raw));
+    } else if (!is_ngram) {
+      head = on_gpu(random_raw_head(heads[which], seed + 1));
+    }
+    const double temperature = pick(0.0, 0.7, 1.0);
+    const std::vector<Job> jobs = random_jobs(random, pick(1, 7, 24), 64, temperature, 200, 100);
+
+    ExecutorOptions options = options_of(0);
+    Executor plain(target, nullptr, options);
+    const std::vector<Outcome> expected = run(plain, jobs);
+
+    const auto k = static_cast<int32_t>(1 + random() % 16);
+    options = options_of(k);
+    if (is_ngram) {
+      options.speculative.ngram_min = pick(1, 2);
+      options.speculative.ngram_max = pick(2, 4);
+    }
+    options.block_size = pick(8, 16, 32);
+    options.prefill_chunk_size = pick(0, 16, 100);
+    options.draft_driver = pick(DraftDriver::kUnrolled, DraftDriver::kReplay, DraftDriver::kEager,
+                                DraftDriver::kWhile);
+    if (options.draft_driver == DraftDriver::kWhile && !is_ngram && random() % 2 == 0) {
+      options.speculative.draft_stop_threshold = pick(0.2, 0.6);
+    }
+    options.poison_freed_blocks = true;
+    if (random() % 2 == 0) options.max_num_seqs = pick(3, 17);
+    if (random() % 2 == 0) options.kv_cache_bytes = 3 << 20;
+    Executor speculative(target, head, options);
+    const std::vector<Job> neighbours =
+        random() % 2 == 0 ? random_jobs(random, 6, 64, temperature) : std::vector<Job>{};
+    const std::vector<Outcome> actual = run(speculative, jobs, neighbours, seed);
+    for (size_t i = 0; i < jobs.size(); ++i) {
+      ASSERT_EQ(actual[i].tokens, expected[i].tokens)
+          << "job " << i << " k " << k << " driver " << static_cast<int>(options.draft_driver);
+      EXPECT_EQ(actual[i].reason, expected[i].reason);
+      accepted += actual[i].counters.num_accepted_tokens;
+      drafted += actual[i].counters.num_draft_tokens;
+    }
+    EXPECT_EQ(speculative.check_integrity(), "");
+    preemptions += speculative.stats().num_preemptions;
+  }
+  EXPECT_GT(preemptions, 5);
+  EXPECT_GT(accepted, drafted / 20);
+  EXPECT_LT(accepted, drafted * 19 / 20);
+}
+
+}  // namespace
+}  // namespace paceline

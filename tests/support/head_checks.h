@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Heads of every kind, and what must hold of any of them on any device, by way of a runner that is
+// driven by hand.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "support/direct_runner.h"
+#include "support/raw_models.h"
+
+namespace paceline::testing {
+
+// Heads that between them have every switch, for targets of hidden size 32 and at least 3 layers.
+inline std::vector<TinyHead> all_heads(int32_t head_dim = 16) {
+  const TinyModel llama = llama_of({0});
+  const TinyModel sliding = llama_of({12});
+  TinyModel deep = llama_of({6, 0, 9});
+  deep.has_bias = true;
+  TinyModel gemma = llama;
+  gemma.is_gemma = true;
+  TinyModel narrow = llama_of({0, 5});
+  narrow.hidden = 16;
+  narrow.num_qo_heads = 2;
+  narrow.num_kv_heads = 1;
+  constexpr auto kEagle3 = DrafterKind::kEagle3;
+  std::vector<TinyHead> heads = {
+      {.decoder = llama},
+      {.decoder = deep, .has_fc_bias = true},
+      {.decoder = gemma, .owns_embedding = true, .owns_lm_head = true},
+      {.decoder = llama, .kind = kEagle3},
+      {.decoder = llama, .kind = kEagle3, .norm_before_residual = true, .norm_before_fc = true},
+      {.decoder = gemma, .kind = kEagle3, .aux_layers = {0, 2}, .fc_norm = true},
+      {.decoder = narrow,
+       .kind = kEagle3,
+       .norm_before_residual = true,
+       .norm_output = true,
+       .owns_embedding = true,
+       .owns_lm_head = true,
+       .draft_vocab_size = 40},
+      {.decoder = sliding,
+       .kind = kEagle3,
+       .norm_output = true,
+       .has_fc_bias = true,
+       .owns_lm_head = true,
+       .draft_vocab_size = 50},
+  };
+  for (TinyHead& head : heads) head.decoder.head_dim = head_dim;
+  return heads;
+}
+
+// The KV that drafter and target have of a sequence, by group and position.
+inline std::vector<std::vector<std::byte>> all_kv(const DirectRunner& direct, int32_t slot,
+                                                  int32_t length) {
+  std::vector<std::vector<std::byte>> kv;
+  for (GroupId g = 0; g < static_cast<GroupId>(direct.layout().groups.size()); ++g) {
+    for (int32_t p = 0; p < length; ++p) kv.push_back(direct.kv_of(slot, g, p));
+  }
+  return kv;
+}
+
+// Runs three sequences of models whose vocabulary is 64, prompts in chunks of any size beside
+// others that decode already, and compares the KV they end with to that of a prefill of the same
+// tokens. Adds to `rejected` how many drafts were wrong.
+inline void check_draft_kv(const std::shared_ptr<const Model>& target,
+                           const std::shared_ptr<const Model>& head, uint64_t seed,
+                           int64_t* rejected) {
+  std::mt19937_64 random(seed);
+  const double temperature = seed % 3 == 0 ? 0 : 1;
+  const auto k = static_cast<int32_t>(1 + random() % 6);
+  const DirectOptions options{.max_seqs = 3, .num_draft_tokens = k};
+  DirectRunner direct(target, head, options);
+  std::vector<int32_t> lengths;
+  for (int32_t slot = 0; slot < 3; ++slot) {
+    std::vector<int32_t> prompt(2 + random() % 40);
+    for (int32_t& token : prompt) token = static_cast<int32_t>(random() % 64);
+    direct.start(slot, prompt, 200, temperature, seed * 10 + static_cast<uint64_t>(slot));
+    lengths.push_back(static_cast<int32_t>(prompt.size()));
+  }
+  std::vector<int32_t> done(3, 0);
+  for (int round = 0; round < 14; ++round) {
+    for (int32_t slot = 0; slot < 3; ++slot) {
+      const int32_t left = lengths[slot] - done[slot];
+      if (left == 0) {
+        direct.plan(slot, RowKind::kDecode, 0, k + 1);
+        continue;
+      }
+      const auto rows = static_cast<int32_t>(1 + random() % left);
+      direct.plan(slot, rows == left ? RowKind::kPrefillFinal : RowKind::kPrefillPartial,
+                  done[slot], rows);
+      done[slot] += rows;
+    }
+    direct.run();
+    for (int32_t row = 0; row < 3; ++row) {
+      const SequenceResult result = direct.result(row);
+      *rejected += result.drafted_len - result.accepted_len;
+    }
+  }
+  const SequenceState& s = direct.buffers().sequences;
+  for (int32_t slot = 0; slot < 3; ++slot) {
+    if (done[slot] < lengths[slot]) continue;
+    const int32_t known = direct.download(s.known_len + slot, 1).front();
+    const std::vector<int32_t> history =
+        direct.download(s.history + slot * s.history_stride, known);
+    // All known tokens but the last as one prompt; it draws the last one again.
+    DirectRunner fresh(target, head, options);
+    fresh.start(0, {history.begin(), history.end() - 1}, 200, temperature,
+                seed * 10 + static_cast<uint64_t>(slot));
+    fresh.plan(0, RowKind::kPrefillFinal, 0, known - 1);
+    fresh.run();
+    ASSERT_EQ(fresh.result(0).tokens[0], history.back());
+    ASSERT_EQ(all_kv(direct, slot, known - 1), all_kv(fresh, 0, known - 1)) << "slot " << slot;
+  }
+}
+
+// Drafts, tokens, KV of both models and what a further step would be fed are the same bits whoever
+// repeats the draft step.
+inline void check_drivers(const std::shared_ptr<const Model>& target,
+                          const std::shared_ptr<const Model>& head, uint64_t seed) {
+  struct Bits {
+    std::vector<int32_t> drafts;
+    std::vector<int32_t> history;
+    std::vector<std::vector<std::byte>> kv;
+    std::vector<float> hidden;
+    bool operator==(const Bits&) const = default;
+  };
+  constexpr int32_t kDrafts = 5;
+  std::vector<Bits> all;
+  for (const auto driver :
+       {DraftDriver::kEager, DraftDriver::kUnrolled, DraftDriver::kReplay, DraftDriver::kWhile}) {
+    DirectRunner direct(target, head,
+                        {.max_seqs = 3, .num_draft_tokens = kDrafts, .driver = driver});
+    std::mt19937_64 random(seed);
+    for (int32_t slot = 0; slot < 3; ++slot) {
+      std::vector<int32_t> prompt(10 + random() % 30);
+      for (int32_t& token : prompt) token = static_cast<int32_t>(random() % 64);
+      const auto length = static_cast<int32_t>(prompt.size());
+      direct.start(slot, prompt, 100, 1.0, random());
+      direct.plan(slot, RowKind::kPrefillFinal, 0, length);
+    }
+    direct.run();
+    for (int i = 0; i < 12; ++i) {
+      for (int32_t slot = 0; slot < 3; ++slot) direct.plan(slot, RowKind::kDecode, 0, kDrafts + 1);
+      direct.run();
+    }
+    const SequenceState& s = direct.buffers().sequences;
+    Bits& bits = all.emplace_back();
+    bits.drafts = direct.download(s.draft_tokens, 3 * kDrafts);
+    bits.history = direct.download(s.history, 3 * s.history_stride);
+    bits.hidden = direct.download(direct.buffers().draft_hidden, int64_t{3} * head->config.hidden);
+    for (int32_t slot = 0; slot < 3; ++slot) {
+      for (auto& position : all_kv(direct, slot, 100)) bits.kv.push_back(std::move(position));
+    }
+  }
+  for (const Bits& bits : all) {
+    EXPECT_EQ(bits.drafts, all[0].drafts);
+    EXPECT_EQ(bits.history, all[0].history);
+    EXPECT_EQ(bits.hidden, all[0].hidden);
+    EXPECT_TRUE(bits.kv == all[0].kv);
+  }
+}
+
+}  // namespace paceline::testing
