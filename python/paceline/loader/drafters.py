@@ -29,6 +29,7 @@ from .families import (
     TensorSpec,
     _activation,
     _read_sizes,
+    _same_layers,
     _Sizes,
 )
 from .families import _describe as _describe_decoder
@@ -540,7 +541,7 @@ def _description(
     config = _describe_decoder(
         kind,
         sizes,
-        layer_types=layer_types,
+        _same_layers(sizes, layer_types),
         window=window,
         ropes=dict.fromkeys(LAYER_TYPES, rope or RopeSettings()),
         attention_scale=sizes.head_dim**-0.5,
