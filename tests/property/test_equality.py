@@ -22,21 +22,24 @@ from typing import Any
 
 import pytest
 
+import eagle_models
 import tiny_models
 from paceline import _core
-from paceline.loader import LoadedModel, load_checkpoint
+from paceline.loader import LoadedModel, load_checkpoint, load_drafter
 
 VOCAB = 128
 MAX_MODEL_LEN = 192
 MAX_NUM_SEQS = 8
 NUM_RANDOM_CELLS = 200
+AUX_LAYERS = (0, 1)
 SEED = int(os.environ.get("PACELINE_SEED", "20261121"))
 LEVEL = int(os.environ.get("PACELINE_TEST_LEVEL", "1"))
 
 AXES: dict[str, tuple[Any, ...]] = {
     "family": ("llama", "qwen3", "gemma3", "gemma4"),
     # A noisy copy agrees often, a model of the same family but other weights seldom.
-    "drafter": ("self", "noisy", "same_family", "other_family"),
+    # EAGLE heads are random, too, and prompt lookup hits by chance.
+    "drafter": ("self", "noisy", "same_family", "other_family", "eagle", "eagle3", "ngram"),
     "k": tuple(range(1, 17)),
     "block_size": (8, 16, 32),
     "chunk": (16, 0),
@@ -120,8 +123,16 @@ def scratch() -> Path:
 
 @functools.cache
 def model(family: str, variant: str, dtype: str) -> LoadedModel:
-    """A tiny target ("target"), or a drafter for it."""
+    """A tiny target ("target"), or a drafter for it that is a model."""
     spec = tiny_models.TinySpec(family, seed=7, vocab_size=VOCAB)
+    if variant in ("eagle", "eagle3"):
+        path = scratch() / f"{family}-{variant}"
+        if not path.exists():
+            head = eagle_models.EagleSpec(
+                variant, seed=3, aux_layers=AUX_LAYERS, num_aux=len(AUX_LAYERS)
+            )
+            eagle_models.write(head, tiny_models.make(spec), path)
+        return load_drafter(path, model(family, "target", dtype), progress=False)
     if variant in ("target", "self"):
         path = tiny_models.make(spec)
     elif variant == "noisy":
@@ -207,7 +218,7 @@ def run(
     return outcomes
 
 
-def tight_bytes(cell: Cell, target: LoadedModel, draft: LoadedModel) -> int:
+def tight_bytes(cell: Cell, target: LoadedModel, draft: _core.Model | None) -> int:
     """A pool in which the longest job fits alone, and hardly another one beside it."""
     low, high = 1 << 15, 1 << 26
     longest = max(jobs(cell.batch), key=lambda job: len(job.prompt) + job.max_tokens)
@@ -215,7 +226,7 @@ def tight_bytes(cell: Cell, target: LoadedModel, draft: LoadedModel) -> int:
     while high - low > low // 16:
         middle = (low + high) // 2
         try:
-            executor = _core.Executor(target.model, draft.model, options(cell, middle))
+            executor = _core.Executor(target.model, draft, options(cell, middle))
         except ValueError:
             low = middle
             continue
@@ -231,6 +242,7 @@ def tight_bytes(cell: Cell, target: LoadedModel, draft: LoadedModel) -> int:
 
 
 def options(cell: Cell, kv_cache_bytes: int) -> dict[str, Any]:
+    can_stop = cell.driver == "while" and cell.drafter != "ngram"
     return {
         "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": MAX_NUM_SEQS,
@@ -241,7 +253,9 @@ def options(cell: Cell, kv_cache_bytes: int) -> dict[str, Any]:
         "num_threads": cell.num_threads,
         "num_speculative_tokens": cell.k,
         "draft_driver": cell.driver,
-        "draft_stop_threshold": cell.draft_stop_threshold if cell.driver == "while" else 0.0,
+        "draft_stop_threshold": cell.draft_stop_threshold if can_stop else 0.0,
+        "ngram_min": 1 if cell.drafter == "ngram" else 0,
+        "ngram_max": 3 if cell.drafter == "ngram" else 0,
         "device_lateness": cell.lateness,
         "use_window_lists": cell.use_window_lists,
         "poison_freed_blocks": True,
@@ -275,12 +289,13 @@ totals = {"drafted": 0, "accepted": 0, "preemptions": 0}
 
 def check(cell: Cell) -> None:
     target = model(cell.family, "target", cell.dtype)
-    draft = model(cell.family, cell.drafter, cell.dtype)
+    is_model = cell.drafter != "ngram"
+    draft = model(cell.family, cell.drafter, cell.dtype).model if is_model else None
     expected = plain_outcomes(
         cell.family, cell.dtype, cell.batch, cell.temperature, cell.use_window_lists
     )
     kv_cache_bytes = tight_bytes(cell, target, draft) if cell.is_tight else 32 << 20
-    executor = _core.Executor(target.model, draft.model, options(cell, kv_cache_bytes))
+    executor = _core.Executor(target.model, draft, options(cell, kv_cache_bytes))
     try:
         actual = run(
             executor, jobs(cell.batch), cell.temperature,
