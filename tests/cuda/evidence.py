@@ -230,7 +230,7 @@ def sanitize(tools: list[str]) -> int:
             command += [f"--gtest_filter=Table/OpParity.{part}"]
             summary = r"ERROR SUMMARY|RACECHECK SUMMARY|" + GTEST
             kept.append(run(f"{tool} {part}", command, summary, env, 300))
-            code = write(SANITIZER_FILE, kept, {})  # at once: the machine may be lent for minutes
+            code = write(SANITIZER_FILE, kept, {})  # at once: a later tool may take too long
     return code
 
 
