@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+import eagle_models
 import tiny_models
 from paceline import _core, cli
 from paceline.bench import latency, models
-from paceline.loader import decoder_config
+from paceline.loader import decoder_config, drafter_config
+from paceline.loader.drafters import Target
 
 QUICK = ["--concurrency", "1,3", "--input-len", "9", "--output-len", "16", "--rounds", "1"]
 
@@ -119,6 +121,53 @@ def test_demo_pair(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench("--demo", "--json", "--host-only") == 0
     report = json.loads(capsys.readouterr().out)
     assert report["device"] == "cpu" and report["accept_method"] == "coupled"
+
+
+@pytest.mark.parametrize("layout", ["eagle", "eagle3", "speculators"])
+@pytest.mark.parametrize("source", ["--model", "--config"])
+def test_heads(layout: str, source: str, tmp_path: Path) -> None:
+    target = tiny_models.make(tiny_models.TinySpec("qwen3", seed=1, vocab_size=128, num_layers=4))
+    spec = eagle_models.EagleSpec(layout, aux_layers=(1, 2, 3))
+    eagle_models.write(spec, target, tmp_path / "head")
+    method = "eagle" if layout == "eagle" else "eagle3"
+    speculative = {
+        "method": method, "model": str(tmp_path / "head"), "num_speculative_tokens": 3,
+        "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.3,
+    }  # fmt: skip
+    out = tmp_path / "bench.json"
+    argv = [source, str(target), "--speculative-config", json.dumps(speculative)]
+    assert bench(*argv, "--json", str(out)) == 0
+    row = json.loads(out.read_text())["rows"][1]
+    assert row["configuration"] == "k=3" and 1.5 < row["tokens_per_iteration"] < 3.1
+
+
+def test_prompt_lookup(config_dir: Path, tmp_path: Path) -> None:
+    speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    out = tmp_path / "bench.json"
+    argv = ["--config", str(config_dir), "--speculative-config", json.dumps(speculative)]
+    assert bench(*argv, "--json", str(out)) == 0
+    plain, drafted = json.loads(out.read_text())["rows"][:2]
+    assert drafted["num_draft_tokens"] == 3
+    assert drafted["weight_bytes"] == plain["weight_bytes"]
+
+
+def test_heads_that_ship_as_configurations() -> None:
+    configs = Path(models.__file__).parent / "configs"
+    read = {path.stem: json.loads(path.read_text()) for path in configs.glob("*.json")}
+
+    def described(target: str, head: str) -> dict[str, Any]:
+        config = decoder_config(read[target], "bfloat16")
+        facts = Target(Path(target), read[target]["architectures"][0], config, "bfloat16")
+        return drafter_config(read[head], facts, source=head)
+
+    eagle3 = described("qwen3-8b", "qwen3-8b-eagle3")
+    # fc, the layer with its doubled qkv input, and 32,000 rows of lm_head.
+    layer = 6144 * 8192 + 4096 * 4096 + 3 * 4096 * 12288
+    assert models.count_matrix_parameters(eagle3) == 4096 * 12288 + layer + 32000 * 4096
+    assert eagle3["drafter"]["aux_layers"] == [2, 18, 33]
+    eagle = described("llama-3-8b", "llama-3-8b-eagle")
+    layer = (4096 + 2 * 1024 + 4096) * 4096 + 3 * 4096 * 14336
+    assert models.count_matrix_parameters(eagle) == 2 * 4096**2 + layer + 128256 * 4096
 
 
 # ---- traces ------------------------------------------------------------------------------------
@@ -240,7 +289,8 @@ def test_the_floor_of_a_gpu_knows_arithmetic(config_dir: Path) -> None:
     class OnGpu:
         device, weight_dtype = "cuda", "bfloat16"
 
-    gpu = replace(model, model=OnGpu())  # type: ignore[arg-type]
+    loaded = replace(model.loaded, model=OnGpu())  # type: ignore[arg-type]
+    gpu = replace(model, loaded=loaded)
     assert latency.with_floor(row, gpu, 1e12).floor_ms == pytest.approx(4.0, rel=1e-3)
     assert latency.with_floor(row, gpu, 1e11).floor_ms == pytest.approx(10.0)
     assert latency.with_floor(row, gpu, 1e11).floor_share == pytest.approx(1.0)

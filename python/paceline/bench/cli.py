@@ -24,7 +24,7 @@ from paceline.bench.latency import (
     measure,
     with_floor,
 )
-from paceline.bench.models import BenchModel, config_names, is_config_name, load
+from paceline.bench.models import BenchModel, config_names, is_config_name, load, load_draft
 from paceline.config import DRAFT_DRIVERS, SpeculativeConfig, check_int, quoted
 from paceline.device import resolve_device
 
@@ -194,7 +194,7 @@ def _measure_read_bandwidth(device: str, num_threads: int) -> float:
 def _set_up(args: argparse.Namespace, started: float) -> _Setup:
     """Checks all arguments, then loads the models."""
     target_source, is_dummy = _target(args)
-    draft_source, speculations = _speculations(args)
+    draft_source, method, speculations = _speculations(args)
     device = resolve_device("cpu" if args.demo and args.device == "auto" else args.device)
     if args.trace is not None and not can_trace(device):
         raise NotImplementedError(
@@ -206,7 +206,10 @@ def _set_up(args: argparse.Namespace, started: float) -> _Setup:
     draft = None
     if draft_source is not None:
         is_draft_dummy = is_dummy or args.draft_config is not None
-        draft = load(draft_source, dummy=is_draft_dummy, dtype=args.dtype, device=device)
+        draft = load_draft(
+            draft_source, target, method=method, dummy=is_draft_dummy, dtype=args.dtype,
+            device=device,
+        )  # fmt: skip
     end = time.monotonic()
     return _Setup(target, draft, speculations, device, end - begin, end - started)
 
@@ -227,9 +230,12 @@ def _target(args: argparse.Namespace) -> tuple[str, bool]:
     return args.config or "gemma3-101m", True
 
 
-def _speculations(args: argparse.Namespace) -> tuple[str | None, list[Speculation]]:
-    """The drafter's folder or name, and one way to speculate for each driver."""
+def _speculations(
+    args: argparse.Namespace,
+) -> tuple[str | None, str | None, list[Speculation]]:
+    """The drafter's folder or name, what it is, and one way to speculate for each driver."""
     default_draft = None
+    method = None
     if args.draft_config is not None:
         default_draft = args.draft_config
     elif args.demo:
@@ -240,13 +246,16 @@ def _speculations(args: argparse.Namespace) -> tuple[str | None, list[Speculatio
         default_draft = "gemma3-10m"
     if args.speculative_config is not None:
         config = _parse_speculative_config(args.speculative_config, default_draft)
-        draft = default_draft or config.model
+        method = config.method
+        draft = None if method == "ngram" else default_draft or config.model
         base = Speculation(
             config.num_speculative_tokens,
             config.rejection_sample_method,
             config.synthetic_acceptance_length or 0.0,
             config.draft_driver,
             config.draft_stop_threshold,
+            (config.prompt_lookup_min or 0) if method == "ngram" else 0,
+            (config.prompt_lookup_max or 0) if method == "ngram" else 0,
         )
     elif default_draft is None:
         if args.drivers is not None:
@@ -254,21 +263,25 @@ def _speculations(args: argparse.Namespace) -> tuple[str | None, list[Speculatio
                 f"drivers is {args.drivers!r}, but nothing is drafted; give a drafter with "
                 "--speculative-config or --draft-config"
             )
-        return None, []
+        return None, None, []
     else:
         draft = default_draft
         base = _DUMMY_SPECULATION if not args.demo else Speculation(4)
     if args.drivers is None:
-        return draft, [base]
+        return draft, method, [base]
     # The threshold belongs to the one driver that can stop early.
-    return draft, [
-        dataclasses.replace(
-            base,
-            draft_driver=driver,
-            draft_stop_threshold=base.draft_stop_threshold if driver == "while" else 0.0,
-        )
-        for driver in _parse_drivers(args.drivers)
-    ]
+    return (
+        draft,
+        method,
+        [
+            dataclasses.replace(
+                base,
+                draft_driver=driver,
+                draft_stop_threshold=base.draft_stop_threshold if driver == "while" else 0.0,
+            )
+            for driver in _parse_drivers(args.drivers)
+        ],
+    )
 
 
 def _parse_speculative_config(text: str, default_draft: str | None) -> SpeculativeConfig:
@@ -278,7 +291,7 @@ def _parse_speculative_config(text: str, default_draft: str | None) -> Speculati
             values = json.loads(text)
         except json.JSONDecodeError:
             values = None  # refused below, with a message
-        if isinstance(values, dict):
+        if isinstance(values, dict) and values.get("method") != "ngram":
             text = json.dumps({"model": default_draft} | values)
     return SpeculativeConfig.parse(text)
 

@@ -21,6 +21,7 @@ from paceline.bench.models import (
     BenchModel,
     attention_flops,
     count_body_parameters,
+    count_head_parameters,
     kv_bytes_read,
 )
 
@@ -62,6 +63,8 @@ class Speculation:
         synthetic_acceptance_length: Mean tokens an iteration, for "synthetic".
         draft_driver: "unrolled", "replay", "while" or "eager".
         draft_stop_threshold: See `SpeculativeConfig`.
+        ngram_min: Shortest n-gram of prompt lookup; 0 = there is a drafter.
+        ngram_max: Longest one.
     """
 
     num_speculative_tokens: int
@@ -69,6 +72,8 @@ class Speculation:
     synthetic_acceptance_length: float = 0.0
     draft_driver: str = "unrolled"
     draft_stop_threshold: float = 0.0
+    ngram_min: int = 0
+    ngram_max: int = 0
 
 
 @dataclass(frozen=True)
@@ -164,6 +169,8 @@ def make_executor(
         options["synthetic_acceptance_length"] = speculation.synthetic_acceptance_length
         options["draft_driver"] = speculation.draft_driver
         options["draft_stop_threshold"] = speculation.draft_stop_threshold
+        options["ngram_min"] = speculation.ngram_min
+        options["ngram_max"] = speculation.ngram_max
     return _core.Executor(target.model, draft.model if draft is not None else None, options)
 
 
@@ -298,7 +305,7 @@ def _iteration_flops(
 
     def one(model: BenchModel, rows: int, logit_rows: int) -> float:
         body = count_body_parameters(model.config)
-        head = model.config["vocab_size"] * model.config["hidden_size"]
+        head = count_head_parameters(model.config)
         attention = attention_flops(model.config, workload.mean_context)
         return float(rows * (2 * body + attention) + logit_rows * 2 * head)
 

@@ -10,9 +10,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from paceline import _core
+
+if TYPE_CHECKING:
+    from paceline.loader import LoadedModel
 
 _CONFIG_DIR: Final = Path(__file__).parent / "configs"
 
@@ -23,13 +26,21 @@ class BenchModel:
 
     Attributes:
         name: For tables.
-        model: Its weights.
-        config: Its canonical description.
+        loaded: Its weights and what came with them.
     """
 
     name: str
-    model: _core.Model
-    config: dict[str, Any]
+    loaded: LoadedModel
+
+    @property
+    def model(self) -> _core.Model:
+        """Its weights."""
+        return self.loaded.model
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Its canonical description."""
+        return self.loaded.config
 
     @property
     def matrix_bytes(self) -> int:
@@ -119,8 +130,56 @@ def load(source: str, *, dummy: bool, dtype: str = "auto", device: str = "cpu") 
         loaded = load_dummy(source, dtype=dtype, device=device)
     else:
         loaded = load_checkpoint(source, dtype=dtype, device=device)
+    return _bench_model(source, loaded)
+
+
+def load_draft(
+    source: str,
+    target: BenchModel,
+    *,
+    method: str | None,
+    dummy: bool,
+    dtype: str = "auto",
+    device: str = "cpu",
+) -> BenchModel:
+    """Makes a drafter ready: a model of its own or an EAGLE head.
+
+    Args:
+        source: As for `load`.
+        target: What it drafts for.
+        method: "draft_model", "eagle" or "eagle3"; None: what its configuration says.
+        dummy: As for `load`.
+        dtype: As for `load`; a head takes the target's.
+        device: As for `load`.
+
+    Returns:
+        The drafter.
+
+    Raises:
+        ValueError: As for `load`; or it is not what `method` says, or was made for another target.
+        paceline.ModelFileError: A file that does not hold what it must.
+    """
+    from paceline.loader import dummy_drafter, load_drafter
+
+    path = Path(source) / "config.json"
+    if is_config_name(source):
+        config = _named_config(source)
+    elif dummy and path.is_file():
+        config = json.loads(path.read_text("utf-8"))
+    elif dummy or not Path(source).is_dir():
+        return load(source, dummy=dummy, dtype=dtype, device=device)  # refuses
+    else:
+        loaded = load_drafter(source, target.loaded, method=method, dtype=dtype, device=device)
+        return _bench_model(source, loaded)
+    head = dummy_drafter(config, target.loaded, source, method=method, device=device)
+    if head is None:
+        return load(source, dummy=dummy, dtype=dtype, device=device)
+    return _bench_model(source, head)
+
+
+def _bench_model(source: str, loaded: LoadedModel) -> BenchModel:
     name = Path(source).name + (" (dummy)" if loaded.is_dummy else "")
-    return BenchModel(name, loaded.model, loaded.config)
+    return BenchModel(name, loaded)
 
 
 def _named_config(name: str) -> dict[str, Any]:
@@ -146,7 +205,28 @@ def count_body_parameters(config: dict[str, Any]) -> int:
         q_width = attention["num_qo_heads"] * attention["head_dim"]
         kv_width = attention["num_kv_heads"] * attention["head_dim"]
         total += hidden * (2 * q_width + 2 * kv_width) + 3 * hidden * layer["mlp"]["intermediate"]
+    drafter = config.get("drafter")
+    if drafter is not None:
+        first = config["layers"][0]["attention"]
+        heads = first["num_qo_heads"] + 2 * first["num_kv_heads"]
+        if drafter["kind"] == "eagle3":
+            # q, k and v of the first layer are twice as wide.
+            total += hidden * heads * first["head_dim"]
+            total += hidden * len(drafter["aux_layers"]) * drafter["target_hidden_size"]
+        else:
+            total += 2 * hidden * hidden
     return int(total)
+
+
+def count_head_parameters(config: dict[str, Any]) -> int:
+    """Counts the parameters of the lm_head, its own or shared.
+
+    Args:
+        config: A canonical description.
+    """
+    drafter = config.get("drafter")
+    rows = config["vocab_size"] if drafter is None else drafter["draft_vocab_size"]
+    return int(rows * config["hidden_size"])
 
 
 def count_matrix_parameters(config: dict[str, Any]) -> int:
@@ -158,7 +238,7 @@ def count_matrix_parameters(config: dict[str, Any]) -> int:
     Returns:
         Parameters of all projections and of the lm_head, without embedding lookups and norms.
     """
-    return count_body_parameters(config) + int(config["vocab_size"] * config["hidden_size"])
+    return count_body_parameters(config) + count_head_parameters(config)
 
 
 def kv_bytes_read(config: dict[str, Any], context: float, item_bytes: int) -> float:

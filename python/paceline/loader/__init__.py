@@ -22,7 +22,7 @@ from .drafter_checkpoint import (
     load_drafter_weights,
     open_drafter,
 )
-from .drafters import Target
+from .drafters import Target, kind_of_config
 from .families import ARCHITECTURES, check_dtype, decoder_config, translate
 from .hf_config import HfConfig, Section, parse_hf_config, read_hf_config
 from .tokenizer import TokenizerInfo, check_tokenizers, load_tokenizer
@@ -43,6 +43,7 @@ __all__ = [
     "decoder_config",
     "detect_method",
     "drafter_config",
+    "dummy_drafter",
     "dummy_model",
     "load_checkpoint",
     "load_drafter",
@@ -243,6 +244,61 @@ def _fill_dummy(
         eos_token_ids=tuple(i for i in hf.eos_token_ids if i < config["vocab_size"]),
         bos_token_id=hf.bos_token_id,
         tokenizer=tokenizer,
+        notes=("the weights are made up (load_format 'dummy'): the text is meaningless",),
+        is_dummy=True,
+    )
+
+
+def dummy_drafter(
+    hf_config: Mapping[str, object],
+    target: LoadedModel,
+    name: str,
+    *,
+    method: str | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+) -> LoadedModel | None:
+    """Makes up the weights of an EAGLE head's configuration; see `load_dummy`.
+
+    Args:
+        hf_config: The object in a `config.json`.
+        target: What it drafts for; its weight dtype is the head's.
+        name: What messages call it; also the head's `path`.
+        method: "eagle" or "eagle3"; None: what the configuration says.
+        device: As for `load_dummy`.
+        seed: As for `load_dummy`.
+
+    Returns:
+        The head; None for the configuration of a model of its own.
+
+    Raises:
+        ModelFileError: A key is missing or has a wrong value.
+        NotImplementedError: As for `load_dummy`.
+        ValueError: It was made for another target, or is not what `method` says.
+        MemoryError: There is no room for the weights.
+    """
+    from paceline import _core
+
+    kind = kind_of_config(Section(hf_config, name)) or method
+    if kind is None or kind == DRAFT_MODEL:
+        return None
+    facts = target.as_target()
+    config = drafter_config(hf_config, facts, method=method, source=name)
+    builder = _core.ModelBuilder(json.dumps(config), target.weight_dtype, device)
+    builder.fill_dummy(seed)
+    return LoadedModel(
+        path=Path(name),
+        model=builder.finish(),
+        family=kind,
+        architecture=kind,
+        config=config,
+        weight_dtype=target.weight_dtype,
+        stored_dtypes={},
+        vocab_size=config["vocab_size"],
+        max_position=config["max_position"],
+        eos_token_ids=(),
+        bos_token_id=None,
+        tokenizer=None,
         notes=("the weights are made up (load_format 'dummy'): the text is meaningless",),
         is_dummy=True,
     )
