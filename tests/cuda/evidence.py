@@ -35,15 +35,19 @@ COVERED = ("cpp", "cuda", "python/bindings", "tests/cuda", "tests/support", "CMa
 
 SOURCE_SUFFIXES = (".h", ".cc", ".cu", ".cuh", ".py", ".txt", ".json")
 
-SPECULATIVE = json.dumps(
-    {
-        "method": "draft_model",
-        "model": "gemma3-270m",
+
+def speculative(method: str, model: str, length: float) -> list[str]:
+    """Options of a bench: k=3 and a synthetic acceptance length, since weights are made up."""
+    config = {
+        "method": method,
+        "model": model,
         "num_speculative_tokens": 3,
         "rejection_sample_method": "synthetic",
-        "synthetic_acceptance_length": 2.3,
+        "synthetic_acceptance_length": length,
     }
-)
+    return ["--speculative-config", json.dumps(config)]
+
+
 BENCH = ["-m", "paceline", "bench", "latency", "--device", "cuda", "--concurrency", "1,16,64"]
 BENCH += ["--input-len", "256", "--output-len", "512", "--rounds", "1"]
 
@@ -144,7 +148,13 @@ def test() -> int:
     """Runs the tests, then the benches."""
     env = environment()
     results = []
-    for name in ("gemm_order_test", "op_parity_test", "runner_test", "engine_cuda_test"):
+    for name in (
+        "gemm_order_test",
+        "op_parity_test",
+        "runner_test",
+        "engine_cuda_test",
+        "head_cuda_test",
+    ):
         results.append(run(name, [str(BUILD / name), "--gtest_brief=1"], GTEST, env, 300))
     pytest = [
         sys.executable,
@@ -158,17 +168,18 @@ def test() -> int:
     results.append(run("python", pytest, r"passed|failed|error", env, 400))
     benches: dict[str, Any] = {}
     for title, arguments in (
-        ("qwen3-8b", ["--config", "qwen3-8b"]),
+        (
+            "qwen3-8b and its EAGLE-3 head",
+            ["--config", "qwen3-8b", *speculative("eagle3", "qwen3-8b-eagle3", 2.34)],
+        ),
+        (
+            "llama-3-8b and its EAGLE head",
+            ["--config", "llama-3-8b", *speculative("eagle", "llama-3-8b-eagle", 1.95)],
+        ),
         (
             "gemma3-27b and gemma3-270m",
-            [
-                "--config",
-                "gemma3-27b",
-                "--speculative-config",
-                SPECULATIVE,
-                "--drivers",
-                "unrolled,replay,while",
-            ],
+            ["--config", "gemma3-27b", *speculative("draft_model", "gemma3-270m", 2.3)]
+            + ["--drivers", "unrolled,replay,while"],
         ),
     ):
         figures = BUILD / "bench.json"
