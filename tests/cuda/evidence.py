@@ -178,8 +178,13 @@ def test() -> int:
         ),
         (
             "gemma3-27b and gemma3-270m",
-            ["--config", "gemma3-27b", *speculative("draft_model", "gemma3-270m", 2.3)]
-            + ["--drivers", "unrolled,replay,while"],
+            [
+                "--config",
+                "gemma3-27b",
+                *speculative("draft_model", "gemma3-270m", 2.3),
+                "--drivers",
+                "unrolled,replay,while",
+            ],
         ),
     ):
         figures = BUILD / "bench.json"
