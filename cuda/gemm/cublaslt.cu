@@ -201,7 +201,7 @@ float time_of(CudaContext& ctx, const Call& call) {
 
 }  // namespace
 
-GemmPlanner::GemmPlanner(int32_t num_sms, bool uses_library) : num_sms_(num_sms) {
+GemmPlanner::GemmPlanner(bool uses_library) {
   if (uses_library) library_ = std::make_unique<CublasLt>();
 }
 
@@ -310,11 +310,6 @@ bool GemmPlanner::run_library(CudaContext& ctx, const GemmParams& p) {
     ctx.trace->mark("cublasLt");
   }
   return true;
-}
-
-int32_t GemmPlanner::num_admitted() const {
-  return static_cast<int32_t>(std::count_if(plans_.begin(), plans_.end(),
-                                            [](const auto& p) { return p.second != nullptr; }));
 }
 
 }  // namespace paceline

@@ -23,7 +23,7 @@ class GemmPlanner {
  public:
   // `uses_library`: false leaves everything to our own kernel. Throws DeviceError when the library
   // is wanted and cannot be loaded (the message says where it was looked for).
-  explicit GemmPlanner(int32_t num_sms, bool uses_library = false);
+  explicit GemmPlanner(bool uses_library);
   ~GemmPlanner();
   GemmPlanner(const GemmPlanner&) = delete;
   GemmPlanner& operator=(const GemmPlanner&) = delete;
@@ -43,16 +43,10 @@ class GemmPlanner {
   // Whether an admitted algorithm was enqueued.
   [[nodiscard]] bool run_library(CudaContext& ctx, const GemmParams& p);
 
-  [[nodiscard]] int32_t num_sms() const { return num_sms_; }
-  // Of all shapes tried, how many the library won; for the start-up report.
-  [[nodiscard]] int32_t num_admitted() const;
-  [[nodiscard]] int32_t num_tried() const { return static_cast<int32_t>(plans_.size()); }
-
  private:
   struct Plan;
   using Key = std::tuple<int32_t, int32_t, int32_t, DType>;  // padded rows, n, k, dtype of y
 
-  int32_t num_sms_;
   std::unique_ptr<CublasLt> library_;
   std::map<Key, std::unique_ptr<Plan>> plans_;  // null: our own kernel is the better
 };

@@ -61,10 +61,6 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
 inline constexpr uint64_t kEvictFirst = 0x12F0000000000000ull;
 inline constexpr uint64_t kEvictLast = 0x14F0000000000000ull;
 
-__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 // The box at (column, row) of a two-dimensional map. Elements beyond the tensor arrive as zeros and
 // count as bytes.
 __device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int32_t column,

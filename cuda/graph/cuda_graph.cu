@@ -64,9 +64,6 @@ void CudaGraph::reset() noexcept {
 }
 
 void CudaGraph::instantiate(CudaContext& ctx, cudaGraph_t graph) {
-  size_t count = 0;
-  check(cudaGraphGetNodes(graph, nullptr, &count), "cudaGraphGetNodes");
-  num_nodes_ = static_cast<int64_t>(count);
   check(cudaGraphInstantiate(&executable_, graph, 0), "cudaGraphInstantiate");
   check(cudaGraphUpload(executable_, ctx.stream), "cudaGraphUpload");
 }

@@ -19,14 +19,11 @@ class CudaGraph {
  public:
   CudaGraph() = default;
   ~CudaGraph() { reset(); }
-  CudaGraph(CudaGraph&& other) noexcept
-      : executable_(std::exchange(other.executable_, nullptr)),
-        num_nodes_(std::exchange(other.num_nodes_, 0)) {}
+  CudaGraph(CudaGraph&& other) noexcept : executable_(std::exchange(other.executable_, nullptr)) {}
   CudaGraph& operator=(CudaGraph&& other) noexcept {
     if (this != &other) {
       reset();
       executable_ = std::exchange(other.executable_, nullptr);
-      num_nodes_ = std::exchange(other.num_nodes_, 0);
     }
     return *this;
   }
@@ -44,16 +41,12 @@ class CudaGraph {
                                                const int32_t* keep_going);
 
   void launch(CudaContext& ctx) const;
-  [[nodiscard]] bool is_empty() const { return executable_ == nullptr; }
-  // Nodes at the top level.
-  [[nodiscard]] int64_t num_nodes() const { return num_nodes_; }
 
  private:
   void instantiate(CudaContext& ctx, cudaGraph_t graph);
   void reset() noexcept;
 
   cudaGraphExec_t executable_ = nullptr;
-  int64_t num_nodes_ = 0;
 };
 
 }  // namespace paceline

@@ -112,7 +112,7 @@ class CudaTestContext {
     check_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
     int num_sms = 0;
     check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, 0), "num_sms");
-    planner_ = std::make_unique<GemmPlanner>(num_sms);
+    planner_ = std::make_unique<GemmPlanner>(/*uses_library=*/false);
     counters_.fill_bytes(0);
     context_ = {.stream = stream_,
                 .num_sms = num_sms,

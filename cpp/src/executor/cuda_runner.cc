@@ -70,7 +70,7 @@ CudaRunner::CudaRunner(std::shared_ptr<const Model> target, std::shared_ptr<cons
   context_.counters = arena_.allocate<int32_t>(kNumCounters, "kernel counters");
   context_.num_counters = kNumCounters;
   context_.max_model_len = options.iteration.max_model_len;
-  planner_ = std::make_unique<GemmPlanner>(context_.num_sms, dtype == DType::kBFloat16);
+  planner_ = std::make_unique<GemmPlanner>(/*uses_library=*/dtype == DType::kBFloat16);
   context_.gemm = planner_.get();
 
   options_.iteration.padded_rows = &GemmPlanner::padded_rows;
