@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kMaxStepThreads)
   if (!was_last) {
     for (int32_t row = static_cast<int32_t>(threadIdx.x); row < num_rows;
          row += static_cast<int32_t>(blockDim.x)) {
-      is_live |= advance_row(p, row);
+      is_live |= advance_row(p, row, step);
     }
   }
   const bool is_any_live = __syncthreads_or(is_live) != 0;

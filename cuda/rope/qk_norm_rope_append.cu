@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kWarps * 32)
   const int32_t source = is_v && p.kv_inputs == KvInputs::kKeys ? head - p.num_kv_heads : head;
   T* const qkv = static_cast<T*>(p.qkv) + (int64_t{row} * row_heads + source) * (2 * half);
   const int32_t num_rows = *p.num_rows;
-  const int32_t position = p.positions[row];
+  const int32_t position = p.positions[row] + p.position_offset;
   const int64_t slot = p.kv_inputs == KvInputs::kNone ? 0 : p.slot_mapping[row];
   float low[kPairs];
   float high[kPairs];

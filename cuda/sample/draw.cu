@@ -82,7 +82,8 @@ struct Logits {
 };
 
 template <bool kIsVector, bool kIsMapped>
-__device__ __forceinline__ void load_logits(const DrawParams& p, const float* row, Logits& logits) {
+__device__ __forceinline__ void load_logits(const DrawParams& p, const float* row,
+                                            const int32_t* token_map, Logits& logits) {
   const int32_t vocab_limit = p.vocab_limit;
 #pragma unroll
   for (int quad = 0; quad < kQuads; ++quad) {
@@ -105,7 +106,7 @@ __device__ __forceinline__ void load_logits(const DrawParams& p, const float* ro
       value = fmaxf(value, negative_infinity());  // NaN
       if constexpr (kIsMapped) {
         const int32_t id = logits.id(quad, i);
-        if (id < vocab_limit && p.token_map[id] >= p.token_limit) value = negative_infinity();
+        if (id < vocab_limit && token_map[id] >= p.token_limit) value = negative_infinity();
       }
     }
   }
@@ -220,13 +221,15 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t num_pieces = static_cast<int32_t>(gridDim.x);
   const int32_t piece = static_cast<int32_t>(blockIdx.x);
   const float* const row_logits = p.logits + row * p.logits_stride;
+  const int32_t* const token_map = kIsMapped ? p.token_map + row * p.token_map_stride : nullptr;
 
   const int32_t pass_row = p.row_index[row];
   Logits logits;
   logits.first_id = piece * kIdsPerBlock + thread * 4;
-  load_logits<kIsVector, kIsMapped>(p, row_logits, logits);
+  load_logits<kIsVector, kIsMapped>(p, row_logits, token_map, logits);
   const int32_t slot = p.seq_slot[pass_row];
-  const int32_t position = p.positions[pass_row];
+  const int32_t ahead = p.draw_ahead + (p.steps_ahead != nullptr ? *p.steps_ahead : 0);
+  const int32_t position = p.positions[pass_row] + ahead;
   if (slot < 0) {  // the same for all blocks of the row: none arrives
     if (piece == 0 && thread == 0) {
       p.tokens[row] = kInertRow;
@@ -242,9 +245,9 @@ __global__ void __launch_bounds__(kThreads)
   if (temperature > 0.0f) {
     const NoiseKey noise = {.seed = seed,
                             .stream = NoiseStream::kTarget,
-                            .position = static_cast<uint32_t>(position + p.draw_ahead),
+                            .position = static_cast<uint32_t>(position),
                             .salt = 0};
-    winner = sample<kIsMapped>(logits, noise, p.token_map, temperature,
+    winner = sample<kIsMapped>(logits, noise, token_map, temperature,
                                from_ordered(static_cast<uint32_t>(highest >> 32)),
                                highest == 0 ? -1 : id_of(highest));
   }
@@ -308,7 +311,7 @@ __global__ void __launch_bounds__(kThreads)
   if (lane != 0) return;
   int32_t token = winner == 0 ? kNoValidLogit : id_of(winner);
   if constexpr (kIsMapped) {
-    if (winner != 0) token = p.token_map[token];
+    if (winner != 0) token = token_map[token];
   }
   p.tokens[row] = token;
   if constexpr (kWantsProbability) {

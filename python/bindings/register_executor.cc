@@ -34,11 +34,15 @@ constexpr std::array kDraftDriverNames = {EnumName<DraftDriver>{DraftDriver::kUn
                                           EnumName<DraftDriver>{DraftDriver::kReplay, "replay"},
                                           EnumName<DraftDriver>{DraftDriver::kWhile, "while"},
                                           EnumName<DraftDriver>{DraftDriver::kEager, "eager"}};
+constexpr std::array kDraftPositionNames = {EnumName<DraftPosition>{DraftPosition::kLast, "last"},
+                                            EnumName<DraftPosition>{DraftPosition::kNext, "next"}};
 
 template <class Enum>
 constexpr const auto& enum_names() {
   if constexpr (std::is_same_v<Enum, AcceptMethod>) {
     return kAcceptMethodNames;
+  } else if constexpr (std::is_same_v<Enum, DraftPosition>) {
+    return kDraftPositionNames;
   } else {
     return kDraftDriverNames;
   }
@@ -151,6 +155,7 @@ constexpr std::array kOptionFields = {
                  [](auto& o) -> auto& { return o.speculative.draft_stop_threshold; }),
     option_field("ngram_min", [](auto& o) -> auto& { return o.speculative.ngram_min; }),
     option_field("ngram_max", [](auto& o) -> auto& { return o.speculative.ngram_max; }),
+    option_field("draft_position", [](auto& o) -> auto& { return o.speculative.draft_position; }),
     option_field("draft_driver", [](auto& o) -> auto& { return o.draft_driver; }),
     option_field("device_lateness", [](auto& o) -> auto& { return o.device_lateness; }),
     option_field("use_window_lists", [](auto& o) -> auto& { return o.use_window_lists; }),
@@ -570,8 +575,8 @@ Returns:
       .def(
           "trace_iteration",
           [](PyExecutor& self, int32_t timeout_ms) {
-            const std::vector<KernelTime> times = self.call(
-                [&](Executor& executor) { return executor.trace_iteration(timeout_ms); });
+            const std::vector<KernelTime> times =
+                self.call([&](Executor& executor) { return executor.trace_iteration(timeout_ms); });
             py::list rows;
             for (const KernelTime& time : times) {
               py::dict row;

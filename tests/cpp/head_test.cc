@@ -27,6 +27,7 @@ namespace {
 using testing::all_heads;
 using testing::DirectRunner;
 using testing::Job;
+using testing::llama_of;
 using testing::Oracle;
 using testing::oracle_head;
 using testing::oracle_target;
@@ -62,8 +63,11 @@ TEST(Head, LogitsOfEveryStepAreThoseOfTheEquations) {
     const auto target_model = target.build();
     const auto head_model = head.build();
     const int32_t width = head.config.num_logits();
+    const bool is_mtp = shape.kind == DrafterKind::kGemma4Mtp;
     for (const int32_t k : {1, 2, 4}) {
-      DirectRunner direct(target_model, head_model, {.max_seqs = 2, .num_draft_tokens = k});
+      const DraftPosition position = is_mtp && k != 2 ? DraftPosition::kNext : DraftPosition::kLast;
+      DirectRunner direct(target_model, head_model,
+                          {.max_seqs = 2, .num_draft_tokens = k, .draft_position = position});
       std::mt19937_64 random(seed);
       for (int32_t slot = 0; slot < 2; ++slot) {
         std::vector<int32_t> prompt(static_cast<size_t>(14 + 5 * slot));
@@ -80,14 +84,20 @@ TEST(Head, LogitsOfEveryStepAreThoseOfTheEquations) {
         ASSERT_EQ(s.draft_len[slot], k);
         const auto states = testing::reference::run_target(target, tokens);
         const auto num_first = static_cast<size_t>(known - 1);
-        const auto expected = testing::reference::run_head(head, target, states, tokens, num_first,
-                                                           num_first + static_cast<size_t>(k) - 1);
+        const auto num_steps = static_cast<size_t>(k) - 1;
+        const auto expected =
+            is_mtp ? testing::reference::run_mtp(head, target, states, tokens, num_first, num_steps,
+                                                 position == DraftPosition::kNext ? 1 : 0)
+                   : testing::reference::run_head(head, target, states, tokens, num_first,
+                                                  num_first + num_steps);
         const float* logits = direct.buffers().logits + int64_t{row} * width;
+        const int32_t* ids = direct.buffers().draft_output.tokens;  // of a head over clusters
         double error = 0;
         double scale = 0;
         for (int32_t i = 0; i < width; ++i) {
-          error = std::max(error, std::abs(expected[static_cast<size_t>(i)] - logits[i]));
-          scale = std::max(scale, std::abs(expected[static_cast<size_t>(i)]));
+          const auto id = static_cast<size_t>(ids != nullptr ? ids[int64_t{row} * width + i] : i);
+          error = std::max(error, std::abs(expected[id] - logits[i]));
+          scale = std::max(scale, std::abs(expected[id]));
         }
         ASSERT_GT(scale, 0);
         ASSERT_LT(error, 2e-4 * scale) << "k " << k << " slot " << slot << " known " << known;
@@ -120,6 +130,7 @@ std::vector<Oracle> all_oracles() {
   std::vector<Oracle> oracles;
   for (const bool reads_hidden : {false, true}) {
     oracles.push_back({.reads_hidden = reads_hidden});
+    oracles.push_back({.kind = DrafterKind::kGemma4Mtp, .reads_hidden = reads_hidden});
     for (const bool is_reduced : {false, true}) {
       for (size_t part = 0; part < 3; ++part) {
         oracles.push_back({.kind = DrafterKind::kEagle3,
@@ -158,9 +169,9 @@ TEST(Head, OraclesAreAlwaysRight) {
         int64_t drafted = 0;
         for (const Outcome& o : run(executor, random_jobs(random, 12, 64, temperature, 60, 60))) {
           EXPECT_EQ(o.counters.num_accepted_tokens, o.counters.num_draft_tokens)
-              << "eagle3 " << (oracle.kind == DrafterKind::kEagle3) << " hidden "
-              << oracle.reads_hidden << " reduced " << oracle.is_reduced << " part "
-              << oracle.aux_part << " k " << k << " T " << temperature;
+              << "kind " << static_cast<int>(oracle.kind) << " hidden " << oracle.reads_hidden
+              << " reduced " << oracle.is_reduced << " part " << oracle.aux_part << " k " << k
+              << " T " << temperature;
           drafted += o.counters.num_draft_tokens;
         }
         EXPECT_GT(drafted, 0);
@@ -178,13 +189,14 @@ double oracle_acceptance(const Oracle& oracle, double temperature,
   const RawModel raw = oracle_target(oracle.is_reduced);
   const auto target = raw.build();
   const auto head = oracle_head(oracle, raw).build();
-  const KvLayout layout = plan_kv_layout(
-      kv_layer_shapes(target->config), kv_layer_shapes(head->config), 8, DType::kFloat32, 8 << 20);
+  const KvLayout layout = plan_kv_layout(kv_layer_shapes(target->config),
+                                         draft_kv_layer_shapes(head->config, target->config), 8,
+                                         DType::kFloat32, 8 << 20);
   const BatchShape shape{.max_seqs = 8,
                          .max_verify_rows = 256,
                          .max_logit_rows = 256,
                          .num_draft_tokens = 4,
-                         .first_rows = FirstRows::kWindow};
+                         .first_rows = traits_for(&head->config, {}).first_rows};
   auto runner = std::make_unique<CpuRunner>(
       target, head, layout,
       CpuRunnerOptions{.iteration = {.shape = shape, .max_model_len = 256}, .max_in_flight = 2});
@@ -254,13 +266,19 @@ TEST(Head, PlantedOffByOnesGoRed) {
   const auto stops_feedback = [](CpuRunner& runner, Program& program) {
     static std::vector<float> stale(64 * 8, 0.0f);
     for (CopyRowsParams* p : program.params_of<CopyRowsParams>(copy_rows)) {
-      if (p->x == runner.buffers().draft_hidden && p->y_stride == 128) p->x = stale.data();
+      if (p->x == runner.buffers().draft_output.feedback && p->y_stride == 128) p->x = stale.data();
     }
     for (RmsNormParams* p : program.params_of<RmsNormParams>(rms_norm)) {
-      if (p->x == runner.buffers().draft_hidden && p->y_stride == 128) p->x = stale.data();
+      if (p->x == runner.buffers().draft_output.feedback && p->y_stride == 128) p->x = stale.data();
     }
   };
-  for (const auto kind : {DrafterKind::kEagle, DrafterKind::kEagle3}) {
+  // Positions that move on although the drafter's are fixed.
+  const auto moves_on = [](CpuRunner&, Program& program) {
+    for (auto* p : program.params_of<AdvanceParams>(advance_draft_step)) {
+      p->advances_positions = true;
+    }
+  };
+  for (const auto kind : {DrafterKind::kEagle, DrafterKind::kEagle3, DrafterKind::kGemma4Mtp}) {
     const Oracle by_token{.kind = kind, .is_reduced = kind == DrafterKind::kEagle3};
     Oracle by_hidden = by_token;
     by_hidden.reads_hidden = true;
@@ -271,6 +289,9 @@ TEST(Head, PlantedOffByOnesGoRed) {
     EXPECT_LT(oracle_acceptance(by_token, 0, shifts_tokens), 0.9);
     EXPECT_LT(oracle_acceptance(by_token, 1, shifts_noise), 0.9);
     EXPECT_LT(oracle_acceptance(by_hidden, 0, stops_feedback), 0.9);
+    if (kind == DrafterKind::kGemma4Mtp) {
+      EXPECT_LT(oracle_acceptance(by_token, 1, moves_on), 0.9);
+    }
     if (by_token.is_reduced) {
       EXPECT_LT(oracle_acceptance(by_token, 1, drops_map), 0.9);
     }
@@ -319,7 +340,8 @@ TEST(Head, SpeculativeEqualsPlain) {
     const bool is_gemma = random() % 2 == 0;
     // Oracles now and then, since random heads are seldom right.
     const bool is_oracle = !is_ngram && random() % 2 == 0;
-    const Oracle oracle{.kind = pick(DrafterKind::kEagle, DrafterKind::kEagle3)};
+    const Oracle oracle{
+        .kind = pick(DrafterKind::kEagle, DrafterKind::kEagle3, DrafterKind::kGemma4Mtp)};
     const RawModel raw =
         is_oracle ? oracle_target(false)
                   : random_raw_model(
@@ -342,6 +364,9 @@ TEST(Head, SpeculativeEqualsPlain) {
 
     const auto k = static_cast<int32_t>(1 + random() % 16);
     options = options_of(k);
+    if (head != nullptr && head->config.drafter->kind == DrafterKind::kGemma4Mtp) {
+      options.speculative.draft_position = pick(DraftPosition::kLast, DraftPosition::kNext);
+    }
     if (is_ngram) {
       options.speculative.ngram_min = pick(1, 2);
       options.speculative.ngram_max = pick(2, 4);
@@ -437,6 +462,33 @@ TEST(Head, MismatchesAreRefusedWithBothValues) {
                options_of(0));
          }),
          {"is a head"});
+  // Layers that find no KV to read.
+  constexpr auto kMtp = DrafterKind::kGemma4Mtp;
+  EXPECT_EQ(refusal({.decoder = llama_of({20, 0}), .kind = kMtp}), "");
+  expect(refusal({.decoder = llama_of({0}), .kind = kMtp, .target_hidden = 48}), {"48", "32"});
+  expect(refusal({.decoder = llama_of({20, 12}), .kind = kMtp}),
+         {"layer 1 of the drafter", "'sliding'", "layer 2 has window 20", "12"});
+  TinyHead reader{.decoder = llama_of({0}), .kind = kMtp};
+  reader.decoder.head_dim = 32;
+  expect(refusal(reader), {"layer 0 of the drafter", "'full'", "layer 1 has head_dim 16", "32"});
+  expect(message([&] {
+           const auto slides =
+               random_raw_model(tiny_config_json({.windows = {20}, .is_gemma = false}), 1).build();
+           Executor executor(
+               slides, random_raw_head({.decoder = llama_of({20, 0}), .kind = kMtp}, 2).build(),
+               options_of(3));
+         }),
+         {"layer 1 of the drafter", "'full'", "no layer of that kind with KV of its own"});
+  expect(message([&] {
+           ExecutorOptions options = options_of(3);
+           options.speculative.draft_position = DraftPosition::kNext;
+           Executor executor(target, random_raw_head({.kind = kEagle3}, 2).build(), options);
+         }),
+         {"draft_position", "'next'", "'last'"});
+  expect(refusal({.decoder = llama_of({0}), .kind = kMtp, .num_centroids = 7, .top_centroids = 1}),
+         {"count", "7", "divisors of draft_vocab_size, 64"});
+  expect(refusal({.decoder = llama_of({0}), .kind = kMtp, .owns_embedding = true}),
+         {"owns_embedding", "gemma4_mtp"});
   // Configs that contradict themselves.
   expect(refusal({.target_hidden = 48}), {"target_hidden_size", "48", "32"});
   expect(refusal({.norm_output = true}), {"norm_output", "eagle"});

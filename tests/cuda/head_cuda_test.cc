@@ -38,11 +38,12 @@ using testing::TinyModel;
 class CudaHead : public testing::GpuTest {};
 
 constexpr int32_t kHeadDim = 64;
+constexpr int32_t kWindow = 140;
 
 RawModel raw_target(bool is_gemma, uint64_t seed) {
   TinyModel shape;
   shape.head_dim = kHeadDim;
-  shape.windows = {8, 0, 140};
+  shape.windows = {8, 0, kWindow};
   shape.is_gemma = is_gemma;
   return random_raw_model(tiny_config_json(shape), seed);
 }
@@ -63,7 +64,7 @@ ExecutorOptions options_of(int32_t k) {
 
 TEST_F(CudaHead, OraclesAreAlwaysRight) {
   uint64_t cell = 0;
-  for (const auto kind : {DrafterKind::kEagle, DrafterKind::kEagle3}) {
+  for (const auto kind : {DrafterKind::kEagle, DrafterKind::kEagle3, DrafterKind::kGemma4Mtp}) {
     for (const bool reads_hidden : {false, true}) {
       for (const double temperature : {0.0, 1.0}) {
         // What is sampled is no function of the token before.
@@ -104,7 +105,7 @@ TEST_F(CudaHead, DraftKvIsThatOfARunThatWasNeverWrong) {
   int64_t rejected = 0;
   for (uint64_t seed = first_seed; seed < first_seed + 16 && !HasFatalFailure(); ++seed) {
     SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
-    const auto heads = all_heads(kHeadDim);
+    const auto heads = all_heads(kHeadDim, kWindow);
     testing::check_draft_kv(on_gpu(raw_target(seed % 2 == 0, seed)),
                             on_gpu(random_raw_head(heads[seed % heads.size()], seed + 1)), seed,
                             &rejected);
@@ -113,7 +114,7 @@ TEST_F(CudaHead, DraftKvIsThatOfARunThatWasNeverWrong) {
 }
 
 TEST_F(CudaHead, EveryDriverLeavesTheSameBits) {
-  const auto heads = all_heads(kHeadDim);
+  const auto heads = all_heads(kHeadDim, kWindow);
   for (size_t which = 0; which < heads.size(); ++which) {
     SCOPED_TRACE("head " + std::to_string(which));
     testing::check_drivers(on_gpu(raw_target(false, which)),
@@ -123,7 +124,7 @@ TEST_F(CudaHead, EveryDriverLeavesTheSameBits) {
 
 // Logits of the last draft step of a prompt's first iteration, on both backends.
 TEST_F(CudaHead, LogitsAreThoseOfTheCpuUpToRounding) {
-  const auto heads = all_heads(kHeadDim);
+  const auto heads = all_heads(kHeadDim, kWindow);
   for (size_t which = 0; which < heads.size(); ++which) {
     for (const int32_t k : {1, 2}) {
       SCOPED_TRACE("head " + std::to_string(which) + " k " + std::to_string(k));
@@ -174,7 +175,7 @@ TEST_F(CudaHead, SpeculativeEqualsPlain) {
       const std::array all = {values...};
       return all[random() % all.size()];
     };
-    const auto heads = all_heads(kHeadDim);
+    const auto heads = all_heads(kHeadDim, kWindow);
     const auto which = static_cast<size_t>(seed % (heads.size() + 3));
     const bool is_ngram = which >= heads.size();
     const bool is_oracle = !is_ngram && random() % 2 == 0;

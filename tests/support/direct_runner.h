@@ -30,6 +30,7 @@ struct DirectOptions {
   int32_t num_threads = 1;
   bool use_window_lists = false;
   NgramOptions ngram{};
+  DraftPosition draft_position = DraftPosition::kLast;
 };
 
 class DirectRunner {
@@ -37,10 +38,11 @@ class DirectRunner {
   DirectRunner(std::shared_ptr<const Model> target, std::shared_ptr<const Model> draft,
                const DirectOptions& options)
       : options_(options),
-        layout_(plan_kv_layout(
-            kv_layer_shapes(target->config),
-            draft != nullptr ? kv_layer_shapes(draft->config) : std::vector<KvLayerShape>{},
-            options.block_size, target->weights.dtype, options.pool_bytes)),
+        layout_(plan_kv_layout(kv_layer_shapes(target->config),
+                               draft != nullptr
+                                   ? draft_kv_layer_shapes(draft->config, target->config)
+                                   : std::vector<KvLayerShape>{},
+                               options.block_size, target->weights.dtype, options.pool_bytes)),
         pool_(layout_),
         vocab_size_(target->config.vocab_size),
         memory_(device_memory(target->device)) {
@@ -54,7 +56,8 @@ class DirectRunner {
     const IterationOptions iteration = {.shape = shape_,
                                         .max_model_len = options.max_model_len,
                                         .use_window_lists = options.use_window_lists,
-                                        .ngram = options.ngram};
+                                        .ngram = options.ngram,
+                                        .draft_position = options.draft_position};
     if (target->device == Device::kCpu) {
       auto runner = std::make_unique<CpuRunner>(target, draft, layout_,
                                                 CpuRunnerOptions{.iteration = iteration,

@@ -17,8 +17,9 @@
 
 namespace paceline::testing {
 
-// Heads that between them have every switch, for targets of hidden size 32 and at least 3 layers.
-inline std::vector<TinyHead> all_heads(int32_t head_dim = 16) {
+// Heads that between them have every switch, for targets of hidden size 32 and at least 3 layers,
+// the last of which sees `window` keys and one of which sees all.
+inline std::vector<TinyHead> all_heads(int32_t head_dim = 16, int32_t window = 20) {
   const TinyModel llama = llama_of({0});
   const TinyModel sliding = llama_of({12});
   TinyModel deep = llama_of({6, 0, 9});
@@ -29,7 +30,11 @@ inline std::vector<TinyHead> all_heads(int32_t head_dim = 16) {
   narrow.hidden = 16;
   narrow.num_qo_heads = 2;
   narrow.num_kv_heads = 1;
+  TinyModel reader = llama_of({window, window, 0});
+  reader.hidden = 48;
+  reader.is_gemma = true;
   constexpr auto kEagle3 = DrafterKind::kEagle3;
+  constexpr auto kMtp = DrafterKind::kGemma4Mtp;
   std::vector<TinyHead> heads = {
       {.decoder = llama},
       {.decoder = deep, .has_fc_bias = true},
@@ -50,6 +55,9 @@ inline std::vector<TinyHead> all_heads(int32_t head_dim = 16) {
        .has_fc_bias = true,
        .owns_lm_head = true,
        .draft_vocab_size = 50},
+      {.decoder = llama_of({window, 0}), .kind = kMtp},
+      {.decoder = reader, .kind = kMtp},
+      {.decoder = reader, .kind = kMtp, .num_centroids = 8, .top_centroids = 3},
   };
   for (TinyHead& head : heads) head.decoder.head_dim = head_dim;
   return heads;
@@ -153,7 +161,8 @@ inline void check_drivers(const std::shared_ptr<const Model>& target,
     Bits& bits = all.emplace_back();
     bits.drafts = direct.download(s.draft_tokens, 3 * kDrafts);
     bits.history = direct.download(s.history, 3 * s.history_stride);
-    bits.hidden = direct.download(direct.buffers().draft_hidden, int64_t{3} * head->config.hidden);
+    bits.hidden = direct.download(direct.buffers().draft_output.feedback,
+                                  int64_t{3} * head->config.embed_width());
     for (int32_t slot = 0; slot < 3; ++slot) {
       for (auto& position : all_kv(direct, slot, 100)) bits.kv.push_back(std::move(position));
     }

@@ -76,14 +76,16 @@ struct Oracle {
 
 inline RawModel oracle_head(const Oracle& o, const RawModel& target) {
   const bool is_eagle3 = o.kind == DrafterKind::kEagle3;
+  const bool is_mtp = o.kind == DrafterKind::kGemma4Mtp;
   TinyHead shape{.kind = o.kind,
                  .target_hidden = kOracleVocab,
                  .norm_before_residual = o.norm_before_residual,
                  .norm_output = o.norm_output,
-                 .owns_lm_head = o.is_reduced,
+                 .owns_lm_head = o.is_reduced || is_mtp,
                  .draft_vocab_size = o.is_reduced ? kOracleDraftVocab : kOracleVocab};
-  // A window of one: attention hands on its own row's v.
-  shape.decoder = oracle_decoder({1});
+  // A window of one: attention hands on its own row's v. MTP's layers read the target's KV and add
+  // nothing.
+  shape.decoder = oracle_decoder(is_mtp ? std::vector<int32_t>{8, 0} : std::vector<int32_t>{1});
   RawModel m = random_raw_model(head_config_json(shape), 6);
   constexpr size_t kSize = kOracleVocab;
   for (auto& [name, tensor] : m.tensors) {
@@ -96,6 +98,8 @@ inline RawModel oracle_head(const Oracle& o, const RawModel& target) {
   };
   for (size_t t = 0; t < kSize; ++t) {
     const auto next = static_cast<size_t>(oracle_next(o.is_reduced, static_cast<int64_t>(t)));
+    // What a step hands on is the state that the target would have put out.
+    if (is_mtp) add("feedback.weight", t, t, 1);
     if (!is_eagle3) {
       // x = E[token], or E[f(the token that the hidden state is of)].
       if (o.reads_hidden) {
@@ -115,6 +119,7 @@ inline RawModel oracle_head(const Oracle& o, const RawModel& target) {
       add("layers.0.attn.v.weight", t, t, 1);
     }
   }
+  if (is_mtp) m.at("lm_head.weight") = target.at("lm_head.weight");
   if (o.is_reduced) {
     m.draft_to_target = oracle_tokens(true);
     const std::vector<float>& head = target.at("lm_head.weight").values;

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <memory>
 #include <random>
@@ -32,6 +33,7 @@ struct RawModel {
   DecoderConfig config;
   std::map<std::string, RawTensor> tensors;
   std::vector<int64_t> draft_to_target;  // empty: none
+  std::vector<int64_t> token_ordering;   // empty: none
 
   [[nodiscard]] RawTensor& at(const std::string& name) { return tensors.at(name); }
   [[nodiscard]] const RawTensor& at(const std::string& name) const { return tensors.at(name); }
@@ -41,11 +43,13 @@ struct RawModel {
     for (const auto& [name, tensor] : tensors) {
       builder.put(name, DType::kFloat32, tensor.shape, {}, tensor.values.data());
     }
-    if (!draft_to_target.empty()) {
-      const auto count = static_cast<int64_t>(draft_to_target.size());
-      builder.put("draft_to_target", DType::kInt64, std::vector<int64_t>{count}, {},
-                  draft_to_target.data());
-    }
+    const auto put_tokens = [&](const char* name, const std::vector<int64_t>& tokens) {
+      if (tokens.empty()) return;
+      const auto count = static_cast<int64_t>(tokens.size());
+      builder.put(name, DType::kInt64, std::vector<int64_t>{count}, {}, tokens.data());
+    };
+    put_tokens("draft_to_target", draft_to_target);
+    put_tokens("token_ordering", token_ordering);
     return builder.finish();
   }
 };
@@ -73,13 +77,19 @@ struct TinyHead {
   bool owns_embedding = false;
   bool owns_lm_head = false;  // with draft_vocab_size rows
   int32_t draft_vocab_size = 64;
+  int32_t num_centroids = 0;  // kGemma4Mtp: 0 for a head over all tokens
+  int32_t top_centroids = 0;
 };
 
 inline std::string head_config_json(const TinyHead& head) {
   const auto boolean = [](bool value) { return value ? "true" : "false"; };
   const bool is_eagle3 = head.kind == DrafterKind::kEagle3;
+  const bool is_mtp = head.kind == DrafterKind::kGemma4Mtp;
   std::ostringstream out;
-  out << R"(,"drafter":{"kind":")" << (is_eagle3 ? "eagle3" : "eagle")
+  out << R"(,"drafter":{"kind":")"
+      << (is_mtp      ? "gemma4_mtp"
+          : is_eagle3 ? "eagle3"
+                      : "eagle")
       << R"(","target_hidden_size":)" << head.target_hidden;
   if (is_eagle3) {
     out << R"(,"aux_layers":[)";
@@ -92,10 +102,21 @@ inline std::string head_config_json(const TinyHead& head) {
       << R"(,"norm_before_fc":)" << boolean(head.norm_before_fc) << R"(,"fc_norm":)"
       << boolean(head.fc_norm) << R"(,"norm_output":)" << boolean(head.norm_output)
       << R"(,"has_fc_bias":)" << boolean(head.has_fc_bias) << R"(,"has_attn_norm":)"
-      << boolean(is_eagle3) << R"(,"has_final_norm":)" << boolean(is_eagle3)
+      << boolean(is_eagle3 || is_mtp) << R"(,"has_final_norm":)" << boolean(is_eagle3 || is_mtp)
       << R"(,"owns_embedding":)" << boolean(head.owns_embedding) << R"(,"owns_lm_head":)"
-      << boolean(head.owns_lm_head) << R"(,"draft_vocab_size":)" << head.draft_vocab_size << "}}";
+      << boolean(head.owns_lm_head || is_mtp) << R"(,"draft_vocab_size":)" << head.draft_vocab_size;
+  if (head.num_centroids > 0) {
+    out << R"(,"centroids":{"count":)" << head.num_centroids << R"(,"top":)" << head.top_centroids
+        << "}";
+  }
+  out << "}}";
   std::string json = tiny_config_json(head.decoder);
+  if (is_mtp) {
+    const std::string before = R"("attention":{)";
+    for (size_t at = 0; (at = json.find(before, at)) != std::string::npos; at += before.size()) {
+      json.insert(at + before.size(), R"("reads_target":true,)");
+    }
+  }
   const std::string tied = R"("ties_lm_head":true)";
   if (const size_t found = json.find(tied); found != std::string::npos) {
     json.replace(found, tied.size(), R"("ties_lm_head":false)");  // owns_lm_head says it
@@ -111,11 +132,11 @@ inline std::map<std::string, std::vector<int64_t>> tensor_shapes(const DecoderCo
   const DrafterConfig* d = c.drafter ? &*c.drafter : nullptr;
   if (d == nullptr || d->owns_embedding) shapes["embed.weight"] = {c.vocab_size, hidden};
   if (d == nullptr ? !c.ties_lm_head : d->owns_lm_head) {
-    shapes["lm_head.weight"] = {c.num_logits(), hidden};
+    shapes["lm_head.weight"] = {c.lm_head_rows(), hidden};
   }
   if (d == nullptr || d->has_final_norm) shapes["final_norm.weight"] = {hidden};
   if (d != nullptr) {
-    const int64_t width = d->fc_width(c.hidden);
+    const int64_t width = d->fc_width();
     shapes["fc.weight"] = {hidden, width};
     if (d->has_fc_bias) shapes["fc.bias"] = {hidden};
     if (d->norm_before_fc) shapes["fc_input_norm.weight"] = {width};
@@ -123,6 +144,8 @@ inline std::map<std::string, std::vector<int64_t>> tensor_shapes(const DecoderCo
       shapes["fc_norm." + std::to_string(i) + ".weight"] = {d->target_hidden};
     }
     if (d->kind == DrafterKind::kEagle3) shapes["layers.0.hidden_norm.weight"] = {hidden};
+    if (d->kind == DrafterKind::kGemma4Mtp) shapes["feedback.weight"] = {d->target_hidden, hidden};
+    if (d->centroids.count > 0) shapes["centroids.weight"] = {d->centroids.count, hidden};
   }
   for (size_t i = 0; i < c.layers.size(); ++i) {
     const AttentionConfig& a = c.layers[i].attention;
@@ -137,15 +160,16 @@ inline std::map<std::string, std::vector<int64_t>> tensor_shapes(const DecoderCo
     }
     if (a.has_qk_norm) {
       shapes[name + "attn.q_norm.weight"] = {a.head_dim};
-      shapes[name + "attn.k_norm.weight"] = {a.head_dim};
+      if (!a.reads_target) shapes[name + "attn.k_norm.weight"] = {a.head_dim};
     }
-    shapes[name + "attn.q.weight"] = {q, c.qkv_inputs(i)};
-    shapes[name + "attn.k.weight"] = {kv, c.qkv_inputs(i)};
-    shapes[name + "attn.v.weight"] = {kv, c.qkv_inputs(i)};
-    if (a.has_qkv_bias) {
-      shapes[name + "attn.q.bias"] = {q};
-      shapes[name + "attn.k.bias"] = {kv};
-      shapes[name + "attn.v.bias"] = {kv};
+    const auto inputs = [&](const std::string& which, int64_t rows) {
+      shapes[name + "attn." + which + ".weight"] = {rows, c.qkv_inputs(i)};
+      if (a.has_qkv_bias) shapes[name + "attn." + which + ".bias"] = {rows};
+    };
+    inputs("q", q);
+    if (!a.reads_target) {
+      inputs("k", kv);
+      inputs("v", kv);
     }
     shapes[name + "attn.o.weight"] = {hidden, q};
     const int64_t intermediate = c.layers[i].mlp.intermediate;
@@ -187,6 +211,14 @@ inline RawModel random_raw_head(const TinyHead& head, uint64_t seed) {
     tokens.resize(static_cast<size_t>(head.draft_vocab_size));
     std::sort(tokens.begin(), tokens.end());
     model.draft_to_target = tokens;
+  }
+  if (head.num_centroids > 0) {
+    std::mt19937_64 random(seed + 1);
+    model.token_ordering.resize(static_cast<size_t>(head.draft_vocab_size));
+    for (size_t i = 0; i < model.token_ordering.size(); ++i) {
+      model.token_ordering[i] = static_cast<int64_t>(i);
+    }
+    std::shuffle(model.token_ordering.begin(), model.token_ordering.end(), random);
   }
   return model;
 }
@@ -249,88 +281,107 @@ inline void rotate(const RopeConfig& rope, size_t position, double* head, size_t
   }
 }
 
-// Layer `index` of rows at positions 0, 1, 2, ...; `inputs` is what its attention reads.
-inline void layer(const RawModel& m, size_t index, const Rows& inputs, Rows& residual) {
+// q, k or v of layer `index`; q and k are normed and rotated to `position`.
+inline Vector project(const RawModel& m, size_t index, const std::string& which, const Vector& x,
+                      size_t position) {
   const DecoderConfig& c = m.config;
   const AttentionConfig& a = c.layers[index].attention;
-  const std::string name = "layers." + std::to_string(index) + ".";
+  const std::string name = "layers." + std::to_string(index) + ".attn." + which;
   const auto head_dim = static_cast<size_t>(a.head_dim);
-  const auto heads = [&](const char* which, const Vector& x, size_t position, bool turns) {
-    Vector y = linear(m.at(name + "attn." + which + ".weight"), x);
-    if (a.has_qkv_bias) {
-      const RawTensor& bias = m.at(name + "attn." + which + ".bias");
-      for (size_t i = 0; i < y.size(); ++i) y[i] += bias.values[i];
-    }
-    for (size_t h = 0; turns && h < y.size() / head_dim; ++h) {
-      if (a.has_qk_norm) {
-        const Vector head(y.begin() + static_cast<int64_t>(h * head_dim),
-                          y.begin() + static_cast<int64_t>((h + 1) * head_dim));
-        const Vector normed = rms(c, m.at(name + "attn." + which + "_norm.weight"), head);
-        std::copy(normed.begin(), normed.end(), y.begin() + static_cast<int64_t>(h * head_dim));
-      }
-      rotate(c.ropes[static_cast<size_t>(a.rope)], position, y.data() + h * head_dim, head_dim);
-    }
-    return y;
-  };
-  Rows q;
-  Rows k;
-  Rows v;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    q.push_back(heads("q", inputs[i], i, true));
-    k.push_back(heads("k", inputs[i], i, true));
-    v.push_back(heads("v", inputs[i], i, false));
+  Vector y = linear(m.at(name + ".weight"), x);
+  if (a.has_qkv_bias) {
+    const RawTensor& bias = m.at(name + ".bias");
+    for (size_t i = 0; i < y.size(); ++i) y[i] += bias.values[i];
   }
+  for (size_t h = 0; which != "v" && h < y.size() / head_dim; ++h) {
+    if (a.has_qk_norm) {
+      const Vector head(y.begin() + static_cast<int64_t>(h * head_dim),
+                        y.begin() + static_cast<int64_t>((h + 1) * head_dim));
+      const Vector normed = rms(c, m.at(name + "_norm.weight"), head);
+      std::copy(normed.begin(), normed.end(), y.begin() + static_cast<int64_t>(h * head_dim));
+    }
+    rotate(c.ropes[static_cast<size_t>(a.rope)], position, y.data() + h * head_dim, head_dim);
+  }
+  return y;
+}
+
+// Attention of one row over the last keys of a window that ends with key `last`.
+inline Vector attend(const AttentionConfig& a, const Vector& q, const Rows& k, const Rows& v,
+                     size_t last) {
+  const auto head_dim = static_cast<size_t>(a.head_dim);
   const auto group = static_cast<size_t>(a.num_qo_heads / a.num_kv_heads);
   const auto window = static_cast<size_t>(a.kind == KvKind::kSliding ? a.window : 1 << 30);
+  const size_t begin = last + 1 > window ? last + 1 - window : 0;
+  Vector out(q.size());
+  for (size_t h = 0; h < static_cast<size_t>(a.num_qo_heads); ++h) {
+    Vector weights;
+    double highest = -1e300;
+    for (size_t j = begin; j <= last; ++j) {
+      double score = 0;
+      for (size_t d = 0; d < head_dim; ++d) {
+        score += q[h * head_dim + d] * k[j][h / group * head_dim + d];
+      }
+      weights.push_back(score * a.scale);
+      highest = std::max(highest, weights.back());
+    }
+    double sum = 0;
+    for (double& weight : weights) {
+      weight = std::exp(weight - highest);
+      sum += weight;
+    }
+    for (size_t j = begin; j <= last; ++j) {
+      for (size_t d = 0; d < head_dim; ++d) {
+        out[h * head_dim + d] += weights[j - begin] / sum * v[j][h / group * head_dim + d];
+      }
+    }
+  }
+  return out;
+}
+
+// What comes after a row's attention in layer `index`.
+inline void finish_layer(const RawModel& m, size_t index, const Vector& attended,
+                         Vector& residual) {
+  const DecoderConfig& c = m.config;
+  const std::string name = "layers." + std::to_string(index) + ".";
+  Vector branch = linear(m.at(name + "attn.o.weight"), attended);
+  if (c.has_post_norms) branch = rms(c, m.at(name + "attn_post_norm.weight"), branch);
+  residual = add(residual, branch);
+  const Vector x = rms(c, m.at(name + "mlp_norm.weight"), residual);
+  Vector gate = linear(m.at(name + "mlp.gate.weight"), x);
+  const Vector up = linear(m.at(name + "mlp.up.weight"), x);
+  for (size_t d = 0; d < gate.size(); ++d) {
+    const double g = gate[d];
+    gate[d] =
+        up[d] *
+        (c.layers[index].mlp.activation == Activation::kSilu
+             ? g / (1 + std::exp(-g))
+             : 0.5 * g *
+                   (1 + std::tanh(std::sqrt(2 / std::acos(-1.0)) * (g + 0.044715 * g * g * g))));
+  }
+  branch = linear(m.at(name + "mlp.down.weight"), gate);
+  if (c.has_post_norms) branch = rms(c, m.at(name + "mlp_post_norm.weight"), branch);
+  residual = add(residual, branch);
+}
+
+// Layer `index` of rows at positions 0, 1, 2, ...; `inputs` is what its attention reads. Leaves its
+// keys and values behind.
+inline void layer(const RawModel& m, size_t index, const Rows& inputs, Rows& residual, Rows& k,
+                  Rows& v) {
   for (size_t i = 0; i < inputs.size(); ++i) {
-    Vector out(q[i].size());
-    for (size_t h = 0; h < static_cast<size_t>(a.num_qo_heads); ++h) {
-      const size_t begin = i + 1 > window ? i + 1 - window : 0;
-      Vector weights;
-      double highest = -1e300;
-      for (size_t j = begin; j <= i; ++j) {
-        double score = 0;
-        for (size_t d = 0; d < head_dim; ++d) {
-          score += q[i][h * head_dim + d] * k[j][h / group * head_dim + d];
-        }
-        weights.push_back(score * a.scale);
-        highest = std::max(highest, weights.back());
-      }
-      double sum = 0;
-      for (double& weight : weights) {
-        weight = std::exp(weight - highest);
-        sum += weight;
-      }
-      for (size_t j = begin; j <= i; ++j) {
-        for (size_t d = 0; d < head_dim; ++d) {
-          out[h * head_dim + d] += weights[j - begin] / sum * v[j][h / group * head_dim + d];
-        }
-      }
-    }
-    Vector branch = linear(m.at(name + "attn.o.weight"), out);
-    if (c.has_post_norms) branch = rms(c, m.at(name + "attn_post_norm.weight"), branch);
-    residual[i] = add(residual[i], branch);
-    const Vector x = rms(c, m.at(name + "mlp_norm.weight"), residual[i]);
-    Vector gate = linear(m.at(name + "mlp.gate.weight"), x);
-    const Vector up = linear(m.at(name + "mlp.up.weight"), x);
-    for (size_t d = 0; d < gate.size(); ++d) {
-      const double g = gate[d];
-      gate[d] =
-          up[d] *
-          (c.layers[index].mlp.activation == Activation::kSilu
-               ? g / (1 + std::exp(-g))
-               : 0.5 * g *
-                     (1 + std::tanh(std::sqrt(2 / std::acos(-1.0)) * (g + 0.044715 * g * g * g))));
-    }
-    branch = linear(m.at(name + "mlp.down.weight"), gate);
-    if (c.has_post_norms) branch = rms(c, m.at(name + "mlp_post_norm.weight"), branch);
-    residual[i] = add(residual[i], branch);
+    k.push_back(project(m, index, "k", inputs[i], i));
+    v.push_back(project(m, index, "v", inputs[i], i));
+  }
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const Vector q = project(m, index, "q", inputs[i], i);
+    finish_layer(m, index, attend(m.config.layers[index].attention, q, k, v, i), residual[i]);
   }
 }
 
 struct TargetStates {
   std::vector<Rows> entering;  // by layer: the residual streams
-  Rows normed;                 // the output after the final norm
+  std::vector<Rows> keys;      // by layer
+  std::vector<Rows> values;
+  Rows normed;  // the output after the final norm
   Rows logits;
 };
 
@@ -349,13 +400,55 @@ inline TargetStates run_target(const RawModel& m, const std::vector<int32_t>& to
     for (const Vector& row : residual) {
       inputs.push_back(rms(c, m.at("layers." + std::to_string(index) + ".attn_norm.weight"), row));
     }
-    layer(m, index, inputs, residual);
+    layer(m, index, inputs, residual, states.keys.emplace_back(), states.values.emplace_back());
   }
   for (const Vector& row : residual) {
     states.normed.push_back(rms(c, m.at("final_norm.weight"), row));
     states.logits.push_back(linear(lm_head_of(m), states.normed.back()));
   }
   return states;
+}
+
+// The logits of Gemma 4 MTP at its draft step `step`, the newest token being number `newest`;
+// models.md 3.5, line by line. Tokens in no cluster that was chosen have -inf. `ahead`: q is
+// rotated to so many positions past the last key.
+inline Vector run_mtp(const RawModel& m, const RawModel& target, const TargetStates& states,
+                      const std::vector<int32_t>& tokens, size_t newest, size_t step,
+                      size_t ahead) {
+  const DecoderConfig& c = m.config;
+  const DrafterConfig& d = *c.drafter;
+  Vector hidden = states.normed[newest - 1];
+  Vector y;
+  for (size_t s = 0; s <= step; ++s) {
+    const Vector e = embedding(target, c.embed_scale, tokens[newest + s]);
+    Vector x = linear(m.at("fc.weight"), join(e, hidden));
+    for (size_t index = 0; index < c.layers.size(); ++index) {
+      const AttentionConfig& a = c.layers[index].attention;
+      size_t source = target.config.layers.size() - 1;
+      while (target.config.layers[source].attention.kind != a.kind) --source;
+      const Vector input = rms(c, m.at("layers." + std::to_string(index) + ".attn_norm.weight"), x);
+      const Vector q = project(m, index, "q", input, newest - 1 + ahead);
+      finish_layer(m, index, attend(a, q, states.keys[source], states.values[source], newest - 1),
+                   x);
+    }
+    y = rms(c, m.at("final_norm.weight"), x);
+    hidden = linear(m.at("feedback.weight"), y);
+  }
+  Vector logits = linear(m.at("lm_head.weight"), y);
+  if (d.centroids.count == 0) return logits;
+  const Vector scores = linear(m.at("centroids.weight"), y);
+  std::vector<size_t> clusters(scores.size());
+  for (size_t i = 0; i < clusters.size(); ++i) clusters[i] = i;
+  std::sort(clusters.begin(), clusters.end(),
+            [&](size_t i, size_t j) { return scores[i] > scores[j]; });
+  const auto size = static_cast<size_t>(d.cluster_size());
+  for (size_t rank = static_cast<size_t>(d.centroids.top); rank < clusters.size(); ++rank) {
+    for (size_t i = 0; i < size; ++i) {
+      const int64_t token = m.token_ordering[clusters[rank] * size + i];
+      logits[static_cast<size_t>(token)] = -std::numeric_limits<double>::infinity();
+    }
+  }
+  return logits;
 }
 
 // The head's logits for its row of pairs number `num_pairs - 1`, where pair i is (tokens[i + 1],
@@ -408,7 +501,9 @@ inline Vector run_head(const RawModel& m, const RawModel& target, const TargetSt
               rms(c, m.at("layers." + std::to_string(index) + ".attn_norm.weight"), row));
         }
       }
-      layer(m, index, inputs, residual);
+      Rows k;
+      Rows v;
+      layer(m, index, inputs, residual, k, v);
     }
     out = residual;
     feedback.push_back(d.norm_output ? rms(c, m.at("final_norm.weight"), out.back()) : out.back());

@@ -27,6 +27,12 @@ enum class DraftDriver : uint8_t {
   kEager,     // nothing is captured; for debugging and as the reference in tests
 };
 
+// Where a drafter with fixed positions (Gemma 4 MTP) stands while it drafts; its keys are the same.
+enum class DraftPosition : uint8_t {
+  kLast,  // at the last token that has KV, one before the newest
+  kNext,  // at the newest token
+};
+
 struct SpeculativeOptions {
   int32_t num_speculative_tokens = 0;  // k: 0 = plain decoding, else 1..16
   AcceptMethod accept_method = AcceptMethod::kCoupled;
@@ -40,6 +46,8 @@ struct SpeculativeOptions {
   // 1 <= ngram_min <= ngram_max <= 256.
   int32_t ngram_min = 0;
   int32_t ngram_max = 0;
+  // kNext: only with a drafter whose positions are fixed.
+  DraftPosition draft_position = DraftPosition::kLast;
 };
 
 struct ExecutorOptions {

@@ -13,12 +13,16 @@ bool drafts(RowKind kind) { return kind == RowKind::kDecode || kind == RowKind::
 // Rows of a sequence in the drafter's first pass: its prefill rides along with the target's.
 int32_t num_first_rows(const PlannedSequence& planned, const BatchShape& shape) {
   if (shape.num_draft_tokens == 0 || shape.first_rows == FirstRows::kNone) return 0;
+  if (shape.first_rows == FirstRows::kLast) return drafts(planned.kind) ? 1 : 0;
   switch (planned.kind) {
-    case RowKind::kDecode: return shape.first_rows_per_decode();
+    case RowKind::kDecode:
+      return shape.first_rows_per_decode();
     case RowKind::kPrefillFinal:
       return planned.num_rows + (shape.first_rows == FirstRows::kNewest ? 1 : 0);
-    case RowKind::kPrefillPartial: return planned.num_rows;
-    case RowKind::kScore: return 0;
+    case RowKind::kPrefillPartial:
+      return planned.num_rows;
+    case RowKind::kScore:
+      return 0;
   }
   return 0;
 }
@@ -84,12 +88,11 @@ void build_batch(const StepPlan& plan, const BatchShape& shape, IterationInputs&
                   inputs.prefill_tokens.begin() + verify_row);
     }
     // Rows whose logits are needed: all of a window, the last of a prompt, all of a score.
-    const int32_t skipped = planned.kind == RowKind::kPrefillFinal   ? planned.num_rows - 1
+    const int32_t skipped = planned.kind == RowKind::kPrefillFinal     ? planned.num_rows - 1
                             : planned.kind == RowKind::kPrefillPartial ? planned.num_rows
                                                                        : 0;
-    PACELINE_CHECK(logit_row + planned.num_rows - skipped <= shape.max_logit_rows, logit_row,
-                   " + ", planned.num_rows - skipped, " rows of logits of ",
-                   shape.max_logit_rows);
+    PACELINE_CHECK(logit_row + planned.num_rows - skipped <= shape.max_logit_rows, logit_row, " + ",
+                   planned.num_rows - skipped, " rows of logits of ", shape.max_logit_rows);
     if (planned.kind == RowKind::kScore) {
       inputs.score_copies.push_back({.first_logit_row = logit_row,
                                      .num_rows = planned.num_rows,

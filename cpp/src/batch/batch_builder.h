@@ -13,6 +13,8 @@ enum class FirstRows : uint8_t {
   kNewest,  // the newest known tokens: of a decoding sequence two, of a prefilling one its chunk
             // and the token drawn after it
   kWindow,  // the rows of the verify pass, one by one, each with the token after it
+  kLast,    // of a drafting sequence one: the last position of the target's KV, with the newest
+            // token, which stands after it
 };
 
 struct BatchShape {
@@ -31,6 +33,8 @@ struct BatchShape {
         return 2;
       case FirstRows::kWindow:
         return num_draft_tokens + 1;
+      case FirstRows::kLast:
+        return 1;
     }
     return 0;
   }

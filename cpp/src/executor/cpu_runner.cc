@@ -33,8 +33,9 @@ CpuRunner::CpuRunner(std::shared_ptr<const Model> target, std::shared_ptr<const 
                                  draft != nullptr ? &draft->config : nullptr, DType::kFloat32);
   target_ = std::make_unique<Decoder>(std::move(target), layout, KvOwner::kTarget, pool_.data(),
                                       max_len, arena_);
-  speculator_ = make_speculator(std::move(draft), options.iteration.ngram, *target_, layout,
-                                pool_.data(), max_len, arena_);
+  speculator_ =
+      make_speculator(std::move(draft), options.iteration.ngram, options.iteration.draft_position,
+                      *target_, layout, pool_.data(), max_len, arena_);
   iteration_ =
       std::make_unique<Iteration>(options.iteration, layout_, *target_, speculator_, buffers_);
   for (RingSlot& slot : ring_) slot.results.resize(options.iteration.shape.max_seqs);

@@ -80,8 +80,9 @@ CudaRunner::CudaRunner(std::shared_ptr<const Model> target, std::shared_ptr<cons
   const int32_t max_len = options.iteration.max_model_len;
   target_ = std::make_unique<Decoder>(target_model_, layout, KvOwner::kTarget, pool_.data(),
                                       max_len, arena_);
-  speculator_ = make_speculator(draft_model_, options.iteration.ngram, *target_, layout,
-                                pool_.data(), max_len, arena_);
+  speculator_ =
+      make_speculator(draft_model_, options.iteration.ngram, options.iteration.draft_position,
+                      *target_, layout, pool_.data(), max_len, arena_);
   iteration_ =
       std::make_unique<Iteration>(options_.iteration, layout_, *target_, speculator_, buffers_);
   ring_ = std::make_unique<IterationRing>(options.iteration.shape, layout, max_len,
@@ -142,10 +143,17 @@ void CudaRunner::plan_products() {
             max_rows, DType::kBFloat16);
     }
     if (c.drafter && max_rows >= GemmPlanner::kLibraryRows) {
-      admit(weights.head.fc, c.hidden, c.drafter->fc_width(c.hidden), max_rows, DType::kFloat32);
+      admit(weights.head.fc, c.hidden, c.drafter->fc_width(), max_rows, DType::kFloat32);
     }
-    if (max_logit_rows >= GemmPlanner::kLibraryRows) {
-      admit(decoder.lm_head(), c.num_logits(), c.hidden, max_logit_rows, DType::kFloat32);
+    if (max_logit_rows < GemmPlanner::kLibraryRows) return;
+    const HeadWeights& head = weights.head;
+    if (head.centroids != nullptr) {
+      admit(head.centroids, c.drafter->centroids.count, c.hidden, max_logit_rows, DType::kFloat32);
+    } else {
+      admit(decoder.lm_head(), c.lm_head_rows(), c.hidden, max_logit_rows, DType::kFloat32);
+    }
+    if (head.feedback != nullptr) {
+      admit(head.feedback, c.drafter->target_hidden, c.hidden, max_logit_rows, DType::kFloat32);
     }
   };
   plan(*target_, shape.max_verify_rows, shape.max_logit_rows);

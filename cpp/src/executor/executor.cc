@@ -95,6 +95,15 @@ void check_options(const ExecutorOptions& o, const Model& target, const Model* d
                                  "trained for, and the head as the drafter"));
   }
   if (draft != nullptr) check_drafter(*draft, target);
+  if (s.draft_position != DraftPosition::kLast) {
+    const NgramOptions ngram = {.min_tokens = s.ngram_min, .max_tokens = s.ngram_max};
+    const SpecTraits traits = traits_for(draft != nullptr ? &draft->config : nullptr, ngram);
+    if (!traits.drafts || !traits.takes_target_hidden || traits.advances_positions) {
+      throw InvalidArgument(
+          "draft_position is 'next', but only Gemma 4 MTP drafts from a fixed position; allowed: "
+          "'last' with other drafters and without one");
+    }
+  }
   check_range("prefill_chunk_size", o.prefill_chunk_size, 0, 1 << 20);
   check_range("max_waiting_requests", o.max_waiting_requests, 0, 1 << 30);
   check_range("max_model_len", o.max_model_len, 1, target.config.max_position);
@@ -127,7 +136,8 @@ IterationOptions iteration_options(const ExecutorOptions& o, const Model* draft)
           .synthetic_acceptance_length = o.speculative.synthetic_acceptance_length,
           .draft_stop_threshold = o.speculative.draft_stop_threshold,
           .use_window_lists = o.use_window_lists,
-          .ngram = ngram};
+          .ngram = ngram,
+          .draft_position = o.speculative.draft_position};
 }
 
 // Iterations launched and unread at most: one ahead, or as many as a late device needs.
@@ -179,7 +189,8 @@ std::unique_ptr<Runner> make_runner(const std::shared_ptr<const Model>& target,
 
 KvLayout layout_of(const ExecutorOptions& o, const Model& target, const Model* draft) {
   const std::vector<KvLayerShape> draft_shapes =
-      draft != nullptr ? kv_layer_shapes(draft->config) : std::vector<KvLayerShape>{};
+      draft != nullptr ? draft_kv_layer_shapes(draft->config, target.config)
+                       : std::vector<KvLayerShape>{};
   return plan_kv_layout(kv_layer_shapes(target.config), draft_shapes, o.block_size,
                         target.weights.dtype, o.kv_cache_bytes);
 }

@@ -160,14 +160,16 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
         .stride = stride,
         .block_size = group.block_size};
     b.block_tables.push_back(table);
-    const bool is_target = group.owner == KvOwner::kTarget;
+    const auto id = static_cast<GroupId>(b.block_tables.size() - 1);
+    const bool is_drafted_from = layout.is_read_by(KvOwner::kDraft, id);
     const auto metadata = [&](bool is_used, int32_t capacity) {
       return is_used ? allocate_metadata(arena, group, table, capacity, options.use_window_lists)
                      : GroupMetadata{};
     };
-    b.verify_metadata.push_back(metadata(is_target, shape.max_verify_rows));
-    b.first_metadata.push_back(metadata(!is_target, first_capacity));
-    b.step_metadata.push_back(metadata(!is_target, shape.max_seqs));
+    b.verify_metadata.push_back(
+        metadata(layout.is_read_by(KvOwner::kTarget, id), shape.max_verify_rows));
+    b.first_metadata.push_back(metadata(is_drafted_from, first_capacity));
+    b.step_metadata.push_back(metadata(is_drafted_from, shape.max_seqs));
   }
   ActivationWidths widths;
   widths.merge(target);
@@ -186,7 +188,7 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
   b.target_tokens = arena.allocate<int32_t>(shape.max_logit_rows, "draws");
   b.drawn = arena.allocate<int32_t>(shape.max_seqs, "draws");
   b.first_last_row = arena.allocate<int32_t>(shape.max_seqs, "rows");
-  b.draft_hidden = b.gathered;
+  b.draft_output = {.feedback = b.gathered, .logits = b.logits};
   if (draft != nullptr && draft->drafter) {
     const DrafterConfig& drafter = *draft->drafter;
     const auto num_parts = static_cast<int32_t>(std::max<size_t>(drafter.aux_layers.size(), 1));
@@ -196,8 +198,20 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
             padded(first_capacity) * width * dtype_bytes(activation_dtype), "hidden states"),
         .width = width,
         .aux_layers = drafter.aux_layers};
+    if (shape.first_rows == FirstRows::kLast) {
+      b.hidden_rows = arena.allocate<int32_t>(first_capacity, "rows");
+    }
     // Not b.gathered: this is state that goes from step to step.
-    b.draft_hidden = arena.allocate<float>(padded(shape.max_seqs) * draft->hidden, "hidden states");
+    HeadOutput& output = b.draft_output;
+    output.feedback = arena.allocate<float>(
+        padded(shape.max_seqs) * std::max(draft->hidden, draft->embed_width()), "hidden states");
+    if (const CentroidsConfig& centroids = drafter.centroids; centroids.count > 0) {
+      output.centroid_scores =
+          arena.allocate<float>(padded(shape.max_seqs) * centroids.count, "logits");
+      output.clusters = arena.allocate<int32_t>(int64_t{shape.max_seqs} * centroids.top, "logits");
+      output.tokens =
+          arena.allocate<int32_t>(int64_t{shape.max_seqs} * draft->num_logits(), "logits");
+    }
   }
   b.draft_stop.keep_drafting = arena.allocate<int32_t>(1, "step state");
   if (options.draft_stop_threshold > 0) {
@@ -224,31 +238,40 @@ int32_t Iteration::num_draft_steps() const {
   return has_draft_passes() ? options_.shape.num_draft_tokens - 1 : 0;
 }
 
+bool Iteration::is_drafted_from(size_t group) const {
+  return layout_.is_read_by(KvOwner::kDraft, static_cast<GroupId>(group));
+}
+
 template <class Ctx>
 void Iteration::draw_drafts(Ctx& ctx, const int32_t* num_rows, int32_t max_rows,
-                            const int32_t* row_index, const PassRows& rows) const {
+                            const int32_t* row_index, const PassRows& rows,
+                            const int32_t* steps) const {
   const IterationBuffers& b = buffers_;
   const int32_t num_logits = decoder_of(speculator_)->config().num_logits();
   const int32_t target_vocab = target_.config().vocab_size;
-  const int32_t* const map = token_map(speculator_);
-  ctx.run(draw, DrawParams{
-                    .num_rows = num_rows,
-                    .max_rows = max_rows,
-                    .logits = b.logits,
-                    .logits_stride = num_logits,
-                    // Tables that differ in padding rows: what only one of them has is never
-                    // drafted.
-                    .vocab_limit = map != nullptr ? num_logits : std::min(target_vocab, num_logits),
-                    .row_index = row_index,
-                    .seq_slot = rows.seq_slot,
-                    .positions = rows.positions,
-                    .seeds = b.sequences.seed,
-                    .temperatures = b.sequences.temperature,
-                    .tokens = b.drawn,
-                    .probabilities = b.draft_stop.probabilities,
-                    .draw_ahead = traits_of(speculator_).draw_ahead,
-                    .token_map = map,
-                    .token_limit = target_vocab});
+  const TokenMap map = token_map(speculator_, b.draft_output);
+  const SpecTraits traits = traits_of(speculator_);
+  ctx.run(draw,
+          DrawParams{.num_rows = num_rows,
+                     .max_rows = max_rows,
+                     .logits = b.logits,
+                     .logits_stride = num_logits,
+                     // Tables that differ in padding rows: what only one of them has is never
+                     // drafted.
+                     .vocab_limit =
+                         map.tokens != nullptr ? num_logits : std::min(target_vocab, num_logits),
+                     .row_index = row_index,
+                     .seq_slot = rows.seq_slot,
+                     .positions = rows.positions,
+                     .seeds = b.sequences.seed,
+                     .temperatures = b.sequences.temperature,
+                     .tokens = b.drawn,
+                     .probabilities = b.draft_stop.probabilities,
+                     .draw_ahead = traits.draw_ahead,
+                     .token_map = map.tokens,
+                     .token_limit = target_vocab,
+                     .token_map_stride = map.stride,
+                     .steps_ahead = traits.advances_positions ? nullptr : steps});
 }
 
 template <class Ctx>
@@ -310,26 +333,31 @@ void Iteration::first_draft_pass(Ctx& ctx, const IterationExtent& extent) const 
                                                        .rows = rows,
                                                        .first_rows = traits.first_rows,
                                                        .results = b.results,
-                                                       .last_row = b.first_last_row});
+                                                       .last_row = b.first_last_row,
+                                                       .hidden_rows = b.hidden_rows});
   for (size_t g = 0; g < layout_.groups.size(); ++g) {
-    if (layout_.groups[g].owner == KvOwner::kDraft) {
+    if (is_drafted_from(g)) {
       build(ctx, rows, b.first_metadata[g], /*padded_rows=*/0);
     }
   }
   draft_forward(ctx, speculator_, rows, b.first_metadata, b.activations,
-                {.target_hidden = traits.takes_target_hidden ? b.target_hidden.data : nullptr});
+                {.target_hidden = traits.takes_target_hidden ? b.target_hidden.data : nullptr,
+                 .hidden_rows = b.hidden_rows});
   draft_logits(ctx, speculator_, b.staged.num_drafting, extent.num_drafting, b.first_last_row,
-               b.activations, b.draft_hidden, b.logits);
-  draw_drafts(ctx, b.staged.num_drafting, extent.num_drafting, b.first_last_row, rows);
-  ctx.run(begin_draft_steps, BeginDraftStepsParams{.inputs = b.staged,
-                                                   .sequences = b.sequences,
-                                                   .drawn = b.drawn,
-                                                   .rows = step_rows,
-                                                   .current_draft_step = b.current_draft_step,
-                                                   .stop = b.draft_stop,
-                                                   .draw_ahead = traits.draw_ahead});
+               b.activations, b.draft_output);
+  draw_drafts(ctx, b.staged.num_drafting, extent.num_drafting, b.first_last_row, rows,
+              /*steps=*/nullptr);
+  ctx.run(begin_draft_steps,
+          BeginDraftStepsParams{.inputs = b.staged,
+                                .sequences = b.sequences,
+                                .drawn = b.drawn,
+                                .rows = step_rows,
+                                .current_draft_step = b.current_draft_step,
+                                .stop = b.draft_stop,
+                                .draw_ahead = traits.draw_ahead,
+                                .advances_positions = traits.advances_positions});
   for (size_t g = 0; g < layout_.groups.size(); ++g) {
-    if (layout_.groups[g].owner == KvOwner::kDraft) {
+    if (is_drafted_from(g)) {
       build(ctx, step_rows, b.step_metadata[g], step_rows.capacity);
     }
   }
@@ -341,11 +369,12 @@ void Iteration::draft_step(Ctx& ctx, const IterationExtent& extent) const {
   if (!has_draft_passes()) return;
   const PassRows rows =
       with_extent(b.step_rows, extent.num_drafting, extent.num_drafting, /*rows_per_seq=*/1);
+  const SpecTraits traits = traits_of(speculator_);
   draft_forward(ctx, speculator_, rows, b.step_metadata, b.activations,
-                {.feedback = traits_of(speculator_).feeds_hidden_back ? b.draft_hidden : nullptr});
+                {.feedback = traits.feeds_hidden_back ? b.draft_output.feedback : nullptr});
   draft_logits(ctx, speculator_, rows.num_rows, rows.capacity, b.identity, b.activations,
-               b.draft_hidden, b.logits);
-  draw_drafts(ctx, rows.num_rows, rows.capacity, b.identity, rows);
+               b.draft_output);
+  draw_drafts(ctx, rows.num_rows, rows.capacity, b.identity, rows, b.current_draft_step);
   ctx.run(store_draft, StoreDraftParams{.current_draft_step = b.current_draft_step,
                                         .rows = rows,
                                         .sequences = b.sequences,
@@ -358,15 +387,17 @@ void Iteration::draft_step(Ctx& ctx, const IterationExtent& extent) const {
                        .stop = b.draft_stop,
                        .groups = {},
                        .num_groups = 0,
-                       .draw_ahead = traits_of(speculator_).draw_ahead};
+                       .draw_ahead = traits.draw_ahead,
+                       .advances_positions = traits.advances_positions};
   for (size_t g = 0; g < layout_.groups.size(); ++g) {
-    if (layout_.groups[g].owner == KvOwner::kDraft) {
+    if (is_drafted_from(g)) {
       params.groups[params.num_groups++] = advance_group(b.step_metadata[g]);
     }
   }
   ctx.run(advance_draft_step, params);
-  for (const GroupMetadata& metadata : b.step_metadata) {
-    if (const auto* list = std::get_if<WindowListMetadata>(&metadata)) {
+  for (size_t g = 0; g < layout_.groups.size(); ++g) {
+    if (!is_drafted_from(g)) continue;
+    if (const auto* list = std::get_if<WindowListMetadata>(&b.step_metadata[g])) {
       ctx.run(advance_window_list, AdvanceWindowListParams{rows, *list});
     }
   }

@@ -47,9 +47,9 @@ struct IterationBuffers {
   const int32_t* identity = nullptr;  // [max_seqs + 1] 0, 1, 2, ...: every step row draws, alone
   int32_t* first_last_row = nullptr;  // [max_seqs] the first-pass row that draws for a sequence
   HiddenTaps target_hidden{};         // of the verify pass's rows, for the drafter's first pass
-  // [max_seqs, hidden of the drafter] rows behind the drafter's newest logits: what a draft step
-  // hands on to the next
-  float* draft_hidden = nullptr;
+  // [first rows] of FirstRows::kLast: which of those rows a row of the first pass reads; else null
+  int32_t* hidden_rows = nullptr;
+  HeadOutput draft_output{};          // rows [max_seqs]: the drafter's newest
   SequenceResult* results = nullptr;  // [max_seqs]
 };
 
@@ -78,6 +78,7 @@ struct IterationOptions {
   double draft_stop_threshold = 0;  // see SpeculativeOptions
   bool use_window_lists = false;
   NgramOptions ngram;
+  DraftPosition draft_position = DraftPosition::kLast;
   // Rows that activations and logits have room for when `rows` are needed; null: as many. A library
   // may compute a product in whole steps of rows.
   int32_t (*padded_rows)(int32_t rows) = nullptr;
@@ -111,10 +112,13 @@ class Iteration {
 
  private:
   [[nodiscard]] bool has_draft_passes() const;
-  // One draft for each of the rows that `row_index` picks from a pass of the drafter.
+  // Whether the drafter's passes read KV of `group`.
+  [[nodiscard]] bool is_drafted_from(size_t group) const;
+  // One draft for each of the rows that `row_index` picks from a pass of the drafter. `steps` [1]:
+  // draft steps so far; null in the first pass.
   template <class Ctx>
   void draw_drafts(Ctx& ctx, const int32_t* num_rows, int32_t max_rows, const int32_t* row_index,
-                   const PassRows& rows) const;
+                   const PassRows& rows, const int32_t* steps) const;
 
   IterationOptions options_;
   const KvLayout& layout_;

@@ -5,6 +5,7 @@
 // one KvGroup (or reads one), all groups share one pool of bytes. Planned once at start; plain data
 // afterwards. Knows no memory and no sequence.
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -72,6 +73,11 @@ struct KvLayout {
   }
   [[nodiscard]] const std::vector<int32_t>& layer_index(KvOwner model) const {
     return model == KvOwner::kTarget ? target_layer_index : draft_layer_index;
+  }
+  // Whether any layer of `model` reads KV of `group`, its own or the other's.
+  [[nodiscard]] bool is_read_by(KvOwner model, GroupId group) const {
+    const std::vector<GroupId>& groups_read = layer_to_group(model);
+    return std::find(groups_read.begin(), groups_read.end(), group) != groups_read.end();
   }
   [[nodiscard]] int64_t blocks_per_slab(GroupId group) const {
     return slab_bytes / groups[group].block_bytes;

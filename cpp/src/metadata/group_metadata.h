@@ -87,7 +87,8 @@ struct AdvanceGroup {
   BlockTable table;
 };
 
-// One more draft token a row: step, ids, positions, lengths and slots of all groups in one op. Does
+// One more draft token a row: step, ids, positions, lengths and slots of all groups in one op;
+// positions, lengths and slots stay as they are where the drafter's positions are fixed. Does
 // nothing when the step that has just run was the last one. Rows at their limit become inert, and
 // rows whose drafting stops early.
 struct AdvanceParams {
@@ -98,7 +99,8 @@ struct AdvanceParams {
   DraftStop stop;
   AdvanceGroup groups[kMaxKvGroups];
   int32_t num_groups;
-  int32_t draw_ahead = 1;  // from a row's position to that of the token it draws
+  int32_t draw_ahead = 1;          // from a row's position to that of the token it draws
+  bool advances_positions = true;  // else rows stay where they are, and so does what they see
 };
 void advance_draft_step(CpuContext&, const AdvanceParams&);
 void advance_draft_step(CudaContext&, const AdvanceParams&);

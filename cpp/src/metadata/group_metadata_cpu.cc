@@ -42,7 +42,7 @@ void advance_draft_step(CpuContext&, const AdvanceParams& p) {
   }
   const int32_t num_rows = *p.rows.num_rows;
   bool is_any_live = false;
-  for (int32_t row = 0; row < num_rows; ++row) is_any_live |= advance_row(p, row);
+  for (int32_t row = 0; row < num_rows; ++row) is_any_live |= advance_row(p, row, step);
   *p.current_draft_step = step + 1;
   set_keep_drafting(p.stop, is_any_live);
 }

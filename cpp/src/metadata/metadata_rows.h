@@ -59,14 +59,16 @@ PACELINE_HOST_DEVICE inline void build_row(const WindowListMetadata& m, int32_t 
   }
 }
 
-// One row of advance_draft_step, when there is a next step. Returns whether the row stays live.
-PACELINE_HOST_DEVICE inline bool advance_row(const AdvanceParams& p, int32_t row) {
+// One row of advance_draft_step, when there is a step after `step`. Returns whether the row stays
+// live.
+PACELINE_HOST_DEVICE inline bool advance_row(const AdvanceParams& p, int32_t row, int32_t step) {
   const int32_t seq_slot = p.rows.seq_slot[row];
   if (seq_slot < 0) return false;
-  const int32_t position = p.rows.positions[row] + 1;
+  const int32_t position = p.rows.positions[row] + (p.advances_positions ? 1 : 0);
   const int32_t token = p.drawn[row];
   // A row is worth its work while the token it would draw lies below the limit.
-  const bool is_live = position + p.draw_ahead < p.sequences.limit[seq_slot] && !stops(p.stop, row);
+  const int32_t ahead = p.draw_ahead + (p.advances_positions ? 0 : step + 1);
+  const bool is_live = position + ahead < p.sequences.limit[seq_slot] && !stops(p.stop, row);
   p.rows.seq_slot[row] = is_live ? seq_slot : -1;
   p.rows.positions[row] = is_live ? position : 0;
   p.rows.token_ids[row] = is_live ? token : 0;

@@ -12,7 +12,10 @@ namespace paceline {
 
 void ActivationWidths::merge(const DecoderConfig& config) {
   hidden = std::max<int64_t>(hidden, config.hidden);
-  normed = std::max<int64_t>(normed, (config.drafter ? 2 : 1) * int64_t{config.hidden});
+  // A head joins an embedding and a hidden state there, of its own width or its target's.
+  const int64_t joined =
+      config.drafter ? 2 * int64_t{std::max(config.hidden, config.embed_width())} : config.hidden;
+  normed = std::max(normed, joined);
   for (const LayerConfig& layer : config.layers) {
     const AttentionConfig& a = layer.attention;
     const int64_t head_dim = a.head_dim;
@@ -54,11 +57,45 @@ std::vector<KvLayerShape> kv_layer_shapes(const DecoderConfig& config) {
   return shapes;
 }
 
+std::vector<KvLayerShape> draft_kv_layer_shapes(const DecoderConfig& draft,
+                                                const DecoderConfig& target) {
+  std::vector<KvLayerShape> shapes = kv_layer_shapes(draft);
+  for (size_t layer = 0; layer < shapes.size(); ++layer) {
+    KvLayerShape& reader = shapes[layer];
+    if (!draft.layers[layer].attention.reads_target) continue;
+    for (size_t source = target.layers.size(); source-- > 0;) {
+      const AttentionConfig& owner = target.layers[source].attention;
+      if (owner.kind != reader.kind || owner.kv_source >= 0) continue;
+      reader.source = static_cast<int32_t>(source);
+      reader.reads_target = true;
+      break;
+    }
+    const auto refuse = [&](const auto&... reason) {
+      throw InvalidArgument(concat("layer ", layer, " of the drafter ", draft.name, ", of kind '",
+                                   kv_kind_name(reader.kind), "', reads the KV of the target ",
+                                   target.name, ", ", reason...,
+                                   "; give the target that the drafter was made for"));
+    };
+    if (reader.source < 0) refuse("which has no layer of that kind with KV of its own");
+    const AttentionConfig& owner = target.layers[static_cast<size_t>(reader.source)].attention;
+    const auto check = [&](const char* what, int32_t seen, int32_t has) {
+      if (seen != has) {
+        refuse("whose layer ", reader.source, " has ", what, " ", has, " and not ", seen);
+      }
+    };
+    check("window", reader.window, owner.window);
+    check("num_kv_heads", reader.num_kv_heads, owner.num_kv_heads);
+    check("head_dim", reader.head_dim, owner.head_dim);
+  }
+  return shapes;
+}
+
 Decoder::Decoder(std::shared_ptr<const Model> model, const KvLayout& layout, KvOwner role,
                  std::byte* kv_pool, int32_t max_positions, DeviceArena& arena,
-                 const SharedWeights& shared)
+                 const SharedWeights& shared, int32_t rope_offset)
     : model_(std::move(model)),
       layer_to_group_(layout.layer_to_group(role)),
+      rope_offset_(rope_offset),
       embed_(weights().embed != nullptr ? weights().embed : shared.embed),
       lm_head_(weights().lm_head != nullptr ? weights().lm_head : shared.lm_head) {
   const DecoderConfig& c = config();
@@ -74,11 +111,12 @@ Decoder::Decoder(std::shared_ptr<const Model> model, const KvLayout& layout, KvO
                    .block_size = group.block_size,
                    .dtype = group.dtype});
   }
+  const int64_t num_positions = int64_t{max_positions} + rope_offset;
   for (const RopeConfig& rope : c.ropes) {
     const auto half = static_cast<int64_t>(rope.inv_freq.size());
-    std::vector<float> cos(static_cast<size_t>(max_positions * half));
+    std::vector<float> cos(static_cast<size_t>(num_positions * half));
     std::vector<float> sin(cos.size());
-    for (int64_t position = 0; position < max_positions; ++position) {
+    for (int64_t position = 0; position < num_positions; ++position) {
       for (int64_t i = 0; i < half; ++i) {
         // The angle is rounded to float32 first, as every reference implementation does.
         const float angle = static_cast<float>(position) * rope.inv_freq[i];
@@ -134,7 +172,8 @@ void Decoder::attention(Ctx& ctx, int32_t layer, const void* input, const PassRo
                                                       .head_dim = a.head_dim,
                                                       .qkv_dtype = activations.dtype,
                                                       .kv_inputs = kv_inputs(a),
-                                                      .has_v_norm = a.has_v_norm});
+                                                      .has_v_norm = a.has_v_norm,
+                                                      .position_offset = rope_offset_});
   if (const auto* list = std::get_if<WindowListMetadata>(&metadata)) {
     ctx.run(list_attention, ListAttentionParams{.num_rows = rows.num_rows,
                                                 .max_rows = rows.capacity,
@@ -345,7 +384,7 @@ void Decoder::embed_tokens(Ctx& ctx, const PassRows& rows, const Activations& ac
                              .scale = c.embed_scale,
                              .y = activations.residual,
                              .vocab_size = c.vocab_size,
-                             .hidden = c.hidden});
+                             .hidden = c.embed_width()});
 }
 
 template <class Ctx>
@@ -428,9 +467,9 @@ void Decoder::run_layers(Ctx& ctx, const PassRows& rows, std::span<const GroupMe
 }
 
 template <class Ctx>
-void Decoder::logits(Ctx& ctx, const int32_t* num_logit_rows, int32_t max_logit_rows,
-                     const int32_t* row_index, const Activations& activations, float* gathered,
-                     float* logits) const {
+void Decoder::output_rows(Ctx& ctx, const int32_t* num_logit_rows, int32_t max_logit_rows,
+                          const int32_t* row_index, const Activations& activations,
+                          float* gathered) const {
   const DecoderConfig& c = config();
   const DecoderWeights& w = model_->weights;
   ctx.run(gather_rows, GatherRowsParams{.num_rows = num_logit_rows,
@@ -463,6 +502,15 @@ void Decoder::logits(Ctx& ctx, const int32_t* num_logit_rows, int32_t max_logit_
                                       .width = c.hidden,
                                       .y_dtype = activations.dtype});
   }
+}
+
+template <class Ctx>
+void Decoder::logits(Ctx& ctx, const int32_t* num_logit_rows, int32_t max_logit_rows,
+                     const int32_t* row_index, const Activations& activations, float* gathered,
+                     float* logits) const {
+  const DecoderConfig& c = config();
+  const DecoderWeights& w = model_->weights;
+  output_rows(ctx, num_logit_rows, max_logit_rows, row_index, activations, gathered);
   ctx.run(gemm, GemmParams{.num_rows = num_logit_rows,
                            .max_rows = max_logit_rows,
                            .x = activations.normed,
@@ -493,6 +541,8 @@ void Decoder::logits(Ctx& ctx, const int32_t* num_logit_rows, int32_t max_logit_
       const;                                                                                    \
   template void Decoder::forward<Ctx>(Ctx&, const PassRows&, std::span<const GroupMetadata>,    \
                                       const Activations&, const HiddenTaps&) const;             \
+  template void Decoder::output_rows<Ctx>(Ctx&, const int32_t*, int32_t, const int32_t*,        \
+                                          const Activations&, float*) const;                    \
   template void Decoder::logits<Ctx>(Ctx&, const int32_t*, int32_t, const int32_t*,             \
                                      const Activations&, float*, float*) const;
 PACELINE_INSTANTIATE_DECODER(CpuContext)

@@ -67,10 +67,11 @@ struct SharedWeights {
 
 class Decoder {
  public:
-  // `role`: whose layers in `layout` are meant. Rotary tables cover positions [0, max_positions).
+  // `role`: whose layers in `layout` are meant. Rows are at positions [0, max_positions); they are
+  // rotated to `rope_offset` further on.
   Decoder(std::shared_ptr<const Model> model, const KvLayout& layout, KvOwner role,
           std::byte* kv_pool, int32_t max_positions, DeviceArena& arena,
-          const SharedWeights& shared = {});
+          const SharedWeights& shared = {}, int32_t rope_offset = 0);
 
   [[nodiscard]] const DecoderConfig& config() const { return model_->config; }
   [[nodiscard]] const DecoderWeights& weights() const { return model_->weights; }
@@ -94,8 +95,12 @@ class Decoder {
                   const Activations& activations, const void* first_input,
                   const HiddenTaps& taps) const;
 
-  // Residual rows `row_index` -> logits [max_logit_rows, num_logits]. `gathered` takes those rows
-  // [max_logit_rows, hidden] as they are; activations.normed is overwritten.
+  // Residual rows `row_index` -> activations.normed, after the final norm. `gathered` takes those
+  // rows [max_logit_rows, hidden] as they are.
+  template <class Ctx>
+  void output_rows(Ctx& ctx, const int32_t* num_logit_rows, int32_t max_logit_rows,
+                   const int32_t* row_index, const Activations& activations, float* gathered) const;
+  // The same, and their logits [max_logit_rows, num_logits].
   template <class Ctx>
   void logits(Ctx& ctx, const int32_t* num_logit_rows, int32_t max_logit_rows,
               const int32_t* row_index, const Activations& activations, float* gathered,
@@ -122,6 +127,7 @@ class Decoder {
 
   std::shared_ptr<const Model> model_;
   std::vector<GroupId> layer_to_group_;
+  int32_t rope_offset_;
   std::vector<KvLayerView> kv_;   // by layer
   std::vector<RopeTable> ropes_;  // by DecoderConfig::ropes
   const std::byte* embed_;
@@ -130,5 +136,10 @@ class Decoder {
 
 // The KV shapes of a decoder's layers, for plan_kv_layout.
 [[nodiscard]] std::vector<KvLayerShape> kv_layer_shapes(const DecoderConfig& config);
+
+// Those of a drafter, whose layers may read the target's KV. Throws InvalidArgument naming a layer
+// that finds none to read.
+[[nodiscard]] std::vector<KvLayerShape> draft_kv_layer_shapes(const DecoderConfig& draft,
+                                                              const DecoderConfig& target);
 
 }  // namespace paceline

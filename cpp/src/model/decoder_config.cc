@@ -100,11 +100,13 @@ constexpr double kMaxFrequency = 1e6;  // times kMaxPosition: far from the end o
 }
 
 [[nodiscard]] AttentionConfig read_attention(const Json& json, const std::vector<RopeConfig>& ropes,
-                                             const std::vector<LayerConfig>& earlier) {
+                                             const std::vector<LayerConfig>& earlier,
+                                             bool reads_target) {
   constexpr std::array<std::string_view, 11> kKeys = {
       "kind",     "window", "num_qo_heads", "num_kv_heads", "head_dim",  "scale",
       "soft_cap", "rope",   "has_qk_norm",  "has_qkv_bias", "has_o_bias"};
-  constexpr std::array<std::string_view, 3> kOptional = {"has_v_norm", "k_eq_v", "kv_source"};
+  constexpr std::array<std::string_view, 4> kOptional = {"has_v_norm", "k_eq_v", "kv_source",
+                                                         "reads_target"};
   json.check_keys(kKeys, kOptional);
   AttentionConfig attention;
   const Json kind = json.at("kind");
@@ -143,6 +145,19 @@ constexpr double kMaxFrequency = 1e6;  // times kMaxPosition: far from the end o
     for (const std::string_view key : {"has_v_norm", "k_eq_v"}) {
       if (read_switch(json, key)) json.at(key).refuse("false where there is a kv_source");
     }
+  }
+  attention.reads_target = read_switch(json, "reads_target");
+  if (attention.reads_target != reads_target) {
+    const Json where = attention.reads_target ? json.at("reads_target") : json;
+    where.refuse(reads_target ? "reads_target true in every layer of a drafter of kind "
+                                "'gemma4_mtp'"
+                              : "false outside of a drafter of kind 'gemma4_mtp'");
+  }
+  for (const std::string_view key : {"has_v_norm", "k_eq_v"}) {
+    if (reads_target && read_switch(json, key)) json.at(key).refuse("false with reads_target");
+  }
+  if (reads_target && attention.kv_source >= 0) {
+    json.at("kv_source").refuse("no such key with reads_target");
   }
   return attention;
 }
@@ -191,6 +206,18 @@ constexpr double kMaxFrequency = 1e6;  // times kMaxPosition: far from the end o
   return layers;
 }
 
+[[nodiscard]] CentroidsConfig read_centroids(const Json& json, int32_t num_tokens) {
+  constexpr std::array<std::string_view, 2> kKeys = {"count", "top"};
+  json.check_keys(kKeys);
+  CentroidsConfig centroids;
+  centroids.count = read_int(json, "count", 1, num_tokens);
+  if (num_tokens % centroids.count != 0) {
+    json.at("count").refuse(concat("divisors of draft_vocab_size, ", num_tokens));
+  }
+  centroids.top = read_int(json, "top", 1, centroids.count);
+  return centroids;
+}
+
 // `hidden` and `vocab_size` are the head's own.
 [[nodiscard]] DrafterConfig read_drafter(const Json& json, int32_t hidden, int32_t vocab_size) {
   constexpr std::array<std::string_view, 12> kKeys = {
@@ -198,18 +225,24 @@ constexpr double kMaxFrequency = 1e6;  // times kMaxPosition: far from the end o
       "fc_norm",        "norm_output",        "has_fc_bias",          "has_attn_norm",
       "has_final_norm", "owns_embedding",     "owns_lm_head",         "draft_vocab_size"};
   constexpr std::array<std::string_view, 1> kEagle3Keys = {"aux_layers"};
+  constexpr std::array<std::string_view, 1> kGemma4MtpKeys = {"centroids"};
   DrafterConfig drafter;
   const Json kind = json.at("kind");
+  std::span<const std::string_view> optional;
   if (kind.as_string() == "eagle3") {
     drafter.kind = DrafterKind::kEagle3;
+    optional = kEagle3Keys;
+  } else if (kind.as_string() == "gemma4_mtp") {
+    drafter.kind = DrafterKind::kGemma4Mtp;
+    optional = kGemma4MtpKeys;
   } else if (kind.as_string() != "eagle") {
-    kind.refuse("'eagle', 'eagle3'");
+    kind.refuse("'eagle', 'eagle3', 'gemma4_mtp'");
   }
   const bool is_eagle3 = drafter.kind == DrafterKind::kEagle3;
-  json.check_keys(kKeys, is_eagle3 ? std::span<const std::string_view>(kEagle3Keys)
-                                   : std::span<const std::string_view>());
+  const bool is_gemma4_mtp = drafter.kind == DrafterKind::kGemma4Mtp;
+  json.check_keys(kKeys, optional);
   drafter.target_hidden = read_int(json, "target_hidden_size", 1, kMaxHidden);
-  if (!is_eagle3 && drafter.target_hidden != hidden) {
+  if (drafter.kind == DrafterKind::kEagle && drafter.target_hidden != hidden) {
     json.at("target_hidden_size")
         .refuse(concat(hidden,
                        ", the hidden_size of this head: kind 'eagle' feeds its own output "
@@ -219,7 +252,9 @@ constexpr double kMaxFrequency = 1e6;  // times kMaxPosition: far from the end o
   // What only EAGLE-3 has.
   const auto read_eagle3_bool = [&](const char* key) {
     const bool value = json.at(key).as_bool();
-    if (value && !is_eagle3) json.at(key).refuse("false where kind is 'eagle'");
+    if (value && !is_eagle3) {
+      json.at(key).refuse(concat("false where kind is '", kind.as_string(), "'"));
+    }
     return value;
   };
   drafter.norm_before_residual = read_eagle3_bool("norm_before_residual");
@@ -230,10 +265,12 @@ constexpr double kMaxFrequency = 1e6;  // times kMaxPosition: far from the end o
   }
   drafter.norm_output = read_eagle3_bool("norm_output");
   drafter.has_fc_bias = json.at("has_fc_bias").as_bool();
-  // What EAGLE-3 cannot be without.
+  // What only EAGLE can be without.
   const auto read_needed_bool = [&](const char* key) {
     const bool value = json.at(key).as_bool();
-    if (!value && is_eagle3) json.at(key).refuse("true where kind is 'eagle3'");
+    if (!value && drafter.kind != DrafterKind::kEagle) {
+      json.at(key).refuse(concat("true where kind is '", kind.as_string(), "'"));
+    }
     return value;
   };
   drafter.has_attn_norm = read_needed_bool("has_attn_norm");
@@ -244,6 +281,15 @@ constexpr double kMaxFrequency = 1e6;  // times kMaxPosition: far from the end o
   if (!drafter.owns_lm_head && drafter.draft_vocab_size != vocab_size) {
     json.at("draft_vocab_size")
         .refuse(concat(vocab_size, ", the vocab_size, where owns_lm_head is false"));
+  }
+  if (is_gemma4_mtp) {
+    // Its embeddings are the target's, in the target's width.
+    if (drafter.owns_embedding)
+      json.at("owns_embedding").refuse("false where kind is 'gemma4_mtp'");
+    if (!drafter.owns_lm_head) json.at("owns_lm_head").refuse("true where kind is 'gemma4_mtp'");
+    if (const std::optional<Json> centroids = json.find("centroids")) {
+      drafter.centroids = read_centroids(*centroids, drafter.draft_vocab_size);
+    }
   }
   return drafter;
 }
@@ -261,15 +307,17 @@ void check_weight_bytes(const DecoderConfig& config) {
     }
     total += bytes;
   };
-  add(config.vocab_size, config.hidden);
-  if (!config.ties_lm_head) add(config.num_logits(), config.hidden);
+  add(config.vocab_size, config.embed_width());
+  if (!config.ties_lm_head) add(config.lm_head_rows(), config.hidden);
   const int64_t per_layer_size = config.per_layer_inputs.size;
   const int64_t per_layer_width = per_layer_size * static_cast<int64_t>(config.layers.size());
   add(config.per_layer_inputs.vocab_size, per_layer_width);
   add(per_layer_width, config.hidden);
   if (config.drafter) {
-    add(config.drafter->fc_width(config.hidden) + 1, config.hidden);
-    add(config.num_logits(), 1);  // draft_to_target
+    // fc and, of Gemma 4 MTP, feedback and the centroids.
+    add(config.drafter->fc_width() + 1, config.hidden);
+    add(int64_t{config.drafter->target_hidden} + config.drafter->centroids.count, config.hidden);
+    add(config.lm_head_rows(), 1);  // draft_to_target or token_ordering
     // The first layer's attention may be twice as wide.
     add(qkv_rows(config.layers.front().attention), config.hidden);
   }
@@ -337,10 +385,12 @@ DecoderConfig parse_decoder_config(std::string_view json) {
     layers.refuse(concat("a list of 1 to ", kMaxLayers));
   }
   constexpr std::array<std::string_view, 2> kLayerKeys = {"attention", "mlp"};
+  const bool reads_target = config.drafter && config.drafter->kind == DrafterKind::kGemma4Mtp;
   for (const Json& layer : layers.elements()) {
     layer.check_keys(kLayerKeys);
-    config.layers.push_back({read_attention(layer.at("attention"), config.ropes, config.layers),
-                             read_mlp(layer.at("mlp"))});
+    config.layers.push_back(
+        {read_attention(layer.at("attention"), config.ropes, config.layers, reads_target),
+         read_mlp(layer.at("mlp"))});
   }
   check_weight_bytes(config);
   return config;

@@ -37,11 +37,14 @@ struct AttentionConfig {
   bool has_o_bias = false;
   bool k_eq_v = false;     // no v projection: v is k before its norm and rotation
   int32_t kv_source = -1;  // earlier layer whose KV it reads, having q only; -1: its own
+  // Of a drafter's layer: has q only and reads the last layer of the target of its kind that owns
+  // its KV.
+  bool reads_target = false;
 };
 
 // What a layer's qkv projection makes after q.
 [[nodiscard]] constexpr KvInputs kv_inputs(const AttentionConfig& attention) {
-  if (attention.kv_source >= 0) return KvInputs::kNone;
+  if (attention.kv_source >= 0 || attention.reads_target) return KvInputs::kNone;
   return attention.k_eq_v ? KvInputs::kKeys : KvInputs::kKeysAndValues;
 }
 
@@ -74,15 +77,24 @@ struct LayerConfig {
   MlpConfig mlp;
 };
 
-enum class DrafterKind : uint8_t { kEagle, kEagle3 };
+enum class DrafterKind : uint8_t { kEagle, kEagle3, kGemma4Mtp };
+
+// A head over clusters of tokens: each has a centroid, and only the tokens of the clusters whose
+// centroids score best get a logit.
+struct CentroidsConfig {
+  int32_t count = 0;  // divides the rows of the lm_head; 0: there are none
+  int32_t top = 0;    // clusters that get logits
+};
 
 // What makes a decoder a head: a drafter that reads hidden states of its target. Its config's
 // vocab_size is that of the target's tokens, the rows of the embedding table.
 //   EAGLE:   x = fc([E[t] ; h]), then layers; h is the target's output after its final norm.
 //   EAGLE-3: g = fc(residual streams of the target entering aux_layers), and the first layer's
 //            attention reads [attn_norm(E[t]) ; hidden_norm(g)], twice as wide.
-// A further step takes what the step before has put out (the residual stream after the last layer)
-// for h or g.
+//   Gemma 4 MTP: x = fc([E[t] ; h]), E[t] being the target's and h its output after its final norm,
+//            then layers that all read the target's KV.
+// A further step takes what the step before has put out for h or g: the residual stream after the
+// last layer, or, of Gemma 4 MTP, a product (HeadWeights::feedback) of its final norm.
 struct DrafterConfig {
   DrafterKind kind = DrafterKind::kEagle;
   int32_t target_hidden = 0;
@@ -97,12 +109,16 @@ struct DrafterConfig {
   bool owns_embedding = false;   // else the target's
   bool owns_lm_head = false;     // else the target's
   int32_t draft_vocab_size = 0;  // rows of the lm_head; see DecoderWeights::draft_to_target
+  CentroidsConfig centroids;     // kGemma4Mtp
 
   // Width of fc's input.
-  [[nodiscard]] int64_t fc_width(int32_t hidden) const {
-    return kind == DrafterKind::kEagle ? int64_t{2} * hidden
-                                       : static_cast<int64_t>(aux_layers.size()) * target_hidden;
+  [[nodiscard]] int64_t fc_width() const {
+    const int64_t parts =
+        kind == DrafterKind::kEagle3 ? static_cast<int64_t>(aux_layers.size()) : 2;
+    return parts * target_hidden;
   }
+  // Tokens of a cluster.
+  [[nodiscard]] int32_t cluster_size() const { return draft_vocab_size / centroids.count; }
 };
 
 struct DecoderConfig {
@@ -127,9 +143,19 @@ struct DecoderConfig {
     const bool is_wide = layer == 0 && drafter && drafter->kind == DrafterKind::kEagle3;
     return is_wide ? int64_t{2} * hidden : hidden;
   }
+  // Columns of the embedding table.
+  [[nodiscard]] int32_t embed_width() const {
+    const bool is_other = drafter && drafter->kind == DrafterKind::kGemma4Mtp;
+    return is_other ? drafter->target_hidden : hidden;
+  }
+  // Rows of the lm_head.
+  [[nodiscard]] int32_t lm_head_rows() const {
+    return drafter ? drafter->draft_vocab_size : vocab_size;
+  }
   // Width of the logits.
   [[nodiscard]] int32_t num_logits() const {
-    return drafter ? drafter->draft_vocab_size : vocab_size;
+    const bool has_centroids = drafter && drafter->centroids.count > 0;
+    return has_centroids ? drafter->centroids.top * drafter->cluster_size() : lm_head_rows();
   }
 };
 

@@ -19,9 +19,9 @@ void* at(void* data, int64_t offset, DType dtype) {
 }  // namespace
 
 Head::Head(std::shared_ptr<const Model> model, const Decoder& target, const KvLayout& layout,
-           std::byte* kv_pool, int32_t max_positions, DeviceArena& arena)
+           std::byte* kv_pool, int32_t max_positions, DeviceArena& arena, int32_t rope_offset)
     : decoder_(std::move(model), layout, KvOwner::kDraft, kv_pool, max_positions, arena,
-               target.shareable_weights()) {
+               target.shareable_weights(), rope_offset) {
   PACELINE_CHECK(config().drafter.has_value(), config().name, " is no head");
 }
 
@@ -29,7 +29,7 @@ template <class Ctx>
 void Head::run_fc(Ctx& ctx, const PassRows& rows, const void* x,
                   const Activations& activations) const {
   const DecoderConfig& c = config();
-  const auto width = static_cast<int32_t>(drafter().fc_width(c.hidden));
+  const auto width = static_cast<int32_t>(drafter().fc_width());
   ctx.run(gemm, GemmParams{.num_rows = rows.num_rows,
                            .max_rows = rows.capacity,
                            .x = x,
@@ -45,33 +45,38 @@ void Head::run_fc(Ctx& ctx, const PassRows& rows, const void* x,
                            .y_dtype = DType::kFloat32});
 }
 
-// [embedding ; hidden] -> fc -> the residual stream, and activations.normed for the attention.
+// [embedding ; hidden] -> fc -> the residual stream, and activations.normed for the attention. Both
+// parts have the target's width, which with EAGLE is the head's.
 template <class Ctx>
-void Head::join_eagle(Ctx& ctx, const PassRows& rows, const Activations& activations,
-                      const HeadInput& input) const {
+void Head::join_pair(Ctx& ctx, const PassRows& rows, const Activations& activations,
+                     const HeadInput& input) const {
   const DecoderConfig& c = config();
-  const int64_t width = 2 * int64_t{c.hidden};
-  const auto copy = [&](const void* x, DType x_dtype, int64_t offset, int64_t y_stride) {
+  const int32_t part = drafter().target_hidden;
+  const int64_t width = 2 * int64_t{part};
+  const auto copy = [&](const void* x, DType x_dtype, const int32_t* row_index, int64_t offset,
+                        int64_t y_stride, int32_t columns) {
     ctx.run(copy_rows, CopyRowsParams{.num_rows = rows.num_rows,
                                       .max_rows = rows.capacity,
-                                      .row_index = nullptr,
+                                      .row_index = row_index,
                                       .x = x,
-                                      .x_stride = c.hidden,
+                                      .x_stride = columns,
                                       .y = at(activations.normed, offset, activations.dtype),
                                       .y_stride = y_stride,
-                                      .width = c.hidden,
+                                      .width = columns,
                                       .x_dtype = x_dtype,
                                       .y_dtype = activations.dtype});
   };
-  copy(activations.residual, DType::kFloat32, 0, width);
+  copy(activations.residual, DType::kFloat32, nullptr, 0, width, part);
   if (input.feedback != nullptr) {
-    copy(input.feedback, DType::kFloat32, c.hidden, width);
+    copy(input.feedback, DType::kFloat32, nullptr, part, width, part);
   } else {
-    copy(input.target_hidden, activations.dtype, c.hidden, width);
+    copy(input.target_hidden, activations.dtype, input.hidden_rows, part, width, part);
   }
   run_fc(ctx, rows, activations.normed, activations);
   // A head with a norm before its first attention leaves that to the layers.
-  if (!drafter().has_attn_norm) copy(activations.residual, DType::kFloat32, 0, c.hidden);
+  if (!drafter().has_attn_norm) {
+    copy(activations.residual, DType::kFloat32, nullptr, 0, c.hidden, c.hidden);
+  }
 }
 
 // The first layer's input [norm(embedding) ; norm(g)] in activations.normed, and the residual
@@ -105,7 +110,7 @@ void Head::join_eagle3(Ctx& ctx, const PassRows& rows, const Activations& activa
   const float* g = input.feedback;
   if (g == nullptr) {
     void* const aux = input.target_hidden;
-    const int64_t fc_width = d.fc_width(c.hidden);
+    const int64_t fc_width = d.fc_width();
     if (w.fc_input_norm != nullptr) {
       norm(aux, dtype, fc_width, w.fc_input_norm, fc_width, aux, dtype, fc_width);
     }
@@ -141,7 +146,7 @@ void Head::forward(Ctx& ctx, const PassRows& rows, std::span<const GroupMetadata
   if (is_eagle3) {
     join_eagle3(ctx, rows, activations, input);
   } else {
-    join_eagle(ctx, rows, activations, input);
+    join_pair(ctx, rows, activations, input);
   }
   const bool has_input = is_eagle3 || !drafter().has_attn_norm;
   decoder_.run_layers(ctx, rows, groups, activations, has_input ? activations.normed : nullptr,
@@ -149,10 +154,80 @@ void Head::forward(Ctx& ctx, const PassRows& rows, std::span<const GroupMetadata
 }
 
 template <class Ctx>
-void Head::logits(Ctx& ctx, const int32_t* num_rows, int32_t max_rows, const int32_t* row_index,
-                  const Activations& activations, float* feedback, float* logits) const {
+void Head::cluster_rows(Ctx& ctx, const int32_t* num_rows, int32_t max_rows,
+                        const Activations& activations, const HeadOutput& output) const {
   const DecoderConfig& c = config();
-  decoder_.logits(ctx, num_rows, max_rows, row_index, activations, feedback, logits);
+  const CentroidsConfig& centroids = drafter().centroids;
+  const DecoderWeights& w = decoder_.weights();
+  ctx.run(gemm, GemmParams{.num_rows = num_rows,
+                           .max_rows = max_rows,
+                           .x = activations.normed,
+                           .x_stride = c.hidden,
+                           .weight = w.head.centroids,
+                           .weight_dtype = w.dtype,
+                           .bias = nullptr,
+                           .y = output.centroid_scores,
+                           .y_stride = centroids.count,
+                           .n = centroids.count,
+                           .k = c.hidden,
+                           .x_dtype = activations.dtype,
+                           .y_dtype = DType::kFloat32});
+  ctx.run(select_clusters, SelectClustersParams{.num_rows = num_rows,
+                                                .max_rows = max_rows,
+                                                .scores = output.centroid_scores,
+                                                .num_clusters = centroids.count,
+                                                .top = centroids.top,
+                                                .clusters = output.clusters});
+  ctx.run(cluster_logits, ClusterLogitsParams{.num_rows = num_rows,
+                                              .max_rows = max_rows,
+                                              .x = activations.normed,
+                                              .clusters = output.clusters,
+                                              .top = centroids.top,
+                                              .token_ordering = w.head.token_ordering,
+                                              .cluster_size = drafter().cluster_size(),
+                                              .weight = decoder_.lm_head(),
+                                              .logits = output.logits,
+                                              .tokens = output.tokens,
+                                              .hidden = c.hidden,
+                                              .x_dtype = activations.dtype,
+                                              .weight_dtype = w.dtype});
+  if (c.logit_soft_cap > 0) {
+    ctx.run(soft_cap, SoftCapParams{.num_rows = num_rows,
+                                    .max_rows = max_rows,
+                                    .logits = output.logits,
+                                    .cap = c.logit_soft_cap,
+                                    .n = c.num_logits()});
+  }
+}
+
+template <class Ctx>
+void Head::logits(Ctx& ctx, const int32_t* num_rows, int32_t max_rows, const int32_t* row_index,
+                  const Activations& activations, const HeadOutput& output) const {
+  const DecoderConfig& c = config();
+  float* const feedback = output.feedback;
+  if (drafter().centroids.count > 0) {
+    decoder_.output_rows(ctx, num_rows, max_rows, row_index, activations, feedback);
+    cluster_rows(ctx, num_rows, max_rows, activations, output);
+  } else {
+    decoder_.logits(ctx, num_rows, max_rows, row_index, activations, feedback, output.logits);
+  }
+  if (const std::byte* weight = decoder_.weights().head.feedback; weight != nullptr) {
+    // The final norm's output, in activations.normed, back in the target's width.
+    const int32_t width = drafter().target_hidden;
+    ctx.run(gemm, GemmParams{.num_rows = num_rows,
+                             .max_rows = max_rows,
+                             .x = activations.normed,
+                             .x_stride = c.hidden,
+                             .weight = weight,
+                             .weight_dtype = decoder_.weights().dtype,
+                             .bias = nullptr,
+                             .y = feedback,
+                             .y_stride = width,
+                             .n = width,
+                             .k = c.hidden,
+                             .x_dtype = activations.dtype,
+                             .y_dtype = DType::kFloat32});
+  }
   if (!drafter().norm_output) return;
   ctx.run(rms_norm, RmsNormParams{.num_rows = num_rows,
                                   .max_rows = max_rows,
@@ -176,6 +251,7 @@ void check_head(const Model& model, const Model& target) {
                                  d.target_hidden, " and the target ", t.name, " has ", t.hidden,
                                  "; give the target that the drafter was trained for"));
   }
+  static_cast<void>(draft_kv_layer_shapes(c, t));
   const auto num_layers = static_cast<int32_t>(t.layers.size());
   for (const int32_t layer : d.aux_layers) {
     if (layer >= num_layers) {
@@ -196,7 +272,7 @@ void check_head(const Model& model, const Model& target) {
   }
   if (!is_shared) return;
   const char* const what = d.owns_embedding ? "lm_head" : "embedding table";
-  if (c.hidden != t.hidden) {
+  if (c.embed_width() != t.hidden) {
     throw InvalidArgument(concat("the drafter ", c.name, " of hidden size ", c.hidden, " uses the ",
                                  what, " of the target ", t.name, " of hidden size ", t.hidden,
                                  "; both must be the same"));
@@ -214,7 +290,7 @@ void check_head(const Model& model, const Model& target) {
   template void Head::forward<Ctx>(Ctx&, const PassRows&, std::span<const GroupMetadata>, \
                                    const Activations&, const HeadInput&) const;           \
   template void Head::logits<Ctx>(Ctx&, const int32_t*, int32_t, const int32_t*,          \
-                                  const Activations&, float*, float*) const;
+                                  const Activations&, const HeadOutput&) const;
 PACELINE_INSTANTIATE_HEAD(CpuContext)
 #ifdef PACELINE_CUDA
 PACELINE_INSTANTIATE_HEAD(CudaContext)

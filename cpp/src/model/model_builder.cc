@@ -168,7 +168,7 @@ void lay_out_head(const DecoderConfig& config, Carver& carver, HeadWeights& weig
   const auto norm = [&](const std::string& name, int64_t size) {
     return carver.vector({{name, size}}, Dummy::kNeutralNorm);
   };
-  const int64_t fc_width = drafter.fc_width(config.hidden);
+  const int64_t fc_width = drafter.fc_width();
   weights.fc = carver.matrix({{"fc.weight", config.hidden}}, fc_width);
   if (drafter.has_fc_bias) {
     weights.fc_bias = carver.vector({{"fc.bias", config.hidden}}, Dummy::kZero);
@@ -181,7 +181,14 @@ void lay_out_head(const DecoderConfig& config, Carver& carver, HeadWeights& weig
   if (drafter.kind == DrafterKind::kEagle3) {
     weights.hidden_norm = norm("layers.0.hidden_norm.weight", config.hidden);
   }
-  if (drafter.owns_lm_head) {
+  if (drafter.kind == DrafterKind::kGemma4Mtp) {
+    weights.feedback = carver.matrix({{"feedback.weight", drafter.target_hidden}}, config.hidden);
+  }
+  if (const CentroidsConfig& centroids = drafter.centroids; centroids.count > 0) {
+    weights.centroids = carver.matrix({{"centroids.weight", centroids.count}}, config.hidden);
+    weights.token_ordering =
+        carver.tokens("token_ordering", drafter.draft_vocab_size, /*is_optional=*/false);
+  } else if (drafter.owns_lm_head) {
     // A head over the whole vocabulary has its rows in the order of the tokens, unless it says
     // otherwise.
     weights.draft_to_target =
@@ -198,7 +205,7 @@ void lay_out(const DecoderConfig& config, Carver& carver, DecoderWeights& weight
   if (config.ties_lm_head) {
     weights.lm_head = weights.embed;
   } else if (drafter == nullptr || drafter->owns_lm_head) {
-    weights.lm_head = carver.matrix({{"lm_head.weight", config.num_logits()}}, config.hidden);
+    weights.lm_head = carver.matrix({{"lm_head.weight", config.lm_head_rows()}}, config.hidden);
   }
   if (drafter == nullptr || drafter->has_final_norm) {
     weights.final_norm = carver.vector({{"final_norm.weight", config.hidden}}, Dummy::kNeutralNorm);

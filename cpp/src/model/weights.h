@@ -42,12 +42,16 @@ struct LayerWeights {
 // What a head (DrafterConfig) has beside its layers.
 struct HeadWeights {
   const std::byte* fc = nullptr;         // [hidden, DrafterConfig::fc_width]
+  const std::byte* feedback = nullptr;   // [target_hidden, hidden], or null
   const float* fc_bias = nullptr;        // [hidden], or null
   const float* fc_input_norm = nullptr;  // [fc_width], or null
   std::vector<const float*> fc_norms;    // a norm [target_hidden] for each aux layer, or empty
   const float* hidden_norm = nullptr;    // [hidden], or null
   // [draft_vocab_size] target token of each row of the lm_head; null: row and token are the same
   const int32_t* draft_to_target = nullptr;
+  // With centroids, else null.
+  const std::byte* centroids = nullptr;     // [centroids.count, hidden]
+  const int32_t* token_ordering = nullptr;  // [draft_vocab_size] tokens, cluster by cluster
 };
 
 struct DecoderWeights {

@@ -179,7 +179,8 @@ struct QkNormRopeAppendParams {
   int32_t head_dim;  // even
   DType qkv_dtype = DType::kFloat32;
   KvInputs kv_inputs = KvInputs::kKeysAndValues;
-  bool has_v_norm = false;  // v over its root mean square (with norm_eps), without a weight
+  bool has_v_norm = false;      // v over its root mean square (with norm_eps), without a weight
+  int32_t position_offset = 0;  // q and k are rotated to positions[row] + position_offset
 };
 void qk_norm_rope_append(CpuContext&, const QkNormRopeAppendParams&);
 void qk_norm_rope_append(CudaContext&, const QkNormRopeAppendParams&);
@@ -270,6 +271,39 @@ struct CopyRowsParams {
 void copy_rows(CpuContext&, const CopyRowsParams&);
 void copy_rows(CudaContext&, const CopyRowsParams&);
 
+// Of each row, the `top` clusters with the highest scores, best first; the lower number comes first
+// among equals. NaN counts as -inf.
+struct SelectClustersParams {
+  const int32_t* num_rows;  // [1]
+  int32_t max_rows;
+  const float* scores;  // [max_rows, num_clusters]
+  int32_t num_clusters;
+  int32_t top;        // 1 to num_clusters
+  int32_t* clusters;  // [max_rows, top]
+};
+void select_clusters(CpuContext&, const SelectClustersParams&);
+void select_clusters(CudaContext&, const SelectClustersParams&);
+
+// The logits of the tokens of some clusters of each row: a cluster's tokens are `cluster_size`
+// entries of `token_ordering`, and a token's logit is x . weight[token].
+struct ClusterLogitsParams {
+  const int32_t* num_rows;  // [1]
+  int32_t max_rows;
+  const void* x;            // [max_rows, hidden] x_dtype
+  const int32_t* clusters;  // [max_rows, top]
+  int32_t top;
+  const int32_t* token_ordering;  // [clusters * cluster_size]
+  int32_t cluster_size;
+  const void* weight;  // [tokens, hidden] weight_dtype
+  float* logits;       // [max_rows, top * cluster_size]
+  int32_t* tokens;     // [max_rows, top * cluster_size] the token of each logit
+  int32_t hidden;
+  DType x_dtype = DType::kFloat32;
+  DType weight_dtype = DType::kFloat32;
+};
+void cluster_logits(CpuContext&, const ClusterLogitsParams&);
+void cluster_logits(CudaContext&, const ClusterLogitsParams&);
+
 // logits = cap * tanh(logits / cap), in place.
 struct SoftCapParams {
   const int32_t* num_rows;  // [1]
@@ -306,6 +340,10 @@ struct DrawParams {
   int32_t draw_ahead = 1;              // 1: the row's position is that of its input token
   const int32_t* token_map = nullptr;  // [vocab_limit] token of each id; null: itself
   int32_t token_limit = 0;             // with token_map
+  int64_t token_map_stride = 0;        // from one row's map to the next's; 0: all rows share one
+  // [1] steps since the rows were at their positions, which have not moved on; or null: the drawn
+  // token's position is so much further on.
+  const int32_t* steps_ahead = nullptr;
 };
 void draw(CpuContext&, const DrawParams&);
 void draw(CudaContext&, const DrawParams&);

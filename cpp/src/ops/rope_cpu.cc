@@ -96,8 +96,9 @@ struct RowKernel {
     const float* const k = q + int64_t{p->num_qo_heads} * head_dim;
     const float* const v =
         p->kv_inputs == KvInputs::kKeys ? k : k + int64_t{p->num_kv_heads} * head_dim;
-    const float* const cos = p->rope_cos + int64_t{p->positions[row]} * (head_dim / 2);
-    const float* const sin = p->rope_sin + int64_t{p->positions[row]} * (head_dim / 2);
+    const int64_t position = p->positions[row] + p->position_offset;
+    const float* const cos = p->rope_cos + position * (head_dim / 2);
+    const float* const sin = p->rope_sin + position * (head_dim / 2);
     for (int32_t h = 0; h < p->num_qo_heads; ++h) {
       float* const head = q + int64_t{h} * head_dim;
       norm_head(head, p->q_norm, p->norm_weight_offset, p->norm_eps, head, head_dim);

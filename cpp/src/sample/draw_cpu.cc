@@ -207,13 +207,13 @@ double noise_of(const NoiseKey& key, int32_t token) {
 
 // The drawn id (not its token) of a row whose noise is that of mapped tokens, which lie anywhere:
 // a plain walk that computes the noise of ids that could still win.
-int32_t draw_mapped(const DrawParams& p, const float* logits, double temperature,
-                    const NoiseKey& noise) {
+int32_t draw_mapped(const DrawParams& p, const float* logits, const int32_t* map,
+                    double temperature, const NoiseKey& noise) {
   constexpr double kMaxNoise = 22.875;  // > 33 log 2
   int32_t drawn = kNoValidLogit;
   double best = -std::numeric_limits<double>::infinity();
   for (int32_t id = 0; id < p.vocab_limit; ++id) {
-    const int32_t token = p.token_map[id];
+    const int32_t token = map[id];
     if (token >= p.token_limit || !(logits[id] > kNegInf)) continue;
     double key = logits[id];
     if (temperature > 0) {
@@ -229,17 +229,25 @@ int32_t draw_mapped(const DrawParams& p, const float* logits, double temperature
   return drawn;
 }
 
+// The map of row i, or null.
+const int32_t* map_of(const DrawParams& p, int32_t i) {
+  return p.token_map != nullptr ? p.token_map + i * p.token_map_stride : nullptr;
+}
+
 // The drawn id; its token, where there is a map, is the caller's to look up.
 int32_t draw_row(const DrawParams& p, int32_t i) {
   const int32_t row = p.row_index[i];
   const int32_t slot = p.seq_slot[row];
   if (slot < 0) return kInertRow;
   const float* const logits = p.logits + i * p.logits_stride;
+  const int32_t ahead = p.draw_ahead + (p.steps_ahead != nullptr ? *p.steps_ahead : 0);
   const NoiseKey noise = {.seed = p.seeds[slot],
                           .stream = NoiseStream::kTarget,
-                          .position = static_cast<uint32_t>(p.positions[row] + p.draw_ahead),
+                          .position = static_cast<uint32_t>(p.positions[row] + ahead),
                           .salt = 0};
-  if (p.token_map != nullptr) return draw_mapped(p, logits, p.temperatures[slot], noise);
+  if (p.token_map != nullptr) {
+    return draw_mapped(p, logits, map_of(p, i), p.temperatures[slot], noise);
+  }
   int32_t highest = kNoValidLogit;
   run_best_isa<ArgmaxKernel>(logits, p.vocab_limit, &highest);
   const float temperature = p.temperatures[slot];
@@ -259,10 +267,10 @@ int32_t draw_row(const DrawParams& p, int32_t i) {
 }
 
 // Softmax at temperature 1 of the logits that may be drawn, at id `drawn`; 0 where nothing was.
-float probability_of(const DrawParams& p, const float* logits, int32_t drawn) {
+float probability_of(const DrawParams& p, const float* logits, const int32_t* map, int32_t drawn) {
   if (drawn < 0) return 0.0f;
   const auto may_be_drawn = [&](int32_t id) {
-    return logits[id] > kNegInf && (p.token_map == nullptr || p.token_map[id] < p.token_limit);
+    return logits[id] > kNegInf && (map == nullptr || map[id] < p.token_limit);
   };
   float highest = kNegInf;
   for (int32_t id = 0; id < p.vocab_limit; ++id) {
@@ -277,9 +285,10 @@ float probability_of(const DrawParams& p, const float* logits, int32_t drawn) {
 
 void draw_into(const DrawParams& p, int32_t i) {
   const int32_t drawn = draw_row(p, i);
-  p.tokens[i] = p.token_map != nullptr && drawn >= 0 ? p.token_map[drawn] : drawn;
+  const int32_t* const map = map_of(p, i);
+  p.tokens[i] = map != nullptr && drawn >= 0 ? map[drawn] : drawn;
   if (p.probabilities == nullptr) return;
-  p.probabilities[i] = probability_of(p, p.logits + i * p.logits_stride, drawn);
+  p.probabilities[i] = probability_of(p, p.logits + i * p.logits_stride, map, drawn);
 }
 
 }  // namespace

@@ -35,13 +35,16 @@ void assemble_verify_rows(CudaContext&, const AssembleVerifyRowsParams&);
 // kWindow: the rows of the verify pass at their positions, each with the token one further on,
 // which acceptance has settled. Rows of rejected drafts are inert; so what the drafter wrote there
 // is written again, from what the target says, before anything reads it.
+// kLast: one row a drafting sequence, at the position before the newest token's, with that token;
+// hidden_rows says which row of the verify pass was there.
 struct AssembleFirstRowsParams {
   StagedInputs inputs;
   SequenceState sequences;
   PassRows rows;
   FirstRows first_rows;
-  const SequenceResult* results;  // [max_seqs] by batch row; kWindow only
-  int32_t* last_row;              // [max_seqs] of each drafting sequence: the row that draws
+  const SequenceResult* results;   // [max_seqs] by batch row; not for kNewest
+  int32_t* last_row;               // [max_seqs] of each drafting sequence: the row that draws
+  int32_t* hidden_rows = nullptr;  // [capacity of rows] kLast only
 };
 void assemble_first_rows(CpuContext&, const AssembleFirstRowsParams&);
 void assemble_first_rows(CudaContext&, const AssembleFirstRowsParams&);
@@ -55,7 +58,8 @@ struct BeginDraftStepsParams {
   PassRows rows;                // of the draft step
   int32_t* current_draft_step;  // [1] set to 1
   DraftStop stop;
-  int32_t draw_ahead = 1;  // from a row's position to that of the token it draws
+  int32_t draw_ahead = 1;          // from a row's position to that of the token it draws
+  bool advances_positions = true;  // else the rows stay where the first pass's were
 };
 void begin_draft_steps(CpuContext&, const BeginDraftStepsParams&);
 void begin_draft_steps(CudaContext&, const BeginDraftStepsParams&);

@@ -69,7 +69,10 @@ PACELINE_HOST_DEVICE inline void assemble_first_sequence(const AssembleFirstRows
   int32_t first = known_len - num_rows;
   int32_t num_live = is_active ? num_rows : 0;
   int32_t ahead = 0;
-  if (p.first_rows == FirstRows::kWindow) {
+  if (p.first_rows == FirstRows::kLast) {
+    ahead = 1;
+    first = known_len - 2;
+  } else if (p.first_rows == FirstRows::kWindow) {
     ahead = 1;
     first = p.inputs.prefill_start[i];
     if (p.inputs.kind[i] == static_cast<int32_t>(RowKind::kDecode)) {
@@ -87,6 +90,13 @@ PACELINE_HOST_DEVICE inline void assemble_first_sequence(const AssembleFirstRows
       token = at < known_len ? history[at] : p.inputs.next_token[i];
     }
     set_row(p.rows, begin + r, is_live, slot, first + r, token);
+    if (p.hidden_rows != nullptr) {
+      // Of a window, the row that drew the newest token; else the last.
+      const bool is_decoding = p.inputs.kind[i] == static_cast<int32_t>(RowKind::kDecode);
+      const int32_t last = p.inputs.verify_indptr[i + 1] - 1;
+      const int32_t drew = p.inputs.verify_indptr[i] + p.results[i].emitted_len - 1;
+      p.hidden_rows[begin + r] = is_live && is_decoding ? drew : last;
+    }
   }
   if (worker == 0 && i < *p.inputs.num_drafting) {
     p.last_row[i] = begin + (num_live > 0 ? num_live : num_rows) - 1;
@@ -107,7 +117,8 @@ PACELINE_HOST_DEVICE inline bool begin_draft_sequence(const BeginDraftStepsParam
   s.draft_len[slot] = !is_active ? 0 : room < longest ? room : longest;
   if (is_active) s.draft_tokens[int64_t{slot} * s.num_draft_tokens] = drawn;
   const bool is_live = is_active && known_len + 1 < limit && !is_stopped;
-  set_row(p.rows, i, is_live, slot, known_len + 1 - p.draw_ahead, drawn);
+  const int32_t position = known_len - p.draw_ahead + (p.advances_positions ? 1 : 0);
+  set_row(p.rows, i, is_live, slot, position, drawn);
   return is_live;
 }
 

@@ -7,10 +7,16 @@
 #include "speculate/row_ops.h"
 
 namespace paceline {
+namespace {
+
+bool is_mtp(const DecoderConfig& draft) { return draft.drafter->kind == DrafterKind::kGemma4Mtp; }
+
+}  // namespace
 
 SpecTraits traits_for(const DecoderConfig* draft, const NgramOptions& ngram) {
   if (draft != nullptr) {
-    return draft->drafter ? HeadSpeculator::kTraits : DraftModelSpeculator::kTraits;
+    if (!draft->drafter) return DraftModelSpeculator::kTraits;
+    return is_mtp(*draft) ? MtpSpeculator::kTraits : HeadSpeculator::kTraits;
   }
   return ngram.max_tokens > 0 ? NgramSpeculator::kTraits : NoSpeculator::kTraits;
 }
@@ -20,8 +26,14 @@ void check_drafter(const Model& draft, const Model& target) {
 }
 
 Speculator make_speculator(std::shared_ptr<const Model> draft, const NgramOptions& ngram,
-                           const Decoder& target, const KvLayout& layout, std::byte* kv_pool,
-                           int32_t max_positions, DeviceArena& arena) {
+                           DraftPosition draft_position, const Decoder& target,
+                           const KvLayout& layout, std::byte* kv_pool, int32_t max_positions,
+                           DeviceArena& arena) {
+  if (draft != nullptr && draft->config.drafter && is_mtp(draft->config)) {
+    const int32_t rope_offset = draft_position == DraftPosition::kNext ? 1 : 0;
+    return MtpSpeculator{
+        Head(std::move(draft), target, layout, kv_pool, max_positions, arena, rope_offset)};
+  }
   if (draft != nullptr && draft->config.drafter) {
     return HeadSpeculator{Head(std::move(draft), target, layout, kv_pool, max_positions, arena)};
   }
@@ -35,13 +47,21 @@ Speculator make_speculator(std::shared_ptr<const Model> draft, const NgramOption
 
 const Decoder* decoder_of(const Speculator& speculator) {
   if (const auto* draft = std::get_if<DraftModelSpeculator>(&speculator)) return &draft->decoder;
-  if (const auto* head = std::get_if<HeadSpeculator>(&speculator)) return &head->head.decoder();
+  const Head* head = head_of(speculator);
+  return head != nullptr ? &head->decoder() : nullptr;
+}
+
+const Head* head_of(const Speculator& speculator) {
+  if (const auto* head = std::get_if<HeadSpeculator>(&speculator)) return &head->head;
+  if (const auto* mtp = std::get_if<MtpSpeculator>(&speculator)) return &mtp->head;
   return nullptr;
 }
 
-const int32_t* token_map(const Speculator& speculator) {
-  const auto* head = std::get_if<HeadSpeculator>(&speculator);
-  return head != nullptr ? head->head.draft_to_target() : nullptr;
+TokenMap token_map(const Speculator& speculator, const HeadOutput& output) {
+  const Head* head = head_of(speculator);
+  if (head == nullptr) return {};
+  if (output.tokens != nullptr) return {output.tokens, head->config().num_logits()};
+  return {head->draft_to_target(), 0};
 }
 
 template <class Ctx>
@@ -50,19 +70,20 @@ void draft_forward(Ctx& ctx, const Speculator& speculator, const PassRows& rows,
                    const HeadInput& input) {
   if (const auto* draft = std::get_if<DraftModelSpeculator>(&speculator)) {
     draft->decoder.forward(ctx, rows, groups, activations);
-  } else if (const auto* head = std::get_if<HeadSpeculator>(&speculator)) {
-    head->head.forward(ctx, rows, groups, activations, input);
+  } else if (const Head* head = head_of(speculator)) {
+    head->forward(ctx, rows, groups, activations, input);
   }
 }
 
 template <class Ctx>
 void draft_logits(Ctx& ctx, const Speculator& speculator, const int32_t* num_rows, int32_t max_rows,
-                  const int32_t* row_index, const Activations& activations, float* hidden,
-                  float* logits) {
+                  const int32_t* row_index, const Activations& activations,
+                  const HeadOutput& output) {
   if (const auto* draft = std::get_if<DraftModelSpeculator>(&speculator)) {
-    draft->decoder.logits(ctx, num_rows, max_rows, row_index, activations, hidden, logits);
-  } else if (const auto* head = std::get_if<HeadSpeculator>(&speculator)) {
-    head->head.logits(ctx, num_rows, max_rows, row_index, activations, hidden, logits);
+    draft->decoder.logits(ctx, num_rows, max_rows, row_index, activations, output.feedback,
+                          output.logits);
+  } else if (const Head* head = head_of(speculator)) {
+    head->logits(ctx, num_rows, max_rows, row_index, activations, output);
   }
 }
 
@@ -84,7 +105,7 @@ void propose(Ctx& ctx, const Speculator& speculator, const StagedInputs& inputs,
                                    std::span<const GroupMetadata>, const Activations&,           \
                                    const HeadInput&);                                            \
   template void draft_logits<Ctx>(Ctx&, const Speculator&, const int32_t*, int32_t,              \
-                                  const int32_t*, const Activations&, float*, float*);           \
+                                  const int32_t*, const Activations&, const HeadOutput&);        \
   template void propose<Ctx>(Ctx&, const Speculator&, const StagedInputs&, const SequenceState&, \
                              int32_t);
 PACELINE_INSTANTIATE_SPECULATOR(CpuContext)

@@ -8,6 +8,8 @@
 #include <span>
 #include <variant>
 
+#include <paceline/config.h>
+
 #include "batch/batch_builder.h"
 #include "model/decoder.h"
 #include "model/head.h"
@@ -55,6 +57,17 @@ struct HeadSpeculator {
   Head head;
 };
 
+// Gemma 4 MTP: a head whose layers have no KV of their own and read the target's, up to the token
+// before the newest. So its rows stay at one position while the drafts go on.
+struct MtpSpeculator {
+  static constexpr SpecTraits kTraits{.drafts = true,
+                                      .takes_target_hidden = true,
+                                      .feeds_hidden_back = true,
+                                      .first_rows = FirstRows::kLast,
+                                      .draw_ahead = 2};
+  Head head;
+};
+
 // Prompt lookup: no model; drafts are what followed the same tokens before.
 struct NgramSpeculator {
   static constexpr SpecTraits kTraits{.drafts = true, .has_variable_draft_len = true};
@@ -62,8 +75,8 @@ struct NgramSpeculator {
   int32_t max_tokens = 0;
 };
 
-using Speculator =
-    std::variant<NoSpeculator, DraftModelSpeculator, HeadSpeculator, NgramSpeculator>;
+using Speculator = std::variant<NoSpeculator, DraftModelSpeculator, HeadSpeculator, MtpSpeculator,
+                                NgramSpeculator>;
 
 static_assert(!NoSpeculator::kTraits.drafts);
 static_assert(NgramSpeculator::kTraits.first_rows == FirstRows::kNone);
@@ -86,26 +99,34 @@ void check_drafter(const Model& draft, const Model& target);
 
 // The speculator of a runner. `target` must outlive it.
 [[nodiscard]] Speculator make_speculator(std::shared_ptr<const Model> draft,
-                                         const NgramOptions& ngram, const Decoder& target,
-                                         const KvLayout& layout, std::byte* kv_pool,
-                                         int32_t max_positions, DeviceArena& arena);
+                                         const NgramOptions& ngram, DraftPosition draft_position,
+                                         const Decoder& target, const KvLayout& layout,
+                                         std::byte* kv_pool, int32_t max_positions,
+                                         DeviceArena& arena);
 
 // The drafter's layers and lm_head, for planning products; null without a model.
 [[nodiscard]] const Decoder* decoder_of(const Speculator& speculator);
 
-// The target token of each row of the drafter's logits; null: they are the same.
-[[nodiscard]] const int32_t* token_map(const Speculator& speculator);
+// The head of a speculator that is one, or null.
+[[nodiscard]] const Head* head_of(const Speculator& speculator);
+
+// The target tokens of the drafter's logits; null: they are the same. `output` is what draft_logits
+// had.
+struct TokenMap {
+  const int32_t* tokens = nullptr;
+  int64_t stride = 0;  // between rows; 0: all rows share one
+};
+[[nodiscard]] TokenMap token_map(const Speculator& speculator, const HeadOutput& output);
 
 // One pass of a speculator that has passes; see Decoder and Head.
 template <class Ctx>
 void draft_forward(Ctx& ctx, const Speculator& speculator, const PassRows& rows,
                    std::span<const GroupMetadata> groups, const Activations& activations,
                    const HeadInput& input);
-// `hidden` [max_rows, hidden] takes the rows behind the logits: what a head's next step reads.
 template <class Ctx>
 void draft_logits(Ctx& ctx, const Speculator& speculator, const int32_t* num_rows, int32_t max_rows,
-                  const int32_t* row_index, const Activations& activations, float* hidden,
-                  float* logits);
+                  const int32_t* row_index, const Activations& activations,
+                  const HeadOutput& output);
 
 // The drafts of a speculator without passes, after acceptance.
 template <class Ctx>
