@@ -10,6 +10,7 @@
 #include "device/cpu_context.h"
 #include "device/device_arena.h"
 #include "graph/program.h"
+#include "metadata/group_metadata.h"
 #include "scheduler/step_plan.h"
 #include "speculate/row_ops.h"
 
@@ -25,11 +26,17 @@ struct Window {
       : draws(std::move(draws)) {
     const auto ints = [&](int64_t n) { return arena.allocate<int32_t>(n, "test"); };
     const auto k = static_cast<int32_t>(drafts.size());
-    s = {.known_len = ints(2), .limit = ints(2), .is_active = ints(2),
+    s = {.known_len = ints(2),
+         .limit = ints(2),
+         .is_active = ints(2),
          .seed = arena.allocate<uint64_t>(2, "test"),
-         .temperature = arena.allocate<float>(2, "test"), .num_stop_ids = ints(2),
-         .stop_ids = ints(2 * kMaxStopIds), .history = ints(2 * kMaxLen),
-         .history_stride = kMaxLen, .draft_tokens = ints(2 * k), .draft_len = ints(2),
+         .temperature = arena.allocate<float>(2, "test"),
+         .num_stop_ids = ints(2),
+         .stop_ids = ints(2 * kMaxStopIds),
+         .history = ints(2 * kMaxLen),
+         .history_stride = kMaxLen,
+         .draft_tokens = ints(2 * k),
+         .draft_len = ints(2),
          .num_draft_tokens = k};
     s.known_len[1] = known_len;
     s.limit[1] = limit;
@@ -37,11 +44,19 @@ struct Window {
     s.draft_len[1] = std::min(k, limit - known_len);
     for (int32_t t = 0; t < known_len; ++t) s.history[kMaxLen + t] = t;
     std::copy(drafts.begin(), drafts.end(), s.draft_tokens + k);
-    in = {.num_seqs = ints(1), .num_drafting = ints(1), .num_verify_rows = ints(1),
-          .num_first_rows = ints(1), .num_logit_rows = ints(1), .seq_slot = ints(1),
-          .kind = ints(1), .prefill_start = ints(1), .next_token = ints(1),
+    in = {.num_seqs = ints(1),
+          .num_drafting = ints(1),
+          .num_verify_rows = ints(1),
+          .num_first_rows = ints(1),
+          .num_logit_rows = ints(1),
+          .seq_slot = ints(1),
+          .kind = ints(1),
+          .prefill_start = ints(1),
+          .next_token = ints(1),
           .verify_indptr = ints(2),
-          .first_indptr = ints(2), .logit_indptr = ints(2), .prefill_tokens = ints(kMaxLen),
+          .first_indptr = ints(2),
+          .logit_indptr = ints(2),
+          .prefill_tokens = ints(kMaxLen),
           .logit_rows = ints(kMaxLen)};
     *in.num_seqs = *in.num_drafting = 1;
     in.seq_slot[0] = 1;
@@ -49,14 +64,21 @@ struct Window {
     in.verify_indptr[1] = in.logit_indptr[1] = *in.num_verify_rows = k + 1;
     in.first_indptr[1] = *in.num_first_rows = 2;
     const int32_t capacity = kMaxLen;
-    rows = {.num_rows = ints(1), .token_ids = ints(capacity), .positions = ints(capacity),
-            .seq_slot = ints(capacity), .capacity = capacity};
+    rows = {.num_rows = ints(1),
+            .token_ids = ints(capacity),
+            .positions = ints(capacity),
+            .seq_slot = ints(capacity),
+            .capacity = capacity};
   }
 
   SequenceResult judge(AcceptMethod method = AcceptMethod::kCoupled,
                        std::vector<float> rates = {}) {
-    AcceptParams params{.inputs = in, .sequences = s, .target_tokens = draws.data(),
-                        .results = &result, .method = method, .synthetic_rate = {}};
+    AcceptParams params{.inputs = in,
+                        .sequences = s,
+                        .target_tokens = draws.data(),
+                        .results = &result,
+                        .method = method,
+                        .synthetic_rate = {}};
     std::copy(rates.begin(), rates.end(), params.synthetic_rate);
     accept(ctx, params);
     return result;
@@ -84,7 +106,7 @@ TEST(Accept, KeepsWhileDraftsEqualDraws) {
   };
   for (const Case& c : {Case{{7, 8, 9}, {7, 8, 9, 4}, {7, 8, 9, 4}, 3},  // all, and the bonus token
                         Case{{7, 8, 9}, {7, 8, 1, 4}, {7, 8, 1}, 2},
-                        Case{{7, 8, 9}, {1, 8, 9, 4}, {1}, 0},           // later matches do not count
+                        Case{{7, 8, 9}, {1, 8, 9, 4}, {1}, 0},  // later matches do not count
                         Case{{7}, {7, 2}, {7, 2}, 1}}) {
     Window window(c.drafts, c.draws);
     const SequenceResult result = window.judge();
@@ -198,6 +220,88 @@ TEST(RowOps, TheFirstPassOfAHeadPairsEachRowWithTheTokenAfterIt) {
   EXPECT_EQ(head(window.rows.seq_slot, 4), (Tokens{-1, -1, -1, -1}));
 }
 
+TEST(RowOps, AFixedHeadHasOneRowAtTheLastPositionWithKv) {
+  Window window({7, 8, 9}, {7, 8, 1, 4});  // known_len 5; two kept, then 1
+  window.judge();
+  // The window is rows 20 to 23 of the verify pass; its row 22 drew the newest token.
+  window.in.verify_indptr[0] = 20;
+  window.in.verify_indptr[1] = 24;
+  window.in.first_indptr[1] = *window.in.num_first_rows = 1;
+  Tokens hidden_rows(2, -7);
+  int32_t last_row = -1;
+  const auto assemble = [&] {
+    assemble_first_rows(window.ctx, {.inputs = window.in,
+                                     .sequences = window.s,
+                                     .rows = window.rows,
+                                     .first_rows = FirstRows::kLast,
+                                     .results = &window.result,
+                                     .last_row = &last_row,
+                                     .hidden_rows = hidden_rows.data()});
+  };
+  const auto expect_row = [&](int32_t slot, int32_t position, int32_t token, int32_t hidden_row) {
+    EXPECT_EQ(*window.rows.num_rows, 1);
+    EXPECT_EQ(window.rows.seq_slot[0], slot);
+    EXPECT_EQ(window.rows.positions[0], position);
+    EXPECT_EQ(window.rows.token_ids[0], token);
+    EXPECT_EQ(hidden_rows, (Tokens{hidden_row, -7}));
+    EXPECT_EQ(last_row, 0);
+  };
+  assemble();
+  expect_row(1, 6, 1, 22);
+  // Of a prompt, whose last row drew.
+  window.in.kind[0] = static_cast<int32_t>(RowKind::kPrefillFinal);
+  window.in.verify_indptr[0] = 17;
+  assemble();
+  expect_row(1, 6, 1, 23);
+  // A sequence that has ended drafts nothing, but some row it must point to.
+  window.s.is_active[1] = 0;
+  assemble();
+  expect_row(-1, 0, 0, 23);
+  window.in.kind[0] = static_cast<int32_t>(RowKind::kDecode);
+  window.result.emitted_len = 0;
+  assemble();
+  expect_row(-1, 0, 0, 23);
+  // An unfinished chunk has no row.
+  window.s.is_active[1] = 1;
+  window.in.kind[0] = static_cast<int32_t>(RowKind::kPrefillPartial);
+  window.in.first_indptr[1] = *window.in.num_first_rows = *window.in.num_drafting = 0;
+  hidden_rows = {-7, -7};
+  last_row = -1;
+  assemble();
+  EXPECT_EQ(*window.rows.num_rows, 0);
+  EXPECT_EQ(hidden_rows, (Tokens{-7, -7}));
+  EXPECT_EQ(last_row, -1);
+}
+
+TEST(RowOps, AFixedHeadStaysWhereItIsWhileItsDraftsGoOn) {
+  Window window({0, 0, 0, 0}, {}, /*known_len=*/5, /*limit=*/8);
+  int32_t step = -1;
+  const int32_t drawn[] = {21};
+  begin_draft_steps(window.ctx, {.inputs = window.in,
+                                 .sequences = window.s,
+                                 .drawn = drawn,
+                                 .rows = window.rows,
+                                 .current_draft_step = &step,
+                                 .draw_ahead = 2,
+                                 .advances_positions = false});
+  EXPECT_EQ(window.s.draft_len[1], 3);
+  AdvanceParams advance{.current_draft_step = &step,
+                        .rows = window.rows,
+                        .drawn = drawn,
+                        .sequences = window.s,
+                        .groups = {},
+                        .num_groups = 0,
+                        .draw_ahead = 2,
+                        .advances_positions = false};
+  // The first pass drew the token at 5, and two more fit.
+  for (const int32_t slot : {1, 1, -1}) {
+    EXPECT_EQ(window.rows.seq_slot[0], slot);
+    EXPECT_EQ(window.rows.positions[0], slot < 0 ? 0 : 3);
+    EXPECT_EQ(window.rows.token_ids[0], slot < 0 ? 0 : 21);
+    advance_draft_step(window.ctx, advance);
+  }
+}
+
 TEST(RowOps, NgramTakesTheLongestAndLatestMatch) {
   const auto propose = [](const Tokens& tokens, int32_t min, int32_t max, int32_t k,
                           int32_t limit = kMaxLen) {
@@ -216,7 +320,7 @@ TEST(RowOps, NgramTakesTheLongestAndLatestMatch) {
   EXPECT_EQ(propose(twice, 1, 3, 4), (Tokens{9, 8, 2, 3}));  // the longer match, though earlier
   EXPECT_EQ(propose(twice, 1, 2, 4), (Tokens{7, 6, 1, 2}));  // of equals the later
   EXPECT_EQ(propose(twice, 4, 6, 4), Tokens{});
-  EXPECT_EQ(propose(twice, 1, 2, 4, 14), (Tokens{7, 6}));    // two more tokens fit
+  EXPECT_EQ(propose(twice, 1, 2, 4, 14), (Tokens{7, 6}));  // two more tokens fit
   EXPECT_EQ(propose({4, 5, 6}, 1, 3, 4), Tokens{});
   EXPECT_EQ(propose({4}, 1, 3, 4), Tokens{});
   EXPECT_EQ(propose({5, 5, 5}, 1, 4, 4), (Tokens{5}));  // 5 5 has followed 5 5 once: overlapping
@@ -227,15 +331,19 @@ TEST(RowOps, DraftsGoToTheColumnOfTheStepCounter) {
   Window window({0, 0, 0}, {});
   int32_t step = -1;
   const int32_t drawn[1] = {21};
-  begin_draft_steps(window.ctx, {.inputs = window.in, .sequences = window.s, .drawn = drawn,
-                                 .rows = window.rows, .current_draft_step = &step});
+  begin_draft_steps(window.ctx, {.inputs = window.in,
+                                 .sequences = window.s,
+                                 .drawn = drawn,
+                                 .rows = window.rows,
+                                 .current_draft_step = &step});
   EXPECT_EQ(step, 1);
   EXPECT_EQ(window.rows.positions[0], 5);
   EXPECT_EQ(window.rows.token_ids[0], 21);
   step = 2;
   const int32_t later[1] = {23};
-  store_draft(window.ctx, {.current_draft_step = &step, .rows = window.rows,
-                           .sequences = window.s, .drawn = later});
+  store_draft(
+      window.ctx,
+      {.current_draft_step = &step, .rows = window.rows, .sequences = window.s, .drawn = later});
   const int32_t* drafts = window.s.draft_tokens + 3;
   EXPECT_EQ(Tokens(drafts, drafts + 3), (Tokens{21, 0, 23}));
 }

@@ -875,6 +875,150 @@ TEST(SoftCap, MatchesReference) {
   }
 }
 
+// --- select_clusters, cluster_logits -------------------------------------------------------------
+
+TEST(SelectClusters, TakesTheBestInOrder) {
+  struct Case {
+    std::vector<float> scores;
+    std::vector<int32_t> order;  // of all clusters
+  };
+  const Case cases[] = {{{1, 5, -2, 3}, {1, 3, 0, 2}},
+                        {{7}, {0}},
+                        // Among equals the lower number comes first.
+                        {{2, 4, 2, 4, 4}, {1, 3, 4, 0, 2}},
+                        {{0.0f, -0.0f, 0.0f, -0.0f}, {0, 1, 2, 3}},
+                        {{-0.0f, 0.0f, -1.0f, -0.0f}, {0, 1, 3, 2}},
+                        // NaN is as bad as -inf, with either sign.
+                        {{kNan, -kInf, -kNan, -1e38f, kInf}, {4, 3, 0, 1, 2}},
+                        {{kNan, kNan, -kInf}, {0, 1, 2}},
+                        {{kInf, 1, kInf}, {0, 2, 1}}};
+  for (const Case& c : cases) {
+    const auto num_clusters = static_cast<int32_t>(c.scores.size());
+    for (int32_t top = 1; top <= num_clusters; ++top) {
+      // The second row's scores ascend; nothing asks for the third.
+      std::vector<float> scores = c.scores;
+      scores.resize(c.scores.size() * 3);
+      std::iota(scores.begin() + num_clusters, scores.begin() + 2 * num_clusters, 0.0f);
+      for (const int32_t num_rows : {0, 1, 2, 5}) {
+        const int32_t max_rows = num_rows == 5 ? 2 : 3;
+        std::vector<int32_t> clusters(static_cast<size_t>(3 * top), -9);
+        CpuContext ctx = context_of(1);
+        select_clusters(ctx, {.num_rows = &num_rows,
+                              .max_rows = max_rows,
+                              .scores = scores.data(),
+                              .num_clusters = num_clusters,
+                              .top = top,
+                              .clusters = clusters.data()});
+        std::vector<int32_t> expected(clusters.size(), -9);
+        for (int32_t rank = 0; rank < top; ++rank) {
+          const auto at = static_cast<size_t>(rank);
+          if (num_rows > 0) expected[at] = c.order[at];
+          if (num_rows > 1) expected[static_cast<size_t>(top) + at] = num_clusters - 1 - rank;
+        }
+        EXPECT_EQ(clusters, expected) << "top " << top << " of " << num_rows << " rows";
+      }
+    }
+  }
+}
+
+TEST(ClusterLogits, KnownAnswers) {
+  // Token t is the vector (t, 1); clusters are {4, 0}, {5, 2} and {1, 3}.
+  const std::vector<int32_t> ordering = {4, 0, 5, 2, 1, 3};
+  const TypedArray weights[] = {
+      typed_array(DType::kFloat32, {0, 1, 1, 1, 2, 1, 3, 1, 4, 1, 5, 1}),
+      typed_array(DType::kBFloat16, {0, 1, 1, 1, 2, 1, 3, 1, 4, 1, 5, 1})};
+  const std::vector<float> x = {1, 0, 10, 0.5f, kNan, kNan};
+  const std::vector<int32_t> clusters = {2, 0, 1, 2, 99, 99};
+  for (const TypedArray& weight : weights) {
+    for (const int num_threads : {1, 2}) {
+      for (const int32_t num_rows : {0, 1, 2, 7}) {
+        std::vector<float> logits(12, -9.0f);
+        std::vector<int32_t> tokens(12, -9);
+        CpuContext ctx = context_of(num_threads);
+        cluster_logits(ctx,
+                       {.num_rows = &num_rows,
+                        .max_rows = num_rows == 7 ? 2 : 3,
+                        .x = x.data(),
+                        .clusters = clusters.data(),
+                        .top = 2,
+                        .token_ordering = ordering.data(),
+                        .cluster_size = 2,
+                        .weight = weight.bytes.data(),
+                        .logits = logits.data(),
+                        .tokens = tokens.data(),
+                        .hidden = 2,
+                        .weight_dtype = &weight == weights ? DType::kFloat32 : DType::kBFloat16});
+        std::vector<float> expected_logits(12, -9.0f);
+        std::vector<int32_t> expected_tokens(12, -9);
+        const float all_logits[] = {1, 3, 4, 0, 50.5f, 20.5f, 10.5f, 30.5f};
+        const int32_t all_tokens[] = {1, 3, 4, 0, 5, 2, 1, 3};
+        const int32_t num_logits = 4 * std::min(num_rows, 2);
+        std::copy_n(all_logits, num_logits, expected_logits.begin());
+        std::copy_n(all_tokens, num_logits, expected_tokens.begin());
+        EXPECT_EQ(logits, expected_logits);
+        EXPECT_EQ(tokens, expected_tokens);
+      }
+    }
+  }
+}
+
+TEST(ClusterLogits, MatchesReference) {
+  TRACE_SEED();
+  constexpr int32_t kClusters = 5;
+  constexpr int32_t kTop = 3;
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    for (const auto& [hidden, cluster_size] : {std::pair{1, 1}, {33, 4}, {256, 7}, {1024, 2}}) {
+      Random random(44);
+      const int32_t num_rows = 4;
+      const int32_t num_logits = kTop * cluster_size;
+      const TypedArray weight =
+          typed_array(dtype, random.normals(int64_t{kClusters} * cluster_size * hidden, 0.05f));
+      const std::vector<float> x = random.normals(int64_t{num_rows} * hidden);
+      std::vector<int32_t> ordering(static_cast<size_t>(kClusters * cluster_size));
+      std::iota(ordering.begin(), ordering.end(), 0);
+      std::shuffle(ordering.begin(), ordering.end(), random.engine());
+      std::vector<int32_t> clusters;
+      for (int32_t row = 0; row < num_rows; ++row) {
+        for (int32_t rank = 0; rank < kTop; ++rank)
+          clusters.push_back((3 * row + rank) % kClusters);
+      }
+      std::vector<float> logits(static_cast<size_t>(num_rows * num_logits));
+      std::vector<int32_t> tokens(logits.size());
+      CpuContext ctx = context_of(2);
+      cluster_logits(ctx, {.num_rows = &num_rows,
+                           .max_rows = num_rows,
+                           .x = x.data(),
+                           .clusters = clusters.data(),
+                           .top = kTop,
+                           .token_ordering = ordering.data(),
+                           .cluster_size = cluster_size,
+                           .weight = weight.bytes.data(),
+                           .logits = logits.data(),
+                           .tokens = tokens.data(),
+                           .hidden = hidden,
+                           .weight_dtype = dtype});
+      for (int32_t at = 0; at < num_rows * num_logits; ++at) {
+        const int32_t row = at / num_logits;
+        const int32_t cluster = clusters[static_cast<size_t>(at / cluster_size)];
+        const int32_t token =
+            ordering[static_cast<size_t>(cluster * cluster_size + at % cluster_size)];
+        ASSERT_EQ(tokens[static_cast<size_t>(at)], token);
+        double want = 0;
+        double magnitude = 0;
+        for (int32_t i = 0; i < hidden; ++i) {
+          const double product = double{x[static_cast<size_t>(row * hidden + i)]} *
+                                 weight.rounded[static_cast<size_t>(token * hidden + i)];
+          want += product;
+          magnitude += std::fabs(product);
+        }
+        // Of one sum in a row.
+        ASSERT_TRUE(is_near(logits[static_cast<size_t>(at)], want,
+                            (hidden + 1) * kFloatEpsilon * magnitude, 0.0));
+      }
+    }
+  }
+}
+
 // --- rms_norm ----------------------------------------------------------------------------------
 
 TEST(RmsNorm, MatchesReference) {
@@ -1184,6 +1328,56 @@ TEST(QkNormRopeAppend, ZeroFrequenciesLeaveTheirPairsAlone) {
     } else {
       ASSERT_EQ(qkv[i], before[i]) << i;
     }
+  }
+}
+
+TEST(QkNormRopeAppend, AnOffsetTurnsRowsAsIfTheyWereFurtherOn) {
+  TRACE_SEED();
+  constexpr int32_t kHeadDim = 64;
+  constexpr int32_t kPositions = 50;
+  constexpr int32_t kRows = 3;
+  constexpr int32_t kWidth = 4 * kHeadDim;  // two of q, one of k, one of v
+  Random random(13);
+  const std::vector<float> cos = rope_table(kPositions, kHeadDim / 2, false);
+  const std::vector<float> sin = rope_table(kPositions, kHeadDim / 2, true);
+  const std::vector<float> q_norm = random.normals(kHeadDim);
+  const std::vector<float> k_norm = random.normals(kHeadDim);
+  const std::vector<float> before = random.normals(kRows * kWidth);
+  const std::vector<int64_t> slots = {1, 2, 3};  // blocks of one token
+  // q, then the pool.
+  const auto turn = [&](const std::vector<int32_t>& positions, int32_t offset) {
+    std::vector<float> qkv = before;
+    std::vector<float> pool(4 * 2 * kHeadDim, -9.0f);
+    const int32_t num_rows = kRows;
+    CpuContext ctx = context_of(1);
+    qk_norm_rope_append(ctx, {.num_rows = &num_rows,
+                              .max_rows = num_rows,
+                              .qkv = qkv.data(),
+                              .positions = positions.data(),
+                              .slot_mapping = slots.data(),
+                              .q_norm = q_norm.data(),
+                              .k_norm = k_norm.data(),
+                              .norm_weight_offset = 0.0f,
+                              .norm_eps = 1e-6f,
+                              .rope_cos = cos.data(),
+                              .rope_sin = sin.data(),
+                              .kv = {.base = reinterpret_cast<std::byte*>(pool.data()),
+                                     .block_bytes = 2 * kHeadDim * 4,
+                                     .k_offset = 0,
+                                     .v_offset = kHeadDim * 4,
+                                     .block_size = 1,
+                                     .dtype = DType::kFloat32},
+                              .num_qo_heads = 2,
+                              .num_kv_heads = 1,
+                              .head_dim = kHeadDim,
+                              .position_offset = offset});
+    qkv.insert(qkv.end(), pool.begin(), pool.end());
+    return qkv;
+  };
+  for (const int32_t offset : {1, 5}) {
+    const int32_t last = kPositions - 1;
+    EXPECT_EQ(turn({0, 37, last - offset}, offset), turn({offset, 37 + offset, last}, 0));
+    EXPECT_NE(turn({0, 37, last - offset}, offset), turn({0, 37, last - offset}, 0));
   }
 }
 
@@ -1810,6 +2004,68 @@ TEST(Draw, ADraftVocabularyDrawsWhatItsLogitsDrawAmongAllTokens) {
     const auto all = draw_from(scattered, nullptr);
     ASSERT_EQ(mapped.first, all.first) << "temperature " << temperature;
     ASSERT_FLOAT_EQ(mapped.second, all.second);
+  }
+}
+
+// Rows whose logits are those of a few tokens each, in any order, and which have not moved on.
+TEST(Draw, RowsOfTheirOwnTokensDrawWhatTheirLogitsDrawAmongAllTokens) {
+  TRACE_SEED();
+  Random random(28);
+  constexpr int32_t kTokens = 300;
+  constexpr int32_t kLimit = 280;  // tokens of the target
+  constexpr int32_t kIds = 90;     // of a row, and some more that are not drawable
+  constexpr int32_t kStride = kIds + 6;
+  constexpr int32_t kRows = 3;
+  const std::vector<int32_t> identity = {0, 1, 2};
+  for (int i = 0; i < 200; ++i) {
+    DrawRows all = {.logits = std::vector<float>(kRows * kLimit, -kInf),
+                    .stride = kLimit,
+                    .vocab_limit = kLimit,
+                    .row_index = identity,
+                    .seq_slot = identity,
+                    .positions = {},
+                    .seeds = {},
+                    .temperatures = {}};
+    std::vector<float> logits(kRows * kStride, kInf);
+    std::vector<int32_t> maps(kRows * kStride, 0);
+    std::vector<int32_t> tokens(kTokens);
+    std::iota(tokens.begin(), tokens.end(), 0);
+    const int32_t steps = random.below(16);
+    std::vector<int32_t> positions;
+    for (int32_t row = 0; row < kRows; ++row) {
+      std::shuffle(tokens.begin(), tokens.end(), random.engine());
+      for (int32_t id = 0; id < kIds; ++id) {
+        const int32_t token = tokens[static_cast<size_t>(id)];
+        const float logit = random.below(30) == 0 ? kNan : random.normal();
+        logits[static_cast<size_t>(row * kStride + id)] = logit;
+        maps[static_cast<size_t>(row * kStride + id)] = token;
+        if (token < kLimit) all.logits[static_cast<size_t>(row * kLimit + token)] = logit;
+      }
+      positions.push_back(random.below(1000));
+      all.positions.push_back(positions.back() + 1 + steps);  // draw_ahead is 1 there
+      all.seeds.push_back(random.engine()());
+      all.temperatures.push_back(std::array{0.0f, 0.3f, 1.0f}[static_cast<size_t>((i + row) % 3)]);
+    }
+    const int32_t num_rows = kRows;
+    std::vector<int32_t> drawn(kRows, -99);
+    CpuContext ctx = context_of(2);
+    draw(ctx, {.num_rows = &num_rows,
+               .max_rows = kRows,
+               .logits = logits.data(),
+               .logits_stride = kStride,
+               .vocab_limit = kIds,
+               .row_index = identity.data(),
+               .seq_slot = identity.data(),
+               .positions = positions.data(),
+               .seeds = all.seeds.data(),
+               .temperatures = all.temperatures.data(),
+               .tokens = drawn.data(),
+               .draw_ahead = 2,
+               .token_map = maps.data(),
+               .token_limit = kLimit,
+               .token_map_stride = kStride,
+               .steps_ahead = &steps});
+    ASSERT_EQ(drawn, all.draw_all(1));
   }
 }
 

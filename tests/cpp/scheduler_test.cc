@@ -249,6 +249,12 @@ TEST(BatchBuilder, LaysOutRaggedRows) {
   window.first_rows = FirstRows::kWindow;
   build_batch(plan, window, inputs);
   EXPECT_EQ(head(inputs.first_indptr, 5), (std::vector<int32_t>{0, 4, 10, 15, 15}));
+  // One that stays at the last position with KV has a row of each sequence that drafts.
+  window.first_rows = FirstRows::kLast;
+  build_batch(plan, window, inputs);
+  EXPECT_EQ(head(inputs.first_indptr, 5), (std::vector<int32_t>{0, 1, 2, 2, 2}));
+  EXPECT_EQ(inputs.num_first_rows, 2);
+  EXPECT_EQ(inputs.num_drafting, 2);
   window.first_rows = FirstRows::kNone;
   build_batch(plan, window, inputs);
   EXPECT_EQ(inputs.num_first_rows, 0);

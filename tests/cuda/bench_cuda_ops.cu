@@ -275,7 +275,11 @@ void bench_small_ops(Bench& bench) {
       {"gather/4096", [](const Rows& rows) { return make_gather({4096}, rows, 1); }},
       {"soft_cap/151936", [](const Rows& rows) { return make_soft_cap({151936}, rows, 1); }},
       {"draw/151936/greedy", draw_at(0.0f)},
-      {"draw/151936/t1", draw_at(1.0f)}};
+      {"draw/151936/t1", draw_at(1.0f)},
+      {"clusters_select/2048",
+       [](const Rows& rows) { return make_select_clusters({2048, 32}, rows, 1); }},
+      {"clusters_logits/256",
+       [](const Rows& rows) { return make_cluster_logits({256, 2048, 128, 32}, rows, 1); }}};
   constexpr int32_t kRows[] = {1, 4, 64, 256};
   bool has_header = false;
   for (const auto& [name, make] : ops) {

@@ -225,7 +225,7 @@ def test() -> int:
 
 #: Tools, and what each runs: parts of the op table by name. racecheck follows every access to
 #: shared memory and takes minutes where the others take seconds, so it goes part by part.
-OPS = ("gemm", "attention", "list", "rms", "draw", "rope", "gated")
+OPS = ("gemm", "attention", "list", "rms", "draw", "rope", "gated", "clusters")
 REST = "*:-" + ":".join(f"*MatchesTheCpu/{op}_*" for op in OPS)
 SANITIZERS = {
     "memcheck": ("*",),

@@ -241,6 +241,7 @@ void add_ropes(TableBuilder& table) {
                   (s.kv_inputs == KvInputs::kKeys   ? "_keys"
                    : s.kv_inputs == KvInputs::kNone ? "_q"
                                                     : "") +
+                  (s.position_offset != 0 ? "_ahead" + std::to_string(s.position_offset) : "") +
                   dtype_suffix(s.dtype),
               make_rope, s, is_invariance_case);
   };
@@ -261,6 +262,11 @@ void add_ropes(TableBuilder& table) {
     add({8, 1, 512, 16, dtype, true, KvInputs::kNone});
     add({4, 2, 34, 5, dtype, true, KvInputs::kNone});
     add({4, 2, 128, 1, dtype, true, KvInputs::kNone}, true);
+    // Gemma 4 MTP may stand one position past its last key. The offset is that of k as well.
+    add({4, 1, 256, 16, dtype, true, KvInputs::kNone, false, 1});
+    add({4, 2, 34, 5, dtype, true, KvInputs::kNone, false, 1});
+    add({4, 2, 128, 1, dtype, false, KvInputs::kNone, false, 1}, true);
+    add({4, 2, 128, 1, dtype, true, KvInputs::kKeysAndValues, false, 1}, true);
   }
 }
 
@@ -294,6 +300,33 @@ void add_draws(TableBuilder& table) {
          .has_probabilities = true,
          .is_mapped = true},
         vocab == 5003);
+    // Gemma 4 MTP: rows that stay where they are, and logits of clusters of tokens.
+    add("steps_mixed", {.vocab_limit = vocab, .padding = 4, .temperature = -1.0f, .steps_ahead = 3},
+        vocab == 5003);
+    add("row_maps_greedy",
+        {.vocab_limit = vocab, .padding = 5, .is_mapped = true, .has_row_maps = true});
+    add("row_maps_steps_mixed",
+        {.vocab_limit = vocab,
+         .temperature = -1.0f,
+         .has_probabilities = true,
+         .is_mapped = true,
+         .has_row_maps = true,
+         .steps_ahead = 15},
+        vocab == 5003);
+  }
+  for (const int32_t vocab : {64, 5003}) {
+    // Among equal logits it is the lowest id, not the lowest token, that is drawn.
+    for (const auto& [name, logits] : {std::pair{"row_maps_ties_greedy", LogitKind::kTies},
+                                       {"row_maps_holes_greedy", LogitKind::kHoles}}) {
+      add(name,
+          {.vocab_limit = vocab,
+           .padding = 3,
+           .logits = logits,
+           .has_probabilities = true,
+           .is_mapped = true,
+           .has_row_maps = true},
+          true);
+    }
   }
   add("t1", {.vocab_limit = 151936, .temperature = 1.0f, .has_probabilities = true});
   for (const int32_t vocab : {64, 5003}) {
@@ -322,6 +355,56 @@ void add_draws(TableBuilder& table) {
   add("t1em5", {.vocab_limit = 1000, .temperature = 1e-5f});
 }
 
+void add_clusters(TableBuilder& table) {
+  const struct {
+    LogitKind kind;
+    const char* suffix;
+  } kinds[] = {{LogitKind::kPlain, ""},
+               {LogitKind::kTies, "_ties"},
+               {LogitKind::kHoles, "_holes"},
+               {LogitKind::kInfinite, "_infinite"}};
+  // {clusters, top}
+  for (const auto& [count, top] : {std::pair{1, 1},
+                                   {3, 2},
+                                   {16, 1},
+                                   {16, 5},
+                                   {16, 16},
+                                   {255, 7},
+                                   {256, 32},
+                                   {257, 257},
+                                   {300, 299},
+                                   {2048, 1},
+                                   {2048, 32},
+                                   {2048, 2048}}) {
+    for (const auto& [kind, suffix] : kinds) {
+      const bool is_invariance_case = count == 16 || count == 300 || top == 32;
+      table.add("clusters_select_n" + std::to_string(count) + "_top" + std::to_string(top) + suffix,
+                make_select_clusters, SelectClustersSpec{count, top, kind}, is_invariance_case);
+    }
+  }
+  const auto add = [&](const ClusterLogitsSpec& s, bool is_invariance_case = false) {
+    table.add("clusters_logits_h" + std::to_string(s.hidden) + "_n" +
+                  std::to_string(s.num_clusters) + "x" + std::to_string(s.cluster_size) + "_top" +
+                  std::to_string(s.top) + dtype_suffix(s.x_dtype) +
+                  (s.weight_dtype != s.x_dtype ? "_weight" + dtype_suffix(s.weight_dtype) : ""),
+              make_cluster_logits, s, is_invariance_case);
+  };
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    add({1, 40, 1, 40, dtype, dtype});
+    add({32, 16, 4, 5, dtype, dtype}, true);
+    add({32, 50, 1, 7, dtype, dtype});
+    add({33, 16, 4, 16, dtype, dtype}, true);
+    add({40, 3, 33, 1, dtype, dtype});
+    add({256, 64, 1, 64, dtype, dtype});
+    add({256, 24, 128, 8, dtype, dtype}, true);
+    add({999, 16, 4, 9, dtype, dtype});
+    add({1000, 16, 4, 9, dtype, dtype});
+    add({1024, 16, 4, 3, dtype, dtype});
+    add({1024, 8, 128, 2, dtype, dtype}, true);
+  }
+  add({256, 16, 4, 5, DType::kFloat32, DType::kBFloat16}, true);
+}
+
 struct NamedRows {
   const char* name;
   int32_t num_rows;
@@ -343,6 +426,7 @@ const std::vector<RowWiseCase>& row_wise_cases() {
     add_ropes(table);
     add_lists(table);
     add_draws(table);
+    add_clusters(table);
     return table.cases;
   }();
   return cases;

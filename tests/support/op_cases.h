@@ -194,6 +194,7 @@ struct RopeSpec {
   bool has_norms = true;
   KvInputs kv_inputs = KvInputs::kKeysAndValues;
   bool has_v_norm = false;
+  int32_t position_offset = 0;
 };
 struct ListSpec {
   int32_t num_qo_heads = 0;
@@ -226,7 +227,23 @@ struct DrawSpec {
   float temperature = 0.0f;  // below 0: 0, 0.3, 1 and 2 by turns
   LogitKind logits = LogitKind::kPlain;
   bool has_probabilities = false;
-  bool is_mapped = false;  // ids are rows of a draft vocabulary, some of them of no token
+  bool is_mapped = false;     // ids are rows of a draft vocabulary, some of them of no token
+  bool has_row_maps = false;  // with is_mapped: each row has an order of its tokens of its own
+  int32_t steps_ahead = 0;    // 0: none is given
+};
+// Equal scores, some of them -0 and 0, are those of kTies.
+struct SelectClustersSpec {
+  int32_t num_clusters = 0;
+  int32_t top = 0;
+  LogitKind scores = LogitKind::kPlain;
+};
+struct ClusterLogitsSpec {
+  int32_t hidden = 0;
+  int32_t num_clusters = 0;
+  int32_t cluster_size = 0;
+  int32_t top = 0;
+  DType x_dtype = DType::kBFloat16;
+  DType weight_dtype = DType::kBFloat16;
 };
 
 [[nodiscard]] OpInstance make_gemm(const GemmSpec& spec, const Rows& rows, uint64_t seed);
@@ -240,6 +257,10 @@ struct DrawSpec {
 [[nodiscard]] OpInstance make_copy(const CopySpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_soft_cap(const SoftCapSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_draw(const DrawSpec& spec, const Rows& rows, uint64_t seed);
+[[nodiscard]] OpInstance make_select_clusters(const SelectClustersSpec& spec, const Rows& rows,
+                                              uint64_t seed);
+[[nodiscard]] OpInstance make_cluster_logits(const ClusterLogitsSpec& spec, const Rows& rows,
+                                             uint64_t seed);
 
 struct AttentionSpec {
   int32_t num_qo_heads = 0;
@@ -280,13 +301,19 @@ enum class StateOp : uint8_t {
   kDraftSteps,
   kProposeNgram
 };
+// Whose rows kAssembleFirstRows and kDraftSteps make.
+enum class DraftedBy : uint8_t {
+  kModel,  // a draft model's: the newest tokens
+  kHead,   // a head's: the rows of the verify pass
+  kFixed,  // those of a head that stays at the last position with KV
+};
 struct StateSpec {
   int32_t max_seqs = 0;
   int32_t num_seqs = 0;
   int32_t num_draft_tokens = 0;
   int32_t block_size = 16;
   bool stops_early = false;  // of kDraftSteps
-  bool is_head = false;      // of kAssembleFirstRows and kDraftSteps
+  DraftedBy drafted_by = DraftedBy::kModel;
 };
 [[nodiscard]] OpInstance make_state(StateOp op, const StateSpec& spec, uint64_t seed);
 

@@ -31,7 +31,8 @@ enum Purpose : uint64_t {
   kIndex,
   kNoise,
   kScale,
-  kUp
+  kUp,
+  kOrdering
 };
 
 // Tensor cores cut what they add below the last bit instead of rounding it: half an ulp of bias for
@@ -298,6 +299,7 @@ OpInstance make_rope(const RopeSpec& s, const Rows& rows, uint64_t seed) {
   const int64_t width =
       int64_t{qkv_heads(s.num_qo_heads, s.num_kv_heads, s.kv_inputs)} * s.head_dim;
   const int64_t half = s.head_dim / 2;
+  const int64_t num_positions = kMaxPositions + s.position_offset;  // of the tables
   const auto is_inert = [](int64_t id) { return id % 13 == 6; };
   // Every row has a slot of its own, past the null block.
   const int32_t num_blocks =
@@ -327,7 +329,7 @@ OpInstance make_rope(const RopeSpec& s, const Rows& rows, uint64_t seed) {
   }
   const auto table = [=](bool is_sin) {
     return [=](float* to) {
-      for (int64_t position = 0; position < kMaxPositions; ++position) {
+      for (int64_t position = 0; position < num_positions; ++position) {
         for (int64_t i = 0; i < half; ++i) {
           const double exponent = -static_cast<double>(i) / static_cast<double>(half);
           const double angle = static_cast<double>(position) * std::pow(10000.0, exponent);
@@ -338,7 +340,7 @@ OpInstance make_rope(const RopeSpec& s, const Rows& rows, uint64_t seed) {
   };
   const auto add_table = [&](const char* name, bool is_sin) {
     OpArray angles =
-        float_array(name, Element::kF32, Element::kF32, kMaxPositions * half, table(is_sin));
+        float_array(name, Element::kF32, Element::kF32, num_positions * half, table(is_sin));
     angles.is_constant = true;
     return op.add(std::move(angles));
   };
@@ -379,7 +381,8 @@ OpInstance make_rope(const RopeSpec& s, const Rows& rows, uint64_t seed) {
                                                     .head_dim = s.head_dim,
                                                     .qkv_dtype = activation_dtype(ctx, s.dtype),
                                                     .kv_inputs = s.kv_inputs,
-                                                    .has_v_norm = s.has_v_norm});
+                                                    .has_v_norm = s.has_v_norm,
+                                                    .position_offset = s.position_offset});
   });
   return op;
 }
@@ -536,6 +539,7 @@ namespace {
 
 // What a row draws from, by its identity.
 struct DrawRow {
+  int64_t id;
   uint64_t seed;
   int32_t position;
   float temperature;
@@ -545,17 +549,18 @@ struct DrawRow {
 DrawRow draw_row_of(const DrawSpec& s, int64_t id, uint64_t seed) {
   Stream stream(seed, kNoise, static_cast<uint64_t>(id));
   const float by_turns[] = {0.0f, 0.3f, 1.0f, 2.0f};
-  return {.seed = stream.next(),
+  return {.id = id,
+          .seed = stream.next(),
           .position = stream.below(1 << 20),
           .temperature = s.temperature < 0.0f ? by_turns[id % 4] : s.temperature,
           .is_inert = id % 17 == 9};
 }
 
-void fill_logits(const DrawSpec& s, int64_t id, uint64_t seed, float* to) {
+void fill_logits(LogitKind kind, int32_t count, int64_t id, uint64_t seed, float* to) {
   Stream stream(seed, kX, static_cast<uint64_t>(id));
-  stream.fill(to, s.vocab_limit, s.logits == LogitKind::kPeaked ? 1000.0f : 2.0f);
-  for (int32_t i = 0; i < s.vocab_limit; ++i) {
-    switch (s.logits) {
+  stream.fill(to, count, kind == LogitKind::kPeaked ? 1000.0f : 2.0f);
+  for (int32_t i = 0; i < count; ++i) {
+    switch (kind) {
       case LogitKind::kPlain:
       case LogitKind::kPeaked:
         break;
@@ -566,29 +571,52 @@ void fill_logits(const DrawSpec& s, int64_t id, uint64_t seed, float* to) {
         if (id % 5 == 3 || stream.one_in(3)) to[i] = stream.one_in(2) ? kNan : -kInf;
         break;
       case LogitKind::kInfinite:
-        if (stream.one_in(s.vocab_limit / 3 + 1)) to[i] = kInf;
+        if (stream.one_in(count / 3 + 1)) to[i] = kInf;
         break;
     }
   }
+}
+
+void fill_logits(const DrawSpec& s, int64_t id, uint64_t seed, float* to) {
+  fill_logits(s.logits, s.vocab_limit, id, seed, to);
   std::fill_n(to + s.vocab_limit, s.padding, kInf);
 }
 
-// A mapped id's token, and the first token that is none of the target's.
-int32_t token_of(const DrawSpec& s, int32_t id) { return s.is_mapped ? 2 * id + id / 3 % 2 : id; }
+// The token of an id of row `row`, and the first token that is none of the target's. Where rows
+// have maps of their own, these are rotations of one order, every other one of them backwards: an
+// id is then another token in nearly every row, and ids do not ascend with tokens.
+int32_t token_of(const DrawSpec& s, int64_t row, int32_t id) {
+  if (!s.is_mapped) return id;
+  int32_t place = id;
+  if (s.has_row_maps) {
+    place = static_cast<int32_t>((id + row * 7919) % s.vocab_limit);
+    if (row % 2 == 1) place = s.vocab_limit - 1 - place;
+  }
+  return 2 * place + place / 3 % 2;
+}
 int32_t token_limit(const DrawSpec& s) { return 2 + 2 * s.vocab_limit / 10 * 9; }
 int32_t draw_ahead(const DrawSpec& s) { return s.is_mapped ? 2 : 1; }
-// The id of a drawn token; what is no token stays.
-int32_t id_of(const DrawSpec& s, int32_t token) {
-  return s.is_mapped && token >= 0 && token_of(s, token / 2) == token ? token / 2 : token;
+// The id of a drawn token of row `row`; what is no token stays.
+int32_t id_of(const DrawSpec& s, int64_t row, int32_t token) {
+  if (!s.is_mapped || token < 0) return token;
+  int32_t id = token / 2;  // its place
+  if (s.has_row_maps) {
+    if (row % 2 == 1) id = s.vocab_limit - 1 - id;
+    const auto shift = static_cast<int32_t>(row * 7919 % s.vocab_limit);
+    id = (id - shift + s.vocab_limit) % s.vocab_limit;
+  }
+  const bool is_id = token / 2 < s.vocab_limit && token_of(s, row, id) == token;
+  return is_id ? id : token;
 }
 
 double gumbel_key(const DrawSpec& s, const DrawRow& row, float logit, int32_t id) {
   if (!(row.temperature > 0.0f)) return logit;
-  const NoiseKey key{.seed = row.seed,
-                     .stream = NoiseStream::kTarget,
-                     .position = static_cast<uint32_t>(row.position + draw_ahead(s)),
-                     .salt = 0};
-  const int32_t token = token_of(s, id);
+  const NoiseKey key{
+      .seed = row.seed,
+      .stream = NoiseStream::kTarget,
+      .position = static_cast<uint32_t>(row.position + draw_ahead(s) + s.steps_ahead),
+      .salt = 0};
+  const int32_t token = token_of(s, row.id, id);
   const uint32_t bits =
       philox(key, static_cast<uint32_t>(token) / 4)[static_cast<size_t>(token % 4)];
   return double{logit} / row.temperature -
@@ -669,10 +697,19 @@ OpInstance make_draw(const DrawSpec& s, const Rows& rows, uint64_t seed) {
       [temperatures](float* to) { std::copy(temperatures.begin(), temperatures.end(), to); }));
   Handle map = kNoArray;
   if (s.is_mapped) {
-    std::vector<int32_t> all(static_cast<size_t>(s.vocab_limit));
-    for (int32_t id = 0; id < s.vocab_limit; ++id) all[static_cast<size_t>(id)] = token_of(s, id);
+    // What no row may look at is below every limit: it would be drawn.
+    const auto num_maps = s.has_row_maps ? size : 1;
+    std::vector<int32_t> all(num_maps * static_cast<size_t>(stride), kMinInt);
+    for (size_t i = 0; i < (s.has_row_maps ? rows.ids.size() : 1); ++i) {
+      const int64_t row = s.has_row_maps ? rows.ids[i] : 0;
+      int32_t* const tokens_of_row = all.data() + static_cast<int64_t>(i) * stride;
+      for (int32_t id = 0; id < s.vocab_limit; ++id) tokens_of_row[id] = token_of(s, row, id);
+    }
     map = op.add(int_array("token_map", Role::kInput, all));
   }
+  const Handle steps =
+      s.steps_ahead > 0 ? op.add(int_array<int32_t>("steps_ahead", Role::kInput, {s.steps_ahead}))
+                        : kNoArray;
   OpArray drawn = output_array("tokens", Element::kI32, Element::kI32, max_rows, 1);
   drawn.compare = Compare::kByCase;
   const Handle tokens = op.add(std::move(drawn));
@@ -697,7 +734,9 @@ OpInstance make_draw(const DrawSpec& s, const Rows& rows, uint64_t seed) {
                          .probabilities = at.get<float>(probabilities),
                          .draw_ahead = draw_ahead(s),
                          .token_map = at.get<int32_t>(map),
-                         .token_limit = token_limit(s)});
+                         .token_limit = token_limit(s),
+                         .token_map_stride = s.has_row_maps ? stride : 0,
+                         .steps_ahead = at.get<int32_t>(steps)});
   });
   op.check = [=](const ArrayBytes& cpu, const ArrayBytes& cuda, int64_t* num_different) {
     const auto* const want =
@@ -710,13 +749,14 @@ OpInstance make_draw(const DrawSpec& s, const Rows& rows, uint64_t seed) {
             : reinterpret_cast<const float*>(cuda[static_cast<size_t>(probabilities)].data());
     std::vector<float> row_logits(static_cast<size_t>(stride));
     for (size_t i = 0; i < rows.ids.size(); ++i) {
-      fill_logits(s, rows.ids[i], seed, row_logits.data());
+      const int64_t row = rows.ids[i];
+      fill_logits(s, row, seed, row_logits.data());
       for (int32_t id = 0; s.is_mapped && id < s.vocab_limit; ++id) {
-        if (token_of(s, id) >= token_limit(s)) row_logits[static_cast<size_t>(id)] = kNan;
+        if (token_of(s, row, id) >= token_limit(s)) row_logits[static_cast<size_t>(id)] = kNan;
       }
-      const std::string wrong =
-          judge_draw(s, draw_row_of(s, rows.ids[i], seed), row_logits.data(), id_of(s, want[i]),
-                     id_of(s, got[i]), chance == nullptr ? nullptr : chance + i, num_different);
+      const std::string wrong = judge_draw(s, draw_row_of(s, row, seed), row_logits.data(),
+                                           id_of(s, row, want[i]), id_of(s, row, got[i]),
+                                           chance == nullptr ? nullptr : chance + i, num_different);
       if (!wrong.empty()) return "row " + std::to_string(i) + ": " + wrong;
     }
     for (size_t i = rows.ids.size(); i < size; ++i) {
@@ -729,6 +769,83 @@ OpInstance make_draw(const DrawSpec& s, const Rows& rows, uint64_t seed) {
     }
     return std::string();
   };
+  return op;
+}
+
+OpInstance make_select_clusters(const SelectClustersSpec& s, const Rows& rows, uint64_t seed) {
+  OpInstance op;
+  const Handle num_rows = add_num_rows(op, rows);
+  const Handle scores = op.add(row_array(
+      "scores", Element::kF32, Element::kF32, rows, s.num_clusters,
+      [=](int64_t id, float* to) { fill_logits(s.scores, s.num_clusters, id, seed, to); }));
+  const Handle clusters = op.add(output_array("clusters", Element::kI32, Element::kI32,
+                                              int64_t{rows.max_rows} * s.top, s.top));
+  const int32_t max_rows = rows.max_rows;
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    select_clusters(ctx, SelectClustersParams{.num_rows = at.get<int32_t>(num_rows),
+                                              .max_rows = max_rows,
+                                              .scores = at.get<float>(scores),
+                                              .num_clusters = s.num_clusters,
+                                              .top = s.top,
+                                              .clusters = at.get<int32_t>(clusters)});
+  });
+  return op;
+}
+
+OpInstance make_cluster_logits(const ClusterLogitsSpec& s, const Rows& rows, uint64_t seed) {
+  OpInstance op;
+  const int32_t num_tokens = s.num_clusters * s.cluster_size;
+  const int64_t num_logits = int64_t{s.top} * s.cluster_size;
+  const Handle num_rows = add_num_rows(op, rows);
+  const Handle x =
+      op.add(normal_rows("x", element_of(s.x_dtype), rows, s.hidden, s.hidden, seed, kX));
+  // Different clusters in any order; rows that are not computed hold stale ones.
+  const auto top = static_cast<size_t>(s.top);
+  std::vector<int32_t> chosen(static_cast<size_t>(rows.max_rows) * top, s.num_clusters - 1);
+  std::vector<int32_t> all(static_cast<size_t>(s.num_clusters));
+  for (size_t i = 0; i < rows.ids.size(); ++i) {
+    Stream stream(seed, kIndex, static_cast<uint64_t>(rows.ids[i]));
+    std::iota(all.begin(), all.end(), 0);
+    for (size_t rank = 0; rank < top; ++rank) {
+      const auto left = static_cast<int32_t>(all.size() - rank);
+      std::swap(all[rank], all[rank + static_cast<size_t>(stream.below(left))]);
+      chosen[i * top + rank] = all[rank];
+    }
+  }
+  const Handle clusters = op.add(int_array("clusters", Role::kInput, chosen));
+  std::vector<int32_t> ordering(static_cast<size_t>(num_tokens));
+  std::iota(ordering.begin(), ordering.end(), 0);
+  Stream stream(seed, kOrdering);
+  for (size_t i = ordering.size(); i > 1; --i) {
+    std::swap(ordering[i - 1],
+              ordering[static_cast<size_t>(stream.below(static_cast<int32_t>(i)))]);
+  }
+  OpArray tokens_by_cluster = int_array("token_ordering", Role::kInput, ordering);
+  tokens_by_cluster.is_constant = true;
+  const Handle token_ordering = op.add(std::move(tokens_by_cluster));
+  const Handle weight =
+      op.add(normal_constant("weight", element_of(s.weight_dtype), int64_t{num_tokens} * s.hidden,
+                             seed, kWeight, 1.0f / std::sqrt(static_cast<float>(s.hidden))));
+  const Handle logits = op.add(
+      output_array("logits", Element::kF32, Element::kF32, rows.max_rows * num_logits, num_logits));
+  const Handle tokens = op.add(
+      output_array("tokens", Element::kI32, Element::kI32, rows.max_rows * num_logits, num_logits));
+  const int32_t max_rows = rows.max_rows;
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    cluster_logits(ctx, ClusterLogitsParams{.num_rows = at.get<int32_t>(num_rows),
+                                            .max_rows = max_rows,
+                                            .x = at.raw(x),
+                                            .clusters = at.get<int32_t>(clusters),
+                                            .top = s.top,
+                                            .token_ordering = at.get<int32_t>(token_ordering),
+                                            .cluster_size = s.cluster_size,
+                                            .weight = at.raw(weight),
+                                            .logits = at.get<float>(logits),
+                                            .tokens = at.get<int32_t>(tokens),
+                                            .hidden = s.hidden,
+                                            .x_dtype = activation_dtype(ctx, s.x_dtype),
+                                            .weight_dtype = s.weight_dtype});
+  });
   return op;
 }
 

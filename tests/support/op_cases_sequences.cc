@@ -403,7 +403,9 @@ class World {
     kinds_.assign(size, 0);
     starts_.assign(size, 0);
     lens_.assign(static_cast<size_t>(max_slots_), 1);
-    for (int32_t& len : lens_) len = 1 + stream_.below(kMaxLen - 30);
+    // Only with a token before the newest is there a position with KV to draft from.
+    const int32_t shortest = s_.drafted_by == DraftedBy::kFixed ? 2 : 1;
+    for (int32_t& len : lens_) len = shortest + stream_.below(kMaxLen - 30);
     for (int32_t i = 0; i < s_.num_seqs; ++i) kinds_[static_cast<size_t>(i)] = stream_.below(4);
     std::sort(kinds_.begin(), kinds_.begin() + s_.num_seqs);
     int32_t num_drafting = 0;
@@ -412,20 +414,19 @@ class World {
       const auto kind = static_cast<RowKind>(kinds_[i]);
       int32_t& len = lens_[static_cast<size_t>(batch_slots_[i])];
       const bool is_decode = kind == RowKind::kDecode;
-      num_drafting += is_decode || kind == RowKind::kPrefillFinal;
+      const bool is_drafting = is_decode || kind == RowKind::kPrefillFinal;
+      num_drafting += is_drafting;
       int32_t rows = s_.num_draft_tokens + 1;
       if (!is_decode) {
         rows = 1 + stream_.below(20);
         starts_[i] = len;
         // Before its chunk is assembled a sequence may still hold anything.
         if (op_kind != StateOp::kAssembleVerifyRows) len += rows;
-        if (s_.is_head && kind == RowKind::kPrefillFinal) ++len;  // the token just drawn
+        const bool has_drawn = s_.drafted_by != DraftedBy::kModel && is_drafting;
+        if (has_drawn) ++len;  // the token just drawn
       }
       emitted_.push_back(is_decode ? std::min(1 + stream_.below(rows), len - 1) : 0);
-      const int32_t of_head = kind == RowKind::kScore ? 0 : rows;
-      const int32_t first = s_.is_head  ? of_head
-                            : is_decode ? std::min(2, len)
-                                        : std::min(rows, len);
+      const int32_t first = first_rows_of(kind, rows, len);
       const int32_t logits = is_decode                          ? rows
                              : kind == RowKind::kPrefillFinal   ? 1
                              : kind == RowKind::kPrefillPartial ? 0
@@ -455,6 +456,19 @@ class World {
     first_indptr_ = ints("first_indptr", padded(first_ends_));
     logit_indptr_ = ints("logit_indptr", padded(logit_ends_));
     prefill_tokens_ = ints("prefill_tokens", tokens);
+  }
+
+  // Rows in the drafter's first pass of a sequence with `rows` in the verify pass.
+  [[nodiscard]] int32_t first_rows_of(RowKind kind, int32_t rows, int32_t len) const {
+    switch (s_.drafted_by) {
+      case DraftedBy::kModel:
+        return std::min(kind == RowKind::kDecode ? 2 : rows, len);
+      case DraftedBy::kHead:
+        return kind == RowKind::kScore ? 0 : rows;
+      case DraftedBy::kFixed:
+        return kind == RowKind::kDecode || kind == RowKind::kPrefillFinal ? 1 : 0;
+    }
+    return 0;
   }
 
   void make_sequences(StateOp op_kind) {
@@ -523,7 +537,11 @@ OpInstance make_assemble(World world, const StateSpec& s, StateOp kind) {
   static_assert(offsetof(SequenceResult, emitted_len) == 0);
   const Handle results = is_verify ? kNoArray : world.results();
   const Handle last_row = is_verify ? kNoArray : world.poison("last_row", s.max_seqs);
-  const FirstRows first_rows = s.is_head ? FirstRows::kWindow : FirstRows::kNewest;
+  const bool is_fixed = s.drafted_by == DraftedBy::kFixed;
+  const Handle hidden_rows = is_fixed ? world.poison("hidden_rows", rows.capacity) : kNoArray;
+  const FirstRows first_rows = is_fixed                           ? FirstRows::kLast
+                               : s.drafted_by == DraftedBy::kHead ? FirstRows::kWindow
+                                                                  : FirstRows::kNewest;
   OpInstance op = world.op;
   op.set_run([=](auto& ctx, const Addresses& at) {
     if (is_verify) {
@@ -531,12 +549,14 @@ OpInstance make_assemble(World world, const StateSpec& s, StateOp kind) {
                                                          .sequences = world.sequences(at),
                                                          .rows = rows.at(at)});
     } else {
-      assemble_first_rows(ctx, AssembleFirstRowsParams{.inputs = world.inputs(at),
-                                                       .sequences = world.sequences(at),
-                                                       .rows = rows.at(at),
-                                                       .first_rows = first_rows,
-                                                       .results = at.get<SequenceResult>(results),
-                                                       .last_row = at.get<int32_t>(last_row)});
+      assemble_first_rows(ctx,
+                          AssembleFirstRowsParams{.inputs = world.inputs(at),
+                                                  .sequences = world.sequences(at),
+                                                  .rows = rows.at(at),
+                                                  .first_rows = first_rows,
+                                                  .results = at.get<SequenceResult>(results),
+                                                  .last_row = at.get<int32_t>(last_row),
+                                                  .hidden_rows = at.get<int32_t>(hidden_rows)});
     }
   });
   return op;
@@ -592,7 +612,8 @@ OpInstance make_metadata(World world, const StateSpec& s) {
 // Everything between the first pass and the end of drafting, with draws made up.
 OpInstance make_draft_steps(World world, const StateSpec& s) {
   const int32_t k = s.num_draft_tokens;
-  const int32_t draw_ahead = s.is_head ? 2 : 1;
+  const int32_t draw_ahead = s.drafted_by == DraftedBy::kModel ? 1 : 2;
+  const bool advances_positions = s.drafted_by != DraftedBy::kFixed;
   std::vector<int32_t> indptr(static_cast<size_t>(s.max_seqs) + 1);
   std::iota(indptr.begin(), indptr.end(), 0);
   const auto rows = world.unwritten_rows(s.max_seqs, world.ints("step_indptr", indptr), 1);
@@ -614,6 +635,7 @@ OpInstance make_draft_steps(World world, const StateSpec& s) {
     advance.rows = rows.at(at);
     advance.sequences = sequences;
     advance.draw_ahead = draw_ahead;
+    advance.advances_positions = advances_positions;
     for (const GroupMetadata& group : groups) {
       advance.groups[advance.num_groups++] = advance_group(group);
     }
@@ -630,7 +652,8 @@ OpInstance make_draft_steps(World world, const StateSpec& s) {
                                                      .rows = rows.at(at),
                                                      .current_draft_step = at.get<int32_t>(step),
                                                      .stop = stop,
-                                                     .draw_ahead = draw_ahead});
+                                                     .draw_ahead = draw_ahead,
+                                                     .advances_positions = advances_positions});
         build_all(ctx, rows.at(at), groups, s.max_seqs);
         continue;
       }
@@ -762,6 +785,15 @@ std::vector<OpCase> sequence_op_cases() {
     add_attention(cases, {8, 2, 512, 16, 0, 0.0f, false, kB, inputs});
     add_attention(cases, {4, 2, 64, 16, 100, 0.0f, false, kF, inputs});
   }
+  const struct {
+    DraftedBy drafted_by;
+    bool stops_early;
+    const char* suffix;
+  } variants[] = {{DraftedBy::kModel, false, ""},
+                  {DraftedBy::kModel, true, "_stops"},
+                  {DraftedBy::kHead, false, "_head"},
+                  {DraftedBy::kFixed, false, "_fixed"},
+                  {DraftedBy::kFixed, true, "_fixed_stops"}};
   for (const StateOp op : {StateOp::kAssembleVerifyRows, StateOp::kAssembleFirstRows,
                            StateOp::kAccept, StateOp::kAcceptSynthetic, StateOp::kBuildMetadata,
                            StateOp::kDraftSteps, StateOp::kProposeNgram}) {
@@ -772,18 +804,16 @@ std::vector<OpCase> sequence_op_cases() {
                                {64, 40, 3, 24},    {64, 64, 16, 1}, {300, 300, 7, 256},
                                {1024, 1000, 2, 16}};
     for (StateSpec spec : specs) {
-      for (const int variant : {0, 1, 2}) {
-        const bool stops_early = variant == 1;
-        spec.is_head = variant == 2;
-        if (stops_early && op != StateOp::kDraftSteps) continue;
-        if (spec.is_head && op != StateOp::kDraftSteps && op != StateOp::kAssembleFirstRows) {
-          continue;
-        }
+      for (const auto& [drafted_by, stops_early, suffix] : variants) {
+        const bool is_plain = drafted_by == DraftedBy::kModel && !stops_early;
+        const bool has_variant =
+            op == StateOp::kDraftSteps || (op == StateOp::kAssembleFirstRows && !stops_early);
+        if (!is_plain && !has_variant) continue;
+        spec.drafted_by = drafted_by;
         spec.stops_early = stops_early;
         cases.push_back({std::string(names[static_cast<size_t>(op)]) + "_seqs" +
                              std::to_string(spec.num_seqs) + "of" + std::to_string(spec.max_seqs) +
-                             "_k" + std::to_string(spec.num_draft_tokens) +
-                             (stops_early ? "_stops" : "") + (spec.is_head ? "_head" : ""),
+                             "_k" + std::to_string(spec.num_draft_tokens) + suffix,
                          [op, spec](uint64_t seed) { return make_state(op, spec, seed); }});
       }
     }

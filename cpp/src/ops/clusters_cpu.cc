@@ -2,44 +2,44 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <limits>
 #include <numeric>
 #include <vector>
 
 #include "base/check.h"
-#include "base/float_types.h"
 #include "device/cpu_context.h"
 #include "ops/ops.h"
+#include "ops/vector_math.h"
 
 namespace paceline {
 namespace {
 
 // Activations are float32 on the CPU, weights as they were loaded.
 template <class Weight>
-float dot(const float* x, const Weight* weight, int32_t size) {
-  float sum = 0.0f;
-  for (int32_t i = 0; i < size; ++i) {
-    if constexpr (std::is_same_v<Weight, float>) {
-      sum += x[i] * weight[i];
-    } else {
-      sum += x[i] * bf16_to_float(weight[i]);
-    }
+struct DotKernel {
+  [[gnu::always_inline]] static void run(const float* x, const Weight* weight, int32_t size,
+                                         float* sum) {
+    V16 sums = {};
+    int32_t i = 0;
+    for (; i + 16 <= size; i += 16) sums += load(x + i) * load(weight + i);
+    if (i < size) sums += load_first(x + i, size - i) * load_first(weight + i, size - i);
+    *sum = sum_lanes(sums);
   }
-  return sum;
-}
+};
 
+// The tokens of the cluster that row `row` ranks at `rank`.
 template <class Weight>
-void cluster_logits_of_row(const ClusterLogitsParams& p, int32_t row) {
+void logits_of_cluster(const ClusterLogitsParams& p, int64_t row, int64_t rank) {
   const auto* const weight = static_cast<const Weight*>(p.weight);
-  const float* const x = static_cast<const float*>(p.x) + int64_t{row} * p.hidden;
-  int64_t out = int64_t{row} * p.top * p.cluster_size;
-  for (int32_t rank = 0; rank < p.top; ++rank) {
-    const int32_t cluster = p.clusters[int64_t{row} * p.top + rank];
-    for (int32_t i = 0; i < p.cluster_size; ++i, ++out) {
-      const int32_t token = p.token_ordering[int64_t{cluster} * p.cluster_size + i];
-      p.tokens[out] = token;
-      p.logits[out] = dot(x, weight + int64_t{token} * p.hidden, p.hidden);
-    }
+  const float* const x = static_cast<const float*>(p.x) + row * p.hidden;
+  const int64_t cluster = p.clusters[row * p.top + rank];
+  const int64_t out = (row * p.top + rank) * p.cluster_size;
+  for (int64_t i = 0; i < p.cluster_size; ++i) {
+    const int32_t token = p.token_ordering[cluster * p.cluster_size + i];
+    p.tokens[out + i] = token;
+    run_best_isa<DotKernel<Weight>>(x, weight + int64_t{token} * p.hidden, p.hidden,
+                                    &p.logits[out + i]);
   }
 }
 
@@ -66,13 +66,13 @@ void cluster_logits(CpuContext& ctx, const ClusterLogitsParams& p) {
   PACELINE_CHECK(p.x_dtype == DType::kFloat32, dtype_name(p.x_dtype));
   const bool is_bf16 = p.weight_dtype == DType::kBFloat16;
   PACELINE_CHECK(is_bf16 || p.weight_dtype == DType::kFloat32, dtype_name(p.weight_dtype));
-  const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
-  ctx.for_ranges(num_rows, /*pieces_per_thread=*/1, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
+  const int64_t num_rows = std::min(*p.num_rows, p.max_rows);
+  ctx.for_ranges(num_rows * p.top, /*pieces_per_thread=*/4, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
       if (is_bf16) {
-        cluster_logits_of_row<uint16_t>(p, static_cast<int32_t>(row));
+        logits_of_cluster<uint16_t>(p, i / p.top, i % p.top);
       } else {
-        cluster_logits_of_row<float>(p, static_cast<int32_t>(row));
+        logits_of_cluster<float>(p, i / p.top, i % p.top);
       }
     }
   });

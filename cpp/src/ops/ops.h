@@ -337,10 +337,12 @@ struct DrawParams {
   // [max_rows] softmax of what may be drawn at temperature 1, taken at the drawn id; 0
   // where nothing was drawn. Or null: not wanted.
   float* probabilities = nullptr;
-  int32_t draw_ahead = 1;              // 1: the row's position is that of its input token
-  const int32_t* token_map = nullptr;  // [vocab_limit] token of each id; null: itself
-  int32_t token_limit = 0;             // with token_map
-  int64_t token_map_stride = 0;        // from one row's map to the next's; 0: all rows share one
+  int32_t draw_ahead = 1;  // 1: the row's position is that of its input token
+  // Token of each id: [vocab_limit] where all rows share one, [max_rows, token_map_stride] where
+  // each has its own; null: an id is its token.
+  const int32_t* token_map = nullptr;
+  int32_t token_limit = 0;       // with token_map
+  int64_t token_map_stride = 0;  // 0: all rows share one
   // [1] steps since the rows were at their positions, which have not moved on; or null: the drawn
   // token's position is so much further on.
   const int32_t* steps_ahead = nullptr;
