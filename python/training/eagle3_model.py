@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from corpus import VOCAB_SIZE
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
@@ -108,9 +108,7 @@ class Head(nn.Module):
         hidden: Tensor = self.fc(self.input_norm(streams))
         return hidden
 
-    def forward(
-        self, embedding: Tensor, hidden: Tensor, step: int, keys: DraftKeys
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, embedding: Tensor, hidden: Tensor, step: int, keys: DraftKeys) -> Tensor:
         """One step of every draft at once.
 
         Position i of step s belongs to the draft behind token i + 1: it has come s tokens further
@@ -124,14 +122,19 @@ class Head(nn.Module):
             keys: Of the steps before; this step's are added.
 
         Returns:
-            Logits `[batch, length, draft_vocab]`, and what the next step takes.
+            What `logits` and the next step take, `[batch, length, hidden]`.
         """
         normed = self.hidden_norm(hidden)
         inputs = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
         x = normed + self._attention(inputs, step, keys)
         y = self.post_attention_layernorm(x)
-        x = x + self.down_proj(silu(self.gate_proj(y)) * self.up_proj(y))
-        return self.lm_head(self.norm(x)), x
+        out: Tensor = x + self.down_proj(silu(self.gate_proj(y)) * self.up_proj(y))
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits `[..., draft_vocab]` from what a step has put out."""
+        logits: Tensor = self.lm_head(self.norm(hidden))
+        return logits
 
     def _attention(self, inputs: Tensor, step: int, keys: DraftKeys) -> Tensor:
         c = self.config
@@ -177,18 +180,24 @@ class Head(nn.Module):
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
+_LAYER = {
+    "self_attn.": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp.": ("gate_proj", "up_proj", "down_proj"),
+    "": ("input_layernorm", "hidden_norm", "post_attention_layernorm"),
+}
+_PLACES = {name: f"layers.0.{part}{name}" for part, names in _LAYER.items() for name in names}
+
+
+def _file_name(parameter: str) -> str:
+    module, _, leaf = parameter.partition(".")
+    return f"{_PLACES.get(module, module)}.{leaf}"
+
+
 def saved_tensors(head: Head) -> dict[str, Tensor]:
     """Every tensor of the head under its name in the `speculators` format, matrices in bf16."""
-    layer = {
-        "self_attn.": ("q_proj", "k_proj", "v_proj", "o_proj"),
-        "mlp.": ("gate_proj", "up_proj", "down_proj"),
-        "": ("input_layernorm", "hidden_norm", "post_attention_layernorm"),
-    }
-    names = {name: f"layers.0.{part}{name}" for part, names in layer.items() for name in names}
     tensors = {}
     for name, parameter in head.named_parameters():
-        module, _, leaf = name.partition(".")
-        tensors[f"{names.get(module, module)}.{leaf}"] = parameter.detach().bfloat16().cpu()
+        tensors[_file_name(name)] = parameter.detach().bfloat16().cpu()
     ids = head.ids.cpu()
     mask = torch.zeros(VOCAB_SIZE, dtype=torch.bool)
     mask[ids] = True
@@ -246,3 +255,27 @@ def save_head(head: Head, folder: Path) -> int:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return nbytes
+
+
+def load_head(folder: Path, device: torch.device) -> Head:
+    """Loads what `save_head` wrote for evaluation, computing in float32."""
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    layer = values["transformer_layer_config"]
+    tensors = load_file(folder / "model.safetensors")
+    config = HeadConfig(
+        target_hidden=values["target_hidden_size"],
+        hidden=layer["hidden_size"],
+        intermediate=layer["intermediate_size"],
+        heads=layer["num_attention_heads"],
+        kv_heads=layer["num_key_value_heads"],
+        head_dim=layer["head_dim"],
+        draft_vocab=values["draft_vocab_size"],
+        theta=layer["rope_theta"],
+        eps=layer["rms_norm_eps"],
+        max_position=layer["max_position_embeddings"],
+    )
+    d2t = tensors["d2t"]
+    head = Head(config, d2t + torch.arange(len(d2t)))
+    for name, parameter in head.named_parameters():
+        parameter.data.copy_(tensors[_file_name(name)])
+    return head.to(device).eval().requires_grad_(False)

@@ -46,12 +46,17 @@ class Run:
 
 
 def run_engine(
-    target: Path, drafter: Path, texts: Sequence[str], *, num_drafts: int = DRAFT_LENGTH
+    target: Path,
+    drafter: Path,
+    texts: Sequence[str],
+    *,
+    num_drafts: int = DRAFT_LENGTH,
+    **options: str,
 ) -> Run:
-    """Greedy speculative decoding with Paceline, with a drafter of any kind."""
+    """Greedy speculative decoding with Paceline, with a drafter of any kind and its options."""
     from paceline import LLM, SamplingParams
 
-    config = {"model": str(drafter), "num_speculative_tokens": num_drafts}
+    config = {"model": str(drafter), "num_speculative_tokens": num_drafts, **options}
     continuations: list[list[int]] = [[] for _ in texts]
     emitted: list[list[int]] = [[] for _ in texts]
     decoded = [""] * len(texts)

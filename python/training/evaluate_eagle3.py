@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the demo target with a drafter of any kind in the engine, against the bar of EAGLE-3.
+"""Measures the demo target with its EAGLE-3 head, against the bar: in the engine, or without one.
 
-The prompts and the counting are those of `evaluate_demo.py`.
+The prompts and the counting are those of `evaluate_demo.py`. `--engine torch` takes the head's
+training form over the target's own text: as long as its proposals are accepted, that is what it
+drafts behind.
 """
 
 from __future__ import annotations
@@ -9,13 +11,46 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from evaluate_demo import REPOSITORY, run_engine
-from measures import acceptance
+import torch
+from demo_models import load_checkpoint
+from eagle3_model import load_head
+from evaluate_demo import NEW_TOKENS, REPOSITORY, Run, run_engine
+from generation import greedy_each
+from measures import acceptance, emitted_by_drafts
+from texts import Texts
+from tokenizers import Tokenizer
+from train_eagle3 import Drafting
 
 NUM_DRAFTS = 3
 ACCEPTANCE_BAR = 2.4
+
+
+@torch.no_grad()
+def simulate(target: Path, drafter: Path, texts: Sequence[str], *, num_drafts: int) -> Run:
+    """Greedy speculative decoding without an engine: what a correct one must come to."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    model, head = load_checkpoint(target, device), load_head(drafter, device)
+    drafting = Drafting(model, head, num_drafts)
+    prompts = [tokenizer.encode(text).ids for text in texts]
+    continuations = greedy_each(model, prompts, NEW_TOKENS)
+    emitted = []
+    for prompt, continuation in zip(prompts, continuations, strict=True):
+        # The training form leaves out the last places of a row.
+        ids = torch.tensor([[*prompt, *continuation, *[0] * num_drafts]], device=device)
+        first = torch.tensor([len(prompt)], device=device)
+        _, offered = drafting.run(Texts(ids, first, len(continuation)))
+        # Step s at place j drafts token j, behind token j - 1 - s.
+        drafts = [
+            head.ids[logits[0].argmax(-1)].tolist()[step + 1 :]
+            for step, (logits, _) in enumerate(offered)
+        ]
+        emitted.append(emitted_by_drafts(continuation, drafts))
+    decoded = [tokenizer.decode(ids, skip_special_tokens=True) for ids in continuations]
+    return Run(continuations, emitted, decoded)
 
 
 def main() -> None:
@@ -28,9 +63,11 @@ def main() -> None:
         "--prompts", type=Path, default=REPOSITORY / "tests/support/demo_prompts.json"
     )
     parser.add_argument("--num-speculative-tokens", type=int, default=NUM_DRAFTS, metavar="K")
+    parser.add_argument("--engine", choices=("paceline", "torch"), default="paceline")
     arguments = parser.parse_args()
     texts = [row["text"] for row in json.loads(arguments.prompts.read_text())]
-    run = run_engine(
+    run_with = run_engine if arguments.engine == "paceline" else simulate
+    run = run_with(
         arguments.target, arguments.drafter, texts, num_drafts=arguments.num_speculative_tokens
     )
     report = acceptance(run.continuations, run.emitted)

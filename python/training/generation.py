@@ -41,11 +41,12 @@ def greedy_each(
             max_new_tokens=new_tokens,
             do_sample=False,
         )
-        continuations.extend(_until_end(row) for row in output[:, longest:].tolist())
+        continuations.extend(until_end(row) for row in output[:, longest:].tolist())
     return continuations
 
 
-def _until_end(ids: list[int]) -> list[int]:
+def until_end(ids: list[int]) -> list[int]:
+    """Token ids up to the first END_OF_TEXT, if there is one."""
     return ids[: ids.index(END_OF_TEXT_ID) + 1] if END_OF_TEXT_ID in ids else ids
 
 

@@ -101,6 +101,28 @@ def emitted_per_iteration(matches: Sequence[bool], draft_length: int) -> list[in
     return counts
 
 
+def emitted_by_drafts(continuation: Sequence[int], drafts: Sequence[Sequence[int]]) -> list[int]:
+    """What each verify iteration emits, for a drafter whose later tokens hang on its own output.
+
+    `drafts[s][i]` is what step s of a draft behind the i-th generated token proposes for the token
+    s + 1 places later, if the steps before it were right. The prefill emits token 0. Each iteration
+    then emits the proposals up to the first wrong one, and the target's own token in the place
+    after them.
+    """
+    counts = []
+    position = 0
+    while position + 1 < len(continuation):
+        rest = continuation[position + 1 :]
+        accepted = 0
+        while (
+            accepted < min(len(drafts), len(rest)) and drafts[accepted][position] == rest[accepted]
+        ):
+            accepted += 1
+        counts.append(min(accepted + 1, len(rest)))
+        position += counts[-1]
+    return counts
+
+
 def tokenizes(text: str) -> bool:
     """Whether Python's tokenizer reads `text` up to its last full line.
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
-from corpus import END_OF_TEXT_ID, CorpusError, cut_prompts, load_corpus, token_stream
+from corpus import CorpusError, cut_prompts, load_corpus, token_stream
 from corpus import train_tokenizer as train_bpe
 from demo_models import (
     DRAFTER_WORK_BAR,
@@ -29,18 +30,22 @@ from demo_models import (
     target_config,
     work_per_token,
 )
+from fitting import fit
 from generation import greedy
 from measures import REPEATED_NGRAM
+from texts import Texts, Windows, continuations, many_continuations
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
+Model = TypeVar("Model", bound=nn.Module)
+
 
 @dataclass(frozen=True)
-class Plan:
-    """Every number of the training; each is an option of the command line."""
+class TargetPlan:
+    """The numbers of a target's training; each is an option of the command line."""
 
     seed: int = 0
     window: int = 512  # tokens of a training window
@@ -62,6 +67,11 @@ class Plan:
     unrepeat_tokens: int = 80  # length of a continuation
     unrepeat_from: int = 4  # tokens of the repetition that stay unpunished, plus one
 
+
+@dataclass(frozen=True)
+class Plan(TargetPlan):
+    """Every number of the training; each is an option of the command line."""
+
     drafter_steps: int = 6000
     drafter_rate: float = 4e-3
     drafter_rounds: int = 40  # batches of continuations the drafter learns from
@@ -72,123 +82,144 @@ class Plan:
     drafter_tokens: int = 96  # length of a continuation
 
 
-@dataclass(frozen=True)
-class Continuations:
-    """Prompts with greedy continuations, filled up behind to a common length.
+class TargetTrainer(ABC, Generic[Model]):
+    """The stages that make a target, for a model of any kind."""
 
-    What fills a row up comes after everything that is learned from, so no causal model sees it.
-    """
-
-    ids: Tensor  # [rows, length]
-    first: Tensor  # [rows] index of the first generated token
-    new_tokens: int
-
-    def select(self, rows: Tensor) -> Continuations:
-        """The given rows, in their order."""
-        return Continuations(self.ids[rows], self.first[rows], self.new_tokens)
-
-    def generated(self) -> Tensor:
-        """The generated tokens, `[rows, new_tokens]`."""
-        return self.ids.gather(1, self._positions())
-
-    def logits_of_generated(self, logits: Tensor) -> Tensor:
-        """The logits that predict the generated tokens, `[rows, new_tokens, vocabulary]`."""
-        rows = torch.arange(len(logits), device=logits.device).unsqueeze(1)
-        return logits[rows, self._positions() - 1]
-
-    def _positions(self) -> Tensor:
-        return self.first.unsqueeze(1) + torch.arange(self.new_tokens, device=self.first.device)
-
-
-class Windows:
-    """Random windows of a token stream that lies on the device."""
-
-    def __init__(self, stream: list[int], device: torch.device, seed: int) -> None:
-        self.stream = torch.tensor(stream, device=device)
-        self.random = torch.Generator().manual_seed(seed)
-
-    def sample(self, count: int, length: int) -> Tensor:
-        """`[count, length]` token ids; half of the windows open with END_OF_TEXT.
-
-        Without that the models would know the token only from the starts of files, and a prompt
-        that an engine puts it in front of would surprise them.
-        """
-        starts = torch.randint(len(self.stream) - length, (count, 1), generator=self.random)
-        marked = torch.rand(count, generator=self.random) < 0.5
-        device = self.stream.device
-        windows = self.stream[starts.to(device) + torch.arange(length, device=device)]
-        windows[marked.to(device), 0] = END_OF_TEXT_ID
-        return windows
-
-
-class Trainer:
-    """Holds what the stages share: the plan, the device, and the training text."""
-
-    def __init__(self, plan: Plan, windows: Windows, *, compiled: bool) -> None:
+    def __init__(self, plan: TargetPlan, windows: Windows, *, compiled: bool) -> None:
         self.plan = plan
         self.windows = windows
         self.device = windows.stream.device
         self.compiled = compiled
 
-    def train_target(self) -> Gemma3ForCausalLM:
+    @abstractmethod
+    def new_target(self) -> Model:
+        """The target before its training."""
+
+    @abstractmethod
+    def forward(self, model: Model) -> Callable[[Tensor], Tensor]:
+        """The model as a function from token ids to logits."""
+
+    @abstractmethod
+    def generate(self, model: Model, prompts: Tensor, new_tokens: int) -> Tensor:
+        """Greedy continuations of prompts of one length, without the prompts."""
+
+    def train_target(self, until: float | None = None) -> Model:
         """Stage one: next-token prediction on the training files."""
-        plan = self.plan
-        model = self._new_model(target_config(), plan.dropout)
-        logits_of = self._forward(model)
+        model = self.new_target()
+        logits_of = self.forward(model)
 
         def loss(_step: int) -> Tensor:
             return self._next_token_loss(logits_of)
 
-        self._fit("target", model, loss, plan.target_steps, plan.target_rate)
+        self.fit("target", model, loss, self.plan.target_steps, self.plan.target_rate, until)
         return model
 
-    def unlearn_repetition(self, model: Gemma3ForCausalLM) -> None:
+    def unlearn_repetition(self, model: Model, until: float | None = None) -> None:
         """Stage two: unlikelihood of the tokens with which the model repeats itself."""
         plan = self.plan
-        logits_of = self._forward(model)
-        batches: list[Continuations] = []
+        logits_of = self.forward(model)
+        batches: list[Texts] = []
 
         def loss(step: int) -> Tensor:
             if not batches:
-                own = self._continuations(model, plan.unrepeat_prompts, plan.unrepeat_tokens)
-                repeating = repetitions(own.generated(), REPEATED_NGRAM).any(1).float().mean()
-                print(f"  step {step}: {repeating:.3f} of continuations repeat")
+                own = self.continuations(model, plan.unrepeat_prompts, plan.unrepeat_tokens)
+                repeating = repetitions(own.learned(), REPEATED_NGRAM).any(1).float().mean()
+                print(f"  step {step}: {repeating:.3f} of continuations repeat", flush=True)
                 rows = torch.arange(plan.unrepeat_prompts, device=self.device)
                 batches.extend(own.select(part) for part in rows.split(plan.unrepeat_batch))
             unlikelihood = self._repetition_loss(logits_of, batches.pop())
             return self._next_token_loss(logits_of) + plan.unrepeat_weight * unlikelihood
 
-        self._fit("unrepeat", model, loss, plan.unrepeat_steps, plan.unrepeat_rate)
+        self.fit("unrepeat", model, loss, plan.unrepeat_steps, plan.unrepeat_rate, until)
+
+    def continuations(self, model: Model, count: int, new_tokens: int) -> Texts:
+        """Greedy continuations of training prompts of one length, which each call draws anew."""
+        was_training = model.training
+        model.eval()
+        # What autocast has cast without gradients must not serve the step that follows.
+        with torch.autocast(
+            self.device.type, torch.bfloat16, self.device.type == "cuda", cache_enabled=False
+        ):
+            texts = continuations(
+                lambda prompts, tokens: self.generate(model, prompts, tokens),
+                self.windows,
+                rows=count,
+                shortest_prompt=self.plan.shortest_prompt,
+                longest_prompt=self.plan.longest_prompt,
+                new_tokens=new_tokens,
+            )
+        model.train(was_training)
+        return texts
+
+    def fit(
+        self,
+        label: str,
+        model: nn.Module,
+        loss_of: Callable[[int], Tensor],
+        steps: int,
+        rate: float,
+        until: float | None = None,
+    ) -> None:
+        """Trains a model with the plan's weight decay."""
+        decay = self.plan.weight_decay
+        fit(label, model, loss_of, rate=rate, weight_decay=decay, steps=steps, until=until)
+
+    def _next_token_loss(self, logits_of: Callable[[Tensor], Tensor]) -> Tensor:
+        ids = self.windows.sample(self.plan.batch, self.plan.window + 1)
+        logits = logits_of(ids[:, :-1])
+        return cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+
+    def _repetition_loss(self, logits_of: Callable[[Tensor], Tensor], own: Texts) -> Tensor:
+        """The mean of -log(1 - p) over the punished tokens of the continuations."""
+        generated = own.learned()
+        punished = repetitions(generated, self.plan.unrepeat_from)
+        logits = own.at(logits_of(own.ids), own.index(-1)).float()
+        chosen = log_softmax(logits, -1).gather(-1, generated.unsqueeze(-1)).squeeze(-1)
+        penalty = -torch.log1p(-chosen.exp().clamp(max=1 - 1e-4))
+        return (penalty * punished).sum() / punished.sum().clamp(min=1)
+
+
+class Trainer(TargetTrainer[Gemma3ForCausalLM]):
+    """The stages of the Gemma 3 pair."""
+
+    plan: Plan
+
+    def new_target(self) -> Gemma3ForCausalLM:
+        """The target before its training."""
+        return self._new_model(target_config(), self.plan.dropout)
+
+    def forward(self, model: Gemma3ForCausalLM) -> Callable[[Tensor], Tensor]:
+        """The model as a function from token ids to logits."""
+        call = torch.compile(model, dynamic=False) if self.compiled else model
+        return lambda ids: call(ids, use_cache=False).logits
+
+    def generate(self, model: Gemma3ForCausalLM, prompts: Tensor, new_tokens: int) -> Tensor:
+        """Greedy continuations of prompts of one length, without the prompts."""
+        return greedy(model, prompts, new_tokens)
 
     def distil(self, target: Gemma3ForCausalLM) -> Gemma3ForCausalLM:
         """Stage three: the drafter learns the target's distribution and its first choices."""
         plan = self.plan
-        rounds = [
-            self._continuations(target, plan.drafter_prompts, plan.drafter_tokens)
-            for _ in range(plan.drafter_rounds)
-        ]
-        continuations = Continuations(
-            torch.cat([part.ids for part in rounds]),
-            torch.cat([part.first for part in rounds]),
-            plan.drafter_tokens,
+        own = many_continuations(
+            lambda: self.continuations(target, plan.drafter_prompts, plan.drafter_tokens),
+            plan.drafter_rounds,
         )
         model = self._new_model(drafter_config(), dropout=0.0)
-        logits_of, target_logits_of = self._forward(model), self._forward(target)
+        logits_of, target_logits_of = self.forward(model), self.forward(target)
 
         def loss(_step: int) -> Tensor:
-            rows = torch.randint(
-                len(continuations.ids), (plan.drafter_batch,), generator=self.windows.random
-            )
-            own = continuations.select(rows.to(self.device))
+            rows = torch.randint(len(own.ids), (plan.drafter_batch,), generator=self.windows.random)
+            batch = own.select(rows.to(self.device))
+            judged = batch.index(-1)
             text = self.windows.sample(plan.drafter_windows, plan.window)
             with torch.no_grad():
-                own_target = own.logits_of_generated(target_logits_of(own.ids))
+                own_target = batch.at(target_logits_of(batch.ids), judged)
                 text_target = target_logits_of(text)
-            on_own = distillation_loss(own.logits_of_generated(logits_of(own.ids)), own_target)
+            on_own = distillation_loss(batch.at(logits_of(batch.ids), judged), own_target)
             on_text = distillation_loss(logits_of(text), text_target)
             return on_own + plan.drafter_windows_weight * on_text
 
-        self._fit("drafter", model, loss, plan.drafter_steps, plan.drafter_rate)
+        self.fit("drafter", model, loss, plan.drafter_steps, plan.drafter_rate)
         return model
 
     def _new_model(self, config: Gemma3TextConfig, dropout: float) -> Gemma3ForCausalLM:
@@ -197,91 +228,6 @@ class Trainer:
         if dropout > 0:
             add_dropout(model, dropout)
         return model
-
-    def _forward(self, model: Gemma3ForCausalLM) -> Callable[[Tensor], Tensor]:
-        """The model as a function from token ids to logits."""
-        call = torch.compile(model, dynamic=False) if self.compiled else model
-        return lambda ids: call(ids, use_cache=False).logits
-
-    def _next_token_loss(self, logits_of: Callable[[Tensor], Tensor]) -> Tensor:
-        ids = self.windows.sample(self.plan.batch, self.plan.window + 1)
-        logits = logits_of(ids[:, :-1])
-        return cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
-
-    def _continuations(
-        self, model: Gemma3ForCausalLM, count: int, new_tokens: int
-    ) -> Continuations:
-        """Greedy continuations of training prompts, whose length each call draws anew.
-
-        With one fixed length the target unlearns repetition at the positions behind it alone.
-        """
-        plan = self.plan
-        choices = (plan.shortest_prompt, plan.longest_prompt + 1)
-        length = int(torch.randint(*choices, (), generator=self.windows.random))
-        prompts = self.windows.sample(count, length)
-        model.eval()
-        generated = greedy(model, prompts, new_tokens)
-        model.train()
-        filling = prompts.new_full((count, plan.longest_prompt - length), END_OF_TEXT_ID)
-        return Continuations(
-            ids=torch.cat([prompts, generated, filling], dim=1),
-            first=torch.full((count,), length, device=self.device),
-            new_tokens=new_tokens,
-        )
-
-    def _repetition_loss(
-        self, logits_of: Callable[[Tensor], Tensor], continuations: Continuations
-    ) -> Tensor:
-        """The mean of -log(1 - p) over the punished tokens of the continuations."""
-        generated = continuations.generated()
-        punished = repetitions(generated, self.plan.unrepeat_from)
-        logits = continuations.logits_of_generated(logits_of(continuations.ids)).float()
-        chosen = log_softmax(logits, -1).gather(-1, generated.unsqueeze(-1)).squeeze(-1)
-        penalty = -torch.log1p(-chosen.exp().clamp(max=1 - 1e-4))
-        return (penalty * punished).sum() / punished.sum().clamp(min=1)
-
-    def _fit(
-        self,
-        label: str,
-        model: nn.Module,
-        loss_of: Callable[[int], Tensor],
-        steps: int,
-        rate: float,
-    ) -> None:
-        """AdamW with a short warm-up and a linear way down to zero."""
-        model.train()
-        optimizer = self._optimizer(model, rate)
-        warm_up = min(200, max(1, steps // 10))
-        falling = steps - warm_up + 1
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min((step + 1) / warm_up, (steps - step) / falling)
-        )
-        began = time.monotonic()
-        for step in range(steps):
-            with torch.autocast(self.device.type, torch.bfloat16, self.device.type == "cuda"):
-                loss = loss_of(step)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            schedule.step()
-            if (step + 1) % max(1, steps // 10) == 0:
-                seconds = time.monotonic() - began
-                print(f"{label} {step + 1}/{steps}: loss {loss.item():.4f}, {seconds:.0f} s")
-        model.eval()
-
-    def _optimizer(self, model: nn.Module, rate: float) -> torch.optim.Optimizer:
-        matrices = [weight for weight in model.parameters() if weight.dim() > 1]
-        vectors = [weight for weight in model.parameters() if weight.dim() == 1]
-        return torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": self.plan.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            lr=rate,
-            betas=(0.9, 0.95),
-            fused=self.device.type == "cuda",
-        )
 
 
 def distillation_loss(offered: Tensor, wanted: Tensor) -> Tensor:

@@ -45,8 +45,8 @@ def test_training_drafts_as_inference_does(tmp_path: Path) -> None:
     with torch.no_grad():
         for step in range(NUM_STEPS):
             embedding = reference_target.embedding[tokens[1 + step : 1 + step + length]]
-            logits, hidden = head(embedding[None], hidden, step, keys)
-            trained.append(logits[0])
+            hidden = head(embedding[None], hidden, step, keys)
+            trained.append(head.logits(hidden)[0])
 
     first = reference.first_inputs(reference.hidden_of(states))
     for position in (0, 7, length - 1):

@@ -54,6 +54,12 @@ _DEMOS: Final = {
         draft=_FOLDER / "gemma3_code_eagle3",
         num_speculative_tokens=3,
     ),
+    "gemma4_mtp": Demo(
+        name="gemma4_mtp",
+        target=_FOLDER / "gemma4_code",
+        draft=_FOLDER / "gemma4_code_assistant",
+        num_speculative_tokens=3,
+    ),
     "ngram": Demo(
         name="ngram",
         target=_FOLDER / "gemma3_code",

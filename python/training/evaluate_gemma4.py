@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures the Gemma 4 demo pair against its bar: in the engine, or without one.
+
+The prompts and the counting are those of `evaluate_demo.py`. Drafts stand at position P-1, as the
+assistant was trained and Paceline drafts by default, and then at P, as transformers has it; the bar
+is for the former. `--engine torch` takes the assistant's training form over the target's own text:
+as long as its proposals are accepted, that is what it drafts behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from evaluate_demo import NEW_TOKENS, REPOSITORY, Run, readable, run_engine
+from evaluate_eagle3 import NUM_DRAFTS
+from gemma4_model import generate, load_assistant, load_target
+from generation import until_end
+from measures import acceptance, emitted_by_drafts
+from texts import Texts
+from tokenizers import Tokenizer
+from train_gemma4 import Drafting
+
+ACCEPTANCE_BAR = 2.2
+# Position of the queries: that of the last token the target has seen, or of the one behind it.
+DRAFT_POSITIONS = {"last": 0, "next": 1}
+
+
+@torch.no_grad()
+def simulate(
+    target: Path, drafter: Path, texts: Sequence[str], *, num_drafts: int, draft_position: str
+) -> Run:
+    """Greedy speculative decoding without an engine: what a correct one must come to."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    model = load_target(target, device)
+    drafting = Drafting(model, load_assistant(drafter, device), num_drafts)
+    prompts = [tokenizer.encode(text).ids for text in texts]
+    longest = max(map(len, prompts))
+    rows = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    generated = generate(model, torch.tensor(rows, device=device), NEW_TOKENS, lengths)
+    continuations = [until_end(ids) for ids in generated.tolist()]
+    emitted = []
+    for prompt, continuation in zip(prompts, continuations, strict=True):
+        ids = torch.tensor([[*prompt, *continuation]], device=device)
+        # Drafts behind the first generated token on: it comes with the prompt.
+        first = torch.tensor([len(prompt) + 1], device=device)
+        own = Texts(ids, first, len(continuation))
+        _, offered = drafting.run(own, ahead=DRAFT_POSITIONS[draft_position])
+        # Step s at place i drafts token i + 1 + s, behind token i.
+        drafts = [logits[0].argmax(-1).tolist() for logits in offered]
+        emitted.append(emitted_by_drafts(continuation, drafts))
+    decoded = [tokenizer.decode(ids, skip_special_tokens=True) for ids in continuations]
+    return Run(continuations, emitted, decoded)
+
+
+def main() -> None:
+    """Prints the measures; the exit status says whether they reach the bar."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    demo = REPOSITORY / "python/paceline/demo"
+    parser.add_argument("--target", type=Path, default=demo / "gemma4_code")
+    parser.add_argument("--drafter", type=Path, default=demo / "gemma4_code_assistant")
+    parser.add_argument(
+        "--prompts", type=Path, default=REPOSITORY / "tests/support/demo_prompts.json"
+    )
+    parser.add_argument("--num-speculative-tokens", type=int, default=NUM_DRAFTS, metavar="K")
+    parser.add_argument("--engine", choices=("paceline", "torch"), default="paceline")
+    parser.add_argument("--show", type=int, default=0, help="print so many continuations")
+    arguments = parser.parse_args()
+    texts = [row["text"] for row in json.loads(arguments.prompts.read_text())]
+    is_reached = False
+    for position in DRAFT_POSITIONS:
+        if arguments.engine == "paceline":
+            run = run_engine(
+                arguments.target,
+                arguments.drafter,
+                texts,
+                num_drafts=arguments.num_speculative_tokens,
+                method="gemma4_mtp",
+                draft_position=position,
+            )
+        else:
+            run = simulate(
+                arguments.target,
+                arguments.drafter,
+                texts,
+                num_drafts=arguments.num_speculative_tokens,
+                draft_position=position,
+            )
+        report = acceptance(run.continuations, run.emitted)
+        length = report.mean_acceptance_length
+        if position == "last":
+            print(f"mean acceptance length {length:.3f} (bar {ACCEPTANCE_BAR})")
+            print(f"counted tokens {report.counted_share:.3f}")
+            print(f"tokenised by Python {readable(texts, run.texts)}/{len(texts)}")
+            for text, more in list(zip(texts, run.texts, strict=True))[: arguments.show]:
+                print(f"{'-' * 80}\n{text}{'~' * 40}\n{more}")
+            is_reached = length >= ACCEPTANCE_BAR
+        else:
+            print(f"mean acceptance length {length:.3f} with drafts at position P")
+    if not is_reached:
+        sys.exit("the bar is missed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,591 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small Gemma 4 target and its MTP assistant in torch, and their files.
+
+The equations are those of dense Gemma 4 without per-layer embeddings. The target's last layers read
+the keys and values of earlier ones, as all layers of the assistant do. Names of parameters are
+those of transformers, so that a state dict is a checkpoint but for a prefix.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from corpus import END_OF_TEXT_ID, VOCAB_SIZE
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.functional import dropout, gelu, rms_norm, scaled_dot_product_attention
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+INIT_STD = 0.02
+
+KeyValue = tuple[Tensor, Tensor]  # each [batch, kv heads, tokens, head size]
+Rotation = tuple[Tensor, Tensor]  # cosines and sines, [batch or 1, 1, tokens, half a head]
+
+
+@dataclass(frozen=True)
+class Gemma4Config:
+    """Sizes of a model.
+
+    Attributes:
+        layer_types: Of each layer; the last one is full.
+        shared_layers: Last layers that read the keys and values of the last one of their type
+            before them; for an assistant all layers, which read the target's.
+        soft_cap: Of the logits; None: none.
+    """
+
+    layer_types: tuple[str, ...]
+    shared_layers: int
+    hidden: int
+    intermediate: int
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    full_head_dim: int = 128
+    window: int = 64
+    vocab: int = VOCAB_SIZE
+    max_position: int = 1024
+    sliding_theta: float = 10_000.0
+    full_theta: float = 1_000_000.0
+    full_rotary: float = 0.25
+    soft_cap: float | None = 30.0
+    eps: float = 1e-6
+
+    def head_size(self, kind: str) -> int:
+        """Elements of a head of a layer of this type."""
+        return self.full_head_dim if kind == FULL else self.head_dim
+
+    def sources(self) -> dict[str, int]:
+        """The last layer of each type that has keys and values of its own."""
+        own = self.layer_types[: len(self.layer_types) - self.shared_layers]
+        return {kind: index for index, kind in enumerate(own)}
+
+
+def target_config() -> Gemma4Config:
+    """About 4.8 million parameters; layer 4 reads the keys and values of 3, layer 5 those of 2."""
+    return Gemma4Config(
+        layer_types=(SLIDING, SLIDING, FULL) * 2, shared_layers=2, hidden=256, intermediate=512
+    )
+
+
+def assistant_config() -> Gemma4Config:
+    """About 1.2 million parameters, nearly half of them the table of its head."""
+    return Gemma4Config(
+        layer_types=(SLIDING, SLIDING, FULL),
+        shared_layers=3,
+        hidden=128,
+        intermediate=256,
+        soft_cap=None,
+    )
+
+
+class RmsNorm(nn.Module):
+    """RMSNorm whose weight is the factor itself, computed in float32."""
+
+    def __init__(self, size: int, eps: float, value: float = 1.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((size,), value))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises the last dimension."""
+        return rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
+
+
+def _linear(inputs: int, outputs: int) -> nn.Linear:
+    layer = nn.Linear(inputs, outputs, bias=False)
+    nn.init.normal_(layer.weight, std=INIT_STD)
+    return layer
+
+
+def rotation(config: Gemma4Config, kind: str, positions: Tensor) -> Rotation:
+    """The angles of a layer type at positions `[batch, tokens]`.
+
+    A full layer rotates the first part of each half of the head ("proportional"): its frequencies
+    are those of the whole head, and the rest of them are 0.
+    """
+    size = config.head_size(kind)
+    theta = config.full_theta if kind == FULL else config.sliding_theta
+    index = torch.arange(size // 2, device=positions.device, dtype=torch.float32)
+    frequencies = theta ** (-2 * index / size)
+    if kind == FULL:
+        frequencies = frequencies * (index < int(config.full_rotary * size // 2))
+    angles = (positions.float().unsqueeze(-1) * frequencies).unsqueeze(1)
+    return angles.cos(), angles.sin()
+
+
+def _rotate(x: Tensor, by: Rotation) -> Tensor:
+    cos, sin = by
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def visible(config: Gemma4Config, kind: str, positions: Tensor, keys: Tensor) -> Tensor:
+    """Which keys tokens see, `[batch, 1, tokens, keys]`; a sliding layer sees its last ones."""
+    back = positions.unsqueeze(-1) - keys
+    mask = back >= 0
+    if kind == SLIDING:
+        mask = mask & (back < config.window)
+    return mask.unsqueeze(1)
+
+
+class Attention(nn.Module):
+    """Attention with norms on queries, keys and values, and no scale."""
+
+    def __init__(self, config: Gemma4Config, kind: str, *, owns_kv: bool) -> None:
+        super().__init__()
+        size = config.head_size(kind)
+        self.heads, self.kv_heads, self.size, self.eps = (
+            config.heads,
+            config.kv_heads,
+            size,
+            config.eps,
+        )
+        # The two weights together start as the usual scale, size**-0.5.
+        self.q_proj = _linear(config.hidden, config.heads * size)
+        self.q_norm = RmsNorm(size, config.eps, size**-0.25)
+        if owns_kv:
+            self.k_proj = _linear(config.hidden, config.kv_heads * size)
+            self.v_proj = _linear(config.hidden, config.kv_heads * size)
+            self.k_norm = RmsNorm(size, config.eps, size**-0.25)
+        self.o_proj = _linear(config.heads * size, config.hidden)
+
+    def key_value(self, x: Tensor, by: Rotation) -> KeyValue:
+        """Keys and values of tokens: both normalised, the keys rotated."""
+        batch, length, _ = x.shape
+        shape = (batch, length, self.kv_heads, self.size)
+        k, v = self.k_proj(x).view(shape), self.v_proj(x).view(shape)
+        keys = _rotate(self.k_norm(k).transpose(1, 2), by)
+        values = rms_norm(v.float(), (self.size,), None, self.eps).transpose(1, 2)
+        return keys.to(v.dtype), values.to(v.dtype)
+
+    def forward(self, x: Tensor, by: Rotation, kv: KeyValue, mask: Tensor | None) -> Tensor:
+        """Tokens attend to keys; without a mask each to those up to its own index."""
+        batch, length, _ = x.shape
+        k, v = kv
+        q = self.q_proj(x).view(batch, length, self.heads, self.size)
+        q = _rotate(self.q_norm(q).transpose(1, 2), by).to(k.dtype)
+        groups = self.heads // self.kv_heads
+        if length == 1:
+            # One token: the heads that share keys are rows of one product.
+            q = q.view(batch, self.kv_heads, groups, self.size)
+        else:
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=1.0
+        )
+        if length == 1:
+            out = out.reshape(batch, self.heads, 1, self.size)
+        merged: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        return merged
+
+
+class Mlp(nn.Module):
+    """The gated MLP."""
+
+    def __init__(self, config: Gemma4Config) -> None:
+        super().__init__()
+        self.gate_proj = _linear(config.hidden, config.intermediate)
+        self.up_proj = _linear(config.hidden, config.intermediate)
+        self.down_proj = _linear(config.intermediate, config.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Applies it."""
+        out: Tensor = self.down_proj(gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))
+        return out
+
+
+class Layer(nn.Module):
+    """A layer, with keys and values of its own or without.
+
+    Attributes:
+        owns_kv: Whether it has them.
+    """
+
+    def __init__(
+        self, config: Gemma4Config, kind: str, *, owns_kv: bool, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.owns_kv, self.dropout = owns_kv, dropout
+        self.self_attn = Attention(config, kind, owns_kv=owns_kv)
+        self.mlp = Mlp(config)
+        self.input_layernorm = RmsNorm(config.hidden, config.eps)
+        self.post_attention_layernorm = RmsNorm(config.hidden, config.eps)
+        self.pre_feedforward_layernorm = RmsNorm(config.hidden, config.eps)
+        self.post_feedforward_layernorm = RmsNorm(config.hidden, config.eps)
+        self.layer_scalar = nn.Parameter(torch.ones(1))
+
+    def forward(
+        self, x: Tensor, by: Rotation, kv: KeyValue | None, mask: Tensor | None
+    ) -> tuple[Tensor, KeyValue | None]:
+        """The residual stream behind the layer, and its keys and values if it has its own.
+
+        Args:
+            x: The stream before it, `[batch, tokens, hidden]`.
+            by: The tokens' rotation.
+            kv: What a layer reads that has none of its own.
+            mask: `[batch or 1, 1, tokens, keys]`; None: causal.
+        """
+        normed = self.input_layernorm(x)
+        own = self.self_attn.key_value(normed, by) if self.owns_kv else None
+        used = own or kv
+        assert used is not None
+        return self.rest(x, self.self_attn(normed, by, used, mask)), own
+
+    def rest(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Everything behind the attention."""
+        x = x + self._drop(self.post_attention_layernorm(attended))
+        out = self.mlp(self.pre_feedforward_layernorm(x))
+        x = x + self._drop(self.post_feedforward_layernorm(out))
+        return x * self.layer_scalar
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+@dataclass(frozen=True)
+class States:
+    """What the target gives a drafter for texts.
+
+    Attributes:
+        hidden: Behind the last norm, `[batch, tokens, hidden]`.
+        shared: By layer type, the keys and values that are read by others.
+    """
+
+    hidden: Tensor
+    shared: dict[str, KeyValue]
+
+
+class Target(nn.Module):
+    """A causal language model; embeddings and head share a table."""
+
+    def __init__(self, config: Gemma4Config, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.config, self.dropout = config, dropout
+        self.embed_tokens = nn.Embedding(config.vocab, config.hidden)
+        nn.init.normal_(self.embed_tokens.weight, std=INIT_STD)
+        owners = len(config.layer_types) - config.shared_layers
+        self.layers = nn.ModuleList(
+            Layer(config, kind, owns_kv=index < owners, dropout=dropout)
+            for index, kind in enumerate(config.layer_types)
+        )
+        self.norm = RmsNorm(config.hidden, config.eps)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embeddings times the root of the width."""
+        scaled: Tensor = self.embed_tokens(ids) * self.config.hidden**0.5
+        return scaled
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits, float32, from what is behind the last norm."""
+        raw = (hidden @ self.embed_tokens.weight.T).float()
+        cap = self.config.soft_cap
+        return raw if cap is None else cap * torch.tanh(raw / cap)
+
+    def states(self, ids: Tensor) -> States:
+        """What a drafter takes, for texts `[batch, tokens]`."""
+        config = self.config
+        x = dropout(self.embed(ids), self.dropout, self.training)
+        index = torch.arange(ids.shape[1], device=ids.device)
+        rotations = {kind: rotation(config, kind, index[None]) for kind in (SLIDING, FULL)}
+        masks = {SLIDING: visible(config, SLIDING, index[None], index), FULL: None}
+        shared: dict[str, KeyValue] = {}
+        for kind, layer in zip(config.layer_types, self.layers, strict=True):
+            x, own = layer(x, rotations[kind], shared.get(kind), masks[kind])
+            if own is not None:
+                shared[kind] = own
+        return States(self.norm(x), shared)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits of texts `[batch, tokens]`."""
+        return self.logits(self.states(ids).hidden)
+
+
+class _Cache:
+    """Keys and values of rows that are generated, by the layer that owns them."""
+
+    def __init__(self, model: Target, rows: int, length: int) -> None:
+        self.config = model.config
+        self.size = (rows, model.config.kv_heads, length)
+        self.layers: dict[int, KeyValue] = {}
+
+    def put(self, layer: int, kv: KeyValue, start: Tensor) -> None:
+        """Stores entries from each row's own position on."""
+        k, v = kv
+        if layer not in self.layers:
+            shape = (*self.size, k.shape[-1])
+            self.layers[layer] = (k.new_zeros(shape), v.new_zeros(shape))
+        rows = torch.arange(len(k), device=k.device).unsqueeze(1)
+        index = start.unsqueeze(1) + torch.arange(k.shape[2], device=k.device)
+        for stored, new in zip(self.layers[layer], kv, strict=True):
+            stored[rows, :, index] = new.transpose(1, 2)
+
+
+@torch.no_grad()
+def generate(
+    model: Target, prompts: Tensor, new_tokens: int, lengths: Tensor | None = None
+) -> Tensor:
+    """Continues prompts greedily; returns the `[batch, new_tokens]` only.
+
+    Args:
+        model: The target.
+        prompts: `[batch, length]`, filled up behind.
+        new_tokens: How many.
+        lengths: Of each prompt; None: all of them fill their row.
+    """
+    config = model.config
+    rows, longest = prompts.shape
+    if lengths is None:
+        lengths = torch.full((rows,), longest, device=prompts.device)
+    shortest = int(lengths.min())
+    cache = _Cache(model, rows, longest + new_tokens)
+    sources = config.sources()
+    inputs, start, generated = prompts, torch.zeros_like(lengths), []
+    for step in range(new_tokens):
+        positions = start.unsqueeze(1) + torch.arange(inputs.shape[1], device=prompts.device)
+        end = longest + step
+        x = model.embed(inputs)
+        # Keys before the first that any row sees are left out.
+        firsts = {FULL: 0, SLIDING: max(0, shortest + step - config.window) if step else 0}
+        rotations: dict[str, Rotation] = {}
+        masks: dict[str, Tensor | None] = {}
+        for kind, first in firsts.items():
+            rotations[kind] = rotation(config, kind, positions)
+            keys = torch.arange(first, end, device=prompts.device)
+            # At first all rows start at 0 and are masked alike.
+            masks[kind] = visible(config, kind, positions if step else positions[:1], keys)
+        if not step:
+            masks[FULL] = None
+        for index, (kind, layer) in enumerate(zip(config.layer_types, model.layers, strict=True)):
+            assert isinstance(layer, Layer)
+            normed = layer.input_layernorm(x)
+            source = index if layer.owns_kv else sources[kind]
+            if layer.owns_kv:
+                cache.put(index, layer.self_attn.key_value(normed, rotations[kind]), start)
+            k, v = (part[:, :, firsts[kind] : end] for part in cache.layers[source])
+            x = layer.rest(x, layer.self_attn(normed, rotations[kind], (k, v), masks[kind]))
+        last = x[:, -1] if step else x[torch.arange(rows, device=x.device), lengths - 1]
+        inputs = model.logits(model.norm(last)).argmax(-1, keepdim=True)
+        generated.append(inputs)
+        start = lengths + step
+    return torch.cat(generated, dim=1)
+
+
+class Assistant(nn.Module):
+    """The drafter: layers without keys and values, over the target's.
+
+    It drafts behind token t_P from what the target left at positions 0 to P-1. All drafts of a row
+    stand at one position and see the same keys, so nothing of its own is ever stored.
+    """
+
+    def __init__(self, config: Gemma4Config, backbone: int) -> None:
+        super().__init__()
+        self.config, self.backbone = config, backbone
+        self.pre_projection = _linear(2 * backbone, config.hidden)
+        self.post_projection = _linear(config.hidden, backbone)
+        self.embed_tokens = nn.Embedding(config.vocab, config.hidden)
+        nn.init.normal_(self.embed_tokens.weight, std=INIT_STD)
+        self.layers = nn.ModuleList(
+            Layer(config, kind, owns_kv=False) for kind in config.layer_types
+        )
+        self.norm = RmsNorm(config.hidden, config.eps)
+
+    def forward(self, token: Tensor, hidden: Tensor, view: View) -> tuple[Tensor, Tensor]:
+        """One step of every draft at once.
+
+        Args:
+            token: The target's scaled embedding of the token before the one to draft,
+                `[batch, drafts, backbone]`.
+            hidden: The target's hidden state at position P-1, or what the step before gave back.
+            view: What the drafts see; the same for all their steps.
+
+        Returns:
+            Logits `[batch, drafts, vocabulary]`, and what the next step takes for `hidden`.
+        """
+        x = self.pre_projection(torch.cat([token, hidden.to(token.dtype)], dim=-1))
+        for kind, layer in zip(self.config.layer_types, self.layers, strict=True):
+            x, _ = layer(x, view.rotations[kind], view.shared[kind], view.masks[kind])
+        out = self.norm(x)
+        return (out @ self.embed_tokens.weight.T).float(), self.post_projection(out)
+
+
+@dataclass(frozen=True)
+class View:
+    """What drafts see of the target, by layer type.
+
+    Attributes:
+        shared: Its keys and values.
+        rotations: Of the drafts' one position each.
+        masks: `[batch, 1, drafts, keys]`.
+    """
+
+    shared: Mapping[str, KeyValue]
+    rotations: dict[str, Rotation]
+    masks: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, config: Gemma4Config, states: States, last: Tensor, ahead: int = 0) -> View:
+        """The view behind positions P-1.
+
+        Args:
+            config: The assistant's.
+            states: The target's.
+            last: P-1 of each draft, `[batch, drafts]`.
+            ahead: How far behind P-1 the queries stand: 0 as in Paceline and vLLM; with 1, as in
+                transformers, they stand at P. The keys are the same.
+        """
+        kinds = tuple(dict.fromkeys(config.layer_types))
+        keys = torch.arange(states.hidden.shape[1], device=last.device)
+        return cls(
+            states.shared,
+            {kind: rotation(config, kind, last + ahead) for kind in kinds},
+            {kind: visible(config, kind, last, keys) for kind in kinds},
+        )
+
+
+def compile_layers(model: Target | Assistant) -> None:
+    """Compiles the layers one by one: those of a kind share what is compiled."""
+    # One entry for each kind of layer, shape and mode.
+    torch._dynamo.config.recompile_limit = 64
+    for layer in model.layers:
+        layer.compile(dynamic=False)
+
+
+def rounded_to_bf16(model: Target) -> Target:
+    """A copy in evaluation mode whose weights have the values that are saved, held in float32."""
+    device = model.embed_tokens.weight.device
+    other = Target(model.config)
+    other.load_state_dict({k: v.bfloat16().float() for k, v in model.state_dict().items()})
+    return other.to(device).eval().requires_grad_(False)
+
+
+def _text_config(config: Gemma4Config, *, dtype: str) -> dict[str, Any]:
+    return {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attention_k_eq_v": False,
+        "bos_token_id": END_OF_TEXT_ID,
+        "dtype": dtype,
+        "enable_moe_block": False,
+        "eos_token_id": END_OF_TEXT_ID,
+        "final_logit_softcapping": config.soft_cap,
+        "global_head_dim": config.full_head_dim,
+        "head_dim": config.head_dim,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": config.hidden,
+        "hidden_size_per_layer_input": 0,
+        "initializer_range": INIT_STD,
+        "intermediate_size": config.intermediate,
+        "layer_types": list(config.layer_types),
+        "max_position_embeddings": config.max_position,
+        "model_type": "gemma4_text",
+        "num_attention_heads": config.heads,
+        "num_hidden_layers": len(config.layer_types),
+        "num_key_value_heads": config.kv_heads,
+        "num_kv_shared_layers": config.shared_layers,
+        "pad_token_id": None,
+        "rms_norm_eps": config.eps,
+        "rope_parameters": {
+            FULL: {
+                "partial_rotary_factor": config.full_rotary,
+                "rope_theta": config.full_theta,
+                "rope_type": "proportional",
+            },
+            SLIDING: {"rope_theta": config.sliding_theta, "rope_type": "default"},
+        },
+        "sliding_window": config.window,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "use_double_wide_mlp": False,
+        "vocab_size": config.vocab,
+        "vocab_size_per_layer_input": 0,
+    }
+
+
+def _write(folder: Path, name: str, values: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _save_tensors(model: Target | Assistant, folder: Path, dtype: torch.dtype) -> None:
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        prefix = "" if name.startswith(("pre_projection.", "post_projection.")) else "model."
+        tensors[prefix + name] = tensor.detach().to("cpu", dtype).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def save_target(
+    model: Target, folder: Path, tokenizer_from: Path, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Writes a target in the Hugging Face layout, with the tokenizer of another checkpoint."""
+    config = _text_config(model.config, dtype=str(dtype).removeprefix("torch."))
+    _write(folder, "config.json", {"architectures": ["Gemma4ForCausalLM"], **config})
+    ids = {name: END_OF_TEXT_ID for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    _write(folder, "generation_config.json", ids)
+    _save_tensors(model, folder, dtype)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(tokenizer_from / name, folder / name)
+
+
+def save_assistant(model: Assistant, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Writes an assistant in the Hugging Face layout."""
+    name = str(dtype).removeprefix("torch.")
+    config = {
+        "architectures": ["Gemma4AssistantForCausalLM"],
+        "backbone_hidden_size": model.backbone,
+        "dtype": name,
+        "model_type": "gemma4_assistant",
+        "text_config": _text_config(model.config, dtype=name),
+        "tie_word_embeddings": True,
+        "use_ordered_embeddings": False,
+    }
+    _write(folder, "config.json", config)
+    _save_tensors(model, folder, dtype)
+
+
+def _read_config(text: Mapping[str, Any]) -> Gemma4Config:
+    ropes = text["rope_parameters"]
+    return Gemma4Config(
+        layer_types=tuple(text["layer_types"]),
+        shared_layers=text["num_kv_shared_layers"],
+        hidden=text["hidden_size"],
+        intermediate=text["intermediate_size"],
+        heads=text["num_attention_heads"],
+        kv_heads=text["num_key_value_heads"],
+        head_dim=text["head_dim"],
+        full_head_dim=text["global_head_dim"],
+        window=text["sliding_window"],
+        vocab=text["vocab_size"],
+        max_position=text["max_position_embeddings"],
+        sliding_theta=ropes[SLIDING]["rope_theta"],
+        full_theta=ropes[FULL]["rope_theta"],
+        full_rotary=ropes[FULL]["partial_rotary_factor"],
+        soft_cap=text["final_logit_softcapping"],
+        eps=text["rms_norm_eps"],
+    )
+
+
+def _load_tensors(model: Target | Assistant, folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    model.load_state_dict({k.removeprefix("model."): v.float() for k, v in tensors.items()})
+
+
+def load_target(folder: Path, device: torch.device) -> Target:
+    """Loads what `save_target` wrote for evaluation, computing in float32."""
+    model = Target(_read_config(json.loads((folder / "config.json").read_text())))
+    _load_tensors(model, folder)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def load_assistant(folder: Path, device: torch.device) -> Assistant:
+    """Loads what `save_assistant` wrote for evaluation, computing in float32."""
+    values = json.loads((folder / "config.json").read_text())
+    model = Assistant(_read_config(values["text_config"]), values["backbone_hidden_size"])
+    _load_tensors(model, folder)
+    return model.to(device).eval().requires_grad_(False)
