@@ -19,17 +19,18 @@ from typing import Any, Final
 MAX_SPECULATIVE_TOKENS: Final = 16
 MAX_SEED: Final = 2**64 - 1
 
-METHODS: Final = ("draft_model", "eagle", "eagle3", "ngram")
-LATER_METHODS: Final = ("mtp", "gemma4_mtp", "suffix")
+METHODS: Final = ("draft_model", "eagle", "eagle3", "gemma4_mtp", "ngram")
+LATER_METHODS: Final = ("mtp", "suffix")
 REJECTION_SAMPLE_METHODS: Final = ("coupled", "synthetic")
 LATER_REJECTION_SAMPLE_METHODS: Final = ("standard", "block")
 DRAFT_DRIVERS: Final = ("unrolled", "replay", "while", "eager")
+DRAFT_POSITIONS: Final = ("last", "next")
 DEVICES: Final = ("auto", "cpu", "cuda")
 DTYPES: Final = ("auto", "float32", "bfloat16")
 LOAD_FORMATS: Final = ("auto", "dummy")
 
 # Keys of SpeculativeConfig that users write under "x".
-_NESTED_KEYS: Final = ("draft_driver", "draft_stop_threshold")
+_NESTED_KEYS: Final = ("draft_driver", "draft_stop_threshold", "draft_position")
 
 # The longest n-gram that is looked up, and the length where nobody says.
 MAX_PROMPT_LOOKUP: Final = 256
@@ -148,8 +149,8 @@ class SpeculativeConfig:
     """How tokens are drafted and accepted. The keys are vLLM's; ours are nested under "x".
 
     Attributes:
-        method: "draft_model", "eagle", "eagle3" or "ngram". None: what the checkpoint in `model`
-            is; `LLM` finds out when it loads it.
+        method: "draft_model", "eagle", "eagle3", "gemma4_mtp" or "ngram". None: what the checkpoint
+            in `model` is; `LLM` finds out when it loads it.
         model: Folder of the drafter's checkpoint; a path-like object becomes a string. None with
             "ngram", which has none.
         num_speculative_tokens: Tokens drafted in each iteration (k), 1 to 16.
@@ -170,7 +171,11 @@ class SpeculativeConfig:
         draft_stop_threshold: Under "x", 0 to below 1. A sequence drafts no further once the
             drafter's own probability of a token it has drawn is below this; that token is still
             verified, and the output stays what it was. 0 = off; anything else needs draft_driver
-            "while".
+            "while" and a drafter other than "ngram".
+        draft_position: Under "x", "gemma4_mtp" only. Where the queries of all drafts stand: at the
+            "last" position that has KV of the target (None stands for that), or at the "next", that
+            of the newest token. Engines disagree; the keys are the same, and only acceptance can
+            change.
     """
 
     method: str | None = None
@@ -183,6 +188,7 @@ class SpeculativeConfig:
     prompt_lookup_max: int | None = None
     draft_driver: str = "unrolled"
     draft_stop_threshold: float = 0.0
+    draft_position: str | None = None
 
     def __post_init__(self) -> None:
         if self.method is not None:
@@ -222,6 +228,21 @@ class SpeculativeConfig:
         )
         check_choice("speculative_config['x']['draft_driver']", self.draft_driver, DRAFT_DRIVERS)
         self._check_draft_stop()
+        self._check_draft_position()
+
+    def _check_draft_position(self) -> None:
+        key = "speculative_config['x']['draft_position']"
+        if self.draft_position is None:
+            if self.method == "gemma4_mtp":
+                object.__setattr__(self, "draft_position", DRAFT_POSITIONS[0])
+            return
+        check_choice(key, self.draft_position, DRAFT_POSITIONS)
+        # Without a method the checkpoint decides, see `resolved`.
+        if self.method not in (None, "gemma4_mtp"):
+            raise ValueError(
+                f"{key} is {self.draft_position!r}, but method is {self.method!r}, whose drafts "
+                "have positions of their own; allowed: only with 'gemma4_mtp', else leave it out"
+            )
 
     def _check_draft_stop(self) -> None:
         key = "speculative_config['x']['draft_stop_threshold']"
@@ -229,6 +250,11 @@ class SpeculativeConfig:
         threshold = _check_finite(key, self.draft_stop_threshold, allowed)
         if not 0 <= threshold < 1:
             raise ValueError(f"{key} is {threshold}; allowed: {allowed}")
+        if threshold > 0 and self.method == "ngram":
+            raise ValueError(
+                f"{key} is {threshold}, but method is 'ngram', whose drafts have no probability; "
+                "allowed: 0 (off), or a method with a model"
+            )
         if threshold > 0 and self.draft_driver != "while":
             raise ValueError(
                 f"{key} is {threshold}, but draft_driver is {self.draft_driver!r}; allowed: only "
@@ -366,11 +392,11 @@ def _check_keys(where: str, mapping: Mapping[str, Any], allowed: tuple[str, ...]
             raise NotImplementedError(
                 f"{where}: key {key!r} is not there yet; this version has: {quoted(allowed)}"
             )
-        hint = (
-            "; the drafter's own key is 'draft_tensor_parallel_size', which is not there yet"
-            if key == "tensor_parallel_size"
-            else ""
-        )
+        hint = ""
+        if key == "tensor_parallel_size":
+            hint = "; the drafter's own key is 'draft_tensor_parallel_size', which is not there yet"
+        elif where == "speculative_config" and key in _NESTED_KEYS:
+            hint = f"; it stands under 'x': {{'x': {{{key!r}: ...}}}}"
         raise ValueError(f"{where}: unknown key {key!r}{hint}; allowed: {quoted(allowed)}")
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from paceline import _core
 from paceline.config import (
     DRAFT_DRIVERS,
+    DRAFT_POSITIONS,
     DTYPES,
     LATER_METHODS,
     LATER_REJECTION_SAMPLE_METHODS,
@@ -37,6 +38,7 @@ from paceline.loader import (
     load_checkpoint,
     load_drafter,
     load_dummy,
+    load_dummy_drafter,
 )
 from paceline.memory import default_kv_cache_bytes, group_max_bytes, memory_plan
 from paceline.outputs import RequestError, RequestOutput
@@ -157,7 +159,13 @@ class LLM:
             )
         if speculative is not None and speculative.model is not None:
             if load_format == "dummy":
-                draft = load_dummy(speculative.model, dtype=config.dtype, device=resolved)
+                draft = load_dummy_drafter(
+                    speculative.model,
+                    target,
+                    method=speculative.method,
+                    dtype=config.dtype,
+                    device=resolved,
+                )
             else:
                 draft = load_drafter(
                     speculative.model,
@@ -270,6 +278,8 @@ class LLM:
             options["synthetic_acceptance_length"] = speculative.synthetic_acceptance_length or 0.0
             options["draft_driver"] = speculative.draft_driver
             options["draft_stop_threshold"] = speculative.draft_stop_threshold
+            if speculative.draft_position is not None:
+                options["draft_position"] = speculative.draft_position
             if speculative.method == "ngram":
                 options["ngram_min"] = speculative.prompt_lookup_min
                 options["ngram_max"] = speculative.prompt_lookup_max
@@ -577,6 +587,7 @@ def capabilities() -> dict[str, Any]:
         "rejection_sample_methods": list(REJECTION_SAMPLE_METHODS),
         "later_rejection_sample_methods": list(LATER_REJECTION_SAMPLE_METHODS),
         "draft_drivers": list(DRAFT_DRIVERS),
+        "draft_positions": list(DRAFT_POSITIONS),
         "architectures": sorted(ARCHITECTURES),
         "devices": usable_devices(),
         "has_cuda": _core.build_info()["has_cuda"],

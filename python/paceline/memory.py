@@ -27,7 +27,7 @@ def default_kv_cache_bytes(
     """Chooses the size of the KV pool.
 
     Args:
-        models: Whose layers have a cache; the target first. Their weights are in place.
+        models: The target, then the drafter if there is one. Their weights are in place.
         device: Where they lie: "cpu" or "cuda".
         max_num_seqs: Sequences at the same time.
         max_model_len: Tokens of one sequence.
@@ -46,16 +46,14 @@ def default_kv_cache_bytes(
     item_bytes = 4 if models[0].weight_dtype == "float32" else 2
     per_token_full = 0
     wanted = 0
-    for model in models:
-        for layer in model.config["layers"]:
-            attention = layer["attention"]
-            token_bytes = 2 * attention["num_kv_heads"] * attention["head_dim"] * item_bytes
-            if attention["kind"] == "full":
-                per_token_full += token_bytes
-                continue
-            num_tokens = max_num_seqs * (attention["window"] + num_extra_tokens)
-            num_tokens = min(num_tokens + num_prefill_tokens, max_num_seqs * max_model_len)
-            wanted += token_bytes * num_tokens
+    for attention in _caching_layers(models):
+        token_bytes = 2 * attention["num_kv_heads"] * attention["head_dim"] * item_bytes
+        if attention["kind"] == "full":
+            per_token_full += token_bytes
+            continue
+        num_tokens = max_num_seqs * (attention["window"] + num_extra_tokens)
+        num_tokens = min(num_tokens + num_prefill_tokens, max_num_seqs * max_model_len)
+        wanted += token_bytes * num_tokens
     wanted += per_token_full * max_num_seqs * (max_model_len + num_extra_tokens)
     # Slabs: each group may leave one partly empty.
     wanted = max(wanted + wanted // 8, _MIN_KV_CACHE_BYTES)
@@ -68,6 +66,12 @@ def default_kv_cache_bytes(
     )
 
 
+def _caching_layers(models: Sequence[LoadedModel]) -> list[dict[str, Any]]:
+    """The attention of every layer that has KV of its own."""
+    attentions = [layer["attention"] for model in models for layer in model.config["layers"]]
+    return [a for a in attentions if "kv_source" not in a and not a.get("reads_target", False)]
+
+
 def _default_on_cuda(
     models: Sequence[LoadedModel], max_num_seqs: int, tokens_per_seq: int
 ) -> tuple[int, str]:
@@ -76,9 +80,8 @@ def _default_on_cuda(
 
     item_bytes = 4 if models[0].weight_dtype == "float32" else 2
     token_bytes = sum(
-        2 * layer["attention"]["num_kv_heads"] * layer["attention"]["head_dim"] * item_bytes
-        for model in models
-        for layer in model.config["layers"]
+        2 * attention["num_kv_heads"] * attention["head_dim"] * item_bytes
+        for attention in _caching_layers(models)
     )
     # As if every layer kept all tokens; an eighth for slabs that groups leave partly empty.
     wanted = token_bytes * max_num_seqs * tokens_per_seq

@@ -69,7 +69,7 @@ def test_k_is_required() -> None:
     refuses(config, ValueError, "no 'num_speculative_tokens'", "1 to 16")
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "gemma4_mtp"])
 def test_methods_with_a_model(method: str) -> None:
     assert SpeculativeConfig.parse(GOOD | {"method": method}).method == method
     refuses({"method": method, "num_speculative_tokens": 1}, ValueError, "'model'", repr(method))
@@ -109,11 +109,11 @@ def test_ngram_refusals() -> None:
     refuses({"method": "ngram"}, ValueError, "no 'num_speculative_tokens'")
 
 
-@pytest.mark.parametrize("method", ["mtp", "gemma4_mtp", "suffix"])
+@pytest.mark.parametrize("method", ["mtp", "suffix"])
 @pytest.mark.parametrize("has_k", [True, False])
 def test_methods_that_come_later(method: str, has_k: bool) -> None:
     config = {"method": method} | ({"num_speculative_tokens": 2} if has_k else {})
-    there = ("'draft_model'", "'eagle'", "'eagle3'", "'ngram'")
+    there = ("'draft_model'", "'eagle'", "'eagle3'", "'gemma4_mtp'", "'ngram'")
     refuses(config, NotImplementedError, f"'{method}'", *there)
 
 
@@ -196,6 +196,7 @@ def test_nested_options_are_checked() -> None:
     refuses(GOOD | {"x": {"draft_driver": "magic"}}, ValueError, "'magic'", "'unrolled'")
     refuses(GOOD | {"draft_stop_threshold": 0.5}, ValueError, "unknown key 'draft_stop_threshold'")
     refuses(GOOD | {"draft_driver": "eager"}, ValueError, "unknown key 'draft_driver'")
+    refuses(GOOD | {"draft_position": "last"}, ValueError, "'draft_position'", "under 'x'", "...")
 
 
 @pytest.mark.parametrize("threshold", [0, 0.0, 0.25, 0.999])
@@ -217,6 +218,50 @@ def test_draft_stop_threshold_needs_a_driver_that_can_stop(driver: str) -> None:
     refuses(GOOD | {"x": nested}, ValueError, "draft_stop_threshold", f"'{driver}'", "'while'")
     off = SpeculativeConfig.parse(GOOD | {"x": nested | {"draft_stop_threshold": 0}})
     assert off.draft_stop_threshold == 0
+
+
+@pytest.mark.parametrize("driver", ["unrolled", "while"])
+def test_looked_up_drafts_have_no_probability(driver: str) -> None:
+    nested = {"draft_driver": driver, "draft_stop_threshold": 0.5}
+    config = NGRAM | {"x": nested}
+    refuses(config, ValueError, "draft_stop_threshold", "0.5", "'ngram'", "0 (off)")
+    assert SpeculativeConfig.parse(NGRAM | {"x": {"draft_driver": driver}}).method == "ngram"
+
+
+GEMMA4_MTP = GOOD | {"method": "gemma4_mtp"}
+
+
+def test_draft_position() -> None:
+    assert SpeculativeConfig.parse(GOOD).draft_position is None
+    assert SpeculativeConfig.parse(GEMMA4_MTP).draft_position == "last"
+    for position in ("last", "next"):
+        config = SpeculativeConfig.parse(GEMMA4_MTP | {"x": {"draft_position": position}})
+        assert config.draft_position == position
+        assert dataclasses.replace(config, num_speculative_tokens=2).draft_position == position
+
+
+def test_draft_position_before_the_method_is_known() -> None:
+    unnamed = {key: value for key, value in GOOD.items() if key != "method"}
+    assert SpeculativeConfig.parse(unnamed).resolved("gemma4_mtp").draft_position == "last"
+    assert SpeculativeConfig.parse(unnamed).resolved("eagle").draft_position is None
+    config = SpeculativeConfig.parse(unnamed | {"x": {"draft_position": "next"}})
+    assert config.resolved("gemma4_mtp").draft_position == "next"
+    with pytest.raises(ValueError, match=r"draft_position.*'next'.*'eagle3'.*'gemma4_mtp'"):
+        config.resolved("eagle3")
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "ngram"])
+def test_draft_position_of_another_method(method: str) -> None:
+    base = NGRAM if method == "ngram" else GOOD | {"method": method}
+    config = base | {"x": {"draft_position": "last"}}
+    parts = ("['draft_position'] is 'last'", f"'{method}'", "'gemma4_mtp'", "leave it out")
+    refuses(config, ValueError, *parts)
+
+
+@pytest.mark.parametrize("position", ["P", "", 0, True, ["last"]])
+def test_unknown_draft_position(position: Any) -> None:
+    config = GEMMA4_MTP | {"x": {"draft_position": position}}
+    refuses(config, ValueError, "['draft_position']", repr(position), "'last', 'next'")
 
 
 @pytest.mark.parametrize("value", ["{", "[1]", "3", '"draft_model"'])

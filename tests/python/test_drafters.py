@@ -613,7 +613,7 @@ def test_description_without_weights(layout: str, head: Callable[..., Path]) -> 
 def test_description_without_weights_needs_a_kind(head: Callable[..., Path]) -> None:
     target = target_of(make(TARGET))
     hf_config = read_json(head("eagle") / "config.json")
-    with raises(ValueError, "method is None", "None", "'eagle' or 'eagle3'"):
+    with raises(ValueError, "method is None", "None", "'eagle', 'eagle3', 'gemma4_mtp'"):
         drafter_config(hf_config, target)
     with raises(ValueError, "'draft_model'"):
         drafter_config(hf_config, target, method="draft_model")

@@ -499,7 +499,9 @@ def test_reports_are_plain_data(llm: LLM) -> None:
         ("draft", "full"),
     ]
     abilities = json.loads(json.dumps(llm.capabilities()))
-    assert abilities["methods"] == ["draft_model", "eagle", "eagle3", "ngram"]
+    assert abilities["methods"] == ["draft_model", "eagle", "eagle3", "gemma4_mtp", "ngram"]
+    assert abilities["later_methods"] == ["mtp", "suffix"]
+    assert abilities["draft_positions"] == ["last", "next"]
     assert abilities["max_num_speculative_tokens"] == 16
     assert abilities["configured"]["num_speculative_tokens"] == K
     assert "Gemma3ForCausalLM" in abilities["architectures"]

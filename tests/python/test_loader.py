@@ -20,7 +20,7 @@ import pytest
 import tiny_models
 from paceline import loader
 from paceline._core import ModelFileError, ModelNotFoundError
-from paceline.loader import families, hf_config
+from paceline.loader import decoder, families, hf_config
 from paceline.loader.checkpoint import open_checkpoint
 from paceline.loader.hf_config import RopeSettings
 from paceline.loader.tokenizer import TokenizerInfo, compare_vocabularies
@@ -514,11 +514,11 @@ def test_frequencies_equal_transformers(
 
 
 def test_frequencies_by_hand() -> None:
-    assert families.inverse_frequencies(RopeSettings(theta=10_000.0), 4) == [
+    assert decoder.inverse_frequencies(RopeSettings(theta=10_000.0), 4) == [
         1.0,
         float(np.float32(0.01)),
     ]
-    assert families.inverse_frequencies(RopeSettings("linear", 10_000.0, 4.0), 2) == [0.25]
+    assert decoder.inverse_frequencies(RopeSettings("linear", 10_000.0, 4.0), 2) == [0.25]
 
 
 # ---- refusals in config.json ---------------------------------------------------------------------

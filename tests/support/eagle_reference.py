@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -265,8 +265,17 @@ class Simulation:
         return next((i for i, m in enumerate(self.margins) if m < least_margin), len(self.margins))
 
 
+class GreedyDrafter(Protocol):
+    """What `simulate` needs: an `EagleReference`, say."""
+
+    target: Any
+
+    def draft(self, tokens: Sequence[int], k: int, states: Any) -> list[Draft]:
+        """Drafts k tokens greedily; see `EagleReference.draft`."""
+
+
 def simulate(
-    reference: EagleReference, prompt: Sequence[int], continuation: Sequence[int], k: int
+    reference: GreedyDrafter, prompt: Sequence[int], continuation: Sequence[int], k: int
 ) -> Simulation:
     """Greedy speculative decoding with no engine: the prefill emits the first token, each iteration
     the drafts that equal the target's own tokens and one more."""

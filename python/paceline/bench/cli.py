@@ -256,6 +256,7 @@ def _speculations(
             config.draft_stop_threshold,
             (config.prompt_lookup_min or 0) if method == "ngram" else 0,
             (config.prompt_lookup_max or 0) if method == "ngram" else 0,
+            config.draft_position,
         )
     elif default_draft is None:
         if args.drivers is not None:

@@ -65,6 +65,7 @@ class Speculation:
         draft_stop_threshold: See `SpeculativeConfig`.
         ngram_min: Shortest n-gram of prompt lookup; 0 = there is a drafter.
         ngram_max: Longest one.
+        draft_position: See `SpeculativeConfig`; None: the drafter has no such choice.
     """
 
     num_speculative_tokens: int
@@ -74,6 +75,7 @@ class Speculation:
     draft_stop_threshold: float = 0.0
     ngram_min: int = 0
     ngram_max: int = 0
+    draft_position: str | None = None
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,8 @@ def make_executor(
         options["draft_stop_threshold"] = speculation.draft_stop_threshold
         options["ngram_min"] = speculation.ngram_min
         options["ngram_max"] = speculation.ngram_max
+        if speculation.draft_position is not None:
+            options["draft_position"] = speculation.draft_position
     return _core.Executor(target.model, draft.model if draft is not None else None, options)
 
 

@@ -142,14 +142,14 @@ def load_draft(
     dtype: str = "auto",
     device: str = "cpu",
 ) -> BenchModel:
-    """Makes a drafter ready: a model of its own or an EAGLE head.
+    """Makes a drafter ready: a model of its own or one that rides on the target.
 
     Args:
         source: As for `load`.
         target: What it drafts for.
-        method: "draft_model", "eagle" or "eagle3"; None: what its configuration says.
+        method: "draft_model", "eagle", "eagle3" or "gemma4_mtp"; None: what its configuration says.
         dummy: As for `load`.
-        dtype: As for `load`; a head takes the target's.
+        dtype: As for `load`; a drafter that rides on the target takes the target's.
         device: As for `load`.
 
     Returns:
@@ -203,8 +203,12 @@ def count_body_parameters(config: dict[str, Any]) -> int:
     for layer in config["layers"]:
         attention = layer["attention"]
         q_width = attention["num_qo_heads"] * attention["head_dim"]
-        kv_width = attention["num_kv_heads"] * attention["head_dim"]
-        total += hidden * (2 * q_width + 2 * kv_width) + 3 * hidden * layer["mlp"]["intermediate"]
+        kv_width = attention["num_kv_heads"] * attention["head_dim"] * _num_kv_matrices(attention)
+        total += hidden * (2 * q_width + kv_width) + 3 * hidden * layer["mlp"]["intermediate"]
+    inputs = config.get("per_layer_inputs")
+    if inputs is not None:
+        # Of each layer: its part of the projection, the gate and the projection back.
+        total += 3 * hidden * inputs["size"] * len(config["layers"])
     drafter = config.get("drafter")
     if drafter is not None:
         first = config["layers"][0]["attention"]
@@ -213,19 +217,31 @@ def count_body_parameters(config: dict[str, Any]) -> int:
             # q, k and v of the first layer are twice as wide.
             total += hidden * heads * first["head_dim"]
             total += hidden * len(drafter["aux_layers"]) * drafter["target_hidden_size"]
+        elif drafter["kind"] == "gemma4_mtp":
+            # fc, and the product that is fed back.
+            total += 3 * hidden * drafter["target_hidden_size"]
         else:
             total += 2 * hidden * hidden
     return int(total)
 
 
+def _num_kv_matrices(attention: dict[str, Any]) -> int:
+    if "kv_source" in attention or attention.get("reads_target", False):
+        return 0
+    return 1 if attention.get("k_eq_v", False) else 2
+
+
 def count_head_parameters(config: dict[str, Any]) -> int:
-    """Counts the parameters of the lm_head, its own or shared.
+    """Counts the parameters of the lm_head, its own or shared, that one token's logits take.
 
     Args:
         config: A canonical description.
     """
     drafter = config.get("drafter")
     rows = config["vocab_size"] if drafter is None else drafter["draft_vocab_size"]
+    centroids = None if drafter is None else drafter.get("centroids")
+    if centroids is not None:
+        rows = centroids["count"] + centroids["top"] * (rows // centroids["count"])
     return int(rows * config["hidden_size"])
 
 

@@ -22,9 +22,11 @@ from .drafter_checkpoint import (
     load_drafter_weights,
     open_drafter,
 )
-from .drafters import Target, kind_of_config
+from .drafters import GEMMA4_MTP, Target
 from .families import ARCHITECTURES, check_dtype, decoder_config, translate
-from .hf_config import HfConfig, Section, parse_hf_config, read_hf_config
+from .gemma4_assistant import check_reads_layers_of
+from .hf_config import HfConfig, Section, parse_hf_config, read_hf_config, read_json_object
+from .kinds import kind_of_config
 from .tokenizer import TokenizerInfo, check_tokenizers, load_tokenizer
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ __all__ = [
     "load_checkpoint",
     "load_drafter",
     "load_dummy",
+    "load_dummy_drafter",
     "open_checkpoint",
     "open_drafter",
 ]
@@ -60,7 +63,8 @@ class LoadedModel:
     Attributes:
         path: The checkpoint's folder.
         model: The weights; shared by every executor that uses them.
-        family: "llama", "qwen3", "gemma3" or "gemma4".
+        family: "llama", "qwen3", "gemma3" or "gemma4"; of a drafter that rides on a target, its
+            kind.
         architecture: The class name in `config.json`.
         config: The canonical description of `docs/model-format.md`.
         weight_dtype: Of the matrices: "float32" or "bfloat16".
@@ -96,7 +100,7 @@ class LoadedModel:
 
     @property
     def method(self) -> str:
-        """How it drafts, as a drafter: "draft_model", "eagle" or "eagle3"."""
+        """How it drafts, as a drafter: "draft_model", "eagle", "eagle3" or "gemma4_mtp"."""
         drafter = self.config.get("drafter")
         return DRAFT_MODEL if drafter is None else str(drafter["kind"])
 
@@ -258,18 +262,18 @@ def dummy_drafter(
     device: str = "cpu",
     seed: int = 0,
 ) -> LoadedModel | None:
-    """Makes up the weights of an EAGLE head's configuration; see `load_dummy`.
+    """Makes up the weights of a configuration of a drafter that rides on a target.
 
     Args:
         hf_config: The object in a `config.json`.
-        target: What it drafts for; its weight dtype is the head's.
-        name: What messages call it; also the head's `path`.
-        method: "eagle" or "eagle3"; None: what the configuration says.
+        target: What it drafts for; its weight dtype is the drafter's.
+        name: What messages call it; also the drafter's `path`.
+        method: "eagle", "eagle3" or "gemma4_mtp"; None: what the configuration says.
         device: As for `load_dummy`.
         seed: As for `load_dummy`.
 
     Returns:
-        The head; None for the configuration of a model of its own.
+        The drafter; None for the configuration of a model of its own.
 
     Raises:
         ModelFileError: A key is missing or has a wrong value.
@@ -304,6 +308,44 @@ def dummy_drafter(
     )
 
 
+def load_dummy_drafter(
+    path: str | os.PathLike[str],
+    target: LoadedModel,
+    *,
+    method: str | None = None,
+    dtype: str = "auto",
+    device: str = "cpu",
+    seed: int = 0,
+) -> LoadedModel:
+    """Makes up the weights of a drafter of any kind; see `load_dummy`.
+
+    Args:
+        path: A folder with the drafter's `config.json`; weight files are not looked at.
+        target: What it drafts for.
+        method: "draft_model", "eagle", "eagle3" or "gemma4_mtp"; None: what the configuration says,
+            which is a model of its own where it says nothing, as that of an EAGLE-1 head.
+        dtype: Of a draft model, as for `load_dummy`; any other takes the target's.
+        device: As for `load_dummy`.
+        seed: As for `load_dummy`.
+
+    Returns:
+        The drafter.
+
+    Raises:
+        ModelNotFoundError: The folder or its configuration is missing.
+        ModelFileError: A file is damaged.
+        NotImplementedError: The drafter is not supported, or there is no such device.
+        ValueError: It was made for another target, or is not what `method` says.
+        MemoryError: There is no room for the weights.
+    """
+    directory = open_directory(path)
+    hf_config = read_json_object(directory / "config.json", "the drafter's configuration")
+    drafter = dummy_drafter(
+        hf_config, target, str(directory), method=method, device=device, seed=seed
+    )
+    return drafter or load_dummy(path, dtype=dtype, device=device, seed=seed)
+
+
 def _named_dtype(*sections: Section) -> str:
     """The dtype that a configuration names, of those that weights can have."""
     for section in sections:
@@ -326,8 +368,9 @@ def load_drafter(
 
     Args:
         path: The drafter's folder.
-        target: What it drafts for. An EAGLE drafter is checked against it and takes its dtype.
-        method: "draft_model", "eagle" or "eagle3"; None: what the checkpoint is.
+        target: What it drafts for. A drafter that rides on it is checked against it and takes its
+            dtype.
+        method: "draft_model", "eagle", "eagle3" or "gemma4_mtp"; None: what the checkpoint is.
         dtype: Of a draft model, as for `load_checkpoint`.
         device: Where the weights will lie: "cpu" or "cuda"; the target's.
         progress: Show a progress bar where standard error is a terminal.
@@ -369,7 +412,7 @@ def check_compatible(target: LoadedModel, draft: LoadedModel) -> None:
     """Checks that a drafter's token ids mean what the target's mean.
 
     Ids of made-up weights mean nothing: without both tokenizers there is nothing to compare.
-    An EAGLE drafter seldom brings a tokenizer; it is checked by its sizes.
+    A drafter that rides on a target seldom brings a tokenizer; it is checked by its sizes.
 
     Raises:
         ValueError: The tokenizers differ, or one is missing and the embedding tables have different
@@ -393,7 +436,8 @@ def check_compatible(target: LoadedModel, draft: LoadedModel) -> None:
 
 
 def check_drafter_fits(target: LoadedModel, draft: LoadedModel) -> None:
-    """Checks that an EAGLE drafter can run beside a target, maybe not the one it was loaded for.
+    """Checks that a drafter that rides on a target can run beside one, maybe not the one it was
+    loaded for.
 
     Raises:
         ValueError: Sizes or dtypes differ; names both values.
@@ -409,3 +453,16 @@ def check_drafter_fits(target: LoadedModel, draft: LoadedModel) -> None:
                 f"{draft.path}: the drafter was loaded for a target whose {what} is {theirs!r}, "
                 f"but that of {target.path} is {ours!r}"
             )
+    if draft.method != GEMMA4_MTP:
+        return
+    if draft.config["embed_scale"] != target.config["embed_scale"]:
+        raise ValueError(
+            f"{draft.path}: the drafter was loaded for a target that multiplies its embeddings by "
+            f"{draft.config['embed_scale']}, but {target.path} does by "
+            f"{target.config['embed_scale']}"
+        )
+    check_reads_layers_of(
+        draft.config,
+        target.as_target(),
+        f"{draft.path}: the drafter was loaded for another target:",
+    )

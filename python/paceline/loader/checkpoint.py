@@ -21,13 +21,17 @@ from typing import Any, Final
 from paceline import _core
 from paceline._core import ModelFileError, ModelNotFoundError
 
-from .families import ARCHITECTURES, Family, TensorSpec, check_dtype, translate
-from .hf_config import HfConfig, read_hf_config, read_json_object
+from .decoder import LM_HEADS, Family, TensorSpec
+from .families import ARCHITECTURES, check_dtype, translate
+from .hf_config import HfConfig, Section, read_hf_config, read_json_object
+from .kinds import kind_of_config
 
 WEIGHTS_NAME: Final = "model.safetensors"
 INDEX_NAME: Final = "model.safetensors.index.json"
 STORED_DTYPES: Final = ("BF16", "F16", "F32")
 
+# Where a drafter belongs.
+_CURE: Final = ": name it in speculative_config['model'], or after --draft of `paceline convert`"
 # How many names a message lists.
 _MAX_NAMED: Final = 5
 # Bytes compared at a time.
@@ -125,7 +129,7 @@ def open_checkpoint(path: str | os.PathLike[str], dtype: str = "auto") -> Checkp
     """
     check_dtype(dtype)
     directory = open_directory(path)
-    hf = read_hf_config(directory, ARCHITECTURES)
+    hf = _read_config(directory)
     family = translate(hf)
     shards, listing = _open_shards(directory)
     tensors = _bind(family, shards, listing, hf.source)
@@ -224,6 +228,21 @@ class RawShard:
         """The bytes of one tensor, row-major and little-endian; a view into the mapping."""
         begin, end = self._offsets[name]
         return memoryview(self._map)[begin:end]
+
+
+def _read_config(directory: Path) -> HfConfig:
+    """The configuration of a target; that of a drafter is refused with a hint."""
+    try:
+        return read_hf_config(directory, ARCHITECTURES)
+    except NotImplementedError as error:
+        path = directory / "config.json"
+        top = Section(read_json_object(path, "the model's configuration"), str(path))
+        kind = kind_of_config(top)
+        if kind is None:
+            raise
+        raise NotImplementedError(
+            f"{error}; it is a drafter ({kind}) and no target{_CURE}"
+        ) from None
 
 
 def _check_directory(directory: Path) -> None:
@@ -361,11 +380,8 @@ def _raise_missing(
     count = "1 tensor is" if len(missing) == 1 else f"{len(missing)} tensors are"
     hint = ""
     if "fc.weight" in owners:
-        hint = (
-            "; with 'fc.weight' it is an EAGLE drafter and no target: name it in "
-            "speculative_config['model'], or after --draft of `paceline convert`"
-        )
-    elif missing == [family.lm_head_names[0]]:
+        hint = f"; with 'fc.weight' it is an EAGLE drafter and no target{_CURE}"
+    elif missing == [family.lm_head_names[0]] and family.tied_table is None:
         hint = '; a model that shares it with the embeddings says "tie_word_embeddings": true'
     elif missing[0].endswith("embed_tokens.weight") and len(missing) > 1:
         prefixes = ", ".join(map(repr, family.prefixes))
@@ -392,9 +408,9 @@ def _check_unexpected(
             continue
         if name.startswith(prefix) and name.removeprefix(prefix) in family.ignored_sources:
             continue
-        if family.ties_lm_head and name in family.lm_head_names:
-            embedding = next(t for t in used.values() if t.spec.name == "embed.weight")
-            _check_tied_copy(name, shard, embedding, config_source)
+        if family.tied_table is not None and name in LM_HEADS:
+            table = next(t for t in used.values() if t.spec.name == family.tied_table)
+            _check_tied_copy(name, shard, table, config_source)
             continue
         unexpected.append(name)
     if not unexpected:
@@ -408,19 +424,19 @@ def _check_unexpected(
     )
 
 
-def _check_tied_copy(name: str, shard: Shard, embedding: BoundTensor, config_source: str) -> None:
+def _check_tied_copy(name: str, shard: Shard, table: BoundTensor, config_source: str) -> None:
     """A tied lm_head may be in the file, as a copy of the embeddings."""
     import numpy as np
 
     dtype, shape, nbytes = shard.file.info(name)
     same = (dtype, tuple(shape), nbytes) == (
-        embedding.dtype,
-        embedding.spec.shape,
-        embedding.nbytes,
+        table.dtype,
+        table.spec.shape,
+        table.nbytes,
     )
     if same:
-        with RawShard(shard.path) as left, RawShard(embedding.shard.path) as right:
-            ours, theirs = left.view(name), right.view(embedding.source)
+        with RawShard(shard.path) as left, RawShard(table.shard.path) as right:
+            ours, theirs = left.view(name), right.view(table.source)
             for begin in range(0, nbytes, _CHUNK_BYTES):
                 part = slice(begin, begin + _CHUNK_BYTES)
                 if not np.array_equal(
@@ -432,7 +448,7 @@ def _check_tied_copy(name: str, shard: Shard, embedding: BoundTensor, config_sou
             theirs.release()
     if not same:
         raise ModelFileError(
-            f"{shard.path}: tensor {name!r} differs from {embedding.source!r}, but key "
+            f"{shard.path}: tensor {name!r} differs from {table.source!r}, but key "
             f'"tie_word_embeddings" of {config_source} is true; expected no such tensor, a copy, '
             "or false"
         )

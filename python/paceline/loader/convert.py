@@ -19,7 +19,6 @@ from paceline._core import ModelFileError
 from .checkpoint import Checkpoint, RawShard, open_checkpoint
 from .drafter_checkpoint import (
     DRAFT_MODEL,
-    MAP_NAME,
     DrafterCheckpoint,
     check_no_pickle,
     detect_method,
@@ -60,7 +59,8 @@ def convert(
     Args:
         model_dir: The target's checkpoint.
         out_dir: The folder to write; must be absent or empty.
-        draft_dir: The checkpoint of the drafter, if there is one: a draft model or an EAGLE head.
+        draft_dir: The checkpoint of the drafter, if there is one: a draft model, an EAGLE head or
+            an assistant of Gemma 4.
         num_speculative_tokens: The folder's default number of drafts, 1 to 16.
         dtype: What matrices become when the folder is read: "float32", "bfloat16" or "auto".
         allow_pickle: Read the weights of an EAGLE drafter out of a `pytorch_model.bin`: tensors
@@ -226,9 +226,9 @@ def _write_weights(path: Path, checkpoint: Checkpoint | DrafterCheckpoint, bar: 
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
         end += nbytes
 
-    ids = None if drafter is None else drafter.draft_to_target
-    if ids is not None:
-        describe(MAP_NAME, "I32", ids.shape, ids.nbytes)
+    ids = {} if drafter is None else drafter.ids
+    for name, values in ids.items():
+        describe(name, "I32", values.shape, values.nbytes)
     narrowed = {t.spec.name for t in tensors if drafter is not None and drafter.is_narrowed(t)}
     for tensor in tensors:
         dtype = "BF16" if tensor.spec.name in narrowed else tensor.dtype
@@ -242,8 +242,8 @@ def _write_weights(path: Path, checkpoint: Checkpoint | DrafterCheckpoint, bar: 
         }
         file.write(struct.pack("<Q", len(text)))
         file.write(text)
-        if ids is not None:
-            file.write(ids.astype("<i4").tobytes())
+        for values in ids.values():
+            file.write(values.astype("<i4").tobytes())
         for tensor in tensors:
             view = sources[tensor.shard.path].view(tensor.source)
             if len(view) != tensor.nbytes:

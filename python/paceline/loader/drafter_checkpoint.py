@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An EAGLE drafter on disk: telling its kind, binding its tensors, and loading them."""
+"""A drafter on disk that rides on a target: telling its kind, binding its tensors, loading them."""
 
 from __future__ import annotations
 
@@ -24,17 +24,12 @@ from .checkpoint import (
     _check_directory,
     _open_shards,
 )
-from .drafters import (
-    KINDS,
-    Target,
-    guess_facts,
-    kind_of_config,
-    kind_of_tensors,
-    read_facts,
-    translate_drafter,
-)
-from .families import Family
+from .decoder import Family
+from .drafters import GEMMA4_MTP, KINDS, Target
+from .eagle import guess_facts, read_facts, translate_eagle
+from .gemma4_assistant import CENTROIDS, PRE_PROJECTION, TOKEN_ORDERING, translate_assistant
 from .hf_config import Section, read_json_object
+from .kinds import kind_of_config, kind_of_tensors
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,24 +37,26 @@ if TYPE_CHECKING:
 
 DRAFT_MODEL: Final = "draft_model"
 PICKLE_NAME: Final = "pytorch_model.bin"
-# The canonical name of `d2t` once it holds ids of the target.
+# The canonical names of `d2t`, once it holds ids of the target, and of an assistant's token order.
 MAP_NAME: Final = "draft_to_target"
+ORDERING_NAME: Final = "token_ordering"
 
-_MAP_DTYPES: Final = {"I64": "<i8", "I32": "<i4"}
+_INTEGERS: Final = {"I64": "<i8", "I32": "<i4"}
 
 
 @dataclass(frozen=True)
 class DrafterCheckpoint:
-    """An EAGLE drafter whose files were checked against a target; only `d2t` was read yet.
+    """A drafter whose files were checked against a target; only its ids were read yet.
 
     Attributes:
         path: The folder.
-        kind: "eagle" or "eagle3".
+        kind: "eagle", "eagle3" or "gemma4_mtp".
         family: The drafter, translated.
         weight_dtype: What matrices become: that of the target.
-        tensors: Every tensor but `d2t`, in the order in which the drafter is filled.
+        tensors: Every tensor of weights, in the order in which the drafter is filled.
         draft_to_target: int32 [draft_vocab_size], the target's id of each row of the lm_head; None
             where the two are the same.
+        token_ordering: int32 [draft_vocab_size], ids cluster by cluster; None without clusters.
         notes: What a user may want to know about the choices made, one sentence each.
     """
 
@@ -69,7 +66,14 @@ class DrafterCheckpoint:
     weight_dtype: str
     tensors: tuple[BoundTensor, ...]
     draft_to_target: npt.NDArray[np.int32] | None
+    token_ordering: npt.NDArray[np.int32] | None
     notes: tuple[str, ...]
+
+    @property
+    def ids(self) -> dict[str, npt.NDArray[np.int32]]:
+        """Its tensors of ids by canonical name."""
+        found = {MAP_NAME: self.draft_to_target, ORDERING_NAME: self.token_ordering}
+        return {name: ids for name, ids in found.items() if ids is not None}
 
     @property
     def config(self) -> dict[str, Any]:
@@ -83,7 +87,7 @@ class DrafterCheckpoint:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors as stored, without `d2t`."""
+        """Bytes of all tensors as stored, without ids."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def is_narrowed(self, tensor: BoundTensor) -> bool:
@@ -103,7 +107,7 @@ def detect_method(path: str | os.PathLike[str], method: str | None = None) -> st
         method: What the user named, if anything.
 
     Returns:
-        "draft_model", "eagle" or "eagle3".
+        "draft_model", "eagle", "eagle3" or "gemma4_mtp".
 
     Raises:
         ModelNotFoundError: The folder or a file is missing.
@@ -131,7 +135,8 @@ def detect_method(path: str | os.PathLike[str], method: str | None = None) -> st
         elif stated is not None:
             reason = f"{top.source} says so"
         else:
-            reason = "it has no tensor 'fc.weight'"
+            sign = PRE_PROJECTION if method == GEMMA4_MTP else "fc.weight"
+            reason = f"it has no tensor {sign!r}"
         raise ValueError(
             f"speculative_config['method'] is {method!r}, but {directory} holds a drafter for "
             f"{found!r} ({reason}); allowed: {found!r}, or no 'method'"
@@ -158,12 +163,12 @@ def check_no_pickle(directory: Path) -> None:
 def open_drafter(
     path: str | os.PathLike[str], target: Target, method: str | None = None
 ) -> DrafterCheckpoint:
-    """Opens an EAGLE drafter and checks that it is complete and fits its target.
+    """Opens a drafter that rides on a target and checks that it is complete and fits it.
 
     Args:
         path: The folder: `config.json` and `model.safetensors`, or shards with their index.
         target: What it has to fit; its weight dtype becomes the drafter's.
-        method: What the user named: "eagle", "eagle3" or None.
+        method: What the user named: one of `KINDS`, or None.
 
     Raises:
         ModelNotFoundError: The folder, its configuration or a weight file is missing.
@@ -174,25 +179,34 @@ def open_drafter(
     kind = detect_method(path, method)
     directory = Path(path)
     if kind not in KINDS:
-        raise ValueError(f"{directory}: a {kind!r}; expected an 'eagle' or 'eagle3' drafter")
+        raise ValueError(f"{directory}: a {kind!r}; expected one of {', '.join(map(repr, KINDS))}")
     top = _read_config(directory)
     shards, listing = _open_shards(directory)
     owners = _owners(shards)
-    shapes = {name: tuple(shard.file.info(name)[1]) for name, shard in owners.items()}
-    facts = read_facts(shapes)
-    family, notes = translate_drafter(kind, top, facts, target)
-    tensors = _bind(family, shards, listing, top.source)
-    draft_to_target = None
-    if facts.has_map:
-        draft_to_target = _read_map(
-            owners, facts.prefix, facts.draft_vocab_size or 0, target.vocab_size
-        )
-    checkpoint = DrafterCheckpoint(
-        directory, kind, family, target.weight_dtype, tensors, draft_to_target, ()
-    )
-    notes += _dtype_notes(checkpoint)
+    draft_to_target = token_ordering = None
+    if kind == GEMMA4_MTP:
+        family, notes = translate_assistant(top, target, has_centroids=CENTROIDS in owners)
+        tensors = _bind(family, shards, listing, top.source)
+        if CENTROIDS in owners:
+            token_ordering = _read_ordering(owners, target.vocab_size)
+    else:
+        facts = read_facts({name: _shape(shard, name) for name, shard in owners.items()})
+        family, notes = translate_eagle(kind, top, facts, target)
+        tensors = _bind(family, shards, listing, top.source)
+        if facts.has_map:
+            draft_to_target = _read_map(
+                owners, facts.prefix, facts.draft_vocab_size or 0, target.vocab_size
+            )
+    notes += _dtype_notes(tensors, target.weight_dtype)
     return DrafterCheckpoint(
-        directory, kind, family, target.weight_dtype, tensors, draft_to_target, tuple(notes)
+        directory,
+        kind,
+        family,
+        target.weight_dtype,
+        tensors,
+        draft_to_target,
+        token_ordering,
+        tuple(notes),
     )
 
 
@@ -208,8 +222,8 @@ def drafter_config(
     Args:
         hf_config: The object in the drafter's `config.json`.
         target: What it has to fit.
-        method: "eagle" or "eagle3"; needed where the configuration does not say, as that of an
-            EAGLE-1 head.
+        method: One of `KINDS`; needed where the configuration does not say, as that of an EAGLE-1
+            head.
         source: What messages call the configuration.
 
     Returns:
@@ -225,10 +239,13 @@ def drafter_config(
     kind = method or stated
     if kind not in KINDS or (stated is not None and stated != kind):
         raise ValueError(
-            f"{source}: method is {method!r} and the configuration says {stated!r}; expected "
-            f"{' or '.join(map(repr, KINDS))}, the same where both say it"
+            f"{source}: method is {method!r} and the configuration says {stated!r}; expected one "
+            f"of {', '.join(map(repr, KINDS))}, the same where both say it"
         )
-    family, _ = translate_drafter(kind, top, guess_facts(kind, top, target), target)
+    if kind == GEMMA4_MTP:
+        family, _ = translate_assistant(top, target)
+    else:
+        family, _ = translate_eagle(kind, top, guess_facts(kind, top, target), target)
     return dict(family.config)
 
 
@@ -269,8 +286,8 @@ def load_drafter_weights(
             else:
                 builder.put_tensor(tensor.spec.name, tensor.shard.file, tensor.source)
             bar.update(tensor.nbytes)
-        if checkpoint.draft_to_target is not None:
-            builder.put_array(MAP_NAME, checkpoint.draft_to_target)
+        for name, ids in checkpoint.ids.items():
+            builder.put_array(name, ids)
     return builder.finish()
 
 
@@ -283,15 +300,60 @@ def _owners(shards: list[Shard]) -> dict[str, Shard]:
     return {name: shard for shard in shards for name in shard.file.names()}
 
 
-def _dtype_notes(checkpoint: DrafterCheckpoint) -> list[str]:
-    stored = set(checkpoint.stored_dtypes)
-    if checkpoint.weight_dtype == "float32" or stored == {"BF16"}:
+def _shape(shard: Shard, name: str) -> tuple[int, ...]:
+    return tuple(shard.file.info(name)[1])
+
+
+def _dtype_notes(tensors: tuple[BoundTensor, ...], weight_dtype: str) -> list[str]:
+    stored = {tensor.dtype for tensor in tensors if tensor.spec.is_matrix}
+    if weight_dtype == "float32" or stored == {"BF16"}:
         return []
     names = " and ".join(sorted(stored))
     return [f"weights stored as {names} are rounded to bfloat16, the target's dtype"]
 
 
-# ---- d2t ---------------------------------------------------------------------------------------
+# ---- ids ---------------------------------------------------------------------------------------
+
+
+def _read_ids(shard: Shard, name: str, count: int, meaning: str) -> npt.NDArray[np.int64]:
+    """Reads a list of integers."""
+    import numpy as np
+
+    dtype, shape, _ = shard.file.info(name)
+    where = f"{shard.path}: tensor {name!r}"
+    if dtype not in _INTEGERS:
+        raise ModelFileError(f"{where} is stored as {dtype}; expected {' or '.join(_INTEGERS)}")
+    if tuple(shape) != (count,):
+        raise ModelFileError(f"{where} has shape {list(shape)}; expected [{count}], {meaning}")
+    return _read_array(shard, name, _INTEGERS[dtype]).astype(np.int64)
+
+
+def _read_ordering(owners: Mapping[str, Shard], vocab_size: int) -> npt.NDArray[np.int32]:
+    """Reads the ids of an assistant's clusters, cluster by cluster: each id once."""
+    import numpy as np
+
+    name = TOKEN_ORDERING
+    if name not in owners:
+        raise ModelFileError(
+            f"{owners[CENTROIDS].path}: tensor {CENTROIDS!r} is in the weights, but {name!r} is "
+            "not; expected both or none of the two"
+        )
+    where = f"{owners[name].path}: tensor {name!r}"
+    ids = _read_ids(owners[name], name, vocab_size, "an id of the target in each place")
+    is_bad = (ids < 0) | (ids >= vocab_size)
+    if is_bad.any():
+        place = int(is_bad.argmax())
+        raise ModelFileError(
+            f"{where}[{place}] is {int(ids[place])}; expected ids from 0 to {vocab_size - 1}"
+        )
+    counts = np.bincount(ids, minlength=vocab_size)
+    if counts.max() > 1:
+        token = int(counts.argmax())
+        first, second = (int(place) for place in np.flatnonzero(ids == token)[:2])
+        raise ModelFileError(
+            f"{where} has id {token} in places {first} and {second}; expected every id once"
+        )
+    return ids.astype(np.int32)
 
 
 def _read_map(
@@ -301,17 +363,8 @@ def _read_map(
     import numpy as np
 
     name = f"{prefix}d2t" if f"{prefix}d2t" in owners else "d2t"
-    shard = owners[name]
-    dtype, shape, _ = shard.file.info(name)
-    where = f"{shard.path}: tensor {name!r}"
-    if dtype not in _MAP_DTYPES:
-        raise ModelFileError(f"{where} is stored as {dtype}; expected {' or '.join(_MAP_DTYPES)}")
-    if tuple(shape) != (num_rows,):
-        raise ModelFileError(
-            f"{where} has shape {list(shape)}; expected [{num_rows}], a value for each row of "
-            "'lm_head.weight'"
-        )
-    offsets = _read_array(shard, name, _MAP_DTYPES[dtype]).astype(np.int64)
+    where = f"{owners[name].path}: tensor {name!r}"
+    offsets = _read_ids(owners[name], name, num_rows, "a value for each row of 'lm_head.weight'")
     rows = np.arange(num_rows, dtype=np.int64)
     # An offset near the end of int64 would wrap around and could come back into the range.
     is_bad = (offsets < -rows) | (offsets >= vocab_size - rows)

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gemma 4's assistants (method "gemma4_mtp") as canonical descriptions and tensor names.
+
+An assistant is a few Gemma 4 layers that make queries only: each reads the KV of the last layer of
+the target that is of its type and owns its KV. Its input is the target's embedding of a token and a
+hidden state of the target's width; it puts out logits through a table of its own, and the hidden
+state for its next step. The small sizes score only the tokens of the clusters whose centroids come
+out best.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from paceline._core import ModelFileError
+
+from .decoder import SANDWICH_NORMS, Family, Layer, Sizes, TensorSpec, check_common, decoder_tensors
+from .drafters import (
+    GEMMA4_MTP,
+    Target,
+    check_same_vocabulary,
+    made_for_another,
+    take_positions,
+)
+from .gemma4 import (
+    GEMMA4_ARCHITECTURES,
+    check_dense,
+    describe_gemma4,
+    read_gemma4_layer_types,
+    read_gemma4_sizes,
+    read_kv_shapes,
+    unused_kv_sources,
+)
+from .hf_config import HfConfig, Section, parse_hf_config
+
+# Architectures and the "model_type" each goes with.
+ASSISTANT_ARCHITECTURES: Final[dict[str, str]] = {
+    "Gemma4AssistantForCausalLM": "gemma4_assistant",
+    "Gemma4UnifiedAssistantForCausalLM": "gemma4_unified_assistant",
+}
+# The tensor that no other drafter has.
+PRE_PROJECTION: Final = "pre_projection.weight"
+CENTROIDS: Final = "masked_embedding.centroids.weight"
+TOKEN_ORDERING: Final = "masked_embedding.token_ordering"
+
+# What transformers assumes where a file says nothing.
+_NUM_CENTROIDS: Final = 2048
+_TOP_CENTROIDS: Final = 32
+_EMBEDDINGS: Final = "model.embed_tokens.weight"
+
+
+def is_assistant_config(top: Section) -> bool:
+    """Whether a configuration says that it is an assistant's."""
+    names = top.strings("architectures")
+    if names:
+        return any(name in ASSISTANT_ARCHITECTURES for name in names)
+    return top.has("model_type") and top.values["model_type"] in ASSISTANT_ARCHITECTURES.values()
+
+
+def translate_assistant(
+    top: Section, target: Target, *, has_centroids: bool | None = None
+) -> tuple[Family, list[str]]:
+    """Translates an assistant for a target.
+
+    Args:
+        top: Its configuration.
+        target: What it has to fit.
+        has_centroids: Whether its tensors have centroids; None: there are no tensors to look at.
+
+    Returns:
+        The description with the tensors it needs, without the order of tokens; and what a user may
+        want to know.
+
+    Raises:
+        ValueError: It was made for another target; names both values.
+        ModelFileError: A key has a wrong value, or contradicts the tensors.
+        NotImplementedError: It needs something that Paceline does not do.
+    """
+    hf = parse_hf_config(top.values, top.source, ASSISTANT_ARCHITECTURES)
+    text = hf.text
+    if target.architecture not in GEMMA4_ARCHITECTURES:
+        raise ValueError(
+            f"{made_for_another(top)} it is {hf.architecture!r}, which reads the KV of a Gemma 4 "
+            f"target, but {target.path} is {target.architecture!r}; expected one of "
+            f"{', '.join(GEMMA4_ARCHITECTURES)}"
+        )
+    _check_supported(hf)
+    is_unified = "Unified" in hf.architecture
+    sizes = read_gemma4_sizes(text, is_unified=is_unified)
+    backbone = top.integer("backbone_hidden_size")
+    if backbone != target.hidden_size:
+        raise ValueError(
+            f'{made_for_another(top)} key "{top.name("backbone_hidden_size")}" is {backbone}, but '
+            f"{target.path} has a hidden size of {target.hidden_size}"
+        )
+    check_same_vocabulary(top, text, sizes, target)
+    layers = _read_layers(text, sizes)
+    notes: list[str] = []
+    config = describe_gemma4(
+        GEMMA4_MTP,
+        text,
+        sizes,
+        layers,
+        is_unified=is_unified,
+        ties_lm_head=False,
+        embed_scale=target.config["embed_scale"],
+    )
+    take_positions(config, sizes, target, notes)
+    check_reads_layers_of(config, target, made_for_another(top))
+    drafter: dict[str, Any] = {
+        "kind": GEMMA4_MTP,
+        "target_hidden_size": backbone,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "has_fc_bias": False,
+        "has_attn_norm": True,
+        "has_final_norm": True,
+        "owns_embedding": False,
+        "owns_lm_head": True,
+        "draft_vocab_size": sizes.vocab,
+    }
+    centroids = _read_centroids(top, text, sizes, has_centroids)
+    if centroids is not None:
+        drafter["centroids"] = centroids
+    config["drafter"] = drafter
+    family = Family(
+        GEMMA4_MTP,
+        hf.architecture,
+        config,
+        _tensors(text, sizes, layers, backbone, centroids),
+        prefixes=("",),
+        ignored_prefixes=() if centroids is None else (TOKEN_ORDERING,),
+        ignored_sources=frozenset(f"model.{name}" for name in unused_kv_sources(layers)),
+        lm_head_names=(_EMBEDDINGS,),
+    )
+    return family, notes
+
+
+def check_reads_layers_of(config: Mapping[str, Any], target: Target, message: str) -> None:
+    """Checks that every layer of an assistant has a layer of the target to read.
+
+    Args:
+        config: The assistant's canonical description.
+        target: The target.
+        message: How errors begin.
+
+    Raises:
+        ValueError: A layer has none, or one of another shape; names the layer and both values.
+    """
+    targets = [entry["attention"] for entry in target.config["layers"]]
+    last_owner = {
+        attention["kind"]: i for i, attention in enumerate(targets) if "kv_source" not in attention
+    }
+    for i, entry in enumerate(config["layers"]):
+        ours = entry["attention"]
+        source = last_owner.get(ours["kind"])
+        if source is None:
+            kinds = " and ".join(f"{kind!r}" for kind in sorted(last_owner))
+            raise ValueError(
+                f"{message} layer {i} of the drafter is one of kind {ours['kind']!r} and has no "
+                f"layer to read: those of {target.path} that own their KV are of kind {kinds}"
+            )
+        theirs = targets[source]
+        for key, what in (
+            ("window", "a window of"),
+            ("num_kv_heads", "key and value heads:"),
+            ("head_dim", "a head size of"),
+        ):
+            if ours[key] != theirs[key]:
+                raise ValueError(
+                    f"{message} layer {i} of the drafter has {what} {ours[key]}, but layer "
+                    f"{source} of {target.path}, whose KV it reads (the last one of kind "
+                    f"{ours['kind']!r} that owns its KV), has {theirs[key]}"
+                )
+
+
+def _check_supported(hf: HfConfig) -> None:
+    check_common(hf, may_be_bidirectional_in_images=True)
+    text = hf.text
+    check_dense(text)
+    if text.boolean("use_double_wide_mlp", False):
+        raise text.refusal("use_double_wide_mlp", "false")
+    if text.integer("hidden_size_per_layer_input", 0, low=0) != 0:
+        raise text.refusal("hidden_size_per_layer_input", "0")
+    if not hf.top.boolean("tie_word_embeddings", True):
+        raise hf.top.refusal("tie_word_embeddings", f"true (the lm_head is {_EMBEDDINGS!r})")
+    num_layers = text.integer("num_hidden_layers")
+    # 0 is what older files say for all.
+    if text.integer("num_kv_shared_layers", 0, low=0) not in (0, num_layers):
+        raise text.refusal(
+            "num_kv_shared_layers", f"{num_layers} (all layers read the KV of the target)"
+        )
+
+
+def _read_layers(text: Section, sizes: Sizes) -> tuple[Layer, ...]:
+    layer_types = read_gemma4_layer_types(text, sizes.layers)
+    return tuple(
+        Layer(layer_type, kv_heads, head_dim, sizes.intermediate, reads_target=True)
+        for layer_type, (kv_heads, head_dim) in zip(
+            layer_types, read_kv_shapes(text, sizes, layer_types), strict=True
+        )
+    )
+
+
+def _read_centroids(
+    top: Section, text: Section, sizes: Sizes, has_centroids: bool | None
+) -> dict[str, int] | None:
+    """The keys of the lm_head's clusters; None: it has a row for each token and no clusters.
+
+    Files of the sizes without them name their numbers too.
+    """
+    key = "use_ordered_embeddings"
+    is_stated = top.boolean(key, False)
+    if has_centroids is not None and has_centroids != is_stated:
+        seen = "missing, which stands for false" if not top.has(key) else str(is_stated).lower()
+        raise ModelFileError(
+            f'{top.source}: key "{top.name(key)}" is {seen}, but {CENTROIDS!r} is '
+            f"{'' if has_centroids else 'not '}in the weights; expected both to say the same"
+        )
+    if not is_stated:
+        return None
+    count = top.integer("num_centroids", _NUM_CENTROIDS)
+    if sizes.vocab % count != 0:
+        raise top.error(
+            "num_centroids", f'a divisor of "{text.name("vocab_size")}" ({sizes.vocab})'
+        )
+    return {
+        "count": count,
+        "top": top.integer("centroid_intermediate_top_k", _TOP_CENTROIDS, high=count),
+    }
+
+
+def _tensors(
+    text: Section,
+    sizes: Sizes,
+    layers: Sequence[Layer],
+    backbone: int,
+    centroids: Mapping[str, int] | None,
+) -> tuple[TensorSpec, ...]:
+    """Every tensor but the order of tokens, in the order in which the drafter is filled."""
+    specs = [
+        TensorSpec(
+            "fc.weight",
+            PRE_PROJECTION,
+            (sizes.hidden, 2 * backbone),
+            "hidden_size, 2 * backbone_hidden_size",
+        ),
+        TensorSpec(
+            "feedback.weight",
+            "post_projection.weight",
+            (backbone, sizes.hidden),
+            "backbone_hidden_size, hidden_size",
+        ),
+    ]
+    for spec in decoder_tensors(
+        sizes,
+        tuple(layers),
+        ties_lm_head=False,
+        norms=SANDWICH_NORMS,
+        has_qk_norm=True,
+        attention_bias=text.boolean("attention_bias", False),
+        has_layer_scale=True,
+    ):
+        # Its own embeddings are its lm_head and nothing else.
+        if spec.name != "embed.weight":
+            specs.append(dataclasses.replace(spec, source=f"model.{spec.source}"))
+    if centroids is not None:
+        specs.append(
+            TensorSpec(
+                "centroids.weight",
+                CENTROIDS,
+                (centroids["count"], sizes.hidden),
+                "num_centroids, hidden_size",
+            )
+        )
+    return tuple(specs)
