@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from corpus import load_corpus, token_stream
@@ -51,7 +52,7 @@ def run_engine(
     texts: Sequence[str],
     *,
     num_drafts: int = DRAFT_LENGTH,
-    **options: str,
+    **options: Any,
 ) -> Run:
     """Greedy speculative decoding with Paceline, with a drafter of any kind and its options."""
     from paceline import LLM, SamplingParams

@@ -82,7 +82,7 @@ def main() -> None:
                 texts,
                 num_drafts=arguments.num_speculative_tokens,
                 method="gemma4_mtp",
-                draft_position=position,
+                x={"draft_position": position},
             )
         else:
             run = simulate(

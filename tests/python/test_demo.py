@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo pair reaches its bars in the engine, on prompts from held-out files."""
+"""The demos reach their bars in the engine, on prompts from held-out files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 
 import evaluate_demo
+import evaluate_eagle3
+import evaluate_gemma4
 import pytest
 from measures import acceptance
 
@@ -31,8 +33,34 @@ def test_bars(texts: list[str]) -> None:
     assert evaluate_demo.readable(texts, run.texts) >= evaluate_demo.TOKENIZES_BAR * len(texts)
 
 
+def test_eagle3_reaches_its_bar(texts: list[str]) -> None:
+    target, head = demo_paths("eagle3")
+    run = evaluate_demo.run_engine(target, head, texts, num_drafts=evaluate_eagle3.NUM_DRAFTS)
+    length = acceptance(run.continuations, run.emitted).mean_acceptance_length
+    assert length >= evaluate_eagle3.ACCEPTANCE_BAR
+
+
+@pytest.mark.parametrize("position", ["last", "next"])
+def test_gemma4_mtp_reaches_its_bar(texts: list[str], position: str) -> None:
+    target, assistant = demo_paths("gemma4_mtp")
+    run = evaluate_demo.run_engine(
+        target,
+        assistant,
+        texts,
+        num_drafts=evaluate_gemma4.NUM_DRAFTS,
+        method="gemma4_mtp",
+        x={"draft_position": position},
+    )
+    report = acceptance(run.continuations, run.emitted)
+    assert report.mean_acceptance_length >= evaluate_gemma4.ACCEPTANCE_BAR
+    assert report.counted_share >= evaluate_demo.COUNTED_BAR
+    assert evaluate_demo.readable(texts, run.texts) >= evaluate_demo.TOKENIZES_BAR * len(texts)
+
+
 def test_size() -> None:
-    folders = demo_paths("draft_model")
-    assert sum(f.stat().st_size for folder in folders for f in folder.iterdir()) <= MAX_BYTES
-    first, second = ((folder / "tokenizer.json").read_bytes() for folder in folders)
-    assert first == second
+    pair = demo_paths("draft_model")
+    heads = [demo_paths("eagle3")[1], *demo_paths("gemma4_mtp")]
+    for folders in (pair, heads):
+        assert sum(f.stat().st_size for folder in folders for f in folder.iterdir()) <= MAX_BYTES
+    first, second = ((folder / "tokenizer.json").read_bytes() for folder in pair)
+    assert first == second == (heads[1] / "tokenizer.json").read_bytes()
