@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evidence from a GPU, kept with the sources, since continuous integration has none.
 
-    evidence.py test       run the GPU tests and benches and write docs/gpu-evidence.json
+    evidence.py test [PART ...]       GPU tests and benches; docs/gpu-evidence.json
     evidence.py sanitize [TOOL ...]   compute-sanitizer over the op table; docs/gpu-sanitizer.json
     evidence.py check      say STALE for evidence that was gathered from other sources
     evidence.py files      print the files that evidence covers, with their hashes
 
-`test` and `sanitize` expect `make cuda` to have built build/cuda-python. They exit 1 when a command
-fails, and write what they saw all the same.
+A result carries its own date and hash, so parts may be run apart. `test` and `sanitize` expect
+`make cuda` to have built build/cuda-python. They exit 1 when a command fails, and write what they
+saw all the same.
 """
 
 from __future__ import annotations
@@ -149,78 +150,84 @@ def write(path: Path, results: list[dict[str, Any]], extra: dict[str, Any]) -> i
 GTEST = r"^\[=+\]|^\[  PASSED|^\[  FAILED|drafts accepted|outputs differ"
 
 
-def test() -> int:
-    """Runs the tests, then the benches."""
-    env = environment()
-    results = []
-    for name in (
-        "gemm_order_test",
-        "op_parity_test",
-        "runner_test",
-        "engine_cuda_test",
-        "head_cuda_test",
-    ):
-        results.append(run(name, [str(BUILD / name), "--gtest_brief=1"], GTEST, env, 300))
-    pytest = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "tests/python/test_cuda.py",
-    ]
-    results.append(run("python", pytest, r"passed|failed|error", env, 400))
-    benches: dict[str, Any] = {}
-    for title, arguments in (
-        (
-            "qwen3-8b and its EAGLE-3 head",
-            ["--config", "qwen3-8b", *speculative("eagle3", "qwen3-8b-eagle3", 2.34)],
-        ),
-        (
-            "llama-3-8b and its EAGLE head",
-            ["--config", "llama-3-8b", *speculative("eagle", "llama-3-8b-eagle", 1.95)],
-        ),
-        (
-            "gemma3-27b and gemma3-270m",
-            [
-                "--config",
-                "gemma3-27b",
-                *speculative("draft_model", "gemma3-270m", 2.3),
-                "--drivers",
-                "unrolled,replay,while",
-            ],
-        ),
-    ):
-        figures = BUILD / "bench.json"
-        kernels = BUILD / "trace.json"
-        command = [
-            sys.executable,
-            *BENCH,
-            *arguments,
-            "--json",
-            str(figures),
-            "--trace",
-            str(kernels),
+TESTS = (
+    "gemm_order_test",
+    "op_parity_test",
+    "runner_test",
+    "engine_cuda_test",
+    "head_cuda_test",
+)
+
+BENCHES = {
+    "qwen3-8b": ["--config", "qwen3-8b", *speculative("eagle3", "qwen3-8b-eagle3", 2.34)],
+    "llama-3-8b": ["--config", "llama-3-8b", *speculative("eagle", "llama-3-8b-eagle", 1.95)],
+    "gemma3-27b": [
+        "--config",
+        "gemma3-27b",
+        *speculative("draft_model", "gemma3-270m", 2.3),
+        "--drivers",
+        "unrolled,replay,while",
+    ],
+}
+
+#: What `test` runs, in this order.
+PARTS = (*TESTS, "python", *BENCHES, "demos", "disk", "ops")
+
+
+def run_part(part: str, env: dict[str, str], benches: dict[str, Any]) -> list[dict[str, Any]]:
+    """Runs one of PARTS; what a bench measured goes into `benches`."""
+    if part in TESTS:
+        return [run(part, [str(BUILD / part), "--gtest_brief=1"], GTEST, env, 300)]
+    if part == "python":
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        return [
+            run(part, [*command, "tests/python/test_cuda.py"], r"passed|failed|error", env, 400)
         ]
-        results.append(run(f"bench latency, {title}", command, r"\S", env, 400))
-        benches[title] = {
+    if part in BENCHES:
+        figures, kernels = BUILD / "bench.json", BUILD / "trace.json"
+        command = [sys.executable, *BENCH, *BENCHES[part]]
+        command += ["--json", str(figures), "--trace", str(kernels)]
+        result = run(part, command, r"\S", env, 400)
+        benches[part] = {
             key: json.loads(path.read_text()) if path.exists() else None
             for key, path in (("figures", figures), ("trace", kernels))
         }
         for path in (figures, kernels):
             path.unlink(missing_ok=True)
-    # A checkpoint of the real size, from the local disk with its pages cached.
-    with tempfile.TemporaryDirectory() as scratch:
-        maker = [sys.executable, str(ROOT / "tests" / "cuda" / "make_checkpoint.py")]
-        results.append(run("make a checkpoint", [*maker, "qwen3-8b", scratch], r"\S", env, 200))
-        command = [sys.executable, "-m", "paceline", "bench", "latency", "--device", "cuda"]
-        command += ["--model", scratch, "--concurrency", "1", "--rounds", "1", "--output-len", "64"]
-        results.append(run("first token from disk", command, r"start to|plain", env, 200))
-    operations = BUILD / "ops.json"
-    command = [str(BUILD / "bench_cuda_ops"), "--json", str(operations)]
-    results.append(run("bench ops", command, r"\S", env, 120))
-    return write(TEST_FILE, results, {"benches": benches})
+        return [result]
+    if part == "demos":
+        script = str(ROOT / "python" / "training" / "compare_demos.py")
+        return [run(part, [sys.executable, script, "--device", "cuda"], r"^\|", env, 120)]
+    if part == "disk":
+        # A checkpoint of the real size, from the local disk with its pages cached.
+        with tempfile.TemporaryDirectory() as scratch:
+            maker = [sys.executable, str(ROOT / "tests" / "cuda" / "make_checkpoint.py")]
+            made = run("disk: make", [*maker, "qwen3-8b", scratch], r"\S", env, 200)
+            command = [sys.executable, "-m", "paceline", "bench", "latency", "--device", "cuda"]
+            command += ["--model", scratch, "--concurrency", "1", "--rounds", "1"]
+            command += ["--output-len", "64"]
+            return [made, run("disk: first token", command, r"start to|plain", env, 200)]
+    command = [str(BUILD / "bench_cuda_ops"), "--json", str(BUILD / "ops.json")]
+    return [run(part, command, r"\S", env, 120)]
+
+
+def test(parts: list[str]) -> int:
+    """Runs the tests and benches; keeps what an earlier run found in the other parts."""
+    env = environment()
+    kept: list[dict[str, Any]] = []
+    benches: dict[str, Any] = {}
+    if TEST_FILE.exists():
+        earlier = json.loads(TEST_FILE.read_text())
+        kept = [r for r in earlier["results"] if r["title"].split(":")[0] not in parts]
+        benches = earlier["benches"]
+    code = 0
+    for part in parts:
+        for result in run_part(part, env, benches):
+            kept.append({**result, "date": today(), "source_hash": source_hash()})
+        order = {name: place for place, name in enumerate(PARTS)}
+        kept.sort(key=lambda r: order.get(r["title"].split(":")[0], len(order)))
+        code = write(TEST_FILE, kept, {"benches": benches})  # at once, in case time runs out
+    return code
 
 
 #: Tools, and what each runs: parts of the op table by name. racecheck follows every access to
@@ -285,8 +292,15 @@ def files() -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("test", "sanitize", "check", "files"))
-    parser.add_argument("tools", nargs="*", choices=(*SANITIZERS, []), help="of sanitize; all")
+    parser.add_argument("parts", nargs="*", help="of test or sanitize; all")
     arguments = parser.parse_args()
+    known = {"test": PARTS, "sanitize": tuple(SANITIZERS)}.get(arguments.what, ())
+    for wrong in set(arguments.parts) - set(known):
+        parser.error(
+            f"{arguments.what} has no part {wrong!r}; allowed: {', '.join(known) or 'none'}"
+        )
+    if arguments.what == "test":
+        sys.exit(test(arguments.parts or list(PARTS)))
     if arguments.what == "sanitize":
-        sys.exit(sanitize(arguments.tools or list(SANITIZERS)))
-    sys.exit({"test": test, "check": check, "files": files}[arguments.what]())
+        sys.exit(sanitize(arguments.parts or list(SANITIZERS)))
+    sys.exit({"check": check, "files": files}[arguments.what]())

@@ -19,6 +19,7 @@ import pytest
 
 import tiny_models
 from paceline import LLM, SamplingParams, _core, cli
+from paceline.demo import demo_names, find_demo
 from paceline.loader import load_checkpoint, load_dummy
 from paceline.loader.convert import convert
 
@@ -27,6 +28,7 @@ VOCAB = 256
 # Longer than the windows, so that old blocks are given back.
 MAX_MODEL_LEN = 256
 WINDOW = 24
+DEMO_PROMPTS = Path(__file__).parents[1] / "support" / "demo_prompts.json"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -218,6 +220,43 @@ def test_other_families(family: str, draft: Path) -> None:
 def test_nothing_else_changes_a_token(target: Path, draft: Path, changes: dict[str, Any]) -> None:
     with open_llm(target, draft, **changes) as llm:
         assert generate(llm, 0.8) == plain_tokens(target, 0.8)
+
+
+@functools.cache
+def demo_tokens(path: Path, temperature: float) -> list[list[int]]:
+    """The reference for trained models: no drafter."""
+    with LLM(path, device="cuda", max_num_seqs=8, show_progress=False) as llm:
+        return [out.outputs[0].token_ids for out in llm.generate(*demo_requests(temperature))]
+
+
+def demo_requests(temperature: float) -> tuple[list[str], list[SamplingParams]]:
+    """Held-out code for trained models to continue."""
+    texts = [entry["text"] for entry in json.loads(DEMO_PROMPTS.read_text())[:16]]
+    return texts, [
+        SamplingParams(temperature=temperature, seed=i, max_tokens=64) for i in range(len(texts))
+    ]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize("name", demo_names())
+def test_trained_drafters_change_no_token(name: str, driver: str, temperature: float) -> None:
+    demo = find_demo(name)
+    config = demo.speculative_config() | {"x": {"draft_driver": driver}}
+    with LLM(
+        demo.target,
+        speculative_config=config,
+        device="cuda",
+        max_num_seqs=8,
+        show_progress=False,
+    ) as llm:
+        outputs = llm.generate(*demo_requests(temperature))
+        stats = llm._executor.stats()
+        assert llm._executor.check_integrity() == ""
+    tokens = [output.outputs[0].token_ids for output in outputs]
+    assert tokens == demo_tokens(demo.target, temperature)
+    least = 0.1 if name == "ngram" else 0.25
+    assert stats["num_accepted_tokens"] > least * stats["num_draft_tokens"]
 
 
 def test_repeated_runs_agree(target: Path) -> None:
