@@ -101,7 +101,8 @@ __global__ void count_differences(const T* y, const float* reference, const floa
 }
 
 constexpr int32_t kMaxRows = 2048;
-constexpr int32_t kNumRows[] = {1, 2, 8, 9, 16, 17, 63, 64, 65, 128, 256, 512, 2048};
+constexpr int32_t kNumRows[] = {1,   2,   8,   9,   16,  17,  33,  63,  64,  65,  96,
+                                128, 129, 160, 161, 191, 193, 255, 256, 320, 512, 2048};
 
 struct Shape {
   int32_t n;

@@ -284,7 +284,7 @@ TEST_P(RowInvariance, RowBitsDependOnTheRowAlone) {
     alone[id] = row_bytes(op, download_written(op, device), 0);
     ASSERT_FALSE(alone[id].empty());
   }
-  for (const int32_t num_rows : {1, 2, 8, 9, 16, 17, 63, 64, 65, 128, 256, 512}) {
+  for (const int32_t num_rows : {1, 2, 8, 9, 16, 17, 33, 63, 64, 65, 128, 129, 161, 256, 512}) {
     for (const int32_t max_rows : {num_rows, num_rows + 1 + stream.below(500)}) {
       // Other rows in any order, then as many of the probes as there is room for.
       std::vector<int64_t> ids;

@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// From accumulators to y, by way of shared memory, so that each token's outputs leave in long
+// pieces.
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "gemm/gemm_args.h"
+#include "gemm/wgmma.cuh"
+
+namespace paceline::cuda {
+
+template <class Out>
+__device__ __forceinline__ Out to_out(float value);
+template <>
+__device__ __forceinline__ float to_out<float>(float value) {
+  return value;
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 to_out<__nv_bfloat16>(float value) {
+  return __float2bfloat16_rn(value);
+}
+
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// Four 8x8 matrices of 16-bit elements, each spread over the warp as an accumulator is: lane l
+// holds elements 2 (l % 4) and the next of row l / 4. Row l % 8 of matrix l / 8 goes to lane l's
+// address.
+__device__ __forceinline__ void store_matrices(void* to, const uint32_t (&from)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(to)),
+      "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
+      : "memory");
+}
+
+// The same with every matrix transposed on the way.
+__device__ __forceinline__ void store_matrices_transposed(void* to, const uint32_t (&from)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   shared_address(to)),
+               "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
+               : "memory");
+}
+
+// Of one thread of a consumer.
+template <class Tile>
+using Accumulators = float[Tile::kBlocks][Tile::kColumns / 2];
+
+// A tile of y in shared memory: a token a row, rows 16 bytes more than their outputs apart, which
+// spreads eight rows over all banks.
+template <class Out, class Tile>
+struct StagedTile {
+  static constexpr int32_t kVector = 16 / static_cast<int32_t>(sizeof(Out));
+  static constexpr int32_t kPitch = Tile::kWeights + kVector;
+  static constexpr int32_t kBytes = Tile::kTokens * kPitch * static_cast<int32_t>(sizeof(Out));
+
+  Out* data;
+
+  // Puts down the calling warp's part of the accumulators. `bias_of(column of the tile)`.
+  template <class BiasOf>
+  __device__ __forceinline__ void put(const Accumulators<Tile>& sums, const BiasOf& bias_of) const {
+    const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
+#pragma unroll
+    for (int32_t r = 0; r < Tile::kBlocks; ++r) {
+      const int32_t first_row = warp / 4 * Tile::kGroupRows + r * Tile::kBlockRows + warp % 4 * 16;
+      if constexpr (Tile::kWeightsAreRows) {
+        put_weight_rows(sums[r], first_row, bias_of);
+      } else {
+        put_token_rows(sums[r], first_row, bias_of);
+      }
+    }
+  }
+
+  // Writes to y what lies inside of it, once all threads have put their parts down.
+  __device__ __forceinline__ void write(const GemmArgs& args, int32_t first_token,
+                                        int32_t first_column) const {
+    const int32_t num_rows = min(*args.num_rows, args.max_rows);
+    const int32_t num_tokens = min(num_rows - first_token, Tile::kTokens);
+    const int32_t num_columns = min(args.n - first_column, Tile::kWeights);
+    Out* const y = static_cast<Out*>(args.y) + int64_t{first_token} * args.y_stride + first_column;
+    const bool is_aligned =
+        args.y_stride % kVector == 0 && reinterpret_cast<uintptr_t>(y) % 16 == 0;
+    constexpr int32_t kPieces = Tile::kWeights / kVector;  // of one token
+    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < num_tokens * kPieces;
+         i += Tile::kConsumers) {
+      const int32_t token = i / kPieces;
+      const int32_t begin = i % kPieces * kVector;
+      const Out* const from = data + token * kPitch + begin;
+      Out* const to = y + token * args.y_stride + begin;
+      if (is_aligned && begin + kVector <= num_columns) {
+        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+      } else {
+        for (int32_t c = 0; c < kVector && begin + c < num_columns; ++c) to[c] = from[c];
+      }
+    }
+  }
+
+ private:
+  // 16 rows of the tile, held by a warp as a product leaves them.
+  using Sums = float[Tile::kColumns / 2];
+
+  template <class BiasOf>
+  __device__ __forceinline__ void put_weight_rows(const Sums& sums, int32_t first_row,
+                                                  const BiasOf& bias_of) const {
+    const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
+    const float low = bias_of(first_row + lane / 4);
+    const float high = bias_of(first_row + lane / 4 + 8);
+    // bfloat16 leaves by matrices: weights 0-7 and 8-15 for eight tokens, then for the next eight.
+    constexpr int32_t kInMatrices = sizeof(Out) == 2 ? Tile::kColumns / 16 * 2 : 0;
+    if constexpr (kInMatrices > 0) {
+      Out* const to = data + (lane / 16 * 8 + lane % 8) * kPitch + first_row + lane / 8 % 2 * 8;
+#pragma unroll
+      for (int32_t j = 0; j < kInMatrices; j += 2) {
+        const float* const s = sums + 4 * j;
+        const uint32_t matrices[4] = {pack(s[0] + low, s[1] + low), pack(s[2] + high, s[3] + high),
+                                      pack(s[4] + low, s[5] + low), pack(s[6] + high, s[7] + high)};
+        store_matrices_transposed(to + 8 * j * kPitch, matrices);
+      }
+    }
+#pragma unroll
+    for (int32_t j = kInMatrices; j < Tile::kColumns / 8; ++j) {
+      Out* const to = data + (8 * j + 2 * (lane % 4)) * kPitch + first_row + lane / 4;
+      to[0] = to_out<Out>(sums[4 * j] + low);
+      to[kPitch] = to_out<Out>(sums[4 * j + 1] + low);
+      to[8] = to_out<Out>(sums[4 * j + 2] + high);
+      to[kPitch + 8] = to_out<Out>(sums[4 * j + 3] + high);
+    }
+  }
+
+  template <class BiasOf>
+  __device__ __forceinline__ void put_token_rows(const Sums& sums, int32_t first_row,
+                                                 const BiasOf& bias_of) const {
+    static_assert(Tile::kColumns % 16 == 0);
+    const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
+#pragma unroll
+    for (int32_t j = 0; j < Tile::kColumns / 8; j += 2) {
+      const float* const s = sums + 4 * j;
+      const int32_t column = 8 * j + 2 * (lane % 4);
+      const float bias[4] = {bias_of(column), bias_of(column + 1), bias_of(column + 8),
+                             bias_of(column + 9)};
+      if constexpr (sizeof(Out) == 2) {
+        // Matrices: tokens 0-7 and 8-15, for eight weights, then for the next eight.
+        const uint32_t matrices[4] = {
+            pack(s[0] + bias[0], s[1] + bias[1]), pack(s[2] + bias[0], s[3] + bias[1]),
+            pack(s[4] + bias[2], s[5] + bias[3]), pack(s[6] + bias[2], s[7] + bias[3])};
+        store_matrices(data + (first_row + lane % 16) * kPitch + 8 * j + lane / 16 * 8, matrices);
+      } else {
+        float* const to = data + (first_row + lane / 4) * kPitch + column;
+        *reinterpret_cast<float2*>(to) = {s[0] + bias[0], s[1] + bias[1]};
+        *reinterpret_cast<float2*>(to + 8 * kPitch) = {s[2] + bias[0], s[3] + bias[1]};
+        *reinterpret_cast<float2*>(to + 8) = {s[4] + bias[2], s[5] + bias[3]};
+        *reinterpret_cast<float2*>(to + 8 * kPitch + 8) = {s[6] + bias[2], s[7] + bias[3]};
+      }
+    }
+  }
+};
+
+}  // namespace paceline::cuda

@@ -1,0 +1,249 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// One tile of y = x W^T on tensor cores. One warp keeps a ring of tiles filled by the copy engine;
+// warpgroups walk K in ascending order with one accumulator an output. Nothing splits K, and the
+// tile's shape never enters the order of a sum: that is what makes rows invariant
+// (docs/architecture.md).
+//
+// The ring's first weight tiles are requested before the kernel waits for its predecessor: weights
+// do not depend on it, so the copy engine works through the end of the kernel before.
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/launch.cuh"
+#include "gemm/gemm_args.h"
+#include "gemm/gemm_epilogue.cuh"
+#include "gemm/wgmma.cuh"
+#include "gemm/wgmma_products.cuh"
+
+namespace paceline::cuda {
+
+inline constexpr int32_t kMaxStages = 12;
+
+// Keeps the compiler from moving accumulators across asynchronous products.
+template <int kBlocks, int kCount>
+__device__ __forceinline__ void pin(float (&values)[kBlocks][kCount]) {
+#pragma unroll
+  for (auto& block : values) {
+#pragma unroll
+    for (float& value : block) asm volatile("" : "+f"(value)::"memory");
+  }
+}
+
+__device__ __forceinline__ uint32_t rank_in_cluster() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// With three warpgroups every thread has 168 registers at entry. The producer's give up most of
+// theirs, so that two groups of consumers can have 240.
+inline constexpr int32_t kProducerRegisters = 24;
+inline constexpr int32_t kConsumerRegisters = 240;
+template <int32_t kRegisters>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int32_t kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// The ring of a block: stage by stage tiles of weights, then tiles of tokens.
+template <class Tile>
+struct Ring {
+  std::byte* data;
+  uint64_t* full;   // a phase a filling: all bytes of the stage are there
+  uint64_t* empty;  // a phase a use: every warp that reads the stage, of all blocks, has done so
+  int32_t num_stages;
+  int32_t arriving_bytes;  // of a stage
+
+  __device__ __forceinline__ std::byte* weights(int32_t stage) const {
+    return data + stage * Tile::kStageBytes;
+  }
+  __device__ __forceinline__ std::byte* tokens(int32_t stage) const {
+    return weights(stage) + Tile::kSteps * Tile::kWeightBytes;
+  }
+};
+
+// Fills the ring, block of K by block of K; called by one thread.
+template <class Tile>
+__device__ __forceinline__ void produce(const Ring<Tile>& ring, const CUtensorMap* weight_map,
+                                        const CUtensorMap* token_map, int32_t first_column,
+                                        int32_t first_token, int32_t num_blocks) {
+  const auto request_weights = [&](int32_t block, int32_t stage) {
+    barrier_expect(&ring.full[stage], ring.arriving_bytes);
+#pragma unroll
+    for (int32_t step = 0; step < Tile::kSteps; ++step) {
+      copy_box(ring.weights(stage) + step * Tile::kWeightBytes, weight_map,
+               (block * Tile::kSteps + step) * Tile::kDepth, first_column, &ring.full[stage],
+               kEvictFirst);
+    }
+  };
+  const uint32_t rank = Tile::kCluster > 1 ? rank_in_cluster() : 0;
+  const auto request_tokens = [&](int32_t block, int32_t stage) {
+    std::byte* const to =
+        ring.tokens(stage) + static_cast<int32_t>(rank) * Tile::kTokenBox * Tile::kRowBytes;
+    const int32_t row = first_token + static_cast<int32_t>(rank) * Tile::kTokenBox;
+#pragma unroll
+    for (int32_t step = 0; step < Tile::kSteps; ++step) {
+      const int32_t column = (block * Tile::kSteps + step) * Tile::kDepth;
+      if constexpr (Tile::kCluster > 1) {
+        constexpr uint16_t kAllBlocks = (1 << Tile::kCluster) - 1;
+        copy_box_to_cluster(to + step * Tile::kTokenBytes, token_map, column, row,
+                            &ring.full[stage], kAllBlocks, kEvictLast);
+      } else {
+        copy_box(to + step * Tile::kTokenBytes, token_map, column, row, &ring.full[stage],
+                 kEvictLast);
+      }
+    }
+  };
+  const int32_t num_ahead = min(ring.num_stages, num_blocks);
+  for (int32_t block = 0; block < num_ahead; ++block) request_weights(block, block);
+  wait_for_predecessor();
+  for (int32_t block = 0; block < num_ahead; ++block) request_tokens(block, block);
+  int32_t stage = 0;
+  uint32_t parity = 0;
+  for (int32_t block = num_ahead; block < num_blocks; ++block) {
+    barrier_wait(&ring.empty[stage], parity);
+    request_weights(block, stage);
+    request_tokens(block, stage);
+    if (++stage == ring.num_stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+}
+
+// Multiplies what arrives; called by a warpgroup.
+template <class Tile>
+__device__ __forceinline__ void consume(const Ring<Tile>& ring, int32_t num_blocks,
+                                        Accumulators<Tile>& sums) {
+  constexpr int32_t kRowStep = Tile::kWeightsAreRows ? Tile::kWeightBytes : Tile::kTokenBytes;
+  constexpr int32_t kColumnStep = Tile::kWeightsAreRows ? Tile::kTokenBytes : Tile::kWeightBytes;
+  const int32_t group = static_cast<int32_t>(threadIdx.x) / 128;
+  const uint32_t lane = threadIdx.x % 32;
+  int32_t stage = 0;
+  uint32_t parity = 0;
+  int32_t previous = -1;
+  for (int32_t block = 0; block < num_blocks; ++block) {
+    barrier_wait(&ring.full[stage], parity);
+    const std::byte* const weights = ring.weights(stage);
+    const std::byte* const tokens = ring.tokens(stage);
+    const std::byte* const rows =
+        (Tile::kWeightsAreRows ? weights : tokens) + group * Tile::kGroupRows * Tile::kRowBytes;
+    const std::byte* const columns = Tile::kWeightsAreRows ? tokens : weights;
+    pin(sums);
+    wgmma_begin();
+#pragma unroll
+    for (int32_t step = 0; step < Tile::kSteps; ++step) {
+      const uint64_t a = tile_descriptor(rows + step * kRowStep);
+      const uint64_t b = tile_descriptor(columns + step * kColumnStep);
+#pragma unroll
+      for (int32_t i = 0; i < Tile::kDepth / 16; ++i) {
+#pragma unroll
+        for (int32_t r = 0; r < Tile::kBlocks; ++r) {
+          constexpr uint64_t kNextBlock = Tile::kBlockRows * Tile::kRowBytes >> 4;
+          wgmma<Tile::kColumns>(sums[r], a + r * kNextBlock + i * kNext16Columns,
+                                b + i * kNext16Columns);
+        }
+      }
+    }
+    wgmma_commit();
+    pin(sums);
+    // The products of the block before are done: its stage may be filled again.
+    wgmma_wait<1>();
+    if (previous >= 0) {
+      if constexpr (Tile::kCluster > 1) {
+        // The stage's tokens come from all blocks, so each of them has to know.
+        if (lane < Tile::kCluster) barrier_arrive_at(&ring.empty[previous], lane);
+      } else {
+        if (lane == 0) barrier_arrive(&ring.empty[previous]);
+      }
+    }
+    previous = stage;
+    if (++stage == ring.num_stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  wgmma_wait<0>();
+  pin(sums);
+}
+
+template <class Out, class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    gemm_kernel(const __grid_constant__ CUtensorMap weight_map,
+                const __grid_constant__ CUtensorMap token_map, const GemmArgs args) {
+  extern __shared__ __align__(1024) std::byte ring_storage[];
+  __shared__ uint64_t full[kMaxStages];
+  __shared__ uint64_t empty[kMaxStages];
+  const Ring<Tile> ring = {
+      // Dynamic shared memory is aligned to 16 bytes only; the swizzle needs 1,024.
+      .data = reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>(ring_storage) + 1023) &
+                                           ~uintptr_t{1023}),
+      .full = full,
+      .empty = empty,
+      .num_stages = args.num_stages,
+      .arriving_bytes = args.stage_bytes};
+  const int32_t first_token = static_cast<int32_t>(blockIdx.x) * Tile::kTokens;
+  const int32_t first_column = static_cast<int32_t>(blockIdx.y) * Tile::kWeights;
+  constexpr int32_t kBlockDepth = Tile::kSteps * Tile::kDepth;
+  const int32_t num_blocks = (args.k + kBlockDepth - 1) / kBlockDepth;
+
+  if (threadIdx.x == 0) {
+    for (int32_t stage = 0; stage < args.num_stages; ++stage) {
+      barrier_init(&full[stage], 1);
+      // One arrival a consumer warp of each block.
+      barrier_init(&empty[stage], Tile::kGroups * 4 * Tile::kCluster);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+  if constexpr (Tile::kCluster > 1) {
+    cluster_arrive();
+    cluster_wait();
+  }
+  let_successor_start();
+
+  if (threadIdx.x >= Tile::kConsumers) {
+    if constexpr (Tile::kTradesRegisters) give_registers<kProducerRegisters>();
+    if (threadIdx.x == Tile::kConsumers) {
+      produce<Tile>(ring, &weight_map, &token_map, first_column, first_token, num_blocks);
+    } else {
+      wait_for_predecessor();
+    }
+  } else {
+    if constexpr (Tile::kTradesRegisters) take_registers<kConsumerRegisters>();
+    Accumulators<Tile> sums = {};
+    consume<Tile>(ring, num_blocks, sums);
+    // No block leaves while another may still arrive at its barriers.
+    if constexpr (Tile::kCluster > 1) cluster_arrive();
+    wait_for_predecessor();
+
+    // The ring is idle: every tile that was requested has been multiplied.
+    using Staged = StagedTile<Out, Tile>;
+    const Staged staged = {reinterpret_cast<Out*>(ring.data)};
+    asm volatile("bar.sync 1, %0;" ::"n"(Tile::kConsumers) : "memory");
+    staged.put(sums, [&](int32_t column) {
+      return args.bias != nullptr && first_column + column < args.n
+                 ? args.bias[first_column + column]
+                 : 0.0f;
+    });
+    asm volatile("bar.sync 1, %0;" ::"n"(Tile::kConsumers) : "memory");
+    staged.write(args, first_token, first_column);
+    if constexpr (Tile::kCluster > 1) cluster_wait();
+  }
+}
+
+}  // namespace paceline::cuda

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Launches a product with a given tile, and says what a tile costs.
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "base/check.h"
+#include "common/launch.cuh"
+#include "gemm/gemm_kernel.cuh"
+#include "gemm/tensor_map.h"
+#include "ops/ops.h"
+
+namespace paceline::cuda {
+
+inline constexpr int32_t kMaxSharedBytes = 226 << 10;  // of 227 KB; barriers take their share
+inline constexpr int32_t kMaxRingBytes = kMaxSharedBytes - 1024;
+
+template <class Tile>
+int64_t num_tiles(int32_t n, int32_t rows) {
+  return int64_t{(n + Tile::kWeights - 1) / Tile::kWeights} *
+         ((rows + Tile::kTokens - 1) / Tile::kTokens);
+}
+
+// Clocks that a multiprocessor spends on a tile for each column of K: the tensor cores multiply
+// 2,048 pairs a clock; shared memory moves 128 bytes a clock, and moves both tiles once on their
+// way in and, for every 64 rows, these and the columns on their way to the tensor cores.
+template <class Tile>
+constexpr double clocks_per_depth() {
+  const double products = Tile::kRows * Tile::kColumns / 2048.0;
+  const double values = Tile::kRows + Tile::kColumns +
+                        Tile::kRows / Tile::kBlockRows * (Tile::kBlockRows + Tile::kColumns);
+  return std::max(products, values * 2 / 128.0);
+}
+
+// Stages of a ring of about so many bytes.
+template <class Tile>
+int32_t num_stages_of(int32_t ring_bytes) {
+  constexpr int32_t kFit = kMaxRingBytes / Tile::kStageBytes;
+  return std::clamp(ring_bytes / Tile::kStageBytes, std::min(Tile::kTokens <= 32 ? 3 : 4, kFit),
+                    std::min(kMaxStages, kFit));
+}
+
+template <class Out, class Tile>
+void launch_tile(CudaContext& ctx, const GemmParams& p, int32_t ring_bytes) {
+  auto* const kernel = &gemm_kernel<Out, Tile>;
+  static const bool is_allowed = [&] {
+    allow_shared_bytes(kernel, kMaxSharedBytes, "gemm");
+    return true;
+  }();
+  static_cast<void>(is_allowed);
+  constexpr int32_t kStagedBytes = StagedTile<Out, Tile>::kBytes;
+  static_assert(kStagedBytes <= kMaxRingBytes);
+  const int32_t num_stages = std::max(num_stages_of<Tile>(ring_bytes),
+                                      (kStagedBytes + Tile::kStageBytes - 1) / Tile::kStageBytes);
+  const auto shared_bytes = static_cast<size_t>(num_stages) * Tile::kStageBytes + 1024;
+  PACELINE_CHECK(shared_bytes <= kMaxSharedBytes);
+  // Rows of a tile that no token has stay as they are in shared memory: whatever they hold ends in
+  // outputs that nobody writes. Fetching zeros for them took as long as fetching rows.
+  const int32_t token_box =
+      Tile::kCluster > 1 ? Tile::kTokenBox : std::min(Tile::kTokenBox, (p.max_rows + 7) / 8 * 8);
+  const GemmArgs args = {
+      .num_rows = p.num_rows,
+      .max_rows = p.max_rows,
+      .bias = p.bias,
+      .y = p.y,
+      .y_stride = p.y_stride,
+      .n = p.n,
+      .k = p.k,
+      .num_stages = num_stages,
+      .stage_bytes =
+          Tile::kSteps * (Tile::kWeightBytes + Tile::kCluster * token_box * Tile::kRowBytes)};
+  // Whole clusters; what lies beyond n reads zeros and writes nothing.
+  constexpr int32_t kClusterWeights = Tile::kCluster * Tile::kWeights;
+  const dim3 grid((p.max_rows + Tile::kTokens - 1) / Tile::kTokens,
+                  (p.n + kClusterWeights - 1) / kClusterWeights * Tile::kCluster);
+  launch_clusters(ctx, "gemm", kernel, grid, dim3(Tile::kThreads), dim3(1, Tile::kCluster),
+                  shared_bytes, tensor_map(p.weight, p.n, p.k, p.k, Tile::kWeights),
+                  tensor_map(p.x, p.max_rows, p.k, p.x_stride, token_box), args);
+}
+
+}  // namespace paceline::cuda
