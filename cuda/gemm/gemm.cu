@@ -4,7 +4,6 @@
 
 #include <cuda_bf16.h>
 
-#include <algorithm>
 #include <limits>
 
 #include "gemm/gemm_launch.cuh"
@@ -14,63 +13,75 @@ namespace paceline {
 namespace cuda {
 namespace {
 
+template <int32_t groups, int32_t tokens, int32_t steps = 1>
+using WeightRows = Tile<RowsAre::kWeights, groups, tokens, steps>;
+template <int32_t weights>
+using TokenRows = Tile<RowsAre::kTokens, 1, weights>;
+
+// Tiles that the busiest multiprocessor computes.
+template <class Tile>
+int64_t num_waves(const CudaContext& ctx, const GemmParams& p) {
+  return (num_tiles<Tile>(p.n, p.max_rows) + ctx.num_sms - 1) / ctx.num_sms;
+}
+
 // With tiles enough for two or three on every multiprocessor, rings of a part of its memory; fewer
 // tiles have to keep more bytes in flight each. Measured in docs/performance.md.
-template <class Tile>
-int32_t ring_bytes_of(const CudaContext& ctx, const GemmParams& p) {
-  const bool is_narrow = num_tiles<Tile>(p.n, p.max_rows) <= ctx.num_sms;
-  return (is_narrow ? 200 : Tile::kTokens <= 16 ? 73 : 100) << 10;
-}
-
 template <class Out, class Tile>
 void launch_gemm(CudaContext& ctx, const GemmParams& p) {
-  launch_tile<Out, Tile>(ctx, p, ring_bytes_of<Tile>(ctx, p));
+  const bool is_narrow = num_waves<Tile>(ctx, p) == 1;
+  launch_tile<Out, Tile>(ctx, p, (is_narrow ? 200 : Tile::kTokens <= 16 ? 73 : 100) << 10);
 }
 
-template <int32_t groups, int32_t tokens, int32_t steps = 1>
-using WeightRows = Tile<RowsAre::kWeights, groups, 1, tokens, steps>;
-template <int32_t groups, int32_t blocks, int32_t weights>
-using TokenRows = Tile<RowsAre::kTokens, groups, blocks, weights>;
+// Arithmetic bounds: the clocks of the busiest multiprocessor for a column of K.
+struct Clocks {
+  template <class Tile>
+  static double of(const CudaContext& ctx, const GemmParams& p) {
+    return static_cast<double>(num_waves<Tile>(ctx, p)) * clocks_per_depth<Tile>();
+  }
+};
 
-// A tile costs its clocks a column of K, and about so many to start and to write its outputs.
-constexpr double kTileOverhead = 4000;
-
-template <class Tile>
-double clocks_of(const CudaContext& ctx, const GemmParams& p) {
-  const int64_t tiles = num_tiles<Tile>(p.n, p.max_rows);
-  return static_cast<double>((tiles + ctx.num_sms - 1) / ctx.num_sms) *
-         (clocks_per_depth<Tile>() * p.k + kTileOverhead);
-}
+// Memory bounds: the weights that the busiest multiprocessor reads for a column of K.
+struct Weights {
+  template <class Tile>
+  static double of(const CudaContext& ctx, const GemmParams& p) {
+    return static_cast<double>(num_waves<Tile>(ctx, p) * Tile::kWeights);
+  }
+};
 
 // The cheapest of several tiles, the first of equals.
-template <class Out, class... Tiles>
+template <class Cost, class Out, class... Tiles>
 void launch_cheapest(CudaContext& ctx, const GemmParams& p) {
   using Launch = void (*)(CudaContext&, const GemmParams&);
   Launch best = nullptr;
   double least = std::numeric_limits<double>::infinity();
-  const auto consider = [&](double clocks, Launch launch) {
-    if (clocks >= least) return;
-    least = clocks;
+  const auto consider = [&](double cost, Launch launch) {
+    if (cost >= least) return;
+    least = cost;
     best = launch;
   };
-  (consider(clocks_of<Tiles>(ctx, p), &launch_gemm<Out, Tiles>), ...);
+  (consider(Cost::template of<Tiles>(ctx, p), &launch_gemm<Out, Tiles>), ...);
   best(ctx, p);
 }
 
+// Which tiles there are to choose from, and how, is from measurements: docs/kernels.md.
 template <class Out>
 void launch_for_rows(CudaContext& ctx, const GemmParams& p) {
   const int32_t rows = p.max_rows;
-  if (rows <= 8) return launch_gemm<Out, WeightRows<1, 8, 2>>(ctx, p);
-  if (rows <= 16) return launch_gemm<Out, WeightRows<1, 16, 2>>(ctx, p);
-  if (rows <= 24) return launch_gemm<Out, WeightRows<1, 24, 2>>(ctx, p);
-  if (rows <= 32) return launch_gemm<Out, WeightRows<1, 32, 2>>(ctx, p);
-  if (rows <= 48) return launch_gemm<Out, WeightRows<1, 48, 2>>(ctx, p);
-  if (rows <= 64) return launch_gemm<Out, WeightRows<1, 64, 2>>(ctx, p);
-  if (rows <= 96) return launch_gemm<Out, WeightRows<1, 96>>(ctx, p);
-  if (rows <= 128) return launch_gemm<Out, WeightRows<1, 128>>(ctx, p);
-  launch_cheapest<Out, TokenRows<2, 2, 192>, WeightRows<3, 192>, WeightRows<3, 160>,
-                  WeightRows<2, 256>, WeightRows<2, 128>, WeightRows<1, 128>, WeightRows<1, 96>,
-                  WeightRows<1, 80>, TokenRows<1, 1, 192>, TokenRows<1, 1, 144>>(ctx, p);
+  if (rows <= 32) {
+    // Three blocks of the narrowest tile share a multiprocessor: one wave up to there. Beyond, two
+    // with deeper rings leave less of a tail.
+    const bool is_one_wave = num_waves<WeightRows<1, 16, 2>>(ctx, p) <= 3;
+    if (rows <= 16 && is_one_wave) return launch_gemm<Out, WeightRows<1, 16, 2>>(ctx, p);
+    return launch_gemm<Out, WeightRows<1, 32, 2>>(ctx, p);
+  }
+  if (rows <= 64) {
+    using Narrow = WeightRows<1, 64, 2>;
+    if (num_waves<Narrow>(ctx, p) == 1) return launch_gemm<Out, Narrow>(ctx, p);
+    return launch_cheapest<Weights, Out, TokenRows<96>, TokenRows<128>, TokenRows<224>>(ctx, p);
+  }
+  launch_cheapest<Clocks, Out, WeightRows<1, 96>, WeightRows<2, 160>, WeightRows<3, 192>,
+                  WeightRows<1, 160>, TokenRows<192>, WeightRows<3, 128>, WeightRows<1, 64, 2>,
+                  TokenRows<128>>(ctx, p);
 }
 
 // --- float32, for tests ----------------------------------------------------------------------
@@ -114,7 +125,8 @@ void launch_float(CudaContext& ctx, const GemmParams& p) {
                          .n = p.n,
                          .k = p.k,
                          .num_stages = 0,
-                         .stage_bytes = 0};
+                         .stage_bytes = 0,
+                         .block_tokens = 0};
   launch(ctx, "gemm_float", &gemm_float_kernel, dim3((p.n + 15) / 16, (p.max_rows + 15) / 16),
          dim3(16, 16), 0, args, static_cast<const float*>(p.x), p.x_stride,
          static_cast<const float*>(p.weight));
@@ -136,7 +148,7 @@ void gemm(CudaContext& ctx, const GemmParams& p) {
     throw Unsupported(concat("a product over ", p.k, " columns with rows ", p.x_stride,
                              " apart; on a GPU both must be multiples of 8"));
   }
-  if (p.max_rows >= GemmPlanner::kLibraryRows && ctx.gemm->run_library(ctx, p)) return;
+  if (ctx.gemm->run_library(ctx, p)) return;
   if (p.y_dtype == DType::kBFloat16) {
     cuda::launch_for_rows<__nv_bfloat16>(ctx, p);
   } else {

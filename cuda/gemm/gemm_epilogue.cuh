@@ -49,7 +49,7 @@ __device__ __forceinline__ void store_matrices_transposed(void* to, const uint32
 
 // Of one thread of a consumer.
 template <class Tile>
-using Accumulators = float[Tile::kBlocks][Tile::kColumns / 2];
+using Accumulators = float[Tile::kColumns / 2];
 
 // A tile of y in shared memory: a token a row, rows 16 bytes more than their outputs apart, which
 // spreads eight rows over all banks.
@@ -64,15 +64,11 @@ struct StagedTile {
   // Puts down the calling warp's part of the accumulators. `bias_of(column of the tile)`.
   template <class BiasOf>
   __device__ __forceinline__ void put(const Accumulators<Tile>& sums, const BiasOf& bias_of) const {
-    const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
-#pragma unroll
-    for (int32_t r = 0; r < Tile::kBlocks; ++r) {
-      const int32_t first_row = warp / 4 * Tile::kGroupRows + r * Tile::kBlockRows + warp % 4 * 16;
-      if constexpr (Tile::kWeightsAreRows) {
-        put_weight_rows(sums[r], first_row, bias_of);
-      } else {
-        put_token_rows(sums[r], first_row, bias_of);
-      }
+    const int32_t first_row = static_cast<int32_t>(threadIdx.x) / 32 * 16;
+    if constexpr (Tile::kWeightsAreRows) {
+      put_weight_rows(sums, first_row, bias_of);
+    } else {
+      put_token_rows(sums, first_row, bias_of);
     }
   }
 
@@ -80,7 +76,7 @@ struct StagedTile {
   __device__ __forceinline__ void write(const GemmArgs& args, int32_t first_token,
                                         int32_t first_column) const {
     const int32_t num_rows = min(*args.num_rows, args.max_rows);
-    const int32_t num_tokens = min(num_rows - first_token, Tile::kTokens);
+    const int32_t num_tokens = min(num_rows - first_token, args.block_tokens);
     const int32_t num_columns = min(args.n - first_column, Tile::kWeights);
     Out* const y = static_cast<Out*>(args.y) + int64_t{first_token} * args.y_stride + first_column;
     const bool is_aligned =
@@ -101,11 +97,9 @@ struct StagedTile {
   }
 
  private:
-  // 16 rows of the tile, held by a warp as a product leaves them.
-  using Sums = float[Tile::kColumns / 2];
-
+  // Sums of 16 rows of the tile from `first_row`, held by a warp as a product leaves them.
   template <class BiasOf>
-  __device__ __forceinline__ void put_weight_rows(const Sums& sums, int32_t first_row,
+  __device__ __forceinline__ void put_weight_rows(const Accumulators<Tile>& sums, int32_t first_row,
                                                   const BiasOf& bias_of) const {
     const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
     const float low = bias_of(first_row + lane / 4);
@@ -133,7 +127,7 @@ struct StagedTile {
   }
 
   template <class BiasOf>
-  __device__ __forceinline__ void put_token_rows(const Sums& sums, int32_t first_row,
+  __device__ __forceinline__ void put_token_rows(const Accumulators<Tile>& sums, int32_t first_row,
                                                  const BiasOf& bias_of) const {
     static_assert(Tile::kColumns % 16 == 0);
     const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;

@@ -23,40 +23,10 @@ namespace paceline::cuda {
 inline constexpr int32_t kMaxStages = 12;
 
 // Keeps the compiler from moving accumulators across asynchronous products.
-template <int kBlocks, int kCount>
-__device__ __forceinline__ void pin(float (&values)[kBlocks][kCount]) {
+template <int kCount>
+__device__ __forceinline__ void pin(float (&values)[kCount]) {
 #pragma unroll
-  for (auto& block : values) {
-#pragma unroll
-    for (float& value : block) asm volatile("" : "+f"(value)::"memory");
-  }
-}
-
-__device__ __forceinline__ uint32_t rank_in_cluster() {
-  uint32_t rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-}
-
-__device__ __forceinline__ void cluster_wait() {
-  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-}
-
-// With three warpgroups every thread has 168 registers at entry. The producer's give up most of
-// theirs, so that two groups of consumers can have 240.
-inline constexpr int32_t kProducerRegisters = 24;
-inline constexpr int32_t kConsumerRegisters = 240;
-template <int32_t kRegisters>
-__device__ __forceinline__ void give_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-template <int32_t kRegisters>
-__device__ __forceinline__ void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+  for (float& value : values) asm volatile("" : "+f"(value)::"memory");
 }
 
 // The ring of a block: stage by stage tiles of weights, then tiles of tokens.
@@ -64,7 +34,7 @@ template <class Tile>
 struct Ring {
   std::byte* data;
   uint64_t* full;   // a phase a filling: all bytes of the stage are there
-  uint64_t* empty;  // a phase a use: every warp that reads the stage, of all blocks, has done so
+  uint64_t* empty;  // a phase a use: every warp of the consumers has read the stage
   int32_t num_stages;
   int32_t arriving_bytes;  // of a stage
 
@@ -90,22 +60,12 @@ __device__ __forceinline__ void produce(const Ring<Tile>& ring, const CUtensorMa
                kEvictFirst);
     }
   };
-  const uint32_t rank = Tile::kCluster > 1 ? rank_in_cluster() : 0;
   const auto request_tokens = [&](int32_t block, int32_t stage) {
-    std::byte* const to =
-        ring.tokens(stage) + static_cast<int32_t>(rank) * Tile::kTokenBox * Tile::kRowBytes;
-    const int32_t row = first_token + static_cast<int32_t>(rank) * Tile::kTokenBox;
 #pragma unroll
     for (int32_t step = 0; step < Tile::kSteps; ++step) {
-      const int32_t column = (block * Tile::kSteps + step) * Tile::kDepth;
-      if constexpr (Tile::kCluster > 1) {
-        constexpr uint16_t kAllBlocks = (1 << Tile::kCluster) - 1;
-        copy_box_to_cluster(to + step * Tile::kTokenBytes, token_map, column, row,
-                            &ring.full[stage], kAllBlocks, kEvictLast);
-      } else {
-        copy_box(to + step * Tile::kTokenBytes, token_map, column, row, &ring.full[stage],
-                 kEvictLast);
-      }
+      copy_box(ring.tokens(stage) + step * Tile::kTokenBytes, token_map,
+               (block * Tile::kSteps + step) * Tile::kDepth, first_token, &ring.full[stage],
+               kEvictLast);
     }
   };
   const int32_t num_ahead = min(ring.num_stages, num_blocks);
@@ -132,7 +92,6 @@ __device__ __forceinline__ void consume(const Ring<Tile>& ring, int32_t num_bloc
   constexpr int32_t kRowStep = Tile::kWeightsAreRows ? Tile::kWeightBytes : Tile::kTokenBytes;
   constexpr int32_t kColumnStep = Tile::kWeightsAreRows ? Tile::kTokenBytes : Tile::kWeightBytes;
   const int32_t group = static_cast<int32_t>(threadIdx.x) / 128;
-  const uint32_t lane = threadIdx.x % 32;
   int32_t stage = 0;
   uint32_t parity = 0;
   int32_t previous = -1;
@@ -151,26 +110,14 @@ __device__ __forceinline__ void consume(const Ring<Tile>& ring, int32_t num_bloc
       const uint64_t b = tile_descriptor(columns + step * kColumnStep);
 #pragma unroll
       for (int32_t i = 0; i < Tile::kDepth / 16; ++i) {
-#pragma unroll
-        for (int32_t r = 0; r < Tile::kBlocks; ++r) {
-          constexpr uint64_t kNextBlock = Tile::kBlockRows * Tile::kRowBytes >> 4;
-          wgmma<Tile::kColumns>(sums[r], a + r * kNextBlock + i * kNext16Columns,
-                                b + i * kNext16Columns);
-        }
+        wgmma<Tile::kColumns>(sums, a + i * kNext16Columns, b + i * kNext16Columns);
       }
     }
     wgmma_commit();
     pin(sums);
     // The products of the block before are done: its stage may be filled again.
     wgmma_wait<1>();
-    if (previous >= 0) {
-      if constexpr (Tile::kCluster > 1) {
-        // The stage's tokens come from all blocks, so each of them has to know.
-        if (lane < Tile::kCluster) barrier_arrive_at(&ring.empty[previous], lane);
-      } else {
-        if (lane == 0) barrier_arrive(&ring.empty[previous]);
-      }
-    }
+    if (previous >= 0 && threadIdx.x % 32 == 0) barrier_arrive(&ring.empty[previous]);
     previous = stage;
     if (++stage == ring.num_stages) {
       stage = 0;
@@ -196,7 +143,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       .empty = empty,
       .num_stages = args.num_stages,
       .arriving_bytes = args.stage_bytes};
-  const int32_t first_token = static_cast<int32_t>(blockIdx.x) * Tile::kTokens;
+  const int32_t first_token = static_cast<int32_t>(blockIdx.x) * args.block_tokens;
   const int32_t first_column = static_cast<int32_t>(blockIdx.y) * Tile::kWeights;
   constexpr int32_t kBlockDepth = Tile::kSteps * Tile::kDepth;
   const int32_t num_blocks = (args.k + kBlockDepth - 1) / kBlockDepth;
@@ -204,31 +151,22 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int32_t stage = 0; stage < args.num_stages; ++stage) {
       barrier_init(&full[stage], 1);
-      // One arrival a consumer warp of each block.
-      barrier_init(&empty[stage], Tile::kGroups * 4 * Tile::kCluster);
+      barrier_init(&empty[stage], Tile::kGroups * 4);
     }
     barrier_init_fence();
   }
   __syncthreads();
-  if constexpr (Tile::kCluster > 1) {
-    cluster_arrive();
-    cluster_wait();
-  }
   let_successor_start();
 
   if (threadIdx.x >= Tile::kConsumers) {
-    if constexpr (Tile::kTradesRegisters) give_registers<kProducerRegisters>();
     if (threadIdx.x == Tile::kConsumers) {
       produce<Tile>(ring, &weight_map, &token_map, first_column, first_token, num_blocks);
     } else {
       wait_for_predecessor();
     }
   } else {
-    if constexpr (Tile::kTradesRegisters) take_registers<kConsumerRegisters>();
     Accumulators<Tile> sums = {};
     consume<Tile>(ring, num_blocks, sums);
-    // No block leaves while another may still arrive at its barriers.
-    if constexpr (Tile::kCluster > 1) cluster_arrive();
     wait_for_predecessor();
 
     // The ring is idle: every tile that was requested has been multiplied.
@@ -242,7 +180,6 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     });
     asm volatile("bar.sync 1, %0;" ::"n"(Tile::kConsumers) : "memory");
     staged.write(args, first_token, first_column);
-    if constexpr (Tile::kCluster > 1) cluster_wait();
   }
 }
 

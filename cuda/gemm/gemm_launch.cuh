@@ -25,13 +25,13 @@ int64_t num_tiles(int32_t n, int32_t rows) {
 }
 
 // Clocks that a multiprocessor spends on a tile for each column of K: the tensor cores multiply
-// 2,048 pairs a clock; shared memory moves 128 bytes a clock, and moves both tiles once on their
+// 2,048 pairs a clock; shared memory moves 128 bytes a clock, and moves both operands once on their
 // way in and, for every 64 rows, these and the columns on their way to the tensor cores.
 template <class Tile>
 constexpr double clocks_per_depth() {
   const double products = Tile::kRows * Tile::kColumns / 2048.0;
-  const double values = Tile::kRows + Tile::kColumns +
-                        Tile::kRows / Tile::kBlockRows * (Tile::kBlockRows + Tile::kColumns);
+  const double values =
+      Tile::kRows + Tile::kColumns + Tile::kGroups * (Tile::kGroupRows + Tile::kColumns);
   return std::max(products, values * 2 / 128.0);
 }
 
@@ -57,10 +57,11 @@ void launch_tile(CudaContext& ctx, const GemmParams& p, int32_t ring_bytes) {
                                       (kStagedBytes + Tile::kStageBytes - 1) / Tile::kStageBytes);
   const auto shared_bytes = static_cast<size_t>(num_stages) * Tile::kStageBytes + 1024;
   PACELINE_CHECK(shared_bytes <= kMaxSharedBytes);
-  // Rows of a tile that no token has stay as they are in shared memory: whatever they hold ends in
-  // outputs that nobody writes. Fetching zeros for them took as long as fetching rows.
-  const int32_t token_box =
-      Tile::kCluster > 1 ? Tile::kTokenBox : std::min(Tile::kTokenBox, (p.max_rows + 7) / 8 * 8);
+  // The tiles that the rows need share them evenly. Rows of a tile that no token has stay as they
+  // are in shared memory: whatever they hold ends in outputs that nobody writes. Fetching zeros for
+  // them took longer than fetching rows.
+  const int32_t token_tiles = (p.max_rows + Tile::kTokens - 1) / Tile::kTokens;
+  const int32_t block_tokens = ((p.max_rows + token_tiles - 1) / token_tiles + 7) / 8 * 8;
   const GemmArgs args = {
       .num_rows = p.num_rows,
       .max_rows = p.max_rows,
@@ -70,15 +71,13 @@ void launch_tile(CudaContext& ctx, const GemmParams& p, int32_t ring_bytes) {
       .n = p.n,
       .k = p.k,
       .num_stages = num_stages,
-      .stage_bytes =
-          Tile::kSteps * (Tile::kWeightBytes + Tile::kCluster * token_box * Tile::kRowBytes)};
-  // Whole clusters; what lies beyond n reads zeros and writes nothing.
-  constexpr int32_t kClusterWeights = Tile::kCluster * Tile::kWeights;
-  const dim3 grid((p.max_rows + Tile::kTokens - 1) / Tile::kTokens,
-                  (p.n + kClusterWeights - 1) / kClusterWeights * Tile::kCluster);
-  launch_clusters(ctx, "gemm", kernel, grid, dim3(Tile::kThreads), dim3(1, Tile::kCluster),
-                  shared_bytes, tensor_map(p.weight, p.n, p.k, p.k, Tile::kWeights),
-                  tensor_map(p.x, p.max_rows, p.k, p.x_stride, token_box), args);
+      .stage_bytes = Tile::kSteps * (Tile::kWeightBytes + block_tokens * Tile::kRowBytes),
+      .block_tokens = block_tokens};
+  const dim3 grid((p.max_rows + block_tokens - 1) / block_tokens,
+                  (p.n + Tile::kWeights - 1) / Tile::kWeights);
+  launch(ctx, "gemm", kernel, grid, dim3(Tile::kThreads), shared_bytes,
+         tensor_map(p.weight, p.n, p.k, p.k, Tile::kWeights),
+         tensor_map(p.x, p.max_rows, p.k, p.x_stride, block_tokens), args);
 }
 
 }  // namespace paceline::cuda

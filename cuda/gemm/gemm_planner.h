@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <span>
 #include <tuple>
 
 #include "ops/ops.h"
@@ -28,24 +29,26 @@ class GemmPlanner {
   GemmPlanner(const GemmPlanner&) = delete;
   GemmPlanner& operator=(const GemmPlanner&) = delete;
 
-  // Rows from which the library is asked.
-  static constexpr int32_t kLibraryRows = 129;
   // Rows that the library computes for `rows`: one plan serves all row counts up to the next step.
   // Buffers of x and y must reach that far.
   [[nodiscard]] static int32_t padded_rows(int32_t rows);
 
-  // Tries the library's algorithms for a product of bfloat16 weights [n, k] and `rows` rows, and
-  // keeps the fastest that agrees with our kernel in every bit and is faster. Allocates, runs
-  // kernels and waits for them: only at start. Results are kept by shape.
-  void admit(CudaContext& ctx, int32_t rows, const void* weight, int32_t n, int32_t k,
-             DType y_dtype);
+  // Tries the library's algorithms for products of bfloat16 weights [n, k], at every step of rows
+  // that up to `max_rows` of them use, and keeps the fastest that agrees with our kernel in every
+  // bit and is faster. `weights`: of one shape, as one layer after the other has them. Allocates,
+  // runs kernels and waits for them: only at start. Results are kept by shape.
+  void admit(CudaContext& ctx, int32_t max_rows, std::span<const void* const> weights, int32_t n,
+             int32_t k, DType y_dtype);
 
   // Whether an admitted algorithm was enqueued.
   [[nodiscard]] bool run_library(CudaContext& ctx, const GemmParams& p);
 
  private:
   struct Plan;
+  struct Trial;
   using Key = std::tuple<int32_t, int32_t, int32_t, DType>;  // padded rows, n, k, dtype of y
+
+  [[nodiscard]] std::unique_ptr<Plan> best_plan(CudaContext& ctx, const Trial& trial, int32_t rows);
 
   std::unique_ptr<CublasLt> library_;
   std::map<Key, std::unique_ptr<Plan>> plans_;  // null: our own kernel is the better

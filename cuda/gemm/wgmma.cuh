@@ -5,9 +5,6 @@
 // on an mbarrier, and warpgroup matrix products of bfloat16 tiles in shared memory with float32
 // accumulators in registers. PTX ISA 8.0 and newer, chapters 9.7.9 (copies), 9.7.13 (mbarrier) and
 // 9.7.15 (wgmma).
-//
-// With PACELINE_SPIN_LIMIT defined, a wait ends after so many tries: a bench of an unfinished
-// pipeline then finds wrong outputs where it would hang. (A trap would cost setmaxnreg its effect.)
 
 #include <cuda.h>
 
@@ -44,18 +41,6 @@ __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes
       : "memory");
 }
 
-// Arrives at the barrier that block `rank` of the cluster has at the same place.
-__device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, uint32_t rank) {
-  asm volatile(
-      "{\n"
-      ".reg .b32 there;\n"
-      "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n"
-      "}\n" ::"r"(shared_address(barrier)),
-      "r"(rank)
-      : "memory");
-}
-
 // Whether the phase of that parity is over; may wait a while before it says no.
 __device__ __forceinline__ bool barrier_try_wait(uint64_t* barrier, uint32_t parity) {
   uint32_t is_over;
@@ -72,14 +57,8 @@ __device__ __forceinline__ bool barrier_try_wait(uint64_t* barrier, uint32_t par
 }
 
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
-#ifdef PACELINE_SPIN_LIMIT
-  for (int32_t tries = 0; tries < PACELINE_SPIN_LIMIT; ++tries) {
-    if (barrier_try_wait(barrier, parity)) return;
-  }
-#else
   while (!barrier_try_wait(barrier, parity)) {
   }
-#endif
 }
 
 // --- Bulk tensor copy ------------------------------------------------------------------------
@@ -96,19 +75,6 @@ __device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int32
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
       ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
       "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)), "l"(policy)
-      : "memory");
-}
-
-// The same box into all blocks of the cluster that are set in `blocks`, at the same place of each,
-// where it completes on the barrier at the same place.
-__device__ __forceinline__ void copy_box_to_cluster(void* to, const CUtensorMap* map,
-                                                    int32_t column, int32_t row, uint64_t* barrier,
-                                                    uint16_t blocks, uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(
-          shared_address(to)),
-      "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)), "h"(blocks), "l"(policy)
       : "memory");
 }
 
