@@ -13,6 +13,7 @@
 
 #include "common/launch.cuh"
 #include "common/mma.cuh"
+#include "common/reduce.cuh"
 #include "ops/ops.h"
 
 namespace paceline::cuda {
@@ -22,8 +23,6 @@ inline constexpr int32_t kMaxPlainHeadDim = 512;
 inline constexpr float kLog2E = 1.4426950408889634f;
 
 static_assert(kAttentionChunk == kAttentionThreads);
-
-__device__ __forceinline__ float negative_infinity() { return -__int_as_float(0x7f800000); }
 
 // How a running state and one more chunk join. Maxima are of scores times log2(e). A chunk in which
 // the row sees no key must not come here: skipping it is the only exact identity.

@@ -81,4 +81,12 @@ __device__ __forceinline__ void store_to_cluster(int32_t* to, int32_t rank, int3
   asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
+// This block's shared variable `of`, as block `rank` of the cluster has it.
+template <class T>
+__device__ __forceinline__ const T* in_cluster(const T* of, int32_t rank) {
+  uint64_t address;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(of), "r"(rank));
+  return reinterpret_cast<const T*>(address);
+}
+
 }  // namespace paceline::cuda

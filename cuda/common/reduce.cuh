@@ -5,9 +5,13 @@
 
 #include <cstdint>
 
+#include "base/ordered.h"
+
 namespace paceline::cuda {
 
 inline constexpr uint32_t kAllLanes = 0xffffffffu;
+
+__device__ __forceinline__ float negative_infinity() { return -__int_as_float(0x7f800000); }
 
 // The sum over the warp, the same bits in every lane.
 __device__ __forceinline__ float warp_sum(float value) {
@@ -45,16 +49,6 @@ __device__ __forceinline__ uint64_t warp_max(uint64_t value) {
   const uint32_t low =
       __reduce_max_sync(kAllLanes, high == highest ? static_cast<uint32_t>(value) : 0u);
   return uint64_t{highest} << 32 | low;
-}
-
-// Maps floats to integers of the same order; -0 and 0 stay apart. No float maps to 0.
-__device__ __forceinline__ uint32_t to_ordered(float value) {
-  const uint32_t bits = __float_as_uint(value);
-  return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
-}
-
-__device__ __forceinline__ float from_ordered(uint32_t ordered) {
-  return __uint_as_float((ordered & 0x80000000u) != 0 ? ordered & 0x7fffffffu : ~ordered);
 }
 
 }  // namespace paceline::cuda

@@ -48,8 +48,6 @@ struct __align__(16) Partial {
   float sum_of_exps;  // of logit - max; with `probabilities` only
 };
 
-__device__ __forceinline__ float negative_infinity() { return -__int_as_float(0x7f800000); }
-
 // Candidates are numbers, the better the larger: by key, then by lowest id. Never 0.
 __device__ __forceinline__ uint64_t candidate(float key, int32_t id) {
   // Adding zero makes one of the two zeros, which are equal.

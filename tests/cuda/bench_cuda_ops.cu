@@ -265,6 +265,19 @@ void bench_small_ops(Bench& bench) {
       return make_draw({.vocab_limit = 151936, .temperature = temperature}, rows, 1);
     };
   };
+  const auto adjust_of = [](AdjustKind kind) {
+    return [kind](const Rows& rows) {
+      return make_adjust({.vocab_size = 151936, .kind = kind}, rows, 1);
+    };
+  };
+  // What is truncated stays so: to be timed again the logits are copied in first.
+  const auto truncate_of = [](TruncateKind kind) {
+    return [kind](const Rows& rows) {
+      return make_truncate(
+          {.vocab_limit = 151936, .kind = kind, .copies_logits = kind != TruncateKind::kNone}, rows,
+          1);
+    };
+  };
   const std::pair<const char*, Make> ops[] = {
       {"embed/4096", [](const Rows& rows) { return make_embed({4096, 1000}, rows, 1); }},
       {"rms_norm/4096/plain", norm(NormKind::kPlain)},
@@ -276,6 +289,17 @@ void bench_small_ops(Bench& bench) {
       {"soft_cap/151936", [](const Rows& rows) { return make_soft_cap({151936}, rows, 1); }},
       {"draw/151936/greedy", draw_at(0.0f)},
       {"draw/151936/t1", draw_at(1.0f)},
+      {"adjust/151936/none", adjust_of(AdjustKind::kNone)},
+      {"adjust/151936/penalties", adjust_of(AdjustKind::kPenalties)},
+      {"copy/151936",
+       [](const Rows& rows) {
+         return make_copy({.width = 151936, .y_dtype = DType::kFloat32}, rows, 1);
+       }},
+      {"truncate/151936/none", truncate_of(TruncateKind::kNone)},
+      {"copy+truncate/151936/top_k", truncate_of(TruncateKind::kTopK)},
+      {"copy+truncate/151936/top_p", truncate_of(TruncateKind::kTopP)},
+      {"copy+truncate/151936/min_p", truncate_of(TruncateKind::kMinP)},
+      {"copy+truncate/151936/both", truncate_of(TruncateKind::kTopKTopP)},
       {"clusters_select/2048",
        [](const Rows& rows) { return make_select_clusters({2048, 32}, rows, 1); }},
       {"clusters_logits/256",

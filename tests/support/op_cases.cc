@@ -355,6 +355,45 @@ void add_draws(TableBuilder& table) {
   add("t1em5", {.vocab_limit = 1000, .temperature = 1e-5f});
 }
 
+void add_logit_ops(TableBuilder& table) {
+  for (const int32_t vocab : {1, 31, 33, 1003, 40000}) {
+    const bool is_padded = vocab % 2 == 1;
+    table.add("adjust_mixed_v" + std::to_string(vocab), make_adjust,
+              AdjustSpec{vocab, is_padded ? 5 : 0, AdjustKind::kMixed}, vocab == 1003);
+    table.add("adjust_penalties_v" + std::to_string(vocab), make_adjust,
+              AdjustSpec{vocab, is_padded ? 0 : 4, AdjustKind::kPenalties});
+  }
+  table.add("adjust_none_v1003", make_adjust, AdjustSpec{1003, 0, AdjustKind::kNone});
+  table.add("adjust_mixed_v151936", make_adjust, AdjustSpec{151936, 64, AdjustKind::kMixed});
+  const struct {
+    TruncateKind kind;
+    const char* name;
+  } kinds[] = {{TruncateKind::kMixed, "mixed"},          {TruncateKind::kTopK, "top_k"},
+               {TruncateKind::kTopP, "top_p"},           {TruncateKind::kMinP, "min_p"},
+               {TruncateKind::kTopKTopP, "top_k_top_p"}, {TruncateKind::kNone, "none"}};
+  for (const auto& [kind, name] : kinds) {
+    for (const int32_t vocab : {1, 7, 64, 1003, 5004, 40000}) {
+      const bool is_mixed = kind == TruncateKind::kMixed;
+      if (!is_mixed && vocab != 64 && vocab != 5004) continue;
+      for (const auto& [logits, suffix] : {std::pair{LogitKind::kPlain, ""},
+                                           {LogitKind::kTies, "_ties"},
+                                           {LogitKind::kHoles, "_holes"},
+                                           {LogitKind::kPeaked, "_peaked"},
+                                           {LogitKind::kInfinite, "_infinite"}}) {
+        if (!is_mixed && logits != LogitKind::kPlain) continue;
+        table.add("truncate_" + std::string(name) + suffix + "_v" + std::to_string(vocab),
+                  make_truncate, TruncateSpec{vocab, vocab == 64 ? 61 : 4, kind, logits},
+                  is_mixed && vocab == 1003);
+      }
+    }
+  }
+  for (const int32_t vocab : {151936, 262144}) {
+    table.add("truncate_mixed_v" + std::to_string(vocab), make_truncate, TruncateSpec{vocab});
+    table.add("truncate_mixed_ties_v" + std::to_string(vocab), make_truncate,
+              TruncateSpec{vocab, 0, TruncateKind::kMixed, LogitKind::kTies});
+  }
+}
+
 void add_clusters(TableBuilder& table) {
   const struct {
     LogitKind kind;
@@ -426,6 +465,7 @@ const std::vector<RowWiseCase>& row_wise_cases() {
     add_ropes(table);
     add_lists(table);
     add_draws(table);
+    add_logit_ops(table);
     add_clusters(table);
     return table.cases;
   }();
@@ -441,7 +481,7 @@ const std::vector<OpCase>& op_cases() {
                          return make(first_rows(batch.num_rows, batch.max_rows), seed);
                        }});
       };
-      const bool is_huge = c.name.ends_with("_v151936");
+      const bool is_huge = c.name.ends_with("_v151936") || c.name.ends_with("_v262144");
       for (const NamedRows& batch : kBatches) {
         if (!is_huge || batch.max_rows <= 16) add(batch);
       }

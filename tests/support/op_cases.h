@@ -237,6 +237,25 @@ struct SelectClustersSpec {
   int32_t top = 0;
   LogitKind scores = LogitKind::kPlain;
 };
+// Every row is a sequence of its own, with a window of drafts before it.
+enum class AdjustKind : uint8_t {
+  kMixed,      // all there is, by turns; some rows adjust nothing, some are inert
+  kPenalties,  // of every row
+  kNone
+};
+struct AdjustSpec {
+  int32_t vocab_size = 0;
+  int32_t padding = 0;  // logits_stride - vocab_size
+  AdjustKind kind = AdjustKind::kMixed;
+};
+enum class TruncateKind : uint8_t { kMixed, kTopK, kTopP, kMinP, kTopKTopP, kNone };
+struct TruncateSpec {
+  int32_t vocab_limit = 0;
+  int32_t padding = 0;  // logits_stride - vocab_limit; what lies there is +inf
+  TruncateKind kind = TruncateKind::kMixed;
+  LogitKind logits = LogitKind::kPlain;
+  bool copies_logits = false;  // first, so that the op may be timed again and again
+};
 struct ClusterLogitsSpec {
   int32_t hidden = 0;
   int32_t num_clusters = 0;
@@ -257,6 +276,8 @@ struct ClusterLogitsSpec {
 [[nodiscard]] OpInstance make_copy(const CopySpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_soft_cap(const SoftCapSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_draw(const DrawSpec& spec, const Rows& rows, uint64_t seed);
+[[nodiscard]] OpInstance make_adjust(const AdjustSpec& spec, const Rows& rows, uint64_t seed);
+[[nodiscard]] OpInstance make_truncate(const TruncateSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_select_clusters(const SelectClustersSpec& spec, const Rows& rows,
                                               uint64_t seed);
 [[nodiscard]] OpInstance make_cluster_logits(const ClusterLogitsSpec& spec, const Rows& rows,
@@ -299,7 +320,8 @@ enum class StateOp : uint8_t {
   kAcceptSynthetic,
   kBuildMetadata,
   kDraftSteps,
-  kProposeNgram
+  kProposeNgram,
+  kCountTokens
 };
 // Whose rows kAssembleFirstRows and kDraftSteps make.
 enum class DraftedBy : uint8_t {

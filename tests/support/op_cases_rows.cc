@@ -11,6 +11,7 @@
 
 #include "sample/philox.h"
 #include "support/op_cases.h"
+#include "support/row_arrays.h"
 
 namespace paceline::testing {
 namespace {
@@ -38,28 +39,6 @@ enum Purpose : uint64_t {
 // Tensor cores cut what they add below the last bit instead of rounding it: half an ulp of bias for
 // each of K / 16 steps.
 constexpr double kTensorCoreBound = 5e-5;
-
-Handle add_num_rows(OpInstance& op, const Rows& rows) {
-  op.num_rows = static_cast<int32_t>(rows.ids.size());
-  return op.add(int_array<int32_t>("num_rows", Role::kInput, {rows.claimed}));
-}
-
-// A row-wise float array: NaN but for what `row_values(id, to)` writes of the rows that are
-// computed.
-template <class RowValues>
-OpArray row_array(std::string name, Element cpu, Element cuda, const Rows& rows, int64_t stride,
-                  const RowValues& row_values) {
-  const int64_t count = rows.max_rows * stride;
-  OpArray array =
-      float_array(std::move(name), cpu, cuda, count, [rows, stride, count, row_values](float* to) {
-        std::fill_n(to, count, kNan);
-        for (size_t i = 0; i < rows.ids.size(); ++i) {
-          row_values(rows.ids[i], to + static_cast<int64_t>(i) * stride);
-        }
-      });
-  array.row_length = stride;
-  return array;
-}
 
 // Most rows are of order one, some are tiny or large.
 float scale_of_row(int64_t id) { return id % 7 == 3 ? 1e-3f : id % 11 == 5 ? 50.0f : 1.0f; }
@@ -554,27 +533,6 @@ DrawRow draw_row_of(const DrawSpec& s, int64_t id, uint64_t seed) {
           .position = stream.below(1 << 20),
           .temperature = s.temperature < 0.0f ? by_turns[id % 4] : s.temperature,
           .is_inert = id % 17 == 9};
-}
-
-void fill_logits(LogitKind kind, int32_t count, int64_t id, uint64_t seed, float* to) {
-  Stream stream(seed, kX, static_cast<uint64_t>(id));
-  stream.fill(to, count, kind == LogitKind::kPeaked ? 1000.0f : 2.0f);
-  for (int32_t i = 0; i < count; ++i) {
-    switch (kind) {
-      case LogitKind::kPlain:
-      case LogitKind::kPeaked:
-        break;
-      case LogitKind::kTies:
-        to[i] = std::round(to[i]);
-        break;
-      case LogitKind::kHoles:  // every fifth row has no valid logit at all
-        if (id % 5 == 3 || stream.one_in(3)) to[i] = stream.one_in(2) ? kNan : -kInf;
-        break;
-      case LogitKind::kInfinite:
-        if (stream.one_in(count / 3 + 1)) to[i] = kInf;
-        break;
-    }
-  }
 }
 
 void fill_logits(const DrawSpec& s, int64_t id, uint64_t seed, float* to) {

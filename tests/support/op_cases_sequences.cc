@@ -4,15 +4,18 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <numeric>
 #include <type_traits>
 
 #include "metadata/group_metadata.h"
 #include "sample/accept.h"
+#include "sample/logits.h"
 #include "scheduler/step_plan.h"
 #include "speculate/row_ops.h"
 #include "support/op_cases.h"
+#include "support/sampling_handles.h"
 
 namespace paceline::testing {
 namespace {
@@ -389,6 +392,39 @@ class World {
     for (size_t i = 0; i < emitted_.size(); ++i) words[i * kWords] = emitted_[i];
     return ints("results", words);
   }
+  // The same with tokens, a few of which are none.
+  Handle emitted_results() {
+    std::vector<int32_t> words(static_cast<size_t>(s_.max_seqs) * sizeof(SequenceResult) / 4);
+    for (size_t i = 0; i < emitted_.size(); ++i) {
+      SequenceResult result;
+      result.emitted_len = emitted_[i];
+      for (int32_t& token : result.tokens) {
+        token = stream_.one_in(20) ? -2 : stream_.below(kVocab + 2);
+      }
+      std::memcpy(words.data() + i * sizeof(result) / 4, &result, sizeof(result));
+    }
+    return ints("results", words);
+  }
+  // Of all slots: some adjust, with prompts that end before, in and behind what is prefilled.
+  SamplingHandles sampling() {
+    SamplingArrays arrays(max_slots_, kVocab);
+    for (int32_t slot = 0; slot < max_slots_; ++slot) {
+      if (stream_.one_in(4)) continue;
+      const int32_t len = lens_[static_cast<size_t>(slot)];
+      arrays.set(slot, {.prompt_len = std::max(0, len - 10 + stream_.below(20))});
+    }
+    for (int32_t& count : arrays.counts) count = stream_.below(3);
+    for (uint32_t& word : arrays.seen) word = static_cast<uint32_t>(stream_.next()) & 0x3fffffffu;
+    return {op, arrays, Role::kInOut};
+  }
+  // Some slots, in any order.
+  std::vector<int32_t> some_slots() {
+    std::vector<int32_t> slots;
+    for (const int32_t slot : batch_slots_) {
+      if (stream_.one_in(2)) slots.push_back(slot);
+    }
+    return slots;
+  }
   Stream& stream() { return stream_; }
 
   OpInstance op;
@@ -597,6 +633,31 @@ OpInstance make_accept(World world, const StateSpec& s, bool is_synthetic) {
   return op;
 }
 
+OpInstance make_count(World world, const StateSpec& s) {
+  const SamplingHandles sampling = world.sampling();
+  const Handle results = world.emitted_results();
+  std::vector<int32_t> slots = world.some_slots();
+  const Handle num_slots = world.ints<int32_t>("num_slots", {static_cast<int32_t>(slots.size())});
+  slots.resize(static_cast<size_t>(s.max_seqs), 0);  // not to be cleared
+  const Handle cleared = world.ints("cleared", slots);
+  OpInstance op = world.op;
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    const SamplingState state = sampling.at(at);
+    clear_counts(ctx, ClearCountsParams{.num_slots = at.get<int32_t>(num_slots),
+                                        .max_slots = s.max_seqs,
+                                        .slots = at.get<int32_t>(cleared),
+                                        .sampling = state});
+    count_prefill_tokens(
+        ctx, CountPrefillTokensParams{
+                 .inputs = world.inputs(at), .sampling = state, .max_seqs = s.max_seqs});
+    count_emitted_tokens(ctx, CountEmittedTokensParams{.inputs = world.inputs(at),
+                                                       .sampling = state,
+                                                       .results = at.get<SequenceResult>(results),
+                                                       .max_seqs = s.max_seqs});
+  });
+  return op;
+}
+
 OpInstance make_metadata(World world, const StateSpec& s) {
   const int32_t num_rows = 3 * s.num_seqs;
   const int32_t capacity = 3 * s.max_seqs + 7;
@@ -691,6 +752,8 @@ OpInstance make_state(StateOp kind, const StateSpec& spec, uint64_t seed) {
       return make_draft_steps(std::move(world), spec);
     case StateOp::kProposeNgram:
       return make_ngram(world, spec);
+    case StateOp::kCountTokens:
+      return make_count(std::move(world), spec);
   }
   return {};
 }
@@ -796,10 +859,10 @@ std::vector<OpCase> sequence_op_cases() {
                   {DraftedBy::kFixed, true, "_fixed_stops"}};
   for (const StateOp op : {StateOp::kAssembleVerifyRows, StateOp::kAssembleFirstRows,
                            StateOp::kAccept, StateOp::kAcceptSynthetic, StateOp::kBuildMetadata,
-                           StateOp::kDraftSteps, StateOp::kProposeNgram}) {
-    const char* const names[] = {"assemble_verify_rows", "assemble_first_rows", "accept",
-                                 "accept_synthetic",     "build_metadata",      "draft_steps",
-                                 "propose_ngram"};
+                           StateOp::kDraftSteps, StateOp::kProposeNgram, StateOp::kCountTokens}) {
+    const char* const names[] = {
+        "assemble_verify_rows", "assemble_first_rows", "accept",        "accept_synthetic",
+        "build_metadata",       "draft_steps",         "propose_ngram", "counts"};
     const StateSpec specs[] = {{1, 0, 1, 16},      {1, 1, 1, 16},   {12, 12, 4, 16},
                                {64, 40, 3, 24},    {64, 64, 16, 1}, {300, 300, 7, 256},
                                {1024, 1000, 2, 16}};

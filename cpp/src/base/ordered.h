@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Floats as integers of the same order, for maxima and selections that are made on bits.
+
+#include <cstdint>
+#include <cstring>
+
+#include "base/host_device.h"
+
+namespace paceline {
+
+[[nodiscard]] PACELINE_HOST_DEVICE inline uint32_t bits_of(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+[[nodiscard]] PACELINE_HOST_DEVICE inline float float_of(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+// -0 and 0 stay apart. No float maps to 0.
+[[nodiscard]] PACELINE_HOST_DEVICE inline uint32_t to_ordered(float value) {
+  const uint32_t bits = bits_of(value);
+  return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
+}
+
+[[nodiscard]] PACELINE_HOST_DEVICE inline float from_ordered(uint32_t ordered) {
+  return float_of((ordered & 0x80000000u) != 0 ? ordered & 0x7fffffffu : ~ordered);
+}
+
+}  // namespace paceline

@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// What adjust_logits does to one logit and what it knows of one row: the one specification that the
+// CPU loops over and that CUDA threads run. Products that are added to something are written as
+// fmaf, so that no compiler chooses the rounding.
+
+#include <cmath>
+#include <cstdint>
+
+#include "base/host_device.h"
+#include "request/sequence.h"
+#include "sample/logits.h"
+
+namespace paceline {
+
+// The sequence that a row continues.
+struct AdjustedRow {
+  int32_t slot;  // -1: the row is left alone
+  int32_t known_len;
+  const int32_t* history;  // [known_len]
+  int32_t num_drafts;
+  const int32_t* drafts;  // [num_drafts] at positions known_len and on; the last is the row's own
+
+  // Tokens up to and including the row's own.
+  [[nodiscard]] PACELINE_HOST_DEVICE int32_t length() const { return known_len + num_drafts; }
+  [[nodiscard]] PACELINE_HOST_DEVICE int32_t token_at(int32_t position) const {
+    return position < known_len ? history[position] : drafts[position - known_len];
+  }
+};
+
+[[nodiscard]] PACELINE_HOST_DEVICE inline AdjustedRow adjusted_row(const AdjustLogitsParams& p,
+                                                                   int32_t row) {
+  const int32_t pass_row = p.row_index[row];
+  const int32_t slot = p.seq_slot[pass_row];
+  AdjustedRow of = {-1, 0, nullptr, 0, nullptr};
+  if (slot < 0 || p.sampling.adjusts[slot] == 0) return of;
+  of.known_len = p.sequences.known_len[slot];
+  of.num_drafts = p.positions[pass_row] + 1 - of.known_len;
+  if (of.num_drafts < 0) return of;
+  of.slot = slot;
+  of.history = p.sequences.history + slot * p.sequences.history_stride;
+  of.drafts = p.token_ids + pass_row + 1 - of.num_drafts;
+  return of;
+}
+
+struct Penalties {
+  float repetition;
+  float frequency;
+  float presence;
+  [[nodiscard]] PACELINE_HOST_DEVICE bool is_any() const {
+    return repetition != 1.0f || frequency != 0.0f || presence != 0.0f;
+  }
+};
+
+[[nodiscard]] PACELINE_HOST_DEVICE inline Penalties penalties_of(const SamplingState& s,
+                                                                 int32_t slot) {
+  return {s.repetition_penalty[slot], s.frequency_penalty[slot], s.presence_penalty[slot]};
+}
+
+// The logit of a token that the sequence has, `count` times of them in its output.
+[[nodiscard]] PACELINE_HOST_DEVICE inline float penalised(const Penalties& penalties, float logit,
+                                                          int32_t count) {
+  logit = logit > 0.0f ? logit / penalties.repetition : logit * penalties.repetition;
+  if (count > 0) {
+    logit = fmaf(-penalties.frequency, static_cast<float>(count), logit);
+    logit = logit - penalties.presence;
+  }
+  return logit;
+}
+
+// Word `word` of the tokens that the row's sequence has.
+[[nodiscard]] PACELINE_HOST_DEVICE inline uint32_t seen_bits(const SamplingState& s,
+                                                             const AdjustedRow& row, int32_t word) {
+  uint32_t bits = s.seen[int64_t{row.slot} * mask_words(s.vocab_size) + word];
+  for (int32_t j = 0; j < row.num_drafts; ++j) {
+    const int32_t token = row.drafts[j];
+    // Of a drafter that found no valid logit.
+    if (token < 0 || token >= s.vocab_size) continue;
+    if (token / 32 == word) bits |= uint32_t{1} << token % 32;
+  }
+  return bits;
+}
+
+// Times that the row's sequence has `token` in its output.
+[[nodiscard]] PACELINE_HOST_DEVICE inline int32_t output_count(const SamplingState& s,
+                                                               const AdjustedRow& row,
+                                                               int32_t token) {
+  int32_t count = s.counts[int64_t{row.slot} * s.vocab_size + token];
+  for (int32_t j = 0; j < row.num_drafts; ++j) count += row.drafts[j] == token ? 1 : 0;
+  return count;
+}
+
+[[nodiscard]] PACELINE_HOST_DEVICE inline bool is_allowed(const SamplingState& s, int32_t slot,
+                                                          int32_t token) {
+  const uint32_t bits = s.allowed[int64_t{slot} * mask_words(s.vocab_size) + token / 32];
+  return (bits >> token % 32 & 1) != 0;
+}
+
+// The token that bad word `index` of the row's sequence bans, or -1.
+[[nodiscard]] PACELINE_HOST_DEVICE inline int32_t token_banned_by(const SamplingState& s,
+                                                                  const AdjustedRow& row,
+                                                                  int32_t index) {
+  const int32_t* const ends = s.bad_word_ends + int64_t{row.slot} * kMaxBadWords;
+  const int32_t* const tokens = s.bad_word_tokens + int64_t{row.slot} * kMaxBadWordTokens;
+  const int32_t begin = index > 0 ? ends[index - 1] : 0;
+  const int32_t num_before = ends[index] - begin - 1;
+  if (num_before < 0 || num_before > row.length()) return -1;
+  const int32_t first = row.length() - num_before;
+  for (int32_t j = 0; j < num_before; ++j) {
+    if (row.token_at(first + j) != tokens[begin + j]) return -1;
+  }
+  return tokens[begin + num_before];
+}
+
+// Whether the token that the row draws is one of the first min_tokens.
+[[nodiscard]] PACELINE_HOST_DEVICE inline bool bans_stop_ids(const SamplingState& s,
+                                                             const AdjustedRow& row) {
+  return row.length() - s.prompt_len[row.slot] < s.min_tokens[row.slot];
+}
+
+}  // namespace paceline

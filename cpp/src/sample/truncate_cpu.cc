@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include <algorithm>
+#include <limits>
+
+#include "base/check.h"
+#include "device/cpu_context.h"
+#include "ops/vector_math.h"
+#include "sample/logits.h"
+#include "sample/truncate_rules.h"
+
+namespace paceline {
+namespace {
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+// The highest key such that the keys from it on measure `target(sum of all)`, of those at least
+// `floor`; `floor` where they do not. `measure` of a logit is an integer.
+template <class Measure, class Target>
+[[gnu::always_inline]] inline uint32_t search(const float* logits, int32_t n, uint32_t floor,
+                                              const Measure& measure, const Target& target_of) {
+  uint64_t sums[kMaxDigitValues];
+  uint32_t prefix = 0;
+  uint64_t target = 0;
+  uint64_t above = 0;  // what the keys above those of the prefix measure
+  for (int32_t digit = 0; digit < kNumDigits; ++digit) {
+    std::fill_n(sums, digit_values(digit), uint64_t{0});
+    uint64_t total = 0;
+    for (int32_t id = 0; id < n; ++id) {
+      const float logit = comparable(logits[id]);
+      const uint32_t key = to_ordered(logit);
+      if (key <= kNoLogitKey || key < floor || !agrees_before(key, prefix, digit)) continue;
+      const uint64_t amount = measure(logit);
+      sums[digit_of(key, digit)] += amount;
+      total += amount;
+    }
+    if (digit == 0) {
+      target = target_of(total);
+      if (total < target) return floor;
+    }
+    int32_t value = digit_values(digit) - 1;
+    while (above + sums[value] < target) above += sums[value--];
+    prefix |= static_cast<uint32_t>(value) << digit_shift(digit);
+  }
+  return prefix;
+}
+
+struct TruncateKernel {
+  [[gnu::always_inline]] static void run(const RowLimits* limits, float* logits, int32_t n) {
+    float highest = -kInf;
+    for (int32_t id = 0; id < n; ++id) highest = std::max(highest, comparable(logits[id]));
+    if (highest == -kInf || highest == kInf) return;
+    uint32_t lowest_kept = 0;
+    if (limits->top_k > 0 && limits->top_k < n) {
+      lowest_kept = search(
+          logits, n, lowest_kept, [](float) { return uint64_t{1}; },
+          [&](uint64_t) { return static_cast<uint64_t>(limits->top_k); });
+    }
+    if (limits->top_p < 1.0f) {
+      const Weigher weigher = weigher_of(highest, limits->temperature);
+      lowest_kept = search(
+          logits, n, lowest_kept, [&](float logit) { return weight_of(weigher, logit); },
+          [&](uint64_t total) { return top_p_target(limits->top_p, total); });
+    }
+    if (limits->min_p > 0.0f) {
+      lowest_kept = std::max(lowest_kept, min_p_key(highest, limits->temperature, limits->min_p));
+    }
+    if (lowest_kept == 0) return;
+    const float threshold = from_ordered(lowest_kept);
+    for (int32_t id = 0; id < n; ++id) {
+      if (!(logits[id] >= threshold)) logits[id] = -kInf;
+    }
+  }
+};
+
+}  // namespace
+
+void truncate_logits(CpuContext& ctx, const TruncateLogitsParams& p) {
+  PACELINE_CHECK(p.vocab_limit <= kMaxTruncatedVocab, p.vocab_limit, " ids; at most ",
+                 kMaxTruncatedVocab);
+  const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
+  ctx.for_ranges(num_rows, /*pieces_per_thread=*/4, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const RowLimits limits = row_limits(p, static_cast<int32_t>(i));
+      if (!(limits.temperature > 0.0f)) continue;
+      run_best_isa<TruncateKernel>(&limits, p.logits + i * p.logits_stride, p.vocab_limit);
+    }
+  });
+}
+
+}  // namespace paceline

@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// How truncate_logits weighs and compares logits: the one specification that both backends share,
+// bit for bit. What it excludes lies below one threshold, which is searched digit by digit on the
+// logits as ordered integers. Products that are added to something are written as fmaf, so that no
+// compiler chooses the rounding.
+
+#include <cmath>
+#include <cstdint>
+
+#include "base/host_device.h"
+#include "base/ordered.h"
+#include "sample/logits.h"
+
+namespace paceline {
+
+// Digits of a key, highest first: 11, 11 and 10 bits.
+inline constexpr int32_t kNumDigits = 3;
+inline constexpr int32_t kMaxDigitValues = 1 << 11;
+[[nodiscard]] PACELINE_HOST_DEVICE constexpr int32_t digit_shift(int32_t digit) {
+  return digit == 0 ? 21 : digit == 1 ? 10 : 0;
+}
+[[nodiscard]] PACELINE_HOST_DEVICE constexpr int32_t digit_values(int32_t digit) {
+  return digit == 2 ? 1 << 10 : 1 << 11;
+}
+[[nodiscard]] PACELINE_HOST_DEVICE inline int32_t digit_of(uint32_t key, int32_t digit) {
+  return static_cast<int32_t>(key >> digit_shift(digit)) & (digit_values(digit) - 1);
+}
+// Whether `key` and `prefix` agree in all digits before this one.
+[[nodiscard]] PACELINE_HOST_DEVICE inline bool agrees_before(uint32_t key, uint32_t prefix,
+                                                             int32_t digit) {
+  return digit == 0 || (key ^ prefix) >> digit_shift(digit - 1) == 0;
+}
+
+inline constexpr uint32_t kNoLogitKey = 0x007fffffu;  // to_ordered(-inf)
+
+// A logit as it is compared: NaN is -inf, and -0 is 0.
+[[nodiscard]] PACELINE_HOST_DEVICE inline float comparable(float logit) {
+  return logit != logit ? from_ordered(kNoLogitKey) : logit + 0.0f;
+}
+
+// What bounds a row; its temperature is 0 where nothing does.
+struct RowLimits {
+  float temperature;
+  int32_t top_k;
+  float top_p;
+  float min_p;
+};
+
+[[nodiscard]] PACELINE_HOST_DEVICE inline RowLimits row_limits(const TruncateLogitsParams& p,
+                                                               int32_t row) {
+  const int32_t slot = p.seq_slot[p.row_index[row]];
+  if (slot < 0 || p.sampling.truncates[slot] == 0) return {0.0f, 0, 1.0f, 0.0f};
+  return {p.temperatures[slot], p.sampling.top_k[slot], p.sampling.top_p[slot],
+          p.sampling.min_p[slot]};
+}
+
+// exp((logit - highest) / temperature) in units of 2^-40, cut: at most 2^40, so that the sum of
+// kMaxTruncatedVocab of them fits 63 bits.
+struct Weigher {
+  float highest;
+  float lowest_step;  // logit - highest below which nothing weighs anything
+  float rate;         // log2(e) / temperature
+};
+
+[[nodiscard]] PACELINE_HOST_DEVICE inline Weigher weigher_of(float highest, float temperature) {
+  // Beyond these limits all logits weigh the same, or only the highest does.
+  constexpr float kLeast = 1e-30f;
+  constexpr float kMost = 1e30f;
+  temperature = temperature < kLeast ? kLeast : temperature > kMost ? kMost : temperature;
+  return {highest, -28.5f * temperature, 1.44269504f / temperature};  // 41 log 2 = 28.4
+}
+
+[[nodiscard]] PACELINE_HOST_DEVICE inline uint64_t weight_of(const Weigher& weigher, float logit) {
+  const float step = logit - weigher.highest;
+  if (!(step >= weigher.lowest_step)) return 0;
+  // 2^(n + f), n an integer and f in [-1/2, 1/2]: adding kRound rounds to an integer, in the low
+  // bits of the mantissa. The polynomial is that of Cephes' exp2f (S. Moshier).
+  constexpr float kRound = 0x1.8p23f;
+  const float shifted = fmaf(step, weigher.rate, kRound);
+  const float n = shifted - kRound;
+  const float f = fmaf(step, weigher.rate, -n);
+  float power = fmaf(f, 1.535336188319500e-4f, 1.339887440266574e-3f);
+  power = fmaf(f, power, 9.618437357674640e-3f);
+  power = fmaf(f, power, 5.550332471162809e-2f);
+  power = fmaf(f, power, 2.402264791363012e-1f);
+  power = fmaf(f, power, 6.931472028550421e-1f);
+  power = fmaf(f, power, 1.0f);
+  const uint32_t bits = bits_of(power) + ((bits_of(shifted) - bits_of(kRound)) << 23);
+  // 1.mantissa * 2^-halvings; the mantissa's 24 bits make 2^23 of 1.
+  const uint32_t halvings = 127 - (bits >> 23);
+  const uint64_t mantissa = (bits & 0x7fffffu) | 0x800000u;
+  return mantissa << 17 >> halvings;
+}
+
+// The weight that what top-p keeps must reach, of `total` > 0.
+[[nodiscard]] PACELINE_HOST_DEVICE inline uint64_t top_p_target(float top_p, uint64_t total) {
+  const double share = ceil(static_cast<double>(top_p) * static_cast<double>(total));
+  const auto target = static_cast<uint64_t>(share);
+  return target < 1 ? 1 : target > total ? total : target;
+}
+
+// The lowest key that min-p > 0 keeps.
+[[nodiscard]] PACELINE_HOST_DEVICE inline uint32_t min_p_key(float highest, float temperature,
+                                                             float min_p) {
+  const double lowest = fma(static_cast<double>(temperature), log(static_cast<double>(min_p)),
+                            static_cast<double>(highest));
+  const float rounded = static_cast<float>(lowest);
+  uint32_t key = to_ordered(rounded + 0.0f);
+  if (static_cast<double>(rounded) < lowest) ++key;
+  const uint32_t highest_key = to_ordered(highest);
+  return key < highest_key ? key : highest_key;
+}
+
+}  // namespace paceline

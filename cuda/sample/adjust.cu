@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// A block has a stretch of a row's ids and does to them, step by step, what adjust_rules.h says.
+// The work is sparse: bias and bad words are lists, and of the vocabulary only tokens that the
+// sequence has, or may not draw, are looked at. A warp reads the masks of 1,024 ids at once and
+// then goes through those words that have any bit, a lane an id.
+
+#include "common/launch.cuh"
+#include "common/reduce.cuh"
+#include "sample/adjust_rules.h"
+#include "sample/logits.h"
+
+namespace paceline {
+namespace cuda {
+namespace {
+
+constexpr int32_t kThreads = 256;
+constexpr int32_t kWarps = kThreads / 32;
+constexpr int32_t kIdsPerBlock = 32768;
+
+// Penalties, and what is not allowed, of ids [begin, end).
+__device__ __forceinline__ void adjust_by_masks(const SamplingState& s, const AdjustedRow& row,
+                                                const Penalties& penalties, bool has_allowed,
+                                                int32_t begin, int32_t end, float* logits) {
+  const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
+  const uint32_t* const allowed = s.allowed + int64_t{row.slot} * mask_words(s.vocab_size);
+  for (int32_t first = begin / 32 + warp * 32; first * 32 < end; first += kWarps * 32) {
+    const int32_t word = first + lane;
+    const bool is_word = word * 32 < end;
+    const uint32_t seen = is_word && penalties.is_any() ? seen_bits(s, row, word) : 0;
+    const uint32_t banned = is_word && has_allowed ? ~allowed[word] : 0;
+    uint32_t todo = __ballot_sync(kAllLanes, (seen | banned) != 0);
+    while (todo != 0) {
+      const int32_t i = __ffs(static_cast<int>(todo)) - 1;
+      todo &= todo - 1;
+      const uint32_t seen_here = __shfl_sync(kAllLanes, seen, i);
+      const uint32_t banned_here = __shfl_sync(kAllLanes, banned, i);
+      const int32_t token = (first + i) * 32 + lane;
+      if (token >= end) continue;
+      if ((banned_here >> lane & 1) != 0) {
+        logits[token] = negative_infinity();
+      } else if ((seen_here >> lane & 1) != 0) {
+        logits[token] = penalised(penalties, logits[token], output_count(s, row, token));
+      }
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    adjust_kernel(const __grid_constant__ AdjustLogitsParams p) {
+  let_successor_start();
+  wait_for_predecessor();
+  const int32_t i = static_cast<int32_t>(blockIdx.x);
+  if (i >= *p.num_rows) return;
+  const AdjustedRow row = adjusted_row(p, i);
+  if (row.slot < 0) return;
+  const SamplingState& s = p.sampling;
+  const int32_t thread = static_cast<int32_t>(threadIdx.x);
+  const int32_t begin = static_cast<int32_t>(blockIdx.y) * kIdsPerBlock;
+  const int32_t end = min(begin + kIdsPerBlock, s.vocab_size);
+  float* const logits = p.logits + i * p.logits_stride;
+
+  const int64_t first_bias = int64_t{row.slot} * kMaxLogitBias;
+  const int32_t num_bias = s.num_bias[row.slot];
+  for (int32_t j = thread; j < num_bias; j += kThreads) {
+    const int32_t id = s.bias_ids[first_bias + j];
+    if (id >= begin && id < end) logits[id] += s.bias_values[first_bias + j];
+  }
+  __syncthreads();
+  const Penalties penalties = penalties_of(s, row.slot);
+  const bool has_allowed = s.has_allowed[row.slot] != 0;
+  if (penalties.is_any() || has_allowed) {
+    adjust_by_masks(s, row, penalties, has_allowed, begin, end, logits);
+  }
+  __syncthreads();
+  const auto ban = [&](int32_t id) {
+    if (id >= begin && id < end) logits[id] = negative_infinity();
+  };
+  const int32_t num_bad_words = s.num_bad_words[row.slot];
+  for (int32_t word = thread; word < num_bad_words; word += kThreads) {
+    ban(token_banned_by(s, row, word));
+  }
+  if (bans_stop_ids(s, row) && thread < p.sequences.num_stop_ids[row.slot]) {
+    ban(p.sequences.stop_ids[int64_t{row.slot} * kMaxStopIds + thread]);
+  }
+}
+
+}  // namespace
+}  // namespace cuda
+
+void adjust_logits(CudaContext& ctx, const AdjustLogitsParams& p) {
+  using namespace cuda;
+  const int32_t num_pieces = (p.sampling.vocab_size + kIdsPerBlock - 1) / kIdsPerBlock;
+  launch(ctx, "adjust_logits", adjust_kernel,
+         dim3(static_cast<unsigned>(p.max_rows), static_cast<unsigned>(num_pieces)), dim3(kThreads),
+         0, p);
+}
+
+}  // namespace paceline

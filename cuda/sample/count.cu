@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Which tokens are counted is in sample/count_rules.h, shared with the CPU. The counts of a slot
+// are sums of integers, which have no order.
+
+#include <algorithm>
+
+#include "common/launch.cuh"
+#include "sample/count_rules.h"
+#include "sample/logits.h"
+
+namespace paceline {
+namespace cuda {
+namespace {
+
+constexpr int32_t kClearThreads = 256;
+constexpr int32_t kIdsPerClearThread = 16;
+constexpr int32_t kMaxSlotsAtOnce = 8;  // few slots are reset in an iteration
+constexpr int32_t kPrefillThreads = 256;
+constexpr int32_t kEmittedThreads = 32;
+
+__global__ void __launch_bounds__(kClearThreads)
+    clear_counts_kernel(const __grid_constant__ ClearCountsParams p) {
+  let_successor_start();
+  wait_for_predecessor();
+  const SamplingState& s = p.sampling;
+  const int32_t num_slots = min(*p.num_slots, p.max_slots);
+  const int32_t first = static_cast<int32_t>(blockIdx.x * kClearThreads + threadIdx.x);
+  const int32_t step = static_cast<int32_t>(gridDim.x) * kClearThreads;
+  const int32_t num_words = mask_words(s.vocab_size);
+  for (int32_t i = static_cast<int32_t>(blockIdx.y); i < num_slots;
+       i += static_cast<int32_t>(gridDim.y)) {
+    const int64_t slot = p.slots[i];
+    if (s.adjusts[slot] == 0) continue;
+    for (int32_t id = first; id < s.vocab_size; id += step) s.counts[slot * s.vocab_size + id] = 0;
+    for (int32_t word = first; word < num_words; word += step) s.seen[slot * num_words + word] = 0;
+  }
+}
+
+// A block a sequence.
+template <class Params>
+__global__ void count_kernel(const __grid_constant__ Params p) {
+  let_successor_start();
+  wait_for_predecessor();
+  const int32_t i = static_cast<int32_t>(blockIdx.x);
+  if (i >= *p.inputs.num_seqs) return;
+  const SamplingState& s = p.sampling;
+  const CountedSequence sequence = counted_sequence(p, i);
+  const int64_t slot = sequence.slot;
+  for (int32_t index = static_cast<int32_t>(threadIdx.x); index < sequence.num_tokens;
+       index += static_cast<int32_t>(blockDim.x)) {
+    const CountedToken counted = counted_token(p, i, index);
+    if (counted.token < 0) continue;
+    atomicOr(s.seen + slot * mask_words(s.vocab_size) + counted.token / 32,
+             uint32_t{1} << counted.token % 32);
+    if (counted.is_output) atomicAdd(s.counts + slot * s.vocab_size + counted.token, 1);
+  }
+}
+
+}  // namespace
+}  // namespace cuda
+
+void clear_counts(CudaContext& ctx, const ClearCountsParams& p) {
+  using namespace cuda;
+  constexpr int32_t kIdsPerBlock = kClearThreads * kIdsPerClearThread;
+  const int32_t num_pieces = (p.sampling.vocab_size + kIdsPerBlock - 1) / kIdsPerBlock;
+  const int32_t num_slots = std::min(p.max_slots, kMaxSlotsAtOnce);
+  launch(ctx, "clear_counts", clear_counts_kernel,
+         dim3(static_cast<unsigned>(num_pieces), static_cast<unsigned>(num_slots)),
+         dim3(kClearThreads), 0, p);
+}
+
+void count_prefill_tokens(CudaContext& ctx, const CountPrefillTokensParams& p) {
+  cuda::launch(ctx, "count_prefill_tokens", cuda::count_kernel<CountPrefillTokensParams>,
+               dim3(static_cast<unsigned>(p.max_seqs)), dim3(cuda::kPrefillThreads), 0, p);
+}
+
+void count_emitted_tokens(CudaContext& ctx, const CountEmittedTokensParams& p) {
+  cuda::launch(ctx, "count_emitted_tokens", cuda::count_kernel<CountEmittedTokensParams>,
+               dim3(static_cast<unsigned>(p.max_seqs)), dim3(cuda::kEmittedThreads), 0, p);
+}
+
+}  // namespace paceline

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Arrays of ops whose rows stand alone, for the builders of op cases.
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+#include <utility>
+
+#include "support/op_cases.h"
+
+namespace paceline::testing {
+
+inline Handle add_num_rows(OpInstance& op, const Rows& rows) {
+  op.num_rows = static_cast<int32_t>(rows.ids.size());
+  return op.add(int_array<int32_t>("num_rows", Role::kInput, {rows.claimed}));
+}
+
+// A row-wise float array: NaN but for what `row_values(id, to)` writes of the rows that are
+// computed.
+template <class RowValues>
+OpArray row_array(std::string name, Element cpu, Element cuda, const Rows& rows, int64_t stride,
+                  const RowValues& row_values) {
+  const int64_t count = rows.max_rows * stride;
+  OpArray array =
+      float_array(std::move(name), cpu, cuda, count, [rows, stride, count, row_values](float* to) {
+        std::fill_n(to, count, std::numeric_limits<float>::quiet_NaN());
+        for (size_t i = 0; i < rows.ids.size(); ++i) {
+          row_values(rows.ids[i], to + static_cast<int64_t>(i) * stride);
+        }
+      });
+  array.row_length = stride;
+  return array;
+}
+
+inline void fill_logits(LogitKind kind, int32_t count, int64_t id, uint64_t seed, float* to) {
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  Stream stream(seed, /*purpose=*/1, static_cast<uint64_t>(id));
+  stream.fill(to, count, kind == LogitKind::kPeaked ? 1000.0f : 2.0f);
+  for (int32_t i = 0; i < count; ++i) {
+    switch (kind) {
+      case LogitKind::kPlain:
+      case LogitKind::kPeaked:
+        break;
+      case LogitKind::kTies:
+        to[i] = std::round(to[i]);
+        break;
+      case LogitKind::kHoles:  // every fifth row has no valid logit at all
+        if (id % 5 == 3 || stream.one_in(3)) {
+          to[i] = stream.one_in(2) ? std::numeric_limits<float>::quiet_NaN() : -kInf;
+        }
+        break;
+      case LogitKind::kInfinite:
+        if (stream.one_in(count / 3 + 1)) to[i] = kInf;
+        break;
+    }
+  }
+}
+
+}  // namespace paceline::testing
