@@ -6,8 +6,10 @@
 #include <cstring>
 #include <numeric>
 #include <tuple>
+#include <type_traits>
 
 #include "common/launch.cuh"
+#include "sample/sampling_reset.h"
 
 namespace paceline {
 namespace cuda {
@@ -28,8 +30,38 @@ struct BeginArgs {
   const int64_t* counter;  // [1]
   StagedInputs staged;
   SequenceState sequences;
+  SamplingState sampling;
+  int32_t* lists;  // [max_list_words] device memory
   BlockTable tables[kMaxTables];
 };
+
+// One slot of the per-sequence state, by the whole block.
+__device__ void reset_slot(const BeginArgs& args, const std::byte* ring_slot, int32_t i) {
+  __shared__ SlotReset reset;
+  const auto thread = static_cast<int32_t>(threadIdx.x);
+  static_assert(sizeof(SlotReset) % 4 == 0 && std::is_trivially_copyable_v<SlotReset>);
+  constexpr int32_t kWords = sizeof(SlotReset) / 4;
+  __syncthreads();  // the one before is done with
+  if (thread < kWords) {
+    reinterpret_cast<int32_t*>(&reset)[thread] = __ldcv(
+        reinterpret_cast<const int32_t*>(ring_slot + args.offsets.resets) + i * kWords + thread);
+  }
+  __syncthreads();
+  reset_sampling(args.sampling, reset, args.lists + reset.first_list_word, thread,
+                 static_cast<int32_t>(blockDim.x));
+  const SequenceState& s = args.sequences;
+  const int32_t at = reset.slot;
+  if (thread < kMaxStopIds) s.stop_ids[int64_t{at} * kMaxStopIds + thread] = reset.stop_ids[thread];
+  if (thread != 0) return;
+  args.staged.reset_slots[i] = at;
+  s.known_len[at] = 0;
+  s.limit[at] = reset.limit;
+  s.is_active[at] = 1;
+  s.seed[at] = reset.seed;
+  s.temperature[at] = reset.temperature;
+  s.num_stop_ids[at] = reset.num_stop_ids;
+  s.draft_len[at] = 0;
+}
 
 // One block: a few kilobytes over the bus, all of it in flight at once. The header and the arrays
 // are fetched with loads that bypass the caches, since the host rewrites them.
@@ -54,6 +86,7 @@ __global__ void __launch_bounds__(1024) begin_kernel(const __grid_constant__ Beg
     *to.num_verify_rows = header.num_verify_rows;
     *to.num_first_rows = header.num_first_rows;
     *to.num_logit_rows = header.num_logit_rows;
+    *to.num_resets = header.num_resets;
   }
   const auto fetch = [&](int64_t offset, int32_t count, int32_t* into) {
     const auto* const from = reinterpret_cast<const int32_t*>(slot + offset);
@@ -73,22 +106,10 @@ __global__ void __launch_bounds__(1024) begin_kernel(const __grid_constant__ Beg
   if (header.has_prefill != 0) {
     fetch(args.offsets.prefill_tokens, header.num_verify_rows, to.prefill_tokens);
   }
-  const SequenceState& s = args.sequences;
-  const auto* const resets =
-      reinterpret_cast<const volatile SlotReset*>(slot + args.offsets.resets);
-  for (int32_t i = thread; i < header.num_resets; i += static_cast<int32_t>(blockDim.x)) {
-    const volatile SlotReset& reset = resets[i];
-    const int32_t at = reset.slot;
-    s.known_len[at] = 0;
-    s.limit[at] = reset.limit;
-    s.is_active[at] = 1;
-    s.seed[at] = reset.seed;
-    s.temperature[at] = reset.temperature;
-    s.num_stop_ids[at] = reset.num_stop_ids;
-    for (int32_t j = 0; j < kMaxStopIds; ++j) {
-      s.stop_ids[int64_t{at} * kMaxStopIds + j] = reset.stop_ids[j];
-    }
-    s.draft_len[at] = 0;
+  if (header.num_resets > 0) {  // the same for the whole block
+    fetch(args.offsets.lists, header.num_list_words, args.lists);
+    __syncthreads();
+    for (int32_t i = 0; i < header.num_resets; ++i) reset_slot(args, slot, i);
   }
   const auto* const writes =
       reinterpret_cast<const volatile TableWrite*>(slot + args.offsets.table_writes);
@@ -155,7 +176,7 @@ int32_t max_table_writes(const BatchShape& shape, const KvLayout& layout, int32_
 }  // namespace
 
 IterationRing::IterationRing(const BatchShape& shape, const KvLayout& layout, int32_t max_model_len,
-                             int32_t num_slots, DeviceArena& arena)
+                             int32_t vocab_size, int32_t num_slots, DeviceArena& arena)
     : num_slots_(num_slots) {
   int64_t at = 0;
   const auto place = [&](int64_t bytes) {
@@ -175,6 +196,9 @@ IterationRing::IterationRing(const BatchShape& shape, const KvLayout& layout, in
   offsets_.logit_rows = ints(shape.max_logit_rows);
   offsets_.prefill_tokens = ints(shape.max_verify_rows);
   offsets_.resets = place(int64_t{shape.max_seqs} * static_cast<int64_t>(sizeof(SlotReset)));
+  constexpr int32_t kMostListWords = 2 * kMaxLogitBias + kMaxBadWords + kMaxBadWordTokens;
+  offsets_.max_list_words = shape.max_seqs * (kMostListWords + mask_words(vocab_size));
+  offsets_.lists = ints(offsets_.max_list_words);
   offsets_.max_table_writes = max_table_writes(shape, layout, max_model_len);
   offsets_.table_writes =
       place(int64_t{offsets_.max_table_writes} * static_cast<int64_t>(sizeof(TableWrite)));
@@ -184,6 +208,7 @@ IterationRing::IterationRing(const BatchShape& shape, const KvLayout& layout, in
   order_.reserve(static_cast<size_t>(offsets_.max_table_writes));
   table_writes_.reserve(static_cast<size_t>(offsets_.max_table_writes));
   device_counter_ = arena.allocate<int64_t>(1, "iteration ring");
+  device_lists_ = arena.allocate<int32_t>(offsets_.max_list_words, "iteration ring");
   cuda::check(cudaHostAlloc(reinterpret_cast<void**>(&data_), static_cast<size_t>(bytes()),
                             cudaHostAllocMapped | cudaHostAllocPortable),
               "pinned memory of the iteration ring");
@@ -223,6 +248,9 @@ void IterationRing::write(const IterationInputs& in) {
     std::memcpy(to + offset, from.data(), static_cast<size_t>(count) * sizeof(from[0]));
   };
   const auto num_resets = static_cast<int32_t>(in.resets.size());
+  const auto num_list_words = static_cast<int32_t>(in.lists.size());
+  PACELINE_CHECK(num_list_words <= offsets_.max_list_words, num_list_words, " of ",
+                 offsets_.max_list_words, " words of lists");
   keep_last_writes(in.table_writes);
   const auto num_writes = static_cast<int32_t>(table_writes_.size());
   PACELINE_CHECK(num_writes <= offsets_.max_table_writes, num_writes, " table writes of ",
@@ -234,6 +262,7 @@ void IterationRing::write(const IterationInputs& in) {
                              .num_first_rows = in.num_first_rows,
                              .num_logit_rows = in.num_logit_rows,
                              .num_resets = num_resets,
+                             .num_list_words = num_list_words,
                              .num_table_writes = num_writes,
                              .has_prefill = in.has_prefill ? 1 : 0};
   std::memcpy(to, &header, sizeof(header));
@@ -247,20 +276,23 @@ void IterationRing::write(const IterationInputs& in) {
   put(offsets_.logit_rows, in.logit_rows, in.num_logit_rows);
   if (in.has_prefill) put(offsets_.prefill_tokens, in.prefill_tokens, in.num_verify_rows);
   if (num_resets > 0) put(offsets_.resets, in.resets, num_resets);
+  if (num_list_words > 0) put(offsets_.lists, in.lists, num_list_words);
   std::memcpy(to + offsets_.table_writes, table_writes_.data(),
               table_writes_.size() * sizeof(TableWrite));
   std::atomic_thread_fence(std::memory_order_release);
 }
 
 void IterationRing::enqueue_begin(CudaContext& ctx, const StagedInputs& staged,
-                                  const SequenceState& sequences, const BlockTable* tables,
-                                  int32_t num_tables) const {
+                                  const SequenceState& sequences, const SamplingState& sampling,
+                                  const BlockTable* tables, int32_t num_tables) const {
   cuda::BeginArgs args = {.ring = data_,
                           .offsets = offsets_,
                           .num_slots = num_slots_,
                           .counter = device_counter_,
                           .staged = staged,
                           .sequences = sequences,
+                          .sampling = sampling,
+                          .lists = device_lists_,
                           .tables = {}};
   std::copy_n(tables, num_tables, args.tables);
   cuda::launch(ctx, "begin iteration", &cuda::begin_kernel, dim3(1), dim3(1024), 0, args);

@@ -18,6 +18,7 @@
 #include "device/device_arena.h"
 #include "metadata/group_metadata.h"
 #include "metadata/pass_rows.h"
+#include "sample/logits.h"
 
 namespace paceline {
 
@@ -30,6 +31,7 @@ struct SlotHeader {
   int32_t num_first_rows;
   int32_t num_logit_rows;
   int32_t num_resets;
+  int32_t num_list_words;
   int32_t num_table_writes;
   int32_t has_prefill;
 };
@@ -43,14 +45,15 @@ struct SlotOutcomeHeader {
 
 struct SlotOffsets {
   int64_t seq_slot, kind, prefill_start, next_token, verify_indptr, first_indptr, logit_indptr,
-      logit_rows, prefill_tokens, resets, table_writes, outcome, results, bytes;
+      logit_rows, prefill_tokens, resets, lists, table_writes, outcome, results, bytes;
   int32_t max_table_writes;
+  int32_t max_list_words;
 };
 
 class IterationRing {
  public:
   IterationRing(const BatchShape& shape, const KvLayout& layout, int32_t max_model_len,
-                int32_t num_slots, DeviceArena& arena);
+                int32_t vocab_size, int32_t num_slots, DeviceArena& arena);
   ~IterationRing();
   IterationRing(const IterationRing&) = delete;
   IterationRing& operator=(const IterationRing&) = delete;
@@ -60,7 +63,8 @@ class IterationRing {
 
   // Enqueue (or capture) the first and the last kernel of an iteration.
   void enqueue_begin(CudaContext& ctx, const StagedInputs& staged, const SequenceState& sequences,
-                     const BlockTable* tables, int32_t num_tables) const;
+                     const SamplingState& sampling, const BlockTable* tables,
+                     int32_t num_tables) const;
   void enqueue_end(CudaContext& ctx, const int32_t* num_seqs, const SequenceResult* results) const;
 
   // Host: what the device has written.
@@ -83,6 +87,7 @@ class IterationRing {
   std::vector<TableWrite> table_writes_;  // what it leaves
   std::byte* data_ = nullptr;             // pinned, mapped: the GPU uses the same address
   int64_t* device_counter_ = nullptr;     // [1] number of the running iteration; device memory
+  int32_t* device_lists_ = nullptr;       // [max_list_words] lists of the resets; device memory
 };
 
 }  // namespace paceline

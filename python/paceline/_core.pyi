@@ -130,6 +130,16 @@ class Executor:
         max_tokens: int = 16,
         stop_token_ids: Sequence[int] = ...,
         score_prompt: bool = False,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        min_tokens: int = 0,
+        logit_bias: Sequence[tuple[int, float]] = ...,
+        bad_words: Sequence[Sequence[int]] = ...,
+        allowed_token_ids: Sequence[int] = ...,
     ) -> int | None: ...
     def cancel(self, id: int) -> bool: ...
     def poll(self, timeout_ms: int = 0) -> list[RequestEvent]: ...

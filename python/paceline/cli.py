@@ -130,8 +130,8 @@ def _add_generate(commands: Any) -> None:
     model.add_argument(
         "--demo",
         metavar="NAME",
-        help="checkpoints of the package, used when no model is named: draft_model, eagle3 or "
-        f"ngram (default: {_DEFAULT_DEMO})",
+        help="checkpoints of the package, used when no model is named: draft_model, eagle3, "
+        f"gemma4_mtp or ngram (default: {_DEFAULT_DEMO})",
     )
     model.add_argument(
         "--num-speculative-tokens",
@@ -148,9 +148,8 @@ def _add_generate(commands: Any) -> None:
         "--temperature", type=float, default=0.0, metavar="T", help="0 = greedy (default: 0)"
     )
     sampling.add_argument("--seed", type=int, default=0, metavar="N", help="(default: 0)")
-    sampling.add_argument(
-        "--ignore-eos", action="store_true", help="do not stop at the end-of-sequence token"
-    )
+    _add_token_choice(sampling)
+    _add_stopping(parser.add_argument_group("stopping"))
     engine = parser.add_argument_group("engine")
     engine.add_argument(
         "--device",
@@ -186,18 +185,106 @@ def _add_generate(commands: Any) -> None:
     parser.set_defaults(run=_run_generate)
 
 
+def _add_token_choice(group: Any) -> None:
+    """What changes or limits the tokens that may be drawn; docs/sampling.md has the meanings."""
+    for flag, kind, metavar, text in (
+        ("--top-k", int, "N", "draw from the N most probable tokens (default: 0, all)"),
+        ("--top-p", float, "P", "draw from the fewest that make up P (default: 1, all)"),
+        ("--min-p", float, "P", "draw from those P times as probable as the best (default: 0)"),
+        (
+            "--repetition-penalty",
+            float,
+            "X",
+            "divides positive logits of tokens in prompt or output, multiplies others (default: 1)",
+        ),
+        (
+            "--presence-penalty",
+            float,
+            "X",
+            "taken off the logits of tokens in the output, -2 to 2 (default: 0)",
+        ),
+        ("--frequency-penalty", float, "X", "the same, times how often they are there"),
+    ):
+        group.add_argument(flag, type=kind, metavar=metavar, help=text)
+    group.add_argument(
+        "--logit-bias",
+        metavar="JSON",
+        help="added to logits: token ids to numbers from -100 to 100, as '{\"262\": -100}'",
+    )
+    group.add_argument(
+        "--bad-words",
+        action="append",
+        metavar="TEXT",
+        help="what the output never holds; may be given several times",
+    )
+    group.add_argument(
+        "--allowed-token-ids", type=_token_ids, metavar="IDS", help="draw from these only: 1,2,3"
+    )
+
+
+def _add_stopping(group: Any) -> None:
+    """What ends a request."""
+    group.add_argument(
+        "--min-tokens", type=int, metavar="N", help="end no earlier than that (default: 0)"
+    )
+    group.add_argument(
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="end before this text; may be given several times (a newline is $'\\n' in bash)",
+    )
+    group.add_argument(
+        "--include-stop-str-in-output", action="store_true", help="end after that text instead"
+    )
+    group.add_argument(
+        "--stop-token-ids", type=_token_ids, metavar="IDS", help="end at any of these: 1,2,3"
+    )
+    group.add_argument(
+        "--ignore-eos", action="store_true", help="do not stop at the end-of-sequence token"
+    )
+
+
+def _token_ids(text: str) -> list[int]:
+    """Reads ids with commas between them."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list of token ids; allowed: integers with commas between them"
+        ) from None
+
+
+def _sampling_params(args: argparse.Namespace) -> SamplingParams:
+    from paceline.sampling import SamplingParams
+
+    given = {
+        name: getattr(args, name)
+        for name in SamplingParams.__dataclass_fields__
+        if getattr(args, name) is not None
+    }
+    if args.logit_bias is not None:
+        given["logit_bias"] = _parse_logit_bias(args.logit_bias)
+    return SamplingParams(**given)
+
+
+def _parse_logit_bias(text: str) -> list[tuple[int, Any]]:
+    """Reads a JSON object; a key that comes twice stays twice, to be refused."""
+    allowed = "allowed: a JSON object from token ids to numbers, as '{\"262\": -100}'"
+    try:
+        pairs = json.loads(text, object_pairs_hook=tuple)
+        if not text.lstrip().startswith("{"):
+            raise ValueError("no object")
+        return [(int(key), value) for key, value in pairs]
+    except ValueError as error:
+        raise ValueError(f"--logit-bias is {text!r:.60} ({error}); {allowed}") from None
+
+
 def _run_generate(args: argparse.Namespace) -> int:
     from paceline.config import SpeculativeConfig
     from paceline.llm import LLM
     from paceline.memory import memory_plan
-    from paceline.sampling import SamplingParams
 
-    params = SamplingParams(
-        temperature=args.temperature,
-        max_tokens=args.max_tokens,
-        seed=args.seed,
-        ignore_eos=args.ignore_eos,
-    )
+    params = _sampling_params(args)
     model, speculative_config = _choose_model(args)
     speculative = None
     if speculative_config is not None:
@@ -301,11 +388,13 @@ def report_lines(output: RequestOutput, plain: RequestOutput | None = None) -> l
         Lines of text.
     """
     metrics = output.metrics
+    completion = output.outputs[0]
+    stop = "" if completion.stop_reason is None else f" ({completion.stop_reason!r})"
     first = metrics.time_to_first_token_ms
     lines = [
         f"{metrics.num_output_tokens} tokens in {metrics.total_time_ms / 1e3:.3f} s"
         + (f", the first after {first:.1f} ms" if first is not None else "")
-        + f"; ended by {output.outputs[0].finish_reason}",
+        + f"; ended by {completion.finish_reason}{stop}",
         f"{_rate(metrics.tokens_per_second)} after the first token",
     ]
     speculative = metrics.speculative_decoding
@@ -347,6 +436,7 @@ def _json_report(output: RequestOutput, plain: RequestOutput | None) -> dict[str
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
         "metrics": output.metrics.to_dict(),
     }
     if plain is not None:

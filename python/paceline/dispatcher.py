@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from paceline import _core
@@ -33,14 +33,16 @@ class Session:
     def add_request(
         self,
         prompt: Sequence[int],
+        sampling: Mapping[str, Any] | None = None,
         *,
-        temperature: float = 0.0,
-        seed: int = 0,
-        max_tokens: int = 1,
-        stop_token_ids: Sequence[int] = (),
         score_prompt: bool = False,
     ) -> int:
-        """Queues a request; see `_core.Executor.add_request`.
+        """Queues a request.
+
+        Args:
+            prompt: Token ids.
+            sampling: Further keyword arguments of `_core.Executor.add_request`.
+            score_prompt: Instead of generating, return the target's logits.
 
         Returns:
             Its id.
@@ -54,12 +56,7 @@ class Session:
         with dispatcher.lock:
             dispatcher.check_running()
             request_id = dispatcher.executor.add_request(
-                prompt,
-                temperature=temperature,
-                seed=seed,
-                max_tokens=max_tokens,
-                stop_token_ids=stop_token_ids,
-                score_prompt=score_prompt,
+                prompt, score_prompt=score_prompt, **(sampling or {})
             )
             if request_id is None:
                 raise RuntimeError("the queue of waiting requests is full; try again later")
@@ -82,6 +79,13 @@ class Session:
         if item.finish_reason is not None:
             self._open_ids.discard(item.id)
         return item
+
+    def cancel(self, request_id: int) -> None:
+        """Asks for the end of a request; its last event still comes. An ended one is left alone."""
+        dispatcher = self._dispatcher
+        with dispatcher.lock:
+            if request_id in dispatcher.sessions:
+                dispatcher.cancel_ignoring_failure(request_id)
 
     def close(self) -> None:
         """Cancels the requests that have not ended and forgets them. Closing twice is fine."""
@@ -133,7 +137,7 @@ class Dispatcher:
             raise RuntimeError("this LLM is closed")
 
     def cancel_ignoring_failure(self, request_id: int) -> None:
-        """Cancels a request whose events nobody wants any more."""
+        """Cancels a request whose further output nobody wants."""
         try:
             self.executor.cancel(request_id)
         except Exception as error:

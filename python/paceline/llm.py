@@ -31,6 +31,7 @@ from paceline.config import (
 from paceline.detokenizer import IncrementalDetokenizer
 from paceline.device import capture_progress, resolve_device, usable_devices
 from paceline.dispatcher import Dispatcher
+from paceline.engine_sampling import engine_arguments
 from paceline.loader import (
     ARCHITECTURES,
     LoadedModel,
@@ -42,7 +43,7 @@ from paceline.loader import (
 )
 from paceline.memory import default_kv_cache_bytes, group_max_bytes, memory_plan
 from paceline.outputs import RequestError, RequestOutput
-from paceline.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
+from paceline.sampling import SamplingParams
 from paceline.stream import Request, RequestStream
 
 if TYPE_CHECKING:
@@ -496,7 +497,7 @@ class LLM:
             name = f"prompts[{index}]" if len(listed) > 1 else "prompt"
             # One token of room, for the first output token.
             text, token_ids = self._encode(prompt, name, max_len=self.max_model_len - 1)
-            checked.append((text, token_ids, param, self._stop_token_ids(param)))
+            checked.append((text, token_ids, param, engine_arguments(param, self.target)))
         tokenizer = self.target.tokenizer
         # Nothing fails from here on, so that a refused call numbers no request.
         return [
@@ -505,33 +506,13 @@ class LLM:
                 text,
                 token_ids,
                 param,
-                seed=self._next_seed(param),
-                stop_token_ids=stop,
+                sampling={**sampling, "seed": self._next_seed(param)},
                 detokenizer=None
                 if tokenizer is None
                 else IncrementalDetokenizer(tokenizer.decode, token_ids),
             )
-            for index, (text, token_ids, param, stop) in enumerate(checked)
+            for index, (text, token_ids, param, sampling) in enumerate(checked)
         ]
-
-    def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
-        """All ids that end a request."""
-        vocab_size = self.target.vocab_size
-        for token in params.stop_token_ids:
-            if token >= vocab_size:
-                raise ValueError(
-                    f"stop_token_ids has {token}; allowed: 0 to vocab_size - 1 = {vocab_size - 1}"
-                )
-        stop = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop.update(self.target.eos_token_ids)
-        if len(stop) > MAX_STOP_TOKEN_IDS:
-            raise ValueError(
-                f"stop_token_ids and the checkpoint's end-of-sequence ids "
-                f"{list(self.target.eos_token_ids)} are {len(stop)} ids together; "
-                f"allowed: at most {MAX_STOP_TOKEN_IDS}"
-            )
-        return frozenset(stop)
 
     def _encode(self, prompt: Prompt, name: str, *, max_len: int) -> tuple[str | None, list[int]]:
         text = None

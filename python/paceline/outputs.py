@@ -12,17 +12,23 @@ class CompletionOutput:
     """The text that continues a prompt.
 
     Attributes:
-        text: The output tokens as text, without special tokens and without the stop token. Empty
-            when the checkpoint has no tokenizer.
-        token_ids: The output tokens, the stop token included.
+        text: The output tokens as text, without special tokens and without the stop token; it ends
+            before a stop string, or after it with `include_stop_str_in_output`. Empty when the
+            checkpoint has no tokenizer.
+        token_ids: The output tokens, up to the stop token or the token that completed a stop
+            string, which is included.
         logprobs: None: not there yet.
-        finish_reason: "stop" (a stop token), "length" (max_tokens or max_model_len) or "error".
+        finish_reason: "stop" (a stop token or a stop string), "length" (max_tokens or
+            max_model_len) or "error".
+        stop_reason: The stop string, or the id among `stop_token_ids`, that ended the request; else
+            None, also at the checkpoint's own end-of-sequence ids.
     """
 
     text: str
     token_ids: list[int]
     logprobs: None
     finish_reason: str
+    stop_reason: str | int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,13 +37,14 @@ class RequestMetrics:
 
     Attributes:
         num_prompt_tokens: Tokens of the prompt.
-        num_output_tokens: Tokens emitted.
+        num_output_tokens: Tokens of the output.
         time_to_first_token_ms: From queueing to the first token; None without tokens.
         generation_time_ms: From the first token to the end; None without tokens.
         total_time_ms: From queueing to the end.
         mean_itl_ms: Generation time per token after the first delivery; None without such tokens.
         tokens_per_second: The same as a rate.
-        speculative_decoding: None without speculation, else a dict with vLLM's names:
+        speculative_decoding: None without speculation, else a dict with vLLM's names. After a stop
+            string it counts all that the engine did, tokens beyond the output included:
             mean_acceptance_length (tokens per drafted iteration, bonus token included),
             draft_acceptance_rate, acceptance_histogram [k + 1] (drafted iterations by accepted
             drafts), acceptance_histogram_by_draft_length {"d": [d + 1]}, num_spec_steps,
@@ -90,8 +97,8 @@ class StreamChunk:
     Attributes:
         index: Position of the prompt among those given to `LLM.stream`.
         text: New text. Never part of a character: bytes that do not make one yet come with a later
-            chunk.
-        token_ids: New tokens.
+            chunk. Nor the beginning of what may become a stop string.
+        token_ids: New tokens; also those whose text comes later.
         finished: The request has ended; its last chunk.
         output: The whole output in the last chunk, else None.
     """

@@ -1,16 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the tokens of one request are chosen."""
+"""How the tokens of one request are chosen. docs/sampling.md has the exact meanings."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Sequence
+import numbers
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from paceline.config import MAX_SEED, check_int
 
 MAX_STOP_TOKEN_IDS: Final = 8
+MAX_STOP_STRINGS: Final = 16
+MAX_STOP_STRING_LEN: Final = 256
+MAX_LOGIT_BIAS: Final = 1024
+MAX_BAD_WORDS: Final = 128
+MAX_BAD_WORD_TOKENS: Final = 1024
+
+_MAX_INT: Final = 2**31 - 1
 
 
 class _RefuseUnknownKeywords(type):
@@ -29,18 +37,42 @@ class _RefuseUnknownKeywords(type):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams(metaclass=_RefuseUnknownKeywords):
-    """Sampling of one request.
+    """Sampling of one request; names and meanings are vLLM's.
+
+    All of it holds for every token, whether a drafter proposed it or not. Sequences and mappings
+    are kept as tuples, so that parameters can be compared, hashed and shared.
 
     Attributes:
         temperature: 0 = greedy, else the logits are divided by it before the draw; finite, >= 0.
+        top_k: Draw from the most probable so many tokens; 0 or -1 = all, kept as 0.
+        top_p: Draw from the fewest most probable tokens whose probabilities make up this much; in
+            (0, 1], 1 = all.
+        min_p: Draw from the tokens that are at least this many times as probable as the most
+            probable one; in [0, 1], 0 = all.
+        repetition_penalty: The logit of a token that is in the prompt or the output is divided by
+            it where it is positive, else multiplied; > 0, 1 = off.
+        presence_penalty: Taken off the logit of a token that is in the output; in [-2, 2].
+        frequency_penalty: The same, times how often it is there; in [-2, 2].
+        logit_bias: Added to logits: token id to bias in [-100, 100]; at most 1,024. Kept as pairs
+            (id, bias), by id; None = none.
+        bad_words: What the output never holds, as texts or as sequences of token ids. A text is
+            tokenized with and without a space before it, see docs/sampling.md. At most 128
+            sequences of 1,024 tokens in all; None = none.
+        allowed_token_ids: The only tokens that may be drawn; empty or None = all.
         max_tokens: Most tokens to emit, >= 1. Prompt and output together also end at
             `max_model_len`.
-        seed: Same seed, prompt and model: same tokens, whatever else runs. None = derived from the
-            LLM's seed and the number of the request, see `LLM.generate`.
+        min_tokens: Nothing that ends a request does so before it has this many tokens: stop tokens
+            are ruled out, stop strings are passed over; 0 to max_tokens.
+        stop: A text, or several, that ends the request when it is in the output's text. At most 16
+            of at most 256 characters; None = none. Special tokens are never in the text, so
+            name those in `stop_token_ids`.
+        include_stop_str_in_output: The text ends after the stop string; else before it.
         stop_token_ids: The request ends after any of these, besides the checkpoint's own
             end-of-sequence ids. The stop token is in `token_ids` and not in `text`. At most 8 in
             all.
         ignore_eos: Do not end at the checkpoint's end-of-sequence ids.
+        seed: Same seed, prompt and model: same tokens, whatever else runs. None = derived from the
+            LLM's seed and the number of the request, see `LLM.generate`.
 
     Raises:
         ValueError: A value that is not allowed; names the parameter.
@@ -48,40 +80,185 @@ class SamplingParams(metaclass=_RefuseUnknownKeywords):
     """
 
     temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = ()
+    bad_words: Sequence[str | Sequence[int]] | None = ()
+    allowed_token_ids: Sequence[int] | None = ()
     max_tokens: int = 16
-    seed: int | None = None
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = ()
+    include_stop_str_in_output: bool = False
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    seed: int | None = None
 
     def __post_init__(self) -> None:
-        value = self.temperature
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-            or value < 0
-        ):
-            raise ValueError(f"temperature is {value!r}; allowed: a finite number >= 0")
-        object.__setattr__(self, "temperature", float(value))
-        max_tokens = check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        object.__setattr__(self, "max_tokens", max_tokens)
-        if self.seed is not None:
-            object.__setattr__(self, "seed", check_int("seed", self.seed, 0, MAX_SEED))
-        if isinstance(self.stop_token_ids, str | bytes) or not isinstance(
-            self.stop_token_ids, Sequence
-        ):
-            raise ValueError(
-                f"stop_token_ids is {self.stop_token_ids!r}; allowed: a sequence of token ids"
-            )
-        stop_token_ids = tuple(
-            check_int(f"stop_token_ids[{i}]", token, 0, 2**31 - 1)
-            for i, token in enumerate(self.stop_token_ids)
+        max_tokens = check_int("max_tokens", self.max_tokens, 1, _MAX_INT)
+        checked = {
+            "temperature": _check_number(
+                "temperature", self.temperature, "a finite number >= 0", lambda value: value >= 0
+            ),
+            "top_k": max(check_int("top_k", self.top_k, -1, _MAX_INT), 0),
+            "top_p": _check_number(
+                "top_p", self.top_p, "a number above 0, at most 1", lambda value: 0 < value <= 1
+            ),
+            "min_p": _check_number(
+                "min_p", self.min_p, "a number from 0 to 1", lambda value: 0 <= value <= 1
+            ),
+            "repetition_penalty": _check_number(
+                "repetition_penalty",
+                self.repetition_penalty,
+                "a finite number > 0; 1 = off",
+                lambda value: value > 0,
+            ),
+            "presence_penalty": _check_penalty("presence_penalty", self.presence_penalty),
+            "frequency_penalty": _check_penalty("frequency_penalty", self.frequency_penalty),
+            "logit_bias": _check_logit_bias(self.logit_bias),
+            "bad_words": _check_bad_words(self.bad_words),
+            "allowed_token_ids": _check_token_ids(
+                "allowed_token_ids",
+                () if self.allowed_token_ids is None else self.allowed_token_ids,
+            ),
+            "max_tokens": max_tokens,
+            "min_tokens": _check_min_tokens(self.min_tokens, max_tokens),
+            "stop": _check_stop(self.stop),
+            "stop_token_ids": _check_stop_token_ids(self.stop_token_ids),
+            "seed": None if self.seed is None else check_int("seed", self.seed, 0, MAX_SEED),
+        }
+        for name in ("include_stop_str_in_output", "ignore_eos"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: True or False")
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+
+def _check_number(
+    name: str, value: Any, allowed: str, is_allowed: Callable[[float], bool]
+) -> float:
+    """Checks a number as it is and as the 32-bit float that the engine computes with."""
+    if not isinstance(value, bool) and isinstance(value, numbers.Real):
+        try:
+            number = float(value)
+            (rounded,) = struct.unpack("<f", struct.pack("<f", number))
+        except OverflowError:
+            number = rounded = float("inf")
+        # Neither infinity nor NaN is in any of the ranges.
+        if abs(rounded) < float("inf") and is_allowed(number) and is_allowed(rounded):
+            return number
+    raise ValueError(f"{name} is {value!r}; allowed: {allowed}")
+
+
+def _check_penalty(name: str, value: Any) -> float:
+    return _check_number(
+        name, value, "a number from -2 to 2; 0 = off", lambda number: -2 <= number <= 2
+    )
+
+
+def _check_min_tokens(value: Any, max_tokens: int) -> int:
+    min_tokens = check_int("min_tokens", value, 0)
+    if min_tokens > max_tokens:
+        raise ValueError(
+            f"min_tokens is {min_tokens}; allowed: 0 to max_tokens = {max_tokens}, "
+            "or a larger max_tokens"
         )
-        if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
+    return min_tokens
+
+
+def _check_count(name: str, count: int, most: int) -> None:
+    if count > most:
+        raise ValueError(f"{name} has {count} entries; allowed: at most {most}")
+
+
+def _check_token_ids(name: str, value: Any) -> tuple[int, ...]:
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise ValueError(f"{name} is {value!r:.60}; allowed: a sequence of token ids")
+    return tuple(check_int(f"{name}[{i}]", token, 0, _MAX_INT) for i, token in enumerate(value))
+
+
+def _check_stop_token_ids(value: Any) -> tuple[int, ...]:
+    token_ids = _check_token_ids("stop_token_ids", value)
+    _check_count("stop_token_ids", len(token_ids), MAX_STOP_TOKEN_IDS)
+    return token_ids
+
+
+def _check_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+    if value is None:
+        return ()
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    if isinstance(pairs, str | bytes) or not isinstance(pairs, Sequence):
+        raise ValueError(
+            f"logit_bias is {value!r:.60}; allowed: a mapping from token ids to numbers"
+        )
+    _check_count("logit_bias", len(pairs), MAX_LOGIT_BIAS)
+    biases: dict[int, float] = {}
+    for pair in pairs:
+        if not isinstance(pair, Sequence) or len(pair) != 2:
             raise ValueError(
-                f"stop_token_ids has {len(stop_token_ids)} entries; "
-                f"allowed: at most {MAX_STOP_TOKEN_IDS}"
+                f"logit_bias has {pair!r:.60}; allowed: pairs of a token id and a number"
             )
-        object.__setattr__(self, "stop_token_ids", stop_token_ids)
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos is {self.ignore_eos!r}; allowed: True or False")
+        token = check_int("a token of logit_bias", pair[0], 0, _MAX_INT)
+        if token in biases:
+            raise ValueError(f"logit_bias has token {token} twice; allowed: once")
+        biases[token] = _check_number(
+            f"logit_bias[{token}]",
+            pair[1],
+            "a number from -100 to 100",
+            lambda number: -100 <= number <= 100,
+        )
+    return tuple(sorted(biases.items()))
+
+
+def _check_bad_words(value: Any) -> tuple[str | tuple[int, ...], ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise ValueError(
+            f"bad_words is {value!r:.60}; allowed: a sequence of texts or of sequences of token ids"
+        )
+    _check_count("bad_words", len(value), MAX_BAD_WORDS)
+    words: list[str | tuple[int, ...]] = []
+    for i, word in enumerate(value):
+        if not isinstance(word, str):
+            token_ids = _check_token_ids(f"bad_words[{i}]", word)
+            if not token_ids:
+                raise ValueError(f"bad_words[{i}] is empty; allowed: at least one token id")
+            words.append(token_ids)
+        elif word.strip():
+            words.append(word)
+        else:
+            raise ValueError(
+                f"bad_words[{i}] is {word!r}; allowed: a text that is not all whitespace, since "
+                "leading whitespace does not count, or a sequence of token ids"
+            )
+    num_tokens = sum(len(word) for word in words if not isinstance(word, str))
+    if num_tokens > MAX_BAD_WORD_TOKENS:
+        raise ValueError(
+            f"bad_words has {num_tokens} token ids in all; allowed: at most {MAX_BAD_WORD_TOKENS}"
+        )
+    return tuple(words)
+
+
+def _check_stop(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    strings = (value,) if isinstance(value, str) else value
+    if isinstance(strings, bytes) or not isinstance(strings, Sequence):
+        raise ValueError(f"stop is {value!r:.60}; allowed: a text or a sequence of texts")
+    _check_count("stop", len(strings), MAX_STOP_STRINGS)
+    for i, string in enumerate(strings):
+        name = "stop" if isinstance(value, str) else f"stop[{i}]"
+        if not isinstance(string, str):
+            raise ValueError(
+                f"{name} is {string!r:.60} ({type(string).__name__}); allowed: a text, "
+                "token ids belong in stop_token_ids"
+            )
+        if not 1 <= len(string) <= MAX_STOP_STRING_LEN:
+            raise ValueError(
+                f"{name} has {len(string)} characters; allowed: 1 to {MAX_STOP_STRING_LEN}"
+            )
+    return tuple(strings)

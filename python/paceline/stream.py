@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.outputs import (
     CompletionOutput,
@@ -14,6 +14,7 @@ from paceline.outputs import (
     StreamChunk,
     speculative_metrics,
 )
+from paceline.stop_strings import StopStringFilter
 
 if TYPE_CHECKING:
     from paceline import _core
@@ -52,13 +53,7 @@ class RequestStream(Iterator[StreamChunk]):
         self._requests: dict[int, Request] = {}
         try:
             for request in requests:
-                request_id = self._session.add_request(
-                    request.prompt_token_ids,
-                    temperature=request.params.temperature,
-                    seed=request.seed,
-                    max_tokens=request.params.max_tokens,
-                    stop_token_ids=sorted(request.stop_token_ids),
-                )
+                request_id = self._session.add_request(request.prompt_token_ids, request.sampling)
                 self._requests[request_id] = request
                 self._num_open += 1
         except BaseException:
@@ -79,18 +74,26 @@ class RequestStream(Iterator[StreamChunk]):
         try:
             event = self._session.get()
             request = self._requests[event.id]
-            text = request.push(event)
+            # What was on its way when a stop string was found is counted and not shown.
+            while request.stop_string is not None and event.finish_reason is None:
+                request.count(event)
+                event = self._session.get()
+                request = self._requests[event.id]
+            token_ids, text = request.push(event)
             output = None
             if event.finish_reason is not None:
                 self._num_open -= 1
                 output = request.finish(event, self._num_speculative_tokens)
+            elif request.stop_string is not None:
+                # The last event, which has the counters, comes at once.
+                self._session.cancel(event.id)
         except BaseException:
             self.close()
             raise
         return StreamChunk(
             index=request.index,
             text=text,
-            token_ids=event.token_ids,
+            token_ids=token_ids,
             finished=output is not None,
             output=output,
         )
@@ -127,8 +130,7 @@ class Request:
         prompt_token_ids: list[int],
         params: SamplingParams,
         *,
-        seed: int,
-        stop_token_ids: frozenset[int],
+        sampling: Mapping[str, Any],
         detokenizer: IncrementalDetokenizer | None,
     ) -> None:
         """Starts without output.
@@ -138,43 +140,75 @@ class Request:
             prompt: The prompt as text; None when it came as token ids.
             prompt_token_ids: The prompt.
             params: How to sample.
-            seed: The seed in effect.
-            stop_token_ids: All that end the request.
+            sampling: The same for the engine, with the seed and all stop tokens in effect.
             detokenizer: None: the output has no text.
         """
         self.index = index
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
         self.params = params
-        self.seed = seed
-        self.stop_token_ids = stop_token_ids
+        self.sampling = sampling
         self.detokenizer = detokenizer
         self.token_ids: list[int] = []
         self.text_parts: list[str] = []
         self.num_first_tokens = 0
         self.histogram_by_draft_length: dict[int, list[int]] = {}
+        self._stop_token_ids = frozenset(sampling.get("stop_token_ids", ()))
+        self._stop_filter: StopStringFilter | None = None
+        if params.stop:
+            self._stop_filter = StopStringFilter(
+                params.stop, includes_stop=params.include_stop_str_in_output
+            )
 
-    def push(self, event: _core.RequestEvent) -> str:
-        """Takes a delivery; returns the text that it adds."""
-        token_ids = event.token_ids
-        if not self.token_ids:
-            self.num_first_tokens = len(token_ids)
-        self.token_ids += token_ids
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that has ended the request; None: none yet."""
+        return None if self._stop_filter is None else self._stop_filter.found
+
+    def count(self, event: _core.RequestEvent) -> None:
+        """Counts a delivery's drafts."""
         if event.num_drafted:
             row = self.histogram_by_draft_length.setdefault(
                 event.num_drafted, [0] * (event.num_drafted + 1)
             )
             row[event.num_accepted] += 1
-        if self.detokenizer is None:
-            return ""
-        text = "".join(
-            self.detokenizer.push(token)
-            for token in token_ids
-            if token not in self.stop_token_ids  # it ends the request and is no text
-        )
-        if event.finish_reason is not None:
-            text += self.detokenizer.flush()
+
+    def push(self, event: _core.RequestEvent) -> tuple[list[int], str]:
+        """Takes a delivery, of which nothing counts once a stop string is complete.
+
+        Token by token, so that the output does not depend on how it was cut into deliveries.
+
+        Returns:
+            The tokens and the text that it adds.
+        """
+        self.count(event)
+        num_before = len(self.token_ids)
+        text = ""
+        for token in event.token_ids:
+            if self.stop_string is not None:
+                break
+            self.token_ids.append(token)
+            # A stop token ends the request and is no text.
+            if self.detokenizer is not None and token not in self._stop_token_ids:
+                text += self._filter(self.detokenizer.push(token))
+        if event.finish_reason is not None and self.stop_string is None:
+            text += self._flush()
+        if num_before == 0:
+            self.num_first_tokens = len(self.token_ids)
         self.text_parts.append(text)
+        return self.token_ids[num_before:], text
+
+    def _filter(self, text: str) -> str:
+        if self._stop_filter is None or not text:
+            return text
+        may_stop = len(self.token_ids) > self.params.min_tokens
+        return self._stop_filter.push(text, may_stop=may_stop)
+
+    def _flush(self) -> str:
+        """Ends the text; what was held back may complete a stop string too."""
+        text = "" if self.detokenizer is None else self._filter(self.detokenizer.flush())
+        if self._stop_filter is not None and self._stop_filter.found is None:
+            text += self._stop_filter.flush()
         return text
 
     def finish(
@@ -182,12 +216,21 @@ class Request:
     ) -> RequestOutput:
         """Takes the last delivery, after `push`."""
         assert event.finish_reason is not None
-        is_failed = event.finish_reason in ("error", "cancelled")
+        is_failed = False
+        finish_reason: str = event.finish_reason
+        stop_reason: str | int | None = self.stop_string
+        if stop_reason is not None:
+            finish_reason = "stop"  # whatever the engine did since
+        elif finish_reason in ("error", "cancelled"):
+            is_failed, finish_reason = True, "error"
+        elif finish_reason == "stop" and self.token_ids[-1] in self.params.stop_token_ids:
+            stop_reason = self.token_ids[-1]
         completion = CompletionOutput(
             text="".join(self.text_parts),
             token_ids=self.token_ids,
             logprobs=None,
-            finish_reason="error" if is_failed else event.finish_reason,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
         )
         return RequestOutput(
             prompt=self.prompt,

@@ -24,6 +24,7 @@ namespace {
 
 using testing::Job;
 using testing::make_gemma4;
+using testing::mix_sampling;
 using testing::Outcome;
 using testing::random_jobs;
 using testing::run;
@@ -103,7 +104,8 @@ TEST(Engine, SpeculativeEqualsPlain) {
                                 : tiny_model(draft_shape, seed, 0.05f, seed + 2);
     const double temperature = pick(0.0, 0.7, 1.0);
     const auto num_jobs = pick(1, 7, 32);
-    const std::vector<Job> jobs = random_jobs(random, num_jobs, 64, temperature, 60, 60);
+    std::vector<Job> jobs = random_jobs(random, num_jobs, 64, temperature, 60, 60);
+    if (random() % 2 == 0) mix_sampling(jobs, random, 64);
 
     // Lists add up their keys in another order: plain and speculative must both use them.
     const bool use_window_lists = random() % 4 == 0;
@@ -211,6 +213,18 @@ TEST(Engine, BadLogitsEndOneRequestOnly) {
   }
 }
 
+TEST(Engine, RulingOutEveryTokenEndsOneRequestOnly) {
+  const auto model = tiny_model(TinyModel{}, 3);
+  Executor executor(model, nullptr, options_of(0));
+  Job doomed{.prompt = {1, 2}, .sampling = {.max_tokens = 4}};
+  for (int32_t t = 0; t < 64; ++t) doomed.sampling.bad_words.push_back({t});
+  Job fine = doomed;
+  fine.sampling.bad_words.pop_back();
+  const std::vector<Outcome> outcomes = run(executor, {doomed, fine});
+  EXPECT_EQ(outcomes[0].reason, FinishReason::kError);
+  EXPECT_EQ(outcomes[1].tokens, std::vector<int32_t>(4, 63));
+}
+
 TEST(Engine, ServesAllInTheSmallestPool) {
   // Everything that fits alone is served, however little room there is for two.
   const auto target = tiny_model(TinyModel{.windows = {8, 0, 40}}, 3);
@@ -279,6 +293,27 @@ TEST(Engine, RefusesBadRequests) {
   expect(message({.prompt = {1}, .sampling = {.max_tokens = 0}}), {"max_tokens is 0"});
   expect(message({.prompt = {1}, .sampling = {.stop_token_ids = std::vector<int32_t>(9, 1)}}),
          {"stop_token_ids has 9", "at most 8"});
+  const auto refusal = [&](SamplingOptions sampling) {
+    return message({.prompt = {1}, .sampling = std::move(sampling)});
+  };
+  expect(refusal({.max_tokens = 4, .min_tokens = 5}), {"min_tokens is 5", "max_tokens"});
+  expect(refusal({.logit_bias = {{.token = 64, .bias = 1}}}), {"logit_bias[0] is 64", "0 to 63"});
+  expect(refusal({.logit_bias = {{3, 1}, {5, 1}, {3, 2}}}), {"logit_bias", "token 3", "once"});
+  expect(refusal({.logit_bias = {{3, std::nanf("")}}}), {"logit_bias is nan", "finite"});
+  expect(refusal({.repetition_penalty = 0}), {"repetition_penalty is 0", "> 0"});
+  expect(refusal({.repetition_penalty = 1e-60}), {"repetition_penalty is 1e-60"});
+  expect(refusal({.presence_penalty = 1e300}), {"presence_penalty"});
+  expect(refusal({.frequency_penalty = std::nan("")}), {"frequency_penalty is nan"});
+  expect(refusal({.bad_words = {{1}, {}}}), {"bad_words", "without tokens"});
+  expect(refusal({.bad_words = {{1, 64}}}), {"bad word", "[1] is 64"});
+  expect(refusal({.bad_words = std::vector<std::vector<int32_t>>(129, {1})}),
+         {"bad_words has 129", "at most 128"});
+  expect(refusal({.bad_words = {std::vector<int32_t>(1025, 1)}}), {"1025 tokens", "at most 1024"});
+  expect(refusal({.allowed_token_ids = {-1}}), {"allowed_token_ids[0] is -1"});
+  expect(refusal({.top_k = -1}), {"top_k is -1"});
+  expect(refusal({.top_p = 0}), {"top_p is 0", "above 0"});
+  expect(refusal({.top_p = 1.5}), {"top_p is 1.5"});
+  expect(refusal({.min_p = 1.5}), {"min_p is 1.5", "0 (off) to 1"});
   EXPECT_FALSE(executor.cancel(12345));
 }
 

@@ -28,6 +28,7 @@ using testing::all_heads;
 using testing::DirectRunner;
 using testing::Job;
 using testing::llama_of;
+using testing::mix_sampling;
 using testing::Oracle;
 using testing::oracle_head;
 using testing::oracle_target;
@@ -354,7 +355,8 @@ TEST(Head, SpeculativeEqualsPlain) {
       head = random_raw_head(heads[which], seed + 1).build();
     }
     const double temperature = pick(0.0, 0.7, 1.0);
-    const std::vector<Job> jobs = random_jobs(random, pick(1, 7, 24), 64, temperature, 60, 60);
+    std::vector<Job> jobs = random_jobs(random, pick(1, 7, 24), 64, temperature, 60, 60);
+    if (random() % 2 == 0) mix_sampling(jobs, random, 64);
 
     const bool use_window_lists = random() % 4 == 0;
     ExecutorOptions options = options_of(0);

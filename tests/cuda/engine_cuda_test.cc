@@ -23,6 +23,7 @@ namespace {
 using testing::Job;
 using testing::make_gemma4;
 using testing::Outcome;
+using testing::mix_sampling;
 using testing::random_jobs;
 using testing::run;
 using testing::seed_from_env;
@@ -123,7 +124,8 @@ TEST_F(CudaEngine, SpeculativeEqualsPlain) {
     const double temperature = pick(0.0, 0.7, 1.0);
     const auto num_jobs = pick(1, 7, 64);
     const int32_t longest = num_jobs == 64 ? 100 : 500;
-    const std::vector<Job> jobs = random_jobs(random, num_jobs, 64, temperature, longest, 150);
+    std::vector<Job> jobs = random_jobs(random, num_jobs, 64, temperature, longest, 150);
+    if (random() % 2 == 0) mix_sampling(jobs, random, 64);
 
     const bool use_window_lists = random() % 6 == 0;
     ExecutorOptions options = options_of(0);

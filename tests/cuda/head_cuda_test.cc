@@ -26,6 +26,7 @@ using testing::Oracle;
 using testing::oracle_head;
 using testing::oracle_target;
 using testing::Outcome;
+using testing::mix_sampling;
 using testing::random_jobs;
 using testing::random_raw_head;
 using testing::random_raw_model;
@@ -188,7 +189,8 @@ TEST_F(CudaHead, SpeculativeEqualsPlain) {
       head = on_gpu(random_raw_head(heads[which], seed + 1));
     }
     const double temperature = pick(0.0, 0.7, 1.0);
-    const std::vector<Job> jobs = random_jobs(random, pick(1, 7, 24), 64, temperature, 200, 100);
+    std::vector<Job> jobs = random_jobs(random, pick(1, 7, 24), 64, temperature, 200, 100);
+    if (random() % 2 == 0) mix_sampling(jobs, random, 64);
 
     ExecutorOptions options = options_of(0);
     Executor plain(target, nullptr, options);

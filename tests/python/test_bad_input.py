@@ -128,6 +128,50 @@ def test_too_many_stop_tokens(tmp_path: Path, target_dir: Path) -> None:
         refuses(lambda: llm.generate("a", params), "[0, 1]", "9 ids together", "at most 8")
 
 
+@pytest.mark.parametrize(
+    ("params", "part"),
+    [
+        ({"logit_bias": {5: 1.0, 128: 1.0}}, "logit_bias has 128"),
+        ({"allowed_token_ids": [5, 128]}, "allowed_token_ids has 128"),
+        ({"bad_words": ["a", [5, 128]]}, "bad_words[1] has 128"),
+    ],
+)
+def test_parameters_outside_the_vocabulary(llm: LLM, params: dict[str, Any], part: str) -> None:
+    refuses(
+        lambda: llm.generate("a", SamplingParams(**params)),
+        part,
+        "allowed: 0 to vocab_size - 1 = 127",
+    )
+
+
+def test_parameters_that_leave_no_token(llm: LLM) -> None:
+    for params in (
+        SamplingParams(allowed_token_ids=[5, 6], bad_words=[[5], [6]]),
+        SamplingParams(allowed_token_ids=[5, 5], stop_token_ids=[5], min_tokens=1),
+    ):
+        refuses(lambda p=params: llm.generate("a", p), "allowed_token_ids is [5", "at least one")
+    every = SamplingParams(bad_words=[[token] for token in range(128)])
+    refuses(lambda: llm.generate("a", every), "rule out all 128 tokens")
+
+
+def test_too_many_bad_words(llm: LLM) -> None:
+    refuses(
+        lambda: llm.generate("a", SamplingParams(bad_words=["abcdefghij" * 20] * 5 + ["b" * 900])),
+        "bad_words are 2 sequences of 1100 tokens",
+        "at most 128 sequences of 1024 tokens",
+    )
+
+
+def test_texts_among_parameters_need_a_tokenizer() -> None:
+    folder = tiny_models.make(tiny_models.TinySpec("llama", seed=1, tokenizer_size=0))
+    with LLM(folder) as llm:
+        for params, cure in (
+            (SamplingParams(stop="x"), "allowed: stop_token_ids"),
+            (SamplingParams(bad_words=[[1], "x"]), "allowed: sequences of token ids"),
+        ):
+            refuses(lambda p=params: llm.generate([1], p), folder, "has no tokenizer.json", cure)
+
+
 # ---- the LLM -----------------------------------------------------------------------------------
 
 

@@ -44,7 +44,15 @@ def test_runs_as_a_program(module: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["nonesuch"], ["generate"], ["generate", "a", "--max-tokens", "x"], ["--nonesuch"]]
+    "argv",
+    [
+        [],
+        ["nonesuch"],
+        ["generate"],
+        ["generate", "a", "--max-tokens", "x"],
+        ["--nonesuch"],
+        ["generate", "a", "--stop-token-ids", "1,x"],
+    ],
 )
 def test_usage_errors(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -84,6 +92,56 @@ def test_generate_as_json(generate: list[str], capsys: pytest.CaptureFixture[str
     assert report["configured"]["num_speculative_tokens"] == 4
 
 
+def test_every_sampling_parameter_has_an_option() -> None:
+    argv = [
+        "generate", "a", "--temperature", "0.7", "--top-k", "5", "--top-p", "0.9", "--min-p", "0.1",
+        "--repetition-penalty", "1.1", "--presence-penalty", "-0.5", "--frequency-penalty", "0.5",
+        "--logit-bias", '{"7": -3, "5": 1.5}', "--bad-words", "x", "--bad-words", "y z",
+        "--allowed-token-ids", "1,2", "--max-tokens", "9", "--min-tokens", "2",
+        "--stop", "a", "--stop", "\n", "--include-stop-str-in-output", "--stop-token-ids", "3",
+        "--ignore-eos", "--seed", "4",
+    ]  # fmt: skip
+    params = cli._sampling_params(cli.build_parser().parse_args(argv))
+    assert params == SamplingParams(
+        temperature=0.7,
+        top_k=5,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=-0.5,
+        frequency_penalty=0.5,
+        logit_bias={7: -3, 5: 1.5},
+        bad_words=["x", "y z"],
+        allowed_token_ids=[1, 2],
+        max_tokens=9,
+        min_tokens=2,
+        stop=["a", "\n"],
+        include_stop_str_in_output=True,
+        stop_token_ids=[3],
+        ignore_eos=True,
+        seed=4,
+    )
+    default = SamplingParams()
+    assert all(getattr(params, name) != getattr(default, name) for name in vars(default))
+    args = cli.build_parser().parse_args(["generate", "a"])
+    assert cli._sampling_params(args) == SamplingParams(temperature=0.0, max_tokens=64, seed=0)
+
+
+def test_a_stop_string_ends_the_text(
+    generate: list[str], llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = llm.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=64))[0].outputs[0].text
+    stop = text[20:23]
+    cut = text.index(stop)
+    assert cli.main([*generate, "--compare", "--stop", stop]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith(f"{PROMPT}{text[:cut]}\n{'-' * 50}\n")
+    assert f"ended by stop ({stop!r})" in captured.out
+    assert cli.main([*generate, "--json", "--stop", stop, "--include-stop-str-in-output"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["text"], report["stop_reason"]) == (text[: cut + 3], stop)
+
+
 def test_generate_without_a_drafter(target_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate", PROMPT, "-m", str(target_dir), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -119,6 +177,17 @@ def test_compare_notices_a_difference(
         (["--temperature", "nan"], 2, "temperature is nan"),
         (["--max-tokens", "0"], 2, "max_tokens is 0"),
         (["--seed", "-1"], 2, "seed is -1"),
+        (["--top-k", "-2"], 2, "top_k is -2"),
+        (["--top-p", "0"], 2, "top_p is 0.0"),
+        (["--min-tokens", "65"], 2, "min_tokens is 65"),
+        (["--stop", ""], 2, "stop[0] has 0 characters"),
+        (["--bad-words", " "], 2, "bad_words[0] is ' '"),
+        (["--allowed-token-ids", "-1"], 2, "allowed_token_ids[0] is -1"),
+        (["--logit-bias", "{"], 2, "--logit-bias is '{'"),
+        (["--logit-bias", "[[1, 2]]"], 2, "a JSON object from token ids to numbers"),
+        (["--logit-bias", '{"a": 1}'], 2, "a JSON object from token ids to numbers"),
+        (["--logit-bias", '{"1": 1, "1": 2}'], 2, "token 1 twice"),
+        (["--logit-bias", '{"1": "2"}'], 2, "logit_bias[1] is '2'"),
         pytest.param(
             ["--device", "cuda"],
             2,

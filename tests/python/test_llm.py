@@ -674,8 +674,7 @@ def requests_for(num: int) -> list[Request]:
             None,
             [1],
             SamplingParams(),
-            seed=0,
-            stop_token_ids=frozenset(),
+            sampling={},
             detokenizer=None,
         )
         for i in range(num)

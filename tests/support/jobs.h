@@ -49,6 +49,40 @@ inline std::vector<Job> random_jobs(std::mt19937_64& random, int32_t count, int3
   return jobs;
 }
 
+// Gives each job some parameters of the logits pipeline, every job others.
+inline void mix_sampling(std::vector<Job>& jobs, std::mt19937_64& random, int32_t vocab) {
+  const auto chance = [&](uint64_t n) { return random() % n == 0; };
+  const auto token = [&] { return static_cast<int32_t>(random() % static_cast<uint64_t>(vocab)); };
+  const auto real = [&](double low, double high) {
+    return std::uniform_real_distribution<double>(low, high)(random);
+  };
+  for (Job& job : jobs) {
+    SamplingOptions& s = job.sampling;
+    if (chance(3)) s.top_k = static_cast<int32_t>(1 + random() % 20);
+    if (chance(3)) s.top_p = real(0.3, 1.0);
+    if (chance(4)) s.min_p = real(0.0, 0.3);
+    if (chance(4)) s.repetition_penalty = real(0.8, 1.8);
+    if (chance(4)) s.presence_penalty = real(-1.0, 2.0);
+    if (chance(4)) s.frequency_penalty = real(-0.5, 1.5);
+    if (chance(3)) s.min_tokens = static_cast<int32_t>(random() % (s.max_tokens + 1));
+    if (chance(4)) {
+      for (int32_t t = token() % 5; t < vocab; t += 7) {
+        s.logit_bias.push_back({t, static_cast<float>(real(-5, 5))});
+      }
+    }
+    for (uint64_t i = 0, count = chance(3) ? random() % 6 : 0; i < count; ++i) {
+      std::vector<int32_t>& word = s.bad_words.emplace_back(1 + random() % 3);
+      for (int32_t& t : word) t = token();
+    }
+    if (chance(4)) {
+      for (int32_t t = 0; t < vocab; ++t) {
+        if (chance(2)) s.allowed_token_ids.push_back(t);
+      }
+      if (s.allowed_token_ids.empty()) s.allowed_token_ids = {token()};
+    }
+  }
+}
+
 // Runs all jobs at once; `cancelled` of them are neighbours that get cancelled at random moments.
 inline std::vector<Outcome> run(Executor& executor, const std::vector<Job>& jobs,
                                 const std::vector<Job>& neighbours = {}, uint64_t seed = 0) {

@@ -12,11 +12,35 @@ namespace paceline {
 
 using RequestId = int64_t;
 
+// Added to a token's logit before everything else.
+struct LogitBias {
+  int32_t token = 0;
+  float bias = 0;  // finite
+};
+
+// How the tokens of a request are chosen. What comes first is applied first: logit_bias, penalties,
+// bad words, allowed tokens and min_tokens, then the temperature, top_k, top_p and min_p, then the
+// draw. A token that is ruled out has no probability; if all are, the request ends with an error.
 struct SamplingOptions {
   double temperature = 1.0;       // 0 = greedy; finite and >= 0
   uint64_t seed = 0;              // same seed, same output, whatever else runs
   int32_t max_tokens = 16;        // >= 1, prompt + max_tokens is capped by max_model_len
   std::vector<int32_t> stop_token_ids;  // at most 8; the stop token is emitted, then the request ends
+  int32_t min_tokens = 0;  // stop tokens are ruled out for the first so many output tokens
+
+  std::vector<LogitBias> logit_bias;  // at most 1024, each token once
+  // Logits of tokens in the prompt or the output are divided by it where positive, multiplied where
+  // negative; > 0, 1 = off.
+  double repetition_penalty = 1;
+  double presence_penalty = 0;   // taken off the logits of tokens in the output
+  double frequency_penalty = 0;  // the same, times how often they are there
+  // Sequences of tokens that are never completed; at most 128, together at most 1024 tokens.
+  std::vector<std::vector<int32_t>> bad_words;
+  std::vector<int32_t> allowed_token_ids;  // empty: all
+
+  int32_t top_k = 0;  // only the most probable so many; 0 = off
+  double top_p = 1;   // of those, the fewest that make up this probability; in (0, 1]
+  double min_p = 0;   // of those, the ones at least min_p times as probable as the best; [0, 1]
 };
 
 struct Request {

@@ -2,6 +2,7 @@
 #include "batch/batch_builder.h"
 
 #include <algorithm>
+#include <bit>
 
 #include "base/check.h"
 
@@ -27,14 +28,37 @@ int32_t num_first_rows(const PlannedSequence& planned, const BatchShape& shape) 
   return 0;
 }
 
-SlotReset reset_of(const Sequence& sequence) {
+// Appends the sequence's lists to `lists`.
+SlotReset reset_of(const Sequence& sequence, std::vector<int32_t>& lists) {
+  const SamplingOptions& s = sequence.sampling;
   SlotReset reset{.slot = sequence.slot,
                   .limit = sequence.limit,
-                  .seed = sequence.sampling.seed,
-                  .temperature = static_cast<float>(sequence.sampling.temperature),
-                  .num_stop_ids = static_cast<int32_t>(sequence.sampling.stop_token_ids.size())};
-  std::copy(sequence.sampling.stop_token_ids.begin(), sequence.sampling.stop_token_ids.end(),
-            reset.stop_ids);
+                  .seed = s.seed,
+                  .temperature = static_cast<float>(s.temperature),
+                  .num_stop_ids = static_cast<int32_t>(s.stop_token_ids.size()),
+                  .prompt_len = sequence.prompt_len,
+                  .min_tokens = s.min_tokens,
+                  .top_k = s.top_k,
+                  .top_p = static_cast<float>(s.top_p),
+                  .min_p = static_cast<float>(s.min_p),
+                  .repetition_penalty = static_cast<float>(s.repetition_penalty),
+                  .presence_penalty = static_cast<float>(s.presence_penalty),
+                  .frequency_penalty = static_cast<float>(s.frequency_penalty),
+                  .first_list_word = static_cast<int32_t>(lists.size()),
+                  .num_bias = static_cast<int32_t>(s.logit_bias.size()),
+                  .num_bad_words = static_cast<int32_t>(s.bad_words.size()),
+                  .has_allowed = sequence.allowed.empty() ? 0 : 1};
+  std::copy(s.stop_token_ids.begin(), s.stop_token_ids.end(), reset.stop_ids);
+  for (const LogitBias& bias : s.logit_bias) lists.push_back(bias.token);
+  for (const LogitBias& bias : s.logit_bias) lists.push_back(std::bit_cast<int32_t>(bias.bias));
+  for (const std::vector<int32_t>& word : s.bad_words) {
+    reset.num_bad_word_tokens += static_cast<int32_t>(word.size());
+    lists.push_back(reset.num_bad_word_tokens);
+  }
+  for (const std::vector<int32_t>& word : s.bad_words) {
+    lists.insert(lists.end(), word.begin(), word.end());
+  }
+  for (const uint32_t bits : sequence.allowed) lists.push_back(std::bit_cast<int32_t>(bits));
   return reset;
 }
 
@@ -59,6 +83,7 @@ void build_batch(const StepPlan& plan, const BatchShape& shape, IterationInputs&
   inputs.num_seqs = static_cast<int32_t>(plan.sequences.size());
   inputs.num_drafting = 0;
   inputs.resets.clear();
+  inputs.lists.clear();
   inputs.score_copies.clear();
   inputs.table_writes.assign(plan.table_writes.begin(), plan.table_writes.end());
   PACELINE_CHECK(inputs.num_seqs <= shape.max_seqs, inputs.num_seqs, " of ", shape.max_seqs);
@@ -76,7 +101,7 @@ void build_batch(const StepPlan& plan, const BatchShape& shape, IterationInputs&
     inputs.verify_indptr[i] = verify_row;
     inputs.first_indptr[i] = first_row;
     inputs.logit_indptr[i] = logit_row;
-    if (planned.resets_slot) inputs.resets.push_back(reset_of(sequence));
+    if (planned.resets_slot) inputs.resets.push_back(reset_of(sequence, inputs.lists));
     PACELINE_CHECK(verify_row + planned.num_rows <= shape.max_verify_rows, verify_row, " + ",
                    planned.num_rows, " rows of ", shape.max_verify_rows);
 

@@ -21,6 +21,22 @@ struct SlotReset {
   float temperature = 0;
   int32_t num_stop_ids = 0;
   int32_t stop_ids[kMaxStopIds] = {};
+  // The logits pipeline; see SamplingState.
+  int32_t prompt_len = 0;
+  int32_t min_tokens = 0;
+  int32_t top_k = 0;
+  float top_p = 1;
+  float min_p = 0;
+  float repetition_penalty = 1;
+  float presence_penalty = 0;
+  float frequency_penalty = 0;
+  // Its lists lie side by side in IterationInputs::lists from here on: ids of biases, biases, ends
+  // of bad words, their tokens, and one bit a token of the vocabulary that is allowed.
+  int32_t first_list_word = 0;
+  int32_t num_bias = 0;
+  int32_t num_bad_words = 0;
+  int32_t num_bad_word_tokens = 0;
+  int32_t has_allowed = 0;
 };
 
 // Logits of a scored chunk, to be copied to the host.
@@ -53,6 +69,7 @@ struct IterationInputs {
   std::vector<int32_t> logit_rows;      // [max_logit_rows] verify row of each row of logits
 
   std::vector<SlotReset> resets;
+  std::vector<int32_t> lists;  // of the resets
   std::vector<TableWrite> table_writes;
   std::vector<ScoreCopy> score_copies;
 };

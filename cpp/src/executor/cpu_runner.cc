@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "base/check.h"
+#include "sample/sampling_reset.h"
 
 namespace paceline {
 namespace {
@@ -85,7 +86,12 @@ void CpuRunner::upload(const IterationInputs& in) {
   if (in.has_prefill) {
     std::copy_n(in.prefill_tokens.begin(), in.num_verify_rows, s.prefill_tokens);
   }
-  for (const SlotReset& reset : in.resets) {
+  *s.num_resets = static_cast<int32_t>(in.resets.size());
+  for (size_t i = 0; i < in.resets.size(); ++i) {
+    const SlotReset& reset = in.resets[i];
+    s.reset_slots[i] = reset.slot;
+    reset_sampling(buffers_.sampling, reset, in.lists.data() + reset.first_list_word,
+                   /*worker=*/0, /*num_workers=*/1);
     q.known_len[reset.slot] = 0;
     q.limit[reset.slot] = reset.limit;
     q.is_active[reset.slot] = 1;
@@ -128,6 +134,7 @@ void CpuRunner::run_draft_steps() {
 
 void CpuRunner::execute(const IterationInputs& inputs) {
   if (inputs.has_prefill || options_.driver == DraftDriver::kEager) {
+    if (inputs.has_prefill) iteration_->begin_prefill(context_, extent_);
     iteration_->verify(context_, extent_);
     copy_scores(inputs);  // before the drafter takes the logits buffer
     if (inputs.num_first_rows == 0 && inputs.num_drafting == 0) return;

@@ -86,6 +86,7 @@ CudaRunner::CudaRunner(std::shared_ptr<const Model> target, std::shared_ptr<cons
   iteration_ =
       std::make_unique<Iteration>(options_.iteration, layout_, *target_, speculator_, buffers_);
   ring_ = std::make_unique<IterationRing>(options.iteration.shape, layout, max_len,
+                                          target_->config().vocab_size,
                                           options.max_in_flight + 1, arena_);
   plan_products();
   warm_up();
@@ -190,6 +191,7 @@ void CudaRunner::warm_up() {
                        .first_rows_per_seq = rows + 1});
   }
   for (const IterationExtent& extent : extents) {
+    iteration_->begin_prefill(context_, extent);
     iteration_->verify(context_, extent);
     iteration_->first_draft_pass(context_, extent);
     if (iteration_->num_draft_steps() > 0) iteration_->draft_step(context_, extent);
@@ -198,7 +200,8 @@ void CudaRunner::warm_up() {
 }
 
 void CudaRunner::enqueue_begin() {
-  ring_->enqueue_begin(context_, buffers_.staged, buffers_.sequences, buffers_.block_tables.data(),
+  ring_->enqueue_begin(context_, buffers_.staged, buffers_.sequences, buffers_.sampling,
+                       buffers_.block_tables.data(),
                        static_cast<int32_t>(buffers_.block_tables.size()));
 }
 
@@ -297,6 +300,7 @@ void CudaRunner::run_draft_steps(const IterationExtent& extent) {
 void CudaRunner::run_eagerly(const IterationInputs& inputs) {
   const IterationExtent extent = extent_of(inputs);
   enqueue_begin();
+  if (inputs.has_prefill) iteration_->begin_prefill(context_, extent);
   iteration_->verify(context_, extent);
   copy_scores(inputs);  // before the drafter takes the logits buffer
   if (inputs.num_first_rows > 0 || inputs.num_drafting > 0) {

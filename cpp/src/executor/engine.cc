@@ -35,6 +35,11 @@ FinishReason reason_of(SlotOutcome outcome) {
   return FinishReason::kError;
 }
 
+// Whether any token may be ruled out, so that in the end all may be.
+bool rules_out(const SamplingOptions& s) {
+  return !s.bad_words.empty() || !s.allowed_token_ids.empty() || s.min_tokens > 0;
+}
+
 void count(const SequenceResult& result, SpeculationCounters& counters) {
   if (result.drafted_len + result.discarded_len == 0) return;
   ++counters.num_iterations;
@@ -71,6 +76,73 @@ Engine::~Engine() {
   thread_.join();
 }
 
+void Engine::check_token(const char* name, int64_t index, int32_t token) const {
+  if (token >= 0 && token < options_.vocab_size) return;
+  throw InvalidArgument(concat(name, "[", index, "] is ", token, "; allowed: 0 to ",
+                               options_.vocab_size - 1, " (vocab_size ", options_.vocab_size, ")"));
+}
+
+void Engine::check_sampling(const SamplingOptions& s) const {
+  const auto refuse = [](const char* name, auto value, const char* allowed) {
+    throw InvalidArgument(concat(name, " is ", value, "; allowed: ", allowed));
+  };
+  if (!std::isfinite(s.temperature) || s.temperature < 0) {
+    refuse("temperature", s.temperature, "a finite number >= 0 (0 is greedy)");
+  }
+  if (s.max_tokens < 1) refuse("max_tokens", s.max_tokens, "1 or more");
+  if (s.min_tokens < 0 || s.min_tokens > s.max_tokens) {
+    refuse("min_tokens", s.min_tokens, "0 to max_tokens");
+  }
+  // As the float32 that the ops read: what rounds to 0 or to infinity there is refused here.
+  const auto narrow = [](double value) { return static_cast<float>(value); };
+  if (!(std::isfinite(narrow(s.repetition_penalty)) && narrow(s.repetition_penalty) > 0)) {
+    refuse("repetition_penalty", s.repetition_penalty, "a finite number > 0 (1 is off)");
+  }
+  if (!std::isfinite(narrow(s.presence_penalty))) {
+    refuse("presence_penalty", s.presence_penalty, "a finite number (0 is off)");
+  }
+  if (!std::isfinite(narrow(s.frequency_penalty))) {
+    refuse("frequency_penalty", s.frequency_penalty, "a finite number (0 is off)");
+  }
+  if (s.top_k < 0) refuse("top_k", s.top_k, "0 (off) or more");
+  if (!(narrow(s.top_p) > 0 && s.top_p <= 1)) {
+    refuse("top_p", s.top_p, "above 0 and at most 1 (off)");
+  }
+  if (!(s.min_p >= 0 && s.min_p <= 1)) refuse("min_p", s.min_p, "0 (off) to 1");
+
+  const auto check_count = [](const char* name, size_t count, int32_t most, const char* what) {
+    if (count <= static_cast<size_t>(most)) return;
+    throw InvalidArgument(concat(name, " has ", count, what, "; allowed: at most ", most));
+  };
+  check_count("stop_token_ids", s.stop_token_ids.size(), kMaxStopIds, " entries");
+  check_count("logit_bias", s.logit_bias.size(), kMaxLogitBias, " entries");
+  check_count("bad_words", s.bad_words.size(), kMaxBadWords, " entries");
+  std::vector<int32_t> biased;
+  for (size_t i = 0; i < s.logit_bias.size(); ++i) {
+    check_token("logit_bias", static_cast<int64_t>(i), s.logit_bias[i].token);
+    if (!std::isfinite(s.logit_bias[i].bias)) {
+      refuse("logit_bias", s.logit_bias[i].bias, "finite numbers");
+    }
+    biased.push_back(s.logit_bias[i].token);
+  }
+  std::sort(biased.begin(), biased.end());
+  if (const auto twice = std::adjacent_find(biased.begin(), biased.end()); twice != biased.end()) {
+    throw InvalidArgument(concat("logit_bias has token ", *twice, " twice; allowed: once"));
+  }
+  size_t num_bad_tokens = 0;
+  for (const std::vector<int32_t>& word : s.bad_words) {
+    if (word.empty()) throw InvalidArgument("bad_words has an entry without tokens");
+    num_bad_tokens += word.size();
+    for (size_t i = 0; i < word.size(); ++i) {
+      check_token("a bad word's token", static_cast<int64_t>(i), word[i]);
+    }
+  }
+  check_count("bad_words", num_bad_tokens, kMaxBadWordTokens, " tokens in all");
+  for (size_t i = 0; i < s.allowed_token_ids.size(); ++i) {
+    check_token("allowed_token_ids", static_cast<int64_t>(i), s.allowed_token_ids[i]);
+  }
+}
+
 void Engine::check_request(const Request& request) const {
   const auto prompt_len = static_cast<int64_t>(request.prompt.size());
   if (prompt_len == 0) {
@@ -91,17 +163,7 @@ void Engine::check_request(const Request& request) const {
     }
   }
   const SamplingOptions& s = request.sampling;
-  if (!std::isfinite(s.temperature) || s.temperature < 0) {
-    throw InvalidArgument(
-        concat("temperature is ", s.temperature, "; allowed: a finite number >= 0 (0 is greedy)"));
-  }
-  if (s.max_tokens < 1) {
-    throw InvalidArgument(concat("max_tokens is ", s.max_tokens, "; allowed: 1 or more"));
-  }
-  if (s.stop_token_ids.size() > kMaxStopIds) {
-    throw InvalidArgument(concat("stop_token_ids has ", s.stop_token_ids.size(),
-                                 " entries; allowed: at most ", kMaxStopIds));
-  }
+  check_sampling(s);
   const auto limit = static_cast<int32_t>(std::min<int64_t>(
       request.score_prompt ? prompt_len : prompt_len + s.max_tokens, options_.max_model_len));
   if (!scheduler_.fits_alone(static_cast<int32_t>(prompt_len), limit)) {
@@ -119,6 +181,13 @@ std::optional<RequestId> Engine::add_request(Request request) {
   sequence->prompt_len = sequence->known_len();
   sequence->sampling = std::move(request.sampling);
   sequence->is_score = request.score_prompt;
+  if (const std::vector<int32_t>& allowed = sequence->sampling.allowed_token_ids;
+      !allowed.empty()) {
+    sequence->allowed.assign(static_cast<size_t>((options_.vocab_size + 31) / 32), 0);
+    for (const int32_t token : allowed) {
+      sequence->allowed[static_cast<size_t>(token / 32)] |= uint32_t{1} << (token % 32);
+    }
+  }
   sequence->limit = sequence->is_score
                         ? sequence->prompt_len
                         : static_cast<int32_t>(std::min<int64_t>(
@@ -363,8 +432,11 @@ void Engine::apply(const PlannedSequence& launch, const SequenceResult& result) 
   if (has_ended) {
     finish(sequence, reason_of(result.outcome),
            result.outcome == SlotOutcome::kNoLogits
-               ? concat("no finite logit at position ", sequence.known_len(),
-                        "; the weights or the prompt produce NaN or infinity")
+               ? concat("no token can be drawn at position ", sequence.known_len(), ": ",
+                        rules_out(sequence.sampling)
+                            ? "bad_words, allowed_token_ids and min_tokens rule out all, or the "
+                              "weights or the prompt produce NaN or infinity"
+                            : "the weights or the prompt produce NaN or infinity")
                : std::string());
     return;
   }

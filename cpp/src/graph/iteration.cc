@@ -74,7 +74,39 @@ StagedInputs allocate_staged(DeviceArena& arena, const BatchShape& shape) {
           .first_indptr = ints(shape.max_seqs + 1),
           .logit_indptr = ints(shape.max_seqs + 1),
           .prefill_tokens = ints(shape.max_verify_rows),
-          .logit_rows = ints(shape.max_logit_rows)};
+          .logit_rows = ints(shape.max_logit_rows),
+          .num_resets = ints(1),
+          .reset_slots = ints(shape.max_seqs)};
+}
+
+SamplingState allocate_sampling(DeviceArena& arena, const BatchShape& shape, int32_t vocab_size) {
+  const int64_t slots = shape.max_seqs;
+  const auto ints = [&](int64_t count) { return arena.allocate<int32_t>(count, "sampling"); };
+  const auto floats = [&](int64_t count) { return arena.allocate<float>(count, "sampling"); };
+  const auto masks = [&] {
+    return arena.allocate<uint32_t>(slots * mask_words(vocab_size), "sampling");
+  };
+  return {.adjusts = ints(slots),
+          .truncates = ints(slots),
+          .repetition_penalty = floats(slots),
+          .presence_penalty = floats(slots),
+          .frequency_penalty = floats(slots),
+          .prompt_len = ints(slots),
+          .min_tokens = ints(slots),
+          .num_bias = ints(slots),
+          .bias_ids = ints(slots * kMaxLogitBias),
+          .bias_values = floats(slots * kMaxLogitBias),
+          .num_bad_words = ints(slots),
+          .bad_word_ends = ints(slots * kMaxBadWords),
+          .bad_word_tokens = ints(slots * kMaxBadWordTokens),
+          .has_allowed = ints(slots),
+          .allowed = masks(),
+          .top_k = ints(slots),
+          .top_p = floats(slots),
+          .min_p = floats(slots),
+          .counts = ints(slots * vocab_size),
+          .seen = masks(),
+          .vocab_size = vocab_size};
 }
 
 SequenceState allocate_sequences(DeviceArena& arena, const BatchShape& shape,
@@ -144,6 +176,7 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
   IterationBuffers b;
   b.staged = allocate_staged(arena, shape);
   b.sequences = allocate_sequences(arena, shape, options.max_model_len);
+  b.sampling = allocate_sampling(arena, shape, target.vocab_size);
   b.current_draft_step = arena.allocate<int32_t>(1, "step state");
   std::vector<int32_t> identity(static_cast<size_t>(shape.max_seqs) + 1);
   std::iota(identity.begin(), identity.end(), 0);
@@ -275,6 +308,18 @@ void Iteration::draw_drafts(Ctx& ctx, const int32_t* num_rows, int32_t max_rows,
 }
 
 template <class Ctx>
+void Iteration::begin_prefill(Ctx& ctx, const IterationExtent& extent) const {
+  const IterationBuffers& b = buffers_;
+  ctx.run(clear_counts, ClearCountsParams{.num_slots = b.staged.num_resets,
+                                          .max_slots = options_.shape.max_seqs,
+                                          .slots = b.staged.reset_slots,
+                                          .sampling = b.sampling});
+  ctx.run(count_prefill_tokens, CountPrefillTokensParams{.inputs = b.staged,
+                                                         .sampling = b.sampling,
+                                                         .max_seqs = extent.num_seqs});
+}
+
+template <class Ctx>
 void Iteration::verify(Ctx& ctx, const IterationExtent& extent) const {
   const IterationBuffers& b = buffers_;
   const PassRows rows = with_extent(b.verify_rows, extent.num_verify_rows, extent.num_seqs,
@@ -288,6 +333,25 @@ void Iteration::verify(Ctx& ctx, const IterationExtent& extent) const {
   target_.forward(ctx, rows, b.verify_metadata, b.activations, b.target_hidden);
   target_.logits(ctx, b.staged.num_logit_rows, extent.num_logit_rows, b.staged.logit_rows,
                  b.activations, b.gathered, b.logits);
+  ctx.run(adjust_logits, AdjustLogitsParams{.num_rows = b.staged.num_logit_rows,
+                                            .max_rows = extent.num_logit_rows,
+                                            .logits = b.logits,
+                                            .logits_stride = target_.config().vocab_size,
+                                            .row_index = b.staged.logit_rows,
+                                            .seq_slot = rows.seq_slot,
+                                            .positions = rows.positions,
+                                            .token_ids = rows.token_ids,
+                                            .sequences = b.sequences,
+                                            .sampling = b.sampling});
+  ctx.run(truncate_logits, TruncateLogitsParams{.num_rows = b.staged.num_logit_rows,
+                                                .max_rows = extent.num_logit_rows,
+                                                .logits = b.logits,
+                                                .logits_stride = target_.config().vocab_size,
+                                                .vocab_limit = target_.config().vocab_size,
+                                                .row_index = b.staged.logit_rows,
+                                                .seq_slot = rows.seq_slot,
+                                                .temperatures = b.sequences.temperature,
+                                                .sampling = b.sampling});
   ctx.run(draw, DrawParams{.num_rows = b.staged.num_logit_rows,
                            .max_rows = extent.num_logit_rows,
                            .logits = b.logits,
@@ -314,6 +378,10 @@ void Iteration::verify(Ctx& ctx, const IterationExtent& extent) const {
     left -= 1;
   }
   ctx.run(accept, params);
+  ctx.run(count_emitted_tokens, CountEmittedTokensParams{.inputs = b.staged,
+                                                         .sampling = b.sampling,
+                                                         .results = b.results,
+                                                         .max_seqs = extent.num_seqs});
 }
 
 template <class Ctx>
@@ -403,10 +471,12 @@ void Iteration::draft_step(Ctx& ctx, const IterationExtent& extent) const {
   }
 }
 
+template void Iteration::begin_prefill<CpuContext>(CpuContext&, const IterationExtent&) const;
 template void Iteration::verify<CpuContext>(CpuContext&, const IterationExtent&) const;
 template void Iteration::first_draft_pass<CpuContext>(CpuContext&, const IterationExtent&) const;
 template void Iteration::draft_step<CpuContext>(CpuContext&, const IterationExtent&) const;
 #ifdef PACELINE_CUDA
+template void Iteration::begin_prefill<CudaContext>(CudaContext&, const IterationExtent&) const;
 template void Iteration::verify<CudaContext>(CudaContext&, const IterationExtent&) const;
 template void Iteration::first_draft_pass<CudaContext>(CudaContext&, const IterationExtent&) const;
 template void Iteration::draft_step<CudaContext>(CudaContext&, const IterationExtent&) const;

@@ -19,6 +19,7 @@
 #include "metadata/group_metadata.h"
 #include "metadata/pass_rows.h"
 #include "model/decoder.h"
+#include "sample/logits.h"
 #include "speculate/speculator.h"
 
 namespace paceline {
@@ -27,6 +28,7 @@ namespace paceline {
 struct IterationBuffers {
   StagedInputs staged{};
   SequenceState sequences{};
+  SamplingState sampling{};
   int32_t* current_draft_step = nullptr;  // [1] column that the running draft step writes
   DraftStop draft_stop{};
 
@@ -97,6 +99,9 @@ class Iteration {
   Iteration(const IterationOptions& options, const KvLayout& layout, const Decoder& target,
             const Speculator& speculator, const IterationBuffers& buffers);
 
+  // What only iterations with prefill rows do first: the tokens that penalties look at.
+  template <class Ctx>
+  void begin_prefill(Ctx& ctx, const IterationExtent& extent) const;
   // Staged inputs -> results and new sequence state.
   template <class Ctx>
   void verify(Ctx& ctx, const IterationExtent& extent) const;

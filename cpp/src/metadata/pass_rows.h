@@ -79,6 +79,8 @@ struct StagedInputs {
   int32_t* logit_indptr;     // [max_seqs + 1]
   int32_t* prefill_tokens;   // [max_verify_rows]
   int32_t* logit_rows;       // [max_logit_rows]
+  int32_t* num_resets;       // [1]
+  int32_t* reset_slots;      // [max_seqs] slots that begin a sequence, or begin it again
 };
 
 }  // namespace paceline

@@ -15,12 +15,16 @@
 namespace paceline {
 
 inline constexpr int32_t kMaxStopIds = 8;
+inline constexpr int32_t kMaxLogitBias = 1024;
+inline constexpr int32_t kMaxBadWords = 128;
+inline constexpr int32_t kMaxBadWordTokens = 1024;
 
 struct Sequence {
   enum class Phase : uint8_t { kWaiting, kPrefill, kDecode, kFinished };
 
   RequestId id = 0;
   SamplingOptions sampling;
+  std::vector<uint32_t> allowed;  // a bit a token of the vocabulary; empty: all are
   bool is_score = false;
   Phase phase = Phase::kWaiting;
 

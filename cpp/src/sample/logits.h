@@ -14,15 +14,12 @@
 
 #include "batch/iteration_results.h"
 #include "metadata/pass_rows.h"
+#include "request/sequence.h"
 
 namespace paceline {
 
 struct CpuContext;
 struct CudaContext;
-
-inline constexpr int32_t kMaxLogitBias = 1024;
-inline constexpr int32_t kMaxBadWords = 128;
-inline constexpr int32_t kMaxBadWordTokens = 1024;  // of all bad words of a request together
 
 // Words of a bit mask over `vocab_size` tokens; token t is bit t % 32 of word t / 32.
 [[nodiscard]] PACELINE_HOST_DEVICE constexpr int32_t mask_words(int32_t vocab_size) {
