@@ -125,7 +125,7 @@ TEST_F(CudaEngine, SpeculativeEqualsPlain) {
     const auto num_jobs = pick(1, 7, 64);
     const int32_t longest = num_jobs == 64 ? 100 : 500;
     std::vector<Job> jobs = random_jobs(random, num_jobs, 64, temperature, longest, 150);
-    if (random() % 2 == 0) mix_sampling(jobs, random, 64);
+    if (switches() % 2 == 0) mix_sampling(jobs, switches, 64);
 
     const bool use_window_lists = random() % 6 == 0;
     ExecutorOptions options = options_of(0);
@@ -166,7 +166,7 @@ TEST_F(CudaEngine, SpeculativeEqualsPlain) {
     preemptions += speculative.stats().num_preemptions;
   }
   // The cells must exercise both verdicts, and preemption.
-  EXPECT_GT(preemptions, 5);  // few, since requests with many bans end early
+  EXPECT_GT(preemptions, 20);
   EXPECT_GT(accepted, drafted / 20);
   EXPECT_LT(accepted, drafted * 19 / 20);
   std::printf("%lld of %lld drafts accepted, %lld preemptions\n", static_cast<long long>(accepted),

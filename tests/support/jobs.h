@@ -64,7 +64,10 @@ inline void mix_sampling(std::vector<Job>& jobs, std::mt19937_64& random, int32_
     if (chance(4)) s.repetition_penalty = real(0.8, 1.8);
     if (chance(4)) s.presence_penalty = real(-1.0, 2.0);
     if (chance(4)) s.frequency_penalty = real(-0.5, 1.5);
-    if (chance(3)) s.min_tokens = static_cast<int32_t>(random() % (s.max_tokens + 1));
+    // Few tokens to choose from make a stop token likely: it would end most requests at once.
+    if (chance(3) || !s.stop_token_ids.empty()) {
+      s.min_tokens = static_cast<int32_t>(random() % (s.max_tokens + 1));
+    }
     if (chance(4)) {
       for (int32_t t = token() % 5; t < vocab; t += 7) {
         s.logit_bias.push_back({t, static_cast<float>(real(-5, 5))});
