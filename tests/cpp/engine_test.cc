@@ -213,6 +213,29 @@ TEST(Engine, BadLogitsEndOneRequestOnly) {
   }
 }
 
+TEST(Engine, ScoresAreLogitsAsTheyAre) {
+  Executor executor(tiny_model(TinyModel{}, 3), nullptr, options_of(0));
+  std::vector<std::vector<float>> scores;
+  for (const bool is_mixed : {false, true}) {
+    Request request{.prompt = {5, 6, 7, 8}, .score_prompt = true};
+    if (is_mixed) {
+      request.sampling = {.logit_bias = {{7, 3}},
+                          .repetition_penalty = 1.5,
+                          .allowed_token_ids = {1, 2},
+                          .top_k = 3};
+    }
+    const RequestId id = executor.add_request(std::move(request)).value();
+    for (bool has_ended = false; !has_ended;) {
+      for (const RequestEvent& event : executor.poll(100)) {
+        if (event.id != id || event.finish_reason == FinishReason::kNone) continue;
+        scores.push_back(*event.logits);
+        has_ended = true;
+      }
+    }
+  }
+  EXPECT_EQ(scores[0], scores[1]);
+}
+
 TEST(Engine, RulingOutEveryTokenEndsOneRequestOnly) {
   const auto model = tiny_model(TinyModel{}, 3);
   Executor executor(model, nullptr, options_of(0));

@@ -31,6 +31,8 @@ int32_t num_first_rows(const PlannedSequence& planned, const BatchShape& shape) 
 // Appends the sequence's lists to `lists`.
 SlotReset reset_of(const Sequence& sequence, std::vector<int32_t>& lists) {
   const SamplingOptions& s = sequence.sampling;
+  // Scores are the target's logits as they are.
+  if (sequence.is_score) return {.slot = sequence.slot, .limit = sequence.limit};
   SlotReset reset{.slot = sequence.slot,
                   .limit = sequence.limit,
                   .seed = s.seed,
