@@ -135,11 +135,12 @@ __device__ __forceinline__ uint32_t search(const Piece& piece, Shared& shared, u
       shared.low[i] = shared.high[i] = 0;
     }
     __syncthreads();
+    const uint32_t before = bits_before(digit);
     piece.for_quads([&](int32_t, const float (&four)[4]) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const uint32_t key = to_ordered(four[j]);
-        if (key <= kNoLogitKey || key < floor || !agrees_before(key, prefix, digit)) continue;
+        if (key <= kNoLogitKey || key < floor || ((key ^ prefix) & before) != 0) continue;
         const uint64_t amount = measure(four[j]);
         if (amount != 0) add(shared, digit_of(key, digit), amount);
       }
@@ -310,7 +311,7 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, kBlo
 template <bool kIsVector>
 void run(CudaContext& ctx, const TruncateLogitsParams& p) {
   constexpr auto* kKernel = &truncate_kernel<kIsVector>;
-  constexpr size_t kMaxValueBytes = kMaxSharedBytes - sizeof(Shared) - sizeof(uint32_t) * kWarps;
+  constexpr size_t kMaxValueBytes = kMaxSharedBytes - sizeof(Shared) - 1024;
   static const bool is_set_up = [] {
     allow_shared_bytes(kKernel, kMaxValueBytes, "truncate_logits");
     return true;
@@ -322,7 +323,11 @@ void run(CudaContext& ctx, const TruncateLogitsParams& p) {
   PACELINE_CHECK(value_bytes <= kMaxValueBytes, "truncate_logits of ", p.vocab_limit,
                  " ids; at most ", kBlocks * (kMaxValueBytes / 16 * 4));
   const bool has_room = kBlocksPerSm * (value_bytes + sizeof(Shared) + 2048) <= kMaxSharedBytes;
-  const int32_t num_clusters = std::max(ctx.num_sms * (has_room ? kBlocksPerSm : 1) / kBlocks, 1);
+  // A cluster stays within a group of processors, of which 16 or 18 share one: two of eight fit.
+  // One cluster more than run at once would double the time of a batch.
+  constexpr int32_t kGroupSms = 16;
+  const int32_t num_groups = std::max(ctx.num_sms / kGroupSms, 1);
+  const int32_t num_clusters = num_groups * (has_room ? kBlocksPerSm : 1) * (kGroupSms / kBlocks);
   launch(ctx, "truncate_logits", kKernel,
          dim3(kBlocks, static_cast<unsigned>(std::min(p.max_rows, num_clusters))), dim3(kThreads),
          value_bytes, p, piece_size);

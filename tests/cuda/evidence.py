@@ -232,7 +232,18 @@ def test(parts: list[str]) -> int:
 
 #: Tools, and what each runs: parts of the op table by name. racecheck follows every access to
 #: shared memory and takes minutes where the others take seconds, so it goes part by part.
-OPS = ("gemm", "attention", "list", "rms", "draw", "rope", "gated", "clusters")
+OPS = (
+    "gemm",
+    "attention",
+    "list",
+    "rms",
+    "draw",
+    "rope",
+    "gated",
+    "clusters",
+    "adjust",
+    "truncate",
+)
 REST = "*:-" + ":".join(f"*MatchesTheCpu/{op}_*" for op in OPS)
 SANITIZERS = {
     "memcheck": ("*",),

@@ -290,12 +290,13 @@ TEST(SamplingLaw, DrawsKnowNothingOfEachOther) {
           << "seeds " << seed << " and " << other << ", lag " << lag << ", at " << temperature;
     };
     constexpr int32_t kLags[] = {1, 2, 4, 64};
-    constexpr double kNumTests = std::size(kTemperatures) * kNumSeeds * (std::size(kLags) + 2);
+    constexpr double kNumTests = std::size(kTemperatures) * kNumSeeds * (std::size(kLags) + 3);
     for (size_t seed = 0; seed < kNumSeeds; ++seed) {
       for (const int32_t lag : kLags) expect_independent(seed, seed, lag, kNumTests);
       const size_t next = (seed + 1) % kNumSeeds;
       expect_independent(seed, next, 0, kNumTests);
       expect_independent(seed, next, 1, kNumTests);
+      expect_independent(next, seed, 1, kNumTests);
     }
   }
 }

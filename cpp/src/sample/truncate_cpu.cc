@@ -14,8 +14,11 @@ namespace {
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
-// The highest key such that the keys from it on measure `target(sum of all)`, of those at least
-// `floor`; `floor` where they do not. `measure` of a logit is an integer.
+// Ids whose keys and amounts are worked out together, in vectors.
+constexpr int32_t kStretch = 64;
+
+// The highest key such that the keys from it on, of those at least `floor`, measure `target_of(sum
+// of all)`; `floor` where they do not. `measure` of a logit is an integer.
 template <class Measure, class Target>
 [[gnu::always_inline]] inline uint32_t search(const float* logits, int32_t n, uint32_t floor,
                                               const Measure& measure, const Target& target_of) {
@@ -24,17 +27,30 @@ template <class Measure, class Target>
   uint64_t target = 0;
   uint64_t above = 0;  // what the keys above those of the prefix measure
   for (int32_t digit = 0; digit < kNumDigits; ++digit) {
+    const uint32_t before = bits_before(digit);
     std::fill_n(sums, digit_values(digit), uint64_t{0});
-    uint64_t total = 0;
-    for (int32_t id = 0; id < n; ++id) {
-      const float logit = comparable(logits[id]);
-      const uint32_t key = to_ordered(logit);
-      if (key <= kNoLogitKey || key < floor || !agrees_before(key, prefix, digit)) continue;
-      const uint64_t amount = measure(logit);
-      sums[digit_of(key, digit)] += amount;
-      total += amount;
+    for (int32_t first = 0; first < n; first += kStretch) {
+      const int32_t count = std::min(kStretch, n - first);
+      uint32_t keys[kStretch];
+      uint32_t is_counted[kStretch];
+      uint32_t is_any_counted = 0;
+      for (int32_t i = 0; i < count; ++i) {
+        keys[i] = to_ordered(comparable(logits[first + i]));
+        is_counted[i] = static_cast<uint32_t>(keys[i] > kNoLogitKey) &
+                        static_cast<uint32_t>(keys[i] >= floor) &
+                        static_cast<uint32_t>(((keys[i] ^ prefix) & before) == 0);
+        is_any_counted |= is_counted[i];
+      }
+      if (is_any_counted == 0) continue;
+      uint64_t amounts[kStretch];
+      for (int32_t i = 0; i < count; ++i) {
+        amounts[i] = is_counted[i] * measure(from_ordered(keys[i]));
+      }
+      for (int32_t i = 0; i < count; ++i) sums[digit_of(keys[i], digit)] += amounts[i];
     }
     if (digit == 0) {
+      uint64_t total = 0;
+      for (const uint64_t sum : sums) total += sum;
       target = target_of(total);
       if (total < target) return floor;
     }

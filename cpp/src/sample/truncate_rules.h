@@ -27,13 +27,14 @@ inline constexpr int32_t kMaxDigitValues = 1 << 11;
 [[nodiscard]] PACELINE_HOST_DEVICE inline int32_t digit_of(uint32_t key, int32_t digit) {
   return static_cast<int32_t>(key >> digit_shift(digit)) & (digit_values(digit) - 1);
 }
-// Whether `key` and `prefix` agree in all digits before this one.
-[[nodiscard]] PACELINE_HOST_DEVICE inline bool agrees_before(uint32_t key, uint32_t prefix,
-                                                             int32_t digit) {
-  return digit == 0 || (key ^ prefix) >> digit_shift(digit - 1) == 0;
+// The bits of all digits before this one.
+[[nodiscard]] PACELINE_HOST_DEVICE constexpr uint32_t bits_before(int32_t digit) {
+  return digit == 0 ? 0u : ~0u << digit_shift(digit - 1);
 }
 
-inline constexpr uint32_t kNoLogitKey = 0x007fffffu;  // to_ordered(-inf)
+// to_ordered(-inf). Such keys weigh nothing, and passing them over costs less than counting them:
+// of what is banned there may be much.
+inline constexpr uint32_t kNoLogitKey = 0x007fffffu;
 
 // A logit as it is compared: NaN is -inf, and -0 is 0.
 [[nodiscard]] PACELINE_HOST_DEVICE inline float comparable(float logit) {
@@ -60,7 +61,7 @@ struct RowLimits {
 // kMaxTruncatedVocab of them fits 63 bits.
 struct Weigher {
   float highest;
-  float lowest_step;  // logit - highest below which nothing weighs anything
+  float lowest_step;  // logit - highest from which on down nothing weighs anything
   float rate;         // log2(e) / temperature
 };
 
@@ -73,8 +74,8 @@ struct Weigher {
 }
 
 [[nodiscard]] PACELINE_HOST_DEVICE inline uint64_t weight_of(const Weigher& weigher, float logit) {
-  const float step = logit - weigher.highest;
-  if (!(step >= weigher.lowest_step)) return 0;
+  const float distance = logit - weigher.highest;
+  const float step = distance < weigher.lowest_step ? weigher.lowest_step : distance;
   // 2^(n + f), n an integer and f in [-1/2, 1/2]: adding kRound rounds to an integer, in the low
   // bits of the mantissa. The polynomial is that of Cephes' exp2f (S. Moshier).
   constexpr float kRound = 0x1.8p23f;
