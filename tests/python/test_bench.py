@@ -170,6 +170,22 @@ def test_heads_that_ship_as_configurations() -> None:
     assert models.count_matrix_parameters(eagle) == 2 * 4096**2 + layer + 128256 * 4096
 
 
+def test_samplings(config_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "bench.json"
+    argv = ["--config", str(config_dir), "--draft-config", str(config_dir), "--json", str(out)]
+    samplings = [{"temperature": 1}, {"temperature": 1, "top_p": 0.9, "frequency_penalty": 0.1}]
+    argv += [word for sampling in samplings for word in ("--sampling", json.dumps(sampling))]
+    assert bench(*argv, "--concurrency", "2") == 0
+    report = json.loads(out.read_text())
+    assert [row["configuration"] for row in report["rows"]] == [
+        f"{name} {asked}"
+        for name in ("plain", "k=4")
+        for asked in ("temperature=1", "temperature=1 top_p=0.9 frequency_penalty=0.1")
+    ]
+    assert [row["workload"]["sampling"] for row in report["rows"]] == samplings * 2
+    assert len(report["speedup"]) == 2
+
+
 # ---- traces ------------------------------------------------------------------------------------
 
 
@@ -207,6 +223,10 @@ def test_trace(config_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ("extra", "message"),
     [
         (["--concurrency", "0"], "concurrency is '0'"),
+        (["--sampling", "[1]"], "sampling is '[1]'"),
+        (["--sampling", '{"seed": 1}'], "sampling is"),
+        (["--sampling", '{"top_p": 2}'], "top_p is 2"),
+        (["--sampling", "{}", "--temperature", "1"], "name the temperature in --sampling"),
         (["--concurrency", "a"], "concurrency is 'a'"),
         (["--rounds", "0"], "rounds is 0"),
         (["--input-len", "0"], "input_len is 0"),

@@ -28,16 +28,31 @@ int32_t num_first_rows(const PlannedSequence& planned, const BatchShape& shape) 
   return 0;
 }
 
+bool adjusts(const Sequence& sequence) {
+  const SamplingOptions& s = sequence.sampling;
+  const bool has_penalty =
+      s.repetition_penalty != 1 || s.presence_penalty != 0 || s.frequency_penalty != 0;
+  const bool has_bans = !s.bad_words.empty() || !sequence.allowed.empty() || s.min_tokens > 0;
+  // Scores are the target's logits as they are.
+  return !sequence.is_score && (has_penalty || has_bans || !s.logit_bias.empty());
+}
+
+bool truncates(const Sequence& sequence) {
+  const SamplingOptions& s = sequence.sampling;
+  return !sequence.is_score && (s.top_k > 0 || s.top_p < 1 || s.min_p > 0);
+}
+
 // Appends the sequence's lists to `lists`.
 SlotReset reset_of(const Sequence& sequence, std::vector<int32_t>& lists) {
   const SamplingOptions& s = sequence.sampling;
-  // Scores are the target's logits as they are.
   if (sequence.is_score) return {.slot = sequence.slot, .limit = sequence.limit};
   SlotReset reset{.slot = sequence.slot,
                   .limit = sequence.limit,
                   .seed = s.seed,
                   .temperature = static_cast<float>(s.temperature),
                   .num_stop_ids = static_cast<int32_t>(s.stop_token_ids.size()),
+                  .adjusts = adjusts(sequence) ? 1 : 0,
+                  .truncates = truncates(sequence) ? 1 : 0,
                   .prompt_len = sequence.prompt_len,
                   .min_tokens = s.min_tokens,
                   .top_k = s.top_k,
@@ -82,6 +97,7 @@ void reserve_inputs(IterationInputs& inputs, const BatchShape& shape) {
 void build_batch(const StepPlan& plan, const BatchShape& shape, IterationInputs& inputs) {
   inputs.iteration = plan.iteration;
   inputs.has_prefill = false;
+  inputs.shapes_logits = false;
   inputs.num_seqs = static_cast<int32_t>(plan.sequences.size());
   inputs.num_drafting = 0;
   inputs.resets.clear();
@@ -103,6 +119,7 @@ void build_batch(const StepPlan& plan, const BatchShape& shape, IterationInputs&
     inputs.verify_indptr[i] = verify_row;
     inputs.first_indptr[i] = first_row;
     inputs.logit_indptr[i] = logit_row;
+    inputs.shapes_logits |= adjusts(sequence) || truncates(sequence);
     if (planned.resets_slot) inputs.resets.push_back(reset_of(sequence, inputs.lists));
     PACELINE_CHECK(verify_row + planned.num_rows <= shape.max_verify_rows, verify_row, " + ",
                    planned.num_rows, " rows of ", shape.max_verify_rows);

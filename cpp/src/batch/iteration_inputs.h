@@ -22,6 +22,8 @@ struct SlotReset {
   int32_t num_stop_ids = 0;
   int32_t stop_ids[kMaxStopIds] = {};
   // The logits pipeline; see SamplingState.
+  int32_t adjusts = 0;
+  int32_t truncates = 0;
   int32_t prompt_len = 0;
   int32_t min_tokens = 0;
   int32_t top_k = 0;
@@ -50,6 +52,7 @@ struct ScoreCopy {
 struct IterationInputs {
   int64_t iteration = 0;
   bool has_prefill = false;        // any kind but kDecode
+  bool shapes_logits = false;      // some sequence adjusts or truncates its logits
   int32_t num_seqs = 0;
   int32_t num_drafting = 0;        // the first num_drafting sequences draft (decode, final chunk)
   int32_t num_verify_rows = 0;

@@ -86,8 +86,8 @@ CudaRunner::CudaRunner(std::shared_ptr<const Model> target, std::shared_ptr<cons
   iteration_ =
       std::make_unique<Iteration>(options_.iteration, layout_, *target_, speculator_, buffers_);
   ring_ = std::make_unique<IterationRing>(options.iteration.shape, layout, max_len,
-                                          target_->config().vocab_size,
-                                          options.max_in_flight + 1, arena_);
+                                          target_->config().vocab_size, options.max_in_flight + 1,
+                                          arena_);
   plan_products();
   warm_up();
   if (options.driver != DraftDriver::kEager) capture();
@@ -209,10 +209,9 @@ void CudaRunner::enqueue_end() {
   ring_->enqueue_end(context_, buffers_.staged.num_seqs, buffers_.results);
 }
 
-CudaRunner::Bucket CudaRunner::capture_bucket(int32_t num_seqs) {
-  const IterationExtent extent = decode_extent(options_.iteration.shape, num_seqs);
+CudaRunner::Programs CudaRunner::capture_programs(const IterationExtent& extent) {
   const int32_t num_steps = iteration_->num_draft_steps();
-  Bucket bucket{.num_seqs = num_seqs};
+  Programs programs;
   const auto until_first_draft = [&] {
     enqueue_begin();
     iteration_->verify(context_, extent);
@@ -227,29 +226,29 @@ CudaRunner::Bucket CudaRunner::capture_bucket(int32_t num_seqs) {
   const bool has_steps = num_steps > 0;
   switch (has_steps ? options_.driver : DraftDriver::kUnrolled) {
     case DraftDriver::kUnrolled:
-      bucket.decode = CudaGraph::capture(context_, [&] {
+      programs.decode = CudaGraph::capture(context_, [&] {
         until_first_draft();
         all_steps();
         end();
       });
-      if (has_steps) bucket.draft_steps = CudaGraph::capture(context_, all_steps);
+      if (has_steps) programs.draft_steps = CudaGraph::capture(context_, all_steps);
       break;
     case DraftDriver::kReplay:
-      bucket.decode = CudaGraph::capture(context_, until_first_draft);
-      bucket.draft_steps = CudaGraph::capture(context_, step);
+      programs.decode = CudaGraph::capture(context_, until_first_draft);
+      programs.draft_steps = CudaGraph::capture(context_, step);
       break;
     case DraftDriver::kWhile: {
       const int32_t* keep_drafting = buffers_.draft_stop.keep_drafting;
-      bucket.decode =
+      programs.decode =
           CudaGraph::capture_while(context_, until_first_draft, step, end, keep_drafting);
-      bucket.draft_steps =
+      programs.draft_steps =
           CudaGraph::capture_while(context_, nothing, step, nothing, keep_drafting);
       break;
     }
     case DraftDriver::kEager:
       break;
   }
-  return bucket;
+  return programs;
 }
 
 void CudaRunner::capture() {
@@ -258,7 +257,11 @@ void CudaRunner::capture() {
   const auto total = static_cast<int32_t>(sizes.size());
   for (int32_t i = 0; i < total; ++i) {
     if (options_.on_capture) options_.on_capture(i, total);
-    buckets_.push_back(capture_bucket(sizes[static_cast<size_t>(i)]));
+    const int32_t num_seqs = sizes[static_cast<size_t>(i)];
+    const auto programs = [&](bool shapes_logits) {
+      return capture_programs(decode_extent(options_.iteration.shape, num_seqs, shapes_logits));
+    };
+    buckets_.push_back({.num_seqs = num_seqs, .plain = programs(false), .shaped = programs(true)});
   }
   if (options_.on_capture) options_.on_capture(total, total);
   cuda::synchronize(context_.stream, "capturing graphs");
@@ -292,7 +295,8 @@ void CudaRunner::run_draft_steps(const IterationExtent& extent) {
     for (int32_t i = 0; i < num_steps; ++i) iteration_->draft_step(context_, extent);
     return;
   }
-  const CudaGraph& steps = bucket_of(extent.num_drafting).draft_steps;
+  const CudaGraph& steps =
+      bucket_of(extent.num_drafting).programs(extent.shapes_logits).draft_steps;
   const int32_t num_launches = options_.driver == DraftDriver::kReplay ? num_steps : 1;
   for (int32_t i = 0; i < num_launches; ++i) steps.launch(context_);
 }
@@ -326,16 +330,17 @@ void CudaRunner::launch(const IterationInputs& inputs) {
     return;
   }
   const Bucket& bucket = bucket_of(inputs.num_seqs);
-  bucket.decode.launch(context_);
+  bucket.programs(inputs.shapes_logits).decode.launch(context_);
   if (options_.driver == DraftDriver::kReplay && iteration_->num_draft_steps() > 0) {
-    run_draft_steps(decode_extent(options_.iteration.shape, bucket.num_seqs));
+    run_draft_steps(decode_extent(options_.iteration.shape, bucket.num_seqs, inputs.shapes_logits));
     enqueue_end();
   }
 }
 
 std::vector<KernelTime> CudaRunner::launch_traced(const IterationInputs& inputs) {
   begin_launch(inputs);
-  const IterationExtent extent = decode_extent(options_.iteration.shape, inputs.num_seqs);
+  const IterationExtent extent =
+      decode_extent(options_.iteration.shape, inputs.num_seqs, inputs.shapes_logits);
   std::optional<KernelTrace> trace;
   // Captured with the events in between, since the host could not enqueue short kernels fast
   // enough.

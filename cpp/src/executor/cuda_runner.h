@@ -60,16 +60,24 @@ class CudaRunner final : public Runner {
   void synchronize();
 
  private:
-  struct Bucket {
-    int32_t num_seqs = 0;
+  struct Programs {
     CudaGraph decode;       // begin, verify, first draft pass; and the rest, unless replayed
     CudaGraph draft_steps;  // what follows the first draft pass: all steps, or one to be replayed
+  };
+  struct Bucket {
+    int32_t num_seqs = 0;
+    Programs plain;   // for batches in which no sequence adjusts or truncates its logits
+    Programs shaped;  // for all others
+
+    [[nodiscard]] const Programs& programs(bool shapes_logits) const {
+      return shapes_logits ? shaped : plain;
+    }
   };
 
   void plan_products();
   void warm_up();
   void capture();
-  [[nodiscard]] Bucket capture_bucket(int32_t num_seqs);
+  [[nodiscard]] Programs capture_programs(const IterationExtent& extent);
   [[nodiscard]] const Bucket& bucket_of(int32_t num_seqs) const;
   void enqueue_begin();
   void enqueue_end();

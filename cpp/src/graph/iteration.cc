@@ -139,7 +139,7 @@ IterationExtent full_extent(const BatchShape& shape) {
           .first_rows_per_seq = shape.max_verify_rows + 1};
 }
 
-IterationExtent decode_extent(const BatchShape& shape, int32_t num_seqs) {
+IterationExtent decode_extent(const BatchShape& shape, int32_t num_seqs, bool shapes_logits) {
   const int32_t width = shape.num_draft_tokens + 1;
   return {.num_seqs = num_seqs,
           .num_drafting = num_seqs,
@@ -147,7 +147,8 @@ IterationExtent decode_extent(const BatchShape& shape, int32_t num_seqs) {
           .num_first_rows = num_seqs * shape.first_rows_per_decode(),
           .num_logit_rows = num_seqs * width,
           .verify_rows_per_seq = width,
-          .first_rows_per_seq = shape.first_rows_per_decode()};
+          .first_rows_per_seq = shape.first_rows_per_decode(),
+          .shapes_logits = shapes_logits};
 }
 
 IterationExtent extent_of(const IterationInputs& inputs) {
@@ -155,7 +156,8 @@ IterationExtent extent_of(const IterationInputs& inputs) {
                             .num_drafting = inputs.num_drafting,
                             .num_verify_rows = inputs.num_verify_rows,
                             .num_first_rows = inputs.num_first_rows,
-                            .num_logit_rows = inputs.num_logit_rows};
+                            .num_logit_rows = inputs.num_logit_rows,
+                            .shapes_logits = inputs.shapes_logits};
   for (int32_t i = 0; i < inputs.num_seqs; ++i) {
     extent.verify_rows_per_seq =
         std::max(extent.verify_rows_per_seq, inputs.verify_indptr[i + 1] - inputs.verify_indptr[i]);
@@ -276,7 +278,7 @@ bool Iteration::is_drafted_from(size_t group) const {
 }
 
 template <class Ctx>
-void Iteration::draw_drafts(Ctx& ctx, const int32_t* num_rows, int32_t max_rows,
+void Iteration::draw_drafts(Ctx& ctx, const IterationExtent& extent, const int32_t* num_rows,
                             const int32_t* row_index, const PassRows& rows,
                             const int32_t* steps) const {
   const IterationBuffers& b = buffers_;
@@ -284,55 +286,56 @@ void Iteration::draw_drafts(Ctx& ctx, const int32_t* num_rows, int32_t max_rows,
   const int32_t target_vocab = target_.config().vocab_size;
   const TokenMap map = token_map(speculator_, b.draft_output);
   const SpecTraits traits = traits_of(speculator_);
-  ctx.run(draw,
-          DrawParams{.num_rows = num_rows,
-                     .max_rows = max_rows,
-                     .logits = b.logits,
-                     .logits_stride = num_logits,
-                     // Tables that differ in padding rows: what only one of them has is never
-                     // drafted.
-                     .vocab_limit =
-                         map.tokens != nullptr ? num_logits : std::min(target_vocab, num_logits),
-                     .row_index = row_index,
-                     .seq_slot = rows.seq_slot,
-                     .positions = rows.positions,
-                     .seeds = b.sequences.seed,
-                     .temperatures = b.sequences.temperature,
-                     .tokens = b.drawn,
-                     .probabilities = b.draft_stop.probabilities,
-                     .draw_ahead = traits.draw_ahead,
-                     .token_map = map.tokens,
-                     .token_limit = target_vocab,
-                     .token_map_stride = map.stride,
-                     .steps_ahead = traits.advances_positions ? nullptr : steps});
+  // Tables that differ in padding rows: what only one of them has is never drafted.
+  const int32_t vocab_limit =
+      map.tokens != nullptr ? num_logits : std::min(target_vocab, num_logits);
+  if (extent.shapes_logits) {
+    // What the target would hardly draw is not worth drafting.
+    ctx.run(truncate_logits, TruncateLogitsParams{.num_rows = num_rows,
+                                                  .max_rows = extent.num_drafting,
+                                                  .logits = b.logits,
+                                                  .logits_stride = num_logits,
+                                                  .vocab_limit = vocab_limit,
+                                                  .row_index = row_index,
+                                                  .seq_slot = rows.seq_slot,
+                                                  .temperatures = b.sequences.temperature,
+                                                  .sampling = b.sampling});
+  }
+  ctx.run(draw, DrawParams{.num_rows = num_rows,
+                           .max_rows = extent.num_drafting,
+                           .logits = b.logits,
+                           .logits_stride = num_logits,
+                           .vocab_limit = vocab_limit,
+                           .row_index = row_index,
+                           .seq_slot = rows.seq_slot,
+                           .positions = rows.positions,
+                           .seeds = b.sequences.seed,
+                           .temperatures = b.sequences.temperature,
+                           .tokens = b.drawn,
+                           .probabilities = b.draft_stop.probabilities,
+                           .draw_ahead = traits.draw_ahead,
+                           .token_map = map.tokens,
+                           .token_limit = target_vocab,
+                           .token_map_stride = map.stride,
+                           .steps_ahead = traits.advances_positions ? nullptr : steps});
 }
 
 template <class Ctx>
 void Iteration::begin_prefill(Ctx& ctx, const IterationExtent& extent) const {
   const IterationBuffers& b = buffers_;
+  if (!extent.shapes_logits) return;
   ctx.run(clear_counts, ClearCountsParams{.num_slots = b.staged.num_resets,
                                           .max_slots = options_.shape.max_seqs,
                                           .slots = b.staged.reset_slots,
                                           .sampling = b.sampling});
-  ctx.run(count_prefill_tokens, CountPrefillTokensParams{.inputs = b.staged,
-                                                         .sampling = b.sampling,
-                                                         .max_seqs = extent.num_seqs});
+  ctx.run(count_prefill_tokens,
+          CountPrefillTokensParams{
+              .inputs = b.staged, .sampling = b.sampling, .max_seqs = extent.num_seqs});
 }
 
 template <class Ctx>
-void Iteration::verify(Ctx& ctx, const IterationExtent& extent) const {
+void Iteration::shape_logits(Ctx& ctx, const IterationExtent& extent, const PassRows& rows) const {
   const IterationBuffers& b = buffers_;
-  const PassRows rows = with_extent(b.verify_rows, extent.num_verify_rows, extent.num_seqs,
-                                    extent.verify_rows_per_seq);
-  ctx.run(assemble_verify_rows, AssembleVerifyRowsParams{b.staged, b.sequences, rows});
-  for (size_t g = 0; g < layout_.groups.size(); ++g) {
-    if (layout_.groups[g].owner == KvOwner::kTarget) {
-      build(ctx, rows, b.verify_metadata[g], /*padded_rows=*/0);
-    }
-  }
-  target_.forward(ctx, rows, b.verify_metadata, b.activations, b.target_hidden);
-  target_.logits(ctx, b.staged.num_logit_rows, extent.num_logit_rows, b.staged.logit_rows,
-                 b.activations, b.gathered, b.logits);
   ctx.run(adjust_logits, AdjustLogitsParams{.num_rows = b.staged.num_logit_rows,
                                             .max_rows = extent.num_logit_rows,
                                             .logits = b.logits,
@@ -352,6 +355,23 @@ void Iteration::verify(Ctx& ctx, const IterationExtent& extent) const {
                                                 .seq_slot = rows.seq_slot,
                                                 .temperatures = b.sequences.temperature,
                                                 .sampling = b.sampling});
+}
+
+template <class Ctx>
+void Iteration::verify(Ctx& ctx, const IterationExtent& extent) const {
+  const IterationBuffers& b = buffers_;
+  const PassRows rows = with_extent(b.verify_rows, extent.num_verify_rows, extent.num_seqs,
+                                    extent.verify_rows_per_seq);
+  ctx.run(assemble_verify_rows, AssembleVerifyRowsParams{b.staged, b.sequences, rows});
+  for (size_t g = 0; g < layout_.groups.size(); ++g) {
+    if (layout_.groups[g].owner == KvOwner::kTarget) {
+      build(ctx, rows, b.verify_metadata[g], /*padded_rows=*/0);
+    }
+  }
+  target_.forward(ctx, rows, b.verify_metadata, b.activations, b.target_hidden);
+  target_.logits(ctx, b.staged.num_logit_rows, extent.num_logit_rows, b.staged.logit_rows,
+                 b.activations, b.gathered, b.logits);
+  if (extent.shapes_logits) shape_logits(ctx, extent, rows);
   ctx.run(draw, DrawParams{.num_rows = b.staged.num_logit_rows,
                            .max_rows = extent.num_logit_rows,
                            .logits = b.logits,
@@ -378,6 +398,7 @@ void Iteration::verify(Ctx& ctx, const IterationExtent& extent) const {
     left -= 1;
   }
   ctx.run(accept, params);
+  if (!extent.shapes_logits) return;
   ctx.run(count_emitted_tokens, CountEmittedTokensParams{.inputs = b.staged,
                                                          .sampling = b.sampling,
                                                          .results = b.results,
@@ -413,8 +434,7 @@ void Iteration::first_draft_pass(Ctx& ctx, const IterationExtent& extent) const 
                  .hidden_rows = b.hidden_rows});
   draft_logits(ctx, speculator_, b.staged.num_drafting, extent.num_drafting, b.first_last_row,
                b.activations, b.draft_output);
-  draw_drafts(ctx, b.staged.num_drafting, extent.num_drafting, b.first_last_row, rows,
-              /*steps=*/nullptr);
+  draw_drafts(ctx, extent, b.staged.num_drafting, b.first_last_row, rows, /*steps=*/nullptr);
   ctx.run(begin_draft_steps,
           BeginDraftStepsParams{.inputs = b.staged,
                                 .sequences = b.sequences,
@@ -442,7 +462,7 @@ void Iteration::draft_step(Ctx& ctx, const IterationExtent& extent) const {
                 {.feedback = traits.feeds_hidden_back ? b.draft_output.feedback : nullptr});
   draft_logits(ctx, speculator_, rows.num_rows, rows.capacity, b.identity, b.activations,
                b.draft_output);
-  draw_drafts(ctx, rows.num_rows, rows.capacity, b.identity, rows, b.current_draft_step);
+  draw_drafts(ctx, extent, rows.num_rows, b.identity, rows, b.current_draft_step);
   ctx.run(store_draft, StoreDraftParams{.current_draft_step = b.current_draft_step,
                                         .rows = rows,
                                         .sequences = b.sequences,

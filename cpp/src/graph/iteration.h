@@ -65,11 +65,15 @@ struct IterationExtent {
   int32_t num_logit_rows = 0;
   int32_t verify_rows_per_seq = 0;  // of any sequence
   int32_t first_rows_per_seq = 0;
+  // Whether sequences may adjust or truncate their logits. If not, what would have nothing to do is
+  // left out; on a GPU even that takes time.
+  bool shapes_logits = true;
 };
 
 // Of any iteration that the shape allows; of one with `num_seqs` decoding sequences; of this one.
 [[nodiscard]] IterationExtent full_extent(const BatchShape& shape);
-[[nodiscard]] IterationExtent decode_extent(const BatchShape& shape, int32_t num_seqs);
+[[nodiscard]] IterationExtent decode_extent(const BatchShape& shape, int32_t num_seqs,
+                                            bool shapes_logits = true);
 [[nodiscard]] IterationExtent extent_of(const IterationInputs& inputs);
 
 struct IterationOptions {
@@ -117,13 +121,16 @@ class Iteration {
 
  private:
   [[nodiscard]] bool has_draft_passes() const;
+  // The target's logits as its sequences' parameters have them.
+  template <class Ctx>
+  void shape_logits(Ctx& ctx, const IterationExtent& extent, const PassRows& rows) const;
   // Whether the drafter's passes read KV of `group`.
   [[nodiscard]] bool is_drafted_from(size_t group) const;
   // One draft for each of the rows that `row_index` picks from a pass of the drafter. `steps` [1]:
   // draft steps so far; null in the first pass.
   template <class Ctx>
-  void draw_drafts(Ctx& ctx, const int32_t* num_rows, int32_t max_rows, const int32_t* row_index,
-                   const PassRows& rows, const int32_t* steps) const;
+  void draw_drafts(Ctx& ctx, const IterationExtent& extent, const int32_t* num_rows,
+                   const int32_t* row_index, const PassRows& rows, const int32_t* steps) const;
 
   IterationOptions options_;
   const KvLayout& layout_;

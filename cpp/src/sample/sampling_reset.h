@@ -18,13 +18,9 @@ PACELINE_HOST_DEVICE inline void reset_sampling(const SamplingState& s, const Sl
                                                 const int32_t* lists, int32_t worker,
                                                 int32_t num_workers) {
   const int64_t slot = reset.slot;
-  const bool has_penalty = reset.repetition_penalty != 1.0f || reset.presence_penalty != 0.0f ||
-                           reset.frequency_penalty != 0.0f;
-  const bool has_bans =
-      reset.num_bad_words > 0 || reset.has_allowed != 0 || reset.min_tokens > 0;
   if (worker == 0) {
-    s.adjusts[slot] = has_penalty || has_bans || reset.num_bias > 0 ? 1 : 0;
-    s.truncates[slot] = reset.top_k > 0 || reset.top_p < 1.0f || reset.min_p > 0.0f ? 1 : 0;
+    s.adjusts[slot] = reset.adjusts;
+    s.truncates[slot] = reset.truncates;
     s.repetition_penalty[slot] = reset.repetition_penalty;
     s.presence_penalty[slot] = reset.presence_penalty;
     s.frequency_penalty[slot] = reset.frequency_penalty;

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import sys
 import time
@@ -27,12 +28,19 @@ from paceline.bench.latency import (
 from paceline.bench.models import BenchModel, config_names, is_config_name, load, load_draft
 from paceline.config import DRAFT_DRIVERS, SpeculativeConfig, check_int, quoted
 from paceline.device import resolve_device
+from paceline.sampling import SamplingParams
 
 # Name and width of each column.
 _COLUMNS: Final = (
     ("configuration", 15), ("c", 4), ("ms/iter", 8), ("p99", 8), ("accept", 6), ("tok/s", 9),
     ("TTFT ms", 8), ("GB/iter", 8), ("GFLOP", 8), ("GB/s", 7), ("of floor", 8), ("idle", 6),
     ("host us", 8), ("start s", 8),
+)  # fmt: skip
+
+# What --sampling may name: what costs time.
+_SAMPLING: Final = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "min_tokens",
 )  # fmt: skip
 
 # How drafts are judged where nobody says: dummy weights would agree on nothing.
@@ -93,7 +101,16 @@ def add_parser(commands: Any) -> None:
     latency.add_argument("--concurrency", default="1,16,64", metavar="LIST")
     latency.add_argument("--input-len", type=int, default=64, metavar="N")
     latency.add_argument("--output-len", type=int, default=64, metavar="N")
-    latency.add_argument("--temperature", type=float, default=0.0, metavar="T")
+    latency.add_argument(
+        "--temperature", type=float, metavar="T", help="of every request (default: 0, greedy)"
+    )
+    latency.add_argument(
+        "--sampling",
+        action="append",
+        metavar="JSON",
+        help="instead: how every request samples, one row for each time it is given, for example "
+        '\'{"temperature": 1, "top_p": 0.95}\'; of ' + ", ".join(_SAMPLING),
+    )
     latency.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     latency.add_argument(
         "--device", default="auto", help="auto, cpu or cuda (default: auto; with --demo, cpu)"
@@ -128,34 +145,38 @@ def run_latency(args: argparse.Namespace) -> int:
     concurrency = _parse_concurrency(args.concurrency)
     for option in ("input_len", "output_len", "rounds"):
         check_int(option, getattr(args, option), 1)
+    samplings = _parse_samplings(args)
     is_quiet = args.json == "-"
     setup = _set_up(args, started)
     run_id = uuid.uuid4().hex[:12]
     rows: list[tuple[str, Measurement]] = []
     read_bandwidth = 0.0
-    for c in concurrency:
-        workload = Workload(c, args.input_len, args.output_len, args.temperature)
-        for name, drafter, speculation in _variants(setup):
-            print(f"measuring {name} at {c} sequences ...", file=sys.stderr, flush=True)
-            result = measure(
-                setup.target, drafter, speculation, workload, num_threads=args.num_threads,
-                rounds=args.rounds, use_null_device=args.host_only,
-                seconds_before=setup.seconds_before, is_traced=args.trace is not None,
-            )  # fmt: skip
-            if not rows:
-                # Not earlier, so that the first engine starts in a fresh process.
-                read_bandwidth = _measure_read_bandwidth(setup.device, args.num_threads)
-                if not is_quiet:
-                    _print_head(setup, read_bandwidth, result)
-            result = with_floor(result, setup.target, read_bandwidth)
-            rows.append((name, result))
+    for c, (name, drafter, speculation), sampling in itertools.product(
+        concurrency, list(_variants(setup)), samplings
+    ):
+        workload = Workload(c, args.input_len, args.output_len, sampling)
+        if len(samplings) > 1:
+            name += "".join(f" {key}={value:g}" for key, value in sampling.items())
+        print(f"measuring {name} at {c} sequences ...", file=sys.stderr, flush=True)
+        result = measure(
+            setup.target, drafter, speculation, workload, num_threads=args.num_threads,
+            rounds=args.rounds, use_null_device=args.host_only,
+            seconds_before=setup.seconds_before, is_traced=args.trace is not None,
+        )  # fmt: skip
+        if not rows:
+            # Not earlier, so that the first engine starts in a fresh process.
+            read_bandwidth = _measure_read_bandwidth(setup.device, args.num_threads)
             if not is_quiet:
-                _print_row(name, result)
-            report = _report(run_id, setup, read_bandwidth, rows)
-            if args.json is not None and not is_quiet:
-                _write_json(args.json, report)
-            if args.trace is not None:
-                _write_json(args.trace, _trace_table(run_id, setup, rows))
+                _print_head(setup, read_bandwidth, result)
+        result = with_floor(result, setup.target, read_bandwidth)
+        rows.append((name, result))
+        if not is_quiet:
+            _print_row(name, result)
+        report = _report(run_id, setup, read_bandwidth, rows)
+        if args.json is not None and not is_quiet:
+            _write_json(args.json, report)
+        if args.trace is not None:
+            _write_json(args.trace, _trace_table(run_id, setup, rows))
     if is_quiet:
         print(json.dumps(report))
     else:
@@ -175,6 +196,35 @@ def _parse_concurrency(text: str) -> list[int]:
     if not values or min(values) < 1 or max(values) > 1024:
         raise ValueError(f"concurrency is {text!r}; allowed: integers 1 to 1024, e.g. 1,16,64")
     return values
+
+
+def _parse_samplings(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """What --sampling and --temperature ask for; at least one entry, each with a temperature."""
+    samplings: list[dict[str, Any]]
+    if args.sampling is None:
+        samplings = [{"temperature": 0.0 if args.temperature is None else args.temperature}]
+    elif args.temperature is not None:
+        raise ValueError(
+            f"temperature is {args.temperature} and sampling is given too; "
+            "name the temperature in --sampling"
+        )
+    else:
+        samplings = [_parse_sampling(text) for text in args.sampling]
+    for sampling in samplings:
+        SamplingParams(**sampling)  # refuses values out of range
+    return samplings
+
+
+def _parse_sampling(text: str) -> dict[str, Any]:
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError:
+        values = None
+    if not isinstance(values, dict) or not set(values) <= set(_SAMPLING):
+        raise ValueError(
+            f"sampling is {text!r}; allowed: a JSON object with keys of {quoted(_SAMPLING)}"
+        )
+    return {"temperature": 0.0, **values}
 
 
 def _parse_drivers(text: str) -> list[str]:
@@ -345,15 +395,19 @@ def _report(
 
 def _speedups(rows: list[tuple[str, Measurement]]) -> list[dict[str, Any]]:
     """Speculative over plain tokens a second."""
-    plain = {r.workload.concurrency: r.output_tokens_per_s for n, r in rows if n == "plain"}
+
+    def key(row: Measurement) -> tuple[int, str]:
+        return row.workload.concurrency, json.dumps(row.workload.sampling)
+
+    plain = {key(row): row.output_tokens_per_s for _, row in rows if row.num_draft_tokens == 0}
     return [
         {
             "configuration": name,
             "concurrency": row.workload.concurrency,
-            "ratio": row.output_tokens_per_s / plain[row.workload.concurrency],
+            "ratio": row.output_tokens_per_s / plain[key(row)],
         }
         for name, row in rows
-        if name != "plain" and plain[row.workload.concurrency] > 0
+        if row.num_draft_tokens > 0 and plain[key(row)] > 0
     ]
 
 

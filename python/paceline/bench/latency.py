@@ -12,8 +12,8 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from paceline import _core
@@ -39,13 +39,13 @@ class Workload:
         concurrency: Requests, all at once.
         input_len: Prompt tokens of each.
         output_len: Tokens that each generates.
-        temperature: 0 = greedy.
+        sampling: How, in the names of `SamplingParams`; empty = greedy.
     """
 
     concurrency: int
     input_len: int
     output_len: int
-    temperature: float = 0.0
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def mean_context(self) -> float:
@@ -331,9 +331,9 @@ def _add(executor: _core.Executor, workload: Workload, vocab: int, rng: random.R
     prompt = [rng.randrange(vocab) for _ in range(workload.input_len)]
     request = executor.add_request(
         prompt,
-        temperature=workload.temperature,
         seed=rng.randrange(2**32),
         max_tokens=workload.output_len,
+        **{"temperature": 0.0, **workload.sampling},
     )
     assert request is not None  # the queue has no bound
     return request
