@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import sampling_jobs
 import tiny_models
 from paceline import LLM, SamplingParams, _core, cli
 from paceline.demo import demo_names, find_demo
@@ -257,6 +258,17 @@ def test_trained_drafters_change_no_token(name: str, driver: str, temperature: f
     assert tokens == demo_tokens(demo.target, temperature)
     least = 0.1 if name == "ngram" else 0.25
     assert stats["num_accepted_tokens"] > least * stats["num_draft_tokens"]
+
+
+@pytest.mark.parametrize("batch", sampling_jobs.BATCHES)
+@pytest.mark.parametrize("k", [1, 3, 8])
+@pytest.mark.parametrize("drafter", sampling_jobs.DRAFTERS)
+def test_sampling_parameters_change_no_token(drafter: str, k: int, batch: int) -> None:
+    """200 prompts, each with parameters of its own; in the large batch at every temperature."""
+    seen = sampling_jobs.check_cell(
+        drafter, k, batch, device="cuda", seed=5, is_full=batch > 1, is_tight=False
+    )
+    assert 0 < seen.accepted < seen.drafted
 
 
 def test_repeated_runs_agree(target: Path) -> None:

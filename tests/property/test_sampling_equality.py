@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampled speculative output == plain output with trained models, where drafts are really kept.
+
+200 prompts x k 1 to 8 x three drafters x five temperatures x random mixes of top-k, top-p, min-p,
+penalties and bias x batch 1 and 32 x room for blocks. Level 1 (CI) gives each prompt one of the
+temperatures, PACELINE_TEST_LEVEL=3 all of them. PACELINE_SEED replaces the seed; failures print it.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from sampling_jobs import BATCHES, DRAFTERS, Seen, check_cell
+
+SEED = int(os.environ.get("PACELINE_SEED", "20261121"))
+LEVEL = int(os.environ.get("PACELINE_TEST_LEVEL", "1"))
+
+totals = Seen()
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("k", range(1, 9))
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_speculative_output_is_plain_output(drafter: str, k: int, batch: int) -> None:
+    seen = check_cell(
+        drafter, k, batch, device="cpu", seed=SEED, is_full=LEVEL >= 3, is_tight=k % 2 == 0
+    )
+    assert 0 < seen.accepted < seen.drafted
+    totals.preemptions += seen.preemptions
+
+
+def test_sequences_were_preempted() -> None:
+    """Runs last; alone it runs a cell of its own."""
+    if totals.preemptions == 0:
+        totals.preemptions = check_cell(
+            "eagle3", 4, 32, device="cpu", seed=SEED, is_full=False, is_tight=True
+        ).preemptions
+    assert totals.preemptions > 0
