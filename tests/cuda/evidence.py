@@ -15,6 +15,7 @@ saw all the same.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import datetime
 import hashlib
 import json
@@ -48,6 +49,11 @@ def speculative(method: str, model: str, length: float) -> list[str]:
         "synthetic_acceptance_length": length,
     }
     return ["--speculative-config", json.dumps(config)]
+
+
+def sampling(*values: dict[str, float]) -> list[str]:
+    """Options of a bench: every row once with each."""
+    return [word for value in values for word in ("--sampling", json.dumps(value))]
 
 
 BENCH = ["-m", "paceline", "bench", "latency", "--device", "cuda", "--concurrency", "1,16,64"]
@@ -96,7 +102,6 @@ def run(
     title: str, command: list[str], summary: str, env: dict[str, str], limit: float
 ) -> dict[str, Any]:
     """Runs a command; `summary` is a pattern for the lines of its output to keep."""
-    print(f"== {title}", flush=True)
     start = time.monotonic()
     try:
         done = subprocess.run(
@@ -111,8 +116,7 @@ def run(
     lines = [line.strip() for line in output.splitlines() if re.search(summary, line)]
     if code != 0:
         print(output[:3000], "\n[...]\n", output[-5000:])
-    print("\n".join(lines[-40:]))
-    print(f"   exit {code}, {seconds} s", flush=True)
+    print("\n".join([f"== {title}: exit {code}, {seconds} s", *lines[-40:]]), flush=True)
     shown = [Path(part).name if part.startswith("/") else part for part in command]
     return {
         "title": title,
@@ -161,6 +165,15 @@ TESTS = (
 
 BENCHES = {
     "qwen3-8b": ["--config", "qwen3-8b", *speculative("eagle3", "qwen3-8b-eagle3", 2.34)],
+    # Greedy and sampled side by side, in one process.
+    "sampling": [
+        "--config",
+        "qwen3-8b",
+        *speculative("eagle3", "qwen3-8b-eagle3", 2.34),
+        *sampling({"temperature": 0}, {"temperature": 1}, {"temperature": 1, "top_p": 0.95}),
+        "--output-len",
+        "256",
+    ],
     "llama-3-8b": ["--config", "llama-3-8b", *speculative("eagle", "llama-3-8b-eagle", 1.95)],
     "gemma3-27b": [
         "--config",
@@ -262,6 +275,7 @@ SANITIZERS = {
     "synccheck": {"all": "*"},
     "racecheck": {"rest": REST, **RACECHECK},
 }
+SANITIZERS_AT_ONCE = 4
 SANITIZER_PARTS = [f"{tool}:{part}" for tool, parts in SANITIZERS.items() for part in parts]
 
 
@@ -275,7 +289,8 @@ def sanitize(wanted: list[str]) -> int:
         earlier = json.loads(SANITIZER_FILE.read_text())["results"]
         kept = [r for r in earlier if r["title"] in SANITIZER_PARTS and r["title"] not in titles]
     code = 0
-    for title in titles:
+
+    def run_one(title: str) -> dict[str, Any]:
         tool, part = title.split(":")
         command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
         command += [str(BUILD / "op_parity_test"), "--gtest_brief=1"]
@@ -283,9 +298,14 @@ def sanitize(wanted: list[str]) -> int:
         summary = r"ERROR SUMMARY|RACECHECK SUMMARY|" + GTEST
         result = run(title, command, summary, env, 300)
         # A part's own, since the parts take turns and racecheck's take the longest.
-        kept.append({**result, "date": today(), "source_hash": source_hash()})
-        kept.sort(key=lambda r: SANITIZER_PARTS.index(r["title"]))
-        code = write(SANITIZER_FILE, kept, {})  # at once: a later part may take too long
+        return {**result, "date": today(), "source_hash": source_hash()}
+
+    # The tools mostly keep one core busy each, and the GPU hardly.
+    with concurrent.futures.ThreadPoolExecutor(SANITIZERS_AT_ONCE) as pool:
+        for done in concurrent.futures.as_completed([pool.submit(run_one, t) for t in titles]):
+            kept.append(done.result())
+            kept.sort(key=lambda r: SANITIZER_PARTS.index(r["title"]))
+            code = write(SANITIZER_FILE, kept, {})  # at once: a later part may take too long
     return code
 
 
