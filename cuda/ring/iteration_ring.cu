@@ -86,6 +86,7 @@ __global__ void __launch_bounds__(1024) begin_kernel(const __grid_constant__ Beg
     *to.num_verify_rows = header.num_verify_rows;
     *to.num_first_rows = header.num_first_rows;
     *to.num_logit_rows = header.num_logit_rows;
+    *to.num_all_logit_rows = header.num_logit_rows + header.num_prompt_rows;
     *to.num_resets = header.num_resets;
   }
   const auto fetch = [&](int64_t offset, int32_t count, int32_t* into) {
@@ -102,7 +103,8 @@ __global__ void __launch_bounds__(1024) begin_kernel(const __grid_constant__ Beg
   fetch(args.offsets.verify_indptr, num_seqs + 1, to.verify_indptr);
   fetch(args.offsets.first_indptr, num_seqs + 1, to.first_indptr);
   fetch(args.offsets.logit_indptr, num_seqs + 1, to.logit_indptr);
-  fetch(args.offsets.logit_rows, header.num_logit_rows, to.logit_rows);
+  fetch(args.offsets.logit_rows, header.num_logit_rows + header.num_prompt_rows, to.logit_rows);
+  fetch(args.offsets.prompt_targets, header.num_prompt_rows, to.prompt_targets);
   if (header.has_prefill != 0) {
     fetch(args.offsets.prefill_tokens, header.num_verify_rows, to.prefill_tokens);
   }
@@ -124,10 +126,33 @@ struct EndArgs {
   std::byte* ring;
   SlotOffsets offsets;
   int32_t num_slots;
-  int64_t* counter;               // [1], incremented
-  const int32_t* num_seqs;        // [1]
+  int64_t* counter;  // [1], incremented
+  StagedInputs staged;
+  SamplingState sampling;
   const SequenceResult* results;  // [max_seqs]
+  const TokenLogprob* logprobs;   // [max_logit_rows, 1 + max_logprobs]; null: there are none
+  int32_t logprob_row_words;      // of such a row
 };
+
+// The rows of logprobs that somebody wants, of sequences by a warp each and of prompts by all.
+__device__ void publish_logprobs(const EndArgs& args, std::byte* ring_slot) {
+  const auto thread = static_cast<int32_t>(threadIdx.x);
+  const auto num_threads = static_cast<int32_t>(blockDim.x);
+  const int64_t row_words = args.logprob_row_words;
+  const auto* const from = reinterpret_cast<const int32_t*>(args.logprobs);
+  auto* const to = reinterpret_cast<int32_t*>(ring_slot + args.offsets.logprobs);
+  for (int32_t i = thread / 32; i < *args.staged.num_seqs; i += num_threads / 32) {
+    if (args.sampling.num_logprobs[args.staged.seq_slot[i]] < 0) continue;
+    const int64_t begin = args.staged.logit_indptr[i] * row_words;
+    const int64_t end = begin + args.results[i].emitted_len * row_words;
+    for (int64_t word = begin + thread % 32; word < end; word += 32) to[word] = from[word];
+  }
+  const int64_t end = *args.staged.num_all_logit_rows * row_words;
+  for (int64_t word = *args.staged.num_logit_rows * row_words + thread; word < end;
+       word += num_threads) {
+    to[word] = from[word];
+  }
+}
 
 __global__ void __launch_bounds__(1024) end_kernel(const __grid_constant__ EndArgs args) {
   let_successor_start();
@@ -137,11 +162,12 @@ __global__ void __launch_bounds__(1024) end_kernel(const __grid_constant__ EndAr
   static_assert(sizeof(SequenceResult) % 4 == 0);
   const auto* const from = reinterpret_cast<const int32_t*>(args.results);
   auto* const to = reinterpret_cast<int32_t*>(slot + args.offsets.results);
-  const int32_t count = *args.num_seqs * static_cast<int32_t>(sizeof(SequenceResult) / 4);
+  const int32_t count = *args.staged.num_seqs * static_cast<int32_t>(sizeof(SequenceResult) / 4);
   for (int32_t i = static_cast<int32_t>(threadIdx.x); i < count;
        i += static_cast<int32_t>(blockDim.x)) {
     to[i] = from[i];
   }
+  if (args.logprobs != nullptr) publish_logprobs(args, slot);
   __threadfence_system();
   __syncthreads();
   if (threadIdx.x != 0) return;
@@ -194,6 +220,7 @@ IterationRing::IterationRing(const BatchShape& shape, const KvLayout& layout, in
   offsets_.first_indptr = ints(shape.max_seqs + 1);
   offsets_.logit_indptr = ints(shape.max_seqs + 1);
   offsets_.logit_rows = ints(shape.max_logit_rows);
+  offsets_.prompt_targets = ints(shape.max_prompt_rows);
   offsets_.prefill_tokens = ints(shape.max_verify_rows);
   offsets_.resets = place(int64_t{shape.max_seqs} * static_cast<int64_t>(sizeof(SlotReset)));
   constexpr int32_t kMostListWords = 2 * kMaxLogitBias + kMaxBadWords + kMaxBadWordTokens;
@@ -204,6 +231,11 @@ IterationRing::IterationRing(const BatchShape& shape, const KvLayout& layout, in
       place(int64_t{offsets_.max_table_writes} * static_cast<int64_t>(sizeof(TableWrite)));
   offsets_.outcome = place(sizeof(SlotOutcomeHeader));
   offsets_.results = place(int64_t{shape.max_seqs} * static_cast<int64_t>(sizeof(SequenceResult)));
+  if (shape.max_logprobs > 0) {
+    logprob_row_words_ =
+        (1 + shape.max_logprobs) * static_cast<int32_t>(sizeof(TokenLogprob) / sizeof(int32_t));
+    offsets_.logprobs = ints(int64_t{shape.max_logit_rows} * logprob_row_words_);
+  }
   offsets_.bytes = (at + 4095) / 4096 * 4096;
   order_.reserve(static_cast<size_t>(offsets_.max_table_writes));
   table_writes_.reserve(static_cast<size_t>(offsets_.max_table_writes));
@@ -261,6 +293,7 @@ void IterationRing::write(const IterationInputs& in) {
                              .num_verify_rows = in.num_verify_rows,
                              .num_first_rows = in.num_first_rows,
                              .num_logit_rows = in.num_logit_rows,
+                             .num_prompt_rows = in.num_prompt_rows,
                              .num_resets = num_resets,
                              .num_list_words = num_list_words,
                              .num_table_writes = num_writes,
@@ -273,7 +306,8 @@ void IterationRing::write(const IterationInputs& in) {
   put(offsets_.verify_indptr, in.verify_indptr, in.num_seqs + 1);
   put(offsets_.first_indptr, in.first_indptr, in.num_seqs + 1);
   put(offsets_.logit_indptr, in.logit_indptr, in.num_seqs + 1);
-  put(offsets_.logit_rows, in.logit_rows, in.num_logit_rows);
+  put(offsets_.logit_rows, in.logit_rows, in.num_logit_rows + in.num_prompt_rows);
+  if (in.num_prompt_rows > 0) put(offsets_.prompt_targets, in.prompt_targets, in.num_prompt_rows);
   if (in.has_prefill) put(offsets_.prefill_tokens, in.prefill_tokens, in.num_verify_rows);
   if (num_resets > 0) put(offsets_.resets, in.resets, num_resets);
   if (num_list_words > 0) put(offsets_.lists, in.lists, num_list_words);
@@ -298,14 +332,18 @@ void IterationRing::enqueue_begin(CudaContext& ctx, const StagedInputs& staged,
   cuda::launch(ctx, "begin iteration", &cuda::begin_kernel, dim3(1), dim3(1024), 0, args);
 }
 
-void IterationRing::enqueue_end(CudaContext& ctx, const int32_t* num_seqs,
-                                const SequenceResult* results) const {
+void IterationRing::enqueue_end(CudaContext& ctx, const StagedInputs& staged,
+                                const SamplingState& sampling, const SequenceResult* results,
+                                const TokenLogprob* logprobs) const {
   const cuda::EndArgs args = {.ring = data_,
                               .offsets = offsets_,
                               .num_slots = num_slots_,
                               .counter = device_counter_,
-                              .num_seqs = num_seqs,
-                              .results = results};
+                              .staged = staged,
+                              .sampling = sampling,
+                              .results = results,
+                              .logprobs = logprobs,
+                              .logprob_row_words = logprob_row_words_};
   cuda::launch(ctx, "end iteration", &cuda::end_kernel, dim3(1), dim3(1024), 0, args);
 }
 
@@ -317,6 +355,10 @@ bool IterationRing::is_complete(int64_t iteration) const {
 
 const SequenceResult* IterationRing::results(int64_t iteration) const {
   return reinterpret_cast<const SequenceResult*>(slot(iteration) + offsets_.results);
+}
+
+const TokenLogprob* IterationRing::logprobs(int64_t iteration) const {
+  return reinterpret_cast<const TokenLogprob*>(slot(iteration) + offsets_.logprobs);
 }
 
 const SlotOutcomeHeader& IterationRing::outcome(int64_t iteration) const {

@@ -30,6 +30,7 @@ struct SlotHeader {
   int32_t num_verify_rows;
   int32_t num_first_rows;
   int32_t num_logit_rows;
+  int32_t num_prompt_rows;
   int32_t num_resets;
   int32_t num_list_words;
   int32_t num_table_writes;
@@ -45,7 +46,8 @@ struct SlotOutcomeHeader {
 
 struct SlotOffsets {
   int64_t seq_slot, kind, prefill_start, next_token, verify_indptr, first_indptr, logit_indptr,
-      logit_rows, prefill_tokens, resets, lists, table_writes, outcome, results, bytes;
+      logit_rows, prompt_targets, prefill_tokens, resets, lists, table_writes, outcome, results,
+      logprobs, bytes;
   int32_t max_table_writes;
   int32_t max_list_words;
 };
@@ -65,11 +67,14 @@ class IterationRing {
   void enqueue_begin(CudaContext& ctx, const StagedInputs& staged, const SequenceState& sequences,
                      const SamplingState& sampling, const BlockTable* tables,
                      int32_t num_tables) const;
-  void enqueue_end(CudaContext& ctx, const int32_t* num_seqs, const SequenceResult* results) const;
+  // `logprobs` null: there are none.
+  void enqueue_end(CudaContext& ctx, const StagedInputs& staged, const SamplingState& sampling,
+                   const SequenceResult* results, const TokenLogprob* logprobs) const;
 
   // Host: what the device has written.
   [[nodiscard]] bool is_complete(int64_t iteration) const;
   [[nodiscard]] const SequenceResult* results(int64_t iteration) const;
+  [[nodiscard]] const TokenLogprob* logprobs(int64_t iteration) const;
   [[nodiscard]] const SlotOutcomeHeader& outcome(int64_t iteration) const;
 
   [[nodiscard]] int64_t bytes() const { return offsets_.bytes * num_slots_; }
@@ -82,6 +87,7 @@ class IterationRing {
   void keep_last_writes(const std::vector<TableWrite>& writes);
 
   SlotOffsets offsets_{};
+  int32_t logprob_row_words_ = 0;  // of a row of logits
   int32_t num_slots_;
   std::vector<int32_t> order_;            // scratch of keep_last_writes
   std::vector<TableWrite> table_writes_;  // what it leaves

@@ -18,20 +18,15 @@
 #include "common/mma.cuh"
 #include "common/reduce.cuh"
 #include "sample/logits.h"
+#include "sample/row_pieces.cuh"
 #include "sample/truncate_rules.h"
 
 namespace paceline {
 namespace cuda {
 namespace {
 
-constexpr int32_t kBlocks = 8;  // of a cluster
-constexpr int32_t kThreads = 512;
-constexpr int32_t kWarps = kThreads / 32;
 constexpr int32_t kMaxBins = kMaxDigitValues / kBlocks;  // that a block adds up
 static_assert(kMaxBins <= kThreads && kMaxBins % 32 == 0);
-
-constexpr size_t kMaxSharedBytes = 227 << 10;  // of a block
-constexpr int32_t kBlocksPerSm = 2;            // where shared memory allows for it
 
 // Beside the block's logits. What other blocks of the cluster read is written before one
 // cluster_barrier and, between that one and the next, only read.
@@ -47,69 +42,6 @@ struct Shared {
   uint64_t found_above;
   int32_t found_bin;
 };
-
-__device__ __forceinline__ uint64_t warp_sum(uint64_t value) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(kAllLanes, value, step);
-  return value;
-}
-
-// A block's part of a row.
-struct Piece {
-  float* logits;        // of the first id, in global memory
-  int32_t count;        // ids that there are
-  const float* values;  // [size] comparable, in shared memory; -inf behind `count`
-  int32_t size;         // a multiple of 4
-  int32_t rank;         // of the block in its cluster
-
-  // Calls visit(index, values) with four values at a time.
-  template <class Visit>
-  __device__ __forceinline__ void for_quads(const Visit& visit) const {
-    for (int32_t i = static_cast<int32_t>(threadIdx.x) * 4; i < size; i += kThreads * 4) {
-      float four[4];
-      load_vector(values + i, four);
-      visit(i, four);
-    }
-  }
-};
-
-template <bool kIsVector>
-__device__ __forceinline__ float load_piece(const Piece& piece, float* values) {
-  float highest = negative_infinity();
-  for (int32_t i = static_cast<int32_t>(threadIdx.x) * 4; i < piece.size; i += kThreads * 4) {
-    float four[4];
-    if (kIsVector && i + 4 <= piece.count) {
-      load_vector(piece.logits + i, four);
-    } else {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        four[j] = i + j < piece.count ? piece.logits[i + j] : negative_infinity();
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      four[j] = comparable(four[j]);
-      highest = fmaxf(highest, four[j]);
-    }
-    store_vector(four, values + i);
-  }
-  return highest;
-}
-
-// The key of the highest logit of the row.
-__device__ __forceinline__ uint32_t highest_key(float highest_of_thread, Shared& shared) {
-  const int32_t thread = static_cast<int32_t>(threadIdx.x);
-  const uint32_t of_warp = __reduce_max_sync(kAllLanes, to_ordered(highest_of_thread));
-  if (thread % 32 == 0) shared.warp_words[thread / 32] = of_warp;
-  __syncthreads();
-  if (thread < 32) {
-    const uint32_t of_block = __reduce_max_sync(kAllLanes, shared.warp_words[thread % kWarps]);
-    if (thread == 0) shared.highest = of_block;
-  }
-  cluster_barrier();
-  const uint32_t of_other = *in_cluster(&shared.highest, thread % kBlocks);
-  return __reduce_max_sync(kAllLanes, of_other);
-}
 
 __device__ __forceinline__ void add(Shared& shared, int32_t bin, uint64_t amount) {
   const auto low = static_cast<uint32_t>(amount);
@@ -224,26 +156,26 @@ __device__ __forceinline__ uint32_t search(const Piece& piece, Shared& shared, u
 }
 
 template <bool kIsVector>
-__device__ __forceinline__ void exclude_below(const Piece& piece, float threshold) {
+__device__ __forceinline__ void exclude_below(const Piece& piece, float threshold, float* logits) {
   piece.for_quads([&](int32_t i, const float (&four)[4]) {
     const bool is_excluded[4] = {!(four[0] >= threshold), !(four[1] >= threshold),
                                  !(four[2] >= threshold), !(four[3] >= threshold)};
     const bool are_all = is_excluded[0] && is_excluded[1] && is_excluded[2] && is_excluded[3];
     if (kIsVector && are_all && i + 4 <= piece.count) {
       const float none = negative_infinity();
-      store_vector({none, none, none, none}, piece.logits + i);
+      store_vector({none, none, none, none}, logits + i);
       return;
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      if (is_excluded[j] && i + j < piece.count) piece.logits[i + j] = negative_infinity();
+      if (is_excluded[j] && i + j < piece.count) logits[i + j] = negative_infinity();
     }
   });
 }
 
 template <bool kIsVector>
 __device__ void truncate_row(const RowLimits& limits, int32_t vocab_limit, const Piece& piece,
-                             float* values, Shared& shared) {
+                             float* logits, float* values, Shared& shared) {
   const uint32_t highest = highest_key(load_piece<kIsVector>(piece, values), shared);
   const float highest_logit = from_ordered(highest);
   if (highest_logit > negative_infinity() && highest_logit < -negative_infinity()) {
@@ -262,7 +194,7 @@ __device__ void truncate_row(const RowLimits& limits, int32_t vocab_limit, const
     if (limits.min_p > 0.0f) {
       lowest_kept = max(lowest_kept, min_p_key(highest_logit, limits.temperature, limits.min_p));
     }
-    if (lowest_kept != 0) exclude_below<kIsVector>(piece, from_ordered(lowest_kept));
+    if (lowest_kept != 0) exclude_below<kIsVector>(piece, from_ordered(lowest_kept), logits);
   }
   // Nobody goes on, or leaves, while others read what it shares.
   cluster_barrier();
@@ -297,12 +229,10 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, kBlo
       for (uint32_t bits = bounded[word]; bits != 0; bits &= bits - 1) {
         const int32_t at = word * 32 + __ffs(static_cast<int>(bits)) - 1;
         const auto row = static_cast<int32_t>(first + int64_t{at} * num_clusters);
-        const Piece piece = {.logits = p.logits + row * p.logits_stride + first_id,
-                             .count = count,
-                             .values = values,
-                             .size = piece_size,
-                             .rank = rank};
-        truncate_row<kIsVector>(row_limits(p, row), p.vocab_limit, piece, values, shared);
+        float* const logits = p.logits + row * p.logits_stride + first_id;
+        const Piece piece = {
+            .logits = logits, .count = count, .values = values, .size = piece_size, .rank = rank};
+        truncate_row<kIsVector>(row_limits(p, row), p.vocab_limit, piece, logits, values, shared);
       }
     }
   }
@@ -323,11 +253,7 @@ void run(CudaContext& ctx, const TruncateLogitsParams& p) {
   PACELINE_CHECK(value_bytes <= kMaxValueBytes, "truncate_logits of ", p.vocab_limit,
                  " ids; at most ", kBlocks * (kMaxValueBytes / 16 * 4));
   const bool has_room = kBlocksPerSm * (value_bytes + sizeof(Shared) + 2048) <= kMaxSharedBytes;
-  // A cluster stays within a group of processors, of which 16 or 18 share one: two of eight fit.
-  // One cluster more than run at once would double the time of a batch.
-  constexpr int32_t kGroupSms = 16;
-  const int32_t num_groups = std::max(ctx.num_sms / kGroupSms, 1);
-  const int32_t num_clusters = num_groups * (has_room ? kBlocksPerSm : 1) * (kGroupSms / kBlocks);
+  const int32_t num_clusters = num_row_clusters(ctx, has_room ? kBlocksPerSm : 1);
   launch(ctx, "truncate_logits", kKernel,
          dim3(kBlocks, static_cast<unsigned>(std::min(p.max_rows, num_clusters))), dim3(kThreads),
          value_bytes, p, piece_size);

@@ -146,6 +146,7 @@ constexpr std::array kOptionFields = {
     option_field("kv_cache_bytes", [](auto& o) -> auto& { return o.kv_cache_bytes; }),
     option_field("block_size", [](auto& o) -> auto& { return o.block_size; }),
     option_field("num_threads", [](auto& o) -> auto& { return o.num_threads; }),
+    option_field("max_logprobs", [](auto& o) -> auto& { return o.max_logprobs; }),
     option_field("num_speculative_tokens",
                  [](auto& o) -> auto& { return o.speculative.num_speculative_tokens; }),
     option_field("accept_method", [](auto& o) -> auto& { return o.speculative.accept_method; }),
@@ -272,6 +273,19 @@ py::object logits_array(const RequestEvent& event, int32_t vocab_size) {
   return array;
 }
 
+// A list a token of tuples (token id, logprob, rank).
+py::list logprobs_list(const std::vector<std::vector<TokenLogprob>>& tokens) {
+  py::list result;
+  for (const std::vector<TokenLogprob>& entries : tokens) {
+    py::list list;
+    for (const TokenLogprob& entry : entries) {
+      list.append(py::make_tuple(entry.token, entry.logprob, entry.rank));
+    }
+    result.append(std::move(list));
+  }
+  return result;
+}
+
 // An event with what is needed to show it.
 struct PyRequestEvent {
   RequestEvent event;
@@ -396,6 +410,20 @@ void register_event(py::module_& module) {
           "token_ids", [](const PyRequestEvent& self) { return self.event.token_ids; },
           "Newly emitted token ids, a new list at each access.")
       .def_property_readonly(
+          "logprobs", [](const PyRequestEvent& self) { return logprobs_list(self.event.logprobs); },
+          "With `logprobs`, for each of `token_ids` a list of tuples (token id, logprob, rank): "
+          "of the token itself, then of the most probable ones, best first. Else empty.")
+      .def_property_readonly(
+          "prompt_logprobs",
+          [](const PyRequestEvent& self) -> py::object {
+            if (self.event.prompt_logprobs == nullptr) {
+              return py::none();
+            }
+            return logprobs_list(*self.event.prompt_logprobs);
+          },
+          "With `prompt_logprobs`, the same for the prompt's tokens from the second on, in the "
+          "event of the first token; else None.")
+      .def_property_readonly(
           "finish_reason",
           [](const PyRequestEvent& self) { return finish_reason_name(self.event.finish_reason); },
           "None while the request goes on, else \"stop\", \"length\", \"cancelled\" or \"error\".")
@@ -481,8 +509,8 @@ Raises:
              int32_t top_k, double top_p, double min_p, double repetition_penalty,
              double presence_penalty, double frequency_penalty, int32_t min_tokens,
              const std::vector<std::pair<int32_t, float>>& logit_bias,
-             std::vector<std::vector<int32_t>> bad_words,
-             std::vector<int32_t> allowed_token_ids) {
+             std::vector<std::vector<int32_t>> bad_words, std::vector<int32_t> allowed_token_ids,
+             int32_t logprobs, int32_t prompt_logprobs) {
             Request request;
             request.prompt = std::move(prompt);
             request.sampling.temperature = temperature;
@@ -501,6 +529,8 @@ Raises:
             }
             request.sampling.bad_words = std::move(bad_words);
             request.sampling.allowed_token_ids = std::move(allowed_token_ids);
+            request.sampling.logprobs = logprobs;
+            request.sampling.prompt_logprobs = prompt_logprobs;
             request.score_prompt = score_prompt;
             return self.call(
                 [&](Executor& executor) { return executor.add_request(std::move(request)); });
@@ -513,7 +543,8 @@ Raises:
           py::arg("min_tokens") = 0,
           py::arg("logit_bias") = std::vector<std::pair<int32_t, float>>{},
           py::arg("bad_words") = std::vector<std::vector<int32_t>>{},
-          py::arg("allowed_token_ids") = std::vector<int32_t>{}, R"doc(Queues a request.
+          py::arg("allowed_token_ids") = std::vector<int32_t>{}, py::arg("logprobs") = -1,
+          py::arg("prompt_logprobs") = -1, R"doc(Queues a request.
 
 Args:
     prompt: Token ids, at least one, each in [0, vocab_size).
@@ -533,6 +564,9 @@ Args:
     logit_bias: (token, bias) pairs, added first; at most 1024, each token once.
     bad_words: Sequences of tokens that are never completed; at most 128, of 1024 tokens in all.
     allowed_token_ids: Everything else is ruled out; empty: nothing is.
+    logprobs: Of every emitted token, and of the most probable so many at its place, from the
+        target's logits before all of the above; at most the option max_logprobs, -1 = none.
+    prompt_logprobs: The same of the prompt's tokens, but for the first.
 
 Returns:
     The request's id, or None when the queue is full.

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from paceline.llm import LLM
     from paceline.outputs import (
         CompletionOutput,
+        Logprob,
         RequestError,
         RequestMetrics,
         RequestOutput,
@@ -42,6 +43,7 @@ __all__ = [
     "DeviceError",
     "EngineConfig",
     "InternalError",
+    "Logprob",
     "ModelFileError",
     "ModelNotFoundError",
     "OutOfMemoryError",
@@ -62,6 +64,7 @@ _MODULE_OF = {
     "SpeculativeConfig": "paceline.config",
     "EngineConfig": "paceline.config",
     "CompletionOutput": "paceline.outputs",
+    "Logprob": "paceline.outputs",
     "RequestError": "paceline.outputs",
     "RequestMetrics": "paceline.outputs",
     "RequestOutput": "paceline.outputs",

@@ -149,6 +149,11 @@ def _add_generate(commands: Any) -> None:
     )
     sampling.add_argument("--seed", type=int, default=0, metavar="N", help="(default: 0)")
     _add_token_choice(sampling)
+    for flag, text in (
+        ("--logprobs", "report how probable each token was, and the N most probable ones"),
+        ("--prompt-logprobs", "the same of the prompt's tokens"),
+    ):
+        sampling.add_argument(flag, type=int, metavar="N", help=text)
     _add_stopping(parser.add_argument_group("stopping"))
     engine = parser.add_argument_group("engine")
     engine.add_argument(
@@ -282,6 +287,7 @@ def _parse_logit_bias(text: str) -> list[tuple[int, Any]]:
 def _run_generate(args: argparse.Namespace) -> int:
     from paceline.config import SpeculativeConfig
     from paceline.llm import LLM
+    from paceline.logprobs import logprob_lines, needed_max_logprobs
     from paceline.memory import memory_plan
 
     params = _sampling_params(args)
@@ -301,6 +307,7 @@ def _run_generate(args: argparse.Namespace) -> int:
         "block_size": args.block_size,
         "num_threads": args.num_threads,
         "max_num_seqs": 1,
+        "max_logprobs": needed_max_logprobs(params),
     }
     show_progress = not (args.quiet or args.json)
     with LLM(model, speculative_config=speculative, show_progress=show_progress, **engine) as llm:
@@ -322,7 +329,7 @@ def _run_generate(args: argparse.Namespace) -> int:
         print(json.dumps(report))
     elif not args.quiet:
         print(_RULE)
-        print("\n".join(report_lines(output, plain)))
+        print("\n".join([*logprob_lines(output), *report_lines(output, plain)]))
     if not is_same:
         print(
             "paceline: error: speculative and plain decoding wrote different tokens",
@@ -429,6 +436,8 @@ def _rate(tokens_per_second: float | None) -> str:
 
 
 def _json_report(output: RequestOutput, plain: RequestOutput | None) -> dict[str, Any]:
+    from paceline.logprobs import logprobs_as_json
+
     completion = output.outputs[0]
     report: dict[str, Any] = {
         "prompt": output.prompt,
@@ -437,6 +446,7 @@ def _json_report(output: RequestOutput, plain: RequestOutput | None) -> dict[str
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
+        **logprobs_as_json(output),
         "metrics": output.metrics.to_dict(),
     }
     if plain is not None:

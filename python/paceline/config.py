@@ -18,6 +18,7 @@ from typing import Any, Final
 
 MAX_SPECULATIVE_TOKENS: Final = 16
 MAX_SEED: Final = 2**64 - 1
+MAX_LOGPROBS: Final = 64
 
 METHODS: Final = ("draft_model", "eagle", "eagle3", "gemma4_mtp", "ngram")
 LATER_METHODS: Final = ("mtp", "suffix")
@@ -422,6 +423,8 @@ class EngineConfig:
         num_threads: CPU threads of the ops, on device "cpu"; None = all cores that the process may
             use.
         seed: Seeds requests that have no seed of their own, 0 to 2**64 - 1.
+        max_logprobs: The most probable tokens whose logprobs a request may ask for, 0 to 64; 0 =
+            none may ask for logprobs, and no memory is taken for them.
     """
 
     device: str = "auto"
@@ -434,6 +437,7 @@ class EngineConfig:
     block_size: int = 16
     num_threads: int | None = None
     seed: int = 0
+    max_logprobs: int = 20
 
     def __post_init__(self) -> None:
         check_device(self.device)
@@ -441,6 +445,7 @@ class EngineConfig:
         self._check("max_num_seqs", 1, 1024)
         self._check("block_size", 1, 256)
         self._check("seed", 0, MAX_SEED)
+        self._check("max_logprobs", 0, MAX_LOGPROBS)
         for key in ("max_model_len", "max_num_batched_tokens", "prefill_chunk_size"):
             self._check(key, 1, 2**31 - 1, is_optional=True)
         self._check("kv_cache_bytes", 1, 2**63 - 1, is_optional=True)

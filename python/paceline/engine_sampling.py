@@ -72,6 +72,10 @@ def engine_arguments(params: SamplingParams, target: LoadedModel) -> dict[str, A
         arguments["bad_words"] = bad_words
     if allowed:
         arguments["allowed_token_ids"] = allowed
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(params, name)
+        if value is not None:
+            arguments[name] = value
     return arguments
 
 

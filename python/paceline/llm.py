@@ -41,6 +41,7 @@ from paceline.loader import (
     load_dummy,
     load_dummy_drafter,
 )
+from paceline.logprobs import LogprobReader, check_logprobs
 from paceline.memory import default_kv_cache_bytes, group_max_bytes, memory_plan
 from paceline.outputs import RequestError, RequestOutput
 from paceline.sampling import SamplingParams
@@ -92,6 +93,7 @@ class LLM:
         block_size: int = 16,
         num_threads: int | None = None,
         seed: int = 0,
+        max_logprobs: int = 20,
         show_progress: bool = True,
     ) -> None:
         """Loads the models and starts the engine.
@@ -122,6 +124,9 @@ class LLM:
             block_size: Tokens of a KV block.
             num_threads: CPU threads; None = all cores that the process may use.
             seed: Seeds requests that have no seed of their own.
+            max_logprobs: The most probable tokens whose logprobs a request may ask for, 0 to 64. 0
+                = none may ask for logprobs, and no memory is taken for them; else they take about
+                as much as the logits do.
             show_progress: Show progress bars while loading and while graphs are captured, where
                 standard error is a terminal. (What memory is used for is logged at level INFO by
                 the logger "paceline".)
@@ -146,6 +151,7 @@ class LLM:
             block_size=block_size,
             num_threads=num_threads,
             seed=seed,
+            max_logprobs=max_logprobs,
         )
         speculative = None
         draft = None
@@ -273,6 +279,7 @@ class LLM:
             "block_size": config.block_size,
             "num_threads": config.num_threads or 0,
             "num_speculative_tokens": k,
+            "max_logprobs": config.max_logprobs,
         }
         if speculative is not None:
             options["accept_method"] = speculative.rejection_sample_method
@@ -497,8 +504,10 @@ class LLM:
             name = f"prompts[{index}]" if len(listed) > 1 else "prompt"
             # One token of room, for the first output token.
             text, token_ids = self._encode(prompt, name, max_len=self.max_model_len - 1)
+            check_logprobs(param, self.config.max_logprobs)
             checked.append((text, token_ids, param, engine_arguments(param, self.target)))
         tokenizer = self.target.tokenizer
+        logprobs = LogprobReader(tokenizer)
         # Nothing fails from here on, so that a refused call numbers no request.
         return [
             Request(
@@ -510,6 +519,7 @@ class LLM:
                 detokenizer=None
                 if tokenizer is None
                 else IncrementalDetokenizer(tokenizer.decode, token_ids),
+                logprobs=logprobs,
             )
             for index, (text, token_ids, param, sampling) in enumerate(checked)
         ]

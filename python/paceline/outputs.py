@@ -8,6 +8,26 @@ from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Logprob:
+    """How probable the target found a token at a place, whatever the sampling parameters.
+
+    Attributes:
+        logprob: Natural logarithm of its probability.
+        rank: 1 and how many tokens are more probable there; equals share a rank.
+        decoded_token: The token as text, special tokens included; None when the checkpoint has no
+            tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+# At one place: the token that is there, then the most probable ones, best first; by token id.
+TokenLogprobs = dict[int, Logprob]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """The text that continues a prompt.
 
@@ -17,18 +37,22 @@ class CompletionOutput:
             checkpoint has no tokenizer.
         token_ids: The output tokens, up to the stop token or the token that completed a stop
             string, which is included.
-        logprobs: None: not there yet.
+        logprobs: With `SamplingParams.logprobs`, for each of `token_ids` a dict from token ids to
+            `Logprob`: the token itself first, then the most probable ones, best first, where a
+            token that is both is there once. Else None.
         finish_reason: "stop" (a stop token or a stop string), "length" (max_tokens or
             max_model_len) or "error".
         stop_reason: The stop string, or the id among `stop_token_ids`, that ended the request; else
             None, also at the checkpoint's own end-of-sequence ids.
+        cumulative_logprob: The sum of the logprobs of `token_ids`; None without `logprobs`.
     """
 
     text: str
     token_ids: list[int]
-    logprobs: None
+    logprobs: list[TokenLogprobs] | None
     finish_reason: str
     stop_reason: str | int | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,6 +105,9 @@ class RequestOutput:
         outputs: One completion.
         metrics: Times and counters.
         error: What happened, when `outputs[0].finish_reason` is "error"; else None.
+        prompt_logprobs: With `SamplingParams.prompt_logprobs`, for each of `prompt_token_ids` what
+            `CompletionOutput.logprobs` has for the output; None for the first, which nothing comes
+            before. None without it, and when the request failed before the prompt was through.
     """
 
     prompt: str | None
@@ -88,6 +115,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
     error: str | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,6 +129,8 @@ class StreamChunk:
         token_ids: New tokens; also those whose text comes later.
         finished: The request has ended; its last chunk.
         output: The whole output in the last chunk, else None.
+        logprobs: Of `token_ids`, as in `CompletionOutput`; None without `SamplingParams.logprobs`.
+        prompt_logprobs: As in `RequestOutput`, in the first chunk that has tokens; else None.
     """
 
     index: int
@@ -108,6 +138,8 @@ class StreamChunk:
     token_ids: list[int]
     finished: bool
     output: RequestOutput | None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 class RequestError(RuntimeError):

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from paceline.config import MAX_SEED, check_int
+from paceline.config import MAX_LOGPROBS, MAX_SEED, check_int
 
 MAX_STOP_TOKEN_IDS: Final = 8
 MAX_STOP_STRINGS: Final = 16
@@ -73,6 +73,10 @@ class SamplingParams(metaclass=_RefuseUnknownKeywords):
         ignore_eos: Do not end at the checkpoint's end-of-sequence ids.
         seed: Same seed, prompt and model: same tokens, whatever else runs. None = derived from the
             LLM's seed and the number of the request, see `LLM.generate`.
+        logprobs: Return how probable the target found each output token, and this many of the
+            most probable tokens at its place; 0 = the token alone, None = nothing. At most the
+            LLM's `max_logprobs`. They are those of the target's logits before all of the above.
+        prompt_logprobs: The same for the prompt's tokens, but for the first.
 
     Raises:
         ValueError: A value that is not allowed; names the parameter.
@@ -96,6 +100,8 @@ class SamplingParams(metaclass=_RefuseUnknownKeywords):
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         max_tokens = check_int("max_tokens", self.max_tokens, 1, _MAX_INT)
@@ -129,6 +135,8 @@ class SamplingParams(metaclass=_RefuseUnknownKeywords):
             "stop": _check_stop(self.stop),
             "stop_token_ids": _check_stop_token_ids(self.stop_token_ids),
             "seed": None if self.seed is None else check_int("seed", self.seed, 0, MAX_SEED),
+            "logprobs": _check_num_logprobs("logprobs", self.logprobs),
+            "prompt_logprobs": _check_num_logprobs("prompt_logprobs", self.prompt_logprobs),
         }
         for name in ("include_stop_str_in_output", "ignore_eos"):
             if not isinstance(getattr(self, name), bool):
@@ -167,6 +175,10 @@ def _check_min_tokens(value: Any, max_tokens: int) -> int:
             "or a larger max_tokens"
         )
     return min_tokens
+
+
+def _check_num_logprobs(name: str, value: Any) -> int | None:
+    return None if value is None else check_int(name, value, 0, MAX_LOGPROBS)
 
 
 def _check_count(name: str, count: int, most: int) -> None:

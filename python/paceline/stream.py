@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from paceline.logprobs import LogprobReader
 from paceline.outputs import (
     CompletionOutput,
     RequestMetrics,
     RequestOutput,
     StreamChunk,
+    TokenLogprobs,
     speculative_metrics,
 )
 from paceline.stop_strings import StopStringFilter
@@ -79,6 +82,7 @@ class RequestStream(Iterator[StreamChunk]):
                 request.count(event)
                 event = self._session.get()
                 request = self._requests[event.id]
+            num_before = len(request.token_ids)
             token_ids, text = request.push(event)
             output = None
             if event.finish_reason is not None:
@@ -96,6 +100,8 @@ class RequestStream(Iterator[StreamChunk]):
             token_ids=token_ids,
             finished=output is not None,
             output=output,
+            logprobs=None if request.logprobs is None else request.logprobs[num_before:],
+            prompt_logprobs=request.take_prompt_logprobs(),
         )
 
     def close(self) -> None:
@@ -132,6 +138,7 @@ class Request:
         *,
         sampling: Mapping[str, Any],
         detokenizer: IncrementalDetokenizer | None,
+        logprobs: LogprobReader | None = None,
     ) -> None:
         """Starts without output.
 
@@ -142,6 +149,7 @@ class Request:
             params: How to sample.
             sampling: The same for the engine, with the seed and all stop tokens in effect.
             detokenizer: None: the output has no text.
+            logprobs: Reads what the engine says of tokens; None: they have no text there.
         """
         self.index = index
         self.prompt = prompt
@@ -150,6 +158,10 @@ class Request:
         self.sampling = sampling
         self.detokenizer = detokenizer
         self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._logprob_reader = logprobs or LogprobReader(None)
+        self._has_given_prompt_logprobs = False
         self.text_parts: list[str] = []
         self.num_first_tokens = 0
         self.histogram_by_draft_length: dict[int, list[int]] = {}
@@ -196,7 +208,24 @@ class Request:
         if num_before == 0:
             self.num_first_tokens = len(self.token_ids)
         self.text_parts.append(text)
+        self._push_logprobs(event, len(self.token_ids) - num_before)
         return self.token_ids[num_before:], text
+
+    def _push_logprobs(self, event: _core.RequestEvent, num_tokens: int) -> None:
+        """Takes the logprobs of a delivery, of whose tokens the first `num_tokens` count."""
+        if self.logprobs is not None and num_tokens > 0:
+            self.logprobs += self._logprob_reader.read(event.logprobs[:num_tokens])
+        if self.params.prompt_logprobs is not None and self.prompt_logprobs is None:
+            places = event.prompt_logprobs
+            if places is not None:
+                self.prompt_logprobs = [None, *self._logprob_reader.read(places)]
+
+    def take_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """The logprobs of the prompt, once, as soon as they are there."""
+        if self.prompt_logprobs is None or self._has_given_prompt_logprobs:
+            return None
+        self._has_given_prompt_logprobs = True
+        return self.prompt_logprobs
 
     def _filter(self, text: str) -> str:
         if self._stop_filter is None or not text:
@@ -228,9 +257,10 @@ class Request:
         completion = CompletionOutput(
             text="".join(self.text_parts),
             token_ids=self.token_ids,
-            logprobs=None,
+            logprobs=self.logprobs,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
+            cumulative_logprob=self._cumulative_logprob(),
         )
         return RequestOutput(
             prompt=self.prompt,
@@ -238,7 +268,14 @@ class Request:
             outputs=[completion],
             metrics=self._metrics(event, num_speculative_tokens),
             error=(event.error or "the engine cancelled the request") if is_failed else None,
+            prompt_logprobs=self.prompt_logprobs,
         )
+
+    def _cumulative_logprob(self) -> float | None:
+        if self.logprobs is None:
+            return None
+        places = zip(self.token_ids, self.logprobs, strict=True)
+        return math.fsum(place[token].logprob for token, place in places)
 
     def _metrics(self, event: _core.RequestEvent, k: int | None) -> RequestMetrics:
         first_ms = generation_ms = itl_ms = rate = None

@@ -100,6 +100,53 @@ TEST(Scheduler, FirstComeFirstServedWithinSlots) {
   EXPECT_EQ(desk.plan.sequences[0].num_rows, 4);
 }
 
+TEST(Scheduler, RatedPromptsShareTheRowsOfScores) {
+  Desk desk(1024);
+  for (const int32_t prompt_len : {13, 1, 5}) {
+    Sequence& sequence = desk.add(prompt_len, 50);
+    sequence.prompt_logprobs = std::make_shared<std::vector<std::vector<TokenLogprob>>>();
+  }
+  desk.add(20, 0, /*is_score=*/true);
+  const BatchShape shape{.max_seqs = 4,
+                         .max_verify_rows = 64,
+                         .max_logit_rows = 4 * 4 + 8,
+                         .num_draft_tokens = 3,
+                         .max_prompt_rows = 8,
+                         .max_logprobs = 1};
+  IterationInputs inputs;
+  reserve_inputs(inputs, shape);
+  std::vector<int32_t> rated(4, 0);
+  std::vector<int32_t> scored(4, 0);
+  for (int iteration = 0; iteration < 8; ++iteration) {
+    ASSERT_TRUE(desk.step());
+    build_batch(desk.plan, shape, inputs);
+    int32_t num_extra = 0;
+    int32_t prompt_row = inputs.num_logit_rows;
+    for (size_t i = 0; i < desk.plan.sequences.size(); ++i) {
+      const PlannedSequence& launch = desk.plan.sequences[i];
+      const auto at = static_cast<size_t>(launch.sequence->id - 1);
+      const bool is_final = launch.kind == RowKind::kPrefillFinal;
+      const bool is_prefill = is_final || launch.kind == RowKind::kPrefillPartial;
+      EXPECT_EQ(launch.num_prompt_rows, is_prefill ? launch.num_rows - (is_final ? 1 : 0) : 0);
+      if (is_final) {
+        EXPECT_EQ(inputs.logit_indptr[i + 1] - inputs.logit_indptr[i], 1) << "one row draws";
+      }
+      // Behind all that draw, and row by row of the chunk.
+      for (int32_t row = 0; row < launch.num_prompt_rows; ++row) {
+        EXPECT_EQ(inputs.logit_rows[prompt_row++], inputs.verify_indptr[i] + row);
+      }
+      rated[at] += launch.num_prompt_rows;
+      if (launch.kind == RowKind::kScore) scored[at] += launch.num_rows;
+      num_extra += launch.kind == RowKind::kScore ? launch.num_rows : launch.num_prompt_rows;
+    }
+    EXPECT_EQ(prompt_row, inputs.num_logit_rows + inputs.num_prompt_rows);
+    EXPECT_LE(num_extra, 8);
+    desk.read();
+  }
+  EXPECT_EQ(rated, (std::vector<int32_t>{12, 0, 4, 0}));
+  EXPECT_EQ(scored, (std::vector<int32_t>{0, 0, 0, 20}));
+}
+
 TEST(Scheduler, PromptsComeInChunksBesideDecodingRows) {
   Desk desk(1024);
   desk.add(4, 50);

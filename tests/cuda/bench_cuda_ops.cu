@@ -300,6 +300,8 @@ void bench_small_ops(Bench& bench) {
       {"copy+truncate/151936/top_p", truncate_of(TruncateKind::kTopP)},
       {"copy+truncate/151936/min_p", truncate_of(TruncateKind::kMinP)},
       {"copy+truncate/151936/both", truncate_of(TruncateKind::kTopKTopP)},
+      {"logprobs/151936/20",
+       [](const Rows& rows) { return make_prompt_logprobs({.vocab_size = 151936}, rows, 1); }},
       {"clusters_select/2048",
        [](const Rows& rows) { return make_select_clusters({2048, 32}, rows, 1); }},
       {"clusters_logits/256",

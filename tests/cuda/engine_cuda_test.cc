@@ -4,7 +4,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <random>
@@ -22,10 +24,12 @@ namespace {
 
 using testing::Job;
 using testing::make_gemma4;
-using testing::Outcome;
+using testing::mix_logprobs;
 using testing::mix_sampling;
+using testing::Outcome;
 using testing::random_jobs;
 using testing::run;
+using testing::same_logprobs;
 using testing::seed_from_env;
 using testing::tiny_model;
 using testing::TinyModel;
@@ -92,6 +96,8 @@ TEST_F(CudaEngine, SpeculativeEqualsPlain) {
   int64_t accepted = 0;
   int64_t drafted = 0;
   int64_t preemptions = 0;
+  int64_t num_rated = 0;
+  int64_t num_prompt_rated = 0;
   for (uint64_t seed = first_seed; seed < first_seed + num_cells; ++seed) {
     SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
     std::mt19937_64 random(seed);
@@ -126,10 +132,13 @@ TEST_F(CudaEngine, SpeculativeEqualsPlain) {
     const int32_t longest = num_jobs == 64 ? 100 : 500;
     std::vector<Job> jobs = random_jobs(random, num_jobs, 64, temperature, longest, 150);
     if (switches() % 2 == 0) mix_sampling(jobs, switches, 64);
+    const int32_t max_logprobs = std::array{0, 5, 64}[switches() % 3];
+    if (max_logprobs > 0) mix_logprobs(jobs, switches, max_logprobs);
 
     const bool use_window_lists = random() % 6 == 0;
     ExecutorOptions options = options_of(0);
     options.use_window_lists = use_window_lists;
+    options.max_logprobs = max_logprobs;
     Executor plain(target, nullptr, options);
     const std::vector<Outcome> expected = run(plain, jobs);
     EXPECT_EQ(plain.check_integrity(), "");
@@ -145,6 +154,7 @@ TEST_F(CudaEngine, SpeculativeEqualsPlain) {
     }
     options.use_window_lists = use_window_lists;
     options.poison_freed_blocks = true;
+    options.max_logprobs = max_logprobs;
     if (random() % 2 == 0) options.max_num_seqs = pick(3, 17);
     if (random() % 4 == 0) options.host_delay_max_us = 2000;
     // Forces preemption: two or three sequences in full, or what a Gemma 4 with its larger heads
@@ -159,6 +169,11 @@ TEST_F(CudaEngine, SpeculativeEqualsPlain) {
       ASSERT_EQ(actual[i].tokens, expected[i].tokens)
           << "job " << i << " k " << k << " driver " << static_cast<int>(options.draft_driver);
       EXPECT_EQ(actual[i].reason, expected[i].reason);
+      ASSERT_TRUE(same_logprobs(actual[i].logprobs, expected[i].logprobs)) << "job " << i;
+      ASSERT_TRUE(same_logprobs(actual[i].prompt_logprobs, expected[i].prompt_logprobs))
+          << "job " << i;
+      num_rated += static_cast<int64_t>(actual[i].logprobs.size());
+      num_prompt_rated += static_cast<int64_t>(actual[i].prompt_logprobs.size());
       accepted += actual[i].counters.num_accepted_tokens;
       drafted += actual[i].counters.num_draft_tokens;
     }
@@ -169,6 +184,8 @@ TEST_F(CudaEngine, SpeculativeEqualsPlain) {
   EXPECT_GT(preemptions, 20);
   EXPECT_GT(accepted, drafted / 20);
   EXPECT_LT(accepted, drafted * 19 / 20);
+  EXPECT_GT(num_rated, 1000);
+  EXPECT_GT(num_prompt_rated, 1000);
   std::printf("%lld of %lld drafts accepted, %lld preemptions\n", static_cast<long long>(accepted),
               static_cast<long long>(drafted), static_cast<long long>(preemptions));
 }
@@ -194,6 +211,47 @@ TEST_F(CudaEngine, ScoresEqualWhateverTheChunks) {
   }
   EXPECT_EQ(scores[0], scores[1]);
   EXPECT_EQ(scores[0], scores[2]);
+}
+
+// What is said of a token against the logits that the engine returns of the same text.
+TEST_F(CudaEngine, LogprobsAreThoseOfTheLogits) {
+  const auto model = model_of(shape_of({8, 0, 140}), 3);
+  ExecutorOptions options = options_of(3);
+  options.max_logprobs = 64;
+  Executor executor(model, model, options);
+  std::mt19937_64 random(3);
+  std::vector<Job> jobs = random_jobs(random, 8, 64, 0.8, 200, 100);
+  mix_sampling(jobs, random, 64);
+  for (Job& job : jobs) job.sampling.logprobs = job.sampling.prompt_logprobs = 64;
+  const std::vector<Outcome> outcomes = run(executor, jobs);
+  int64_t num_compared = 0;
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    if (outcomes[i].reason == FinishReason::kError) continue;
+    std::vector<int32_t> tokens = jobs[i].prompt;
+    tokens.insert(tokens.end(), outcomes[i].tokens.begin(), outcomes[i].tokens.end());
+    std::vector<std::vector<TokenLogprob>> rows = outcomes[i].prompt_logprobs;
+    rows.insert(rows.end(), outcomes[i].logprobs.begin(), outcomes[i].logprobs.end());
+    ASSERT_EQ(rows.size(), tokens.size() - 1);
+    (void)executor.add_request({.prompt = tokens, .score_prompt = true}).value();
+    std::shared_ptr<const std::vector<float>> logits;
+    while (logits == nullptr) {
+      for (const RequestEvent& event : executor.poll(100)) logits = event.logits;
+    }
+    for (size_t row = 0; row < rows.size(); ++row) {
+      const float* const x = logits->data() + row * 64;
+      double sum = 0;
+      for (int32_t id = 0; id < 64; ++id) sum += std::exp(double{x[id]});
+      ASSERT_EQ(rows[row].size(), 65u);
+      EXPECT_EQ(rows[row][0].token, tokens[row + 1]);
+      for (const TokenLogprob& entry : rows[row]) {
+        ASSERT_NEAR(entry.logprob, x[entry.token] - std::log(sum), 2e-6);
+        ASSERT_EQ(entry.rank,
+                  1 + std::count_if(x, x + 64, [&](float y) { return y > x[entry.token]; }));
+        ++num_compared;
+      }
+    }
+  }
+  EXPECT_GT(num_compared, 10000);
 }
 
 TEST_F(CudaEngine, RefusesAModelOnTheHost) {

@@ -44,6 +44,7 @@ using testing::DirectRunner;
 using testing::expect_same_bits;
 using testing::make_gemma4;
 using testing::random_tokens;
+using testing::same_logprobs;
 using testing::seed_from_env;
 using testing::tiny_model;
 using testing::TinyModel;
@@ -98,6 +99,7 @@ TEST_F(Cuda, GraphEqualsEager) {
   constexpr int32_t kSlots = 9;
   constexpr int32_t kMaxLen = 384;
   int64_t num_compared = 0;
+  int64_t num_rated = 0;
   for (const DraftDriver driver :
        {DraftDriver::kUnrolled, DraftDriver::kReplay, DraftDriver::kWhile}) {
     const uint64_t seed = first_seed + static_cast<uint64_t>(driver);
@@ -113,6 +115,7 @@ TEST_F(Cuda, GraphEqualsEager) {
     options.max_model_len = kMaxLen;
     options.num_draft_tokens = 1 + static_cast<int32_t>(random() % 5);
     options.pool_bytes = 64 << 20;
+    options.max_logprobs = 7;
     options.driver = driver;
     DirectRunner captured(target, draft, options);
     options.driver = DraftDriver::kEager;
@@ -129,9 +132,13 @@ TEST_F(Cuda, GraphEqualsEager) {
           const auto limit = static_cast<int32_t>(prompt.size() + 1 + random() % 300);
           const double temperature = random() % 2 == 0 ? 0.0 : 0.9;
           const uint64_t noise = random();
+          const int32_t num_logprobs = static_cast<int32_t>(noise % 9) - 1;
+          const int32_t top_k = noise % 2 == 0 ? 5 : 0;
           for (DirectRunner* direct : {&captured, &eager}) {
             if (direct->has_sequence(slot)) direct->stop(slot);
             direct->start(slot, prompt, limit, temperature, noise);
+            direct->sequence(slot).sampling.logprobs = num_logprobs;
+            direct->sequence(slot).sampling.top_k = top_k;
             direct->plan(slot, RowKind::kPrefillFinal, 0, static_cast<int32_t>(prompt.size()));
           }
           states[slot] = State::kDecoding;
@@ -150,6 +157,10 @@ TEST_F(Cuda, GraphEqualsEager) {
         const SequenceResult a = captured.result(static_cast<int32_t>(i));
         const SequenceResult b = eager.result(static_cast<int32_t>(i));
         ASSERT_EQ(std::memcmp(&a, &b, sizeof(a)), 0) << "row " << i << " iteration " << iteration;
+        const std::vector<TokenLogprob> said = captured.logprobs_of_row(i);
+        ASSERT_TRUE(same_logprobs({said}, {eager.logprobs_of_row(i)}))
+            << "row " << i << " iteration " << iteration;
+        num_rated += said.empty() ? 0 : 1;
         if (a.outcome != SlotOutcome::kRunning) states[captured.slot_of_row(i)] = State::kFree;
         ++num_compared;
       }
@@ -166,6 +177,7 @@ TEST_F(Cuda, GraphEqualsEager) {
     ASSERT_EQ(captured.pool_bytes(), eager.pool_bytes());
   }
   EXPECT_GT(num_compared, 3000);
+  EXPECT_GT(num_rated, 1000);
 }
 
 TEST_F(Cuda, NothingAllocatesAndNothingWaits) {
@@ -177,9 +189,11 @@ TEST_F(Cuda, NothingAllocatesAndNothingWaits) {
   options.max_model_len = 1024;
   options.num_draft_tokens = 3;
   options.pool_bytes = 64 << 20;
+  options.max_logprobs = 20;
   DirectRunner direct(model, model, options);
   for (int32_t slot = 0; slot < 5; ++slot) {
     direct.start(slot, random_tokens(random, 12, 64), 1000);
+    direct.sequence(slot).sampling.logprobs = 5 * slot - 1;
     direct.plan(slot, RowKind::kPrefillFinal, 0, 12);
   }
   direct.run();

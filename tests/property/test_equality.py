@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative output == plain output, token for token, over the whole matrix.
+"""Speculative output == plain output over the whole matrix: tokens, and logprobs bit for bit.
 
 Axes: family x drafter x k x block size x prefill chunk x batch x driver x early stop of drafting x
 position of drafts x device lateness x temperature x window lists x room for blocks x neighbours
@@ -17,7 +17,7 @@ import os
 import random
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from paceline.loader import LoadedModel, load_checkpoint, load_drafter
 VOCAB = 128
 MAX_MODEL_LEN = 192
 MAX_NUM_SEQS = 8
+MAX_LOGPROBS = 3
 NUM_RANDOM_CELLS = 200
 AUX_LAYERS = (0, 1)
 SEED = int(os.environ.get("PACELINE_SEED", "20261121"))
@@ -196,17 +197,22 @@ class Job:
     max_tokens: int
     seed: int
     stop: tuple[int, ...]
+    logprobs: int  # -1: none
+    prompt_logprobs: int
 
 
 @functools.cache
 def jobs(batch: int) -> tuple[Job, ...]:
     rng = random.Random(batch)
+    asks = random.Random(-batch)
     return tuple(
         Job(
             prompt=tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 50))),
             max_tokens=rng.randint(1, 32),
             seed=rng.randrange(2**40),
             stop=(rng.randrange(VOCAB),) if rng.random() < 0.3 else (),
+            logprobs=asks.choice((-1, -1, 0, MAX_LOGPROBS)),
+            prompt_logprobs=asks.choice((-1, -1, 0, MAX_LOGPROBS)),
         )
         for _ in range(batch)
     )
@@ -218,6 +224,8 @@ class Outcome:
     finish_reason: str | None = None
     drafted: int = 0
     accepted: int = 0
+    logprobs: list[Any] = field(default_factory=list)  # by token
+    prompt_logprobs: list[Any] = field(default_factory=list)  # by delivery: one at most
 
 
 def run(
@@ -231,7 +239,8 @@ def run(
     def add(job: Job) -> int:
         request = executor.add_request(
             list(job.prompt), temperature=temperature, seed=job.seed, max_tokens=job.max_tokens,
-            stop_token_ids=list(job.stop),
+            stop_token_ids=list(job.stop), logprobs=job.logprobs,
+            prompt_logprobs=job.prompt_logprobs,
         )  # fmt: skip
         assert request is not None
         return request
@@ -250,6 +259,9 @@ def run(
                 continue
             outcome = outcomes[index[event.id]]
             outcome.tokens += event.token_ids
+            outcome.logprobs += event.logprobs
+            if event.prompt_logprobs is not None:
+                outcome.prompt_logprobs.append(event.prompt_logprobs)
             if event.finish_reason is not None:
                 outcome.finish_reason = event.finish_reason
                 outcome.drafted = event.counters["num_draft_tokens"]
@@ -302,6 +314,7 @@ def options(cell: Cell, kv_cache_bytes: int) -> dict[str, Any]:
         "device_lateness": cell.lateness,
         "use_window_lists": cell.use_window_lists,
         "poison_freed_blocks": True,
+        "max_logprobs": MAX_LOGPROBS,
     }
 
 
@@ -319,6 +332,7 @@ def plain_outcomes(
             "kv_cache_bytes": 32 << 20,
             "num_threads": 1,
             "use_window_lists": use_window_lists,
+            "max_logprobs": MAX_LOGPROBS,
         },
     )
     try:
@@ -351,6 +365,8 @@ def check(cell: Cell) -> None:
     for i, (got, want) in enumerate(zip(actual, expected, strict=True)):
         assert got.tokens == want.tokens, f"job {i} of {cell}"
         assert got.finish_reason == want.finish_reason, f"job {i} of {cell}"
+        assert got.logprobs == want.logprobs, f"job {i} of {cell}"
+        assert got.prompt_logprobs == want.prompt_logprobs, f"job {i} of {cell}"
         totals["drafted"] += got.drafted
         totals["accepted"] += got.accepted
         if cell.drafter == "self":

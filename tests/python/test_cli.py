@@ -92,6 +92,34 @@ def test_generate_as_json(generate: list[str], capsys: pytest.CaptureFixture[str
     assert report["configured"]["num_speculative_tokens"] == 4
 
 
+def test_generate_with_logprobs(generate: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--max-tokens", "9", "--logprobs", "3", "--prompt-logprobs", "0"]
+    assert cli.main([*generate, "--json", "--compare", *asked]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["plain"]["is_same"] is True
+    assert report["configured"]["max_logprobs"] == 3
+    assert [place[0]["token_id"] for place in report["logprobs"]] == report["token_ids"]
+    # At temperature 0 a token is the most probable one.
+    assert all([entry["rank"] for entry in place] == [1, 2, 3] for place in report["logprobs"])
+    total = sum(place[0]["logprob"] for place in report["logprobs"])
+    assert report["cumulative_logprob"] == pytest.approx(total)
+    assert report["prompt_logprobs"][0] is None
+    assert [place[0]["token_id"] for place in report["prompt_logprobs"][1:]] == (
+        report["prompt_token_ids"][1:]
+    )
+    assert cli.main([*generate, *asked]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    heading = lines.index("logprobs (token, logprob, rank | the most probable):")
+    assert len([line for line in lines[heading + 1 :] if line.startswith("  ")]) == 9
+    assert lines[heading + 10] == f"cumulative logprob {total:.4f}"
+    assert lines[heading - 1 - len(report["prompt_logprobs"][1:])].startswith("logprobs of the pr")
+    # Without them no memory is taken.
+    assert cli.main([*generate, "--json", "--max-tokens", "2"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["configured"]["max_logprobs"] == 0
+    assert not {"logprobs", "prompt_logprobs", "cumulative_logprob"} & set(report)
+
+
 def test_every_sampling_parameter_has_an_option() -> None:
     argv = [
         "generate", "a", "--temperature", "0.7", "--top-k", "5", "--top-p", "0.9", "--min-p", "0.1",
@@ -99,7 +127,7 @@ def test_every_sampling_parameter_has_an_option() -> None:
         "--logit-bias", '{"7": -3, "5": 1.5}', "--bad-words", "x", "--bad-words", "y z",
         "--allowed-token-ids", "1,2", "--max-tokens", "9", "--min-tokens", "2",
         "--stop", "a", "--stop", "\n", "--include-stop-str-in-output", "--stop-token-ids", "3",
-        "--ignore-eos", "--seed", "4",
+        "--ignore-eos", "--seed", "4", "--logprobs", "5", "--prompt-logprobs", "0",
     ]  # fmt: skip
     params = cli._sampling_params(cli.build_parser().parse_args(argv))
     assert params == SamplingParams(
@@ -120,6 +148,8 @@ def test_every_sampling_parameter_has_an_option() -> None:
         stop_token_ids=[3],
         ignore_eos=True,
         seed=4,
+        logprobs=5,
+        prompt_logprobs=0,
     )
     default = SamplingParams()
     assert all(getattr(params, name) != getattr(default, name) for name in vars(default))

@@ -223,6 +223,72 @@ def test_nothing_else_changes_a_token(target: Path, draft: Path, changes: dict[s
         assert generate(llm, 0.8) == plain_tokens(target, 0.8)
 
 
+def logprob_params() -> list[SamplingParams]:
+    """Parameters that change logits or leave them alone, with logprobs of every kind."""
+    return [
+        SamplingParams(
+            temperature=0.8 * (i % 3),
+            top_k=10 * (i % 2),
+            repetition_penalty=1.0 + 0.1 * (i % 4),
+            seed=100 + i,
+            max_tokens=20 + 5 * (i % 5),
+            logprobs=(None, 0, 1, 20)[i % 4],
+            prompt_logprobs=(None, 5, 0)[i % 3],
+        )
+        for i in range(len(PROMPTS))
+    ]
+
+
+@functools.cache
+def plain_logprobs(path: Path) -> list[Any]:
+    """The reference: no drafter; checked against the model's logits."""
+    import torch
+
+    with open_llm(path) as llm:
+        outputs = llm.generate(PROMPTS, logprob_params())
+        for prompt, params, output in zip(PROMPTS, logprob_params(), outputs, strict=True):
+            completion = output.outputs[0]
+            ids = [*prompt, *completion.token_ids]
+            logits = torch.from_numpy(llm.logits(ids)).double()
+            expected = torch.log_softmax(logits, dim=-1)
+            nothing: list[Any] = [None] * len(prompt)
+            places = [
+                *(output.prompt_logprobs or nothing),
+                *(completion.logprobs or [None] * len(completion.token_ids)),
+            ]
+            assert len(places) == len(ids) and places[0] is None
+            assert (completion.logprobs is None) == (params.logprobs is None)
+            assert (output.prompt_logprobs is None) == (params.prompt_logprobs is None)
+            for row, (token, place) in enumerate(zip(ids[1:], places[1:], strict=True)):
+                if place is None:
+                    continue
+                assert next(iter(place)) == token
+                for other, entry in place.items():
+                    assert entry.logprob == pytest.approx(expected[row, other].item(), abs=2e-6)
+                    assert entry.rank == 1 + int((logits[row] > logits[row, other]).sum())
+    return [(output.outputs, output.prompt_logprobs) for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("k", "changes"),
+    [
+        *((k, {"x": {"draft_driver": driver}}) for k in (1, 7) for driver in DRIVERS),
+        (4, {"max_num_seqs": 13}),
+        (4, {"prefill_chunk_size": 16}),
+        (4, {"kv_cache_bytes": 3 << 20}),
+    ],
+    ids=str,
+)
+def test_logprobs_are_those_of_plain_decoding(
+    target: Path, draft: Path, k: int, changes: dict[str, Any]
+) -> None:
+    with open_llm(target, draft, k, **changes) as llm:
+        outputs = llm.generate(PROMPTS, logprob_params())
+        assert llm._executor.check_integrity() == ""
+    seen = [(output.outputs, output.prompt_logprobs) for output in outputs]
+    assert seen == plain_logprobs(target)
+
+
 @functools.cache
 def demo_tokens(path: Path, temperature: float) -> list[list[int]]:
     """The reference for trained models: no drafter."""

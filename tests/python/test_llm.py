@@ -65,7 +65,8 @@ def test_one_prompt_or_many(llm: LLM) -> None:
         completion = output.outputs[0]
         assert len(completion.token_ids) == 24
         assert completion.finish_reason == "length"
-        assert completion.logprobs is None
+        assert completion.logprobs is completion.cumulative_logprob is None
+        assert output.prompt_logprobs is None
         assert completion.text
 
 

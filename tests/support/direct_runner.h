@@ -31,6 +31,7 @@ struct DirectOptions {
   bool use_window_lists = false;
   NgramOptions ngram{};
   DraftPosition draft_position = DraftPosition::kLast;
+  int32_t max_logprobs = 0;
 };
 
 class DirectRunner {
@@ -46,13 +47,13 @@ class DirectRunner {
         pool_(layout_),
         vocab_size_(target->config.vocab_size),
         memory_(device_memory(target->device)) {
-    shape_ = {
-        .max_seqs = options.max_seqs,
-        .max_verify_rows = options.max_verify_rows,
-        .max_logit_rows = options.max_verify_rows,
-        .num_draft_tokens = options.num_draft_tokens,
-        .first_rows =
-            traits_for(draft != nullptr ? &draft->config : nullptr, options.ngram).first_rows};
+    shape_ = {.max_seqs = options.max_seqs,
+              .max_verify_rows = options.max_verify_rows,
+              .max_logit_rows = options.max_verify_rows,
+              .num_draft_tokens = options.num_draft_tokens,
+              .first_rows =
+                  traits_for(draft != nullptr ? &draft->config : nullptr, options.ngram).first_rows,
+              .max_logprobs = options.max_logprobs};
     const IterationOptions iteration = {.shape = shape_,
                                         .max_model_len = options.max_model_len,
                                         .use_window_lists = options.use_window_lists,
@@ -208,6 +209,22 @@ class DirectRunner {
   // All of the KV pool but the slab of the null blocks, where padding may be written.
   [[nodiscard]] std::vector<std::byte> pool_bytes() const {
     return download(kv_pool_ + layout_.slab_bytes, layout_.pool_bytes - layout_.slab_bytes);
+  }
+
+  // What the runner has handed out of the tokens that a row of the last batch emitted; empty if its
+  // sequence wants no logprobs.
+  [[nodiscard]] std::vector<TokenLogprob> logprobs_of_row(size_t row) {
+    const int32_t num_best = last_plan_.sequences[row].sequence->sampling.logprobs;
+    std::vector<TokenLogprob> entries;
+    if (num_best < 0) return entries;
+    const std::span<const TokenLogprob> all = runner_->logprobs(inputs_.iteration);
+    const int32_t emitted_len = result(static_cast<int32_t>(row)).emitted_len;
+    for (int32_t j = 0; j < emitted_len; ++j) {
+      const auto begin =
+          all.begin() + int64_t{inputs_.logit_indptr[row] + j} * (1 + options_.max_logprobs);
+      entries.insert(entries.end(), begin, begin + 1 + num_best);
+    }
+    return entries;
   }
 
   [[nodiscard]] Runner& runner() { return *runner_; }

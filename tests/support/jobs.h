@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <random>
 #include <vector>
@@ -23,6 +24,9 @@ struct Outcome {
   std::vector<int32_t> tokens;
   FinishReason reason = FinishReason::kNone;
   SpeculationCounters counters;
+  std::vector<std::vector<TokenLogprob>> logprobs;         // by token
+  std::vector<std::vector<TokenLogprob>> prompt_logprobs;  // by prompt token from the second on
+  int32_t num_prompt_deliveries = 0;                       // of those
 };
 
 inline uint64_t seed_from_env(uint64_t fallback) {
@@ -86,6 +90,27 @@ inline void mix_sampling(std::vector<Job>& jobs, std::mt19937_64& random, int32_
   }
 }
 
+// Makes some of the jobs ask for logprobs, of outputs or prompts or both.
+inline void mix_logprobs(std::vector<Job>& jobs, std::mt19937_64& random, int32_t max_logprobs) {
+  const auto pick = [&] {
+    const int32_t choices[] = {-1, 0, 1, max_logprobs};
+    return choices[random() % 4];
+  };
+  for (Job& job : jobs) {
+    job.sampling.logprobs = pick();
+    job.sampling.prompt_logprobs = pick();
+  }
+}
+
+// Whether two say the same, bit for bit.
+inline bool same_logprobs(const std::vector<std::vector<TokenLogprob>>& a,
+                          const std::vector<std::vector<TokenLogprob>>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const auto& x, const auto& y) {
+    return x.size() == y.size() &&
+           std::memcmp(x.data(), y.data(), x.size() * sizeof(TokenLogprob)) == 0;
+  });
+}
+
 // Runs all jobs at once; `cancelled` of them are neighbours that get cancelled at random moments.
 inline std::vector<Outcome> run(Executor& executor, const std::vector<Job>& jobs,
                                 const std::vector<Job>& neighbours = {}, uint64_t seed = 0) {
@@ -113,6 +138,11 @@ inline std::vector<Outcome> run(Executor& executor, const std::vector<Job>& jobs
       if (found == index.end()) continue;
       Outcome& outcome = outcomes[found->second];
       outcome.tokens.insert(outcome.tokens.end(), event.token_ids.begin(), event.token_ids.end());
+      outcome.logprobs.insert(outcome.logprobs.end(), event.logprobs.begin(), event.logprobs.end());
+      if (event.prompt_logprobs != nullptr) {
+        ++outcome.num_prompt_deliveries;
+        outcome.prompt_logprobs = *event.prompt_logprobs;
+      }
       if (event.finish_reason == FinishReason::kNone) continue;
       outcome.reason = event.finish_reason;
       outcome.counters = event.counters;

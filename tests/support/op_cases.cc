@@ -394,6 +394,33 @@ void add_logit_ops(TableBuilder& table) {
   }
 }
 
+void add_logprobs(TableBuilder& table) {
+  const struct {
+    LogitKind kind;
+    const char* suffix;
+  } kinds[] = {{LogitKind::kPlain, ""},
+               {LogitKind::kTies, "_ties"},
+               {LogitKind::kHoles, "_holes"},
+               {LogitKind::kPeaked, "_peaked"},
+               {LogitKind::kInfinite, "_infinite"}};
+  const auto add = [&](const LogprobSpec& s, const char* suffix, bool is_invariance_case) {
+    const std::string name = std::string(suffix) + "_n" + std::to_string(s.max_logprobs) + "_v" +
+                             std::to_string(s.vocab_size);
+    table.add("logprobs_emitted" + name, make_emitted_logprobs, s, is_invariance_case);
+    table.add("logprobs_prompt" + name, make_prompt_logprobs, s, is_invariance_case);
+    table.add("logprobs_keep" + name, make_keep_logits, s, is_invariance_case);
+  };
+  // Fewer ids than tokens that are wanted, than blocks of a cluster, than threads.
+  for (const int32_t vocab : {1, 7, 33, 1003, 40000}) {
+    for (const auto& [kind, suffix] : kinds) {
+      add({vocab, vocab % 2 == 1 ? 5 : 4, kind}, suffix, vocab == 1003);
+    }
+    add({vocab, 0, LogitKind::kTies, 64}, "_ties", vocab == 1003);
+    add({vocab, 0, LogitKind::kPlain, 1}, "", false);
+  }
+  for (const int32_t vocab : {151936, 262144}) add({vocab}, "", false);
+}
+
 void add_clusters(TableBuilder& table) {
   const struct {
     LogitKind kind;
@@ -466,6 +493,7 @@ const std::vector<RowWiseCase>& row_wise_cases() {
     add_lists(table);
     add_draws(table);
     add_logit_ops(table);
+    add_logprobs(table);
     add_clusters(table);
     return table.cases;
   }();

@@ -256,6 +256,13 @@ struct TruncateSpec {
   LogitKind logits = LogitKind::kPlain;
   bool copies_logits = false;  // first, so that the op may be timed again and again
 };
+// Some rows want nothing, or are inert; others want between 0 and max_logprobs tokens.
+struct LogprobSpec {
+  int32_t vocab_size = 0;
+  int32_t padding = 0;  // logits_stride - vocab_size; what lies there is +inf
+  LogitKind logits = LogitKind::kPlain;
+  int32_t max_logprobs = 20;
+};
 struct ClusterLogitsSpec {
   int32_t hidden = 0;
   int32_t num_clusters = 0;
@@ -278,6 +285,13 @@ struct ClusterLogitsSpec {
 [[nodiscard]] OpInstance make_draw(const DrawSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_adjust(const AdjustSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_truncate(const TruncateSpec& spec, const Rows& rows, uint64_t seed);
+// A row is a sequence with a window of three rows; of one in two the logits were set aside.
+[[nodiscard]] OpInstance make_emitted_logprobs(const LogprobSpec& spec, const Rows& rows,
+                                               uint64_t seed);
+// A row is one of a prompt.
+[[nodiscard]] OpInstance make_prompt_logprobs(const LogprobSpec& spec, const Rows& rows,
+                                              uint64_t seed);
+[[nodiscard]] OpInstance make_keep_logits(const LogprobSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_select_clusters(const SelectClustersSpec& spec, const Rows& rows,
                                               uint64_t seed);
 [[nodiscard]] OpInstance make_cluster_logits(const ClusterLogitsSpec& spec, const Rows& rows,

@@ -26,6 +26,8 @@ struct Sampling {
   int32_t top_k = 0;
   float top_p = 1.0f;
   float min_p = 0.0f;
+  int32_t num_logprobs = -1;
+  int32_t num_prompt_logprobs = -1;
 };
 
 // What SamplingState points to. What nobody should read is such that it would show.
@@ -43,6 +45,8 @@ struct SamplingArrays {
         bad_word_tokens(size(num_slots) * kMaxBadWordTokens, 0),
         has_allowed(size(num_slots), 0),
         top_k(size(num_slots), 1),
+        num_logprobs(size(num_slots), -1),
+        num_prompt_logprobs(size(num_slots), -1),
         counts(size(num_slots) * size(vocab_size), 0),
         allowed(size(num_slots) * size(mask_words(vocab_size)), 0),
         seen(size(num_slots) * size(mask_words(vocab_size)), 0),
@@ -81,6 +85,8 @@ struct SamplingArrays {
     top_k[slot] = s.top_k;
     top_p[slot] = s.top_p;
     min_p[slot] = s.min_p;
+    num_logprobs[slot] = s.num_logprobs;
+    num_prompt_logprobs[slot] = s.num_prompt_logprobs;
     temperature[slot] = s.temperature;
   }
 
@@ -112,6 +118,8 @@ struct SamplingArrays {
             .top_k = top_k.data(),
             .top_p = top_p.data(),
             .min_p = min_p.data(),
+            .num_logprobs = num_logprobs.data(),
+            .num_prompt_logprobs = num_prompt_logprobs.data(),
             .counts = counts.data(),
             .seen = seen.data(),
             .vocab_size = vocab_size};
@@ -119,7 +127,8 @@ struct SamplingArrays {
 
   int32_t vocab_size;
   std::vector<int32_t> adjusts, truncates, prompt_len, min_tokens, num_bias, bias_ids,
-      num_bad_words, bad_word_ends, bad_word_tokens, has_allowed, top_k, counts;
+      num_bad_words, bad_word_ends, bad_word_tokens, has_allowed, top_k, num_logprobs,
+      num_prompt_logprobs, counts;
   std::vector<uint32_t> allowed, seen;
   std::vector<float> repetition_penalty, presence_penalty, frequency_penalty, top_p, min_p,
       bias_values, temperature;

@@ -44,6 +44,8 @@ struct SamplingHandles {
     top_k = ints("top_k", s.top_k);
     top_p = floats("top_p", s.top_p);
     min_p = floats("min_p", s.min_p);
+    num_logprobs = ints("num_logprobs", s.num_logprobs);
+    num_prompt_logprobs = ints("num_prompt_logprobs", s.num_prompt_logprobs);
     counts = op.add(int_array("counts", role, s.counts));
     seen = masks("seen", s.seen, role);
     temperature = floats("temperatures", s.temperature);
@@ -68,6 +70,8 @@ struct SamplingHandles {
             .top_k = at.get<int32_t>(top_k),
             .top_p = at.get<float>(top_p),
             .min_p = at.get<float>(min_p),
+            .num_logprobs = at.get<int32_t>(num_logprobs),
+            .num_prompt_logprobs = at.get<int32_t>(num_prompt_logprobs),
             .counts = at.get<int32_t>(counts),
             .seen = at.get<uint32_t>(seen),
             .vocab_size = vocab_size};
@@ -76,7 +80,8 @@ struct SamplingHandles {
   int32_t vocab_size;
   Handle adjusts, truncates, repetition_penalty, presence_penalty, frequency_penalty, prompt_len,
       min_tokens, num_bias, bias_ids, bias_values, num_bad_words, bad_word_ends, bad_word_tokens,
-      has_allowed, allowed, top_k, top_p, min_p, counts, seen, temperature;
+      has_allowed, allowed, top_k, top_p, min_p, num_logprobs, num_prompt_logprobs, counts, seen,
+      temperature;
 };
 
 }  // namespace paceline::testing

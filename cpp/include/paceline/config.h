@@ -59,6 +59,9 @@ struct ExecutorOptions {
   int64_t kv_cache_bytes = 0;        // bytes of the KV pool, all groups together; > 0
   int32_t block_size = 16;           // tokens of a KV block, 1..256
   int32_t num_threads = 0;           // CPU threads of the ops; 0 = all cores
+  // The most probable tokens whose logprobs a request may ask for, 0..64. 0: none may ask for
+  // logprobs, and no memory is taken for them.
+  int32_t max_logprobs = 0;
   SpeculativeOptions speculative;
   DraftDriver draft_driver = DraftDriver::kUnrolled;
 

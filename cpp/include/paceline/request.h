@@ -41,6 +41,19 @@ struct SamplingOptions {
   int32_t top_k = 0;  // only the most probable so many; 0 = off
   double top_p = 1;   // of those, the fewest that make up this probability; in (0, 1]
   double min_p = 0;   // of those, the ones at least min_p times as probable as the best; [0, 1]
+
+  // Logprobs of every emitted token and of the most probable so many at its place, from the
+  // target's logits before all of the above; 0: of the token alone. -1: none, else at most
+  // ExecutorOptions::max_logprobs.
+  int32_t logprobs = -1;
+  int32_t prompt_logprobs = -1;  // the same of the prompt's tokens, but for the first
+};
+
+// How probable the target found a token.
+struct TokenLogprob {
+  int32_t token = 0;
+  float logprob = 0;  // natural logarithm of its probability
+  int32_t rank = 0;   // 1 and how many tokens are more probable
 };
 
 struct Request {
@@ -68,6 +81,11 @@ struct SpeculationCounters {
 struct RequestEvent {
   RequestId id = 0;
   std::vector<int32_t> token_ids;     // newly emitted
+  // With logprobs: for each of token_ids the token itself, then the most probable ones, best first.
+  std::vector<std::vector<TokenLogprob>> logprobs;
+  // With prompt_logprobs: the same for the prompt's tokens from the second on. Comes once, with the
+  // first token; else null.
+  std::shared_ptr<const std::vector<std::vector<TokenLogprob>>> prompt_logprobs;
   FinishReason finish_reason = FinishReason::kNone;
   std::string error;                  // for kError: what happened
   int32_t num_drafted = 0;            // drafts verified in this iteration

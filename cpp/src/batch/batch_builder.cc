@@ -42,6 +42,10 @@ bool truncates(const Sequence& sequence) {
   return !sequence.is_score && (s.top_k > 0 || s.top_p < 1 || s.min_p > 0);
 }
 
+bool wants_logprobs(const Sequence& sequence) {
+  return sequence.sampling.logprobs >= 0 || sequence.sampling.prompt_logprobs >= 0;
+}
+
 // Appends the sequence's lists to `lists`.
 SlotReset reset_of(const Sequence& sequence, std::vector<int32_t>& lists) {
   const SamplingOptions& s = sequence.sampling;
@@ -61,6 +65,8 @@ SlotReset reset_of(const Sequence& sequence, std::vector<int32_t>& lists) {
                   .repetition_penalty = static_cast<float>(s.repetition_penalty),
                   .presence_penalty = static_cast<float>(s.presence_penalty),
                   .frequency_penalty = static_cast<float>(s.frequency_penalty),
+                  .num_logprobs = s.logprobs,
+                  .num_prompt_logprobs = s.prompt_logprobs,
                   .first_list_word = static_cast<int32_t>(lists.size()),
                   .num_bias = static_cast<int32_t>(s.logit_bias.size()),
                   .num_bad_words = static_cast<int32_t>(s.bad_words.size()),
@@ -79,6 +85,23 @@ SlotReset reset_of(const Sequence& sequence, std::vector<int32_t>& lists) {
   return reset;
 }
 
+// Appends the rows whose next token is rated to the rows of logits, behind those that draw.
+void add_prompt_rows(const StepPlan& plan, const BatchShape& shape, IterationInputs& inputs) {
+  inputs.num_prompt_rows = 0;
+  for (int32_t i = 0; i < inputs.num_seqs; ++i) {
+    const PlannedSequence& planned = plan.sequences[i];
+    for (int32_t row = 0; row < planned.num_prompt_rows; ++row) {
+      const int32_t at = inputs.num_prompt_rows++;
+      PACELINE_CHECK(
+          at < shape.max_prompt_rows && inputs.num_logit_rows + at < shape.max_logit_rows,
+          inputs.num_logit_rows, " + ", at, " rows of logits of ", shape.max_logit_rows,
+          ", of prompts ", shape.max_prompt_rows);
+      inputs.logit_rows[inputs.num_logit_rows + at] = inputs.verify_indptr[i] + row;
+      inputs.prompt_targets[at] = planned.sequence->tokens[planned.start + row + 1];
+    }
+  }
+}
+
 }  // namespace
 
 void reserve_inputs(IterationInputs& inputs, const BatchShape& shape) {
@@ -91,13 +114,14 @@ void reserve_inputs(IterationInputs& inputs, const BatchShape& shape) {
   inputs.next_token.resize(shape.max_seqs);
   inputs.prefill_tokens.resize(shape.max_verify_rows);
   inputs.logit_rows.resize(shape.max_logit_rows);
+  inputs.prompt_targets.resize(shape.max_prompt_rows);
   inputs.resets.reserve(shape.max_seqs);
 }
 
 void build_batch(const StepPlan& plan, const BatchShape& shape, IterationInputs& inputs) {
   inputs.iteration = plan.iteration;
   inputs.has_prefill = false;
-  inputs.shapes_logits = false;
+  inputs.has_logit_work = false;
   inputs.num_seqs = static_cast<int32_t>(plan.sequences.size());
   inputs.num_drafting = 0;
   inputs.resets.clear();
@@ -119,7 +143,7 @@ void build_batch(const StepPlan& plan, const BatchShape& shape, IterationInputs&
     inputs.verify_indptr[i] = verify_row;
     inputs.first_indptr[i] = first_row;
     inputs.logit_indptr[i] = logit_row;
-    inputs.shapes_logits |= adjusts(sequence) || truncates(sequence);
+    inputs.has_logit_work |= adjusts(sequence) || truncates(sequence) || wants_logprobs(sequence);
     if (planned.resets_slot) inputs.resets.push_back(reset_of(sequence, inputs.lists));
     PACELINE_CHECK(verify_row + planned.num_rows <= shape.max_verify_rows, verify_row, " + ",
                    planned.num_rows, " rows of ", shape.max_verify_rows);
@@ -164,6 +188,7 @@ void build_batch(const StepPlan& plan, const BatchShape& shape, IterationInputs&
   inputs.num_verify_rows = verify_row;
   inputs.num_first_rows = first_row;
   inputs.num_logit_rows = logit_row;
+  add_prompt_rows(plan, shape, inputs);
 }
 
 }  // namespace paceline

@@ -23,6 +23,8 @@ struct BatchShape {
   int32_t max_logit_rows = 0;
   int32_t num_draft_tokens = 0;  // k
   FirstRows first_rows = FirstRows::kNone;
+  int32_t max_prompt_rows = 0;  // of max_logit_rows, most that prompts are rated from
+  int32_t max_logprobs = 0;     // see ExecutorOptions; 0: nothing is rated
 
   // Rows of a decoding sequence in the drafter's first pass.
   [[nodiscard]] int32_t first_rows_per_decode() const {

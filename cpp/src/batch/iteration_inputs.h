@@ -32,6 +32,8 @@ struct SlotReset {
   float repetition_penalty = 1;
   float presence_penalty = 0;
   float frequency_penalty = 0;
+  int32_t num_logprobs = -1;
+  int32_t num_prompt_logprobs = -1;
   // Its lists lie side by side in IterationInputs::lists from here on: ids of biases, biases, ends
   // of bad words, their tokens, and one bit a token of the vocabulary that is allowed.
   int32_t first_list_word = 0;
@@ -52,12 +54,13 @@ struct ScoreCopy {
 struct IterationInputs {
   int64_t iteration = 0;
   bool has_prefill = false;        // any kind but kDecode
-  bool shapes_logits = false;      // some sequence adjusts or truncates its logits
+  bool has_logit_work = false;      // some sequence wants more of its logits than a draw
   int32_t num_seqs = 0;
   int32_t num_drafting = 0;        // the first num_drafting sequences draft (decode, final chunk)
   int32_t num_verify_rows = 0;
   int32_t num_first_rows = 0;      // of the drafter's first pass
   int32_t num_logit_rows = 0;
+  int32_t num_prompt_rows = 0;  // rows of logits behind those, of prompts whose tokens are rated
 
   // [max_seqs], by batch row
   std::vector<int32_t> seq_slot;
@@ -70,6 +73,7 @@ struct IterationInputs {
   std::vector<int32_t> logit_indptr;
   std::vector<int32_t> prefill_tokens;  // [max_verify_rows], by verify row; decode rows unused
   std::vector<int32_t> logit_rows;      // [max_logit_rows] verify row of each row of logits
+  std::vector<int32_t> prompt_targets;  // [max_prompt_rows] the prompt token after each such row
 
   std::vector<SlotReset> resets;
   std::vector<int32_t> lists;  // of the resets

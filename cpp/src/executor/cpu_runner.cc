@@ -39,7 +39,14 @@ CpuRunner::CpuRunner(std::shared_ptr<const Model> target, std::shared_ptr<const 
                       *target_, layout, pool_.data(), max_len, arena_);
   iteration_ =
       std::make_unique<Iteration>(options.iteration, layout_, *target_, speculator_, buffers_);
-  for (RingSlot& slot : ring_) slot.results.resize(options.iteration.shape.max_seqs);
+  const BatchShape& shape = options.iteration.shape;
+  for (RingSlot& slot : ring_) {
+    slot.results.resize(shape.max_seqs);
+    if (shape.max_logprobs > 0) {
+      slot.logprobs.resize(static_cast<size_t>(shape.max_logit_rows) *
+                           static_cast<size_t>(1 + shape.max_logprobs));
+    }
+  }
   if (options.driver != DraftDriver::kEager) capture();
   thread_ = std::thread([this] { device_loop(); });
 }
@@ -75,6 +82,7 @@ void CpuRunner::upload(const IterationInputs& in) {
   *s.num_verify_rows = in.num_verify_rows;
   *s.num_first_rows = in.num_first_rows;
   *s.num_logit_rows = in.num_logit_rows;
+  *s.num_all_logit_rows = in.num_logit_rows + in.num_prompt_rows;
   std::copy_n(in.seq_slot.begin(), in.num_seqs, s.seq_slot);
   std::copy_n(in.kind.begin(), in.num_seqs, s.kind);
   std::copy_n(in.prefill_start.begin(), in.num_seqs, s.prefill_start);
@@ -82,7 +90,8 @@ void CpuRunner::upload(const IterationInputs& in) {
   std::copy_n(in.verify_indptr.begin(), in.num_seqs + 1, s.verify_indptr);
   std::copy_n(in.first_indptr.begin(), in.num_seqs + 1, s.first_indptr);
   std::copy_n(in.logit_indptr.begin(), in.num_seqs + 1, s.logit_indptr);
-  std::copy_n(in.logit_rows.begin(), in.num_logit_rows, s.logit_rows);
+  std::copy_n(in.logit_rows.begin(), in.num_logit_rows + in.num_prompt_rows, s.logit_rows);
+  std::copy_n(in.prompt_targets.begin(), in.num_prompt_rows, s.prompt_targets);
   if (in.has_prefill) {
     std::copy_n(in.prefill_tokens.begin(), in.num_verify_rows, s.prefill_tokens);
   }
@@ -113,6 +122,13 @@ void CpuRunner::copy_scores(const IterationInputs& inputs) const {
     std::copy_n(buffers_.logits + copy.first_logit_row * vocab, copy.num_rows * vocab,
                 copy.destination->begin() + copy.destination_row * vocab);
   }
+}
+
+void CpuRunner::copy_logprobs(const IterationInputs& inputs, std::vector<TokenLogprob>& to) const {
+  const BatchShape& shape = options_.iteration.shape;
+  if (shape.max_logprobs == 0) return;
+  const int64_t num_rows = inputs.num_logit_rows + inputs.num_prompt_rows;
+  std::copy_n(buffers_.logprobs.entries, num_rows * (1 + shape.max_logprobs), to.begin());
 }
 
 void CpuRunner::run_draft_step() {
@@ -182,6 +198,7 @@ void CpuRunner::device_loop() {
     try {
       run_now(*slot.inputs);
       std::copy_n(buffers_.results, slot.inputs->num_seqs, slot.results.begin());
+      copy_logprobs(*slot.inputs, slot.logprobs);
     } catch (...) {
       failure = std::current_exception();
     }
@@ -215,6 +232,10 @@ int64_t CpuRunner::completed() {
 std::span<const SequenceResult> CpuRunner::results(int64_t iteration) {
   const RingSlot& slot = ring_slot(iteration);
   return {slot.results.data(), static_cast<size_t>(slot.inputs->num_seqs)};
+}
+
+std::span<const TokenLogprob> CpuRunner::logprobs(int64_t iteration) {
+  return ring_slot(iteration).logprobs;
 }
 
 Runner::Timing CpuRunner::timing(int64_t iteration) { return ring_slot(iteration).timing; }

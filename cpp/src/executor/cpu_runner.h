@@ -43,6 +43,7 @@ class CpuRunner final : public Runner {
   void wait(int64_t iteration) override;
   [[nodiscard]] int64_t completed() override;
   [[nodiscard]] std::span<const SequenceResult> results(int64_t iteration) override;
+  [[nodiscard]] std::span<const TokenLogprob> logprobs(int64_t iteration) override;
   [[nodiscard]] Timing timing(int64_t iteration) override;
   void poison(GroupId group, BlockId block) override;
   [[nodiscard]] int64_t workspace_bytes() const override { return arena_.bytes(); }
@@ -62,12 +63,15 @@ class CpuRunner final : public Runner {
   struct RingSlot {
     const IterationInputs* inputs = nullptr;
     std::vector<SequenceResult> results;
+    std::vector<TokenLogprob> logprobs;  // [max_logit_rows, 1 + max_logprobs] by row of logits
     Timing timing;
   };
 
   void capture();
   void upload(const IterationInputs& inputs);
   void execute(const IterationInputs& inputs);
+  // Of the entries of all rows: those of sequences that asked for none are whatever was there.
+  void copy_logprobs(const IterationInputs& inputs, std::vector<TokenLogprob>& to) const;
   void copy_scores(const IterationInputs& inputs) const;
   void run_draft_step();
   void run_draft_steps();

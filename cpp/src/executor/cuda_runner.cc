@@ -206,7 +206,8 @@ void CudaRunner::enqueue_begin() {
 }
 
 void CudaRunner::enqueue_end() {
-  ring_->enqueue_end(context_, buffers_.staged.num_seqs, buffers_.results);
+  ring_->enqueue_end(context_, buffers_.staged, buffers_.sampling, buffers_.results,
+                     buffers_.logprobs.entries);
 }
 
 CudaRunner::Programs CudaRunner::capture_programs(const IterationExtent& extent) {
@@ -258,10 +259,10 @@ void CudaRunner::capture() {
   for (int32_t i = 0; i < total; ++i) {
     if (options_.on_capture) options_.on_capture(i, total);
     const int32_t num_seqs = sizes[static_cast<size_t>(i)];
-    const auto programs = [&](bool shapes_logits) {
-      return capture_programs(decode_extent(options_.iteration.shape, num_seqs, shapes_logits));
+    const auto programs = [&](bool has_logit_work) {
+      return capture_programs(decode_extent(options_.iteration.shape, num_seqs, has_logit_work));
     };
-    buckets_.push_back({.num_seqs = num_seqs, .plain = programs(false), .shaped = programs(true)});
+    buckets_.push_back({.num_seqs = num_seqs, .plain = programs(false), .full = programs(true)});
   }
   if (options_.on_capture) options_.on_capture(total, total);
   cuda::synchronize(context_.stream, "capturing graphs");
@@ -296,7 +297,7 @@ void CudaRunner::run_draft_steps(const IterationExtent& extent) {
     return;
   }
   const CudaGraph& steps =
-      bucket_of(extent.num_drafting).programs(extent.shapes_logits).draft_steps;
+      bucket_of(extent.num_drafting).programs(extent.has_logit_work).draft_steps;
   const int32_t num_launches = options_.driver == DraftDriver::kReplay ? num_steps : 1;
   for (int32_t i = 0; i < num_launches; ++i) steps.launch(context_);
 }
@@ -330,9 +331,10 @@ void CudaRunner::launch(const IterationInputs& inputs) {
     return;
   }
   const Bucket& bucket = bucket_of(inputs.num_seqs);
-  bucket.programs(inputs.shapes_logits).decode.launch(context_);
+  bucket.programs(inputs.has_logit_work).decode.launch(context_);
   if (options_.driver == DraftDriver::kReplay && iteration_->num_draft_steps() > 0) {
-    run_draft_steps(decode_extent(options_.iteration.shape, bucket.num_seqs, inputs.shapes_logits));
+    run_draft_steps(
+        decode_extent(options_.iteration.shape, bucket.num_seqs, inputs.has_logit_work));
     enqueue_end();
   }
 }
@@ -340,7 +342,7 @@ void CudaRunner::launch(const IterationInputs& inputs) {
 std::vector<KernelTime> CudaRunner::launch_traced(const IterationInputs& inputs) {
   begin_launch(inputs);
   const IterationExtent extent =
-      decode_extent(options_.iteration.shape, inputs.num_seqs, inputs.shapes_logits);
+      decode_extent(options_.iteration.shape, inputs.num_seqs, inputs.has_logit_work);
   std::optional<KernelTrace> trace;
   // Captured with the events in between, since the host could not enqueue short kernels fast
   // enough.
@@ -396,6 +398,14 @@ void CudaRunner::wait(int64_t iteration) {
 std::span<const SequenceResult> CudaRunner::results(int64_t iteration) {
   return {ring_->results(iteration),
           static_cast<size_t>(num_seqs_[static_cast<size_t>(iteration) % num_seqs_.size()])};
+}
+
+std::span<const TokenLogprob> CudaRunner::logprobs(int64_t iteration) {
+  const BatchShape& shape = options_.iteration.shape;
+  if (shape.max_logprobs == 0) return {};
+  const auto count =
+      static_cast<size_t>(shape.max_logit_rows) * static_cast<size_t>(1 + shape.max_logprobs);
+  return {ring_->logprobs(iteration), count};
 }
 
 Runner::Timing CudaRunner::timing(int64_t iteration) {

@@ -47,6 +47,7 @@ class CudaRunner final : public Runner {
   void wait(int64_t iteration) override;
   [[nodiscard]] int64_t completed() override;
   [[nodiscard]] std::span<const SequenceResult> results(int64_t iteration) override;
+  [[nodiscard]] std::span<const TokenLogprob> logprobs(int64_t iteration) override;
   [[nodiscard]] Timing timing(int64_t iteration) override;
   void poison(GroupId group, BlockId block) override;
   [[nodiscard]] int64_t workspace_bytes() const override { return arena_.bytes(); }
@@ -66,11 +67,11 @@ class CudaRunner final : public Runner {
   };
   struct Bucket {
     int32_t num_seqs = 0;
-    Programs plain;   // for batches in which no sequence adjusts or truncates its logits
-    Programs shaped;  // for all others
+    Programs plain;  // for batches without logit work; see IterationExtent
+    Programs full;   // for all others
 
-    [[nodiscard]] const Programs& programs(bool shapes_logits) const {
-      return shapes_logits ? shaped : plain;
+    [[nodiscard]] const Programs& programs(bool has_logit_work) const {
+      return has_logit_work ? full : plain;
     }
   };
 

@@ -164,6 +164,7 @@ void Engine::check_request(const Request& request) const {
   }
   const SamplingOptions& s = request.sampling;
   check_sampling(s);
+  check_logprobs(request, options_.shape.max_logprobs);
   const auto limit = static_cast<int32_t>(std::min<int64_t>(
       request.score_prompt ? prompt_len : prompt_len + s.max_tokens, options_.max_model_len));
   if (!scheduler_.fits_alone(static_cast<int32_t>(prompt_len), limit)) {
@@ -196,6 +197,10 @@ std::optional<RequestId> Engine::add_request(Request request) {
   if (sequence->is_score) {
     sequence->logits = std::make_shared<std::vector<float>>(
         static_cast<size_t>(checked_mul(sequence->prompt_len, options_.vocab_size)));
+  }
+  if (sequence->sampling.prompt_logprobs >= 0) {
+    sequence->prompt_logprobs = std::make_shared<std::vector<std::vector<TokenLogprob>>>(
+        static_cast<size_t>(sequence->prompt_len - 1));
   }
   const auto k = static_cast<size_t>(options_.shape.num_draft_tokens);
   sequence->counters.accepted_per_position.assign(k, 0);
@@ -365,12 +370,14 @@ void Engine::read_oldest() {
   newest_read_ = iteration;
   scheduler_.complete(iteration);
   const std::span<const SequenceResult> results = runner_->results(iteration);
+  const LogprobReader logprobs(slot.plan, slot.inputs, runner_->logprobs(iteration),
+                               options_.shape.max_logprobs, options_.vocab_size);
   int32_t num_decoding = 0;
   int64_t num_emitted = 0;
   int64_t num_drafted = 0;
   int64_t num_accepted = 0;
   for (size_t i = 0; i < slot.plan.sequences.size(); ++i) {
-    apply(slot.plan.sequences[i], results[i]);
+    apply(slot.plan.sequences[i], results[i], logprobs, static_cast<int32_t>(i));
     const bool is_decode = slot.plan.sequences[i].kind == RowKind::kDecode;
     num_decoding += is_decode && results[i].emitted_len > 0 ? 1 : 0;
     num_emitted += results[i].emitted_len;
@@ -407,7 +414,8 @@ void Engine::read_oldest() {
   stats_.host_us += static_cast<double>(now_us() - start);
 }
 
-void Engine::apply(const PlannedSequence& launch, const SequenceResult& result) {
+void Engine::apply(const PlannedSequence& launch, const SequenceResult& result,
+                   const LogprobReader& logprobs, int32_t i) {
   Sequence& sequence = *launch.sequence;
   --sequence.launches_in_flight;
   const bool is_over = sequence.phase == Sequence::Phase::kFinished;
@@ -423,9 +431,14 @@ void Engine::apply(const PlannedSequence& launch, const SequenceResult& result) 
     if (sequence.first_token_us == 0) sequence.first_token_us = now_us();
     count(result, sequence.counters);
   }
+  logprobs.store_prompt(i);
   if (result.emitted_len > 0 || has_ended) {
+    // The first emission comes after all of the prompt, which is thus delivered once: what is
+    // recomputed later is not rated again.
     outgoing_.push_back({.id = sequence.id,
                          .token_ids = {result.tokens, result.tokens + result.emitted_len},
+                         .logprobs = logprobs.emitted(i, result),
+                         .prompt_logprobs = std::exchange(sequence.prompt_logprobs, nullptr),
                          .num_drafted = result.drafted_len,
                          .num_accepted = result.accepted_len});
   }

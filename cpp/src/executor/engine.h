@@ -21,6 +21,7 @@
 #include <paceline/executor.h>
 
 #include "batch/batch_builder.h"
+#include "executor/logprob_reader.h"
 #include "executor/runner.h"
 #include "scheduler/scheduler.h"
 
@@ -80,7 +81,9 @@ class Engine {
   bool take_in();      // requests and cancellations; false: asked to stop
   bool launch_next();  // plan -> batch -> launch; false: nothing to launch
   void read_oldest();  // results -> sequences -> events
-  void apply(const PlannedSequence& launch, const SequenceResult& result);
+  // The launch in batch row `i`.
+  void apply(const PlannedSequence& launch, const SequenceResult& result,
+             const LogprobReader& logprobs, int32_t i);
   void finish(Sequence& sequence, FinishReason reason, std::string error = {});
   void cancel_now(RequestId id);
   void delay();  // for tests: sleeps for a random time

@@ -18,7 +18,7 @@
 namespace paceline {
 namespace {
 
-// Rows of scored prompts that one iteration may add to its logits buffer.
+// Rows of scored or rated prompts that one iteration may add to its logits buffer.
 constexpr int32_t kMaxScoreRows = 64;
 
 template <class T>
@@ -75,6 +75,11 @@ void check_options(const ExecutorOptions& o, const Model& target, const Model* d
                                  ", but only the draft driver 'while' can stop early; set "
                                  "draft_driver to 'while' or draft_stop_threshold to 0"));
   }
+  check_range("max_logprobs", o.max_logprobs, 0, kMaxLogprobs);
+  if (o.max_logprobs > 0 && o.use_null_device) {
+    throw InvalidArgument(concat("max_logprobs is ", o.max_logprobs,
+                                 " and the null device has no logits; allowed with it: 0"));
+  }
   check_range("host_delay_max_us", o.host_delay_max_us, 0, 1'000'000);
   check_range("max_num_seqs", o.max_num_seqs, 1, 1024);
   check_range("block_size", o.block_size, 1, 256);
@@ -130,7 +135,9 @@ IterationOptions iteration_options(const ExecutorOptions& o, const Model* draft)
                     .max_verify_rows = o.max_num_batched_tokens,
                     .max_logit_rows = o.max_num_seqs * (k + 1) + kMaxScoreRows,
                     .num_draft_tokens = k,
-                    .first_rows = traits.first_rows},
+                    .first_rows = traits.first_rows,
+                    .max_prompt_rows = o.max_logprobs > 0 ? kMaxScoreRows : 0,
+                    .max_logprobs = o.max_logprobs},
           .max_model_len = o.max_model_len,
           .accept_method = o.speculative.accept_method,
           .synthetic_acceptance_length = o.speculative.synthetic_acceptance_length,

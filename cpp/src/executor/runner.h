@@ -34,6 +34,11 @@ class Runner {
   // launched.
   [[nodiscard]] virtual std::span<const SequenceResult> results(int64_t iteration) = 0;
 
+  // Logprobs of a completed iteration, [max_logit_rows, 1 + max_logprobs] by row of logits; only
+  // entries that somebody asked for are written (see TokenLogprobsParams). Valid as long as the
+  // results; empty where max_logprobs is 0.
+  [[nodiscard]] virtual std::span<const TokenLogprob> logprobs(int64_t) { return {}; }
+
   // Time that a completed iteration took on the device, and for how long the device did nothing
   // between the one before it and this one.
   struct Timing {

@@ -76,7 +76,9 @@ StagedInputs allocate_staged(DeviceArena& arena, const BatchShape& shape) {
           .prefill_tokens = ints(shape.max_verify_rows),
           .logit_rows = ints(shape.max_logit_rows),
           .num_resets = ints(1),
-          .reset_slots = ints(shape.max_seqs)};
+          .reset_slots = ints(shape.max_seqs),
+          .num_all_logit_rows = ints(1),
+          .prompt_targets = ints(shape.max_prompt_rows)};
 }
 
 SamplingState allocate_sampling(DeviceArena& arena, const BatchShape& shape, int32_t vocab_size) {
@@ -104,6 +106,8 @@ SamplingState allocate_sampling(DeviceArena& arena, const BatchShape& shape, int
           .top_k = ints(slots),
           .top_p = floats(slots),
           .min_p = floats(slots),
+          .num_logprobs = ints(slots),
+          .num_prompt_logprobs = ints(slots),
           .counts = ints(slots * vocab_size),
           .seen = masks(),
           .vocab_size = vocab_size};
@@ -135,11 +139,12 @@ IterationExtent full_extent(const BatchShape& shape) {
           .num_verify_rows = shape.max_verify_rows,
           .num_first_rows = shape.max_verify_rows + shape.max_seqs,
           .num_logit_rows = shape.max_logit_rows,
+          .num_prompt_rows = shape.max_prompt_rows,
           .verify_rows_per_seq = shape.max_verify_rows,
           .first_rows_per_seq = shape.max_verify_rows + 1};
 }
 
-IterationExtent decode_extent(const BatchShape& shape, int32_t num_seqs, bool shapes_logits) {
+IterationExtent decode_extent(const BatchShape& shape, int32_t num_seqs, bool has_logit_work) {
   const int32_t width = shape.num_draft_tokens + 1;
   return {.num_seqs = num_seqs,
           .num_drafting = num_seqs,
@@ -148,7 +153,7 @@ IterationExtent decode_extent(const BatchShape& shape, int32_t num_seqs, bool sh
           .num_logit_rows = num_seqs * width,
           .verify_rows_per_seq = width,
           .first_rows_per_seq = shape.first_rows_per_decode(),
-          .shapes_logits = shapes_logits};
+          .has_logit_work = has_logit_work};
 }
 
 IterationExtent extent_of(const IterationInputs& inputs) {
@@ -157,7 +162,8 @@ IterationExtent extent_of(const IterationInputs& inputs) {
                             .num_verify_rows = inputs.num_verify_rows,
                             .num_first_rows = inputs.num_first_rows,
                             .num_logit_rows = inputs.num_logit_rows,
-                            .shapes_logits = inputs.shapes_logits};
+                            .num_prompt_rows = inputs.num_prompt_rows,
+                            .has_logit_work = inputs.has_logit_work};
   for (int32_t i = 0; i < inputs.num_seqs; ++i) {
     extent.verify_rows_per_seq =
         std::max(extent.verify_rows_per_seq, inputs.verify_indptr[i + 1] - inputs.verify_indptr[i]);
@@ -254,6 +260,7 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
     b.draft_stop.threshold = static_cast<float>(options.draft_stop_threshold);
   }
   b.results = arena.allocate<SequenceResult>(shape.max_seqs, "results");
+  if (shape.max_logprobs > 0) b.logprobs = allocate_logprobs(arena, shape, target.vocab_size);
   return b;
 }
 
@@ -289,7 +296,7 @@ void Iteration::draw_drafts(Ctx& ctx, const IterationExtent& extent, const int32
   // Tables that differ in padding rows: what only one of them has is never drafted.
   const int32_t vocab_limit =
       map.tokens != nullptr ? num_logits : std::min(target_vocab, num_logits);
-  if (extent.shapes_logits) {
+  if (extent.has_logit_work) {
     // What the target would hardly draw is not worth drafting.
     ctx.run(truncate_logits, TruncateLogitsParams{.num_rows = num_rows,
                                                   .max_rows = extent.num_drafting,
@@ -323,7 +330,7 @@ void Iteration::draw_drafts(Ctx& ctx, const IterationExtent& extent, const int32
 template <class Ctx>
 void Iteration::begin_prefill(Ctx& ctx, const IterationExtent& extent) const {
   const IterationBuffers& b = buffers_;
-  if (!extent.shapes_logits) return;
+  if (!extent.has_logit_work) return;
   ctx.run(clear_counts, ClearCountsParams{.num_slots = b.staged.num_resets,
                                           .max_slots = options_.shape.max_seqs,
                                           .slots = b.staged.reset_slots,
@@ -369,9 +376,14 @@ void Iteration::verify(Ctx& ctx, const IterationExtent& extent) const {
     }
   }
   target_.forward(ctx, rows, b.verify_metadata, b.activations, b.target_hidden);
-  target_.logits(ctx, b.staged.num_logit_rows, extent.num_logit_rows, b.staged.logit_rows,
-                 b.activations, b.gathered, b.logits);
-  if (extent.shapes_logits) shape_logits(ctx, extent, rows);
+  target_.logits(
+      ctx, b.staged.num_all_logit_rows,
+      std::min(extent.num_logit_rows + extent.num_prompt_rows, options_.shape.max_logit_rows),
+      b.staged.logit_rows, b.activations, b.gathered, b.logits);
+  if (extent.has_logit_work) {
+    keep_raw_logits(ctx, extent);
+    shape_logits(ctx, extent, rows);
+  }
   ctx.run(draw, DrawParams{.num_rows = b.staged.num_logit_rows,
                            .max_rows = extent.num_logit_rows,
                            .logits = b.logits,
@@ -398,11 +410,12 @@ void Iteration::verify(Ctx& ctx, const IterationExtent& extent) const {
     left -= 1;
   }
   ctx.run(accept, params);
-  if (!extent.shapes_logits) return;
+  if (!extent.has_logit_work) return;
   ctx.run(count_emitted_tokens, CountEmittedTokensParams{.inputs = b.staged,
                                                          .sampling = b.sampling,
                                                          .results = b.results,
                                                          .max_seqs = extent.num_seqs});
+  rate_tokens(ctx, extent);
 }
 
 template <class Ctx>

@@ -20,9 +20,18 @@
 #include "metadata/pass_rows.h"
 #include "model/decoder.h"
 #include "sample/logits.h"
+#include "sample/logprobs.h"
 #include "speculate/speculator.h"
 
 namespace paceline {
+
+// What logprobs take; null where max_logprobs is 0.
+struct LogprobBuffers {
+  float* kept = nullptr;            // [max_seqs * (k + 1), vocab] see KeepLogitsParams
+  TokenLogprob* entries = nullptr;  // [max_logit_rows, 1 + max_logprobs] see TokenLogprobsParams
+};
+[[nodiscard]] LogprobBuffers allocate_logprobs(DeviceArena& arena, const BatchShape& shape,
+                                               int32_t vocab_size);
 
 // All device memory of the step but weights, KV pool and rotary tables.
 struct IterationBuffers {
@@ -53,6 +62,7 @@ struct IterationBuffers {
   int32_t* hidden_rows = nullptr;
   HeadOutput draft_output{};          // rows [max_seqs]: the drafter's newest
   SequenceResult* results = nullptr;  // [max_seqs]
+  LogprobBuffers logprobs{};
 };
 
 // Bounds that the host knows of one iteration's passes, for grids and padding: how many rows there
@@ -63,17 +73,18 @@ struct IterationExtent {
   int32_t num_verify_rows = 0;
   int32_t num_first_rows = 0;
   int32_t num_logit_rows = 0;
+  int32_t num_prompt_rows = 0;
   int32_t verify_rows_per_seq = 0;  // of any sequence
   int32_t first_rows_per_seq = 0;
-  // Whether sequences may adjust or truncate their logits. If not, what would have nothing to do is
-  // left out; on a GPU even that takes time.
-  bool shapes_logits = true;
+  // Whether sequences may want more of their logits than a draw: bias, penalties, bans, cuts,
+  // logprobs. If not, what would have nothing to do is left out; on a GPU even that takes time.
+  bool has_logit_work = true;
 };
 
 // Of any iteration that the shape allows; of one with `num_seqs` decoding sequences; of this one.
 [[nodiscard]] IterationExtent full_extent(const BatchShape& shape);
 [[nodiscard]] IterationExtent decode_extent(const BatchShape& shape, int32_t num_seqs,
-                                            bool shapes_logits = true);
+                                            bool has_logit_work = true);
 [[nodiscard]] IterationExtent extent_of(const IterationInputs& inputs);
 
 struct IterationOptions {
@@ -124,6 +135,11 @@ class Iteration {
   // The target's logits as its sequences' parameters have them.
   template <class Ctx>
   void shape_logits(Ctx& ctx, const IterationExtent& extent, const PassRows& rows) const;
+  // Logprobs, before the logits change and after acceptance; nothing where max_logprobs is 0.
+  template <class Ctx>
+  void keep_raw_logits(Ctx& ctx, const IterationExtent& extent) const;
+  template <class Ctx>
+  void rate_tokens(Ctx& ctx, const IterationExtent& extent) const;
   // Whether the drafter's passes read KV of `group`.
   [[nodiscard]] bool is_drafted_from(size_t group) const;
   // One draft for each of the rows that `row_index` picks from a pass of the drafter. `steps` [1]:

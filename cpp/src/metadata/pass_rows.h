@@ -81,6 +81,9 @@ struct StagedInputs {
   int32_t* logit_rows;       // [max_logit_rows]
   int32_t* num_resets;       // [1]
   int32_t* reset_slots;      // [max_seqs] slots that begin a sequence, or begin it again
+
+  int32_t* num_all_logit_rows;  // [1] num_logit_rows + num_prompt_rows
+  int32_t* prompt_targets;      // [max_prompt_rows]
 };
 
 }  // namespace paceline

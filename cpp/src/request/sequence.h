@@ -18,6 +18,7 @@ inline constexpr int32_t kMaxStopIds = 8;
 inline constexpr int32_t kMaxLogitBias = 1024;
 inline constexpr int32_t kMaxBadWords = 128;
 inline constexpr int32_t kMaxBadWordTokens = 1024;
+inline constexpr int32_t kMaxLogprobs = 64;
 
 struct Sequence {
   enum class Phase : uint8_t { kWaiting, kPrefill, kDecode, kFinished };
@@ -45,6 +46,8 @@ struct Sequence {
 
   SpeculationCounters counters;
   std::shared_ptr<std::vector<float>> logits;  // is_score: [prompt_len, vocab]
+  // With prompt_logprobs, until they are delivered: [prompt_len - 1], filled as chunks are read.
+  std::shared_ptr<std::vector<std::vector<TokenLogprob>>> prompt_logprobs;
   int64_t arrival_us = 0;
   int64_t first_token_us = 0;
 

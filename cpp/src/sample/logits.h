@@ -56,6 +56,11 @@ struct SamplingState {
   float* top_p;    // [max_slots] in (0, 1]; 1: none
   float* min_p;    // [max_slots] in [0, 1]; 0: none
 
+  // Most probable tokens that are wanted beside an emitted one, and beside one of the prompt; -1:
+  // no logprobs. See sample/logprobs.h.
+  int32_t* num_logprobs;         // [max_slots]
+  int32_t* num_prompt_logprobs;  // [max_slots]
+
   int32_t* counts;  // [max_slots, vocab_size] times a token stands in the output so far
   uint32_t* seen;   // [max_slots, mask_words(vocab_size)] tokens of the prompt and of the output
   int32_t vocab_size;

@@ -32,6 +32,8 @@ PACELINE_HOST_DEVICE inline void reset_sampling(const SamplingState& s, const Sl
     s.top_k[slot] = reset.top_k;
     s.top_p[slot] = reset.top_p;
     s.min_p[slot] = reset.min_p;
+    s.num_logprobs[slot] = reset.num_logprobs;
+    s.num_prompt_logprobs[slot] = reset.num_prompt_logprobs;
   }
   auto* const biases = reinterpret_cast<int32_t*>(s.bias_values);
   auto* const allowed = reinterpret_cast<int32_t*>(s.allowed);

@@ -6,6 +6,14 @@
 #include "base/check.h"
 
 namespace paceline {
+namespace {
+
+// Rows of logits beyond those that a sequence draws from.
+int32_t score_rows(const PlannedSequence& rows) {
+  return rows.kind == RowKind::kScore ? rows.num_rows : rows.num_prompt_rows;
+}
+
+}  // namespace
 
 Scheduler::Scheduler(const SchedulerOptions& options, SlabPool& pool)
     : options_(options), pool_(pool) {
@@ -58,7 +66,12 @@ PlannedSequence Scheduler::next_rows(const Sequence& sequence, int32_t prefill_b
     rows.kind = RowKind::kScore;
     rows.num_rows = std::min(rows.num_rows, score_budget);
   } else {
+    const bool is_rated = sequence.prompt_logprobs != nullptr;
+    if (is_rated) rows.num_rows = std::min(rows.num_rows, score_budget);
     rows.kind = rows.num_rows == left ? RowKind::kPrefillFinal : RowKind::kPrefillPartial;
+    if (is_rated) {
+      rows.num_prompt_rows = rows.num_rows - (rows.kind == RowKind::kPrefillFinal ? 1 : 0);
+    }
   }
   rows.num_rows = std::max(rows.num_rows, 0);
   return rows;
@@ -183,7 +196,7 @@ bool Scheduler::plan(StepPlan& plan) {
     has_preempted |= num_preemptions_ != preemptions || room == Room::kStalled;
     if (room != Room::kReserved) continue;
     if (rows.kind != RowKind::kDecode) prefill_budget -= rows.num_rows;
-    if (rows.kind == RowKind::kScore) score_budget -= rows.num_rows;
+    score_budget -= score_rows(rows);
     launch(*sequence, rows, plan);
   }
 
@@ -196,7 +209,7 @@ bool Scheduler::plan(StepPlan& plan) {
     if (rows.num_rows == 0 || !admit(*sequence, rows, plan)) break;
     waiting_.pop_front();
     prefill_budget -= rows.num_rows;
-    if (rows.kind == RowKind::kScore) score_budget -= rows.num_rows;
+    score_budget -= score_rows(rows);
     launch(*sequence, rows, plan);
   }
 

@@ -27,6 +27,8 @@ struct PlannedSequence {
   int32_t start = 0;      // prefill kinds: position of the first row
   int32_t num_rows = 0;   // in the verify pass
   bool resets_slot = false;
+  // Prefill kinds: the first so many rows have the token after them rated, for prompt_logprobs.
+  int32_t num_prompt_rows = 0;
 };
 
 struct StepPlan {

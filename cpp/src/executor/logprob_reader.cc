@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "executor/logprob_reader.h"
+
+#include <algorithm>
+
+#include <paceline/error.h>
+
+#include "base/check.h"
+
+namespace paceline {
+
+void check_logprobs(const Request& request, int32_t max_logprobs) {
+  const auto check = [&](const char* name, int32_t value) {
+    if (value == -1) return;
+    if (max_logprobs == 0) {
+      throw InvalidArgument(
+          concat(name, " is ", value, "; allowed: -1 (none), since max_logprobs is 0; raise it"));
+    }
+    if (value < 0 || value > max_logprobs) {
+      throw InvalidArgument(
+          concat(name, " is ", value, "; allowed: -1 (none) to ", max_logprobs, " (max_logprobs)"));
+    }
+    if (request.score_prompt) {
+      throw InvalidArgument(concat(name, " is ", value,
+                                   ", but score_prompt returns all logits and emits nothing; "
+                                   "allowed with it: -1 (none)"));
+    }
+  };
+  check("logprobs", request.sampling.logprobs);
+  check("prompt_logprobs", request.sampling.prompt_logprobs);
+}
+
+LogprobReader::LogprobReader(const StepPlan& plan, const IterationInputs& inputs,
+                             std::span<const TokenLogprob> entries, int32_t max_logprobs,
+                             int32_t vocab_size)
+    : plan_(plan),
+      inputs_(inputs),
+      entries_(entries),
+      max_logprobs_(max_logprobs),
+      vocab_size_(vocab_size) {}
+
+std::vector<TokenLogprob> LogprobReader::row(int32_t logit_row, int32_t num_best) const {
+  const auto first = static_cast<size_t>(logit_row) * static_cast<size_t>(1 + max_logprobs_);
+  const auto count = static_cast<size_t>(1 + std::min(num_best, vocab_size_));
+  const std::span<const TokenLogprob> entries = entries_.subspan(first, count);
+  return {entries.begin(), entries.end()};
+}
+
+std::vector<std::vector<TokenLogprob>> LogprobReader::emitted(int32_t i,
+                                                              const SequenceResult& result) const {
+  std::vector<std::vector<TokenLogprob>> rows;
+  const int32_t num_best = plan_.sequences[i].sequence->sampling.logprobs;
+  if (num_best < 0) return rows;
+  for (int32_t j = 0; j < result.emitted_len; ++j) {
+    rows.push_back(row(inputs_.logit_indptr[i] + j, num_best));
+  }
+  return rows;
+}
+
+void LogprobReader::store_prompt(int32_t i) const {
+  const PlannedSequence& planned = plan_.sequences[i];
+  if (planned.num_prompt_rows == 0) return;
+  int32_t first = inputs_.num_logit_rows;
+  for (int32_t before = 0; before < i; ++before) {
+    first += plan_.sequences[before].num_prompt_rows;
+  }
+  const int32_t num_best = planned.sequence->sampling.prompt_logprobs;
+  for (int32_t r = 0; r < planned.num_prompt_rows; ++r) {
+    (*planned.sequence->prompt_logprobs)[planned.start + r] = row(first + r, num_best);
+  }
+}
+
+}  // namespace paceline

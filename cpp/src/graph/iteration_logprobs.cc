@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// The part of an iteration that logprobs take: two ops, of which the first sets aside what the
+// logits pipeline is about to change and the second rates what acceptance has emitted.
+
+#include <algorithm>
+
+#include "device/cpu_context.h"
+#include "device/cuda_context.h"
+#include "graph/iteration.h"
+
+namespace paceline {
+
+LogprobBuffers allocate_logprobs(DeviceArena& arena, const BatchShape& shape, int32_t vocab_size) {
+  // Sequences that draw come first in a batch, so no other row is kept.
+  const int64_t num_kept = int64_t{shape.max_seqs} * (shape.num_draft_tokens + 1);
+  const int64_t row_entries = 1 + int64_t{shape.max_logprobs};
+  return {.kept = arena.allocate<float>(num_kept * vocab_size, "logprobs"),
+          .entries = arena.allocate<TokenLogprob>(shape.max_logit_rows * row_entries, "logprobs")};
+}
+
+template <class Ctx>
+void Iteration::keep_raw_logits(Ctx& ctx, const IterationExtent& extent) const {
+  const IterationBuffers& b = buffers_;
+  const BatchShape& shape = options_.shape;
+  if (shape.max_logprobs == 0) return;
+  const int32_t max_window_rows = shape.max_seqs * (shape.num_draft_tokens + 1);
+  ctx.run(keep_logits,
+          KeepLogitsParams{.num_rows = b.staged.num_logit_rows,
+                           .max_rows = std::min(extent.num_logit_rows, max_window_rows),
+                           .logits = b.logits,
+                           .kept = b.logprobs.kept,
+                           .logits_stride = target_.config().vocab_size,
+                           .row_index = b.staged.logit_rows,
+                           .seq_slot = b.verify_rows.seq_slot,
+                           .sampling = b.sampling});
+}
+
+template <class Ctx>
+void Iteration::rate_tokens(Ctx& ctx, const IterationExtent& extent) const {
+  const IterationBuffers& b = buffers_;
+  const BatchShape& shape = options_.shape;
+  if (shape.max_logprobs == 0) return;
+  ctx.run(token_logprobs, TokenLogprobsParams{.inputs = b.staged,
+                                              .results = b.results,
+                                              .seq_slot = b.verify_rows.seq_slot,
+                                              .logits = b.logits,
+                                              .kept = b.logprobs.kept,
+                                              .logits_stride = target_.config().vocab_size,
+                                              .max_seqs = extent.num_seqs,
+                                              .max_window_rows = shape.num_draft_tokens + 1,
+                                              .max_prompt_rows = extent.num_prompt_rows,
+                                              .max_logprobs = shape.max_logprobs,
+                                              .sampling = b.sampling,
+                                              .logprobs = b.logprobs.entries});
+}
+
+template void Iteration::keep_raw_logits<CpuContext>(CpuContext&, const IterationExtent&) const;
+template void Iteration::rate_tokens<CpuContext>(CpuContext&, const IterationExtent&) const;
+#ifdef PACELINE_CUDA
+template void Iteration::keep_raw_logits<CudaContext>(CudaContext&, const IterationExtent&) const;
+template void Iteration::rate_tokens<CudaContext>(CudaContext&, const IterationExtent&) const;
+#endif
+
+}  // namespace paceline

@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// A cluster of eight blocks has a row, each block an eighth of its ids in shared memory. What a
+// logit is worth is in sample/logprob_rules.h: shares are integers, so that their sum has no order
+// and rows are invariant. Each block finds its own best ids one by one; then the first warp of the
+// cluster merges eight sorted lists and writes the entries.
+//
+// The grid is only as large as the machine, and clusters go through the rows: a batch in which
+// nobody wants logprobs costs one look at all of them.
+
+#include <algorithm>
+
+#include "base/check.h"
+#include "common/convert.cuh"
+#include "common/launch.cuh"
+#include "common/mma.cuh"
+#include "common/reduce.cuh"
+#include "sample/logprob_rules.h"
+#include "sample/row_pieces.cuh"
+
+namespace paceline {
+namespace cuda {
+namespace {
+
+constexpr int32_t kKeepThreads = 256;
+constexpr int32_t kIdsPerKeepBlock = 32768;
+
+__global__ void __launch_bounds__(kKeepThreads)
+    keep_kernel(const __grid_constant__ KeepLogitsParams p, const bool is_vector) {
+  let_successor_start();
+  wait_for_predecessor();
+  const int32_t row = static_cast<int32_t>(blockIdx.x);
+  if (row >= *p.num_rows || !is_row_kept(p, row)) return;
+  const int32_t thread = static_cast<int32_t>(threadIdx.x);
+  const int32_t begin = static_cast<int32_t>(blockIdx.y) * kIdsPerKeepBlock;
+  const int32_t end = min(begin + kIdsPerKeepBlock, p.sampling.vocab_size);
+  const float* const from = p.logits + row * p.logits_stride;
+  float* const to = p.kept + row * p.logits_stride;
+  const int32_t vector_end = is_vector ? end / 4 * 4 : begin;
+  for (int32_t i = begin + thread * 4; i < vector_end; i += kKeepThreads * 4) {
+    float four[4];
+    load_vector(from + i, four);
+    store_vector(four, to + i);
+  }
+  for (int32_t i = vector_end + thread; i < end; i += kKeepThreads) to[i] = from[i];
+}
+
+// Beside the block's logits. What other blocks of the cluster read is written before one
+// cluster_barrier and, between that one and the next, only read.
+struct Shared {
+  uint64_t best[kMaxLogprobs];  // the block's best candidates, best first; 0 where it has no more
+  uint64_t total;               // of the block's shares
+  int32_t num_higher;           // of its ids, those with a higher logit than the row's token
+  uint32_t highest;             // key of its highest logit
+  // The block's own.
+  uint64_t warp_winners[2][kWarps];
+  uint64_t warp_totals[kWarps];
+  int32_t warp_counts[kWarps];
+  uint32_t warp_words[kWarps];
+};
+
+// Of the thread's candidates below `limit` the best; 0: there is none.
+__device__ __forceinline__ uint64_t best_below(const Piece& piece, int32_t first_id,
+                                               uint64_t limit) {
+  uint64_t best = 0;
+  piece.for_quads([&](int32_t i, const float (&four)[4]) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (i + j >= piece.count) continue;
+      const uint64_t candidate = best_candidate(four[j], first_id + i + j);
+      if (candidate < limit) best = max(best, candidate);
+    }
+  });
+  return best;
+}
+
+// Fills shared.best with the block's `count` best candidates. Called by all threads of the block.
+__device__ __forceinline__ void find_best(const Piece& piece, int32_t first_id, int32_t count,
+                                          Shared& shared) {
+  const int32_t thread = static_cast<int32_t>(threadIdx.x);
+  uint64_t own = count > 0 ? best_below(piece, first_id, ~uint64_t{0}) : 0;
+  for (int32_t round = 0; round < count; ++round) {
+    // Two arrays by turns: a warp may be one round ahead of those that still read.
+    uint64_t (&winners)[kWarps] = shared.warp_winners[round % 2];
+    const uint64_t of_warp = warp_max(own);
+    if (thread % 32 == 0) winners[thread / 32] = of_warp;
+    __syncthreads();
+    const uint64_t best = warp_max(winners[thread % kWarps]);
+    if (thread == 0) shared.best[round] = best;
+    if (best != 0 && own == best) own = best_below(piece, first_id, best);
+  }
+}
+
+template <bool kIsVector>
+__device__ void rate_row(const RatedRow& row, const Piece& piece, int32_t first_id, float* values,
+                         Shared& shared) {
+  const int32_t thread = static_cast<int32_t>(threadIdx.x);
+  const int32_t warp = thread / 32;
+  const int32_t lane = thread % 32;
+  const float highest = from_ordered(highest_key(load_piece<kIsVector>(piece, values), shared));
+  const float own = comparable(row.logits[row.token]);
+  uint64_t total = 0;
+  int32_t num_higher = 0;
+  piece.for_quads([&](int32_t, const float (&four)[4]) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      total += share_of(highest, four[j]);
+      num_higher += four[j] > own ? 1 : 0;
+    }
+  });
+  total = warp_sum(total);
+  num_higher = __reduce_add_sync(kAllLanes, num_higher);
+  if (lane == 0) {
+    shared.warp_totals[warp] = total;
+    shared.warp_counts[warp] = num_higher;
+  }
+  __syncthreads();
+  if (thread == 0) {
+    uint64_t total_of_block = 0;
+    int32_t higher_of_block = 0;
+    for (int32_t i = 0; i < kWarps; ++i) {
+      total_of_block += shared.warp_totals[i];
+      higher_of_block += shared.warp_counts[i];
+    }
+    shared.total = total_of_block;
+    shared.num_higher = higher_of_block;
+  }
+  find_best(piece, first_id, row.num_best, shared);
+  cluster_barrier();
+
+  if (piece.rank == 0 && warp == 0) {
+    // A lane a block; the others ask the same blocks again, and what they hear does not count.
+    const bool has_block = lane < kBlocks;
+    const int32_t rank = lane % kBlocks;
+    const uint64_t total_of_block = *in_cluster(&shared.total, rank);
+    const int32_t higher_of_block = *in_cluster(&shared.num_higher, rank);
+    total = warp_sum(has_block ? total_of_block : uint64_t{0});
+    num_higher = __reduce_add_sync(kAllLanes, has_block ? higher_of_block : 0);
+    if (lane == 0) row.to[0] = {row.token, logprob_of(own, highest, total), 1 + num_higher};
+    const auto head_of = [&](int32_t at) {
+      return has_block && at < row.num_best ? *in_cluster(&shared.best[at], rank) : uint64_t{0};
+    };
+    int32_t num_taken = 0;  // of the lane's block
+    uint64_t head = head_of(0);
+    Ranking ranking;
+    for (int32_t i = 0; i < row.num_best; ++i) {
+      const uint64_t best = warp_max(head);
+      if (lane == 0) row.to[1 + i] = ranking.next(best, highest, total);
+      if (head == best) head = head_of(++num_taken);
+    }
+  }
+  // Nobody goes on, or leaves, while others read what it shares.
+  cluster_barrier();
+}
+
+template <bool kIsVector>
+__global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, kBlocksPerSm)
+    logprobs_kernel(const __grid_constant__ TokenLogprobsParams p, const int32_t piece_size) {
+  extern __shared__ __align__(16) float values[];  // [piece_size]
+  __shared__ Shared shared;
+  __shared__ uint32_t wanted[kWarps];
+  let_successor_start();
+  wait_for_predecessor();
+  const int32_t thread = static_cast<int32_t>(threadIdx.x);
+  const int32_t rank = static_cast<int32_t>(blockIdx.x);
+  const int32_t num_clusters = static_cast<int32_t>(gridDim.y);
+  const int32_t num_rows = num_ratable_rows(p);
+  const int32_t first_id = rank * piece_size;
+  const int32_t count = max(min(p.sampling.vocab_size - first_id, piece_size), 0);
+  for (int64_t first = blockIdx.y; first < num_rows; first += int64_t{num_clusters} * kThreads) {
+    // A thread looks at a row each.
+    const int64_t own = first + int64_t{thread} * num_clusters;
+    const bool is_wanted = own < num_rows && rated_row(p, static_cast<int32_t>(own)).token >= 0;
+    const uint32_t votes = __ballot_sync(kAllLanes, is_wanted);
+    if (__syncthreads_or(is_wanted) == 0) continue;
+    if (thread % 32 == 0) wanted[thread / 32] = votes;
+    __syncthreads();
+    for (int32_t word = 0; word < kWarps; ++word) {
+      for (uint32_t bits = wanted[word]; bits != 0; bits &= bits - 1) {
+        const int32_t at = word * 32 + __ffs(static_cast<int>(bits)) - 1;
+        const RatedRow row = rated_row(p, static_cast<int32_t>(first + int64_t{at} * num_clusters));
+        const Piece piece = {.logits = row.logits + first_id,
+                             .count = count,
+                             .values = values,
+                             .size = piece_size,
+                             .rank = rank};
+        rate_row<kIsVector>(row, piece, first_id, values, shared);
+      }
+    }
+  }
+}
+
+template <bool kIsVector>
+void run(CudaContext& ctx, const TokenLogprobsParams& p) {
+  constexpr auto* kKernel = &logprobs_kernel<kIsVector>;
+  constexpr size_t kMaxValueBytes = kMaxSharedBytes - sizeof(Shared) - 1024;
+  static const bool is_set_up = [] {
+    allow_shared_bytes(kKernel, kMaxValueBytes, "token_logprobs");
+    return true;
+  }();
+  static_cast<void>(is_set_up);
+  const int32_t vocab_size = p.sampling.vocab_size;
+  const int32_t ids_per_block = (vocab_size + kBlocks - 1) / kBlocks;
+  const int32_t piece_size = (ids_per_block + 3) / 4 * 4;
+  const size_t value_bytes = sizeof(float) * static_cast<size_t>(piece_size);
+  PACELINE_CHECK(value_bytes <= kMaxValueBytes, "token_logprobs of ", vocab_size, " ids; at most ",
+                 kBlocks * (kMaxValueBytes / 16 * 4));
+  const bool has_room = kBlocksPerSm * (value_bytes + sizeof(Shared) + 2048) <= kMaxSharedBytes;
+  const int32_t num_clusters = num_row_clusters(ctx, has_room ? kBlocksPerSm : 1);
+  launch(ctx, "token_logprobs", kKernel,
+         dim3(kBlocks, static_cast<unsigned>(std::min(num_ratable_rows(p), num_clusters))),
+         dim3(kThreads), value_bytes, p, piece_size);
+}
+
+}  // namespace
+}  // namespace cuda
+
+void keep_logits(CudaContext& ctx, const KeepLogitsParams& p) {
+  using namespace cuda;
+  const bool is_vector =
+      p.logits_stride % 4 == 0 && is_vector_aligned(p.logits) && is_vector_aligned(p.kept);
+  const int32_t num_pieces = (p.sampling.vocab_size + kIdsPerKeepBlock - 1) / kIdsPerKeepBlock;
+  launch(ctx, "keep_logits", keep_kernel,
+         dim3(static_cast<unsigned>(p.max_rows), static_cast<unsigned>(num_pieces)),
+         dim3(kKeepThreads), 0, p, is_vector);
+}
+
+void token_logprobs(CudaContext& ctx, const TokenLogprobsParams& p) {
+  PACELINE_CHECK(p.sampling.vocab_size <= kMaxTruncatedVocab, p.sampling.vocab_size,
+                 " ids; at most ", kMaxTruncatedVocab);
+  const bool is_vector = p.logits_stride % 4 == 0 && cuda::is_vector_aligned(p.logits) &&
+                         cuda::is_vector_aligned(p.kept);
+  if (is_vector) {
+    cuda::run<true>(ctx, p);
+  } else {
+    cuda::run<false>(ctx, p);
+  }
+}
+
+}  // namespace paceline
