@@ -48,13 +48,18 @@ __global__ void __launch_bounds__(32) accept_kernel(const __grid_constant__ Acce
   const int32_t num_drafts = kind == RowKind::kDecode ? draft_len : 0;
   bool is_kept = false;
   if (lane < num_drafts) {
-    is_kept = p.method == AcceptMethod::kCoupled
-                  ? draw == draft
-                  : keeps_synthetically(seed, known_len, lane, p.synthetic_rate[lane]);
+    is_kept = p.kept != nullptr ? lane < p.kept[i]
+              : p.method == AcceptMethod::kSynthetic
+                  ? keeps_synthetically(seed, known_len, lane, p.synthetic_rate[lane])
+                  : draw == draft;
   }
   // All drafts before the first that is not kept; a lane without a draft keeps none.
   const int32_t kept = __ffs(static_cast<int>(~__ballot_sync(kAllLanes, is_kept))) - 1;
-  const int32_t token = p.method == AcceptMethod::kSynthetic && lane < kept ? draft : draw;
+  const int32_t replacement = p.kept != nullptr ? p.replacements[i] : -1;
+  const bool emits_drafts = p.kept != nullptr || p.method == AcceptMethod::kSynthetic;
+  const int32_t token = emits_drafts && lane < kept        ? draft
+                        : lane == kept && replacement >= 0 ? replacement
+                                                           : draw;
   bool is_stop = false;
   for (int32_t j = 0; j < num_stop_ids; ++j) {
     is_stop |= token == __shfl_sync(kAllLanes, stop_id, j);

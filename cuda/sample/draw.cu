@@ -218,10 +218,18 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t lane = thread % 32;
   const int32_t num_pieces = static_cast<int32_t>(gridDim.x);
   const int32_t piece = static_cast<int32_t>(blockIdx.x);
-  const float* const row_logits = p.logits + row * p.logits_stride;
-  const int32_t* const token_map = kIsMapped ? p.token_map + row * p.token_map_stride : nullptr;
-
   const int32_t pass_row = p.row_index[row];
+  const int32_t source = p.logit_rows != nullptr ? p.logit_rows[row] : row;
+  if (source < 0) {  // the same for all blocks of the row: none arrives
+    if (piece == 0 && thread == 0) {
+      p.tokens[row] = kInertRow;
+      if constexpr (kWantsProbability) p.probabilities[row] = 0.0f;
+    }
+    return;
+  }
+  const float* const row_logits = p.logits + source * p.logits_stride;
+  const int32_t* const token_map = kIsMapped ? p.token_map + source * p.token_map_stride : nullptr;
+
   Logits logits;
   logits.first_id = piece * kIdsPerBlock + thread * 4;
   load_logits<kIsVector, kIsMapped>(p, row_logits, token_map, logits);
@@ -235,16 +243,16 @@ __global__ void __launch_bounds__(kThreads)
     }
     return;
   }
-  const float temperature = p.temperatures[slot];
+  const float temperature = p.temperatures != nullptr ? p.temperatures[slot] : 0.0f;
   const uint64_t seed = p.seeds[slot];
 
   const uint64_t highest = highest_logit(logits);
   uint64_t winner = highest;
   if (temperature > 0.0f) {
     const NoiseKey noise = {.seed = seed,
-                            .stream = NoiseStream::kTarget,
+                            .stream = p.stream,
                             .position = static_cast<uint32_t>(position),
-                            .salt = 0};
+                            .salt = p.salts != nullptr ? static_cast<uint32_t>(p.salts[slot]) : 0};
     winner = sample<kIsMapped>(logits, noise, token_map, temperature,
                                from_ordered(static_cast<uint32_t>(highest >> 32)),
                                highest == 0 ? -1 : id_of(highest));

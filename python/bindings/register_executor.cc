@@ -29,6 +29,8 @@ struct EnumName {
 
 constexpr std::array kAcceptMethodNames = {
     EnumName<AcceptMethod>{AcceptMethod::kCoupled, "coupled"},
+    EnumName<AcceptMethod>{AcceptMethod::kStandard, "standard"},
+    EnumName<AcceptMethod>{AcceptMethod::kBlock, "block"},
     EnumName<AcceptMethod>{AcceptMethod::kSynthetic, "synthetic"}};
 constexpr std::array kDraftDriverNames = {EnumName<DraftDriver>{DraftDriver::kUnrolled, "unrolled"},
                                           EnumName<DraftDriver>{DraftDriver::kReplay, "replay"},
@@ -152,6 +154,9 @@ constexpr std::array kOptionFields = {
     option_field("accept_method", [](auto& o) -> auto& { return o.speculative.accept_method; }),
     option_field("synthetic_acceptance_length",
                  [](auto& o) -> auto& { return o.speculative.synthetic_acceptance_length; }),
+    option_field("samples_drafts", [](auto& o) -> auto& { return o.speculative.samples_drafts; }),
+    option_field("num_draft_proposals",
+                 [](auto& o) -> auto& { return o.speculative.num_draft_proposals; }),
     option_field("draft_stop_threshold",
                  [](auto& o) -> auto& { return o.speculative.draft_stop_threshold; }),
     option_field("ngram_min", [](auto& o) -> auto& { return o.speculative.ngram_min; }),

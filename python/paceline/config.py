@@ -22,8 +22,9 @@ MAX_LOGPROBS: Final = 64
 
 METHODS: Final = ("draft_model", "eagle", "eagle3", "gemma4_mtp", "ngram")
 LATER_METHODS: Final = ("mtp", "suffix")
-REJECTION_SAMPLE_METHODS: Final = ("coupled", "synthetic")
-LATER_REJECTION_SAMPLE_METHODS: Final = ("standard", "block")
+REJECTION_SAMPLE_METHODS: Final = ("coupled", "standard", "block", "synthetic")
+LATER_REJECTION_SAMPLE_METHODS: Final[tuple[str, ...]] = ()
+DRAFT_SAMPLE_METHODS: Final = ("probabilistic", "greedy")
 DRAFT_DRIVERS: Final = ("unrolled", "replay", "while", "eager")
 DRAFT_POSITIONS: Final = ("last", "next")
 DEVICES: Final = ("auto", "cpu", "cuda")
@@ -31,7 +32,18 @@ DTYPES: Final = ("auto", "float32", "bfloat16")
 LOAD_FORMATS: Final = ("auto", "dummy")
 
 # Keys of SpeculativeConfig that users write under "x".
-_NESTED_KEYS: Final = ("draft_driver", "draft_stop_threshold", "draft_position")
+_NESTED_KEYS: Final = (
+    "draft_driver",
+    "draft_stop_threshold",
+    "draft_position",
+    "draft_proposals",
+)
+
+# Those of REJECTION_SAMPLE_METHODS that weigh a draft by the law it was drawn from, how many tokens
+# such a law may be made of, and how many it is made of where nobody says.
+_RATIO_METHODS: Final = ("standard", "block")
+MAX_DRAFT_PROPOSALS: Final = 256
+DEFAULT_DRAFT_PROPOSALS: Final = 64
 
 # The longest n-gram that is looked up, and the length where nobody says.
 MAX_PROMPT_LOOKUP: Final = 256
@@ -156,13 +168,19 @@ class SpeculativeConfig:
             "ngram", which has none.
         num_speculative_tokens: Tokens drafted in each iteration (k), 1 to 16.
         rejection_sample_method: "coupled": keep a draft while it equals the target's own draw; the
-            output is bit for bit that of plain decoding. "synthetic": do the same work, then
+            output is bit for bit that of plain decoding. "standard" (rejection sampling) and
+            "block" (block verification): the output follows the target's law, but which tokens a
+            seed gives depends on what was drafted; at temperature 0 it is that of plain decoding.
+            They keep more drafts at a temperature. "synthetic": do the work of "coupled", then
             override the verdict so that the mean acceptance length is
             `synthetic_acceptance_length`; for benches, the text is meaningless.
         synthetic_acceptance_length: "synthetic" only: tokens per iteration, bonus token included,
             1 to k + 1.
         draft_sample_method: "probabilistic": the drafter draws at the request's temperature. It is
             the only choice for "coupled" and "synthetic", where drafter and target share one noise.
+            "greedy": it takes its likeliest token; the only choice for "ngram" with "standard" and
+            "block", since what is looked up has no law. None = the only choice, else
+            "probabilistic".
         prompt_lookup_min: "ngram" only: length of the shortest n-gram that is looked up. None: as
             `prompt_lookup_max`, and 5 where that is None too.
         prompt_lookup_max: "ngram" only: length of the longest one, which is tried first. None: as
@@ -177,6 +195,10 @@ class SpeculativeConfig:
             "last" position that has KV of the target (None stands for that), or at the "next", that
             of the newest token. Engines disagree; the keys are the same, and only acceptance can
             change.
+        draft_proposals: Under "x", 1 to 256, "standard" and "block" with "probabilistic" drafts
+            only (None = 64 there): drafts are drawn from so many of the drafter's likeliest tokens.
+            That is exact with any number; the engine keeps 8 bytes for each, times k and
+            `max_num_seqs`.
     """
 
     method: str | None = None
@@ -184,12 +206,13 @@ class SpeculativeConfig:
     num_speculative_tokens: int
     rejection_sample_method: str = "coupled"
     synthetic_acceptance_length: float | None = None
-    draft_sample_method: str = "probabilistic"
+    draft_sample_method: str | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
     draft_driver: str = "unrolled"
     draft_stop_threshold: float = 0.0
     draft_position: str | None = None
+    draft_proposals: int | None = None
 
     def __post_init__(self) -> None:
         if self.method is not None:
@@ -215,21 +238,54 @@ class SpeculativeConfig:
             LATER_REJECTION_SAMPLE_METHODS,
         )
         self._check_synthetic_length(k)
-        if self.draft_sample_method == "greedy":
+        self._check_draft_sampling()
+        self._check_draft_proposals()
+        check_choice("speculative_config['x']['draft_driver']", self.draft_driver, DRAFT_DRIVERS)
+        self._check_draft_stop()
+        self._check_draft_position()
+
+    def _check_draft_sampling(self) -> None:
+        key = "speculative_config['draft_sample_method']"
+        has_law = self.rejection_sample_method in _RATIO_METHODS
+        is_looked_up = has_law and self.method == "ngram"
+        if self.draft_sample_method is None:
+            default = "greedy" if is_looked_up else "probabilistic"
+            object.__setattr__(self, "draft_sample_method", default)
+        elif self.draft_sample_method == "greedy" and not has_law:
             raise ValueError(
-                "speculative_config['draft_sample_method'] is 'greedy'; "
+                f"{key} is 'greedy'; "
                 f"rejection_sample_method {self.rejection_sample_method!r} lets the drafter draw "
                 "from the target's own noise, at the request's temperature: allowed: "
                 "'probabilistic' (at temperature 0 both are greedy)"
             )
-        check_choice(
-            "speculative_config['draft_sample_method']",
-            self.draft_sample_method,
-            ("probabilistic",),
+        elif self.draft_sample_method == "probabilistic" and is_looked_up:
+            raise ValueError(
+                f"{key} is 'probabilistic', but method is 'ngram', whose drafts are looked up and "
+                f"have no law; allowed with rejection_sample_method "
+                f"{self.rejection_sample_method!r}: 'greedy'"
+            )
+        allowed = DRAFT_SAMPLE_METHODS if has_law else DRAFT_SAMPLE_METHODS[:1]
+        check_choice(key, self.draft_sample_method, allowed)
+
+    def _check_draft_proposals(self) -> None:
+        key = "speculative_config['x']['draft_proposals']"
+        has_law = (
+            self.rejection_sample_method in _RATIO_METHODS
+            and self.draft_sample_method == "probabilistic"
         )
-        check_choice("speculative_config['x']['draft_driver']", self.draft_driver, DRAFT_DRIVERS)
-        self._check_draft_stop()
-        self._check_draft_position()
+        count = self.draft_proposals
+        if not has_law:
+            if count is not None:
+                raise ValueError(
+                    f"{key} is {count!r}, but rejection_sample_method is "
+                    f"{self.rejection_sample_method!r} and draft_sample_method "
+                    f"{self.draft_sample_method!r}; allowed: only with {quoted(_RATIO_METHODS)} "
+                    "and 'probabilistic'"
+                )
+            return
+        if count is None:
+            count = DEFAULT_DRAFT_PROPOSALS
+        object.__setattr__(self, "draft_proposals", check_int(key, count, 1, MAX_DRAFT_PROPOSALS))
 
     def _check_draft_position(self) -> None:
         key = "speculative_config['x']['draft_position']"

@@ -284,6 +284,8 @@ class LLM:
         if speculative is not None:
             options["accept_method"] = speculative.rejection_sample_method
             options["synthetic_acceptance_length"] = speculative.synthetic_acceptance_length or 0.0
+            options["samples_drafts"] = speculative.draft_sample_method == "probabilistic"
+            options["num_draft_proposals"] = speculative.draft_proposals or 0
             options["draft_driver"] = speculative.draft_driver
             options["draft_stop_threshold"] = speculative.draft_stop_threshold
             if speculative.draft_position is not None:
@@ -315,7 +317,8 @@ class LLM:
         All prompts are checked before the first one is queued. A Ctrl-C cancels them.
 
         The output of a request with a seed, or at temperature 0, depends on nothing but the prompt,
-        the parameters and the target. A request without a seed has the seed
+        the parameters and the target; with rejection_sample_method "standard" or "block" that holds
+        at temperature 0 only. A request without a seed has the seed
         `llm_seed * 2**32 + n` modulo 2**64, where n counts the requests of this LLM from 0.
 
         Args:

@@ -319,7 +319,11 @@ TEST(Head, EveryDriverLeavesTheSameBits) {
     SCOPED_TRACE("head " + std::to_string(which));
     const RawModel raw =
         random_raw_model(tiny_config_json({.windows = {8, 0, 20}, .is_gemma = false}), which);
-    testing::check_drivers(raw.build(), random_raw_head(all_heads()[which], which).build(), which);
+    for (const AcceptMethod method :
+         {AcceptMethod::kCoupled, AcceptMethod::kStandard, AcceptMethod::kBlock}) {
+      testing::check_drivers(raw.build(), random_raw_head(all_heads()[which], which).build(), which,
+                             method);
+    }
   }
 }
 

@@ -190,6 +190,71 @@ TEST_F(CudaEngine, SpeculativeEqualsPlain) {
               static_cast<long long>(drafted), static_cast<long long>(preemptions));
 }
 
+TEST_F(CudaEngine, SelfDraftsKeepTheirLaws) {
+  const auto model = model_of(shape_of({8, 0, 130}), 7);
+  for (const auto method : {AcceptMethod::kStandard, AcceptMethod::kBlock}) {
+    for (const double temperature : {0.0, 1.0}) {
+      for (const int32_t k : {1, 3, 16}) {
+        ExecutorOptions options = options_of(k);
+        options.speculative.accept_method = method;
+        options.speculative.num_draft_proposals = 64;  // the vocabulary
+        std::mt19937_64 random(11);
+        Executor executor(model, model, options);
+        int64_t num_drafts = 0;
+        for (const Outcome& outcome :
+             run(executor, random_jobs(random, 20, 64, temperature, 300, 300))) {
+          EXPECT_EQ(outcome.counters.num_accepted_tokens, outcome.counters.num_draft_tokens);
+          num_drafts += outcome.counters.num_draft_tokens;
+        }
+        EXPECT_GT(num_drafts, 500);
+        EXPECT_EQ(executor.check_integrity(), "");
+      }
+    }
+  }
+}
+
+// `standard` and `block`: at temperature 0 the output of plain decoding; at a temperature that of
+// the same windows, whoever repeats the draft step.
+TEST_F(CudaEngine, OtherAcceptanceByEveryDriver) {
+  const TinyModel shape = shape_of({8, 0, 130});
+  const auto target = model_of(shape, 3);
+  const auto draft = model_of(shape, 3, 0.03f, 4);
+  for (const double temperature : {0.0, 1.0}) {
+    std::mt19937_64 random(9);
+    std::vector<Job> jobs = random_jobs(random, 40, 64, temperature, 200, 150);
+    mix_sampling(jobs, random, 64);
+    Executor plain(target, nullptr, options_of(0));
+    const std::vector<Outcome> without = run(plain, jobs);
+    for (const auto method : {AcceptMethod::kStandard, AcceptMethod::kBlock}) {
+      for (const bool samples_drafts : {false, true}) {
+        std::vector<Outcome> expected = temperature > 0 ? std::vector<Outcome>{} : without;
+        int64_t accepted = 0;
+        int64_t drafted = 0;
+        for (const auto driver : {DraftDriver::kEager, DraftDriver::kUnrolled, DraftDriver::kReplay,
+                                  DraftDriver::kWhile}) {
+          ExecutorOptions options = options_of(5);
+          options.speculative.accept_method = method;
+          options.speculative.samples_drafts = samples_drafts;
+          options.draft_driver = driver;
+          Executor executor(target, draft, options);
+          const std::vector<Outcome> actual = run(executor, jobs);
+          if (expected.empty()) expected = actual;
+          for (size_t i = 0; i < jobs.size(); ++i) {
+            ASSERT_EQ(actual[i].tokens, expected[i].tokens)
+                << "job " << i << " driver " << static_cast<int>(driver);
+            EXPECT_EQ(actual[i].reason, expected[i].reason);
+            accepted += actual[i].counters.num_accepted_tokens;
+            drafted += actual[i].counters.num_draft_tokens;
+          }
+          EXPECT_EQ(executor.check_integrity(), "");
+        }
+        EXPECT_GT(accepted, drafted / 20);
+        EXPECT_LT(accepted, drafted * 19 / 20);
+      }
+    }
+  }
+}
+
 TEST_F(CudaEngine, ScoresEqualWhateverTheChunks) {
   const auto model = model_of(shape_of({8, 0, 140}), 3);
   std::mt19937_64 random(3);

@@ -259,6 +259,9 @@ OPS = (
     "clusters",
     "adjust",
     "truncate",
+    "proposals",
+    "weigh",
+    "reject",
 )
 REST = "*:-" + ":".join(f"*MatchesTheCpu/{op}_*" for op in OPS)
 NARROWED = {

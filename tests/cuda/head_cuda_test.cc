@@ -101,6 +101,31 @@ TEST_F(CudaHead, OraclesAreAlwaysRight) {
   }
 }
 
+// Laws of drafts and target that are nearly one, by any head: what is drawn in a wrong place, or
+// judged by the law of another, is kept by chance only.
+TEST_F(CudaHead, OraclesAreKeptByTheirLaws) {
+  for (const auto kind : {DrafterKind::kEagle, DrafterKind::kEagle3, DrafterKind::kGemma4Mtp}) {
+    for (const auto method : {AcceptMethod::kStandard, AcceptMethod::kBlock}) {
+      const bool is_reduced = kind == DrafterKind::kEagle3;
+      const RawModel raw = oracle_target(is_reduced);
+      const auto head = on_gpu(oracle_head({.kind = kind, .is_reduced = is_reduced}, raw));
+      ExecutorOptions options = options_of(5);
+      options.speculative.accept_method = method;
+      std::mt19937_64 random(3);
+      Executor executor(on_gpu(raw), head, options);
+      int64_t accepted = 0;
+      int64_t drafted = 0;
+      for (const Outcome& o : run(executor, random_jobs(random, 60, 64, 1.0))) {
+        accepted += o.counters.num_accepted_tokens;
+        drafted += o.counters.num_draft_tokens;
+      }
+      EXPECT_GT(drafted, 500);
+      EXPECT_GE(accepted, drafted * 97 / 100) << "drafter " << static_cast<int>(kind);
+      EXPECT_EQ(executor.check_integrity(), "");
+    }
+  }
+}
+
 TEST_F(CudaHead, DraftKvIsThatOfARunThatWasNeverWrong) {
   const uint64_t first_seed = seed_from_env(1);
   int64_t rejected = 0;
@@ -118,8 +143,11 @@ TEST_F(CudaHead, EveryDriverLeavesTheSameBits) {
   const auto heads = all_heads(kHeadDim, kWindow);
   for (size_t which = 0; which < heads.size(); ++which) {
     SCOPED_TRACE("head " + std::to_string(which));
-    testing::check_drivers(on_gpu(raw_target(false, which)),
-                           on_gpu(random_raw_head(heads[which], which)), which);
+    for (const AcceptMethod method :
+         {AcceptMethod::kCoupled, AcceptMethod::kStandard, AcceptMethod::kBlock}) {
+      testing::check_drivers(on_gpu(raw_target(false, which)),
+                             on_gpu(random_raw_head(heads[which], which)), which, method);
+    }
   }
 }
 

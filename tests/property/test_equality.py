@@ -344,7 +344,8 @@ def plain_outcomes(
 totals = {"drafted": 0, "accepted": 0, "preemptions": 0}
 
 
-def check(cell: Cell) -> None:
+def check(cell: Cell, **judged: Any) -> None:
+    """Compares one cell; `judged`: executor options of another acceptance than coupled."""
     target = model(cell.family, "target", cell.dtype)
     is_model = cell.drafter != "ngram"
     draft = model(cell.family, cell.drafter, cell.dtype).model if is_model else None
@@ -352,7 +353,7 @@ def check(cell: Cell) -> None:
         cell.family, cell.dtype, cell.batch, cell.temperature, cell.use_window_lists
     )
     kv_cache_bytes = tight_bytes(cell, target, draft) if cell.is_tight else 32 << 20
-    executor = _core.Executor(target.model, draft, options(cell, kv_cache_bytes))
+    executor = _core.Executor(target.model, draft, options(cell, kv_cache_bytes) | judged)
     try:
         actual = run(
             executor, jobs(cell.batch), cell.temperature,
@@ -390,6 +391,23 @@ def test_cells() -> None:
             check(cell)
         except AssertionError as error:
             raise AssertionError(f"PACELINE_SEED={SEED}, cell {number}: {error}") from error
+
+
+@pytest.mark.parametrize("method", ["standard", "block"])
+@pytest.mark.parametrize("samples_drafts", [True, False])
+def test_other_acceptance_at_temperature_zero(method: str, samples_drafts: bool) -> None:
+    """The law of one token: these methods have no choice either, whatever the drafts."""
+    rng = random.Random(f"{SEED}-{method}-{samples_drafts}")
+    for drafter in AXES["drafter"]:
+        cell = random_cell(rng, drafter=drafter, temperature=0.0)
+        if drafter == "ngram" and samples_drafts:
+            continue
+        check(
+            cell,
+            accept_method=method,
+            samples_drafts=samples_drafts,
+            num_draft_proposals=rng.choice([0, 1, 5, 256]) if samples_drafts else 0,
+        )
 
 
 def test_the_cells_meant_something() -> None:

@@ -146,15 +146,60 @@ def test_keys_of_others_are_not_there_yet(key: str) -> None:
     refuses(GOOD | {key: 1}, NotImplementedError, repr(key), "'num_speculative_tokens'")
 
 
-@pytest.mark.parametrize("method", ["standard", "block"])
-def test_acceptance_methods_that_come_later(method: str) -> None:
+METHODS_WITH_LAWS = pytest.mark.parametrize("method", ["standard", "block"])
+
+
+@METHODS_WITH_LAWS
+def test_drafts_have_laws(method: str) -> None:
     config = GOOD | {"rejection_sample_method": method}
-    refuses(config, NotImplementedError, method, "'coupled', 'synthetic'")
+    parsed = SpeculativeConfig.parse(config)
+    assert (parsed.draft_sample_method, parsed.draft_proposals) == ("probabilistic", 64)
+    assert SpeculativeConfig.parse(config | {"x": {"draft_proposals": 256}}).draft_proposals == 256
+    greedy = SpeculativeConfig.parse(config | {"draft_sample_method": "greedy"})
+    assert (greedy.draft_sample_method, greedy.draft_proposals) == ("greedy", None)
+    refuses(config | {"draft_sample_method": "beam"}, ValueError, "'beam'", "'greedy'")
+
+
+@METHODS_WITH_LAWS
+@pytest.mark.parametrize("count", [0, 257, -1, 1.5, "64", True])
+def test_draft_proposals_out_of_range(method: str, count: Any) -> None:
+    config = GOOD | {"rejection_sample_method": method, "x": {"draft_proposals": count}}
+    refuses(config, ValueError, "['draft_proposals']", repr(count), "1 to 256")
+
+
+@METHODS_WITH_LAWS
+def test_draft_proposals_without_sampled_drafts(method: str) -> None:
+    proposals = {"x": {"draft_proposals": 64}}
+    refuses(GOOD | proposals, ValueError, "['draft_proposals'] is 64", "'coupled'", "'block'")
+    config = GOOD | proposals | {"rejection_sample_method": method, "draft_sample_method": "greedy"}
+    refuses(config, ValueError, "['draft_proposals'] is 64", "'greedy'", "'probabilistic'")
+    refuses(
+        GOOD | {"draft_proposals": 64}, ValueError, "unknown key 'draft_proposals'", "under 'x'"
+    )
+
+
+@METHODS_WITH_LAWS
+def test_looked_up_drafts_are_greedy(method: str) -> None:
+    config = {"method": "ngram", "num_speculative_tokens": 4, "rejection_sample_method": method}
+    assert SpeculativeConfig.parse(config).draft_sample_method == "greedy"
+    assert SpeculativeConfig.parse(config | {"draft_sample_method": "greedy"})
+    refuses(
+        config | {"draft_sample_method": "probabilistic"}, ValueError, "'ngram'", "no law", method
+    )
+    coupled = config | {"rejection_sample_method": "coupled"}
+    assert SpeculativeConfig.parse(coupled).draft_sample_method == "probabilistic"
+    refuses(coupled | {"draft_sample_method": "greedy"}, ValueError, "noise", "'probabilistic'")
+
+
+def test_a_method_found_later_keeps_the_drafts_law() -> None:
+    config = {"model": "drafter", "num_speculative_tokens": 2, "rejection_sample_method": "block"}
+    resolved = SpeculativeConfig.parse(config).resolved("eagle3")
+    assert (resolved.method, resolved.draft_proposals) == ("eagle3", 64)
 
 
 def test_unknown_acceptance_method() -> None:
     config = GOOD | {"rejection_sample_method": "lossy"}
-    refuses(config, ValueError, "'lossy'", "'coupled', 'synthetic'")
+    refuses(config, ValueError, "'lossy'", "'coupled', 'standard', 'block', 'synthetic'")
 
 
 @pytest.mark.parametrize("length", [1, 2.2, 5, 5.0])

@@ -105,6 +105,23 @@ def test_they_are_those_of_the_models_logits(llm: LLM, num_best: int) -> None:
         assert completion.cumulative_logprob == pytest.approx(total)
 
 
+@pytest.mark.parametrize("method", ["standard", "block"])
+def test_residuals_are_not_what_is_rated(
+    target_dir: Path, speculative_config: dict[str, Any], method: str
+) -> None:
+    """These methods write what is left to draw from over the logits of the row where drafts end."""
+    config = speculative_config | {"rejection_sample_method": method}
+    params = [
+        SamplingParams(temperature=1.0, max_tokens=24, seed=seed, logprobs=3)
+        for seed in range(len(PROMPTS))
+    ]
+    with LLM(target_dir, speculative_config=config, device="cpu") as llm:
+        for output in llm.generate(PROMPTS, params):
+            expected = expected_places(llm, output, 3)[len(output.prompt_token_ids) - 1 :]
+            assert output.outputs[0].logprobs is not None
+            assert_places(output.outputs[0].logprobs, expected)
+
+
 def test_one_may_be_had_without_the_other(llm: LLM) -> None:
     of_output, of_prompt = llm.generate(
         PROMPTS[:2],

@@ -27,6 +27,7 @@ struct DirectOptions {
   int32_t block_size = 16;
   int64_t pool_bytes = 8 << 20;
   DraftDriver driver = DraftDriver::kUnrolled;
+  AcceptMethod accept_method = AcceptMethod::kCoupled;
   int32_t num_threads = 1;
   bool use_window_lists = false;
   NgramOptions ngram{};
@@ -56,6 +57,7 @@ class DirectRunner {
               .max_logprobs = options.max_logprobs};
     const IterationOptions iteration = {.shape = shape_,
                                         .max_model_len = options.max_model_len,
+                                        .accept_method = options.accept_method,
                                         .use_window_lists = options.use_window_lists,
                                         .ngram = options.ngram,
                                         .draft_position = options.draft_position};

@@ -130,7 +130,8 @@ inline void check_draft_kv(const std::shared_ptr<const Model>& target,
 // Drafts, tokens, KV of both models and what a further step would be fed are the same bits whoever
 // repeats the draft step.
 inline void check_drivers(const std::shared_ptr<const Model>& target,
-                          const std::shared_ptr<const Model>& head, uint64_t seed) {
+                          const std::shared_ptr<const Model>& head, uint64_t seed,
+                          AcceptMethod method = AcceptMethod::kCoupled) {
   struct Bits {
     std::vector<int32_t> drafts;
     std::vector<int32_t> history;
@@ -142,8 +143,9 @@ inline void check_drivers(const std::shared_ptr<const Model>& target,
   std::vector<Bits> all;
   for (const auto driver :
        {DraftDriver::kEager, DraftDriver::kUnrolled, DraftDriver::kReplay, DraftDriver::kWhile}) {
-    DirectRunner direct(target, head,
-                        {.max_seqs = 3, .num_draft_tokens = kDrafts, .driver = driver});
+    DirectRunner direct(
+        target, head,
+        {.max_seqs = 3, .num_draft_tokens = kDrafts, .driver = driver, .accept_method = method});
     std::mt19937_64 random(seed);
     for (int32_t slot = 0; slot < 3; ++slot) {
       std::vector<int32_t> prompt(10 + random() % 30);

@@ -353,6 +353,66 @@ void add_draws(TableBuilder& table) {
     }
   }
   add("t1em5", {.vocab_limit = 1000, .temperature = 1e-5f});
+  // What `standard` and `block` acceptance draw: from proposals, and from what is left.
+  for (const int32_t vocab : {64, 256, 5003}) {
+    add("own_noise_mixed",
+        {.vocab_limit = vocab, .padding = 3, .temperature = -1.0f, .has_own_noise = true}, true);
+    add("own_noise_row_maps_mixed",
+        {.vocab_limit = vocab,
+         .temperature = -1.0f,
+         .logits = LogitKind::kHoles,
+         .has_probabilities = true,
+         .is_mapped = true,
+         .has_row_maps = true,
+         .steps_ahead = 2,
+         .has_own_noise = true},
+        true);
+  }
+}
+
+void add_rejection_ops(TableBuilder& table) {
+  const struct {
+    LogitKind kind;
+    const char* suffix;
+  } kinds[] = {{LogitKind::kPlain, ""},
+               {LogitKind::kTies, "_ties"},
+               {LogitKind::kHoles, "_holes"},
+               {LogitKind::kPeaked, "_peaked"},
+               {LogitKind::kInfinite, "_infinite"}};
+  for (const auto& [kind, suffix] : kinds) {
+    for (const auto& [vocab, per_draft] :
+         {std::pair{1, 1}, {3, 64}, {64, 64}, {257, 5}, {1003, 64}, {5004, 256}, {40000, 1}}) {
+      for (const char* const map : {"", "_mapped", "_row_maps"}) {
+        const bool is_mapped = map[0] != 0;
+        if (is_mapped && vocab != 64 && vocab != 1003) continue;
+        table.add("proposals" + std::string(suffix) + map + "_k" + std::to_string(per_draft) +
+                      "_v" + std::to_string(vocab),
+                  make_proposals,
+                  ProposalsSpec{vocab, vocab % 2 == 1 ? 5 : 0, per_draft, vocab % 3, kind,
+                                is_mapped, is_mapped && map[1] == 'r'},
+                  vocab == 1003);
+      }
+    }
+    for (const int32_t vocab : {1, 7, 64, 1003, 40000}) {
+      table.add("weigh" + std::string(suffix) + "_v" + std::to_string(vocab), make_weigh,
+                WeighSpec{vocab, vocab % 2 == 1 ? 5 : 0, kind}, vocab == 1003);
+    }
+    for (const AcceptMethod method : {AcceptMethod::kStandard, AcceptMethod::kBlock}) {
+      for (const auto& [vocab, drafts, per_draft] :
+           {std::tuple{3, 2, 64}, {64, 3, 0}, {64, 5, 64}, {1003, 16, 20}, {1003, 1, 256}}) {
+        if (kind != LogitKind::kPlain && vocab != 64) continue;
+        table.add(std::string("reject_") + (method == AcceptMethod::kBlock ? "block" : "standard") +
+                      suffix + "_k" + std::to_string(drafts) + "_of" + std::to_string(per_draft) +
+                      "_v" + std::to_string(vocab),
+                  make_reject, RejectSpec{vocab, drafts, per_draft, method, kind}, vocab == 64);
+      }
+    }
+  }
+  for (const int32_t vocab : {151936, 262144}) {
+    table.add("proposals_k64_v" + std::to_string(vocab), make_proposals,
+              ProposalsSpec{vocab, 64, 64, 2, LogitKind::kTies});
+    table.add("weigh_v" + std::to_string(vocab), make_weigh, WeighSpec{vocab});
+  }
 }
 
 void add_logit_ops(TableBuilder& table) {
@@ -494,6 +554,7 @@ const std::vector<RowWiseCase>& row_wise_cases() {
     add_draws(table);
     add_logit_ops(table);
     add_logprobs(table);
+    add_rejection_ops(table);
     add_clusters(table);
     return table.cases;
   }();

@@ -18,6 +18,8 @@
 #include <utility>
 #include <vector>
 
+#include <paceline/config.h>
+
 #include "device/cpu_context.h"
 #include "device/cuda_context.h"
 #include "ops/ops.h"
@@ -227,9 +229,10 @@ struct DrawSpec {
   float temperature = 0.0f;  // below 0: 0, 0.3, 1 and 2 by turns
   LogitKind logits = LogitKind::kPlain;
   bool has_probabilities = false;
-  bool is_mapped = false;     // ids are rows of a draft vocabulary, some of them of no token
-  bool has_row_maps = false;  // with is_mapped: each row has an order of its tokens of its own
-  int32_t steps_ahead = 0;    // 0: none is given
+  bool is_mapped = false;      // ids are rows of a draft vocabulary, some of them of no token
+  bool has_row_maps = false;   // with is_mapped: each row has an order of its tokens of its own
+  int32_t steps_ahead = 0;     // 0: none is given
+  bool has_own_noise = false;  // a stream and salts, and rows of logits in the opposite order
 };
 // Equal scores, some of them -0 and 0, are those of kTies.
 struct SelectClustersSpec {
@@ -263,6 +266,29 @@ struct LogprobSpec {
   LogitKind logits = LogitKind::kPlain;
   int32_t max_logprobs = 20;
 };
+// Every row makes a draft of a sequence of its own; some rows are inert.
+struct ProposalsSpec {
+  int32_t vocab_limit = 0;
+  int32_t padding = 0;  // logits_stride - vocab_limit; what lies there is +inf
+  int32_t per_draft = 0;
+  int32_t draft_step = 0;  // 0: none is given
+  LogitKind logits = LogitKind::kPlain;
+  bool is_mapped = false;     // ids are rows of a draft vocabulary, some of them of no token
+  bool has_row_maps = false;  // with is_mapped: each row has a map of its own
+};
+struct WeighSpec {
+  int32_t vocab_limit = 0;
+  int32_t padding = 0;  // logits_stride - vocab_limit; what lies there is +inf
+  LogitKind logits = LogitKind::kPlain;
+};
+// Every row is a sequence with a window of drafts. Its logits are weighed first.
+struct RejectSpec {
+  int32_t vocab_size = 0;
+  int32_t num_draft_tokens = 0;
+  int32_t per_draft = 0;  // 0: drafts are certain
+  AcceptMethod method = AcceptMethod::kStandard;
+  LogitKind logits = LogitKind::kPlain;
+};
 struct ClusterLogitsSpec {
   int32_t hidden = 0;
   int32_t num_clusters = 0;
@@ -294,6 +320,9 @@ struct ClusterLogitsSpec {
 [[nodiscard]] OpInstance make_keep_logits(const LogprobSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_select_clusters(const SelectClustersSpec& spec, const Rows& rows,
                                               uint64_t seed);
+[[nodiscard]] OpInstance make_proposals(const ProposalsSpec& spec, const Rows& rows, uint64_t seed);
+[[nodiscard]] OpInstance make_weigh(const WeighSpec& spec, const Rows& rows, uint64_t seed);
+[[nodiscard]] OpInstance make_reject(const RejectSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_cluster_logits(const ClusterLogitsSpec& spec, const Rows& rows,
                                              uint64_t seed);
 
@@ -332,6 +361,7 @@ enum class StateOp : uint8_t {
   kAssembleFirstRows,
   kAccept,
   kAcceptSynthetic,
+  kAcceptJudged,
   kBuildMetadata,
   kDraftSteps,
   kProposeNgram,

@@ -567,13 +567,15 @@ int32_t id_of(const DrawSpec& s, int64_t row, int32_t token) {
   return is_id ? id : token;
 }
 
+int32_t salt_of(const DrawRow& row) { return row.position / 3; }
+
 double gumbel_key(const DrawSpec& s, const DrawRow& row, float logit, int32_t id) {
   if (!(row.temperature > 0.0f)) return logit;
   const NoiseKey key{
       .seed = row.seed,
-      .stream = NoiseStream::kTarget,
+      .stream = s.has_own_noise ? NoiseStream::kDraft : NoiseStream::kTarget,
       .position = static_cast<uint32_t>(row.position + draw_ahead(s) + s.steps_ahead),
-      .salt = 0};
+      .salt = s.has_own_noise ? static_cast<uint32_t>(salt_of(row)) : 0};
   const int32_t token = token_of(s, row.id, id);
   const uint32_t bits =
       philox(key, static_cast<uint32_t>(token) / 4)[static_cast<size_t>(token % 4)];
@@ -622,8 +624,10 @@ OpInstance make_draw(const DrawSpec& s, const Rows& rows, uint64_t seed) {
   const int32_t max_rows = rows.max_rows;
   const int64_t stride = s.vocab_limit + s.padding;
   const Handle num_rows = add_num_rows(op, rows);
+  Rows sources = rows;  // whose logits lie where
+  if (s.has_own_noise) std::reverse(sources.ids.begin(), sources.ids.end());
   const Handle logits =
-      op.add(row_array("logits", Element::kF32, Element::kF32, rows, stride,
+      op.add(row_array("logits", Element::kF32, Element::kF32, sources, stride,
                        [=](int64_t id, float* to) { fill_logits(s, id, seed, to); }));
   // Row i belongs to pass row 2 (max - 1 - i), and that to a slot in yet another order.
   const auto size = static_cast<size_t>(max_rows);
@@ -632,6 +636,8 @@ OpInstance make_draw(const DrawSpec& s, const Rows& rows, uint64_t seed) {
   std::vector<int32_t> positions(2 * size, kMaxInt);
   std::vector<uint64_t> seeds(size + 1, 99);
   std::vector<float> temperatures(size + 1, kNan);
+  std::vector<int32_t> salts(size + 1, 99);
+  std::vector<int32_t> logit_rows(size, -1);
   std::vector<size_t> slot_of(size);
   std::iota(slot_of.begin(), slot_of.end(), size_t{1});
   std::rotate(slot_of.begin(), slot_of.begin() + static_cast<int64_t>(size / 3), slot_of.end());
@@ -644,6 +650,8 @@ OpInstance make_draw(const DrawSpec& s, const Rows& rows, uint64_t seed) {
     positions[pass_row] = row.is_inert ? 0 : row.position;
     seeds[slot_of[i]] = row.seed;
     temperatures[slot_of[i]] = row.temperature;
+    salts[slot_of[i]] = salt_of(row);
+    logit_rows[i] = static_cast<int32_t>(rows.ids.size() - 1 - i);
     op.num_compared += !row.is_inert && row.temperature > 0.0f;
   }
   const Handle index = op.add(int_array("row_index", Role::kInput, row_index));
@@ -659,12 +667,17 @@ OpInstance make_draw(const DrawSpec& s, const Rows& rows, uint64_t seed) {
     const auto num_maps = s.has_row_maps ? size : 1;
     std::vector<int32_t> all(num_maps * static_cast<size_t>(stride), kMinInt);
     for (size_t i = 0; i < (s.has_row_maps ? rows.ids.size() : 1); ++i) {
-      const int64_t row = s.has_row_maps ? rows.ids[i] : 0;
+      const int64_t row = s.has_row_maps ? sources.ids[i] : 0;
       int32_t* const tokens_of_row = all.data() + static_cast<int64_t>(i) * stride;
       for (int32_t id = 0; id < s.vocab_limit; ++id) tokens_of_row[id] = token_of(s, row, id);
     }
     map = op.add(int_array("token_map", Role::kInput, all));
   }
+  const auto own = [&](const char* name, const std::vector<int32_t>& values) {
+    return s.has_own_noise ? op.add(int_array(name, Role::kInput, values)) : kNoArray;
+  };
+  const Handle at_salts = own("salts", salts);
+  const Handle at_logit_rows = own("logit_rows", logit_rows);
   const Handle steps =
       s.steps_ahead > 0 ? op.add(int_array<int32_t>("steps_ahead", Role::kInput, {s.steps_ahead}))
                         : kNoArray;
@@ -694,7 +707,10 @@ OpInstance make_draw(const DrawSpec& s, const Rows& rows, uint64_t seed) {
                          .token_map = at.get<int32_t>(map),
                          .token_limit = token_limit(s),
                          .token_map_stride = s.has_row_maps ? stride : 0,
-                         .steps_ahead = at.get<int32_t>(steps)});
+                         .steps_ahead = at.get<int32_t>(steps),
+                         .logit_rows = at.get<int32_t>(at_logit_rows),
+                         .stream = s.has_own_noise ? NoiseStream::kDraft : NoiseStream::kTarget,
+                         .salts = at.get<int32_t>(at_salts)});
   });
   op.check = [=](const ArrayBytes& cpu, const ArrayBytes& cuda, int64_t* num_different) {
     const auto* const want =

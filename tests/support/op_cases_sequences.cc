@@ -355,6 +355,16 @@ class World {
         float_array("probabilities", Element::kF32, Element::kF32, s_.max_seqs,
                     [values](float* to) { std::copy(values.begin(), values.end(), to); }));
   }
+  // Drafts kept of each sequence of the batch, by whatever verdict.
+  Handle kept() {
+    std::vector<int32_t> counts(static_cast<size_t>(s_.max_seqs));
+    for (size_t i = 0; i < counts.size(); ++i) {
+      const int32_t num_drafts = draft_lens_[static_cast<size_t>(batch_slots_[i])];
+      const bool is_decode = kinds_[i] == static_cast<int32_t>(RowKind::kDecode);
+      counts[i] = is_decode ? stream_.below(num_drafts + 1) : 0;
+    }
+    return ints("kept", counts);
+  }
   // Draws that follow the drafts most of the time.
   Handle target_tokens() {
     std::vector<int32_t> tokens(static_cast<size_t>(logit_ends_.back()) + 3, -1);
@@ -544,12 +554,13 @@ class World {
     history_ = ints("history", history);
     draft_tokens_ = ints("draft_tokens", drafts_);
     draft_len_ = ints("draft_len", draft_lens);
+    draft_lens_ = draft_lens;
   }
 
   StateSpec s_;
   int32_t max_slots_;
   Stream stream_;
-  std::vector<int32_t> batch_slots_, kinds_, starts_, lens_, drafts_;
+  std::vector<int32_t> batch_slots_, kinds_, starts_, lens_, drafts_, draft_lens_;
   std::vector<int32_t> verify_ends_, first_ends_, logit_ends_;
   std::vector<int32_t> emitted_;  // by sequence of the batch
   Handle num_seqs_, num_drafting_, num_verify_rows_, num_first_rows_, num_logit_rows_, batch_slot_,
@@ -610,14 +621,17 @@ OpInstance make_ngram(const World& world, const StateSpec& s) {
   return op;
 }
 
-OpInstance make_accept(World world, const StateSpec& s, bool is_synthetic) {
+OpInstance make_accept(World world, const StateSpec& s, AcceptMethod method) {
   static_assert(sizeof(SequenceResult) % 4 == 0);
   const Handle target = world.target_tokens();
+  const bool is_judged = method == AcceptMethod::kStandard;
+  const Handle kept = is_judged ? world.kept() : kNoArray;
+  const Handle replacements = is_judged ? world.drawn("replacements") : kNoArray;
   const Handle results =
       world.poison("results", s.max_seqs * static_cast<int64_t>(sizeof(SequenceResult) / 4));
   AcceptParams params{};
   params.max_seqs = s.max_seqs;
-  params.method = is_synthetic ? AcceptMethod::kSynthetic : AcceptMethod::kCoupled;
+  params.method = method;
   for (float& rate : params.synthetic_rate) {
     rate = static_cast<float>(world.stream().below(1001)) * 1e-3f;
   }
@@ -627,6 +641,8 @@ OpInstance make_accept(World world, const StateSpec& s, bool is_synthetic) {
     p.inputs = world.inputs(at);
     p.sequences = world.sequences(at);
     p.target_tokens = at.get<int32_t>(target);
+    p.kept = at.get<int32_t>(kept);
+    p.replacements = at.get<int32_t>(replacements);
     p.results = at.get<SequenceResult>(results);
     accept(ctx, p);
   });
@@ -743,9 +759,11 @@ OpInstance make_state(StateOp kind, const StateSpec& spec, uint64_t seed) {
     case StateOp::kAssembleFirstRows:
       return make_assemble(std::move(world), spec, kind);
     case StateOp::kAccept:
-      return make_accept(std::move(world), spec, /*is_synthetic=*/false);
+      return make_accept(std::move(world), spec, AcceptMethod::kCoupled);
     case StateOp::kAcceptSynthetic:
-      return make_accept(std::move(world), spec, /*is_synthetic=*/true);
+      return make_accept(std::move(world), spec, AcceptMethod::kSynthetic);
+    case StateOp::kAcceptJudged:
+      return make_accept(std::move(world), spec, AcceptMethod::kStandard);
     case StateOp::kBuildMetadata:
       return make_metadata(std::move(world), spec);
     case StateOp::kDraftSteps:
@@ -857,12 +875,13 @@ std::vector<OpCase> sequence_op_cases() {
                   {DraftedBy::kHead, false, "_head"},
                   {DraftedBy::kFixed, false, "_fixed"},
                   {DraftedBy::kFixed, true, "_fixed_stops"}};
-  for (const StateOp op : {StateOp::kAssembleVerifyRows, StateOp::kAssembleFirstRows,
-                           StateOp::kAccept, StateOp::kAcceptSynthetic, StateOp::kBuildMetadata,
-                           StateOp::kDraftSteps, StateOp::kProposeNgram, StateOp::kCountTokens}) {
-    const char* const names[] = {
-        "assemble_verify_rows", "assemble_first_rows", "accept",        "accept_synthetic",
-        "build_metadata",       "draft_steps",         "propose_ngram", "counts"};
+  for (const StateOp op :
+       {StateOp::kAssembleVerifyRows, StateOp::kAssembleFirstRows, StateOp::kAccept,
+        StateOp::kAcceptSynthetic, StateOp::kAcceptJudged, StateOp::kBuildMetadata,
+        StateOp::kDraftSteps, StateOp::kProposeNgram, StateOp::kCountTokens}) {
+    const char* const names[] = {"assemble_verify_rows", "assemble_first_rows", "accept",
+                                 "accept_synthetic",     "accept_judged",       "build_metadata",
+                                 "draft_steps",          "propose_ngram",       "counts"};
     const StateSpec specs[] = {{1, 0, 1, 16},      {1, 1, 1, 16},   {12, 12, 4, 16},
                                {64, 40, 3, 24},    {64, 64, 16, 1}, {300, 300, 7, 256},
                                {1024, 1000, 2, 16}};

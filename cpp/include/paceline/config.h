@@ -14,6 +14,13 @@ enum class AcceptMethod : uint8_t {
   // Keep a draft while it equals the target's own draw from shared noise: the output is bit for
   // bit that of plain decoding.
   kCoupled,
+  // Rejection sampling: keep a draft with the chance that target and drafter give it, and draw what
+  // takes the place of the first that is not kept from what is left of the target's law. The output
+  // follows the target's law; which tokens a seed gives depends on what was drafted.
+  kStandard,
+  // Block verification (Sun et al., 2024): the same, judging the drafts of a window together. It
+  // keeps at least as many of them on average.
+  kBlock,
   // Do all the work of kCoupled, then override the verdict so that the mean acceptance length is
   // `synthetic_acceptance_length`. For benches on dummy weights; the text is meaningless.
   kSynthetic,
@@ -37,6 +44,13 @@ struct SpeculativeOptions {
   int32_t num_speculative_tokens = 0;  // k: 0 = plain decoding, else 1..16
   AcceptMethod accept_method = AcceptMethod::kCoupled;
   double synthetic_acceptance_length = 0;  // kSynthetic only: in [1, k+1], bonus token included
+  // kStandard and kBlock. Whether drafts are drawn at the request's temperature from a law that the
+  // verdict knows; else they are the drafter's likeliest tokens. False: only there; prompt lookup
+  // has no law to draw from and needs it.
+  bool samples_drafts = true;
+  // kStandard and kBlock with drafts that are drawn: how many of the drafter's likeliest tokens
+  // that law is made of. 1..256, or 0 for 64; elsewhere only 0.
+  int32_t num_draft_proposals = 0;
   // A sequence drafts no further once the drafter's own probability (softmax of its logits at
   // temperature 1, cut by the request's top_k, top_p and min_p) of a token it has drawn is below
   // this; that token is still verified. 0: off. Any other value in (0, 1) needs DraftDriver::kWhile.

@@ -14,6 +14,7 @@
 #include "executor/engine.h"
 #include "executor/null_runner.h"
 #include "model/model_impl.h"
+#include "sample/reject.h"
 
 namespace paceline {
 namespace {
@@ -45,10 +46,32 @@ void check_ngram(const SpeculativeOptions& s, const Model* draft) {
   }
 }
 
+void check_rejection(const SpeculativeOptions& s) {
+  check_range("num_draft_proposals", s.num_draft_proposals, 0, kMaxDraftProposals);
+  const bool rejects =
+      s.accept_method == AcceptMethod::kStandard || s.accept_method == AcceptMethod::kBlock;
+  if (!rejects && !s.samples_drafts) {
+    throw InvalidArgument(
+        "samples_drafts is false, but accept_method is one by which the drafter draws with the "
+        "target's own noise; set it to true, or accept_method to 'standard' or 'block'");
+  }
+  if (rejects && s.samples_drafts && s.ngram_max > 0) {
+    throw InvalidArgument(
+        "samples_drafts is true, but what prompt lookup drafts has no law to be drawn from; set it "
+        "to false");
+  }
+  if (s.num_draft_proposals > 0 && !(rejects && s.samples_drafts)) {
+    throw InvalidArgument(concat("num_draft_proposals is ", s.num_draft_proposals,
+                                 "; allowed: 0, but with accept_method 'standard' or 'block' and "
+                                 "samples_drafts"));
+  }
+}
+
 void check_options(const ExecutorOptions& o, const Model& target, const Model* draft) {
   const SpeculativeOptions& s = o.speculative;
   check_range("num_speculative_tokens", s.num_speculative_tokens, 0, kMaxDraftTokens);
   check_ngram(s, draft);
+  check_rejection(s);
   const bool drafts = draft != nullptr || s.ngram_max > 0;
   if (s.num_speculative_tokens > 0 && !drafts) {
     throw InvalidArgument(concat("num_speculative_tokens is ", s.num_speculative_tokens,
@@ -141,6 +164,8 @@ IterationOptions iteration_options(const ExecutorOptions& o, const Model* draft)
           .max_model_len = o.max_model_len,
           .accept_method = o.speculative.accept_method,
           .synthetic_acceptance_length = o.speculative.synthetic_acceptance_length,
+          .samples_drafts = o.speculative.samples_drafts,
+          .num_draft_proposals = o.speculative.num_draft_proposals,
           .draft_stop_threshold = o.speculative.draft_stop_threshold,
           .use_window_lists = o.use_window_lists,
           .ngram = ngram,

@@ -261,6 +261,9 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
   }
   b.results = arena.allocate<SequenceResult>(shape.max_seqs, "results");
   if (shape.max_logprobs > 0) b.logprobs = allocate_logprobs(arena, shape, target.vocab_size);
+  b.rejection =
+      allocate_rejection(arena, shape, options.accept_method,
+                         options.samples_drafts && draft != nullptr, options.num_draft_proposals);
   return b;
 }
 
@@ -308,23 +311,25 @@ void Iteration::draw_drafts(Ctx& ctx, const IterationExtent& extent, const int32
                                                   .temperatures = b.sequences.temperature,
                                                   .sampling = b.sampling});
   }
-  ctx.run(draw, DrawParams{.num_rows = num_rows,
-                           .max_rows = extent.num_drafting,
-                           .logits = b.logits,
-                           .logits_stride = num_logits,
-                           .vocab_limit = vocab_limit,
-                           .row_index = row_index,
-                           .seq_slot = rows.seq_slot,
-                           .positions = rows.positions,
-                           .seeds = b.sequences.seed,
-                           .temperatures = b.sequences.temperature,
-                           .tokens = b.drawn,
-                           .probabilities = b.draft_stop.probabilities,
-                           .draw_ahead = traits.draw_ahead,
-                           .token_map = map.tokens,
-                           .token_limit = target_vocab,
-                           .token_map_stride = map.stride,
-                           .steps_ahead = traits.advances_positions ? nullptr : steps});
+  DrawParams params{.num_rows = num_rows,
+                    .max_rows = extent.num_drafting,
+                    .logits = b.logits,
+                    .logits_stride = num_logits,
+                    .vocab_limit = vocab_limit,
+                    .row_index = row_index,
+                    .seq_slot = rows.seq_slot,
+                    .positions = rows.positions,
+                    .seeds = b.sequences.seed,
+                    .temperatures = b.sequences.temperature,
+                    .tokens = b.drawn,
+                    .probabilities = b.draft_stop.probabilities,
+                    .draw_ahead = traits.draw_ahead,
+                    .token_map = map.tokens,
+                    .token_limit = target_vocab,
+                    .token_map_stride = map.stride,
+                    .steps_ahead = traits.advances_positions ? nullptr : steps};
+  if (b.rejection.is_used()) params = propose_draft(ctx, b.rejection, b.sequences, params, steps);
+  ctx.run(draw, params);
 }
 
 template <class Ctx>
@@ -408,6 +413,20 @@ void Iteration::verify(Ctx& ctx, const IterationExtent& extent) const {
   for (float& rate : params.synthetic_rate) {
     rate = static_cast<float>(std::clamp(left, 0.0, 1.0));
     left -= 1;
+  }
+  if (b.rejection.is_used()) {
+    reject(ctx, b.rejection,
+           {.inputs = b.staged,
+            .sequences = b.sequences,
+            .rows = rows,
+            .method = options_.accept_method,
+            .target_tokens = b.target_tokens,
+            .logits = b.logits,
+            .vocab_size = target_.config().vocab_size,
+            .num_logit_rows = extent.num_logit_rows,
+            .num_seqs = extent.num_seqs});
+    params.kept = b.rejection.kept;
+    params.replacements = b.rejection.replacements;
   }
   ctx.run(accept, params);
   if (!extent.has_logit_work) return;

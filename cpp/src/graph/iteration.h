@@ -16,6 +16,7 @@
 #include "batch/batch_builder.h"
 #include "batch/iteration_results.h"
 #include "device/device_arena.h"
+#include "graph/rejection.h"
 #include "metadata/group_metadata.h"
 #include "metadata/pass_rows.h"
 #include "model/decoder.h"
@@ -61,6 +62,7 @@ struct IterationBuffers {
   // [first rows] of FirstRows::kLast: which of those rows a row of the first pass reads; else null
   int32_t* hidden_rows = nullptr;
   HeadOutput draft_output{};          // rows [max_seqs]: the drafter's newest
+  RejectionBuffers rejection{};       // of `standard` and `block` acceptance, else empty
   SequenceResult* results = nullptr;  // [max_seqs]
   LogprobBuffers logprobs{};
 };
@@ -92,6 +94,8 @@ struct IterationOptions {
   int32_t max_model_len = 0;
   AcceptMethod accept_method = AcceptMethod::kCoupled;
   double synthetic_acceptance_length = 0;
+  bool samples_drafts = true;  // see SpeculativeOptions
+  int32_t num_draft_proposals = 0;
   double draft_stop_threshold = 0;  // see SpeculativeOptions
   bool use_window_lists = false;
   NgramOptions ngram;

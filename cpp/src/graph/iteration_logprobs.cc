@@ -33,7 +33,8 @@ void Iteration::keep_raw_logits(Ctx& ctx, const IterationExtent& extent) const {
                            .logits_stride = target_.config().vocab_size,
                            .row_index = b.staged.logit_rows,
                            .seq_slot = b.verify_rows.seq_slot,
-                           .sampling = b.sampling});
+                           .sampling = b.sampling,
+                           .all_change = b.rejection.is_used()});
 }
 
 template <class Ctx>
@@ -52,7 +53,8 @@ void Iteration::rate_tokens(Ctx& ctx, const IterationExtent& extent) const {
                                               .max_prompt_rows = extent.num_prompt_rows,
                                               .max_logprobs = shape.max_logprobs,
                                               .sampling = b.sampling,
-                                              .logprobs = b.logprobs.entries});
+                                              .logprobs = b.logprobs.entries,
+                                              .all_change = b.rejection.is_used()});
 }
 
 template void Iteration::keep_raw_logits<CpuContext>(CpuContext&, const IterationExtent&) const;

@@ -18,6 +18,7 @@
 #include <paceline/dtype.h>
 
 #include "base/host_device.h"
+#include "sample/philox.h"
 
 namespace paceline {
 
@@ -332,7 +333,7 @@ struct DrawParams {
   const int32_t* seq_slot;    // per pass row: state slot; -1: inert, draws -1
   const int32_t* positions;   // per pass row: the drawn token's is draw_ahead further on
   const uint64_t* seeds;      // [max_slots] by state slot
-  const float* temperatures;  // [max_slots] by state slot
+  const float* temperatures;  // [max_slots] by state slot; null: 0 for all
   int32_t* tokens;            // [max_rows]
   // [max_rows] softmax of what may be drawn at temperature 1, taken at the drawn id; 0
   // where nothing was drawn. Or null: not wanted.
@@ -346,6 +347,11 @@ struct DrawParams {
   // [1] steps since the rows were at their positions, which have not moved on; or null: the drawn
   // token's position is so much further on.
   const int32_t* steps_ahead = nullptr;
+  // [max_rows] row of `logits`, and of maps of each row's own, that row i draws from; below 0:
+  // none, row i is inert. Null: row i draws from row i.
+  const int32_t* logit_rows = nullptr;
+  NoiseStream stream = NoiseStream::kTarget;
+  const int32_t* salts = nullptr;  // [max_slots] by state slot, of the noise; null: 0 for all
 };
 void draw(CpuContext&, const DrawParams&);
 void draw(CudaContext&, const DrawParams&);

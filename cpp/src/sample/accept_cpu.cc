@@ -10,12 +10,13 @@
 namespace paceline {
 namespace {
 
-// Drafts kept, of `num_drafts`.
-int32_t count_kept(const AcceptParams& p, int32_t slot, const int32_t* drafts, int32_t num_drafts,
-                   const int32_t* draws) {
+// Drafts kept, of `num_drafts`, of batch row i.
+int32_t count_kept(const AcceptParams& p, int32_t i, int32_t slot, const int32_t* drafts,
+                   int32_t num_drafts, const int32_t* draws) {
+  if (p.kept != nullptr) return p.kept[i];
   const SequenceState& s = p.sequences;
   int32_t kept = 0;
-  if (p.method == AcceptMethod::kCoupled) {
+  if (p.method != AcceptMethod::kSynthetic) {
     while (kept < num_drafts && draws[kept] == drafts[kept]) ++kept;
   } else {
     while (kept < num_drafts &&
@@ -32,18 +33,21 @@ bool is_stop(const SequenceState& s, int32_t slot, int32_t token) {
   return std::find(begin, end, token) != end;
 }
 
-void accept_one(const AcceptParams& p, int32_t slot, const int32_t* draws, int32_t num_drafts,
-                SequenceResult& result) {
+void accept_one(const AcceptParams& p, int32_t i, int32_t slot, const int32_t* draws,
+                int32_t num_drafts, SequenceResult& result) {
   const SequenceState& s = p.sequences;
   const int32_t* drafts = s.draft_tokens + int64_t{slot} * s.num_draft_tokens;
   const int32_t known_len = s.known_len[slot];
-  const int32_t kept = count_kept(p, slot, drafts, num_drafts, draws);
+  const int32_t kept = count_kept(p, i, slot, drafts, num_drafts, draws);
+  const int32_t replacement = p.kept != nullptr ? p.replacements[i] : -1;
+  const bool emits_drafts = p.kept != nullptr || p.method == AcceptMethod::kSynthetic;
   int32_t tokens[kMaxDraftTokens + 1];
   uint32_t invalid_bits = 0;
   uint32_t stop_bits = 0;
   for (int32_t j = 0; j <= kept; ++j) {
-    const bool takes_draft = p.method == AcceptMethod::kSynthetic && j < kept;
-    tokens[j] = takes_draft ? drafts[j] : draws[j];
+    tokens[j] = emits_drafts && j < kept        ? drafts[j]
+                : j == kept && replacement >= 0 ? replacement
+                                                : draws[j];
     invalid_bits |= uint32_t{tokens[j] < 0} << j;
     stop_bits |= uint32_t{is_stop(s, slot, tokens[j])} << j;
   }
@@ -72,7 +76,7 @@ void accept(CpuContext&, const AcceptParams& p) {
     const bool may_emit = kind == RowKind::kDecode || kind == RowKind::kPrefillFinal;
     if (!may_emit || s.is_active[slot] == 0) continue;
     const int32_t num_drafts = kind == RowKind::kDecode ? s.draft_len[slot] : 0;
-    accept_one(p, slot, p.target_tokens + p.inputs.logit_indptr[i], num_drafts, result);
+    accept_one(p, i, slot, p.target_tokens + p.inputs.logit_indptr[i], num_drafts, result);
   }
 }
 

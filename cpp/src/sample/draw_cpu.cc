@@ -229,28 +229,33 @@ int32_t draw_mapped(const DrawParams& p, const float* logits, const int32_t* map
   return drawn;
 }
 
-// The map of row i, or null.
-const int32_t* map_of(const DrawParams& p, int32_t i) {
-  return p.token_map != nullptr ? p.token_map + i * p.token_map_stride : nullptr;
+// The row of logits that row i draws from; below 0: none.
+int32_t source_of(const DrawParams& p, int32_t i) {
+  return p.logit_rows != nullptr ? p.logit_rows[i] : i;
+}
+
+// The map of a row of logits, or null.
+const int32_t* map_of(const DrawParams& p, int32_t source) {
+  return p.token_map != nullptr ? p.token_map + source * p.token_map_stride : nullptr;
 }
 
 // The drawn id; its token, where there is a map, is the caller's to look up.
-int32_t draw_row(const DrawParams& p, int32_t i) {
+int32_t draw_row(const DrawParams& p, int32_t i, int32_t source) {
   const int32_t row = p.row_index[i];
   const int32_t slot = p.seq_slot[row];
-  if (slot < 0) return kInertRow;
-  const float* const logits = p.logits + i * p.logits_stride;
+  if (slot < 0 || source < 0) return kInertRow;
+  const float* const logits = p.logits + source * p.logits_stride;
+  const float temperature = p.temperatures != nullptr ? p.temperatures[slot] : 0.0f;
   const int32_t ahead = p.draw_ahead + (p.steps_ahead != nullptr ? *p.steps_ahead : 0);
   const NoiseKey noise = {.seed = p.seeds[slot],
-                          .stream = NoiseStream::kTarget,
+                          .stream = p.stream,
                           .position = static_cast<uint32_t>(p.positions[row] + ahead),
-                          .salt = 0};
+                          .salt = p.salts != nullptr ? static_cast<uint32_t>(p.salts[slot]) : 0};
   if (p.token_map != nullptr) {
-    return draw_mapped(p, logits, map_of(p, i), p.temperatures[slot], noise);
+    return draw_mapped(p, logits, map_of(p, source), temperature, noise);
   }
   int32_t highest = kNoValidLogit;
   run_best_isa<ArgmaxKernel>(logits, p.vocab_limit, &highest);
-  const float temperature = p.temperatures[slot];
   if (highest == kNoValidLogit || !(temperature > 0.0f)) return highest;
   Draw draw = {.logits = logits,
                .num_ids = p.vocab_limit,
@@ -266,9 +271,8 @@ int32_t draw_row(const DrawParams& p, int32_t i) {
   return draw.token;
 }
 
-// Softmax at temperature 1 of the logits that may be drawn, at id `drawn`; 0 where nothing was.
+// Softmax at temperature 1 of the logits that may be drawn, at id `drawn`.
 float probability_of(const DrawParams& p, const float* logits, const int32_t* map, int32_t drawn) {
-  if (drawn < 0) return 0.0f;
   const auto may_be_drawn = [&](int32_t id) {
     return logits[id] > kNegInf && (map == nullptr || map[id] < p.token_limit);
   };
@@ -284,11 +288,13 @@ float probability_of(const DrawParams& p, const float* logits, const int32_t* ma
 }
 
 void draw_into(const DrawParams& p, int32_t i) {
-  const int32_t drawn = draw_row(p, i);
-  const int32_t* const map = map_of(p, i);
+  const int32_t source = source_of(p, i);
+  const int32_t drawn = draw_row(p, i, source);
+  const int32_t* const map = source < 0 ? nullptr : map_of(p, source);
   p.tokens[i] = map != nullptr && drawn >= 0 ? map[drawn] : drawn;
   if (p.probabilities == nullptr) return;
-  p.probabilities[i] = probability_of(p, p.logits + i * p.logits_stride, map, drawn);
+  p.probabilities[i] =
+      drawn < 0 ? 0.0f : probability_of(p, p.logits + source * p.logits_stride, map, drawn);
 }
 
 }  // namespace

@@ -22,7 +22,8 @@ namespace paceline {
 
 [[nodiscard]] PACELINE_HOST_DEVICE inline bool is_row_kept(const KeepLogitsParams& p, int32_t row) {
   const int32_t slot = p.seq_slot[p.row_index[row]];
-  return slot >= 0 && p.sampling.num_logprobs[slot] >= 0 && changes_logits(p.sampling, slot);
+  return slot >= 0 && p.sampling.num_logprobs[slot] >= 0 &&
+         (p.all_change || changes_logits(p.sampling, slot));
 }
 
 // A row to be rated.
@@ -53,7 +54,7 @@ struct RatedRow {
     row = p.inputs.logit_indptr[i] + j;
     rated.token = p.results[i].tokens[j];
     rated.num_best = s.num_logprobs[slot];
-    rated.logits = changes_logits(s, slot) ? p.kept : p.logits;
+    rated.logits = p.all_change || changes_logits(s, slot) ? p.kept : p.logits;
   } else {
     const int32_t i = index - num_window_rows;
     row = *p.inputs.num_logit_rows + i;

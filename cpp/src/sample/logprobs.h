@@ -23,7 +23,8 @@ namespace paceline {
 struct CpuContext;
 struct CudaContext;
 
-// Copies the logits of sequences that want logprobs and adjust or truncate.
+// Copies the logits of sequences that want logprobs and adjust or truncate, or of all that want
+// them.
 struct KeepLogitsParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
@@ -33,6 +34,7 @@ struct KeepLogitsParams {
   const int32_t* row_index;  // [max_rows] row of seq_slot that row i belongs to
   const int32_t* seq_slot;   // per pass row: state slot; -1: inert, left alone
   SamplingState sampling;    // adjusts, truncates and num_logprobs are read
+  bool all_change = false;   // acceptance writes over rows of any sequence
 };
 void keep_logits(CpuContext&, const KeepLogitsParams&);
 void keep_logits(CudaContext&, const KeepLogitsParams&);
@@ -60,6 +62,7 @@ struct TokenLogprobsParams {
   SamplingState sampling;   // adjusts, truncates, num_[prompt_]logprobs, vocab_size are read; that
                             // is at most kMaxTruncatedVocab
   TokenLogprob* logprobs;   // [max_logit_rows, 1 + max_logprobs] written
+  bool all_change = false;  // as for keep_logits
 };
 void token_logprobs(CpuContext&, const TokenLogprobsParams&);
 void token_logprobs(CudaContext&, const TokenLogprobsParams&);

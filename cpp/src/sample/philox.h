@@ -12,15 +12,24 @@
 
 namespace paceline {
 
-// Independent streams. Coupled and plain decoding use kTarget only.
-enum class NoiseStream : uint32_t { kTarget = 0, kSynthetic = 1 };
+// Independent streams. Coupled and plain decoding use kTarget only. The last three are those of
+// `standard` and `block` acceptance: what the drafter draws, what the verdict on a draft is reached
+// with, and the token that takes the place of the first draft that is not kept.
+enum class NoiseStream : uint32_t {
+  kTarget = 0,
+  kSynthetic = 1,
+  kDraft = 2,
+  kAccept = 3,
+  kResidual = 4
+};
 
 // Where a number belongs: same identity, same bits.
 struct NoiseKey {
   uint64_t seed;  // request seed + sample index
   NoiseStream stream;
   uint32_t position;  // absolute position of the token being drawn
-  uint32_t salt;      // 0 for kTarget
+  uint32_t salt;      // 0 for kTarget; else the length of the sequence at the start of the window
+                      // that verifies the token: a later window is another chance
 };
 
 // The four numbers of `index` = token id / 4, into plain memory: what CUDA kernels call, where

@@ -307,6 +307,8 @@ def _speculations(
             (config.prompt_lookup_min or 0) if method == "ngram" else 0,
             (config.prompt_lookup_max or 0) if method == "ngram" else 0,
             config.draft_position,
+            config.draft_sample_method == "probabilistic",
+            config.draft_proposals or 0,
         )
     elif default_draft is None:
         if args.drivers is not None:

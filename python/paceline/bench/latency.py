@@ -59,13 +59,15 @@ class Speculation:
 
     Attributes:
         num_speculative_tokens: k.
-        accept_method: "coupled" or "synthetic".
+        accept_method: "coupled", "standard", "block" or "synthetic".
         synthetic_acceptance_length: Mean tokens an iteration, for "synthetic".
         draft_driver: "unrolled", "replay", "while" or "eager".
         draft_stop_threshold: See `SpeculativeConfig`.
         ngram_min: Shortest n-gram of prompt lookup; 0 = there is a drafter.
         ngram_max: Longest one.
         draft_position: See `SpeculativeConfig`; None: the drafter has no such choice.
+        samples_drafts: Whether drafts are drawn; False with "standard" and "block" only.
+        num_draft_proposals: Tokens that such drafts are drawn from, with these two; 0 = 64.
     """
 
     num_speculative_tokens: int
@@ -76,6 +78,8 @@ class Speculation:
     ngram_min: int = 0
     ngram_max: int = 0
     draft_position: str | None = None
+    samples_drafts: bool = True
+    num_draft_proposals: int = 0
 
 
 @dataclass(frozen=True)
@@ -171,6 +175,8 @@ def make_executor(
         options["synthetic_acceptance_length"] = speculation.synthetic_acceptance_length
         options["draft_driver"] = speculation.draft_driver
         options["draft_stop_threshold"] = speculation.draft_stop_threshold
+        options["samples_drafts"] = speculation.samples_drafts
+        options["num_draft_proposals"] = speculation.num_draft_proposals
         options["ngram_min"] = speculation.ngram_min
         options["ngram_max"] = speculation.ngram_max
         if speculation.draft_position is not None:
