@@ -88,6 +88,8 @@ __global__ void __launch_bounds__(1024) begin_kernel(const __grid_constant__ Beg
     *to.num_logit_rows = header.num_logit_rows;
     *to.num_all_logit_rows = header.num_logit_rows + header.num_prompt_rows;
     *to.num_resets = header.num_resets;
+    *to.num_forks = header.num_forks;
+    *to.num_block_copies = header.num_block_copies;
   }
   const auto fetch = [&](int64_t offset, int32_t count, int32_t* into) {
     const auto* const from = reinterpret_cast<const int32_t*>(slot + offset);
@@ -108,6 +110,12 @@ __global__ void __launch_bounds__(1024) begin_kernel(const __grid_constant__ Beg
   if (header.has_prefill != 0) {
     fetch(args.offsets.prefill_tokens, header.num_verify_rows, to.prefill_tokens);
   }
+  static_assert(sizeof(SequenceFork) % 4 == 0 && sizeof(BlockCopy) % 4 == 0);
+  fetch(args.offsets.forks, header.num_forks * static_cast<int32_t>(sizeof(SequenceFork) / 4),
+        reinterpret_cast<int32_t*>(to.forks));
+  fetch(args.offsets.block_copies,
+        header.num_block_copies * static_cast<int32_t>(sizeof(BlockCopy) / 4),
+        reinterpret_cast<int32_t*>(to.block_copies));
   if (header.num_resets > 0) {  // the same for the whole block
     fetch(args.offsets.lists, header.num_list_words, args.lists);
     __syncthreads();
@@ -229,6 +237,11 @@ IterationRing::IterationRing(const BatchShape& shape, const KvLayout& layout, in
   offsets_.max_table_writes = max_table_writes(shape, layout, max_model_len);
   offsets_.table_writes =
       place(int64_t{offsets_.max_table_writes} * static_cast<int64_t>(sizeof(TableWrite)));
+  offsets_.max_forks = shape.max_seqs;
+  offsets_.forks = place(int64_t{shape.max_seqs} * static_cast<int64_t>(sizeof(SequenceFork)));
+  offsets_.max_block_copies = shape.max_seqs * static_cast<int32_t>(layout.groups.size());
+  offsets_.block_copies =
+      place(int64_t{offsets_.max_block_copies} * static_cast<int64_t>(sizeof(BlockCopy)));
   offsets_.outcome = place(sizeof(SlotOutcomeHeader));
   offsets_.results = place(int64_t{shape.max_seqs} * static_cast<int64_t>(sizeof(SequenceResult)));
   if (shape.max_logprobs > 0) {
@@ -287,6 +300,11 @@ void IterationRing::write(const IterationInputs& in) {
   const auto num_writes = static_cast<int32_t>(table_writes_.size());
   PACELINE_CHECK(num_writes <= offsets_.max_table_writes, num_writes, " table writes of ",
                  offsets_.max_table_writes);
+  const auto num_forks = static_cast<int32_t>(in.forks.size());
+  const auto num_block_copies = static_cast<int32_t>(in.block_copies.size());
+  PACELINE_CHECK(num_forks <= offsets_.max_forks && num_block_copies <= offsets_.max_block_copies,
+                 num_forks, " forks of ", offsets_.max_forks, ", ", num_block_copies,
+                 " block copies of ", offsets_.max_block_copies);
   const SlotHeader header = {.iteration = in.iteration,
                              .num_seqs = in.num_seqs,
                              .num_drafting = in.num_drafting,
@@ -297,7 +315,9 @@ void IterationRing::write(const IterationInputs& in) {
                              .num_resets = num_resets,
                              .num_list_words = num_list_words,
                              .num_table_writes = num_writes,
-                             .has_prefill = in.has_prefill ? 1 : 0};
+                             .has_prefill = in.has_prefill ? 1 : 0,
+                             .num_forks = num_forks,
+                             .num_block_copies = num_block_copies};
   std::memcpy(to, &header, sizeof(header));
   put(offsets_.seq_slot, in.seq_slot, in.num_seqs);
   put(offsets_.kind, in.kind, in.num_seqs);
@@ -311,6 +331,8 @@ void IterationRing::write(const IterationInputs& in) {
   if (in.has_prefill) put(offsets_.prefill_tokens, in.prefill_tokens, in.num_verify_rows);
   if (num_resets > 0) put(offsets_.resets, in.resets, num_resets);
   if (num_list_words > 0) put(offsets_.lists, in.lists, num_list_words);
+  if (num_forks > 0) put(offsets_.forks, in.forks, num_forks);
+  if (num_block_copies > 0) put(offsets_.block_copies, in.block_copies, num_block_copies);
   std::memcpy(to + offsets_.table_writes, table_writes_.data(),
               table_writes_.size() * sizeof(TableWrite));
   std::atomic_thread_fence(std::memory_order_release);

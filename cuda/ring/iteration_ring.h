@@ -35,6 +35,8 @@ struct SlotHeader {
   int32_t num_list_words;
   int32_t num_table_writes;
   int32_t has_prefill;
+  int32_t num_forks;
+  int32_t num_block_copies;
 };
 
 // Written by the device.
@@ -46,10 +48,12 @@ struct SlotOutcomeHeader {
 
 struct SlotOffsets {
   int64_t seq_slot, kind, prefill_start, next_token, verify_indptr, first_indptr, logit_indptr,
-      logit_rows, prompt_targets, prefill_tokens, resets, lists, table_writes, outcome, results,
-      logprobs, bytes;
+      logit_rows, prompt_targets, prefill_tokens, resets, lists, table_writes, forks, block_copies,
+      outcome, results, logprobs, bytes;
   int32_t max_table_writes;
   int32_t max_list_words;
+  int32_t max_forks;
+  int32_t max_block_copies;
 };
 
 class IterationRing {

@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <type_traits>
@@ -249,6 +250,7 @@ py::dict stats_to_dict(const ExecutorStats& stats) {
   py::dict dict;
   dict["num_iterations"] = stats.num_iterations;
   dict["num_preemptions"] = stats.num_preemptions;
+  dict["num_shared_tokens"] = stats.num_shared_tokens;
   dict["num_emitted_tokens"] = stats.num_emitted_tokens;
   dict["num_draft_tokens"] = stats.num_draft_tokens;
   dict["num_accepted_tokens"] = stats.num_accepted_tokens;
@@ -300,7 +302,8 @@ struct PyRequestEvent {
 std::string event_repr(const PyRequestEvent& self) {
   const RequestEvent& event = self.event;
   std::ostringstream out;
-  out << "RequestEvent(id=" << event.id << ", num_token_ids=" << event.token_ids.size()
+  out << "RequestEvent(id=" << event.id << ", sample=" << event.sample
+      << ", num_token_ids=" << event.token_ids.size()
       << ", finish_reason=" << py::repr(finish_reason_name(event.finish_reason)).cast<std::string>()
       << ", num_drafted=" << event.num_drafted << ", num_accepted=" << event.num_accepted;
   if (!event.error.empty()) {
@@ -406,11 +409,14 @@ std::string executor_repr(PyExecutor& self) {
 void register_event(py::module_& module) {
   py::class_<PyRequestEvent>(
       module, "RequestEvent",
-      "What one iteration emitted for one request, or its end. The event of a request whose "
-      "`finish_reason` is not None is its last.")
+      "What one iteration emitted for one sample of a request, or its end. The event of a sample "
+      "whose `finish_reason` is not None is its last.")
       .def_property_readonly(
           "id", [](const PyRequestEvent& self) { return self.event.id; },
           "Id that `Executor.add_request` returned.")
+      .def_property_readonly(
+          "sample", [](const PyRequestEvent& self) { return self.event.sample; },
+          "Which of the request's samples, from 0.")
       .def_property_readonly(
           "token_ids", [](const PyRequestEvent& self) { return self.event.token_ids; },
           "Newly emitted token ids, a new list at each access.")
@@ -431,7 +437,7 @@ void register_event(py::module_& module) {
       .def_property_readonly(
           "finish_reason",
           [](const PyRequestEvent& self) { return finish_reason_name(self.event.finish_reason); },
-          "None while the request goes on, else \"stop\", \"length\", \"cancelled\" or \"error\".")
+          "None while the sample goes on, else \"stop\", \"length\", \"cancelled\" or \"error\".")
       .def_property_readonly(
           "error", [](const PyRequestEvent& self) { return self.event.error; },
           "What happened, for \"error\"; else empty.")
@@ -444,7 +450,7 @@ void register_event(py::module_& module) {
       .def_property_readonly(
           "counters",
           [](const PyRequestEvent& self) { return counters_to_dict(self.event.counters); },
-          "Totals of the request, filled in its last event: a dict with num_iterations, "
+          "Totals of the sample, filled in its last event: a dict with num_iterations, "
           "num_draft_tokens, num_accepted_tokens, num_discarded_tokens, accepted_per_position [k] "
           "and drafted_per_position [k].")
       .def_property_readonly(
@@ -515,7 +521,7 @@ Raises:
              double presence_penalty, double frequency_penalty, int32_t min_tokens,
              const std::vector<std::pair<int32_t, float>>& logit_bias,
              std::vector<std::vector<int32_t>> bad_words, std::vector<int32_t> allowed_token_ids,
-             int32_t logprobs, int32_t prompt_logprobs) {
+             int32_t logprobs, int32_t prompt_logprobs, int32_t num_samples) {
             Request request;
             request.prompt = std::move(prompt);
             request.sampling.temperature = temperature;
@@ -537,6 +543,7 @@ Raises:
             request.sampling.logprobs = logprobs;
             request.sampling.prompt_logprobs = prompt_logprobs;
             request.score_prompt = score_prompt;
+            request.num_samples = num_samples;
             return self.call(
                 [&](Executor& executor) { return executor.add_request(std::move(request)); });
           },
@@ -549,7 +556,7 @@ Raises:
           py::arg("logit_bias") = std::vector<std::pair<int32_t, float>>{},
           py::arg("bad_words") = std::vector<std::vector<int32_t>>{},
           py::arg("allowed_token_ids") = std::vector<int32_t>{}, py::arg("logprobs") = -1,
-          py::arg("prompt_logprobs") = -1, R"doc(Queues a request.
+          py::arg("prompt_logprobs") = -1, py::arg("num_samples") = 1, R"doc(Queues a request.
 
 Args:
     prompt: Token ids, at least one, each in [0, vocab_size).
@@ -572,6 +579,7 @@ Args:
     logprobs: Of every emitted token, and of the most probable so many at its place, from the
         target's logits before all of the above; at most the option max_logprobs, -1 = none.
     prompt_logprobs: The same of the prompt's tokens, but for the first.
+    num_samples: Independent outputs, 1 to 128; sample i draws with seed + i, modulo 2**64.
 
 Returns:
     The request's id, or None when the queue is full.
@@ -582,17 +590,23 @@ Raises:
 )doc")
       .def(
           "cancel",
-          [](PyExecutor& self, RequestId id) {
-            return self.call([id](Executor& executor) { return executor.cancel(id); });
+          [](PyExecutor& self, RequestId id, std::optional<int32_t> sample) {
+            return self.call([&](Executor& executor) { return executor.cancel(id, sample); });
           },
-          py::arg("id"),
-          R"doc(Ends a request; an event with "cancelled" follows unless it had already ended.
+          py::arg("id"), py::arg("sample") = py::none(),
+          R"doc(Ends a request, or one of its samples.
+
+An event with "cancelled" follows for each sample that had not already ended.
 
 Args:
     id: What `add_request` returned.
+    sample: Which; None = all.
 
 Returns:
-    False when the id is not known.
+    False when no sample of such a request runs or waits.
+
+Raises:
+    ValueError: A sample that the request never had.
 )doc")
       .def(
           "poll",

@@ -148,6 +148,13 @@ def _add_generate(commands: Any) -> None:
         "--temperature", type=float, default=0.0, metavar="T", help="0 = greedy (default: 0)"
     )
     sampling.add_argument("--seed", type=int, default=0, metavar="N", help="(default: 0)")
+    sampling.add_argument(
+        "--n",
+        type=int,
+        default=1,
+        metavar="N",
+        help="texts to write, drawn apart; several are printed when all are complete (default: 1)",
+    )
     _add_token_choice(sampling)
     for flag, text in (
         ("--logprobs", "report how probable each token was, and the N most probable ones"),
@@ -306,7 +313,7 @@ def _run_generate(args: argparse.Namespace) -> int:
         "kv_cache_bytes": args.kv_cache_bytes,
         "block_size": args.block_size,
         "num_threads": args.num_threads,
-        "max_num_seqs": 1,
+        "max_num_seqs": params.n,
         "max_logprobs": needed_max_logprobs(params),
     }
     show_progress = not (args.quiet or args.json)
@@ -367,7 +374,7 @@ def _stream_text(
     """Generates, printing text as it comes; the same path whether shown or not."""
     from paceline.outputs import RequestError
 
-    is_streamed = is_shown and not args.no_stream
+    is_streamed = is_shown and not args.no_stream and params.n == 1
     output = None
     with llm.stream(args.prompt, params) as stream:
         if is_shown and not args.quiet:
@@ -378,7 +385,13 @@ def _stream_text(
             output = chunk.output or output
     assert output is not None
     if is_shown:
-        print("" if is_streamed else output.outputs[0].text)
+        if is_streamed:
+            print()
+        elif params.n == 1:
+            print(output.outputs[0].text)
+        else:
+            for completion in output.outputs:
+                print(f"\n[{completion.index}] {completion.text}")
     if output.error is not None:
         raise RequestError(output.error, [output])
     return output
@@ -395,13 +408,16 @@ def report_lines(output: RequestOutput, plain: RequestOutput | None = None) -> l
         Lines of text.
     """
     metrics = output.metrics
-    completion = output.outputs[0]
-    stop = "" if completion.stop_reason is None else f" ({completion.stop_reason!r})"
+    ends = ", ".join(
+        completion.finish_reason
+        + ("" if completion.stop_reason is None else f" ({completion.stop_reason!r})")
+        for completion in output.outputs
+    )
     first = metrics.time_to_first_token_ms
     lines = [
         f"{metrics.num_output_tokens} tokens in {metrics.total_time_ms / 1e3:.3f} s"
         + (f", the first after {first:.1f} ms" if first is not None else "")
-        + f"; ended by {completion.finish_reason}{stop}",
+        + f"; ended by {ends}",
         f"{_rate(metrics.tokens_per_second)} after the first token",
     ]
     speculative = metrics.speculative_decoding
@@ -436,19 +452,27 @@ def _rate(tokens_per_second: float | None) -> str:
 
 
 def _json_report(output: RequestOutput, plain: RequestOutput | None) -> dict[str, Any]:
-    from paceline.logprobs import logprobs_as_json
+    from paceline.logprobs import logprobs_as_json, prompt_logprobs_as_json
 
-    completion = output.outputs[0]
+    first, *others = (
+        {
+            "text": completion.text,
+            "token_ids": completion.token_ids,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+            **logprobs_as_json(completion),
+        }
+        for completion in output.outputs
+    )
     report: dict[str, Any] = {
         "prompt": output.prompt,
         "prompt_token_ids": output.prompt_token_ids,
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason,
-        **logprobs_as_json(output),
+        **first,
+        **prompt_logprobs_as_json(output),
         "metrics": output.metrics.to_dict(),
     }
+    if others:
+        report["others"] = others
     if plain is not None:
         rate, plain_rate = output.metrics.tokens_per_second, plain.metrics.tokens_per_second
         report["plain"] = {

@@ -28,7 +28,7 @@ class Session:
         self._dispatcher = dispatcher
         # An exception says that no further event will come.
         self._inbox: queue.SimpleQueue[_core.RequestEvent | BaseException] = queue.SimpleQueue()
-        self._open_ids: set[int] = set()
+        self._open_samples: dict[int, int] = {}  # by request: those whose last event is to come
 
     def add_request(
         self,
@@ -60,8 +60,10 @@ class Session:
             )
             if request_id is None:
                 raise RuntimeError("the queue of waiting requests is full; try again later")
+            num_samples = int((sampling or {}).get("num_samples", 1))
             dispatcher.sessions[request_id] = self
-            self._open_ids.add(request_id)
+            dispatcher.open_samples[request_id] = num_samples
+            self._open_samples[request_id] = num_samples
             dispatcher.has_work.notify()
         return request_id
 
@@ -76,26 +78,28 @@ class Session:
         if isinstance(item, BaseException):
             self._inbox.put(item)
             raise item
-        if item.finish_reason is not None:
-            self._open_ids.discard(item.id)
+        if item.finish_reason is not None and item.id in self._open_samples:
+            self._open_samples[item.id] -= 1
+            if self._open_samples[item.id] == 0:
+                del self._open_samples[item.id]
         return item
 
-    def cancel(self, request_id: int) -> None:
-        """Asks for the end of a request; its last event still comes. An ended one is left alone."""
+    def cancel(self, request_id: int, sample: int) -> None:
+        """Asks for the end of a sample; its last event still comes. An ended one is left alone."""
         dispatcher = self._dispatcher
         with dispatcher.lock:
             if request_id in dispatcher.sessions:
-                dispatcher.cancel_ignoring_failure(request_id)
+                dispatcher.cancel_ignoring_failure(request_id, sample)
 
     def close(self) -> None:
         """Cancels the requests that have not ended and forgets them. Closing twice is fine."""
         dispatcher = self._dispatcher
         with dispatcher.lock:
-            for request_id in self._open_ids:
+            for request_id in self._open_samples:
                 # Unknown to the dispatcher: it has ended, or the executor is closed.
-                if dispatcher.sessions.pop(request_id, None) is not None:
+                if dispatcher.forget(request_id) is not None:
                     dispatcher.cancel_ignoring_failure(request_id)
-            self._open_ids.clear()
+            self._open_samples.clear()
 
 
 class Dispatcher:
@@ -103,9 +107,10 @@ class Dispatcher:
 
     Attributes:
         executor: The executor.
-        lock: Guards `sessions`.
+        lock: Guards `sessions` and `open_samples`.
         has_work: Notified when a session opens a request or the dispatcher closes.
         sessions: Who waits for which request.
+        open_samples: Of those requests, how many last events are to come.
     """
 
     def __init__(self, executor: _core.Executor) -> None:
@@ -115,6 +120,7 @@ class Dispatcher:
         self.lock = threading.RLock()
         self.has_work = threading.Condition(self.lock)
         self.sessions: dict[int, Session] = {}
+        self.open_samples: dict[int, int] = {}
         self._failure: BaseException | None = None
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="paceline-dispatcher", daemon=True)
@@ -136,10 +142,15 @@ class Dispatcher:
         if self._is_closed:
             raise RuntimeError("this LLM is closed")
 
-    def cancel_ignoring_failure(self, request_id: int) -> None:
-        """Cancels a request whose further output nobody wants."""
+    def forget(self, request_id: int) -> Session | None:
+        """Drops a request; the caller holds the lock. Returns who waited for it."""
+        self.open_samples.pop(request_id, None)
+        return self.sessions.pop(request_id, None)
+
+    def cancel_ignoring_failure(self, request_id: int, sample: int | None = None) -> None:
+        """Cancels a request, or one sample, whose further output nobody wants."""
         try:
-            self.executor.cancel(request_id)
+            self.executor.cancel(request_id, sample)
         except Exception as error:
             # A failed executor runs nothing; the next call raises the cause.
             self._failure = self._failure or error
@@ -174,16 +185,19 @@ class Dispatcher:
 
     def _deliver(self, event: _core.RequestEvent) -> None:
         """Hands an event over; the caller holds the lock."""
-        if event.finish_reason is None:
-            session = self.sessions.get(event.id)
-        else:
-            session = self.sessions.pop(event.id, None)
+        session = self.sessions.get(event.id)
         # Without a session: the request was cancelled and its caller is gone.
-        if session is not None:
-            session._inbox.put(event)
+        if session is None:
+            return
+        if event.finish_reason is not None:
+            self.open_samples[event.id] -= 1
+            if self.open_samples[event.id] == 0:
+                self.forget(event.id)
+        session._inbox.put(event)
 
     def _end_sessions(self, cause: BaseException) -> None:
         """Tells every session that no event will come; the caller holds the lock."""
         for session in set(self.sessions.values()):
             session._inbox.put(cause)
         self.sessions.clear()
+        self.open_samples.clear()

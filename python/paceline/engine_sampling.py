@@ -66,6 +66,8 @@ def engine_arguments(params: SamplingParams, target: LoadedModel) -> dict[str, A
         value = getattr(params, name)
         if value != getattr(_DEFAULTS, name):
             arguments[name] = value
+    if params.n > 1:
+        arguments["num_samples"] = params.n
     if bias:
         arguments["logit_bias"] = list(bias.items())
     if bad_words:

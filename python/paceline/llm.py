@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import operator
 import os
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -44,7 +44,7 @@ from paceline.loader import (
 from paceline.logprobs import LogprobReader, check_logprobs
 from paceline.memory import default_kv_cache_bytes, group_max_bytes, memory_plan
 from paceline.outputs import RequestError, RequestOutput
-from paceline.sampling import SamplingParams
+from paceline.sampling import MAX_SAMPLES, SamplingParams
 from paceline.stream import Request, RequestStream
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class LLM:
                 0.02), for the drafter too. A folder then needs no more than `config.json`.
             max_model_len: Most tokens of prompt and output of one request. None = what the target
                 was made for, at most 4,096. The drafter must have been made for as many.
-            max_num_seqs: Sequences that run at the same time; further requests wait.
+            max_num_seqs: Outputs that are generated at the same time; further ones wait.
             max_num_batched_tokens: Rows of one iteration; None = 2,048, or more where max_num_seqs
                 verify windows need more.
             prefill_chunk_size: Most prompt tokens of one request in one iteration; None = what the
@@ -299,7 +299,8 @@ class LLM:
         self._dispatcher = Dispatcher(executor)
         # Also at interpreter exit; holds the dispatcher, not this object.
         self._finalizer = weakref.finalize(self, self._dispatcher.close)
-        self._counter = itertools.count()
+        self._num_outputs = 0  # of the requests so far
+        self._numbering = threading.Lock()
         if _logger.isEnabledFor(logging.INFO):
             _logger.info("%s", memory_plan(self.memory_report()))
 
@@ -319,7 +320,8 @@ class LLM:
         The output of a request with a seed, or at temperature 0, depends on nothing but the prompt,
         the parameters and the target; with rejection_sample_method "standard" or "block" that holds
         at temperature 0 only. A request without a seed has the seed
-        `llm_seed * 2**32 + n` modulo 2**64, where n counts the requests of this LLM from 0.
+        `llm_seed * 2**32 + i` modulo 2**64, where i counts the outputs of this LLM's requests
+        before it; so no two outputs without a seed share one.
 
         Args:
             prompts: A text or a sequence of token ids, or a sequence of those.
@@ -335,10 +337,11 @@ class LLM:
             RuntimeError: The LLM is closed.
         """
         requests = self._prepare(prompts, sampling_params)
-        outputs: list[RequestOutput | None] = [None] * len(requests)
+        num_prompts = sum(request.sample == 0 for request in requests)
+        outputs: list[RequestOutput | None] = [None] * num_prompts
         with (
             self._run(requests) as stream,
-            _progress_bar(len(requests), is_shown=use_tqdm) as bar,
+            _progress_bar(num_prompts, is_shown=use_tqdm) as bar,
         ):
             for chunk in stream:
                 if chunk.output is not None:
@@ -365,7 +368,8 @@ class LLM:
             sampling_params: As for `generate`.
 
         Returns:
-            An iterator over `StreamChunk`; the chunks of several prompts are interleaved.
+            An iterator over `StreamChunk`; the chunks of several prompts and of the outputs of one
+            are interleaved.
 
         Raises:
             ValueError: A prompt or parameter that is not allowed; says which prompt.
@@ -477,8 +481,10 @@ class LLM:
         return self._dispatcher.executor
 
     def _next_seed(self, params: SamplingParams) -> int:
-        """Numbers the request; returns the seed in effect."""
-        number = next(self._counter)  # atomic: one call into C
+        """Numbers the request's outputs; returns the seed in effect of the first."""
+        with self._numbering:
+            number = self._num_outputs
+            self._num_outputs += params.n
         if params.seed is not None:
             return params.seed
         return (self.config.seed * 2**32 + number) & MAX_SEED
@@ -498,7 +504,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[Request]:
-        """Checks everything; queues nothing."""
+        """Checks everything; queues nothing. Samples of a prompt come side by side, in order."""
         self._dispatcher.check_running()
         listed = _list_prompts(prompts)
         params = _list_params(sampling_params, len(listed))
@@ -512,19 +518,25 @@ class LLM:
         tokenizer = self.target.tokenizer
         logprobs = LogprobReader(tokenizer)
         # Nothing fails from here on, so that a refused call numbers no request.
+        seeded = [
+            (text, token_ids, param, {**sampling, "seed": self._next_seed(param)})
+            for text, token_ids, param, sampling in checked
+        ]
         return [
             Request(
                 index,
                 text,
                 token_ids,
                 param,
-                sampling={**sampling, "seed": self._next_seed(param)},
+                sampling=sampling,
                 detokenizer=None
                 if tokenizer is None
                 else IncrementalDetokenizer(tokenizer.decode, token_ids),
                 logprobs=logprobs,
+                sample=sample,
             )
-            for index, (text, token_ids, param, sampling) in enumerate(checked)
+            for index, (text, token_ids, param, sampling) in enumerate(seeded)
+            for sample in range(param.n)
         ]
 
     def _encode(self, prompt: Prompt, name: str, *, max_len: int) -> tuple[str | None, list[int]]:
@@ -589,6 +601,7 @@ def capabilities() -> dict[str, Any]:
         "load_formats": list(LOAD_FORMATS),
         "block_sizes": {"min": 1, "max": 256},
         "max_num_seqs": {"min": 1, "max": 1024},
+        "max_n": MAX_SAMPLES,
         "sampling_parameters": list(SamplingParams.__dataclass_fields__),
     }
 

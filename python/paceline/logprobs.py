@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.outputs import Logprob, RequestOutput, TokenLogprobs
+from paceline.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 
 if TYPE_CHECKING:
     from paceline.loader.tokenizer import TokenizerInfo
@@ -71,35 +71,44 @@ class LogprobReader:
         return text
 
 
-def logprobs_as_json(output: RequestOutput) -> dict[str, Any]:
-    """The logprobs of a request as plain JSON types.
+def logprobs_as_json(completion: CompletionOutput) -> dict[str, Any]:
+    """The logprobs of an output as plain JSON types.
 
     Returns:
-        Under "logprobs" and "prompt_logprobs" a list a token of dicts with "token_id", "token",
-        "logprob" and "rank", in the order of `CompletionOutput.logprobs`, and the
-        "cumulative_logprob"; what was not asked for is absent.
+        Under "logprobs" a list a token of dicts with "token_id", "token", "logprob" and "rank", in
+        the order of `CompletionOutput.logprobs`, and the "cumulative_logprob"; nothing where
+        nothing was asked for.
     """
-    completion = output.outputs[0]
-    report: dict[str, Any] = {}
-    if completion.logprobs is not None:
-        report["logprobs"] = [_as_json(place) for place in completion.logprobs]
-        report["cumulative_logprob"] = completion.cumulative_logprob
-    if output.prompt_logprobs is not None:
-        report["prompt_logprobs"] = [
+    if completion.logprobs is None:
+        return {}
+    return {
+        "logprobs": [_as_json(place) for place in completion.logprobs],
+        "cumulative_logprob": completion.cumulative_logprob,
+    }
+
+
+def prompt_logprobs_as_json(output: RequestOutput) -> dict[str, Any]:
+    """The same under "prompt_logprobs", None for the first token; nothing without them."""
+    if output.prompt_logprobs is None:
+        return {}
+    return {
+        "prompt_logprobs": [
             None if place is None else _as_json(place) for place in output.prompt_logprobs
         ]
-    return report
+    }
 
 
 def logprob_lines(output: RequestOutput) -> list[str]:
     """The logprobs of a request for people: a line a token, with the best ones behind it."""
     lines = []
-    completion = output.outputs[0]
     if output.prompt_logprobs is not None:
         lines.append("logprobs of the prompt (token, logprob, rank | the most probable):")
         lines += [_line(place) for place in output.prompt_logprobs if place is not None]
-    if completion.logprobs is not None:
-        lines.append("logprobs (token, logprob, rank | the most probable):")
+    for completion in output.outputs:
+        if completion.logprobs is None:
+            continue
+        which = f" of [{completion.index}]" if len(output.outputs) > 1 else ""
+        lines.append(f"logprobs{which} (token, logprob, rank | the most probable):")
         lines += [_line(place) for place in completion.logprobs]
         lines.append(f"cumulative logprob {completion.cumulative_logprob:.4f}")
     return lines

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -45,6 +46,7 @@ class CompletionOutput:
         stop_reason: The stop string, or the id among `stop_token_ids`, that ended the request; else
             None, also at the checkpoint's own end-of-sequence ids.
         cumulative_logprob: The sum of the logprobs of `token_ids`; None without `logprobs`.
+        index: Which of the request's outputs, from 0.
     """
 
     text: str
@@ -53,19 +55,21 @@ class CompletionOutput:
     finish_reason: str
     stop_reason: str | int | None = None
     cumulative_logprob: float | None = None
+    index: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times and counters of one request, measured by the engine.
+    """Times and counters of one request, measured by the engine; of all its outputs together.
 
     Attributes:
         num_prompt_tokens: Tokens of the prompt.
-        num_output_tokens: Tokens of the output.
+        num_output_tokens: Tokens of the outputs.
         time_to_first_token_ms: From queueing to the first token; None without tokens.
-        generation_time_ms: From the first token to the end; None without tokens.
-        total_time_ms: From queueing to the end.
-        mean_itl_ms: Generation time per token after the first delivery; None without such tokens.
+        generation_time_ms: From the first token to the last output's end; None without tokens.
+        total_time_ms: From queueing to the last output's end.
+        mean_itl_ms: Generation time of an output per token after its first delivery; None without
+            such tokens.
         tokens_per_second: The same as a rate.
         speculative_decoding: None without speculation, else a dict with vLLM's names. After a stop
             string it counts all that the engine did, tokens beyond the output included:
@@ -102,9 +106,10 @@ class RequestOutput:
     Attributes:
         prompt: The prompt as text; None when it came as token ids.
         prompt_token_ids: The prompt as token ids.
-        outputs: One completion.
+        outputs: The `SamplingParams.n` completions, by index.
         metrics: Times and counters.
-        error: What happened, when `outputs[0].finish_reason` is "error"; else None.
+        error: What happened to the first of the outputs whose `finish_reason` is "error"; None
+            without one.
         prompt_logprobs: With `SamplingParams.prompt_logprobs`, for each of `prompt_token_ids` what
             `CompletionOutput.logprobs` has for the output; None for the first, which nothing comes
             before. None without it, and when the request failed before the prompt was through.
@@ -120,17 +125,18 @@ class RequestOutput:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamChunk:
-    """What one iteration added to one request.
+    """What one iteration added to one output of a request.
 
     Attributes:
         index: Position of the prompt among those given to `LLM.stream`.
         text: New text. Never part of a character: bytes that do not make one yet come with a later
             chunk. Nor the beginning of what may become a stop string.
         token_ids: New tokens; also those whose text comes later.
-        finished: The request has ended; its last chunk.
-        output: The whole output in the last chunk, else None.
+        finished: The output has ended; its last chunk.
+        output: All of the request in its last chunk, when its last output has ended; else None.
         logprobs: Of `token_ids`, as in `CompletionOutput`; None without `SamplingParams.logprobs`.
         prompt_logprobs: As in `RequestOutput`, in the first chunk that has tokens; else None.
+        sample: Which of the request's outputs, from 0.
     """
 
     index: int
@@ -140,6 +146,7 @@ class StreamChunk:
     output: RequestOutput | None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    sample: int = 0
 
 
 class RequestError(RuntimeError):
@@ -154,13 +161,26 @@ class RequestError(RuntimeError):
         self.outputs = outputs
 
 
+def added_counters(counters: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Adds up `RequestEvent.counters`, lists element by element."""
+    first, *others = counters
+    total = dict(first)
+    for other in others:
+        for name, value in other.items():
+            if isinstance(value, list):
+                total[name] = [a + b for a, b in zip(total[name], value, strict=True)]
+            else:
+                total[name] += value
+    return total
+
+
 def speculative_metrics(
     counters: dict[str, Any], histogram_by_draft_length: dict[int, list[int]], num_spec_tokens: int
 ) -> dict[str, Any]:
     """Names the engine's counters as vLLM does; see `RequestMetrics.speculative_decoding`.
 
     Args:
-        counters: `RequestEvent.counters` of the last event.
+        counters: `RequestEvent.counters` of the last event, of all outputs together.
         histogram_by_draft_length: Per number of verified drafts d, [d + 1] iterations by accepted.
         num_spec_tokens: k.
 

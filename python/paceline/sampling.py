@@ -17,6 +17,7 @@ MAX_STOP_STRING_LEN: Final = 256
 MAX_LOGIT_BIAS: Final = 1024
 MAX_BAD_WORDS: Final = 128
 MAX_BAD_WORD_TOKENS: Final = 1024
+MAX_SAMPLES: Final = 128
 
 _MAX_INT: Final = 2**31 - 1
 
@@ -43,6 +44,8 @@ class SamplingParams(metaclass=_RefuseUnknownKeywords):
     are kept as tuples, so that parameters can be compared, hashed and shared.
 
     Attributes:
+        n: Outputs for the prompt, 1 to 128, drawn independently of each other: output i is what a
+            request with the seed `seed + i` (modulo 2**64) gives.
         temperature: 0 = greedy, else the logits are divided by it before the draw; finite, >= 0.
         top_k: Draw from the most probable so many tokens; 0 or -1 = all, kept as 0.
         top_p: Draw from the fewest most probable tokens whose probabilities make up this much; in
@@ -72,7 +75,7 @@ class SamplingParams(metaclass=_RefuseUnknownKeywords):
             all.
         ignore_eos: Do not end at the checkpoint's end-of-sequence ids.
         seed: Same seed, prompt and model: same tokens, whatever else runs. None = derived from the
-            LLM's seed and the number of the request, see `LLM.generate`.
+            LLM's seed and the number of the output, see `LLM.generate`.
         logprobs: Return how probable the target found each output token, and this many of the
             most probable tokens at its place; 0 = the token alone, None = nothing. At most the
             LLM's `max_logprobs`. They are those of the target's logits before all of the above.
@@ -83,6 +86,7 @@ class SamplingParams(metaclass=_RefuseUnknownKeywords):
         TypeError: A parameter that does not exist; lists those that do.
     """
 
+    n: int = 1
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -106,6 +110,7 @@ class SamplingParams(metaclass=_RefuseUnknownKeywords):
     def __post_init__(self) -> None:
         max_tokens = check_int("max_tokens", self.max_tokens, 1, _MAX_INT)
         checked = {
+            "n": check_int("n", self.n, 1, MAX_SAMPLES),
             "temperature": _check_number(
                 "temperature", self.temperature, "a finite number >= 0", lambda value: value >= 0
             ),

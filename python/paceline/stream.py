@@ -15,6 +15,7 @@ from paceline.outputs import (
     RequestOutput,
     StreamChunk,
     TokenLogprobs,
+    added_counters,
     speculative_metrics,
 )
 from paceline.stop_strings import StopStringFilter
@@ -45,7 +46,7 @@ class RequestStream(Iterator[StreamChunk]):
 
         Args:
             dispatcher: Of the engine.
-            requests: What to run.
+            requests: What to run; the samples of a prompt side by side, in order.
             num_speculative_tokens: k; None without speculation.
             owner: Kept alive while requests run.
         """
@@ -53,11 +54,15 @@ class RequestStream(Iterator[StreamChunk]):
         self._session = dispatcher.open()
         self._num_speculative_tokens = num_speculative_tokens
         self._owner: object | None = owner
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, list[Request]] = {}  # by id, then by sample
         try:
             for request in requests:
-                request_id = self._session.add_request(request.prompt_token_ids, request.sampling)
-                self._requests[request_id] = request
+                if request.sample == 0:
+                    request_id = self._session.add_request(
+                        request.prompt_token_ids, request.sampling
+                    )
+                    self._requests[request_id] = []
+                self._requests[request_id].append(request)
                 self._num_open += 1
         except BaseException:
             self.close()
@@ -76,21 +81,24 @@ class RequestStream(Iterator[StreamChunk]):
             raise StopIteration
         try:
             event = self._session.get()
-            request = self._requests[event.id]
+            request = self._requests[event.id][event.sample]
             # What was on its way when a stop string was found is counted and not shown.
             while request.stop_string is not None and event.finish_reason is None:
                 request.count(event)
                 event = self._session.get()
-                request = self._requests[event.id]
+                request = self._requests[event.id][event.sample]
             num_before = len(request.token_ids)
             token_ids, text = request.push(event)
             output = None
             if event.finish_reason is not None:
                 self._num_open -= 1
-                output = request.finish(event, self._num_speculative_tokens)
+                request.finish(event)
+                samples = self._requests[event.id]
+                if all(sample.is_finished for sample in samples):
+                    output = request_output(samples, self._num_speculative_tokens)
             elif request.stop_string is not None:
                 # The last event, which has the counters, comes at once.
-                self._session.cancel(event.id)
+                self._session.cancel(event.id, event.sample)
         except BaseException:
             self.close()
             raise
@@ -98,10 +106,11 @@ class RequestStream(Iterator[StreamChunk]):
             index=request.index,
             text=text,
             token_ids=token_ids,
-            finished=output is not None,
+            finished=request.is_finished,
             output=output,
             logprobs=None if request.logprobs is None else request.logprobs[num_before:],
             prompt_logprobs=request.take_prompt_logprobs(),
+            sample=request.sample,
         )
 
     def close(self) -> None:
@@ -127,7 +136,7 @@ class RequestStream(Iterator[StreamChunk]):
 
 
 class Request:
-    """A checked request and what it has emitted so far."""
+    """One sample of a checked request and what it has emitted so far."""
 
     def __init__(
         self,
@@ -139,6 +148,7 @@ class Request:
         sampling: Mapping[str, Any],
         detokenizer: IncrementalDetokenizer | None,
         logprobs: LogprobReader | None = None,
+        sample: int = 0,
     ) -> None:
         """Starts without output.
 
@@ -150,6 +160,7 @@ class Request:
             sampling: The same for the engine, with the seed and all stop tokens in effect.
             detokenizer: None: the output has no text.
             logprobs: Reads what the engine says of tokens; None: they have no text there.
+            sample: Which of the request's samples.
         """
         self.index = index
         self.prompt = prompt
@@ -157,6 +168,7 @@ class Request:
         self.params = params
         self.sampling = sampling
         self.detokenizer = detokenizer
+        self.sample = sample
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -165,12 +177,18 @@ class Request:
         self.text_parts: list[str] = []
         self.num_first_tokens = 0
         self.histogram_by_draft_length: dict[int, list[int]] = {}
+        self.last_event: _core.RequestEvent | None = None
         self._stop_token_ids = frozenset(sampling.get("stop_token_ids", ()))
         self._stop_filter: StopStringFilter | None = None
         if params.stop:
             self._stop_filter = StopStringFilter(
                 params.stop, includes_stop=params.include_stop_str_in_output
             )
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether `finish` was called."""
+        return self.last_event is not None
 
     @property
     def stop_string(self) -> str | None:
@@ -240,35 +258,38 @@ class Request:
             text += self._stop_filter.flush()
         return text
 
-    def finish(
-        self, event: _core.RequestEvent, num_speculative_tokens: int | None
-    ) -> RequestOutput:
+    def finish(self, event: _core.RequestEvent) -> None:
         """Takes the last delivery, after `push`."""
         assert event.finish_reason is not None
-        is_failed = False
-        finish_reason: str = event.finish_reason
+        self.last_event = event
+
+    @property
+    def error(self) -> str | None:
+        """What ended the finished sample before its time; None: nothing did."""
+        event = self._last_event()
+        if self.stop_string is not None or event.finish_reason not in ("error", "cancelled"):
+            return None  # with a stop string, whatever the engine did since
+        return event.error or "the engine cancelled the request"
+
+    def completion(self) -> CompletionOutput:
+        """The output of the finished sample."""
+        finish_reason: str | None = self._last_event().finish_reason
+        assert finish_reason is not None
         stop_reason: str | int | None = self.stop_string
         if stop_reason is not None:
-            finish_reason = "stop"  # whatever the engine did since
-        elif finish_reason in ("error", "cancelled"):
-            is_failed, finish_reason = True, "error"
+            finish_reason = "stop"
+        elif self.error is not None:
+            finish_reason = "error"
         elif finish_reason == "stop" and self.token_ids[-1] in self.params.stop_token_ids:
             stop_reason = self.token_ids[-1]
-        completion = CompletionOutput(
+        return CompletionOutput(
             text="".join(self.text_parts),
             token_ids=self.token_ids,
             logprobs=self.logprobs,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             cumulative_logprob=self._cumulative_logprob(),
-        )
-        return RequestOutput(
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            outputs=[completion],
-            metrics=self._metrics(event, num_speculative_tokens),
-            error=(event.error or "the engine cancelled the request") if is_failed else None,
-            prompt_logprobs=self.prompt_logprobs,
+            index=self.sample,
         )
 
     def _cumulative_logprob(self) -> float | None:
@@ -277,24 +298,69 @@ class Request:
         places = zip(self.token_ids, self.logprobs, strict=True)
         return math.fsum(place[token].logprob for token, place in places)
 
-    def _metrics(self, event: _core.RequestEvent, k: int | None) -> RequestMetrics:
-        first_ms = generation_ms = itl_ms = rate = None
-        if self.token_ids and event.first_token_us:
-            first_ms = (event.first_token_us - event.arrival_us) / 1e3
-            generation_ms = (event.finish_us - event.first_token_us) / 1e3
-            num_timed = len(self.token_ids) - self.num_first_tokens
-            if num_timed > 0 and generation_ms > 0:
-                itl_ms = generation_ms / num_timed
-                rate = 1e3 / itl_ms
-        return RequestMetrics(
-            num_prompt_tokens=len(self.prompt_token_ids),
-            num_output_tokens=len(self.token_ids),
-            time_to_first_token_ms=first_ms,
-            generation_time_ms=generation_ms,
-            total_time_ms=(event.finish_us - event.arrival_us) / 1e3,
-            mean_itl_ms=itl_ms,
-            tokens_per_second=rate,
-            speculative_decoding=None
-            if k is None
-            else speculative_metrics(dict(event.counters), self.histogram_by_draft_length, k),
-        )
+    def _last_event(self) -> _core.RequestEvent:
+        assert self.last_event is not None
+        return self.last_event
+
+
+def request_output(samples: Sequence[Request], num_speculative_tokens: int | None) -> RequestOutput:
+    """Puts the finished samples of one request together.
+
+    Args:
+        samples: All of them, in order.
+        num_speculative_tokens: k; None without speculation.
+
+    Returns:
+        The request's output.
+    """
+    first = samples[0]
+    return RequestOutput(
+        prompt=first.prompt,
+        prompt_token_ids=first.prompt_token_ids,
+        outputs=[sample.completion() for sample in samples],
+        metrics=_metrics(samples, num_speculative_tokens),
+        error=next((sample.error for sample in samples if sample.error is not None), None),
+        prompt_logprobs=first.prompt_logprobs,
+    )
+
+
+def _metrics(samples: Sequence[Request], k: int | None) -> RequestMetrics:
+    events = [sample._last_event() for sample in samples]
+    arrival_us = events[0].arrival_us
+    finish_us = max(event.finish_us for event in events)
+    first_ms = generation_ms = itl_ms = rate = None
+    timed = [
+        (sample, event)
+        for sample, event in zip(samples, events, strict=True)
+        if sample.token_ids and event.first_token_us
+    ]
+    if timed:
+        first_token_us = min(event.first_token_us for _, event in timed)
+        first_ms = (first_token_us - arrival_us) / 1e3
+        generation_ms = (max(event.finish_us for _, event in timed) - first_token_us) / 1e3
+        num_timed = sum(len(sample.token_ids) - sample.num_first_tokens for sample, _ in timed)
+        spent_ms = sum(event.finish_us - event.first_token_us for _, event in timed) / 1e3
+        if num_timed > 0 and spent_ms > 0:
+            itl_ms = spent_ms / num_timed
+            rate = 1e3 / itl_ms
+    histogram_by_draft_length: dict[int, list[int]] = {}
+    for sample in samples:
+        for length, row in sample.histogram_by_draft_length.items():
+            total = histogram_by_draft_length.setdefault(length, [0] * len(row))
+            histogram_by_draft_length[length] = [a + b for a, b in zip(total, row, strict=True)]
+    return RequestMetrics(
+        num_prompt_tokens=len(samples[0].prompt_token_ids),
+        num_output_tokens=sum(len(sample.token_ids) for sample in samples),
+        time_to_first_token_ms=first_ms,
+        generation_time_ms=generation_ms,
+        total_time_ms=(finish_us - arrival_us) / 1e3,
+        mean_itl_ms=itl_ms,
+        tokens_per_second=rate,
+        speculative_decoding=None
+        if k is None
+        else speculative_metrics(
+            added_counters([dict(event.counters) for event in events]),
+            histogram_by_draft_length,
+            k,
+        ),
+    )

@@ -214,10 +214,39 @@ TEST(RowOps, TheFirstPassOfAHeadPairsEachRowWithTheTokenAfterIt) {
   EXPECT_EQ(head(window.rows.seq_slot, 4), (Tokens{1, 1, 1, 1}));
   EXPECT_EQ(head(window.rows.positions, 4), (Tokens{4, 5, 6, 7}));
   EXPECT_EQ(head(window.rows.token_ids, 4), (Tokens{7, 8, 1, 33}));
-  // A sequence that has ended drafts nothing.
+  // A chunk is finished even where its sequence has ended with the token that it drew.
+  window.in.kind[0] = static_cast<int32_t>(RowKind::kPrefillFinal);
   window.s.is_active[1] = 0;
   assemble();
+  EXPECT_EQ(head(window.rows.seq_slot, 4), (Tokens{1, 1, 1, 1}));
+  // A sequence that has ended drafts nothing.
+  window.in.kind[0] = static_cast<int32_t>(RowKind::kDecode);
+  assemble();
   EXPECT_EQ(head(window.rows.seq_slot, 4), (Tokens{-1, -1, -1, -1}));
+}
+
+TEST(RowOps, TheFirstPassOfAChunkIsTheSameWhereItsSequenceHasEnded) {
+  Window window({7, 8, 9}, {7, 8, 1, 4});  // known_len 5; two kept, then 1: eight tokens
+  window.judge();
+  window.in.kind[0] = static_cast<int32_t>(RowKind::kPrefillFinal);
+  window.in.prefill_start[0] = 5;
+  window.in.first_indptr[1] = *window.in.num_first_rows = 3;
+  for (const int32_t is_active : {1, 0}) {
+    window.s.is_active[1] = is_active;
+    int32_t last_row = -1;
+    assemble_first_rows(window.ctx, {window.in, window.s, window.rows, FirstRows::kNewest,
+                                     /*results=*/nullptr, &last_row});
+    const auto head = [](const int32_t* values) { return Tokens(values, values + 3); };
+    EXPECT_EQ(head(window.rows.seq_slot), (Tokens{1, 1, 1}));
+    EXPECT_EQ(head(window.rows.positions), (Tokens{5, 6, 7}));
+    EXPECT_EQ(head(window.rows.token_ids), (Tokens{7, 8, 1}));
+    EXPECT_EQ(last_row, 2);
+  }
+  window.in.kind[0] = static_cast<int32_t>(RowKind::kDecode);
+  int32_t last_row = -1;
+  assemble_first_rows(window.ctx, {window.in, window.s, window.rows, FirstRows::kNewest,
+                                   /*results=*/nullptr, &last_row});
+  EXPECT_EQ(window.rows.seq_slot[0], -1);
 }
 
 TEST(RowOps, AFixedHeadHasOneRowAtTheLastPositionWithKv) {

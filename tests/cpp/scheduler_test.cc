@@ -39,8 +39,24 @@ struct Desk {
       : layout(layout_for(pool_tokens)), pool(layout), scheduler(options, pool) {}
 
   Sequence& add(int32_t prompt_len, int32_t max_tokens, bool is_score = false) {
+    return add_sample(next_id++, 0, 1, prompt_len, max_tokens, is_score);
+  }
+
+  std::vector<Sequence*> add_samples(int32_t num_samples, int32_t prompt_len, int32_t max_tokens) {
+    const RequestId id = next_id++;
+    std::vector<Sequence*> samples;
+    for (int32_t i = 0; i < num_samples; ++i) {
+      samples.push_back(&add_sample(id, i, num_samples, prompt_len, max_tokens));
+    }
+    return samples;
+  }
+
+  Sequence& add_sample(RequestId id, int32_t sample, int32_t num_samples, int32_t prompt_len,
+                       int32_t max_tokens, bool is_score = false) {
     auto sequence = std::make_unique<Sequence>();
-    sequence->id = next_id++;
+    sequence->id = id;
+    sequence->sample = sample;
+    sequence->num_samples = num_samples;
     sequence->tokens.assign(prompt_len, 1);
     sequence->prompt_len = prompt_len;
     sequence->limit = is_score ? prompt_len : prompt_len + max_tokens;
@@ -48,6 +64,14 @@ struct Desk {
     scheduler.add(*sequence);
     all.push_back(std::move(sequence));
     return *all.back();
+  }
+
+  // What the plan has of a sequence; null: nothing.
+  [[nodiscard]] const PlannedSequence* planned(const Sequence& sequence) const {
+    for (const PlannedSequence& launch : plan.sequences) {
+      if (launch.sequence == &sequence) return &launch;
+    }
+    return nullptr;
   }
 
   // Plans and launches the next iteration.
@@ -239,6 +263,129 @@ TEST(Scheduler, ScoredPromptsAreCutToTheLogitRows) {
   EXPECT_EQ(rows, (std::vector<int32_t>{8, 8, 4}));
   desk.scheduler.finish(score);
   EXPECT_FALSE(desk.scheduler.has_work());
+}
+
+TEST(Scheduler, SamplesForkOnceThePromptHasBeenLaunched) {
+  Desk desk(1024);
+  const std::vector<Sequence*> samples = desk.add_samples(3, 21, 10);
+  Sequence& other = desk.add(4, 10);
+  EXPECT_EQ(desk.scheduler.num_waiting_requests(), 2);
+  // The prompt comes in chunks of 16 rows; those that wait for it let the next request pass.
+  ASSERT_TRUE(desk.step());
+  EXPECT_EQ(desk.plan.sequences.size(), 2u);
+  EXPECT_NE(desk.planned(other), nullptr);
+  EXPECT_EQ(desk.scheduler.num_waiting(), 2);
+  EXPECT_EQ(desk.scheduler.num_waiting_requests(), 1);
+  ASSERT_TRUE(desk.step());
+  EXPECT_EQ(desk.planned(*samples[0])->kind, RowKind::kPrefillFinal);
+  EXPECT_EQ(desk.planned(*samples[1]), nullptr) << "nothing to copy before the rows have run";
+  EXPECT_TRUE(desk.plan.forks.empty());
+  ASSERT_TRUE(desk.step());
+  ASSERT_EQ(desk.plan.forks.size(), 2u);
+  ASSERT_EQ(desk.plan.block_copies.size(), 2u);
+  for (size_t i = 1; i < 3; ++i) {
+    const PlannedSequence* const launch = desk.planned(*samples[i]);
+    ASSERT_NE(launch, nullptr);
+    EXPECT_EQ(launch->kind, RowKind::kPrefillFinal);
+    EXPECT_EQ(launch->start, 20);
+    EXPECT_EQ(launch->num_rows, 1);
+    EXPECT_TRUE(launch->resets_slot);
+    const SequenceFork& fork = desk.plan.forks[i - 1];
+    EXPECT_EQ(fork.parent_slot, samples[0]->slot);
+    EXPECT_EQ(fork.slot, samples[i]->slot);
+    EXPECT_EQ(fork.num_tokens, 20);
+    const BlockCopy& copy = desk.plan.block_copies[i - 1];
+    EXPECT_EQ(copy.source, samples[0]->blocks.table(0)[2]);
+    EXPECT_EQ(copy.destination, samples[i]->blocks.table(0)[2]);
+    EXPECT_EQ(desk.pool.num_holders(0, samples[i]->blocks.table(0)[1]), 3);
+  }
+  EXPECT_EQ(desk.scheduler.num_shared_tokens(), 40);
+  EXPECT_EQ(desk.scheduler.num_waiting_requests(), 0);
+  desk.read();
+  ASSERT_TRUE(desk.step());
+  EXPECT_TRUE(desk.plan.forks.empty());
+  EXPECT_TRUE(desk.plan.block_copies.empty());
+  EXPECT_EQ(desk.pool.check_integrity(), "");
+}
+
+TEST(Scheduler, ASampleWithoutAParentPrefillsByItself) {
+  // One slot: the first sample is gone before the second begins.
+  Desk desk(1024, {.max_num_seqs = 1,
+                   .max_num_batched_tokens = 64,
+                   .prefill_chunk_size = 64,
+                   .max_score_rows = 8,
+                   .num_draft_tokens = 3,
+                   .max_in_flight = 2});
+  const std::vector<Sequence*> samples = desk.add_samples(2, 21, 10);
+  ASSERT_TRUE(desk.step());
+  desk.read();
+  desk.scheduler.finish(*samples[0]);
+  ASSERT_TRUE(desk.step());
+  ASSERT_EQ(desk.plan.sequences.size(), 1u);
+  EXPECT_EQ(desk.planned(*samples[1])->start, 0);
+  EXPECT_EQ(desk.planned(*samples[1])->num_rows, 21);
+  EXPECT_TRUE(desk.plan.forks.empty());
+  EXPECT_EQ(desk.scheduler.num_shared_tokens(), 0);
+}
+
+TEST(Scheduler, APromptOfOneTokenHasNothingToShare) {
+  Desk desk(1024);
+  desk.add_samples(3, 1, 10);
+  ASSERT_TRUE(desk.step());
+  EXPECT_EQ(desk.plan.sequences.size(), 3u);
+  EXPECT_TRUE(desk.plan.forks.empty());
+}
+
+TEST(Scheduler, APreemptedSampleForksAgainAndAnySampleMayBeTheParent) {
+  Desk desk(1024);
+  const std::vector<Sequence*> samples = desk.add_samples(3, 21, 10);
+  for (int i = 0; i < 4; ++i) {
+    ASSERT_TRUE(desk.step());
+    desk.read();
+  }
+  ASSERT_EQ(desk.scheduler.num_shared_tokens(), 40);
+  // The first is cancelled; the last one's blocks go, as if another had needed them.
+  const BlockId shared = samples[1]->blocks.table(0)[0];
+  desk.scheduler.finish(*samples[0]);
+  EXPECT_EQ(desk.pool.num_holders(0, shared), 2);
+  const auto known_len = samples[2]->known_len();
+  ASSERT_GT(known_len, 21);
+  samples[2]->blocks.release_all(desk.pool, desk.iteration);
+  EXPECT_EQ(desk.pool.num_holders(0, shared), 1);
+  Sequence again = std::move(*samples[2]);
+  desk.scheduler.finish(*samples[2]);
+  Sequence& second = desk.add_sample(again.id, 2, 3, 21, 10);
+  second.tokens = again.tokens;
+  ASSERT_TRUE(desk.step());
+  ASSERT_EQ(desk.plan.forks.size(), 1u);
+  EXPECT_EQ(desk.plan.forks[0].parent_slot, samples[1]->slot);
+  // What it had emitted is prefilled again, behind the prompt that it shares.
+  EXPECT_EQ(desk.planned(second)->start, 20);
+  EXPECT_EQ(desk.planned(second)->num_rows, known_len - 20);
+  EXPECT_EQ(desk.pool.num_holders(0, shared), 2);
+  EXPECT_EQ(desk.pool.check_integrity(), "");
+}
+
+TEST(Scheduler, SamplesNeedOnlyTheBlocksThatTheyDoNotShare) {
+  // Room for two prompts of 41 tokens, but for six samples of one.
+  Desk desk(96, {.max_num_seqs = 8,
+                 .max_num_batched_tokens = 64,
+                 .prefill_chunk_size = 64,
+                 .max_score_rows = 8,
+                 .num_draft_tokens = 0,
+                 .max_in_flight = 2});
+  desk.add_samples(6, 41, 4);
+  for (int i = 0; i < 2; ++i) {
+    ASSERT_TRUE(desk.step());
+    desk.read();
+  }
+  EXPECT_EQ(desk.scheduler.num_running(), 6);
+  EXPECT_EQ(desk.pool.num_held(0), 5 + 6);
+  EXPECT_EQ(desk.scheduler.num_preemptions(), 0);
+  for (const auto& sample : desk.all) desk.scheduler.finish(*sample);
+  desk.scheduler.complete(desk.iteration);
+  EXPECT_EQ(desk.pool.num_held(0) + desk.pool.num_quarantined(0), 0);
+  EXPECT_EQ(desk.pool.check_integrity(), "");
 }
 
 TEST(BatchBuilder, LaysOutRaggedRows) {

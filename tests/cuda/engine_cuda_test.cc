@@ -17,19 +17,25 @@
 
 #include "support/gpu.h"
 #include "support/jobs.h"
+#include "support/samples.h"
 #include "support/tiny_models.h"
 
 namespace paceline {
 namespace {
 
+using testing::apart;
 using testing::Job;
 using testing::make_gemma4;
 using testing::mix_logprobs;
 using testing::mix_sampling;
+using testing::most_shared_tokens;
 using testing::Outcome;
 using testing::random_jobs;
 using testing::run;
+using testing::run_samples;
 using testing::same_logprobs;
+using testing::sampled;
+using testing::SampledJob;
 using testing::seed_from_env;
 using testing::tiny_model;
 using testing::TinyModel;
@@ -251,6 +257,97 @@ TEST_F(CudaEngine, OtherAcceptanceByEveryDriver) {
         EXPECT_GT(accepted, drafted / 20);
         EXPECT_LT(accepted, drafted * 19 / 20);
       }
+    }
+  }
+}
+
+// Samples of a prompt, whatever they share, against requests of their own without a drafter.
+TEST_F(CudaEngine, SamplesEqualRequestsOfTheirOwn) {
+  const uint64_t first_seed = seed_from_env(1);
+  const char* const level = std::getenv("PACELINE_TEST_LEVEL");
+  const uint64_t num_cells = level != nullptr && std::atoi(level) >= 3 ? 200 : 30;
+  int64_t preemptions = 0;
+  int64_t shared = 0;
+  int64_t most_shared = 0;
+  for (uint64_t seed = first_seed; seed < first_seed + num_cells; ++seed) {
+    SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    const auto pick = [&](auto... values) {
+      const std::array all = {values...};
+      return all[random() % all.size()];
+    };
+    TinyModel shape = shape_of(random() % 3 == 0   ? std::vector<int32_t>{0, 0}
+                               : random() % 2 == 0 ? std::vector<int32_t>{8, 0, 140}
+                                                   : std::vector<int32_t>{20, 200});
+    shape.is_gemma = random() % 2 == 0;
+    shape.num_kv_heads = pick(1, 2, 4);
+    if (random() % 3 == 0) make_gemma4(shape, random);
+    const auto target = model_of(shape, seed);
+    const auto draft = model_of(shape, seed, 0.03f, seed + 2);
+    std::vector<Job> bare =
+        random_jobs(random, pick(1, 4, 12), 64, pick(0.0, 0.7, 1.0, 1.0), 400, 100);
+    if (random() % 2 == 0) mix_sampling(bare, random, 64);
+    const std::vector<SampledJob> jobs = sampled(bare, random, pick(3, 8, 24));
+    const std::vector<Job> separate = apart(jobs);
+    Executor plain(target, nullptr, options_of(0));
+    const std::vector<Outcome> expected = run(plain, separate);
+
+    const auto k = static_cast<int32_t>(random() % 9);
+    ExecutorOptions options = options_of(k);
+    options.block_size = pick(8, 16, 32);
+    options.prefill_chunk_size = pick(0, 16, 512);
+    options.draft_driver = pick(DraftDriver::kUnrolled, DraftDriver::kReplay, DraftDriver::kEager,
+                                DraftDriver::kWhile);
+    options.poison_freed_blocks = true;
+    if (random() % 2 == 0) options.max_num_seqs = pick(3, 17);
+    if (random() % 4 == 0) options.host_delay_max_us = 2000;
+    if (random() % 2 == 0) options.kv_cache_bytes = pick(4, 6) << (shape.is_gemma4 ? 23 : 20);
+    Executor executor(target, k > 0 ? draft : nullptr, options);
+    const std::vector<SampledJob> neighbours =
+        random() % 2 == 0 ? sampled(random_jobs(random, 4, 64, 1.0), random, 6)
+                          : std::vector<SampledJob>{};
+    const std::vector<Outcome> actual = run_samples(executor, jobs, neighbours, seed);
+    for (size_t i = 0; i < separate.size(); ++i) {
+      ASSERT_EQ(actual[i].tokens, expected[i].tokens) << "sample " << i << " k " << k;
+      EXPECT_EQ(actual[i].reason, expected[i].reason);
+    }
+    EXPECT_EQ(executor.check_integrity(), "");
+    preemptions += executor.stats().num_preemptions;
+    shared += executor.stats().num_shared_tokens;
+    most_shared += most_shared_tokens(jobs);
+  }
+  EXPECT_GT(shared, most_shared / 4);
+  std::printf("%lld preemptions, %lld tokens shared of %lld\n", static_cast<long long>(preemptions),
+              static_cast<long long>(shared), static_cast<long long>(most_shared));
+}
+
+TEST_F(CudaEngine, ThePromptIsPrefilledOnce) {
+  for (const std::vector<int32_t>& windows : {std::vector<int32_t>{0, 0}, {8, 0, 140}}) {
+    const auto target = model_of(shape_of(windows), 3);
+    const auto draft = model_of(shape_of(windows), 3, 0.03f, 5);
+    for (const int32_t prompt_len : {1, 2, 16, 17, 18, 300}) {
+      SCOPED_TRACE(prompt_len);
+      ExecutorOptions options = options_of(4);
+      options.prefill_chunk_size = 128;
+      options.poison_freed_blocks = true;
+      std::mt19937_64 random(prompt_len);
+      SampledJob job{.num_samples = 20};
+      for (int32_t i = 0; i < prompt_len; ++i) {
+        job.job.prompt.push_back(static_cast<int32_t>(random() % 64));
+      }
+      job.job.sampling = {.seed = 9, .max_tokens = 60, .repetition_penalty = 1.2};
+      // The same drafts too, so that the drafter's KV must be that of a request of its own.
+      Executor alone(target, draft, options);
+      const std::vector<Outcome> expected = run(alone, apart({job}));
+      Executor executor(target, draft, options);
+      const std::vector<Outcome> actual = run_samples(executor, {job});
+      for (size_t i = 0; i < actual.size(); ++i) {
+        EXPECT_EQ(actual[i].tokens, expected[i].tokens) << "sample " << i;
+        EXPECT_EQ(actual[i].counters.accepted_per_position,
+                  expected[i].counters.accepted_per_position);
+      }
+      EXPECT_EQ(executor.stats().num_shared_tokens, 19 * (prompt_len - 1));
+      EXPECT_EQ(executor.check_integrity(), "");
     }
   }
 }

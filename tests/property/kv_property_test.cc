@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A random machine over the KV room: sequences grow, slide, finish and are preempted while a fake
-// device runs up to three iterations behind the host. A dictionary of byte ranges says who owns
-// what; after every operation the pool must agree with it.
+// A random machine over the KV room: sequences grow, slide, fork, finish and are preempted while a
+// fake device runs up to three iterations behind the host. A dictionary of byte ranges says who
+// holds what; after every operation the pool must agree with it.
 //
 // PACELINE_SEED=n runs another seed, PACELINE_TEST_LEVEL=3 five of them.
 #include "base/check.h"
@@ -12,6 +12,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstdlib>
 #include <iostream>
 #include <map>
@@ -27,7 +28,6 @@ namespace {
 constexpr int32_t kNumSequences = 12;
 constexpr int32_t kMaxTokens = 300;
 constexpr int64_t kMaxLateness = 2;
-constexpr int32_t kInQuarantine = -1;
 
 // What a broken host or pool would do; the machine must notice each.
 enum class Fault : uint8_t {
@@ -36,6 +36,8 @@ enum class Fault : uint8_t {
   kStaleTag,           // releases under an older iteration than the newest launched
   kKeepsPartOfFailed,  // a failed reservation leaves a block behind
   kLosesBlock,         // a finished sequence keeps a block
+  kReleasesTwice,      // a finished sequence gives a shared block back for its parent, too
+  kReleasesSource,     // a parent goes in the plan that copies from it, but after the fork
 };
 
 struct Violation : std::runtime_error {
@@ -51,8 +53,14 @@ struct Range {
   int64_t end;
   GroupId group;
   BlockId block;
-  int32_t owner;  // sequence or kInQuarantine
-  int64_t tag;    // in quarantine: the newest iteration launched at release
+  uint32_t holders;  // a bit a sequence; none: in quarantine
+  int64_t tag;       // in quarantine: the newest iteration launched when the last holder went
+};
+
+// A copy of an iteration that may still be under way.
+struct PendingCopy {
+  int64_t iteration;
+  BlockCopy copy;
 };
 
 struct Sequence {
@@ -97,14 +105,15 @@ class Machine {
   }
 
   [[nodiscard]] std::string summary() const {
-    return concat(num_grown_, " reservations, ", num_refused_, " refused, ", num_completed_,
-                  " completions, ", num_quiesced_, " quiesced, ", num_served_alone_,
-                  " served alone, ", num_too_large_, " too large");
+    return concat(num_grown_, " reservations, ", num_forked_, " forks, ", num_unforkable_,
+                  " that could not, ", num_refused_, " refused, ", num_completed_, " completions, ",
+                  num_quiesced_, " quiesced, ", num_served_alone_, " served alone, ",
+                  num_too_large_, " too large");
   }
   // Every kind of operation must really have happened.
   [[nodiscard]] bool is_thorough() const {
-    return num_grown_ > 0 && num_refused_ > 0 && num_completed_ > 0 && num_quiesced_ > 0 &&
-           num_served_alone_ > 0 && num_too_large_ > 0;
+    return num_grown_ > 0 && num_forked_ > 0 && num_unforkable_ > 0 && num_refused_ > 0 &&
+           num_completed_ > 0 && num_quiesced_ > 0 && num_served_alone_ > 0 && num_too_large_ > 0;
   }
 
  private:
@@ -137,6 +146,9 @@ class Machine {
       const int32_t num_tokens = sequences_[s].num_reserved;
       release_all(s);
       grow(s, num_tokens);
+    } else if (dice < 6900) {
+      operation_ = "fork";
+      fork(s, (s + draw(1, kNumSequences - 1)) % kNumSequences);
     } else if (dice < 8000) {
       operation_ = "launch";
       if (launched_ - device_completed_ <= kMaxLateness) ++launched_;
@@ -188,6 +200,72 @@ class Machine {
     return is_done;
   }
 
+  // Sequence s ends, and begins again with some of the first positions of `parent`. Like a plan,
+  // which launches at once.
+  void fork(int32_t s, int32_t parent) {
+    release_all(s);
+    if (sequences_[parent].num_reserved == 0) return;
+    const int32_t num_tokens = draw(1, sequences_[parent].num_reserved);
+    Sequence& child = sequences_[s];
+    bool is_possible = true;
+    for (GroupId g = 0; g < num_groups_; ++g) {
+      for (int32_t i = 0; i * layout_.groups[g].block_size < num_tokens; ++i) {
+        is_possible &= !is_seen(g, i, num_tokens) || sequences_[parent].tables[g].at(i) != 0;
+      }
+    }
+    require(sequences_[parent].blocks.can_fork(layout_, num_tokens) == is_possible,
+            "can_fork is wrong");
+    if (!is_possible) {
+      ++num_unforkable_;
+      return;
+    }
+    ++num_forked_;
+    child.blocks.fork(pool_, sequences_[parent].blocks, num_tokens);
+    child.known = num_tokens;
+    for (GroupId g = 0; g < num_groups_; ++g) {
+      const int32_t block_size = layout_.groups[g].block_size;
+      for (int32_t i = 0; (i + 1) * block_size <= num_tokens; ++i) {
+        const bool is_shared = is_seen(g, i, num_tokens);
+        const BlockId block = is_shared ? sequences_[parent].tables[g][i] : kNullBlock;
+        child.tables[g].push_back(block);
+        if (is_shared) {
+          hold(s, g, block);
+        } else {
+          ++child.num_released[g];
+        }
+      }
+    }
+    check();
+    if (!grow(s, num_tokens + draw(1, 24))) {
+      release_all(s);
+      return;
+    }
+    copies_.clear();
+    child.blocks.append_copies(layout_, sequences_[parent].blocks, num_tokens, copies_);
+    size_t at = 0;
+    for (GroupId g = 0; g < num_groups_; ++g) {
+      const int32_t block_size = layout_.groups[g].block_size;
+      if (num_tokens % block_size == 0) continue;
+      const auto index = static_cast<size_t>(num_tokens / block_size);
+      require(at < copies_.size() && copies_[at].group == g &&
+                  copies_[at].source == sequences_[parent].tables[g][index] &&
+                  copies_[at].destination == child.tables[g][index],
+              "the copy of group ", g, " is wrong");
+      pending_copies_.push_back({launched_ + 1, copies_[at++]});
+    }
+    require(at == copies_.size(), "copies of nothing");
+    if (fault_ == Fault::kReleasesSource) release_all(parent);
+    if (launched_ - device_completed_ > kMaxLateness) complete(launched_);
+    ++launched_;
+  }
+
+  // Whether a query at `position` or later sees anything of block i.
+  bool is_seen(GroupId g, int32_t i, int32_t position) const {
+    const KvGroup& group = layout_.groups[g];
+    return group.kind != KvKind::kSliding ||
+           (i + 1) * group.block_size - 1 >= position - group.window + 1;
+  }
+
   // The host learns that `known` tokens are committed.
   void commit(int32_t s, int32_t known) {
     Sequence& sequence = sequences_[s];
@@ -200,7 +278,7 @@ class Machine {
       // The last token of block i is older than the oldest key that the next query sees.
       while (i < static_cast<int32_t>(table.size()) &&
              (i + 1) * group.block_size - 1 < sequence.known - group.window + 1) {
-        disown(g, table[i]);
+        disown(s, g, table[i]);
         table[i++] = kNullBlock;
       }
     }
@@ -212,7 +290,11 @@ class Machine {
     Sequence& sequence = sequences_[s];
     for (GroupId g = 0; g < num_groups_; ++g) {
       for (BlockId block : sequence.tables[g]) {
-        if (block != kNullBlock) disown(g, block);
+        if (block == kNullBlock) continue;
+        disown(s, g, block);
+        if (fault_ == Fault::kReleasesTwice && pool_.num_holders(g, block) > 1) {
+          pool_.release(g, block, tag());
+        }
       }
       sequence.tables[g].clear();
       sequence.num_released[g] = 0;
@@ -230,6 +312,9 @@ class Machine {
     if (iteration < 0) return;
     device_completed_ = std::max(device_completed_, iteration);
     ++num_completed_;
+    std::erase_if(pending_copies_, [&](const PendingCopy& pending) {
+      return pending.iteration <= device_completed_;
+    });
     pool_.complete(fault_ == Fault::kCompletesEarly ? iteration + 1 : iteration);
     require(tags_.empty() || *tags_.begin() > device_completed_, "a block released under ",
             tags_.empty() ? -1 : *tags_.begin(), " is still in quarantine");
@@ -319,15 +404,15 @@ class Machine {
 
   void own(int32_t s, GroupId g, BlockId block) {
     const int64_t bytes = layout_.groups.at(g).block_bytes;
-    const Range range{(int64_t{block} + 1) * bytes, g, block, s, -1};
+    const Range range{(int64_t{block} + 1) * bytes, g, block, uint32_t{1} << s, -1};
     const int64_t begin = block * bytes;
     require(begin >= layout_.slab_bytes && range.end <= layout_.pool_bytes, "block ", block,
             " of group ", g, " is in slab 0 or outside the pool");
     const auto next = ranges_.lower_bound(begin);
     const auto clash = [&](const Range& other) {
       return concat("block ", block, " of group ", g, " handed to ", s, " overlaps block ",
-                    other.block, " of group ", other.group, ", owned by ", other.owner,
-                    other.owner == kInQuarantine ? " (quarantine)" : "");
+                    other.block, " of group ", other.group, ", held by mask ", other.holders,
+                    other.holders == 0 ? " (quarantine)" : "");
     };
     if (next != ranges_.end()) {
       require(next->first >= range.end, clash(next->second));
@@ -344,9 +429,19 @@ class Machine {
     ++num_held_[g];
   }
 
-  void disown(GroupId g, BlockId block) {
+  // One holder more of a block that somebody holds.
+  void hold(int32_t s, GroupId g, BlockId block) {
     Range& range = ranges_.at(block * layout_.groups[g].block_bytes);
-    range.owner = kInQuarantine;
+    require(range.group == g && range.holders != 0, "block ", block, " is shared but not held");
+    range.holders |= uint32_t{1} << s;
+    require(pool_.num_holders(g, block) == std::popcount(range.holders), "holders of block ",
+            block);
+  }
+
+  void disown(int32_t s, GroupId g, BlockId block) {
+    Range& range = ranges_.at(block * layout_.groups[g].block_bytes);
+    range.holders &= ~(uint32_t{1} << s);
+    if (range.holders != 0) return;
     range.tag = launched_;
     tags_.insert(launched_);
     --num_held_[g];
@@ -357,8 +452,13 @@ class Machine {
     const auto entry = ranges_.find(block * layout_.groups[g].block_bytes);
     require(entry != ranges_.end() && entry->second.group == g, "nobody owned block ", block);
     const Range& range = entry->second;
-    require(range.owner == kInQuarantine, "block ", block, " is reusable but held by ",
-            range.owner);
+    require(range.holders == 0, "block ", block, " is reusable but held by mask ", range.holders);
+    for (const PendingCopy& pending : pending_copies_) {
+      require(pending.copy.group != g ||
+                  (pending.copy.source != block && pending.copy.destination != block),
+              "block ", block, " is reusable, but iteration ", pending.iteration, " copies ",
+              pending.copy.source, " to ", pending.copy.destination);
+    }
     require(range.tag <= device_completed_, "block ", block, " is reusable, but iteration ",
             range.tag, " may still use it: ", device_completed_, " is the last that completed");
     tags_.erase(tags_.find(range.tag));
@@ -405,11 +505,21 @@ class Machine {
           if (block == kNullBlock) continue;
           ++num_entries;
           const Range& range = ranges_.at(block * layout_.groups[g].block_bytes);
-          require(range.owner == s && range.group == g, "block ", block, " is not of ", s);
+          require((range.holders >> s & 1) != 0 && range.group == g, "block ", block, " is not of ",
+                  s);
         }
       }
     }
-    require(num_entries + tags_.size() == ranges_.size(), "blocks are lost");
+    size_t num_holders = 0;
+    size_t num_quarantined = 0;
+    for (const auto& [begin, range] : ranges_) {
+      const int32_t holders = std::popcount(range.holders);
+      num_holders += static_cast<size_t>(holders);
+      num_quarantined += holders == 0 ? 1 : 0;
+      require(holders == 0 || pool_.num_holders(range.group, range.block) == holders, "block ",
+              range.block, " has ", holders, " holders");
+    }
+    require(num_entries == num_holders && num_quarantined == tags_.size(), "blocks are lost");
   }
 
   const KvLayout layout_;
@@ -427,9 +537,13 @@ class Machine {
   std::vector<int64_t> num_held_;
   std::vector<int64_t> num_quarantined_;
 
+  std::vector<PendingCopy> pending_copies_;
   std::vector<TableWrite> writes_;
+  std::vector<BlockCopy> copies_;
   const char* operation_ = "";
   int64_t num_grown_ = 0;
+  int64_t num_forked_ = 0;
+  int64_t num_unforkable_ = 0;
   int64_t num_refused_ = 0;
   int64_t num_completed_ = 0;
   int64_t num_quiesced_ = 0;
@@ -493,7 +607,7 @@ TEST(KvProperty, SlabsOfManyBlocks) { run_seeds(many_blocks_per_slab(), 100'000)
 // A machine that cannot fail proves nothing.
 TEST(KvProperty, TheMachineSeesPlantedFaults) {
   for (const Fault fault : {Fault::kCompletesEarly, Fault::kStaleTag, Fault::kKeepsPartOfFailed,
-                            Fault::kLosesBlock}) {
+                            Fault::kLosesBlock, Fault::kReleasesTwice, Fault::kReleasesSource}) {
     Machine machine(few_blocks_per_slab(), /*seed=*/1, fault);
     try {
       machine.run(10'000);

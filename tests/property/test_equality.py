@@ -3,7 +3,8 @@
 
 Axes: family x drafter x k x block size x prefill chunk x batch x driver x early stop of drafting x
 position of drafts x device lateness x temperature x window lists x room for blocks x neighbours
-that are cancelled at random. Assistants of Gemma 4 draft for its targets only.
+that are cancelled at random x samples a request, which are plain requests of their own. Assistants
+of Gemma 4 draft for its targets only.
 
 Level 1 (CI) runs a pairwise cover of all axes and 200 random cells; PACELINE_TEST_LEVEL=3 all.
 PACELINE_SEED replaces the seed of the random cells; failures print the cell.
@@ -79,6 +80,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "use_window_lists": (False, True),
     "is_tight": (False, True),
     "has_neighbours": (False, True),
+    "num_samples": (1, 3),
     "num_threads": (1, 2),
     "dtype": ("float32", "bfloat16"),
 }
@@ -102,6 +104,7 @@ class Cell:
     use_window_lists: bool
     is_tight: bool
     has_neighbours: bool
+    num_samples: int
     num_threads: int
     dtype: str
 
@@ -218,6 +221,13 @@ def jobs(batch: int) -> tuple[Job, ...]:
     )
 
 
+def apart(work: tuple[Job, ...], num_samples: int) -> tuple[Job, ...]:
+    """The samples as requests of their own, in the order of `run`."""
+    return tuple(
+        replace(job, seed=job.seed + sample) for job in work for sample in range(num_samples)
+    )
+
+
 @dataclass
 class Outcome:
     tokens: list[int]
@@ -229,8 +239,9 @@ class Outcome:
 
 
 def run(
-    executor: _core.Executor, work: tuple[Job, ...], temperature: float, *, neighbours: int = 0
-) -> list[Outcome]:
+    executor: _core.Executor, work: tuple[Job, ...], temperature: float, *, neighbours: int = 0,
+    num_samples: int = 1,
+) -> list[Outcome]:  # fmt: skip
     """Runs all jobs at once; neighbours are queued between them and cancelled at random moments."""
     rng = random.Random(len(work))
     index: dict[int, int] = {}
@@ -240,7 +251,7 @@ def run(
         request = executor.add_request(
             list(job.prompt), temperature=temperature, seed=job.seed, max_tokens=job.max_tokens,
             stop_token_ids=list(job.stop), logprobs=job.logprobs,
-            prompt_logprobs=job.prompt_logprobs,
+            prompt_logprobs=job.prompt_logprobs, num_samples=num_samples,
         )  # fmt: skip
         assert request is not None
         return request
@@ -249,15 +260,15 @@ def run(
         if len(cancellable) < neighbours:
             cancellable.append(add(replace(job, seed=job.seed + 1, max_tokens=60)))
         index[add(job)] = i
-    outcomes = [Outcome([]) for _ in work]
-    left = len(work)
+    outcomes = [Outcome([]) for _ in range(len(work) * num_samples)]
+    left = len(outcomes)
     while left:
         if cancellable and rng.random() < 0.3:
             executor.cancel(cancellable.pop(rng.randrange(len(cancellable))))
         for event in executor.poll(2):
             if event.id not in index:
                 continue
-            outcome = outcomes[index[event.id]]
+            outcome = outcomes[index[event.id] * num_samples + event.sample]
             outcome.tokens += event.token_ids
             outcome.logprobs += event.logprobs
             if event.prompt_logprobs is not None:
@@ -320,9 +331,10 @@ def options(cell: Cell, kv_cache_bytes: int) -> dict[str, Any]:
 
 @functools.cache
 def plain_outcomes(
-    family: str, dtype: str, batch: int, temperature: float, use_window_lists: bool
-) -> tuple[Outcome, ...]:
-    """The reference: no drafter, one thread, room for everything."""
+    family: str, dtype: str, batch: int, temperature: float, use_window_lists: bool,
+    num_samples: int,
+) -> tuple[Outcome, ...]:  # fmt: skip
+    """The reference: no drafter, one thread, room for everything, no samples."""
     executor = _core.Executor(
         model(family, "target", dtype).model,
         None,
@@ -336,12 +348,12 @@ def plain_outcomes(
         },
     )
     try:
-        return tuple(run(executor, jobs(batch), temperature))
+        return tuple(run(executor, apart(jobs(batch), num_samples), temperature))
     finally:
         executor.close()
 
 
-totals = {"drafted": 0, "accepted": 0, "preemptions": 0}
+totals = {"drafted": 0, "accepted": 0, "preemptions": 0, "shared": 0}
 
 
 def check(cell: Cell, **judged: Any) -> None:
@@ -350,17 +362,19 @@ def check(cell: Cell, **judged: Any) -> None:
     is_model = cell.drafter != "ngram"
     draft = model(cell.family, cell.drafter, cell.dtype).model if is_model else None
     expected = plain_outcomes(
-        cell.family, cell.dtype, cell.batch, cell.temperature, cell.use_window_lists
-    )
+        cell.family, cell.dtype, cell.batch, cell.temperature, cell.use_window_lists,
+        cell.num_samples,
+    )  # fmt: skip
     kv_cache_bytes = tight_bytes(cell, target, draft) if cell.is_tight else 32 << 20
     executor = _core.Executor(target.model, draft, options(cell, kv_cache_bytes) | judged)
     try:
         actual = run(
             executor, jobs(cell.batch), cell.temperature,
-            neighbours=5 if cell.has_neighbours else 0,
+            neighbours=5 if cell.has_neighbours else 0, num_samples=cell.num_samples,
         )  # fmt: skip
         assert executor.check_integrity() == ""
         totals["preemptions"] += executor.stats()["num_preemptions"]
+        totals["shared"] += executor.stats()["num_shared_tokens"]
     finally:
         executor.close()
     for i, (got, want) in enumerate(zip(actual, expected, strict=True)):
@@ -411,9 +425,10 @@ def test_other_acceptance_at_temperature_zero(method: str, samples_drafts: bool)
 
 
 def test_the_cells_meant_something() -> None:
-    """Runs last: drafts were kept and refused, and sequences preempted."""
+    """Runs last: drafts were kept and refused, sequences preempted, and prompts shared."""
     if totals["drafted"] == 0:
         check(random_cell(random.Random(1)))
     assert 0 < totals["accepted"] < totals["drafted"]
     if totals["drafted"] > 100_000:
         assert totals["preemptions"] > 100
+        assert totals["shared"] > 10_000

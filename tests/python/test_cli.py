@@ -127,7 +127,7 @@ def test_every_sampling_parameter_has_an_option() -> None:
         "--logit-bias", '{"7": -3, "5": 1.5}', "--bad-words", "x", "--bad-words", "y z",
         "--allowed-token-ids", "1,2", "--max-tokens", "9", "--min-tokens", "2",
         "--stop", "a", "--stop", "\n", "--include-stop-str-in-output", "--stop-token-ids", "3",
-        "--ignore-eos", "--seed", "4", "--logprobs", "5", "--prompt-logprobs", "0",
+        "--ignore-eos", "--seed", "4", "--logprobs", "5", "--prompt-logprobs", "0", "--n", "3",
     ]  # fmt: skip
     params = cli._sampling_params(cli.build_parser().parse_args(argv))
     assert params == SamplingParams(
@@ -150,6 +150,7 @@ def test_every_sampling_parameter_has_an_option() -> None:
         seed=4,
         logprobs=5,
         prompt_logprobs=0,
+        n=3,
     )
     default = SamplingParams()
     assert all(getattr(params, name) != getattr(default, name) for name in vars(default))

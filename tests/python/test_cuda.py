@@ -6,6 +6,7 @@ Skipped where there is no usable GPU; failed there when PACELINE_REQUIRE_GPU=1.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -335,6 +336,33 @@ def test_sampling_parameters_change_no_token(drafter: str, k: int, batch: int) -
         drafter, k, batch, device="cuda", seed=5, is_full=batch > 1, is_tight=False
     )
     assert 0 < seen.accepted < seen.drafted
+
+
+@pytest.mark.parametrize("name", demo_names())
+def test_outputs_of_a_prompt_are_requests_of_their_own(name: str) -> None:
+    demo = find_demo(name)
+    texts, params = demo_requests(0.8)
+    several = [dataclasses.replace(param, n=6) for param in params]
+    engine: dict[str, Any] = {"device": "cuda", "max_num_seqs": 32, "show_progress": False}
+    with LLM(demo.target, **engine) as llm:
+        expected = [
+            [
+                llm.generate(text, dataclasses.replace(param, seed=(param.seed or 0) + i))[0]
+                .outputs[0]
+                .token_ids
+                for i in range(6)
+            ]
+            for text, param in zip(texts[:4], params, strict=False)
+        ]
+    with LLM(demo.target, speculative_config=demo.speculative_config(), **engine) as llm:
+        outputs = llm.generate(texts, several)
+        stats = llm._executor.stats()
+        assert llm._executor.check_integrity() == ""
+    for output, tokens in zip(outputs, expected, strict=False):
+        assert [completion.token_ids for completion in output.outputs] == tokens
+        assert len({tuple(ids) for ids in tokens}) > 1
+    most_shared = 5 * sum(len(output.prompt_token_ids) - 1 for output in outputs)
+    assert most_shared / 2 < stats["num_shared_tokens"] <= most_shared
 
 
 def test_repeated_runs_agree(target: Path) -> None:

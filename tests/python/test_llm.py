@@ -627,7 +627,7 @@ def test_the_default_pool_holds_all_sequences(target_dir: Path) -> None:
 class _Event:
     """What `_core.RequestEvent` looks like."""
 
-    num_drafted = num_accepted = 0
+    sample = num_drafted = num_accepted = 0
     arrival_us, first_token_us, finish_us = 1000, 0, 2000
     logits = None
 
@@ -660,7 +660,7 @@ class _FakeExecutor:
         events, self.events = self.events, []
         return events
 
-    def cancel(self, id: int) -> bool:
+    def cancel(self, id: int, sample: int | None) -> bool:
         self.num_cancelled += 1
         return True
 

@@ -161,6 +161,7 @@ class _Event:
     """What `_core.RequestEvent` looks like."""
 
     logits = None
+    sample = 0
     arrival_us, first_token_us, finish_us = 1000, 2000, 3000
 
     def __init__(self, token_ids: list[int], finish_reason: str | None = None, id: int = 0) -> None:
@@ -221,7 +222,8 @@ def test_any_delivery_gives_what_is_specified(
             assert expected.text.startswith(shown)
             if event.finish_reason is not None:
                 break
-        output = request.finish(event, None).outputs[0]  # type: ignore[arg-type]
+        request.finish(event)  # type: ignore[arg-type]
+        output = request.completion()
         assert (output.text, len(output.token_ids)) == (expected.text, expected.num_tokens)
         assert output.token_ids == shown_ids == token_ids[: expected.num_tokens]
         assert shown == output.text
@@ -272,7 +274,8 @@ class _ScriptedSession:
             event.counters = _counters(self.num_delivered[self.turn])
         return event
 
-    def cancel(self, id: int) -> None:
+    def cancel(self, id: int, sample: int) -> None:
+        assert sample == 0
         self.cancelled.append(id)
         if len(self.pending[id]) > self.lateness:
             end = _Event([], "cancelled", id=id)
@@ -370,7 +373,8 @@ def test_the_reason_of_a_stop_token(stop_token_ids: tuple[int, ...], reason: int
     request = make_request(SamplingParams(stop_token_ids=stop_token_ids))
     event: Any = _Event([*ids("ab"), _STOP_TOKEN], "stop")
     request.push(event)
-    completion = request.finish(event, None).outputs[0]
+    request.finish(event)
+    completion = request.completion()
     assert (completion.text, completion.finish_reason) == ("ab", "stop")
     assert completion.stop_reason == reason
 
@@ -388,7 +392,7 @@ def test_a_session_cancels_what_is_open_and_its_last_event_still_comes() -> None
             events, self.events = self.events, []
             return events
 
-        def cancel(self, id: int) -> bool:
+        def cancel(self, id: int, sample: int | None) -> bool:
             self.events.append(_Event([], "cancelled", id=id))
             return True
 
@@ -400,8 +404,8 @@ def test_a_session_cancels_what_is_open_and_its_last_event_still_comes() -> None
     session = dispatcher.open()
     assert session.add_request([1], {"top_k": 3}) == 7
     assert executor.arguments == {"top_k": 3, "score_prompt": False}
-    session.cancel(7)
+    session.cancel(7, 0)
     assert session.get().finish_reason == "cancelled"
     executor.cancel = None  # type: ignore[assignment, method-assign]
-    session.cancel(7)  # has ended: nothing is asked for
+    session.cancel(7, 0)  # has ended: nothing is asked for
     dispatcher.close()

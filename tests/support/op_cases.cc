@@ -577,6 +577,7 @@ const std::vector<OpCase>& op_cases() {
       if (c.is_invariance_case) add(kManyRows);
     }
     for (OpCase& c : sequence_op_cases()) all.push_back(std::move(c));
+    for (OpCase& c : fork_op_cases()) all.push_back(std::move(c));
     return all;
   }();
   return cases;

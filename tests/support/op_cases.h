@@ -404,8 +404,9 @@ struct OpCase {
 inline void PrintTo(const RowWiseCase& c, std::ostream* out) { *out << c.name; }
 inline void PrintTo(const OpCase& c, std::ostream* out) { *out << c.name; }
 
-// Of op_cases_sequences.cc, for op_cases().
+// Of op_cases_sequences.cc and op_cases_forks.cc, for op_cases().
 [[nodiscard]] std::vector<OpCase> sequence_op_cases();
+[[nodiscard]] std::vector<OpCase> fork_op_cases();
 
 // --- randomness --------------------------------------------------------------------------------
 

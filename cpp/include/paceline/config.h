@@ -66,7 +66,7 @@ struct SpeculativeOptions {
 
 struct ExecutorOptions {
   int32_t max_model_len = 0;              // tokens of prompt + output of one request; > 0
-  int32_t max_num_seqs = 64;              // sequences that run at the same time, 1..1024
+  int32_t max_num_seqs = 64;              // samples that run at the same time, 1..1024
   int32_t max_num_batched_tokens = 2048;  // rows of one iteration, >= max_num_seqs * (k+1)
   int32_t prefill_chunk_size = 0;  // most prompt tokens of one request in one iteration; 0 = budget
   int32_t max_waiting_requests = 0;  // requests that may queue; 0 = no bound

@@ -48,10 +48,11 @@ struct MemoryReport {
 struct ExecutorStats {
   int64_t num_iterations = 0;
   int64_t num_preemptions = 0;
+  int64_t num_shared_tokens = 0;  // of prompts that a sample took over from another of its request
   int64_t num_emitted_tokens = 0;
   int64_t num_draft_tokens = 0;
   int64_t num_accepted_tokens = 0;
-  int32_t num_running = 0;
+  int32_t num_running = 0;  // samples
   int32_t num_waiting = 0;
   double host_us = 0;               // host work of all iterations: schedule, batch, blocks, ring
   std::vector<float> iteration_us;  // device time of each iteration, the first 65,536
@@ -84,12 +85,14 @@ class PACELINE_API Executor {
   Executor& operator=(const Executor&) = delete;
 
   // Queues a request and returns its id. Throws InvalidArgument for a request that can never run
-  // (empty prompt, id out of range, too long, larger than the pool): nothing else is affected.
-  // Returns nullopt when the queue is full.
+  // (empty prompt, id out of range, too long, larger than the pool, more samples than there can
+  // be): nothing else is affected. Returns nullopt when the queue is full.
   [[nodiscard]] std::optional<RequestId> add_request(Request request);
 
-  // Ends a request; an event with kCancelled follows unless it had already ended. False: unknown.
-  bool cancel(RequestId id);
+  // Ends a request, or one of its samples; an event with kCancelled follows for each sample that
+  // had not already ended. False: no sample of such a request runs or waits. Throws InvalidArgument
+  // for a sample that the request never had.
+  bool cancel(RequestId id, std::optional<int32_t> sample = std::nullopt);
 
   // Takes the events there are, waiting up to timeout_ms for the first (0: do not wait). Rethrows
   // the cause if the engine has failed.

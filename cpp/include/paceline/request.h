@@ -61,12 +61,15 @@ struct Request {
   SamplingOptions sampling;
   // Instead of generating, return the target's logits of every prompt position.
   bool score_prompt = false;
+  // Independent outputs for the prompt, which is prefilled once where possible; 1..128. Sample i is
+  // bit for bit what a request of its own with seed sampling.seed + i (modulo 2^64) gives.
+  int32_t num_samples = 1;
 };
 
 enum class FinishReason : uint8_t { kNone, kStop, kLength, kCancelled, kError };
 
-// Counters of one request. In every iteration that emits, emitted - accepted is 1, except in the
-// request's last one, where it may be 0.
+// Counters of one sample of a request. In every iteration that emits, emitted - accepted is 1,
+// except in the sample's last one, where it may be 0.
 struct SpeculationCounters {
   int64_t num_iterations = 0;       // verify iterations with drafts in which the request emitted
   int64_t num_draft_tokens = 0;     // drafts that were verified
@@ -76,10 +79,11 @@ struct SpeculationCounters {
   std::vector<int64_t> drafted_per_position;   // [k] times that draft i was verified
 };
 
-// One delivery for one request: what an iteration emitted, or its end. Deliveries of a request
-// come in order; the one with finish_reason != kNone is the last.
+// One delivery for one sample of a request: what an iteration emitted, or its end. Deliveries of a
+// sample come in order; the one with finish_reason != kNone is its last.
 struct RequestEvent {
   RequestId id = 0;
+  int32_t sample = 0;                 // 0..num_samples - 1
   std::vector<int32_t> token_ids;     // newly emitted
   // With logprobs: for each of token_ids the token itself, then the most probable ones, best first.
   std::vector<std::vector<TokenLogprob>> logprobs;

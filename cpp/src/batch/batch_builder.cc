@@ -116,6 +116,7 @@ void reserve_inputs(IterationInputs& inputs, const BatchShape& shape) {
   inputs.logit_rows.resize(shape.max_logit_rows);
   inputs.prompt_targets.resize(shape.max_prompt_rows);
   inputs.resets.reserve(shape.max_seqs);
+  inputs.forks.reserve(shape.max_seqs);
 }
 
 void build_batch(const StepPlan& plan, const BatchShape& shape, IterationInputs& inputs) {
@@ -128,6 +129,8 @@ void build_batch(const StepPlan& plan, const BatchShape& shape, IterationInputs&
   inputs.lists.clear();
   inputs.score_copies.clear();
   inputs.table_writes.assign(plan.table_writes.begin(), plan.table_writes.end());
+  inputs.forks.assign(plan.forks.begin(), plan.forks.end());
+  inputs.block_copies.assign(plan.block_copies.begin(), plan.block_copies.end());
   PACELINE_CHECK(inputs.num_seqs <= shape.max_seqs, inputs.num_seqs, " of ", shape.max_seqs);
 
   int32_t verify_row = 0;
@@ -182,6 +185,8 @@ void build_batch(const StepPlan& plan, const BatchShape& shape, IterationInputs&
       ++inputs.num_drafting;
     }
   }
+  PACELINE_CHECK(inputs.has_prefill || inputs.forks.empty(), inputs.forks.size(),
+                 " forks without prefill rows");
   inputs.verify_indptr[inputs.num_seqs] = verify_row;
   inputs.first_indptr[inputs.num_seqs] = first_row;
   inputs.logit_indptr[inputs.num_seqs] = logit_row;

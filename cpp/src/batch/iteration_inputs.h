@@ -78,6 +78,8 @@ struct IterationInputs {
   std::vector<SlotReset> resets;
   std::vector<int32_t> lists;  // of the resets
   std::vector<TableWrite> table_writes;
+  std::vector<SequenceFork> forks;      // with prefill rows only: a fork begins with some
+  std::vector<BlockCopy> block_copies;  // of the forks
   std::vector<ScoreCopy> score_copies;
 };
 

@@ -32,6 +32,7 @@ CpuRunner::CpuRunner(std::shared_ptr<const Model> target, std::shared_ptr<const 
   buffers_ =
       allocate_iteration_buffers(arena_, options.iteration, layout, target->config,
                                  draft != nullptr ? &draft->config : nullptr, DType::kFloat32);
+  buffers_.kv_pool = pool_.data();
   target_ = std::make_unique<Decoder>(std::move(target), layout, KvOwner::kTarget, pool_.data(),
                                       max_len, arena_);
   speculator_ =
@@ -110,6 +111,10 @@ void CpuRunner::upload(const IterationInputs& in) {
     std::copy_n(reset.stop_ids, kMaxStopIds, q.stop_ids + int64_t{reset.slot} * kMaxStopIds);
     q.draft_len[reset.slot] = 0;
   }
+  *s.num_forks = static_cast<int32_t>(in.forks.size());
+  std::copy(in.forks.begin(), in.forks.end(), s.forks);
+  *s.num_block_copies = static_cast<int32_t>(in.block_copies.size());
+  std::copy(in.block_copies.begin(), in.block_copies.end(), s.block_copies);
   for (const TableWrite& write : in.table_writes) {
     const BlockTable& table = buffers_.block_tables[write.group];
     table.blocks[write.seq_slot * table.stride + write.index] = write.block;

@@ -77,6 +77,7 @@ CudaRunner::CudaRunner(std::shared_ptr<const Model> target, std::shared_ptr<cons
   buffers_ =
       allocate_iteration_buffers(arena_, options_.iteration, layout, target_model_->config,
                                  draft_model_ != nullptr ? &draft_model_->config : nullptr, dtype);
+  buffers_.kv_pool = pool_.data();
   const int32_t max_len = options.iteration.max_model_len;
   target_ = std::make_unique<Decoder>(target_model_, layout, KvOwner::kTarget, pool_.data(),
                                       max_len, arena_);
@@ -188,7 +189,9 @@ void CudaRunner::warm_up() {
                        .num_first_rows = rows + 1,
                        .num_logit_rows = 1,
                        .verify_rows_per_seq = rows,
-                       .first_rows_per_seq = rows + 1});
+                       .first_rows_per_seq = rows + 1,
+                       .num_forks = 1,
+                       .num_block_copies = 1});
   }
   for (const IterationExtent& extent : extents) {
     iteration_->begin_prefill(context_, extent);

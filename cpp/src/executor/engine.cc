@@ -50,6 +50,23 @@ void count(const SequenceResult& result, SpeculationCounters& counters) {
   for (int32_t i = 0; i < result.accepted_len; ++i) ++counters.accepted_per_position[i];
 }
 
+// Sample `index` of the request that `first` is sample 0 of, before it has run.
+std::unique_ptr<Sequence> sample_like(const Sequence& first, int32_t index) {
+  auto sample = std::make_unique<Sequence>();
+  sample->sample = index;
+  sample->num_samples = first.num_samples;
+  sample->sampling = first.sampling;
+  sample->sampling.seed += static_cast<uint64_t>(index);  // modulo 2^64
+  sample->sampling.prompt_logprobs = -1;  // the prompt is the same: the first has them for all
+  sample->allowed = first.allowed;
+  sample->tokens = first.tokens;
+  sample->prompt_len = first.prompt_len;
+  sample->limit = first.limit;
+  sample->counters = first.counters;
+  sample->arrival_us = first.arrival_us;
+  return sample;
+}
+
 }  // namespace
 
 Engine::Engine(const EngineOptions& options, const KvLayout& layout, std::unique_ptr<Runner> runner)
@@ -162,6 +179,14 @@ void Engine::check_request(const Request& request) const {
                                    ")"));
     }
   }
+  if (request.num_samples < 1 || request.num_samples > kMaxSamples) {
+    throw InvalidArgument(
+        concat("num_samples is ", request.num_samples, "; allowed: 1 to ", kMaxSamples));
+  }
+  if (request.score_prompt && request.num_samples > 1) {
+    throw InvalidArgument(concat("num_samples is ", request.num_samples,
+                                 ", but a scored prompt has no samples; set it to 1"));
+  }
   const SamplingOptions& s = request.sampling;
   check_sampling(s);
   check_logprobs(request, options_.shape.max_logprobs);
@@ -177,35 +202,41 @@ void Engine::check_request(const Request& request) const {
 
 std::optional<RequestId> Engine::add_request(Request request) {
   check_request(request);
-  auto sequence = std::make_unique<Sequence>();
-  sequence->tokens = std::move(request.prompt);
-  sequence->prompt_len = sequence->known_len();
-  sequence->sampling = std::move(request.sampling);
-  sequence->is_score = request.score_prompt;
-  if (const std::vector<int32_t>& allowed = sequence->sampling.allowed_token_ids;
-      !allowed.empty()) {
-    sequence->allowed.assign(static_cast<size_t>((options_.vocab_size + 31) / 32), 0);
+  auto first = std::make_unique<Sequence>();
+  first->tokens = std::move(request.prompt);
+  first->prompt_len = first->known_len();
+  first->num_samples = request.num_samples;
+  first->sampling = std::move(request.sampling);
+  first->is_score = request.score_prompt;
+  if (const std::vector<int32_t>& allowed = first->sampling.allowed_token_ids; !allowed.empty()) {
+    first->allowed.assign(static_cast<size_t>((options_.vocab_size + 31) / 32), 0);
     for (const int32_t token : allowed) {
-      sequence->allowed[static_cast<size_t>(token / 32)] |= uint32_t{1} << (token % 32);
+      first->allowed[static_cast<size_t>(token / 32)] |= uint32_t{1} << (token % 32);
     }
   }
-  sequence->limit = sequence->is_score
-                        ? sequence->prompt_len
-                        : static_cast<int32_t>(std::min<int64_t>(
-                              int64_t{sequence->prompt_len} + sequence->sampling.max_tokens,
-                              options_.max_model_len));
-  if (sequence->is_score) {
-    sequence->logits = std::make_shared<std::vector<float>>(
-        static_cast<size_t>(checked_mul(sequence->prompt_len, options_.vocab_size)));
+  first->limit =
+      first->is_score
+          ? first->prompt_len
+          : static_cast<int32_t>(std::min<int64_t>(
+                int64_t{first->prompt_len} + first->sampling.max_tokens, options_.max_model_len));
+  if (first->is_score) {
+    first->logits = std::make_shared<std::vector<float>>(
+        static_cast<size_t>(checked_mul(first->prompt_len, options_.vocab_size)));
   }
-  if (sequence->sampling.prompt_logprobs >= 0) {
-    sequence->prompt_logprobs = std::make_shared<std::vector<std::vector<TokenLogprob>>>(
-        static_cast<size_t>(sequence->prompt_len - 1));
+  if (first->sampling.prompt_logprobs >= 0) {
+    first->prompt_logprobs = std::make_shared<std::vector<std::vector<TokenLogprob>>>(
+        static_cast<size_t>(first->prompt_len - 1));
   }
   const auto k = static_cast<size_t>(options_.shape.num_draft_tokens);
-  sequence->counters.accepted_per_position.assign(k, 0);
-  sequence->counters.drafted_per_position.assign(k, 0);
-  sequence->arrival_us = now_us();
+  first->counters.accepted_per_position.assign(k, 0);
+  first->counters.drafted_per_position.assign(k, 0);
+  first->arrival_us = now_us();
+
+  Samples samples;
+  samples.push_back(std::move(first));
+  for (int32_t i = 1; i < request.num_samples; ++i) {
+    samples.push_back(sample_like(*samples.front(), i));
+  }
 
   const std::scoped_lock lock(mutex_);
   if (failure_ != nullptr) std::rethrow_exception(failure_);
@@ -213,19 +244,25 @@ std::optional<RequestId> Engine::add_request(Request request) {
     return std::nullopt;
   }
   const RequestId id = next_id_++;
-  sequence->id = id;
-  live_.emplace(id, true);
+  for (const std::unique_ptr<Sequence>& sample : samples) sample->id = id;
+  live_.emplace(id, Live{.num_samples = request.num_samples, .num_left = request.num_samples});
   ++num_queued_;
   is_idle_ = false;
-  incoming_.push_back(std::move(sequence));
+  incoming_.push_back(std::move(samples));
   wake_engine_.notify_one();
   return id;
 }
 
-bool Engine::cancel(RequestId id) {
+bool Engine::cancel(RequestId id, std::optional<int32_t> sample) {
   const std::scoped_lock lock(mutex_);
-  if (!live_.contains(id)) return false;
-  cancellations_.push_back(id);
+  const auto found = live_.find(id);
+  if (found == live_.end()) return false;
+  const int32_t num_samples = found->second.num_samples;
+  if (sample.has_value() && (*sample < 0 || *sample >= num_samples)) {
+    throw InvalidArgument(concat("sample is ", *sample, "; allowed: 0 to ", num_samples - 1,
+                                 " (request ", id, " has ", num_samples, " samples)"));
+  }
+  cancellations_.push_back({.id = id, .sample = sample});
   wake_engine_.notify_one();
   return true;
 }
@@ -248,6 +285,7 @@ ExecutorStats Engine::stats() {
 void Engine::reset_stats() {
   const std::scoped_lock lock(mutex_);
   preemptions_at_reset_ += stats_.num_preemptions;
+  shared_tokens_at_reset_ += stats_.num_shared_tokens;
   stats_ = ExecutorStats{};
 }
 
@@ -298,7 +336,7 @@ void Engine::loop() {
 }
 
 bool Engine::take_in() {
-  std::vector<RequestId> cancellations;
+  std::vector<Cancellation> cancellations;
   {
     std::unique_lock lock(mutex_);
     const auto has_news = [&] {
@@ -321,14 +359,15 @@ bool Engine::take_in() {
     }
     if (stops_) return false;
     while (!incoming_.empty()) {
-      std::unique_ptr<Sequence> sequence = std::move(incoming_.front());
+      Samples samples = std::move(incoming_.front());
       incoming_.pop_front();
-      scheduler_.add(*sequence);
-      sequences_.emplace(sequence->id, std::move(sequence));
+      for (const std::unique_ptr<Sequence>& sample : samples) scheduler_.add(*sample);
+      const RequestId id = samples.front()->id;
+      requests_.emplace(id, std::move(samples));
     }
     cancellations.swap(cancellations_);
   }
-  for (const RequestId id : cancellations) cancel_now(id);
+  for (const Cancellation& cancellation : cancellations) cancel_now(cancellation);
   return true;
 }
 
@@ -396,9 +435,10 @@ void Engine::read_oldest() {
   stats_.num_draft_tokens += num_drafted;
   stats_.num_accepted_tokens += num_accepted;
   stats_.num_preemptions = scheduler_.num_preemptions() - preemptions_at_reset_;
+  stats_.num_shared_tokens = scheduler_.num_shared_tokens() - shared_tokens_at_reset_;
   stats_.num_running = scheduler_.num_running();
   stats_.num_waiting = scheduler_.num_waiting();
-  num_queued_ = scheduler_.num_waiting() + static_cast<int64_t>(incoming_.size());
+  num_queued_ = scheduler_.num_waiting_requests() + static_cast<int64_t>(incoming_.size());
   if (stats_.iteration_us.size() < kMaxIterationSamples) {
     const Runner::Timing timing = runner_->timing(iteration);
     stats_.iteration_us.push_back(timing.us);
@@ -436,6 +476,7 @@ void Engine::apply(const PlannedSequence& launch, const SequenceResult& result,
     // The first emission comes after all of the prompt, which is thus delivered once: what is
     // recomputed later is not rated again.
     outgoing_.push_back({.id = sequence.id,
+                         .sample = sequence.sample,
                          .token_ids = {result.tokens, result.tokens + result.emitted_len},
                          .logprobs = logprobs.emitted(i, result),
                          .prompt_logprobs = std::exchange(sequence.prompt_logprobs, nullptr),
@@ -463,9 +504,9 @@ void Engine::apply(const PlannedSequence& launch, const SequenceResult& result,
 void Engine::finish(Sequence& sequence, FinishReason reason, std::string error) {
   scheduler_.finish(sequence);
   // The last tokens and the end travel in one event.
-  RequestEvent event{.id = sequence.id};
+  RequestEvent event{.id = sequence.id, .sample = sequence.sample};
   if (!outgoing_.empty() && outgoing_.back().id == sequence.id &&
-      reason != FinishReason::kCancelled) {
+      outgoing_.back().sample == sequence.sample && reason != FinishReason::kCancelled) {
     event = std::move(outgoing_.back());
     outgoing_.pop_back();
   }
@@ -477,16 +518,27 @@ void Engine::finish(Sequence& sequence, FinishReason reason, std::string error) 
   event.first_token_us = sequence.first_token_us;
   event.finish_us = now_us();
   outgoing_.push_back(std::move(event));
-  auto node = sequences_.extract(sequence.id);
-  leaving_.push_back(std::move(node.mapped()));
+  const auto request = requests_.find(sequence.id);
+  Samples& samples = request->second;
+  leaving_.push_back(std::move(samples[static_cast<size_t>(sequence.sample)]));
+  const bool is_last = std::all_of(samples.begin(), samples.end(),
+                                   [](const auto& sample) { return sample == nullptr; });
+  if (is_last) requests_.erase(request);
   const std::scoped_lock lock(mutex_);
-  live_.erase(leaving_.back()->id);
+  const auto live = live_.find(sequence.id);
+  if (--live->second.num_left == 0) live_.erase(live);
 }
 
-void Engine::cancel_now(RequestId id) {
-  const auto found = sequences_.find(id);
-  if (found == sequences_.end()) return;  // ended meanwhile
-  finish(*found->second, FinishReason::kCancelled);
+void Engine::cancel_now(const Cancellation& cancellation) {
+  const auto found = requests_.find(cancellation.id);
+  if (found == requests_.end()) return;  // ended meanwhile
+  std::vector<Sequence*> running;        // the request itself goes with its last sample
+  for (const std::unique_ptr<Sequence>& sample : found->second) {
+    if (sample != nullptr && sample->sample == cancellation.sample.value_or(sample->sample)) {
+      running.push_back(sample.get());
+    }
+  }
+  for (Sequence* sample : running) finish(*sample, FinishReason::kCancelled);
   std::erase_if(leaving_, [](const auto& sequence) { return sequence->launches_in_flight == 0; });
   publish_usage();
   const std::scoped_lock lock(mutex_);

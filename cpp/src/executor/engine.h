@@ -47,7 +47,7 @@ class Engine {
 
   // As Executor's methods of the same names.
   [[nodiscard]] std::optional<RequestId> add_request(Request request);
-  bool cancel(RequestId id);
+  bool cancel(RequestId id, std::optional<int32_t> sample = std::nullopt);
   [[nodiscard]] std::vector<RequestEvent> poll(int32_t timeout_ms);
   [[nodiscard]] ExecutorStats stats();
   void reset_stats();
@@ -72,6 +72,19 @@ class Engine {
     IterationInputs inputs;
   };
 
+  // All samples of a request; null where one has ended.
+  using Samples = std::vector<std::unique_ptr<Sequence>>;
+
+  struct Live {
+    int32_t num_samples = 0;
+    int32_t num_left = 0;  // whose last event is not yet out
+  };
+
+  struct Cancellation {
+    RequestId id = 0;
+    std::optional<int32_t> sample;  // none: all
+  };
+
   void check_request(const Request& request) const;
   void check_sampling(const SamplingOptions& sampling) const;
   void check_token(const char* name, int64_t index, int32_t token) const;
@@ -85,12 +98,12 @@ class Engine {
   void apply(const PlannedSequence& launch, const SequenceResult& result,
              const LogprobReader& logprobs, int32_t i);
   void finish(Sequence& sequence, FinishReason reason, std::string error = {});
-  void cancel_now(RequestId id);
+  void cancel_now(const Cancellation& cancellation);
   void delay();  // for tests: sleeps for a random time
   void publish_usage();
   void fail(std::exception_ptr cause);
   [[nodiscard]] bool is_idle() const {
-    return sequences_.empty() && newest_read_ == newest_launched_;
+    return requests_.empty() && newest_read_ == newest_launched_;
   }
 
   const EngineOptions options_;
@@ -100,8 +113,8 @@ class Engine {
   Scheduler scheduler_;
 
   // Engine thread only.
-  std::unordered_map<RequestId, std::unique_ptr<Sequence>> sequences_;
-  std::vector<std::unique_ptr<Sequence>> leaving_;  // ended, but launches still refer to them
+  std::unordered_map<RequestId, Samples> requests_;  // that have a sample which has not ended
+  std::vector<std::unique_ptr<Sequence>> leaving_;   // ended, but launches still refer to them
   std::vector<InFlight> ring_;
   int64_t newest_launched_ = -1;
   int64_t newest_read_ = -1;
@@ -112,15 +125,16 @@ class Engine {
   std::mutex mutex_;
   std::condition_variable wake_engine_;
   std::condition_variable wake_caller_;
-  std::deque<std::unique_ptr<Sequence>> incoming_;
-  std::vector<RequestId> cancellations_;
+  std::deque<Samples> incoming_;
+  std::vector<Cancellation> cancellations_;
   std::vector<RequestEvent> events_;
-  std::unordered_map<RequestId, bool> live_;  // requests whose last event is not yet out
+  std::unordered_map<RequestId, Live> live_;  // requests whose last event is not yet out
   RequestId next_id_ = 1;
-  int64_t num_queued_ = 0;  // incoming and waiting
+  int64_t num_queued_ = 0;  // requests, incoming and waiting
   ExecutorStats stats_;
   KvUsage usage_;
   int64_t preemptions_at_reset_ = 0;
+  int64_t shared_tokens_at_reset_ = 0;
   bool is_idle_ = true;
   bool stops_ = false;
   bool wants_trace_ = false;

@@ -264,7 +264,9 @@ Executor::~Executor() = default;
 std::optional<RequestId> Executor::add_request(Request request) {
   return impl_->engine->add_request(std::move(request));
 }
-bool Executor::cancel(RequestId id) { return impl_->engine->cancel(id); }
+bool Executor::cancel(RequestId id, std::optional<int32_t> sample) {
+  return impl_->engine->cancel(id, sample);
+}
 std::vector<RequestEvent> Executor::poll(int32_t timeout_ms) {
   return impl_->engine->poll(timeout_ms);
 }

@@ -8,6 +8,7 @@
 #include "base/check.h"
 #include "device/cpu_context.h"
 #include "device/cuda_context.h"
+#include "ops/fork.h"
 #include "sample/accept.h"
 #include "speculate/row_ops.h"
 
@@ -59,7 +60,7 @@ GroupMetadata allocate_metadata(DeviceArena& arena, const KvGroup& group, const 
                          .table = table};
 }
 
-StagedInputs allocate_staged(DeviceArena& arena, const BatchShape& shape) {
+StagedInputs allocate_staged(DeviceArena& arena, const BatchShape& shape, int64_t num_groups) {
   const auto ints = [&](int64_t count) { return arena.allocate<int32_t>(count, "staged inputs"); };
   return {.num_seqs = ints(1),
           .num_drafting = ints(1),
@@ -78,7 +79,11 @@ StagedInputs allocate_staged(DeviceArena& arena, const BatchShape& shape) {
           .num_resets = ints(1),
           .reset_slots = ints(shape.max_seqs),
           .num_all_logit_rows = ints(1),
-          .prompt_targets = ints(shape.max_prompt_rows)};
+          .prompt_targets = ints(shape.max_prompt_rows),
+          .num_forks = ints(1),
+          .forks = arena.allocate<SequenceFork>(shape.max_seqs, "staged inputs"),
+          .num_block_copies = ints(1),
+          .block_copies = arena.allocate<BlockCopy>(shape.max_seqs * num_groups, "staged inputs")};
 }
 
 SamplingState allocate_sampling(DeviceArena& arena, const BatchShape& shape, int32_t vocab_size) {
@@ -141,7 +146,9 @@ IterationExtent full_extent(const BatchShape& shape) {
           .num_logit_rows = shape.max_logit_rows,
           .num_prompt_rows = shape.max_prompt_rows,
           .verify_rows_per_seq = shape.max_verify_rows,
-          .first_rows_per_seq = shape.max_verify_rows + 1};
+          .first_rows_per_seq = shape.max_verify_rows + 1,
+          .num_forks = shape.max_seqs,
+          .num_block_copies = shape.max_seqs * kMaxKvGroups};
 }
 
 IterationExtent decode_extent(const BatchShape& shape, int32_t num_seqs, bool has_logit_work) {
@@ -163,6 +170,8 @@ IterationExtent extent_of(const IterationInputs& inputs) {
                             .num_first_rows = inputs.num_first_rows,
                             .num_logit_rows = inputs.num_logit_rows,
                             .num_prompt_rows = inputs.num_prompt_rows,
+                            .num_forks = static_cast<int32_t>(inputs.forks.size()),
+                            .num_block_copies = static_cast<int32_t>(inputs.block_copies.size()),
                             .has_logit_work = inputs.has_logit_work};
   for (int32_t i = 0; i < inputs.num_seqs; ++i) {
     extent.verify_rows_per_seq =
@@ -182,7 +191,7 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
   // The drafter also sees the token that a finished prompt has drawn.
   const int32_t first_capacity = shape.max_verify_rows + shape.max_seqs;
   IterationBuffers b;
-  b.staged = allocate_staged(arena, shape);
+  b.staged = allocate_staged(arena, shape, static_cast<int64_t>(layout.groups.size()));
   b.sequences = allocate_sequences(arena, shape, options.max_model_len);
   b.sampling = allocate_sampling(arena, shape, target.vocab_size);
   b.current_draft_step = arena.allocate<int32_t>(1, "step state");
@@ -333,13 +342,39 @@ void Iteration::draw_drafts(Ctx& ctx, const IterationExtent& extent, const int32
 }
 
 template <class Ctx>
+void Iteration::fork(Ctx& ctx, const IterationExtent& extent) const {
+  const IterationBuffers& b = buffers_;
+  CopyBlocksParams copies{.num_copies = b.staged.num_block_copies,
+                          .max_copies = extent.num_block_copies,
+                          .copies = b.staged.block_copies,
+                          .pool = b.kv_pool,
+                          .block_bytes = {}};
+  ForkSequencesParams forks{.num_forks = b.staged.num_forks,
+                            .max_forks = extent.num_forks,
+                            .forks = b.staged.forks,
+                            .sequences = b.sequences,
+                            .sampling = b.sampling,
+                            .tables = {},
+                            .num_tables = static_cast<int32_t>(b.block_tables.size())};
+  for (size_t g = 0; g < layout_.groups.size(); ++g) {
+    copies.block_bytes[g] = layout_.groups[g].block_bytes;
+    forks.tables[g] = b.block_tables[g];
+  }
+  ctx.run(copy_blocks, copies);
+  ctx.run(fork_sequences, forks);
+}
+
+template <class Ctx>
 void Iteration::begin_prefill(Ctx& ctx, const IterationExtent& extent) const {
   const IterationBuffers& b = buffers_;
+  if (extent.has_logit_work) {
+    ctx.run(clear_counts, ClearCountsParams{.num_slots = b.staged.num_resets,
+                                            .max_slots = options_.shape.max_seqs,
+                                            .slots = b.staged.reset_slots,
+                                            .sampling = b.sampling});
+  }
+  if (extent.num_forks > 0) fork(ctx, extent);
   if (!extent.has_logit_work) return;
-  ctx.run(clear_counts, ClearCountsParams{.num_slots = b.staged.num_resets,
-                                          .max_slots = options_.shape.max_seqs,
-                                          .slots = b.staged.reset_slots,
-                                          .sampling = b.sampling});
   ctx.run(count_prefill_tokens,
           CountPrefillTokensParams{
               .inputs = b.staged, .sampling = b.sampling, .max_seqs = extent.num_seqs});

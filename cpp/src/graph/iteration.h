@@ -34,8 +34,9 @@ struct LogprobBuffers {
 [[nodiscard]] LogprobBuffers allocate_logprobs(DeviceArena& arena, const BatchShape& shape,
                                                int32_t vocab_size);
 
-// All device memory of the step but weights, KV pool and rotary tables.
+// All device memory of the step but weights and rotary tables.
 struct IterationBuffers {
+  std::byte* kv_pool = nullptr;  // the runner's, who sets it
   StagedInputs staged{};
   SequenceState sequences{};
   SamplingState sampling{};
@@ -78,6 +79,8 @@ struct IterationExtent {
   int32_t num_prompt_rows = 0;
   int32_t verify_rows_per_seq = 0;  // of any sequence
   int32_t first_rows_per_seq = 0;
+  int32_t num_forks = 0;
+  int32_t num_block_copies = 0;
   // Whether sequences may want more of their logits than a draw: bias, penalties, bans, cuts,
   // logprobs. If not, what would have nothing to do is left out; on a GPU even that takes time.
   bool has_logit_work = true;
@@ -118,7 +121,7 @@ class Iteration {
   Iteration(const IterationOptions& options, const KvLayout& layout, const Decoder& target,
             const Speculator& speculator, const IterationBuffers& buffers);
 
-  // What only iterations with prefill rows do first: the tokens that penalties look at.
+  // What only iterations with prefill rows do first: forks, and the tokens that penalties look at.
   template <class Ctx>
   void begin_prefill(Ctx& ctx, const IterationExtent& extent) const;
   // Staged inputs -> results and new sequence state.
@@ -136,6 +139,9 @@ class Iteration {
 
  private:
   [[nodiscard]] bool has_draft_passes() const;
+  // What samples take over from another of their request; after the counts are cleared.
+  template <class Ctx>
+  void fork(Ctx& ctx, const IterationExtent& extent) const;
   // The target's logits as its sequences' parameters have them.
   template <class Ctx>
   void shape_logits(Ctx& ctx, const IterationExtent& extent, const PassRows& rows) const;

@@ -12,6 +12,18 @@ int64_t blocks_of(int64_t num_tokens, int32_t block_size) {
   return (num_tokens + block_size - 1) / block_size;
 }
 
+// Blocks wholly below what a query at `position` sees in the group.
+int32_t num_passed_blocks(const KvGroup& group, int32_t position) {
+  switch (group.kind) {
+    case KvKind::kFull:
+      return 0;
+    case KvKind::kSliding:
+      break;
+  }
+  const int64_t first_visible = int64_t{position} - group.window + 1;
+  return first_visible <= 0 ? 0 : static_cast<int32_t>(first_visible / group.block_size);
+}
+
 // Room for `num_more`, growing geometrically, which an exact vector::reserve would not.
 template <class T>
 void make_room(std::vector<T>& values, size_t num_more) {
@@ -27,6 +39,50 @@ SequenceBlocks::SequenceBlocks(int32_t num_groups)
 int64_t SequenceBlocks::num_missing(const Group& group, int64_t num_blocks) const {
   const auto size = static_cast<int64_t>(group.table.size());
   return std::max<int64_t>(0, num_blocks - std::max<int64_t>(size, group.num_released));
+}
+
+bool SequenceBlocks::can_fork(const KvLayout& layout, int32_t num_tokens) const {
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    const int64_t num_blocks = blocks_of(num_tokens, layout.groups[g].block_size);
+    if (groups_[g].num_released > num_passed_blocks(layout.groups[g], num_tokens) ||
+        static_cast<int64_t>(groups_[g].table.size()) < num_blocks) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void SequenceBlocks::fork(SlabPool& pool, const SequenceBlocks& parent, int32_t num_tokens) {
+  const KvLayout& layout = pool.layout();
+  PACELINE_CHECK(groups_.size() == layout.groups.size() && num_held() == 0, "a fork has ",
+                 groups_.size(), " groups and ", num_held(), " blocks");
+  PACELINE_CHECK(parent.can_fork(layout, num_tokens), "the parent lacks blocks below ", num_tokens);
+  // All memory first, so that no holder can be lost.
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    groups_[g].table.reserve(static_cast<size_t>(num_tokens / layout.groups[g].block_size) + 1);
+  }
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    Group& group = groups_[g];
+    const int32_t num_whole = num_tokens / layout.groups[g].block_size;
+    group.num_released = num_passed_blocks(layout.groups[g], num_tokens);
+    for (int32_t i = 0; i < num_whole; ++i) {
+      const bool is_shared = i >= group.num_released;
+      if (is_shared) pool.share(static_cast<GroupId>(g), parent.groups_[g].table[i]);
+      group.table.push_back(is_shared ? parent.groups_[g].table[i] : kNullBlock);
+    }
+  }
+}
+
+void SequenceBlocks::append_copies(const KvLayout& layout, const SequenceBlocks& parent,
+                                   int32_t num_tokens, std::vector<BlockCopy>& copies) const {
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    const int32_t block_size = layout.groups[g].block_size;
+    if (num_tokens % block_size == 0) continue;
+    const auto index = static_cast<size_t>(num_tokens / block_size);
+    copies.push_back({.group = static_cast<GroupId>(g),
+                      .source = parent.groups_[g].table.at(index),
+                      .destination = groups_[g].table.at(index)});
+  }
 }
 
 bool SequenceBlocks::reserve(SlabPool& pool, int32_t num_tokens, int32_t seq_slot,
@@ -75,14 +131,8 @@ void SequenceBlocks::release_below(SlabPool& pool, int32_t first_query_position,
   PACELINE_CHECK(groups_.size() == described.size(), "sequence has ", groups_.size(),
                  " groups, the pool ", described.size());
   for (size_t g = 0; g < groups_.size(); ++g) {
-    switch (described[g].kind) {
-      case KvKind::kFull: continue;
-      case KvKind::kSliding: break;
-    }
     Group& group = groups_[g];
-    const int64_t first_visible = int64_t{first_query_position} - described[g].window + 1;
-    if (first_visible <= 0) continue;
-    const auto num_released = static_cast<int32_t>(first_visible / described[g].block_size);
+    const int32_t num_released = num_passed_blocks(described[g], first_query_position);
     const auto end = std::min(num_released, static_cast<int32_t>(group.table.size()));
     for (int32_t i = group.num_released; i < end; ++i) {
       pool.release(static_cast<GroupId>(g), group.table[i], newest_launched);

@@ -1,8 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The blocks that one sequence owns, in all groups or in none, and the verbs on them. Reservations
+// The blocks that one sequence holds, in all groups or in none, and the verbs on them. Reservations
 // run ahead of what the host knows and only grow: accepting or rejecting drafts moves no block.
+//
+// A sequence may begin as a fork of another whose KV of the first positions it needs, too (`fork`).
+// It then holds the blocks that lie wholly below `num_tokens` together with its parent, and nobody
+// writes to those ever again: the parent's launched chunks have covered these positions, no pass
+// goes back below the token before the newest one, and the fork's own first row is at num_tokens.
+// The block that num_tokens lies in is its own, and the device copies the parent's into it.
+//
 // Move-only, since a copy would give the same blocks back twice. The destructor releases nothing:
 // call release_all first. Not thread-safe.
 
@@ -22,11 +29,33 @@ struct TableWrite {
   BlockId block;
 };
 
+// Bytes that an iteration copies within the pool before its first row: a whole block of the group.
+struct BlockCopy {
+  GroupId group;
+  BlockId source;
+  BlockId destination;
+};
+
 class SequenceBlocks {
  public:
   explicit SequenceBlocks(int32_t num_groups = 0);
   SequenceBlocks(SequenceBlocks&&) = default;
   SequenceBlocks& operator=(SequenceBlocks&&) = default;
+
+  // Whether the blocks hold what a sequence that begins at position `num_tokens` sees below it: a
+  // sliding group may have let go of it. Says nothing of whether KV has been written.
+  [[nodiscard]] bool can_fork(const KvLayout& layout, int32_t num_tokens) const;
+
+  // Before the first reserve: holds the blocks of `parent`, which can_fork, that lie wholly below
+  // num_tokens and that queries from there on see. `reserve` for more than num_tokens comes next;
+  // it writes no table entries for what is shared, those the device copies from the parent's.
+  void fork(SlabPool& pool, const SequenceBlocks& parent, int32_t num_tokens);
+
+  // After that reserve: appends what has to be copied of the blocks that num_tokens lies in. The
+  // sources are the parent's; whatever gives them back later does so under the copying iteration
+  // or a newer one, so quarantine keeps them until it has completed.
+  void append_copies(const KvLayout& layout, const SequenceBlocks& parent, int32_t num_tokens,
+                     std::vector<BlockCopy>& copies) const;
 
   // Makes every group cover positions [first needed, num_tokens): allocates the missing blocks in
   // all groups or in none. On success appends the new entries to `writes` and returns true; else
@@ -40,7 +69,7 @@ class SequenceBlocks {
   // than before changes nothing. Writes no table entry: the device's table keeps the stale ids.
   void release_below(SlabPool& pool, int32_t first_query_position, int64_t newest_launched);
 
-  // Gives everything back; the object is as new afterwards.
+  // Gives everything back, shared blocks for its own part; the object is as new afterwards.
   void release_all(SlabPool& pool, int64_t newest_launched);
 
   // Block ids by logical index; kNullBlock where released. [groups][blocks]

@@ -46,6 +46,7 @@ SlabPool::SlabPool(const KvLayout& layout) : layout_(layout), first_free_slab_(k
   words_per_slab_ = divide_up(most_blocks, kWordBits);
   used_.assign(static_cast<size_t>(layout_.num_slabs * words_per_slab_), 0);
   quarantined_.assign(used_.size(), 0);
+  more_holders_.assign(used_.size() * kWordBits, 0);
 
   slabs_.assign(static_cast<size_t>(layout_.num_slabs), Slab{kUnowned, 0, kNoSlab, kNoSlab});
   slabs_[0].owner = kReserved;
@@ -132,20 +133,34 @@ bool SlabPool::fits_alone(std::span<const int64_t> counts) const {
   return num_slabs <= layout_.num_slabs - 1;
 }
 
-int32_t SlabPool::check_held(GroupId group_id, BlockId block) const {
+int32_t SlabPool::check_held(GroupId group_id, BlockId block, const char* verb) const {
   PACELINE_CHECK(group_id >= 0 && group_id < static_cast<GroupId>(groups_.size()), "group is ",
                  group_id);
   const int32_t blocks_per_slab = groups_[group_id].blocks_per_slab;
   const int32_t slab = block / blocks_per_slab;
-  PACELINE_CHECK(block > 0 && slab < static_cast<int32_t>(slabs_.size()) &&
-                     slabs_[slab].owner == group_id,
-                 "group ", group_id, " releases block ", block, ", which it does not own");
+  PACELINE_CHECK(
+      block > 0 && slab < static_cast<int32_t>(slabs_.size()) && slabs_[slab].owner == group_id,
+      "group ", group_id, " ", verb, " block ", block, ", which it does not own");
   const int32_t index = block % blocks_per_slab;
   const auto word = static_cast<size_t>(slab * words_per_slab_ + index / kWordBits);
-  PACELINE_CHECK((used_[word] & ~quarantined_[word] & bit(index)) != 0, "group ", group_id,
-                 " releases block ", block, ", which is already ",
+  PACELINE_CHECK((used_[word] & ~quarantined_[word] & bit(index)) != 0, "group ", group_id, " ",
+                 verb, " block ", block, ", which is already ",
                  (used_[word] & bit(index)) != 0 ? "in quarantine" : "free");
   return slab;
+}
+
+uint16_t& SlabPool::more_holders(int32_t slab, BlockId block) {
+  const int32_t index = block % groups_[slabs_[slab].owner].blocks_per_slab;
+  return more_holders_[static_cast<size_t>(slab * words_per_slab_ * kWordBits + index)];
+}
+
+void SlabPool::share(GroupId group_id, BlockId block) {
+  const int32_t slab = check_held(group_id, block, "shares");
+  uint16_t& more = more_holders(slab, block);
+  PACELINE_CHECK(more < std::numeric_limits<uint16_t>::max(), "group ", group_id, " shares block ",
+                 block, " with more than ", more, " others");
+  ++more;
+  ++num_more_holders_;
 }
 
 void SlabPool::make_reusable(GroupId group_id, BlockId block) {
@@ -169,10 +184,15 @@ void SlabPool::make_reusable(GroupId group_id, BlockId block) {
 }
 
 void SlabPool::release(GroupId group_id, BlockId block, int64_t newest_launched) {
-  const int32_t slab = check_held(group_id, block);
+  const int32_t slab = check_held(group_id, block, "releases");
   PACELINE_CHECK(newest_launched >= newest_tag_, "newest_launched is ", newest_launched, " after ",
                  newest_tag_);
   newest_tag_ = newest_launched;
+  if (uint16_t& more = more_holders(slab, block); more > 0) {
+    --more;
+    --num_more_holders_;
+    return;
+  }
   Group& group = groups_[group_id];
   if (newest_launched <= completed_) {
     --group.num_held;
@@ -187,7 +207,9 @@ void SlabPool::release(GroupId group_id, BlockId block, int64_t newest_launched)
 }
 
 void SlabPool::release_unused(GroupId group_id, BlockId block) {
-  check_held(group_id, block);
+  const int32_t slab = check_held(group_id, block, "releases");
+  PACELINE_CHECK(more_holders(slab, block) == 0, "group ", group_id, " releases block ", block,
+                 " as unused, but others hold it");
   --groups_[group_id].num_held;
   make_reusable(group_id, block);
 }
@@ -218,6 +240,12 @@ void SlabPool::set_on_reusable(std::function<void(GroupId, BlockId)> callback) {
 
 int64_t SlabPool::num_held(GroupId group) const { return groups_.at(group).num_held; }
 
+int32_t SlabPool::num_holders(GroupId group_id, BlockId block) const {
+  const int32_t slab = check_held(group_id, block, "counts the holders of");
+  const int32_t index = block % groups_[group_id].blocks_per_slab;
+  return 1 + more_holders_[static_cast<size_t>(slab * words_per_slab_ * kWordBits + index)];
+}
+
 int64_t SlabPool::num_quarantined(GroupId group) const {
   return groups_.at(group).num_quarantined;
 }
@@ -240,6 +268,7 @@ std::string SlabPool::check_integrity() const {
   };
   std::vector<Totals> totals(groups_.size());
   int64_t num_unowned = 0;
+  int64_t num_more_holders = 0;
 
   for (size_t s = 0; s < slabs_.size(); ++s) {
     const Slab& slab = slabs_[s];
@@ -255,6 +284,14 @@ std::string SlabPool::check_integrity() const {
       num_used += std::popcount(used[w]);
       num_quarantined += std::popcount(quarantined[w]);
       if (used[w] != 0) end = (w + 1) * kWordBits - std::countl_zero(used[w]);
+      const uint16_t* const more = more_holders_.data() + (s * words_per_slab_ + w) * kWordBits;
+      for (int32_t index = 0; index < kWordBits; ++index) {
+        num_more_holders += more[index];
+        if (more[index] > 0 && (used[w] & ~quarantined[w] & bit(index)) == 0) {
+          return concat("slab ", s, ": ", more[index],
+                        " more hold a block that nobody holds, at place ", w * kWordBits + index);
+        }
+      }
     }
     if ((slab.owner == kReserved) != (s == 0)) {
       return concat("slab ", s, ": only slab 0 is reserved, owner is ", slab.owner);
@@ -282,6 +319,11 @@ std::string SlabPool::check_integrity() const {
     total.quarantined += num_quarantined;
     total.free += slab.num_free;
     total.with_room += slab.num_free > 0;
+  }
+
+  if (num_more_holders != num_more_holders_) {
+    return concat("holders beyond the first: counted ", num_more_holders_, ", found ",
+                  num_more_holders);
   }
 
   for (size_t g = 0; g < groups_.size(); ++g) {

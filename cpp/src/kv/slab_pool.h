@@ -13,6 +13,10 @@
 // `complete` makes it reusable once that one is done. Iterations are numbered from 0 upwards; -1
 // says that none has been launched yet.
 //
+// A block may have several holders: `share` adds one, `release` takes one away, and only the last
+// puts the block into quarantine. Tags never decrease, so the last holder's is the newest of all.
+// That nobody writes to a block that others hold is up to the holders (kv/sequence_blocks.h).
+//
 // What is guaranteed against fragmentation:
 // - A group takes an empty slab only when its own slabs are full, so whoever starts on an empty
 //   pool and never has more than n(g) blocks held or quarantined at once occupies at most
@@ -53,10 +57,15 @@ class SlabPool {
   // The same on an empty pool: what a request may need at most to ever be admitted.
   [[nodiscard]] bool fits_alone(std::span<const int64_t> counts) const;
 
-  // Gives a held block back, reusable once `complete(newest_launched)` has been called; at once if
-  // it has been already. `newest_launched` never decreases from call to call.
+  // One holder more of a held block.
+  void share(GroupId group, BlockId block);
+
+  // One holder less. With the last one the block goes back, reusable once
+  // `complete(newest_launched)` has been called; at once if it has been already. `newest_launched`
+  // never decreases from call to call.
   void release(GroupId group, BlockId block, int64_t newest_launched);
-  // A block that no launched iteration has ever seen (a reservation rolled back).
+  // A block that no launched iteration has ever seen (a reservation rolled back) and that is not
+  // shared.
   void release_unused(GroupId group, BlockId block);
 
   // Every iteration up to and including `iteration` has completed on the device.
@@ -66,15 +75,19 @@ class SlabPool {
   // its memory. Must not call the pool.
   void set_on_reusable(std::function<void(GroupId, BlockId)> callback);
 
+  // Blocks; one with several holders counts once.
   [[nodiscard]] int64_t num_held(GroupId group) const;
+  // How many hold the block, which somebody does.
+  [[nodiscard]] int32_t num_holders(GroupId group, BlockId block) const;
   [[nodiscard]] int64_t num_quarantined(GroupId group) const;
   [[nodiscard]] int64_t num_quarantined() const;
   // Slabs that belong to no group; the reserved slab 0 is not one of them.
   [[nodiscard]] int64_t num_free_slabs() const;
   [[nodiscard]] const KvLayout& layout() const;
 
-  // free + held + quarantined = total in every group, no slab owned twice, lists consistent.
-  // Empty when all holds, else what is broken. O(slabs + blocks / 64 + quarantined).
+  // free + held + quarantined = total in every group, no slab owned twice, lists consistent, only
+  // held blocks have holders beyond the first. Empty when all holds, else what is broken.
+  // O(blocks).
   [[nodiscard]] std::string check_integrity() const;
 
  private:
@@ -110,8 +123,10 @@ class SlabPool {
   }
   void link(int32_t slab);
   void unlink(int32_t slab);
-  // Throws InternalError unless the group holds the block; returns its slab.
-  int32_t check_held(GroupId group, BlockId block) const;
+  // Throws InternalError unless the group holds the block; returns its slab. `verb` is for the
+  // message.
+  int32_t check_held(GroupId group, BlockId block, const char* verb) const;
+  uint16_t& more_holders(int32_t slab, BlockId block);
   void make_reusable(GroupId group, BlockId block);
   void drop_completed_entries();
 
@@ -125,6 +140,10 @@ class SlabPool {
   int64_t words_per_slab_ = 0;
   std::vector<uint64_t> used_;         // held or quarantined
   std::vector<uint64_t> quarantined_;  // a subset of used_
+
+  // Holders of a block beyond the first; words_per_slab_ * 64 entries a slab, by the block's place.
+  std::vector<uint16_t> more_holders_;
+  int64_t num_more_holders_ = 0;  // their sum
 
   // First in, first out, since tags never decrease. A vector with a moving head keeps its memory,
   // which a deque would not: the step allocates nothing once it has seen its largest backlog.

@@ -10,6 +10,9 @@
 
 namespace paceline {
 
+struct BlockCopy;     // kv/sequence_blocks.h
+struct SequenceFork;  // scheduler/step_plan.h
+
 // One pass (verify, draft_first or draft_step): a row is a token at a position of a sequence.
 struct PassRows {
   int32_t* num_rows;   // [1]
@@ -84,6 +87,10 @@ struct StagedInputs {
 
   int32_t* num_all_logit_rows;  // [1] num_logit_rows + num_prompt_rows
   int32_t* prompt_targets;      // [max_prompt_rows]
+  int32_t* num_forks;         // [1]
+  SequenceFork* forks;        // [max_seqs]
+  int32_t* num_block_copies;  // [1]
+  BlockCopy* block_copies;    // [max_seqs * groups]
 };
 
 }  // namespace paceline

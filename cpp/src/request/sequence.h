@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A request while the engine serves it: what the host knows of it, which lags behind the device by
-// the iterations in flight. Owned by the executor; written by the scheduler alone.
+// One sample of a request while the engine serves it: what the host knows of it, which lags behind
+// the device by the iterations in flight. Owned by the executor; written by the scheduler alone.
 
 #include <cstdint>
 #include <memory>
@@ -19,12 +19,15 @@ inline constexpr int32_t kMaxLogitBias = 1024;
 inline constexpr int32_t kMaxBadWords = 128;
 inline constexpr int32_t kMaxBadWordTokens = 1024;
 inline constexpr int32_t kMaxLogprobs = 64;
+inline constexpr int32_t kMaxSamples = 128;
 
 struct Sequence {
   enum class Phase : uint8_t { kWaiting, kPrefill, kDecode, kFinished };
 
   RequestId id = 0;
-  SamplingOptions sampling;
+  int32_t sample = 0;        // which of its request
+  int32_t num_samples = 1;   // of its request
+  SamplingOptions sampling;  // with the sample's own seed
   std::vector<uint32_t> allowed;  // a bit a token of the vocabulary; empty: all are
   bool is_score = false;
   Phase phase = Phase::kWaiting;
@@ -35,7 +38,8 @@ struct Sequence {
 
   int32_t slot = -1;            // row of the device's per-sequence state while it runs
   bool needs_slot_reset = false;  // the next launch must initialise the slot
-  int32_t num_prefilled = 0;    // tokens whose prefill has been launched
+  int32_t num_prefilled = 0;    // tokens whose prefill has been launched, or taken over by a fork
+  int64_t newest_prefill = -1;  // the iteration of the last such launch
   SequenceBlocks blocks;
 
   // Raised by preemption: results of launches before it are dropped, since recomputation yields

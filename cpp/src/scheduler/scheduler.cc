@@ -13,6 +13,15 @@ int32_t score_rows(const PlannedSequence& rows) {
   return rows.kind == RowKind::kScore ? rows.num_rows : rows.num_prompt_rows;
 }
 
+// Ids ascend with arrival.
+bool arrived_before(const Sequence* a, const Sequence* b) {
+  return a->id != b->id ? a->id < b->id : a->sample < b->sample;
+}
+
+// Positions that a fork takes over: all of the prompt but its last token. That token's row draws
+// the first of the output, and what a drafter keeps of it may depend on what is drawn.
+int32_t num_forkable(const Sequence& sequence) { return sequence.prompt_len - 1; }
+
 }  // namespace
 
 Scheduler::Scheduler(const SchedulerOptions& options, SlabPool& pool)
@@ -37,11 +46,40 @@ bool Scheduler::fits_alone(int32_t prompt_len, int32_t limit) const {
 void Scheduler::add(Sequence& sequence) {
   sequence.phase = Sequence::Phase::kWaiting;
   sequence.blocks = SequenceBlocks(static_cast<int32_t>(pool_.layout().groups.size()));
-  // Ids ascend with arrival; a preempted sequence goes back to its place in the line.
-  const auto place = std::upper_bound(
-      waiting_.begin(), waiting_.end(), &sequence,
-      [](const Sequence* a, const Sequence* b) { return a->id < b->id; });
+  // A preempted sequence goes back to its place in the line.
+  const auto place = std::upper_bound(waiting_.begin(), waiting_.end(), &sequence, &arrived_before);
+  const bool has_company = (place != waiting_.end() && (*place)->id == sequence.id) ||
+                           (place != waiting_.begin() && (*std::prev(place))->id == sequence.id);
+  if (!has_company) ++num_waiting_requests_;
   waiting_.insert(place, &sequence);
+}
+
+void Scheduler::remove_waiting(size_t index) {
+  const RequestId id = waiting_[index]->id;
+  const bool has_company = (index > 0 && waiting_[index - 1]->id == id) ||
+                           (index + 1 < waiting_.size() && waiting_[index + 1]->id == id);
+  if (!has_company) --num_waiting_requests_;
+  waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(index));
+}
+
+Scheduler::Parent Scheduler::find_parent(const Sequence& sequence, int64_t iteration) const {
+  const int32_t num_tokens = num_forkable(sequence);
+  if (sequence.num_samples == 1 || num_tokens == 0) return {};
+  if (sequence.prompt_logprobs != nullptr) return {};  // still to be rated, row by row
+  Parent found;
+  const auto first =
+      std::lower_bound(running_.begin(), running_.end(), sequence.id,
+                       [](const Sequence* running, RequestId id) { return running->id < id; });
+  for (auto it = first; it != running_.end() && (*it)->id == sequence.id; ++it) {
+    const Sequence& sibling = **it;
+    // Blocks are copied before the iteration's first row, so what it writes itself is too late.
+    if (sibling.num_prefilled < num_tokens || sibling.newest_prefill >= iteration) {
+      found.comes_later = true;
+    } else if (sibling.blocks.can_fork(pool_.layout(), num_tokens)) {
+      return {.sequence = &sibling};
+    }
+  }
+  return found;
 }
 
 bool Scheduler::must_be_finished(const Sequence& sequence) const {
@@ -128,25 +166,40 @@ Scheduler::Room Scheduler::make_room(Sequence& sequence, const PlannedSequence& 
   return Room::kReserved;
 }
 
-bool Scheduler::admit(Sequence& sequence, const PlannedSequence& rows, StepPlan& plan) {
+bool Scheduler::admit(Sequence& sequence, const PlannedSequence& rows, const Sequence* parent,
+                      StepPlan& plan) {
+  const KvLayout& layout = pool_.layout();
   // Not only this chunk but all that is known must fit, or admission would soon preempt.
   const int32_t k = options_.num_draft_tokens;
   const int32_t soon = std::max(std::min(sequence.limit, sequence.known_len() + 2 * (k + 1) + k),
                                 sequence.known_len());
-  if (!pool_.can_allocate(peak_blocks(pool_.layout(), soon, window_slack()))) return false;
+  std::vector<int64_t> counts = peak_blocks(layout, soon, window_slack());
+  for (size_t g = 0; parent != nullptr && g < counts.size(); ++g) {
+    // What is shared is there already. Not so for long in a sliding group, which moves on to blocks
+    // of the fork's own.
+    if (layout.groups[g].kind == KvKind::kFull) {
+      counts[g] -= rows.start / layout.groups[g].block_size;
+    }
+  }
+  if (!pool_.can_allocate(counts)) return false;
   sequence.slot = free_slots_.back();
+  if (parent != nullptr) sequence.blocks.fork(pool_, parent->blocks, rows.start);
   if (!sequence.blocks.reserve(pool_, tokens_to_reserve(sequence, rows), sequence.slot,
                                plan.table_writes)) {
+    sequence.blocks.release_all(pool_, newest_planned_);
     sequence.slot = -1;
     return false;
+  }
+  if (parent != nullptr) {
+    sequence.blocks.append_copies(layout, parent->blocks, rows.start, plan.block_copies);
+    plan.forks.push_back(
+        {.parent_slot = parent->slot, .slot = sequence.slot, .num_tokens = rows.start});
+    num_shared_tokens_ += rows.start;
   }
   free_slots_.pop_back();
   sequence.phase = Sequence::Phase::kPrefill;
   sequence.needs_slot_reset = true;
-  running_.insert(std::upper_bound(running_.begin(), running_.end(), &sequence,
-                                   [](const Sequence* a, const Sequence* b) {
-                                     return a->id < b->id;
-                                   }),
+  running_.insert(std::upper_bound(running_.begin(), running_.end(), &sequence, &arrived_before),
                   &sequence);
   return true;
 }
@@ -160,6 +213,7 @@ void Scheduler::launch(Sequence& sequence, PlannedSequence rows, StepPlan& plan)
     ++sequence.emitting_in_flight;
   } else {
     sequence.num_prefilled += rows.num_rows;
+    sequence.newest_prefill = plan.iteration;
     if (rows.kind == RowKind::kPrefillFinal) {
       sequence.phase = Sequence::Phase::kDecode;
       ++sequence.emitting_in_flight;
@@ -171,6 +225,8 @@ void Scheduler::launch(Sequence& sequence, PlannedSequence rows, StepPlan& plan)
 bool Scheduler::plan(StepPlan& plan) {
   plan.sequences.clear();
   plan.table_writes.clear();
+  plan.forks.clear();
+  plan.block_copies.clear();
   const int32_t width = options_.num_draft_tokens + 1;
 
   int32_t prefill_budget = options_.max_num_batched_tokens;
@@ -201,13 +257,24 @@ bool Scheduler::plan(StepPlan& plan) {
   }
 
   // Nobody is admitted over the heads of those who have just lost their blocks, unless nothing
-  // else would run.
-  while (!waiting_.empty() && !free_slots_.empty() &&
+  // else would run. All releases of this plan have come before the first fork, so whatever takes
+  // the source of a copy away later tags it with this iteration at least.
+  size_t index = 0;
+  while (index < waiting_.size() && !free_slots_.empty() &&
          (!has_preempted || (plan.sequences.empty() && running_.empty()))) {
-    Sequence* sequence = waiting_.front();
+    Sequence* sequence = waiting_[index];
+    const Parent parent = find_parent(*sequence, plan.iteration);
+    if (parent.sequence == nullptr && parent.comes_later) {
+      ++index;  // the others need not wait for its prompt
+      continue;
+    }
+    sequence->num_prefilled = parent.sequence != nullptr ? num_forkable(*sequence) : 0;
     const PlannedSequence rows = next_rows(*sequence, prefill_budget, score_budget);
-    if (rows.num_rows == 0 || !admit(*sequence, rows, plan)) break;
-    waiting_.pop_front();
+    if (rows.num_rows == 0 || !admit(*sequence, rows, parent.sequence, plan)) {
+      sequence->num_prefilled = 0;
+      break;
+    }
+    remove_waiting(index);
     prefill_budget -= rows.num_rows;
     score_budget -= score_rows(rows);
     launch(*sequence, rows, plan);
@@ -235,7 +302,9 @@ void Scheduler::advance(Sequence& sequence, const PlannedSequence& launch) {
 
 void Scheduler::finish(Sequence& sequence) {
   if (sequence.phase == Sequence::Phase::kWaiting) {
-    std::erase(waiting_, &sequence);
+    const auto found = std::find(waiting_.begin(), waiting_.end(), &sequence);
+    PACELINE_CHECK(found != waiting_.end(), "request ", sequence.id, " waits in no line");
+    remove_waiting(static_cast<size_t>(found - waiting_.begin()));
   } else {
     std::erase(running_, &sequence);
   }

@@ -31,10 +31,20 @@ struct PlannedSequence {
   int32_t num_prompt_rows = 0;
 };
 
+// A sequence of the plan that takes over the first positions of another one: the device copies
+// history and block tables from slot to slot, and the blocks that are shared in part.
+struct SequenceFork {
+  int32_t parent_slot;
+  int32_t slot;
+  int32_t num_tokens;  // positions [0, num_tokens); the fork's first row is at num_tokens
+};
+
 struct StepPlan {
   int64_t iteration = 0;
   std::vector<PlannedSequence> sequences;  // ordered by kind, then by arrival
   std::vector<TableWrite> table_writes;    // new block table entries
+  std::vector<SequenceFork> forks;         // each slot once; no slot is also a parent's
+  std::vector<BlockCopy> block_copies;     // of the forks; no destination is a source
 };
 
 }  // namespace paceline

@@ -37,6 +37,8 @@ void assemble_verify_rows(CudaContext&, const AssembleVerifyRowsParams&);
 // is written again, from what the target says, before anything reads it.
 // kLast: one row a drafting sequence, at the position before the newest token's, with that token;
 // hidden_rows says which row of the verify pass was there.
+// Rows of ended sequences are inert, but for those that write the KV of a chunk: a sequence may end
+// with the first token of its output, and others fork from it all the same.
 struct AssembleFirstRowsParams {
   StagedInputs inputs;
   SequenceState sequences;

@@ -64,38 +64,39 @@ PACELINE_HOST_DEVICE inline void assemble_first_sequence(const AssembleFirstRows
   const int32_t num_rows = p.inputs.first_indptr[i + 1] - begin;
   const int32_t known_len = s.known_len[slot];
   const bool is_active = s.is_active[slot] != 0;
+  const bool is_decode = p.inputs.kind[i] == static_cast<int32_t>(RowKind::kDecode);
   const int32_t* history = s.history + slot * s.history_stride;
-  // Row r is at position first + r and has the token `ahead` positions further on.
-  int32_t first = known_len - num_rows;
-  int32_t num_live = is_active ? num_rows : 0;
-  int32_t ahead = 0;
+  // Row r is at position first + r and has the token `ahead` positions further on. A chunk's rows
+  // are live even where its sequence has just ended: another one may fork from what they write.
+  int32_t first = p.inputs.prefill_start[i];
+  int32_t num_live = num_rows;
+  const int32_t ahead = p.first_rows == FirstRows::kNewest ? 0 : 1;
   if (p.first_rows == FirstRows::kLast) {
-    ahead = 1;
     first = known_len - 2;
-  } else if (p.first_rows == FirstRows::kWindow) {
-    ahead = 1;
-    first = p.inputs.prefill_start[i];
-    if (p.inputs.kind[i] == static_cast<int32_t>(RowKind::kDecode)) {
-      const int32_t emitted_len = p.results[i].emitted_len;
-      first = known_len - emitted_len - 1;
-      num_live = is_active ? emitted_len : 0;
-    }
+    num_live = is_active ? num_rows : 0;
+  } else if (is_decode && p.first_rows == FirstRows::kWindow) {
+    const int32_t emitted_len = p.results[i].emitted_len;
+    first = known_len - emitted_len - 1;
+    num_live = is_active ? emitted_len : 0;
+  } else if (is_decode) {
+    first = known_len - num_rows;
+    num_live = is_active ? num_rows : 0;
   }
   for (int32_t r = worker; r < num_rows; r += num_workers) {
     const bool is_live = r < num_live;
     int32_t token = 0;
     if (is_live) {
       const int32_t at = first + r + ahead;
-      // Only the host knows what comes after an unfinished chunk.
+      // Only the host knows what comes after an unfinished chunk. (After the prompt of a sequence
+      // that has failed nothing does, and nobody reads that row's KV.)
       token = at < known_len ? history[at] : p.inputs.next_token[i];
     }
     set_row(p.rows, begin + r, is_live, slot, first + r, token);
     if (p.hidden_rows != nullptr) {
       // Of a window, the row that drew the newest token; else the last.
-      const bool is_decoding = p.inputs.kind[i] == static_cast<int32_t>(RowKind::kDecode);
       const int32_t last = p.inputs.verify_indptr[i + 1] - 1;
       const int32_t drew = p.inputs.verify_indptr[i] + p.results[i].emitted_len - 1;
-      p.hidden_rows[begin + r] = is_live && is_decoding ? drew : last;
+      p.hidden_rows[begin + r] = is_live && is_decode ? drew : last;
     }
   }
   if (worker == 0 && i < *p.inputs.num_drafting) {

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// What a fork copies: the one specification that the CPU loops over and that CUDA threads run.
+// Worker `worker` of `num_workers` takes every num_workers-th element; what one writes no other
+// reads.
+
+#include <cstdint>
+
+#include "base/host_device.h"
+#include "ops/fork.h"
+
+namespace paceline {
+
+// `mark(word, bits)` sets bits of a word of `seen`, which other workers do at the same time.
+template <class Mark>
+PACELINE_HOST_DEVICE inline void fork_sequence(const ForkSequencesParams& p, int32_t i,
+                                               int32_t worker, int32_t num_workers,
+                                               const Mark& mark) {
+  const SequenceFork fork = p.forks[i];
+  const SequenceState& s = p.sequences;
+  const int32_t* from = s.history + fork.parent_slot * s.history_stride;
+  int32_t* to = s.history + fork.slot * s.history_stride;
+  const bool is_counted = p.sampling.adjusts[fork.slot] != 0;
+  uint32_t* seen = p.sampling.seen + int64_t{fork.slot} * mask_words(p.sampling.vocab_size);
+  for (int32_t at = worker; at < fork.num_tokens; at += num_workers) {
+    const int32_t token = from[at];
+    to[at] = token;
+    if (is_counted && token < p.sampling.vocab_size) {
+      mark(seen + token / 32, uint32_t{1} << token % 32);
+    }
+  }
+  for (int32_t g = 0; g < p.num_tables; ++g) {
+    const BlockTable& table = p.tables[g];
+    const int32_t* parent = table.blocks + fork.parent_slot * table.stride;
+    int32_t* child = table.blocks + fork.slot * table.stride;
+    const int32_t num_whole = fork.num_tokens / table.block_size;
+    for (int32_t block = worker; block < num_whole; block += num_workers) {
+      child[block] = parent[block];
+    }
+  }
+}
+
+}  // namespace paceline
