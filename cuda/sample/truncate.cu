@@ -28,58 +28,11 @@ namespace {
 constexpr int32_t kMaxBins = kMaxDigitValues / kBlocks;  // that a block adds up
 static_assert(kMaxBins <= kThreads && kMaxBins % 32 == 0);
 
-// Logits are alike, so that many lanes of a warp add to the same bin, one after the other. There
-// are several copies of a histogram for that: lane l adds to copy l % num_copies. The copies of a
-// bin lie side by side, in banks of their own.
-struct Histogram {
-  uint32_t* low;  // [kMaxDigitValues, num_copies] the lower words of 64-bit sums
-  uint32_t* high;
-  int32_t num_copies;
-
-  static constexpr size_t kCopyBytes = 2 * sizeof(uint32_t) * kMaxDigitValues;
-
-  __device__ __forceinline__ void clear(int32_t num_bins) const {
-    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < num_bins * num_copies; i += kThreads) {
-      low[i] = high[i] = 0;
-    }
-  }
-  __device__ __forceinline__ void add(int32_t bin, uint64_t amount) const {
-    const int32_t at = bin * num_copies + static_cast<int32_t>(threadIdx.x) % num_copies;
-    const auto low_amount = static_cast<uint32_t>(amount);
-    const uint32_t before = atomicAdd(&low[at], low_amount);
-    const uint32_t carry = before + low_amount < before ? 1 : 0;
-    const uint32_t high_amount = static_cast<uint32_t>(amount >> 32) + carry;
-    if (high_amount != 0) atomicAdd(&high[at], high_amount);
-  }
-  // Adds the copies up, into those of the first num_bins words.
-  __device__ __forceinline__ void merge(int32_t num_bins) const {
-    if (num_copies == 1) return;
-    uint64_t sums[kMaxDigitValues / kThreads];
-#pragma unroll
-    for (int32_t i = 0; i < kMaxDigitValues / kThreads; ++i) {
-      const int32_t bin = static_cast<int32_t>(threadIdx.x) + i * kThreads;
-      sums[i] = 0;
-      if (bin >= num_bins) continue;
-      for (int32_t copy = 0; copy < num_copies; ++copy) {
-        const int32_t at = bin * num_copies + copy;
-        sums[i] += low[at] + (uint64_t{high[at]} << 32);
-      }
-    }
-    __syncthreads();
-#pragma unroll
-    for (int32_t i = 0; i < kMaxDigitValues / kThreads; ++i) {
-      const int32_t bin = static_cast<int32_t>(threadIdx.x) + i * kThreads;
-      if (bin >= num_bins) continue;
-      low[bin] = static_cast<uint32_t>(sums[i]);
-      high[bin] = static_cast<uint32_t>(sums[i] >> 32);
-    }
-  }
-};
-static_assert(kMaxDigitValues % kThreads == 0);
-
-// Beside the block's logits and its histogram. What other blocks of the cluster read is written
-// before one cluster_barrier and, between that one and the next, only read.
+// Beside the block's logits. What other blocks of the cluster read is written before one
+// cluster_barrier and, between that one and the next, only read.
 struct Shared {
+  uint32_t low[kMaxDigitValues];  // histogram: the lower words of 64-bit sums
+  uint32_t high[kMaxDigitValues];
   uint64_t bins[kMaxBins];  // this block's share of the bins, summed over the cluster
   uint64_t sum_of_bins;
   uint32_t highest;  // key of the block's highest logit
@@ -90,11 +43,18 @@ struct Shared {
   int32_t found_bin;
 };
 
+__device__ __forceinline__ void add(Shared& shared, int32_t bin, uint64_t amount) {
+  const auto low = static_cast<uint32_t>(amount);
+  const uint32_t before = atomicAdd(&shared.low[bin], low);
+  const uint32_t carry = before + low < before ? 1 : 0;
+  const uint32_t high = static_cast<uint32_t>(amount >> 32) + carry;
+  if (high != 0) atomicAdd(&shared.high[bin], high);
+}
+
 // As `search` of the CPU. All threads of the cluster call it and get the same.
 template <class Measure, class Target>
-__device__ __forceinline__ uint32_t search(const Piece& piece, const Histogram& histogram,
-                                           Shared& shared, uint32_t floor, const Measure& measure,
-                                           const Target& target_of) {
+__device__ __forceinline__ uint32_t search(const Piece& piece, Shared& shared, uint32_t floor,
+                                           const Measure& measure, const Target& target_of) {
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   const int32_t warp = thread / 32;
   const int32_t lane = thread % 32;
@@ -103,7 +63,9 @@ __device__ __forceinline__ uint32_t search(const Piece& piece, const Histogram& 
   uint64_t above = 0;
 #pragma unroll 1
   for (int32_t digit = 0; digit < kNumDigits; ++digit) {
-    histogram.clear(digit_values(digit));
+    for (int32_t i = thread; i < digit_values(digit); i += kThreads) {
+      shared.low[i] = shared.high[i] = 0;
+    }
     __syncthreads();
     const uint32_t before = bits_before(digit);
     piece.for_quads([&](int32_t, const float (&four)[4]) {
@@ -112,11 +74,9 @@ __device__ __forceinline__ uint32_t search(const Piece& piece, const Histogram& 
         const uint32_t key = to_ordered(four[j]);
         if (key <= kNoLogitKey || key < floor || ((key ^ prefix) & before) != 0) continue;
         const uint64_t amount = measure(four[j]);
-        if (amount != 0) histogram.add(digit_of(key, digit), amount);
+        if (amount != 0) add(shared, digit_of(key, digit), amount);
       }
     });
-    __syncthreads();
-    histogram.merge(digit_values(digit));
     cluster_barrier();
 
     // The bins of the digit are shared out: each block adds up its own over the cluster.
@@ -128,8 +88,8 @@ __device__ __forceinline__ uint32_t search(const Piece& piece, const Histogram& 
       uint64_t high = 0;
 #pragma unroll
       for (int32_t rank = 0; rank < kBlocks; ++rank) {
-        low += *in_cluster(&histogram.low[bin], rank);
-        high += *in_cluster(&histogram.high[bin], rank);
+        low += *in_cluster(&shared.low[bin], rank);
+        high += *in_cluster(&shared.high[bin], rank);
       }
       const uint64_t sum = low + (high << 32);
       shared.bins[thread] = sum;
@@ -215,22 +175,20 @@ __device__ __forceinline__ void exclude_below(const Piece& piece, float threshol
 
 template <bool kIsVector>
 __device__ void truncate_row(const RowLimits& limits, int32_t vocab_limit, const Piece& piece,
-                             float* logits, float* values, const Histogram& histogram,
-                             Shared& shared) {
+                             float* logits, float* values, Shared& shared) {
   const uint32_t highest = highest_key(load_piece<kIsVector>(piece, values), shared);
   const float highest_logit = from_ordered(highest);
   if (highest_logit > negative_infinity() && highest_logit < -negative_infinity()) {
     uint32_t lowest_kept = 0;
     if (limits.top_k > 0 && limits.top_k < vocab_limit) {
       lowest_kept = search(
-          piece, histogram, shared, lowest_kept, [](float) { return uint64_t{1}; },
+          piece, shared, lowest_kept, [](float) { return uint64_t{1}; },
           [&](uint64_t) { return static_cast<uint64_t>(limits.top_k); });
     }
     if (limits.top_p < 1.0f) {
       const Weigher weigher = weigher_of(highest_logit, limits.temperature);
       lowest_kept = search(
-          piece, histogram, shared, lowest_kept,
-          [&](float logit) { return weight_of(weigher, logit); },
+          piece, shared, lowest_kept, [&](float logit) { return weight_of(weigher, logit); },
           [&](uint64_t total) { return top_p_target(limits.top_p, total); });
     }
     if (limits.min_p > 0.0f) {
@@ -244,12 +202,8 @@ __device__ void truncate_row(const RowLimits& limits, int32_t vocab_limit, const
 
 template <bool kIsVector>
 __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, kBlocksPerSm)
-    truncate_kernel(const __grid_constant__ TruncateLogitsParams p, const int32_t piece_size,
-                    const int32_t num_copies) {
-  extern __shared__ __align__(16) float values[];  // [piece_size], then the histogram
-  auto* const words = reinterpret_cast<uint32_t*>(values + piece_size);
-  const Histogram histogram = {
-      .low = words, .high = words + kMaxDigitValues * num_copies, .num_copies = num_copies};
+    truncate_kernel(const __grid_constant__ TruncateLogitsParams p, const int32_t piece_size) {
+  extern __shared__ __align__(16) float values[];  // [piece_size]
   __shared__ Shared shared;
   __shared__ uint32_t bounded[kWarps];
   let_successor_start();
@@ -278,8 +232,7 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, kBlo
         float* const logits = p.logits + row * p.logits_stride + first_id;
         const Piece piece = {
             .logits = logits, .count = count, .values = values, .size = piece_size, .rank = rank};
-        truncate_row<kIsVector>(row_limits(p, row), p.vocab_limit, piece, logits, values, histogram,
-                                shared);
+        truncate_row<kIsVector>(row_limits(p, row), p.vocab_limit, piece, logits, values, shared);
       }
     }
   }
@@ -288,35 +241,22 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, kBlo
 template <bool kIsVector>
 void run(CudaContext& ctx, const TruncateLogitsParams& p) {
   constexpr auto* kKernel = &truncate_kernel<kIsVector>;
-  constexpr size_t kMaxBytes = kMaxSharedBytes - sizeof(Shared) - 1024;
+  constexpr size_t kMaxValueBytes = kMaxSharedBytes - sizeof(Shared) - 1024;
   static const bool is_set_up = [] {
-    allow_shared_bytes(kKernel, kMaxBytes, "truncate_logits");
+    allow_shared_bytes(kKernel, kMaxValueBytes, "truncate_logits");
     return true;
   }();
   static_cast<void>(is_set_up);
   const int32_t ids_per_block = (p.vocab_limit + kBlocks - 1) / kBlocks;
   const int32_t piece_size = (ids_per_block + 3) / 4 * 4;
   const size_t value_bytes = sizeof(float) * static_cast<size_t>(piece_size);
-  PACELINE_CHECK(value_bytes + Histogram::kCopyBytes <= kMaxBytes, "truncate_logits of ",
-                 p.vocab_limit, " ids; at most ",
-                 kBlocks * ((kMaxBytes - Histogram::kCopyBytes) / 16 * 4));
-  const auto bytes_of = [&](int32_t num_copies) {
-    return value_bytes + static_cast<size_t>(num_copies) * Histogram::kCopyBytes;
-  };
-  // Two blocks a multiprocessor are worth more than copies.
-  const auto have_room = [&](int32_t num_copies) {
-    return kBlocksPerSm * (bytes_of(num_copies) + sizeof(Shared) + 2048) <= kMaxSharedBytes;
-  };
-  const int32_t blocks_per_sm = have_room(1) ? kBlocksPerSm : 1;
-  int32_t num_copies = 4;
-  while (num_copies > 1 &&
-         (blocks_per_sm > 1 ? !have_room(num_copies) : bytes_of(num_copies) > kMaxBytes)) {
-    num_copies /= 2;
-  }
-  const int32_t num_clusters = num_row_clusters(ctx, blocks_per_sm);
+  PACELINE_CHECK(value_bytes <= kMaxValueBytes, "truncate_logits of ", p.vocab_limit,
+                 " ids; at most ", kBlocks * (kMaxValueBytes / 16 * 4));
+  const bool has_room = kBlocksPerSm * (value_bytes + sizeof(Shared) + 2048) <= kMaxSharedBytes;
+  const int32_t num_clusters = num_row_clusters(ctx, has_room ? kBlocksPerSm : 1);
   launch(ctx, "truncate_logits", kKernel,
          dim3(kBlocks, static_cast<unsigned>(std::min(p.max_rows, num_clusters))), dim3(kThreads),
-         bytes_of(num_copies), p, piece_size, num_copies);
+         value_bytes, p, piece_size);
 }
 
 }  // namespace

@@ -23,6 +23,7 @@ from paceline.bench.latency import (
     Workload,
     can_trace,
     measure,
+    start_engine,
     with_floor,
 )
 from paceline.bench.models import BenchModel, config_names, is_config_name, load, load_draft
@@ -151,32 +152,39 @@ def run_latency(args: argparse.Namespace) -> int:
     run_id = uuid.uuid4().hex[:12]
     rows: list[tuple[str, Measurement]] = []
     read_bandwidth = 0.0
-    for c, (name, drafter, speculation), sampling in itertools.product(
-        concurrency, list(_variants(setup)), samplings
+    for c, (variant, drafter, speculation) in itertools.product(
+        concurrency, list(_variants(setup))
     ):
-        workload = Workload(c, args.input_len, args.output_len, sampling)
-        if len(samplings) > 1:
-            name += "".join(f" {key}={value:g}" for key, value in sampling.items())
-        print(f"measuring {name} at {c} sequences ...", file=sys.stderr, flush=True)
-        result = measure(
-            setup.target, drafter, speculation, workload, num_threads=args.num_threads,
-            rounds=args.rounds, use_null_device=args.host_only,
-            seconds_before=setup.seconds_before, is_traced=args.trace is not None,
+        workloads = [Workload(c, args.input_len, args.output_len, s) for s in samplings]
+        engine = start_engine(
+            setup.target, drafter, speculation, workloads[0], num_threads=args.num_threads,
+            use_null_device=args.host_only,
         )  # fmt: skip
-        if not rows:
-            # Not earlier, so that the first engine starts in a fresh process.
-            read_bandwidth = _measure_read_bandwidth(setup.device, args.num_threads)
+        for workload in workloads:
+            name = variant
+            if len(samplings) > 1:
+                name += "".join(f" {key}={value:g}" for key, value in workload.sampling.items())
+            print(f"measuring {name} at {c} sequences ...", file=sys.stderr, flush=True)
+            result = measure(
+                setup.target, drafter, speculation, workload, rounds=args.rounds,
+                seconds_before=setup.seconds_before, is_traced=args.trace is not None,
+                engine=engine,
+            )  # fmt: skip
+            if not rows:
+                # Not earlier, so that the first engine starts in a fresh process.
+                read_bandwidth = _measure_read_bandwidth(setup.device, args.num_threads)
+                if not is_quiet:
+                    _print_head(setup, read_bandwidth, result)
+            result = with_floor(result, setup.target, read_bandwidth)
+            rows.append((name, result))
             if not is_quiet:
-                _print_head(setup, read_bandwidth, result)
-        result = with_floor(result, setup.target, read_bandwidth)
-        rows.append((name, result))
-        if not is_quiet:
-            _print_row(name, result)
-        report = _report(run_id, setup, read_bandwidth, rows)
-        if args.json is not None and not is_quiet:
-            _write_json(args.json, report)
-        if args.trace is not None:
-            _write_json(args.trace, _trace_table(run_id, setup, rows))
+                _print_row(name, result)
+            report = _report(run_id, setup, read_bandwidth, rows)
+            if args.json is not None and not is_quiet:
+                _write_json(args.json, report)
+            if args.trace is not None:
+                _write_json(args.trace, _trace_table(run_id, setup, rows))
+        engine.executor.close()
     if is_quiet:
         print(json.dumps(report))
     else:

@@ -184,6 +184,37 @@ def make_executor(
     return _core.Executor(target.model, draft.model if draft is not None else None, options)
 
 
+@dataclass(frozen=True)
+class Engine:
+    """A running engine.
+
+    Attributes:
+        executor: What runs.
+        start_s: Seconds that starting it took.
+    """
+
+    executor: _core.Executor
+    start_s: float
+
+
+def start_engine(
+    target: BenchModel,
+    draft: BenchModel | None,
+    speculation: Speculation | None,
+    workload: Workload,
+    *,
+    num_threads: int = 0,
+    use_null_device: bool = False,
+) -> Engine:
+    """Starts an engine with room for a workload; as `measure` has the arguments."""
+    begin = time.monotonic()
+    executor = make_executor(
+        target, draft, speculation, workload, num_threads=num_threads,
+        use_null_device=use_null_device,
+    )  # fmt: skip
+    return Engine(executor, time.monotonic() - begin)
+
+
 def measure(
     target: BenchModel,
     draft: BenchModel | None,
@@ -195,6 +226,7 @@ def measure(
     use_null_device: bool = False,
     seconds_before: float | None = None,
     is_traced: bool = False,
+    engine: Engine | None = None,
 ) -> Measurement:
     """Runs a workload `rounds` times after a warm-up and sums it up.
 
@@ -208,18 +240,22 @@ def measure(
         use_null_device: Run no op, to measure the host's work alone.
         seconds_before: From the start of the process until the models were there; None = unknown.
         is_traced: Time the kernels of one iteration too; needs `can_trace()`.
+        engine: To run on, made by `start_engine` for the same models, speculation and number of
+            sequences; None = one of its own. Engines choose their products by measurement, so
+            workloads that are compared to the percent belong on one.
 
     Returns:
         The measurement, without a floor; see `with_floor`.
     """
     k = 0 if speculation is None else speculation.num_speculative_tokens
     vocab = min(m.config["vocab_size"] for m in ([target] if draft is None else [target, draft]))
-    begin = time.monotonic()
-    executor = make_executor(
-        target, draft, speculation, workload, num_threads=num_threads,
-        use_null_device=use_null_device,
-    )  # fmt: skip
-    engine_start_s = time.monotonic() - begin
+    is_own = engine is None
+    if engine is None:
+        engine = start_engine(
+            target, draft, speculation, workload, num_threads=num_threads,
+            use_null_device=use_null_device,
+        )  # fmt: skip
+    executor, engine_start_s = engine.executor, engine.start_s
     kernels = None
     runs = []
     try:
@@ -232,7 +268,8 @@ def measure(
         if is_traced:
             kernels = _trace(executor, workload, vocab)
     finally:
-        executor.close()
+        if is_own:
+            executor.close()
     full = [
         (us / 1000, idle_us)
         for us, idle_us, decoding, prefill in zip(
