@@ -22,11 +22,11 @@ namespace {
 
 using testing::all_heads;
 using testing::Job;
+using testing::mix_sampling;
 using testing::Oracle;
 using testing::oracle_head;
 using testing::oracle_target;
 using testing::Outcome;
-using testing::mix_sampling;
 using testing::random_jobs;
 using testing::random_raw_head;
 using testing::random_raw_model;

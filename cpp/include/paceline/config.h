@@ -53,7 +53,8 @@ struct SpeculativeOptions {
   int32_t num_draft_proposals = 0;
   // A sequence drafts no further once the drafter's own probability (softmax of its logits at
   // temperature 1, cut by the request's top_k, top_p and min_p) of a token it has drawn is below
-  // this; that token is still verified. 0: off. Any other value in (0, 1) needs DraftDriver::kWhile.
+  // this; that token is still verified. 0: off. Any other value in (0, 1) needs
+  // DraftDriver::kWhile.
   double draft_stop_threshold = 0;
   // Prompt lookup, in place of a drafter: the k tokens that followed the last n of a sequence when
   // they occurred before, for the longest n in [ngram_min, ngram_max] that did. 0 and 0: off; else

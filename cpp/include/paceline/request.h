@@ -22,10 +22,11 @@ struct LogitBias {
 // bad words, allowed tokens and min_tokens, then the temperature, top_k, top_p and min_p, then the
 // draw. A token that is ruled out has no probability; if all are, the request ends with an error.
 struct SamplingOptions {
-  double temperature = 1.0;       // 0 = greedy; finite and >= 0
-  uint64_t seed = 0;              // same seed, same output, whatever else runs
-  int32_t max_tokens = 16;        // >= 1, prompt + max_tokens is capped by max_model_len
-  std::vector<int32_t> stop_token_ids;  // at most 8; the stop token is emitted, then the request ends
+  double temperature = 1.0;  // 0 = greedy; finite and >= 0
+  uint64_t seed = 0;         // same seed, same output, whatever else runs
+  int32_t max_tokens = 16;   // >= 1, prompt + max_tokens is capped by max_model_len
+  std::vector<int32_t>
+      stop_token_ids;      // at most 8; the stop token is emitted, then the request ends
   int32_t min_tokens = 0;  // stop tokens are ruled out for the first so many output tokens
 
   std::vector<LogitBias> logit_bias;  // at most 1024, each token once
@@ -57,7 +58,7 @@ struct TokenLogprob {
 };
 
 struct Request {
-  std::vector<int32_t> prompt;    // token ids, at least one, each in [0, vocab_size)
+  std::vector<int32_t> prompt;  // token ids, at least one, each in [0, vocab_size)
   SamplingOptions sampling;
   // Instead of generating, return the target's logits of every prompt position.
   bool score_prompt = false;
@@ -71,10 +72,10 @@ enum class FinishReason : uint8_t { kNone, kStop, kLength, kCancelled, kError };
 // Counters of one sample of a request. In every iteration that emits, emitted - accepted is 1,
 // except in the sample's last one, where it may be 0.
 struct SpeculationCounters {
-  int64_t num_iterations = 0;       // verify iterations with drafts in which the request emitted
-  int64_t num_draft_tokens = 0;     // drafts that were verified
-  int64_t num_accepted_tokens = 0;  // of those, kept
-  int64_t num_discarded_tokens = 0; // drafts never judged: beyond the length limit or a stop token
+  int64_t num_iterations = 0;        // verify iterations with drafts in which the request emitted
+  int64_t num_draft_tokens = 0;      // drafts that were verified
+  int64_t num_accepted_tokens = 0;   // of those, kept
+  int64_t num_discarded_tokens = 0;  // drafts never judged: beyond the length limit or a stop token
   std::vector<int64_t> accepted_per_position;  // [k] times that draft i was kept
   std::vector<int64_t> drafted_per_position;   // [k] times that draft i was verified
 };
@@ -83,22 +84,23 @@ struct SpeculationCounters {
 // sample come in order; the one with finish_reason != kNone is its last.
 struct RequestEvent {
   RequestId id = 0;
-  int32_t sample = 0;                 // 0..num_samples - 1
-  std::vector<int32_t> token_ids;     // newly emitted
+  int32_t sample = 0;              // 0..num_samples - 1
+  std::vector<int32_t> token_ids;  // newly emitted
   // With logprobs: for each of token_ids the token itself, then the most probable ones, best first.
   std::vector<std::vector<TokenLogprob>> logprobs;
   // With prompt_logprobs: the same for the prompt's tokens from the second on. Comes once, with the
   // first token; else null.
   std::shared_ptr<const std::vector<std::vector<TokenLogprob>>> prompt_logprobs;
   FinishReason finish_reason = FinishReason::kNone;
-  std::string error;                  // for kError: what happened
-  int32_t num_drafted = 0;            // drafts verified in this iteration
-  int32_t num_accepted = 0;           // of those, kept
-  SpeculationCounters counters;       // totals; filled in the last event only
-  std::shared_ptr<const std::vector<float>> logits;  // [prompt_len, vocab]; score_prompt, last event
-  int64_t arrival_us = 0;             // steady clock; last event only
-  int64_t first_token_us = 0;         // steady clock; last event only, 0 without tokens
-  int64_t finish_us = 0;              // steady clock; last event only
+  std::string error;             // for kError: what happened
+  int32_t num_drafted = 0;       // drafts verified in this iteration
+  int32_t num_accepted = 0;      // of those, kept
+  SpeculationCounters counters;  // totals; filled in the last event only
+  std::shared_ptr<const std::vector<float>>
+      logits;                  // [prompt_len, vocab]; score_prompt, last event
+  int64_t arrival_us = 0;      // steady clock; last event only
+  int64_t first_token_us = 0;  // steady clock; last event only, 0 without tokens
+  int64_t finish_us = 0;       // steady clock; last event only
 };
 
 }  // namespace paceline

@@ -16,7 +16,7 @@ namespace paceline {
 // The state of a slot at the start of a sequence.
 struct SlotReset {
   int32_t slot = 0;
-  int32_t limit = 0;         // length at which the request ends
+  int32_t limit = 0;  // length at which the request ends
   uint64_t seed = 0;
   float temperature = 0;
   int32_t num_stop_ids = 0;
@@ -53,20 +53,20 @@ struct ScoreCopy {
 
 struct IterationInputs {
   int64_t iteration = 0;
-  bool has_prefill = false;        // any kind but kDecode
-  bool has_logit_work = false;      // some sequence wants more of its logits than a draw
+  bool has_prefill = false;     // any kind but kDecode
+  bool has_logit_work = false;  // some sequence wants more of its logits than a draw
   int32_t num_seqs = 0;
-  int32_t num_drafting = 0;        // the first num_drafting sequences draft (decode, final chunk)
+  int32_t num_drafting = 0;  // the first num_drafting sequences draft (decode, final chunk)
   int32_t num_verify_rows = 0;
-  int32_t num_first_rows = 0;      // of the drafter's first pass
+  int32_t num_first_rows = 0;  // of the drafter's first pass
   int32_t num_logit_rows = 0;
   int32_t num_prompt_rows = 0;  // rows of logits behind those, of prompts whose tokens are rated
 
   // [max_seqs], by batch row
   std::vector<int32_t> seq_slot;
-  std::vector<int32_t> kind;            // RowKind
-  std::vector<int32_t> prefill_start;   // position of the first row; 0 for decode
-  std::vector<int32_t> next_token;      // after an unfinished chunk, the prompt's; else 0
+  std::vector<int32_t> kind;           // RowKind
+  std::vector<int32_t> prefill_start;  // position of the first row; 0 for decode
+  std::vector<int32_t> next_token;     // after an unfinished chunk, the prompt's; else 0
   // [max_seqs + 1], CSR offsets of each sequence's rows
   std::vector<int32_t> verify_indptr;
   std::vector<int32_t> first_indptr;

@@ -3,12 +3,12 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <iterator>
 #include <utility>
 
 #include "base/aligned_buffer.h"
 #include "base/check.h"
+#include "executor/request_checks.h"
 
 namespace paceline {
 namespace {
@@ -93,105 +93,14 @@ Engine::~Engine() {
   thread_.join();
 }
 
-void Engine::check_token(const char* name, int64_t index, int32_t token) const {
-  if (token >= 0 && token < options_.vocab_size) return;
-  throw InvalidArgument(concat(name, "[", index, "] is ", token, "; allowed: 0 to ",
-                               options_.vocab_size - 1, " (vocab_size ", options_.vocab_size, ")"));
-}
-
-void Engine::check_sampling(const SamplingOptions& s) const {
-  const auto refuse = [](const char* name, auto value, const char* allowed) {
-    throw InvalidArgument(concat(name, " is ", value, "; allowed: ", allowed));
-  };
-  if (!std::isfinite(s.temperature) || s.temperature < 0) {
-    refuse("temperature", s.temperature, "a finite number >= 0 (0 is greedy)");
-  }
-  if (s.max_tokens < 1) refuse("max_tokens", s.max_tokens, "1 or more");
-  if (s.min_tokens < 0 || s.min_tokens > s.max_tokens) {
-    refuse("min_tokens", s.min_tokens, "0 to max_tokens");
-  }
-  // As the float32 that the ops read: what rounds to 0 or to infinity there is refused here.
-  const auto narrow = [](double value) { return static_cast<float>(value); };
-  if (!(std::isfinite(narrow(s.repetition_penalty)) && narrow(s.repetition_penalty) > 0)) {
-    refuse("repetition_penalty", s.repetition_penalty, "a finite number > 0 (1 is off)");
-  }
-  if (!std::isfinite(narrow(s.presence_penalty))) {
-    refuse("presence_penalty", s.presence_penalty, "a finite number (0 is off)");
-  }
-  if (!std::isfinite(narrow(s.frequency_penalty))) {
-    refuse("frequency_penalty", s.frequency_penalty, "a finite number (0 is off)");
-  }
-  if (s.top_k < 0) refuse("top_k", s.top_k, "0 (off) or more");
-  if (!(narrow(s.top_p) > 0 && s.top_p <= 1)) {
-    refuse("top_p", s.top_p, "above 0 and at most 1 (off)");
-  }
-  if (!(s.min_p >= 0 && s.min_p <= 1)) refuse("min_p", s.min_p, "0 (off) to 1");
-
-  const auto check_count = [](const char* name, size_t count, int32_t most, const char* what) {
-    if (count <= static_cast<size_t>(most)) return;
-    throw InvalidArgument(concat(name, " has ", count, what, "; allowed: at most ", most));
-  };
-  check_count("stop_token_ids", s.stop_token_ids.size(), kMaxStopIds, " entries");
-  check_count("logit_bias", s.logit_bias.size(), kMaxLogitBias, " entries");
-  check_count("bad_words", s.bad_words.size(), kMaxBadWords, " entries");
-  std::vector<int32_t> biased;
-  for (size_t i = 0; i < s.logit_bias.size(); ++i) {
-    check_token("logit_bias", static_cast<int64_t>(i), s.logit_bias[i].token);
-    if (!std::isfinite(s.logit_bias[i].bias)) {
-      refuse("logit_bias", s.logit_bias[i].bias, "finite numbers");
-    }
-    biased.push_back(s.logit_bias[i].token);
-  }
-  std::sort(biased.begin(), biased.end());
-  if (const auto twice = std::adjacent_find(biased.begin(), biased.end()); twice != biased.end()) {
-    throw InvalidArgument(concat("logit_bias has token ", *twice, " twice; allowed: once"));
-  }
-  size_t num_bad_tokens = 0;
-  for (const std::vector<int32_t>& word : s.bad_words) {
-    if (word.empty()) throw InvalidArgument("bad_words has an entry without tokens");
-    num_bad_tokens += word.size();
-    for (size_t i = 0; i < word.size(); ++i) {
-      check_token("a bad word's token", static_cast<int64_t>(i), word[i]);
-    }
-  }
-  check_count("bad_words", num_bad_tokens, kMaxBadWordTokens, " tokens in all");
-  for (size_t i = 0; i < s.allowed_token_ids.size(); ++i) {
-    check_token("allowed_token_ids", static_cast<int64_t>(i), s.allowed_token_ids[i]);
-  }
-}
-
 void Engine::check_request(const Request& request) const {
+  paceline::check_request(request, {.max_model_len = options_.max_model_len,
+                                    .vocab_size = options_.vocab_size,
+                                    .max_logprobs = options_.shape.max_logprobs});
   const auto prompt_len = static_cast<int64_t>(request.prompt.size());
-  if (prompt_len == 0) {
-    throw InvalidArgument("prompt is empty; give at least one token id");
-  }
-  const int64_t longest = options_.max_model_len - (request.score_prompt ? 0 : 1);
-  if (prompt_len > longest) {
-    throw InvalidArgument(concat("prompt has ", prompt_len, " tokens; max_model_len ",
-                                 options_.max_model_len, " allows at most ", longest,
-                                 "; shorten the prompt or raise max_model_len"));
-  }
-  for (int64_t i = 0; i < prompt_len; ++i) {
-    const int32_t token = request.prompt[i];
-    if (token < 0 || token >= options_.vocab_size) {
-      throw InvalidArgument(concat("prompt token ", i, " is ", token, "; allowed: 0 to ",
-                                   options_.vocab_size - 1, " (vocab_size ", options_.vocab_size,
-                                   ")"));
-    }
-  }
-  if (request.num_samples < 1 || request.num_samples > kMaxSamples) {
-    throw InvalidArgument(
-        concat("num_samples is ", request.num_samples, "; allowed: 1 to ", kMaxSamples));
-  }
-  if (request.score_prompt && request.num_samples > 1) {
-    throw InvalidArgument(concat("num_samples is ", request.num_samples,
-                                 ", but a scored prompt has no samples; set it to 1"));
-  }
-  const SamplingOptions& s = request.sampling;
-  check_sampling(s);
-  check_logprobs(request, options_.shape.max_logprobs);
   const auto limit = static_cast<int32_t>(std::min<int64_t>(
-      request.score_prompt ? prompt_len : prompt_len + s.max_tokens, options_.max_model_len));
+      request.score_prompt ? prompt_len : prompt_len + request.sampling.max_tokens,
+      options_.max_model_len));
   if (!scheduler_.fits_alone(static_cast<int32_t>(prompt_len), limit)) {
     throw InvalidArgument(concat("a request of ", prompt_len, " prompt tokens and ", limit,
                                  " in all needs more KV blocks than the whole pool of ",

@@ -86,8 +86,6 @@ class Engine {
   };
 
   void check_request(const Request& request) const;
-  void check_sampling(const SamplingOptions& sampling) const;
-  void check_token(const char* name, int64_t index, int32_t token) const;
 
   // All below run on the engine's thread.
   void loop();

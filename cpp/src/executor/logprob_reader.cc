@@ -9,27 +9,6 @@
 
 namespace paceline {
 
-void check_logprobs(const Request& request, int32_t max_logprobs) {
-  const auto check = [&](const char* name, int32_t value) {
-    if (value == -1) return;
-    if (max_logprobs == 0) {
-      throw InvalidArgument(
-          concat(name, " is ", value, "; allowed: -1 (none), since max_logprobs is 0; raise it"));
-    }
-    if (value < 0 || value > max_logprobs) {
-      throw InvalidArgument(
-          concat(name, " is ", value, "; allowed: -1 (none) to ", max_logprobs, " (max_logprobs)"));
-    }
-    if (request.score_prompt) {
-      throw InvalidArgument(concat(name, " is ", value,
-                                   ", but score_prompt returns all logits and emits nothing; "
-                                   "allowed with it: -1 (none)"));
-    }
-  };
-  check("logprobs", request.sampling.logprobs);
-  check("prompt_logprobs", request.sampling.prompt_logprobs);
-}
-
 LogprobReader::LogprobReader(const StepPlan& plan, const IterationInputs& inputs,
                              std::span<const TokenLogprob> entries, int32_t max_logprobs,
                              int32_t vocab_size)

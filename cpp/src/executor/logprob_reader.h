@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Logprobs on the host: who may ask for them, and what an iteration has left behind of them.
+// Logprobs on the host: what an iteration has left behind of them.
 
 #include <cstdint>
 #include <span>
@@ -14,10 +14,6 @@
 #include "scheduler/step_plan.h"
 
 namespace paceline {
-
-// Refuses a request for logprobs that the engine has no room for, or that asks for logits as well.
-// Throws InvalidArgument.
-void check_logprobs(const Request& request, int32_t max_logprobs);
 
 class LogprobReader {
  public:

@@ -166,14 +166,14 @@ int64_t SequenceBlocks::num_held() const {
   return num_held;
 }
 
-std::vector<int64_t> peak_blocks(const KvLayout& layout, int32_t num_tokens,
-                                 int32_t window_slack) {
+std::vector<int64_t> peak_blocks(const KvLayout& layout, int32_t num_tokens, int32_t window_slack) {
   std::vector<int64_t> counts;
   counts.reserve(layout.groups.size());
   for (const KvGroup& group : layout.groups) {
     int64_t count = blocks_of(num_tokens, group.block_size);
     switch (group.kind) {
-      case KvKind::kFull: break;
+      case KvKind::kFull:
+        break;
       case KvKind::kSliding: {
         // Worst alignment: the span begins with the last token of a block.
         const int64_t span = int64_t{group.window} + window_slack;

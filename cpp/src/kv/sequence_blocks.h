@@ -23,9 +23,9 @@ namespace paceline {
 
 // One changed entry of a sequence's block table, to be applied on the device.
 struct TableWrite {
-  int32_t seq_slot;   // row of the block tables
+  int32_t seq_slot;  // row of the block tables
   GroupId group;
-  int32_t index;      // logical block: position / block_size
+  int32_t index;  // logical block: position / block_size
   BlockId block;
 };
 

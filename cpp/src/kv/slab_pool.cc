@@ -246,9 +246,7 @@ int32_t SlabPool::num_holders(GroupId group_id, BlockId block) const {
   return 1 + more_holders_[static_cast<size_t>(slab * words_per_slab_ * kWordBits + index)];
 }
 
-int64_t SlabPool::num_quarantined(GroupId group) const {
-  return groups_.at(group).num_quarantined;
-}
+int64_t SlabPool::num_quarantined(GroupId group) const { return groups_.at(group).num_quarantined; }
 
 int64_t SlabPool::num_quarantined() const {
   return static_cast<int64_t>(quarantine_.size() - quarantine_head_);

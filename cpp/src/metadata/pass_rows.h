@@ -87,10 +87,10 @@ struct StagedInputs {
 
   int32_t* num_all_logit_rows;  // [1] num_logit_rows + num_prompt_rows
   int32_t* prompt_targets;      // [max_prompt_rows]
-  int32_t* num_forks;         // [1]
-  SequenceFork* forks;        // [max_seqs]
-  int32_t* num_block_copies;  // [1]
-  BlockCopy* block_copies;    // [max_seqs * groups]
+  int32_t* num_forks;           // [1]
+  SequenceFork* forks;          // [max_seqs]
+  int32_t* num_block_copies;    // [1]
+  BlockCopy* block_copies;      // [max_seqs * groups]
 };
 
 }  // namespace paceline

@@ -25,21 +25,21 @@ struct Sequence {
   enum class Phase : uint8_t { kWaiting, kPrefill, kDecode, kFinished };
 
   RequestId id = 0;
-  int32_t sample = 0;        // which of its request
-  int32_t num_samples = 1;   // of its request
-  SamplingOptions sampling;  // with the sample's own seed
+  int32_t sample = 0;             // which of its request
+  int32_t num_samples = 1;        // of its request
+  SamplingOptions sampling;       // with the sample's own seed
   std::vector<uint32_t> allowed;  // a bit a token of the vocabulary; empty: all are
   bool is_score = false;
   Phase phase = Phase::kWaiting;
 
   std::vector<int32_t> tokens;  // prompt + output that the host has read
   int32_t prompt_len = 0;
-  int32_t limit = 0;            // length of prompt + output at which the request ends
+  int32_t limit = 0;  // length of prompt + output at which the request ends
 
-  int32_t slot = -1;            // row of the device's per-sequence state while it runs
+  int32_t slot = -1;              // row of the device's per-sequence state while it runs
   bool needs_slot_reset = false;  // the next launch must initialise the slot
-  int32_t num_prefilled = 0;    // tokens whose prefill has been launched, or taken over by a fork
-  int64_t newest_prefill = -1;  // the iteration of the last such launch
+  int32_t num_prefilled = 0;      // tokens whose prefill has been launched, or taken over by a fork
+  int64_t newest_prefill = -1;    // the iteration of the last such launch
   SequenceBlocks blocks;
 
   // Raised by preemption: results of launches before it are dropped, since recomputation yields

@@ -39,8 +39,7 @@ int32_t Scheduler::window_slack() const {
 }
 
 bool Scheduler::fits_alone(int32_t prompt_len, int32_t limit) const {
-  return pool_.fits_alone(
-      peak_blocks(pool_.layout(), std::max(prompt_len, limit), window_slack()));
+  return pool_.fits_alone(peak_blocks(pool_.layout(), std::max(prompt_len, limit), window_slack()));
 }
 
 void Scheduler::add(Sequence& sequence) {
@@ -121,13 +120,11 @@ int32_t Scheduler::tokens_to_reserve(const Sequence& sequence, const PlannedSequ
     case RowKind::kDecode: {
       // The device may be ahead by k+1 tokens for each launch in flight; this one adds as many,
       // and the drafter then looks k further.
-      const int32_t most_known =
-          sequence.known_len() + sequence.emitting_in_flight * (k + 1);
+      const int32_t most_known = sequence.known_len() + sequence.emitting_in_flight * (k + 1);
       return std::min(sequence.limit, most_known + (k + 1) + k);
     }
     case RowKind::kPrefillFinal:
-      return std::max(std::min(sequence.limit, sequence.known_len() + 1 + k),
-                      sequence.known_len());
+      return std::max(std::min(sequence.limit, sequence.known_len() + 1 + k), sequence.known_len());
     case RowKind::kPrefillPartial:
     case RowKind::kScore:
       return rows.start + rows.num_rows;
@@ -294,9 +291,10 @@ bool Scheduler::plan(StepPlan& plan) {
 void Scheduler::advance(Sequence& sequence, const PlannedSequence& launch) {
   // The earliest position that a later launch can query: the drafter goes back to the token before
   // the newest one.
-  const int32_t first_query = launch.kind == RowKind::kDecode || launch.kind == RowKind::kPrefillFinal
-                                  ? sequence.known_len() - 2
-                                  : launch.start + launch.num_rows;
+  const int32_t first_query =
+      launch.kind == RowKind::kDecode || launch.kind == RowKind::kPrefillFinal
+          ? sequence.known_len() - 2
+          : launch.start + launch.num_rows;
   if (first_query > 0) sequence.blocks.release_below(pool_, first_query, newest_planned_);
 }
 

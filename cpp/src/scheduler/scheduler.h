@@ -27,10 +27,10 @@ namespace paceline {
 struct SchedulerOptions {
   int32_t max_num_seqs = 0;
   int32_t max_num_batched_tokens = 0;
-  int32_t prefill_chunk_size = 0;     // most prefill rows of one sequence in one iteration; > 0
-  int32_t max_score_rows = 0;         // most rows of scored or rated prompts in one iteration; > 0
-  int32_t num_draft_tokens = 0;       // k
-  int32_t max_in_flight = 0;          // iterations launched and unread at most, the next included
+  int32_t prefill_chunk_size = 0;  // most prefill rows of one sequence in one iteration; > 0
+  int32_t max_score_rows = 0;      // most rows of scored or rated prompts in one iteration; > 0
+  int32_t num_draft_tokens = 0;    // k
+  int32_t max_in_flight = 0;       // iterations launched and unread at most, the next included
 };
 
 class Scheduler {

@@ -22,10 +22,10 @@ enum class RowKind : int32_t {
 
 struct PlannedSequence {
   Sequence* sequence = nullptr;
-  int64_t epoch = 0;      // of the sequence at launch
+  int64_t epoch = 0;  // of the sequence at launch
   RowKind kind = RowKind::kDecode;
-  int32_t start = 0;      // prefill kinds: position of the first row
-  int32_t num_rows = 0;   // in the verify pass
+  int32_t start = 0;     // prefill kinds: position of the first row
+  int32_t num_rows = 0;  // in the verify pass
   bool resets_slot = false;
   // Prefill kinds: the first so many rows have the token after them rated, for prompt_logprobs.
   int32_t num_prompt_rows = 0;

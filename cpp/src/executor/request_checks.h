@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// What may be asked of an engine. Nothing is cut to its range: what is not allowed is refused, with
+// its name, the value seen and the values allowed.
+
+#include <cstdint>
+
+#include <paceline/request.h>
+
+namespace paceline {
+
+struct RequestBounds {
+  int32_t max_model_len = 0;
+  int32_t vocab_size = 0;
+  int32_t max_logprobs = 0;
+};
+
+// All but whether the blocks of the request fit the pool. Throws InvalidArgument.
+void check_request(const Request& request, const RequestBounds& bounds);
+
+}  // namespace paceline

@@ -1,0 +1,268 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// The memory of an iteration, and the bounds of its passes.
+
+#include <algorithm>
+#include <numeric>
+
+#include "base/check.h"
+#include "graph/iteration.h"
+
+namespace paceline {
+namespace {
+
+// `num_seqs` null: each row is a sequence of its own.
+PassRows allocate_rows(DeviceArena& arena, int32_t capacity, const int32_t* num_seqs,
+                       const int32_t* row_indptr) {
+  auto* num_rows = arena.allocate<int32_t>(1, "rows");
+  return {.num_rows = num_rows,
+          .token_ids = arena.allocate<int32_t>(capacity, "rows"),
+          .positions = arena.allocate<int32_t>(capacity, "rows"),
+          .seq_slot = arena.allocate<int32_t>(capacity, "rows"),
+          .capacity = capacity,
+          .num_seqs = num_seqs != nullptr ? num_seqs : num_rows,
+          .row_indptr = row_indptr,
+          .max_seqs = 0,  // these two come with the extent of a pass
+          .max_rows_per_seq = 0};
+}
+
+GroupMetadata allocate_metadata(DeviceArena& arena, const KvGroup& group, const BlockTable& table,
+                                int32_t capacity, bool use_window_lists) {
+  auto* slots = arena.allocate<int64_t>(capacity, "metadata");
+  if (group.kind == KvKind::kFull) {
+    return FullMetadata{.slot_mapping = slots,
+                        .kv_end = arena.allocate<int32_t>(capacity, "metadata"),
+                        .table = table};
+  }
+  if (use_window_lists) {
+    return WindowListMetadata{
+        .slot_mapping = slots,
+        .window_slots = arena.allocate<int64_t>(int64_t{capacity} * group.window, "window lists"),
+        .window_count = arena.allocate<int32_t>(capacity, "metadata"),
+        .window = group.window,
+        .table = table};
+  }
+  return SlidingMetadata{.slot_mapping = slots,
+                         .kv_begin = arena.allocate<int32_t>(capacity, "metadata"),
+                         .kv_end = arena.allocate<int32_t>(capacity, "metadata"),
+                         .window = group.window,
+                         .table = table};
+}
+
+StagedInputs allocate_staged(DeviceArena& arena, const BatchShape& shape, int64_t num_groups) {
+  const auto ints = [&](int64_t count) { return arena.allocate<int32_t>(count, "staged inputs"); };
+  return {.num_seqs = ints(1),
+          .num_drafting = ints(1),
+          .num_verify_rows = ints(1),
+          .num_first_rows = ints(1),
+          .num_logit_rows = ints(1),
+          .seq_slot = ints(shape.max_seqs),
+          .kind = ints(shape.max_seqs),
+          .prefill_start = ints(shape.max_seqs),
+          .next_token = ints(shape.max_seqs),
+          .verify_indptr = ints(shape.max_seqs + 1),
+          .first_indptr = ints(shape.max_seqs + 1),
+          .logit_indptr = ints(shape.max_seqs + 1),
+          .prefill_tokens = ints(shape.max_verify_rows),
+          .logit_rows = ints(shape.max_logit_rows),
+          .num_resets = ints(1),
+          .reset_slots = ints(shape.max_seqs),
+          .num_all_logit_rows = ints(1),
+          .prompt_targets = ints(shape.max_prompt_rows),
+          .num_forks = ints(1),
+          .forks = arena.allocate<SequenceFork>(shape.max_seqs, "staged inputs"),
+          .num_block_copies = ints(1),
+          .block_copies = arena.allocate<BlockCopy>(shape.max_seqs * num_groups, "staged inputs")};
+}
+
+SamplingState allocate_sampling(DeviceArena& arena, const BatchShape& shape, int32_t vocab_size) {
+  const int64_t slots = shape.max_seqs;
+  const auto ints = [&](int64_t count) { return arena.allocate<int32_t>(count, "sampling"); };
+  const auto floats = [&](int64_t count) { return arena.allocate<float>(count, "sampling"); };
+  const auto masks = [&] {
+    return arena.allocate<uint32_t>(slots * mask_words(vocab_size), "sampling");
+  };
+  return {.adjusts = ints(slots),
+          .truncates = ints(slots),
+          .repetition_penalty = floats(slots),
+          .presence_penalty = floats(slots),
+          .frequency_penalty = floats(slots),
+          .prompt_len = ints(slots),
+          .min_tokens = ints(slots),
+          .num_bias = ints(slots),
+          .bias_ids = ints(slots * kMaxLogitBias),
+          .bias_values = floats(slots * kMaxLogitBias),
+          .num_bad_words = ints(slots),
+          .bad_word_ends = ints(slots * kMaxBadWords),
+          .bad_word_tokens = ints(slots * kMaxBadWordTokens),
+          .has_allowed = ints(slots),
+          .allowed = masks(),
+          .top_k = ints(slots),
+          .top_p = floats(slots),
+          .min_p = floats(slots),
+          .num_logprobs = ints(slots),
+          .num_prompt_logprobs = ints(slots),
+          .counts = ints(slots * vocab_size),
+          .seen = masks(),
+          .vocab_size = vocab_size};
+}
+
+SequenceState allocate_sequences(DeviceArena& arena, const BatchShape& shape,
+                                 int32_t max_model_len) {
+  const int64_t slots = shape.max_seqs;
+  const auto ints = [&](int64_t count) { return arena.allocate<int32_t>(count, "sequence state"); };
+  return {.known_len = ints(slots),
+          .limit = ints(slots),
+          .is_active = ints(slots),
+          .seed = arena.allocate<uint64_t>(slots, "sequence state"),
+          .temperature = arena.allocate<float>(slots, "sequence state"),
+          .num_stop_ids = ints(slots),
+          .stop_ids = ints(slots * kMaxStopIds),
+          .history = ints(slots * max_model_len),
+          .history_stride = max_model_len,
+          .draft_tokens = ints(slots * std::max(shape.num_draft_tokens, 1)),
+          .draft_len = ints(slots),
+          .num_draft_tokens = shape.num_draft_tokens};
+}
+
+}  // namespace
+
+IterationExtent full_extent(const BatchShape& shape) {
+  return {.num_seqs = shape.max_seqs,
+          .num_drafting = shape.max_seqs,
+          .num_verify_rows = shape.max_verify_rows,
+          .num_first_rows = shape.max_verify_rows + shape.max_seqs,
+          .num_logit_rows = shape.max_logit_rows,
+          .num_prompt_rows = shape.max_prompt_rows,
+          .verify_rows_per_seq = shape.max_verify_rows,
+          .first_rows_per_seq = shape.max_verify_rows + 1,
+          .num_forks = shape.max_seqs,
+          .num_block_copies = shape.max_seqs * kMaxKvGroups};
+}
+
+IterationExtent decode_extent(const BatchShape& shape, int32_t num_seqs, bool has_logit_work) {
+  const int32_t width = shape.num_draft_tokens + 1;
+  return {.num_seqs = num_seqs,
+          .num_drafting = num_seqs,
+          .num_verify_rows = num_seqs * width,
+          .num_first_rows = num_seqs * shape.first_rows_per_decode(),
+          .num_logit_rows = num_seqs * width,
+          .verify_rows_per_seq = width,
+          .first_rows_per_seq = shape.first_rows_per_decode(),
+          .has_logit_work = has_logit_work};
+}
+
+IterationExtent extent_of(const IterationInputs& inputs) {
+  IterationExtent extent = {.num_seqs = inputs.num_seqs,
+                            .num_drafting = inputs.num_drafting,
+                            .num_verify_rows = inputs.num_verify_rows,
+                            .num_first_rows = inputs.num_first_rows,
+                            .num_logit_rows = inputs.num_logit_rows,
+                            .num_prompt_rows = inputs.num_prompt_rows,
+                            .num_forks = static_cast<int32_t>(inputs.forks.size()),
+                            .num_block_copies = static_cast<int32_t>(inputs.block_copies.size()),
+                            .has_logit_work = inputs.has_logit_work};
+  for (int32_t i = 0; i < inputs.num_seqs; ++i) {
+    extent.verify_rows_per_seq =
+        std::max(extent.verify_rows_per_seq, inputs.verify_indptr[i + 1] - inputs.verify_indptr[i]);
+    extent.first_rows_per_seq =
+        std::max(extent.first_rows_per_seq, inputs.first_indptr[i + 1] - inputs.first_indptr[i]);
+  }
+  return extent;
+}
+
+IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationOptions& options,
+                                            const KvLayout& layout, const DecoderConfig& target,
+                                            const DecoderConfig* draft, DType activation_dtype) {
+  const BatchShape& shape = options.shape;
+  PACELINE_CHECK(layout.groups.size() <= kMaxKvGroups, layout.groups.size(), " KV groups of ",
+                 kMaxKvGroups);
+  // The drafter also sees the token that a finished prompt has drawn.
+  const int32_t first_capacity = shape.max_verify_rows + shape.max_seqs;
+  IterationBuffers b;
+  b.staged = allocate_staged(arena, shape, static_cast<int64_t>(layout.groups.size()));
+  b.sequences = allocate_sequences(arena, shape, options.max_model_len);
+  b.sampling = allocate_sampling(arena, shape, target.vocab_size);
+  b.current_draft_step = arena.allocate<int32_t>(1, "step state");
+  std::vector<int32_t> identity(static_cast<size_t>(shape.max_seqs) + 1);
+  std::iota(identity.begin(), identity.end(), 0);
+  b.identity = arena.allocate_copy<int32_t>(identity, "draws");
+  b.verify_rows =
+      allocate_rows(arena, shape.max_verify_rows, b.staged.num_seqs, b.staged.verify_indptr);
+  b.first_rows = allocate_rows(arena, first_capacity, b.staged.num_seqs, b.staged.first_indptr);
+  b.step_rows = allocate_rows(arena, shape.max_seqs, /*num_seqs=*/nullptr, b.identity);
+  for (const KvGroup& group : layout.groups) {
+    const int64_t stride =
+        (int64_t{options.max_model_len} + group.block_size - 1) / group.block_size;
+    const BlockTable table{
+        .blocks = arena.allocate<int32_t>(stride * shape.max_seqs, "block tables"),
+        .stride = stride,
+        .block_size = group.block_size};
+    b.block_tables.push_back(table);
+    const auto id = static_cast<GroupId>(b.block_tables.size() - 1);
+    const bool is_drafted_from = layout.is_read_by(KvOwner::kDraft, id);
+    const auto metadata = [&](bool is_used, int32_t capacity) {
+      return is_used ? allocate_metadata(arena, group, table, capacity, options.use_window_lists)
+                     : GroupMetadata{};
+    };
+    b.verify_metadata.push_back(
+        metadata(layout.is_read_by(KvOwner::kTarget, id), shape.max_verify_rows));
+    b.first_metadata.push_back(metadata(is_drafted_from, first_capacity));
+    b.step_metadata.push_back(metadata(is_drafted_from, shape.max_seqs));
+  }
+  ActivationWidths widths;
+  widths.merge(target);
+  if (draft != nullptr) widths.merge(*draft);
+  const auto padded = [&](int32_t rows) -> int64_t {
+    return options.padded_rows != nullptr ? options.padded_rows(rows) : rows;
+  };
+  b.activations =
+      allocate_activations(arena, padded(draft != nullptr ? first_capacity : shape.max_verify_rows),
+                           widths, activation_dtype);
+  b.gathered = arena.allocate<float>(shape.max_logit_rows * widths.hidden, "logits");
+  b.logits = arena.allocate<float>(
+      padded(shape.max_logit_rows) *
+          std::max(target.num_logits(), draft != nullptr ? draft->num_logits() : 0),
+      "logits");
+  b.target_tokens = arena.allocate<int32_t>(shape.max_logit_rows, "draws");
+  b.drawn = arena.allocate<int32_t>(shape.max_seqs, "draws");
+  b.first_last_row = arena.allocate<int32_t>(shape.max_seqs, "rows");
+  b.draft_output = {.feedback = b.gathered, .logits = b.logits};
+  if (draft != nullptr && draft->drafter) {
+    const DrafterConfig& drafter = *draft->drafter;
+    const auto num_parts = static_cast<int32_t>(std::max<size_t>(drafter.aux_layers.size(), 1));
+    const int32_t width = num_parts * target.hidden;
+    b.target_hidden = {
+        .data = arena.allocate<std::byte>(
+            padded(first_capacity) * width * dtype_bytes(activation_dtype), "hidden states"),
+        .width = width,
+        .aux_layers = drafter.aux_layers};
+    if (shape.first_rows == FirstRows::kLast) {
+      b.hidden_rows = arena.allocate<int32_t>(first_capacity, "rows");
+    }
+    // Not b.gathered: this is state that goes from step to step.
+    HeadOutput& output = b.draft_output;
+    output.feedback = arena.allocate<float>(
+        padded(shape.max_seqs) * std::max(draft->hidden, draft->embed_width()), "hidden states");
+    if (const CentroidsConfig& centroids = drafter.centroids; centroids.count > 0) {
+      output.centroid_scores =
+          arena.allocate<float>(padded(shape.max_seqs) * centroids.count, "logits");
+      output.clusters = arena.allocate<int32_t>(int64_t{shape.max_seqs} * centroids.top, "logits");
+      output.tokens =
+          arena.allocate<int32_t>(int64_t{shape.max_seqs} * draft->num_logits(), "logits");
+    }
+  }
+  b.draft_stop.keep_drafting = arena.allocate<int32_t>(1, "step state");
+  if (options.draft_stop_threshold > 0) {
+    b.draft_stop.probabilities = arena.allocate<float>(shape.max_seqs, "draws");
+    b.draft_stop.threshold = static_cast<float>(options.draft_stop_threshold);
+  }
+  b.results = arena.allocate<SequenceResult>(shape.max_seqs, "results");
+  if (shape.max_logprobs > 0) b.logprobs = allocate_logprobs(arena, shape, target.vocab_size);
+  b.rejection =
+      allocate_rejection(arena, shape, options.accept_method,
+                         options.samples_drafts && draft != nullptr, options.num_draft_proposals);
+  return b;
+}
+
+}  // namespace paceline
