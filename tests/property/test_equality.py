@@ -222,9 +222,18 @@ def jobs(batch: int) -> tuple[Job, ...]:
 
 
 def apart(work: tuple[Job, ...], num_samples: int) -> tuple[Job, ...]:
-    """The samples as requests of their own, in the order of `run`."""
+    """The samples as requests of their own, in the order of `run`.
+
+    What is said of the prompt comes with the first sample, for all.
+    """
     return tuple(
-        replace(job, seed=job.seed + sample) for job in work for sample in range(num_samples)
+        replace(
+            job,
+            seed=job.seed + sample,
+            prompt_logprobs=job.prompt_logprobs if sample == 0 else -1,
+        )
+        for job in work
+        for sample in range(num_samples)
     )
 
 

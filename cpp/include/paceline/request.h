@@ -89,7 +89,7 @@ struct RequestEvent {
   // With logprobs: for each of token_ids the token itself, then the most probable ones, best first.
   std::vector<std::vector<TokenLogprob>> logprobs;
   // With prompt_logprobs: the same for the prompt's tokens from the second on. Comes once, with the
-  // first token; else null.
+  // first token of sample 0; else null.
   std::shared_ptr<const std::vector<std::vector<TokenLogprob>>> prompt_logprobs;
   FinishReason finish_reason = FinishReason::kNone;
   std::string error;             // for kError: what happened
