@@ -30,10 +30,10 @@ __device__ __forceinline__ void adjust_by_masks(const SamplingState& s, const Ad
     const bool is_word = word * 32 < end;
     const uint32_t seen = is_word && penalties.is_any() ? seen_bits(s, row, word) : 0;
     const uint32_t banned = is_word && has_allowed ? ~allowed[word] : 0;
-    uint32_t todo = __ballot_sync(kAllLanes, (seen | banned) != 0);
-    while (todo != 0) {
-      const int32_t i = __ffs(static_cast<int>(todo)) - 1;
-      todo &= todo - 1;
+    uint32_t concerned = __ballot_sync(kAllLanes, (seen | banned) != 0);
+    while (concerned != 0) {
+      const int32_t i = __ffs(static_cast<int>(concerned)) - 1;
+      concerned &= concerned - 1;
       const uint32_t seen_here = __shfl_sync(kAllLanes, seen, i);
       const uint32_t banned_here = __shfl_sync(kAllLanes, banned, i);
       const int32_t token = (first + i) * 32 + lane;
