@@ -3,7 +3,7 @@
 // Gumbel-max. The key of an id is T times what ops.h says, logit + T g: the same order, no
 // overflow however small T is, and at T = 0 the logit itself. g = -log(-log1p(-u)), all in float.
 //
-// A row is cut into pieces of kIdsPerBlock ids, a block each, so that even one row keeps a good
+// A row is cut into pieces of some thousand ids, a block each, so that even one row keeps a good
 // part of the machine busy. A block leaves its winner in the workspace; the last block of a row to
 // arrive picks the best of them. One kernel, because a draw sits between every two draft steps and
 // a second launch costs more than the arrival. That the split never shows: the winner is a maximum
@@ -14,8 +14,10 @@
 // the result. Once some id of the row has the key `bound`, another can win only if
 //   logit + T g >= bound  <=>  -log1p(-u) <= exp((logit - bound) / T),
 // and as u <= -log1p(-u), only if u <= exp(...). The right side gets a slack above all rounding
-// errors; ids that pass have their key computed. And as u >= 2^-33, ids with
-// logit < bound - 33 log(2) T need not even be given a random number.
+// errors; ids that pass have their key computed, a few of a block. The bound is the best key among
+// the ids that have their thread's highest logit, from below: as -log1p(-u) <= u / (1 - u), a key
+// is at least logit + T log((1 - u) / u), which takes one logarithm and none of the care.
+// And as u >= 2^-33, ids with logit < bound - 33 log(2) T need not even be given a random number.
 
 #include <algorithm>
 
@@ -34,10 +36,9 @@ constexpr int32_t kInertRow = -1;
 
 constexpr int32_t kThreads = 256;
 constexpr int32_t kWarps = kThreads / 32;
-constexpr int32_t kQuads = 4;  // of a thread: ids that share a counter and are loaded at once
-static_assert(kQuads == 4);    // sample() picks one of four
-constexpr int32_t kIdsPerRound = kThreads * 4;
-constexpr int32_t kIdsPerBlock = kQuads * kIdsPerRound;
+constexpr int32_t kIdsPerRound = kThreads * 4;  // a thread's four share a counter
+constexpr int32_t kRounds = 4;                  // of a block, at least
+constexpr int32_t kManyRounds = 8;              // where there are rows enough
 
 constexpr int32_t kMaxGridRows = 65535;
 
@@ -61,6 +62,12 @@ __device__ __forceinline__ float gumbel(uint32_t bits) {
   return -logf(-log1pf(-uniform_open(bits)));
 }
 
+// A value that all lanes of the warp have, in a register of the warp: what is made of it, such as
+// the keys of Philox's rounds, is computed once and not by every lane.
+__device__ __forceinline__ uint32_t uniform(uint32_t value) {
+  return __reduce_max_sync(kAllLanes, value);
+}
+
 // One of four registers.
 template <class T>
 __device__ __forceinline__ T pick(const T (&values)[4], int32_t i) {
@@ -69,103 +76,132 @@ __device__ __forceinline__ T pick(const T (&values)[4], int32_t i) {
   return (i & 2) != 0 ? high : low;
 }
 
-// A thread's logits and the ids they belong to; what is not drawable is -inf.
-struct Logits {
-  float values[kQuads][4];
-  int32_t first_id;
-
-  __device__ __forceinline__ int32_t id(int quad, int i) const {
-    return first_id + quad * kIdsPerRound + i;
-  }
-};
-
+// The logits of a row. They are loaded again, from the L1 cache, each time they are gone through:
+// keeping them in registers leaves room for fewer warps, which costs more.
 template <bool kIsVector, bool kIsMapped>
-__device__ __forceinline__ void load_logits(const DrawParams& p, const float* row,
-                                            const int32_t* token_map, Logits& logits) {
-  const int32_t vocab_limit = p.vocab_limit;
-#pragma unroll
-  for (int quad = 0; quad < kQuads; ++quad) {
-    const int32_t first = logits.id(quad, 0);
-    float (&values)[4] = logits.values[quad];
-    if (kIsVector && first + 4 <= vocab_limit) {
-      load_vector(row + first, values);
+struct RowLogits {
+  const float* values;
+  const int32_t* token_map;  // with kIsMapped only
+  int32_t vocab_limit;
+  int32_t token_limit;
+
+  // Of four ids; -inf: not drawable.
+  __device__ __forceinline__ void load(int32_t first_id, float (&four)[4]) const {
+    if (kIsVector && first_id + 4 <= vocab_limit) {
+      load_vector(values + first_id, four);
     } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        values[i] = first + i < vocab_limit ? row[first + i] : negative_infinity();
+        four[i] = first_id + i < vocab_limit ? values[first_id + i] : negative_infinity();
       }
     }
-  }
-#pragma unroll
-  for (int quad = 0; quad < kQuads; ++quad) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      float& value = logits.values[quad][i];
-      value = fmaxf(value, negative_infinity());  // NaN
+      four[i] = fmaxf(four[i], negative_infinity());  // NaN
       if constexpr (kIsMapped) {
-        const int32_t id = logits.id(quad, i);
-        if (id < vocab_limit && token_map[id] >= p.token_limit) value = negative_infinity();
+        const int32_t id = first_id + i;
+        if (id < vocab_limit && token_map[id] >= token_limit) four[i] = negative_infinity();
       }
     }
   }
-}
 
-// Of the thread's ids, the first with the highest logit, under that logit; 0 when none is valid.
-__device__ __forceinline__ uint64_t highest_logit(const Logits& logits) {
-  float highest = negative_infinity();
-  int32_t id = -1;
+  // Of the thread's ids from `first_id` on, the first with the highest logit, under that logit; 0
+  // when none is valid.
+  __device__ __forceinline__ uint64_t highest(int32_t first_id, int32_t num_rounds) const {
+    float highest = negative_infinity();
+    int32_t id = -1;
+#pragma unroll 4
+    for (int32_t round = 0; round < num_rounds; ++round) {
+      const int32_t first = first_id + round * kIdsPerRound;
+      float four[4];
+      load(first, four);
 #pragma unroll
-  for (int quad = 0; quad < kQuads; ++quad) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (logits.values[quad][i] > highest) {
-        highest = logits.values[quad][i];
-        id = logits.id(quad, i);
+      for (int i = 0; i < 4; ++i) {
+        if (four[i] > highest) {
+          highest = four[i];
+          id = first + i;
+        }
       }
     }
+    return id < 0 ? 0 : candidate(highest, id);
   }
-  return id < 0 ? 0 : candidate(highest, id);
-}
+};
 
-// The best candidate of the thread, or one that cannot win against another of its warp.
-// `highest_id` has the thread's highest logit; -1: no logit is valid. Called by whole warps.
-// `token_map` gives the tokens whose noise ids have; with kIsMapped only.
+// Whose noise ids have and what it is scaled with. `token_map` gives the tokens; with kIsMapped
+// only.
 template <bool kIsMapped>
-__device__ __forceinline__ uint64_t sample(const Logits& logits, const NoiseKey& noise,
-                                           const int32_t* token_map, float temperature,
-                                           float highest, int32_t highest_id) {
-  // Above the rounding errors of a key's noise, of the exponent and of the exponential; a key's own
-  // rounding is relative to it.
-  constexpr float kSlack = 1e-3f;
-  constexpr float kRelativeSlack = 0x1p-21f;
-  constexpr float kMaxNoise = 22.875f;  // > 33 log 2
-  constexpr float kMaxFloat = 0x1.fffffep127f;
-  uint64_t best = 0;
-  if (highest_id >= 0) {
-    int32_t token = highest_id;
-    if constexpr (kIsMapped) token = token_map[highest_id];
+struct Noise {
+  NoiseKey key;
+  const int32_t* token_map;
+  float temperature;
+
+  __device__ __forceinline__ uint32_t word_of(int32_t id) const {
+    int32_t token = id;
+    if constexpr (kIsMapped) token = token_map[id];
     uint32_t words[4];
-    philox_words(noise, static_cast<uint32_t>(token) / 4, words);
-    best = candidate(fmaf(temperature, gumbel(pick(words, token % 4)), highest), highest_id);
+    philox_words(key, static_cast<uint32_t>(token) / 4, words);
+    return pick(words, token % 4);
   }
-  const float inverse = fminf(1.0f / temperature, kMaxFloat);
-  // Not unrolled: the kernel stays small, and a quad waits for the bound of the one before anyway.
+  // At most the id's key, but for what the slack of `sample` covers.
+  __device__ __forceinline__ float lower_key(int32_t id, float logit) const {
+    const float u = uniform_open(word_of(id));
+    return fmaf(temperature, __logf(__fdividef(1.0f - u, u)), logit);
+  }
+};
+
+// At most u, and no more than 2^-23 below it.
+__device__ __forceinline__ float uniform_below(uint32_t bits) {
+  return __uint_as_float(bits >> 9 | 0x3f800000u) - 1.0f;
+}
+
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The best candidate of the thread's ids, or one that cannot win against another of its block.
+// `highest` is that of the thread's highest logit, under that logit. Called by all threads of a
+// block; `bounds` is shared memory.
+template <bool kIsVector, bool kIsMapped>
+__device__ __forceinline__ uint64_t sample(const RowLogits<kIsVector, kIsMapped>& logits,
+                                           int32_t first_id, int32_t num_rounds,
+                                           const Noise<kIsMapped>& noise, uint64_t highest,
+                                           uint32_t (&bounds)[kWarps]) {
+  // Above the rounding errors of a key's noise, of the exponent and of the exponential; a key's own
+  // rounding is relative to it. All in units of log 2.
+  constexpr float kSlack = 1.5e-3f;
+  constexpr float kRelativeSlack = 0x1p-21f;
+  constexpr float kMaxNoise = 33.01f;
+  constexpr float kMaxFloat = 0x1.fffffep127f;
+  const int32_t thread = static_cast<int32_t>(threadIdx.x);
+  uint32_t own_bound = 0;
+  if (highest != 0) {
+    const float logit = from_ordered(static_cast<uint32_t>(highest >> 32));
+    own_bound = to_ordered(noise.lower_key(id_of(highest), logit));
+  }
+  const uint32_t bound_of_warp = __reduce_max_sync(kAllLanes, own_bound);
+  if (thread % 32 == 0) bounds[thread / 32] = bound_of_warp;
+  __syncthreads();
+  uint32_t bound_of_block = 0;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) bound_of_block = max(bound_of_block, bounds[i]);
+  if (bound_of_block == 0) return 0;  // no valid logit in the block
+  const float bound = from_ordered(bound_of_block);
+  const float rate = fminf(1.44269504f / noise.temperature, kMaxFloat);
+  const float slack = kSlack + kRelativeSlack * fabsf(bound) * rate;
+  uint64_t best = 0;
 #pragma unroll 1
-  for (int32_t quad = 0; quad < kQuads; ++quad) {
-    const uint32_t best_of_warp = __reduce_max_sync(kAllLanes, static_cast<uint32_t>(best >> 32));
-    if (best_of_warp == 0) return 0;  // no valid logit in the warp
-    const float bound = from_ordered(best_of_warp);
-    const float slack = kSlack + kRelativeSlack * fabsf(bound) * inverse;
+  for (int32_t round = 0; round < num_rounds; ++round) {
+    const int32_t first = first_id + round * kIdsPerRound;
+    float four[4];
+    logits.load(first, four);
     // Comparisons are such that NaN, from infinities, prunes nothing.
-    float values[4];
-    float limit[4];  // log of what u must not exceed
+    float limit[4];  // log2 of what u must not exceed
     bool is_any = false;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      values[i] =
-          pick({logits.values[0][i], logits.values[1][i], logits.values[2][i], logits.values[3][i]},
-               quad);
-      limit[i] = (values[i] - bound) * inverse + slack;
+      limit[i] = (four[i] - bound) * rate + slack;
       is_any |= !(limit[i] < -kMaxNoise);
     }
     if (!is_any) continue;
@@ -175,28 +211,24 @@ __device__ __forceinline__ uint64_t sample(const Logits& logits, const NoiseKey&
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         words[i] = 0xffffffffu;
-        if (limit[i] < -kMaxNoise || !(values[i] > negative_infinity())) continue;
-        const int32_t token = token_map[logits.id(quad, i)];
-        uint32_t of_token[4];
-        philox_words(noise, static_cast<uint32_t>(token) / 4, of_token);
-        words[i] = pick(of_token, token % 4);
+        if (limit[i] < -kMaxNoise || !(four[i] > negative_infinity())) continue;
+        words[i] = noise.word_of(first + i);
       }
     } else {
-      philox_words(noise, static_cast<uint32_t>(logits.id(quad, 0)) / 4, words);
+      philox_words(noise.key, static_cast<uint32_t>(first) / 4, words);
     }
     uint32_t survivors = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const bool is_pruned = uniform_open(words[i]) > __expf(limit[i]);
-      const bool is_valid = values[i] > negative_infinity();
+      const bool is_pruned = uniform_below(words[i]) > exp2_approx(limit[i]);
+      const bool is_valid = four[i] > negative_infinity();
       survivors |= is_valid && !is_pruned ? 1u << i : 0u;
     }
     // They are few: one copy of the logarithms, not four, keeps the kernel small.
-    while (survivors != 0) {
+    for (; survivors != 0; survivors &= survivors - 1) {
       const int32_t i = __ffs(static_cast<int>(survivors)) - 1;
-      survivors &= survivors - 1;
-      const float key = fmaf(temperature, gumbel(pick(words, i)), pick(values, i));
-      best = max(best, candidate(key, logits.id(quad, i)));
+      const float key = fmaf(noise.temperature, gumbel(pick(words, i)), pick(four, i));
+      best = max(best, candidate(key, first + i));
     }
   }
   return best;
@@ -205,7 +237,8 @@ __device__ __forceinline__ uint64_t sample(const Logits& logits, const NoiseKey&
 template <bool kIsVector, bool kWantsProbability, bool kIsMapped>
 __global__ void __launch_bounds__(kThreads)
     draw_kernel(const __grid_constant__ DrawParams p, const int32_t first_row,
-                Partial* const partials, int32_t* const arrivals) {
+                const int32_t num_rounds, Partial* const partials, int32_t* const arrivals) {
+  __shared__ uint32_t bounds[kWarps];
   __shared__ uint64_t winners[kWarps];
   __shared__ uint32_t maxima[kWarps];
   __shared__ __align__(16) float sums[kWarps];
@@ -230,9 +263,12 @@ __global__ void __launch_bounds__(kThreads)
   const float* const row_logits = p.logits + source * p.logits_stride;
   const int32_t* const token_map = kIsMapped ? p.token_map + source * p.token_map_stride : nullptr;
 
-  Logits logits;
-  logits.first_id = piece * kIdsPerBlock + thread * 4;
-  load_logits<kIsVector, kIsMapped>(p, row_logits, token_map, logits);
+  const int32_t first_id = piece * num_rounds * kIdsPerRound + thread * 4;
+  const RowLogits<kIsVector, kIsMapped> logits = {.values = row_logits,
+                                                  .token_map = token_map,
+                                                  .vocab_limit = p.vocab_limit,
+                                                  .token_limit = p.token_limit};
+  const uint64_t highest = logits.highest(first_id, num_rounds);
   const int32_t slot = p.seq_slot[pass_row];
   const int32_t ahead = p.draw_ahead + (p.steps_ahead != nullptr ? *p.steps_ahead : 0);
   const int32_t position = p.positions[pass_row] + ahead;
@@ -246,16 +282,16 @@ __global__ void __launch_bounds__(kThreads)
   const float temperature = p.temperatures != nullptr ? p.temperatures[slot] : 0.0f;
   const uint64_t seed = p.seeds[slot];
 
-  const uint64_t highest = highest_logit(logits);
   uint64_t winner = highest;
   if (temperature > 0.0f) {
-    const NoiseKey noise = {.seed = seed,
-                            .stream = p.stream,
-                            .position = static_cast<uint32_t>(position),
-                            .salt = p.salts != nullptr ? static_cast<uint32_t>(p.salts[slot]) : 0};
-    winner = sample<kIsMapped>(logits, noise, token_map, temperature,
-                               from_ordered(static_cast<uint32_t>(highest >> 32)),
-                               highest == 0 ? -1 : id_of(highest));
+    const uint32_t salt = p.salts != nullptr ? static_cast<uint32_t>(p.salts[slot]) : 0;
+    const uint64_t seed_high = uniform(static_cast<uint32_t>(seed >> 32));
+    const NoiseKey key = {.seed = seed_high << 32 | uniform(static_cast<uint32_t>(seed)),
+                          .stream = p.stream,
+                          .position = uniform(static_cast<uint32_t>(position)),
+                          .salt = uniform(salt)};
+    const Noise<kIsMapped> noise = {.key = key, .token_map = token_map, .temperature = temperature};
+    winner = sample(logits, first_id, num_rounds, noise, highest, bounds);
   }
   winner = warp_max(winner);
   if (lane == 0) winners[warp] = winner;
@@ -274,9 +310,11 @@ __global__ void __launch_bounds__(kThreads)
     if (highest_of_block != 0) {
       max_logit = from_ordered(highest_of_block);
 #pragma unroll
-      for (int quad = 0; quad < kQuads; ++quad) {
+      for (int32_t round = 0; round < kRounds; ++round) {
+        float four[4];
+        logits.load(first_id + round * kIdsPerRound, four);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sum_of_exps += expf(logits.values[quad][i] - max_logit);
+        for (int i = 0; i < 4; ++i) sum_of_exps += expf(four[i] - max_logit);
       }
     }
     sum_of_exps = block_sum(sum_of_exps, sums);
@@ -340,7 +378,17 @@ auto kernel_of(const DrawParams& p) {
 
 void draw(CudaContext& ctx, const DrawParams& p) {
   using namespace cuda;
-  const int32_t num_pieces = std::max((p.vocab_limit + kIdsPerBlock - 1) / kIdsPerBlock, 1);
+  // What a block does once counts less where it has more ids, as long as the machine has blocks
+  // enough. Where a probability is wanted the pieces are fixed, because its sums are cut there.
+  constexpr int32_t kManyBlocks = 3000;
+  const auto pieces_of = [&](int32_t num_rounds) {
+    const int32_t ids = num_rounds * kIdsPerRound;
+    return std::max((p.vocab_limit + ids - 1) / ids, 1);
+  };
+  const bool has_many =
+      p.probabilities == nullptr && int64_t{p.max_rows} * pieces_of(kManyRounds) >= kManyBlocks;
+  const int32_t num_rounds = has_many ? kManyRounds : kRounds;
+  const int32_t num_pieces = pieces_of(num_rounds);
   // As many rows a launch as there is room for them to meet; nearly always all.
   int64_t rows_per_launch = kMaxGridRows;
   auto* const partials = reinterpret_cast<Partial*>(ctx.workspace);
@@ -354,7 +402,7 @@ void draw(CudaContext& ctx, const DrawParams& p) {
     const int64_t num_rows = std::min(rows_per_launch, p.max_rows - first_row);
     launch(ctx, "draw", p.token_map != nullptr ? kernel_of<true>(p) : kernel_of<false>(p),
            dim3(static_cast<unsigned>(num_pieces), static_cast<unsigned>(num_rows)), dim3(kThreads),
-           0, p, static_cast<int32_t>(first_row), partials, ctx.counters);
+           0, p, static_cast<int32_t>(first_row), num_rounds, partials, ctx.counters);
   }
 }
 

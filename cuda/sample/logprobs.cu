@@ -8,8 +8,6 @@
 // The grid is only as large as the machine, and clusters go through the rows: a batch in which
 // nobody wants logprobs costs one look at all of them.
 
-#include <algorithm>
-
 #include "base/check.h"
 #include "common/convert.cuh"
 #include "common/launch.cuh"
@@ -97,7 +95,8 @@ __device__ void rate_row(const RatedRow& row, const Piece& piece, int32_t first_
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   const int32_t warp = thread / 32;
   const int32_t lane = thread % 32;
-  const float highest = from_ordered(highest_key(load_piece<kIsVector>(piece, values), shared));
+  const float highest = from_ordered(
+      highest_key(load_piece<kIsVector>(piece, values), shared.highest, shared.warp_words));
   const float own = comparable(row.logits[row.token]);
   uint64_t total = 0;
   int32_t num_higher = 0;
@@ -161,55 +160,20 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, kBlo
   __shared__ uint32_t wanted[kWarps];
   let_successor_start();
   wait_for_predecessor();
-  const int32_t thread = static_cast<int32_t>(threadIdx.x);
   const int32_t rank = static_cast<int32_t>(blockIdx.x);
-  const int32_t num_clusters = static_cast<int32_t>(gridDim.y);
-  const int32_t num_rows = num_ratable_rows(p);
   const int32_t first_id = rank * piece_size;
   const int32_t count = max(min(p.sampling.vocab_size - first_id, piece_size), 0);
-  for (int64_t first = blockIdx.y; first < num_rows; first += int64_t{num_clusters} * kThreads) {
-    // A thread looks at a row each.
-    const int64_t own = first + int64_t{thread} * num_clusters;
-    const bool is_wanted = own < num_rows && rated_row(p, static_cast<int32_t>(own)).token >= 0;
-    const uint32_t votes = __ballot_sync(kAllLanes, is_wanted);
-    if (__syncthreads_or(is_wanted) == 0) continue;
-    if (thread % 32 == 0) wanted[thread / 32] = votes;
-    __syncthreads();
-    for (int32_t word = 0; word < kWarps; ++word) {
-      for (uint32_t bits = wanted[word]; bits != 0; bits &= bits - 1) {
-        const int32_t at = word * 32 + __ffs(static_cast<int>(bits)) - 1;
-        const RatedRow row = rated_row(p, static_cast<int32_t>(first + int64_t{at} * num_clusters));
+  for_wanted_rows(
+      num_ratable_rows(p), wanted, [&](int32_t row) { return rated_row(p, row).token >= 0; },
+      [&](int32_t at) {
+        const RatedRow row = rated_row(p, at);
         const Piece piece = {.logits = row.logits + first_id,
                              .count = count,
                              .values = values,
                              .size = piece_size,
                              .rank = rank};
         rate_row<kIsVector>(row, piece, first_id, values, shared);
-      }
-    }
-  }
-}
-
-template <bool kIsVector>
-void run(CudaContext& ctx, const TokenLogprobsParams& p) {
-  constexpr auto* kKernel = &logprobs_kernel<kIsVector>;
-  constexpr size_t kMaxValueBytes = kMaxSharedBytes - sizeof(Shared) - 1024;
-  static const bool is_set_up = [] {
-    allow_shared_bytes(kKernel, kMaxValueBytes, "token_logprobs");
-    return true;
-  }();
-  static_cast<void>(is_set_up);
-  const int32_t vocab_size = p.sampling.vocab_size;
-  const int32_t ids_per_block = (vocab_size + kBlocks - 1) / kBlocks;
-  const int32_t piece_size = (ids_per_block + 3) / 4 * 4;
-  const size_t value_bytes = sizeof(float) * static_cast<size_t>(piece_size);
-  PACELINE_CHECK(value_bytes <= kMaxValueBytes, "token_logprobs of ", vocab_size, " ids; at most ",
-                 kBlocks * (kMaxValueBytes / 16 * 4));
-  const bool has_room = kBlocksPerSm * (value_bytes + sizeof(Shared) + 2048) <= kMaxSharedBytes;
-  const int32_t num_clusters = num_row_clusters(ctx, has_room ? kBlocksPerSm : 1);
-  launch(ctx, "token_logprobs", kKernel,
-         dim3(kBlocks, static_cast<unsigned>(std::min(num_ratable_rows(p), num_clusters))),
-         dim3(kThreads), value_bytes, p, piece_size);
+      });
 }
 
 }  // namespace
@@ -226,15 +190,16 @@ void keep_logits(CudaContext& ctx, const KeepLogitsParams& p) {
 }
 
 void token_logprobs(CudaContext& ctx, const TokenLogprobsParams& p) {
+  using namespace cuda;
   PACELINE_CHECK(p.sampling.vocab_size <= kMaxTruncatedVocab, p.sampling.vocab_size,
                  " ids; at most ", kMaxTruncatedVocab);
-  const bool is_vector = p.logits_stride % 4 == 0 && cuda::is_vector_aligned(p.logits) &&
-                         cuda::is_vector_aligned(p.kept);
-  if (is_vector) {
-    cuda::run<true>(ctx, p);
-  } else {
-    cuda::run<false>(ctx, p);
-  }
+  const auto launch_with = [&]<bool kIsVector>() {
+    launch_row_pieces<&logprobs_kernel<kIsVector>>(ctx, "token_logprobs", p.sampling.vocab_size,
+                                                   num_ratable_rows(p), p);
+  };
+  const bool is_vector =
+      p.logits_stride % 4 == 0 && is_vector_aligned(p.logits) && is_vector_aligned(p.kept);
+  is_vector ? launch_with.operator()<true>() : launch_with.operator()<false>();
 }
 
 }  // namespace paceline

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "base/check.h"
 #include "common/convert.cuh"
 #include "common/launch.cuh"
 #include "common/mma.cuh"
@@ -17,9 +18,11 @@ namespace paceline::cuda {
 inline constexpr int32_t kBlocks = 8;  // of a cluster
 inline constexpr int32_t kThreads = 512;
 inline constexpr int32_t kWarps = kThreads / 32;
+inline constexpr int32_t kStrip = kThreads * 4;  // ids that a block takes at once
 
-inline constexpr size_t kMaxSharedBytes = 227 << 10;  // of a block
-inline constexpr int32_t kBlocksPerSm = 2;            // where shared memory allows for it
+inline constexpr int32_t kBlocksPerSm = 2;  // where shared memory allows for it
+inline constexpr size_t kSmSharedBytes = 228 << 10;
+inline constexpr size_t kReservedSharedBytes = 1 << 10;  // by the system, of every block
 
 __device__ __forceinline__ uint64_t warp_sum(uint64_t value) {
 #pragma unroll
@@ -38,61 +41,158 @@ struct Piece {
   // Calls visit(index, values) with four values at a time.
   template <class Visit>
   __device__ __forceinline__ void for_quads(const Visit& visit) const {
-    for (int32_t i = static_cast<int32_t>(threadIdx.x) * 4; i < size; i += kThreads * 4) {
+    for (int32_t i = static_cast<int32_t>(threadIdx.x) * 4; i < size; i += kStrip) {
       float four[4];
       load_vector(values + i, four);
       visit(i, four);
     }
   }
-};
 
-template <bool kIsVector>
-__device__ __forceinline__ float load_piece(const Piece& piece, float* values) {
-  float highest = negative_infinity();
-  for (int32_t i = static_cast<int32_t>(threadIdx.x) * 4; i < piece.size; i += kThreads * 4) {
-    float four[4];
-    if (kIsVector && i + 4 <= piece.count) {
-      load_vector(piece.logits + i, four);
-    } else {
+  // Calls visit(value) of the values that `is_wanted` says, of which there are few: a warp goes
+  // through them together as often as one of its lanes has any, not for each value that is none.
+  template <class IsWanted, class Visit>
+  __device__ __forceinline__ void for_those(const IsWanted& is_wanted, const Visit& visit) const {
+    constexpr int kQuads = 8;
+    const int32_t own = static_cast<int32_t>(threadIdx.x) * 4;
+    for (int32_t first = own; first < size; first += kQuads * kStrip) {
+      uint32_t found = 0;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        four[j] = i + j < piece.count ? piece.logits[i + j] : negative_infinity();
+      for (int u = 0; u < kQuads; ++u) {
+        if (first + u * kStrip >= size) break;
+        float four[4];
+        load_vector(values + first + u * kStrip, four);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if (is_wanted(four[j])) found |= 1u << (u * 4 + j);
+        }
+      }
+      for (; found != 0; found &= found - 1) {
+        const int32_t at = __ffs(static_cast<int>(found)) - 1;
+        visit(values[first + at / 4 * kStrip + at % 4]);
       }
     }
+  }
+};
+
+// Fills `values` from the logits; the highest of the thread's own.
+template <bool kIsVector>
+__device__ __forceinline__ float load_piece(const Piece& piece, float* values) {
+  constexpr int kAhead = 5;  // loads in flight for each thread
+  const int32_t own = static_cast<int32_t>(threadIdx.x) * 4;
+  const int32_t vector_end = kIsVector ? piece.count / 4 * 4 : 0;
+  float highest = negative_infinity();
+  const auto keep = [&](float (&four)[4], int32_t i) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       four[j] = comparable(four[j]);
       highest = fmaxf(highest, four[j]);
     }
     store_vector(four, values + i);
+  };
+  for (int32_t first = own; first < vector_end; first += kAhead * kStrip) {
+    float four[kAhead][4];
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) {
+      const int32_t i = first + u * kStrip;
+      if (i < vector_end) load_vector(piece.logits + i, four[u]);
+    }
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) {
+      const int32_t i = first + u * kStrip;
+      if (i < vector_end) keep(four[u], i);
+    }
+  }
+  for (int32_t i = vector_end + own; i < piece.size; i += kStrip) {
+    float four[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      four[j] = i + j < piece.count ? piece.logits[i + j] : negative_infinity();
+    }
+    keep(four, i);
   }
   return highest;
 }
 
-// The key of the highest logit of the row, in all threads of the cluster. `shared` has the block's
-// `warp_words` and its `highest`, which other blocks may read until the next cluster_barrier.
-template <class Shared>
-__device__ __forceinline__ uint32_t highest_key(float highest_of_thread, Shared& shared) {
+// The key of the highest logit of the row, in all threads of the cluster. `highest_of_block` is
+// shared memory that other blocks read: until they all have come to the next cluster_barrier, it is
+// not to be written again. `warp_words` is the block's own.
+__device__ __forceinline__ uint32_t highest_key(float highest_of_thread, uint32_t& highest_of_block,
+                                                uint32_t (&warp_words)[kWarps]) {
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   const uint32_t of_warp = __reduce_max_sync(kAllLanes, to_ordered(highest_of_thread));
-  if (thread % 32 == 0) shared.warp_words[thread / 32] = of_warp;
+  if (thread % 32 == 0) warp_words[thread / 32] = of_warp;
   __syncthreads();
   if (thread < 32) {
-    const uint32_t of_block = __reduce_max_sync(kAllLanes, shared.warp_words[thread % kWarps]);
-    if (thread == 0) shared.highest = of_block;
+    const uint32_t of_block = __reduce_max_sync(kAllLanes, warp_words[thread % kWarps]);
+    if (thread == 0) highest_of_block = of_block;
   }
   cluster_barrier();
-  const uint32_t of_other = *in_cluster(&shared.highest, thread % kBlocks);
+  const uint32_t of_other = *in_cluster(&highest_of_block, thread % kBlocks);
   return __reduce_max_sync(kAllLanes, of_other);
 }
 
-// Clusters that run at once where `blocks_per_sm` of their blocks share a multiprocessor.
-inline int32_t num_row_clusters(const CudaContext& ctx, int32_t blocks_per_sm) {
-  // A cluster stays within a group of processors, of which 16 or 18 share one: two of eight fit.
-  // One cluster more than run at once would double the time of a batch.
-  constexpr int32_t kGroupSms = 16;
-  const int32_t num_groups = std::max(ctx.num_sms / kGroupSms, 1);
-  return num_groups * blocks_per_sm * (kGroupSms / kBlocks);
+// Calls visit(row) of the rows that `is_wanted` says, one after the other; the clusters of the grid
+// take them by turns. All threads of the grid call it, and all of a cluster visit the same rows.
+// `votes` is the block's own.
+template <class IsWanted, class Visit>
+__device__ __forceinline__ void for_wanted_rows(int32_t num_rows, uint32_t (&votes)[kWarps],
+                                                const IsWanted& is_wanted, const Visit& visit) {
+  const int32_t thread = static_cast<int32_t>(threadIdx.x);
+  const int32_t cluster = static_cast<int32_t>(blockIdx.y);
+  const int32_t num_clusters = static_cast<int32_t>(gridDim.y);
+  int32_t turn = 0;  // whose the next wanted row is
+  for (int32_t first = 0; first < num_rows; first += kThreads) {
+    // A thread looks at a row each.
+    const bool is_own_wanted = first + thread < num_rows && is_wanted(first + thread);
+    const uint32_t votes_of_warp = __ballot_sync(kAllLanes, is_own_wanted);
+    if (__syncthreads_or(is_own_wanted) == 0) continue;
+    if (thread % 32 == 0) votes[thread / 32] = votes_of_warp;
+    __syncthreads();
+    for (int32_t word = 0; word < kWarps; ++word) {
+      for (uint32_t bits = votes[word]; bits != 0; bits &= bits - 1) {
+        if (turn == cluster) visit(first + word * 32 + __ffs(static_cast<int>(bits)) - 1);
+        turn = turn + 1 == num_clusters ? 0 : turn + 1;
+      }
+    }
+  }
+}
+
+// Enqueues kKernel(p, size of a piece), a kernel of clusters, for rows of `num_ids`. As many
+// clusters as run at once go through the rows: one more would run when all others are through.
+template <auto* kKernel, class Params>
+void launch_row_pieces(CudaContext& ctx, const char* name, int32_t num_ids, int32_t max_rows,
+                       const Params& p) {
+  // What the driver says of one block and of kBlocksPerSm blocks on a multiprocessor. The layout of
+  // the chip counts, not only the number of its multiprocessors: a cluster stays within a group.
+  struct Room {
+    size_t value_bytes;  // a block's, at most
+    int32_t num_clusters;
+  };
+  const auto room_of = [&](int32_t blocks_per_sm) {
+    cudaFuncAttributes attributes = {};
+    check(cudaFuncGetAttributes(&attributes, kKernel), name);
+    const size_t reserved = attributes.sharedSizeBytes + kReservedSharedBytes;
+    const size_t value_bytes = (kSmSharedBytes / blocks_per_sm - reserved) / 16 * 16;
+    allow_shared_bytes(kKernel, value_bytes, name);
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(kBlocks);
+    config.blockDim = dim3(kThreads);
+    config.dynamicSmemBytes = value_bytes;
+    int num_clusters = 0;
+    check(cudaOccupancyMaxActiveClusters(&num_clusters, kKernel, &config), name);
+    return Room{value_bytes, std::max(num_clusters, 1)};
+  };
+  static const Room roomy = room_of(kBlocksPerSm);
+  static const Room largest = room_of(1);  // the last one: it raises the kernel's limit most
+  const int32_t ids_per_block = (num_ids + kBlocks - 1) / kBlocks;
+  const int32_t piece_size = (ids_per_block + 3) / 4 * 4;
+  const size_t value_bytes = sizeof(float) * static_cast<size_t>(piece_size);
+  PACELINE_CHECK(value_bytes <= largest.value_bytes, name, " of ", num_ids, " ids; at most ",
+                 kBlocks * (largest.value_bytes / sizeof(float)));
+  const Room& room = value_bytes <= roomy.value_bytes ? roomy : largest;
+  launch(ctx, name, kKernel,
+         dim3(kBlocks, static_cast<unsigned>(std::min(max_rows, room.num_clusters))),
+         dim3(kThreads), value_bytes, p, piece_size);
 }
 
 }  // namespace paceline::cuda

@@ -3,14 +3,9 @@
 // A cluster of eight blocks has a row, each block an eighth of its ids, which it loads into shared
 // memory once. What is excluded lies below one threshold. For top-k and for top-p it is the highest
 // key (a logit as an ordered integer) such that the keys from it on count, or weigh, enough; it is
-// found digit by digit: a histogram of the digit among the keys that are still possible, the bins
-// of all blocks added up, and the bin in which the sum from above passes the target. Counts and
-// weights are integers, so that sums have no order and rows are invariant.
-//
-// The grid is only as large as the machine, and clusters go through the rows: a batch in which no
-// row has a bound costs one look at all of them.
-
-#include <algorithm>
+// found digit by digit: a histogram of the digit among the keys that are still possible, added up
+// over the blocks, and the bin in which the sum from above passes the target. Counts and weights
+// are integers, so that sums have no order and rows are invariant.
 
 #include "base/check.h"
 #include "common/convert.cuh"
@@ -25,135 +20,183 @@ namespace paceline {
 namespace cuda {
 namespace {
 
-constexpr int32_t kMaxBins = kMaxDigitValues / kBlocks;  // that a block adds up
-static_assert(kMaxBins <= kThreads && kMaxBins % 32 == 0);
+constexpr int32_t kGroupBins = 32;
+constexpr int32_t kMaxGroups = kMaxDigitValues / kGroupBins;
+static_assert(kMaxGroups == 2 * 32);  // a lane has two
 
-// Beside the block's logits. What other blocks of the cluster read is written before one
-// cluster_barrier and, between that one and the next, only read.
-struct Shared {
-  uint32_t low[kMaxDigitValues];  // histogram: the lower words of 64-bit sums
+struct alignas(16) Histogram {
+  uint32_t low[kMaxDigitValues];  // of 64-bit sums
   uint32_t high[kMaxDigitValues];
-  uint64_t bins[kMaxBins];  // this block's share of the bins, summed over the cluster
-  uint64_t sum_of_bins;
-  uint32_t highest;  // key of the block's highest logit
+  uint64_t groups[kMaxGroups];  // sums of kGroupBins bins
+
+  __device__ __forceinline__ void add(int32_t bin, uint64_t amount) {
+    const auto low_amount = static_cast<uint32_t>(amount);
+    const uint32_t before = atomicAdd(&low[bin], low_amount);
+    const uint32_t carry = before + low_amount < before ? 1 : 0;
+    const uint32_t high_amount = static_cast<uint32_t>(amount >> 32) + carry;
+    if (high_amount != 0) atomicAdd(&high[bin], high_amount);
+  }
+};
+
+// Beside the block's logits. Other blocks of the cluster read the first two after a
+// cluster_barrier; there are two of each, used by turns, so that what is read before the next
+// barrier stays.
+struct Shared {
+  Histogram histograms[2];
+  uint32_t highest[2];  // key of the block's highest logit
   // The block's own.
-  uint64_t warp_sums[kWarps];
   uint32_t warp_words[kWarps];
   uint64_t found_above;
   int32_t found_bin;
 };
 
-__device__ __forceinline__ void add(Shared& shared, int32_t bin, uint64_t amount) {
-  const auto low = static_cast<uint32_t>(amount);
-  const uint32_t before = atomicAdd(&shared.low[bin], low);
-  const uint32_t carry = before + low < before ? 1 : 0;
-  const uint32_t high = static_cast<uint32_t>(amount >> 32) + carry;
-  if (high != 0) atomicAdd(&shared.high[bin], high);
+// The sum of the lane's amount and those of the lanes above it.
+__device__ __forceinline__ uint64_t sum_from_lane(uint64_t amount) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const uint64_t higher = __shfl_down_sync(kAllLanes, amount, step);
+    if (lane + step < 32) amount += higher;
+  }
+  return amount;
 }
 
-// As `search` of the CPU. All threads of the cluster call it and get the same.
-template <class Measure, class Target>
-__device__ __forceinline__ uint32_t search(const Piece& piece, Shared& shared, uint32_t floor,
-                                           const Measure& measure, const Target& target_of) {
-  const int32_t thread = static_cast<int32_t>(threadIdx.x);
-  const int32_t warp = thread / 32;
-  const int32_t lane = thread % 32;
-  uint32_t prefix = 0;
-  uint64_t target = 0;
-  uint64_t above = 0;
-#pragma unroll 1
-  for (int32_t digit = 0; digit < kNumDigits; ++digit) {
-    for (int32_t i = thread; i < digit_values(digit); i += kThreads) {
-      shared.low[i] = shared.high[i] = 0;
-    }
-    __syncthreads();
-    const uint32_t before = bits_before(digit);
-    piece.for_quads([&](int32_t, const float (&four)[4]) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const uint32_t key = to_ordered(four[j]);
-        if (key <= kNoLogitKey || key < floor || ((key ^ prefix) & before) != 0) continue;
-        const uint64_t amount = measure(four[j]);
-        if (amount != 0) add(shared, digit_of(key, digit), amount);
-      }
-    });
-    cluster_barrier();
+// Searches thresholds, in one row after the other. The histogram of turn `turn_` is clear when a
+// digit begins; that of the digit before is cleared after the barrier to which everybody comes who
+// has read it.
+class Search {
+ public:
+  // To be followed by a barrier.
+  __device__ __forceinline__ explicit Search(Shared& shared) : shared_(shared) {
+    clear(shared_.histograms[turn_], 0);
+  }
 
-    // The bins of the digit are shared out: each block adds up its own over the cluster.
-    const int32_t num_bins = digit_values(digit) / kBlocks;
-    const bool has_bin = thread < num_bins;  // the same for all of a warp
-    if (has_bin) {
-      const int32_t bin = piece.rank * num_bins + thread;
-      uint64_t low = 0;
-      uint64_t high = 0;
+  // As `search` of the CPU. All threads of the cluster call it and get the same.
+  template <class Measure, class Target>
+  __device__ __forceinline__ uint32_t run(const Piece& piece, uint32_t floor,
+                                          const Measure& measure, const Target& target_of) {
+    uint32_t prefix = 0;
+    uint64_t target = 0;
+    uint64_t above = 0;
+#pragma unroll 1
+    for (int32_t digit = 0; digit < kNumDigits; ++digit) {
+      Histogram& histogram = shared_.histograms[turn_];
+      turn_ ^= 1;
+      const auto add = [&](float logit) {
+        const uint64_t amount = measure(logit);
+        if (amount != 0) histogram.add(digit_of(to_ordered(logit), digit), amount);
+      };
+      const uint32_t lowest = max(max(floor, prefix), kNoLogitKey + 1);
+      const uint32_t span = (prefix | ~bits_before(digit)) - lowest;
+      const auto is_possible = [&](float logit) { return to_ordered(logit) - lowest <= span; };
+      if (digit == 0) {
+        piece.for_quads([&](int32_t, const float (&four)[4]) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            if (is_possible(four[j])) add(four[j]);
+          }
+        });
+      } else {
+        piece.for_those(is_possible, add);
+      }
+      __syncthreads();
+      add_groups(histogram, digit_values(digit) / kGroupBins);
+      cluster_barrier();
+      if (threadIdx.x < 32) {
+        find(histogram, digit, above, [&](uint64_t total) {
+          if (digit == 0) target = target_of(total);
+          return target;
+        });
+      } else {
+        clear(shared_.histograms[turn_], 32);
+      }
+      __syncthreads();
+      if (shared_.found_bin < 0) return floor;
+      prefix |= static_cast<uint32_t>(shared_.found_bin) << digit_shift(digit);
+      above = shared_.found_above;
+    }
+    return prefix;
+  }
+
+ private:
+  // By the threads from `first_thread` on.
+  __device__ __forceinline__ static void clear(Histogram& histogram, int32_t first_thread) {
+    const int32_t thread = static_cast<int32_t>(threadIdx.x) - first_thread;
+    for (int32_t i = thread * 4; i < kMaxDigitValues; i += (kThreads - first_thread) * 4) {
+      *reinterpret_cast<uint4*>(histogram.low + i) = {};
+      *reinterpret_cast<uint4*>(histogram.high + i) = {};
+    }
+  }
+
+  // A group by as many threads as it has quads of bins.
+  __device__ __forceinline__ static void add_groups(Histogram& histogram, int32_t num_groups) {
+    constexpr int32_t kGroupThreads = kGroupBins / 4;
+    static_assert(kMaxGroups * kGroupThreads == kThreads);
+    const int32_t thread = static_cast<int32_t>(threadIdx.x);
+    const uint4 low = *reinterpret_cast<const uint4*>(histogram.low + thread * 4);
+    const uint4 high = *reinterpret_cast<const uint4*>(histogram.high + thread * 4);
+    uint64_t sum = uint64_t{low.x} + low.y + low.z + low.w;
+    sum += (uint64_t{high.x} + high.y + high.z + high.w) << 32;
+#pragma unroll
+    for (int step = 1; step < kGroupThreads; step *= 2) {
+      sum += __shfl_xor_sync(kAllLanes, sum, step);
+    }
+    const int32_t group = thread / kGroupThreads;
+    if (thread % kGroupThreads == 0 && group < num_groups) histogram.groups[group] = sum;
+  }
+
+  // Writes found_bin, in which the sum from above passes the target, and found_above, the sum of
+  // the bins above it; or -1, where all bins do not reach it. One warp calls it.
+  template <class Target>
+  __device__ __forceinline__ void find(const Histogram& histogram, int32_t digit, uint64_t above,
+                                       const Target& target_of) {
+    const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
+    // The lane's groups, a lower one and the one above it.
+    uint64_t lower = 0;
+    uint64_t upper = 0;
+    if (lane * 2 * kGroupBins < digit_values(digit)) {
+      const auto* const pair = reinterpret_cast<const ulonglong2*>(histogram.groups + lane * 2);
 #pragma unroll
       for (int32_t rank = 0; rank < kBlocks; ++rank) {
-        low += *in_cluster(&shared.low[bin], rank);
-        high += *in_cluster(&shared.high[bin], rank);
+        const ulonglong2 sums = *in_cluster(pair, rank);
+        lower += sums.x;
+        upper += sums.y;
       }
-      const uint64_t sum = low + (high << 32);
-      shared.bins[thread] = sum;
-      const uint64_t of_warp = warp_sum(sum);
-      if (lane == 0) shared.warp_sums[warp] = of_warp;
     }
-    __syncthreads();
-    if (thread == 0) {
-      uint64_t sum = 0;
-      for (int32_t i = 0; i < num_bins / 32; ++i) sum += shared.warp_sums[i];
-      shared.sum_of_bins = sum;
+    uint64_t from_here = above + sum_from_lane(lower + upper);
+    const uint64_t target = target_of(__shfl_sync(kAllLanes, from_here, 0));
+    const uint32_t passed = __ballot_sync(kAllLanes, from_here >= target);
+    if (passed == 0) {
+      if (lane == 0) shared_.found_bin = -1;
+      return;
     }
-    cluster_barrier();
+    // The highest lane that passed has the group.
+    const int32_t owner = 31 - __clz(static_cast<int>(passed));
+    const bool is_lower = from_here - lower < target;
+    from_here -= is_lower ? lower : lower + upper;
+    const int32_t group =
+        owner * 2 + (__shfl_sync(kAllLanes, static_cast<int32_t>(is_lower), owner) != 0 ? 0 : 1);
+    above = __shfl_sync(kAllLanes, from_here, owner);
 
-    // In whose bins is the target passed?
-    uint64_t sums[kBlocks];
-    uint64_t total = 0;
+    const int32_t bin = group * kGroupBins + lane;
+    uint64_t low = 0;
+    uint64_t high = 0;
 #pragma unroll
     for (int32_t rank = 0; rank < kBlocks; ++rank) {
-      sums[rank] = *in_cluster(&shared.sum_of_bins, rank);
-      total += sums[rank];
+      low += *in_cluster(&histogram.low[bin], rank);
+      high += *in_cluster(&histogram.high[bin], rank);
     }
-    if (digit == 0) {
-      target = target_of(total);
-      if (total < target) return floor;
+    const uint64_t amount = low + (high << 32);
+    from_here = above + sum_from_lane(amount);
+    if (from_here >= target && from_here - amount < target) {
+      shared_.found_bin = bin;
+      shared_.found_above = from_here - amount;
     }
-    int32_t owner = 0;
-    bool is_passed = false;
-#pragma unroll
-    for (int32_t rank = kBlocks - 1; rank >= 0; --rank) {
-      if (!is_passed && above + sums[rank] >= target) {
-        is_passed = true;
-        owner = rank;
-      }
-      if (!is_passed) above += sums[rank];
-    }
-    // In which of them? `from_here` is the sum of the bin and of those above it.
-    uint64_t amount = 0;
-    uint64_t from_here = 0;
-    if (has_bin) {
-      amount = *in_cluster(&shared.bins[thread], owner);
-      from_here = amount;
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const uint64_t higher = __shfl_down_sync(kAllLanes, from_here, step);
-        if (lane + step < 32) from_here += higher;
-      }
-      if (lane == 0) shared.warp_sums[warp] = from_here;
-    }
-    __syncthreads();
-    if (has_bin) {
-      for (int32_t i = warp + 1; i < num_bins / 32; ++i) from_here += shared.warp_sums[i];
-      from_here += above;
-      if (from_here >= target && from_here - amount < target) {
-        shared.found_bin = owner * num_bins + thread;
-        shared.found_above = from_here - amount;
-      }
-    }
-    __syncthreads();
-    prefix |= static_cast<uint32_t>(shared.found_bin) << digit_shift(digit);
-    above = shared.found_above;
   }
-  return prefix;
-}
+
+  Shared& shared_;
+  int32_t turn_ = 0;
+};
 
 template <bool kIsVector>
 __device__ __forceinline__ void exclude_below(const Piece& piece, float threshold, float* logits) {
@@ -173,31 +216,28 @@ __device__ __forceinline__ void exclude_below(const Piece& piece, float threshol
   });
 }
 
-template <bool kIsVector>
-__device__ void truncate_row(const RowLimits& limits, int32_t vocab_limit, const Piece& piece,
-                             float* logits, float* values, Shared& shared) {
-  const uint32_t highest = highest_key(load_piece<kIsVector>(piece, values), shared);
+// The key of the lowest logit that stays.
+__device__ __forceinline__ uint32_t lowest_kept_key(const RowLimits& limits, int32_t vocab_limit,
+                                                    const Piece& piece, uint32_t highest,
+                                                    Search& search) {
   const float highest_logit = from_ordered(highest);
-  if (highest_logit > negative_infinity() && highest_logit < -negative_infinity()) {
-    uint32_t lowest_kept = 0;
-    if (limits.top_k > 0 && limits.top_k < vocab_limit) {
-      lowest_kept = search(
-          piece, shared, lowest_kept, [](float) { return uint64_t{1}; },
-          [&](uint64_t) { return static_cast<uint64_t>(limits.top_k); });
-    }
-    if (limits.top_p < 1.0f) {
-      const Weigher weigher = weigher_of(highest_logit, limits.temperature);
-      lowest_kept = search(
-          piece, shared, lowest_kept, [&](float logit) { return weight_of(weigher, logit); },
-          [&](uint64_t total) { return top_p_target(limits.top_p, total); });
-    }
-    if (limits.min_p > 0.0f) {
-      lowest_kept = max(lowest_kept, min_p_key(highest_logit, limits.temperature, limits.min_p));
-    }
-    if (lowest_kept != 0) exclude_below<kIsVector>(piece, from_ordered(lowest_kept), logits);
+  if (!(highest_logit > negative_infinity() && highest_logit < -negative_infinity())) return 0;
+  uint32_t lowest_kept = 0;
+  if (limits.top_k > 0 && limits.top_k < vocab_limit) {
+    lowest_kept = search.run(
+        piece, lowest_kept, [](float) { return uint64_t{1}; },
+        [&](uint64_t) { return static_cast<uint64_t>(limits.top_k); });
   }
-  // Nobody goes on, or leaves, while others read what it shares.
-  cluster_barrier();
+  if (limits.top_p < 1.0f) {
+    const Weigher weigher = weigher_of(highest_logit, limits.temperature);
+    lowest_kept = search.run(
+        piece, lowest_kept, [&](float logit) { return weight_of(weigher, logit); },
+        [&](uint64_t total) { return top_p_target(limits.top_p, total); });
+  }
+  if (limits.min_p > 0.0f) {
+    lowest_kept = max(lowest_kept, min_p_key(highest_logit, limits.temperature, limits.min_p));
+  }
+  return lowest_kept;
 }
 
 template <bool kIsVector>
@@ -208,69 +248,43 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, kBlo
   __shared__ uint32_t bounded[kWarps];
   let_successor_start();
   wait_for_predecessor();
-  const int32_t thread = static_cast<int32_t>(threadIdx.x);
   const int32_t rank = static_cast<int32_t>(blockIdx.x);
-  const int32_t num_clusters = static_cast<int32_t>(gridDim.y);
-  const int32_t num_rows = min(*p.num_rows, p.max_rows);
   const int32_t first_id = rank * piece_size;
   const int32_t count = max(min(p.vocab_limit - first_id, piece_size), 0);
-  for (int64_t first = blockIdx.y; first < num_rows; first += int64_t{num_clusters} * kThreads) {
-    // A thread looks at a row each.
-    const int64_t own = first + int64_t{thread} * num_clusters;
-    bool is_bounded = false;
-    if (own < num_rows) {
-      is_bounded = row_limits(p, static_cast<int32_t>(own)).temperature > 0.0f;
-    }
-    const uint32_t votes = __ballot_sync(kAllLanes, is_bounded);
-    if (__syncthreads_or(is_bounded) == 0) continue;
-    if (thread % 32 == 0) bounded[thread / 32] = votes;
-    __syncthreads();
-    for (int32_t word = 0; word < kWarps; ++word) {
-      for (uint32_t bits = bounded[word]; bits != 0; bits &= bits - 1) {
-        const int32_t at = word * 32 + __ffs(static_cast<int>(bits)) - 1;
-        const auto row = static_cast<int32_t>(first + int64_t{at} * num_clusters);
+  Search search(shared);
+  int32_t turn = 0;
+  for_wanted_rows(
+      min(*p.num_rows, p.max_rows), bounded,
+      [&](int32_t row) { return row_limits(p, row).temperature > 0.0f; },
+      [&](int32_t row) {
         float* const logits = p.logits + row * p.logits_stride + first_id;
         const Piece piece = {
             .logits = logits, .count = count, .values = values, .size = piece_size, .rank = rank};
-        truncate_row<kIsVector>(row_limits(p, row), p.vocab_limit, piece, logits, values, shared);
-      }
-    }
-  }
-}
-
-template <bool kIsVector>
-void run(CudaContext& ctx, const TruncateLogitsParams& p) {
-  constexpr auto* kKernel = &truncate_kernel<kIsVector>;
-  constexpr size_t kMaxValueBytes = kMaxSharedBytes - sizeof(Shared) - 1024;
-  static const bool is_set_up = [] {
-    allow_shared_bytes(kKernel, kMaxValueBytes, "truncate_logits");
-    return true;
-  }();
-  static_cast<void>(is_set_up);
-  const int32_t ids_per_block = (p.vocab_limit + kBlocks - 1) / kBlocks;
-  const int32_t piece_size = (ids_per_block + 3) / 4 * 4;
-  const size_t value_bytes = sizeof(float) * static_cast<size_t>(piece_size);
-  PACELINE_CHECK(value_bytes <= kMaxValueBytes, "truncate_logits of ", p.vocab_limit,
-                 " ids; at most ", kBlocks * (kMaxValueBytes / 16 * 4));
-  const bool has_room = kBlocksPerSm * (value_bytes + sizeof(Shared) + 2048) <= kMaxSharedBytes;
-  const int32_t num_clusters = num_row_clusters(ctx, has_room ? kBlocksPerSm : 1);
-  launch(ctx, "truncate_logits", kKernel,
-         dim3(kBlocks, static_cast<unsigned>(std::min(p.max_rows, num_clusters))), dim3(kThreads),
-         value_bytes, p, piece_size);
+        const float highest_of_thread = load_piece<kIsVector>(piece, values);
+        const uint32_t highest =
+            highest_key(highest_of_thread, shared.highest[turn], shared.warp_words);
+        turn ^= 1;
+        const uint32_t lowest_kept =
+            lowest_kept_key(row_limits(p, row), p.vocab_limit, piece, highest, search);
+        if (lowest_kept != 0) exclude_below<kIsVector>(piece, from_ordered(lowest_kept), logits);
+        __syncthreads();  // `values` is written again
+      });
+  cluster_barrier();  // nobody leaves while others read what it shares
 }
 
 }  // namespace
 }  // namespace cuda
 
 void truncate_logits(CudaContext& ctx, const TruncateLogitsParams& p) {
+  using namespace cuda;
   PACELINE_CHECK(p.vocab_limit <= kMaxTruncatedVocab, p.vocab_limit, " ids; at most ",
                  kMaxTruncatedVocab);
-  const bool is_vector = p.logits_stride % 4 == 0 && cuda::is_vector_aligned(p.logits);
-  if (is_vector) {
-    cuda::run<true>(ctx, p);
-  } else {
-    cuda::run<false>(ctx, p);
-  }
+  const auto launch_with = [&]<bool kIsVector>() {
+    launch_row_pieces<&truncate_kernel<kIsVector>>(ctx, "truncate_logits", p.vocab_limit,
+                                                   p.max_rows, p);
+  };
+  const bool is_vector = p.logits_stride % 4 == 0 && is_vector_aligned(p.logits);
+  is_vector ? launch_with.operator()<true>() : launch_with.operator()<false>();
 }
 
 }  // namespace paceline

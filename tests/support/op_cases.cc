@@ -439,7 +439,8 @@ void add_logit_ops(TableBuilder& table) {
                                            {LogitKind::kTies, "_ties"},
                                            {LogitKind::kHoles, "_holes"},
                                            {LogitKind::kPeaked, "_peaked"},
-                                           {LogitKind::kInfinite, "_infinite"}}) {
+                                           {LogitKind::kInfinite, "_infinite"},
+                                           {LogitKind::kTiny, "_tiny"}}) {
         if (!is_mixed && logits != LogitKind::kPlain) continue;
         table.add("truncate_" + std::string(name) + suffix + "_v" + std::to_string(vocab),
                   make_truncate, TruncateSpec{vocab, vocab == 64 ? 61 : 4, kind, logits},

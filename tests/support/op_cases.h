@@ -222,7 +222,7 @@ struct SoftCapSpec {
   int32_t n = 0;
   float cap = 30.0f;
 };
-enum class LogitKind : uint8_t { kPlain, kTies, kHoles, kPeaked, kInfinite };
+enum class LogitKind : uint8_t { kPlain, kTies, kHoles, kPeaked, kInfinite, kTiny };
 struct DrawSpec {
   int32_t vocab_limit = 0;
   int32_t padding = 0;       // logits_stride - vocab_limit; what lies there is +inf

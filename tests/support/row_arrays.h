@@ -55,6 +55,9 @@ inline void fill_logits(LogitKind kind, int32_t count, int64_t id, uint64_t seed
       case LogitKind::kInfinite:
         if (stream.one_in(count / 3 + 1)) to[i] = kInf;
         break;
+      case LogitKind::kTiny:  // of all magnitudes down to zero, of both signs
+        to[i] = std::ldexp(to[i], -stream.below(160));
+        break;
     }
   }
 }
