@@ -298,10 +298,35 @@ def test_bytes_and_arithmetic_of_an_iteration(config_dir: Path) -> None:
     assert latency._iteration_kv_bytes(model, model, k, workload) == 5 * (1 + k) * kv
 
 
+def test_workloads_take_turns_on_one_engine(
+    config_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = models.load(str(config_dir), dummy=True)
+    workloads = [latency.Workload(2, 4, 6, {"temperature": t}) for t in (0.0, 1.0)]
+    order = []
+    run_once = latency._run_once
+
+    def spy(
+        executor: _core.Executor, workload: latency.Workload, vocab: int, *, seed: int
+    ) -> latency._Run:
+        order.append((seed, workload))
+        return run_once(executor, workload, vocab, seed=seed)
+
+    monkeypatch.setattr(latency, "_run_once", spy)
+    rows = latency.measure(model, None, None, workloads, rounds=2)
+    assert order == [(seed, workload) for seed in (0, 1, 2) for workload in workloads]
+    assert [row.workload for row in rows] == workloads
+    assert all(row.iteration_ms > 0 and row.host_us > 0 for row in rows)
+    assert rows[0].engine_start_s == rows[1].engine_start_s > 0
+    for wrong in ([], [workloads[0], latency.Workload(2, 4, 7)]):
+        with pytest.raises(ValueError, match="at least one, and all of one concurrency"):
+            latency.measure(model, None, None, wrong)
+
+
 def test_the_floor_of_a_gpu_knows_arithmetic(config_dir: Path) -> None:
     model = models.load(str(config_dir), dummy=True)
     workload = latency.Workload(1, 4, 4)
-    row = latency.measure(model, None, None, workload, rounds=1)
+    [row] = latency.measure(model, None, None, [workload], rounds=1)
     assert row.floor_ms is None and row.start_to_first_token_s is None
     row = replace(row, iteration_ms=10.0, iteration_bytes=10**9, flops=int(790e12 * 4e-3))
     assert latency.with_floor(row, model, 1e12).floor_ms == pytest.approx(1.0)

@@ -10,7 +10,7 @@ import json
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +23,6 @@ from paceline.bench.latency import (
     Workload,
     can_trace,
     measure,
-    start_engine,
     with_floor,
 )
 from paceline.bench.models import BenchModel, config_names, is_config_name, load, load_draft
@@ -31,9 +30,9 @@ from paceline.config import DRAFT_DRIVERS, SpeculativeConfig, check_int, quoted
 from paceline.device import resolve_device
 from paceline.sampling import SamplingParams
 
-# Name and width of each column.
+# Name and width of each column; the first one is as wide as its longest entry.
 _COLUMNS: Final = (
-    ("configuration", 15), ("c", 4), ("ms/iter", 8), ("p99", 8), ("accept", 6), ("tok/s", 9),
+    ("configuration", 13), ("c", 4), ("ms/iter", 8), ("p99", 8), ("accept", 6), ("tok/s", 9),
     ("TTFT ms", 8), ("GB/iter", 8), ("GFLOP", 8), ("GB/s", 7), ("of floor", 8), ("idle", 6),
     ("host us", 8), ("start s", 8),
 )  # fmt: skip
@@ -152,48 +151,49 @@ def run_latency(args: argparse.Namespace) -> int:
     run_id = uuid.uuid4().hex[:12]
     rows: list[tuple[str, Measurement]] = []
     read_bandwidth = 0.0
-    for c, (variant, drafter, speculation) in itertools.product(
-        concurrency, list(_variants(setup))
-    ):
+    variants = list(_variants(setup))
+    names = {
+        (variant, i): _row_name(variant, sampling if len(samplings) > 1 else {})
+        for variant, _, _ in variants
+        for i, sampling in enumerate(samplings)
+    }
+    name_width = max(len(name) for name in (*names.values(), _COLUMNS[0][0]))
+    for c, (variant, drafter, speculation) in itertools.product(concurrency, variants):
         workloads = [Workload(c, args.input_len, args.output_len, s) for s in samplings]
-        engine = start_engine(
-            setup.target, drafter, speculation, workloads[0], num_threads=args.num_threads,
-            use_null_device=args.host_only,
+        print(f"measuring {variant} at {c} sequences ...", file=sys.stderr, flush=True)
+        results = measure(
+            setup.target, drafter, speculation, workloads, num_threads=args.num_threads,
+            rounds=args.rounds, use_null_device=args.host_only,
+            seconds_before=setup.seconds_before, is_traced=args.trace is not None,
         )  # fmt: skip
-        for workload in workloads:
-            name = variant
-            if len(samplings) > 1:
-                name += "".join(f" {key}={value:g}" for key, value in workload.sampling.items())
-            print(f"measuring {name} at {c} sequences ...", file=sys.stderr, flush=True)
-            result = measure(
-                setup.target, drafter, speculation, workload, rounds=args.rounds,
-                seconds_before=setup.seconds_before, is_traced=args.trace is not None,
-                engine=engine,
-            )  # fmt: skip
-            if not rows:
-                # Not earlier, so that the first engine starts in a fresh process.
-                read_bandwidth = _measure_read_bandwidth(setup.device, args.num_threads)
-                if not is_quiet:
-                    _print_head(setup, read_bandwidth, result)
-            result = with_floor(result, setup.target, read_bandwidth)
-            rows.append((name, result))
+        if not rows:
+            # Not earlier, so that the first engine starts in a fresh process.
+            read_bandwidth = _measure_read_bandwidth(setup.device, args.num_threads)
             if not is_quiet:
-                _print_row(name, result)
-            report = _report(run_id, setup, read_bandwidth, rows)
-            if args.json is not None and not is_quiet:
-                _write_json(args.json, report)
-            if args.trace is not None:
-                _write_json(args.trace, _trace_table(run_id, setup, rows))
-        engine.executor.close()
+                _print_head(setup, read_bandwidth, results[0], name_width)
+        for i, result in enumerate(results):
+            row = (names[variant, i], with_floor(result, setup.target, read_bandwidth))
+            rows.append(row)
+            if not is_quiet:
+                _print_row(*row, name_width)
+        report = _report(run_id, setup, read_bandwidth, rows)
+        if args.json is not None and not is_quiet:
+            _write_json(args.json, report)
+        if args.trace is not None:
+            _write_json(args.trace, _trace_table(run_id, setup, rows))
     if is_quiet:
         print(json.dumps(report))
     else:
-        for row in report["speedup"]:
+        for speedup in report["speedup"]:
             print(
-                f"{row['configuration']} / plain tokens a second at {row['concurrency']} "
-                f"sequences: {row['ratio']:.2f}"
+                f"{speedup['configuration']} / plain tokens a second at "
+                f"{speedup['concurrency']} sequences: {speedup['ratio']:.2f}"
             )
     return 0
+
+
+def _row_name(variant: str, sampling: dict[str, Any]) -> str:
+    return variant + "".join(f" {key}={value:g}" for key, value in sampling.items())
 
 
 def _parse_concurrency(text: str) -> list[int]:
@@ -443,7 +443,7 @@ def _write_json(path: str, value: dict[str, Any]) -> None:
     Path(path).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
-def _print_head(setup: _Setup, read_bandwidth: float, first: Measurement) -> None:
+def _print_head(setup: _Setup, read_bandwidth: float, first: Measurement, name_width: int) -> None:
     target, draft = setup.target, setup.draft
     print(f"target {target.name}: {target.matrix_bytes / 1e6:.1f} MB of matrices")
     if draft is not None and setup.speculations:
@@ -457,10 +457,10 @@ def _print_head(setup: _Setup, read_bandwidth: float, first: Measurement) -> Non
         f"start to first token: {first.start_to_first_token_s:.2f} s, of it models "
         f"{setup.model_build_s:.2f} s, engine {first.engine_start_s:.2f} s"
     )
-    print(" ".join(f"{name:>{width}}" for name, width in _COLUMNS))
+    _print_cells([name for name, _ in _COLUMNS], name_width)
 
 
-def _print_row(name: str, row: Measurement) -> None:
+def _print_row(name: str, row: Measurement, name_width: int) -> None:
     share = "-" if row.floor_share is None else f"{row.floor_share:.0%}"
     cells = (
         name, row.workload.concurrency, f"{row.iteration_ms:.3f}", f"{row.iteration_p99_ms:.3f}",
@@ -469,5 +469,10 @@ def _print_row(name: str, row: Measurement) -> None:
         f"{row.flops / 1e9:.1f}", f"{row.gb_per_s:.1f}", share, f"{row.idle_share:.1%}",
         f"{row.host_us:.1f}", f"{row.engine_start_s:.2f}",
     )  # fmt: skip
-    line = zip(cells, _COLUMNS, strict=True)
-    print(" ".join(f"{cell:>{width}}" for cell, (_, width) in line), flush=True)
+    _print_cells(cells, name_width)
+
+
+def _print_cells(cells: Sequence[object], name_width: int) -> None:
+    first, *others = zip(cells, _COLUMNS, strict=True)
+    line = [f"{first[0]:<{name_width}}", *(f"{cell:>{width}}" for cell, (_, width) in others)]
+    print(" ".join(line), flush=True)

@@ -184,134 +184,79 @@ def make_executor(
     return _core.Executor(target.model, draft.model if draft is not None else None, options)
 
 
-@dataclass(frozen=True)
-class Engine:
-    """A running engine.
-
-    Attributes:
-        executor: What runs.
-        start_s: Seconds that starting it took.
-    """
-
-    executor: _core.Executor
-    start_s: float
-
-
-def start_engine(
-    target: BenchModel,
-    draft: BenchModel | None,
-    speculation: Speculation | None,
-    workload: Workload,
-    *,
-    num_threads: int = 0,
-    use_null_device: bool = False,
-) -> Engine:
-    """Starts an engine with room for a workload; as `measure` has the arguments."""
-    begin = time.monotonic()
-    executor = make_executor(
-        target, draft, speculation, workload, num_threads=num_threads,
-        use_null_device=use_null_device,
-    )  # fmt: skip
-    return Engine(executor, time.monotonic() - begin)
-
-
 def measure(
     target: BenchModel,
     draft: BenchModel | None,
     speculation: Speculation | None,
-    workload: Workload,
+    workloads: Sequence[Workload],
     *,
     num_threads: int = 0,
     rounds: int = 3,
     use_null_device: bool = False,
     seconds_before: float | None = None,
     is_traced: bool = False,
-    engine: Engine | None = None,
-) -> Measurement:
-    """Runs a workload `rounds` times after a warm-up and sums it up.
+) -> list[Measurement]:
+    """Runs each workload `rounds` times after a warm-up and sums it up.
+
+    Workloads that are compared to the percent belong in one call: they share an engine, since
+    engines choose their products by measurement, and take turns, since the device changes its
+    clock as it gets warmer.
 
     Args:
         target: The target.
         draft: The drafter; None with speculation None.
         speculation: None = plain decoding.
-        workload: What to run.
+        workloads: What to run; they differ in `sampling` alone.
         num_threads: CPU threads; 0 = all cores.
-        rounds: Repetitions.
+        rounds: Repetitions of each.
         use_null_device: Run no op, to measure the host's work alone.
         seconds_before: From the start of the process until the models were there; None = unknown.
-        is_traced: Time the kernels of one iteration too; needs `can_trace()`.
-        engine: To run on, made by `start_engine` for the same models, speculation and number of
-            sequences; None = one of its own. Engines choose their products by measurement, so
-            workloads that are compared to the percent belong on one.
+        is_traced: Time the kernels of one iteration of each too; needs `can_trace()`.
 
     Returns:
-        The measurement, without a floor; see `with_floor`.
+        A measurement for each workload, without a floor; see `with_floor`.
+
+    Raises:
+        ValueError: There is no workload, or they differ in more than `sampling`.
     """
-    k = 0 if speculation is None else speculation.num_speculative_tokens
-    vocab = min(m.config["vocab_size"] for m in ([target] if draft is None else [target, draft]))
-    is_own = engine is None
-    if engine is None:
-        engine = start_engine(
-            target, draft, speculation, workload, num_threads=num_threads,
-            use_null_device=use_null_device,
-        )  # fmt: skip
-    executor, engine_start_s = engine.executor, engine.start_s
-    kernels = None
-    runs = []
-    try:
-        first_token_s = _first_token_seconds(executor, workload, vocab)
-        _run_once(executor, workload, vocab, seed=0)
-        executor.reset_stats()
-        for seed in range(1, rounds + 1):
-            runs.append(_run_once(executor, workload, vocab, seed=seed))
-        stats = executor.stats()
-        if is_traced:
-            kernels = _trace(executor, workload, vocab)
-    finally:
-        if is_own:
-            executor.close()
-    full = [
-        (us / 1000, idle_us)
-        for us, idle_us, decoding, prefill in zip(
-            stats["iteration_us"],
-            stats["iteration_idle_us"],
-            stats["iteration_num_decoding"],
-            stats["iteration_num_prefill"],
-            strict=True,
+    if len({(w.concurrency, w.input_len, w.output_len) for w in workloads}) != 1:
+        raise ValueError(
+            f"workloads are {list(workloads)}; allowed: at least one, and all of one concurrency, "
+            "input_len and output_len; measure others in a call of their own"
         )
-        if decoding == workload.concurrency and prefill == 0
-    ]
-    times = [ms for ms, _ in full]
-    iteration_ms = statistics.median(times) if times else 0.0
-    idle_us = statistics.median(us for _, us in full) if full else 0.0
-    weight_bytes = target.matrix_bytes + (draft.matrix_bytes * k if draft is not None else 0)
-    kv_bytes = _iteration_kv_bytes(target, draft, k, workload)
-    num_bytes = weight_bytes + kv_bytes
+    vocab = min(m.config["vocab_size"] for m in ([target] if draft is None else [target, draft]))
+    begin = time.monotonic()
+    executor = make_executor(
+        target, draft, speculation, workloads[0], num_threads=num_threads,
+        use_null_device=use_null_device,
+    )  # fmt: skip
+    engine_start_s = time.monotonic() - begin
+    samples = [_Samples() for _ in workloads]
+    try:
+        first_token_s = _first_token_seconds(executor, workloads[0], vocab)
+        for workload in workloads:
+            _run_once(executor, workload, vocab, seed=0)
+        for seed in range(1, rounds + 1):
+            for workload, sample in zip(workloads, samples, strict=True):
+                executor.reset_stats()
+                run = _run_once(executor, workload, vocab, seed=seed)
+                sample.add(run, executor.stats(), workload)
+        kernels = [_trace(executor, w, vocab) if is_traced else None for w in workloads]
+    finally:
+        executor.close()
     before = seconds_before
-    return Measurement(
-        workload=workload,
-        draft_driver=None if speculation is None else speculation.draft_driver,
-        iteration_ms=iteration_ms,
-        iteration_p99_ms=_percentile(times, 0.99),
-        output_tokens_per_s=statistics.median(run.tokens_per_s for run in runs),
-        time_to_first_token_ms=statistics.fmean(run.first_token_ms for run in runs),
-        tokens_per_iteration=statistics.fmean(run.tokens_per_iteration for run in runs),
-        num_draft_tokens=k,
-        weight_bytes=weight_bytes,
-        kv_bytes=kv_bytes,
-        iteration_bytes=num_bytes,
-        flops=_iteration_flops(target, draft, k, workload),
-        gb_per_s=num_bytes / iteration_ms / 1e6 if iteration_ms > 0 else 0.0,
-        floor_ms=None,
-        floor_share=None,
-        idle_us=idle_us,
-        idle_share=idle_us / 1000 / iteration_ms if iteration_ms > 0 else 0.0,
-        host_us=stats["host_us"] / max(stats["num_iterations"], 1),
-        engine_start_s=engine_start_s,
-        first_token_s=first_token_s,
-        start_to_first_token_s=None if before is None else before + engine_start_s + first_token_s,
-        kernels=kernels,
-    )
+    return [
+        replace(
+            _sum_up(target, draft, speculation, workload, sample),
+            engine_start_s=engine_start_s,
+            first_token_s=first_token_s,
+            start_to_first_token_s=(
+                None if before is None else before + engine_start_s + first_token_s
+            ),
+            kernels=kernels_of_one,
+        )
+        for workload, sample, kernels_of_one in zip(workloads, samples, kernels, strict=True)
+    ]
 
 
 def with_floor(row: Measurement, target: BenchModel, read_bandwidth: float) -> Measurement:
@@ -368,6 +313,81 @@ class _Run:
     tokens_per_s: float
     first_token_ms: float
     tokens_per_iteration: float
+
+
+@dataclass
+class _Samples:
+    """What the runs of a workload came to.
+
+    Attributes:
+        runs: Each of them.
+        iteration_ms: Of iterations in which all requests decode.
+        idle_us: That the device stood idle before each of those.
+        host_us: Work of the host, all iterations.
+        num_iterations: All of them.
+    """
+
+    runs: list[_Run] = field(default_factory=list)
+    iteration_ms: list[float] = field(default_factory=list)
+    idle_us: list[float] = field(default_factory=list)
+    host_us: float = 0.0
+    num_iterations: int = 0
+
+    def add(self, run: _Run, stats: Mapping[str, Any], workload: Workload) -> None:
+        """Adds a run and the engine's counts of it."""
+        self.runs.append(run)
+        self.host_us += stats["host_us"]
+        self.num_iterations += stats["num_iterations"]
+        for us, idle_us, num_decoding, num_prefill in zip(
+            stats["iteration_us"],
+            stats["iteration_idle_us"],
+            stats["iteration_num_decoding"],
+            stats["iteration_num_prefill"],
+            strict=True,
+        ):
+            if num_decoding == workload.concurrency and num_prefill == 0:
+                self.iteration_ms.append(us / 1000)
+                self.idle_us.append(idle_us)
+
+
+def _sum_up(
+    target: BenchModel,
+    draft: BenchModel | None,
+    speculation: Speculation | None,
+    workload: Workload,
+    samples: _Samples,
+) -> Measurement:
+    """The measurement, but for what its engine took to start."""
+    k = 0 if speculation is None else speculation.num_speculative_tokens
+    runs, times = samples.runs, samples.iteration_ms
+    iteration_ms = statistics.median(times) if times else 0.0
+    idle_us = statistics.median(samples.idle_us) if times else 0.0
+    weight_bytes = target.matrix_bytes + (draft.matrix_bytes * k if draft is not None else 0)
+    kv_bytes = _iteration_kv_bytes(target, draft, k, workload)
+    num_bytes = weight_bytes + kv_bytes
+    return Measurement(
+        workload=workload,
+        draft_driver=None if speculation is None else speculation.draft_driver,
+        iteration_ms=iteration_ms,
+        iteration_p99_ms=_percentile(times, 0.99),
+        output_tokens_per_s=statistics.median(run.tokens_per_s for run in runs),
+        time_to_first_token_ms=statistics.fmean(run.first_token_ms for run in runs),
+        tokens_per_iteration=statistics.fmean(run.tokens_per_iteration for run in runs),
+        num_draft_tokens=k,
+        weight_bytes=weight_bytes,
+        kv_bytes=kv_bytes,
+        iteration_bytes=num_bytes,
+        flops=_iteration_flops(target, draft, k, workload),
+        gb_per_s=num_bytes / iteration_ms / 1e6 if iteration_ms > 0 else 0.0,
+        floor_ms=None,
+        floor_share=None,
+        idle_us=idle_us,
+        idle_share=idle_us / 1000 / iteration_ms if iteration_ms > 0 else 0.0,
+        host_us=samples.host_us / max(samples.num_iterations, 1),
+        engine_start_s=0.0,
+        first_token_s=0.0,
+        start_to_first_token_s=None,
+    )
 
 
 def _add(executor: _core.Executor, workload: Workload, vocab: int, rng: random.Random) -> int:
