@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 import os
 import threading
 import weakref
@@ -44,14 +43,13 @@ from paceline.loader import (
 from paceline.logprobs import LogprobReader, check_logprobs
 from paceline.memory import default_kv_cache_bytes, group_max_bytes, memory_plan
 from paceline.outputs import RequestError, RequestOutput
+from paceline.prompts import Prompt, encode, list_params, list_prompts
 from paceline.sampling import MAX_SAMPLES, SamplingParams
 from paceline.stream import Request, RequestStream
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-
-Prompt = str | Sequence[int]
 
 _logger = logging.getLogger("paceline")
 
@@ -390,7 +388,9 @@ class LLM:
             ValueError: A prompt that is not allowed.
             RuntimeError: The LLM is closed, or the engine gave up.
         """
-        _, token_ids = self._encode(prompt, "prompt", max_len=self.max_model_len)
+        _, token_ids = encode(
+            prompt, "prompt", self.target, max_model_len=self.max_model_len, spare=0
+        )
         session = self._dispatcher.open()
         try:
             session.add_request(token_ids, score_prompt=True)
@@ -506,13 +506,14 @@ class LLM:
     ) -> list[Request]:
         """Checks everything; queues nothing. Samples of a prompt come side by side, in order."""
         self._dispatcher.check_running()
-        listed = _list_prompts(prompts)
-        params = _list_params(sampling_params, len(listed))
+        listed = list_prompts(prompts)
+        params = list_params(sampling_params, len(listed))
         checked = []
         for index, (prompt, param) in enumerate(zip(listed, params, strict=True)):
             name = f"prompts[{index}]" if len(listed) > 1 else "prompt"
-            # One token of room, for the first output token.
-            text, token_ids = self._encode(prompt, name, max_len=self.max_model_len - 1)
+            text, token_ids = encode(
+                prompt, name, self.target, max_model_len=self.max_model_len, spare=1
+            )
             check_logprobs(param, self.config.max_logprobs)
             checked.append((text, token_ids, param, engine_arguments(param, self.target)))
         tokenizer = self.target.tokenizer
@@ -538,50 +539,6 @@ class LLM:
             for index, (text, token_ids, param, sampling) in enumerate(seeded)
             for sample in range(param.n)
         ]
-
-    def _encode(self, prompt: Prompt, name: str, *, max_len: int) -> tuple[str | None, list[int]]:
-        text = None
-        if isinstance(prompt, str):
-            text = prompt
-            if not prompt:
-                raise ValueError(f"{name} is empty; allowed: at least one character or token")
-            if self.target.tokenizer is None:
-                raise ValueError(
-                    f"{name} is a text, but {self.target.path} has no tokenizer.json; "
-                    "allowed: token ids"
-                )
-            token_ids = self.target.tokenizer.encode(prompt)
-        else:
-            token_ids = self._check_token_ids(prompt, name)
-        if not token_ids:
-            raise ValueError(f"{name} is empty; allowed: at least one token")
-        if len(token_ids) > max_len:
-            raise ValueError(
-                f"{name} has {len(token_ids)} tokens; allowed: at most {max_len} "
-                f"(max_model_len is {self.max_model_len}, the model was made for "
-                f"{self.target.max_position})"
-            )
-        return text, token_ids
-
-    def _check_token_ids(self, prompt: Sequence[int], name: str) -> list[int]:
-        vocab_size = self.target.vocab_size
-        token_ids = []
-        for position, token in enumerate(prompt):
-            try:
-                if isinstance(token, bool):
-                    raise TypeError
-                token_id = operator.index(token)
-            except TypeError:
-                raise ValueError(
-                    f"{name}[{position}] is {token!r} ({type(token).__name__}); allowed: a token id"
-                ) from None
-            if not 0 <= token_id < vocab_size:
-                raise ValueError(
-                    f"{name}[{position}] is token id {token_id}; "
-                    f"allowed: 0 to vocab_size - 1 = {vocab_size - 1}"
-                )
-            token_ids.append(token_id)
-        return token_ids
 
 
 def capabilities() -> dict[str, Any]:
@@ -623,58 +580,6 @@ def _resolve_max_model_len(
             f"allowed: max_model_len={draft.max_position} or less with this drafter"
         )
     return max_model_len
-
-
-def _list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Tells one prompt from several."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, bytes | Mapping) or not hasattr(prompts, "__getitem__"):
-        raise ValueError(
-            f"prompts is a {type(prompts).__name__}; "
-            "allowed: a text, a sequence of token ids, or a sequence of those"
-        )
-    if len(prompts) == 0:
-        raise ValueError("prompts is empty; allowed: at least one prompt of at least one token")
-    first = prompts[0]
-    # Elements of arrays and tensors have the methods of a sequence even where they are one number.
-    if hasattr(first, "__len__") and getattr(first, "ndim", 1) > 0:
-        listed: list[Prompt] = []
-        for index, prompt in enumerate(prompts):
-            if isinstance(prompt, bytes | Mapping) or not hasattr(prompt, "__len__"):
-                raise ValueError(
-                    f"prompts[{index}] is {prompt!r:.60} ({type(prompt).__name__}); "
-                    "allowed: a text or a sequence of token ids"
-                )
-            listed.append(prompt)  # type: ignore[arg-type]
-        return listed
-    return [prompts]  # type: ignore[list-item]
-
-
-def _list_params(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * num_prompts
-    if isinstance(params, str | Mapping) or not isinstance(params, Sequence):
-        raise ValueError(
-            f"sampling_params is {params!r:.60} ({type(params).__name__}); "
-            "allowed: SamplingParams or a sequence of them"
-        )
-    for index, param in enumerate(params):
-        if not isinstance(param, SamplingParams):
-            raise ValueError(
-                f"sampling_params[{index}] is {param!r:.60} ({type(param).__name__}); "
-                "allowed: SamplingParams"
-            )
-    if len(params) != num_prompts:
-        raise ValueError(
-            f"sampling_params has {len(params)} entries for {num_prompts} prompts; "
-            "allowed: one for all or one for each"
-        )
-    return list(params)
 
 
 def _progress_bar(total: int, *, is_shown: bool) -> Any:

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts and their parameters, as callers hand them over: told apart, checked, encoded."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+
+from paceline.loader import LoadedModel
+from paceline.sampling import SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Tells one prompt from several; ValueError where it is neither."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, bytes | Mapping) or not hasattr(prompts, "__getitem__"):
+        raise ValueError(
+            f"prompts is a {type(prompts).__name__}; "
+            "allowed: a text, a sequence of token ids, or a sequence of those"
+        )
+    if len(prompts) == 0:
+        raise ValueError("prompts is empty; allowed: at least one prompt of at least one token")
+    first = prompts[0]
+    # Elements of arrays and tensors have the methods of a sequence even where they are one number.
+    if hasattr(first, "__len__") and getattr(first, "ndim", 1) > 0:
+        listed: list[Prompt] = []
+        for index, prompt in enumerate(prompts):
+            if isinstance(prompt, bytes | Mapping) or not hasattr(prompt, "__len__"):
+                raise ValueError(
+                    f"prompts[{index}] is {prompt!r:.60} ({type(prompt).__name__}); "
+                    "allowed: a text or a sequence of token ids"
+                )
+            listed.append(prompt)  # type: ignore[arg-type]
+        return listed
+    return [prompts]  # type: ignore[list-item]
+
+
+def list_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    """One for each prompt; ValueError where there is another number of them."""
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if isinstance(params, str | Mapping) or not isinstance(params, Sequence):
+        raise ValueError(
+            f"sampling_params is {params!r:.60} ({type(params).__name__}); "
+            "allowed: SamplingParams or a sequence of them"
+        )
+    for index, param in enumerate(params):
+        if not isinstance(param, SamplingParams):
+            raise ValueError(
+                f"sampling_params[{index}] is {param!r:.60} ({type(param).__name__}); "
+                "allowed: SamplingParams"
+            )
+    if len(params) != num_prompts:
+        raise ValueError(
+            f"sampling_params has {len(params)} entries for {num_prompts} prompts; "
+            "allowed: one for all or one for each"
+        )
+    return list(params)
+
+
+def encode(
+    prompt: Prompt, name: str, target: LoadedModel, *, max_model_len: int, spare: int
+) -> tuple[str | None, list[int]]:
+    """Checks one prompt.
+
+    Args:
+        prompt: A text or token ids.
+        name: What errors call it.
+        target: The model that reads it.
+        max_model_len: Tokens of a sequence.
+        spare: Of those, tokens that must be left for output.
+
+    Returns:
+        The text, if it is one, and its token ids.
+
+    Raises:
+        ValueError: It is empty, too long, a text for a model without tokenizer, or has no ids.
+    """
+    text = None
+    if isinstance(prompt, str):
+        text = prompt
+        if not prompt:
+            raise ValueError(f"{name} is empty; allowed: at least one character or token")
+        if target.tokenizer is None:
+            raise ValueError(
+                f"{name} is a text, but {target.path} has no tokenizer.json; allowed: token ids"
+            )
+        token_ids = target.tokenizer.encode(prompt)
+    else:
+        token_ids = _check_token_ids(prompt, name, target.vocab_size)
+    if not token_ids:
+        raise ValueError(f"{name} is empty; allowed: at least one token")
+    max_len = max_model_len - spare
+    if len(token_ids) > max_len:
+        raise ValueError(
+            f"{name} has {len(token_ids)} tokens; allowed: at most {max_len} "
+            f"(max_model_len is {max_model_len}, the model was made for "
+            f"{target.max_position})"
+        )
+    return text, token_ids
+
+
+def _check_token_ids(prompt: Sequence[int], name: str, vocab_size: int) -> list[int]:
+    token_ids = []
+    for position, token in enumerate(prompt):
+        try:
+            if isinstance(token, bool):
+                raise TypeError
+            token_id = operator.index(token)
+        except TypeError:
+            raise ValueError(
+                f"{name}[{position}] is {token!r} ({type(token).__name__}); allowed: a token id"
+            ) from None
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(
+                f"{name}[{position}] is token id {token_id}; "
+                f"allowed: 0 to vocab_size - 1 = {vocab_size - 1}"
+            )
+        token_ids.append(token_id)
+    return token_ids

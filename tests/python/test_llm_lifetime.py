@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LLM: several threads, what ends when, and an engine that fails."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline import (
+    LLM,
+    RequestError,
+    SamplingParams,
+    _core,
+)
+from paceline.dispatcher import Dispatcher
+from paceline.loader import load_checkpoint
+from paceline.stream import Request, RequestStream
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+LONG = SamplingParams(temperature=1.0, max_tokens=1500, seed=0)
+
+
+# ---- threads -----------------------------------------------------------------------------------
+
+
+def test_several_threads_generate(llm: LLM) -> None:
+    jobs = [(f"prompt {i}", SamplingParams(max_tokens=20 + i, seed=i)) for i in range(24)]
+    expected = [llm.generate(prompt, params)[0].outputs for prompt, params in jobs]
+    with ThreadPoolExecutor(6) as pool:
+        results = list(pool.map(lambda job: llm.generate(*job)[0].outputs, jobs))
+    assert results == expected
+
+
+def test_waiting_releases_the_gil(llm: LLM, target_dir: Path) -> None:
+    model = load_checkpoint(target_dir).model
+    options = {"max_model_len": 64, "kv_cache_bytes": 8 << 20}
+    executor = _core.Executor(model, None, options)
+    start = time.monotonic()
+    with ThreadPoolExecutor(4) as pool:
+        polls = [pool.submit(executor.poll, 400) for _ in range(4)]
+        count = 0
+        while not all(poll.done() for poll in polls):
+            count += 1
+            time.sleep(0.001)
+    assert time.monotonic() - start < 1.2  # four waits of 0.4 s at the same time
+    assert count > 50  # and Python ran meanwhile
+    executor.close()
+
+
+def test_closing_waits_for_calls_under_way(target_dir: Path) -> None:
+    model = load_checkpoint(target_dir).model
+    executor = _core.Executor(model, None, {"max_model_len": 64, "kv_cache_bytes": 8 << 20})
+    with ThreadPoolExecutor(1) as pool:
+        poll = pool.submit(executor.poll, 300)
+        time.sleep(0.05)
+        executor.close()
+        assert poll.done() and poll.result() == []
+    executor.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        executor.poll()
+    assert "closed" in repr(executor)
+
+
+def test_closing_ends_what_runs(target_dir: Path) -> None:
+    llm = LLM(target_dir)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(llm.generate, ["a"] * 64, LONG)
+        while not llm._dispatcher.sessions and not future.done():
+            time.sleep(0.001)
+        llm.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            future.result()
+    llm.close()
+    assert "closed" in repr(llm)
+    for call in (lambda: llm.generate("a"), lambda: llm.logits("a"), llm.memory_report):
+        with pytest.raises(RuntimeError, match="this LLM is closed"):
+            call()
+
+
+# ---- lifetimes ---------------------------------------------------------------------------------
+
+
+def test_children_outlive_their_owners(target_dir: Path) -> None:
+    loaded = load_checkpoint(target_dir)
+    arena = loaded.model.arena()
+    assert arena.readonly
+    digest = hash(bytes(arena))
+    executor = _core.Executor(loaded.model, None, {"max_model_len": 64, "kv_cache_bytes": 8 << 20})
+    num_bytes = loaded.model.weight_bytes
+    del loaded
+    gc.collect()
+    assert len(arena) == num_bytes and hash(bytes(arena)) == digest
+    executor.add_request([1, 2, 3], score_prompt=True)
+    (event,) = [e for e in _poll_all(executor) if e.finish_reason]
+    logits = event.logits
+    assert logits is not None and logits.shape == (3, executor.vocab_size)
+    assert not logits.flags.writeable
+    copy = logits.copy()
+    executor.close()
+    del executor, event
+    gc.collect()
+    assert np.array_equal(copy, logits)
+
+
+def _poll_all(executor: _core.Executor) -> Iterator[_core.RequestEvent]:
+    while True:
+        for event in executor.poll(timeout_ms=1000):
+            yield event
+            if event.finish_reason is not None:
+                return
+
+
+def test_llm_is_freed_without_close(target_dir: Path) -> None:
+    llm = LLM(target_dir)
+    dispatcher = llm._dispatcher
+    llm.generate("a", GREEDY)
+    del llm
+    gc.collect()
+    assert dispatcher.is_closed
+    assert not dispatcher._thread.is_alive()
+
+
+# ---- a failing engine --------------------------------------------------------------------------
+
+
+class _Event:
+    """What `_core.RequestEvent` looks like."""
+
+    sample = num_drafted = num_accepted = 0
+    arrival_us, first_token_us, finish_us = 1000, 0, 2000
+    logits = None
+
+    def __init__(self, id: int, token_ids: list[int], finish_reason: str | None, error: str = ""):
+        self.id, self.token_ids = id, token_ids
+        self.finish_reason, self.error = finish_reason, error
+        self.counters: dict[str, Any] = {}
+
+
+class _FakeExecutor:
+    """Fails every second request, or itself."""
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.failure = failure
+        self.next_id = 0
+        self.events: list[_Event] = []
+        self.num_cancelled = 0
+
+    def add_request(self, prompt: list[int], **_: Any) -> int:
+        self.next_id += 1
+        is_good = self.next_id % 2
+        self.events.append(
+            _Event(self.next_id, [1], "length" if is_good else "error", "" if is_good else "broke")
+        )
+        return self.next_id
+
+    def poll(self, timeout_ms: int) -> list[_Event]:
+        if self.failure is not None and self.next_id:
+            raise self.failure
+        events, self.events = self.events, []
+        return events
+
+    def cancel(self, id: int, sample: int | None) -> bool:
+        self.num_cancelled += 1
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+def requests_for(num: int) -> list[Request]:
+    return [
+        Request(
+            i,
+            None,
+            [1],
+            SamplingParams(),
+            sampling={},
+            detokenizer=None,
+        )
+        for i in range(num)
+    ]
+
+
+def test_a_failed_request_leaves_the_others_alone(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatcher = Dispatcher(_FakeExecutor())  # type: ignore[arg-type]
+    monkeypatch.setattr(llm, "_dispatcher", dispatcher)
+    monkeypatch.setattr(llm, "speculative_config", None)
+    with pytest.raises(RequestError, match="prompt 1: broke") as error:
+        llm.generate(["a", "b", "c"])
+    assert [output.error for output in error.value.outputs] == [None, "broke", None]
+    assert [output.outputs[0].finish_reason for output in error.value.outputs] == [
+        "length",
+        "error",
+        "length",
+    ]
+    dispatcher.close()
+
+
+def test_a_failed_engine_says_why_every_time() -> None:
+    dispatcher = Dispatcher(_FakeExecutor(MemoryError("gone")))  # type: ignore[arg-type]
+    stream = RequestStream(dispatcher, requests_for(2), num_speculative_tokens=None, owner=None)
+    with pytest.raises(MemoryError, match="gone"):
+        next(stream)
+    with pytest.raises(MemoryError, match="gone"):
+        dispatcher.open().add_request([1])
+    dispatcher.close()
+
+
+def test_a_refused_request_cancels_those_queued_before() -> None:
+    executor = _FakeExecutor()
+    dispatcher = Dispatcher(executor)  # type: ignore[arg-type]
+    add_request = executor.add_request
+
+    def refuse_third(prompt: list[int], **kwargs: Any) -> int:
+        if executor.next_id == 2:
+            raise ValueError("no blocks")
+        request_id = add_request(prompt, **kwargs)
+        executor.events.clear()
+        return request_id
+
+    executor.add_request = refuse_third  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="no blocks"):
+        RequestStream(dispatcher, requests_for(4), num_speculative_tokens=None, owner=None)
+    assert executor.num_cancelled == 2
+    assert not dispatcher.sessions
+    dispatcher.close()
