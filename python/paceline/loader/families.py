@@ -15,6 +15,7 @@ from typing import Any, Final
 from .decoder import (
     SANDWICH_NORMS,
     Family,
+    Sizes,
     check_common,
     decoder_tensors,
     describe,
@@ -91,16 +92,16 @@ def decoder_config(
     return translate(parse_hf_config(hf_config, source, ARCHITECTURES)).config_for(weight_dtype)
 
 
-def _llama(hf: HfConfig) -> Family:
-    check_common(hf)
+def _all_alike(
+    name: str, hf: HfConfig, sizes: Sizes, *, has_qk_norm: bool = False, mlp_bias: bool = False
+) -> Family:
+    """A family whose layers are all alike and see everything before them."""
     text = hf.text
-    sizes = read_sizes(text, max_position=2048, eps=1e-6)
     ties = text.boolean("tie_word_embeddings", False)
     attention_bias = text.boolean("attention_bias", False)
-    mlp_bias = text.boolean("mlp_bias", False)
     layers = same_layers(sizes, (FULL,) * sizes.layers)
     config = describe(
-        "llama",
+        name,
         sizes,
         layers,
         window=0,
@@ -108,13 +109,25 @@ def _llama(hf: HfConfig) -> Family:
         attention_scale=sizes.head_dim**-0.5,
         activation=read_activation(text, ("hidden_act",), "silu"),
         ties_lm_head=ties,
+        has_qk_norm=has_qk_norm,
         attention_bias=attention_bias,
         mlp_bias=mlp_bias,
     )
     tensors = decoder_tensors(
-        sizes, layers, ties_lm_head=ties, attention_bias=attention_bias, mlp_bias=mlp_bias
+        sizes,
+        layers,
+        ties_lm_head=ties,
+        has_qk_norm=has_qk_norm,
+        attention_bias=attention_bias,
+        mlp_bias=mlp_bias,
     )
-    return Family("llama", hf.architecture, config, tensors, _PREFIXES)
+    return Family(name, hf.architecture, config, tensors, _PREFIXES)
+
+
+def _llama(hf: HfConfig) -> Family:
+    check_common(hf)
+    sizes = read_sizes(hf.text, max_position=2048, eps=1e-6)
+    return _all_alike("llama", hf, sizes, mlp_bias=hf.text.boolean("mlp_bias", False))
 
 
 def _qwen3(hf: HfConfig) -> Family:
@@ -131,25 +144,7 @@ def _qwen3(hf: HfConfig) -> Family:
                     f'{text.source}: key "{text.name("layer_types")}"[{i}] is {layer_type!r}, '
                     f"which Paceline does not support for {hf.architecture}; supported: {FULL}"
                 )
-    ties = text.boolean("tie_word_embeddings", False)
-    attention_bias = text.boolean("attention_bias", False)
-    layers = same_layers(sizes, (FULL,) * sizes.layers)
-    config = describe(
-        "qwen3",
-        sizes,
-        layers,
-        window=0,
-        ropes={FULL: read_rope(text, 10_000.0)},
-        attention_scale=sizes.head_dim**-0.5,
-        activation=read_activation(text, ("hidden_act",), "silu"),
-        ties_lm_head=ties,
-        has_qk_norm=True,
-        attention_bias=attention_bias,
-    )
-    tensors = decoder_tensors(
-        sizes, layers, ties_lm_head=ties, has_qk_norm=True, attention_bias=attention_bias
-    )
-    return Family("qwen3", hf.architecture, config, tensors, _PREFIXES)
+    return _all_alike("qwen3", hf, sizes, has_qk_norm=True)
 
 
 def _gemma3(hf: HfConfig) -> Family:
