@@ -14,12 +14,12 @@ import json
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
-from corpus import CorpusError, cut_prompts, load_corpus, token_stream
+from corpus import cut_prompts, token_stream
 from corpus import train_tokenizer as train_bpe
 from demo_models import (
     DRAFTER_WORK_BAR,
@@ -33,12 +33,11 @@ from demo_models import (
 from fitting import fit
 from generation import greedy
 from measures import REPEATED_NGRAM
+from options import DEMO, REPOSITORY, corpus_from, options_for, plan_from
 from texts import Texts, Windows, continuations, many_continuations
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -259,38 +258,25 @@ def repetitions(generated: Tensor, first: int) -> Tensor:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line: places, the device, and one option for each field of the plan."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--stdlib",
-        type=Path,
-        default=Path(argparse.__file__).parent,
-        help="standard library of the pinned CPython (default: that of this interpreter)",
-    )
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "python/paceline/demo")
+    """The command line."""
+    parser = options_for(__doc__, Plan)
+    parser.add_argument("--out", type=Path, default=DEMO)
     parser.add_argument(
         "--prompts", type=Path, default=REPOSITORY / "tests/support/demo_prompts.json"
     )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-compile", action="store_true", help="run the models eagerly")
-    for field in fields(Plan):
-        option = "--" + field.name.replace("_", "-")
-        parser.add_argument(option, type=type(field.default), default=field.default)
     return parser.parse_args()
 
 
 def main() -> None:
     """Trains, rounds and saves both models and the evaluation prompts."""
     arguments = parse_arguments()
-    plan = Plan(**{field.name: getattr(arguments, field.name) for field in fields(Plan)})
+    plan = plan_from(arguments, Plan)
     ratio = work_per_token(drafter_config()) / work_per_token(target_config())
     print(f"work of the drafter over that of the target: {ratio:.4f}")
     if ratio >= DRAFTER_WORK_BAR:
         sys.exit(f"the drafter's work must stay below {DRAFTER_WORK_BAR} of the target's")
-    try:
-        corpus = load_corpus(arguments.stdlib)
-    except CorpusError as error:
-        sys.exit(str(error))
+    corpus = corpus_from(arguments)
 
     tokenizer = train_bpe(corpus.train.values())
     prompts = cut_prompts(corpus.held_out, tokenizer, 100)

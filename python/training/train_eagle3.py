@@ -10,21 +10,20 @@ itself, as it does when it drafts.
 from __future__ import annotations
 
 import argparse
-import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from corpus import VOCAB_SIZE, CorpusError, load_corpus, token_stream
+from corpus import VOCAB_SIZE, token_stream
 from demo_models import load_checkpoint
 from eagle3_model import AUX_LAYERS, DraftKeys, Head, HeadConfig, save_head
 from fitting import Clock, draft_loss, fit
 from generation import greedy
+from options import DEMO, add_minutes, corpus_from, options_for, plan_from
 from texts import Texts, Windows, continuations, many_continuations
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.functional import log_softmax
-from train_demo import REPOSITORY
 from transformers import Gemma3ForCausalLM
 
 
@@ -163,24 +162,11 @@ class Trainer:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line: places, the device, and one option for each field of the plan."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--stdlib",
-        type=Path,
-        default=Path(argparse.__file__).parent,
-        help="standard library of the pinned CPython (default: that of this interpreter)",
-    )
-    demo = REPOSITORY / "python/paceline/demo"
-    parser.add_argument("--target", type=Path, default=demo / "gemma3_code")
-    parser.add_argument("--out", type=Path, default=demo / "gemma3_code_eagle3")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--minutes", type=float, help="take this long, whatever the numbers of rounds and steps"
-    )
-    for field in fields(Plan):
-        option = "--" + field.name.replace("_", "-")
-        parser.add_argument(option, type=type(field.default), default=field.default)
+    """The command line."""
+    parser = options_for(__doc__, Plan)
+    parser.add_argument("--target", type=Path, default=DEMO / "gemma3_code")
+    parser.add_argument("--out", type=Path, default=DEMO / "gemma3_code_eagle3")
+    add_minutes(parser)
     return parser.parse_args()
 
 
@@ -188,11 +174,8 @@ def main() -> None:
     """Trains and saves the head."""
     arguments = parse_arguments()
     clock = Clock.start(arguments.minutes)
-    plan = Plan(**{field.name: getattr(arguments, field.name) for field in fields(Plan)})
-    try:
-        corpus = load_corpus(arguments.stdlib)
-    except CorpusError as error:
-        sys.exit(str(error))
+    plan = plan_from(arguments, Plan)
+    corpus = corpus_from(arguments)
     device = torch.device(arguments.device)
     tokenizer = Tokenizer.from_file(str(arguments.target / "tokenizer.json"))
     torch.manual_seed(plan.seed)

@@ -10,13 +10,12 @@ put out itself, as it does when it drafts.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from corpus import CorpusError, load_corpus, token_stream
+from corpus import token_stream
 from fitting import Clock, draft_loss, fit
 from gemma4_model import (
     Assistant,
@@ -31,11 +30,12 @@ from gemma4_model import (
     save_target,
     target_config,
 )
+from options import DEMO, add_minutes, corpus_from, options_for, plan_from
 from texts import Texts, Windows, many_continuations
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.functional import log_softmax
-from train_demo import REPOSITORY, TargetPlan, TargetTrainer
+from train_demo import TargetPlan, TargetTrainer
 
 
 @dataclass(frozen=True)
@@ -199,32 +199,19 @@ class Trainer(TargetTrainer[Target]):
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line: places, the device, and one option for each field of the plan."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """The command line."""
+    parser = options_for(__doc__, Plan)
+    parser.add_argument("--out", type=Path, default=DEMO)
     parser.add_argument(
-        "--stdlib",
-        type=Path,
-        default=Path(argparse.__file__).parent,
-        help="standard library of the pinned CPython (default: that of this interpreter)",
-    )
-    demo = REPOSITORY / "python/paceline/demo"
-    parser.add_argument("--out", type=Path, default=demo)
-    parser.add_argument(
-        "--tokenizer", type=Path, default=demo / "gemma3_code", help="a folder with a tokenizer"
+        "--tokenizer", type=Path, default=DEMO / "gemma3_code", help="a folder with a tokenizer"
     )
     parser.add_argument(
         "--target",
         type=Path,
         help="a trained target: the assistant alone is trained, for all the time",
     )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-compile", action="store_true", help="run the models eagerly")
-    parser.add_argument(
-        "--minutes", type=float, help="take this long, whatever the numbers of rounds and steps"
-    )
-    for field in fields(Plan):
-        option = "--" + field.name.replace("_", "-")
-        parser.add_argument(option, type=type(field.default), default=field.default)
+    add_minutes(parser)
     return parser.parse_args()
 
 
@@ -232,11 +219,8 @@ def main() -> None:
     """Trains and saves both models, each as soon as it is there."""
     arguments = parse_arguments()
     clock = Clock.start(arguments.minutes)
-    plan = Plan(**{field.name: getattr(arguments, field.name) for field in fields(Plan)})
-    try:
-        corpus = load_corpus(arguments.stdlib)
-    except CorpusError as error:
-        sys.exit(str(error))
+    plan = plan_from(arguments, Plan)
+    corpus = corpus_from(arguments)
     tokenizer = Tokenizer.from_file(str(arguments.tokenizer / "tokenizer.json"))
     stream = token_stream(tokenizer, corpus.train)
     print(f"{len(corpus.train)} files, {len(stream)} tokens", flush=True)
