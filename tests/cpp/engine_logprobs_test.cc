@@ -13,6 +13,7 @@
 #include <paceline/error.h>
 #include <paceline/executor.h>
 
+#include "cpp/engine_options.h"
 #include "support/jobs.h"
 #include "support/tiny_models.h"
 
@@ -33,13 +34,7 @@ using testing::TinyModel;
 constexpr int32_t kVocab = 64;
 
 ExecutorOptions options_of(int32_t k, int32_t max_logprobs) {
-  ExecutorOptions options;
-  options.max_model_len = 256;
-  options.max_num_seqs = 8;
-  options.max_num_batched_tokens = 256;
-  options.kv_cache_bytes = 4 << 20;
-  options.num_threads = 1;
-  options.speculative.num_speculative_tokens = k;
+  ExecutorOptions options = testing::small_engine_options(k);
   options.max_logprobs = max_logprobs;
   return options;
 }

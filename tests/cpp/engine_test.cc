@@ -16,6 +16,7 @@
 #include <paceline/error.h>
 #include <paceline/executor.h>
 
+#include "cpp/engine_options.h"
 #include "support/jobs.h"
 #include "support/tiny_models.h"
 
@@ -29,19 +30,9 @@ using testing::Outcome;
 using testing::random_jobs;
 using testing::run;
 using testing::seed_from_env;
+using testing::small_engine_options;
 using testing::tiny_model;
 using testing::TinyModel;
-
-ExecutorOptions options_of(int32_t k) {
-  ExecutorOptions options;
-  options.max_model_len = 256;
-  options.max_num_seqs = 8;
-  options.max_num_batched_tokens = 256;
-  options.kv_cache_bytes = 4 << 20;
-  options.num_threads = 1;
-  options.speculative.num_speculative_tokens = k;
-  return options;
-}
 
 TEST(Engine, SelfDraftAcceptsEverything) {
   // A Gemma 3, and a Gemma 4 with everything it may have.
@@ -60,7 +51,7 @@ TEST(Engine, SelfDraftAcceptsEverything) {
     for (const double temperature : {0.0, 1.0}) {
       for (const int32_t k : {1, 3, 8, 16}) {
         std::mt19937_64 random(11);
-        Executor executor(model, model, options_of(k));
+        Executor executor(model, model, small_engine_options(k));
         for (const Outcome& outcome : run(executor, random_jobs(random, 12, 64, temperature))) {
           EXPECT_EQ(outcome.counters.num_accepted_tokens, outcome.counters.num_draft_tokens);
         }
@@ -109,14 +100,14 @@ TEST(Engine, SpeculativeEqualsPlain) {
 
     // Lists add up their keys in another order: plain and speculative must both use them.
     const bool use_window_lists = random() % 4 == 0;
-    ExecutorOptions options = options_of(0);
+    ExecutorOptions options = small_engine_options(0);
     options.use_window_lists = use_window_lists;
     Executor plain(target, nullptr, options);
     const std::vector<Outcome> expected = run(plain, jobs);
     EXPECT_EQ(plain.check_integrity(), "");
 
     const auto k = static_cast<int32_t>(1 + random() % 16);
-    options = options_of(k);
+    options = small_engine_options(k);
     options.block_size = pick(8, 16, 32);
     options.prefill_chunk_size = pick(0, 16);
     options.draft_driver = pick(DraftDriver::kUnrolled, DraftDriver::kReplay, DraftDriver::kEager,
@@ -150,7 +141,7 @@ TEST(Engine, SpeculativeEqualsPlain) {
 TEST(Engine, CountersAddUp) {
   const auto target = tiny_model(TinyModel{}, 3);
   const auto draft = tiny_model(TinyModel{}, 3, 0.05f, 4);
-  Executor executor(target, draft, options_of(5));
+  Executor executor(target, draft, small_engine_options(5));
   std::mt19937_64 random(21);
   std::map<RequestId, SpeculationCounters> sums;
   std::map<RequestId, int32_t> emitted;
@@ -193,12 +184,12 @@ TEST(Engine, BadLogitsEndOneRequestOnly) {
   const auto broken = tiny_model(shape, 3);
   std::mt19937_64 random(5);
   std::vector<Job> jobs = random_jobs(random, 12, 63, 0.0);  // none contains token 63
-  Executor reference(sound, nullptr, options_of(0));
+  Executor reference(sound, nullptr, small_engine_options(0));
   const std::vector<Outcome> expected = run(reference, jobs);
   for (const int32_t k : {0, 3}) {
     std::vector<Job> all = jobs;
     all.push_back({.prompt = {1, 63, 2}, .sampling = {.max_tokens = 20}});
-    Executor executor(broken, k > 0 ? broken : nullptr, options_of(k));
+    Executor executor(broken, k > 0 ? broken : nullptr, small_engine_options(k));
     const std::vector<Outcome> actual = run(executor, all);
     EXPECT_EQ(actual.back().reason, FinishReason::kError);
     EXPECT_TRUE(actual.back().tokens.empty());
@@ -214,7 +205,7 @@ TEST(Engine, BadLogitsEndOneRequestOnly) {
 }
 
 TEST(Engine, ScoresAreLogitsAsTheyAre) {
-  Executor executor(tiny_model(TinyModel{}, 3), nullptr, options_of(0));
+  Executor executor(tiny_model(TinyModel{}, 3), nullptr, small_engine_options(0));
   std::vector<std::vector<float>> scores;
   for (const bool is_mixed : {false, true}) {
     Request request{.prompt = {5, 6, 7, 8}, .score_prompt = true};
@@ -238,7 +229,7 @@ TEST(Engine, ScoresAreLogitsAsTheyAre) {
 
 TEST(Engine, RulingOutEveryTokenEndsOneRequestOnly) {
   const auto model = tiny_model(TinyModel{}, 3);
-  Executor executor(model, nullptr, options_of(0));
+  Executor executor(model, nullptr, small_engine_options(0));
   Job doomed{.prompt = {1, 2}, .sampling = {.max_tokens = 4}};
   for (int32_t t = 0; t < 64; ++t) doomed.sampling.bad_words.push_back({t});
   Job fine = doomed;
@@ -254,10 +245,10 @@ TEST(Engine, ServesAllInTheSmallestPool) {
   const auto draft = tiny_model(TinyModel{.hidden = 16, .num_kv_heads = 1, .windows = {16, 0}}, 4);
   std::mt19937_64 random(8);
   const std::vector<Job> jobs = random_jobs(random, 20, 64, 0.7, 100, 100);
-  Executor plain(target, nullptr, options_of(0));
+  Executor plain(target, nullptr, small_engine_options(0));
   const std::vector<Outcome> expected = run(plain, jobs);
   for (const int32_t lateness : {0, 2}) {
-    ExecutorOptions options = options_of(4);
+    ExecutorOptions options = small_engine_options(4);
     options.block_size = 8;
     options.prefill_chunk_size = 16;
     options.device_lateness = lateness;
@@ -292,7 +283,7 @@ TEST(Engine, ServesAllInTheSmallestPool) {
 
 TEST(Engine, RefusesBadRequests) {
   const auto model = tiny_model(TinyModel{}, 3);
-  Executor executor(model, nullptr, options_of(0));
+  Executor executor(model, nullptr, small_engine_options(0));
   const auto message = [&](Request request) -> std::string {
     try {
       (void)executor.add_request(std::move(request));
@@ -343,7 +334,7 @@ TEST(Engine, RefusesBadRequests) {
 TEST(Engine, RefusesBadOptions) {
   const auto model = tiny_model(TinyModel{}, 3);
   const auto message = [&](const std::function<void(ExecutorOptions&)>& change, bool drafts) {
-    ExecutorOptions options = options_of(drafts ? 3 : 0);
+    ExecutorOptions options = small_engine_options(drafts ? 3 : 0);
     change(options);
     try {
       Executor executor(model, drafts ? model : nullptr, options);
@@ -372,7 +363,7 @@ TEST(Engine, StopsInTheMiddleOfWork) {
   const auto model = tiny_model(TinyModel{}, 3);
   std::mt19937_64 random(2);
   for (int round = 0; round < 20; ++round) {
-    ExecutorOptions options = options_of(4);
+    ExecutorOptions options = small_engine_options(4);
     options.device_lateness = round % 3;
     Executor executor(model, model, options);
     for (const Job& job : random_jobs(random, 10, 64, 1.0)) {
@@ -384,7 +375,7 @@ TEST(Engine, StopsInTheMiddleOfWork) {
 
 TEST(Engine, QueueBoundIsAReturnValue) {
   const auto model = tiny_model(TinyModel{}, 3);
-  ExecutorOptions options = options_of(0);
+  ExecutorOptions options = small_engine_options(0);
   options.max_num_seqs = 1;
   options.max_waiting_requests = 3;
   Executor executor(model, nullptr, options);
@@ -397,7 +388,7 @@ TEST(Engine, QueueBoundIsAReturnValue) {
 
 TEST(Engine, NullDeviceServesEveryLimit) {
   const auto model = tiny_model(TinyModel{}, 3);
-  ExecutorOptions options = options_of(3);
+  ExecutorOptions options = small_engine_options(3);
   options.use_null_device = true;
   Executor executor(model, model, options);
   std::mt19937_64 random(4);

@@ -16,6 +16,7 @@
 #include <paceline/error.h>
 #include <paceline/executor.h>
 
+#include "cpp/engine_options.h"
 #include "device/cpu_context.h"
 #include "ops/fork.h"
 #include "support/head_checks.h"
@@ -51,14 +52,8 @@ using testing::TinyHead;
 using testing::TinyModel;
 
 ExecutorOptions options_of(int32_t k) {
-  ExecutorOptions options;
-  options.max_model_len = 256;
-  options.max_num_seqs = 8;
-  options.max_num_batched_tokens = 256;
-  options.kv_cache_bytes = 4 << 20;
-  options.num_threads = 1;
+  ExecutorOptions options = testing::small_engine_options(k);
   options.poison_freed_blocks = true;
-  options.speculative.num_speculative_tokens = k;
   return options;
 }
 

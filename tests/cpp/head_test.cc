@@ -13,6 +13,7 @@
 #include <paceline/error.h>
 #include <paceline/executor.h>
 
+#include "cpp/engine_options.h"
 #include "executor/engine.h"
 #include "speculate/row_ops.h"
 #include "support/direct_runner.h"
@@ -39,19 +40,9 @@ using testing::random_raw_model;
 using testing::RawModel;
 using testing::run;
 using testing::seed_from_env;
+using testing::small_engine_options;
 using testing::tiny_config_json;
 using testing::TinyHead;
-
-ExecutorOptions options_of(int32_t k) {
-  ExecutorOptions options;
-  options.max_model_len = 256;
-  options.max_num_seqs = 8;
-  options.max_num_batched_tokens = 256;
-  options.kv_cache_bytes = 4 << 20;
-  options.num_threads = 1;
-  options.speculative.num_speculative_tokens = k;
-  return options;
-}
 
 TEST(Head, LogitsOfEveryStepAreThoseOfTheEquations) {
   uint64_t seed = 1;
@@ -158,7 +149,7 @@ TEST(Head, OraclesAreAlwaysRight) {
       uint64_t cell = 0;
       for (const int32_t k : {1, 3, 8, 16}) {
         std::mt19937_64 random(11 + cell);
-        ExecutorOptions options = options_of(k);
+        ExecutorOptions options = small_engine_options(k);
         options.prefill_chunk_size = cell % 2 == 0 ? 7 : 0;
         options.draft_driver = std::array{DraftDriver::kUnrolled, DraftDriver::kReplay,
                                           DraftDriver::kWhile, DraftDriver::kEager}[cell % 4];
@@ -363,13 +354,13 @@ TEST(Head, SpeculativeEqualsPlain) {
     if (random() % 2 == 0) mix_sampling(jobs, random, 64);
 
     const bool use_window_lists = random() % 4 == 0;
-    ExecutorOptions options = options_of(0);
+    ExecutorOptions options = small_engine_options(0);
     options.use_window_lists = use_window_lists;
     Executor plain(target, nullptr, options);
     const std::vector<Outcome> expected = run(plain, jobs);
 
     const auto k = static_cast<int32_t>(1 + random() % 16);
-    options = options_of(k);
+    options = small_engine_options(k);
     if (head != nullptr && head->config.drafter->kind == DrafterKind::kGemma4Mtp) {
       options.speculative.draft_position = pick(DraftPosition::kLast, DraftPosition::kNext);
     }
@@ -406,7 +397,7 @@ TEST(Head, SpeculativeEqualsPlain) {
 
 TEST(Ngram, CyclesAreFoundAndMissesDraftNothing) {
   const auto target = oracle_target(false).build();  // greedy: f is a permutation, so it cycles
-  ExecutorOptions options = options_of(4);
+  ExecutorOptions options = small_engine_options(4);
   options.speculative.ngram_min = 2;
   options.speculative.ngram_max = 4;
   Executor executor(target, nullptr, options);
@@ -439,8 +430,9 @@ TEST(Head, MismatchesAreRefusedWithBothValues) {
     return "";
   };
   const auto refusal = [&](const TinyHead& head) {
-    return message(
-        [&] { Executor executor(target, random_raw_head(head, 2).build(), options_of(3)); });
+    return message([&] {
+      Executor executor(target, random_raw_head(head, 2).build(), small_engine_options(3));
+    });
   };
   const auto expect = [](const std::string& text, std::initializer_list<const char*> parts) {
     for (const char* part : parts) {
@@ -459,13 +451,13 @@ TEST(Head, MismatchesAreRefusedWithBothValues) {
   expect(refusal(head), {"embedding table", "16", "32"});
   expect(message([&] {
            Executor executor(target, random_raw_head({.kind = kEagle3}, 2).build(DType::kBFloat16),
-                             options_of(3));
+                             small_engine_options(3));
          }),
          {"bfloat16", "float32", "load both alike"});
   expect(message([&] {
            Executor executor(
                random_raw_head({.owns_embedding = true, .owns_lm_head = true}, 2).build(), nullptr,
-               options_of(0));
+               small_engine_options(0));
          }),
          {"is a head"});
   // Layers that find no KV to read.
@@ -482,11 +474,11 @@ TEST(Head, MismatchesAreRefusedWithBothValues) {
                random_raw_model(tiny_config_json({.windows = {20}, .is_gemma = false}), 1).build();
            Executor executor(
                slides, random_raw_head({.decoder = llama_of({20, 0}), .kind = kMtp}, 2).build(),
-               options_of(3));
+               small_engine_options(3));
          }),
          {"layer 1 of the drafter", "'full'", "no layer of that kind with KV of its own"});
   expect(message([&] {
-           ExecutorOptions options = options_of(3);
+           ExecutorOptions options = small_engine_options(3);
            options.speculative.draft_position = DraftPosition::kNext;
            Executor executor(target, random_raw_head({.kind = kEagle3}, 2).build(), options);
          }),
@@ -519,7 +511,7 @@ TEST(Head, MismatchesAreRefusedWithBothValues) {
   expect(message([&] { (void)raw.build(); }), {"missing", "draft_to_target"});
   // Prompt lookup.
   const auto ngram = [&](int32_t min, int32_t max, bool has_head) {
-    ExecutorOptions options = options_of(3);
+    ExecutorOptions options = small_engine_options(3);
     options.speculative.ngram_min = min;
     options.speculative.ngram_max = max;
     return message([&] {
@@ -548,7 +540,7 @@ TEST(Head, AWholeVocabularyNeedsNoMap) {
     const auto model = head.build();
     EXPECT_EQ(model->weights.head.draft_to_target != nullptr, has_map);
     std::mt19937_64 random(4);
-    Executor executor(target, model, options_of(5));
+    Executor executor(target, model, small_engine_options(5));
     for (const Outcome& o : run(executor, random_jobs(random, 8, 64, 1.0))) {
       EXPECT_EQ(o.counters.num_accepted_tokens, o.counters.num_draft_tokens);
     }

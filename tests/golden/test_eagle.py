@@ -16,7 +16,6 @@ import functools
 import itertools
 import random
 import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,15 +81,6 @@ CASES: dict[str, tuple[TinySpec, EagleSpec]] = {
         EagleSpec("speculators", hidden_size=48, aux_layers=(1, 6), num_aux=2),
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """More of them only get in each other's way with tensors this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @functools.cache

@@ -20,7 +20,6 @@ import math
 import random
 import tempfile
 import zlib
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,15 +99,6 @@ CASES: dict[str, tuple[TinySpec, AssistantSpec]] = {
 }
 # Those of the engine's own switches: the spellings of one configuration are one engine.
 RUN_CASES = [case for case in CASES if "as published" not in case]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """More of them only get in each other's way with tensors this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @functools.cache

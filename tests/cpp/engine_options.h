@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+
+#include <paceline/executor.h>
+
+namespace paceline::testing {
+
+// Of an engine for tiny models with k drafts. What a test is about, it sets itself.
+inline ExecutorOptions small_engine_options(int32_t k) {
+  ExecutorOptions options;
+  options.max_model_len = 256;
+  options.max_num_seqs = 8;
+  options.max_num_batched_tokens = 256;
+  options.kv_cache_bytes = 4 << 20;
+  options.num_threads = 1;
+  options.speculative.num_speculative_tokens = k;
+  return options;
+}
+
+}  // namespace paceline::testing

@@ -1,0 +1,284 @@
+// SPDX-License-Identifier: Apache-2.0
+// The engine with `standard` and `block` acceptance.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <functional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include <paceline/error.h>
+#include <paceline/executor.h>
+
+#include "cpp/engine_options.h"
+#include "support/head_checks.h"
+#include "support/jobs.h"
+#include "support/oracle.h"
+#include "support/tiny_models.h"
+
+namespace paceline::testing {
+namespace {
+
+constexpr auto kStandard = AcceptMethod::kStandard;
+constexpr auto kBlock = AcceptMethod::kBlock;
+
+ExecutorOptions options_of(int32_t k, AcceptMethod method = AcceptMethod::kCoupled) {
+  ExecutorOptions options = small_engine_options(k);
+  options.speculative.accept_method = method;
+  return options;
+}
+
+constexpr DraftDriver kDrivers[] = {DraftDriver::kUnrolled, DraftDriver::kReplay,
+                                    DraftDriver::kWhile, DraftDriver::kEager};
+
+TEST(RejectingEngine, SelfDraftAcceptsEverything) {
+  const auto model = tiny_model(TinyModel{.windows = {8, 0, 8}}, 7);
+  for (const AcceptMethod method : {kStandard, kBlock}) {
+    for (const double temperature : {0.0, 1.0}) {
+      for (const int32_t k : {1, 3, 16}) {
+        std::mt19937_64 random(11);
+        ExecutorOptions options = options_of(k, method);
+        options.speculative.num_draft_proposals = 64;  // the vocabulary
+        Executor executor(model, model, options);
+        int64_t drafted = 0;
+        for (const Outcome& outcome : run(executor, random_jobs(random, 12, 64, temperature))) {
+          EXPECT_EQ(outcome.counters.num_accepted_tokens, outcome.counters.num_draft_tokens);
+          drafted += outcome.counters.num_draft_tokens;
+        }
+        EXPECT_GT(drafted, 0);
+        EXPECT_EQ(executor.check_integrity(), "");
+      }
+    }
+  }
+}
+
+// Heads that give the target's next logits, by a reduced vocabulary or from fixed positions, too. A
+// draft in a wrong column, or a law of another row, is kept by chance only.
+TEST(RejectingEngine, OraclesAreKept) {
+  for (const DrafterKind kind :
+       {DrafterKind::kEagle, DrafterKind::kEagle3, DrafterKind::kGemma4Mtp}) {
+    for (const AcceptMethod method : {kStandard, kBlock}) {
+      const bool is_reduced = kind == DrafterKind::kEagle3;
+      const RawModel raw = oracle_target(is_reduced);
+      const auto head = oracle_head({.kind = kind, .is_reduced = is_reduced}, raw).build();
+      ExecutorOptions options = options_of(5, method);
+      options.max_model_len = 200;
+      std::mt19937_64 random(3);
+      Executor executor(raw.build(), head, options);
+      int64_t accepted = 0;
+      int64_t drafted = 0;
+      for (const Outcome& outcome : run(executor, random_jobs(random, 60, 64, 1.0))) {
+        accepted += outcome.counters.num_accepted_tokens;
+        drafted += outcome.counters.num_draft_tokens;
+      }
+      EXPECT_GT(drafted, 500);
+      EXPECT_GE(accepted, drafted * 99 / 100) << "drafter " << static_cast<int>(kind);
+    }
+  }
+}
+
+TEST(RejectingEngine, EqualsPlainAtTemperatureZero) {
+  const std::vector<TinyHead> heads = all_heads();
+  int64_t accepted = 0;
+  int64_t drafted = 0;
+  const uint64_t first_seed = seed_from_env(1);
+  for (uint64_t seed = first_seed; seed < first_seed + 40; ++seed) {
+    SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    const auto pick = [&](auto... values) {
+      const std::array all = {values...};
+      return all[random() % all.size()];
+    };
+    const size_t which = seed % (heads.size() + 4);
+    const TinyModel shape = {.windows = {8, 0, 20}, .is_gemma = random() % 2 == 0};
+    const bool has_head = which < heads.size();
+    const RawModel raw = random_raw_model(tiny_config_json(shape), seed);
+    const auto target = has_head ? raw.build() : tiny_model(shape, seed);
+    const auto draft = has_head         ? random_raw_head(heads[which], seed + 1).build()
+                       : which % 4 == 0 ? nullptr  // prompt lookup
+                                        : tiny_model(shape, seed, 0.05f, seed + 2);
+    std::vector<Job> jobs = random_jobs(random, pick(1, 7, 20), 64, 0.0, 60, 60);
+    if (random() % 2 == 0) mix_sampling(jobs, random, 64);
+    Executor plain(target, nullptr, options_of(0));
+    const std::vector<Outcome> expected = run(plain, jobs);
+    ExecutorOptions options =
+        options_of(static_cast<int32_t>(1 + random() % 16), pick(kStandard, kBlock));
+    options.speculative.samples_drafts = draft != nullptr && random() % 3 != 0;
+    if (options.speculative.samples_drafts) {
+      options.speculative.num_draft_proposals = pick(0, 1, 5, 256);
+    }
+    if (draft == nullptr) {
+      options.speculative.ngram_min = 1;
+      options.speculative.ngram_max = 3;
+    }
+    options.draft_driver = pick(DraftDriver::kUnrolled, DraftDriver::kReplay, DraftDriver::kEager,
+                                DraftDriver::kWhile);
+    options.prefill_chunk_size = pick(0, 16);
+    options.device_lateness = pick(0, 1, 2);
+    options.poison_freed_blocks = true;
+    options.num_threads = pick(1, 2);
+    if (random() % 2 == 0) options.kv_cache_bytes = 300 << 10;
+    Executor speculative(target, draft, options);
+    const std::vector<Outcome> actual = run(speculative, jobs);
+    for (size_t i = 0; i < jobs.size(); ++i) {
+      ASSERT_EQ(actual[i].tokens, expected[i].tokens) << "job " << i;
+      ASSERT_EQ(actual[i].reason, expected[i].reason);
+      accepted += actual[i].counters.num_accepted_tokens;
+      drafted += actual[i].counters.num_draft_tokens;
+    }
+    EXPECT_EQ(speculative.check_integrity(), "");
+  }
+  EXPECT_GT(accepted, drafted / 50);
+  EXPECT_LT(accepted, drafted * 19 / 20);
+}
+
+// The windows of a request follow from its own tokens alone, so here nothing else matters either.
+TEST(RejectingEngine, ASeedGivesTheSameTokensByEveryDriver) {
+  const TinyModel shape{.windows = {8, 0, 8}};
+  const auto target = tiny_model(shape, 3);
+  const auto draft = tiny_model(shape, 3, 0.05f, 4);
+  std::mt19937_64 random(9);
+  std::vector<Job> jobs = random_jobs(random, 16, 64, 1.0);
+  mix_sampling(jobs, random, 64);
+  Executor plain(target, nullptr, options_of(0));
+  const std::vector<Outcome> without = run(plain, jobs);
+  for (const AcceptMethod method : {kStandard, kBlock}) {
+    for (const bool samples_drafts : {false, true}) {
+      std::vector<Outcome> first;
+      for (const DraftDriver driver : kDrivers) {
+        ExecutorOptions options = options_of(4, method);
+        options.speculative.samples_drafts = samples_drafts;
+        options.draft_driver = driver;
+        options.num_threads = driver == DraftDriver::kReplay ? 2 : 1;
+        Executor executor(target, draft, options);
+        const std::vector<Outcome> outcomes = run(executor, jobs);
+        if (first.empty()) first = outcomes;
+        int64_t accepted = 0;
+        int64_t drafted = 0;
+        bool is_as_plain = true;
+        for (size_t i = 0; i < jobs.size(); ++i) {
+          EXPECT_EQ(outcomes[i].tokens, first[i].tokens);
+          EXPECT_EQ(outcomes[i].counters.num_accepted_tokens,
+                    first[i].counters.num_accepted_tokens);
+          accepted += outcomes[i].counters.num_accepted_tokens;
+          drafted += outcomes[i].counters.num_draft_tokens;
+          is_as_plain &= outcomes[i].tokens == without[i].tokens;
+        }
+        EXPECT_FALSE(is_as_plain) << "only the law is the same";
+        EXPECT_GT(accepted, drafted / 20);
+        EXPECT_LT(accepted, drafted * 19 / 20);
+      }
+    }
+  }
+}
+
+// The early stop changes how much is drafted, and nothing in the law (rejection_law_test).
+TEST(RejectingEngine, DraftsStopEarly) {
+  const TinyModel shape{.windows = {8, 0, 8}};
+  const auto target = tiny_model(shape, 3);
+  const auto draft = tiny_model(shape, 3, 0.05f, 4);
+  std::mt19937_64 random(9);
+  const std::vector<Job> jobs = random_jobs(random, 16, 64, 0.0);
+  Executor plain(target, nullptr, options_of(0));
+  const std::vector<Outcome> expected = run(plain, jobs);
+  std::array<int64_t, 2> drafted = {};
+  for (const bool stops : {false, true}) {
+    ExecutorOptions options = options_of(6, kBlock);
+    options.draft_driver = DraftDriver::kWhile;
+    options.speculative.draft_stop_threshold = stops ? 0.3 : 0.0;
+    Executor executor(target, draft, options);
+    const std::vector<Outcome> actual = run(executor, jobs);
+    for (size_t i = 0; i < jobs.size(); ++i) {
+      EXPECT_EQ(actual[i].tokens, expected[i].tokens);
+      drafted[stops ? 1 : 0] += actual[i].counters.num_draft_tokens;
+    }
+  }
+  EXPECT_LT(drafted[1], drafted[0]);
+}
+
+TEST(RejectingEngine, BadLogitsEndOneRequestOnly) {
+  TinyModel shape{.is_gemma = false};
+  shape.nan_token = 63;
+  const auto broken = tiny_model(shape, 3);
+  for (const AcceptMethod method : {kStandard, kBlock}) {
+    std::vector<Job> jobs(2);
+    jobs[0] = {.prompt = {1, 63, 2}, .sampling = {.temperature = 1.0, .max_tokens = 20}};
+    jobs[1] = {.prompt = {1, 2},
+               .sampling = {.temperature = 1.0, .max_tokens = 20, .bad_words = {{63}}}};
+    Executor executor(broken, broken, options_of(3, method));
+    const std::vector<Outcome> outcomes = run(executor, jobs);
+    EXPECT_EQ(outcomes[0].reason, FinishReason::kError);
+    EXPECT_TRUE(outcomes[0].tokens.empty());
+    EXPECT_EQ(outcomes[1].reason, FinishReason::kLength);
+    EXPECT_EQ(outcomes[1].tokens.size(), 20u);
+    EXPECT_EQ(executor.check_integrity(), "");
+  }
+}
+
+TEST(RejectingEngine, ProposalsAreInTheWorkspace) {
+  const auto model = tiny_model(TinyModel{}, 3);
+  const auto workspace = [&](bool samples_drafts, int32_t proposals) {
+    ExecutorOptions options = options_of(4, kStandard);
+    options.speculative.samples_drafts = samples_drafts;
+    options.speculative.num_draft_proposals = proposals;
+    return Executor(model, model, options).memory_report().workspace_bytes;
+  };
+  const int64_t greedy = workspace(false, 0);
+  const int64_t of_default = workspace(true, 0);
+  EXPECT_EQ(of_default, workspace(true, 64));
+  EXPECT_EQ(workspace(true, 256) - of_default, 8 * 4 * (256 - 64) * 8);
+  EXPECT_GE(of_default - greedy, 8 * 4 * 64 * 8);
+}
+
+TEST(RejectingEngine, RefusesBadOptions) {
+  const auto model = tiny_model(TinyModel{}, 3);
+  const auto message = [&](const std::function<void(SpeculativeOptions&)>& change,
+                           bool has_draft = true) -> std::string {
+    ExecutorOptions options = options_of(3, kStandard);
+    change(options.speculative);
+    try {
+      Executor executor(model, has_draft ? model : nullptr, options);
+    } catch (const InvalidArgument& error) {
+      return error.what();
+    }
+    return "";
+  };
+  using S = SpeculativeOptions;
+  const auto expect = [](const std::string& text, const char* part) {
+    EXPECT_NE(text.find(part), std::string::npos) << text;
+  };
+  EXPECT_EQ(message([](S&) {}), "");
+  expect(message([](S& s) { s.num_draft_proposals = 257; }),
+         "num_draft_proposals is 257; allowed: 0 to 256");
+  expect(message([](S& s) { s.num_draft_proposals = -1; }), "num_draft_proposals is -1");
+  expect(message([](S& s) {
+           s.samples_drafts = false;
+           s.num_draft_proposals = 8;
+         }),
+         "num_draft_proposals is 8; allowed: 0");
+  expect(message([](S& s) {
+           s.accept_method = AcceptMethod::kCoupled;
+           s.num_draft_proposals = 8;
+         }),
+         "num_draft_proposals is 8; allowed: 0");
+  expect(message([](S& s) {
+           s.accept_method = AcceptMethod::kCoupled;
+           s.samples_drafts = false;
+         }),
+         "samples_drafts is false");
+  const auto look_up = [](S& s) { s.ngram_min = s.ngram_max = 2; };
+  expect(message(look_up, /*has_draft=*/false), "samples_drafts is true");
+  EXPECT_EQ(message(
+                [&](S& s) {
+                  look_up(s);
+                  s.samples_drafts = false;
+                },
+                /*has_draft=*/false),
+            "");
+}
+
+}  // namespace
+}  // namespace paceline::testing
