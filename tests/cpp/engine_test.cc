@@ -2,6 +2,7 @@
 // The whole engine on tiny random models: speculative output equals plain output whatever else
 // happens, requests are isolated, and nothing leaks.
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -12,6 +13,7 @@
 #include <map>
 #include <numeric>
 #include <random>
+#include <set>
 
 #include <paceline/error.h>
 #include <paceline/executor.h>
@@ -23,6 +25,7 @@
 namespace paceline {
 namespace {
 
+using ::testing::HasSubstr;
 using testing::Job;
 using testing::make_gemma4;
 using testing::mix_sampling;
@@ -384,6 +387,45 @@ TEST(Engine, QueueBoundIsAReturnValue) {
     refused += executor.add_request({.prompt = {1, 2}, .sampling = {.max_tokens = 200}}) ? 0 : 1;
   }
   EXPECT_GT(refused, 20);
+
+  std::vector<Request> four(4, Request{.prompt = {1, 2}, .sampling = {.max_tokens = 2}});
+  EXPECT_EQ(executor.add_requests(four), std::nullopt);
+}
+
+TEST(Engine, RequestsAddedTogetherBeginTogether) {
+  const auto model = tiny_model(TinyModel{}, 3);
+  ExecutorOptions options = small_engine_options(2);
+  options.max_waiting_requests = 5;
+  Executor executor(model, model, options);
+  const std::vector<Request> good(5, Request{.prompt = {1, 2}, .sampling = {.max_tokens = 4}});
+
+  std::vector<Request> bad = good;
+  bad[2].prompt = {64};
+  try {
+    (void)executor.add_requests(bad);
+    ADD_FAILURE() << "an id out of range was taken";
+  } catch (const InvalidArgument& error) {
+    EXPECT_THAT(error.what(), HasSubstr("request 2 of 5: "));
+  }
+  EXPECT_EQ(executor.add_requests({}), std::vector<RequestId>());
+  EXPECT_EQ(executor.check_integrity(), "");
+  EXPECT_EQ(executor.stats().num_iterations, 0);  // all or none
+
+  for (int round = 0; round < 20; ++round) {
+    executor.reset_stats();
+    const auto ids = executor.add_requests(good);
+    ASSERT_TRUE(ids.has_value());
+    EXPECT_TRUE(std::is_sorted(ids->begin(), ids->end()));
+    std::set<RequestId> left(ids->begin(), ids->end());
+    while (!left.empty()) {
+      for (const RequestEvent& event : executor.poll(100)) {
+        if (event.finish_reason == FinishReason::kNone) continue;
+        EXPECT_EQ(left.erase(event.id), 1U);
+      }
+    }
+    EXPECT_EQ(executor.check_integrity(), "");
+    EXPECT_EQ(executor.stats().iteration_num_prefill.front(), 5);
+  }
 }
 
 TEST(Engine, NullDeviceServesEveryLimit) {

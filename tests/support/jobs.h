@@ -118,14 +118,18 @@ inline std::vector<Outcome> run(Executor& executor, const std::vector<Job>& jobs
   std::map<RequestId, size_t> index;
   std::vector<RequestId> to_cancel;
   std::vector<Outcome> outcomes(jobs.size());
+  std::vector<Request> requests;
   for (size_t i = 0; i < std::max(jobs.size(), neighbours.size()); ++i) {
     if (i < neighbours.size()) {
-      to_cancel.push_back(
-          executor.add_request({neighbours[i].prompt, neighbours[i].sampling}).value());
+      requests.push_back({neighbours[i].prompt, neighbours[i].sampling});
     }
-    if (i < jobs.size()) {
-      index[executor.add_request({jobs[i].prompt, jobs[i].sampling}).value()] = i;
-    }
+    if (i < jobs.size()) requests.push_back({jobs[i].prompt, jobs[i].sampling});
+  }
+  // At once, so that how many are preempted depends on no thread being late.
+  const std::vector<RequestId> ids = executor.add_requests(std::move(requests)).value();
+  for (size_t i = 0, next = 0; next < ids.size(); ++i) {
+    if (i < neighbours.size()) to_cancel.push_back(ids[next++]);
+    if (i < jobs.size()) index[ids[next++]] = i;
   }
   size_t left = jobs.size();
   while (left > 0) {

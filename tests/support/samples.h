@@ -54,22 +54,26 @@ inline std::vector<Outcome> run_samples(Executor& executor, const std::vector<Sa
                                         const std::vector<SampledJob>& neighbours = {},
                                         uint64_t seed = 0) {
   std::mt19937_64 random(seed);
+  std::vector<Request> requests;
   const auto add = [&](const SampledJob& sampled) {
-    return executor
-        .add_request({.prompt = sampled.job.prompt,
-                      .sampling = sampled.job.sampling,
-                      .num_samples = sampled.num_samples})
-        .value();
+    requests.push_back({.prompt = sampled.job.prompt,
+                        .sampling = sampled.job.sampling,
+                        .num_samples = sampled.num_samples});
   };
+  for (size_t i = 0; i < std::max(jobs.size(), neighbours.size()); ++i) {
+    if (i < neighbours.size()) add(neighbours[i]);
+    if (i < jobs.size()) add(jobs[i]);
+  }
+  const std::vector<RequestId> ids = executor.add_requests(std::move(requests)).value();
   std::map<RequestId, size_t> first_outcome;
   std::vector<std::pair<RequestId, int32_t>> to_cancel;
   size_t left = 0;
-  for (size_t i = 0; i < std::max(jobs.size(), neighbours.size()); ++i) {
+  for (size_t i = 0, next = 0; next < ids.size(); ++i) {
     if (i < neighbours.size()) {
-      to_cancel.emplace_back(add(neighbours[i]), neighbours[i].num_samples);
+      to_cancel.emplace_back(ids[next++], neighbours[i].num_samples);
     }
     if (i < jobs.size()) {
-      first_outcome[add(jobs[i])] = left;
+      first_outcome[ids[next++]] = left;
       left += static_cast<size_t>(jobs[i].num_samples);
     }
   }

@@ -89,6 +89,11 @@ class PACELINE_API Executor {
   // be): nothing else is affected. Returns nullopt when the queue is full.
   [[nodiscard]] std::optional<RequestId> add_request(Request request);
 
+  // Queues several, in this order, with nothing scheduled in between: what runs beside what does
+  // not depend on when the caller's thread gets to run. All or none: throws as add_request does,
+  // saying which request; returns nullopt when the queue has no room for all.
+  [[nodiscard]] std::optional<std::vector<RequestId>> add_requests(std::vector<Request> requests);
+
   // Ends a request, or one of its samples; an event with kCancelled follows for each sample that
   // had not already ended. False: no sample of such a request runs or waits. Throws InvalidArgument
   // for a sample that the request never had.

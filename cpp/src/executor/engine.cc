@@ -109,8 +109,7 @@ void Engine::check_request(const Request& request) const {
   }
 }
 
-std::optional<RequestId> Engine::add_request(Request request) {
-  check_request(request);
+Engine::Samples Engine::make_samples(Request request) const {
   auto first = std::make_unique<Sequence>();
   first->tokens = std::move(request.prompt);
   first->prompt_len = first->known_len();
@@ -146,20 +145,51 @@ std::optional<RequestId> Engine::add_request(Request request) {
   for (int32_t i = 1; i < request.num_samples; ++i) {
     samples.push_back(sample_like(*samples.front(), i));
   }
+  return samples;
+}
 
+std::optional<std::vector<RequestId>> Engine::queue(std::vector<Samples> requests) {
+  std::vector<RequestId> ids;
   const std::scoped_lock lock(mutex_);
   if (failure_ != nullptr) std::rethrow_exception(failure_);
-  if (options_.max_waiting_requests > 0 && num_queued_ >= options_.max_waiting_requests) {
+  const auto count = static_cast<int64_t>(requests.size());
+  if (options_.max_waiting_requests > 0 && num_queued_ + count > options_.max_waiting_requests) {
     return std::nullopt;
   }
-  const RequestId id = next_id_++;
-  for (const std::unique_ptr<Sequence>& sample : samples) sample->id = id;
-  live_.emplace(id, Live{.num_samples = request.num_samples, .num_left = request.num_samples});
-  ++num_queued_;
+  for (Samples& samples : requests) {
+    const RequestId id = ids.emplace_back(next_id_++);
+    for (const std::unique_ptr<Sequence>& sample : samples) sample->id = id;
+    const auto num_samples = static_cast<int32_t>(samples.size());
+    live_.emplace(id, Live{.num_samples = num_samples, .num_left = num_samples});
+    incoming_.push_back(std::move(samples));
+  }
+  if (count == 0) return ids;
+  num_queued_ += count;
   is_idle_ = false;
-  incoming_.push_back(std::move(samples));
   wake_engine_.notify_one();
-  return id;
+  return ids;
+}
+
+std::optional<RequestId> Engine::add_request(Request request) {
+  check_request(request);
+  std::vector<Samples> one;
+  one.push_back(make_samples(std::move(request)));
+  const std::optional<std::vector<RequestId>> ids = queue(std::move(one));
+  return ids.has_value() ? std::optional(ids->front()) : std::nullopt;
+}
+
+std::optional<std::vector<RequestId>> Engine::add_requests(std::vector<Request> requests) {
+  for (size_t i = 0; i < requests.size(); ++i) {
+    try {
+      check_request(requests[i]);
+    } catch (const InvalidArgument& error) {
+      throw InvalidArgument(concat("request ", i, " of ", requests.size(), ": ", error.what()));
+    }
+  }
+  std::vector<Samples> all;
+  all.reserve(requests.size());
+  for (Request& request : requests) all.push_back(make_samples(std::move(request)));
+  return queue(std::move(all));
 }
 
 bool Engine::cancel(RequestId id, std::optional<int32_t> sample) {

@@ -47,6 +47,7 @@ class Engine {
 
   // As Executor's methods of the same names.
   [[nodiscard]] std::optional<RequestId> add_request(Request request);
+  [[nodiscard]] std::optional<std::vector<RequestId>> add_requests(std::vector<Request> requests);
   bool cancel(RequestId id, std::optional<int32_t> sample = std::nullopt);
   [[nodiscard]] std::vector<RequestEvent> poll(int32_t timeout_ms);
   [[nodiscard]] ExecutorStats stats();
@@ -86,6 +87,10 @@ class Engine {
   };
 
   void check_request(const Request& request) const;
+  // Of a request that has been checked.
+  [[nodiscard]] Samples make_samples(Request request) const;
+  // nullopt: the queue has no room for all.
+  [[nodiscard]] std::optional<std::vector<RequestId>> queue(std::vector<Samples> requests);
 
   // All below run on the engine's thread.
   void loop();

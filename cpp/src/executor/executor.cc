@@ -264,6 +264,9 @@ Executor::~Executor() = default;
 std::optional<RequestId> Executor::add_request(Request request) {
   return impl_->engine->add_request(std::move(request));
 }
+std::optional<std::vector<RequestId>> Executor::add_requests(std::vector<Request> requests) {
+  return impl_->engine->add_requests(std::move(requests));
+}
 bool Executor::cancel(RequestId id, std::optional<int32_t> sample) {
   return impl_->engine->cancel(id, sample);
 }
