@@ -14,6 +14,7 @@
 
 #include <paceline/device.h>
 #include <paceline/model.h>
+#include <paceline/request.h>
 
 namespace paceline::python {
 
@@ -36,12 +37,19 @@ struct PyModel {
   std::shared_ptr<const Model> model;
 };
 
+// `RequestEvent` in Python.
+struct PyRequestEvent {
+  RequestEvent event;
+  int32_t vocab_size;  // columns of logits
+};
+
 // "cpu" or "cuda"; ValueError for anything else.
 Device parse_device(const std::string& name);
 
 void register_device(py::module_& module);
 void register_errors(py::module_& module);
 void register_model(py::module_& module);
+void register_event(py::module_& module);
 void register_executor(py::module_& module);
 
 }  // namespace paceline::python

@@ -28,6 +28,7 @@ PYBIND11_MODULE(_core, module) {
   register_errors(module);
   register_device(module);
   register_model(module);
+  register_event(module);
   register_executor(module);
 
   module.def("version", &paceline::version, R"doc(Version of the C++ library.

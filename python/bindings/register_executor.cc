@@ -1,220 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
-#include <array>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <sstream>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include <paceline/executor.h>
 
 #include "bindings.h"
+#include "executor_options.h"
 
 namespace paceline::python {
 namespace {
-
-// ---- names of enum values --------------------------------------------------------------------
-
-template <class Enum>
-struct EnumName {
-  Enum value;
-  const char* name;
-};
-
-constexpr std::array kAcceptMethodNames = {
-    EnumName<AcceptMethod>{AcceptMethod::kCoupled, "coupled"},
-    EnumName<AcceptMethod>{AcceptMethod::kStandard, "standard"},
-    EnumName<AcceptMethod>{AcceptMethod::kBlock, "block"},
-    EnumName<AcceptMethod>{AcceptMethod::kSynthetic, "synthetic"}};
-constexpr std::array kDraftDriverNames = {EnumName<DraftDriver>{DraftDriver::kUnrolled, "unrolled"},
-                                          EnumName<DraftDriver>{DraftDriver::kReplay, "replay"},
-                                          EnumName<DraftDriver>{DraftDriver::kWhile, "while"},
-                                          EnumName<DraftDriver>{DraftDriver::kEager, "eager"}};
-constexpr std::array kDraftPositionNames = {EnumName<DraftPosition>{DraftPosition::kLast, "last"},
-                                            EnumName<DraftPosition>{DraftPosition::kNext, "next"}};
-
-template <class Enum>
-constexpr const auto& enum_names() {
-  if constexpr (std::is_same_v<Enum, AcceptMethod>) {
-    return kAcceptMethodNames;
-  } else if constexpr (std::is_same_v<Enum, DraftPosition>) {
-    return kDraftPositionNames;
-  } else {
-    return kDraftDriverNames;
-  }
-}
-
-py::object finish_reason_name(FinishReason reason) {
-  switch (reason) {
-    case FinishReason::kNone:
-      return py::none();
-    case FinishReason::kStop:
-      return py::str("stop");
-    case FinishReason::kLength:
-      return py::str("length");
-    case FinishReason::kCancelled:
-      return py::str("cancelled");
-    case FinishReason::kError:
-      return py::str("error");
-  }
-  return py::none();
-}
-
-// ---- options: a dict <-> ExecutorOptions -----------------------------------------------------
-
-[[noreturn]] void refuse_option(const char* name, py::handle value, const std::string& allowed) {
-  throw py::value_error("executor option '" + std::string(name) + "' is " +
-                        py::repr(value).cast<std::string>() + "; allowed: " + allowed);
-}
-
-template <class T>
-void read_option(const char* name, py::handle value, T& field) {
-  if constexpr (std::is_enum_v<T>) {
-    std::string allowed;
-    for (const auto& entry : enum_names<T>()) {
-      if (py::isinstance<py::str>(value) && value.cast<std::string>() == entry.name) {
-        field = entry.value;
-        return;
-      }
-      allowed += allowed.empty() ? "'" : ", '";
-      allowed += entry.name;
-      allowed += "'";
-    }
-    refuse_option(name, value, allowed);
-  } else if constexpr (std::is_same_v<T, bool>) {
-    if (!py::isinstance<py::bool_>(value)) {
-      refuse_option(name, value, "True or False");
-    }
-    field = value.cast<bool>();
-  } else {
-    const char* allowed = std::is_floating_point_v<T>    ? "a number"
-                          : sizeof(T) == sizeof(int32_t) ? "an integer of 32 bits"
-                                                         : "an integer of 64 bits";
-    if (py::isinstance<py::bool_>(value)) {
-      refuse_option(name, value, allowed);
-    }
-    py::detail::make_caster<T> caster;
-    if (!caster.load(value, /*convert=*/true)) {
-      PyErr_Clear();
-      refuse_option(name, value, allowed);
-    }
-    field = py::detail::cast_op<T>(caster);
-  }
-}
-
-template <class T>
-py::object write_option(const T& field) {
-  if constexpr (std::is_enum_v<T>) {
-    for (const auto& entry : enum_names<T>()) {
-      if (entry.value == field) {
-        return py::str(entry.name);
-      }
-    }
-    return py::none();
-  } else {
-    return py::cast(field);
-  }
-}
-
-struct OptionField {
-  const char* name;
-  void (*read)(ExecutorOptions& options, const char* name, py::handle value);
-  py::object (*write)(const ExecutorOptions& options);
-};
-
-// Access: a stateless lambda from options to one of its members.
-template <class Access>
-constexpr OptionField option_field(const char* name, Access /*access*/) {
-  return {name,
-          [](ExecutorOptions& options, const char* field_name, py::handle value) {
-            read_option(field_name, value, Access{}(options));
-          },
-          [](const ExecutorOptions& options) { return write_option(Access{}(options)); }};
-}
-
-constexpr std::array kOptionFields = {
-    option_field("max_model_len", [](auto& o) -> auto& { return o.max_model_len; }),
-    option_field("max_num_seqs", [](auto& o) -> auto& { return o.max_num_seqs; }),
-    option_field("max_num_batched_tokens",
-                 [](auto& o) -> auto& { return o.max_num_batched_tokens; }),
-    option_field("prefill_chunk_size", [](auto& o) -> auto& { return o.prefill_chunk_size; }),
-    option_field("max_waiting_requests", [](auto& o) -> auto& { return o.max_waiting_requests; }),
-    option_field("kv_cache_bytes", [](auto& o) -> auto& { return o.kv_cache_bytes; }),
-    option_field("block_size", [](auto& o) -> auto& { return o.block_size; }),
-    option_field("num_threads", [](auto& o) -> auto& { return o.num_threads; }),
-    option_field("max_logprobs", [](auto& o) -> auto& { return o.max_logprobs; }),
-    option_field("num_speculative_tokens",
-                 [](auto& o) -> auto& { return o.speculative.num_speculative_tokens; }),
-    option_field("accept_method", [](auto& o) -> auto& { return o.speculative.accept_method; }),
-    option_field("synthetic_acceptance_length",
-                 [](auto& o) -> auto& { return o.speculative.synthetic_acceptance_length; }),
-    option_field("samples_drafts", [](auto& o) -> auto& { return o.speculative.samples_drafts; }),
-    option_field("num_draft_proposals",
-                 [](auto& o) -> auto& { return o.speculative.num_draft_proposals; }),
-    option_field("draft_stop_threshold",
-                 [](auto& o) -> auto& { return o.speculative.draft_stop_threshold; }),
-    option_field("ngram_min", [](auto& o) -> auto& { return o.speculative.ngram_min; }),
-    option_field("ngram_max", [](auto& o) -> auto& { return o.speculative.ngram_max; }),
-    option_field("draft_position", [](auto& o) -> auto& { return o.speculative.draft_position; }),
-    option_field("draft_driver", [](auto& o) -> auto& { return o.draft_driver; }),
-    option_field("device_lateness", [](auto& o) -> auto& { return o.device_lateness; }),
-    option_field("use_window_lists", [](auto& o) -> auto& { return o.use_window_lists; }),
-    option_field("host_delay_max_us", [](auto& o) -> auto& { return o.host_delay_max_us; }),
-    option_field("use_null_device", [](auto& o) -> auto& { return o.use_null_device; }),
-    option_field("poison_freed_blocks", [](auto& o) -> auto& { return o.poison_freed_blocks; }),
-};
-
-ExecutorOptions options_from_dict(const py::dict& dict) {
-  ExecutorOptions options;
-  for (const auto& [key, value] : dict) {
-    const std::string name = py::str(key).cast<std::string>();
-    bool is_known = false;
-    for (const OptionField& field : kOptionFields) {
-      if (name == field.name) {
-        field.read(options, field.name, value);
-        is_known = true;
-        break;
-      }
-    }
-    if (!is_known) {
-      std::string allowed;
-      for (const OptionField& field : kOptionFields) {
-        allowed += allowed.empty() ? "" : ", ";
-        allowed += field.name;
-      }
-      throw py::value_error("unknown executor option '" + name + "'; allowed: " + allowed);
-    }
-  }
-  return options;
-}
-
-py::dict options_to_dict(const ExecutorOptions& options) {
-  py::dict dict;
-  for (const OptionField& field : kOptionFields) {
-    dict[field.name] = field.write(options);
-  }
-  return dict;
-}
-
-// ---- results ---------------------------------------------------------------------------------
-
-py::dict counters_to_dict(const SpeculationCounters& counters) {
-  py::dict dict;
-  dict["num_iterations"] = counters.num_iterations;
-  dict["num_draft_tokens"] = counters.num_draft_tokens;
-  dict["num_accepted_tokens"] = counters.num_accepted_tokens;
-  dict["num_discarded_tokens"] = counters.num_discarded_tokens;
-  dict["accepted_per_position"] = counters.accepted_per_position;
-  dict["drafted_per_position"] = counters.drafted_per_position;
-  return dict;
-}
 
 py::dict memory_report_to_dict(const MemoryReport& report) {
   py::list groups;
@@ -262,55 +64,6 @@ py::dict stats_to_dict(const ExecutorStats& stats) {
   dict["iteration_num_decoding"] = stats.iteration_num_decoding;
   dict["iteration_num_prefill"] = stats.iteration_num_prefill;
   return dict;
-}
-
-// A read-only view [rows, vocab] that shares ownership of the values: no copy.
-py::object logits_array(const RequestEvent& event, int32_t vocab_size) {
-  if (event.logits == nullptr || vocab_size <= 0) {
-    return py::none();
-  }
-  using Values = std::shared_ptr<const std::vector<float>>;
-  auto owner = std::make_unique<Values>(event.logits);
-  const std::vector<float>& values = **owner;
-  py::capsule base(owner.get(), [](void* pointer) { delete static_cast<Values*>(pointer); });
-  (void)owner.release();
-  const auto num_rows = static_cast<py::ssize_t>(values.size()) / vocab_size;
-  py::array_t<float> array({num_rows, static_cast<py::ssize_t>(vocab_size)}, values.data(), base);
-  array.attr("setflags")(py::arg("write") = false);
-  return array;
-}
-
-// A list a token of tuples (token id, logprob, rank).
-py::list logprobs_list(const std::vector<std::vector<TokenLogprob>>& tokens) {
-  py::list result;
-  for (const std::vector<TokenLogprob>& entries : tokens) {
-    py::list list;
-    for (const TokenLogprob& entry : entries) {
-      list.append(py::make_tuple(entry.token, entry.logprob, entry.rank));
-    }
-    result.append(std::move(list));
-  }
-  return result;
-}
-
-// An event with what is needed to show it.
-struct PyRequestEvent {
-  RequestEvent event;
-  int32_t vocab_size;  // columns of logits
-};
-
-std::string event_repr(const PyRequestEvent& self) {
-  const RequestEvent& event = self.event;
-  std::ostringstream out;
-  out << "RequestEvent(id=" << event.id << ", sample=" << event.sample
-      << ", num_token_ids=" << event.token_ids.size()
-      << ", finish_reason=" << py::repr(finish_reason_name(event.finish_reason)).cast<std::string>()
-      << ", num_drafted=" << event.num_drafted << ", num_accepted=" << event.num_accepted;
-  if (!event.error.empty()) {
-    out << ", error=" << py::repr(py::str(event.error)).cast<std::string>();
-  }
-  out << ")";
-  return out.str();
 }
 
 // ---- the executor ----------------------------------------------------------------------------
@@ -406,75 +159,9 @@ std::string executor_repr(PyExecutor& self) {
   return out.str();
 }
 
-void register_event(py::module_& module) {
-  py::class_<PyRequestEvent>(
-      module, "RequestEvent",
-      "What one iteration emitted for one sample of a request, or its end. The event of a sample "
-      "whose `finish_reason` is not None is its last.")
-      .def_property_readonly(
-          "id", [](const PyRequestEvent& self) { return self.event.id; },
-          "Id that `Executor.add_request` returned.")
-      .def_property_readonly(
-          "sample", [](const PyRequestEvent& self) { return self.event.sample; },
-          "Which of the request's samples, from 0.")
-      .def_property_readonly(
-          "token_ids", [](const PyRequestEvent& self) { return self.event.token_ids; },
-          "Newly emitted token ids, a new list at each access.")
-      .def_property_readonly(
-          "logprobs", [](const PyRequestEvent& self) { return logprobs_list(self.event.logprobs); },
-          "With `logprobs`, for each of `token_ids` a list of tuples (token id, logprob, rank): "
-          "of the token itself, then of the most probable ones, best first. Else empty.")
-      .def_property_readonly(
-          "prompt_logprobs",
-          [](const PyRequestEvent& self) -> py::object {
-            if (self.event.prompt_logprobs == nullptr) {
-              return py::none();
-            }
-            return logprobs_list(*self.event.prompt_logprobs);
-          },
-          "With `prompt_logprobs`, the same for the prompt's tokens from the second on, in the "
-          "event of the first token; else None.")
-      .def_property_readonly(
-          "finish_reason",
-          [](const PyRequestEvent& self) { return finish_reason_name(self.event.finish_reason); },
-          "None while the sample goes on, else \"stop\", \"length\", \"cancelled\" or \"error\".")
-      .def_property_readonly(
-          "error", [](const PyRequestEvent& self) { return self.event.error; },
-          "What happened, for \"error\"; else empty.")
-      .def_property_readonly(
-          "num_drafted", [](const PyRequestEvent& self) { return self.event.num_drafted; },
-          "Drafts verified in this iteration.")
-      .def_property_readonly(
-          "num_accepted", [](const PyRequestEvent& self) { return self.event.num_accepted; },
-          "Of those, kept.")
-      .def_property_readonly(
-          "counters",
-          [](const PyRequestEvent& self) { return counters_to_dict(self.event.counters); },
-          "Totals of the sample, filled in its last event: a dict with num_iterations, "
-          "num_draft_tokens, num_accepted_tokens, num_discarded_tokens, accepted_per_position [k] "
-          "and drafted_per_position [k].")
-      .def_property_readonly(
-          "logits",
-          [](const PyRequestEvent& self) { return logits_array(self.event, self.vocab_size); },
-          "Read-only float32 array [prompt_len, vocab_size] in the last event of a request with "
-          "`score_prompt`, else None. Shares the event's memory and outlives it.")
-      .def_property_readonly(
-          "arrival_us", [](const PyRequestEvent& self) { return self.event.arrival_us; },
-          "Steady clock in microseconds; last event only.")
-      .def_property_readonly(
-          "first_token_us", [](const PyRequestEvent& self) { return self.event.first_token_us; },
-          "Steady clock in microseconds; last event only, 0 without tokens.")
-      .def_property_readonly(
-          "finish_us", [](const PyRequestEvent& self) { return self.event.finish_us; },
-          "Steady clock in microseconds; last event only.")
-      .def("__repr__", &event_repr);
-}
-
 }  // namespace
 
 void register_executor(py::module_& module) {
-  register_event(module);
-
   py::class_<PyExecutor, Holder<PyExecutor>>(module, "Executor",
                                              "The engine: requests in, events out, on a thread of "
                                              "its own. All methods are thread-safe and "

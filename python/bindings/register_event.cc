@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+
+namespace paceline::python {
+namespace {
+
+py::object finish_reason_name(FinishReason reason) {
+  switch (reason) {
+    case FinishReason::kNone:
+      return py::none();
+    case FinishReason::kStop:
+      return py::str("stop");
+    case FinishReason::kLength:
+      return py::str("length");
+    case FinishReason::kCancelled:
+      return py::str("cancelled");
+    case FinishReason::kError:
+      return py::str("error");
+  }
+  return py::none();
+}
+
+py::dict counters_to_dict(const SpeculationCounters& counters) {
+  py::dict dict;
+  dict["num_iterations"] = counters.num_iterations;
+  dict["num_draft_tokens"] = counters.num_draft_tokens;
+  dict["num_accepted_tokens"] = counters.num_accepted_tokens;
+  dict["num_discarded_tokens"] = counters.num_discarded_tokens;
+  dict["accepted_per_position"] = counters.accepted_per_position;
+  dict["drafted_per_position"] = counters.drafted_per_position;
+  return dict;
+}
+
+// A read-only view [rows, vocab] that shares ownership of the values: no copy.
+py::object logits_array(const RequestEvent& event, int32_t vocab_size) {
+  if (event.logits == nullptr || vocab_size <= 0) {
+    return py::none();
+  }
+  using Values = std::shared_ptr<const std::vector<float>>;
+  auto owner = std::make_unique<Values>(event.logits);
+  const std::vector<float>& values = **owner;
+  py::capsule base(owner.get(), [](void* pointer) { delete static_cast<Values*>(pointer); });
+  (void)owner.release();
+  const auto num_rows = static_cast<py::ssize_t>(values.size()) / vocab_size;
+  py::array_t<float> array({num_rows, static_cast<py::ssize_t>(vocab_size)}, values.data(), base);
+  array.attr("setflags")(py::arg("write") = false);
+  return array;
+}
+
+// A list a token of tuples (token id, logprob, rank).
+py::list logprobs_list(const std::vector<std::vector<TokenLogprob>>& tokens) {
+  py::list result;
+  for (const std::vector<TokenLogprob>& entries : tokens) {
+    py::list list;
+    for (const TokenLogprob& entry : entries) {
+      list.append(py::make_tuple(entry.token, entry.logprob, entry.rank));
+    }
+    result.append(std::move(list));
+  }
+  return result;
+}
+
+std::string event_repr(const PyRequestEvent& self) {
+  const RequestEvent& event = self.event;
+  std::ostringstream out;
+  out << "RequestEvent(id=" << event.id << ", sample=" << event.sample
+      << ", num_token_ids=" << event.token_ids.size()
+      << ", finish_reason=" << py::repr(finish_reason_name(event.finish_reason)).cast<std::string>()
+      << ", num_drafted=" << event.num_drafted << ", num_accepted=" << event.num_accepted;
+  if (!event.error.empty()) {
+    out << ", error=" << py::repr(py::str(event.error)).cast<std::string>();
+  }
+  out << ")";
+  return out.str();
+}
+
+}  // namespace
+
+void register_event(py::module_& module) {
+  py::class_<PyRequestEvent>(
+      module, "RequestEvent",
+      "What one iteration emitted for one sample of a request, or its end. The event of a sample "
+      "whose `finish_reason` is not None is its last.")
+      .def_property_readonly(
+          "id", [](const PyRequestEvent& self) { return self.event.id; },
+          "Id that `Executor.add_request` returned.")
+      .def_property_readonly(
+          "sample", [](const PyRequestEvent& self) { return self.event.sample; },
+          "Which of the request's samples, from 0.")
+      .def_property_readonly(
+          "token_ids", [](const PyRequestEvent& self) { return self.event.token_ids; },
+          "Newly emitted token ids, a new list at each access.")
+      .def_property_readonly(
+          "logprobs", [](const PyRequestEvent& self) { return logprobs_list(self.event.logprobs); },
+          "With `logprobs`, for each of `token_ids` a list of tuples (token id, logprob, rank): "
+          "of the token itself, then of the most probable ones, best first. Else empty.")
+      .def_property_readonly(
+          "prompt_logprobs",
+          [](const PyRequestEvent& self) -> py::object {
+            if (self.event.prompt_logprobs == nullptr) {
+              return py::none();
+            }
+            return logprobs_list(*self.event.prompt_logprobs);
+          },
+          "With `prompt_logprobs`, the same for the prompt's tokens from the second on, in the "
+          "event of the first token; else None.")
+      .def_property_readonly(
+          "finish_reason",
+          [](const PyRequestEvent& self) { return finish_reason_name(self.event.finish_reason); },
+          "None while the sample goes on, else \"stop\", \"length\", \"cancelled\" or \"error\".")
+      .def_property_readonly(
+          "error", [](const PyRequestEvent& self) { return self.event.error; },
+          "What happened, for \"error\"; else empty.")
+      .def_property_readonly(
+          "num_drafted", [](const PyRequestEvent& self) { return self.event.num_drafted; },
+          "Drafts verified in this iteration.")
+      .def_property_readonly(
+          "num_accepted", [](const PyRequestEvent& self) { return self.event.num_accepted; },
+          "Of those, kept.")
+      .def_property_readonly(
+          "counters",
+          [](const PyRequestEvent& self) { return counters_to_dict(self.event.counters); },
+          "Totals of the sample, filled in its last event: a dict with num_iterations, "
+          "num_draft_tokens, num_accepted_tokens, num_discarded_tokens, accepted_per_position [k] "
+          "and drafted_per_position [k].")
+      .def_property_readonly(
+          "logits",
+          [](const PyRequestEvent& self) { return logits_array(self.event, self.vocab_size); },
+          "Read-only float32 array [prompt_len, vocab_size] in the last event of a request with "
+          "`score_prompt`, else None. Shares the event's memory and outlives it.")
+      .def_property_readonly(
+          "arrival_us", [](const PyRequestEvent& self) { return self.event.arrival_us; },
+          "Steady clock in microseconds; last event only.")
+      .def_property_readonly(
+          "first_token_us", [](const PyRequestEvent& self) { return self.event.first_token_us; },
+          "Steady clock in microseconds; last event only, 0 without tokens.")
+      .def_property_readonly(
+          "finish_us", [](const PyRequestEvent& self) { return self.event.finish_us; },
+          "Steady clock in microseconds; last event only.")
+      .def("__repr__", &event_repr);
+}
+
+}  // namespace paceline::python
