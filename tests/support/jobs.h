@@ -11,6 +11,8 @@
 #include <random>
 #include <vector>
 
+#include <gtest/gtest.h>
+
 #include <paceline/executor.h>
 
 namespace paceline::testing {
@@ -110,6 +112,30 @@ inline bool same_logprobs(const std::vector<std::vector<TokenLogprob>>& a,
            std::memcmp(x.data(), y.data(), x.size() * sizeof(TokenLogprob)) == 0;
   });
 }
+
+// What the cells of an equality have seen: a test of them is none unless drafts were kept and
+// refused, and sequences preempted.
+struct Tally {
+  int64_t accepted = 0;
+  int64_t drafted = 0;
+  int64_t preemptions = 0;
+
+  void add(const Executor& executor, const std::vector<Outcome>& outcomes) {
+    for (const Outcome& outcome : outcomes) {
+      accepted += outcome.counters.num_accepted_tokens;
+      drafted += outcome.counters.num_draft_tokens;
+    }
+    preemptions += executor.stats().num_preemptions;
+  }
+  void expect_both_verdicts() const {
+    EXPECT_GT(accepted, drafted / 20);
+    EXPECT_LT(accepted, drafted * 19 / 20);
+  }
+  void expect_all(int64_t min_preemptions = 20) const {
+    expect_both_verdicts();
+    EXPECT_GT(preemptions, min_preemptions);
+  }
+};
 
 // Runs all jobs at once; `cancelled` of them are neighbours that get cancelled at random moments.
 inline std::vector<Outcome> run(Executor& executor, const std::vector<Job>& jobs,
