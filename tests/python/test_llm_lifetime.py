@@ -44,12 +44,12 @@ def test_waiting_releases_the_gil(llm: LLM, target_dir: Path) -> None:
     executor = _core.Executor(model, None, options)
     start = time.monotonic()
     with ThreadPoolExecutor(4) as pool:
-        polls = [pool.submit(executor.poll, 400) for _ in range(4)]
+        polls = [pool.submit(executor.poll, 1000) for _ in range(4)]
         count = 0
         while not all(poll.done() for poll in polls):
             count += 1
             time.sleep(0.001)
-    assert time.monotonic() - start < 1.2  # four waits of 0.4 s at the same time
+    assert time.monotonic() - start < 3  # four waits of a second at the same time
     assert count > 50  # and Python ran meanwhile
     executor.close()
 
