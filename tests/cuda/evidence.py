@@ -231,12 +231,13 @@ def test(parts: list[str]) -> int:
     benches: dict[str, Any] = {}
     if TEST_FILE.exists():
         earlier = json.loads(TEST_FILE.read_text())
-        kept = [r for r in earlier["results"] if r["title"].split(":")[0] not in parts]
+        kept = earlier["results"]
         benches = earlier["benches"]
     code = 0
     for part in parts:
-        for result in run_part(part, env, benches):
-            kept.append({**result, "date": today(), "source_hash": source_hash()})
+        results = run_part(part, env, benches)
+        kept = [r for r in kept if r["title"].split(":")[0] != part]
+        kept += [{**r, "date": today(), "source_hash": source_hash()} for r in results]
         order = {name: place for place, name in enumerate(PARTS)}
         kept.sort(key=lambda r: order.get(r["title"].split(":")[0], len(order)))
         code = write(TEST_FILE, kept, {"benches": benches})  # at once, in case time runs out
@@ -292,7 +293,7 @@ def sanitize(wanted: list[str]) -> int:
     kept: list[dict[str, Any]] = []
     if SANITIZER_FILE.exists():
         earlier = json.loads(SANITIZER_FILE.read_text())["results"]
-        kept = [r for r in earlier if r["title"] in SANITIZER_PARTS and r["title"] not in titles]
+        kept = [r for r in earlier if r["title"] in SANITIZER_PARTS]
     code = 0
     for title in titles:
         tool, part = title.split(":")
@@ -301,6 +302,7 @@ def sanitize(wanted: list[str]) -> int:
         command += [f"--gtest_filter=Table/OpParity.{SANITIZERS[tool][part]}"]
         summary = r"ERROR SUMMARY|RACECHECK SUMMARY|" + GTEST
         result = run(title, command, summary, env, 300)
+        kept = [r for r in kept if r["title"] != title]
         # A part's own, since the parts take turns and racecheck's take the longest.
         kept.append({**result, "date": today(), "source_hash": source_hash()})
         kept.sort(key=lambda r: SANITIZER_PARTS.index(r["title"]))
