@@ -110,11 +110,12 @@ class TableBuilder {
  public:
   template <class Spec>
   void add(std::string name, OpInstance (*make)(const Spec&, const Rows&, uint64_t),
-           const Spec& spec, bool is_invariance_case = false) {
+           const Spec& spec, bool is_invariance_case = false, int32_t roomy_rows = 0) {
     cases.push_back(
         {.name = std::move(name),
          .make = [make, spec](const Rows& rows, uint64_t seed) { return make(spec, rows, seed); },
-         .is_invariance_case = is_invariance_case});
+         .is_invariance_case = is_invariance_case,
+         .roomy_rows = roomy_rows});
   }
   std::vector<RowWiseCase> cases;
 };
@@ -353,6 +354,27 @@ void add_draws(TableBuilder& table) {
     }
   }
   add("t1em5", {.vocab_limit = 1000, .temperature = 1e-5f});
+  // With room for so many rows a block takes twice as many ids, here and with 300 rows does not.
+  constexpr int32_t kRoomyRows = 1600;
+  const auto add_roomy = [&](const std::string& name, const DrawSpec& s) {
+    table.add("draw_roomy_" + name + "_v" + std::to_string(s.vocab_limit), make_draw, s,
+              /*is_invariance_case=*/true, kRoomyRows);
+  };
+  for (const int32_t vocab : {8193, 9004}) {
+    for (const int32_t padding : {vocab % 4 == 0 ? 0 : 3, 6}) {  // vectors, and one by one
+      const std::string suffix = padding == 6 ? "_apart" : "";
+      add_roomy("greedy" + suffix, {.vocab_limit = vocab, .padding = padding});
+      add_roomy("mixed" + suffix, {.vocab_limit = vocab, .padding = padding, .temperature = -1.0f});
+    }
+    add_roomy("ties_mixed",
+              {.vocab_limit = vocab, .temperature = -1.0f, .logits = LogitKind::kTies});
+    add_roomy("mapped_mixed",
+              {.vocab_limit = vocab, .padding = 3, .temperature = -1.0f, .is_mapped = true});
+  }
+  add_roomy("own_noise_holes_mixed", {.vocab_limit = 9004,
+                                      .temperature = -1.0f,
+                                      .logits = LogitKind::kHoles,
+                                      .has_own_noise = true});
   // What `standard` and `block` acceptance draw: from proposals, and from what is left.
   for (const int32_t vocab : {64, 256, 5003}) {
     add("own_noise_mixed",
@@ -576,9 +598,11 @@ const std::vector<OpCase>& op_cases() {
         if (!is_huge || batch.max_rows <= 16) add(batch);
       }
       if (c.is_invariance_case) add(kManyRows);
+      if (c.roomy_rows > 0) add({"21roomy", 21, c.roomy_rows});
     }
-    for (OpCase& c : sequence_op_cases()) all.push_back(std::move(c));
-    for (OpCase& c : fork_op_cases()) all.push_back(std::move(c));
+    for (auto* const of_sequences : {attention_op_cases, state_op_cases, fork_op_cases}) {
+      for (OpCase& c : of_sequences()) all.push_back(std::move(c));
+    }
     return all;
   }();
   return cases;

@@ -390,6 +390,7 @@ struct RowWiseCase {
   std::string name;  // op, then shape, e.g. "gemm_n33_k72_bf16"
   std::function<OpInstance(const Rows& rows, uint64_t seed)> make;
   bool is_invariance_case = false;  // also run for every batch size
+  int32_t roomy_rows = 0;           // not 0: also run with room for so many, of which few are there
 };
 [[nodiscard]] const std::vector<RowWiseCase>& row_wise_cases();
 
@@ -404,8 +405,9 @@ struct OpCase {
 inline void PrintTo(const RowWiseCase& c, std::ostream* out) { *out << c.name; }
 inline void PrintTo(const OpCase& c, std::ostream* out) { *out << c.name; }
 
-// Of op_cases_sequences.cc and op_cases_forks.cc, for op_cases().
-[[nodiscard]] std::vector<OpCase> sequence_op_cases();
+// Of the files of these names, for op_cases().
+[[nodiscard]] std::vector<OpCase> attention_op_cases();
+[[nodiscard]] std::vector<OpCase> state_op_cases();
 [[nodiscard]] std::vector<OpCase> fork_op_cases();
 
 // --- randomness --------------------------------------------------------------------------------
@@ -443,6 +445,13 @@ class Stream {
   }
   uint64_t state_;
 };
+
+template <class T>
+void shuffle(std::vector<T>& values, Stream& stream) {
+  for (size_t i = values.size(); i > 1; --i) {
+    std::swap(values[i - 1], values[static_cast<size_t>(stream.below(static_cast<int32_t>(i)))]);
+  }
+}
 
 // --- arrays, for the builders ------------------------------------------------------------------
 

@@ -1,0 +1,633 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The op cases of what sequences are between iterations, of their rows and of metadata.
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <numeric>
+#include <type_traits>
+
+#include "metadata/group_metadata.h"
+#include "sample/accept.h"
+#include "sample/logits.h"
+#include "scheduler/step_plan.h"
+#include "speculate/row_ops.h"
+#include "support/op_cases.h"
+#include "support/sampling_handles.h"
+
+namespace paceline::testing {
+namespace {
+
+constexpr uint64_t kState = 105;  // what its stream is for
+constexpr int32_t kMaxLen = 200;
+constexpr int32_t kVocab = 30;  // small: drafts and stop tokens are met by chance
+constexpr int32_t kWindow = 24;
+constexpr int32_t kListWindow = 7;
+
+// Arrays of the state of all sequences and of one iteration's inputs, and their structs once there
+// are addresses.
+class World {
+ public:
+  World(const StateSpec& spec, StateOp kind, uint64_t seed)
+      : s_(spec),
+        max_slots_(spec.max_seqs + 3),
+        stream_(seed, kState, static_cast<uint64_t>(kind)) {
+    make_batch(kind);
+    make_sequences(kind);
+  }
+
+  [[nodiscard]] StagedInputs inputs(const Addresses& at) const {
+    return {.num_seqs = at.get<int32_t>(num_seqs_),
+            .num_drafting = at.get<int32_t>(num_drafting_),
+            .num_verify_rows = at.get<int32_t>(num_verify_rows_),
+            .num_first_rows = at.get<int32_t>(num_first_rows_),
+            .num_logit_rows = at.get<int32_t>(num_logit_rows_),
+            .seq_slot = at.get<int32_t>(batch_slot_),
+            .kind = at.get<int32_t>(kind_),
+            .prefill_start = at.get<int32_t>(prefill_start_),
+            .next_token = at.get<int32_t>(next_token_),
+            .verify_indptr = at.get<int32_t>(verify_indptr_),
+            .first_indptr = at.get<int32_t>(first_indptr_),
+            .logit_indptr = at.get<int32_t>(logit_indptr_),
+            .prefill_tokens = at.get<int32_t>(prefill_tokens_),
+            .logit_rows = nullptr};
+  }
+  [[nodiscard]] SequenceState sequences(const Addresses& at) const {
+    return {.known_len = at.get<int32_t>(known_len_),
+            .limit = at.get<int32_t>(limit_),
+            .is_active = at.get<int32_t>(is_active_),
+            .seed = at.get<uint64_t>(seed_),
+            .temperature = nullptr,
+            .num_stop_ids = at.get<int32_t>(num_stop_ids_),
+            .stop_ids = at.get<int32_t>(stop_ids_),
+            .history = at.get<int32_t>(history_),
+            .history_stride = kMaxLen,
+            .draft_tokens = at.get<int32_t>(draft_tokens_),
+            .draft_len = at.get<int32_t>(draft_len_),
+            .num_draft_tokens = s_.num_draft_tokens};
+  }
+
+  struct RowHandles {
+    Handle num_rows, token_ids, positions, seq_slot, num_seqs, row_indptr;
+    int32_t capacity, max_seqs, max_rows_per_seq;
+    [[nodiscard]] PassRows at(const Addresses& at) const {
+      return {.num_rows = at.get<int32_t>(num_rows),
+              .token_ids = at.get<int32_t>(token_ids),
+              .positions = at.get<int32_t>(positions),
+              .seq_slot = at.get<int32_t>(seq_slot),
+              .capacity = capacity,
+              .num_seqs = at.get<int32_t>(num_seqs),
+              .row_indptr = at.get<int32_t>(row_indptr),
+              .max_seqs = max_seqs,
+              .max_rows_per_seq = max_rows_per_seq};
+    }
+  };
+  // Rows that an op will write.
+  RowHandles unwritten_rows(int32_t capacity, Handle indptr, int32_t max_rows_per_seq) {
+    return {.num_rows = poison("rows.num_rows", 1),
+            .token_ids = poison("rows.token_ids", capacity),
+            .positions = poison("rows.positions", capacity),
+            .seq_slot = poison("rows.seq_slot", capacity),
+            .num_seqs = num_seqs_,
+            .row_indptr = indptr,
+            .capacity = capacity,
+            .max_seqs = s_.max_seqs,
+            .max_rows_per_seq = max_rows_per_seq};
+  }
+  // Rows of any kind, some of them inert, at positions around the edges of blocks and windows.
+  RowHandles random_rows(int32_t num_rows, int32_t capacity) {
+    std::vector<int32_t> slots(static_cast<size_t>(capacity), 0);
+    std::vector<int32_t> positions(slots.size(), 0);
+    std::vector<int32_t> indptr(slots.size() + 1);
+    std::iota(indptr.begin(), indptr.end(), 0);
+    for (size_t row = 0; row < slots.size(); ++row) {
+      const int32_t edge = stream_.one_in(2) ? s_.block_size : stream_.one_in(2) ? kWindow : 7;
+      const int32_t position = stream_.one_in(3) ? stream_.below(kMaxLen)
+                                                 : edge * stream_.below(5) + stream_.below(3) - 1;
+      const bool is_inert = stream_.one_in(5);
+      slots[row] = is_inert ? -1 : stream_.below(max_slots_);
+      positions[row] = is_inert ? 0 : std::clamp(position, 0, kMaxLen - 1);
+    }
+    return {.num_rows = ints<int32_t>("rows.num_rows", {num_rows}),
+            .token_ids = ints("rows.token_ids", slots),
+            .positions = ints("rows.positions", positions),
+            .seq_slot = ints("rows.seq_slot", slots),
+            .num_seqs = ints<int32_t>("rows.num_seqs", {num_rows}),
+            .row_indptr = ints("rows.row_indptr", indptr),
+            .capacity = capacity,
+            .max_seqs = capacity,
+            .max_rows_per_seq = 1};
+  }
+
+  // The metadata of a full, a sliding and a list group, for `capacity` rows.
+  struct MetadataHandles {
+    Handle tables[3], slots[3], sliding_begin, full_end, sliding_end, list_slots, list_count;
+    int64_t table_stride;
+    int32_t block_size;
+
+    [[nodiscard]] std::vector<GroupMetadata> at(const Addresses& at) const {
+      const auto table = [&](int i) {
+        return BlockTable{
+            .blocks = at.get<int32_t>(tables[i]), .stride = table_stride, .block_size = block_size};
+      };
+      return {FullMetadata{at.get<int64_t>(slots[0]), at.get<int32_t>(full_end), table(0)},
+              SlidingMetadata{at.get<int64_t>(slots[1]), at.get<int32_t>(sliding_begin),
+                              at.get<int32_t>(sliding_end), kWindow, table(1)},
+              WindowListMetadata{at.get<int64_t>(slots[2]), at.get<int64_t>(list_slots),
+                                 at.get<int32_t>(list_count), kListWindow, table(2)}};
+    }
+  };
+  MetadataHandles metadata(int32_t capacity) {
+    MetadataHandles m;
+    m.block_size = s_.block_size;
+    m.table_stride = (kMaxLen + s_.block_size - 1) / s_.block_size + 2;
+    for (int g = 0; g < 3; ++g) {
+      std::vector<int32_t> blocks(static_cast<size_t>(max_slots_ * m.table_stride));
+      for (int32_t& block : blocks) block = 1 + stream_.below(1 << 28);
+      m.tables[g] = ints("table", blocks);
+      m.slots[g] = poison("slot_mapping", capacity, Element::kI64);
+    }
+    m.full_end = poison("full.kv_end", capacity);
+    m.sliding_begin = poison("sliding.kv_begin", capacity);
+    m.sliding_end = poison("sliding.kv_end", capacity);
+    m.list_slots = poison("window_slots", capacity * kListWindow, Element::kI64);
+    m.list_count = poison("window_count", capacity);
+    return m;
+  }
+
+  // Random tokens, one a sequence of the batch; some -2, as draw gives them.
+  Handle drawn(const char* name) {
+    std::vector<int32_t> tokens(static_cast<size_t>(s_.max_seqs));
+    for (int32_t& token : tokens) token = stream_.one_in(20) ? -2 : stream_.below(kVocab);
+    return ints(name, tokens);
+  }
+  Handle probabilities() {
+    std::vector<float> values(static_cast<size_t>(s_.max_seqs));
+    for (float& value : values) value = static_cast<float>(stream_.below(1000)) * 1e-3f;
+    return op.add(
+        float_array("probabilities", Element::kF32, Element::kF32, s_.max_seqs,
+                    [values](float* to) { std::copy(values.begin(), values.end(), to); }));
+  }
+  // Drafts kept of each sequence of the batch, by whatever verdict.
+  Handle kept() {
+    std::vector<int32_t> counts(static_cast<size_t>(s_.max_seqs));
+    for (size_t i = 0; i < counts.size(); ++i) {
+      const int32_t num_drafts = draft_lens_[static_cast<size_t>(batch_slots_[i])];
+      const bool is_decode = kinds_[i] == static_cast<int32_t>(RowKind::kDecode);
+      counts[i] = is_decode ? stream_.below(num_drafts + 1) : 0;
+    }
+    return ints("kept", counts);
+  }
+  // Draws that follow the drafts most of the time.
+  Handle target_tokens() {
+    std::vector<int32_t> tokens(static_cast<size_t>(logit_ends_.back()) + 3, -1);
+    for (int32_t i = 0; i < s_.num_seqs; ++i) {
+      const auto slot = static_cast<size_t>(batch_slots_[static_cast<size_t>(i)]);
+      for (int32_t row = logit_ends_[static_cast<size_t>(i)];
+           row < logit_ends_[static_cast<size_t>(i) + 1]; ++row) {
+        const int32_t j = row - logit_ends_[static_cast<size_t>(i)];
+        const bool follows = j < s_.num_draft_tokens && !stream_.one_in(5);
+        tokens[static_cast<size_t>(row)] =
+            stream_.one_in(25) ? -2
+            : follows
+                ? drafts_[slot * static_cast<size_t>(s_.num_draft_tokens) + static_cast<size_t>(j)]
+                : stream_.below(kVocab);
+      }
+    }
+    return ints("target_tokens", tokens);
+  }
+
+  template <class T>
+  Handle ints(std::string name, const std::vector<T>& values) {
+    return op.add(int_array(std::move(name), Role::kInOut, values));
+  }
+  Handle poison(std::string name, int64_t count, Element element = Element::kI32) {
+    return op.add(output_array(std::move(name), element, element, count, 0));
+  }
+  [[nodiscard]] int32_t num_verify_rows() const { return verify_ends_.back(); }
+  [[nodiscard]] int32_t num_first_rows() const { return first_ends_.back(); }
+  [[nodiscard]] Handle verify_indptr() const { return verify_indptr_; }
+  [[nodiscard]] Handle first_indptr() const { return first_indptr_; }
+  // SequenceResult of the batch, as far as it says how many tokens came out.
+  Handle results() {
+    constexpr size_t kWords = sizeof(SequenceResult) / 4;
+    std::vector<int32_t> words(static_cast<size_t>(s_.max_seqs) * kWords);
+    for (size_t i = 0; i < emitted_.size(); ++i) words[i * kWords] = emitted_[i];
+    return ints("results", words);
+  }
+  // The same with tokens, a few of which are none.
+  Handle emitted_results() {
+    std::vector<int32_t> words(static_cast<size_t>(s_.max_seqs) * sizeof(SequenceResult) / 4);
+    for (size_t i = 0; i < emitted_.size(); ++i) {
+      SequenceResult result;
+      result.emitted_len = emitted_[i];
+      for (int32_t& token : result.tokens) {
+        token = stream_.one_in(20) ? -2 : stream_.below(kVocab + 2);
+      }
+      std::memcpy(words.data() + i * sizeof(result) / 4, &result, sizeof(result));
+    }
+    return ints("results", words);
+  }
+  // Of all slots: some adjust, with prompts that end before, in and behind what is prefilled.
+  SamplingHandles sampling() {
+    SamplingArrays arrays(max_slots_, kVocab);
+    for (int32_t slot = 0; slot < max_slots_; ++slot) {
+      if (stream_.one_in(4)) continue;
+      const int32_t len = lens_[static_cast<size_t>(slot)];
+      arrays.set(slot, {.prompt_len = std::max(0, len - 10 + stream_.below(20))});
+    }
+    for (int32_t& count : arrays.counts) count = stream_.below(3);
+    for (uint32_t& word : arrays.seen) word = static_cast<uint32_t>(stream_.next()) & 0x3fffffffu;
+    return {op, arrays, Role::kInOut};
+  }
+  // Some slots, in any order.
+  std::vector<int32_t> some_slots() {
+    std::vector<int32_t> slots;
+    for (const int32_t slot : batch_slots_) {
+      if (stream_.one_in(2)) slots.push_back(slot);
+    }
+    return slots;
+  }
+  Stream& stream() { return stream_; }
+
+  OpInstance op;
+
+ private:
+  void make_batch(StateOp op_kind) {
+    const auto size = static_cast<size_t>(s_.max_seqs);
+    std::vector<int32_t> slots(static_cast<size_t>(max_slots_));
+    std::iota(slots.begin(), slots.end(), 0);
+    shuffle(slots, stream_);
+    batch_slots_.assign(slots.begin(), slots.begin() + s_.max_seqs);
+    kinds_.assign(size, 0);
+    starts_.assign(size, 0);
+    lens_.assign(static_cast<size_t>(max_slots_), 1);
+    // Only with a token before the newest is there a position with KV to draft from.
+    const int32_t shortest = s_.drafted_by == DraftedBy::kFixed ? 2 : 1;
+    for (int32_t& len : lens_) len = shortest + stream_.below(kMaxLen - 30);
+    for (int32_t i = 0; i < s_.num_seqs; ++i) kinds_[static_cast<size_t>(i)] = stream_.below(4);
+    std::sort(kinds_.begin(), kinds_.begin() + s_.num_seqs);
+    int32_t num_drafting = 0;
+    verify_ends_ = first_ends_ = logit_ends_ = {0};
+    for (size_t i = 0; i < static_cast<size_t>(s_.num_seqs); ++i) {
+      const auto kind = static_cast<RowKind>(kinds_[i]);
+      int32_t& len = lens_[static_cast<size_t>(batch_slots_[i])];
+      const bool is_decode = kind == RowKind::kDecode;
+      const bool is_drafting = is_decode || kind == RowKind::kPrefillFinal;
+      num_drafting += is_drafting;
+      int32_t rows = s_.num_draft_tokens + 1;
+      if (!is_decode) {
+        rows = 1 + stream_.below(20);
+        starts_[i] = len;
+        // Before its chunk is assembled a sequence may still hold anything.
+        if (op_kind != StateOp::kAssembleVerifyRows) len += rows;
+        const bool has_drawn = s_.drafted_by != DraftedBy::kModel && is_drafting;
+        if (has_drawn) ++len;  // the token just drawn
+      }
+      emitted_.push_back(is_decode ? std::min(1 + stream_.below(rows), len - 1) : 0);
+      const int32_t first = first_rows_of(kind, rows, len);
+      const int32_t logits = is_decode                          ? rows
+                             : kind == RowKind::kPrefillFinal   ? 1
+                             : kind == RowKind::kPrefillPartial ? 0
+                                                                : rows;
+      verify_ends_.push_back(verify_ends_.back() + rows);
+      first_ends_.push_back(first_ends_.back() + first);
+      logit_ends_.push_back(logit_ends_.back() + logits);
+    }
+    std::vector<int32_t> tokens(static_cast<size_t>(verify_ends_.back()) + 4);
+    for (int32_t& token : tokens) token = stream_.below(kVocab);
+    const auto padded = [&](std::vector<int32_t> ends) {
+      ends.resize(size + 1, 0);  // stale behind the batch
+      return ends;
+    };
+    num_seqs_ = ints<int32_t>("num_seqs", {s_.num_seqs});
+    num_drafting_ = ints<int32_t>("num_drafting", {num_drafting});
+    num_verify_rows_ = ints<int32_t>("num_verify_rows", {verify_ends_.back()});
+    num_first_rows_ = ints<int32_t>("num_first_rows", {first_ends_.back()});
+    num_logit_rows_ = ints<int32_t>("num_logit_rows", {logit_ends_.back()});
+    batch_slot_ = ints("batch_slot", batch_slots_);
+    kind_ = ints("kind", kinds_);
+    prefill_start_ = ints("prefill_start", starts_);
+    std::vector<int32_t> next_tokens(size);
+    for (int32_t& token : next_tokens) token = stream_.below(kVocab);
+    next_token_ = ints("next_token", next_tokens);
+    verify_indptr_ = ints("verify_indptr", padded(verify_ends_));
+    first_indptr_ = ints("first_indptr", padded(first_ends_));
+    logit_indptr_ = ints("logit_indptr", padded(logit_ends_));
+    prefill_tokens_ = ints("prefill_tokens", tokens);
+  }
+
+  // Rows in the drafter's first pass of a sequence with `rows` in the verify pass.
+  [[nodiscard]] int32_t first_rows_of(RowKind kind, int32_t rows, int32_t len) const {
+    switch (s_.drafted_by) {
+      case DraftedBy::kModel:
+        return std::min(kind == RowKind::kDecode ? 2 : rows, len);
+      case DraftedBy::kHead:
+        return kind == RowKind::kScore ? 0 : rows;
+      case DraftedBy::kFixed:
+        return kind == RowKind::kDecode || kind == RowKind::kPrefillFinal ? 1 : 0;
+    }
+    return 0;
+  }
+
+  void make_sequences(StateOp op_kind) {
+    const auto size = static_cast<size_t>(max_slots_);
+    const int32_t k = s_.num_draft_tokens;
+    std::vector<int32_t> limits(size);
+    std::vector<int32_t> active(size);
+    std::vector<uint64_t> seeds(size);
+    std::vector<int32_t> num_stops(size);
+    std::vector<int32_t> stops(size * kMaxStopIds, 12345);
+    std::vector<int32_t> history(size * kMaxLen);
+    std::vector<int32_t> draft_lens(size);
+    drafts_.resize(size * static_cast<size_t>(k));
+    // Few different tokens, where what matters is which occur again.
+    const int32_t vocab = op_kind == StateOp::kProposeNgram ? 4 : kVocab;
+    for (int32_t& token : history) token = stream_.below(vocab);
+    for (int32_t& token : drafts_) token = stream_.below(kVocab);
+    for (size_t slot = 0; slot < size; ++slot) {
+      // Often there is room for a token or two only.
+      const int32_t room = stream_.one_in(2) ? stream_.below(3) : stream_.below(30);
+      limits[slot] = std::min(kMaxLen, lens_[slot] + room);
+      active[slot] = lens_[slot] < limits[slot] && !stream_.one_in(6) ? 1 : 0;
+      seeds[slot] = stream_.next();
+      num_stops[slot] = stream_.one_in(2) ? 0 : stream_.below(4);
+      for (int32_t j = 0; j < num_stops[slot]; ++j) {
+        stops[slot * kMaxStopIds + static_cast<size_t>(j)] = stream_.below(kVocab);
+      }
+      draft_lens[slot] = std::min(stream_.one_in(2) ? k : stream_.below(k + 1),
+                                  std::max(0, limits[slot] - lens_[slot]));
+    }
+    known_len_ = ints("known_len", lens_);
+    limit_ = ints("limit", limits);
+    is_active_ = ints("is_active", active);
+    seed_ = ints("seed", seeds);
+    num_stop_ids_ = ints("num_stop_ids", num_stops);
+    stop_ids_ = ints("stop_ids", stops);
+    history_ = ints("history", history);
+    draft_tokens_ = ints("draft_tokens", drafts_);
+    draft_len_ = ints("draft_len", draft_lens);
+    draft_lens_ = draft_lens;
+  }
+
+  StateSpec s_;
+  int32_t max_slots_;
+  Stream stream_;
+  std::vector<int32_t> batch_slots_, kinds_, starts_, lens_, drafts_, draft_lens_;
+  std::vector<int32_t> verify_ends_, first_ends_, logit_ends_;
+  std::vector<int32_t> emitted_;  // by sequence of the batch
+  Handle num_seqs_, num_drafting_, num_verify_rows_, num_first_rows_, num_logit_rows_, batch_slot_,
+      kind_, prefill_start_, next_token_, verify_indptr_, first_indptr_, logit_indptr_,
+      prefill_tokens_;
+  Handle known_len_, limit_, is_active_, seed_, num_stop_ids_, stop_ids_, history_, draft_tokens_,
+      draft_len_;
+};
+
+template <class Ctx>
+void build_all(Ctx& ctx, const PassRows& rows, const std::vector<GroupMetadata>& groups,
+               int32_t padded_rows) {
+  for (const GroupMetadata& group : groups) build(ctx, rows, group, padded_rows);
+}
+
+OpInstance make_assemble(World world, const StateSpec& s, StateOp kind) {
+  const bool is_verify = kind == StateOp::kAssembleVerifyRows;
+  const int32_t num_rows = is_verify ? world.num_verify_rows() : world.num_first_rows();
+  const auto rows = world.unwritten_rows(
+      num_rows + 5, is_verify ? world.verify_indptr() : world.first_indptr(), 32);
+  static_assert(offsetof(SequenceResult, emitted_len) == 0);
+  const Handle results = is_verify ? kNoArray : world.results();
+  const Handle last_row = is_verify ? kNoArray : world.poison("last_row", s.max_seqs);
+  const bool is_fixed = s.drafted_by == DraftedBy::kFixed;
+  const Handle hidden_rows = is_fixed ? world.poison("hidden_rows", rows.capacity) : kNoArray;
+  const FirstRows first_rows = is_fixed                           ? FirstRows::kLast
+                               : s.drafted_by == DraftedBy::kHead ? FirstRows::kWindow
+                                                                  : FirstRows::kNewest;
+  OpInstance op = world.op;
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    if (is_verify) {
+      assemble_verify_rows(ctx, AssembleVerifyRowsParams{.inputs = world.inputs(at),
+                                                         .sequences = world.sequences(at),
+                                                         .rows = rows.at(at)});
+    } else {
+      assemble_first_rows(ctx,
+                          AssembleFirstRowsParams{.inputs = world.inputs(at),
+                                                  .sequences = world.sequences(at),
+                                                  .rows = rows.at(at),
+                                                  .first_rows = first_rows,
+                                                  .results = at.get<SequenceResult>(results),
+                                                  .last_row = at.get<int32_t>(last_row),
+                                                  .hidden_rows = at.get<int32_t>(hidden_rows)});
+    }
+  });
+  return op;
+}
+
+OpInstance make_ngram(const World& world, const StateSpec& s) {
+  OpInstance op = world.op;
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    propose_ngram(ctx, ProposeNgramParams{.inputs = world.inputs(at),
+                                          .sequences = world.sequences(at),
+                                          .max_seqs = s.max_seqs,
+                                          .min_tokens = 2,
+                                          .max_tokens = 5});
+  });
+  return op;
+}
+
+OpInstance make_accept(World world, const StateSpec& s, AcceptMethod method) {
+  static_assert(sizeof(SequenceResult) % 4 == 0);
+  const Handle target = world.target_tokens();
+  const bool is_judged = method == AcceptMethod::kStandard;
+  const Handle kept = is_judged ? world.kept() : kNoArray;
+  const Handle replacements = is_judged ? world.drawn("replacements") : kNoArray;
+  const Handle results =
+      world.poison("results", s.max_seqs * static_cast<int64_t>(sizeof(SequenceResult) / 4));
+  AcceptParams params{};
+  params.max_seqs = s.max_seqs;
+  params.method = method;
+  for (float& rate : params.synthetic_rate) {
+    rate = static_cast<float>(world.stream().below(1001)) * 1e-3f;
+  }
+  OpInstance op = world.op;
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    AcceptParams p = params;
+    p.inputs = world.inputs(at);
+    p.sequences = world.sequences(at);
+    p.target_tokens = at.get<int32_t>(target);
+    p.kept = at.get<int32_t>(kept);
+    p.replacements = at.get<int32_t>(replacements);
+    p.results = at.get<SequenceResult>(results);
+    accept(ctx, p);
+  });
+  return op;
+}
+
+OpInstance make_count(World world, const StateSpec& s) {
+  const SamplingHandles sampling = world.sampling();
+  const Handle results = world.emitted_results();
+  std::vector<int32_t> slots = world.some_slots();
+  const Handle num_slots = world.ints<int32_t>("num_slots", {static_cast<int32_t>(slots.size())});
+  slots.resize(static_cast<size_t>(s.max_seqs), 0);  // not to be cleared
+  const Handle cleared = world.ints("cleared", slots);
+  OpInstance op = world.op;
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    const SamplingState state = sampling.at(at);
+    clear_counts(ctx, ClearCountsParams{.num_slots = at.get<int32_t>(num_slots),
+                                        .max_slots = s.max_seqs,
+                                        .slots = at.get<int32_t>(cleared),
+                                        .sampling = state});
+    count_prefill_tokens(
+        ctx, CountPrefillTokensParams{
+                 .inputs = world.inputs(at), .sampling = state, .max_seqs = s.max_seqs});
+    count_emitted_tokens(ctx, CountEmittedTokensParams{.inputs = world.inputs(at),
+                                                       .sampling = state,
+                                                       .results = at.get<SequenceResult>(results),
+                                                       .max_seqs = s.max_seqs});
+  });
+  return op;
+}
+
+OpInstance make_metadata(World world, const StateSpec& s) {
+  const int32_t num_rows = 3 * s.num_seqs;
+  const int32_t capacity = 3 * s.max_seqs + 7;
+  const auto rows = world.random_rows(num_rows, capacity);
+  const auto metadata = world.metadata(capacity);
+  OpInstance op = world.op;
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    build_all(ctx, rows.at(at), metadata.at(at), capacity - 2);
+  });
+  return op;
+}
+
+// Everything between the first pass and the end of drafting, with draws made up.
+OpInstance make_draft_steps(World world, const StateSpec& s) {
+  const int32_t k = s.num_draft_tokens;
+  const int32_t draw_ahead = s.drafted_by == DraftedBy::kModel ? 1 : 2;
+  const bool advances_positions = s.drafted_by != DraftedBy::kFixed;
+  std::vector<int32_t> indptr(static_cast<size_t>(s.max_seqs) + 1);
+  std::iota(indptr.begin(), indptr.end(), 0);
+  const auto rows = world.unwritten_rows(s.max_seqs, world.ints("step_indptr", indptr), 1);
+  const auto metadata = world.metadata(s.max_seqs);
+  const Handle step = world.poison("current_draft_step", 1);
+  const Handle keeps = s.stops_early ? world.poison("keep_drafting", 1) : kNoArray;
+  std::vector<Handle> drawn;
+  std::vector<Handle> probabilities;
+  for (int32_t j = 0; j < k; ++j) {
+    drawn.push_back(world.drawn("drawn"));
+    probabilities.push_back(s.stops_early ? world.probabilities() : kNoArray);
+  }
+  OpInstance op = world.op;
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    const SequenceState sequences = world.sequences(at);
+    const std::vector<GroupMetadata> groups = metadata.at(at);
+    AdvanceParams advance{};
+    advance.current_draft_step = at.get<int32_t>(step);
+    advance.rows = rows.at(at);
+    advance.sequences = sequences;
+    advance.draw_ahead = draw_ahead;
+    advance.advances_positions = advances_positions;
+    for (const GroupMetadata& group : groups) {
+      advance.groups[advance.num_groups++] = advance_group(group);
+    }
+    for (int32_t j = 0; j < k; ++j) {
+      const auto i = static_cast<size_t>(j);
+      const auto* const tokens = at.get<int32_t>(drawn[i]);
+      const DraftStop stop{.probabilities = at.get<float>(probabilities[i]),
+                           .threshold = 0.2f,
+                           .keep_drafting = at.get<int32_t>(keeps)};
+      if (j == 0) {
+        begin_draft_steps(ctx, BeginDraftStepsParams{.inputs = world.inputs(at),
+                                                     .sequences = sequences,
+                                                     .drawn = tokens,
+                                                     .rows = rows.at(at),
+                                                     .current_draft_step = at.get<int32_t>(step),
+                                                     .stop = stop,
+                                                     .draw_ahead = draw_ahead,
+                                                     .advances_positions = advances_positions});
+        build_all(ctx, rows.at(at), groups, s.max_seqs);
+        continue;
+      }
+      store_draft(ctx, StoreDraftParams{.current_draft_step = at.get<int32_t>(step),
+                                        .rows = rows.at(at),
+                                        .sequences = sequences,
+                                        .drawn = tokens,
+                                        .stop = stop});
+      advance.drawn = tokens;
+      advance.stop = stop;
+      advance_draft_step(ctx, advance);
+      advance_window_list(
+          ctx, AdvanceWindowListParams{.rows = rows.at(at),
+                                       .metadata = std::get<WindowListMetadata>(groups[2])});
+    }
+  });
+  return op;
+}
+
+}  // namespace
+
+OpInstance make_state(StateOp kind, const StateSpec& spec, uint64_t seed) {
+  World world(spec, kind, seed);
+  switch (kind) {
+    case StateOp::kAssembleVerifyRows:
+    case StateOp::kAssembleFirstRows:
+      return make_assemble(std::move(world), spec, kind);
+    case StateOp::kAccept:
+      return make_accept(std::move(world), spec, AcceptMethod::kCoupled);
+    case StateOp::kAcceptSynthetic:
+      return make_accept(std::move(world), spec, AcceptMethod::kSynthetic);
+    case StateOp::kAcceptJudged:
+      return make_accept(std::move(world), spec, AcceptMethod::kStandard);
+    case StateOp::kBuildMetadata:
+      return make_metadata(std::move(world), spec);
+    case StateOp::kDraftSteps:
+      return make_draft_steps(std::move(world), spec);
+    case StateOp::kProposeNgram:
+      return make_ngram(world, spec);
+    case StateOp::kCountTokens:
+      return make_count(std::move(world), spec);
+  }
+  return {};
+}
+
+std::vector<OpCase> state_op_cases() {
+  std::vector<OpCase> cases;
+  const struct {
+    DraftedBy drafted_by;
+    bool stops_early;
+    const char* suffix;
+  } variants[] = {{DraftedBy::kModel, false, ""},
+                  {DraftedBy::kModel, true, "_stops"},
+                  {DraftedBy::kHead, false, "_head"},
+                  {DraftedBy::kFixed, false, "_fixed"},
+                  {DraftedBy::kFixed, true, "_fixed_stops"}};
+  for (const StateOp op :
+       {StateOp::kAssembleVerifyRows, StateOp::kAssembleFirstRows, StateOp::kAccept,
+        StateOp::kAcceptSynthetic, StateOp::kAcceptJudged, StateOp::kBuildMetadata,
+        StateOp::kDraftSteps, StateOp::kProposeNgram, StateOp::kCountTokens}) {
+    const char* const names[] = {"assemble_verify_rows", "assemble_first_rows", "accept",
+                                 "accept_synthetic",     "accept_judged",       "build_metadata",
+                                 "draft_steps",          "propose_ngram",       "counts"};
+    const StateSpec specs[] = {{1, 0, 1, 16},      {1, 1, 1, 16},   {12, 12, 4, 16},
+                               {64, 40, 3, 24},    {64, 64, 16, 1}, {300, 300, 7, 256},
+                               {1024, 1000, 2, 16}};
+    for (StateSpec spec : specs) {
+      for (const auto& [drafted_by, stops_early, suffix] : variants) {
+        const bool is_plain = drafted_by == DraftedBy::kModel && !stops_early;
+        const bool has_variant =
+            op == StateOp::kDraftSteps || (op == StateOp::kAssembleFirstRows && !stops_early);
+        if (!is_plain && !has_variant) continue;
+        spec.drafted_by = drafted_by;
+        spec.stops_early = stops_early;
+        cases.push_back({std::string(names[static_cast<size_t>(op)]) + "_seqs" +
+                             std::to_string(spec.num_seqs) + "of" + std::to_string(spec.max_seqs) +
+                             "_k" + std::to_string(spec.num_draft_tokens) + suffix,
+                         [op, spec](uint64_t seed) { return make_state(op, spec, seed); }});
+      }
+    }
+  }
+  return cases;
+}
+
+}  // namespace paceline::testing
