@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Python tests share: tiny random models, with and without a drafter."""
+"""What the Python tests share: tiny random models, alone, with a drafter, and to break."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,17 @@ def auto_is_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """Device "auto" is the CPU, on machines with a GPU too; test_cuda.py is for those."""
     if request.node.path.name != "test_cuda.py":
         monkeypatch.setattr("paceline.device._auto_device", lambda: "cpu")
+
+
+@pytest.fixture
+def copy_of(tmp_path: Path) -> Callable[..., Path]:
+    """Copies a tiny checkpoint to where the test may break it."""
+
+    def copy(spec: tiny_models.TinySpec | None = None) -> Path:
+        original = tiny_models.make(spec or tiny_models.TinySpec())
+        return tiny_models.copy_checkpoint(original, tmp_path / "model")
+
+    return copy
 
 
 @pytest.fixture(scope="session")

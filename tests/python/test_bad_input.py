@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What users get wrong: one clear error each, and nothing is harmed by it.
 
-Broken checkpoints are in test_loader.py, configurations in test_config.py.
+Broken checkpoints are in test_loader_*.py, configurations in test_config.py.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ SPECS = [
         pytest.param(spec, dtype, id=f"{describe(spec)}-{dtype}")
         for spec in SPECS
         for dtype in ("auto", "float32", "bfloat16")
-        if (spec.dtype, dtype) != ("float16", "bfloat16")  # refused, see test_loader.py
+        if (spec.dtype, dtype) != ("float16", "bfloat16")  # refused, see test_loader_tensors.py
     ],
 )
 def test_arenas_are_byte_equal(spec: TinySpec, dtype: str, tmp_path: Path) -> None:

@@ -55,6 +55,13 @@ inline void write_file(const std::string& path, std::string_view content) {
   return out.append(header).append(data);
 }
 
+template <class Value>
+[[nodiscard]] std::string bytes_of(const std::vector<Value>& values) {
+  std::string out(values.size() * sizeof(Value), '\0');
+  std::memcpy(out.data(), values.data(), out.size());
+  return out;
+}
+
 struct WrittenTensor {
   std::string name;
   std::string dtype;  // "F32"

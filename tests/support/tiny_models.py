@@ -19,7 +19,7 @@ import json
 import shutil
 import tempfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -391,6 +391,13 @@ def load_tensors(directory: Path) -> dict[str, torch.Tensor]:
     for path in sorted(directory.glob("model*.safetensors")):
         tensors |= load_file(path)
     return tensors
+
+
+def edit_tensors(directory: Path, change: Callable[[dict[str, Any]], Any], shards: int = 1) -> None:
+    """Changes the tensors of a checkpoint, and how many files hold them."""
+    tensors = load_tensors(directory)
+    change(tensors)
+    save_tensors(directory, tensors, shards)
 
 
 def copy_checkpoint(directory: Path, out: Path) -> Path:

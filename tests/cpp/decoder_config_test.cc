@@ -1,0 +1,203 @@
+// SPDX-License-Identifier: Apache-2.0
+// Decoder descriptions: every key is read, and what no decoder can be is refused by name.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <paceline/error.h>
+
+#include <cstddef>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "model/decoder_config.h"
+#include "support/described_model.h"
+#include "support/errors.h"
+
+namespace paceline {
+namespace {
+
+using testing::Edit;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using testing::message_of;
+using testing::shared_config;
+using ::testing::SizeIs;
+using testing::tiny_config;
+
+TEST(DecoderConfig, ReadsEveryKey) {
+  const DecoderConfig config = parse_decoder_config(tiny_config());
+  EXPECT_EQ(config.name, "tiny");
+  EXPECT_EQ(config.vocab_size, 5);
+  EXPECT_EQ(config.hidden, 6);
+  EXPECT_EQ(config.max_position, 128);
+  EXPECT_EQ(config.norm_eps, 1e-6f);
+  EXPECT_EQ(config.norm_weight_offset, 1);
+  EXPECT_EQ(config.embed_scale, 2.5f);
+  EXPECT_EQ(config.logit_soft_cap, 30);
+  EXPECT_FALSE(config.ties_lm_head);
+  EXPECT_TRUE(config.has_post_norms);
+  ASSERT_THAT(config.ropes, SizeIs(2));
+  EXPECT_THAT(config.ropes[0].inv_freq, ElementsAre(1, 0.5f));
+  EXPECT_EQ(config.ropes[1].scale, 1.5f);
+  ASSERT_THAT(config.layers, SizeIs(2));
+  const AttentionConfig& full = config.layers[0].attention;
+  EXPECT_EQ(full.kind, KvKind::kFull);
+  EXPECT_EQ(full.window, 0);
+  EXPECT_EQ(full.num_qo_heads, 4);
+  EXPECT_FALSE(full.has_qk_norm || full.has_qkv_bias || full.has_o_bias);
+  const AttentionConfig& sliding = config.layers[1].attention;
+  EXPECT_EQ(sliding.kind, KvKind::kSliding);
+  EXPECT_EQ(sliding.window, 9);
+  EXPECT_EQ(sliding.num_kv_heads, 1);
+  EXPECT_EQ(sliding.head_dim, 2);
+  EXPECT_EQ(sliding.scale, 0.25f);
+  EXPECT_EQ(sliding.soft_cap, 50);
+  EXPECT_EQ(sliding.rope, 1);
+  EXPECT_TRUE(sliding.has_qk_norm && sliding.has_qkv_bias && sliding.has_o_bias);
+  EXPECT_EQ(config.layers[0].mlp.activation, Activation::kSilu);
+  EXPECT_EQ(config.layers[1].mlp.activation, Activation::kGeluTanh);
+  EXPECT_EQ(config.layers[1].mlp.intermediate, 3);
+  EXPECT_TRUE(config.layers[1].mlp.has_bias);
+}
+
+TEST(DecoderConfig, ReadsOptionalKeys) {
+  const DecoderConfig plain = parse_decoder_config(tiny_config());
+  EXPECT_FALSE(plain.has_layer_scale);
+  EXPECT_EQ(plain.per_layer_inputs.size, 0);
+  EXPECT_EQ(plain.layers[0].attention.kv_source, -1);
+  EXPECT_EQ(kv_inputs(plain.layers[0].attention), KvInputs::kKeysAndValues);
+  EXPECT_EQ(qkv_rows(plain.layers[0].attention), 32);
+
+  const DecoderConfig config = parse_decoder_config(shared_config());
+  EXPECT_TRUE(config.has_layer_scale);
+  EXPECT_EQ(config.per_layer_inputs.size, 4);
+  EXPECT_EQ(config.per_layer_inputs.vocab_size, 9);
+  EXPECT_EQ(config.per_layer_inputs.embed_scale, 2);
+  EXPECT_EQ(config.per_layer_inputs.proj_scale, 0.5f);
+  EXPECT_EQ(config.per_layer_inputs.scale, 0.75f);
+  EXPECT_EQ(config.per_layer_inputs.activation, Activation::kGeluTanh);
+  ASSERT_THAT(config.layers, SizeIs(3));
+  const AttentionConfig& full = config.layers[0].attention;
+  EXPECT_TRUE(full.has_v_norm && full.k_eq_v);
+  EXPECT_EQ(kv_inputs(full), KvInputs::kKeys);
+  EXPECT_EQ(qkv_rows(full), 24);
+  const AttentionConfig& reader = config.layers[2].attention;
+  EXPECT_EQ(reader.kv_source, 1);
+  EXPECT_EQ(kv_inputs(reader), KvInputs::kNone);
+  EXPECT_EQ(qkv_rows(reader), 4);
+}
+
+TEST(DecoderConfig, RefusesReadersAndInputsThatCannotBe) {
+  const std::vector<std::pair<Edit, std::string>> table = {
+      {{"\"kv_source\": 1", "\"kv_source\": 2"},
+       "layers[2].attention.kv_source is 2; allowed: an integer from 0 to 1"},
+      {{"\"kv_source\": 1", "\"kv_source\": 0"},
+       "kv_source is 0; allowed: a layer of the same kind"},
+      {{"\"kv_source\": 1", "\"kv_source\": 1, \"k_eq_v\": true"},
+       "layers[2].attention.k_eq_v is true; allowed: false where there is a kv_source"},
+      {{"\"k_eq_v\": true", "\"kv_source\": 0"},
+       "layers[0].attention.kv_source is 0; allowed: no such key in the first layer"},
+      {{"\"k_eq_v\": true", "\"k_eq_v\": 1"}, "layers[0].attention.k_eq_v is 1"},
+      {{"\"size\": 4", "\"size\": 0"}, "per_layer_inputs.size is 0"},
+      {{"\"size\": 4, ", ""}, "per_layer_inputs.size is missing"},
+      {{"\"proj_scale\": 0.5", "\"proj_scale\": -1"}, "per_layer_inputs.proj_scale is -1"},
+      {{"\"embed_scale\": 2,", "\"embed_scale\": 2, \"x\": 1,"},
+       "per_layer_inputs.x is an unknown"},
+  };
+  for (const auto& [edit, expected] : table) {
+    const std::string message =
+        message_of<InvalidArgument>([&] { (void)parse_decoder_config(shared_config({edit})); });
+    EXPECT_THAT(message, HasSubstr(expected)) << edit.from << " -> " << edit.to;
+  }
+}
+
+TEST(DecoderConfig, RefusesWhatIsOutOfRange) {
+  const std::string many_layers = [] {
+    std::string layer = tiny_config();
+    layer = layer.substr(layer.find("{\"attention\""));
+    layer = layer.substr(0, layer.find("}},") + 2);
+    std::string list;
+    for (int i = 0; i < 4096; ++i) list += layer + ",";
+    return list;
+  }();
+  const std::vector<std::pair<Edit, std::string>> table = {
+      {{"paceline-decoder-1", "paceline-decoder-2"}, "format is 'paceline-decoder-2'"},
+      {{"\"tiny\"", "\"\""}, "name is ''"},
+      {{"\"tiny\"", "7"}, "name is 7; allowed: a string"},
+      {{"\"vocab_size\": 5,", ""}, "vocab_size is missing"},
+      {{"\"vocab_size\": 5", "\"vocab_size\": 0"}, "vocab_size is 0; allowed: an integer from 1"},
+      {{"\"vocab_size\": 5", "\"vocab_size\": 4294967297"}, "vocab_size is 4294967297"},
+      {{"\"vocab_size\": 5", "\"vocab_size\": 5.0"}, "vocab_size is 5.0"},
+      {{"\"vocab_size\"", "\"vocab\""}, "vocab is an unknown key; allowed: format, name,"},
+      {{"\"hidden_size\": 6", "\"hidden_size\": 1048577"}, "hidden_size is 1048577"},
+      {{"\"hidden_size\": 6", "\"hidden_size\": -1"}, "hidden_size is -1"},
+      {{"128", "1073741825"}, "max_position is 1073741825"},
+      {{"1e-6", "0"}, "norm_eps is 0; allowed: a number above 0"},
+      {{"1e-6", "1e-60"}, "norm_eps is 1e-60"},
+      {{"1e-6", "1e39"}, "norm_eps is 1e39"},
+      {{"1e-6", "\"1e-6\""}, "norm_eps is '1e-6'; allowed: a number"},
+      {{"\"norm_weight_offset\": 1", "\"norm_weight_offset\": 0.5"}, "norm_weight_offset is 0.5"},
+      {{"2.5", "1e300"}, "embed_scale is 1e300"},
+      {{"30.0", "-1"}, "logit_soft_cap is -1"},
+      {{"\"ties_lm_head\": false", "\"ties_lm_head\": 0"}, "ties_lm_head is 0; allowed: true or"},
+      {{"[1, 0.5]", "[1, 0.5, 1]"}, "layers[0].attention.rope is 0; allowed: a rope with 2"},
+      {{"[1, 0.5]", "[]"}, "ropes[0].inv_freq is a list of 0"},
+      {{"[1, 0.5]", "[1, 1e30]"}, "ropes[0].inv_freq[1] is 1e30"},
+      {{"[1, 0.5]", "[1, -1]"}, "ropes[0].inv_freq[1] is -1"},
+      {{"\"scale\": 1.0}", "\"scale\": 0}"}, "ropes[0].scale is 0"},
+      {{"\"scale\": 1.0}", "\"scale\": 1.0, \"x\": 1}"}, "ropes[0].x is an unknown key"},
+      {{"\"full\"", "\"linear\""}, "layers[0].attention.kind is 'linear'; allowed: 'full', 's"},
+      {{"\"window\": 0", "\"window\": 4"}, "layers[0].attention.window is 4; allowed: 0"},
+      {{"\"window\": 9", "\"window\": 0"}, "layers[1].attention.window is 0; allowed: an integer"},
+      {{"\"num_qo_heads\": 4", "\"num_qo_heads\": 5"}, "num_kv_heads is 2; allowed: divisors"},
+      {{"\"num_kv_heads\": 2", "\"num_kv_heads\": 0"}, "layers[0].attention.num_kv_heads is 0"},
+      {{"\"num_kv_heads\": 2", "\"num_kv_heads\": 8"}, "layers[0].attention.num_kv_heads is 8"},
+      {{"\"head_dim\": 4", "\"head_dim\": 3"}, "head_dim is 3; allowed: an even number"},
+      {{"\"head_dim\": 4", "\"head_dim\": 8"}, "rope is 0; allowed: a rope with 4"},
+      {{"\"scale\": 0.5", "\"scale\": -0.5"}, "layers[0].attention.scale is -0.5"},
+      {{"\"soft_cap\": 50", "\"soft_cap\": -50"}, "layers[1].attention.soft_cap is -50"},
+      {{"\"rope\": 1", "\"rope\": 2"}, "layers[1].attention.rope is 2; allowed: an integer from"},
+      {{"\"rope\": 1", "\"rope\": -1"}, "layers[1].attention.rope is -1"},
+      {{"\"has_qk_norm\": true", "\"has_qk_norm\": null"}, "has_qk_norm is null"},
+      {{"\"silu\"", "\"relu\""}, "layers[0].mlp.activation is 'relu'; allowed: 'silu'"},
+      {{"\"intermediate\": 3", "\"intermediate\": 0"}, "layers[1].mlp.intermediate is 0"},
+      {{"\"layers\": [", "\"layers\": [" + many_layers}, "layers is a list of 4098"},
+      {{"\"layers\": [", "\"layers\": [], \"extra\": ["}, "extra is an unknown key"},
+  };
+  for (const auto& [edit, expected] : table) {
+    const std::string message =
+        message_of<InvalidArgument>([&] { (void)parse_decoder_config(tiny_config({edit})); });
+    EXPECT_THAT(message, HasSubstr(expected)) << edit.from << " -> " << edit.to.substr(0, 40);
+    EXPECT_THAT(message, HasSubstr("decoder config: "));
+  }
+  for (std::string_view text : {"", "[]", "{}", "{\"layers\": []}"}) {
+    EXPECT_THROW((void)parse_decoder_config(text), InvalidArgument) << text;
+  }
+}
+
+TEST(DecoderConfig, RefusesWeightsThatOverflowBytes) {
+  const std::string config = tiny_config();
+  const size_t begin = config.find("{\"attention\"");
+  std::string layer = config.substr(begin, config.find("}},", begin) + 2 - begin);
+  const auto edit = [&](std::string_view from, std::string_view to) {
+    layer.replace(layer.find(from), from.size(), to);
+  };
+  edit("\"num_qo_heads\": 4", "\"num_qo_heads\": 4096");
+  edit("\"num_kv_heads\": 2", "\"num_kv_heads\": 4096");
+  edit("\"head_dim\": 4", "\"head_dim\": 4096");
+  edit("\"intermediate\": 7", "\"intermediate\": 16777216");
+  std::string frequencies = "1";
+  for (int i = 1; i < 2048; ++i) frequencies += ",1";
+  std::string layers = layer;
+  for (int i = 1; i < 4096; ++i) layers += "," + layer;
+  std::string json = config.substr(0, config.find("\"ropes\"")) + "\"ropes\": [{\"inv_freq\": [" +
+                     frequencies + "], \"scale\": 1}], \"layers\": [" + layers + "]}";
+  json.replace(json.find("\"hidden_size\": 6"), 16, "\"hidden_size\": 1048576");
+  EXPECT_THAT(message_of<InvalidArgument>([&] { (void)parse_decoder_config(json); }),
+              HasSubstr("the weights take more than"));
+}
+
+}  // namespace
+}  // namespace paceline

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What config.json must not say: one error each, with the file, the key, its value and a cure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from errors import raises
+from hf_configs import GEMMA3, GEMMA4, LLAMA, LLAMA3_ROPE, QWEN3
+from paceline import loader
+from paceline._core import ModelFileError, ModelNotFoundError
+from paceline.loader import hf_config
+from paceline.loader.checkpoint import open_checkpoint
+from tiny_models import FULL, SLIDING, write_json
+
+ALL_ARCHITECTURES = (
+    "LlamaForCausalLM, Qwen3ForCausalLM, Gemma3ForCausalLM, Gemma3ForConditionalGeneration, "
+    "Gemma3TextModel, Gemma4ForCausalLM, Gemma4ForConditionalGeneration, Gemma4TextModel, "
+    "Gemma4UnifiedForCausalLM, Gemma4UnifiedForConditionalGeneration"
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "parts"),
+    [
+        (
+            NotImplementedError,
+            {"enable_moe_block": True},
+            ('"enable_moe_block" is true', "dense sizes", "mixtures of experts"),
+        ),
+        (
+            NotImplementedError,
+            {"use_bidirectional_attention": "all"},
+            ('"use_bidirectional_attention" is "all"', "vision"),
+        ),
+        (
+            NotImplementedError,
+            {"rope_parameters": {FULL: {"rope_type": "yarn", "factor": 2.0}}},
+            ("yarn", "default, proportional"),
+        ),
+        (NotImplementedError, {"rope_theta": 1e4}, ('"rope_theta"', '"rope_parameters"')),
+        (
+            ModelFileError,
+            {"rope_parameters": {FULL: {"rope_type": "proportional", "partial_rotary_factor": 2}}},
+            ('"rope_parameters.full_attention.partial_rotary_factor" is 2', "up to 1"),
+        ),
+        (
+            ModelFileError,
+            {"num_kv_shared_layers": 7},
+            ('"num_kv_shared_layers" is 7', "0 to 6", "assistant"),
+        ),
+        (
+            ModelFileError,
+            {"num_kv_shared_layers": 2},
+            ('"num_kv_shared_layers" is 2', "layer 5 is the first full_attention layer"),
+        ),
+        (
+            ModelFileError,
+            {"layer_types": [FULL] + [SLIDING] * 6},
+            ("\"layer_types\" ends with 'sliding_attention'", "full_attention"),
+        ),
+        (ModelFileError, {"per_layer_config": {"7": {}}}, ('"per_layer_config.7"', '"0" to "6"')),
+        (
+            NotImplementedError,
+            {"per_layer_config": {"1": {"intermediate_size": 8}}},
+            ('"per_layer_config.1.intermediate_size" is 8', "head_dim, num_key_value_heads"),
+        ),
+        (
+            ModelFileError,
+            {"per_layer_config": {"1": {"num_key_value_heads": 3}}},
+            ("layer 1 has 3 key and value heads", "a divisor of", "(4)"),
+        ),
+        (ModelFileError, {"global_head_dim": 31}, ("layer 5", "31", "an even integer")),
+        (
+            ModelFileError,
+            {"per_layer_config": {"6": {"head_dim": 32}}, "num_kv_shared_layers": 1},
+            ("layer 6", "2 key and value heads of 32", "layer 5 with 2 of 16"),
+        ),
+    ],
+)
+def test_refusals_of_gemma4(
+    kind: type[Exception], changes: dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    with raises(kind, "here.json", *parts):
+        loader.decoder_config(GEMMA4 | changes, source="here.json")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("hidden_size", ..., "missing; expected an integer from 1 to"),
+        ("hidden_size", None, "null; expected an integer from 1 to"),
+        ("hidden_size", "64", '"64"; expected an integer from 1 to'),
+        ("hidden_size", 64.5, "64.5; expected an integer"),
+        ("hidden_size", True, "true; expected an integer"),
+        ("hidden_size", 0, "0; expected an integer from 1 to"),
+        ("hidden_size", -64, "-64; expected an integer from 1 to"),
+        ("hidden_size", 10**40, "expected an integer from 1 to"),
+        ("hidden_size", 66, '66; expected a multiple of "num_attention_heads" (4)'),
+        ("vocab_size", ..., "missing; expected an integer"),
+        ("intermediate_size", [1], "[1]; expected an integer"),
+        ("num_hidden_layers", 10**9, "1000000000; expected an integer from 1 to 1024"),
+        ("num_attention_heads", ..., "missing; expected an integer"),
+        ("num_key_value_heads", 3, '3; expected a divisor of "num_attention_heads" (4)'),
+        ("head_dim", 15, "15; expected an even integer"),
+        ("head_dim", 10**9, "1000000000; expected an integer from 1 to 4096"),
+        ("rms_norm_eps", "small", '"small"; expected a finite number above 0'),
+        ("rms_norm_eps", -1e-5, "-1e-05; expected a finite number above 0"),
+        ("rms_norm_eps", math.nan, "NaN; expected a finite number above 0"),
+        ("tie_word_embeddings", "yes", '"yes"; expected true or false'),
+        ("attention_bias", 1, "1; expected true or false"),
+        ("architectures", "LlamaForCausalLM", "expected a list of strings"),
+        ("architectures", ..., f"missing; expected a list with one of {ALL_ARCHITECTURES}"),
+        ("hidden_act", 3, "3; expected a string"),
+        ("rope_theta", 0, "0; expected a finite number above 0"),
+        ("rope_scaling", "linear", '"linear"; expected a JSON object'),
+    ],
+)
+def test_bad_key(key: str, value: Any, expected: str, copy_of: Callable[..., Path]) -> None:
+    path = copy_of()
+    write_json(
+        path / "config.json", {k: v for k, v in (LLAMA | {key: value}).items() if v is not ...}
+    )
+    with raises(ModelFileError, f'{path / "config.json"}: key "{key}" is ', expected):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "parts"),
+    [
+        (LLAMA, {"rope_scaling": {"rope_type": "linear"}}, ('"rope_scaling.factor" is missing',)),
+        (
+            LLAMA,
+            {"rope_scaling": LLAMA3_ROPE | {"high_freq_factor": 1.0}},
+            ('"rope_scaling.high_freq_factor" is 1.0', 'above "low_freq_factor" (1.0)'),
+        ),
+        (
+            LLAMA,
+            {"rope_theta": 10_000.0, "rope_parameters": {"rope_theta": 5.0}},
+            ('"rope_parameters.rope_theta" is 5.0', '"rope_theta" is 10000.0', "the same value"),
+        ),
+        (
+            LLAMA,
+            {
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+                "rope_parameters": {"rope_type": "linear", "factor": 4.0},
+            },
+            ('"rope_scaling"', "factor=2.0", '"rope_parameters"', "factor=4.0", "the same"),
+        ),
+        (GEMMA3, {"layer_types": [FULL]}, ('"layer_types" has 1 entries', "expected 7")),
+        (
+            GEMMA3,
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1.0}},
+            ('"rope_parameters.rope_type"', f"allowed: {FULL}, {SLIDING}"),
+        ),
+        (GEMMA3, {"sliding_window": 0}, ('"sliding_window" is 0', "from 1")),
+        (GEMMA3, {"query_pre_attn_scalar": 0}, ('"query_pre_attn_scalar" is 0', "above 0")),
+        (LLAMA, {"eos_token_id": -1}, ('"eos_token_id" is -1', "a token id from 0")),
+        (LLAMA, {"eos_token_id": [1, "2"]}, ('"eos_token_id" is [1, "2"]', "a token id")),
+        (
+            {"architectures": ["Gemma3ForConditionalGeneration"]},
+            {"text_config": {"hidden_size": "x"}},
+            ('"text_config.hidden_size" is "x"', "an integer"),
+        ),
+    ],
+)
+def test_bad_combination(
+    base: dict[str, Any], changes: dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    with raises(ModelFileError, "here.json", *parts):
+        loader.decoder_config(base | changes, source="here.json")
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "parts"),
+    [
+        (
+            LLAMA,
+            {"architectures": ["MixtralForCausalLM"]},
+            ("'MixtralForCausalLM'", '"architectures"', f"supported: {ALL_ARCHITECTURES}"),
+        ),
+        (
+            LLAMA,
+            {"architectures": None, "model_type": "gpt2"},
+            ("'gpt2'", '"model_type"', ALL_ARCHITECTURES),
+        ),
+        *(
+            (LLAMA, {key: {"rope_type": kind, "factor": 2.0}}, (f'"{key}.rope_type"', kind, known))
+            for key in ("rope_scaling", "rope_parameters")
+            for kind in ("yarn", "dynamic", "longrope", "proportional")
+            for known in ("supported: default, linear, llama3",)
+        ),
+        (LLAMA, {"partial_rotary_factor": 0.5}, ('"partial_rotary_factor" is 0.5', "1.0")),
+        (LLAMA, {"hidden_act": "relu"}, ('"hidden_act" is "relu"', "silu", "gelu_pytorch_tanh")),
+        (
+            LLAMA,
+            {"quantization_config": {"quant_method": "awq"}},
+            ('"quantization_config"', "awq", "BF16, F16 or F32"),
+        ),
+        (QWEN3, {"use_sliding_window": True}, ('"use_sliding_window" is true', "false")),
+        (
+            QWEN3,
+            {"layer_types": [FULL, SLIDING]},
+            ('"layer_types"[1]', SLIDING, "Qwen3ForCausalLM", f"supported: {FULL}"),
+        ),
+        (
+            GEMMA3,
+            {"layer_types": ["linear_attention"] * 7},
+            ('"layer_types"[0]', "linear_attention", FULL),
+        ),
+        (GEMMA3, {"attn_logit_softcapping": 50.0}, ('"attn_logit_softcapping" is 50.0', "null")),
+        (
+            GEMMA3,
+            {"use_bidirectional_attention": True},
+            ('"use_bidirectional_attention" is true', "false"),
+        ),
+    ],
+)
+def test_refusals_list_what_is_supported(
+    base: dict[str, Any], changes: dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    with raises(NotImplementedError, "here.json", *parts):
+        loader.decoder_config(base | changes, source="here.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("{", ("not valid JSON",)),
+        ("", ("not valid JSON",)),
+        ("[" * 100_000, ("not valid JSON",)),
+        ("[1, 2]", ("holds [1, 2]", "expected a JSON object")),
+        ("\udcff", ("cannot read",)),
+    ],
+)
+def test_config_that_is_no_object(
+    text: str, parts: tuple[str, ...], copy_of: Callable[..., Path]
+) -> None:
+    path = copy_of()
+    (path / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with raises(ModelFileError, path / "config.json", *parts):
+        open_checkpoint(path)
+
+
+def test_missing_config(copy_of: Callable[..., Path]) -> None:
+    path = copy_of()
+    (path / "config.json").unlink()
+    with raises(ModelNotFoundError, path / "config.json", "no such file"):
+        open_checkpoint(path)
+
+
+def test_huge_config(copy_of: Callable[..., Path]) -> None:
+    path = copy_of()
+    with (path / "config.json").open("r+b") as file:
+        file.truncate(hf_config.MAX_CONFIG_BYTES + 1)
+    with raises(ModelFileError, path / "config.json", "bytes", "at most"):
+        open_checkpoint(path)

@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Two tiny decoder descriptions that between them have every switch, and the tensors of the first:
+// for tests of the ways from a description to a model.
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include <paceline/dtype.h>
+#include <paceline/model.h>
+
+#include "base/float_types.h"
+#include "support/safetensors_writer.h"
+
+namespace paceline::testing {
+
+// A description with everything optional in layer 1 and nothing in layer 0. Edits replace the first
+// occurrence of a text, and must find it.
+struct Edit {
+  std::string from;
+  std::string to;
+};
+inline std::string tiny_config(const std::vector<Edit>& edits = {}) {
+  std::string json = R"({
+    "format": "paceline-decoder-1", "name": "tiny", "vocab_size": 5, "hidden_size": 6,
+    "max_position": 128, "norm_eps": 1e-6, "norm_weight_offset": 1, "embed_scale": 2.5,
+    "logit_soft_cap": 30.0, "ties_lm_head": false, "has_post_norms": true,
+    "ropes": [{"inv_freq": [1, 0.5], "scale": 1.0}, {"inv_freq": [0.25], "scale": 1.5}],
+    "layers": [
+      {"attention": {"kind": "full", "window": 0, "num_qo_heads": 4, "num_kv_heads": 2,
+         "head_dim": 4, "scale": 0.5, "soft_cap": 0, "rope": 0, "has_qk_norm": false,
+         "has_qkv_bias": false, "has_o_bias": false},
+       "mlp": {"intermediate": 7, "activation": "silu", "has_bias": false}},
+      {"attention": {"kind": "sliding", "window": 9, "num_qo_heads": 3, "num_kv_heads": 1,
+         "head_dim": 2, "scale": 0.25, "soft_cap": 50, "rope": 1, "has_qk_norm": true,
+         "has_qkv_bias": true, "has_o_bias": true},
+       "mlp": {"intermediate": 3, "activation": "gelu_tanh", "has_bias": true}}]})";
+  for (const Edit& edit : edits) {
+    const size_t at = json.find(edit.from);
+    if (at == std::string::npos) throw std::logic_error("no " + edit.from);
+    json.replace(at, edit.from.size(), edit.to);
+  }
+  return json;
+}
+
+// tiny_config with what only Gemma 4 has: layer 0 without a v projection, and a third layer that
+// reads the KV of the second.
+inline std::string shared_config(const std::vector<Edit>& edits = {}) {
+  std::vector<Edit> all = {
+      {"\"ropes\": [",
+       "\"has_layer_scale\": true, \"per_layer_inputs\": {\"size\": 4, \"vocab_size\": 9, "
+       "\"embed_scale\": 2, \"proj_scale\": 0.5, \"scale\": 0.75, \"activation\": "
+       "\"gelu_tanh\"}, \"ropes\": ["},
+      {"\"has_o_bias\": false}", "\"has_o_bias\": false, \"has_v_norm\": true, \"k_eq_v\": true}"},
+      {"\"has_bias\": true}}]}",
+       "\"has_bias\": true}}, {\"attention\": {\"kind\": \"sliding\", \"window\": 9, "
+       "\"num_qo_heads\": 2, \"num_kv_heads\": 1, \"head_dim\": 2, \"scale\": 0.25, \"soft_cap\": "
+       "0, "
+       "\"rope\": 1, \"has_qk_norm\": true, \"has_qkv_bias\": true, \"has_o_bias\": false, "
+       "\"kv_source\": 1}, \"mlp\": {\"intermediate\": 3, \"activation\": \"silu\", "
+       "\"has_bias\": false}}]}"}};
+  all.insert(all.end(), edits.begin(), edits.end());
+  return tiny_config(all);
+}
+
+// Every tensor of tiny_config by the table of docs/model-format.md, written out by hand.
+inline const std::map<std::string, std::vector<int64_t>>& tiny_shapes() {
+  static const std::map<std::string, std::vector<int64_t>> shapes = {
+      {"embed.weight", {5, 6}},
+      {"lm_head.weight", {5, 6}},
+      {"final_norm.weight", {6}},
+      {"layers.0.attn_norm.weight", {6}},
+      {"layers.0.attn_post_norm.weight", {6}},
+      {"layers.0.attn.q.weight", {16, 6}},
+      {"layers.0.attn.k.weight", {8, 6}},
+      {"layers.0.attn.v.weight", {8, 6}},
+      {"layers.0.attn.o.weight", {6, 16}},
+      {"layers.0.mlp_norm.weight", {6}},
+      {"layers.0.mlp_post_norm.weight", {6}},
+      {"layers.0.mlp.gate.weight", {7, 6}},
+      {"layers.0.mlp.up.weight", {7, 6}},
+      {"layers.0.mlp.down.weight", {6, 7}},
+      {"layers.1.attn_norm.weight", {6}},
+      {"layers.1.attn_post_norm.weight", {6}},
+      {"layers.1.attn.q.weight", {6, 6}},
+      {"layers.1.attn.q.bias", {6}},
+      {"layers.1.attn.k.weight", {2, 6}},
+      {"layers.1.attn.k.bias", {2}},
+      {"layers.1.attn.v.weight", {2, 6}},
+      {"layers.1.attn.v.bias", {2}},
+      {"layers.1.attn.o.weight", {6, 6}},
+      {"layers.1.attn.o.bias", {6}},
+      {"layers.1.attn.q_norm.weight", {2}},
+      {"layers.1.attn.k_norm.weight", {2}},
+      {"layers.1.mlp_norm.weight", {6}},
+      {"layers.1.mlp_post_norm.weight", {6}},
+      {"layers.1.mlp.gate.weight", {3, 6}},
+      {"layers.1.mlp.gate.bias", {3}},
+      {"layers.1.mlp.up.weight", {3, 6}},
+      {"layers.1.mlp.up.bias", {3}},
+      {"layers.1.mlp.down.weight", {6, 3}},
+      {"layers.1.mlp.down.bias", {6}},
+  };
+  return shapes;
+}
+
+inline int64_t product(const std::vector<int64_t>& shape) {
+  return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
+}
+
+// Distinct values that bfloat16 and float16 hold exactly: quarters up to 64 are 8 bits long.
+inline std::map<std::string, std::vector<float>> tiny_values() {
+  std::map<std::string, std::vector<float>> values;
+  int which = 0;
+  for (const auto& [name, shape] : tiny_shapes()) {
+    std::vector<float>& tensor = values[name];
+    for (int64_t i = 0; i < product(shape); ++i) {
+      tensor.push_back(static_cast<float>((i * 7 + which * 31) % 255 - 127) / 4);
+    }
+    ++which;
+  }
+  return values;
+}
+
+// For values that float16 holds as a normal number.
+inline uint16_t float_to_fp16_exact(float value) {
+  const auto bits = std::bit_cast<uint32_t>(value);
+  if (value == 0) return static_cast<uint16_t>(bits >> 16);
+  return static_cast<uint16_t>(((bits >> 16) & 0x8000u) |
+                               ((((bits & 0x7fffffffu) >> 13) - (112u << 10)) & 0x7fffu));
+}
+
+inline std::string encode(const std::vector<float>& values, DType dtype) {
+  if (dtype == DType::kFloat32) return test::bytes_of(values);
+  std::vector<uint16_t> halves;
+  for (float value : values) {
+    halves.push_back(dtype == DType::kBFloat16 ? float_to_bf16(value) : float_to_fp16_exact(value));
+  }
+  return test::bytes_of(halves);
+}
+
+inline std::shared_ptr<const Model> build_tiny(DType stored, DType weights) {
+  ModelBuilder builder(tiny_config(), weights);
+  for (const auto& [name, values] : tiny_values()) {
+    builder.put(name, stored, tiny_shapes().at(name), {}, encode(values, stored).data());
+  }
+  return builder.finish();
+}
+
+}  // namespace paceline::testing

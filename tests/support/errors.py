@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What errors say, for tests that compare it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+
+def raises(kind: type[Exception], *parts: object) -> Any:
+    """Expects an error whose message holds every part, in this order."""
+    return pytest.raises(kind, match="(?s)" + ".*".join(re.escape(str(part)) for part in parts))
