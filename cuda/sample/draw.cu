@@ -333,6 +333,7 @@ __global__ void __launch_bounds__(kThreads)
       __threadfence();
     }
     if (__shfl_sync(kAllLanes, num_before, 0) != num_pieces - 1) return;
+    __syncwarp();  // what lane 0 has seen arrive, all lanes may read
     if (lane == 0) arrivals[blockIdx.y] = 0;
     winner = 0;
     max_logit = negative_infinity();

@@ -187,8 +187,10 @@ void launch_row_pieces(CudaContext& ctx, const char* name, int32_t num_ids, int3
   const int32_t ids_per_block = (num_ids + kBlocks - 1) / kBlocks;
   const int32_t piece_size = (ids_per_block + 3) / 4 * 4;
   const size_t value_bytes = sizeof(float) * static_cast<size_t>(piece_size);
-  PACELINE_CHECK(value_bytes <= largest.value_bytes, name, " of ", num_ids, " ids; at most ",
-                 kBlocks * (largest.value_bytes / sizeof(float)));
+  if (value_bytes > largest.value_bytes) {  // seen at the start, when programs are captured
+    throw Unsupported(concat("vocab_size is ", num_ids, "; allowed on device cuda: at most ",
+                             kBlocks * (largest.value_bytes / sizeof(float)), ", for ", name));
+  }
   const Room& room = value_bytes <= roomy.value_bytes ? roomy : largest;
   launch(ctx, name, kKernel,
          dim3(kBlocks, static_cast<unsigned>(std::min(max_rows, room.num_clusters))),

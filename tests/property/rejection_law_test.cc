@@ -309,6 +309,9 @@ TEST(RejectionLaw, ChancesByHand) {
   EXPECT_EQ(keep_chance(half, Rational(3, 4)), Rational(2, 3));
   EXPECT_EQ(keep_chance(half, Rational(1, 4)), Rational(1));
   EXPECT_EQ(keep_chance(Rational(0), Rational(1, 4)), Rational(0));
+  // Ruled out by the target, and so unlikely to be drafted that q has been rounded to nothing.
+  EXPECT_EQ(keep_chance(Rational(0), Rational(0)), Rational(0));
+  EXPECT_EQ(next_share(Rational(1), Rational(0), Rational(0)), Rational(0));
   EXPECT_EQ(next_share(Rational(2, 3), half, Rational(1, 4)), Rational(1));
   EXPECT_EQ(next_share(Rational(2, 3), half, Rational(3, 4)), Rational(4, 9));
   // Left of 2/3 (1/2, 1/2) - (3/4, 1/4): 1/12; it overlaps in 1/3 + 1/4.

@@ -39,9 +39,11 @@ template <class Number>
 #endif
 }
 
-// The chance of a draft to be kept by `standard`. None where the target rules it out.
+// The chance of a draft to be kept by `standard`. None where the target rules it out, also where q
+// has been rounded to nothing.
 template <class Number>
 [[nodiscard]] PACELINE_HOST_DEVICE inline Number keep_chance(const Number& p, const Number& q) {
+  if (!(Number(0) < p)) return Number(0);
   return p < q ? p / q : Number(1);
 }
 
@@ -50,6 +52,7 @@ template <class Number>
 [[nodiscard]] PACELINE_HOST_DEVICE inline Number next_share(const Number& share, const Number& p,
                                                             const Number& q) {
   const Number scaled = rounded_product(share, p);
+  if (!(Number(0) < scaled)) return Number(0);
   return scaled < q ? scaled / q : Number(1);
 }
 
