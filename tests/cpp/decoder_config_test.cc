@@ -129,6 +129,7 @@ TEST(DecoderConfig, RefusesWhatIsOutOfRange) {
       {{"\"vocab_size\": 5,", ""}, "vocab_size is missing"},
       {{"\"vocab_size\": 5", "\"vocab_size\": 0"}, "vocab_size is 0; allowed: an integer from 1"},
       {{"\"vocab_size\": 5", "\"vocab_size\": 4294967297"}, "vocab_size is 4294967297"},
+      {{"\"vocab_size\": 5", "\"vocab_size\": 8388609"}, "allowed: an integer from 1 to 8388608"},
       {{"\"vocab_size\": 5", "\"vocab_size\": 5.0"}, "vocab_size is 5.0"},
       {{"\"vocab_size\"", "\"vocab\""}, "vocab is an unknown key; allowed: format, name,"},
       {{"\"hidden_size\": 6", "\"hidden_size\": 1048577"}, "hidden_size is 1048577"},

@@ -8,6 +8,7 @@
 #include <array>
 #include <cmath>
 #include <functional>
+#include <numeric>
 #include <random>
 
 #include <paceline/error.h>
@@ -494,7 +495,8 @@ TEST(Head, MismatchesAreRefusedWithBothValues) {
   expect(message([&] { (void)raw.build(); }), {"draft_to_target", "[7] is 64", "0 to 63"});
   raw.draft_to_target[7] = 63;
   ModelBuilder builder(raw.json, DType::kFloat32);
-  const std::vector<int32_t> ids(40);
+  std::vector<int32_t> ids(40);
+  std::iota(ids.begin(), ids.end(), 24);
   const std::vector<float> values(40);
   const auto put = [&](const char* name, DType dtype, std::vector<int64_t> dims, const void* data) {
     return message([&] { builder.put(name, dtype, dims, {}, data); });
@@ -502,6 +504,9 @@ TEST(Head, MismatchesAreRefusedWithBothValues) {
   expect(put("draft_to_target", DType::kFloat32, {40}, values.data()), {"float32", "int32, int64"});
   expect(put("fc.weight", DType::kInt32, {32, 96}, ids.data()), {"fc.weight", "int32", "bfloat16"});
   EXPECT_EQ(put("draft_to_target", DType::kInt32, {40}, ids.data()), "");
+  raw.draft_to_target.assign(ids.begin(), ids.end());
+  raw.draft_to_target[39] = 24;
+  expect(message([&] { (void)raw.build(); }), {"draft_to_target", "[0] and [39] are both 24"});
   raw.draft_to_target.clear();
   expect(message([&] { (void)raw.build(); }), {"missing", "draft_to_target"});
   // Prompt lookup.

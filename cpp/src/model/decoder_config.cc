@@ -15,7 +15,7 @@ namespace {
 
 // Beyond any model known, and small enough that a product of two, and any row count, fits an int32
 // or an int64 as the structs hold it.
-constexpr int64_t kMaxVocab = int64_t{1} << 24;
+constexpr int64_t kMaxVocab = int64_t{1} << 23;  // sample/logits.h: kMaxTruncatedVocab
 constexpr int64_t kMaxHidden = int64_t{1} << 20;
 constexpr int64_t kMaxIntermediate = int64_t{1} << 24;
 constexpr int64_t kMaxPosition = int64_t{1} << 30;

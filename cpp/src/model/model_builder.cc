@@ -342,6 +342,7 @@ void convert(const CpuContext& ctx, const Source& source, DType from, std::byte*
                                                DType dtype, int32_t vocab_size) {
   std::vector<int32_t> tokens;
   tokens.reserve(static_cast<size_t>(source.cols));
+  std::vector<int64_t> place_of(static_cast<size_t>(vocab_size), -1);
   for (int64_t i = 0; i < source.cols; ++i) {
     const std::byte* from = source.data + i * source.col_stride * dtype_bytes(dtype);
     int64_t token = 0;
@@ -356,6 +357,13 @@ void convert(const CpuContext& ctx, const Source& source, DType from, std::byte*
       throw InvalidArgument(concat(quoted(name), "[", i, "] is ", token, "; allowed: 0 to ",
                                    vocab_size - 1, " (tokens of the target, not offsets)"));
     }
+    // Two rows with one token would share their noise, and their law would not be that of a draw.
+    int64_t& place = place_of[static_cast<size_t>(token)];
+    if (place >= 0) {
+      throw InvalidArgument(concat(quoted(name), "[", place, "] and [", i, "] are both ", token,
+                                   "; allowed: each token once"));
+    }
+    place = i;
     tokens.push_back(static_cast<int32_t>(token));
   }
   return tokens;
