@@ -266,7 +266,9 @@ class LLM:
                 max_num_seqs=config.max_num_seqs,
                 max_model_len=self.max_model_len,
                 num_extra_tokens=4 * (k + 1) + 2 * config.block_size,
-                num_prefill_tokens=2 * max_num_batched_tokens,
+                # What the scheduler asks for: two iterations in flight move the window on, and
+                # what they leave behind is reusable two iterations later.
+                num_prefill_tokens=4 * (config.prefill_chunk_size or max_num_batched_tokens),
             )
         options: dict[str, Any] = {
             "max_model_len": self.max_model_len,

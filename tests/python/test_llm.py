@@ -517,3 +517,19 @@ def test_the_default_pool_holds_all_sequences(target_dir: Path) -> None:
     with LLM(target_dir, max_num_seqs=4, max_model_len=256) as llm:
         llm.generate([[7] * 128] * 4, SamplingParams(temperature=0.0, max_tokens=128))
         assert llm._executor.stats()["num_preemptions"] == 0
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3])
+@pytest.mark.parametrize("limits", [{}, {"prefill_chunk_size": 700}])
+def test_the_default_pool_takes_the_longest_prompt_through_windows(
+    max_num_seqs: int, limits: dict[str, int]
+) -> None:
+    spec = tiny_models.TinySpec(
+        family="gemma3", num_layers=6, window=512, max_position=16384, head_dim=64, vocab_size=64,
+        hidden_size=32, intermediate_size=32,
+    )  # fmt: skip
+    path = tiny_models.make(spec)
+    with LLM(path, max_num_seqs=max_num_seqs, max_model_len=16384, **limits) as llm:
+        assert f"enough for {max_num_seqs} sequences" in llm.memory_report()["kv_cache_rule"]
+        stream = llm.stream([[1] * 16383], SamplingParams(max_tokens=1))  # refused if it cannot fit
+        stream.close()
