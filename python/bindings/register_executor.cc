@@ -247,7 +247,7 @@ Raises:
 
 Args:
     prompt: Token ids, at least one, each in [0, vocab_size).
-    temperature: 0 = greedy; finite and >= 0.
+    temperature: 0 = greedy; up to 1e6.
     seed: Same seed, same output, whatever else runs.
     max_tokens: Most tokens to emit, >= 1; prompt and output together are capped by max_model_len.
     stop_token_ids: At most 8; a stop token is emitted, then the request ends.

@@ -20,6 +20,7 @@ MAX_BAD_WORD_TOKENS: Final = 1024
 MAX_SAMPLES: Final = 128
 
 _MAX_INT: Final = 2**31 - 1
+_MAX_TEMPERATURE: Final = 1e6  # C++: kMaxTemperature
 
 
 class _RefuseUnknownKeywords(type):
@@ -46,7 +47,7 @@ class SamplingParams(metaclass=_RefuseUnknownKeywords):
     Attributes:
         n: Outputs for the prompt, 1 to 128, drawn independently of each other: output i is what a
             request with the seed `seed + i` (modulo 2**64) gives.
-        temperature: 0 = greedy, else the logits are divided by it before the draw; finite, >= 0.
+        temperature: 0 = greedy, else the logits are divided by it before the draw; up to 1e6.
         top_k: Draw from the most probable so many tokens; 0 or -1 = all, kept as 0.
         top_p: Draw from the fewest most probable tokens whose probabilities make up this much; in
             (0, 1], 1 = all.
@@ -111,9 +112,7 @@ class SamplingParams(metaclass=_RefuseUnknownKeywords):
         max_tokens = check_int("max_tokens", self.max_tokens, 1, _MAX_INT)
         checked = {
             "n": check_int("n", self.n, 1, MAX_SAMPLES),
-            "temperature": _check_number(
-                "temperature", self.temperature, "a finite number >= 0", lambda value: value >= 0
-            ),
+            "temperature": _check_temperature(self.temperature),
             "top_k": max(check_int("top_k", self.top_k, -1, _MAX_INT), 0),
             "top_p": _check_number(
                 "top_p", self.top_p, "a number above 0, at most 1", lambda value: 0 < value <= 1
@@ -164,6 +163,17 @@ def _check_number(
         if abs(rounded) < float("inf") and is_allowed(number) and is_allowed(rounded):
             return number
     raise ValueError(f"{name} is {value!r}; allowed: {allowed}")
+
+
+def _check_temperature(value: Any) -> float:
+    # What is 0 as a 32-bit float only would be greedy without saying so.
+    is_zero = isinstance(value, numbers.Real) and value == 0
+    return _check_number(
+        "temperature",
+        value,
+        f"0 (greedy), or a number from 1e-45 to {_MAX_TEMPERATURE:g}",
+        lambda number: is_zero or 0 < number <= _MAX_TEMPERATURE,
+    )
 
 
 def _check_penalty(name: str, value: Any) -> float:

@@ -14,6 +14,7 @@
 #include <numeric>
 #include <random>
 #include <set>
+#include <thread>
 
 #include <paceline/error.h>
 #include <paceline/executor.h>
@@ -139,10 +140,14 @@ TEST(Engine, SpeculativeEqualsPlain) {
 TEST(Engine, CountersAddUp) {
   const auto target = tiny_model(TinyModel{}, 3);
   const auto draft = tiny_model(TinyModel{}, 3, 0.05f, 4);
-  Executor executor(target, draft, small_engine_options(5));
+  ExecutorOptions options = small_engine_options(5);
+  options.kv_cache_bytes = 120 << 10;  // forces preemption: what is computed again counts once
+  Executor executor(target, draft, options);
   std::mt19937_64 random(21);
   std::map<RequestId, SpeculationCounters> sums;
-  std::map<RequestId, int32_t> emitted;
+  int64_t emitted = 0;
+  int64_t drafted = 0;
+  int64_t accepted = 0;
   const std::vector<Job> jobs = random_jobs(random, 24, 64, 1.0);
   for (const Job& job : jobs) {
     sums[executor.add_request({job.prompt, job.sampling}).value()] = {};
@@ -159,7 +164,9 @@ TEST(Engine, CountersAddUp) {
       EXPECT_LE(event.num_accepted, event.num_drafted);
       sum.num_draft_tokens += event.num_drafted;
       sum.num_accepted_tokens += event.num_accepted;
-      emitted[event.id] += num_tokens;
+      emitted += num_tokens;
+      drafted += event.num_drafted;
+      accepted += event.num_accepted;
       if (!is_last) continue;
       --left;
       const SpeculationCounters& total = event.counters;
@@ -171,6 +178,40 @@ TEST(Engine, CountersAddUp) {
       EXPECT_EQ(std::accumulate(total.accepted_per_position.begin(),
                                 total.accepted_per_position.end(), int64_t{0}),
                 total.num_accepted_tokens);
+    }
+  }
+  const ExecutorStats stats = executor.stats();
+  EXPECT_GT(stats.num_preemptions, 0);
+  EXPECT_EQ(stats.num_emitted_tokens, emitted);
+  EXPECT_EQ(stats.num_draft_tokens, drafted);
+  EXPECT_EQ(stats.num_accepted_tokens, accepted);
+}
+
+TEST(Engine, LogitsOfAScoreAreWholeAndTheCallers) {
+  const auto model = tiny_model(TinyModel{}, 3);
+  ExecutorOptions options = small_engine_options(0);
+  options.prefill_chunk_size = 8;
+  options.host_delay_max_us = 500;
+  Executor executor(model, nullptr, options);
+  const std::vector<int32_t> prompt(200, 1);
+  for (const bool is_cancelled : {true, false}) {
+    const RequestId id = executor.add_request({.prompt = prompt, .score_prompt = true}).value();
+    if (is_cancelled) {
+      while (executor.stats().num_iterations < 3) std::this_thread::yield();
+      EXPECT_TRUE(executor.cancel(id));
+    }
+    std::vector<RequestEvent> events;
+    while (events.empty()) events = executor.poll(100);
+    ASSERT_EQ(events.size(), 1U);
+    EXPECT_EQ(executor.check_integrity(), "");
+    if (is_cancelled) {
+      EXPECT_EQ(events[0].finish_reason, FinishReason::kCancelled);
+      EXPECT_EQ(events[0].logits, nullptr);
+    } else {
+      EXPECT_EQ(events[0].finish_reason, FinishReason::kLength);
+      ASSERT_NE(events[0].logits, nullptr);
+      EXPECT_EQ(events[0].logits->size(), 200U * 64);
+      EXPECT_EQ(events[0].logits.use_count(), 1) << "the engine holds on to them";
     }
   }
 }
@@ -300,11 +341,15 @@ TEST(Engine, RefusesBadRequests) {
   expect(message({.prompt = {-1}}), {"token 0 is -1", "0 to 63"});
   expect(message({.prompt = std::vector<int32_t>(256, 1)}), {"256 tokens", "at most 255"});
   expect(message({.prompt = {1}, .sampling = {.temperature = std::nan("")}}),
-         {"temperature is nan", ">= 0"});
+         {"temperature is nan", "0 (greedy) to 1e+06"});
   expect(message({.prompt = {1}, .sampling = {.temperature = -1}}), {"temperature is -1"});
+  expect(message({.prompt = {1}, .sampling = {.temperature = 1.1e6}}), {"temperature is 1.1e+06"});
+  expect(message({.prompt = {1}, .sampling = {.temperature = 1e-46}}), {"1e-46", "as float32"});
   expect(message({.prompt = {1}, .sampling = {.max_tokens = 0}}), {"max_tokens is 0"});
   expect(message({.prompt = {1}, .sampling = {.stop_token_ids = std::vector<int32_t>(9, 1)}}),
          {"stop_token_ids has 9", "at most 8"});
+  expect(message({.prompt = {1}, .sampling = {.stop_token_ids = {3, 64}}}),
+         {"stop_token_ids[1] is 64", "0 to 63"});
   const auto refusal = [&](SamplingOptions sampling) {
     return message({.prompt = {1}, .sampling = std::move(sampling)});
   };
@@ -355,6 +400,41 @@ TEST(Engine, RefusesBadOptions) {
             std::string::npos);
   EXPECT_NE(message([](O& o) { o.block_size = 0; }, true).find("block_size is 0"),
             std::string::npos);
+  EXPECT_NE(message([](O& o) { o.max_num_batched_tokens = (1 << 19) + 1; }, true).find("524288"),
+            std::string::npos);
+  // What nothing would read.
+  EXPECT_NE(message([](O& o) { o.speculative.synthetic_acceptance_length = 2.5; }, true)
+                .find("synthetic_acceptance_length is 2.5; allowed: 0, but with"),
+            std::string::npos);
+  EXPECT_NE(message(
+                [](O& o) {
+                  o.speculative.draft_stop_threshold = 0.5;
+                  o.draft_driver = DraftDriver::kWhile;
+                },
+                false)
+                .find("draft_stop_threshold is 0.5 but there is no drafter"),
+            std::string::npos);
+  EXPECT_NE(message(
+                [](O& o) {
+                  o.speculative.accept_method = AcceptMethod::kBlock;
+                  o.speculative.num_draft_proposals = 7;
+                },
+                false)
+                .find("num_draft_proposals is 7"),
+            std::string::npos);
+}
+
+TEST(Engine, RefusesMoreKvGroupsThanThereCanBe) {
+  TinyModel shape;
+  shape.windows.resize(17);
+  std::iota(shape.windows.begin(), shape.windows.end(), 1);
+  try {
+    Executor executor(tiny_model(shape, 3), nullptr, small_engine_options(0));
+    ADD_FAILURE() << "17 groups were taken";
+  } catch (const Unsupported& error) {
+    EXPECT_THAT(error.what(), HasSubstr("17 KV groups"));
+    EXPECT_THAT(error.what(), HasSubstr("at most 16"));
+  }
 }
 
 TEST(Engine, StopsInTheMiddleOfWork) {
@@ -383,8 +463,34 @@ TEST(Engine, QueueBoundIsAReturnValue) {
   }
   EXPECT_GT(refused, 20);
 
-  std::vector<Request> four(4, Request{.prompt = {1, 2}, .sampling = {.max_tokens = 2}});
-  EXPECT_EQ(executor.add_requests(four), std::nullopt);
+  const auto several = [](size_t count) {
+    return std::vector<Request>(count, {.prompt = {1, 2}, .sampling = {.max_tokens = 2}});
+  };
+  EXPECT_EQ(executor.add_requests(several(3)), std::nullopt);  // but could be, later
+  try {
+    (void)executor.add_requests(several(4));
+    ADD_FAILURE() << "four can never wait";
+  } catch (const InvalidArgument& error) {
+    EXPECT_THAT(error.what(), HasSubstr("4 entries; allowed: at most max_waiting_requests"));
+  }
+}
+
+// Also where no iteration follows that would tell.
+TEST(Engine, CancelledRequestsMakeRoomInTheQueue) {
+  const auto model = tiny_model(TinyModel{}, 3);
+  for (int round = 0; round < 40; ++round) {
+    ExecutorOptions options = small_engine_options(0);
+    options.max_waiting_requests = 1;
+    options.host_delay_max_us = round % 2 * 200;
+    Executor executor(model, nullptr, options);
+    for (int i = 0; i < 3; ++i) {
+      const auto id = executor.add_request({.prompt = {1, 2}});
+      ASSERT_TRUE(id.has_value()) << "round " << round << ", request " << i;
+      executor.cancel(*id);
+      EXPECT_EQ(executor.check_integrity(), "");
+      EXPECT_EQ(executor.stats().num_running + executor.stats().num_waiting, 0);
+    }
+  }
 }
 
 TEST(Engine, RequestsAddedTogetherBeginTogether) {

@@ -297,6 +297,11 @@ def test_drafter_and_configuration_belong_together(
         ({"draft_driver": None}, ["None", "'unrolled', 'replay', 'while', 'eager'"]),
         ({"draft_stop_threshold": 1.0}, ["draft_stop_threshold is 1", "below 1"]),
         ({"draft_stop_threshold": 0.5}, ["draft_stop_threshold is 0.5", "'while'"]),
+        ({"draft_stop_threshold": 0.5, "draft_driver": "while"}, ["0.5 but there is no drafter"]),
+        (
+            {"synthetic_acceptance_length": 2.5},
+            ["synthetic_acceptance_length is 2.5", "allowed: 0"],
+        ),
         ({"host_delay_max_us": -1}, ["host_delay_max_us is -1", "0 to"]),
         ({"max_num_seqs": 0}, ["max_num_seqs is 0", "1 to 1024"]),
         ({"block_size": 0}, ["block_size is 0", "1 to 256"]),
@@ -311,13 +316,14 @@ def test_executor_options(target_dir: Path, options: dict[str, Any], parts: list
 def test_executor_reads_its_options_back(target_dir: Path) -> None:
     model = load_checkpoint(target_dir).model
     given = OPTIONS | {
+        "num_speculative_tokens": 3,
         "draft_driver": "while",
         "draft_stop_threshold": 0.25,
         "device_lateness": 1,
         "use_window_lists": True,
         "host_delay_max_us": 3,
     }
-    executor = _core.Executor(model, None, given)
+    executor = _core.Executor(model, model, given)
     assert given.items() <= executor.options.items()
     assert executor.options["max_num_batched_tokens"] == 2048
     executor.close()

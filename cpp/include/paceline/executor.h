@@ -48,8 +48,8 @@ struct MemoryReport {
 struct ExecutorStats {
   int64_t num_iterations = 0;
   int64_t num_preemptions = 0;
-  int64_t num_shared_tokens = 0;  // of prompts that a sample took over from another of its request
-  int64_t num_emitted_tokens = 0;
+  int64_t num_shared_tokens = 0;   // of prompts that a sample took over from another of its request
+  int64_t num_emitted_tokens = 0;  // that events deliver; the next two are of the same iterations
   int64_t num_draft_tokens = 0;
   int64_t num_accepted_tokens = 0;
   int32_t num_running = 0;  // samples
@@ -91,7 +91,8 @@ class PACELINE_API Executor {
 
   // Queues several, in this order, with nothing scheduled in between: what runs beside what does
   // not depend on when the caller's thread gets to run. All or none: throws as add_request does,
-  // saying which request; returns nullopt when the queue has no room for all.
+  // saying which request, and where they are more than max_waiting_requests; returns nullopt when
+  // the queue has no room for all now.
   [[nodiscard]] std::optional<std::vector<RequestId>> add_requests(std::vector<Request> requests);
 
   // Ends a request, or one of its samples; an event with kCancelled follows for each sample that

@@ -22,7 +22,7 @@ struct LogitBias {
 // bad words, allowed tokens and min_tokens, then the temperature, top_k, top_p and min_p, then the
 // draw. A token that is ruled out has no probability; if all are, the request ends with an error.
 struct SamplingOptions {
-  double temperature = 1.0;  // 0 = greedy; finite and >= 0
+  double temperature = 1.0;  // 0 = greedy; up to 1e6, and not 0 as a float32 only
   uint64_t seed = 0;         // same seed, same output, whatever else runs
   int32_t max_tokens = 16;   // >= 1, prompt + max_tokens is capped by max_model_len
   std::vector<int32_t>

@@ -91,6 +91,7 @@ Engine::~Engine() {
   }
   wake_engine_.notify_all();
   thread_.join();
+  runner_.reset();  // after a failure it may still read the inputs of what was launched
 }
 
 void Engine::check_request(const Request& request) const {
@@ -179,6 +180,12 @@ std::optional<RequestId> Engine::add_request(Request request) {
 }
 
 std::optional<std::vector<RequestId>> Engine::add_requests(std::vector<Request> requests) {
+  if (options_.max_waiting_requests > 0 &&
+      requests.size() > static_cast<size_t>(options_.max_waiting_requests)) {
+    throw InvalidArgument(concat("requests has ", requests.size(),
+                                 " entries; allowed: at most max_waiting_requests, which is ",
+                                 options_.max_waiting_requests, "; add fewer at once or raise it"));
+  }
   for (size_t i = 0; i < requests.size(); ++i) {
     try {
       check_request(requests[i]);
@@ -355,13 +362,14 @@ void Engine::read_oldest() {
   int64_t num_drafted = 0;
   int64_t num_accepted = 0;
   for (size_t i = 0; i < slot.plan.sequences.size(); ++i) {
-    apply(slot.plan.sequences[i], results[i], logprobs, static_cast<int32_t>(i));
     const bool is_decode = slot.plan.sequences[i].kind == RowKind::kDecode;
     num_decoding += is_decode && results[i].emitted_len > 0 ? 1 : 0;
+    if (!apply(slot.plan.sequences[i], results[i], logprobs, static_cast<int32_t>(i))) continue;
     num_emitted += results[i].emitted_len;
     num_drafted += results[i].drafted_len;
     num_accepted += results[i].accepted_len;
   }
+  slot.inputs.score_copies.clear();  // they hold on to the logits, which may be large
   std::erase_if(leaving_, [](const auto& sequence) { return sequence->launches_in_flight == 0; });
   publish_usage();
   const std::scoped_lock lock(mutex_);
@@ -375,9 +383,7 @@ void Engine::read_oldest() {
   stats_.num_accepted_tokens += num_accepted;
   stats_.num_preemptions = scheduler_.num_preemptions() - preemptions_at_reset_;
   stats_.num_shared_tokens = scheduler_.num_shared_tokens() - shared_tokens_at_reset_;
-  stats_.num_running = scheduler_.num_running();
-  stats_.num_waiting = scheduler_.num_waiting();
-  num_queued_ = scheduler_.num_waiting_requests() + static_cast<int64_t>(incoming_.size());
+  publish_load();
   if (stats_.iteration_us.size() < kMaxIterationSamples) {
     const Runner::Timing timing = runner_->timing(iteration);
     stats_.iteration_us.push_back(timing.us);
@@ -393,12 +399,12 @@ void Engine::read_oldest() {
   stats_.host_us += static_cast<double>(now_us() - start);
 }
 
-void Engine::apply(const PlannedSequence& launch, const SequenceResult& result,
+bool Engine::apply(const PlannedSequence& launch, const SequenceResult& result,
                    const LogprobReader& logprobs, int32_t i) {
   Sequence& sequence = *launch.sequence;
   --sequence.launches_in_flight;
   const bool is_over = sequence.phase == Sequence::Phase::kFinished;
-  if (is_over || launch.epoch != sequence.epoch) return;  // cancelled or preempted since
+  if (is_over || launch.epoch != sequence.epoch) return false;
   if (launch.kind == RowKind::kDecode || launch.kind == RowKind::kPrefillFinal) {
     --sequence.emitting_in_flight;
   }
@@ -431,13 +437,14 @@ void Engine::apply(const PlannedSequence& launch, const SequenceResult& result,
                               "weights or the prompt produce NaN or infinity"
                             : "the weights or the prompt produce NaN or infinity")
                : std::string());
-    return;
+    return true;
   }
   if (launch.kind == RowKind::kScore && launch.start + launch.num_rows == sequence.prompt_len) {
     finish(sequence, FinishReason::kLength);
-    return;
+    return true;
   }
   scheduler_.advance(sequence, launch);
+  return true;
 }
 
 void Engine::finish(Sequence& sequence, FinishReason reason, std::string error) {
@@ -452,7 +459,8 @@ void Engine::finish(Sequence& sequence, FinishReason reason, std::string error) 
   event.finish_reason = reason;
   event.error = std::move(error);
   event.counters = std::move(sequence.counters);
-  event.logits = sequence.logits;
+  // Of a score that was cut short some are missing, and launches in flight still write others.
+  if (reason == FinishReason::kLength) event.logits = sequence.logits;
   event.arrival_us = sequence.arrival_us;
   event.first_token_us = sequence.first_token_us;
   event.finish_us = now_us();
@@ -481,6 +489,7 @@ void Engine::cancel_now(const Cancellation& cancellation) {
   std::erase_if(leaving_, [](const auto& sequence) { return sequence->launches_in_flight == 0; });
   publish_usage();
   const std::scoped_lock lock(mutex_);
+  publish_load();  // no iteration may follow
   std::move(outgoing_.begin(), outgoing_.end(), std::back_inserter(events_));
   outgoing_.clear();
   wake_caller_.notify_all();
@@ -504,8 +513,16 @@ void Engine::publish_usage() {
   usage_.free_slabs = pool_.num_free_slabs();
 }
 
+void Engine::publish_load() {
+  stats_.num_running = scheduler_.num_running();
+  stats_.num_waiting = scheduler_.num_waiting();
+  num_queued_ = scheduler_.num_waiting_requests() + static_cast<int64_t>(incoming_.size());
+}
+
 void Engine::fail(std::exception_ptr cause) {
   const std::scoped_lock lock(mutex_);
+  std::move(outgoing_.begin(), outgoing_.end(), std::back_inserter(events_));
+  outgoing_.clear();
   failure_ = std::move(cause);
   wake_caller_.notify_all();
 }

@@ -97,13 +97,15 @@ class Engine {
   bool take_in();      // requests and cancellations; false: asked to stop
   bool launch_next();  // plan -> batch -> launch; false: nothing to launch
   void read_oldest();  // results -> sequences -> events
-  // The launch in batch row `i`.
-  void apply(const PlannedSequence& launch, const SequenceResult& result,
+  // The launch in batch row `i`. False: the sequence has been cancelled or preempted since, and
+  // nobody gets what it emitted.
+  bool apply(const PlannedSequence& launch, const SequenceResult& result,
              const LogprobReader& logprobs, int32_t i);
   void finish(Sequence& sequence, FinishReason reason, std::string error = {});
   void cancel_now(const Cancellation& cancellation);
   void delay();  // for tests: sleeps for a random time
   void publish_usage();
+  void publish_load();  // under mutex_: what runs and what waits
   void fail(std::exception_ptr cause);
   [[nodiscard]] bool is_idle() const {
     return requests_.empty() && newest_read_ == newest_launched_;

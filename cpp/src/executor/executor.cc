@@ -13,6 +13,7 @@
 #endif
 #include "executor/engine.h"
 #include "executor/null_runner.h"
+#include "metadata/group_metadata.h"
 #include "model/model_impl.h"
 #include "sample/reject.h"
 
@@ -21,6 +22,10 @@ namespace {
 
 // Rows of scored or rated prompts that one iteration may add to its logits buffer.
 constexpr int32_t kMaxScoreRows = 64;
+
+// Rows of an iteration at most: grids with a block for each 16 of them stay far inside a launch's
+// limits, the drafter's further rows included.
+constexpr int32_t kMaxBatchedTokens = 1 << 19;
 
 template <class T>
 void check_range(const char* name, T value, T low, T high) {
@@ -60,11 +65,18 @@ void check_rejection(const SpeculativeOptions& s) {
         "samples_drafts is true, but what prompt lookup drafts has no law to be drawn from; set it "
         "to false");
   }
-  if (s.num_draft_proposals > 0 && !(rejects && s.samples_drafts)) {
+  if (s.num_draft_proposals > 0 && !(rejects && s.samples_drafts && s.num_speculative_tokens > 0)) {
     throw InvalidArgument(concat("num_draft_proposals is ", s.num_draft_proposals,
-                                 "; allowed: 0, but with accept_method 'standard' or 'block' and "
-                                 "samples_drafts"));
+                                 "; allowed: 0, but with accept_method 'standard' or 'block', "
+                                 "samples_drafts and a drafter"));
   }
+}
+
+// Whether a sliding layer caps its scores.
+bool has_capped_window(const DecoderConfig& config) {
+  return std::any_of(config.layers.begin(), config.layers.end(), [](const auto& layer) {
+    return layer.attention.kind == KvKind::kSliding && layer.attention.soft_cap > 0;
+  });
 }
 
 void check_options(const ExecutorOptions& o, const Model& target, const Model* draft) {
@@ -88,6 +100,9 @@ void check_options(const ExecutorOptions& o, const Model& target, const Model* d
       throw InvalidArgument(concat("synthetic_acceptance_length is ", s.synthetic_acceptance_length,
                                    "; allowed: 1 to ", longest));
     }
+  } else if (s.synthetic_acceptance_length != 0) {
+    throw InvalidArgument(concat("synthetic_acceptance_length is ", s.synthetic_acceptance_length,
+                                 "; allowed: 0, but with accept_method 'synthetic'"));
   }
   if (!(s.draft_stop_threshold >= 0 && s.draft_stop_threshold < 1)) {
     throw InvalidArgument(concat("draft_stop_threshold is ", s.draft_stop_threshold,
@@ -97,6 +112,10 @@ void check_options(const ExecutorOptions& o, const Model& target, const Model* d
     throw InvalidArgument(concat("draft_stop_threshold is ", s.draft_stop_threshold,
                                  ", but only the draft driver 'while' can stop early; set "
                                  "draft_driver to 'while' or draft_stop_threshold to 0"));
+  }
+  if (!drafts && s.draft_stop_threshold > 0) {
+    throw InvalidArgument(concat("draft_stop_threshold is ", s.draft_stop_threshold,
+                                 " but there is no drafter; set it to 0"));
   }
   check_range("max_logprobs", o.max_logprobs, 0, kMaxLogprobs);
   if (o.max_logprobs > 0 && o.use_null_device) {
@@ -132,7 +151,13 @@ void check_options(const ExecutorOptions& o, const Model& target, const Model* d
           "'last' with other drafters and without one");
     }
   }
-  check_range("prefill_chunk_size", o.prefill_chunk_size, 0, 1 << 20);
+  for (const Model* const model : {&target, draft}) {
+    if (!o.use_window_lists || model == nullptr || !has_capped_window(model->config)) continue;
+    throw InvalidArgument(concat("use_window_lists is true, but ", model->config.name,
+                                 " has sliding layers with a soft cap, which lists do not apply; "
+                                 "set it to false"));
+  }
+  check_range("prefill_chunk_size", o.prefill_chunk_size, 0, kMaxBatchedTokens);
   check_range("max_waiting_requests", o.max_waiting_requests, 0, 1 << 30);
   check_range("max_model_len", o.max_model_len, 1, target.config.max_position);
   // A head goes as far as its target: its own number is that of its training data.
@@ -142,10 +167,11 @@ void check_options(const ExecutorOptions& o, const Model& target, const Model* d
                                  " positions; lower max_model_len"));
   }
   const int32_t decode_rows = o.max_num_seqs * (s.num_speculative_tokens + 1);
-  if (o.max_num_batched_tokens < decode_rows || o.max_num_batched_tokens > (1 << 20)) {
+  if (o.max_num_batched_tokens < decode_rows || o.max_num_batched_tokens > kMaxBatchedTokens) {
     throw InvalidArgument(concat("max_num_batched_tokens is ", o.max_num_batched_tokens,
                                  "; allowed: ", decode_rows, " (max_num_seqs ", o.max_num_seqs,
-                                 " x ", s.num_speculative_tokens + 1, " rows) to ", 1 << 20));
+                                 " x ", s.num_speculative_tokens + 1, " rows) to ",
+                                 kMaxBatchedTokens));
   }
 }
 
@@ -223,8 +249,15 @@ KvLayout layout_of(const ExecutorOptions& o, const Model& target, const Model* d
   const std::vector<KvLayerShape> draft_shapes =
       draft != nullptr ? draft_kv_layer_shapes(draft->config, target.config)
                        : std::vector<KvLayerShape>{};
-  return plan_kv_layout(kv_layer_shapes(target.config), draft_shapes, o.block_size,
-                        target.weights.dtype, o.kv_cache_bytes);
+  KvLayout layout = plan_kv_layout(kv_layer_shapes(target.config), draft_shapes, o.block_size,
+                                   target.weights.dtype, o.kv_cache_bytes);
+  if (layout.groups.size() > kMaxKvGroups) {
+    throw Unsupported(concat("target and drafter have ", layout.groups.size(),
+                             " KV groups, one for each kind, window and shape of a layer's KV; "
+                             "allowed: at most ",
+                             kMaxKvGroups));
+  }
+  return layout;
 }
 
 }  // namespace

@@ -21,15 +21,17 @@ void check_sampling(const SamplingOptions& s, int32_t vocab_size) {
   const auto refuse = [](const char* name, auto value, const char* allowed) {
     throw InvalidArgument(concat(name, " is ", value, "; allowed: ", allowed));
   };
-  if (!std::isfinite(s.temperature) || s.temperature < 0) {
-    refuse("temperature", s.temperature, "a finite number >= 0 (0 is greedy)");
-  }
   if (s.max_tokens < 1) refuse("max_tokens", s.max_tokens, "1 or more");
   if (s.min_tokens < 0 || s.min_tokens > s.max_tokens) {
     refuse("min_tokens", s.min_tokens, "0 to max_tokens");
   }
   // As the float32 that the ops read: what rounds to 0 or to infinity there is refused here.
   const auto narrow = [](double value) { return static_cast<float>(value); };
+  const bool is_greedy = s.temperature == 0;
+  if (!(is_greedy || (narrow(s.temperature) > 0 && s.temperature <= kMaxTemperature))) {
+    throw InvalidArgument(concat("temperature is ", s.temperature, "; allowed: 0 (greedy) to ",
+                                 kMaxTemperature, ", and not so small that it is 0 as float32"));
+  }
   if (!(std::isfinite(narrow(s.repetition_penalty)) && narrow(s.repetition_penalty) > 0)) {
     refuse("repetition_penalty", s.repetition_penalty, "a finite number > 0 (1 is off)");
   }
@@ -52,6 +54,9 @@ void check_sampling(const SamplingOptions& s, int32_t vocab_size) {
   check_count("stop_token_ids", s.stop_token_ids.size(), kMaxStopIds, " entries");
   check_count("logit_bias", s.logit_bias.size(), kMaxLogitBias, " entries");
   check_count("bad_words", s.bad_words.size(), kMaxBadWords, " entries");
+  for (size_t i = 0; i < s.stop_token_ids.size(); ++i) {
+    check_token("stop_token_ids", static_cast<int64_t>(i), s.stop_token_ids[i], vocab_size);
+  }
   std::vector<int32_t> biased;
   for (size_t i = 0; i < s.logit_bias.size(); ++i) {
     check_token("logit_bias", static_cast<int64_t>(i), s.logit_bias[i].token, vocab_size);
