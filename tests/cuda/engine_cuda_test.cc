@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <random>
 #include <string>
+#include <utility>
 
 #include <paceline/error.h>
 #include <paceline/executor.h>
@@ -230,7 +231,9 @@ TEST_F(CudaEngine, OtherAcceptanceByEveryDriver) {
     Executor plain(target, nullptr, options_of(0));
     const std::vector<Outcome> without = run(plain, jobs);
     for (const auto method : {AcceptMethod::kStandard, AcceptMethod::kBlock}) {
-      for (const bool samples_drafts : {false, true}) {
+      // Drafts that are certain, drawn from all tokens, and from a few of them.
+      for (const auto& [samples_drafts, num_proposals] :
+           {std::pair{false, 0}, {true, 64}, {true, 5}}) {
         std::vector<Outcome> expected = temperature > 0 ? std::vector<Outcome>{} : without;
         Tally tally;
         for (const auto driver : {DraftDriver::kEager, DraftDriver::kUnrolled, DraftDriver::kReplay,
@@ -238,6 +241,7 @@ TEST_F(CudaEngine, OtherAcceptanceByEveryDriver) {
           ExecutorOptions options = options_of(5);
           options.speculative.accept_method = method;
           options.speculative.samples_drafts = samples_drafts;
+          options.speculative.num_draft_proposals = num_proposals;
           options.draft_driver = driver;
           Executor executor(target, draft, options);
           const std::vector<Outcome> actual = run(executor, jobs);

@@ -110,12 +110,14 @@ class TableBuilder {
  public:
   template <class Spec>
   void add(std::string name, OpInstance (*make)(const Spec&, const Rows&, uint64_t),
-           const Spec& spec, bool is_invariance_case = false, int32_t roomy_rows = 0) {
+           const Spec& spec, bool is_invariance_case = false, int32_t roomy_rows = 0,
+           int32_t num_in_room = 21) {
     cases.push_back(
         {.name = std::move(name),
          .make = [make, spec](const Rows& rows, uint64_t seed) { return make(spec, rows, seed); },
          .is_invariance_case = is_invariance_case,
-         .roomy_rows = roomy_rows});
+         .roomy_rows = roomy_rows,
+         .num_in_room = num_in_room});
   }
   std::vector<RowWiseCase> cases;
 };
@@ -232,6 +234,18 @@ void add_norms(TableBuilder& table) {
       }
     }
   }
+  // More than one element a thread where a row does not stay in registers: it is too long, as three
+  // layers' hidden states side by side are, which EAGLE-3 norms in place, or no whole vectors.
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    const std::string suffix = dtype_suffix(dtype) + "_to" + dtype_suffix(dtype);
+    table.add("rms_norm_plain_h12288" + suffix, make_rms_norm,
+              RmsNormSpec{12288, NormKind::kPlain, dtype, dtype});
+    table.add("rms_norm_in_place_h12288" + suffix, make_rms_norm,
+              RmsNormSpec{12288, NormKind::kInPlace, dtype, dtype});
+    table.add("rms_norm_scale_h1003" + suffix, make_rms_norm,
+              RmsNormSpec{1003, NormKind::kResidualScale, dtype, dtype},
+              /*is_invariance_case=*/true);
+  }
 }
 
 void add_ropes(TableBuilder& table) {
@@ -268,6 +282,9 @@ void add_ropes(TableBuilder& table) {
     add({4, 2, 34, 5, dtype, true, KvInputs::kNone, false, 1});
     add({4, 2, 128, 1, dtype, false, KvInputs::kNone, false, 1}, true);
     add({4, 2, 128, 1, dtype, true, KvInputs::kKeysAndValues, false, 1}, true);
+    // Heads above 256 of any other size: one that lanes do not share evenly, and the largest.
+    add({4, 2, 322, 1, dtype, true, KvInputs::kKeysAndValues, true}, true);
+    add({2, 1, 1024, 16, dtype, true});
   }
 }
 
@@ -406,7 +423,10 @@ void add_rejection_ops(TableBuilder& table) {
          {std::pair{1, 1}, {3, 64}, {64, 64}, {257, 5}, {1003, 64}, {5004, 256}, {40000, 1}}) {
       for (const char* const map : {"", "_mapped", "_row_maps"}) {
         const bool is_mapped = map[0] != 0;
-        if (is_mapped && vocab != 64 && vocab != 1003) continue;
+        // Of more than 4,096 ids, which a block takes at once.
+        const bool has_rounds =
+            vocab == 5004 && (kind == LogitKind::kPlain || kind == LogitKind::kTies);
+        if (is_mapped && vocab != 64 && vocab != 1003 && !has_rounds) continue;
         table.add("proposals" + std::string(suffix) + map + "_k" + std::to_string(per_draft) +
                       "_v" + std::to_string(vocab),
                   make_proposals,
@@ -428,6 +448,16 @@ void add_rejection_ops(TableBuilder& table) {
                       "_v" + std::to_string(vocab),
                   make_reject, RejectSpec{vocab, drafts, per_draft, method, kind}, vocab == 64);
       }
+    }
+  }
+  for (const AcceptMethod method : {AcceptMethod::kStandard, AcceptMethod::kBlock}) {
+    for (const auto& [drafts, per_draft] : {std::pair{3, 0}, {5, 64}}) {
+      table.add(std::string("reject_") + (method == AcceptMethod::kBlock ? "block" : "standard") +
+                    "_unknown_k" + std::to_string(drafts) + "_of" + std::to_string(per_draft) +
+                    "_v64",
+                make_reject,
+                RejectSpec{64, drafts, per_draft, method, LogitKind::kPlain,
+                           /*has_unknown_ids=*/true});
     }
   }
   for (const int32_t vocab : {151936, 262144}) {
@@ -464,9 +494,11 @@ void add_logit_ops(TableBuilder& table) {
                                            {LogitKind::kInfinite, "_infinite"},
                                            {LogitKind::kTiny, "_tiny"}}) {
         if (!is_mixed && logits != LogitKind::kPlain) continue;
+        // Which rows are bounded is asked of 512 at a time; one case has some behind them.
+        const bool is_roomy = is_mixed && vocab == 64 && logits == LogitKind::kPlain;
         table.add("truncate_" + std::string(name) + suffix + "_v" + std::to_string(vocab),
                   make_truncate, TruncateSpec{vocab, vocab == 64 ? 61 : 4, kind, logits},
-                  is_mixed && vocab == 1003);
+                  is_mixed && vocab == 1003, is_roomy ? 700 : 0, /*num_in_room=*/600);
       }
     }
   }
@@ -501,6 +533,8 @@ void add_logprobs(TableBuilder& table) {
     add({vocab, 0, LogitKind::kTies, 64}, "_ties", vocab == 1003);
     add({vocab, 0, LogitKind::kPlain, 1}, "", false);
   }
+  // Beside `standard` and `block` acceptance.
+  add({.vocab_size = 33, .padding = 5, .all_change = true}, "_all_change", false);
   for (const int32_t vocab : {151936, 262144}) add({vocab}, "", false);
 }
 
@@ -598,7 +632,10 @@ const std::vector<OpCase>& op_cases() {
         if (!is_huge || batch.max_rows <= 16) add(batch);
       }
       if (c.is_invariance_case) add(kManyRows);
-      if (c.roomy_rows > 0) add({"21roomy", 21, c.roomy_rows});
+      if (c.roomy_rows > 0) {
+        const std::string in_room = std::to_string(c.num_in_room) + "roomy";
+        add({in_room.c_str(), c.num_in_room, c.roomy_rows});
+      }
     }
     for (auto* const of_sequences : {attention_op_cases, state_op_cases, fork_op_cases}) {
       for (OpCase& c : of_sequences()) all.push_back(std::move(c));

@@ -265,6 +265,7 @@ struct LogprobSpec {
   int32_t padding = 0;  // logits_stride - vocab_size; what lies there is +inf
   LogitKind logits = LogitKind::kPlain;
   int32_t max_logprobs = 20;
+  bool all_change = false;  // acceptance writes over logits of all sequences
 };
 // Every row makes a draft of a sequence of its own; some rows are inert.
 struct ProposalsSpec {
@@ -288,6 +289,7 @@ struct RejectSpec {
   int32_t per_draft = 0;  // 0: drafts are certain
   AcceptMethod method = AcceptMethod::kStandard;
   LogitKind logits = LogitKind::kPlain;
+  bool has_unknown_ids = false;  // some drafts and proposals are beyond the vocabulary
 };
 struct ClusterLogitsSpec {
   int32_t hidden = 0;
@@ -334,8 +336,9 @@ struct AttentionSpec {
   int32_t window = 0;  // 0: none
   float soft_cap = 0.0f;
   bool has_sinks = false;
-  DType dtype = DType::kBFloat16;  // of qkv and of the cache
+  DType dtype = DType::kBFloat16;  // of qkv, and of the cache but for the last field
   KvInputs kv_inputs = KvInputs::kKeysAndValues;
+  bool has_bf16_cache = false;  // beside a qkv of float32
 };
 // Rows at positions [length - num_rows, length) of sequence `id`, then inert ones.
 struct AttentionSequence {
@@ -380,6 +383,7 @@ struct StateSpec {
   int32_t block_size = 16;
   bool stops_early = false;  // of kDraftSteps
   DraftedBy drafted_by = DraftedBy::kModel;
+  int32_t spread = 1;  // from each of the few tokens that there are to the next
 };
 [[nodiscard]] OpInstance make_state(StateOp op, const StateSpec& spec, uint64_t seed);
 
@@ -390,7 +394,8 @@ struct RowWiseCase {
   std::string name;  // op, then shape, e.g. "gemm_n33_k72_bf16"
   std::function<OpInstance(const Rows& rows, uint64_t seed)> make;
   bool is_invariance_case = false;  // also run for every batch size
-  int32_t roomy_rows = 0;           // not 0: also run with room for so many, of which few are there
+  int32_t roomy_rows = 0;           // not 0: also run with room for so many
+  int32_t num_in_room = 21;         // of which so many are there
 };
 [[nodiscard]] const std::vector<RowWiseCase>& row_wise_cases();
 

@@ -74,6 +74,8 @@ Placement place(const AttentionSpec& s, const AttentionBatch& batch, uint64_t se
 OpInstance make_attention(const AttentionSpec& s, const AttentionBatch& batch, uint64_t seed) {
   OpInstance op;
   const Element element = element_of(s.dtype);
+  const DType kv_dtype = s.has_bf16_cache ? DType::kBFloat16 : s.dtype;
+  const Element kv_element = element_of(kv_dtype);
   const int64_t width =
       int64_t{qkv_heads(s.num_qo_heads, s.num_kv_heads, s.kv_inputs)} * s.head_dim;
   const int64_t y_width = int64_t{s.num_qo_heads} * s.head_dim;
@@ -134,7 +136,7 @@ OpInstance make_attention(const AttentionSpec& s, const AttentionBatch& batch, u
   const Handle ends = op.add(int_array("kv_end", Role::kInput, kv_end));
   const Handle table = op.add(int_array("block_table", Role::kInput, placement.table));
   const int64_t pool_count = placement.num_blocks * block;
-  const Handle pool = op.add(float_array("pool", element, element, pool_count, [=](float* to) {
+  const auto fill_pool = [=](float* to) {
     std::fill_n(to, pool_count, kNan);
     for (size_t i = 0; i < batch.sequences.size(); ++i) {
       const AttentionSequence& sequence = batch.sequences[i];
@@ -147,7 +149,8 @@ OpInstance make_attention(const AttentionSpec& s, const AttentionBatch& batch, u
         Stream(seed, kValue, id, static_cast<uint64_t>(at)).fill(key + part + gap, token);
       }
     }
-  }));
+  };
+  const Handle pool = op.add(float_array("pool", kv_element, kv_element, pool_count, fill_pool));
   const Handle sinks =
       s.has_sinks ? op.add(float_array(
                         "sinks", Element::kF32, Element::kF32, s.num_qo_heads,
@@ -158,7 +161,7 @@ OpInstance make_attention(const AttentionSpec& s, const AttentionBatch& batch, u
   const Handle row_indptr = op.add(int_array("row_indptr", Role::kInput, indptr));
   const int64_t table_stride = placement.table_stride;
   op.set_run([=](auto& ctx, const Addresses& at) {
-    const int64_t bytes = element_bytes(element);
+    const int64_t bytes = element_bytes(kv_element);
     paged_attention(ctx,
                     PagedAttentionParams{.num_rows = at.get<int32_t>(num_rows),
                                          .max_rows = max_rows,
@@ -173,7 +176,7 @@ OpInstance make_attention(const AttentionSpec& s, const AttentionBatch& batch, u
                                                 .k_offset = gap * bytes,
                                                 .v_offset = (2 * gap + part) * bytes,
                                                 .block_size = s.block_size,
-                                                .dtype = s.dtype},
+                                                .dtype = kv_dtype},
                                          .scale = 1.0f / std::sqrt(static_cast<float>(s.head_dim)),
                                          .soft_cap = s.soft_cap,
                                          .sinks = at.get<float>(sinks),
@@ -194,15 +197,15 @@ OpInstance make_attention(const AttentionSpec& s, const AttentionBatch& batch, u
 namespace {
 
 void add_attention(std::vector<OpCase>& cases, const AttentionSpec& s) {
-  const std::string name = "attention_" + std::to_string(s.num_qo_heads) + "x" +
-                           std::to_string(s.num_kv_heads) + "_d" + std::to_string(s.head_dim) +
-                           "_b" + std::to_string(s.block_size) +
-                           (s.window > 0 ? "_w" + std::to_string(s.window) : "") +
-                           (s.soft_cap > 0 ? "_cap" : "") + (s.has_sinks ? "_sinks" : "") +
-                           (s.kv_inputs == KvInputs::kKeys   ? "_keys"
-                            : s.kv_inputs == KvInputs::kNone ? "_q"
-                                                             : "") +
-                           (s.dtype == DType::kFloat32 ? "_f32" : "_bf16");
+  const std::string name =
+      "attention_" + std::to_string(s.num_qo_heads) + "x" + std::to_string(s.num_kv_heads) + "_d" +
+      std::to_string(s.head_dim) + "_b" + std::to_string(s.block_size) +
+      (s.window > 0 ? "_w" + std::to_string(s.window) : "") + (s.soft_cap > 0 ? "_cap" : "") +
+      (s.has_sinks ? "_sinks" : "") +
+      (s.kv_inputs == KvInputs::kKeys   ? "_keys"
+       : s.kv_inputs == KvInputs::kNone ? "_q"
+                                        : "") +
+      (s.dtype == DType::kFloat32 ? "_f32" : "_bf16") + (s.has_bf16_cache ? "_cache_bf16" : "");
   const auto add = [&](const char* batch_name, const AttentionBatch& batch) {
     cases.push_back({name + "_" + batch_name,
                      [s, batch](uint64_t seed) { return make_attention(s, batch, seed); }});
@@ -276,6 +279,7 @@ std::vector<OpCase> attention_op_cases() {
   add_attention(cases, {4, 1, 512, 16, 0, 0.0f, false, kB});
   add_attention(cases, {4, 2, 512, 24, 128, 5.0f, true, kB});
   add_attention(cases, {6, 2, 128, 16, 0, 0.0f, false, kB});  // a group of three
+  add_attention(cases, {4, 2, 64, 24, 100, 5.0f, true, kF, KvInputs::kKeysAndValues, true});
   for (const KvInputs inputs : {KvInputs::kKeys, KvInputs::kNone}) {
     add_attention(cases, {8, 1, 256, 16, 512, 0.0f, false, kB, inputs});
     add_attention(cases, {8, 2, 512, 16, 0, 0.0f, false, kB, inputs});

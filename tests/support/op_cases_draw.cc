@@ -59,7 +59,7 @@ int32_t token_of(const DrawSpec& s, int64_t row, int32_t id) {
 }
 int32_t token_limit(const DrawSpec& s) { return 2 + 2 * s.vocab_limit / 10 * 9; }
 int32_t draw_ahead(const DrawSpec& s) { return s.is_mapped ? 2 : 1; }
-// The id of a drawn token of row `row`; what is no token stays.
+// The id of a drawn token of row `row`; a negative one stays, and vocab_limit is of no token.
 int32_t id_of(const DrawSpec& s, int64_t row, int32_t token) {
   if (!s.is_mapped || token < 0) return token;
   int32_t id = token / 2;  // its place
@@ -69,7 +69,7 @@ int32_t id_of(const DrawSpec& s, int64_t row, int32_t token) {
     id = (id - shift + s.vocab_limit) % s.vocab_limit;
   }
   const bool is_id = token / 2 < s.vocab_limit && token_of(s, row, id) == token;
-  return is_id ? id : token;
+  return is_id ? id : s.vocab_limit;
 }
 
 int32_t salt_of(const DrawRow& row) { return row.position / 3; }
@@ -92,11 +92,16 @@ double gumbel_key(const DrawSpec& s, const DrawRow& row, float logit, int32_t id
 std::string judge_draw(const DrawSpec& s, const DrawRow& row, const float* logits, int32_t want,
                        int32_t got, const float* probability, int64_t* num_different) {
   const auto is_close = [](double a, double b) {
-    return std::fabs(a - b) <= 1e-4 * std::max({1.0, std::fabs(a), std::fabs(b)});
+    const bool is_finite = std::isfinite(a) && std::isfinite(b);
+    return is_finite && std::fabs(a - b) <= 1e-4 * std::max({1.0, std::fabs(a), std::fabs(b)});
   };
+  if (got >= s.vocab_limit) return "drew what has no id, the CPU " + std::to_string(want);
+  if (got >= 0 && !(logits[got] > -kInf)) {
+    return "drew " + std::to_string(got) + ", whose logit is " + std::to_string(logits[got]);
+  }
   if (got != want) {
     const std::string both = "drew " + std::to_string(got) + ", the CPU " + std::to_string(want);
-    if (!(row.temperature > 0.0f) || want < 0 || got < 0 || got >= s.vocab_limit) return both;
+    if (!(row.temperature > 0.0f) || want < 0 || got < 0) return both;
     const double key = gumbel_key(s, row, logits[got], got);
     if (!is_close(key, gumbel_key(s, row, logits[want], want))) {
       return both + " whose key is " + std::to_string(gumbel_key(s, row, logits[want], want)) +

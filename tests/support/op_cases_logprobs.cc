@@ -64,7 +64,7 @@ void compare_entries(OpInstance& op, Handle entries) {
       std::memcpy(&want_logprob, &want, 4);
       std::memcpy(&got_logprob, &got, 4);
       const float bound = 2 * std::numeric_limits<float>::epsilon() * std::fabs(want_logprob);
-      const bool is_close = std::fabs(got_logprob - want_logprob) <= bound ||
+      const bool is_close = is_near(want_logprob, got_logprob, bound) ||
                             (std::isnan(want_logprob) && std::isnan(got_logprob));
       if (i % kEntryWords == kLogprobWord && is_close) continue;
       return "row " + std::to_string(i / length) + ", word " + std::to_string(i % length) + ": " +
@@ -118,7 +118,8 @@ void set_op(OpInstance& op, const LogprobSpec& s, const Rows& rows, int32_t firs
                        .max_prompt_rows = max_prompt_rows,
                        .max_logprobs = s.max_logprobs,
                        .sampling = sampling.at(at),
-                       .logprobs = at.get<TokenLogprob>(entries)});
+                       .logprobs = at.get<TokenLogprob>(entries),
+                       .all_change = s.all_change});
   });
   compare_entries(op, entries);
 }
@@ -134,7 +135,7 @@ OpInstance make_emitted_logprobs(const LogprobSpec& s, const Rows& rows, uint64_
   const auto windows = [&](const char* name, bool is_kept) {
     return op.add(row_array(name, Element::kF32, Element::kF32, rows, kWindowRows * stride,
                             [=](int64_t id, float* to) {
-                              const bool is_changed = id % 2 == 1;
+                              const bool is_changed = s.all_change || id % 2 == 1;
                               for (int32_t j = 0; j < kWindowRows; ++j) {
                                 if (is_changed == is_kept) {
                                   fill_row(s, id * kWindowRows + j, seed, to + j * stride);
@@ -275,7 +276,8 @@ OpInstance make_keep_logits(const LogprobSpec& s, const Rows& rows, uint64_t see
                                       .logits_stride = stride,
                                       .row_index = at.get<int32_t>(at_index),
                                       .seq_slot = at.get<int32_t>(at_slots),
-                                      .sampling = sampling.at(at)});
+                                      .sampling = sampling.at(at),
+                                      .all_change = s.all_change});
   });
   return op;
 }

@@ -217,6 +217,8 @@ WindowOf window_of(const RejectSpec& s, int64_t id, uint64_t seed) {
                  .targets = std::vector<float>(static_cast<size_t>((k + 1) * s.vocab_size))};
   for (int32_t at = 0; at <= k; ++at) {
     float* const target = of.targets.data() + at * s.vocab_size;
+    const bool has_unknown = s.has_unknown_ids && stream.one_in(2);
+    const int32_t num_known = (has_unknown ? 2 : 1) * s.vocab_size;
     fill_logits(s.logits, s.vocab_size, id * 32 + at, seed, target);
     of.draws.push_back(stream.one_in(20) ? -2 : stream.below(s.vocab_size));
     if (at == k) break;
@@ -225,18 +227,19 @@ WindowOf window_of(const RejectSpec& s, int64_t id, uint64_t seed) {
     int32_t next = stream.below(3);
     const size_t first = of.ids.size();
     for (int32_t j = 0; j < s.per_draft; ++j, next += step) {
-      const bool is_id = next < s.vocab_size && !(stream.one_in(40) && j > 0);
+      const bool is_id = next < num_known && !(stream.one_in(40) && j > 0);
       of.ids.push_back(is_id ? next : -1);
-      const float near = is_id && std::isfinite(target[next]) ? target[next] : 0.0f;
+      const bool is_targets = is_id && next < s.vocab_size;
+      const float near = is_targets && std::isfinite(target[next]) ? target[next] : 0.0f;
       of.logits.push_back(is_id ? near + 0.5f * stream.normal() : -kInf);
     }
     if (s.per_draft > 0 && stream.one_in(12)) of.logits[first] = kInf;
     const int32_t of_list =
         s.per_draft > 0 ? of.ids[first + static_cast<size_t>(stream.below(s.per_draft))] : -1;
-    const int32_t draft = of_list >= 0 ? of_list : stream.below(s.vocab_size);
+    const int32_t draft = of_list >= 0 ? of_list : stream.below(num_known);
     // Often what the target has drawn; now and then no token.
     of.drafts.push_back(stream.one_in(25) ? -2 : draft);
-    if (stream.one_in(2)) of.draws.back() = draft;
+    if (stream.one_in(2) && draft < s.vocab_size) of.draws.back() = draft;
   }
   return of;
 }
@@ -378,7 +381,7 @@ OpInstance make_reject(const RejectSpec& s, const Rows& rows, uint64_t seed) {
     const auto* const got = reinterpret_cast<const float*>(cuda[updated].data());
     for (size_t i = 0; i < cpu[updated].size() / sizeof(float); ++i) {
       const bool is_same = want[i] == got[i] || (std::isnan(want[i]) && std::isnan(got[i]));
-      if (is_same || std::fabs(want[i] - got[i]) <= 1e-6f * std::fabs(want[i])) continue;
+      if (is_same || is_near(want[i], got[i], 1e-6f * std::fabs(want[i]))) continue;
       return "logit " + std::to_string(i % static_cast<size_t>(row_length)) + " of row " +
              std::to_string(i / static_cast<size_t>(row_length)) + ": " + std::to_string(got[i]) +
              ", the CPU has " + std::to_string(want[i]);

@@ -22,9 +22,11 @@ namespace {
 
 constexpr uint64_t kState = 105;  // what its stream is for
 constexpr int32_t kMaxLen = 200;
-constexpr int32_t kVocab = 30;  // small: drafts and stop tokens are met by chance
+constexpr int32_t kTokens = 30;  // few: drafts and stop tokens are met by chance
 constexpr int32_t kWindow = 24;
 constexpr int32_t kListWindow = 7;
+
+int32_t vocab_size_of(const StateSpec& s) { return (kTokens - 1) * s.spread + 1; }
 
 // Arrays of the state of all sequences and of one iteration's inputs, and their structs once there
 // are addresses.
@@ -160,7 +162,7 @@ class World {
   // Random tokens, one a sequence of the batch; some -2, as draw gives them.
   Handle drawn(const char* name) {
     std::vector<int32_t> tokens(static_cast<size_t>(s_.max_seqs));
-    for (int32_t& token : tokens) token = stream_.one_in(20) ? -2 : stream_.below(kVocab);
+    for (int32_t& token : tokens) token = stream_.one_in(20) ? -2 : any_token();
     return ints(name, tokens);
   }
   Handle probabilities() {
@@ -193,7 +195,7 @@ class World {
             stream_.one_in(25) ? -2
             : follows
                 ? drafts_[slot * static_cast<size_t>(s_.num_draft_tokens) + static_cast<size_t>(j)]
-                : stream_.below(kVocab);
+                : any_token();
       }
     }
     return ints("target_tokens", tokens);
@@ -224,7 +226,7 @@ class World {
       SequenceResult result;
       result.emitted_len = emitted_[i];
       for (int32_t& token : result.tokens) {
-        token = stream_.one_in(20) ? -2 : stream_.below(kVocab + 2);
+        token = stream_.one_in(20) ? -2 : stream_.below(kTokens + 2) * s_.spread;
       }
       std::memcpy(words.data() + i * sizeof(result) / 4, &result, sizeof(result));
     }
@@ -232,14 +234,20 @@ class World {
   }
   // Of all slots: some adjust, with prompts that end before, in and behind what is prefilled.
   SamplingHandles sampling() {
-    SamplingArrays arrays(max_slots_, kVocab);
+    const int32_t vocab_size = vocab_size_of(s_);
+    SamplingArrays arrays(max_slots_, vocab_size);
     for (int32_t slot = 0; slot < max_slots_; ++slot) {
       if (stream_.one_in(4)) continue;
       const int32_t len = lens_[static_cast<size_t>(slot)];
       arrays.set(slot, {.prompt_len = std::max(0, len - 10 + stream_.below(20))});
     }
     for (int32_t& count : arrays.counts) count = stream_.below(3);
-    for (uint32_t& word : arrays.seen) word = static_cast<uint32_t>(stream_.next()) & 0x3fffffffu;
+    const auto num_words = static_cast<size_t>(mask_words(vocab_size));
+    for (size_t i = 0; i < arrays.seen.size(); ++i) {
+      const int32_t num_ids = vocab_size - 32 * static_cast<int32_t>(i % num_words);
+      const uint32_t of_ids = num_ids >= 32 ? ~0u : (uint32_t{1} << num_ids) - 1;
+      arrays.seen[i] = static_cast<uint32_t>(stream_.next()) & of_ids;
+    }
     return {op, arrays, Role::kInOut};
   }
   // Some slots, in any order.
@@ -255,6 +263,8 @@ class World {
   OpInstance op;
 
  private:
+  int32_t any_token() { return stream_.below(kTokens) * s_.spread; }
+
   void make_batch(StateOp op_kind) {
     const auto size = static_cast<size_t>(s_.max_seqs);
     std::vector<int32_t> slots(static_cast<size_t>(max_slots_));
@@ -297,7 +307,7 @@ class World {
       logit_ends_.push_back(logit_ends_.back() + logits);
     }
     std::vector<int32_t> tokens(static_cast<size_t>(verify_ends_.back()) + 4);
-    for (int32_t& token : tokens) token = stream_.below(kVocab);
+    for (int32_t& token : tokens) token = any_token();
     const auto padded = [&](std::vector<int32_t> ends) {
       ends.resize(size + 1, 0);  // stale behind the batch
       return ends;
@@ -311,7 +321,7 @@ class World {
     kind_ = ints("kind", kinds_);
     prefill_start_ = ints("prefill_start", starts_);
     std::vector<int32_t> next_tokens(size);
-    for (int32_t& token : next_tokens) token = stream_.below(kVocab);
+    for (int32_t& token : next_tokens) token = any_token();
     next_token_ = ints("next_token", next_tokens);
     verify_indptr_ = ints("verify_indptr", padded(verify_ends_));
     first_indptr_ = ints("first_indptr", padded(first_ends_));
@@ -344,9 +354,9 @@ class World {
     std::vector<int32_t> draft_lens(size);
     drafts_.resize(size * static_cast<size_t>(k));
     // Few different tokens, where what matters is which occur again.
-    const int32_t vocab = op_kind == StateOp::kProposeNgram ? 4 : kVocab;
-    for (int32_t& token : history) token = stream_.below(vocab);
-    for (int32_t& token : drafts_) token = stream_.below(kVocab);
+    const int32_t num_tokens = op_kind == StateOp::kProposeNgram ? 4 : kTokens;
+    for (int32_t& token : history) token = stream_.below(num_tokens) * s_.spread;
+    for (int32_t& token : drafts_) token = any_token();
     for (size_t slot = 0; slot < size; ++slot) {
       // Often there is room for a token or two only.
       const int32_t room = stream_.one_in(2) ? stream_.below(3) : stream_.below(30);
@@ -355,7 +365,7 @@ class World {
       seeds[slot] = stream_.next();
       num_stops[slot] = stream_.one_in(2) ? 0 : stream_.below(4);
       for (int32_t j = 0; j < num_stops[slot]; ++j) {
-        stops[slot * kMaxStopIds + static_cast<size_t>(j)] = stream_.below(kVocab);
+        stops[slot * kMaxStopIds + static_cast<size_t>(j)] = any_token();
       }
       draft_lens[slot] = std::min(stream_.one_in(2) ? k : stream_.below(k + 1),
                                   std::max(0, limits[slot] - lens_[slot]));
@@ -626,6 +636,16 @@ std::vector<OpCase> state_op_cases() {
                          [op, spec](uint64_t seed) { return make_state(op, spec, seed); }});
       }
     }
+  }
+  // 8,266 ids: several blocks clear the counts of a slot, and two of them the words of its mask.
+  for (const StateSpec& counted :
+       {StateSpec{.max_seqs = 12, .num_seqs = 12, .num_draft_tokens = 4, .spread = 285},
+        StateSpec{.max_seqs = 64, .num_seqs = 40, .num_draft_tokens = 3, .spread = 285}}) {
+    cases.push_back(
+        {"counts_seqs" + std::to_string(counted.num_seqs) + "of" +
+             std::to_string(counted.max_seqs) + "_k" + std::to_string(counted.num_draft_tokens) +
+             "_v" + std::to_string(vocab_size_of(counted)),
+         [counted](uint64_t seed) { return make_state(StateOp::kCountTokens, counted, seed); }});
   }
   return cases;
 }

@@ -35,6 +35,12 @@ OpArray row_array(std::string name, Element cpu, Element cuda, const Rows& rows,
   return array;
 }
 
+// Whether a finite value was wanted and `got` is as near to it. Without the first, a bound that is
+// relative to an infinite value would let everything pass.
+[[nodiscard]] inline bool is_near(double want, double got, double bound) {
+  return std::isfinite(want) && std::fabs(want - got) <= bound;
+}
+
 inline void fill_logits(LogitKind kind, int32_t count, int64_t id, uint64_t seed, float* to) {
   constexpr float kInf = std::numeric_limits<float>::infinity();
   Stream stream(seed, /*purpose=*/1, static_cast<uint64_t>(id));
