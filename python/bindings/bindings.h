@@ -49,6 +49,7 @@ Device parse_device(const std::string& name);
 void register_device(py::module_& module);
 void register_errors(py::module_& module);
 void register_model(py::module_& module);
+void register_request(py::module_& module);
 void register_event(py::module_& module);
 void register_executor(py::module_& module);
 

@@ -28,6 +28,7 @@ PYBIND11_MODULE(_core, module) {
   register_errors(module);
   register_device(module);
   register_model(module);
+  register_request(module);
   register_event(module);
   register_executor(module);
 

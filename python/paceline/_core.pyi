@@ -89,6 +89,33 @@ class ModelBuilder:
     def fill_dummy(self, seed: int) -> None: ...
     def finish(self) -> Model: ...
 
+class Request:
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        *,
+        temperature: float = 1.0,
+        seed: int = 0,
+        max_tokens: int = 16,
+        stop_token_ids: Sequence[int] = ...,
+        score_prompt: bool = False,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        min_tokens: int = 0,
+        logit_bias: Sequence[tuple[int, float]] = ...,
+        bad_words: Sequence[Sequence[int]] = ...,
+        allowed_token_ids: Sequence[int] = ...,
+        logprobs: int = -1,
+        prompt_logprobs: int = -1,
+        num_samples: int = 1,
+    ) -> None: ...
+    @property
+    def num_samples(self) -> int: ...
+
 class RequestEvent:
     @property
     def id(self) -> int: ...
@@ -127,29 +154,8 @@ class Executor:
         options: dict[str, Any],
         progress: Callable[[int, int], object] | None = None,
     ) -> None: ...
-    def add_request(
-        self,
-        prompt: Sequence[int],
-        *,
-        temperature: float = 1.0,
-        seed: int = 0,
-        max_tokens: int = 16,
-        stop_token_ids: Sequence[int] = ...,
-        score_prompt: bool = False,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        min_tokens: int = 0,
-        logit_bias: Sequence[tuple[int, float]] = ...,
-        bad_words: Sequence[Sequence[int]] = ...,
-        allowed_token_ids: Sequence[int] = ...,
-        logprobs: int = -1,
-        prompt_logprobs: int = -1,
-        num_samples: int = 1,
-    ) -> int | None: ...
+    def add_request(self, prompt: Sequence[int], **sampling: Any) -> int | None: ...
+    def add_requests(self, requests: Sequence[Request], ids: list[int]) -> bool: ...
     def cancel(self, id: int, sample: int | None = None) -> bool: ...
     def poll(self, timeout_ms: int = 0) -> list[RequestEvent]: ...
     def memory_report(self) -> dict[str, Any]: ...

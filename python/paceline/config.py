@@ -152,8 +152,12 @@ def check_device(device: Any) -> None:
 
 
 def _check_finite(key: str, value: Any, allowed: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{key} is {value!r}; allowed: {allowed}")
+    try:
+        is_finite = not isinstance(value, bool) and math.isfinite(value)
+    except (TypeError, OverflowError):  # no number, or an integer beyond all floats
+        is_finite = False
+    if not (is_finite and isinstance(value, int | float)):
+        raise ValueError(f"{key} is {value!r:.60}; allowed: {allowed}")
     return float(value)
 
 

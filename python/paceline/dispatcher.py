@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from paceline import _core
@@ -30,42 +30,36 @@ class Session:
         self._inbox: queue.SimpleQueue[_core.RequestEvent | BaseException] = queue.SimpleQueue()
         self._open_samples: dict[int, int] = {}  # by request: those whose last event is to come
 
-    def add_request(
-        self,
-        prompt: Sequence[int],
-        sampling: Mapping[str, Any] | None = None,
-        *,
-        score_prompt: bool = False,
-    ) -> int:
-        """Queues a request.
+    def add_requests(self, requests: Sequence[_core.Request]) -> list[int]:
+        """Queues requests, all or none; they can begin in the same iteration.
 
         Args:
-            prompt: Token ids.
-            sampling: Further keyword arguments of `_core.Executor.add_request`.
-            score_prompt: Instead of generating, return the target's logits.
+            requests: At least one.
 
         Returns:
-            Its id.
+            Their ids.
 
         Raises:
-            ValueError: A request that can never run.
+            ValueError: One that can never run; says which.
             RuntimeError: The executor is closed or has failed, or its queue is full.
         """
         dispatcher = self._dispatcher
-        # Under the lock, so that no event of the request is looked at before it is known.
+        ids: list[int] = []
+        # Under the lock, so that no event of a request is looked at before it is known.
         with dispatcher.lock:
             dispatcher.check_running()
-            request_id = dispatcher.executor.add_request(
-                prompt, score_prompt=score_prompt, **(sampling or {})
-            )
-            if request_id is None:
-                raise RuntimeError("the queue of waiting requests is full; try again later")
-            num_samples = int((sampling or {}).get("num_samples", 1))
-            dispatcher.sessions[request_id] = self
-            dispatcher.open_samples[request_id] = num_samples
-            self._open_samples[request_id] = num_samples
-            dispatcher.has_work.notify()
-        return request_id
+            try:
+                if not dispatcher.executor.add_requests(requests, ids):
+                    raise RuntimeError("the queue of waiting requests is full; try again later")
+            finally:
+                # Also when a Ctrl-C has come meanwhile, which is raised when the call returns: who
+                # closes the session then cancels what was queued.
+                for request_id, request in zip(ids, requests, strict=False):
+                    dispatcher.sessions[request_id] = self
+                    dispatcher.open_samples[request_id] = request.num_samples
+                    self._open_samples[request_id] = request.num_samples
+                dispatcher.has_work.notify()
+        return ids
 
     def get(self) -> _core.RequestEvent:
         """Waits for the next event of any of the session's requests.
@@ -174,14 +168,14 @@ class Dispatcher:
                     return
             try:
                 events = self.executor.poll(timeout_ms=_POLL_TIMEOUT_MS)
+                with self.lock:
+                    for event in events:
+                        self._deliver(event)
             except BaseException as error:
                 with self.lock:
                     self._failure = error
                     self._end_sessions(error)
                 return
-            with self.lock:
-                for event in events:
-                    self._deliver(event)
 
     def _deliver(self, event: _core.RequestEvent) -> None:
         """Hands an event over; the caller holds the lock."""
@@ -190,9 +184,12 @@ class Dispatcher:
         if session is None:
             return
         if event.finish_reason is not None:
-            self.open_samples[event.id] -= 1
-            if self.open_samples[event.id] == 0:
+            # None where the garbage collector has just closed the session, from this thread.
+            num_open = self.open_samples.get(event.id, 1) - 1
+            if num_open == 0:
                 self.forget(event.id)
+            else:
+                self.open_samples[event.id] = num_open
         session._inbox.put(event)
 
     def _end_sessions(self, cause: BaseException) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
+from paceline.prompts import check_unicode
 from paceline.sampling import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -37,7 +38,7 @@ def engine_arguments(params: SamplingParams, target: LoadedModel) -> dict[str, A
         target: The model whose engine runs the request.
 
     Returns:
-        Keyword arguments of `_core.Executor.add_request`, but for the prompt and the seed.
+        Keyword arguments of `_core.Request`, but for the prompt and the seed.
 
     Raises:
         ValueError: A token id outside the vocabulary, a text that the model's tokenizer cannot
@@ -46,7 +47,7 @@ def engine_arguments(params: SamplingParams, target: LoadedModel) -> dict[str, A
     vocab_size = target.vocab_size
     bias = dict(params.logit_bias or ())
     allowed = sorted(set(params.allowed_token_ids or ()))
-    _check_in_vocabulary("stop_token_ids", params.stop_token_ids, vocab_size)
+    _check_in_vocabulary("stop_token_ids", params.stop_token_ids or (), vocab_size)
     _check_in_vocabulary("logit_bias", bias, vocab_size)
     _check_in_vocabulary("allowed_token_ids", allowed, vocab_size)
     if params.stop and target.tokenizer is None:
@@ -89,7 +90,7 @@ def _check_in_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -
 
 def _stop_token_ids(params: SamplingParams, target: LoadedModel) -> list[int]:
     """All ids that end a request."""
-    stop = set(params.stop_token_ids)
+    stop = set(params.stop_token_ids or ())
     if not params.ignore_eos:
         stop.update(target.eos_token_ids)
     if len(stop) > MAX_STOP_TOKEN_IDS:
@@ -133,6 +134,7 @@ def _tokenize_bad_word(name: str, word: str, target: LoadedModel) -> list[tuple[
             f"{name} is {word!r:.60}, but {target.path} has no tokenizer.json; "
             "allowed: sequences of token ids"
         )
+    check_unicode(name, word)
     tokenizer = target.tokenizer.tokenizer
     word = word.lstrip()
     plain, spaced = (

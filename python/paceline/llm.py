@@ -35,6 +35,7 @@ from paceline.loader import (
     ARCHITECTURES,
     LoadedModel,
     check_compatible,
+    check_pair,
     load_checkpoint,
     load_drafter,
     load_dummy,
@@ -155,7 +156,10 @@ class LLM:
         draft = None
         if speculative_config is not None:
             speculative = SpeculativeConfig.parse(speculative_config)
+        _resolve_max_num_batched_tokens(config, speculative)
         resolved = resolve_device(config.device)
+        if speculative is not None and speculative.model is not None and load_format == "auto":
+            check_pair(model, speculative.model, method=speculative.method, dtype=config.dtype)
         if load_format == "dummy":
             target = load_dummy(model, dtype=config.dtype, device=resolved)
         else:
@@ -248,15 +252,7 @@ class LLM:
         self.draft = draft
         self.max_model_len = _resolve_max_model_len(config.max_model_len, target, draft)
         k = 0 if speculative is None else speculative.num_speculative_tokens
-        rows = config.max_num_seqs * (k + 1)
-        max_num_batched_tokens = config.max_num_batched_tokens or max(
-            _DEFAULT_MAX_NUM_BATCHED_TOKENS, rows
-        )
-        if max_num_batched_tokens < rows:
-            raise ValueError(
-                f"max_num_batched_tokens is {max_num_batched_tokens}; allowed: an integer >= "
-                f"max_num_seqs * (num_speculative_tokens + 1) = {rows}"
-            )
+        max_num_batched_tokens = _resolve_max_num_batched_tokens(config, speculative)
         if config.kv_cache_bytes is not None:
             kv_cache_bytes, self._kv_cache_rule = config.kv_cache_bytes, "as given"
         else:
@@ -315,11 +311,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continues prompts and waits for all of them.
 
-        All prompts are checked before the first one is queued. A Ctrl-C cancels them.
+        All prompts are queued, or where one is refused none. A Ctrl-C cancels them.
 
         The output of a request with a seed, or at temperature 0, depends on nothing but the prompt,
         the parameters and the target; with rejection_sample_method "standard" or "block" that holds
-        at temperature 0 only. A request without a seed has the seed
+        at temperature 0 only, and with "synthetic" never. A request without a seed has the seed
         `llm_seed * 2**32 + i` modulo 2**64, where i counts the outputs of this LLM's requests
         before it; so no two outputs without a seed share one.
 
@@ -395,7 +391,7 @@ class LLM:
         )
         session = self._dispatcher.open()
         try:
-            session.add_request(token_ids, score_prompt=True)
+            session.add_requests([_core.Request(token_ids, score_prompt=True)])
             event = session.get()
             while event.finish_reason is None:
                 event = session.get()
@@ -482,31 +478,34 @@ class LLM:
         self._dispatcher.check_running()
         return self._dispatcher.executor
 
-    def _next_seed(self, params: SamplingParams) -> int:
-        """Numbers the request's outputs; returns the seed in effect of the first."""
-        with self._numbering:
-            number = self._num_outputs
-            self._num_outputs += params.n
-        if params.seed is not None:
-            return params.seed
-        return (self.config.seed * 2**32 + number) & MAX_SEED
-
     def _run(self, requests: list[Request]) -> RequestStream:
-        return RequestStream(
-            self._dispatcher,
-            requests,
-            num_speculative_tokens=None
-            if self.speculative_config is None
-            else self.speculative_config.num_speculative_tokens,
-            owner=self,
-        )
+        """Numbers the outputs, which gives the seeds, and queues the requests: all or none."""
+        with self._numbering:
+            for number, request in enumerate(requests, self._num_outputs):
+                if request.sample == 0:
+                    seed = request.params.seed
+                    if seed is None:
+                        seed = (self.config.seed * 2**32 + number) & MAX_SEED
+                    request.sampling = {**request.sampling, "seed": seed}
+            stream = RequestStream(
+                self._dispatcher,
+                requests,
+                num_speculative_tokens=None
+                if self.speculative_config is None
+                else self.speculative_config.num_speculative_tokens,
+                owner=self,
+            )
+            # Only now, so that a refused call numbers no output.
+            self._num_outputs += len(requests)
+        return stream
 
     def _prepare(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[Request]:
-        """Checks everything; queues nothing. Samples of a prompt come side by side, in order."""
+        """Checks what the engine does not; queues nothing. The samples of a prompt come side by
+        side, in order."""
         self._dispatcher.check_running()
         listed = list_prompts(prompts)
         params = list_params(sampling_params, len(listed))
@@ -520,11 +519,6 @@ class LLM:
             checked.append((text, token_ids, param, engine_arguments(param, self.target)))
         tokenizer = self.target.tokenizer
         logprobs = LogprobReader(tokenizer)
-        # Nothing fails from here on, so that a refused call numbers no request.
-        seeded = [
-            (text, token_ids, param, {**sampling, "seed": self._next_seed(param)})
-            for text, token_ids, param, sampling in checked
-        ]
         return [
             Request(
                 index,
@@ -538,7 +532,7 @@ class LLM:
                 logprobs=logprobs,
                 sample=sample,
             )
-            for index, (text, token_ids, param, sampling) in enumerate(seeded)
+            for index, (text, token_ids, param, sampling) in enumerate(checked)
             for sample in range(param.n)
         ]
 
@@ -563,6 +557,20 @@ def capabilities() -> dict[str, Any]:
         "max_n": MAX_SAMPLES,
         "sampling_parameters": list(SamplingParams.__dataclass_fields__),
     }
+
+
+def _resolve_max_num_batched_tokens(
+    config: EngineConfig, speculative: SpeculativeConfig | None
+) -> int:
+    k = 0 if speculative is None else speculative.num_speculative_tokens
+    rows = config.max_num_seqs * (k + 1)
+    given = config.max_num_batched_tokens or max(_DEFAULT_MAX_NUM_BATCHED_TOKENS, rows)
+    if given < rows:
+        raise ValueError(
+            f"max_num_batched_tokens is {given}; allowed: an integer >= "
+            f"max_num_seqs * (num_speculative_tokens + 1) = {rows}"
+        )
+    return given
 
 
 def _resolve_max_model_len(

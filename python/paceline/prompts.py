@@ -16,7 +16,8 @@ def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Tells one prompt from several; ValueError where it is neither."""
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, bytes | Mapping) or not hasattr(prompts, "__getitem__"):
+    is_number = getattr(prompts, "ndim", 1) == 0  # an array or tensor that is one
+    if isinstance(prompts, bytes | Mapping) or not hasattr(prompts, "__getitem__") or is_number:
         raise ValueError(
             f"prompts is a {type(prompts).__name__}; "
             "allowed: a text, a sequence of token ids, or a sequence of those"
@@ -81,7 +82,8 @@ def encode(
         The text, if it is one, and its token ids.
 
     Raises:
-        ValueError: It is empty, too long, a text for a model without tokenizer, or has no ids.
+        ValueError: It is empty, too long, not valid Unicode, a text for a model without tokenizer,
+            or has a token that the model does not.
     """
     text = None
     if isinstance(prompt, str):
@@ -92,7 +94,15 @@ def encode(
             raise ValueError(
                 f"{name} is a text, but {target.path} has no tokenizer.json; allowed: token ids"
             )
+        check_unicode(name, prompt)
         token_ids = target.tokenizer.encode(prompt)
+        for position, token_id in enumerate(token_ids):
+            if token_id >= target.vocab_size:
+                raise ValueError(
+                    f"{name} has token id {token_id} at position {position}, by the tokenizer of "
+                    f"{target.path}, and the model's vocab_size is {target.vocab_size}; allowed: "
+                    "texts whose tokens the model has"
+                )
     else:
         token_ids = _check_token_ids(prompt, name, target.vocab_size)
     if not token_ids:
@@ -105,6 +115,22 @@ def encode(
             f"{target.max_position})"
         )
     return text, token_ids
+
+
+def check_unicode(name: str, text: str) -> None:
+    """Refuses what no tokenizer takes: halves of surrogate pairs, which bytes that are no UTF-8
+    become on a command line.
+
+    Raises:
+        ValueError: There is one.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} has {text[error.start]!r} at character {error.start}, half of a surrogate "
+            "pair; allowed: valid Unicode (on a command line, UTF-8)"
+        ) from None
 
 
 def _check_token_ids(prompt: Sequence[int], name: str, vocab_size: int) -> list[int]:

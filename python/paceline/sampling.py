@@ -73,7 +73,7 @@ class SamplingParams(metaclass=_RefuseUnknownKeywords):
         include_stop_str_in_output: The text ends after the stop string; else before it.
         stop_token_ids: The request ends after any of these, besides the checkpoint's own
             end-of-sequence ids. The stop token is in `token_ids` and not in `text`. At most 8 in
-            all.
+            all; None = none.
         ignore_eos: Do not end at the checkpoint's end-of-sequence ids.
         seed: Same seed, prompt and model: same tokens, whatever else runs. None = derived from the
             LLM's seed and the number of the output, see `LLM.generate`.
@@ -102,7 +102,7 @@ class SamplingParams(metaclass=_RefuseUnknownKeywords):
     min_tokens: int = 0
     stop: str | Sequence[str] | None = ()
     include_stop_str_in_output: bool = False
-    stop_token_ids: Sequence[int] = ()
+    stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
@@ -208,7 +208,7 @@ def _check_token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def _check_stop_token_ids(value: Any) -> tuple[int, ...]:
-    token_ids = _check_token_ids("stop_token_ids", value)
+    token_ids = _check_token_ids("stop_token_ids", () if value is None else value)
     _check_count("stop_token_ids", len(token_ids), MAX_STOP_TOKEN_IDS)
     return token_ids
 

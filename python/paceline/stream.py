@@ -56,13 +56,12 @@ class RequestStream(Iterator[StreamChunk]):
         self._owner: object | None = owner
         self._requests: dict[int, list[Request]] = {}  # by id, then by sample
         try:
+            by_prompt = [request for request in requests if request.sample == 0]
+            ids = self._session.add_requests([request.for_engine() for request in by_prompt])
             for request in requests:
                 if request.sample == 0:
-                    request_id = self._session.add_request(
-                        request.prompt_token_ids, request.sampling
-                    )
-                    self._requests[request_id] = []
-                self._requests[request_id].append(request)
+                    samples = self._requests.setdefault(ids[len(self._requests)], [])
+                samples.append(request)
                 self._num_open += 1
         except BaseException:
             self.close()
@@ -157,7 +156,8 @@ class Request:
             prompt: The prompt as text; None when it came as token ids.
             prompt_token_ids: The prompt.
             params: How to sample.
-            sampling: The same for the engine, with the seed and all stop tokens in effect.
+            sampling: The same for the engine, with all stop tokens in effect; with the seed from
+                when it is queued.
             detokenizer: None: the output has no text.
             logprobs: Reads what the engine says of tokens; None: they have no text there.
             sample: Which of the request's samples.
@@ -184,6 +184,12 @@ class Request:
             self._stop_filter = StopStringFilter(
                 params.stop, includes_stop=params.include_stop_str_in_output
             )
+
+    def for_engine(self) -> _core.Request:
+        """The request that this is a sample of."""
+        from paceline import _core
+
+        return _core.Request(self.prompt_token_ids, **self.sampling)
 
     @property
     def is_finished(self) -> bool:
@@ -280,7 +286,7 @@ class Request:
             finish_reason = "stop"
         elif self.error is not None:
             finish_reason = "error"
-        elif finish_reason == "stop" and self.token_ids[-1] in self.params.stop_token_ids:
+        elif finish_reason == "stop" and self.token_ids[-1] in (self.params.stop_token_ids or ()):
             stop_reason = self.token_ids[-1]
         return CompletionOutput(
             text="".join(self.text_parts),

@@ -6,6 +6,7 @@ Broken checkpoints are in test_loader_*.py, configurations in test_config.py.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import tiny_models
 from paceline import LLM, ModelFileError, ModelNotFoundError, SamplingParams, _core
@@ -439,3 +441,43 @@ def test_files_for_weights(target_dir: Path) -> None:
     refuses(lambda: file.info("nonesuch"), path, "nonesuch", kind=ModelFileError)
     refuses(lambda: _core.SafetensorsFile("no/such.file"), "no/such.file", kind=ModelNotFoundError)
     refuses(lambda: _core.load_model_folder("no/such"), "no/such", kind=ModelNotFoundError)
+
+
+# ---- text that is none -------------------------------------------------------------------------
+
+
+def test_text_that_is_not_unicode(llm: LLM) -> None:
+    lone = "ab\ud800"
+    refuses(lambda: llm.generate(lone), "prompt has '\\ud800' at character 2", "valid Unicode")
+    refuses(lambda: llm.generate(["a", lone]), "prompts[1] has", "valid Unicode")
+    refuses(lambda: llm.logits(lone), "prompt has", "valid Unicode")
+    params = SamplingParams(bad_words=["a", lone])
+    refuses(lambda: llm.generate("a", params), "bad_words[1] has", "valid Unicode")
+
+
+def test_numbers_are_no_prompts(llm: LLM) -> None:
+    refuses(lambda: llm.generate(np.array(5)), "prompts is a ndarray", "a sequence of token ids")
+    refuses(lambda: llm.generate(torch.tensor(3)), "prompts is a Tensor", "a sequence of token ids")
+
+
+def test_tokens_of_a_text_that_the_model_does_not_have(target_dir: Path, tmp_path: Path) -> None:
+    path = tiny_models.copy_checkpoint(target_dir, tmp_path / "few")
+    config = json.loads((path / "config.json").read_text())
+    config["vocab_size"] = 20
+    (path / "config.json").write_text(json.dumps(config))
+    with LLM(path, load_format="dummy") as few:
+        few.generate([1, 19], GREEDY)
+        refuses(lambda: few.generate(["a", "zz"], GREEDY), "prompts[", "vocab_size is 20")
+
+
+def test_a_drafter_is_looked_at_before_the_target_is_read(
+    target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*_: Any, **__: Any) -> None:
+        raise AssertionError("the target was read")
+
+    monkeypatch.setattr("paceline.llm.load_checkpoint", read)
+    config = {"model": str(tmp_path / "none"), "num_speculative_tokens": 2}
+    with pytest.raises(ModelNotFoundError, match="no such folder"):
+        LLM(target_dir, speculative_config=config)
+    refuses(lambda: LLM(target_dir, max_num_batched_tokens=3), "max_num_batched_tokens is 3")

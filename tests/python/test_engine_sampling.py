@@ -142,6 +142,6 @@ def test_the_engine_takes_every_argument() -> None:
         allowed_token_ids=[2, 3],
         min_tokens=2,
     )
-    signature = (_core.Executor.add_request.__doc__ or "").split("\n")[0]
+    signature = (_core.Request.__init__.__doc__ or "").split("\n")[0]
     for name in engine_arguments(params, target()):
         assert f"{name}: " in signature

@@ -101,7 +101,7 @@ def test_everything_public_has_a_docstring() -> None:
 
 
 def test_docstrings_of_the_binding_say_what_is_taken_and_given() -> None:
-    for method in (_core.Executor.add_request, _core.Executor.poll, _core.load_model_folder):
+    for method in (_core.Executor.add_requests, _core.Executor.poll, _core.load_model_folder):
         assert "Args:" in method.__doc__ and "Returns:" in method.__doc__
         assert "Raises:" in method.__doc__
 

@@ -152,13 +152,14 @@ class _FakeExecutor:
         self.events: list[_Event] = []
         self.num_cancelled = 0
 
-    def add_request(self, prompt: list[int], **_: Any) -> int:
-        self.next_id += 1
-        is_good = self.next_id % 2
-        self.events.append(
-            _Event(self.next_id, [1], "length" if is_good else "error", "" if is_good else "broke")
-        )
-        return self.next_id
+    def add_requests(self, requests: list[_core.Request], ids: list[int]) -> bool:
+        for _ in requests:
+            self.next_id += 1
+            is_good = self.next_id % 2
+            reason, error = ("length", "") if is_good else ("error", "broke")
+            self.events.append(_Event(self.next_id, [1], reason, error))
+            ids.append(self.next_id)
+        return True
 
     def poll(self, timeout_ms: int) -> list[_Event]:
         if self.failure is not None and self.next_id:
@@ -211,25 +212,50 @@ def test_a_failed_engine_says_why_every_time() -> None:
     with pytest.raises(MemoryError, match="gone"):
         next(stream)
     with pytest.raises(MemoryError, match="gone"):
-        dispatcher.open().add_request([1])
+        dispatcher.open().add_requests([_core.Request([1])])
     dispatcher.close()
 
 
-def test_a_refused_request_cancels_those_queued_before() -> None:
+def test_a_ctrl_c_while_requests_are_queued_cancels_them() -> None:
     executor = _FakeExecutor()
     dispatcher = Dispatcher(executor)  # type: ignore[arg-type]
-    add_request = executor.add_request
+    add_requests = executor.add_requests
 
-    def refuse_third(prompt: list[int], **kwargs: Any) -> int:
-        if executor.next_id == 2:
-            raise ValueError("no blocks")
-        request_id = add_request(prompt, **kwargs)
-        executor.events.clear()
-        return request_id
+    def interrupt(requests: list[_core.Request], ids: list[int]) -> bool:
+        add_requests(requests, ids)
+        executor.events.clear()  # none of them ends by itself
+        raise KeyboardInterrupt  # as a signal handler does when the call returns
 
-    executor.add_request = refuse_third  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match="no blocks"):
+    executor.add_requests = interrupt  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
         RequestStream(dispatcher, requests_for(4), num_speculative_tokens=None, owner=None)
-    assert executor.num_cancelled == 2
+    assert executor.num_cancelled == 4
     assert not dispatcher.sessions
+    dispatcher.close()
+
+
+def test_a_refused_call_queues_and_numbers_nothing(target_dir: Path) -> None:
+    params = SamplingParams(max_tokens=16)
+    with LLM(target_dir, max_model_len=1024, kv_cache_bytes=512 << 10) as llm:
+        expected = [llm.generate([7, 8, 9], params)[0].outputs for _ in range(2)]
+    with LLM(target_dir, max_model_len=1024, kv_cache_bytes=512 << 10) as llm:
+        outputs = [llm.generate([7, 8, 9], params)[0].outputs]
+        with pytest.raises(ValueError, match=r"request 1 of 2: .* raise kv_cache_bytes"):
+            llm.generate([[1], [1] * 1000], params)
+        stats = llm._executor.stats()
+        assert stats["num_running"] == stats["num_waiting"] == 0
+        outputs.append(llm.generate([7, 8, 9], params)[0].outputs)
+    assert outputs == expected
+
+
+def test_an_error_while_events_are_handed_over_reaches_the_callers() -> None:
+    dispatcher = Dispatcher(_FakeExecutor())  # type: ignore[arg-type]
+
+    def fail(event: Any) -> None:
+        raise LookupError("lost")
+
+    dispatcher._deliver = fail  # type: ignore[method-assign]
+    stream = RequestStream(dispatcher, requests_for(1), num_speculative_tokens=None, owner=None)
+    with pytest.raises(LookupError, match="lost"):
+        next(stream)
     dispatcher.close()

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from paceline import SamplingParams
+from paceline import SamplingParams, _core
 from paceline.detokenizer import IncrementalDetokenizer
 from paceline.dispatcher import Dispatcher
 from paceline.stop_strings import StopStringFilter
@@ -258,9 +258,10 @@ class _ScriptedSession:
     def open(self) -> _ScriptedSession:
         return self
 
-    def add_request(self, prompt: list[int], sampling: Any) -> int:
-        self.num_requests += 1
-        return self.num_requests - 1
+    def add_requests(self, requests: list[Any]) -> list[int]:
+        first = self.num_requests
+        self.num_requests += len(requests)
+        return list(range(first, self.num_requests))
 
     def get(self) -> _Event:
         self.turn = next(
@@ -384,9 +385,9 @@ def test_a_session_cancels_what_is_open_and_its_last_event_still_comes() -> None
         def __init__(self) -> None:
             self.events: list[_Event] = []
 
-        def add_request(self, prompt: list[int], **arguments: Any) -> int:
-            self.arguments = arguments
-            return 7
+        def add_requests(self, requests: list[Any], ids: list[int]) -> bool:
+            ids.append(7)
+            return True
 
         def poll(self, timeout_ms: int) -> list[_Event]:
             events, self.events = self.events, []
@@ -402,8 +403,7 @@ def test_a_session_cancels_what_is_open_and_its_last_event_still_comes() -> None
     executor = Executor()
     dispatcher = Dispatcher(executor)  # type: ignore[arg-type]
     session = dispatcher.open()
-    assert session.add_request([1], {"top_k": 3}) == 7
-    assert executor.arguments == {"top_k": 3, "score_prompt": False}
+    assert session.add_requests([_core.Request([1])]) == [7]
     session.cancel(7, 0)
     assert session.get().finish_reason == "cancelled"
     executor.cancel = None  # type: ignore[assignment, method-assign]

@@ -37,7 +37,7 @@ def run(*argv: str, cwd: Path) -> str:
 # What a stub cannot say: the metaclass of pybind11's classes, and the constructor of those that
 # cannot be constructed.
 ALLOWED = r"""
-paceline\._core\.(Executor|Model|ModelBuilder|ModelFolder|RequestEvent|SafetensorsFile)
+paceline\._core\.(Executor|Model|ModelBuilder|ModelFolder|Request|RequestEvent|SafetensorsFile)
 paceline\._core\.(Model|ModelFolder|RequestEvent)\.__init__
 """
 

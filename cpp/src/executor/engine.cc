@@ -190,6 +190,7 @@ std::optional<std::vector<RequestId>> Engine::add_requests(std::vector<Request> 
     try {
       check_request(requests[i]);
     } catch (const InvalidArgument& error) {
+      if (requests.size() == 1) throw;
       throw InvalidArgument(concat("request ", i, " of ", requests.size(), ": ", error.what()));
     }
   }

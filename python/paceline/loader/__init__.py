@@ -408,6 +408,41 @@ def load_drafter(
     )
 
 
+def check_pair(
+    path: str | os.PathLike[str],
+    draft_path: str | os.PathLike[str],
+    *,
+    method: str | None = None,
+    dtype: str = "auto",
+) -> None:
+    """Opens two checkpoints and reads no weights, so that what is wrong with the drafter shows
+    before the target's are read.
+
+    Args:
+        path: The target's folder.
+        draft_path: The drafter's.
+        method: As for `load_drafter`.
+        dtype: As for `load_checkpoint`.
+
+    Raises:
+        ModelNotFoundError: As for `load_drafter`.
+        ModelFileError: As for `load_drafter`.
+        NotImplementedError: As for `load_drafter`.
+        ValueError: As for `load_drafter`.
+    """
+    checkpoint = open_checkpoint(path, dtype)
+    if detect_method(draft_path, method) == DRAFT_MODEL:
+        open_checkpoint(draft_path, dtype)
+        return
+    target = Target(
+        checkpoint.path,
+        checkpoint.family.architecture,
+        checkpoint.config,
+        checkpoint.weight_dtype,
+    )
+    open_drafter(draft_path, target, method)
+
+
 def check_compatible(target: LoadedModel, draft: LoadedModel) -> None:
     """Checks that a drafter's token ids mean what the target's mean.
 

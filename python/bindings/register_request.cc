@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <pybind11/stl.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+
+namespace paceline::python {
+
+void register_request(py::module_& module) {
+  py::class_<Request>(module, "Request", "What `Executor.add_requests` takes.")
+      .def(py::init([](std::vector<int32_t> prompt, double temperature, uint64_t seed,
+                       int32_t max_tokens, std::vector<int32_t> stop_token_ids, bool score_prompt,
+                       int32_t top_k, double top_p, double min_p, double repetition_penalty,
+                       double presence_penalty, double frequency_penalty, int32_t min_tokens,
+                       const std::vector<std::pair<int32_t, float>>& logit_bias,
+                       std::vector<std::vector<int32_t>> bad_words,
+                       std::vector<int32_t> allowed_token_ids, int32_t logprobs,
+                       int32_t prompt_logprobs, int32_t num_samples) {
+             Request request;
+             request.prompt = std::move(prompt);
+             request.sampling.temperature = temperature;
+             request.sampling.seed = seed;
+             request.sampling.max_tokens = max_tokens;
+             request.sampling.stop_token_ids = std::move(stop_token_ids);
+             request.sampling.top_k = top_k;
+             request.sampling.top_p = top_p;
+             request.sampling.min_p = min_p;
+             request.sampling.repetition_penalty = repetition_penalty;
+             request.sampling.presence_penalty = presence_penalty;
+             request.sampling.frequency_penalty = frequency_penalty;
+             request.sampling.min_tokens = min_tokens;
+             for (const auto& [token, bias] : logit_bias) {
+               request.sampling.logit_bias.push_back({.token = token, .bias = bias});
+             }
+             request.sampling.bad_words = std::move(bad_words);
+             request.sampling.allowed_token_ids = std::move(allowed_token_ids);
+             request.sampling.logprobs = logprobs;
+             request.sampling.prompt_logprobs = prompt_logprobs;
+             request.score_prompt = score_prompt;
+             request.num_samples = num_samples;
+             return request;
+           }),
+           py::arg("prompt"), py::kw_only(), py::arg("temperature") = 1.0, py::arg("seed") = 0,
+           py::arg("max_tokens") = 16, py::arg("stop_token_ids") = std::vector<int32_t>{},
+           py::arg("score_prompt") = false, py::arg("top_k") = 0, py::arg("top_p") = 1.0,
+           py::arg("min_p") = 0.0, py::arg("repetition_penalty") = 1.0,
+           py::arg("presence_penalty") = 0.0, py::arg("frequency_penalty") = 0.0,
+           py::arg("min_tokens") = 0,
+           py::arg("logit_bias") = std::vector<std::pair<int32_t, float>>{},
+           py::arg("bad_words") = std::vector<std::vector<int32_t>>{},
+           py::arg("allowed_token_ids") = std::vector<int32_t>{}, py::arg("logprobs") = -1,
+           py::arg("prompt_logprobs") = -1, py::arg("num_samples") = 1,
+           R"doc(Keeps the values; they are checked when the request is added.
+
+Args:
+    prompt: Token ids, at least one, each in [0, vocab_size).
+    temperature: 0 = greedy; up to 1e6.
+    seed: Same seed, same output, whatever else runs.
+    max_tokens: Most tokens to emit, >= 1; prompt and output together are capped by max_model_len.
+    stop_token_ids: At most 8; a stop token is emitted, then the request ends.
+    score_prompt: Instead of generating, return the target's logits of every prompt position.
+    top_k: Only the most probable so many tokens; 0 = all.
+    top_p: Of those, the fewest that make up this probability; in (0, 1], 1 = all.
+    min_p: Of those, the ones at least this many times as probable as the best; in [0, 1], 0 = all.
+    repetition_penalty: Logits of tokens in the prompt or output are divided by it where positive,
+        multiplied where negative; > 0, 1 = off.
+    presence_penalty: Taken off the logits of tokens in the output.
+    frequency_penalty: The same, times how often they are there.
+    min_tokens: Stop tokens are ruled out for the first so many output tokens; at most max_tokens.
+    logit_bias: (token, bias) pairs, added first; at most 1024, each token once.
+    bad_words: Sequences of tokens that are never completed; at most 128, of 1024 tokens in all.
+    allowed_token_ids: Everything else is ruled out; empty: nothing is.
+    logprobs: Of every emitted token, and of the most probable so many at its place, from the
+        target's logits before all of the above; at most the option max_logprobs, -1 = none.
+    prompt_logprobs: The same of the prompt's tokens, but for the first.
+    num_samples: Independent outputs, 1 to 128; sample i draws with seed + i, modulo 2**64.
+)doc")
+      .def_readonly("num_samples", &Request::num_samples, "Of one prompt.")
+      .def("__repr__", [](const Request& self) {
+        return "Request(num_prompt_tokens=" + std::to_string(self.prompt.size()) +
+               ", num_samples=" + std::to_string(self.num_samples) + ")";
+      });
+}
+
+}  // namespace paceline::python
