@@ -22,6 +22,7 @@
 #include "scheduler/step_plan.h"
 #include "support/logits_reference.h"
 #include "support/sampling_arrays.h"
+#include "support/seed.h"
 
 namespace paceline::testing {
 namespace {
@@ -31,15 +32,6 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 
 using Tokens = std::vector<int32_t>;
 using Logits = std::vector<float>;
-
-uint64_t base_seed() {
-  static const uint64_t seed = [] {
-    const char* const text = std::getenv("PACELINE_SEED");
-    return text == nullptr ? uint64_t{20240607} : std::strtoull(text, nullptr, 10);
-  }();
-  return seed;
-}
-#define TRACE_SEED() SCOPED_TRACE(::testing::Message() << "PACELINE_SEED=" << base_seed())
 
 CpuContext context_of(int num_threads) {
   static ThreadPool threads(3);

@@ -16,6 +16,7 @@
 #include "sample/logits.h"
 #include "support/jobs.h"
 #include "support/rejection_rig.h"
+#include "support/seed.h"
 
 namespace paceline::testing {
 namespace {
@@ -27,8 +28,6 @@ constexpr auto kBlock = AcceptMethod::kBlock;
 
 using Tokens = std::vector<int32_t>;
 
-uint64_t base_seed() { return seed_from_env(20240607); }
-
 std::vector<float> random_logits(std::mt19937_64& random, int32_t count, float spread) {
   std::normal_distribution<float> normal(0.0f, spread);
   std::vector<float> logits(static_cast<size_t>(count));
@@ -39,7 +38,7 @@ std::vector<float> random_logits(std::mt19937_64& random, int32_t count, float s
 // --- select_proposals ----------------------------------------------------------------------------
 
 TEST(SelectProposals, AreTheHighestInOrder) {
-  SCOPED_TRACE(::testing::Message() << "PACELINE_SEED=" << base_seed());
+  TRACE_SEED();
   std::mt19937_64 random(base_seed());
   const auto below = [&](int32_t n) {
     return static_cast<int32_t>(random() % static_cast<uint64_t>(n));
@@ -124,7 +123,7 @@ TEST(SelectProposals, AreTheHighestInOrder) {
 // --- weigh_logits --------------------------------------------------------------------------------
 
 TEST(WeighLogits, WeightsOverTheSumAreTheSoftmax) {
-  SCOPED_TRACE(::testing::Message() << "PACELINE_SEED=" << base_seed());
+  TRACE_SEED();
   std::mt19937_64 random(base_seed());
   for (int round = 0; round < 200; ++round) {
     const int32_t vocab = round % 2 == 0 ? 100 : 5003;
@@ -265,7 +264,7 @@ Judged judge_by_reference(AcceptMethod method, const std::vector<std::vector<dou
 }
 
 TEST(RejectDrafts, FollowsTheReference) {
-  SCOPED_TRACE(::testing::Message() << "PACELINE_SEED=" << base_seed());
+  TRACE_SEED();
   constexpr int32_t kVocab = 40;
   constexpr int32_t kSeqs = 200;
   std::mt19937_64 random(base_seed());

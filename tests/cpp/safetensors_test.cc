@@ -25,6 +25,7 @@
 #include "model/safetensors_file.h"
 #include "support/errors.h"
 #include "support/safetensors_writer.h"
+#include "support/seed.h"
 
 namespace paceline {
 namespace {
@@ -37,11 +38,6 @@ using test::WrittenTensor;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using testing::message_of;
-
-uint64_t seed_from_env() {
-  const char* text = std::getenv("PACELINE_TEST_SEED");
-  return text != nullptr ? std::strtoull(text, nullptr, 10) : 20260726;
-}
 
 class Safetensors : public ::testing::Test {
  protected:
@@ -238,9 +234,8 @@ TEST_F(Safetensors, RefusesTruncationAtEveryByte) {
 }
 
 TEST_F(Safetensors, SurvivesRandomByteFlips) {
-  const uint64_t seed = seed_from_env();
-  SCOPED_TRACE(concat("PACELINE_TEST_SEED=", seed));
-  std::mt19937_64 random(seed);
+  TRACE_SEED();
+  std::mt19937_64 random(testing::base_seed());
   const std::string bytes = safetensors_bytes(small_tensors());
   uint64_t length = 0;
   std::memcpy(&length, bytes.data(), 8);
@@ -262,8 +257,7 @@ TEST_F(Safetensors, SurvivesRandomByteFlips) {
     ASSERT_TRUE(writer.seekp(0).write(mutant.data(), std::ssize(mutant)).flush());
     refused += !message_of<ModelFileError>([&] { read(); }).empty();  // others fail the test
   }
-  std::printf("[ seed     ] %llu: %d of %d mutants refused\n",
-              static_cast<unsigned long long>(seed), refused, kFlips);
+  std::printf("%d of %d mutants refused\n", refused, kFlips);
   EXPECT_GT(refused, kFlips / 2);  // flips inside names and metadata leave a valid file
 }
 

@@ -99,8 +99,7 @@ TEST_F(CudaEngine, SelfDraftAcceptsEverything) {
 // One cell of the matrix: everything that must not show in the output is drawn at random.
 TEST_F(CudaEngine, SpeculativeEqualsPlain) {
   const uint64_t first_seed = seed_from_env(1);
-  const char* const level = std::getenv("PACELINE_TEST_LEVEL");
-  const uint64_t num_cells = level != nullptr && std::atoi(level) >= 3 ? 400 : 60;
+  const uint64_t num_cells = testing::test_level() >= 3 ? 400 : 60;
   Tally tally;
   int64_t num_rated = 0;
   int64_t num_prompt_rated = 0;
@@ -263,8 +262,7 @@ TEST_F(CudaEngine, OtherAcceptanceByEveryDriver) {
 // Samples of a prompt, whatever they share, against requests of their own without a drafter.
 TEST_F(CudaEngine, SamplesEqualRequestsOfTheirOwn) {
   const uint64_t first_seed = seed_from_env(1);
-  const char* const level = std::getenv("PACELINE_TEST_LEVEL");
-  const uint64_t num_cells = level != nullptr && std::atoi(level) >= 3 ? 200 : 30;
+  const uint64_t num_cells = testing::test_level() >= 3 ? 200 : 30;
   int64_t preemptions = 0;
   int64_t shared = 0;
   int64_t most_shared = 0;

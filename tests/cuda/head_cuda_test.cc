@@ -196,8 +196,7 @@ TEST_F(CudaHead, LogitsAreThoseOfTheCpuUpToRounding) {
 
 TEST_F(CudaHead, SpeculativeEqualsPlain) {
   const uint64_t first_seed = seed_from_env(1);
-  const char* const level = std::getenv("PACELINE_TEST_LEVEL");
-  const uint64_t num_cells = level != nullptr && std::atoi(level) >= 3 ? 300 : 48;
+  const uint64_t num_cells = testing::test_level() >= 3 ? 300 : 48;
   Tally tally;
   for (uint64_t seed = first_seed; seed < first_seed + num_cells; ++seed) {
     SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));

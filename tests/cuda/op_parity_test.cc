@@ -19,11 +19,10 @@
 
 #include "support/cuda_fixture.h"
 #include "support/op_cases.h"
+#include "support/seed.h"
 
 namespace paceline::testing {
 namespace {
-
-#define TRACE_SEED() SCOPED_TRACE(::testing::Message() << "PACELINE_SEED=" << base_seed())
 
 CpuContext cpu_context() {
   static const auto num_threads =

@@ -9,6 +9,7 @@
 #include <random>
 
 #include "support/invariance.h"
+#include "support/seed.h"
 #include "support/tiny_models.h"
 
 namespace paceline {
@@ -25,8 +26,7 @@ using testing::TinyModel;
 using testing::Trace;
 
 TEST(RowInvariance, SameBitsOnEveryPath) {
-  const char* text = std::getenv("PACELINE_SEED");
-  const uint64_t first_seed = text != nullptr ? std::strtoull(text, nullptr, 10) : 1;
+  const uint64_t first_seed = testing::seed_from_env(1);
   for (uint64_t seed = first_seed; seed < first_seed + 16; ++seed) {
     SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
     std::mt19937_64 random(seed);

@@ -8,6 +8,7 @@
 #include "kv/kv_layout.h"
 #include "kv/sequence_blocks.h"
 #include "kv/slab_pool.h"
+#include "support/seed.h"
 
 #include <gtest/gtest.h>
 
@@ -579,14 +580,9 @@ KvLayout many_blocks_per_slab() {
                  {full(1, 2), slides, slides, slides}, 24);
 }
 
-int64_t environment(const char* name, int64_t otherwise) {
-  const char* const value = std::getenv(name);
-  return value == nullptr ? otherwise : std::stoll(value);
-}
-
 void run_seeds(const KvLayout& layout, int64_t num_operations) {
-  const auto first_seed = static_cast<uint64_t>(environment("PACELINE_SEED", 20250601));
-  const uint64_t num_seeds = environment("PACELINE_TEST_LEVEL", 1) >= 3 ? 5 : 1;
+  const uint64_t first_seed = testing::seed_from_env(20250601);
+  const uint64_t num_seeds = testing::test_level() >= 3 ? 5 : 1;
   for (uint64_t seed = first_seed; seed < first_seed + num_seeds; ++seed) {
     std::cout << "PACELINE_SEED=" << seed << std::endl;
     try {

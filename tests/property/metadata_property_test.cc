@@ -11,6 +11,7 @@
 #include "device/device_arena.h"
 #include "graph/iteration.h"
 #include "speculate/row_ops.h"
+#include "support/seed.h"
 #include "support/tiny_models.h"
 
 namespace paceline {
@@ -208,8 +209,7 @@ int64_t check_draft_steps(Bench& bench, const Steps& steps, std::mt19937_64& ran
 }
 
 TEST(Metadata, AdvanceEqualsBuild) {
-  const char* text = std::getenv("PACELINE_SEED");
-  const uint64_t first_seed = text != nullptr ? std::strtoull(text, nullptr, 10) : 1;
+  const uint64_t first_seed = testing::seed_from_env(1);
   // A draft model's rows, those of a head one position behind, and those of a head that stays
   // there.
   constexpr std::array<Steps, 3> kSteps = {{{1}, {2}, {2, /*advances_positions=*/false}}};

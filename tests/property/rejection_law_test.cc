@@ -18,6 +18,7 @@
 #include "sample/rejection_rules.h"
 #include "support/op_cases.h"
 #include "support/rational.h"
+#include "support/seed.h"
 
 namespace paceline::testing {
 namespace {
@@ -259,7 +260,7 @@ void extend(const World& world, const Prefix& prefix, const Rational& chance,
 }
 
 TEST(RejectionLaw, IsThatOfTheTargetExactly) {
-  SCOPED_TRACE(::testing::Message() << "PACELINE_SEED=" << base_seed());
+  TRACE_SEED();
   constexpr int32_t kWorldsOfAPair = 150;
   int32_t num_better = 0;  // where block keeps more than standard
   for (int32_t pair = 0; pair < static_cast<int32_t>(Pair::kCount); ++pair) {

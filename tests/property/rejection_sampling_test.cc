@@ -21,6 +21,7 @@
 #include "support/g_test.h"
 #include "support/op_cases.h"
 #include "support/rejection_rig.h"
+#include "support/seed.h"
 
 namespace paceline::testing {
 namespace {
@@ -125,7 +126,7 @@ constexpr Setting kSettings[] = {
 constexpr double kThreshold = kFalseAlarm / (2 * std::size(kSettings) * (kNumSeeds + 1));
 
 TEST(RejectionSampling, WindowsFollowTheTargetsLaw) {
-  SCOPED_TRACE(::testing::Message() << "PACELINE_SEED=" << base_seed());
+  TRACE_SEED();
   for (const Setting& setting : kSettings) {
     const Table target(1, setting.temperature);
     const Table drafter(2, setting.temperature);
@@ -216,7 +217,7 @@ double chance_with_bias(AcceptMethod method, double scale) {
 }
 
 TEST(RejectionSampling, ABiasOfOneInAHundredIsSeen) {
-  SCOPED_TRACE(::testing::Message() << "PACELINE_SEED=" << base_seed());
+  TRACE_SEED();
   for (const AcceptMethod method : {kStandard, kBlock}) {
     EXPECT_GT(chance_with_bias(method, 1.0), kThreshold);
     EXPECT_LT(chance_with_bias(method, 0.99), kThreshold);
@@ -227,7 +228,7 @@ TEST(RejectionSampling, ABiasOfOneInAHundredIsSeen) {
 // Pairs of what two streams give at the same places, and of one stream in windows that follow each
 // other.
 TEST(RejectionSampling, StreamsKnowNothingOfEachOther) {
-  SCOPED_TRACE(::testing::Message() << "PACELINE_SEED=" << base_seed());
+  TRACE_SEED();
   constexpr int32_t kClasses = 16;
   constexpr int32_t kPairs = 1 << 17;
   const std::vector<double> law(kClasses * kClasses, 1.0 / (kClasses * kClasses));

@@ -23,6 +23,7 @@
 #include "support/g_test.h"
 #include "support/logits_reference.h"
 #include "support/sampling_arrays.h"
+#include "support/seed.h"
 
 namespace paceline::testing {
 namespace {
@@ -31,11 +32,6 @@ constexpr int32_t kVocab = 64;
 constexpr int32_t kNumSeeds = 20;
 constexpr int32_t kDrawsPerSeed = 1 << 16;  // 20 seeds: more than 2^20 of each law
 constexpr double kFalseAlarm = 0.01;
-
-uint64_t base_seed() {
-  const char* const text = std::getenv("PACELINE_SEED");
-  return text == nullptr ? uint64_t{20240607} : std::strtoull(text, nullptr, 10);
-}
 
 CpuContext context() {
   static ThreadPool threads(2);
@@ -153,7 +149,7 @@ std::vector<Law> laws() {
 constexpr float kTemperatures[] = {0.7f, 1.0f, 1.5f};
 
 TEST(SamplingLaw, DrawsFollowTheLawAtEverySeed) {
-  SCOPED_TRACE(::testing::Message() << "PACELINE_SEED=" << base_seed());
+  TRACE_SEED();
   const std::vector<Law> all = laws();
   const double num_tests =
       static_cast<double>(all.size() * std::size(kTemperatures)) * (kNumSeeds + 1);
@@ -194,7 +190,7 @@ std::vector<int32_t> classes_of(const std::vector<double>& law) {
 }
 
 TEST(SamplingLaw, DrawsKnowNothingOfEachOther) {
-  SCOPED_TRACE(::testing::Message() << "PACELINE_SEED=" << base_seed());
+  TRACE_SEED();
   const std::vector<float> logits = random_logits(base_seed() + 77, 1.0f);
   for (const float temperature : kTemperatures) {
     const Sampling sampling = {.temperature = temperature};

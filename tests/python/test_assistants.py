@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ import eagle_models
 import tiny_models
 from assistant_models import AssistantSpec
 from eagle_models import EagleSpec
+from errors import raises
 from paceline import LLM, SamplingParams, _core
 from paceline._core import ModelFileError
 from paceline.bench import models as bench_models
@@ -44,6 +44,7 @@ from tiny_models import (
     SLIDING,
     TinySpec,
     edit_config,
+    edit_tensors,
     load_tensors,
     make,
     read_json,
@@ -86,16 +87,6 @@ def edit_text(path: Path, **changes: Any) -> None:
     text = config["text_config"] | changes
     config["text_config"] = {key: value for key, value in text.items() if value is not ...}
     write_json(path / "config.json", config)
-
-
-def edit_tensors(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    tensors = load_tensors(path)
-    change(tensors)
-    tiny_models.save_tensors(path, tensors)
-
-
-def raises(kind: type[Exception], *parts: object) -> Any:
-    return pytest.raises(kind, match="(?s)" + ".*".join(re.escape(str(part)) for part in parts))
 
 
 # ---- as published ------------------------------------------------------------------------------

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 import eagle_models
 import tiny_models
 from eagle_models import PICKLE_NAME, EagleSpec
+from errors import raises
 from paceline import LLM, SamplingParams, _core
 from paceline._core import ModelFileError, ModelNotFoundError
 from paceline.cli import main
@@ -31,7 +31,15 @@ from paceline.loader import (
     open_drafter,
 )
 from paceline.loader.convert import convert
-from tiny_models import TinySpec, edit_config, load_tensors, make, read_json, write_json
+from tiny_models import (
+    TinySpec,
+    edit_config,
+    edit_tensors,
+    load_tensors,
+    make,
+    read_json,
+    write_json,
+)
 
 # From eight layers on the default (2, L // 2, L - 3) is in ascending order.
 TARGET = TinySpec("llama", seed=40, num_layers=8)
@@ -66,22 +74,12 @@ def opened(path: Path, target: TinySpec = TARGET, **arguments: Any) -> DrafterCh
     return open_drafter(path, target_of(make(target)), **arguments)
 
 
-def edit_tensors(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    tensors = load_tensors(path)
-    change(tensors)
-    tiny_models.save_tensors(path, tensors)
-
-
 def edit_layer(path: Path, **changes: Any) -> None:
     """Changes keys of `transformer_layer_config`; `...` removes one."""
     config = read_json(path / "config.json")
     layer = config["transformer_layer_config"] | changes
     config["transformer_layer_config"] = {k: v for k, v in layer.items() if v is not ...}
     write_json(path / "config.json", config)
-
-
-def raises(kind: type[Exception], *parts: object) -> Any:
-    return pytest.raises(kind, match="(?s)" + ".*".join(re.escape(str(part)) for part in parts))
 
 
 # ---- what is read ------------------------------------------------------------------------------

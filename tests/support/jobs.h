@@ -15,6 +15,8 @@
 
 #include <paceline/executor.h>
 
+#include "support/seed.h"
+
 namespace paceline::testing {
 
 struct Job {
@@ -30,11 +32,6 @@ struct Outcome {
   std::vector<std::vector<TokenLogprob>> prompt_logprobs;  // by prompt token from the second on
   int32_t num_prompt_deliveries = 0;                       // of those
 };
-
-inline uint64_t seed_from_env(uint64_t fallback) {
-  const char* text = std::getenv("PACELINE_SEED");
-  return text != nullptr ? std::strtoull(text, nullptr, 10) : fallback;
-}
 
 inline std::vector<Job> random_jobs(std::mt19937_64& random, int32_t count, int32_t vocab,
                                     double temperature, int32_t longest_prompt = 60,

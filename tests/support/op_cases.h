@@ -26,15 +26,6 @@
 
 namespace paceline::testing {
 
-// PACELINE_SEED, or a fixed number.
-[[nodiscard]] inline uint64_t base_seed() {
-  static const uint64_t seed = [] {
-    const char* const text = std::getenv("PACELINE_SEED");
-    return text == nullptr ? uint64_t{20240607} : std::strtoull(text, nullptr, 10);
-  }();
-  return seed;
-}
-
 enum class Element : uint8_t { kF32, kBf16, kI32, kI64, kU64 };
 [[nodiscard]] int64_t element_bytes(Element element);
 [[nodiscard]] constexpr bool is_float(Element element) {

@@ -20,6 +20,7 @@
 
 #include "base/float_types.h"
 #include "device/cpu_context.h"
+#include "support/seed.h"
 
 namespace paceline::testing {
 
@@ -30,17 +31,6 @@ inline constexpr double kFloatEpsilon = 0x1p-24;
 // Row counts at which a row must have the bits that it has alone.
 inline constexpr int32_t kBatchSizes[] = {1,  2,  3,  4,  5,  7,  8,  9,   16,
                                           17, 31, 32, 33, 63, 64, 65, 128, 256};
-
-inline uint64_t base_seed() {
-  static const uint64_t seed = [] {
-    const char* const text = std::getenv("PACELINE_SEED");
-    return text == nullptr ? uint64_t{20240607} : std::strtoull(text, nullptr, 10);
-  }();
-  return seed;
-}
-
-#define TRACE_SEED() \
-  SCOPED_TRACE(::testing::Message() << "PACELINE_SEED=" << ::paceline::testing::base_seed())
 
 inline CpuContext context_of(int num_threads) {
   static std::map<int, ThreadPool> pools;
