@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from paceline.config import SpeculativeConfig
     from paceline.llm import LLM
     from paceline.outputs import RequestOutput
     from paceline.sampling import SamplingParams
@@ -183,7 +184,8 @@ def _add_generate(commands: Any) -> None:
     output.add_argument(
         "--compare",
         action="store_true",
-        help="run plain decoding too: the text must be the same, the report has both speeds",
+        help="run plain decoding too: the text must be the same, the report has both speeds; only "
+        "with a rejection_sample_method that promises that text",
     )
     output.add_argument(
         "--json", action="store_true", help="print one JSON object and nothing else"
@@ -302,8 +304,8 @@ def _run_generate(args: argparse.Namespace) -> int:
     speculative = None
     if speculative_config is not None:
         speculative = SpeculativeConfig.parse(speculative_config)
-    if args.compare and speculative is None:
-        raise ValueError("--compare needs a drafter; see --speculative-config")
+    if args.compare:
+        _check_comparable(speculative, params)
     # The demo's checkpoints are too small for a GPU to be of use.
     is_demo = args.model is None
     engine: dict[str, Any] = {
@@ -344,6 +346,25 @@ def _run_generate(args: argparse.Namespace) -> int:
         )
         return EXIT_SELF_CHECK
     return EXIT_OK
+
+
+def _check_comparable(speculative: SpeculativeConfig | None, params: SamplingParams) -> None:
+    """Refuses --compare where speculation may write other tokens than plain decoding by design."""
+    if speculative is None:
+        raise ValueError("--compare needs a drafter; see --speculative-config")
+    method = speculative.rejection_sample_method
+    allowed = "allowed: rejection_sample_method 'coupled'"
+    if method == "synthetic":
+        raise ValueError(
+            "--compare expects the text of plain decoding, but rejection_sample_method is "
+            f"'synthetic', whose verdicts are made up; {allowed}, or no --compare"
+        )
+    if method != "coupled" and params.temperature > 0:
+        raise ValueError(
+            f"--compare expects the text of plain decoding, but rejection_sample_method is "
+            f"{method!r} and temperature is {params.temperature:g}: the law is that of plain "
+            f"decoding, the tokens of a seed are not; {allowed}, or temperature 0, or no --compare"
+        )
 
 
 def _choose_model(args: argparse.Namespace) -> tuple[str, dict[str, Any] | str | None]:

@@ -14,9 +14,22 @@ import pytest
 import eagle_models
 import tiny_models
 from paceline import _core, cli
+from paceline.bench import cli as bench_cli
 from paceline.bench import latency, models
+from paceline.demo import demo_paths
 from paceline.loader import decoder_config, drafter_config
 from paceline.loader.drafters import Target
+
+# Of --speculative-config.
+NAMED = '{"model": "a", "num_speculative_tokens": 2}'
+LOOKED_UP = '{"method": "ngram", "num_speculative_tokens": 2}'
+STOPPING = json.dumps(
+    {
+        "model": "a",
+        "num_speculative_tokens": 2,
+        "x": {"draft_driver": "while", "draft_stop_threshold": 0.9},
+    }
+)
 
 QUICK = ["--concurrency", "1,3", "--input-len", "9", "--output-len", "16", "--rounds", "1"]
 
@@ -123,6 +136,50 @@ def test_demo_pair(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["device"] == "cpu" and report["accept_method"] == "coupled"
 
 
+def test_the_drafter_that_is_named_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    target = demo_paths("draft_model")[0]
+    named = json.dumps({"model": str(target), "num_speculative_tokens": 2})
+    assert bench("--demo", "--json", "--host-only", "--speculative-config", named) == 0
+    assert json.loads(capsys.readouterr().out)["draft"] == target.name
+
+
+@pytest.mark.parametrize(
+    ("source", "default"),
+    [
+        ([], "gemma3-10m"),
+        (["--demo"], str(demo_paths("draft_model")[1])),
+        (["--draft-config", "gemma3-270m"], "gemma3-270m"),
+        (["--demo", "--draft-config", "gemma3-270m"], "gemma3-270m"),
+    ],
+)
+def test_which_drafter(source: list[str], default: str) -> None:
+    def chosen(*extra: str) -> tuple[str | None, str | None, list[latency.Speculation]]:
+        argv = ["bench", "latency", *source, *extra]
+        return bench_cli._speculations(cli.build_parser().parse_args(argv))
+
+    draft, _, [speculation] = chosen()
+    assert draft == default
+    is_dummy = source != ["--demo"]
+    assert speculation == latency.Speculation(4, *(("synthetic", 2.2) if is_dummy else ()))
+    k2 = {"num_speculative_tokens": 2}
+    assert chosen("--speculative-config", json.dumps(k2)) == (
+        default, None, [latency.Speculation(2)]
+    )  # fmt: skip
+    if "--draft-config" not in source:
+        named = json.dumps({"model": "elsewhere", **k2})
+        assert chosen("--speculative-config", named)[0] == "elsewhere"
+        looked_up = json.dumps({"method": "ngram", **k2})
+        assert chosen("--speculative-config", looked_up)[0] is None
+
+
+def test_a_stop_threshold_goes_with_its_driver(config_dir: Path) -> None:
+    options = {"draft_driver": "while", "draft_stop_threshold": 0.9}
+    given = {"model": str(config_dir), "num_speculative_tokens": 2, "x": options}
+    argv = ["bench", "latency", "--speculative-config", json.dumps(given), "--drivers", "while"]
+    _, _, [speculation] = bench_cli._speculations(cli.build_parser().parse_args(argv))
+    assert (speculation.draft_driver, speculation.draft_stop_threshold) == ("while", 0.9)
+
+
 @pytest.mark.parametrize("layout", ["eagle", "eagle3", "speculators"])
 @pytest.mark.parametrize("source", ["--model", "--config"])
 def test_heads(layout: str, source: str, tmp_path: Path) -> None:
@@ -186,6 +243,19 @@ def test_samplings(config_dir: Path, tmp_path: Path) -> None:
     assert len(report["speedup"]) == 2
 
 
+def test_samplings_run_as_they_are_checked(
+    config_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # All of a vocabulary has two names, and a minimum goes up to the length that is asked for.
+    given = ["--sampling", '{"top_k": -1}', "--sampling", '{"min_tokens": 20}']
+    argv = ["--config", str(config_dir), "--concurrency", "2", "--output-len", "20", "--json"]
+    assert bench(*argv, *given) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["workload"]["sampling"] for row in rows] == [
+        {"temperature": 0, "top_k": 0}, {"temperature": 0, "min_tokens": 20}
+    ]  # fmt: skip
+
+
 # ---- traces ------------------------------------------------------------------------------------
 
 
@@ -216,6 +286,47 @@ def test_trace(config_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert table["rows"][0]["kernels"] == kernels[::-1]
 
 
+# ---- requests that fail ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def broken_dir(tmp_path: Path) -> Path:
+    """A checkpoint whose logits are no numbers."""
+    source = tiny_models.make(tiny_models.TinySpec("gemma3", seed=3))
+    out = tiny_models.copy_checkpoint(source, tmp_path / "broken")
+    tensors = tiny_models.load_tensors(source)
+    norm = next(name for name in tensors if name.endswith("model.norm.weight"))
+    tensors[norm] = tensors[norm] * float("nan")
+    tiny_models.save_tensors(out, tensors)
+    return out
+
+
+def test_a_failed_request_is_no_measurement(broken_dir: Path) -> None:
+    model = models.load(str(broken_dir), dummy=False)
+    workload = latency.Workload(2, 4, 6)
+    steps = (
+        lambda executor: latency._first_token_seconds(executor, workload, 128),
+        lambda executor: latency._run_once(executor, workload, 128, seed=1),
+        lambda executor: latency._trace(executor, workload, 128),
+    )
+    for step in steps:
+        executor = latency.make_executor(model, None, None, workload)
+        try:
+            with pytest.raises(RuntimeError, match=r"request of the bench ended by error: .*NaN"):
+                step(executor)
+        finally:
+            executor.close()
+
+
+def test_a_failed_engine_ends_the_command(
+    broken_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench("--model", str(broken_dir)) == cli.EXIT_FAILURE
+    captured = capsys.readouterr()
+    assert "paceline: error: a request of the bench ended by error" in captured.err
+    assert captured.out == ""
+
+
 # ---- refusals ----------------------------------------------------------------------------------
 
 
@@ -236,9 +347,39 @@ def test_trace(config_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (["--model", "qwen3-8b"], "use --config qwen3-8b"),
         (["--speculative-config", "{"], "no valid JSON"),
         (["--speculative-config", '{"model": "a"}'], "num_speculative_tokens"),
+        (
+            ["--draft-config", "gemma3-10m", "--speculative-config", NAMED],
+            "--draft-config is 'gemma3-10m', but speculative_config['model'] is 'a'",
+        ),
+        (
+            ["--draft-config", "gemma3-10m", "--speculative-config", LOOKED_UP],
+            "--draft-config is 'gemma3-10m', but method is 'ngram'",
+        ),
+        (
+            ["--drivers", "replay", "--speculative-config", STOPPING],
+            "drivers is 'replay': speculative_config['x']['draft_stop_threshold'] is 0.9",
+        ),
+        (["--drivers", "while,unrolled", "--speculative-config", STOPPING], "is 'unrolled'"),
+        (["--sampling", '{"min_tokens": 17}'], "output_len = 16: min_tokens is 17; allowed: 0 to"),
+        (["--output-len", "8", "--sampling", '{"min_tokens": 10}'], "max_tokens = 8"),
+        (["--temperature", "-1"], "temperature is -1"),
+        (["--json", "no/such/bench.json"], "--json is 'no/such/bench.json'"),
+        (["--json", "."], "--json is '.'"),
+        (["--trace", "no/such/trace.json"], "--trace is 'no/such/trace.json'"),
     ],
 )
-def test_refusals(extra: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals(
+    extra: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def load(source: str, **_: Any) -> models.BenchModel:
+        # What is left to refuse here is the name alone.
+        assert "nonesuch" in source, "loaded before all arguments were checked"
+        return models.load(source, dummy=True)
+
+    monkeypatch.setattr(bench_cli, "load", load)
     assert bench(*extra) == 2
     captured = capsys.readouterr()
     assert message in captured.err and captured.out == ""
@@ -296,6 +437,26 @@ def test_bytes_and_arithmetic_of_an_iteration(config_dir: Path) -> None:
     kv = models.kv_bytes_read(model.config, 24, 4)
     assert kv == 2 * 2 * 16 * 4 * (8 + 8 + 24)
     assert latency._iteration_kv_bytes(model, model, k, workload) == 5 * (1 + k) * kv
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_rows"),
+    [("draft_model", 2 + 2), ("eagle", 4 + 2), ("eagle3", 4 + 2), ("gemma4_mtp", 1 + 2)],
+)
+def test_rows_of_a_drafter(config_dir: Path, kind: str, num_rows: int) -> None:
+    # In the first pass, with k = 3, then one in each of two more.
+    model = models.load(str(config_dir), dummy=True)
+    workload = latency.Workload(concurrency=5, input_len=20, output_len=8)
+    head = {"kind": kind, "draft_vocab_size": 100, "target_hidden_size": 64, "aux_layers": [1]}
+    drafter = {} if kind == "draft_model" else {"drafter": head}
+    config = model.config | drafter
+    draft = replace(model, loaded=replace(model.loaded, config=config))
+    alone = latency._iteration_flops(model, None, 3, workload)
+    added = latency._iteration_flops(model, draft, 3, workload) - alone
+    row = 2 * models.count_body_parameters(config) + models.attention_flops(config, 24)
+    assert added == 5 * (num_rows * row + 3 * 2 * models.count_head_parameters(config))
+    # Prompt lookup verifies and computes nothing else.
+    assert alone == 4 * latency._iteration_flops(model, None, 0, workload)
 
 
 def test_workloads_take_turns_on_one_engine(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import paceline
 from paceline import LLM, ModelNotFoundError, SamplingParams, _core, cli, demo, doctor
 from paceline.device import find_cublaslt
+from paceline.outputs import RequestOutput
 
 PROMPT = "x = "
 
@@ -188,18 +190,57 @@ def test_compare(generate: list[str], temperature: str, capsys: pytest.CaptureFi
 
 
 def test_compare_notices_a_difference(
-    generate: list[str],
-    speculative_config: dict[str, Any],
-    capsys: pytest.CaptureFixture[str],
+    generate: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Synthetic verdicts keep drafts that are wrong.
-    wrong = speculative_config | {
-        "rejection_sample_method": "synthetic",
-        "synthetic_acceptance_length": 5,
-    }
-    assert cli.main([*generate[:-1], json.dumps(wrong), "--compare"]) == cli.EXIT_SELF_CHECK
+    stream_text = cli._stream_text
+
+    def stream(llm: LLM, args: Any, params: SamplingParams, *, is_shown: bool) -> RequestOutput:
+        if llm.draft is None:  # plain decoding writes something else
+            params = replace(params, max_tokens=params.max_tokens - 1)
+        return stream_text(llm, args, params, is_shown=is_shown)
+
+    monkeypatch.setattr(cli, "_stream_text", stream)
+    assert cli.main([*generate, "--compare"]) == cli.EXIT_SELF_CHECK
     captured = capsys.readouterr()
     assert "DIFFERENT" in captured.out and "different tokens" in captured.err
+
+
+SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "temperature", "messages"),
+    [
+        ({"rejection_sample_method": "standard"}, "0.5", ["'standard'", "temperature is 0.5"]),
+        ({"rejection_sample_method": "block"}, "1", ["'block'", "or temperature 0"]),
+        (SYNTHETIC, "0", ["'synthetic'", "made up"]),
+        (SYNTHETIC, "1", ["'synthetic'", "made up"]),
+    ],
+)
+def test_compare_refuses_what_differs_by_design(
+    generate: list[str],
+    speculative_config: dict[str, Any],
+    changes: dict[str, Any],
+    temperature: str,
+    messages: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delattr("paceline.llm.load_checkpoint")  # nothing is loaded
+    argv = [*generate[:-1], json.dumps(speculative_config | changes), "--temperature", temperature]
+    assert cli.main([*argv, "--compare"]) == cli.EXIT_USAGE
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    for message in (*messages, "--compare", "allowed: rejection_sample_method 'coupled'"):
+        assert message in captured.err
+
+
+def test_compare_of_ratios_at_temperature_0(
+    generate: list[str], speculative_config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    exact = json.dumps(speculative_config | {"rejection_sample_method": "block"})
+    assert cli.main([*generate[:-1], exact, "--compare"]) == 0
+    assert "the same text" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

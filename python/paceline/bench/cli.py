@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import os
 import sys
 import time
 import uuid
@@ -43,8 +44,13 @@ _SAMPLING: Final = (
     "frequency_penalty", "min_tokens",
 )  # fmt: skip
 
-# How drafts are judged where nobody says: dummy weights would agree on nothing.
-_DUMMY_SPECULATION: Final = Speculation(4, "synthetic", 2.2)
+# How drafts are made and judged where nobody says. Dummy weights would agree on nothing.
+_DEFAULT_SPECULATION: Final[dict[str, Any]] = {"num_speculative_tokens": 4}
+_DUMMY_SPECULATION: Final[dict[str, Any]] = {
+    **_DEFAULT_SPECULATION,
+    "rejection_sample_method": "synthetic",
+    "synthetic_acceptance_length": 2.2,
+}
 
 
 @dataclass(frozen=True)
@@ -118,7 +124,8 @@ def add_parser(commands: Any) -> None:
     latency.add_argument(
         "--drivers",
         metavar="LIST",
-        help="who replays the draft step, one row each: of " + ", ".join(DRAFT_DRIVERS),
+        help="who replays the draft step, one row each, instead of 'draft_driver' in "
+        "--speculative-config: of " + ", ".join(DRAFT_DRIVERS),
     )
     latency.add_argument("--num-threads", type=int, default=0, metavar="N")
     latency.add_argument("--rounds", type=int, default=3, metavar="N")
@@ -146,6 +153,9 @@ def run_latency(args: argparse.Namespace) -> int:
     for option in ("input_len", "output_len", "rounds"):
         check_int(option, getattr(args, option), 1)
     samplings = _parse_samplings(args)
+    for option, path in (("--json", args.json), ("--trace", args.trace)):
+        if path is not None and (option, path) != ("--json", "-"):
+            _check_can_write(option, path)
     is_quiet = args.json == "-"
     setup = _set_up(args, started)
     run_id = uuid.uuid4().hex[:12]
@@ -207,7 +217,11 @@ def _parse_concurrency(text: str) -> list[int]:
 
 
 def _parse_samplings(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """What --sampling and --temperature ask for; at least one entry, each with a temperature."""
+    """What --sampling and --temperature ask for; at least one entry, each with a temperature.
+
+    Values are those that `SamplingParams` keeps, under the names that were given: the engine takes
+    both as they are.
+    """
     samplings: list[dict[str, Any]]
     if args.sampling is None:
         samplings = [{"temperature": 0.0 if args.temperature is None else args.temperature}]
@@ -218,9 +232,17 @@ def _parse_samplings(args: argparse.Namespace) -> list[dict[str, Any]]:
         )
     else:
         samplings = [_parse_sampling(text) for text in args.sampling]
-    for sampling in samplings:
-        SamplingParams(**sampling)  # refuses values out of range
-    return samplings
+    return [_check_sampling(sampling, args.output_len) for sampling in samplings]
+
+
+def _check_sampling(sampling: dict[str, Any], output_len: int) -> dict[str, Any]:
+    try:
+        params = SamplingParams(**sampling, max_tokens=output_len)
+    except ValueError as error:
+        raise ValueError(
+            f"sampling is {sampling} and max_tokens is output_len = {output_len}: {error}"
+        ) from None
+    return {name: getattr(params, name) for name in sampling}
 
 
 def _parse_sampling(text: str) -> dict[str, Any]:
@@ -241,6 +263,23 @@ def _parse_drivers(text: str) -> list[str]:
         if name not in DRAFT_DRIVERS:
             raise ValueError(f"drivers is {text!r}; allowed: a list of {quoted(DRAFT_DRIVERS)}")
     return names
+
+
+def _check_can_write(option: str, path: str) -> None:
+    """Before anything runs: the file is written after the first row only."""
+    file = Path(path)
+    if file.is_dir():
+        reason = "which is a folder"
+    elif not file.parent.is_dir():
+        reason = f"but there is no folder {str(file.parent)!r}"
+    elif not os.access(file if file.exists() else file.parent, os.W_OK):
+        reason = "which may not be written"
+    else:
+        return
+    raise ValueError(
+        f"{option} is {path!r}, {reason}; allowed: a file that may be written, in a folder that "
+        "exists"
+    )
 
 
 def _measure_read_bandwidth(device: str, num_threads: int) -> float:
@@ -292,69 +331,82 @@ def _speculations(
     args: argparse.Namespace,
 ) -> tuple[str | None, str | None, list[Speculation]]:
     """The drafter's folder or name, what it is, and one way to speculate for each driver."""
-    default_draft = None
-    method = None
+    default_draft, default_options = None, _DUMMY_SPECULATION
     if args.draft_config is not None:
         default_draft = args.draft_config
     elif args.demo:
         from paceline.demo import demo_paths
 
-        default_draft = str(demo_paths("draft_model")[1])
+        default_draft, default_options = str(demo_paths("draft_model")[1]), _DEFAULT_SPECULATION
     elif args.model is None and args.config is None:
         default_draft = "gemma3-10m"
     if args.speculative_config is not None:
-        config = _parse_speculative_config(args.speculative_config, default_draft)
-        method = config.method
-        draft = None if method == "ngram" else default_draft or config.model
-        base = Speculation(
-            config.num_speculative_tokens,
-            config.rejection_sample_method,
-            config.synthetic_acceptance_length or 0.0,
-            config.draft_driver,
-            config.draft_stop_threshold,
-            (config.prompt_lookup_min or 0) if method == "ngram" else 0,
-            (config.prompt_lookup_max or 0) if method == "ngram" else 0,
-            config.draft_position,
-            config.draft_sample_method == "probabilistic",
-            config.draft_proposals or 0,
+        config = _parse_speculative_config(args, default_draft)
+    elif default_draft is not None:
+        config = SpeculativeConfig.parse({"model": default_draft, **default_options})
+    elif args.drivers is not None:
+        raise ValueError(
+            f"drivers is {args.drivers!r}, but nothing is drafted; give a drafter with "
+            "--speculative-config or --draft-config"
         )
-    elif default_draft is None:
-        if args.drivers is not None:
-            raise ValueError(
-                f"drivers is {args.drivers!r}, but nothing is drafted; give a drafter with "
-                "--speculative-config or --draft-config"
-            )
-        return None, None, []
     else:
-        draft = default_draft
-        base = _DUMMY_SPECULATION if not args.demo else Speculation(4)
-    if args.drivers is None:
-        return draft, method, [base]
-    # The threshold belongs to the one driver that can stop early.
-    return (
-        draft,
-        method,
-        [
-            dataclasses.replace(
-                base,
-                draft_driver=driver,
-                draft_stop_threshold=base.draft_stop_threshold if driver == "while" else 0.0,
-            )
-            for driver in _parse_drivers(args.drivers)
-        ],
-    )
-
-
-def _parse_speculative_config(text: str, default_draft: str | None) -> SpeculativeConfig:
-    """Reads --speculative-config, in which the drafter may be left out where there is a default."""
-    if default_draft is not None:
+        return None, None, []
+    configs = [config]
+    if args.drivers is not None:
+        drivers = _parse_drivers(args.drivers)
         try:
-            values = json.loads(text)
-        except json.JSONDecodeError:
-            values = None  # refused below, with a message
-        if isinstance(values, dict) and values.get("method") != "ngram":
-            text = json.dumps({"model": default_draft} | values)
-    return SpeculativeConfig.parse(text)
+            configs = [dataclasses.replace(config, draft_driver=driver) for driver in drivers]
+        except ValueError as error:  # a stop threshold belongs to one driver alone
+            raise ValueError(f"drivers is {args.drivers!r}: {error}") from None
+    return config.model, config.method, [_speculation(config) for config in configs]
+
+
+def _parse_speculative_config(
+    args: argparse.Namespace, default_draft: str | None
+) -> SpeculativeConfig:
+    """Reads --speculative-config, in which the drafter may be left out where there is a default."""
+    text = args.speculative_config
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError:
+        values = None
+    if not isinstance(values, dict):
+        return SpeculativeConfig.parse(text)  # refuses
+    if args.draft_config is not None:
+        _check_names_no_drafter(values, args.draft_config)
+    if default_draft is not None and values.get("method") != "ngram":
+        values = {"model": default_draft} | values
+    return SpeculativeConfig.parse(values)
+
+
+def _check_names_no_drafter(values: dict[str, Any], draft_config: str) -> None:
+    """Refuses what would leave --draft-config without a meaning."""
+    given = f"--draft-config is {draft_config!r}"
+    if values.get("method") == "ngram":
+        raise ValueError(
+            f"{given}, but method is 'ngram', which looks drafts up in the text and has no model; "
+            "leave out --draft-config, or name another method"
+        )
+    if "model" in values:
+        raise ValueError(
+            f"{given}, but speculative_config['model'] is {values['model']!r}; allowed: one of "
+            "the two (--draft-config has dummy weights)"
+        )
+
+
+def _speculation(config: SpeculativeConfig) -> Speculation:
+    return Speculation(
+        config.num_speculative_tokens,
+        config.rejection_sample_method,
+        config.synthetic_acceptance_length or 0.0,
+        config.draft_driver,
+        config.draft_stop_threshold,
+        config.prompt_lookup_min or 0,
+        config.prompt_lookup_max or 0,
+        config.draft_position,
+        config.draft_sample_method == "probabilistic",
+        config.draft_proposals or 0,
+    )
 
 
 def _variants(setup: _Setup) -> Iterator[tuple[str, BenchModel | None, Speculation | None]]:

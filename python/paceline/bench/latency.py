@@ -218,6 +218,7 @@ def measure(
 
     Raises:
         ValueError: There is no workload, or they differ in more than `sampling`.
+        RuntimeError: A request failed; says why.
     """
     if len({(w.concurrency, w.input_len, w.output_len) for w in workloads}) != 1:
         raise ValueError(
@@ -303,9 +304,24 @@ def _iteration_flops(
 
     total = one(target, k + 1, k + 1)
     if draft is not None:
-        # Two rows a sequence in the first pass, one in each later step; logits of one in each.
-        total += one(draft, k + 1, k)
+        # One row a sequence in each later step; logits of one in every pass.
+        total += one(draft, _num_first_rows(draft, k) + k - 1, k)
     return int(workload.concurrency * total)
+
+
+def _num_first_rows(draft: BenchModel, k: int) -> int:
+    """Rows of a decoding sequence in the drafter's first pass.
+
+    `SpecTraits::first_rows` in cpp/src/speculate/speculator.h says which rows, `traits_for` in
+    speculator.cc which drafter has which traits, and `first_rows_per_decode` in
+    cpp/src/batch/batch_builder.h how many rows that is.
+    """
+    head = draft.config.get("drafter")
+    if head is None:
+        return 2  # kNewest: the last accepted token and the new one
+    if head["kind"] == "gemma4_mtp":
+        return 1  # kLast
+    return k + 1  # kWindow, of EAGLE and EAGLE-3: the rows of the verify pass
 
 
 @dataclass(frozen=True)
@@ -402,6 +418,23 @@ def _add(executor: _core.Executor, workload: Workload, vocab: int, rng: random.R
     return request
 
 
+def _has_ended(event: _core.RequestEvent, *, is_cancelled: bool = False) -> bool:
+    """Whether this is a request's last event.
+
+    Raises:
+        RuntimeError: It ended neither by its length nor, `is_cancelled`, because it was told to:
+            what was measured of it is no measurement.
+    """
+    reason = event.finish_reason
+    if reason is None:
+        return False
+    if reason == "length" or (is_cancelled and reason == "cancelled"):
+        return True
+    raise RuntimeError(
+        f"a request of the bench ended by {reason}: {event.error or 'the engine gives no reason'}"
+    )
+
+
 def _first_token_seconds(executor: _core.Executor, workload: Workload, vocab: int) -> float:
     """Runs one request; from its arrival to the delivery of its first token."""
     begin = time.monotonic()
@@ -412,8 +445,8 @@ def _first_token_seconds(executor: _core.Executor, workload: Workload, vocab: in
             if seconds is None and event.token_ids:
                 seconds = time.monotonic() - begin
                 executor.cancel(request)
-            if event.finish_reason is not None:
-                assert seconds is not None, event.error or event.finish_reason
+            if _has_ended(event, is_cancelled=True):
+                assert seconds is not None  # it is cancelled after its first token
                 return seconds
 
 
@@ -430,7 +463,7 @@ def _run_once(executor: _core.Executor, workload: Workload, vocab: int, *, seed:
                 decode_events += 1
                 decode_tokens += len(event.token_ids)
             seen.add(event.id)
-            if event.finish_reason is not None:
+            if _has_ended(event):
                 ids.discard(event.id)
                 last.append(event)
     begin = max(event.first_token_us for event in last)
@@ -455,7 +488,7 @@ def _trace(executor: _core.Executor, workload: Workload, vocab: int) -> list[dic
         for event in executor.poll(1000):
             if event.token_ids:
                 without_token.discard(event.id)
-            if event.finish_reason is not None:
+            if _has_ended(event, is_cancelled=kernels is not None):
                 ids.discard(event.id)
                 without_token.discard(event.id)
         if kernels is None and not without_token:
