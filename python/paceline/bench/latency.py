@@ -406,16 +406,23 @@ def _sum_up(
     )
 
 
-def _add(executor: _core.Executor, workload: Workload, vocab: int, rng: random.Random) -> int:
-    prompt = [rng.randrange(vocab) for _ in range(workload.input_len)]
-    request = executor.add_request(
-        prompt,
-        seed=rng.randrange(2**32),
-        max_tokens=workload.output_len,
-        **{"temperature": 0.0, **workload.sampling},
-    )
-    assert request is not None  # the queue has no bound
-    return request
+def _queue(
+    executor: _core.Executor, count: int, workload: Workload, vocab: int, rng: random.Random
+) -> list[int]:
+    """Queues requests that can begin in the same iteration; returns their ids."""
+    requests = [
+        _core.Request(
+            [rng.randrange(vocab) for _ in range(workload.input_len)],
+            seed=rng.randrange(2**32),
+            max_tokens=workload.output_len,
+            **{"temperature": 0.0, **workload.sampling},
+        )
+        for _ in range(count)
+    ]
+    ids: list[int] = []
+    is_queued = executor.add_requests(requests, ids)
+    assert is_queued  # the queue has no bound
+    return ids
 
 
 def _has_ended(event: _core.RequestEvent, *, is_cancelled: bool = False) -> bool:
@@ -439,7 +446,7 @@ def _first_token_seconds(executor: _core.Executor, workload: Workload, vocab: in
     """Runs one request; from its arrival to the delivery of its first token."""
     begin = time.monotonic()
     seconds = None
-    request = _add(executor, workload, vocab, random.Random(-1))
+    (request,) = _queue(executor, 1, workload, vocab, random.Random(-1))
     while True:
         for event in executor.poll(1000):
             if seconds is None and event.token_ids:
@@ -452,7 +459,7 @@ def _first_token_seconds(executor: _core.Executor, workload: Workload, vocab: in
 
 def _run_once(executor: _core.Executor, workload: Workload, vocab: int, *, seed: int) -> _Run:
     rng = random.Random(seed)
-    ids = {_add(executor, workload, vocab, rng) for _ in range(workload.concurrency)}
+    ids = set(_queue(executor, workload.concurrency, workload, vocab, rng))
     last = []
     decode_events = 0
     decode_tokens = 0
@@ -481,7 +488,7 @@ def _run_once(executor: _core.Executor, workload: Workload, vocab: int, *, seed:
 def _trace(executor: _core.Executor, workload: Workload, vocab: int) -> list[dict[str, Any]]:
     """Times the kernels of an iteration in which all requests decode."""
     rng = random.Random(0)
-    ids = {_add(executor, workload, vocab, rng) for _ in range(workload.concurrency)}
+    ids = set(_queue(executor, workload.concurrency, workload, vocab, rng))
     without_token = set(ids)
     kernels: list[dict[str, Any]] | None = None
     while ids:
