@@ -23,7 +23,6 @@ MAX_LOGPROBS: Final = 64
 METHODS: Final = ("draft_model", "eagle", "eagle3", "gemma4_mtp", "ngram")
 LATER_METHODS: Final = ("mtp", "suffix")
 REJECTION_SAMPLE_METHODS: Final = ("coupled", "standard", "block", "synthetic")
-LATER_REJECTION_SAMPLE_METHODS: Final[tuple[str, ...]] = ()
 DRAFT_SAMPLE_METHODS: Final = ("probabilistic", "greedy")
 DRAFT_DRIVERS: Final = ("unrolled", "replay", "while", "eager")
 DRAFT_POSITIONS: Final = ("last", "next")
@@ -239,7 +238,6 @@ class SpeculativeConfig:
             "speculative_config['rejection_sample_method']",
             self.rejection_sample_method,
             REJECTION_SAMPLE_METHODS,
-            LATER_REJECTION_SAMPLE_METHODS,
         )
         self._check_synthetic_length(k)
         self._check_draft_sampling()

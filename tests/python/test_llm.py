@@ -398,6 +398,8 @@ def test_reports_are_plain_data(llm: LLM) -> None:
         ("draft", "full"),
     ]
     abilities = json.loads(json.dumps(llm.capabilities()))
+    assert abilities["draft_sample_methods"] == ["probabilistic", "greedy"]
+    assert abilities["max_draft_proposals"] == 256
     assert abilities["methods"] == ["draft_model", "eagle", "eagle3", "gemma4_mtp", "ngram"]
     assert abilities["later_methods"] == ["mtp", "suffix"]
     assert abilities["draft_positions"] == ["last", "next"]
