@@ -9,12 +9,16 @@ NotImplementedError.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import json
 import math
 import operator
 import os
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, ParamSpec
+
+_P = ParamSpec("_P")
 
 MAX_SPECULATIVE_TOKENS: Final = 16
 MAX_SEED: Final = 2**64 - 1
@@ -148,6 +152,32 @@ def check_device(device: Any) -> None:
         status = _core.cuda_status()
         if not status["is_usable"]:
             raise NotImplementedError(f"device is 'cuda': {status['reason']}")
+
+
+def check_keywords(owner: str, given: Iterable[str], allowed: Sequence[str]) -> None:
+    """Names what exists when a keyword that other engines take does not.
+
+    Raises:
+        TypeError: One of `given` is not in `allowed`.
+    """
+    for key in given:
+        if key not in allowed:
+            raise TypeError(
+                f"{owner} has no parameter {key!r} in this version; it has: {', '.join(allowed)}"
+            )
+
+
+def checks_keywords(init: Callable[_P, None]) -> Callable[_P, None]:
+    """Decorates an `__init__` so that it refuses unknown keywords as `check_keywords` does."""
+    owner = init.__qualname__.split(".")[0]
+    allowed = list(inspect.signature(init).parameters)[1:]
+
+    @functools.wraps(init)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        check_keywords(owner, kwargs, allowed)
+        init(*args, **kwargs)
+
+    return checked
 
 
 def _check_finite(key: str, value: Any, allowed: str) -> float:

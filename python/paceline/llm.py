@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import threading
@@ -27,6 +28,8 @@ from paceline.config import (
     EngineConfig,
     SpeculativeConfig,
     check_choice,
+    check_keywords,
+    checks_keywords,
 )
 from paceline.detokenizer import IncrementalDetokenizer
 from paceline.device import capture_progress, resolve_device, usable_devices
@@ -77,6 +80,7 @@ class LLM:
         max_model_len: Most tokens of prompt and output of one request.
     """
 
+    @checks_keywords
     def __init__(
         self,
         model: str | os.PathLike[str],
@@ -214,6 +218,7 @@ class LLM:
         Raises:
             ValueError: As for `LLM`.
         """
+        check_keywords("EngineConfig", engine, [f.name for f in dataclasses.fields(EngineConfig)])
         config = EngineConfig(**engine)
         speculative = None
         if speculative_config is not None:

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from paceline.config import MAX_LOGPROBS, MAX_SEED, check_int
+from paceline.config import MAX_LOGPROBS, MAX_SEED, check_int, check_keywords
 
 MAX_STOP_TOKEN_IDS: Final = 8
 MAX_STOP_STRINGS: Final = 16
@@ -24,16 +24,11 @@ _MAX_TEMPERATURE: Final = 1e6  # C++: kMaxTemperature
 
 
 class _RefuseUnknownKeywords(type):
-    """Names what exists when a keyword that other engines take is not there yet."""
+    """See `check_keywords`; a dataclass has no `__init__` to decorate."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        allowed = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-        for key in kwargs:
-            if key not in allowed:
-                raise TypeError(
-                    f"SamplingParams has no parameter {key!r} in this version; "
-                    f"it has: {', '.join(allowed)}"
-                )
+        fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+        check_keywords(cls.__name__, kwargs, [field.name for field in fields])
         return super().__call__(*args, **kwargs)
 
 

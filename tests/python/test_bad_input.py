@@ -6,6 +6,7 @@ Broken checkpoints are in test_loader_*.py, configurations in test_config.py.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable
@@ -481,3 +482,12 @@ def test_a_drafter_is_looked_at_before_the_target_is_read(
     with pytest.raises(ModelNotFoundError, match="no such folder"):
         LLM(target_dir, speculative_config=config)
     refuses(lambda: LLM(target_dir, max_num_batched_tokens=3), "max_num_batched_tokens is 3")
+
+
+def test_arguments_of_other_engines(target_dir: Path) -> None:
+    part = "LLM has no parameter 'gpu_memory_utilization' in this version; it has: model, "
+    refuses(lambda: LLM(target_dir, gpu_memory_utilization=0.9), part, kind=TypeError)  # type: ignore[call-arg]
+    loaded = load_checkpoint(target_dir)
+    part = "EngineConfig has no parameter 'enforce_eager' in this version; it has: device, "
+    refuses(lambda: LLM.from_loaded(loaded, enforce_eager=True), part, kind=TypeError)
+    assert list(inspect.signature(LLM).parameters)[:2] == ["model", "speculative_config"]
