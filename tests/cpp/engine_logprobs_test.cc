@@ -24,6 +24,7 @@ using testing::Job;
 using testing::mix_logprobs;
 using testing::mix_sampling;
 using testing::Outcome;
+using testing::Pick;
 using testing::random_jobs;
 using testing::run;
 using testing::same_logprobs;
@@ -65,10 +66,7 @@ TEST(EngineLogprobs, SpeculativeEqualsPlain) {
   for (uint64_t seed = first_seed; seed < first_seed + 40; ++seed) {
     SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
     std::mt19937_64 random(seed);
-    const auto pick = [&](auto... values) {
-      const std::array all = {values...};
-      return all[random() % all.size()];
-    };
+    const Pick pick{random};
     TinyModel shape;
     shape.windows = random() % 2 == 0 ? std::vector<int32_t>{8, 0, 8} : std::vector<int32_t>{0, 20};
     shape.is_gemma = random() % 2 == 0;

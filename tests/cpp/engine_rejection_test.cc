@@ -68,14 +68,10 @@ TEST(RejectingEngine, OraclesAreKept) {
       options.max_model_len = 200;
       std::mt19937_64 random(3);
       Executor executor(raw.build(), head, options);
-      int64_t accepted = 0;
-      int64_t drafted = 0;
-      for (const Outcome& outcome : run(executor, random_jobs(random, 60, 64, 1.0))) {
-        accepted += outcome.counters.num_accepted_tokens;
-        drafted += outcome.counters.num_draft_tokens;
-      }
-      EXPECT_GT(drafted, 500);
-      EXPECT_GE(accepted, drafted * 99 / 100) << "drafter " << static_cast<int>(kind);
+      Tally tally;
+      tally.add(executor, run(executor, random_jobs(random, 60, 64, 1.0)));
+      EXPECT_GT(tally.drafted, 500);
+      EXPECT_GE(tally.accepted, tally.drafted * 99 / 100) << "drafter " << static_cast<int>(kind);
     }
   }
 }
@@ -87,10 +83,7 @@ TEST(RejectingEngine, EqualsPlainAtTemperatureZero) {
   for (uint64_t seed = first_seed; seed < first_seed + 40; ++seed) {
     SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
     std::mt19937_64 random(seed);
-    const auto pick = [&](auto... values) {
-      const std::array all = {values...};
-      return all[random() % all.size()];
-    };
+    const Pick pick{random};
     const size_t which = seed % (heads.size() + 4);
     const TinyModel shape = {.windows = {8, 0, 20}, .is_gemma = random() % 2 == 0};
     const bool has_head = which < heads.size();

@@ -31,6 +31,7 @@ using testing::Job;
 using testing::make_gemma4;
 using testing::mix_sampling;
 using testing::Outcome;
+using testing::Pick;
 using testing::random_jobs;
 using testing::run;
 using testing::seed_from_env;
@@ -72,10 +73,7 @@ TEST(Engine, SpeculativeEqualsPlain) {
   for (uint64_t seed = first_seed; seed < first_seed + 60; ++seed) {
     SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
     std::mt19937_64 random(seed);
-    const auto pick = [&](auto... values) {
-      const std::array all = {values...};
-      return all[random() % all.size()];
-    };
+    const Pick pick{random};
     TinyModel shape;
     shape.windows = pick(0, 1, 2) == 0  ? std::vector<int32_t>{0, 0}
                     : random() % 2 == 0 ? std::vector<int32_t>{8, 0, 8}

@@ -37,6 +37,7 @@ using testing::Oracle;
 using testing::oracle_head;
 using testing::oracle_target;
 using testing::Outcome;
+using testing::Pick;
 using testing::random_jobs;
 using testing::random_raw_head;
 using testing::random_raw_model;
@@ -105,10 +106,7 @@ TEST(Fork, SamplesEqualRequestsOfTheirOwn) {
   for (uint64_t seed = first_seed; seed < first_seed + 72; ++seed) {
     SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
     std::mt19937_64 random(seed + 1000);
-    const auto pick = [&](auto... values) {
-      const std::array all = {values...};
-      return all[random() % all.size()];
-    };
+    const Pick pick{random};
     const Models models = random_models(seed);
     const double temperature = pick(0.0, 0.7, 1.0, 1.0);
     std::vector<Job> bare = random_jobs(random, pick(1, 3, 8), 64, temperature, 80, 80);

@@ -35,6 +35,7 @@ using testing::Oracle;
 using testing::oracle_head;
 using testing::oracle_target;
 using testing::Outcome;
+using testing::Pick;
 using testing::random_jobs;
 using testing::random_raw_head;
 using testing::random_raw_model;
@@ -326,10 +327,7 @@ TEST(Head, SpeculativeEqualsPlain) {
   for (uint64_t seed = first_seed; seed < first_seed + 48; ++seed) {
     SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
     std::mt19937_64 random(seed);
-    const auto pick = [&](auto... values) {
-      const std::array all = {values...};
-      return all[random() % all.size()];
-    };
+    const Pick pick{random};
     const std::vector<TinyHead> heads = all_heads();
     const auto which = static_cast<size_t>(seed % (heads.size() + 3));
     const bool is_ngram = which >= heads.size();

@@ -31,6 +31,7 @@ using testing::mix_logprobs;
 using testing::mix_sampling;
 using testing::most_shared_tokens;
 using testing::Outcome;
+using testing::Pick;
 using testing::random_jobs;
 using testing::run;
 using testing::run_samples;
@@ -106,10 +107,7 @@ TEST_F(CudaEngine, SpeculativeEqualsPlain) {
   for (uint64_t seed = first_seed; seed < first_seed + num_cells; ++seed) {
     SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
     std::mt19937_64 random(seed);
-    const auto pick = [&](auto... values) {
-      const std::array all = {values...};
-      return all[random() % all.size()];
-    };
+    const Pick pick{random};
     TinyModel shape = shape_of(pick(0, 1, 2) == 0  ? std::vector<int32_t>{0, 0}
                                : random() % 2 == 0 ? std::vector<int32_t>{8, 0, 140}
                                                    : std::vector<int32_t>{20, 200});
@@ -269,10 +267,7 @@ TEST_F(CudaEngine, SamplesEqualRequestsOfTheirOwn) {
   for (uint64_t seed = first_seed; seed < first_seed + num_cells; ++seed) {
     SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
     std::mt19937_64 random(seed);
-    const auto pick = [&](auto... values) {
-      const std::array all = {values...};
-      return all[random() % all.size()];
-    };
+    const Pick pick{random};
     TinyModel shape = shape_of(random() % 3 == 0   ? std::vector<int32_t>{0, 0}
                                : random() % 2 == 0 ? std::vector<int32_t>{8, 0, 140}
                                                    : std::vector<int32_t>{20, 200});

@@ -27,6 +27,7 @@ using testing::Oracle;
 using testing::oracle_head;
 using testing::oracle_target;
 using testing::Outcome;
+using testing::Pick;
 using testing::random_jobs;
 using testing::random_raw_head;
 using testing::random_raw_model;
@@ -114,14 +115,10 @@ TEST_F(CudaHead, OraclesAreKeptByTheirLaws) {
       options.speculative.accept_method = method;
       std::mt19937_64 random(3);
       Executor executor(on_gpu(raw), head, options);
-      int64_t accepted = 0;
-      int64_t drafted = 0;
-      for (const Outcome& o : run(executor, random_jobs(random, 60, 64, 1.0))) {
-        accepted += o.counters.num_accepted_tokens;
-        drafted += o.counters.num_draft_tokens;
-      }
-      EXPECT_GT(drafted, 500);
-      EXPECT_GE(accepted, drafted * 97 / 100) << "drafter " << static_cast<int>(kind);
+      Tally tally;
+      tally.add(executor, run(executor, random_jobs(random, 60, 64, 1.0)));
+      EXPECT_GT(tally.drafted, 500);
+      EXPECT_GE(tally.accepted, tally.drafted * 97 / 100) << "drafter " << static_cast<int>(kind);
       EXPECT_EQ(executor.check_integrity(), "");
     }
   }
@@ -201,10 +198,7 @@ TEST_F(CudaHead, SpeculativeEqualsPlain) {
   for (uint64_t seed = first_seed; seed < first_seed + num_cells; ++seed) {
     SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
     std::mt19937_64 random(seed);
-    const auto pick = [&](auto... values) {
-      const std::array all = {values...};
-      return all[random() % all.size()];
-    };
+    const Pick pick{random};
     const auto heads = all_heads(kHeadDim, kWindow);
     const auto which = static_cast<size_t>(seed % (heads.size() + 3));
     const bool is_ngram = which >= heads.size();

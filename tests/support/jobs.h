@@ -4,6 +4,7 @@
 // Random requests, and an engine driven until all of them have been answered.
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -31,6 +32,17 @@ struct Outcome {
   std::vector<std::vector<TokenLogprob>> logprobs;         // by token
   std::vector<std::vector<TokenLogprob>> prompt_logprobs;  // by prompt token from the second on
   int32_t num_prompt_deliveries = 0;                       // of those
+};
+
+// One of some values at random: `const Pick pick{random};`, then pick(1, 7, 24).
+struct Pick {
+  std::mt19937_64& random;
+
+  template <class... Values>
+  auto operator()(Values... values) const {
+    const std::array all = {values...};
+    return all[random() % all.size()];
+  }
 };
 
 inline std::vector<Job> random_jobs(std::mt19937_64& random, int32_t count, int32_t vocab,

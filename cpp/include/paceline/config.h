@@ -66,9 +66,10 @@ struct SpeculativeOptions {
 };
 
 struct ExecutorOptions {
-  int32_t max_model_len = 0;              // tokens of prompt + output of one request; > 0
-  int32_t max_num_seqs = 64;              // samples that run at the same time, 1..1024
-  int32_t max_num_batched_tokens = 2048;  // rows of one iteration, >= max_num_seqs * (k+1)
+  int32_t max_model_len = 0;  // tokens of prompt + output of one request; > 0
+  int32_t max_num_seqs = 64;  // samples that run at the same time, 1..1024
+  // Rows of one iteration; from max_num_seqs * (k+1) to 524,288.
+  int32_t max_num_batched_tokens = 2048;
   int32_t prefill_chunk_size = 0;  // most prompt tokens of one request in one iteration; 0 = budget
   int32_t max_waiting_requests = 0;  // requests that may queue; 0 = no bound
   int64_t kv_cache_bytes = 0;        // bytes of the KV pool, all groups together; > 0
