@@ -43,6 +43,9 @@ py::dict memory_report_to_dict(const MemoryReport& report) {
   dict["kv_num_slabs"] = report.kv_num_slabs;
   dict["kv_free_slabs"] = report.kv_free_slabs;
   dict["workspace_bytes"] = report.workspace_bytes;
+  py::dict workspace;
+  for (const auto& [purpose, bytes] : report.workspace) workspace[purpose.c_str()] = bytes;
+  dict["workspace"] = std::move(workspace);
   dict["graph_bytes"] = report.graph_bytes;
   dict["groups"] = std::move(groups);
   return dict;

@@ -434,8 +434,10 @@ class LLM:
 
         Returns:
             The "device"; bytes of weights, KV pool, workspace and captured graphs, counts of slabs;
-            one dict a KV group under "groups", with "max_bytes" for what all sequences together can
-            hold in it; and under "kv_cache_rule" why the pool has its size.
+            the bytes of the "workspace" by what they are for ("proposals": of drafts that
+            "standard" or "block" draw); one dict a KV group under "groups", with "max_bytes" for
+            what all sequences together can hold in it; and under "kv_cache_rule" why the pool has
+            its size.
         """
         report = self._executor.memory_report()
         for group in report["groups"]:

@@ -143,10 +143,15 @@ def memory_plan(report: dict[str, Any]) -> str:
         f"up to {_mib(group['max_bytes'])}"
         for group in report["groups"]
     )
+    parts = sorted(report["workspace"].items(), key=lambda part: (-part[1], part[0]))
+    # Not those that would read 0.0.
+    shown = [(purpose, num_bytes) for purpose, num_bytes in parts if num_bytes >= 2**20 // 20]
+    workspace = ", ".join(f"{purpose} {_mib(num_bytes)}" for purpose, num_bytes in shown)
     return (
         f"{report['device']} memory in MiB: weights {weights}; "
         f"KV pool {_mib(report['kv_pool_bytes'])} ({groups}); "
-        f"workspace {_mib(report['workspace_bytes'])}; graphs {_mib(report['graph_bytes'])}"
+        f"workspace {_mib(report['workspace_bytes'])} ({workspace}); "
+        f"graphs {_mib(report['graph_bytes'])}"
     )
 
 

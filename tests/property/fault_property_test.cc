@@ -168,7 +168,9 @@ class WatchingRunner final : public Runner {
       if (blocks.contains({group, block})) ++num_violations;
     }
   }
-  int64_t workspace_bytes() const override { return inner_->workspace_bytes(); }
+  std::map<std::string, int64_t, std::less<>> workspace_bytes() const override {
+    return inner_->workspace_bytes();
+  }
 
   std::function<void(int64_t)> after_launch;
   int64_t num_violations = 0;  // blocks that became reusable while a launched iteration uses them

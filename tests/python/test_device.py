@@ -134,9 +134,10 @@ def test_plan_in_words() -> None:
     report = {
         "device": "cuda", "target_weight_bytes": 3 << 20, "draft_weight_bytes": 1 << 19,
         "kv_pool_bytes": 64 << 20, "workspace_bytes": 5 << 20, "graph_bytes": 7 << 20,
+        "workspace": {"draws": 1 << 20, "logits": 4 << 20, "step state": 512},
         "groups": [group | {"max_bytes": size}],
     }  # fmt: skip
     assert memory.memory_plan(report) == (
         "cuda memory in MiB: weights 3.0 + 0.5 of the drafter; KV pool 64.0 (target full x 3: up "
-        "to 0.4); workspace 5.0; graphs 7.0"
+        "to 0.4); workspace 5.0 (logits 4.0, draws 1.0); graphs 7.0"
     )

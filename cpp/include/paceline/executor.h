@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -39,8 +40,11 @@ struct MemoryReport {
   int64_t kv_slab_bytes = 0;
   int64_t kv_num_slabs = 0;
   int64_t kv_free_slabs = 0;
-  int64_t workspace_bytes = 0;  // activations, logits, metadata, step state
-  int64_t graph_bytes = 0;      // captured programs; CUDA only
+  int64_t workspace_bytes = 0;  // all that follow
+  // By purpose: "activations", "logits", "block tables", "proposals" (of drafts that "standard" or
+  // "block" draw) and so on.
+  std::map<std::string, int64_t, std::less<>> workspace;
+  int64_t graph_bytes = 0;  // captured programs; CUDA only
   std::vector<Group> groups;
 };
 

@@ -35,7 +35,8 @@ struct CpuContext {
   template <class Body>
   void for_ranges(int64_t count, int32_t pieces_per_thread, const Body& body) const {
     const int64_t wanted = int64_t{num_threads} * pieces_per_thread;
-    const int64_t num_pieces = std::clamp<int64_t>(count, 0, std::min(wanted, ThreadPool::kMaxParts));
+    const int64_t num_pieces =
+        std::clamp<int64_t>(count, 0, std::min(wanted, ThreadPool::kMaxParts));
     const auto piece = [&](int64_t i) {
       body(count * i / num_pieces, count * (i + 1) / num_pieces);
     };

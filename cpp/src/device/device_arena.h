@@ -2,7 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -33,6 +36,9 @@ class DeviceArena {
     return data;
   }
   [[nodiscard]] int64_t bytes() const { return bytes_; }
+  [[nodiscard]] const std::map<std::string, int64_t, std::less<>>& bytes_by_purpose() const {
+    return bytes_by_purpose_;
+  }
 
  private:
   std::byte* allocate_bytes(int64_t bytes, std::string_view purpose);
@@ -41,6 +47,7 @@ class DeviceArena {
   std::vector<DeviceBuffer> chunks_;
   int64_t chunk_used_ = 0;
   int64_t bytes_ = 0;
+  std::map<std::string, int64_t, std::less<>> bytes_by_purpose_;
 };
 
 }  // namespace paceline

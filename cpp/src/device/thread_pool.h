@@ -33,8 +33,9 @@ class ThreadPool {
   // have been done. Bodies must not throw.
   template <class Body>
   void parallel_for(int64_t num_parts, const Body& body) {
-    run(num_parts, [](const void* erased, int64_t part) { (*static_cast<const Body*>(erased))(part); },
-        &body);
+    run(
+        num_parts,
+        [](const void* erased, int64_t part) { (*static_cast<const Body*>(erased))(part); }, &body);
   }
 
  private:
@@ -51,7 +52,7 @@ class ThreadPool {
   alignas(64) std::atomic<uint32_t> generation_{0};  // what sleepers wait on
   std::atomic<int32_t> num_sleeping_{0};
   std::atomic<bool> stops_{false};
-  Call call_ = nullptr;         // of the current loop; valid while it has unclaimed or undone parts
+  Call call_ = nullptr;  // of the current loop; valid while it has unclaimed or undone parts
   const void* body_ = nullptr;
   std::vector<std::thread> workers_;
 };

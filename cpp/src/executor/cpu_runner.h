@@ -46,7 +46,9 @@ class CpuRunner final : public Runner {
   [[nodiscard]] std::span<const TokenLogprob> logprobs(int64_t iteration) override;
   [[nodiscard]] Timing timing(int64_t iteration) override;
   void poison(GroupId group, BlockId block) override;
-  [[nodiscard]] int64_t workspace_bytes() const override { return arena_.bytes(); }
+  [[nodiscard]] std::map<std::string, int64_t, std::less<>> workspace_bytes() const override {
+    return arena_.bytes_by_purpose();
+  }
 
   // For tests, which read device memory and plant faults in recorded calls. Only while idle.
   [[nodiscard]] const IterationBuffers& buffers() const { return buffers_; }

@@ -284,6 +284,7 @@ void CudaRunner::copy_scores(const IterationInputs& inputs) {
   const int64_t vocab = target_->config().vocab_size;
   for (const ScoreCopy& copy : inputs.score_copies) {
     // Into pageable memory: the host waits here. Scoring prompts is evaluation, not serving.
+    ++cuda::device_calls().num_synchronizations;
     check(cudaMemcpyAsync(copy.destination->data() + copy.destination_row * vocab,
                           buffers_.logits + copy.first_logit_row * vocab,
                           static_cast<size_t>(copy.num_rows * vocab) * sizeof(float),

@@ -50,7 +50,9 @@ class CudaRunner final : public Runner {
   [[nodiscard]] std::span<const TokenLogprob> logprobs(int64_t iteration) override;
   [[nodiscard]] Timing timing(int64_t iteration) override;
   void poison(GroupId group, BlockId block) override;
-  [[nodiscard]] int64_t workspace_bytes() const override { return arena_.bytes(); }
+  [[nodiscard]] std::map<std::string, int64_t, std::less<>> workspace_bytes() const override {
+    return arena_.bytes_by_purpose();
+  }
   [[nodiscard]] int64_t graph_bytes() const override { return graph_bytes_; }
 
   // For tests and traces. Only while idle.

@@ -270,7 +270,7 @@ struct Executor::Impl {
         options(executor_options),
         layout(layout_of(options, *target, draft.get())) {
     std::unique_ptr<Runner> runner = make_runner(target, draft, layout, options, progress);
-    workspace_bytes = runner->workspace_bytes();
+    workspace = runner->workspace_bytes();
     graph_bytes = runner->graph_bytes();
     engine.emplace(engine_options(options, target->config.vocab_size, draft.get()), layout,
                    std::move(runner));
@@ -280,7 +280,7 @@ struct Executor::Impl {
   std::shared_ptr<const Model> draft;
   ExecutorOptions options;
   KvLayout layout;
-  int64_t workspace_bytes = 0;
+  std::map<std::string, int64_t, std::less<>> workspace;
   int64_t graph_bytes = 0;
   std::optional<Engine> engine;
 };
@@ -328,8 +328,9 @@ MemoryReport Executor::memory_report() const {
       .kv_slab_bytes = layout.slab_bytes,
       .kv_num_slabs = layout.num_slabs,
       .kv_free_slabs = usage.free_slabs,
-      .workspace_bytes = impl_->workspace_bytes,
+      .workspace = impl_->workspace,
       .graph_bytes = impl_->graph_bytes};
+  for (const auto& [purpose, bytes] : report.workspace) report.workspace_bytes += bytes;
   for (size_t g = 0; g < layout.groups.size(); ++g) {
     const KvGroup& group = layout.groups[g];
     report.groups.push_back({.owner = std::string(kv_owner_name(group.owner)),

@@ -19,7 +19,9 @@ class NullRunner final : public Runner {
   [[nodiscard]] std::span<const SequenceResult> results(int64_t iteration) override;
   [[nodiscard]] Timing timing(int64_t) override { return {}; }
   void poison(GroupId, BlockId) override {}
-  [[nodiscard]] int64_t workspace_bytes() const override { return 0; }
+  [[nodiscard]] std::map<std::string, int64_t, std::less<>> workspace_bytes() const override {
+    return {};
+  }
 
  private:
   struct RingSlot {

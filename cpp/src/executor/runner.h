@@ -55,8 +55,9 @@ class Runner {
   // Overwrites a block with NaN; for tests.
   virtual void poison(GroupId group, BlockId block) = 0;
 
-  // Bytes of buffers other than weights and the KV pool, and of captured programs.
-  [[nodiscard]] virtual int64_t workspace_bytes() const = 0;
+  // Bytes of buffers other than weights and the KV pool, by what they are for, and of captured
+  // programs.
+  [[nodiscard]] virtual std::map<std::string, int64_t, std::less<>> workspace_bytes() const = 0;
   [[nodiscard]] virtual int64_t graph_bytes() const { return 0; }
 };
 
