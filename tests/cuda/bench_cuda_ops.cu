@@ -23,6 +23,7 @@
 
 #include "support/cuda_fixture.h"
 #include "support/op_cases.h"
+#include "support/seed.h"
 
 namespace paceline::testing {
 namespace {

@@ -134,6 +134,11 @@ TEST_F(CudaEngine, SpeculativeEqualsPlain) {
     const auto num_jobs = pick(1, 7, 64);
     const int32_t longest = num_jobs == 64 ? 100 : 500;
     std::vector<Job> jobs = random_jobs(random, num_jobs, 64, temperature, longest, 150);
+    if (num_jobs < 64) {  // one that a chunk of 512 cuts
+      for (size_t at = jobs[0].prompt.size(); at < 530; ++at) {
+        jobs[0].prompt.push_back(static_cast<int32_t>(switches() % 64));
+      }
+    }
     if (switches() % 2 == 0) mix_sampling(jobs, switches, 64);
     const int32_t max_logprobs = std::array{0, 5, 64}[switches() % 3];
     if (max_logprobs > 0) mix_logprobs(jobs, switches, max_logprobs);
@@ -189,6 +194,39 @@ TEST_F(CudaEngine, SpeculativeEqualsPlain) {
   std::printf("%lld of %lld drafts accepted, %lld preemptions\n",
               static_cast<long long>(tally.accepted), static_cast<long long>(tally.drafted),
               static_cast<long long>(tally.preemptions));
+}
+
+TEST_F(CudaEngine, BadLogitsEndOneRequestOnly) {
+  TinyModel shape = shape_of({8, 0, 130});
+  shape.is_gemma = false;
+  const auto sound = model_of(shape, 3);
+  shape.nan_token = 63;
+  const auto broken = model_of(shape, 3);
+  std::mt19937_64 random(5);
+  const std::vector<Job> jobs = random_jobs(random, 12, 63, 0.0, 200, 60);  // without token 63
+  Executor reference(sound, nullptr, options_of(0));
+  const std::vector<Outcome> expected = run(reference, jobs);
+  for (const int32_t k : {0, 3}) {
+    std::vector<Job> all = jobs;
+    all.push_back({.prompt = {1, 63, 2}, .sampling = {.max_tokens = 20}});
+    all.push_back({.prompt = {1, 2}, .sampling = {.max_tokens = 4}});
+    for (int32_t t = 0; t < 64; ++t) all.back().sampling.bad_words.push_back({t});
+    Executor executor(broken, k > 0 ? broken : nullptr, options_of(k));
+    const std::vector<Outcome> actual = run(executor, all);
+    for (size_t i = jobs.size(); i < all.size(); ++i) {  // NaN; nothing that may be drawn
+      EXPECT_EQ(actual[i].reason, FinishReason::kError);
+      EXPECT_TRUE(actual[i].tokens.empty());
+    }
+    size_t num_compared = 0;
+    for (size_t i = 0; i < jobs.size(); ++i) {
+      const std::vector<int32_t>& tokens = expected[i].tokens;
+      if (std::find(tokens.begin(), tokens.end(), 63) != tokens.end()) continue;  // meets the NaN
+      EXPECT_EQ(actual[i].tokens, tokens);
+      ++num_compared;
+    }
+    EXPECT_GT(num_compared, jobs.size() / 4);
+    EXPECT_EQ(executor.check_integrity(), "");
+  }
 }
 
 TEST_F(CudaEngine, SelfDraftsKeepTheirLaws) {

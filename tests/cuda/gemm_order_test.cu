@@ -17,6 +17,7 @@
 
 #include "ops/ops.h"
 #include "support/cuda_fixture.h"
+#include "support/seed.h"
 
 namespace paceline::testing {
 namespace {
@@ -151,7 +152,7 @@ class GemmOrder : public GpuTest, public ::testing::WithParamInterface<Shape> {
 };
 
 TEST_P(GemmOrder, EqualsOneAccumulatorInAscendingSteps) {
-  SCOPED_TRACE(::testing::Message() << "PACELINE_SEED=" << base_seed());
+  TRACE_SEED();
   CudaTestContext& ctx = cuda_test_context();
   const auto [n, k] = GetParam();
   const int64_t outputs = int64_t{kMaxRows} * n;

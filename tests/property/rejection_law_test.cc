@@ -83,7 +83,8 @@ void add_prefixes(Stream& stream, Pair pair, const Prefix& prefix, World& world)
 World random_world(uint64_t seed, Pair pair) {
   Stream stream(seed, 1, static_cast<uint64_t>(pair));
   World world{.vocab = 3 + stream.below(4), .k = 1 + stream.below(3)};
-  if (world.k == 3) world.vocab = std::min(world.vocab, 4);
+  // Larger ones take their time: some of them, and the rest with three drafts small.
+  if (world.k == 3 && !stream.one_in(16)) world.vocab = std::min(world.vocab, 4);
   add_prefixes(stream, pair, {}, world);
   return world;
 }
