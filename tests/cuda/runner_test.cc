@@ -184,46 +184,51 @@ TEST_F(Cuda, NothingAllocatesAndNothingWaits) {
   std::mt19937_64 random(5);
   const TinyModel shape{.hidden = 64, .head_dim = 64, .intermediate = 96, .windows = {8, 0}};
   const auto model = tiny_model(shape, 3, 0, 0, DType::kBFloat16, Device::kCuda);
-  DirectOptions options;
-  options.max_seqs = 5;
-  options.max_model_len = 1024;
-  options.num_draft_tokens = 3;
-  options.pool_bytes = 64 << 20;
-  options.max_logprobs = 20;
-  DirectRunner direct(model, model, options);
-  for (int32_t slot = 0; slot < 5; ++slot) {
-    direct.start(slot, random_tokens(random, 12, 64), 1000);
-    direct.sequence(slot).sampling.logprobs = 5 * slot - 1;
-    direct.plan(slot, RowKind::kPrefillFinal, 0, 12);
-  }
-  direct.run();
-  Runner& runner = direct.runner();
-  const auto decode = [&] {
-    for (int32_t slot = 0; slot < 5; ++slot) direct.plan(slot, RowKind::kDecode, 0, 4);
+  for (const DraftDriver driver :
+       {DraftDriver::kUnrolled, DraftDriver::kReplay, DraftDriver::kWhile}) {
+    SCOPED_TRACE("driver " + std::to_string(static_cast<int>(driver)));
+    DirectOptions options;
+    options.driver = driver;
+    options.max_seqs = 5;
+    options.max_model_len = 1024;
+    options.num_draft_tokens = 3;
+    options.pool_bytes = 64 << 20;
+    options.max_logprobs = 20;
+    DirectRunner direct(model, model, options);
+    for (int32_t slot = 0; slot < 5; ++slot) {
+      direct.start(slot, random_tokens(random, 12, 64), 1000);
+      direct.sequence(slot).sampling.logprobs = 5 * slot - 1;
+      direct.plan(slot, RowKind::kPrefillFinal, 0, 12);
+    }
     direct.run();
-  };
-  for (int i = 0; i < 10; ++i) decode();
-  IterationInputs inputs = direct.last_inputs();
-  inputs.resets.clear();
-  inputs.table_writes.clear();
-  size_t free_before = 0;
-  size_t total = 0;
-  ASSERT_EQ(cudaMemGetInfo(&free_before, &total), cudaSuccess);
-  cuda::DeviceCalls& calls = cuda::device_calls();
-  const int64_t allocations = calls.num_allocations;
-  const int64_t synchronizations = calls.num_synchronizations;
-  const int64_t host_allocations = num_host_allocations;
-  for (int i = 0; i < 100; ++i) {
-    ++inputs.iteration;
-    runner.launch(inputs);
-    runner.wait(inputs.iteration);
+    Runner& runner = direct.runner();
+    const auto decode = [&] {
+      for (int32_t slot = 0; slot < 5; ++slot) direct.plan(slot, RowKind::kDecode, 0, 4);
+      direct.run();
+    };
+    for (int i = 0; i < 10; ++i) decode();
+    IterationInputs inputs = direct.last_inputs();
+    inputs.resets.clear();
+    inputs.table_writes.clear();
+    size_t free_before = 0;
+    size_t total = 0;
+    ASSERT_EQ(cudaMemGetInfo(&free_before, &total), cudaSuccess);
+    cuda::DeviceCalls& calls = cuda::device_calls();
+    const int64_t allocations = calls.num_allocations;
+    const int64_t synchronizations = calls.num_synchronizations;
+    const int64_t host_allocations = num_host_allocations;
+    for (int i = 0; i < 100; ++i) {
+      ++inputs.iteration;
+      runner.launch(inputs);
+      runner.wait(inputs.iteration);
+    }
+    EXPECT_EQ(num_host_allocations, host_allocations);
+    EXPECT_EQ(calls.num_allocations, allocations);
+    EXPECT_EQ(calls.num_synchronizations, synchronizations);
+    size_t free_after = 0;
+    ASSERT_EQ(cudaMemGetInfo(&free_after, &total), cudaSuccess);
+    EXPECT_EQ(free_after, free_before);
   }
-  EXPECT_EQ(num_host_allocations, host_allocations);
-  EXPECT_EQ(calls.num_allocations, allocations);
-  EXPECT_EQ(calls.num_synchronizations, synchronizations);
-  size_t free_after = 0;
-  ASSERT_EQ(cudaMemGetInfo(&free_after, &total), cudaSuccess);
-  EXPECT_EQ(free_after, free_before);
 }
 
 }  // namespace

@@ -141,7 +141,10 @@ def add_parser(commands: Any) -> None:
         "else",
     )
     latency.add_argument(
-        "--trace", metavar="FILE", help="write a table of the time of each kernel of one iteration"
+        "--trace",
+        metavar="FILE",
+        help="write a table of the time of each kernel of one iteration, "
+        "whose draft steps follow one another whatever the driver",
     )
     latency.set_defaults(run=run_latency)
 
