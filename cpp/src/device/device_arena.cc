@@ -19,7 +19,6 @@ std::byte* DeviceArena::allocate_bytes(int64_t bytes, std::string_view purpose) 
   }
   std::byte* data = chunks_.back().data() + chunk_used_;
   chunk_used_ += bytes;
-  bytes_ += bytes;
   bytes_by_purpose_[std::string(purpose)] += bytes;
   return data;
 }

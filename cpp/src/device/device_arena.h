@@ -35,7 +35,6 @@ class DeviceArena {
                     static_cast<int64_t>(from.size_bytes()));
     return data;
   }
-  [[nodiscard]] int64_t bytes() const { return bytes_; }
   [[nodiscard]] const std::map<std::string, int64_t, std::less<>>& bytes_by_purpose() const {
     return bytes_by_purpose_;
   }
@@ -46,7 +45,6 @@ class DeviceArena {
   DeviceMemory* memory_;
   std::vector<DeviceBuffer> chunks_;
   int64_t chunk_used_ = 0;
-  int64_t bytes_ = 0;
   std::map<std::string, int64_t, std::less<>> bytes_by_purpose_;
 };
 
