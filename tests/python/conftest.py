@@ -4,13 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import assistant_models
+import assistant_pair
+import eagle_models
+import eagle_pair
 import tiny_models
+from assistant_models import AssistantSpec
+from eagle_models import EagleSpec
 from paceline import LLM
+from tiny_models import TinySpec, make
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +37,36 @@ def copy_of(tmp_path: Path) -> Callable[..., Path]:
         return tiny_models.copy_checkpoint(original, tmp_path / "model")
 
     return copy
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a head for the target of `eagle_pair`, or for another one, into a folder."""
+
+    def write(
+        spec: EagleSpec | str = "eagle3", target: TinySpec = eagle_pair.TARGET, **changes: Any
+    ) -> Path:
+        chosen = eagle_pair.SPECS[spec] if isinstance(spec, str) else spec
+        chosen = replace(chosen, **changes)
+        return eagle_models.write(chosen, make(target), tmp_path / "head")
+
+    return write
+
+
+@pytest.fixture
+def assistant(tmp_path: Path) -> Callable[..., Path]:
+    """Writes an assistant for that of `assistant_pair`, or another target, into a folder."""
+
+    def write(
+        spec: AssistantSpec = assistant_pair.CLUSTERS,
+        target: TinySpec = assistant_pair.TARGET,
+        **changes: Any,
+    ) -> Path:
+        return assistant_models.write(
+            replace(spec, **changes), make(target), tmp_path / "assistant"
+        )
+
+    return write
 
 
 @pytest.fixture(scope="session")

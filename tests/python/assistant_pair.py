@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The target of the tests of Gemma 4's assistants, and what they do with an assistant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from assistant_models import AssistantSpec
+from paceline.loader import DrafterCheckpoint, Target, open_checkpoint, open_drafter
+from tiny_models import TinySpec, make, read_json, write_json
+
+TARGET = TinySpec("gemma4", seed=70, kv_heads=1, logit_soft_cap=30.0)
+DENSE = TinySpec("gemma4", seed=71, k_eq_v=True, shared_layers=0, per_layer_size=0)
+CLUSTERS = AssistantSpec(centroids=(16, 3))
+ORDERING = "masked_embedding.token_ordering"
+CENTROIDS = "masked_embedding.centroids.weight"
+
+
+def target_of(spec: TinySpec) -> Target:
+    """What a drafter has to fit, without loading any weights."""
+    checkpoint = open_checkpoint(make(spec))
+    family = checkpoint.family
+    return Target(checkpoint.path, family.architecture, checkpoint.config, checkpoint.weight_dtype)
+
+
+def opened(path: Path, target: TinySpec = TARGET, **arguments: Any) -> DrafterCheckpoint:
+    return open_drafter(path, target_of(target), **arguments)
+
+
+def edit_text(path: Path, **changes: Any) -> None:
+    """Changes keys of `text_config`; `...` removes one."""
+    config = read_json(path / "config.json")
+    text = config["text_config"] | changes
+    config["text_config"] = {key: value for key, value in text.items() if value is not ...}
+    write_json(path / "config.json", config)

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The target of the tests of EAGLE heads, and what they do with a head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from eagle_models import EagleSpec
+from paceline.loader import DrafterCheckpoint, Target, open_checkpoint, open_drafter
+from tiny_models import TinySpec, make, read_json, write_json
+
+# From eight layers on the default (2, L // 2, L - 3) is in ascending order.
+TARGET = TinySpec("llama", seed=40, num_layers=8)
+AUX = (2, 4, 5)
+SPECS = {
+    "eagle": EagleSpec("eagle"),
+    "eagle3": EagleSpec("eagle3"),
+    "speculators": EagleSpec("speculators", norm_before_residual=True),
+}
+
+
+def target_of(path: Path, dtype: str = "auto") -> Target:
+    """What a drafter has to fit, without loading any weights."""
+    checkpoint = open_checkpoint(path, dtype)
+    family = checkpoint.family
+    return Target(path, family.architecture, checkpoint.config, checkpoint.weight_dtype)
+
+
+def opened(path: Path, target: TinySpec = TARGET, **arguments: Any) -> DrafterCheckpoint:
+    return open_drafter(path, target_of(make(target)), **arguments)
+
+
+def edit_layer(path: Path, **changes: Any) -> None:
+    """Changes keys of `transformer_layer_config`; `...` removes one."""
+    config = read_json(path / "config.json")
+    layer = config["transformer_layer_config"] | changes
+    config["transformer_layer_config"] = {k: v for k, v in layer.items() if v is not ...}
+    write_json(path / "config.json", config)

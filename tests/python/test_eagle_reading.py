@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EAGLE heads (methods "eagle" and "eagle3"): what is read, and which head is what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from eagle_pair import AUX, SPECS, TARGET, edit_layer, opened, target_of
+from errors import raises
+from paceline import LLM
+from paceline._core import ModelFileError, ModelNotFoundError
+from paceline.loader import detect_method, drafter_config, open_drafter
+from tiny_models import TinySpec, edit_config, edit_tensors, load_tensors, make, read_json
+
+
+def test_eagle(head: Callable[..., Path]) -> None:
+    checkpoint = opened(head("eagle"))
+    config = checkpoint.config
+    assert checkpoint.kind == "eagle"
+    assert config["drafter"] == {
+        "kind": "eagle",
+        "target_hidden_size": 64,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "has_fc_bias": False,
+        "has_attn_norm": False,
+        "has_final_norm": False,
+        "owns_embedding": True,
+        "owns_lm_head": False,
+        "draft_vocab_size": 128,
+    }
+    assert (config["name"], config["vocab_size"], config["ties_lm_head"]) == ("eagle", 128, False)
+    assert checkpoint.draft_to_target is None
+    assert {t.spec.name: t.source for t in checkpoint.tensors} == {
+        "embed.weight": "embed_tokens.weight",
+        "fc.weight": "fc.weight",
+        "layers.0.mlp_norm.weight": "layers.0.post_attention_layernorm.weight",
+        **{
+            f"layers.0.{ours}.weight": f"layers.0.{theirs}.weight"
+            for ours, theirs in {
+                "attn.q": "self_attn.q_proj",
+                "attn.k": "self_attn.k_proj",
+                "attn.v": "self_attn.v_proj",
+                "attn.o": "self_attn.o_proj",
+                "mlp.gate": "mlp.gate_proj",
+                "mlp.up": "mlp.up_proj",
+                "mlp.down": "mlp.down_proj",
+            }.items()
+        },
+    }
+
+
+@pytest.mark.parametrize("layout", ["eagle3", "speculators"])
+def test_eagle3(layout: str, head: Callable[..., Path]) -> None:
+    checkpoint = opened(head(layout))
+    assert checkpoint.kind == "eagle3"
+    assert checkpoint.config["drafter"] == {
+        "kind": "eagle3",
+        "target_hidden_size": 64,
+        "aux_layers": [2, 4, 5],
+        "norm_before_residual": layout == "speculators",
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "has_fc_bias": False,
+        "has_attn_norm": True,
+        "has_final_norm": True,
+        "owns_embedding": True,
+        "owns_lm_head": True,
+        "draft_vocab_size": 96,
+    }
+    prefix = "midlayer." if layout == "eagle3" else "layers.0."
+    sources = {t.spec.name: t.source for t in checkpoint.tensors}
+    assert sources["layers.0.hidden_norm.weight"] == f"{prefix}hidden_norm.weight"
+    assert sources["layers.0.attn_norm.weight"] == f"{prefix}input_layernorm.weight"
+    shapes = {t.spec.name: t.spec.shape for t in checkpoint.tensors}
+    assert shapes["fc.weight"] == (64, 192)
+    assert shapes["layers.0.attn.q.weight"] == (64, 128)
+    assert shapes["layers.0.attn.k.weight"] == (32, 128)
+    assert shapes["layers.0.mlp.gate.weight"] == (80, 64)
+    assert shapes["lm_head.weight"] == (96, 64)
+
+
+def test_switches_of_eagle3(head: Callable[..., Path]) -> None:
+    path = head(
+        "speculators",
+        aux_layers=(1, 6),
+        num_aux=2,
+        norm_before_residual=False,
+        fc_norm=True,
+        norm_output=True,
+        owns_embedding=False,
+        layer_type="qwen3",
+        draft_vocab_size=None,
+    )
+    checkpoint = opened(path)
+    drafter = checkpoint.config["drafter"]
+    assert (drafter["aux_layers"], drafter["fc_norm"]) == ([1, 6], True)
+    assert (drafter["norm_output"], drafter["norm_before_fc"]) == (True, False)
+    assert (drafter["owns_embedding"], drafter["draft_vocab_size"]) == (False, 128)
+    assert checkpoint.config["layers"][0]["attention"]["has_qk_norm"] is True
+    assert checkpoint.draft_to_target is None
+    names = {t.spec.name: t.spec.shape for t in checkpoint.tensors}
+    assert names["fc_norm.1.weight"] == (64,)
+    assert names["layers.0.attn.q_norm.weight"] == (16,)
+    assert "embed.weight" not in names
+
+
+def test_one_norm_before_fc(head: Callable[..., Path]) -> None:
+    checkpoint = opened(head("speculators", norm_before_fc=True))
+    assert checkpoint.config["drafter"]["norm_before_fc"] is True
+    (tensor,) = (t for t in checkpoint.tensors if t.spec.name == "fc_input_norm.weight")
+    assert (tensor.source, tensor.spec.shape) == ("input_norm.weight", (192,))
+
+
+def test_absent_flags(head: Callable[..., Path]) -> None:
+    """SafeAILab's files leave norm_before_residual out for false, others for true."""
+    path = head("speculators", norm_before_residual=None)
+    checkpoint = opened(path)
+    assert checkpoint.config["drafter"]["norm_before_residual"] is True
+    assert any("norm_before_residual" in note for note in checkpoint.notes)
+
+
+def test_ids_under_another_key(head: Callable[..., Path]) -> None:
+    path = head("eagle3")
+    edit_config(path, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 3, 7]})
+    assert opened(path).config["drafter"]["aux_layers"] == [0, 3, 7]
+
+
+def test_narrower_head_with_more_layers(head: Callable[..., Path]) -> None:
+    path = head("speculators", hidden_size=48, num_layers=2, attention_bias=True, fc_bias=True)
+    checkpoint = opened(path)
+    config = checkpoint.config
+    assert (config["hidden_size"], config["drafter"]["target_hidden_size"]) == (48, 64)
+    shapes = {t.spec.name: t.spec.shape for t in checkpoint.tensors}
+    assert shapes["fc.weight"] == (48, 192)
+    assert shapes["fc.bias"] == (48,)
+    assert shapes["layers.0.attn.q.weight"] == (64, 96)
+    assert shapes["layers.1.attn.q.weight"] == (64, 48)
+    assert shapes["layers.1.attn.q.bias"] == (64,)
+    assert "layers.1.hidden_norm.weight" not in shapes
+    assert config["layers"][1]["attention"]["has_o_bias"] is True
+
+
+def test_rope_of_the_drafter_or_the_target(head: Callable[..., Path]) -> None:
+    target = target_of(make(TARGET))
+    path = head("eagle")
+    assert open_drafter(path, target).config["ropes"] != target.config["ropes"]
+    edit_config(path, rope_theta=...)
+    checkpoint = open_drafter(path, target)
+    assert checkpoint.config["ropes"] == target.config["ropes"]
+    assert any("rope_theta" in note for note in checkpoint.notes)
+    # Null counts as absent; the newer spelling is read as well.
+    edit_config(path, rope_theta=None, rope_scaling=None)
+    assert open_drafter(path, target).config["ropes"] == target.config["ropes"]
+    edit_config(path, rope_parameters={"rope_type": "default", "rope_theta": 500_000.0})
+    assert open_drafter(path, target).config["ropes"] == target.config["ropes"]
+
+
+def test_rope_of_a_target_with_two(head: Callable[..., Path]) -> None:
+    """The drafter attends to everything, so it takes the rope of the layers that do."""
+    spec = TinySpec("gemma3", seed=41, num_layers=9)
+    checkpoint = opened(head("eagle3", target=spec, rope_theta=None, aux_layers=AUX), spec)
+    target = target_of(make(spec))
+    full = next(e["attention"] for e in target.config["layers"] if e["attention"]["window"] == 0)
+    assert checkpoint.config["ropes"] == [target.config["ropes"][full["rope"]]]
+
+
+def test_positions_are_those_of_the_target(head: Callable[..., Path]) -> None:
+    checkpoint = opened(head("eagle", max_position=100))
+    assert checkpoint.config["max_position"] == 2048
+    assert any("100 positions" in note for note in checkpoint.notes)
+
+
+def test_a_sliding_window_of_its_own(head: Callable[..., Path]) -> None:
+    path = head("speculators")
+    edit_layer(path, layer_types=["sliding_attention"], sliding_window=7)
+    attention = opened(path).config["layers"][0]["attention"]
+    assert (attention["kind"], attention["window"]) == ("sliding", 7)
+
+
+def test_offsets_become_ids(head: Callable[..., Path]) -> None:
+    path = head("eagle3")
+    tensors = load_tensors(path)
+    checkpoint = opened(path)
+    assert checkpoint.draft_to_target is not None
+    assert checkpoint.draft_to_target.dtype == np.int32
+    marked = torch.nonzero(tensors["t2d"]).flatten().tolist()
+    assert sorted(checkpoint.draft_to_target.tolist()) == marked
+    expected = [row + int(offset) for row, offset in enumerate(tensors["d2t"])]
+    assert checkpoint.draft_to_target.tolist() == expected
+
+
+def test_mask_may_be_absent(head: Callable[..., Path]) -> None:
+    path = head("eagle3")
+    edit_tensors(path, lambda tensors: tensors.pop("t2d"))
+    assert opened(path).draft_to_target is not None
+
+
+def test_prefix(head: Callable[..., Path]) -> None:
+    """Some converters put "model." before every name but the lm_head's."""
+    path = head("eagle3")
+
+    def prefix(tensors: dict[str, Any]) -> None:
+        for name in list(tensors):
+            if not name.startswith(("lm_head", "d2t", "t2d")):
+                tensors[f"model.{name}"] = tensors.pop(name)
+
+    before = opened(path)
+    edit_tensors(path, prefix)
+    after = opened(path)
+    assert after.config == before.config
+    assert {t.source for t in after.tensors} - {"lm_head.weight"} == {
+        f"model.{t.source}" for t in before.tensors if t.spec.name != "lm_head.weight"
+    }
+
+
+def test_dtype_is_that_of_the_target(head: Callable[..., Path]) -> None:
+    path = head("eagle", dtype="float16")
+    wide = open_drafter(path, target_of(make(TARGET)))
+    assert (wide.weight_dtype, wide.stored_dtypes) == ("float32", {"F16": 9})
+    narrow = open_drafter(path, target_of(make(replace(TARGET, dtype="bfloat16"))))
+    assert narrow.weight_dtype == "bfloat16"
+    assert any("F16" in note and "rounded to bfloat16" in note for note in narrow.notes)
+    assert {t.spec.name for t in narrow.tensors if narrow.is_narrowed(t)} == {
+        t.spec.name for t in narrow.tensors if t.spec.is_matrix
+    }
+
+
+# ---- detection ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", SPECS)
+def test_method_is_detected(layout: str, head: Callable[..., Path]) -> None:
+    path = head(layout)
+    expected = SPECS[layout].method
+    assert detect_method(path) == expected
+    assert detect_method(path, expected) == expected
+    assert opened(path, method=expected).kind == expected
+
+
+def test_draft_model_is_detected() -> None:
+    assert detect_method(make(TARGET)) == "draft_model"
+
+
+@pytest.mark.parametrize(
+    ("layout", "method", "sign"),
+    [
+        ("eagle", "eagle3", "fc.weight"),
+        ("eagle", "draft_model", "fc.weight"),
+        ("eagle3", "eagle", "midlayer.hidden_norm.weight"),
+        ("eagle3", "draft_model", "midlayer.hidden_norm.weight"),
+        ("speculators", "eagle", "layers.0.hidden_norm.weight"),
+    ],
+)
+def test_method_that_does_not_fit(
+    layout: str, method: str, sign: str, head: Callable[..., Path]
+) -> None:
+    found = SPECS[layout].method
+    with raises(ValueError, f"is '{method}'", f"'{found}'", sign, f"allowed: '{found}'"):
+        detect_method(head(layout), method)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_draft_model_is_no_eagle(method: str) -> None:
+    with raises(ValueError, f"is '{method}'", "'draft_model'", "no tensor 'fc.weight'"):
+        detect_method(make(TARGET), method)
+
+
+def test_configuration_and_tensors_contradict(head: Callable[..., Path]) -> None:
+    path = head("eagle")
+    edit_config(path, architectures=["LlamaForCausalLMEagle3"])
+    with raises(ModelFileError, "'eagle3'", "'fc.weight'", "'eagle'"):
+        detect_method(path)
+
+
+def test_other_speculators(head: Callable[..., Path]) -> None:
+    path = head("speculators")
+    edit_config(path, speculators_model_type="hass")
+    with raises(NotImplementedError, "speculators_model_type", '"hass"', "supported: eagle3"):
+        detect_method(path)
+
+
+def test_llm_detects(head: Callable[..., Path]) -> None:
+    """The named method reaches the loader; nothing is loaded for one that does not fit."""
+    config = {"method": "eagle", "model": str(head("eagle3")), "num_speculative_tokens": 2}
+    with raises(ValueError, "speculative_config['method'] is 'eagle'", "'eagle3'"):
+        LLM(make(TARGET), speculative_config=config, show_progress=False)
+
+
+def test_missing_folder(tmp_path: Path) -> None:
+    with raises(ModelNotFoundError, tmp_path / "absent", "no such folder"):
+        detect_method(tmp_path / "absent")
+    (tmp_path / "empty").mkdir()
+    with raises(ModelNotFoundError, "config.json"):
+        detect_method(tmp_path / "empty")
+
+
+# ---- a configuration alone ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", SPECS)
+def test_description_without_weights(layout: str, head: Callable[..., Path]) -> None:
+    """For made-up weights: the same but for the embeddings, which a configuration is silent on."""
+    path = head(layout, norm_before_fc=layout == "speculators")
+    target = target_of(make(TARGET))
+    hf_config = read_json(path / "config.json")
+    expected = opened(path).config
+    expected["drafter"] = expected["drafter"] | {"owns_embedding": False}
+    assert drafter_config(hf_config, target, method=SPECS[layout].method) == expected
+
+
+def test_description_without_weights_needs_a_kind(head: Callable[..., Path]) -> None:
+    target = target_of(make(TARGET))
+    hf_config = read_json(head("eagle") / "config.json")
+    with raises(ValueError, "method is None", "None", "'eagle', 'eagle3', 'gemma4_mtp'"):
+        drafter_config(hf_config, target)
+    with raises(ValueError, "'draft_model'"):
+        drafter_config(hf_config, target, method="draft_model")
