@@ -10,6 +10,7 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -313,6 +314,16 @@ def test_cancelled_neighbours_change_nothing(llm: LLM) -> None:
     assert [outputs[i] for i in range(len(PROMPTS))] == expected
 
 
+@pytest.fixture
+def heeded_ctrl_c() -> Iterator[None]:
+    """Python's own handler, also where the tests were started in the background of a script: there
+    a shell has Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeded_ctrl_c")
 def test_ctrl_c_cancels(llm: LLM) -> None:
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     many = SamplingParams(max_tokens=2000, seed=0)
