@@ -15,12 +15,12 @@ import torch
 import eagle_models
 import tiny_models
 from assistant_pair import CENTROIDS, ORDERING, TARGET, opened
+from drafter_checks import ENGINE, check_both_ways, outputs, plain_outputs
 from eagle_models import EagleSpec
 from errors import raises
-from paceline import LLM, _core
+from paceline import LLM
 from paceline.loader import load_checkpoint, load_drafter
 from paceline.loader.convert import convert
-from small_engine import ENGINE, outputs
 from tiny_models import FULL, TinySpec, load_tensors, make, read_json
 
 
@@ -55,20 +55,10 @@ def test_both_ways_give_the_same_bytes(
 ) -> None:
     path = assistant(dtype=dtype)
     target = make(replace(TARGET, dtype=target_dtype))
-    out = convert(target, tmp_path / "out", path, progress=False)
-    folder = _core.load_model_folder(str(out))
-    assert folder.draft is not None
-    loaded = load_drafter(path, load_checkpoint(target, progress=False), progress=False)
-    assert bytes(folder.draft.arena()) == bytes(loaded.model.arena())
+    check_both_ways(target, path, tmp_path / "out")
 
 
 # ---- in the engine -----------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def plain() -> list[list[int]]:
-    with LLM(make(TARGET), **ENGINE) as llm:
-        return outputs(llm)
 
 
 @pytest.mark.parametrize("is_named", [True, False])
@@ -79,7 +69,6 @@ def test_output_is_that_of_plain_decoding(
     position: str | None,
     is_named: bool,
     assistant: Callable[..., Path],
-    plain: list[list[int]],
 ) -> None:
     path = assistant(centroids=centroids)
     config: dict[str, Any] = {"model": str(path), "num_speculative_tokens": 3}
@@ -92,7 +81,7 @@ def test_output_is_that_of_plain_decoding(
         assert configured["method"] == "gemma4_mtp"
         assert configured["draft_position"] == (position or "last")
         assert configured["draft_architecture"] == "Gemma4AssistantForCausalLM"
-        assert outputs(llm) == plain
+        assert outputs(llm) == plain_outputs(TARGET)
         assert llm._executor.check_integrity() == ""
 
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 import tiny_models
+from drafter_checks import check_both_ways
 from eagle_models import PICKLE_NAME
 from eagle_pair import SPECS, TARGET, opened
 from errors import raises
-from paceline import _core
 from paceline._core import ModelFileError
 from paceline.cli import main
-from paceline.loader import detect_method, load_checkpoint, load_drafter
+from paceline.loader import detect_method
 from paceline.loader.convert import convert
 from tiny_models import load_tensors, make, read_json
 
@@ -161,8 +161,4 @@ def test_both_ways_give_the_same_bytes(
 ) -> None:
     path = head(layout, dtype=dtype)
     target = make(replace(TARGET, dtype=target_dtype))
-    out = convert(target, tmp_path / "out", path, progress=False)
-    folder = _core.load_model_folder(str(out))
-    assert folder.draft is not None
-    loaded = load_drafter(path, load_checkpoint(target, progress=False), progress=False)
-    assert bytes(folder.draft.arena()) == bytes(loaded.model.arena())
+    check_both_ways(target, path, tmp_path / "out")

@@ -10,24 +10,18 @@ from typing import Any
 
 import pytest
 
+from drafter_checks import ENGINE, outputs, plain_outputs
 from eagle_pair import SPECS, TARGET
 from errors import raises
 from paceline import LLM
 from paceline.loader import load_checkpoint, load_drafter
-from small_engine import ENGINE, outputs
 from tiny_models import make
-
-
-@pytest.fixture(scope="module")
-def plain() -> list[list[int]]:
-    with LLM(make(TARGET), **ENGINE) as llm:
-        return outputs(llm)
 
 
 @pytest.mark.parametrize("is_named", [True, False])
 @pytest.mark.parametrize("layout", SPECS)
 def test_output_is_that_of_plain_decoding(
-    layout: str, is_named: bool, head: Callable[..., Path], plain: list[list[int]]
+    layout: str, is_named: bool, head: Callable[..., Path]
 ) -> None:
     method = SPECS[layout].method
     config: dict[str, Any] = {"model": str(head(layout)), "num_speculative_tokens": 3}
@@ -37,7 +31,7 @@ def test_output_is_that_of_plain_decoding(
         assert llm.speculative_config is not None
         assert llm.speculative_config.method == method
         assert llm.capabilities()["configured"]["method"] == method
-        assert outputs(llm) == plain
+        assert outputs(llm) == plain_outputs(TARGET)
         assert llm._executor.check_integrity() == ""
 
 

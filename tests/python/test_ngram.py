@@ -7,24 +7,18 @@ import json
 
 import pytest
 
+from drafter_checks import ENGINE, outputs, plain_outputs
 from errors import raises
 from paceline import LLM
 from paceline.cli import main
 from paceline.loader import load_checkpoint
-from small_engine import ENGINE, outputs
 from tiny_models import TinySpec, make
 
 TARGET = TinySpec("llama", seed=40)
 
 
-@pytest.fixture(scope="module")
-def plain() -> list[list[int]]:
-    with LLM(make(TARGET), **ENGINE) as llm:
-        return outputs(llm)
-
-
 @pytest.mark.parametrize("lengths", [(1, 1), (2, 4), (5, 5)])
-def test_ngram(lengths: tuple[int, int], plain: list[list[int]]) -> None:
+def test_ngram(lengths: tuple[int, int]) -> None:
     config = {
         "method": "ngram",
         "num_speculative_tokens": 4,
@@ -34,16 +28,16 @@ def test_ngram(lengths: tuple[int, int], plain: list[list[int]]) -> None:
     with LLM(make(TARGET), speculative_config=config, **ENGINE) as llm:
         assert llm.draft is None
         assert (llm._executor.options["ngram_min"], llm._executor.options["ngram_max"]) == lengths
-        assert outputs(llm) == plain
+        assert outputs(llm) == plain_outputs(TARGET)
         assert llm._executor.check_integrity() == ""
 
 
-def test_ngram_of_a_loaded_target(plain: list[list[int]]) -> None:
+def test_ngram_of_a_loaded_target() -> None:
     target = load_checkpoint(make(TARGET), progress=False)
     config = {"method": "ngram", "num_speculative_tokens": 2}
     engine = {key: value for key, value in ENGINE.items() if key != "show_progress"}
     with LLM.from_loaded(target, speculative_config=config, **engine) as llm:
-        assert outputs(llm) == plain
+        assert outputs(llm) == plain_outputs(TARGET)
     with raises(ValueError, "belong together"):
         LLM.from_loaded(target, target, speculative_config=config)
 
