@@ -25,8 +25,8 @@ __device__ __forceinline__ uint64_t global_ns() {
 
 struct BeginArgs {
   std::byte* ring;
-  SlotOffsets offsets;
-  int32_t num_slots;
+  RingEntryOffsets offsets;
+  int32_t num_entries;
   const int64_t* counter;  // [1]
   StagedInputs staged;
   SequenceState sequences;
@@ -36,24 +36,24 @@ struct BeginArgs {
 };
 
 // One slot of the per-sequence state, by the whole block.
-__device__ void reset_slot(const BeginArgs& args, const std::byte* ring_slot, int32_t i) {
-  __shared__ SlotReset reset;
+__device__ void reset_sequence(const BeginArgs& args, const std::byte* ring_entry, int32_t i) {
+  __shared__ SequenceReset reset;
   const auto thread = static_cast<int32_t>(threadIdx.x);
-  static_assert(sizeof(SlotReset) % 4 == 0 && std::is_trivially_copyable_v<SlotReset>);
-  constexpr int32_t kWords = sizeof(SlotReset) / 4;
+  static_assert(sizeof(SequenceReset) % 4 == 0 && std::is_trivially_copyable_v<SequenceReset>);
+  constexpr int32_t kWords = sizeof(SequenceReset) / 4;
   __syncthreads();  // the one before is done with
   if (thread < kWords) {
     reinterpret_cast<int32_t*>(&reset)[thread] = __ldcv(
-        reinterpret_cast<const int32_t*>(ring_slot + args.offsets.resets) + i * kWords + thread);
+        reinterpret_cast<const int32_t*>(ring_entry + args.offsets.resets) + i * kWords + thread);
   }
   __syncthreads();
   reset_sampling(args.sampling, reset, args.lists + reset.first_list_word, thread,
                  static_cast<int32_t>(blockDim.x));
   const SequenceState& s = args.sequences;
-  const int32_t at = reset.slot;
+  const int32_t at = reset.seq_slot;
   if (thread < kMaxStopIds) s.stop_ids[int64_t{at} * kMaxStopIds + thread] = reset.stop_ids[thread];
   if (thread != 0) return;
-  args.staged.reset_slots[i] = at;
+  args.staged.reset_seq_slots[i] = at;
   s.known_len[at] = 0;
   s.limit[at] = reset.limit;
   s.is_active[at] = 1;
@@ -69,18 +69,18 @@ __global__ void __launch_bounds__(1024) begin_kernel(const __grid_constant__ Beg
   let_successor_start();
   wait_for_predecessor();
   const uint64_t begin_ns = global_ns();
-  std::byte* const slot = args.ring + *args.counter % args.num_slots * args.offsets.bytes;
-  __shared__ SlotHeader header;
+  std::byte* const entry = args.ring + *args.counter % args.num_entries * args.offsets.bytes;
+  __shared__ RingEntryHeader header;
   const auto thread = static_cast<int32_t>(threadIdx.x);
-  constexpr int32_t kWords = sizeof(SlotHeader) / 4;
+  constexpr int32_t kWords = sizeof(RingEntryHeader) / 4;
   if (thread < kWords) {
     reinterpret_cast<int32_t*>(&header)[thread] =
-        __ldcv(reinterpret_cast<const int32_t*>(slot) + thread);
+        __ldcv(reinterpret_cast<const int32_t*>(entry) + thread);
   }
   __syncthreads();
   const StagedInputs& to = args.staged;
   if (thread == 0) {
-    reinterpret_cast<SlotOutcomeHeader*>(slot + args.offsets.outcome)->begin_ns = begin_ns;
+    reinterpret_cast<CompletionRecord*>(entry + args.offsets.outcome)->begin_ns = begin_ns;
     *to.num_seqs = header.num_seqs;
     *to.num_drafting = header.num_drafting;
     *to.num_verify_rows = header.num_verify_rows;
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(1024) begin_kernel(const __grid_constant__ Beg
     *to.num_block_copies = header.num_block_copies;
   }
   const auto fetch = [&](int64_t offset, int32_t count, int32_t* into) {
-    const auto* const from = reinterpret_cast<const int32_t*>(slot + offset);
+    const auto* const from = reinterpret_cast<const int32_t*>(entry + offset);
     for (int32_t i = thread; i < count; i += static_cast<int32_t>(blockDim.x)) {
       into[i] = __ldcv(from + i);
     }
@@ -119,10 +119,10 @@ __global__ void __launch_bounds__(1024) begin_kernel(const __grid_constant__ Beg
   if (header.num_resets > 0) {  // the same for the whole block
     fetch(args.offsets.lists, header.num_list_words, args.lists);
     __syncthreads();
-    for (int32_t i = 0; i < header.num_resets; ++i) reset_slot(args, slot, i);
+    for (int32_t i = 0; i < header.num_resets; ++i) reset_sequence(args, entry, i);
   }
   const auto* const writes =
-      reinterpret_cast<const volatile TableWrite*>(slot + args.offsets.table_writes);
+      reinterpret_cast<const volatile TableWrite*>(entry + args.offsets.table_writes);
   for (int32_t i = thread; i < header.num_table_writes; i += static_cast<int32_t>(blockDim.x)) {
     const volatile TableWrite& write = writes[i];
     const BlockTable& table = args.tables[write.group];
@@ -132,8 +132,8 @@ __global__ void __launch_bounds__(1024) begin_kernel(const __grid_constant__ Beg
 
 struct EndArgs {
   std::byte* ring;
-  SlotOffsets offsets;
-  int32_t num_slots;
+  RingEntryOffsets offsets;
+  int32_t num_entries;
   int64_t* counter;  // [1], incremented
   StagedInputs staged;
   SamplingState sampling;
@@ -143,12 +143,12 @@ struct EndArgs {
 };
 
 // The rows of logprobs that somebody wants, of sequences by a warp each and of prompts by all.
-__device__ void publish_logprobs(const EndArgs& args, std::byte* ring_slot) {
+__device__ void publish_logprobs(const EndArgs& args, std::byte* ring_entry) {
   const auto thread = static_cast<int32_t>(threadIdx.x);
   const auto num_threads = static_cast<int32_t>(blockDim.x);
   const int64_t row_words = args.logprob_row_words;
   const auto* const from = reinterpret_cast<const int32_t*>(args.logprobs);
-  auto* const to = reinterpret_cast<int32_t*>(ring_slot + args.offsets.logprobs);
+  auto* const to = reinterpret_cast<int32_t*>(ring_entry + args.offsets.logprobs);
   for (int32_t i = thread / 32; i < *args.staged.num_seqs; i += num_threads / 32) {
     if (args.sampling.num_logprobs[args.staged.seq_slot[i]] < 0) continue;
     const int64_t begin = args.staged.logit_indptr[i] * row_words;
@@ -166,21 +166,21 @@ __global__ void __launch_bounds__(1024) end_kernel(const __grid_constant__ EndAr
   let_successor_start();
   wait_for_predecessor();
   const int64_t iteration = *args.counter;
-  std::byte* const slot = args.ring + iteration % args.num_slots * args.offsets.bytes;
+  std::byte* const entry = args.ring + iteration % args.num_entries * args.offsets.bytes;
   static_assert(sizeof(SequenceResult) % 4 == 0);
   const auto* const from = reinterpret_cast<const int32_t*>(args.results);
-  auto* const to = reinterpret_cast<int32_t*>(slot + args.offsets.results);
+  auto* const to = reinterpret_cast<int32_t*>(entry + args.offsets.results);
   const int32_t count = *args.staged.num_seqs * static_cast<int32_t>(sizeof(SequenceResult) / 4);
   for (int32_t i = static_cast<int32_t>(threadIdx.x); i < count;
        i += static_cast<int32_t>(blockDim.x)) {
     to[i] = from[i];
   }
-  if (args.logprobs != nullptr) publish_logprobs(args, slot);
+  if (args.logprobs != nullptr) publish_logprobs(args, entry);
   __threadfence_system();
   __syncthreads();
   if (threadIdx.x != 0) return;
   *args.counter = iteration + 1;
-  auto* const outcome = reinterpret_cast<volatile SlotOutcomeHeader*>(slot + args.offsets.outcome);
+  auto* const outcome = reinterpret_cast<volatile CompletionRecord*>(entry + args.offsets.outcome);
   outcome->end_ns = global_ns();
   __threadfence_system();
   outcome->iteration = iteration;
@@ -210,8 +210,8 @@ int32_t max_table_writes(const BatchShape& shape, const KvLayout& layout, int32_
 }  // namespace
 
 IterationRing::IterationRing(const BatchShape& shape, const KvLayout& layout, int32_t max_model_len,
-                             int32_t vocab_size, int32_t num_slots, DeviceArena& arena)
-    : num_slots_(num_slots) {
+                             int32_t vocab_size, int32_t num_entries, DeviceArena& arena)
+    : num_entries_(num_entries) {
   int64_t at = 0;
   const auto place = [&](int64_t bytes) {
     const int64_t offset = at;
@@ -219,7 +219,7 @@ IterationRing::IterationRing(const BatchShape& shape, const KvLayout& layout, in
     return offset;
   };
   const auto ints = [&](int64_t count) { return place(count * 4); };
-  place(sizeof(SlotHeader));
+  place(sizeof(RingEntryHeader));
   offsets_.seq_slot = ints(shape.max_seqs);
   offsets_.kind = ints(shape.max_seqs);
   offsets_.prefill_start = ints(shape.max_seqs);
@@ -230,7 +230,7 @@ IterationRing::IterationRing(const BatchShape& shape, const KvLayout& layout, in
   offsets_.logit_rows = ints(shape.max_logit_rows);
   offsets_.prompt_targets = ints(shape.max_prompt_rows);
   offsets_.prefill_tokens = ints(shape.max_verify_rows);
-  offsets_.resets = place(int64_t{shape.max_seqs} * static_cast<int64_t>(sizeof(SlotReset)));
+  offsets_.resets = place(int64_t{shape.max_seqs} * static_cast<int64_t>(sizeof(SequenceReset)));
   constexpr int32_t kMostListWords = 2 * kMaxLogitBias + kMaxBadWords + kMaxBadWordTokens;
   offsets_.max_list_words = shape.max_seqs * (kMostListWords + mask_words(vocab_size));
   offsets_.lists = ints(offsets_.max_list_words);
@@ -242,7 +242,7 @@ IterationRing::IterationRing(const BatchShape& shape, const KvLayout& layout, in
   offsets_.max_block_copies = shape.max_seqs * static_cast<int32_t>(layout.groups.size());
   offsets_.block_copies =
       place(int64_t{offsets_.max_block_copies} * static_cast<int64_t>(sizeof(BlockCopy)));
-  offsets_.outcome = place(sizeof(SlotOutcomeHeader));
+  offsets_.outcome = place(sizeof(CompletionRecord));
   offsets_.results = place(int64_t{shape.max_seqs} * static_cast<int64_t>(sizeof(SequenceResult)));
   if (shape.max_logprobs > 0) {
     logprob_row_words_ =
@@ -258,8 +258,8 @@ IterationRing::IterationRing(const BatchShape& shape, const KvLayout& layout, in
                             cudaHostAllocMapped | cudaHostAllocPortable),
               "pinned memory of the iteration ring");
   std::memset(data_, 0, static_cast<size_t>(bytes()));
-  for (int32_t i = 0; i < num_slots; ++i) {
-    reinterpret_cast<SlotOutcomeHeader*>(slot(i) + offsets_.outcome)->iteration = -1;
+  for (int32_t i = 0; i < num_entries; ++i) {
+    reinterpret_cast<CompletionRecord*>(entry(i) + offsets_.outcome)->iteration = -1;
   }
 }
 
@@ -288,7 +288,7 @@ void IterationRing::keep_last_writes(const std::vector<TableWrite>& writes) {
 }
 
 void IterationRing::write(const IterationInputs& in) {
-  std::byte* const to = slot(in.iteration);
+  std::byte* const to = entry(in.iteration);
   const auto put = [&](int64_t offset, const auto& from, int64_t count) {
     std::memcpy(to + offset, from.data(), static_cast<size_t>(count) * sizeof(from[0]));
   };
@@ -305,19 +305,19 @@ void IterationRing::write(const IterationInputs& in) {
   PACELINE_CHECK(num_forks <= offsets_.max_forks && num_block_copies <= offsets_.max_block_copies,
                  num_forks, " forks of ", offsets_.max_forks, ", ", num_block_copies,
                  " block copies of ", offsets_.max_block_copies);
-  const SlotHeader header = {.iteration = in.iteration,
-                             .num_seqs = in.num_seqs,
-                             .num_drafting = in.num_drafting,
-                             .num_verify_rows = in.num_verify_rows,
-                             .num_first_rows = in.num_first_rows,
-                             .num_logit_rows = in.num_logit_rows,
-                             .num_prompt_rows = in.num_prompt_rows,
-                             .num_resets = num_resets,
-                             .num_list_words = num_list_words,
-                             .num_table_writes = num_writes,
-                             .has_prefill = in.has_prefill ? 1 : 0,
-                             .num_forks = num_forks,
-                             .num_block_copies = num_block_copies};
+  const RingEntryHeader header = {.iteration = in.iteration,
+                                  .num_seqs = in.num_seqs,
+                                  .num_drafting = in.num_drafting,
+                                  .num_verify_rows = in.num_verify_rows,
+                                  .num_first_rows = in.num_first_rows,
+                                  .num_logit_rows = in.num_logit_rows,
+                                  .num_prompt_rows = in.num_prompt_rows,
+                                  .num_resets = num_resets,
+                                  .num_list_words = num_list_words,
+                                  .num_table_writes = num_writes,
+                                  .has_prefill = in.has_prefill ? 1 : 0,
+                                  .num_forks = num_forks,
+                                  .num_block_copies = num_block_copies};
   std::memcpy(to, &header, sizeof(header));
   put(offsets_.seq_slot, in.seq_slot, in.num_seqs);
   put(offsets_.kind, in.kind, in.num_seqs);
@@ -343,7 +343,7 @@ void IterationRing::enqueue_begin(CudaContext& ctx, const StagedInputs& staged,
                                   const BlockTable* tables, int32_t num_tables) const {
   cuda::BeginArgs args = {.ring = data_,
                           .offsets = offsets_,
-                          .num_slots = num_slots_,
+                          .num_entries = num_entries_,
                           .counter = device_counter_,
                           .staged = staged,
                           .sequences = sequences,
@@ -359,7 +359,7 @@ void IterationRing::enqueue_end(CudaContext& ctx, const StagedInputs& staged,
                                 const TokenLogprob* logprobs) const {
   const cuda::EndArgs args = {.ring = data_,
                               .offsets = offsets_,
-                              .num_slots = num_slots_,
+                              .num_entries = num_entries_,
                               .counter = device_counter_,
                               .staged = staged,
                               .sampling = sampling,
@@ -371,20 +371,20 @@ void IterationRing::enqueue_end(CudaContext& ctx, const StagedInputs& staged,
 
 bool IterationRing::is_complete(int64_t iteration) const {
   const std::atomic_ref<int64_t> seen(
-      reinterpret_cast<SlotOutcomeHeader*>(slot(iteration) + offsets_.outcome)->iteration);
+      reinterpret_cast<CompletionRecord*>(entry(iteration) + offsets_.outcome)->iteration);
   return seen.load(std::memory_order_acquire) == iteration;
 }
 
 const SequenceResult* IterationRing::results(int64_t iteration) const {
-  return reinterpret_cast<const SequenceResult*>(slot(iteration) + offsets_.results);
+  return reinterpret_cast<const SequenceResult*>(entry(iteration) + offsets_.results);
 }
 
 const TokenLogprob* IterationRing::logprobs(int64_t iteration) const {
-  return reinterpret_cast<const TokenLogprob*>(slot(iteration) + offsets_.logprobs);
+  return reinterpret_cast<const TokenLogprob*>(entry(iteration) + offsets_.logprobs);
 }
 
-const SlotOutcomeHeader& IterationRing::outcome(int64_t iteration) const {
-  return *reinterpret_cast<const SlotOutcomeHeader*>(slot(iteration) + offsets_.outcome);
+const CompletionRecord& IterationRing::outcome(int64_t iteration) const {
+  return *reinterpret_cast<const CompletionRecord*>(entry(iteration) + offsets_.outcome);
 }
 
 }  // namespace paceline

@@ -23,7 +23,7 @@
 namespace paceline {
 
 // The fixed part of a slot. Offsets of the arrays behind it are the same in all slots.
-struct SlotHeader {
+struct RingEntryHeader {
   int64_t iteration;
   int32_t num_seqs;
   int32_t num_drafting;
@@ -40,13 +40,13 @@ struct SlotHeader {
 };
 
 // Written by the device.
-struct SlotOutcomeHeader {
+struct CompletionRecord {
   uint64_t begin_ns;  // of the GPU's global timer, first and last kernel
   uint64_t end_ns;
   int64_t iteration;  // written last; -1 before the first use
 };
 
-struct SlotOffsets {
+struct RingEntryOffsets {
   int64_t seq_slot, kind, prefill_start, next_token, verify_indptr, first_indptr, logit_indptr,
       logit_rows, prompt_targets, prefill_tokens, resets, lists, table_writes, forks, block_copies,
       outcome, results, logprobs, bytes;
@@ -59,7 +59,7 @@ struct SlotOffsets {
 class IterationRing {
  public:
   IterationRing(const BatchShape& shape, const KvLayout& layout, int32_t max_model_len,
-                int32_t vocab_size, int32_t num_slots, DeviceArena& arena);
+                int32_t vocab_size, int32_t num_entries, DeviceArena& arena);
   ~IterationRing();
   IterationRing(const IterationRing&) = delete;
   IterationRing& operator=(const IterationRing&) = delete;
@@ -79,20 +79,20 @@ class IterationRing {
   [[nodiscard]] bool is_complete(int64_t iteration) const;
   [[nodiscard]] const SequenceResult* results(int64_t iteration) const;
   [[nodiscard]] const TokenLogprob* logprobs(int64_t iteration) const;
-  [[nodiscard]] const SlotOutcomeHeader& outcome(int64_t iteration) const;
+  [[nodiscard]] const CompletionRecord& outcome(int64_t iteration) const;
 
-  [[nodiscard]] int64_t bytes() const { return offsets_.bytes * num_slots_; }
+  [[nodiscard]] int64_t bytes() const { return offsets_.bytes * num_entries_; }
 
  private:
-  [[nodiscard]] std::byte* slot(int64_t iteration) const {
-    return data_ + iteration % num_slots_ * offsets_.bytes;
+  [[nodiscard]] std::byte* entry(int64_t iteration) const {
+    return data_ + iteration % num_entries_ * offsets_.bytes;
   }
 
   void keep_last_writes(const std::vector<TableWrite>& writes);
 
-  SlotOffsets offsets_{};
+  RingEntryOffsets offsets_{};
   int32_t logprob_row_words_ = 0;  // of a row of logits
-  int32_t num_slots_;
+  int32_t num_entries_;
   std::vector<int32_t> order_;            // scratch of keep_last_writes
   std::vector<TableWrite> table_writes_;  // what it leaves
   std::byte* data_ = nullptr;             // pinned, mapped: the GPU uses the same address

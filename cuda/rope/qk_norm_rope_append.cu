@@ -26,7 +26,7 @@ constexpr int32_t kMaxHeadDim = 1024;
 // Which elements of one half of a head a lane has: kPairs side by side when the half is 32 * kPairs
 // long (kIsExact), else every 32nd. Element d of the lower half rotates with d of the upper.
 template <int kPairs, bool kIsExact>
-struct HalfHead {
+struct HalfDraftHead {
   int32_t half;
   int32_t lane;
 
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kWarps * 32)
   const int32_t num_heads = written_heads(p);
   const int32_t row_heads = qkv_heads(p.num_qo_heads, p.num_kv_heads, p.kv_inputs);
   const int32_t half = kIsExact ? 32 * kPairs : p.head_dim / 2;
-  const HalfHead<kPairs, kIsExact> lanes = {half, static_cast<int32_t>(threadIdx.x % 32)};
+  const HalfDraftHead<kPairs, kIsExact> lanes = {half, static_cast<int32_t>(threadIdx.x % 32)};
   const bool is_q = head < p.num_qo_heads;
   const bool is_v = head >= p.num_qo_heads + p.num_kv_heads;
   const float* const weight = is_v || head >= num_heads ? nullptr : is_q ? p.q_norm : p.k_norm;

@@ -8,7 +8,7 @@
 #include "common/reduce.cuh"
 #include "sample/accept.h"
 #include "sample/judge.h"
-#include "scheduler/step_plan.h"
+#include "scheduler/iteration_plan.h"
 
 namespace paceline {
 namespace cuda {
@@ -23,21 +23,22 @@ __global__ void __launch_bounds__(32) accept_kernel(const __grid_constant__ Acce
   const int32_t i = static_cast<int32_t>(blockIdx.x);
   const int32_t lane = static_cast<int32_t>(threadIdx.x);
   if (i >= *p.inputs.num_seqs) return;
-  const int32_t slot = p.inputs.seq_slot[i];
+  const int32_t seq_slot = p.inputs.seq_slot[i];
   const auto kind = static_cast<RowKind>(p.inputs.kind[i]);
   const int32_t first_logit = p.inputs.logit_indptr[i];
   const int32_t num_logits = p.inputs.logit_indptr[i + 1] - first_logit;
 
-  const bool is_active = s.is_active[slot] != 0;
-  const int32_t known_len = s.known_len[slot];
-  const int32_t room = s.limit[slot] - known_len;
-  const int32_t draft_len = s.draft_len[slot];
-  const uint64_t seed = s.seed[slot];
-  const int32_t num_stop_ids = s.num_stop_ids[slot];
-  const int32_t stop_id = lane < kMaxStopIds ? s.stop_ids[slot * kMaxStopIds + lane] : 0;
+  const bool is_active = s.is_active[seq_slot] != 0;
+  const int32_t known_len = s.known_len[seq_slot];
+  const int32_t room = s.limit[seq_slot] - known_len;
+  const int32_t draft_len = s.draft_len[seq_slot];
+  const uint64_t seed = s.seed[seq_slot];
+  const int32_t num_stop_ids = s.num_stop_ids[seq_slot];
+  const int32_t stop_id = lane < kMaxStopIds ? s.stop_ids[seq_slot * kMaxStopIds + lane] : 0;
   const int32_t draw = lane < num_logits ? p.target_tokens[first_logit + lane] : -1;
-  const int32_t draft =
-      lane < s.num_draft_tokens ? s.draft_tokens[int64_t{slot} * s.num_draft_tokens + lane] : -1;
+  const int32_t draft = lane < s.num_draft_tokens
+                            ? s.draft_tokens[int64_t{seq_slot} * s.num_draft_tokens + lane]
+                            : -1;
 
   SequenceResult& result = p.results[i];
   const bool may_emit = kind == RowKind::kDecode || kind == RowKind::kPrefillFinal;
@@ -46,38 +47,38 @@ __global__ void __launch_bounds__(32) accept_kernel(const __grid_constant__ Acce
     return;
   }
   const int32_t num_drafts = kind == RowKind::kDecode ? draft_len : 0;
-  bool is_kept = false;
+  bool is_accepted = false;
   if (lane < num_drafts) {
-    is_kept = p.kept != nullptr ? lane < p.kept[i]
-              : p.method == AcceptMethod::kSynthetic
-                  ? keeps_synthetically(seed, known_len, lane, p.synthetic_rate[lane])
-                  : draw == draft;
+    is_accepted = p.num_accepted != nullptr ? lane < p.num_accepted[i]
+                  : p.method == AcceptMethod::kSynthetic
+                      ? is_accepted_synthetically(seed, known_len, lane, p.synthetic_rate[lane])
+                      : draw == draft;
   }
   // All drafts before the first that is not kept; a lane without a draft keeps none.
-  const int32_t kept = __ffs(static_cast<int>(~__ballot_sync(kAllLanes, is_kept))) - 1;
-  const int32_t replacement = p.kept != nullptr ? p.replacements[i] : -1;
-  const bool emits_drafts = p.kept != nullptr || p.method == AcceptMethod::kSynthetic;
-  const int32_t token = emits_drafts && lane < kept        ? draft
-                        : lane == kept && replacement >= 0 ? replacement
-                                                           : draw;
+  const int32_t num_accepted = __ffs(static_cast<int>(~__ballot_sync(kAllLanes, is_accepted))) - 1;
+  const int32_t recovered_token = p.num_accepted != nullptr ? p.recovered_tokens[i] : -1;
+  const bool emits_drafts = p.num_accepted != nullptr || p.method == AcceptMethod::kSynthetic;
+  const int32_t token = emits_drafts && lane < num_accepted            ? draft
+                        : lane == num_accepted && recovered_token >= 0 ? recovered_token
+                                                                       : draw;
   bool is_stop = false;
   for (int32_t j = 0; j < num_stop_ids; ++j) {
     is_stop |= token == __shfl_sync(kAllLanes, stop_id, j);
   }
-  const Verdict verdict = judge(kept, num_drafts, room, __ballot_sync(kAllLanes, token < 0),
+  const Verdict verdict = judge(num_accepted, num_drafts, room, __ballot_sync(kAllLanes, token < 0),
                                 __ballot_sync(kAllLanes, is_stop));
 
   const bool is_emitted = lane < verdict.emitted_len;
   if (lane < kMaxDraftTokens + 1) result.tokens[lane] = is_emitted ? token : 0;
-  if (is_emitted) s.history[slot * s.history_stride + known_len + lane] = token;
+  if (is_emitted) s.history[seq_slot * s.history_stride + known_len + lane] = token;
   if (lane == 0) {
     result.emitted_len = verdict.emitted_len;
     result.accepted_len = verdict.accepted_len;
     result.drafted_len = verdict.drafted_len;
     result.discarded_len = verdict.discarded_len;
     result.outcome = verdict.outcome;
-    s.known_len[slot] = known_len + verdict.emitted_len;
-    s.is_active[slot] = verdict.outcome == SlotOutcome::kRunning ? 1 : 0;
+    s.known_len[seq_slot] = known_len + verdict.emitted_len;
+    s.is_active[seq_slot] = verdict.outcome == SequenceOutcome::kRunning ? 1 : 0;
   }
 }
 

@@ -24,7 +24,7 @@ __device__ __forceinline__ void adjust_by_masks(const SamplingState& s, const Ad
                                                 int32_t begin, int32_t end, float* logits) {
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
-  const uint32_t* const allowed = s.allowed + int64_t{row.slot} * mask_words(s.vocab_size);
+  const uint32_t* const allowed = s.allowed + int64_t{row.seq_slot} * mask_words(s.vocab_size);
   for (int32_t first = begin / 32 + warp * 32; first * 32 < end; first += kWarps * 32) {
     const int32_t word = first + lane;
     const bool is_word = word * 32 < end;
@@ -54,22 +54,22 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t i = static_cast<int32_t>(blockIdx.x);
   if (i >= *p.num_rows) return;
   const AdjustedRow row = adjusted_row(p, i);
-  if (row.slot < 0) return;
+  if (row.seq_slot < 0) return;
   const SamplingState& s = p.sampling;
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   const int32_t begin = static_cast<int32_t>(blockIdx.y) * kIdsPerBlock;
   const int32_t end = min(begin + kIdsPerBlock, s.vocab_size);
   float* const logits = p.logits + i * p.logits_stride;
 
-  const int64_t first_bias = int64_t{row.slot} * kMaxLogitBias;
-  const int32_t num_bias = s.num_bias[row.slot];
+  const int64_t first_bias = int64_t{row.seq_slot} * kMaxLogitBias;
+  const int32_t num_bias = s.num_bias[row.seq_slot];
   for (int32_t j = thread; j < num_bias; j += kThreads) {
     const int32_t id = s.bias_ids[first_bias + j];
     if (id >= begin && id < end) logits[id] += s.bias_values[first_bias + j];
   }
   __syncthreads();
-  const Penalties penalties = penalties_of(s, row.slot);
-  const bool has_allowed = s.has_allowed[row.slot] != 0;
+  const Penalties penalties = penalties_of(s, row.seq_slot);
+  const bool has_allowed = s.has_allowed[row.seq_slot] != 0;
   if (penalties.is_any() || has_allowed) {
     adjust_by_masks(s, row, penalties, has_allowed, begin, end, logits);
   }
@@ -77,12 +77,12 @@ __global__ void __launch_bounds__(kThreads)
   const auto ban = [&](int32_t id) {
     if (id >= begin && id < end) logits[id] = negative_infinity();
   };
-  const int32_t num_bad_words = s.num_bad_words[row.slot];
+  const int32_t num_bad_words = s.num_bad_words[row.seq_slot];
   for (int32_t word = thread; word < num_bad_words; word += kThreads) {
     ban(token_banned_by(s, row, word));
   }
-  if (bans_stop_ids(s, row) && thread < p.sequences.num_stop_ids[row.slot]) {
-    ban(p.sequences.stop_ids[int64_t{row.slot} * kMaxStopIds + thread]);
+  if (bans_stop_ids(s, row) && thread < p.sequences.num_stop_ids[row.seq_slot]) {
+    ban(p.sequences.stop_ids[int64_t{row.seq_slot} * kMaxStopIds + thread]);
   }
 }
 

@@ -30,10 +30,12 @@ __global__ void __launch_bounds__(kClearThreads)
   const int32_t num_words = mask_words(s.vocab_size);
   for (int32_t i = static_cast<int32_t>(blockIdx.y); i < num_slots;
        i += static_cast<int32_t>(gridDim.y)) {
-    const int64_t slot = p.slots[i];
-    if (s.adjusts[slot] == 0) continue;
-    for (int32_t id = first; id < s.vocab_size; id += step) s.counts[slot * s.vocab_size + id] = 0;
-    for (int32_t word = first; word < num_words; word += step) s.seen[slot * num_words + word] = 0;
+    const int64_t seq_slot = p.seq_slots[i];
+    if (s.adjusts[seq_slot] == 0) continue;
+    for (int32_t id = first; id < s.vocab_size; id += step)
+      s.counts[seq_slot * s.vocab_size + id] = 0;
+    for (int32_t word = first; word < num_words; word += step)
+      s.seen[seq_slot * num_words + word] = 0;
   }
 }
 
@@ -46,14 +48,14 @@ __global__ void count_kernel(const __grid_constant__ Params p) {
   if (i >= *p.inputs.num_seqs) return;
   const SamplingState& s = p.sampling;
   const CountedSequence sequence = counted_sequence(p, i);
-  const int64_t slot = sequence.slot;
+  const int64_t seq_slot = sequence.seq_slot;
   for (int32_t index = static_cast<int32_t>(threadIdx.x); index < sequence.num_tokens;
        index += static_cast<int32_t>(blockDim.x)) {
     const CountedToken counted = counted_token(p, i, index);
     if (counted.token < 0) continue;
-    atomicOr(s.seen + slot * mask_words(s.vocab_size) + counted.token / 32,
+    atomicOr(s.seen + seq_slot * mask_words(s.vocab_size) + counted.token / 32,
              uint32_t{1} << counted.token % 32);
-    if (counted.is_output) atomicAdd(s.counts + slot * s.vocab_size + counted.token, 1);
+    if (counted.is_output) atomicAdd(s.counts + seq_slot * s.vocab_size + counted.token, 1);
   }
 }
 

@@ -269,22 +269,22 @@ __global__ void __launch_bounds__(kThreads)
                                                   .vocab_limit = p.vocab_limit,
                                                   .token_limit = p.token_limit};
   const uint64_t highest = logits.highest(first_id, num_rounds);
-  const int32_t slot = p.seq_slot[pass_row];
+  const int32_t seq_slot = p.seq_slot[pass_row];
   const int32_t ahead = p.draw_ahead + (p.steps_ahead != nullptr ? *p.steps_ahead : 0);
   const int32_t position = p.positions[pass_row] + ahead;
-  if (slot < 0) {  // the same for all blocks of the row: none arrives
+  if (seq_slot < 0) {  // the same for all blocks of the row: none arrives
     if (piece == 0 && thread == 0) {
       p.tokens[row] = kInertRow;
       if constexpr (kWantsProbability) p.probabilities[row] = 0.0f;
     }
     return;
   }
-  const float temperature = p.temperatures != nullptr ? p.temperatures[slot] : 0.0f;
-  const uint64_t seed = p.seeds[slot];
+  const float temperature = p.temperatures != nullptr ? p.temperatures[seq_slot] : 0.0f;
+  const uint64_t seed = p.seeds[seq_slot];
 
   uint64_t winner = highest;
   if (temperature > 0.0f) {
-    const uint32_t salt = p.salts != nullptr ? static_cast<uint32_t>(p.salts[slot]) : 0;
+    const uint32_t salt = p.salts != nullptr ? static_cast<uint32_t>(p.salts[seq_slot]) : 0;
     const uint64_t seed_high = uniform(static_cast<uint32_t>(seed >> 32));
     const NoiseKey key = {.seed = seed_high << 32 | uniform(static_cast<uint32_t>(seed)),
                           .stream = p.stream,

@@ -24,16 +24,16 @@ constexpr int32_t kKeepThreads = 256;
 constexpr int32_t kIdsPerKeepBlock = 32768;
 
 __global__ void __launch_bounds__(kKeepThreads)
-    keep_kernel(const __grid_constant__ KeepLogitsParams p, const bool is_vector) {
+    save_kernel(const __grid_constant__ SaveRawLogitsParams p, const bool is_vector) {
   let_successor_start();
   wait_for_predecessor();
   const int32_t row = static_cast<int32_t>(blockIdx.x);
-  if (row >= *p.num_rows || !is_row_kept(p, row)) return;
+  if (row >= *p.num_rows || !is_row_saved(p, row)) return;
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   const int32_t begin = static_cast<int32_t>(blockIdx.y) * kIdsPerKeepBlock;
   const int32_t end = min(begin + kIdsPerKeepBlock, p.sampling.vocab_size);
   const float* const from = p.logits + row * p.logits_stride;
-  float* const to = p.kept + row * p.logits_stride;
+  float* const to = p.raw_logits + row * p.logits_stride;
   const int32_t vector_end = is_vector ? end / 4 * 4 : begin;
   for (int32_t i = begin + thread * 4; i < vector_end; i += kKeepThreads * 4) {
     float four[4];
@@ -136,16 +136,16 @@ __device__ void rate_row(const RatedRow& row, const Piece& piece, int32_t first_
     total = warp_sum(has_block ? total_of_block : uint64_t{0});
     num_higher = __reduce_add_sync(kAllLanes, has_block ? higher_of_block : 0);
     if (lane == 0) row.to[0] = {row.token, logprob_of(own, highest, total), 1 + num_higher};
-    const auto head_of = [&](int32_t at) {
+    const auto draft_head_of = [&](int32_t at) {
       return has_block && at < row.num_best ? *in_cluster(&shared.best[at], rank) : uint64_t{0};
     };
     int32_t num_taken = 0;  // of the lane's block
-    uint64_t head = head_of(0);
+    uint64_t head = draft_head_of(0);
     Ranking ranking;
     for (int32_t i = 0; i < row.num_best; ++i) {
       const uint64_t best = warp_max(head);
       if (lane == 0) row.to[1 + i] = ranking.next(best, highest, total);
-      if (head == best) head = head_of(++num_taken);
+      if (head == best) head = draft_head_of(++num_taken);
     }
   }
   // Nobody goes on, or leaves, while others read what it shares.
@@ -179,12 +179,12 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, kBlo
 }  // namespace
 }  // namespace cuda
 
-void keep_logits(CudaContext& ctx, const KeepLogitsParams& p) {
+void save_raw_logits(CudaContext& ctx, const SaveRawLogitsParams& p) {
   using namespace cuda;
   const bool is_vector =
-      p.logits_stride % 4 == 0 && is_vector_aligned(p.logits) && is_vector_aligned(p.kept);
+      p.logits_stride % 4 == 0 && is_vector_aligned(p.logits) && is_vector_aligned(p.raw_logits);
   const int32_t num_pieces = (p.sampling.vocab_size + kIdsPerKeepBlock - 1) / kIdsPerKeepBlock;
-  launch(ctx, "keep_logits", keep_kernel,
+  launch(ctx, "save_raw_logits", save_kernel,
          dim3(static_cast<unsigned>(p.max_rows), static_cast<unsigned>(num_pieces)),
          dim3(kKeepThreads), 0, p, is_vector);
 }
@@ -198,7 +198,7 @@ void token_logprobs(CudaContext& ctx, const TokenLogprobsParams& p) {
                                                    num_ratable_rows(p), p);
   };
   const bool is_vector =
-      p.logits_stride % 4 == 0 && is_vector_aligned(p.logits) && is_vector_aligned(p.kept);
+      p.logits_stride % 4 == 0 && is_vector_aligned(p.logits) && is_vector_aligned(p.raw_logits);
   is_vector ? launch_with.operator()<true>() : launch_with.operator()<false>();
 }
 

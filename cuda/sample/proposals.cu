@@ -140,13 +140,13 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   const int32_t warp = thread / 32;
   const int32_t lane = thread % 32;
-  const int32_t slot = p.seq_slot[p.row_index[index]];
-  if (slot < 0) {
+  const int32_t seq_slot = p.seq_slot[p.row_index[index]];
+  if (seq_slot < 0) {
     if (thread == 0) p.proposal_rows[index] = -1;
     return;
   }
   const int32_t draft = p.draft_step != nullptr ? *p.draft_step : 0;
-  const int32_t place = slot * p.num_draft_tokens + draft;
+  const int32_t place = seq_slot * p.num_draft_tokens + draft;
   const Row row = {
       .logits = p.logits + index * p.logits_stride,
       .token_map = p.token_map != nullptr ? p.token_map + index * p.token_map_stride : nullptr,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// weigh_logits: a block a row, which it goes through twice, for the highest logit and for the sum
+// softmax_sums: a block a row, which it goes through twice, for the highest logit and for the sum
 // of weights; the sum is one of integers, so it has no order.
 //
 // reject_drafts: a warp a sequence, its lanes side by side over the proposals of a draft. What a
@@ -19,14 +19,14 @@ namespace paceline {
 namespace cuda {
 namespace {
 
-constexpr int32_t kWeighThreads = 512;
-constexpr int32_t kWeighWarps = kWeighThreads / 32;
+constexpr int32_t kSumsThreads = 512;
+constexpr int32_t kSumsWarps = kSumsThreads / 32;
 
 // Calls visit(logit) for every logit of the row, as it is compared.
 template <bool kIsVector, class Visit>
 __device__ __forceinline__ void for_logits(const float* logits, int32_t n, const Visit& visit) {
   for (int32_t first = static_cast<int32_t>(threadIdx.x) * 4; first < n;
-       first += kWeighThreads * 4) {
+       first += kSumsThreads * 4) {
     float values[4];
     if (kIsVector && first + 4 <= n) {
       load_vector(logits + first, values);
@@ -42,18 +42,18 @@ __device__ __forceinline__ void for_logits(const float* logits, int32_t n, const
 }
 
 template <bool kIsVector>
-__global__ void __launch_bounds__(kWeighThreads)
-    weigh_logits_kernel(const __grid_constant__ WeighLogitsParams p) {
-  __shared__ uint32_t highest_of_warp[kWeighWarps];
-  __shared__ uint64_t sum_of_warp[kWeighWarps];
+__global__ void __launch_bounds__(kSumsThreads)
+    softmax_sums_kernel(const __grid_constant__ SoftmaxSumsParams p) {
+  __shared__ uint32_t highest_of_warp[kSumsWarps];
+  __shared__ uint64_t sum_of_warp[kSumsWarps];
   let_successor_start();
   wait_for_predecessor();
   const int32_t row = static_cast<int32_t>(blockIdx.x);
   if (row >= *p.num_rows) return;
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
-  const int32_t slot = p.seq_slot[p.row_index[row]];
-  const float temperature = slot < 0 ? 0.0f : p.temperatures[slot];
+  const int32_t seq_slot = p.seq_slot[p.row_index[row]];
+  const float temperature = seq_slot < 0 ? 0.0f : p.temperatures[seq_slot];
   float highest = negative_infinity();
   if (temperature > 0.0f) {
     const float* const logits = p.logits + row * p.logits_stride;
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kWeighThreads)
     if (lane == 0) highest_of_warp[warp] = of_warp;
     __syncthreads();
     uint32_t of_row = 0;
-    for (int32_t i = 0; i < kWeighWarps; ++i) of_row = max(of_row, highest_of_warp[i]);
+    for (int32_t i = 0; i < kSumsWarps; ++i) of_row = max(of_row, highest_of_warp[i]);
     highest = from_ordered(of_row);
   }
   const bool has_law = highest > negative_infinity() && highest < -negative_infinity();
@@ -74,17 +74,17 @@ __global__ void __launch_bounds__(kWeighThreads)
     }
     return;
   }
-  const Weigher weigher = weigher_of(highest, temperature);
+  const SoftmaxWeights weights = softmax_weights_of(highest, temperature);
   uint64_t sum = 0;
   for_logits<kIsVector>(p.logits + row * p.logits_stride, p.vocab_limit,
-                        [&](float logit) { sum += weight_of(weigher, logit); });
+                        [&](float logit) { sum += weight_of(weights, logit); });
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
   if (lane == 0) sum_of_warp[warp] = sum;
   __syncthreads();
   if (threadIdx.x != 0) return;
   uint64_t of_row = 0;
-  for (int32_t i = 0; i < kWeighWarps; ++i) of_row += sum_of_warp[i];
+  for (int32_t i = 0; i < kSumsWarps; ++i) of_row += sum_of_warp[i];
   p.highest[row] = highest;
   p.sums[row] = of_row;
 }
@@ -134,13 +134,13 @@ __global__ void __launch_bounds__(32)
 }  // namespace
 }  // namespace cuda
 
-void weigh_logits(CudaContext& ctx, const WeighLogitsParams& p) {
+void softmax_sums(CudaContext& ctx, const SoftmaxSumsParams& p) {
   PACELINE_CHECK(p.vocab_limit <= kMaxTruncatedVocab, p.vocab_limit, " ids; at most ",
                  kMaxTruncatedVocab);
   const bool is_vector = p.logits_stride % 4 == 0 && cuda::is_vector_aligned(p.logits);
-  cuda::launch(ctx, "weigh_logits",
-               is_vector ? cuda::weigh_logits_kernel<true> : cuda::weigh_logits_kernel<false>,
-               dim3(static_cast<unsigned>(p.max_rows)), dim3(cuda::kWeighThreads), 0, p);
+  cuda::launch(ctx, "softmax_sums",
+               is_vector ? cuda::softmax_sums_kernel<true> : cuda::softmax_sums_kernel<false>,
+               dim3(static_cast<unsigned>(p.max_rows)), dim3(cuda::kSumsThreads), 0, p);
 }
 
 void reject_drafts(CudaContext& ctx, const RejectDraftsParams& p) {

@@ -217,27 +217,27 @@ __device__ __forceinline__ void exclude_below(const Piece& piece, float threshol
 }
 
 // The key of the lowest logit that stays.
-__device__ __forceinline__ uint32_t lowest_kept_key(const RowLimits& limits, int32_t vocab_limit,
-                                                    const Piece& piece, uint32_t highest,
-                                                    Search& search) {
+__device__ __forceinline__ uint32_t threshold_key_of(const RowLimits& limits, int32_t vocab_limit,
+                                                     const Piece& piece, uint32_t highest,
+                                                     Search& search) {
   const float highest_logit = from_ordered(highest);
   if (!(highest_logit > negative_infinity() && highest_logit < -negative_infinity())) return 0;
-  uint32_t lowest_kept = 0;
+  uint32_t threshold_key = 0;
   if (limits.top_k > 0 && limits.top_k < vocab_limit) {
-    lowest_kept = search.run(
-        piece, lowest_kept, [](float) { return uint64_t{1}; },
+    threshold_key = search.run(
+        piece, threshold_key, [](float) { return uint64_t{1}; },
         [&](uint64_t) { return static_cast<uint64_t>(limits.top_k); });
   }
   if (limits.top_p < 1.0f) {
-    const Weigher weigher = weigher_of(highest_logit, limits.temperature);
-    lowest_kept = search.run(
-        piece, lowest_kept, [&](float logit) { return weight_of(weigher, logit); },
+    const SoftmaxWeights weights = softmax_weights_of(highest_logit, limits.temperature);
+    threshold_key = search.run(
+        piece, threshold_key, [&](float logit) { return weight_of(weights, logit); },
         [&](uint64_t total) { return top_p_target(limits.top_p, total); });
   }
   if (limits.min_p > 0.0f) {
-    lowest_kept = max(lowest_kept, min_p_key(highest_logit, limits.temperature, limits.min_p));
+    threshold_key = max(threshold_key, min_p_key(highest_logit, limits.temperature, limits.min_p));
   }
-  return lowest_kept;
+  return threshold_key;
 }
 
 template <bool kIsVector>
@@ -264,9 +264,10 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, kBlo
         const uint32_t highest =
             highest_key(highest_of_thread, shared.highest[turn], shared.warp_words);
         turn ^= 1;
-        const uint32_t lowest_kept =
-            lowest_kept_key(row_limits(p, row), p.vocab_limit, piece, highest, search);
-        if (lowest_kept != 0) exclude_below<kIsVector>(piece, from_ordered(lowest_kept), logits);
+        const uint32_t threshold_key =
+            threshold_key_of(row_limits(p, row), p.vocab_limit, piece, highest, search);
+        if (threshold_key != 0)
+          exclude_below<kIsVector>(piece, from_ordered(threshold_key), logits);
         __syncthreads();  // `values` is written again
       });
   cluster_barrier();  // nobody leaves while others read what it shares

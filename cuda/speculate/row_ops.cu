@@ -81,13 +81,13 @@ __global__ void __launch_bounds__(kNgramThreads)
   const int32_t i = static_cast<int32_t>(blockIdx.x);
   if (i >= *p.inputs.num_drafting) return;
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
-  const int32_t slot = p.inputs.seq_slot[i];
-  uint64_t best = warp_max(best_ngram(p, slot, thread, kNgramThreads));
+  const int32_t seq_slot = p.inputs.seq_slot[i];
+  uint64_t best = warp_max(best_ngram(p, seq_slot, thread, kNgramThreads));
   if (thread % 32 == 0) winners[thread / 32] = best;
   __syncthreads();
 #pragma unroll
   for (const uint64_t winner : winners) best = max(best, winner);
-  store_ngram(p, slot, best, thread, kNgramThreads);
+  store_ngram(p, seq_slot, best, thread, kNgramThreads);
 }
 
 // One block a sequence; one even for none, since the number of rows is written.

@@ -11,7 +11,7 @@
 #include "device/device_arena.h"
 #include "graph/program.h"
 #include "metadata/group_metadata.h"
-#include "scheduler/step_plan.h"
+#include "scheduler/iteration_plan.h"
 #include "speculate/row_ops.h"
 
 namespace paceline {
@@ -114,7 +114,7 @@ TEST(Accept, KeepsWhileDraftsEqualDraws) {
     EXPECT_EQ(result.accepted_len, c.accepted);
     EXPECT_EQ(result.drafted_len, static_cast<int32_t>(c.drafts.size()));
     EXPECT_EQ(result.discarded_len, 0);
-    EXPECT_EQ(result.outcome, SlotOutcome::kRunning);
+    EXPECT_EQ(result.outcome, SequenceOutcome::kRunning);
     EXPECT_EQ(window.s.known_len[1], 5 + result.emitted_len);
     for (int32_t i = 0; i < result.emitted_len; ++i) {
       EXPECT_EQ(window.s.history[kMaxLen + 5 + i], c.emitted[i]);
@@ -131,7 +131,7 @@ TEST(Accept, AStopTokenAmongKeptDraftsDiscardsTheRest) {
   EXPECT_EQ(result.accepted_len, 2);
   EXPECT_EQ(result.drafted_len, 2);
   EXPECT_EQ(result.discarded_len, 1);
-  EXPECT_EQ(result.outcome, SlotOutcome::kStop);
+  EXPECT_EQ(result.outcome, SequenceOutcome::kStop);
   EXPECT_EQ(window.s.is_active[1], 0);
 }
 
@@ -141,14 +141,14 @@ TEST(Accept, TheLimitLeavesNoRoomForTheBonusToken) {
   EXPECT_EQ(window.emitted(), (Tokens{7, 8}));
   EXPECT_EQ(result.accepted_len, 2);
   EXPECT_EQ(result.drafted_len, 2);
-  EXPECT_EQ(result.outcome, SlotOutcome::kLength);
+  EXPECT_EQ(result.outcome, SequenceOutcome::kLength);
 }
 
 TEST(Accept, NoFiniteLogitEndsTheRequest) {
   Window window({7, 8, 9}, {7, -2, -2, -2});
   const SequenceResult result = window.judge();
   EXPECT_EQ(window.emitted(), (Tokens{7}));
-  EXPECT_EQ(result.outcome, SlotOutcome::kNoLogits);
+  EXPECT_EQ(result.outcome, SequenceOutcome::kNoLogits);
 }
 
 TEST(Accept, EndedSequencesEmitNothing) {

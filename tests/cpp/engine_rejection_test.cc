@@ -14,7 +14,7 @@
 #include <paceline/executor.h>
 
 #include "cpp/engine_options.h"
-#include "support/head_checks.h"
+#include "support/draft_head_checks.h"
 #include "support/jobs.h"
 #include "support/oracle.h"
 #include "support/tiny_models.h"
@@ -77,7 +77,7 @@ TEST(RejectingEngine, OraclesAreKept) {
 }
 
 TEST(RejectingEngine, EqualsPlainAtTemperatureZero) {
-  const std::vector<TinyHead> heads = all_heads();
+  const std::vector<TinyDraftHead> heads = all_heads();
   Tally tally;
   const uint64_t first_seed = seed_from_env(1);
   for (uint64_t seed = first_seed; seed < first_seed + 40; ++seed) {

@@ -19,7 +19,7 @@
 #include "cpp/engine_options.h"
 #include "device/cpu_context.h"
 #include "ops/fork.h"
-#include "support/head_checks.h"
+#include "support/draft_head_checks.h"
 #include "support/oracle.h"
 #include "support/samples.h"
 #include "support/sampling_arrays.h"
@@ -50,7 +50,7 @@ using testing::seed_from_env;
 using testing::Tally;
 using testing::tiny_config_json;
 using testing::tiny_model;
-using testing::TinyHead;
+using testing::TinyDraftHead;
 using testing::TinyModel;
 
 ExecutorOptions options_of(int32_t k) {
@@ -80,7 +80,7 @@ Models random_models(uint64_t seed) {
   if (kind == 4 || kind == 5) {  // a random head, or prompt lookup
     const auto target = random_raw_model(
         tiny_config_json({.windows = {8, 0, 20}, .is_gemma = random() % 2 == 0}), seed);
-    const std::vector<TinyHead> heads = all_heads();
+    const std::vector<TinyDraftHead> heads = all_heads();
     const size_t which = seed / 6 % (heads.size() + 1);
     if (which == heads.size()) return {.target = target.build(), .is_ngram = true};
     return {.target = target.build(), .draft = random_raw_head(heads[which], seed + 1).build()};
@@ -365,10 +365,10 @@ TEST(Fork, HistoryTablesAndSeenTokensGoFromSlotToSlot) {
   std::mt19937_64 random(2);
   for (const int32_t claimed : {0, 3, 7}) {
     const std::vector<SequenceFork> forks = {
-        {.parent_slot = 4, .slot = 0, .num_tokens = 17},  // adjusts
-        {.parent_slot = 4, .slot = 2, .num_tokens = 39},  // does not
-        {.parent_slot = 1, .slot = 3, .num_tokens = 8},
-        {.parent_slot = 1, .slot = 5, .num_tokens = 8}};  // beyond max_forks
+        {.parent_seq_slot = 4, .seq_slot = 0, .num_tokens = 17},  // adjusts
+        {.parent_seq_slot = 4, .seq_slot = 2, .num_tokens = 39},  // does not
+        {.parent_seq_slot = 1, .seq_slot = 3, .num_tokens = 8},
+        {.parent_seq_slot = 1, .seq_slot = 5, .num_tokens = 8}};  // beyond max_forks
     const int32_t num_made = std::min(claimed, 3);
     std::vector<int32_t> history(kSlots * kStride);
     for (int32_t& token : history) token = static_cast<int32_t>(random() % (kVocab + 5));
@@ -398,17 +398,17 @@ TEST(Fork, HistoryTablesAndSeenTokensGoFromSlotToSlot) {
     for (int32_t i = 0; i < num_made; ++i) {
       const SequenceFork& fork = forks[static_cast<size_t>(i)];
       for (int32_t at = 0; at < fork.num_tokens; ++at) {
-        const int32_t token = history[static_cast<size_t>(fork.parent_slot * kStride + at)];
-        expected_history[static_cast<size_t>(fork.slot * kStride + at)] = token;
-        if (token < kVocab && sampling.adjusts[static_cast<size_t>(fork.slot)] != 0) {
-          expected_seen[static_cast<size_t>(fork.slot * mask_words(kVocab) + token / 32)] |=
+        const int32_t token = history[static_cast<size_t>(fork.parent_seq_slot * kStride + at)];
+        expected_history[static_cast<size_t>(fork.seq_slot * kStride + at)] = token;
+        if (token < kVocab && sampling.adjusts[static_cast<size_t>(fork.seq_slot)] != 0) {
+          expected_seen[static_cast<size_t>(fork.seq_slot * mask_words(kVocab) + token / 32)] |=
               uint32_t{1} << token % 32;
         }
         for (size_t g = 0; g < kBlockSizes.size(); ++g) {
           const int32_t index = at / kBlockSizes[g];
           if ((index + 1) * kBlockSizes[g] > fork.num_tokens) continue;  // not wholly below
-          expected_tables[g][static_cast<size_t>(fork.slot * kStride + index)] =
-              tables[g][static_cast<size_t>(fork.parent_slot * kStride + index)];
+          expected_tables[g][static_cast<size_t>(fork.seq_slot * kStride + index)] =
+              tables[g][static_cast<size_t>(fork.parent_seq_slot * kStride + index)];
         }
       }
     }

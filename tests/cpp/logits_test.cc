@@ -19,7 +19,7 @@
 #include "device/cpu_context.h"
 #include "ops/ops.h"
 #include "sample/truncate_rules.h"
-#include "scheduler/step_plan.h"
+#include "scheduler/iteration_plan.h"
 #include "support/logits_reference.h"
 #include "support/sampling_arrays.h"
 #include "support/seed.h"
@@ -392,7 +392,7 @@ struct Counter {
     CpuContext ctx = context_of(1);
     clear_counts(ctx, {.num_slots = &num_slots,
                        .max_slots = 4,
-                       .slots = slots.data(),
+                       .seq_slots = slots.data(),
                        .sampling = arrays.state()});
   }
   void expect_tokens(const Tokens& tokens) const {
@@ -594,14 +594,14 @@ TEST(TruncateLogits, WeightsAreExponentials) {
   Random random(3);
   for (const float temperature : {1e-20f, 0.01f, 0.7f, 1.0f, 1.7f, 50.0f, 1e20f}) {
     const float highest = random.normal(5.0f) * temperature;
-    const Weigher weigher = weigher_of(highest, temperature);
-    EXPECT_EQ(weight_of(weigher, highest), uint64_t{1} << 40);
+    const SoftmaxWeights weights = softmax_weights_of(highest, temperature);
+    EXPECT_EQ(weight_of(weights, highest), uint64_t{1} << 40);
     for (int i = 0; i < 20000; ++i) {
       const float logit = highest - temperature * 0.0015f * static_cast<float>(i);
       const double power = (double{logit} - highest) / double{temperature};
       const double exact = std::exp(power) * 0x1p40;
       // 1 for the cut; the rate's rounding counts by the power.
-      ASSERT_NEAR(static_cast<double>(weight_of(weigher, logit)), exact,
+      ASSERT_NEAR(static_cast<double>(weight_of(weights, logit)), exact,
                   1.0 + (2.5e-7 - 1.2e-7 * power) * exact)
           << temperature << " " << i;
     }

@@ -224,7 +224,7 @@ TEST(TokenLogprobs, MatchTheReferenceWhateverTheBatch) {
       return logits;
     };
     const Logits logits = make_logits();
-    const Logits kept = make_logits();
+    const Logits raw = make_logits();
     Entries entries(static_cast<size_t>(num_all + 1) * (1 + kMost), kUntouched);
     const TokenLogprobsParams params = {.inputs = {.num_seqs = &num_seqs,
                                                    .num_logit_rows = &num_logit_rows,
@@ -236,7 +236,7 @@ TEST(TokenLogprobs, MatchTheReferenceWhateverTheBatch) {
                                         .results = results.data(),
                                         .seq_slot = pass_slots.data(),
                                         .logits = logits.data(),
-                                        .kept = kept.data(),
+                                        .raw_logits = raw.data(),
                                         .logits_stride = stride,
                                         .max_seqs = max_seqs,
                                         .max_window_rows = kWindowRows,
@@ -269,7 +269,7 @@ TEST(TokenLogprobs, MatchTheReferenceWhateverTheBatch) {
       if (arrays.num_logprobs[slot] < 0) continue;
       const bool is_changed = arrays.adjusts[slot] != 0 || arrays.truncates[slot] != 0;
       for (int32_t j = 0; j < results[at].emitted_len; ++j) {
-        expect_row(indptr[at] + j, is_changed ? kept : logits, results[at].tokens[j],
+        expect_row(indptr[at] + j, is_changed ? raw : logits, results[at].tokens[j],
                    arrays.num_logprobs[slot]);
       }
     }
@@ -288,7 +288,7 @@ TEST(TokenLogprobs, MatchTheReferenceWhateverTheBatch) {
   }
 }
 
-TEST(KeepLogits, KeepsTheRowsThatWillChange) {
+TEST(SaveRawLogits, KeepsTheRowsThatWillChange) {
   constexpr int32_t kVocab = 3;
   constexpr int64_t kStride = 4;
   SamplingArrays arrays(5, kVocab);
@@ -301,23 +301,23 @@ TEST(KeepLogits, KeepsTheRowsThatWillChange) {
   Logits logits(7 * kStride);
   std::iota(logits.begin(), logits.end(), 1.0f);
   logits[1 * kStride + 1] = kNan;
-  Logits kept(7 * kStride, -7);
+  Logits raw(7 * kStride, -7);
   CpuContext ctx = context_of(2);
-  keep_logits(ctx, {.num_rows = &num_rows,
-                    .max_rows = 6,
-                    .logits = logits.data(),
-                    .kept = kept.data(),
-                    .logits_stride = kStride,
-                    .row_index = row_index.data(),
-                    .seq_slot = seq_slot.data(),
-                    .sampling = arrays.state()});
+  save_raw_logits(ctx, {.num_rows = &num_rows,
+                        .max_rows = 6,
+                        .logits = logits.data(),
+                        .raw_logits = raw.data(),
+                        .logits_stride = kStride,
+                        .row_index = row_index.data(),
+                        .seq_slot = seq_slot.data(),
+                        .sampling = arrays.state()});
   // Slots by row: 0, 1, 2, 3, 4, none, and one that is not computed.
   for (int64_t row = 0; row < 7; ++row) {
     for (int64_t id = 0; id < kStride; ++id) {
       const auto at = static_cast<size_t>(row * kStride + id);
       const bool is_kept = (row == 1 || row == 2) && id < kVocab;
       const float want = is_kept ? logits[at] : -7;
-      EXPECT_EQ(std::memcmp(&kept[at], &want, sizeof(float)), 0) << "row " << row << ", id " << id;
+      EXPECT_EQ(std::memcmp(&raw[at], &want, sizeof(float)), 0) << "row " << row << ", id " << id;
     }
   }
 }

@@ -69,7 +69,7 @@ TEST(SelectProposals, AreTheHighestInOrder) {
     const int32_t step = below(kDrafts);
     const auto size = static_cast<size_t>(4 * kDrafts * per_draft);
     std::vector<int32_t> ids(size, -77);
-    std::vector<float> kept(size, -77.0f);
+    std::vector<float> proposed(size, -77.0f);
     std::vector<int32_t> rows(kMaxRows, -77);
     CpuContext ctx;
     select_proposals(ctx, {.num_rows = &num_rows,
@@ -84,7 +84,7 @@ TEST(SelectProposals, AreTheHighestInOrder) {
                            .token_map_stride = map_stride,
                            .draft_step = step > 0 ? &step : nullptr,
                            .num_draft_tokens = kDrafts,
-                           .proposals = {ids.data(), kept.data(), per_draft},
+                           .proposals = {ids.data(), proposed.data(), per_draft},
                            .proposal_rows = rows.data()});
     EXPECT_EQ(rows, (std::vector<int32_t>{kDrafts + step, -1, step, 3 * kDrafts + step, -77}));
     std::vector<bool> is_written(size, false);
@@ -104,12 +104,12 @@ TEST(SelectProposals, AreTheHighestInOrder) {
         is_written[at] = true;
         if (j >= static_cast<int32_t>(best.size())) {
           ASSERT_EQ(ids[at], -1);
-          ASSERT_EQ(kept[at], -kInf);
+          ASSERT_EQ(proposed[at], -kInf);
           continue;
         }
         const int32_t id = best[static_cast<size_t>(j)];
         ASSERT_EQ(ids[at], is_mapped ? tokens[id] : id) << "round " << round << " place " << j;
-        ASSERT_EQ(kept[at], of[id]);
+        ASSERT_EQ(proposed[at], of[id]);
       }
     }
     for (size_t at = 0; at < size; ++at) {
@@ -120,9 +120,9 @@ TEST(SelectProposals, AreTheHighestInOrder) {
   }
 }
 
-// --- weigh_logits --------------------------------------------------------------------------------
+// --- softmax_sums --------------------------------------------------------------------------------
 
-TEST(WeighLogits, WeightsOverTheSumAreTheSoftmax) {
+TEST(SoftmaxSums, WeightsOverTheSumAreTheSoftmax) {
   TRACE_SEED();
   std::mt19937_64 random(base_seed());
   for (int round = 0; round < 200; ++round) {
@@ -145,7 +145,7 @@ TEST(WeighLogits, WeightsOverTheSumAreTheSoftmax) {
     std::vector<float> highest(kRows, -77.0f);
     std::vector<uint64_t> sums(kRows, 77);
     CpuContext ctx;
-    weigh_logits(ctx, {.num_rows = &num_rows,
+    softmax_sums(ctx, {.num_rows = &num_rows,
                        .max_rows = kRows,
                        .logits = all.data(),
                        .logits_stride = vocab,
@@ -215,7 +215,7 @@ double uniform_of(uint64_t seed, int32_t known_len, int32_t index) {
 }
 
 struct Judged {
-  int32_t kept;
+  int32_t num_accepted;
   double share;
   double margin;  // how close any try was
 };
@@ -238,7 +238,7 @@ Judged judge_by_reference(AcceptMethod method, const std::vector<std::vector<dou
     for (int32_t i = 0; i < n; ++i) {
       const auto s = static_cast<size_t>(i);
       if (!try_one(i, std::min(at(p[s], drafts[s]) / at(q[s], drafts[s]), 1.0))) break;
-      judged.kept = i + 1;
+      judged.num_accepted = i + 1;
     }
     return judged;
   }
@@ -256,7 +256,7 @@ Judged judge_by_reference(AcceptMethod method, const std::vector<std::vector<dou
       chance = share >= 1 ? 1 : left / (left + 1 - share);
     }
     if (try_one(i, chance)) {
-      judged.kept = i + 1;
+      judged.num_accepted = i + 1;
       judged.share = share;
     }
   }
@@ -269,7 +269,7 @@ TEST(RejectDrafts, FollowsTheReference) {
   constexpr int32_t kSeqs = 200;
   std::mt19937_64 random(base_seed());
   int32_t num_close = 0;
-  std::array<int32_t, 5> num_of_kept = {};
+  std::array<int32_t, 5> num_of_accepted = {};
   for (const AcceptMethod method : {kStandard, kBlock}) {
     for (const int32_t proposals : {0, 1, 5, 64}) {  // 0: greedy drafts
       for (const float temperature : {0.3f, 1.0f, 2.0f}) {
@@ -319,21 +319,21 @@ TEST(RejectDrafts, FollowsTheReference) {
           const int32_t* const draws = targets_drawn.data() + i * (kDrafts + 1);
           const bool is_judged = i % 11 != 3 && i % 13 != 5;
           const Tokens drafts = rig.drafts(i, is_judged ? rig.s.draft_len[i] : 0);
-          const int32_t kept = rig.buffers.kept[i];
+          const int32_t num_accepted = rig.buffers.num_accepted[i];
           if (i % 7 == 2) {
             int32_t equal = 0;
             while (equal < static_cast<int32_t>(drafts.size()) &&
                    draws[equal] == drafts[static_cast<size_t>(equal)]) {
               ++equal;
             }
-            EXPECT_EQ(kept, equal);
+            EXPECT_EQ(num_accepted, equal);
             EXPECT_EQ(rig.buffers.residual_rows[i], -1);
             continue;
           }
           if (drafts.empty()) {
-            EXPECT_EQ(kept, 0);
+            EXPECT_EQ(num_accepted, 0);
             EXPECT_EQ(rig.buffers.residual_rows[i], -1);
-            EXPECT_EQ(rig.buffers.replacements[i], -1);
+            EXPECT_EQ(rig.buffers.recovered_tokens[i], -1);
             continue;
           }
           std::vector<std::vector<double>> p;
@@ -358,9 +358,9 @@ TEST(RejectDrafts, FollowsTheReference) {
             ++num_close;
             continue;
           }
-          ASSERT_EQ(kept, judged.kept);
-          ++num_of_kept[static_cast<size_t>(kept)];
-          const auto at = static_cast<size_t>(kept);
+          ASSERT_EQ(num_accepted, judged.num_accepted);
+          ++num_of_accepted[static_cast<size_t>(num_accepted)];
+          const auto at = static_cast<size_t>(num_accepted);
           const bool is_certain =
               at < p.size() &&
               std::ranges::none_of(
@@ -372,8 +372,8 @@ TEST(RejectDrafts, FollowsTheReference) {
             EXPECT_EQ(rig.buffers.residual_rows[i], -1);
             continue;
           }
-          ASSERT_EQ(rig.buffers.residual_rows[i], i * (kDrafts + 1) + kept);
-          ASSERT_EQ(rig.buffers.residual_pass_rows[i], i * (kDrafts + 1) + kept);
+          ASSERT_EQ(rig.buffers.residual_rows[i], i * (kDrafts + 1) + num_accepted);
+          ASSERT_EQ(rig.buffers.residual_pass_rows[i], i * (kDrafts + 1) + num_accepted);
           double sum = 0;
           std::vector<double> left(kVocab);
           for (size_t id = 0; id < left.size(); ++id) {
@@ -381,12 +381,13 @@ TEST(RejectDrafts, FollowsTheReference) {
             sum += left[id];
           }
           ASSERT_GT(sum, 1e-6);
-          const float* const row = rig.logits.data() + int64_t{kVocab} * (i * (kDrafts + 1) + kept);
+          const float* const row =
+              rig.logits.data() + int64_t{kVocab} * (i * (kDrafts + 1) + num_accepted);
           const std::vector<double> law = softmax({row, row + kVocab}, temperature, /*token=*/-1);
           for (size_t id = 0; id < left.size(); ++id) {
             ASSERT_NEAR(law[id], left[id] / sum, 1e-6 + 1e-6 / sum) << "token " << id;
           }
-          const int32_t token = rig.buffers.replacements[i];
+          const int32_t token = rig.buffers.recovered_tokens[i];
           ASSERT_GE(token, 0);
           ASSERT_GT(left[static_cast<size_t>(token)], 0);
         }
@@ -394,7 +395,7 @@ TEST(RejectDrafts, FollowsTheReference) {
     }
   }
   EXPECT_LT(num_close, 10);
-  for (const int32_t count : num_of_kept) EXPECT_GT(count, 15);
+  for (const int32_t count : num_of_accepted) EXPECT_GT(count, 15);
 }
 
 // Draws that are a function of their stream and salt.
@@ -435,22 +436,22 @@ TEST(RejectDrafts, TheDrawsHaveStreamsOfTheirOwn) {
 
 // --- accept --------------------------------------------------------------------------------------
 
-TEST(RejectDrafts, AcceptTakesDraftsAndTheReplacement) {
+TEST(RejectDrafts, AcceptTakesDraftsAndTheRecoveredToken) {
   struct Case {
-    int32_t kept, replacement, limit, stop;
+    int32_t num_accepted, recovered_token, limit, stop;
     Tokens emitted;
     int32_t accepted, discarded;
-    SlotOutcome outcome;
+    SequenceOutcome outcome;
   };
-  constexpr auto kRunning = SlotOutcome::kRunning;
+  constexpr auto kRunning = SequenceOutcome::kRunning;
   for (const Case& c :
        {Case{0, 30, 100, -1, {30}, 0, 0, kRunning},
         Case{2, 30, 100, -1, {7, 8, 30}, 2, 0, kRunning},
         Case{3, -1, 100, -1, {7, 8, 9, 13}, 3, 0, kRunning},
         Case{1, -2, 100, -1, {7, 11}, 1, 0, kRunning},  // nothing was left: the target's own draw
-        Case{2, 30, 100, 8, {7, 8}, 2, 1, SlotOutcome::kStop},
-        Case{2, 30, 100, 30, {7, 8, 30}, 2, 0, SlotOutcome::kStop},
-        Case{3, -1, 8, -1, {7, 8, 9}, 3, 0, SlotOutcome::kLength}}) {
+        Case{2, 30, 100, 8, {7, 8}, 2, 1, SequenceOutcome::kStop},
+        Case{2, 30, 100, 30, {7, 8, 30}, 2, 0, SequenceOutcome::kStop},
+        Case{3, -1, 8, -1, {7, 8, 9}, 3, 0, SequenceOutcome::kLength}}) {
     RejectionRig rig({.num_seqs = 1, .vocab_size = 40, .num_drafts = 3}, 1, /*first_len=*/5, 9);
     rig.s.limit[0] = c.limit;
     rig.s.stop_ids[0] = c.stop;
@@ -463,8 +464,8 @@ TEST(RejectDrafts, AcceptTakesDraftsAndTheReplacement) {
                      .results = rig.results.data(),
                      .max_seqs = 1,
                      .method = kStandard,
-                     .kept = &c.kept,
-                     .replacements = &c.replacement,
+                     .num_accepted = &c.num_accepted,
+                     .recovered_tokens = &c.recovered_token,
                      .synthetic_rate = {}});
     EXPECT_EQ(rig.emitted(0), c.emitted);
     EXPECT_EQ(rig.results[0].accepted_len, c.accepted);

@@ -100,7 +100,7 @@ struct Desk {
   KvLayout layout;
   SlabPool pool;
   Scheduler scheduler;
-  StepPlan plan;
+  IterationPlan plan;
   std::vector<std::unique_ptr<Sequence>> all;
   RequestId next_id = 1;
   int64_t iteration = -1;
@@ -246,7 +246,7 @@ TEST(Scheduler, PreemptsTheYoungestAndServesItAgain) {
   ASSERT_TRUE(desk.step());
   ASSERT_EQ(desk.plan.sequences.size(), 1u);
   EXPECT_EQ(desk.plan.sequences[0].sequence, &second);
-  EXPECT_TRUE(desk.plan.sequences[0].resets_slot);
+  EXPECT_TRUE(desk.plan.sequences[0].resets_state);
   EXPECT_EQ(desk.plan.sequences[0].start, 0);
   EXPECT_EQ(desk.pool.check_integrity(), "");
 }
@@ -289,10 +289,10 @@ TEST(Scheduler, SamplesForkOnceThePromptHasBeenLaunched) {
     EXPECT_EQ(launch->kind, RowKind::kPrefillFinal);
     EXPECT_EQ(launch->start, 20);
     EXPECT_EQ(launch->num_rows, 1);
-    EXPECT_TRUE(launch->resets_slot);
+    EXPECT_TRUE(launch->resets_state);
     const SequenceFork& fork = desk.plan.forks[i - 1];
-    EXPECT_EQ(fork.parent_slot, samples[0]->slot);
-    EXPECT_EQ(fork.slot, samples[i]->slot);
+    EXPECT_EQ(fork.parent_seq_slot, samples[0]->seq_slot);
+    EXPECT_EQ(fork.seq_slot, samples[i]->seq_slot);
     EXPECT_EQ(fork.num_tokens, 20);
     const BlockCopy& copy = desk.plan.block_copies[i - 1];
     EXPECT_EQ(copy.source, samples[0]->blocks.table(0)[2]);
@@ -358,7 +358,7 @@ TEST(Scheduler, APreemptedSampleForksAgainAndAnySampleMayBeTheParent) {
   second.tokens = again.tokens;
   ASSERT_TRUE(desk.step());
   ASSERT_EQ(desk.plan.forks.size(), 1u);
-  EXPECT_EQ(desk.plan.forks[0].parent_slot, samples[1]->slot);
+  EXPECT_EQ(desk.plan.forks[0].parent_seq_slot, samples[1]->seq_slot);
   // What it had emitted is prefilled again, behind the prompt that it shares.
   EXPECT_EQ(desk.planned(second)->start, 20);
   EXPECT_EQ(desk.planned(second)->num_rows, known_len - 20);
@@ -398,11 +398,11 @@ TEST(BatchBuilder, LaysOutRaggedRows) {
   reserve_inputs(inputs, shape);
   Sequence sequences[4];
   for (int i = 0; i < 4; ++i) {
-    sequences[i].slot = 3 - i;
+    sequences[i].seq_slot = 3 - i;
     for (int t = 0; t < 10; ++t) sequences[i].tokens.push_back(10 * i + t);
   }
   sequences[3].logits = std::make_shared<std::vector<float>>();
-  StepPlan plan;
+  IterationPlan plan;
   plan.sequences = {
       {.sequence = &sequences[0], .kind = RowKind::kDecode, .num_rows = 4},
       {.sequence = &sequences[1], .kind = RowKind::kPrefillFinal, .start = 4, .num_rows = 6},
@@ -410,7 +410,7 @@ TEST(BatchBuilder, LaysOutRaggedRows) {
        .kind = RowKind::kPrefillPartial,
        .start = 0,
        .num_rows = 5,
-       .resets_slot = true},
+       .resets_state = true},
       {.sequence = &sequences[3], .kind = RowKind::kScore, .start = 2, .num_rows = 3}};
   build_batch(plan, shape, inputs);
 
@@ -433,7 +433,7 @@ TEST(BatchBuilder, LaysOutRaggedRows) {
   EXPECT_EQ(inputs.prefill_tokens[9], 19);
   EXPECT_EQ(inputs.prefill_tokens[15], 32);
   ASSERT_EQ(inputs.resets.size(), 1u);
-  EXPECT_EQ(inputs.resets[0].slot, 1);
+  EXPECT_EQ(inputs.resets[0].seq_slot, 1);
   ASSERT_EQ(inputs.score_copies.size(), 1u);
   EXPECT_EQ(inputs.score_copies[0].first_logit_row, 5);
   EXPECT_EQ(inputs.score_copies[0].destination_row, 2);

@@ -159,7 +159,7 @@ TESTS = (
     "op_parity_test",
     "runner_test",
     "engine_cuda_test",
-    "head_cuda_test",
+    "draft_head_cuda_test",
 )
 
 BENCHES = {
@@ -260,12 +260,12 @@ OPS = (
     "adjust",
     "truncate",
     "proposals",
-    "weigh",
+    "softmax_sums",
     "reject",
     "logprobs",
 )
 REST = "*:-" + ":".join(f"*MatchesTheCpu/{op}_*" for op in OPS)
-NARROWED = ("truncate", "proposals", "weigh", "logprobs")
+NARROWED = ("truncate", "proposals", "softmax_sums", "logprobs")
 #: More wanted rows than clusters run at once, which are 33 at most on 132 multiprocessors, so that
 #: some take a second row and write again what they shared; limits of all kinds, of which the first
 #: three rows of `mixed` have none; a second round of ids.

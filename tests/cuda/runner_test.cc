@@ -161,7 +161,7 @@ TEST_F(Cuda, GraphEqualsEager) {
         ASSERT_TRUE(same_logprobs({said}, {eager.logprobs_of_row(i)}))
             << "row " << i << " iteration " << iteration;
         num_rated += said.empty() ? 0 : 1;
-        if (a.outcome != SlotOutcome::kRunning) states[captured.slot_of_row(i)] = State::kFree;
+        if (a.outcome != SequenceOutcome::kRunning) states[captured.slot_of_row(i)] = State::kFree;
         ++num_compared;
       }
       const IterationBuffers& ca = captured.buffers();

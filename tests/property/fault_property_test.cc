@@ -142,7 +142,7 @@ class WatchingRunner final : public Runner {
   explicit WatchingRunner(std::unique_ptr<CpuRunner> inner) : inner_(std::move(inner)) {}
 
   void launch(const IterationInputs& inputs) override {
-    for (const SlotReset& reset : inputs.resets) tables_.erase(reset.slot);
+    for (const SequenceReset& reset : inputs.resets) tables_.erase(reset.seq_slot);
     for (const TableWrite& write : inputs.table_writes) {
       tables_[write.seq_slot].insert({write.group, write.block});
     }

@@ -91,7 +91,7 @@ World random_world(uint64_t seed, Pair pair) {
 
 // What a draft is drawn from, as the drafter's law gives it: all of it; the two likeliest tokens;
 // or the likeliest for certain. Of equals the lowest.
-Law draft_law(const Law& drafter, Drafts drafts) {
+Law draft_distribution(const Law& drafter, Drafts drafts) {
   if (drafts == Drafts::kSampled) return drafter;
   std::vector<size_t> order(drafter.size());
   std::iota(order.begin(), order.end(), size_t{0});
@@ -146,7 +146,7 @@ class Window {
   [[nodiscard]] const std::map<Prefix, Rational>& emitted() const { return emitted_; }
   [[nodiscard]] const Rational& mean_kept() const { return mean_kept_; }
 
-  // For keep_drafts.
+  // For accept_drafts.
   [[nodiscard]] Rational p(int32_t at) const { return target(at)[token(at)]; }
   [[nodiscard]] Rational q(int32_t at) const { return drafted(at)[token(at)]; }
   [[nodiscard]] Rational overlap(int32_t at, const Rational& share) const {
@@ -166,7 +166,7 @@ class Window {
   [[nodiscard]] Prefix before(int32_t at) const { return {path_.begin(), path_.begin() + at}; }
   [[nodiscard]] const Law& target(int32_t at) const { return world_.target.at(before(at)); }
   [[nodiscard]] Law drafted(int32_t at) const {
-    return draft_law(world_.drafter.at(before(at)), drafts_);
+    return draft_distribution(world_.drafter.at(before(at)), drafts_);
   }
 
   // The chance of each number of drafts kept, given that those of `path_` were drafted; emits what
@@ -198,7 +198,7 @@ class Window {
     Tries tries;
     do {
       tries.begin();
-      const Kept<Rational> verdict = keep_drafts<Rational>(
+      const AcceptedDrafts<Rational> verdict = accept_drafts<Rational>(
           method_, static_cast<int32_t>(path_.size()), *this,
           [&](int32_t, const Rational& chance) { return tries.succeeds(chance); });
       kept[static_cast<size_t>(verdict.count)] += tries.weight();
@@ -308,18 +308,18 @@ TEST(RejectionLaw, EqualLawsKeepEverything) {
 // Chances by hand: p = (1/2, 1/2), q = (3/4, 1/4), twice over.
 TEST(RejectionLaw, ChancesByHand) {
   const auto half = Rational(1, 2);
-  EXPECT_EQ(keep_chance(half, Rational(3, 4)), Rational(2, 3));
-  EXPECT_EQ(keep_chance(half, Rational(1, 4)), Rational(1));
-  EXPECT_EQ(keep_chance(Rational(0), Rational(1, 4)), Rational(0));
+  EXPECT_EQ(acceptance_probability(half, Rational(3, 4)), Rational(2, 3));
+  EXPECT_EQ(acceptance_probability(half, Rational(1, 4)), Rational(1));
+  EXPECT_EQ(acceptance_probability(Rational(0), Rational(1, 4)), Rational(0));
   // Ruled out by the target, and so unlikely to be drafted that q has been rounded to nothing.
-  EXPECT_EQ(keep_chance(Rational(0), Rational(0)), Rational(0));
+  EXPECT_EQ(acceptance_probability(Rational(0), Rational(0)), Rational(0));
   EXPECT_EQ(next_share(Rational(1), Rational(0), Rational(0)), Rational(0));
   EXPECT_EQ(next_share(Rational(2, 3), half, Rational(1, 4)), Rational(1));
   EXPECT_EQ(next_share(Rational(2, 3), half, Rational(3, 4)), Rational(4, 9));
   // Left of 2/3 (1/2, 1/2) - (3/4, 1/4): 1/12; it overlaps in 1/3 + 1/4.
-  EXPECT_EQ(block_chance(Rational(2, 3), Rational(7, 12)), Rational(1, 5));
-  EXPECT_EQ(block_chance(Rational(1), Rational(1)), Rational(1));
-  EXPECT_EQ(block_chance(half, half), Rational(0));
+  EXPECT_EQ(block_acceptance_probability(Rational(2, 3), Rational(7, 12)), Rational(1, 5));
+  EXPECT_EQ(block_acceptance_probability(Rational(1), Rational(1)), Rational(1));
+  EXPECT_EQ(block_acceptance_probability(half, half), Rational(0));
   EXPECT_EQ(residual(Rational(2, 3), half, Rational(1, 4)), Rational(1, 12));
   EXPECT_EQ(residual(Rational(2, 3), half, Rational(3, 4)), Rational(0));
 }

@@ -199,7 +199,7 @@ double chance_with_bias(AcceptMethod method, double scale) {
       const std::vector<double>& law = window.drafters[at];
       window.drafts.push_back(std::discrete_distribution<int32_t>(law.begin(), law.end())(engine));
     }
-    const Kept<double> kept = keep_drafts<double>(
+    const AcceptedDrafts<double> kept = accept_drafts<double>(
         method, kDrafts, window,
         [&](int32_t, double chance) { return scale * uniform(engine) < chance; });
     Tokens tokens(window.drafts.begin(), window.drafts.begin() + kept.count);

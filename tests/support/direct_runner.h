@@ -101,11 +101,11 @@ class DirectRunner {
     s.tokens = std::move(tokens);
     s.prompt_len = s.known_len();
     s.limit = limit;
-    s.slot = slot;
+    s.seq_slot = slot;
     s.sampling.temperature = temperature;
     s.sampling.seed = seed;
     s.is_score = is_score;
-    s.needs_slot_reset = true;
+    s.needs_reset = true;
     s.blocks = SequenceBlocks(static_cast<int32_t>(layout_.groups.size()));
     if (!s.blocks.reserve(pool_, limit, slot, plan_.table_writes)) {
       throw InternalError("the test's pool is too small");
@@ -127,8 +127,8 @@ class DirectRunner {
                                .kind = kind,
                                .start = start,
                                .num_rows = num_rows,
-                               .resets_slot = s.needs_slot_reset});
-    s.needs_slot_reset = false;
+                               .resets_state = s.needs_reset});
+    s.needs_reset = false;
   }
 
   void run() {
@@ -149,7 +149,7 @@ class DirectRunner {
   [[nodiscard]] std::vector<std::vector<float>> logits_of(int32_t slot) const {
     std::vector<std::vector<float>> rows;
     for (size_t i = 0; i < last_plan_.sequences.size(); ++i) {
-      if (last_plan_.sequences[i].sequence->slot != slot) continue;
+      if (last_plan_.sequences[i].sequence->seq_slot != slot) continue;
       for (int32_t row = inputs_.logit_indptr[i]; row < inputs_.logit_indptr[i + 1]; ++row) {
         rows.push_back(download(buffers_->logits + int64_t{row} * vocab_size_, vocab_size_));
       }
@@ -205,7 +205,7 @@ class DirectRunner {
 
   // The slot of a row of the last batch, and what the device was told of it.
   [[nodiscard]] int32_t slot_of_row(size_t row) const {
-    return last_plan_.sequences[row].sequence->slot;
+    return last_plan_.sequences[row].sequence->seq_slot;
   }
   [[nodiscard]] const IterationInputs& last_inputs() const { return inputs_; }
   // All of the KV pool but the slab of the null blocks, where padding may be written.
@@ -250,8 +250,8 @@ class DirectRunner {
   const std::byte* kv_pool_ = nullptr;
   std::function<void(const IterationInputs&)> run_now_;
   IterationInputs inputs_;
-  StepPlan plan_;
-  StepPlan last_plan_;
+  IterationPlan plan_;
+  IterationPlan last_plan_;
   std::vector<std::unique_ptr<Sequence>> sequences_;
 };
 

@@ -436,8 +436,9 @@ void add_rejection_ops(TableBuilder& table) {
       }
     }
     for (const int32_t vocab : {1, 7, 64, 1003, 40000}) {
-      table.add("weigh" + std::string(suffix) + "_v" + std::to_string(vocab), make_weigh,
-                WeighSpec{vocab, vocab % 2 == 1 ? 5 : 0, kind}, vocab == 1003);
+      table.add("softmax_sums" + std::string(suffix) + "_v" + std::to_string(vocab),
+                make_softmax_sums, SoftmaxSumsSpec{vocab, vocab % 2 == 1 ? 5 : 0, kind},
+                vocab == 1003);
     }
     for (const AcceptMethod method : {AcceptMethod::kStandard, AcceptMethod::kBlock}) {
       for (const auto& [vocab, drafts, per_draft] :
@@ -463,7 +464,7 @@ void add_rejection_ops(TableBuilder& table) {
   for (const int32_t vocab : {151936, 262144}) {
     table.add("proposals_k64_v" + std::to_string(vocab), make_proposals,
               ProposalsSpec{vocab, 64, 64, 2, LogitKind::kTies});
-    table.add("weigh_v" + std::to_string(vocab), make_weigh, WeighSpec{vocab});
+    table.add("softmax_sums_v" + std::to_string(vocab), make_softmax_sums, SoftmaxSumsSpec{vocab});
   }
 }
 
@@ -523,7 +524,7 @@ void add_logprobs(TableBuilder& table) {
                              std::to_string(s.vocab_size);
     table.add("logprobs_emitted" + name, make_emitted_logprobs, s, is_invariance_case);
     table.add("logprobs_prompt" + name, make_prompt_logprobs, s, is_invariance_case);
-    table.add("logprobs_keep" + name, make_keep_logits, s, is_invariance_case);
+    table.add("logprobs_keep" + name, make_save_raw_logits, s, is_invariance_case);
   };
   // Fewer ids than tokens that are wanted, than blocks of a cluster, than threads.
   for (const int32_t vocab : {1, 7, 33, 1003, 40000}) {

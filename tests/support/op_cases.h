@@ -268,7 +268,7 @@ struct ProposalsSpec {
   bool is_mapped = false;     // ids are rows of a draft vocabulary, some of them of no token
   bool has_row_maps = false;  // with is_mapped: each row has a map of its own
 };
-struct WeighSpec {
+struct SoftmaxSumsSpec {
   int32_t vocab_limit = 0;
   int32_t padding = 0;  // logits_stride - vocab_limit; what lies there is +inf
   LogitKind logits = LogitKind::kPlain;
@@ -310,11 +310,13 @@ struct ClusterLogitsSpec {
 // A row is one of a prompt.
 [[nodiscard]] OpInstance make_prompt_logprobs(const LogprobSpec& spec, const Rows& rows,
                                               uint64_t seed);
-[[nodiscard]] OpInstance make_keep_logits(const LogprobSpec& spec, const Rows& rows, uint64_t seed);
+[[nodiscard]] OpInstance make_save_raw_logits(const LogprobSpec& spec, const Rows& rows,
+                                              uint64_t seed);
 [[nodiscard]] OpInstance make_select_clusters(const SelectClustersSpec& spec, const Rows& rows,
                                               uint64_t seed);
 [[nodiscard]] OpInstance make_proposals(const ProposalsSpec& spec, const Rows& rows, uint64_t seed);
-[[nodiscard]] OpInstance make_weigh(const WeighSpec& spec, const Rows& rows, uint64_t seed);
+[[nodiscard]] OpInstance make_softmax_sums(const SoftmaxSumsSpec& spec, const Rows& rows,
+                                           uint64_t seed);
 [[nodiscard]] OpInstance make_reject(const RejectSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_cluster_logits(const ClusterLogitsSpec& spec, const Rows& rows,
                                              uint64_t seed);

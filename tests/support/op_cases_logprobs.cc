@@ -84,7 +84,7 @@ struct StagedHandles {
 // logits and of entries, from `first_row` on.
 void set_op(OpInstance& op, const LogprobSpec& s, const Rows& rows, int32_t first_row,
             int32_t rows_per_id, const StagedHandles& staged, Handle pass_slots, Handle results,
-            Handle logits, Handle kept, const SamplingArrays& arrays, int32_t max_seqs,
+            Handle logits, Handle raw_logits, const SamplingArrays& arrays, int32_t max_seqs,
             int32_t max_prompt_rows) {
   const int64_t stride = s.vocab_size + s.padding;
   const int64_t row_words = (1 + s.max_logprobs) * int64_t{sizeof(TokenLogprob) / 4};
@@ -111,7 +111,7 @@ void set_op(OpInstance& op, const LogprobSpec& s, const Rows& rows, int32_t firs
                        .results = at.get<SequenceResult>(results),
                        .seq_slot = at.get<int32_t>(pass_slots),
                        .logits = at.get<float>(logits),
-                       .kept = at.get<float>(kept),
+                       .raw_logits = at.get<float>(raw_logits),
                        .logits_stride = stride,
                        .max_seqs = max_seqs,
                        .max_window_rows = kWindowRows,
@@ -132,12 +132,12 @@ OpInstance make_emitted_logprobs(const LogprobSpec& s, const Rows& rows, uint64_
   const int64_t stride = s.vocab_size + s.padding;
   const auto max_rows = static_cast<size_t>(rows.max_rows);
   // What nobody may read of the two is such that it would show.
-  const auto windows = [&](const char* name, bool is_kept) {
+  const auto windows = [&](const char* name, bool is_saved) {
     return op.add(row_array(name, Element::kF32, Element::kF32, rows, kWindowRows * stride,
                             [=](int64_t id, float* to) {
                               const bool is_changed = s.all_change || id % 2 == 1;
                               for (int32_t j = 0; j < kWindowRows; ++j) {
-                                if (is_changed == is_kept) {
+                                if (is_changed == is_saved) {
                                   fill_row(s, id * kWindowRows + j, seed, to + j * stride);
                                 } else {
                                   std::fill_n(to + j * stride, stride, 7.0f);
@@ -146,7 +146,7 @@ OpInstance make_emitted_logprobs(const LogprobSpec& s, const Rows& rows, uint64_
                             }));
   };
   const Handle logits = windows("logits", false);
-  const Handle kept = windows("kept", true);
+  const Handle raw_logits = windows("raw_logits", true);
   SamplingArrays arrays(rows.max_rows + 1, /*vocab_size=*/s.vocab_size);
   std::vector<SequenceResult> results(max_rows);
   std::vector<int32_t> logit_indptr(max_rows + 1);
@@ -184,7 +184,7 @@ OpInstance make_emitted_logprobs(const LogprobSpec& s, const Rows& rows, uint64_
                                 .prompt_targets = ints("prompt_targets", {-1})};
   const Handle at_results = ints("results", result_words);
   set_op(op, s, rows, /*first_row=*/0, kWindowRows, staged, ints("pass_slots", {-1}), at_results,
-         logits, kept, arrays, rows.max_rows, /*max_prompt_rows=*/0);
+         logits, raw_logits, arrays, rows.max_rows, /*max_prompt_rows=*/0);
   return op;
 }
 
@@ -202,8 +202,8 @@ OpInstance make_prompt_logprobs(const LogprobSpec& s, const Rows& rows, uint64_t
     }
   });
   const Handle logits = op.add(std::move(array));
-  const Handle kept = op.add(float_array("kept", Element::kF32, Element::kF32, 4,
-                                         [](float* to) { std::fill_n(to, 4, 7.0f); }));
+  const Handle raw_logits = op.add(float_array("raw_logits", Element::kF32, Element::kF32, 4,
+                                               [](float* to) { std::fill_n(to, 4, 7.0f); }));
   SamplingArrays arrays(rows.max_rows + 1, s.vocab_size);
   // Row i belongs to pass row max - 1 - i; what is not computed to the first, which is live.
   std::vector<int32_t> logit_rows(max_rows + kFirstPromptRow, 0);
@@ -235,11 +235,11 @@ OpInstance make_prompt_logprobs(const LogprobSpec& s, const Rows& rows, uint64_t
   const Handle at_slots = ints("pass_slots", pass_slots);
   const Handle at_results = ints("results", std::vector<int32_t>(sizeof(SequenceResult) / 4, 0));
   set_op(op, s, rows, kFirstPromptRow, /*rows_per_id=*/1, staged, at_slots, at_results, logits,
-         kept, arrays, /*max_seqs=*/1, rows.max_rows);
+         raw_logits, arrays, /*max_seqs=*/1, rows.max_rows);
   return op;
 }
 
-OpInstance make_keep_logits(const LogprobSpec& s, const Rows& rows, uint64_t seed) {
+OpInstance make_save_raw_logits(const LogprobSpec& s, const Rows& rows, uint64_t seed) {
   OpInstance op;
   const int64_t stride = s.vocab_size + s.padding;
   const int32_t max_rows = rows.max_rows;
@@ -248,8 +248,8 @@ OpInstance make_keep_logits(const LogprobSpec& s, const Rows& rows, uint64_t see
       op.add(row_array("logits", Element::kF32, Element::kF32, rows, stride,
                        [=](int64_t id, float* to) { fill_row(s, id, seed, to); }));
   // Float bits that are copied: NaN and infinities among them.
-  const Handle kept =
-      op.add(output_array("kept", Element::kI32, Element::kI32, max_rows * stride, stride));
+  const Handle raw_logits =
+      op.add(output_array("raw_logits", Element::kI32, Element::kI32, max_rows * stride, stride));
   SamplingArrays arrays(max_rows + 1, s.vocab_size);
   std::vector<int32_t> row_index(static_cast<size_t>(max_rows), 0);
   std::vector<int32_t> pass_slots(static_cast<size_t>(max_rows), 0);
@@ -269,15 +269,15 @@ OpInstance make_keep_logits(const LogprobSpec& s, const Rows& rows, uint64_t see
   const Handle at_slots = op.add(int_array("pass_slots", Role::kInput, pass_slots));
   const SamplingHandles sampling(op, arrays, Role::kInput);
   op.set_run([=](auto& ctx, const Addresses& at) {
-    keep_logits(ctx, KeepLogitsParams{.num_rows = at.get<int32_t>(num_rows),
-                                      .max_rows = max_rows,
-                                      .logits = at.get<float>(logits),
-                                      .kept = at.get<float>(kept),
-                                      .logits_stride = stride,
-                                      .row_index = at.get<int32_t>(at_index),
-                                      .seq_slot = at.get<int32_t>(at_slots),
-                                      .sampling = sampling.at(at),
-                                      .all_change = s.all_change});
+    save_raw_logits(ctx, SaveRawLogitsParams{.num_rows = at.get<int32_t>(num_rows),
+                                             .max_rows = max_rows,
+                                             .logits = at.get<float>(logits),
+                                             .raw_logits = at.get<float>(raw_logits),
+                                             .logits_stride = stride,
+                                             .row_index = at.get<int32_t>(at_index),
+                                             .seq_slot = at.get<int32_t>(at_slots),
+                                             .sampling = sampling.at(at),
+                                             .all_change = s.all_change});
   });
   return op;
 }

@@ -10,7 +10,7 @@
 #include <numeric>
 
 #include "sample/reject.h"
-#include "scheduler/step_plan.h"
+#include "scheduler/iteration_plan.h"
 #include "support/op_cases.h"
 #include "support/row_arrays.h"
 
@@ -156,7 +156,7 @@ OpInstance make_proposals(const ProposalsSpec& s, const Rows& rows, uint64_t see
   return op;
 }
 
-OpInstance make_weigh(const WeighSpec& s, const Rows& rows, uint64_t seed) {
+OpInstance make_softmax_sums(const SoftmaxSumsSpec& s, const Rows& rows, uint64_t seed) {
   OpInstance op;
   const int32_t max_rows = rows.max_rows;
   const Handle num_rows = add_num_rows(op, rows);
@@ -171,7 +171,7 @@ OpInstance make_weigh(const WeighSpec& s, const Rows& rows, uint64_t seed) {
   const Handle highest = add_exact(op, "highest", Element::kF32, max_rows, 1);
   const Handle sums = add_exact(op, "sums", Element::kU64, max_rows, 1);
   op.set_run([=](auto& ctx, const Addresses& at) {
-    weigh_logits(ctx, WeighLogitsParams{.num_rows = at.get<int32_t>(num_rows),
+    softmax_sums(ctx, SoftmaxSumsParams{.num_rows = at.get<int32_t>(num_rows),
                                         .max_rows = max_rows,
                                         .logits = at.get<float>(logits),
                                         .logits_stride = s.vocab_limit + s.padding,
@@ -326,7 +326,7 @@ OpInstance make_reject(const RejectSpec& s, const Rows& rows, uint64_t seed) {
       add_exact(op, "highest", Element::kF32, static_cast<int64_t>(row_index.size()), width);
   const Handle sums =
       add_exact(op, "sums", Element::kU64, static_cast<int64_t>(row_index.size()), width);
-  const Handle kept = add_exact(op, "kept", Element::kI32, max_rows, 1);
+  const Handle num_accepted = add_exact(op, "num_accepted", Element::kI32, max_rows, 1);
   const Handle residual_rows = add_exact(op, "residual_rows", Element::kI32, max_rows, 0);
   const Handle pass_rows = add_exact(op, "residual_pass_rows", Element::kI32, max_rows, 0);
   op.set_run([=](auto& ctx, const Addresses& at) {
@@ -335,7 +335,7 @@ OpInstance make_reject(const RejectSpec& s, const Rows& rows, uint64_t seed) {
                                  .kind = at.get<int32_t>(at_kind),
                                  .verify_indptr = at.get<int32_t>(at_verify_indptr),
                                  .logit_indptr = at.get<int32_t>(at_logit_indptr)};
-    weigh_logits(ctx, WeighLogitsParams{.num_rows = at.get<int32_t>(num_logit_rows),
+    softmax_sums(ctx, SoftmaxSumsParams{.num_rows = at.get<int32_t>(num_logit_rows),
                                         .max_rows = max_rows * width,
                                         .logits = at.get<float>(logits),
                                         .logits_stride = s.vocab_size,
@@ -364,7 +364,7 @@ OpInstance make_reject(const RejectSpec& s, const Rows& rows, uint64_t seed) {
                                      .proposals = {.ids = at.get<int32_t>(at_ids),
                                                    .logits = at.get<float>(at_proposed),
                                                    .per_draft = s.per_draft},
-                                     .kept = at.get<int32_t>(kept),
+                                     .num_accepted = at.get<int32_t>(num_accepted),
                                      .residual_rows = at.get<int32_t>(residual_rows),
                                      .residual_pass_rows = at.get<int32_t>(pass_rows),
                                      .max_seqs = max_rows});

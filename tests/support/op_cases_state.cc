@@ -12,7 +12,7 @@
 #include "metadata/group_metadata.h"
 #include "sample/accept.h"
 #include "sample/logits.h"
-#include "scheduler/step_plan.h"
+#include "scheduler/iteration_plan.h"
 #include "speculate/row_ops.h"
 #include "support/op_cases.h"
 #include "support/sampling_handles.h"
@@ -173,14 +173,14 @@ class World {
                     [values](float* to) { std::copy(values.begin(), values.end(), to); }));
   }
   // Drafts kept of each sequence of the batch, by whatever verdict.
-  Handle kept() {
+  Handle num_accepted() {
     std::vector<int32_t> counts(static_cast<size_t>(s_.max_seqs));
     for (size_t i = 0; i < counts.size(); ++i) {
       const int32_t num_drafts = draft_lens_[static_cast<size_t>(batch_slots_[i])];
       const bool is_decode = kinds_[i] == static_cast<int32_t>(RowKind::kDecode);
       counts[i] = is_decode ? stream_.below(num_drafts + 1) : 0;
     }
-    return ints("kept", counts);
+    return ints("num_accepted", counts);
   }
   // Draws that follow the drafts most of the time.
   Handle target_tokens() {
@@ -450,8 +450,8 @@ OpInstance make_accept(World world, const StateSpec& s, AcceptMethod method) {
   static_assert(sizeof(SequenceResult) % 4 == 0);
   const Handle target = world.target_tokens();
   const bool is_judged = method == AcceptMethod::kStandard;
-  const Handle kept = is_judged ? world.kept() : kNoArray;
-  const Handle replacements = is_judged ? world.drawn("replacements") : kNoArray;
+  const Handle num_accepted = is_judged ? world.num_accepted() : kNoArray;
+  const Handle recovered_tokens = is_judged ? world.drawn("recovered_tokens") : kNoArray;
   const Handle results =
       world.poison("results", s.max_seqs * static_cast<int64_t>(sizeof(SequenceResult) / 4));
   AcceptParams params{};
@@ -466,8 +466,8 @@ OpInstance make_accept(World world, const StateSpec& s, AcceptMethod method) {
     p.inputs = world.inputs(at);
     p.sequences = world.sequences(at);
     p.target_tokens = at.get<int32_t>(target);
-    p.kept = at.get<int32_t>(kept);
-    p.replacements = at.get<int32_t>(replacements);
+    p.num_accepted = at.get<int32_t>(num_accepted);
+    p.recovered_tokens = at.get<int32_t>(recovered_tokens);
     p.results = at.get<SequenceResult>(results);
     accept(ctx, p);
   });
@@ -486,7 +486,7 @@ OpInstance make_count(World world, const StateSpec& s) {
     const SamplingState state = sampling.at(at);
     clear_counts(ctx, ClearCountsParams{.num_slots = at.get<int32_t>(num_slots),
                                         .max_slots = s.max_seqs,
-                                        .slots = at.get<int32_t>(cleared),
+                                        .seq_slots = at.get<int32_t>(cleared),
                                         .sampling = state});
     count_prefill_tokens(
         ctx, CountPrefillTokensParams{

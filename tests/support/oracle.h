@@ -77,12 +77,12 @@ struct Oracle {
 inline RawModel oracle_head(const Oracle& o, const RawModel& target) {
   const bool is_eagle3 = o.kind == DrafterKind::kEagle3;
   const bool is_mtp = o.kind == DrafterKind::kGemma4Mtp;
-  TinyHead shape{.kind = o.kind,
-                 .target_hidden = kOracleVocab,
-                 .norm_before_residual = o.norm_before_residual,
-                 .norm_output = o.norm_output,
-                 .owns_lm_head = o.is_reduced || is_mtp,
-                 .draft_vocab_size = o.is_reduced ? kOracleDraftVocab : kOracleVocab};
+  TinyDraftHead shape{.kind = o.kind,
+                      .target_hidden = kOracleVocab,
+                      .norm_before_residual = o.norm_before_residual,
+                      .norm_output = o.norm_output,
+                      .owns_lm_head = o.is_reduced || is_mtp,
+                      .draft_vocab_size = o.is_reduced ? kOracleDraftVocab : kOracleVocab};
   // A window of one: attention hands on its own row's v. MTP's layers read the target's KV and add
   // nothing.
   shape.decoder = oracle_decoder(is_mtp ? std::vector<int32_t>{8, 0} : std::vector<int32_t>{1});

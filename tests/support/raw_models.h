@@ -64,7 +64,7 @@ inline TinyModel llama_of(std::vector<int32_t> windows) {
 
 // What a head of tests is, beside the decoder that its layers make. Its `windows` have an entry a
 // layer of the head.
-struct TinyHead {
+struct TinyDraftHead {
   TinyModel decoder = llama_of({0});
   DrafterKind kind = DrafterKind::kEagle;
   int32_t target_hidden = 32;
@@ -81,7 +81,7 @@ struct TinyHead {
   int32_t top_centroids = 0;
 };
 
-inline std::string head_config_json(const TinyHead& head) {
+inline std::string head_config_json(const TinyDraftHead& head) {
   const auto boolean = [](bool value) { return value ? "true" : "false"; };
   const bool is_eagle3 = head.kind == DrafterKind::kEagle3;
   const bool is_mtp = head.kind == DrafterKind::kGemma4Mtp;
@@ -200,7 +200,7 @@ inline RawModel random_raw_model(std::string json, uint64_t seed) {
   return model;
 }
 
-inline RawModel random_raw_head(const TinyHead& head, uint64_t seed) {
+inline RawModel random_raw_head(const TinyDraftHead& head, uint64_t seed) {
   RawModel model = random_raw_model(head_config_json(head), seed);
   if (head.owns_lm_head && head.draft_vocab_size != head.decoder.vocab_size) {
     // Tokens of the target in ascending order, as such tables have them.

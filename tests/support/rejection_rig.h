@@ -15,7 +15,7 @@
 #include "device/device_arena.h"
 #include "graph/rejection.h"
 #include "sample/accept.h"
-#include "scheduler/step_plan.h"
+#include "scheduler/iteration_plan.h"
 
 namespace paceline::testing {
 
@@ -182,8 +182,8 @@ class RejectionRig {
                  .results = results.data(),
                  .max_seqs = spec_.num_seqs,
                  .method = spec_.method,
-                 .kept = buffers.kept,
-                 .replacements = buffers.replacements,
+                 .num_accepted = buffers.num_accepted,
+                 .recovered_tokens = buffers.recovered_tokens,
                  .synthetic_rate = {}});
   }
 

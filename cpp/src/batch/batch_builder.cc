@@ -47,30 +47,30 @@ bool wants_logprobs(const Sequence& sequence) {
 }
 
 // Appends the sequence's lists to `lists`.
-SlotReset reset_of(const Sequence& sequence, std::vector<int32_t>& lists) {
+SequenceReset reset_of(const Sequence& sequence, std::vector<int32_t>& lists) {
   const SamplingOptions& s = sequence.sampling;
-  if (sequence.is_score) return {.slot = sequence.slot, .limit = sequence.limit};
-  SlotReset reset{.slot = sequence.slot,
-                  .limit = sequence.limit,
-                  .seed = s.seed,
-                  .temperature = static_cast<float>(s.temperature),
-                  .num_stop_ids = static_cast<int32_t>(s.stop_token_ids.size()),
-                  .adjusts = adjusts(sequence) ? 1 : 0,
-                  .truncates = truncates(sequence) ? 1 : 0,
-                  .prompt_len = sequence.prompt_len,
-                  .min_tokens = s.min_tokens,
-                  .top_k = s.top_k,
-                  .top_p = static_cast<float>(s.top_p),
-                  .min_p = static_cast<float>(s.min_p),
-                  .repetition_penalty = static_cast<float>(s.repetition_penalty),
-                  .presence_penalty = static_cast<float>(s.presence_penalty),
-                  .frequency_penalty = static_cast<float>(s.frequency_penalty),
-                  .num_logprobs = s.logprobs,
-                  .num_prompt_logprobs = s.prompt_logprobs,
-                  .first_list_word = static_cast<int32_t>(lists.size()),
-                  .num_bias = static_cast<int32_t>(s.logit_bias.size()),
-                  .num_bad_words = static_cast<int32_t>(s.bad_words.size()),
-                  .has_allowed = sequence.allowed.empty() ? 0 : 1};
+  if (sequence.is_score) return {.seq_slot = sequence.seq_slot, .limit = sequence.limit};
+  SequenceReset reset{.seq_slot = sequence.seq_slot,
+                      .limit = sequence.limit,
+                      .seed = s.seed,
+                      .temperature = static_cast<float>(s.temperature),
+                      .num_stop_ids = static_cast<int32_t>(s.stop_token_ids.size()),
+                      .adjusts = adjusts(sequence) ? 1 : 0,
+                      .truncates = truncates(sequence) ? 1 : 0,
+                      .prompt_len = sequence.prompt_len,
+                      .min_tokens = s.min_tokens,
+                      .top_k = s.top_k,
+                      .top_p = static_cast<float>(s.top_p),
+                      .min_p = static_cast<float>(s.min_p),
+                      .repetition_penalty = static_cast<float>(s.repetition_penalty),
+                      .presence_penalty = static_cast<float>(s.presence_penalty),
+                      .frequency_penalty = static_cast<float>(s.frequency_penalty),
+                      .num_logprobs = s.logprobs,
+                      .num_prompt_logprobs = s.prompt_logprobs,
+                      .first_list_word = static_cast<int32_t>(lists.size()),
+                      .num_bias = static_cast<int32_t>(s.logit_bias.size()),
+                      .num_bad_words = static_cast<int32_t>(s.bad_words.size()),
+                      .has_allowed = sequence.allowed.empty() ? 0 : 1};
   std::copy(s.stop_token_ids.begin(), s.stop_token_ids.end(), reset.stop_ids);
   for (const LogitBias& bias : s.logit_bias) lists.push_back(bias.token);
   for (const LogitBias& bias : s.logit_bias) lists.push_back(std::bit_cast<int32_t>(bias.bias));
@@ -86,7 +86,7 @@ SlotReset reset_of(const Sequence& sequence, std::vector<int32_t>& lists) {
 }
 
 // Appends the rows whose next token is rated to the rows of logits, behind those that draw.
-void add_prompt_rows(const StepPlan& plan, const BatchShape& shape, IterationInputs& inputs) {
+void add_prompt_rows(const IterationPlan& plan, const BatchShape& shape, IterationInputs& inputs) {
   inputs.num_prompt_rows = 0;
   for (int32_t i = 0; i < inputs.num_seqs; ++i) {
     const PlannedSequence& planned = plan.sequences[i];
@@ -119,7 +119,7 @@ void reserve_inputs(IterationInputs& inputs, const BatchShape& shape) {
   inputs.forks.reserve(shape.max_seqs);
 }
 
-void build_batch(const StepPlan& plan, const BatchShape& shape, IterationInputs& inputs) {
+void build_batch(const IterationPlan& plan, const BatchShape& shape, IterationInputs& inputs) {
   inputs.iteration = plan.iteration;
   inputs.has_prefill = false;
   inputs.has_logit_work = false;
@@ -139,7 +139,7 @@ void build_batch(const StepPlan& plan, const BatchShape& shape, IterationInputs&
   for (int32_t i = 0; i < inputs.num_seqs; ++i) {
     const PlannedSequence& planned = plan.sequences[i];
     const Sequence& sequence = *planned.sequence;
-    inputs.seq_slot[i] = sequence.slot;
+    inputs.seq_slot[i] = sequence.seq_slot;
     inputs.kind[i] = static_cast<int32_t>(planned.kind);
     inputs.prefill_start[i] = planned.start;
     inputs.next_token[i] = 0;
@@ -147,7 +147,7 @@ void build_batch(const StepPlan& plan, const BatchShape& shape, IterationInputs&
     inputs.first_indptr[i] = first_row;
     inputs.logit_indptr[i] = logit_row;
     inputs.has_logit_work |= adjusts(sequence) || truncates(sequence) || wants_logprobs(sequence);
-    if (planned.resets_slot) inputs.resets.push_back(reset_of(sequence, inputs.lists));
+    if (planned.resets_state) inputs.resets.push_back(reset_of(sequence, inputs.lists));
     PACELINE_CHECK(verify_row + planned.num_rows <= shape.max_verify_rows, verify_row, " + ",
                    planned.num_rows, " rows of ", shape.max_verify_rows);
 

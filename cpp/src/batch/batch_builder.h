@@ -46,6 +46,6 @@ struct BatchShape {
 void reserve_inputs(IterationInputs& inputs, const BatchShape& shape);
 
 // Lays the planned sequences out as ragged rows.
-void build_batch(const StepPlan& plan, const BatchShape& shape, IterationInputs& inputs);
+void build_batch(const IterationPlan& plan, const BatchShape& shape, IterationInputs& inputs);
 
 }  // namespace paceline

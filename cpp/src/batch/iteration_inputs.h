@@ -9,13 +9,13 @@
 #include <memory>
 #include <vector>
 
-#include "scheduler/step_plan.h"
+#include "scheduler/iteration_plan.h"
 
 namespace paceline {
 
 // The state of a slot at the start of a sequence.
-struct SlotReset {
-  int32_t slot = 0;
+struct SequenceReset {
+  int32_t seq_slot = 0;
   int32_t limit = 0;  // length at which the request ends
   uint64_t seed = 0;
   float temperature = 0;
@@ -75,7 +75,7 @@ struct IterationInputs {
   std::vector<int32_t> logit_rows;      // [max_logit_rows] verify row of each row of logits
   std::vector<int32_t> prompt_targets;  // [max_prompt_rows] the prompt token after each such row
 
-  std::vector<SlotReset> resets;
+  std::vector<SequenceReset> resets;
   std::vector<int32_t> lists;  // of the resets
   std::vector<TableWrite> table_writes;
   std::vector<SequenceFork> forks;      // with prefill rows only: a fork begins with some

@@ -8,7 +8,7 @@
 
 namespace paceline {
 
-enum class SlotOutcome : int32_t {
+enum class SequenceOutcome : int32_t {
   kRunning = 0,
   kStop = 1,      // a stop token was emitted
   kLength = 2,    // the length limit was reached
@@ -18,11 +18,11 @@ enum class SlotOutcome : int32_t {
 inline constexpr int32_t kMaxDraftTokens = 16;
 
 struct SequenceResult {
-  int32_t emitted_len = 0;     // tokens emitted; 0 for inert rows and unfinished prefill
-  int32_t accepted_len = 0;    // of those, drafts that were kept
-  int32_t drafted_len = 0;     // drafts judged
-  int32_t discarded_len = 0;   // drafts never judged
-  SlotOutcome outcome = SlotOutcome::kRunning;
+  int32_t emitted_len = 0;    // tokens emitted; 0 for inert rows and unfinished prefill
+  int32_t accepted_len = 0;   // of those, drafts that were kept
+  int32_t drafted_len = 0;    // drafts judged
+  int32_t discarded_len = 0;  // drafts never judged
+  SequenceOutcome outcome = SequenceOutcome::kRunning;
   int32_t tokens[kMaxDraftTokens + 1] = {};
 };
 

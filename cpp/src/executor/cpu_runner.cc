@@ -41,7 +41,7 @@ CpuRunner::CpuRunner(std::shared_ptr<const Model> target, std::shared_ptr<const 
   iteration_ =
       std::make_unique<Iteration>(options.iteration, layout_, *target_, speculator_, buffers_);
   const BatchShape& shape = options.iteration.shape;
-  for (RingSlot& slot : ring_) {
+  for (RingEntry& slot : ring_) {
     slot.results.resize(shape.max_seqs);
     if (shape.max_logprobs > 0) {
       slot.logprobs.resize(static_cast<size_t>(shape.max_logit_rows) *
@@ -98,18 +98,18 @@ void CpuRunner::upload(const IterationInputs& in) {
   }
   *s.num_resets = static_cast<int32_t>(in.resets.size());
   for (size_t i = 0; i < in.resets.size(); ++i) {
-    const SlotReset& reset = in.resets[i];
-    s.reset_slots[i] = reset.slot;
+    const SequenceReset& reset = in.resets[i];
+    s.reset_seq_slots[i] = reset.seq_slot;
     reset_sampling(buffers_.sampling, reset, in.lists.data() + reset.first_list_word,
                    /*worker=*/0, /*num_workers=*/1);
-    q.known_len[reset.slot] = 0;
-    q.limit[reset.slot] = reset.limit;
-    q.is_active[reset.slot] = 1;
-    q.seed[reset.slot] = reset.seed;
-    q.temperature[reset.slot] = reset.temperature;
-    q.num_stop_ids[reset.slot] = reset.num_stop_ids;
-    std::copy_n(reset.stop_ids, kMaxStopIds, q.stop_ids + int64_t{reset.slot} * kMaxStopIds);
-    q.draft_len[reset.slot] = 0;
+    q.known_len[reset.seq_slot] = 0;
+    q.limit[reset.seq_slot] = reset.limit;
+    q.is_active[reset.seq_slot] = 1;
+    q.seed[reset.seq_slot] = reset.seed;
+    q.temperature[reset.seq_slot] = reset.temperature;
+    q.num_stop_ids[reset.seq_slot] = reset.num_stop_ids;
+    std::copy_n(reset.stop_ids, kMaxStopIds, q.stop_ids + int64_t{reset.seq_slot} * kMaxStopIds);
+    q.draft_len[reset.seq_slot] = 0;
   }
   *s.num_forks = static_cast<int32_t>(in.forks.size());
   std::copy(in.forks.begin(), in.forks.end(), s.forks);
@@ -179,7 +179,7 @@ void CpuRunner::launch(const IterationInputs& inputs) {
                    launched_);
     PACELINE_CHECK(launched_ - completed_ < options_.max_in_flight, "too many in flight");
     launched_ = inputs.iteration;
-    ring_slot(launched_).inputs = &inputs;
+    ring_entry(launched_).inputs = &inputs;
   }
   wake_device_.notify_one();
 }
@@ -196,7 +196,7 @@ void CpuRunner::device_loop() {
   for (;;) {
     wake_device_.wait(lock, [&] { return stops_ || may_run(); });
     if (stops_) return;
-    RingSlot& slot = ring_slot(completed_ + 1);
+    RingEntry& slot = ring_entry(completed_ + 1);
     lock.unlock();
     std::exception_ptr failure;
     const auto start = Clock::now();
@@ -235,15 +235,15 @@ int64_t CpuRunner::completed() {
 }
 
 std::span<const SequenceResult> CpuRunner::results(int64_t iteration) {
-  const RingSlot& slot = ring_slot(iteration);
+  const RingEntry& slot = ring_entry(iteration);
   return {slot.results.data(), static_cast<size_t>(slot.inputs->num_seqs)};
 }
 
 std::span<const TokenLogprob> CpuRunner::logprobs(int64_t iteration) {
-  return ring_slot(iteration).logprobs;
+  return ring_entry(iteration).logprobs;
 }
 
-Runner::Timing CpuRunner::timing(int64_t iteration) { return ring_slot(iteration).timing; }
+Runner::Timing CpuRunner::timing(int64_t iteration) { return ring_entry(iteration).timing; }
 
 void CpuRunner::poison(GroupId group, BlockId block) {
   const int64_t bytes = layout_.groups[group].block_bytes;

@@ -62,7 +62,7 @@ class CpuRunner final : public Runner {
   void run_now(const IterationInputs& inputs);
 
  private:
-  struct RingSlot {
+  struct RingEntry {
     const IterationInputs* inputs = nullptr;
     std::vector<SequenceResult> results;
     std::vector<TokenLogprob> logprobs;  // [max_logit_rows, 1 + max_logprobs] by row of logits
@@ -78,7 +78,7 @@ class CpuRunner final : public Runner {
   void run_draft_step();
   void run_draft_steps();
   void device_loop();
-  [[nodiscard]] RingSlot& ring_slot(int64_t iteration) {
+  [[nodiscard]] RingEntry& ring_entry(int64_t iteration) {
     return ring_[static_cast<size_t>(iteration) % ring_.size()];
   }
 
@@ -100,7 +100,7 @@ class CpuRunner final : public Runner {
   std::mutex mutex_;
   std::condition_variable wake_device_;
   std::condition_variable wake_host_;
-  std::vector<RingSlot> ring_;
+  std::vector<RingEntry> ring_;
   int64_t launched_ = -1;
   int64_t completed_ = -1;
   int64_t awaited_ = -1;  // newest iteration that somebody waits for

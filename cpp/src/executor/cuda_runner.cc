@@ -156,7 +156,7 @@ void CudaRunner::plan_products() {
       add(weights.per_layer_proj, per_layer * static_cast<int64_t>(c.layers.size()), c.hidden,
           max_rows, DType::kBFloat16);
     }
-    const HeadWeights& head = weights.head;
+    const DraftHeadWeights& head = weights.head;
     if (c.drafter) add(head.fc, c.hidden, c.drafter->fc_width(), max_rows, DType::kFloat32);
     if (head.centroids != nullptr) {
       add(head.centroids, c.drafter->centroids.count, c.hidden, max_logit_rows, DType::kFloat32);
@@ -413,7 +413,7 @@ std::span<const TokenLogprob> CudaRunner::logprobs(int64_t iteration) {
 }
 
 Runner::Timing CudaRunner::timing(int64_t iteration) {
-  const SlotOutcomeHeader& outcome = ring_->outcome(iteration);
+  const CompletionRecord& outcome = ring_->outcome(iteration);
   Timing timing{.us = static_cast<float>(outcome.end_ns - outcome.begin_ns) * 1e-3f};
   if (iteration > 0) {
     const uint64_t last_end_ns = ring_->outcome(iteration - 1).end_ns;

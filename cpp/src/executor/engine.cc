@@ -21,15 +21,15 @@ int64_t now_us() {
       .count();
 }
 
-FinishReason reason_of(SlotOutcome outcome) {
+FinishReason reason_of(SequenceOutcome outcome) {
   switch (outcome) {
-    case SlotOutcome::kRunning:
+    case SequenceOutcome::kRunning:
       return FinishReason::kNone;
-    case SlotOutcome::kStop:
+    case SequenceOutcome::kStop:
       return FinishReason::kStop;
-    case SlotOutcome::kLength:
+    case SequenceOutcome::kLength:
       return FinishReason::kLength;
-    case SlotOutcome::kNoLogits:
+    case SequenceOutcome::kNoLogits:
       return FinishReason::kError;
   }
   return FinishReason::kError;
@@ -410,7 +410,7 @@ bool Engine::apply(const PlannedSequence& launch, const SequenceResult& result,
     --sequence.emitting_in_flight;
   }
 
-  const bool has_ended = result.outcome != SlotOutcome::kRunning;
+  const bool has_ended = result.outcome != SequenceOutcome::kRunning;
   if (result.emitted_len > 0) {
     sequence.tokens.insert(sequence.tokens.end(), result.tokens,
                            result.tokens + result.emitted_len);
@@ -431,7 +431,7 @@ bool Engine::apply(const PlannedSequence& launch, const SequenceResult& result,
   }
   if (has_ended) {
     finish(sequence, reason_of(result.outcome),
-           result.outcome == SlotOutcome::kNoLogits
+           result.outcome == SequenceOutcome::kNoLogits
                ? concat("no token can be drawn at position ", sequence.known_len(), ": ",
                         rules_out(sequence.sampling)
                             ? "bad_words, allowed_token_ids and min_tokens rule out all, or the "

@@ -69,7 +69,7 @@ class Engine {
  private:
   // One launched iteration: its inputs are read by the device until it has completed.
   struct InFlight {
-    StepPlan plan;
+    IterationPlan plan;
     IterationInputs inputs;
   };
 

@@ -9,7 +9,7 @@
 
 namespace paceline {
 
-LogprobReader::LogprobReader(const StepPlan& plan, const IterationInputs& inputs,
+LogprobReader::LogprobReader(const IterationPlan& plan, const IterationInputs& inputs,
                              std::span<const TokenLogprob> entries, int32_t max_logprobs,
                              int32_t vocab_size)
     : plan_(plan),

@@ -11,7 +11,7 @@
 
 #include "batch/iteration_inputs.h"
 #include "batch/iteration_results.h"
-#include "scheduler/step_plan.h"
+#include "scheduler/iteration_plan.h"
 
 namespace paceline {
 
@@ -19,7 +19,7 @@ class LogprobReader {
  public:
   // Of a completed iteration. `entries` is what Runner::logprobs returned; with `max_logprobs` 0
   // nothing is read. References must outlive the object.
-  LogprobReader(const StepPlan& plan, const IterationInputs& inputs,
+  LogprobReader(const IterationPlan& plan, const IterationInputs& inputs,
                 std::span<const TokenLogprob> entries, int32_t max_logprobs, int32_t vocab_size);
 
   // Of the tokens that the sequence in batch row `i` has emitted; empty if it wants none.
@@ -33,7 +33,7 @@ class LogprobReader {
   // The first `1 + num_best` entries of a row of logits.
   [[nodiscard]] std::vector<TokenLogprob> row(int32_t logit_row, int32_t num_best) const;
 
-  const StepPlan& plan_;
+  const IterationPlan& plan_;
   const IterationInputs& inputs_;
   std::span<const TokenLogprob> entries_;
   int32_t max_logprobs_;

@@ -24,13 +24,13 @@ class NullRunner final : public Runner {
   }
 
  private:
-  struct RingSlot {
+  struct RingEntry {
     std::vector<SequenceResult> results;
     int32_t num_seqs = 0;
   };
 
   int64_t completed_ = -1;
-  std::vector<RingSlot> ring_;
+  std::vector<RingEntry> ring_;
   std::vector<int32_t> known_len_;  // by slot
   std::vector<int32_t> limit_;      // by slot
 };

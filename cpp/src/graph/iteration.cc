@@ -115,7 +115,7 @@ void Iteration::begin_prefill(Ctx& ctx, const IterationExtent& extent) const {
   if (extent.has_logit_work) {
     ctx.run(clear_counts, ClearCountsParams{.num_slots = b.staged.num_resets,
                                             .max_slots = options_.shape.max_seqs,
-                                            .slots = b.staged.reset_slots,
+                                            .seq_slots = b.staged.reset_seq_slots,
                                             .sampling = b.sampling});
   }
   if (extent.num_forks > 0) fork(ctx, extent);
@@ -126,7 +126,8 @@ void Iteration::begin_prefill(Ctx& ctx, const IterationExtent& extent) const {
 }
 
 template <class Ctx>
-void Iteration::shape_logits(Ctx& ctx, const IterationExtent& extent, const PassRows& rows) const {
+void Iteration::process_logits(Ctx& ctx, const IterationExtent& extent,
+                               const PassRows& rows) const {
   const IterationBuffers& b = buffers_;
   ctx.run(adjust_logits, AdjustLogitsParams{.num_rows = b.staged.num_logit_rows,
                                             .max_rows = extent.num_logit_rows,
@@ -166,8 +167,8 @@ void Iteration::verify(Ctx& ctx, const IterationExtent& extent) const {
       std::min(extent.num_logit_rows + extent.num_prompt_rows, options_.shape.max_logit_rows),
       b.staged.logit_rows, b.activations, b.gathered, b.logits);
   if (extent.has_logit_work) {
-    keep_raw_logits(ctx, extent);
-    shape_logits(ctx, extent, rows);
+    save_logits(ctx, extent);
+    process_logits(ctx, extent, rows);
   }
   ctx.run(draw, DrawParams{.num_rows = b.staged.num_logit_rows,
                            .max_rows = extent.num_logit_rows,
@@ -205,8 +206,8 @@ void Iteration::verify(Ctx& ctx, const IterationExtent& extent) const {
             .vocab_size = target_.config().vocab_size,
             .num_logit_rows = extent.num_logit_rows,
             .num_seqs = extent.num_seqs});
-    params.kept = b.rejection.kept;
-    params.replacements = b.rejection.replacements;
+    params.num_accepted = b.rejection.num_accepted;
+    params.recovered_tokens = b.rejection.recovered_tokens;
   }
   ctx.run(accept, params);
   if (!extent.has_logit_work) return;
@@ -214,7 +215,7 @@ void Iteration::verify(Ctx& ctx, const IterationExtent& extent) const {
                                                          .sampling = b.sampling,
                                                          .results = b.results,
                                                          .max_seqs = extent.num_seqs});
-  rate_tokens(ctx, extent);
+  compute_logprobs(ctx, extent);
 }
 
 template <class Ctx>

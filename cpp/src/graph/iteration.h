@@ -28,7 +28,7 @@ namespace paceline {
 
 // What logprobs take; null where max_logprobs is 0.
 struct LogprobBuffers {
-  float* kept = nullptr;            // [max_seqs * (k + 1), vocab] see KeepLogitsParams
+  float* raw_logits = nullptr;      // [max_seqs * (k + 1), vocab] see SaveRawLogitsParams
   TokenLogprob* entries = nullptr;  // [max_logit_rows, 1 + max_logprobs] see TokenLogprobsParams
 };
 [[nodiscard]] LogprobBuffers allocate_logprobs(DeviceArena& arena, const BatchShape& shape,
@@ -62,7 +62,7 @@ struct IterationBuffers {
   HiddenTaps target_hidden{};         // of the verify pass's rows, for the drafter's first pass
   // [first rows] of FirstRows::kLast: which of those rows a row of the first pass reads; else null
   int32_t* hidden_rows = nullptr;
-  HeadOutput draft_output{};          // rows [max_seqs]: the drafter's newest
+  DraftHeadOutput draft_output{};     // rows [max_seqs]: the drafter's newest
   RejectionBuffers rejection{};       // of `standard` and `block` acceptance, else empty
   SequenceResult* results = nullptr;  // [max_seqs]
   LogprobBuffers logprobs{};
@@ -144,12 +144,12 @@ class Iteration {
   void fork(Ctx& ctx, const IterationExtent& extent) const;
   // The target's logits as its sequences' parameters have them.
   template <class Ctx>
-  void shape_logits(Ctx& ctx, const IterationExtent& extent, const PassRows& rows) const;
+  void process_logits(Ctx& ctx, const IterationExtent& extent, const PassRows& rows) const;
   // Logprobs, before the logits change and after acceptance; nothing where max_logprobs is 0.
   template <class Ctx>
-  void keep_raw_logits(Ctx& ctx, const IterationExtent& extent) const;
+  void save_logits(Ctx& ctx, const IterationExtent& extent) const;
   template <class Ctx>
-  void rate_tokens(Ctx& ctx, const IterationExtent& extent) const;
+  void compute_logprobs(Ctx& ctx, const IterationExtent& extent) const;
   // Whether the drafter's passes read KV of `group`.
   [[nodiscard]] bool is_drafted_from(size_t group) const;
   // One draft for each of the rows that `row_index` picks from a pass of the drafter. `steps` [1]:

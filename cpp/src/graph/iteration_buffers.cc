@@ -66,7 +66,7 @@ StagedInputs allocate_staged(DeviceArena& arena, const BatchShape& shape, int64_
           .prefill_tokens = ints(shape.max_verify_rows),
           .logit_rows = ints(shape.max_logit_rows),
           .num_resets = ints(1),
-          .reset_slots = ints(shape.max_seqs),
+          .reset_seq_slots = ints(shape.max_seqs),
           .num_all_logit_rows = ints(1),
           .prompt_targets = ints(shape.max_prompt_rows),
           .num_forks = ints(1),
@@ -241,7 +241,7 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
       b.hidden_rows = arena.allocate<int32_t>(first_capacity, "rows");
     }
     // Not b.gathered: this is state that goes from step to step.
-    HeadOutput& output = b.draft_output;
+    DraftHeadOutput& output = b.draft_output;
     output.feedback = arena.allocate<float>(
         padded(shape.max_seqs) * std::max(draft->hidden, draft->embed_width()), "hidden states");
     if (const CentroidsConfig& centroids = drafter.centroids; centroids.count > 0) {

@@ -12,33 +12,33 @@
 namespace paceline {
 
 LogprobBuffers allocate_logprobs(DeviceArena& arena, const BatchShape& shape, int32_t vocab_size) {
-  // Sequences that draw come first in a batch, so no other row is kept.
-  const int64_t num_kept = int64_t{shape.max_seqs} * (shape.num_draft_tokens + 1);
+  // Sequences that draw come first in a batch, so no other row is raw_logits.
+  const int64_t num_saved = int64_t{shape.max_seqs} * (shape.num_draft_tokens + 1);
   const int64_t row_entries = 1 + int64_t{shape.max_logprobs};
-  return {.kept = arena.allocate<float>(num_kept * vocab_size, "logprobs"),
+  return {.raw_logits = arena.allocate<float>(num_saved * vocab_size, "logprobs"),
           .entries = arena.allocate<TokenLogprob>(shape.max_logit_rows * row_entries, "logprobs")};
 }
 
 template <class Ctx>
-void Iteration::keep_raw_logits(Ctx& ctx, const IterationExtent& extent) const {
+void Iteration::save_logits(Ctx& ctx, const IterationExtent& extent) const {
   const IterationBuffers& b = buffers_;
   const BatchShape& shape = options_.shape;
   if (shape.max_logprobs == 0) return;
   const int32_t max_window_rows = shape.max_seqs * (shape.num_draft_tokens + 1);
-  ctx.run(keep_logits,
-          KeepLogitsParams{.num_rows = b.staged.num_logit_rows,
-                           .max_rows = std::min(extent.num_logit_rows, max_window_rows),
-                           .logits = b.logits,
-                           .kept = b.logprobs.kept,
-                           .logits_stride = target_.config().vocab_size,
-                           .row_index = b.staged.logit_rows,
-                           .seq_slot = b.verify_rows.seq_slot,
-                           .sampling = b.sampling,
-                           .all_change = b.rejection.is_used()});
+  ctx.run(save_raw_logits,
+          SaveRawLogitsParams{.num_rows = b.staged.num_logit_rows,
+                              .max_rows = std::min(extent.num_logit_rows, max_window_rows),
+                              .logits = b.logits,
+                              .raw_logits = b.logprobs.raw_logits,
+                              .logits_stride = target_.config().vocab_size,
+                              .row_index = b.staged.logit_rows,
+                              .seq_slot = b.verify_rows.seq_slot,
+                              .sampling = b.sampling,
+                              .all_change = b.rejection.is_used()});
 }
 
 template <class Ctx>
-void Iteration::rate_tokens(Ctx& ctx, const IterationExtent& extent) const {
+void Iteration::compute_logprobs(Ctx& ctx, const IterationExtent& extent) const {
   const IterationBuffers& b = buffers_;
   const BatchShape& shape = options_.shape;
   if (shape.max_logprobs == 0) return;
@@ -46,7 +46,7 @@ void Iteration::rate_tokens(Ctx& ctx, const IterationExtent& extent) const {
                                               .results = b.results,
                                               .seq_slot = b.verify_rows.seq_slot,
                                               .logits = b.logits,
-                                              .kept = b.logprobs.kept,
+                                              .raw_logits = b.logprobs.raw_logits,
                                               .logits_stride = target_.config().vocab_size,
                                               .max_seqs = extent.num_seqs,
                                               .max_window_rows = shape.num_draft_tokens + 1,
@@ -57,11 +57,11 @@ void Iteration::rate_tokens(Ctx& ctx, const IterationExtent& extent) const {
                                               .all_change = b.rejection.is_used()});
 }
 
-template void Iteration::keep_raw_logits<CpuContext>(CpuContext&, const IterationExtent&) const;
-template void Iteration::rate_tokens<CpuContext>(CpuContext&, const IterationExtent&) const;
+template void Iteration::save_logits<CpuContext>(CpuContext&, const IterationExtent&) const;
+template void Iteration::compute_logprobs<CpuContext>(CpuContext&, const IterationExtent&) const;
 #ifdef PACELINE_CUDA
-template void Iteration::keep_raw_logits<CudaContext>(CudaContext&, const IterationExtent&) const;
-template void Iteration::rate_tokens<CudaContext>(CudaContext&, const IterationExtent&) const;
+template void Iteration::save_logits<CudaContext>(CudaContext&, const IterationExtent&) const;
+template void Iteration::compute_logprobs<CudaContext>(CudaContext&, const IterationExtent&) const;
 #endif
 
 }  // namespace paceline

@@ -15,10 +15,10 @@ RejectionBuffers allocate_rejection(DeviceArena& arena, const BatchShape& shape,
   const int64_t seqs = shape.max_seqs;
   b.highest = arena.allocate<float>(shape.max_logit_rows, "draws");
   b.sums = arena.allocate<uint64_t>(shape.max_logit_rows, "draws");
-  b.kept = arena.allocate<int32_t>(seqs, "draws");
+  b.num_accepted = arena.allocate<int32_t>(seqs, "draws");
   b.residual_rows = arena.allocate<int32_t>(seqs, "draws");
   b.residual_pass_rows = arena.allocate<int32_t>(seqs, "draws");
-  b.replacements = arena.allocate<int32_t>(seqs, "draws");
+  b.recovered_tokens = arena.allocate<int32_t>(seqs, "draws");
   if (!samples_drafts) return b;
   const int32_t per_draft = num_proposals > 0 ? num_proposals : kDefaultDraftProposals;
   const int64_t count = seqs * shape.num_draft_tokens * per_draft;
@@ -64,7 +64,7 @@ DrawParams propose_draft(Ctx& ctx, const RejectionBuffers& b, const SequenceStat
 
 template <class Ctx>
 void reject(Ctx& ctx, const RejectionBuffers& b, const VerifiedWindows& w) {
-  ctx.run(weigh_logits, WeighLogitsParams{.num_rows = w.inputs.num_logit_rows,
+  ctx.run(softmax_sums, SoftmaxSumsParams{.num_rows = w.inputs.num_logit_rows,
                                           .max_rows = w.num_logit_rows,
                                           .logits = w.logits,
                                           .logits_stride = w.vocab_size,
@@ -84,7 +84,7 @@ void reject(Ctx& ctx, const RejectionBuffers& b, const VerifiedWindows& w) {
                                             .highest = b.highest,
                                             .sums = b.sums,
                                             .proposals = b.proposals,
-                                            .kept = b.kept,
+                                            .num_accepted = b.num_accepted,
                                             .residual_rows = b.residual_rows,
                                             .residual_pass_rows = b.residual_pass_rows,
                                             .max_seqs = w.num_seqs});
@@ -98,7 +98,7 @@ void reject(Ctx& ctx, const RejectionBuffers& b, const VerifiedWindows& w) {
                            .positions = w.rows.positions,
                            .seeds = w.sequences.seed,
                            .temperatures = w.sequences.temperature,
-                           .tokens = b.replacements,
+                           .tokens = b.recovered_tokens,
                            .logit_rows = b.residual_rows,
                            .stream = NoiseStream::kResidual,
                            .salts = w.sequences.known_len});

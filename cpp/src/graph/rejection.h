@@ -21,14 +21,14 @@ inline constexpr int32_t kDefaultDraftProposals = 64;
 struct RejectionBuffers {
   Proposals proposals{};                  // empty where drafts are certain
   int32_t* proposal_rows = nullptr;       // [max_seqs] where the running step's lie
-  float* highest = nullptr;               // [max_logit_rows] see weigh_logits
+  float* highest = nullptr;               // [max_logit_rows] see softmax_sums
   uint64_t* sums = nullptr;               // [max_logit_rows]
-  int32_t* kept = nullptr;                // [max_seqs] see reject_drafts
+  int32_t* num_accepted = nullptr;        // [max_seqs] see reject_drafts
   int32_t* residual_rows = nullptr;       // [max_seqs]
   int32_t* residual_pass_rows = nullptr;  // [max_seqs]
-  int32_t* replacements = nullptr;        // [max_seqs] drawn from the residual rows
+  int32_t* recovered_tokens = nullptr;    // [max_seqs] drawn from the residual rows
 
-  [[nodiscard]] bool is_used() const { return kept != nullptr; }
+  [[nodiscard]] bool is_used() const { return num_accepted != nullptr; }
 };
 
 // Empty for other methods, and where nothing is drafted. `samples_drafts`: drafts have laws that
@@ -58,7 +58,7 @@ struct VerifiedWindows {
   int32_t num_logit_rows;  // at most
   int32_t num_seqs;        // at most
 };
-// The verdict: kept and replacements, for accept.
+// The verdict: kept and recovered_tokens, for accept.
 template <class Ctx>
 void reject(Ctx& ctx, const RejectionBuffers& b, const VerifiedWindows& windows);
 

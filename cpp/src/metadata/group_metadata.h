@@ -21,7 +21,7 @@ inline constexpr int32_t kMaxKvGroups = 16;
 
 // Block ids of every slot in one group. Shared by all passes; written by uploads of table entries.
 struct BlockTable {
-  int32_t* blocks;     // [max_slots, stride]
+  int32_t* blocks;     // [max_seqs, stride]
   int64_t stride;      // blocks of a sequence at the longest
   int32_t block_size;  // tokens
 };

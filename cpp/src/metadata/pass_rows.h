@@ -11,7 +11,7 @@
 namespace paceline {
 
 struct BlockCopy;     // kv/sequence_blocks.h
-struct SequenceFork;  // scheduler/step_plan.h
+struct SequenceFork;  // scheduler/iteration_plan.h
 
 // One pass (verify, draft_first or draft_step): a row is a token at a position of a sequence.
 struct PassRows {
@@ -31,18 +31,18 @@ struct PassRows {
 // an iteration late. Written by slot resets (upload), assemble_verify_rows, accept and the draft
 // ops.
 struct SequenceState {
-  int32_t* known_len;        // [max_slots] tokens of prompt and output; the last has no KV yet once
+  int32_t* known_len;        // [max_seqs] tokens of prompt and output; the last has no KV yet once
                              // the sequence decodes
-  int32_t* limit;            // [max_slots] length at which the sequence ends
-  int32_t* is_active;        // [max_slots] 1 until it ends on the device
-  uint64_t* seed;            // [max_slots]
-  float* temperature;        // [max_slots]
-  int32_t* num_stop_ids;     // [max_slots]
-  int32_t* stop_ids;         // [max_slots, kMaxStopIds]
-  int32_t* history;          // [max_slots, history_stride] token ids by position
+  int32_t* limit;            // [max_seqs] length at which the sequence ends
+  int32_t* is_active;        // [max_seqs] 1 until it ends on the device
+  uint64_t* seed;            // [max_seqs]
+  float* temperature;        // [max_seqs]
+  int32_t* num_stop_ids;     // [max_seqs]
+  int32_t* stop_ids;         // [max_seqs, kMaxStopIds]
+  int32_t* history;          // [max_seqs, history_stride] token ids by position
   int64_t history_stride;    // max_model_len
-  int32_t* draft_tokens;     // [max_slots, num_draft_tokens]
-  int32_t* draft_len;        // [max_slots] drafts there are to verify
+  int32_t* draft_tokens;     // [max_seqs, num_draft_tokens]
+  int32_t* draft_len;        // [max_seqs] drafts there are to verify
   int32_t num_draft_tokens;  // k
 };
 
@@ -83,7 +83,7 @@ struct StagedInputs {
   int32_t* prefill_tokens;   // [max_verify_rows]
   int32_t* logit_rows;       // [max_logit_rows]
   int32_t* num_resets;       // [1]
-  int32_t* reset_slots;      // [max_seqs] slots that begin a sequence, or begin it again
+  int32_t* reset_seq_slots;  // [max_seqs] slots that begin a sequence, or begin it again
 
   int32_t* num_all_logit_rows;  // [1] num_logit_rows + num_prompt_rows
   int32_t* prompt_targets;      // [max_prompt_rows]

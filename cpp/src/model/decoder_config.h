@@ -94,7 +94,7 @@ struct CentroidsConfig {
 //   Gemma 4 MTP: x = fc([E[t] ; h]), E[t] being the target's and h its output after its final norm,
 //            then layers that all read the target's KV.
 // A further step takes what the step before has put out for h or g: the residual stream after the
-// last layer, or, of Gemma 4 MTP, a product (HeadWeights::feedback) of its final norm.
+// last layer, or, of Gemma 4 MTP, a product (DraftHeadWeights::feedback) of its final norm.
 struct DrafterConfig {
   DrafterKind kind = DrafterKind::kEagle;
   int32_t target_hidden = 0;

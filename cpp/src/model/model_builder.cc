@@ -163,7 +163,7 @@ void lay_out_layer(const DecoderConfig& config, size_t index, Carver& carver,
   if (config.has_layer_scale) weights.scale = carver.vector({{name + "scale", 1}}, Dummy::kOne);
 }
 
-void lay_out_head(const DecoderConfig& config, Carver& carver, HeadWeights& weights) {
+void lay_out_head(const DecoderConfig& config, Carver& carver, DraftHeadWeights& weights) {
   const DrafterConfig& drafter = *config.drafter;
   const auto norm = [&](const std::string& name, int64_t size) {
     return carver.vector({{name, size}}, Dummy::kNeutralNorm);

@@ -40,7 +40,7 @@ struct LayerWeights {
 };
 
 // What a head (DrafterConfig) has beside its layers.
-struct HeadWeights {
+struct DraftHeadWeights {
   const std::byte* fc = nullptr;         // [hidden, DrafterConfig::fc_width]
   const std::byte* feedback = nullptr;   // [target_hidden, hidden], or null
   const float* fc_bias = nullptr;        // [hidden], or null
@@ -66,7 +66,7 @@ struct DecoderWeights {
   const std::byte* per_layer_proj = nullptr;   // [width, hidden]
   const float* per_layer_norm = nullptr;       // [per_layer_inputs.size]
   std::vector<LayerWeights> layers;
-  HeadWeights head;
+  DraftHeadWeights head;
 };
 
 }  // namespace paceline

@@ -14,7 +14,7 @@
 #include "metadata/group_metadata.h"
 #include "metadata/pass_rows.h"
 #include "sample/logits.h"
-#include "scheduler/step_plan.h"
+#include "scheduler/iteration_plan.h"
 
 namespace paceline {
 

@@ -19,10 +19,10 @@ PACELINE_HOST_DEVICE inline void fork_sequence(const ForkSequencesParams& p, int
                                                const Mark& mark) {
   const SequenceFork fork = p.forks[i];
   const SequenceState& s = p.sequences;
-  const int32_t* from = s.history + fork.parent_slot * s.history_stride;
-  int32_t* to = s.history + fork.slot * s.history_stride;
-  const bool is_counted = p.sampling.adjusts[fork.slot] != 0;
-  uint32_t* seen = p.sampling.seen + int64_t{fork.slot} * mask_words(p.sampling.vocab_size);
+  const int32_t* from = s.history + fork.parent_seq_slot * s.history_stride;
+  int32_t* to = s.history + fork.seq_slot * s.history_stride;
+  const bool is_counted = p.sampling.adjusts[fork.seq_slot] != 0;
+  uint32_t* seen = p.sampling.seen + int64_t{fork.seq_slot} * mask_words(p.sampling.vocab_size);
   for (int32_t at = worker; at < fork.num_tokens; at += num_workers) {
     const int32_t token = from[at];
     to[at] = token;
@@ -32,8 +32,8 @@ PACELINE_HOST_DEVICE inline void fork_sequence(const ForkSequencesParams& p, int
   }
   for (int32_t g = 0; g < p.num_tables; ++g) {
     const BlockTable& table = p.tables[g];
-    const int32_t* parent = table.blocks + fork.parent_slot * table.stride;
-    int32_t* child = table.blocks + fork.slot * table.stride;
+    const int32_t* parent = table.blocks + fork.parent_seq_slot * table.stride;
+    int32_t* child = table.blocks + fork.seq_slot * table.stride;
     const int32_t num_whole = fork.num_tokens / table.block_size;
     for (int32_t block = worker; block < num_whole; block += num_workers) {
       child[block] = parent[block];

@@ -201,7 +201,7 @@ struct PagedAttentionParams {
   const int32_t* seq_slot;     // [max_rows] row of block_table; -1: inert
   const int32_t* kv_begin;     // [max_rows] first visible position; null: 0 for every row
   const int32_t* kv_end;       // [max_rows] one past the last visible position
-  const int32_t* block_table;  // [max_slots, max_blocks] block ids
+  const int32_t* block_table;  // [max_seqs, max_blocks] block ids
   int64_t block_table_stride;  // elements between rows of block_table
   KvLayerView kv;
   float scale;
@@ -330,10 +330,10 @@ struct DrawParams {
   int64_t logits_stride;
   int32_t vocab_limit;        // ids [0, vocab_limit) may be drawn
   const int32_t* row_index;   // [max_rows] row of positions / seq_slot that row i belongs to
-  const int32_t* seq_slot;    // per pass row: state slot; -1: inert, draws -1
+  const int32_t* seq_slot;    // per pass row: sequence slot; -1: inert, draws -1
   const int32_t* positions;   // per pass row: the drawn token's is draw_ahead further on
-  const uint64_t* seeds;      // [max_slots] by state slot
-  const float* temperatures;  // [max_slots] by state slot; null: 0 for all
+  const uint64_t* seeds;      // [max_seqs] by sequence slot
+  const float* temperatures;  // [max_seqs] by sequence slot; null: 0 for all
   int32_t* tokens;            // [max_rows]
   // [max_rows] softmax of what may be drawn at temperature 1, taken at the drawn id; 0
   // where nothing was drawn. Or null: not wanted.
@@ -351,7 +351,7 @@ struct DrawParams {
   // none, row i is inert. Null: row i draws from row i.
   const int32_t* logit_rows = nullptr;
   NoiseStream stream = NoiseStream::kTarget;
-  const int32_t* salts = nullptr;  // [max_slots] by state slot, of the noise; null: 0 for all
+  const int32_t* salts = nullptr;  // [max_seqs] by sequence slot, of the noise; null: 0 for all
 };
 void draw(CpuContext&, const DrawParams&);
 void draw(CudaContext&, const DrawParams&);

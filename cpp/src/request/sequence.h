@@ -38,10 +38,10 @@ struct Sequence {
   int32_t prompt_len = 0;
   int32_t limit = 0;  // length of prompt + output at which the request ends
 
-  int32_t slot = -1;              // row of the device's per-sequence state while it runs
-  bool needs_slot_reset = false;  // the next launch must initialise the slot
-  int32_t num_prefilled = 0;      // tokens whose prefill has been launched, or taken over by a fork
-  int64_t newest_prefill = -1;    // the iteration of the last such launch
+  int32_t seq_slot = -1;        // row of the device's per-sequence state while it runs
+  bool needs_reset = false;     // the next launch must initialise the slot
+  int32_t num_prefilled = 0;    // tokens whose prefill has been launched, or taken over by a fork
+  int64_t newest_prefill = -1;  // the iteration of the last such launch
   SequenceBlocks blocks;
 
   // Raised by preemption: results of launches before it are dropped, since recomputation yields

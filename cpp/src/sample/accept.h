@@ -19,7 +19,7 @@ struct CudaContext;
 // follows. A plain decode is the same with no drafts. Cut at the first stop token and at the limit.
 //
 // kStandard and kBlock: reject_drafts has counted the drafts that are kept, and they are emitted as
-// they are. The token after them is the replacement drawn from what is left of the target's law
+// they are. The token after them is the recovered_token drawn from what is left of the target's law
 // where there is one, else the target's own draw.
 //
 // kSynthetic: the verdict is overridden; draft j is kept with probability synthetic_rate[j] given
@@ -31,8 +31,9 @@ struct AcceptParams {
   SequenceResult* results;       // [max_seqs] by batch row
   int32_t max_seqs;              // of this pass
   AcceptMethod method;
-  const int32_t* kept = nullptr;          // [max_seqs] by batch row; kStandard and kBlock only
-  const int32_t* replacements = nullptr;  // [max_seqs] with `kept`: tokens; below 0: none
+  const int32_t* num_accepted = nullptr;  // [max_seqs] by batch row; kStandard and kBlock only
+  const int32_t* recovered_tokens =
+      nullptr;  // [max_seqs] with `num_accepted`: tokens; below 0: none
   float synthetic_rate[kMaxDraftTokens];
 };
 void accept(CpuContext&, const AcceptParams&);

@@ -16,16 +16,16 @@ constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 void adjust_row(const AdjustLogitsParams& p, int32_t i) {
   const SamplingState& s = p.sampling;
   const AdjustedRow row = adjusted_row(p, i);
-  if (row.slot < 0) return;
-  const int32_t slot = row.slot;
+  if (row.seq_slot < 0) return;
+  const int32_t seq_slot = row.seq_slot;
   float* const logits = p.logits + i * p.logits_stride;
   const auto is_token = [&](int32_t id) { return id >= 0 && id < s.vocab_size; };
 
-  const int64_t first_bias = int64_t{slot} * kMaxLogitBias;
-  for (int64_t j = first_bias; j < first_bias + s.num_bias[slot]; ++j) {
+  const int64_t first_bias = int64_t{seq_slot} * kMaxLogitBias;
+  for (int64_t j = first_bias; j < first_bias + s.num_bias[seq_slot]; ++j) {
     if (is_token(s.bias_ids[j])) logits[s.bias_ids[j]] += s.bias_values[j];
   }
-  const Penalties penalties = penalties_of(s, slot);
+  const Penalties penalties = penalties_of(s, seq_slot);
   if (penalties.is_any()) {
     for (int32_t word = 0; word < mask_words(s.vocab_size); ++word) {
       for (uint32_t bits = seen_bits(s, row, word); bits != 0; bits &= bits - 1) {
@@ -34,18 +34,18 @@ void adjust_row(const AdjustLogitsParams& p, int32_t i) {
       }
     }
   }
-  if (s.has_allowed[slot] != 0) {
+  if (s.has_allowed[seq_slot] != 0) {
     for (int32_t token = 0; token < s.vocab_size; ++token) {
-      if (!is_allowed(s, slot, token)) logits[token] = kNegInf;
+      if (!is_allowed(s, seq_slot, token)) logits[token] = kNegInf;
     }
   }
-  for (int32_t word = 0; word < s.num_bad_words[slot]; ++word) {
+  for (int32_t word = 0; word < s.num_bad_words[seq_slot]; ++word) {
     const int32_t token = token_banned_by(s, row, word);
     if (is_token(token)) logits[token] = kNegInf;
   }
   if (bans_stop_ids(s, row)) {
-    const int32_t* const stop_ids = p.sequences.stop_ids + int64_t{slot} * kMaxStopIds;
-    for (int32_t j = 0; j < p.sequences.num_stop_ids[slot]; ++j) {
+    const int32_t* const stop_ids = p.sequences.stop_ids + int64_t{seq_slot} * kMaxStopIds;
+    for (int32_t j = 0; j < p.sequences.num_stop_ids[seq_slot]; ++j) {
       if (is_token(stop_ids[j])) logits[stop_ids[j]] = kNegInf;
     }
   }

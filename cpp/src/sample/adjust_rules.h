@@ -16,7 +16,7 @@ namespace paceline {
 
 // The sequence that a row continues.
 struct AdjustedRow {
-  int32_t slot;  // -1: the row is left alone
+  int32_t seq_slot;  // -1: the row is left alone
   int32_t known_len;
   const int32_t* history;  // [known_len]
   int32_t num_drafts;
@@ -32,14 +32,14 @@ struct AdjustedRow {
 [[nodiscard]] PACELINE_HOST_DEVICE inline AdjustedRow adjusted_row(const AdjustLogitsParams& p,
                                                                    int32_t row) {
   const int32_t pass_row = p.row_index[row];
-  const int32_t slot = p.seq_slot[pass_row];
+  const int32_t seq_slot = p.seq_slot[pass_row];
   AdjustedRow of = {-1, 0, nullptr, 0, nullptr};
-  if (slot < 0 || p.sampling.adjusts[slot] == 0) return of;
-  of.known_len = p.sequences.known_len[slot];
+  if (seq_slot < 0 || p.sampling.adjusts[seq_slot] == 0) return of;
+  of.known_len = p.sequences.known_len[seq_slot];
   of.num_drafts = p.positions[pass_row] + 1 - of.known_len;
   if (of.num_drafts < 0) return of;
-  of.slot = slot;
-  of.history = p.sequences.history + slot * p.sequences.history_stride;
+  of.seq_slot = seq_slot;
+  of.history = p.sequences.history + seq_slot * p.sequences.history_stride;
   of.drafts = p.token_ids + pass_row + 1 - of.num_drafts;
   return of;
 }
@@ -54,8 +54,9 @@ struct Penalties {
 };
 
 [[nodiscard]] PACELINE_HOST_DEVICE inline Penalties penalties_of(const SamplingState& s,
-                                                                 int32_t slot) {
-  return {s.repetition_penalty[slot], s.frequency_penalty[slot], s.presence_penalty[slot]};
+                                                                 int32_t seq_slot) {
+  return {s.repetition_penalty[seq_slot], s.frequency_penalty[seq_slot],
+          s.presence_penalty[seq_slot]};
 }
 
 // The logit of a token that the sequence has, `count` times of them in its output.
@@ -72,7 +73,7 @@ struct Penalties {
 // Word `word` of the tokens that the row's sequence has.
 [[nodiscard]] PACELINE_HOST_DEVICE inline uint32_t seen_bits(const SamplingState& s,
                                                              const AdjustedRow& row, int32_t word) {
-  uint32_t bits = s.seen[int64_t{row.slot} * mask_words(s.vocab_size) + word];
+  uint32_t bits = s.seen[int64_t{row.seq_slot} * mask_words(s.vocab_size) + word];
   for (int32_t j = 0; j < row.num_drafts; ++j) {
     const int32_t token = row.drafts[j];
     // Of a drafter that found no valid logit.
@@ -86,14 +87,14 @@ struct Penalties {
 [[nodiscard]] PACELINE_HOST_DEVICE inline int32_t output_count(const SamplingState& s,
                                                                const AdjustedRow& row,
                                                                int32_t token) {
-  int32_t count = s.counts[int64_t{row.slot} * s.vocab_size + token];
+  int32_t count = s.counts[int64_t{row.seq_slot} * s.vocab_size + token];
   for (int32_t j = 0; j < row.num_drafts; ++j) count += row.drafts[j] == token ? 1 : 0;
   return count;
 }
 
-[[nodiscard]] PACELINE_HOST_DEVICE inline bool is_allowed(const SamplingState& s, int32_t slot,
+[[nodiscard]] PACELINE_HOST_DEVICE inline bool is_allowed(const SamplingState& s, int32_t seq_slot,
                                                           int32_t token) {
-  const uint32_t bits = s.allowed[int64_t{slot} * mask_words(s.vocab_size) + token / 32];
+  const uint32_t bits = s.allowed[int64_t{seq_slot} * mask_words(s.vocab_size) + token / 32];
   return (bits >> token % 32 & 1) != 0;
 }
 
@@ -101,8 +102,8 @@ struct Penalties {
 [[nodiscard]] PACELINE_HOST_DEVICE inline int32_t token_banned_by(const SamplingState& s,
                                                                   const AdjustedRow& row,
                                                                   int32_t index) {
-  const int32_t* const ends = s.bad_word_ends + int64_t{row.slot} * kMaxBadWords;
-  const int32_t* const tokens = s.bad_word_tokens + int64_t{row.slot} * kMaxBadWordTokens;
+  const int32_t* const ends = s.bad_word_ends + int64_t{row.seq_slot} * kMaxBadWords;
+  const int32_t* const tokens = s.bad_word_tokens + int64_t{row.seq_slot} * kMaxBadWordTokens;
   const int32_t begin = index > 0 ? ends[index - 1] : 0;
   const int32_t num_before = ends[index] - begin - 1;
   if (num_before < 0 || num_before > row.length()) return -1;
@@ -116,7 +117,7 @@ struct Penalties {
 // Whether the token that the row draws is one of the first min_tokens.
 [[nodiscard]] PACELINE_HOST_DEVICE inline bool bans_stop_ids(const SamplingState& s,
                                                              const AdjustedRow& row) {
-  return row.length() - s.prompt_len[row.slot] < s.min_tokens[row.slot];
+  return row.length() - s.prompt_len[row.seq_slot] < s.min_tokens[row.seq_slot];
 }
 
 }  // namespace paceline

@@ -14,13 +14,13 @@ void count_sequences(const Params& p) {
   const SamplingState& s = p.sampling;
   for (int32_t i = 0; i < *p.inputs.num_seqs; ++i) {
     const CountedSequence sequence = counted_sequence(p, i);
-    const int64_t slot = sequence.slot;
+    const int64_t seq_slot = sequence.seq_slot;
     for (int32_t index = 0; index < sequence.num_tokens; ++index) {
       const CountedToken counted = counted_token(p, i, index);
       if (counted.token < 0) continue;
-      s.seen[slot * mask_words(s.vocab_size) + counted.token / 32] |= uint32_t{1}
-                                                                      << counted.token % 32;
-      if (counted.is_output) ++s.counts[slot * s.vocab_size + counted.token];
+      s.seen[seq_slot * mask_words(s.vocab_size) + counted.token / 32] |= uint32_t{1}
+                                                                          << counted.token % 32;
+      if (counted.is_output) ++s.counts[seq_slot * s.vocab_size + counted.token];
     }
   }
 }
@@ -31,10 +31,10 @@ void clear_counts(CpuContext&, const ClearCountsParams& p) {
   const SamplingState& s = p.sampling;
   const int64_t num_words = mask_words(s.vocab_size);
   for (int32_t i = 0; i < std::min(*p.num_slots, p.max_slots); ++i) {
-    const int64_t slot = p.slots[i];
-    if (s.adjusts[slot] == 0) continue;
-    std::fill_n(s.counts + slot * s.vocab_size, s.vocab_size, 0);
-    std::fill_n(s.seen + slot * num_words, num_words, 0u);
+    const int64_t seq_slot = p.seq_slots[i];
+    if (s.adjusts[seq_slot] == 0) continue;
+    std::fill_n(s.counts + seq_slot * s.vocab_size, s.vocab_size, 0);
+    std::fill_n(s.seen + seq_slot * num_words, num_words, 0u);
   }
 }
 

@@ -8,12 +8,12 @@
 
 #include "base/host_device.h"
 #include "sample/logits.h"
-#include "scheduler/step_plan.h"
+#include "scheduler/iteration_plan.h"
 
 namespace paceline {
 
 struct CountedSequence {
-  int32_t slot;
+  int32_t seq_slot;
   int32_t num_tokens;  // 0: it is not counted
 };
 
@@ -30,10 +30,10 @@ struct CountedToken {
 
 [[nodiscard]] PACELINE_HOST_DEVICE inline CountedSequence counted_sequence(
     const CountPrefillTokensParams& p, int32_t i) {
-  const int32_t slot = p.inputs.seq_slot[i];
+  const int32_t seq_slot = p.inputs.seq_slot[i];
   const bool is_decode = p.inputs.kind[i] == static_cast<int32_t>(RowKind::kDecode);
-  if (is_decode || p.sampling.adjusts[slot] == 0) return {slot, 0};
-  return {slot, p.inputs.verify_indptr[i + 1] - p.inputs.verify_indptr[i]};
+  if (is_decode || p.sampling.adjusts[seq_slot] == 0) return {seq_slot, 0};
+  return {seq_slot, p.inputs.verify_indptr[i + 1] - p.inputs.verify_indptr[i]};
 }
 
 [[nodiscard]] PACELINE_HOST_DEVICE inline CountedToken counted_token(
@@ -45,8 +45,8 @@ struct CountedToken {
 
 [[nodiscard]] PACELINE_HOST_DEVICE inline CountedSequence counted_sequence(
     const CountEmittedTokensParams& p, int32_t i) {
-  const int32_t slot = p.inputs.seq_slot[i];
-  return {slot, p.sampling.adjusts[slot] == 0 ? 0 : p.results[i].emitted_len};
+  const int32_t seq_slot = p.inputs.seq_slot[i];
+  return {seq_slot, p.sampling.adjusts[seq_slot] == 0 ? 0 : p.results[i].emitted_len};
 }
 
 [[nodiscard]] PACELINE_HOST_DEVICE inline CountedToken counted_token(

@@ -242,15 +242,16 @@ const int32_t* map_of(const DrawParams& p, int32_t source) {
 // The drawn id; its token, where there is a map, is the caller's to look up.
 int32_t draw_row(const DrawParams& p, int32_t i, int32_t source) {
   const int32_t row = p.row_index[i];
-  const int32_t slot = p.seq_slot[row];
-  if (slot < 0 || source < 0) return kInertRow;
+  const int32_t seq_slot = p.seq_slot[row];
+  if (seq_slot < 0 || source < 0) return kInertRow;
   const float* const logits = p.logits + source * p.logits_stride;
-  const float temperature = p.temperatures != nullptr ? p.temperatures[slot] : 0.0f;
+  const float temperature = p.temperatures != nullptr ? p.temperatures[seq_slot] : 0.0f;
   const int32_t ahead = p.draw_ahead + (p.steps_ahead != nullptr ? *p.steps_ahead : 0);
-  const NoiseKey noise = {.seed = p.seeds[slot],
-                          .stream = p.stream,
-                          .position = static_cast<uint32_t>(p.positions[row] + ahead),
-                          .salt = p.salts != nullptr ? static_cast<uint32_t>(p.salts[slot]) : 0};
+  const NoiseKey noise = {
+      .seed = p.seeds[seq_slot],
+      .stream = p.stream,
+      .position = static_cast<uint32_t>(p.positions[row] + ahead),
+      .salt = p.salts != nullptr ? static_cast<uint32_t>(p.salts[seq_slot]) : 0};
   if (p.token_map != nullptr) {
     return draw_mapped(p, logits, map_of(p, source), temperature, noise);
   }

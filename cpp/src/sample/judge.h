@@ -14,8 +14,10 @@ namespace paceline {
 
 // kSynthetic: whether draft `index` of a sequence of `known_len` tokens is kept, given that all
 // before it were.
-[[nodiscard]] PACELINE_HOST_DEVICE inline bool keeps_synthetically(uint64_t seed, int32_t known_len,
-                                                                   int32_t index, float rate) {
+[[nodiscard]] PACELINE_HOST_DEVICE inline bool is_accepted_synthetically(uint64_t seed,
+                                                                         int32_t known_len,
+                                                                         int32_t index,
+                                                                         float rate) {
   const NoiseKey key{.seed = seed,
                      .stream = NoiseStream::kSynthetic,
                      .position = static_cast<uint32_t>(known_len + index),
@@ -31,35 +33,35 @@ struct Verdict {
   int32_t accepted_len;
   int32_t drafted_len;
   int32_t discarded_len;
-  SlotOutcome outcome;
+  SequenceOutcome outcome;
 };
 
 // `kept` drafts of `num_drafts` are accepted; up to kept + 1 tokens may be emitted, and `room` more
 // fit the sequence. Bit j of `invalid_bits` and of `stop_bits`: token j is no token,
 // is a stop token; bits above `kept` do not matter.
-[[nodiscard]] PACELINE_HOST_DEVICE inline Verdict judge(int32_t kept, int32_t num_drafts,
+[[nodiscard]] PACELINE_HOST_DEVICE inline Verdict judge(int32_t num_accepted, int32_t num_drafts,
                                                         int32_t room, uint32_t invalid_bits,
                                                         uint32_t stop_bits) {
   // All kept up to the limit leaves no room for the token after them.
-  const int32_t most = kept + 1 < room ? kept + 1 : room;
-  Verdict verdict = {0, 0, 0, 0, SlotOutcome::kRunning};
+  const int32_t most = num_accepted + 1 < room ? num_accepted + 1 : room;
+  Verdict verdict = {0, 0, 0, 0, SequenceOutcome::kRunning};
   int32_t emitted = 0;
-  while (emitted < most && verdict.outcome == SlotOutcome::kRunning) {
+  while (emitted < most && verdict.outcome == SequenceOutcome::kRunning) {
     const uint32_t bit = uint32_t{1} << emitted;
     if ((invalid_bits & bit) != 0) {
-      verdict.outcome = SlotOutcome::kNoLogits;
+      verdict.outcome = SequenceOutcome::kNoLogits;
       break;
     }
     ++emitted;
-    if ((stop_bits & bit) != 0) verdict.outcome = SlotOutcome::kStop;
+    if ((stop_bits & bit) != 0) verdict.outcome = SequenceOutcome::kStop;
   }
-  if (verdict.outcome == SlotOutcome::kRunning && emitted == room) {
-    verdict.outcome = SlotOutcome::kLength;
+  if (verdict.outcome == SequenceOutcome::kRunning && emitted == room) {
+    verdict.outcome = SequenceOutcome::kLength;
   }
   verdict.emitted_len = emitted;
-  verdict.accepted_len = kept < emitted ? kept : emitted;
+  verdict.accepted_len = num_accepted < emitted ? num_accepted : emitted;
   // A stop among the kept drafts ends the judging.
-  const bool is_cut = emitted <= kept && emitted < num_drafts;
+  const bool is_cut = emitted <= num_accepted && emitted < num_drafts;
   verdict.drafted_len = is_cut ? emitted : num_drafts;
   verdict.discarded_len = num_drafts - verdict.drafted_len;
   return verdict;

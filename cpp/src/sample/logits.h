@@ -29,40 +29,40 @@ struct CudaContext;
 // What shapes the logits of each sequence, by slot. Device arrays; written by slot resets (upload),
 // but for `counts` and `seen`, which belong to the ops below.
 struct SamplingState {
-  int32_t* adjusts;    // [max_slots] 1 where adjust_logits has anything to do; only there are
+  int32_t* adjusts;    // [max_seqs] 1 where adjust_logits has anything to do; only there are
                        // tokens counted
-  int32_t* truncates;  // [max_slots] 1 where truncate_logits has
+  int32_t* truncates;  // [max_seqs] 1 where truncate_logits has
 
-  float* repetition_penalty;  // [max_slots] > 0; 1: none
-  float* presence_penalty;    // [max_slots] 0: none
-  float* frequency_penalty;   // [max_slots] 0: none
-  int32_t* prompt_len;        // [max_slots] tokens from here on are output, also when a preempted
+  float* repetition_penalty;  // [max_seqs] > 0; 1: none
+  float* presence_penalty;    // [max_seqs] 0: none
+  float* frequency_penalty;   // [max_seqs] 0: none
+  int32_t* prompt_len;        // [max_seqs] tokens from here on are output, also when a preempted
                               // sequence is prefilled with them
-  int32_t* min_tokens;        // [max_slots] output tokens that are no stop token, the first so many
+  int32_t* min_tokens;        // [max_seqs] output tokens that are no stop token, the first so many
 
-  int32_t* num_bias;   // [max_slots]
-  int32_t* bias_ids;   // [max_slots, kMaxLogitBias] distinct
-  float* bias_values;  // [max_slots, kMaxLogitBias]
+  int32_t* num_bias;   // [max_seqs]
+  int32_t* bias_ids;   // [max_seqs, kMaxLogitBias] distinct
+  float* bias_values;  // [max_seqs, kMaxLogitBias]
 
-  int32_t* num_bad_words;    // [max_slots]
-  int32_t* bad_word_ends;    // [max_slots, kMaxBadWords] word i is bad_word_tokens[ends[i - 1],
+  int32_t* num_bad_words;    // [max_seqs]
+  int32_t* bad_word_ends;    // [max_seqs, kMaxBadWords] word i is bad_word_tokens[ends[i - 1],
                              // ends[i]); the first begins at 0
-  int32_t* bad_word_tokens;  // [max_slots, kMaxBadWordTokens]
+  int32_t* bad_word_tokens;  // [max_seqs, kMaxBadWordTokens]
 
-  int32_t* has_allowed;  // [max_slots] 1: only the tokens of `allowed` may be drawn
-  uint32_t* allowed;     // [max_slots, mask_words(vocab_size)]
+  int32_t* has_allowed;  // [max_seqs] 1: only the tokens of `allowed` may be drawn
+  uint32_t* allowed;     // [max_seqs, mask_words(vocab_size)]
 
-  int32_t* top_k;  // [max_slots] 0: none
-  float* top_p;    // [max_slots] in (0, 1]; 1: none
-  float* min_p;    // [max_slots] in [0, 1]; 0: none
+  int32_t* top_k;  // [max_seqs] 0: none
+  float* top_p;    // [max_seqs] in (0, 1]; 1: none
+  float* min_p;    // [max_seqs] in [0, 1]; 0: none
 
   // Most probable tokens that are wanted beside an emitted one, and beside one of the prompt; -1:
   // no logprobs. See sample/logprobs.h.
-  int32_t* num_logprobs;         // [max_slots]
-  int32_t* num_prompt_logprobs;  // [max_slots]
+  int32_t* num_logprobs;         // [max_seqs]
+  int32_t* num_prompt_logprobs;  // [max_seqs]
 
-  int32_t* counts;  // [max_slots, vocab_size] times a token stands in the output so far
-  uint32_t* seen;   // [max_slots, mask_words(vocab_size)] tokens of the prompt and of the output
+  int32_t* counts;  // [max_seqs, vocab_size] times a token stands in the output so far
+  uint32_t* seen;   // [max_seqs, mask_words(vocab_size)] tokens of the prompt and of the output
   int32_t vocab_size;
 };
 
@@ -83,7 +83,7 @@ struct AdjustLogitsParams {
   float* logits;  // [max_rows, logits_stride], updated at [0, sampling.vocab_size)
   int64_t logits_stride;
   const int32_t* row_index;  // [max_rows] pass row that row i belongs to
-  const int32_t* seq_slot;   // per pass row: state slot; -1: inert, left alone
+  const int32_t* seq_slot;   // per pass row: sequence slot; -1: inert, left alone
   const int32_t* positions;  // per pass row
   const int32_t* token_ids;  // per pass row; the rows of a window lie side by side
   SequenceState sequences;   // known_len, history and the stop ids are read
@@ -112,8 +112,8 @@ struct TruncateLogitsParams {
   int64_t logits_stride;
   int32_t vocab_limit;        // at most kMaxTruncatedVocab
   const int32_t* row_index;   // [max_rows] row of seq_slot that row i belongs to
-  const int32_t* seq_slot;    // per pass row: state slot; -1: inert, left alone
-  const float* temperatures;  // [max_slots] by state slot; 0: left alone
+  const int32_t* seq_slot;    // per pass row: sequence slot; -1: inert, left alone
+  const float* temperatures;  // [max_seqs] by sequence slot; 0: left alone
   SamplingState sampling;     // truncates, top_k, top_p and min_p are read
 };
 void truncate_logits(CpuContext&, const TruncateLogitsParams&);
@@ -124,7 +124,7 @@ void truncate_logits(CudaContext&, const TruncateLogitsParams&);
 struct ClearCountsParams {
   const int32_t* num_slots;  // [1]
   int32_t max_slots;         // at most so many are listed
-  const int32_t* slots;      // [max_slots] distinct
+  const int32_t* seq_slots;  // [max_seqs] distinct
   SamplingState sampling;
 };
 void clear_counts(CpuContext&, const ClearCountsParams&);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Which rows are kept and rated, and what a logit is worth: the one specification that the CPU
-// loops over and that CUDA threads run.
+// Which rows are raw_logits and rated, and what a logit is worth: the one specification that the
+// CPU loops over and that CUDA threads run.
 
 #include <cmath>
 #include <cstdint>
@@ -16,14 +16,15 @@ namespace paceline {
 
 // Whether the pipeline writes over the logits of a slot.
 [[nodiscard]] PACELINE_HOST_DEVICE inline bool changes_logits(const SamplingState& s,
-                                                              int32_t slot) {
-  return s.adjusts[slot] != 0 || s.truncates[slot] != 0;
+                                                              int32_t seq_slot) {
+  return s.adjusts[seq_slot] != 0 || s.truncates[seq_slot] != 0;
 }
 
-[[nodiscard]] PACELINE_HOST_DEVICE inline bool is_row_kept(const KeepLogitsParams& p, int32_t row) {
-  const int32_t slot = p.seq_slot[p.row_index[row]];
-  return slot >= 0 && p.sampling.num_logprobs[slot] >= 0 &&
-         (p.all_change || changes_logits(p.sampling, slot));
+[[nodiscard]] PACELINE_HOST_DEVICE inline bool is_row_saved(const SaveRawLogitsParams& p,
+                                                            int32_t row) {
+  const int32_t seq_slot = p.seq_slot[p.row_index[row]];
+  return seq_slot >= 0 && p.sampling.num_logprobs[seq_slot] >= 0 &&
+         (p.all_change || changes_logits(p.sampling, seq_slot));
 }
 
 // A row to be rated.
@@ -49,20 +50,20 @@ struct RatedRow {
     const int32_t i = index / p.max_window_rows;
     const int32_t j = index % p.max_window_rows;
     if (i >= *p.inputs.num_seqs) return rated;
-    const int32_t slot = p.inputs.seq_slot[i];
-    if (s.num_logprobs[slot] < 0 || j >= p.results[i].emitted_len) return rated;
+    const int32_t seq_slot = p.inputs.seq_slot[i];
+    if (s.num_logprobs[seq_slot] < 0 || j >= p.results[i].emitted_len) return rated;
     row = p.inputs.logit_indptr[i] + j;
     rated.token = p.results[i].tokens[j];
-    rated.num_best = s.num_logprobs[slot];
-    rated.logits = p.all_change || changes_logits(s, slot) ? p.kept : p.logits;
+    rated.num_best = s.num_logprobs[seq_slot];
+    rated.logits = p.all_change || changes_logits(s, seq_slot) ? p.raw_logits : p.logits;
   } else {
     const int32_t i = index - num_window_rows;
     row = *p.inputs.num_logit_rows + i;
     if (row >= *p.inputs.num_all_logit_rows) return rated;
-    const int32_t slot = p.seq_slot[p.inputs.logit_rows[row]];
-    if (slot < 0 || s.num_prompt_logprobs[slot] < 0) return rated;
+    const int32_t seq_slot = p.seq_slot[p.inputs.logit_rows[row]];
+    if (seq_slot < 0 || s.num_prompt_logprobs[seq_slot] < 0) return rated;
     rated.token = p.inputs.prompt_targets[i];
-    rated.num_best = s.num_prompt_logprobs[slot];
+    rated.num_best = s.num_prompt_logprobs[seq_slot];
     rated.logits = p.logits;
   }
   if (rated.num_best > s.vocab_size) rated.num_best = s.vocab_size;
@@ -74,8 +75,8 @@ struct RatedRow {
 // exp(logit - highest) in units of 2^-40, cut; logits are comparable. Where the highest is +inf it
 // is 1 for its equals and 0 for all others.
 [[nodiscard]] PACELINE_HOST_DEVICE inline uint64_t share_of(float highest, float logit) {
-  const Weigher weigher = weigher_of(/*highest=*/0.0f, /*temperature=*/1.0f);
-  return weight_of(weigher, logit == highest ? 0.0f : logit - highest);
+  const SoftmaxWeights weights = softmax_weights_of(/*highest=*/0.0f, /*temperature=*/1.0f);
+  return weight_of(weights, logit == highest ? 0.0f : logit - highest);
 }
 
 // The logprob of a comparable logit; `total` is the sum of all shares.

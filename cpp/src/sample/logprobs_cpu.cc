@@ -70,13 +70,13 @@ struct RateKernel {
 
 }  // namespace
 
-void keep_logits(CpuContext& ctx, const KeepLogitsParams& p) {
+void save_raw_logits(CpuContext& ctx, const SaveRawLogitsParams& p) {
   const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
   ctx.for_ranges(num_rows, /*pieces_per_thread=*/1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      if (!is_row_kept(p, static_cast<int32_t>(i))) continue;
+      if (!is_row_saved(p, static_cast<int32_t>(i))) continue;
       std::copy_n(p.logits + i * p.logits_stride, p.sampling.vocab_size,
-                  p.kept + i * p.logits_stride);
+                  p.raw_logits + i * p.logits_stride);
     }
   });
 }

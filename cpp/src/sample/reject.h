@@ -6,7 +6,7 @@
 // target's law has left, for one more draw.
 //
 // Order of an iteration: after the target's rows have been adjusted, truncated and drawn from
-// (sample/logits.h), weigh_logits, reject_drafts, draw from the residual rows, accept; and for each
+// (sample/logits.h), softmax_sums, reject_drafts, draw from the residual rows, accept; and for each
 // draft select_proposals, then draw from what it has selected.
 
 #include <cstdint>
@@ -30,7 +30,7 @@ inline constexpr int32_t kMaxDraftProposals = 256;
 // vocabulary. Device arrays; written by select_proposals, read by draw and reject_drafts. `ids`
 // null: there are none, each draft was certain.
 struct Proposals {
-  int32_t* ids = nullptr;   // [max_slots, num_draft_tokens, per_draft] token ids; -1: none
+  int32_t* ids = nullptr;   // [max_seqs, num_draft_tokens, per_draft] token ids; -1: none
   float* logits = nullptr;  // the same shape: before temperature; -inf where there is none
   int32_t per_draft = 0;    // 1 to kMaxDraftProposals
 };
@@ -45,7 +45,7 @@ struct SelectProposalsParams {
   int64_t logits_stride;
   int32_t vocab_limit;        // ids [0, vocab_limit) may be drawn
   const int32_t* row_index;   // [max_rows] row of seq_slot that row i belongs to
-  const int32_t* seq_slot;    // per pass row: state slot, of one row at most; -1: inert
+  const int32_t* seq_slot;    // per pass row: sequence slot, of one row at most; -1: inert
   const int32_t* token_map;   // token of each id, as in DrawParams
   int32_t token_limit;        // with token_map
   int64_t token_map_stride;   // with token_map
@@ -61,20 +61,20 @@ void select_proposals(CudaContext&, const SelectProposalsParams&);
 // truncate_rules.h has them. Integers: the sum has no order, and a token's chance, its weight over
 // the sum, is the same bits on both backends. NaN counts as -inf. Rows of temperature 0, inert rows
 // and rows whose highest logit is infinite, or that have none, get the sum 0.
-struct WeighLogitsParams {
+struct SoftmaxSumsParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
   const float* logits;  // [max_rows, logits_stride]
   int64_t logits_stride;
   int32_t vocab_limit;        // at most kMaxTruncatedVocab
   const int32_t* row_index;   // [max_rows] row of seq_slot that row i belongs to
-  const int32_t* seq_slot;    // per pass row: state slot; -1: inert
-  const float* temperatures;  // [max_slots] by state slot
+  const int32_t* seq_slot;    // per pass row: sequence slot; -1: inert
+  const float* temperatures;  // [max_seqs] by sequence slot
   float* highest;             // [max_rows]; -inf where the sum is 0
   uint64_t* sums;             // [max_rows]
 };
-void weigh_logits(CpuContext&, const WeighLogitsParams&);
-void weigh_logits(CudaContext&, const WeighLogitsParams&);
+void softmax_sums(CpuContext&, const SoftmaxSumsParams&);
+void softmax_sums(CudaContext&, const SoftmaxSumsParams&);
 
 // How many drafts of each sequence are kept (rejection_rules.h), and, where not all are, what is
 // left to draw the next token from: of the row at which they end, the logits of the proposals are
@@ -89,10 +89,10 @@ struct RejectDraftsParams {
   float* logits;                 // [max_logit_rows, logits_stride] the target's; updated as above
   int64_t logits_stride;
   int32_t vocab_limit;
-  const float* highest;  // [max_logit_rows] by weigh_logits
-  const uint64_t* sums;  // [max_logit_rows] by weigh_logits
-  Proposals proposals;   // of the drafts
-  int32_t* kept;         // [max_seqs] by batch row; 0 where no draft is judged
+  const float* highest;   // [max_logit_rows] by softmax_sums
+  const uint64_t* sums;   // [max_logit_rows] by softmax_sums
+  Proposals proposals;    // of the drafts
+  int32_t* num_accepted;  // [max_seqs] by batch row; 0 where no draft is judged
   // [max_seqs] by batch row: the row of logits to draw the next token from, and its row of the
   // pass; -1 and 0: none, the target's own draw stands.
   int32_t* residual_rows;

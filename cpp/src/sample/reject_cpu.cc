@@ -28,13 +28,13 @@ int32_t id_of(uint64_t candidate) {
 }
 
 void select_row(const SelectProposalsParams& p, int32_t row) {
-  const int32_t slot = p.seq_slot[p.row_index[row]];
-  if (slot < 0) {
+  const int32_t seq_slot = p.seq_slot[p.row_index[row]];
+  if (seq_slot < 0) {
     p.proposal_rows[row] = -1;
     return;
   }
   const int32_t draft = p.draft_step != nullptr ? *p.draft_step : 0;
-  const int32_t place = slot * p.num_draft_tokens + draft;
+  const int32_t place = seq_slot * p.num_draft_tokens + draft;
   const float* const logits = p.logits + row * p.logits_stride;
   const int32_t* const map =
       p.token_map != nullptr ? p.token_map + row * p.token_map_stride : nullptr;
@@ -63,22 +63,22 @@ void select_row(const SelectProposalsParams& p, int32_t row) {
   p.proposal_rows[row] = place;
 }
 
-// --- weigh_logits --------------------------------------------------------------------------------
+// --- softmax_sums --------------------------------------------------------------------------------
 
 struct RowWeight {
   float highest;
   uint64_t sum;
 };
 
-struct WeighKernel {
+struct SoftmaxSumsKernel {
   [[gnu::always_inline]] static void run(const float* logits, int32_t n, float temperature,
                                          RowWeight* weight) {
     float highest = -kInf;
     for (int32_t id = 0; id < n; ++id) highest = std::max(highest, comparable(logits[id]));
     if (highest == -kInf || highest == kInf) return;
-    const Weigher weigher = weigher_of(highest, temperature);
+    const SoftmaxWeights weights = softmax_weights_of(highest, temperature);
     uint64_t sum = 0;
-    for (int32_t id = 0; id < n; ++id) sum += weight_of(weigher, comparable(logits[id]));
+    for (int32_t id = 0; id < n; ++id) sum += weight_of(weights, comparable(logits[id]));
     *weight = {highest, sum};
   }
 };
@@ -126,17 +126,17 @@ void select_proposals(CpuContext& ctx, const SelectProposalsParams& p) {
   });
 }
 
-void weigh_logits(CpuContext& ctx, const WeighLogitsParams& p) {
+void softmax_sums(CpuContext& ctx, const SoftmaxSumsParams& p) {
   PACELINE_CHECK(p.vocab_limit <= kMaxTruncatedVocab, p.vocab_limit, " ids; at most ",
                  kMaxTruncatedVocab);
   const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
   ctx.for_ranges(num_rows, /*pieces_per_thread=*/4, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const int32_t slot = p.seq_slot[p.row_index[i]];
+      const int32_t seq_slot = p.seq_slot[p.row_index[i]];
       RowWeight weight = {-kInf, 0};
-      if (slot >= 0 && p.temperatures[slot] > 0.0f) {
-        run_best_isa<WeighKernel>(p.logits + i * p.logits_stride, p.vocab_limit,
-                                  p.temperatures[slot], &weight);
+      if (seq_slot >= 0 && p.temperatures[seq_slot] > 0.0f) {
+        run_best_isa<SoftmaxSumsKernel>(p.logits + i * p.logits_stride, p.vocab_limit,
+                                        p.temperatures[seq_slot], &weight);
       }
       p.highest[i] = weight.highest;
       p.sums[i] = weight.sum;

@@ -42,7 +42,8 @@ template <class Number>
 // The chance of a draft to be kept by `standard`. None where the target rules it out, also where q
 // has been rounded to nothing.
 template <class Number>
-[[nodiscard]] PACELINE_HOST_DEVICE inline Number keep_chance(const Number& p, const Number& q) {
+[[nodiscard]] PACELINE_HOST_DEVICE inline Number acceptance_probability(const Number& p,
+                                                                        const Number& q) {
   if (!(Number(0) < p)) return Number(0);
   return p < q ? p / q : Number(1);
 }
@@ -58,8 +59,8 @@ template <class Number>
 
 // The chance of a block with share P_i that is not the last. `overlap`: the sum of min(P_i p, q).
 template <class Number>
-[[nodiscard]] PACELINE_HOST_DEVICE inline Number block_chance(const Number& share,
-                                                              const Number& overlap) {
+[[nodiscard]] PACELINE_HOST_DEVICE inline Number block_acceptance_probability(
+    const Number& share, const Number& overlap) {
   // Of a full share it is 1, even where nothing is left; rounding must not decide that.
   if (!(share < Number(1))) return Number(1);
   const Number left = share - overlap;
@@ -77,7 +78,7 @@ template <class Number>
 
 // Drafts kept, and the share with which the token after them is drawn.
 template <class Number>
-struct Kept {
+struct AcceptedDrafts {
   int32_t count;
   Number share;
 };
@@ -86,28 +87,27 @@ struct Kept {
 // its place, and overlap(i, share), the sum of min(share p, q) over all tokens at draft i's place.
 // `succeeds(i, chance)` tries draft i, or the block that ends with it; tries are independent.
 template <class Number, class Window, class Succeeds>
-[[nodiscard]] PACELINE_HOST_DEVICE inline Kept<Number> keep_drafts(AcceptMethod method,
-                                                                   int32_t num_drafts,
-                                                                   const Window& window,
-                                                                   const Succeeds& succeeds) {
-  Kept<Number> kept = {0, Number(1)};
+[[nodiscard]] PACELINE_HOST_DEVICE inline AcceptedDrafts<Number> accept_drafts(
+    AcceptMethod method, int32_t num_drafts, const Window& window, const Succeeds& succeeds) {
+  AcceptedDrafts<Number> accepted = {0, Number(1)};
   if (method == AcceptMethod::kStandard) {
-    while (kept.count < num_drafts &&
-           succeeds(kept.count, keep_chance<Number>(window.p(kept.count), window.q(kept.count)))) {
-      ++kept.count;
+    while (accepted.count < num_drafts &&
+           succeeds(accepted.count, acceptance_probability<Number>(window.p(accepted.count),
+                                                                   window.q(accepted.count)))) {
+      ++accepted.count;
     }
-    return kept;
+    return accepted;
   }
   Number share = Number(1);
   for (int32_t i = 0; i < num_drafts; ++i) {
     share = next_share<Number>(share, window.p(i), window.q(i));
     if (!(Number(0) < share)) break;  // and so are the shares of all that follow
     const bool is_last = i + 1 == num_drafts;
-    const Number chance =
-        is_last ? share : block_chance<Number>(share, window.overlap(i + 1, share));
-    if (succeeds(i, chance)) kept = {i + 1, share};
+    const Number probability =
+        is_last ? share : block_acceptance_probability<Number>(share, window.overlap(i + 1, share));
+    if (succeeds(i, probability)) accepted = {i + 1, share};
   }
-  return kept;
+  return accepted;
 }
 
 }  // namespace paceline

@@ -66,23 +66,24 @@ struct TruncateKernel {
     float highest = -kInf;
     for (int32_t id = 0; id < n; ++id) highest = std::max(highest, comparable(logits[id]));
     if (highest == -kInf || highest == kInf) return;
-    uint32_t lowest_kept = 0;
+    uint32_t threshold_key = 0;
     if (limits->top_k > 0 && limits->top_k < n) {
-      lowest_kept = search(
-          logits, n, lowest_kept, [](float) { return uint64_t{1}; },
+      threshold_key = search(
+          logits, n, threshold_key, [](float) { return uint64_t{1}; },
           [&](uint64_t) { return static_cast<uint64_t>(limits->top_k); });
     }
     if (limits->top_p < 1.0f) {
-      const Weigher weigher = weigher_of(highest, limits->temperature);
-      lowest_kept = search(
-          logits, n, lowest_kept, [&](float logit) { return weight_of(weigher, logit); },
+      const SoftmaxWeights weights = softmax_weights_of(highest, limits->temperature);
+      threshold_key = search(
+          logits, n, threshold_key, [&](float logit) { return weight_of(weights, logit); },
           [&](uint64_t total) { return top_p_target(limits->top_p, total); });
     }
     if (limits->min_p > 0.0f) {
-      lowest_kept = std::max(lowest_kept, min_p_key(highest, limits->temperature, limits->min_p));
+      threshold_key =
+          std::max(threshold_key, min_p_key(highest, limits->temperature, limits->min_p));
     }
-    if (lowest_kept == 0) return;
-    const float threshold = from_ordered(lowest_kept);
+    if (threshold_key == 0) return;
+    const float threshold = from_ordered(threshold_key);
     for (int32_t id = 0; id < n; ++id) {
       if (!(logits[id] >= threshold)) logits[id] = -kInf;
     }

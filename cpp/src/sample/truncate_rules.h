@@ -51,21 +51,22 @@ struct RowLimits {
 
 [[nodiscard]] PACELINE_HOST_DEVICE inline RowLimits row_limits(const TruncateLogitsParams& p,
                                                                int32_t row) {
-  const int32_t slot = p.seq_slot[p.row_index[row]];
-  if (slot < 0 || p.sampling.truncates[slot] == 0) return {0.0f, 0, 1.0f, 0.0f};
-  return {p.temperatures[slot], p.sampling.top_k[slot], p.sampling.top_p[slot],
-          p.sampling.min_p[slot]};
+  const int32_t seq_slot = p.seq_slot[p.row_index[row]];
+  if (seq_slot < 0 || p.sampling.truncates[seq_slot] == 0) return {0.0f, 0, 1.0f, 0.0f};
+  return {p.temperatures[seq_slot], p.sampling.top_k[seq_slot], p.sampling.top_p[seq_slot],
+          p.sampling.min_p[seq_slot]};
 }
 
 // exp((logit - highest) / temperature) in units of 2^-40, cut: at most 2^40, so that the sum of
 // kMaxTruncatedVocab of them fits 63 bits.
-struct Weigher {
+struct SoftmaxWeights {
   float highest;
   float lowest_step;  // logit - highest from which on down nothing weighs anything
   float rate;         // log2(e) / temperature
 };
 
-[[nodiscard]] PACELINE_HOST_DEVICE inline Weigher weigher_of(float highest, float temperature) {
+[[nodiscard]] PACELINE_HOST_DEVICE inline SoftmaxWeights softmax_weights_of(float highest,
+                                                                            float temperature) {
   // Beyond these limits all logits weigh the same, or only the highest does.
   constexpr float kLeast = 1e-30f;
   constexpr float kMost = 1e30f;
@@ -73,15 +74,16 @@ struct Weigher {
   return {highest, -28.5f * temperature, 1.44269504f / temperature};  // 41 log 2 = 28.4
 }
 
-[[nodiscard]] PACELINE_HOST_DEVICE inline uint64_t weight_of(const Weigher& weigher, float logit) {
-  const float distance = logit - weigher.highest;
-  const float step = distance < weigher.lowest_step ? weigher.lowest_step : distance;
+[[nodiscard]] PACELINE_HOST_DEVICE inline uint64_t weight_of(const SoftmaxWeights& weights,
+                                                             float logit) {
+  const float distance = logit - weights.highest;
+  const float step = distance < weights.lowest_step ? weights.lowest_step : distance;
   // 2^(n + f), n an integer and f in [-1/2, 1/2]: adding kRound rounds to an integer, in the low
   // bits of the mantissa. The polynomial is that of Cephes' exp2f (S. Moshier).
   constexpr float kRound = 0x1.8p23f;
-  const float shifted = fmaf(step, weigher.rate, kRound);
+  const float shifted = fmaf(step, weights.rate, kRound);
   const float n = shifted - kRound;
-  const float f = fmaf(step, weigher.rate, -n);
+  const float f = fmaf(step, weights.rate, -n);
   float power = fmaf(f, 1.535336188319500e-4f, 1.339887440266574e-3f);
   power = fmaf(f, power, 9.618437357674640e-3f);
   power = fmaf(f, power, 5.550332471162809e-2f);

@@ -26,7 +26,8 @@ int32_t num_forkable(const Sequence& sequence) { return sequence.prompt_len - 1;
 
 Scheduler::Scheduler(const SchedulerOptions& options, SlabPool& pool)
     : options_(options), pool_(pool) {
-  for (int32_t slot = options.max_num_seqs - 1; slot >= 0; --slot) free_slots_.push_back(slot);
+  for (int32_t seq_slot = options.max_num_seqs - 1; seq_slot >= 0; --seq_slot)
+    free_seq_slots_.push_back(seq_slot);
 }
 
 int32_t Scheduler::window_slack() const {
@@ -134,8 +135,8 @@ int32_t Scheduler::tokens_to_reserve(const Sequence& sequence, const PlannedSequ
 
 void Scheduler::give_back(Sequence& sequence) {
   sequence.blocks.release_all(pool_, newest_planned_);
-  if (sequence.slot >= 0) free_slots_.push_back(sequence.slot);
-  sequence.slot = -1;
+  if (sequence.seq_slot >= 0) free_seq_slots_.push_back(sequence.seq_slot);
+  sequence.seq_slot = -1;
 }
 
 void Scheduler::preempt(Sequence& sequence) {
@@ -149,9 +150,9 @@ void Scheduler::preempt(Sequence& sequence) {
 }
 
 Scheduler::Room Scheduler::make_room(Sequence& sequence, const PlannedSequence& rows,
-                                     StepPlan& plan) {
+                                     IterationPlan& plan) {
   const int32_t num_tokens = tokens_to_reserve(sequence, rows);
-  while (!sequence.blocks.reserve(pool_, num_tokens, sequence.slot, plan.table_writes)) {
+  while (!sequence.blocks.reserve(pool_, num_tokens, sequence.seq_slot, plan.table_writes)) {
     Sequence* youngest = running_.back();
     // Blocks on their way back will do: wait for the iterations that still use them.
     if (pool_.num_quarantined() > 0) return Room::kStalled;
@@ -164,7 +165,7 @@ Scheduler::Room Scheduler::make_room(Sequence& sequence, const PlannedSequence& 
 }
 
 bool Scheduler::admit(Sequence& sequence, const PlannedSequence& rows, const Sequence* parent,
-                      StepPlan& plan) {
+                      IterationPlan& plan) {
   const KvLayout& layout = pool_.layout();
   // Not only this chunk but all that is known must fit, or admission would soon preempt.
   const int32_t k = options_.num_draft_tokens;
@@ -179,32 +180,33 @@ bool Scheduler::admit(Sequence& sequence, const PlannedSequence& rows, const Seq
     }
   }
   if (!pool_.can_allocate(counts)) return false;
-  sequence.slot = free_slots_.back();
+  sequence.seq_slot = free_seq_slots_.back();
   if (parent != nullptr) sequence.blocks.fork(pool_, parent->blocks, rows.start);
-  if (!sequence.blocks.reserve(pool_, tokens_to_reserve(sequence, rows), sequence.slot,
+  if (!sequence.blocks.reserve(pool_, tokens_to_reserve(sequence, rows), sequence.seq_slot,
                                plan.table_writes)) {
     sequence.blocks.release_all(pool_, newest_planned_);
-    sequence.slot = -1;
+    sequence.seq_slot = -1;
     return false;
   }
   if (parent != nullptr) {
     sequence.blocks.append_copies(layout, parent->blocks, rows.start, plan.block_copies);
-    plan.forks.push_back(
-        {.parent_slot = parent->slot, .slot = sequence.slot, .num_tokens = rows.start});
+    plan.forks.push_back({.parent_seq_slot = parent->seq_slot,
+                          .seq_slot = sequence.seq_slot,
+                          .num_tokens = rows.start});
     num_shared_tokens_ += rows.start;
   }
-  free_slots_.pop_back();
+  free_seq_slots_.pop_back();
   sequence.phase = Sequence::Phase::kPrefill;
-  sequence.needs_slot_reset = true;
+  sequence.needs_reset = true;
   running_.insert(std::upper_bound(running_.begin(), running_.end(), &sequence, &arrived_before),
                   &sequence);
   return true;
 }
 
-void Scheduler::launch(Sequence& sequence, PlannedSequence rows, StepPlan& plan) {
+void Scheduler::launch(Sequence& sequence, PlannedSequence rows, IterationPlan& plan) {
   rows.sequence = &sequence;
-  rows.resets_slot = sequence.needs_slot_reset;
-  sequence.needs_slot_reset = false;
+  rows.resets_state = sequence.needs_reset;
+  sequence.needs_reset = false;
   ++sequence.launches_in_flight;
   if (rows.kind == RowKind::kDecode) {
     ++sequence.emitting_in_flight;
@@ -219,7 +221,7 @@ void Scheduler::launch(Sequence& sequence, PlannedSequence rows, StepPlan& plan)
   plan.sequences.push_back(rows);
 }
 
-bool Scheduler::plan(StepPlan& plan) {
+bool Scheduler::plan(IterationPlan& plan) {
   plan.sequences.clear();
   plan.table_writes.clear();
   plan.forks.clear();
@@ -257,7 +259,7 @@ bool Scheduler::plan(StepPlan& plan) {
   // else would run. All releases of this plan have come before the first fork, so whatever takes
   // the source of a copy away later tags it with this iteration at least.
   size_t index = 0;
-  while (index < waiting_.size() && !free_slots_.empty() &&
+  while (index < waiting_.size() && !free_seq_slots_.empty() &&
          (!has_preempted || (plan.sequences.empty() && running_.empty()))) {
     Sequence* sequence = waiting_[index];
     const Parent parent = find_parent(*sequence, plan.iteration);

@@ -20,7 +20,7 @@
 
 #include "kv/slab_pool.h"
 #include "request/sequence.h"
-#include "scheduler/step_plan.h"
+#include "scheduler/iteration_plan.h"
 
 namespace paceline {
 
@@ -45,7 +45,7 @@ class Scheduler {
 
   // Fills `plan` for `plan.iteration` and returns true, or returns false when nothing can be
   // launched now (idle, or everything waits for iterations in flight).
-  [[nodiscard]] bool plan(StepPlan& plan);
+  [[nodiscard]] bool plan(IterationPlan& plan);
 
   // Results of a launch have been read into sequence.tokens: blocks that fell out of every sliding
   // window go back.
@@ -83,11 +83,12 @@ class Scheduler {
                                           int32_t score_budget) const;
   [[nodiscard]] int32_t tokens_to_reserve(const Sequence& sequence,
                                           const PlannedSequence& rows) const;
-  [[nodiscard]] Room make_room(Sequence& sequence, const PlannedSequence& rows, StepPlan& plan);
+  [[nodiscard]] Room make_room(Sequence& sequence, const PlannedSequence& rows,
+                               IterationPlan& plan);
   // `parent`: to fork from, or null.
   [[nodiscard]] bool admit(Sequence& sequence, const PlannedSequence& rows, const Sequence* parent,
-                           StepPlan& plan);
-  void launch(Sequence& sequence, PlannedSequence rows, StepPlan& plan);
+                           IterationPlan& plan);
+  void launch(Sequence& sequence, PlannedSequence rows, IterationPlan& plan);
   void preempt(Sequence& sequence);
   void give_back(Sequence& sequence);
   [[nodiscard]] int32_t window_slack() const;
@@ -96,7 +97,7 @@ class Scheduler {
   SlabPool& pool_;
   std::vector<Sequence*> running_;  // by arrival; samples of a request side by side
   std::deque<Sequence*> waiting_;   // the same
-  std::vector<int32_t> free_slots_;
+  std::vector<int32_t> free_seq_slots_;
   std::vector<Sequence*> considered_;  // scratch of plan(): running_ as it was when it began
   int64_t newest_planned_ = -1;
   int64_t num_preemptions_ = 0;

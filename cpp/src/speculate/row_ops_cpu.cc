@@ -35,8 +35,8 @@ void store_draft(CpuContext&, const StoreDraftParams& p) {
 
 void propose_ngram(CpuContext&, const ProposeNgramParams& p) {
   for (int32_t i = 0; i < *p.inputs.num_drafting; ++i) {
-    const int32_t slot = p.inputs.seq_slot[i];
-    store_ngram(p, slot, best_ngram(p, slot, /*worker=*/0, /*num_workers=*/1), /*worker=*/0,
+    const int32_t seq_slot = p.inputs.seq_slot[i];
+    store_ngram(p, seq_slot, best_ngram(p, seq_slot, /*worker=*/0, /*num_workers=*/1), /*worker=*/0,
                 /*num_workers=*/1);
   }
 }

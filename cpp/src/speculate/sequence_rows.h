@@ -9,7 +9,7 @@
 #include <cstdint>
 
 #include "base/host_device.h"
-#include "scheduler/step_plan.h"
+#include "scheduler/iteration_plan.h"
 #include "speculate/row_ops.h"
 
 namespace paceline {
@@ -25,33 +25,33 @@ PACELINE_HOST_DEVICE inline void assemble_verify_sequence(const AssembleVerifyRo
                                                           int32_t i, int32_t worker,
                                                           int32_t num_workers) {
   const SequenceState& s = p.sequences;
-  const int32_t slot = p.inputs.seq_slot[i];
+  const int32_t seq_slot = p.inputs.seq_slot[i];
   const int32_t begin = p.inputs.verify_indptr[i];
   const int32_t num_rows = p.inputs.verify_indptr[i + 1] - begin;
   const int32_t kind = p.inputs.kind[i];
   const int32_t start = p.inputs.prefill_start[i];
-  const bool is_active = s.is_active[slot] != 0;
-  int32_t* history = s.history + slot * s.history_stride;
+  const bool is_active = s.is_active[seq_slot] != 0;
+  int32_t* history = s.history + seq_slot * s.history_stride;
   if (kind == static_cast<int32_t>(RowKind::kDecode)) {
-    const int32_t known_len = s.known_len[slot];
-    const int32_t draft_len = s.draft_len[slot];
-    const int32_t limit = s.limit[slot];
-    const int32_t* drafts = s.draft_tokens + int64_t{slot} * s.num_draft_tokens;
+    const int32_t known_len = s.known_len[seq_slot];
+    const int32_t draft_len = s.draft_len[seq_slot];
+    const int32_t limit = s.limit[seq_slot];
+    const int32_t* drafts = s.draft_tokens + int64_t{seq_slot} * s.num_draft_tokens;
     for (int32_t r = worker; r < num_rows; r += num_workers) {
       const bool is_live = is_active && r <= draft_len && known_len + r < limit;
       const int32_t token = r == 0 ? history[known_len - 1] : drafts[r - 1];
-      set_row(p.rows, begin + r, is_live, slot, known_len - 1 + r, token);
+      set_row(p.rows, begin + r, is_live, seq_slot, known_len - 1 + r, token);
     }
     return;
   }
   for (int32_t r = worker; r < num_rows; r += num_workers) {
     const int32_t token = p.inputs.prefill_tokens[begin + r];
     history[start + r] = token;
-    set_row(p.rows, begin + r, is_active, slot, start + r, token);
+    set_row(p.rows, begin + r, is_active, seq_slot, start + r, token);
   }
   if (worker == 0) {
-    s.known_len[slot] = start + num_rows;
-    s.draft_len[slot] = 0;
+    s.known_len[seq_slot] = start + num_rows;
+    s.draft_len[seq_slot] = 0;
   }
 }
 
@@ -59,13 +59,13 @@ PACELINE_HOST_DEVICE inline void assemble_first_sequence(const AssembleFirstRows
                                                          int32_t i, int32_t worker,
                                                          int32_t num_workers) {
   const SequenceState& s = p.sequences;
-  const int32_t slot = p.inputs.seq_slot[i];
+  const int32_t seq_slot = p.inputs.seq_slot[i];
   const int32_t begin = p.inputs.first_indptr[i];
   const int32_t num_rows = p.inputs.first_indptr[i + 1] - begin;
-  const int32_t known_len = s.known_len[slot];
-  const bool is_active = s.is_active[slot] != 0;
+  const int32_t known_len = s.known_len[seq_slot];
+  const bool is_active = s.is_active[seq_slot] != 0;
   const bool is_decode = p.inputs.kind[i] == static_cast<int32_t>(RowKind::kDecode);
-  const int32_t* history = s.history + slot * s.history_stride;
+  const int32_t* history = s.history + seq_slot * s.history_stride;
   // Row r is at position first + r and has the token `ahead` positions further on. A chunk's rows
   // are live even where its sequence has just ended: another one may fork from what they write.
   int32_t first = p.inputs.prefill_start[i];
@@ -91,7 +91,7 @@ PACELINE_HOST_DEVICE inline void assemble_first_sequence(const AssembleFirstRows
       // that has failed nothing does, and nobody reads that row's KV.)
       token = at < known_len ? history[at] : p.inputs.next_token[i];
     }
-    set_row(p.rows, begin + r, is_live, slot, first + r, token);
+    set_row(p.rows, begin + r, is_live, seq_slot, first + r, token);
     if (p.hidden_rows != nullptr) {
       // Of a window, the row that drew the newest token; else the last.
       const int32_t last = p.inputs.verify_indptr[i + 1] - 1;
@@ -107,39 +107,39 @@ PACELINE_HOST_DEVICE inline void assemble_first_sequence(const AssembleFirstRows
 // Returns whether the sequence has a draft step to run.
 PACELINE_HOST_DEVICE inline bool begin_draft_sequence(const BeginDraftStepsParams& p, int32_t i) {
   const SequenceState& s = p.sequences;
-  const int32_t slot = p.inputs.seq_slot[i];
+  const int32_t seq_slot = p.inputs.seq_slot[i];
   const int32_t drawn = p.drawn[i];
   const bool is_stopped = stops(p.stop, i);
-  const int32_t known_len = s.known_len[slot];
-  const int32_t limit = s.limit[slot];
-  const bool is_active = s.is_active[slot] != 0;
+  const int32_t known_len = s.known_len[seq_slot];
+  const int32_t limit = s.limit[seq_slot];
+  const bool is_active = s.is_active[seq_slot] != 0;
   const int32_t room = limit > known_len ? limit - known_len : 0;  // tokens that may still come
   const int32_t longest = is_stopped ? 1 : s.num_draft_tokens;
-  s.draft_len[slot] = !is_active ? 0 : room < longest ? room : longest;
-  if (is_active) s.draft_tokens[int64_t{slot} * s.num_draft_tokens] = drawn;
+  s.draft_len[seq_slot] = !is_active ? 0 : room < longest ? room : longest;
+  if (is_active) s.draft_tokens[int64_t{seq_slot} * s.num_draft_tokens] = drawn;
   const bool is_live = is_active && known_len + 1 < limit && !is_stopped;
   const int32_t position = known_len - p.draw_ahead + (p.advances_positions ? 1 : 0);
-  set_row(p.rows, i, is_live, slot, position, drawn);
+  set_row(p.rows, i, is_live, seq_slot, position, drawn);
   return is_live;
 }
 
 PACELINE_HOST_DEVICE inline void store_draft_sequence(const StoreDraftParams& p, int32_t i,
                                                       int32_t column) {
   const SequenceState& s = p.sequences;
-  const int32_t slot = p.rows.seq_slot[i];
-  if (slot < 0) return;
-  s.draft_tokens[int64_t{slot} * s.num_draft_tokens + column] = p.drawn[i];
-  if (stops(p.stop, i) && s.draft_len[slot] > column + 1) s.draft_len[slot] = column + 1;
+  const int32_t seq_slot = p.rows.seq_slot[i];
+  if (seq_slot < 0) return;
+  s.draft_tokens[int64_t{seq_slot} * s.num_draft_tokens + column] = p.drawn[i];
+  if (stops(p.stop, i) && s.draft_len[seq_slot] > column + 1) s.draft_len[seq_slot] = column + 1;
 }
 
 // Candidates are numbers, the better the larger: by tokens matched, then by how late. 0: no match.
 // The best of those that worker `worker` of `num_workers` looks at.
-PACELINE_HOST_DEVICE inline uint64_t best_ngram(const ProposeNgramParams& p, int32_t slot,
+PACELINE_HOST_DEVICE inline uint64_t best_ngram(const ProposeNgramParams& p, int32_t seq_slot,
                                                 int32_t worker, int32_t num_workers) {
   const SequenceState& s = p.sequences;
-  if (s.is_active[slot] == 0) return 0;
-  const int32_t* history = s.history + slot * s.history_stride;
-  const int32_t last = s.known_len[slot] - 1;
+  if (s.is_active[seq_slot] == 0) return 0;
+  const int32_t* history = s.history + seq_slot * s.history_stride;
+  const int32_t last = s.known_len[seq_slot] - 1;
   uint64_t best = 0;
   // `end`: the last token of an earlier occurrence; at least one token follows it.
   for (int32_t end = p.min_tokens - 1 + worker; end < last; end += num_workers) {
@@ -155,22 +155,22 @@ PACELINE_HOST_DEVICE inline uint64_t best_ngram(const ProposeNgramParams& p, int
 }
 
 // The drafts that the best candidate of all workers gives.
-PACELINE_HOST_DEVICE inline void store_ngram(const ProposeNgramParams& p, int32_t slot,
+PACELINE_HOST_DEVICE inline void store_ngram(const ProposeNgramParams& p, int32_t seq_slot,
                                              uint64_t best, int32_t worker, int32_t num_workers) {
   const SequenceState& s = p.sequences;
-  const int32_t* history = s.history + slot * s.history_stride;
-  const int32_t known_len = s.known_len[slot];
+  const int32_t* history = s.history + seq_slot * s.history_stride;
+  const int32_t known_len = s.known_len[seq_slot];
   const int32_t from = static_cast<int32_t>(static_cast<uint32_t>(best)) + 1;
   int32_t count = 0;
   if (best != 0) {
-    const int32_t room = s.limit[slot] - known_len;  // tokens that may still come
+    const int32_t room = s.limit[seq_slot] - known_len;  // tokens that may still come
     count = known_len - from;
     count = count < s.num_draft_tokens ? count : s.num_draft_tokens;
     count = count < room ? count : room;
   }
-  int32_t* drafts = s.draft_tokens + int64_t{slot} * s.num_draft_tokens;
+  int32_t* drafts = s.draft_tokens + int64_t{seq_slot} * s.num_draft_tokens;
   for (int32_t j = worker; j < count; j += num_workers) drafts[j] = history[from + j];
-  if (worker == 0) s.draft_len[slot] = count;
+  if (worker == 0) s.draft_len[seq_slot] = count;
 }
 
 }  // namespace paceline

@@ -16,7 +16,7 @@ bool is_mtp(const DecoderConfig& draft) { return draft.drafter->kind == DrafterK
 SpecTraits traits_for(const DecoderConfig* draft, const NgramOptions& ngram) {
   if (draft != nullptr) {
     if (!draft->drafter) return DraftModelSpeculator::kTraits;
-    return is_mtp(*draft) ? MtpSpeculator::kTraits : HeadSpeculator::kTraits;
+    return is_mtp(*draft) ? MtpSpeculator::kTraits : EagleSpeculator::kTraits;
   }
   return ngram.max_tokens > 0 ? NgramSpeculator::kTraits : NoSpeculator::kTraits;
 }
@@ -32,10 +32,11 @@ Speculator make_speculator(std::shared_ptr<const Model> draft, const NgramOption
   if (draft != nullptr && draft->config.drafter && is_mtp(draft->config)) {
     const int32_t rope_offset = draft_position == DraftPosition::kNext ? 1 : 0;
     return MtpSpeculator{
-        Head(std::move(draft), target, layout, kv_pool, max_positions, arena, rope_offset)};
+        DraftHead(std::move(draft), target, layout, kv_pool, max_positions, arena, rope_offset)};
   }
   if (draft != nullptr && draft->config.drafter) {
-    return HeadSpeculator{Head(std::move(draft), target, layout, kv_pool, max_positions, arena)};
+    return EagleSpeculator{
+        DraftHead(std::move(draft), target, layout, kv_pool, max_positions, arena)};
   }
   if (draft != nullptr) {
     return DraftModelSpeculator{
@@ -47,18 +48,18 @@ Speculator make_speculator(std::shared_ptr<const Model> draft, const NgramOption
 
 const Decoder* decoder_of(const Speculator& speculator) {
   if (const auto* draft = std::get_if<DraftModelSpeculator>(&speculator)) return &draft->decoder;
-  const Head* head = head_of(speculator);
+  const DraftHead* head = draft_head_of(speculator);
   return head != nullptr ? &head->decoder() : nullptr;
 }
 
-const Head* head_of(const Speculator& speculator) {
-  if (const auto* head = std::get_if<HeadSpeculator>(&speculator)) return &head->head;
+const DraftHead* draft_head_of(const Speculator& speculator) {
+  if (const auto* head = std::get_if<EagleSpeculator>(&speculator)) return &head->head;
   if (const auto* mtp = std::get_if<MtpSpeculator>(&speculator)) return &mtp->head;
   return nullptr;
 }
 
-TokenMap token_map(const Speculator& speculator, const HeadOutput& output) {
-  const Head* head = head_of(speculator);
+TokenMap token_map(const Speculator& speculator, const DraftHeadOutput& output) {
+  const DraftHead* head = draft_head_of(speculator);
   if (head == nullptr) return {};
   if (output.tokens != nullptr) return {output.tokens, head->config().num_logits()};
   return {head->draft_to_target(), 0};
@@ -67,10 +68,10 @@ TokenMap token_map(const Speculator& speculator, const HeadOutput& output) {
 template <class Ctx>
 void draft_forward(Ctx& ctx, const Speculator& speculator, const PassRows& rows,
                    std::span<const GroupMetadata> groups, const Activations& activations,
-                   const HeadInput& input) {
+                   const DraftHeadInput& input) {
   if (const auto* draft = std::get_if<DraftModelSpeculator>(&speculator)) {
     draft->decoder.forward(ctx, rows, groups, activations);
-  } else if (const Head* head = head_of(speculator)) {
+  } else if (const DraftHead* head = draft_head_of(speculator)) {
     head->forward(ctx, rows, groups, activations, input);
   }
 }
@@ -78,11 +79,11 @@ void draft_forward(Ctx& ctx, const Speculator& speculator, const PassRows& rows,
 template <class Ctx>
 void draft_logits(Ctx& ctx, const Speculator& speculator, const int32_t* num_rows, int32_t max_rows,
                   const int32_t* row_index, const Activations& activations,
-                  const HeadOutput& output) {
+                  const DraftHeadOutput& output) {
   if (const auto* draft = std::get_if<DraftModelSpeculator>(&speculator)) {
     draft->decoder.logits(ctx, num_rows, max_rows, row_index, activations, output.feedback,
                           output.logits);
-  } else if (const Head* head = head_of(speculator)) {
+  } else if (const DraftHead* head = draft_head_of(speculator)) {
     head->logits(ctx, num_rows, max_rows, row_index, activations, output);
   }
 }
@@ -103,9 +104,9 @@ void propose(Ctx& ctx, const Speculator& speculator, const StagedInputs& inputs,
 #define PACELINE_INSTANTIATE_SPECULATOR(Ctx)                                                     \
   template void draft_forward<Ctx>(Ctx&, const Speculator&, const PassRows&,                     \
                                    std::span<const GroupMetadata>, const Activations&,           \
-                                   const HeadInput&);                                            \
+                                   const DraftHeadInput&);                                       \
   template void draft_logits<Ctx>(Ctx&, const Speculator&, const int32_t*, int32_t,              \
-                                  const int32_t*, const Activations&, const HeadOutput&);        \
+                                  const int32_t*, const Activations&, const DraftHeadOutput&);   \
   template void propose<Ctx>(Ctx&, const Speculator&, const StagedInputs&, const SequenceState&, \
                              int32_t);
 PACELINE_INSTANTIATE_SPECULATOR(CpuContext)

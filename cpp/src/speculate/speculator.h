@@ -12,7 +12,7 @@
 
 #include "batch/batch_builder.h"
 #include "model/decoder.h"
-#include "model/head.h"
+#include "model/draft_head.h"
 
 namespace paceline {
 
@@ -46,7 +46,7 @@ struct DraftModelSpeculator {
 // EAGLE and EAGLE-3: a head on the target's hidden states. Its first pass runs over the rows of the
 // verify pass, since the KV that it made of its own hidden states gives way to that of the
 // target's.
-struct HeadSpeculator {
+struct EagleSpeculator {
   static constexpr SpecTraits kTraits{.drafts = true,
                                       .owns_kv_groups = true,
                                       .takes_target_hidden = true,
@@ -54,7 +54,7 @@ struct HeadSpeculator {
                                       .advances_positions = true,
                                       .first_rows = FirstRows::kWindow,
                                       .draw_ahead = 2};
-  Head head;
+  DraftHead head;
 };
 
 // Gemma 4 MTP: a head whose layers have no KV of their own and read the target's, up to the token
@@ -65,7 +65,7 @@ struct MtpSpeculator {
                                       .feeds_hidden_back = true,
                                       .first_rows = FirstRows::kLast,
                                       .draw_ahead = 2};
-  Head head;
+  DraftHead head;
 };
 
 // Prompt lookup: no model; drafts are what followed the same tokens before.
@@ -75,7 +75,7 @@ struct NgramSpeculator {
   int32_t max_tokens = 0;
 };
 
-using Speculator = std::variant<NoSpeculator, DraftModelSpeculator, HeadSpeculator, MtpSpeculator,
+using Speculator = std::variant<NoSpeculator, DraftModelSpeculator, EagleSpeculator, MtpSpeculator,
                                 NgramSpeculator>;
 
 static_assert(!NoSpeculator::kTraits.drafts);
@@ -108,7 +108,7 @@ void check_drafter(const Model& draft, const Model& target);
 [[nodiscard]] const Decoder* decoder_of(const Speculator& speculator);
 
 // The head of a speculator that is one, or null.
-[[nodiscard]] const Head* head_of(const Speculator& speculator);
+[[nodiscard]] const DraftHead* draft_head_of(const Speculator& speculator);
 
 // The target tokens of the drafter's logits; null: they are the same. `output` is what draft_logits
 // had.
@@ -116,17 +116,17 @@ struct TokenMap {
   const int32_t* tokens = nullptr;
   int64_t stride = 0;  // between rows; 0: all rows share one
 };
-[[nodiscard]] TokenMap token_map(const Speculator& speculator, const HeadOutput& output);
+[[nodiscard]] TokenMap token_map(const Speculator& speculator, const DraftHeadOutput& output);
 
 // One pass of a speculator that has passes; see Decoder and Head.
 template <class Ctx>
 void draft_forward(Ctx& ctx, const Speculator& speculator, const PassRows& rows,
                    std::span<const GroupMetadata> groups, const Activations& activations,
-                   const HeadInput& input);
+                   const DraftHeadInput& input);
 template <class Ctx>
 void draft_logits(Ctx& ctx, const Speculator& speculator, const int32_t* num_rows, int32_t max_rows,
                   const int32_t* row_index, const Activations& activations,
-                  const HeadOutput& output);
+                  const DraftHeadOutput& output);
 
 // The drafts of a speculator without passes, after acceptance.
 template <class Ctx>

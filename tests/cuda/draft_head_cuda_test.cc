@@ -11,8 +11,8 @@
 
 #include <paceline/executor.h>
 
+#include "support/draft_head_checks.h"
 #include "support/gpu.h"
-#include "support/head_checks.h"
 #include "support/jobs.h"
 #include "support/oracle.h"
 
@@ -37,7 +37,7 @@ using testing::Tally;
 using testing::tiny_config_json;
 using testing::TinyModel;
 
-class CudaHead : public testing::GpuTest {};
+class CudaDraftHead : public testing::GpuTest {};
 
 constexpr int32_t kHeadDim = 64;
 constexpr int32_t kWindow = 140;
@@ -64,7 +64,7 @@ ExecutorOptions options_of(int32_t k) {
   return options;
 }
 
-TEST_F(CudaHead, OraclesAreAlwaysRight) {
+TEST_F(CudaDraftHead, OraclesAreAlwaysRight) {
   uint64_t cell = 0;
   for (const auto kind : {DrafterKind::kEagle, DrafterKind::kEagle3, DrafterKind::kGemma4Mtp}) {
     for (const bool reads_hidden : {false, true}) {
@@ -104,7 +104,7 @@ TEST_F(CudaHead, OraclesAreAlwaysRight) {
 
 // Laws of drafts and target that are nearly one, by any head: what is drawn in a wrong place, or
 // judged by the law of another, is kept by chance only.
-TEST_F(CudaHead, OraclesAreKeptByTheirLaws) {
+TEST_F(CudaDraftHead, OraclesAreKeptByTheirLaws) {
   for (const auto kind : {DrafterKind::kEagle, DrafterKind::kEagle3, DrafterKind::kGemma4Mtp}) {
     for (const auto method : {AcceptMethod::kStandard, AcceptMethod::kBlock}) {
       const bool is_reduced = kind == DrafterKind::kEagle3;
@@ -123,7 +123,7 @@ TEST_F(CudaHead, OraclesAreKeptByTheirLaws) {
   }
 }
 
-TEST_F(CudaHead, DraftKvIsThatOfARunThatWasNeverWrong) {
+TEST_F(CudaDraftHead, DraftKvIsThatOfARunThatWasNeverWrong) {
   const uint64_t first_seed = seed_from_env(1);
   int64_t rejected = 0;
   for (uint64_t seed = first_seed; seed < first_seed + 16 && !HasFatalFailure(); ++seed) {
@@ -136,7 +136,7 @@ TEST_F(CudaHead, DraftKvIsThatOfARunThatWasNeverWrong) {
   EXPECT_GT(rejected, 500);
 }
 
-TEST_F(CudaHead, EveryDriverLeavesTheSameBits) {
+TEST_F(CudaDraftHead, EveryDriverLeavesTheSameBits) {
   const auto heads = all_heads(kHeadDim, kWindow);
   for (size_t which = 0; which < heads.size(); ++which) {
     SCOPED_TRACE("head " + std::to_string(which));
@@ -149,7 +149,7 @@ TEST_F(CudaHead, EveryDriverLeavesTheSameBits) {
 }
 
 // Logits of the last draft step of a prompt's first iteration, on both backends.
-TEST_F(CudaHead, LogitsAreThoseOfTheCpuUpToRounding) {
+TEST_F(CudaDraftHead, LogitsAreThoseOfTheCpuUpToRounding) {
   const auto heads = all_heads(kHeadDim, kWindow);
   size_t num_compared = 0;
   for (size_t which = 0; which < heads.size(); ++which) {
@@ -190,7 +190,7 @@ TEST_F(CudaHead, LogitsAreThoseOfTheCpuUpToRounding) {
   EXPECT_GT(num_compared, heads.size());  // of twice as many
 }
 
-TEST_F(CudaHead, SpeculativeEqualsPlain) {
+TEST_F(CudaDraftHead, SpeculativeEqualsPlain) {
   const uint64_t first_seed = seed_from_env(1);
   const uint64_t num_cells = testing::test_level() >= 3 ? 300 : 48;
   Tally tally;

@@ -18,7 +18,7 @@
 #include "executor/engine.h"
 #include "speculate/row_ops.h"
 #include "support/direct_runner.h"
-#include "support/head_checks.h"
+#include "support/draft_head_checks.h"
 #include "support/jobs.h"
 #include "support/oracle.h"
 #include "support/raw_models.h"
@@ -45,11 +45,11 @@ using testing::seed_from_env;
 using testing::small_engine_options;
 using testing::Tally;
 using testing::tiny_config_json;
-using testing::TinyHead;
+using testing::TinyDraftHead;
 
-TEST(Head, LogitsOfEveryStepAreThoseOfTheEquations) {
+TEST(DraftHead, LogitsOfEveryStepAreThoseOfTheEquations) {
   uint64_t seed = 1;
-  for (const TinyHead& shape : all_heads()) {
+  for (const TinyDraftHead& shape : all_heads()) {
     SCOPED_TRACE("head " + std::to_string(seed));
     ++seed;
     const RawModel target = random_raw_model(
@@ -140,7 +140,7 @@ std::vector<Oracle> all_oracles() {
   return oracles;
 }
 
-TEST(Head, OraclesAreAlwaysRight) {
+TEST(DraftHead, OraclesAreAlwaysRight) {
   int64_t preemptions = 0;
   for (const Oracle& oracle : all_oracles()) {
     const RawModel raw = oracle_target(oracle.is_reduced);
@@ -227,7 +227,7 @@ double oracle_acceptance(const Oracle& oracle, double temperature,
   return static_cast<double>(accepted) / static_cast<double>(drafted);
 }
 
-TEST(Head, PlantedOffByOnesGoRed) {
+TEST(DraftHead, PlantedOffByOnesGoRed) {
   const auto sound = [](CpuRunner&, Program&) {};
   // The hidden state of the next row.
   const auto shifts_hidden = [](CpuRunner& runner, Program& program) {
@@ -293,12 +293,12 @@ TEST(Head, PlantedOffByOnesGoRed) {
   }
 }
 
-TEST(Head, DraftKvIsThatOfARunThatWasNeverWrong) {
+TEST(DraftHead, DraftKvIsThatOfARunThatWasNeverWrong) {
   const uint64_t first_seed = seed_from_env(1);
   int64_t rejected = 0;
   for (uint64_t seed = first_seed; seed < first_seed + 16 && !HasFatalFailure(); ++seed) {
     SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
-    const std::vector<TinyHead> heads = all_heads();
+    const std::vector<TinyDraftHead> heads = all_heads();
     const auto target =
         random_raw_model(tiny_config_json({.windows = {8, 0, 20}, .is_gemma = seed % 2 == 0}), seed)
             .build();
@@ -308,7 +308,7 @@ TEST(Head, DraftKvIsThatOfARunThatWasNeverWrong) {
   EXPECT_GT(rejected, 500);
 }
 
-TEST(Head, EveryDriverLeavesTheSameBits) {
+TEST(DraftHead, EveryDriverLeavesTheSameBits) {
   for (size_t which = 0; which < all_heads().size(); ++which) {
     SCOPED_TRACE("head " + std::to_string(which));
     const RawModel raw =
@@ -321,14 +321,14 @@ TEST(Head, EveryDriverLeavesTheSameBits) {
   }
 }
 
-TEST(Head, SpeculativeEqualsPlain) {
+TEST(DraftHead, SpeculativeEqualsPlain) {
   const uint64_t first_seed = seed_from_env(1);
   Tally tally;
   for (uint64_t seed = first_seed; seed < first_seed + 48; ++seed) {
     SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
     std::mt19937_64 random(seed);
     const Pick pick{random};
-    const std::vector<TinyHead> heads = all_heads();
+    const std::vector<TinyDraftHead> heads = all_heads();
     const auto which = static_cast<size_t>(seed % (heads.size() + 3));
     const bool is_ngram = which >= heads.size();
     const bool is_gemma = random() % 2 == 0;
@@ -412,7 +412,7 @@ TEST(Ngram, CyclesAreFoundAndMissesDraftNothing) {
   EXPECT_EQ(executor.check_integrity(), "");
 }
 
-TEST(Head, MismatchesAreRefusedWithBothValues) {
+TEST(DraftHead, MismatchesAreRefusedWithBothValues) {
   const auto target =
       random_raw_model(tiny_config_json({.windows = {8, 0, 20}, .is_gemma = false}), 1).build();
   const auto message = [&](const std::function<void()>& body) -> std::string {
@@ -423,7 +423,7 @@ TEST(Head, MismatchesAreRefusedWithBothValues) {
     }
     return "";
   };
-  const auto refusal = [&](const TinyHead& head) {
+  const auto refusal = [&](const TinyDraftHead& head) {
     return message([&] {
       Executor executor(target, random_raw_head(head, 2).build(), small_engine_options(3));
     });
@@ -437,7 +437,7 @@ TEST(Head, MismatchesAreRefusedWithBothValues) {
   EXPECT_EQ(refusal({.kind = kEagle3}), "");
   expect(refusal({.kind = kEagle3, .target_hidden = 48}), {"48", "32"});
   expect(refusal({.kind = kEagle3, .aux_layers = {0, 1, 3}}), {"layer 3", "3 layers", "0 to 2"});
-  TinyHead head{.kind = kEagle3, .owns_embedding = true, .owns_lm_head = true};
+  TinyDraftHead head{.kind = kEagle3, .owns_embedding = true, .owns_lm_head = true};
   head.decoder.vocab_size = head.draft_vocab_size = 80;
   expect(refusal(head), {"80", "64"});
   head = {.kind = kEagle3, .owns_lm_head = true, .draft_vocab_size = 40};
@@ -460,7 +460,7 @@ TEST(Head, MismatchesAreRefusedWithBothValues) {
   expect(refusal({.decoder = llama_of({0}), .kind = kMtp, .target_hidden = 48}), {"48", "32"});
   expect(refusal({.decoder = llama_of({20, 12}), .kind = kMtp}),
          {"layer 1 of the drafter", "'sliding'", "layer 2 has window 20", "12"});
-  TinyHead reader{.decoder = llama_of({0}), .kind = kMtp};
+  TinyDraftHead reader{.decoder = llama_of({0}), .kind = kMtp};
   reader.decoder.head_dim = 32;
   expect(refusal(reader), {"layer 0 of the drafter", "'full'", "layer 1 has head_dim 16", "32"});
   expect(message([&] {
@@ -523,12 +523,12 @@ TEST(Head, MismatchesAreRefusedWithBothValues) {
   expect(ngram(1, 3, true), {"one of them"});
 }
 
-TEST(Head, AWholeVocabularyNeedsNoMap) {
+TEST(DraftHead, AWholeVocabularyNeedsNoMap) {
   // Without a map rows are tokens; with the map that says so the model drafts the same.
   const RawModel raw = oracle_target(false);
   const auto target = raw.build();
   RawModel head = oracle_head({.kind = DrafterKind::kEagle3}, raw);
-  TinyHead shape{.kind = DrafterKind::kEagle3, .target_hidden = 64, .owns_lm_head = true};
+  TinyDraftHead shape{.kind = DrafterKind::kEagle3, .target_hidden = 64, .owns_lm_head = true};
   shape.decoder = testing::oracle_decoder({1});
   head.json = head_config_json(shape);
   head.config = parse_decoder_config(head.json);

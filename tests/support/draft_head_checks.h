@@ -19,7 +19,7 @@ namespace paceline::testing {
 
 // Heads that between them have every switch, for targets of hidden size 32 and at least 3 layers,
 // the last of which sees `window` keys and one of which sees all.
-inline std::vector<TinyHead> all_heads(int32_t head_dim = 16, int32_t window = 20) {
+inline std::vector<TinyDraftHead> all_heads(int32_t head_dim = 16, int32_t window = 20) {
   const TinyModel llama = llama_of({0});
   const TinyModel sliding = llama_of({12});
   TinyModel deep = llama_of({6, 0, 9});
@@ -35,7 +35,7 @@ inline std::vector<TinyHead> all_heads(int32_t head_dim = 16, int32_t window = 2
   reader.is_gemma = true;
   constexpr auto kEagle3 = DrafterKind::kEagle3;
   constexpr auto kMtp = DrafterKind::kGemma4Mtp;
-  std::vector<TinyHead> heads = {
+  std::vector<TinyDraftHead> heads = {
       {.decoder = llama},
       {.decoder = deep, .has_fc_bias = true},
       {.decoder = gemma, .owns_embedding = true, .owns_lm_head = true},
@@ -59,7 +59,7 @@ inline std::vector<TinyHead> all_heads(int32_t head_dim = 16, int32_t window = 2
       {.decoder = reader, .kind = kMtp},
       {.decoder = reader, .kind = kMtp, .num_centroids = 8, .top_centroids = 3},
   };
-  for (TinyHead& head : heads) head.decoder.head_dim = head_dim;
+  for (TinyDraftHead& head : heads) head.decoder.head_dim = head_dim;
   return heads;
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "model/head.h"
+#include "model/draft_head.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -18,16 +18,17 @@ void* at(void* data, int64_t offset, DType dtype) {
 
 }  // namespace
 
-Head::Head(std::shared_ptr<const Model> model, const Decoder& target, const KvLayout& layout,
-           std::byte* kv_pool, int32_t max_positions, DeviceArena& arena, int32_t rope_offset)
+DraftHead::DraftHead(std::shared_ptr<const Model> model, const Decoder& target,
+                     const KvLayout& layout, std::byte* kv_pool, int32_t max_positions,
+                     DeviceArena& arena, int32_t rope_offset)
     : decoder_(std::move(model), layout, KvOwner::kDraft, kv_pool, max_positions, arena,
                target.shareable_weights(), rope_offset) {
   PACELINE_CHECK(config().drafter.has_value(), config().name, " is no head");
 }
 
 template <class Ctx>
-void Head::run_fc(Ctx& ctx, const PassRows& rows, const void* x,
-                  const Activations& activations) const {
+void DraftHead::run_fc(Ctx& ctx, const PassRows& rows, const void* x,
+                       const Activations& activations) const {
   const DecoderConfig& c = config();
   const auto width = static_cast<int32_t>(drafter().fc_width());
   ctx.run(gemm, GemmParams{.num_rows = rows.num_rows,
@@ -48,8 +49,8 @@ void Head::run_fc(Ctx& ctx, const PassRows& rows, const void* x,
 // [embedding ; hidden] -> fc -> the residual stream, and activations.normed for the attention. Both
 // parts have the target's width, which with EAGLE is the head's.
 template <class Ctx>
-void Head::join_pair(Ctx& ctx, const PassRows& rows, const Activations& activations,
-                     const HeadInput& input) const {
+void DraftHead::join_pair(Ctx& ctx, const PassRows& rows, const Activations& activations,
+                          const DraftHeadInput& input) const {
   const DecoderConfig& c = config();
   const int32_t part = drafter().target_hidden;
   const int64_t width = 2 * int64_t{part};
@@ -82,11 +83,11 @@ void Head::join_pair(Ctx& ctx, const PassRows& rows, const Activations& activati
 // The first layer's input [norm(embedding) ; norm(g)] in activations.normed, and the residual
 // stream that its attention joins.
 template <class Ctx>
-void Head::join_eagle3(Ctx& ctx, const PassRows& rows, const Activations& activations,
-                       const HeadInput& input) const {
+void DraftHead::join_eagle3(Ctx& ctx, const PassRows& rows, const Activations& activations,
+                            const DraftHeadInput& input) const {
   const DecoderConfig& c = config();
   const DrafterConfig& d = drafter();
-  const HeadWeights& w = decoder_.weights().head;
+  const DraftHeadWeights& w = decoder_.weights().head;
   const auto norm = [&](const void* x, DType x_dtype, int64_t x_stride, const float* weight,
                         int64_t hidden, void* y, DType y_dtype, int64_t y_stride) {
     ctx.run(rms_norm, RmsNormParams{.num_rows = rows.num_rows,
@@ -139,8 +140,8 @@ void Head::join_eagle3(Ctx& ctx, const PassRows& rows, const Activations& activa
 }
 
 template <class Ctx>
-void Head::forward(Ctx& ctx, const PassRows& rows, std::span<const GroupMetadata> groups,
-                   const Activations& activations, const HeadInput& input) const {
+void DraftHead::forward(Ctx& ctx, const PassRows& rows, std::span<const GroupMetadata> groups,
+                        const Activations& activations, const DraftHeadInput& input) const {
   decoder_.embed_tokens(ctx, rows, activations);
   const bool is_eagle3 = drafter().kind == DrafterKind::kEagle3;
   if (is_eagle3) {
@@ -154,8 +155,8 @@ void Head::forward(Ctx& ctx, const PassRows& rows, std::span<const GroupMetadata
 }
 
 template <class Ctx>
-void Head::cluster_rows(Ctx& ctx, const int32_t* num_rows, int32_t max_rows,
-                        const Activations& activations, const HeadOutput& output) const {
+void DraftHead::cluster_rows(Ctx& ctx, const int32_t* num_rows, int32_t max_rows,
+                             const Activations& activations, const DraftHeadOutput& output) const {
   const DecoderConfig& c = config();
   const CentroidsConfig& centroids = drafter().centroids;
   const DecoderWeights& w = decoder_.weights();
@@ -201,8 +202,9 @@ void Head::cluster_rows(Ctx& ctx, const int32_t* num_rows, int32_t max_rows,
 }
 
 template <class Ctx>
-void Head::logits(Ctx& ctx, const int32_t* num_rows, int32_t max_rows, const int32_t* row_index,
-                  const Activations& activations, const HeadOutput& output) const {
+void DraftHead::logits(Ctx& ctx, const int32_t* num_rows, int32_t max_rows,
+                       const int32_t* row_index, const Activations& activations,
+                       const DraftHeadOutput& output) const {
   const DecoderConfig& c = config();
   float* const feedback = output.feedback;
   if (drafter().centroids.count > 0) {
@@ -286,11 +288,11 @@ void check_head(const Model& model, const Model& target) {
 }
 
 // Every member template, for one context.
-#define PACELINE_INSTANTIATE_HEAD(Ctx)                                                    \
-  template void Head::forward<Ctx>(Ctx&, const PassRows&, std::span<const GroupMetadata>, \
-                                   const Activations&, const HeadInput&) const;           \
-  template void Head::logits<Ctx>(Ctx&, const int32_t*, int32_t, const int32_t*,          \
-                                  const Activations&, const HeadOutput&) const;
+#define PACELINE_INSTANTIATE_HEAD(Ctx)                                                         \
+  template void DraftHead::forward<Ctx>(Ctx&, const PassRows&, std::span<const GroupMetadata>, \
+                                        const Activations&, const DraftHeadInput&) const;      \
+  template void DraftHead::logits<Ctx>(Ctx&, const int32_t*, int32_t, const int32_t*,          \
+                                       const Activations&, const DraftHeadOutput&) const;
 PACELINE_INSTANTIATE_HEAD(CpuContext)
 #ifdef PACELINE_CUDA
 PACELINE_INSTANTIATE_HEAD(CudaContext)

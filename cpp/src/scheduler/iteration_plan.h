@@ -26,7 +26,7 @@ struct PlannedSequence {
   RowKind kind = RowKind::kDecode;
   int32_t start = 0;     // prefill kinds: position of the first row
   int32_t num_rows = 0;  // in the verify pass
-  bool resets_slot = false;
+  bool resets_state = false;
   // Prefill kinds: the first so many rows have the token after them rated, for prompt_logprobs.
   int32_t num_prompt_rows = 0;
 };
@@ -34,12 +34,12 @@ struct PlannedSequence {
 // A sequence of the plan that takes over the first positions of another one: the device copies
 // history and block tables from slot to slot, and the blocks that are shared in part.
 struct SequenceFork {
-  int32_t parent_slot;
-  int32_t slot;
+  int32_t parent_seq_slot;
+  int32_t seq_slot;
   int32_t num_tokens;  // positions [0, num_tokens); the fork's first row is at num_tokens
 };
 
-struct StepPlan {
+struct IterationPlan {
   int64_t iteration = 0;
   std::vector<PlannedSequence> sequences;  // ordered by kind, then by arrival
   std::vector<TableWrite> table_writes;    // new block table entries
