@@ -11,10 +11,10 @@
 
 #include <paceline/device.h>
 
+#include "base/philox.h"
 #include "common/device_calls.h"
 #include "common/launch.cuh"
 #include "device/device_memory.h"
-#include "sample/philox.h"
 
 namespace paceline {
 

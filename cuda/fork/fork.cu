@@ -8,6 +8,7 @@
 #include "common/launch.cuh"
 #include "ops/fork.h"
 #include "ops/fork_rules.h"
+#include "wire/blocks.h"
 
 namespace paceline {
 namespace cuda {

@@ -8,6 +8,7 @@
 #include "common/launch.cuh"
 #include "metadata/group_metadata.h"
 #include "metadata/metadata_rows.h"
+#include "metadata/pass_rows.h"
 
 namespace paceline {
 namespace cuda {

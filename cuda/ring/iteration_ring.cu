@@ -8,8 +8,15 @@
 #include <tuple>
 #include <type_traits>
 
+#include "batch/iteration_inputs.h"
 #include "common/launch.cuh"
 #include "sample/sampling_reset.h"
+#include "wire/batch_shape.h"
+#include "wire/blocks.h"
+#include "wire/limits.h"
+#include "wire/sequence_result.h"
+#include "wire/sequence_state.h"
+#include "wire/staged_inputs.h"
 
 namespace paceline {
 namespace cuda {

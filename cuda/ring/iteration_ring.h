@@ -11,14 +11,18 @@
 #include <cstdint>
 #include <vector>
 
-#include "batch/batch_builder.h"
+#include <paceline/request.h>
+
 #include "batch/iteration_inputs.h"
-#include "batch/iteration_results.h"
 #include "device/cuda_context.h"
 #include "device/device_arena.h"
+#include "kv/kv_layout.h"
 #include "metadata/group_metadata.h"
-#include "metadata/pass_rows.h"
-#include "sample/logits.h"
+#include "wire/batch_shape.h"
+#include "wire/blocks.h"
+#include "wire/sequence_result.h"
+#include "wire/sequence_state.h"
+#include "wire/staged_inputs.h"
 
 namespace paceline {
 

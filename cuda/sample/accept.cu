@@ -8,7 +8,10 @@
 #include "common/reduce.cuh"
 #include "sample/accept.h"
 #include "sample/judge.h"
-#include "scheduler/iteration_plan.h"
+#include "wire/batch_shape.h"
+#include "wire/limits.h"
+#include "wire/sequence_result.h"
+#include "wire/sequence_state.h"
 
 namespace paceline {
 namespace cuda {

@@ -9,6 +9,8 @@
 #include "common/reduce.cuh"
 #include "sample/adjust_rules.h"
 #include "sample/logits.h"
+#include "wire/limits.h"
+#include "wire/sequence_state.h"
 
 namespace paceline {
 namespace cuda {

@@ -8,6 +8,7 @@
 #include "common/launch.cuh"
 #include "sample/count_rules.h"
 #include "sample/logits.h"
+#include "wire/sequence_state.h"
 
 namespace paceline {
 namespace cuda {

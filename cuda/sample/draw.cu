@@ -21,11 +21,11 @@
 
 #include <algorithm>
 
+#include "base/philox.h"
 #include "common/convert.cuh"
 #include "common/launch.cuh"
 #include "common/reduce.cuh"
 #include "ops/ops.h"
-#include "sample/philox.h"
 
 namespace paceline {
 namespace cuda {

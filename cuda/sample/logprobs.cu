@@ -15,6 +15,7 @@
 #include "common/reduce.cuh"
 #include "sample/logprob_rules.h"
 #include "sample/row_pieces.cuh"
+#include "wire/limits.h"
 
 namespace paceline {
 namespace cuda {

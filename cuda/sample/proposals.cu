@@ -14,6 +14,7 @@
 #include "common/reduce.cuh"
 #include "sample/reject.h"
 #include "sample/truncate_rules.h"
+#include "wire/limits.h"
 
 namespace paceline {
 namespace cuda {

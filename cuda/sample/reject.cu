@@ -10,10 +10,10 @@
 #include "common/convert.cuh"
 #include "common/launch.cuh"
 #include "common/reduce.cuh"
-#include "sample/logits.h"
 #include "sample/reject.h"
 #include "sample/rejection_window.h"
 #include "sample/truncate_rules.h"
+#include "wire/limits.h"
 
 namespace paceline {
 namespace cuda {

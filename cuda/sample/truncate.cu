@@ -15,6 +15,7 @@
 #include "sample/logits.h"
 #include "sample/row_pieces.cuh"
 #include "sample/truncate_rules.h"
+#include "wire/limits.h"
 
 namespace paceline {
 namespace cuda {

@@ -9,10 +9,15 @@
 
 #include "device/cpu_context.h"
 #include "device/device_arena.h"
-#include "graph/program.h"
+#include "device/program.h"
 #include "metadata/group_metadata.h"
-#include "scheduler/iteration_plan.h"
+#include "metadata/pass_rows.h"
 #include "speculate/row_ops.h"
+#include "wire/batch_shape.h"
+#include "wire/limits.h"
+#include "wire/sequence_result.h"
+#include "wire/sequence_state.h"
+#include "wire/staged_inputs.h"
 
 namespace paceline {
 namespace {

@@ -22,6 +22,8 @@
 #include "support/jobs.h"
 #include "support/oracle.h"
 #include "support/raw_models.h"
+#include "wire/batch_shape.h"
+#include "wire/sequence_state.h"
 
 namespace paceline {
 namespace {

@@ -17,8 +17,8 @@
 
 #include <gtest/gtest.h>
 
+#include "base/philox.h"
 #include "device/cpu_context.h"
-#include "sample/philox.h"
 #include "support/op_checks.h"
 
 namespace paceline::testing {

@@ -23,6 +23,8 @@
 #include "support/oracle.h"
 #include "support/samples.h"
 #include "support/sampling_arrays.h"
+#include "wire/blocks.h"
+#include "wire/sequence_state.h"
 
 namespace paceline {
 namespace {

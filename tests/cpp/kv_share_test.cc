@@ -12,6 +12,7 @@
 #include "kv/kv_layout.h"
 #include "kv/sequence_blocks.h"
 #include "kv/slab_pool.h"
+#include "wire/blocks.h"
 
 namespace paceline {
 

@@ -19,10 +19,12 @@
 #include "device/cpu_context.h"
 #include "ops/ops.h"
 #include "sample/truncate_rules.h"
-#include "scheduler/iteration_plan.h"
 #include "support/logits_reference.h"
 #include "support/sampling_arrays.h"
 #include "support/seed.h"
+#include "wire/batch_shape.h"
+#include "wire/limits.h"
+#include "wire/sequence_result.h"
 
 namespace paceline::testing {
 namespace {

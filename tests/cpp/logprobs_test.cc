@@ -19,6 +19,7 @@
 #include "device/cpu_context.h"
 #include "support/jobs.h"
 #include "support/sampling_arrays.h"
+#include "wire/sequence_result.h"
 
 namespace paceline::testing {
 namespace {

@@ -13,10 +13,11 @@
 #include <numeric>
 #include <random>
 
-#include "sample/logits.h"
 #include "support/jobs.h"
 #include "support/rejection_rig.h"
 #include "support/seed.h"
+#include "wire/batch_shape.h"
+#include "wire/sequence_result.h"
 
 namespace paceline::testing {
 namespace {

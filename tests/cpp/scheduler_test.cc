@@ -10,6 +10,8 @@
 #include <vector>
 
 #include "batch/batch_builder.h"
+#include "wire/batch_shape.h"
+#include "wire/blocks.h"
 
 namespace paceline {
 namespace {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The vectorised exp and tanh, of which the CPU ops are made, against those of double precision.
 
-#include "ops/vector_math.h"
+#include "base/vector_math.h"
 
 #include <algorithm>
 #include <cmath>

@@ -15,6 +15,8 @@
 #include "support/gpu.h"
 #include "support/jobs.h"
 #include "support/oracle.h"
+#include "wire/batch_shape.h"
+#include "wire/sequence_state.h"
 
 namespace paceline {
 namespace {

@@ -15,6 +15,8 @@
 #include "support/invariance.h"
 #include "support/jobs.h"
 #include "support/tiny_models.h"
+#include "wire/batch_shape.h"
+#include "wire/sequence_result.h"
 
 namespace {
 

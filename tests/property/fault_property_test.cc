@@ -13,6 +13,10 @@
 #include "executor/engine.h"
 #include "speculate/row_ops.h"
 #include "support/tiny_models.h"
+#include "wire/batch_shape.h"
+#include "wire/blocks.h"
+#include "wire/sequence_result.h"
+#include "wire/sequence_state.h"
 
 namespace paceline {
 namespace {

@@ -9,6 +9,7 @@
 #include "kv/sequence_blocks.h"
 #include "kv/slab_pool.h"
 #include "support/seed.h"
+#include "wire/blocks.h"
 
 #include <gtest/gtest.h>
 

@@ -10,9 +10,12 @@
 #include "device/cpu_context.h"
 #include "device/device_arena.h"
 #include "graph/iteration.h"
+#include "metadata/pass_rows.h"
 #include "speculate/row_ops.h"
 #include "support/seed.h"
 #include "support/tiny_models.h"
+#include "wire/batch_shape.h"
+#include "wire/sequence_state.h"
 
 namespace paceline {
 namespace {

@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "sample/philox.h"
+#include "base/philox.h"
 #include "sample/rejection_rules.h"
 #include "support/g_test.h"
 #include "support/op_cases.h"

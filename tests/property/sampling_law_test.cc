@@ -24,6 +24,7 @@
 #include "support/logits_reference.h"
 #include "support/sampling_arrays.h"
 #include "support/seed.h"
+#include "wire/limits.h"
 
 namespace paceline::testing {
 namespace {

@@ -16,6 +16,10 @@
 #endif
 #include "kv/kv_layout.h"
 #include "kv/sequence_blocks.h"
+#include "wire/batch_shape.h"
+#include "wire/blocks.h"
+#include "wire/sequence_result.h"
+#include "wire/sequence_state.h"
 
 namespace paceline::testing {
 

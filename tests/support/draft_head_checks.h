@@ -14,6 +14,10 @@
 
 #include "support/direct_runner.h"
 #include "support/raw_models.h"
+#include "wire/batch_shape.h"
+#include "wire/blocks.h"
+#include "wire/sequence_result.h"
+#include "wire/sequence_state.h"
 
 namespace paceline::testing {
 

@@ -12,6 +12,8 @@
 #include <vector>
 
 #include "support/direct_runner.h"
+#include "wire/batch_shape.h"
+#include "wire/blocks.h"
 
 namespace paceline::testing {
 

@@ -8,7 +8,7 @@
 #include <limits>
 #include <numeric>
 
-#include "sample/philox.h"
+#include "base/philox.h"
 #include "support/op_cases.h"
 #include "support/row_arrays.h"
 

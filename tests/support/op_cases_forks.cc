@@ -10,6 +10,7 @@
 #include "ops/fork.h"
 #include "support/op_cases.h"
 #include "support/sampling_handles.h"
+#include "wire/blocks.h"
 
 namespace paceline::testing {
 namespace {

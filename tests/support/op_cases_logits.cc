@@ -7,11 +7,12 @@
 #include <limits>
 #include <numeric>
 
-#include "batch/iteration_results.h"
 #include "sample/logits.h"
 #include "support/op_cases.h"
 #include "support/row_arrays.h"
 #include "support/sampling_handles.h"
+#include "wire/limits.h"
+#include "wire/sequence_result.h"
 
 namespace paceline::testing {
 namespace {

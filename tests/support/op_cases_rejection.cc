@@ -10,9 +10,10 @@
 #include <numeric>
 
 #include "sample/reject.h"
-#include "scheduler/iteration_plan.h"
 #include "support/op_cases.h"
 #include "support/row_arrays.h"
+#include "wire/batch_shape.h"
+#include "wire/staged_inputs.h"
 
 namespace paceline::testing {
 namespace {

@@ -9,7 +9,7 @@
 #include <numeric>
 #include <type_traits>
 
-#include "sample/philox.h"
+#include "base/philox.h"
 #include "support/op_cases.h"
 #include "support/row_arrays.h"
 

@@ -10,12 +10,17 @@
 #include <type_traits>
 
 #include "metadata/group_metadata.h"
+#include "metadata/pass_rows.h"
 #include "sample/accept.h"
 #include "sample/logits.h"
-#include "scheduler/iteration_plan.h"
 #include "speculate/row_ops.h"
 #include "support/op_cases.h"
 #include "support/sampling_handles.h"
+#include "wire/batch_shape.h"
+#include "wire/limits.h"
+#include "wire/sequence_result.h"
+#include "wire/sequence_state.h"
+#include "wire/staged_inputs.h"
 
 namespace paceline::testing {
 namespace {

@@ -10,12 +10,16 @@
 #include <numeric>
 #include <vector>
 
-#include "batch/batch_builder.h"
 #include "device/cpu_context.h"
 #include "device/device_arena.h"
 #include "graph/rejection.h"
+#include "metadata/pass_rows.h"
 #include "sample/accept.h"
-#include "scheduler/iteration_plan.h"
+#include "wire/batch_shape.h"
+#include "wire/limits.h"
+#include "wire/sequence_result.h"
+#include "wire/sequence_state.h"
+#include "wire/staged_inputs.h"
 
 namespace paceline::testing {
 

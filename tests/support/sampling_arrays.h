@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "request/sequence.h"
-#include "sample/logits.h"
+#include "wire/limits.h"
+#include "wire/sequence_state.h"
 
 namespace paceline::testing {
 

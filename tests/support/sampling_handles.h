@@ -9,6 +9,7 @@
 
 #include "support/op_cases.h"
 #include "support/sampling_arrays.h"
+#include "wire/sequence_state.h"
 
 namespace paceline::testing {
 

@@ -5,6 +5,11 @@
 #include <bit>
 
 #include "base/check.h"
+#include "batch/iteration_inputs.h"
+#include "request/sequence.h"
+#include "scheduler/iteration_plan.h"
+#include "wire/batch_shape.h"
+#include "wire/sequence_state.h"
 
 namespace paceline {
 namespace {

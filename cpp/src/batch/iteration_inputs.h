@@ -9,39 +9,10 @@
 #include <memory>
 #include <vector>
 
-#include "scheduler/iteration_plan.h"
+#include "wire/blocks.h"
+#include "wire/sequence_state.h"
 
 namespace paceline {
-
-// The state of a slot at the start of a sequence.
-struct SequenceReset {
-  int32_t seq_slot = 0;
-  int32_t limit = 0;  // length at which the request ends
-  uint64_t seed = 0;
-  float temperature = 0;
-  int32_t num_stop_ids = 0;
-  int32_t stop_ids[kMaxStopIds] = {};
-  // The logits pipeline; see SamplingState.
-  int32_t adjusts = 0;
-  int32_t truncates = 0;
-  int32_t prompt_len = 0;
-  int32_t min_tokens = 0;
-  int32_t top_k = 0;
-  float top_p = 1;
-  float min_p = 0;
-  float repetition_penalty = 1;
-  float presence_penalty = 0;
-  float frequency_penalty = 0;
-  int32_t num_logprobs = -1;
-  int32_t num_prompt_logprobs = -1;
-  // Its lists lie side by side in IterationInputs::lists from here on: ids of biases, biases, ends
-  // of bad words, their tokens, and one bit a token of the vocabulary that is allowed.
-  int32_t first_list_word = 0;
-  int32_t num_bias = 0;
-  int32_t num_bad_words = 0;
-  int32_t num_bad_word_tokens = 0;
-  int32_t has_allowed = 0;
-};
 
 // Logits of a scored chunk, to be copied to the host.
 struct ScoreCopy {

@@ -10,8 +10,8 @@
 #include <paceline/version.h>
 
 #include "base/aligned_buffer.h"
+#include "base/vector_math.h"
 #include "device/thread_pool.h"
-#include "ops/vector_math.h"
 
 namespace paceline {
 namespace {

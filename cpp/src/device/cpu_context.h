@@ -9,8 +9,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "device/program.h"
 #include "device/thread_pool.h"
-#include "graph/program.h"
 
 namespace paceline {
 

@@ -6,7 +6,14 @@
 #include <limits>
 
 #include "base/check.h"
+#include "batch/iteration_inputs.h"
 #include "sample/sampling_reset.h"
+#include "wire/batch_shape.h"
+#include "wire/blocks.h"
+#include "wire/limits.h"
+#include "wire/sequence_result.h"
+#include "wire/sequence_state.h"
+#include "wire/staged_inputs.h"
 
 namespace paceline {
 namespace {

@@ -13,10 +13,13 @@
 #include <thread>
 #include <vector>
 
+#include "batch/iteration_inputs.h"
 #include "device/cpu_context.h"
+#include "device/program.h"
 #include "executor/runner.h"
 #include "graph/iteration.h"
-#include "graph/program.h"
+#include "wire/blocks.h"
+#include "wire/sequence_result.h"
 
 namespace paceline {
 

@@ -10,9 +10,13 @@
 #include <thread>
 
 #include "base/check.h"
+#include "batch/iteration_inputs.h"
 #include "common/device_calls.h"
 #include "common/kernel_trace.h"
 #include "common/status.h"
+#include "wire/batch_shape.h"
+#include "wire/blocks.h"
+#include "wire/sequence_result.h"
 
 namespace paceline {
 namespace {

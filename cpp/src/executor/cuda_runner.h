@@ -11,6 +11,7 @@
 #include <memory>
 #include <vector>
 
+#include "batch/iteration_inputs.h"
 #include "device/cuda_context.h"
 #include "device/device_arena.h"
 #include "executor/runner.h"
@@ -18,6 +19,8 @@
 #include "graph/cuda_graph.h"
 #include "graph/iteration.h"
 #include "ring/iteration_ring.h"
+#include "wire/blocks.h"
+#include "wire/sequence_result.h"
 
 namespace paceline {
 

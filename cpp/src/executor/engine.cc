@@ -8,7 +8,13 @@
 
 #include "base/aligned_buffer.h"
 #include "base/check.h"
+#include "batch/batch_builder.h"
 #include "executor/request_checks.h"
+#include "request/sequence.h"
+#include "scheduler/iteration_plan.h"
+#include "wire/batch_shape.h"
+#include "wire/blocks.h"
+#include "wire/sequence_result.h"
 
 namespace paceline {
 namespace {

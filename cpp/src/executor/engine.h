@@ -20,10 +20,14 @@
 
 #include <paceline/executor.h>
 
-#include "batch/batch_builder.h"
+#include "batch/iteration_inputs.h"
 #include "executor/logprob_reader.h"
 #include "executor/runner.h"
+#include "request/sequence.h"
+#include "scheduler/iteration_plan.h"
 #include "scheduler/scheduler.h"
+#include "wire/batch_shape.h"
+#include "wire/sequence_result.h"
 
 namespace paceline {
 

@@ -16,6 +16,7 @@
 #include "metadata/group_metadata.h"
 #include "model/model_impl.h"
 #include "sample/reject.h"
+#include "wire/limits.h"
 
 namespace paceline {
 namespace {

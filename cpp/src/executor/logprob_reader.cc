@@ -6,6 +6,9 @@
 #include <paceline/error.h>
 
 #include "base/check.h"
+#include "batch/iteration_inputs.h"
+#include "scheduler/iteration_plan.h"
+#include "wire/sequence_result.h"
 
 namespace paceline {
 

@@ -10,8 +10,8 @@
 #include <paceline/request.h>
 
 #include "batch/iteration_inputs.h"
-#include "batch/iteration_results.h"
 #include "scheduler/iteration_plan.h"
+#include "wire/sequence_result.h"
 
 namespace paceline {
 

@@ -1,5 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "executor/null_runner.h"
+#include "batch/iteration_inputs.h"
+#include "wire/batch_shape.h"
+#include "wire/sequence_result.h"
+#include "wire/sequence_state.h"
 
 #include <algorithm>
 

@@ -3,7 +3,10 @@
 
 #include <vector>
 
+#include "batch/iteration_inputs.h"
 #include "executor/runner.h"
+#include "wire/blocks.h"
+#include "wire/sequence_result.h"
 
 namespace paceline {
 

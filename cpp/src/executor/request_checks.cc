@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "base/check.h"
-#include "request/sequence.h"
+#include "wire/limits.h"
 
 namespace paceline {
 namespace {

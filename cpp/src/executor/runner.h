@@ -11,8 +11,9 @@
 #include <paceline/executor.h>
 
 #include "batch/iteration_inputs.h"
-#include "batch/iteration_results.h"
 #include "kv/kv_layout.h"
+#include "wire/blocks.h"
+#include "wire/sequence_result.h"
 
 namespace paceline {
 

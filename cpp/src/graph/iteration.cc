@@ -5,9 +5,13 @@
 
 #include "device/cpu_context.h"
 #include "device/cuda_context.h"
+#include "metadata/pass_rows.h"
 #include "ops/fork.h"
 #include "sample/accept.h"
+#include "sample/logits.h"
 #include "speculate/row_ops.h"
+#include "wire/batch_shape.h"
+#include "wire/blocks.h"
 
 namespace paceline {
 namespace {

@@ -13,16 +13,18 @@
 
 #include <paceline/config.h>
 
-#include "batch/batch_builder.h"
-#include "batch/iteration_results.h"
+#include "batch/iteration_inputs.h"
 #include "device/device_arena.h"
 #include "graph/rejection.h"
 #include "metadata/group_metadata.h"
 #include "metadata/pass_rows.h"
 #include "model/decoder.h"
-#include "sample/logits.h"
 #include "sample/logprobs.h"
 #include "speculate/speculator.h"
+#include "wire/batch_shape.h"
+#include "wire/sequence_result.h"
+#include "wire/sequence_state.h"
+#include "wire/staged_inputs.h"
 
 namespace paceline {
 

@@ -6,7 +6,15 @@
 #include <numeric>
 
 #include "base/check.h"
+#include "batch/iteration_inputs.h"
 #include "graph/iteration.h"
+#include "metadata/pass_rows.h"
+#include "wire/batch_shape.h"
+#include "wire/blocks.h"
+#include "wire/limits.h"
+#include "wire/sequence_result.h"
+#include "wire/sequence_state.h"
+#include "wire/staged_inputs.h"
 
 namespace paceline {
 namespace {

@@ -8,6 +8,7 @@
 #include "device/cpu_context.h"
 #include "device/cuda_context.h"
 #include "graph/iteration.h"
+#include "wire/batch_shape.h"
 
 namespace paceline {
 

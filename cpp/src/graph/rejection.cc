@@ -3,6 +3,8 @@
 
 #include "device/cpu_context.h"
 #include "device/cuda_context.h"
+#include "wire/batch_shape.h"
+#include "wire/sequence_state.h"
 
 namespace paceline {
 

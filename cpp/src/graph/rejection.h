@@ -8,10 +8,13 @@
 
 #include <paceline/config.h>
 
-#include "batch/batch_builder.h"
 #include "device/device_arena.h"
+#include "metadata/pass_rows.h"
 #include "ops/ops.h"
 #include "sample/reject.h"
+#include "wire/batch_shape.h"
+#include "wire/sequence_state.h"
+#include "wire/staged_inputs.h"
 
 namespace paceline {
 

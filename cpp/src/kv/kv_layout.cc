@@ -2,6 +2,7 @@
 #include "kv/kv_layout.h"
 
 #include "base/check.h"
+#include "wire/blocks.h"
 
 #include <algorithm>
 #include <limits>

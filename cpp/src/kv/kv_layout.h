@@ -14,12 +14,10 @@
 
 #include <paceline/dtype.h>
 
+#include "wire/blocks.h"
+
 namespace paceline {
 
-using BlockId = int32_t;  // id 0 is the null block of every group: padding writes there
-using GroupId = int32_t;  // index into KvLayout::groups
-
-inline constexpr BlockId kNullBlock = 0;
 inline constexpr int64_t kKvAlignment = 64;  // of every block's address within the pool
 
 enum class KvKind : uint8_t { kFull, kSliding };

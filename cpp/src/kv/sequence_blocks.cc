@@ -2,6 +2,7 @@
 #include "kv/sequence_blocks.h"
 
 #include "base/check.h"
+#include "wire/blocks.h"
 
 #include <algorithm>
 

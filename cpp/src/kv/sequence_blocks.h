@@ -18,23 +18,9 @@
 #include <vector>
 
 #include "kv/slab_pool.h"
+#include "wire/blocks.h"
 
 namespace paceline {
-
-// One changed entry of a sequence's block table, to be applied on the device.
-struct TableWrite {
-  int32_t seq_slot;  // row of the block tables
-  GroupId group;
-  int32_t index;  // logical block: position / block_size
-  BlockId block;
-};
-
-// Bytes that an iteration copies within the pool before its first row: a whole block of the group.
-struct BlockCopy {
-  GroupId group;
-  BlockId source;
-  BlockId destination;
-};
 
 class SequenceBlocks {
  public:

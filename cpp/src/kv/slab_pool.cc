@@ -2,6 +2,7 @@
 #include "kv/slab_pool.h"
 
 #include "base/check.h"
+#include "wire/blocks.h"
 
 #include <algorithm>
 #include <bit>

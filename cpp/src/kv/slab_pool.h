@@ -39,6 +39,7 @@
 #include <vector>
 
 #include "kv/kv_layout.h"
+#include "wire/blocks.h"
 
 namespace paceline {
 

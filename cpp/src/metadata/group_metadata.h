@@ -11,13 +11,13 @@
 #include <variant>
 
 #include "metadata/pass_rows.h"
+#include "wire/limits.h"
+#include "wire/sequence_state.h"
 
 namespace paceline {
 
 struct CpuContext;
 struct CudaContext;
-
-inline constexpr int32_t kMaxKvGroups = 16;
 
 // Block ids of every slot in one group. Shared by all passes; written by uploads of table entries.
 struct BlockTable {

@@ -2,6 +2,7 @@
 #include "device/cpu_context.h"
 #include "metadata/group_metadata.h"
 #include "metadata/metadata_rows.h"
+#include "metadata/pass_rows.h"
 
 namespace paceline {
 namespace {

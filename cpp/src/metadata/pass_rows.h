@@ -10,9 +10,6 @@
 
 namespace paceline {
 
-struct BlockCopy;     // kv/sequence_blocks.h
-struct SequenceFork;  // scheduler/iteration_plan.h
-
 // One pass (verify, draft_first or draft_step): a row is a token at a position of a sequence.
 struct PassRows {
   int32_t* num_rows;   // [1]
@@ -25,25 +22,6 @@ struct PassRows {
   const int32_t* row_indptr;  // [max_seqs + 1] sequence i has rows [row_indptr[i], row_indptr[i+1])
   int32_t max_seqs;
   int32_t max_rows_per_seq;
-};
-
-// What the device knows of each sequence, by slot. The device is the truth: the host learns of it
-// an iteration late. Written by slot resets (upload), assemble_verify_rows, accept and the draft
-// ops.
-struct SequenceState {
-  int32_t* known_len;        // [max_seqs] tokens of prompt and output; the last has no KV yet once
-                             // the sequence decodes
-  int32_t* limit;            // [max_seqs] length at which the sequence ends
-  int32_t* is_active;        // [max_seqs] 1 until it ends on the device
-  uint64_t* seed;            // [max_seqs]
-  float* temperature;        // [max_seqs]
-  int32_t* num_stop_ids;     // [max_seqs]
-  int32_t* stop_ids;         // [max_seqs, kMaxStopIds]
-  int32_t* history;          // [max_seqs, history_stride] token ids by position
-  int64_t history_stride;    // max_model_len
-  int32_t* draft_tokens;     // [max_seqs, num_draft_tokens]
-  int32_t* draft_len;        // [max_seqs] drafts there are to verify
-  int32_t num_draft_tokens;  // k
 };
 
 // When the drafter stops before its k tokens. A token that was drawn stays drafted and is verified;
@@ -65,32 +43,5 @@ PACELINE_HOST_DEVICE inline void set_keep_drafting(const DraftStop& stop, bool k
 PACELINE_HOST_DEVICE inline bool stops(const DraftStop& stop, int32_t row) {
   return stop.probabilities != nullptr && stop.probabilities[row] < stop.threshold;
 }
-
-// The device copy of IterationInputs; same meaning, fixed addresses.
-struct StagedInputs {
-  int32_t* num_seqs;         // [1]
-  int32_t* num_drafting;     // [1]
-  int32_t* num_verify_rows;  // [1]
-  int32_t* num_first_rows;   // [1]
-  int32_t* num_logit_rows;   // [1]
-  int32_t* seq_slot;         // [max_seqs]
-  int32_t* kind;             // [max_seqs] RowKind
-  int32_t* prefill_start;    // [max_seqs]
-  int32_t* next_token;       // [max_seqs]
-  int32_t* verify_indptr;    // [max_seqs + 1]
-  int32_t* first_indptr;     // [max_seqs + 1]
-  int32_t* logit_indptr;     // [max_seqs + 1]
-  int32_t* prefill_tokens;   // [max_verify_rows]
-  int32_t* logit_rows;       // [max_logit_rows]
-  int32_t* num_resets;       // [1]
-  int32_t* reset_seq_slots;  // [max_seqs] slots that begin a sequence, or begin it again
-
-  int32_t* num_all_logit_rows;  // [1] num_logit_rows + num_prompt_rows
-  int32_t* prompt_targets;      // [max_prompt_rows]
-  int32_t* num_forks;           // [1]
-  SequenceFork* forks;          // [max_seqs]
-  int32_t* num_block_copies;    // [1]
-  BlockCopy* block_copies;      // [max_seqs * groups]
-};
 
 }  // namespace paceline

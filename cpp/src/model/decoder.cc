@@ -7,6 +7,7 @@
 #include "base/check.h"
 #include "device/cpu_context.h"
 #include "device/cuda_context.h"
+#include "metadata/pass_rows.h"
 
 namespace paceline {
 

@@ -17,6 +17,7 @@
 #include "metadata/pass_rows.h"
 #include "model/model_impl.h"
 #include "ops/ops.h"
+#include "wire/blocks.h"
 
 namespace paceline {
 

@@ -9,6 +9,7 @@
 #include <memory>
 #include <span>
 
+#include "metadata/pass_rows.h"
 #include "model/decoder.h"
 
 namespace paceline {

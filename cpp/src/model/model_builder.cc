@@ -18,12 +18,12 @@
 #include "base/check.h"
 #include "base/float_types.h"
 #include "base/json.h"
+#include "base/philox.h"
 #include "device/cpu_context.h"
 #include "device/device_memory.h"
 #include "model/decoder_config.h"
 #include "model/model_impl.h"
 #include "model/weights.h"
-#include "sample/philox.h"
 
 namespace paceline {
 namespace {

@@ -15,11 +15,11 @@
 #include "base/check.h"
 #include "base/json.h"
 #include "model/safetensors_file.h"
+#include "wire/limits.h"
 
 namespace paceline {
 namespace {
 
-constexpr int64_t kMaxDraftTokens = 16;
 constexpr size_t kMaxDescriptionBytes = size_t{64} << 20;
 
 // Runs a step; whatever a room below says of its input, this file's name goes before it.

@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "base/check.h"
+#include "base/vector_math.h"
 #include "device/cpu_context.h"
 #include "ops/ops.h"
-#include "ops/vector_math.h"
 
 namespace paceline {
 namespace {

@@ -10,11 +10,10 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "kv/sequence_blocks.h"
 #include "metadata/group_metadata.h"
-#include "metadata/pass_rows.h"
-#include "sample/logits.h"
-#include "scheduler/iteration_plan.h"
+#include "wire/blocks.h"
+#include "wire/limits.h"
+#include "wire/sequence_state.h"
 
 namespace paceline {
 

@@ -6,6 +6,7 @@
 #include "device/cpu_context.h"
 #include "ops/fork.h"
 #include "ops/fork_rules.h"
+#include "wire/blocks.h"
 
 namespace paceline {
 

@@ -9,6 +9,8 @@
 
 #include "base/host_device.h"
 #include "ops/fork.h"
+#include "wire/blocks.h"
+#include "wire/sequence_state.h"
 
 namespace paceline {
 

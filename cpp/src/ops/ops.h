@@ -18,7 +18,7 @@
 #include <paceline/dtype.h>
 
 #include "base/host_device.h"
-#include "sample/philox.h"
+#include "base/philox.h"
 
 namespace paceline {
 

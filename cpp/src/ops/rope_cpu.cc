@@ -5,9 +5,9 @@
 
 #include "base/check.h"
 #include "base/float_types.h"
+#include "base/vector_math.h"
 #include "device/cpu_context.h"
 #include "ops/ops.h"
-#include "ops/vector_math.h"
 
 namespace paceline {
 namespace {

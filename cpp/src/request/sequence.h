@@ -14,15 +14,6 @@
 
 namespace paceline {
 
-inline constexpr int32_t kMaxStopIds = 8;
-inline constexpr int32_t kMaxLogitBias = 1024;
-inline constexpr int32_t kMaxBadWords = 128;
-inline constexpr int32_t kMaxBadWordTokens = 1024;
-inline constexpr int32_t kMaxLogprobs = 64;
-inline constexpr int32_t kMaxSamples = 128;
-// Draws are even long before; logit + T g, g up to 23, stays far from the end of float32.
-inline constexpr double kMaxTemperature = 1e6;
-
 struct Sequence {
   enum class Phase : uint8_t { kWaiting, kPrefill, kDecode, kFinished };
 

@@ -5,8 +5,10 @@
 
 #include <paceline/config.h>
 
-#include "batch/iteration_results.h"
-#include "metadata/pass_rows.h"
+#include "wire/limits.h"
+#include "wire/sequence_result.h"
+#include "wire/sequence_state.h"
+#include "wire/staged_inputs.h"
 
 namespace paceline {
 

@@ -5,7 +5,10 @@
 
 #include "device/cpu_context.h"
 #include "sample/judge.h"
-#include "scheduler/iteration_plan.h"
+#include "wire/batch_shape.h"
+#include "wire/limits.h"
+#include "wire/sequence_result.h"
+#include "wire/sequence_state.h"
 
 namespace paceline {
 namespace {

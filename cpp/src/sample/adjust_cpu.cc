@@ -7,6 +7,8 @@
 #include "device/cpu_context.h"
 #include "sample/adjust_rules.h"
 #include "sample/logits.h"
+#include "wire/limits.h"
+#include "wire/sequence_state.h"
 
 namespace paceline {
 namespace {

@@ -9,8 +9,9 @@
 #include <cstdint>
 
 #include "base/host_device.h"
-#include "request/sequence.h"
 #include "sample/logits.h"
+#include "wire/limits.h"
+#include "wire/sequence_state.h"
 
 namespace paceline {
 

@@ -5,6 +5,7 @@
 #include "device/cpu_context.h"
 #include "sample/count_rules.h"
 #include "sample/logits.h"
+#include "wire/sequence_state.h"
 
 namespace paceline {
 namespace {

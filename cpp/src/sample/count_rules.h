@@ -8,7 +8,8 @@
 
 #include "base/host_device.h"
 #include "sample/logits.h"
-#include "scheduler/iteration_plan.h"
+#include "wire/batch_shape.h"
+#include "wire/sequence_state.h"
 
 namespace paceline {
 

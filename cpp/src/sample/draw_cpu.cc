@@ -13,10 +13,10 @@
 #include <cstring>
 #include <limits>
 
+#include "base/philox.h"
+#include "base/vector_math.h"
 #include "device/cpu_context.h"
 #include "ops/ops.h"
-#include "ops/vector_math.h"
-#include "sample/philox.h"
 
 namespace paceline {
 namespace {

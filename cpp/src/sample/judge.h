@@ -7,8 +7,8 @@
 #include <cstdint>
 
 #include "base/host_device.h"
-#include "batch/iteration_results.h"
-#include "sample/philox.h"
+#include "base/philox.h"
+#include "wire/sequence_result.h"
 
 namespace paceline {
 

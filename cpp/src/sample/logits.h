@@ -12,59 +12,14 @@
 
 #include <cstdint>
 
-#include "batch/iteration_results.h"
-#include "metadata/pass_rows.h"
-#include "request/sequence.h"
+#include "wire/sequence_result.h"
+#include "wire/sequence_state.h"
+#include "wire/staged_inputs.h"
 
 namespace paceline {
 
 struct CpuContext;
 struct CudaContext;
-
-// Words of a bit mask over `vocab_size` tokens; token t is bit t % 32 of word t / 32.
-[[nodiscard]] PACELINE_HOST_DEVICE constexpr int32_t mask_words(int32_t vocab_size) {
-  return (vocab_size + 31) / 32;
-}
-
-// What shapes the logits of each sequence, by slot. Device arrays; written by slot resets (upload),
-// but for `counts` and `seen`, which belong to the ops below.
-struct SamplingState {
-  int32_t* adjusts;    // [max_seqs] 1 where adjust_logits has anything to do; only there are
-                       // tokens counted
-  int32_t* truncates;  // [max_seqs] 1 where truncate_logits has
-
-  float* repetition_penalty;  // [max_seqs] > 0; 1: none
-  float* presence_penalty;    // [max_seqs] 0: none
-  float* frequency_penalty;   // [max_seqs] 0: none
-  int32_t* prompt_len;        // [max_seqs] tokens from here on are output, also when a preempted
-                              // sequence is prefilled with them
-  int32_t* min_tokens;        // [max_seqs] output tokens that are no stop token, the first so many
-
-  int32_t* num_bias;   // [max_seqs]
-  int32_t* bias_ids;   // [max_seqs, kMaxLogitBias] distinct
-  float* bias_values;  // [max_seqs, kMaxLogitBias]
-
-  int32_t* num_bad_words;    // [max_seqs]
-  int32_t* bad_word_ends;    // [max_seqs, kMaxBadWords] word i is bad_word_tokens[ends[i - 1],
-                             // ends[i]); the first begins at 0
-  int32_t* bad_word_tokens;  // [max_seqs, kMaxBadWordTokens]
-
-  int32_t* has_allowed;  // [max_seqs] 1: only the tokens of `allowed` may be drawn
-  uint32_t* allowed;     // [max_seqs, mask_words(vocab_size)]
-
-  int32_t* top_k;  // [max_seqs] 0: none
-  float* top_p;    // [max_seqs] in (0, 1]; 1: none
-  float* min_p;    // [max_seqs] in [0, 1]; 0: none
-
-  // Most probable tokens that are wanted beside an emitted one, and beside one of the prompt; -1:
-  // no logprobs. See sample/logprobs.h.
-  int32_t* num_logprobs;         // [max_seqs]
-  int32_t* num_prompt_logprobs;  // [max_seqs]
-
-  int32_t* counts;  // [max_seqs, vocab_size] times a token stands in the output so far
-  uint32_t* seen;   // [max_seqs, mask_words(vocab_size)] tokens of the prompt and of the output
-  int32_t vocab_size;
-};
 
 // Logits of sequences that adjust, in place; in this order, each step one rounding:
 // 1. logit += bias.
@@ -91,9 +46,6 @@ struct AdjustLogitsParams {
 };
 void adjust_logits(CpuContext&, const AdjustLogitsParams&);
 void adjust_logits(CudaContext&, const AdjustLogitsParams&);
-
-// Ids that truncate_logits can weigh without overflow.
-inline constexpr int32_t kMaxTruncatedVocab = 1 << 23;
 
 // -inf for what top-k, top-p and min-p exclude, in place, for sequences that truncate and have a
 // temperature. With w = exp((logit - highest) / temperature) of the logits above -inf:

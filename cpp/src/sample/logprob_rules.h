@@ -11,6 +11,7 @@
 #include "base/ordered.h"
 #include "sample/logprobs.h"
 #include "sample/truncate_rules.h"
+#include "wire/sequence_state.h"
 
 namespace paceline {
 

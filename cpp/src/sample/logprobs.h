@@ -15,9 +15,9 @@
 
 #include <paceline/request.h>
 
-#include "batch/iteration_results.h"
-#include "metadata/pass_rows.h"
-#include "sample/logits.h"
+#include "wire/sequence_result.h"
+#include "wire/sequence_state.h"
+#include "wire/staged_inputs.h"
 
 namespace paceline {
 

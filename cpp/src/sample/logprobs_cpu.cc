@@ -4,9 +4,10 @@
 #include <limits>
 
 #include "base/check.h"
+#include "base/vector_math.h"
 #include "device/cpu_context.h"
-#include "ops/vector_math.h"
 #include "sample/logprob_rules.h"
+#include "wire/limits.h"
 
 namespace paceline {
 namespace {

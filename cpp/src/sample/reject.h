@@ -13,16 +13,14 @@
 
 #include <paceline/config.h>
 
-#include "batch/iteration_results.h"
-#include "metadata/pass_rows.h"
+#include "wire/sequence_result.h"
+#include "wire/sequence_state.h"
+#include "wire/staged_inputs.h"
 
 namespace paceline {
 
 struct CpuContext;
 struct CudaContext;
-
-// Proposals of one draft at most.
-inline constexpr int32_t kMaxDraftProposals = 256;
 
 // The laws that drafts were drawn from: softmax, at the request's temperature, over the drafter's
 // highest logits. That is the whole law of the draft, not an approximation of one, so the verdict

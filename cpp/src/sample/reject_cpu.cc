@@ -7,10 +7,10 @@
 #include <limits>
 
 #include "base/check.h"
+#include "base/vector_math.h"
 #include "device/cpu_context.h"
-#include "ops/vector_math.h"
-#include "sample/logits.h"
 #include "sample/rejection_window.h"
+#include "wire/limits.h"
 
 namespace paceline {
 namespace {

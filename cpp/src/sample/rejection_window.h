@@ -19,7 +19,7 @@
 #include "sample/reject.h"
 #include "sample/rejection_rules.h"
 #include "sample/truncate_rules.h"
-#include "scheduler/iteration_plan.h"
+#include "wire/batch_shape.h"
 
 namespace paceline {
 

@@ -7,8 +7,8 @@
 #include <cstdint>
 
 #include "base/host_device.h"
-#include "batch/iteration_inputs.h"
-#include "sample/logits.h"
+#include "wire/limits.h"
+#include "wire/sequence_state.h"
 
 namespace paceline {
 

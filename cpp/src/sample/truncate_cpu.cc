@@ -4,10 +4,11 @@
 #include <limits>
 
 #include "base/check.h"
+#include "base/vector_math.h"
 #include "device/cpu_context.h"
-#include "ops/vector_math.h"
 #include "sample/logits.h"
 #include "sample/truncate_rules.h"
+#include "wire/limits.h"
 
 namespace paceline {
 namespace {

@@ -4,6 +4,9 @@
 #include <algorithm>
 
 #include "base/check.h"
+#include "request/sequence.h"
+#include "scheduler/iteration_plan.h"
+#include "wire/batch_shape.h"
 
 namespace paceline {
 namespace {

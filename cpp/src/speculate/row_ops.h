@@ -7,9 +7,11 @@
 
 #include <cstdint>
 
-#include "batch/batch_builder.h"
-#include "batch/iteration_results.h"
 #include "metadata/pass_rows.h"
+#include "wire/batch_shape.h"
+#include "wire/sequence_result.h"
+#include "wire/sequence_state.h"
+#include "wire/staged_inputs.h"
 
 namespace paceline {
 

@@ -9,8 +9,10 @@
 #include <cstdint>
 
 #include "base/host_device.h"
-#include "scheduler/iteration_plan.h"
+#include "metadata/pass_rows.h"
 #include "speculate/row_ops.h"
+#include "wire/batch_shape.h"
+#include "wire/sequence_state.h"
 
 namespace paceline {
 

@@ -4,7 +4,10 @@
 #include "base/check.h"
 #include "device/cpu_context.h"
 #include "device/cuda_context.h"
+#include "metadata/pass_rows.h"
 #include "speculate/row_ops.h"
+#include "wire/sequence_state.h"
+#include "wire/staged_inputs.h"
 
 namespace paceline {
 namespace {

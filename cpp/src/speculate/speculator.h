@@ -10,9 +10,12 @@
 
 #include <paceline/config.h>
 
-#include "batch/batch_builder.h"
+#include "metadata/pass_rows.h"
 #include "model/decoder.h"
 #include "model/draft_head.h"
+#include "wire/batch_shape.h"
+#include "wire/sequence_state.h"
+#include "wire/staged_inputs.h"
 
 namespace paceline {
 

@@ -62,8 +62,8 @@ class Program {
  private:
   template <class Params>
   static void invoke_as(CpuContext& context, void (*op)(), const void* params) {
-    reinterpret_cast<void (*)(CpuContext&, const Params&)>(op)(
-        context, *static_cast<const Params*>(params));
+    reinterpret_cast<void (*)(CpuContext&, const Params&)>(op)(context,
+                                                               *static_cast<const Params*>(params));
   }
 
   std::vector<Node> nodes_;

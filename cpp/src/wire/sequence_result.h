@@ -2,9 +2,11 @@
 #pragma once
 
 // Scales to results: what one iteration did, by batch row. Written by the accept op on the device,
-// copied into a ring slot, read by the executor.
+// copied into a ring entry, read by the executor.
 
 #include <cstdint>
+
+#include "wire/limits.h"
 
 namespace paceline {
 
@@ -14,8 +16,6 @@ enum class SequenceOutcome : int32_t {
   kLength = 2,    // the length limit was reached
   kNoLogits = 3,  // no finite logit in a row: the request fails, the engine goes on
 };
-
-inline constexpr int32_t kMaxDraftTokens = 16;
 
 struct SequenceResult {
   int32_t emitted_len = 0;    // tokens emitted; 0 for inert rows and unfinished prefill

@@ -120,7 +120,7 @@ struct Sums4 {
   float sum[4];
 };
 [[gnu::always_inline]] inline Sums4 sum_lanes(const V16& a, const V16& b, const V16& c,
-                                                 const V16& d) {
+                                              const V16& d) {
   constexpr V16i kLow8 = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
   constexpr V16i kHigh8 = {8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31};
   constexpr V16i kLow4 = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
@@ -135,9 +135,7 @@ struct Sums4 {
   return {all[0], all[4], all[8], all[12]};
 }
 
-[[gnu::always_inline]] inline float sum_lanes(const V16& a) {
-  return sum_lanes(a, a, a, a).sum[0];
-}
+[[gnu::always_inline]] inline float sum_lanes(const V16& a) { return sum_lanes(a, a, a, a).sum[0]; }
 
 [[gnu::always_inline]] inline V16 max(const V16& a, const V16& b) { return a > b ? a : b; }
 

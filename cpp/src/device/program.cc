@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "graph/program.h"
+#include "device/program.h"
 
 namespace paceline {
 

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Which rows a sequence has in the passes of an iteration, and how many rows the buffers of an
+// engine hold.
+
+#include <cstdint>
+
+namespace paceline {
+
+// Rows of one sequence in the verify pass.
+enum class RowKind : int32_t {
+  kDecode = 0,          // k+1 rows: the last known token and the drafts
+  kPrefillFinal = 1,    // the last chunk of the known tokens; its last row draws the next token
+  kPrefillPartial = 2,  // an earlier chunk
+  kScore = 3,           // a chunk whose logits are returned; draws nothing
+};
+
+// Rows of a drafter's first pass.
+enum class FirstRows : uint8_t {
+  kNone,    // it has none
+  kNewest,  // the newest known tokens: of a decoding sequence two, of a prefilling one its chunk
+            // and the token drawn after it
+  kWindow,  // the rows of the verify pass, one by one, each with the token after it
+  kLast,    // of a drafting sequence one: the last position of the target's KV, with the newest
+            // token, which stands after it
+};
+
+struct BatchShape {
+  int32_t max_seqs = 0;
+  int32_t max_verify_rows = 0;
+  int32_t max_logit_rows = 0;
+  int32_t num_draft_tokens = 0;  // k
+  FirstRows first_rows = FirstRows::kNone;
+  int32_t max_prompt_rows = 0;  // of max_logit_rows, most that prompts are rated from
+  int32_t max_logprobs = 0;     // see ExecutorOptions; 0: nothing is rated
+
+  // Rows of a decoding sequence in the drafter's first pass.
+  [[nodiscard]] int32_t first_rows_per_decode() const {
+    switch (first_rows) {
+      case FirstRows::kNone:
+        return 0;
+      case FirstRows::kNewest:
+        return 2;
+      case FirstRows::kWindow:
+        return num_draft_tokens + 1;
+      case FirstRows::kLast:
+        return 1;
+    }
+    return 0;
+  }
+};
+
+}  // namespace paceline

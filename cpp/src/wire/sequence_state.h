@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The state of each sequence on the device, by sequence slot, and what the host sends to begin a
+// sequence in one. The device is the truth: the host learns of changes an iteration late.
+
+#include <cstdint>
+
+#include "base/host_device.h"
+#include "wire/limits.h"
+
+namespace paceline {
+
+// What the device knows of each sequence, by slot. The device is the truth: the host learns of it
+// an iteration late. Written by slot resets (upload), assemble_verify_rows, accept and the draft
+// ops.
+struct SequenceState {
+  int32_t* known_len;        // [max_seqs] tokens of prompt and output; the last has no KV yet once
+                             // the sequence decodes
+  int32_t* limit;            // [max_seqs] length at which the sequence ends
+  int32_t* is_active;        // [max_seqs] 1 until it ends on the device
+  uint64_t* seed;            // [max_seqs]
+  float* temperature;        // [max_seqs]
+  int32_t* num_stop_ids;     // [max_seqs]
+  int32_t* stop_ids;         // [max_seqs, kMaxStopIds]
+  int32_t* history;          // [max_seqs, history_stride] token ids by position
+  int64_t history_stride;    // max_model_len
+  int32_t* draft_tokens;     // [max_seqs, num_draft_tokens]
+  int32_t* draft_len;        // [max_seqs] drafts there are to verify
+  int32_t num_draft_tokens;  // k
+};
+
+// Words of a bit mask over `vocab_size` tokens; token t is bit t % 32 of word t / 32.
+[[nodiscard]] PACELINE_HOST_DEVICE constexpr int32_t mask_words(int32_t vocab_size) {
+  return (vocab_size + 31) / 32;
+}
+
+// What shapes the logits of each sequence, by slot. Device arrays; written by slot resets (upload),
+// but for `counts` and `seen`, which belong to the ops below.
+struct SamplingState {
+  int32_t* adjusts;    // [max_seqs] 1 where adjust_logits has anything to do; only there are
+                       // tokens counted
+  int32_t* truncates;  // [max_seqs] 1 where truncate_logits has
+
+  float* repetition_penalty;  // [max_seqs] > 0; 1: none
+  float* presence_penalty;    // [max_seqs] 0: none
+  float* frequency_penalty;   // [max_seqs] 0: none
+  int32_t* prompt_len;        // [max_seqs] tokens from here on are output, also when a preempted
+                              // sequence is prefilled with them
+  int32_t* min_tokens;        // [max_seqs] output tokens that are no stop token, the first so many
+
+  int32_t* num_bias;   // [max_seqs]
+  int32_t* bias_ids;   // [max_seqs, kMaxLogitBias] distinct
+  float* bias_values;  // [max_seqs, kMaxLogitBias]
+
+  int32_t* num_bad_words;    // [max_seqs]
+  int32_t* bad_word_ends;    // [max_seqs, kMaxBadWords] word i is bad_word_tokens[ends[i - 1],
+                             // ends[i]); the first begins at 0
+  int32_t* bad_word_tokens;  // [max_seqs, kMaxBadWordTokens]
+
+  int32_t* has_allowed;  // [max_seqs] 1: only the tokens of `allowed` may be drawn
+  uint32_t* allowed;     // [max_seqs, mask_words(vocab_size)]
+
+  int32_t* top_k;  // [max_seqs] 0: none
+  float* top_p;    // [max_seqs] in (0, 1]; 1: none
+  float* min_p;    // [max_seqs] in [0, 1]; 0: none
+
+  // Most probable tokens that are wanted beside an emitted one, and beside one of the prompt; -1:
+  // no logprobs. See sample/logprobs.h.
+  int32_t* num_logprobs;         // [max_seqs]
+  int32_t* num_prompt_logprobs;  // [max_seqs]
+
+  int32_t* counts;  // [max_seqs, vocab_size] times a token stands in the output so far
+  uint32_t* seen;   // [max_seqs, mask_words(vocab_size)] tokens of the prompt and of the output
+  int32_t vocab_size;
+};
+
+// The state of a slot at the start of a sequence.
+struct SequenceReset {
+  int32_t seq_slot = 0;
+  int32_t limit = 0;  // length at which the request ends
+  uint64_t seed = 0;
+  float temperature = 0;
+  int32_t num_stop_ids = 0;
+  int32_t stop_ids[kMaxStopIds] = {};
+  // The logits pipeline; see SamplingState.
+  int32_t adjusts = 0;
+  int32_t truncates = 0;
+  int32_t prompt_len = 0;
+  int32_t min_tokens = 0;
+  int32_t top_k = 0;
+  float top_p = 1;
+  float min_p = 0;
+  float repetition_penalty = 1;
+  float presence_penalty = 0;
+  float frequency_penalty = 0;
+  int32_t num_logprobs = -1;
+  int32_t num_prompt_logprobs = -1;
+  // Its lists lie side by side in IterationInputs::lists from here on: ids of biases, biases, ends
+  // of bad words, their tokens, and one bit a token of the vocabulary that is allowed.
+  int32_t first_list_word = 0;
+  int32_t num_bias = 0;
+  int32_t num_bad_words = 0;
+  int32_t num_bad_word_tokens = 0;
+  int32_t has_allowed = 0;
+};
+
+}  // namespace paceline
