@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
+#include <string>
 #include <vector>
 
 #include <paceline/device.h>
@@ -143,6 +145,15 @@ class CudaMemory final : public DeviceMemory {
     return static_cast<std::byte*>(data);
   }
   void release(std::byte* data, int64_t) noexcept override { cudaFree(data); }
+  std::byte* allocate_shared(int64_t bytes, std::string_view purpose) override {
+    void* data = nullptr;
+    check(cudaHostAlloc(&data, static_cast<size_t>(bytes),
+                        cudaHostAllocMapped | cudaHostAllocPortable),
+          std::string(purpose).c_str());
+    std::memset(data, 0, static_cast<size_t>(bytes));
+    return static_cast<std::byte*>(data);
+  }
+  void release_shared(std::byte* data, int64_t) noexcept override { cudaFreeHost(data); }
   bool is_host_memory() const override { return false; }
 
   void upload(std::byte* to, const void* from, int64_t bytes) override {
@@ -198,6 +209,14 @@ class CudaMemory final : public DeviceMemory {
 
 }  // namespace
 }  // namespace cuda
+
+void copy_to_host(CudaContext& ctx, void* to, const void* from, int64_t bytes) {
+  // Into pageable memory: the call itself waits for the copy.
+  ++cuda::device_calls().num_synchronizations;
+  cuda::check(
+      cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, ctx.stream),
+      "copying to the host");
+}
 
 CudaStatus cuda_status() {
   CudaStatus status = {.is_built = true};

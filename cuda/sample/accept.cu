@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(32) accept_kernel(const __grid_constant__ Acce
   const SequenceState& s = p.sequences;
   const int32_t i = static_cast<int32_t>(blockIdx.x);
   const int32_t lane = static_cast<int32_t>(threadIdx.x);
-  if (i >= *p.inputs.num_seqs) return;
+  if (i >= p.inputs.counts->num_seqs) return;
   const int32_t seq_slot = p.inputs.seq_slot[i];
   const auto kind = static_cast<RowKind>(p.inputs.kind[i]);
   const int32_t first_logit = p.inputs.logit_indptr[i];

@@ -46,7 +46,7 @@ __global__ void count_kernel(const __grid_constant__ Params p) {
   let_successor_start();
   wait_for_predecessor();
   const int32_t i = static_cast<int32_t>(blockIdx.x);
-  if (i >= *p.inputs.num_seqs) return;
+  if (i >= p.inputs.counts->num_seqs) return;
   const SamplingState& s = p.sampling;
   const CountedSequence sequence = counted_sequence(p, i);
   const int64_t seq_slot = sequence.seq_slot;

@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(32)
   let_successor_start();
   wait_for_predecessor();
   const int32_t i = static_cast<int32_t>(blockIdx.x);
-  if (i >= *p.inputs.num_seqs) return;
+  if (i >= p.inputs.counts->num_seqs) return;
   reject_sequence(p, i, WarpTeam{static_cast<int32_t>(threadIdx.x)});
 }
 

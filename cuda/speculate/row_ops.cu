@@ -28,8 +28,8 @@ __global__ void __launch_bounds__(kMaxSequenceThreads)
   let_successor_start();
   wait_for_predecessor();
   const int32_t i = static_cast<int32_t>(blockIdx.x);
-  if (i == 0 && threadIdx.x == 0) *p.rows.num_rows = *p.inputs.num_verify_rows;
-  if (i >= *p.inputs.num_seqs) return;
+  if (i == 0 && threadIdx.x == 0) *p.rows.num_rows = p.inputs.counts->num_verify_rows;
+  if (i >= p.inputs.counts->num_seqs) return;
   assemble_verify_sequence(p, i, static_cast<int32_t>(threadIdx.x),
                            static_cast<int32_t>(blockDim.x));
 }
@@ -39,8 +39,8 @@ __global__ void __launch_bounds__(kMaxSequenceThreads)
   let_successor_start();
   wait_for_predecessor();
   const int32_t i = static_cast<int32_t>(blockIdx.x);
-  if (i == 0 && threadIdx.x == 0) *p.rows.num_rows = *p.inputs.num_first_rows;
-  if (i >= *p.inputs.num_seqs) return;
+  if (i == 0 && threadIdx.x == 0) *p.rows.num_rows = p.inputs.counts->num_first_rows;
+  if (i >= p.inputs.counts->num_seqs) return;
   assemble_first_sequence(p, i, static_cast<int32_t>(threadIdx.x),
                           static_cast<int32_t>(blockDim.x));
 }
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kMaxStepThreads)
     begin_draft_steps_kernel(const __grid_constant__ BeginDraftStepsParams p) {
   let_successor_start();
   wait_for_predecessor();
-  const int32_t num_drafting = *p.inputs.num_drafting;
+  const int32_t num_drafting = p.inputs.counts->num_drafting;
   bool is_live = false;
   for (int32_t i = static_cast<int32_t>(threadIdx.x); i < num_drafting;
        i += static_cast<int32_t>(blockDim.x)) {
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kNgramThreads)
   let_successor_start();
   wait_for_predecessor();
   const int32_t i = static_cast<int32_t>(blockIdx.x);
-  if (i >= *p.inputs.num_drafting) return;
+  if (i >= p.inputs.counts->num_drafting) return;
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   const int32_t seq_slot = p.inputs.seq_slot[i];
   uint64_t best = warp_max(best_ngram(p, seq_slot, thread, kNgramThreads));

@@ -49,11 +49,7 @@ struct Window {
     s.draft_len[1] = std::min(k, limit - known_len);
     for (int32_t t = 0; t < known_len; ++t) s.history[kMaxLen + t] = t;
     std::copy(drafts.begin(), drafts.end(), s.draft_tokens + k);
-    in = {.num_seqs = ints(1),
-          .num_drafting = ints(1),
-          .num_verify_rows = ints(1),
-          .num_first_rows = ints(1),
-          .num_logit_rows = ints(1),
+    in = {.counts = &counts,
           .seq_slot = ints(1),
           .kind = ints(1),
           .prefill_start = ints(1),
@@ -61,13 +57,13 @@ struct Window {
           .verify_indptr = ints(2),
           .first_indptr = ints(2),
           .logit_indptr = ints(2),
-          .prefill_tokens = ints(kMaxLen),
-          .logit_rows = ints(kMaxLen)};
-    *in.num_seqs = *in.num_drafting = 1;
+          .logit_rows = ints(kMaxLen),
+          .prefill_tokens = ints(kMaxLen)};
+    in.counts->num_seqs = in.counts->num_drafting = 1;
     in.seq_slot[0] = 1;
     in.kind[0] = static_cast<int32_t>(RowKind::kDecode);
-    in.verify_indptr[1] = in.logit_indptr[1] = *in.num_verify_rows = k + 1;
-    in.first_indptr[1] = *in.num_first_rows = 2;
+    in.verify_indptr[1] = in.logit_indptr[1] = in.counts->num_verify_rows = k + 1;
+    in.first_indptr[1] = in.counts->num_first_rows = 2;
     const int32_t capacity = kMaxLen;
     rows = {.num_rows = ints(1),
             .token_ids = ints(capacity),
@@ -96,6 +92,7 @@ struct Window {
   CpuContext ctx;
   DeviceArena arena;
   SequenceState s{};
+  IterationCounts counts{};
   StagedInputs in{};
   PassRows rows{};
   std::vector<int32_t> draws;
@@ -197,7 +194,7 @@ TEST(RowOps, TheFirstPassSeesTheLastAcceptedAndTheNewToken) {
 TEST(RowOps, TheFirstPassOfAHeadPairsEachRowWithTheTokenAfterIt) {
   Window window({7, 8, 9}, {7, 8, 1, 4});  // known_len 5; two kept, then 1
   window.judge();
-  window.in.first_indptr[1] = *window.in.num_first_rows = 4;
+  window.in.first_indptr[1] = window.in.counts->num_first_rows = 4;
   int32_t last_row = -1;
   const auto assemble = [&] {
     assemble_first_rows(window.ctx, {window.in, window.s, window.rows, FirstRows::kWindow,
@@ -213,8 +210,8 @@ TEST(RowOps, TheFirstPassOfAHeadPairsEachRowWithTheTokenAfterIt) {
   window.in.kind[0] = static_cast<int32_t>(RowKind::kPrefillPartial);
   window.in.prefill_start[0] = 4;
   window.in.next_token[0] = 33;
-  window.in.first_indptr[1] = *window.in.num_first_rows = 4;
-  *window.in.num_drafting = 0;
+  window.in.first_indptr[1] = window.in.counts->num_first_rows = 4;
+  window.in.counts->num_drafting = 0;
   assemble();
   EXPECT_EQ(head(window.rows.seq_slot, 4), (Tokens{1, 1, 1, 1}));
   EXPECT_EQ(head(window.rows.positions, 4), (Tokens{4, 5, 6, 7}));
@@ -235,7 +232,7 @@ TEST(RowOps, TheFirstPassOfAChunkIsTheSameWhereItsSequenceHasEnded) {
   window.judge();
   window.in.kind[0] = static_cast<int32_t>(RowKind::kPrefillFinal);
   window.in.prefill_start[0] = 5;
-  window.in.first_indptr[1] = *window.in.num_first_rows = 3;
+  window.in.first_indptr[1] = window.in.counts->num_first_rows = 3;
   for (const int32_t is_active : {1, 0}) {
     window.s.is_active[1] = is_active;
     int32_t last_row = -1;
@@ -260,7 +257,7 @@ TEST(RowOps, AFixedHeadHasOneRowAtTheLastPositionWithKv) {
   // The window is rows 20 to 23 of the verify pass; its row 22 drew the newest token.
   window.in.verify_indptr[0] = 20;
   window.in.verify_indptr[1] = 24;
-  window.in.first_indptr[1] = *window.in.num_first_rows = 1;
+  window.in.first_indptr[1] = window.in.counts->num_first_rows = 1;
   Tokens hidden_rows(2, -7);
   int32_t last_row = -1;
   const auto assemble = [&] {
@@ -298,7 +295,7 @@ TEST(RowOps, AFixedHeadHasOneRowAtTheLastPositionWithKv) {
   // An unfinished chunk has no row.
   window.s.is_active[1] = 1;
   window.in.kind[0] = static_cast<int32_t>(RowKind::kPrefillPartial);
-  window.in.first_indptr[1] = *window.in.num_first_rows = *window.in.num_drafting = 0;
+  window.in.first_indptr[1] = window.in.counts->num_first_rows = window.in.counts->num_drafting = 0;
   hidden_rows = {-7, -7};
   last_row = -1;
   assemble();

@@ -196,9 +196,8 @@ double oracle_acceptance(const Oracle& oracle, double temperature,
                          .first_rows = traits_for(&head->config, {}).first_rows};
   auto runner = std::make_unique<CpuRunner>(
       target, head, layout,
-      CpuRunnerOptions{.iteration = {.shape = shape, .max_model_len = 256}, .max_in_flight = 2});
-  plant(*runner, runner->decode_program());
-  plant(*runner, runner->draft_step_program());
+      CpuRunnerOptions{.runner = {.iteration = {.shape = shape, .max_model_len = 256}}});
+  for (Program* const program : runner->programs()) plant(*runner, *program);
   Engine engine({.shape = shape,
                  .scheduler = {.max_num_seqs = 8,
                                .max_num_batched_tokens = 256,

@@ -367,7 +367,8 @@ struct Counter {
     Tokens kinds = {decode, decode, static_cast<int32_t>(kind)};
     Tokens starts = {0, 0, start};
     CpuContext ctx = context_of(1);
-    count_prefill_tokens(ctx, {.inputs = {.num_seqs = &num_seqs,
+    IterationCounts counts = {.num_seqs = num_seqs};
+    count_prefill_tokens(ctx, {.inputs = {.counts = &counts,
                                           .seq_slot = batch_slots.data(),
                                           .kind = kinds.data(),
                                           .prefill_start = starts.data(),
@@ -384,7 +385,8 @@ struct Counter {
     std::fill_n(results[2].tokens, kMaxDraftTokens + 1, 4);
     std::copy(tokens.begin(), tokens.end(), results[2].tokens);
     CpuContext ctx = context_of(1);
-    count_emitted_tokens(ctx, {.inputs = {.num_seqs = &num_seqs, .seq_slot = batch_slots.data()},
+    IterationCounts counts = {.num_seqs = num_seqs};
+    count_emitted_tokens(ctx, {.inputs = {.counts = &counts, .seq_slot = batch_slots.data()},
                                .sampling = arrays.state(),
                                .results = results,
                                .max_seqs = 3});

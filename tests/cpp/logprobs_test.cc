@@ -83,14 +83,10 @@ Entries rate(const Logits& logits, int32_t token, int32_t num_best) {
   SamplingArrays arrays(1, vocab);
   arrays.num_prompt_logprobs[0] = num_best;
   int32_t zero = 0;
-  int32_t one = 1;
   Entries entries(static_cast<size_t>(1 + num_best), TokenLogprob{-7, -7, -7});
   CpuContext ctx = context_of(1);
-  token_logprobs(ctx, {.inputs = {.num_seqs = &zero,
-                                  .num_logit_rows = &zero,
-                                  .logit_rows = &zero,
-                                  .num_all_logit_rows = &one,
-                                  .prompt_targets = &token},
+  IterationCounts counts = {.num_all_logit_rows = 1};
+  token_logprobs(ctx, {.inputs = {.counts = &counts, .logit_rows = &zero, .prompt_targets = &token},
                        .seq_slot = &zero,
                        .logits = logits.data(),
                        .logits_stride = vocab,
@@ -227,12 +223,12 @@ TEST(TokenLogprobs, MatchTheReferenceWhateverTheBatch) {
     const Logits logits = make_logits();
     const Logits raw = make_logits();
     Entries entries(static_cast<size_t>(num_all + 1) * (1 + kMost), kUntouched);
-    const TokenLogprobsParams params = {.inputs = {.num_seqs = &num_seqs,
-                                                   .num_logit_rows = &num_logit_rows,
+    IterationCounts counts = {
+        .num_seqs = num_seqs, .num_logit_rows = num_logit_rows, .num_all_logit_rows = num_all};
+    const TokenLogprobsParams params = {.inputs = {.counts = &counts,
                                                    .seq_slot = seq_slot.data(),
                                                    .logit_indptr = indptr.data(),
                                                    .logit_rows = logit_rows.data(),
-                                                   .num_all_logit_rows = &num_all,
                                                    .prompt_targets = targets.data()},
                                         .results = results.data(),
                                         .seq_slot = pass_slots.data(),

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "batch/batch_builder.h"
+#include "support/host_batch.h"
 #include "wire/batch_shape.h"
 #include "wire/blocks.h"
 
@@ -139,15 +140,15 @@ TEST(Scheduler, RatedPromptsShareTheRowsOfScores) {
                          .num_draft_tokens = 3,
                          .max_prompt_rows = 8,
                          .max_logprobs = 1};
-  IterationInputs inputs;
-  reserve_inputs(inputs, shape);
+  testing::HostBatch batch(shape);
+  const StagedInputs& inputs = batch->inputs;
   std::vector<int32_t> rated(4, 0);
   std::vector<int32_t> scored(4, 0);
   for (int iteration = 0; iteration < 8; ++iteration) {
     ASSERT_TRUE(desk.step());
-    build_batch(desk.plan, shape, inputs);
+    build_batch(desk.plan, shape, *batch);
     int32_t num_extra = 0;
-    int32_t prompt_row = inputs.num_logit_rows;
+    int32_t prompt_row = inputs.counts->num_logit_rows;
     for (size_t i = 0; i < desk.plan.sequences.size(); ++i) {
       const PlannedSequence& launch = desk.plan.sequences[i];
       const auto at = static_cast<size_t>(launch.sequence->id - 1);
@@ -165,7 +166,7 @@ TEST(Scheduler, RatedPromptsShareTheRowsOfScores) {
       if (launch.kind == RowKind::kScore) scored[at] += launch.num_rows;
       num_extra += launch.kind == RowKind::kScore ? launch.num_rows : launch.num_prompt_rows;
     }
-    EXPECT_EQ(prompt_row, inputs.num_logit_rows + inputs.num_prompt_rows);
+    EXPECT_EQ(prompt_row, inputs.counts->num_logit_rows + inputs.counts->num_prompt_rows);
     EXPECT_LE(num_extra, 8);
     desk.read();
   }
@@ -396,8 +397,8 @@ TEST(BatchBuilder, LaysOutRaggedRows) {
                          .max_logit_rows = 32,
                          .num_draft_tokens = 3,
                          .first_rows = FirstRows::kNewest};
-  IterationInputs inputs;
-  reserve_inputs(inputs, shape);
+  testing::HostBatch batch(shape);
+  const StagedInputs& inputs = batch->inputs;
   Sequence sequences[4];
   for (int i = 0; i < 4; ++i) {
     sequences[i].seq_slot = 3 - i;
@@ -414,13 +415,13 @@ TEST(BatchBuilder, LaysOutRaggedRows) {
        .num_rows = 5,
        .resets_state = true},
       {.sequence = &sequences[3], .kind = RowKind::kScore, .start = 2, .num_rows = 3}};
-  build_batch(plan, shape, inputs);
+  build_batch(plan, shape, *batch);
 
-  EXPECT_EQ(inputs.num_seqs, 4);
-  EXPECT_TRUE(inputs.has_prefill);
-  EXPECT_EQ(inputs.num_drafting, 2);
-  const auto head = [](const std::vector<int32_t>& values, size_t n) {
-    return std::vector<int32_t>(values.begin(), values.begin() + static_cast<int64_t>(n));
+  EXPECT_EQ(inputs.counts->num_seqs, 4);
+  EXPECT_TRUE(batch->has_prefill);
+  EXPECT_EQ(inputs.counts->num_drafting, 2);
+  const auto head = [](const int32_t* values, size_t n) {
+    return std::vector<int32_t>(values, values + n);
   };
   EXPECT_EQ(head(inputs.seq_slot, 4), (std::vector<int32_t>{3, 2, 1, 0}));
   EXPECT_EQ(head(inputs.verify_indptr, 5), (std::vector<int32_t>{0, 4, 10, 15, 18}));
@@ -434,26 +435,27 @@ TEST(BatchBuilder, LaysOutRaggedRows) {
   EXPECT_EQ(inputs.prefill_tokens[4], 14);
   EXPECT_EQ(inputs.prefill_tokens[9], 19);
   EXPECT_EQ(inputs.prefill_tokens[15], 32);
-  ASSERT_EQ(inputs.resets.size(), 1u);
+  ASSERT_EQ(inputs.counts->num_resets, 1);
+  EXPECT_EQ(inputs.reset_seq_slots[0], 1);
   EXPECT_EQ(inputs.resets[0].seq_slot, 1);
-  ASSERT_EQ(inputs.score_copies.size(), 1u);
-  EXPECT_EQ(inputs.score_copies[0].first_logit_row, 5);
-  EXPECT_EQ(inputs.score_copies[0].destination_row, 2);
+  ASSERT_EQ(batch->score_copies.size(), 1u);
+  EXPECT_EQ(batch->score_copies[0].first_logit_row, 5);
+  EXPECT_EQ(batch->score_copies[0].destination_row, 2);
 
   // A head's first pass has the rows of the verify pass, but for scores.
   BatchShape window = shape;
   window.first_rows = FirstRows::kWindow;
-  build_batch(plan, window, inputs);
+  build_batch(plan, window, *batch);
   EXPECT_EQ(head(inputs.first_indptr, 5), (std::vector<int32_t>{0, 4, 10, 15, 15}));
   // One that stays at the last position with KV has a row of each sequence that drafts.
   window.first_rows = FirstRows::kLast;
-  build_batch(plan, window, inputs);
+  build_batch(plan, window, *batch);
   EXPECT_EQ(head(inputs.first_indptr, 5), (std::vector<int32_t>{0, 1, 2, 2, 2}));
-  EXPECT_EQ(inputs.num_first_rows, 2);
-  EXPECT_EQ(inputs.num_drafting, 2);
+  EXPECT_EQ(inputs.counts->num_first_rows, 2);
+  EXPECT_EQ(inputs.counts->num_drafting, 2);
   window.first_rows = FirstRows::kNone;
-  build_batch(plan, window, inputs);
-  EXPECT_EQ(inputs.num_first_rows, 0);
+  build_batch(plan, window, *batch);
+  EXPECT_EQ(inputs.counts->num_first_rows, 0);
 }
 
 }  // namespace

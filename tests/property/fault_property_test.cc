@@ -44,10 +44,10 @@ struct SelfDraft {
                                     .max_in_flight = max_in_flight},
                       .max_model_len = 256,
                       .vocab_size = model->config.vocab_size};
-    runner_options = {.iteration = {.shape = engine_options.shape,
-                                    .max_model_len = 256,
-                                    .use_window_lists = use_window_lists},
-                      .max_in_flight = max_in_flight,
+    runner_options = {.runner = {.iteration = {.shape = engine_options.shape,
+                                               .max_model_len = 256,
+                                               .use_window_lists = use_window_lists},
+                                 .max_in_flight = max_in_flight},
                       .lateness = lateness};
   }
 
@@ -64,8 +64,7 @@ struct SelfDraft {
 // Share of drafts kept by a model that drafts for itself: 1 unless something is stale.
 double self_draft_acceptance(const SelfDraft& setup, const std::function<void(Program&)>& plant) {
   auto runner = setup.runner();
-  plant(runner->decode_program());
-  plant(runner->draft_step_program());
+  for (Program* const program : runner->programs()) plant(*program);
   Engine engine(setup.engine_options, setup.layout, std::move(runner));
   std::mt19937_64 random(3);
   for (int i = 0; i < 8; ++i) {
@@ -145,18 +144,23 @@ class WatchingRunner final : public Runner {
  public:
   explicit WatchingRunner(std::unique_ptr<CpuRunner> inner) : inner_(std::move(inner)) {}
 
-  void launch(const IterationInputs& inputs) override {
-    for (const SequenceReset& reset : inputs.resets) tables_.erase(reset.seq_slot);
-    for (const TableWrite& write : inputs.table_writes) {
+  void bind(Batch& batch) override { inner_->bind(batch); }
+  void launch(const Batch& batch) override {
+    const StagedInputs& inputs = batch.inputs;
+    for (int32_t i = 0; i < inputs.counts->num_resets; ++i) {
+      tables_.erase(inputs.resets[i].seq_slot);
+    }
+    for (int32_t i = 0; i < inputs.counts->num_table_writes; ++i) {
+      const TableWrite& write = inputs.table_writes[i];
       tables_[write.seq_slot].insert({write.group, write.block});
     }
-    auto& touched = touched_[inputs.iteration];
-    for (int32_t i = 0; i < inputs.num_seqs; ++i) {
+    auto& touched = touched_[batch.iteration];
+    for (int32_t i = 0; i < inputs.counts->num_seqs; ++i) {
       const auto& blocks = tables_[inputs.seq_slot[i]];
       touched.insert(blocks.begin(), blocks.end());
     }
-    inner_->launch(inputs);
-    if (after_launch) after_launch(inputs.iteration);
+    inner_->launch(batch);
+    if (after_launch) after_launch(batch.iteration);
   }
   void wait(int64_t iteration) override {
     inner_->wait(iteration);

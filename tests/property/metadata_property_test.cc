@@ -63,8 +63,8 @@ void randomize(Bench& bench, std::mt19937_64& random) {
     }
   }
   const auto num_seqs = static_cast<int32_t>(random() % (kMaxSeqs + 1));
-  *b.staged.num_seqs = num_seqs;
-  *b.staged.num_drafting = num_seqs;
+  b.staged.counts->num_seqs = num_seqs;
+  b.staged.counts->num_drafting = num_seqs;
   std::vector<int32_t> slots(kMaxSeqs);
   for (int32_t i = 0; i < kMaxSeqs; ++i) slots[i] = i;
   std::shuffle(slots.begin(), slots.end(), random);
@@ -104,7 +104,7 @@ struct Steps {
 void expected_rows(const Bench& bench, int32_t j, const Steps& steps, const PassRows& rows) {
   const IterationBuffers& b = bench.buffers;
   const SequenceState& s = b.sequences;
-  *rows.num_rows = *b.staged.num_drafting;
+  *rows.num_rows = b.staged.counts->num_drafting;
   for (int32_t i = 0; i < *rows.num_rows; ++i) {
     const int32_t slot = b.staged.seq_slot[i];
     const int32_t drawn_at = s.known_len[slot] + j;

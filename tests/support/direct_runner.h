@@ -65,33 +65,31 @@ class DirectRunner {
                                         .use_window_lists = options.use_window_lists,
                                         .ngram = options.ngram,
                                         .draft_position = options.draft_position};
+    const RunnerOptions runner_options = {.iteration = iteration, .driver = options.driver};
     if (target->device == Device::kCpu) {
-      auto runner = std::make_unique<CpuRunner>(target, draft, layout_,
-                                                CpuRunnerOptions{.iteration = iteration,
-                                                                 .driver = options.driver,
-                                                                 .num_threads = options.num_threads,
-                                                                 .poison_pool = true});
+      auto runner = std::make_unique<CpuRunner>(
+          target, draft, layout_,
+          CpuRunnerOptions{
+              .runner = runner_options, .num_threads = options.num_threads, .poison_pool = true});
       buffers_ = &runner->buffers();
       kv_pool_ = runner->kv_pool();
-      run_now_ = [cpu = runner.get()](const IterationInputs& inputs) { cpu->run_now(inputs); };
+      run_now_ = [cpu = runner.get()](const Batch& batch) { cpu->run_now(batch); };
       runner_ = std::move(runner);
     }
 #ifdef PACELINE_CUDA
     if (target->device == Device::kCuda) {
       auto runner = std::make_unique<CudaRunner>(
-          target, draft, layout_,
-          CudaRunnerOptions{.iteration = iteration, .driver = options.driver, .poison_pool = true});
+          target, draft, layout_, CudaRunnerOptions{.runner = runner_options, .poison_pool = true});
       buffers_ = &runner->buffers();
       kv_pool_ = runner->kv_pool();
-      run_now_ = [cuda = runner.get()](const IterationInputs& inputs) {
-        cuda->launch(inputs);
-        cuda->wait(inputs.iteration);
+      run_now_ = [cuda = runner.get()](const Batch& batch) {
+        cuda->launch(batch);
+        cuda->wait(batch.iteration);
         cuda->synchronize();
       };
       runner_ = std::move(runner);
     }
 #endif
-    reserve_inputs(inputs_, shape_);
     sequences_.resize(options.max_seqs);
   }
 
@@ -140,9 +138,11 @@ class DirectRunner {
                      [](const PlannedSequence& a, const PlannedSequence& b) {
                        return static_cast<int32_t>(a.kind) < static_cast<int32_t>(b.kind);
                      });
-    build_batch(plan_, shape_, inputs_);
-    inputs_.score_copies.clear();  // tests read the logits buffer
-    run_now_(inputs_);
+    batch_.iteration = plan_.iteration;
+    runner_->bind(batch_);
+    build_batch(plan_, shape_, batch_);
+    batch_.score_copies.clear();  // tests read the logits buffer
+    run_now_(batch_);
     ++plan_.iteration;
     last_plan_ = plan_;
     plan_.sequences.clear();
@@ -154,7 +154,8 @@ class DirectRunner {
     std::vector<std::vector<float>> rows;
     for (size_t i = 0; i < last_plan_.sequences.size(); ++i) {
       if (last_plan_.sequences[i].sequence->seq_slot != slot) continue;
-      for (int32_t row = inputs_.logit_indptr[i]; row < inputs_.logit_indptr[i + 1]; ++row) {
+      for (int32_t row = batch_.inputs.logit_indptr[i]; row < batch_.inputs.logit_indptr[i + 1];
+           ++row) {
         rows.push_back(download(buffers_->logits + int64_t{row} * vocab_size_, vocab_size_));
       }
     }
@@ -211,7 +212,7 @@ class DirectRunner {
   [[nodiscard]] int32_t slot_of_row(size_t row) const {
     return last_plan_.sequences[row].sequence->seq_slot;
   }
-  [[nodiscard]] const IterationInputs& last_inputs() const { return inputs_; }
+  [[nodiscard]] const Batch& last_batch() const { return batch_; }
   // All of the KV pool but the slab of the null blocks, where padding may be written.
   [[nodiscard]] std::vector<std::byte> pool_bytes() const {
     return download(kv_pool_ + layout_.slab_bytes, layout_.pool_bytes - layout_.slab_bytes);
@@ -223,11 +224,11 @@ class DirectRunner {
     const int32_t num_best = last_plan_.sequences[row].sequence->sampling.logprobs;
     std::vector<TokenLogprob> entries;
     if (num_best < 0) return entries;
-    const std::span<const TokenLogprob> all = runner_->logprobs(inputs_.iteration);
+    const std::span<const TokenLogprob> all = runner_->logprobs(batch_.iteration);
     const int32_t emitted_len = result(static_cast<int32_t>(row)).emitted_len;
     for (int32_t j = 0; j < emitted_len; ++j) {
       const auto begin =
-          all.begin() + int64_t{inputs_.logit_indptr[row] + j} * (1 + options_.max_logprobs);
+          all.begin() + int64_t{batch_.inputs.logit_indptr[row] + j} * (1 + options_.max_logprobs);
       entries.insert(entries.end(), begin, begin + 1 + num_best);
     }
     return entries;
@@ -252,8 +253,8 @@ class DirectRunner {
   std::unique_ptr<Runner> runner_;
   const IterationBuffers* buffers_ = nullptr;
   const std::byte* kv_pool_ = nullptr;
-  std::function<void(const IterationInputs&)> run_now_;
-  IterationInputs inputs_;
+  std::function<void(const Batch&)> run_now_;
+  Batch batch_;
   IterationPlan plan_;
   IterationPlan last_plan_;
   std::vector<std::unique_ptr<Sequence>> sequences_;

@@ -9,6 +9,7 @@
 #include <numeric>
 
 #include "sample/logprobs.h"
+#include "support/host_batch.h"
 #include "support/op_cases.h"
 #include "support/row_arrays.h"
 #include "support/sampling_handles.h"
@@ -76,8 +77,7 @@ void compare_entries(OpInstance& op, Handle entries) {
 }
 
 struct StagedHandles {
-  Handle num_seqs, num_logit_rows, num_all_logit_rows, seq_slot, logit_indptr, logit_rows,
-      prompt_targets;
+  Handle counts, seq_slot, logit_indptr, logit_rows, prompt_targets;
 };
 
 // The op on arrays that the builders below have made; a row of `rows` has `rows_per_id` rows of
@@ -99,27 +99,24 @@ void set_op(OpInstance& op, const LogprobSpec& s, const Rows& rows, int32_t firs
   const Handle entries = op.add(std::move(output));
   const SamplingHandles sampling(op, arrays, Role::kInput);
   op.set_run([=](auto& ctx, const Addresses& at) {
-    token_logprobs(ctx,
-                   TokenLogprobsParams{
-                       .inputs = {.num_seqs = at.get<int32_t>(staged.num_seqs),
-                                  .num_logit_rows = at.get<int32_t>(staged.num_logit_rows),
-                                  .seq_slot = at.get<int32_t>(staged.seq_slot),
-                                  .logit_indptr = at.get<int32_t>(staged.logit_indptr),
-                                  .logit_rows = at.get<int32_t>(staged.logit_rows),
-                                  .num_all_logit_rows = at.get<int32_t>(staged.num_all_logit_rows),
-                                  .prompt_targets = at.get<int32_t>(staged.prompt_targets)},
-                       .results = at.get<SequenceResult>(results),
-                       .seq_slot = at.get<int32_t>(pass_slots),
-                       .logits = at.get<float>(logits),
-                       .raw_logits = at.get<float>(raw_logits),
-                       .logits_stride = stride,
-                       .max_seqs = max_seqs,
-                       .max_window_rows = kWindowRows,
-                       .max_prompt_rows = max_prompt_rows,
-                       .max_logprobs = s.max_logprobs,
-                       .sampling = sampling.at(at),
-                       .logprobs = at.get<TokenLogprob>(entries),
-                       .all_change = s.all_change});
+    token_logprobs(ctx, TokenLogprobsParams{
+                            .inputs = {.counts = at.get<IterationCounts>(staged.counts),
+                                       .seq_slot = at.get<int32_t>(staged.seq_slot),
+                                       .logit_indptr = at.get<int32_t>(staged.logit_indptr),
+                                       .logit_rows = at.get<int32_t>(staged.logit_rows),
+                                       .prompt_targets = at.get<int32_t>(staged.prompt_targets)},
+                            .results = at.get<SequenceResult>(results),
+                            .seq_slot = at.get<int32_t>(pass_slots),
+                            .logits = at.get<float>(logits),
+                            .raw_logits = at.get<float>(raw_logits),
+                            .logits_stride = stride,
+                            .max_seqs = max_seqs,
+                            .max_window_rows = kWindowRows,
+                            .max_prompt_rows = max_prompt_rows,
+                            .max_logprobs = s.max_logprobs,
+                            .sampling = sampling.at(at),
+                            .logprobs = at.get<TokenLogprob>(entries),
+                            .all_change = s.all_change});
   });
   compare_entries(op, entries);
 }
@@ -175,9 +172,10 @@ OpInstance make_emitted_logprobs(const LogprobSpec& s, const Rows& rows, uint64_
     return op.add(int_array(name, Role::kInput, values));
   };
   const int32_t num_logit_rows = rows.max_rows * kWindowRows;
-  const StagedHandles staged = {.num_seqs = ints("num_seqs", {rows.claimed}),
-                                .num_logit_rows = ints("num_logit_rows", {num_logit_rows}),
-                                .num_all_logit_rows = ints("num_all_logit_rows", {num_logit_rows}),
+  const IterationCounts counts = {.num_seqs = rows.claimed,
+                                  .num_logit_rows = num_logit_rows,
+                                  .num_all_logit_rows = num_logit_rows};
+  const StagedHandles staged = {.counts = ints("counts", words_of(counts)),
                                 .seq_slot = ints("staged_slots", slots),
                                 .logit_indptr = ints("logit_indptr", logit_indptr),
                                 .logit_rows = ints("logit_rows", {-1}),
@@ -224,14 +222,13 @@ OpInstance make_prompt_logprobs(const LogprobSpec& s, const Rows& rows, uint64_t
   const auto ints = [&](const char* name, const std::vector<int32_t>& values) {
     return op.add(int_array(name, Role::kInput, values));
   };
-  const StagedHandles staged = {
-      .num_seqs = ints("num_seqs", {0}),
-      .num_logit_rows = ints("num_logit_rows", {kFirstPromptRow}),
-      .num_all_logit_rows = ints("num_all_logit_rows", {kFirstPromptRow + rows.claimed}),
-      .seq_slot = ints("staged_slots", {0}),
-      .logit_indptr = ints("logit_indptr", {0, 0}),
-      .logit_rows = ints("logit_rows", logit_rows),
-      .prompt_targets = ints("prompt_targets", targets)};
+  const IterationCounts counts = {.num_logit_rows = kFirstPromptRow,
+                                  .num_all_logit_rows = kFirstPromptRow + rows.claimed};
+  const StagedHandles staged = {.counts = ints("counts", words_of(counts)),
+                                .seq_slot = ints("staged_slots", {0}),
+                                .logit_indptr = ints("logit_indptr", {0, 0}),
+                                .logit_rows = ints("logit_rows", logit_rows),
+                                .prompt_targets = ints("prompt_targets", targets)};
   const Handle at_slots = ints("pass_slots", pass_slots);
   const Handle at_results = ints("results", std::vector<int32_t>(sizeof(SequenceResult) / 4, 0));
   set_op(op, s, rows, kFirstPromptRow, /*rows_per_id=*/1, staged, at_slots, at_results, logits,

@@ -10,6 +10,7 @@
 #include <numeric>
 
 #include "sample/reject.h"
+#include "support/host_batch.h"
 #include "support/op_cases.h"
 #include "support/row_arrays.h"
 #include "wire/batch_shape.h"
@@ -256,7 +257,8 @@ OpInstance make_reject(const RejectSpec& s, const Rows& rows, uint64_t seed) {
   const auto num_slots = size + 1;
   const auto per_slot = static_cast<size_t>(k * s.per_draft);
   const std::vector<int32_t> slots = slots_of(rows);
-  const Handle num_seqs = add_num_rows(op, rows);
+  const Handle counts =
+      op.add(int_array("counts", Role::kInput, words_of({.num_seqs = rows.claimed})));
   const auto claimed = static_cast<int32_t>(rows.ids.size());
   const Handle num_logit_rows =
       op.add(int_array<int32_t>("num_logit_rows", Role::kInput, {claimed * width}));
@@ -331,7 +333,7 @@ OpInstance make_reject(const RejectSpec& s, const Rows& rows, uint64_t seed) {
   const Handle residual_rows = add_exact(op, "residual_rows", Element::kI32, max_rows, 0);
   const Handle pass_rows = add_exact(op, "residual_pass_rows", Element::kI32, max_rows, 0);
   op.set_run([=](auto& ctx, const Addresses& at) {
-    const StagedInputs inputs = {.num_seqs = at.get<int32_t>(num_seqs),
+    const StagedInputs inputs = {.counts = at.get<IterationCounts>(counts),
                                  .seq_slot = at.get<int32_t>(at_slot),
                                  .kind = at.get<int32_t>(at_kind),
                                  .verify_indptr = at.get<int32_t>(at_verify_indptr),

@@ -14,6 +14,7 @@
 #include "sample/accept.h"
 #include "sample/logits.h"
 #include "speculate/row_ops.h"
+#include "support/host_batch.h"
 #include "support/op_cases.h"
 #include "support/sampling_handles.h"
 #include "wire/batch_shape.h"
@@ -46,11 +47,7 @@ class World {
   }
 
   [[nodiscard]] StagedInputs inputs(const Addresses& at) const {
-    return {.num_seqs = at.get<int32_t>(num_seqs_),
-            .num_drafting = at.get<int32_t>(num_drafting_),
-            .num_verify_rows = at.get<int32_t>(num_verify_rows_),
-            .num_first_rows = at.get<int32_t>(num_first_rows_),
-            .num_logit_rows = at.get<int32_t>(num_logit_rows_),
+    return {.counts = at.get<IterationCounts>(counts_),
             .seq_slot = at.get<int32_t>(batch_slot_),
             .kind = at.get<int32_t>(kind_),
             .prefill_start = at.get<int32_t>(prefill_start_),
@@ -58,8 +55,8 @@ class World {
             .verify_indptr = at.get<int32_t>(verify_indptr_),
             .first_indptr = at.get<int32_t>(first_indptr_),
             .logit_indptr = at.get<int32_t>(logit_indptr_),
-            .prefill_tokens = at.get<int32_t>(prefill_tokens_),
-            .logit_rows = nullptr};
+            .logit_rows = nullptr,
+            .prefill_tokens = at.get<int32_t>(prefill_tokens_)};
   }
   [[nodiscard]] SequenceState sequences(const Addresses& at) const {
     return {.known_len = at.get<int32_t>(known_len_),
@@ -318,10 +315,11 @@ class World {
       return ends;
     };
     num_seqs_ = ints<int32_t>("num_seqs", {s_.num_seqs});
-    num_drafting_ = ints<int32_t>("num_drafting", {num_drafting});
-    num_verify_rows_ = ints<int32_t>("num_verify_rows", {verify_ends_.back()});
-    num_first_rows_ = ints<int32_t>("num_first_rows", {first_ends_.back()});
-    num_logit_rows_ = ints<int32_t>("num_logit_rows", {logit_ends_.back()});
+    counts_ = ints("counts", words_of({.num_seqs = s_.num_seqs,
+                                       .num_drafting = num_drafting,
+                                       .num_verify_rows = verify_ends_.back(),
+                                       .num_first_rows = first_ends_.back(),
+                                       .num_logit_rows = logit_ends_.back()}));
     batch_slot_ = ints("batch_slot", batch_slots_);
     kind_ = ints("kind", kinds_);
     prefill_start_ = ints("prefill_start", starts_);
@@ -393,9 +391,8 @@ class World {
   std::vector<int32_t> batch_slots_, kinds_, starts_, lens_, drafts_, draft_lens_;
   std::vector<int32_t> verify_ends_, first_ends_, logit_ends_;
   std::vector<int32_t> emitted_;  // by sequence of the batch
-  Handle num_seqs_, num_drafting_, num_verify_rows_, num_first_rows_, num_logit_rows_, batch_slot_,
-      kind_, prefill_start_, next_token_, verify_indptr_, first_indptr_, logit_indptr_,
-      prefill_tokens_;
+  Handle num_seqs_, counts_, batch_slot_, kind_, prefill_start_, next_token_, verify_indptr_,
+      first_indptr_, logit_indptr_, prefill_tokens_;
   Handle known_len_, limit_, is_active_, seed_, num_stop_ids_, stop_ids_, history_, draft_tokens_,
       draft_len_;
 };

@@ -62,19 +62,18 @@ class RejectionRig {
          .draft_tokens = ints(int64_t{n} * k),
          .draft_len = ints(n),
          .num_draft_tokens = k};
-    in = {.num_seqs = ints(1),
-          .num_logit_rows = ints(1),
+    in = {.counts = &counts,
           .seq_slot = ints(n),
           .kind = ints(n),
           .verify_indptr = ints(n + 1),
           .logit_indptr = ints(n + 1),
           .logit_rows = identity_.data()};
-    rows = {.num_rows = in.num_logit_rows,
+    rows = {.num_rows = &counts.num_logit_rows,
             .positions = ints(int64_t{n} * width),
             .seq_slot = ints(int64_t{n} * width),
             .capacity = n * width};
-    *in.num_seqs = n;
-    *in.num_logit_rows = n * width;
+    counts.num_seqs = n;
+    counts.num_logit_rows = n * width;
     for (int32_t i = 0; i < n; ++i) {
       s.known_len[i] = known_len(i);
       s.limit[i] = known_len(i) + 1000;
@@ -123,7 +122,7 @@ class RejectionRig {
         positions[static_cast<size_t>(i)] = known_len(i) - 1 + step;
       }
       const DrawParams coupled = {
-          .num_rows = in.num_seqs,
+          .num_rows = &counts.num_seqs,
           .max_rows = n,
           .logits = row_logits.data(),
           .logits_stride = vocab,
@@ -156,7 +155,7 @@ class RejectionRig {
                   logits.begin() + (int64_t{i} * width + r) * spec_.vocab_size);
       }
     }
-    ctx.run(draw, DrawParams{.num_rows = in.num_logit_rows,
+    ctx.run(draw, DrawParams{.num_rows = &counts.num_logit_rows,
                              .max_rows = rows.capacity,
                              .logits = logits.data(),
                              .logits_stride = spec_.vocab_size,
@@ -199,6 +198,7 @@ class RejectionRig {
 
   CpuContext ctx;
   SequenceState s{};
+  IterationCounts counts{};
   StagedInputs in{};
   PassRows rows{};
   RejectionBuffers buffers;

@@ -5,7 +5,6 @@
 #include <bit>
 
 #include "base/check.h"
-#include "batch/iteration_inputs.h"
 #include "request/sequence.h"
 #include "scheduler/iteration_plan.h"
 #include "wire/batch_shape.h"
@@ -51,10 +50,12 @@ bool wants_logprobs(const Sequence& sequence) {
   return sequence.sampling.logprobs >= 0 || sequence.sampling.prompt_logprobs >= 0;
 }
 
-// Appends the sequence's lists to `lists`.
-SequenceReset reset_of(const Sequence& sequence, std::vector<int32_t>& lists) {
+// The state that `sequence` begins with; appends its lists to those of the batch.
+SequenceReset reset_of(const Sequence& sequence, const InputCapacity& capacity,
+                       StagedInputs& inputs) {
   const SamplingOptions& s = sequence.sampling;
   if (sequence.is_score) return {.seq_slot = sequence.seq_slot, .limit = sequence.limit};
+  int32_t& num_words = inputs.counts->num_list_words;
   SequenceReset reset{.seq_slot = sequence.seq_slot,
                       .limit = sequence.limit,
                       .seed = s.seed,
@@ -72,76 +73,74 @@ SequenceReset reset_of(const Sequence& sequence, std::vector<int32_t>& lists) {
                       .frequency_penalty = static_cast<float>(s.frequency_penalty),
                       .num_logprobs = s.logprobs,
                       .num_prompt_logprobs = s.prompt_logprobs,
-                      .first_list_word = static_cast<int32_t>(lists.size()),
+                      .first_list_word = num_words,
                       .num_bias = static_cast<int32_t>(s.logit_bias.size()),
                       .num_bad_words = static_cast<int32_t>(s.bad_words.size()),
                       .has_allowed = sequence.allowed.empty() ? 0 : 1};
   std::copy(s.stop_token_ids.begin(), s.stop_token_ids.end(), reset.stop_ids);
-  for (const LogitBias& bias : s.logit_bias) lists.push_back(bias.token);
-  for (const LogitBias& bias : s.logit_bias) lists.push_back(std::bit_cast<int32_t>(bias.bias));
+  const auto append = [&](int32_t word) {
+    PACELINE_CHECK(num_words < capacity.list_words, "words of lists: ", capacity.list_words);
+    inputs.lists[num_words++] = word;
+  };
+  for (const LogitBias& bias : s.logit_bias) append(bias.token);
+  for (const LogitBias& bias : s.logit_bias) append(std::bit_cast<int32_t>(bias.bias));
   for (const std::vector<int32_t>& word : s.bad_words) {
     reset.num_bad_word_tokens += static_cast<int32_t>(word.size());
-    lists.push_back(reset.num_bad_word_tokens);
+    append(reset.num_bad_word_tokens);
   }
   for (const std::vector<int32_t>& word : s.bad_words) {
-    lists.insert(lists.end(), word.begin(), word.end());
+    for (const int32_t token : word) append(token);
   }
-  for (const uint32_t bits : sequence.allowed) lists.push_back(std::bit_cast<int32_t>(bits));
+  for (const uint32_t bits : sequence.allowed) append(std::bit_cast<int32_t>(bits));
   return reset;
 }
 
-// Appends the rows whose next token is rated to the rows of logits, behind those that draw.
-void add_prompt_rows(const IterationPlan& plan, const BatchShape& shape, IterationInputs& inputs) {
-  inputs.num_prompt_rows = 0;
-  for (int32_t i = 0; i < inputs.num_seqs; ++i) {
+// Appends the rows for prompt logprobs to the rows of logits, behind those that draw.
+void add_prompt_rows(const IterationPlan& plan, const BatchShape& shape, StagedInputs& inputs) {
+  IterationCounts& counts = *inputs.counts;
+  for (int32_t i = 0; i < counts.num_seqs; ++i) {
     const PlannedSequence& planned = plan.sequences[i];
     for (int32_t row = 0; row < planned.num_prompt_rows; ++row) {
-      const int32_t at = inputs.num_prompt_rows++;
+      const int32_t index = counts.num_prompt_rows++;
       PACELINE_CHECK(
-          at < shape.max_prompt_rows && inputs.num_logit_rows + at < shape.max_logit_rows,
-          inputs.num_logit_rows, " + ", at, " rows of logits of ", shape.max_logit_rows,
+          index < shape.max_prompt_rows && counts.num_logit_rows + index < shape.max_logit_rows,
+          counts.num_logit_rows, " + ", index, " rows of logits of ", shape.max_logit_rows,
           ", of prompts ", shape.max_prompt_rows);
-      inputs.logit_rows[inputs.num_logit_rows + at] = inputs.verify_indptr[i] + row;
-      inputs.prompt_targets[at] = planned.sequence->tokens[planned.start + row + 1];
+      inputs.logit_rows[counts.num_logit_rows + index] = inputs.verify_indptr[i] + row;
+      inputs.prompt_targets[index] = planned.sequence->tokens[planned.start + row + 1];
     }
   }
 }
 
-}  // namespace
-
-void reserve_inputs(IterationInputs& inputs, const BatchShape& shape) {
-  inputs.seq_slot.resize(shape.max_seqs);
-  inputs.kind.resize(shape.max_seqs);
-  inputs.prefill_start.resize(shape.max_seqs);
-  inputs.verify_indptr.resize(shape.max_seqs + 1);
-  inputs.first_indptr.resize(shape.max_seqs + 1);
-  inputs.logit_indptr.resize(shape.max_seqs + 1);
-  inputs.next_token.resize(shape.max_seqs);
-  inputs.prefill_tokens.resize(shape.max_verify_rows);
-  inputs.logit_rows.resize(shape.max_logit_rows);
-  inputs.prompt_targets.resize(shape.max_prompt_rows);
-  inputs.resets.reserve(shape.max_seqs);
-  inputs.forks.reserve(shape.max_seqs);
+template <class T>
+void copy_all(const char* what, const std::vector<T>& from, int32_t capacity, T* to,
+              int32_t& count) {
+  count = static_cast<int32_t>(from.size());
+  PACELINE_CHECK(count <= capacity, count, " ", what, "; room for ", capacity);
+  std::copy(from.begin(), from.end(), to);
 }
 
-void build_batch(const IterationPlan& plan, const BatchShape& shape, IterationInputs& inputs) {
-  inputs.iteration = plan.iteration;
-  inputs.has_prefill = false;
-  inputs.has_logit_work = false;
-  inputs.num_seqs = static_cast<int32_t>(plan.sequences.size());
-  inputs.num_drafting = 0;
-  inputs.resets.clear();
-  inputs.lists.clear();
-  inputs.score_copies.clear();
-  inputs.table_writes.assign(plan.table_writes.begin(), plan.table_writes.end());
-  inputs.forks.assign(plan.forks.begin(), plan.forks.end());
-  inputs.block_copies.assign(plan.block_copies.begin(), plan.block_copies.end());
-  PACELINE_CHECK(inputs.num_seqs <= shape.max_seqs, inputs.num_seqs, " of ", shape.max_seqs);
+}  // namespace
+
+void build_batch(const IterationPlan& plan, const BatchShape& shape, Batch& batch) {
+  StagedInputs& inputs = batch.inputs;
+  IterationCounts& counts = *inputs.counts;
+  counts = IterationCounts{};
+  counts.num_seqs = static_cast<int32_t>(plan.sequences.size());
+  batch.has_prefill = false;
+  batch.has_logit_work = false;
+  batch.score_copies.clear();
+  copy_all("block table entries", plan.table_writes, batch.capacity.table_writes,
+           inputs.table_writes, counts.num_table_writes);
+  copy_all("forks", plan.forks, batch.capacity.seqs, inputs.forks, counts.num_forks);
+  copy_all("block copies", plan.block_copies, batch.capacity.block_copies, inputs.block_copies,
+           counts.num_block_copies);
+  PACELINE_CHECK(counts.num_seqs <= shape.max_seqs, counts.num_seqs, " of ", shape.max_seqs);
 
   int32_t verify_row = 0;
   int32_t first_row = 0;
   int32_t logit_row = 0;
-  for (int32_t i = 0; i < inputs.num_seqs; ++i) {
+  for (int32_t i = 0; i < counts.num_seqs; ++i) {
     const PlannedSequence& planned = plan.sequences[i];
     const Sequence& sequence = *planned.sequence;
     inputs.seq_slot[i] = sequence.seq_slot;
@@ -151,17 +150,20 @@ void build_batch(const IterationPlan& plan, const BatchShape& shape, IterationIn
     inputs.verify_indptr[i] = verify_row;
     inputs.first_indptr[i] = first_row;
     inputs.logit_indptr[i] = logit_row;
-    inputs.has_logit_work |= adjusts(sequence) || truncates(sequence) || wants_logprobs(sequence);
-    if (planned.resets_state) inputs.resets.push_back(reset_of(sequence, inputs.lists));
+    batch.has_logit_work |= adjusts(sequence) || truncates(sequence) || wants_logprobs(sequence);
+    if (planned.resets_state) {
+      inputs.reset_seq_slots[counts.num_resets] = sequence.seq_slot;
+      inputs.resets[counts.num_resets++] = reset_of(sequence, batch.capacity, inputs);
+    }
     PACELINE_CHECK(verify_row + planned.num_rows <= shape.max_verify_rows, verify_row, " + ",
                    planned.num_rows, " rows of ", shape.max_verify_rows);
 
     if (planned.kind != RowKind::kDecode) {
-      inputs.has_prefill = true;
+      batch.has_prefill = true;
       const auto next = static_cast<size_t>(planned.start + planned.num_rows);
       inputs.next_token[i] = next < sequence.tokens.size() ? sequence.tokens[next] : 0;
       std::copy_n(sequence.tokens.begin() + planned.start, planned.num_rows,
-                  inputs.prefill_tokens.begin() + verify_row);
+                  inputs.prefill_tokens + verify_row);
     }
     // Rows whose logits are needed: all of a window, the last of a prompt, all of a score.
     const int32_t skipped = planned.kind == RowKind::kPrefillFinal     ? planned.num_rows - 1
@@ -170,10 +172,10 @@ void build_batch(const IterationPlan& plan, const BatchShape& shape, IterationIn
     PACELINE_CHECK(logit_row + planned.num_rows - skipped <= shape.max_logit_rows, logit_row, " + ",
                    planned.num_rows - skipped, " rows of logits of ", shape.max_logit_rows);
     if (planned.kind == RowKind::kScore) {
-      inputs.score_copies.push_back({.first_logit_row = logit_row,
-                                     .num_rows = planned.num_rows,
-                                     .destination = sequence.logits,
-                                     .destination_row = planned.start});
+      batch.score_copies.push_back({.first_logit_row = logit_row,
+                                    .num_rows = planned.num_rows,
+                                    .destination = sequence.logits,
+                                    .destination_row = planned.start});
     }
     for (int32_t row = skipped; row < planned.num_rows; ++row) {
       inputs.logit_rows[logit_row++] = verify_row + row;
@@ -186,19 +188,21 @@ void build_batch(const IterationPlan& plan, const BatchShape& shape, IterationIn
     verify_row += planned.num_rows;
     first_row += num_first;
     if (drafts(planned.kind)) {
-      PACELINE_CHECK(inputs.num_drafting == i, "drafting sequences come first");
-      ++inputs.num_drafting;
+      PACELINE_CHECK(counts.num_drafting == i, "drafting sequences come first");
+      ++counts.num_drafting;
     }
   }
-  PACELINE_CHECK(inputs.has_prefill || inputs.forks.empty(), inputs.forks.size(),
+  PACELINE_CHECK(batch.has_prefill || counts.num_forks == 0, counts.num_forks,
                  " forks without prefill rows");
-  inputs.verify_indptr[inputs.num_seqs] = verify_row;
-  inputs.first_indptr[inputs.num_seqs] = first_row;
-  inputs.logit_indptr[inputs.num_seqs] = logit_row;
-  inputs.num_verify_rows = verify_row;
-  inputs.num_first_rows = first_row;
-  inputs.num_logit_rows = logit_row;
+  inputs.verify_indptr[counts.num_seqs] = verify_row;
+  inputs.first_indptr[counts.num_seqs] = first_row;
+  inputs.logit_indptr[counts.num_seqs] = logit_row;
+  counts.num_verify_rows = verify_row;
+  counts.num_first_rows = first_row;
+  counts.num_logit_rows = logit_row;
+  counts.num_prefill_tokens = batch.has_prefill ? verify_row : 0;
   add_prompt_rows(plan, shape, inputs);
+  counts.num_all_logit_rows = counts.num_logit_rows + counts.num_prompt_rows;
 }
 
 }  // namespace paceline

@@ -15,6 +15,9 @@
 
 namespace paceline {
 
+struct CpuContext;
+struct CudaContext;
+
 class DeviceMemory {
  public:
   virtual ~DeviceMemory() = default;
@@ -22,6 +25,11 @@ class DeviceMemory {
   // Zeroed and 256 B aligned. Throws OutOfMemory naming the purpose and the MiB that are missing.
   [[nodiscard]] virtual std::byte* allocate(int64_t bytes, std::string_view purpose) = 0;
   virtual void release(std::byte* data, int64_t bytes) noexcept = 0;
+
+  // Zeroed host memory that host and device both use while iterations run; pinned for a GPU. Throws
+  // OutOfMemory.
+  [[nodiscard]] virtual std::byte* allocate_shared(int64_t bytes, std::string_view purpose) = 0;
+  virtual void release_shared(std::byte* data, int64_t bytes) noexcept = 0;
 
   // Whether the host may write to what `allocate` gives.
   [[nodiscard]] virtual bool is_host_memory() const = 0;
@@ -47,6 +55,10 @@ class DeviceMemory {
 // Throws Unsupported (not built, no driver, no GPU, another architecture) with the cure.
 [[nodiscard]] DeviceMemory& cuda_memory();
 [[nodiscard]] DeviceMemory& device_memory(Device device);
+
+// Copies device memory to the host behind the ops that have been called, and waits for it.
+void copy_to_host(CpuContext& ctx, void* to, const void* from, int64_t bytes);
+void copy_to_host(CudaContext& ctx, void* to, const void* from, int64_t bytes);
 
 // Owned memory of a device; move-only.
 class DeviceBuffer {

@@ -16,6 +16,10 @@ class HostMemory final : public DeviceMemory {
   void release(std::byte* data, int64_t bytes) noexcept override {
     AlignedBuffer::adopt(data, bytes);  // and let go
   }
+  std::byte* allocate_shared(int64_t bytes, std::string_view purpose) override {
+    return allocate(bytes, purpose);
+  }
+  void release_shared(std::byte* data, int64_t bytes) noexcept override { release(data, bytes); }
   bool is_host_memory() const override { return true; }
   void upload(std::byte* to, const void* from, int64_t bytes) override {
     std::memcpy(to, from, static_cast<size_t>(bytes));
@@ -41,6 +45,10 @@ class HostMemory final : public DeviceMemory {
 DeviceMemory& host_memory() {
   static HostMemory memory;
   return memory;
+}
+
+void copy_to_host(CpuContext&, void* to, const void* from, int64_t bytes) {
+  std::memcpy(to, from, static_cast<size_t>(bytes));
 }
 
 const char* device_name(Device device) { return device == Device::kCpu ? "cpu" : "cuda"; }

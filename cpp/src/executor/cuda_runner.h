@@ -1,39 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The CUDA backend behind the executor's seam. A pure-decode iteration is one launch of a graph
-// captured at start for its bucket of sequences; one with prefill rows enqueues the same ops one by
-// one on the same buffers. Neither copies, allocates or waits: inputs and results travel through
-// pinned memory (cuda/ring/iteration_ring.h).
+// The CUDA backend behind the executor's seam. Launching neither copies, allocates nor waits:
+// inputs and results travel through pinned memory (graph/iteration_ring.h).
 
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <vector>
 
-#include "batch/iteration_inputs.h"
 #include "device/cuda_context.h"
 #include "device/device_arena.h"
+#include "executor/iteration_runner.h"
 #include "executor/runner.h"
 #include "gemm/gemm_planner.h"
 #include "graph/cuda_graph.h"
-#include "graph/iteration.h"
-#include "ring/iteration_ring.h"
-#include "wire/blocks.h"
-#include "wire/sequence_result.h"
 
 namespace paceline {
 
 struct CudaRunnerOptions {
-  IterationOptions iteration;
-  DraftDriver driver = DraftDriver::kUnrolled;
-  int32_t max_in_flight = 2;
+  RunnerOptions runner;
   bool poison_pool = false;  // fill the KV pool with NaN at start
   // Called as graphs are captured; may be null.
   std::function<void(int32_t done, int32_t total)> on_capture;
 };
 
-// Numbers of sequences that graphs are captured for: an iteration uses the next one up.
+// Numbers of sequences that graphs are captured for.
 [[nodiscard]] std::vector<int32_t> decode_buckets(int32_t max_seqs);
 
 class CudaRunner final : public Runner {
@@ -45,13 +37,18 @@ class CudaRunner final : public Runner {
   CudaRunner(const CudaRunner&) = delete;
   CudaRunner& operator=(const CudaRunner&) = delete;
 
-  void launch(const IterationInputs& inputs) override;
-  [[nodiscard]] std::vector<KernelTime> launch_traced(const IterationInputs& inputs) override;
+  void bind(Batch& batch) override { runner_->bind(batch); }
+  void launch(const Batch& batch) override;
+  [[nodiscard]] std::vector<KernelTime> launch_traced(const Batch& batch) override;
   void wait(int64_t iteration) override;
   [[nodiscard]] int64_t completed() override;
-  [[nodiscard]] std::span<const SequenceResult> results(int64_t iteration) override;
-  [[nodiscard]] std::span<const TokenLogprob> logprobs(int64_t iteration) override;
-  [[nodiscard]] Timing timing(int64_t iteration) override;
+  [[nodiscard]] std::span<const SequenceResult> results(int64_t iteration) override {
+    return runner_->results(iteration);
+  }
+  [[nodiscard]] std::span<const TokenLogprob> logprobs(int64_t iteration) override {
+    return runner_->logprobs(iteration);
+  }
+  [[nodiscard]] Timing timing(int64_t iteration) override { return runner_->timing(iteration); }
   void poison(GroupId group, BlockId block) override;
   [[nodiscard]] std::map<std::string, int64_t, std::less<>> workspace_bytes() const override {
     return arena_.bytes_by_purpose();
@@ -59,56 +56,23 @@ class CudaRunner final : public Runner {
   [[nodiscard]] int64_t graph_bytes() const override { return graph_bytes_; }
 
   // For tests and traces. Only while idle.
-  [[nodiscard]] const IterationBuffers& buffers() const { return buffers_; }
-  [[nodiscard]] const Iteration& iteration() const { return *iteration_; }
+  [[nodiscard]] const IterationBuffers& buffers() const { return runner_->buffers(); }
+  [[nodiscard]] const Iteration& iteration() const { return runner_->iteration(); }
   [[nodiscard]] CudaContext& context() { return context_; }
-  [[nodiscard]] std::byte* kv_pool() const { return pool_.data(); }
+  [[nodiscard]] std::byte* kv_pool() const { return runner_->kv_pool().data(); }
   void synchronize();
 
  private:
-  struct Programs {
-    CudaGraph decode;       // begin, verify, first draft pass; and the rest, unless replayed
-    CudaGraph draft_steps;  // what follows the first draft pass: all steps, or one to be replayed
-  };
-  struct Bucket {
-    int32_t num_seqs = 0;
-    Programs plain;  // for batches without logit work; see IterationExtent
-    Programs full;   // for all others
-
-    [[nodiscard]] const Programs& programs(bool has_logit_work) const {
-      return has_logit_work ? full : plain;
-    }
-  };
-
-  void plan_products();
   void warm_up();
-  void capture();
-  [[nodiscard]] Programs capture_programs(const IterationExtent& extent);
-  [[nodiscard]] const Bucket& bucket_of(int32_t num_seqs) const;
-  void enqueue_begin();
-  void enqueue_end();
-  void run_draft_steps(const IterationExtent& extent);
-  void begin_launch(const IterationInputs& inputs);
-  void run_eagerly(const IterationInputs& inputs);
-  void copy_scores(const IterationInputs& inputs);
+  void capture(const std::function<void(int32_t done, int32_t total)>& on_capture);
+  void begin_launch(const Batch& batch);
 
-  const KvLayout& layout_;
-  CudaRunnerOptions options_;
+  int32_t max_in_flight_;
   DeviceArena arena_;
-  DeviceBuffer pool_;
   CudaContext context_;
   std::unique_ptr<GemmPlanner> planner_;
-  std::shared_ptr<const Model> target_model_;
-  std::shared_ptr<const Model> draft_model_;
-  std::unique_ptr<Decoder> target_;
-  Speculator speculator_;
-  IterationBuffers buffers_;
-  std::unique_ptr<Iteration> iteration_;
-  std::unique_ptr<IterationRing> ring_;
-  std::vector<Bucket> buckets_;
+  std::unique_ptr<IterationRunner<CudaContext, CudaGraph>> runner_;
   int64_t graph_bytes_ = 0;
-
-  std::vector<int32_t> num_seqs_;  // of the iterations in flight, by ring slot
   int64_t launched_ = -1;
   int64_t completed_ = -1;
 

@@ -82,7 +82,6 @@ Engine::Engine(const EngineOptions& options, const KvLayout& layout, std::unique
       pool_(layout),
       scheduler_(options.scheduler, pool_),
       ring_(options.scheduler.max_in_flight + 1) {
-  for (InFlight& slot : ring_) reserve_inputs(slot.inputs, options.shape);
   if (options.poisons_freed_blocks) {
     pool_.set_on_reusable([this](GroupId group, BlockId block) { runner_->poison(group, block); });
   }
@@ -326,22 +325,24 @@ bool Engine::take_in() {
 
 bool Engine::launch_next() {
   const int64_t start = now_us();
-  InFlight& slot = ring_[static_cast<size_t>(newest_launched_ + 1) % ring_.size()];
-  slot.plan.iteration = newest_launched_ + 1;
+  InFlight& launched = ring_[static_cast<size_t>(newest_launched_ + 1) % ring_.size()];
+  launched.plan.iteration = newest_launched_ + 1;
   delay();
-  if (!scheduler_.plan(slot.plan)) return false;
-  build_batch(slot.plan, options_.shape, slot.inputs);
+  if (!scheduler_.plan(launched.plan)) return false;
+  launched.batch.iteration = launched.plan.iteration;
+  runner_->bind(launched.batch);
+  build_batch(launched.plan, options_.shape, launched.batch);
   delay();
   bool is_traced = false;
-  if (!slot.inputs.has_prefill) {
+  if (!launched.batch.has_prefill) {
     const std::scoped_lock lock(mutex_);
     is_traced = std::exchange(wants_trace_, false);
   }
   std::vector<KernelTime> trace;
   if (is_traced) {
-    trace = runner_->launch_traced(slot.inputs);
+    trace = runner_->launch_traced(launched.batch);
   } else {
-    runner_->launch(slot.inputs);
+    runner_->launch(launched.batch);
   }
   ++newest_launched_;
   const std::scoped_lock lock(mutex_);
@@ -358,30 +359,30 @@ void Engine::read_oldest() {
   delay();
   runner_->wait(iteration);
   const int64_t start = now_us();
-  InFlight& slot = ring_[static_cast<size_t>(iteration) % ring_.size()];
+  InFlight& launched = ring_[static_cast<size_t>(iteration) % ring_.size()];
   newest_read_ = iteration;
   scheduler_.complete(iteration);
   const std::span<const SequenceResult> results = runner_->results(iteration);
-  const LogprobReader logprobs(slot.plan, slot.inputs, runner_->logprobs(iteration),
+  const LogprobReader logprobs(launched.plan, launched.batch, runner_->logprobs(iteration),
                                options_.shape.max_logprobs, options_.vocab_size);
   int32_t num_decoding = 0;
   int64_t num_emitted = 0;
   int64_t num_drafted = 0;
   int64_t num_accepted = 0;
-  for (size_t i = 0; i < slot.plan.sequences.size(); ++i) {
-    const bool is_decode = slot.plan.sequences[i].kind == RowKind::kDecode;
+  for (size_t i = 0; i < launched.plan.sequences.size(); ++i) {
+    const bool is_decode = launched.plan.sequences[i].kind == RowKind::kDecode;
     num_decoding += is_decode && results[i].emitted_len > 0 ? 1 : 0;
-    if (!apply(slot.plan.sequences[i], results[i], logprobs, static_cast<int32_t>(i))) continue;
+    if (!apply(launched.plan.sequences[i], results[i], logprobs, static_cast<int32_t>(i))) continue;
     num_emitted += results[i].emitted_len;
     num_drafted += results[i].drafted_len;
     num_accepted += results[i].accepted_len;
   }
-  slot.inputs.score_copies.clear();  // they hold on to the logits, which may be large
+  launched.batch.score_copies.clear();  // they hold on to the logits, which may be large
   std::erase_if(leaving_, [](const auto& sequence) { return sequence->launches_in_flight == 0; });
   publish_usage();
   const std::scoped_lock lock(mutex_);
   int32_t num_prefill = 0;
-  for (const PlannedSequence& launch : slot.plan.sequences) {
+  for (const PlannedSequence& launch : launched.plan.sequences) {
     num_prefill += launch.kind == RowKind::kDecode ? 0 : 1;
   }
   ++stats_.num_iterations;

@@ -20,7 +20,7 @@
 
 #include <paceline/executor.h>
 
-#include "batch/iteration_inputs.h"
+#include "batch/batch.h"
 #include "executor/logprob_reader.h"
 #include "executor/runner.h"
 #include "request/sequence.h"
@@ -74,7 +74,7 @@ class Engine {
   // One launched iteration: its inputs are read by the device until it has completed.
   struct InFlight {
     IterationPlan plan;
-    IterationInputs inputs;
+    Batch batch;
   };
 
   // All samples of a request; null where one has ended.

@@ -223,27 +223,28 @@ std::unique_ptr<Runner> make_runner(const std::shared_ptr<const Model>& target,
                                     const std::shared_ptr<const Model>& draft,
                                     const KvLayout& layout, const ExecutorOptions& o,
                                     [[maybe_unused]] const Executor::Progress& progress) {
-  if (o.use_null_device) return std::make_unique<NullRunner>(o.max_num_seqs, max_in_flight(o));
+  const RunnerOptions runner = {.iteration = iteration_options(o, draft.get()),
+                                .driver = o.draft_driver,
+                                .max_in_flight = max_in_flight(o)};
+  if (o.use_null_device) {
+    const InputCapacity capacity =
+        input_capacity(runner.iteration.shape, layout, o.max_model_len, target->config.vocab_size);
+    return std::make_unique<NullRunner>(o.max_num_seqs, capacity, max_in_flight(o));
+  }
 #ifdef PACELINE_CUDA
   if (target->device == Device::kCuda) {
     return std::make_unique<CudaRunner>(
         target, draft, layout,
-        CudaRunnerOptions{.iteration = iteration_options(o, draft.get()),
-                          .driver = o.draft_driver,
-                          .max_in_flight = max_in_flight(o),
-                          .poison_pool = o.poison_freed_blocks,
-                          .on_capture = progress});
+        CudaRunnerOptions{
+            .runner = runner, .poison_pool = o.poison_freed_blocks, .on_capture = progress});
   }
 #endif
   const int32_t num_threads = o.num_threads > 0 ? o.num_threads : build_info().num_cores;
-  return std::make_unique<CpuRunner>(
-      target, draft, layout,
-      CpuRunnerOptions{.iteration = iteration_options(o, draft.get()),
-                       .driver = o.draft_driver,
-                       .num_threads = num_threads,
-                       .max_in_flight = max_in_flight(o),
-                       .lateness = o.device_lateness,
-                       .poison_pool = o.poison_freed_blocks});
+  return std::make_unique<CpuRunner>(target, draft, layout,
+                                     CpuRunnerOptions{.runner = runner,
+                                                      .num_threads = num_threads,
+                                                      .lateness = o.device_lateness,
+                                                      .poison_pool = o.poison_freed_blocks});
 }
 
 KvLayout layout_of(const ExecutorOptions& o, const Model& target, const Model* draft) {

@@ -6,17 +6,17 @@
 #include <paceline/error.h>
 
 #include "base/check.h"
-#include "batch/iteration_inputs.h"
+#include "batch/batch.h"
 #include "scheduler/iteration_plan.h"
 #include "wire/sequence_result.h"
 
 namespace paceline {
 
-LogprobReader::LogprobReader(const IterationPlan& plan, const IterationInputs& inputs,
+LogprobReader::LogprobReader(const IterationPlan& plan, const Batch& batch,
                              std::span<const TokenLogprob> entries, int32_t max_logprobs,
                              int32_t vocab_size)
     : plan_(plan),
-      inputs_(inputs),
+      batch_(batch),
       entries_(entries),
       max_logprobs_(max_logprobs),
       vocab_size_(vocab_size) {}
@@ -34,7 +34,7 @@ std::vector<std::vector<TokenLogprob>> LogprobReader::emitted(int32_t i,
   const int32_t num_best = plan_.sequences[i].sequence->sampling.logprobs;
   if (num_best < 0) return rows;
   for (int32_t j = 0; j < result.emitted_len; ++j) {
-    rows.push_back(row(inputs_.logit_indptr[i] + j, num_best));
+    rows.push_back(row(batch_.inputs.logit_indptr[i] + j, num_best));
   }
   return rows;
 }
@@ -42,7 +42,7 @@ std::vector<std::vector<TokenLogprob>> LogprobReader::emitted(int32_t i,
 void LogprobReader::store_prompt(int32_t i) const {
   const PlannedSequence& planned = plan_.sequences[i];
   if (planned.num_prompt_rows == 0) return;
-  int32_t first = inputs_.num_logit_rows;
+  int32_t first = batch_.counts().num_logit_rows;
   for (int32_t before = 0; before < i; ++before) {
     first += plan_.sequences[before].num_prompt_rows;
   }

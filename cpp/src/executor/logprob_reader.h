@@ -9,7 +9,7 @@
 
 #include <paceline/request.h>
 
-#include "batch/iteration_inputs.h"
+#include "batch/batch.h"
 #include "scheduler/iteration_plan.h"
 #include "wire/sequence_result.h"
 
@@ -19,7 +19,7 @@ class LogprobReader {
  public:
   // Of a completed iteration. `entries` is what Runner::logprobs returned; with `max_logprobs` 0
   // nothing is read. References must outlive the object.
-  LogprobReader(const IterationPlan& plan, const IterationInputs& inputs,
+  LogprobReader(const IterationPlan& plan, const Batch& batch,
                 std::span<const TokenLogprob> entries, int32_t max_logprobs, int32_t vocab_size);
 
   // Of the tokens that the sequence in batch row `i` has emitted; empty if it wants none.
@@ -34,7 +34,7 @@ class LogprobReader {
   [[nodiscard]] std::vector<TokenLogprob> row(int32_t logit_row, int32_t num_best) const;
 
   const IterationPlan& plan_;
-  const IterationInputs& inputs_;
+  const Batch& batch_;
   std::span<const TokenLogprob> entries_;
   int32_t max_logprobs_;
   int32_t vocab_size_;

@@ -1,25 +1,37 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "executor/null_runner.h"
-#include "batch/iteration_inputs.h"
-#include "wire/batch_shape.h"
-#include "wire/sequence_result.h"
-#include "wire/sequence_state.h"
 
-#include <algorithm>
+#include "wire/batch_shape.h"
 
 namespace paceline {
 
-NullRunner::NullRunner(int32_t max_num_seqs, int32_t max_in_flight)
-    : ring_(max_in_flight + 1), known_len_(max_num_seqs), limit_(max_num_seqs) {
-  for (RingEntry& seq_slot : ring_) seq_slot.results.resize(max_num_seqs);
+NullRunner::NullRunner(int32_t max_num_seqs, const InputCapacity& capacity, int32_t max_in_flight)
+    : capacity_(capacity),
+      ring_(static_cast<size_t>(max_in_flight) + 1),
+      known_len_(static_cast<size_t>(max_num_seqs)),
+      limit_(static_cast<size_t>(max_num_seqs)) {
+  StagedInputs unplaced{};
+  const int64_t bytes = place_inputs(capacity_, InputSide::kRing, nullptr, unplaced);
+  for (RingEntry& entry : ring_) {
+    entry.memory = AlignedBuffer(bytes, "the iteration ring");
+    entry.results.resize(static_cast<size_t>(max_num_seqs));
+  }
 }
 
-void NullRunner::launch(const IterationInputs& inputs) {
-  completed_ = inputs.iteration;
-  RingEntry& ring_entry = ring_[static_cast<size_t>(completed_) % ring_.size()];
-  ring_entry.num_seqs = inputs.num_seqs;
-  for (const SequenceReset& reset : inputs.resets) limit_[reset.seq_slot] = reset.limit;
-  for (int32_t i = 0; i < inputs.num_seqs; ++i) {
+void NullRunner::bind(Batch& batch) {
+  batch.capacity = capacity_;
+  place_inputs(capacity_, InputSide::kRing, entry(batch.iteration).memory.data(), batch.inputs);
+}
+
+void NullRunner::launch(const Batch& batch) {
+  const StagedInputs& inputs = batch.inputs;
+  completed_ = batch.iteration;
+  RingEntry& ring_entry = entry(completed_);
+  ring_entry.num_seqs = inputs.counts->num_seqs;
+  for (int32_t i = 0; i < inputs.counts->num_resets; ++i) {
+    limit_[inputs.resets[i].seq_slot] = inputs.resets[i].limit;
+  }
+  for (int32_t i = 0; i < ring_entry.num_seqs; ++i) {
     const int32_t seq_slot = inputs.seq_slot[i];
     SequenceResult& result = ring_entry.results[i];
     result = SequenceResult{};
@@ -37,8 +49,8 @@ void NullRunner::launch(const IterationInputs& inputs) {
 }
 
 std::span<const SequenceResult> NullRunner::results(int64_t iteration) {
-  const RingEntry& seq_slot = ring_[static_cast<size_t>(iteration) % ring_.size()];
-  return {seq_slot.results.data(), static_cast<size_t>(seq_slot.num_seqs)};
+  const RingEntry& ring_entry = entry(iteration);
+  return {ring_entry.results.data(), static_cast<size_t>(ring_entry.num_seqs)};
 }
 
 }  // namespace paceline

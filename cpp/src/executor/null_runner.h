@@ -3,10 +3,8 @@
 
 #include <vector>
 
-#include "batch/iteration_inputs.h"
+#include "base/aligned_buffer.h"
 #include "executor/runner.h"
-#include "wire/blocks.h"
-#include "wire/sequence_result.h"
 
 namespace paceline {
 
@@ -14,9 +12,10 @@ namespace paceline {
 // remains of an iteration is the host's work, which this exists to measure and to test.
 class NullRunner final : public Runner {
  public:
-  NullRunner(int32_t max_num_seqs, int32_t max_in_flight);
+  NullRunner(int32_t max_num_seqs, const InputCapacity& capacity, int32_t max_in_flight);
 
-  void launch(const IterationInputs& inputs) override;
+  void bind(Batch& batch) override;
+  void launch(const Batch& batch) override;
   void wait(int64_t) override {}
   [[nodiscard]] int64_t completed() override { return completed_; }
   [[nodiscard]] std::span<const SequenceResult> results(int64_t iteration) override;
@@ -28,14 +27,19 @@ class NullRunner final : public Runner {
 
  private:
   struct RingEntry {
+    AlignedBuffer memory;
     std::vector<SequenceResult> results;
     int32_t num_seqs = 0;
   };
+  [[nodiscard]] RingEntry& entry(int64_t iteration) {
+    return ring_[static_cast<size_t>(iteration) % ring_.size()];
+  }
 
+  InputCapacity capacity_;
   int64_t completed_ = -1;
   std::vector<RingEntry> ring_;
-  std::vector<int32_t> known_len_;  // by slot
-  std::vector<int32_t> limit_;      // by slot
+  std::vector<int32_t> known_len_;  // by sequence slot
+  std::vector<int32_t> limit_;      // by sequence slot
 };
 
 }  // namespace paceline

@@ -10,20 +10,32 @@
 #include <paceline/error.h>
 #include <paceline/executor.h>
 
-#include "batch/iteration_inputs.h"
+#include "batch/batch.h"
+#include "graph/iteration.h"
 #include "kv/kv_layout.h"
 #include "wire/blocks.h"
 #include "wire/sequence_result.h"
 
 namespace paceline {
 
+// How a runner drives its device.
+struct RunnerOptions {
+  IterationOptions iteration;
+  DraftDriver driver = DraftDriver::kUnrolled;
+  int32_t max_in_flight = 2;
+};
+
 class Runner {
  public:
   virtual ~Runner() = default;
 
-  // Queues an iteration behind those launched before it; returns at once. `inputs` must stay
+  // Points batch.inputs at the memory in which the batch of batch.iteration is to be built. Free
+  // once the iteration `max_in_flight + 1` before it has completed and been read.
+  virtual void bind(Batch& batch) = 0;
+
+  // Queues an iteration behind those launched before it; returns at once. `batch` must stay
   // untouched until the iteration has completed. Iterations are numbered 0, 1, 2, ...
-  virtual void launch(const IterationInputs& inputs) = 0;
+  virtual void launch(const Batch& batch) = 0;
 
   // Blocks until the iteration has completed; rethrows what went wrong on the device.
   virtual void wait(int64_t iteration) = 0;
@@ -49,7 +61,7 @@ class Runner {
   [[nodiscard]] virtual Timing timing(int64_t iteration) = 0;
 
   // As launch, and waits for the iteration, which has no prefill rows, timing kernel by kernel.
-  [[nodiscard]] virtual std::vector<KernelTime> launch_traced(const IterationInputs&) {
+  [[nodiscard]] virtual std::vector<KernelTime> launch_traced(const Batch&) {
     throw Unsupported("this device does not time kernels");
   }
 

@@ -93,12 +93,12 @@ void Iteration::draw_drafts(Ctx& ctx, const IterationExtent& extent, const int32
 template <class Ctx>
 void Iteration::fork(Ctx& ctx, const IterationExtent& extent) const {
   const IterationBuffers& b = buffers_;
-  CopyBlocksParams copies{.num_copies = b.staged.num_block_copies,
+  CopyBlocksParams copies{.num_copies = &b.staged.counts->num_block_copies,
                           .max_copies = extent.num_block_copies,
                           .copies = b.staged.block_copies,
                           .pool = b.kv_pool,
                           .block_bytes = {}};
-  ForkSequencesParams forks{.num_forks = b.staged.num_forks,
+  ForkSequencesParams forks{.num_forks = &b.staged.counts->num_forks,
                             .max_forks = extent.num_forks,
                             .forks = b.staged.forks,
                             .sequences = b.sequences,
@@ -117,7 +117,7 @@ template <class Ctx>
 void Iteration::begin_prefill(Ctx& ctx, const IterationExtent& extent) const {
   const IterationBuffers& b = buffers_;
   if (extent.has_logit_work) {
-    ctx.run(clear_counts, ClearCountsParams{.num_slots = b.staged.num_resets,
+    ctx.run(clear_counts, ClearCountsParams{.num_slots = &b.staged.counts->num_resets,
                                             .max_slots = options_.shape.max_seqs,
                                             .seq_slots = b.staged.reset_seq_slots,
                                             .sampling = b.sampling});
@@ -133,7 +133,7 @@ template <class Ctx>
 void Iteration::process_logits(Ctx& ctx, const IterationExtent& extent,
                                const PassRows& rows) const {
   const IterationBuffers& b = buffers_;
-  ctx.run(adjust_logits, AdjustLogitsParams{.num_rows = b.staged.num_logit_rows,
+  ctx.run(adjust_logits, AdjustLogitsParams{.num_rows = &b.staged.counts->num_logit_rows,
                                             .max_rows = extent.num_logit_rows,
                                             .logits = b.logits,
                                             .logits_stride = target_.config().vocab_size,
@@ -143,7 +143,7 @@ void Iteration::process_logits(Ctx& ctx, const IterationExtent& extent,
                                             .token_ids = rows.token_ids,
                                             .sequences = b.sequences,
                                             .sampling = b.sampling});
-  ctx.run(truncate_logits, TruncateLogitsParams{.num_rows = b.staged.num_logit_rows,
+  ctx.run(truncate_logits, TruncateLogitsParams{.num_rows = &b.staged.counts->num_logit_rows,
                                                 .max_rows = extent.num_logit_rows,
                                                 .logits = b.logits,
                                                 .logits_stride = target_.config().vocab_size,
@@ -167,14 +167,14 @@ void Iteration::verify(Ctx& ctx, const IterationExtent& extent) const {
   }
   target_.forward(ctx, rows, b.verify_metadata, b.activations, b.target_hidden);
   target_.logits(
-      ctx, b.staged.num_all_logit_rows,
+      ctx, &b.staged.counts->num_all_logit_rows,
       std::min(extent.num_logit_rows + extent.num_prompt_rows, options_.shape.max_logit_rows),
       b.staged.logit_rows, b.activations, b.gathered, b.logits);
   if (extent.has_logit_work) {
     save_logits(ctx, extent);
     process_logits(ctx, extent, rows);
   }
-  ctx.run(draw, DrawParams{.num_rows = b.staged.num_logit_rows,
+  ctx.run(draw, DrawParams{.num_rows = &b.staged.counts->num_logit_rows,
                            .max_rows = extent.num_logit_rows,
                            .logits = b.logits,
                            .logits_stride = target_.config().vocab_size,
@@ -249,9 +249,10 @@ void Iteration::first_draft_pass(Ctx& ctx, const IterationExtent& extent) const 
   draft_forward(ctx, speculator_, rows, b.first_metadata, b.activations,
                 {.target_hidden = traits.takes_target_hidden ? b.target_hidden.data : nullptr,
                  .hidden_rows = b.hidden_rows});
-  draft_logits(ctx, speculator_, b.staged.num_drafting, extent.num_drafting, b.first_last_row,
-               b.activations, b.draft_output);
-  draw_drafts(ctx, extent, b.staged.num_drafting, b.first_last_row, rows, /*steps=*/nullptr);
+  draft_logits(ctx, speculator_, &b.staged.counts->num_drafting, extent.num_drafting,
+               b.first_last_row, b.activations, b.draft_output);
+  draw_drafts(ctx, extent, &b.staged.counts->num_drafting, b.first_last_row, rows,
+              /*steps=*/nullptr);
   ctx.run(begin_draft_steps,
           BeginDraftStepsParams{.inputs = b.staged,
                                 .sequences = b.sequences,

@@ -13,7 +13,6 @@
 
 #include <paceline/config.h>
 
-#include "batch/iteration_inputs.h"
 #include "device/device_arena.h"
 #include "graph/rejection.h"
 #include "metadata/group_metadata.h"
@@ -88,11 +87,10 @@ struct IterationExtent {
   bool has_logit_work = true;
 };
 
-// Of any iteration that the shape allows; of one with `num_seqs` decoding sequences; of this one.
+// Of any iteration that the shape allows; of one with `num_seqs` decoding sequences.
 [[nodiscard]] IterationExtent full_extent(const BatchShape& shape);
 [[nodiscard]] IterationExtent decode_extent(const BatchShape& shape, int32_t num_seqs,
                                             bool has_logit_work = true);
-[[nodiscard]] IterationExtent extent_of(const IterationInputs& inputs);
 
 struct IterationOptions {
   BatchShape shape;

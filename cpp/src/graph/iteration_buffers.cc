@@ -6,8 +6,8 @@
 #include <numeric>
 
 #include "base/check.h"
-#include "batch/iteration_inputs.h"
 #include "graph/iteration.h"
+#include "graph/iteration_ring.h"
 #include "metadata/pass_rows.h"
 #include "wire/batch_shape.h"
 #include "wire/blocks.h"
@@ -57,30 +57,12 @@ GroupMetadata allocate_metadata(DeviceArena& arena, const KvGroup& group, const 
                          .table = table};
 }
 
-StagedInputs allocate_staged(DeviceArena& arena, const BatchShape& shape, int64_t num_groups) {
-  const auto ints = [&](int64_t count) { return arena.allocate<int32_t>(count, "staged inputs"); };
-  return {.num_seqs = ints(1),
-          .num_drafting = ints(1),
-          .num_verify_rows = ints(1),
-          .num_first_rows = ints(1),
-          .num_logit_rows = ints(1),
-          .seq_slot = ints(shape.max_seqs),
-          .kind = ints(shape.max_seqs),
-          .prefill_start = ints(shape.max_seqs),
-          .next_token = ints(shape.max_seqs),
-          .verify_indptr = ints(shape.max_seqs + 1),
-          .first_indptr = ints(shape.max_seqs + 1),
-          .logit_indptr = ints(shape.max_seqs + 1),
-          .prefill_tokens = ints(shape.max_verify_rows),
-          .logit_rows = ints(shape.max_logit_rows),
-          .num_resets = ints(1),
-          .reset_seq_slots = ints(shape.max_seqs),
-          .num_all_logit_rows = ints(1),
-          .prompt_targets = ints(shape.max_prompt_rows),
-          .num_forks = ints(1),
-          .forks = arena.allocate<SequenceFork>(shape.max_seqs, "staged inputs"),
-          .num_block_copies = ints(1),
-          .block_copies = arena.allocate<BlockCopy>(shape.max_seqs * num_groups, "staged inputs")};
+StagedInputs allocate_staged(DeviceArena& arena, const InputCapacity& capacity) {
+  StagedInputs staged{};
+  const int64_t bytes = place_inputs(capacity, InputSide::kDevice, nullptr, staged);
+  place_inputs(capacity, InputSide::kDevice, arena.allocate<std::byte>(bytes, "staged inputs"),
+               staged);
+  return staged;
 }
 
 SamplingState allocate_sampling(DeviceArena& arena, const BatchShape& shape, int32_t vocab_size) {
@@ -160,25 +142,6 @@ IterationExtent decode_extent(const BatchShape& shape, int32_t num_seqs, bool ha
           .has_logit_work = has_logit_work};
 }
 
-IterationExtent extent_of(const IterationInputs& inputs) {
-  IterationExtent extent = {.num_seqs = inputs.num_seqs,
-                            .num_drafting = inputs.num_drafting,
-                            .num_verify_rows = inputs.num_verify_rows,
-                            .num_first_rows = inputs.num_first_rows,
-                            .num_logit_rows = inputs.num_logit_rows,
-                            .num_prompt_rows = inputs.num_prompt_rows,
-                            .num_forks = static_cast<int32_t>(inputs.forks.size()),
-                            .num_block_copies = static_cast<int32_t>(inputs.block_copies.size()),
-                            .has_logit_work = inputs.has_logit_work};
-  for (int32_t i = 0; i < inputs.num_seqs; ++i) {
-    extent.verify_rows_per_seq =
-        std::max(extent.verify_rows_per_seq, inputs.verify_indptr[i + 1] - inputs.verify_indptr[i]);
-    extent.first_rows_per_seq =
-        std::max(extent.first_rows_per_seq, inputs.first_indptr[i + 1] - inputs.first_indptr[i]);
-  }
-  return extent;
-}
-
 IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationOptions& options,
                                             const KvLayout& layout, const DecoderConfig& target,
                                             const DecoderConfig* draft, DType activation_dtype) {
@@ -188,16 +151,18 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
   // The drafter also sees the token that a finished prompt has drawn.
   const int32_t first_capacity = shape.max_verify_rows + shape.max_seqs;
   IterationBuffers b;
-  b.staged = allocate_staged(arena, shape, static_cast<int64_t>(layout.groups.size()));
+  b.staged = allocate_staged(
+      arena, input_capacity(shape, layout, options.max_model_len, target.vocab_size));
   b.sequences = allocate_sequences(arena, shape, options.max_model_len);
   b.sampling = allocate_sampling(arena, shape, target.vocab_size);
   b.current_draft_step = arena.allocate<int32_t>(1, "step state");
   std::vector<int32_t> identity(static_cast<size_t>(shape.max_seqs) + 1);
   std::iota(identity.begin(), identity.end(), 0);
   b.identity = arena.allocate_copy<int32_t>(identity, "draws");
-  b.verify_rows =
-      allocate_rows(arena, shape.max_verify_rows, b.staged.num_seqs, b.staged.verify_indptr);
-  b.first_rows = allocate_rows(arena, first_capacity, b.staged.num_seqs, b.staged.first_indptr);
+  b.verify_rows = allocate_rows(arena, shape.max_verify_rows, &b.staged.counts->num_seqs,
+                                b.staged.verify_indptr);
+  b.first_rows =
+      allocate_rows(arena, first_capacity, &b.staged.counts->num_seqs, b.staged.first_indptr);
   b.step_rows = allocate_rows(arena, shape.max_seqs, /*num_seqs=*/nullptr, b.identity);
   for (const KvGroup& group : layout.groups) {
     const int64_t stride =

@@ -27,7 +27,7 @@ void Iteration::save_logits(Ctx& ctx, const IterationExtent& extent) const {
   if (shape.max_logprobs == 0) return;
   const int32_t max_window_rows = shape.max_seqs * (shape.num_draft_tokens + 1);
   ctx.run(save_raw_logits,
-          SaveRawLogitsParams{.num_rows = b.staged.num_logit_rows,
+          SaveRawLogitsParams{.num_rows = &b.staged.counts->num_logit_rows,
                               .max_rows = std::min(extent.num_logit_rows, max_window_rows),
                               .logits = b.logits,
                               .raw_logits = b.logprobs.raw_logits,

@@ -66,7 +66,7 @@ DrawParams propose_draft(Ctx& ctx, const RejectionBuffers& b, const SequenceStat
 
 template <class Ctx>
 void reject(Ctx& ctx, const RejectionBuffers& b, const VerifiedWindows& w) {
-  ctx.run(softmax_sums, SoftmaxSumsParams{.num_rows = w.inputs.num_logit_rows,
+  ctx.run(softmax_sums, SoftmaxSumsParams{.num_rows = &w.inputs.counts->num_logit_rows,
                                           .max_rows = w.num_logit_rows,
                                           .logits = w.logits,
                                           .logits_stride = w.vocab_size,
@@ -90,7 +90,7 @@ void reject(Ctx& ctx, const RejectionBuffers& b, const VerifiedWindows& w) {
                                             .residual_rows = b.residual_rows,
                                             .residual_pass_rows = b.residual_pass_rows,
                                             .max_seqs = w.num_seqs});
-  ctx.run(draw, DrawParams{.num_rows = w.inputs.num_seqs,
+  ctx.run(draw, DrawParams{.num_rows = &w.inputs.counts->num_seqs,
                            .max_rows = w.num_seqs,
                            .logits = w.logits,
                            .logits_stride = w.vocab_size,

@@ -72,7 +72,7 @@ void accept_one(const AcceptParams& p, int32_t i, int32_t seq_slot, const int32_
 
 void accept(CpuContext&, const AcceptParams& p) {
   const SequenceState& s = p.sequences;
-  for (int32_t i = 0; i < *p.inputs.num_seqs; ++i) {
+  for (int32_t i = 0; i < p.inputs.counts->num_seqs; ++i) {
     SequenceResult& result = p.results[i];
     result = SequenceResult{};
     const int32_t seq_slot = p.inputs.seq_slot[i];

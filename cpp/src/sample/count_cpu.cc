@@ -13,7 +13,7 @@ namespace {
 template <class Params>
 void count_sequences(const Params& p) {
   const SamplingState& s = p.sampling;
-  for (int32_t i = 0; i < *p.inputs.num_seqs; ++i) {
+  for (int32_t i = 0; i < p.inputs.counts->num_seqs; ++i) {
     const CountedSequence sequence = counted_sequence(p, i);
     const int64_t seq_slot = sequence.seq_slot;
     for (int32_t index = 0; index < sequence.num_tokens; ++index) {

@@ -50,7 +50,7 @@ struct RatedRow {
   if (index < num_window_rows) {
     const int32_t i = index / p.max_window_rows;
     const int32_t j = index % p.max_window_rows;
-    if (i >= *p.inputs.num_seqs) return rated;
+    if (i >= p.inputs.counts->num_seqs) return rated;
     const int32_t seq_slot = p.inputs.seq_slot[i];
     if (s.num_logprobs[seq_slot] < 0 || j >= p.results[i].emitted_len) return rated;
     row = p.inputs.logit_indptr[i] + j;
@@ -59,8 +59,8 @@ struct RatedRow {
     rated.logits = p.all_change || changes_logits(s, seq_slot) ? p.raw_logits : p.logits;
   } else {
     const int32_t i = index - num_window_rows;
-    row = *p.inputs.num_logit_rows + i;
-    if (row >= *p.inputs.num_all_logit_rows) return rated;
+    row = p.inputs.counts->num_logit_rows + i;
+    if (row >= p.inputs.counts->num_all_logit_rows) return rated;
     const int32_t seq_slot = p.seq_slot[p.inputs.logit_rows[row]];
     if (seq_slot < 0 || s.num_prompt_logprobs[seq_slot] < 0) return rated;
     rated.token = p.inputs.prompt_targets[i];

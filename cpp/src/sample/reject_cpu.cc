@@ -145,7 +145,7 @@ void softmax_sums(CpuContext& ctx, const SoftmaxSumsParams& p) {
 }
 
 void reject_drafts(CpuContext& ctx, const RejectDraftsParams& p) {
-  const int32_t num_seqs = std::min(*p.inputs.num_seqs, p.max_seqs);
+  const int32_t num_seqs = std::min(p.inputs.counts->num_seqs, p.max_seqs);
   ctx.for_ranges(num_seqs, /*pieces_per_thread=*/4, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       reject_sequence(p, static_cast<int32_t>(i), SerialTeam{});

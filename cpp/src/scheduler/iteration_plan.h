@@ -27,7 +27,7 @@ struct PlannedSequence {
 struct IterationPlan {
   int64_t iteration = 0;
   std::vector<PlannedSequence> sequences;  // ordered by kind, then by arrival
-  std::vector<TableWrite> table_writes;    // new block table entries
+  std::vector<TableWrite> table_writes;    // new block table entries, each at most once
   std::vector<SequenceFork> forks;         // each slot once; no slot is also a parent's
   std::vector<BlockCopy> block_copies;     // of the forks; no destination is a source
 };

@@ -159,6 +159,10 @@ Scheduler::Room Scheduler::make_room(Sequence& sequence, const PlannedSequence& 
     Sequence* youngest = running_.back();
     // Blocks on their way back will do: wait for the iterations that still use them.
     if (pool_.num_quarantined() > 0) return Room::kStalled;
+    // Entries that this plan has already written for it: its slot may pass to another sequence, and
+    // the device writes all entries of a plan side by side.
+    std::erase_if(plan.table_writes,
+                  [&](const TableWrite& write) { return write.seq_slot == youngest->seq_slot; });
     preempt(*youngest);
     // Alone and still without room: its own blocks are scattered over more slabs than it needs.
     // Recomputed from nothing it lies compactly, and `fits_alone` has promised that this fits.

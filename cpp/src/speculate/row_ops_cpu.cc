@@ -6,21 +6,21 @@
 namespace paceline {
 
 void assemble_verify_rows(CpuContext&, const AssembleVerifyRowsParams& p) {
-  *p.rows.num_rows = *p.inputs.num_verify_rows;
-  for (int32_t i = 0; i < *p.inputs.num_seqs; ++i) {
+  *p.rows.num_rows = p.inputs.counts->num_verify_rows;
+  for (int32_t i = 0; i < p.inputs.counts->num_seqs; ++i) {
     assemble_verify_sequence(p, i, /*worker=*/0, /*num_workers=*/1);
   }
 }
 
 void assemble_first_rows(CpuContext&, const AssembleFirstRowsParams& p) {
-  *p.rows.num_rows = *p.inputs.num_first_rows;
-  for (int32_t i = 0; i < *p.inputs.num_seqs; ++i) {
+  *p.rows.num_rows = p.inputs.counts->num_first_rows;
+  for (int32_t i = 0; i < p.inputs.counts->num_seqs; ++i) {
     assemble_first_sequence(p, i, /*worker=*/0, /*num_workers=*/1);
   }
 }
 
 void begin_draft_steps(CpuContext&, const BeginDraftStepsParams& p) {
-  const int32_t num_drafting = *p.inputs.num_drafting;
+  const int32_t num_drafting = p.inputs.counts->num_drafting;
   *p.rows.num_rows = num_drafting;
   bool is_any_live = false;
   for (int32_t i = 0; i < num_drafting; ++i) is_any_live |= begin_draft_sequence(p, i);
@@ -34,7 +34,7 @@ void store_draft(CpuContext&, const StoreDraftParams& p) {
 }
 
 void propose_ngram(CpuContext&, const ProposeNgramParams& p) {
-  for (int32_t i = 0; i < *p.inputs.num_drafting; ++i) {
+  for (int32_t i = 0; i < p.inputs.counts->num_drafting; ++i) {
     const int32_t seq_slot = p.inputs.seq_slot[i];
     store_ngram(p, seq_slot, best_ngram(p, seq_slot, /*worker=*/0, /*num_workers=*/1), /*worker=*/0,
                 /*num_workers=*/1);

@@ -101,7 +101,7 @@ PACELINE_HOST_DEVICE inline void assemble_first_sequence(const AssembleFirstRows
       p.hidden_rows[begin + r] = is_live && is_decode ? drew : last;
     }
   }
-  if (worker == 0 && i < *p.inputs.num_drafting) {
+  if (worker == 0 && i < p.inputs.counts->num_drafting) {
     p.last_row[i] = begin + (num_live > 0 ? num_live : num_rows) - 1;
   }
 }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What the start of a sequence writes into its slot of SamplingState: the one specification that
-// the CPU's upload and the CUDA ring share.
+// What begins a sequence in a sequence slot: the one specification that both backends share. Worker
+// `worker` of `num_workers` writes every num_workers-th element of a list; worker 0 writes the
+// rest.
 
 #include <cstdint>
 
@@ -12,8 +13,23 @@
 
 namespace paceline {
 
-// `lists` begins with the reset's own. Worker `worker` of `num_workers` copies every
-// num_workers-th element.
+PACELINE_HOST_DEVICE inline void reset_sequence(const SequenceState& s, const SequenceReset& reset,
+                                                int32_t worker, int32_t num_workers) {
+  const int64_t seq_slot = reset.seq_slot;
+  for (int32_t i = worker; i < kMaxStopIds; i += num_workers) {
+    s.stop_ids[seq_slot * kMaxStopIds + i] = reset.stop_ids[i];
+  }
+  if (worker != 0) return;
+  s.known_len[seq_slot] = 0;
+  s.limit[seq_slot] = reset.limit;
+  s.is_active[seq_slot] = 1;
+  s.seed[seq_slot] = reset.seed;
+  s.temperature[seq_slot] = reset.temperature;
+  s.num_stop_ids[seq_slot] = reset.num_stop_ids;
+  s.draft_len[seq_slot] = 0;
+}
+
+// `lists` begins with the lists of this reset.
 PACELINE_HOST_DEVICE inline void reset_sampling(const SamplingState& s, const SequenceReset& reset,
                                                 const int32_t* lists, int32_t worker,
                                                 int32_t num_workers) {

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Runs iterations on one backend: which programs are captured, which one an iteration replays, and
+// what runs op by op. A pure decode iteration is one launch of the graph that was captured for its
+// bucket of sequences. An iteration with prefill rows makes the same op calls on the same buffers
+// one by one and then launches the captured draft steps. The backends differ in their context and
+// graph only; how ops get to the device, and who waits, is the Runner's.
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "batch/batch.h"
+#include "device/device_arena.h"
+#include "device/device_memory.h"
+#include "executor/runner.h"
+#include "graph/iteration.h"
+#include "graph/iteration_ring.h"
+
+namespace paceline {
+
+// Upper bounds of the rows of this batch, as an eager iteration has them.
+[[nodiscard]] IterationExtent extent_of(const Batch& batch);
+
+template <class Ctx, class Graph>
+class IterationRunner {
+ public:
+  // Allocates the KV pool and all buffers. `draft` may be null. References must outlive the object.
+  IterationRunner(Ctx& ctx, DeviceMemory& memory, DeviceArena& arena,
+                  std::shared_ptr<const Model> target, std::shared_ptr<const Model> draft,
+                  const KvLayout& layout, const RunnerOptions& options, DType activation_dtype);
+
+  // Captures the graphs of decode iterations, for each of these ascending numbers of sequences; an
+  // iteration uses the next one up. Does nothing for the eager driver.
+  void capture(std::span<const int32_t> buckets,
+               const std::function<void(int32_t done, int32_t total)>& on_capture);
+
+  void bind(Batch& batch) const;
+  void run(const Batch& batch);
+  // All ops of a decode iteration, with its draft steps unrolled.
+  void enqueue_decode(const IterationExtent& extent);
+
+  // Of a completed iteration; see Runner.
+  [[nodiscard]] std::span<const SequenceResult> results(int64_t iteration) const;
+  [[nodiscard]] std::span<const TokenLogprob> logprobs(int64_t iteration) const;
+  [[nodiscard]] Runner::Timing timing(int64_t iteration) const;
+
+  [[nodiscard]] const IterationOptions& options() const { return options_.iteration; }
+  [[nodiscard]] const IterationRing& ring() const { return ring_; }
+  [[nodiscard]] const IterationBuffers& buffers() const { return buffers_; }
+  [[nodiscard]] const Iteration& iteration() const { return iteration_; }
+  [[nodiscard]] const Decoder& target() const { return target_; }
+  [[nodiscard]] const Speculator& speculator() const { return speculator_; }
+  [[nodiscard]] const DeviceBuffer& kv_pool() const { return pool_; }
+  [[nodiscard]] std::span<std::byte> kv_block(GroupId group, BlockId block) const;
+  // Every captured graph, for tests that plant faults.
+  [[nodiscard]] std::vector<Graph*> graphs();
+
+ private:
+  struct Graphs {
+    Graph decode;       // begin, verify, first draft pass; and the rest, unless replayed
+    Graph draft_steps;  // what follows the first draft pass: all steps, or one to be replayed
+  };
+  struct Bucket {
+    int32_t num_seqs = 0;
+    Graphs plain;  // for batches without logit work; see IterationExtent
+    Graphs full;   // for all others
+  };
+
+  [[nodiscard]] Graphs capture_graphs(const IterationExtent& extent);
+  [[nodiscard]] const Graphs& graphs_of(int32_t num_seqs, bool has_logit_work) const;
+  void begin();
+  void end();
+  void run_eagerly(const Batch& batch);
+  void run_draft_steps(int32_t num_drafting, bool has_logit_work, const IterationExtent& extent);
+  void copy_scores(const Batch& batch);
+
+  Ctx& ctx_;
+  const KvLayout& layout_;
+  RunnerOptions options_;
+  DeviceBuffer pool_;
+  IterationBuffers buffers_;
+  Decoder target_;
+  Speculator speculator_;
+  Iteration iteration_;
+  IterationRing ring_;
+  std::vector<Bucket> buckets_;
+};
+
+}  // namespace paceline
