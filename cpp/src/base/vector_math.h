@@ -1,21 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Sixteen-lane float vectors for the CPU ops, the few functions they need, and the one dispatch
-// over instruction sets. Everything is always_inline and plain GCC vector code: it takes the
-// instruction set of the function it lands in. A kernel is a struct with a static always_inline
-// `run`; `run_best_isa<Kernel>(args...)` runs the copy that was compiled for this machine.
+// Sixteen-lane float vectors for the CPU ops, the few functions they need, and the dispatch over
+// instruction sets. Everything is always_inline and plain GCC vector code: it is compiled for the
+// instruction set of the function into which it is inlined. A kernel is a struct with a static
+// always_inline `run`; `run_best_isa<Kernel>(args...)` runs the copy that was compiled for this
+// machine.
 //
-// Not a math library: finite ranges and ~2 ulp, see each function.
+// This is not a math library: the functions are accurate to about 2 ulp over finite ranges, as each
+// one states.
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 
-// Vectors wider than the baseline's registers are only ever returned by functions that are inlined,
-// and taken by reference (a by-value parameter draws a note that no pragma silences). Not popped:
-// the files that include this one do the same.
+// Functions that return vectors wider than the baseline's registers are always inlined. Vectors are
+// passed by reference, because a by-value parameter causes a note that no pragma silences. The
+// diagnostic stays disabled: the files that include this header use such functions too.
 #pragma GCC diagnostic ignored "-Wpsabi"
 
 namespace paceline {
@@ -24,7 +26,7 @@ using V16 = float __attribute__((vector_size(64)));
 using V16i = int32_t __attribute__((vector_size(64)));
 using V16u = uint32_t __attribute__((vector_size(64)));
 
-// The same, at any address of an element.
+// The same vectors, aligned only to an element.
 using V16Any = float __attribute__((vector_size(64), aligned(4), may_alias));
 using H16Any = uint16_t __attribute__((vector_size(32), aligned(2), may_alias));
 
@@ -90,7 +92,7 @@ inline void run_best_isa(Args... args) {
   return *reinterpret_cast<const V16Any*>(from);
 }
 
-// bfloat16: the upper half of a float.
+// bfloat16 is the upper half of a float.
 [[gnu::always_inline]] inline V16 load(const uint16_t* from) {
   const V16u bits = __builtin_convertvector(*reinterpret_cast<const H16Any*>(from), V16u);
   return reinterpret_cast<V16>(bits << 16);
@@ -100,7 +102,7 @@ inline void run_best_isa(Args... args) {
   *reinterpret_cast<V16Any*>(to) = value;
 }
 
-// The first `count` (1..15) elements, zeros behind them; never reads past them.
+// The first `count` (1..15) elements, followed by zeros; never reads past them.
 template <class T>
 [[gnu::always_inline]] inline V16 load_first(const T* from, int32_t count) {
   T padded[16] = {};
@@ -114,8 +116,8 @@ template <class T>
   for (int32_t i = 0; i < count; ++i) to[i] = padded[i];
 }
 
-// Four sums over lanes at once. The tree is fixed, l + (l ^ 8), then ^ 4, ^ 2, ^ 1, and float
-// addition commutes, so a sum has the same bits in any of the four places.
+// Four sums over lanes at once. The tree is fixed: l + (l ^ 8), then ^ 4, ^ 2, ^ 1. Float addition
+// commutes, so a sum has the same bits at any of the four positions.
 struct Sums4 {
   float sum[4];
 };
@@ -147,15 +149,16 @@ struct Sums4 {
   return best;
 }
 
-// exp(x) within 2 ulp for every float: subnormal results are right, -inf gives 0, overflow gives
+// exp(x) within 2 ulp for every float: subnormal results are correct, -inf gives 0, overflow gives
 // inf, NaN stays NaN. Cody-Waite reduction and the degree-5 polynomial of Cephes' expf (S. Moshier,
-// netlib.org/cephes); 2^n is applied in two factors so that n may leave the exponent's range.
+// netlib.org/cephes). 2^n is applied as two factors, so that n may exceed the range of the
+// exponent.
 [[gnu::always_inline]] inline V16 exp(const V16& value) {
   const V16 low = broadcast(-104.0f);
   const V16 high = broadcast(89.0f);
   V16 x = value < low ? low : value;
   x = x > high ? high : x;
-  const float kRound = 0x1.8p23f;  // adding it rounds to an integer in the low mantissa bits
+  const float kRound = 0x1.8p23f;  // adding it rounds x to an integer in the low mantissa bits
   const V16 shifted = x * 1.44269504f + kRound;
   const V16 n = shifted - kRound;
   V16 r = x - n * 0.693359375f;
@@ -173,7 +176,7 @@ struct Sums4 {
   return p * scale0 * scale1;
 }
 
-// One lane of the above: the same bits as in a vector.
+// exp of one value, with the same bits as in a vector.
 [[gnu::always_inline]] inline float exp_one(float x) { return exp(broadcast(x))[0]; }
 
 // tanh(x) within 2 ulp: Cephes' tanhf, an odd polynomial below 0.625, 1 - 2 / (exp(2x) + 1) above.

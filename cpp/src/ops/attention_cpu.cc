@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Softmax attention over a paged KV cache, one (row, KV head) at a time: the query heads of a group
-// share each load of a key. Keys are taken in chunks [128 c, 128 (c + 1)) of absolute positions:
-//   1. scores of the visible keys; lanes of invisible ones hold -inf, their memory is never read
-//   2. max, exp, sum: lane l sums the positions l, l + 16, ... of the chunk, then sum_lanes' tree
-//   3. accumulator: one multiply-add per key in ascending order
-// and merged into the running (max, sum, accumulator) in ascending order. Nothing in it depends on
-// how many heads or keys are in flight, so a row's bits depend on its query and visible keys alone.
+// share each load of a key. The kernel takes keys in chunks [128 c, 128 (c + 1)) of absolute
+// positions:
+//    1. scores of the visible keys; those of invisible keys are -inf, and their memory is not read
+//    2. max, exp, sum: lane l sums positions l, l + 16, ... of the chunk, then sum_lanes' tree
+//    3. accumulator: one multiply-add per key in ascending order
+// It merges each chunk into the running (max, sum, accumulator) in ascending order. No result
+// depends on how many heads or keys are computed together, so a row's bits depend only on its query
+// and its visible keys.
 
 #include <algorithm>
 #include <limits>
@@ -25,7 +27,7 @@ constexpr int32_t kMaxHeadsAtOnce = 4;  // 4 heads x 4 keys (or 4 vectors of V) 
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 static_assert(kChunk % 16 == 0);
 
-// What one (row, KV head) needs besides its keys.
+// The query heads of one (row, KV head) and their parameters.
 struct HeadGroup {
   const float* q;      // [num_heads, head_dim]
   const float* sinks;  // [num_heads], or null
@@ -35,10 +37,10 @@ struct HeadGroup {
   float soft_cap;
 };
 
-// Element `at` of K or V, zeros beyond head_dim: `rest` is how many elements there are from `at`.
+// Sixteen elements, of which `num_left` exist; the others are zero.
 template <class T>
-[[gnu::always_inline]] inline V16 load_up_to(const T* from, int32_t rest) {
-  return rest >= 16 ? load(from) : load_first(from, rest);
+[[gnu::always_inline]] inline V16 load_up_to(const T* from, int32_t num_left) {
+  return num_left >= 16 ? load(from) : load_first(from, num_left);
 }
 
 // scores[h][j - first] = q_h . key_j for keys [first, last) of the chunk.
@@ -48,7 +50,7 @@ template <class Kv, int kHeads>
                                               float (*scores)[kChunk]) {
   const int32_t head_dim = group.head_dim;
   for (int32_t j = first; j < last; j += 4) {
-    // Beyond the last key the last one is repeated; its extra scores are dropped.
+    // Past the last key the loop repeats it and drops the extra scores.
     const Kv* key[4];
     for (int i = 0; i < 4; ++i) key[i] = keys[std::min(j + i, last - 1)];
     V16 acc[kHeads][4] = {};
@@ -76,20 +78,21 @@ template <class Kv, int kHeads>
   }
 }
 
-// out[h][at .. at + 16 kVectors) = sum over keys of weight * V, merged into the running sums.
+// running[h][d .. d + 16 kVectors) = running * running_factor + (sum over keys of weight * V) *
+// chunk_factor.
 template <class Kv, int kHeads, int kVectors>
 [[gnu::always_inline]] inline void accumulate_values(const Kv* const* values, int32_t first,
                                                      int32_t last, const float (*weights)[kChunk],
-                                                     int32_t head_dim, int32_t at,
-                                                     const float* keep, const float* take,
-                                                     float* running) {
+                                                     int32_t head_dim, int32_t d,
+                                                     const float* running_factor,
+                                                     const float* chunk_factor, float* running) {
   V16 acc[kHeads][kVectors] = {};
   for (int32_t j = first; j < last; ++j) {
     V16 value[kVectors];
     for (int i = 0; i < kVectors; ++i) {
-      // Only a one-vector call can meet the ragged end.
+      // Only a call for one vector can reach past head_dim.
       value[i] =
-          kVectors == 1 ? load_up_to(values[j] + at, head_dim - at) : load(values[j] + at + 16 * i);
+          kVectors == 1 ? load_up_to(values[j] + d, head_dim - d) : load(values[j] + d + 16 * i);
     }
     for (int h = 0; h < kHeads; ++h) {
       const V16 weight = broadcast(weights[h][j]);
@@ -98,14 +101,14 @@ template <class Kv, int kHeads, int kVectors>
   }
   for (int h = 0; h < kHeads; ++h) {
     for (int i = 0; i < kVectors; ++i) {
-      float* const to = running + h * kMaxHeadDim + at + 16 * i;
-      store(to, load(to) * keep[h] + acc[h][i] * take[h]);
+      float* const to = running + h * kMaxHeadDim + d + 16 * i;
+      store(to, load(to) * running_factor[h] + acc[h][i] * chunk_factor[h]);
     }
   }
 }
 
-// Kv pointers of the chunk's keys come from `locate(position, count)`: a functor that fills
-// keys[] and values[] for chunk positions [first, last).
+// `locate(chunk, first, last, keys, values)` fills keys[] and values[] with pointers for the chunk
+// positions [first, last).
 template <class Kv, int kHeads, class Locate>
 [[gnu::always_inline]] inline void attend(const HeadGroup& group, int32_t begin, int32_t end,
                                           const Locate& locate) {
@@ -126,8 +129,8 @@ template <class Kv, int kHeads, class Locate>
     const int32_t last = std::min(end - chunk, kChunk);
     locate(chunk, first, last, keys, values);
     score_keys<Kv, kHeads>(group, keys, first, last, scores);
-    float keep[kHeads];
-    float take[kHeads];
+    float running_factor[kHeads];
+    float chunk_factor[kHeads];
     for (int h = 0; h < kHeads; ++h) {
       std::fill(scores[h], scores[h] + first, kNegInf);
       std::fill(scores[h] + last, scores[h] + kChunk, kNegInf);
@@ -149,19 +152,19 @@ template <class Kv, int kHeads, class Locate>
         sum += weight;
       }
       const float new_max = std::max(running_max[h], chunk_max);
-      keep[h] = exp_one(running_max[h] - new_max);
-      take[h] = exp_one(chunk_max - new_max);
-      running_sum[h] = running_sum[h] * keep[h] + sum_lanes(sum) * take[h];
+      running_factor[h] = exp_one(running_max[h] - new_max);
+      chunk_factor[h] = exp_one(chunk_max - new_max);
+      running_sum[h] = running_sum[h] * running_factor[h] + sum_lanes(sum) * chunk_factor[h];
       running_max[h] = new_max;
     }
     int32_t d = 0;
     for (; d + 64 <= head_dim; d += 64) {
-      accumulate_values<Kv, kHeads, 4>(values, first, last, scores, head_dim, d, keep, take,
-                                       running);
+      accumulate_values<Kv, kHeads, 4>(values, first, last, scores, head_dim, d, running_factor,
+                                       chunk_factor, running);
     }
     for (; d < head_dim; d += 16) {
-      accumulate_values<Kv, kHeads, 1>(values, first, last, scores, head_dim, d, keep, take,
-                                       running);
+      accumulate_values<Kv, kHeads, 1>(values, first, last, scores, head_dim, d, running_factor,
+                                       chunk_factor, running);
     }
   }
   for (int h = 0; h < kHeads; ++h) {
@@ -172,26 +175,26 @@ template <class Kv, int kHeads, class Locate>
       factor = exp_one(running_max[h] - new_max);
       sum = sum * factor + exp_one(group.sinks[h] - new_max);
     }
-    const float inverse = begin < end ? factor / sum : 0.0f;  // no keys: zero
+    const float inverse = begin < end ? factor / sum : 0.0f;  // no visible key: zero
     for (int32_t d = 0; d < head_dim; ++d) {
       group.y[h * head_dim + d] = running[h * kMaxHeadDim + d] * inverse;
     }
   }
 }
 
-// Where keys lie: through a block table, or through a list of slots.
-struct BlockTable {
+// Where the keys of a row are stored: given by a block table or by a list of slots.
+struct BlockLocations {
   const int32_t* blocks;
 };
-struct SlotList {
+struct SlotLocations {
   const int64_t* slots;
 };
 
-// Fills the pointers of one KV head.
-template <class Kv, class Places>
+// Fills the pointers to the keys and values of one KV head.
+template <class Kv, class KvLocations>
 struct Locator {
   const KvLayerView* kv;
-  Places places;
+  KvLocations locations;
   int32_t num_kv_heads;
   int32_t kv_head;
   int32_t head_dim;
@@ -201,16 +204,16 @@ struct Locator {
     const int64_t token_bytes = int64_t{num_kv_heads} * head_dim * static_cast<int64_t>(sizeof(Kv));
     const int64_t head_bytes = int64_t{kv_head} * head_dim * static_cast<int64_t>(sizeof(Kv));
     const std::byte* const base = kv->base + head_bytes;
-    auto place = [&](int32_t j, int64_t block, int64_t offset) {
-      const std::byte* const at = base + block * kv->block_bytes + offset * token_bytes;
-      keys[j] = reinterpret_cast<const Kv*>(at + kv->k_offset);
-      values[j] = reinterpret_cast<const Kv*>(at + kv->v_offset);
+    auto set_pointers = [&](int32_t j, int64_t block, int64_t offset) {
+      const std::byte* const token = base + block * kv->block_bytes + offset * token_bytes;
+      keys[j] = reinterpret_cast<const Kv*>(token + kv->k_offset);
+      values[j] = reinterpret_cast<const Kv*>(token + kv->v_offset);
     };
-    if constexpr (std::is_same_v<Places, BlockTable>) {
+    if constexpr (std::is_same_v<KvLocations, BlockLocations>) {
       int32_t index = (chunk + first) / kv->block_size;
       int32_t offset = (chunk + first) % kv->block_size;
       for (int32_t j = first; j < last; ++j) {
-        place(j, places.blocks[index], offset);
+        set_pointers(j, locations.blocks[index], offset);
         if (++offset == kv->block_size) {
           offset = 0;
           ++index;
@@ -218,39 +221,39 @@ struct Locator {
       }
     } else {
       for (int32_t j = first; j < last; ++j) {
-        const int64_t slot = places.slots[chunk + j];
-        place(j, slot / kv->block_size, slot % kv->block_size);
+        const int64_t slot = locations.slots[chunk + j];
+        set_pointers(j, slot / kv->block_size, slot % kv->block_size);
       }
     }
   }
 };
 
-template <class Kv, class Places, int kHeads>
+template <class Kv, class KvLocations, int kHeads>
 struct AttendKernel {
   [[gnu::always_inline]] static void run(const HeadGroup* group, int32_t begin, int32_t end,
-                                         const Locator<Kv, Places>* locate) {
+                                         const Locator<Kv, KvLocations>* locate) {
     attend<Kv, kHeads>(*group, begin, end, *locate);
   }
 };
 
-// All query heads of one KV head, a few at a time.
-template <class Kv, class Places>
+// All query heads of one KV head, up to kMaxHeadsAtOnce at a time.
+template <class Kv, class KvLocations>
 void attend_group(HeadGroup group, int32_t num_heads, int32_t begin, int32_t end,
-                  const Locator<Kv, Places>& locate) {
+                  const Locator<Kv, KvLocations>& locate) {
   while (num_heads > 0) {
     const int32_t heads = std::min(num_heads, kMaxHeadsAtOnce);
     switch (heads) {
       case 1:
-        run_best_isa<AttendKernel<Kv, Places, 1>>(&group, begin, end, &locate);
+        run_best_isa<AttendKernel<Kv, KvLocations, 1>>(&group, begin, end, &locate);
         break;
       case 2:
-        run_best_isa<AttendKernel<Kv, Places, 2>>(&group, begin, end, &locate);
+        run_best_isa<AttendKernel<Kv, KvLocations, 2>>(&group, begin, end, &locate);
         break;
       case 3:
-        run_best_isa<AttendKernel<Kv, Places, 3>>(&group, begin, end, &locate);
+        run_best_isa<AttendKernel<Kv, KvLocations, 3>>(&group, begin, end, &locate);
         break;
       case 4:
-        run_best_isa<AttendKernel<Kv, Places, 4>>(&group, begin, end, &locate);
+        run_best_isa<AttendKernel<Kv, KvLocations, 4>>(&group, begin, end, &locate);
         break;
     }
     group.q += int64_t{heads} * group.head_dim;
@@ -265,11 +268,11 @@ struct KeyRange {
   int32_t end;
 };
 
-// The part that both ops share. range_of(row) gives the visible keys (end 0: inert row) and
-// places_of(row) where they lie.
-template <class Params, class Places, class RangeOf, class PlacesOf>
+// The shared part of both ops. range_of(row) returns the visible keys (end 0: inert row), and
+// locations_of(row) where they are stored.
+template <class Params, class KvLocations, class RangeOf, class LocationsOf>
 void attend_rows(const CpuContext& ctx, const Params& p, const float* sinks, float soft_cap,
-                 const RangeOf& range_of, const PlacesOf& places_of) {
+                 const RangeOf& range_of, const LocationsOf& locations_of) {
   const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
   PACELINE_CHECK(p.head_dim > 0 && p.head_dim <= kMaxHeadDim, "head_dim ", p.head_dim,
                  " is not in 1..", kMaxHeadDim);
@@ -297,11 +300,11 @@ void attend_rows(const CpuContext& ctx, const Params& p, const float* sinks, flo
       return;
     }
     auto attend_as = [&]<class Kv>() {
-      const Locator<Kv, Places> locate = {.kv = &p.kv,
-                                          .places = places_of(row),
-                                          .num_kv_heads = p.num_kv_heads,
-                                          .kv_head = kv_head,
-                                          .head_dim = p.head_dim};
+      const Locator<Kv, KvLocations> locate = {.kv = &p.kv,
+                                               .locations = locations_of(row),
+                                               .num_kv_heads = p.num_kv_heads,
+                                               .kv_head = kv_head,
+                                               .head_dim = p.head_dim};
       attend_group(group, heads_per_group, range.begin, range.end, locate);
     };
     if (p.kv.dtype == DType::kFloat32) {
@@ -315,13 +318,15 @@ void attend_rows(const CpuContext& ctx, const Params& p, const float* sinks, flo
   for (int32_t row = 0; row < num_rows; ++row) {
     num_keys += std::max(range_of(row).end - range_of(row).begin, 0);
   }
-  constexpr int64_t kMinParallelWork = 64 << 10;  // multiplications that outweigh a fork and join
+  // Fewer multiplications cost less than a fork and join.
+  constexpr int64_t kMinParallelWork = 64 << 10;
   if (ctx.num_threads == 1 || num_items == 1 ||
       num_keys * p.num_qo_heads * p.head_dim < kMinParallelWork) {
     for (int64_t item = 0; item < num_items; ++item) attend_one(item);
     return;
   }
-  // Later rows of a prompt see more keys: many pieces, so that nobody waits long for the last.
+  // Later rows of a prompt see more keys, so work is cut into many pieces: no thread then waits
+  // long for the last one.
   ctx.for_ranges(num_items, /*pieces_per_thread=*/32, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) attend_one(item);
   });
@@ -334,21 +339,22 @@ void paged_attention(CpuContext& ctx, const PagedAttentionParams& p) {
     if (p.seq_slot[row] < 0) return {.begin = 0, .end = 0};
     return {.begin = p.kv_begin == nullptr ? 0 : p.kv_begin[row], .end = p.kv_end[row]};
   };
-  auto places_of = [&](int32_t row) -> BlockTable {
+  auto locations_of = [&](int32_t row) -> BlockLocations {
     return {p.block_table + p.seq_slot[row] * p.block_table_stride};
   };
-  attend_rows<PagedAttentionParams, BlockTable>(ctx, p, p.sinks, p.soft_cap, range_of, places_of);
+  attend_rows<PagedAttentionParams, BlockLocations>(ctx, p, p.sinks, p.soft_cap, range_of,
+                                                    locations_of);
 }
 
 void list_attention(CpuContext& ctx, const ListAttentionParams& p) {
   auto range_of = [&](int32_t row) -> KeyRange {
     return {.begin = 0, .end = std::min(p.window_count[row], p.window)};
   };
-  auto places_of = [&](int32_t row) -> SlotList {
+  auto locations_of = [&](int32_t row) -> SlotLocations {
     return {p.window_slots + int64_t{row} * p.window};
   };
-  attend_rows<ListAttentionParams, SlotList>(ctx, p, /*sinks=*/nullptr, /*soft_cap=*/0.0f, range_of,
-                                             places_of);
+  attend_rows<ListAttentionParams, SlotLocations>(ctx, p, /*sinks=*/nullptr, /*soft_cap=*/0.0f,
+                                                  range_of, locations_of);
 }
 
 }  // namespace paceline

@@ -15,7 +15,7 @@
 namespace paceline {
 namespace {
 
-// Activations are float32 on the CPU, weights as they were loaded.
+// Activations are float32 on the CPU; weights keep the dtype in which they were loaded.
 template <class Weight>
 struct DotKernel {
   [[gnu::always_inline]] static void run(const float* x, const Weight* weight, int32_t size,
@@ -28,7 +28,7 @@ struct DotKernel {
   }
 };
 
-// The tokens of the cluster that row `row` ranks at `rank`.
+// The logits of the tokens in the cluster at rank `rank` of row `row`.
 template <class Weight>
 void logits_of_cluster(const ClusterLogitsParams& p, int64_t row, int64_t rank) {
   const auto* const weight = static_cast<const Weight*>(p.weight);

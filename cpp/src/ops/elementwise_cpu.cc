@@ -11,9 +11,10 @@
 namespace paceline {
 namespace {
 
-constexpr int64_t kMinParallelBytes = 256 << 10;  // moved; below, a fork and join costs more
+// Moving fewer bytes costs less than a fork and join.
+constexpr int64_t kMinParallelBytes = 256 << 10;
 
-// Calls row_op(i) for every row, in parallel when the rows move enough bytes.
+// Calls row_op(i) for every row, in parallel if the rows move enough bytes.
 template <class RowOp>
 void for_rows(const CpuContext& ctx, int32_t num_rows, int64_t bytes_per_row, RowOp row_op) {
   if (ctx.num_threads == 1 || num_rows * bytes_per_row < kMinParallelBytes) {
@@ -92,7 +93,7 @@ void embed(CpuContext& ctx, const EmbedParams& p) {
 void gated_activation(CpuContext& ctx, const GatedActivationParams& p) {
   const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
   PACELINE_CHECK(p.dtype == DType::kFloat32, "the CPU computes in float32");
-  // An exponential costs about as much as moving a few dozen bytes.
+  // An exponential costs about as much as moving a few dozen bytes, so each element counts as 32.
   for_rows(ctx, num_rows, int64_t{p.intermediate} * 32, [&](int32_t row) {
     const int64_t x_stride = (p.up == nullptr ? int64_t{2} : int64_t{1}) * p.intermediate;
     const float* const gate = static_cast<const float*>(p.x) + row * x_stride;

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What the device does for a sequence that takes over the first positions of another one, before
-// the first row of the iteration that it begins in: KV of blocks that the two cannot share, block
-// tables, token history, and the tokens that penalties look at.
+// A fork is a sequence that takes over the first positions of another sequence, its parent. Before
+// the first row of the iteration in which the fork begins, these ops copy to it: the KV of blocks
+// that the two cannot share, the block tables, the token history, and the set of tokens that
+// penalties consider.
 //
-// Order: copy_blocks anywhere before the rows; fork_sequences after clear_counts.
+// Order: copy_blocks at any time before the rows; fork_sequences after clear_counts.
 
 #include <cstddef>
 #include <cstdint>
@@ -20,26 +21,27 @@ namespace paceline {
 struct CpuContext;
 struct CudaContext;
 
-// Copies whole blocks within the KV pool: all layers, K and V, of all their tokens. Copies know
-// nothing of each other.
+// Copies whole blocks within the KV pool: all layers, K and V, of all their tokens. No copy reads
+// what another one writes.
 struct CopyBlocksParams {
   const int32_t* num_copies;  // [1]
-  int32_t max_copies;         // at most so many are made
-  const BlockCopy* copies;    // [max_copies] no destination twice, none is a source
-  std::byte* pool;            // block b of group g lies at b * block_bytes[g]; aligned to 64
+  int32_t max_copies;         // upper bound of num_copies
+  const BlockCopy* copies;    // [max_copies] destinations are distinct, and none is a source
+  std::byte* pool;            // block b of group g is at b * block_bytes[g]; 64 B aligned
   int64_t block_bytes[kMaxKvGroups];  // multiples of 64
 };
 void copy_blocks(CpuContext&, const CopyBlocksParams&);
 void copy_blocks(CudaContext&, const CopyBlocksParams&);
 
-// For each fork: the first num_tokens of the parent's history; of the parent's block tables, in
-// every group, the entries of blocks that lie wholly below num_tokens, those that a window has
-// passed too, which nobody reads; and for slots that adjust, those tokens as seen. All of them are
-// of the prompt, so there is no output to count.
+// For each fork, copies from its parent the first num_tokens tokens of the history and, in every
+// group, the block table entries of blocks that lie wholly below num_tokens. That includes entries
+// of blocks that a sliding window has passed, which nothing reads. For sequence slots that adjust
+// logits it also marks those tokens as seen. All of them are prompt tokens, so there is no output
+// to count.
 struct ForkSequencesParams {
   const int32_t* num_forks;   // [1]
-  int32_t max_forks;          // at most so many are made
-  const SequenceFork* forks;  // [max_forks] no slot twice, none is a parent's
+  int32_t max_forks;          // upper bound of num_forks
+  const SequenceFork* forks;  // [max_forks] sequence slots are distinct, and none is a parent
   SequenceState sequences;    // history is read and written
   SamplingState sampling;     // adjusts is read; seen is written
   BlockTable tables[kMaxKvGroups];

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What a fork copies: the one specification that the CPU loops over and that CUDA threads run.
-// Worker `worker` of `num_workers` takes every num_workers-th element; what one writes no other
-// reads.
+// What a fork copies: the single specification that the CPU loops over and CUDA threads run. Worker
+// `worker` of `num_workers` handles every num_workers-th element. No worker reads what another one
+// writes.
 
 #include <cstdint>
 
@@ -14,7 +14,8 @@
 
 namespace paceline {
 
-// `mark(word, bits)` sets bits of a word of `seen`, which other workers do at the same time.
+// `mark(word, bits)` sets bits of a word of `seen`. Several workers may set bits of the same word
+// at the same time.
 template <class Mark>
 PACELINE_HOST_DEVICE inline void fork_sequence(const ForkSequencesParams& p, int32_t i,
                                                int32_t worker, int32_t num_workers,
@@ -25,9 +26,9 @@ PACELINE_HOST_DEVICE inline void fork_sequence(const ForkSequencesParams& p, int
   int32_t* to = s.history + fork.seq_slot * s.history_stride;
   const bool is_counted = p.sampling.adjusts[fork.seq_slot] != 0;
   uint32_t* seen = p.sampling.seen + int64_t{fork.seq_slot} * mask_words(p.sampling.vocab_size);
-  for (int32_t at = worker; at < fork.num_tokens; at += num_workers) {
-    const int32_t token = from[at];
-    to[at] = token;
+  for (int32_t position = worker; position < fork.num_tokens; position += num_workers) {
+    const int32_t token = from[position];
+    to[position] = token;
     if (is_counted && token < p.sampling.vocab_size) {
       mark(seen + token / 32, uint32_t{1} << token % 32);
     }

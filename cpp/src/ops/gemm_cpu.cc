@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// y = x W^T on the CPU. Both operands have K contiguous, so an output is a dot product: sixteen
-// partial sums, lane l taking k = l, l + 16, l + 32, ... in ascending order (a ragged end is padded
-// with zeros), then sum_lanes' fixed tree. Every tile size below computes exactly that, hence a
-// row's bits depend on that row alone; only the number of outputs in flight differs. Where the
-// machine has it every step is a fused multiply-add; the compiler contracts x * w + acc, and
-// Gemm.EveryTileFollowsTheLaneOrder holds each tile shape to that, bit for bit.
+// y = x W^T on the CPU. Both operands are contiguous along K, so an output is a dot product:
+// sixteen partial sums, where lane l takes k = l, l + 16, l + 32, ... in ascending order (zeros pad
+// the last vector), and then sum_lanes' fixed tree. Every tile size below computes exactly that;
+// only the number of outputs computed together differs. Hence a row's bits depend on that row
+// alone. On machines with a fused multiply-add, every step is one: the compiler contracts x * w +
+// acc, and the test Gemm.EveryTileFollowsTheLaneOrder checks it for each tile shape, bit for bit.
 //
-// Skinny shapes are bound by reading W. A tile takes kCols rows of W (contiguous memory) against up
-// to kRows rows of x, and while it computes it prefetches rows of W some KiB ahead into L2 as one
-// linear stream: the hardware prefetcher restarts at each of the kCols short streams and at each
-// page, which alone leaves a third of the bandwidth unused.
+// With few rows the product is bound by reading W. A tile takes kCols rows of W (contiguous memory)
+// against up to kRows rows of x. While it computes, it prefetches rows of W some KiB ahead into L2
+// as one linear stream: the hardware prefetcher restarts at each of the kCols short streams and at
+// each page, and alone leaves a third of the bandwidth unused.
 //
-// No K blocking: x is cut into blocks of rows that stay in L2 together with two tiles of W.
+// K is not blocked: x is cut into blocks of rows that fit L2 together with two tiles of W.
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -29,8 +29,8 @@
 namespace paceline {
 namespace {
 
-// Tile per instruction set: kRows * kCols accumulators of sixteen floats, kCols of W and one of x
-// must fit the registers (32 of 16 floats, 16 of 8, 16 of 4).
+// The tile for each instruction set. The registers (32 of 16 floats, 16 of 8, or 16 of 4) must hold
+// kRows * kCols accumulators of sixteen floats, kCols vectors of W and one of x.
 template <Isa kIsa>
 struct TileShape;
 template <>
@@ -50,17 +50,17 @@ struct TileShape<Isa::kBaseline> {
 };
 
 constexpr int64_t kPrefetchLine = 64;
-constexpr int64_t kPrefetchBytes = 8 << 10;  // at least; a tile's worth where that is more
+constexpr int64_t kPrefetchBytes = 8 << 10;  // minimum; at least one tile is prefetched
 
 struct TileArgs {
   const float* x;
   int64_t x_stride;
-  const void* weight;  // first of the tile's rows
+  const void* weight;  // the tile's first row of W
   int32_t k;
-  const float* bias;  // of the tile's first column, or null
+  const float* bias;  // at the tile's first column, or null
   float* y;
   int64_t y_stride;
-  const char* prefetch;  // null: none
+  const char* prefetch;  // null: no prefetch
 };
 
 template <class Weight, int kRows, int kCols>
@@ -71,35 +71,36 @@ struct TileKernel {
     const Weight* const w = static_cast<const Weight*>(args->weight);
     const int64_t k = args->k;
     V16 acc[kRows][kCols] = {};
-    auto step = [&](int64_t at) __attribute__((always_inline)) {
+    auto step = [&](int64_t offset) __attribute__((always_inline)) {
       V16 wv[kCols];
-      for (int c = 0; c < kCols; ++c) wv[c] = load(w + c * k + at);
+      for (int c = 0; c < kCols; ++c) wv[c] = load(w + c * k + offset);
       for (int r = 0; r < kRows; ++r) {
-        const V16 xv = load(x + r * x_stride + at);
+        const V16 xv = load(x + r * x_stride + offset);
         for (int c = 0; c < kCols; ++c) acc[r][c] += xv * wv[c];
       }
     };
-    int64_t at = 0;
+    int64_t offset = 0;
     const char* prefetch = args->prefetch;
     if (prefetch != nullptr) {
-      // As many bytes as the tile itself reads.
+      // Prefetches as many bytes as the tile itself reads.
       constexpr int kLines = 32 * sizeof(Weight) * kCols / kPrefetchLine;
-      for (; at + 32 <= k; at += 32) {
+      for (; offset + 32 <= k; offset += 32) {
         for (int i = 0; i < kLines; ++i) __builtin_prefetch(prefetch + i * kPrefetchLine, 0, 2);
         prefetch += kLines * kPrefetchLine;
-        step(at);
-        step(at + 16);
+        step(offset);
+        step(offset + 16);
       }
     }
-    for (; at + 16 <= k; at += 16) step(at);
-    if (at < k) {
-      const int32_t tail = static_cast<int32_t>(k - at);
+    for (; offset + 16 <= k; offset += 16) step(offset);
+    if (offset < k) {
+      const int32_t tail = static_cast<int32_t>(k - offset);
       for (int r = 0; r < kRows; ++r) {
         for (int c = 0; c < kCols; ++c) {
-          V16 xv = load_first(x + r * x_stride + at, tail);
-          V16 wv = load_first(w + c * k + at, tail);
-          // GCC contracts only within a basic block, and in straight-line code, unlike in the loop
-          // above, it moved the multiplication of some tiles to another: pinned on both sides.
+          V16 xv = load_first(x + r * x_stride + offset, tail);
+          V16 wv = load_first(w + c * k + offset, tail);
+          // GCC contracts only within a basic block. In this straight-line code, unlike in the loop
+          // above, it moved the multiplication of some tiles to another block; the asm statements
+          // keep it here.
           asm volatile("" : "+m"(xv), "+m"(wv));
           V16 sum = acc[r][c] + xv * wv;
           asm volatile("" : "+m"(sum));
@@ -152,19 +153,19 @@ template <class Weight, Isa kIsa>
 void run_columns(const GemmParams& p, int32_t num_rows, int32_t begin, int32_t end) {
   constexpr int32_t kMaxRows = TileShape<kIsa>::kRows;
   constexpr int32_t kMaxCols = TileShape<kIsa>::kCols;
-  constexpr int64_t kBlockBytes = 512 << 10;  // of x; half of a common L2
+  constexpr int64_t kBlockBytes = 512 << 10;  // bytes of x; half of a common L2
   const int64_t fitting_rows = kBlockBytes / (int64_t{p.k} * 4) / kMaxRows * kMaxRows;
   const int32_t block_rows = static_cast<int32_t>(
       std::clamp<int64_t>(fitting_rows, kMaxRows, std::max(num_rows, kMaxRows)));
   const Weight* const weight = static_cast<const Weight*>(p.weight);
-  // Columns that the prefetch runs ahead: far enough to hide the latency of memory.
+  // Number of columns between the tile and its prefetch: enough to hide the latency of memory.
   const int64_t column_bytes = int64_t{p.k} * static_cast<int64_t>(sizeof(Weight));
   const int32_t ahead = static_cast<int32_t>((kPrefetchBytes + column_bytes * kMaxCols - 1) /
                                              (column_bytes * kMaxCols)) *
                         kMaxCols;
   for (int32_t block = 0; block < num_rows; block += block_rows) {
     const int32_t block_end = std::min(num_rows, block + block_rows);
-    // Even tiles: 8 rows are 4 + 4, not 6 + 2.
+    // Tiles of even size: 8 rows are 4 + 4, not 6 + 2.
     const int32_t num_tiles = (block_end - block + kMaxRows - 1) / kMaxRows;
     for (int32_t column = begin; column < end;) {
       const bool is_wide = column + kMaxCols <= end;
@@ -197,16 +198,16 @@ void run_columns(const GemmParams& p, int32_t num_rows, int32_t begin, int32_t e
 
 #if defined(__x86_64__)
 // Machines with a bfloat16 dot product multiply bfloat16 weights with x rounded to bfloat16, as
-// GPUs do: thirty-two products an instruction instead of sixteen, and no widening of the weights.
-// It is what lets a verify window of a few rows keep up with memory. The order of a sum is again
-// one for all tiles: lane l adds the pair k = 2l, 2l + 1 of each run of 32, runs in ascending
-// order.
+// GPUs do: an instruction computes thirty-two products instead of sixteen, and the weights need not
+// be widened. This lets a verify window of a few rows keep up with memory. The order of a sum is
+// again the same for all tiles: lane l adds the pair k = 2l, 2l + 1 of each run of 32, and runs are
+// added in ascending order.
 #define PACELINE_DOT_TARGET \
   gnu::target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,prefer-vector-width=512")
 
-constexpr int64_t kPackedElements = 256 << 10;  // of x, for each thread: half a megabyte
+constexpr int64_t kPackedElements = 256 << 10;  // elements of x per thread: half a megabyte
 
-// Only for depths at which a whole tile of rows fits the packed block.
+// True only if a whole tile of rows fits the packed block at this depth.
 [[nodiscard]] bool uses_dot(const GemmParams& p) {
   static const bool has_dot = [] {
     __builtin_cpu_init();
@@ -216,16 +217,16 @@ constexpr int64_t kPackedElements = 256 << 10;  // of x, for each thread: half a
          (int64_t{p.k} + 31) * TileShape<Isa::kAvx512>::kRows <= kPackedElements;
 }
 
-// Rows of x as bfloat16, zeros behind K up to a multiple of 32.
+// Converts rows of x to bfloat16, padded with zeros behind K up to a multiple of 32.
 [[PACELINE_DOT_TARGET, gnu::noinline]] void pack_rows(const float* x, int64_t x_stride,
                                                       int32_t num_rows, int32_t k, int32_t padded_k,
                                                       uint16_t* packed) {
   for (int32_t r = 0; r < num_rows; ++r, x += x_stride, packed += padded_k) {
-    for (int32_t at = 0; at < padded_k; at += 16) {
-      const int32_t left = std::clamp(k - at, 0, 16);
+    for (int32_t offset = 0; offset < padded_k; offset += 16) {
+      const int32_t left = std::clamp(k - offset, 0, 16);
       const auto mask = static_cast<__mmask16>((1u << left) - 1);
-      const __m512 values = _mm512_maskz_loadu_ps(mask, x + at);
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(packed + at),
+      const __m512 values = _mm512_maskz_loadu_ps(mask, x + offset);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(packed + offset),
                           reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(values)));
     }
   }
@@ -234,28 +235,28 @@ constexpr int64_t kPackedElements = 256 << 10;  // of x, for each thread: half a
 struct DotTileArgs {
   const uint16_t* x;  // packed, rows padded_k apart
   int32_t padded_k;
-  const uint16_t* weight;  // first of the tile's rows
+  const uint16_t* weight;  // the tile's first row of W
   int32_t k;
-  const float* bias;  // of the tile's first column, or null
+  const float* bias;  // at the tile's first column, or null
   float* y;
   int64_t y_stride;
-  const char* prefetch;  // null: none
+  const char* prefetch;  // null: no prefetch
 };
 
-// Thirty-two products for every output of the tile; `mask` says which weights exist.
+// Thirty-two products for every output of the tile. `mask` selects the weights that exist.
 template <bool kIsWhole, int kRows, int kCols>
 [[PACELINE_DOT_TARGET, gnu::always_inline]] inline void dot_step(const DotTileArgs& args,
-                                                                 int64_t at, __mmask32 mask,
+                                                                 int64_t offset, __mmask32 mask,
                                                                  __m512 (&acc)[kRows][kCols]) {
   __m512bh wv[kCols];
   for (int c = 0; c < kCols; ++c) {
-    const uint16_t* const from = args.weight + int64_t{c} * args.k + at;
+    const uint16_t* const from = args.weight + int64_t{c} * args.k + offset;
     wv[c] = reinterpret_cast<__m512bh>(kIsWhole ? _mm512_loadu_si512(from)
                                                 : _mm512_maskz_loadu_epi16(mask, from));
   }
   for (int r = 0; r < kRows; ++r) {
-    const auto xv =
-        reinterpret_cast<__m512bh>(_mm512_loadu_si512(args.x + int64_t{r} * args.padded_k + at));
+    const auto xv = reinterpret_cast<__m512bh>(
+        _mm512_loadu_si512(args.x + int64_t{r} * args.padded_k + offset));
     for (int c = 0; c < kCols; ++c) acc[r][c] = _mm512_dpbf16_ps(acc[r][c], xv, wv[c]);
   }
 }
@@ -264,21 +265,21 @@ template <int kRows, int kCols>
 [[PACELINE_DOT_TARGET, gnu::noinline]] void dot_tile(const DotTileArgs& args) {
   const int64_t k = args.k;
   __m512 acc[kRows][kCols] = {};
-  int64_t at = 0;
+  int64_t offset = 0;
   if (args.prefetch != nullptr) {
     const char* prefetch = args.prefetch;
-    for (; at + 32 <= k; at += 32) {
+    for (; offset + 32 <= k; offset += 32) {
       for (int c = 0; c < kCols; ++c) __builtin_prefetch(prefetch + c * kPrefetchLine, 0, 2);
       prefetch += kCols * kPrefetchLine;
-      dot_step<true>(args, at, 0, acc);
+      dot_step<true>(args, offset, 0, acc);
     }
   }
-  for (; at + 32 <= k; at += 32) dot_step<true>(args, at, 0, acc);
-  if (at < k) dot_step<false>(args, at, (1u << (k - at)) - 1, acc);
+  for (; offset + 32 <= k; offset += 32) dot_step<true>(args, offset, 0, acc);
+  if (offset < k) dot_step<false>(args, offset, (1u << (k - offset)) - 1, acc);
   for (int r = 0; r < kRows; ++r) {
     float* const y = args.y + r * args.y_stride;
     for (int c = 0; c < kCols; ++c) {
-      // By value: a reference to an accumulator would keep all of them in memory.
+      // A copy: a reference to an accumulator would keep all of them in memory.
       const V16 lanes = reinterpret_cast<V16>(acc[r][c]);
       const float sum = sum_lanes(lanes);
       y[c] = args.bias == nullptr ? sum : sum + args.bias[c];
@@ -304,11 +305,11 @@ void run_dot_tile(int32_t rows, const DotTileArgs& args) {
   }
 }
 
-// Columns [begin, end) of all rows, as run_columns.
+// Columns [begin, end) of all rows, like run_columns.
 void run_columns_dot(const GemmParams& p, int32_t num_rows, int32_t begin, int32_t end) {
   constexpr int32_t kMaxRows = TileShape<Isa::kAvx512>::kRows;
   constexpr int32_t kMaxCols = TileShape<Isa::kAvx512>::kCols;
-  thread_local std::vector<uint16_t> packed(kPackedElements);  // once a thread
+  thread_local std::vector<uint16_t> packed(kPackedElements);  // allocated once per thread
   const int32_t padded_k = (p.k + 31) / 32 * 32;
   const auto block_rows = static_cast<int32_t>(kPackedElements / padded_k / kMaxRows * kMaxRows);
   const auto* const weight = static_cast<const uint16_t*>(p.weight);
@@ -373,16 +374,17 @@ void gemm(CpuContext& ctx, const GemmParams& p) {
 #if defined(__x86_64__)
   if (uses_dot(p)) run = &run_columns_dot;
 #endif
-  constexpr int64_t kMinParallelWork = 100 << 10;  // multiplications that outweigh a fork and join
+  // Fewer multiplications cost less than a fork and join.
+  constexpr int64_t kMinParallelWork = 100 << 10;
   if (ctx.num_threads == 1 || int64_t{num_rows} * p.n * p.k < kMinParallelWork) {
     run(p, num_rows, 0, p.n);
     return;
   }
-  // Whole multiples of 16 columns, so that no two threads write one cache line of y. A few pieces
-  // for each thread, so that one that was interrupted does not hold up the rest.
+  // Pieces are whole multiples of 16 columns, so that no two threads write the same cache line of
+  // y. Each thread has a few pieces, so that an interrupted thread does not delay the others.
   constexpr int64_t kGrain = 16;
-  constexpr int64_t kMinSplitBytes =
-      4 << 20;  // breaking a shorter stream costs more than it evens out
+  // Splitting a shorter stream costs more than it evens out.
+  constexpr int64_t kMinSplitBytes = 4 << 20;
   const int64_t num_grains = (p.n + kGrain - 1) / kGrain;
   const int64_t thread_bytes = int64_t{p.n} * p.k * dtype_bytes(p.weight_dtype) / ctx.num_threads;
   const int32_t pieces_per_thread = thread_bytes >= kMinSplitBytes ? 4 : 1;

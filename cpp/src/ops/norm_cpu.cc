@@ -11,8 +11,8 @@
 namespace paceline {
 namespace {
 
-// 1 / rms of a row.
-[[gnu::always_inline]] inline float factor_of(const float* x, float eps, int32_t hidden) {
+// 1 / sqrt(mean(x^2) + eps).
+[[gnu::always_inline]] inline float inverse_rms(const float* x, float eps, int32_t hidden) {
   V16 squares[4] = {};
   int32_t i = 0;
   int32_t lane_group = 0;
@@ -66,7 +66,7 @@ struct RmsNormRowKernel {
                                          float weight_offset, float eps, float* y, int32_t hidden) {
     if (residual_scale != nullptr) {
       if (x_weight != nullptr) {
-        add_scaled(x, factor_of(x, eps, hidden), x_weight, weight_offset, residual, hidden);
+        add_scaled(x, inverse_rms(x, eps, hidden), x_weight, weight_offset, residual, hidden);
       } else {
         add(x, residual, hidden);
       }
@@ -77,7 +77,7 @@ struct RmsNormRowKernel {
       if (y == nullptr) return;
     }
     if (x_weight != nullptr) {
-      add_scaled(x, factor_of(x, eps, hidden), x_weight, weight_offset, residual, hidden);
+      add_scaled(x, inverse_rms(x, eps, hidden), x_weight, weight_offset, residual, hidden);
       x = residual;
       residual = nullptr;
     }
@@ -122,7 +122,7 @@ struct RmsNormRowKernel {
   }
 };
 
-// One layer's stretch of a row; `table` is null for a token without an entry.
+// One layer's elements of a row. `table` is null for a token outside the table.
 template <class Weight>
 struct PerLayerKernel {
   [[gnu::always_inline]] static V16 combine(const PerLayerInputsParams& p, const V16& normed,
@@ -133,7 +133,7 @@ struct PerLayerKernel {
                                          float* x) {
     const int32_t n = p->size;
     scale_row(x, p->x_scale, n);
-    const float factor = factor_of(x, p->eps, n);
+    const float factor = inverse_rms(x, p->eps, n);
     int32_t i = 0;
     for (; i + 16 <= n; i += 16) {
       const V16 normed = load(x + i) * factor * (load(p->weight + i) + p->weight_offset);
@@ -159,12 +159,13 @@ void per_layer_row(const PerLayerInputsParams& p, int32_t row) {
     table = static_cast<const Weight*>(p.table) + token * width;
   }
   float* const x = static_cast<float*>(p.x) + row * width;
-  for (int64_t at = 0; at < width; at += p.size) {
-    run_best_isa<PerLayerKernel<Weight>>(&p, table == nullptr ? nullptr : table + at, x + at);
+  for (int64_t offset = 0; offset < width; offset += p.size) {
+    run_best_isa<PerLayerKernel<Weight>>(&p, table == nullptr ? nullptr : table + offset,
+                                         x + offset);
   }
 }
 
-// Calls row_op(row) for every row, in parallel when there are enough elements.
+// Calls row_op(row) for every row, in parallel if there are enough elements.
 template <class RowOp>
 void for_rows(const CpuContext& ctx, int32_t num_rows, int64_t row_elements, const RowOp& row_op) {
   constexpr int64_t kMinParallelElements = 32 << 10;
@@ -185,7 +186,7 @@ void rms_norm(CpuContext& ctx, const RmsNormParams& p) {
                  "the CPU computes in float32");
   PACELINE_CHECK(p.residual != nullptr ||
                      (p.x_weight == nullptr && p.residual_scale == nullptr && p.y != nullptr),
-                 "x_weight, residual_scale and a null y go with a residual");
+                 "x_weight, residual_scale and a null y need a residual");
   for_rows(ctx, num_rows, p.hidden, [&](int32_t row) {
     float* const residual = p.residual == nullptr ? nullptr : p.residual + int64_t{row} * p.hidden;
     float* const y = p.y == nullptr ? nullptr : static_cast<float*>(p.y) + row * p.y_stride;

@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Every op of a decoder forward: one params struct and one overload a backend. The CPU twin is the
-// specification. Rules that all ops share:
-// - `num_rows` points to a device scalar; rows [0, *num_rows) are computed, at most `max_rows`. It
-//   is memory, not a value, so that a recorded call serves every batch size.
-// - Row invariance: the bits of a row depend on that row's inputs alone, never on num_rows, on the
-//   row's index, or on other rows.
-// - Weights are float32 or bfloat16, accumulation is float32. What passes between ops has the dtype
-//   that the params name: on the CPU always float32; on a GPU that of the weights, but for the
-//   residual stream and the logits, which are float32 everywhere.
-// - Outputs are assigned, never accumulated, unless the field says so. Strides are in elements.
-// - Nothing allocates; zero rows are fine.
+// The ops of a decoder's forward pass: one params struct and one overload per backend. The CPU
+// implementation is the specification. Rules that all ops share:
+// - `num_rows` points to a device scalar. An op computes rows [0, *num_rows), at most `max_rows`.
+//   The count is read from memory, so that one recorded call serves every batch size.
+// - Row invariance: the bits of a row depend only on that row's inputs, never on num_rows, on the
+//   row's index or on other rows.
+// - Weights are float32 or bfloat16, and ops accumulate in float32. Values passed between ops have
+//   the dtype that the params name: on the CPU always float32; on a GPU the dtype of the weights,
+//   except for the residual stream and the logits, which are float32 everywhere.
+// - Ops assign their outputs and do not accumulate into them, unless the field says so. Strides are
+//   in elements.
+// - Ops never allocate. Zero rows are valid.
 
 #include <cstdint>
 
@@ -25,12 +26,13 @@ namespace paceline {
 struct CpuContext;
 struct CudaContext;
 
-// y = x W^T (+ bias). Every output is one sum over K in one fixed lane order, on every path. Beside
-// bfloat16 weights x may be rounded to bfloat16 first, where the machine has a dot product for it.
+// y = x W^T (+ bias). Every output is one sum over K in one fixed lane order, on every path. With
+// bfloat16 weights, x may first be rounded to bfloat16 on machines that have a bfloat16 dot
+// product.
 struct GemmParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
-  const void* x;  // [max_rows, k] x_dtype, rows x_stride apart; CUDA: 16 B aligned rows
+  const void* x;  // [max_rows, k] x_dtype, rows x_stride apart; on CUDA rows are 16 B aligned
   int64_t x_stride;
   const void* weight;  // [n, k] row-major, weight_dtype, 64 B aligned base
   DType weight_dtype;  // kFloat32 or kBFloat16
@@ -38,14 +40,14 @@ struct GemmParams {
   void* y;             // [max_rows, n] y_dtype, rows y_stride apart
   int64_t y_stride;
   int32_t n;
-  int32_t k;                        // any positive value; multiples of 32 are fast
-  DType x_dtype = DType::kFloat32;  // CUDA: weight_dtype
+  int32_t k;                        // > 0; multiples of 32 are fastest
+  DType x_dtype = DType::kFloat32;  // on CUDA the same as weight_dtype
   DType y_dtype = DType::kFloat32;
 };
 void gemm(CpuContext&, const GemmParams&);
 void gemm(CudaContext&, const GemmParams&);
 
-// y = scale * table[token]; rows whose token is outside [0, vocab) become zero.
+// y = scale * table[token]. Rows whose token is outside [0, vocab_size) become zero.
 struct EmbedParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
@@ -60,22 +62,24 @@ struct EmbedParams {
 void embed(CpuContext&, const EmbedParams&);
 void embed(CudaContext&, const EmbedParams&);
 
-// y = x * rsqrt(mean(x^2) + eps) * (weight + weight_offset). With a `residual`, first
-// residual += x, and it is that sum which is normalised. With an `x_weight` as well (Gemma's norm
-// after a branch), x itself is normalised first, with that weight, before it joins the residual.
-// With a `residual_scale` (Gemma 4's layer scalar) the sum is multiplied by it before all else.
-// Without a `weight`, y is what would have been normalised, as it is.
+// y = x * rsqrt(mean(x^2) + eps) * (weight + weight_offset).
+// - With a `residual`, the op first computes residual += x and normalises that sum instead of x.
+// - With an `x_weight` as well (Gemma's norm after a branch), the op first normalises x with that
+//   weight and adds the result to the residual.
+// - With a `residual_scale` (Gemma 4's layer scalar), the op multiplies the sum, which is the new
+//   residual, by it before it normalises.
+// - Without a `weight`, y is the value that would have been normalised, unchanged.
 struct RmsNormParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
   const void* x;  // [max_rows, hidden] x_dtype, rows x_stride apart
   int64_t x_stride;
-  float* residual;      // [max_rows, hidden], updated to residual + x; or null
-  const float* weight;  // [hidden], or null for no norm
+  float* residual;      // [max_rows, hidden], updated as above; or null
+  const float* weight;  // [hidden], or null: no norm
   float weight_offset;  // 0, or 1 for Gemma 3's (1 + w)
   float eps;
-  void* y;  // [max_rows, hidden] y_dtype; may be x itself; null with a residual:
-            // only the residual is wanted
+  void* y;  // [max_rows, hidden] y_dtype; may be x itself. With a residual it may be null: only the
+            // residual is updated
   int64_t y_stride;
   int32_t hidden;
   const float* x_weight = nullptr;        // [hidden], or null; only with a residual
@@ -88,26 +92,27 @@ void rms_norm(CudaContext&, const RmsNormParams&);
 
 enum class Activation : uint8_t { kSilu, kGeluTanh };
 
-// y = activation(gate) * up, gate and up being the halves of each row of x; or x is the gate alone
-// and `up` stands elsewhere.
+// y = activation(gate) * up. Each row of x holds gate and then up; or x holds only the gate, and
+// `up` points to the other factor.
 struct GatedActivationParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
-  const void* x;  // [max_rows, 2 * intermediate] dtype: gate then up; with `up` only the gate
+  const void* x;  // [max_rows, 2 * intermediate] dtype, gate and then up; with `up`, [max_rows,
+                  // intermediate]: only the gate
   void* y;        // [max_rows, intermediate] dtype
   int32_t intermediate;
   Activation activation;
-  DType dtype = DType::kFloat32;  // of x, up and y
+  DType dtype = DType::kFloat32;  // dtype of x, up and y
   const void* up = nullptr;       // [max_rows, intermediate], rows up_stride apart; or null
   int64_t up_stride = 0;
 };
 void gated_activation(CpuContext&, const GatedActivationParams&);
 void gated_activation(CudaContext&, const GatedActivationParams&);
 
-// Gemma's per-layer inputs, in place over their projection: each stretch of `size` elements is one
-// layer's, and becomes
+// Gemma's per-layer inputs, in place over their projection. Each layer has `size` consecutive
+// elements of a row, which become
 //   scale * (rms_norm(x_scale * x, weight) + table_scale * table[token])
-// Rows whose token is outside [0, vocab) have a zero for the table's part.
+// The table's part is zero in rows whose token is outside [0, vocab_size).
 struct PerLayerInputsParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
@@ -124,15 +129,16 @@ struct PerLayerInputsParams {
   float scale;
   int32_t num_layers;
   int32_t size;
-  DType dtype = DType::kFloat32;  // of x
+  DType dtype = DType::kFloat32;  // dtype of x
 };
 void per_layer_inputs(CpuContext&, const PerLayerInputsParams&);
 void per_layer_inputs(CudaContext&, const PerLayerInputsParams&);
 
-// Where the KV of one layer lies in the pool: block b starts at base + int64(b) * block_bytes; in
-// it K is [block_size, num_kv_heads, head_dim] at k_offset and V the same at v_offset.
+// Where the KV of one layer lies in the pool. Block b starts at base + int64(b) * block_bytes.
+// Within the block, K is [block_size, num_kv_heads, head_dim] at k_offset, and V has the same shape
+// at v_offset.
 struct KvLayerView {
-  std::byte* base;  // of the pool; 64 B aligned
+  std::byte* base;  // start of the pool; 64 B aligned
   int64_t block_bytes;
   int64_t k_offset;  // bytes inside a block
   int64_t v_offset;
@@ -140,14 +146,14 @@ struct KvLayerView {
   DType dtype;         // kFloat32 or kBFloat16 (written round-to-nearest-even)
 };
 
-// What a row of the fused qkv buffer holds after its q heads.
+// What follows the q heads in a row of the fused qkv buffer.
 enum class KvInputs : uint8_t {
   kKeysAndValues,
-  kKeys,  // v is k as it stands there, before norm and rotation
-  kNone,  // a layer that reads the cache of another
+  kKeys,  // v is k before its norm and rotation
+  kNone,  // the layer reads another layer's cache
 };
 
-// Heads in a row of the qkv buffer.
+// Number of heads in a row of the qkv buffer.
 [[nodiscard]] PACELINE_HOST_DEVICE constexpr int32_t qkv_heads(int32_t num_qo_heads,
                                                                int32_t num_kv_heads,
                                                                KvInputs inputs) {
@@ -156,18 +162,18 @@ enum class KvInputs : uint8_t {
 static_assert(qkv_heads(4, 2, KvInputs::kKeysAndValues) == 8);
 static_assert(qkv_heads(4, 2, KvInputs::kNone) == 4);
 
-// Per row, in place in the fused qkv buffer: RMS norm of each q and k head (when weights are
-// given), split-half rotary embedding of q and k, then k and v go to the KV slot of the row. A zero
-// frequency (cos 1, sin 0) leaves its pair as it is.
+// Per row of the fused qkv buffer: computes the RMS norm of each q and k head (when weights are
+// given) and the split-half rotary embedding of q and k, then writes k and v to the KV slot of the
+// row. A zero frequency (cos 1, sin 0) leaves its pair of elements unchanged.
 struct QkNormRopeAppendParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
-  void* qkv;                    // [max_rows, qkv_heads(...) * head_dim] qkv_dtype; q is updated in
-                                // place, k and v are only read
+  void* qkv;  // [max_rows, qkv_heads(...) * head_dim] qkv_dtype; q is updated in place, k and v are
+              // only read
   const int32_t* positions;     // [max_rows]
-  const int64_t* slot_mapping;  // [max_rows] block * block_size + offset; slots of the null block
-                                // (below block_size; inert rows have 0) may be left unwritten. Not
-                                // read, nor is the cache, where kv_inputs is kNone
+  const int64_t* slot_mapping;  // [max_rows] block * block_size + offset. The op may leave slots of
+                                // the null block unwritten (below block_size; inert rows have 0).
+                                // With kv_inputs kNone neither this field nor the cache is read
   const float* q_norm;          // [head_dim], or null for none
   const float* k_norm;          // [head_dim], or null
   float norm_weight_offset;     // 0 or 1
@@ -180,26 +186,28 @@ struct QkNormRopeAppendParams {
   int32_t head_dim;  // even
   DType qkv_dtype = DType::kFloat32;
   KvInputs kv_inputs = KvInputs::kKeysAndValues;
-  bool has_v_norm = false;      // v over its root mean square (with norm_eps), without a weight
-  int32_t position_offset = 0;  // q and k are rotated to positions[row] + position_offset
+  // v is divided by its root mean square (with norm_eps), without a weight.
+  bool has_v_norm = false;
+  int32_t position_offset = 0;  // q and k are rotated to position positions[row] + position_offset
 };
 void qk_norm_rope_append(CpuContext&, const QkNormRopeAppendParams&);
 void qk_norm_rope_append(CudaContext&, const QkNormRopeAppendParams&);
 
-// Keys are walked in chunks aligned at absolute positions, a fresh (max, sum, accumulator) each,
-// merged in ascending order: so a row's bits do not depend on how it came to be computed.
+// Attention walks keys in chunks aligned at absolute positions. Each chunk has its own (max, sum,
+// accumulator), and chunks are merged in ascending order. So the bits of a row do not depend on
+// which pass computed it.
 inline constexpr int32_t kAttentionChunk = 128;
 
 // Softmax attention of each row over the keys [kv_begin, kv_end) of its sequence. The row's own KV
-// is already appended. Rows with kv_end == 0 are inert: their output is zero. The rows of a
-// sequence lie side by side, at ascending positions, so that a backend may load a key once for all
+// has already been appended. Rows with kv_end == 0 are inert: their output is zero. The rows of a
+// sequence are adjacent and at ascending positions, so that a backend can load a key once for all
 // of them.
 struct PagedAttentionParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
   const void* qkv;             // [max_rows, qkv_heads(...) * head_dim] dtype; q first
   const int32_t* seq_slot;     // [max_rows] row of block_table; -1: inert
-  const int32_t* kv_begin;     // [max_rows] first visible position; null: 0 for every row
+  const int32_t* kv_begin;     // [max_rows] first visible position; null: 0 in every row
   const int32_t* kv_end;       // [max_rows] one past the last visible position
   const int32_t* block_table;  // [max_seqs, max_blocks] block ids
   int64_t block_table_stride;  // elements between rows of block_table
@@ -211,26 +219,27 @@ struct PagedAttentionParams {
   int32_t num_qo_heads;
   int32_t num_kv_heads;
   int32_t head_dim;
-  DType dtype = DType::kFloat32;  // of qkv and y
-  // Which rows belong together; the CPU twin takes row by row and does not read them.
+  DType dtype = DType::kFloat32;  // dtype of qkv and y
+  // Which rows belong to the same sequence. The CPU computes row by row and does not read these
+  // fields.
   const int32_t* num_seqs = nullptr;  // [1]
-  const int32_t* row_indptr =
-      nullptr;  // [max_seqs + 1] rows of sequence i: [indptr[i], indptr[i+1])
+  // [max_seqs + 1] sequence i has rows [indptr[i], indptr[i + 1]).
+  const int32_t* row_indptr = nullptr;
   int32_t max_seqs = 0;
-  int32_t max_rows_per_seq = 0;  // of any sequence
+  int32_t max_rows_per_seq = 0;  // maximum over the sequences
   KvInputs kv_inputs = KvInputs::kKeysAndValues;
 };
 void paged_attention(CpuContext&, const PagedAttentionParams&);
 void paged_attention(CudaContext&, const PagedAttentionParams&);
 
-// The test-only reader of window lists: attention over the slots listed for each row, in list
-// order. Exists so that a stale list changes logits.
+// Attention over the slots listed for each row, in list order. Only tests use it: it reads the
+// window lists, so that a stale list changes the logits.
 struct ListAttentionParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
   const void* qkv;              // as in PagedAttentionParams
   const int64_t* window_slots;  // [max_rows, window] block * block_size + offset
-  const int32_t* window_count;  // [max_rows] valid entries: list indices [0, count); 0: inert
+  const int32_t* window_count;  // [max_rows] number of valid entries: indices [0, count); 0: inert
   int32_t window;
   KvLayerView kv;
   float scale;
@@ -238,7 +247,7 @@ struct ListAttentionParams {
   int32_t num_qo_heads;
   int32_t num_kv_heads;
   int32_t head_dim;
-  DType dtype = DType::kFloat32;  // of qkv and y
+  DType dtype = DType::kFloat32;  // dtype of qkv and y
   KvInputs kv_inputs = KvInputs::kKeysAndValues;
 };
 void list_attention(CpuContext&, const ListAttentionParams&);
@@ -256,14 +265,14 @@ struct GatherRowsParams {
 void gather_rows(CpuContext&, const GatherRowsParams&);
 void gather_rows(CudaContext&, const GatherRowsParams&);
 
-// y[i] = x[row_index[i]], converted. Between the buffers of one model and another.
+// y[i] = x[row_index[i]], converted to y_dtype. Copies between buffers of different models.
 struct CopyRowsParams {
   const int32_t* num_rows;  // [1] rows of y
   int32_t max_rows;
-  const int32_t* row_index;  // [max_rows] row of x; null: row i is row i
+  const int32_t* row_index;  // [max_rows] row of x; null: y[i] = x[i]
   const void* x;             // [*, width] x_dtype, rows x_stride apart
   int64_t x_stride;
-  void* y;  // [max_rows, width] y_dtype, rows y_stride apart; apart from x
+  void* y;  // [max_rows, width] y_dtype, rows y_stride apart; must not overlap x
   int64_t y_stride;
   int32_t width;
   DType x_dtype = DType::kFloat32;
@@ -272,8 +281,8 @@ struct CopyRowsParams {
 void copy_rows(CpuContext&, const CopyRowsParams&);
 void copy_rows(CudaContext&, const CopyRowsParams&);
 
-// Of each row, the `top` clusters with the highest scores, best first; the lower number comes first
-// among equals. NaN counts as -inf.
+// For each row, the `top` clusters with the highest scores, best first. Among equal scores the
+// cluster with the lower number comes first. NaN counts as -inf.
 struct SelectClustersParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
@@ -285,8 +294,8 @@ struct SelectClustersParams {
 void select_clusters(CpuContext&, const SelectClustersParams&);
 void select_clusters(CudaContext&, const SelectClustersParams&);
 
-// The logits of the tokens of some clusters of each row: a cluster's tokens are `cluster_size`
-// entries of `token_ordering`, and a token's logit is x . weight[token].
+// The logits of the tokens in the selected clusters of each row. A cluster has `cluster_size`
+// entries of `token_ordering`, and the logit of a token is x . weight[token].
 struct ClusterLogitsParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
@@ -316,42 +325,47 @@ struct SoftCapParams {
 void soft_cap(CpuContext&, const SoftCapParams&);
 void soft_cap(CudaContext&, const SoftCapParams&);
 
-// One draw a row by Gumbel-max: argmax over ids < vocab_limit of logit / temperature + noise(seed,
-// position of the drawn token, id); temperature 0 is the plain argmax. Ties go to the lowest id.
-// NaN counts as -inf; a row without any logit above -inf draws -2, "no valid logit", on which the
-// caller ends that request with an error.
-// Target and drafter call this with the same seed and position and so share their noise. With a
-// `token_map`, ids are rows of a drafter's smaller vocabulary: the noise is that of the token an id
-// maps to, and the token is what is drawn; ids of tokens at or beyond token_limit are not drawn.
+// Samples one token per row by Gumbel-max: argmax over ids < vocab_limit of logit / temperature +
+// noise(seed, position of the drawn token, id). Temperature 0 is the plain argmax. Ties go to the
+// lowest id. NaN counts as -inf. A row without any logit above -inf draws -2, "no valid logit", and
+// the caller ends that request with an error.
+//
+// Target and drafter call this with the same seed and position, so they share their noise. With a
+// `token_map`, ids are rows of the drafter's smaller vocabulary: the op uses the noise of the token
+// that an id maps to and returns that token. It never draws ids whose tokens are at or beyond
+// token_limit.
 struct DrawParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
   const float* logits;  // [max_rows, logits_stride]
   int64_t logits_stride;
   int32_t vocab_limit;        // ids [0, vocab_limit) may be drawn
-  const int32_t* row_index;   // [max_rows] row of positions / seq_slot that row i belongs to
+  const int32_t* row_index;   // [max_rows] row of positions and seq_slot for row i
   const int32_t* seq_slot;    // per pass row: sequence slot; -1: inert, draws -1
-  const int32_t* positions;   // per pass row: the drawn token's is draw_ahead further on
+  const int32_t* positions;   // per pass row; the drawn token's position is draw_ahead higher
   const uint64_t* seeds;      // [max_seqs] by sequence slot
   const float* temperatures;  // [max_seqs] by sequence slot; null: 0 for all
   int32_t* tokens;            // [max_rows]
-  // [max_rows] softmax of what may be drawn at temperature 1, taken at the drawn id; 0
-  // where nothing was drawn. Or null: not wanted.
+  // [max_rows] the drawn id's probability: softmax at temperature 1 over the ids that may be drawn;
+  // 0 where nothing was drawn. Null: not computed.
   float* probabilities = nullptr;
-  int32_t draw_ahead = 1;  // 1: the row's position is that of its input token
-  // Token of each id: [vocab_limit] where all rows share one, [max_rows, token_map_stride] where
-  // each has its own; null: an id is its token.
+  // Distance from the row's position to the drawn token's. 1: the row holds the token just before
+  // it.
+  int32_t draw_ahead = 1;
+  // Token of each id: [vocab_limit] if all rows share one map, [max_rows, token_map_stride] if each
+  // row has its own. Null: an id is its token.
   const int32_t* token_map = nullptr;
-  int32_t token_limit = 0;       // with token_map
-  int64_t token_map_stride = 0;  // 0: all rows share one
-  // [1] steps since the rows were at their positions, which have not moved on; or null: the drawn
-  // token's position is so much further on.
+  int32_t token_limit = 0;       // used with token_map; tokens at or beyond it are not drawn
+  int64_t token_map_stride = 0;  // 0: all rows share one map
+  // [1] draft steps since the rows' positions last changed, which is added to the drawn token's
+  // position; or null: 0.
   const int32_t* steps_ahead = nullptr;
-  // [max_rows] row of `logits`, and of maps of each row's own, that row i draws from; below 0:
-  // none, row i is inert. Null: row i draws from row i.
+  // [max_rows] row of `logits` (and of per-row maps) that row i draws from; negative: none, row i
+  // is inert. Null: row i draws from row i.
   const int32_t* logit_rows = nullptr;
   NoiseStream stream = NoiseStream::kTarget;
-  const int32_t* salts = nullptr;  // [max_seqs] by sequence slot, of the noise; null: 0 for all
+  // [max_seqs] by sequence slot: salt of the noise; null: 0 for all.
+  const int32_t* salts = nullptr;
 };
 void draw(CpuContext&, const DrawParams&);
 void draw(CudaContext&, const DrawParams&);

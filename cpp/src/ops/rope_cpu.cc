@@ -14,8 +14,8 @@ namespace {
 
 constexpr int32_t kMaxHeadDim = 1024;
 
-// 1 / rms of a head.
-[[gnu::always_inline]] inline float norm_factor(const float* in, float eps, int32_t head_dim) {
+// 1 / sqrt(mean(x^2) + eps) of a head.
+[[gnu::always_inline]] inline float inverse_rms(const float* in, float eps, int32_t head_dim) {
   V16 squares = {};
   int32_t d = 0;
   for (; d + 16 <= head_dim; d += 16) {
@@ -29,7 +29,7 @@ constexpr int32_t kMaxHeadDim = 1024;
   return 1.0f / std::sqrt(sum_lanes(squares) / static_cast<float>(head_dim) + eps);
 }
 
-// RMS norm of one head from `in` to `out` (may be the same), a copy when there is no weight.
+// RMS norm of one head from `in` to `out`, which may be the same; a copy if there is no weight.
 [[gnu::always_inline]] inline void norm_head(const float* in, const float* weight,
                                              float weight_offset, float eps, float* out,
                                              int32_t head_dim) {
@@ -37,7 +37,7 @@ constexpr int32_t kMaxHeadDim = 1024;
     if (in != out) std::copy_n(in, head_dim, out);
     return;
   }
-  const float factor = norm_factor(in, eps, head_dim);
+  const float factor = inverse_rms(in, eps, head_dim);
   int32_t d = 0;
   for (; d + 16 <= head_dim; d += 16) {
     store(out + d, load(in + d) * factor * (load(weight + d) + weight_offset));
@@ -45,10 +45,10 @@ constexpr int32_t kMaxHeadDim = 1024;
   for (; d < head_dim; ++d) out[d] = in[d] * factor * (weight[d] + weight_offset);
 }
 
-// The same without a weight.
-[[gnu::always_inline]] inline void norm_head_plainly(const float* in, float eps, float* out,
-                                                     int32_t head_dim) {
-  const float factor = norm_factor(in, eps, head_dim);
+// The RMS norm without a weight.
+[[gnu::always_inline]] inline void norm_head_unweighted(const float* in, float eps, float* out,
+                                                        int32_t head_dim) {
+  const float factor = inverse_rms(in, eps, head_dim);
   int32_t d = 0;
   for (; d + 16 <= head_dim; d += 16) store(out + d, load(in + d) * factor);
   for (; d < head_dim; ++d) out[d] = in[d] * factor;
@@ -107,7 +107,8 @@ struct RowKernel {
     if (p->kv_inputs == KvInputs::kNone) return;
     const KvLayerView& kv = p->kv;
     const int64_t slot = p->slot_mapping[row];
-    if (slot < kv.block_size) return;  // the null block: nobody reads it, and rows would race on it
+    // The contents of the null block are never used, and rows would race on it.
+    if (slot < kv.block_size) return;
     std::byte* const block = kv.base + slot / kv.block_size * kv.block_bytes;
     const int64_t head_bytes = head_dim * dtype_bytes(kv.dtype);
     const int64_t offset = slot % kv.block_size * p->num_kv_heads * head_bytes;
@@ -120,7 +121,7 @@ struct RowKernel {
       append_head(rotated, kv.dtype, block + kv.k_offset + offset + h * head_bytes, head_dim);
       const float* value = v + int64_t{h} * head_dim;
       if (p->has_v_norm) {
-        norm_head_plainly(value, p->norm_eps, scaled, head_dim);
+        norm_head_unweighted(value, p->norm_eps, scaled, head_dim);
         value = scaled;
       }
       append_head(value, kv.dtype, block + kv.v_offset + offset + h * head_bytes, head_dim);
