@@ -91,7 +91,7 @@ __device__ __forceinline__ void find_best(const Piece& piece, int32_t first_id, 
 }
 
 template <bool kIsVector>
-__device__ void rate_row(const RatedRow& row, const Piece& piece, int32_t first_id, float* values,
+__device__ void rate_row(const LogprobRow& row, const Piece& piece, int32_t first_id, float* values,
                          Shared& shared) {
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   const int32_t warp = thread / 32;
@@ -104,7 +104,7 @@ __device__ void rate_row(const RatedRow& row, const Piece& piece, int32_t first_
   piece.for_quads([&](int32_t, const float (&four)[4]) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      total += share_of(highest, four[j]);
+      total += logprob_weight(highest, four[j]);
       num_higher += four[j] > own ? 1 : 0;
     }
   });
@@ -136,7 +136,7 @@ __device__ void rate_row(const RatedRow& row, const Piece& piece, int32_t first_
     const int32_t higher_of_block = *in_cluster(&shared.num_higher, rank);
     total = warp_sum(has_block ? total_of_block : uint64_t{0});
     num_higher = __reduce_add_sync(kAllLanes, has_block ? higher_of_block : 0);
-    if (lane == 0) row.to[0] = {row.token, logprob_of(own, highest, total), 1 + num_higher};
+    if (lane == 0) row.out[0] = {row.token, logprob_of(own, highest, total), 1 + num_higher};
     const auto draft_head_of = [&](int32_t at) {
       return has_block && at < row.num_best ? *in_cluster(&shared.best[at], rank) : uint64_t{0};
     };
@@ -145,7 +145,7 @@ __device__ void rate_row(const RatedRow& row, const Piece& piece, int32_t first_
     Ranking ranking;
     for (int32_t i = 0; i < row.num_best; ++i) {
       const uint64_t best = warp_max(head);
-      if (lane == 0) row.to[1 + i] = ranking.next(best, highest, total);
+      if (lane == 0) row.out[1 + i] = ranking.next(best, highest, total);
       if (head == best) head = draft_head_of(++num_taken);
     }
   }
@@ -165,9 +165,9 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, kBlo
   const int32_t first_id = rank * piece_size;
   const int32_t count = max(min(p.sampling.vocab_size - first_id, piece_size), 0);
   for_wanted_rows(
-      num_ratable_rows(p), wanted, [&](int32_t row) { return rated_row(p, row).token >= 0; },
+      max_logprob_rows(p), wanted, [&](int32_t row) { return logprob_row(p, row).token >= 0; },
       [&](int32_t at) {
-        const RatedRow row = rated_row(p, at);
+        const LogprobRow row = logprob_row(p, at);
         const Piece piece = {.logits = row.logits + first_id,
                              .count = count,
                              .values = values,
@@ -196,7 +196,7 @@ void token_logprobs(CudaContext& ctx, const TokenLogprobsParams& p) {
                  " ids; at most ", kMaxTruncatedVocab);
   const auto launch_with = [&]<bool kIsVector>() {
     launch_row_pieces<&logprobs_kernel<kIsVector>>(ctx, "token_logprobs", p.sampling.vocab_size,
-                                                   num_ratable_rows(p), p);
+                                                   max_logprob_rows(p), p);
   };
   const bool is_vector =
       p.logits_stride % 4 == 0 && is_vector_aligned(p.logits) && is_vector_aligned(p.raw_logits);

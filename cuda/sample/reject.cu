@@ -119,7 +119,7 @@ struct WarpTeam {
   __device__ void for_each(int32_t n, const Do& visit) const {
     for (int32_t j = lane; j < n; j += 32) visit(j);
   }
-  [[nodiscard]] __device__ bool leads() const { return lane == 0; }
+  [[nodiscard]] __device__ bool is_leader() const { return lane == 0; }
 };
 
 __global__ void __launch_bounds__(32)

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The one source of random numbers: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy
-// as 1, 2, 3", SC 2011), a pure function of its key and counter, so CPU and GPU draw the same bits
-// and a draw never depends on what was drawn before.
+// The only source of random numbers: Philox4x32-10 (Salmon et al., "Parallel random numbers: as
+// easy as 1, 2, 3", SC 2011). It is a pure function of its key and counter, so CPU and GPU draw the
+// same bits, and a draw never depends on earlier draws.
 
 #include <array>
 #include <cstdint>
@@ -12,9 +12,9 @@
 
 namespace paceline {
 
-// Independent streams. Coupled and plain decoding use kTarget only. The last three are those of
-// `standard` and `block` acceptance: what the drafter draws, what the verdict on a draft is reached
-// with, and the token that takes the place of the first draft that is not kept.
+// Independent streams. Coupled and plain decoding use only kTarget. `standard` and `block`
+// acceptance use the last three: for the drafts, for the verdict on a draft, and for the recovered
+// token.
 enum class NoiseStream : uint32_t {
   kTarget = 0,
   kSynthetic = 1,
@@ -23,17 +23,17 @@ enum class NoiseStream : uint32_t {
   kResidual = 4
 };
 
-// Where a number belongs: same identity, same bits.
+// Identifies a random number: the same key and index give the same bits.
 struct NoiseKey {
   uint64_t seed;  // request seed + sample index
   NoiseStream stream;
   uint32_t position;  // absolute position of the token being drawn
-  uint32_t salt;      // 0 for kTarget; else the length of the sequence at the start of the window
-                      // that verifies the token: a later window is another chance
+  uint32_t salt;  // 0 for kTarget; otherwise the length of the sequence at the start of the window
+                  // that verifies the token, so that each window draws anew
 };
 
-// The four numbers of `index` = token id / 4, into plain memory: what CUDA kernels call, where
-// std::array has no operators.
+// The four numbers of `index` = token id / 4, written to plain memory: CUDA kernels call this,
+// because std::array has no operators there.
 PACELINE_HOST_DEVICE inline void philox_words(const NoiseKey& key, uint32_t index,
                                               uint32_t (&words)[4]) {
   uint32_t c0 = index;

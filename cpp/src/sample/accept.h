@@ -15,27 +15,29 @@ namespace paceline {
 struct CpuContext;
 struct CudaContext;
 
-// The verdict, and the only writer of what a sequence has become: drafts are kept while they equal
-// the target's own draws (coupled acceptance; Daliri, Musco, Suresh, "Coupling without
-// communication and drafter-invariant speculative decoding", 2024), then one more target token
-// follows. A plain decode is the same with no drafts. Cut at the first stop token and at the limit.
+// Acceptance: decides how many drafts each sequence accepts. It is the only op that writes a
+// sequence's output and that ends a sequence. A draft is accepted while it equals the token that
+// the target itself drew (coupled acceptance; Daliri, Musco, Suresh, "Coupling without
+// communication and drafter-invariant speculative decoding", 2024). One more token of the target
+// follows. A plain decode is the same with no drafts. The op cuts the output at the first stop
+// token and at the limit.
 //
-// kStandard and kBlock: reject_drafts has counted the drafts that are kept, and they are emitted as
-// they are. The token after them is the recovered_token drawn from what is left of the target's law
-// where there is one, else the target's own draw.
+// kStandard and kBlock: reject_drafts has counted the accepted drafts, and they are emitted
+// unchanged. The token after them is the recovered token, drawn from the residual distribution, if
+// there is one; otherwise it is the target's own draw.
 //
-// kSynthetic: the verdict is overridden; draft j is kept with probability synthetic_rate[j] given
-// that all before it were, and kept drafts are emitted as they are.
+// kSynthetic: overrides the verdict. Draft j is accepted with probability synthetic_rate[j], given
+// that all drafts before it were, and accepted drafts are emitted unchanged.
 struct AcceptParams {
   StagedInputs inputs;
   SequenceState sequences;
-  const int32_t* target_tokens;  // [max_logit_rows] the target's draws; see DrawParams
+  const int32_t* target_tokens;  // [max_logit_rows] tokens that the target drew; see DrawParams
   SequenceResult* results;       // [max_seqs] by batch row
-  int32_t max_seqs;              // of this pass
+  int32_t max_seqs;              // in this pass
   AcceptMethod method;
   const int32_t* num_accepted = nullptr;  // [max_seqs] by batch row; kStandard and kBlock only
-  const int32_t* recovered_tokens =
-      nullptr;  // [max_seqs] with `num_accepted`: tokens; below 0: none
+  // [max_seqs] used with `num_accepted`: recovered tokens; negative: none.
+  const int32_t* recovered_tokens = nullptr;
   float synthetic_rate[kMaxDraftTokens];
 };
 void accept(CpuContext&, const AcceptParams&);

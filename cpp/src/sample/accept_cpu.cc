@@ -13,7 +13,7 @@
 namespace paceline {
 namespace {
 
-// Drafts kept, of `num_drafts`, of batch row i.
+// Number of accepted drafts among the `num_drafts` of batch row i.
 int32_t count_accepted(const AcceptParams& p, int32_t i, int32_t seq_slot, const int32_t* drafts,
                        int32_t num_drafts, const int32_t* draws) {
   if (p.num_accepted != nullptr) return p.num_accepted[i];

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What adjust_logits does to one logit and what it knows of one row: the one specification that the
-// CPU loops over and that CUDA threads run. Products that are added to something are written as
-// fmaf, so that no compiler chooses the rounding.
+// How adjust_logits changes one logit, and what it reads about a row: the single specification that
+// the CPU loops over and CUDA threads run. A product that is added to something is written as fmaf,
+// so that the rounding does not depend on the compiler.
 
 #include <cmath>
 #include <cstdint>
@@ -15,15 +15,16 @@
 
 namespace paceline {
 
-// The sequence that a row continues.
+// The sequence whose next token a row predicts.
 struct AdjustedRow {
-  int32_t seq_slot;  // -1: the row is left alone
+  int32_t seq_slot;  // -1: the row is not changed
   int32_t known_len;
   const int32_t* history;  // [known_len]
   int32_t num_drafts;
-  const int32_t* drafts;  // [num_drafts] at positions known_len and on; the last is the row's own
+  const int32_t* drafts;  // [num_drafts] tokens at positions known_len and on; the last is the
+                          // row's own input token
 
-  // Tokens up to and including the row's own.
+  // Number of tokens up to and including the row's own input token.
   [[nodiscard]] PACELINE_HOST_DEVICE int32_t length() const { return known_len + num_drafts; }
   [[nodiscard]] PACELINE_HOST_DEVICE int32_t token_at(int32_t position) const {
     return position < known_len ? history[position] : drafts[position - known_len];
@@ -34,15 +35,15 @@ struct AdjustedRow {
                                                                    int32_t row) {
   const int32_t pass_row = p.row_index[row];
   const int32_t seq_slot = p.seq_slot[pass_row];
-  AdjustedRow of = {-1, 0, nullptr, 0, nullptr};
-  if (seq_slot < 0 || p.sampling.adjusts[seq_slot] == 0) return of;
-  of.known_len = p.sequences.known_len[seq_slot];
-  of.num_drafts = p.positions[pass_row] + 1 - of.known_len;
-  if (of.num_drafts < 0) return of;
-  of.seq_slot = seq_slot;
-  of.history = p.sequences.history + seq_slot * p.sequences.history_stride;
-  of.drafts = p.token_ids + pass_row + 1 - of.num_drafts;
-  return of;
+  AdjustedRow adjusted = {-1, 0, nullptr, 0, nullptr};
+  if (seq_slot < 0 || p.sampling.adjusts[seq_slot] == 0) return adjusted;
+  adjusted.known_len = p.sequences.known_len[seq_slot];
+  adjusted.num_drafts = p.positions[pass_row] + 1 - adjusted.known_len;
+  if (adjusted.num_drafts < 0) return adjusted;
+  adjusted.seq_slot = seq_slot;
+  adjusted.history = p.sequences.history + seq_slot * p.sequences.history_stride;
+  adjusted.drafts = p.token_ids + pass_row + 1 - adjusted.num_drafts;
+  return adjusted;
 }
 
 struct Penalties {
@@ -60,7 +61,8 @@ struct Penalties {
           s.presence_penalty[seq_slot]};
 }
 
-// The logit of a token that the sequence has, `count` times of them in its output.
+// The penalised logit of a token that occurs in the sequence. `count` is its number of occurrences
+// in the output.
 [[nodiscard]] PACELINE_HOST_DEVICE inline float penalised(const Penalties& penalties, float logit,
                                                           int32_t count) {
   logit = logit > 0.0f ? logit / penalties.repetition : logit * penalties.repetition;
@@ -71,20 +73,20 @@ struct Penalties {
   return logit;
 }
 
-// Word `word` of the tokens that the row's sequence has.
+// Word `word` of the bit mask of tokens that occur in the row's sequence.
 [[nodiscard]] PACELINE_HOST_DEVICE inline uint32_t seen_bits(const SamplingState& s,
                                                              const AdjustedRow& row, int32_t word) {
   uint32_t bits = s.seen[int64_t{row.seq_slot} * mask_words(s.vocab_size) + word];
   for (int32_t j = 0; j < row.num_drafts; ++j) {
     const int32_t token = row.drafts[j];
-    // Of a drafter that found no valid logit.
+    // The drafter found no valid logit and drafted no token.
     if (token < 0 || token >= s.vocab_size) continue;
     if (token / 32 == word) bits |= uint32_t{1} << token % 32;
   }
   return bits;
 }
 
-// Times that the row's sequence has `token` in its output.
+// Number of occurrences of `token` in the output of the row's sequence.
 [[nodiscard]] PACELINE_HOST_DEVICE inline int32_t output_count(const SamplingState& s,
                                                                const AdjustedRow& row,
                                                                int32_t token) {
@@ -99,7 +101,7 @@ struct Penalties {
   return (bits >> token % 32 & 1) != 0;
 }
 
-// The token that bad word `index` of the row's sequence bans, or -1.
+// The token that bad word `index` of the row's sequence bans here, or -1.
 [[nodiscard]] PACELINE_HOST_DEVICE inline int32_t token_banned_by(const SamplingState& s,
                                                                   const AdjustedRow& row,
                                                                   int32_t index) {
@@ -115,7 +117,7 @@ struct Penalties {
   return tokens[begin + num_before];
 }
 
-// Whether the token that the row draws is one of the first min_tokens.
+// Whether the token that the row predicts is among the first min_tokens of the output.
 [[nodiscard]] PACELINE_HOST_DEVICE inline bool bans_stop_ids(const SamplingState& s,
                                                              const AdjustedRow& row) {
   return row.length() - s.prompt_len[row.seq_slot] < s.min_tokens[row.seq_slot];

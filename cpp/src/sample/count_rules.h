@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Which tokens of a sequence of the batch are counted, and as what: the one specification that the
-// CPU loops over and that CUDA threads run.
+// Which tokens of a sequence are counted, and whether as prompt or as output: the single
+// specification that the CPU loops over and CUDA threads run.
 
 #include <cstdint>
 
@@ -15,11 +15,11 @@ namespace paceline {
 
 struct CountedSequence {
   int32_t seq_slot;
-  int32_t num_tokens;  // 0: it is not counted
+  int32_t num_tokens;  // 0: the sequence is not counted
 };
 
 struct CountedToken {
-  int32_t token;  // -1: none that the vocabulary has
+  int32_t token;  // -1: outside the vocabulary
   bool is_output;
 };
 

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Gumbel-max: the drawn id maximises key(id) = logit / T + g with g = -log(E), E = -log1p(-u), in
-// double. Small u wins, and there uniform_open is finest. Two logarithms for each of 150,000 ids
-// would dominate a step, so ids are pruned first, without changing the result:
+// double. Small u wins, and uniform_open is finest there. Two logarithms for each of 150,000 ids
+// would dominate a draft step, so the kernel first prunes ids, without changing the result. The
+// condition u < exp(...) is necessary:
 //   key > best  <=>  E < exp(logit / T - best),  and u <= E always, hence u < exp(...)
-// is necessary. The right side is evaluated in float with a slack above all rounding errors; only
-// ids that pass are evaluated exactly. And as u >= 2^-33, ids with logit / T < best - 33 log 2
-// need not even be given a random number.
+// The kernel evaluates the right side in float, with a slack above all rounding errors, and
+// evaluates only the remaining ids exactly. As u >= 2^-33, ids with logit / T < best - 33 log 2
+// need no random number at all.
 
 #include <algorithm>
 #include <cmath>
@@ -25,7 +26,7 @@ constexpr int32_t kNoValidLogit = -2;
 constexpr int32_t kInertRow = -1;
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 
-// First id with the highest logit; kNoValidLogit when all are -inf or NaN.
+// The first id with the highest logit; kNoValidLogit if all are -inf or NaN.
 struct ArgmaxKernel {
   [[gnu::always_inline]] static void run(const float* logits, int32_t n, int32_t* id) {
     // Each lane keeps its first maximum; comparisons with NaN are false.
@@ -43,10 +44,10 @@ struct ArgmaxKernel {
     for (int32_t lane = 0; lane < 16; ++lane) {
       const float value = best[lane];
       if (best_start[lane] < 0) continue;
-      const int32_t at = best_start[lane] + lane;
-      if (value > highest || (value == highest && at < first)) {
+      const int32_t candidate = best_start[lane] + lane;
+      if (value > highest || (value == highest && candidate < first)) {
         highest = value;
-        first = at;
+        first = candidate;
       }
     }
     for (; i < n; ++i) {
@@ -71,8 +72,8 @@ struct Draw {
   int32_t token;  // in: the argmax; out: the drawn id
 };
 
-// The 64-bit products of 16 lanes with one factor, as high and low halves: the products of the even
-// and of the odd lanes, each in lanes of 64 bits.
+// The 64-bit products of 16 lanes with one factor, as high and low halves. Even and odd lanes are
+// multiplied separately, each in 64-bit lanes.
 struct Products {
   V16u high;
   V16u low;
@@ -106,7 +107,8 @@ struct Products {
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }
-  // Transposed: words side by side, then pairs of words.
+  // Transposes the words: first pairs of words, then pairs of pairs, so that the four words of a
+  // counter are adjacent.
   constexpr V16i kLow = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
   constexpr V16i kHigh = {8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   constexpr V16i kLowPairs = {0, 1, 16, 17, 2, 3, 18, 19, 4, 5, 20, 21, 6, 7, 22, 23};
@@ -128,11 +130,12 @@ struct DrawKernel {
     int32_t token = draw->token;
     double best = logits[token] / draw->temperature +
                   noise_of(philox(noise, static_cast<uint32_t>(token) / 4)[token % 4]);
-    // An infinite best is the argmax itself: nothing is above it and it comes first.
+    // If `best` is infinite, the argmax wins: no key is higher, and it has the lowest id.
     if (best == std::numeric_limits<double>::infinity()) return;
     const float inverse = static_cast<float>(1.0 / draw->temperature);
-    // Above the errors of the float evaluation: of scaled (2 roundings) and best (1), at most 2^-22
-    // of their magnitudes, and of the difference and of exp, far below 1e-3.
+    // The slack exceeds the errors of the float evaluation: those of scaled (2 roundings) and best
+    // (1), at most 2^-22 of their magnitudes, and those of the difference and of exp, far below
+    // 1e-3.
     constexpr float kSlack = 1e-3f;
     constexpr float kRelativeSlack = 1e-6f;
     constexpr float kMaxNoise = 22.875f;  // > 33 log 2
@@ -140,7 +143,7 @@ struct DrawKernel {
       const int32_t count = std::min(draw->num_ids - start, 64);
       const float best_float = static_cast<float>(best);
       const float slack = kSlack + kRelativeSlack * std::fabs(best_float);
-      float limit[64];  // log of the u that an id must be below
+      float limit[64];  // log of the bound that u must be below for the id to win
       V16i any = {};
       for (int32_t i = 0; i < 64; i += 16) {
         V16 value = broadcast(kNegInf);
@@ -163,7 +166,7 @@ struct DrawKernel {
       for (int32_t i = 0; i < count; i += 16) {
         V16u raw;
         std::memcpy(&raw, bits + i, sizeof(raw));
-        // u up to its rounding; the slack covers that too.
+        // u, up to rounding; the slack covers that too.
         const V16 u = __builtin_convertvector(raw, V16) * 0x1p-32f;
         const V16i survives = u <= exp(load(limit + i));
         int32_t is_any_here = 0;
@@ -184,7 +187,7 @@ struct DrawKernel {
   }
 };
 
-// Below this temperature logit / T may leave the range of float: no pruning.
+// Below this temperature logit / T may exceed the range of float, so ids are not pruned.
 constexpr double kMinPrunedTemperature = 1e-4;
 
 void draw_unpruned(Draw* draw) {
@@ -205,8 +208,8 @@ double noise_of(const NoiseKey& key, int32_t token) {
   return noise_of(words[static_cast<size_t>(token % 4)]);
 }
 
-// The drawn id (not its token) of a row whose noise is that of mapped tokens, which lie anywhere:
-// a plain walk that computes the noise of ids that could still win.
+// The drawn id (not its token) of a row with a token map. The mapped tokens are in no order, so
+// this is a plain loop, which computes the noise only of ids that could still win.
 int32_t draw_mapped(const DrawParams& p, const float* logits, const int32_t* map,
                     double temperature, const NoiseKey& noise) {
   constexpr double kMaxNoise = 22.875;  // > 33 log 2
@@ -229,17 +232,17 @@ int32_t draw_mapped(const DrawParams& p, const float* logits, const int32_t* map
   return drawn;
 }
 
-// The row of logits that row i draws from; below 0: none.
+// The row of logits from which row i draws; negative: none.
 int32_t source_of(const DrawParams& p, int32_t i) {
   return p.logit_rows != nullptr ? p.logit_rows[i] : i;
 }
 
-// The map of a row of logits, or null.
+// The token map of a row of logits, or null.
 const int32_t* map_of(const DrawParams& p, int32_t source) {
   return p.token_map != nullptr ? p.token_map + source * p.token_map_stride : nullptr;
 }
 
-// The drawn id; its token, where there is a map, is the caller's to look up.
+// The drawn id. If there is a token map, the caller looks up its token.
 int32_t draw_row(const DrawParams& p, int32_t i, int32_t source) {
   const int32_t row = p.row_index[i];
   const int32_t seq_slot = p.seq_slot[row];
@@ -263,7 +266,7 @@ int32_t draw_row(const DrawParams& p, int32_t i, int32_t source) {
                .temperature = temperature,
                .noise = noise,
                .token = highest};
-  // Logits beyond 1e30 would overflow against the temperatures left.
+  // Logits beyond 1e30 would overflow at the temperatures that remain.
   if (temperature < kMinPrunedTemperature || std::fabs(logits[highest]) > 1e30f) {
     draw_unpruned(&draw);
   } else {
@@ -272,7 +275,7 @@ int32_t draw_row(const DrawParams& p, int32_t i, int32_t source) {
   return draw.token;
 }
 
-// Softmax at temperature 1 of the logits that may be drawn, at id `drawn`.
+// The probability of id `drawn`: softmax at temperature 1 over the ids that may be drawn.
 float probability_of(const DrawParams& p, const float* logits, const int32_t* map, int32_t drawn) {
   const auto may_be_drawn = [&](int32_t id) {
     return logits[id] > kNegInf && (map == nullptr || map[id] < p.token_limit);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The verdict on one sequence, apart from how its inputs are fetched: the one specification that
-// the CPU and the CUDA accept share.
+// The verdict on one sequence, independent of how its inputs are read: the single specification
+// that accept uses on the CPU and on CUDA.
 
 #include <cstdint>
 
@@ -12,8 +12,8 @@
 
 namespace paceline {
 
-// kSynthetic: whether draft `index` of a sequence of `known_len` tokens is kept, given that all
-// before it were.
+// kSynthetic: whether draft `index` of a sequence with `known_len` tokens is accepted, given that
+// all drafts before it were.
 [[nodiscard]] PACELINE_HOST_DEVICE inline bool is_accepted_synthetically(uint64_t seed,
                                                                          int32_t known_len,
                                                                          int32_t index,
@@ -27,7 +27,7 @@ namespace paceline {
   return uniform_open(words[0]) < rate;
 }
 
-// SequenceResult without its tokens.
+// The fields of SequenceResult except its tokens.
 struct Verdict {
   int32_t emitted_len;
   int32_t accepted_len;
@@ -36,13 +36,14 @@ struct Verdict {
   SequenceOutcome outcome;
 };
 
-// `kept` drafts of `num_drafts` are accepted; up to kept + 1 tokens may be emitted, and `room` more
-// fit the sequence. Bit j of `invalid_bits` and of `stop_bits`: token j is no token,
-// is a stop token; bits above `kept` do not matter.
+// `num_accepted` of `num_drafts` drafts are accepted, so up to num_accepted + 1 tokens may be
+// emitted; `room` is how many more tokens fit the sequence. Bit j of `invalid_bits`: token j is no
+// valid token. Bit j of `stop_bits`: token j is a stop token. Bits above `num_accepted` have no
+// effect.
 [[nodiscard]] PACELINE_HOST_DEVICE inline Verdict judge(int32_t num_accepted, int32_t num_drafts,
                                                         int32_t room, uint32_t invalid_bits,
                                                         uint32_t stop_bits) {
-  // All kept up to the limit leaves no room for the token after them.
+  // If accepted drafts reach the limit, there is no room for the token after them.
   const int32_t most = num_accepted + 1 < room ? num_accepted + 1 : room;
   Verdict verdict = {0, 0, 0, 0, SequenceOutcome::kRunning};
   int32_t emitted = 0;
@@ -60,7 +61,7 @@ struct Verdict {
   }
   verdict.emitted_len = emitted;
   verdict.accepted_len = num_accepted < emitted ? num_accepted : emitted;
-  // A stop among the kept drafts ends the judging.
+  // A stop token among the accepted drafts ends the verdict; later drafts are discarded.
   const bool is_cut = emitted <= num_accepted && emitted < num_drafts;
   verdict.drafted_len = is_cut ? emitted : num_drafts;
   verdict.discarded_len = num_drafts - verdict.drafted_len;

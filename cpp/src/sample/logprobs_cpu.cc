@@ -14,28 +14,30 @@ namespace {
 
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 
-// Ids that are looked at together, in vectors.
+// Number of ids that are compared together, in vectors.
 constexpr int32_t kStretch = 64;
 
 // The best candidates so far, best first.
 struct BestList {
   uint64_t candidates[kMaxLogprobs];
   int32_t size = 0;
-  int32_t wanted = 0;
-  float lowest =
-      kNegInf;  // of a full list: what does not exceed it, with a higher id, is no better
+  int32_t capacity = 0;
+  // Lowest logit of a full list. A logit that does not exceed it, with a higher id, is no better.
+  float lowest = kNegInf;
 
   void offer(float logit, int32_t id) {
     const uint64_t candidate = best_candidate(logit, id);
-    int32_t at = size < wanted ? size++ : wanted - 1;
-    for (; at > 0 && candidates[at - 1] < candidate; --at) candidates[at] = candidates[at - 1];
-    candidates[at] = candidate;
-    if (size == wanted) lowest = logit_of(candidates[wanted - 1]);
+    int32_t index = size < capacity ? size++ : capacity - 1;
+    for (; index > 0 && candidates[index - 1] < candidate; --index) {
+      candidates[index] = candidates[index - 1];
+    }
+    candidates[index] = candidate;
+    if (size == capacity) lowest = logit_of(candidates[capacity - 1]);
   }
 };
 
-struct RateKernel {
-  [[gnu::always_inline]] static void run(const RatedRow* row, int32_t n) {
+struct LogprobKernel {
+  [[gnu::always_inline]] static void run(const LogprobRow* row, int32_t n) {
     const float* const logits = row->logits;
     float highest = kNegInf;
     for (int32_t id = 0; id < n; ++id) highest = std::max(highest, comparable(logits[id]));
@@ -43,28 +45,28 @@ struct RateKernel {
     uint64_t total = 0;
     int32_t num_higher = 0;
     BestList best;
-    best.wanted = row->num_best;
+    best.capacity = row->num_best;
     for (int32_t first = 0; first < n; first += kStretch) {
       const int32_t count = std::min(kStretch, n - first);
       float values[kStretch];
-      uint64_t shares[kStretch];
+      uint64_t weights[kStretch];
       for (int32_t i = 0; i < count; ++i) values[i] = comparable(logits[first + i]);
-      for (int32_t i = 0; i < count; ++i) shares[i] = share_of(highest, values[i]);
-      int32_t is_any_better = best.size < best.wanted ? 1 : 0;
+      for (int32_t i = 0; i < count; ++i) weights[i] = logprob_weight(highest, values[i]);
+      int32_t is_any_better = best.size < best.capacity ? 1 : 0;
       for (int32_t i = 0; i < count; ++i) {
-        total += shares[i];
+        total += weights[i];
         num_higher += values[i] > own ? 1 : 0;
         is_any_better |= values[i] > best.lowest ? 1 : 0;
       }
-      if (is_any_better == 0 || best.wanted == 0) continue;
+      if (is_any_better == 0 || best.capacity == 0) continue;
       for (int32_t i = 0; i < count; ++i) {
-        if (best.size < best.wanted || values[i] > best.lowest) best.offer(values[i], first + i);
+        if (best.size < best.capacity || values[i] > best.lowest) best.offer(values[i], first + i);
       }
     }
-    row->to[0] = {row->token, logprob_of(own, highest, total), 1 + num_higher};
+    row->out[0] = {row->token, logprob_of(own, highest, total), 1 + num_higher};
     Ranking ranking;
     for (int32_t i = 0; i < best.size; ++i) {
-      row->to[1 + i] = ranking.next(best.candidates[i], highest, total);
+      row->out[1 + i] = ranking.next(best.candidates[i], highest, total);
     }
   }
 };
@@ -83,13 +85,13 @@ void save_raw_logits(CpuContext& ctx, const SaveRawLogitsParams& p) {
 }
 
 void token_logprobs(CpuContext& ctx, const TokenLogprobsParams& p) {
-  PACELINE_CHECK(p.sampling.vocab_size <= kMaxTruncatedVocab, p.sampling.vocab_size,
-                 " ids; at most ", kMaxTruncatedVocab);
-  ctx.for_ranges(num_ratable_rows(p), /*pieces_per_thread=*/4, [&](int64_t begin, int64_t end) {
+  PACELINE_CHECK(p.sampling.vocab_size <= kMaxTruncatedVocab, "vocab_size is ",
+                 p.sampling.vocab_size, "; allowed: at most ", kMaxTruncatedVocab);
+  ctx.for_ranges(max_logprob_rows(p), /*pieces_per_thread=*/4, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const RatedRow row = rated_row(p, static_cast<int32_t>(i));
+      const LogprobRow row = logprob_row(p, static_cast<int32_t>(i));
       if (row.token < 0) continue;
-      run_best_isa<RateKernel>(&row, p.sampling.vocab_size);
+      run_best_isa<LogprobKernel>(&row, p.sampling.vocab_size);
     }
   });
 }

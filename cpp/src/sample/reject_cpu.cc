@@ -19,7 +19,8 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 
 // --- select_proposals ----------------------------------------------------------------------------
 
-// Candidates are numbers, the better the larger: by logit, then by lowest id.
+// A candidate encodes a logit and an id as one number; a higher number is a better candidate: the
+// higher logit, then the lower id.
 uint64_t candidate(float logit, int32_t id) {
   return uint64_t{to_ordered(logit + 0.0f)} << 32 | ~static_cast<uint32_t>(id);
 }
@@ -34,11 +35,11 @@ void select_row(const SelectProposalsParams& p, int32_t row) {
     return;
   }
   const int32_t draft = p.draft_step != nullptr ? *p.draft_step : 0;
-  const int32_t place = seq_slot * p.num_draft_tokens + draft;
+  const int32_t proposal_row = seq_slot * p.num_draft_tokens + draft;
   const float* const logits = p.logits + row * p.logits_stride;
   const int32_t* const map =
       p.token_map != nullptr ? p.token_map + row * p.token_map_stride : nullptr;
-  // A heap with the worst of the best on top.
+  // A heap with the worst of the best candidates on top.
   std::array<uint64_t, kMaxDraftProposals> best;
   int32_t count = 0;
   const auto end = [&] { return best.begin() + count; };
@@ -54,13 +55,13 @@ void select_row(const SelectProposalsParams& p, int32_t row) {
     std::push_heap(best.begin(), end(), std::greater<>());
   }
   std::sort(best.begin(), end(), [](uint64_t a, uint64_t b) { return id_of(a) < id_of(b); });
-  const int64_t first = int64_t{place} * p.proposals.per_draft;
+  const int64_t first = int64_t{proposal_row} * p.proposals.per_draft;
   for (int32_t j = 0; j < p.proposals.per_draft; ++j) {
     const int32_t id = j < count ? id_of(best[static_cast<size_t>(j)]) : -1;
     p.proposals.ids[first + j] = id >= 0 && map != nullptr ? map[id] : id;
     p.proposals.logits[first + j] = id >= 0 ? logits[id] : -kInf;
   }
-  p.proposal_rows[row] = place;
+  p.proposal_rows[row] = proposal_row;
 }
 
 // --- softmax_sums --------------------------------------------------------------------------------
@@ -85,41 +86,41 @@ struct SoftmaxSumsKernel {
 
 // --- reject_drafts -------------------------------------------------------------------------------
 
-// The lanes of a warp, one after another.
+// A Team that walks its lists serially, with the sums of a warp of 32 lanes.
 struct SerialTeam {
-  template <class Of>
-  [[nodiscard]] float max(int32_t n, const Of& of) const {
+  template <class Value>
+  [[nodiscard]] float max(int32_t n, const Value& value) const {
     float highest = -kInf;
-    for (int32_t j = 0; j < n; ++j) highest = std::max(highest, of(j));
+    for (int32_t j = 0; j < n; ++j) highest = std::max(highest, value(j));
     return highest;
   }
-  template <class Of>
-  [[nodiscard]] uint64_t count(int32_t n, const Of& of) const {
+  template <class Value>
+  [[nodiscard]] uint64_t count(int32_t n, const Value& value) const {
     uint64_t sum = 0;
-    for (int32_t j = 0; j < n; ++j) sum += of(j);
+    for (int32_t j = 0; j < n; ++j) sum += value(j);
     return sum;
   }
-  template <class Of>
-  [[nodiscard]] double sum(int32_t n, const Of& of) const {
+  template <class Value>
+  [[nodiscard]] double sum(int32_t n, const Value& value) const {
     std::array<double, 32> lanes = {};
-    for (int32_t j = 0; j < n; ++j) lanes[static_cast<size_t>(j % 32)] += of(j);
+    for (int32_t j = 0; j < n; ++j) lanes[static_cast<size_t>(j % 32)] += value(j);
     for (size_t step = 16; step > 0; step /= 2) {
       for (size_t lane = 0; lane < step; ++lane) lanes[lane] += lanes[lane + step];
     }
     return lanes[0];
   }
-  template <class Do>
-  void for_each(int32_t n, const Do& visit) const {
+  template <class Visit>
+  void for_each(int32_t n, const Visit& visit) const {
     for (int32_t j = 0; j < n; ++j) visit(j);
   }
-  [[nodiscard]] bool leads() const { return true; }
+  [[nodiscard]] bool is_leader() const { return true; }
 };
 
 }  // namespace
 
 void select_proposals(CpuContext& ctx, const SelectProposalsParams& p) {
   PACELINE_CHECK(p.proposals.per_draft >= 1 && p.proposals.per_draft <= kMaxDraftProposals,
-                 p.proposals.per_draft, " proposals; at most ", kMaxDraftProposals);
+                 "per_draft is ", p.proposals.per_draft, "; allowed: 1..", kMaxDraftProposals);
   const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
   ctx.for_ranges(num_rows, /*pieces_per_thread=*/4, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) select_row(p, static_cast<int32_t>(i));
@@ -127,8 +128,8 @@ void select_proposals(CpuContext& ctx, const SelectProposalsParams& p) {
 }
 
 void softmax_sums(CpuContext& ctx, const SoftmaxSumsParams& p) {
-  PACELINE_CHECK(p.vocab_limit <= kMaxTruncatedVocab, p.vocab_limit, " ids; at most ",
-                 kMaxTruncatedVocab);
+  PACELINE_CHECK(p.vocab_limit <= kMaxTruncatedVocab, "vocab_limit is ", p.vocab_limit,
+                 "; allowed: at most ", kMaxTruncatedVocab);
   const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
   ctx.for_ranges(num_rows, /*pieces_per_thread=*/4, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {

@@ -1,25 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Which drafts of a window are kept, and what is left of the target's law where they end: the one
-// specification of `standard` and `block` acceptance. The number type is a parameter, so that the
-// ops run on double what the tests enumerate with exact fractions.
+// Which drafts of a window are accepted, and the residual distribution after the last accepted one:
+// the single specification of `standard` and `block` acceptance. The number type is a parameter:
+// the ops use double, and the tests enumerate with exact fractions.
 //
-// p is the target's law of a token, q the law that its draft was drawn from; a certain draft has
-// q = 1. The drafts of a window are kept up to the first that is not, and the next token is then
-// drawn from max(share p - q, 0) over its sum.
+// p is the probability that the target gives a token, q the probability with which its draft was
+// sampled; a draft without a distribution has q = 1. The drafts of a window are accepted up to the
+// first rejection. The next token is then sampled from max(share p - q, 0), normalised.
 //
-// standard (Leviathan et al., "Fast inference from transformers via speculative decoding", 2023):
-// a draft is kept with chance min(p / q, 1), share is 1.
+// standard (Leviathan et al., "Fast inference from transformers via speculative decoding", 2023): a
+// draft is accepted with probability min(p / q, 1); the share is 1.
 //
 // block (Sun et al., "Block verification accelerates speculative decoding", 2024): the share of the
-// first i drafts is P_i = min(P_(i-1) p_i / q_i, 1), P_0 = 1. Each i is tried, with chance
-// S_i / (S_i + 1 - P_i), where S_i is the sum of max(P_i p - q, 0) over the tokens that may follow;
-// for the last, after which nothing was drafted, with chance P_i. The longest that succeeds is
-// kept. What makes it exact is, from the last draft back, that at least i drafts are kept with
-// chance P_i, whatever follows them. "The last" may therefore be told by what was drafted up to it:
-// a drafter may stop early. As sum q = 1 = sum p, S_i is P_i less the sum of min(P_i p, q), to
-// which only tokens that could be drafted contribute.
+// first i drafts is P_i = min(P_(i-1) p_i / q_i, 1), P_0 = 1. Each block of the first i drafts is
+// tried independently, with probability S_i / (S_i + 1 - P_i), where S_i is the sum of max(P_i p -
+// q, 0) over the tokens that may follow; the last block, after which nothing was drafted, with
+// probability P_i. The longest block that succeeds is accepted. The method is exact because, by
+// induction from the last draft, at least i drafts are accepted with probability P_i, whatever
+// follows them. Therefore "the last" may depend on the drafts up to it: a drafter may stop early.
+// As sum q = 1 = sum p, S_i is P_i minus the sum of min(P_i p, q), to which only tokens that could
+// be drafted contribute.
 
 #include <cstdint>
 
@@ -29,7 +30,7 @@
 
 namespace paceline {
 
-// a * b rounded by itself: no compiler may fuse it with what is subtracted from it.
+// a * b with its own rounding: no compiler may fuse it with a following subtraction.
 template <class Number>
 [[nodiscard]] PACELINE_HOST_DEVICE inline Number rounded_product(const Number& a, const Number& b) {
 #ifdef __CUDA_ARCH__
@@ -39,8 +40,8 @@ template <class Number>
 #endif
 }
 
-// The chance of a draft to be kept by `standard`. None where the target rules it out, also where q
-// has been rounded to nothing.
+// The probability that `standard` accepts a draft. It is 0 if the target's probability is 0, even
+// if q has been rounded to 0.
 template <class Number>
 [[nodiscard]] PACELINE_HOST_DEVICE inline Number acceptance_probability(const Number& p,
                                                                         const Number& q) {
@@ -48,7 +49,7 @@ template <class Number>
   return p < q ? p / q : Number(1);
 }
 
-// P_i of P_(i-1).
+// P_i, given P_(i-1).
 template <class Number>
 [[nodiscard]] PACELINE_HOST_DEVICE inline Number next_share(const Number& share, const Number& p,
                                                             const Number& q) {
@@ -57,18 +58,20 @@ template <class Number>
   return scaled < q ? scaled / q : Number(1);
 }
 
-// The chance of a block with share P_i that is not the last. `overlap`: the sum of min(P_i p, q).
+// The probability that `block` accepts a block with share P_i that is not the last. `overlap` is
+// the sum of min(P_i p, q).
 template <class Number>
 [[nodiscard]] PACELINE_HOST_DEVICE inline Number block_acceptance_probability(
     const Number& share, const Number& overlap) {
-  // Of a full share it is 1, even where nothing is left; rounding must not decide that.
+  // With a share of 1 the probability is 1, even if the residual is empty; rounding must not decide
+  // that.
   if (!(share < Number(1))) return Number(1);
   const Number left = share - overlap;
   if (!(Number(0) < left)) return Number(0);
   return left / (left + (Number(1) - share));
 }
 
-// What is left for a token, to be divided by the sum of it over all tokens.
+// The residual of a token, not yet divided by the sum over all tokens.
 template <class Number>
 [[nodiscard]] PACELINE_HOST_DEVICE inline Number residual(const Number& share, const Number& p,
                                                           const Number& q) {
@@ -76,16 +79,17 @@ template <class Number>
   return Number(0) < left ? left : Number(0);
 }
 
-// Drafts kept, and the share with which the token after them is drawn.
+// The number of accepted drafts, and the share of the residual distribution after them.
 template <class Number>
 struct AcceptedDrafts {
   int32_t count;
   Number share;
 };
 
-// The verdict on drafts [0, num_drafts). `window` has p(i) and q(i) of draft i under the laws of
-// its place, and overlap(i, share), the sum of min(share p, q) over all tokens at draft i's place.
-// `succeeds(i, chance)` tries draft i, or the block that ends with it; tries are independent.
+// The verdict on drafts [0, num_drafts). `window` has p(i) and q(i) of draft i under the
+// distributions at its position, and overlap(i, share), the sum of min(share p, q) over all tokens
+// at the position of draft i. `succeeds(i, probability)` tries draft i, or the block that ends with
+// it; tries are independent.
 template <class Number, class Window, class Succeeds>
 [[nodiscard]] PACELINE_HOST_DEVICE inline AcceptedDrafts<Number> accept_drafts(
     AcceptMethod method, int32_t num_drafts, const Window& window, const Succeeds& succeeds) {
@@ -101,7 +105,7 @@ template <class Number, class Window, class Succeeds>
   Number share = Number(1);
   for (int32_t i = 0; i < num_drafts; ++i) {
     share = next_share<Number>(share, window.p(i), window.q(i));
-    if (!(Number(0) < share)) break;  // and so are the shares of all that follow
+    if (!(Number(0) < share)) break;  // the shares of all later blocks are 0 too
     const bool is_last = i + 1 == num_drafts;
     const Number probability =
         is_last ? share : block_acceptance_probability<Number>(share, window.overlap(i + 1, share));

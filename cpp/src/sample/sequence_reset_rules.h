@@ -53,16 +53,16 @@ PACELINE_HOST_DEVICE inline void reset_sampling(const SamplingState& s, const Se
   }
   auto* const biases = reinterpret_cast<int32_t*>(s.bias_values);
   auto* const allowed = reinterpret_cast<int32_t*>(s.allowed);
-  const auto take = [&](int32_t* to, int32_t count) {
+  const auto copy_list = [&](int32_t* to, int32_t count) {
     for (int32_t i = worker; i < count; i += num_workers) to[i] = lists[i];
     lists += count;
   };
-  take(s.bias_ids + seq_slot * kMaxLogitBias, reset.num_bias);
-  take(biases + seq_slot * kMaxLogitBias, reset.num_bias);
-  take(s.bad_word_ends + seq_slot * kMaxBadWords, reset.num_bad_words);
-  take(s.bad_word_tokens + seq_slot * kMaxBadWordTokens, reset.num_bad_word_tokens);
+  copy_list(s.bias_ids + seq_slot * kMaxLogitBias, reset.num_bias);
+  copy_list(biases + seq_slot * kMaxLogitBias, reset.num_bias);
+  copy_list(s.bad_word_ends + seq_slot * kMaxBadWords, reset.num_bad_words);
+  copy_list(s.bad_word_tokens + seq_slot * kMaxBadWordTokens, reset.num_bad_word_tokens);
   const int32_t num_words = mask_words(s.vocab_size);
-  take(allowed + seq_slot * num_words, reset.has_allowed != 0 ? num_words : 0);
+  copy_list(allowed + seq_slot * num_words, reset.has_allowed != 0 ? num_words : 0);
 }
 
 }  // namespace paceline

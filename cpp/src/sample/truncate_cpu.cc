@@ -15,18 +15,19 @@ namespace {
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
-// Ids whose keys and amounts are worked out together, in vectors.
+// Number of ids whose keys and amounts are computed together, in vectors.
 constexpr int32_t kStretch = 64;
 
-// The highest key such that the keys from it on, of those at least `floor`, measure `target_of(sum
-// of all)`; `floor` where they do not. `measure` of a logit is an integer.
+// The highest key such that the keys from it on, among those that are at least `floor`, have
+// amounts that sum to at least `target_of(sum of all)`; `floor` if all of them sum to less.
+// `measure` gives the amount of a logit, an integer.
 template <class Measure, class Target>
 [[gnu::always_inline]] inline uint32_t search(const float* logits, int32_t n, uint32_t floor,
                                               const Measure& measure, const Target& target_of) {
   uint64_t sums[kMaxDigitValues];
   uint32_t prefix = 0;
   uint64_t target = 0;
-  uint64_t above = 0;  // what the keys above those of the prefix measure
+  uint64_t above = 0;  // sum of the amounts of keys above those with the prefix
   for (int32_t digit = 0; digit < kNumDigits; ++digit) {
     const uint32_t before = bits_before(digit);
     std::fill_n(sums, digit_values(digit), uint64_t{0});
@@ -94,8 +95,8 @@ struct TruncateKernel {
 }  // namespace
 
 void truncate_logits(CpuContext& ctx, const TruncateLogitsParams& p) {
-  PACELINE_CHECK(p.vocab_limit <= kMaxTruncatedVocab, p.vocab_limit, " ids; at most ",
-                 kMaxTruncatedVocab);
+  PACELINE_CHECK(p.vocab_limit <= kMaxTruncatedVocab, "vocab_limit is ", p.vocab_limit,
+                 "; allowed: at most ", kMaxTruncatedVocab);
   const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
   ctx.for_ranges(num_rows, /*pieces_per_thread=*/4, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {

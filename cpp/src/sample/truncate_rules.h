@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// How truncate_logits weighs and compares logits: the one specification that both backends share,
-// bit for bit. What it excludes lies below one threshold, which is searched digit by digit on the
-// logits as ordered integers. Products that are added to something are written as fmaf, so that no
-// compiler chooses the rounding.
+// How truncate_logits computes softmax weights and compares logits: the single specification that
+// both backends share, bit for bit. All excluded logits lie below one threshold, which is searched
+// digit by digit on the logits as ordered integers. A product that is added to something is written
+// as fmaf, so that the rounding does not depend on the compiler.
 
 #include <cmath>
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace paceline {
 
-// Digits of a key, highest first: 11, 11 and 10 bits.
+// The digits of a key, highest first: 11, 11 and 10 bits.
 inline constexpr int32_t kNumDigits = 3;
 inline constexpr int32_t kMaxDigitValues = 1 << 11;
 [[nodiscard]] PACELINE_HOST_DEVICE constexpr int32_t digit_shift(int32_t digit) {
@@ -32,16 +32,16 @@ inline constexpr int32_t kMaxDigitValues = 1 << 11;
   return digit == 0 ? 0u : ~0u << digit_shift(digit - 1);
 }
 
-// to_ordered(-inf). Such keys weigh nothing, and passing them over costs less than counting them:
-// of what is banned there may be much.
+// to_ordered(-inf). Such keys have weight 0, and skipping them is faster than counting them: there
+// may be many where tokens are banned.
 inline constexpr uint32_t kNoLogitKey = 0x007fffffu;
 
-// A logit as it is compared: NaN is -inf, and -0 is 0.
+// A logit as the comparisons see it: NaN becomes -inf, and -0 becomes 0.
 [[nodiscard]] PACELINE_HOST_DEVICE inline float comparable(float logit) {
   return logit != logit ? from_ordered(kNoLogitKey) : logit + 0.0f;
 }
 
-// What bounds a row; its temperature is 0 where nothing does.
+// The truncation parameters of a row; the temperature is 0 if nothing is to be done.
 struct RowLimits {
   float temperature;
   int32_t top_k;
@@ -57,17 +57,17 @@ struct RowLimits {
           p.sampling.min_p[seq_slot]};
 }
 
-// exp((logit - highest) / temperature) in units of 2^-40, cut: at most 2^40, so that the sum of
-// kMaxTruncatedVocab of them fits 63 bits.
+// exp((logit - highest) / temperature) in units of 2^-40, rounded down: at most 2^40, so that the
+// sum of kMaxTruncatedVocab weights fits 63 bits.
 struct SoftmaxWeights {
   float highest;
-  float lowest_step;  // logit - highest from which on down nothing weighs anything
+  float lowest_step;  // logits this far or further below `highest` have weight 0
   float rate;         // log2(e) / temperature
 };
 
 [[nodiscard]] PACELINE_HOST_DEVICE inline SoftmaxWeights softmax_weights_of(float highest,
                                                                             float temperature) {
-  // Beyond these limits all logits weigh the same, or only the highest does.
+  // Beyond these limits all logits have the same weight, or only the highest has any.
   constexpr float kLeast = 1e-30f;
   constexpr float kMost = 1e30f;
   temperature = temperature < kLeast ? kLeast : temperature > kMost ? kMost : temperature;
@@ -78,8 +78,8 @@ struct SoftmaxWeights {
                                                              float logit) {
   const float distance = logit - weights.highest;
   const float step = distance < weights.lowest_step ? weights.lowest_step : distance;
-  // 2^(n + f), n an integer and f in [-1/2, 1/2]: adding kRound rounds to an integer, in the low
-  // bits of the mantissa. The polynomial is that of Cephes' exp2f (S. Moshier).
+  // 2^(n + f), with n an integer and f in [-1/2, 1/2]: adding kRound rounds to an integer, which is
+  // then in the low bits of the mantissa. The polynomial is that of Cephes' exp2f (S. Moshier).
   constexpr float kRound = 0x1.8p23f;
   const float shifted = fmaf(step, weights.rate, kRound);
   const float n = shifted - kRound;
@@ -91,13 +91,13 @@ struct SoftmaxWeights {
   power = fmaf(f, power, 6.931472028550421e-1f);
   power = fmaf(f, power, 1.0f);
   const uint32_t bits = bits_of(power) + ((bits_of(shifted) - bits_of(kRound)) << 23);
-  // 1.mantissa * 2^-halvings; the mantissa's 24 bits make 2^23 of 1.
+  // The power is 1.mantissa * 2^-halvings; the 24 bits of the mantissa represent 1 as 2^23.
   const uint32_t halvings = 127 - (bits >> 23);
   const uint64_t mantissa = (bits & 0x7fffffu) | 0x800000u;
   return mantissa << 17 >> halvings;
 }
 
-// The weight that what top-p keeps must reach, of `total` > 0.
+// The weight that the logits kept by top-p must reach, out of `total` > 0.
 [[nodiscard]] PACELINE_HOST_DEVICE inline uint64_t top_p_target(float top_p, uint64_t total) {
   const double share = ceil(static_cast<double>(top_p) * static_cast<double>(total));
   const auto target = static_cast<uint64_t>(share);
