@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// One sample of a request while the engine serves it: what the host knows of it, which lags behind
-// the device by the iterations in flight. Owned by the executor; written by the scheduler alone.
+// One sample of a request while the engine serves it: what the host knows about it, which lags
+// behind the device by the iterations in flight. The executor owns it; only the scheduler writes
+// it.
 
 #include <cstdint>
 #include <memory>
@@ -18,32 +19,33 @@ struct Sequence {
   enum class Phase : uint8_t { kWaiting, kPrefill, kDecode, kFinished };
 
   RequestId id = 0;
-  int32_t sample = 0;             // which of its request
-  int32_t num_samples = 1;        // of its request
-  SamplingOptions sampling;       // with the sample's own seed
-  std::vector<uint32_t> allowed;  // a bit a token of the vocabulary; empty: all are
+  int32_t sample = 0;             // index among the samples of its request
+  int32_t num_samples = 1;        // number of samples of its request
+  SamplingOptions sampling;       // includes the sample's own seed
+  std::vector<uint32_t> allowed;  // one bit per token of the vocabulary; empty: all are allowed
   bool is_score = false;
   Phase phase = Phase::kWaiting;
 
-  std::vector<int32_t> tokens;  // prompt + output that the host has read
+  std::vector<int32_t> tokens;  // prompt and the output that the host has read
   int32_t prompt_len = 0;
-  int32_t limit = 0;  // length of prompt + output at which the request ends
+  int32_t limit = 0;  // length of prompt and output at which the request ends
 
-  int32_t seq_slot = -1;        // row of the device's per-sequence state while it runs
-  bool needs_reset = false;     // the next launch must initialise the slot
+  int32_t seq_slot = -1;        // row of the device's per-sequence state while the sequence runs
+  bool needs_reset = false;     // the next launch must initialise the sequence slot
   int32_t num_prefilled = 0;    // tokens whose prefill has been launched, or taken over by a fork
-  int64_t newest_prefill = -1;  // the iteration of the last such launch
+  int64_t newest_prefill = -1;  // iteration of the newest launch that prefilled
   SequenceBlocks blocks;
 
-  // Raised by preemption: results of launches before it are dropped, since recomputation yields
-  // the same tokens again.
+  // Incremented by preemption. Results of launches from an earlier epoch are dropped, since
+  // recomputation yields the same tokens again.
   int64_t epoch = 0;
-  int32_t emitting_in_flight = 0;  // launches of this epoch, unread, that may emit tokens
-  int32_t launches_in_flight = 0;  // all launches that still refer to this object
+  // Launches of this epoch that have not been read and may emit tokens.
+  int32_t emitting_in_flight = 0;
+  int32_t launches_in_flight = 0;  // launches that still refer to this object
 
   SpeculationCounters counters;
   std::shared_ptr<std::vector<float>> logits;  // is_score: [prompt_len, vocab]
-  // With prompt_logprobs, until they are delivered: [prompt_len - 1], filled as chunks are read.
+  // Set with prompt_logprobs until they are delivered: [prompt_len - 1], filled as chunks are read.
   std::shared_ptr<std::vector<std::vector<TokenLogprob>>> prompt_logprobs;
   int64_t arrival_us = 0;
   int64_t first_token_us = 0;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What one iteration will do: desk to tray. Written by the scheduler, read by the batch builder,
-// kept by the executor until the iteration's results are in.
+// The plan of one iteration. The scheduler writes it, the batch builder reads it, and the executor
+// keeps it until it has read the results of the iteration.
 
 #include <cstdint>
 #include <vector>
@@ -15,12 +15,13 @@ namespace paceline {
 
 struct PlannedSequence {
   Sequence* sequence = nullptr;
-  int64_t epoch = 0;  // of the sequence at launch
+  int64_t epoch = 0;  // epoch of the sequence at launch
   RowKind kind = RowKind::kDecode;
-  int32_t start = 0;     // prefill kinds: position of the first row
-  int32_t num_rows = 0;  // in the verify pass
+  int32_t start = 0;     // prefill kinds only: position of the first row
+  int32_t num_rows = 0;  // rows in the verify pass
   bool resets_state = false;
-  // Prefill kinds: the first so many rows have the token after them rated, for prompt_logprobs.
+  // Prefill kinds only: number of leading rows that compute logprobs of the token after them, for
+  // prompt_logprobs.
   int32_t num_prompt_rows = 0;
 };
 
@@ -28,8 +29,8 @@ struct IterationPlan {
   int64_t iteration = 0;
   std::vector<PlannedSequence> sequences;  // ordered by kind, then by arrival
   std::vector<TableWrite> table_writes;    // new block table entries, each at most once
-  std::vector<SequenceFork> forks;         // each slot once; no slot is also a parent's
-  std::vector<BlockCopy> block_copies;     // of the forks; no destination is a source
+  std::vector<SequenceFork> forks;      // each sequence slot occurs once, and none is also a parent
+  std::vector<BlockCopy> block_copies;  // block copies of the forks; no destination is a source
 };
 
 }  // namespace paceline

@@ -11,18 +11,19 @@
 namespace paceline {
 namespace {
 
-// Rows of logits beyond those that a sequence draws from.
+// Number of rows of logits besides those from which the sequence draws.
 int32_t score_rows(const PlannedSequence& rows) {
   return rows.kind == RowKind::kScore ? rows.num_rows : rows.num_prompt_rows;
 }
 
-// Ids ascend with arrival.
+// Request ids ascend in order of arrival.
 bool arrived_before(const Sequence* a, const Sequence* b) {
   return a->id != b->id ? a->id < b->id : a->sample < b->sample;
 }
 
-// Positions that a fork takes over: all of the prompt but its last token. That token's row draws
-// the first of the output, and what a drafter keeps of it may depend on what is drawn.
+// Number of positions that a fork takes over: all of the prompt except its last token. The row of
+// that token draws the first output token, and the state that a drafter keeps for it may depend on
+// the draw.
 int32_t num_forkable(const Sequence& sequence) { return sequence.prompt_len - 1; }
 
 }  // namespace
@@ -36,9 +37,9 @@ Scheduler::Scheduler(const SchedulerOptions& options, SlabPool& pool)
 int32_t Scheduler::window_slack() const {
   const int32_t width = options_.num_draft_tokens + 1;
   const int32_t rows = std::max(options_.prefill_chunk_size, width);
-  // Held and quarantined together: every iteration in flight pushes the window on by its rows, and
-  // as many again leave only when those iterations have completed; the reservation itself runs
-  // ahead by two windows of drafts.
+  // Counts held and quarantined tokens together. Every iteration in flight moves the window on by
+  // its rows, and the same number is released only when those iterations have completed. The
+  // reservation itself runs ahead by two windows of drafts.
   return 2 * options_.max_in_flight * rows + 2 * width;
 }
 
@@ -49,35 +50,39 @@ bool Scheduler::fits_alone(int32_t prompt_len, int32_t limit) const {
 void Scheduler::add(Sequence& sequence) {
   sequence.phase = Sequence::Phase::kWaiting;
   sequence.blocks = SequenceBlocks(static_cast<int32_t>(pool_.layout().groups.size()));
-  // A preempted sequence goes back to its place in the line.
-  const auto place = std::upper_bound(waiting_.begin(), waiting_.end(), &sequence, &arrived_before);
-  const bool has_company = (place != waiting_.end() && (*place)->id == sequence.id) ||
-                           (place != waiting_.begin() && (*std::prev(place))->id == sequence.id);
-  if (!has_company) ++num_waiting_requests_;
-  waiting_.insert(place, &sequence);
+  // A preempted sequence returns to its position in the queue.
+  const auto position =
+      std::upper_bound(waiting_.begin(), waiting_.end(), &sequence, &arrived_before);
+  const bool has_sibling =
+      (position != waiting_.end() && (*position)->id == sequence.id) ||
+      (position != waiting_.begin() && (*std::prev(position))->id == sequence.id);
+  if (!has_sibling) ++num_waiting_requests_;
+  waiting_.insert(position, &sequence);
 }
 
 void Scheduler::remove_waiting(size_t index) {
   const RequestId id = waiting_[index]->id;
-  const bool has_company = (index > 0 && waiting_[index - 1]->id == id) ||
+  const bool has_sibling = (index > 0 && waiting_[index - 1]->id == id) ||
                            (index + 1 < waiting_.size() && waiting_[index + 1]->id == id);
-  if (!has_company) --num_waiting_requests_;
+  if (!has_sibling) --num_waiting_requests_;
   waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(index));
 }
 
 Scheduler::Parent Scheduler::find_parent(const Sequence& sequence, int64_t iteration) const {
   const int32_t num_tokens = num_forkable(sequence);
   if (sequence.num_samples == 1 || num_tokens == 0) return {};
-  if (sequence.prompt_logprobs != nullptr) return {};  // still to be rated, row by row
+  // The logprobs of the prompt need all of its rows.
+  if (sequence.prompt_logprobs != nullptr) return {};
   Parent found;
   const auto first =
       std::lower_bound(running_.begin(), running_.end(), sequence.id,
                        [](const Sequence* running, RequestId id) { return running->id < id; });
   for (auto it = first; it != running_.end() && (*it)->id == sequence.id; ++it) {
     const Sequence& sibling = **it;
-    // Blocks are copied before the iteration's first row, so what it writes itself is too late.
+    // Blocks are copied before the first row of the iteration, so KV that this iteration writes is
+    // too late.
     if (sibling.num_prefilled < num_tokens || sibling.newest_prefill >= iteration) {
-      found.comes_later = true;
+      found.is_pending = true;
     } else if (sibling.blocks.can_fork(pool_.layout(), num_tokens)) {
       return {.sequence = &sibling};
     }
@@ -86,7 +91,7 @@ Scheduler::Parent Scheduler::find_parent(const Sequence& sequence, int64_t itera
 }
 
 bool Scheduler::must_be_finished(const Sequence& sequence) const {
-  // Every emitting launch brings at least one token.
+  // Every launch that emits yields at least one token.
   return sequence.known_len() + sequence.emitting_in_flight >= sequence.limit &&
          sequence.phase == Sequence::Phase::kDecode;
 }
@@ -107,10 +112,10 @@ PlannedSequence Scheduler::next_rows(const Sequence& sequence, int32_t prefill_b
     rows.kind = RowKind::kScore;
     rows.num_rows = std::min(rows.num_rows, score_budget);
   } else {
-    const bool is_rated = sequence.prompt_logprobs != nullptr;
-    if (is_rated) rows.num_rows = std::min(rows.num_rows, score_budget);
+    const bool has_prompt_logprobs = sequence.prompt_logprobs != nullptr;
+    if (has_prompt_logprobs) rows.num_rows = std::min(rows.num_rows, score_budget);
     rows.kind = rows.num_rows == left ? RowKind::kPrefillFinal : RowKind::kPrefillPartial;
-    if (is_rated) {
+    if (has_prompt_logprobs) {
       rows.num_prompt_rows = rows.num_rows - (rows.kind == RowKind::kPrefillFinal ? 1 : 0);
     }
   }
@@ -122,7 +127,7 @@ int32_t Scheduler::tokens_to_reserve(const Sequence& sequence, const PlannedSequ
   const int32_t k = options_.num_draft_tokens;
   switch (rows.kind) {
     case RowKind::kDecode: {
-      // The device may be ahead by k+1 tokens for each launch in flight; this one adds as many,
+      // The device may be ahead by k+1 tokens for each launch in flight. This launch adds as many,
       // and the drafter then looks k further.
       const int32_t most_known = sequence.known_len() + sequence.emitting_in_flight * (k + 1);
       return std::min(sequence.limit, most_known + (k + 1) + k);
@@ -136,14 +141,14 @@ int32_t Scheduler::tokens_to_reserve(const Sequence& sequence, const PlannedSequ
   return 0;
 }
 
-void Scheduler::give_back(Sequence& sequence) {
+void Scheduler::release(Sequence& sequence) {
   sequence.blocks.release_all(pool_, newest_planned_);
   if (sequence.seq_slot >= 0) free_seq_slots_.push_back(sequence.seq_slot);
   sequence.seq_slot = -1;
 }
 
 void Scheduler::preempt(Sequence& sequence) {
-  give_back(sequence);
+  release(sequence);
   std::erase(running_, &sequence);
   ++sequence.epoch;
   sequence.emitting_in_flight = 0;
@@ -152,36 +157,38 @@ void Scheduler::preempt(Sequence& sequence) {
   add(sequence);
 }
 
-Scheduler::Room Scheduler::make_room(Sequence& sequence, const PlannedSequence& rows,
-                                     IterationPlan& plan) {
+Scheduler::Reservation Scheduler::reserve_blocks(Sequence& sequence, const PlannedSequence& rows,
+                                                 IterationPlan& plan) {
   const int32_t num_tokens = tokens_to_reserve(sequence, rows);
   while (!sequence.blocks.reserve(pool_, num_tokens, sequence.seq_slot, plan.table_writes)) {
     Sequence* youngest = running_.back();
-    // Blocks on their way back will do: wait for the iterations that still use them.
-    if (pool_.num_quarantined() > 0) return Room::kStalled;
-    // Entries that this plan has already written for it: its slot may pass to another sequence, and
-    // the device writes all entries of a plan side by side.
+    // Blocks in quarantine will suffice: wait for the iterations that still use them.
+    if (pool_.num_quarantined() > 0) return Reservation::kStalled;
+    // This plan may have written entries for its block table. Its sequence slot may pass to another
+    // sequence, and the device writes the entries of a plan in any order.
     std::erase_if(plan.table_writes,
                   [&](const TableWrite& write) { return write.seq_slot == youngest->seq_slot; });
     preempt(*youngest);
-    // Alone and still without room: its own blocks are scattered over more slabs than it needs.
-    // Recomputed from nothing it lies compactly, and `fits_alone` has promised that this fits.
-    if (youngest == &sequence) return Room::kPreemptedItself;
+    // The sequence is alone and still lacks blocks: its own blocks are scattered over more slabs
+    // than it needs. Recomputed from the start it lies compactly, and `fits_alone` guarantees that
+    // this fits.
+    if (youngest == &sequence) return Reservation::kPreemptedItself;
   }
-  return Room::kReserved;
+  return Reservation::kReserved;
 }
 
 bool Scheduler::admit(Sequence& sequence, const PlannedSequence& rows, const Sequence* parent,
                       IterationPlan& plan) {
   const KvLayout& layout = pool_.layout();
-  // Not only this chunk but all that is known must fit, or admission would soon preempt.
+  // All known tokens must fit, not only this chunk; otherwise the admission would soon cause a
+  // preemption.
   const int32_t k = options_.num_draft_tokens;
   const int32_t soon = std::max(std::min(sequence.limit, sequence.known_len() + 2 * (k + 1) + k),
                                 sequence.known_len());
   std::vector<int64_t> counts = peak_blocks(layout, soon, window_slack());
   for (size_t g = 0; parent != nullptr && g < counts.size(); ++g) {
-    // What is shared is there already. Not so for long in a sliding group, which moves on to blocks
-    // of the fork's own.
+    // Shared blocks are already allocated. In a sliding group they do not last: it moves on to
+    // blocks of the fork's own.
     if (layout.groups[g].kind == KvKind::kFull) {
       counts[g] -= rows.start / layout.groups[g].block_size;
     }
@@ -241,37 +248,37 @@ bool Scheduler::plan(IterationPlan& plan) {
     if (sequence->phase == Sequence::Phase::kDecode) prefill_budget -= width;
   }
 
-  // Oldest first, so that whoever is preempted has not been planned yet.
+  // Oldest first, so that a preempted sequence has not been planned yet.
   bool has_preempted = false;
-  considered_ = running_;
-  for (Sequence* sequence : considered_) {
-    if (sequence->phase == Sequence::Phase::kWaiting) continue;  // preempted just now
+  candidates_ = running_;
+  for (Sequence* sequence : candidates_) {
+    if (sequence->phase == Sequence::Phase::kWaiting) continue;  // preempted in this call
     if (must_be_finished(*sequence)) continue;
     if (sequence->phase == Sequence::Phase::kPrefill &&
         sequence->num_prefilled == sequence->known_len()) {
-      continue;  // a scored prompt, completely launched
+      continue;  // a scored prompt whose rows have all been launched
     }
     const PlannedSequence rows = next_rows(*sequence, prefill_budget, score_budget);
     if (rows.num_rows == 0) continue;
     const int64_t preemptions = num_preemptions_;
-    const Room room = make_room(*sequence, rows, plan);
-    has_preempted |= num_preemptions_ != preemptions || room == Room::kStalled;
-    if (room != Room::kReserved) continue;
+    const Reservation reservation = reserve_blocks(*sequence, rows, plan);
+    has_preempted |= num_preemptions_ != preemptions || reservation == Reservation::kStalled;
+    if (reservation != Reservation::kReserved) continue;
     if (rows.kind != RowKind::kDecode) prefill_budget -= rows.num_rows;
     score_budget -= score_rows(rows);
     launch(*sequence, rows, plan);
   }
 
-  // Nobody is admitted over the heads of those who have just lost their blocks, unless nothing
-  // else would run. All releases of this plan have come before the first fork, so whatever takes
-  // the source of a copy away later tags it with this iteration at least.
+  // Waiting sequences are not admitted ahead of running ones that have just lost their blocks or
+  // have stalled, unless nothing else would run. All releases of this plan precede the first fork,
+  // so a later release of the source of a copy carries the tag of this iteration or a newer one.
   size_t index = 0;
   while (index < waiting_.size() && !free_seq_slots_.empty() &&
          (!has_preempted || (plan.sequences.empty() && running_.empty()))) {
     Sequence* sequence = waiting_[index];
     const Parent parent = find_parent(*sequence, plan.iteration);
-    if (parent.sequence == nullptr && parent.comes_later) {
-      ++index;  // the others need not wait for its prompt
+    if (parent.sequence == nullptr && parent.is_pending) {
+      ++index;  // other sequences need not wait for its prompt
       continue;
     }
     sequence->num_prefilled = parent.sequence != nullptr ? num_forkable(*sequence) : 0;
@@ -286,8 +293,8 @@ bool Scheduler::plan(IterationPlan& plan) {
     launch(*sequence, rows, plan);
   }
 
-  // Preempting may have undone reservations made earlier in this call for sequences that are not
-  // planned now; their slots are rewritten when they are admitted again.
+  // Preemption may have undone reservations made earlier in this call, for sequences that are no
+  // longer planned. Their block tables are rewritten when they are admitted again.
   if (plan.sequences.empty()) return false;
   std::stable_sort(plan.sequences.begin(), plan.sequences.end(),
                    [](const PlannedSequence& a, const PlannedSequence& b) {
@@ -310,12 +317,13 @@ void Scheduler::advance(Sequence& sequence, const PlannedSequence& launch) {
 void Scheduler::finish(Sequence& sequence) {
   if (sequence.phase == Sequence::Phase::kWaiting) {
     const auto found = std::find(waiting_.begin(), waiting_.end(), &sequence);
-    PACELINE_CHECK(found != waiting_.end(), "request ", sequence.id, " waits in no line");
+    PACELINE_CHECK(found != waiting_.end(), "request ", sequence.id,
+                   " is waiting but not in the queue");
     remove_waiting(static_cast<size_t>(found - waiting_.begin()));
   } else {
     std::erase(running_, &sequence);
   }
-  give_back(sequence);
+  release(sequence);
   sequence.phase = Sequence::Phase::kFinished;
 }
 

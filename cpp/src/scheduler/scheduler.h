@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Decides which sequences take part in the next iteration, and owns their blocks and slots:
-// continuous batching, chunked prefill beside decoding rows, first come first served. When blocks
-// run out the youngest running sequence is preempted and later recomputed from its known tokens.
+// Decides which sequences take part in the next iteration, and owns their blocks and sequence
+// slots: continuous batching, chunked prefill beside decoding rows, first come first served. When
+// blocks run out, the scheduler preempts the youngest running sequence, which is later recomputed
+// from its known tokens.
 //
-// The samples of a request are sequences of their own. The first to run prefills the prompt; the
-// others wait for that and then fork from whichever sample has it: they begin at the prompt's last
-// token, which each computes for itself, and share or copy the KV below. A sample that finds none
-// to fork from (all gone, preempted, or windows moved on) prefills by itself; the output is the
-// same.
+// The samples of a request are separate sequences. The first to run prefills the prompt. The others
+// wait for it and then fork from any sample that has the prompt's KV: they begin at the prompt's
+// last token, which each computes for itself, and share or copy the KV below. A sample that finds
+// no sibling to fork from (all have ended, are preempted, or have windows that moved on) prefills
+// the prompt itself; its output is the same.
 //
-// Plans ahead of results: a decoding sequence is planned with the most tokens it may have by then,
-// and never again once it must already be finished. Host only; not thread-safe.
+// The scheduler plans ahead of results: it plans a decoding sequence for the most tokens that it
+// may have by then, and stops planning it once it must have finished. Host only; not thread-safe.
 
 #include <cstdint>
 #include <deque>
@@ -27,53 +28,55 @@ namespace paceline {
 struct SchedulerOptions {
   int32_t max_num_seqs = 0;
   int32_t max_num_batched_tokens = 0;
-  int32_t prefill_chunk_size = 0;  // most prefill rows of one sequence in one iteration; > 0
-  int32_t max_score_rows = 0;      // most rows of scored or rated prompts in one iteration; > 0
-  int32_t num_draft_tokens = 0;    // k
-  int32_t max_in_flight = 0;       // iterations launched and unread at most, the next included
+  int32_t prefill_chunk_size = 0;  // maximum prefill rows of one sequence in an iteration; > 0
+  // Maximum rows of scored prompts and prompt logprobs in an iteration; > 0.
+  int32_t max_score_rows = 0;
+  int32_t num_draft_tokens = 0;  // k
+  int32_t max_in_flight = 0;     // maximum iterations launched but not read, including the next
 };
 
 class Scheduler {
  public:
   Scheduler(const SchedulerOptions& options, SlabPool& pool);
 
-  // Whether the sequence could run if it were alone: an upper bound of its blocks fits the pool.
+  // Whether the sequence could run alone: an upper bound of its blocks fits the pool.
   [[nodiscard]] bool fits_alone(int32_t prompt_len, int32_t limit) const;
 
-  // Queues a sequence behind those that came before. The caller keeps ownership until `retire`.
+  // Queues a sequence by order of arrival. The caller owns it and keeps it alive at least until
+  // `finish`.
   void add(Sequence& sequence);
 
-  // Fills `plan` for `plan.iteration` and returns true, or returns false when nothing can be
-  // launched now (idle, or everything waits for iterations in flight).
+  // Fills `plan` for `plan.iteration` and returns true. Returns false if nothing can be launched
+  // now: there is no work, or all of it waits for iterations in flight.
   [[nodiscard]] bool plan(IterationPlan& plan);
 
-  // Results of a launch have been read into sequence.tokens: blocks that fell out of every sliding
-  // window go back.
+  // The caller has read the results of a launch into sequence.tokens. Releases the blocks that have
+  // left every sliding window.
   void advance(Sequence& sequence, const PlannedSequence& launch);
 
-  // The sequence is over (finished, cancelled, failed): slot and blocks go back.
+  // The sequence has finished, was cancelled or has failed. Releases its sequence slot and blocks.
   void finish(Sequence& sequence);
 
-  // The device has completed every iteration up to this one.
+  // Tells the scheduler that the device has completed all iterations up to this one.
   void complete(int64_t iteration) { pool_.complete(iteration); }
 
   [[nodiscard]] bool has_work() const { return !running_.empty() || !waiting_.empty(); }
   [[nodiscard]] int32_t num_running() const { return static_cast<int32_t>(running_.size()); }
   [[nodiscard]] int32_t num_waiting() const { return static_cast<int32_t>(waiting_.size()); }
-  // Requests of which any sample waits.
+  // Number of requests with at least one waiting sample.
   [[nodiscard]] int64_t num_waiting_requests() const { return num_waiting_requests_; }
   [[nodiscard]] int64_t num_preemptions() const { return num_preemptions_; }
-  // Tokens of prompts that forks have not had to prefill.
+  // Number of prompt tokens that forks did not have to prefill.
   [[nodiscard]] int64_t num_shared_tokens() const { return num_shared_tokens_; }
 
  private:
-  // What became of the attempt to give a running sequence the blocks it needs.
-  enum class Room : uint8_t { kReserved, kStalled, kPreemptedItself };
+  // Result of an attempt to reserve the blocks of a running sequence.
+  enum class Reservation : uint8_t { kReserved, kStalled, kPreemptedItself };
 
-  // Whom a waiting sample may fork from in the iteration that is being planned.
+  // The sequence from which a waiting sample may fork in the planned iteration.
   struct Parent {
     const Sequence* sequence = nullptr;
-    bool comes_later = false;  // nobody yet, but a sample that prefills just now
+    bool is_pending = false;  // there is none yet, but a sibling is prefilling the prompt
   };
 
   [[nodiscard]] Parent find_parent(const Sequence& sequence, int64_t iteration) const;
@@ -83,22 +86,22 @@ class Scheduler {
                                           int32_t score_budget) const;
   [[nodiscard]] int32_t tokens_to_reserve(const Sequence& sequence,
                                           const PlannedSequence& rows) const;
-  [[nodiscard]] Room make_room(Sequence& sequence, const PlannedSequence& rows,
-                               IterationPlan& plan);
-  // `parent`: to fork from, or null.
+  [[nodiscard]] Reservation reserve_blocks(Sequence& sequence, const PlannedSequence& rows,
+                                           IterationPlan& plan);
+  // `parent`: the sequence to fork from, or null.
   [[nodiscard]] bool admit(Sequence& sequence, const PlannedSequence& rows, const Sequence* parent,
                            IterationPlan& plan);
   void launch(Sequence& sequence, PlannedSequence rows, IterationPlan& plan);
   void preempt(Sequence& sequence);
-  void give_back(Sequence& sequence);
+  void release(Sequence& sequence);
   [[nodiscard]] int32_t window_slack() const;
 
   SchedulerOptions options_;
   SlabPool& pool_;
-  std::vector<Sequence*> running_;  // by arrival; samples of a request side by side
-  std::deque<Sequence*> waiting_;   // the same
+  std::vector<Sequence*> running_;  // by arrival; samples of a request are adjacent
+  std::deque<Sequence*> waiting_;   // in the same order
   std::vector<int32_t> free_seq_slots_;
-  std::vector<Sequence*> considered_;  // scratch of plan(): running_ as it was when it began
+  std::vector<Sequence*> candidates_;  // scratch of plan(): running_ as it was at the start
   int64_t newest_planned_ = -1;
   int64_t num_preemptions_ = 0;
   int64_t num_shared_tokens_ = 0;

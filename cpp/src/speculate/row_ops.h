@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The small ops between the passes of an iteration: which tokens go through the target, which
-// through the drafter's first pass, and how a draft step hands over to the next. Everything that
-// the host cannot know when it launches is worked out here.
+// The small ops between the passes of an iteration: they choose the rows of the target's verify
+// pass and of the drafter's first pass, and connect one draft step to the next. They compute
+// everything that the host cannot know when it launches the iteration.
 
 #include <cstdint>
 
@@ -18,10 +18,10 @@ namespace paceline {
 struct CpuContext;
 struct CudaContext;
 
-// Rows of the verify pass: for a decoding sequence the last known token and its drafts, for a
-// prefilling one the chunk, whose tokens also enter the history. Rows whose drawn token would lie
-// at or beyond the limit, or beyond the drafts there are, are inert; so are those of ended
-// sequences.
+// The rows of the verify pass. A decoding sequence has the last known token and its drafts; a
+// prefilling one has its chunk, whose tokens are also written to the history. Rows whose predicted
+// token would lie at or beyond the limit, or beyond the available drafts, are inert, and so are
+// rows of ended sequences.
 struct AssembleVerifyRowsParams {
   StagedInputs inputs;
   SequenceState sequences;
@@ -30,62 +30,62 @@ struct AssembleVerifyRowsParams {
 void assemble_verify_rows(CpuContext&, const AssembleVerifyRowsParams&);
 void assemble_verify_rows(CudaContext&, const AssembleVerifyRowsParams&);
 
-// Rows of the drafter's first pass, after acceptance.
+// The rows of the drafter's first pass, after acceptance.
 // kNewest: the newest known tokens, as many as the staged first_indptr says. For a decoding
-// sequence of a draft model these are the last accepted token and the new one; the drafter's other
-// KV is already right.
-// kWindow: the rows of the verify pass at their positions, each with the token one further on,
-// which acceptance has settled. Rows of rejected drafts are inert; so what the drafter wrote there
-// is written again, from what the target says, before anything reads it.
-// kLast: one row a drafting sequence, at the position before the newest token's, with that token;
-// hidden_rows says which row of the verify pass was there.
-// Rows of ended sequences are inert, but for those that write the KV of a chunk: a sequence may end
-// with the first token of its output, and others fork from it all the same.
+// sequence of a draft model these are the last accepted token and the new one; the rest of the
+// drafter's KV is already correct.
+// kWindow: the rows of the verify pass at their positions, each with the token at the next
+// position, which acceptance has decided. Rows of rejected drafts are inert. What the drafter wrote
+// there is overwritten, from the target's hidden states, before anything reads it.
+// kLast: one row per drafting sequence, at the position before the newest token, with the newest
+// token as input; hidden_rows gives the row of the verify pass at that position.
+// Rows of ended sequences are inert, except those that write the KV of a chunk: a sequence may end
+// with the first token of its output, and others may still fork from it.
 struct AssembleFirstRowsParams {
   StagedInputs inputs;
   SequenceState sequences;
   PassRows rows;
   FirstRows first_rows;
-  const SequenceResult* results;   // [max_seqs] by batch row; not for kNewest
-  int32_t* last_row;               // [max_seqs] of each drafting sequence: the row that draws
-  int32_t* hidden_rows = nullptr;  // [capacity of rows] kLast only
+  const SequenceResult* results;  // [max_seqs] by batch row; not used by kNewest
+  int32_t* last_row;  // [max_seqs] the row of each drafting sequence that predicts the first draft
+  int32_t* hidden_rows = nullptr;  // [capacity of rows] only for kLast
 };
 void assemble_first_rows(CpuContext&, const AssembleFirstRowsParams&);
 void assemble_first_rows(CudaContext&, const AssembleFirstRowsParams&);
 
-// Between the first pass and the first draft step: column 0 is written, the step counter set to 1,
-// and the rows of the draft step are made from the accepted lengths.
+// Runs between the first pass and the first draft step: writes column 0 of the drafts, sets the
+// step counter to 1, and creates the rows of the draft step from the accepted lengths.
 struct BeginDraftStepsParams {
   StagedInputs inputs;
   SequenceState sequences;
   const int32_t* drawn;         // [max_seqs] first drafts
-  PassRows rows;                // of the draft step
+  PassRows rows;                // rows of the draft step
   int32_t* current_draft_step;  // [1] set to 1
   DraftStop stop;
-  int32_t draw_ahead = 1;          // from a row's position to that of the token it draws
-  bool advances_positions = true;  // else the rows stay where the first pass's were
+  int32_t draw_ahead = 1;          // distance from a row's position to that of the token it draws
+  bool advances_positions = true;  // false: rows stay at the positions of the first pass
 };
 void begin_draft_steps(CpuContext&, const BeginDraftStepsParams&);
 void begin_draft_steps(CudaContext&, const BeginDraftStepsParams&);
 
-// Column `current_draft_step` of draft_tokens takes what the step has drawn.
+// Writes the tokens that the draft step has drawn to column `current_draft_step` of draft_tokens.
 struct StoreDraftParams {
   const int32_t* current_draft_step;  // [1]
   PassRows rows;
   SequenceState sequences;
   const int32_t* drawn;  // [max_seqs]
-  DraftStop stop;        // a row that stops has its draft_len cut to what there is
+  DraftStop stop;        // when a row stops, its draft_len is cut to the drafts made so far
 };
 void store_draft(CpuContext&, const StoreDraftParams&);
 void store_draft(CudaContext&, const StoreDraftParams&);
 
-// Prompt lookup: the drafts of a sequence are the tokens that followed the last n of its tokens
-// when they occurred before, for the longest n in [min_tokens, max_tokens] that did, and its latest
-// occurrence. Up to k of them, as far as they are known and fit; none without a match.
+// Prompt lookup: finds the latest earlier occurrence of the last n tokens of a sequence, for the
+// longest n in [min_tokens, max_tokens] that has one, and proposes the tokens that followed it.
+// Proposes up to k tokens, as far as they are known and fit the limit; none without a match.
 struct ProposeNgramParams {
   StagedInputs inputs;
   SequenceState sequences;
-  int32_t max_seqs;  // of this pass
+  int32_t max_seqs;  // in this pass
   int32_t min_tokens;
   int32_t max_tokens;
 };

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What the row ops do to one sequence of the batch: the one specification that the CPU loops over
-// and that CUDA threads run. Sequences own different slots and rows, so they may go side by side.
-// Where a sequence may have many rows, worker `worker` of `num_workers` makes every num_workers-th;
-// what one worker writes no other reads.
+// How the row ops handle one sequence of the batch: the single specification that the CPU loops
+// over and CUDA threads run. Sequences own different sequence slots and rows, so they may be
+// handled in parallel. If a sequence may have many rows, worker `worker` of `num_workers` handles
+// every num_workers-th row. No worker reads what another one writes.
 
 #include <cstdint>
 
@@ -68,8 +68,9 @@ PACELINE_HOST_DEVICE inline void assemble_first_sequence(const AssembleFirstRows
   const bool is_active = s.is_active[seq_slot] != 0;
   const bool is_decode = p.inputs.kind[i] == static_cast<int32_t>(RowKind::kDecode);
   const int32_t* history = s.history + seq_slot * s.history_stride;
-  // Row r is at position first + r and has the token `ahead` positions further on. A chunk's rows
-  // are live even where its sequence has just ended: another one may fork from what they write.
+  // Row r is at position first + r and holds the token `ahead` positions later. Rows of a chunk are
+  // live even if their sequence has just ended: another sequence may fork from the KV that they
+  // write.
   int32_t first = p.inputs.prefill_start[i];
   int32_t num_live = num_rows;
   const int32_t ahead = p.first_rows == FirstRows::kNewest ? 0 : 1;
@@ -88,14 +89,14 @@ PACELINE_HOST_DEVICE inline void assemble_first_sequence(const AssembleFirstRows
     const bool is_live = r < num_live;
     int32_t token = 0;
     if (is_live) {
-      const int32_t at = first + r + ahead;
-      // Only the host knows what comes after an unfinished chunk. (After the prompt of a sequence
-      // that has failed nothing does, and nobody reads that row's KV.)
-      token = at < known_len ? history[at] : p.inputs.next_token[i];
+      const int32_t position = first + r + ahead;
+      // Only the host knows the token after an unfinished chunk. (If the sequence has failed there
+      // is no token after its prompt, and the KV of that row is never read.)
+      token = position < known_len ? history[position] : p.inputs.next_token[i];
     }
     set_row(p.rows, begin + r, is_live, seq_slot, first + r, token);
     if (p.hidden_rows != nullptr) {
-      // Of a window, the row that drew the newest token; else the last.
+      // In a window the row that drew the newest token; otherwise the last row.
       const int32_t last = p.inputs.verify_indptr[i + 1] - 1;
       const int32_t drew = p.inputs.verify_indptr[i] + p.results[i].emitted_len - 1;
       p.hidden_rows[begin + r] = is_live && is_decode ? drew : last;
@@ -115,7 +116,7 @@ PACELINE_HOST_DEVICE inline bool begin_draft_sequence(const BeginDraftStepsParam
   const int32_t known_len = s.known_len[seq_slot];
   const int32_t limit = s.limit[seq_slot];
   const bool is_active = s.is_active[seq_slot] != 0;
-  const int32_t room = limit > known_len ? limit - known_len : 0;  // tokens that may still come
+  const int32_t room = limit > known_len ? limit - known_len : 0;  // tokens that still fit
   const int32_t longest = is_stopped ? 1 : s.num_draft_tokens;
   s.draft_len[seq_slot] = !is_active ? 0 : room < longest ? room : longest;
   if (is_active) s.draft_tokens[int64_t{seq_slot} * s.num_draft_tokens] = drawn;
@@ -134,8 +135,9 @@ PACELINE_HOST_DEVICE inline void store_draft_sequence(const StoreDraftParams& p,
   if (stops(p.stop, i) && s.draft_len[seq_slot] > column + 1) s.draft_len[seq_slot] = column + 1;
 }
 
-// Candidates are numbers, the better the larger: by tokens matched, then by how late. 0: no match.
-// The best of those that worker `worker` of `num_workers` looks at.
+// A candidate encodes a match as one number; a higher number is a better candidate: more tokens
+// matched, then the later occurrence. 0: no match. Returns the best of the candidates that worker
+// `worker` of `num_workers` examines.
 PACELINE_HOST_DEVICE inline uint64_t best_ngram(const ProposeNgramParams& p, int32_t seq_slot,
                                                 int32_t worker, int32_t num_workers) {
   const SequenceState& s = p.sequences;
@@ -143,7 +145,7 @@ PACELINE_HOST_DEVICE inline uint64_t best_ngram(const ProposeNgramParams& p, int
   const int32_t* history = s.history + seq_slot * s.history_stride;
   const int32_t last = s.known_len[seq_slot] - 1;
   uint64_t best = 0;
-  // `end`: the last token of an earlier occurrence; at least one token follows it.
+  // `end` is the last token of an earlier occurrence; at least one token follows it.
   for (int32_t end = p.min_tokens - 1 + worker; end < last; end += num_workers) {
     const int32_t most = end + 1 < p.max_tokens ? end + 1 : p.max_tokens;
     int32_t matched = 0;
@@ -156,7 +158,7 @@ PACELINE_HOST_DEVICE inline uint64_t best_ngram(const ProposeNgramParams& p, int
   return best;
 }
 
-// The drafts that the best candidate of all workers gives.
+// Writes the drafts of `best`, the best candidate of all workers.
 PACELINE_HOST_DEVICE inline void store_ngram(const ProposeNgramParams& p, int32_t seq_slot,
                                              uint64_t best, int32_t worker, int32_t num_workers) {
   const SequenceState& s = p.sequences;
@@ -165,7 +167,7 @@ PACELINE_HOST_DEVICE inline void store_ngram(const ProposeNgramParams& p, int32_
   const int32_t from = static_cast<int32_t>(static_cast<uint32_t>(best)) + 1;
   int32_t count = 0;
   if (best != 0) {
-    const int32_t room = s.limit[seq_slot] - known_len;  // tokens that may still come
+    const int32_t room = s.limit[seq_slot] - known_len;  // tokens that still fit
     count = known_len - from;
     count = count < s.num_draft_tokens ? count : s.num_draft_tokens;
     count = count < room ? count : room;

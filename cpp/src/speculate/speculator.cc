@@ -103,7 +103,7 @@ void propose(Ctx& ctx, const Speculator& speculator, const StagedInputs& inputs,
                                             .max_tokens = ngram->max_tokens});
 }
 
-// Every template of this file, for one context.
+// Instantiates every template of this file for one context.
 #define PACELINE_INSTANTIATE_SPECULATOR(Ctx)                                                     \
   template void draft_forward<Ctx>(Ctx&, const Speculator&, const PassRows&,                     \
                                    std::span<const GroupMetadata>, const Activations&,           \

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The closed set of speculators behind the one draft loop. Rooms ask traits, never names.
+// The closed set of speculators behind the draft loop. Other rooms ask for traits and never for the
+// type of a speculator.
 
 #include <cstdint>
 #include <memory>
@@ -20,14 +21,15 @@
 namespace paceline {
 
 struct SpecTraits {
-  bool drafts = false;                      // proposes anything at all
-  bool owns_kv_groups = false;              // has a KV cache of its own
+  bool drafts = false;                      // proposes drafts
+  bool owns_kv_groups = false;              // has its own KV cache
   bool takes_target_hidden = false;         // its first pass reads hidden states of the target
-  bool feeds_hidden_back = false;           // a step hands its hidden state to the next
-  bool advances_positions = false;          // each step is one position further on
-  bool has_variable_draft_len = false;      // may propose fewer than k
-  FirstRows first_rows = FirstRows::kNone;  // kNone: no passes, drafts come from the history
-  int32_t draw_ahead = 1;                   // from a row's position to that of the token it draws
+  bool feeds_hidden_back = false;           // a draft step passes its hidden state to the next
+  bool advances_positions = false;          // each draft step is one position further
+  bool has_variable_draft_len = false;      // may propose fewer than k drafts
+  FirstRows first_rows = FirstRows::kNone;  // kNone: no passes, drafts are copied from the history
+  // Distance from a row's position to that of the token it draws.
+  int32_t draw_ahead = 1;
 };
 
 // Plain decoding: a verify window of width 1.
@@ -35,9 +37,10 @@ struct NoSpeculator {
   static constexpr SpecTraits kTraits{};
 };
 
-// Any decoder with the target's token ids. Its first pass runs over the last accepted token, whose
-// KV is missing when the whole window was accepted, and the new one; the rest of its KV is right
-// already, because an accepted draft is the token that the drafter itself has processed.
+// A draft model: any decoder with the target's token ids. Its first pass runs over the last
+// accepted token, whose KV is missing if the whole window was accepted, and the new token. The rest
+// of its KV is already correct, because every accepted draft is a token that the drafter itself has
+// processed.
 struct DraftModelSpeculator {
   static constexpr SpecTraits kTraits{.drafts = true,
                                       .owns_kv_groups = true,
@@ -46,9 +49,9 @@ struct DraftModelSpeculator {
   Decoder decoder;
 };
 
-// EAGLE and EAGLE-3: a head on the target's hidden states. Its first pass runs over the rows of the
-// verify pass, since the KV that it made of its own hidden states gives way to that of the
-// target's.
+// EAGLE and EAGLE-3: a draft head on the target's hidden states. Its first pass runs over the rows
+// of the verify pass, because KV that the draft head computed from its own hidden states is
+// overwritten by KV from the target's.
 struct EagleSpeculator {
   static constexpr SpecTraits kTraits{.drafts = true,
                                       .owns_kv_groups = true,
@@ -60,8 +63,8 @@ struct EagleSpeculator {
   DraftHead head;
 };
 
-// Gemma 4 MTP: a head whose layers have no KV of their own and read the target's, up to the token
-// before the newest. So its rows stay at one position while the drafts go on.
+// Gemma 4 MTP: a draft head whose layers have no KV of their own and read the target's KV, up to
+// the token before the newest. Therefore its rows stay at one position while it drafts.
 struct MtpSpeculator {
   static constexpr SpecTraits kTraits{.drafts = true,
                                       .takes_target_hidden = true,
@@ -71,7 +74,7 @@ struct MtpSpeculator {
   DraftHead head;
 };
 
-// Prompt lookup: no model; drafts are what followed the same tokens before.
+// Prompt lookup: there is no model; drafts are the tokens that followed the same tokens earlier.
 struct NgramSpeculator {
   static constexpr SpecTraits kTraits{.drafts = true, .has_variable_draft_len = true};
   int32_t min_tokens = 0;
@@ -84,44 +87,45 @@ using Speculator = std::variant<NoSpeculator, DraftModelSpeculator, EagleSpecula
 static_assert(!NoSpeculator::kTraits.drafts);
 static_assert(NgramSpeculator::kTraits.first_rows == FirstRows::kNone);
 
-// Prompt lookup as options ask for it; max_tokens 0: not at all.
+// The options of prompt lookup; max_tokens 0: disabled.
 struct NgramOptions {
   int32_t min_tokens = 0;
   int32_t max_tokens = 0;
 };
 
-// Traits of the speculator that `draft` (null: none) and the options make.
+// Traits of the speculator that `draft` (null: no model) and the options select.
 [[nodiscard]] SpecTraits traits_for(const DecoderConfig* draft, const NgramOptions& ngram);
 
 [[nodiscard]] inline SpecTraits traits_of(const Speculator& speculator) {
   return std::visit([](const auto& s) { return s.kTraits; }, speculator);
 }
 
-// Throws InvalidArgument, with the two values that disagree, unless `draft` can draft for `target`.
+// Throws InvalidArgument, naming the two values that disagree, unless `draft` can draft for
+// `target`.
 void check_drafter(const Model& draft, const Model& target);
 
-// The speculator of a runner. `target` must outlive it.
+// Makes the speculator of a runner. `target` must outlive it.
 [[nodiscard]] Speculator make_speculator(std::shared_ptr<const Model> draft,
                                          const NgramOptions& ngram, DraftPosition draft_position,
                                          const Decoder& target, const KvLayout& layout,
                                          std::byte* kv_pool, int32_t max_positions,
                                          DeviceArena& arena);
 
-// The drafter's layers and lm_head, for planning products; null without a model.
+// The drafter's decoder, whose matrix products are planned; null without a model.
 [[nodiscard]] const Decoder* decoder_of(const Speculator& speculator);
 
-// The head of a speculator that is one, or null.
+// The draft head of a speculator, or null if it has none.
 [[nodiscard]] const DraftHead* draft_head_of(const Speculator& speculator);
 
-// The target tokens of the drafter's logits; null: they are the same. `output` is what draft_logits
-// had.
+// The target token of each of the drafter's logits; null: index and token are the same. `output` is
+// the one passed to draft_logits.
 struct TokenMap {
   const int32_t* tokens = nullptr;
-  int64_t stride = 0;  // between rows; 0: all rows share one
+  int64_t stride = 0;  // distance between the maps of two rows; 0: all rows share one
 };
 [[nodiscard]] TokenMap token_map(const Speculator& speculator, const DraftHeadOutput& output);
 
-// One pass of a speculator that has passes; see Decoder and Head.
+// One pass of a speculator that has passes; see Decoder and DraftHead.
 template <class Ctx>
 void draft_forward(Ctx& ctx, const Speculator& speculator, const PassRows& rows,
                    std::span<const GroupMetadata> groups, const Activations& activations,
@@ -131,7 +135,7 @@ void draft_logits(Ctx& ctx, const Speculator& speculator, const int32_t* num_row
                   const int32_t* row_index, const Activations& activations,
                   const DraftHeadOutput& output);
 
-// The drafts of a speculator without passes, after acceptance.
+// Makes the drafts of a speculator without passes, after acceptance.
 template <class Ctx>
 void propose(Ctx& ctx, const Speculator& speculator, const StagedInputs& inputs,
              const SequenceState& sequences, int32_t max_seqs);
