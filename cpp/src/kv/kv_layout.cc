@@ -12,12 +12,13 @@ namespace paceline {
 namespace {
 
 constexpr int64_t kMaxPaddingPercent = 3;
-constexpr int64_t kWantedSlabs = 64;
-constexpr int64_t kFewestSlabs = 8;
+constexpr int64_t kPreferredSlabs = 64;
+constexpr int64_t kMinSlabs = 8;
 constexpr int32_t kMaxBlockSize = 256;
-constexpr int32_t kMaxExtent = 1 << 16;  // of heads and of head_dim: keeps all products in 64 bits
+// Limit of heads, head_dim and layers: keeps all products within 64 bits.
+constexpr int32_t kMaxExtent = 1 << 16;
 
-// Bounds the planner to about a tenth of a second; real models need some thousands of steps.
+// Limits the planner to about a tenth of a second; real models need a few thousand steps.
 constexpr int64_t kMaxSearchSteps = 20'000'000;
 
 // The rest of this file counts bytes in units of kKvAlignment.
@@ -67,7 +68,7 @@ void check_shape(const KvLayerShape& shape, const std::string& layer) {
 }
 
 // Checks that `reader`, a layer called `name`, can read the cache of its source. `sources` are the
-// layers of the model that the source belongs to, as far as a reader may look.
+// layers that it may read, of the model to which the source belongs.
 void check_source(const KvLayerShape& reader, const std::string& name, KvOwner source_owner,
                   std::span<const KvLayerShape> sources) {
   const auto num_sources = static_cast<int32_t>(sources.size());
@@ -81,7 +82,7 @@ void check_source(const KvLayerShape& reader, const std::string& name, KvOwner s
   const std::string source_name = concat(kv_owner_name(source_owner), " layer ", reader.source);
   if (source.source >= 0) {
     throw InvalidArgument(concat(name, " reads the KV cache of ", source_name,
-                                 ", which has none and reads that of layer ", source.source,
+                                 ", which has no cache and reads that of layer ", source.source,
                                  "; allowed: a layer with a cache of its own"));
   }
   if (reader.kind != source.kind || reader.window != source.window ||
@@ -92,8 +93,8 @@ void check_source(const KvLayerShape& reader, const std::string& name, KvOwner s
   }
 }
 
-// Appends the groups of one model's layers in order of first appearance and says where each layer's
-// KV lies. `target` are the target's layers, for readers of the drafter.
+// Appends the groups of one model's layers in order of first appearance and records where the KV of
+// each layer is. `target` holds the target's layers, for readers of the drafter.
 void group_layers(std::span<const KvLayerShape> shapes, std::span<const KvLayerShape> target,
                   KvOwner owner, int32_t block_size, DType dtype, KvLayout& layout) {
   std::vector<KvGroup>& groups = layout.groups;
@@ -109,12 +110,12 @@ void group_layers(std::span<const KvLayerShape> shapes, std::span<const KvLayerS
     if (shape.source >= 0) {
       if (shape.reads_target && is_target) {
         throw InvalidArgument(
-            concat(name, " has reads_target; allowed: for layers of the drafter"));
+            concat(name, " has reads_target; allowed: only for layers of the drafter"));
       }
       const KvOwner source_owner = shape.reads_target ? KvOwner::kTarget : owner;
       check_source(shape, name, source_owner, shape.reads_target ? target : shapes.first(layer));
       const auto source = static_cast<size_t>(shape.source);
-      // By value: the vectors may be the ones that grow.
+      // Copies, because push_back may reallocate the vectors that they come from.
       const GroupId group = layout.layer_to_group(source_owner)[source];
       const int32_t index = layout.layer_index(source_owner)[source];
       layer_to_group.push_back(group);
@@ -146,7 +147,7 @@ void group_layers(std::span<const KvLayerShape> shapes, std::span<const KvLayerS
   }
 }
 
-// 0 when it does not fit into 64 bits.
+// Returns 0 if the result does not fit 64 bits.
 int64_t least_common_multiple(const std::vector<BlockChoice>& blocks) {
   int64_t result = 1;
   for (const BlockChoice& block : blocks) {
@@ -156,7 +157,7 @@ int64_t least_common_multiple(const std::vector<BlockChoice>& blocks) {
   return result;
 }
 
-// The least allowed block size that divides the slab; 0 if there is none.
+// The smallest allowed block size that divides the slab; 0 if there is none.
 int64_t block_dividing(int64_t slab_units, const BlockChoice& block, int64_t& steps) {
   const int64_t fewest = (slab_units + block.max_units - 1) / block.max_units;
   for (int64_t num_blocks = slab_units / block.min_units; num_blocks >= fewest; --num_blocks) {
@@ -166,8 +167,9 @@ int64_t block_dividing(int64_t slab_units, const BlockChoice& block, int64_t& st
   return 0;
 }
 
-// The cheapest slab of at most max_slab_units. Every slab is a multiple of some allowed size of the
-// largest block, so those are tried, small slabs first, until size alone costs more than the best.
+// The cheapest slab of at most max_slab_units. Every slab is a multiple of an allowed size of the
+// largest block, so the search tries those, small slabs first, until the cost of the size alone
+// exceeds the best.
 SlabChoice search_slab(const std::vector<BlockChoice>& blocks, int64_t max_slab_units, Cost cost) {
   std::vector<size_t> order(blocks.size());
   std::iota(order.begin(), order.end(), size_t{0});
@@ -208,24 +210,24 @@ SlabChoice search_slab(const std::vector<BlockChoice>& blocks, int64_t max_slab_
 SlabChoice choose_slab(const std::vector<BlockChoice>& blocks, int64_t kv_cache_bytes) {
   const int64_t pool_units = kv_cache_bytes / kKvAlignment;
   const int64_t unpadded = least_common_multiple(blocks);
-  if (unpadded != 0 && unpadded <= pool_units / kWantedSlabs) {
+  if (unpadded != 0 && unpadded <= pool_units / kPreferredSlabs) {
     SlabChoice choice{unpadded, {}};
     for (const BlockChoice& block : blocks) choice.block_units.push_back(block.min_units);
     return choice;
   }
 
-  // Idle: slab 0 and, on average, half a slab of each group.
+  // Slab 0 is idle and, on average, half a slab of each group.
   int64_t content_bytes = 0;
   for (const BlockChoice& block : blocks) content_bytes += block.content_bytes;
   const double num_idle_slabs = 1.0 + 0.5 * static_cast<double>(blocks.size());
   const Cost waste{num_idle_slabs / static_cast<double>(std::max<int64_t>(pool_units, 1)),
                    1.0 / static_cast<double>(content_bytes)};
-  for (int64_t num_slabs : {kWantedSlabs, kFewestSlabs}) {
+  for (int64_t num_slabs : {kPreferredSlabs, kMinSlabs}) {
     SlabChoice choice = search_slab(blocks, pool_units / num_slabs, waste);
     if (choice.slab_units != 0) return choice;
   }
 
-  constexpr int64_t kMostUnits = std::numeric_limits<int64_t>::max() / kKvAlignment / kFewestSlabs;
+  constexpr int64_t kMostUnits = std::numeric_limits<int64_t>::max() / kKvAlignment / kMinSlabs;
   const int64_t highest = unpadded != 0 ? std::min(unpadded, kMostUnits) : kMostUnits;
   const SlabChoice least = search_slab(blocks, highest, Cost{1.0, 0.0});
   if (least.slab_units == 0) {
@@ -235,9 +237,8 @@ SlabChoice choose_slab(const std::vector<BlockChoice>& blocks, int64_t kv_cache_
                                  kMaxPaddingPercent, " % padding; use another block_size"));
   }
   const int64_t slab_bytes = least.slab_units * kKvAlignment;
-  throw InvalidArgument(concat("kv_cache_bytes is ", kv_cache_bytes,
-                               "; allowed: >= ", kFewestSlabs * slab_bytes, " (", kFewestSlabs,
-                               " slabs of ", slab_bytes,
+  throw InvalidArgument(concat("kv_cache_bytes is ", kv_cache_bytes, "; allowed: >= ",
+                               kMinSlabs * slab_bytes, " (", kMinSlabs, " slabs of ", slab_bytes,
                                " bytes for these KV layers); raise kv_cache_bytes or lower "
                                "block_size"));
 }
@@ -277,7 +278,7 @@ KvLayout plan_kv_layout(std::span<const KvLayerShape> target, std::span<const Kv
   group_layers(target, target, KvOwner::kTarget, block_size, dtype, layout);
   group_layers(draft, target, KvOwner::kDraft, block_size, dtype, layout);
 
-  // Blocks beyond what any machine has would overflow below; the pool could not hold one anyway.
+  // Larger blocks would overflow below; no pool could hold one anyway.
   constexpr int64_t kMostBlockBytes = int64_t{1} << 48;
   std::vector<BlockChoice> blocks;
   for (const KvGroup& group : layout.groups) {

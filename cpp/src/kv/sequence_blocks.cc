@@ -13,7 +13,7 @@ int64_t blocks_of(int64_t num_tokens, int32_t block_size) {
   return (num_tokens + block_size - 1) / block_size;
 }
 
-// Blocks wholly below what a query at `position` sees in the group.
+// Number of blocks wholly below the keys that a query at `position` sees in the group.
 int32_t num_passed_blocks(const KvGroup& group, int32_t position) {
   switch (group.kind) {
     case KvKind::kFull:
@@ -25,9 +25,10 @@ int32_t num_passed_blocks(const KvGroup& group, int32_t position) {
   return first_visible <= 0 ? 0 : static_cast<int32_t>(first_visible / group.block_size);
 }
 
-// Room for `num_more`, growing geometrically, which an exact vector::reserve would not.
+// Reserves capacity for `num_more` elements and grows geometrically, which an exact vector::reserve
+// would not.
 template <class T>
-void make_room(std::vector<T>& values, size_t num_more) {
+void reserve_more(std::vector<T>& values, size_t num_more) {
   const size_t needed = values.size() + num_more;
   if (needed > values.capacity()) values.reserve(std::max(needed, 2 * values.capacity()));
 }
@@ -58,7 +59,7 @@ void SequenceBlocks::fork(SlabPool& pool, const SequenceBlocks& parent, int32_t 
   PACELINE_CHECK(groups_.size() == layout.groups.size() && num_held() == 0, "a fork has ",
                  groups_.size(), " groups and ", num_held(), " blocks");
   PACELINE_CHECK(parent.can_fork(layout, num_tokens), "the parent lacks blocks below ", num_tokens);
-  // All memory first, so that no holder can be lost.
+  // Allocates all memory first, so that no block is shared and then lost.
   for (size_t g = 0; g < groups_.size(); ++g) {
     groups_[g].table.reserve(static_cast<size_t>(num_tokens / layout.groups[g].block_size) + 1);
   }
@@ -88,12 +89,12 @@ void SequenceBlocks::append_copies(const KvLayout& layout, const SequenceBlocks&
 
 bool SequenceBlocks::reserve(SlabPool& pool, int32_t num_tokens, int32_t seq_slot,
                              std::vector<TableWrite>& writes) {
-  const std::vector<KvGroup>& described = pool.layout().groups;
-  PACELINE_CHECK(groups_.size() == described.size(), "sequence has ", groups_.size(),
-                 " groups, the pool ", described.size());
+  const std::vector<KvGroup>& kv_groups = pool.layout().groups;
+  PACELINE_CHECK(groups_.size() == kv_groups.size(), "sequence has ", groups_.size(),
+                 " groups, the pool ", kv_groups.size());
   size_t num_entries = 0;
   for (size_t g = 0; g < groups_.size(); ++g) {
-    const int64_t num_blocks = blocks_of(num_tokens, described[g].block_size);
+    const int64_t num_blocks = blocks_of(num_tokens, kv_groups[g].block_size);
     missing_[g] = num_missing(groups_[g], num_blocks);
     const auto size = static_cast<int64_t>(groups_[g].table.size());
     num_entries += static_cast<size_t>(std::max<int64_t>(0, num_blocks - size));
@@ -101,17 +102,17 @@ bool SequenceBlocks::reserve(SlabPool& pool, int32_t num_tokens, int32_t seq_slo
   if (num_entries == 0) return true;
   if (!pool.can_allocate(missing_)) return false;
 
-  // All memory first: past this point nothing throws, so no block can be lost.
-  make_room(writes, num_entries);
+  // Allocates all memory first: nothing after this point throws, so no block can be lost.
+  reserve_more(writes, num_entries);
   for (size_t g = 0; g < groups_.size(); ++g) {
-    const int64_t num_blocks = blocks_of(num_tokens, described[g].block_size);
+    const int64_t num_blocks = blocks_of(num_tokens, kv_groups[g].block_size);
     const auto size = static_cast<int64_t>(groups_[g].table.size());
-    if (num_blocks > size) make_room(groups_[g].table, static_cast<size_t>(num_blocks - size));
+    if (num_blocks > size) reserve_more(groups_[g].table, static_cast<size_t>(num_blocks - size));
   }
 
   for (size_t g = 0; g < groups_.size(); ++g) {
     Group& group = groups_[g];
-    const int64_t num_blocks = blocks_of(num_tokens, described[g].block_size);
+    const int64_t num_blocks = blocks_of(num_tokens, kv_groups[g].block_size);
     for (auto i = static_cast<int32_t>(group.table.size()); i < num_blocks; ++i) {
       BlockId block = kNullBlock;
       if (i >= group.num_released) {
@@ -128,12 +129,12 @@ bool SequenceBlocks::reserve(SlabPool& pool, int32_t num_tokens, int32_t seq_slo
 
 void SequenceBlocks::release_below(SlabPool& pool, int32_t first_query_position,
                                    int64_t newest_launched) {
-  const std::vector<KvGroup>& described = pool.layout().groups;
-  PACELINE_CHECK(groups_.size() == described.size(), "sequence has ", groups_.size(),
-                 " groups, the pool ", described.size());
+  const std::vector<KvGroup>& kv_groups = pool.layout().groups;
+  PACELINE_CHECK(groups_.size() == kv_groups.size(), "sequence has ", groups_.size(),
+                 " groups, the pool ", kv_groups.size());
   for (size_t g = 0; g < groups_.size(); ++g) {
     Group& group = groups_[g];
-    const int32_t num_released = num_passed_blocks(described[g], first_query_position);
+    const int32_t num_released = num_passed_blocks(kv_groups[g], first_query_position);
     const auto end = std::min(num_released, static_cast<int32_t>(group.table.size()));
     for (int32_t i = group.num_released; i < end; ++i) {
       pool.release(static_cast<GroupId>(g), group.table[i], newest_launched);

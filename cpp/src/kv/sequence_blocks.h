@@ -1,17 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The blocks that one sequence holds, in all groups or in none, and the verbs on them. Reservations
-// run ahead of what the host knows and only grow: accepting or rejecting drafts moves no block.
+// The blocks that one sequence holds, in all groups or in none, and the operations on them.
+// Reservations run ahead of what the host knows and only grow: accepting or rejecting drafts moves
+// no block.
 //
-// A sequence may begin as a fork of another whose KV of the first positions it needs, too (`fork`).
-// It then holds the blocks that lie wholly below `num_tokens` together with its parent, and nobody
-// writes to those ever again: the parent's launched chunks have covered these positions, no pass
-// goes back below the token before the newest one, and the fork's own first row is at num_tokens.
-// The block that num_tokens lies in is its own, and the device copies the parent's into it.
+// A sequence may begin as a fork of another one, its parent, whose KV of the first positions it
+// needs too (`fork`). It then shares with its parent the blocks that lie wholly below `num_tokens`.
+// Those blocks are never written again: the parent's launched chunks have covered these positions,
+// no pass goes back below the token before the newest one, and the fork's own first row is at
+// num_tokens. The fork has its own block for the one that contains num_tokens, and the device
+// copies the parent's block into it.
 //
-// Move-only, since a copy would give the same blocks back twice. The destructor releases nothing:
-// call release_all first. Not thread-safe.
+// The class is move-only, since a copy would release the same blocks twice. The destructor releases
+// nothing: call release_all first. Not thread-safe.
 
 #include <cstdint>
 #include <span>
@@ -28,34 +30,37 @@ class SequenceBlocks {
   SequenceBlocks(SequenceBlocks&&) = default;
   SequenceBlocks& operator=(SequenceBlocks&&) = default;
 
-  // Whether the blocks hold what a sequence that begins at position `num_tokens` sees below it: a
-  // sliding group may have let go of it. Says nothing of whether KV has been written.
+  // Whether the blocks contain the KV that a sequence beginning at position `num_tokens` sees below
+  // it; a sliding group may have released some of it. Does not tell whether that KV has been
+  // written.
   [[nodiscard]] bool can_fork(const KvLayout& layout, int32_t num_tokens) const;
 
-  // Before the first reserve: holds the blocks of `parent`, which can_fork, that lie wholly below
-  // num_tokens and that queries from there on see. `reserve` for more than num_tokens comes next;
-  // it writes no table entries for what is shared, those the device copies from the parent's.
+  // Call before the first reserve, with a `parent` that can_fork. Shares its blocks that lie wholly
+  // below num_tokens and that queries from there on see. Then call `reserve` for more than
+  // num_tokens; it writes no table entries for shared blocks, because the device copies those
+  // entries from the parent.
   void fork(SlabPool& pool, const SequenceBlocks& parent, int32_t num_tokens);
 
-  // After that reserve: appends what has to be copied of the blocks that num_tokens lies in. The
-  // sources are the parent's; whatever gives them back later does so under the copying iteration
-  // or a newer one, so quarantine keeps them until it has completed.
+  // Call after that reserve. Appends the copies of the blocks that contain num_tokens. The sources
+  // are blocks of the parent. If they are released later, it is under the copying iteration or a
+  // newer one, so quarantine keeps them until the copy has completed.
   void append_copies(const KvLayout& layout, const SequenceBlocks& parent, int32_t num_tokens,
                      std::vector<BlockCopy>& copies) const;
 
   // Makes every group cover positions [first needed, num_tokens): allocates the missing blocks in
-  // all groups or in none. On success appends the new entries to `writes` and returns true; else
-  // nothing has changed. Blocks of a sliding group below its released watermark stay released.
+  // all groups or in none. On success appends the new entries to `writes` and returns true;
+  // otherwise nothing changes. Blocks of a sliding group below its released watermark stay
+  // released.
   [[nodiscard]] bool reserve(SlabPool& pool, int32_t num_tokens, int32_t seq_slot,
                              std::vector<TableWrite>& writes);
 
-  // Before the first reserve of a (re)started sequence nothing has been released; a sliding group
-  // whose queries start at `first_query_position` never needs blocks wholly below
-  // first_query_position - window + 1: they are released (to quarantine) now. A position lower
-  // than before changes nothing. Writes no table entry: the device's table keeps the stale ids.
+  // Releases the blocks (to quarantine) that a sliding group no longer needs because its queries
+  // start at `first_query_position`: those wholly below first_query_position - window + 1. A
+  // position lower than before changes nothing. Nothing has been released before the first reserve
+  // of a (re)started sequence. Writes no table entry: the device's table keeps the stale ids.
   void release_below(SlabPool& pool, int32_t first_query_position, int64_t newest_launched);
 
-  // Gives everything back, shared blocks for its own part; the object is as new afterwards.
+  // Releases all blocks, and for shared blocks its own hold; the object is then as new.
   void release_all(SlabPool& pool, int64_t newest_launched);
 
   // Block ids by logical index; kNullBlock where released. [groups][blocks]
@@ -65,7 +70,8 @@ class SequenceBlocks {
  private:
   struct Group {
     std::vector<BlockId> table;
-    int32_t num_released = 0;  // entries below this are (or, past the end, will be) the null block
+    // Entries below this are the null block or, past the end of the table, will be.
+    int32_t num_released = 0;
   };
 
   [[nodiscard]] int64_t num_missing(const Group& group, int64_t num_blocks) const;
@@ -74,11 +80,12 @@ class SequenceBlocks {
   std::vector<int64_t> missing_;  // scratch of reserve: [groups]
 };
 
-// Most blocks of each group that a sequence of num_tokens has held or in quarantine at once, if in
-// sliding groups at most `window_slack` tokens beyond the window are unavailable at once: from the
-// oldest position whose block has not become reusable to the end of the reservation. With r rows an
-// iteration and results n iterations late, reserving the rows in flight, this is r * (2n + 1):
-// (n + 1) iterations reserved past the known length, n more behind it in quarantine.
+// Upper bound of the blocks of each group that a sequence of num_tokens holds or has in quarantine
+// at once. In sliding groups at most `window_slack` tokens beyond the window are unavailable at
+// once: from the oldest position whose block is not yet reusable to the end of the reservation.
+// With r rows per iteration and results n iterations late, reserving the rows in flight, this is r
+// * (2n + 1): (n + 1) iterations reserved past the known length, and n more behind it in
+// quarantine.
 [[nodiscard]] std::vector<int64_t> peak_blocks(const KvLayout& layout, int32_t num_tokens,
                                                int32_t window_slack);
 

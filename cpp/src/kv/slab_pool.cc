@@ -17,7 +17,7 @@ constexpr GroupId kReserved = -2;  // slab 0
 constexpr int32_t kNoSlab = -1;
 constexpr int32_t kWordBits = 64;
 
-// Below this the dead head of the quarantine is not worth moving the rest for.
+// A dead head of the quarantine shorter than this is not worth moving the rest for.
 constexpr size_t kMinCompaction = 256;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -30,11 +30,10 @@ SlabPool::SlabPool(const KvLayout& layout) : layout_(layout), first_free_slab_(k
   PACELINE_CHECK(layout_.num_slabs >= 1 && layout_.slab_bytes > 0, "num_slabs is ",
                  layout_.num_slabs, ", slab_bytes is ", layout_.slab_bytes);
   int64_t most_blocks = 1;
-  for (const KvGroup& described : layout_.groups) {
-    PACELINE_CHECK(described.block_bytes > 0 && layout_.slab_bytes % described.block_bytes == 0,
-                   "slab_bytes is ", layout_.slab_bytes, ", block_bytes is ",
-                   described.block_bytes);
-    const int64_t blocks_per_slab = layout_.slab_bytes / described.block_bytes;
+  for (const KvGroup& kv_group : layout_.groups) {
+    PACELINE_CHECK(kv_group.block_bytes > 0 && layout_.slab_bytes % kv_group.block_bytes == 0,
+                   "slab_bytes is ", layout_.slab_bytes, ", block_bytes is ", kv_group.block_bytes);
+    const int64_t blocks_per_slab = layout_.slab_bytes / kv_group.block_bytes;
     PACELINE_CHECK(layout_.num_slabs <= std::numeric_limits<BlockId>::max() / blocks_per_slab,
                    "block ids exceed 32 bits: ", layout_.num_slabs, " slabs of ", blocks_per_slab);
     Group group;
@@ -100,7 +99,7 @@ std::optional<BlockId> SlabPool::allocate(GroupId group_id) {
     return std::nullopt;
   }
 
-  // Bits past blocks_per_slab look free, but a lower one is, since num_free > 0.
+  // Bits past blocks_per_slab look free, but a lower bit is free too, since num_free > 0.
   uint64_t* const words = used(slab);
   int32_t word = 0;
   while (~words[word] == 0) ++word;
@@ -228,7 +227,7 @@ void SlabPool::complete(int64_t iteration) {
 
 void SlabPool::drop_completed_entries() {
   const size_t num_left = quarantine_.size() - quarantine_head_;
-  // Moving at most as many entries as are dropped keeps this O(1) an entry.
+  // Moves at most as many entries as it drops, which keeps this O(1) per entry.
   if (num_left != 0 && (quarantine_head_ < kMinCompaction || quarantine_head_ < num_left)) return;
   quarantine_.erase(quarantine_.begin(),
                     quarantine_.begin() + static_cast<std::ptrdiff_t>(quarantine_head_));
@@ -288,7 +287,8 @@ std::string SlabPool::check_integrity() const {
         num_more_holders += more[index];
         if (more[index] > 0 && (used[w] & ~quarantined[w] & bit(index)) == 0) {
           return concat("slab ", s, ": ", more[index],
-                        " more hold a block that nobody holds, at place ", w * kWordBits + index);
+                        " extra holders of a block that is not held, at index ",
+                        w * kWordBits + index);
         }
       }
     }
@@ -336,7 +336,7 @@ std::string SlabPool::check_integrity() const {
                     ", quarantined ", group.num_quarantined, "; found ", total.free, ", ",
                     total.held, ", ", total.quarantined);
     }
-    // An entry knows its one list and its predecessor, so none is met twice.
+    // Each slab records its list and its predecessor, so no slab is visited twice.
     int64_t num_listed = 0;
     for (int32_t num_free = 0; num_free < group.blocks_per_slab; ++num_free) {
       const int32_t first = group.first_slab[num_free];
