@@ -448,7 +448,7 @@ TEST(DraftHead, MismatchesAreRefusedWithBothValues) {
            Executor executor(target, random_raw_head({.kind = kEagle3}, 2).build(DType::kBFloat16),
                              small_engine_options(3));
          }),
-         {"bfloat16", "float32", "load both alike"});
+         {"bfloat16", "float32", "load both with the same dtype"});
   expect(message([&] {
            Executor executor(
                random_raw_head({.owns_embedding = true, .owns_lm_head = true}, 2).build(), nullptr,

@@ -8,12 +8,14 @@
 #include "device/cpu_context.h"
 #include "device/cuda_context.h"
 #include "metadata/pass_rows.h"
+#include "model/layer_ops.h"
 
 namespace paceline {
 
 void ActivationWidths::merge(const DecoderConfig& config) {
   hidden = std::max<int64_t>(hidden, config.hidden);
-  // A head joins an embedding and a hidden state there, of its own width or its target's.
+  // A draft head concatenates an embedding and a hidden state there, of its own width or that of
+  // its target.
   const int64_t joined =
       config.drafter ? 2 * int64_t{std::max(config.hidden, config.embed_width())} : config.hidden;
   normed = std::max(normed, joined);
@@ -24,7 +26,7 @@ void ActivationWidths::merge(const DecoderConfig& config) {
     attention = std::max(attention, a.num_qo_heads * head_dim);
     gate_up = std::max<int64_t>(gate_up, 2 * int64_t{layer.mlp.intermediate});
   }
-  // The gates of per-layer inputs pass through the buffers of the MLP.
+  // The gates of per-layer inputs use the buffers of the MLP.
   const int64_t size = config.per_layer_inputs.size;
   gate_up = std::max(gate_up, 2 * size);
   per_layer = std::max(per_layer, size * static_cast<int64_t>(config.layers.size()));
@@ -75,13 +77,13 @@ std::vector<KvLayerShape> draft_kv_layer_shapes(const DecoderConfig& draft,
       throw InvalidArgument(concat("layer ", layer, " of the drafter ", draft.name, ", of kind '",
                                    kv_kind_name(reader.kind), "', reads the KV of the target ",
                                    target.name, ", ", reason...,
-                                   "; give the target that the drafter was made for"));
+                                   "; use the target that the drafter was trained for"));
     };
     if (reader.source < 0) refuse("which has no layer of that kind with KV of its own");
     const AttentionConfig& owner = target.layers[static_cast<size_t>(reader.source)].attention;
-    const auto check = [&](const char* what, int32_t seen, int32_t has) {
-      if (seen != has) {
-        refuse("whose layer ", reader.source, " has ", what, " ", has, " and not ", seen);
+    const auto check = [&](const char* name, int32_t expected, int32_t actual) {
+      if (expected != actual) {
+        refuse("whose layer ", reader.source, " has ", name, " ", actual, " and not ", expected);
       }
     };
     check("window", reader.window, owner.window);
@@ -100,7 +102,8 @@ Decoder::Decoder(std::shared_ptr<const Model> model, const KvLayout& layout, KvO
       embed_(weights().embed != nullptr ? weights().embed : shared.embed),
       lm_head_(weights().lm_head != nullptr ? weights().lm_head : shared.lm_head) {
   const DecoderConfig& c = config();
-  PACELINE_CHECK(embed_ != nullptr && lm_head_ != nullptr, c.name, " shares weights of no target");
+  PACELINE_CHECK(embed_ != nullptr && lm_head_ != nullptr, c.name,
+                 " needs the embedding or lm_head of a target");
   PACELINE_CHECK(layer_to_group_.size() == c.layers.size());
   for (size_t layer = 0; layer < c.layers.size(); ++layer) {
     const KvGroup& group = layout.groups[layer_to_group_[layer]];
@@ -143,19 +146,16 @@ void Decoder::attention(Ctx& ctx, int32_t layer, const void* input, const PassRo
   const GroupMetadata& metadata = groups[layer_to_group_[layer]];
   const auto num_inputs = static_cast<int32_t>(c.qkv_inputs(static_cast<size_t>(layer)));
 
-  ctx.run(gemm, GemmParams{.num_rows = rows.num_rows,
-                           .max_rows = rows.capacity,
-                           .x = input,
-                           .x_stride = num_inputs,
-                           .weight = lw.qkv,
-                           .weight_dtype = w.dtype,
-                           .bias = lw.qkv_bias,
-                           .y = activations.qkv,
-                           .y_stride = qkv_width,
-                           .n = qkv_width,
-                           .k = num_inputs,
-                           .x_dtype = activations.dtype,
-                           .y_dtype = activations.dtype});
+  project(ctx, row_count(rows),
+          {.x = input,
+           .weight = lw.qkv,
+           .bias = lw.qkv_bias,
+           .y = activations.qkv,
+           .n = qkv_width,
+           .k = num_inputs,
+           .weight_dtype = w.dtype,
+           .x_dtype = activations.dtype,
+           .y_dtype = activations.dtype});
   ctx.run(qk_norm_rope_append, QkNormRopeAppendParams{.num_rows = rows.num_rows,
                                                       .max_rows = rows.capacity,
                                                       .qkv = activations.qkv,
@@ -218,19 +218,16 @@ void Decoder::attention(Ctx& ctx, int32_t layer, const void* input, const PassRo
                                  .max_rows_per_seq = rows.max_rows_per_seq,
                                  .kv_inputs = kv_inputs(a)});
   }
-  ctx.run(gemm, GemmParams{.num_rows = rows.num_rows,
-                           .max_rows = rows.capacity,
-                           .x = activations.attention,
-                           .x_stride = q_width,
-                           .weight = lw.o,
-                           .weight_dtype = w.dtype,
-                           .bias = lw.o_bias,
-                           .y = activations.branch,
-                           .y_stride = c.hidden,
-                           .n = c.hidden,
-                           .k = q_width,
-                           .x_dtype = activations.dtype,
-                           .y_dtype = activations.dtype});
+  project(ctx, row_count(rows),
+          {.x = activations.attention,
+           .weight = lw.o,
+           .bias = lw.o_bias,
+           .y = activations.branch,
+           .n = c.hidden,
+           .k = q_width,
+           .weight_dtype = w.dtype,
+           .x_dtype = activations.dtype,
+           .y_dtype = activations.dtype});
 }
 
 template <class Ctx>
@@ -240,19 +237,16 @@ void Decoder::mlp(Ctx& ctx, int32_t layer, const PassRows& rows,
   const MlpConfig& m = c.layers[layer].mlp;
   const DecoderWeights& w = model_->weights;
   const LayerWeights& lw = w.layers[layer];
-  ctx.run(gemm, GemmParams{.num_rows = rows.num_rows,
-                           .max_rows = rows.capacity,
-                           .x = activations.normed,
-                           .x_stride = c.hidden,
-                           .weight = lw.gate_up,
-                           .weight_dtype = w.dtype,
-                           .bias = lw.gate_up_bias,
-                           .y = activations.gate_up,
-                           .y_stride = 2 * int64_t{m.intermediate},
-                           .n = 2 * m.intermediate,
-                           .k = c.hidden,
-                           .x_dtype = activations.dtype,
-                           .y_dtype = activations.dtype});
+  project(ctx, row_count(rows),
+          {.x = activations.normed,
+           .weight = lw.gate_up,
+           .bias = lw.gate_up_bias,
+           .y = activations.gate_up,
+           .n = 2 * m.intermediate,
+           .k = c.hidden,
+           .weight_dtype = w.dtype,
+           .x_dtype = activations.dtype,
+           .y_dtype = activations.dtype});
   ctx.run(gated_activation, GatedActivationParams{.num_rows = rows.num_rows,
                                                   .max_rows = rows.capacity,
                                                   .x = activations.gate_up,
@@ -260,19 +254,16 @@ void Decoder::mlp(Ctx& ctx, int32_t layer, const PassRows& rows,
                                                   .intermediate = m.intermediate,
                                                   .activation = m.activation,
                                                   .dtype = activations.dtype});
-  ctx.run(gemm, GemmParams{.num_rows = rows.num_rows,
-                           .max_rows = rows.capacity,
-                           .x = activations.activated,
-                           .x_stride = m.intermediate,
-                           .weight = lw.down,
-                           .weight_dtype = w.dtype,
-                           .bias = lw.down_bias,
-                           .y = activations.branch,
-                           .y_stride = c.hidden,
-                           .n = c.hidden,
-                           .k = m.intermediate,
-                           .x_dtype = activations.dtype,
-                           .y_dtype = activations.dtype});
+  project(ctx, row_count(rows),
+          {.x = activations.activated,
+           .weight = lw.down,
+           .bias = lw.down_bias,
+           .y = activations.branch,
+           .n = c.hidden,
+           .k = m.intermediate,
+           .weight_dtype = w.dtype,
+           .x_dtype = activations.dtype,
+           .y_dtype = activations.dtype});
 }
 
 template <class Ctx>
@@ -283,7 +274,7 @@ void Decoder::make_per_layer_inputs(Ctx& ctx, const PassRows& rows,
   const DecoderWeights& w = model_->weights;
   const auto num_layers = static_cast<int32_t>(c.layers.size());
   const int32_t width = num_layers * inputs.size;
-  // The embeddings as a product wants them: no norm, only the dtype.
+  // Converts the embeddings to the dtype of activations, without a norm.
   ctx.run(rms_norm, RmsNormParams{.num_rows = rows.num_rows,
                                   .max_rows = rows.capacity,
                                   .x = activations.residual,
@@ -296,19 +287,15 @@ void Decoder::make_per_layer_inputs(Ctx& ctx, const PassRows& rows,
                                   .y_stride = c.hidden,
                                   .hidden = c.hidden,
                                   .y_dtype = activations.dtype});
-  ctx.run(gemm, GemmParams{.num_rows = rows.num_rows,
-                           .max_rows = rows.capacity,
-                           .x = activations.normed,
-                           .x_stride = c.hidden,
-                           .weight = w.per_layer_proj,
-                           .weight_dtype = w.dtype,
-                           .bias = nullptr,
-                           .y = activations.per_layer,
-                           .y_stride = width,
-                           .n = width,
-                           .k = c.hidden,
-                           .x_dtype = activations.dtype,
-                           .y_dtype = activations.dtype});
+  project(ctx, row_count(rows),
+          {.x = activations.normed,
+           .weight = w.per_layer_proj,
+           .y = activations.per_layer,
+           .n = width,
+           .k = c.hidden,
+           .weight_dtype = w.dtype,
+           .x_dtype = activations.dtype,
+           .y_dtype = activations.dtype});
   ctx.run(per_layer_inputs, PerLayerInputsParams{.num_rows = rows.num_rows,
                                                  .max_rows = rows.capacity,
                                                  .x = activations.per_layer,
@@ -335,19 +322,15 @@ void Decoder::per_layer_branch(Ctx& ctx, int32_t layer, const PassRows& rows,
   const DecoderWeights& w = model_->weights;
   const LayerWeights& lw = w.layers[layer];
   const auto num_layers = static_cast<int64_t>(c.layers.size());
-  ctx.run(gemm, GemmParams{.num_rows = rows.num_rows,
-                           .max_rows = rows.capacity,
-                           .x = activations.normed,
-                           .x_stride = c.hidden,
-                           .weight = lw.per_layer_gate,
-                           .weight_dtype = w.dtype,
-                           .bias = nullptr,
-                           .y = activations.gate_up,
-                           .y_stride = inputs.size,
-                           .n = inputs.size,
-                           .k = c.hidden,
-                           .x_dtype = activations.dtype,
-                           .y_dtype = activations.dtype});
+  project(ctx, row_count(rows),
+          {.x = activations.normed,
+           .weight = lw.per_layer_gate,
+           .y = activations.gate_up,
+           .n = inputs.size,
+           .k = c.hidden,
+           .weight_dtype = w.dtype,
+           .x_dtype = activations.dtype,
+           .y_dtype = activations.dtype});
   const int64_t offset = int64_t{layer} * inputs.size * dtype_bytes(activations.dtype);
   ctx.run(gated_activation,
           GatedActivationParams{.num_rows = rows.num_rows,
@@ -359,19 +342,15 @@ void Decoder::per_layer_branch(Ctx& ctx, int32_t layer, const PassRows& rows,
                                 .dtype = activations.dtype,
                                 .up = static_cast<const std::byte*>(activations.per_layer) + offset,
                                 .up_stride = num_layers * inputs.size});
-  ctx.run(gemm, GemmParams{.num_rows = rows.num_rows,
-                           .max_rows = rows.capacity,
-                           .x = activations.activated,
-                           .x_stride = inputs.size,
-                           .weight = lw.per_layer_proj,
-                           .weight_dtype = w.dtype,
-                           .bias = nullptr,
-                           .y = activations.branch,
-                           .y_stride = c.hidden,
-                           .n = c.hidden,
-                           .k = inputs.size,
-                           .x_dtype = activations.dtype,
-                           .y_dtype = activations.dtype});
+  project(ctx, row_count(rows),
+          {.x = activations.activated,
+           .weight = lw.per_layer_proj,
+           .y = activations.branch,
+           .n = c.hidden,
+           .k = inputs.size,
+           .weight_dtype = w.dtype,
+           .x_dtype = activations.dtype,
+           .y_dtype = activations.dtype});
 }
 
 template <class Ctx>
@@ -405,12 +384,13 @@ void Decoder::run_layers(Ctx& ctx, const PassRows& rows, std::span<const GroupMe
   const bool has_per_layer = c.per_layer_inputs.size > 0;
   const bool taps_layers = taps.data != nullptr && !taps.aux_layers.empty();
   void* const last_tap = taps.aux_layers.empty() ? taps.data : nullptr;
-  // Each norm adds the previous branch to the residual on its way, normalised first where the model
-  // has norms after its branches, and scaled where a layer ends; the first has none to add, the one
-  // at the end adds only, unless somebody wants its output. Without a weight y is a copy.
+  // Each norm first adds the output of the previous branch to the residual: normalised if the model
+  // has norms after its branches, and with the residual scaled at the end of a layer. The first
+  // norm has no branch to add. The last one only adds, unless its output is tapped. Without a
+  // weight, y is a copy.
   struct Branch {
-    const float* norm;   // after it, or null
-    const float* scale;  // of the residual with it, or null
+    const float* norm;   // norm after the branch, or null
+    const float* scale;  // scale of the residual after the branch is added, or null
   };
   const auto add = [&](const Branch* branch, const float* weight, void* y) {
     const bool has_branch = branch != nullptr;
@@ -430,7 +410,7 @@ void Decoder::run_layers(Ctx& ctx, const PassRows& rows, std::span<const GroupMe
                                     .x_dtype = has_branch ? activations.dtype : DType::kFloat32,
                                     .y_dtype = activations.dtype});
   };
-  // By now the residual stream is what enters the layer.
+  // At this point the residual stream is the input of the layer.
   const auto tap_layer = [&](int32_t layer) {
     const auto found = std::find(taps.aux_layers.begin(), taps.aux_layers.end(), layer);
     if (found == taps.aux_layers.end()) return;
@@ -480,18 +460,14 @@ void Decoder::output_rows(Ctx& ctx, const int32_t* num_logit_rows, int32_t max_l
                                         .y = gathered,
                                         .hidden = c.hidden});
   if (w.final_norm != nullptr) {
-    ctx.run(rms_norm, RmsNormParams{.num_rows = num_logit_rows,
-                                    .max_rows = max_logit_rows,
-                                    .x = gathered,
-                                    .x_stride = c.hidden,
-                                    .residual = nullptr,
-                                    .weight = w.final_norm,
-                                    .weight_offset = c.norm_weight_offset,
-                                    .eps = c.norm_eps,
-                                    .y = activations.normed,
-                                    .y_stride = c.hidden,
-                                    .hidden = c.hidden,
-                                    .y_dtype = activations.dtype});
+    normalise(ctx, {.num_rows = num_logit_rows, .max_rows = max_logit_rows}, c,
+              {.x = gathered,
+               .x_stride = c.hidden,
+               .weight = w.final_norm,
+               .y = activations.normed,
+               .y_stride = c.hidden,
+               .hidden = c.hidden,
+               .y_dtype = activations.dtype});
   } else {
     ctx.run(copy_rows, CopyRowsParams{.num_rows = num_logit_rows,
                                       .max_rows = max_logit_rows,
@@ -512,29 +488,19 @@ void Decoder::logits(Ctx& ctx, const int32_t* num_logit_rows, int32_t max_logit_
   const DecoderConfig& c = config();
   const DecoderWeights& w = model_->weights;
   output_rows(ctx, num_logit_rows, max_logit_rows, row_index, activations, gathered);
-  ctx.run(gemm, GemmParams{.num_rows = num_logit_rows,
-                           .max_rows = max_logit_rows,
-                           .x = activations.normed,
-                           .x_stride = c.hidden,
-                           .weight = lm_head_,
-                           .weight_dtype = w.dtype,
-                           .bias = nullptr,
-                           .y = logits,
-                           .y_stride = c.num_logits(),
-                           .n = c.num_logits(),
-                           .k = c.hidden,
-                           .x_dtype = activations.dtype,
-                           .y_dtype = DType::kFloat32});
-  if (c.logit_soft_cap > 0) {
-    ctx.run(soft_cap, SoftCapParams{.num_rows = num_logit_rows,
-                                    .max_rows = max_logit_rows,
-                                    .logits = logits,
-                                    .cap = c.logit_soft_cap,
-                                    .n = c.num_logits()});
-  }
+  project(ctx, {.num_rows = num_logit_rows, .max_rows = max_logit_rows},
+          {.x = activations.normed,
+           .weight = lm_head_,
+           .y = logits,
+           .n = c.num_logits(),
+           .k = c.hidden,
+           .weight_dtype = w.dtype,
+           .x_dtype = activations.dtype,
+           .y_dtype = DType::kFloat32});
+  cap_logits(ctx, {.num_rows = num_logit_rows, .max_rows = max_logit_rows}, c, logits);
 }
 
-// Every member template, for one context.
+// Instantiates every member template for one context.
 #define PACELINE_INSTANTIATE_DECODER(Ctx)                                                       \
   template void Decoder::embed_tokens<Ctx>(Ctx&, const PassRows&, const Activations&) const;    \
   template void Decoder::run_layers<Ctx>(Ctx&, const PassRows&, std::span<const GroupMetadata>, \

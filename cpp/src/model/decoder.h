@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// One decoder (target or drafter) on a device: weights, rotary tables, where its layers' KV lies,
-// and the forward pass, which only sequences op calls. The pass works on whatever rows and metadata
-// it is given; it does not know of requests, drafts or acceptance.
+// One decoder (target or drafter) on a device: weights, rotary tables, the location of its layers'
+// KV, and the forward pass, which only sequences op calls. The pass works on the rows and metadata
+// that it is given; it knows nothing of requests, drafts or acceptance.
 
 #include <cstdint>
 #include <memory>
@@ -21,21 +21,21 @@
 
 namespace paceline {
 
-// Scratch of one forward pass, shared by all passes and models: sized for the largest.
+// Scratch buffers of one forward pass, shared by all passes and models and sized for the largest.
 struct Activations {
   float* residual;  // [rows, hidden]
-  void* normed;     // [rows, normed] dtype, as all below: a norm's output, or what is joined for a
-                    // head's fc or attention
-  void* qkv;        // [rows, qkv_rows(attention)]
+  void* normed;  // [rows, normed] dtype, as all below: output of a norm, or the concatenated input
+                 // of a draft head's fc or attention
+  void* qkv;     // [rows, qkv_rows(attention)]
   void* attention;  // [rows, num_qo_heads * head_dim]
   void* branch;     // [rows, hidden] output of a branch before it joins the residual
   void* gate_up;    // [rows, 2 * intermediate]
   void* activated;  // [rows, intermediate]
-  void* per_layer;  // [rows, layers * per_layer_inputs.size], for the whole pass; or empty
+  void* per_layer;  // [rows, layers * per_layer_inputs.size], valid for the whole pass; or null
   DType dtype;
 };
 
-// Widths of Activations, maxima over layers (and, merged, over models).
+// Widths of the Activations buffers: maxima over layers and, after merge, over models.
 struct ActivationWidths {
   int64_t hidden = 0;
   int64_t normed = 0;
@@ -50,17 +50,17 @@ struct ActivationWidths {
 [[nodiscard]] Activations allocate_activations(DeviceArena& arena, int64_t rows,
                                                const ActivationWidths& widths, DType dtype);
 
-// Hidden states that a forward pass leaves behind for a head. Each copy is an op of the pass, so it
-// is captured with it.
+// Hidden states that a forward pass stores for a draft head. Each copy is an op of the pass, so it
+// is captured with the pass.
 struct HiddenTaps {
-  void* data = nullptr;  // [rows, width] dtype of the activations; null: none
+  void* data = nullptr;  // [rows, width] dtype of the activations; null: nothing is stored
   int32_t width = 0;
-  // The residual streams that enter these layers, ascending, side by side; empty: the output after
-  // the final norm.
+  // The layers whose input residual streams are stored, ascending, side by side; empty: the output
+  // of the final norm is stored.
   std::span<const int32_t> aux_layers;
 };
 
-// Where a head finds the weights of its target that it shares.
+// The weights of the target that a draft head shares.
 struct SharedWeights {
   const std::byte* embed = nullptr;
   const std::byte* lm_head = nullptr;
@@ -68,15 +68,15 @@ struct SharedWeights {
 
 class Decoder {
  public:
-  // `role`: whose layers in `layout` are meant. Rows are at positions [0, max_positions); they are
-  // rotated to `rope_offset` further on.
+  // `role` selects the layers in `layout`. Rows are at positions [0, max_positions) and are rotated
+  // to positions `rope_offset` higher.
   Decoder(std::shared_ptr<const Model> model, const KvLayout& layout, KvOwner role,
           std::byte* kv_pool, int32_t max_positions, DeviceArena& arena,
           const SharedWeights& shared = {}, int32_t rope_offset = 0);
 
   [[nodiscard]] const DecoderConfig& config() const { return model_->config; }
   [[nodiscard]] const DecoderWeights& weights() const { return model_->weights; }
-  // Own or shared.
+  // The lm_head of the decoder, its own or shared.
   [[nodiscard]] const std::byte* lm_head() const { return lm_head_; }
   [[nodiscard]] SharedWeights shareable_weights() const { return {embed_, lm_head_}; }
 
@@ -86,9 +86,9 @@ class Decoder {
   void forward(Ctx& ctx, const PassRows& rows, std::span<const GroupMetadata> groups,
                const Activations& activations, const HiddenTaps& taps = {}) const;
 
-  // The parts of forward, for heads: token ids -> activations.residual; and the layers, where the
-  // attention of the first reads `first_input` [rows, DecoderConfig::qkv_inputs] (dtype of the
-  // activations; null: the norm of the residual stream).
+  // The parts of forward, for draft heads. embed_tokens: token ids -> activations.residual.
+  // run_layers: the layers, where the attention of the first layer reads `first_input` [rows,
+  // DecoderConfig::qkv_inputs] (dtype of the activations; null: the norm of the residual stream).
   template <class Ctx>
   void embed_tokens(Ctx& ctx, const PassRows& rows, const Activations& activations) const;
   template <class Ctx>
@@ -96,12 +96,12 @@ class Decoder {
                   const Activations& activations, const void* first_input,
                   const HiddenTaps& taps) const;
 
-  // Residual rows `row_index` -> activations.normed, after the final norm. `gathered` takes those
-  // rows [max_logit_rows, hidden] as they are.
+  // Residual rows `row_index` -> activations.normed, after the final norm. `gathered` receives
+  // those rows [max_logit_rows, hidden] before the norm.
   template <class Ctx>
   void output_rows(Ctx& ctx, const int32_t* num_logit_rows, int32_t max_logit_rows,
                    const int32_t* row_index, const Activations& activations, float* gathered) const;
-  // The same, and their logits [max_logit_rows, num_logits].
+  // output_rows, and then their logits [max_logit_rows, num_logits].
   template <class Ctx>
   void logits(Ctx& ctx, const int32_t* num_logit_rows, int32_t max_logit_rows,
               const int32_t* row_index, const Activations& activations, float* gathered,
@@ -119,7 +119,7 @@ class Decoder {
                  std::span<const GroupMetadata> groups, const Activations& activations) const;
   template <class Ctx>
   void mlp(Ctx& ctx, int32_t layer, const PassRows& rows, const Activations& activations) const;
-  // Of models with per-layer inputs: those of all layers, and the branch of one layer.
+  // For models with per-layer inputs: the inputs of all layers, and the branch of one layer.
   template <class Ctx>
   void make_per_layer_inputs(Ctx& ctx, const PassRows& rows, const Activations& activations) const;
   template <class Ctx>
@@ -135,11 +135,11 @@ class Decoder {
   const std::byte* lm_head_;
 };
 
-// The KV shapes of a decoder's layers, for plan_kv_layout.
+// The KV shapes of a decoder's layers, as plan_kv_layout takes them.
 [[nodiscard]] std::vector<KvLayerShape> kv_layer_shapes(const DecoderConfig& config);
 
-// Those of a drafter, whose layers may read the target's KV. Throws InvalidArgument naming a layer
-// that finds none to read.
+// The KV shapes of a drafter, whose layers may read the target's KV. Throws InvalidArgument, naming
+// the layer, if a layer finds no KV to read.
 [[nodiscard]] std::vector<KvLayerShape> draft_kv_layer_shapes(const DecoderConfig& draft,
                                                               const DecoderConfig& target);
 

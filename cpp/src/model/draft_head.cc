@@ -8,12 +8,13 @@
 #include "device/cpu_context.h"
 #include "device/cuda_context.h"
 #include "metadata/pass_rows.h"
+#include "model/layer_ops.h"
 
 namespace paceline {
 namespace {
 
-// Elements of `data` from `offset` on.
-void* at(void* data, int64_t offset, DType dtype) {
+// Pointer to element `offset` of `data`.
+void* element(void* data, int64_t offset, DType dtype) {
   return static_cast<std::byte*>(data) + offset * dtype_bytes(dtype);
 }
 
@@ -24,7 +25,7 @@ DraftHead::DraftHead(std::shared_ptr<const Model> model, const Decoder& target,
                      DeviceArena& arena, int32_t rope_offset)
     : decoder_(std::move(model), layout, KvOwner::kDraft, kv_pool, max_positions, arena,
                target.shareable_weights(), rope_offset) {
-  PACELINE_CHECK(config().drafter.has_value(), config().name, " is no head");
+  PACELINE_CHECK(config().drafter.has_value(), config().name, " is not a draft head");
 }
 
 template <class Ctx>
@@ -32,23 +33,20 @@ void DraftHead::run_fc(Ctx& ctx, const PassRows& rows, const void* x,
                        const Activations& activations) const {
   const DecoderConfig& c = config();
   const auto width = static_cast<int32_t>(drafter().fc_width());
-  ctx.run(gemm, GemmParams{.num_rows = rows.num_rows,
-                           .max_rows = rows.capacity,
-                           .x = x,
-                           .x_stride = width,
-                           .weight = decoder_.weights().head.fc,
-                           .weight_dtype = decoder_.weights().dtype,
-                           .bias = decoder_.weights().head.fc_bias,
-                           .y = activations.residual,
-                           .y_stride = c.hidden,
-                           .n = c.hidden,
-                           .k = width,
-                           .x_dtype = activations.dtype,
-                           .y_dtype = DType::kFloat32});
+  project(ctx, row_count(rows),
+          {.x = x,
+           .weight = decoder_.weights().head.fc,
+           .bias = decoder_.weights().head.fc_bias,
+           .y = activations.residual,
+           .n = c.hidden,
+           .k = width,
+           .weight_dtype = decoder_.weights().dtype,
+           .x_dtype = activations.dtype,
+           .y_dtype = DType::kFloat32});
 }
 
-// [embedding ; hidden] -> fc -> the residual stream, and activations.normed for the attention. Both
-// parts have the target's width, which with EAGLE is the head's.
+// [embedding ; hidden] -> fc -> the residual stream, and activations.normed as input of the
+// attention. Both parts have the target's width, which with EAGLE is also the draft head's.
 template <class Ctx>
 void DraftHead::join_pair(Ctx& ctx, const PassRows& rows, const Activations& activations,
                           const DraftHeadInput& input) const {
@@ -62,7 +60,7 @@ void DraftHead::join_pair(Ctx& ctx, const PassRows& rows, const Activations& act
                                       .row_index = row_index,
                                       .x = x,
                                       .x_stride = columns,
-                                      .y = at(activations.normed, offset, activations.dtype),
+                                      .y = element(activations.normed, offset, activations.dtype),
                                       .y_stride = y_stride,
                                       .width = columns,
                                       .x_dtype = x_dtype,
@@ -75,14 +73,14 @@ void DraftHead::join_pair(Ctx& ctx, const PassRows& rows, const Activations& act
     copy(input.target_hidden, activations.dtype, input.hidden_rows, part, width, part);
   }
   run_fc(ctx, rows, activations.normed, activations);
-  // A head with a norm before its first attention leaves that to the layers.
+  // If the first attention has a norm, run_layers computes its input instead.
   if (!drafter().has_attn_norm) {
     copy(activations.residual, DType::kFloat32, nullptr, 0, c.hidden, c.hidden);
   }
 }
 
-// The first layer's input [norm(embedding) ; norm(g)] in activations.normed, and the residual
-// stream that its attention joins.
+// Writes the first layer's input [norm(embedding) ; norm(g)] to activations.normed, and the
+// residual stream to which its attention is added.
 template <class Ctx>
 void DraftHead::join_eagle3(Ctx& ctx, const PassRows& rows, const Activations& activations,
                             const DraftHeadInput& input) const {
@@ -91,19 +89,15 @@ void DraftHead::join_eagle3(Ctx& ctx, const PassRows& rows, const Activations& a
   const DraftHeadWeights& w = decoder_.weights().head;
   const auto norm = [&](const void* x, DType x_dtype, int64_t x_stride, const float* weight,
                         int64_t hidden, void* y, DType y_dtype, int64_t y_stride) {
-    ctx.run(rms_norm, RmsNormParams{.num_rows = rows.num_rows,
-                                    .max_rows = rows.capacity,
-                                    .x = x,
-                                    .x_stride = x_stride,
-                                    .residual = nullptr,
-                                    .weight = weight,
-                                    .weight_offset = c.norm_weight_offset,
-                                    .eps = c.norm_eps,
-                                    .y = y,
-                                    .y_stride = y_stride,
-                                    .hidden = static_cast<int32_t>(hidden),
-                                    .x_dtype = x_dtype,
-                                    .y_dtype = y_dtype});
+    normalise(ctx, row_count(rows), c,
+              {.x = x,
+               .x_stride = x_stride,
+               .weight = weight,
+               .y = y,
+               .y_stride = y_stride,
+               .hidden = static_cast<int32_t>(hidden),
+               .x_dtype = x_dtype,
+               .y_dtype = y_dtype});
   };
   const DType dtype = activations.dtype;
   const int64_t width = 2 * int64_t{c.hidden};
@@ -117,14 +111,14 @@ void DraftHead::join_eagle3(Ctx& ctx, const PassRows& rows, const Activations& a
       norm(aux, dtype, fc_width, w.fc_input_norm, fc_width, aux, dtype, fc_width);
     }
     for (size_t i = 0; i < w.fc_norms.size(); ++i) {
-      void* const part = at(aux, static_cast<int64_t>(i) * d.target_hidden, dtype);
+      void* const part = element(aux, static_cast<int64_t>(i) * d.target_hidden, dtype);
       norm(part, dtype, fc_width, w.fc_norms[i], d.target_hidden, part, dtype, fc_width);
     }
     run_fc(ctx, rows, aux, activations);
     g = activations.residual;
   }
   norm(g, DType::kFloat32, c.hidden, w.hidden_norm, c.hidden,
-       at(activations.normed, c.hidden, dtype), dtype, width);
+       element(activations.normed, c.hidden, dtype), dtype, width);
   if (d.norm_before_residual) {
     norm(g, DType::kFloat32, c.hidden, w.hidden_norm, c.hidden, activations.residual,
          DType::kFloat32, c.hidden);
@@ -161,19 +155,15 @@ void DraftHead::cluster_rows(Ctx& ctx, const int32_t* num_rows, int32_t max_rows
   const DecoderConfig& c = config();
   const CentroidsConfig& centroids = drafter().centroids;
   const DecoderWeights& w = decoder_.weights();
-  ctx.run(gemm, GemmParams{.num_rows = num_rows,
-                           .max_rows = max_rows,
-                           .x = activations.normed,
-                           .x_stride = c.hidden,
-                           .weight = w.head.centroids,
-                           .weight_dtype = w.dtype,
-                           .bias = nullptr,
-                           .y = output.centroid_scores,
-                           .y_stride = centroids.count,
-                           .n = centroids.count,
-                           .k = c.hidden,
-                           .x_dtype = activations.dtype,
-                           .y_dtype = DType::kFloat32});
+  project(ctx, {.num_rows = num_rows, .max_rows = max_rows},
+          {.x = activations.normed,
+           .weight = w.head.centroids,
+           .y = output.centroid_scores,
+           .n = centroids.count,
+           .k = c.hidden,
+           .weight_dtype = w.dtype,
+           .x_dtype = activations.dtype,
+           .y_dtype = DType::kFloat32});
   ctx.run(select_clusters, SelectClustersParams{.num_rows = num_rows,
                                                 .max_rows = max_rows,
                                                 .scores = output.centroid_scores,
@@ -193,13 +183,7 @@ void DraftHead::cluster_rows(Ctx& ctx, const int32_t* num_rows, int32_t max_rows
                                               .hidden = c.hidden,
                                               .x_dtype = activations.dtype,
                                               .weight_dtype = w.dtype});
-  if (c.logit_soft_cap > 0) {
-    ctx.run(soft_cap, SoftCapParams{.num_rows = num_rows,
-                                    .max_rows = max_rows,
-                                    .logits = output.logits,
-                                    .cap = c.logit_soft_cap,
-                                    .n = c.num_logits()});
-  }
+  cap_logits(ctx, {.num_rows = num_rows, .max_rows = max_rows}, c, output.logits);
 }
 
 template <class Ctx>
@@ -215,44 +199,36 @@ void DraftHead::logits(Ctx& ctx, const int32_t* num_rows, int32_t max_rows,
     decoder_.logits(ctx, num_rows, max_rows, row_index, activations, feedback, output.logits);
   }
   if (const std::byte* weight = decoder_.weights().head.feedback; weight != nullptr) {
-    // The final norm's output, in activations.normed, back in the target's width.
+    // Projects the output of the final norm, in activations.normed, back to the target's width.
     const int32_t width = drafter().target_hidden;
-    ctx.run(gemm, GemmParams{.num_rows = num_rows,
-                             .max_rows = max_rows,
-                             .x = activations.normed,
-                             .x_stride = c.hidden,
-                             .weight = weight,
-                             .weight_dtype = decoder_.weights().dtype,
-                             .bias = nullptr,
-                             .y = feedback,
-                             .y_stride = width,
-                             .n = width,
-                             .k = c.hidden,
-                             .x_dtype = activations.dtype,
-                             .y_dtype = DType::kFloat32});
+    project(ctx, {.num_rows = num_rows, .max_rows = max_rows},
+            {.x = activations.normed,
+             .weight = weight,
+             .y = feedback,
+             .n = width,
+             .k = c.hidden,
+             .weight_dtype = decoder_.weights().dtype,
+             .x_dtype = activations.dtype,
+             .y_dtype = DType::kFloat32});
   }
   if (!drafter().norm_output) return;
-  ctx.run(rms_norm, RmsNormParams{.num_rows = num_rows,
-                                  .max_rows = max_rows,
-                                  .x = feedback,
-                                  .x_stride = c.hidden,
-                                  .residual = nullptr,
-                                  .weight = decoder_.weights().final_norm,
-                                  .weight_offset = c.norm_weight_offset,
-                                  .eps = c.norm_eps,
-                                  .y = feedback,
-                                  .y_stride = c.hidden,
-                                  .hidden = c.hidden});
+  normalise(ctx, {.num_rows = num_rows, .max_rows = max_rows}, c,
+            {.x = feedback,
+             .x_stride = c.hidden,
+             .weight = decoder_.weights().final_norm,
+             .y = feedback,
+             .y_stride = c.hidden,
+             .hidden = c.hidden});
 }
 
-void check_head(const Model& model, const Model& target) {
+void check_draft_head(const Model& model, const Model& target) {
   const DecoderConfig& c = model.config;
   const DrafterConfig& d = *c.drafter;
   const DecoderConfig& t = target.config;
   if (d.target_hidden != t.hidden) {
     throw InvalidArgument(concat("the drafter ", c.name, " was made for a target of hidden size ",
                                  d.target_hidden, " and the target ", t.name, " has ", t.hidden,
-                                 "; give the target that the drafter was trained for"));
+                                 "; use the target that the drafter was trained for"));
   }
   static_cast<void>(draft_kv_layer_shapes(c, t));
   const auto num_layers = static_cast<int32_t>(t.layers.size());
@@ -263,41 +239,42 @@ void check_head(const Model& model, const Model& target) {
                                    " layers; allowed: 0 to ", num_layers - 1));
     }
   }
-  // Tables padded to another multiple are compatible, whatever lies beyond either is not drafted.
+  // Vocabularies that differ only in padding are compatible; tokens beyond either one are never
+  // drafted.
   const int32_t larger = std::max(c.vocab_size, t.vocab_size);
-  constexpr int32_t kMaxPadding = 64;  // a table's part of padding is below 1/64
+  constexpr int32_t kMaxPadding = 64;  // padding is less than 1/64 of a table
   const bool is_shared = !d.owns_embedding || !d.owns_lm_head;
   const int32_t allowed = is_shared ? 0 : larger / kMaxPadding;
   if (std::abs(c.vocab_size - t.vocab_size) > allowed) {
     throw InvalidArgument(concat("the drafter ", c.name, " has a vocabulary of ", c.vocab_size,
                                  " tokens and the target ", t.name, " one of ", t.vocab_size,
-                                 "; give the target that the drafter was trained for"));
+                                 "; use the target that the drafter was trained for"));
   }
   if (!is_shared) return;
-  const char* const what = d.owns_embedding ? "lm_head" : "embedding table";
+  const char* const shared_weight = d.owns_embedding ? "lm_head" : "embedding table";
   if (c.embed_width() != t.hidden) {
     throw InvalidArgument(concat("the drafter ", c.name, " of hidden size ", c.hidden, " uses the ",
-                                 what, " of the target ", t.name, " of hidden size ", t.hidden,
-                                 "; both must be the same"));
+                                 shared_weight, " of the target ", t.name, " of hidden size ",
+                                 t.hidden, "; the sizes must be equal"));
   }
   if (model.weights.dtype != target.weights.dtype) {
-    throw InvalidArgument(concat("the drafter ", c.name, " is loaded as ",
-                                 dtype_name(model.weights.dtype), " and uses the ", what,
-                                 " of the target ", t.name, ", loaded as ",
-                                 dtype_name(target.weights.dtype), "; load both alike"));
+    throw InvalidArgument(
+        concat("the drafter ", c.name, " is loaded as ", dtype_name(model.weights.dtype),
+               " and uses the ", shared_weight, " of the target ", t.name, ", loaded as ",
+               dtype_name(target.weights.dtype), "; load both with the same dtype"));
   }
 }
 
-// Every member template, for one context.
-#define PACELINE_INSTANTIATE_HEAD(Ctx)                                                         \
+// Instantiates every member template for one context.
+#define PACELINE_INSTANTIATE_DRAFT_HEAD(Ctx)                                                   \
   template void DraftHead::forward<Ctx>(Ctx&, const PassRows&, std::span<const GroupMetadata>, \
                                         const Activations&, const DraftHeadInput&) const;      \
   template void DraftHead::logits<Ctx>(Ctx&, const int32_t*, int32_t, const int32_t*,          \
                                        const Activations&, const DraftHeadOutput&) const;
-PACELINE_INSTANTIATE_HEAD(CpuContext)
+PACELINE_INSTANTIATE_DRAFT_HEAD(CpuContext)
 #ifdef PACELINE_CUDA
-PACELINE_INSTANTIATE_HEAD(CudaContext)
+PACELINE_INSTANTIATE_DRAFT_HEAD(CudaContext)
 #endif
-#undef PACELINE_INSTANTIATE_HEAD
+#undef PACELINE_INSTANTIATE_DRAFT_HEAD
 
 }  // namespace paceline

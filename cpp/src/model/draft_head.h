@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A drafter that rides on its target's hidden states: EAGLE, EAGLE-3 and Gemma 4 MTP (DrafterConfig
-// has their equations). A row at position i pairs the token at i + 1 with the hidden state at i,
+// A drafter that works on its target's hidden states: EAGLE, EAGLE-3 and Gemma 4 MTP (DrafterConfig
+// has their equations). A row at position i combines the token at i + 1 with the hidden state at i,
 // and predicts the token at i + 2. Like Decoder it only sequences op calls.
 
 #include <cstdint>
@@ -14,28 +14,30 @@
 
 namespace paceline {
 
-// What a head takes from elsewhere than its rows; one of the two, by pass.
+// The inputs of a draft head besides its rows: target_hidden in the first pass, feedback in a draft
+// step.
 struct DraftHeadInput {
-  // The first pass: of the target, as HiddenTaps has it; may be overwritten.
+  // First pass: hidden states of the target, as HiddenTaps defines them; may be overwritten.
   void* target_hidden = nullptr;
-  const int32_t* hidden_rows = nullptr;  // [rows] which row of it; null: row by row
-  // A draft step: what the head has put out for each row a step before [rows, feedback_width].
+  // [rows] row of target_hidden for each row; null: row i for row i.
+  const int32_t* hidden_rows = nullptr;
+  // Draft step: the feedback of the previous step for each row [rows, feedback_width].
   const float* feedback = nullptr;
 };
 
-// What a head puts out for the rows that draw.
+// The outputs of a draft head for the rows that draw.
 struct DraftHeadOutput {
-  float* feedback = nullptr;         // [max_rows, at least hidden and feedback_width]
+  float* feedback = nullptr;         // [max_rows, max(hidden, feedback_width)]
   float* logits = nullptr;           // [max_rows, num_logits]
-  float* centroid_scores = nullptr;  // [max_rows, centroids.count], or null without centroids
-  int32_t* clusters = nullptr;       // [max_rows, centroids.top], likewise
-  int32_t* tokens = nullptr;         // [max_rows, num_logits] the token of each logit, likewise
+  float* centroid_scores = nullptr;  // [max_rows, centroids.count]; null without centroids
+  int32_t* clusters = nullptr;       // [max_rows, centroids.top]; null without centroids
+  int32_t* tokens = nullptr;  // [max_rows, num_logits] token of each logit; null without centroids
 };
 
 class DraftHead {
  public:
-  // Weights that the head does not own are those of `target`, which must outlive it. Rows are
-  // rotated to `rope_offset` positions further on than they are.
+  // The draft head uses weights of `target`, which must outlive it, for those that it does not own.
+  // Rows are rotated to positions `rope_offset` higher than their own.
   DraftHead(std::shared_ptr<const Model> model, const Decoder& target, const KvLayout& layout,
             std::byte* kv_pool, int32_t max_positions, DeviceArena& arena, int32_t rope_offset = 0);
 
@@ -51,24 +53,25 @@ class DraftHead {
   void forward(Ctx& ctx, const PassRows& rows, std::span<const GroupMetadata> groups,
                const Activations& activations, const DraftHeadInput& input) const;
 
-  // Residual rows `row_index` -> their logits, and what the next step takes for these rows.
+  // Residual rows `row_index` -> their logits, and the feedback for the next draft step of these
+  // rows.
   template <class Ctx>
   void logits(Ctx& ctx, const int32_t* num_rows, int32_t max_rows, const int32_t* row_index,
               const Activations& activations, const DraftHeadOutput& output) const;
 
  private:
-  // [embedding ; hidden], of EAGLE and of Gemma 4 MTP.
+  // The input of EAGLE and of Gemma 4 MTP: [embedding ; hidden].
   template <class Ctx>
   void join_pair(Ctx& ctx, const PassRows& rows, const Activations& activations,
                  const DraftHeadInput& input) const;
   template <class Ctx>
   void join_eagle3(Ctx& ctx, const PassRows& rows, const Activations& activations,
                    const DraftHeadInput& input) const;
-  // y = fc(x) in activations.residual.
+  // activations.residual = fc(x).
   template <class Ctx>
   void run_fc(Ctx& ctx, const PassRows& rows, const void* x, const Activations& activations) const;
 
-  // Logits of the tokens in the clusters whose centroids score best.
+  // Computes the logits of the tokens in the clusters with the highest centroid scores.
   template <class Ctx>
   void cluster_rows(Ctx& ctx, const int32_t* num_rows, int32_t max_rows,
                     const Activations& activations, const DraftHeadOutput& output) const;
@@ -76,7 +79,8 @@ class DraftHead {
   Decoder decoder_;
 };
 
-// Throws InvalidArgument, with the two values that disagree, unless `model` is a head for `target`.
-void check_head(const Model& model, const Model& target);
+// Throws InvalidArgument, naming the two values that disagree, unless `model` is a draft head for
+// `target`.
+void check_draft_head(const Model& model, const Model& target);
 
 }  // namespace paceline

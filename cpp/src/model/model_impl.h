@@ -8,11 +8,11 @@
 
 namespace paceline {
 
-// What the public, opaque Model is.
+// The definition of the opaque Model of the public headers.
 class Model {
  public:
   DecoderConfig config;
-  Device device = Device::kCpu;  // where the weights lie
+  Device device = Device::kCpu;  // device that holds the weights
   DecoderWeights weights;
 };
 

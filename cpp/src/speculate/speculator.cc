@@ -25,7 +25,7 @@ SpecTraits traits_for(const DecoderConfig* draft, const NgramOptions& ngram) {
 }
 
 void check_drafter(const Model& draft, const Model& target) {
-  if (draft.config.drafter) check_head(draft, target);
+  if (draft.config.drafter) check_draft_head(draft, target);
 }
 
 Speculator make_speculator(std::shared_ptr<const Model> draft, const NgramOptions& ngram,

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Op calls that Decoder and DraftHead both make, with the parameters that those calls share.
+
+#include <cstddef>
+#include <cstdint>
+
+#include "metadata/pass_rows.h"
+#include "model/decoder_config.h"
+#include "ops/ops.h"
+
+namespace paceline {
+
+// The rows of an op call: those of a pass, or those whose logits are computed.
+struct RowCount {
+  const int32_t* num_rows;  // [1]
+  int32_t max_rows;
+};
+
+[[nodiscard]] inline RowCount row_count(const PassRows& rows) {
+  return {.num_rows = rows.num_rows, .max_rows = rows.capacity};
+}
+
+// y = x W^T (+ bias) over contiguous rows.
+struct Projection {
+  const void* x;                // [max_rows, k] x_dtype
+  const std::byte* weight;      // [n, k] weight_dtype
+  const float* bias = nullptr;  // [n], or null
+  void* y;                      // [max_rows, n] y_dtype
+  int32_t n;
+  int32_t k;
+  DType weight_dtype;
+  DType x_dtype;
+  DType y_dtype;
+};
+
+template <class Ctx>
+void project(Ctx& ctx, const RowCount& rows, const Projection& p) {
+  ctx.run(gemm, GemmParams{.num_rows = rows.num_rows,
+                           .max_rows = rows.max_rows,
+                           .x = p.x,
+                           .x_stride = p.k,
+                           .weight = p.weight,
+                           .weight_dtype = p.weight_dtype,
+                           .bias = p.bias,
+                           .y = p.y,
+                           .y_stride = p.n,
+                           .n = p.n,
+                           .k = p.k,
+                           .x_dtype = p.x_dtype,
+                           .y_dtype = p.y_dtype});
+}
+
+// y = rms_norm(x), with no residual.
+struct Norm {
+  const void* x;  // [max_rows, hidden] x_dtype, rows x_stride apart
+  int64_t x_stride;
+  const float* weight;  // [hidden]
+  void* y;              // [max_rows, hidden] y_dtype, rows y_stride apart
+  int64_t y_stride;
+  int32_t hidden;
+  DType x_dtype = DType::kFloat32;
+  DType y_dtype = DType::kFloat32;
+};
+
+template <class Ctx>
+void normalise(Ctx& ctx, const RowCount& rows, const DecoderConfig& config, const Norm& n) {
+  ctx.run(rms_norm, RmsNormParams{.num_rows = rows.num_rows,
+                                  .max_rows = rows.max_rows,
+                                  .x = n.x,
+                                  .x_stride = n.x_stride,
+                                  .residual = nullptr,
+                                  .weight = n.weight,
+                                  .weight_offset = config.norm_weight_offset,
+                                  .eps = config.norm_eps,
+                                  .y = n.y,
+                                  .y_stride = n.y_stride,
+                                  .hidden = n.hidden,
+                                  .x_dtype = n.x_dtype,
+                                  .y_dtype = n.y_dtype});
+}
+
+// Applies the soft cap of the logits, if the model has one.
+template <class Ctx>
+void cap_logits(Ctx& ctx, const RowCount& rows, const DecoderConfig& config, float* logits) {
+  if (!(config.logit_soft_cap > 0)) return;
+  ctx.run(soft_cap, SoftCapParams{.num_rows = rows.num_rows,
+                                  .max_rows = rows.max_rows,
+                                  .logits = logits,
+                                  .cap = config.logit_soft_cap,
+                                  .n = config.num_logits()});
+}
+
+}  // namespace paceline
