@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the demos in Paceline: what is kept, what a draft step costs, and how fast they are.
+"""Compares the demos in Paceline: acceptance, cost of a draft step, and speed.
 
-Prints a table in Markdown. One request at a time, temperature 0, the prompts of the other
-evaluations; acceptance is counted as there, speed over everything generated.
+Prints a table in Markdown. The demos run one request at a time at temperature 0, on the prompts of
+the other evaluations. Acceptance is counted as in those; speed is over all generated tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WARM_UP_PROMPTS = 8
 
 
 def tokens_per_second(llm: LLM, texts: Sequence[str]) -> tuple[float, list[Any]]:
-    """Generates for one prompt after another; the results come along."""
+    """Generates for one prompt after another; returns the speed and the chunks of each prompt."""
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
     for text in texts[:WARM_UP_PROMPTS]:
         llm.generate(text, params)
@@ -36,7 +36,7 @@ def tokens_per_second(llm: LLM, texts: Sequence[str]) -> tuple[float, list[Any]]
 
 
 def draft_cost(demo: Demo) -> str:
-    """Bytes of the matrices that a draft step reads, over those of a target step."""
+    """Bytes of the matrices that a draft step reads, as a share of the target's forward."""
     if demo.draft is None:
         return "none"
     target = load(str(demo.target), dummy=False)
@@ -45,7 +45,7 @@ def draft_cost(demo: Demo) -> str:
 
 
 def row(demo: Demo, num_drafts: int, texts: Sequence[str], device: str, plain: float) -> str:
-    """One line of the table. `plain`: tokens a second without speculation."""
+    """Returns one line of the table; `plain` is tokens per second without speculation."""
     with LLM(
         demo.target, speculative_config=demo.speculative_config(num_drafts), device=device
     ) as llm:
@@ -54,7 +54,7 @@ def row(demo: Demo, num_drafts: int, texts: Sequence[str], device: str, plain: f
     for chunks in runs:
         counts = [len(chunk.token_ids) for chunk in chunks if chunk.token_ids]
         continuations.append([token for chunk in chunks for token in chunk.token_ids])
-        emitted.append(counts[1:])  # the first token comes with the prompt
+        emitted.append(counts[1:])  # the prefill emits the first token
     length = acceptance(continuations, emitted).mean_acceptance_length
     return (
         f"| `{demo.name}` | {num_drafts} | {length:.2f} | {draft_cost(demo)} "

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The corpus of the demo checkpoints: the standard library sources of one CPython release.
 
-Everything here is deterministic: which files belong to the corpus, which of them are held out,
-the tokenizer, and the prompts cut from the held-out files. Nothing depends on the Python that runs
-the training.
+Everything here is deterministic and does not depend on the Python that runs the training: the
+files of the corpus, the held-out files, the tokenizer, and the prompts cut from held-out files.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0
 VOCAB_SIZE = 4096
 
-# A newline and the indentation after it are tokens of their own, so that a text cut at the start
-# of a line is tokenised like the same place inside a longer text. A word takes one leading
-# punctuation mark or space with it ("(self", ".append", " return").
+# A newline and the indentation after it are separate tokens. So a text that is cut at the start of
+# a line is tokenised like the same lines inside a longer text. A word includes one leading
+# punctuation mark or space ("(self", ".append", " return").
 SPLIT_PATTERN = (
     r"\n"
     r"|(?<![^\n])[ \t]+"
@@ -37,11 +36,11 @@ SPLIT_PATTERN = (
     r"|\s"
 )
 
-# Written when CPython is built or installed, so they differ from machine to machine.
+# CPython's build or installation writes these files, so they differ between machines.
 _NOT_PART_OF_THE_RELEASE = re.compile(
     r"(^|/)(site-packages|__pycache__)/|^config-|^_sysconfigdata|^build-details"
 )
-# No program text: deliberately broken sources and one file of help pages.
+# Not program text: deliberately broken sources and one file of help pages.
 _NOT_CODE = re.compile(r"(^|/)tokenizedata/|(^|/)encoded_modules/|^pydoc_data/topics\.py$")
 _GENERATED_TABLE = "gencodec.py"
 
@@ -51,12 +50,12 @@ _HELD_OUT_MIN_BYTES = 4000
 
 
 class CorpusError(RuntimeError):
-    """The directory given does not hold the pinned standard library."""
+    """The given directory does not contain the pinned standard library."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents by relative name, split into the two sides."""
+    """Documents by relative name, split into training and held-out files."""
 
     train: dict[str, str]
     held_out: dict[str, str]
@@ -89,13 +88,13 @@ def verify_manifest(sources: dict[str, bytes], stdlib: Path) -> None:
     files, digest = manifest(sources)
     if files != CORPUS_FILES:
         raise CorpusError(
-            f"{stdlib} holds {files} Python sources; CPython {CPYTHON_VERSION} has {CORPUS_FILES}. "
-            f"Give --stdlib the Lib directory of exactly that release, its test package included."
+            f"{stdlib} has {files} Python sources; CPython {CPYTHON_VERSION} has {CORPUS_FILES}. "
+            "Set --stdlib to the Lib directory of exactly that release, including its test package."
         )
     if digest != CORPUS_SHA256:
         raise CorpusError(
-            f"{stdlib} has as many files as CPython {CPYTHON_VERSION}, but their contents differ: "
-            f"manifest {digest}, expected {CORPUS_SHA256}."
+            f"{stdlib} has the same number of files as CPython {CPYTHON_VERSION}, but their "
+            f"contents differ: manifest {digest}, expected {CORPUS_SHA256}."
         )
 
 
@@ -108,7 +107,7 @@ def _read_sources(stdlib: Path) -> dict[str, bytes]:
 
 
 def _code_only(sources: dict[str, bytes]) -> dict[str, str]:
-    """The sources that are UTF-8 program text, with the generated character tables left out."""
+    """The sources that are UTF-8 program text, without the generated character tables."""
     documents = {}
     for name, content in sources.items():
         if _NOT_CODE.search(name):
@@ -123,7 +122,7 @@ def _code_only(sources: dict[str, bytes]) -> dict[str, str]:
 
 
 def _distinct(documents: dict[str, str]) -> dict[str, str]:
-    """Keeps the first of the documents which agree in all their substantial lines."""
+    """Keeps the first of the documents that share all their substantial lines."""
     first: dict[frozenset[str], str] = {}
     for name in sorted(documents):
         lines = _substantial_lines(documents[name])
@@ -132,7 +131,7 @@ def _distinct(documents: dict[str, str]) -> dict[str, str]:
 
 
 def _held_out_names(documents: dict[str, str]) -> set[str]:
-    """A share of the files by hash of the name, without those that resemble another file."""
+    """A share of the files, chosen by a hash of the name, without those that resemble others."""
     users = Counter(line for text in documents.values() for line in _substantial_lines(text))
     chosen = set()
     for name, text in documents.items():
@@ -155,7 +154,7 @@ def _hash_fraction(key: str) -> float:
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """A lossless byte-level BPE of VOCAB_SIZE entries whose entry 0 is END_OF_TEXT."""
+    """Trains a lossless byte-level BPE of VOCAB_SIZE entries; entry 0 is END_OF_TEXT."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -175,7 +174,7 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
 
 
 def token_stream(tokenizer: Tokenizer, documents: dict[str, str]) -> list[int]:
-    """All documents behind one another, END_OF_TEXT before each and after the last."""
+    """Concatenates all documents, with END_OF_TEXT before each and after the last."""
     order = sorted(documents, key=_hash_fraction)
     stream = [END_OF_TEXT_ID]
     for encoding in tokenizer.encode_batch([documents[name] for name in order]):
@@ -186,7 +185,7 @@ def token_stream(tokenizer: Tokenizer, documents: dict[str, str]) -> list[int]:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A piece of a held-out file, from the start of a definition to the start of a later line."""
+    """Part of a held-out file, from the start of a definition to the start of a later line."""
 
     file: str
     text: str
@@ -202,12 +201,21 @@ def cut_prompts(
     tokens: tuple[int, int] = (100, 300),
     follow: int = 64,
 ) -> list[Prompt]:
-    """Cuts `count` prompts of `tokens` tokens, each from another place of the held-out files.
+    """Cuts `count` prompts from different parts of the held-out files.
 
     The files take turns in the order of a hash, and so do the definitions inside a file. A prompt
-    starts at a definition, so that the indentation it opens with is that of a place Python can
-    start to read; it ends at the start of a line, at a length which the hash chooses. At least
-    `follow` tokens of the file come after it.
+    starts at a definition, where Python's tokenizer can start to read. It ends at the start of a
+    line, at a length that the hash chooses.
+
+    Args:
+        held_out: Documents by relative name.
+        tokenizer: Measures the lengths.
+        count: Number of prompts.
+        tokens: Shortest and longest prompt, in tokens.
+        follow: Least number of tokens of the file after the prompt.
+
+    Raises:
+        CorpusError: The held-out files yield too few prompts.
     """
     queues = [
         _prompts_of_file(name, held_out[name], tokenizer, tokens, follow)
@@ -246,7 +254,7 @@ def _prompts_of_file(
 
 
 def _line_start_after(text: str, start: int, tokens: int, tokenizer: Tokenizer) -> int:
-    """The start of the first line that lies at least `tokens` tokens behind `start`."""
+    """The start of the first line that is at least `tokens` tokens after `start`."""
     end, used = start, 0
     while used < tokens and end < len(text):
         newline = text.find("\n", end)

@@ -28,7 +28,7 @@ def target_config() -> Gemma3TextConfig:
 
 
 def drafter_config() -> Gemma3TextConfig:
-    """Less than a tenth of the target's work per token, half of it the output projection."""
+    """Less than a tenth of the target's work per token; half of that is the output projection."""
     return _gemma3_config(
         hidden_size=64,
         intermediate_size=192,
@@ -61,9 +61,9 @@ def _gemma3_config(*, layer_types: list[str], head_dim: int, **sizes: int) -> Ge
 
 
 def work_per_token(config: Gemma3TextConfig, context: int = 0) -> int:
-    """Multiply-adds for one token: all matrix weights, the output projection among them.
+    """Multiply-adds for one token: all matrix weights, including the output projection.
 
-    With `context` the attention over that many cached tokens comes on top.
+    The attention over `context` cached tokens is added.
     """
     hidden, head_dim = config.hidden_size, config.head_dim
     query_size = config.num_attention_heads * head_dim
@@ -87,9 +87,9 @@ class _Dropout:
 
 
 def add_dropout(model: Gemma3ForCausalLM, probability: float) -> None:
-    """Regularises the embeddings and what each block adds to the residual stream.
+    """Adds dropout to the embeddings and to the output of each block.
 
-    The architecture has no dropout of its own there; hooks leave the saved model untouched.
+    The architecture has no dropout there; hooks do not change the saved model.
     """
     hook = _Dropout(probability)
     model.model.embed_tokens.register_forward_hook(hook)
@@ -99,14 +99,14 @@ def add_dropout(model: Gemma3ForCausalLM, probability: float) -> None:
 
 
 def rounded_to_bf16(model: Gemma3ForCausalLM) -> Gemma3ForCausalLM:
-    """A copy in evaluation mode whose weights have the values that are saved, held in float32."""
+    """A copy in evaluation mode, with the weights as they are saved in bf16, stored in float32."""
     copy = Gemma3ForCausalLM(model.config)
     copy.load_state_dict({k: v.bfloat16().float() for k, v in model.state_dict().items()})
     return copy.to(model.device).eval().requires_grad_(False)
 
 
 def save_checkpoint(model: Gemma3ForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes the Hugging Face layout, weights in bf16."""
+    """Writes a checkpoint in Hugging Face layout, with weights in bf16."""
     folder.mkdir(parents=True, exist_ok=True)
     copy = Gemma3ForCausalLM(model.config)
     copy.load_state_dict(model.state_dict())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The EAGLE-3 head of the demo target: the model in torch, and saving it.
+"""The EAGLE-3 head of the demo target: the model in torch, saving and loading.
 
-The equations are those of `docs/loading.md`; the training form of the attention is explained at
-`Head.forward`.
+`docs/model-format.md` has the equations; `DraftHead.forward` explains the training form of the
+attention.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-# Residual streams entering these layers of the target, which has six.
+# The head reads the residual streams that enter these layers of the target, which has six.
 AUX_LAYERS = (1, 3, 5)
-# bf16 bytes of the saved head.
+# Upper bound of the saved tensors.
 MAX_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
-class HeadConfig:
-    """Sizes of the head; one layer of Llama's kind."""
+class DraftHeadConfig:
+    """Sizes of the head, which has one Llama layer."""
 
     target_hidden: int
     hidden: int
@@ -55,27 +55,27 @@ class RmsNorm(nn.Module):
 
 @dataclass
 class DraftKeys:
-    """Keys and values that the steps of one training pass leave behind.
+    """Keys and values that the steps of one training pass store.
 
     Attributes:
-        first: Of the first step, `[batch, kv heads, length, head_dim]`, keys and values.
-        later: Of each later step: position i sees its own entry only.
+        first: Keys and values of the first step, each `[batch, kv heads, length, head_dim]`.
+        later: The same for each later step; position i sees its own entry only.
     """
 
     first: tuple[Tensor, Tensor] | None = None
     later: list[tuple[Tensor, Tensor]] | None = None
 
 
-class Head(nn.Module):
-    """The head, without the embedding table, which is the target's.
+class DraftHead(nn.Module):
+    """The head; the embedding table is the target's.
 
     Attributes:
-        ids: `[draft_vocab]`, the target's id of each row of the lm_head, ascending.
+        ids: `[draft_vocab]`, the target's id of each row of the LM head, ascending.
     """
 
     ids: Tensor
 
-    def __init__(self, config: HeadConfig, ids: Tensor) -> None:
+    def __init__(self, config: DraftHeadConfig, ids: Tensor) -> None:
         super().__init__()
         self.config = config
         c = config
@@ -104,25 +104,25 @@ class Head(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
     def first_hidden(self, streams: Tensor) -> Tensor:
-        """The first step's hidden input, from `[..., 3 * target_hidden]`."""
+        """Computes the hidden input of the first step from `[..., 3 * target_hidden]`."""
         hidden: Tensor = self.fc(self.input_norm(streams))
         return hidden
 
     def forward(self, embedding: Tensor, hidden: Tensor, step: int, keys: DraftKeys) -> Tensor:
-        """One step of every draft at once.
+        """Runs one step for all drafts at once.
 
-        Position i of step s belongs to the draft behind token i + 1: it has come s tokens further
-        and stands at position i + s. It sees what the first step left at positions 0 to i, and what
-        its own earlier steps did, as when it is alone.
+        Index i belongs to the draft that starts after token i + 1. In step s it is at position
+        i + s. It sees the keys of the first step at positions 0 to i and the keys of its own
+        earlier steps, exactly as when it drafts alone.
 
         Args:
-            embedding: Of token i + 1 + s, `[batch, length, hidden]`.
-            hidden: `first_hidden`, or what the step before put out.
+            embedding: Embedding of token i + 1 + s, `[batch, length, hidden]`.
+            hidden: `first_hidden`, or the output of the previous step.
             step: s.
-            keys: Of the steps before; this step's are added.
+            keys: Keys and values of the previous steps; this step's are added.
 
         Returns:
-            What `logits` and the next step take, `[batch, length, hidden]`.
+            The input of `logits` and of the next step, `[batch, length, hidden]`.
         """
         normed = self.hidden_norm(hidden)
         inputs = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
@@ -132,7 +132,7 @@ class Head(nn.Module):
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits `[..., draft_vocab]` from what a step has put out."""
+        """Computes logits `[..., draft_vocab]` from the output of a step."""
         logits: Tensor = self.lm_head(self.norm(hidden))
         return logits
 
@@ -185,16 +185,16 @@ _LAYER = {
     "mlp.": ("gate_proj", "up_proj", "down_proj"),
     "": ("input_layernorm", "hidden_norm", "post_attention_layernorm"),
 }
-_PLACES = {name: f"layers.0.{part}{name}" for part, names in _LAYER.items() for name in names}
+_FILE_NAMES = {name: f"layers.0.{part}{name}" for part, names in _LAYER.items() for name in names}
 
 
 def _file_name(parameter: str) -> str:
     module, _, leaf = parameter.partition(".")
-    return f"{_PLACES.get(module, module)}.{leaf}"
+    return f"{_FILE_NAMES.get(module, module)}.{leaf}"
 
 
-def saved_tensors(head: Head) -> dict[str, Tensor]:
-    """Every tensor of the head under its name in the `speculators` format, matrices in bf16."""
+def saved_tensors(head: DraftHead) -> dict[str, Tensor]:
+    """All tensors of the head by their names in the `speculators` format, matrices in bf16."""
     tensors = {}
     for name, parameter in head.named_parameters():
         tensors[_file_name(name)] = parameter.detach().bfloat16().cpu()
@@ -208,13 +208,20 @@ def saved_tensors(head: Head) -> dict[str, Tensor]:
     }
 
 
-def save_head(head: Head, folder: Path) -> int:
-    """Writes `config.json` and `model.safetensors`; returns the bytes of the tensors."""
+def save_head(head: DraftHead, folder: Path) -> int:
+    """Writes `config.json` and `model.safetensors`; returns the bytes of the tensors.
+
+    Raises:
+        ValueError: The tensors exceed MAX_BYTES.
+    """
     c = head.config
     tensors = saved_tensors(head)
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     if nbytes > MAX_BYTES:
-        raise ValueError(f"the head has {nbytes} bytes; allowed: at most {MAX_BYTES}")
+        raise ValueError(
+            f"the head has {nbytes} bytes; allowed: at most {MAX_BYTES}; reduce draft_vocab or "
+            "intermediate"
+        )
     config = {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -257,12 +264,12 @@ def save_head(head: Head, folder: Path) -> int:
     return nbytes
 
 
-def load_head(folder: Path, device: torch.device) -> Head:
-    """Loads what `save_head` wrote for evaluation, computing in float32."""
+def load_head(folder: Path, device: torch.device) -> DraftHead:
+    """Loads a head that `save_head` wrote, for evaluation in float32."""
     values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     layer = values["transformer_layer_config"]
     tensors = load_file(folder / "model.safetensors")
-    config = HeadConfig(
+    config = DraftHeadConfig(
         target_hidden=values["target_hidden_size"],
         hidden=layer["hidden_size"],
         intermediate=layer["intermediate_size"],
@@ -275,7 +282,7 @@ def load_head(folder: Path, device: torch.device) -> Head:
         max_position=layer["max_position_embeddings"],
     )
     d2t = tensors["d2t"]
-    head = Head(config, d2t + torch.arange(len(d2t)))
+    head = DraftHead(config, d2t + torch.arange(len(d2t)))
     for name, parameter in head.named_parameters():
         parameter.data.copy_(tensors[_file_name(name)])
     return head.to(device).eval().requires_grad_(False)

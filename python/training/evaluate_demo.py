@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the demo checkpoints against their bars: in the engine, or without one.
+"""Measures the demo checkpoints against their bars, with Paceline or with transformers alone.
 
-`--engine paceline` decodes with Paceline and counts what its iterations emit. `--engine
-transformers` needs no engine: the target continues the prompts greedily, and the drafter's
-proposals follow from one forward pass per prompt, since as long as its proposals are accepted it
-drafts behind the target's own text.
+`--engine paceline` decodes with Paceline and counts the tokens that its iterations emit. `--engine
+transformers` needs no build of Paceline: the target continues the prompts greedily, and one forward
+pass of the drafter per prompt gives its proposals. That is exact, because a drafter whose proposals
+are accepted drafts after the target's own output.
 """
 
 from __future__ import annotations
@@ -39,7 +39,13 @@ TOKENIZES_BAR = 0.60
 
 @dataclass(frozen=True)
 class Run:
-    """What an engine generated: per prompt, the token ids and what each iteration emitted."""
+    """An engine's output per prompt.
+
+    Attributes:
+        continuations: Token ids.
+        emitted: Tokens emitted by each verify iteration.
+        texts: The continuations as text.
+    """
 
     continuations: list[list[int]]
     emitted: list[list[int]]
@@ -54,7 +60,7 @@ def run_engine(
     num_drafts: int = DRAFT_LENGTH,
     **options: Any,
 ) -> Run:
-    """Greedy speculative decoding with Paceline, with a drafter of any kind and its options."""
+    """Decodes greedily with Paceline; `options` are further keys of `speculative_config`."""
     from paceline import LLM, SamplingParams
 
     config = {"model": str(drafter), "num_speculative_tokens": num_drafts, **options}
@@ -65,7 +71,7 @@ def run_engine(
         params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
         for chunk in llm.stream(list(texts), params):
             ids = list(chunk.token_ids)
-            # The first token comes with the prompt, not from a verify iteration.
+            # The prefill emits the first token, not a verify iteration.
             if continuations[chunk.index] and ids:
                 emitted[chunk.index].append(len(ids))
             continuations[chunk.index] += ids
@@ -79,7 +85,7 @@ def simulate(
     tokenizer: Tokenizer,
     texts: Sequence[str],
 ) -> Run:
-    """Greedy speculative decoding without an engine: what a correct one must come to."""
+    """Simulates greedy speculative decoding: the result that a correct engine must reach."""
     prompts = [tokenizer.encode(text).ids for text in texts]
     continuations = greedy_each(target, prompts, NEW_TOKENS)
     emitted = []
@@ -92,13 +98,13 @@ def simulate(
 
 
 def readable(texts: Sequence[str], continuations: Sequence[str]) -> int:
-    """How many prompts with their continuations Python's tokenizer reads."""
+    """Counts the prompts that Python's tokenizer reads together with their continuations."""
     return sum(tokenizes(text + more) for text, more in zip(texts, continuations, strict=True))
 
 
 @torch.no_grad()
 def nats_per_byte(model: Gemma3ForCausalLM, tokenizer: Tokenizer, stream: Sequence[int]) -> float:
-    """The loss over a token stream, cut into windows whose first tokens are not scored."""
+    """The loss over a token stream, cut into windows; the first token of each is not scored."""
     lengths = [len(tokenizer.id_to_token(i)) for i in range(tokenizer.get_vocab_size())]
     nats, scored_bytes = 0.0, 0
     for start in range(0, len(stream) - WINDOW, WINDOW):
@@ -110,7 +116,7 @@ def nats_per_byte(model: Gemma3ForCausalLM, tokenizer: Tokenizer, stream: Sequen
 
 
 def report_bars(report: AcceptanceReport, readable_count: int, prompts: int) -> bool:
-    """Prints each measure beside its bar; returns whether all are reached."""
+    """Prints each measure with its bar; returns whether all bars are reached."""
     print(f"mean acceptance length {report.mean_acceptance_length:.3f} (bar {ACCEPTANCE_BAR})")
     print(f"counted tokens {report.counted_share:.3f} (bar {COUNTED_BAR})")
     print(f"tokenised by Python {readable_count}/{prompts} (bar {TOKENIZES_BAR:.0%})")
@@ -122,15 +128,15 @@ def report_bars(report: AcceptanceReport, readable_count: int, prompts: int) -> 
 
 
 def main() -> None:
-    """Evaluates the saved checkpoints; the exit status says whether they reach the bars."""
+    """Evaluates the saved checkpoints; exits with 1 if they miss a bar."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--demo", type=Path, default=REPOSITORY / "python/paceline/demo")
     parser.add_argument(
         "--prompts", type=Path, default=REPOSITORY / "tests/support/demo_prompts.json"
     )
-    parser.add_argument("--stdlib", type=Path, help="also report the loss on its held-out files")
+    parser.add_argument("--stdlib", type=Path, help="also report the held-out losses")
     parser.add_argument("--engine", choices=("paceline", "transformers"), default="paceline")
-    parser.add_argument("--show", type=int, default=0, help="print so many continuations")
+    parser.add_argument("--show", type=int, default=0, metavar="N", help="print N continuations")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
 
@@ -142,7 +148,7 @@ def main() -> None:
 
     for context in (0, 256):
         ratio = work_per_token(drafter.config, context) / work_per_token(target.config, context)
-        print(f"work of the drafter over the target's, {context} cached tokens: {ratio:.4f}")
+        print(f"drafter's work / target's work, {context} cached tokens: {ratio:.4f}")
     if arguments.stdlib is not None:
         stream = token_stream(tokenizer, load_corpus(arguments.stdlib).held_out)
         for label, model in (("target", target), ("drafter", drafter)):

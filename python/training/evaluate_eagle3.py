@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the demo target with its EAGLE-3 head, against the bar: in the engine, or without one.
+"""Measures the EAGLE-3 head of the demo target against its bar, with Paceline or with torch alone.
 
-The prompts and the counting are those of `evaluate_demo.py`. `--engine torch` takes the head's
-training form over the target's own text: as long as its proposals are accepted, that is what it
-drafts behind.
+The prompts and the counting are those of `evaluate_demo.py`. `--engine torch` runs the training
+form of the head on the target's own output. That is exact, because a head whose proposals are
+accepted drafts after the target's own output.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ACCEPTANCE_BAR = 2.4
 
 @torch.no_grad()
 def simulate(target: Path, drafter: Path, texts: Sequence[str], *, num_drafts: int) -> Run:
-    """Greedy speculative decoding without an engine: what a correct one must come to."""
+    """Simulates greedy speculative decoding: the result that a correct engine must reach."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
     model, head = load_checkpoint(target, device), load_head(drafter, device)
@@ -39,14 +39,14 @@ def simulate(target: Path, drafter: Path, texts: Sequence[str], *, num_drafts: i
     continuations = greedy_each(model, prompts, NEW_TOKENS)
     emitted = []
     for prompt, continuation in zip(prompts, continuations, strict=True):
-        # The training form leaves out the last places of a row.
+        # The training form skips the last positions of a row, so pad.
         ids = torch.tensor([[*prompt, *continuation, *[0] * num_drafts]], device=device)
         first = torch.tensor([len(prompt)], device=device)
-        _, offered = drafting.run(Texts(ids, first, len(continuation)))
-        # Step s at place j drafts token j, behind token j - 1 - s.
+        _, drafted = drafting.run(Texts(ids, first, len(continuation)))
+        # Step s at index j drafts token j, starting from token j - 1 - s.
         drafts = [
             head.ids[logits[0].argmax(-1)].tolist()[step + 1 :]
-            for step, (logits, _) in enumerate(offered)
+            for step, (logits, _) in enumerate(drafted)
         ]
         emitted.append(emitted_by_drafts(continuation, drafts))
     decoded = [tokenizer.decode(ids, skip_special_tokens=True) for ids in continuations]
@@ -54,7 +54,7 @@ def simulate(target: Path, drafter: Path, texts: Sequence[str], *, num_drafts: i
 
 
 def main() -> None:
-    """Prints the measures; the exit status says whether they reach the bar."""
+    """Prints the measures; exits with 1 if the bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     demo = REPOSITORY / "python/paceline/demo"
     parser.add_argument("--target", type=Path, default=demo / "gemma3_code")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the Gemma 4 demo pair against its bar: in the engine, or without one.
+"""Measures the Gemma 4 demo pair against its bar, with Paceline or with torch alone.
 
-The prompts and the counting are those of `evaluate_demo.py`. Drafts stand at position P-1, as the
-assistant was trained and Paceline drafts by default, and then at P, as transformers has it; the bar
-is for the former. `--engine torch` takes the assistant's training form over the target's own text:
-as long as its proposals are accepted, that is what it drafts behind.
+The prompts and the counting are those of `evaluate_demo.py`. The assistant drafts at position P-1
+first, where it was trained and where Paceline drafts by default, then at P, as in transformers. The
+bar is for P-1. `--engine torch` runs the training form of the assistant on the target's own output.
+That is exact, because an assistant whose proposals are accepted drafts after that output.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from train_gemma4 import Drafting
 
 ACCEPTANCE_BAR = 2.2
-# Position of the queries: that of the last token the target has seen, or of the one behind it.
+# Position of the queries: that of the last token with KV, or one later.
 DRAFT_POSITIONS = {"last": 0, "next": 1}
 
 
@@ -34,7 +34,7 @@ DRAFT_POSITIONS = {"last": 0, "next": 1}
 def simulate(
     target: Path, drafter: Path, texts: Sequence[str], *, num_drafts: int, draft_position: str
 ) -> Run:
-    """Greedy speculative decoding without an engine: what a correct one must come to."""
+    """Simulates greedy speculative decoding: the result that a correct engine must reach."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
     model = load_target(target, device)
@@ -48,19 +48,19 @@ def simulate(
     emitted = []
     for prompt, continuation in zip(prompts, continuations, strict=True):
         ids = torch.tensor([[*prompt, *continuation]], device=device)
-        # Drafts behind the first generated token on: it comes with the prompt.
+        # The prefill emits the first token, so drafting starts after it.
         first = torch.tensor([len(prompt) + 1], device=device)
         own = Texts(ids, first, len(continuation))
-        _, offered = drafting.run(own, ahead=DRAFT_POSITIONS[draft_position])
-        # Step s at place i drafts token i + 1 + s, behind token i.
-        drafts = [logits[0].argmax(-1).tolist() for logits in offered]
+        _, drafted = drafting.run(own, ahead=DRAFT_POSITIONS[draft_position])
+        # Step s at index i drafts token i + 1 + s, starting from token i.
+        drafts = [logits[0].argmax(-1).tolist() for logits in drafted]
         emitted.append(emitted_by_drafts(continuation, drafts))
     decoded = [tokenizer.decode(ids, skip_special_tokens=True) for ids in continuations]
     return Run(continuations, emitted, decoded)
 
 
 def main() -> None:
-    """Prints the measures; the exit status says whether they reach the bar."""
+    """Prints the measures; exits with 1 if the bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     demo = REPOSITORY / "python/paceline/demo"
     parser.add_argument("--target", type=Path, default=demo / "gemma4_code")
@@ -70,7 +70,7 @@ def main() -> None:
     )
     parser.add_argument("--num-speculative-tokens", type=int, default=NUM_DRAFTS, metavar="K")
     parser.add_argument("--engine", choices=("paceline", "torch"), default="paceline")
-    parser.add_argument("--show", type=int, default=0, help="print so many continuations")
+    parser.add_argument("--show", type=int, default=0, metavar="N", help="print N continuations")
     arguments = parser.parse_args()
     texts = [row["text"] for row in json.loads(arguments.prompts.read_text())]
     is_reached = False

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Acceptance lengths of the demos with sampling, by how drafts are drawn and judged.
+"""Measures acceptance lengths of the demos with sampling, for each acceptance method.
 
-Prints a table in Markdown, a row a demo and temperature. A length is one plus the drafts that were
-kept per iteration with drafts, over all prompts and seeds; text that repeats itself is counted as
-it comes, since sampled text hardly does.
+Prints a table in Markdown with a row for each demo and temperature. A length is one plus the mean
+number of accepted drafts per iteration with drafts, over all prompts and seeds. Unlike the greedy
+evaluations, it counts repetitions too, since sampled output hardly repeats itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from evaluate_demo import NEW_TOKENS, REPOSITORY
 from paceline import LLM, SamplingParams
 from paceline.demo import Demo, demo_names, find_demo
 
-#: rejection_sample_method, draft_sample_method
+#: Column title -> (rejection_sample_method, draft_sample_method).
 METHODS = {
     "coupled": ("coupled", "probabilistic"),
     "standard, sampled": ("standard", "probabilistic"),
@@ -30,12 +30,12 @@ METHODS = {
 
 
 def acceptance_length(llm: LLM, texts: Sequence[str], params: Sequence[SamplingParams]) -> float:
-    """Mean acceptance length, bonus token included, over every text with each of `params`."""
+    """Mean acceptance length, bonus token included, over every prompt with each of `params`."""
     prompts = [text for text in texts for _ in params]
     outputs = llm.generate(prompts, [one for _ in texts for one in params])
     totals = [output.metrics.speculative_decoding for output in outputs]
-    kept = sum(total["num_accepted_draft_tokens"] for total in totals if total)
-    return 1 + kept / sum(total["num_spec_steps"] for total in totals if total)
+    accepted = sum(total["num_accepted_draft_tokens"] for total in totals if total)
+    return 1 + accepted / sum(total["num_spec_steps"] for total in totals if total)
 
 
 def lengths(
@@ -46,10 +46,13 @@ def lengths(
     params: Sequence[Sequence[SamplingParams]],
     device: str,
 ) -> list[float]:
-    """The acceptance length with each group of `params`."""
-    judged, drawn = METHODS[method]
+    """The acceptance length for each group of `params`."""
+    rejection_sample_method, draft_sample_method = METHODS[method]
     config: dict[str, Any] = demo.speculative_config(num_drafts)
-    config |= {"rejection_sample_method": judged, "draft_sample_method": drawn}
+    config |= {
+        "rejection_sample_method": rejection_sample_method,
+        "draft_sample_method": draft_sample_method,
+    }
     with LLM(demo.target, speculative_config=config, device=device) as llm:
         return [acceptance_length(llm, texts, group) for group in params]
 

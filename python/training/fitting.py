@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every training here shares: the loop, its clock, and the loss of a drafted token."""
+"""The training loop that all programs here share, its clock, and the loss of a draft."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-# Steps between two looks at the clock: a device runs behind the program that feeds it.
+# Training steps between two looks at the clock. A look waits for the device.
 _STEPS_IN_FLIGHT = 10
 
 
 @dataclass(frozen=True)
 class Clock:
-    """The time a program may take, if there is a limit.
+    """The time limit of a program, if there is one.
 
     Attributes:
-        began: When it started, by `time.monotonic`.
-        seconds: What it may take; None: as long as its numbers of steps say.
+        began: Start of the program, by `time.monotonic`.
+        seconds: The limit; None: the numbers of training steps decide.
     """
 
     began: float
@@ -28,11 +28,11 @@ class Clock:
 
     @classmethod
     def start(cls, minutes: float | None) -> Clock:
-        """A clock that starts now."""
+        """Returns a clock that starts now."""
         return cls(time.monotonic(), None if minutes is None else 60 * minutes)
 
     def at(self, part: float) -> float | None:
-        """The moment when that part of the time is over; None without a limit."""
+        """The moment at which `part` (0 to 1) of the time is over; None without a limit."""
         return None if self.seconds is None else self.began + part * self.seconds
 
 
@@ -47,18 +47,18 @@ def fit(
     until: float | None = None,
     note: Callable[[], str] | None = None,
 ) -> None:
-    """AdamW with a short warm-up and a linear way down to zero.
+    """Trains with AdamW, a short warm-up and a linear decay of the learning rate to zero.
 
     Args:
-        label: What the lines of progress begin with.
-        model: What learns; it is in evaluation mode afterwards.
-        loss_of: The loss of a step.
+        label: Prefix of the progress lines.
+        model: The model to train; it is in evaluation mode afterwards.
+        loss_of: Computes the loss of a training step.
         rate: The highest learning rate.
-        weight_decay: Of the matrices; vectors have none.
-        steps: How many there are.
-        until: If given, steps go on up to this moment instead, and the rate falls with the time.
-            The first step, which may compile, does not count.
-        note: More for the lines of progress.
+        weight_decay: Weight decay of the matrices; vectors have none.
+        steps: Number of training steps.
+        until: If given, training runs until this moment instead, and the learning rate decays with
+            the time. The first training step, which may compile, does not count.
+        note: Returns further text for the progress lines.
     """
     model.train()
     optimizer = _optimizer(model, rate, weight_decay)
@@ -105,24 +105,29 @@ def _optimizer(model: nn.Module, rate: float, weight_decay: float) -> torch.opti
 
 
 def draft_loss(
-    offered: Tensor, wanted: Tensor, choice: Tensor, is_learned: Tensor, choice_weight: float
+    draft_logprobs: Tensor,
+    target_logprobs: Tensor,
+    choice: Tensor,
+    is_learned: Tensor,
+    choice_weight: float,
 ) -> tuple[Tensor, Tensor]:
-    """Divergence from the target plus the loss of the target's first choice.
+    """Computes the divergence from the target plus the cross-entropy of the target's top token.
 
     Args:
-        offered: Log-probabilities of the drafter, `[..., vocabulary]`.
-        wanted: Those of the target.
-        choice: The target's first choice, `[...]`; anything where nothing is learned.
+        draft_logprobs: Log-probabilities of the drafter, `[..., vocabulary]`.
+        target_logprobs: Log-probabilities of the target, the same shape.
+        choice: The target's most likely token, `[...]`; ignored outside `is_learned`.
         is_learned: The positions that count, `[...]`.
-        choice_weight: Of the second part.
+        choice_weight: Weight of the cross-entropy.
 
     Returns:
-        The mean over these positions, and how often the drafter's first choice is the target's.
+        The mean over these positions, and the share of them at which the drafter's most likely
+        token is the target's.
     """
     weights = is_learned / is_learned.sum().clamp(min=1)
-    divergence = (wanted.exp() * (wanted - offered)).sum(-1)
+    divergence = (target_logprobs.exp() * (target_logprobs - draft_logprobs)).sum(-1)
     first = choice.clamp(min=0).unsqueeze(-1)
-    missed = -offered.gather(-1, first).squeeze(-1)
-    is_same = offered.argmax(-1) == choice
+    missed = -draft_logprobs.gather(-1, first).squeeze(-1)
+    is_same = draft_logprobs.argmax(-1) == choice
     loss = ((divergence + choice_weight * missed) * weights).sum()
     return loss, (is_same * weights).sum().detach()

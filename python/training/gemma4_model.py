@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small Gemma 4 target and its MTP assistant in torch, and their files.
 
-The equations are those of dense Gemma 4 without per-layer embeddings. The target's last layers read
-the keys and values of earlier ones, as all layers of the assistant do. Names of parameters are
-those of transformers, so that a state dict is a checkpoint but for a prefix.
+The models are dense Gemma 4 without per-layer embeddings. The target's last layers read the keys
+and values of earlier layers; all layers of the assistant read those of the target. The parameters
+have the names of transformers, so a state dict is a checkpoint except for a prefix.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Gemma4Config:
     """Sizes of a model.
 
     Attributes:
-        layer_types: Of each layer; the last one is full.
-        shared_layers: Last layers that read the keys and values of the last one of their type
-            before them; for an assistant all layers, which read the target's.
-        soft_cap: Of the logits; None: none.
+        layer_types: The type of each layer; the last one is full.
+        shared_layers: Number of last layers that read the keys and values of the last layer of
+            their type before them. In an assistant all layers are shared and read the target's.
+        soft_cap: Cap on the logits; None: none.
     """
 
     layer_types: tuple[str, ...]
@@ -57,24 +57,24 @@ class Gemma4Config:
     eps: float = 1e-6
 
     def head_size(self, kind: str) -> int:
-        """Elements of a head of a layer of this type."""
+        """The head size of layers of this type."""
         return self.full_head_dim if kind == FULL else self.head_dim
 
     def sources(self) -> dict[str, int]:
-        """The last layer of each type that has keys and values of its own."""
+        """The last layer of each type that owns keys and values."""
         own = self.layer_types[: len(self.layer_types) - self.shared_layers]
         return {kind: index for index, kind in enumerate(own)}
 
 
 def target_config() -> Gemma4Config:
-    """About 4.8 million parameters; layer 4 reads the keys and values of 3, layer 5 those of 2."""
+    """About 4.8 million parameters; layer 4 reads the keys and values of layer 3, 5 those of 2."""
     return Gemma4Config(
         layer_types=(SLIDING, SLIDING, FULL) * 2, shared_layers=2, hidden=256, intermediate=512
     )
 
 
 def assistant_config() -> Gemma4Config:
-    """About 1.2 million parameters, nearly half of them the table of its head."""
+    """About 1.2 million parameters; nearly half of them are the table of the LM head."""
     return Gemma4Config(
         layer_types=(SLIDING, SLIDING, FULL),
         shared_layers=3,
@@ -85,7 +85,7 @@ def assistant_config() -> Gemma4Config:
 
 
 class RmsNorm(nn.Module):
-    """RMSNorm whose weight is the factor itself, computed in float32."""
+    """RMSNorm in float32; the weight is the factor itself, not an offset from 1."""
 
     def __init__(self, size: int, eps: float, value: float = 1.0) -> None:
         super().__init__()
@@ -104,10 +104,10 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 def rotation(config: Gemma4Config, kind: str, positions: Tensor) -> Rotation:
-    """The angles of a layer type at positions `[batch, tokens]`.
+    """Cosines and sines of a layer type at positions `[batch, tokens]`.
 
-    A full layer rotates the first part of each half of the head ("proportional"): its frequencies
-    are those of the whole head, and the rest of them are 0.
+    A full layer rotates the first part of each half of the head ("proportional"): it uses the first
+    frequencies of the whole head and sets the others to 0.
     """
     size = config.head_size(kind)
     theta = config.full_theta if kind == FULL else config.sliding_theta
@@ -126,7 +126,7 @@ def _rotate(x: Tensor, by: Rotation) -> Tensor:
 
 
 def visible(config: Gemma4Config, kind: str, positions: Tensor, keys: Tensor) -> Tensor:
-    """Which keys tokens see, `[batch, 1, tokens, keys]`; a sliding layer sees its last ones."""
+    """The mask of visible keys, `[batch, 1, tokens, keys]`; a sliding layer sees the last ones."""
     back = positions.unsqueeze(-1) - keys
     mask = back >= 0
     if kind == SLIDING:
@@ -135,7 +135,7 @@ def visible(config: Gemma4Config, kind: str, positions: Tensor, keys: Tensor) ->
 
 
 class Attention(nn.Module):
-    """Attention with norms on queries, keys and values, and no scale."""
+    """Attention with norms on queries, keys and values, and without a scale."""
 
     def __init__(self, config: Gemma4Config, kind: str, *, owns_kv: bool) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Attention(nn.Module):
             size,
             config.eps,
         )
-        # The two weights together start as the usual scale, size**-0.5.
+        # The product of the two norm weights starts at the usual scale, size**-0.5.
         self.q_proj = _linear(config.hidden, config.heads * size)
         self.q_norm = RmsNorm(size, config.eps, size**-0.25)
         if owns_kv:
@@ -156,7 +156,7 @@ class Attention(nn.Module):
         self.o_proj = _linear(config.heads * size, config.hidden)
 
     def key_value(self, x: Tensor, by: Rotation) -> KeyValue:
-        """Keys and values of tokens: both normalised, the keys rotated."""
+        """Computes keys and values of tokens: both normalised, the keys rotated."""
         batch, length, _ = x.shape
         shape = (batch, length, self.kv_heads, self.size)
         k, v = self.k_proj(x).view(shape), self.v_proj(x).view(shape)
@@ -165,14 +165,14 @@ class Attention(nn.Module):
         return keys.to(v.dtype), values.to(v.dtype)
 
     def forward(self, x: Tensor, by: Rotation, kv: KeyValue, mask: Tensor | None) -> Tensor:
-        """Tokens attend to keys; without a mask each to those up to its own index."""
+        """Attends to `kv`; without a mask each token sees the keys up to its own index."""
         batch, length, _ = x.shape
         k, v = kv
         q = self.q_proj(x).view(batch, length, self.heads, self.size)
         q = _rotate(self.q_norm(q).transpose(1, 2), by).to(k.dtype)
         groups = self.heads // self.kv_heads
         if length == 1:
-            # One token: the heads that share keys are rows of one product.
+            # One token: heads that share keys become rows of one product.
             q = q.view(batch, self.kv_heads, groups, self.size)
         else:
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
@@ -186,7 +186,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """The gated MLP."""
+    """A gated MLP."""
 
     def __init__(self, config: Gemma4Config) -> None:
         super().__init__()
@@ -195,16 +195,16 @@ class Mlp(nn.Module):
         self.down_proj = _linear(config.intermediate, config.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Applies it."""
+        """Applies the MLP to the last dimension."""
         out: Tensor = self.down_proj(gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))
         return out
 
 
 class Layer(nn.Module):
-    """A layer, with keys and values of its own or without.
+    """A decoder layer.
 
     Attributes:
-        owns_kv: Whether it has them.
+        owns_kv: Whether it has keys and values of its own.
     """
 
     def __init__(
@@ -223,12 +223,12 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, by: Rotation, kv: KeyValue | None, mask: Tensor | None
     ) -> tuple[Tensor, KeyValue | None]:
-        """The residual stream behind the layer, and its keys and values if it has its own.
+        """Returns the residual stream after the layer, and the layer's own keys and values or None.
 
         Args:
-            x: The stream before it, `[batch, tokens, hidden]`.
-            by: The tokens' rotation.
-            kv: What a layer reads that has none of its own.
+            x: The residual stream before the layer, `[batch, tokens, hidden]`.
+            by: Rotation of the tokens.
+            kv: Keys and values for a layer that owns none.
             mask: `[batch or 1, 1, tokens, keys]`; None: causal.
         """
         normed = self.input_layernorm(x)
@@ -238,7 +238,7 @@ class Layer(nn.Module):
         return self.rest(x, self.self_attn(normed, by, used, mask)), own
 
     def rest(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Everything behind the attention."""
+        """Runs everything after the attention."""
         x = x + self._drop(self.post_attention_layernorm(attended))
         out = self.mlp(self.pre_feedforward_layernorm(x))
         x = x + self._drop(self.post_feedforward_layernorm(out))
@@ -250,11 +250,11 @@ class Layer(nn.Module):
 
 @dataclass(frozen=True)
 class States:
-    """What the target gives a drafter for texts.
+    """The target's states that a drafter reads.
 
     Attributes:
-        hidden: Behind the last norm, `[batch, tokens, hidden]`.
-        shared: By layer type, the keys and values that are read by others.
+        hidden: Hidden states after the last norm, `[batch, tokens, hidden]`.
+        shared: By layer type, the keys and values that other layers read.
     """
 
     hidden: Tensor
@@ -262,7 +262,7 @@ class States:
 
 
 class Target(nn.Module):
-    """A causal language model; embeddings and head share a table."""
+    """A causal language model; embeddings and LM head share one table."""
 
     def __init__(self, config: Gemma4Config, dropout: float = 0.0) -> None:
         super().__init__()
@@ -277,18 +277,18 @@ class Target(nn.Module):
         self.norm = RmsNorm(config.hidden, config.eps)
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Embeddings times the root of the width."""
+        """Embeddings times the square root of the hidden size."""
         scaled: Tensor = self.embed_tokens(ids) * self.config.hidden**0.5
         return scaled
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits, float32, from what is behind the last norm."""
+        """Float32 logits from the hidden states after the last norm."""
         raw = (hidden @ self.embed_tokens.weight.T).float()
         cap = self.config.soft_cap
         return raw if cap is None else cap * torch.tanh(raw / cap)
 
     def states(self, ids: Tensor) -> States:
-        """What a drafter takes, for texts `[batch, tokens]`."""
+        """Computes the states for a drafter from token ids `[batch, tokens]`."""
         config = self.config
         x = dropout(self.embed(ids), self.dropout, self.training)
         index = torch.arange(ids.shape[1], device=ids.device)
@@ -302,12 +302,12 @@ class Target(nn.Module):
         return States(self.norm(x), shared)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits of texts `[batch, tokens]`."""
+        """Logits `[batch, tokens, vocabulary]` of token ids `[batch, tokens]`."""
         return self.logits(self.states(ids).hidden)
 
 
 class _Cache:
-    """Keys and values of rows that are generated, by the layer that owns them."""
+    """Keys and values during generation, by the layer that owns them."""
 
     def __init__(self, model: Target, rows: int, length: int) -> None:
         self.config = model.config
@@ -315,7 +315,7 @@ class _Cache:
         self.layers: dict[int, KeyValue] = {}
 
     def put(self, layer: int, kv: KeyValue, start: Tensor) -> None:
-        """Stores entries from each row's own position on."""
+        """Stores keys and values; row i starts at position `start[i]`."""
         k, v = kv
         if layer not in self.layers:
             shape = (*self.size, k.shape[-1])
@@ -330,13 +330,13 @@ class _Cache:
 def generate(
     model: Target, prompts: Tensor, new_tokens: int, lengths: Tensor | None = None
 ) -> Tensor:
-    """Continues prompts greedily; returns the `[batch, new_tokens]` only.
+    """Continues prompts greedily; returns the new tokens, `[batch, new_tokens]`.
 
     Args:
         model: The target.
-        prompts: `[batch, length]`, filled up behind.
-        new_tokens: How many.
-        lengths: Of each prompt; None: all of them fill their row.
+        prompts: Token ids `[batch, length]`, padded at the end.
+        new_tokens: Number of tokens to generate.
+        lengths: Length of each prompt, `[batch]`; None: all prompts fill their row.
     """
     config = model.config
     rows, longest = prompts.shape
@@ -350,14 +350,14 @@ def generate(
         positions = start.unsqueeze(1) + torch.arange(inputs.shape[1], device=prompts.device)
         end = longest + step
         x = model.embed(inputs)
-        # Keys before the first that any row sees are left out.
+        # Skip the keys before the first that any row sees.
         firsts = {FULL: 0, SLIDING: max(0, shortest + step - config.window) if step else 0}
         rotations: dict[str, Rotation] = {}
         masks: dict[str, Tensor | None] = {}
         for kind, first in firsts.items():
             rotations[kind] = rotation(config, kind, positions)
             keys = torch.arange(first, end, device=prompts.device)
-            # At first all rows start at 0 and are masked alike.
+            # In the prefill all rows start at 0, so one mask serves all.
             masks[kind] = visible(config, kind, positions if step else positions[:1], keys)
         if not step:
             masks[FULL] = None
@@ -377,10 +377,10 @@ def generate(
 
 
 class Assistant(nn.Module):
-    """The drafter: layers without keys and values, over the target's.
+    """The drafter: layers with queries only, which read the target's keys and values.
 
-    It drafts behind token t_P from what the target left at positions 0 to P-1. All drafts of a row
-    stand at one position and see the same keys, so nothing of its own is ever stored.
+    Drafting starts after token t_P and reads the target's keys and values of positions 0 to P-1.
+    All drafts of a row are at one position and see the same keys, so the assistant stores no KV.
     """
 
     def __init__(self, config: Gemma4Config, backbone: int) -> None:
@@ -396,16 +396,17 @@ class Assistant(nn.Module):
         self.norm = RmsNorm(config.hidden, config.eps)
 
     def forward(self, token: Tensor, hidden: Tensor, view: View) -> tuple[Tensor, Tensor]:
-        """One step of every draft at once.
+        """Runs one step for all drafts at once.
 
         Args:
             token: The target's scaled embedding of the token before the one to draft,
                 `[batch, drafts, backbone]`.
-            hidden: The target's hidden state at position P-1, or what the step before gave back.
-            view: What the drafts see; the same for all their steps.
+            hidden: The target's hidden state at position P-1, or the second output of the previous
+                step.
+            view: The keys and values that the drafts see; the same in all steps.
 
         Returns:
-            Logits `[batch, drafts, vocabulary]`, and what the next step takes for `hidden`.
+            Logits `[batch, drafts, vocabulary]`, and `hidden` of the next step.
         """
         x = self.pre_projection(torch.cat([token, hidden.to(token.dtype)], dim=-1))
         for kind, layer in zip(self.config.layer_types, self.layers, strict=True):
@@ -419,9 +420,9 @@ class View:
     """What drafts see of the target, by layer type.
 
     Attributes:
-        shared: Its keys and values.
-        rotations: Of the drafts' one position each.
-        masks: `[batch, 1, drafts, keys]`.
+        shared: The target's keys and values.
+        rotations: Rotations of the queries, at one position per draft.
+        masks: Visible keys, `[batch, 1, drafts, keys]`.
     """
 
     shared: Mapping[str, KeyValue]
@@ -430,14 +431,14 @@ class View:
 
     @classmethod
     def of(cls, config: Gemma4Config, states: States, last: Tensor, ahead: int = 0) -> View:
-        """The view behind positions P-1.
+        """Builds the view for drafts whose last position with KV is P-1.
 
         Args:
-            config: The assistant's.
-            states: The target's.
+            config: The assistant's configuration.
+            states: The target's states.
             last: P-1 of each draft, `[batch, drafts]`.
-            ahead: How far behind P-1 the queries stand: 0 as in Paceline and vLLM; with 1, as in
-                transformers, they stand at P. The keys are the same.
+            ahead: Position of the queries minus (P-1): 0 as in Paceline and vLLM, 1 as in
+                transformers. The keys are the same.
         """
         kinds = tuple(dict.fromkeys(config.layer_types))
         keys = torch.arange(states.hidden.shape[1], device=last.device)
@@ -449,15 +450,15 @@ class View:
 
 
 def compile_layers(model: Target | Assistant) -> None:
-    """Compiles the layers one by one: those of a kind share what is compiled."""
-    # One entry for each kind of layer, shape and mode.
+    """Compiles the layers one by one, so that layers of one type share the compiled code."""
+    # dynamo counts one entry per layer type, shape and mode.
     torch._dynamo.config.recompile_limit = 64
     for layer in model.layers:
         layer.compile(dynamic=False)
 
 
 def rounded_to_bf16(model: Target) -> Target:
-    """A copy in evaluation mode whose weights have the values that are saved, held in float32."""
+    """A copy in evaluation mode, with the weights as they are saved in bf16, stored in float32."""
     device = model.embed_tokens.weight.device
     other = Target(model.config)
     other.load_state_dict({k: v.bfloat16().float() for k, v in model.state_dict().items()})
@@ -523,7 +524,7 @@ def _save_tensors(model: Target | Assistant, folder: Path, dtype: torch.dtype) -
 def save_target(
     model: Target, folder: Path, tokenizer_from: Path, dtype: torch.dtype = torch.bfloat16
 ) -> None:
-    """Writes a target in the Hugging Face layout, with the tokenizer of another checkpoint."""
+    """Writes a target in Hugging Face layout, with the tokenizer of another checkpoint."""
     config = _text_config(model.config, dtype=str(dtype).removeprefix("torch."))
     _write(folder, "config.json", {"architectures": ["Gemma4ForCausalLM"], **config})
     ids = {name: END_OF_TEXT_ID for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -534,7 +535,7 @@ def save_target(
 
 
 def save_assistant(model: Assistant, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Writes an assistant in the Hugging Face layout."""
+    """Writes an assistant in Hugging Face layout."""
     name = str(dtype).removeprefix("torch.")
     config = {
         "architectures": ["Gemma4AssistantForCausalLM"],
@@ -577,14 +578,14 @@ def _load_tensors(model: Target | Assistant, folder: Path) -> None:
 
 
 def load_target(folder: Path, device: torch.device) -> Target:
-    """Loads what `save_target` wrote for evaluation, computing in float32."""
+    """Loads a target that `save_target` wrote, for evaluation in float32."""
     model = Target(_read_config(json.loads((folder / "config.json").read_text())))
     _load_tensors(model, folder)
     return model.to(device).eval().requires_grad_(False)
 
 
 def load_assistant(folder: Path, device: torch.device) -> Assistant:
-    """Loads what `save_assistant` wrote for evaluation, computing in float32."""
+    """Loads an assistant that `save_assistant` wrote, for evaluation in float32."""
     values = json.loads((folder / "config.json").read_text())
     model = Assistant(_read_config(values["text_config"]), values["backbone_hidden_size"])
     _load_tensors(model, folder)

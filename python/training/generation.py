@@ -13,7 +13,8 @@ from transformers import DynamicCache, Gemma3ForCausalLM
 
 @torch.no_grad()
 def greedy(model: Gemma3ForCausalLM, prompts: Tensor, new_tokens: int) -> Tensor:
-    """Continues prompts of one length `[batch, length]`; returns the `[batch, new_tokens]` only."""
+    """Continues prompts of one length, `[batch, length]`; returns the new tokens,
+    `[batch, new_tokens]`."""
     cache = DynamicCache(config=model.config)
     inputs, generated = prompts, []
     for _ in range(new_tokens):
@@ -27,7 +28,7 @@ def greedy(model: Gemma3ForCausalLM, prompts: Tensor, new_tokens: int) -> Tensor
 def greedy_each(
     model: Gemma3ForCausalLM, prompts: Sequence[Sequence[int]], new_tokens: int, batch: int = 25
 ) -> list[list[int]]:
-    """Continues prompts of any lengths; a continuation ends after its first END_OF_TEXT."""
+    """Continues prompts of any length; a continuation ends after its first END_OF_TEXT."""
     continuations = []
     for start in range(0, len(prompts), batch):
         part = prompts[start : start + batch]
@@ -54,7 +55,7 @@ def until_end(ids: list[int]) -> list[int]:
 def predictions(
     model: Gemma3ForCausalLM, prompt: Sequence[int], continuation: Sequence[int]
 ) -> list[int]:
-    """What the model finds most likely in place of each token of the continuation."""
+    """The model's most likely token at each position of the continuation."""
     ids = torch.tensor([[*prompt, *continuation]], device=model.device)
     logits = model(ids, use_cache=False).logits[0]
     return logits[len(prompt) - 1 : -1].argmax(-1).tolist()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo checkpoints are judged by, free of any runtime.
+"""The measures of the demo checkpoints, independent of any runtime.
 
-The functions take token ids, per-iteration counts and texts, whichever engine produced them.
+The functions take token ids, counts per iteration and texts of any engine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ REPEATED_NGRAM = 8
 
 @dataclass(frozen=True)
 class AcceptanceReport:
-    """Acceptance over the part of the continuations before they first repeat themselves."""
+    """Acceptance over the continuations, each up to its first repetition."""
 
     generated_tokens: int
     counted_tokens: int
@@ -25,17 +25,17 @@ class AcceptanceReport:
 
     @property
     def counted_share(self) -> float:
-        """Counted tokens over generated tokens."""
+        """Counted tokens / generated tokens."""
         return self.counted_tokens / max(1, self.generated_tokens)
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens that a verify iteration emits on average, the bonus token included."""
+        """Tokens emitted per verify iteration, bonus token included."""
         return self.counted_emitted / max(1, self.counted_iterations)
 
 
 def tokens_before_repeat(ids: Sequence[int], n: int = REPEATED_NGRAM) -> int:
-    """The index at which an n-gram starts that occurred earlier in `ids`, else len(ids)."""
+    """The index of the first n-gram that occurred earlier in `ids`; len(ids) without one."""
     seen: set[tuple[int, ...]] = set()
     for start in range(len(ids) - n + 1):
         gram = tuple(ids[start : start + n])
@@ -50,13 +50,16 @@ def acceptance(
 ) -> AcceptanceReport:
     """Counts accepted tokens before the first repeated n-gram of each continuation.
 
-    Args:
-        continuations: the generated token ids of each prompt.
-        emitted: for each prompt, how many of these tokens each verify iteration emitted, in order.
-            Tokens the list does not account for come first: the prefill emitted them.
+    An iteration counts if it started before the repetition. Of its emitted tokens, only those
+    before the repetition count.
 
-    An iteration counts if it started before the repetition did; of what it emitted, only the
-    tokens before the repetition count.
+    Args:
+        continuations: The generated token ids of each prompt.
+        emitted: For each prompt, the number of tokens that each verify iteration emitted, in order.
+            The prefill emitted the tokens at the beginning that the list does not cover.
+
+    Raises:
+        ValueError: A list covers more tokens than its continuation has.
     """
     counted_tokens = counted_iterations = counted_emitted = 0
     for ids, counts in zip(continuations, emitted, strict=True):
@@ -80,11 +83,15 @@ def acceptance(
 
 
 def emitted_per_iteration(matches: Sequence[bool], draft_length: int) -> list[int]:
-    """What each verify iteration emits, given where the drafter agrees with the target.
+    """The number of tokens that each verify iteration emits, for a drafter without feedback.
 
-    `matches[i]` says whether the drafter, shown the text before the i-th generated token, proposes
-    that very token. The prefill emits token 0. Each iteration then emits the proposals up to the
-    first wrong one, and the target's own token in the place after them.
+    The prefill emits token 0. Each iteration then emits the drafts before the first wrong one, and
+    the target's own token after them.
+
+    Args:
+        matches: Entry i says whether the drafter proposes generated token i, given all tokens
+            before it.
+        draft_length: Drafts per iteration.
     """
     counts = []
     position = 1
@@ -102,12 +109,15 @@ def emitted_per_iteration(matches: Sequence[bool], draft_length: int) -> list[in
 
 
 def emitted_by_drafts(continuation: Sequence[int], drafts: Sequence[Sequence[int]]) -> list[int]:
-    """What each verify iteration emits, for a drafter whose later tokens hang on its own output.
+    """The number of tokens that each verify iteration emits, for a drafter that feeds back.
 
-    `drafts[s][i]` is what step s of a draft behind the i-th generated token proposes for the token
-    s + 1 places later, if the steps before it were right. The prefill emits token 0. Each iteration
-    then emits the proposals up to the first wrong one, and the target's own token in the place
-    after them.
+    The prefill emits token 0. Each iteration then emits the drafts before the first wrong one, and
+    the target's own token after them.
+
+    Args:
+        continuation: The generated token ids.
+        drafts: `drafts[s][i]` is the proposal of step s for token i + s + 1, when drafting starts
+            after generated token i and the previous steps were right.
     """
     counts = []
     position = 0
@@ -126,9 +136,9 @@ def emitted_by_drafts(continuation: Sequence[int], drafts: Sequence[Sequence[int
 def tokenizes(text: str) -> bool:
     """Whether Python's tokenizer reads `text` up to its last full line.
 
-    An open bracket, an open triple-quoted string or an open indented block at the end is what
-    cutting a program brings about and no error. Everything else is one: bad indentation, a string
-    that its line does not close, an unmatched bracket, a character outside the language.
+    An open bracket, triple-quoted string or indented block at the end is not an error, since the
+    text was cut. Everything else is: bad indentation, a string that is not closed on its line, an
+    unmatched bracket, a character outside the language.
     """
     full_lines = text[: text.rfind("\n") + 1]
     try:
@@ -143,7 +153,7 @@ def tokenizes(text: str) -> bool:
 
 
 def _is_foreign(token: tokenize.TokenInfo) -> bool:
-    """Whether the token is no Python; since 3.12 such a character comes as an unknown operator."""
+    """Whether the token is not Python; since 3.12 such characters are unknown operators."""
     if token.type == tokenize.ERRORTOKEN:
         return bool(token.string.strip())
     return token.type == tokenize.OP and token.string not in tokenize.EXACT_TOKEN_TYPES

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every training here is told on its command line: the corpus, the device, the plan."""
+"""The command-line options that all training programs share: the corpus, the device, the plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PlanT = TypeVar("PlanT")
 
 
 def options_for(description: str | None, plan: type[Any]) -> argparse.ArgumentParser:
-    """A command line with the corpus, the device, and an option for each field of the plan."""
+    """Returns a parser with the corpus, the device, and an option for each field of the plan."""
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument(
         "--stdlib",
@@ -35,19 +35,21 @@ def options_for(description: str | None, plan: type[Any]) -> argparse.ArgumentPa
 
 
 def add_minutes(parser: argparse.ArgumentParser) -> None:
-    """Adds the limit on the time that a training may take."""
+    """Adds the option for the time limit of a training."""
     parser.add_argument(
-        "--minutes", type=float, help="take this long, whatever the numbers of rounds and steps"
+        "--minutes",
+        type=float,
+        help="train for this long, whatever the numbers of rounds and steps",
     )
 
 
 def plan_from(arguments: argparse.Namespace, plan: type[PlanT]) -> PlanT:
-    """The plan that the options give."""
+    """Returns the plan with the values of the options."""
     return plan(**{f.name: getattr(arguments, f.name) for f in fields(plan)})  # type: ignore[arg-type]
 
 
 def corpus_from(arguments: argparse.Namespace) -> Corpus:
-    """The corpus; the program ends with a message where it is not the pinned one."""
+    """Loads the corpus; exits with a message if it is not the pinned one."""
     try:
         return load_corpus(arguments.stdlib)
     except CorpusError as error:

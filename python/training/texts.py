@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the models learn from: windows of the training files, and the target's own continuations."""
+"""The training data: windows of the training files, and the target's own continuations."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts of one length, of which a stretch is learned from.
+    """A batch of token rows of one length; the model learns from one stretch of each row.
 
-    What fills a row up comes after that stretch, so no causal model sees it.
+    Padding comes after the stretch, so no causal model sees it.
 
     Attributes:
-        ids: `[rows, length]`.
-        first: `[rows]`, index of the first token of the stretch.
-        count: Its length.
+        ids: Token ids, `[rows, length]`.
+        first: Index of the first token of the stretch, `[rows]`.
+        count: Length of the stretch.
     """
 
     ids: Tensor
@@ -29,26 +29,26 @@ class Texts:
     count: int
 
     def select(self, rows: Tensor) -> Texts:
-        """The given rows, in their order."""
+        """Returns the given rows, in that order."""
         return Texts(self.ids[rows], self.first[rows], self.count)
 
     def index(self, offset: int = 0, more: int = 0) -> Tensor:
-        """`[rows, count + more]`: indices from `offset` behind the first of the stretch on."""
+        """Consecutive indices from `first + offset` on, `[rows, count + more]`."""
         steps = torch.arange(self.count + more, device=self.first.device)
         return self.first.unsqueeze(1) + offset + steps
 
     def learned(self) -> Tensor:
-        """The tokens of the stretch, `[rows, count]`."""
+        """Returns the tokens of the stretch, `[rows, count]`."""
         return self.ids.gather(1, self.index())
 
     def at(self, values: Tensor, index: Tensor) -> Tensor:
-        """Of `values`, `[rows, length, ...]`, those at an index `[rows, n]`; ends are repeated."""
+        """Picks from `values`, `[rows, length, ...]`, at `index`, `[rows, n]`, clamped to a row."""
         rows = torch.arange(len(values), device=values.device).unsqueeze(1)
         return values[rows, index.clamp(0, values.shape[1] - 1)]
 
     @staticmethod
     def join(parts: list[Texts]) -> Texts:
-        """Texts of one length and one count, behind one another."""
+        """Concatenates the rows of texts with equal length and count."""
         return Texts(
             torch.cat([part.ids for part in parts]),
             torch.cat([part.first for part in parts]),
@@ -57,17 +57,17 @@ class Texts:
 
 
 class Windows:
-    """Random windows of a token stream that lies on the device."""
+    """Random windows of a token stream on the device."""
 
     def __init__(self, stream: list[int], device: torch.device, seed: int) -> None:
         self.stream = torch.tensor(stream, device=device)
         self.random = torch.Generator().manual_seed(seed)
 
     def sample(self, count: int, length: int) -> Tensor:
-        """`[count, length]` token ids; half of the windows open with END_OF_TEXT.
+        """Returns token ids `[count, length]`; half of the windows start with END_OF_TEXT.
 
-        Without that the models would know the token only from the starts of files, and a prompt
-        that an engine puts it in front of would surprise them.
+        Otherwise the models would know the token from the starts of files only, and a prompt that
+        starts with it would be outside the training data.
         """
         starts = torch.randint(len(self.stream) - length, (count, 1), generator=self.random)
         marked = torch.rand(count, generator=self.random) < 0.5
@@ -77,7 +77,7 @@ class Windows:
         return windows
 
     def texts(self, rows: int, length: int, count: int, earliest: int) -> Texts:
-        """Windows with a stretch of `count` tokens somewhere at or behind index `earliest`."""
+        """Returns windows with a random stretch of `count` tokens, at index `earliest` or later."""
         first = torch.randint(earliest, length - count + 1, (rows,), generator=self.random)
         return Texts(self.sample(rows, length), first.to(self.stream.device), count)
 
@@ -91,16 +91,17 @@ def continuations(
     longest_prompt: int,
     new_tokens: int,
 ) -> Texts:
-    """Greedy continuations of training prompts, whose length each call draws anew.
+    """Continues training prompts greedily; each call draws one prompt length.
 
-    With one fixed length a target would unlearn repetition at the positions behind it alone.
+    With one fixed length the target would unlearn repetition only at the positions after it.
 
     Args:
-        generate: Continues prompts of one length by so many tokens.
-        windows: The training text.
-        rows: How many.
-        shortest_prompt: Tokens before a continuation, at least.
-        longest_prompt: At most; rows have that and `new_tokens` tokens.
+        generate: Takes prompts of one length and a number of tokens, returns the continuations.
+        windows: The training files.
+        rows: Number of continuations.
+        shortest_prompt: Least number of prompt tokens.
+        longest_prompt: Greatest number of prompt tokens; rows are padded to this length plus
+            `new_tokens`.
         new_tokens: Tokens of a continuation.
     """
     choices = (shortest_prompt, longest_prompt + 1)
@@ -116,7 +117,7 @@ def continuations(
 
 
 def many_continuations(make: Callable[[], Texts], rounds: int, until: float | None = None) -> Texts:
-    """So many rounds of continuations; fewer, but one, where a moment comes first."""
+    """Calls `make` for `rounds` rounds, or until the moment `until`; at least once."""
     began = time.monotonic()
     parts = [make()]
     while len(parts) < rounds and (until is None or time.monotonic() < until):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains the demo checkpoints: a small Gemma 3 model of Python code and its drafter.
 
-Three stages follow one another. The target learns the training files. It then unlearns to repeat
-itself: where its own greedy continuations come back to a passage they already held, the tokens
-that do so become less likely. Last, the drafter learns the target's distribution, on the training
-files and on greedy continuations by the target, which is the text it will have to draft.
+There are three stages. First the target learns the training files. Then it learns not to repeat
+itself: where its greedy continuations return to an earlier passage, the repeating tokens become
+less likely. Last, the drafter learns the target's distribution, on the training files and on the
+target's greedy continuations, which are the output that it will draft.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @dataclass(frozen=True)
 class TargetPlan:
-    """The numbers of a target's training; each is an option of the command line."""
+    """The numbers of a target's training; each is a command-line option."""
 
     seed: int = 0
     window: int = 512  # tokens of a training window
-    batch: int = 64  # windows of a step
+    batch: int = 64  # windows per training step
     dropout: float = 0.1
     weight_decay: float = 0.1
 
@@ -62,27 +62,27 @@ class TargetPlan:
     unrepeat_rate: float = 1e-3
     unrepeat_weight: float = 1.5
     unrepeat_prompts: int = 1024  # continuations generated at once
-    unrepeat_batch: int = 256  # of which a step uses so many
+    unrepeat_batch: int = 256  # continuations per training step
     unrepeat_tokens: int = 80  # length of a continuation
-    unrepeat_from: int = 4  # tokens of the repetition that stay unpunished, plus one
+    unrepeat_from: int = 4  # first token of a repetition that is punished, counted from 1
 
 
 @dataclass(frozen=True)
 class Plan(TargetPlan):
-    """Every number of the training; each is an option of the command line."""
+    """All numbers of the training; each is a command-line option."""
 
     drafter_steps: int = 6000
     drafter_rate: float = 4e-3
     drafter_rounds: int = 40  # batches of continuations the drafter learns from
-    drafter_prompts: int = 2048  # continuations in each of them
-    drafter_batch: int = 96  # continuations of a step
-    drafter_windows: int = 16  # windows of the training files of a step
-    drafter_windows_weight: float = 0.5  # of their loss beside that of the continuations
+    drafter_prompts: int = 2048  # continuations in each batch
+    drafter_batch: int = 96  # continuations per training step
+    drafter_windows: int = 16  # windows of the training files per training step
+    drafter_windows_weight: float = 0.5  # weight of their loss; the continuations have 1
     drafter_tokens: int = 96  # length of a continuation
 
 
 class TargetTrainer(ABC, Generic[Model]):
-    """The stages that make a target, for a model of any kind."""
+    """The two stages that train a target of any architecture."""
 
     def __init__(self, plan: TargetPlan, windows: Windows, *, compiled: bool) -> None:
         self.plan = plan
@@ -114,7 +114,7 @@ class TargetTrainer(ABC, Generic[Model]):
         return model
 
     def unlearn_repetition(self, model: Model, until: float | None = None) -> None:
-        """Stage two: unlikelihood of the tokens with which the model repeats itself."""
+        """Stage two: an unlikelihood loss on the tokens with which the model repeats itself."""
         plan = self.plan
         logits_of = self.forward(model)
         batches: list[Texts] = []
@@ -132,10 +132,10 @@ class TargetTrainer(ABC, Generic[Model]):
         self.fit("unrepeat", model, loss, plan.unrepeat_steps, plan.unrepeat_rate, until)
 
     def continuations(self, model: Model, count: int, new_tokens: int) -> Texts:
-        """Greedy continuations of training prompts of one length, which each call draws anew."""
+        """Continues training prompts greedily; each call draws one prompt length."""
         was_training = model.training
         model.eval()
-        # What autocast has cast without gradients must not serve the step that follows.
+        # The training step that follows needs gradients, so it must not reuse cached casts.
         with torch.autocast(
             self.device.type, torch.bfloat16, self.device.type == "cuda", cache_enabled=False
         ):
@@ -169,7 +169,7 @@ class TargetTrainer(ABC, Generic[Model]):
         return cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
 
     def _repetition_loss(self, logits_of: Callable[[Tensor], Tensor], own: Texts) -> Tensor:
-        """The mean of -log(1 - p) over the punished tokens of the continuations."""
+        """Mean of -log(1 - p) over the punished tokens of the continuations."""
         generated = own.learned()
         punished = repetitions(generated, self.plan.unrepeat_from)
         logits = own.at(logits_of(own.ids), own.index(-1)).float()
@@ -197,7 +197,7 @@ class Trainer(TargetTrainer[Gemma3ForCausalLM]):
         return greedy(model, prompts, new_tokens)
 
     def distil(self, target: Gemma3ForCausalLM) -> Gemma3ForCausalLM:
-        """Stage three: the drafter learns the target's distribution and its first choices."""
+        """Stage three: the drafter learns the target's distribution and its most likely tokens."""
         plan = self.plan
         own = many_continuations(
             lambda: self.continuations(target, plan.drafter_prompts, plan.drafter_tokens),
@@ -229,20 +229,20 @@ class Trainer(TargetTrainer[Gemma3ForCausalLM]):
         return model
 
 
-def distillation_loss(offered: Tensor, wanted: Tensor) -> Tensor:
-    """Divergence from the wanted logits plus the loss of their first choice, per position."""
-    log_wanted = log_softmax(wanted.flatten(0, 1).float(), -1)
-    log_offered = log_softmax(offered.flatten(0, 1).float(), -1)
-    divergence = kl_div(log_offered, log_wanted, reduction="batchmean", log_target=True)
-    choice = -log_offered.gather(-1, log_wanted.argmax(-1, keepdim=True)).mean()
+def distillation_loss(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
+    """Divergence from the target plus the cross-entropy of its most likely token, per position."""
+    target = log_softmax(target_logits.flatten(0, 1).float(), -1)
+    draft = log_softmax(draft_logits.flatten(0, 1).float(), -1)
+    divergence = kl_div(draft, target, reduction="batchmean", log_target=True)
+    choice = -draft.gather(-1, target.argmax(-1, keepdim=True)).mean()
     return divergence + choice
 
 
 def repetitions(generated: Tensor, first: int) -> Tensor:
-    """Marks tokens inside an n-gram that its continuation already held, n = REPEATED_NGRAM.
+    """Marks tokens of n-grams that occurred earlier in their continuation, n = REPEATED_NGRAM.
 
-    The first `first - 1` tokens of a repeated n-gram stay unmarked: a line may well begin like an
-    earlier one, it is to end differently.
+    The first `first - 1` tokens of a repeated n-gram stay unmarked: a line may begin like an
+    earlier one, but should end differently.
     """
     same = generated.unsqueeze(2) == generated.unsqueeze(1)
     ends = same.tril(-1)
@@ -258,7 +258,7 @@ def repetitions(generated: Tensor, first: int) -> Tensor:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = options_for(__doc__, Plan)
     parser.add_argument("--out", type=Path, default=DEMO)
     parser.add_argument(
@@ -269,13 +269,16 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Trains, rounds and saves both models and the evaluation prompts."""
+    """Trains both models, rounds them to bf16, and saves them with the evaluation prompts."""
     arguments = parse_arguments()
     plan = plan_from(arguments, Plan)
     ratio = work_per_token(drafter_config()) / work_per_token(target_config())
-    print(f"work of the drafter over that of the target: {ratio:.4f}")
+    print(f"drafter's work / target's work: {ratio:.4f}")
     if ratio >= DRAFTER_WORK_BAR:
-        sys.exit(f"the drafter's work must stay below {DRAFTER_WORK_BAR} of the target's")
+        sys.exit(
+            f"the drafter's work is {ratio:.4f} of the target's; it must stay below "
+            f"{DRAFTER_WORK_BAR}: make drafter_config smaller"
+        )
     corpus = corpus_from(arguments)
 
     tokenizer = train_bpe(corpus.train.values())

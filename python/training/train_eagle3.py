@@ -2,9 +2,9 @@
 """Trains an EAGLE-3 head for the demo target.
 
 The head learns the target's distribution over a reduced vocabulary, on the training files and on
-greedy continuations by the target, which is the text it will have to draft. Every step of the
-training drafts several tokens in a row: from the second on the head takes what it has put out
-itself, as it does when it drafts.
+the target's greedy continuations, which are the output that it will draft. Every training step
+drafts several tokens in a row: from the second draft on, the head reads its own output, as it does
+in inference.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from corpus import VOCAB_SIZE, token_stream
 from demo_models import load_checkpoint
-from eagle3_model import AUX_LAYERS, DraftKeys, Head, HeadConfig, save_head
+from eagle3_model import AUX_LAYERS, DraftHead, DraftHeadConfig, DraftKeys, save_head
 from fitting import Clock, draft_loss, fit
 from generation import greedy
 from options import DEMO, add_minutes, corpus_from, options_for, plan_from
@@ -29,7 +29,7 @@ from transformers import Gemma3ForCausalLM
 
 @dataclass(frozen=True)
 class Plan:
-    """Every number of the training; each is an option of the command line."""
+    """All numbers of the training; each is a command-line option."""
 
     seed: int = 0
     steps: int = 6000
@@ -37,8 +37,8 @@ class Plan:
     weight_decay: float = 0.05
 
     draft_steps: int = 3  # tokens drafted in a row
-    draft_decay: float = 0.8  # weight of each over that of the one before
-    choice_weight: float = 1.0  # of the loss of the target's first choice beside the divergence
+    draft_decay: float = 0.8  # weight of a draft's loss relative to that of the previous draft
+    choice_weight: float = 1.0  # weight of the target's most likely token; the divergence has 1
 
     draft_vocab: int = 3072
     intermediate: int = 640
@@ -46,16 +46,16 @@ class Plan:
     shortest_prompt: int = 32  # tokens of the training files before a continuation
     longest_prompt: int = 320
     rounds: int = 20  # batches of continuations
-    prompts: int = 4096  # continuations in each of them
+    prompts: int = 4096  # continuations in each batch
     new_tokens: int = 96  # length of a continuation
-    texts_until: float = 0.3  # of a limited time: no round starts later
+    texts_until: float = 0.3  # share of a limited time after which no batch starts
 
-    batch: int = 64  # continuations of a step
-    windows: int = 16  # windows of the training files of a step
+    batch: int = 64  # continuations per training step
+    windows: int = 16  # windows of the training files per training step
 
 
 def choose_vocabulary(texts: Texts, stream: Tensor, size: int) -> Tensor:
-    """The ids that occur most often in continuations, then in the training files, ascending."""
+    """Returns the most frequent ids of continuations, then of training files, ascending."""
     own = torch.bincount(texts.learned().flatten(), minlength=VOCAB_SIZE).double()
     files = torch.bincount(stream, minlength=VOCAB_SIZE).double()
     chosen = (own / own.sum() + 0.1 * files / files.sum()).topk(size).indices
@@ -65,9 +65,9 @@ def choose_vocabulary(texts: Texts, stream: Tensor, size: int) -> Tensor:
 
 
 class Drafting:
-    """The target with a head: what a training step computes, and what drafts come to."""
+    """The target with a head: the forward pass of a training step, also used by the evaluation."""
 
-    def __init__(self, target: Gemma3ForCausalLM, head: Head, draft_steps: int) -> None:
+    def __init__(self, target: Gemma3ForCausalLM, head: DraftHead, draft_steps: int) -> None:
         self.target = target
         self.head = head
         self.draft_steps = draft_steps
@@ -76,57 +76,58 @@ class Drafting:
         self.rows = rows
 
     def run(self, texts: Texts) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Drafts every token of the texts' stretches, in every step.
+        """Drafts every token of the stretches of the texts in every step.
 
         Returns:
             The target's logits for the stretches, `[rows, count, vocabulary]`; and for each step s
-            those of the head for the same tokens, `[rows, count, draft_vocab]`, drafted behind the
-            token s + 1 places before, with which of them can be.
+            a pair: the head's logits for the same tokens, `[rows, count, draft_vocab]`, where
+            drafting started after the token s + 1 positions before, and a mask `[rows, count]` of
+            the tokens for which that position exists.
         """
         ids, head = texts.ids, self.head
         with torch.no_grad():
             out = self.target.model(ids, use_cache=False, output_hidden_states=True)
             streams = torch.cat([out.hidden_states[layer] for layer in AUX_LAYERS], dim=-1)
-            # Without the target's factor, as a head takes them.
+            # An EAGLE-3 head reads the embeddings without the target's factor.
             embeddings = self.target.model.embed_tokens.weight[ids]
-            wanted = self.target.lm_head(texts.at(out.last_hidden_state, texts.index(-1)))
-        # Position i drafts token i + 2 + s: that many places at the end have nothing to learn.
+            target_logits = self.target.lm_head(texts.at(out.last_hidden_state, texts.index(-1)))
+        # Position i drafts token i + 2 + s, so the last positions have no token to learn.
         length = ids.shape[1] - 1 - self.draft_steps
         hidden = head.first_hidden(streams[:, :length])
         keys = DraftKeys()
-        offered = []
+        drafted = []
         for step in range(self.draft_steps):
             embedding = embeddings[:, 1 + step : 1 + step + length]
             hidden = head(embedding, hidden, step, keys)
             position = texts.index(-2 - step)
-            can_be = (position >= 0) & (position < length)
-            offered.append((head.logits(texts.at(hidden, position)), can_be))
-        return wanted, offered
+            exists = (position >= 0) & (position < length)
+            drafted.append((head.logits(texts.at(hidden, position)), exists))
+        return target_logits, drafted
 
 
 class Trainer:
-    """Holds what a step needs."""
+    """Trains a head for a target."""
 
-    def __init__(self, plan: Plan, target: Gemma3ForCausalLM, head: Head) -> None:
+    def __init__(self, plan: Plan, target: Gemma3ForCausalLM, head: DraftHead) -> None:
         self.plan = plan
         self.head = head
         self.drafting = Drafting(target, head, plan.draft_steps)
         self.agreement: list[Tensor] = []
 
     def loss(self, texts: Texts) -> Tensor:
-        """The loss over some texts; notes how often each step's first choice is the target's."""
+        """Returns the loss over some texts; stores each step's agreement with the target."""
         plan, drafting = self.plan, self.drafting
         logits, drafts = drafting.run(texts)
-        wanted = log_softmax(logits[..., self.head.ids].float(), -1)
+        target_logprobs = log_softmax(logits[..., self.head.ids].float(), -1)
         choice = drafting.rows[logits.argmax(-1)]
         total = torch.zeros((), device=texts.ids.device)
         self.agreement = []
-        for step, (offered, can_be) in enumerate(drafts):
+        for step, (draft_logits, exists) in enumerate(drafts):
             loss, agreement = draft_loss(
-                log_softmax(offered.float(), -1),
-                wanted,
+                log_softmax(draft_logits.float(), -1),
+                target_logprobs,
                 choice,
-                can_be & (choice >= 0),
+                exists & (choice >= 0),
                 plan.choice_weight,
             )
             total = total + plan.draft_decay**step * loss
@@ -134,7 +135,7 @@ class Trainer:
         return total
 
     def fit(self, own: Texts, windows: Windows, until: float | None) -> None:
-        """Trains the head on continuations and, fewer, windows of the training files."""
+        """Trains the head on continuations and on fewer windows of the training files."""
         plan = self.plan
         length = own.ids.shape[1]
 
@@ -147,7 +148,7 @@ class Trainer:
 
         def note() -> str:
             shares = " ".join(f"{share.item():.3f}" for share in self.agreement)
-            return f"the target's choice at each step {shares}"
+            return f"agreement with the target at each step {shares}"
 
         fit(
             "head",
@@ -162,7 +163,7 @@ class Trainer:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = options_for(__doc__, Plan)
     parser.add_argument("--target", type=Path, default=DEMO / "gemma3_code")
     parser.add_argument("--out", type=Path, default=DEMO / "gemma3_code_eagle3")
@@ -196,14 +197,14 @@ def main() -> None:
     )
     ids = choose_vocabulary(own, windows.stream, plan.draft_vocab)
     hidden = target.config.hidden_size
-    config = HeadConfig(
+    config = DraftHeadConfig(
         target_hidden=hidden,
         hidden=hidden,
         intermediate=plan.intermediate,
         draft_vocab=plan.draft_vocab,
         max_position=target.config.max_position_embeddings,
     )
-    head = Head(config, ids).to(device)
+    head = DraftHead(config, ids).to(device)
     Trainer(plan, target, head).fit(own, windows, clock.at(1.0))
     nbytes = save_head(head, arguments.out)
     print(f"wrote {arguments.out}: {nbytes} bytes of tensors", flush=True)

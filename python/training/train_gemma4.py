@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains the Gemma 4 demo pair: a small target and its MTP assistant.
 
-The target goes through the same two stages as the Gemma 3 one, on the same files with the same
-tokenizer. The assistant then learns to draft several tokens in a row behind every token of the
-target's own greedy continuations and of the training files: from the second on it takes what it has
-put out itself, as it does when it drafts.
+The target goes through the same two stages as the Gemma 3 target, on the same files with the same
+tokenizer. Then the assistant learns to draft several tokens in a row after every token of the
+target's greedy continuations and of the training files. From the second draft on it reads its own
+output, as it does in inference.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from train_demo import TargetPlan, TargetTrainer
 
 @dataclass(frozen=True)
 class Plan(TargetPlan):
-    """Every number of the training; each is an option of the command line."""
+    """All numbers of the training; each is a command-line option."""
 
-    # Rows of continuations are as long as windows, and as many: one shape serves both.
+    # Continuations have the shape of a batch of windows, so the model is compiled once for both.
     longest_prompt: int = 416
     unrepeat_steps: int = 2400
     unrepeat_prompts: int = 4096
@@ -51,24 +51,24 @@ class Plan(TargetPlan):
 
     assistant_steps: int = 6000
     assistant_rate: float = 3e-3
-    assistant_decay: float = 0.05  # of its weights
+    assistant_decay: float = 0.05  # weight decay
     draft_steps: int = 3  # tokens drafted in a row
-    draft_decay: float = 0.8  # weight of each over that of the one before
-    choice_weight: float = 1.0  # of the loss of the target's first choice beside the divergence
+    draft_decay: float = 0.8  # weight of a draft's loss relative to that of the previous draft
+    choice_weight: float = 1.0  # weight of the target's most likely token; the divergence has 1
     assistant_rounds: int = 20  # batches of continuations
-    assistant_prompts: int = 4096  # continuations in each of them
+    assistant_prompts: int = 4096  # continuations in each batch
     assistant_tokens: int = 96  # length of a continuation
-    assistant_batch: int = 96  # continuations of a step
-    assistant_windows: int = 32  # windows of the training files of a step
+    assistant_batch: int = 96  # continuations per training step
+    assistant_windows: int = 32  # windows of the training files per training step
 
-    # Parts of a limited time after which a stage ends.
+    # Shares of a limited time after which a stage ends.
     target_until: float = 0.45
     unrepeat_until: float = 0.63
-    texts_until: float = 0.71  # no round of continuations starts later
+    texts_until: float = 0.71  # no batch of continuations starts later
 
 
 class Drafting:
-    """The target with an assistant: what a training step computes, and what drafts come to."""
+    """The target with an assistant: the forward pass of a training step and of the evaluation."""
 
     def __init__(self, target: Target, assistant: Assistant, draft_steps: int) -> None:
         self.target = target
@@ -76,49 +76,49 @@ class Drafting:
         self.draft_steps = draft_steps
 
     def run(self, texts: Texts, *, ahead: int = 0) -> tuple[Tensor, list[Tensor]]:
-        """Drafts behind the token before each one of the texts' stretches.
+        """Starts drafting before every token of the stretches of the texts.
 
-        Draft i of a row stands behind token P = first + i - 1 and its step s drafts token
+        Draft i of a row starts after token P = first + i - 1, and its step s drafts token
         P + 1 + s.
 
         Args:
-            texts: At least two tokens come before each stretch.
+            texts: Texts with at least two tokens before each stretch.
             ahead: See `View.of`.
 
         Returns:
             The target's logits for tokens first + j, `[rows, count + draft_steps - 1, vocabulary]`,
-            so that step s of draft i is judged by those at j = i + s; and for each step the
-            assistant's, `[rows, count, vocabulary]`.
+            where step s of draft i is compared with j = i + s; and for each step the assistant's
+            logits, `[rows, count, vocabulary]`.
         """
         ids, target, assistant = texts.ids, self.target, self.assistant
         with torch.no_grad():
             states = target.states(ids)
-            judges = texts.at(states.hidden, texts.index(-1, self.draft_steps - 1))
-            wanted = target.logits(judges)
+            judged = texts.at(states.hidden, texts.index(-1, self.draft_steps - 1))
+            target_logits = target.logits(judged)
             last = texts.index(-2)
             hidden = texts.at(states.hidden, last)
             view = View.of(assistant.config, states, last, ahead)
-        offered = []
+        drafted = []
         for step in range(self.draft_steps):
             with torch.no_grad():
                 token = target.embed(texts.at(ids, texts.index(step - 1)))
             logits, hidden = assistant(token, hidden, view)
-            offered.append(logits)
-        return wanted, offered
+            drafted.append(logits)
+        return target_logits, drafted
 
     def loss(self, texts: Texts, plan: Plan) -> tuple[Tensor, list[Tensor]]:
-        """The loss over some texts, and how often each step's first choice is the target's."""
+        """Returns the loss over some texts, and each step's agreement with the target."""
         logits, drafts = self.run(texts)
-        wanted, choice = log_softmax(logits, -1), logits.argmax(-1)
+        target_logprobs, choice = log_softmax(logits, -1), logits.argmax(-1)
         total = torch.zeros((), device=texts.ids.device)
         index = torch.arange(texts.count, device=texts.ids.device)
         agreements = []
-        for step, offered in enumerate(drafts):
-            judge = slice(step, step + texts.count)
+        for step, draft_logits in enumerate(drafts):
+            targets = slice(step, step + texts.count)
             loss, agreement = draft_loss(
-                log_softmax(offered, -1),
-                wanted[:, judge],
-                choice[:, judge],
+                log_softmax(draft_logits, -1),
+                target_logprobs[:, targets],
+                choice[:, targets],
                 (index + step < texts.count).expand(len(texts.ids), -1),
                 plan.choice_weight,
             )
@@ -138,7 +138,7 @@ class Trainer(TargetTrainer[Target]):
         return self.prepared(Target(target_config(), self.plan.dropout).to(self.device))
 
     def prepared(self, model: Target) -> Target:
-        """The target, compiled if that is wanted."""
+        """Returns the target, compiled if `compiled` is set."""
         if self.compiled:
             compile_layers(model)
         return model
@@ -183,7 +183,7 @@ class Trainer(TargetTrainer[Target]):
 
         def note() -> str:
             shares = " ".join(f"{share.item():.3f}" for share in agreements)
-            return f"the target's choice at each step {shares}"
+            return f"agreement with the target at each step {shares}"
 
         fit(
             "assistant",
@@ -199,16 +199,16 @@ class Trainer(TargetTrainer[Target]):
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = options_for(__doc__, Plan)
     parser.add_argument("--out", type=Path, default=DEMO)
     parser.add_argument(
-        "--tokenizer", type=Path, default=DEMO / "gemma3_code", help="a folder with a tokenizer"
+        "--tokenizer", type=Path, default=DEMO / "gemma3_code", help="folder with the tokenizer"
     )
     parser.add_argument(
         "--target",
         type=Path,
-        help="a trained target: the assistant alone is trained, for all the time",
+        help="folder of a trained target; then only the assistant is trained, for the whole time",
     )
     parser.add_argument("--no-compile", action="store_true", help="run the models eagerly")
     add_minutes(parser)
@@ -216,7 +216,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Trains and saves both models, each as soon as it is there."""
+    """Trains both models and saves each as soon as it is complete."""
     arguments = parse_arguments()
     clock = Clock.start(arguments.minutes)
     plan = plan_from(arguments, Plan)
@@ -231,7 +231,7 @@ def main() -> None:
     if arguments.target is None:
         folder = arguments.out / "gemma4_code"
         target = trainer.train_target(clock.at(plan.target_until))
-        save_target(target, folder, arguments.tokenizer)  # for the case that stage two fails
+        save_target(target, folder, arguments.tokenizer)  # in case stage two fails
         trainer.unlearn_repetition(target, clock.at(plan.unrepeat_until))
         target = rounded_to_bf16(target)
         save_target(target, folder, arguments.tokenizer)

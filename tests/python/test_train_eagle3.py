@@ -21,11 +21,11 @@ def test_training_drafts_as_inference_does(tmp_path: Path) -> None:
     reference_target = TargetReference(target_dir)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randperm(4096, generator=generator)[:100].sort().values
-    config = eagle3_model.HeadConfig(
+    config = eagle3_model.DraftHeadConfig(
         target_hidden=256, hidden=256, intermediate=96, head_dim=32, draft_vocab=100
     )
     torch.manual_seed(0)
-    head = eagle3_model.Head(config, ids)
+    head = eagle3_model.DraftHead(config, ids)
     with torch.no_grad():
         for parameter in head.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
