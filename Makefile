@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-# The verbs people type. Everything is built and installed below this folder.
+# The targets for daily use. Everything is built and installed below this folder.
 #
-#   make demo     install from source into .venv and run the main job
-#   make test     all tests: ctest, then pytest on the installed package, in .venv-test
-#   make bench    the latency bench in .venv
-#   make cuda     build the CUDA backend, library, module and tests, in build/cuda-python
-#   make test-cuda-build   what can be tested of it without a GPU
-#   make gpu-test          all GPU tests and benches on this machine's GPU; writes docs/gpu-evidence.json
-#   make gpu-sanitize      compute-sanitizer over the op table; writes docs/gpu-sanitizer.json
-#   make lint     ruff and mypy
-#   make format   clang-format and ruff on all sources
-#   make clean    remove builds and environments
+#   make demo              install from source into .venv and generate with a demo
+#   make test              run all CPU tests: ctest, then pytest on the installed package, in .venv-test
+#   make bench             run the latency bench in .venv
+#   make cuda              build the CUDA backend (library, module and tests) in build/cuda-python
+#   make test-cuda-build   build the CUDA backend and test what needs no GPU
+#   make gpu-test          run all GPU tests and benches on this machine; writes docs/gpu-evidence.json
+#   make gpu-sanitize      run compute-sanitizer over the op table; writes docs/gpu-sanitizer.json
+#   make lint              run ruff and mypy
+#   make format            run clang-format and ruff on all sources
+#   make clean             remove builds and environments
 #
 # Variables: PYTHON (python3), JOBS (all cores), PACELINE_TEST_LEVEL (1; 3 = everything),
 # PACELINE_GOOGLETEST_DIR (sources of GoogleTest, for gpu-test where it is not installed).
@@ -25,12 +25,12 @@ JOBS ?= $(shell nproc)
 VENV := .venv
 TEST_VENV := .venv-test
 CONSTRAINTS := $(CURDIR)/tests/constraints.txt
-# The second name is what newer versions of pip ask for the environment of a build.
+# Newer versions of pip read the second variable for build environments.
 PINNED := PIP_CONSTRAINT="$(CONSTRAINTS)" PIP_BUILD_CONSTRAINT="$(CONSTRAINTS)"
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
-# What an installation depends on: installing again takes a minute, so only when one is newer.
+# Sources of an installation. Installing takes a minute, so it runs only when one of them is newer.
 SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md cmake cpp python -type f \
   -not -name '*.pyc' -not -name '*.so' 2>/dev/null)
 
@@ -40,7 +40,7 @@ demo: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(VENV)/bin/paceline bench latency
 
-# The package goes in first: a test of ctest compares the C++ consumer with it.
+# The package is installed first, because a ctest compares the C++ consumer with it.
 test: $(TEST_VENV)/.installed check-gtest
 	export PATH="$(CURDIR)/$(TEST_VENV)/bin:$$PATH"
 	cmake --preset cpu-release -DPACELINE_TEST_PYTHON="$(CURDIR)/$(TEST_VENV)/bin/python"
@@ -48,7 +48,7 @@ test: $(TEST_VENV)/.installed check-gtest
 	ctest --preset cpu-release
 	python -m pytest
 
-# A CUDA build on a machine without a GPU, or even a driver: compiles, imports, and runs on the CPU.
+# Needs no GPU and no driver: the CUDA build must compile, import and run on the CPU.
 test-cuda-build: $(TEST_VENV)/.installed check-gtest
 	export PATH="$(CURDIR)/$(TEST_VENV)/bin:$$PATH:/usr/local/cuda/bin"
 	cmake --preset cuda-python
@@ -56,7 +56,7 @@ test-cuda-build: $(TEST_VENV)/.installed check-gtest
 	ctest --preset cuda-python
 	PYTHONPATH="$(CURDIR)/python" python tests/install/check_cuda_build.py
 
-# On a machine with a GPU, with what is installed there: CUDA, cmake, ninja, pybind11, torch, pytest.
+# For a machine with a GPU. Uses what is installed there: CUDA, cmake, ninja, pybind11, torch, pytest.
 cuda: check-python
 	export PATH="$$PATH:/usr/local/cuda/bin"
 	cmake --preset cuda-python -DPython_EXECUTABLE="$$(command -v $(PYTHON))" \
@@ -96,10 +96,10 @@ clean:
 
 check-python:
 	@if ! command -v $(PYTHON) >/dev/null; then
-	  echo "make: $(PYTHON) was not found; install Python 3.11 or newer, or: make PYTHON=/path/to/python" >&2
+	  echo "make: $(PYTHON) was not found; install Python 3.11 or newer, or run: make PYTHON=/path/to/python" >&2
 	  exit 1
 	fi
-	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("make: $(PYTHON) is Python " + sys.version.split()[0] + "; Paceline needs 3.11 or newer: make PYTHON=/path/to/python")'
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("make: $(PYTHON) is Python " + sys.version.split()[0] + "; Paceline needs 3.11 or newer; run: make PYTHON=/path/to/python")'
 
 check-gtest:
 	@if ! echo '#include <gmock/gmock.h>' | $${CXX:-g++} -E -x c++ - >/dev/null 2>&1; then

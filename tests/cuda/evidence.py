@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evidence from a GPU, kept with the sources, since continuous integration has none.
+"""Records GPU test results with the sources, since continuous integration has no GPU.
 
-    evidence.py test [PART ...]              GPU tests and benches; docs/gpu-evidence.json
-    evidence.py sanitize [TOOL[:PART] ...]   compute-sanitizer over the op table;
+    evidence.py test [PART ...]              run GPU tests and benches; write docs/gpu-evidence.json
+    evidence.py sanitize [TOOL[:PART] ...]   run compute-sanitizer over the op table; write
                                              docs/gpu-sanitizer.json
-    evidence.py check   say STALE for evidence that was gathered from other sources
-    evidence.py files   print the files that evidence covers, with their hashes
+    evidence.py check                        report evidence of other sources as STALE
+    evidence.py files                        print the files that evidence covers, with hashes
 
-A result carries its own date and hash, so parts may be run apart. `test` and `sanitize` expect
-`make cuda` to have built build/cuda-python. They exit 1 when a command fails, and write what they
-saw all the same.
+Each result has its own date and source hash, so parts may run at different times. `test` and
+`sanitize` need the build of `make cuda`. If a command fails, they still write its result, and exit
+with 1.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ BUILD = ROOT / "build" / "cuda-python" / "tests"
 TEST_FILE = ROOT / "docs" / "gpu-evidence.json"
 SANITIZER_FILE = ROOT / "docs" / "gpu-sanitizer.json"
 
-#: What runs on the GPU, and what decides how it is tested.
+#: The sources that run on the GPU, and those that define its tests.
 COVERED = ("cpp", "cuda", "python/bindings", "tests/cuda", "tests/support", "CMakeLists.txt")
 
 SOURCE_SUFFIXES = (".h", ".cc", ".cu", ".cuh", ".py", ".txt", ".json")
 
 
 def speculative(method: str, model: str, length: float) -> list[str]:
-    """Options of a bench: k=3 and a synthetic acceptance length, since weights are made up."""
+    """Bench options for k=3 and a synthetic acceptance length, since the weights are random."""
     config = {
         "method": method,
         "model": model,
@@ -51,7 +51,7 @@ def speculative(method: str, model: str, length: float) -> list[str]:
 
 
 def sampling(*values: dict[str, float]) -> list[str]:
-    """Options of a bench: every row once with each."""
+    """Bench options that measure every row once with each of `values`."""
     return [word for value in values for word in ("--sampling", json.dumps(value))]
 
 
@@ -60,14 +60,14 @@ BENCH += ["--input-len", "256", "--output-len", "512", "--rounds", "1"]
 
 
 def covered_files() -> list[str]:
-    """The covered files, sorted; by looking, since a copy on a GPU machine may have no history."""
+    """Lists the covered files, sorted. Does not ask git: a copy on a GPU machine may lack it."""
     roots = [ROOT / covered for covered in COVERED]
     paths = [path for root in roots for path in ([root] if root.is_file() else root.rglob("*"))]
     return sorted(str(path.relative_to(ROOT)) for path in paths if path.suffix in SOURCE_SUFFIXES)
 
 
 def source_hash() -> str:
-    """SHA-256 over the names and contents of the covered files."""
+    """Returns the SHA-256 over the names and contents of the covered files."""
     digest = hashlib.sha256()
     for name in covered_files():
         digest.update(name.encode())
@@ -76,7 +76,7 @@ def source_hash() -> str:
 
 
 def environment() -> dict[str, str]:
-    """What the commands run with: a GPU is required, cuBLASLt is found."""
+    """Returns the environment of the commands: it requires a GPU and has the path of cuBLASLt."""
     env = dict(os.environ)
     env["PACELINE_REQUIRE_GPU"] = "1"
     env["PYTHONPATH"] = str(ROOT / "python")
@@ -90,7 +90,7 @@ def environment() -> dict[str, str]:
 
 
 def machine() -> dict[str, str]:
-    """The GPU, its driver and the compiler."""
+    """Returns the names of the GPU, its driver and the CUDA compiler."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     name, driver = (subprocess.check_output(query, text=True).splitlines()[0] + ",").split(",")[:2]
     nvcc = subprocess.check_output(["nvcc", "--version"], text=True).splitlines()
@@ -100,7 +100,7 @@ def machine() -> dict[str, str]:
 def run(
     title: str, command: list[str], summary: str, env: dict[str, str], limit: float
 ) -> dict[str, Any]:
-    """Runs a command; `summary` is a pattern for the lines of its output to keep."""
+    """Runs a command for at most `limit` seconds; records output lines that match `summary`."""
     start = time.monotonic()
     try:
         done = subprocess.run(
@@ -127,12 +127,12 @@ def run(
 
 
 def today() -> str:
-    """The date, in UTC."""
+    """Returns the date in UTC."""
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
 
 
 def write(path: Path, results: list[dict[str, Any]], extra: dict[str, Any]) -> int:
-    """Writes the evidence; returns the exit code."""
+    """Writes the evidence; returns 0 if every result passed, else 1."""
     passed = all(result["exit"] == 0 for result in results)
     evidence = {
         "date": today(),
@@ -164,7 +164,7 @@ TESTS = (
 
 BENCHES = {
     "qwen3-8b": ["--config", "qwen3-8b", *speculative("eagle3", "qwen3-8b-eagle3", 2.34)],
-    # Greedy and sampled side by side, in one process.
+    # Greedy and sampled rows in one process, so that they compare.
     "sampling": [
         "--config",
         "qwen3-8b",
@@ -188,7 +188,7 @@ PARTS = (*TESTS, "python", *BENCHES, "demos", "disk", "ops")
 
 
 def run_part(part: str, env: dict[str, str], benches: dict[str, Any]) -> list[dict[str, Any]]:
-    """Runs one of PARTS; what a bench measured goes into `benches`."""
+    """Runs one of PARTS; adds the figures of a bench to `benches`."""
     if part in TESTS:
         return [run(part, [str(BUILD / part), "--gtest_brief=1"], GTEST, env, 300)]
     if part == "python":
@@ -212,7 +212,7 @@ def run_part(part: str, env: dict[str, str], benches: dict[str, Any]) -> list[di
         script = str(ROOT / "python" / "training" / "compare_demos.py")
         return [run(part, [sys.executable, script, "--device", "cuda"], r"^\|", env, 120)]
     if part == "disk":
-        # A checkpoint of the real size, from the local disk with its pages cached.
+        # Loads a full-size checkpoint from the local disk, with its pages cached.
         with tempfile.TemporaryDirectory() as scratch:
             maker = [sys.executable, str(ROOT / "tests" / "cuda" / "make_checkpoint.py")]
             made = run("disk: make", [*maker, "qwen3-8b", scratch], r"\S", env, 200)
@@ -225,7 +225,7 @@ def run_part(part: str, env: dict[str, str], benches: dict[str, Any]) -> list[di
 
 
 def test(parts: list[str]) -> int:
-    """Runs the tests and benches; keeps what an earlier run found in the other parts."""
+    """Runs tests and benches; keeps the earlier results of all other parts."""
     env = environment()
     kept: list[dict[str, Any]] = []
     benches: dict[str, Any] = {}
@@ -238,16 +238,16 @@ def test(parts: list[str]) -> int:
         results = run_part(part, env, benches)
         kept = [r for r in kept if r["title"].split(":")[0] != part]
         kept += [{**r, "date": today(), "source_hash": source_hash()} for r in results]
-        order = {name: place for place, name in enumerate(PARTS)}
+        order = {name: rank for rank, name in enumerate(PARTS)}
         kept.sort(key=lambda r: order.get(r["title"].split(":")[0], len(order)))
-        code = write(TEST_FILE, kept, {"benches": benches})  # at once, in case time runs out
+        code = write(TEST_FILE, kept, {"benches": benches})  # now, in case a later part times out
     return code
 
 
-#: Tools, and what each runs: parts of the op table by name. racecheck follows every access to
-#: shared memory and takes minutes where the others take seconds, so it goes part by part, and
-#: what goes over all ids in shared memory several times goes with few rows and ids, but for a few
-#: cases of what those leave out (MORE). Parts side by side do not end sooner.
+#: Parts of the op table for racecheck. racecheck follows every access to shared memory and takes
+#: minutes where the other tools take seconds, so it runs part by part. Ops that pass over all ids
+#: in shared memory several times (NARROWED) run with few rows and ids, plus the cases in MORE for
+#: what those leave out. Running parts at the same time does not finish sooner.
 OPS = (
     "gemm",
     "attention",
@@ -266,9 +266,10 @@ OPS = (
 )
 REST = "*:-" + ":".join(f"*MatchesTheCpu/{op}_*" for op in OPS)
 NARROWED = ("truncate", "proposals", "softmax_sums", "logprobs")
-#: More wanted rows than clusters run at once, which are 33 at most on 132 multiprocessors, so that
-#: some take a second row and write again what they shared; limits of all kinds, of which the first
-#: three rows of `mixed` have none; a second round of ids.
+#: truncate and logprobs: more rows than clusters can run at once (at most 33 on 132
+#: multiprocessors), so that some clusters take a second row and overwrite their shared memory;
+#: limits of all kinds, since the first three rows of `mixed` have none. proposals: a second round
+#: of ids.
 MORE = {
     "truncate": ("mixed*_v1003_rows16of16", "top_k_top_p_v64_rows70of130"),
     "logprobs": ("emitted_n20_v33_rows70of130", "prompt_n20_v33_rows70of130"),
@@ -278,7 +279,7 @@ LARGE = "-" + ":".join(f"*_v{vocab}_rows3of8" for vocab in (5004, 40000, 128000,
 
 
 def racecheck_filter(op: str) -> str:
-    """Of the part of the op table that racecheck takes at once."""
+    """Returns the test filter of one op for racecheck."""
     cases = f"*MatchesTheCpu/{op}_"
     if op not in NARROWED:
         return cases + "*"
@@ -296,8 +297,11 @@ SANITIZER_PARTS = [f"{tool}:{part}" for tool, parts in SANITIZERS.items() for pa
 
 
 def sanitize(wanted: list[str]) -> int:
-    """Runs compute-sanitizer's tools over the op table; keeps what earlier runs found. `wanted`
-    are tools, or parts of one as "tool:part"."""
+    """Runs compute-sanitizer over the op table; keeps the earlier results of all other parts.
+
+    Args:
+        wanted: Tools, or parts of a tool as "tool:part".
+    """
     env = environment()
     titles = [p for p in SANITIZER_PARTS if p in wanted or p.split(":")[0] in wanted]
     kept: list[dict[str, Any]] = []
@@ -313,15 +317,15 @@ def sanitize(wanted: list[str]) -> int:
         summary = r"ERROR SUMMARY|RACECHECK SUMMARY|" + GTEST
         result = run(title, command, summary, env, 300)
         kept = [r for r in kept if r["title"] != title]
-        # A part's own, since the parts take turns and racecheck's take the longest.
+        # Each part has its own date and hash, since parts may run at different times.
         kept.append({**result, "date": today(), "source_hash": source_hash()})
         kept.sort(key=lambda r: SANITIZER_PARTS.index(r["title"]))
-        code = write(SANITIZER_FILE, kept, {})  # at once: a later part may take too long
+        code = write(SANITIZER_FILE, kept, {})  # now, in case a later part times out
     return code
 
 
 def check() -> int:
-    """Says what is stale. Old evidence is no failure: it says what was true of those sources."""
+    """Prints which evidence is stale; that is not a failure, since it is true of its sources."""
     now = source_hash()
     for path in (TEST_FILE, SANITIZER_FILE):
         name = path.relative_to(ROOT)
@@ -335,12 +339,12 @@ def check() -> int:
         print(f"{name}: {verdict} on {evidence['date']}, {evidence['machine']['gpu']}; {state}")
         for result in evidence["results"]:
             if result.get("source_hash", now) != now:
-                print(f"  {result['title']}: of {result['date']}, other sources")
+                print(f"  {result['title']}: measured on {result['date']} with other sources")
     return 0
 
 
 def files() -> int:
-    """Prints what goes into the hash, to see in which file two trees differ."""
+    """Prints the files of the hash, to find the file in which two trees differ."""
     for name in covered_files():
         print(hashlib.sha256((ROOT / name).read_bytes()).hexdigest()[:16], name)
     return 0
@@ -349,7 +353,7 @@ def files() -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("test", "sanitize", "check", "files"))
-    parser.add_argument("parts", nargs="*", help="of test or sanitize; all")
+    parser.add_argument("parts", nargs="*", help="parts of test or sanitize (default: all)")
     arguments = parser.parse_args()
     known = {"test": PARTS, "sanitize": (*SANITIZERS, *SANITIZER_PARTS)}.get(arguments.what, ())
     for wrong in set(arguments.parts) - set(known):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a checkpoint of a bench configuration with random weights, as large as the real one.
+"""Writes a full-size checkpoint of a bench configuration with random weights, to measure loading.
 
     make_checkpoint.py qwen3-8b FOLDER
 
-For measuring what loading takes. Weights are normal with std 0.02, bfloat16, in shards of some
-4 GB. Needs torch and a GPU.
+Weights are bfloat16, normal with standard deviation 0.02, in shards of about 4 GB. Needs torch and
+a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-from paceline.bench.models import config_names
 from paceline.loader.families import ARCHITECTURES, translate
 from paceline.loader.hf_config import parse_hf_config
 
@@ -24,11 +23,13 @@ SHARD_BYTES = 4 << 30
 
 
 def main(name: str, folder: Path) -> None:
-    """Writes the configuration, the shards and their index."""
+    """Writes config.json, the shards and their index into `folder`."""
     import paceline.bench
 
     configs = Path(paceline.bench.__file__).parent / "configs"
-    assert name in config_names(), f"{name} is none of {config_names()}"
+    names = sorted(path.stem for path in configs.glob("*.json"))
+    if name not in names:
+        sys.exit(f"make_checkpoint.py: configuration is {name!r}; allowed: {', '.join(names)}")
     config = json.loads((configs / f"{name}.json").read_text())
     family = translate(parse_hf_config(config, name, ARCHITECTURES))
     folder.mkdir(parents=True, exist_ok=True)
@@ -62,4 +63,6 @@ def main(name: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: make_checkpoint.py CONFIGURATION FOLDER")
     main(sys.argv[1], Path(sys.argv[2]))

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A CUDA build where there may be no GPU, and not even a driver: imports, says so, runs on the CPU.
+"""Checks a CUDA build on a machine that may have no GPU and no driver.
 
-Usage: check_cuda_build.py, with the CUDA build's module on PYTHONPATH.
+The build must import, report whether the GPU is usable, run on the CPU, and refuse device "cuda"
+with the reason if the GPU is not usable. Run it with the CUDA build's module on PYTHONPATH.
 """
 
 from paceline import LLM, SamplingParams, _core
 from paceline.demo import demo_paths
 
 status = _core.cuda_status()
-assert status["is_built"], "this is no CUDA build"
+assert status["is_built"], "the module on PYTHONPATH is not a CUDA build"
 assert _core.build_info()["has_cuda"]
 target, draft = demo_paths("draft_model")
 with LLM(
@@ -21,11 +22,11 @@ with LLM(
     text = llm.generate(["def read_lines(path):"], SamplingParams(temperature=0, max_tokens=16))
     assert len(text[0].outputs[0].token_ids) == 16
 if not status["is_usable"]:
-    assert status["reason"], "unusable, but no reason given"
+    assert status["reason"], "the GPU is unusable, but cuda_status() gives no reason"
     try:
         LLM(target, device="cuda", show_progress=False)
     except NotImplementedError as error:
         assert status["reason"] in str(error), error
     else:
         raise AssertionError("device 'cuda' was accepted without a GPU")
-print(f"CUDA build: runs on the CPU; GPU: {status['name'] or status['reason']}")
+print(f"the CUDA build runs on the CPU; GPU: {status['name'] or status['reason']}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Installs the C++ library, builds a consumer against it, and compares its tokens with Python's.
+"""Installs the C++ library, builds a consumer with it, and compares its tokens with Python's.
 
-Usage: check_install.py CMAKE BUILD_DIR, run by the interpreter that has paceline installed.
+Usage: check_install.py CMAKE BUILD_DIR, with an interpreter that has paceline installed.
 """
 
 import subprocess
@@ -19,10 +19,10 @@ NUM_SPECULATIVE_TOKENS = 4
 
 
 def run(*command: str) -> str:
-    """Runs a command and returns its output; prints both and exits when it fails."""
+    """Runs a command and returns its standard output; on failure prints all output and exits."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+        sys.exit(f"{' '.join(command)} exited with {done.returncode}:\n{done.stdout}{done.stderr}")
     return done.stdout
 
 
@@ -53,8 +53,8 @@ def main() -> None:
         from_cpp = [int(token) for token in printed.split()]
         from_python = list(output.outputs[0].token_ids)
         if from_cpp != from_python or not from_cpp:
-            sys.exit(f"C++ and Python differ:\nC++    {from_cpp}\nPython {from_python}")
-        print(f"{len(from_cpp)} tokens, the same from C++ and Python")
+            sys.exit(f"tokens differ:\nC++    {from_cpp}\nPython {from_python}")
+        print(f"C++ and Python generated the same {len(from_cpp)} tokens")
 
 
 if __name__ == "__main__":

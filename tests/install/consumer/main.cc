@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// An embedder: loads a folder written by `paceline convert`, generates, prints token ids.
+// A complete program that embeds the library: it loads a folder that `paceline convert` wrote,
+// generates, and prints token ids.
 //   consumer FOLDER MAX_TOKENS TOKEN_ID...
 #include <cstdlib>
 #include <iostream>
