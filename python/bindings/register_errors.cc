@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <exception>
+#include <new>
 
 #include <paceline/error.h>
 
@@ -52,6 +53,10 @@ void translate(std::exception_ptr pointer) {
     py::set_error(types.device_error, error.what());
   } catch (const InternalError& error) {
     py::set_error(types.internal_error, error.what());
+  } catch (const std::bad_alloc&) {
+    py::set_error(PyExc_MemoryError,
+                  "the process is out of memory; free some, or ask for less at once (requests, "
+                  "logprobs, logits of prompts)");
   }
 }
 
@@ -73,8 +78,8 @@ void register_errors(py::module_& module) {
                                        py::make_tuple(py::handle(PyExc_RuntimeError)));
   types.device_error = add_exception(
       module, "DeviceError",
-      "The device or its driver failed or is missing; the message has the call and the driver's "
-      "reason. An engine that raised it is lost.",
+      "The device or its driver failed or is missing, or the system refuses a thread. The message "
+      "has the call and the reason. An engine that raised it is lost.",
       py::make_tuple(py::handle(PyExc_RuntimeError)));
   types.out_of_memory_error =
       add_exception(module, "OutOfMemoryError",

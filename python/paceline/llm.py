@@ -141,7 +141,7 @@ class LLM:
             paceline.ModelNotFoundError: A folder or file that does not exist.
             paceline.ModelFileError: A file that does not hold what it must.
             paceline.OutOfMemoryError: No memory for weights, KV pool or workspace.
-            paceline.DeviceError: The GPU or its driver failed.
+            paceline.DeviceError: The GPU or its driver failed, or the system refuses a thread.
         """
         check_choice("load_format", load_format, LOAD_FORMATS)
         config = EngineConfig(

@@ -44,8 +44,9 @@ class PACELINE_API InternalError : public std::logic_error {
   using std::logic_error::logic_error;
 };
 
-// The device or its driver failed or is missing; the message has the call and the driver's reason.
-// After one that came from a running engine, that engine is lost. RuntimeError in Python.
+// The device or its driver failed or is missing, or the system refuses a thread; the message has
+// the call and the reason. After one that came from a running engine, that engine is lost.
+// RuntimeError in Python.
 class PACELINE_API DeviceError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;

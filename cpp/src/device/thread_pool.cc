@@ -2,11 +2,12 @@
 #include "device/thread_pool.h"
 
 #include "base/check.h"
+#include "base/start_thread.h"
 
 namespace paceline {
 namespace {
 
-constexpr int32_t kSpins = 8000;       // a few hundred microseconds, then sleep
+constexpr int32_t kSpins = 8000;         // a few hundred microseconds, then sleep
 constexpr int32_t kSpinsToYield = 2000;  // the caller, waiting for parts that workers have claimed
 
 void pause_briefly() {
@@ -16,21 +17,40 @@ void pause_briefly() {
 }
 
 constexpr uint32_t generation_of(uint64_t loop) { return static_cast<uint32_t>(loop >> 32); }
-constexpr uint32_t num_parts_of(uint64_t loop) { return static_cast<uint32_t>(loop >> 16) & 0xffff; }
+constexpr uint32_t num_parts_of(uint64_t loop) {
+  return static_cast<uint32_t>(loop >> 16) & 0xffff;
+}
 constexpr uint32_t next_part_of(uint64_t loop) { return static_cast<uint32_t>(loop) & 0xffff; }
 
 }  // namespace
 
 ThreadPool::ThreadPool(int32_t num_threads) {
   PACELINE_CHECK(num_threads >= 1, "num_threads = ", num_threads);
-  for (int32_t i = 1; i < num_threads; ++i) workers_.emplace_back([this] { work(); });
+  const auto num_workers = static_cast<size_t>(num_threads) - 1;
+  try {
+    workers_.reserve(num_workers);
+    while (workers_.size() < num_workers) workers_.emplace_back([this] { work(); });
+  } catch (const std::system_error& error) {
+    const size_t num_started = workers_.size();
+    stop();
+    throw_out_of_threads(
+        concat("the threads of the CPU device: num_threads is ", num_threads, ", which takes ",
+               num_workers, " threads beside the engine's, and ", num_started, " could be started"),
+        error);
+  } catch (...) {
+    stop();
+    throw;
+  }
 }
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { stop(); }
+
+void ThreadPool::stop() {
   stops_.store(true);
   generation_.fetch_add(1);
   generation_.notify_all();
   for (std::thread& worker : workers_) worker.join();
+  workers_.clear();
 }
 
 bool ThreadPool::claim_and_do(uint32_t generation) {

@@ -21,7 +21,8 @@ namespace paceline {
 
 class ThreadPool {
  public:
-  // The caller of parallel_for is one of `num_threads`.
+  // The caller of parallel_for is one of `num_threads`. Throws DeviceError where the system refuses
+  // one of the others; those that run have ended then.
   explicit ThreadPool(int32_t num_threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -44,6 +45,7 @@ class ThreadPool {
   void run(int64_t num_parts, Call call, const void* body);
   bool claim_and_do(uint32_t generation);
   void work();
+  void stop();  // ends and joins the workers
 
   // One word, so that a late worker can never claim a part of a loop other than the one it sees:
   // generation << 32 | number of parts << 16 | next part.

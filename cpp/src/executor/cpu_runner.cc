@@ -5,6 +5,7 @@
 #include <span>
 
 #include "base/check.h"
+#include "base/start_thread.h"
 
 namespace paceline {
 namespace {
@@ -28,7 +29,7 @@ CpuRunner::CpuRunner(std::shared_ptr<const Model> target, std::shared_ptr<const 
   if (options.poison_pool) fill_nan({pool.data(), static_cast<size_t>(pool.bytes())});
   // Ops read their row counts from memory, so one graph serves all numbers of sequences.
   runner_.capture({&options.runner.iteration.shape.max_seqs, 1}, /*on_capture=*/nullptr);
-  thread_ = std::thread([this] { device_loop(); });
+  thread_ = start_thread("the thread of the CPU device", [this] { device_loop(); });
 }
 
 CpuRunner::~CpuRunner() {

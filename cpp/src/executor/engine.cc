@@ -4,10 +4,13 @@
 #include <algorithm>
 #include <chrono>
 #include <iterator>
+#include <new>
 #include <utility>
 
 #include "base/aligned_buffer.h"
 #include "base/check.h"
+#include "base/reserve_more.h"
+#include "base/start_thread.h"
 #include "batch/batch_builder.h"
 #include "executor/request_checks.h"
 #include "request/sequence.h"
@@ -20,6 +23,9 @@ namespace paceline {
 namespace {
 
 constexpr size_t kMaxIterationSamples = 65536;
+
+// The pause before the engine asks for memory again that it could not have.
+constexpr std::chrono::milliseconds kMemoryRetry{10};
 
 int64_t now_us() {
   return std::chrono::duration_cast<std::chrono::microseconds>(
@@ -56,6 +62,10 @@ void count(const SequenceResult& result, SpeculationCounters& counters) {
   for (int32_t i = 0; i < result.accepted_len; ++i) ++counters.accepted_per_position[i];
 }
 
+bool has_begun(const std::unique_ptr<Sequence>& sample) {
+  return sample == nullptr || sample->newest_prefill >= 0;  // null: it has ended
+}
+
 // Sample `index` of the request that `first` is sample 0 of, before it has run.
 std::unique_ptr<Sequence> sample_like(const Sequence& first, int32_t index) {
   auto sample = std::make_unique<Sequence>();
@@ -86,7 +96,7 @@ Engine::Engine(const EngineOptions& options, const KvLayout& layout, std::unique
     pool_.set_on_reusable([this](GroupId group, BlockId block) { runner_->poison(group, block); });
   }
   publish_usage();
-  thread_ = std::thread([this] { loop(); });
+  thread_ = start_thread("the thread of the engine", [this] { loop(); });
 }
 
 Engine::~Engine() {
@@ -156,18 +166,27 @@ Engine::Samples Engine::make_samples(Request request) const {
 
 std::optional<std::vector<RequestId>> Engine::queue(std::vector<Samples> requests) {
   std::vector<RequestId> ids;
+  ids.reserve(requests.size());
   const std::scoped_lock lock(mutex_);
   if (failure_ != nullptr) std::rethrow_exception(failure_);
   const auto count = static_cast<int64_t>(requests.size());
   if (options_.max_waiting_requests > 0 && num_queued_ + count > options_.max_waiting_requests) {
     return std::nullopt;
   }
-  for (Samples& samples : requests) {
-    const RequestId id = ids.emplace_back(next_id_++);
-    for (const std::unique_ptr<Sequence>& sample : samples) sample->id = id;
-    const auto num_samples = static_cast<int32_t>(samples.size());
-    live_.emplace(id, Live{.num_samples = num_samples, .num_left = num_samples});
-    incoming_.push_back(std::move(samples));
+  try {
+    for (Samples& samples : requests) {
+      const RequestId id = next_id_++;
+      for (const std::unique_ptr<Sequence>& sample : samples) sample->id = id;
+      const auto num_samples = static_cast<int32_t>(samples.size());
+      live_.emplace(id, Live{.num_samples = num_samples, .num_left = num_samples});
+      incoming_.push_back(std::move(samples));
+      ids.push_back(id);
+    }
+  } catch (...) {
+    live_.erase(next_id_ - 1);
+    for (const RequestId id : ids) live_.erase(id);
+    incoming_.erase(incoming_.end() - static_cast<std::ptrdiff_t>(ids.size()), incoming_.end());
+    throw;
   }
   if (count == 0) return ids;
   num_queued_ += count;
@@ -267,18 +286,24 @@ std::string Engine::check_integrity() {
   return *integrity_;
 }
 
+template <class Call>
+auto Engine::on_device(Call call) {
+  try {
+    return call();
+  } catch (...) {
+    has_device_failed_ = true;
+    throw;
+  }
+}
+
 void Engine::loop() {
   try {
-    while (take_in()) {
-      // One iteration ahead: launch the next before the last one has been read.
-      const auto in_flight = [&] { return newest_launched_ - newest_read_; };
-      const bool has_launched = in_flight() < options_.scheduler.max_in_flight && launch_next();
-      const bool is_full = in_flight() >= options_.scheduler.max_in_flight;
-      if (in_flight() > 0 && (is_full || !has_launched)) {
-        read_oldest();
-      } else {
-        PACELINE_CHECK(has_launched || !scheduler_.has_work(),
-                       "work is waiting but nothing can be launched");
+    for (bool goes_on = true; goes_on;) {
+      try {
+        goes_on = iterate();
+      } catch (const std::bad_alloc&) {
+        if (has_device_failed_) throw;
+        goes_on = recover();
       }
     }
     if (newest_launched_ >= 0) runner_->wait(newest_launched_);
@@ -287,8 +312,22 @@ void Engine::loop() {
   }
 }
 
+bool Engine::iterate() {
+  if (!take_in()) return false;
+  // One iteration ahead: launch the next before the last one has been read.
+  const auto in_flight = [&] { return newest_launched_ - newest_read_; };
+  const bool has_launched = in_flight() < options_.scheduler.max_in_flight && launch_next();
+  const bool is_full = in_flight() >= options_.scheduler.max_in_flight;
+  if (in_flight() > 0 && (is_full || !has_launched)) {
+    read_oldest();
+  } else {
+    PACELINE_CHECK(has_launched || !scheduler_.has_work(),
+                   "work is waiting but nothing can be launched");
+  }
+  return true;
+}
+
 bool Engine::take_in() {
-  std::vector<Cancellation> cancellations;
   {
     std::unique_lock lock(mutex_);
     const auto has_news = [&] {
@@ -297,13 +336,14 @@ bool Engine::take_in() {
     if (is_idle()) {
       is_idle_ = true;
       if (wants_integrity_ && incoming_.empty()) {
-        integrity_ = pool_.check_integrity();
+        std::string integrity = pool_.check_integrity();
         for (GroupId g = 0; g < static_cast<GroupId>(layout_.groups.size()); ++g) {
-          if (integrity_->empty() && pool_.num_held(g) + pool_.num_quarantined(g) > 0) {
-            integrity_ = concat("idle, but group ", g, " holds ", pool_.num_held(g),
-                                " blocks and quarantines ", pool_.num_quarantined(g));
+          if (integrity.empty() && pool_.num_held(g) + pool_.num_quarantined(g) > 0) {
+            integrity = concat("idle, but group ", g, " holds ", pool_.num_held(g),
+                               " blocks and quarantines ", pool_.num_quarantined(g));
           }
         }
+        integrity_ = std::move(integrity);
         wants_integrity_ = false;
         wake_caller_.notify_all();
       }
@@ -311,15 +351,18 @@ bool Engine::take_in() {
     }
     if (stops_) return false;
     while (!incoming_.empty()) {
-      Samples samples = std::move(incoming_.front());
+      // In one of the two at any time, so that an exception loses none.
+      Samples& samples = requests_[incoming_.front().front()->id];
+      samples.swap(incoming_.front());
       incoming_.pop_front();
       for (const std::unique_ptr<Sequence>& sample : samples) scheduler_.add(*sample);
-      const RequestId id = samples.front()->id;
-      requests_.emplace(id, std::move(samples));
     }
-    cancellations.swap(cancellations_);
+    if (to_cancel_.empty()) {
+      to_cancel_.swap(cancellations_);
+      std::reverse(to_cancel_.begin(), to_cancel_.end());
+    }
   }
-  for (const Cancellation& cancellation : cancellations) cancel_now(cancellation);
+  for (; !to_cancel_.empty(); to_cancel_.pop_back()) cancel_now(to_cancel_.back());
   return true;
 }
 
@@ -339,11 +382,13 @@ bool Engine::launch_next() {
     is_traced = std::exchange(wants_trace_, false);
   }
   std::vector<KernelTime> trace;
-  if (is_traced) {
-    trace = runner_->launch_traced(launched.batch);
-  } else {
-    runner_->launch(launched.batch);
-  }
+  on_device([&] {
+    if (is_traced) {
+      trace = runner_->launch_traced(launched.batch);
+    } else {
+      runner_->launch(launched.batch);
+    }
+  });
   ++newest_launched_;
   const std::scoped_lock lock(mutex_);
   if (is_traced) {
@@ -357,7 +402,7 @@ bool Engine::launch_next() {
 void Engine::read_oldest() {
   const int64_t iteration = newest_read_ + 1;
   delay();
-  runner_->wait(iteration);
+  on_device([&] { runner_->wait(iteration); });
   const int64_t start = now_us();
   InFlight& launched = ring_[static_cast<size_t>(iteration) % ring_.size()];
   newest_read_ = iteration;
@@ -392,17 +437,17 @@ void Engine::read_oldest() {
   stats_.num_preemptions = scheduler_.num_preemptions() - preemptions_at_reset_;
   stats_.num_shared_tokens = scheduler_.num_shared_tokens() - shared_tokens_at_reset_;
   publish_load();
+  deliver();
   if (stats_.iteration_us.size() < kMaxIterationSamples) {
+    reserve_more(stats_.iteration_us, 1);
+    reserve_more(stats_.iteration_idle_us, 1);
+    reserve_more(stats_.iteration_num_decoding, 1);
+    reserve_more(stats_.iteration_num_prefill, 1);
     const Runner::Timing timing = runner_->timing(iteration);
     stats_.iteration_us.push_back(timing.us);
     stats_.iteration_idle_us.push_back(timing.idle_us);
     stats_.iteration_num_decoding.push_back(num_decoding);
     stats_.iteration_num_prefill.push_back(num_prefill);
-  }
-  if (!outgoing_.empty()) {
-    std::move(outgoing_.begin(), outgoing_.end(), std::back_inserter(events_));
-    outgoing_.clear();
-    wake_caller_.notify_all();
   }
   stats_.host_us += static_cast<double>(now_us() - start);
 }
@@ -456,6 +501,9 @@ bool Engine::apply(const PlannedSequence& launch, const SequenceResult& result,
 }
 
 void Engine::finish(Sequence& sequence, FinishReason reason, std::string error) {
+  // All memory first: once the scheduler has let go of the sequence, nothing throws.
+  reserve_more(outgoing_, 1);
+  reserve_more(leaving_, 1);
   scheduler_.finish(sequence);
   // The last tokens and the end travel in one event.
   RequestEvent event{.id = sequence.id, .sample = sequence.sample};
@@ -498,9 +546,66 @@ void Engine::cancel_now(const Cancellation& cancellation) {
   publish_usage();
   const std::scoped_lock lock(mutex_);
   publish_load();  // no iteration may follow
-  std::move(outgoing_.begin(), outgoing_.end(), std::back_inserter(events_));
-  outgoing_.clear();
-  wake_caller_.notify_all();
+  deliver();
+}
+
+bool Engine::recover() {
+  if (newest_launched_ >= 0) on_device([&] { runner_->wait(newest_launched_); });
+  newest_read_ = newest_launched_;
+  leaving_.clear();
+  for (InFlight& entry : ring_) entry.batch.score_copies.clear();
+  // Where nothing has begun, what waits is what cannot be served.
+  const bool ends_all = std::none_of(requests_.begin(), requests_.end(), [](const auto& request) {
+    return std::any_of(request.second.begin(), request.second.end(), has_begun);
+  });
+  for (;;) {
+    {
+      std::unique_lock lock(mutex_);
+      if (wake_engine_.wait_for(lock, kMemoryRetry, [&] { return stops_; })) return false;
+    }
+    try {
+      restart(ends_all);
+      return true;
+    } catch (const std::bad_alloc&) {
+      if (has_device_failed_) throw;
+    }
+  }
+}
+
+void Engine::restart(bool ends_all) {
+  on_device([&] { scheduler_.reset(newest_launched_); });  // which may poison blocks
+  for (auto request = requests_.begin(); request != requests_.end();) {
+    Samples& samples = request->second;
+    if (!ends_all && std::none_of(samples.begin(), samples.end(), has_begun)) {
+      for (const std::unique_ptr<Sequence>& sample : samples) scheduler_.add(*sample);
+      ++request;
+      continue;
+    }
+    for (std::unique_ptr<Sequence>& sample : samples) {
+      if (sample == nullptr) continue;
+      RequestEvent event{
+          .id = sample->id,
+          .sample = sample->sample,
+          .finish_reason = FinishReason::kError,
+          .error =
+              "the process ran out of memory while the request ran; requests that waited go "
+              "on. Free memory, or lower max_num_seqs or the logprobs asked for"};
+      event.counters = sample->counters;
+      event.arrival_us = sample->arrival_us;
+      event.first_token_us = sample->first_token_us;
+      event.finish_us = now_us();
+      outgoing_.push_back(std::move(event));
+      sample.reset();
+      const std::scoped_lock lock(mutex_);
+      const auto live = live_.find(request->first);
+      if (--live->second.num_left == 0) live_.erase(live);
+    }
+    request = requests_.erase(request);
+  }
+  publish_usage();
+  const std::scoped_lock lock(mutex_);
+  publish_load();
+  deliver();
 }
 
 void Engine::delay() {
@@ -527,10 +632,28 @@ void Engine::publish_load() {
   num_queued_ = scheduler_.num_waiting_requests() + static_cast<int64_t>(incoming_.size());
 }
 
+void Engine::deliver() {
+  if (outgoing_.empty()) return;
+  if (events_.empty()) {
+    events_.swap(outgoing_);
+  } else {
+    reserve_more(events_, outgoing_.size());
+    std::move(outgoing_.begin(), outgoing_.end(), std::back_inserter(events_));
+    outgoing_.clear();
+  }
+  wake_caller_.notify_all();
+}
+
 void Engine::fail(std::exception_ptr cause) {
-  const std::scoped_lock lock(mutex_);
-  std::move(outgoing_.begin(), outgoing_.end(), std::back_inserter(events_));
-  outgoing_.clear();
+  std::unique_lock lock(mutex_);
+  do {
+    try {
+      deliver();
+    } catch (const std::bad_alloc&) {
+      // Room comes with memory, or when a caller takes the events there are.
+    }
+  } while (!outgoing_.empty() &&
+           !wake_engine_.wait_for(lock, kMemoryRetry, [&] { return stops_; }));
   failure_ = std::move(cause);
   wake_caller_.notify_all();
 }

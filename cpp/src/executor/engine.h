@@ -4,6 +4,10 @@
 // The executor's inside: one thread that takes requests in, plans, batches, launches, reads results
 // one iteration late and hands events out. Works against the Runner seam and knows no model, so it
 // is tested on devices that are late or do nothing.
+//
+// Nothing escapes the thread. A failure of the runner is final: every later call rethrows it. When
+// the host is out of memory, the requests that have begun end with an error, those that only wait
+// stay, and the engine goes on.
 
 #include <condition_variable>
 #include <cstdint>
@@ -98,6 +102,7 @@ class Engine {
 
   // All below run on the engine's thread.
   void loop();
+  bool iterate();      // false: asked to stop
   bool take_in();      // requests and cancellations; false: asked to stop
   bool launch_next();  // plan -> batch -> launch; false: nothing to launch
   void read_oldest();  // results -> sequences -> events
@@ -107,9 +112,17 @@ class Engine {
              const LogprobReader& logprobs, int32_t i);
   void finish(Sequence& sequence, FinishReason reason, std::string error = {});
   void cancel_now(const Cancellation& cancellation);
+  // After std::bad_alloc: waits for the device, ends what has begun and starts anew with what
+  // waits. False: asked to stop.
+  bool recover();
+  void restart(bool ends_all);
+  // What a call into the runner throws, the engine does not survive.
+  template <class Call>
+  auto on_device(Call call);
   void delay();  // for tests: sleeps for a random time
   void publish_usage();
   void publish_load();  // under mutex_: what runs and what waits
+  void deliver();       // under mutex_: outgoing_ to events_; all of it, or it throws
   void fail(std::exception_ptr cause);
   [[nodiscard]] bool is_idle() const {
     return requests_.empty() && newest_read_ == newest_launched_;
@@ -128,6 +141,8 @@ class Engine {
   int64_t newest_launched_ = -1;
   int64_t newest_read_ = -1;
   std::vector<RequestEvent> outgoing_;
+  std::vector<Cancellation> to_cancel_;  // taken in; the oldest is the last
+  bool has_device_failed_ = false;
   std::minstd_rand delays_{12345};
 
   // Shared, under mutex_.

@@ -2,6 +2,7 @@
 #include "kv/sequence_blocks.h"
 
 #include "base/check.h"
+#include "base/reserve_more.h"
 #include "wire/blocks.h"
 
 #include <algorithm>
@@ -23,14 +24,6 @@ int32_t num_passed_blocks(const KvGroup& group, int32_t position) {
   }
   const int64_t first_visible = int64_t{position} - group.window + 1;
   return first_visible <= 0 ? 0 : static_cast<int32_t>(first_visible / group.block_size);
-}
-
-// Reserves capacity for `num_more` elements and grows geometrically, which an exact vector::reserve
-// would not.
-template <class T>
-void reserve_more(std::vector<T>& values, size_t num_more) {
-  const size_t needed = values.size() + num_more;
-  if (needed > values.capacity()) values.reserve(std::max(needed, 2 * values.capacity()));
 }
 
 }  // namespace

@@ -47,13 +47,46 @@ SlabPool::SlabPool(const KvLayout& layout) : layout_(layout), first_free_slab_(k
   used_.assign(static_cast<size_t>(layout_.num_slabs * words_per_slab_), 0);
   quarantined_.assign(used_.size(), 0);
   more_holders_.assign(used_.size() * kWordBits, 0);
+  slabs_.resize(static_cast<size_t>(layout_.num_slabs));
+  free_all_slabs();
+}
 
-  slabs_.assign(static_cast<size_t>(layout_.num_slabs), Slab{kUnowned, 0, kNoSlab, kNoSlab});
+void SlabPool::free_all_slabs() {
+  std::fill(slabs_.begin(), slabs_.end(), Slab{kUnowned, 0, kNoSlab, kNoSlab});
   slabs_[0].owner = kReserved;
+  first_free_slab_ = kNoSlab;
   for (auto slab = static_cast<int32_t>(layout_.num_slabs) - 1; slab > 0; --slab) {
     slabs_[slab].next = std::exchange(first_free_slab_, slab);
   }
   num_free_slabs_ = layout_.num_slabs - 1;
+}
+
+void SlabPool::reset(int64_t completed) {
+  for (int32_t slab = 1; on_reusable_ && slab < static_cast<int32_t>(slabs_.size()); ++slab) {
+    const GroupId owner = slabs_[slab].owner;
+    if (owner == kUnowned) continue;
+    const int32_t blocks_per_slab = groups_[owner].blocks_per_slab;
+    for (int32_t index = 0; index < blocks_per_slab; ++index) {
+      if ((used(slab)[index / kWordBits] & bit(index)) == 0) continue;
+      on_reusable_(owner, slab * blocks_per_slab + index);
+    }
+  }
+  for (Group& group : groups_) {
+    group.num_held = 0;
+    group.num_quarantined = 0;
+    group.num_free = 0;
+    std::fill(group.first_slab.begin(), group.first_slab.end(), kNoSlab);
+    std::fill(group.nonempty.begin(), group.nonempty.end(), 0);
+  }
+  std::fill(used_.begin(), used_.end(), 0);
+  std::fill(quarantined_.begin(), quarantined_.end(), 0);
+  std::fill(more_holders_.begin(), more_holders_.end(), 0);
+  num_more_holders_ = 0;
+  free_all_slabs();
+  quarantine_.clear();
+  quarantine_head_ = 0;
+  newest_tag_ = completed;
+  completed_ = completed;
 }
 
 void SlabPool::link(int32_t slab) {

@@ -74,6 +74,10 @@ class SlabPool {
   // device.
   void complete(int64_t iteration);
 
+  // Takes every block back from whatever holds it and starts anew. Every launched iteration, the
+  // newest being `completed`, has completed. Allocates nothing, so it works when memory is out.
+  void reset(int64_t completed);
+
   // The callback receives each block when it becomes reusable, also from release_unused; tests
   // poison its memory. It must not call the pool.
   void set_on_reusable(std::function<void(GroupId, BlockId)> callback);
@@ -133,6 +137,7 @@ class SlabPool {
   uint16_t& more_holders(int32_t slab, BlockId block);
   void make_reusable(GroupId group, BlockId block);
   void drop_completed_entries();
+  void free_all_slabs();
 
   KvLayout layout_;
   std::vector<Group> groups_;

@@ -30,8 +30,22 @@ int32_t num_forkable(const Sequence& sequence) { return sequence.prompt_len - 1;
 
 Scheduler::Scheduler(const SchedulerOptions& options, SlabPool& pool)
     : options_(options), pool_(pool) {
-  for (int32_t seq_slot = options.max_num_seqs - 1; seq_slot >= 0; --seq_slot)
+  free_all_slots();
+}
+
+void Scheduler::free_all_slots() {
+  free_seq_slots_.clear();
+  for (int32_t seq_slot = options_.max_num_seqs - 1; seq_slot >= 0; --seq_slot)
     free_seq_slots_.push_back(seq_slot);
+}
+
+void Scheduler::reset(int64_t completed) {
+  running_.clear();
+  waiting_.clear();
+  num_waiting_requests_ = 0;
+  free_all_slots();
+  newest_planned_ = completed;
+  pool_.reset(completed);
 }
 
 int32_t Scheduler::window_slack() const {
@@ -49,6 +63,8 @@ bool Scheduler::fits_alone(int32_t prompt_len, int32_t limit) const {
 
 void Scheduler::add(Sequence& sequence) {
   sequence.phase = Sequence::Phase::kWaiting;
+  sequence.seq_slot = -1;
+  sequence.num_prefilled = 0;
   sequence.blocks = SequenceBlocks(static_cast<int32_t>(pool_.layout().groups.size()));
   // A preempted sequence returns to its position in the queue.
   const auto position =
@@ -152,7 +168,6 @@ void Scheduler::preempt(Sequence& sequence) {
   std::erase(running_, &sequence);
   ++sequence.epoch;
   sequence.emitting_in_flight = 0;
-  sequence.num_prefilled = 0;
   ++num_preemptions_;
   add(sequence);
 }

@@ -57,6 +57,11 @@ class Scheduler {
   // The sequence has finished, was cancelled or has failed. Releases its sequence slot and blocks.
   void finish(Sequence& sequence);
 
+  // Forgets every sequence and takes all blocks and sequence slots back. Every launched iteration,
+  // the newest being `completed`, has completed. Works from any state that an exception has left,
+  // and allocates nothing. The sequences may be added again.
+  void reset(int64_t completed);
+
   // Tells the scheduler that the device has completed all iterations up to this one.
   void complete(int64_t iteration) { pool_.complete(iteration); }
 
@@ -94,6 +99,7 @@ class Scheduler {
   void launch(Sequence& sequence, PlannedSequence rows, IterationPlan& plan);
   void preempt(Sequence& sequence);
   void release(Sequence& sequence);
+  void free_all_slots();
   [[nodiscard]] int32_t window_slack() const;
 
   SchedulerOptions options_;

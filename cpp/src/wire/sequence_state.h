@@ -96,7 +96,7 @@ struct SequenceReset {
   float frequency_penalty = 0;
   int32_t num_logprobs = -1;
   int32_t num_prompt_logprobs = -1;
-  // Its lists lie side by side in IterationInputs::lists from here on: ids of biases, biases, ends
+  // Its lists lie side by side in StagedInputs::lists from here on: ids of biases, biases, ends
   // of bad words, their tokens, and one bit a token of the vocabulary that is allowed.
   int32_t first_list_word = 0;
   int32_t num_bias = 0;

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the system refuses threads or memory: an error says which, and the process lives on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+PROLOGUE = """
+import resource, sys
+import paceline
+
+def status(name):  # of this process; sizes are in KiB
+    lines = open("/proc/self/status").read().splitlines()
+    return int(next(line for line in lines if line.startswith(name + ":")).split()[1])
+
+def limit_address_space(more):
+    limit = resource.RLIM_INFINITY if more is None else (status("VmSize") << 10) + more
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+"""
+
+BUILD_WITHOUT_THREADS = (
+    PROLOGUE
+    + """
+llm = paceline.LLM(sys.argv[1], max_model_len=64, kv_cache_bytes=8 << 20, num_threads=1)
+llm.close()
+before = status("Threads")
+# Each thread wants several MiB of address space for its stack: a few fit, 1023 do not.
+limit_address_space(160 << 20)
+try:
+    paceline.LLM(sys.argv[1], max_model_len=64, kv_cache_bytes=8 << 20, num_threads=1024)
+except paceline.DeviceError as error:
+    print(error)
+limit_address_space(None)
+assert status("Threads") == before, (status("Threads"), before)
+with paceline.LLM(sys.argv[1], max_model_len=64, kv_cache_bytes=8 << 20) as llm:
+    print("then", len(llm.generate("abc", paceline.SamplingParams(max_tokens=5))))
+"""
+)
+
+SCORE_WITHOUT_MEMORY = (
+    PROLOGUE
+    + """
+from paceline import _core
+from paceline.loader import load_checkpoint
+
+model = load_checkpoint(sys.argv[1]).model
+executor = _core.Executor(model, None, {"max_model_len": 2048, "kv_cache_bytes": 8 << 20})
+requests = [_core.Request([1] * 2000, score_prompt=True) for _ in range(1000)]
+limit_address_space(32 << 20)  # the logits of all would take more
+try:
+    executor.add_requests(requests, [])
+except MemoryError as error:
+    message = str(error)
+limit_address_space(None)
+print(message)
+ids = []
+assert executor.add_requests(requests[:1], ids)
+events = []
+while not events:
+    events = executor.poll(1000)
+print("then", events[0].finish_reason)
+"""
+)
+
+
+def run(program: str, model: Path) -> list[str]:
+    """The lines that a process with a limit of its own prints."""
+    command = [sys.executable, "-c", program, str(model)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+def test_no_more_threads_is_an_error(target_dir: Path) -> None:
+    message, last = run(BUILD_WITHOUT_THREADS, target_dir)
+    assert "num_threads is 1024, which takes 1023 threads" in message
+    assert "could be started" in message
+    assert last == "then 1"
+
+
+def test_no_more_memory_is_an_error(target_dir: Path) -> None:
+    message, last = run(SCORE_WITHOUT_MEMORY, target_dir)
+    assert message.startswith("the process is out of memory")
+    assert last == "then length"
