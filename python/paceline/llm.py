@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline import _core
+from paceline.checks import check_choice, check_keywords, checks_keywords
 from paceline.config import (
     DRAFT_DRIVERS,
     DRAFT_POSITIONS,
@@ -27,9 +28,6 @@ from paceline.config import (
     REJECTION_SAMPLE_METHODS,
     EngineConfig,
     SpeculativeConfig,
-    check_choice,
-    check_keywords,
-    checks_keywords,
 )
 from paceline.detokenizer import IncrementalDetokenizer
 from paceline.device import capture_progress, resolve_device, usable_devices

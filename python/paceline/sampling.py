@@ -9,7 +9,8 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from paceline.config import MAX_LOGPROBS, MAX_SEED, check_int, check_keywords
+from paceline.checks import check_int, check_keywords
+from paceline.config import MAX_LOGPROBS, MAX_SEED
 
 MAX_STOP_TOKEN_IDS: Final = 8
 MAX_STOP_STRINGS: Final = 16

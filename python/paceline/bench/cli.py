@@ -27,7 +27,8 @@ from paceline.bench.latency import (
     with_floor,
 )
 from paceline.bench.models import BenchModel, config_names, is_config_name, load, load_draft
-from paceline.config import DRAFT_DRIVERS, SpeculativeConfig, check_int, quoted
+from paceline.checks import check_int, quoted
+from paceline.config import DRAFT_DRIVERS, SpeculativeConfig
 from paceline.device import resolve_device
 from paceline.sampling import SamplingParams
 
