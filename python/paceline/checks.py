@@ -1,15 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that arguments of all kinds share."""
+"""Checks that arguments of all kinds share, and how their messages show a value.
+
+A value that is wrong raises ValueError; a value that other engines take and Paceline does not yet,
+NotImplementedError. Each message names the argument, the value and the values allowed.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import json
 import operator
+import os
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ParamSpec
+from typing import Any, Final, ParamSpec
 
 _P = ParamSpec("_P")
+
+# Linux: bytes of one name and of a whole path.
+_MAX_NAME_BYTES: Final = 255
+_MAX_PATH_BYTES: Final = 4095
+
+_MAX_SHOWN: Final = 60
+_MAX_SHOWN_PATH: Final = 200
+# Python converts no integer of more than 4,300 digits to text.
+_MAX_SHOWN_BITS: Final = 4096
+
+
+class _Shortener(reprlib.Repr):
+    """`repr` that looks at few elements and few levels, so that nested values cannot overflow."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+        self.maxlevel = 4
+        self.maxtuple = self.maxlist = self.maxarray = self.maxdict = limit
+        self.maxset = self.maxfrozenset = self.maxdeque = limit
+
+    def repr_str(self, x: str, level: int) -> str:
+        return repr(x) if len(x) <= self.limit else repr(x[: self.limit]) + "..."
+
+    def repr_bytes(self, x: bytes, level: int) -> str:
+        return repr(x) if len(x) <= self.limit else repr(x[: self.limit]) + "..."
+
+    def repr_int(self, x: int, level: int) -> str:
+        if x.bit_length() <= _MAX_SHOWN_BITS:
+            return repr(x)
+        return f"an integer of about {x.bit_length() * 30103 // 100000} digits"
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        return " ".join(repr(x).split())
+
+
+def shorten(value: Any, limit: int = _MAX_SHOWN) -> str:
+    """Shows a value in a message.
+
+    Args:
+        value: Any object.
+        limit: Most characters, the "..." of a shortened value aside.
+
+    Returns:
+        Its `repr`, or the beginning of it, in one line. Of an object whose `repr` raises, the type.
+    """
+    try:
+        text = _Shortener(limit).repr(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= limit + 3 else text[:limit] + "..."
 
 
 def quoted(names: tuple[str, ...] | list[str]) -> str:
@@ -39,10 +97,10 @@ def check_int(key: str, value: Any, low: int, high: int | None = None) -> int:
         number = operator.index(value)
     except TypeError:
         raise ValueError(
-            f"{key} is {value!r} ({type(value).__name__}); allowed: {allowed}"
+            f"{key} is {shorten(value)} ({type(value).__name__}); allowed: {allowed}"
         ) from None
     if number < low or (high is not None and number > high):
-        raise ValueError(f"{key} is {number}; allowed: {allowed}")
+        raise ValueError(f"{key} is {shorten(number)}; allowed: {allowed}")
     return number
 
 
@@ -70,7 +128,94 @@ def check_choice(
         raise NotImplementedError(
             f"{key} {value!r} is not there yet; this version has: {quoted(allowed)}"
         )
-    raise ValueError(f"{key} is {value!r}; allowed: {quoted(allowed)}")
+    raise ValueError(f"{key} is {shorten(value)}; allowed: {quoted(allowed)}")
+
+
+def check_text(name: str, value: Any, allowed: str = "a string") -> str:
+    """Checks that a value is text that a tokenizer and the C++ runtime can take.
+
+    Args:
+        name: Its name, for the message.
+        value: What was given. Bytes are refused, and so are lone surrogates, which is what Python
+            makes of command line arguments that are not valid UTF-8.
+        allowed: What the message says is allowed.
+
+    Returns:
+        The value.
+
+    Raises:
+        ValueError: Not a string, or not valid Unicode.
+    """
+    if not isinstance(value, str):
+        raise ValueError(
+            f"{name} is {shorten(value)} ({type(value).__name__}); allowed: {allowed}"
+            + ("; decode the bytes first" if isinstance(value, bytes | bytearray) else "")
+        )
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} has {value[error.start]!r} at character {error.start}, half of a surrogate "
+            "pair; allowed: valid Unicode (on a command line, UTF-8)"
+        ) from None
+    return value
+
+
+def check_path(name: str, value: Any, what: str = "the folder of a checkpoint") -> str:
+    """Checks that a value can be a path; does not look whether anything is there.
+
+    Args:
+        name: Its name, for the message.
+        value: What was given: a string or a path-like object.
+        what: What it is the path of.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: Not a string, empty, not valid UTF-8, or longer than the system allows.
+    """
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    allowed = f"{what}, as a string or a path-like object"
+    if not isinstance(path, str) or not path:
+        raise ValueError(f"{name} is {shorten(value)} ({type(value).__name__}); allowed: {allowed}")
+    check_text(name, path)
+    if "\0" in path:
+        raise ValueError(f"{name} is {shorten(path)}, which has a null character; allowed: {what}")
+    longest = max(len(part.encode()) for part in path.split("/"))
+    if longest > _MAX_NAME_BYTES or len(path.encode()) > _MAX_PATH_BYTES:
+        raise ValueError(
+            f"{name} is {shorten(path)}, a path of {len(path.encode())} bytes with a name of "
+            f"{longest}; allowed: at most {_MAX_PATH_BYTES} bytes, {_MAX_NAME_BYTES} a name"
+        )
+    return path
+
+
+def parse_json(
+    name: str, text: str, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None
+) -> Any:
+    """Reads JSON that a user wrote.
+
+    Args:
+        name: What it is called, for the message.
+        text: The JSON.
+        object_pairs_hook: As for `json.loads`.
+
+    Returns:
+        The value.
+
+    Raises:
+        ValueError: Not valid JSON, nested too deeply, or with an integer too long to convert.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=object_pairs_hook)
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except json.JSONDecodeError as error:
+        reason = str(error)
+    except ValueError:
+        reason = "an integer in it has thousands of digits"
+    raise ValueError(f"{name} is no valid JSON: {reason}: {shorten(text)}")
 
 
 def check_keywords(owner: str, given: Iterable[str], allowed: Sequence[str]) -> None:
@@ -82,7 +227,8 @@ def check_keywords(owner: str, given: Iterable[str], allowed: Sequence[str]) -> 
     for key in given:
         if key not in allowed:
             raise TypeError(
-                f"{owner} has no parameter {key!r} in this version; it has: {', '.join(allowed)}"
+                f"{owner} has no parameter {shorten(key)} in this version; "
+                f"it has: {', '.join(allowed)}"
             )
 
 

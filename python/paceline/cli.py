@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: `paceline generate | convert | bench | doctor`.
 
-Exit codes: 0 success, 1 failure while running, 2 usage or configuration, 3 model or file, 4 device,
-5 out of memory at start, 6 a self-check failed, 130 interrupted.
+EXIT_CODES has the exit codes. Every error is one line on standard error.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from paceline.checks import check_path, parse_json, shorten
+from paceline.console import (
+    OutputError,
+    check_output,
+    emit,
+    flush_output,
+    open_standard_streams,
+    settle_output,
+    tell,
+)
 
 if TYPE_CHECKING:
     from paceline.config import SpeculativeConfig
@@ -31,8 +39,22 @@ EXIT_SELF_CHECK: Final = 6
 EXIT_INTERRUPTED: Final = 130
 EXIT_BROKEN_PIPE: Final = 141
 
+EXIT_CODES: Final = """\
+exit codes:
+  0    success
+  1    failure while running, or standard output cannot be written
+  2    usage or configuration
+  3    model or file
+  4    device
+  5    out of memory
+  6    a self-check failed
+  130  interrupted (Ctrl-C)
+  141  the reader of standard output has left (nothing is printed)
+"""
+
 _DEFAULT_DEMO: Final = "draft_model"
 _RULE: Final = "-" * 50
+_MAX_MESSAGE: Final = 500
 
 
 class _VersionAction(argparse.Action):
@@ -44,14 +66,30 @@ class _VersionAction(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         import paceline
 
-        print(f"paceline {paceline.__version__}")
+        emit(f"paceline {paceline.__version__}")
         parser.exit()
+
+
+class _Parser(argparse.ArgumentParser):
+    """Prints where `emit` does, and shortens what is wrong."""
+
+    def print_help(self, file: Any = None) -> None:
+        if file is None:
+            emit(self.format_help(), end="")
+        else:
+            super().print_help(file)
+
+    def error(self, message: str) -> NoReturn:
+        super().error(message if len(message) <= _MAX_MESSAGE else message[:_MAX_MESSAGE] + "...")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Builds the parser; `args.run(args)` executes what was chosen."""
-    parser = argparse.ArgumentParser(
-        prog="paceline", description="Speculative decoding of large language models."
+    parser = _Parser(
+        prog="paceline",
+        description="Speculative decoding of large language models.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_VersionAction)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -72,29 +110,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     started = time.monotonic()
-    args = build_parser().parse_args(argv)
-    args.started = started
+    open_standard_streams()
     try:
+        try:
+            args = build_parser().parse_args(argv)
+        except SystemExit:  # after --help, --version or a usage error
+            flush_output()
+            raise
+        args.started = started
         code = int(args.run(args))
-        sys.stdout.flush()
+        flush_output()
         return code
     except KeyboardInterrupt:
-        print("paceline: interrupted", file=sys.stderr)
+        settle_output()
+        tell("paceline: interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of standard output is gone; nothing more can be said there.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        settle_output()
         return EXIT_BROKEN_PIPE
-    except Exception as error:
+    except BaseException as error:
         code = exit_code_of(error)
-        print(f"paceline: error: {error}", file=sys.stderr)
+        settle_output()
+        tell(f"paceline: error: {_message_of(error)}")
         return code
 
 
-def exit_code_of(error: Exception) -> int:
+def exit_code_of(error: BaseException) -> int:
     """Chooses the exit code of an error; re-raises what can only be a bug of ours."""
     from paceline._core import DeviceError, InternalError, ModelFileError
 
+    if isinstance(error, OutputError) or _is_rust_panic(error):
+        return EXIT_FAILURE
     if isinstance(error, ModelFileError | OSError):
         return EXIT_MODEL
     if isinstance(error, MemoryError):
@@ -108,6 +154,20 @@ def exit_code_of(error: Exception) -> int:
     if isinstance(error, RuntimeError):
         return EXIT_FAILURE
     raise error
+
+
+def _is_rust_panic(error: BaseException) -> bool:
+    """Whether an extension written in Rust, such as tokenizers, has failed; not an Exception."""
+    return type(error).__name__ == "PanicException"
+
+
+def _message_of(error: BaseException) -> str:
+    """Puts an error in one line."""
+    if _is_rust_panic(error):
+        return f"the tokenizers package failed: {shorten(str(error), _MAX_MESSAGE)}"
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).splitlines()) or type(error).__name__
 
 
 # ---- generate ----------------------------------------------------------------------------------
@@ -136,22 +196,22 @@ def _add_generate(commands: Any) -> None:
     )
     model.add_argument(
         "--num-speculative-tokens",
-        type=int,
+        type=_integer,
         metavar="K",
         help="drafts per iteration with a demo, 0 = plain decoding (with --model it belongs in "
         "--speculative-config)",
     )
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(
-        "--max-tokens", type=int, default=64, metavar="N", help="tokens to write (default: 64)"
+        "--max-tokens", type=_integer, default=64, metavar="N", help="tokens to write (default: 64)"
     )
     sampling.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="0 = greedy (default: 0)"
+        "--temperature", type=_number, default=0.0, metavar="T", help="0 = greedy (default: 0)"
     )
-    sampling.add_argument("--seed", type=int, default=0, metavar="N", help="(default: 0)")
+    sampling.add_argument("--seed", type=_integer, default=0, metavar="N", help="(default: 0)")
     sampling.add_argument(
         "--n",
-        type=int,
+        type=_integer,
         default=1,
         metavar="N",
         help="texts to write, drawn apart; several are printed when all are complete (default: 1)",
@@ -161,7 +221,7 @@ def _add_generate(commands: Any) -> None:
         ("--logprobs", "report how probable each token was, and the N most probable ones"),
         ("--prompt-logprobs", "the same of the prompt's tokens"),
     ):
-        sampling.add_argument(flag, type=int, metavar="N", help=text)
+        sampling.add_argument(flag, type=_integer, metavar="N", help=text)
     _add_stopping(parser.add_argument_group("stopping"))
     engine = parser.add_argument_group("engine")
     engine.add_argument(
@@ -173,13 +233,19 @@ def _add_generate(commands: Any) -> None:
         "--dtype", default="auto", help="of the weights: auto, float32 or bfloat16 (default: auto)"
     )
     engine.add_argument(
-        "--max-model-len", type=int, metavar="N", help="tokens of prompt and output"
+        "--max-model-len", type=_integer, metavar="N", help="tokens of prompt and output"
     )
-    engine.add_argument("--kv-cache-bytes", type=int, metavar="N", help="bytes of the KV pool")
+    engine.add_argument("--kv-cache-bytes", type=_integer, metavar="N", help="bytes of the KV pool")
     engine.add_argument(
-        "--block-size", type=int, default=16, metavar="N", help="tokens of a KV block (default: 16)"
+        "--block-size",
+        type=_integer,
+        default=16,
+        metavar="N",
+        help="tokens of a KV block (default: 16)",
     )
-    engine.add_argument("--num-threads", type=int, metavar="N", help="CPU threads (default: all)")
+    engine.add_argument(
+        "--num-threads", type=_integer, metavar="N", help="CPU threads (default: all)"
+    )
     output = parser.add_argument_group("output")
     output.add_argument(
         "--compare",
@@ -202,22 +268,22 @@ def _add_generate(commands: Any) -> None:
 def _add_token_choice(group: Any) -> None:
     """What changes or limits the tokens that may be drawn; docs/sampling.md has the meanings."""
     for flag, kind, metavar, text in (
-        ("--top-k", int, "N", "draw from the N most probable tokens (default: 0, all)"),
-        ("--top-p", float, "P", "draw from the fewest that make up P (default: 1, all)"),
-        ("--min-p", float, "P", "draw from those P times as probable as the best (default: 0)"),
+        ("--top-k", _integer, "N", "draw from the N most probable tokens (default: 0, all)"),
+        ("--top-p", _number, "P", "draw from the fewest that make up P (default: 1, all)"),
+        ("--min-p", _number, "P", "draw from those P times as probable as the best (default: 0)"),
         (
             "--repetition-penalty",
-            float,
+            _number,
             "X",
             "divides positive logits of tokens in prompt or output, multiplies others (default: 1)",
         ),
         (
             "--presence-penalty",
-            float,
+            _number,
             "X",
             "taken off the logits of tokens in the output, -2 to 2 (default: 0)",
         ),
-        ("--frequency-penalty", float, "X", "the same, times how often they are there"),
+        ("--frequency-penalty", _number, "X", "the same, times how often they are there"),
     ):
         group.add_argument(flag, type=kind, metavar=metavar, help=text)
     group.add_argument(
@@ -239,7 +305,7 @@ def _add_token_choice(group: Any) -> None:
 def _add_stopping(group: Any) -> None:
     """What ends a request."""
     group.add_argument(
-        "--min-tokens", type=int, metavar="N", help="end no earlier than that (default: 0)"
+        "--min-tokens", type=_integer, metavar="N", help="end no earlier than that (default: 0)"
     )
     group.add_argument(
         "--stop",
@@ -258,13 +324,30 @@ def _add_stopping(group: Any) -> None:
     )
 
 
+def _integer(text: str) -> int:
+    """`int`, with a message that shortens what it shows."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{shorten(text)} is not an integer") from None
+
+
+def _number(text: str) -> float:
+    """`float`, with a message that shortens what it shows."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{shorten(text)} is not a number") from None
+
+
 def _token_ids(text: str) -> list[int]:
     """Reads ids with commas between them."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no list of token ids; allowed: integers with commas between them"
+            f"{shorten(text)} is not a list of token ids; allowed: integers with commas between "
+            "them"
         ) from None
 
 
@@ -283,14 +366,16 @@ def _sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 def _parse_logit_bias(text: str) -> list[tuple[int, Any]]:
     """Reads a JSON object; a key that comes twice stays twice, to be refused."""
-    allowed = "allowed: a JSON object from token ids to numbers, as '{\"262\": -100}'"
+    pairs = parse_json("--logit-bias", text, object_pairs_hook=tuple)
     try:
-        pairs = json.loads(text, object_pairs_hook=tuple)
         if not text.lstrip().startswith("{"):
-            raise ValueError("no object")
+            raise ValueError
         return [(int(key), value) for key, value in pairs]
-    except ValueError as error:
-        raise ValueError(f"--logit-bias is {text!r:.60} ({error}); {allowed}") from None
+    except ValueError:
+        raise ValueError(
+            f"--logit-bias is {shorten(text)}; allowed: a JSON object from token ids to numbers, "
+            "for example '{\"262\": -100}'"
+        ) from None
 
 
 def _run_generate(args: argparse.Namespace) -> int:
@@ -298,7 +383,14 @@ def _run_generate(args: argparse.Namespace) -> int:
     from paceline.llm import LLM
     from paceline.logprobs import logprob_lines, needed_max_logprobs
     from paceline.memory import memory_plan
+    from paceline.prompts import check_prompt_text
 
+    show_text = not args.json
+    show_progress = show_text and not args.quiet
+    check_output()
+    check_prompt_text("prompt", args.prompt)
+    if show_progress:
+        check_output(args.prompt)
     params = _sampling_params(args)
     model, speculative_config = _choose_model(args)
     speculative = None
@@ -318,11 +410,10 @@ def _run_generate(args: argparse.Namespace) -> int:
         "max_num_seqs": params.n,
         "max_logprobs": needed_max_logprobs(params),
     }
-    show_progress = not (args.quiet or args.json)
     with LLM(model, speculative_config=speculative, show_progress=show_progress, **engine) as llm:
         if show_progress:
-            print(f"paceline: {memory_plan(llm.memory_report())}", file=sys.stderr)
-        output = _stream_text(llm, args, params, is_shown=not args.json)
+            tell(f"paceline: {memory_plan(llm.memory_report())}")
+        output = _stream_text(llm, args, params, is_shown=show_text)
         target, draft = llm.target, llm.draft
         configured = llm.capabilities()["configured"]
     plain = None
@@ -335,15 +426,12 @@ def _run_generate(args: argparse.Namespace) -> int:
         report["model"] = str(target.path)
         report["draft_model"] = None if draft is None else str(draft.path)
         report["configured"] = configured
-        print(json.dumps(report))
+        emit(json.dumps(report))
     elif not args.quiet:
-        print(_RULE)
-        print("\n".join([*logprob_lines(output), *report_lines(output, plain)]))
+        emit(_RULE)
+        emit("\n".join([*logprob_lines(output), *report_lines(output, plain)]))
     if not is_same:
-        print(
-            "paceline: error: speculative and plain decoding wrote different tokens",
-            file=sys.stderr,
-        )
+        tell("paceline: error: speculative and plain decoding wrote different tokens")
         return EXIT_SELF_CHECK
     return EXIT_OK
 
@@ -399,20 +487,20 @@ def _stream_text(
     output = None
     with llm.stream(args.prompt, params) as stream:
         if is_shown and not args.quiet:
-            print(args.prompt, end="", flush=True)
+            emit(args.prompt, end="", flush=True)
         for chunk in stream:
             if is_streamed:
-                print(chunk.text, end="", flush=True)
+                emit(chunk.text, end="", flush=True)
             output = chunk.output or output
     assert output is not None
     if is_shown:
         if is_streamed:
-            print()
+            emit("")
         elif params.n == 1:
-            print(output.outputs[0].text)
+            emit(output.outputs[0].text)
         else:
             for completion in output.outputs:
-                print(f"\n[{completion.index}] {completion.text}")
+                emit(f"\n[{completion.index}] {completion.text}")
     if output.error is not None:
         raise RequestError(output.error, [output])
     return output
@@ -520,7 +608,7 @@ def _add_convert(commands: Any) -> None:
     parser.add_argument("--draft", metavar="DIR", help="the drafter's checkpoint")
     parser.add_argument(
         "--num-speculative-tokens",
-        type=int,
+        type=_integer,
         default=4,
         metavar="K",
         help="the folder's default number of drafts (default: 4)",
@@ -540,6 +628,12 @@ def _add_convert(commands: Any) -> None:
 def _run_convert(args: argparse.Namespace) -> int:
     from paceline.loader.convert import convert
 
+    if not args.quiet:
+        check_output()
+    check_path("model", args.model)
+    check_path("out", args.out, "the folder to write")
+    if args.draft is not None:
+        check_path("--draft", args.draft)
     out = convert(
         args.model,
         args.out,
@@ -550,7 +644,7 @@ def _run_convert(args: argparse.Namespace) -> int:
         progress=not args.quiet,
     )
     if not args.quiet:
-        print(f"wrote {out}")
+        emit(f"wrote {out}")
     return EXIT_OK
 
 
@@ -581,6 +675,7 @@ def _add_doctor(commands: Any) -> None:
 def _run_doctor(args: argparse.Namespace) -> int:
     from paceline.doctor import examine, report_text
 
+    check_output()
     report = examine()
-    print(json.dumps(report) if args.json else report_text(report))
+    emit(json.dumps(report) if args.json else report_text(report))
     return EXIT_OK if report["self_check"]["is_ok"] else EXIT_SELF_CHECK

@@ -9,14 +9,12 @@ NotImplementedError.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import operator
-import os
 from collections.abc import Mapping
 from typing import Any, Final
 
-from paceline.checks import check_choice, check_int, quoted
+from paceline.checks import check_choice, check_int, check_path, parse_json, quoted, shorten
 
 MAX_SPECULATIVE_TOKENS: Final = 16
 MAX_SEED: Final = 2**64 - 1
@@ -79,8 +77,8 @@ def check_device(device: Any) -> None:
     """
     if isinstance(device, str) and device.startswith("cuda:"):
         raise NotImplementedError(
-            f"device is {device!r}; allowed: {quoted(DEVICES)}: 'cuda' is the first GPU that "
-            "CUDA_VISIBLE_DEVICES leaves visible"
+            f"device is {shorten(device)}; allowed: {quoted(DEVICES)}: 'cuda' is the first GPU "
+            "that CUDA_VISIBLE_DEVICES leaves visible"
         )
     check_choice("device", device, DEVICES)
     if device == "cuda":
@@ -97,7 +95,7 @@ def _check_finite(key: str, value: Any, allowed: str) -> float:
     except (TypeError, OverflowError):  # no number, or an integer beyond all floats
         is_finite = False
     if not (is_finite and isinstance(value, int | float)):
-        raise ValueError(f"{key} is {value!r:.60}; allowed: {allowed}")
+        raise ValueError(f"{key} is {shorten(value)}; allowed: {allowed}")
     return float(value)
 
 
@@ -220,7 +218,7 @@ class SpeculativeConfig:
         if not has_law:
             if count is not None:
                 raise ValueError(
-                    f"{key} is {count!r}, but rejection_sample_method is "
+                    f"{key} is {shorten(count)}, but rejection_sample_method is "
                     f"{self.rejection_sample_method!r} and draft_sample_method "
                     f"{self.draft_sample_method!r}; allowed: only with {quoted(_RATIO_METHODS)} "
                     "and 'probabilistic'"
@@ -267,16 +265,12 @@ class SpeculativeConfig:
         if self.method == "ngram":
             if self.model is not None:
                 raise ValueError(
-                    f"{key} is {self.model!r}, but method 'ngram' looks drafts up in the text and "
-                    "has no model; allowed: no 'model'"
+                    f"{key} is {shorten(self.model)}, but method 'ngram' looks drafts up in the "
+                    "sequence and has no model; allowed: no 'model'"
                 )
             return
-        if not isinstance(self.model, str | os.PathLike) or not os.fspath(self.model):
-            raise ValueError(
-                f"{key} is {self.model!r}; method {self.method!r} needs the folder of the "
-                "drafter's checkpoint"
-            )
-        object.__setattr__(self, "model", os.fspath(self.model))
+        what = f"the folder of the drafter's checkpoint, which method {self.method!r} needs"
+        object.__setattr__(self, "model", check_path(key, self.model, what))
 
     def _check_prompt_lookup(self) -> None:
         given = {"prompt_lookup_min": self.prompt_lookup_min}
@@ -287,7 +281,8 @@ class SpeculativeConfig:
             key = f"speculative_config['{name}']"
             if self.method != "ngram":
                 raise ValueError(
-                    f"{key} is {value!r}, but method is {self.method!r}; allowed: only with 'ngram'"
+                    f"{key} is {shorten(value)}, but method is {self.method!r}; "
+                    "allowed: only with 'ngram'"
                 )
             check_int(key, value, 1, MAX_PROMPT_LOOKUP)
         if self.method != "ngram":
@@ -326,14 +321,14 @@ class SpeculativeConfig:
         if self.rejection_sample_method != "synthetic":
             if value is not None:
                 raise ValueError(
-                    f"{key} is {value!r}, but rejection_sample_method is "
+                    f"{key} is {shorten(value)}, but rejection_sample_method is "
                     f"{self.rejection_sample_method!r}; allowed: only with 'synthetic'"
                 )
             return
         allowed = f"a number from 1 to num_speculative_tokens + 1 = {k + 1}"
         length = _check_finite(key, value, allowed)
         if not 1 <= length <= k + 1:
-            raise ValueError(f"{key} is {value!r}; allowed: {allowed}")
+            raise ValueError(f"{key} is {shorten(value)}; allowed: {allowed}")
         object.__setattr__(self, "synthetic_acceptance_length", length)
 
     @classmethod
@@ -353,15 +348,10 @@ class SpeculativeConfig:
         if isinstance(value, SpeculativeConfig):
             return value
         if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"speculative_config is no valid JSON: {error}: {value!r}"
-                ) from None
+            value = parse_json("speculative_config", value)
         if not isinstance(value, Mapping):
             raise ValueError(
-                f"speculative_config is {value!r} ({type(value).__name__}); "
+                f"speculative_config is {shorten(value)} ({type(value).__name__}); "
                 "allowed: a mapping or a JSON object"
             )
         fields = [field.name for field in dataclasses.fields(cls) if field.name not in _NESTED_KEYS]
@@ -379,7 +369,7 @@ class SpeculativeConfig:
         arguments = {key: value[key] for key in fields if key in value}
         nested = value.get("x", {})
         if not isinstance(nested, Mapping):
-            raise ValueError(f"speculative_config['x'] is {nested!r}; allowed: a mapping")
+            raise ValueError(f"speculative_config['x'] is {shorten(nested)}; allowed: a mapping")
         _check_keys("speculative_config['x']", nested, _NESTED_KEYS)
         return cls(**arguments, **nested)
 
@@ -397,7 +387,7 @@ def _check_keys(where: str, mapping: Mapping[str, Any], allowed: tuple[str, ...]
             hint = "; the drafter's own key is 'draft_tensor_parallel_size', which is not there yet"
         elif where == "speculative_config" and key in _NESTED_KEYS:
             hint = f"; it stands under 'x': {{'x': {{{key!r}: ...}}}}"
-        raise ValueError(f"{where}: unknown key {key!r}{hint}; allowed: {quoted(allowed)}")
+        raise ValueError(f"{where}: unknown key {shorten(key)}{hint}; allowed: {quoted(allowed)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
-from paceline.prompts import check_unicode
+from paceline.checks import check_text
 from paceline.sampling import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -134,7 +134,7 @@ def _tokenize_bad_word(name: str, word: str, target: LoadedModel) -> list[tuple[
             f"{name} is {word!r:.60}, but {target.path} has no tokenizer.json; "
             "allowed: sequences of token ids"
         )
-    check_unicode(name, word)
+    check_text(name, word)
     tokenizer = target.tokenizer.tokenizer
     word = word.lstrip()
     plain, spaced = (

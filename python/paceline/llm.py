@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline import _core
-from paceline.checks import check_choice, check_keywords, checks_keywords
+from paceline.checks import check_choice, check_keywords, check_path, checks_keywords
 from paceline.config import (
     DRAFT_DRIVERS,
     DRAFT_POSITIONS,
@@ -141,6 +141,7 @@ class LLM:
             paceline.OutOfMemoryError: No memory for weights, KV pool or workspace.
             paceline.DeviceError: The GPU or its driver failed, or the system refuses a thread.
         """
+        model = check_path("model", model)
         check_choice("load_format", load_format, LOAD_FORMATS)
         config = EngineConfig(
             device=device,

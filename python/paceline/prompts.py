@@ -5,11 +5,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from typing import Final
 
+from paceline.checks import check_text, shorten
 from paceline.loader import LoadedModel
 from paceline.sampling import SamplingParams
 
 Prompt = str | Sequence[int]
+
+# They have items, too.
+_NO_PROMPTS: Final = (bytes, bytearray, memoryview, Mapping)
 
 
 def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -17,10 +22,10 @@ def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     is_number = getattr(prompts, "ndim", 1) == 0  # an array or tensor that is one
-    if isinstance(prompts, bytes | Mapping) or not hasattr(prompts, "__getitem__") or is_number:
+    if isinstance(prompts, _NO_PROMPTS) or not hasattr(prompts, "__getitem__") or is_number:
         raise ValueError(
-            f"prompts is a {type(prompts).__name__}; "
-            "allowed: a text, a sequence of token ids, or a sequence of those"
+            f"prompts is {shorten(prompts)} ({type(prompts).__name__}); "
+            "allowed: a string, a sequence of token ids, or a sequence of those"
         )
     if len(prompts) == 0:
         raise ValueError("prompts is empty; allowed: at least one prompt of at least one token")
@@ -29,10 +34,10 @@ def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if hasattr(first, "__len__") and getattr(first, "ndim", 1) > 0:
         listed: list[Prompt] = []
         for index, prompt in enumerate(prompts):
-            if isinstance(prompt, bytes | Mapping) or not hasattr(prompt, "__len__"):
+            if isinstance(prompt, _NO_PROMPTS) or not hasattr(prompt, "__len__"):
                 raise ValueError(
-                    f"prompts[{index}] is {prompt!r:.60} ({type(prompt).__name__}); "
-                    "allowed: a text or a sequence of token ids"
+                    f"prompts[{index}] is {shorten(prompt)} ({type(prompt).__name__}); "
+                    "allowed: a string or a sequence of token ids"
                 )
             listed.append(prompt)  # type: ignore[arg-type]
         return listed
@@ -49,13 +54,13 @@ def list_params(
         return [params] * num_prompts
     if isinstance(params, str | Mapping) or not isinstance(params, Sequence):
         raise ValueError(
-            f"sampling_params is {params!r:.60} ({type(params).__name__}); "
+            f"sampling_params is {shorten(params)} ({type(params).__name__}); "
             "allowed: SamplingParams or a sequence of them"
         )
     for index, param in enumerate(params):
         if not isinstance(param, SamplingParams):
             raise ValueError(
-                f"sampling_params[{index}] is {param!r:.60} ({type(param).__name__}); "
+                f"sampling_params[{index}] is {shorten(param)} ({type(param).__name__}); "
                 "allowed: SamplingParams"
             )
     if len(params) != num_prompts:
@@ -88,13 +93,11 @@ def encode(
     text = None
     if isinstance(prompt, str):
         text = prompt
-        if not prompt:
-            raise ValueError(f"{name} is empty; allowed: at least one character or token")
+        check_prompt_text(name, prompt)
         if target.tokenizer is None:
             raise ValueError(
-                f"{name} is a text, but {target.path} has no tokenizer.json; allowed: token ids"
+                f"{name} is a string, but {target.path} has no tokenizer.json; allowed: token ids"
             )
-        check_unicode(name, prompt)
         token_ids = target.tokenizer.encode(prompt)
         for position, token_id in enumerate(token_ids):
             if token_id >= target.vocab_size:
@@ -117,20 +120,15 @@ def encode(
     return text, token_ids
 
 
-def check_unicode(name: str, text: str) -> None:
-    """Refuses what no tokenizer takes: halves of surrogate pairs, which bytes that are no UTF-8
-    become on a command line.
+def check_prompt_text(name: str, text: str) -> None:
+    """Checks what can be checked of a prompt before a model is loaded.
 
     Raises:
-        ValueError: There is one.
+        ValueError: It is empty or not valid Unicode.
     """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{name} has {text[error.start]!r} at character {error.start}, half of a surrogate "
-            "pair; allowed: valid Unicode (on a command line, UTF-8)"
-        ) from None
+    check_text(name, text)
+    if not text:
+        raise ValueError(f"{name} is empty; allowed: at least one character or token")
 
 
 def _check_token_ids(prompt: Sequence[int], name: str, vocab_size: int) -> list[int]:
@@ -142,11 +140,12 @@ def _check_token_ids(prompt: Sequence[int], name: str, vocab_size: int) -> list[
             token_id = operator.index(token)
         except TypeError:
             raise ValueError(
-                f"{name}[{position}] is {token!r} ({type(token).__name__}); allowed: a token id"
+                f"{name}[{position}] is {shorten(token)} ({type(token).__name__}); "
+                "allowed: a token id"
             ) from None
         if not 0 <= token_id < vocab_size:
             raise ValueError(
-                f"{name}[{position}] is token id {token_id}; "
+                f"{name}[{position}] is token id {shorten(token_id)}; "
                 f"allowed: 0 to vocab_size - 1 = {vocab_size - 1}"
             )
         token_ids.append(token_id)

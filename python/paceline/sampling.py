@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from paceline.checks import check_int, check_keywords
+from paceline.checks import check_int, check_keywords, check_text, shorten
 from paceline.config import MAX_LOGPROBS, MAX_SEED
 
 MAX_STOP_TOKEN_IDS: Final = 8
@@ -140,7 +140,9 @@ class SamplingParams(metaclass=_RefuseUnknownKeywords):
         }
         for name in ("include_stop_str_in_output", "ignore_eos"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: True or False")
+                raise ValueError(
+                    f"{name} is {shorten(getattr(self, name))}; allowed: True or False"
+                )
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
@@ -158,7 +160,7 @@ def _check_number(
         # Neither infinity nor NaN is in any of the ranges.
         if abs(rounded) < float("inf") and is_allowed(number) and is_allowed(rounded):
             return number
-    raise ValueError(f"{name} is {value!r}; allowed: {allowed}")
+    raise ValueError(f"{name} is {shorten(value)}; allowed: {allowed}")
 
 
 def _check_temperature(value: Any) -> float:
@@ -199,7 +201,7 @@ def _check_count(name: str, count: int, most: int) -> None:
 
 def _check_token_ids(name: str, value: Any) -> tuple[int, ...]:
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        raise ValueError(f"{name} is {value!r:.60}; allowed: a sequence of token ids")
+        raise ValueError(f"{name} is {shorten(value)}; allowed: a sequence of token ids")
     return tuple(check_int(f"{name}[{i}]", token, 0, _MAX_INT) for i, token in enumerate(value))
 
 
@@ -215,14 +217,14 @@ def _check_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
     pairs = list(value.items()) if isinstance(value, Mapping) else value
     if isinstance(pairs, str | bytes) or not isinstance(pairs, Sequence):
         raise ValueError(
-            f"logit_bias is {value!r:.60}; allowed: a mapping from token ids to numbers"
+            f"logit_bias is {shorten(value)}; allowed: a mapping from token ids to numbers"
         )
     _check_count("logit_bias", len(pairs), MAX_LOGIT_BIAS)
     biases: dict[int, float] = {}
     for pair in pairs:
         if not isinstance(pair, Sequence) or len(pair) != 2:
             raise ValueError(
-                f"logit_bias has {pair!r:.60}; allowed: pairs of a token id and a number"
+                f"logit_bias has {shorten(pair)}; allowed: pairs of a token id and a number"
             )
         token = check_int("a token of logit_bias", pair[0], 0, _MAX_INT)
         if token in biases:
@@ -241,11 +243,14 @@ def _check_bad_words(value: Any) -> tuple[str | tuple[int, ...], ...]:
         return ()
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         raise ValueError(
-            f"bad_words is {value!r:.60}; allowed: a sequence of texts or of sequences of token ids"
+            f"bad_words is {shorten(value)}; "
+            "allowed: a sequence of strings or of sequences of token ids"
         )
     _check_count("bad_words", len(value), MAX_BAD_WORDS)
     words: list[str | tuple[int, ...]] = []
     for i, word in enumerate(value):
+        if isinstance(word, str | bytes):
+            check_text(f"bad_words[{i}]", word, "a string or a sequence of token ids")
         if not isinstance(word, str):
             token_ids = _check_token_ids(f"bad_words[{i}]", word)
             if not token_ids:
@@ -255,8 +260,8 @@ def _check_bad_words(value: Any) -> tuple[str | tuple[int, ...], ...]:
             words.append(word)
         else:
             raise ValueError(
-                f"bad_words[{i}] is {word!r}; allowed: a text that is not all whitespace, since "
-                "leading whitespace does not count, or a sequence of token ids"
+                f"bad_words[{i}] is {shorten(word)}; allowed: a string that is not all whitespace, "
+                "since leading whitespace does not count, or a sequence of token ids"
             )
     num_tokens = sum(len(word) for word in words if not isinstance(word, str))
     if num_tokens > MAX_BAD_WORD_TOKENS:
@@ -271,15 +276,11 @@ def _check_stop(value: Any) -> tuple[str, ...]:
         return ()
     strings = (value,) if isinstance(value, str) else value
     if isinstance(strings, bytes) or not isinstance(strings, Sequence):
-        raise ValueError(f"stop is {value!r:.60}; allowed: a text or a sequence of texts")
+        raise ValueError(f"stop is {shorten(value)}; allowed: a string or a sequence of strings")
     _check_count("stop", len(strings), MAX_STOP_STRINGS)
     for i, string in enumerate(strings):
         name = "stop" if isinstance(value, str) else f"stop[{i}]"
-        if not isinstance(string, str):
-            raise ValueError(
-                f"{name} is {string!r:.60} ({type(string).__name__}); allowed: a text, "
-                "token ids belong in stop_token_ids"
-            )
+        check_text(name, string, "a string; token ids belong in stop_token_ids")
         if not 1 <= len(string) <= MAX_STOP_STRING_LEN:
             raise ValueError(
                 f"{name} has {len(string)} characters; allowed: 1 to {MAX_STOP_STRING_LEN}"

@@ -18,7 +18,14 @@ import pytest
 import torch
 
 import tiny_models
-from paceline import LLM, ModelFileError, ModelNotFoundError, SamplingParams, _core
+from paceline import (
+    LLM,
+    ModelFileError,
+    ModelNotFoundError,
+    SamplingParams,
+    SpeculativeConfig,
+    _core,
+)
 from paceline.loader import load_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -80,16 +87,17 @@ def test_token_that_is_no_id(llm: LLM, token: Any) -> None:
     refuses(lambda: llm.generate([[1, token]]), "[1] is", repr(token), "allowed: a token id")
 
 
-@pytest.mark.parametrize("prompts", [3, None, b"abc", {"a": 1}, {1, 2}, object()])
+@pytest.mark.parametrize(
+    "prompts", [3, None, b"abc", bytearray(b"abc"), {"a": 1}, {1, 2}, object()]
+)
 def test_prompts_of_the_wrong_kind(llm: LLM, prompts: Any) -> None:
-    refuses(
-        lambda: llm.generate(prompts), "prompts is a", type(prompts).__name__, "allowed: a text"
-    )
+    kind = f"({type(prompts).__name__})"
+    refuses(lambda: llm.generate(prompts), "prompts is ", kind, "allowed: a string")
 
 
-@pytest.mark.parametrize("prompts", [["a", 3], [[1], None], ["a", b"b"]])
+@pytest.mark.parametrize("prompts", [["a", 3], [[1], None], ["a", b"b"], ["a", bytearray(b"b")]])
 def test_one_prompt_of_the_wrong_kind(llm: LLM, prompts: Any) -> None:
-    refuses(lambda: llm.generate(prompts), "prompts[1] is", "allowed: a text or a sequence")
+    refuses(lambda: llm.generate(prompts), "prompts[1] is", "allowed: a string or a sequence")
 
 
 def test_one_bad_prompt_queues_nothing(llm: LLM) -> None:
@@ -101,7 +109,7 @@ def test_one_bad_prompt_queues_nothing(llm: LLM) -> None:
 def test_text_without_a_tokenizer() -> None:
     folder = tiny_models.make(tiny_models.TinySpec("llama", seed=1, tokenizer_size=0))
     with LLM(folder) as llm:
-        refuses(lambda: llm.generate("abc"), "prompt is a text", folder, "allowed: token ids")
+        refuses(lambda: llm.generate("abc"), "prompt is a string", folder, "allowed: token ids")
         completion = llm.generate([1, 2], GREEDY)[0].outputs[0]
         assert completion.text == "" and len(completion.token_ids) == 8
 
@@ -203,6 +211,26 @@ def test_missing_folders(target_dir: Path) -> None:
         "no/such/draft",
         kind=FileNotFoundError,
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "parts"),
+    [
+        (None, ["None (NoneType)", "the folder of "]),
+        ("", ["'' (str)", "the folder of "]),
+        (b"abc", ["b'abc' (bytes)", "a string or a path-like object"]),
+        (3, ["3 (int)", "a path-like object"]),
+        (["a"] * 1000, ["['a', 'a', 'a'", "..."]),
+        ("x\0y", ["null character"]),
+        ("a\udcff", ["'\\udcff'", "UTF-8"]),
+        ("x" * 300, ["'xxx", "a path of 300 bytes", "255 a name"]),
+        ("a/" * 3000, ["a path of 6000 bytes", "at most 4095 bytes"]),
+    ],
+)
+def test_model_that_is_no_folder(model: Any, parts: list[str]) -> None:
+    refuses(lambda: LLM(model), "model ", *parts)
+    config = {"method": "draft_model", "num_speculative_tokens": 2, "model": model}
+    refuses(lambda: SpeculativeConfig.parse(config), "speculative_config['model']", *parts)
 
 
 def test_device(target_dir: Path) -> None:
@@ -452,13 +480,20 @@ def test_text_that_is_not_unicode(llm: LLM) -> None:
     refuses(lambda: llm.generate(lone), "prompt has '\\ud800' at character 2", "valid Unicode")
     refuses(lambda: llm.generate(["a", lone]), "prompts[1] has", "valid Unicode")
     refuses(lambda: llm.logits(lone), "prompt has", "valid Unicode")
-    params = SamplingParams(bad_words=["a", lone])
-    refuses(lambda: llm.generate("a", params), "bad_words[1] has", "valid Unicode")
+    refuses(lambda: SamplingParams(bad_words=["a", lone]), "bad_words[1] has", "valid Unicode")
+    refuses(lambda: SamplingParams(stop=lone), "stop has '\\ud800'", "valid Unicode")
+    refuses(lambda: SamplingParams(stop=["a", lone]), "stop[1] has", "valid Unicode")
+
+
+def test_bytes_are_no_text() -> None:
+    refuses(lambda: SamplingParams(stop=b"ab"), "stop is b'ab'", "a string")
+    refuses(lambda: SamplingParams(stop=["a", b"b"]), "stop[1] is b'b' (bytes)", "decode the bytes")
+    refuses(lambda: SamplingParams(bad_words=[b"b"]), "bad_words[0] is b'b' (bytes)", "decode the")
 
 
 def test_numbers_are_no_prompts(llm: LLM) -> None:
-    refuses(lambda: llm.generate(np.array(5)), "prompts is a ndarray", "a sequence of token ids")
-    refuses(lambda: llm.generate(torch.tensor(3)), "prompts is a Tensor", "a sequence of token ids")
+    for prompts, shown in ((np.array(5), "array(5) (nd"), (torch.tensor(3), "tensor(3) (T")):
+        refuses(lambda p=prompts: llm.generate(p), f"prompts is {shown}", "a sequence of token ids")
 
 
 def test_tokens_of_a_text_that_the_model_does_not_have(target_dir: Path, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import dataclasses
 import itertools
 import json
 import os
-import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -27,8 +26,9 @@ from paceline.bench.latency import (
     with_floor,
 )
 from paceline.bench.models import BenchModel, config_names, is_config_name, load, load_draft
-from paceline.checks import check_int, quoted
+from paceline.checks import check_int, check_path, parse_json, quoted, shorten
 from paceline.config import DRAFT_DRIVERS, SpeculativeConfig
+from paceline.console import check_output, emit, tell
 from paceline.device import resolve_device
 from paceline.sampling import SamplingParams
 
@@ -160,6 +160,14 @@ def run_latency(args: argparse.Namespace) -> int:
     for option, path in (("--json", args.json), ("--trace", args.trace)):
         if path is not None and (option, path) != ("--json", "-"):
             _check_can_write(option, path)
+    check_output()
+    for option, path in (
+        ("--model", args.model),
+        ("--config", args.config),
+        ("--draft-config", args.draft_config),
+    ):
+        if path is not None:
+            check_path(option, path)
     is_quiet = args.json == "-"
     setup = _set_up(args, started)
     run_id = uuid.uuid4().hex[:12]
@@ -174,7 +182,7 @@ def run_latency(args: argparse.Namespace) -> int:
     name_width = max(len(name) for name in (*names.values(), _COLUMNS[0][0]))
     for c, (variant, drafter, speculation) in itertools.product(concurrency, variants):
         workloads = [Workload(c, args.input_len, args.output_len, s) for s in samplings]
-        print(f"measuring {variant} at {c} sequences ...", file=sys.stderr, flush=True)
+        tell(f"measuring {variant} at {c} sequences ...")
         results = measure(
             setup.target, drafter, speculation, workloads, num_threads=args.num_threads,
             rounds=args.rounds, use_null_device=args.host_only,
@@ -196,10 +204,10 @@ def run_latency(args: argparse.Namespace) -> int:
         if args.trace is not None:
             _write_json(args.trace, _trace_table(run_id, setup, rows))
     if is_quiet:
-        print(json.dumps(report))
+        emit(json.dumps(report))
     else:
         for speedup in report["speedup"]:
-            print(
+            emit(
                 f"{speedup['configuration']} / plain tokens a second at "
                 f"{speedup['concurrency']} sequences: {speedup['ratio']:.2f}"
             )
@@ -216,7 +224,9 @@ def _parse_concurrency(text: str) -> list[int]:
     except ValueError:
         values = []
     if not values or min(values) < 1 or max(values) > 1024:
-        raise ValueError(f"concurrency is {text!r}; allowed: integers 1 to 1024, e.g. 1,16,64")
+        raise ValueError(
+            f"concurrency is {shorten(text)}; allowed: integers 1 to 1024, e.g. 1,16,64"
+        )
     return values
 
 
@@ -250,13 +260,10 @@ def _check_sampling(sampling: dict[str, Any], output_len: int) -> dict[str, Any]
 
 
 def _parse_sampling(text: str) -> dict[str, Any]:
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError:
-        values = None
+    values = parse_json("sampling", text)
     if not isinstance(values, dict) or not set(values) <= set(_SAMPLING):
         raise ValueError(
-            f"sampling is {text!r}; allowed: a JSON object with keys of {quoted(_SAMPLING)}"
+            f"sampling is {shorten(text)}; allowed: a JSON object with keys of {quoted(_SAMPLING)}"
         )
     return {"temperature": 0.0, **values}
 
@@ -265,24 +272,26 @@ def _parse_drivers(text: str) -> list[str]:
     names = text.split(",")
     for name in names:
         if name not in DRAFT_DRIVERS:
-            raise ValueError(f"drivers is {text!r}; allowed: a list of {quoted(DRAFT_DRIVERS)}")
+            raise ValueError(
+                f"drivers is {shorten(text)}; allowed: a list of {quoted(DRAFT_DRIVERS)}"
+            )
     return names
 
 
 def _check_can_write(option: str, path: str) -> None:
     """Before anything runs: the file is written after the first row only."""
-    file = Path(path)
+    file = Path(check_path(option, path, "a file to write"))
     if file.is_dir():
         reason = "which is a folder"
     elif not file.parent.is_dir():
-        reason = f"but there is no folder {str(file.parent)!r}"
+        reason = f"but there is no folder {shorten(str(file.parent), 200)}"
     elif not os.access(file if file.exists() else file.parent, os.W_OK):
         reason = "which may not be written"
     else:
         return
     raise ValueError(
-        f"{option} is {path!r}, {reason}; allowed: a file that may be written, in a folder that "
-        "exists"
+        f"{option} is {shorten(path, 200)}, {reason}; allowed: a file that may be written, in a "
+        "folder that exists"
     )
 
 
@@ -324,7 +333,7 @@ def _target(args: argparse.Namespace) -> tuple[str, bool]:
     if args.model is not None:
         if is_config_name(args.model) and not Path(args.model).is_dir():
             raise ValueError(
-                f"--model is {args.model!r}, which names a configuration without weights; "
+                f"--model is {shorten(args.model)}, which names a configuration without weights; "
                 f"use --config {args.model}"
             )
         return args.model, False
@@ -350,7 +359,7 @@ def _speculations(
         config = SpeculativeConfig.parse({"model": default_draft, **default_options})
     elif args.drivers is not None:
         raise ValueError(
-            f"drivers is {args.drivers!r}, but nothing is drafted; give a drafter with "
+            f"drivers is {shorten(args.drivers)}, but nothing is drafted; give a drafter with "
             "--speculative-config or --draft-config"
         )
     else:
@@ -361,7 +370,7 @@ def _speculations(
         try:
             configs = [dataclasses.replace(config, draft_driver=driver) for driver in drivers]
         except ValueError as error:  # a stop threshold belongs to one driver alone
-            raise ValueError(f"drivers is {args.drivers!r}: {error}") from None
+            raise ValueError(f"drivers is {shorten(args.drivers)}: {error}") from None
     return config.model, config.method, [_speculation(config) for config in configs]
 
 
@@ -369,13 +378,9 @@ def _parse_speculative_config(
     args: argparse.Namespace, default_draft: str | None
 ) -> SpeculativeConfig:
     """Reads --speculative-config, in which the drafter may be left out where there is a default."""
-    text = args.speculative_config
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError:
-        values = None
+    values = parse_json("speculative_config", args.speculative_config)
     if not isinstance(values, dict):
-        return SpeculativeConfig.parse(text)  # refuses
+        return SpeculativeConfig.parse(values)  # refuses
     if args.draft_config is not None:
         _check_names_no_drafter(values, args.draft_config)
     if default_draft is not None and values.get("method") != "ngram":
@@ -385,7 +390,7 @@ def _parse_speculative_config(
 
 def _check_names_no_drafter(values: dict[str, Any], draft_config: str) -> None:
     """Refuses what would leave --draft-config without a meaning."""
-    given = f"--draft-config is {draft_config!r}"
+    given = f"--draft-config is {shorten(draft_config)}"
     if values.get("method") == "ngram":
         raise ValueError(
             f"{given}, but method is 'ngram', which looks drafts up in the text and has no model; "
@@ -393,8 +398,8 @@ def _check_names_no_drafter(values: dict[str, Any], draft_config: str) -> None:
         )
     if "model" in values:
         raise ValueError(
-            f"{given}, but speculative_config['model'] is {values['model']!r}; allowed: one of "
-            "the two (--draft-config has dummy weights)"
+            f"{given}, but speculative_config['model'] is {shorten(values['model'])}; "
+            "allowed: one of the two (--draft-config has dummy weights)"
         )
 
 
@@ -501,15 +506,15 @@ def _write_json(path: str, value: dict[str, Any]) -> None:
 
 def _print_head(setup: _Setup, read_bandwidth: float, first: Measurement, name_width: int) -> None:
     target, draft = setup.target, setup.draft
-    print(f"target {target.name}: {target.matrix_bytes / 1e6:.1f} MB of matrices")
+    emit(f"target {target.name}: {target.matrix_bytes / 1e6:.1f} MB of matrices")
     if draft is not None and setup.speculations:
         speculation = setup.speculations[0]
         length = speculation.synthetic_acceptance_length
         judged = speculation.accept_method + (f" length {length}" if length else "")
-        print(f"draft  {draft.name}: {draft.matrix_bytes / 1e6:.1f} MB of matrices, {judged}")
+        emit(f"draft  {draft.name}: {draft.matrix_bytes / 1e6:.1f} MB of matrices, {judged}")
     device = _core.cuda_status()["name"] if setup.device == "cuda" else "this machine"
-    print(f"read bandwidth of {device}: {read_bandwidth / 1e9:.1f} GB/s")
-    print(
+    emit(f"read bandwidth of {device}: {read_bandwidth / 1e9:.1f} GB/s")
+    emit(
         f"start to first token: {first.start_to_first_token_s:.2f} s, of it models "
         f"{setup.model_build_s:.2f} s, engine {first.engine_start_s:.2f} s"
     )
@@ -531,4 +536,4 @@ def _print_row(name: str, row: Measurement, name_width: int) -> None:
 def _print_cells(cells: Sequence[object], name_width: int) -> None:
     first, *others = zip(cells, _COLUMNS, strict=True)
     line = [f"{first[0]:<{name_width}}", *(f"{cell:>{width}}" for cell, (_, width) in others)]
-    print(" ".join(line), flush=True)
+    emit(" ".join(line), flush=True)

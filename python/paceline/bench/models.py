@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline import _core
+from paceline.checks import shorten
 
 if TYPE_CHECKING:
     from paceline.loader import LoadedModel
@@ -123,7 +124,7 @@ def load(source: str, *, dummy: bool, dtype: str = "auto", device: str = "cpu") 
         loaded = dummy_model(_named_config(source), source, dtype=dtype, device=device)
     elif not Path(source).is_dir():
         raise ValueError(
-            f"model is {source!r}; allowed: a folder, or one of {', '.join(config_names())} "
+            f"model is {shorten(source)}; allowed: a folder, or one of {', '.join(config_names())} "
             "(dummy weights)"
         )
     elif dummy:

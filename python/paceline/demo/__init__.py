@@ -7,6 +7,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Final
 
+from paceline.checks import shorten
+
 
 @dataclasses.dataclass(frozen=True)
 class Demo:
@@ -89,7 +91,7 @@ def find_demo(name: str) -> Demo:
         paceline.ModelNotFoundError: The checkpoints are not in this installation.
     """
     if name not in _DEMOS:
-        raise ValueError(f"demo is {name!r}; allowed: {', '.join(map(repr, demo_names()))}")
+        raise ValueError(f"demo is {shorten(name)}; allowed: {', '.join(map(repr, demo_names()))}")
     demo = _DEMOS[name]
     for folder in (demo.target, demo.draft):
         if folder is not None and not (folder / "config.json").is_file():

@@ -152,13 +152,16 @@ def _fill(out: Path, write: Callable[[Path], object]) -> Path:
         for entry in sorted(partial.iterdir(), key=lambda entry: entry.name == FOLDER_NAME):
             moved.append(entry.rename(out / entry.name))
         partial.rmdir()
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         for path in moved:
             path.unlink(missing_ok=True)
         if created:
             with contextlib.suppress(OSError):
                 out.rmdir()
+        # A full disk: `write` fails without the name of its file.
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            raise OSError(error.errno, error.strerror, str(out)) from error
         raise
     return out
 
