@@ -7,9 +7,36 @@ goes through `tell`, which never fails.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
+from typing import Final
+
+from paceline.checks import shorten
+
+EXIT_OK: Final = 0
+EXIT_FAILURE: Final = 1
+EXIT_USAGE: Final = 2
+EXIT_MODEL: Final = 3
+EXIT_DEVICE: Final = 4
+EXIT_OUT_OF_MEMORY: Final = 5
+EXIT_SELF_CHECK: Final = 6
+EXIT_INTERRUPTED: Final = 130
+EXIT_BROKEN_PIPE: Final = 141
+
+EXIT_CODES: Final = """\
+exit codes:
+  0    success
+  1    failure while running, or standard output cannot be written
+  2    usage or configuration
+  3    model or file
+  4    device
+  5    out of memory
+  6    a self-check failed
+  130  interrupted (Ctrl-C)
+  141  the reader of standard output has left (nothing is printed)
+"""
 
 
 class OutputError(Exception):
@@ -93,3 +120,19 @@ def _lacks_character(text: str, error: UnicodeEncodeError) -> OutputError:
         f"standard output has the encoding {error.encoding!r}, which has no {text[error.start]!a}; "
         "use a UTF-8 locale or PYTHONIOENCODING=utf-8, or --json, which writes ASCII only"
     )
+
+
+def integer(text: str) -> int:
+    """`int`, with a message that shortens what it shows."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{shorten(text)} is not an integer") from None
+
+
+def number(text: str) -> float:
+    """`float`, with a message that shortens what it shows."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{shorten(text)} is not a number") from None

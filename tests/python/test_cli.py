@@ -14,6 +14,7 @@ import pytest
 
 import paceline
 from paceline import LLM, ModelNotFoundError, SamplingParams, _core, cli, demo, doctor
+from paceline import generate as generate_command
 from paceline.device import find_cublaslt
 from paceline.outputs import RequestOutput
 
@@ -131,7 +132,7 @@ def test_every_sampling_parameter_has_an_option() -> None:
         "--stop", "a", "--stop", "\n", "--include-stop-str-in-output", "--stop-token-ids", "3",
         "--ignore-eos", "--seed", "4", "--logprobs", "5", "--prompt-logprobs", "0", "--n", "3",
     ]  # fmt: skip
-    params = cli._sampling_params(cli.build_parser().parse_args(argv))
+    params = generate_command._sampling_params(cli.build_parser().parse_args(argv))
     assert params == SamplingParams(
         temperature=0.7,
         top_k=5,
@@ -157,7 +158,9 @@ def test_every_sampling_parameter_has_an_option() -> None:
     default = SamplingParams()
     assert all(getattr(params, name) != getattr(default, name) for name in vars(default))
     args = cli.build_parser().parse_args(["generate", "a"])
-    assert cli._sampling_params(args) == SamplingParams(temperature=0.0, max_tokens=64, seed=0)
+    assert generate_command._sampling_params(args) == SamplingParams(
+        temperature=0.0, max_tokens=64, seed=0
+    )
 
 
 def test_a_stop_string_ends_the_text(
@@ -192,14 +195,14 @@ def test_compare(generate: list[str], temperature: str, capsys: pytest.CaptureFi
 def test_compare_notices_a_difference(
     generate: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stream_text = cli._stream_text
+    stream_text = generate_command._stream_text
 
     def stream(llm: LLM, args: Any, params: SamplingParams, *, is_shown: bool) -> RequestOutput:
         if llm.draft is None:  # plain decoding writes something else
             params = replace(params, max_tokens=params.max_tokens - 1)
         return stream_text(llm, args, params, is_shown=is_shown)
 
-    monkeypatch.setattr(cli, "_stream_text", stream)
+    monkeypatch.setattr(generate_command, "_stream_text", stream)
     assert cli.main([*generate, "--compare"]) == cli.EXIT_SELF_CHECK
     captured = capsys.readouterr()
     assert "DIFFERENT" in captured.out and "different tokens" in captured.err
