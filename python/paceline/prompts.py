@@ -4,14 +4,22 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 from paceline.checks import check_text, shorten
 from paceline.loader import LoadedModel
+from paceline.loader.tokenizer import TokenizerInfo
 from paceline.sampling import SamplingParams
+from paceline.token_bound import max_chars_per_token
 
 Prompt = str | Sequence[int]
+
+# Strings of fewer characters for each token of max_model_len are tokenized at once.
+_MIN_BOUNDED_CHARS: Final = 8
+
+_bounds: weakref.WeakKeyDictionary[TokenizerInfo, int | None] = weakref.WeakKeyDictionary()
 
 # They have items, too.
 _NO_PROMPTS: Final = (bytes, bytearray, memoryview, Mapping)
@@ -77,47 +85,76 @@ def encode(
     """Checks one prompt.
 
     Args:
-        prompt: A text or token ids.
+        prompt: A string or token ids.
         name: What errors call it.
         target: The model that reads it.
         max_model_len: Tokens of a sequence.
         spare: Of those, tokens that must be left for output.
 
     Returns:
-        The text, if it is one, and its token ids.
+        The prompt, if it is a string, and its token ids.
 
     Raises:
-        ValueError: It is empty, too long, not valid Unicode, a text for a model without tokenizer,
-            or has a token that the model does not.
+        ValueError: It is empty, too long, not valid Unicode, a string for a model without
+            tokenizer, or has a token that the model does not. A string whose length alone rules it
+            out is not tokenized.
     """
-    text = None
-    if isinstance(prompt, str):
-        text = prompt
-        check_prompt_text(name, prompt)
-        if target.tokenizer is None:
-            raise ValueError(
-                f"{name} is a string, but {target.path} has no tokenizer.json; allowed: token ids"
-            )
-        token_ids = target.tokenizer.encode(prompt)
-        for position, token_id in enumerate(token_ids):
-            if token_id >= target.vocab_size:
-                raise ValueError(
-                    f"{name} has token id {token_id} at position {position}, by the tokenizer of "
-                    f"{target.path}, and the model's vocab_size is {target.vocab_size}; allowed: "
-                    "texts whose tokens the model has"
-                )
-    else:
+    if not isinstance(prompt, str):
+        _check_num_tokens(name, len(prompt), target, max_model_len, spare)
         token_ids = _check_token_ids(prompt, name, target.vocab_size)
+        if not token_ids:
+            raise ValueError(f"{name} is empty; allowed: at least one token")
+        return None, token_ids
+    check_prompt_text(name, prompt)
+    if target.tokenizer is None:
+        raise ValueError(
+            f"{name} is a string, but {target.path} has no tokenizer.json; allowed: token ids"
+        )
+    if len(prompt) >= _MIN_BOUNDED_CHARS * max_model_len:
+        most = _max_chars_per_token(target.tokenizer)
+        if most is not None:
+            least = -(-len(prompt) // most)
+            _check_num_tokens(
+                name, least, target, max_model_len, spare, f"{len(prompt)} characters, at least "
+            )
+    token_ids = target.tokenizer.encode(prompt)
+    _check_num_tokens(name, len(token_ids), target, max_model_len, spare)
+    for position, token_id in enumerate(token_ids):
+        if token_id >= target.vocab_size:
+            raise ValueError(
+                f"{name} has token id {token_id} at position {position}, by the tokenizer of "
+                f"{target.path}, and the model's vocab_size is {target.vocab_size}; allowed: "
+                "strings whose tokens the model has"
+            )
     if not token_ids:
         raise ValueError(f"{name} is empty; allowed: at least one token")
+    return prompt, token_ids
+
+
+def _check_num_tokens(
+    name: str,
+    num_tokens: int,
+    target: LoadedModel,
+    max_model_len: int,
+    spare: int,
+    qualifier: str = "",
+) -> None:
     max_len = max_model_len - spare
-    if len(token_ids) > max_len:
+    if num_tokens > max_len:
         raise ValueError(
-            f"{name} has {len(token_ids)} tokens; allowed: at most {max_len} "
-            f"(max_model_len is {max_model_len}, the model was made for "
-            f"{target.max_position})"
+            f"{name} has {qualifier}{num_tokens} tokens; allowed: at most {max_len} "
+            f"(max_model_len is {max_model_len}, the model was made for {target.max_position})"
         )
-    return text, token_ids
+
+
+def _max_chars_per_token(tokenizer: TokenizerInfo) -> int | None:
+    """`max_chars_per_token`, looked up once for each tokenizer."""
+    if tokenizer not in _bounds:
+        try:
+            _bounds[tokenizer] = max_chars_per_token(tokenizer.tokenizer)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            _bounds[tokenizer] = None  # described in a way that is not known: no bound
+    return _bounds[tokenizer]
 
 
 def check_prompt_text(name: str, text: str) -> None:
