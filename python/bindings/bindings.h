@@ -52,5 +52,6 @@ void register_model(py::module_& module);
 void register_request(py::module_& module);
 void register_event(py::module_& module);
 void register_executor(py::module_& module);
+void register_limits(py::module_& module);
 
 }  // namespace paceline::python

@@ -31,6 +31,7 @@ PYBIND11_MODULE(_core, module) {
   register_request(module);
   register_event(module);
   register_executor(module);
+  register_limits(module);
 
   module.def("version", &paceline::version, R"doc(Version of the C++ library.
 

@@ -37,7 +37,25 @@ class _Counters(TypedDict):
     accepted_per_position: list[int]
     drafted_per_position: list[int]
 
+class _Limits(TypedDict):
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_threads: int
+    num_speculative_tokens: int
+    draft_proposals: int
+    default_draft_proposals: int
+    prompt_lookup: int
+    n: int
+    temperature: float
+    logprobs: int
+    stop_token_ids: int
+    logit_bias: int
+    bad_words: int
+    bad_word_tokens: int
+
 def version() -> str: ...
+def limits() -> _Limits: ...
 def build_info() -> _BuildInfo: ...
 def measure_read_bandwidth(num_threads: int = 0) -> float: ...
 def cuda_status() -> _CudaStatus: ...

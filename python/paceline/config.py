@@ -15,10 +15,20 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from paceline.checks import check_choice, check_int, check_path, parse_json, quoted, shorten
-
-MAX_SPECULATIVE_TOKENS: Final = 16
-MAX_SEED: Final = 2**64 - 1
-MAX_LOGPROBS: Final = 64
+from paceline.limits import (
+    DEFAULT_DRAFT_PROPOSALS,
+    MAX_BLOCK_SIZE,
+    MAX_BYTES,
+    MAX_DRAFT_PROPOSALS,
+    MAX_INT,
+    MAX_LOGPROBS,
+    MAX_NUM_BATCHED_TOKENS,
+    MAX_NUM_SEQS,
+    MAX_NUM_THREADS,
+    MAX_PROMPT_LOOKUP,
+    MAX_SEED,
+    MAX_SPECULATIVE_TOKENS,
+)
 
 METHODS: Final = ("draft_model", "eagle", "eagle3", "gemma4_mtp", "ngram")
 LATER_METHODS: Final = ("mtp", "suffix")
@@ -38,14 +48,10 @@ _NESTED_KEYS: Final = (
     "draft_proposals",
 )
 
-# Those of REJECTION_SAMPLE_METHODS that weigh a draft by the law it was drawn from, how many tokens
-# such a law may be made of, and how many it is made of where nobody says.
+# Those of REJECTION_SAMPLE_METHODS that compare the probabilities of drafter and target.
 _RATIO_METHODS: Final = ("standard", "block")
-MAX_DRAFT_PROPOSALS: Final = 256
-DEFAULT_DRAFT_PROPOSALS: Final = 64
 
-# The longest n-gram that is looked up, and the length where nobody says.
-MAX_PROMPT_LOOKUP: Final = 256
+# The length of the n-grams that are looked up, by default.
 DEFAULT_PROMPT_LOOKUP: Final = 5
 
 # Keys that vLLM takes and that do nothing here yet: refused by name rather than as a typing error.
@@ -431,14 +437,15 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_device(self.device)
         check_choice("dtype", self.dtype, DTYPES, ("float16",))
-        self._check("max_num_seqs", 1, 1024)
-        self._check("block_size", 1, 256)
+        self._check("max_num_seqs", 1, MAX_NUM_SEQS)
+        self._check("block_size", 1, MAX_BLOCK_SIZE)
         self._check("seed", 0, MAX_SEED)
         self._check("max_logprobs", 0, MAX_LOGPROBS)
-        for key in ("max_model_len", "max_num_batched_tokens", "prefill_chunk_size"):
-            self._check(key, 1, 2**31 - 1, is_optional=True)
-        self._check("kv_cache_bytes", 1, 2**63 - 1, is_optional=True)
-        self._check("num_threads", 1, 1024, is_optional=True)
+        self._check("max_model_len", 1, MAX_INT, is_optional=True)
+        for key in ("max_num_batched_tokens", "prefill_chunk_size"):
+            self._check(key, 1, MAX_NUM_BATCHED_TOKENS, is_optional=True)
+        self._check("kv_cache_bytes", 1, MAX_BYTES, is_optional=True)
+        self._check("num_threads", 1, MAX_NUM_THREADS, is_optional=True)
 
     def _check(self, key: str, low: int, high: int, *, is_optional: bool = False) -> None:
         value = getattr(self, key)

@@ -7,12 +7,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline.checks import check_text
-from paceline.sampling import (
-    MAX_BAD_WORD_TOKENS,
-    MAX_BAD_WORDS,
-    MAX_STOP_TOKEN_IDS,
-    SamplingParams,
-)
+from paceline.limits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_TOKEN_IDS
+from paceline.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from paceline.loader import LoadedModel

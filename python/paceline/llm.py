@@ -21,9 +21,6 @@ from paceline.config import (
     DTYPES,
     LATER_METHODS,
     LOAD_FORMATS,
-    MAX_DRAFT_PROPOSALS,
-    MAX_SEED,
-    MAX_SPECULATIVE_TOKENS,
     METHODS,
     REJECTION_SAMPLE_METHODS,
     EngineConfig,
@@ -33,6 +30,14 @@ from paceline.detokenizer import IncrementalDetokenizer
 from paceline.device import capture_progress, resolve_device, usable_devices
 from paceline.dispatcher import Dispatcher
 from paceline.engine_sampling import engine_arguments
+from paceline.limits import (
+    MAX_BLOCK_SIZE,
+    MAX_DRAFT_PROPOSALS,
+    MAX_NUM_SEQS,
+    MAX_SAMPLES,
+    MAX_SEED,
+    MAX_SPECULATIVE_TOKENS,
+)
 from paceline.loader import (
     ARCHITECTURES,
     LoadedModel,
@@ -47,7 +52,7 @@ from paceline.logprobs import LogprobReader, check_logprobs
 from paceline.memory import default_kv_cache_bytes, group_max_bytes, memory_plan
 from paceline.outputs import RequestError, RequestOutput
 from paceline.prompts import Prompt, encode, list_params, list_prompts
-from paceline.sampling import MAX_SAMPLES, SamplingParams
+from paceline.sampling import SamplingParams
 from paceline.stream import Request, RequestStream
 
 if TYPE_CHECKING:
@@ -560,8 +565,8 @@ def capabilities() -> dict[str, Any]:
         "has_cuda": _core.build_info()["has_cuda"],
         "dtypes": list(DTYPES),
         "load_formats": list(LOAD_FORMATS),
-        "block_sizes": {"min": 1, "max": 256},
-        "max_num_seqs": {"min": 1, "max": 1024},
+        "block_sizes": {"min": 1, "max": MAX_BLOCK_SIZE},
+        "max_num_seqs": {"min": 1, "max": MAX_NUM_SEQS},
         "max_n": MAX_SAMPLES,
         "sampling_parameters": list(SamplingParams.__dataclass_fields__),
     }

@@ -10,18 +10,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from paceline.checks import check_int, check_keywords, check_text, shorten
-from paceline.config import MAX_LOGPROBS, MAX_SEED
+from paceline.limits import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_INT,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_SAMPLES,
+    MAX_SEED,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TEMPERATURE,
+)
 
-MAX_STOP_TOKEN_IDS: Final = 8
+# Stop strings are matched in Python.
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_LEN: Final = 256
-MAX_LOGIT_BIAS: Final = 1024
-MAX_BAD_WORDS: Final = 128
-MAX_BAD_WORD_TOKENS: Final = 1024
-MAX_SAMPLES: Final = 128
-
-_MAX_INT: Final = 2**31 - 1
-_MAX_TEMPERATURE: Final = 1e6  # C++: kMaxTemperature
 
 
 class _RefuseUnknownKeywords(type):
@@ -105,11 +108,11 @@ class SamplingParams(metaclass=_RefuseUnknownKeywords):
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        max_tokens = check_int("max_tokens", self.max_tokens, 1, _MAX_INT)
+        max_tokens = check_int("max_tokens", self.max_tokens, 1, MAX_INT)
         checked = {
             "n": check_int("n", self.n, 1, MAX_SAMPLES),
             "temperature": _check_temperature(self.temperature),
-            "top_k": max(check_int("top_k", self.top_k, -1, _MAX_INT), 0),
+            "top_k": max(check_int("top_k", self.top_k, -1, MAX_INT), 0),
             "top_p": _check_number(
                 "top_p", self.top_p, "a number above 0, at most 1", lambda value: 0 < value <= 1
             ),
@@ -169,8 +172,8 @@ def _check_temperature(value: Any) -> float:
     return _check_number(
         "temperature",
         value,
-        f"0 (greedy), or a number from 1e-45 to {_MAX_TEMPERATURE:g}",
-        lambda number: is_zero or 0 < number <= _MAX_TEMPERATURE,
+        f"0 (greedy), or a number from 1e-45 to {MAX_TEMPERATURE:g}",
+        lambda number: is_zero or 0 < number <= MAX_TEMPERATURE,
     )
 
 
@@ -202,7 +205,7 @@ def _check_count(name: str, count: int, most: int) -> None:
 def _check_token_ids(name: str, value: Any) -> tuple[int, ...]:
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         raise ValueError(f"{name} is {shorten(value)}; allowed: a sequence of token ids")
-    return tuple(check_int(f"{name}[{i}]", token, 0, _MAX_INT) for i, token in enumerate(value))
+    return tuple(check_int(f"{name}[{i}]", token, 0, MAX_INT) for i, token in enumerate(value))
 
 
 def _check_stop_token_ids(value: Any) -> tuple[int, ...]:
@@ -226,7 +229,7 @@ def _check_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
             raise ValueError(
                 f"logit_bias has {shorten(pair)}; allowed: pairs of a token id and a number"
             )
-        token = check_int("a token of logit_bias", pair[0], 0, _MAX_INT)
+        token = check_int("a token of logit_bias", pair[0], 0, MAX_INT)
         if token in biases:
             raise ValueError(f"logit_bias has token {token} twice; allowed: once")
         biases[token] = _check_number(

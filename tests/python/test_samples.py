@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from paceline import LLM, CompletionOutput, RequestError, SamplingParams, cli
-from paceline.config import MAX_SEED
 from paceline.demo import demo_names, find_demo
+from paceline.limits import MAX_SEED
 from paceline.loader import load_checkpoint
 
 PROMPT = list(range(5, 45))

@@ -13,6 +13,7 @@
 #endif
 #include "executor/engine.h"
 #include "executor/null_runner.h"
+#include "executor/option_limits.h"
 #include "metadata/group_metadata.h"
 #include "model/model_impl.h"
 #include "sample/reject.h"
@@ -24,19 +25,12 @@ namespace {
 // Rows of scored or rated prompts that one iteration may add to its logits buffer.
 constexpr int32_t kMaxScoreRows = 64;
 
-// Rows of an iteration at most: grids with a block for each 16 of them stay far inside a launch's
-// limits, the drafter's further rows included.
-constexpr int32_t kMaxBatchedTokens = 1 << 19;
-
 template <class T>
 void check_range(const char* name, T value, T low, T high) {
   if (value < low || value > high) {
     throw InvalidArgument(concat(name, " is ", value, "; allowed: ", low, " to ", high));
   }
 }
-
-// Prompt lookup compares at most so many tokens; more would seldom match and never help.
-constexpr int32_t kMaxNgram = 256;
 
 void check_ngram(const SpeculativeOptions& s, const Model* draft) {
   if (s.ngram_min == 0 && s.ngram_max == 0) return;
@@ -92,7 +86,8 @@ void check_options(const ExecutorOptions& o, const Model& target, const Model* d
                                  "or set 0"));
   }
   if (s.num_speculative_tokens == 0 && drafts) {
-    throw InvalidArgument("num_speculative_tokens is 0 but a drafter is given; allowed: 1 to 16");
+    throw InvalidArgument(concat(
+        "num_speculative_tokens is 0 but a drafter is given; allowed: 1 to ", kMaxDraftTokens));
   }
   if (s.accept_method == AcceptMethod::kSynthetic) {
     const double longest = s.num_speculative_tokens + 1;
@@ -124,9 +119,9 @@ void check_options(const ExecutorOptions& o, const Model& target, const Model* d
                                  " and the null device has no logits; allowed with it: 0"));
   }
   check_range("host_delay_max_us", o.host_delay_max_us, 0, 1'000'000);
-  check_range("max_num_seqs", o.max_num_seqs, 1, 1024);
-  check_range("block_size", o.block_size, 1, 256);
-  check_range("num_threads", o.num_threads, 0, 1024);
+  check_range("max_num_seqs", o.max_num_seqs, 1, kMaxNumSeqs);
+  check_range("block_size", o.block_size, 1, kMaxBlockSize);
+  check_range("num_threads", o.num_threads, 0, kMaxNumThreads);
   check_range("device_lateness", o.device_lateness, 0, 2);
   if (draft != nullptr && draft->device != target.device) {
     throw InvalidArgument(concat("the target lies on device ", device_name(target.device),

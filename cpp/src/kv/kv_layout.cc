@@ -14,7 +14,6 @@ namespace {
 constexpr int64_t kMaxPaddingPercent = 3;
 constexpr int64_t kPreferredSlabs = 64;
 constexpr int64_t kMinSlabs = 8;
-constexpr int32_t kMaxBlockSize = 256;
 // Limit of heads, head_dim and layers: keeps all products within 64 bits.
 constexpr int32_t kMaxExtent = 1 << 16;
 

@@ -18,6 +18,7 @@
 
 namespace paceline {
 
+inline constexpr int32_t kMaxBlockSize = 256;  // tokens
 // Alignment of the address of every block within the pool.
 inline constexpr int64_t kKvAlignment = 64;
 

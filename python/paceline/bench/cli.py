@@ -30,6 +30,7 @@ from paceline.checks import check_int, check_path, parse_json, quoted, shorten
 from paceline.config import DRAFT_DRIVERS, SpeculativeConfig
 from paceline.console import check_output, emit, tell
 from paceline.device import resolve_device
+from paceline.limits import MAX_NUM_SEQS
 from paceline.sampling import SamplingParams
 
 # Name and width of each column; the first one is as wide as its longest entry.
@@ -223,9 +224,10 @@ def _parse_concurrency(text: str) -> list[int]:
         values = [int(part) for part in text.split(",")]
     except ValueError:
         values = []
-    if not values or min(values) < 1 or max(values) > 1024:
+    if not values or min(values) < 1 or max(values) > MAX_NUM_SEQS:
         raise ValueError(
-            f"concurrency is {shorten(text)}; allowed: integers 1 to 1024, e.g. 1,16,64"
+            f"concurrency is {shorten(text)}; allowed: integers from 1 to {MAX_NUM_SEQS}, "
+            "for example 1,16,64"
         )
     return values
 

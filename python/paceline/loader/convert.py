@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from paceline._core import ModelFileError
+from paceline.limits import MAX_SPECULATIVE_TOKENS
 
 from .checkpoint import Checkpoint, RawShard, open_checkpoint
 from .drafter_checkpoint import (
@@ -31,7 +32,6 @@ from .tokenizer import TOKENIZER_NAME, TokenizerInfo, check_tokenizers, load_tok
 
 FOLDER_FORMAT: Final = "paceline-folder-1"
 FOLDER_NAME: Final = "paceline.json"
-MAX_SPECULATIVE_TOKENS: Final = 16
 
 _ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2}
 _CHUNK_BYTES: Final = 16 << 20

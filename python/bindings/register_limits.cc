@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bindings.h"
+#include "executor/option_limits.h"
+#include "graph/rejection.h"
+#include "kv/kv_layout.h"
+#include "wire/limits.h"
+
+namespace paceline::python {
+namespace {
+
+py::dict limits() {
+  py::dict dict;
+  dict["max_num_seqs"] = kMaxNumSeqs;
+  dict["max_num_batched_tokens"] = kMaxBatchedTokens;
+  dict["block_size"] = kMaxBlockSize;
+  dict["num_threads"] = kMaxNumThreads;
+  dict["num_speculative_tokens"] = kMaxDraftTokens;
+  dict["draft_proposals"] = kMaxDraftProposals;
+  dict["default_draft_proposals"] = kDefaultDraftProposals;
+  dict["prompt_lookup"] = kMaxNgram;
+  dict["n"] = kMaxSamples;
+  dict["temperature"] = kMaxTemperature;
+  dict["logprobs"] = kMaxLogprobs;
+  dict["stop_token_ids"] = kMaxStopIds;
+  dict["logit_bias"] = kMaxLogitBias;
+  dict["bad_words"] = kMaxBadWords;
+  dict["bad_word_tokens"] = kMaxBadWordTokens;
+  return dict;
+}
+
+}  // namespace
+
+void register_limits(py::module_& module) {
+  module.def("limits", &limits, R"doc(The largest values that options and requests may have.
+
+Returns:
+    A dict from the name of a parameter of Python to its largest value, or to its largest number of
+    entries. "bad_word_tokens" counts the tokens of all bad words, and "default_draft_proposals" is
+    no limit but the default of "draft_proposals".
+)doc");
+}
+
+}  // namespace paceline::python

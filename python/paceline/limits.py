@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The largest values of parameters, as the C++ runtime has them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from paceline import _core
+
+_LIMITS: Final = _core.limits()
+
+MAX_NUM_SEQS: Final = _LIMITS["max_num_seqs"]
+MAX_NUM_BATCHED_TOKENS: Final = _LIMITS["max_num_batched_tokens"]
+MAX_BLOCK_SIZE: Final = _LIMITS["block_size"]
+MAX_NUM_THREADS: Final = _LIMITS["num_threads"]
+
+MAX_SPECULATIVE_TOKENS: Final = _LIMITS["num_speculative_tokens"]
+MAX_DRAFT_PROPOSALS: Final = _LIMITS["draft_proposals"]
+DEFAULT_DRAFT_PROPOSALS: Final = _LIMITS["default_draft_proposals"]
+MAX_PROMPT_LOOKUP: Final = _LIMITS["prompt_lookup"]
+
+MAX_SAMPLES: Final = _LIMITS["n"]
+MAX_TEMPERATURE: Final = _LIMITS["temperature"]
+MAX_LOGPROBS: Final = _LIMITS["logprobs"]
+MAX_STOP_TOKEN_IDS: Final = _LIMITS["stop_token_ids"]
+MAX_LOGIT_BIAS: Final = _LIMITS["logit_bias"]
+MAX_BAD_WORDS: Final = _LIMITS["bad_words"]
+MAX_BAD_WORD_TOKENS: Final = _LIMITS["bad_word_tokens"]
+
+# Of an int32, a uint64 and an int64 of C++.
+MAX_INT: Final = 2**31 - 1
+MAX_SEED: Final = 2**64 - 1
+MAX_BYTES: Final = 2**63 - 1
