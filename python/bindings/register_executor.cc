@@ -39,6 +39,7 @@ py::dict memory_report_to_dict(const MemoryReport& report) {
   dict["target_weight_bytes"] = report.target_weight_bytes;
   dict["draft_weight_bytes"] = report.draft_weight_bytes;
   dict["kv_pool_bytes"] = report.kv_pool_bytes;
+  dict["kv_cache_rule"] = report.kv_cache_rule;
   dict["kv_slab_bytes"] = report.kv_slab_bytes;
   dict["kv_num_slabs"] = report.kv_num_slabs;
   dict["kv_free_slabs"] = report.kv_free_slabs;
@@ -193,7 +194,7 @@ Args:
     target: The model whose output is wanted.
     draft: The drafter; None for plain decoding.
     options: Fields of ExecutorOptions, those of its SpeculativeOptions flattened. Absent keys keep
-        their default; max_model_len (tokens) and kv_cache_bytes have none.
+        their default; max_model_len (tokens) has none.
     progress: Called as (done, total) on this thread while programs are captured, which only CUDA
         takes time for. What it raises ends the start and is raised here.
 

@@ -49,7 +49,7 @@ from paceline.loader import (
     load_dummy_drafter,
 )
 from paceline.logprobs import LogprobReader, check_logprobs
-from paceline.memory import default_kv_cache_bytes, group_max_bytes, memory_plan
+from paceline.memory import group_max_bytes, memory_plan
 from paceline.outputs import RequestError, RequestOutput
 from paceline.prompts import Prompt, encode, list_params, list_prompts
 from paceline.sampling import SamplingParams
@@ -263,25 +263,12 @@ class LLM:
         self.max_model_len = _resolve_max_model_len(config.max_model_len, target, draft)
         k = 0 if speculative is None else speculative.num_speculative_tokens
         max_num_batched_tokens = _resolve_max_num_batched_tokens(config, speculative)
-        if config.kv_cache_bytes is not None:
-            kv_cache_bytes, self._kv_cache_rule = config.kv_cache_bytes, "as given"
-        else:
-            kv_cache_bytes, self._kv_cache_rule = default_kv_cache_bytes(
-                [target] if draft is None else [target, draft],
-                device=target.model.device,
-                max_num_seqs=config.max_num_seqs,
-                max_model_len=self.max_model_len,
-                num_extra_tokens=4 * (k + 1) + 2 * config.block_size,
-                # What the scheduler asks for: two iterations in flight move the window on, and
-                # what they leave behind is reusable two iterations later.
-                num_prefill_tokens=4 * (config.prefill_chunk_size or max_num_batched_tokens),
-            )
         options: dict[str, Any] = {
             "max_model_len": self.max_model_len,
             "max_num_seqs": config.max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
             "prefill_chunk_size": config.prefill_chunk_size or 0,
-            "kv_cache_bytes": kv_cache_bytes,
+            "kv_cache_bytes": config.kv_cache_bytes or 0,
             "block_size": config.block_size,
             "num_threads": config.num_threads or 0,
             "num_speculative_tokens": k,
@@ -448,11 +435,7 @@ class LLM:
             group["max_bytes"] = group_max_bytes(
                 group, max_num_seqs=self.config.max_num_seqs, max_model_len=self.max_model_len
             )
-        return {
-            "device": self.target.model.device,
-            **report,
-            "kv_cache_rule": self._kv_cache_rule,
-        }
+        return {"device": self.target.model.device, **report}
 
     def __repr__(self) -> str:
         speculative = "plain"

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-import tiny_models
-from paceline import OutOfMemoryError, _core, memory
+from paceline import _core, memory
 from paceline.device import (
     CUBLASLT_NAME,
     CUBLASLT_VARIABLE,
@@ -21,7 +20,6 @@ from paceline.device import (
     resolve_device,
     usable_devices,
 )
-from paceline.loader import LoadedModel, load_checkpoint
 
 GIB = 1 << 30
 
@@ -90,36 +88,6 @@ def test_a_bar_for_graphs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 # ---- memory ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def model() -> LoadedModel:
-    return load_checkpoint(tiny_models.make(tiny_models.TinySpec("gemma3", seed=3)))
-
-
-def plan(model: LoadedModel, **changes: int) -> tuple[int, str]:
-    sizes = {"max_num_seqs": 4, "max_model_len": 1000, "num_extra_tokens": 24} | changes
-    return memory.default_kv_cache_bytes([model], device="cuda", num_prefill_tokens=0, **sizes)
-
-
-def test_the_pool_of_a_gpu(model: LoadedModel, gpu: dict[str, Any]) -> None:
-    # 3 layers, keys and values, 2 heads of 16 float32: as if none had a window, and an eighth more.
-    token_bytes = 3 * 2 * 2 * 16 * 4
-    tokens = 1024 * 4096
-    num_bytes, rule = plan(model, max_num_seqs=1024, max_model_len=4096 - 24)
-    assert num_bytes == token_bytes * tokens * 9 // 8
-    assert "enough for 1024 sequences of 4096 tokens" in rule
-    gpu["free_bytes"] = 3 * GIB
-    num_bytes, rule = plan(model, max_num_seqs=1024, max_model_len=4096 - 24)
-    assert num_bytes == int(0.9 * 3 * GIB) - 2 * GIB
-    assert "90% of the 3221225472 bytes" in rule and str(token_bytes * tokens * 9 // 8) in rule
-    assert plan(model)[0] == 8 << 20
-
-
-def test_a_gpu_without_room(model: LoadedModel, gpu: dict[str, Any]) -> None:
-    gpu["free_bytes"] = 2 * GIB
-    with pytest.raises(OutOfMemoryError, match=r"2048\.0 MiB free beside the weights.*kv_cache"):
-        plan(model)
 
 
 def test_plan_in_words() -> None:

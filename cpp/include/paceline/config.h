@@ -72,9 +72,10 @@ struct ExecutorOptions {
   int32_t max_num_batched_tokens = 2048;
   int32_t prefill_chunk_size = 0;  // most prompt tokens of one request in one iteration; 0 = budget
   int32_t max_waiting_requests = 0;  // requests that may queue; 0 = no bound
-  int64_t kv_cache_bytes = 0;        // bytes of the KV pool, all groups together; > 0
-  int32_t block_size = 16;           // tokens of a KV block, 1..256
-  int32_t num_threads = 0;           // CPU threads of the ops; 0 = all cores
+  // Bytes of the KV pool, all groups together. 0: as default_kv_cache_size() chooses.
+  int64_t kv_cache_bytes = 0;
+  int32_t block_size = 16;  // tokens of a KV block, 1..256
+  int32_t num_threads = 0;  // CPU threads of the ops; 0 = all cores
   // The most probable tokens whose logprobs a request may ask for, 0..64. 0: none may ask for
   // logprobs, and no memory is taken for them.
   int32_t max_logprobs = 0;

@@ -37,6 +37,8 @@ struct MemoryReport {
   int64_t target_weight_bytes = 0;
   int64_t draft_weight_bytes = 0;
   int64_t kv_pool_bytes = 0;
+  std::string
+      kv_cache_rule;  // why the pool has its size: "as given", or the reason for the default
   int64_t kv_slab_bytes = 0;
   int64_t kv_num_slabs = 0;
   int64_t kv_free_slabs = 0;
@@ -71,6 +73,21 @@ struct KernelTime {
   int32_t count = 0;
   float total_us = 0;  // each timed by itself: no overlap, so the sum exceeds the iteration
 };
+
+// A size of the KV pool, and the reason for it in one line.
+struct KvCacheSize {
+  int64_t bytes = 0;
+  std::string reason;
+};
+
+// The size that an Executor gives its KV pool where options.kv_cache_bytes is 0. On the CPU: enough
+// for max_num_seqs sequences of max_model_len tokens, but at most a quarter of free memory. On
+// CUDA: the same, as if no layer had a window, but at most 90 % of free memory less 2 GiB for
+// workspace and captured graphs. free_bytes: memory that is free beside the weights of both models;
+// nullopt: ask the system. Throws OutOfMemory where a GPU has no room for a pool.
+[[nodiscard]] PACELINE_API KvCacheSize
+default_kv_cache_size(const Model& target, const Model* draft, const ExecutorOptions& options,
+                      std::optional<int64_t> free_bytes = std::nullopt);
 
 class PACELINE_API Executor {
  public:
@@ -123,6 +140,7 @@ class PACELINE_API Executor {
 
   // The target's vocabulary size: width of logits.
   [[nodiscard]] int32_t vocab_size() const;
+  // As given; where kv_cache_bytes was 0, with the bytes that were chosen.
   [[nodiscard]] const ExecutorOptions& options() const;
 
  private:

@@ -153,6 +153,11 @@ void check_options(const ExecutorOptions& o, const Model& target, const Model* d
                                  " has sliding layers with a soft cap, which lists do not apply; "
                                  "set it to false"));
   }
+  if (o.kv_cache_bytes < 0) {
+    throw InvalidArgument(concat("kv_cache_bytes is ", o.kv_cache_bytes,
+                                 "; allowed: 0 (as default_kv_cache_size() chooses) to the bytes "
+                                 "that the device has"));
+  }
   check_range("prefill_chunk_size", o.prefill_chunk_size, 0, kMaxBatchedTokens);
   check_range("max_waiting_requests", o.max_waiting_requests, 0, 1 << 30);
   check_range("max_model_len", o.max_model_len, 1, target.config.max_position);
@@ -257,6 +262,14 @@ KvLayout layout_of(const ExecutorOptions& o, const Model& target, const Model* d
   return layout;
 }
 
+// Fills in kv_cache_bytes where they are 0; returns why they are what they are.
+std::string choose_kv_cache_bytes(ExecutorOptions& o, const Model& target, const Model* draft) {
+  if (o.kv_cache_bytes != 0) return "as given";
+  KvCacheSize size = default_kv_cache_size(target, draft, o);
+  o.kv_cache_bytes = size.bytes;
+  return std::move(size.reason);
+}
+
 }  // namespace
 
 struct Executor::Impl {
@@ -265,6 +278,7 @@ struct Executor::Impl {
       : target(std::move(target_model)),
         draft(std::move(draft_model)),
         options(executor_options),
+        kv_cache_rule(choose_kv_cache_bytes(options, *target, draft.get())),
         layout(layout_of(options, *target, draft.get())) {
     std::unique_ptr<Runner> runner = make_runner(target, draft, layout, options, progress);
     workspace = runner->workspace_bytes();
@@ -276,6 +290,7 @@ struct Executor::Impl {
   std::shared_ptr<const Model> target;
   std::shared_ptr<const Model> draft;
   ExecutorOptions options;
+  std::string kv_cache_rule;
   KvLayout layout;
   std::map<std::string, int64_t, std::less<>> workspace;
   int64_t graph_bytes = 0;
@@ -322,6 +337,7 @@ MemoryReport Executor::memory_report() const {
       .target_weight_bytes = impl_->target->weights.arena.bytes(),
       .draft_weight_bytes = impl_->draft != nullptr ? impl_->draft->weights.arena.bytes() : 0,
       .kv_pool_bytes = layout.pool_bytes,
+      .kv_cache_rule = impl_->kv_cache_rule,
       .kv_slab_bytes = layout.slab_bytes,
       .kv_num_slabs = layout.num_slabs,
       .kv_free_slabs = usage.free_slabs,

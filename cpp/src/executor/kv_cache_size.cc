@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "executor/kv_cache_size.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <fstream>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "base/check.h"
+#include "model/decoder.h"
+#include "model/model_impl.h"
+
+namespace paceline {
+namespace {
+
+constexpr int64_t kMinBytes = int64_t{8} << 20;
+constexpr int64_t kCpuShare = 4;  // a quarter of free memory
+constexpr double kCudaShare = 0.9;
+constexpr int64_t kCudaReserveBytes = int64_t{2} << 30;  // for workspace and captured graphs
+
+// Sizes beyond any machine's memory stay at the largest int64.
+int64_t times(int64_t a, int64_t b) {
+  int64_t product = 0;
+  if (__builtin_mul_overflow(a, b, &product)) return std::numeric_limits<int64_t>::max();
+  return product;
+}
+int64_t plus(int64_t a, int64_t b) {
+  int64_t sum = 0;
+  if (__builtin_add_overflow(a, b, &sum)) return std::numeric_limits<int64_t>::max();
+  return sum;
+}
+
+// Slabs: each group may leave one partly empty.
+int64_t with_spare_slabs(int64_t bytes) { return std::max(plus(bytes, bytes / 8), kMinBytes); }
+
+// K and V of one token; 0 for a layer that reads another one's.
+int64_t token_bytes(const KvLayerShape& layer, DType dtype) {
+  if (layer.source >= 0) return 0;
+  return int64_t{2} * layer.num_kv_heads * layer.head_dim * dtype_bytes(dtype);
+}
+
+std::string mib(int64_t bytes) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%.1f", static_cast<double>(bytes) / (1 << 20));
+  return text.data();
+}
+
+// Tokens that a sequence holds beyond a window: two iterations in flight, and block edges.
+int64_t extra_tokens(const ExecutorOptions& o) {
+  return 4 * (int64_t{o.speculative.num_speculative_tokens} + 1) + 2 * int64_t{o.block_size};
+}
+
+KvCacheSize size_on_cpu(std::span<const KvLayerShape> layers, DType dtype, const ExecutorOptions& o,
+                        std::optional<int64_t> free_bytes) {
+  const int64_t num_seqs = o.max_num_seqs;
+  const int64_t most_tokens = times(num_seqs, o.max_model_len);
+  const int64_t full_tokens = times(num_seqs, o.max_model_len + extra_tokens(o));
+  // What the scheduler asks for: two iterations in flight move the window on, and what they leave
+  // behind is reusable two iterations later.
+  const int64_t prefill_tokens =
+      4 * int64_t{o.prefill_chunk_size > 0 ? o.prefill_chunk_size : o.max_num_batched_tokens};
+  int64_t wanted = 0;
+  for (const KvLayerShape& layer : layers) {
+    int64_t tokens = full_tokens;
+    if (layer.kind == KvKind::kSliding) {
+      tokens = std::min(num_seqs * (layer.window + extra_tokens(o)) + prefill_tokens, most_tokens);
+    }
+    wanted = plus(wanted, times(token_bytes(layer, dtype), tokens));
+  }
+  wanted = with_spare_slabs(wanted);
+  if (!free_bytes || wanted <= *free_bytes / kCpuShare) {
+    return {wanted,
+            concat("default: enough for ", num_seqs, " sequences of ", o.max_model_len, " tokens")};
+  }
+  return {*free_bytes / kCpuShare,
+          concat("default: a quarter of the ", *free_bytes, " bytes of free memory; ", num_seqs,
+                 " sequences of ", o.max_model_len, " tokens would take ", wanted)};
+}
+
+KvCacheSize size_on_cuda(std::span<const KvLayerShape> layers, DType dtype,
+                         const ExecutorOptions& o, int64_t free_bytes) {
+  int64_t bytes_per_token = 0;
+  for (const KvLayerShape& layer : layers) bytes_per_token += token_bytes(layer, dtype);
+  const int64_t tokens_per_seq = o.max_model_len + extra_tokens(o);
+  // As if every layer kept all tokens.
+  const int64_t wanted =
+      with_spare_slabs(times(bytes_per_token, times(o.max_num_seqs, tokens_per_seq)));
+  const int64_t available =
+      static_cast<int64_t>(static_cast<double>(free_bytes) * kCudaShare) - kCudaReserveBytes;
+  if (wanted <= available) {
+    return {wanted, concat("default: enough for ", o.max_num_seqs, " sequences of ", tokens_per_seq,
+                           " tokens, as if no layer had a window")};
+  }
+  if (available < kMinBytes) {
+    throw OutOfMemory(
+        concat("the GPU has ", mib(free_bytes),
+               " MiB free beside the weights, which leaves no room for a KV pool: 90% of it less ",
+               mib(kCudaReserveBytes),
+               " MiB for workspace and graphs; free memory of the GPU, use a smaller model or "
+               "dtype, or set kv_cache_bytes"));
+  }
+  return {available,
+          concat("default: 90% of the ", free_bytes, " bytes that are free on the GPU, less ",
+                 kCudaReserveBytes, " for workspace and graphs; ", o.max_num_seqs, " sequences of ",
+                 tokens_per_seq, " tokens would take ", wanted)};
+}
+
+std::optional<int64_t> read_number(const char* path) {
+  std::ifstream file(path);
+  int64_t number = 0;
+  if (!(file >> number)) return std::nullopt;  // no such file, or "max"
+  return number;
+}
+
+// Memory that the process can still have, within its control group.
+std::optional<int64_t> free_host_bytes() {
+  std::optional<int64_t> free;
+  std::ifstream meminfo("/proc/meminfo");
+  for (std::string line; std::getline(meminfo, line);) {
+    constexpr std::string_view kKey = "MemAvailable:";
+    if (line.starts_with(kKey)) free = std::stoll(line.substr(kKey.size())) * 1024;
+  }
+  constexpr std::array<std::array<const char*, 2>, 2> kControlGroups = {
+      {{"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"},
+       {"/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes"}}};
+  for (const auto& [limit_path, usage_path] : kControlGroups) {
+    const std::optional<int64_t> limit = read_number(limit_path);
+    const std::optional<int64_t> usage = read_number(usage_path);
+    if (!limit || !usage) continue;
+    const int64_t room = std::max(*limit - *usage, int64_t{0});
+    free = free ? std::min(*free, room) : room;
+  }
+  return free;
+}
+
+}  // namespace
+
+KvCacheSize default_kv_cache_size(std::span<const KvLayerShape> target,
+                                  std::span<const KvLayerShape> draft, DType dtype, Device device,
+                                  const ExecutorOptions& options,
+                                  std::optional<int64_t> free_bytes) {
+  std::vector<KvLayerShape> layers(target.begin(), target.end());
+  layers.insert(layers.end(), draft.begin(), draft.end());
+  if (device == Device::kCuda) return size_on_cuda(layers, dtype, options, free_bytes.value_or(0));
+  return size_on_cpu(layers, dtype, options, free_bytes);
+}
+
+KvCacheSize default_kv_cache_size(const Model& target, const Model* draft,
+                                  const ExecutorOptions& options,
+                                  std::optional<int64_t> free_bytes) {
+  if (!free_bytes) {
+    free_bytes = target.device == Device::kCuda ? std::optional(cuda_status().free_bytes)
+                                                : free_host_bytes();
+  }
+  const std::vector<KvLayerShape> draft_layers =
+      draft != nullptr ? draft_kv_layer_shapes(draft->config, target.config)
+                       : std::vector<KvLayerShape>{};
+  return default_kv_cache_size(kv_layer_shapes(target.config), draft_layers, target.weights.dtype,
+                               target.device, options, free_bytes);
+}
+
+}  // namespace paceline

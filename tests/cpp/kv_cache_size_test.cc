@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "executor/kv_cache_size.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <paceline/error.h>
+
+#include "support/errors.h"
+#include "support/tiny_models.h"
+
+namespace paceline {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr int64_t kMib = int64_t{1} << 20;
+constexpr int64_t kGib = int64_t{1} << 30;
+
+// Layers of 2 heads of 16: 256 bytes a token and layer as float32, 128 as bfloat16.
+KvLayerShape full() { return {.num_kv_heads = 2, .head_dim = 16}; }
+KvLayerShape sliding(int32_t window) {
+  return {.kind = KvKind::kSliding, .window = window, .num_kv_heads = 2, .head_dim = 16};
+}
+KvLayerShape reader() { return {.num_kv_heads = 2, .head_dim = 16, .source = 0}; }
+
+ExecutorOptions options(int32_t max_num_seqs, int32_t max_model_len, int32_t k = 0) {
+  ExecutorOptions o;
+  o.max_num_seqs = max_num_seqs;
+  o.max_model_len = max_model_len;
+  o.speculative.num_speculative_tokens = k;
+  return o;
+}
+
+KvCacheSize size(Device device, const std::vector<KvLayerShape>& layers, const ExecutorOptions& o,
+                 std::optional<int64_t> free_bytes) {
+  return default_kv_cache_size(layers, {}, DType::kFloat32, device, o, free_bytes);
+}
+
+TEST(KvCacheSizeTest, HoldsAllTokensOfFullLayers) {
+  // 4 * (k + 1) + 2 * 16 tokens for iterations in flight and block edges; an eighth for slabs.
+  const KvCacheSize found =
+      size(Device::kCpu, {full(), full()}, options(64, 4096, 4), std::nullopt);
+  EXPECT_EQ(found.bytes, int64_t{2} * 256 * 64 * (4096 + 20 + 32) * 9 / 8);
+  EXPECT_EQ(found.reason, "default: enough for 64 sequences of 4096 tokens");
+}
+
+TEST(KvCacheSizeTest, HoldsTheWindowsOfSlidingLayers) {
+  ExecutorOptions o = options(64, 4096);
+  const int64_t windows = 64 * (512 + 4 + 32);
+  EXPECT_EQ(size(Device::kCpu, {sliding(512)}, o, std::nullopt).bytes,
+            256 * (windows + 4 * 2048) * 9 / 8);
+  o.prefill_chunk_size = 100;
+  EXPECT_EQ(size(Device::kCpu, {sliding(512)}, o, std::nullopt).bytes,
+            256 * (windows + 4 * 100) * 9 / 8);
+  // Never more than all tokens.
+  EXPECT_EQ(size(Device::kCpu, {sliding(4096)}, o, std::nullopt).bytes, 256 * 64 * 4096 / 8 * 9);
+}
+
+TEST(KvCacheSizeTest, CountsTheDrafterAndNotLayersThatReadAnother) {
+  const ExecutorOptions o = options(64, 4096);
+  const std::vector<KvLayerShape> target = {full(), reader()};
+  const std::vector<KvLayerShape> draft = {full(), reader()};
+  const auto bytes = [&](DType dtype) {
+    return default_kv_cache_size(target, draft, dtype, Device::kCpu, o, std::nullopt).bytes;
+  };
+  EXPECT_EQ(bytes(DType::kFloat32), int64_t{2} * 256 * 64 * (4096 + 36) * 9 / 8);
+  EXPECT_EQ(bytes(DType::kBFloat16), bytes(DType::kFloat32) / 2);
+}
+
+TEST(KvCacheSizeTest, IsNeverTiny) {
+  for (const Device device : {Device::kCpu, Device::kCuda}) {
+    EXPECT_EQ(size(device, {full()}, options(1, 16), 100 * kGib).bytes, 8 * kMib);
+  }
+}
+
+TEST(KvCacheSizeTest, TakesAtMostAQuarterOfFreeMemory) {
+  const ExecutorOptions o = options(64, 4096);
+  const int64_t wanted = size(Device::kCpu, {full()}, o, std::nullopt).bytes;
+  EXPECT_EQ(size(Device::kCpu, {full()}, o, 4 * wanted).bytes, wanted);
+  const KvCacheSize found = size(Device::kCpu, {full()}, o, 40 * kMib);
+  EXPECT_EQ(found.bytes, 10 * kMib);
+  EXPECT_THAT(found.reason, HasSubstr("a quarter of the 41943040 bytes of free memory"));
+  EXPECT_THAT(found.reason, HasSubstr("would take " + std::to_string(wanted)));
+}
+
+TEST(KvCacheSizeTest, LeavesRoomOnAGpu) {
+  const std::vector<KvLayerShape> layers = {full(), sliding(8), full()};
+  const ExecutorOptions o = options(1024, 4096 - 36);
+  const int64_t wanted = int64_t{3} * 256 * 1024 * 4096 * 9 / 8;  // as if none had a window
+  KvCacheSize found = size(Device::kCuda, layers, o, 140 * kGib);
+  EXPECT_EQ(found.bytes, wanted);
+  EXPECT_THAT(found.reason, HasSubstr("enough for 1024 sequences of 4096 tokens, as if no layer"));
+  found = size(Device::kCuda, layers, o, 3 * kGib);
+  EXPECT_EQ(found.bytes, static_cast<int64_t>(0.9 * 3 * kGib) - 2 * kGib);
+  EXPECT_THAT(found.reason, HasSubstr("90% of the 3221225472 bytes that are free on the GPU"));
+  EXPECT_THAT(found.reason, HasSubstr("would take " + std::to_string(wanted)));
+}
+
+TEST(KvCacheSizeTest, RefusesAGpuWithoutRoom) {
+  const std::string message = testing::message_of<OutOfMemory>(
+      [] { static_cast<void>(size(Device::kCuda, {full()}, options(4, 1000), 2 * kGib)); });
+  EXPECT_THAT(message, HasSubstr("the GPU has 2048.0 MiB free beside the weights"));
+  EXPECT_THAT(message, HasSubstr("90% of it less 2048.0 MiB"));
+  EXPECT_THAT(message, HasSubstr("set kv_cache_bytes"));
+}
+
+TEST(KvCacheSizeTest, DoesNotOverflow) {
+  const KvLayerShape huge = {.num_kv_heads = 1 << 16, .head_dim = 1 << 16};
+  const ExecutorOptions o = options(1024, 1 << 30);
+  EXPECT_EQ(size(Device::kCpu, {huge, huge}, o, std::nullopt).bytes,
+            std::numeric_limits<int64_t>::max());
+  EXPECT_EQ(size(Device::kCpu, {huge, huge}, o, 4 * kGib).bytes, kGib);
+  EXPECT_EQ(size(Device::kCuda, {huge, huge}, o, 4 * kGib).bytes,
+            static_cast<int64_t>(0.9 * 4 * kGib) - 2 * kGib);
+}
+
+TEST(KvCacheSizeTest, IsWhatAnExecutorTakesWithoutASize) {
+  const std::shared_ptr<const Model> model = testing::tiny_model({}, 1);
+  ExecutorOptions o = options(2, 64);
+  const KvCacheSize expected = default_kv_cache_size(*model, nullptr, o);
+  const Executor executor(model, nullptr, o);
+  EXPECT_EQ(executor.options().kv_cache_bytes, expected.bytes);
+  EXPECT_EQ(executor.memory_report().kv_cache_rule, expected.reason);
+  EXPECT_LE(executor.memory_report().kv_pool_bytes, expected.bytes);
+  o.kv_cache_bytes = 16 * kMib;
+  const Executor given(model, nullptr, o);
+  EXPECT_EQ(given.options().kv_cache_bytes, 16 * kMib);
+  EXPECT_EQ(given.memory_report().kv_cache_rule, "as given");
+  o.kv_cache_bytes = -1;
+  EXPECT_THAT(
+      testing::message_of<InvalidArgument>([&] { Executor(model, nullptr, o); }),
+      HasSubstr("kv_cache_bytes is -1; allowed: 0 (as default_kv_cache_size() chooses) to"));
+}
+
+}  // namespace
+}  // namespace paceline
