@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that arguments of all kinds share, and how their messages show a value.
+"""Checks that arguments of all kinds share, and how error messages show a value.
 
 A value that is wrong raises ValueError; a value that other engines take and Paceline does not yet,
 NotImplementedError. Each message names the argument, the value and the values allowed.
@@ -113,7 +113,7 @@ def check_choice(
         key: Its name, for the message.
         value: What was given.
         allowed: Names that work.
-        later: Names that are known and do not work yet.
+        later: Names that are known but not supported yet.
 
     Returns:
         The value.
@@ -126,7 +126,7 @@ def check_choice(
         return value
     if isinstance(value, str) and value in later:
         raise NotImplementedError(
-            f"{key} {value!r} is not there yet; this version has: {quoted(allowed)}"
+            f"{key} {value!r} is not supported yet; this version has: {quoted(allowed)}"
         )
     raise ValueError(f"{key} is {shorten(value)}; allowed: {quoted(allowed)}")
 
@@ -219,7 +219,7 @@ def parse_json(
 
 
 def check_keywords(owner: str, given: Iterable[str], allowed: Sequence[str]) -> None:
-    """Names what exists when a keyword that other engines take does not.
+    """Refuses unknown keywords, and lists the known ones.
 
     Raises:
         TypeError: One of `given` is not in `allowed`.

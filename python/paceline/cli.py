@@ -39,7 +39,7 @@ _MAX_MESSAGE: Final = 500
 
 
 class _VersionAction(argparse.Action):
-    """Prints the version; the runtime is imported only when asked for."""
+    """Prints the version, and imports the runtime only then."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **_: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, help="print the version and exit")
@@ -52,7 +52,7 @@ class _VersionAction(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Prints where `emit` does, and shortens what is wrong."""
+    """Prints help with `emit` and shortens messages."""
 
     def print_help(self, file: Any = None) -> None:
         if file is None:
@@ -65,7 +65,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Builds the parser; `args.run(args)` executes what was chosen."""
+    """Builds the parser; `args.run(args)` runs the chosen command."""
     parser = _Parser(
         prog="paceline",
         description="Speculative decoding of large language models.",
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Chooses the exit code of an error; re-raises what can only be a bug of ours."""
+    """Chooses the exit code of an error; re-raises errors that can only be bugs of Paceline."""
     from paceline._core import DeviceError, InternalError, ModelFileError
 
     if isinstance(error, OutputError) or _is_rust_panic(error):
@@ -157,30 +157,34 @@ def _message_of(error: BaseException) -> str:
 def _add_convert(commands: Any) -> None:
     parser = commands.add_parser(
         "convert",
-        help="write a folder that the C++ library reads without Python",
-        description="Writes a checkpoint, maybe with its drafter, as a folder for the C++ library. "
-        "With --allow-pickle and the folder of an EAGLE drafter alone it writes the drafter's "
-        "checkpoint again, as safetensors.",
+        help="write a folder for the C++ library",
+        description="Writes a checkpoint, optionally with its drafter, as a folder that the C++ "
+        "library reads without Python. With --allow-pickle and the folder of an EAGLE drafter "
+        "alone, converts that checkpoint to safetensors.",
     )
     parser.add_argument("model", metavar="DIR", help="the target's checkpoint")
-    parser.add_argument("out", metavar="OUT", help="the folder to write; absent or empty")
+    parser.add_argument("out", metavar="OUT", help="the folder to write; must be new or empty")
     parser.add_argument("--draft", metavar="DIR", help="the drafter's checkpoint")
     parser.add_argument(
         "--num-speculative-tokens",
         type=integer,
         default=4,
         metavar="K",
-        help="the folder's default number of drafts (default: 4)",
+        help="the number of drafts that the folder sets as default (default: 4)",
     )
     parser.add_argument(
-        "--dtype", default="auto", help="of the weights: auto, float32 or bfloat16 (default: auto)"
+        "--dtype",
+        default="auto",
+        help="dtype of the weights: auto, float32 or bfloat16 (default: auto)",
     )
     parser.add_argument(
         "--allow-pickle",
         action="store_true",
         help="read an EAGLE drafter's pytorch_model.bin: tensors only, with torch",
     )
-    parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar, no message")
+    parser.add_argument(
+        "-q", "--quiet", action="store_true", help="print no progress bar and no message"
+    )
     parser.set_defaults(run=_run_convert)
 
 
@@ -222,8 +226,8 @@ def _add_doctor(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
         help="show the installation and check that it works",
-        description="Prints build, devices, threads and versions, and lets the demo's drafter "
-        "draft for itself: every draft must be accepted.",
+        description="Prints build, devices, threads and versions. Then runs the demo's drafter as "
+        "its own target, so that every draft must be accepted.",
     )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object and nothing else"

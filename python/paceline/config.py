@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user may configure, checked once and frozen.
+"""The configuration of an `LLM`, checked once and frozen.
 
-Every refusal names the key, the value seen and the values allowed. Nothing is silently rewritten.
-A value that is wrong raises ValueError; a value that other engines take and Paceline does not yet,
-NotImplementedError.
+Every error names the key, the value and the values allowed. No value is silently rewritten.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ _RATIO_METHODS: Final = ("standard", "block")
 # The length of the n-grams that are looked up, by default.
 DEFAULT_PROMPT_LOOKUP: Final = 5
 
-# Keys that vLLM takes and that do nothing here yet: refused by name rather than as a typing error.
+# Keys of vLLM that are not supported yet. Their error says so; that of unknown keys does not.
 _LATER_KEYS: Final = (
     "attention_backend",
     "draft_tensor_parallel_size",
@@ -107,46 +105,46 @@ def _check_finite(key: str, value: Any, allowed: str) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """How tokens are drafted and accepted. The keys are vLLM's; ours are nested under "x".
+    """How tokens are drafted and accepted. Keys are vLLM's; Paceline's own are nested under "x".
 
     Attributes:
-        method: "draft_model", "eagle", "eagle3", "gemma4_mtp" or "ngram". None: what the checkpoint
-            in `model` is; `LLM` finds out when it loads it.
+        method: "draft_model", "eagle", "eagle3", "gemma4_mtp" or "ngram". None: `LLM` reads it from
+            the checkpoint in `model`.
         model: Folder of the drafter's checkpoint; a path-like object becomes a string. None with
-            "ngram", which has none.
+            "ngram", which needs no model.
         num_speculative_tokens: Tokens drafted in each iteration (k), 1 to 16.
-        rejection_sample_method: "coupled": keep a draft while it equals the target's own draw; the
-            output is bit for bit that of plain decoding. "standard" (rejection sampling) and
-            "block" (block verification): the output follows the target's law, but which tokens a
-            seed gives depends on what was drafted; at temperature 0 it is that of plain decoding.
-            They keep more drafts at a temperature. "synthetic": do the work of "coupled", then
-            override the verdict so that the mean acceptance length is
-            `synthetic_acceptance_length`; for benches, the text is meaningless.
+        rejection_sample_method: "coupled" accepts a draft if it equals the token that the target
+            samples; the output is bit for bit that of plain decoding. "standard" (rejection
+            sampling) and "block" (block verification) follow the target's distribution, but the
+            tokens of a seed depend on the drafts; at temperature 0 the output is that of plain
+            decoding. They accept more drafts at temperatures above 0. "synthetic" does the work of
+            "coupled", then overrides the verdict so that the mean acceptance length is
+            `synthetic_acceptance_length`; it is for benches, and its output is meaningless.
         synthetic_acceptance_length: "synthetic" only: tokens per iteration, bonus token included,
             1 to k + 1.
-        draft_sample_method: "probabilistic": the drafter draws at the request's temperature. It is
-            the only choice for "coupled" and "synthetic", where drafter and target share one noise.
-            "greedy": it takes its likeliest token; the only choice for "ngram" with "standard" and
-            "block", since what is looked up has no law. None = the only choice, else
-            "probabilistic".
-        prompt_lookup_min: "ngram" only: length of the shortest n-gram that is looked up. None: as
-            `prompt_lookup_max`, and 5 where that is None too.
-        prompt_lookup_max: "ngram" only: length of the longest one, which is tried first. None: as
+        draft_sample_method: "probabilistic": the drafter samples at the request's temperature. It
+            is the only choice for "coupled" and "synthetic", where drafter and target share noise.
+            "greedy": the drafter takes its most likely token. It is the only choice for "ngram"
+            with "standard" and "block", since tokens that are looked up have no distribution.
+            None = "probabilistic" where there is a choice.
+        prompt_lookup_min: "ngram" only: length of the shortest n-gram that is looked up. None =
+            `prompt_lookup_max`, or 5 if that is None too.
+        prompt_lookup_max: "ngram" only: length of the longest n-gram, which is tried first. None =
             `prompt_lookup_min`.
-        draft_driver: Under "x". Who replays the draft step: "unrolled", "replay", "while" or
+        draft_driver: Under "x". What repeats the draft step: "unrolled", "replay", "while" or
             "eager". All give identical bits.
-        draft_stop_threshold: Under "x", 0 to below 1. A sequence drafts no further once the
-            drafter's own probability of a token it has drawn is below this; that token is still
-            verified, and the output stays what it was. 0 = off; anything else needs draft_driver
-            "while" and a drafter other than "ngram".
-        draft_position: Under "x", "gemma4_mtp" only. Where the queries of all drafts stand: at the
-            "last" position that has KV of the target (None stands for that), or at the "next", that
-            of the newest token. Engines disagree; the keys are the same, and only acceptance can
+        draft_stop_threshold: Under "x", 0 to below 1. Drafting for a sequence ends once the
+            drafter's probability of a draft falls below this. That draft is still verified, and the
+            output does not change. 0 = off; other values need draft_driver "while" and a method
+            other than "ngram".
+        draft_position: Under "x", "gemma4_mtp" only. The position of the queries of all drafts:
+            "last", the last position with KV of the target (None means this), or "next", that of
+            the newest token. Engines differ here. The keys are the same, so only acceptance can
             change.
-        draft_proposals: Under "x", 1 to 256, "standard" and "block" with "probabilistic" drafts
-            only (None = 64 there): drafts are drawn from so many of the drafter's likeliest tokens.
-            That is exact with any number; the engine keeps 8 bytes for each, times k and
-            `max_num_seqs`.
+        draft_proposals: Under "x", 1 to 256, only for "standard" and "block" with "probabilistic"
+            drafts (None = 64 there). Drafts are sampled from this many of the drafter's most likely
+            tokens. The output distribution is exact for any number. The engine keeps 8 bytes for
+            each, times k and `max_num_seqs`.
     """
 
     method: str | None = None
@@ -193,35 +191,35 @@ class SpeculativeConfig:
 
     def _check_draft_sampling(self) -> None:
         key = "speculative_config['draft_sample_method']"
-        has_law = self.rejection_sample_method in _RATIO_METHODS
-        is_looked_up = has_law and self.method == "ngram"
+        has_probabilities = self.rejection_sample_method in _RATIO_METHODS
+        is_looked_up = has_probabilities and self.method == "ngram"
         if self.draft_sample_method is None:
             default = "greedy" if is_looked_up else "probabilistic"
             object.__setattr__(self, "draft_sample_method", default)
-        elif self.draft_sample_method == "greedy" and not has_law:
+        elif self.draft_sample_method == "greedy" and not has_probabilities:
             raise ValueError(
                 f"{key} is 'greedy'; "
-                f"rejection_sample_method {self.rejection_sample_method!r} lets the drafter draw "
-                "from the target's own noise, at the request's temperature: allowed: "
+                f"with rejection_sample_method {self.rejection_sample_method!r} the drafter "
+                "samples with the target's noise, at the request's temperature; allowed: "
                 "'probabilistic' (at temperature 0 both are greedy)"
             )
         elif self.draft_sample_method == "probabilistic" and is_looked_up:
             raise ValueError(
                 f"{key} is 'probabilistic', but method is 'ngram', whose drafts are looked up and "
-                f"have no law; allowed with rejection_sample_method "
+                f"have no distribution; allowed with rejection_sample_method "
                 f"{self.rejection_sample_method!r}: 'greedy'"
             )
-        allowed = DRAFT_SAMPLE_METHODS if has_law else DRAFT_SAMPLE_METHODS[:1]
+        allowed = DRAFT_SAMPLE_METHODS if has_probabilities else DRAFT_SAMPLE_METHODS[:1]
         check_choice(key, self.draft_sample_method, allowed)
 
     def _check_draft_proposals(self) -> None:
         key = "speculative_config['x']['draft_proposals']"
-        has_law = (
+        has_probabilities = (
             self.rejection_sample_method in _RATIO_METHODS
             and self.draft_sample_method == "probabilistic"
         )
         count = self.draft_proposals
-        if not has_law:
+        if not has_probabilities:
             if count is not None:
                 raise ValueError(
                     f"{key} is {shorten(count)}, but rejection_sample_method is "
@@ -245,7 +243,7 @@ class SpeculativeConfig:
         if self.method not in (None, "gemma4_mtp"):
             raise ValueError(
                 f"{key} is {self.draft_position!r}, but method is {self.method!r}, whose drafts "
-                "have positions of their own; allowed: only with 'gemma4_mtp', else leave it out"
+                "have one position each; allowed: only with 'gemma4_mtp', otherwise leave it out"
             )
 
     def _check_draft_stop(self) -> None:
@@ -262,7 +260,7 @@ class SpeculativeConfig:
         if threshold > 0 and self.draft_driver != "while":
             raise ValueError(
                 f"{key} is {threshold}, but draft_driver is {self.draft_driver!r}; allowed: only "
-                "with 'while', the driver that can stop early"
+                "with 'while', the only driver that can stop early"
             )
         object.__setattr__(self, "draft_stop_threshold", threshold)
 
@@ -307,16 +305,16 @@ class SpeculativeConfig:
         object.__setattr__(self, "prompt_lookup_max", operator.index(high))
 
     def resolved(self, method: str) -> SpeculativeConfig:
-        """The same with the method that the drafter's checkpoint turned out to be.
+        """Returns this configuration with the method of the drafter's checkpoint.
 
         Raises:
-            ValueError: Another method was named.
+            ValueError: The configuration names another method.
         """
         if self.method == method:
             return self
         if self.method is not None:
             raise ValueError(
-                f"speculative_config['method'] is {self.method!r}, but the drafter is one for "
+                f"speculative_config['method'] is {self.method!r}, but the drafter is for "
                 f"{method!r}; allowed: {method!r}, or no 'method'"
             )
         return dataclasses.replace(self, method=method)
@@ -339,16 +337,16 @@ class SpeculativeConfig:
 
     @classmethod
     def parse(cls, value: SpeculativeConfig | Mapping[str, Any] | str) -> SpeculativeConfig:
-        """Reads a configuration as users write it.
+        """Reads a configuration in any of the forms that users write.
 
         Args:
-            value: A mapping with vLLM's keys, the same as a JSON object, or a SpeculativeConfig.
+            value: A mapping with vLLM's keys, a JSON object with them, or a SpeculativeConfig.
 
         Returns:
             The checked configuration.
 
         Raises:
-            ValueError: No valid JSON, an unknown key or a value that is not allowed.
+            ValueError: Invalid JSON, an unknown key or a value that is not allowed.
             NotImplementedError: A key or value that other engines take and this version does not.
         """
         if isinstance(value, SpeculativeConfig):
@@ -363,13 +361,13 @@ class SpeculativeConfig:
         fields = [field.name for field in dataclasses.fields(cls) if field.name not in _NESTED_KEYS]
         _check_keys("speculative_config", value, (*fields, "x"))
         if "num_speculative_tokens" not in value:
-            # The method decides first: of one that does not exist, k is not the problem.
+            # The method is checked first: if it does not exist, the missing k does not matter.
             if value.get("method") is not None:
                 check_choice(
                     "speculative_config['method']", value["method"], METHODS, LATER_METHODS
                 )
             raise ValueError(
-                "speculative_config has no 'num_speculative_tokens'; "
+                "speculative_config lacks 'num_speculative_tokens'; "
                 f"allowed: an integer from 1 to {MAX_SPECULATIVE_TOKENS}"
             )
         arguments = {key: value[key] for key in fields if key in value}
@@ -386,13 +384,13 @@ def _check_keys(where: str, mapping: Mapping[str, Any], allowed: tuple[str, ...]
             continue
         if where == "speculative_config" and key in _LATER_KEYS:
             raise NotImplementedError(
-                f"{where}: key {key!r} is not there yet; this version has: {quoted(allowed)}"
+                f"{where}: key {key!r} is not supported yet; this version has: {quoted(allowed)}"
             )
         hint = ""
         if key == "tensor_parallel_size":
-            hint = "; the drafter's own key is 'draft_tensor_parallel_size', which is not there yet"
+            hint = "; the drafter's key 'draft_tensor_parallel_size' is not supported yet either"
         elif where == "speculative_config" and key in _NESTED_KEYS:
-            hint = f"; it stands under 'x': {{'x': {{{key!r}: ...}}}}"
+            hint = f"; it belongs under 'x': {{'x': {{{key!r}: ...}}}}"
         raise ValueError(f"{where}: unknown key {shorten(key)}{hint}; allowed: {quoted(allowed)}")
 
 
@@ -401,25 +399,23 @@ class EngineConfig:
     """How the engine runs: the keyword arguments of `LLM`.
 
     Attributes:
-        device: "cpu", "cuda" (the first visible GPU), or "auto": "cuda" where it can be used, else
-            "cpu".
-        dtype: Of the weights: "auto" (as stored, where the runtime computes with it), "float32" or
-            "bfloat16". Sums are always float32. On CUDA float32 weights run on slow reference
-            kernels; they are for comparing numbers, not for speed.
-        max_model_len: Most tokens of prompt and output of one request; None = what the target was
-            made for, at most 4,096.
-        max_num_seqs: Sequences that run at the same time, 1 to 1,024.
-        max_num_batched_tokens: Rows of one iteration; None = 2,048, or more where max_num_seqs
-            windows need more.
-        prefill_chunk_size: Most prompt tokens of one request in one iteration; None = what the
-            iteration has room for.
-        kv_cache_bytes: Bytes of the KV pool of all groups together; None = see `LLM`.
-        block_size: Tokens of a KV block, 1 to 256.
-        num_threads: CPU threads of the ops, on device "cpu"; None = all cores that the process may
-            use.
-        seed: Seeds requests that have no seed of their own, 0 to 2**64 - 1.
-        max_logprobs: The most probable tokens whose logprobs a request may ask for, 0 to 64; 0 =
-            none may ask for logprobs, and no memory is taken for them.
+        device: "cpu", "cuda" (the first visible GPU), or "auto": "cuda" if available, else "cpu".
+        dtype: Dtype of the weights: "auto" (as stored, if the runtime supports it), "float32" or
+            "bfloat16". Sums are always float32. On CUDA, float32 weights use slow reference
+            kernels, which are for comparing numbers.
+        max_model_len: Maximum tokens of prompt and output of one request; None = the target's
+            maximum, but at most 4,096.
+        max_num_seqs: Maximum sequences that run at the same time, 1 to 1,024.
+        max_num_batched_tokens: Maximum rows of one iteration; None = 2,048, or more if the verify
+            windows of max_num_seqs sequences need more.
+        prefill_chunk_size: Maximum prompt tokens of one request in one iteration; None = limited
+            only by max_num_batched_tokens.
+        kv_cache_bytes: Bytes of the KV pool, all groups together; None = see `LLM`.
+        block_size: Tokens per KV block, 1 to 256.
+        num_threads: CPU threads, on device "cpu"; None = one per core that the process may use.
+        seed: Seed of requests without one, 0 to 2**64 - 1.
+        max_logprobs: The largest `logprobs` that a request may set, 0 to 64. 0 disables logprobs,
+            and no memory is allocated for them.
     """
 
     device: str = "auto"

@@ -33,28 +33,29 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "generate",
         help="continue a prompt",
-        description="Continues a prompt and streams the text as it is accepted. Without --model "
-        "it runs on checkpoints that ship with the package.",
+        description="Continues a prompt and streams the output as it is accepted. Without --model "
+        "it uses checkpoints that ship with the package.",
     )
-    parser.add_argument("prompt", metavar="PROMPT", help="text to continue")
+    parser.add_argument("prompt", metavar="PROMPT", help="the prompt to continue")
     model = parser.add_argument_group("model")
     model.add_argument("-m", "--model", metavar="DIR", help="the target's checkpoint")
     model.add_argument(
         "--speculative-config",
         metavar="JSON",
-        help='for example \'{"method": "draft_model", "model": DIR, "num_speculative_tokens": 4}\'',
+        help='the drafter, for example \'{"method": "draft_model", "model": DIR, '
+        '"num_speculative_tokens": 4}\'',
     )
     model.add_argument(
         "--demo",
         metavar="NAME",
-        help="checkpoints of the package, used when no model is named: draft_model, eagle3, "
+        help="the package's own checkpoints, used without --model: draft_model, eagle3, "
         f"gemma4_mtp or ngram (default: {_DEFAULT_DEMO})",
     )
     model.add_argument(
         "--num-speculative-tokens",
         type=integer,
         metavar="K",
-        help="drafts per iteration with a demo, 0 = plain decoding (with --model it belongs in "
+        help="drafts per iteration of a demo; 0 = plain decoding (with --model, set it in "
         "--speculative-config)",
     )
     sampling = parser.add_argument_group("sampling")
@@ -63,23 +64,29 @@ def add_parser(commands: Any) -> None:
         type=integer,
         default=64,
         metavar="N",
-        help="tokens to write (default: 64)",
+        help="tokens to generate at most (default: 64)",
     )
     sampling.add_argument(
-        "--temperature", type=number, default=0.0, metavar="T", help="0 = greedy (default: 0)"
+        "--temperature",
+        type=number,
+        default=0.0,
+        metavar="T",
+        help="sampling temperature; 0 = greedy (default: 0)",
     )
-    sampling.add_argument("--seed", type=integer, default=0, metavar="N", help="(default: 0)")
+    sampling.add_argument(
+        "--seed", type=integer, default=0, metavar="N", help="random seed (default: 0)"
+    )
     sampling.add_argument(
         "--n",
         type=integer,
         default=1,
         metavar="N",
-        help="texts to write, drawn apart; several are printed when all are complete (default: 1)",
+        help="completions to sample; more than one are printed at the end (default: 1)",
     )
     _add_token_choice(sampling)
     for flag, text in (
-        ("--logprobs", "report how probable each token was, and the N most probable ones"),
-        ("--prompt-logprobs", "the same of the prompt's tokens"),
+        ("--logprobs", "report the log-probability of each token and of the N most likely tokens"),
+        ("--prompt-logprobs", "the same for the tokens of the prompt"),
     ):
         sampling.add_argument(flag, type=integer, metavar="N", help=text)
     _add_stopping(parser.add_argument_group("stopping"))
@@ -87,119 +94,138 @@ def add_parser(commands: Any) -> None:
     engine.add_argument(
         "--device",
         default="auto",
-        help="auto, cpu or cuda (default: auto: cuda where it can be used; with a demo, cpu)",
+        help="auto, cpu or cuda (default: auto, which is cuda if available; with a demo, cpu)",
     )
     engine.add_argument(
-        "--dtype", default="auto", help="of the weights: auto, float32 or bfloat16 (default: auto)"
+        "--dtype",
+        default="auto",
+        help="dtype of the weights: auto, float32 or bfloat16 (default: auto)",
     )
     engine.add_argument(
-        "--max-model-len", type=integer, metavar="N", help="tokens of prompt and output"
+        "--max-model-len",
+        type=integer,
+        metavar="N",
+        help="tokens of prompt and output together at most",
     )
-    engine.add_argument("--kv-cache-bytes", type=integer, metavar="N", help="bytes of the KV pool")
+    engine.add_argument(
+        "--kv-cache-bytes", type=integer, metavar="N", help="size of the KV pool in bytes"
+    )
     engine.add_argument(
         "--block-size",
         type=integer,
         default=16,
         metavar="N",
-        help="tokens of a KV block (default: 16)",
+        help="tokens per KV block (default: 16)",
     )
     engine.add_argument(
-        "--num-threads", type=integer, metavar="N", help="CPU threads (default: all)"
+        "--num-threads", type=integer, metavar="N", help="CPU threads (default: one per core)"
     )
     output = parser.add_argument_group("output")
     output.add_argument(
         "--compare",
         action="store_true",
-        help="run plain decoding too: the text must be the same, the report has both speeds; only "
-        "with a rejection_sample_method that promises that text",
+        help="run plain decoding too, report both speeds, and fail if the outputs differ; needs a "
+        "rejection_sample_method that keeps the output",
     )
     output.add_argument(
         "--json", action="store_true", help="print one JSON object and nothing else"
     )
     output.add_argument(
-        "--no-stream", action="store_true", help="print the text when it is complete"
+        "--no-stream", action="store_true", help="print the output when it is complete"
     )
     output.add_argument(
-        "-q", "--quiet", action="store_true", help="print the new text only: no prompt, no report"
+        "-q",
+        "--quiet",
+        action="store_true",
+        help="print the output only, without prompt and report",
     )
     parser.set_defaults(run=_run_generate)
 
 
 def _add_token_choice(group: Any) -> None:
-    """What changes or limits the tokens that may be drawn; docs/sampling.md has the meanings."""
+    """Options that change the distribution; docs/sampling.md defines them."""
     for flag, kind, metavar, text in (
-        ("--top-k", integer, "N", "draw from the N most probable tokens (default: 0, all)"),
-        ("--top-p", number, "P", "draw from the fewest that make up P (default: 1, all)"),
+        ("--top-k", integer, "N", "sample from the N most likely tokens (default: 0, all)"),
+        (
+            "--top-p",
+            number,
+            "P",
+            "sample from the fewest tokens with total probability P (default: 1, all)",
+        ),
         (
             "--min-p",
             number,
             "P",
-            "draw from those P times as probable as the best (default: 0)",
+            "sample from tokens at least P times as likely as the best (default: 0)",
         ),
         (
             "--repetition-penalty",
             number,
             "X",
-            "divides positive logits of tokens in prompt or output, multiplies others (default: 1)",
+            "divide positive logits of tokens in prompt or output, multiply negative (default: 1)",
         ),
         (
             "--presence-penalty",
             number,
             "X",
-            "taken off the logits of tokens in the output, -2 to 2 (default: 0)",
+            "subtract from the logits of tokens in the output, -2 to 2 (default: 0)",
         ),
-        ("--frequency-penalty", number, "X", "the same, times how often they are there"),
+        ("--frequency-penalty", number, "X", "the same, times the number of occurrences"),
     ):
         group.add_argument(flag, type=kind, metavar=metavar, help=text)
     group.add_argument(
         "--logit-bias",
         metavar="JSON",
-        help="added to logits: token ids to numbers from -100 to 100, as '{\"262\": -100}'",
+        help="add to logits: token ids to numbers from -100 to 100, as '{\"262\": -100}'",
     )
     group.add_argument(
         "--bad-words",
         action="append",
         metavar="TEXT",
-        help="what the output never holds; may be given several times",
+        help="text the output must not contain (repeatable)",
     )
     group.add_argument(
-        "--allowed-token-ids", type=_token_ids, metavar="IDS", help="draw from these only: 1,2,3"
+        "--allowed-token-ids",
+        type=_token_ids,
+        metavar="IDS",
+        help="sample from these tokens only: 1,2,3",
     )
 
 
 def _add_stopping(group: Any) -> None:
-    """What ends a request."""
+    """Options that end a request."""
     group.add_argument(
         "--min-tokens",
         type=integer,
         metavar="N",
-        help="end no earlier than that (default: 0)",
+        help="output tokens before a stop is allowed (default: 0)",
     )
     group.add_argument(
         "--stop",
         action="append",
         metavar="TEXT",
-        help="end before this text; may be given several times (a newline is $'\\n' in bash)",
+        help="end before this text (repeatable; a newline is $'\\n' in bash)",
     )
     group.add_argument(
-        "--include-stop-str-in-output", action="store_true", help="end after that text instead"
+        "--include-stop-str-in-output",
+        action="store_true",
+        help="include the text of --stop in the output",
     )
     group.add_argument(
-        "--stop-token-ids", type=_token_ids, metavar="IDS", help="end at any of these: 1,2,3"
+        "--stop-token-ids", type=_token_ids, metavar="IDS", help="end at any of these tokens: 1,2,3"
     )
     group.add_argument(
-        "--ignore-eos", action="store_true", help="do not stop at the end-of-sequence token"
+        "--ignore-eos", action="store_true", help="do not end at the end-of-sequence token"
     )
 
 
 def _token_ids(text: str) -> list[int]:
-    """Reads ids with commas between them."""
+    """Reads token ids separated by commas."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{shorten(text)} is not a list of token ids; allowed: integers with commas between "
-            "them"
+            f"{shorten(text)} is not a list of token ids; allowed: integers separated by commas"
         ) from None
 
 
@@ -217,7 +243,7 @@ def _sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 
 def _parse_logit_bias(text: str) -> list[tuple[int, Any]]:
-    """Reads a JSON object; a key that comes twice stays twice, to be refused."""
+    """Reads a JSON object; duplicate keys are kept, so that they are refused."""
     pairs = parse_json("--logit-bias", text, object_pairs_hook=tuple)
     try:
         if not text.lstrip().startswith("{"):
@@ -250,7 +276,7 @@ def _run_generate(args: argparse.Namespace) -> int:
         speculative = SpeculativeConfig.parse(speculative_config)
     if args.compare:
         _check_comparable(speculative, params)
-    # The demo's checkpoints are too small for a GPU to be of use.
+    # The demo's checkpoints are too small to gain from a GPU.
     is_demo = args.model is None
     engine: dict[str, Any] = {
         "device": "cpu" if is_demo and args.device == "auto" else args.device,
@@ -283,27 +309,27 @@ def _run_generate(args: argparse.Namespace) -> int:
         emit(_RULE)
         emit("\n".join([*logprob_lines(output), *report_lines(output, plain)]))
     if not is_same:
-        tell("paceline: error: speculative and plain decoding wrote different tokens")
+        tell("paceline: error: speculative and plain decoding produced different tokens")
         return EXIT_SELF_CHECK
     return EXIT_OK
 
 
 def _check_comparable(speculative: SpeculativeConfig | None, params: SamplingParams) -> None:
-    """Refuses --compare where speculation may write other tokens than plain decoding by design."""
+    """Refuses --compare with methods whose output may differ from plain decoding by design."""
     if speculative is None:
         raise ValueError("--compare needs a drafter; see --speculative-config")
     method = speculative.rejection_sample_method
     allowed = "allowed: rejection_sample_method 'coupled'"
     if method == "synthetic":
         raise ValueError(
-            "--compare expects the text of plain decoding, but rejection_sample_method is "
-            f"'synthetic', whose verdicts are made up; {allowed}, or no --compare"
+            "--compare expects the output of plain decoding, but rejection_sample_method is "
+            f"'synthetic', whose verdicts are artificial; {allowed}, or no --compare"
         )
     if method != "coupled" and params.temperature > 0:
         raise ValueError(
-            f"--compare expects the text of plain decoding, but rejection_sample_method is "
-            f"{method!r} and temperature is {params.temperature:g}: the law is that of plain "
-            f"decoding, the tokens of a seed are not; {allowed}, or temperature 0, or no --compare"
+            f"--compare expects the output of plain decoding, but rejection_sample_method is "
+            f"{method!r} and temperature is {params.temperature:g}, which keeps the "
+            f"distribution but not the tokens of a seed; {allowed}, temperature 0, or no --compare"
         )
 
 
@@ -316,12 +342,12 @@ def _choose_model(args: argparse.Namespace) -> tuple[str, dict[str, Any] | str |
         ):
             if value is not None:
                 raise ValueError(
-                    f"{option} goes with the package's own checkpoints, not with --model; "
-                    "a drafter is named by --speculative-config"
+                    f"{option} is for the package's own checkpoints, not for --model; "
+                    "name the drafter in --speculative-config"
                 )
         return args.model, args.speculative_config
     if args.speculative_config is not None:
-        raise ValueError("--speculative-config needs --model; --demo brings its own drafter")
+        raise ValueError("--speculative-config needs --model; --demo has its own drafter")
     from paceline.demo import find_demo
 
     demo = find_demo(_DEFAULT_DEMO if args.demo is None else args.demo)
@@ -332,7 +358,7 @@ def _choose_model(args: argparse.Namespace) -> tuple[str, dict[str, Any] | str |
 def _stream_text(
     llm: LLM, args: argparse.Namespace, params: SamplingParams, *, is_shown: bool
 ) -> RequestOutput:
-    """Generates, printing text as it comes; the same path whether shown or not."""
+    """Generates and prints the output as it arrives; hidden runs take the same path."""
     from paceline.outputs import RequestError
 
     is_streamed = is_shown and not args.no_stream and params.n == 1
@@ -359,11 +385,11 @@ def _stream_text(
 
 
 def report_lines(output: RequestOutput, plain: RequestOutput | None = None) -> list[str]:
-    """Puts a request's metrics in words.
+    """Formats the metrics of a request.
 
     Args:
         output: The request.
-        plain: The same without speculation, if it ran.
+        plain: The same request with plain decoding, if it ran.
 
     Returns:
         Lines of text.
@@ -391,15 +417,15 @@ def report_lines(output: RequestOutput, plain: RequestOutput | None = None) -> l
             lines.append(
                 f"acceptance length {length:.2f} of at most {k + 1}; "
                 f"{speculative['num_accepted_draft_tokens']} of {speculative['num_draft_tokens']} "
-                f"drafts kept ({100 * speculative['draft_acceptance_rate']:.0f} %)"
+                f"drafts accepted ({100 * speculative['draft_acceptance_rate']:.0f} %)"
             )
             positions = "  ".join(
                 "-" if share is None else f"{100 * share:.0f} %"
                 for share in speculative["acceptance_per_position"]
             )
-            lines.append(f"kept at draft position 1 to {k}: {positions}")
+            lines.append(f"acceptance at draft position 1 to {k}: {positions}")
     if plain is not None:
-        same = "the same text" if plain.outputs == output.outputs else "DIFFERENT text"
+        same = "the same output" if plain.outputs == output.outputs else "a DIFFERENT output"
         speed = ""
         if metrics.tokens_per_second and plain.metrics.tokens_per_second:
             ratio = metrics.tokens_per_second / plain.metrics.tokens_per_second

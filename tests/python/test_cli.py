@@ -189,7 +189,7 @@ def test_generate_without_a_drafter(target_dir: Path, capsys: pytest.CaptureFixt
 def test_compare(generate: list[str], temperature: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*generate, "--compare", "--temperature", temperature]) == 0
     out = capsys.readouterr().out
-    assert "plain decoding:" in out and "the same text" in out and "times as fast" in out
+    assert "plain decoding:" in out and "the same output" in out and "times as fast" in out
 
 
 def test_compare_notices_a_difference(
@@ -216,8 +216,8 @@ SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_lengt
     [
         ({"rejection_sample_method": "standard"}, "0.5", ["'standard'", "temperature is 0.5"]),
         ({"rejection_sample_method": "block"}, "1", ["'block'", "or temperature 0"]),
-        (SYNTHETIC, "0", ["'synthetic'", "made up"]),
-        (SYNTHETIC, "1", ["'synthetic'", "made up"]),
+        (SYNTHETIC, "0", ["'synthetic'", "artificial"]),
+        (SYNTHETIC, "1", ["'synthetic'", "artificial"]),
     ],
 )
 def test_compare_refuses_what_differs_by_design(
@@ -243,7 +243,7 @@ def test_compare_of_ratios_at_temperature_0(
 ) -> None:
     exact = json.dumps(speculative_config | {"rejection_sample_method": "block"})
     assert cli.main([*generate[:-1], exact, "--compare"]) == 0
-    assert "the same text" in capsys.readouterr().out
+    assert "the same output" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_compare_of_ratios_at_temperature_0(
         (["--demo", "draft_model"], 2, "--demo"),
         (["--num-speculative-tokens", "2"], 2, "--num-speculative-tokens"),
         (["--speculative-config", "{"], 2, "no valid JSON"),
-        (["--speculative-config", '{"method": "suffix"}'], 2, "'suffix' is not there yet"),
+        (["--speculative-config", '{"method": "suffix"}'], 2, "'suffix' is not supported yet"),
         (["--model", "no/such/folder"], 3, "no/such/folder"),
         (
             ["--speculative-config", '{"model": "no/such", "num_speculative_tokens": 1}'],

@@ -66,7 +66,7 @@ def test_k_out_of_range(k: Any) -> None:
 
 def test_k_is_required() -> None:
     config = {"method": "draft_model", "model": "draft"}
-    refuses(config, ValueError, "no 'num_speculative_tokens'", "1 to 16")
+    refuses(config, ValueError, "lacks 'num_speculative_tokens'", "1 to 16")
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "gemma4_mtp"])
@@ -106,7 +106,7 @@ def test_ngram_refusals() -> None:
     refuses(config, ValueError, "['prompt_lookup_min'] is 5", "1 to prompt_lookup_max = 4")
     refuses(NGRAM | {"model": "draft"}, ValueError, "['model'] is 'draft'", "no 'model'")
     refuses(GOOD | {"prompt_lookup_max": 4}, ValueError, "is 4", "'draft_model'", "'ngram'")
-    refuses({"method": "ngram"}, ValueError, "no 'num_speculative_tokens'")
+    refuses({"method": "ngram"}, ValueError, "lacks 'num_speculative_tokens'")
 
 
 @pytest.mark.parametrize("method", ["mtp", "suffix"])
@@ -184,7 +184,11 @@ def test_looked_up_drafts_are_greedy(method: str) -> None:
     assert SpeculativeConfig.parse(config).draft_sample_method == "greedy"
     assert SpeculativeConfig.parse(config | {"draft_sample_method": "greedy"})
     refuses(
-        config | {"draft_sample_method": "probabilistic"}, ValueError, "'ngram'", "no law", method
+        config | {"draft_sample_method": "probabilistic"},
+        ValueError,
+        "'ngram'",
+        "no distribution",
+        method,
     )
     coupled = config | {"rejection_sample_method": "coupled"}
     assert SpeculativeConfig.parse(coupled).draft_sample_method == "probabilistic"
