@@ -27,6 +27,8 @@
 #include "batch/batch.h"
 #include "executor/logprob_reader.h"
 #include "executor/runner.h"
+#include "executor/samples.h"
+#include "executor/statistics.h"
 #include "request/sequence.h"
 #include "scheduler/iteration_plan.h"
 #include "scheduler/scheduler.h"
@@ -81,9 +83,6 @@ class Engine {
     Batch batch;
   };
 
-  // All samples of a request; null where one has ended.
-  using Samples = std::vector<std::unique_ptr<Sequence>>;
-
   struct Live {
     int32_t num_samples = 0;
     int32_t num_left = 0;  // whose last event is not yet out
@@ -95,8 +94,11 @@ class Engine {
   };
 
   void check_request(const Request& request) const;
-  // Of a request that has been checked.
-  [[nodiscard]] Samples make_samples(Request request) const;
+  [[nodiscard]] SampleBounds sample_bounds() const {
+    return {.max_model_len = options_.max_model_len,
+            .vocab_size = options_.vocab_size,
+            .num_draft_tokens = options_.shape.num_draft_tokens};
+  }
   // nullopt: the queue has no room for all.
   [[nodiscard]] std::optional<std::vector<RequestId>> queue(std::vector<Samples> requests);
 
@@ -116,9 +118,16 @@ class Engine {
   // waits. False: asked to stop.
   bool recover();
   void restart(bool ends_all);
-  // What a call into the runner throws, the engine does not survive.
+  // Calls into the runner. The engine does not survive what such a call throws.
   template <class Call>
-  auto on_device(Call call);
+  auto on_device(Call call) {
+    try {
+      return call();
+    } catch (...) {
+      has_device_failed_ = true;
+      throw;
+    }
+  }
   void delay();  // for tests: sleeps for a random time
   void publish_usage();
   void publish_load();  // under mutex_: what runs and what waits
@@ -155,10 +164,8 @@ class Engine {
   std::unordered_map<RequestId, Live> live_;  // requests whose last event is not yet out
   RequestId next_id_ = 1;
   int64_t num_queued_ = 0;  // requests, incoming and waiting
-  ExecutorStats stats_;
+  EngineStatistics statistics_;
   KvUsage usage_;
-  int64_t preemptions_at_reset_ = 0;
-  int64_t shared_tokens_at_reset_ = 0;
   bool is_idle_ = true;
   bool stops_ = false;
   bool wants_trace_ = false;

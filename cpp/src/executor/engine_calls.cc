@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// The engine as its callers see it: any thread may call these. They leave requests and wishes for
+// the engine's thread and take events.
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "base/check.h"
+#include "executor/engine.h"
+#include "executor/request_checks.h"
+
+namespace paceline {
+
+void Engine::check_request(const Request& request) const {
+  paceline::check_request(request, {.max_model_len = options_.max_model_len,
+                                    .vocab_size = options_.vocab_size,
+                                    .max_logprobs = options_.shape.max_logprobs});
+  const auto prompt_len = static_cast<int64_t>(request.prompt.size());
+  const auto limit = static_cast<int32_t>(std::min<int64_t>(
+      request.score_prompt ? prompt_len : prompt_len + request.sampling.max_tokens,
+      options_.max_model_len));
+  if (!scheduler_.fits_alone(static_cast<int32_t>(prompt_len), limit)) {
+    throw InvalidArgument(concat("a request of ", prompt_len, " prompt tokens and ", limit,
+                                 " in all needs more KV blocks than the whole pool of ",
+                                 layout_.pool_bytes >> 10,
+                                 " KiB has; raise kv_cache_bytes or lower max_tokens"));
+  }
+}
+
+std::optional<std::vector<RequestId>> Engine::queue(std::vector<Samples> requests) {
+  std::vector<RequestId> ids;
+  ids.reserve(requests.size());
+  const std::scoped_lock lock(mutex_);
+  if (failure_ != nullptr) std::rethrow_exception(failure_);
+  const auto count = static_cast<int64_t>(requests.size());
+  if (options_.max_waiting_requests > 0 && num_queued_ + count > options_.max_waiting_requests) {
+    return std::nullopt;
+  }
+  try {
+    for (Samples& samples : requests) {
+      const RequestId id = next_id_++;
+      for (const std::unique_ptr<Sequence>& sample : samples) sample->id = id;
+      const auto num_samples = static_cast<int32_t>(samples.size());
+      live_.emplace(id, Live{.num_samples = num_samples, .num_left = num_samples});
+      incoming_.push_back(std::move(samples));
+      ids.push_back(id);
+    }
+  } catch (...) {
+    live_.erase(next_id_ - 1);
+    for (const RequestId id : ids) live_.erase(id);
+    incoming_.erase(incoming_.end() - static_cast<std::ptrdiff_t>(ids.size()), incoming_.end());
+    throw;
+  }
+  if (count == 0) return ids;
+  num_queued_ += count;
+  is_idle_ = false;
+  wake_engine_.notify_one();
+  return ids;
+}
+
+std::optional<RequestId> Engine::add_request(Request request) {
+  check_request(request);
+  std::vector<Samples> one;
+  one.push_back(make_samples(std::move(request), sample_bounds()));
+  const std::optional<std::vector<RequestId>> ids = queue(std::move(one));
+  return ids.has_value() ? std::optional(ids->front()) : std::nullopt;
+}
+
+std::optional<std::vector<RequestId>> Engine::add_requests(std::vector<Request> requests) {
+  if (options_.max_waiting_requests > 0 &&
+      requests.size() > static_cast<size_t>(options_.max_waiting_requests)) {
+    throw InvalidArgument(concat("requests has ", requests.size(),
+                                 " entries; allowed: at most max_waiting_requests, which is ",
+                                 options_.max_waiting_requests, "; add fewer at once or raise it"));
+  }
+  for (size_t i = 0; i < requests.size(); ++i) {
+    try {
+      check_request(requests[i]);
+    } catch (const InvalidArgument& error) {
+      if (requests.size() == 1) throw;
+      throw InvalidArgument(concat("request ", i, " of ", requests.size(), ": ", error.what()));
+    }
+  }
+  std::vector<Samples> all;
+  all.reserve(requests.size());
+  for (Request& request : requests)
+    all.push_back(make_samples(std::move(request), sample_bounds()));
+  return queue(std::move(all));
+}
+
+bool Engine::cancel(RequestId id, std::optional<int32_t> sample) {
+  const std::scoped_lock lock(mutex_);
+  const auto found = live_.find(id);
+  if (found == live_.end()) return false;
+  const int32_t num_samples = found->second.num_samples;
+  if (sample.has_value() && (*sample < 0 || *sample >= num_samples)) {
+    throw InvalidArgument(concat("sample is ", *sample, "; allowed: 0 to ", num_samples - 1,
+                                 " (request ", id, " has ", num_samples, " samples)"));
+  }
+  cancellations_.push_back({.id = id, .sample = sample});
+  wake_engine_.notify_one();
+  return true;
+}
+
+std::vector<RequestEvent> Engine::poll(int32_t timeout_ms) {
+  std::unique_lock lock(mutex_);
+  const auto is_ready = [&] { return !events_.empty() || failure_ != nullptr; };
+  if (timeout_ms > 0) {
+    wake_caller_.wait_for(lock, std::chrono::milliseconds(timeout_ms), is_ready);
+  }
+  if (events_.empty() && failure_ != nullptr) std::rethrow_exception(failure_);
+  return std::exchange(events_, {});
+}
+
+ExecutorStats Engine::stats() {
+  const std::scoped_lock lock(mutex_);
+  return statistics_.stats();
+}
+
+void Engine::reset_stats() {
+  const std::scoped_lock lock(mutex_);
+  statistics_.reset();
+}
+
+Engine::KvUsage Engine::kv_usage() {
+  const std::scoped_lock lock(mutex_);
+  return usage_;
+}
+
+std::vector<KernelTime> Engine::trace_iteration(int32_t timeout_ms) {
+  std::unique_lock lock(mutex_);
+  wants_trace_ = true;
+  trace_.reset();
+  wake_caller_.wait_for(lock, std::chrono::milliseconds(timeout_ms),
+                        [&] { return trace_.has_value() || failure_ != nullptr; });
+  wants_trace_ = false;
+  if (failure_ != nullptr) std::rethrow_exception(failure_);
+  return trace_.value_or(std::vector<KernelTime>());
+}
+
+std::string Engine::check_integrity() {
+  std::unique_lock lock(mutex_);
+  wants_integrity_ = true;
+  integrity_.reset();
+  wake_engine_.notify_one();
+  wake_caller_.wait(lock, [&] { return integrity_.has_value() || failure_ != nullptr; });
+  if (!integrity_.has_value()) std::rethrow_exception(failure_);
+  return *integrity_;
+}
+
+}  // namespace paceline

@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// How the engine's thread goes on when memory runs out, and how it ends when the device fails.
+
+#include <algorithm>
+#include <chrono>
+#include <new>
+#include <utility>
+
+#include "base/clock.h"
+#include "executor/engine.h"
+
+namespace paceline {
+namespace {
+
+// The pause before the engine asks for memory again that it could not have.
+constexpr std::chrono::milliseconds kMemoryRetry{10};
+
+bool has_begun(const std::unique_ptr<Sequence>& sample) {
+  return sample == nullptr || sample->newest_prefill >= 0;  // null: it has ended
+}
+
+}  // namespace
+
+bool Engine::recover() {
+  if (newest_launched_ >= 0) on_device([&] { runner_->wait(newest_launched_); });
+  newest_read_ = newest_launched_;
+  leaving_.clear();
+  for (InFlight& entry : ring_) entry.batch.score_copies.clear();
+  // Where nothing has begun, what waits is what cannot be served.
+  const bool ends_all = std::none_of(requests_.begin(), requests_.end(), [](const auto& request) {
+    return std::any_of(request.second.begin(), request.second.end(), has_begun);
+  });
+  for (;;) {
+    {
+      std::unique_lock lock(mutex_);
+      if (wake_engine_.wait_for(lock, kMemoryRetry, [&] { return stops_; })) return false;
+    }
+    try {
+      restart(ends_all);
+      return true;
+    } catch (const std::bad_alloc&) {
+      if (has_device_failed_) throw;
+    }
+  }
+}
+
+void Engine::restart(bool ends_all) {
+  on_device([&] { scheduler_.reset(newest_launched_); });  // which may poison blocks
+  for (auto request = requests_.begin(); request != requests_.end();) {
+    Samples& samples = request->second;
+    if (!ends_all && std::none_of(samples.begin(), samples.end(), has_begun)) {
+      for (const std::unique_ptr<Sequence>& sample : samples) scheduler_.add(*sample);
+      ++request;
+      continue;
+    }
+    for (std::unique_ptr<Sequence>& sample : samples) {
+      if (sample == nullptr) continue;
+      RequestEvent event{
+          .id = sample->id,
+          .sample = sample->sample,
+          .finish_reason = FinishReason::kError,
+          .error =
+              "the process ran out of memory while the request ran; requests that waited go "
+              "on. Free memory, or lower max_num_seqs or the logprobs asked for"};
+      event.counters = sample->counters;
+      event.arrival_us = sample->arrival_us;
+      event.first_token_us = sample->first_token_us;
+      event.finish_us = now_us();
+      outgoing_.push_back(std::move(event));
+      sample.reset();
+      const std::scoped_lock lock(mutex_);
+      const auto live = live_.find(request->first);
+      if (--live->second.num_left == 0) live_.erase(live);
+    }
+    request = requests_.erase(request);
+  }
+  publish_usage();
+  const std::scoped_lock lock(mutex_);
+  publish_load();
+  deliver();
+}
+
+void Engine::fail(std::exception_ptr cause) {
+  std::unique_lock lock(mutex_);
+  do {
+    try {
+      deliver();
+    } catch (const std::bad_alloc&) {
+      // Room comes with memory, or when a caller takes the events there are.
+    }
+  } while (!outgoing_.empty() &&
+           !wake_engine_.wait_for(lock, kMemoryRetry, [&] { return stops_; }));
+  failure_ = std::move(cause);
+  wake_caller_.notify_all();
+}
+
+}  // namespace paceline

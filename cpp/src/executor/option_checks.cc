@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "executor/option_checks.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "base/check.h"
+#include "executor/option_limits.h"
+#include "model/model_impl.h"
+#include "speculate/speculator.h"
+#include "wire/limits.h"
+
+namespace paceline {
+namespace {
+
+template <class T>
+void check_range(const char* name, T value, T low, T high) {
+  if (value < low || value > high) {
+    throw InvalidArgument(concat(name, " is ", value, "; allowed: ", low, " to ", high));
+  }
+}
+
+void check_ngram(const SpeculativeOptions& s, const Model* draft) {
+  if (s.ngram_min == 0 && s.ngram_max == 0) return;
+  check_range("ngram_max", s.ngram_max, 1, kMaxNgram);
+  check_range("ngram_min", s.ngram_min, 1, s.ngram_max);
+  if (draft != nullptr) {
+    throw InvalidArgument(concat("ngram_max is ", s.ngram_max, " and the drafter ",
+                                 draft->config.name, " is given; allowed: one of them"));
+  }
+  if (s.draft_stop_threshold > 0) {
+    throw InvalidArgument(concat("draft_stop_threshold is ", s.draft_stop_threshold,
+                                 " and prompt lookup has no probabilities; set it to 0"));
+  }
+}
+
+void check_rejection(const SpeculativeOptions& s) {
+  check_range("num_draft_proposals", s.num_draft_proposals, 0, kMaxDraftProposals);
+  const bool rejects =
+      s.accept_method == AcceptMethod::kStandard || s.accept_method == AcceptMethod::kBlock;
+  if (!rejects && !s.samples_drafts) {
+    throw InvalidArgument(
+        "samples_drafts is false, but with this accept_method the drafter draws with the "
+        "target's noise; set it to true, or accept_method to 'standard' or 'block'");
+  }
+  if (rejects && s.samples_drafts && s.ngram_max > 0) {
+    throw InvalidArgument(
+        "samples_drafts is true, but drafts of prompt lookup have no distribution to be sampled "
+        "from; "
+        "set it to false");
+  }
+  if (s.num_draft_proposals > 0 && !(rejects && s.samples_drafts && s.num_speculative_tokens > 0)) {
+    throw InvalidArgument(concat("num_draft_proposals is ", s.num_draft_proposals,
+                                 "; allowed: 0, unless accept_method is 'standard' or 'block', "
+                                 "samples_drafts is true and there is a drafter"));
+  }
+}
+
+// Whether a sliding layer caps its attention scores.
+bool has_capped_window(const DecoderConfig& config) {
+  return std::any_of(config.layers.begin(), config.layers.end(), [](const auto& layer) {
+    return layer.attention.kind == KvKind::kSliding && layer.attention.soft_cap > 0;
+  });
+}
+
+}  // namespace
+
+void check_options(const ExecutorOptions& o, const Model& target, const Model* draft) {
+  const SpeculativeOptions& s = o.speculative;
+  check_range("num_speculative_tokens", s.num_speculative_tokens, 0, kMaxDraftTokens);
+  check_ngram(s, draft);
+  check_rejection(s);
+  const bool drafts = draft != nullptr || s.ngram_max > 0;
+  if (s.num_speculative_tokens > 0 && !drafts) {
+    throw InvalidArgument(concat("num_speculative_tokens is ", s.num_speculative_tokens,
+                                 " but there is no drafter; give one, or ngram_min and ngram_max, "
+                                 "or set 0"));
+  }
+  if (s.num_speculative_tokens == 0 && drafts) {
+    throw InvalidArgument(concat(
+        "num_speculative_tokens is 0 but a drafter is given; allowed: 1 to ", kMaxDraftTokens));
+  }
+  if (s.accept_method == AcceptMethod::kSynthetic) {
+    const double longest = s.num_speculative_tokens + 1;
+    if (!std::isfinite(s.synthetic_acceptance_length) || s.synthetic_acceptance_length < 1 ||
+        s.synthetic_acceptance_length > longest) {
+      throw InvalidArgument(concat("synthetic_acceptance_length is ", s.synthetic_acceptance_length,
+                                   "; allowed: 1 to ", longest));
+    }
+  } else if (s.synthetic_acceptance_length != 0) {
+    throw InvalidArgument(concat("synthetic_acceptance_length is ", s.synthetic_acceptance_length,
+                                 "; allowed: 0, unless accept_method is 'synthetic'"));
+  }
+  if (!(s.draft_stop_threshold >= 0 && s.draft_stop_threshold < 1)) {
+    throw InvalidArgument(concat("draft_stop_threshold is ", s.draft_stop_threshold,
+                                 "; allowed: 0 (off) to below 1"));
+  }
+  if (s.draft_stop_threshold > 0 && o.draft_driver != DraftDriver::kWhile) {
+    throw InvalidArgument(concat("draft_stop_threshold is ", s.draft_stop_threshold,
+                                 ", but only the draft driver 'while' can stop early; set "
+                                 "draft_driver to 'while' or draft_stop_threshold to 0"));
+  }
+  if (!drafts && s.draft_stop_threshold > 0) {
+    throw InvalidArgument(concat("draft_stop_threshold is ", s.draft_stop_threshold,
+                                 " but there is no drafter; set it to 0"));
+  }
+  check_range("max_logprobs", o.max_logprobs, 0, kMaxLogprobs);
+  if (o.max_logprobs > 0 && o.use_null_device) {
+    throw InvalidArgument(concat("max_logprobs is ", o.max_logprobs,
+                                 " and the null device has no logits; allowed with it: 0"));
+  }
+  check_range("host_delay_max_us", o.host_delay_max_us, 0, 1'000'000);
+  check_range("max_num_seqs", o.max_num_seqs, 1, kMaxNumSeqs);
+  check_range("block_size", o.block_size, 1, kMaxBlockSize);
+  check_range("num_threads", o.num_threads, 0, kMaxNumThreads);
+  check_range("device_lateness", o.device_lateness, 0, 2);
+  if (draft != nullptr && draft->device != target.device) {
+    throw InvalidArgument(concat("the target lies on device ", device_name(target.device),
+                                 " and the drafter on ", device_name(draft->device),
+                                 "; load both to one device"));
+  }
+  if (target.device == Device::kCuda && o.device_lateness != 0) {
+    throw InvalidArgument(
+        concat("device_lateness is ", o.device_lateness,
+               "; allowed on device cuda: 0, since only the CPU device can be made "
+               "late"));
+  }
+  if (target.config.drafter) {
+    throw InvalidArgument(concat("the target ", target.config.name,
+                                 " is a draft head; give the model that it was trained for as the "
+                                 "target, and the head as the drafter"));
+  }
+  if (draft != nullptr) check_drafter(*draft, target);
+  if (s.draft_position != DraftPosition::kLast) {
+    const NgramOptions ngram = {.min_tokens = s.ngram_min, .max_tokens = s.ngram_max};
+    const SpecTraits traits = traits_for(draft != nullptr ? &draft->config : nullptr, ngram);
+    if (!traits.drafts || !traits.takes_target_hidden || traits.advances_positions) {
+      throw InvalidArgument(
+          "draft_position is 'next', but only Gemma 4 MTP drafts from a fixed position; allowed: "
+          "'last' with other drafters and without one");
+    }
+  }
+  for (const Model* const model : {&target, draft}) {
+    if (!o.use_window_lists || model == nullptr || !has_capped_window(model->config)) continue;
+    throw InvalidArgument(concat("use_window_lists is true, but ", model->config.name,
+                                 " has sliding layers with a soft cap, which lists do not apply; "
+                                 "set it to false"));
+  }
+  if (o.kv_cache_bytes < 0) {
+    throw InvalidArgument(concat("kv_cache_bytes is ", o.kv_cache_bytes,
+                                 "; allowed: 0 (as default_kv_cache_size() chooses) to the bytes "
+                                 "that the device has"));
+  }
+  check_range("prefill_chunk_size", o.prefill_chunk_size, 0, kMaxBatchedTokens);
+  check_range("max_waiting_requests", o.max_waiting_requests, 0, 1 << 30);
+  check_range("max_model_len", o.max_model_len, 1, target.config.max_position);
+  // A draft head supports the positions of its target: its own number is that of its training data.
+  if (draft != nullptr && !draft->config.drafter && o.max_model_len > draft->config.max_position) {
+    throw InvalidArgument(concat("max_model_len is ", o.max_model_len,
+                                 ", but the drafter supports ", draft->config.max_position,
+                                 " positions; lower max_model_len"));
+  }
+  const int32_t decode_rows = o.max_num_seqs * (s.num_speculative_tokens + 1);
+  if (o.max_num_batched_tokens < decode_rows || o.max_num_batched_tokens > kMaxBatchedTokens) {
+    throw InvalidArgument(concat("max_num_batched_tokens is ", o.max_num_batched_tokens,
+                                 "; allowed: ", decode_rows, " (max_num_seqs ", o.max_num_seqs,
+                                 " x ", s.num_speculative_tokens + 1, " rows) to ",
+                                 kMaxBatchedTokens));
+  }
+}
+
+}  // namespace paceline

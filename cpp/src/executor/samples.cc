@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "executor/samples.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/aligned_buffer.h"
+#include "base/clock.h"
+
+namespace paceline {
+namespace {
+
+// Sample `index` of the request that `first` is sample 0 of, before it has run.
+std::unique_ptr<Sequence> sample_like(const Sequence& first, int32_t index) {
+  auto sample = std::make_unique<Sequence>();
+  sample->sample = index;
+  sample->num_samples = first.num_samples;
+  sample->sampling = first.sampling;
+  sample->sampling.seed += static_cast<uint64_t>(index);  // modulo 2^64
+  sample->sampling.prompt_logprobs = -1;  // the prompt is the same: the first has them for all
+  sample->allowed = first.allowed;
+  sample->tokens = first.tokens;
+  sample->prompt_len = first.prompt_len;
+  sample->limit = first.limit;
+  sample->counters = first.counters;
+  sample->arrival_us = first.arrival_us;
+  return sample;
+}
+
+}  // namespace
+
+Samples make_samples(Request request, const SampleBounds& bounds) {
+  auto first = std::make_unique<Sequence>();
+  first->tokens = std::move(request.prompt);
+  first->prompt_len = first->known_len();
+  first->num_samples = request.num_samples;
+  first->sampling = std::move(request.sampling);
+  first->is_score = request.score_prompt;
+  if (const std::vector<int32_t>& allowed = first->sampling.allowed_token_ids; !allowed.empty()) {
+    first->allowed.assign(static_cast<size_t>((bounds.vocab_size + 31) / 32), 0);
+    for (const int32_t token : allowed) {
+      first->allowed[static_cast<size_t>(token / 32)] |= uint32_t{1} << (token % 32);
+    }
+  }
+  first->limit =
+      first->is_score
+          ? first->prompt_len
+          : static_cast<int32_t>(std::min<int64_t>(
+                int64_t{first->prompt_len} + first->sampling.max_tokens, bounds.max_model_len));
+  if (first->is_score) {
+    first->logits = std::make_shared<std::vector<float>>(
+        static_cast<size_t>(checked_mul(first->prompt_len, bounds.vocab_size)));
+  }
+  if (first->sampling.prompt_logprobs >= 0) {
+    first->prompt_logprobs = std::make_shared<std::vector<std::vector<TokenLogprob>>>(
+        static_cast<size_t>(first->prompt_len - 1));
+  }
+  const auto k = static_cast<size_t>(bounds.num_draft_tokens);
+  first->counters.accepted_per_position.assign(k, 0);
+  first->counters.drafted_per_position.assign(k, 0);
+  first->arrival_us = now_us();
+
+  Samples samples;
+  samples.push_back(std::move(first));
+  for (int32_t i = 1; i < request.num_samples; ++i) {
+    samples.push_back(sample_like(*samples.front(), i));
+  }
+  return samples;
+}
+
+}  // namespace paceline

@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "executor/setup.h"
+
+#include <paceline/version.h>
+
+#include <algorithm>
+
+#include "base/check.h"
+#include "executor/cpu_runner.h"
+#ifdef PACELINE_CUDA
+#include "executor/cuda_runner.h"
+#endif
+#include "executor/null_runner.h"
+#include "graph/iteration_ring.h"
+#include "model/model_impl.h"
+#include "speculate/speculator.h"
+#include "wire/limits.h"
+
+namespace paceline {
+namespace {
+
+// Rows that scored prompts and prompt logprobs may add to the logits buffer of an iteration.
+constexpr int32_t kMaxScoreRows = 64;
+
+IterationOptions iteration_options(const ExecutorOptions& o, const Model* draft) {
+  const int32_t k = o.speculative.num_speculative_tokens;
+  const NgramOptions ngram = {.min_tokens = o.speculative.ngram_min,
+                              .max_tokens = o.speculative.ngram_max};
+  const SpecTraits traits = traits_for(draft != nullptr ? &draft->config : nullptr, ngram);
+  return {.shape = {.max_seqs = o.max_num_seqs,
+                    .max_verify_rows = o.max_num_batched_tokens,
+                    .max_logit_rows = o.max_num_seqs * (k + 1) + kMaxScoreRows,
+                    .num_draft_tokens = k,
+                    .first_rows = traits.first_rows,
+                    .max_prompt_rows = o.max_logprobs > 0 ? kMaxScoreRows : 0,
+                    .max_logprobs = o.max_logprobs},
+          .max_model_len = o.max_model_len,
+          .accept_method = o.speculative.accept_method,
+          .synthetic_acceptance_length = o.speculative.synthetic_acceptance_length,
+          .samples_drafts = o.speculative.samples_drafts,
+          .num_draft_proposals = o.speculative.num_draft_proposals,
+          .draft_stop_threshold = o.speculative.draft_stop_threshold,
+          .use_window_lists = o.use_window_lists,
+          .ngram = ngram,
+          .draft_position = o.speculative.draft_position};
+}
+
+// Iterations launched and unread at most: one ahead, or as many as a late device needs.
+int32_t max_in_flight(const ExecutorOptions& o) { return std::max(2, o.device_lateness + 1); }
+
+}  // namespace
+
+EngineOptions engine_options(const ExecutorOptions& o, int32_t vocab_size, const Model* draft) {
+  const IterationOptions iteration = iteration_options(o, draft);
+  return {.shape = iteration.shape,
+          .scheduler = {.max_num_seqs = o.max_num_seqs,
+                        .max_num_batched_tokens = o.max_num_batched_tokens,
+                        .prefill_chunk_size = o.prefill_chunk_size > 0 ? o.prefill_chunk_size
+                                                                       : o.max_num_batched_tokens,
+                        .max_score_rows = kMaxScoreRows,
+                        .num_draft_tokens = o.speculative.num_speculative_tokens,
+                        .max_in_flight = max_in_flight(o)},
+          .max_model_len = o.max_model_len,
+          .vocab_size = vocab_size,
+          .max_waiting_requests = o.max_waiting_requests,
+          .host_delay_max_us = o.host_delay_max_us,
+          .poisons_freed_blocks = o.poison_freed_blocks};
+}
+
+std::unique_ptr<Runner> make_runner(const std::shared_ptr<const Model>& target,
+                                    const std::shared_ptr<const Model>& draft,
+                                    const KvLayout& layout, const ExecutorOptions& o,
+                                    [[maybe_unused]] const Executor::Progress& progress) {
+  const RunnerOptions runner = {.iteration = iteration_options(o, draft.get()),
+                                .driver = o.draft_driver,
+                                .max_in_flight = max_in_flight(o)};
+  if (o.use_null_device) {
+    const InputCapacity capacity =
+        input_capacity(runner.iteration.shape, layout, o.max_model_len, target->config.vocab_size);
+    return std::make_unique<NullRunner>(o.max_num_seqs, capacity, max_in_flight(o));
+  }
+#ifdef PACELINE_CUDA
+  if (target->device == Device::kCuda) {
+    return std::make_unique<CudaRunner>(
+        target, draft, layout,
+        CudaRunnerOptions{
+            .runner = runner, .poison_pool = o.poison_freed_blocks, .on_capture = progress});
+  }
+#endif
+  const int32_t num_threads = o.num_threads > 0 ? o.num_threads : build_info().num_cores;
+  return std::make_unique<CpuRunner>(target, draft, layout,
+                                     CpuRunnerOptions{.runner = runner,
+                                                      .num_threads = num_threads,
+                                                      .lateness = o.device_lateness,
+                                                      .poison_pool = o.poison_freed_blocks});
+}
+
+KvLayout plan_layout(const ExecutorOptions& o, const Model& target, const Model* draft) {
+  const std::vector<KvLayerShape> draft_shapes =
+      draft != nullptr ? draft_kv_layer_shapes(draft->config, target.config)
+                       : std::vector<KvLayerShape>{};
+  KvLayout layout = plan_kv_layout(kv_layer_shapes(target.config), draft_shapes, o.block_size,
+                                   target.weights.dtype, o.kv_cache_bytes);
+  if (layout.groups.size() > kMaxKvGroups) {
+    throw Unsupported(concat("target and drafter have ", layout.groups.size(),
+                             " KV groups, one for each kind, window and shape of a layer's KV; "
+                             "allowed: at most ",
+                             kMaxKvGroups));
+  }
+  return layout;
+}
+
+}  // namespace paceline

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// What the engine counts: over one iteration, since the statistics were reset, and for one sample.
+
+#include <cstdint>
+
+#include <paceline/executor.h>
+
+#include "executor/runner.h"
+#include "scheduler/scheduler.h"
+#include "wire/batch_shape.h"
+#include "wire/sequence_result.h"
+
+namespace paceline {
+
+// Adds what an iteration did to a sample's counters.
+void count(const SequenceResult& result, SpeculationCounters& counters);
+
+struct IterationStatistics {
+  int32_t num_decoding = 0;  // sequences that emitted from a verify window
+  int32_t num_prefill = 0;   // sequences with prefill or score rows
+  // Tokens that were delivered, drafts that were judged for them, and drafts accepted.
+  int64_t num_emitted = 0;
+  int64_t num_drafted = 0;
+  int64_t num_accepted = 0;
+
+  // `is_delivered`: the sequence has not been cancelled or preempted since the launch.
+  void add(RowKind kind, const SequenceResult& result, bool is_delivered);
+};
+
+// Not thread-safe.
+class EngineStatistics {
+ public:
+  [[nodiscard]] const ExecutorStats& stats() const { return stats_; }
+  void reset();
+
+  // Either adds all of it or throws std::bad_alloc.
+  void add(const IterationStatistics& iteration, const Runner::Timing& timing);
+  void add_host_time(int64_t us) { stats_.host_us += static_cast<double>(us); }
+  // What runs and waits, and the scheduler's counters.
+  void set_load(const Scheduler& scheduler);
+
+ private:
+  ExecutorStats stats_;
+  int64_t preemptions_at_reset_ = 0;
+  int64_t shared_tokens_at_reset_ = 0;
+};
+
+}  // namespace paceline
