@@ -454,7 +454,7 @@ TEST(DraftHead, MismatchesAreRefusedWithBothValues) {
                random_raw_head({.owns_embedding = true, .owns_lm_head = true}, 2).build(), nullptr,
                small_engine_options(0));
          }),
-         {"is a head"});
+         {"is a draft head"});
   // Layers that find no KV to read.
   constexpr auto kMtp = DrafterKind::kGemma4Mtp;
   EXPECT_EQ(refusal({.decoder = llama_of({20, 0}), .kind = kMtp}), "");

@@ -400,7 +400,7 @@ TEST(Engine, RefusesBadOptions) {
             std::string::npos);
   // What nothing would read.
   EXPECT_NE(message([](O& o) { o.speculative.synthetic_acceptance_length = 2.5; }, true)
-                .find("synthetic_acceptance_length is 2.5; allowed: 0, but with"),
+                .find("synthetic_acceptance_length is 2.5; allowed: 0, unless"),
             std::string::npos);
   EXPECT_NE(message(
                 [](O& o) {

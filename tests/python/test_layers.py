@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rooms of the sources include each other only as docs/architecture.md says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: Rooms that the folders of cuda/ belong to, where the names differ.
+CUDA_ROOMS = {
+    "common": "device",
+    "attention": "ops",
+    "elementwise": "ops",
+    "fork": "ops",
+    "gemm": "ops",
+    "norm": "ops",
+    "rope": "ops",
+}
+
+
+def documented_rooms() -> dict[str, str]:
+    """The column of each room, in the order of the table in docs/architecture.md."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    return dict(re.findall(r"^\| `(\w+)/` \| (shared|host|device|both) \|", text, re.MULTILINE))
+
+
+def room_of(folder: str) -> str:
+    """The room of a folder of cpp/src or cuda."""
+    return CUDA_ROOMS.get(folder, folder)
+
+
+def may_include(room: str, included: str, columns: dict[str, str]) -> bool:
+    """Whether files of `room` may include headers of `included`."""
+    order = list(columns)
+    if order.index(included) > order.index(room):
+        return False
+    crosses = {columns[room], columns[included]} == {"host", "device"}
+    return not crosses
+
+
+def violations(files: dict[str, str], columns: dict[str, str]) -> list[str]:
+    """Includes that the table does not allow. `files`: texts by path below cpp/src or cuda."""
+    found = []
+    for path, text in files.items():
+        room = room_of(path.split("/")[0])
+        for header in re.findall(r'^#include "([^"]+)"', text, re.MULTILINE):
+            included = room_of(header.split("/")[0])
+            if included not in columns:
+                found.append(f"{path} includes {header}, which is in no documented room")
+            elif not may_include(room, included, columns):
+                found.append(f"{path} ({room}) includes {header} ({included})")
+    return found
+
+
+def sources() -> dict[str, str]:
+    """All sources of the library by their path below cpp/src or cuda."""
+    files = {}
+    for root in (ROOT / "cpp" / "src", ROOT / "cuda"):
+        for path in sorted(root.rglob("*")):
+            if path.suffix in (".h", ".cc", ".cuh", ".cu"):
+                name = str(path.relative_to(root))
+                files[name if name not in files else f"{name} "] = path.read_text(encoding="utf-8")
+    return files
+
+
+def test_every_folder_is_a_documented_room() -> None:
+    columns = documented_rooms()
+    folders = {path.name for path in (ROOT / "cpp" / "src").iterdir() if path.is_dir()}
+    assert folders == set(columns)
+    cuda = {path.name for path in (ROOT / "cuda").iterdir() if path.is_dir()}
+    assert {room_of(folder) for folder in cuda} <= set(columns)
+
+
+def test_includes_follow_the_documented_layers() -> None:
+    files = sources()
+    assert len(files) > 100
+    assert violations(files, documented_rooms()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "header"),
+    [
+        ("wire/limits.h", "kv/kv_layout.h"),  # upwards
+        ("ops/ops.h", "sample/logits.h"),
+        ("device/cpu_context.h", "graph/cpu_graph.h"),
+        ("graph/iteration.h", "batch/batch.h"),  # across the columns
+        ("scheduler/scheduler.h", "device/device_arena.h"),
+        ("norm/rms_norm.cu", "graph/cuda_graph.h"),
+        ("ops/ops.h", "ring/iteration_ring.h"),  # in no room
+    ],
+)
+def test_a_wrong_include_is_found(path: str, header: str) -> None:
+    assert len(violations({path: f'#include "{header}"\n'}, documented_rooms())) == 1
