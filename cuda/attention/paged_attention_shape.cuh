@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The shapes of the paged attention kernel's instances, the plan of a launch and the layouts of
+// shared memory and workspace.
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "attention/attention_common.cuh"
+
+namespace paceline::cuda::paged {
+
+inline constexpr int32_t kThreads = kAttentionThreads;
+inline constexpr int32_t kChunk = kAttentionChunk;
+inline constexpr int32_t kWarps = kThreads / 32;
+inline constexpr int32_t kWarpKeys = kChunk / kWarps;  // keys that a warp scores, and loads
+inline constexpr int32_t kKeyTiles = kWarpKeys / 8;    // MMA tiles of 8 keys
+inline constexpr uint32_t kFullWarp = 0xffffffffu;
+inline constexpr int32_t kIntMax = std::numeric_limits<int32_t>::max();
+inline constexpr int32_t kMergeBatch = 16;  // chunks whose loads are in flight together
+
+// How one instance is laid out. Stages and blocks an SM are chosen to keep some 100 KB of loads in
+// flight on every SM.
+template <int kHeadDim, int kMTiles>
+struct Shape {
+  static constexpr int32_t kRows = 16 * kMTiles;
+  static constexpr int32_t kSlice = std::min(kHeadDim, 128);  // columns of a ring slot
+  static constexpr int32_t kSlices = kHeadDim / kSlice;
+  static constexpr int32_t kSliceUnits = kSlice / 8;  // of 16 bytes
+  static constexpr int32_t kWarpColumnTiles = kSlice / kWarps / 8;
+  static constexpr int32_t kStages = kHeadDim == 64 || (kHeadDim == 256 && kMTiles == 1) ? 3 : 2;
+  static constexpr int32_t kMinBlocks = kMTiles == 4                      ? 2
+                                        : kHeadDim == 64                  ? 3
+                                        : kHeadDim == 128 && kMTiles == 1 ? 3
+                                                                          : 2;
+  static constexpr int32_t kSliceBytes = kChunk * kSlice * 2;
+  static constexpr int32_t kQBytes = kRows * kHeadDim * 2;
+  static constexpr int32_t kPBytes = kRows * kChunk * 2;
+  static constexpr int32_t kSharedBytes = kStages * kSliceBytes + kQBytes + kPBytes;
+};
+
+// How the work is cut into blocks. Grid: x tiles, y KV heads, z splits.
+struct Plan {
+  int32_t tiles_per_seq;   // 1: x is the sequence; else x counts the tiles of all sequences
+  float* partials;         // with splits: [tiles, heads, chunk_capacity] of partial_floats
+  int32_t* counters;       // [tiles, heads]
+  int32_t chunk_capacity;  // tiles of more chunks are not split
+  int32_t partial_rows;    // of the tile, that can be live
+  int32_t cluster_blocks;  // splits in a cluster
+};
+
+// Floats of the (max, sum, accumulator) of one chunk, a multiple of 16 bytes.
+__host__ __device__ constexpr int64_t partial_floats(int64_t rows, int64_t head_dim) {
+  return (rows * (head_dim + 2) + 3) / 4 * 4;
+}
+
+// Byte offset of a 16 byte unit: units of a row are permuted so that eight rows of the same unit,
+// which is what ldmatrix reads at once, lie in different banks. `units` is a multiple of 8.
+__device__ __forceinline__ uint32_t swizzled(int32_t row, int32_t unit, int32_t units) {
+  return static_cast<uint32_t>((row * units + (unit ^ (row & 7))) * 16);
+}
+}  // namespace paceline::cuda::paged
