@@ -1,18 +1,42 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// How keys and values reach shared memory in the paged attention kernel.
+// How queries, keys and values reach shared memory in the paged attention kernel.
+
+#include <cuda_bf16.h>
 
 #include <cstddef>
 #include <cstdint>
 
+#include "attention/paged_attention_rows.cuh"
 #include "attention/paged_attention_shape.cuh"
 #include "common/mma.cuh"
 #include "ops/ops.h"
 
 namespace paceline::cuda::paged {
 
-// Copies slices of K and V to the ring. Each lane knows where one key of its warp's 32 lies.
+// Copies the queries of the tile, zeros where there is no live row. The copies join the group that
+// is committed next.
+template <class S>
+__device__ __forceinline__ void load_queries(const PagedAttentionParams& p, int32_t kv_head,
+                                             int32_t heads_per_group, const TileRows& rows,
+                                             uint32_t to) {
+  const auto* const qkv = static_cast<const __nv_bfloat16*>(p.qkv);
+  const int64_t row_stride =
+      int64_t{qkv_heads(p.num_qo_heads, p.num_kv_heads, p.kv_inputs)} * S::kHeadDim;
+#pragma unroll
+  for (int32_t i = 0; i < S::kRows * S::kHeadUnits / kThreads; ++i) {
+    const int32_t at = static_cast<int32_t>(threadIdx.x) + i * kThreads;
+    const int32_t packed = at / S::kHeadUnits;
+    const int32_t unit = at % S::kHeadUnits;
+    const bool is_live = rows.is_live(packed);
+    const int64_t head = int64_t{kv_head} * heads_per_group + rows.head[packed];
+    const int64_t from = rows.index[packed] * row_stride + head * S::kHeadDim + unit * 8;
+    cp_async_16(to + swizzled(packed, unit, S::kHeadUnits), is_live ? qkv + from : qkv, is_live);
+  }
+}
+
+// Copies slices of K and V to the ring. Each lane holds the location of one of its warp's 32 keys.
 template <int kSliceUnits>
 class SliceLoader {
  public:
@@ -28,7 +52,7 @@ class SliceLoader {
         lane_(static_cast<int32_t>(threadIdx.x) % 32),
         warp_(static_cast<int32_t>(threadIdx.x) / 32) {}
 
-  // Starts the look-up of a chunk's blocks. Keys outside [begin, end) lie nowhere.
+  // Starts the look-up of a chunk's blocks. Keys outside [begin, end) are not read.
   __device__ __forceinline__ void look_up(int32_t chunk) {
     const int32_t key = chunk * kChunk + warp_ * kWarpKeys + lane_;
     next_block_ = -1;
@@ -44,8 +68,8 @@ class SliceLoader {
     offset_ = next_block_ < 0 ? -1 : next_block_ * block_bytes_ + next_in_block_ * token_bytes_;
   }
 
-  // This warp's keys of one slice; `at` is the byte offset of K or V in the block and of the slice
-  // in the key. Neighbouring lanes take neighbouring units of a key.
+  // Copies this warp's keys of one slice; `at` is the byte offset of K or V in the block plus that
+  // of the slice in the key. Neighbouring lanes take neighbouring units of a key.
   __device__ __forceinline__ void copy(uint32_t to, int64_t at) const {
     constexpr int32_t kKeysAtOnce = 32 / kSliceUnits;
     const int32_t unit = lane_ % kSliceUnits;
@@ -74,4 +98,65 @@ class SliceLoader {
   int64_t next_block_ = -1;
   int32_t next_in_block_ = 0;
 };
+
+// The ring of slices. Its items are, chunk by chunk, the K slices and then the V slices; item i is
+// in cp.async group i.
+template <class S>
+class SliceRing {
+ public:
+  __device__ __forceinline__ SliceRing(const PagedAttentionParams& p, const TileKeys& keys,
+                                       const Chunks& chunks, uint32_t stages)
+      : loader_(p, p.block_table + keys.seq_slot * p.block_table_stride, keys.begin, keys.end),
+        kv_(p.kv),
+        stages_(stages),
+        end_chunk_(chunks.end),
+        chunk_step_(chunks.num_splits),
+        load_chunk_(chunks.first + chunks.split) {
+    loader_.look_up(load_chunk_);
+#pragma unroll
+    for (int32_t i = 0; i < S::kStages - 1; ++i) load_next();
+  }
+
+  // Waits for the next item and returns its address. Its barrier is after all threads' reads of the
+  // item before, so the stage of that one can be filled again.
+  __device__ __forceinline__ uint32_t next() {
+    cp_async_wait<S::kStages - 2>();
+    __syncthreads();
+    load_next();
+    const uint32_t at = stages_ + stage_to_use_ * S::kSliceBytes;
+    if (++stage_to_use_ == S::kStages) stage_to_use_ = 0;
+    return at;
+  }
+
+ private:
+  __device__ __forceinline__ void load_next() {
+    if (load_chunk_ < end_chunk_) {
+      if (load_item_ == 0) {
+        loader_.enter();
+        loader_.look_up(load_chunk_ + chunk_step_);
+      }
+      const bool is_value = load_item_ >= S::kSlices;
+      const int32_t slice = is_value ? load_item_ - S::kSlices : load_item_;
+      loader_.copy(stages_ + load_stage_ * S::kSliceBytes,
+                   (is_value ? kv_.v_offset : kv_.k_offset) + slice * (S::kSlice * 2));
+      if (++load_item_ == 2 * S::kSlices) {
+        load_item_ = 0;
+        load_chunk_ += chunk_step_;
+      }
+      if (++load_stage_ == S::kStages) load_stage_ = 0;
+    }
+    cp_async_commit();  // an empty group at the end keeps the count right
+  }
+
+  SliceLoader<S::kSliceUnits> loader_;
+  const KvLayerView& kv_;
+  uint32_t stages_;
+  int32_t end_chunk_;
+  int32_t chunk_step_;
+  uint32_t stage_to_use_ = 0;
+  uint32_t load_stage_ = 0;
+  int32_t load_item_ = 0;  // of the chunk
+  int32_t load_chunk_;
+};
+
 }  // namespace paceline::cuda::paged

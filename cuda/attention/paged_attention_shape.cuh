@@ -21,33 +21,40 @@ inline constexpr uint32_t kFullWarp = 0xffffffffu;
 inline constexpr int32_t kIntMax = std::numeric_limits<int32_t>::max();
 inline constexpr int32_t kMergeBatch = 16;  // chunks whose loads are in flight together
 
-// How one instance is laid out. Stages and blocks an SM are chosen to keep some 100 KB of loads in
-// flight on every SM.
-template <int kHeadDim, int kMTiles>
+// The layout of one instance of the kernel. The numbers of stages and of blocks per SM keep about
+// 100 KB of loads in flight on every SM.
+template <int head_dim, int m_tiles>
 struct Shape {
+  static constexpr int32_t kHeadDim = head_dim;
+  static constexpr int32_t kMTiles = m_tiles;  // MMA tiles of 16 packed rows
   static constexpr int32_t kRows = 16 * kMTiles;
-  static constexpr int32_t kSlice = std::min(kHeadDim, 128);  // columns of a ring slot
+  static constexpr int32_t kHeadUnits = kHeadDim / 8;         // of 16 bytes
+  static constexpr int32_t kSlice = std::min(kHeadDim, 128);  // columns of a stage of the ring
   static constexpr int32_t kSlices = kHeadDim / kSlice;
   static constexpr int32_t kSliceUnits = kSlice / 8;  // of 16 bytes
-  static constexpr int32_t kWarpColumnTiles = kSlice / kWarps / 8;
+  static constexpr int32_t kWarpColumns = kSlice / kWarps;
+  static constexpr int32_t kWarpColumnTiles = kWarpColumns / 8;
   static constexpr int32_t kStages = kHeadDim == 64 || (kHeadDim == 256 && kMTiles == 1) ? 3 : 2;
   static constexpr int32_t kMinBlocks = kMTiles == 4                      ? 2
                                         : kHeadDim == 64                  ? 3
                                         : kHeadDim == 128 && kMTiles == 1 ? 3
                                                                           : 2;
+  // Dynamic shared memory: the ring of K and V slices, then Q, then P.
   static constexpr int32_t kSliceBytes = kChunk * kSlice * 2;
   static constexpr int32_t kQBytes = kRows * kHeadDim * 2;
   static constexpr int32_t kPBytes = kRows * kChunk * 2;
-  static constexpr int32_t kSharedBytes = kStages * kSliceBytes + kQBytes + kPBytes;
+  static constexpr int32_t kQOffset = kStages * kSliceBytes;
+  static constexpr int32_t kPOffset = kQOffset + kQBytes;
+  static constexpr int32_t kSharedBytes = kPOffset + kPBytes;
 };
 
-// How the work is cut into blocks. Grid: x tiles, y KV heads, z splits.
+// The division of the work into blocks. Grid: x tiles, y KV heads, z splits.
 struct Plan {
   int32_t tiles_per_seq;   // 1: x is the sequence; else x counts the tiles of all sequences
   float* partials;         // with splits: [tiles, heads, chunk_capacity] of partial_floats
   int32_t* counters;       // [tiles, heads]
   int32_t chunk_capacity;  // tiles of more chunks are not split
-  int32_t partial_rows;    // of the tile, that can be live
+  int32_t partial_rows;    // rows of a tile that can be live
   int32_t cluster_blocks;  // splits in a cluster
 };
 
@@ -57,8 +64,24 @@ __host__ __device__ constexpr int64_t partial_floats(int64_t rows, int64_t head_
 }
 
 // Byte offset of a 16 byte unit: units of a row are permuted so that eight rows of the same unit,
-// which is what ldmatrix reads at once, lie in different banks. `units` is a multiple of 8.
+// which ldmatrix reads at once, lie in different banks. `units` is a multiple of 8.
 __device__ __forceinline__ uint32_t swizzled(int32_t row, int32_t unit, int32_t units) {
   return static_cast<uint32_t>((row * units + (unit ^ (row & 7))) * 16);
 }
+
+// The position of a thread in the block and in the fragments of an MMA: of every MMA tile of rows
+// it holds rows quad_row and quad_row + 8.
+struct ThreadPosition {
+  int32_t thread;
+  int32_t lane;
+  int32_t warp;
+  int32_t quad_row;
+  int32_t quad_lane;
+};
+
+// The packed row of MMA tile `m` that a thread holds in its lower (0) or upper (1) half.
+__device__ __forceinline__ int32_t packed_row(int32_t m, int32_t half, const ThreadPosition& at) {
+  return m * 16 + half * 8 + at.quad_row;
+}
+
 }  // namespace paceline::cuda::paged
