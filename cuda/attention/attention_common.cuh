@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What the attention kernels share: the merge of chunks, and a plain kernel of one block a (row,
-// query head) that serves float32 and the reader of window lists.
+// Shared by the attention kernels: the merge of chunks, and a plain kernel with one block per (row,
+// query head) for float32 and for window lists.
 //
-// A row's bits must not depend on how the row came to be computed, so all arithmetic of the merge
-// is spelt in intrinsics: the compiler contracts a * b + c as it sees fit, but never these.
+// A row's bits must not depend on which kernel or split computes it, so the merge uses intrinsics
+// only: the compiler may contract a * b + c, but never these.
 
 #include <cuda_bf16.h>
 
@@ -24,12 +24,13 @@ inline constexpr float kLog2E = 1.4426950408889634f;
 
 static_assert(kAttentionChunk == kAttentionThreads);
 
-// How a running state and one more chunk join. Maxima are of scores times log2(e). A chunk in which
-// the row sees no key must not come here: skipping it is the only exact identity.
+// The factors that merge one more chunk into a running state. Maxima are of scores times log2(e).
+// Callers skip chunks in which the row sees no key: only skipping leaves the state unchanged
+// exactly.
 struct MergeWeights {
   float max;
   float keep;  // factor of the running sum and accumulator
-  float take;  // factor of the chunk's
+  float take;  // factor of the chunk's sum and accumulator
 };
 
 __device__ __forceinline__ MergeWeights merge_weights(float running_max, float chunk_max) {
@@ -39,13 +40,13 @@ __device__ __forceinline__ MergeWeights merge_weights(float running_max, float c
           .take = exp2_approx(__fsub_rn(chunk_max, max))};
 }
 
-// The sum and every element of the accumulator.
+// Merges the sum or one element of the accumulator.
 __device__ __forceinline__ float merge_value(float running, float chunk, const MergeWeights& w) {
   return __fmaf_rn(chunk, w.take, __fmul_rn(running, w.keep));
 }
 
-// What the accumulator of a row that sees a key is multiplied with. `sink` is the head's extra
-// logit, or null.
+// The factor of the accumulator of a row that sees a key. `sink` is the head's extra logit, or
+// null.
 __device__ __forceinline__ float final_factor(float max, float sum, const float* sink) {
   float factor = 1.0f;
   if (sink != nullptr) {
@@ -64,7 +65,7 @@ __device__ __forceinline__ void store_as(__nv_bfloat16* to, float x) {
   *to = __float2bfloat16_rn(x);
 }
 
-// What the plain kernel needs besides the places of the keys.
+// The plain kernel's arguments besides the locations of the keys.
 struct PlainAttention {
   const int32_t* num_rows;
   int32_t max_rows;
@@ -80,8 +81,8 @@ struct PlainAttention {
   int32_t row_heads;  // of qkv
 };
 
-// Visible keys and places of a row of PagedAttentionParams.
-struct PagedPlaces {
+// Visible keys of a row of PagedAttentionParams and their locations in the cache.
+struct PagedKeys {
   const int32_t* seq_slot;
   const int32_t* kv_begin;
   const int32_t* kv_end;
@@ -100,8 +101,8 @@ struct PagedPlaces {
   }
 };
 
-// The same of ListAttentionParams; a key is an index of the list.
-struct ListPlaces {
+// The same for ListAttentionParams; a key is an index of the list.
+struct ListKeys {
   const int64_t* window_slots;
   const int32_t* window_count;
   int32_t window;
@@ -116,12 +117,12 @@ struct ListPlaces {
   }
 };
 
-// One block a (row, query head): thread i scores key i of the chunk, then thread d takes columns d,
-// d + 128, ... of the values. Meant for tests: right and simple, not fast.
-template <class T, class Kv, class Places>
+// One block per (row, query head): thread i scores key i of the chunk, then thread d takes columns
+// d, d + 128, ... of the values. Meant for tests: correct and simple, not fast.
+template <class T, class Kv, class Keys>
 __global__ void __launch_bounds__(kAttentionThreads)
     plain_attention_kernel(const __grid_constant__ PlainAttention a,
-                           const __grid_constant__ Places places) {
+                           const __grid_constant__ Keys keys) {
   constexpr int32_t kColumns = kMaxPlainHeadDim / kAttentionThreads;
   __shared__ float q[kMaxPlainHeadDim];
   __shared__ float weights[kAttentionChunk];
@@ -134,8 +135,8 @@ __global__ void __launch_bounds__(kAttentionThreads)
   if (row >= min(*a.num_rows, a.max_rows)) return;
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   T* const y = static_cast<T*>(a.y) + (int64_t{row} * a.num_qo_heads + head) * a.head_dim;
-  const int32_t begin = places.begin(row);
-  const int32_t end = places.end(row);
+  const int32_t begin = keys.begin(row);
+  const int32_t end = keys.end(row);
   if (end <= begin) {
     for (int32_t d = thread; d < a.head_dim; d += kAttentionThreads) store_as(y + d, 0.0f);
     return;
@@ -150,13 +151,14 @@ __global__ void __launch_bounds__(kAttentionThreads)
   float running[kColumns] = {};
   for (int32_t chunk = begin / kAttentionChunk * kAttentionChunk; chunk < end;
        chunk += kAttentionChunk) {
-    __syncthreads();  // q is there; the last chunk's weights and pointers are done with
+    __syncthreads();  // q is written; all threads are done with the last chunk's weights and
+                      // pointers
     const int32_t key = chunk + thread;
     const bool is_visible = key >= begin && key < end;
     float score = negative_infinity();
     if (is_visible) {
-      const int64_t block = places.block(row, key, a.kv.block_size);
-      const int64_t offset = places.offset(row, key, a.kv.block_size);
+      const int64_t block = keys.block(row, key, a.kv.block_size);
+      const int64_t offset = keys.offset(row, key, a.kv.block_size);
       const int64_t at = (offset * a.num_kv_heads + kv_head) * a.head_dim;
       const std::byte* const base = a.kv.base + block * a.kv.block_bytes;
       const Kv* const k = reinterpret_cast<const Kv*>(base + a.kv.k_offset) + at;
@@ -209,7 +211,7 @@ __global__ void __launch_bounds__(kAttentionThreads)
   }
 }
 
-// What both ops demand of their arguments; throws InternalError.
+// Checks the arguments of both ops; throws InternalError.
 template <class Params>
 void check_attention_params(const Params& p) {
   PACELINE_CHECK(p.max_rows >= 0, "max_rows ", p.max_rows, " is negative");
@@ -220,10 +222,10 @@ void check_attention_params(const Params& p) {
   PACELINE_CHECK(p.head_dim > 0, "head_dim ", p.head_dim, " is not positive");
 }
 
-// Throws Unsupported for what the plain kernel cannot do.
-template <class Places, class Params>
+// Throws Unsupported for head sizes and dtypes that the plain kernel does not support.
+template <class Keys, class Params>
 void run_plain_attention(CudaContext& ctx, const char* name, const Params& p, float soft_cap,
-                         const float* sinks, const Places& places) {
+                         const float* sinks, const Keys& keys) {
   if (p.head_dim > kMaxPlainHeadDim) {
     throw Unsupported(
         concat(name, ": head_dim ", p.head_dim, " on a GPU; it can be 1 to ", kMaxPlainHeadDim));
@@ -240,18 +242,18 @@ void run_plain_attention(CudaContext& ctx, const char* name, const Params& p, fl
                             .num_kv_heads = p.num_kv_heads,
                             .head_dim = p.head_dim,
                             .row_heads = qkv_heads(p.num_qo_heads, p.num_kv_heads, p.kv_inputs)};
-  const auto run = [&](void (*kernel)(PlainAttention, Places)) {
+  const auto run = [&](void (*kernel)(PlainAttention, Keys)) {
     launch(ctx, name, kernel, dim3(p.max_rows, p.num_qo_heads), dim3(kAttentionThreads), 0, a,
-           places);
+           keys);
   };
   if (p.dtype == DType::kFloat32 && p.kv.dtype == DType::kFloat32) {
-    run(plain_attention_kernel<float, float, Places>);
+    run(plain_attention_kernel<float, float, Keys>);
   } else if (p.dtype == DType::kFloat32 && p.kv.dtype == DType::kBFloat16) {
-    run(plain_attention_kernel<float, __nv_bfloat16, Places>);
+    run(plain_attention_kernel<float, __nv_bfloat16, Keys>);
   } else if (p.dtype == DType::kBFloat16 && p.kv.dtype == DType::kBFloat16) {
-    run(plain_attention_kernel<__nv_bfloat16, __nv_bfloat16, Places>);
+    run(plain_attention_kernel<__nv_bfloat16, __nv_bfloat16, Keys>);
   } else {
-    throw Unsupported(concat(name, ": ", dtype_name(p.dtype), " beside a KV cache of ",
+    throw Unsupported(concat(name, ": ", dtype_name(p.dtype), " with a KV cache of ",
                              dtype_name(p.kv.dtype),
                              " on a GPU; it can be bfloat16 with bfloat16, or float32 with float32 "
                              "or bfloat16"));

@@ -7,9 +7,9 @@ namespace paceline {
 void list_attention(CudaContext& ctx, const ListAttentionParams& p) {
   cuda::check_attention_params(p);
   PACELINE_CHECK(p.window >= 0, "window ", p.window, " is negative");
-  const cuda::ListPlaces places = {
+  const cuda::ListKeys keys = {
       .window_slots = p.window_slots, .window_count = p.window_count, .window = p.window};
-  cuda::run_plain_attention(ctx, "list_attention", p, /*soft_cap=*/0.0f, /*sinks=*/nullptr, places);
+  cuda::run_plain_attention(ctx, "list_attention", p, /*soft_cap=*/0.0f, /*sinks=*/nullptr, keys);
 }
 
 }  // namespace paceline

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// How a paged attention is cut into blocks and launched: the kernel is in
+// Divides paged attention into blocks and launches it. The kernel is in
 // paged_attention_kernel.cuh.
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace paceline {
 namespace cuda::paged {
 namespace {
 
-// As `launch`, with blocks of kThreads threads and `cluster_blocks` neighbours in z a cluster.
+// As `launch`, with blocks of kThreads threads; `cluster_blocks` neighbours in z form a cluster.
 template <class... Params, class... Args>
 void launch_clusters(CudaContext& ctx, const char* name, void (*kernel)(Params...), dim3 grid,
                      int32_t cluster_blocks, size_t shared_bytes, Args&&... args) {
@@ -58,7 +58,7 @@ void run_tiles(CudaContext& ctx, const PagedAttentionParams& p) {
   const int64_t tiles_per_seq = (packed_rows + S::kRows - 1) / S::kRows;
   int64_t tiles = p.max_seqs * tiles_per_seq;
   if (p.row_indptr != nullptr) {
-    // No batch has more: every sequence rounds up once at most.
+    // An upper bound for every batch: each sequence rounds up at most once.
     tiles = std::min(tiles, p.max_rows * heads_per_group / S::kRows + p.max_seqs);
   }
   Plan plan = {.tiles_per_seq = static_cast<int32_t>(tiles_per_seq),
@@ -68,8 +68,8 @@ void run_tiles(CudaContext& ctx, const PagedAttentionParams& p) {
                .partial_rows = static_cast<int32_t>(std::min<int64_t>(packed_rows, S::kRows)),
                .cluster_blocks = 1};
 
-  // Splits, as many as it takes to give every SM two blocks. Whether they are used a block finds
-  // out itself: a tile with more chunks than there is workspace for goes to one block.
+  // Enough splits to give every SM two blocks. Each block decides on the device whether its tile is
+  // split: one block takes a tile whose chunks exceed the workspace.
   const int64_t blocks = tiles * p.num_kv_heads;
   const int64_t max_chunks = (int64_t{ctx.max_model_len} + kChunk - 1) / kChunk;
   int64_t splits = blocks == 0 ? 1 : std::min(2 * int64_t{ctx.num_sms} / blocks, max_chunks);
@@ -92,7 +92,7 @@ void run_tiles(CudaContext& ctx, const PagedAttentionParams& p) {
                   plan.cluster_blocks, S::kSharedBytes, p, plan);
 }
 
-// The smallest tile that holds the rows of a sequence, or the largest there is.
+// Runs the smallest tile that holds the rows of a sequence, or the largest tile.
 template <int kHeadDim, int kMaxMTiles>
 void run_head_dim(CudaContext& ctx, const PagedAttentionParams& p) {
   const int64_t packed_rows = int64_t{p.max_rows_per_seq} * (p.num_qo_heads / p.num_kv_heads);
@@ -111,16 +111,16 @@ void run_head_dim(CudaContext& ctx, const PagedAttentionParams& p) {
 void paged_attention(CudaContext& ctx, const PagedAttentionParams& params) {
   PagedAttentionParams p = params;
   cuda::check_attention_params(p);
-  // Any other head size runs as well, on the plain kernel: right, but not fast.
+  // The plain kernel serves any other head size: correct, but not fast.
   const bool has_instance =
       p.head_dim == 64 || p.head_dim == 128 || p.head_dim == 256 || p.head_dim == 512;
   if (p.dtype != DType::kBFloat16 || p.kv.dtype != DType::kBFloat16 || !has_instance) {
-    const cuda::PagedPlaces places = {.seq_slot = p.seq_slot,
-                                      .kv_begin = p.kv_begin,
-                                      .kv_end = p.kv_end,
-                                      .block_table = p.block_table,
-                                      .block_table_stride = p.block_table_stride};
-    cuda::run_plain_attention(ctx, "paged_attention", p, p.soft_cap, p.sinks, places);
+    const cuda::PagedKeys keys = {.seq_slot = p.seq_slot,
+                                  .kv_begin = p.kv_begin,
+                                  .kv_end = p.kv_end,
+                                  .block_table = p.block_table,
+                                  .block_table_stride = p.block_table_stride};
+    cuda::run_plain_attention(ctx, "paged_attention", p, p.soft_cap, p.sinks, keys);
     return;
   }
   PACELINE_CHECK(p.kv.block_bytes % 16 == 0 && p.kv.k_offset % 16 == 0 && p.kv.v_offset % 16 == 0,
@@ -131,7 +131,7 @@ void paged_attention(CudaContext& ctx, const PagedAttentionParams& params) {
                      reinterpret_cast<uintptr_t>(p.kv.base) % 16 == 0,
                  "qkv, y and the KV pool must be 16 B aligned");
   if (p.max_seqs == 0 || p.row_indptr == nullptr) {
-    // Every row is a sequence of its own.
+    // Every row is its own sequence.
     p.row_indptr = nullptr;
     p.max_seqs = p.max_rows;
     p.max_rows_per_seq = 1;

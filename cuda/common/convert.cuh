@@ -14,7 +14,7 @@
 
 namespace paceline::cuda {
 
-// The widest access of a thread, and what it asks of an address.
+// The widest access of a thread, and the alignment that it requires.
 inline constexpr int32_t kVectorBytes = 16;
 
 [[nodiscard]] inline bool is_vector_aligned(const void* pointer) {
@@ -45,8 +45,8 @@ __device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162floa
 __device__ __forceinline__ void narrow(float x, float* to) { *to = x; }
 __device__ __forceinline__ void narrow(float x, __nv_bfloat16* to) { *to = __float2bfloat16_rn(x); }
 
-// kCount (a power of two) consecutive elements in as few accesses as there can be; `from` is
-// aligned to them, or to 16 bytes.
+// Loads kCount (a power of two) consecutive elements in as few accesses as possible. `from` is
+// aligned to their total size, or to 16 bytes if that is larger.
 template <int kCount, class T>
 __device__ __forceinline__ void load_vector(const T* from, float (&to)[kCount]) {
   constexpr int kBytes = kCount * static_cast<int>(sizeof(T));
@@ -80,8 +80,8 @@ __device__ __forceinline__ void store_vector(const float (&from)[kCount], T* to)
   }
 }
 
-// The first `count` of kCount consecutive elements, zeros for the others. kIsVector: count is 0 or
-// at least kCount and the addresses are aligned as above.
+// Loads the first `count` of kCount consecutive elements, and zeros for the others. With kIsVector
+// count is <= 0 or at least kCount, and the addresses are aligned as above.
 template <bool kIsVector, int kCount, class T>
 __device__ __forceinline__ void load_first(const T* from, int32_t count, float (&to)[kCount]) {
 #pragma unroll

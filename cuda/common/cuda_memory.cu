@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The GPU's memory, and what there is to know about the GPU before anything runs on it.
+// The GPU's memory, and the checks of the GPU before first use.
 
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
@@ -36,7 +36,8 @@ namespace {
 
 constexpr int32_t kSupportedCapability = 90;
 
-// 8 elements a thread from 128 random bits; the CPU's twin is in model_builder.cc.
+// A thread fills 8 elements from 128 random bits. fill_from_quantiles in model_builder.cc is the
+// CPU's version and gives the same values.
 template <class Value>
 __global__ void fill_from_quantiles_kernel(Value* out, int64_t elements, uint64_t seed,
                                            uint32_t salt, const Value* quantiles) {
@@ -70,10 +71,10 @@ __global__ void read_kernel(const uint4* data, int64_t count, uint32_t* sink) {
     const uint4 d = data[i + 3 * stride];
     sum += (a.x ^ b.y) + (c.z ^ d.w);
   }
-  if (sum == 0x12345678u) *sink = sum;  // never, but the compiler cannot know
+  if (sum == 0x12345678u) *sink = sum;  // practically never true; it keeps the loads alive
 }
 
-// One pinned buffer in two halves: one is filled while the other is on its way.
+// One pinned buffer in two halves: the host fills one while the other is being copied.
 class Staging {
  public:
   ~Staging() { release(); }
@@ -98,7 +99,7 @@ class Staging {
     half_ = 1 - half_;
   }
 
-  // After the stream has been waited for.
+  // Requires that the stream has been synchronized.
   void release() noexcept {
     if (data_ == nullptr) return;
     for (cudaEvent_t event : copied_) cudaEventDestroy(event);
@@ -198,7 +199,7 @@ class CudaMemory final : public DeviceMemory {
   }
 
  private:
-  // A buffer a thread, so that two models may be loaded at a time.
+  // One buffer per thread, so that two threads can load models at the same time.
   static Staging& staging_of_thread() {
     thread_local Staging staging;
     return staging;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Every call of ours that allocates on the device or makes the host wait for it goes through here
-// and is counted, so that a test can show that a step does neither.
+// Counts our calls that allocate on the device or make the host wait for it, so that a test can
+// show that an iteration makes neither.
 
 #include <cuda_runtime_api.h>
 

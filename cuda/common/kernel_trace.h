@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Times of the kernels of one iteration, each by itself: events between them keep a kernel from
-// starting before the one before it has ended, so the sum is more than the iteration takes.
+// Times the kernels of one iteration one by one. The events between kernels prevent overlap with
+// the predecessor, so the sum exceeds the duration of the iteration.
 
 #include <cuda_runtime_api.h>
 
@@ -23,15 +23,15 @@ class KernelTrace {
   KernelTrace(const KernelTrace&) = delete;
   KernelTrace& operator=(const KernelTrace&) = delete;
 
-  // Names the kernel that is enqueued next, in place of its own name.
+  // The label replaces the name of the kernel that is enqueued next.
   void label_next(std::string label) { label_ = std::move(label); }
 
-  // After a kernel has been enqueued.
+  // Call after enqueuing a kernel.
   void mark(const char* kernel) {
     record(label_.empty() ? std::string(kernel) : std::exchange(label_, {}));
   }
 
-  // (name, microseconds) in order, once the stream has been waited for.
+  // (name, microseconds) in order. Requires that the stream has been synchronized.
   [[nodiscard]] std::vector<std::pair<std::string, float>> times() const {
     std::vector<std::pair<std::string, float>> times;
     for (size_t i = 1; i < marks_.size(); ++i) {

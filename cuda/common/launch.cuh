@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// How every kernel of Paceline is launched, and what every kernel does first and last.
+// The launch of every kernel of Paceline, and the two calls that every kernel makes.
 //
-// All launches are programmatic dependent launches: a kernel may start while the one before it
-// still runs. Hence two rules for every kernel, without exception:
+// All launches are programmatic dependent launches: a kernel may start while its predecessor still
+// runs. Hence two rules for every kernel, without exception:
 //   1. Every thread calls `wait_for_predecessor()` before it touches memory that an earlier kernel
 //      writes or reads (weights, rotary tables and other constants may be read before).
-//   2. `let_successor_start()` is called as early as possible; it orders nothing, the successor
-//      still waits for this kernel to complete before it passes its own wait.
+//   2. A kernel calls `let_successor_start()` as early as possible. The call orders no memory: the
+//      successor's own wait still waits for this kernel to complete.
 // A kernel that returns early calls wait_for_predecessor() first, too.
 
 #include <cuda_runtime.h>
@@ -52,7 +52,7 @@ void launch(CudaContext& ctx, const char* name, void (*kernel)(Params...), dim3 
   if (ctx.trace != nullptr) ctx.trace->mark(name);
 }
 
-// Raises the limit of dynamic shared memory of a kernel; above 48 KB it has to be asked for.
+// Raises the limit of dynamic shared memory of a kernel; CUDA requires this above 48 KB.
 template <class... Params>
 void allow_shared_bytes(void (*kernel)(Params...), size_t bytes, const char* name) {
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Wrappers of the instructions that the hand-written kernels are made of: cp.async, ldmatrix and
-// mma.sync in bfloat16, and what blocks of a cluster tell each other with. Shared memory is
-// addressed by its 32 bit address.
+// Wrappers of PTX instructions: cp.async, ldmatrix and mma.sync in bfloat16, and the communication
+// between blocks of a cluster. Shared memory has 32 bit addresses.
 
 #include <cuda_bf16.h>
 
@@ -15,8 +14,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Copies 16 bytes from global to shared memory, past L1. When not `is_live`, nothing is read and
-// the 16 bytes become zero; `from` must be a valid address even so.
+// Copies 16 bytes from global to shared memory, past L1. Unless `is_live`, it reads nothing and
+// writes 16 zero bytes; `from` must still be a valid address.
 __device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool is_live) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(is_live ? 16 : 0)
@@ -65,14 +64,14 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// A barrier of all threads of the cluster that have not exited. What they wrote before it, to
-// global and shared memory, is seen by all of them after it. Without a cluster: of the block.
+// A barrier for all threads of the cluster that have not exited. Their writes to global and shared
+// memory before it are visible to all of them after it. Without a cluster, a barrier of the block.
 __device__ __forceinline__ void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// Stores to this block's shared variable `to`, as block `rank` of the cluster has it.
+// Stores to the copy of the shared variable `to` in block `rank` of the cluster.
 __device__ __forceinline__ void store_to_cluster(int32_t* to, int32_t rank, int32_t value) {
   uint32_t address;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
@@ -81,7 +80,7 @@ __device__ __forceinline__ void store_to_cluster(int32_t* to, int32_t rank, int3
   asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
-// This block's shared variable `of`, as block `rank` of the cluster has it.
+// The address of the shared variable `of` in block `rank` of the cluster.
 template <class T>
 __device__ __forceinline__ const T* in_cluster(const T* of, int32_t rank) {
   uint64_t address;

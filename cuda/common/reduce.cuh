@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Reductions whose order is fixed: by lane and warp, never by who comes first.
+// Reductions in a fixed order: by lane and warp, never by order of arrival.
 
 #include <cstdint>
 
@@ -30,9 +30,9 @@ __device__ __forceinline__ float tree_sum(const float* values) {
   }
 }
 
-// The sum over the block, the same bits in every thread. `partials` is shared memory with a float a
-// possible warp, zero where the block has no such warp, and is used for one sum only: reuse would
-// take one more barrier. Every thread of the block must call.
+// The sum over the block, the same bits in every thread. `partials` is shared memory with one float
+// per possible warp, zero where the block has no such warp. It serves one sum only: reuse would
+// need one more barrier. Every thread of the block must call it.
 template <int kMaxWarps>
 __device__ __forceinline__ float block_sum(float value, float (&partials)[kMaxWarps]) {
   value = warp_sum(value);

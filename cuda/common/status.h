@@ -12,7 +12,7 @@ namespace paceline::cuda {
 // Throws DeviceError; `what` names the call or the kernel.
 inline void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
-  (void)cudaGetLastError();  // what is not sticky must not be reported again by the next call
+  (void)cudaGetLastError();  // clears it: the next call must not report a non-sticky error again
   throw DeviceError(concat(what, ": ", cudaGetErrorName(status), ": ", cudaGetErrorString(status)));
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Ops in which every output element has inputs of its own: rows are invariant as no element knows
-// of another. A block takes a piece of one row, a thread eight elements.
+// Ops in which every output element depends only on its own inputs, so rows are invariant. A block
+// computes a piece of one row, a thread eight elements.
 
 #include <cuda_bf16.h>
 
@@ -17,7 +17,7 @@ constexpr int32_t kThreads = 128;
 constexpr int32_t kPerThread = 8;
 constexpr int32_t kPerBlock = kThreads * kPerThread;
 
-// Grid that covers max_rows rows of n elements: (row, piece).
+// The grid (row, piece) that covers max_rows rows of n elements.
 dim3 grid_of(int32_t max_rows, int32_t n) {
   return dim3(static_cast<unsigned>(max_rows),
               static_cast<unsigned>((n + kPerBlock - 1) / kPerBlock));
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads) embed_kernel(const __grid_constant__
   store_first<kIsVector>(values, count, p.y + int64_t{row} * p.hidden + first);
 }
 
-// With an infinite exponential the quotient is a zero, as it should be.
+// With an infinite exponential the quotient is 0, the correct limit.
 __device__ __forceinline__ float times_sigmoid(float x, float exponent) {
   return __fdividef(x, 1.0f + expf(-exponent));
 }
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kThreads)
   store_first<kIsVector>(values, count, logits);
 }
 
-// Whether rows of n elements can be cut into aligned vectors of kPerThread.
+// Whether rows of n elements consist of whole aligned vectors of kPerThread.
 template <class... Pointers>
 bool takes_vectors(int32_t n, const Pointers*... pointers) {
   return n % kPerThread == 0 && (is_vector_aligned(pointers) && ...);

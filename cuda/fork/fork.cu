@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What a fork copies is in ops/fork_rules.h, shared with the CPU. Forks and copies know nothing of
-// each other, and bits are set in no order.
+// ops/fork_rules.h, shared with the CPU, decides what a fork copies. Forks and copies are
+// independent of each other, and the order in which bits are set does not matter.
 
 #include <algorithm>
 
@@ -18,7 +18,7 @@ constexpr int32_t kCopyThreads = 256;
 constexpr int32_t kCopyPieces = 32;  // blocks of threads that share a KV block
 constexpr int32_t kForkThreads = 256;
 constexpr int32_t kForkPieces = 8;        // blocks of threads that share a fork
-constexpr int32_t kMaxRowsAtOnce = 4096;  // of a grid; more go by turns
+constexpr int32_t kMaxRowsAtOnce = 4096;  // of a grid, whose blocks loop over the rest
 
 __global__ void __launch_bounds__(kCopyThreads)
     copy_blocks_kernel(const __grid_constant__ CopyBlocksParams p) {

@@ -47,7 +47,7 @@ void CublasLt::load(Function& function, const char* name) {
 }
 
 CublasLt::CublasLt() {
-  // A copy that the process has already comes first: two would each want their own workspace.
+  // Prefer the copy that the process has already loaded: two copies would each use a workspace.
   path_ = kLibraryName;
   library_ = dlopen(kLibraryName, RTLD_LAZY | RTLD_NOLOAD);
   std::vector<std::string> tried;
@@ -188,8 +188,8 @@ __global__ void count_differences_kernel(const uint32_t* a, const uint32_t* b, i
   if (mine != 0) atomicAdd(differences, mine);
 }
 
-// Stands for the small kernel between two products of a model: ours overlap with it, the library's
-// do not.
+// Stands for the small kernel between two products of a model. Our products overlap with it; the
+// library's do not.
 __global__ void between_kernel() {
   cuda::let_successor_start();
   cuda::wait_for_predecessor();
@@ -216,14 +216,14 @@ class Event {
   cudaEvent_t event_ = nullptr;
 };
 
-// The library's first step of rows. Up to 96 rows weights bound both, and it is faster only where a
-// product takes so long that a launch without overlap does not count.
+// The library's first step of rows. Up to 96 rows the reading of weights bounds both kernels, and
+// the library is faster only for products so long that a launch without overlap does not matter.
 constexpr int32_t kFirstStep = 64;
 constexpr int32_t kLastShortStep = 96;
 constexpr int64_t kLongProductBytes = int64_t{1} << 29;
 
-// Our own kernel computes just the rows there are: where the library would compute a third more, it
-// is seldom the faster.
+// Our own kernel computes only the rows that exist. Where the library would compute a third more,
+// it is seldom faster.
 bool is_for_library(int32_t rows, int32_t step) { return 4 * rows > 3 * step; }
 
 }  // namespace
@@ -240,7 +240,7 @@ int32_t GemmPlanner::padded_rows(int32_t rows) {
   return (rows + step - 1) / step * step;
 }
 
-// What the trial products of one shape share.
+// The buffers that the trial products of one shape share.
 struct GemmPlanner::Trial {
   Trial(CudaContext& ctx, int32_t max_rows, std::span<const void* const> all_weights,
         int32_t columns, int32_t depth, DType y)
@@ -263,7 +263,7 @@ struct GemmPlanner::Trial {
   [[nodiscard]] int32_t* differences() const { return reinterpret_cast<int32_t*>(scalars.data()); }
   [[nodiscard]] int32_t* num_rows() const { return differences() + 1; }
 
-  // Words of ours and theirs that differ.
+  // The number of words in which `ours` and `theirs` differ.
   [[nodiscard]] int32_t count_differences(CudaContext& ctx, int32_t rows) const {
     cuda::check(cudaMemsetAsync(differences(), 0, sizeof(int32_t), ctx.stream), "cudaMemsetAsync");
     count_differences_kernel<<<1024, 256, 0, ctx.stream>>>(
@@ -277,13 +277,13 @@ struct GemmPlanner::Trial {
     return count;
   }
 
-  // Milliseconds of a few products as a model has them: of one layer after the other, so that no
-  // weights are in the cache, with small kernels between. `call(weight)`.
+  // Milliseconds of a few products in a model's order: one layer after the other, so that no
+  // weights are in the cache, with small kernels in between. `call(weight)` enqueues one product.
   template <class Call>
   float time_of(CudaContext& ctx, int32_t rows, const Call& call) const {
     const double us = std::max(2.0 * n * k / 4e6, 2.0 * n * k * rows / 600e6);  // about
     const int32_t launches = std::clamp(static_cast<int32_t>(200 / us), 1, 8);
-    // Evicts what the trial before has left, and is long enough for the host to run ahead.
+    // Evicts the data of the previous trial, and is long enough for the host to run ahead.
     constexpr int64_t kFlushBytes = int64_t{128} << 20;
     const auto* const flushed = reinterpret_cast<const uint32_t*>(ctx.workspace);
     count_differences_kernel<<<1024, 256, 0, ctx.stream>>>(
@@ -297,7 +297,7 @@ struct GemmPlanner::Trial {
     return end_.milliseconds_since(begin_);
   }
 
-  // The least of a few times; of only one where that is already far from `best`.
+  // The least of a few times, or the first if it already exceeds `best` by far.
   template <class Call>
   float least_time_of(CudaContext& ctx, int32_t rows, float best, const Call& call) const {
     float least = time_of(ctx, rows, call);
@@ -346,7 +346,7 @@ std::unique_ptr<GemmPlanner::Plan> GemmPlanner::best_plan(CudaContext& ctx, cons
   cuda::check(
       cudaMemcpyAsync(trial.num_rows(), &rows, sizeof(rows), cudaMemcpyHostToDevice, ctx.stream),
       "cudaMemcpyAsync");
-  // No plan is stored for this shape yet, so this is our own kernel.
+  // No plan is stored for this shape yet, so gemm() runs our own kernel.
   const auto ours = [&](const void* weight) {
     gemm(ctx, {.num_rows = trial.num_rows(),
                .max_rows = rows,

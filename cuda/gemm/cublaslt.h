@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// cuBLASLt, opened at run time: one binary serves machines with and without it, and a copy that the
-// process has loaded already (torch's) is used. Only what we call is declared, with the library's
-// own values (CUDA 13; its ABI has kept them since CUDA 11).
+// cuBLASLt, opened at run time: one binary serves machines with and without it, and it uses a copy
+// that the process has already loaded (torch's). This declares only what we call, with the
+// library's own values (CUDA 13; its ABI has kept them since CUDA 11).
 
 #include <cuda_runtime.h>
 #include <library_types.h>
@@ -32,7 +32,7 @@ class CublasLt {
     int32_t reserved[4];
   };
 
-  // Throws DeviceError listing where the library was looked for.
+  // Throws DeviceError with the paths tried.
   CublasLt();
   ~CublasLt();
   CublasLt(const CublasLt&) = delete;
@@ -49,7 +49,7 @@ class CublasLt {
   [[nodiscard]] Layout make_layout(cudaDataType_t type, int64_t rows, int64_t columns,
                                    int64_t stride) const;
   void destroy_layout(Layout layout) const noexcept;
-  // Candidates without split-K, best first; returns how many.
+  // Fills `into` with candidates without split-K, best first; returns their number.
   [[nodiscard]] int32_t candidates(Layout a, Layout b, Layout c, size_t workspace_bytes,
                                    Candidate* into, int32_t capacity) const;
   [[nodiscard]] const std::string& path() const { return path_; }

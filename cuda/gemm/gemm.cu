@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Which tile computes a product: the kernel is in gemm_kernel.cuh.
+// Chooses the tile that computes a product. The kernel is in gemm_kernel.cuh.
 
 #include <cuda_bf16.h>
 
@@ -18,21 +18,21 @@ using WeightRows = Tile<RowsAre::kWeights, groups, tokens, steps>;
 template <int32_t weights>
 using TokenRows = Tile<RowsAre::kTokens, 1, weights>;
 
-// Tiles that the busiest multiprocessor computes.
+// The number of tiles that the busiest SM computes.
 template <class Tile>
 int64_t num_waves(const CudaContext& ctx, const GemmParams& p) {
   return (num_tiles<Tile>(p.n, p.max_rows) + ctx.num_sms - 1) / ctx.num_sms;
 }
 
-// With tiles enough for two or three on every multiprocessor, rings of a part of its memory; fewer
-// tiles have to keep more bytes in flight each. Measured in docs/performance.md.
+// With enough tiles for two or three per SM, each ring takes a part of its shared memory; fewer
+// tiles must keep more bytes in flight each. docs/performance.md has the measurements.
 template <class Out, class Tile>
 void launch_gemm(CudaContext& ctx, const GemmParams& p) {
   const bool is_narrow = num_waves<Tile>(ctx, p) == 1;
   launch_tile<Out, Tile>(ctx, p, (is_narrow ? 200 : Tile::kTokens <= 16 ? 73 : 100) << 10);
 }
 
-// Arithmetic bounds: the clocks of the busiest multiprocessor for a column of K.
+// The cost when arithmetic bounds: clocks of the busiest SM for a column of K.
 struct Clocks {
   template <class Tile>
   static double of(const CudaContext& ctx, const GemmParams& p) {
@@ -40,7 +40,7 @@ struct Clocks {
   }
 };
 
-// Memory bounds: the weights that the busiest multiprocessor reads for a column of K.
+// The cost when memory bounds: weights that the busiest SM reads for a column of K.
 struct Weights {
   template <class Tile>
   static double of(const CudaContext& ctx, const GemmParams& p) {
@@ -48,7 +48,7 @@ struct Weights {
   }
 };
 
-// The cheapest of several tiles, the first of equals.
+// Launches the cheapest of several tiles, the first of equals.
 template <class Cost, class Out, class... Tiles>
 void launch_cheapest(CudaContext& ctx, const GemmParams& p) {
   using Launch = void (*)(CudaContext&, const GemmParams&);
@@ -63,13 +63,13 @@ void launch_cheapest(CudaContext& ctx, const GemmParams& p) {
   best(ctx, p);
 }
 
-// Which tiles there are to choose from, and how, is from measurements: docs/kernels.md.
+// The candidate tiles and the choice come from measurements: docs/kernels.md.
 template <class Out>
 void launch_for_rows(CudaContext& ctx, const GemmParams& p) {
   const int32_t rows = p.max_rows;
   if (rows <= 32) {
-    // Three blocks of the narrowest tile share a multiprocessor: one wave up to there. Beyond, two
-    // with deeper rings leave less of a tail.
+    // Three blocks of the narrowest tile share an SM, so up to three per SM are one wave. Beyond
+    // that, two blocks with deeper rings leave a shorter tail.
     const bool is_one_wave = num_waves<WeightRows<1, 16, 2>>(ctx, p) <= 3;
     if (rows <= 16 && is_one_wave) return launch_gemm<Out, WeightRows<1, 16, 2>>(ctx, p);
     return launch_gemm<Out, WeightRows<1, 32, 2>>(ctx, p);
@@ -86,7 +86,7 @@ void launch_for_rows(CudaContext& ctx, const GemmParams& p) {
 
 // --- float32, for tests ----------------------------------------------------------------------
 
-// 16 x 16 outputs a block; each thread walks K in ascending order with one accumulator.
+// A block computes 16 x 16 outputs; each thread walks K in ascending order with one accumulator.
 __global__ void gemm_float_kernel(const GemmArgs args, const float* x, int64_t x_stride,
                                   const float* weight) {
   constexpr int32_t kSide = 16;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What a GEMM kernel is told, and the shape of its tiles.
+// The arguments of a GEMM kernel, and the shape of its tiles.
 
 #include <cstdint>
 
@@ -16,15 +16,15 @@ struct GemmArgs {
   int32_t n;
   int32_t k;
   int32_t num_stages;
-  int32_t stage_bytes;   // that arrive for each
-  int32_t block_tokens;  // that a block computes, at most a tile's
+  int32_t stage_bytes;   // bytes that arrive per stage
+  int32_t block_tokens;  // tokens that a block computes, at most a tile's
 };
 
-// Which operand of the product is the one of 64 rows a warpgroup; the other is its columns.
+// The operand that forms the rows of the product, 64 per warpgroup; the other forms its columns.
 enum class RowsAre : uint8_t { kWeights, kTokens };
 
-// Outputs of one block: `groups` warpgroups of 64 rows each by `columns`. A stage of the ring holds
-// `steps` times 64 columns of K.
+// The outputs of one block: `groups` warpgroups of 64 rows each by `columns`. A stage of the ring
+// holds `steps` times 64 columns of K.
 template <RowsAre rows_are, int32_t groups, int32_t columns, int32_t steps = 1>
 struct Tile {
   static constexpr int32_t kGroups = groups;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// From accumulators to y, by way of shared memory, so that each token's outputs leave in long
+// Moves accumulators to y through shared memory, so that each token's outputs are written in long
 // pieces.
 
 #include <cuda_bf16.h>
@@ -47,12 +47,12 @@ __device__ __forceinline__ void store_matrices_transposed(void* to, const uint32
                : "memory");
 }
 
-// Of one thread of a consumer.
+// The accumulators of one consumer thread.
 template <class Tile>
 using Accumulators = float[Tile::kColumns / 2];
 
-// A tile of y in shared memory: a token a row, rows 16 bytes more than their outputs apart, which
-// spreads eight rows over all banks.
+// A tile of y in shared memory, one token per row. The pitch is 16 bytes more than the outputs of a
+// row, which spreads eight rows over all banks.
 template <class Out, class Tile>
 struct StagedTile {
   static constexpr int32_t kVector = 16 / static_cast<int32_t>(sizeof(Out));
@@ -61,7 +61,8 @@ struct StagedTile {
 
   Out* data;
 
-  // Puts down the calling warp's part of the accumulators. `bias_of(column of the tile)`.
+  // Stores the calling warp's part of the accumulators. `bias_of(column)` takes columns of the
+  // tile.
   template <class BiasOf>
   __device__ __forceinline__ void put(const Accumulators<Tile>& sums, const BiasOf& bias_of) const {
     const int32_t first_row = static_cast<int32_t>(threadIdx.x) / 32 * 16;
@@ -72,7 +73,7 @@ struct StagedTile {
     }
   }
 
-  // Writes to y what lies inside of it, once all threads have put their parts down.
+  // Writes the part of the tile that is inside y. Call after all threads have stored their parts.
   __device__ __forceinline__ void write(const GemmArgs& args, int32_t first_token,
                                         int32_t first_column) const {
     const int32_t num_rows = min(*args.num_rows, args.max_rows);
@@ -97,14 +98,16 @@ struct StagedTile {
   }
 
  private:
-  // Sums of 16 rows of the tile from `first_row`, held by a warp as a product leaves them.
+  // Stores the sums of 16 rows of the tile from `first_row`, in the layout in which a product
+  // leaves them in a warp.
   template <class BiasOf>
   __device__ __forceinline__ void put_weight_rows(const Accumulators<Tile>& sums, int32_t first_row,
                                                   const BiasOf& bias_of) const {
     const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
     const float low = bias_of(first_row + lane / 4);
     const float high = bias_of(first_row + lane / 4 + 8);
-    // bfloat16 leaves by matrices: weights 0-7 and 8-15 for eight tokens, then for the next eight.
+    // bfloat16 is stored by matrices: weights 0-7 and 8-15 for eight tokens, then for the next
+    // eight.
     constexpr int32_t kInMatrices = sizeof(Out) == 2 ? Tile::kColumns / 16 * 2 : 0;
     if constexpr (kInMatrices > 0) {
       Out* const to = data + (lane / 16 * 8 + lane % 8) * kPitch + first_row + lane / 8 % 2 * 8;

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// One tile of y = x W^T on tensor cores. One warp keeps a ring of tiles filled by the copy engine;
-// warpgroups walk K in ascending order with one accumulator an output. Nothing splits K, and the
-// tile's shape never enters the order of a sum: that is what makes rows invariant
+// One tile of y = x W^T on tensor cores. One warp has the copy engine fill a ring of tiles;
+// warpgroups walk K in ascending order with one accumulator per output. K is never split, and the
+// order of a sum does not depend on the tile's shape: that makes rows invariant
 // (docs/architecture.md).
 //
-// The ring's first weight tiles are requested before the kernel waits for its predecessor: weights
-// do not depend on it, so the copy engine works through the end of the kernel before.
+// The kernel requests the ring's first weight tiles before it waits for its predecessor: weights do
+// not depend on it, so the copy engine works while the previous kernel ends.
 
 #include <cstddef>
 #include <cstdint>
@@ -29,12 +29,12 @@ __device__ __forceinline__ void pin(float (&values)[kCount]) {
   for (float& value : values) asm volatile("" : "+f"(value)::"memory");
 }
 
-// The ring of a block: stage by stage tiles of weights, then tiles of tokens.
+// The ring of a block. Each stage holds tiles of weights, then tiles of tokens.
 template <class Tile>
 struct Ring {
   std::byte* data;
-  uint64_t* full;   // a phase a filling: all bytes of the stage are there
-  uint64_t* empty;  // a phase a use: every warp of the consumers has read the stage
+  uint64_t* full;   // one phase per filling: all bytes of the stage have arrived
+  uint64_t* empty;  // one phase per use: every warp of the consumers has read the stage
   int32_t num_stages;
   int32_t arriving_bytes;  // of a stage
 
@@ -85,7 +85,7 @@ __device__ __forceinline__ void produce(const Ring<Tile>& ring, const CUtensorMa
   }
 }
 
-// Multiplies what arrives; called by a warpgroup.
+// Multiplies the stages as they arrive; called by a warpgroup.
 template <class Tile>
 __device__ __forceinline__ void consume(const Ring<Tile>& ring, int32_t num_blocks,
                                         Accumulators<Tile>& sums) {
@@ -115,7 +115,7 @@ __device__ __forceinline__ void consume(const Ring<Tile>& ring, int32_t num_bloc
     }
     wgmma_commit();
     pin(sums);
-    // The products of the block before are done: its stage may be filled again.
+    // The products of the previous block are done, so its stage can be filled again.
     wgmma_wait<1>();
     if (previous >= 0 && threadIdx.x % 32 == 0) barrier_arrive(&ring.empty[previous]);
     previous = stage;
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     consume<Tile>(ring, num_blocks, sums);
     wait_for_predecessor();
 
-    // The ring is idle: every tile that was requested has been multiplied.
+    // The ring is idle: all requested tiles have been multiplied.
     using Staged = StagedTile<Out, Tile>;
     const Staged staged = {reinterpret_cast<Out*>(ring.data)};
     asm volatile("bar.sync 1, %0;" ::"n"(Tile::kConsumers) : "memory");

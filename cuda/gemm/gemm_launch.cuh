@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Launches a product with a given tile, and says what a tile costs.
+// Launches a product with a given tile, and estimates the cost of a tile.
 
 #include <algorithm>
 #include <cstddef>
@@ -24,9 +24,9 @@ int64_t num_tiles(int32_t n, int32_t rows) {
          ((rows + Tile::kTokens - 1) / Tile::kTokens);
 }
 
-// Clocks that a multiprocessor spends on a tile for each column of K: the tensor cores multiply
-// 2,048 pairs a clock; shared memory moves 128 bytes a clock, and moves both operands once on their
-// way in and, for every 64 rows, these and the columns on their way to the tensor cores.
+// Clocks that an SM spends on a tile for each column of K: the tensor cores multiply 2,048 pairs
+// per clock; shared memory moves 128 bytes per clock. It moves both operands once on their way in,
+// and for every 64 rows it moves these rows and all columns to the tensor cores.
 template <class Tile>
 constexpr double clocks_per_depth() {
   const double products = Tile::kRows * Tile::kColumns / 2048.0;
@@ -35,7 +35,7 @@ constexpr double clocks_per_depth() {
   return std::max(products, values * 2 / 128.0);
 }
 
-// Stages of a ring of about so many bytes.
+// The number of stages of a ring of about `ring_bytes`.
 template <class Tile>
 int32_t num_stages_of(int32_t ring_bytes) {
   constexpr int32_t kFit = kMaxRingBytes / Tile::kStageBytes;
@@ -57,9 +57,9 @@ void launch_tile(CudaContext& ctx, const GemmParams& p, int32_t ring_bytes) {
                                       (kStagedBytes + Tile::kStageBytes - 1) / Tile::kStageBytes);
   const auto shared_bytes = static_cast<size_t>(num_stages) * Tile::kStageBytes + 1024;
   PACELINE_CHECK(shared_bytes <= kMaxSharedBytes);
-  // The tiles that the rows need share them evenly. Rows of a tile that no token has stay as they
-  // are in shared memory: whatever they hold ends in outputs that nobody writes. Fetching zeros for
-  // them took longer than fetching rows.
+  // The tiles share the tokens evenly. Rows of a tile without a token keep stale values in shared
+  // memory, which affect only outputs that are not written. Copying out-of-range rows, which arrive
+  // as zeros, took longer than copying real ones.
   const int32_t token_tiles = (p.max_rows + Tile::kTokens - 1) / Tile::kTokens;
   const int32_t block_tokens = ((p.max_rows + token_tiles - 1) / token_tiles + 7) / 8 * 8;
   const GemmArgs args = {

@@ -7,8 +7,8 @@
 
 namespace paceline::cuda {
 
-// How the copy engine sees [rows, columns] of bfloat16, rows `stride` elements apart: in boxes of
-// box_rows x 64, which it puts into shared memory as rows of 128 bytes in the 128-byte swizzle.
+// Describes [rows, columns] of bfloat16, rows `stride` elements apart, to the copy engine. It
+// copies boxes of box_rows x 64 to shared memory as rows of 128 bytes in the 128-byte swizzle.
 CUtensorMap tensor_map(const void* data, int32_t rows, int32_t columns, int64_t stride,
                        int32_t box_rows);
 

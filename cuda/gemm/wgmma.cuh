@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Thin names for the Hopper instructions that the GEMM is made of: bulk tensor copies that complete
-// on an mbarrier, and warpgroup matrix products of bfloat16 tiles in shared memory with float32
+// Wrappers of the Hopper instructions of the GEMM: bulk tensor copies that complete on an mbarrier,
+// and warpgroup matrix products of bfloat16 tiles in shared memory with float32
 // accumulators in registers. PTX ISA 8.0 and newer, chapters 9.7.9 (copies), 9.7.13 (mbarrier) and
 // 9.7.15 (wgmma).
 
@@ -33,7 +33,7 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
                : "memory");
 }
 
-// Arrives and announces bytes that copies will bring.
+// Arrives, and announces the bytes that copies will deliver.
 __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes) {
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
@@ -41,7 +41,7 @@ __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes
       : "memory");
 }
 
-// Whether the phase of that parity is over; may wait a while before it says no.
+// Whether the phase of that parity is over; may wait for a limited time before it returns false.
 __device__ __forceinline__ bool barrier_try_wait(uint64_t* barrier, uint32_t parity) {
   uint32_t is_over;
   asm volatile(
@@ -63,12 +63,12 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
 
 // --- Bulk tensor copy ------------------------------------------------------------------------
 
-// Cache policies as 64-bit operands: weights are read once and leave first, activations stay.
+// Cache policies as 64-bit operands: weights are read once and evicted first, activations last.
 inline constexpr uint64_t kEvictFirst = 0x12F0000000000000ull;
 inline constexpr uint64_t kEvictLast = 0x14F0000000000000ull;
 
-// The box at (column, row) of a two-dimensional map. Elements beyond the tensor arrive as zeros and
-// count as bytes.
+// Copies the box at (column, row) of a two-dimensional map. Elements beyond the tensor arrive as
+// zeros and count towards the barrier's bytes.
 __device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int32_t column,
                                          int32_t row, uint64_t* barrier, uint64_t policy) {
   asm volatile(
@@ -100,7 +100,7 @@ __device__ __forceinline__ uint64_t tile_descriptor(const void* tile) {
   return kSwizzle128 | kGroupStride | kIgnored | ((shared_address(tile) & 0x3FFFFu) >> 4);
 }
 
-// The same tile 16 columns (32 bytes) further on.
+// Added to a descriptor: the same tile 16 columns (32 bytes) further on.
 inline constexpr uint64_t kNext16Columns = 32 >> 4;
 
 }  // namespace paceline::cuda

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The matrix products of a warpgroup, one function a width: the instruction wants its registers
-// spelt out.
+// The matrix products of a warpgroup, one function per width, because the instruction must name
+// every register.
 
 #include <cstdint>
 

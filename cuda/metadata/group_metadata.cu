@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What happens to a row is in metadata/metadata_rows.h, shared with the CPU; here is who does it.
-// A row is made from its own entries and its sequence's block table, so rows are invariant.
+// The division of metadata/metadata_rows.h, shared with the CPU, among threads. A row depends only
+// on its own entries and its sequence's block table, so rows are invariant.
 
 #include <algorithm>
 
@@ -26,8 +26,8 @@ __device__ __forceinline__ int64_t thread_index() {
   return int64_t{blockIdx.x} * kThreads + threadIdx.x;
 }
 
-// What a build makes of `row`: its sequence slot, -1 for an inert row, or kNotMade. Loads at once
-// what it may need, as far as the arrays reach.
+// The sequence slot of `row`, -1 for an inert row, or kNotMade. Loads all inputs at once, within
+// the bounds of the arrays.
 __device__ __forceinline__ int32_t row_to_build(const PassRows& rows, int32_t padded_rows,
                                                 int32_t row, int32_t& position) {
   const int32_t num_rows = *rows.num_rows;
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads) build_kernel(const __grid_constant__
   if (seq_slot != kNotMade) build_row(p.metadata, row, seq_slot, position);
 }
 
-// One warp a row.
+// One warp per row.
 __global__ void __launch_bounds__(kThreads)
     build_window_list_kernel(const __grid_constant__ BuildWindowListParams p) {
   let_successor_start();
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kThreads)
             /*num_workers=*/32);
 }
 
-// One block, since the step is read by every thread and then written by one.
+// One block, since every thread reads the step before one writes it.
 __global__ void __launch_bounds__(kMaxStepThreads)
     advance_draft_step_kernel(const __grid_constant__ AdvanceParams p) {
   let_successor_start();

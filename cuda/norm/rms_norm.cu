@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// One block a row. The number of threads, and so the order of the sum of squares, follows from the
-// length of a row alone; that keeps rows invariant.
+// One block per row. The number of threads, and so the order of the sum of squares, depends only on
+// the length of a row; that keeps rows invariant.
 
 #include <cuda_bf16.h>
 
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kMaxRegisterThreads)
     rms_norm_in_registers(const __grid_constant__ RmsNormParams p) {
   __shared__ __align__(16) float partials[2][kMaxRegisterThreads / 32];
   let_successor_start();
-  // Constants come in while the kernel before still runs.
+  // Constants load while the previous kernel still runs.
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   const int32_t num_vectors = p.hidden / kPerVector;
   const float inverse_hidden = 1.0f / static_cast<float>(p.hidden);
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kMaxRegisterThreads)
   __syncthreads();
 
   wait_for_predecessor();
-  // The row is loaded before it is known whether it is wanted: one latency instead of two.
+  // Loads the row before checking whether it exists: one latency instead of two.
   const int32_t row = static_cast<int32_t>(blockIdx.x);
   const int32_t num_rows = *p.num_rows;
   const X* const row_x = static_cast<const X*>(p.x) + row * p.x_stride;
@@ -118,8 +118,8 @@ __global__ void __launch_bounds__(kMaxRegisterThreads)
   }
 }
 
-// Any other row. Every pass reads it again; a thread meets the same elements in each, so it needs
-// no barrier to see what it has written.
+// Serves all other rows. Every pass reads the row again; a thread visits the same elements in each
+// pass, so it sees its own writes without a barrier.
 template <class X, class Y>
 __global__ void __launch_bounds__(kLoopThreads)
     rms_norm_in_loops(const __grid_constant__ RmsNormParams p) {
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kLoopThreads)
   }
 }
 
-// A warp takes one layer's stretch of a row, a lane every 32nd element of it, in one fixed order:
+// A warp computes one layer's part of a row, a lane every 32nd element of it, in a fixed order, so
 // rows are invariant.
 template <class T, class Table>
 __global__ void __launch_bounds__(kPerLayerThreads)

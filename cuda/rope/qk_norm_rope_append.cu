@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// One warp a head: of q, k and v alike, so that one launch does them all. Where v is k, a warp for
-// each reads the same head, which stays as it is. A warp reduces its head in one fixed order and
-// knows of no other, hence rows are invariant.
+// One warp per head of q, k and v, so that one launch handles all of them. Where v is k, two warps
+// read the same head, which stays unchanged. A warp reduces its head in a fixed order and depends
+// on no other head, so rows are invariant.
 
 #include <cuda_bf16.h>
 
@@ -15,18 +15,19 @@ namespace paceline {
 namespace cuda {
 namespace {
 
-// Heads that are written: q in place, k and v to the cache.
+// The number of heads that the kernel writes: q in place, k and v to the cache.
 __host__ __device__ __forceinline__ int32_t written_heads(const QkNormRopeAppendParams& p) {
   return p.num_qo_heads + (p.kv_inputs == KvInputs::kNone ? 0 : 2 * p.num_kv_heads);
 }
 
-constexpr int32_t kWarps = 4;  // of a block: heads that it takes
+constexpr int32_t kWarps = 4;  // per block, one head each
 constexpr int32_t kMaxHeadDim = 1024;
 
-// Which elements of one half of a head a lane has: kPairs side by side when the half is 32 * kPairs
-// long (kIsExact), else every 32nd. Element d of the lower half rotates with d of the upper.
+// The elements of one half of a head that a lane holds: kPairs consecutive ones when the half is
+// 32 * kPairs long (kIsExact), else every 32nd. Element d of the lower half rotates with element d
+// of the upper half.
 template <int kPairs, bool kIsExact>
-struct HalfDraftHead {
+struct HalfHead {
   int32_t half;
   int32_t lane;
 
@@ -66,11 +67,11 @@ __global__ void __launch_bounds__(kWarps * 32)
   const int32_t num_heads = written_heads(p);
   const int32_t row_heads = qkv_heads(p.num_qo_heads, p.num_kv_heads, p.kv_inputs);
   const int32_t half = kIsExact ? 32 * kPairs : p.head_dim / 2;
-  const HalfDraftHead<kPairs, kIsExact> lanes = {half, static_cast<int32_t>(threadIdx.x % 32)};
+  const HalfHead<kPairs, kIsExact> lanes = {half, static_cast<int32_t>(threadIdx.x % 32)};
   const bool is_q = head < p.num_qo_heads;
   const bool is_v = head >= p.num_qo_heads + p.num_kv_heads;
   const float* const weight = is_v || head >= num_heads ? nullptr : is_q ? p.q_norm : p.k_norm;
-  // The weights are constants: they come in while the kernel before still runs.
+  // The weights are constants, so they load while the previous kernel still runs.
   float low_weight[kPairs] = {};
   float high_weight[kPairs] = {};
   if (weight != nullptr) {
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(kWarps * 32)
   wait_for_predecessor();
   if (head >= num_heads) return;
 
-  // Everything that needs no other load first, whether the row is wanted or not.
+  // Start with all loads that depend on no other load, even if the row turns out not to exist.
   const int32_t source = is_v && p.kv_inputs == KvInputs::kKeys ? head - p.num_kv_heads : head;
   T* const qkv = static_cast<T*>(p.qkv) + (int64_t{row} * row_heads + source) * (2 * half);
   const int32_t num_rows = *p.num_rows;
@@ -91,7 +92,7 @@ __global__ void __launch_bounds__(kWarps * 32)
   lanes.load(qkv, low);
   lanes.load(qkv + half, high);
   if (row >= num_rows) return;
-  // The null block: nobody reads it, and rows would race on it.
+  // Skip the null block: no kernel reads it, and rows would race on it.
   if (!is_q && slot < p.kv.block_size) return;
 
   float cos[kPairs];
@@ -138,8 +139,8 @@ __global__ void __launch_bounds__(kWarps * 32)
   lanes.store(high, to + half);
 }
 
-// Whether every half of a head, in whatever it is read or written, starts at an aligned address.
-// True for halves of 32 elements or more in buffers and blocks that are aligned themselves.
+// Whether every half of a head starts at an aligned address in each buffer. True for halves of 32
+// elements or more if the buffers and blocks themselves are aligned.
 bool is_aligned(const QkNormRopeAppendParams& p) {
   const bool is_row_aligned = is_vector_aligned(p.qkv) && is_vector_aligned(p.q_norm) &&
                               is_vector_aligned(p.k_norm) && is_vector_aligned(p.rope_cos) &&

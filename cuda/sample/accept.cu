@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// One warp a sequence, lane j judges draft j: what a lane needs of draws, drafts and stop tokens is
-// loaded at once, and the lanes' findings meet as bits in judge(), which the CPU twin shares.
-// Sequences know nothing of each other.
+// One warp per sequence; lane j judges draft j. A lane loads its target token, draft and stop token
+// at once, and judge(), which the CPU shares, gets the lanes' findings as bits. Sequences are
+// independent of each other.
 
 #include "common/launch.cuh"
 #include "common/reduce.cuh"
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(32) accept_kernel(const __grid_constant__ Acce
                       ? is_accepted_synthetically(seed, known_len, lane, p.synthetic_rate[lane])
                       : draw == draft;
   }
-  // All drafts before the first that is not kept; a lane without a draft keeps none.
+  // The drafts before the first rejected one; a lane without a draft counts as a rejection.
   const int32_t num_accepted = __ffs(static_cast<int>(~__ballot_sync(kAllLanes, is_accepted))) - 1;
   const int32_t recovered_token = p.num_accepted != nullptr ? p.recovered_tokens[i] : -1;
   const bool emits_drafts = p.num_accepted != nullptr || p.method == AcceptMethod::kSynthetic;

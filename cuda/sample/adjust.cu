@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// A block has a stretch of a row's ids and does to them, step by step, what adjust_rules.h says.
-// The work is sparse: bias and bad words are lists, and of the vocabulary only tokens that the
-// sequence has, or may not draw, are looked at. A warp reads the masks of 1,024 ids at once and
-// then goes through those words that have any bit, a lane an id.
+// A block applies the rules of adjust_rules.h, in their order, to a range of a row's ids. The work
+// is sparse: bias and bad words are lists, and masks give the tokens that the sequence contains or
+// must not sample. A warp reads the masks of 1,024 ids at once and then visits the words with any
+// bit set, one id per lane.
 
 #include "common/launch.cuh"
 #include "common/reduce.cuh"
@@ -20,7 +20,7 @@ constexpr int32_t kThreads = 256;
 constexpr int32_t kWarps = kThreads / 32;
 constexpr int32_t kIdsPerBlock = 32768;
 
-// Penalties, and what is not allowed, of ids [begin, end).
+// Applies penalties and the mask of allowed tokens to ids [begin, end).
 __device__ __forceinline__ void adjust_by_masks(const SamplingState& s, const AdjustedRow& row,
                                                 const Penalties& penalties, bool has_allowed,
                                                 int32_t begin, int32_t end, float* logits) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The head of drafters that look only at the tokens of a few clusters: which clusters, and the
-// logits of their tokens. A row is made from its own scores and states alone, so rows are
-// invariant.
+// The output layer of drafters that score only the tokens of a few clusters: it selects clusters
+// and computes the logits of their tokens. A row depends only on its own scores and states, so rows
+// are invariant.
 
 #include <algorithm>
 #include <cstdint>
@@ -20,9 +20,9 @@ constexpr int32_t kSelectThreads = 256;
 constexpr int32_t kLogitThreads = 256;
 constexpr int32_t kLogitsPerWarp = 4;  // loads in flight for each lane
 constexpr int32_t kLogitsPerBlock = kLogitThreads / 32 * kLogitsPerWarp;
-constexpr int32_t kPerLane = 8;  // elements of a row that a lane takes at once
+constexpr int32_t kPerLane = 8;  // elements of a row that a lane loads at once
 
-// NaN is as bad as -inf, and -0 as good as 0.
+// NaN becomes -inf, and -0 becomes 0.
 __device__ __forceinline__ float comparable(float score) {
   return fmaxf(score, __int_as_float(static_cast<int>(0xff800000u))) + 0.0f;
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Which tokens are counted is in sample/count_rules.h, shared with the CPU. The counts of a slot
-// are sums of integers, which have no order.
+// sample/count_rules.h, shared with the CPU, decides which tokens count. Counts are sums of
+// integers, whose order does not matter.
 
 #include <algorithm>
 
@@ -16,7 +16,7 @@ namespace {
 
 constexpr int32_t kClearThreads = 256;
 constexpr int32_t kIdsPerClearThread = 16;
-constexpr int32_t kMaxSlotsAtOnce = 8;  // few slots are reset in an iteration
+constexpr int32_t kMaxSequencesAtOnce = 8;  // few sequence slots are reset in an iteration
 constexpr int32_t kPrefillThreads = 256;
 constexpr int32_t kEmittedThreads = 32;
 
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kClearThreads)
   }
 }
 
-// A block a sequence.
+// One block per sequence.
 template <class Params>
 __global__ void count_kernel(const __grid_constant__ Params p) {
   let_successor_start();
@@ -67,7 +67,7 @@ void clear_counts(CudaContext& ctx, const ClearCountsParams& p) {
   using namespace cuda;
   constexpr int32_t kIdsPerBlock = kClearThreads * kIdsPerClearThread;
   const int32_t num_pieces = (p.sampling.vocab_size + kIdsPerBlock - 1) / kIdsPerBlock;
-  const int32_t num_slots = std::min(p.max_slots, kMaxSlotsAtOnce);
+  const int32_t num_slots = std::min(p.max_slots, kMaxSequencesAtOnce);
   launch(ctx, "clear_counts", clear_counts_kernel,
          dim3(static_cast<unsigned>(num_pieces), static_cast<unsigned>(num_slots)),
          dim3(kClearThreads), 0, p);

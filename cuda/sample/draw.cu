@@ -1,23 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Gumbel-max. The key of an id is T times what ops.h says, logit + T g: the same order, no
-// overflow however small T is, and at T = 0 the logit itself. g = -log(-log1p(-u)), all in float.
+// Gumbel-max sampling. The key of an id is logit + T g, which is T times the key of ops.h: the same
+// order, no overflow for any small T, and the logit itself at T = 0. g = -log(-log1p(-u)), all in
+// float.
 //
-// A row is cut into pieces of some thousand ids, a block each, so that even one row keeps a good
-// part of the machine busy. A block leaves its winner in the workspace; the last block of a row to
-// arrive picks the best of them. One kernel, because a draw sits between every two draft steps and
-// a second launch costs more than the arrival. That the split never shows: the winner is a maximum
-// with ties to the lowest id, which has no order; the sums behind a probability are cut at fixed
-// ids and added in a fixed order.
+// A row is divided into pieces of a few thousand ids, one block each, so that even one row occupies
+// a good part of the GPU. A block stores its winner in the workspace; the last block of a row to
+// arrive picks the best of them. All of this is one kernel, because a draw runs between any two
+// draft steps and a second launch costs more than the arrival. The split does not change results:
+// the winner is a maximum with ties to the lowest id, in any order; the sums of a probability are
+// divided at fixed ids and added in a fixed order.
 //
-// Two logarithms an id would take longer than loading it, so ids are pruned first, without changing
-// the result. Once some id of the row has the key `bound`, another can win only if
+// Two logarithms per id would take longer than loading it, so ids are pruned first, without
+// changing the result. Once some id of the row has the key `bound`, another can win only if
 //   logit + T g >= bound  <=>  -log1p(-u) <= exp((logit - bound) / T),
 // and as u <= -log1p(-u), only if u <= exp(...). The right side gets a slack above all rounding
-// errors; ids that pass have their key computed, a few of a block. The bound is the best key among
-// the ids that have their thread's highest logit, from below: as -log1p(-u) <= u / (1 - u), a key
-// is at least logit + T log((1 - u) / u), which takes one logarithm and none of the care.
-// And as u >= 2^-33, ids with logit < bound - 33 log(2) T need not even be given a random number.
+// errors. The kernel computes the keys of the ids that pass, a few per block. The bound is a lower
+// bound of the best key among each thread's id with the highest logit: as -log1p(-u) <= u / (1 -
+// u), a key is at least logit + T log((1 - u) / u), which takes one logarithm and no exact
+// rounding. And as u >= 2^-33, ids with logit < bound - 33 log(2) T need no random number at all.
 
 #include <algorithm>
 
@@ -38,11 +39,11 @@ constexpr int32_t kThreads = 256;
 constexpr int32_t kWarps = kThreads / 32;
 constexpr int32_t kIdsPerRound = kThreads * 4;  // a thread's four share a counter
 constexpr int32_t kRounds = 4;                  // of a block, at least
-constexpr int32_t kManyRounds = 8;              // where there are rows enough
+constexpr int32_t kManyRounds = 8;              // with enough rows
 
 constexpr int32_t kMaxGridRows = 65535;
 
-// What a block knows of its ids.
+// The result of a block's ids.
 struct __align__(16) Partial {
   uint64_t winner;    // see candidate(); 0: none
   float max;          // of the logits; -inf: none valid
@@ -62,8 +63,8 @@ __device__ __forceinline__ float gumbel(uint32_t bits) {
   return -logf(-log1pf(-uniform_open(bits)));
 }
 
-// A value that all lanes of the warp have, in a register of the warp: what is made of it, such as
-// the keys of Philox's rounds, is computed once and not by every lane.
+// Moves a value that is equal in all lanes to a uniform register: the warp then computes what
+// depends on it, such as the keys of Philox's rounds, once and not in every lane.
 __device__ __forceinline__ uint32_t uniform(uint32_t value) {
   return __reduce_max_sync(kAllLanes, value);
 }
@@ -76,8 +77,8 @@ __device__ __forceinline__ T pick(const T (&values)[4], int32_t i) {
   return (i & 2) != 0 ? high : low;
 }
 
-// The logits of a row. They are loaded again, from the L1 cache, each time they are gone through:
-// keeping them in registers leaves room for fewer warps, which costs more.
+// The logits of a row. Each pass loads them again, from the L1 cache: in registers they would leave
+// room for fewer warps, which costs more.
 template <bool kIsVector, bool kIsMapped>
 struct RowLogits {
   const float* values;
@@ -85,7 +86,7 @@ struct RowLogits {
   int32_t vocab_limit;
   int32_t token_limit;
 
-  // Of four ids; -inf: not drawable.
+  // Loads the logits of four ids; -inf where an id cannot be drawn.
   __device__ __forceinline__ void load(int32_t first_id, float (&four)[4]) const {
     if (kIsVector && first_id + 4 <= vocab_limit) {
       load_vector(values + first_id, four);
@@ -105,8 +106,8 @@ struct RowLogits {
     }
   }
 
-  // Of the thread's ids from `first_id` on, the first with the highest logit, under that logit; 0
-  // when none is valid.
+  // The candidate with the highest logit, and that logit as its key, of the thread's ids from
+  // `first_id` on; the first of equals. 0 when no logit is valid.
   __device__ __forceinline__ uint64_t highest(int32_t first_id, int32_t num_rounds) const {
     float highest = negative_infinity();
     int32_t id = -1;
@@ -127,8 +128,7 @@ struct RowLogits {
   }
 };
 
-// Whose noise ids have and what it is scaled with. `token_map` gives the tokens; with kIsMapped
-// only.
+// The noise of the ids and its scale. `token_map` maps ids to tokens, with kIsMapped only.
 template <bool kIsMapped>
 struct Noise {
   NoiseKey key;
@@ -142,7 +142,7 @@ struct Noise {
     philox_words(key, static_cast<uint32_t>(token) / 4, words);
     return pick(words, token % 4);
   }
-  // At most the id's key, but for what the slack of `sample` covers.
+  // At most the id's key, up to the error that the slack of `sample` covers.
   __device__ __forceinline__ float lower_key(int32_t id, float logit) const {
     const float u = uniform_open(word_of(id));
     return fmaf(temperature, __logf(__fdividef(1.0f - u, u)), logit);
@@ -160,16 +160,15 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// The best candidate of the thread's ids, or one that cannot win against another of its block.
-// `highest` is that of the thread's highest logit, under that logit. Called by all threads of a
-// block; `bounds` is shared memory.
+// The best candidate of the thread's ids, or one that loses against another of its block. `highest`
+// is the result of RowLogits::highest. All threads of a block call it; `bounds` is shared memory.
 template <bool kIsVector, bool kIsMapped>
 __device__ __forceinline__ uint64_t sample(const RowLogits<kIsVector, kIsMapped>& logits,
                                            int32_t first_id, int32_t num_rounds,
                                            const Noise<kIsMapped>& noise, uint64_t highest,
                                            uint32_t (&bounds)[kWarps]) {
-  // Above the rounding errors of a key's noise, of the exponent and of the exponential; a key's own
-  // rounding is relative to it. All in units of log 2.
+  // kSlack exceeds the rounding errors of a key's noise, of the exponent and of the exponential;
+  // the rounding of the key itself is relative to it. All in units of log 2.
   constexpr float kSlack = 1.5e-3f;
   constexpr float kRelativeSlack = 0x1p-21f;
   constexpr float kMaxNoise = 33.01f;
@@ -188,26 +187,26 @@ __device__ __forceinline__ uint64_t sample(const RowLogits<kIsVector, kIsMapped>
   for (int i = 0; i < kWarps; ++i) bound_of_block = max(bound_of_block, bounds[i]);
   if (bound_of_block == 0) return 0;  // no valid logit in the block
   const float bound = from_ordered(bound_of_block);
-  const float rate = fminf(1.44269504f / noise.temperature, kMaxFloat);
-  const float slack = kSlack + kRelativeSlack * fabsf(bound) * rate;
+  const float inverse = fminf(1.44269504f / noise.temperature, kMaxFloat);
+  const float slack = kSlack + kRelativeSlack * fabsf(bound) * inverse;
   uint64_t best = 0;
 #pragma unroll 1
   for (int32_t round = 0; round < num_rounds; ++round) {
     const int32_t first = first_id + round * kIdsPerRound;
     float four[4];
     logits.load(first, four);
-    // Comparisons are such that NaN, from infinities, prunes nothing.
+    // With these comparisons NaN, which infinities cause, prunes nothing.
     float limit[4];  // log2 of what u must not exceed
     bool is_any = false;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      limit[i] = (four[i] - bound) * rate + slack;
+      limit[i] = (four[i] - bound) * inverse + slack;
       is_any |= !(limit[i] < -kMaxNoise);
     }
     if (!is_any) continue;
     uint32_t words[4];
     if constexpr (kIsMapped) {
-      // Tokens lie anywhere, so each takes a counter of its own.
+      // Mapped tokens are not consecutive, so each needs its own counter.
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         words[i] = 0xffffffffu;
@@ -224,7 +223,7 @@ __device__ __forceinline__ uint64_t sample(const RowLogits<kIsVector, kIsMapped>
       const bool is_valid = four[i] > negative_infinity();
       survivors |= is_valid && !is_pruned ? 1u << i : 0u;
     }
-    // They are few: one copy of the logarithms, not four, keeps the kernel small.
+    // Survivors are few: one copy of the logarithms, not four, keeps the kernel small.
     for (; survivors != 0; survivors &= survivors - 1) {
       const int32_t i = __ffs(static_cast<int>(survivors)) - 1;
       const float key = fmaf(noise.temperature, gumbel(pick(words, i)), pick(four, i));
@@ -253,7 +252,7 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t piece = static_cast<int32_t>(blockIdx.x);
   const int32_t pass_row = p.row_index[row];
   const int32_t source = p.logit_rows != nullptr ? p.logit_rows[row] : row;
-  if (source < 0) {  // the same for all blocks of the row: none arrives
+  if (source < 0) {  // uniform over the blocks of the row, so none arrives
     if (piece == 0 && thread == 0) {
       p.tokens[row] = kInertRow;
       if constexpr (kWantsProbability) p.probabilities[row] = 0.0f;
@@ -272,7 +271,7 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t seq_slot = p.seq_slot[pass_row];
   const int32_t ahead = p.draw_ahead + (p.steps_ahead != nullptr ? *p.steps_ahead : 0);
   const int32_t position = p.positions[pass_row] + ahead;
-  if (seq_slot < 0) {  // the same for all blocks of the row: none arrives
+  if (seq_slot < 0) {  // uniform over the blocks of the row, so none arrives
     if (piece == 0 && thread == 0) {
       p.tokens[row] = kInertRow;
       if constexpr (kWantsProbability) p.probabilities[row] = 0.0f;
@@ -321,7 +320,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (warp != 0) return;
 
-  // The first warp ends the block, and that of the last block to arrive the row.
+  // The first warp finishes the block, and that of the last block to arrive finishes the row.
   winner = warp_max(lane < kWarps ? winners[lane] : 0);
   if (num_pieces > 1) {
     Partial* const row_partials = partials + int64_t{blockIdx.y} * num_pieces;
@@ -333,7 +332,7 @@ __global__ void __launch_bounds__(kThreads)
       __threadfence();
     }
     if (__shfl_sync(kAllLanes, num_before, 0) != num_pieces - 1) return;
-    __syncwarp();  // what lane 0 has seen arrive, all lanes may read
+    __syncwarp();  // makes the partials that lane 0 saw arrive visible to all lanes
     if (lane == 0) arrivals[blockIdx.y] = 0;
     winner = 0;
     max_logit = negative_infinity();
@@ -344,7 +343,7 @@ __global__ void __launch_bounds__(kThreads)
     winner = warp_max(winner);
     if constexpr (kWantsProbability) {
       max_logit = from_ordered(__reduce_max_sync(kAllLanes, to_ordered(max_logit)));
-      // Pieces lane, lane + 32, ... in turn, then the lanes: an order of the pieces alone.
+      // Pieces lane, lane + 32, ... in turn, then the lanes: the order depends on the pieces only.
       sum_of_exps = 0.0f;
       for (int32_t i = lane; i < num_pieces; i += 32) {
         sum_of_exps +=
@@ -379,8 +378,8 @@ auto kernel_of(const DrawParams& p) {
 
 void draw(CudaContext& ctx, const DrawParams& p) {
   using namespace cuda;
-  // What a block does once counts less where it has more ids, as long as the machine has blocks
-  // enough. Where a probability is wanted the pieces are fixed, because its sums are cut there.
+  // More ids per block amortize a block's fixed work, as long as the GPU has enough blocks. With
+  // probabilities the pieces are fixed, because the sums are divided there.
   constexpr int32_t kManyBlocks = 3000;
   const auto pieces_of = [&](int32_t num_rounds) {
     const int32_t ids = num_rounds * kIdsPerRound;
@@ -390,7 +389,7 @@ void draw(CudaContext& ctx, const DrawParams& p) {
       p.probabilities == nullptr && int64_t{p.max_rows} * pieces_of(kManyRounds) >= kManyBlocks;
   const int32_t num_rounds = has_many ? kManyRounds : kRounds;
   const int32_t num_pieces = pieces_of(num_rounds);
-  // As many rows a launch as there is room for them to meet; nearly always all.
+  // Rows per launch are limited by the room for their partials; nearly always it is enough for all.
   int64_t rows_per_launch = kMaxGridRows;
   auto* const partials = reinterpret_cast<Partial*>(ctx.workspace);
   if (num_pieces > 1) {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// A cluster of eight blocks has a row, each block an eighth of its ids in shared memory. What a
-// logit is worth is in sample/logprob_rules.h: shares are integers, so that their sum has no order
-// and rows are invariant. Each block finds its own best ids one by one; then the first warp of the
-// cluster merges eight sorted lists and writes the entries.
+// A cluster of eight blocks computes a row; each block holds an eighth of its ids in shared memory.
+// sample/logprob_rules.h maps logits to shares, which are integers: the order of their sum does not
+// matter, so rows are invariant. Each block finds its own best ids one by one; then the first warp
+// of the cluster merges eight sorted lists and writes the entries.
 //
-// The grid is only as large as the machine, and clusters go through the rows: a batch in which
-// nobody wants logprobs costs one look at all of them.
+// The grid is only as large as the GPU, and clusters loop over the rows: a batch without a request
+// for logprobs costs one look at each row.
 
 #include "base/check.h"
 #include "common/convert.cuh"
@@ -21,44 +21,44 @@ namespace paceline {
 namespace cuda {
 namespace {
 
-constexpr int32_t kKeepThreads = 256;
-constexpr int32_t kIdsPerKeepBlock = 32768;
+constexpr int32_t kSaveThreads = 256;
+constexpr int32_t kIdsPerSaveBlock = 32768;
 
-__global__ void __launch_bounds__(kKeepThreads)
+__global__ void __launch_bounds__(kSaveThreads)
     save_kernel(const __grid_constant__ SaveRawLogitsParams p, const bool is_vector) {
   let_successor_start();
   wait_for_predecessor();
   const int32_t row = static_cast<int32_t>(blockIdx.x);
   if (row >= *p.num_rows || !is_row_saved(p, row)) return;
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
-  const int32_t begin = static_cast<int32_t>(blockIdx.y) * kIdsPerKeepBlock;
-  const int32_t end = min(begin + kIdsPerKeepBlock, p.sampling.vocab_size);
+  const int32_t begin = static_cast<int32_t>(blockIdx.y) * kIdsPerSaveBlock;
+  const int32_t end = min(begin + kIdsPerSaveBlock, p.sampling.vocab_size);
   const float* const from = p.logits + row * p.logits_stride;
   float* const to = p.raw_logits + row * p.logits_stride;
   const int32_t vector_end = is_vector ? end / 4 * 4 : begin;
-  for (int32_t i = begin + thread * 4; i < vector_end; i += kKeepThreads * 4) {
+  for (int32_t i = begin + thread * 4; i < vector_end; i += kSaveThreads * 4) {
     float four[4];
     load_vector(from + i, four);
     store_vector(four, to + i);
   }
-  for (int32_t i = vector_end + thread; i < end; i += kKeepThreads) to[i] = from[i];
+  for (int32_t i = vector_end + thread; i < end; i += kSaveThreads) to[i] = from[i];
 }
 
-// Beside the block's logits. What other blocks of the cluster read is written before one
-// cluster_barrier and, between that one and the next, only read.
+// Shared memory besides the block's logits. The block writes what other blocks of the cluster read
+// before one cluster_barrier; until the next one all blocks only read it.
 struct Shared {
   uint64_t best[kMaxLogprobs];  // the block's best candidates, best first; 0 where it has no more
   uint64_t total;               // of the block's shares
-  int32_t num_higher;           // of its ids, those with a higher logit than the row's token
+  int32_t num_higher;           // the block's ids with a higher logit than the row's token
   uint32_t highest;             // key of its highest logit
-  // The block's own.
+  // Only this block uses the following.
   uint64_t warp_winners[2][kWarps];
   uint64_t warp_totals[kWarps];
   int32_t warp_counts[kWarps];
   uint32_t warp_words[kWarps];
 };
 
-// Of the thread's candidates below `limit` the best; 0: there is none.
+// The best of the thread's candidates below `limit`; 0 if there is none.
 __device__ __forceinline__ uint64_t best_below(const Piece& piece, int32_t first_id,
                                                uint64_t limit) {
   uint64_t best = 0;
@@ -79,7 +79,7 @@ __device__ __forceinline__ void find_best(const Piece& piece, int32_t first_id, 
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   uint64_t own = count > 0 ? best_below(piece, first_id, ~uint64_t{0}) : 0;
   for (int32_t round = 0; round < count; ++round) {
-    // Two arrays by turns: a warp may be one round ahead of those that still read.
+    // Two arrays in alternation: a warp can be one round ahead of warps that still read.
     uint64_t (&winners)[kWarps] = shared.warp_winners[round % 2];
     const uint64_t of_warp = warp_max(own);
     if (thread % 32 == 0) winners[thread / 32] = of_warp;
@@ -91,8 +91,8 @@ __device__ __forceinline__ void find_best(const Piece& piece, int32_t first_id, 
 }
 
 template <bool kIsVector>
-__device__ void rate_row(const LogprobRow& row, const Piece& piece, int32_t first_id, float* values,
-                         Shared& shared) {
+__device__ void compute_row(const LogprobRow& row, const Piece& piece, int32_t first_id,
+                            float* values, Shared& shared) {
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   const int32_t warp = thread / 32;
   const int32_t lane = thread % 32;
@@ -129,7 +129,7 @@ __device__ void rate_row(const LogprobRow& row, const Piece& piece, int32_t firs
   cluster_barrier();
 
   if (piece.rank == 0 && warp == 0) {
-    // A lane a block; the others ask the same blocks again, and what they hear does not count.
+    // One lane per block. The other lanes read the same blocks again, and their values are dropped.
     const bool has_block = lane < kBlocks;
     const int32_t rank = lane % kBlocks;
     const uint64_t total_of_block = *in_cluster(&shared.total, rank);
@@ -137,19 +137,19 @@ __device__ void rate_row(const LogprobRow& row, const Piece& piece, int32_t firs
     total = warp_sum(has_block ? total_of_block : uint64_t{0});
     num_higher = __reduce_add_sync(kAllLanes, has_block ? higher_of_block : 0);
     if (lane == 0) row.out[0] = {row.token, logprob_of(own, highest, total), 1 + num_higher};
-    const auto draft_head_of = [&](int32_t at) {
+    const auto best_of_block = [&](int32_t at) {
       return has_block && at < row.num_best ? *in_cluster(&shared.best[at], rank) : uint64_t{0};
     };
     int32_t num_taken = 0;  // of the lane's block
-    uint64_t head = draft_head_of(0);
+    uint64_t next = best_of_block(0);
     Ranking ranking;
     for (int32_t i = 0; i < row.num_best; ++i) {
-      const uint64_t best = warp_max(head);
+      const uint64_t best = warp_max(next);
       if (lane == 0) row.out[1 + i] = ranking.next(best, highest, total);
-      if (head == best) head = draft_head_of(++num_taken);
+      if (next == best) next = best_of_block(++num_taken);
     }
   }
-  // Nobody goes on, or leaves, while others read what it shares.
+  // No block continues or exits while others read its shared memory.
   cluster_barrier();
 }
 
@@ -173,7 +173,7 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, kBlo
                              .values = values,
                              .size = piece_size,
                              .rank = rank};
-        rate_row<kIsVector>(row, piece, first_id, values, shared);
+        compute_row<kIsVector>(row, piece, first_id, values, shared);
       });
 }
 
@@ -184,10 +184,10 @@ void save_raw_logits(CudaContext& ctx, const SaveRawLogitsParams& p) {
   using namespace cuda;
   const bool is_vector =
       p.logits_stride % 4 == 0 && is_vector_aligned(p.logits) && is_vector_aligned(p.raw_logits);
-  const int32_t num_pieces = (p.sampling.vocab_size + kIdsPerKeepBlock - 1) / kIdsPerKeepBlock;
+  const int32_t num_pieces = (p.sampling.vocab_size + kIdsPerSaveBlock - 1) / kIdsPerSaveBlock;
   launch(ctx, "save_raw_logits", save_kernel,
          dim3(static_cast<unsigned>(p.max_rows), static_cast<unsigned>(num_pieces)),
-         dim3(kKeepThreads), 0, p, is_vector);
+         dim3(kSaveThreads), 0, p, is_vector);
 }
 
 void token_logprobs(CudaContext& ctx, const TokenLogprobsParams& p) {

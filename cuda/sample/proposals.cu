@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// A block a row. The lowest logit that is selected is found digit by digit, on the logits as
-// ordered integers: a histogram of the digit among the logits that are still possible, and the bin
-// in which the count from above passes the number of proposals. Then one walk over the ids in order
-// puts each that is selected at its rank, which is a count of those before it. Counts are integers:
-// which thread counts first never shows.
+// One block per row. It finds the lowest selected logit digit by digit, on the logits as ordered
+// integers: a histogram of the digit among the logits that are still possible, and the bin in which
+// the count from above passes the number of proposals. Then one pass over the ids in order puts
+// each selected id at its rank, the number of selected ids before it. Counts are integers, so the
+// order of the threads does not matter.
 
 #include <algorithm>
 
@@ -72,7 +72,7 @@ __device__ __forceinline__ uint32_t sum_up_to_lane(uint32_t value, int32_t lane)
   return value;
 }
 
-// What is selected: all keys above `lowest`, and of those equal to it the first `num_equal`.
+// The selected keys: all above `lowest`, and the first `num_equal` of those equal to it.
 struct Selection {
   uint32_t lowest;
   uint32_t num_equal;
@@ -110,7 +110,7 @@ __device__ Selection select(const Row& row, uint32_t wanted, Shared& shared) {
     __syncthreads();
     for (int32_t i = 0; i < warp; ++i) up_to += shared.warp_sums[i];
     up_to += above;
-    // Where does the count pass? Nowhere, if there are fewer keys than wanted.
+    // The bin in which the count passes; none if there are fewer keys than wanted.
     const uint32_t past_high = up_to - of_low;
     const uint32_t before_high = past_high - of_high;
     if (before_high < wanted && past_high >= wanted) {
@@ -125,7 +125,7 @@ __device__ Selection select(const Row& row, uint32_t wanted, Shared& shared) {
     if (bin < 0) return {.lowest = kNoLogitKey, .num_equal = 0};
     prefix |= static_cast<uint32_t>(bin) << digit_shift(digit);
     above = shared.found_above;
-    __syncthreads();  // nobody clears before all have read
+    __syncthreads();  // all threads read before any clears
   }
   return {.lowest = prefix, .num_equal = wanted - above};
 }
@@ -147,18 +147,18 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
   const int32_t draft = p.draft_step != nullptr ? *p.draft_step : 0;
-  const int32_t place = seq_slot * p.num_draft_tokens + draft;
+  const int32_t proposal_row = seq_slot * p.num_draft_tokens + draft;
   const Row row = {
       .logits = p.logits + index * p.logits_stride,
       .token_map = p.token_map != nullptr ? p.token_map + index * p.token_map_stride : nullptr,
       .token_limit = p.token_limit,
       .vocab_limit = p.vocab_limit};
   const int32_t per_draft = p.proposals.per_draft;
-  int32_t* const ids = p.proposals.ids + int64_t{place} * per_draft;
-  float* const logits = p.proposals.logits + int64_t{place} * per_draft;
+  int32_t* const ids = p.proposals.ids + int64_t{proposal_row} * per_draft;
+  float* const logits = p.proposals.logits + int64_t{proposal_row} * per_draft;
 
   const Selection selection = select<kIsVector>(row, static_cast<uint32_t>(per_draft), shared);
-  // Keys above the lowest and keys equal to it, in the halves of one word, up to some id.
+  // Numbers of keys above the lowest and of keys equal to it among the ids so far.
   uint32_t num_above = 0;
   uint32_t num_equal = 0;
   for (int32_t round = 0; round < p.vocab_limit; round += kIdsPerRound) {
@@ -199,14 +199,14 @@ __global__ void __launch_bounds__(kThreads)
     }
     num_above += total & 0xffffu;
     num_equal += total >> 16;
-    __syncthreads();  // nobody writes sums before all have read them
+    __syncthreads();  // all threads read the sums before any writes the next
   }
   const auto count = static_cast<int32_t>(num_above + min(num_equal, selection.num_equal));
   for (int32_t rank = count + thread; rank < per_draft; rank += kThreads) {
     ids[rank] = -1;
     logits[rank] = negative_infinity();
   }
-  if (thread == 0) p.proposal_rows[index] = place;
+  if (thread == 0) p.proposal_rows[index] = proposal_row;
 }
 
 }  // namespace

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// softmax_sums: a block a row, which it goes through twice, for the highest logit and for the sum
-// of weights; the sum is one of integers, so it has no order.
+// softmax_sums: one block per row makes two passes, for the highest logit and for the sum of the
+// weights, which are integers, so that the order of the sum does not matter.
 //
-// reject_drafts: a warp a sequence, its lanes side by side over the proposals of a draft. What a
-// window is worth is in rejection_window.h, which the CPU twin shares, sums and all.
+// reject_drafts: one warp per sequence; its lanes share the proposals of a draft. The rules are in
+// rejection_window.h, which the CPU shares, including the order of the sums.
 
 #include "base/check.h"
 #include "common/convert.cuh"
@@ -22,7 +22,7 @@ namespace {
 constexpr int32_t kSumsThreads = 512;
 constexpr int32_t kSumsWarps = kSumsThreads / 32;
 
-// Calls visit(logit) for every logit of the row, as it is compared.
+// Calls visit(logit) for every logit of the row, made comparable().
 template <bool kIsVector, class Visit>
 __device__ __forceinline__ void for_logits(const float* logits, int32_t n, const Visit& visit) {
   for (int32_t first = static_cast<int32_t>(threadIdx.x) * 4; first < n;
@@ -66,8 +66,8 @@ __global__ void __launch_bounds__(kSumsThreads)
     for (int32_t i = 0; i < kSumsWarps; ++i) of_row = max(of_row, highest_of_warp[i]);
     highest = from_ordered(of_row);
   }
-  const bool has_law = highest > negative_infinity() && highest < -negative_infinity();
-  if (!has_law) {  // the same for all threads
+  const bool has_distribution = highest > negative_infinity() && highest < -negative_infinity();
+  if (!has_distribution) {  // the same for all threads
     if (threadIdx.x == 0) {
       p.highest[row] = negative_infinity();
       p.sums[row] = 0;
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kSumsThreads)
   p.sums[row] = of_row;
 }
 
-// The lanes of a warp, all of which call.
+// The lanes of a warp. All of them must call every function.
 struct WarpTeam {
   int32_t lane;
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A row of logits in the shared memory of a cluster: eight blocks, each with an eighth of its ids,
-// which it loads once.
+// A row of logits in the shared memory of a cluster: each of its eight blocks loads an eighth of
+// the ids once.
 
 #include <algorithm>
 
@@ -20,9 +20,9 @@ inline constexpr int32_t kThreads = 512;
 inline constexpr int32_t kWarps = kThreads / 32;
 inline constexpr int32_t kStrip = kThreads * 4;  // ids that a block takes at once
 
-inline constexpr int32_t kBlocksPerSm = 2;  // where shared memory allows for it
+inline constexpr int32_t kBlocksPerSm = 2;  // where shared memory allows it
 inline constexpr size_t kSmSharedBytes = 228 << 10;
-inline constexpr size_t kReservedSharedBytes = 1 << 10;  // by the system, of every block
+inline constexpr size_t kReservedSharedBytes = 1 << 10;  // per block, by the system
 
 __device__ __forceinline__ uint64_t warp_sum(uint64_t value) {
 #pragma unroll
@@ -33,8 +33,8 @@ __device__ __forceinline__ uint64_t warp_sum(uint64_t value) {
 // A block's part of a row.
 struct Piece {
   const float* logits;  // of the first id, in global memory
-  int32_t count;        // ids that there are
-  const float* values;  // [size] comparable, in shared memory; -inf behind `count`
+  int32_t count;        // ids in the piece
+  const float* values;  // [size] comparable, in shared memory; -inf from `count` on
   int32_t size;         // a multiple of 4
   int32_t rank;         // of the block in its cluster
 
@@ -48,10 +48,10 @@ struct Piece {
     }
   }
 
-  // Calls visit(value) of the values that `is_wanted` says, of which there are few: a warp goes
-  // through them together as often as one of its lanes has any, not for each value that is none.
+  // Calls visit(value) for the values that satisfy `is_wanted`. Those are few: a warp loops as
+  // often as the lane with the most of them needs, and not once per value.
   template <class IsWanted, class Visit>
-  __device__ __forceinline__ void for_those(const IsWanted& is_wanted, const Visit& visit) const {
+  __device__ __forceinline__ void for_matches(const IsWanted& is_wanted, const Visit& visit) const {
     constexpr int kQuads = 8;
     const int32_t own = static_cast<int32_t>(threadIdx.x) * 4;
     for (int32_t first = own; first < size; first += kQuads * kStrip) {
@@ -74,14 +74,14 @@ struct Piece {
   }
 };
 
-// Fills `values` from the logits; the highest of the thread's own.
+// Fills `values` from the logits. Returns the highest of those that this thread loaded.
 template <bool kIsVector>
 __device__ __forceinline__ float load_piece(const Piece& piece, float* values) {
   constexpr int kAhead = 5;  // loads in flight for each thread
   const int32_t own = static_cast<int32_t>(threadIdx.x) * 4;
   const int32_t vector_end = kIsVector ? piece.count / 4 * 4 : 0;
   float highest = negative_infinity();
-  const auto keep = [&](float (&four)[4], int32_t i) {
+  const auto store = [&](float (&four)[4], int32_t i) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       four[j] = comparable(four[j]);
@@ -99,7 +99,7 @@ __device__ __forceinline__ float load_piece(const Piece& piece, float* values) {
 #pragma unroll
     for (int u = 0; u < kAhead; ++u) {
       const int32_t i = first + u * kStrip;
-      if (i < vector_end) keep(four[u], i);
+      if (i < vector_end) store(four[u], i);
     }
   }
   for (int32_t i = vector_end + own; i < piece.size; i += kStrip) {
@@ -108,14 +108,14 @@ __device__ __forceinline__ float load_piece(const Piece& piece, float* values) {
     for (int j = 0; j < 4; ++j) {
       four[j] = i + j < piece.count ? piece.logits[i + j] : negative_infinity();
     }
-    keep(four, i);
+    store(four, i);
   }
   return highest;
 }
 
 // The key of the highest logit of the row, in all threads of the cluster. `highest_of_block` is
-// shared memory that other blocks read: until they all have come to the next cluster_barrier, it is
-// not to be written again. `warp_words` is the block's own.
+// shared memory that other blocks read: the caller must not write it again before the next
+// cluster_barrier. Only this block uses `warp_words`.
 __device__ __forceinline__ uint32_t highest_key(float highest_of_thread, uint32_t& highest_of_block,
                                                 uint32_t (&warp_words)[kWarps]) {
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
@@ -131,18 +131,18 @@ __device__ __forceinline__ uint32_t highest_key(float highest_of_thread, uint32_
   return __reduce_max_sync(kAllLanes, of_other);
 }
 
-// Calls visit(row) of the rows that `is_wanted` says, one after the other; the clusters of the grid
-// take them by turns. All threads of the grid call it, and all of a cluster visit the same rows.
-// `votes` is the block's own.
+// Calls visit(row) for the rows that satisfy `is_wanted`, one after the other; the clusters of the
+// grid take turns. All threads of the grid call it, and all threads of a cluster visit the same
+// rows. `votes` is shared memory; only this block uses it.
 template <class IsWanted, class Visit>
 __device__ __forceinline__ void for_wanted_rows(int32_t num_rows, uint32_t (&votes)[kWarps],
                                                 const IsWanted& is_wanted, const Visit& visit) {
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
   const int32_t cluster = static_cast<int32_t>(blockIdx.y);
   const int32_t num_clusters = static_cast<int32_t>(gridDim.y);
-  int32_t turn = 0;  // whose the next wanted row is
+  int32_t turn = 0;  // the cluster that takes the next wanted row
   for (int32_t first = 0; first < num_rows; first += kThreads) {
-    // A thread looks at a row each.
+    // Each thread checks one row.
     const bool is_own_wanted = first + thread < num_rows && is_wanted(first + thread);
     const uint32_t votes_of_warp = __ballot_sync(kAllLanes, is_own_wanted);
     if (__syncthreads_or(is_own_wanted) == 0) continue;
@@ -157,18 +157,19 @@ __device__ __forceinline__ void for_wanted_rows(int32_t num_rows, uint32_t (&vot
   }
 }
 
-// Enqueues kKernel(p, size of a piece), a kernel of clusters, for rows of `num_ids`. As many
-// clusters as run at once go through the rows: one more would run when all others are through.
+// Enqueues kKernel(p, size of a piece), a kernel of clusters, for rows of `num_ids`. The grid has
+// as many clusters as run at once, and these loop over the rows: one more would only start when
+// another has finished.
 template <auto* kKernel, class Params>
 void launch_row_pieces(CudaContext& ctx, const char* name, int32_t num_ids, int32_t max_rows,
                        const Params& p) {
-  // What the driver says of one block and of kBlocksPerSm blocks on a multiprocessor. The layout of
-  // the chip counts, not only the number of its multiprocessors: a cluster stays within a group.
-  struct Room {
-    size_t value_bytes;  // a block's, at most
+  // The driver's limits for a number of blocks per SM. They depend on the layout of the chip, not
+  // only on its number of SMs, because a cluster stays within a group of SMs.
+  struct Occupancy {
+    size_t value_bytes;  // of a block, at most
     int32_t num_clusters;
   };
-  const auto room_of = [&](int32_t blocks_per_sm) {
+  const auto occupancy_of = [&](int32_t blocks_per_sm) {
     cudaFuncAttributes attributes = {};
     check(cudaFuncGetAttributes(&attributes, kKernel), name);
     const size_t reserved = attributes.sharedSizeBytes + kReservedSharedBytes;
@@ -180,20 +181,21 @@ void launch_row_pieces(CudaContext& ctx, const char* name, int32_t num_ids, int3
     config.dynamicSmemBytes = value_bytes;
     int num_clusters = 0;
     check(cudaOccupancyMaxActiveClusters(&num_clusters, kKernel, &config), name);
-    return Room{value_bytes, std::max(num_clusters, 1)};
+    return Occupancy{value_bytes, std::max(num_clusters, 1)};
   };
-  static const Room roomy = room_of(kBlocksPerSm);
-  static const Room largest = room_of(1);  // the last one: it raises the kernel's limit most
+  static const Occupancy preferred = occupancy_of(kBlocksPerSm);
+  static const Occupancy largest =
+      occupancy_of(1);  // last, because it sets the kernel's highest limit
   const int32_t ids_per_block = (num_ids + kBlocks - 1) / kBlocks;
   const int32_t piece_size = (ids_per_block + 3) / 4 * 4;
   const size_t value_bytes = sizeof(float) * static_cast<size_t>(piece_size);
-  if (value_bytes > largest.value_bytes) {  // seen at the start, when programs are captured
+  if (value_bytes > largest.value_bytes) {  // raised at the start, when programs are captured
     throw Unsupported(concat("vocab_size is ", num_ids, "; allowed on device cuda: at most ",
                              kBlocks * (largest.value_bytes / sizeof(float)), ", for ", name));
   }
-  const Room& room = value_bytes <= roomy.value_bytes ? roomy : largest;
+  const Occupancy& occupancy = value_bytes <= preferred.value_bytes ? preferred : largest;
   launch(ctx, name, kKernel,
-         dim3(kBlocks, static_cast<unsigned>(std::min(max_rows, room.num_clusters))),
+         dim3(kBlocks, static_cast<unsigned>(std::min(max_rows, occupancy.num_clusters))),
          dim3(kThreads), value_bytes, p, piece_size);
 }
 

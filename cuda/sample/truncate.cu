@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// A cluster of eight blocks has a row, each block an eighth of its ids, which it loads into shared
-// memory once. What is excluded lies below one threshold. For top-k and for top-p it is the highest
-// key (a logit as an ordered integer) such that the keys from it on count, or weigh, enough; it is
-// found digit by digit: a histogram of the digit among the keys that are still possible, added up
-// over the blocks, and the bin in which the sum from above passes the target. Counts and weights
-// are integers, so that sums have no order and rows are invariant.
+// A cluster of eight blocks truncates a row; each block loads an eighth of its ids into shared
+// memory once. All logits below one threshold are excluded. For top-k and for top-p the threshold
+// is the highest key (a logit as an ordered integer) such that the count, or the sum of weights, of
+// the keys from it on reaches the target. The search goes digit by digit: a histogram of the digit
+// among the keys that are still possible, summed over the blocks, and the bin in which the sum from
+// above passes the target. Counts and weights are integers, so the order of sums does not matter
+// and rows are invariant.
 
 #include "base/check.h"
 #include "common/convert.cuh"
@@ -23,7 +24,7 @@ namespace {
 
 constexpr int32_t kGroupBins = 32;
 constexpr int32_t kMaxGroups = kMaxDigitValues / kGroupBins;
-static_assert(kMaxGroups == 2 * 32);  // a lane has two
+static_assert(kMaxGroups == 2 * 32);  // two per lane
 
 struct alignas(16) Histogram {
   uint32_t low[kMaxDigitValues];  // of 64-bit sums
@@ -39,13 +40,13 @@ struct alignas(16) Histogram {
   }
 };
 
-// Beside the block's logits. Other blocks of the cluster read the first two after a
-// cluster_barrier; there are two of each, used by turns, so that what is read before the next
-// barrier stays.
+// Shared memory besides the block's logits. Other blocks of the cluster read the first two members
+// after a cluster_barrier; there are two of each, used in alternation, so that the values remain
+// until the next barrier.
 struct Shared {
   Histogram histograms[2];
   uint32_t highest[2];  // key of the block's highest logit
-  // The block's own.
+  // Only this block uses the following.
   uint32_t warp_words[kWarps];
   uint64_t found_above;
   int32_t found_bin;
@@ -62,17 +63,16 @@ __device__ __forceinline__ uint64_t sum_from_lane(uint64_t amount) {
   return amount;
 }
 
-// Searches thresholds, in one row after the other. The histogram of turn `turn_` is clear when a
-// digit begins; that of the digit before is cleared after the barrier to which everybody comes who
-// has read it.
+// Searches thresholds, one row after the other. The histogram of turn `turn_` is clear when a digit
+// begins; that of the previous digit is cleared after the barrier that follows its last reads.
 class Search {
  public:
-  // To be followed by a barrier.
+  // A barrier must follow.
   __device__ __forceinline__ explicit Search(Shared& shared) : shared_(shared) {
     clear(shared_.histograms[turn_], 0);
   }
 
-  // As `search` of the CPU. All threads of the cluster call it and get the same.
+  // As `search` of the CPU. All threads of the cluster call it and get the same result.
   template <class Measure, class Target>
   __device__ __forceinline__ uint32_t run(const Piece& piece, uint32_t floor,
                                           const Measure& measure, const Target& target_of) {
@@ -98,7 +98,7 @@ class Search {
           }
         });
       } else {
-        piece.for_those(is_possible, add);
+        piece.for_matches(is_possible, add);
       }
       __syncthreads();
       add_groups(histogram, digit_values(digit) / kGroupBins);
@@ -120,7 +120,7 @@ class Search {
   }
 
  private:
-  // By the threads from `first_thread` on.
+  // The threads from `first_thread` on call it.
   __device__ __forceinline__ static void clear(Histogram& histogram, int32_t first_thread) {
     const int32_t thread = static_cast<int32_t>(threadIdx.x) - first_thread;
     for (int32_t i = thread * 4; i < kMaxDigitValues; i += (kThreads - first_thread) * 4) {
@@ -129,7 +129,7 @@ class Search {
     }
   }
 
-  // A group by as many threads as it has quads of bins.
+  // Each group has as many threads as quads of bins.
   __device__ __forceinline__ static void add_groups(Histogram& histogram, int32_t num_groups) {
     constexpr int32_t kGroupThreads = kGroupBins / 4;
     static_assert(kMaxGroups * kGroupThreads == kThreads);
@@ -146,8 +146,9 @@ class Search {
     if (thread % kGroupThreads == 0 && group < num_groups) histogram.groups[group] = sum;
   }
 
-  // Writes found_bin, in which the sum from above passes the target, and found_above, the sum of
-  // the bins above it; or -1, where all bins do not reach it. One warp calls it.
+  // Writes found_bin, the bin in which the sum from above passes the target, and found_above, the
+  // sum of the bins above it. found_bin is -1 if all bins together do not reach the target. One
+  // warp calls it.
   template <class Target>
   __device__ __forceinline__ void find(const Histogram& histogram, int32_t digit, uint64_t above,
                                        const Target& target_of) {
@@ -217,7 +218,7 @@ __device__ __forceinline__ void exclude_below(const Piece& piece, float threshol
   });
 }
 
-// The key of the lowest logit that stays.
+// The key of the lowest logit that is not excluded; 0 if all stay.
 __device__ __forceinline__ uint32_t threshold_key_of(const RowLimits& limits, int32_t vocab_limit,
                                                      const Piece& piece, uint32_t highest,
                                                      Search& search) {
@@ -271,7 +272,7 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, kBlo
           exclude_below<kIsVector>(piece, from_ordered(threshold_key), logits);
         __syncthreads();  // `values` is written again
       });
-  cluster_barrier();  // nobody leaves while others read what it shares
+  cluster_barrier();  // no block exits while others read its shared memory
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What happens to a sequence is in speculate/sequence_rows.h, shared with the CPU; here is who does
-// it. Sequences know nothing of each other, so their rows are invariant.
+// The division of speculate/sequence_rows.h, shared with the CPU, among threads. Sequences are
+// independent of each other, so their rows are invariant.
 
 #include <algorithm>
 
@@ -14,7 +14,7 @@ namespace paceline {
 namespace cuda {
 namespace {
 
-constexpr int32_t kMaxSequenceThreads = 512;  // of the block that assembles a sequence
+constexpr int32_t kMaxSequenceThreads = 512;  // of a block, which assembles one sequence
 constexpr int32_t kStoreThreads = 128;
 constexpr int32_t kMaxStepThreads = 1024;
 constexpr int32_t kNgramThreads = 512;
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kMaxSequenceThreads)
                           static_cast<int32_t>(blockDim.x));
 }
 
-// One block, for the question whether any sequence goes on.
+// One block, because it must know whether any sequence goes on.
 __global__ void __launch_bounds__(kMaxStepThreads)
     begin_draft_steps_kernel(const __grid_constant__ BeginDraftStepsParams p) {
   let_successor_start();
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kStoreThreads)
   if (i < min(*p.rows.num_rows, p.rows.capacity)) store_draft_sequence(p, i, column);
 }
 
-// One block a sequence. The best candidate is a maximum of different numbers: it has no order.
+// One block per sequence. The best candidate is a maximum of distinct numbers, in any order.
 __global__ void __launch_bounds__(kNgramThreads)
     propose_ngram_kernel(const __grid_constant__ ProposeNgramParams p) {
   __shared__ uint64_t winners[kNgramThreads / 32];
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kNgramThreads)
   store_ngram(p, seq_slot, best, thread, kNgramThreads);
 }
 
-// One block a sequence; one even for none, since the number of rows is written.
+// One block per sequence, and one without sequences, since the kernel writes the number of rows.
 template <class Params>
 void launch_assemble(CudaContext& ctx, const char* name, void (*kernel)(Params), const Params& p) {
   const int32_t num_threads = whole_warps(p.rows.max_rows_per_seq, kMaxSequenceThreads);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Times the CUDA ops at the shapes of models: GEMM with weights out of memory (rotating through
-// copies that L2 cannot hold), attention over caches out of memory, and the latency of the small
-// ops. Every figure is the median of several replays of a graph of at least 20 launches, so that
-// neither the host nor a clock tick counts; launches overlap as they do in a step.
+// Times the CUDA ops at the shapes of models: GEMM with weights from memory (rotating through
+// copies that L2 cannot hold), attention over caches from memory, and the latency of the small ops.
+// Every figure is the median of several replays of a graph of at least 20 launches, so that the
+// host and the clock's resolution do not matter; launches overlap as they do in an iteration.
 //
 // Usage: bench_cuda_ops [--filter SUBSTRING] [--json FILE] [--table]. --table times the row-wise
 // cases of the op table, at 16 rows, instead. Filters match names such as "gemm/qwen3-8b/qkv".
@@ -33,7 +33,7 @@ constexpr int kMinLaunches = 20;
 constexpr int kMaxCopies = 320;
 constexpr int kReplays = 5;
 
-// Random bits make the power draw, and so the clock, that of real weights.
+// Random bits give the power draw, and so the clock, of real weights.
 __global__ void fill_random_bf16(uint16_t* to, int64_t count) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += step) {
@@ -63,8 +63,8 @@ class Bench {
   const std::vector<Record>& records() const { return records_; }
   void record(Record r) { records_.push_back(std::move(r)); }
 
-  // Random bfloat16 (or, read as such, small float32) of at least so many bytes; larger ones
-  // replace smaller ones.
+  // At least `bytes` of random bfloat16, which are small numbers when read as float32. A larger
+  // request replaces the buffer.
   std::byte* arena(int64_t bytes) {
     if (arena_.size() < bytes) {
       arena_ = DeviceVector<std::byte>();
@@ -75,9 +75,9 @@ class Bench {
     return arena_.data();
   }
 
-  // Microseconds a call of enqueue(i), i = 0, 1, ... `launches` - 1 in one graph.
+  // Microseconds per call of enqueue(i), i = 0, 1, ... `launches` - 1, in one graph.
   double median_us(int launches, const std::function<void(int)>& enqueue) {
-    enqueue(0);  // what is set up at the first call is not to be recorded
+    enqueue(0);  // keeps the setup of the first call out of the graph
     ctx_.synchronize();
     const CapturedGraph graph(ctx_, [&] {
       for (int i = 0; i < launches; ++i) enqueue(i);
@@ -103,7 +103,7 @@ class Bench {
     return times[kReplays / 2];
   }
 
-  // Times the instance with the array `rotated` at one of several cold places.
+  // Times the instance with the array `rotated` at one of several cold addresses.
   double cold_us(const OpInstance& op, const char* rotated) {
     const Handle handle = op.find(rotated);
     const OpArray& array = op.arrays[static_cast<size_t>(handle)];
@@ -111,7 +111,7 @@ class Bench {
     const int copies =
         static_cast<int>(std::clamp<int64_t>((kColdBytes + bytes - 1) / bytes, 1, kMaxCopies));
     std::byte* const at = arena(bytes * copies);
-    OpInstance rest = op;  // all but the rotated array is this op's own
+    OpInstance rest = op;  // owns all arrays but the rotated one
     rest.arrays[static_cast<size_t>(handle)].count = 0;
     const DeviceInstance device(rest, nullptr, /*has_values=*/false);
     Addresses addresses = device.addresses();
@@ -182,7 +182,7 @@ void bench_gemms(Bench& bench) {
     std::string us_line;
     std::string rate_line;
     for (const int32_t m : kGemmRows) {
-      if (shape.is_lm_head && m > 256) continue;  // logits are never that many
+      if (shape.is_lm_head && m > 256) continue;  // no batch has that many logit rows
       const GemmSpec spec{.n = shape.n,
                           .k = shape.k,
                           .y_dtype = shape.is_lm_head ? DType::kFloat32 : DType::kBFloat16};
@@ -271,7 +271,7 @@ void bench_small_ops(Bench& bench) {
       return make_adjust({.vocab_size = 151936, .kind = kind}, rows, 1);
     };
   };
-  // What is truncated stays so: to be timed again the logits are copied in first.
+  // Truncation is in place, so each timed run first copies the logits in.
   const auto truncate_of = [](TruncateKind kind) {
     return [kind](const Rows& rows) {
       return make_truncate(

@@ -71,7 +71,7 @@ TEST_F(CudaDraftHead, OraclesAreAlwaysRight) {
   for (const auto kind : {DrafterKind::kEagle, DrafterKind::kEagle3, DrafterKind::kGemma4Mtp}) {
     for (const bool reads_hidden : {false, true}) {
       for (const double temperature : {0.0, 1.0}) {
-        // What is sampled is no function of the token before.
+        // Sampled tokens do not depend on the previous token only.
         if (temperature > 0 && reads_hidden) continue;
         const bool is_eagle3 = kind == DrafterKind::kEagle3;
         const Oracle oracle{.kind = kind,
@@ -104,8 +104,9 @@ TEST_F(CudaDraftHead, OraclesAreAlwaysRight) {
   }
 }
 
-// Laws of drafts and target that are nearly one, by any head: what is drawn in a wrong place, or
-// judged by the law of another, is kept by chance only.
+// For every draft head, the distributions of drafts and target are nearly equal: a token that is
+// drawn at a wrong position, or judged by another token's distribution, is accepted only by
+// accident.
 TEST_F(CudaDraftHead, OraclesAreKeptByTheirLaws) {
   for (const auto kind : {DrafterKind::kEagle, DrafterKind::kEagle3, DrafterKind::kGemma4Mtp}) {
     for (const auto method : {AcceptMethod::kStandard, AcceptMethod::kBlock}) {
@@ -178,7 +179,7 @@ TEST_F(CudaDraftHead, LogitsAreThoseOfTheCpuUpToRounding) {
         const auto drawn = direct.download(s.draft_tokens, k - 1);
         drafts.back().insert(drafts.back().end(), drawn.begin(), drawn.end());
       }
-      if (drafts[0] != drafts[1]) continue;  // rounding has decided a draw: other inputs
+      if (drafts[0] != drafts[1]) continue;  // rounding decided a draw, so the inputs differ
       ++num_compared;
       double error = 0;
       double scale = 0;
@@ -189,7 +190,7 @@ TEST_F(CudaDraftHead, LogitsAreThoseOfTheCpuUpToRounding) {
       EXPECT_LT(std::sqrt(error), 0.05 * std::sqrt(scale));
     }
   }
-  EXPECT_GT(num_compared, heads.size());  // of twice as many
+  EXPECT_GT(num_compared, heads.size());  // out of twice as many
 }
 
 TEST_F(CudaDraftHead, SpeculativeEqualsPlain) {

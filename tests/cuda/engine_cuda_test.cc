@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The whole engine on a GPU in bfloat16: speculative output equals plain output whatever else
-// happens. Skipped without a GPU, unless PACELINE_REQUIRE_GPU=1.
+// The whole engine on a GPU in bfloat16: speculative output equals plain output under any other
+// load. Skipped without a GPU, unless PACELINE_REQUIRE_GPU=1.
 
 #include <gtest/gtest.h>
 
@@ -96,7 +96,7 @@ TEST_F(CudaEngine, SelfDraftAcceptsEverything) {
   }
 }
 
-// One cell of the matrix: everything that must not show in the output is drawn at random.
+// One cell of the matrix: the test randomizes everything that must not affect the output.
 TEST_F(CudaEngine, SpeculativeEqualsPlain) {
   const uint64_t first_seed = seed_from_env(1);
   const uint64_t num_cells = testing::test_level() >= 3 ? 400 : 60;
@@ -133,7 +133,7 @@ TEST_F(CudaEngine, SpeculativeEqualsPlain) {
     const auto num_jobs = pick(1, 7, 64);
     const int32_t longest = num_jobs == 64 ? 100 : 500;
     std::vector<Job> jobs = random_jobs(random, num_jobs, 64, temperature, longest, 150);
-    if (num_jobs < 64) {  // one that a chunk of 512 cuts
+    if (num_jobs < 64) {  // a chunk of 512 divides this one
       for (size_t at = jobs[0].prompt.size(); at < 530; ++at) {
         jobs[0].prompt.push_back(static_cast<int32_t>(switches() % 64));
       }
@@ -164,8 +164,8 @@ TEST_F(CudaEngine, SpeculativeEqualsPlain) {
     options.max_logprobs = max_logprobs;
     if (random() % 2 == 0) options.max_num_seqs = pick(3, 17);
     if (random() % 4 == 0) options.host_delay_max_us = 2000;
-    // Forces preemption: two or three sequences in full, or what a Gemma 4 with its larger heads
-    // and twice the layers takes for that. Where there are many sequences they are half as long.
+    // Forces preemption: room for two or three full sequences, also for a Gemma 4 with its larger
+    // heads and twice the layers. With many sequences, each is half as long.
     const bool is_large = shape.is_gemma4 || draft_shape.is_gemma4;
     const int32_t unit = (is_large ? 23 : 20) - (num_jobs == 64 ? 1 : 0);
     if (random() % 2 == 0) options.kv_cache_bytes = pick(4, 6) << unit;
@@ -212,7 +212,7 @@ TEST_F(CudaEngine, BadLogitsEndOneRequestOnly) {
     for (int32_t t = 0; t < 64; ++t) all.back().sampling.bad_words.push_back({t});
     Executor executor(broken, k > 0 ? broken : nullptr, options_of(k));
     const std::vector<Outcome> actual = run(executor, all);
-    for (size_t i = jobs.size(); i < all.size(); ++i) {  // NaN; nothing that may be drawn
+    for (size_t i = jobs.size(); i < all.size(); ++i) {  // NaN: no token can be drawn
       EXPECT_EQ(actual[i].reason, FinishReason::kError);
       EXPECT_TRUE(actual[i].tokens.empty());
     }
@@ -251,11 +251,11 @@ TEST_F(CudaEngine, SelfDraftsKeepTheirLaws) {
   }
 }
 
-// `standard` and `block`: at temperature 0 the output of plain decoding; at a temperature that of
-// the same windows, whoever repeats the draft step.
+// `standard` and `block`: at temperature 0 the output equals that of plain decoding. At a higher
+// temperature it equals that of the same windows under every driver of the draft step.
 TEST_F(CudaEngine, OtherAcceptanceByEveryDriver) {
   TinyModel shape = shape_of({8, 0, 130});
-  shape.is_gemma = false;  // a tied head would only repeat tokens
+  shape.is_gemma = false;  // tied embeddings would only repeat tokens
   const auto target = model_of(shape, 3);
   const auto draft = model_of(shape, 3, 0.03f, 4);
   for (const double temperature : {0.0, 1.0}) {
@@ -265,7 +265,7 @@ TEST_F(CudaEngine, OtherAcceptanceByEveryDriver) {
     Executor plain(target, nullptr, options_of(0));
     const std::vector<Outcome> without = run(plain, jobs);
     for (const auto method : {AcceptMethod::kStandard, AcceptMethod::kBlock}) {
-      // Drafts that are certain, drawn from all tokens, and from a few of them.
+      // Deterministic drafts, drafts from all tokens, and drafts from a few of them.
       for (const auto& [samples_drafts, num_proposals] :
            {std::pair{false, 0}, {true, 64}, {true, 5}}) {
         std::vector<Outcome> expected = temperature > 0 ? std::vector<Outcome>{} : without;
@@ -294,7 +294,7 @@ TEST_F(CudaEngine, OtherAcceptanceByEveryDriver) {
   }
 }
 
-// Samples of a prompt, whatever they share, against requests of their own without a drafter.
+// Samples of one prompt, with any sharing of KV, against separate requests without a drafter.
 TEST_F(CudaEngine, SamplesEqualRequestsOfTheirOwn) {
   const uint64_t first_seed = seed_from_env(1);
   const uint64_t num_cells = testing::test_level() >= 3 ? 200 : 30;
@@ -365,7 +365,7 @@ TEST_F(CudaEngine, ThePromptIsPrefilledOnce) {
         job.job.prompt.push_back(static_cast<int32_t>(random() % 64));
       }
       job.job.sampling = {.seed = 9, .max_tokens = 60, .repetition_penalty = 1.2};
-      // The same drafts too, so that the drafter's KV must be that of a request of its own.
+      // The drafts are equal too, so the drafter's KV must equal that of a separate request.
       Executor alone(target, draft, options);
       const std::vector<Outcome> expected = run(alone, apart({job}));
       Executor executor(target, draft, options);
@@ -404,7 +404,7 @@ TEST_F(CudaEngine, ScoresEqualWhateverTheChunks) {
   EXPECT_EQ(scores[0], scores[2]);
 }
 
-// What is said of a token against the logits that the engine returns of the same text.
+// A token's logprobs against the logits that the engine returns for the same prompt and completion.
 TEST_F(CudaEngine, LogprobsAreThoseOfTheLogits) {
   const auto model = model_of(shape_of({8, 0, 140}), 3);
   ExecutorOptions options = options_of(3);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The order in which the CUDA gemm sums: one float32 accumulator an output, walked over K in
-// ascending steps of one tensor core instruction of 16. A kernel that does plainly that, one warp a
-// tile of 16 x 8 outputs, must agree with `gemm` in every bit, at every number of rows: then tiles,
-// pipelines and split work cannot show. PACELINE_SEED overrides the seed.
+// The order in which the CUDA gemm sums: one float32 accumulator per output, over K in ascending
+// steps of one tensor core instruction of 16. A simple kernel in that order, with one warp per tile
+// of 16 x 8 outputs, must agree with `gemm` in every bit at every number of rows. Then tiles,
+// pipelines and the division of work do not affect results. PACELINE_SEED overrides the seed.
 
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
@@ -28,8 +28,8 @@ __device__ uint64_t mix(uint64_t z) {
   return z ^ (z >> 31);
 }
 
-// About normal: the sum of four uniform numbers. Every 61st is large, so that partial sums come to
-// differ in magnitude and an order shows.
+// About normal: the sum of four uniform numbers. Every 61st is large, so that partial sums differ
+// in magnitude and the order affects the bits.
 __global__ void fill_normal(__nv_bfloat16* to, int64_t count, uint64_t seed, float scale) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += step) {
@@ -46,7 +46,7 @@ __device__ uint32_t load_pair(const __nv_bfloat16* row, int32_t k, int32_t at, b
   return is_inside && at < k ? *reinterpret_cast<const uint32_t*>(row + at) : 0u;
 }
 
-// y32 = x W^T, one warp a tile of 16 rows x 8 columns; k is even.
+// y32 = x W^T, one warp per tile of 16 rows x 8 columns; k is even.
 __global__ void reference_gemm(const __nv_bfloat16* x, const __nv_bfloat16* weight, float* y,
                                int32_t num_rows, int32_t n, int32_t k) {
   const int32_t lane = threadIdx.x % 32;
@@ -81,8 +81,8 @@ __global__ void reference_gemm(const __nv_bfloat16* x, const __nv_bfloat16* weig
   }
 }
 
-// differences[0] counts outputs that are not the reference (rounded, for bfloat16), bit for bit;
-// differences[1] keeps the index of the first.
+// differences[0] counts outputs that differ in a bit from the reference (rounded, for bfloat16);
+// differences[1] is the index of the first.
 template <class T>
 __global__ void count_differences(const T* y, const float* reference, const float* bias,
                                   int64_t count, int32_t n, unsigned long long* differences) {
@@ -118,7 +118,7 @@ class GemmOrder : public GpuTest, public ::testing::WithParamInterface<Shape> {
     return from.download()[index];
   }
 
-  // How many of the rows' outputs differ; says where the first is.
+  // The number of the rows' outputs that differ; prints the first.
   template <class T>
   int64_t count(const DeviceVector<T>& y, const DeviceVector<float>& reference, const float* bias,
                 int32_t num_rows, int32_t n, const char* what) {
@@ -138,7 +138,7 @@ class GemmOrder : public GpuTest, public ::testing::WithParamInterface<Shape> {
     return number;
   }
 
-  // Whether anything lies beyond the rows of y; what did has been poisoned.
+  // Whether the op wrote beyond the rows of y, which the test filled with poison.
   template <class T>
   static bool is_untouched_beyond(const DeviceVector<T>& y, int64_t from, int64_t elements) {
     std::vector<T> tail(static_cast<size_t>(elements));
@@ -175,8 +175,8 @@ TEST_P(GemmOrder, EqualsOneAccumulatorInAscendingSteps) {
   int64_t num_compared = 0;
   for (const int32_t num_rows : kNumRows) {
     const DeviceVector<int32_t> num_rows_at(std::vector<int32_t>{num_rows});
-    // Room for just the rows, for more, and for as many as there may ever be: tiles and grids are
-    // chosen by max_rows.
+    // max_rows at the number of rows, above it, and at the largest value: it selects tiles and
+    // grids.
     for (const int32_t max_rows : {num_rows, std::min(num_rows + 70, kMaxRows), kMaxRows}) {
       for (const bool has_bias : {false, true}) {
         const float* const added = has_bias ? bias.data() : nullptr;
@@ -218,8 +218,8 @@ TEST_P(GemmOrder, EqualsOneAccumulatorInAscendingSteps) {
   EXPECT_TRUE(y16.are_guards_intact());
 }
 
-// With 132 multiprocessors the shapes and row counts lead to every tile that gemm.cu chooses from:
-// products of models, then ones whose last tiles hang over N and K.
+// With 132 SMs the shapes and row counts select every tile of gemm.cu: products of models, then
+// products whose last tiles extend beyond N and K.
 INSTANTIATE_TEST_SUITE_P(Shapes, GemmOrder,
                          ::testing::Values(Shape{6144, 4096}, Shape{4096, 4096}, Shape{4096, 12288},
                                            Shape{24576, 4096}, Shape{5376, 21504}, Shape{512, 4096},

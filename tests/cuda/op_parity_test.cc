@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The CUDA ops against the CPU ops, which are the specification, on the whole op table; and the
-// property that the runtime rests on, bit for bit on the GPU: a row's bits depend on that row's
-// inputs alone. PACELINE_SEED overrides the seed; failures print it.
+// property that the runtime relies on, bit for bit on the GPU: a row's bits depend only on that
+// row's inputs. PACELINE_SEED overrides the seed; failures print it.
 
 #include <gtest/gtest.h>
 
@@ -61,7 +61,7 @@ bool same_element(int64_t element_size, const std::vector<std::byte>& a,
   return result << ": ";
 }
 
-// Errors of a part of an array, against what the part is made of.
+// Errors of a part of an array, and the magnitude of its expected values.
 struct Sums {
   double error = 0;
   double reference = 0;
@@ -72,8 +72,8 @@ struct Sums {
   }
 };
 
-// What the CPU has left alone must be as it was; the rest is compared, each row by itself where
-// rows are long enough for their error to be a statistic. NaN never passes.
+// What the CPU op did not write must be unchanged; the rest is compared, row by row where rows are
+// long enough for the mean error to be meaningful. NaN never passes.
 ::testing::AssertionResult floats_agree(const OpArray& array, const BeforeAndAfter& cpu,
                                         const BeforeAndAfter& cuda, size_t which) {
   constexpr int64_t kMinRowElements = 64;
@@ -113,7 +113,7 @@ struct Sums {
     if (!is_written[static_cast<size_t>(i)]) continue;
     const double want = float_at(array.cpu, cpu.after[which].data(), i);
     const double got = float_at(array.cuda, cuda.after[which].data(), i);
-    // An outlier that the mean does not show: beyond ten times the error that the mean may have.
+    // An outlier that the mean hides: more than ten times the allowed mean error.
     const double bound = 10 * array.rms_bound * (std::fabs(want) + row_of(i).rms());
     if (!(std::fabs(got - want) <= bound)) {
       return differs(array, i) << got << ", the CPU has " << want << ", bound " << bound;
@@ -151,7 +151,7 @@ struct Sums {
   return ::testing::AssertionSuccess();
 }
 
-// With other bits in its scratch than the last op left there.
+// Runs the op with scratch bits that differ from those the last op left.
 CudaTestContext& fresh_context() {
   CudaTestContext& ctx = cuda_test_context();
   ctx.poison_workspace();
@@ -190,7 +190,7 @@ TEST_P(OpParity, MatchesTheCpu) {
     EXPECT_LE(num_different, std::max(1, op.num_compared / 1000));
   }
   expect_clean(ctx, device);
-  // Recorded, and on other scratch, it does the same.
+  // In a recorded graph, and with other scratch bits, the result is the same.
   device.reset();
   ctx.poison_workspace();
   const CapturedGraph graph(ctx, [&] { device.enqueue(ctx); });
@@ -208,7 +208,7 @@ INSTANTIATE_TEST_SUITE_P(Table, OpParity, ::testing::ValuesIn(op_cases()),
 
 class DrawRate : public GpuTest {};
 
-// Keys of two ids that lie closer than float32 tells apart are rare.
+// Two keys that differ by less than float32 resolves are rare.
 TEST_F(DrawRate, AtATemperatureNearlyAllDrawsAreEqual) {
   TRACE_SEED();
   int64_t num_compared = 0;
@@ -233,9 +233,9 @@ TEST_F(DrawRate, AtATemperatureNearlyAllDrawsAreEqual) {
   EXPECT_LE(num_different * 1000, num_compared);
 }
 
-// --- a row in any company ------------------------------------------------------------------------
+// --- a row in any batch --------------------------------------------------------------------------
 
-using RowBytes = std::vector<std::vector<std::byte>>;  // of every array that the op writes
+using RowBytes = std::vector<std::vector<std::byte>>;  // rows of every array that the op writes
 
 RowBytes row_bytes(const OpInstance& op, const ArrayBytes& arrays, size_t row) {
   RowBytes bytes;
@@ -249,7 +249,7 @@ RowBytes row_bytes(const OpInstance& op, const ArrayBytes& arrays, size_t row) {
   return bytes;
 }
 
-// Of the arrays that a row needs: download just what the op writes.
+// Downloads only the arrays that the op writes.
 ArrayBytes download_written(const OpInstance& op, const DeviceInstance& device) {
   ArrayBytes bytes(op.arrays.size());
   for (size_t i = 0; i < op.arrays.size(); ++i) {
@@ -273,7 +273,7 @@ TEST_P(RowInvariance, RowBitsDependOnTheRowAlone) {
   Stream stream(base_seed(), 1000);
   ConstantCache constants;
   CudaTestContext& ctx = fresh_context();
-  // Some are tiny, some large, some at the edges of what the case has.
+  // Some numbers of rows are tiny, some large, some at the limits of the case.
   const std::vector<int64_t> probes = {0, 1, 3, 5, 7, 20, 333};
   std::map<int64_t, RowBytes> alone;
   for (const int64_t id : probes) {
@@ -287,7 +287,7 @@ TEST_P(RowInvariance, RowBitsDependOnTheRowAlone) {
     std::vector<int32_t> rooms = {num_rows, num_rows + 1 + stream.below(500)};
     if (c.roomy_rows > num_rows && num_rows % 32 == 1) rooms.push_back(c.roomy_rows);
     for (const int32_t max_rows : rooms) {
-      // Other rows in any order, then as many of the probes as there is room for.
+      // Other rows in any order, then as many of the probes as fit.
       std::vector<int64_t> ids;
       for (int64_t id = 0; id < kMaxRowId; ++id) {
         if (std::find(probes.begin(), probes.end(), id) == probes.end()) ids.push_back(id);
@@ -323,7 +323,8 @@ class AttentionInvariance : public GpuTest, public ::testing::WithParamInterface
  protected:
   using RowName = std::pair<int64_t, int32_t>;  // sequence, position
 
-  // Runs the batch and compares, or where `is_reference` keeps, the rows that `alone` knows.
+  // Runs the batch. Stores its rows in `alone_` if `is_reference`, and compares those that `alone_`
+  // has.
   void run(const AttentionBatch& batch, bool is_reference, const std::string& what) {
     const OpInstance op = make_attention(GetParam(), batch, base_seed());
     const DeviceInstance device(op);
@@ -369,7 +370,7 @@ TEST_P(AttentionInvariance, RowBitsDependOnTheRowAlone) {
       if (HasFatalFailure()) return;
     }
   }
-  // Every batch with other bounds: they choose the tile and into how many parts the keys are cut.
+  // Every batch with other bounds, which select the tile and the number of splits.
   const auto vary = [&](AttentionBatch batch) {
     const int32_t lens[] = {0, 2048, 8192, 40000};
     const int32_t seqs[] = {0, 1, 15, 63, 255};
@@ -386,13 +387,13 @@ TEST_P(AttentionInvariance, RowBitsDependOnTheRowAlone) {
       const AttentionSequence window = {id, kLengths[id], rows, 0};
       together.sequences.push_back(window);
       run(vary({.sequences = {window}}), false, "verify window");
-      // Inert rows behind: drafts that there were not.
+      // Inert rows at the end: drafts that do not exist.
       run(vary({.sequences = {{id, kLengths[id], rows, 17 - rows}}}), false,
           "window with inert rows");
       if (HasFatalFailure()) return;
     }
     run(vary(together), false, "verify windows");
-    // In a crowd: ended sequences, decodes and prompts before and behind.
+    // Among other rows: ended sequences, decodes and prompts before and after.
     for (const int32_t crowd : {3, 40, 120}) {
       AttentionBatch mixed;
       for (int32_t i = 0; i < crowd; ++i) {
@@ -411,7 +412,7 @@ TEST_P(AttentionInvariance, RowBitsDependOnTheRowAlone) {
   }
   for (int trial = 0; trial < 8; ++trial) {
     for (int32_t id = 0; id < kNumSequences; ++id) {
-      // A prompt in chunks, each a batch of its own with something else beside it.
+      // A prompt in chunks, each in its own batch with other rows.
       for (int32_t at = 0; at < kLengths[id];) {
         const int32_t wanted =
             trial == 0 ? kLengths[id] : 1 + stream.below(1 << (3 + stream.below(8)));

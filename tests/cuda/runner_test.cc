@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The CUDA backend below the engine: row invariance of whole forward passes, captured graphs
-// against eager calls, and a step that neither allocates nor waits. Skipped without a GPU, unless
-// PACELINE_REQUIRE_GPU=1.
+// against eager calls, and an iteration that neither allocates nor waits. Skipped without a GPU,
+// unless PACELINE_REQUIRE_GPU=1.
 
 #include <gtest/gtest.h>
 
@@ -24,10 +24,10 @@ std::atomic<int64_t> num_host_allocations = 0;
 
 }  // namespace
 
-// The compiler pairs our operators with its own after inlining.
+// After inlining the compiler pairs our operators with its own and warns.
 #pragma GCC diagnostic ignored "-Wmismatched-new-delete"
 
-// Counts every allocation of the process; see NothingAllocatesAndNothingWaits.
+// Counts every allocation of the process, for NothingAllocatesAndNothingWaits.
 void* operator new(std::size_t bytes) {
   ++num_host_allocations;
   if (void* data = std::malloc(bytes > 0 ? bytes : 1)) return data;
@@ -95,7 +95,7 @@ TEST_F(Cuda, SameBitsOnEveryPath) {
   }
 }
 
-// Two devices fed the same random traffic, one captured, one eager.
+// Two devices get the same random traffic, one captured, one eager.
 TEST_F(Cuda, GraphEqualsEager) {
   const uint64_t first_seed = seed_from_env(1);
   constexpr int32_t kSlots = 9;
