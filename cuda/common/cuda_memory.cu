@@ -36,8 +36,8 @@ namespace {
 
 constexpr int32_t kSupportedCapability = 90;
 
-// A thread fills 8 elements from 128 random bits. fill_from_quantiles in model_builder.cc is the
-// CPU's version and gives the same values.
+// A thread fills 8 elements from 128 random bits. The CPU's version is in
+// model_builder.cc and gives the same values.
 template <class Value>
 __global__ void fill_from_quantiles_kernel(Value* out, int64_t elements, uint64_t seed,
                                            uint32_t salt, const Value* quantiles) {
