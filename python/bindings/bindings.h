@@ -7,7 +7,9 @@
 // The rule of the GIL: whatever can block, load, free much memory or join a thread runs without it,
 // constructors and destructors included, and no Python object is touched meanwhile.
 
+#include <cxxabi.h>
 #include <pybind11/pybind11.h>
+#include <unistd.h>
 
 #include <memory>
 #include <string>
@@ -20,11 +22,33 @@ namespace paceline::python {
 
 namespace py = pybind11;
 
+// Releases the GIL until the end of the scope.
+//
+// An interpreter that exits ends every thread that then asks for the GIL: it unwinds the thread's
+// stack, and C++ frames that may not throw abort the process. Such a thread sleeps here instead,
+// until the process has ended. (From Python 3.14 on, the interpreter does the same.)
+class GilRelease {
+ public:
+  GilRelease() : state_(PyEval_SaveThread()) {}
+  ~GilRelease() {
+    try {
+      PyEval_RestoreThread(state_);
+    } catch (const abi::__forced_unwind&) {
+      for (;;) pause();
+    }
+  }
+  GilRelease(const GilRelease&) = delete;
+  GilRelease& operator=(const GilRelease&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
 // Deletes without the GIL: a destructor may join a thread or give back gigabytes.
 template <class T>
 struct GilReleasingDeleter {
   void operator()(T* object) const {
-    py::gil_scoped_release release;
+    const GilRelease release;
     delete object;
   }
 };

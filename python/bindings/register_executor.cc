@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <pybind11/stl.h>
+#include <unistd.h>
 
 #include <condition_variable>
 #include <memory>
@@ -74,6 +75,9 @@ py::dict stats_to_dict(const ExecutorStats& stats) {
 
 // An Executor that can be closed while other threads call it: new calls are refused, close() waits
 // for those under way, then joins. All methods run without the GIL.
+//
+// A child made by fork() has a copy of the object, but none of the threads that work for it or hold
+// its mutex. There it refuses calls, and is neither closed nor freed.
 class PyExecutor {
  public:
   PyExecutor(std::shared_ptr<const Model> target, std::shared_ptr<const Model> draft,
@@ -88,13 +92,18 @@ class PyExecutor {
 
   template <class Function>
   auto call(Function function) {
-    py::gil_scoped_release release;
+    const GilRelease release;
     const Call call(*this);
     return function(*executor_);
   }
 
+  bool is_forked() const { return getpid() != owner_pid_; }
+
   // The caller has released the GIL.
   void close() {
+    if (is_forked()) {
+      return;
+    }
     std::unique_lock lock(mutex_);
     is_closed_ = true;
     idle_.wait(lock, [this] { return num_calls_ == 0; });
@@ -102,6 +111,9 @@ class PyExecutor {
   }
 
   bool is_closed() const {
+    if (is_forked()) {
+      return true;
+    }
     const std::lock_guard lock(mutex_);
     return is_closed_;
   }
@@ -111,6 +123,10 @@ class PyExecutor {
   class Call {
    public:
     explicit Call(PyExecutor& owner) : owner_(owner) {
+      if (owner_.is_forked()) {
+        throw std::runtime_error(
+            "the executor belongs to the process that this one was forked from");
+      }
       const std::lock_guard lock(owner_.mutex_);
       if (owner_.is_closed_) {
         throw std::runtime_error("the executor is closed");
@@ -130,12 +146,25 @@ class PyExecutor {
     PyExecutor& owner_;
   };
 
+  const pid_t owner_pid_ = getpid();
   mutable std::mutex mutex_;
   std::condition_variable idle_;
   int64_t num_calls_ = 0;
   bool is_closed_ = false;
   std::unique_ptr<Executor> executor_;
 };
+
+// Deletes without the GIL. Leaks a forked copy, whose destructor would wait for threads that it
+// does not have.
+struct ExecutorDeleter {
+  void operator()(PyExecutor* executor) const {
+    if (!executor->is_forked()) {
+      GilReleasingDeleter<PyExecutor>()(executor);
+    }
+  }
+};
+
+using ExecutorHolder = std::unique_ptr<PyExecutor, ExecutorDeleter>;
 
 // Calls back into Python from a constructor that runs without the GIL. Copies hold no reference, so
 // that the library may copy and drop them without the GIL; `callback` outlives the constructor.
@@ -166,10 +195,10 @@ std::string executor_repr(PyExecutor& self) {
 }  // namespace
 
 void register_executor(py::module_& module) {
-  py::class_<PyExecutor, Holder<PyExecutor>>(module, "Executor",
-                                             "The engine: requests in, events out, on a thread of "
-                                             "its own. All methods are thread-safe and "
-                                             "release the GIL.")
+  py::class_<PyExecutor, ExecutorHolder>(module, "Executor",
+                                         "The engine: requests in, events out, on a thread of "
+                                         "its own. All methods are thread-safe and "
+                                         "release the GIL.")
       .def(py::init([](const PyModel& target, const PyModel* draft, const py::dict& options,
                        const py::object& progress) {
              if (!progress.is_none() && PyCallable_Check(progress.ptr()) == 0) {
@@ -180,8 +209,8 @@ void register_executor(py::module_& module) {
              std::shared_ptr<const Model> target_model = target.model;
              std::shared_ptr<const Model> draft_model = draft == nullptr ? nullptr : draft->model;
              const Executor::Progress report = progress_caller(progress);
-             py::gil_scoped_release release;
-             return Holder<PyExecutor>(
+             const GilRelease release;
+             return ExecutorHolder(
                  new PyExecutor(std::move(target_model), std::move(draft_model), parsed, report));
            }),
            py::arg("target"), py::arg("draft").none(true), py::arg("options"),
@@ -369,7 +398,7 @@ Returns:
                 self.call([](Executor& executor) { return executor.options(); }));
           },
           "The options in effect, as a dict.")
-      .def("close", &PyExecutor::close, py::call_guard<py::gil_scoped_release>(),
+      .def("close", &PyExecutor::close, py::call_guard<GilRelease>(),
            "Cancels what runs and joins the engine's thread. Later calls raise RuntimeError; "
            "closing "
            "twice is fine.")

@@ -8,10 +8,14 @@ thread sleeps while no request is open.
 
 from __future__ import annotations
 
+import _thread
+import os
 import queue
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
+
+from paceline import lifetime
 
 if TYPE_CHECKING:
     from paceline import _core
@@ -20,15 +24,24 @@ if TYPE_CHECKING:
 _POLL_TIMEOUT_MS: Final = 50
 
 
+class SessionClosed(Exception):
+    """The session was closed while a thread waited for its next event."""
+
+
 class Session:
-    """The requests of one call. Made by `Dispatcher.open`; used by one thread at a time."""
+    """The requests of one call. Made by `Dispatcher.open`.
+
+    Any thread may call `cancel` and `close` while another one waits in `get`.
+    """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         """Starts without requests."""
         self._dispatcher = dispatcher
-        # An exception says that no further event will come.
+        # An exception means that no further event will come.
         self._inbox: queue.SimpleQueue[_core.RequestEvent | BaseException] = queue.SimpleQueue()
-        self._open_samples: dict[int, int] = {}  # by request: those whose last event is to come
+        # By request: the samples whose last event `get` has not returned yet. The dispatcher's lock
+        # guards it.
+        self._open_samples: dict[int, int] = {}
 
     def add_requests(self, requests: Sequence[_core.Request]) -> list[int]:
         """Queues requests, all or none; they can begin in the same iteration.
@@ -48,6 +61,7 @@ class Session:
         # Under the lock, so that no event of a request is looked at before it is known.
         with dispatcher.lock:
             dispatcher.check_running()
+            dispatcher.start_polling()
             try:
                 if not dispatcher.executor.add_requests(requests, ids):
                     raise RuntimeError("the queue of waiting requests is full; try again later")
@@ -58,24 +72,30 @@ class Session:
                     dispatcher.sessions[request_id] = self
                     dispatcher.open_samples[request_id] = request.num_samples
                     self._open_samples[request_id] = request.num_samples
-                dispatcher.has_work.notify()
+                dispatcher.changed.notify_all()
         return ids
+
+    def check_usable(self) -> None:
+        """Raises RuntimeError in a process that was forked from the one that built the LLM."""
+        self._dispatcher.check_not_forked()
 
     def get(self) -> _core.RequestEvent:
         """Waits for the next event of any of the session's requests.
 
         Raises:
+            SessionClosed: `close` was called.
             RuntimeError: The executor was closed.
             Exception: The cause, if the executor has failed.
         """
         item = self._inbox.get()
         if isinstance(item, BaseException):
-            self._inbox.put(item)
+            self._inbox.put(item)  # for other threads that wait
             raise item
-        if item.finish_reason is not None and item.id in self._open_samples:
-            self._open_samples[item.id] -= 1
-            if self._open_samples[item.id] == 0:
-                del self._open_samples[item.id]
+        if item.finish_reason is not None:
+            with self._dispatcher.lock:
+                num_open = self._open_samples.pop(item.id, 1) - 1
+                if num_open > 0:
+                    self._open_samples[item.id] = num_open
         return item
 
     def cancel(self, request_id: int, sample: int) -> None:
@@ -86,9 +106,13 @@ class Session:
                 dispatcher.cancel_ignoring_failure(request_id, sample)
 
     def close(self) -> None:
-        """Cancels the requests that have not ended and forgets them. Closing twice is fine."""
+        """Cancels and forgets the requests that have not ended. Wakes the threads that wait in
+        `get`. Closing twice is fine."""
         dispatcher = self._dispatcher
+        if dispatcher.is_forked:
+            return
         with dispatcher.lock:
+            self._inbox.put(SessionClosed())
             for request_id in self._open_samples:
                 # Unknown to the dispatcher: it has ended, or the executor is closed.
                 if dispatcher.forget(request_id) is not None:
@@ -101,48 +125,81 @@ class Dispatcher:
 
     Attributes:
         executor: The executor.
-        lock: Guards `sessions` and `open_samples`.
-        has_work: Notified when a session opens a request or the dispatcher closes.
-        sessions: Who waits for which request.
+        lock: Guards `sessions`, `open_samples` and the state of the polling thread.
+        changed: Notified when a session opens a request, the dispatcher closes, or the polling
+            thread ends.
+        sessions: The session that waits for each request, by request id.
         open_samples: Of those requests, how many last events are to come.
+        is_forked: Whether this process is a forked child of the one that built the executor.
     """
 
     def __init__(self, executor: _core.Executor) -> None:
-        """Takes over an executor; nobody else may poll it."""
+        """Takes over an executor, which only this dispatcher may poll.
+
+        The polling thread starts with the first request. Until then no thread refers to the
+        dispatcher, so that a Ctrl-C during construction leaves no engine behind.
+        """
         self.executor = executor
         # Reentrant: the garbage collector may close a session or an LLM while the lock is held.
         self.lock = threading.RLock()
-        self.has_work = threading.Condition(self.lock)
+        self.changed = threading.Condition(self.lock)
         self.sessions: dict[int, Session] = {}
         self.open_samples: dict[int, int] = {}
         self._failure: BaseException | None = None
         self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="paceline-dispatcher", daemon=True)
-        self._thread.start()
+        self._polling_thread: int | None = None  # its identifier
+        self._owner_pid = os.getpid()
+        self.is_forked = False
+        lifetime.register(self)
 
     @property
     def is_closed(self) -> bool:
         """Whether `close` was called."""
         return self._is_closed
 
+    @property
+    def is_polling(self) -> bool:
+        """Whether the polling thread runs."""
+        return self._polling_thread is not None
+
     def open(self) -> Session:
         """Starts a session."""
         return Session(self)
 
     def check_running(self) -> None:
-        """Raises RuntimeError when closed, or what made the executor fail."""
+        """Raises RuntimeError when closed or forked, or what made the executor fail."""
+        self.check_not_forked()
         if self._failure is not None:
             raise self._failure
         if self._is_closed:
             raise RuntimeError("this LLM is closed")
 
+    def check_not_forked(self) -> None:
+        """Raises RuntimeError in a process that was forked from the one that built the LLM."""
+        if self.is_forked:
+            raise RuntimeError(
+                f"this LLM was built in process {self._owner_pid} and cannot be used in process "
+                f"{os.getpid()}, which was forked from it: fork() does not copy the threads of the "
+                "engine. Build the LLM in the child process, or start the child with "
+                'multiprocessing.get_context("spawn"); device "cuda" always needs "spawn"'
+            )
+
+    def start_polling(self) -> None:
+        """Starts the polling thread unless it runs; the caller holds the lock.
+
+        `threading.Thread.start` would leave a half-started thread behind when a Ctrl-C interrupts
+        it. This call either starts a thread or does not, and a thread too many ends at once.
+        """
+        if self._polling_thread is None:
+            _thread.start_new_thread(self._run, ())
+
     def forget(self, request_id: int) -> Session | None:
-        """Drops a request; the caller holds the lock. Returns who waited for it."""
+        """Drops a request and returns its session; the caller holds the lock."""
         self.open_samples.pop(request_id, None)
         return self.sessions.pop(request_id, None)
 
     def cancel_ignoring_failure(self, request_id: int, sample: int | None = None) -> None:
-        """Cancels a request, or one sample, whose further output nobody wants."""
+        """Cancels a request, or one sample, whose further output is not needed."""
         try:
             self.executor.cancel(request_id, sample)
         except Exception as error:
@@ -151,31 +208,55 @@ class Dispatcher:
 
     def close(self) -> None:
         """Ends all sessions, joins both threads and frees the executor. Closing twice is fine."""
+        if self.is_forked:
+            return
         with self.lock:
             self._is_closed = True
             self._end_sessions(RuntimeError("this LLM was closed while a request was running"))
-            self.has_work.notify()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+            self.changed.notify_all()
+            while self._polling_thread not in (None, threading.get_ident()):
+                self.changed.wait()
         self.executor.close()
 
+    def abandon(self) -> None:
+        """Makes the dispatcher unusable in a forked child; see `lifetime`."""
+        # In the parent, another thread may hold these.
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self._polling_thread = None
+        self.is_forked = True
+        self.sessions.clear()
+        self.open_samples.clear()
+
     def _run(self) -> None:
+        thread = threading.get_ident()
+        with self.lock:
+            if self._polling_thread is not None:
+                return
+            self._polling_thread = thread
+        try:
+            self._poll_until_closed()
+        except BaseException as error:
+            with self.lock:
+                self._failure = error
+                self._end_sessions(error)
+        finally:
+            with self.lock:
+                self._polling_thread = None
+                self.changed.notify_all()
+
+    def _poll_until_closed(self) -> None:
         while True:
             with self.lock:
                 while not self.sessions and not self._is_closed:
-                    self.has_work.wait()
+                    self.changed.wait()
                 if self._is_closed:
                     return
-            try:
-                events = self.executor.poll(timeout_ms=_POLL_TIMEOUT_MS)
-                with self.lock:
-                    for event in events:
-                        self._deliver(event)
-            except BaseException as error:
-                with self.lock:
-                    self._failure = error
-                    self._end_sessions(error)
-                return
+            events = self.executor.poll(timeout_ms=_POLL_TIMEOUT_MS)
+            with self.lock:
+                for event in events:
+                    self._deliver(event)
+            del events  # may hold arrays of logits
 
     def _deliver(self, event: _core.RequestEvent) -> None:
         """Hands an event over; the caller holds the lock."""

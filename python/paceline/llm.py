@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
-from paceline import _core
+from paceline import _core, lifetime
 from paceline.checks import check_choice, check_keywords, check_path, checks_keywords
 from paceline.config import (
     DRAFT_DRIVERS,
@@ -162,38 +162,22 @@ class LLM:
             max_logprobs=max_logprobs,
         )
         speculative = None
-        draft = None
         if speculative_config is not None:
             speculative = SpeculativeConfig.parse(speculative_config)
         _resolve_max_num_batched_tokens(config, speculative)
         resolved = resolve_device(config.device)
         if speculative is not None and speculative.model is not None and load_format == "auto":
             check_pair(model, speculative.model, method=speculative.method, dtype=config.dtype)
-        if load_format == "dummy":
-            target = load_dummy(model, dtype=config.dtype, device=resolved)
-        else:
-            target = load_checkpoint(
-                model, dtype=config.dtype, device=resolved, progress=show_progress
+        with lifetime.delayed_exit():
+            target, draft = _load(
+                model,
+                speculative,
+                dtype=config.dtype,
+                device=resolved,
+                is_dummy=load_format == "dummy",
+                progress=show_progress,
             )
-        if speculative is not None and speculative.model is not None:
-            if load_format == "dummy":
-                draft = load_dummy_drafter(
-                    speculative.model,
-                    target,
-                    method=speculative.method,
-                    dtype=config.dtype,
-                    device=resolved,
-                )
-            else:
-                draft = load_drafter(
-                    speculative.model,
-                    target,
-                    method=speculative.method,
-                    dtype=config.dtype,
-                    device=resolved,
-                    progress=show_progress,
-                )
-        self._start(target, draft, config, speculative, show_progress=show_progress)
+            self._start(target, draft, config, speculative, show_progress=show_progress)
 
     @classmethod
     def from_loaded(
@@ -240,7 +224,8 @@ class LLM:
             )
         resolve_device(target.model.device)
         llm = cls.__new__(cls)
-        llm._start(target, draft, config, speculative, show_progress=show_progress)
+        with lifetime.delayed_exit():
+            llm._start(target, draft, config, speculative, show_progress=show_progress)
         return llm
 
     def _start(
@@ -287,15 +272,23 @@ class LLM:
                 options["ngram_min"] = speculative.prompt_lookup_min
                 options["ngram_max"] = speculative.prompt_lookup_max
         draft_model = None if draft is None else draft.model
-        with capture_progress(is_shown=show_progress) as report:
-            executor = _core.Executor(target.model, draft_model, options, report)
-        self._dispatcher = Dispatcher(executor)
-        # Also at interpreter exit; holds the dispatcher, not this object.
-        self._finalizer = weakref.finalize(self, self._dispatcher.close)
         self._num_outputs = 0  # of the requests so far
         self._numbering = threading.Lock()
-        if _logger.isEnabledFor(logging.INFO):
-            _logger.info("%s", memory_plan(self.memory_report()))
+        executor = None
+        try:
+            with capture_progress(is_shown=show_progress) as report:
+                executor = _core.Executor(target.model, draft_model, options, report)
+            self._dispatcher = Dispatcher(executor)
+            # Holds the dispatcher, not this object.
+            self._finalizer = weakref.finalize(self, self._dispatcher.close)
+            self._finalizer.atexit = False  # `lifetime` closes the dispatcher then
+            if _logger.isEnabledFor(logging.INFO):
+                _logger.info("%s", memory_plan(self.memory_report()))
+        except BaseException:
+            # The traceback of a Ctrl-C would keep the engine alive.
+            if executor is not None:
+                executor.close()
+            raise
 
     # ---- generating ----------------------------------------------------------------------------
 
@@ -445,6 +438,8 @@ class LLM:
                 f"{self.speculative_config.num_speculative_tokens}"
             )
         closed = ", closed" if self._dispatcher.is_closed else ""
+        if self._dispatcher.is_forked:
+            closed = ", unusable in this forked process"
         return (
             f"<LLM {str(self.target.path)!r} ({self.target.architecture}, "
             f"{self.target.weight_dtype}, {self.target.model.device}), {speculative}, "
@@ -454,6 +449,12 @@ class LLM:
     def close(self) -> None:
         """Cancels what runs and frees the engine. Closing twice is fine; so is never closing."""
         self._finalizer()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "an LLM cannot be pickled or copied: it owns threads and the memory of its engine. "
+            "Build it in the process that uses it"
+        )
 
     def __enter__(self) -> LLM:
         return self
@@ -553,6 +554,34 @@ def capabilities() -> dict[str, Any]:
         "max_n": MAX_SAMPLES,
         "sampling_parameters": list(SamplingParams.__dataclass_fields__),
     }
+
+
+def _load(
+    model: str | os.PathLike[str],
+    speculative: SpeculativeConfig | None,
+    *,
+    dtype: str,
+    device: str,
+    is_dummy: bool,
+    progress: bool,
+) -> tuple[LoadedModel, LoadedModel | None]:
+    """Loads the target, and the drafter if the method has a model."""
+    if is_dummy:
+        target = load_dummy(model, dtype=dtype, device=device)
+    else:
+        target = load_checkpoint(model, dtype=dtype, device=device, progress=progress)
+    lifetime.check_not_exiting()
+    if speculative is None or speculative.model is None:
+        return target, None
+    drafter, method = speculative.model, speculative.method
+    if is_dummy:
+        draft = load_dummy_drafter(drafter, target, method=method, dtype=dtype, device=device)
+    else:
+        draft = load_drafter(
+            drafter, target, method=method, dtype=dtype, device=device, progress=progress
+        )
+    lifetime.check_not_exiting()
+    return target, draft
 
 
 def _resolve_max_num_batched_tokens(

@@ -160,6 +160,10 @@ class RequestError(RuntimeError):
         super().__init__(message)
         self.outputs = outputs
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The inherited one leaves `outputs` out of the arguments; __dict__ may have notes.
+        return type(self), (str(self), self.outputs), self.__dict__
+
 
 def added_counters(counters: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Adds up `RequestEvent.counters`, lists element by element."""

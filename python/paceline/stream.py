@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from paceline.dispatcher import SessionClosed
 from paceline.logprobs import LogprobReader
 from paceline.outputs import (
     CompletionOutput,
@@ -30,8 +32,8 @@ if TYPE_CHECKING:
 class RequestStream(Iterator[StreamChunk]):
     """Running requests, as an iterator over what they emit. Made by `LLM.stream`.
 
-    Used by one thread at a time. Closing it, leaving its `with` block or dropping it cancels what
-    still runs.
+    Several threads may consume one stream; each chunk goes to one of them. Closing the stream, from
+    any thread, leaving its `with` block or dropping it cancels what still runs.
     """
 
     def __init__(
@@ -50,8 +52,11 @@ class RequestStream(Iterator[StreamChunk]):
             num_speculative_tokens: k; None without speculation.
             owner: Kept alive while requests run.
         """
-        self._num_open = 0
+        self._is_closed = True  # for `__del__`, until there is a session
         self._session = dispatcher.open()
+        self._is_closed = False
+        self._num_open = 0
+        self._consuming = threading.Lock()
         self._num_speculative_tokens = num_speculative_tokens
         self._owner: object | None = owner
         self._requests: dict[int, list[Request]] = {}  # by id, then by sample
@@ -71,36 +76,48 @@ class RequestStream(Iterator[StreamChunk]):
         """Waits for the next delivery of any of the requests.
 
         Raises:
-            StopIteration: All have ended, or the stream was closed.
-            RuntimeError: The LLM was closed.
+            StopIteration: All have ended, or the stream was closed, also by another thread.
+            RuntimeError: The LLM was closed, or this process is a fork of the one that built it.
             KeyboardInterrupt: Ctrl-C; the requests are cancelled.
         """
-        if self._num_open == 0:
-            self.close()
+        if self._is_closed:
             raise StopIteration
+        self._session.check_usable()
         try:
-            event = self._session.get()
-            request = self._requests[event.id][event.sample]
-            # What was on its way when a stop string was found is counted and not shown.
-            while request.stop_string is not None and event.finish_reason is None:
-                request.count(event)
-                event = self._session.get()
-                request = self._requests[event.id][event.sample]
-            num_before = len(request.token_ids)
-            token_ids, text = request.push(event)
-            output = None
-            if event.finish_reason is not None:
-                self._num_open -= 1
-                request.finish(event)
-                samples = self._requests[event.id]
-                if all(sample.is_finished for sample in samples):
-                    output = request_output(samples, self._num_speculative_tokens)
-            elif request.stop_string is not None:
-                # The last event, which has the counters, comes at once.
-                self._session.cancel(event.id, event.sample)
+            with self._consuming:
+                has_ended = self._is_closed or self._num_open == 0
+                chunk = None if has_ended else self._next_chunk()
+        except SessionClosed:
+            chunk = None
         except BaseException:
             self.close()
             raise
+        if chunk is None:
+            self.close()
+            raise StopIteration
+        return chunk
+
+    def _next_chunk(self) -> StreamChunk:
+        """Takes the next event; the caller holds `_consuming`."""
+        event = self._session.get()
+        request = self._requests[event.id][event.sample]
+        # What was on its way when a stop string was found is counted and not shown.
+        while request.stop_string is not None and event.finish_reason is None:
+            request.count(event)
+            event = self._session.get()
+            request = self._requests[event.id][event.sample]
+        num_before = len(request.token_ids)
+        token_ids, text = request.push(event)
+        output = None
+        if event.finish_reason is not None:
+            self._num_open -= 1
+            request.finish(event)
+            samples = self._requests[event.id]
+            if all(sample.is_finished for sample in samples):
+                output = request_output(samples, self._num_speculative_tokens)
+        elif request.stop_string is not None:
+            # The last event, which has the counters, comes at once.
+            self._session.cancel(event.id, event.sample)
         return StreamChunk(
             index=request.index,
             text=text,
@@ -113,8 +130,8 @@ class RequestStream(Iterator[StreamChunk]):
         )
 
     def close(self) -> None:
-        """Cancels what still runs. Closing twice is fine."""
-        self._num_open = 0
+        """Cancels what still runs and ends the iteration in every thread. Closing twice is fine."""
+        self._is_closed = True
         self._session.close()
         self._owner = None
 
@@ -130,7 +147,7 @@ class RequestStream(Iterator[StreamChunk]):
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_num_open", 0):
+        if not getattr(self, "_is_closed", True):
             self.close()
 
 

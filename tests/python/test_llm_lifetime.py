@@ -124,7 +124,7 @@ def test_llm_is_freed_without_close(target_dir: Path) -> None:
     del llm
     gc.collect()
     assert dispatcher.is_closed
-    assert not dispatcher._thread.is_alive()
+    assert not dispatcher.is_polling
 
 
 # ---- a failing engine --------------------------------------------------------------------------

@@ -263,6 +263,9 @@ class _ScriptedSession:
         self.num_requests += len(requests)
         return list(range(first, self.num_requests))
 
+    def check_usable(self) -> None:
+        pass
+
     def get(self) -> _Event:
         self.turn = next(
             i % len(self.pending)

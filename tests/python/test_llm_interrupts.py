@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LLM: streams that several threads share, and a Ctrl-C at every place of a start."""
+
+from __future__ import annotations
+
+import dis
+import gc
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from paceline import LLM, SamplingParams, StreamChunk
+from paceline.loader import LoadedModel, load_checkpoint
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+LONG = SamplingParams(temperature=1.0, max_tokens=1500, seed=0)
+# Far more than a test takes, so that a thread that is blocked for ever fails it.
+_TIMEOUT_S = 30
+
+
+def started(call: Callable[[], Any]) -> Future[Any]:
+    """Runs a call in a daemon thread, which does not keep a failing test from ending."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+# ---- streams that several threads share ----------------------------------------------------------
+
+
+def test_closing_a_stream_wakes_the_thread_that_waits(plain_llm: LLM) -> None:
+    # The dispatcher's lock keeps further events away, so that the consumer waits for one.
+    stream = plain_llm.stream("a", LONG)
+    with plain_llm._dispatcher.lock:
+        consumer = started(lambda: list(stream))
+        time.sleep(0.1)
+        assert not consumer.done()
+        stream.close()
+    consumer.result(_TIMEOUT_S)
+    assert list(stream) == []
+    assert plain_llm.generate("a", GREEDY)
+
+
+def test_closing_a_stream_ends_a_busy_consumer(plain_llm: LLM) -> None:
+    stream = plain_llm.stream(["a", "b"], LONG)
+    next(stream)
+    consumer = started(lambda: list(stream))
+    stream.close()
+    consumer.result(_TIMEOUT_S)
+    assert not plain_llm._dispatcher.sessions
+
+
+def test_consumers_share_the_chunks_of_a_stream(plain_llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=200, seed=3)
+    prompts = ["a", "b", "c"]
+    expected = plain_llm.generate(prompts, params)
+    for _ in range(5):
+        stream = plain_llm.stream(prompts, params)
+        consumers = [started(lambda stream=stream: list(stream)) for _ in range(3)]
+        taken: list[list[StreamChunk]] = [consumer.result(_TIMEOUT_S) for consumer in consumers]
+        chunks = [chunk for chunks in taken for chunk in chunks]
+        finished = {chunk.index: chunk.output for chunk in chunks if chunk.output is not None}
+        assert sum(chunk.output is not None for chunk in chunks) == len(prompts)
+        assert [finished[i].outputs for i in range(3)] == [o.outputs for o in expected]
+        assert sum(len(chunk.token_ids) for chunk in chunks) == 600
+
+
+def test_many_streams_are_closed_while_they_are_consumed(plain_llm: LLM) -> None:
+    def consume_and_close(seed: int) -> None:
+        stream = plain_llm.stream(["a"] * 4, SamplingParams(max_tokens=6 + seed % 20, seed=seed))
+        consumer = started(lambda: list(stream))
+        time.sleep(seed % 7 / 1e3)
+        stream.close()
+        consumer.result(_TIMEOUT_S)
+
+    def consume_and_close_several(seeds: range) -> None:
+        for seed in seeds:
+            consume_and_close(seed)
+
+    closers = [started(lambda i=i: consume_and_close_several(range(i, 60, 4))) for i in range(4)]
+    for closer in closers:
+        closer.result(4 * _TIMEOUT_S)
+    assert not plain_llm._dispatcher.sessions and not plain_llm._dispatcher.open_samples
+
+
+# ---- a Ctrl-C everywhere -------------------------------------------------------------------------
+
+
+# Python handles signals after these instructions only.
+_INTERRUPTIBLE = ("CALL", "JUMP_BACKWARD", "RESUME", "SEND")
+
+
+def interrupted_at(number: int, call: Callable[[], Any], traced: tuple[str, ...]) -> bool:
+    """Raises KeyboardInterrupt at one of the places where a Ctrl-C can interrupt a call.
+
+    Args:
+        number: Which place, from 1, counted over all frames of the traced functions.
+        call: What to call.
+        traced: Names of the functions and methods whose instructions count.
+
+    Returns:
+        Whether the call had that many places.
+    """
+    count = 0
+    previous: dict[FrameType, str] = {}
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        if event == "call":
+            if frame.f_code.co_qualname not in traced:
+                return None
+            frame.f_trace_opcodes = True
+            frame.f_trace_lines = False
+        elif event == "exception":
+            previous[frame] = ""  # a call that raises is not followed by a check for signals
+        elif event == "opcode":
+            is_place = previous.get(frame, "").startswith(_INTERRUPTIBLE)
+            previous[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            count += is_place
+            if is_place and count == number:
+                previous.clear()
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+        previous.clear()
+    return False
+
+
+def num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def assert_threads_end(expected: int) -> None:
+    gc.collect()
+    end = time.monotonic() + _TIMEOUT_S
+    while num_threads() > expected:
+        assert time.monotonic() < end, f"{num_threads()} threads instead of {expected}"
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def loaded(target_dir: Path) -> Iterator[LoadedModel]:
+    """A loaded target; at the end no thread is left of what ran on it."""
+    with LLM(target_dir, max_num_seqs=1) as llm:
+        llm.generate("a", GREEDY)  # starts the threads that tqdm and torch keep
+    before = num_threads()
+    yield load_checkpoint(target_dir)
+    assert_threads_end(before)
+
+
+def build(loaded: LoadedModel) -> LLM:
+    return LLM.from_loaded(
+        loaded, max_num_seqs=1, max_model_len=64, kv_cache_bytes=1 << 20, num_threads=1
+    )
+
+
+def test_a_ctrl_c_while_an_llm_starts_leaves_no_engine(loaded: LoadedModel) -> None:
+    before = num_threads()
+    traced = (
+        "LLM.from_loaded",
+        "LLM._start",
+        "Dispatcher.__init__",
+        "finalize.__init__",
+        "register",
+        "delayed_exit",
+        "capture_progress",
+        "_GeneratorContextManager.__exit__",
+    )
+    number = 0
+    while True:
+        number += 1
+        was_interrupted = interrupted_at(number, lambda: build(loaded), traced)
+        # An engine that only the garbage collector finds would be one for an unknown time.
+        deadline = time.monotonic() + 2
+        while num_threads() > before and time.monotonic() < deadline:
+            time.sleep(0.0005)
+        assert num_threads() == before, f"interrupted at place {number}"
+        if not was_interrupted:
+            break
+    assert number > 25
+
+
+def test_a_ctrl_c_while_a_request_is_queued_leaves_a_working_llm(loaded: LoadedModel) -> None:
+    before = num_threads()
+    traced = ("Session.add_requests", "Dispatcher.start_polling", "RequestStream.__init__")
+    number = 0
+    while True:
+        number += 1
+        with build(loaded) as llm:
+            was_interrupted = interrupted_at(
+                number, lambda llm=llm: llm.generate("a", GREEDY), traced
+            )
+            outputs = started(lambda llm=llm: llm.generate("b", GREEDY)).result(_TIMEOUT_S)
+            assert len(outputs[0].outputs[0].token_ids) == 8
+        assert_threads_end(before)
+        if not was_interrupted:
+            break
+    assert number > 10
+
+
+def test_a_ctrl_c_keeps_no_engine_in_its_traceback(loaded: LoadedModel) -> None:
+    before = num_threads()
+    with pytest.raises(KeyboardInterrupt) as caught, pytest.MonkeyPatch.context() as patch:
+
+        def interrupt(*arguments: Any) -> None:
+            assert num_threads() > before
+            raise KeyboardInterrupt
+
+        patch.setattr("paceline.llm.Dispatcher", interrupt)
+        build(loaded)
+    assert num_threads() == before
+    assert any(frame.name == "_start" for frame in caught.traceback)
