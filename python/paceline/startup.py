@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the arguments of an `LLM` to loaded models and the options of the executor."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Final
+
+from paceline import lifetime
+from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.loader import (
+    LoadedModel,
+    load_checkpoint,
+    load_drafter,
+    load_dummy,
+    load_dummy_drafter,
+)
+
+_DEFAULT_MAX_MODEL_LEN: Final = 4096
+_DEFAULT_MAX_NUM_BATCHED_TOKENS: Final = 2048
+
+
+def load_models(
+    model: str | os.PathLike[str],
+    speculative: SpeculativeConfig | None,
+    *,
+    dtype: str,
+    device: str,
+    is_dummy: bool,
+    progress: bool,
+) -> tuple[LoadedModel, LoadedModel | None]:
+    """Loads the target, and the drafter if the method has a model."""
+    if is_dummy:
+        target = load_dummy(model, dtype=dtype, device=device)
+    else:
+        target = load_checkpoint(model, dtype=dtype, device=device, progress=progress)
+    lifetime.check_not_exiting()
+    if speculative is None or speculative.model is None:
+        return target, None
+    drafter, method = speculative.model, speculative.method
+    if is_dummy:
+        draft = load_dummy_drafter(drafter, target, method=method, dtype=dtype, device=device)
+    else:
+        draft = load_drafter(
+            drafter, target, method=method, dtype=dtype, device=device, progress=progress
+        )
+    lifetime.check_not_exiting()
+    return target, draft
+
+
+def resolve_max_num_batched_tokens(
+    config: EngineConfig, speculative: SpeculativeConfig | None
+) -> int:
+    k = 0 if speculative is None else speculative.num_speculative_tokens
+    rows = config.max_num_seqs * (k + 1)
+    given = config.max_num_batched_tokens or max(_DEFAULT_MAX_NUM_BATCHED_TOKENS, rows)
+    if given < rows:
+        raise ValueError(
+            f"max_num_batched_tokens is {given}; allowed: an integer >= "
+            f"max_num_seqs * (num_speculative_tokens + 1) = {rows}"
+        )
+    return given
+
+
+def resolve_max_model_len(given: int | None, target: LoadedModel, draft: LoadedModel | None) -> int:
+    if given is not None and given > target.max_position:
+        raise ValueError(
+            f"max_model_len is {given}; {target.path} was made for {target.max_position} tokens: "
+            f"allowed: 1 to {target.max_position}"
+        )
+    max_model_len = given or min(target.max_position, _DEFAULT_MAX_MODEL_LEN)
+    # Not lowered to what the drafter can do: with it and without, requests end at the same length.
+    if draft is not None and draft.max_position < max_model_len:
+        raise ValueError(
+            f"max_model_len is {max_model_len} ({target.path} was made for {target.max_position} "
+            f"tokens), but the drafter {draft.path} was made for {draft.max_position}; "
+            f"allowed: max_model_len={draft.max_position} or less with this drafter"
+        )
+    return max_model_len
+
+
+def executor_options(
+    config: EngineConfig, speculative: SpeculativeConfig | None, *, max_model_len: int
+) -> dict[str, Any]:
+    """Returns the `options` of `_core.Executor`."""
+    k = 0 if speculative is None else speculative.num_speculative_tokens
+    max_num_batched_tokens = resolve_max_num_batched_tokens(config, speculative)
+    options: dict[str, Any] = {
+        "max_model_len": max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "prefill_chunk_size": config.prefill_chunk_size or 0,
+        "kv_cache_bytes": config.kv_cache_bytes or 0,
+        "block_size": config.block_size,
+        "num_threads": config.num_threads or 0,
+        "num_speculative_tokens": k,
+        "max_logprobs": config.max_logprobs,
+    }
+    if speculative is not None:
+        options["accept_method"] = speculative.rejection_sample_method
+        options["synthetic_acceptance_length"] = speculative.synthetic_acceptance_length or 0.0
+        options["samples_drafts"] = speculative.draft_sample_method == "probabilistic"
+        options["num_draft_proposals"] = speculative.draft_proposals or 0
+        options["draft_driver"] = speculative.draft_driver
+        options["draft_stop_threshold"] = speculative.draft_stop_threshold
+        if speculative.draft_position is not None:
+            options["draft_position"] = speculative.draft_position
+        if speculative.method == "ngram":
+            options["ngram_min"] = speculative.prompt_lookup_min
+            options["ngram_max"] = speculative.prompt_lookup_max
+    return options
