@@ -149,7 +149,11 @@ def check_text(name: str, value: Any, allowed: str = "a string") -> str:
     if not isinstance(value, str):
         raise ValueError(
             f"{name} is {shorten(value)} ({type(value).__name__}); allowed: {allowed}"
-            + ("; decode the bytes first" if isinstance(value, bytes | bytearray) else "")
+            + (
+                "; decode the bytes first"
+                if isinstance(value, bytes | bytearray | memoryview)
+                else ""
+            )
         )
     try:
         value.encode()

@@ -42,11 +42,7 @@ def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if hasattr(first, "__len__") and getattr(first, "ndim", 1) > 0:
         listed: list[Prompt] = []
         for index, prompt in enumerate(prompts):
-            if isinstance(prompt, _NO_PROMPTS) or not hasattr(prompt, "__len__"):
-                raise ValueError(
-                    f"prompts[{index}] is {shorten(prompt)} ({type(prompt).__name__}); "
-                    "allowed: a string or a sequence of token ids"
-                )
+            _check_prompt_type(f"prompts[{index}]", prompt)
             listed.append(prompt)  # type: ignore[arg-type]
         return listed
     return [prompts]  # type: ignore[list-item]
@@ -100,6 +96,7 @@ def encode(
             out is not tokenized.
     """
     if not isinstance(prompt, str):
+        _check_prompt_type(name, prompt)
         _check_num_tokens(name, len(prompt), target, max_model_len, spare)
         token_ids = _check_token_ids(prompt, name, target.vocab_size)
         if not token_ids:
@@ -129,6 +126,15 @@ def encode(
     if not token_ids:
         raise ValueError(f"{name} is empty; allowed: at least one token")
     return prompt, token_ids
+
+
+def _check_prompt_type(name: str, prompt: object) -> None:
+    is_sequence = hasattr(prompt, "__len__") and hasattr(prompt, "__getitem__")
+    if isinstance(prompt, _NO_PROMPTS) or not is_sequence or getattr(prompt, "ndim", 1) == 0:
+        raise ValueError(
+            f"{name} is {shorten(prompt)} ({type(prompt).__name__}); "
+            "allowed: a string or a sequence of token ids"
+        )
 
 
 def _check_num_tokens(

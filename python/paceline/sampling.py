@@ -26,6 +26,8 @@ from paceline.limits import (
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_LEN: Final = 256
 
+_BYTES: Final = bytes | bytearray | memoryview  # sequences of integers that are not token ids
+
 
 class _RefuseUnknownKeywords(type):
     """See `check_keywords`; a dataclass has no `__init__` to decorate."""
@@ -202,9 +204,16 @@ def _check_count(name: str, count: int, most: int) -> None:
         raise ValueError(f"{name} has {count} entries; allowed: at most {most}")
 
 
+def _is_list(value: Any) -> bool:
+    """Whether a value is a sequence, but neither a string nor bytes."""
+    return isinstance(value, Sequence) and not isinstance(value, str | _BYTES)
+
+
 def _check_token_ids(name: str, value: Any) -> tuple[int, ...]:
-    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        raise ValueError(f"{name} is {shorten(value)}; allowed: a sequence of token ids")
+    if not _is_list(value):
+        raise ValueError(
+            f"{name} is {shorten(value)} ({type(value).__name__}); allowed: a sequence of token ids"
+        )
     return tuple(check_int(f"{name}[{i}]", token, 0, MAX_INT) for i, token in enumerate(value))
 
 
@@ -218,14 +227,15 @@ def _check_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
     if value is None:
         return ()
     pairs = list(value.items()) if isinstance(value, Mapping) else value
-    if isinstance(pairs, str | bytes) or not isinstance(pairs, Sequence):
+    if not _is_list(pairs):
         raise ValueError(
-            f"logit_bias is {shorten(value)}; allowed: a mapping from token ids to numbers"
+            f"logit_bias is {shorten(value)} ({type(value).__name__}); "
+            "allowed: a mapping from token ids to numbers"
         )
     _check_count("logit_bias", len(pairs), MAX_LOGIT_BIAS)
     biases: dict[int, float] = {}
     for pair in pairs:
-        if not isinstance(pair, Sequence) or len(pair) != 2:
+        if not _is_list(pair) or len(pair) != 2:
             raise ValueError(
                 f"logit_bias has {shorten(pair)}; allowed: pairs of a token id and a number"
             )
@@ -244,15 +254,15 @@ def _check_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
 def _check_bad_words(value: Any) -> tuple[str | tuple[int, ...], ...]:
     if value is None:
         return ()
-    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+    if not _is_list(value):
         raise ValueError(
-            f"bad_words is {shorten(value)}; "
+            f"bad_words is {shorten(value)} ({type(value).__name__}); "
             "allowed: a sequence of strings or of sequences of token ids"
         )
     _check_count("bad_words", len(value), MAX_BAD_WORDS)
     words: list[str | tuple[int, ...]] = []
     for i, word in enumerate(value):
-        if isinstance(word, str | bytes):
+        if isinstance(word, str | _BYTES):
             check_text(f"bad_words[{i}]", word, "a string or a sequence of token ids")
         if not isinstance(word, str):
             token_ids = _check_token_ids(f"bad_words[{i}]", word)
@@ -277,9 +287,14 @@ def _check_bad_words(value: Any) -> tuple[str | tuple[int, ...], ...]:
 def _check_stop(value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
+    if isinstance(value, _BYTES):
+        check_text("stop", value, "a string or a sequence of strings")
     strings = (value,) if isinstance(value, str) else value
-    if isinstance(strings, bytes) or not isinstance(strings, Sequence):
-        raise ValueError(f"stop is {shorten(value)}; allowed: a string or a sequence of strings")
+    if not _is_list(strings):
+        raise ValueError(
+            f"stop is {shorten(value)} ({type(value).__name__}); "
+            "allowed: a string or a sequence of strings"
+        )
     _check_count("stop", len(strings), MAX_STOP_STRINGS)
     for i, string in enumerate(strings):
         name = "stop" if isinstance(value, str) else f"stop[{i}]"
