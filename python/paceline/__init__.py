@@ -5,9 +5,10 @@
 
     llm = LLM("path/to/model", speculative_config={"method": "draft_model",
               "model": "path/to/draft", "num_speculative_tokens": 4})
-    print(llm.generate("def quicksort(", SamplingParams(max_tokens=64))[0].outputs[0].text)
+    outputs = llm.generate("def quicksort(", SamplingParams(temperature=0.0, max_tokens=64))
+    print(outputs[0].outputs[0].text)
 
-Importing this package is cheap: what a name needs is imported when the name is first used.
+Importing this package is cheap: each name is imported from its module when it is first used.
 """
 
 from __future__ import annotations

@@ -1,27 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token ids to text, one token at a time, without ever splitting a character."""
+"""Converts token ids to text, one token at a time, without splitting characters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Final
 
-# What a decoder writes for bytes that are no character, or not yet.
+# Decoders write it for bytes that are not a character, or not yet.
 _REPLACEMENT: Final = "�"
-# Tokens of the prompt that the first output tokens are decoded with: some tokenizers drop the space
-# at the start of a text.
+# Tokens of the prompt that are decoded with the first output tokens, because some tokenizers drop
+# the space at the start of a text.
 _NUM_CONTEXT_TOKENS: Final = 4
-# A character has at most four bytes, so at most four tokens; what still does not decode after twice
-# as many is no character, and is let go.
+# A character has at most four bytes, so at most four tokens. Twice as many tokens that still do not
+# decode are not a character, and their text is released.
 _MAX_HELD_TOKENS: Final = 8
 
 
 class IncrementalDetokenizer:
-    """Decodes the output of one request as it grows.
+    """Decodes the output of one request incrementally.
 
-    The text is a function of the sequence of tokens alone, not of how it was cut into deliveries;
-    so streaming and waiting give the same. (`tokenizers.decoders.DecodeStream` gives up what is
-    still held back at the end.) Not thread-safe.
+    The text depends only on the sequence of tokens, not on how events divide it, so `stream` and
+    `generate` return the same text. (`tokenizers.decoders.DecodeStream` would drop the text that is
+    held back at the end.) Not thread-safe.
     """
 
     def __init__(
@@ -30,15 +30,15 @@ class IncrementalDetokenizer:
         """Starts after a prompt.
 
         Args:
-            decode: Token ids to text, special tokens left out.
-            prompt_token_ids: The prompt; its last few tokens are the context of the first output.
+            decode: Converts token ids to text, without special tokens.
+            prompt_token_ids: The prompt. Its last tokens are the context of the first output token.
         """
         self._decode = decode
-        # Context, then tokens whose text is out, then tokens whose text is held back.
+        # Context, then tokens whose text was returned, then tokens whose text is held back.
         self._token_ids = list(prompt_token_ids[-_NUM_CONTEXT_TOKENS:])
         self._context_text = decode(self._token_ids) if self._token_ids else ""
         if self._context_text.endswith(_REPLACEMENT):
-            # A prompt that ends inside a character: the output's bytes stand for themselves.
+            # The prompt ends inside a character: decode the output without it.
             self._token_ids, self._context_text = [], ""
         self._num_out = len(self._token_ids)
 
@@ -49,7 +49,7 @@ class IncrementalDetokenizer:
             token_id: The token.
 
         Returns:
-            Text that is now certain; may be empty.
+            The text that is now final; may be empty.
         """
         self._token_ids.append(token_id)
         text = self._decode(self._token_ids)
@@ -64,7 +64,7 @@ class IncrementalDetokenizer:
         """Ends the text.
 
         Returns:
-            What was held back: bytes that never became a character, as replacement characters.
+            The text that was held back, with replacement characters for incomplete ones.
         """
         if self._num_out == len(self._token_ids):
             return ""
@@ -72,7 +72,7 @@ class IncrementalDetokenizer:
 
     def _release(self, text: str) -> str:
         new_text = text[len(self._context_text) :]
-        # What was just let go is the context of what follows.
+        # The tokens just released are the context of the next ones.
         self._token_ids = self._token_ids[self._num_out :]
         self._num_out = len(self._token_ids)
         self._context_text = self._decode(self._token_ids)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which device models lie and run on, and what CUDA needs before it is first used."""
+"""Chooses the device of models and prepares CUDA before its first use."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from paceline.config import DEVICES, check_device
 CUBLASLT_VARIABLE: Final = "PACELINE_CUBLASLT"
 CUBLASLT_NAME: Final = "libcublasLt.so.13"
 
-# Where NVIDIA's packages for Python put the library, below their common folder.
+# The folder of the library inside the common folder of NVIDIA's Python packages.
 _CUBLASLT_FOLDER: Final = "cu13/lib"
 
 
 def resolve_device(device: str = "auto") -> str:
-    """Chooses where models lie and run, and makes CUDA ready if that is it.
+    """Chooses the device that models are loaded to, and prepares CUDA if it is "cuda".
 
     Args:
-        device: "auto" = "cuda" where there is a usable GPU, else "cpu"; or one of those two.
+        device: "cpu", "cuda", or "auto" for "cuda" if a GPU is usable and "cpu" otherwise.
 
     Returns:
         "cpu" or "cuda".
 
     Raises:
-        ValueError: None of the three.
-        NotImplementedError: "cuda" where it cannot be used; says why.
+        ValueError: The device is none of the three.
+        NotImplementedError: The device is an index such as "cuda:1", which is not supported.
     """
     check_device(device)
     if device == "auto":
@@ -48,17 +48,17 @@ def _auto_device() -> str:
 
 
 def usable_devices() -> list[str]:
-    """The values of `device` that work here: "auto", "cpu" and maybe "cuda"."""
+    """Returns the values of `device` that work on this machine."""
     is_usable = _core.cuda_status()["is_usable"]
     return [name for name in DEVICES if name != "cuda" or is_usable]
 
 
 def find_cublaslt() -> str | None:
-    """Looks for cuBLASLt beside Python; the library itself looks in the system's usual places.
+    """Looks for cuBLASLt in Python packages. The C++ library searches the system's own folders.
 
     Returns:
-        What the environment variable PACELINE_CUBLASLT says, a file or a folder; else the folder
-        of NVIDIA's package for Python that has `libcublasLt.so.13`; else None.
+        The file or folder in the environment variable PACELINE_CUBLASLT if it is set; otherwise the
+        folder of NVIDIA's Python package that has `libcublasLt.so.13`; otherwise None.
     """
     given = os.environ.get(CUBLASLT_VARIABLE)
     if given:
@@ -76,13 +76,13 @@ def find_cublaslt() -> str | None:
 
 @contextlib.contextmanager
 def capture_progress(*, is_shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar for `_core.Executor`, there from the first captured program on.
+    """Provides a progress bar for `_core.Executor`, which appears with the first captured graph.
 
     Args:
-        is_shown: Whether to show it where standard error is a terminal.
+        is_shown: Whether to show the bar if standard error is a terminal.
 
     Yields:
-        What the executor takes as `progress`.
+        The executor's `progress` argument.
     """
     bar: Any = None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hands the events of one executor to the callers that wait for them.
+"""Delivers the events of one executor to the callers that wait for them.
 
 One daemon thread polls the executor, so that several threads can generate at the same time and a
 Ctrl-C, which only ever interrupts the main thread, cannot lose an event of another caller. The
@@ -20,7 +20,7 @@ from paceline import lifetime
 if TYPE_CHECKING:
     from paceline import _core
 
-# Longest sleep in the executor; bounds how long closing takes, not how soon events arrive.
+# Longest wait inside the executor. It limits how long closing takes; events arrive at once.
 _POLL_TIMEOUT_MS: Final = 50
 
 
@@ -44,21 +44,21 @@ class Session:
         self._open_samples: dict[int, int] = {}
 
     def add_requests(self, requests: Sequence[_core.Request]) -> list[int]:
-        """Queues requests, all or none; they can begin in the same iteration.
+        """Queues all requests or none, so that they can start in the same iteration.
 
         Args:
             requests: At least one.
 
         Returns:
-            Their ids.
+            The ids of the requests.
 
         Raises:
-            ValueError: One that can never run; says which.
+            ValueError: A request can never run. The message says which.
             RuntimeError: The executor is closed or has failed, or its queue is full.
         """
         dispatcher = self._dispatcher
         ids: list[int] = []
-        # Under the lock, so that no event of a request is looked at before it is known.
+        # Under the lock, so that no event is delivered before its request is registered.
         with dispatcher.lock:
             dispatcher.check_running()
             dispatcher.start_polling()
@@ -66,8 +66,8 @@ class Session:
                 if not dispatcher.executor.add_requests(requests, ids):
                     raise RuntimeError("the queue of waiting requests is full; try again later")
             finally:
-                # Also when a Ctrl-C has come meanwhile, which is raised when the call returns: who
-                # closes the session then cancels what was queued.
+                # Also after a Ctrl-C during the call, which is raised when the call returns.
+                # Closing the session then cancels the requests.
                 for request_id, request in zip(ids, requests, strict=False):
                     dispatcher.sessions[request_id] = self
                     dispatcher.open_samples[request_id] = request.num_samples
@@ -99,7 +99,7 @@ class Session:
         return item
 
     def cancel(self, request_id: int, sample: int) -> None:
-        """Asks for the end of a sample; its last event still comes. An ended one is left alone."""
+        """Cancels a sample unless it has ended. Its last event still follows."""
         dispatcher = self._dispatcher
         with dispatcher.lock:
             if request_id in dispatcher.sessions:
@@ -114,7 +114,7 @@ class Session:
         with dispatcher.lock:
             self._inbox.put(SessionClosed())
             for request_id in self._open_samples:
-                # Unknown to the dispatcher: it has ended, or the executor is closed.
+                # The dispatcher does not know requests that have ended.
                 if dispatcher.forget(request_id) is not None:
                     dispatcher.cancel_ignoring_failure(request_id)
             self._open_samples.clear()
@@ -261,11 +261,11 @@ class Dispatcher:
     def _deliver(self, event: _core.RequestEvent) -> None:
         """Hands an event over; the caller holds the lock."""
         session = self.sessions.get(event.id)
-        # Without a session: the request was cancelled and its caller is gone.
+        # Without a session, the request was cancelled and its session closed.
         if session is None:
             return
         if event.finish_reason is not None:
-            # None where the garbage collector has just closed the session, from this thread.
+            # Absent if the garbage collector has just closed the session in this thread.
             num_open = self.open_samples.get(event.id, 1) - 1
             if num_open == 0:
                 self.forget(event.id)

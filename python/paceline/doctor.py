@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`paceline doctor`: what is installed, and does it work."""
+"""`paceline doctor`: reports the installation and checks that it works."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _NUM_TOKENS: Final = 48
 
 
 def examine() -> dict[str, Any]:
-    """Collects facts and runs the self-check.
+    """Describes the installation and runs the self-check.
 
     Returns:
-        A dict of plain JSON types; `["self_check"]["is_ok"]` is the verdict.
+        A dict of plain JSON types; `["self_check"]["is_ok"]` is the result of the check.
     """
     build = _core.build_info()
     return {
@@ -45,10 +45,10 @@ def examine() -> dict[str, Any]:
 
 
 def check_self_draft() -> dict[str, Any]:
-    """Lets the demo draft for itself on every device: every draft must be accepted.
+    """Runs the demo model with itself as drafter on every device; all drafts must be accepted.
 
     Returns:
-        "is_ok", and either "runs" (one dict per device and temperature) or "error".
+        A dict with "is_ok", and either "runs" (one dict per device and temperature) or "error".
     """
     from paceline.demo import find_demo
     from paceline.llm import LLM
@@ -60,7 +60,7 @@ def check_self_draft() -> dict[str, Any]:
         for device in usable_devices():
             if device == "auto":
                 continue
-            # The drafter is the quicker one; its heads are too small for the kernels of a GPU.
+            # The demo's drafter is faster, but its heads are too small for the GPU kernels.
             folder = str(demo.draft if device == "cpu" else demo.target)
             config = {
                 "method": "draft_model",
@@ -88,30 +88,30 @@ def check_self_draft() -> dict[str, Any]:
                         }
                     )
     except Exception as error:
-        # The doctor reports whatever is wrong instead of failing from it.
+        # The doctor reports every error and does not fail itself.
         return {"is_ok": False, "error": f"{type(error).__name__}: {error}"}
     return {"is_ok": all(run["draft_acceptance_rate"] == 1.0 for run in runs), "runs": runs}
 
 
 def report_text(report: dict[str, Any]) -> str:
-    """Puts what `examine` found in lines for people.
+    """Formats the result of `examine`.
 
     Args:
-        report: What `examine` returned.
+        report: The result of `examine`.
 
     Returns:
-        The text, without a final line end.
+        Lines of text, without a final line end.
     """
     build = report["build"]
     rows = [
         ("paceline", f"{report['version']} in {report['location']}"),
         ("python", f"{report['python']} ({sys.implementation.name}), {report['platform']}"),
         ("compiler", build["compiler"]),
-        ("cpu", build["cpu_features"] or "no vector extension that the kernels use"),
+        ("cpu", build["cpu_features"] or "no vector extensions that the kernels use"),
         ("cuda", _cuda_text(report["cuda"])),
         ("cublaslt", _cublaslt_text(report)),
         ("devices", ", ".join(report["devices"])),
-        ("cores", f"{report['num_cores']} usable; threads of the ops: as many unless num_threads"),
+        ("cores", f"{report['num_cores']}; ops use all cores unless num_threads is set"),
     ]
     for name, version in report["packages"].items():
         absent = "MISSING" if name in _REQUIRED else "not installed (optional)"
@@ -126,8 +126,8 @@ def report_text(report: dict[str, Any]) -> str:
         verdict = "ok" if rate == 1.0 else "FAILED"
         share = "no drafts" if rate is None else f"{100 * rate:.1f} % of {run['num_draft_tokens']}"
         lines.append(
-            f"{'self-check':<18}{verdict}: the demo drafts for itself on {run['device']} at "
-            f"temperature {run['temperature']:g}, {share} drafts accepted"
+            f"{'self-check':<18}{verdict}: the demo model as its own drafter on {run['device']} at "
+            f"temperature {run['temperature']:g}: {share} drafts accepted"
         )
     return "\n".join(lines)
 
@@ -145,9 +145,9 @@ def _cublaslt_text(report: dict[str, Any]) -> str:
     if report["cublaslt"] is not None:
         return str(report["cublaslt"])
     if not report["cuda"]["is_usable"]:
-        return "not looked for: there is no GPU to use it on"
+        return "not searched: no usable GPU"
     return (
-        f"no {CUBLASLT_NAME} beside Python; the system's own places are searched, and "
+        f"no {CUBLASLT_NAME} in Python packages; the system's library folders are searched, and "
         f"{CUBLASLT_VARIABLE} can name a file or folder"
     )
 

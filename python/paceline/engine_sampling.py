@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SamplingParams` as the engine of one model takes them: token ids only, inside its vocabulary."""
+"""Converts `SamplingParams` to the arguments of one model's engine, which knows only token ids."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
-from paceline.checks import check_text
+from paceline.checks import check_text, shorten
 from paceline.limits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_TOKEN_IDS
 from paceline.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from paceline.loader import LoadedModel
 
-# Passed on as they are. What has its default is left out.
+# Parameters that are passed on unchanged, unless they have their default.
 _PLAIN: Final = (
     "top_k",
     "top_p",
@@ -31,14 +31,14 @@ def engine_arguments(params: SamplingParams, target: LoadedModel) -> dict[str, A
 
     Args:
         params: The parameters.
-        target: The model whose engine runs the request.
+        target: The model that runs the request.
 
     Returns:
-        Keyword arguments of `_core.Request`, but for the prompt and the seed.
+        The keyword arguments of `_core.Request`, except the prompt and the seed.
 
     Raises:
-        ValueError: A token id outside the vocabulary, a text that the model's tokenizer cannot
-            turn into tokens, too many stop tokens or bad words, or no token that may be drawn.
+        ValueError: A token id is outside the vocabulary, a string cannot be tokenized, there are
+            too many stop tokens or bad words, or no token may be sampled.
     """
     vocab_size = target.vocab_size
     bias = dict(params.logit_bias or ())
@@ -48,12 +48,12 @@ def engine_arguments(params: SamplingParams, target: LoadedModel) -> dict[str, A
     _check_in_vocabulary("allowed_token_ids", allowed, vocab_size)
     if params.stop and target.tokenizer is None:
         raise ValueError(
-            f"stop is {list(params.stop)!r:.60}, but {target.path} has no tokenizer.json, so that "
-            "the output has no text; allowed: stop_token_ids"
+            f"stop is {shorten(list(params.stop))}, but {target.path} has no tokenizer.json, so "
+            "the output has no text; allowed: stop_token_ids instead"
         )
     stop_token_ids = _stop_token_ids(params, target)
     bad_words = _bad_words(params, target)
-    _check_some_token_is_left(params, allowed, stop_token_ids, bad_words, vocab_size)
+    _check_some_token_remains(params, allowed, stop_token_ids, bad_words, vocab_size)
     arguments: dict[str, Any] = {
         "temperature": params.temperature,
         "max_tokens": params.max_tokens,
@@ -85,21 +85,21 @@ def _check_in_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -
 
 
 def _stop_token_ids(params: SamplingParams, target: LoadedModel) -> list[int]:
-    """All ids that end a request."""
+    """Returns all tokens that end the output, the checkpoint's own included."""
     stop = set(params.stop_token_ids or ())
     if not params.ignore_eos:
         stop.update(target.eos_token_ids)
     if len(stop) > MAX_STOP_TOKEN_IDS:
         raise ValueError(
-            f"stop_token_ids and the checkpoint's end-of-sequence ids "
-            f"{list(target.eos_token_ids)} are {len(stop)} ids together; "
+            f"stop_token_ids and the checkpoint's end-of-sequence tokens "
+            f"{shorten(list(target.eos_token_ids))} are {len(stop)} tokens together; "
             f"allowed: at most {MAX_STOP_TOKEN_IDS}"
         )
     return sorted(stop)
 
 
 def _bad_words(params: SamplingParams, target: LoadedModel) -> list[list[int]]:
-    """The sequences of tokens that are never completed, each once."""
+    """Returns the distinct token sequences that the output must not contain."""
     sequences: dict[tuple[int, ...], None] = {}
     for i, word in enumerate(params.bad_words or ()):
         if isinstance(word, str):
@@ -112,22 +112,22 @@ def _bad_words(params: SamplingParams, target: LoadedModel) -> list[list[int]]:
     num_tokens = sum(map(len, sequences))
     if len(sequences) > MAX_BAD_WORDS or num_tokens > MAX_BAD_WORD_TOKENS:
         raise ValueError(
-            f"bad_words are {len(sequences)} sequences of {num_tokens} tokens in all, texts with "
-            f"and without a space before them; allowed: at most {MAX_BAD_WORDS} sequences of "
-            f"{MAX_BAD_WORD_TOKENS} tokens"
+            f"bad_words are {len(sequences)} sequences with {num_tokens} tokens in all, counting "
+            "strings with and without a leading space; allowed: at most "
+            f"{MAX_BAD_WORDS} sequences with {MAX_BAD_WORD_TOKENS} tokens in all"
         )
     return [list(sequence) for sequence in sequences]
 
 
 def _tokenize_bad_word(name: str, word: str, target: LoadedModel) -> list[tuple[int, ...]]:
-    """vLLM's rule: the word as it starts a text, and as it follows a space.
+    """Tokenizes a word as vLLM does: at the start of a text, and after a space.
 
-    The second counts only where the space has become part of the first token: as many tokens, and
-    another first one.
+    The second form counts only if the space became part of the first token, that is, if both forms
+    have the same number of tokens and different first tokens.
     """
     if target.tokenizer is None:
         raise ValueError(
-            f"{name} is {word!r:.60}, but {target.path} has no tokenizer.json; "
+            f"{name} is {shorten(word)}, but {target.path} has no tokenizer.json; "
             "allowed: sequences of token ids"
         )
     check_text(name, word)
@@ -138,32 +138,32 @@ def _tokenize_bad_word(name: str, word: str, target: LoadedModel) -> list[tuple[
     )
     if not plain:
         raise ValueError(
-            f"{name} is {word!r:.60}, for which the tokenizer has no tokens; "
-            "allowed: a text that has tokens, or a sequence of token ids"
+            f"{name} is {shorten(word)}, which the tokenizer converts to no tokens; "
+            "allowed: a string that has tokens, or a sequence of token ids"
         )
     if len(spaced) == len(plain) and spaced[0] != plain[0]:
         return [plain, spaced]
     return [plain]
 
 
-def _check_some_token_is_left(
+def _check_some_token_remains(
     params: SamplingParams,
     allowed: list[int],
     stop_token_ids: list[int],
     bad_words: list[list[int]],
     vocab_size: int,
 ) -> None:
-    """Refuses what would rule out every token at once."""
-    ruled_out = {sequence[0] for sequence in bad_words if len(sequence) == 1}
+    """Refuses parameters that together exclude every token."""
+    excluded = {sequence[0] for sequence in bad_words if len(sequence) == 1}
     if params.min_tokens:
-        ruled_out.update(stop_token_ids)
-    if allowed and ruled_out.issuperset(allowed):
+        excluded.update(stop_token_ids)
+    if allowed and excluded.issuperset(allowed):
         raise ValueError(
-            f"allowed_token_ids is {allowed!r:.60}, and bad_words or min_tokens (which rules out "
-            "stop tokens) rule out all of them; allowed: ids of which at least one may be drawn"
+            f"allowed_token_ids is {shorten(allowed)}, but bad_words or min_tokens (which excludes "
+            "stop tokens) exclude all of them; allowed: ids of which at least one is not excluded"
         )
-    if not allowed and len(ruled_out) >= vocab_size:
+    if not allowed and len(excluded) >= vocab_size:
         raise ValueError(
-            f"bad_words and min_tokens rule out all {vocab_size} tokens; "
-            "allowed: those that leave at least one"
+            f"bad_words and min_tokens exclude all {vocab_size} tokens; "
+            "allowed: values that leave at least one"
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LLM`: a target, maybe a drafter, and an engine that runs them."""
+"""`LLM`: a target model, an optional drafter, and the engine that runs them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from paceline import _core, lifetime
-from paceline.checks import check_choice, check_keywords, check_path, checks_keywords
+from paceline.checks import check_choice, check_keywords, check_path, checks_keywords, shorten
 from paceline.config import (
     DRAFT_DRIVERS,
     DRAFT_POSITIONS,
@@ -65,9 +65,13 @@ _logger = logging.getLogger("paceline")
 
 
 class LLM:
-    """A model ready to generate, with or without a drafter.
+    """A loaded model that generates, with or without speculative decoding.
 
-    All methods may be called from several threads; their requests run together.
+    All methods are thread-safe. Requests from several threads run in the same batch.
+
+    Close an LLM with `close()` or a `with` block to free its memory at once; otherwise it is freed
+    when the object is collected or the interpreter exits. An LLM cannot be pickled, and it cannot
+    be used in a forked child process: build it there, or use multiprocessing's "spawn" method.
 
     Example:
         >>> llm = LLM("path/to/model", speculative_config={"method": "draft_model",
@@ -76,10 +80,10 @@ class LLM:
 
     Attributes:
         config: The engine's configuration, as given.
-        speculative_config: The speculator's configuration, or None.
-        target: The loaded target.
-        draft: The loaded drafter, or None.
-        max_model_len: Most tokens of prompt and output of one request.
+        speculative_config: The configuration of speculative decoding; None without it.
+        target: The loaded target model.
+        draft: The loaded drafter; None without one.
+        max_model_len: Largest number of tokens of a request, prompt and output together.
     """
 
     @checks_keywords
@@ -105,45 +109,52 @@ class LLM:
         """Loads the models and starts the engine.
 
         Args:
-            model: Folder of the target's checkpoint in Hugging Face layout. Without a
-                `tokenizer.json` it takes token ids only.
-            speculative_config: vLLM's keys as a mapping or JSON, see `SpeculativeConfig`; None =
-                plain decoding.
-            device: "cpu", "cuda" (the first visible GPU), or "auto": "cuda" where it can be used,
-                else "cpu".
-            dtype: Of the weights: "auto" (BF16 stays bfloat16, anything else becomes float32),
-                "float32" or "bfloat16". On CUDA float32 weights run on slow reference kernels.
-            load_format: "auto" reads the weights; "dummy" makes them up (normal, standard deviation
-                0.02), for the drafter too. A folder then needs no more than `config.json`.
-            max_model_len: Most tokens of prompt and output of one request. None = what the target
-                was made for, at most 4,096. The drafter must have been made for as many.
-            max_num_seqs: Outputs that are generated at the same time; further ones wait.
-            max_num_batched_tokens: Rows of one iteration; None = 2,048, or more where max_num_seqs
-                verify windows need more.
-            prefill_chunk_size: Most prompt tokens of one request in one iteration; None = what the
-                iteration has room for.
-            kv_cache_bytes: Bytes of the KV pool. None = enough for max_num_seqs sequences of
-                max_model_len tokens, but at most a quarter of the memory that is free now, or on
-                CUDA 90 % of what the weights leave free, less 2 GiB; `memory_report()` has the size
-                and the reason. A pool that is too small for all sequences at once is no error: some
-                wait, or are computed again later.
-            block_size: Tokens of a KV block.
-            num_threads: CPU threads; None = all cores that the process may use.
-            seed: Seeds requests that have no seed of their own.
-            max_logprobs: The most probable tokens whose logprobs a request may ask for, 0 to 64. 0
-                = none may ask for logprobs, and no memory is taken for them; else they take about
-                as much as the logits do.
-            show_progress: Show progress bars while loading and while graphs are captured, where
-                standard error is a terminal. (What memory is used for is logged at level INFO by
-                the logger "paceline".)
+            model: Folder of the target's checkpoint, in Hugging Face layout. If it has no
+                `tokenizer.json`, prompts must be token ids and outputs have no text.
+            speculative_config: How to draft, as a mapping or JSON with vLLM's keys; see
+                `SpeculativeConfig`. None = plain decoding.
+            device: Where to run: "cpu", "cuda" (the first visible GPU) or "auto" ("cuda" if a GPU
+                is usable, else "cpu"). "cpu" and "cuda" raise an error if that device is
+                unavailable.
+            dtype: Type of the weights: "float32", "bfloat16" or "auto" (bfloat16 if the checkpoint
+                is in bfloat16, else float32). On CUDA, float32 weights run on slow reference
+                kernels.
+            load_format: "auto" reads the weights from the checkpoint. "dummy" makes random weights
+                (normal, standard deviation 0.02) for target and drafter, and needs only their
+                `config.json`.
+            max_model_len: Largest number of tokens of a request, prompt and output together. None =
+                the length that the target supports, but at most 4,096. The drafter must
+                support the same length.
+            max_num_seqs: Largest number of outputs generated at the same time. Further outputs
+                wait.
+            max_num_batched_tokens: Largest number of token rows in one iteration. None = 2,048, or
+                max_num_seqs * (num_speculative_tokens + 1) if that is more.
+            prefill_chunk_size: Largest number of prompt tokens of one request in one iteration.
+                None = as many as the iteration has room for.
+            kv_cache_bytes: Size of the KV pool in bytes. None = enough for max_num_seqs sequences
+                of max_model_len tokens, but on the CPU at most a quarter of the memory that is free
+                now, and on CUDA at most 90 % of the memory that the weights leave free, minus 2
+                GiB. `memory_report()` states the size and the reason. If the pool cannot hold all
+                sequences at once, some wait, or are preempted and recomputed.
+            block_size: Tokens per KV block.
+            num_threads: CPU threads of the ops. None = all cores that the process may use.
+            seed: Base seed for requests without a seed; see `generate`.
+            max_logprobs: Largest `logprobs` and `prompt_logprobs` that a request may have, 0 to 64.
+                0 = requests may have neither, and no memory is reserved for them. Otherwise they
+                take about as much memory as the logits.
+            show_progress: Show progress bars while weights are loaded and CUDA graphs are captured,
+                if standard error is a terminal. (The logger "paceline" reports the use of memory at
+                level INFO.)
 
         Raises:
-            ValueError: An argument that is not allowed, or a drafter that does not fit the target.
-            NotImplementedError: A method, model or device that is not there yet.
-            paceline.ModelNotFoundError: A folder or file that does not exist.
-            paceline.ModelFileError: A file that does not hold what it must.
-            paceline.OutOfMemoryError: No memory for weights, KV pool or workspace.
-            paceline.DeviceError: The GPU or its driver failed, or the system refuses a thread.
+            ValueError: An argument is not allowed, or the drafter does not fit the target.
+            NotImplementedError: A method, model or device is not supported yet.
+            paceline.ModelNotFoundError: A folder or file does not exist.
+            paceline.ModelFileError: A file is damaged or lacks required content.
+            paceline.OutOfMemoryError: There is not enough memory for weights, KV pool or workspace.
+            paceline.DeviceError: The GPU or its driver failed, or the system refused a
+                thread.
+            RuntimeError: The Python interpreter is exiting.
         """
         model = check_path("model", model)
         check_choice("load_format", load_format, LOAD_FORMATS)
@@ -188,16 +199,16 @@ class LLM:
         show_progress: bool = True,
         **engine: Any,
     ) -> LLM:
-        """Starts an engine on models that are loaded already; they may be shared.
+        """Starts an engine on models that are already loaded. Several engines may share models.
 
         Args:
-            target: What `paceline.loader.load_checkpoint` returned.
-            draft: The same, or what `load_drafter` returned, for the drafter; needed if and only if
-                there is a speculative_config whose method has a model.
-            speculative_config: As for `LLM`; its `model` is only a name here.
+            target: The result of `paceline.loader.load_checkpoint`.
+            draft: The drafter: the result of `load_checkpoint` or `load_drafter`. Required if
+                speculative_config has a method with a model, and not allowed otherwise.
+            speculative_config: As for `LLM`. Its `model` is only a name here.
             show_progress: As for `LLM`.
-            **engine: Fields of `EngineConfig`. The engine runs where the models lie; a `device`
-                other than "auto" has to say the same.
+            **engine: Fields of `EngineConfig`. The engine runs on the device that the models are
+                on; a `device` other than "auto" must be that device.
 
         Returns:
             The LLM.
@@ -213,13 +224,15 @@ class LLM:
         needs_draft = speculative is not None and speculative.method != "ngram"
         if needs_draft != (draft is not None):
             raise ValueError(
-                "draft and speculative_config belong together: "
-                f"draft is {draft!r:.60}, speculative_config is {speculative_config!r}"
+                f"draft is {shorten(draft)} and speculative_config is "
+                f"{shorten(speculative_config)}; allowed: both or neither, except that method "
+                "'ngram' has no draft"
             )
         if config.device not in ("auto", target.model.device):
             raise ValueError(
-                f"device is {config.device!r}, but the target lies on {target.model.device!r}; "
-                f"allowed: 'auto' or {target.model.device!r}, or load it to the other device"
+                f"device is {config.device!r}, but the target is on {target.model.device!r}; "
+                f"allowed: 'auto' or {target.model.device!r}, or a target that is loaded to "
+                f"{config.device!r}"
             )
         resolve_device(target.model.device)
         llm = cls.__new__(cls)
@@ -274,28 +287,30 @@ class LLM:
         *,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Continues prompts and waits for all of them.
+        """Generates completions of prompts and waits until all are complete.
 
-        All prompts are queued, or where one is refused none. A Ctrl-C cancels them.
+        The prompts are queued together. If one is refused, none is queued. A Ctrl-C cancels them.
 
-        The output of a request with a seed, or at temperature 0, depends on nothing but the prompt,
-        the parameters and the target; with rejection_sample_method "standard" or "block" that holds
-        at temperature 0 only, and with "synthetic" never. A request without a seed has the seed
-        `llm_seed * 2**32 + i` modulo 2**64, where i counts the outputs of this LLM's requests
-        before it; so no two outputs without a seed share one.
+        Reproducibility: with a seed, or at temperature 0, the output depends only on the prompt,
+        the parameters and the target. With rejection_sample_method "standard" or "block" this holds
+        only at temperature 0, and with "synthetic" never. A request without a seed gets the seed
+        `llm_seed * 2**32 + i` modulo 2**64, where i is the number of outputs that this LLM's
+        earlier requests have. So all outputs without a seed have different seeds.
 
         Args:
-            prompts: A text or a sequence of token ids, or a sequence of those.
-            sampling_params: For all prompts, or one for each; None = `SamplingParams()`.
+            prompts: A string or a sequence of token ids, or a sequence of strings and token id
+                sequences.
+            sampling_params: One for all prompts, or a sequence with one for each prompt. None =
+                `SamplingParams()`.
             use_tqdm: Show a progress bar on standard error.
 
         Returns:
-            One output for each prompt, in their order.
+            One `RequestOutput` per prompt, in the order of the prompts.
 
         Raises:
-            ValueError: A prompt or parameter that is not allowed; says which prompt.
-            RequestError: The engine gave up on a request; the outputs of the others are attached.
-            RuntimeError: The LLM is closed.
+            ValueError: A prompt or a parameter is not allowed. The message says which.
+            RequestError: The engine failed to complete a request. The error has all outputs.
+            RuntimeError: The LLM is closed, or was built before `fork` in the parent process.
         """
         requests = self._prepare(prompts, sampling_params)
         num_prompts = sum(request.sample == 0 for request in requests)
@@ -319,22 +334,22 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> RequestStream:
-        """Continues prompts and gives out text as it is accepted.
+        """Generates completions of prompts and returns each piece as soon as it is accepted.
 
-        The requests are queued at once. Closing the iterator, leaving its `with` block or dropping
-        it cancels what still runs.
+        The requests are queued at once. Closing the iterator, leaving its `with` block or deleting
+        it cancels the requests that still run.
 
         Args:
             prompts: As for `generate`.
             sampling_params: As for `generate`.
 
         Returns:
-            An iterator over `StreamChunk`; the chunks of several prompts and of the outputs of one
-            are interleaved.
+            An iterator over `StreamChunk`. Chunks of different prompts, and of the `n` outputs of
+            one prompt, are interleaved.
 
         Raises:
-            ValueError: A prompt or parameter that is not allowed; says which prompt.
-            RuntimeError: The LLM is closed.
+            ValueError: A prompt or a parameter is not allowed. The message says which.
+            RuntimeError: The LLM is closed, or was built before `fork` in the parent process.
         """
         return self._run(self._prepare(prompts, sampling_params))
 
@@ -342,14 +357,16 @@ class LLM:
         """Computes the target's logits at every position of a prompt.
 
         Args:
-            prompt: A text or a sequence of at most `max_model_len` token ids.
+            prompt: A string, or a sequence of token ids; at most `max_model_len` tokens.
 
         Returns:
-            float32 array [num_tokens, vocab_size]; row i judges the token after position i.
+            float32 array [num_tokens, vocab_size]. Row i has the logits of the token after
+            position i.
 
         Raises:
-            ValueError: A prompt that is not allowed.
-            RuntimeError: The LLM is closed, or the engine gave up.
+            ValueError: The prompt is not allowed.
+            RuntimeError: The LLM is closed, was built before `fork` in the parent process, or
+                failed.
         """
         _, token_ids = encode(
             prompt, "prompt", self.target, max_model_len=self.max_model_len, spare=0
@@ -363,17 +380,20 @@ class LLM:
         finally:
             session.close()
         if event.logits is None:
-            raise RuntimeError(f"the prompt was not scored: {event.error or event.finish_reason}")
+            raise RuntimeError(
+                f"the logits were not computed: {event.error or event.finish_reason}"
+            )
         return event.logits.copy()
 
-    # ---- about ---------------------------------------------------------------------------------
+    # ---- reports -------------------------------------------------------------------------------
 
     def capabilities(self) -> dict[str, Any]:
-        """Says what this version can do and how this LLM is set up.
+        """Lists what this version supports and how this LLM is configured.
 
         Returns:
-            A dict of plain JSON types: what `speculative_config`, `device` and `dtype` take, which
-            methods come later, the architectures, and under "configured" the limits in effect.
+            A dict of plain JSON types: the values that `speculative_config`, `device` and `dtype`
+            take, the methods that are planned ("later_methods"), the architectures, and under
+            "configured" the options in effect.
         """
         options = self._executor.options
         speculative = self.speculative_config
@@ -389,14 +409,14 @@ class LLM:
         }
 
     def memory_report(self) -> dict[str, Any]:
-        """Says where the memory goes.
+        """Reports the use of memory.
 
         Returns:
-            The "device"; bytes of weights, KV pool, workspace and captured graphs, counts of slabs;
-            the bytes of the "workspace" by what they are for ("proposals": of drafts that
-            "standard" or "block" draw); one dict a KV group under "groups", with "max_bytes" for
-            what all sequences together can hold in it; and under "kv_cache_rule" why the pool has
-            its size.
+            A dict of plain JSON types: the "device"; the bytes of weights, KV pool, workspace and
+            captured graphs; the numbers of KV slabs; under "workspace" its bytes by purpose
+            ("proposals" holds the distributions of drafts that "standard" and "block" sample);
+            under "groups" one dict per KV group, whose "max_bytes" is what all sequences together
+            can hold in it; and under "kv_cache_rule" the reason for the size of the pool.
         """
         report = self._executor.memory_report()
         for group in report["groups"]:
@@ -422,7 +442,10 @@ class LLM:
         )
 
     def close(self) -> None:
-        """Cancels what runs and frees the engine. Closing twice is fine; so is never closing."""
+        """Cancels all requests and frees the engine. Closing twice is fine.
+
+        An LLM that is never closed is freed when it is collected or the interpreter exits.
+        """
         self._finalizer()
 
     def __reduce__(self) -> Any:
@@ -442,7 +465,7 @@ class LLM:
     ) -> None:
         self.close()
 
-    # ---- inside --------------------------------------------------------------------------------
+    # ---- internals -----------------------------------------------------------------------------
 
     @property
     def _executor(self) -> _core.Executor:
@@ -450,7 +473,7 @@ class LLM:
         return self._dispatcher.executor
 
     def _run(self, requests: list[Request]) -> RequestStream:
-        """Numbers the outputs, which gives the seeds, and queues the requests: all or none."""
+        """Numbers the outputs, which determines seeds, and queues the requests: all or none."""
         with self._numbering:
             for number, request in enumerate(requests, self._num_outputs):
                 if request.sample == 0:
@@ -466,7 +489,7 @@ class LLM:
                 else self.speculative_config.num_speculative_tokens,
                 owner=self,
             )
-            # Only now, so that a refused call numbers no output.
+            # After queueing, so that a refused call does not use up numbers.
             self._num_outputs += len(requests)
         return stream
 
@@ -475,8 +498,8 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[Request]:
-        """Checks what the engine does not; queues nothing. The samples of a prompt come side by
-        side, in order."""
+        """Checks and encodes requests, without queueing them. The samples of a prompt are adjacent
+        and in order."""
         self._dispatcher.check_running()
         listed = list_prompts(prompts)
         params = list_params(sampling_params, len(listed))
@@ -509,7 +532,7 @@ class LLM:
 
 
 def capabilities() -> dict[str, Any]:
-    """Says what this version can do, without any model; see `LLM.capabilities`."""
+    """Lists what this version supports, without a model; see `LLM.capabilities`."""
     return {
         "methods": list(METHODS),
         "later_methods": list(LATER_METHODS),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What memory is used for, in words."""
+"""Describes the use of memory."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from typing import Any
 
 
 def group_max_bytes(group: dict[str, Any], *, max_num_seqs: int, max_model_len: int) -> int:
-    """Bytes that all sequences together can hold in a KV group, prefill aside.
+    """Computes the bytes that all sequences together can hold in a KV group, except for prefill.
 
     Args:
         group: An entry of `memory_report()["groups"]`.
-        max_num_seqs: Sequences at the same time.
-        max_model_len: Tokens of one sequence.
+        max_num_seqs: Number of sequences at the same time.
+        max_model_len: Number of tokens of one sequence.
 
     Returns:
-        Bytes, in whole blocks.
+        The bytes of whole blocks.
     """
     tokens = max_model_len
     if group["window"]:
-        # A window begins anywhere in its first block.
+        # A window can begin anywhere in its first block.
         tokens = min(tokens, group["window"] + group["block_size"])
     blocks = -(-tokens // group["block_size"])
     return int(max_num_seqs * blocks * group["block_bytes"])
 
 
 def memory_plan(report: dict[str, Any]) -> str:
-    """Puts a memory report in one line for people.
+    """Formats a memory report in one line.
 
     Args:
-        report: What `LLM.memory_report` returns.
+        report: The result of `LLM.memory_report`.
 
     Returns:
-        The line, in MiB.
+        The line, with sizes in MiB.
     """
     weights = _mib(report["target_weight_bytes"])
     if report["draft_weight_bytes"]:
-        weights += f" + {_mib(report['draft_weight_bytes'])} of the drafter"
+        weights += f" + {_mib(report['draft_weight_bytes'])} (drafter)"
     groups = ", ".join(
         f"{group['owner']} {group['kind']}"
         f"{' ' + str(group['window']) if group['window'] else ''} x {group['num_layers']}: "
@@ -44,7 +44,7 @@ def memory_plan(report: dict[str, Any]) -> str:
         for group in report["groups"]
     )
     parts = sorted(report["workspace"].items(), key=lambda part: (-part[1], part[0]))
-    # Not those that would read 0.0.
+    # Leave out parts that would be shown as 0.0.
     shown = [(purpose, num_bytes) for purpose, num_bytes in parts if num_bytes >= 2**20 // 20]
     workspace = ", ".join(f"{purpose} {_mib(num_bytes)}" for purpose, num_bytes in shown)
     return (

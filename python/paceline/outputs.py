@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request gives back."""
+"""The results of a request."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Logprob:
-    """How probable the target found a token at a place, whatever the sampling parameters.
+    """The target's log-probability of a token at a position, before sampling parameters.
 
     Attributes:
-        logprob: Natural logarithm of its probability.
-        rank: 1 and how many tokens are more probable there; equals share a rank.
-        decoded_token: The token as text, special tokens included; None when the checkpoint has no
+        logprob: Natural logarithm of the token's probability.
+        rank: 1 + the number of more probable tokens at the position. Equally probable tokens have
+            the same rank.
+        decoded_token: The token as text, also for special tokens. None if the checkpoint has no
             tokenizer.
     """
 
@@ -24,29 +25,30 @@ class Logprob:
     decoded_token: str | None
 
 
-# At one place: the token that is there, then the most probable ones, best first; by token id.
+# Logprobs at one position by token id: the actual token first, then the most probable ones in
+# descending order.
 TokenLogprobs = dict[int, Logprob]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """The text that continues a prompt.
+    """One completion of a prompt.
 
     Attributes:
-        text: The output tokens as text, without special tokens and without the stop token; it ends
-            before a stop string, or after it with `include_stop_str_in_output`. Empty when the
+        text: The completion as text, without special tokens and without the stop token. It ends
+            before the stop string, or after it with `include_stop_str_in_output`. Empty if the
             checkpoint has no tokenizer.
-        token_ids: The output tokens, up to the stop token or the token that completed a stop
-            string, which is included.
-        logprobs: With `SamplingParams.logprobs`, for each of `token_ids` a dict from token ids to
-            `Logprob`: the token itself first, then the most probable ones, best first, where a
-            token that is both is there once. Else None.
+        token_ids: The tokens of the completion. The last one may be the stop token, or the token
+            that completed a stop string.
+        logprobs: With `SamplingParams.logprobs`, one dict from token ids to `Logprob` for each of
+            `token_ids`: the token itself first, then the most probable tokens in descending order.
+            A token that is both occurs once. None otherwise.
         finish_reason: "stop" (a stop token or a stop string), "length" (max_tokens or
-            max_model_len) or "error".
-        stop_reason: The stop string, or the id among `stop_token_ids`, that ended the request; else
-            None, also at the checkpoint's own end-of-sequence ids.
-        cumulative_logprob: The sum of the logprobs of `token_ids`; None without `logprobs`.
-        index: Which of the request's outputs, from 0.
+            max_model_len was reached) or "error".
+        stop_reason: The stop string, or the member of `stop_token_ids`, that ended the output. None
+            otherwise, including at the checkpoint's own end-of-sequence tokens.
+        cumulative_logprob: The sum of the logprobs of `token_ids`. None without `logprobs`.
+        index: Index of the completion among the `SamplingParams.n` of the request, from 0.
     """
 
     text: str
@@ -60,26 +62,36 @@ class CompletionOutput:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times and counters of one request, measured by the engine; of all its outputs together.
+    """Times and counters of one request, over all its outputs, measured by the engine.
 
     Attributes:
-        num_prompt_tokens: Tokens of the prompt.
-        num_output_tokens: Tokens of the outputs.
-        time_to_first_token_ms: From queueing to the first token; None without tokens.
-        generation_time_ms: From the first token to the last output's end; None without tokens.
-        total_time_ms: From queueing to the last output's end.
-        mean_itl_ms: Generation time of an output per token after its first delivery; None without
-            such tokens.
-        tokens_per_second: The same as a rate.
-        speculative_decoding: None without speculation, else a dict with vLLM's names. After a stop
-            string it counts all that the engine did, tokens beyond the output included:
-            mean_acceptance_length (tokens per drafted iteration, bonus token included),
-            draft_acceptance_rate, acceptance_histogram [k + 1] (drafted iterations by accepted
-            drafts), acceptance_histogram_by_draft_length {"d": [d + 1]}, num_spec_steps,
-            num_accepted_draft_tokens, num_draft_tokens, num_spec_tokens (k),
-            acceptance_per_position [k] (of the times draft i was verified, the share kept; None if
-            it never was) and num_discarded_draft_tokens (never judged: beyond the end of the
-            request). Rates without a denominator are None.
+        num_prompt_tokens: Number of tokens of the prompt.
+        num_output_tokens: Number of tokens of all outputs.
+        time_to_first_token_ms: Time from queueing to the first token. None without tokens.
+        generation_time_ms: Time from the first token to the end of the last output. None without
+            tokens.
+        total_time_ms: Time from queueing to the end of the last output.
+        mean_itl_ms: Mean inter-token latency: the generation time of an output, divided by its
+            tokens after the first delivery. None without such tokens.
+        tokens_per_second: 1000 / mean_itl_ms. None if that is None.
+        speculative_decoding: None without speculative decoding. Otherwise a dict with vLLM's names
+            (a rate without a denominator is None):
+
+            - mean_acceptance_length: tokens per iteration with drafts, bonus token included.
+            - draft_acceptance_rate: accepted drafts / verified drafts.
+            - acceptance_histogram [k + 1]: iterations with drafts, by number of accepted drafts.
+            - acceptance_histogram_by_draft_length {"d": [d + 1]}: the same for each number d of
+              verified drafts.
+            - acceptance_per_position [k]: accepted / verified drafts at each draft position; None
+              at a position that was never verified.
+            - num_spec_steps: iterations with drafts.
+            - num_draft_tokens, num_accepted_draft_tokens: verified and accepted drafts.
+            - num_discarded_draft_tokens: drafts beyond the end of an output, which are not
+              verified.
+            - num_spec_tokens: k.
+
+            After a stop string the counters include the tokens that the engine generated beyond the
+            output.
     """
 
     num_prompt_tokens: int
@@ -92,7 +104,7 @@ class RequestMetrics:
     speculative_decoding: dict[str, Any] | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the metrics as plain JSON types; `speculative_decoding` is absent when None."""
+        """Returns the metrics as plain JSON types, without `speculative_decoding` if it is None."""
         result = dataclasses.asdict(self)
         if self.speculative_decoding is None:
             del result["speculative_decoding"]
@@ -104,15 +116,16 @@ class RequestOutput:
     """A finished request.
 
     Attributes:
-        prompt: The prompt as text; None when it came as token ids.
+        prompt: The prompt as a string. None if it was given as token ids.
         prompt_token_ids: The prompt as token ids.
         outputs: The `SamplingParams.n` completions, by index.
         metrics: Times and counters.
-        error: What happened to the first of the outputs whose `finish_reason` is "error"; None
-            without one.
-        prompt_logprobs: With `SamplingParams.prompt_logprobs`, for each of `prompt_token_ids` what
-            `CompletionOutput.logprobs` has for the output; None for the first, which nothing comes
-            before. None without it, and when the request failed before the prompt was through.
+        error: The error of the first completion whose `finish_reason` is "error". None if there is
+            none.
+        prompt_logprobs: With `SamplingParams.prompt_logprobs`, one dict for each of
+            `prompt_token_ids`, as in `CompletionOutput.logprobs`; the first entry is None, because
+            no token precedes the first. None otherwise, and if the request failed before the whole
+            prompt was processed.
     """
 
     prompt: str | None
@@ -125,18 +138,21 @@ class RequestOutput:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamChunk:
-    """What one iteration added to one output of a request.
+    """The tokens that one iteration added to one output of a request.
 
     Attributes:
-        index: Position of the prompt among those given to `LLM.stream`.
-        text: New text. Never part of a character: bytes that do not make one yet come with a later
-            chunk. Nor the beginning of what may become a stop string.
-        token_ids: New tokens; also those whose text comes later.
-        finished: The output has ended; its last chunk.
-        output: All of the request in its last chunk, when its last output has ended; else None.
-        logprobs: Of `token_ids`, as in `CompletionOutput`; None without `SamplingParams.logprobs`.
-        prompt_logprobs: As in `RequestOutput`, in the first chunk that has tokens; else None.
-        sample: Which of the request's outputs, from 0.
+        index: Index of the prompt among those given to `LLM.stream`.
+        text: New text. It contains whole characters only: the bytes of an incomplete character come
+            with a later chunk. Text that may be the beginning of a stop string is also held back.
+        token_ids: New tokens, including those whose text comes with a later chunk.
+        finished: Whether this is the last chunk of the output.
+        output: In the last chunk of the request, when all its outputs have ended, the complete
+            result. None in all other chunks.
+        logprobs: The logprobs of `token_ids`, as in `CompletionOutput`. None without
+            `SamplingParams.logprobs`.
+        prompt_logprobs: As in `RequestOutput`, in the first chunk that has tokens. None in all
+            other chunks.
+        sample: Index of the output among the `SamplingParams.n` of the request, from 0.
     """
 
     index: int
@@ -150,10 +166,11 @@ class StreamChunk:
 
 
 class RequestError(RuntimeError):
-    """The engine gave up on a request while it ran. The other requests are not affected.
+    """The engine failed to complete a request. Other requests are not affected.
 
     Attributes:
-        outputs: All outputs of the call, in the order of the prompts; failed ones have an `error`.
+        outputs: The outputs of all prompts of the call, in their order. Failed ones have an
+            `error`.
     """
 
     def __init__(self, message: str, outputs: list[RequestOutput]) -> None:
@@ -166,7 +183,7 @@ class RequestError(RuntimeError):
 
 
 def added_counters(counters: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Adds up `RequestEvent.counters`, lists element by element."""
+    """Sums `RequestEvent.counters`; lists are summed element by element."""
     first, *others = counters
     total = dict(first)
     for other in others:
@@ -181,15 +198,16 @@ def added_counters(counters: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def speculative_metrics(
     counters: dict[str, Any], histogram_by_draft_length: dict[int, list[int]], num_spec_tokens: int
 ) -> dict[str, Any]:
-    """Names the engine's counters as vLLM does; see `RequestMetrics.speculative_decoding`.
+    """Converts the engine's counters to vLLM's names.
 
     Args:
-        counters: `RequestEvent.counters` of the last event, of all outputs together.
-        histogram_by_draft_length: Per number of verified drafts d, [d + 1] iterations by accepted.
+        counters: `RequestEvent.counters` of the last events, summed over all outputs.
+        histogram_by_draft_length: For each number d of verified drafts, the iterations by number of
+            accepted drafts [d + 1].
         num_spec_tokens: k.
 
     Returns:
-        The dict.
+        The dict that `RequestMetrics.speculative_decoding` describes.
     """
     num_steps = counters["num_iterations"]
     num_drafted = counters["num_draft_tokens"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the tokens of one request are chosen. docs/sampling.md has the exact meanings."""
+"""`SamplingParams`: how the tokens of a request are sampled. docs/sampling.md defines it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BYTES: Final = bytes | bytearray | memoryview  # sequences of integers that are
 
 
 class _RefuseUnknownKeywords(type):
-    """See `check_keywords`; a dataclass has no `__init__` to decorate."""
+    """Applies `check_keywords` to a dataclass, which has no `__init__` of its own to decorate."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         fields = dataclasses.fields(cls)  # type: ignore[arg-type]
@@ -40,52 +40,53 @@ class _RefuseUnknownKeywords(type):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams(metaclass=_RefuseUnknownKeywords):
-    """Sampling of one request; names and meanings are vLLM's.
+    """Sampling parameters of one request, with vLLM's names and meanings.
 
-    All of it holds for every token, whether a drafter proposed it or not. Sequences and mappings
-    are kept as tuples, so that parameters can be compared, hashed and shared.
+    They apply to every token in the same way, whether a drafter proposed it or not. Sequences and
+    mappings are stored as tuples, so that parameters can be compared, hashed and shared.
 
     Attributes:
-        n: Outputs for the prompt, 1 to 128, drawn independently of each other: output i is what a
-            request with the seed `seed + i` (modulo 2**64) gives.
-        temperature: 0 = greedy, else the logits are divided by it before the draw; up to 1e6.
-        top_k: Draw from the most probable so many tokens; 0 or -1 = all, kept as 0.
-        top_p: Draw from the fewest most probable tokens whose probabilities make up this much; in
-            (0, 1], 1 = all.
-        min_p: Draw from the tokens that are at least this many times as probable as the most
-            probable one; in [0, 1], 0 = all.
-        repetition_penalty: The logit of a token that is in the prompt or the output is divided by
-            it where it is positive, else multiplied; > 0, 1 = off.
-        presence_penalty: Taken off the logit of a token that is in the output; in [-2, 2].
-        frequency_penalty: The same, times how often it is there; in [-2, 2].
-        logit_bias: Added to logits: token id to bias in [-100, 100]; at most 1,024. Kept as pairs
-            (id, bias), by id; None = none.
-        bad_words: What the output never holds, as texts or as sequences of token ids. A text is
-            tokenized with and without a space before it, see docs/sampling.md. At most 128
-            sequences of 1,024 tokens in all; None = none.
-        allowed_token_ids: The only tokens that may be drawn; empty or None = all.
-        max_tokens: Most tokens to emit, >= 1. Prompt and output together also end at
-            `max_model_len`.
-        min_tokens: Nothing that ends a request does so before it has this many tokens: stop tokens
-            are ruled out, stop strings are passed over; 0 to max_tokens.
-        stop: A text, or several, that ends the request when it is in the output's text. At most 16
-            of at most 256 characters; None = none. Special tokens are never in the text, so
-            name those in `stop_token_ids`.
-        include_stop_str_in_output: The text ends after the stop string; else before it.
-        stop_token_ids: The request ends after any of these, besides the checkpoint's own
-            end-of-sequence ids. The stop token is in `token_ids` and not in `text`. At most 8 in
-            all; None = none.
-        ignore_eos: Do not end at the checkpoint's end-of-sequence ids.
-        seed: Same seed, prompt and model: same tokens, whatever else runs. None = derived from the
-            LLM's seed and the number of the output, see `LLM.generate`.
-        logprobs: Return how probable the target found each output token, and this many of the
-            most probable tokens at its place; 0 = the token alone, None = nothing. At most the
-            LLM's `max_logprobs`. They are those of the target's logits before all of the above.
-        prompt_logprobs: The same for the prompt's tokens, but for the first.
+        n: Number of outputs, 1 to 128. They are sampled independently: output i is the output of a
+            request with the seed `seed + i` (modulo 2**64).
+        temperature: Divides the logits before sampling; at most 1e6. 0 = greedy.
+        top_k: Sample from the top_k most likely tokens. 0 or -1 = all; stored as 0.
+        top_p: Sample from the smallest set of most likely tokens whose probabilities sum to at
+            least top_p; above 0, at most 1. 1 = all.
+        min_p: Sample from tokens whose probability is at least min_p times that of the most likely
+            token; 0 to 1. 0 = all.
+        repetition_penalty: Penalizes tokens that occur in the prompt or the output: divides their
+            logit if it is positive, else multiplies it; above 0. 1 = off.
+        presence_penalty: Subtracted from the logit of tokens that occur in the output; -2 to 2.
+        frequency_penalty: Subtracted from the logit of a token once for each of its occurrences in
+            the output; -2 to 2.
+        logit_bias: Added to the logits: a mapping from token ids to biases from -100 to 100, with
+            at most 1,024 entries. Stored as pairs (token id, bias) in order of token id.
+        bad_words: Text the output must not contain, as strings or as sequences of token ids.
+            Strings are tokenized with and without a leading space; see docs/sampling.md. At most
+            128 sequences with 1,024 tokens in all.
+        allowed_token_ids: The only tokens that may be sampled. Empty or None = all.
+        max_tokens: Largest number of output tokens, at least 1. An output also ends when prompt and
+            output together reach `max_model_len`.
+        min_tokens: Number of output tokens before a stop token is allowed or a stop string ends the
+            output; 0 to max_tokens.
+        stop: A string, or a sequence of strings, that ends the output when its text contains it. At
+            most 16 strings of at most 256 characters. The text has no special tokens; name those
+            in `stop_token_ids`.
+        include_stop_str_in_output: Whether the text ends after the stop string instead of before
+            it.
+        stop_token_ids: Tokens that end the output, in addition to the checkpoint's end-of-sequence
+            tokens; at most 8 with those. The stop token is part of `token_ids` but not of `text`.
+        ignore_eos: Continue after the checkpoint's end-of-sequence tokens.
+        seed: Seed of the request, 0 to 2**64 - 1. The same seed, prompt and model give the same
+            tokens, whatever else runs. None = derived from the LLM's seed; see `LLM.generate`.
+        logprobs: Return the target's log-probabilities of each output token and of this many most
+            likely tokens at its position, at most the LLM's `max_logprobs`. They are computed from
+            the raw logits, before all parameters above. 0 = only the output token; None = none.
+        prompt_logprobs: The same for the tokens of the prompt, except the first.
 
     Raises:
-        ValueError: A value that is not allowed; names the parameter.
-        TypeError: A parameter that does not exist; lists those that do.
+        ValueError: A value is not allowed. The message names the parameter.
+        TypeError: A parameter does not exist. The message lists those that do.
     """
 
     n: int = 1
@@ -155,21 +156,21 @@ class SamplingParams(metaclass=_RefuseUnknownKeywords):
 def _check_number(
     name: str, value: Any, allowed: str, is_allowed: Callable[[float], bool]
 ) -> float:
-    """Checks a number as it is and as the 32-bit float that the engine computes with."""
+    """Checks a number both exactly and as the 32-bit float that the engine uses."""
     if not isinstance(value, bool) and isinstance(value, numbers.Real):
         try:
             number = float(value)
             (rounded,) = struct.unpack("<f", struct.pack("<f", number))
         except OverflowError:
             number = rounded = float("inf")
-        # Neither infinity nor NaN is in any of the ranges.
+        # No range contains infinity or NaN.
         if abs(rounded) < float("inf") and is_allowed(number) and is_allowed(rounded):
             return number
     raise ValueError(f"{name} is {shorten(value)}; allowed: {allowed}")
 
 
 def _check_temperature(value: Any) -> float:
-    # What is 0 as a 32-bit float only would be greedy without saying so.
+    # A number that only rounds to 0 would silently become greedy.
     is_zero = isinstance(value, numbers.Real) and value == 0
     return _check_number(
         "temperature",
@@ -274,7 +275,7 @@ def _check_bad_words(value: Any) -> tuple[str | tuple[int, ...], ...]:
         else:
             raise ValueError(
                 f"bad_words[{i}] is {shorten(word)}; allowed: a string that is not all whitespace, "
-                "since leading whitespace does not count, or a sequence of token ids"
+                "because leading whitespace is ignored, or a sequence of token ids"
             )
     num_tokens = sum(len(word) for word in words if not isinstance(word, str))
     if num_tokens > MAX_BAD_WORD_TOKENS:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the arguments of an `LLM` to loaded models and the options of the executor."""
+"""Starts an `LLM`: loads its models and derives the options of the executor."""
 
 from __future__ import annotations
 
@@ -51,6 +51,11 @@ def load_models(
 def resolve_max_num_batched_tokens(
     config: EngineConfig, speculative: SpeculativeConfig | None
 ) -> int:
+    """Returns the rows of an iteration in effect.
+
+    Raises:
+        ValueError: The given number is too small for the verify windows of all sequences.
+    """
     k = 0 if speculative is None else speculative.num_speculative_tokens
     rows = config.max_num_seqs * (k + 1)
     given = config.max_num_batched_tokens or max(_DEFAULT_MAX_NUM_BATCHED_TOKENS, rows)
@@ -63,18 +68,24 @@ def resolve_max_num_batched_tokens(
 
 
 def resolve_max_model_len(given: int | None, target: LoadedModel, draft: LoadedModel | None) -> int:
+    """Returns the maximum length in effect, in tokens.
+
+    Raises:
+        ValueError: The target or the drafter does not support it.
+    """
     if given is not None and given > target.max_position:
         raise ValueError(
-            f"max_model_len is {given}; {target.path} was made for {target.max_position} tokens: "
-            f"allowed: 1 to {target.max_position}"
+            f"max_model_len is {given}; allowed: 1 to {target.max_position}, the length that "
+            f"{target.path} supports"
         )
     max_model_len = given or min(target.max_position, _DEFAULT_MAX_MODEL_LEN)
-    # Not lowered to what the drafter can do: with it and without, requests end at the same length.
+    # Not lowered to the drafter's length: requests end at the same length with and without it.
     if draft is not None and draft.max_position < max_model_len:
         raise ValueError(
-            f"max_model_len is {max_model_len} ({target.path} was made for {target.max_position} "
-            f"tokens), but the drafter {draft.path} was made for {draft.max_position}; "
-            f"allowed: max_model_len={draft.max_position} or less with this drafter"
+            f"max_model_len is {max_model_len} ({target.path} supports "
+            f"{target.max_position} tokens), but the drafter {draft.path} supports only "
+            f"{draft.max_position}; allowed: max_model_len={draft.max_position} or less with this "
+            "drafter"
         )
     return max_model_len
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends a text at the first of several stop strings, however the text was cut into pieces."""
+"""Ends a text at the first of several stop strings, however the text is divided into pieces."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 
 class StopStringFilter:
-    """Lets a growing text through up to its first stop string.
+    """Passes on a growing text up to its first stop string.
 
-    The first stop string is the one that is complete first; of several that are complete with the
-    same character, the longest. So the result is a function of the text alone.
+    The first stop string is the one that is completed first. If one character completes several,
+    it is the longest. So the result depends only on the text.
 
-    Every stop string has a cursor: how much of its beginning the text ends with (Knuth, Morris and
-    Pratt). The furthest cursor is what has to be held back. Not thread-safe.
+    Each stop string has a cursor: the length of its longest prefix that the text ends with (the
+    algorithm of Knuth, Morris and Pratt). The filter holds back as much text as the largest cursor.
+    Not thread-safe.
 
     Attributes:
         found: The stop string that ended the text, or None.
@@ -23,8 +24,8 @@ class StopStringFilter:
         """Starts with an empty text.
 
         Args:
-            stop: The stop strings; none is empty.
-            includes_stop: Whether the text ends after the stop string, or before it.
+            stop: The stop strings. None of them may be empty.
+            includes_stop: Whether the text ends after the stop string instead of before it.
         """
         self.found: str | None = None
         self._includes_stop = includes_stop
@@ -32,22 +33,22 @@ class StopStringFilter:
         self._held = ""
 
     def push(self, text: str, *, may_stop: bool = True) -> str:
-        """Adds text. Not after a stop string was found.
+        """Adds text. Must not be called after a stop string was found.
 
         Args:
-            text: What follows.
-            may_stop: Whether a stop string that ends in this piece counts; if not, it is text like
-                any other.
+            text: The next piece.
+            may_stop: Whether a stop string that ends in this piece ends the text. If not, it is
+                ordinary text.
 
         Returns:
-            Text that is now certain; may be empty. Never the beginning of what may become a stop
-            string, unless stop strings are part of the text anyway.
+            The text that is now final; may be empty. It never ends with the beginning of a possible
+            stop string, unless the text includes stop strings.
         """
         for num_seen, character in enumerate(text, start=1):
             complete = [c.string for c in self._cursors if c.advance(character)]
             if complete and may_stop:
                 self.found = max(complete, key=len)
-                # What was held back is no shorter than the stop string's part in earlier pieces.
+                # The held text contains at least the part of the stop string in earlier pieces.
                 whole = self._held + text[:num_seen]
                 self._held = ""
                 return whole if self._includes_stop else whole[: -len(self.found)]
@@ -58,24 +59,24 @@ class StopStringFilter:
         return certain
 
     def flush(self) -> str:
-        """Ends the text; returns what was held back."""
+        """Ends the text and returns the held text."""
         held, self._held = self._held, ""
         return held
 
 
 class _Cursor:
-    """How much of the beginning of a string a growing text ends with; never all of it."""
+    """The length of the longest proper prefix of a string that a growing text ends with."""
 
     def __init__(self, string: str) -> None:
         self.string = string
         self.num_matched = 0
-        # [i]: how much of the beginning string[:i + 1] ends with, less than all of it.
+        # [i]: length of the longest proper prefix that string[:i + 1] also ends with.
         self._fallback = [0] * len(string)
         for i in range(1, len(string)):
             self._fallback[i] = self._extend(self._fallback[i - 1], string[i])
 
     def advance(self, character: str) -> bool:
-        """Adds a character to the text; returns whether the text now ends with the string."""
+        """Adds a character to the text and returns whether the text now ends with the string."""
         self.num_matched = self._extend(self.num_matched, character)
         if self.num_matched < len(self.string):
             return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that run: from the engine's deliveries to text and outputs."""
+"""Running requests: from the events of the engine to text and outputs."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 
 
 class RequestStream(Iterator[StreamChunk]):
-    """Running requests, as an iterator over what they emit. Made by `LLM.stream`.
+    """An iterator over the chunks that running requests emit. `LLM.stream` returns it.
 
-    Several threads may consume one stream; each chunk goes to one of them. Closing the stream, from
-    any thread, leaving its `with` block or dropping it cancels what still runs.
+    Closing the stream, leaving its `with` block or deleting it cancels the requests that still run.
+    Several threads may consume one stream, and any thread may close it; each chunk goes to one
+    consumer.
     """
 
     def __init__(
@@ -47,10 +48,10 @@ class RequestStream(Iterator[StreamChunk]):
         """Queues the requests; all or none.
 
         Args:
-            dispatcher: Of the engine.
-            requests: What to run; the samples of a prompt side by side, in order.
-            num_speculative_tokens: k; None without speculation.
-            owner: Kept alive while requests run.
+            dispatcher: The dispatcher of the engine.
+            requests: The samples to run; those of one prompt are adjacent and in order.
+            num_speculative_tokens: k; None without speculative decoding.
+            owner: An object that is kept alive while requests run.
         """
         self._is_closed = True  # for `__del__`, until there is a session
         self._session = dispatcher.open()
@@ -73,10 +74,10 @@ class RequestStream(Iterator[StreamChunk]):
             raise
 
     def __next__(self) -> StreamChunk:
-        """Waits for the next delivery of any of the requests.
+        """Waits for the next event of any of the requests.
 
         Raises:
-            StopIteration: All have ended, or the stream was closed, also by another thread.
+            StopIteration: All requests have ended, or a thread has closed the stream.
             RuntimeError: The LLM was closed, or this process is a fork of the one that built it.
             KeyboardInterrupt: Ctrl-C; the requests are cancelled.
         """
@@ -101,7 +102,7 @@ class RequestStream(Iterator[StreamChunk]):
         """Takes the next event; the caller holds `_consuming`."""
         event = self._session.get()
         request = self._requests[event.id][event.sample]
-        # What was on its way when a stop string was found is counted and not shown.
+        # Tokens that were in flight when a stop string was found are counted but not returned.
         while request.stop_string is not None and event.finish_reason is None:
             request.count(event)
             event = self._session.get()
@@ -116,7 +117,7 @@ class RequestStream(Iterator[StreamChunk]):
             if all(sample.is_finished for sample in samples):
                 output = request_output(samples, self._num_speculative_tokens)
         elif request.stop_string is not None:
-            # The last event, which has the counters, comes at once.
+            # The last event, which has the counters, then follows at once.
             self._session.cancel(event.id, event.sample)
         return StreamChunk(
             index=request.index,
@@ -130,7 +131,8 @@ class RequestStream(Iterator[StreamChunk]):
         )
 
     def close(self) -> None:
-        """Cancels what still runs and ends the iteration in every thread. Closing twice is fine."""
+        """Cancels the requests that still run and ends the iteration in all threads. Closing twice
+        is fine."""
         self._is_closed = True
         self._session.close()
         self._owner = None
@@ -152,7 +154,7 @@ class RequestStream(Iterator[StreamChunk]):
 
 
 class Request:
-    """One sample of a checked request and what it has emitted so far."""
+    """One sample of a checked request, and its output so far."""
 
     def __init__(
         self,
@@ -169,15 +171,15 @@ class Request:
         """Starts without output.
 
         Args:
-            index: Position among the prompts of the call.
-            prompt: The prompt as text; None when it came as token ids.
-            prompt_token_ids: The prompt.
-            params: How to sample.
-            sampling: The same for the engine, with all stop tokens in effect; with the seed from
-                when it is queued.
-            detokenizer: None: the output has no text.
-            logprobs: Reads what the engine says of tokens; None: they have no text there.
-            sample: Which of the request's samples.
+            index: Index among the prompts of the call.
+            prompt: The prompt as a string; None if it was given as token ids.
+            prompt_token_ids: The prompt as token ids.
+            params: The sampling parameters.
+            sampling: The same as keyword arguments of `_core.Request`, with all stop tokens in
+                effect. The seed is added when the request is queued.
+            detokenizer: Decodes the output; None if the output has no text.
+            logprobs: Converts the engine's logprobs; None if their tokens have no text.
+            sample: Index among the request's samples.
         """
         self.index = index
         self.prompt = prompt
@@ -203,7 +205,7 @@ class Request:
             )
 
     def for_engine(self) -> _core.Request:
-        """The request that this is a sample of."""
+        """Returns the engine's request, of which this is one sample."""
         from paceline import _core
 
         return _core.Request(self.prompt_token_ids, **self.sampling)
@@ -215,11 +217,11 @@ class Request:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that has ended the request; None: none yet."""
+        """The stop string that has ended the output; None if there is none yet."""
         return None if self._stop_filter is None else self._stop_filter.found
 
     def count(self, event: _core.RequestEvent) -> None:
-        """Counts a delivery's drafts."""
+        """Counts the drafts of an event."""
         if event.num_drafted:
             row = self.histogram_by_draft_length.setdefault(
                 event.num_drafted, [0] * (event.num_drafted + 1)
@@ -227,12 +229,12 @@ class Request:
             row[event.num_accepted] += 1
 
     def push(self, event: _core.RequestEvent) -> tuple[list[int], str]:
-        """Takes a delivery, of which nothing counts once a stop string is complete.
+        """Adds the tokens of an event, up to the one that completes a stop string.
 
-        Token by token, so that the output does not depend on how it was cut into deliveries.
+        It adds them one by one, so that the output does not depend on how events divide it.
 
         Returns:
-            The tokens and the text that it adds.
+            The new tokens and the new text.
         """
         self.count(event)
         num_before = len(self.token_ids)
@@ -241,7 +243,7 @@ class Request:
             if self.stop_string is not None:
                 break
             self.token_ids.append(token)
-            # A stop token ends the request and is no text.
+            # A stop token ends the request and is not part of the text.
             if self.detokenizer is not None and token not in self._stop_token_ids:
                 text += self._filter(self.detokenizer.push(token))
         if event.finish_reason is not None and self.stop_string is None:
@@ -253,16 +255,16 @@ class Request:
         return self.token_ids[num_before:], text
 
     def _push_logprobs(self, event: _core.RequestEvent, num_tokens: int) -> None:
-        """Takes the logprobs of a delivery, of whose tokens the first `num_tokens` count."""
+        """Adds the logprobs of the first `num_tokens` tokens of an event."""
         if self.logprobs is not None and num_tokens > 0:
             self.logprobs += self._logprob_reader.read(event.logprobs[:num_tokens])
         if self.params.prompt_logprobs is not None and self.prompt_logprobs is None:
-            places = event.prompt_logprobs
-            if places is not None:
-                self.prompt_logprobs = [None, *self._logprob_reader.read(places)]
+            positions = event.prompt_logprobs
+            if positions is not None:
+                self.prompt_logprobs = [None, *self._logprob_reader.read(positions)]
 
     def take_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
-        """The logprobs of the prompt, once, as soon as they are there."""
+        """Returns the logprobs of the prompt once, as soon as they are available; else None."""
         if self.prompt_logprobs is None or self._has_given_prompt_logprobs:
             return None
         self._has_given_prompt_logprobs = True
@@ -275,27 +277,27 @@ class Request:
         return self._stop_filter.push(text, may_stop=may_stop)
 
     def _flush(self) -> str:
-        """Ends the text; what was held back may complete a stop string too."""
+        """Ends the text. Text that was held back may still complete a stop string."""
         text = "" if self.detokenizer is None else self._filter(self.detokenizer.flush())
         if self._stop_filter is not None and self._stop_filter.found is None:
             text += self._stop_filter.flush()
         return text
 
     def finish(self, event: _core.RequestEvent) -> None:
-        """Takes the last delivery, after `push`."""
+        """Stores the last event, after `push`."""
         assert event.finish_reason is not None
         self.last_event = event
 
     @property
     def error(self) -> str | None:
-        """What ended the finished sample before its time; None: nothing did."""
+        """The error that ended the finished sample; None if there was none."""
         event = self._last_event()
         if self.stop_string is not None or event.finish_reason not in ("error", "cancelled"):
-            return None  # with a stop string, whatever the engine did since
+            return None  # after a stop string, later events of the engine do not matter
         return event.error or "the engine cancelled the request"
 
     def completion(self) -> CompletionOutput:
-        """The output of the finished sample."""
+        """Returns the output of the finished sample."""
         finish_reason: str | None = self._last_event().finish_reason
         assert finish_reason is not None
         stop_reason: str | int | None = self.stop_string
@@ -318,8 +320,8 @@ class Request:
     def _cumulative_logprob(self) -> float | None:
         if self.logprobs is None:
             return None
-        places = zip(self.token_ids, self.logprobs, strict=True)
-        return math.fsum(place[token].logprob for token, place in places)
+        positions = zip(self.token_ids, self.logprobs, strict=True)
+        return math.fsum(logprobs[token].logprob for token, logprobs in positions)
 
     def _last_event(self) -> _core.RequestEvent:
         assert self.last_event is not None
@@ -327,14 +329,14 @@ class Request:
 
 
 def request_output(samples: Sequence[Request], num_speculative_tokens: int | None) -> RequestOutput:
-    """Puts the finished samples of one request together.
+    """Combines the finished samples of one request.
 
     Args:
-        samples: All of them, in order.
-        num_speculative_tokens: k; None without speculation.
+        samples: All samples of the request, in order.
+        num_speculative_tokens: k; None without speculative decoding.
 
     Returns:
-        The request's output.
+        The output of the request.
     """
     first = samples[0]
     return RequestOutput(

@@ -136,7 +136,7 @@ def test_too_many_stop_tokens(tmp_path: Path, target_dir: Path) -> None:
     tiny_models.edit_config(folder, eos_token_id=[0, 1])
     with LLM(folder) as llm:
         params = SamplingParams(stop_token_ids=list(range(2, 9)))
-        refuses(lambda: llm.generate("a", params), "[0, 1]", "9 ids together", "at most 8")
+        refuses(lambda: llm.generate("a", params), "[0, 1]", "9 tokens together", "at most 8")
 
 
 @pytest.mark.parametrize(
@@ -162,14 +162,14 @@ def test_parameters_that_leave_no_token(llm: LLM) -> None:
     ):
         refuses(lambda p=params: llm.generate("a", p), "allowed_token_ids is [5", "at least one")
     every = SamplingParams(bad_words=[[token] for token in range(128)])
-    refuses(lambda: llm.generate("a", every), "rule out all 128 tokens")
+    refuses(lambda: llm.generate("a", every), "exclude all 128 tokens")
 
 
 def test_too_many_bad_words(llm: LLM) -> None:
     refuses(
         lambda: llm.generate("a", SamplingParams(bad_words=["abcdefghij" * 20] * 5 + ["b" * 900])),
-        "bad_words are 2 sequences of 1100 tokens",
-        "at most 128 sequences of 1024 tokens",
+        "bad_words are 2 sequences with 1100 tokens",
+        "at most 128 sequences with 1024 tokens",
     )
 
 
@@ -238,7 +238,7 @@ def test_device(target_dir: Path) -> None:
 
 
 def test_max_model_len_beyond_the_target(target_dir: Path) -> None:
-    refuses(lambda: LLM(target_dir, max_model_len=2049), "2049", target_dir, "1 to 2048")
+    refuses(lambda: LLM(target_dir, max_model_len=2049), "2049", "1 to 2048", target_dir)
 
 
 def test_drafter_that_was_made_for_less(target_dir: Path, draft_dir: Path, tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_drafter_that_was_made_for_less(target_dir: Path, draft_dir: Path, tmp_p
         "max_model_len is 2048",
         target_dir,
         short,
-        "made for 100",
+        "supports only 100",
         "max_model_len=100",
     )
     with LLM(target_dir, speculative_config=config, max_model_len=100) as llm:
@@ -299,9 +299,11 @@ def test_drafter_and_configuration_belong_together(
 ) -> None:
     target = load_checkpoint(target_dir)
     refuses(
-        lambda: LLM.from_loaded(target, speculative_config=speculative_config), "belong together"
+        lambda: LLM.from_loaded(target, speculative_config=speculative_config),
+        "draft is None and speculative_config is",
+        "both or neither",
     )
-    refuses(lambda: LLM.from_loaded(target, target), "belong together")
+    refuses(lambda: LLM.from_loaded(target, target), "speculative_config is None", "both or")
 
 
 # ---- the binding -------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ def test_generate_with_logprobs(generate: list[str], capsys: pytest.CaptureFixtu
     )
     assert cli.main([*generate, *asked]) == 0
     lines = capsys.readouterr().out.splitlines()
-    heading = lines.index("logprobs (token, logprob, rank | the most probable):")
+    heading = lines.index("logprobs (token, logprob, rank | most probable tokens):")
     assert len([line for line in lines[heading + 1 :] if line.startswith("  ")]) == 9
     assert lines[heading + 10] == f"cumulative logprob {total:.4f}"
     assert lines[heading - 1 - len(report["prompt_logprobs"][1:])].startswith("logprobs of the pr")

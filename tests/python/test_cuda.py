@@ -155,7 +155,7 @@ def test_devices_are_not_mixed(target: Path, draft: Path) -> None:
     config = {"model": str(draft), "num_speculative_tokens": 2}
     with pytest.raises(ValueError, match=r"cuda.*cpu"):
         LLM.from_loaded(on_gpu, on_cpu, speculative_config=config, max_model_len=MAX_MODEL_LEN)
-    with pytest.raises(ValueError, match="device is 'cpu', but the target lies on 'cuda'"):
+    with pytest.raises(ValueError, match="device is 'cpu', but the target is on 'cuda'"):
         LLM.from_loaded(on_gpu, device="cpu")
 
 

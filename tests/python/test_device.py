@@ -106,6 +106,6 @@ def test_plan_in_words() -> None:
         "groups": [group | {"max_bytes": size}],
     }  # fmt: skip
     assert memory.memory_plan(report) == (
-        "cuda memory in MiB: weights 3.0 + 0.5 of the drafter; KV pool 64.0 (target full x 3: up "
+        "cuda memory in MiB: weights 3.0 + 0.5 (drafter); KV pool 64.0 (target full x 3: up "
         "to 0.4); workspace 5.0 (logits 4.0, draws 1.0); graphs 7.0"
     )

@@ -122,7 +122,7 @@ def test_special_tokens_around_a_text_are_left_out(llm: LLM) -> None:
 
 def test_a_word_without_tokens() -> None:
     empty = Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
-    with pytest.raises(ValueError, match=r"bad_words\[0\] is 'z', for which .* no tokens"):
+    with pytest.raises(ValueError, match=r"bad_words\[0\] is 'z', which .* no tokens"):
         bad_words("z", tokenizer=SimpleNamespace(tokenizer=empty))
 
 

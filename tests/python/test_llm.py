@@ -439,7 +439,7 @@ def test_an_engine_runs_where_its_models_lie(target_dir: Path) -> None:
         assert llm.capabilities()["configured"]["device"] == "cpu"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_core, "cuda_status", lambda: {"is_usable": True})
-        with pytest.raises(ValueError, match="device is 'cuda', but the target lies on 'cpu'"):
+        with pytest.raises(ValueError, match="device is 'cuda', but the target is on 'cpu'"):
             LLM.from_loaded(loaded, device="cuda")
 
 
