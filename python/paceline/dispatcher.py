@@ -55,6 +55,7 @@ class Session:
         Raises:
             ValueError: A request can never run. The message says which.
             RuntimeError: The executor is closed or has failed, or its queue is full.
+            paceline.DeviceError: The system refuses a thread.
         """
         dispatcher = self._dispatcher
         ids: list[int] = []
@@ -188,10 +189,23 @@ class Dispatcher:
         """Starts the polling thread unless it runs; the caller holds the lock.
 
         `threading.Thread.start` would leave a half-started thread behind when a Ctrl-C interrupts
-        it. This call either starts a thread or does not, and a thread too many ends at once.
+        it. This call either starts a thread or does not, and a second thread ends at once.
+
+        Raises:
+            paceline.DeviceError: The system refuses a thread.
         """
-        if self._polling_thread is None:
+        if self._polling_thread is not None:
+            return
+        try:
             _thread.start_new_thread(self._run, ())
+        except RuntimeError as error:
+            from paceline import _core
+
+            raise _core.DeviceError(
+                f"cannot start the thread that reads the engine's results: {error}; raise the "
+                "limit on threads (ulimit -u, the pids limit of the container, or the memory for "
+                "their stacks)"
+            ) from error
 
     def forget(self, request_id: int) -> Session | None:
         """Drops a request and returns its session; the caller holds the lock."""

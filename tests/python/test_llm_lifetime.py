@@ -15,6 +15,7 @@ import pytest
 
 from paceline import (
     LLM,
+    DeviceError,
     RequestError,
     SamplingParams,
     _core,
@@ -246,6 +247,21 @@ def test_a_refused_call_queues_and_numbers_nothing(target_dir: Path) -> None:
         assert stats["num_running"] == stats["num_waiting"] == 0
         outputs.append(llm.generate([7, 8, 9], params)[0].outputs)
     assert outputs == expected
+
+
+def test_a_refused_thread_is_an_error_and_queues_nothing(
+    target_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with LLM(target_dir, max_num_seqs=1) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr("_thread.start_new_thread", refuse)
+            with pytest.raises(DeviceError, match=r"can't start new thread; raise the limit on"):
+                llm.generate("a", GREEDY)
+        assert not llm._dispatcher.sessions
+        assert len(llm.generate("a", GREEDY)[0].outputs[0].token_ids) == 24
 
 
 def test_an_error_while_events_are_handed_over_reaches_the_callers() -> None:
