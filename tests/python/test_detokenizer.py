@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text comes out as early as it is certain, and never in the middle of a character."""
+"""IncrementalDetokenizer: text is returned as early as it is final, in whole characters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REPLACEMENT = "�"
 
 @pytest.fixture(scope="module")
 def by_bytes(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A byte-level tokenizer, as Llama 3 and Qwen3 have."""
+    """A byte-level tokenizer like those of Llama 3 and Qwen3."""
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     tiny_models.write_tokenizer(path, 260)
     return Tokenizer.from_file(str(path))
@@ -26,7 +26,7 @@ def by_bytes(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def by_pieces() -> Tokenizer:
-    """Pieces with spaces in them and a fallback to bytes, as Gemma has; drops a leading space."""
+    """A tokenizer like Gemma's: pieces with spaces and byte fallback. It drops a leading space."""
     pieces = ["<unk>", "▁", "▁Hello", "▁world", "a", "b"] + [f"<0x{i:02X}>" for i in range(256)]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
     tokenizer = Tokenizer(
@@ -64,31 +64,31 @@ def test_pieces_join_to_the_text(by_bytes: Tokenizer, text: str, prompt: str) ->
 
 @settings(deadline=None, max_examples=200)
 @given(ids=st.lists(st.integers(0, 259), max_size=60))
-def test_any_tokens_give_text_and_lose_nothing(by_bytes: Tokenizer, ids: list[int]) -> None:
+def test_no_text_of_any_tokens_is_lost(by_bytes: Tokenizer, ids: list[int]) -> None:
     text = "".join(pieces_of(by_bytes, ids))
     whole = decoder(by_bytes)(ids)
-    # How many replacement characters stand for a run of broken bytes depends on where it is cut.
+    # The number of replacement characters for invalid bytes depends on how the bytes are divided.
     assert text.replace(REPLACEMENT, "") == whole.replace(REPLACEMENT, "")
 
 
-def test_a_character_comes_with_its_last_byte(by_bytes: Tokenizer) -> None:
+def test_a_character_is_returned_with_its_last_byte(by_bytes: Tokenizer) -> None:
     ids = by_bytes.encode("a😀b").ids
     assert pieces_of(by_bytes, ids) == ["a", "", "", "", "😀", "b", ""]
 
 
-def test_an_unfinished_character_is_flushed(by_bytes: Tokenizer) -> None:
+def test_flush_returns_an_incomplete_character(by_bytes: Tokenizer) -> None:
     ids = by_bytes.encode("a😀").ids[:-1]
     assert pieces_of(by_bytes, ids) == ["a", "", "", "", REPLACEMENT]
 
 
-def test_broken_bytes_do_not_hold_text_back_for_ever(by_bytes: Tokenizer) -> None:
+def test_invalid_bytes_do_not_hold_text_back_forever(by_bytes: Tokenizer) -> None:
     lead_byte = by_bytes.encode("😀").ids[0]
     detokenizer = IncrementalDetokenizer(decoder(by_bytes))
     pieces = [detokenizer.push(lead_byte) for _ in range(64)]
     assert sum(map(len, pieces)) >= 48
 
 
-def test_special_tokens_are_no_text(by_bytes: Tokenizer) -> None:
+def test_special_tokens_have_no_text(by_bytes: Tokenizer) -> None:
     ids = [*by_bytes.encode("ab").ids, *([0] * 20), *by_bytes.encode("c").ids]
     assert "".join(pieces_of(by_bytes, ids)) == "abc"
 
@@ -99,13 +99,13 @@ def test_a_prompt_that_ends_inside_a_character(by_bytes: Tokenizer) -> None:
     assert "".join(pieces) == REPLACEMENT + "x"
 
 
-def test_the_prompt_keeps_the_space_between(by_pieces: Tokenizer) -> None:
+def test_the_space_after_the_prompt_is_kept(by_pieces: Tokenizer) -> None:
     hello, world = by_pieces.token_to_id("▁Hello"), by_pieces.token_to_id("▁world")
     assert decoder(by_pieces)([world]) == "world"
     assert pieces_of(by_pieces, [world, world], [hello]) == [" world", " world", ""]
 
 
-def test_fallback_bytes_make_characters(by_pieces: Tokenizer) -> None:
+def test_fallback_bytes_form_characters(by_pieces: Tokenizer) -> None:
     ids = [by_pieces.token_to_id("a")]
     ids += [by_pieces.token_to_id(f"<0x{byte:02X}>") for byte in "é中😀".encode()]
     ids += [by_pieces.token_to_id("b")]
@@ -114,5 +114,5 @@ def test_fallback_bytes_make_characters(by_pieces: Tokenizer) -> None:
     assert not any(REPLACEMENT in piece for piece in pieces)
 
 
-def test_no_tokens_are_no_text(by_bytes: Tokenizer) -> None:
+def test_no_tokens_give_no_text(by_bytes: Tokenizer) -> None:
     assert pieces_of(by_bytes, []) == [""]

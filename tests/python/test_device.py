@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing a device, finding cuBLASLt, planning the memory of a GPU: no GPU is needed for it."""
+"""The choice of a device, the search for cuBLASLt and the memory report, without a GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A GPU that is there as far as Python can see; change its values."""
+    """The status of a pretended GPU, which tests may change."""
     status: dict[str, Any] = dict(_core.cuda_status()) | {
         "is_built": True, "is_usable": True, "reason": "", "free_bytes": 100 * GIB,
     }  # fmt: skip
@@ -34,7 +34,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return status
 
 
-def test_status_is_plain_and_never_raises() -> None:
+def test_the_status_is_plain_data_and_never_raises() -> None:
     status = _core.cuda_status()
     assert status["is_built"] == _core.build_info()["has_cuda"]
     assert status["is_built"] or not status["is_usable"]
@@ -43,7 +43,7 @@ def test_status_is_plain_and_never_raises() -> None:
         assert "-DPACELINE_CUDA=ON" in status["reason"]
 
 
-def test_auto_is_the_gpu_where_it_can_be_used(gpu: dict[str, Any]) -> None:
+def test_auto_is_the_gpu_if_it_is_usable(gpu: dict[str, Any]) -> None:
     assert _auto_device() == "cuda"
     assert usable_devices() == ["auto", "cpu", "cuda"]
     gpu["is_usable"] = False
@@ -51,7 +51,7 @@ def test_auto_is_the_gpu_where_it_can_be_used(gpu: dict[str, Any]) -> None:
     assert usable_devices() == ["auto", "cpu"]
 
 
-def test_cublaslt_is_named_before_cuda_is_used(
+def test_the_path_of_cublaslt_is_set_before_cuda_is_used(
     gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     named: list[str] = []
@@ -61,7 +61,7 @@ def test_cublaslt_is_named_before_cuda_is_used(
     assert resolve_device("cuda") == "cuda" and named == ["/some/where"]
 
 
-def test_where_cublaslt_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_cublaslt_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CUBLASLT_VARIABLE, raising=False)
     for name in [name for name in sys.modules if name.split(".")[0] == "nvidia"]:
         monkeypatch.delitem(sys.modules, name)
@@ -78,19 +78,19 @@ def test_where_cublaslt_is_looked_for(tmp_path: Path, monkeypatch: pytest.Monkey
     assert find_cublaslt() == "/some/where"
 
 
-def test_a_bar_for_graphs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_progress_bar_of_graphs(capsys: pytest.CaptureFixture[str]) -> None:
     with capture_progress(is_shown=True) as report:
         for done in range(4):
             report(done, 3)
     with capture_progress(is_shown=True):
         pass
-    assert capsys.readouterr().err == ""  # no terminal
+    assert capsys.readouterr().err == ""  # not a terminal
 
 
 # ---- memory ------------------------------------------------------------------------------------
 
 
-def test_plan_in_words() -> None:
+def test_the_memory_plan_as_text() -> None:
     group = {
         "owner": "target", "kind": "full", "window": 0, "num_layers": 3, "block_size": 16,
         "block_bytes": 1 << 16,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine is told: token ids only. What it refuses is in test_bad_input.py."""
+"""The sampling arguments of the engine: token ids only. Refusals are in test_bad_input.py."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from paceline import LLM, SamplingParams, _core
 from paceline.engine_sampling import engine_arguments
 
-# A space at the start of a word becomes part of its first token where there is one that has it.
+# A leading space becomes part of the first token of a word if the vocabulary has such a token.
 _PIECES = ["<unk>", " ", "a", "b", "c", "ab", " a", " c", " ab"]
 _ID = {piece: index for index, piece in enumerate(_PIECES)}
 
 
 def target(**changes: Any) -> Any:
-    """What `engine_arguments` looks at, of a tiny vocabulary."""
+    """The attributes of a model that `engine_arguments` uses, with a tiny vocabulary."""
     merges = [("a", "b"), (" ", "a"), (" ", "c"), (" ", "ab")]
     tokenizer = Tokenizer(models.BPE(vocab=_ID, merges=merges, unk_token="<unk>"))
-    # The engine is told the tokens of the word alone.
+    # The engine gets only the tokens of the word.
     tokenizer.post_processor = None
     known: dict[str, Any] = {
         "path": "folder",
@@ -33,12 +33,12 @@ def target(**changes: Any) -> Any:
 
 
 def bad_words(*words: Any, **changes: Any) -> list[list[str]]:
-    """The sequences of the words, as pieces."""
+    """Returns the token sequences of the words as strings."""
     arguments = engine_arguments(SamplingParams(bad_words=words), target(**changes))
     return [[_PIECES[token] for token in sequence] for sequence in arguments["bad_words"]]
 
 
-def test_what_has_its_default_is_left_out() -> None:
+def test_defaults_are_left_out() -> None:
     assert engine_arguments(SamplingParams(), target()) == {
         "temperature": 1.0,
         "max_tokens": 16,
@@ -46,7 +46,7 @@ def test_what_has_its_default_is_left_out() -> None:
     }
 
 
-def test_everything_at_once() -> None:
+def test_all_parameters_together() -> None:
     params = SamplingParams(
         temperature=0.5,
         top_k=3,
@@ -89,38 +89,38 @@ def test_end_of_sequence_may_be_ignored() -> None:
 # ---- bad words ---------------------------------------------------------------------------------
 
 
-def test_a_word_counts_at_the_start_and_after_a_space() -> None:
+def test_a_word_is_tokenized_at_the_start_and_after_a_space() -> None:
     assert bad_words("a") == [["a"], [" a"]]
     assert bad_words("c") == [["c"], [" c"]]
     assert bad_words("ab") == [["ab"], [" ab"]]
     assert bad_words("ca") == [["c", "a"], [" c", "a"]]
 
 
-def test_a_space_that_stays_a_token_of_its_own_adds_nothing() -> None:
+def test_a_space_that_is_a_separate_token_adds_nothing() -> None:
     assert bad_words("b") == [["b"]]  # " b" is two tokens
 
 
-def test_a_tokenizer_that_always_puts_a_space_there() -> None:
+def test_a_tokenizer_that_always_adds_a_space() -> None:
     tokenizer = target().tokenizer.tokenizer
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=" ", prepend_scheme="always")
     assert bad_words("a", tokenizer=SimpleNamespace(tokenizer=tokenizer)) == [[" a"]]
 
 
-def test_leading_whitespace_of_a_word_does_not_count() -> None:
+def test_leading_whitespace_of_a_word_is_ignored() -> None:
     assert bad_words(" a") == bad_words("\n a") == bad_words("a")
 
 
-def test_the_same_sequence_is_told_once() -> None:
+def test_equal_sequences_are_passed_once() -> None:
     assert bad_words("a", " a", [_ID["a"]], "a") == [["a"], [" a"]]
 
 
-def test_special_tokens_around_a_text_are_left_out(llm: LLM) -> None:
+def test_special_tokens_around_a_word_are_left_out(llm: LLM) -> None:
     (sequence, *_) = engine_arguments(SamplingParams(bad_words=["xy"]), llm.target)["bad_words"]
     assert llm.target.tokenizer is not None
     assert llm.target.tokenizer.decode(sequence) == "xy" and len(sequence) == 2
 
 
-def test_a_word_without_tokens() -> None:
+def test_a_word_without_tokens_is_refused() -> None:
     empty = Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
     with pytest.raises(ValueError, match=r"bad_words\[0\] is 'z', which .* no tokens"):
         bad_words("z", tokenizer=SimpleNamespace(tokenizer=empty))
@@ -129,7 +129,7 @@ def test_a_word_without_tokens() -> None:
 # ---- the engine --------------------------------------------------------------------------------
 
 
-def test_the_engine_takes_every_argument() -> None:
+def test_the_engine_accepts_all_arguments() -> None:
     params = SamplingParams(
         top_k=3,
         top_p=0.9,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLM: generating, streaming, cancelling, reporting."""
+"""LLM: generate, stream, cancel, score and report."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from paceline import (
 )
 from paceline.loader import load_checkpoint
 
-K = 4  # of the fixture's drafter
+K = 4  # num_speculative_tokens of the fixture
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 PROMPTS: list[Any] = ["def read(", [1, 2, 3], "x = 1\ny", [40] * 33]
 LONG = SamplingParams(temperature=1.0, max_tokens=1500, seed=0)
 
 
 def wait_until_idle(llm: LLM, timeout_s: float = 20.0) -> dict[str, Any]:
-    """Waits for cancellations to take effect; returns the statistics."""
+    """Waits until no request runs or waits, and returns the statistics."""
     end = time.monotonic() + timeout_s
     while True:
         stats = llm._executor.stats()
@@ -51,7 +51,7 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
 # ---- generate ----------------------------------------------------------------------------------
 
 
-def test_one_prompt_or_many(llm: LLM) -> None:
+def test_one_prompt_or_several(llm: LLM) -> None:
     many = llm.generate(PROMPTS, GREEDY)
     assert [output.prompt for output in many] == ["def read(", None, "x = 1\ny", None]
     assert [output.prompt_token_ids for output in many][1] == [1, 2, 3]
@@ -130,7 +130,7 @@ def test_same_seed_same_output(llm: LLM) -> None:
 def test_requests_without_a_seed_are_numbered(target_dir: Path) -> None:
     with LLM(target_dir, seed=5, max_num_seqs=2) as llm:
         with pytest.raises(ValueError):
-            llm.generate(["a", []])  # numbers nothing
+            llm.generate(["a", []])  # uses up no numbers
         unseeded = llm.generate(["a", "a"], SamplingParams(max_tokens=24))
         unseeded += llm.generate("a", SamplingParams(max_tokens=24))
         seeded = [
@@ -149,7 +149,7 @@ def test_stop_tokens_end_a_request(llm: LLM) -> None:
     stopped = llm.generate("a", params)[0].outputs[0]
     assert stopped.finish_reason == "stop"
     assert stopped.token_ids == free.token_ids[:cut]
-    assert stopped.text == free.text[: cut - 1]  # this tokenizer goes by characters
+    assert stopped.text == free.text[: cut - 1]  # this tokenizer has one token per character
 
 
 def test_end_of_sequence_ends_a_request(target_dir: Path, tmp_path: Path) -> None:
@@ -217,14 +217,16 @@ def test_metrics(llm: LLM, plain_llm: LLM) -> None:
     assert all(len(row) == int(length) + 1 for length, row in by_length.items())
     assert sum(map(sum, by_length.values())) == num_steps
     assert len(speculative["acceptance_per_position"]) == K
-    assert 0 < num_accepted < speculative["num_draft_tokens"]  # the fixture's drafter is so-so
+    assert (
+        0 < num_accepted < speculative["num_draft_tokens"]
+    )  # the fixture's drafter is right only sometimes
     assert json.loads(json.dumps(metrics.to_dict()))["speculative_decoding"] == speculative
     plain = plain_llm.generate([1, 2, 3], params)[0]
     assert plain.metrics.speculative_decoding is None
     assert "speculative_decoding" not in plain.metrics.to_dict()
 
 
-def test_a_request_of_one_token_has_no_rates(llm: LLM) -> None:
+def test_a_request_with_one_token_has_no_rates(llm: LLM) -> None:
     metrics = llm.generate("a", SamplingParams(max_tokens=1))[0].metrics
     assert metrics.tokens_per_second is None and metrics.mean_itl_ms is None
     assert metrics.speculative_decoding is not None
@@ -233,7 +235,7 @@ def test_a_request_of_one_token_has_no_rates(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_model_that_drafts_for_itself_is_always_right(
+def test_a_target_that_is_its_own_drafter_accepts_every_draft(
     target_dir: Path, temperature: float
 ) -> None:
     config = {"model": str(target_dir), "num_speculative_tokens": 5}
@@ -248,7 +250,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(
 # ---- stream ------------------------------------------------------------------------------------
 
 
-def test_streaming_is_generating(llm: LLM) -> None:
+def test_stream_returns_what_generate_returns(llm: LLM) -> None:
     params = [SamplingParams(max_tokens=30, seed=i) for i in range(len(PROMPTS))]
     expected = llm.generate(PROMPTS, params)
     texts = [""] * len(PROMPTS)
@@ -287,19 +289,19 @@ def test_closing_a_stream_cancels(llm: LLM) -> None:
     assert llm._executor.check_integrity() == ""
 
 
-def test_dropping_a_stream_cancels(llm: LLM) -> None:
+def test_deleting_a_stream_cancels(llm: LLM) -> None:
     before = llm._executor.stats()["num_emitted_tokens"]
     stream = llm.stream("a", LONG)
     next(stream)
     del stream
     gc.collect()
     assert wait_until_idle(llm)["num_emitted_tokens"] - before < LONG.max_tokens
-    llm.stream("a", LONG)  # never even looked at
+    llm.stream("a", LONG)  # never consumed
     gc.collect()
     wait_until_idle(llm)
 
 
-def test_cancelled_neighbours_change_nothing(llm: LLM) -> None:
+def test_cancelled_requests_do_not_change_others(llm: LLM) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=60, seed=9)
     expected = tokens_of(llm.generate(PROMPTS, params))
     neighbours = llm.stream(["q", "r", "s"], LONG)
@@ -316,8 +318,8 @@ def test_cancelled_neighbours_change_nothing(llm: LLM) -> None:
 
 @pytest.fixture
 def heeded_ctrl_c() -> Iterator[None]:
-    """Python's own handler, also where the tests were started in the background of a script: there
-    a shell has Ctrl-C ignored."""
+    """Installs Python's own handler of Ctrl-C. A shell that runs the tests in the background makes
+    them ignore Ctrl-C."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -329,7 +331,7 @@ def test_ctrl_c_cancels(llm: LLM) -> None:
     many = SamplingParams(max_tokens=2000, seed=0)
     with pytest.raises(KeyboardInterrupt):
         timer.start()
-        while True:  # however fast the machine is
+        while True:  # until the signal arrives, on a machine of any speed
             llm.generate(["a"] * 8, many)
     wait_until_idle(llm)
     assert len(tokens_of(llm.generate("a", GREEDY))[0]) == 24
@@ -341,7 +343,7 @@ def test_a_stream_keeps_its_llm_alive(target_dir: Path) -> None:
     assert sum(len(chunk.token_ids) for chunk in stream) == 24
 
 
-# ---- beside torch --------------------------------------------------------------------------------
+# ---- with torch ----------------------------------------------------------------------------------
 
 
 def test_torch_in_the_same_process(llm: LLM) -> None:
@@ -372,7 +374,7 @@ def test_torch_in_the_same_process(llm: LLM) -> None:
     assert torch.get_num_threads() == num_threads
 
 
-# ---- scoring and reports -----------------------------------------------------------------------
+# ---- logits and reports ------------------------------------------------------------------------
 
 
 def test_logits_agree_with_greedy_decoding(llm: LLM) -> None:
@@ -422,9 +424,7 @@ def test_reports_are_plain_data(llm: LLM) -> None:
     assert "k=4" in repr(llm) and "Gemma3ForCausalLM" in repr(llm)
 
 
-def test_what_memory_is_used_for_is_logged(
-    target_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_use_of_memory_is_logged(target_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="paceline"), LLM(target_dir, max_num_seqs=2):
         pass
     (message,) = [record.getMessage() for record in caplog.records]
@@ -433,7 +433,7 @@ def test_what_memory_is_used_for_is_logged(
         assert part in message
 
 
-def test_an_engine_runs_where_its_models_lie(target_dir: Path) -> None:
+def test_an_engine_runs_on_the_device_of_its_models(target_dir: Path) -> None:
     loaded = load_checkpoint(target_dir)
     with LLM.from_loaded(loaded, device="cpu", max_num_seqs=1) as llm:
         assert llm.capabilities()["configured"]["device"] == "cpu"
@@ -446,7 +446,7 @@ def test_an_engine_runs_where_its_models_lie(target_dir: Path) -> None:
 # ---- dummy weights -----------------------------------------------------------------------------
 
 
-def test_dummy_weights_need_no_more_than_a_configuration(target_dir: Path, tmp_path: Path) -> None:
+def test_dummy_weights_need_only_a_configuration(target_dir: Path, tmp_path: Path) -> None:
     shutil.copy(target_dir / "config.json", tmp_path)
     with pytest.raises(ModelNotFoundError, match="safetensors"):
         LLM(tmp_path)
@@ -505,7 +505,7 @@ def test_stopping_early_changes_no_token(
         drafted[threshold] = sum(c["num_draft_tokens"] for c in counters if c) / sum(
             c["num_spec_steps"] for c in counters if c
         )
-    # A token that was drawn is verified: at least one an iteration, but near the length limit.
+    # At least one draft is verified in each iteration, except near the length limit.
     assert 0.8 < drafted[0.99] < drafted[0.5] < drafted[0.0] <= K
 
 
@@ -524,7 +524,7 @@ def test_the_default_pool_holds_all_sequences(target_dir: Path) -> None:
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
 @pytest.mark.parametrize("limits", [{}, {"prefill_chunk_size": 700}])
-def test_the_default_pool_takes_the_longest_prompt_through_windows(
+def test_the_default_pool_holds_the_longest_prompt_with_windows(
     max_num_seqs: int, limits: dict[str, int]
 ) -> None:
     spec = tiny_models.TinySpec(
@@ -534,5 +534,7 @@ def test_the_default_pool_takes_the_longest_prompt_through_windows(
     path = tiny_models.make(spec)
     with LLM(path, max_num_seqs=max_num_seqs, max_model_len=16384, **limits) as llm:
         assert f"enough for {max_num_seqs} sequences" in llm.memory_report()["kv_cache_rule"]
-        stream = llm.stream([[1] * 16383], SamplingParams(max_tokens=1))  # refused if it cannot fit
+        stream = llm.stream(
+            [[1] * 16383], SamplingParams(max_tokens=1)
+        )  # refused if it does not fit
         stream.close()

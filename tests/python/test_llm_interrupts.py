@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLM: streams that several threads share, and a Ctrl-C at every place of a start."""
+"""LLM: streams that several threads use, and a Ctrl-C at every point of a start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.loader import LoadedModel, load_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 LONG = SamplingParams(temperature=1.0, max_tokens=1500, seed=0)
-# Far more than a test takes, so that a thread that is blocked for ever fails it.
+# Far longer than a test takes; a thread that is blocked forever exceeds it.
 _TIMEOUT_S = 30
 
 
@@ -40,7 +40,7 @@ def started(call: Callable[[], Any]) -> Future[Any]:
     return future
 
 
-# ---- streams that several threads share ----------------------------------------------------------
+# ---- streams in several threads ------------------------------------------------------------------
 
 
 def test_closing_a_stream_wakes_the_thread_that_waits(plain_llm: LLM) -> None:
@@ -98,23 +98,23 @@ def test_many_streams_are_closed_while_they_are_consumed(plain_llm: LLM) -> None
     assert not plain_llm._dispatcher.sessions and not plain_llm._dispatcher.open_samples
 
 
-# ---- a Ctrl-C everywhere -------------------------------------------------------------------------
+# ---- a Ctrl-C at every point ---------------------------------------------------------------------
 
 
-# Python handles signals after these instructions only.
+# Python handles signals only after these instructions.
 _INTERRUPTIBLE = ("CALL", "JUMP_BACKWARD", "RESUME", "SEND")
 
 
 def interrupted_at(number: int, call: Callable[[], Any], traced: tuple[str, ...]) -> bool:
-    """Raises KeyboardInterrupt at one of the places where a Ctrl-C can interrupt a call.
+    """Raises KeyboardInterrupt at one of the points where a Ctrl-C can interrupt a call.
 
     Args:
-        number: Which place, from 1, counted over all frames of the traced functions.
+        number: Which point, from 1, counted over all frames of the traced functions.
         call: What to call.
         traced: Names of the functions and methods whose instructions count.
 
     Returns:
-        Whether the call had that many places.
+        Whether the call has that many points.
     """
     count = 0
     previous: dict[FrameType, str] = {}
@@ -129,10 +129,10 @@ def interrupted_at(number: int, call: Callable[[], Any], traced: tuple[str, ...]
         elif event == "exception":
             previous[frame] = ""  # a call that raises is not followed by a check for signals
         elif event == "opcode":
-            is_place = previous.get(frame, "").startswith(_INTERRUPTIBLE)
+            is_point = previous.get(frame, "").startswith(_INTERRUPTIBLE)
             previous[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-            count += is_place
-            if is_place and count == number:
+            count += is_point
+            if is_point and count == number:
                 previous.clear()
                 raise KeyboardInterrupt
         return trace
@@ -163,7 +163,7 @@ def assert_threads_end(expected: int) -> None:
 
 @pytest.fixture
 def loaded(target_dir: Path) -> Iterator[LoadedModel]:
-    """A loaded target; at the end no thread is left of what ran on it."""
+    """A loaded target. At the end, all threads of engines on it must have ended."""
     with LLM(target_dir, max_num_seqs=1) as llm:
         llm.generate("a", GREEDY)  # starts the threads that tqdm and torch keep
     before = num_threads()
@@ -193,11 +193,11 @@ def test_a_ctrl_c_while_an_llm_starts_leaves_no_engine(loaded: LoadedModel) -> N
     while True:
         number += 1
         was_interrupted = interrupted_at(number, lambda: build(loaded), traced)
-        # An engine that only the garbage collector finds would be one for an unknown time.
+        # Without the garbage collector, which would find an engine only at some later time.
         deadline = time.monotonic() + 2
         while num_threads() > before and time.monotonic() < deadline:
             time.sleep(0.0005)
-        assert num_threads() == before, f"interrupted at place {number}"
+        assert num_threads() == before, f"interrupted at point {number}"
         if not was_interrupted:
             break
     assert number > 25

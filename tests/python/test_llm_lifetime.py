@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLM: several threads, what ends when, and an engine that fails."""
+"""LLM: use from several threads, closing, lifetimes, and engines that fail."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def test_waiting_releases_the_gil(llm: LLM, target_dir: Path) -> None:
         while not all(poll.done() for poll in polls):
             count += 1
             time.sleep(0.001)
-    assert time.monotonic() - start < 3  # four waits of a second at the same time
-    assert count > 50  # and Python ran meanwhile
+    assert time.monotonic() - start < 3  # the four waits of one second overlap
+    assert count > 50  # Python ran during the waits
     executor.close()
 
 
-def test_closing_waits_for_calls_under_way(target_dir: Path) -> None:
+def test_close_waits_for_running_calls(target_dir: Path) -> None:
     model = load_checkpoint(target_dir).model
     executor = _core.Executor(model, None, {"max_model_len": 64, "kv_cache_bytes": 8 << 20})
     with ThreadPoolExecutor(1) as pool:
@@ -69,7 +69,7 @@ def test_closing_waits_for_calls_under_way(target_dir: Path) -> None:
     assert "closed" in repr(executor)
 
 
-def test_closing_ends_what_runs(target_dir: Path) -> None:
+def test_close_ends_running_requests(target_dir: Path) -> None:
     llm = LLM(target_dir)
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(llm.generate, ["a"] * 64, LONG)
@@ -88,7 +88,7 @@ def test_closing_ends_what_runs(target_dir: Path) -> None:
 # ---- lifetimes ---------------------------------------------------------------------------------
 
 
-def test_children_outlive_their_owners(target_dir: Path) -> None:
+def test_arrays_outlive_the_objects_they_come_from(target_dir: Path) -> None:
     loaded = load_checkpoint(target_dir)
     arena = loaded.model.arena()
     assert arena.readonly
@@ -118,7 +118,7 @@ def _poll_all(executor: _core.Executor) -> Iterator[_core.RequestEvent]:
                 return
 
 
-def test_llm_is_freed_without_close(target_dir: Path) -> None:
+def test_an_llm_is_freed_without_close(target_dir: Path) -> None:
     llm = LLM(target_dir)
     dispatcher = llm._dispatcher
     llm.generate("a", GREEDY)
@@ -132,7 +132,7 @@ def test_llm_is_freed_without_close(target_dir: Path) -> None:
 
 
 class _Event:
-    """What `_core.RequestEvent` looks like."""
+    """Has the attributes of `_core.RequestEvent`."""
 
     sample = num_drafted = num_accepted = 0
     arrival_us, first_token_us, finish_us = 1000, 0, 2000
@@ -145,7 +145,7 @@ class _Event:
 
 
 class _FakeExecutor:
-    """Fails every second request, or itself."""
+    """Fails every second request, or raises `failure`."""
 
     def __init__(self, failure: Exception | None = None) -> None:
         self.failure = failure
@@ -190,9 +190,7 @@ def requests_for(num: int) -> list[Request]:
     ]
 
 
-def test_a_failed_request_leaves_the_others_alone(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_request_does_not_affect_others(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     dispatcher = Dispatcher(_FakeExecutor())  # type: ignore[arg-type]
     monkeypatch.setattr(llm, "_dispatcher", dispatcher)
     monkeypatch.setattr(llm, "speculative_config", None)
@@ -207,7 +205,7 @@ def test_a_failed_request_leaves_the_others_alone(
     dispatcher.close()
 
 
-def test_a_failed_engine_says_why_every_time() -> None:
+def test_a_failed_engine_raises_its_cause_every_time() -> None:
     dispatcher = Dispatcher(_FakeExecutor(MemoryError("gone")))  # type: ignore[arg-type]
     stream = RequestStream(dispatcher, requests_for(2), num_speculative_tokens=None, owner=None)
     with pytest.raises(MemoryError, match="gone"):
@@ -224,7 +222,7 @@ def test_a_ctrl_c_while_requests_are_queued_cancels_them() -> None:
 
     def interrupt(requests: list[_core.Request], ids: list[int]) -> bool:
         add_requests(requests, ids)
-        executor.events.clear()  # none of them ends by itself
+        executor.events.clear()  # no request ends by itself
         raise KeyboardInterrupt  # as a signal handler does when the call returns
 
     executor.add_requests = interrupt  # type: ignore[method-assign]
@@ -235,7 +233,7 @@ def test_a_ctrl_c_while_requests_are_queued_cancels_them() -> None:
     dispatcher.close()
 
 
-def test_a_refused_call_queues_and_numbers_nothing(target_dir: Path) -> None:
+def test_a_refused_call_queues_nothing_and_uses_no_numbers(target_dir: Path) -> None:
     params = SamplingParams(max_tokens=16)
     with LLM(target_dir, max_model_len=1024, kv_cache_bytes=512 << 10) as llm:
         expected = [llm.generate([7, 8, 9], params)[0].outputs for _ in range(2)]
@@ -264,7 +262,7 @@ def test_a_refused_thread_is_an_error_and_queues_nothing(
         assert len(llm.generate("a", GREEDY)[0].outputs[0].token_ids) == 24
 
 
-def test_an_error_while_events_are_handed_over_reaches_the_callers() -> None:
+def test_an_error_during_delivery_reaches_the_callers() -> None:
     dispatcher = Dispatcher(_FakeExecutor())  # type: ignore[arg-type]
 
     def fail(event: Any) -> None:

@@ -22,11 +22,14 @@ _TIMEOUT_S = 60
 
 # What every script below begins with. `waited` kills a child that hangs.
 _PROLOGUE = """
-import gc, os, signal, sys, threading, time
+import gc, os, signal, sys, threading, time, warnings
 from paceline import LLM, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 LONG = SamplingParams(temperature=1.0, max_tokens=400, seed=0)
+
+# Newer versions of Python warn of every fork of a process with threads.
+warnings.simplefilter("ignore", DeprecationWarning)
 
 def build():
     return LLM(sys.argv[1], max_num_seqs=2, show_progress=False, device="cpu")

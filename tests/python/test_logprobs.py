@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logprobs: what they say, that speculation does not show in them, and that they do not show in
-the output."""
+"""Logprobs: their values, which speculation does not change, and which do not change the output."""
 
 from __future__ import annotations
 
@@ -21,10 +20,12 @@ PROMPTS: list[Any] = [
     "def read(",
     [1, 2, 3],
     "x = 1\ny",
-    [(7 * i) % 120 + 1 for i in range(150)],  # longer than what one iteration rates
+    [
+        (7 * i) % 120 + 1 for i in range(150)
+    ],  # more positions than one iteration computes logprobs for
     [5],
 ]
-# Parameters that change what is drawn; logprobs are of the model's logits all the same.
+# Parameters that change the sampled tokens but not the logprobs, which come from the raw logits.
 MIX: dict[str, Any] = {
     "temperature": 0.8,
     "top_k": 20,
@@ -36,7 +37,7 @@ MIX: dict[str, Any] = {
 
 
 def mixed_params(seed: int) -> list[SamplingParams]:
-    """Parameters for each of the prompts, every one with others."""
+    """Returns different parameters for each of the prompts."""
     rng = random.Random(seed)
     return [
         SamplingParams(
@@ -50,66 +51,68 @@ def mixed_params(seed: int) -> list[SamplingParams]:
     ]
 
 
-def expected_places(
+def expected_logprobs(
     llm: LLM, output: RequestOutput, num_best: int
 ) -> list[dict[int, tuple[float, int]]]:
-    """By token after the first of prompt and output: ids to (logprob, rank), by torch."""
+    """Computes with torch, for each token after the first, a dict from ids to (logprob, rank)."""
     import torch
 
     ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
     logits = torch.from_numpy(llm.logits(ids))
     logprobs = torch.log_softmax(logits.double(), dim=-1)
-    places = []
+    positions = []
     for row, token in enumerate(ids[1:]):
         best = torch.argsort(logits[row], descending=True, stable=True)[:num_best]
-        places.append(
+        positions.append(
             {
                 i: (logprobs[row, i].item(), 1 + int((logits[row] > logits[row, i]).sum()))
                 for i in [token, *best.tolist()]
             }
         )
-    return places
+    return positions
 
 
-def assert_places(seen: list[TokenLogprobs], expected: list[dict[int, tuple[float, int]]]) -> None:
+def assert_logprobs(
+    seen: list[TokenLogprobs], expected: list[dict[int, tuple[float, int]]]
+) -> None:
     assert len(seen) == len(expected)
-    for place, want in zip(seen, expected, strict=True):
-        assert list(place) == list(want)
-        for token, entry in place.items():
+    for entries, want in zip(seen, expected, strict=True):
+        assert list(entries) == list(want)
+        for token, entry in entries.items():
             logprob, rank = want[token]
             assert entry.logprob == pytest.approx(logprob, abs=2e-6)
             assert entry.rank == rank
 
 
-# ---- what they say -----------------------------------------------------------------------------
+# ---- values -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_best", [0, 1, 5, 20])
-def test_they_are_those_of_the_models_logits(llm: LLM, num_best: int) -> None:
+def test_logprobs_come_from_the_raw_logits(llm: LLM, num_best: int) -> None:
     params = SamplingParams(
         **MIX, max_tokens=20, seed=4, logprobs=num_best, prompt_logprobs=num_best
     )
     for output in llm.generate(PROMPTS, params):
         completion = output.outputs[0]
-        expected = expected_places(llm, output, num_best)
+        expected = expected_logprobs(llm, output, num_best)
         num_prompt = len(output.prompt_token_ids)
         assert completion.logprobs is not None and output.prompt_logprobs is not None
-        assert_places(completion.logprobs, expected[num_prompt - 1 :])
+        assert_logprobs(completion.logprobs, expected[num_prompt - 1 :])
         first, *others = output.prompt_logprobs
         assert first is None and None not in others
-        assert_places([place for place in others if place], expected[: num_prompt - 1])
+        assert_logprobs([entries for entries in others if entries], expected[: num_prompt - 1])
         total = sum(
-            place[token].logprob
-            for token, place in zip(completion.token_ids, completion.logprobs, strict=True)
+            entries[token].logprob
+            for token, entries in zip(completion.token_ids, completion.logprobs, strict=True)
         )
         assert completion.cumulative_logprob == pytest.approx(total)
 
 
 @pytest.mark.parametrize("method", ["standard", "block"])
-def test_residuals_are_not_what_is_rated(
+def test_logprobs_do_not_come_from_the_residual(
     target_dir: Path, speculative_config: dict[str, Any], method: str
 ) -> None:
-    """These methods write what is left to draw from over the logits of the row where drafts end."""
+    """These methods overwrite the logits of the first rejected row with the residual."""
     config = speculative_config | {"rejection_sample_method": method}
     params = [
         SamplingParams(temperature=1.0, max_tokens=24, seed=seed, logprobs=3)
@@ -117,12 +120,12 @@ def test_residuals_are_not_what_is_rated(
     ]
     with LLM(target_dir, speculative_config=config, device="cpu") as llm:
         for output in llm.generate(PROMPTS, params):
-            expected = expected_places(llm, output, 3)[len(output.prompt_token_ids) - 1 :]
+            expected = expected_logprobs(llm, output, 3)[len(output.prompt_token_ids) - 1 :]
             assert output.outputs[0].logprobs is not None
-            assert_places(output.outputs[0].logprobs, expected)
+            assert_logprobs(output.outputs[0].logprobs, expected)
 
 
-def test_one_may_be_had_without_the_other(llm: LLM) -> None:
+def test_output_and_prompt_logprobs_are_independent(llm: LLM) -> None:
     of_output, of_prompt = llm.generate(
         PROMPTS[:2],
         [
@@ -149,7 +152,7 @@ def test_tokens_have_their_text(llm: LLM) -> None:
     completion = output.outputs[0]
     assert completion.logprobs is not None and output.prompt_logprobs is not None
     assert completion.token_ids == [special]
-    # A special token has no part in the text, but it has a name.
+    # A special token is not in the text, but its logprob names it.
     assert completion.text == ""
     assert completion.logprobs[0][special].decoded_token == added[special].content
     assert output.prompt_logprobs[1] is not None
@@ -173,7 +176,7 @@ def test_without_a_tokenizer_tokens_have_no_text(tmp_path: Path, target_dir: Pat
 
 @pytest.fixture(scope="module")
 def tight_llm(target_dir: Path, speculative_config: dict[str, Any]) -> Iterator[LLM]:
-    """Small chunks, and room for few sequences at once."""
+    """An LLM with small prefill chunks and a pool for few sequences."""
     with LLM(
         target_dir,
         speculative_config={**speculative_config, "num_speculative_tokens": 7},
@@ -187,18 +190,20 @@ def tight_llm(target_dir: Path, speculative_config: dict[str, Any]) -> Iterator[
         yield llm
 
 
-def test_speculation_and_batches_do_not_show(llm: LLM, plain_llm: LLM, tight_llm: LLM) -> None:
+def test_speculation_and_batches_do_not_change_logprobs(
+    llm: LLM, plain_llm: LLM, tight_llm: LLM
+) -> None:
     for seed in range(6):
         params = mixed_params(seed)
         plain = plain_llm.generate(PROMPTS, params)
         for other in (llm, tight_llm):
             for ours, theirs in zip(plain, other.generate(PROMPTS, params), strict=True):
-                assert ours.outputs == theirs.outputs  # logprobs among them, bit for bit
+                assert ours.outputs == theirs.outputs  # including logprobs, bit for bit
                 assert ours.prompt_logprobs == theirs.prompt_logprobs
     assert tight_llm._executor.check_integrity() == ""
 
 
-def test_asking_changes_nothing(llm: LLM) -> None:
+def test_logprobs_do_not_change_the_output(llm: LLM) -> None:
     import dataclasses
 
     for seed in range(4):
@@ -214,7 +219,7 @@ def test_asking_changes_nothing(llm: LLM) -> None:
 # ---- streams and ends --------------------------------------------------------------------------
 
 
-def test_deltas_carry_theirs(llm: LLM) -> None:
+def test_chunks_have_the_logprobs_of_their_tokens(llm: LLM) -> None:
     params = mixed_params(3)
     waited = llm.generate(PROMPTS, params)
     seen: list[list[TokenLogprobs]] = [[] for _ in PROMPTS]
@@ -238,7 +243,7 @@ def test_deltas_carry_theirs(llm: LLM) -> None:
         assert of_prompts.get(index) == output.prompt_logprobs
 
 
-def test_a_stop_string_ends_them_with_the_tokens(llm: LLM, plain_llm: LLM) -> None:
+def test_a_stop_string_ends_logprobs_with_the_tokens(llm: LLM, plain_llm: LLM) -> None:
     free = plain_llm.generate(
         "def read(", SamplingParams(temperature=0.0, max_tokens=40, logprobs=2)
     )[0].outputs[0]
@@ -253,31 +258,31 @@ def test_a_stop_string_ends_them_with_the_tokens(llm: LLM, plain_llm: LLM) -> No
         assert completion.logprobs == free.logprobs[:num_tokens]
         assert completion.cumulative_logprob == pytest.approx(
             math.fsum(
-                place[token].logprob
-                for token, place in zip(completion.token_ids, completion.logprobs, strict=True)
+                entries[token].logprob
+                for token, entries in zip(completion.token_ids, completion.logprobs, strict=True)
             )
         )
 
 
-# ---- what is refused ---------------------------------------------------------------------------
+# ---- refusals ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
 @pytest.mark.parametrize("value", [-1, 65, True, 1.0, "5"])
-def test_values_that_are_not_allowed(name: str, value: Any) -> None:
+def test_other_values_are_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^{name} is .*; allowed: an integer from 0 to 64"):
         SamplingParams(**{name: value})
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
-def test_more_than_the_llm_has_room_for(llm: LLM, name: str) -> None:
+def test_more_than_max_logprobs_is_refused(llm: LLM, name: str) -> None:
     message = f"^{name} is 21; allowed: None, or 0 to 20, because the LLM was built with"
     fine = SamplingParams(max_tokens=2)
     with pytest.raises(ValueError, match=message):
         llm.generate(PROMPTS[:2], [fine, SamplingParams(**{name: 21})])
 
 
-def test_none_may_be_asked_for(target_dir: Path) -> None:
+def test_max_logprobs_0_refuses_all(target_dir: Path) -> None:
     with LLM(target_dir, device="cpu", max_num_seqs=2, max_logprobs=0) as llm:
         for name in ("logprobs", "prompt_logprobs"):
             with pytest.raises(ValueError, match=f"^{name} is 0; allowed: None, because"):
@@ -289,7 +294,7 @@ def test_none_may_be_asked_for(target_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [-1, 65, True, None])
-def test_max_logprobs_that_are_not_allowed(value: Any) -> None:
+def test_other_values_of_max_logprobs_are_refused(value: Any) -> None:
     with pytest.raises(ValueError, match=r"^max_logprobs is .*; allowed: an integer from 0 to 64"):
         EngineConfig(max_logprobs=value)
 

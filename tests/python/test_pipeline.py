@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One sampling pipeline for every row: with a drafter and without, whatever the parameters.
+"""One sampling pipeline for all rows, with and without a drafter, for all parameters.
 
-A reference in numpy says what each parameter does to the model's logits (docs/sampling.md); plain
-decoding has to follow it, and speculative decoding has to be plain decoding.
+A reference in numpy defines the effect of each parameter on the model's logits (docs/sampling.md).
+Plain decoding must follow it, and speculative decoding must equal plain decoding.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ Logits = npt.NDArray[np.float32]
 
 
 def adjusted(params: SamplingParams, logits: Logits, llm: LLM, ids: list[int], n: int) -> Logits:
-    """Logits after everything that comes before the temperature, in the engine's precision.
+    """Applies all parameters that come before the temperature, in the engine's precision.
 
     Args:
         params: The parameters.
-        logits: [vocab_size], of the model.
-        llm: Where the request runs.
-        ids: Prompt and output so far.
-        n: How many of them are the prompt.
+        logits: The model's logits [vocab_size].
+        llm: The LLM that runs the request.
+        ids: Token ids of the prompt and the output so far.
+        n: Number of tokens of the prompt.
     """
-    told = engine_arguments(params, llm.target)
+    arguments = engine_arguments(params, llm.target)
     result = logits.astype(np.float32)
-    for token, bias in told.get("logit_bias", ()):
+    for token, bias in arguments.get("logit_bias", ()):
         result[token] += np.float32(bias)
     counts = Counter(ids[n:])
     repetition, frequency, presence = np.float32(
@@ -58,29 +58,32 @@ def adjusted(params: SamplingParams, logits: Logits, llm: LLM, ids: list[int], n
         old = result[token]
         result[token] = old / repetition if old > 0 else old * repetition
         if counts[token]:
-            # One rounding for product and difference.
+            # Product and difference are rounded once.
             result[token] = np.float64(result[token]) - np.float64(frequency) * counts[token]
             result[token] -= presence
     if params.allowed_token_ids:
-        ruled_out = np.ones(len(result), bool)
-        ruled_out[list(params.allowed_token_ids)] = False
-        result[ruled_out] = -np.inf
-    for *before, last in told.get("bad_words", ()):
+        excluded = np.ones(len(result), bool)
+        excluded[list(params.allowed_token_ids)] = False
+        result[excluded] = -np.inf
+    for *before, last in arguments.get("bad_words", ()):
         if ids[len(ids) - len(before) :] == before:
             result[last] = -np.inf
     if len(ids) - n < params.min_tokens:
-        result[told["stop_token_ids"]] = -np.inf
+        result[arguments["stop_token_ids"]] = -np.inf
     return result
 
 
 def weights(params: SamplingParams, logits: Logits) -> npt.NDArray[np.float64]:
-    """Weights of the tokens at the temperature; the most probable one weighs 1."""
+    """Returns the softmax weights at the temperature; the most probable token has weight 1."""
     scaled = logits.astype(np.float64) / params.temperature
     return np.asarray(np.exp(scaled - scaled.max()))
 
 
 def is_kept(params: SamplingParams, logits: Logits, *, slack: float = 0.0) -> npt.NDArray[np.bool_]:
-    """Tokens that top-k, then top-p, then min-p leave; with `slack`, also those near the border."""
+    """Returns which tokens remain after top-k, top-p and min-p, in this order.
+
+    With `slack`, tokens near the boundary remain too.
+    """
     weight = weights(params, logits)
     kept = weight > 0
     if 0 < params.top_k < len(weight):
@@ -97,7 +100,7 @@ def is_kept(params: SamplingParams, logits: Logits, *, slack: float = 0.0) -> np
 
 
 def mixes(llm: LLM) -> dict[str, dict[str, Any]]:
-    """Parameters by name; taken from what the model writes, so that they all matter."""
+    """Returns parameters by name, chosen from the model's own output so that each has an effect."""
     free = llm.generate(TEXTS[0], SamplingParams(temperature=0.0, max_tokens=32))[0].outputs[0]
     token_ids, text = free.token_ids, free.text
     other = llm.target.vocab_size // 2
@@ -145,7 +148,7 @@ def mixes(llm: LLM) -> dict[str, dict[str, Any]]:
 
 
 def batch(llm: LLM, temperature: float, **changes: Any) -> tuple[list[str], list[SamplingParams]]:
-    """All mixes side by side, each for another text, then each for the next one."""
+    """Returns each mix twice, with different prompts."""
     texts, params = [], []
     for i, mix in enumerate(mixes(llm).values()):
         for j in range(2):
@@ -164,7 +167,7 @@ def completions(llm: LLM, texts: Any, params: Any) -> list[CompletionOutput]:
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A demo's target with its drafter and alone."""
+    """A demo's target, with its drafter and without."""
 
     name: str
     speculative: LLM
@@ -185,7 +188,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 @pytest.fixture(scope="module", params=["draft_model", "gemma4_mtp"])
 def plain(request: pytest.FixtureRequest) -> Iterator[LLM]:
-    """The demos' two targets."""
+    """Each of the demos' two targets, without a drafter."""
     with LLM(find_demo(request.param).target, max_num_seqs=64, device="cpu") as llm:
         yield llm
 
@@ -201,7 +204,7 @@ def test_speculative_output_is_plain_output(pair: Pair, temperature: float) -> N
         speculative = output.metrics.speculative_decoding
         assert speculative is not None
         assert sum(speculative["acceptance_histogram"]) == speculative["num_spec_steps"]
-    # Drafts are still kept: they go through the same pipeline.
+    # Drafts are still accepted, because they go through the same pipeline.
     totals = [output.metrics.speculative_decoding or {} for output in outputs]
     drafted = sum(total["num_draft_tokens"] for total in totals)
     accepted = sum(total["num_accepted_draft_tokens"] for total in totals)
@@ -209,7 +212,7 @@ def test_speculative_output_is_plain_output(pair: Pair, temperature: float) -> N
     assert pair.speculative._executor.check_integrity() == ""
 
 
-def test_every_mix_matters(plain: LLM) -> None:
+def test_every_mix_has_an_effect(plain: LLM) -> None:
     settings = [(0.0, 0), *((1.2, seed) for seed in range(6))]
 
     def written(mix: dict[str, Any]) -> list[CompletionOutput]:
@@ -229,7 +232,7 @@ def test_a_request_is_the_same_alone(pair: Pair) -> None:
         assert completions(pair.speculative, texts[i], params[i]) == [together[i]]
 
 
-def test_streaming_is_generating(pair: Pair) -> None:
+def test_stream_returns_what_generate_returns(pair: Pair) -> None:
     texts, params = batch(pair.plain, 0.7)
     expected = completions(pair.plain, texts, params)
     shown = [""] * len(texts)
@@ -244,7 +247,7 @@ def test_streaming_is_generating(pair: Pair) -> None:
     assert token_ids == [completion.token_ids for completion in expected]
 
 
-def test_stop_strings_cut_what_plain_decoding_writes(pair: Pair) -> None:
+def test_stop_strings_truncate_the_output_of_plain_decoding(pair: Pair) -> None:
     given = {"temperature": 0.8, "max_tokens": 64, "seed": SEED}
     (free,) = completions(pair.plain, TEXTS[0], SamplingParams(**given))
     for start, length in ((3, 1), (20, 4), (41, 12)):
@@ -260,7 +263,7 @@ def test_stop_strings_cut_what_plain_decoding_writes(pair: Pair) -> None:
         stats = pair.speculative._executor.stats()
         if stats["num_running"] == stats["num_waiting"] == 0:
             break
-        time.sleep(0.01)  # what was under way
+        time.sleep(0.01)  # iterations in flight
     assert stats["num_running"] == stats["num_waiting"] == 0
     assert pair.speculative._executor.check_integrity() == ""
 
@@ -273,7 +276,7 @@ def test_the_same_in_other_engines(target_dir: Path, speculative_config: dict[st
         {"max_num_seqs": 1},
         {"prefill_chunk_size": 16, "max_num_seqs": 8},
         {"block_size": 32, "max_num_seqs": 5},
-        # Room for one sequence and hardly another: some are preempted, and computed again.
+        # A pool for little more than one sequence: some are preempted and recomputed.
         {"max_num_seqs": 8, "kv_cache_bytes": 200 << 10, "max_model_len": 128, "block_size": 4},
     ):
         with LLM(target_dir, speculative_config=speculative_config, device="cpu", **changes) as llm:
@@ -286,7 +289,7 @@ def test_the_same_in_other_engines(target_dir: Path, speculative_config: dict[st
 
 
 def steps(llm: LLM, text: str, completion: CompletionOutput) -> Iterator[tuple[Any, ...]]:
-    """Each output token with the model's logits for it, and what was known before it."""
+    """Yields each output token, its logits, and the tokens before it."""
     prompt = llm.generate(text, SamplingParams(max_tokens=1))[0].prompt_token_ids
     ids = prompt + completion.token_ids
     logits = llm.logits(ids)
@@ -294,7 +297,7 @@ def steps(llm: LLM, text: str, completion: CompletionOutput) -> Iterator[tuple[A
         yield ids[position], logits[position - 1], ids[:position], len(prompt)
 
 
-def test_greedy_tokens_are_the_reference_s(pair: Pair) -> None:
+def test_greedy_tokens_equal_the_reference(pair: Pair) -> None:
     texts, params = batch(pair.plain, 0.0, max_tokens=24)
     num_changed = 0
     for text, param, completion in zip(
@@ -307,7 +310,7 @@ def test_greedy_tokens_are_the_reference_s(pair: Pair) -> None:
     assert num_changed > 100
 
 
-def test_drawn_tokens_are_among_those_the_reference_keeps(pair: Pair) -> None:
+def test_sampled_tokens_are_among_those_of_the_reference(pair: Pair) -> None:
     texts, params = batch(pair.plain, 1.2, max_tokens=24)
     num_kept, num_steps = 0, 0
     for text, param, completion in zip(
@@ -322,7 +325,7 @@ def test_drawn_tokens_are_among_those_the_reference_keeps(pair: Pair) -> None:
     assert num_kept < 0.9 * num_steps * pair.plain.target.vocab_size
 
 
-# Of what the demo's target finds likely after the first text; each changes the probabilities.
+# Parameters from the most likely tokens of the demo's target; each changes the probabilities.
 _SHAPES: dict[str, Callable[[Sequence[int]], dict[str, Any]]] = {
     "free": lambda best: {},
     "top_k": lambda best: {"top_k": 5},
@@ -336,7 +339,7 @@ _SHAPES: dict[str, Callable[[Sequence[int]], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("shape", _SHAPES)
-def test_frequencies_are_the_reference_s(plain: LLM, shape: str) -> None:
+def test_frequencies_follow_the_reference(plain: LLM, shape: str) -> None:
     num_draws = 2500
     prompt = plain.generate("x = ", SamplingParams(max_tokens=1))[0].prompt_token_ids
     logits = plain.logits(prompt)[-1]
@@ -350,7 +353,7 @@ def test_frequencies_are_the_reference_s(plain: LLM, shape: str) -> None:
     probability = np.where(is_kept(params[0], wanted), weights(params[0], wanted), 0)
     probability /= probability.sum()
     assert all(probability[token] > 0 for token in drawn)
-    # Pearson's statistic; what is expected less than five times is one class.
+    # Pearson's chi-squared statistic. Tokens expected fewer than five times form one class.
     expected = probability * num_draws
     is_common = expected >= 5
     observed = np.array([drawn[token] for token in range(len(expected))], float)
@@ -366,23 +369,23 @@ def test_frequencies_are_the_reference_s(plain: LLM, shape: str) -> None:
     assert statistic < freedom + 5 * np.sqrt(2 * freedom)
 
 
-def test_bad_words_and_allowed_ids_hold_in_every_output(pair: Pair) -> None:
+def test_every_output_respects_bad_words_and_allowed_ids(pair: Pair) -> None:
     texts, params = batch(pair.plain, 1.2, max_tokens=64)
     for text, param, completion in zip(
         texts, params, completions(pair.speculative, texts, params), strict=True
     ):
-        told = engine_arguments(param, pair.speculative.target)
+        arguments = engine_arguments(param, pair.speculative.target)
         ids = completion.token_ids
         if param.allowed_token_ids:
             assert set(ids) <= set(param.allowed_token_ids), text
-        for word in told.get("bad_words", ()):
+        for word in arguments.get("bad_words", ()):
             assert all(ids[i : i + len(word)] != word for i in range(len(ids)))
         if completion.finish_reason == "stop":
             assert len(ids) > param.min_tokens
-            assert not set(told["stop_token_ids"]).intersection(ids[: param.min_tokens])
+            assert not set(arguments["stop_token_ids"]).intersection(ids[: param.min_tokens])
 
 
-def test_a_bad_word_that_the_prompt_has_begun_is_not_completed(pair: Pair) -> None:
+def test_a_bad_word_that_begins_in_the_prompt_is_not_completed(pair: Pair) -> None:
     prompt = pair.plain.generate(TEXTS[0], SamplingParams(max_tokens=1))[0].prompt_token_ids
     greedy = SamplingParams(temperature=0.0, max_tokens=1)
     token = completions(pair.plain, prompt, greedy)[0].token_ids[0]
@@ -390,8 +393,8 @@ def test_a_bad_word_that_the_prompt_has_begun_is_not_completed(pair: Pair) -> No
     assert completions(pair.speculative, prompt, params)[0].token_ids[0] != token
 
 
-def test_what_leaves_no_token_fails_that_request_alone(pair: Pair) -> None:
-    # Only two tokens, neither of which may follow the other or itself.
+def test_a_request_without_possible_tokens_fails_alone(pair: Pair) -> None:
+    # Two allowed tokens, neither of which may follow the other or itself.
     pairs = [[a, b] for a in (300, 301) for b in (300, 301)]
     params = [
         SamplingParams(temperature=0.0, max_tokens=4),

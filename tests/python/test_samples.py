@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several outputs of a prompt (`n`): what they are, what they share, and how each of them ends."""
+"""Several outputs of one prompt (`n`): their tokens, what they share, and how each ends."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def tokens_of(completions: list[CompletionOutput]) -> list[list[int]]:
     return [completion.token_ids for completion in completions]
 
 
-def apart(llm: LLM, prompt: Any, n: int, seed: int, **changes: Any) -> list[CompletionOutput]:
-    """The same outputs as requests of their own, one after another."""
+def separately(llm: LLM, prompt: Any, n: int, seed: int, **changes: Any) -> list[CompletionOutput]:
+    """Returns the same outputs from separate requests, one after another."""
     return [
         llm.generate(prompt, params_of(seed + i & MAX_SEED, **changes))[0].outputs[0]
         for i in range(n)
@@ -57,10 +57,10 @@ def wait_until_idle(llm: LLM) -> dict[str, Any]:
         {"allowed_token_ids": list(range(10, 40)), "stop_token_ids": [17]},
     ],
 )
-def test_outputs_are_requests_of_their_own(
+def test_outputs_equal_those_of_separate_requests(
     llm: LLM, plain_llm: LLM, changes: dict[str, Any]
 ) -> None:
-    expected = apart(plain_llm, PROMPT, 6, 7, **changes)
+    expected = separately(plain_llm, PROMPT, 6, 7, **changes)
     for engine in (llm, plain_llm):
         engine._executor.reset_stats()
         (output,) = engine.generate(PROMPT, params_of(n=6, **changes))
@@ -68,15 +68,15 @@ def test_outputs_are_requests_of_their_own(
         assert tokens_of(output.outputs) == tokens_of(expected)
         for got, want in zip(output.outputs, expected, strict=True):
             assert (got.text, got.finish_reason) == (want.text, want.finish_reason)
-        # The prompt but for its last token was computed once.
+        # The prompt, except its last token, was computed once.
         assert engine._executor.stats()["num_shared_tokens"] == 5 * (len(PROMPT) - 1)
     assert (len({tuple(ids) for ids in tokens_of(expected)}) > 1) == (changes != {"temperature": 0})
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
 @pytest.mark.parametrize("name", demo_names())
-def test_trained_drafters_draft_the_same(name: str, temperature: float) -> None:
-    """What a drafter keeps of a prompt is what it would keep of a request of its own."""
+def test_trained_drafters_draft_as_for_separate_requests(name: str, temperature: float) -> None:
+    """A drafter has the same state of the prompt for each output as for a separate request."""
     demo = find_demo(name)
     texts = [entry["text"] for entry in json.loads(DEMO_PROMPTS.read_text())[:3]]
     config = demo.speculative_config()
@@ -90,7 +90,7 @@ def test_trained_drafters_draft_the_same(name: str, temperature: float) -> None:
             each = [
                 llm.generate(text, params_of(7 + i, temperature=temperature))[0] for i in range(5)
             ]
-            expected = tokens_of(apart(plain, text, 5, 7, temperature=temperature))
+            expected = tokens_of(separately(plain, text, 5, 7, temperature=temperature))
             assert tokens_of(output.outputs) == expected
             assert [alone.outputs[0].token_ids for alone in each] == expected
             assert output.metrics.speculative_decoding is not None
@@ -110,33 +110,33 @@ def test_more_outputs_than_run_at_a_time(llm: LLM, plain_llm: LLM) -> None:
     outputs = llm.generate(prompts, params)
     assert [len(output.outputs) for output in outputs] == [20, 1, 11]
     assert tokens_of(outputs[0].outputs) == tokens_of(
-        apart(plain_llm, prompts[0], 20, 7, max_tokens=9)
+        separately(plain_llm, prompts[0], 20, 7, max_tokens=9)
     )
-    assert tokens_of(outputs[1].outputs) == tokens_of(apart(plain_llm, prompts[1], 1, 7))
+    assert tokens_of(outputs[1].outputs) == tokens_of(separately(plain_llm, prompts[1], 1, 7))
     assert tokens_of(outputs[2].outputs) == tokens_of(
-        apart(plain_llm, prompts[2], 11, 3, max_tokens=40)
+        separately(plain_llm, prompts[2], 11, 3, max_tokens=40)
     )
     assert llm._executor.check_integrity() == ""
 
 
 def test_seeds_wrap_around(plain_llm: LLM) -> None:
     (output,) = plain_llm.generate(PROMPT, params_of(MAX_SEED, n=2))
-    assert tokens_of(output.outputs) == tokens_of(apart(plain_llm, PROMPT, 2, MAX_SEED))
-    assert output.outputs[1].token_ids == apart(plain_llm, PROMPT, 1, 0)[0].token_ids
+    assert tokens_of(output.outputs) == tokens_of(separately(plain_llm, PROMPT, 2, MAX_SEED))
+    assert output.outputs[1].token_ids == separately(plain_llm, PROMPT, 1, 0)[0].token_ids
 
 
-def test_outputs_without_a_seed_all_have_their_own(target_dir: Path) -> None:
+def test_outputs_without_a_seed_have_different_seeds(target_dir: Path) -> None:
     target = load_checkpoint(target_dir)
     with LLM.from_loaded(target, seed=3, max_num_seqs=8) as llm:
         two = llm.generate([PROMPT, PROMPT], params_of(None, n=3))
         (third,) = llm.generate(PROMPT, params_of(None))
-        seeded = apart(llm, PROMPT, 7, 3 * 2**32)
+        seeded = separately(llm, PROMPT, 7, 3 * 2**32)
     found = [*two[0].outputs, *two[1].outputs, *third.outputs]
     assert tokens_of(found) == tokens_of(seeded)
     assert len({tuple(ids) for ids in tokens_of(found)}) == 7
 
 
-def test_a_stream_gives_each_output_its_own(llm: LLM) -> None:
+def test_a_stream_labels_the_chunks_of_each_output(llm: LLM) -> None:
     params = [params_of(n=4), params_of(2, n=2, max_tokens=12)]
     expected = llm.generate([PROMPT, "x = 1"], params)
     parts: dict[tuple[int, int], list[Any]] = {}
@@ -154,16 +154,16 @@ def test_a_stream_gives_each_output_its_own(llm: LLM) -> None:
         assert [chunk.finished for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     for index, output in enumerate(expected):
         assert outputs[index].outputs == output.outputs
-        # With the last of the request's chunks, and only then.
+        # Only the last chunk of the request has it.
         num_with_output = sum(
             chunk.output is not None for key in parts if key[0] == index for chunk in parts[key]
         )
         assert num_with_output == 1
 
 
-def test_a_stop_string_ends_its_own_output(llm: LLM) -> None:
+def test_a_stop_string_ends_one_output(llm: LLM) -> None:
     free = llm.generate(PROMPT, params_of(n=4, max_tokens=60))[0].outputs
-    # A character of one output's text that ends it early.
+    # A character of one output that ends it early.
     stop = free[2].text[len(free[2].text) // 3]
     (output,) = llm.generate(PROMPT, params_of(n=4, max_tokens=60, stop=stop))
     for got, unstopped in zip(output.outputs, free, strict=True):
@@ -175,10 +175,10 @@ def test_a_stop_string_ends_its_own_output(llm: LLM) -> None:
     assert wait_until_idle(llm)["num_running"] == 0
 
 
-def test_a_failed_output_leaves_the_others_alone(llm: LLM) -> None:
+def test_a_failed_output_does_not_affect_others(llm: LLM) -> None:
     allowed = list(range(10, 110))
     free = llm.generate(PROMPT, params_of(n=6, max_tokens=3, allowed_token_ids=allowed))[0].outputs
-    # Nothing may follow what the third output begins with.
+    # No token may follow the first token of the third output.
     dead_end = free[2].token_ids[0]
     params = params_of(
         n=6,
@@ -198,7 +198,7 @@ def test_a_failed_output_leaves_the_others_alone(llm: LLM) -> None:
     assert reasons == {"error", "length"}
 
 
-def test_metrics_are_of_all_outputs_together(llm: LLM, plain_llm: LLM) -> None:
+def test_metrics_cover_all_outputs(llm: LLM, plain_llm: LLM) -> None:
     (output,) = llm.generate(PROMPT, params_of(n=3))
     metrics = output.metrics
     alone = [llm.generate(PROMPT, params_of(7 + i))[0].metrics for i in range(3)]
@@ -234,12 +234,12 @@ def test_closing_a_stream_cancels_every_output(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("n", [0, -1, 129, 1.5, "2", True, None])
-def test_bad_numbers_are_refused(n: Any) -> None:
+def test_other_numbers_of_outputs_are_refused(n: Any) -> None:
     with pytest.raises(ValueError, match=r"n is .*allowed: an integer from 1 to 128"):
         SamplingParams(n=n)
 
 
-def test_the_engine_refuses_what_python_would(llm: LLM) -> None:
+def test_the_engine_also_refuses_other_numbers(llm: LLM) -> None:
     with pytest.raises(ValueError, match="num_samples is 129; allowed: 1 to 128"):
         llm._executor.add_request([1], num_samples=129)
     with pytest.raises(ValueError, match="scored prompt has no samples"):
@@ -247,7 +247,7 @@ def test_the_engine_refuses_what_python_would(llm: LLM) -> None:
     assert llm.capabilities()["max_n"] == 128
 
 
-def test_the_command_line_writes_several_texts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_prints_several_completions(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["generate", "def read(", "--temperature", "1", "--max-tokens", "12", "--n", "3"]
     assert cli.main([*command, "--json", "--compare"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -266,7 +266,7 @@ def test_logprobs_of_every_output_and_of_the_prompt_once(
 ) -> None:
     asked: dict[str, Any] = {"logprobs": 2, "prompt_logprobs": 1, "repetition_penalty": 1.2}
     prompts = [PROMPT, PROMPT[:9], PROMPT[::-1]]
-    expected = [apart(plain_llm, prompt, 4, 7, **asked) for prompt in prompts]
+    expected = [separately(plain_llm, prompt, 4, 7, **asked) for prompt in prompts]
     (first,) = plain_llm.generate(PROMPT, params_of(**asked))
     with LLM(
         target_dir,
@@ -274,7 +274,7 @@ def test_logprobs_of_every_output_and_of_the_prompt_once(
         max_num_seqs=5,
         max_model_len=128,
         block_size=8,
-        kv_cache_bytes=160 << 10,  # too few blocks for all that may run: some are preempted
+        kv_cache_bytes=160 << 10,  # too few blocks for all sequences: some are preempted
     ) as llm:
         outputs = llm.generate(prompts, params_of(n=4, **asked))
         stats = llm._executor.stats()

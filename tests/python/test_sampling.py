@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SamplingParams: what is read, what is refused and how."""
+"""SamplingParams: accepted values, refused values and their messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_defaults() -> None:
     assert (params.min_tokens, params.stop, params.include_stop_str_in_output) == (0, (), False)
 
 
-def test_values_are_kept() -> None:
+def test_values_are_stored() -> None:
     params = SamplingParams(temperature=0, max_tokens=np.int64(3), seed=2**64 - 1)
     assert (params.temperature, params.max_tokens, params.seed) == (0.0, 3, 2**64 - 1)
     assert type(params.max_tokens) is int
@@ -39,7 +39,7 @@ def test_values_are_kept() -> None:
         assert getattr(SamplingParams(**{name: None}), name) == ()
 
 
-def test_bounds_are_allowed() -> None:
+def test_limits_are_allowed() -> None:
     params = SamplingParams(
         top_k=2**31 - 1,
         top_p=1,
@@ -57,7 +57,7 @@ def test_bounds_are_allowed() -> None:
     assert (params.top_p, params.min_tokens, len(params.bad_words or ())) == (1.0, 4, 128)
 
 
-def test_is_frozen_hashable_and_copies() -> None:
+def test_parameters_are_frozen_hashable_copies() -> None:
     params = SamplingParams(
         stop_token_ids=[1, 2], logit_bias={5: 1.0}, bad_words=["a", [1]], stop=["x"]
     )
@@ -140,7 +140,7 @@ def test_stop_token_ids(value: Any) -> None:
         ("include_stop_str_in_output", [1, None, "yes"], "True or False"),
     ],
 )
-def test_what_is_refused(name: str, values: list[Any], allowed: str) -> None:
+def test_other_values_are_refused(name: str, values: list[Any], allowed: str) -> None:
     for value in values:
         with pytest.raises(ValueError) as refused:
             SamplingParams(**{name: value})
@@ -149,7 +149,7 @@ def test_what_is_refused(name: str, values: list[Any], allowed: str) -> None:
         assert allowed in message
 
 
-def test_messages_say_which_and_what() -> None:
+def test_messages_name_the_parameter_and_the_value() -> None:
     for params, message in (
         ({"top_p": 0}, "top_p is 0; allowed: a number above 0, at most 1"),
         ({"logit_bias": {7: 101}}, "logit_bias[7] is 101; allowed: a number from -100 to 100"),
@@ -168,7 +168,7 @@ def test_ignore_eos() -> None:
 
 
 @pytest.mark.parametrize("key", ["best_of", "skip_special_tokens", "topk"])
-def test_parameters_that_are_not_there(key: str) -> None:
+def test_unknown_parameters_are_refused(key: str) -> None:
     with pytest.raises(
         TypeError, match=f"no parameter '{key}' .*: n, temperature, top_k, .*, seed"
     ):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stop strings: the output is a function of the tokens, however they were delivered."""
+"""Stop strings: the output depends only on the tokens, not on how events divide them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from paceline.dispatcher import Dispatcher
 from paceline.stop_strings import StopStringFilter
 from paceline.stream import Request, RequestStream
 
-# ---- what is specified -------------------------------------------------------------------------
+# ---- the specification -------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What the output of a request has to be."""
+    """The required output of a request."""
 
     text: str
     num_tokens: int
@@ -34,12 +34,12 @@ class Expected:
 def specified(
     pieces: Sequence[str], stop: Sequence[str], *, min_tokens: int = 0, includes_stop: bool = False
 ) -> Expected:
-    """The specification, by looking at everything at once.
+    """The specification, computed from the whole text at once.
 
     Args:
-        pieces: What each token adds to the text; the last entry is what the end adds.
-        stop: Stop strings.
-        min_tokens: A stop string has to end in the text of a later token than this one.
+        pieces: The text that each token adds; the last entry is the text that the end adds.
+        stop: The stop strings.
+        min_tokens: Number of tokens; a stop string must end in the text of a later token.
         includes_stop: Whether the text ends after the stop string.
     """
     num_tokens = len(pieces) - 1
@@ -59,7 +59,7 @@ def specified(
     return Expected(text[:cut], min(num_needed, num_tokens), string)
 
 
-def test_the_specification_by_hand() -> None:
+def test_the_specification_agrees_with_examples_by_hand() -> None:
     assert specified(["aaab", ""], ["aab"]) == Expected("a", 1, "aab")
     assert specified(["aaab", ""], ["aab"], includes_stop=True) == Expected("aaab", 1, "aab")
     assert specified([*"xabcy", ""], ["abc", "b"]) == Expected("xa", 3, "b")
@@ -77,9 +77,9 @@ texts = st.text(alphabet="ab", max_size=24) | st.text(alphabet="abc\n", max_size
 stops = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max_size=4)
 
 
-def cut(text: str, places: Sequence[int]) -> list[str]:
-    """Pieces of a text; some may be empty."""
-    ends = sorted(place % (len(text) + 1) for place in places)
+def cut(text: str, positions: Sequence[int]) -> list[str]:
+    """Divides a text into pieces, some of which may be empty."""
+    ends = sorted(position % (len(text) + 1) for position in positions)
     return [text[a:b] for a, b in pairwise([0, *ends, len(text)])]
 
 
@@ -88,35 +88,35 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
 @example("aaab", ["aab"], [1, 2, 3], 0, False)
 @example("abababac", ["abac", "baba"], [4], 0, False)
 @example("aabaaab", ["aab"], [3], 1, False)
-def test_the_filter(
-    text: str, stop: list[str], places: list[int], min_pieces: int, includes_stop: bool
+def test_the_filter_follows_the_specification(
+    text: str, stop: list[str], positions: list[int], min_pieces: int, includes_stop: bool
 ) -> None:
-    pieces = cut(text, places)
+    pieces = cut(text, positions)
     expected = specified([*pieces, ""], stop, min_tokens=min_pieces, includes_stop=includes_stop)
     stop_filter = StopStringFilter(stop, includes_stop=includes_stop)
     seen = ""
-    given_out = ""
+    returned = ""
     for num, piece in enumerate(pieces, start=1):
         seen += piece
-        given_out += stop_filter.push(piece, may_stop=num > min_pieces)
-        assert expected.text.startswith(given_out)
+        returned += stop_filter.push(piece, may_stop=num > min_pieces)
+        assert expected.text.startswith(returned)
         if stop_filter.found is not None:
             assert num == expected.num_tokens
             break
-        # Held back: the longest end of the text that a stop string may begin with, and no more.
+        # The filter holds back the longest end of the text that a stop string begins with.
         held = 0
         if not includes_stop:
             held = max(
                 n for n in range(len(seen) + 1)
                 if any(len(s) > n and s.startswith(seen[len(seen) - n :]) for s in stop)
             )  # fmt: skip
-        assert given_out == seen[: len(seen) - held]
+        assert returned == seen[: len(seen) - held]
     else:
-        given_out += stop_filter.flush()
-    assert (given_out, stop_filter.found) == (expected.text, expected.stop_string)
+        returned += stop_filter.flush()
+    assert (returned, stop_filter.found) == (expected.text, expected.stop_string)
 
 
-def test_long_stop_strings_are_no_trouble() -> None:
+def test_long_stop_strings_do_not_slow_the_filter() -> None:
     stop = ["a" * n + "b" for n in range(240, 256)]
     stop_filter = StopStringFilter(stop, includes_stop=False)
     text = stop_filter.push("a" * 100_000 + "b")
@@ -125,10 +125,10 @@ def test_long_stop_strings_are_no_trouble() -> None:
 
 # ---- requests ----------------------------------------------------------------------------------
 
-# Token i < 256 is a byte, so that characters are cut too; others are several characters.
+# Tokens below 256 are single bytes, which divide characters; the others are several bytes.
 _MERGED = [b"aa", b"ab", b"aab", b"\n\n", "é".encode(), "x中".encode(), b"b\xe4"]
 _TOKENS = [bytes([i]) for i in range(256)] + _MERGED
-_SPECIAL = len(_TOKENS)  # a token without text
+_SPECIAL = len(_TOKENS)  # has no text
 _STOP_TOKEN = _SPECIAL + 1
 
 
@@ -138,7 +138,7 @@ def decode(token_ids: Sequence[int]) -> str:
 
 
 def pieces_of(token_ids: Sequence[int]) -> list[str]:
-    """What each token adds to the text, and what the end adds."""
+    """The text that each token adds, and the text that the end adds."""
     detokenizer = IncrementalDetokenizer(decode)
     return [
         *("" if token == _STOP_TOKEN else detokenizer.push(token) for token in token_ids),
@@ -158,7 +158,7 @@ def make_request(params: SamplingParams, index: int = 0) -> Request:
 
 
 class _Event:
-    """What `_core.RequestEvent` looks like."""
+    """Has the attributes of `_core.RequestEvent`."""
 
     logits = None
     sample = 0
@@ -186,7 +186,7 @@ _BYTES = st.sampled_from([*"é中😀a".encode(), 256 + 6])
     ends_with_stop_token=st.booleans(),
     seed=st.integers(0, 2**32),
 )
-def test_any_delivery_gives_what_is_specified(
+def test_events_of_any_size_give_the_specified_output(
     token_ids: list[int],
     stop: list[str],
     min_tokens: int,
@@ -232,7 +232,7 @@ def test_any_delivery_gives_what_is_specified(
         assert output.finish_reason == ("stop" if is_stopped else "length")
 
 
-def test_an_unfinished_character_at_the_end_may_be_a_stop_string() -> None:
+def test_an_incomplete_character_at_the_end_may_be_a_stop_string() -> None:
     request = make_request(SamplingParams(stop="a�"))
     ids = [ord("x"), ord("a"), "é".encode()[0]]
     assert request.push(_Event(ids, "length")) == (ids, "x")  # type: ignore[arg-type]
@@ -243,7 +243,10 @@ def test_an_unfinished_character_at_the_end_may_be_a_stop_string() -> None:
 
 
 class _ScriptedSession:
-    """Delivers what it is told to, by turns; a cancelled request ends some deliveries later."""
+    """Delivers scripted events of several requests by turns.
+
+    A cancelled request ends after `lateness` further events.
+    """
 
     def __init__(self, scripts: list[list[list[int]]], lateness: int = 0) -> None:
         self.lateness = lateness
@@ -316,7 +319,7 @@ def ids(text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("lateness", [0, 1, 3, 9])
-def test_a_stop_string_cancels_and_what_was_under_way_is_dropped(lateness: int) -> None:
+def test_a_stop_string_cancels_and_later_tokens_are_dropped(lateness: int) -> None:
     script = [ids("abc"), ids("deS"), ids("TOPxyz"), *[ids("more")] * 9]
     session = _ScriptedSession([script], lateness)
     chunks = list(stream_of(session, SamplingParams(max_tokens=99, stop=["never", "STOP"])))
@@ -332,12 +335,12 @@ def test_a_stop_string_cancels_and_what_was_under_way_is_dropped(lateness: int) 
     assert output.metrics.num_output_tokens == 9
     speculative = output.metrics.speculative_decoding
     assert speculative is not None
-    # The engine's counters, whole: those of the deliveries that were dropped too.
+    # The counters include the events whose tokens were dropped.
     assert speculative["num_spec_steps"] == 3 + lateness
     assert sum(speculative["acceptance_histogram"]) == 3 + lateness
 
 
-def test_an_end_and_a_stop_string_in_one_delivery() -> None:
+def test_an_end_and_a_stop_string_in_one_event() -> None:
     session = _ScriptedSession([[ids("ab"), ids("cSTOPd")]])
     (first, last) = stream_of(session, SamplingParams(stop="STOP"))
     assert (first.text, last.text, last.finished) == ("ab", "c", True)
@@ -347,7 +350,7 @@ def test_an_end_and_a_stop_string_in_one_delivery() -> None:
     assert session.cancelled == []
 
 
-def test_the_first_delivery_counts_as_it_was_kept() -> None:
+def test_the_first_event_counts_only_its_output_tokens() -> None:
     session = _ScriptedSession([[ids("STOPabc"), ids("d")]])
     *_, last = stream_of(session, SamplingParams(stop="ST"))
     assert last.output is not None
@@ -355,7 +358,7 @@ def test_the_first_delivery_counts_as_it_was_kept() -> None:
     assert (metrics.num_output_tokens, metrics.tokens_per_second) == (2, None)
 
 
-def test_other_requests_go_on() -> None:
+def test_a_stop_string_does_not_affect_other_requests() -> None:
     scripts = [[ids("ab"), ids("xy")], [ids("a"), ids("bS"), ids("cd"), ids("e")], [ids("S")] * 3]
     session = _ScriptedSession(scripts, lateness=1)
     outputs = {c.index: c.output for c in stream_of(session, SamplingParams(stop="S")) if c.output}
@@ -364,7 +367,7 @@ def test_other_requests_go_on() -> None:
     assert sorted(session.cancelled) == [1, 2]
 
 
-def test_a_failure_after_the_stop_string_is_no_failure() -> None:
+def test_a_failure_after_the_stop_string_is_ignored() -> None:
     session = _ScriptedSession([[ids("aS"), ids("b")]], lateness=9)
     session.pending[0][-1].finish_reason = "error"
     *_, last = stream_of(session, SamplingParams(stop="S"))
@@ -373,7 +376,9 @@ def test_a_failure_after_the_stop_string_is_no_failure() -> None:
 
 
 @pytest.mark.parametrize(("stop_token_ids", "reason"), [((), None), ((_STOP_TOKEN,), _STOP_TOKEN)])
-def test_the_reason_of_a_stop_token(stop_token_ids: tuple[int, ...], reason: int | None) -> None:
+def test_the_stop_reason_of_a_stop_token(
+    stop_token_ids: tuple[int, ...], reason: int | None
+) -> None:
     request = make_request(SamplingParams(stop_token_ids=stop_token_ids))
     event: Any = _Event([*ids("ab"), _STOP_TOKEN], "stop")
     request.push(event)
@@ -383,7 +388,7 @@ def test_the_reason_of_a_stop_token(stop_token_ids: tuple[int, ...], reason: int
     assert completion.stop_reason == reason
 
 
-def test_a_session_cancels_what_is_open_and_its_last_event_still_comes() -> None:
+def test_a_cancelled_sample_still_gets_its_last_event() -> None:
     class Executor:
         def __init__(self) -> None:
             self.events: list[_Event] = []
@@ -410,5 +415,5 @@ def test_a_session_cancels_what_is_open_and_its_last_event_still_comes() -> None
     session.cancel(7, 0)
     assert session.get().finish_reason == "cancelled"
     executor.cancel = None  # type: ignore[assignment, method-assign]
-    session.cancel(7, 0)  # has ended: nothing is asked for
+    session.cancel(7, 0)  # has ended: the executor is not called
     dispatcher.close()
