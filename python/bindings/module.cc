@@ -45,8 +45,8 @@ Returns:
     them), "has_cuda" (bool) and "num_cores" (int: usable by this process).
 )doc");
   module.def(
-      "measure_read_bandwidth", &paceline::measure_read_bandwidth,
-      py::call_guard<py::gil_scoped_release>(), py::arg("num_threads") = 0,
+      "measure_read_bandwidth", &paceline::measure_read_bandwidth, py::call_guard<GilRelease>(),
+      py::arg("num_threads") = 0,
       R"doc(Measures how fast this machine reads memory: the ceiling of decoding out of cache.
 
 Takes about half a second; releases the GIL.

@@ -9,7 +9,7 @@ namespace {
 py::dict cuda_status_dict() {
   CudaStatus status;
   {
-    py::gil_scoped_release release;
+    const GilRelease release;
     status = cuda_status();
   }
   py::dict result;
@@ -48,8 +48,7 @@ Returns:
     "name" (str), "compute_capability" (int: 90 = sm_90), "num_sms" (int), "total_bytes" and
     "free_bytes" (int).
 )doc");
-  module.def("set_cublaslt_path", &set_cublaslt_path, py::arg("path"),
-             py::call_guard<py::gil_scoped_release>(),
+  module.def("set_cublaslt_path", &set_cublaslt_path, py::arg("path"), py::call_guard<GilRelease>(),
              R"doc(Names where libcublasLt.so.13 is looked for before the usual places.
 
 Takes effect on the first CUDA executor of the process.
@@ -58,7 +57,7 @@ Args:
     path: A folder or a file.
 )doc");
   module.def("measure_cuda_read_bandwidth", &measure_cuda_read_bandwidth,
-             py::call_guard<py::gil_scoped_release>(),
+             py::call_guard<GilRelease>(),
              R"doc(Measures how fast GPU 0 reads its memory: the ceiling of a decode step.
 
 Takes a moment; releases the GIL.

@@ -58,7 +58,7 @@ void register_safetensors_file(py::module_& module) {
       module, "SafetensorsFile",
       "A safetensors file, mapped read-only; its header has been checked.")
       .def(py::init([](const std::string& path) {
-             py::gil_scoped_release release;
+             const GilRelease release;
              return Holder<PySafetensorsFile>(new PySafetensorsFile(path));
            }),
            py::arg("path"), R"doc(Maps a file and checks its header.
@@ -109,7 +109,7 @@ class PyModelBuilder {
   // The caller holds the GIL.
   template <class Function>
   auto call(Function function) {
-    py::gil_scoped_release release;
+    const GilRelease release;
     const std::lock_guard lock(mutex_);
     if (is_finished_) {
       throw std::runtime_error("the model is finished; start another ModelBuilder");
@@ -194,7 +194,7 @@ void register_model_builder(py::module_& module) {
                        const std::string& device_name) {
              const DType dtype = parse_dtype(weight_dtype);
              const Device device = parse_device(device_name);
-             py::gil_scoped_release release;
+             const GilRelease release;
              return Holder<PyModelBuilder>(new PyModelBuilder(config_json, dtype, device));
            }),
            py::arg("config_json"), py::arg("weight_dtype"), py::arg("device") = "cpu",
@@ -278,7 +278,7 @@ std::string model_repr(const PyModel& self) {
 py::object arena_view(const PyModel& self) {
   std::vector<std::byte> arena;
   {
-    py::gil_scoped_release release;
+    const GilRelease release;
     arena = model_weight_arena(*self.model);
   }
   const py::bytes copy(reinterpret_cast<const char*>(arena.data()), arena.size());
@@ -295,7 +295,7 @@ struct PyModelFolder {
 
 PyModelFolder load_folder(const std::string& directory, const std::string& device) {
   const Device parsed = parse_device(device);
-  py::gil_scoped_release release;
+  const GilRelease release;
   ModelFolder folder = load_model_folder(directory, parsed);
   PyModelFolder result;
   result.target.model = std::move(folder.target);

@@ -303,6 +303,25 @@ def test_a_daemon_thread_that_generates_does_not_abort_the_exit(target_dir: Path
     )
 
 
+def test_a_daemon_thread_in_native_code_does_not_abort_the_exit() -> None:
+    assert_succeeds(
+        """
+        from paceline import _core
+
+        started = threading.Event()
+
+        def call_again_and_again():
+            while True:
+                _core.cuda_status()
+                started.set()
+
+        for _ in range(4):
+            threading.Thread(target=call_again_and_again, daemon=True).start()
+        started.wait()
+        """
+    )
+
+
 def test_an_llm_works_in_exit_handlers_that_were_registered_after_the_import(
     target_dir: Path,
 ) -> None:
