@@ -3,7 +3,7 @@
 
 One daemon thread polls the executor, so that several threads can generate at the same time and a
 Ctrl-C, which only ever interrupts the main thread, cannot lose an event of another caller. The
-thread sleeps while no request is open.
+thread sleeps while no request is open, and ends after a while.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 # Longest wait inside the executor. It limits how long closing takes; events arrive at once.
 _POLL_TIMEOUT_MS: Final = 50
+# The polling thread ends after this time without requests, and the next request starts another one.
+# A thread refers to its dispatcher, so this frees engines whose closing a Ctrl-C has prevented.
+_IDLE_S: Final = 10.0
 
 
 class SessionClosed(Exception):
@@ -222,6 +225,13 @@ class Dispatcher:
 
     def close(self) -> None:
         """Ends all sessions, joins both threads and frees the executor. Closing twice is fine."""
+        try:
+            self._close()
+        except KeyboardInterrupt:
+            self._close()  # otherwise a Ctrl-C would leave threads behind
+            raise
+
+    def _close(self) -> None:
         if self.is_forked:
             return
         with self.lock:
@@ -243,34 +253,38 @@ class Dispatcher:
         self.open_samples.clear()
 
     def _run(self) -> None:
-        thread = threading.get_ident()
         with self.lock:
             if self._polling_thread is not None:
                 return
-            self._polling_thread = thread
+            self._polling_thread = threading.get_ident()
         try:
-            self._poll_until_closed()
+            while self._wait_for_work():
+                events = self.executor.poll(timeout_ms=_POLL_TIMEOUT_MS)
+                with self.lock:
+                    for event in events:
+                        self._deliver(event)
+                del events  # may hold arrays of logits
         except BaseException as error:
             with self.lock:
                 self._failure = error
                 self._end_sessions(error)
-        finally:
-            with self.lock:
-                self._polling_thread = None
-                self.changed.notify_all()
+                self._stop_polling()
 
-    def _poll_until_closed(self) -> None:
-        while True:
-            with self.lock:
-                while not self.sessions and not self._is_closed:
-                    self.changed.wait()
-                if self._is_closed:
-                    return
-            events = self.executor.poll(timeout_ms=_POLL_TIMEOUT_MS)
-            with self.lock:
-                for event in events:
-                    self._deliver(event)
-            del events  # may hold arrays of logits
+    def _wait_for_work(self) -> bool:
+        """Waits until a request is open. Returns False if the polling thread has to end."""
+        with self.lock:
+            while not self.sessions and not self._is_closed:
+                # Under the same lock as a new request, which then starts another thread.
+                if not self.changed.wait(_IDLE_S) and not self.sessions:
+                    break
+            if self.sessions and not self._is_closed:
+                return True
+            self._stop_polling()
+            return False
+
+    def _stop_polling(self) -> None:
+        self._polling_thread = None
+        self.changed.notify_all()
 
     def _deliver(self, event: _core.RequestEvent) -> None:
         """Hands an event over; the caller holds the lock."""

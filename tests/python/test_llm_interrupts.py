@@ -221,6 +221,49 @@ def test_a_ctrl_c_while_a_request_is_queued_leaves_a_working_llm(loaded: LoadedM
     assert number > 10
 
 
+def test_a_ctrl_c_while_an_llm_is_closed_leaves_no_thread(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.dispatcher._IDLE_S", 0.05)
+    before = num_threads()
+    traced = (
+        "LLM.close",
+        "finalize.__call__",
+        "Dispatcher.close",
+        "Dispatcher._close",
+        "Dispatcher._end_sessions",
+    )
+    number = 0
+    while True:
+        number += 1
+        llm = build(loaded)
+        llm.generate("a", GREEDY)  # starts the polling thread
+        was_interrupted = interrupted_at(number, llm.close, traced)
+        del llm
+        assert_threads_end(before)
+        if not was_interrupted:
+            break
+    assert number > 6
+
+
+def test_an_idle_llm_has_no_polling_thread(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.dispatcher._IDLE_S", 0.001)
+    with build(loaded) as llm:
+        expected = llm.generate("a", GREEDY)[0].outputs
+        # Requests come before, while and after the thread ends.
+        for i in range(200):
+            time.sleep((i % 8) * 0.0004)
+            assert (
+                started(lambda: llm.generate("a", GREEDY)).result(_TIMEOUT_S)[0].outputs == expected
+            )
+        end = time.monotonic() + _TIMEOUT_S
+        while llm._dispatcher.is_polling:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+
 def test_a_ctrl_c_keeps_no_engine_in_its_traceback(loaded: LoadedModel) -> None:
     before = num_threads()
     with pytest.raises(KeyboardInterrupt) as caught, pytest.MonkeyPatch.context() as patch:
