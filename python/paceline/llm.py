@@ -7,7 +7,6 @@ import dataclasses
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -267,9 +266,6 @@ class LLM:
             with capture_progress(is_shown=show_progress) as report:
                 executor = _core.Executor(target.model, draft_model, options, report)
             self._dispatcher = Dispatcher(executor)
-            # Holds the dispatcher, not this object.
-            self._finalizer = weakref.finalize(self, self._dispatcher.close)
-            self._finalizer.atexit = False  # `lifetime` closes the dispatcher then
             if _logger.isEnabledFor(logging.INFO):
                 _logger.info("%s", memory_plan(self.memory_report()))
         except BaseException:
@@ -446,7 +442,12 @@ class LLM:
 
         An LLM that is never closed is freed when it is collected or the interpreter exits.
         """
-        self._finalizer()
+        self._dispatcher.close()
+
+    def __del__(self) -> None:
+        # Not weakref.finalize: a Ctrl-C at its start would leave the engine in its registry.
+        if hasattr(self, "_dispatcher"):
+            self._dispatcher.close()
 
     def __reduce__(self) -> Any:
         raise TypeError(
