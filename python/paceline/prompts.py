@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts and their parameters, as callers hand them over: told apart, checked, encoded."""
+"""Checks and encodes the prompts and parameters of a call."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _MIN_BOUNDED_CHARS: Final = 8
 
 _bounds: weakref.WeakKeyDictionary[TokenizerInfo, int | None] = weakref.WeakKeyDictionary()
 
-# They have items, too.
+# These have items too, but are no prompts.
 _NO_PROMPTS: Final = (bytes, bytearray, memoryview, Mapping)
 
 
 def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Tells one prompt from several; ValueError where it is neither."""
+    """Makes a list of one prompt or several; ValueError for anything else."""
     if isinstance(prompts, str):
         return [prompts]
-    is_number = getattr(prompts, "ndim", 1) == 0  # an array or tensor that is one
+    is_number = getattr(prompts, "ndim", 1) == 0  # a scalar array or tensor
     if isinstance(prompts, _NO_PROMPTS) or not hasattr(prompts, "__getitem__") or is_number:
         raise ValueError(
             f"prompts is {shorten(prompts)} ({type(prompts).__name__}); "
@@ -38,7 +38,7 @@ def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if len(prompts) == 0:
         raise ValueError("prompts is empty; allowed: at least one prompt of at least one token")
     first = prompts[0]
-    # Elements of arrays and tensors have the methods of a sequence even where they are one number.
+    # Elements of arrays and tensors have the methods of a sequence even if they are scalars.
     if hasattr(first, "__len__") and getattr(first, "ndim", 1) > 0:
         listed: list[Prompt] = []
         for index, prompt in enumerate(prompts):
@@ -51,7 +51,7 @@ def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def list_params(
     params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
 ) -> list[SamplingParams]:
-    """One for each prompt; ValueError where there is another number of them."""
+    """Makes a list with one entry per prompt; ValueError if the numbers differ."""
     if params is None:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
@@ -70,7 +70,7 @@ def list_params(
     if len(params) != num_prompts:
         raise ValueError(
             f"sampling_params has {len(params)} entries for {num_prompts} prompts; "
-            "allowed: one for all or one for each"
+            "allowed: one for all prompts or one per prompt"
         )
     return list(params)
 
@@ -82,10 +82,10 @@ def encode(
 
     Args:
         prompt: A string or token ids.
-        name: What errors call it.
+        name: Its name in error messages.
         target: The model that reads it.
-        max_model_len: Tokens of a sequence.
-        spare: Of those, tokens that must be left for output.
+        max_model_len: Maximum tokens of a sequence.
+        spare: Tokens of the sequence that are reserved for output.
 
     Returns:
         The prompt, if it is a string, and its token ids.
@@ -119,9 +119,9 @@ def encode(
     for position, token_id in enumerate(token_ids):
         if token_id >= target.vocab_size:
             raise ValueError(
-                f"{name} has token id {token_id} at position {position}, by the tokenizer of "
-                f"{target.path}, and the model's vocab_size is {target.vocab_size}; allowed: "
-                "strings whose tokens the model has"
+                f"{name} has token id {token_id} at position {position}, from the tokenizer of "
+                f"{target.path}, but the model's vocab_size is {target.vocab_size}; allowed: "
+                "strings whose tokens are in the vocabulary"
             )
     if not token_ids:
         raise ValueError(f"{name} is empty; allowed: at least one token")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`paceline bench latency`: what it reports, what it refuses, and its arithmetic."""
+"""`paceline bench latency`: its report, its errors and its arithmetic."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ROW_KEYS = {
 
 @pytest.fixture(scope="module")
 def config_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with nothing but a `config.json`."""
+    """A folder with only a `config.json`."""
     folder = tmp_path_factory.mktemp("config")
     source = tiny_models.make(tiny_models.TinySpec("gemma3", seed=3))
     shutil.copy(source / "config.json", folder)
@@ -53,7 +53,7 @@ def config_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def quick_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a second a test is not spent on the machine's memory."""
+    """Skips the measurement of the read bandwidth, which takes half a second."""
     monkeypatch.setattr(_core, "measure_read_bandwidth", lambda num_threads=0: 40e9)
 
 
@@ -182,7 +182,7 @@ def test_a_stop_threshold_goes_with_its_driver(config_dir: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["eagle", "eagle3", "speculators"])
 @pytest.mark.parametrize("source", ["--model", "--config"])
-def test_heads(layout: str, source: str, tmp_path: Path) -> None:
+def test_draft_heads(layout: str, source: str, tmp_path: Path) -> None:
     target = tiny_models.make(tiny_models.TinySpec("qwen3", seed=1, vocab_size=128, num_layers=4))
     spec = eagle_models.EagleSpec(layout, aux_layers=(1, 2, 3))
     eagle_models.write(spec, target, tmp_path / "head")
@@ -208,7 +208,7 @@ def test_prompt_lookup(config_dir: Path, tmp_path: Path) -> None:
     assert drafted["weight_bytes"] == plain["weight_bytes"]
 
 
-def test_heads_that_ship_as_configurations() -> None:
+def test_draft_heads_that_ship_as_configurations() -> None:
     configs = Path(models.__file__).parent / "configs"
     read = {path.stem: json.loads(path.read_text()) for path in configs.glob("*.json")}
 
@@ -246,7 +246,7 @@ def test_samplings(config_dir: Path, tmp_path: Path) -> None:
 def test_samplings_run_as_they_are_checked(
     config_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # All of a vocabulary has two names, and a minimum goes up to the length that is asked for.
+    # top_k 0 and -1 both mean the whole vocabulary; min_tokens may equal output_len.
     given = ["--sampling", '{"top_k": -1}', "--sampling", '{"min_tokens": 20}']
     argv = ["--config", str(config_dir), "--concurrency", "2", "--output-len", "20", "--json"]
     assert bench(*argv, *given) == 0
@@ -291,7 +291,7 @@ def test_trace(config_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def broken_dir(tmp_path: Path) -> Path:
-    """A checkpoint whose logits are no numbers."""
+    """A checkpoint whose logits are NaN."""
     source = tiny_models.make(tiny_models.TinySpec("gemma3", seed=3))
     out = tiny_models.copy_checkpoint(source, tmp_path / "broken")
     tensors = tiny_models.load_tensors(source)
@@ -375,7 +375,7 @@ def test_refusals(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def load(source: str, **_: Any) -> models.BenchModel:
-        # What is left to refuse here is the name alone.
+        # Only the name can be refused here.
         assert "nonesuch" in source, "loaded before all arguments were checked"
         return models.load(source, dummy=True)
 
@@ -387,7 +387,7 @@ def test_refusals(
 
 def test_drivers_need_a_drafter(config_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench("--config", str(config_dir), "--drivers", "while") == 2
-    assert "nothing is drafted" in capsys.readouterr().err
+    assert "there is no drafter" in capsys.readouterr().err
 
 
 # ---- configurations by name --------------------------------------------------------------------
@@ -432,7 +432,9 @@ def test_bytes_and_arithmetic_of_an_iteration(config_dir: Path) -> None:
     assert plain == 5 * (2 * body + attention + 2 * head)
     k = 3
     speculative = latency._iteration_flops(model, model, k, workload)
-    rows = 2 * (k + 1)  # verified, and of the drafter: two at first, then k - 1 times one
+    rows = 2 * (
+        k + 1
+    )  # target: k + 1 verified; drafter: 2 in the first pass, then 1 in each of k - 1
     assert speculative == 5 * (rows * (2 * body + attention) + (k + 1 + k) * 2 * head)
     kv = models.kv_bytes_read(model.config, 24, 4)
     assert kv == 2 * 2 * 16 * 4 * (8 + 8 + 24)
@@ -444,7 +446,7 @@ def test_bytes_and_arithmetic_of_an_iteration(config_dir: Path) -> None:
     [("draft_model", 2 + 2), ("eagle", 4 + 2), ("eagle3", 4 + 2), ("gemma4_mtp", 1 + 2)],
 )
 def test_rows_of_a_drafter(config_dir: Path, kind: str, num_rows: int) -> None:
-    # In the first pass, with k = 3, then one in each of two more.
+    # With k = 3: rows of the first pass, then one row in each of two more.
     model = models.load(str(config_dir), dummy=True)
     workload = latency.Workload(concurrency=5, input_len=20, output_len=8)
     head = {"kind": kind, "draft_vocab_size": 100, "target_hidden_size": 64, "aux_layers": [1]}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: what it prints, where, and how it ends."""
+"""The command line: its output and its exit codes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPT = "x = "
 
 @pytest.fixture
 def generate(target_dir: Path, speculative_config: dict[str, Any]) -> list[str]:
-    """Arguments of a run with a drafter."""
+    """Arguments of `paceline generate` with a drafter."""
     config = json.dumps(speculative_config)
     return ["generate", PROMPT, "--model", str(target_dir), "--speculative-config", config]
 
@@ -101,13 +101,13 @@ def test_generate_with_logprobs(generate: list[str], capsys: pytest.CaptureFixtu
     report = json.loads(capsys.readouterr().out)
     assert report["plain"]["is_same"] is True
     assert report["configured"]["max_logprobs"] == 3
-    assert [place[0]["token_id"] for place in report["logprobs"]] == report["token_ids"]
-    # At temperature 0 a token is the most probable one.
-    assert all([entry["rank"] for entry in place] == [1, 2, 3] for place in report["logprobs"])
-    total = sum(place[0]["logprob"] for place in report["logprobs"])
+    assert [entries[0]["token_id"] for entries in report["logprobs"]] == report["token_ids"]
+    # At temperature 0 every token is the most likely one.
+    assert all([entry["rank"] for entry in entries] == [1, 2, 3] for entries in report["logprobs"])
+    total = sum(entries[0]["logprob"] for entries in report["logprobs"])
     assert report["cumulative_logprob"] == pytest.approx(total)
     assert report["prompt_logprobs"][0] is None
-    assert [place[0]["token_id"] for place in report["prompt_logprobs"][1:]] == (
+    assert [entries[0]["token_id"] for entries in report["prompt_logprobs"][1:]] == (
         report["prompt_token_ids"][1:]
     )
     assert cli.main([*generate, *asked]) == 0
@@ -116,7 +116,7 @@ def test_generate_with_logprobs(generate: list[str], capsys: pytest.CaptureFixtu
     assert len([line for line in lines[heading + 1 :] if line.startswith("  ")]) == 9
     assert lines[heading + 10] == f"cumulative logprob {total:.4f}"
     assert lines[heading - 1 - len(report["prompt_logprobs"][1:])].startswith("logprobs of the pr")
-    # Without them no memory is taken.
+    # Without logprobs no memory is allocated for them.
     assert cli.main([*generate, "--json", "--max-tokens", "2"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["configured"]["max_logprobs"] == 0
@@ -198,7 +198,7 @@ def test_compare_notices_a_difference(
     stream_text = generate_command._stream_text
 
     def stream(llm: LLM, args: Any, params: SamplingParams, *, is_shown: bool) -> RequestOutput:
-        if llm.draft is None:  # plain decoding writes something else
+        if llm.draft is None:  # plain decoding gives another output
             params = replace(params, max_tokens=params.max_tokens - 1)
         return stream_text(llm, args, params, is_shown=is_shown)
 
@@ -215,7 +215,7 @@ SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_lengt
     ("changes", "temperature", "messages"),
     [
         ({"rejection_sample_method": "standard"}, "0.5", ["'standard'", "temperature is 0.5"]),
-        ({"rejection_sample_method": "block"}, "1", ["'block'", "or temperature 0"]),
+        ({"rejection_sample_method": "block"}, "1", ["'block'", "temperature 0, or no"]),
         (SYNTHETIC, "0", ["'synthetic'", "artificial"]),
         (SYNTHETIC, "1", ["'synthetic'", "artificial"]),
     ],

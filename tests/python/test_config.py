@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""speculative_config and the engine's options: what is read, what is refused and how."""
+"""speculative_config and the engine's options: which values are read and which are refused."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_ngram_refusals() -> None:
 
 @pytest.mark.parametrize("method", ["mtp", "suffix"])
 @pytest.mark.parametrize("has_k", [True, False])
-def test_methods_that_come_later(method: str, has_k: bool) -> None:
+def test_methods_that_are_not_supported_yet(method: str, has_k: bool) -> None:
     config = {"method": method} | ({"num_speculative_tokens": 2} if has_k else {})
     there = ("'draft_model'", "'eagle'", "'eagle3'", "'gemma4_mtp'", "'ngram'")
     refuses(config, NotImplementedError, f"'{method}'", *there)
@@ -142,7 +142,7 @@ def test_tensor_parallel_size_names_the_right_key() -> None:
 
 
 @pytest.mark.parametrize("key", ["draft_tensor_parallel_size", "parallel_drafting", "revision"])
-def test_keys_of_others_are_not_there_yet(key: str) -> None:
+def test_keys_of_other_engines_are_not_supported_yet(key: str) -> None:
     refuses(GOOD | {key: 1}, NotImplementedError, repr(key), "'num_speculative_tokens'")
 
 
@@ -150,7 +150,7 @@ METHODS_WITH_LAWS = pytest.mark.parametrize("method", ["standard", "block"])
 
 
 @METHODS_WITH_LAWS
-def test_drafts_have_laws(method: str) -> None:
+def test_drafts_have_distributions(method: str) -> None:
     config = GOOD | {"rejection_sample_method": method}
     parsed = SpeculativeConfig.parse(config)
     assert (parsed.draft_sample_method, parsed.draft_proposals) == ("probabilistic", 64)
@@ -195,7 +195,7 @@ def test_looked_up_drafts_are_greedy(method: str) -> None:
     refuses(coupled | {"draft_sample_method": "greedy"}, ValueError, "noise", "'probabilistic'")
 
 
-def test_a_method_found_later_keeps_the_drafts_law() -> None:
+def test_a_method_found_later_keeps_the_drafts_distribution() -> None:
     config = {"model": "drafter", "num_speculative_tokens": 2, "rejection_sample_method": "block"}
     resolved = SpeculativeConfig.parse(config).resolved("eagle3")
     assert (resolved.method, resolved.draft_proposals) == ("eagle3", 64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demos reach their bars in the engine, on prompts from held-out files."""
+"""The demos reach their acceptance lengths in the engine, on prompts from held-out files."""
 
 from __future__ import annotations
 

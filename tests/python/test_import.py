@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Importing the package is cheap and its names are there."""
+"""Importing the package is cheap, and all names of `__all__` exist."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_everything_public_has_a_docstring() -> None:
     assert not bare
 
 
-def test_docstrings_of_the_binding_say_what_is_taken_and_given() -> None:
+def test_docstrings_of_the_binding_have_arguments_and_results() -> None:
     for method in (_core.Executor.add_requests, _core.Executor.poll, _core.load_model_folder):
         assert "Args:" in method.__doc__ and "Returns:" in method.__doc__
         assert "Raises:" in method.__doc__

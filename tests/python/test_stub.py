@@ -34,8 +34,8 @@ def run(*argv: str, cwd: Path) -> str:
     return result.stdout
 
 
-# What a stub cannot say: the metaclass of pybind11's classes, and the constructor of those that
-# cannot be constructed.
+# A stub cannot express the metaclass of pybind11's classes, nor the constructor of classes that
+# have none.
 ALLOWED = r"""
 paceline\._core\.(Executor|Model|ModelBuilder|ModelFolder|Request|RequestEvent|SafetensorsFile)
 paceline\._core\.(Model|ModelFolder|RequestEvent)\.__init__

@@ -28,7 +28,7 @@ from paceline.bench.latency import (
 from paceline.bench.models import BenchModel, config_names, is_config_name, load, load_draft
 from paceline.checks import check_int, check_path, parse_json, quoted, shorten
 from paceline.config import DRAFT_DRIVERS, SpeculativeConfig
-from paceline.console import check_output, emit, tell
+from paceline.console import check_output, emit, integer, number, tell
 from paceline.device import resolve_device
 from paceline.limits import MAX_NUM_SEQS
 from paceline.sampling import SamplingParams
@@ -40,13 +40,13 @@ _COLUMNS: Final = (
     ("host us", 8), ("start s", 8),
 )  # fmt: skip
 
-# What --sampling may name: what costs time.
+# Keys of --sampling: the parameters that cost time.
 _SAMPLING: Final = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "min_tokens",
 )  # fmt: skip
 
-# How drafts are made and judged where nobody says. Dummy weights would agree on nothing.
+# Default speculation. Dummy weights would accept no draft, so their acceptance is synthetic.
 _DEFAULT_SPECULATION: Final[dict[str, Any]] = {"num_speculative_tokens": 4}
 _DUMMY_SPECULATION: Final[dict[str, Any]] = {
     **_DEFAULT_SPECULATION,
@@ -57,15 +57,15 @@ _DUMMY_SPECULATION: Final[dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class _Setup:
-    """What is measured.
+    """The models and configurations to measure.
 
     Attributes:
         target: The target.
         draft: The drafter, or None.
-        speculations: One a driver; empty = plain decoding alone.
+        speculations: One per driver; empty = plain decoding alone.
         device: "cpu" or "cuda".
-        model_build_s: Seconds that loading took.
-        seconds_before: From the start of the command until the models were there.
+        model_build_s: Seconds for loading the models.
+        seconds_before: Seconds from the start of the command until the models were loaded.
     """
 
     target: BenchModel
@@ -82,77 +82,106 @@ def add_parser(commands: Any) -> None:
     kinds = bench.add_subparsers(dest="kind", required=True, metavar="KIND")
     latency = kinds.add_parser(
         "latency",
-        help="time of an iteration, tokens a second, acceptance, share of the hardware's floor",
+        help="iteration time, tokens per second, acceptance, and share of the hardware's limit",
         description=(
             "Runs plain and speculative decoding on the same prompts. Without --model and --config "
-            "a dummy Gemma-3-shaped pair of 101 M and 10 M parameters is measured. A name instead "
-            f"of a folder: {', '.join(config_names())}."
+            "it measures a dummy Gemma-3-shaped pair of 101 M and 10 M parameters. Names of "
+            f"configurations: {', '.join(config_names())}."
         ),
     )
     source = latency.add_mutually_exclusive_group()
     source.add_argument("--model", metavar="DIR", help="measure this checkpoint")
     source.add_argument(
-        "--config", metavar="DIR", help="dummy weights of this folder's config.json, or a name"
+        "--config",
+        metavar="DIR",
+        help="measure dummy weights for this folder's config.json, or for a named configuration",
     )
     source.add_argument("--demo", action="store_true", help="measure the demo pair")
     latency.add_argument(
         "--speculative-config",
         metavar="JSON",
-        help="as for `generate`; default for the dummy and demo pairs: k=4",
+        help="as for `generate` (default for the dummy and demo pairs: k=4)",
     )
     latency.add_argument(
         "--draft-config",
         metavar="DIR",
-        help="drafter with dummy weights of this folder's config.json, or a name; instead of "
-        "'model' in --speculative-config (without one: k=4, synthetic length 2.2)",
+        help="a drafter with dummy weights for this folder's config.json, or for a named "
+        "configuration, instead of 'model' in --speculative-config (without that option: k=4, "
+        "synthetic length 2.2)",
     )
-    latency.add_argument("--concurrency", default="1,16,64", metavar="LIST")
-    latency.add_argument("--input-len", type=int, default=64, metavar="N")
-    latency.add_argument("--output-len", type=int, default=64, metavar="N")
     latency.add_argument(
-        "--temperature", type=float, metavar="T", help="of every request (default: 0, greedy)"
+        "--concurrency",
+        default="1,16,64",
+        metavar="LIST",
+        help="requests at the same time (default: 1,16,64)",
+    )
+    latency.add_argument(
+        "--input-len", type=integer, default=64, metavar="N", help="prompt tokens (default: 64)"
+    )
+    latency.add_argument(
+        "--output-len",
+        type=integer,
+        default=64,
+        metavar="N",
+        help="output tokens (default: 64)",
+    )
+    latency.add_argument(
+        "--temperature",
+        type=number,
+        metavar="T",
+        help="temperature of every request (default: 0, greedy)",
     )
     latency.add_argument(
         "--sampling",
         action="append",
         metavar="JSON",
-        help="instead: how every request samples, one row for each time it is given, for example "
-        '\'{"temperature": 1, "top_p": 0.95}\'; of ' + ", ".join(_SAMPLING),
+        help="instead of --temperature: sampling parameters of every request, for example "
+        f'\'{{"temperature": 1, "top_p": 0.95}}\' (repeatable, one row each; keys: '
+        f"{', '.join(_SAMPLING)})",
     )
-    latency.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    latency.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16"),
+        help="dtype of the weights (default: auto)",
+    )
     latency.add_argument(
         "--device", default="auto", help="auto, cpu or cuda (default: auto; with --demo, cpu)"
     )
     latency.add_argument(
         "--drivers",
         metavar="LIST",
-        help="who replays the draft step, one row each, instead of 'draft_driver' in "
-        "--speculative-config: of " + ", ".join(DRAFT_DRIVERS),
+        help="draft drivers to compare, one row each, instead of 'draft_driver' in "
+        f"--speculative-config: any of {', '.join(DRAFT_DRIVERS)}",
     )
-    latency.add_argument("--num-threads", type=int, default=0, metavar="N")
-    latency.add_argument("--rounds", type=int, default=3, metavar="N")
     latency.add_argument(
-        "--host-only", action="store_true", help="run no op: measure the host's work alone"
+        "--num-threads", type=integer, default=0, metavar="N", help="CPU threads (default: all)"
+    )
+    latency.add_argument(
+        "--rounds", type=integer, default=3, metavar="N", help="repetitions (default: 3)"
+    )
+    latency.add_argument(
+        "--host-only", action="store_true", help="run no ops, to measure the work of the host alone"
     )
     latency.add_argument(
         "--json",
         nargs="?",
         const="-",
         metavar="FILE",
-        help="write one JSON object after every row; without FILE print it at the end and nothing "
-        "else",
+        help="write the report as a JSON object after every row; without FILE, print only this "
+        "object, at the end",
     )
     latency.add_argument(
         "--trace",
         metavar="FILE",
-        help="write a table of the time of each kernel of one iteration, "
-        "whose draft steps follow one another whatever the driver",
+        help="write the time of each kernel of one iteration, in which draft steps run one after "
+        "another with every driver",
     )
     latency.set_defaults(run=run_latency)
 
 
 def run_latency(args: argparse.Namespace) -> int:
-    """Measures and prints; returns the exit code."""
+    """Measures, prints the rows and returns the exit code."""
     started: float = getattr(args, "started", time.monotonic())
     concurrency = _parse_concurrency(args.concurrency)
     for option in ("input_len", "output_len", "rounds"):
@@ -190,7 +219,7 @@ def run_latency(args: argparse.Namespace) -> int:
             seconds_before=setup.seconds_before, is_traced=args.trace is not None,
         )  # fmt: skip
         if not rows:
-            # Not earlier, so that the first engine starts in a fresh process.
+            # Measured after the first engine, so that this engine starts in a fresh process.
             read_bandwidth = _measure_read_bandwidth(setup.device, args.num_threads)
             if not is_quiet:
                 _print_head(setup, read_bandwidth, results[0], name_width)
@@ -209,7 +238,7 @@ def run_latency(args: argparse.Namespace) -> int:
     else:
         for speedup in report["speedup"]:
             emit(
-                f"{speedup['configuration']} / plain tokens a second at "
+                f"{speedup['configuration']} / plain tokens per second at "
                 f"{speedup['concurrency']} sequences: {speedup['ratio']:.2f}"
             )
     return 0
@@ -233,10 +262,9 @@ def _parse_concurrency(text: str) -> list[int]:
 
 
 def _parse_samplings(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """What --sampling and --temperature ask for; at least one entry, each with a temperature.
+    """Reads --sampling and --temperature: at least one entry, each with a temperature.
 
-    Values are those that `SamplingParams` keeps, under the names that were given: the engine takes
-    both as they are.
+    `SamplingParams` checks and normalises the values, so that the engine takes them as they are.
     """
     samplings: list[dict[str, Any]]
     if args.sampling is None:
@@ -281,7 +309,7 @@ def _parse_drivers(text: str) -> list[str]:
 
 
 def _check_can_write(option: str, path: str) -> None:
-    """Before anything runs: the file is written after the first row only."""
+    """Checks the path before anything runs, since the file is written only after the first row."""
     file = Path(check_path(option, path, "a file to write"))
     if file.is_dir():
         reason = "which is a folder"
@@ -327,7 +355,7 @@ def _set_up(args: argparse.Namespace, started: float) -> _Setup:
 
 
 def _target(args: argparse.Namespace) -> tuple[str, bool]:
-    """The target's folder or name, and whether its weights are made up."""
+    """The target's folder or name, and whether its weights are dummies."""
     if args.demo:
         from paceline.demo import demo_paths
 
@@ -345,7 +373,7 @@ def _target(args: argparse.Namespace) -> tuple[str, bool]:
 def _speculations(
     args: argparse.Namespace,
 ) -> tuple[str | None, str | None, list[Speculation]]:
-    """The drafter's folder or name, what it is, and one way to speculate for each driver."""
+    """The drafter's folder or name, its method, and one `Speculation` per driver."""
     default_draft, default_options = None, _DUMMY_SPECULATION
     if args.draft_config is not None:
         default_draft = args.draft_config
@@ -361,7 +389,7 @@ def _speculations(
         config = SpeculativeConfig.parse({"model": default_draft, **default_options})
     elif args.drivers is not None:
         raise ValueError(
-            f"drivers is {shorten(args.drivers)}, but nothing is drafted; give a drafter with "
+            f"drivers is {shorten(args.drivers)}, but there is no drafter; give one with "
             "--speculative-config or --draft-config"
         )
     else:
@@ -371,7 +399,7 @@ def _speculations(
         drivers = _parse_drivers(args.drivers)
         try:
             configs = [dataclasses.replace(config, draft_driver=driver) for driver in drivers]
-        except ValueError as error:  # a stop threshold belongs to one driver alone
+        except ValueError as error:  # a stop threshold works with one driver only
             raise ValueError(f"drivers is {shorten(args.drivers)}: {error}") from None
     return config.model, config.method, [_speculation(config) for config in configs]
 
@@ -379,7 +407,7 @@ def _speculations(
 def _parse_speculative_config(
     args: argparse.Namespace, default_draft: str | None
 ) -> SpeculativeConfig:
-    """Reads --speculative-config, in which the drafter may be left out where there is a default."""
+    """Reads --speculative-config, which may omit the drafter if there is a default."""
     values = parse_json("speculative_config", args.speculative_config)
     if not isinstance(values, dict):
         return SpeculativeConfig.parse(values)  # refuses
@@ -391,12 +419,12 @@ def _parse_speculative_config(
 
 
 def _check_names_no_drafter(values: dict[str, Any], draft_config: str) -> None:
-    """Refuses what would leave --draft-config without a meaning."""
+    """Refuses options that would make --draft-config meaningless."""
     given = f"--draft-config is {shorten(draft_config)}"
     if values.get("method") == "ngram":
         raise ValueError(
-            f"{given}, but method is 'ngram', which looks drafts up in the text and has no model; "
-            "leave out --draft-config, or name another method"
+            f"{given}, but method is 'ngram', which looks drafts up in the sequence and needs no "
+            "model; leave out --draft-config, or name another method"
         )
     if "model" in values:
         raise ValueError(
@@ -421,7 +449,7 @@ def _speculation(config: SpeculativeConfig) -> Speculation:
 
 
 def _variants(setup: _Setup) -> Iterator[tuple[str, BenchModel | None, Speculation | None]]:
-    """What is measured at every concurrency: plain decoding, then every driver."""
+    """The configurations at every concurrency: plain decoding, then every driver."""
     yield "plain", None, None
     for speculation in setup.speculations:
         name = f"k={speculation.num_speculative_tokens}"
@@ -467,7 +495,7 @@ def _report(
 
 
 def _speedups(rows: list[tuple[str, Measurement]]) -> list[dict[str, Any]]:
-    """Speculative over plain tokens a second."""
+    """Ratios of speculative to plain tokens per second."""
 
     def key(row: Measurement) -> tuple[int, str]:
         return row.workload.concurrency, json.dumps(row.workload.sampling)

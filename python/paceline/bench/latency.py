@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures iterations: time, tokens, acceptance, and how near they come to the machine's limits.
+"""Measures iterations: time, tokens, acceptance, and their share of the machine's limits.
 
-The rules: random prompt ids, all requests at once; the iteration time is the median over the
-iterations in which every request decodes; throughput is counted from a request's first token to its
-last. The floor of an iteration is what its bytes take at the measured read bandwidth, or its
-arithmetic at the device's peak, whichever is longer.
+Prompts are random token ids, and all requests start at once. The iteration time is the median over
+the iterations in which every request decodes. Throughput is counted from a request's first token to
+its last. The floor of an iteration is the time that its bytes take at the measured read bandwidth,
+or its arithmetic at the device's peak, whichever is longer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline.bench.models import (
     kv_bytes_read,
 )
 
-#: Dense bfloat16 operations a second that an H200 reaches in a large product.
+#: Dense bfloat16 operations per second of an H200 in a large matrix product.
 CUDA_BF16_FLOPS: Final = 790e12
 
 _MIN_BATCHED_TOKENS: Final = {"cpu": 512, "cuda": 2048}
@@ -33,13 +33,13 @@ _MIN_BATCHED_TOKENS: Final = {"cpu": 512, "cuda": 2048}
 
 @dataclass(frozen=True)
 class Workload:
-    """What is asked of the engine.
+    """The requests of a measurement.
 
     Attributes:
-        concurrency: Requests, all at once.
-        input_len: Prompt tokens of each.
-        output_len: Tokens that each generates.
-        sampling: How, in the names of `SamplingParams`; empty = greedy.
+        concurrency: Number of requests, all at once.
+        input_len: Prompt tokens of each request.
+        output_len: Tokens that each request generates.
+        sampling: Sampling parameters, in the names of `SamplingParams`; empty = greedy.
     """
 
     concurrency: int
@@ -49,25 +49,25 @@ class Workload:
 
     @property
     def mean_context(self) -> float:
-        """Tokens before the ones that an iteration computes, on average over the run."""
+        """Tokens that precede those of an iteration, averaged over the run."""
         return self.input_len + self.output_len / 2
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """How drafts are made and judged.
+    """How tokens are drafted and accepted.
 
     Attributes:
         num_speculative_tokens: k.
         accept_method: "coupled", "standard", "block" or "synthetic".
-        synthetic_acceptance_length: Mean tokens an iteration, for "synthetic".
+        synthetic_acceptance_length: Mean tokens per iteration, for "synthetic".
         draft_driver: "unrolled", "replay", "while" or "eager".
         draft_stop_threshold: See `SpeculativeConfig`.
         ngram_min: Shortest n-gram of prompt lookup; 0 = there is a drafter.
         ngram_max: Longest one.
-        draft_position: See `SpeculativeConfig`; None: the drafter has no such choice.
-        samples_drafts: Whether drafts are drawn; False with "standard" and "block" only.
-        num_draft_proposals: Tokens that such drafts are drawn from, with these two; 0 = 64.
+        draft_position: See `SpeculativeConfig`; None = the drafter has no such choice.
+        samples_drafts: Whether drafts are sampled; False only with "standard" and "block".
+        num_draft_proposals: Tokens that drafts are sampled from, with these two; 0 = 64.
     """
 
     num_speculative_tokens: int
@@ -87,30 +87,30 @@ class Measurement:
     """One row of the report. Times in ms unless named otherwise.
 
     Attributes:
-        workload: What ran.
-        draft_driver: Who replayed the draft step; None = plain.
+        workload: The requests.
+        draft_driver: The draft driver; None = plain decoding.
         iteration_ms: Median over iterations in which all requests decode.
-        iteration_p99_ms: 99th percentile of the same.
-        output_tokens_per_s: All requests together, decoding only.
+        iteration_p99_ms: 99th percentile over the same iterations.
+        output_tokens_per_s: Throughput of all requests together, decoding only.
         time_to_first_token_ms: Mean over requests.
-        tokens_per_iteration: The acceptance length: emitted by one request in one decoding
+        tokens_per_iteration: The acceptance length: tokens that one request emits in one decoding
             iteration, bonus included.
         num_draft_tokens: k; 0 = plain.
-        weight_bytes: Read by one iteration: target once, drafter k times.
-        kv_bytes: Read by one iteration at the mean context of the run.
+        weight_bytes: Weights that one iteration reads: target once, drafter k times.
+        kv_bytes: KV that one iteration reads at the mean context of the run.
         iteration_bytes: Both together.
         flops: Multiply-adds times two of one iteration, matrices and attention, all rows.
         gb_per_s: iteration_bytes over the iteration time.
-        floor_ms: What bytes or arithmetic take at least; None before `with_floor`.
-        floor_share: floor_ms over iteration_ms; 1 = as fast as the machine can.
-        idle_us: Median time that the device stood idle before an iteration.
-        idle_share: That over the iteration time.
+        floor_ms: Least time for the bytes and the arithmetic; None before `with_floor`.
+        floor_share: floor_ms over iteration_ms; 1 = at the limit of the machine.
+        idle_us: Median time that the device was idle before an iteration.
+        idle_share: idle_us over the iteration time.
         host_us: Host work of one iteration: schedule, batch, blocks, ring.
         engine_start_s: Seconds to start the engine: memory and captured programs.
-        first_token_s: Seconds from then to the first token of the engine's first request.
-        start_to_first_token_s: Seconds from the start of the process to that token, had this engine
-            been the first one; None where the start is not known.
-        kernels: What `Executor.trace_iteration` returned, if it was asked for.
+        first_token_s: Seconds from there to the first token of the engine's first request.
+        start_to_first_token_s: Seconds from the start of the process to that token, as if this
+            engine had been the first; None if the start is unknown.
+        kernels: The result of `Executor.trace_iteration`, if requested.
     """
 
     workload: Workload
@@ -137,14 +137,14 @@ class Measurement:
     kernels: list[dict[str, Any]] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON types, without `kernels`."""
+        """Converts to plain JSON types, without `kernels`."""
         values = asdict(self)
         del values["kernels"]
         return values
 
 
 def can_trace(device: str) -> bool:
-    """Whether the engine times the kernels of an iteration there."""
+    """Whether the engine can time the kernels of an iteration on a device."""
     return device == "cuda"
 
 
@@ -157,7 +157,7 @@ def make_executor(
     num_threads: int = 0,
     use_null_device: bool = False,
 ) -> _core.Executor:
-    """Starts an engine just large enough for the workload, where the models lie."""
+    """Starts an engine just large enough for the workload, on the device of the models."""
     k = 0 if speculation is None else speculation.num_speculative_tokens
     options: dict[str, Any] = {
         "max_model_len": workload.input_len + workload.output_len,
@@ -196,29 +196,30 @@ def measure(
     seconds_before: float | None = None,
     is_traced: bool = False,
 ) -> list[Measurement]:
-    """Runs each workload `rounds` times after a warm-up and sums it up.
+    """Runs each workload `rounds` times after a warm-up and summarises the runs.
 
-    Workloads that are compared to the percent belong in one call: they share an engine, since
-    engines choose their products by measurement, and take turns, since the device changes its
-    clock as it gets warmer.
+    Workloads that are compared within percents belong in one call. They share an engine, since
+    engines choose their matrix products by measurement. They take turns, since the device changes
+    its clock as it gets warmer.
 
     Args:
         target: The target.
         draft: The drafter; None with speculation None.
         speculation: None = plain decoding.
-        workloads: What to run; they differ in `sampling` alone.
+        workloads: The workloads, which differ only in `sampling`.
         num_threads: CPU threads; 0 = all cores.
-        rounds: Repetitions of each.
-        use_null_device: Run no op, to measure the host's work alone.
-        seconds_before: From the start of the process until the models were there; None = unknown.
-        is_traced: Time the kernels of one iteration of each too; needs `can_trace()`.
+        rounds: Runs of each workload.
+        use_null_device: Run no ops, to measure the host's work alone.
+        seconds_before: Seconds from the start of the process until the models were loaded; None =
+            unknown.
+        is_traced: Also time the kernels of one iteration of each workload; needs `can_trace()`.
 
     Returns:
-        A measurement for each workload, without a floor; see `with_floor`.
+        One measurement per workload, without a floor; see `with_floor`.
 
     Raises:
-        ValueError: There is no workload, or they differ in more than `sampling`.
-        RuntimeError: A request failed; says why.
+        ValueError: There is no workload, or workloads differ in more than `sampling`.
+        RuntimeError: A request failed; the message says why.
     """
     if len({(w.concurrency, w.input_len, w.output_len) for w in workloads}) != 1:
         raise ValueError(
@@ -261,12 +262,12 @@ def measure(
 
 
 def with_floor(row: Measurement, target: BenchModel, read_bandwidth: float) -> Measurement:
-    """Adds what an iteration takes at least.
+    """Adds the least time that an iteration can take.
 
     Args:
         row: The measurement.
         target: Its target.
-        read_bandwidth: Bytes a second that the device reads from its memory.
+        read_bandwidth: Bytes per second that the device reads from its memory.
 
     Returns:
         The measurement with `floor_ms` and `floor_share`.
@@ -281,7 +282,7 @@ def with_floor(row: Measurement, target: BenchModel, read_bandwidth: float) -> M
 def _iteration_kv_bytes(
     target: BenchModel, draft: BenchModel | None, k: int, workload: Workload
 ) -> int:
-    """The target's cache once and the drafter's k times, of every sequence."""
+    """KV bytes of one iteration: the target's once and the drafter's k times, for all sequences."""
     context = workload.mean_context
     # The cache, the drafter's too, holds elements of the target's weight dtype.
     item = target.item_bytes
@@ -294,7 +295,7 @@ def _iteration_kv_bytes(
 def _iteration_flops(
     target: BenchModel, draft: BenchModel | None, k: int, workload: Workload
 ) -> int:
-    """Arithmetic of one iteration, all sequences."""
+    """Arithmetic of one iteration, for all sequences."""
 
     def one(model: BenchModel, rows: int, logit_rows: int) -> float:
         body = count_body_parameters(model.config)
@@ -304,7 +305,7 @@ def _iteration_flops(
 
     total = one(target, k + 1, k + 1)
     if draft is not None:
-        # One row a sequence in each later step; logits of one in every pass.
+        # Each later draft step has one row per sequence; every pass computes one row of logits.
         total += one(draft, _num_first_rows(draft, k) + k - 1, k)
     return int(workload.concurrency * total)
 
@@ -333,14 +334,14 @@ class _Run:
 
 @dataclass
 class _Samples:
-    """What the runs of a workload came to.
+    """The results of the runs of a workload.
 
     Attributes:
-        runs: Each of them.
-        iteration_ms: Of iterations in which all requests decode.
-        idle_us: That the device stood idle before each of those.
-        host_us: Work of the host, all iterations.
-        num_iterations: All of them.
+        runs: The runs.
+        iteration_ms: Times of the iterations in which all requests decode.
+        idle_us: Idle time of the device before each of those.
+        host_us: Host work of all iterations together.
+        num_iterations: Number of all iterations.
     """
 
     runs: list[_Run] = field(default_factory=list)
@@ -350,7 +351,7 @@ class _Samples:
     num_iterations: int = 0
 
     def add(self, run: _Run, stats: Mapping[str, Any], workload: Workload) -> None:
-        """Adds a run and the engine's counts of it."""
+        """Adds a run and the engine's statistics of it."""
         self.runs.append(run)
         self.host_us += stats["host_us"]
         self.num_iterations += stats["num_iterations"]
@@ -373,7 +374,7 @@ def _sum_up(
     workload: Workload,
     samples: _Samples,
 ) -> Measurement:
-    """The measurement, but for what its engine took to start."""
+    """Summarises the runs, except for the times of the engine's start."""
     k = 0 if speculation is None else speculation.num_speculative_tokens
     runs, times = samples.runs, samples.iteration_ms
     iteration_ms = statistics.median(times) if times else 0.0
@@ -409,7 +410,7 @@ def _sum_up(
 def _queue(
     executor: _core.Executor, count: int, workload: Workload, vocab: int, rng: random.Random
 ) -> list[int]:
-    """Queues requests that can begin in the same iteration; returns their ids."""
+    """Queues requests that can start in the same iteration, and returns their ids."""
     requests = [
         _core.Request(
             [rng.randrange(vocab) for _ in range(workload.input_len)],
@@ -429,8 +430,8 @@ def _has_ended(event: _core.RequestEvent, *, is_cancelled: bool = False) -> bool
     """Whether this is a request's last event.
 
     Raises:
-        RuntimeError: It ended neither by its length nor, `is_cancelled`, because it was told to:
-            what was measured of it is no measurement.
+        RuntimeError: The request ended neither by its length nor, with `is_cancelled`, by
+            cancellation, so that its times are meaningless.
     """
     reason = event.finish_reason
     if reason is None:
@@ -443,7 +444,7 @@ def _has_ended(event: _core.RequestEvent, *, is_cancelled: bool = False) -> bool
 
 
 def _first_token_seconds(executor: _core.Executor, workload: Workload, vocab: int) -> float:
-    """Runs one request; from its arrival to the delivery of its first token."""
+    """Runs one request; returns the seconds from its arrival to its first token."""
     begin = time.monotonic()
     seconds = None
     (request,) = _queue(executor, 1, workload, vocab, random.Random(-1))
@@ -475,7 +476,7 @@ def _run_once(executor: _core.Executor, workload: Workload, vocab: int, *, seed:
                 last.append(event)
     begin = max(event.first_token_us for event in last)
     end = max(event.finish_us for event in last)
-    # Tokens before every request has its first one are left out with their time, on average.
+    # First tokens are not counted, and neither is the time before them.
     num_tokens = workload.concurrency * (workload.output_len - 1)
     span = statistics.fmean(event.finish_us - event.first_token_us for event in last)
     return _Run(
@@ -506,7 +507,7 @@ def _trace(executor: _core.Executor, workload: Workload, vocab: int) -> list[dic
 
 
 def _kv_bytes(models: Sequence[BenchModel], workload: Workload) -> int:
-    """Enough for every sequence in full, as if no layer had a window."""
+    """Bytes of a KV pool for all sequences in full, as if no layer had a window."""
     tokens = workload.concurrency * (workload.input_len + workload.output_len + 64)
     item = max(model.item_bytes for model in models)
     per_token = sum(

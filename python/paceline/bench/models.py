@@ -26,8 +26,8 @@ class BenchModel:
     """A model to measure.
 
     Attributes:
-        name: For tables.
-        loaded: Its weights and what came with them.
+        name: Name in tables.
+        loaded: The loaded model.
     """
 
     name: str
@@ -35,22 +35,22 @@ class BenchModel:
 
     @property
     def model(self) -> _core.Model:
-        """Its weights."""
+        """The weights."""
         return self.loaded.model
 
     @property
     def config(self) -> dict[str, Any]:
-        """Its canonical description."""
+        """The canonical description."""
         return self.loaded.config
 
     @property
     def matrix_bytes(self) -> int:
-        """Bytes of the matrices that one forward pass reads, the lm_head included."""
+        """Bytes of the matrices that one forward pass reads, including the lm_head."""
         return count_matrix_parameters(self.config) * self.item_bytes
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of an element of its matrices."""
+        """Bytes per element of the matrices."""
         return 4 if self.model.weight_dtype == "float32" else 2
 
 
@@ -84,7 +84,7 @@ def _gemma3(
     }
 
 
-#: Shapes by name. The first is out of any core's cache, the second a tenth of it.
+#: Shapes by name. The first exceeds the cache of any core; the second is a tenth of it.
 DUMMY_SHAPES: Final[dict[str, dict[str, Any]]] = {
     "gemma3-101m": _gemma3(hidden=896, layers=10, heads=14, kv_heads=2, intermediate=2816),
     "gemma3-10m": _gemma3(hidden=512, layers=2, heads=8, kv_heads=1, intermediate=1536),
@@ -92,12 +92,12 @@ DUMMY_SHAPES: Final[dict[str, dict[str, Any]]] = {
 
 
 def config_names() -> list[str]:
-    """Names of configurations that ship with the package; their weights are always made up."""
+    """Names of configurations that ship with the package; their weights are always dummies."""
     return [*DUMMY_SHAPES, *sorted(path.stem for path in _CONFIG_DIR.glob("*.json"))]
 
 
 def is_config_name(source: str) -> bool:
-    """Whether a model is named rather than a folder."""
+    """Whether this is the name of a configuration rather than a folder."""
     return source in config_names()
 
 
@@ -106,17 +106,17 @@ def load(source: str, *, dummy: bool, dtype: str = "auto", device: str = "cpu") 
 
     Args:
         source: A name of `config_names()`, or a folder in Hugging Face layout.
-        dummy: Read only the folder's `config.json` and make the weights up. Named models always
-            have made-up weights.
+        dummy: Read only the folder's `config.json` and use dummy weights. Named configurations
+            always have dummy weights.
         dtype: "auto", "float32" or "bfloat16".
-        device: Where the weights will lie: "cpu" or "cuda".
+        device: Device of the weights: "cpu" or "cuda".
 
     Returns:
         The model.
 
     Raises:
         ValueError: Neither a known name nor a folder.
-        paceline.ModelFileError: A file that does not hold what it must.
+        paceline.ModelFileError: A file is damaged or incomplete.
     """
     from paceline.loader import dummy_model, load_checkpoint, load_dummy
 
@@ -143,22 +143,22 @@ def load_draft(
     dtype: str = "auto",
     device: str = "cpu",
 ) -> BenchModel:
-    """Makes a drafter ready: a model of its own or one that rides on the target.
+    """Makes a drafter ready: a model of its own or a draft head.
 
     Args:
         source: As for `load`.
-        target: What it drafts for.
-        method: "draft_model", "eagle", "eagle3" or "gemma4_mtp"; None: what its configuration says.
+        target: Its target.
+        method: "draft_model", "eagle", "eagle3" or "gemma4_mtp"; None = that of its configuration.
         dummy: As for `load`.
-        dtype: As for `load`; a drafter that rides on the target takes the target's.
+        dtype: As for `load`; a draft head takes the target's.
         device: As for `load`.
 
     Returns:
         The drafter.
 
     Raises:
-        ValueError: As for `load`; or it is not what `method` says, or was made for another target.
-        paceline.ModelFileError: A file that does not hold what it must.
+        ValueError: As for `load`; or the drafter has another method or another target.
+        paceline.ModelFileError: A file is damaged or incomplete.
     """
     from paceline.loader import dummy_drafter, load_drafter
 
@@ -208,7 +208,7 @@ def count_body_parameters(config: dict[str, Any]) -> int:
         total += hidden * (2 * q_width + kv_width) + 3 * hidden * layer["mlp"]["intermediate"]
     inputs = config.get("per_layer_inputs")
     if inputs is not None:
-        # Of each layer: its part of the projection, the gate and the projection back.
+        # Each layer has its part of the projection, a gate and a projection back.
         total += 3 * hidden * inputs["size"] * len(config["layers"])
     drafter = config.get("drafter")
     if drafter is not None:
@@ -219,7 +219,7 @@ def count_body_parameters(config: dict[str, Any]) -> int:
             total += hidden * heads * first["head_dim"]
             total += hidden * len(drafter["aux_layers"]) * drafter["target_hidden_size"]
         elif drafter["kind"] == "gemma4_mtp":
-            # fc, and the product that is fed back.
+            # fc, and the projection of the hidden state that is fed back.
             total += 3 * hidden * drafter["target_hidden_size"]
         else:
             total += 2 * hidden * hidden
@@ -233,7 +233,7 @@ def _num_kv_matrices(attention: dict[str, Any]) -> int:
 
 
 def count_head_parameters(config: dict[str, Any]) -> int:
-    """Counts the parameters of the lm_head, its own or shared, that one token's logits take.
+    """Counts the parameters of the lm_head, own or shared, that one token's logits need.
 
     Args:
         config: A canonical description.
@@ -259,12 +259,12 @@ def count_matrix_parameters(config: dict[str, Any]) -> int:
 
 
 def kv_bytes_read(config: dict[str, Any], context: float, item_bytes: int) -> float:
-    """Bytes of KV that one pass reads for one sequence.
+    """Computes the bytes of KV that one pass reads for one sequence.
 
     Args:
         config: A canonical description.
-        context: Tokens before the ones that are computed.
-        item_bytes: Of an element of the cache.
+        context: Tokens before those that are computed.
+        item_bytes: Bytes per element of the cache.
 
     Returns:
         The sum over layers of min(context, window) tokens' keys and values.
@@ -278,14 +278,14 @@ def kv_bytes_read(config: dict[str, Any], context: float, item_bytes: int) -> fl
 
 
 def attention_flops(config: dict[str, Any], context: float) -> float:
-    """Multiply-adds times two of one row's attention scores and their sums over values.
+    """Counts the operations of one row's attention scores and their sums over values.
 
     Args:
         config: A canonical description.
-        context: Tokens that the row sees, windows aside.
+        context: Tokens that the row sees without windows.
 
     Returns:
-        The sum over layers.
+        Multiply-adds times two, summed over layers.
     """
     total = 0.0
     for layer in config["layers"]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small trained checkpoints that ship with the package: the first command does something."""
+"""Small trained checkpoints that ship with the package, so that the first command works."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from paceline.checks import shorten
 
 @dataclasses.dataclass(frozen=True)
 class Demo:
-    """A target and a way to draft for it.
+    """A target and its drafter.
 
     Attributes:
-        name: What `--demo` takes; also the method of `speculative_config`.
+        name: Value of `--demo`; also the method of `speculative_config`.
         target: Folder of the target.
-        draft: Folder of the drafter; None for a method that has none.
-        num_speculative_tokens: A good k.
+        draft: Folder of the drafter; None if the method needs none.
+        num_speculative_tokens: The default k.
         options: Further keys of `speculative_config`.
     """
 
@@ -29,7 +29,7 @@ class Demo:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def speculative_config(self, num_speculative_tokens: int | None = None) -> dict[str, Any]:
-        """What `LLM` takes.
+        """Makes the `speculative_config` of `LLM`.
 
         Args:
             num_speculative_tokens: k; None = the demo's own.
@@ -73,22 +73,22 @@ _DEMOS: Final = {
 
 
 def demo_names() -> list[str]:
-    """Names that `find_demo` takes."""
+    """The names for `find_demo`."""
     return sorted(_DEMOS)
 
 
 def find_demo(name: str) -> Demo:
-    """Finds a demo's checkpoints.
+    """Finds a demo and checks that its folders exist.
 
     Args:
         name: One of `demo_names()`.
 
     Returns:
-        The demo; its folders exist.
+        The demo.
 
     Raises:
         ValueError: An unknown name.
-        paceline.ModelNotFoundError: The checkpoints are not in this installation.
+        paceline.ModelNotFoundError: This installation lacks the checkpoints.
     """
     if name not in _DEMOS:
         raise ValueError(f"demo is {shorten(name)}; allowed: {', '.join(map(repr, demo_names()))}")
@@ -105,7 +105,7 @@ def find_demo(name: str) -> Demo:
 
 
 def demo_paths(name: str) -> tuple[Path, Path]:
-    """Finds a demo's checkpoints.
+    """Finds the folders of a demo with a drafter.
 
     Args:
         name: One of `demo_names()`.
@@ -114,10 +114,10 @@ def demo_paths(name: str) -> tuple[Path, Path]:
         The folders of target and drafter.
 
     Raises:
-        ValueError: An unknown name, or that of a demo without a drafter.
-        paceline.ModelNotFoundError: The checkpoints are not in this installation.
+        ValueError: An unknown name, or a demo without a drafter.
+        paceline.ModelNotFoundError: This installation lacks the checkpoints.
     """
     demo = find_demo(name)
     if demo.draft is None:
-        raise ValueError(f"demo is {name!r}, which has no drafter; allowed: one that has")
+        raise ValueError(f"demo is {name!r}, which has no drafter; allowed: a demo with a drafter")
     return demo.target, demo.draft
