@@ -7,6 +7,8 @@
 #include <string>
 #include <type_traits>
 
+#include "messages.h"
+
 namespace paceline::python {
 namespace {
 
@@ -44,8 +46,8 @@ constexpr const auto& enum_names() {
 // ---- fields ----------------------------------------------------------------------------------
 
 [[noreturn]] void refuse_option(const char* name, py::handle value, const std::string& allowed) {
-  throw py::value_error("executor option '" + std::string(name) + "' is " +
-                        py::repr(value).cast<std::string>() + "; allowed: " + allowed);
+  throw py::value_error("executor option '" + std::string(name) + "' is " + shorten(value) +
+                        "; allowed: " + allowed);
 }
 
 template <class T>
@@ -165,7 +167,7 @@ ExecutorOptions options_from_dict(const py::dict& dict) {
         allowed += allowed.empty() ? "" : ", ";
         allowed += field.name;
       }
-      throw py::value_error("unknown executor option '" + name + "'; allowed: " + allowed);
+      throw py::value_error("unknown executor option " + shorten(key) + "; allowed: " + allowed);
     }
   }
   return options;

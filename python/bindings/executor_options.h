@@ -8,7 +8,7 @@
 namespace paceline::python {
 
 // A dict with the fields of ExecutorOptions, those of its SpeculativeOptions flattened. Absent keys
-// keep their default. Throws ValueError for an unknown key or a value of another type.
+// keep their default. Throws ValueError for an unknown key or a value of a wrong type.
 ExecutorOptions options_from_dict(const py::dict& dict);
 
 // Every field, as options_from_dict takes it.

@@ -33,21 +33,21 @@ PYBIND11_MODULE(_core, module) {
   register_executor(module);
   register_limits(module);
 
-  module.def("version", &paceline::version, R"doc(Version of the C++ library.
+  module.def("version", &paceline::version, R"doc(Returns the version of the C++ library.
 
 Returns:
     The version, for example "0.1.0".
 )doc");
-  module.def("build_info", &build_info_dict, R"doc(What this binary was built with and runs on.
+  module.def("build_info", &build_info_dict, R"doc(Describes this binary and the machine.
 
 Returns:
-    A dict with "compiler" (str), "cpu_features" (str: of this machine, as far as the kernels use
-    them), "has_cuda" (bool) and "num_cores" (int: usable by this process).
+    A dict with "compiler" (str), "cpu_features" (str: those of this machine that the
+    kernels use), "has_cuda" (bool) and "num_cores" (int: usable by this process).
 )doc");
   module.def(
       "measure_read_bandwidth", &paceline::measure_read_bandwidth, py::call_guard<GilRelease>(),
       py::arg("num_threads") = 0,
-      R"doc(Measures how fast this machine reads memory: the ceiling of decoding out of cache.
+      R"doc(Measures the bandwidth of reading memory, which limits decoding outside the caches.
 
 Takes about half a second; releases the GIL.
 

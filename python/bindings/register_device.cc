@@ -40,16 +40,17 @@ Device parse_device(const std::string& name) {
 }
 
 void register_device(py::module_& module) {
-  module.def("cuda_status", &cuda_status_dict, R"doc(What the CUDA backend finds; needs no driver.
+  module.def("cuda_status", &cuda_status_dict,
+             R"doc(Describes the first GPU as the CUDA backend sees it; needs no driver.
 
 Returns:
-    A dict with "is_built" (bool: this binary has the backend), "is_usable" (bool: and there is a GPU
-    that it can run on), "reason" (str: why not, with the cure; empty when usable), and of GPU 0
-    "name" (str), "compute_capability" (int: 90 = sm_90), "num_sms" (int), "total_bytes" and
+    A dict with "is_built" (bool: this binary has the backend), "is_usable" (bool: there is also a
+    GPU that it supports), "reason" (str: why it is not usable and what to do; empty if it is), and
+    for GPU 0 "name" (str), "compute_capability" (int: 90 = sm_90), "num_sms" (int), "total_bytes" and
     "free_bytes" (int).
 )doc");
   module.def("set_cublaslt_path", &set_cublaslt_path, py::arg("path"), py::call_guard<GilRelease>(),
-             R"doc(Names where libcublasLt.so.13 is looked for before the usual places.
+             R"doc(Sets the path at which libcublasLt.so.13 is looked for first.
 
 Takes effect on the first CUDA executor of the process.
 
@@ -58,7 +59,7 @@ Args:
 )doc");
   module.def("measure_cuda_read_bandwidth", &measure_cuda_read_bandwidth,
              py::call_guard<GilRelease>(),
-             R"doc(Measures how fast GPU 0 reads its memory: the ceiling of a decode step.
+             R"doc(Measures the bandwidth of reading memory of GPU 0, which limits decoding.
 
 Takes a moment; releases the GIL.
 
@@ -66,7 +67,7 @@ Returns:
     Bytes per second.
 
 Raises:
-    NotImplementedError: No usable GPU; says why.
+    NotImplementedError: There is no usable GPU; the message says why.
     paceline.DeviceError: The device failed.
 )doc");
 }

@@ -56,7 +56,7 @@ py::object logits_array(const RequestEvent& event, int32_t vocab_size) {
   return array;
 }
 
-// A list a token of tuples (token id, logprob, rank).
+// One list per token, of tuples (token id, logprob, rank).
 py::list logprobs_list(const std::vector<std::vector<TokenLogprob>>& tokens) {
   py::list result;
   for (const std::vector<TokenLogprob>& entries : tokens) {
@@ -86,23 +86,24 @@ std::string event_repr(const PyRequestEvent& self) {
 }  // namespace
 
 void register_event(py::module_& module) {
-  py::class_<PyRequestEvent>(
-      module, "RequestEvent",
-      "What one iteration emitted for one sample of a request, or its end. The event of a sample "
-      "whose `finish_reason` is not None is its last.")
+  py::class_<PyRequestEvent>(module, "RequestEvent",
+                             "Tokens that one iteration emitted for one sample of a request, or "
+                             "the end of the sample. The "
+                             "event with a `finish_reason` is the last one of its sample.")
       .def_property_readonly(
           "id", [](const PyRequestEvent& self) { return self.event.id; },
-          "Id that `Executor.add_request` returned.")
+          "The id that `Executor.add_request` returned.")
       .def_property_readonly(
           "sample", [](const PyRequestEvent& self) { return self.event.sample; },
-          "Which of the request's samples, from 0.")
+          "Index of the sample within the request, from 0.")
       .def_property_readonly(
           "token_ids", [](const PyRequestEvent& self) { return self.event.token_ids; },
           "Newly emitted token ids, a new list at each access.")
       .def_property_readonly(
           "logprobs", [](const PyRequestEvent& self) { return logprobs_list(self.event.logprobs); },
-          "With `logprobs`, for each of `token_ids` a list of tuples (token id, logprob, rank): "
-          "of the token itself, then of the most probable ones, best first. Else empty.")
+          "With `logprobs`, a list of tuples (token id, logprob, rank) for each of `token_ids`: "
+          "the "
+          "token itself first, then the most likely tokens in order. Otherwise empty.")
       .def_property_readonly(
           "prompt_logprobs",
           [](const PyRequestEvent& self) -> py::object {
@@ -112,37 +113,37 @@ void register_event(py::module_& module) {
             return logprobs_list(*self.event.prompt_logprobs);
           },
           "With `prompt_logprobs`, the same for the prompt's tokens from the second on, in the "
-          "event of the first token; else None.")
+          "event of the first token; otherwise None.")
       .def_property_readonly(
           "finish_reason",
           [](const PyRequestEvent& self) { return finish_reason_name(self.event.finish_reason); },
-          "None while the sample goes on, else \"stop\", \"length\", \"cancelled\" or \"error\".")
+          "None while the sample runs, otherwise \"stop\", \"length\", \"cancelled\" or \"error\".")
       .def_property_readonly(
           "error", [](const PyRequestEvent& self) { return self.event.error; },
-          "What happened, for \"error\"; else empty.")
+          "The error, if `finish_reason` is \"error\"; otherwise empty.")
       .def_property_readonly(
           "num_drafted", [](const PyRequestEvent& self) { return self.event.num_drafted; },
           "Drafts verified in this iteration.")
       .def_property_readonly(
           "num_accepted", [](const PyRequestEvent& self) { return self.event.num_accepted; },
-          "Of those, kept.")
+          "Drafts accepted in this iteration.")
       .def_property_readonly(
           "counters",
           [](const PyRequestEvent& self) { return counters_to_dict(self.event.counters); },
-          "Totals of the sample, filled in its last event: a dict with num_iterations, "
+          "Totals of the sample, in its last event: a dict with num_iterations, "
           "num_draft_tokens, num_accepted_tokens, num_discarded_tokens, accepted_per_position [k] "
           "and drafted_per_position [k].")
       .def_property_readonly(
           "logits",
           [](const PyRequestEvent& self) { return logits_array(self.event, self.vocab_size); },
           "Read-only float32 array [prompt_len, vocab_size] in the last event of a request with "
-          "`score_prompt`, else None. Shares the event's memory and outlives it.")
+          "`score_prompt`, otherwise None. Shares the event's memory and outlives it.")
       .def_property_readonly(
           "arrival_us", [](const PyRequestEvent& self) { return self.event.arrival_us; },
           "Steady clock in microseconds; last event only.")
       .def_property_readonly(
           "first_token_us", [](const PyRequestEvent& self) { return self.event.first_token_us; },
-          "Steady clock in microseconds; last event only, 0 without tokens.")
+          "Steady clock in microseconds; last event only, 0 if there were no tokens.")
       .def_property_readonly(
           "finish_us", [](const PyRequestEvent& self) { return self.event.finish_us; },
           "Steady clock in microseconds; last event only.")

@@ -15,6 +15,7 @@
 
 #include "bindings.h"
 #include "executor_options.h"
+#include "messages.h"
 
 namespace paceline::python {
 namespace {
@@ -202,7 +203,7 @@ void register_executor(py::module_& module) {
       .def(py::init([](const PyModel& target, const PyModel* draft, const py::dict& options,
                        const py::object& progress) {
              if (!progress.is_none() && PyCallable_Check(progress.ptr()) == 0) {
-               throw py::value_error("progress is " + py::repr(progress).cast<std::string>() +
+               throw py::value_error("progress is " + shorten(progress) +
                                      "; allowed: None or a callable of (done, total)");
              }
              const ExecutorOptions parsed = options_from_dict(options);
@@ -220,12 +221,12 @@ void register_executor(py::module_& module) {
 It runs on the device that the models lie on.
 
 Args:
-    target: The model whose output is wanted.
+    target: The target.
     draft: The drafter; None for plain decoding.
     options: Fields of ExecutorOptions, those of its SpeculativeOptions flattened. Absent keys keep
         their default; max_model_len (tokens) has none.
-    progress: Called as (done, total) on this thread while programs are captured, which only CUDA
-        takes time for. What it raises ends the start and is raised here.
+    progress: Called as (done, total) on this thread while programs are captured, which takes time
+        on CUDA only. An exception that it raises ends the start and is raised here.
 
 Raises:
     ValueError: An unknown key, or a value that is not allowed.
@@ -242,7 +243,7 @@ Raises:
           R"doc(Queues a request.
 
 Args:
-    *prompt: Token ids, as for `Request`.
+    *prompt: The prompt's token ids, as for `Request`.
     **sampling: As for `Request`.
 
 Returns:
@@ -261,18 +262,18 @@ Raises:
             return found.has_value();
           },
           py::arg("requests"), py::arg("ids"),
-          R"doc(Queues several with nothing scheduled in between.
+          R"doc(Queues several requests, and schedules nothing in between.
 
 Args:
     requests: A list of `Request`; all are queued or none.
-    ids: A list that their ids are appended to, in order. It is done when this returns: a signal
-        handler that raises then takes nothing away.
+    ids: A list to which their ids are appended, in order, before this returns. So no id is lost
+        when a signal handler raises afterwards.
 
 Returns:
     False when the queue has no room for all of them now.
 
 Raises:
-    ValueError: One of them can never run; says which.
+    ValueError: A request can never run; the message says which.
     RuntimeError: The executor is closed.
 )doc")
       .def(
@@ -283,14 +284,14 @@ Raises:
           py::arg("id"), py::arg("sample") = py::none(),
           R"doc(Ends a request, or one of its samples.
 
-An event with "cancelled" follows for each sample that had not already ended.
+An event with "cancelled" follows for each sample that has not ended yet.
 
 Args:
     id: What `add_request` returned.
-    sample: Which; None = all.
+    sample: Index of the sample; None = all samples.
 
 Returns:
-    False when no sample of such a request runs or waits.
+    False if no such sample runs or waits.
 
 Raises:
     ValueError: A sample that the request never had.
@@ -310,16 +311,16 @@ Raises:
             }
             return result;
           },
-          py::arg("timeout_ms") = 0, R"doc(Takes the events there are.
+          py::arg("timeout_ms") = 0, R"doc(Returns the events that have arrived.
 
 Args:
-    timeout_ms: Longest wait for the first event in milliseconds; 0 = do not wait.
+    timeout_ms: Maximum wait for the first event in milliseconds; 0 = do not wait.
 
 Returns:
-    Events, those of one request in order; empty when none came in time.
+    Events, those of one request in order; empty if none arrived in time.
 
 Raises:
-    RuntimeError: The executor is closed. The cause, if the engine has failed.
+    RuntimeError: The executor is closed, or the engine has failed with this error.
 )doc")
       .def(
           "memory_report",
@@ -327,17 +328,18 @@ Raises:
             return memory_report_to_dict(
                 self.call([](Executor& executor) { return executor.memory_report(); }));
           },
-          R"doc(Bytes by purpose.
+          R"doc(Reports the memory in use by purpose.
 
 Returns:
-    A dict of bytes and counts; "groups" has one dict a KV group.
+    A dict of bytes and counts. "groups" has one dict per KV group, and "kv_cache_rule" the reason
+    for the size of the KV pool.
 )doc")
       .def(
           "stats",
           [](PyExecutor& self) {
             return stats_to_dict(self.call([](Executor& executor) { return executor.stats(); }));
           },
-          R"doc(Counters and times since start or the last `reset_stats()`.
+          R"doc(Returns counters and times since the start or the last `reset_stats()`.
 
 Returns:
     A dict; durations in microseconds.
@@ -345,7 +347,7 @@ Returns:
       .def(
           "reset_stats",
           [](PyExecutor& self) { self.call([](Executor& executor) { executor.reset_stats(); }); },
-          "Sets all of `stats()` back to zero.")
+          "Resets all of `stats()` to zero.")
       .def(
           "trace_iteration",
           [](PyExecutor& self, int32_t timeout_ms) {
@@ -365,12 +367,12 @@ Returns:
           R"doc(Times the kernels of the next iteration without prefill rows, one by one.
 
 Args:
-    timeout_ms: How long to wait for such an iteration.
+    timeout_ms: Maximum wait for such an iteration, in milliseconds.
 
 Returns:
-    A list of dicts with `name`, `count` and `total_us`, the longest first; empty when no such
-    iteration came in time. Kernels do not overlap while they are timed, so the sum exceeds what
-    the iteration takes.
+    A list of dicts with `name`, `count` and `total_us`, the longest first; empty if no such
+    iteration ran in time. Kernels do not overlap while they are timed, so the sum exceeds the time
+    of the iteration.
 
 Raises:
     NotImplementedError: The device is not cuda.
@@ -383,7 +385,7 @@ Raises:
           R"doc(Blocks until nothing runs or waits, then checks every invariant of the block pool.
 
 Returns:
-    An empty string, or what is broken.
+    An empty string, or the violated invariant.
 )doc")
       .def_property_readonly(
           "vocab_size",

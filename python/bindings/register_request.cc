@@ -10,7 +10,7 @@
 namespace paceline::python {
 
 void register_request(py::module_& module) {
-  py::class_<Request>(module, "Request", "What `Executor.add_requests` takes.")
+  py::class_<Request>(module, "Request", "A request for `Executor.add_requests`.")
       .def(py::init([](std::vector<int32_t> prompt, double temperature, uint64_t seed,
                        int32_t max_tokens, std::vector<int32_t> stop_token_ids, bool score_prompt,
                        int32_t top_k, double top_p, double min_p, double repetition_penalty,
@@ -53,32 +53,33 @@ void register_request(py::module_& module) {
            py::arg("bad_words") = std::vector<std::vector<int32_t>>{},
            py::arg("allowed_token_ids") = std::vector<int32_t>{}, py::arg("logprobs") = -1,
            py::arg("prompt_logprobs") = -1, py::arg("num_samples") = 1,
-           R"doc(Keeps the values; they are checked when the request is added.
+           R"doc(Stores the values, which are checked when the request is added.
 
 Args:
     prompt: Token ids, at least one, each in [0, vocab_size).
     temperature: 0 = greedy; up to 1e6.
-    seed: Same seed, same output, whatever else runs.
-    max_tokens: Most tokens to emit, >= 1; prompt and output together are capped by max_model_len.
+    seed: The same seed gives the same output, whatever else runs.
+    max_tokens: Maximum tokens to emit, >= 1; max_model_len limits prompt and output together.
     stop_token_ids: At most 8; a stop token is emitted, then the request ends.
     score_prompt: Instead of generating, return the target's logits of every prompt position.
-    top_k: Only the most probable so many tokens; 0 = all.
-    top_p: Of those, the fewest that make up this probability; in (0, 1], 1 = all.
-    min_p: Of those, the ones at least this many times as probable as the best; in [0, 1], 0 = all.
-    repetition_penalty: Logits of tokens in the prompt or output are divided by it where positive,
-        multiplied where negative; > 0, 1 = off.
-    presence_penalty: Taken off the logits of tokens in the output.
-    frequency_penalty: The same, times how often they are there.
-    min_tokens: Stop tokens are ruled out for the first so many output tokens; at most max_tokens.
+    top_k: Keep the top_k most likely tokens; 0 = all.
+    top_p: Of those, keep the fewest whose total probability reaches top_p; in (0, 1], 1 = all.
+    min_p: Of those, keep tokens at least min_p times as likely as the best; in [0, 1], 0 = all.
+    repetition_penalty: Divides positive logits of tokens in the prompt or output and multiplies
+        negative ones; > 0, 1 = off.
+    presence_penalty: Subtracted from the logits of tokens in the output.
+    frequency_penalty: The same, times the number of occurrences.
+    min_tokens: Output tokens before a stop token is allowed; at most max_tokens.
     logit_bias: (token, bias) pairs, added first; at most 1024, each token once.
-    bad_words: Sequences of tokens that are never completed; at most 128, of 1024 tokens in all.
-    allowed_token_ids: Everything else is ruled out; empty: nothing is.
-    logprobs: Of every emitted token, and of the most probable so many at its place, from the
-        target's logits before all of the above; at most the option max_logprobs, -1 = none.
-    prompt_logprobs: The same of the prompt's tokens, but for the first.
-    num_samples: Independent outputs, 1 to 128; sample i draws with seed + i, modulo 2**64.
+    bad_words: Token sequences that the output must not contain; at most 128, 1024 tokens in all.
+    allowed_token_ids: The only tokens that may be sampled; empty = all.
+    logprobs: Number of most likely tokens whose logprobs are returned at each position, besides
+        that of the emitted token. They are computed from the raw logits, before all of the above.
+        At most the option max_logprobs; -1 = no logprobs.
+    prompt_logprobs: The same for the prompt's tokens, except the first.
+    num_samples: Independent samples, 1 to 128; sample i uses seed + i, modulo 2**64.
 )doc")
-      .def_readonly("num_samples", &Request::num_samples, "Of one prompt.")
+      .def_readonly("num_samples", &Request::num_samples, "Samples of the prompt.")
       .def("__repr__", [](const Request& self) {
         return "Request(num_prompt_tokens=" + std::to_string(self.prompt.size()) +
                ", num_samples=" + std::to_string(self.num_samples) + ")";

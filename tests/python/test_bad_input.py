@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users get wrong: one clear error each, and nothing is harmed by it.
+"""Wrong input: each gives one clear error and harms nothing.
 
 Broken checkpoints are in test_loader_*.py, configurations in test_config.py.
 """
@@ -34,7 +34,7 @@ OPTIONS = {"max_model_len": 64, "kv_cache_bytes": 8 << 20, "max_num_seqs": 2}
 
 @pytest.fixture(autouse=True)
 def nothing_is_harmed(llm: LLM) -> Any:
-    """After each error the engine is idle, whole, and gives what it gave before."""
+    """After each error the engine is idle and intact, and its output is the same as before."""
     expected = llm.generate("abc", GREEDY)[0].outputs
     yield
     stats = llm._executor.stats()
@@ -106,7 +106,7 @@ def test_one_bad_prompt_queues_nothing(llm: LLM) -> None:
     assert llm._executor.stats()["num_emitted_tokens"] == before
 
 
-def test_text_without_a_tokenizer() -> None:
+def test_string_without_a_tokenizer() -> None:
     folder = tiny_models.make(tiny_models.TinySpec("llama", seed=1, tokenizer_size=0))
     with LLM(folder) as llm:
         refuses(lambda: llm.generate("abc"), "prompt is a string", folder, "allowed: token ids")
@@ -173,7 +173,7 @@ def test_too_many_bad_words(llm: LLM) -> None:
     )
 
 
-def test_texts_among_parameters_need_a_tokenizer() -> None:
+def test_strings_among_parameters_need_a_tokenizer() -> None:
     folder = tiny_models.make(tiny_models.TinySpec("llama", seed=1, tokenizer_size=0))
     with LLM(folder) as llm:
         for params, cure in (
@@ -318,6 +318,8 @@ def test_drafter_and_configuration_belong_together(
         ({"max_num_seqs": 2**40}, ["'max_num_seqs'", "an integer of 32 bits"]),
         ({"kv_cache_bytes": 2**70}, ["'kv_cache_bytes'", "an integer of 64 bits"]),
         ({"kv_cache_bytes": 1.5}, ["'kv_cache_bytes' is 1.5", "an integer of 64 bits"]),
+        ({"block_size": 10**5000}, ["'block_size' is <int>", "an integer of 32 bits"]),
+        ({"block_size": "x" * 10**6}, ["'block_size' is 'xxx", "x...; allowed: an integer"]),
         ({"use_window_lists": 1}, ["'use_window_lists' is 1", "True or False"]),
         (
             {"accept_method": "lossy"},
@@ -474,7 +476,7 @@ def test_files_for_weights(target_dir: Path) -> None:
     refuses(lambda: _core.load_model_folder("no/such"), "no/such", kind=ModelNotFoundError)
 
 
-# ---- text that is none -------------------------------------------------------------------------
+# ---- strings that are not text -----------------------------------------------------------------
 
 
 def test_text_that_is_not_unicode(llm: LLM) -> None:
@@ -498,7 +500,7 @@ def test_numbers_are_no_prompts(llm: LLM) -> None:
         refuses(lambda p=prompts: llm.generate(p), f"prompts is {shown}", "a sequence of token ids")
 
 
-def test_tokens_of_a_text_that_the_model_does_not_have(target_dir: Path, tmp_path: Path) -> None:
+def test_tokens_of_a_prompt_that_the_model_does_not_have(target_dir: Path, tmp_path: Path) -> None:
     path = tiny_models.copy_checkpoint(target_dir, tmp_path / "few")
     config = json.loads((path / "config.json").read_text())
     config["vocab_size"] = 20
