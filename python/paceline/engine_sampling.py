@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, Any, Final
 from paceline.checks import check_text, shorten
 from paceline.limits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_TOKEN_IDS
 from paceline.sampling import SamplingParams
+from paceline.token_bound import min_num_tokens
 
 if TYPE_CHECKING:
     from paceline.loader import LoadedModel
+
+# Longer strings are compared with the limit of tokens before they are tokenized.
+_LONG_BAD_WORD: Final = 8 * MAX_BAD_WORD_TOKENS
 
 # Parameters that are passed on unchanged, unless they have their default.
 _PLAIN: Final = (
@@ -131,8 +135,14 @@ def _tokenize_bad_word(name: str, word: str, target: LoadedModel) -> list[tuple[
             "allowed: sequences of token ids"
         )
     check_text(name, word)
-    tokenizer = target.tokenizer.tokenizer
     word = word.lstrip()
+    least = min_num_tokens(target.tokenizer, word) if len(word) > _LONG_BAD_WORD else 0
+    if least > MAX_BAD_WORD_TOKENS:
+        raise ValueError(
+            f"{name} has {len(word)} characters, at least {least} tokens; "
+            f"allowed: at most {MAX_BAD_WORD_TOKENS} tokens in all bad words"
+        )
+    tokenizer = target.tokenizer.tokenizer
     plain, spaced = (
         tuple(tokenizer.encode(text, add_special_tokens=False).ids) for text in (word, f" {word}")
     )

@@ -4,22 +4,18 @@
 from __future__ import annotations
 
 import operator
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 from paceline.checks import check_text, shorten
 from paceline.loader import LoadedModel
-from paceline.loader.tokenizer import TokenizerInfo
 from paceline.sampling import SamplingParams
-from paceline.token_bound import max_chars_per_token
+from paceline.token_bound import min_num_tokens
 
 Prompt = str | Sequence[int]
 
 # Strings of fewer characters for each token of max_model_len are tokenized at once.
 _MIN_BOUNDED_CHARS: Final = 8
-
-_bounds: weakref.WeakKeyDictionary[TokenizerInfo, int | None] = weakref.WeakKeyDictionary()
 
 # These have items too, but are no prompts.
 _NO_PROMPTS: Final = (bytes, bytearray, memoryview, Mapping)
@@ -108,12 +104,9 @@ def encode(
             f"{name} is a string, but {target.path} has no tokenizer.json; allowed: token ids"
         )
     if len(prompt) >= _MIN_BOUNDED_CHARS * max_model_len:
-        most = _max_chars_per_token(target.tokenizer)
-        if most is not None:
-            least = -(-len(prompt) // most)
-            _check_num_tokens(
-                name, least, target, max_model_len, spare, f"{len(prompt)} characters, at least "
-            )
+        least = min_num_tokens(target.tokenizer, prompt)
+        qualifier = f"{len(prompt)} characters, at least "
+        _check_num_tokens(name, least, target, max_model_len, spare, qualifier)
     token_ids = target.tokenizer.encode(prompt)
     _check_num_tokens(name, len(token_ids), target, max_model_len, spare)
     for position, token_id in enumerate(token_ids):
@@ -151,16 +144,6 @@ def _check_num_tokens(
             f"{name} has {qualifier}{num_tokens} tokens; allowed: at most {max_len} "
             f"(max_model_len is {max_model_len}, the model was made for {target.max_position})"
         )
-
-
-def _max_chars_per_token(tokenizer: TokenizerInfo) -> int | None:
-    """`max_chars_per_token`, looked up once for each tokenizer."""
-    if tokenizer not in _bounds:
-        try:
-            _bounds[tokenizer] = max_chars_per_token(tokenizer.tokenizer)
-        except (AttributeError, KeyError, TypeError, ValueError):
-            _bounds[tokenizer] = None  # described in a way that is not known: no bound
-    return _bounds[tokenizer]
 
 
 def check_prompt_text(name: str, text: str) -> None:

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+    from paceline.loader.tokenizer import TokenizerInfo
 
 # Normalizers that never give fewer characters than they take.
 _KEEPING_NORMALIZERS: Final = ("NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel")
@@ -27,6 +30,26 @@ _KEEPING_PRE_TOKENIZERS: Final = ("ByteLevel", "Digits", "Metaspace", "UnicodeSc
 # Those that may remove what they split at.
 _SPLITTING_PRE_TOKENIZERS: Final = ("Split", "Punctuation")
 _ADDING_POST_PROCESSORS: Final = ("ByteLevel", "BertProcessing", "RobertaProcessing")
+
+
+_bounds: weakref.WeakKeyDictionary[TokenizerInfo, int | None] = weakref.WeakKeyDictionary()
+
+
+def min_num_tokens(tokenizer: TokenizerInfo, text: str) -> int:
+    """Finds a lower bound of the number of tokens of a string, without tokenizing it.
+
+    The first call for a tokenizer reads its vocabulary; what it finds is kept.
+
+    Returns:
+        The bound; 0 if none is known.
+    """
+    if tokenizer not in _bounds:
+        try:
+            _bounds[tokenizer] = max_chars_per_token(tokenizer.tokenizer)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            _bounds[tokenizer] = None  # a description that this file does not understand
+    most = _bounds[tokenizer]
+    return 0 if most is None else -(-len(text) // most)
 
 
 def max_chars_per_token(tokenizer: Tokenizer) -> int | None:

@@ -149,6 +149,14 @@ def test_a_full_disk_leaves_no_folder(target_dir: Path, tmp_path: Path) -> None:
         assert list(out.iterdir()) == [] if created else not out.exists()
 
 
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+def test_a_full_disk_under_a_report(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--concurrency", "1", "--input-len", "4", "--output-len", "4", "--rounds", "1"]
+    assert cli.main(["bench", "latency", "--demo", *sizes, "--json", str(FULL)]) == cli.EXIT_MODEL
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "paceline: error: /dev/full: No space left on device"
+
+
 def test_exit_codes_are_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--help"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import sys
+import time
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
@@ -201,6 +202,15 @@ def test_ten_megabytes_are_refused_before_they_are_tokenized(untokenized: LLM) -
             call("x" * 10_000_000)
     with raises(ValueError, "prompts[1] has 10000000 characters, at least ", "tokens"):
         untokenized.generate([[1], "é " * 5_000_000])
+
+
+def test_ten_megabytes_of_bad_words_are_refused_before_they_are_tokenized(llm: LLM) -> None:
+    begin = time.monotonic()
+    with raises(ValueError, "bad_words[1] has 10000000 characters, at least ", "at most 1024"):
+        llm.generate([1], SamplingParams(bad_words=["a", "x " * 5_000_000]))
+    assert time.monotonic() - begin < 2  # tokenizing takes some ten seconds
+    # Leading spaces do not count.
+    assert llm.generate([1], SamplingParams(bad_words=[" " * 100_000 + "a"]))
 
 
 def test_too_many_token_ids_are_refused_before_they_are_looked_at(llm: LLM) -> None:

@@ -531,7 +531,10 @@ def _trace_table(run_id: str, setup: _Setup, rows: list[tuple[str, Measurement]]
 
 
 def _write_json(path: str, value: dict[str, Any]) -> None:
-    Path(path).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    try:
+        Path(path).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:  # of a full disk, without the name of the file
+        raise OSError(error.errno, error.strerror, path) from None
 
 
 def _print_head(setup: _Setup, read_bandwidth: float, first: Measurement, name_width: int) -> None:
