@@ -29,7 +29,7 @@ _MAX_SHOWN_BITS: Final = 4096
 
 
 class _Shortener(reprlib.Repr):
-    """`repr` that looks at few elements and few levels, so that nested values cannot overflow."""
+    """A `repr` of few elements and few levels, which cannot overflow the stack."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
@@ -58,10 +58,10 @@ def shorten(value: Any, limit: int = _MAX_SHOWN) -> str:
 
     Args:
         value: Any object.
-        limit: Most characters, the "..." of a shortened value aside.
+        limit: Maximum characters, not counting the "..." of a shortened value.
 
     Returns:
-        Its `repr`, or the beginning of it, in one line. Of an object whose `repr` raises, the type.
+        Its `repr` or the beginning of that, in one line; its type if `repr` raises.
     """
     try:
         text = _Shortener(limit).repr(value)
@@ -80,15 +80,15 @@ def check_int(key: str, value: Any, low: int, high: int | None = None) -> int:
 
     Args:
         key: Its name, for the message.
-        value: What was given. A bool, a float and a string are no integers.
-        low: Least value allowed.
-        high: Greatest value allowed; None = no bound.
+        value: The value. A bool, a float and a string are not integers.
+        low: Smallest value allowed.
+        high: Largest value allowed; None = no limit.
 
     Returns:
         The value as an int.
 
     Raises:
-        ValueError: Not an integer or out of range.
+        ValueError: It is not an integer, or out of range.
     """
     allowed = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
     try:
@@ -107,20 +107,20 @@ def check_int(key: str, value: Any, low: int, high: int | None = None) -> int:
 def check_choice(
     key: str, value: Any, allowed: tuple[str, ...], later: tuple[str, ...] = ()
 ) -> str:
-    """Checks that a value is one of some names.
+    """Checks that a value is one of the allowed names.
 
     Args:
         key: Its name, for the message.
-        value: What was given.
-        allowed: Names that work.
+        value: The value.
+        allowed: The allowed names.
         later: Names that are known but not supported yet.
 
     Returns:
         The value.
 
     Raises:
-        NotImplementedError: One of `later`.
-        ValueError: Anything else that is not allowed.
+        NotImplementedError: It is one of `later`.
+        ValueError: It is another value that is not allowed.
     """
     if isinstance(value, str) and value in allowed:
         return value
@@ -132,13 +132,13 @@ def check_choice(
 
 
 def check_text(name: str, value: Any, allowed: str = "a string") -> str:
-    """Checks that a value is text that a tokenizer and the C++ runtime can take.
+    """Checks that a value is a string of valid Unicode, as tokenizers and C++ need.
 
     Args:
         name: Its name, for the message.
-        value: What was given. Bytes are refused, and so are lone surrogates, which is what Python
-            makes of command line arguments that are not valid UTF-8.
-        allowed: What the message says is allowed.
+        value: The value. Bytes are refused, and so are lone surrogates, which Python makes of
+            command line arguments that are not valid UTF-8.
+        allowed: The allowed values, for the message.
 
     Returns:
         The value.
@@ -166,12 +166,12 @@ def check_text(name: str, value: Any, allowed: str = "a string") -> str:
 
 
 def check_path(name: str, value: Any, what: str = "the folder of a checkpoint") -> str:
-    """Checks that a value can be a path; does not look whether anything is there.
+    """Checks that a value can be a path, without looking at the file system.
 
     Args:
         name: Its name, for the message.
-        value: What was given: a string or a path-like object.
-        what: What it is the path of.
+        value: The value: a string or a path-like object.
+        what: The kind of file or folder, for the message.
 
     Returns:
         The path.
@@ -198,10 +198,10 @@ def check_path(name: str, value: Any, what: str = "the folder of a checkpoint") 
 def parse_json(
     name: str, text: str, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None
 ) -> Any:
-    """Reads JSON that a user wrote.
+    """Parses JSON from a user.
 
     Args:
-        name: What it is called, for the message.
+        name: Its name, for the message.
         text: The JSON.
         object_pairs_hook: As for `json.loads`.
 
@@ -209,7 +209,7 @@ def parse_json(
         The value.
 
     Raises:
-        ValueError: Not valid JSON, nested too deeply, or with an integer too long to convert.
+        ValueError: It is invalid, nested too deeply, or has an integer of thousands of digits.
     """
     try:
         return json.loads(text, object_pairs_hook=object_pairs_hook)
@@ -219,7 +219,7 @@ def parse_json(
         reason = str(error)
     except ValueError:
         reason = "an integer in it has thousands of digits"
-    raise ValueError(f"{name} is no valid JSON: {reason}: {shorten(text)}")
+    raise ValueError(f"{name} is not valid JSON: {reason}: {shorten(text)}")
 
 
 def check_keywords(owner: str, given: Iterable[str], allowed: Sequence[str]) -> None:

@@ -73,11 +73,11 @@ def check_device(device: Any) -> None:
     """Checks a `device` argument against this build and this machine.
 
     Args:
-        device: What was given.
+        device: The value.
 
     Raises:
-        NotImplementedError: A GPU that cannot be used; says why.
-        ValueError: No name of a device.
+        NotImplementedError: The GPU cannot be used; the message says why.
+        ValueError: It is not the name of a device.
     """
     if isinstance(device, str) and device.startswith("cuda:"):
         raise NotImplementedError(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Standard output and standard error of the command line, which may be closed, full or not UTF-8.
 
-What a command prints goes through `emit`, whose failure ends the command; what it says about itself
-goes through `tell`, which never fails.
+Commands print results with `emit`, whose failure ends the command, and progress and errors with
+`tell`, which never fails.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ exit codes:
   5    out of memory
   6    a self-check failed
   130  interrupted (Ctrl-C)
-  141  the reader of standard output has left (nothing is printed)
+  141  the reader of standard output closed it (no message)
 """
 
 
 class OutputError(Exception):
-    """Standard output cannot take what was printed."""
+    """Standard output cannot be written."""
 
 
 def open_standard_streams() -> None:
     """Puts /dev/null in place of standard streams that are closed.
 
-    Otherwise the next file that is opened, a checkpoint's for example, gets the descriptor, and
-    what a library prints ends in it. `sys.stdout` stays None, so that `emit` notices.
+    Otherwise the next file that is opened, for example one that `convert` writes, gets the
+    descriptor, and receives what libraries print. `sys.stdout` stays None, so that `emit` notices.
     """
     for descriptor in (0, 1, 2):
         try:
@@ -59,10 +59,10 @@ def open_standard_streams() -> None:
 
 
 def check_output(text: str = "") -> None:
-    """Checks that standard output is open and has all characters of a text.
+    """Checks that standard output is open and can encode a text.
 
     Raises:
-        OutputError: It is closed, or its encoding lacks a character.
+        OutputError: It is closed, or its encoding lacks a character of the text.
     """
     if sys.stdout is None:
         raise OutputError("standard output is closed; redirect it to a file or to /dev/null")
@@ -76,7 +76,7 @@ def emit(text: str, *, end: str = "\n", flush: bool = False) -> None:
     """Prints to standard output.
 
     Raises:
-        BrokenPipeError: The reader has left.
+        BrokenPipeError: Its reader has closed it.
         OutputError: It cannot be written for another reason.
     """
     check_output()
@@ -91,13 +91,13 @@ def emit(text: str, *, end: str = "\n", flush: bool = False) -> None:
 
 
 def flush_output() -> None:
-    """Writes what `emit` buffered; raises as it does."""
+    """Flushes standard output; raises the errors of `emit`."""
     if sys.stdout is not None:
         emit("", end="", flush=True)
 
 
 def settle_output() -> None:
-    """Writes what `emit` buffered, or discards it: the interpreter would try it again at exit."""
+    """Flushes standard output, or discards its buffer, which would fail again at exit."""
     try:
         flush_output()
     except (OSError, OutputError):
@@ -108,7 +108,7 @@ def settle_output() -> None:
 
 
 def tell(text: str) -> None:
-    """Prints to standard error; where that cannot be written, the text is lost."""
+    """Prints to standard error; the text is lost if that cannot be written."""
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
@@ -123,7 +123,7 @@ def _lacks_character(text: str, error: UnicodeEncodeError) -> OutputError:
 
 
 def integer(text: str) -> int:
-    """`int`, with a message that shortens what it shows."""
+    """Reads an integer; the message of an error shortens the argument."""
     try:
         return int(text)
     except ValueError:
@@ -131,7 +131,7 @@ def integer(text: str) -> int:
 
 
 def number(text: str) -> float:
-    """`float`, with a message that shortens what it shows."""
+    """Reads a number; the message of an error shortens the argument."""
     try:
         return float(text)
     except ValueError:

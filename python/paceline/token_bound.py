@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How few tokens a string can become, known from its length alone.
 
-Tokenizing 10 MB takes seconds, and refusing them takes none: one token stands for a bounded number
-of characters, provided that no part of the tokenizer drops characters or merges any number of them.
-Each part is looked at, and a part that is not known to keep characters means no bound.
+Tokenizing 10 MB takes seconds, so a prompt that is far too long should be refused before. A token
+represents a limited number of characters, unless a part of the tokenizer drops characters or merges
+any number of them. This file inspects each part; if one is not known to keep characters, there is
+no bound.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ if TYPE_CHECKING:
 
 # Normalizers that never give fewer characters than they take.
 _KEEPING_NORMALIZERS: Final = ("NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel")
-# Those that compose: a character has a canonical decomposition of at most 4, so that n characters,
-# which decompose into at least n, become at least n / 4.
+# Normalizers that compose. n characters decompose into at least n, and each composed character has
+# a canonical decomposition of at most 4, so at least n / 4 remain.
 _COMPOSING_NORMALIZERS: Final = ("NFC", "NFKC")
 _MAX_DECOMPOSITION: Final = 4
 # Pre-tokenizers that only split, or replace each byte or space by a character.
 _KEEPING_PRE_TOKENIZERS: Final = ("ByteLevel", "Digits", "Metaspace", "UnicodeScripts")
-# Those that may remove what they split at.
+# Pre-tokenizers that may remove the separators.
 _SPLITTING_PRE_TOKENIZERS: Final = ("Split", "Punctuation")
 _ADDING_POST_PROCESSORS: Final = ("ByteLevel", "BertProcessing", "RobertaProcessing")
 
@@ -38,7 +39,7 @@ _bounds: weakref.WeakKeyDictionary[TokenizerInfo, int | None] = weakref.WeakKeyD
 def min_num_tokens(tokenizer: TokenizerInfo, text: str) -> int:
     """Finds a lower bound of the number of tokens of a string, without tokenizing it.
 
-    The first call for a tokenizer reads its vocabulary; what it finds is kept.
+    The first call for a tokenizer reads its vocabulary and stores the result.
 
     Returns:
         The bound; 0 if none is known.
@@ -53,14 +54,14 @@ def min_num_tokens(tokenizer: TokenizerInfo, text: str) -> int:
 
 
 def max_chars_per_token(tokenizer: Tokenizer) -> int | None:
-    """Finds the most characters of a string that one token can stand for.
+    """Finds the maximum number of characters of a string that one token can represent.
 
     Args:
         tokenizer: The tokenizer, without truncation.
 
     Returns:
-        The number of characters: a string of n characters becomes at least n / this many tokens.
-        None where there is no such bound, or none is known.
+        The number m: a string of n characters becomes at least n / m tokens. None if no such bound
+        is known.
     """
     shrinkage = _normalizer_shrinkage(tokenizer)
     if shrinkage is None or not _keeps_all_tokens(tokenizer):
@@ -74,7 +75,7 @@ def max_chars_per_token(tokenizer: Tokenizer) -> int | None:
         return None
     lengths = [len(token) for token in vocabulary]
     for added in tokenizer.get_added_tokens_decoder().values():
-        if added.lstrip or added.rstrip:  # takes the spaces beside it, however many
+        if added.lstrip or added.rstrip:  # it absorbs any number of spaces
             return None
         lengths.append(len(added.content))
         if tokenizer.normalizer is not None:
@@ -83,7 +84,7 @@ def max_chars_per_token(tokenizer: Tokenizer) -> int | None:
 
 
 def _parts(component: Any, key: str) -> Iterator[dict[str, Any]]:
-    """The description of a component; of a sequence, those of its parts."""
+    """Yields the description of a component, or of each part of a sequence."""
     if component is None:
         return
     pending = [json.loads(component.__getstate__())]
@@ -96,7 +97,7 @@ def _parts(component: Any, key: str) -> Iterator[dict[str, Any]]:
 
 
 def _normalizer_shrinkage(tokenizer: Tokenizer) -> int | None:
-    """Into how many times fewer characters the normalizer may turn a string, rounded up."""
+    """The largest factor by which the normalizer may shorten a string; None if unknown."""
     shrinkage = 1
     for part in _parts(tokenizer.normalizer, "normalizers"):
         if part["type"] in _COMPOSING_NORMALIZERS:
@@ -117,7 +118,7 @@ def _is_keeping_pre_tokenizer(part: dict[str, Any]) -> bool:
 def _has_token_for_every_character(
     model: Any, vocabulary: dict[str, int], is_byte_level: bool
 ) -> bool:
-    """Whether the model neither drops a character nor turns several unknown ones into one token."""
+    """Whether the model drops no character and merges no unknown characters into one token."""
     if type(model).__name__ != "BPE":
         return False
     if model.continuing_subword_prefix or model.end_of_word_suffix:

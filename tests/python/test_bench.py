@@ -345,7 +345,7 @@ def test_a_failed_engine_ends_the_command(
         (["--drivers", "unrolled,magic"], "drivers is 'unrolled,magic'"),
         (["--config", "nonesuch"], "model is 'nonesuch'"),
         (["--model", "qwen3-8b"], "use --config qwen3-8b"),
-        (["--speculative-config", "{"], "no valid JSON"),
+        (["--speculative-config", "{"], "not valid JSON"),
         (["--speculative-config", '{"model": "a"}'], "num_speculative_tokens"),
         (
             ["--draft-config", "gemma3-10m", "--speculative-config", NAMED],

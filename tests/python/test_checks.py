@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all checks of arguments share: how a value is shown, text, paths and JSON."""
+"""The checks that all arguments share: shortened values, strings, paths and JSON."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_path_may_be_longer() -> None:
 
 
 def calls_with(value: Any) -> list[Callable[[], object]]:
-    """Calls of all that takes arguments, each with one that is the value."""
+    """Calls of everything that takes arguments, each with this value."""
     config = {"method": "draft_model", "model": "a", "num_speculative_tokens": 2}
     calls: list[Callable[[], object]] = [
         *(partial(EngineConfig, **{name: value}) for name in ("device", "dtype", "block_size")),
@@ -90,7 +90,7 @@ def test_every_check_shortens() -> None:
             with pytest.raises(ValueError) as refused:
                 call()
             message = str(refused.value)
-            assert "allowed: " in message or "no valid JSON" in message
+            assert "allowed: " in message or "not valid JSON" in message
             assert len(message) < 400 and "Exceeds the limit" not in message
 
 
@@ -130,7 +130,7 @@ def test_paths() -> None:
     ids=["object", "list", "objects", "digits", "empty"],
 )
 def test_json(text: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=f"sampling is no valid JSON: .*{reason}") as refused:
+    with pytest.raises(ValueError, match=f"sampling is not valid JSON: .*{reason}") as refused:
         parse_json("sampling", text)
     assert len(str(refused.value)) < 200
     assert refused.value.__context__ is None

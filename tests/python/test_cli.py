@@ -258,7 +258,7 @@ def test_compare_of_ratios_at_temperature_0(
         (["--stop", ""], 2, "stop[0] has 0 characters"),
         (["--bad-words", " "], 2, "bad_words[0] is ' '"),
         (["--allowed-token-ids", "-1"], 2, "allowed_token_ids[0] is -1"),
-        (["--logit-bias", "{"], 2, "--logit-bias is no valid JSON"),
+        (["--logit-bias", "{"], 2, "--logit-bias is not valid JSON"),
         (["--logit-bias", "[[1, 2]]"], 2, "a JSON object from token ids to numbers"),
         (["--logit-bias", '{"a": 1}'], 2, "a JSON object from token ids to numbers"),
         (["--logit-bias", '{"1": 1, "1": 2}'], 2, "token 1 twice"),
@@ -274,7 +274,7 @@ def test_compare_of_ratios_at_temperature_0(
         (["--kv-cache-bytes", "1000"], 2, "kv_cache_bytes"),
         (["--demo", "draft_model"], 2, "--demo"),
         (["--num-speculative-tokens", "2"], 2, "--num-speculative-tokens"),
-        (["--speculative-config", "{"], 2, "no valid JSON"),
+        (["--speculative-config", "{"], 2, "not valid JSON"),
         (["--speculative-config", '{"method": "suffix"}'], 2, "'suffix' is not supported yet"),
         (["--model", "no/such/folder"], 3, "no/such/folder"),
         (

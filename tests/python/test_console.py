@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line where its streams are closed, full, not UTF-8 or no longer read, and where its
-arguments are huge: one line of error, and the right exit code."""
+"""The command line with streams that are closed, full, not UTF-8 or no longer read, and with huge
+arguments: each gives one line of error and the right exit code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FULL = Path("/dev/full")
 def run(
     *argv: str, before: Callable[[], object] | None = None, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Runs the command line in a process of its own, with pipes where nothing else is asked."""
+    """Runs the command line in its own process, by default with pipes."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
     command = [sys.executable, "-m", "paceline", *argv]
     return subprocess.run(command, text=True, preexec_fn=before, timeout=120, **options)
@@ -186,22 +186,22 @@ LONG = "x" * 300
         (["generate", "a", "--model", "x/" * 3000], ["model is 'x/x", "4095"]),
         (["generate", "a", "--demo", LONG], ["demo is 'xxx", "'draft_model'"]),
         (["generate", "a", "--device", LONG], ["device is 'xxx", "'cuda'"]),
-        (["generate", "a", "--logit-bias", DEEP], ["--logit-bias is no", "nested too deeply"]),
+        (["generate", "a", "--logit-bias", DEEP], ["--logit-bias is not", "nested too deeply"]),
         (["generate", "a", "--logit-bias", f'{{"1": {DIGITS}}}'], ["--logit-bias", "digits"]),
         (["generate", "a", "--logit-bias", f'{{"{DIGITS}": 1}}'], ["--logit-bias", "token ids"]),
         (
             ["generate", "a", "--model", "x", "--speculative-config", DEEP],
-            ["speculative_config is no", "nested too deeply"],
+            ["speculative_config is not", "nested too deeply"],
         ),
         (
             ["generate", "a", "--model", "x", "--speculative-config", f'{{"k": {DIGITS}}}'],
-            ["speculative_config is no", "digits"],
+            ["speculative_config is not", "digits"],
         ),
         (["convert", LONG, "out"], ["model is 'xxx", "255"]),
         (["convert", "a", LONG], ["out is 'xxx", "255"]),
         (["convert", "a", "b", "--draft", LONG], ["--draft is 'xxx", "255"]),
-        (["bench", "latency", "--sampling", DEEP], ["sampling is no", "nested too deeply"]),
-        (["bench", "latency", "--sampling", f"[{DIGITS}]"], ["sampling is no", "digits"]),
+        (["bench", "latency", "--sampling", DEEP], ["sampling is not", "nested too deeply"]),
+        (["bench", "latency", "--sampling", f"[{DIGITS}]"], ["sampling is not", "digits"]),
         (["bench", "latency", "--speculative-config", DEEP], ["speculative_config", "deeply"]),
         (["bench", "latency", "--concurrency", DIGITS], ["concurrency is '999"]),
         (["bench", "latency", "--drivers", LONG], ["drivers is 'xxx"]),

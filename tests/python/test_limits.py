@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each limit has one value: what C++ exports is what C++ and Python enforce."""
+"""Each limit has one value, which C++ exports and both C++ and Python enforce."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prompt that is far too long is refused without being tokenized, and only such a prompt."""
+"""Prompts that are far too long are refused without being tokenized, and no others are."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tokenizer(
     added: AddedToken | None = None,
     **options: Any,
 ) -> Tokenizer:
-    """A BPE tokenizer; by bytes where nothing else is said."""
+    """Makes a BPE tokenizer, by default a byte-level one."""
     vocabulary = [*tokens, *("".join(pair) for pair in merges)]
     ids = {token: i for i, token in enumerate(vocabulary)}
     made = Tokenizer(models.BPE(vocab=ids, merges=list(merges), **options))
@@ -108,7 +108,7 @@ BOUNDED: dict[str, Callable[[], Tokenizer]] = {
     ),
 }  # fmt: skip
 
-# Each with a text that becomes very few tokens.
+# Each has a piece of which any number become few tokens.
 UNBOUNDED: dict[str, tuple[Callable[[], Tokenizer], str]] = {
     "stripped": (lambda: tokenizer(normalizer=normalizers.Strip()), " "),
     "replaced runs": (lambda: tokenizer(normalizer=normalizers.Replace(Regex(" +"), "a")), " "),
@@ -143,7 +143,7 @@ UNBOUNDED: dict[str, tuple[Callable[[], Tokenizer], str]] = {
     ),
 }  # fmt: skip
 
-# What could make a text shrink: composition, runs that merge, spaces, unknown characters.
+# Pieces that could shrink a text: composition, merged runs, spaces, unknown characters.
 PIECES = [
     "a", "b", "ab" * 8, " ", " " * 9, "\n", "\t", "1", ".", "é", "e\u0301", "\u1100\u1161\u11a8",
     "\u03b1\u0313\u0300\u0345", "ﬁ", "\ufdfa", "\u212b", "İ", "\U0001f600", "中", "\x00", "\u0301",
@@ -224,7 +224,7 @@ def test_the_longest_prompt_is_taken_whatever_its_characters(target_dir: Path) -
         word = max(llm.target.tokenizer.id_to_token.values(), key=len)
         llm.target.tokenizer.tokenizer.add_tokens([word])  # else it is spelt
         prompt = word * 63
-        assert len(prompt) > 8 * 64  # so that the bound is asked
+        assert len(prompt) > 8 * 64  # long enough for the bound to be checked
         output = llm.generate(prompt, SamplingParams(max_tokens=1))[0]
         assert len(output.prompt_token_ids) == 63
         with raises(ValueError, "prompt has 640 characters, at least 64 tokens", "at most 63"):
