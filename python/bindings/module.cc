@@ -27,7 +27,9 @@ PYBIND11_MODULE(_core, module) {
 
   register_errors(module);
   register_device(module);
+  register_safetensors_file(module);
   register_model(module);
+  register_model_builder(module);
   register_request(module);
   register_event(module);
   register_executor(module);

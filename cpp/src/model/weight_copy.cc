@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "model/weight_copy.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstring>
+
+#include "base/check.h"
+#include "base/float_types.h"
+#include "base/json.h"
+
+namespace paceline {
+namespace {
+
+// Branch-free, unlike fp16_to_float, so that it vectorises; the same values.
+[[nodiscard]] inline uint32_t fp16_to_float_bits(uint16_t half) {
+  constexpr uint32_t kRebias = 112u << 23;  // exponent bias 127 instead of 15
+  const uint32_t magnitude = half & 0x7fffu;
+  const uint32_t normal = (magnitude << 13) + kRebias;
+  // 0.5 + mantissa * 2^-24, exactly, less 0.5: never computes with a float32 subnormal, which the
+  // host application may have told the processor to flush to zero.
+  const uint32_t subnormal =
+      std::bit_cast<uint32_t>(std::bit_cast<float>(0x3f000000u + magnitude) - 0.5f);
+  uint32_t bits = magnitude < 0x0400u ? subnormal : normal;
+  bits = magnitude >= 0x7c00u ? normal + kRebias : bits;  // infinity, NaN
+  return bits | (static_cast<uint32_t>(half & 0x8000u) << 16);
+}
+
+// One row, converted in chunks: loops of a fixed length over local arrays vectorise at -O2, and the
+// memcpys around them accept any alignment.
+template <class In, class Out, class Convert>
+void convert_row(const Source& source, int64_t row, std::byte* out, Convert convert) {
+  constexpr int64_t kChunk = 512;
+  constexpr auto kInBytes = static_cast<int64_t>(sizeof(In));
+  constexpr auto kOutBytes = static_cast<int64_t>(sizeof(Out));
+  alignas(64) std::array<In, kChunk> from = {};
+  alignas(64) std::array<Out, kChunk> to;
+  const std::byte* in = source.data + row * source.row_stride * kInBytes;
+  for (int64_t begin = 0; begin < source.cols; begin += kChunk) {
+    const int64_t count = std::min(kChunk, source.cols - begin);
+    if (source.col_stride == 1) {
+      std::memcpy(from.data(), in + begin * kInBytes, static_cast<size_t>(count * kInBytes));
+    } else {
+      for (int64_t i = 0; i < count; ++i) {
+        std::memcpy(&from[i], in + (begin + i) * source.col_stride * kInBytes, sizeof(In));
+      }
+    }
+    for (int64_t i = 0; i < kChunk; ++i) to[i] = convert(from[i]);
+    std::memcpy(out + begin * kOutBytes, to.data(), static_cast<size_t>(count * kOutBytes));
+  }
+}
+
+template <class In, class Out, class Convert>
+void convert(const CpuContext& ctx, const Source& source, std::byte* out, Convert convert_one) {
+  const int64_t row_bytes = source.cols * static_cast<int64_t>(sizeof(Out));
+  for_rows(ctx, source.rows, source.cols, [&](int64_t row) {
+    convert_row<In, Out>(source, row, out + row * row_bytes, convert_one);
+  });
+}
+
+template <class Value>
+void copy(const CpuContext& ctx, const Source& source, std::byte* out) {
+  if (source.col_stride != 1) {
+    convert<Value, Value>(ctx, source, out, [](Value value) { return value; });
+    return;
+  }
+  constexpr auto kBytes = static_cast<int64_t>(sizeof(Value));
+  for_rows(ctx, source.rows, source.cols, [&](int64_t row) {
+    std::memcpy(out + row * source.cols * kBytes, source.data + row * source.row_stride * kBytes,
+                static_cast<size_t>(source.cols * kBytes));
+  });
+}
+
+// The pairs that put() lets through; float16 to bfloat16 is not one of them.
+void convert(const CpuContext& ctx, const Source& source, DType from, std::byte* out, DType to) {
+  if (to == DType::kBFloat16) {
+    PACELINE_CHECK(from != DType::kFloat16);
+    if (from == DType::kBFloat16) return copy<uint16_t>(ctx, source, out);
+    return convert<uint32_t, uint16_t>(
+        ctx, source, out, [](uint32_t bits) { return float_to_bf16(std::bit_cast<float>(bits)); });
+  }
+  PACELINE_CHECK(to == DType::kFloat32);
+  switch (from) {
+    case DType::kFloat32:
+      return copy<uint32_t>(ctx, source, out);
+    case DType::kBFloat16:
+      return convert<uint16_t, uint32_t>(
+          ctx, source, out, [](uint16_t bits) { return static_cast<uint32_t>(bits) << 16; });
+    case DType::kFloat16:  // a lambda, because a call through a pointer would not vectorise
+      return convert<uint16_t, uint32_t>(ctx, source, out,
+                                         [](uint16_t bits) { return fp16_to_float_bits(bits); });
+    case DType::kInt32:
+    case DType::kInt64:
+      PACELINE_CHECK(false, "integers are no weights");
+  }
+}
+
+}  // namespace
+
+std::vector<int32_t> read_tokens(std::string_view name, const Source& source, DType dtype,
+                                 int32_t vocab_size) {
+  std::vector<int32_t> tokens;
+  tokens.reserve(static_cast<size_t>(source.cols));
+  std::vector<int64_t> place_of(static_cast<size_t>(vocab_size), -1);
+  for (int64_t i = 0; i < source.cols; ++i) {
+    const std::byte* from = source.data + i * source.col_stride * dtype_bytes(dtype);
+    int64_t token = 0;
+    if (dtype == DType::kInt64) {
+      std::memcpy(&token, from, sizeof(token));
+    } else {
+      int32_t narrow = 0;
+      std::memcpy(&narrow, from, sizeof(narrow));
+      token = narrow;
+    }
+    if (token < 0 || token >= vocab_size) {
+      throw InvalidArgument(concat(quoted(name), "[", i, "] is ", token, "; allowed: 0 to ",
+                                   vocab_size - 1, " (tokens of the target, not offsets)"));
+    }
+    // Two rows with one token would share their noise, and their law would not be that of a draw.
+    int64_t& place = place_of[static_cast<size_t>(token)];
+    if (place >= 0) {
+      throw InvalidArgument(concat(quoted(name), "[", place, "] and [", i, "] are both ", token,
+                                   "; allowed: each token once"));
+    }
+    place = i;
+    tokens.push_back(static_cast<int32_t>(token));
+  }
+  return tokens;
+}
+
+void place(const CpuContext& ctx, const Source& source, DType from, const Slot& slot,
+           const DeviceBuffer& arena) {
+  std::byte* to = arena.data() + slot.offset;
+  DeviceMemory& memory = arena.memory();
+  if (memory.is_host_memory()) return convert(ctx, source, from, to, slot.dtype);
+  const int64_t row_bytes = source.cols * dtype_bytes(slot.dtype);
+  for (int64_t row = 0; row < source.rows;) {
+    const std::span<std::byte> staging = memory.staging();
+    const auto capacity = static_cast<int64_t>(staging.size());
+    Source piece = source;
+    if (row_bytes <= capacity) {
+      piece.rows = std::min(source.rows - row, capacity / row_bytes);
+      piece.data += row * source.row_stride * dtype_bytes(from);
+      convert(ctx, piece, from, staging.data(), slot.dtype);
+      memory.upload_staged(to + row * row_bytes, piece.rows * row_bytes);
+      row += piece.rows;
+    } else {  // a row longer than the buffer, of an embedding of unheard-of width
+      std::vector<std::byte> whole(static_cast<size_t>(row_bytes));
+      piece.rows = 1;
+      piece.data += row * source.row_stride * dtype_bytes(from);
+      convert(ctx, piece, from, whole.data(), slot.dtype);
+      memory.upload(to + row * row_bytes, whole.data(), row_bytes);
+      ++row;
+    }
+  }
+}
+
+}  // namespace paceline
