@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <mutex>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -98,7 +99,8 @@ void put_tensor(PyModelBuilder& self, const std::string& name, const PySafetenso
   const StoredTensor stored = file.tensor(tensor);
   const DType dtype = stored_dtype(file, tensor, stored.dtype);
   self.call([&](ModelBuilder& builder) {
-    builder.put(name, dtype, stored.shape, /*strides=*/{}, stored.data);
+    builder.put(name, dtype, stored.shape,
+                [&](int64_t first, std::span<std::byte> to) { file.file.read(stored, first, to); });
   });
 }
 
@@ -128,11 +130,11 @@ Raises:
     paceline.OutOfMemoryError: The weights could not be allocated.
 )doc")
       .def("put_tensor", &put_tensor, py::arg("name"), py::arg("file"), py::arg("tensor"),
-           R"doc(Copies one tensor out of a mapped file, converting its dtype.
+           R"doc(Copies one tensor out of a file, converting its dtype.
 
 Args:
     name: The canonical name.
-    file: The mapped file.
+    file: The file.
     tensor: The tensor's name in the file.
 
 Raises:

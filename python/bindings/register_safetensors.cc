@@ -25,12 +25,12 @@ py::tuple tensor_info(const PySafetensorsFile& self, const std::string& name) {
 void register_safetensors_file(py::module_& module) {
   py::class_<PySafetensorsFile, Holder<PySafetensorsFile>>(
       module, "SafetensorsFile",
-      "A safetensors file, mapped read-only; its header has been checked.")
+      "A safetensors file, open for reading; its header has been checked.")
       .def(py::init([](const std::string& path) {
              GilRelease release;
              return Holder<PySafetensorsFile>(new PySafetensorsFile(path));
            }),
-           py::arg("path"), R"doc(Maps a file and checks its header.
+           py::arg("path"), R"doc(Opens a file and checks its header.
 
 Args:
     path: The file.

@@ -11,7 +11,7 @@
 
 namespace paceline::python {
 
-// A mapped file that knows its path.
+// A file that knows its path.
 struct PySafetensorsFile {
   explicit PySafetensorsFile(const std::string& file_path) : path(file_path), file(file_path) {}
 

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <bit>
 #include <cmath>
 #include <cstddef>
@@ -17,6 +18,7 @@
 #include <cstring>
 #include <memory>
 #include <numeric>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -83,6 +85,50 @@ TEST(ModelBuilder, AsksOnlyForWhatALayerHas) {
   EXPECT_EQ(*model->weights.layers[2].scale, 1.0f);  // neutral
   EXPECT_EQ(model->weights.layers[2].k_norm, nullptr);
   EXPECT_EQ(model->weights.layers[2].per_layer_norm[0], 0.0f);  // neutral where norms add 1
+}
+
+TEST(ModelBuilder, ReadsInPiecesTheSameAsAtOnce) {
+  // Enough elements for several pieces and threads, and a last piece that is not full.
+  const std::vector<int64_t> shape = {100'001, 6};
+  const std::string config = tiny_config({{"\"vocab_size\": 5", "\"vocab_size\": 100001"}});
+  std::vector<float> values(static_cast<size_t>(shape[0] * shape[1]));
+  for (size_t i = 0; i < values.size(); ++i) {
+    values[i] = static_cast<float>(static_cast<int64_t>(i * 7 % 255) - 127) / 4;
+  }
+  for (DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    for (DType stored : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+      if (dtype == DType::kBFloat16 && stored == DType::kFloat16) continue;
+      SCOPED_TRACE(concat(dtype_name(stored), " to ", dtype_name(dtype)));
+      const std::string bytes = encode(values, stored);
+      ModelBuilder at_once(config, dtype);
+      ModelBuilder in_pieces(config, dtype);
+      const std::string shifted = "x" + bytes;  // at an address that suits no type
+      at_once.put("embed.weight", stored, shape, /*strides=*/{}, shifted.data() + 1);
+      std::atomic<int64_t> num_bytes = 0;
+      in_pieces.put("embed.weight", stored, shape, [&](int64_t first, std::span<std::byte> to) {
+        std::memcpy(to.data(), bytes.data() + first, to.size());
+        num_bytes += static_cast<int64_t>(to.size());
+      });
+      EXPECT_EQ(num_bytes, std::ssize(bytes));
+      at_once.fill_dummy(1);
+      in_pieces.fill_dummy(1);
+      EXPECT_TRUE(std::ranges::equal(model_weight_arena(*at_once.finish()),
+                                     model_weight_arena(*in_pieces.finish())));
+
+      ModelBuilder failing(config, dtype);
+      const auto put_failing = [&](int64_t first_missing) {
+        failing.put("embed.weight", stored, shape, [&](int64_t first, std::span<std::byte> to) {
+          if (first + std::ssize(to) > first_missing) throw ModelFileError("the file has shrunk");
+        });
+      };
+      for (const int64_t first_missing :
+           {int64_t{0}, std::ssize(bytes) / 2, std::ssize(bytes) - 1}) {
+        EXPECT_EQ(message_of<ModelFileError>([&] { put_failing(first_missing); }),
+                  "the file has shrunk");
+      }
+      EXPECT_THAT(failing.missing(), ::testing::Contains("embed.weight"));
+    }
+  }
 }
 
 TEST(ModelBuilder, PlacesEveryTensorForEveryPairOfDtypes) {

@@ -16,6 +16,7 @@
 #include <filesystem>
 #include <fstream>
 #include <random>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -46,10 +47,16 @@ class Safetensors : public ::testing::Test {
     const SafetensorsFile file(path_);
     unsigned sum = 0;
     for (std::string_view name : file.names()) {
-      const StoredTensor tensor = *file.find(name);
-      for (int64_t i = 0; i < tensor.bytes; ++i) sum += static_cast<unsigned>(tensor.data[i]);
+      for (const std::byte byte : content(file, *file.find(name))) {
+        sum += static_cast<unsigned>(byte);
+      }
     }
     EXPECT_LT(sum, 1u << 31);
+  }
+  static std::vector<std::byte> content(const SafetensorsFile& file, const StoredTensor& tensor) {
+    std::vector<std::byte> bytes(static_cast<size_t>(tensor.bytes));
+    file.read(tensor, 0, bytes);
+    return bytes;
   }
   std::string error(std::string_view bytes) {
     write_file(path_, bytes);
@@ -85,7 +92,8 @@ TEST_F(Safetensors, ReadsAValidFile) {
       EXPECT_EQ(tensor.dtype, written.dtype);
       EXPECT_TRUE(std::ranges::equal(tensor.shape, written.shape));
       ASSERT_EQ(tensor.bytes, static_cast<int64_t>(written.data.size()));
-      EXPECT_EQ(std::memcmp(tensor.data, written.data.data(), written.data.size()), 0);
+      EXPECT_TRUE(
+          std::ranges::equal(content(file, tensor), std::as_bytes(std::span(written.data))));
     }
   }
 }
@@ -145,6 +153,8 @@ TEST_F(Safetensors, RefusesHostileHeaders) {
       {R"("dtype":"F32","shape":[1],"data_offsets":[0,8])", "span 8 bytes; allowed: 4"},
       {R"("dtype":"F32","shape":[3],"data_offsets":[0,8])", "span 8 bytes; allowed: 12"},
       {R"("dtype":"F32","shape":[1],"data_offsets":[4,8])", "after a hole"},
+      {R"("dtype":"U8","shape":[7],"data_offsets":[1,8])", "begins at data offset 1, after a hole"},
+      {R"("dtype":"U8","shape":[7],"data_offsets":[0,7])", "end at data offset 7; allowed: 8"},
       {R"("dtype":"F32","shape":[1],"data_offsets":[0,4])", "end at data offset 4; allowed: 8"},
   };
   for (const auto& [tensor, expected] : tensor_table) {
@@ -169,6 +179,16 @@ TEST_F(Safetensors, RefusesHostileHeaders) {
       {concat("{\"x\":", x, ",\"y\":", x, "}"), "inside another tensor"},
       {concat("{\"x\":", x, R"(,"y":{"dtype":"U8","shape":[4],"data_offsets":[4,8]}})"),
        "inside another tensor"},
+      // By one byte: an overlap, one tensor inside the other's end, and a hole between them.
+      {R"({"x":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},)"
+       R"("y":{"dtype":"U8","shape":[5],"data_offsets":[3,8]}})",
+       "'y' begins at data offset 3, inside another tensor; allowed: 4"},
+      {R"({"x":{"dtype":"U8","shape":[8],"data_offsets":[0,8]},)"
+       R"("y":{"dtype":"U8","shape":[1],"data_offsets":[7,8]}})",
+       "'y' begins at data offset 7, inside another tensor; allowed: 8"},
+      {R"({"x":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},)"
+       R"("y":{"dtype":"U8","shape":[3],"data_offsets":[5,8]}})",
+       "'y' begins at data offset 5, after a hole; allowed: 4"},
       {"{\"x\":" + std::string(100, '[') + std::string(100, ']') + "}", "deeper level"},
       {"{\"x\":" + std::string(5'000'000, '['), "deeper level"},
   };
@@ -213,6 +233,32 @@ TEST_F(Safetensors, RefusesLyingLengthsAndThingsThatAreNoFile) {
   const std::string fifo = folder_.file("fifo");
   ASSERT_EQ(mkfifo(fifo.c_str(), 0600), 0);
   open_path(fifo, false);
+  std::filesystem::create_symlink("/dev/zero", folder_.file("zeros"));
+  open_path(folder_.file("zeros"), false);
+}
+
+TEST_F(Safetensors, AFileThatShrinksIsAnError) {
+  const std::string bytes = safetensors_bytes(small_tensors());
+  for (size_t length = 0; length < bytes.size(); length += 3) {
+    write_file(path_, bytes);
+    const SafetensorsFile file(path_);
+    std::filesystem::resize_file(path_, length);
+    size_t num_errors = 0;
+    for (std::string_view name : file.names()) {
+      const StoredTensor tensor = *file.find(name);
+      const std::string message = message_of<ModelFileError>([&] { (void)content(file, tensor); });
+      const bool is_cut =
+          tensor.bytes > 0 && tensor.begin + tensor.bytes > static_cast<int64_t>(length);
+      EXPECT_EQ(!message.empty(), is_cut) << name << " of a file cut to " << length;
+      if (!is_cut) continue;
+      ++num_errors;
+      EXPECT_THAT(message, HasSubstr(concat(path_, ": byte ",
+                                            std::max(tensor.begin, static_cast<int64_t>(length)),
+                                            " is missing")));
+      EXPECT_THAT(message, HasSubstr(std::to_string(bytes.size()) + " bytes when it was opened"));
+    }
+    EXPECT_GT(num_errors, 0U);
+  }
 }
 
 TEST_F(Safetensors, RefusesMoreThanAMillionTensors) {

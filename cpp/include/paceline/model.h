@@ -5,7 +5,9 @@
 // ways to fill one: `ModelBuilder::put` tensor by tensor (what Python does), or `load_model_folder`
 // on a folder written by `paceline convert`. Both give byte-equal weights.
 
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -37,6 +39,13 @@ class PACELINE_API ModelBuilder {
   // Throws InvalidArgument for an unknown name, a second put, or a wrong shape (seen and expected).
   void put(std::string_view name, DType dtype, std::span<const int64_t> shape,
            std::span<const int64_t> strides, const void* data);
+
+  // The same of a row-major tensor that is read piece by piece, as from a file: `read` fills `to`
+  // with the tensor's bytes from byte `first` on. It is called from several threads at once, and
+  // what it throws ends the put.
+  using ReadBytes = std::function<void(int64_t first, std::span<std::byte> to)>;
+  void put(std::string_view name, DType dtype, std::span<const int64_t> shape,
+           const ReadBytes& read);
 
   // Names that still have to be put, sorted.
   [[nodiscard]] std::vector<std::string> missing() const;

@@ -54,6 +54,43 @@ struct ModelBuilder::Impl {
     for (size_t i = 0; i < slots.size(); ++i) by_name.emplace(slots[i].name, i);
   }
 
+  // The place of a tensor that may be put now; InvalidArgument if it may not.
+  [[nodiscard]] Slot& empty_slot(std::string_view name, DType dtype,
+                                 std::span<const int64_t> shape) {
+    const auto found = by_name.find(name);
+    if (found == by_name.end()) {
+      throw InvalidArgument(concat("no weight is named ", quoted(name), " in a ",
+                                   model->config.name, " of ", model->config.layers.size(),
+                                   " layers; allowed: the ", slots.size(),
+                                   " names that its config asks for (docs/model-format.md)"));
+    }
+    Slot& slot = slots[found->second];
+    if (slot.is_filled) throw InvalidArgument(concat(quoted(name), " is put twice; allowed: once"));
+    if (!std::ranges::equal(shape, slot.dims())) {
+      throw InvalidArgument(concat(quoted(name), " has shape ", shape_text(shape),
+                                   "; allowed: ", shape_text(slot.dims())));
+    }
+    const bool is_integer = dtype == DType::kInt32 || dtype == DType::kInt64;
+    if (is_integer != (slot.dtype == DType::kInt32)) {
+      throw InvalidArgument(concat(quoted(name), " is ", dtype_name(dtype), "; allowed: ",
+                                   is_integer ? "float32, bfloat16, float16" : "int32, int64"));
+    }
+    if (dtype == DType::kFloat16 && slot.dtype == DType::kBFloat16) {
+      throw InvalidArgument(concat(quoted(name),
+                                   " is float16 and the weight dtype bfloat16, which "
+                                   "would lose 3 bits of each value; use weight dtype float32, or "
+                                   "convert to bfloat16 beforehand"));
+    }
+    return slot;
+  }
+
+  void put_tokens(const Slot& slot, const Source& source, DType dtype) {
+    const std::vector<int32_t> tokens =
+        read_tokens(slot.name, source, dtype, model->config.vocab_size);
+    const DeviceBuffer& arena = model->weights.arena;
+    arena.memory().upload(arena.data() + slot.offset, tokens.data(), source.cols * 4);
+  }
+
   ThreadPool threads{build_info().num_cores};
   CpuContext ctx{.num_threads = build_info().num_cores, .threads = &threads};
   std::shared_ptr<Model> model;
@@ -83,35 +120,12 @@ ModelBuilder& ModelBuilder::operator=(ModelBuilder&&) noexcept = default;
 void ModelBuilder::put(std::string_view name, DType dtype, std::span<const int64_t> shape,
                        std::span<const int64_t> strides, const void* data) {
   Impl& impl = open(impl_);
-  const auto found = impl.by_name.find(name);
-  if (found == impl.by_name.end()) {
-    throw InvalidArgument(concat("no weight is named ", quoted(name), " in a ",
-                                 impl.model->config.name, " of ", impl.model->config.layers.size(),
-                                 " layers; allowed: the ", impl.slots.size(),
-                                 " names that its config asks for (docs/model-format.md)"));
-  }
-  Slot& slot = impl.slots[found->second];
-  if (slot.is_filled) throw InvalidArgument(concat(quoted(name), " is put twice; allowed: once"));
-  if (!std::ranges::equal(shape, slot.dims())) {
-    throw InvalidArgument(concat(quoted(name), " has shape ", shape_text(shape),
-                                 "; allowed: ", shape_text(slot.dims())));
-  }
+  Slot& slot = impl.empty_slot(name, dtype, shape);
   if (!strides.empty() && strides.size() != shape.size()) {
     throw InvalidArgument(concat(quoted(name), " has ", strides.size(),
                                  " strides; allowed: ", shape.size(), ", or none for row-major"));
   }
   if (data == nullptr) throw InvalidArgument(concat(quoted(name), " has a null data pointer"));
-  const bool is_integer = dtype == DType::kInt32 || dtype == DType::kInt64;
-  if (is_integer != (slot.dtype == DType::kInt32)) {
-    throw InvalidArgument(concat(quoted(name), " is ", dtype_name(dtype), "; allowed: ",
-                                 is_integer ? "float32, bfloat16, float16" : "int32, int64"));
-  }
-  if (dtype == DType::kFloat16 && slot.dtype == DType::kBFloat16) {
-    throw InvalidArgument(concat(quoted(name),
-                                 " is float16 and the weight dtype bfloat16, which "
-                                 "would lose 3 bits of each value; use weight dtype float32, or "
-                                 "convert to bfloat16 beforehand"));
-  }
   Source source = {.data = static_cast<const std::byte*>(data),
                    .rows = slot.rank == 2 ? shape[0] : 1,
                    .cols = shape.back(),
@@ -121,13 +135,29 @@ void ModelBuilder::put(std::string_view name, DType dtype, std::span<const int64
     source.row_stride = slot.rank == 2 ? strides[0] : 0;
     source.col_stride = strides.back();
   }
-  if (is_integer) {
-    const std::vector<int32_t> tokens =
-        read_tokens(name, source, dtype, impl.model->config.vocab_size);
-    const DeviceBuffer& arena = impl.model->weights.arena;
-    arena.memory().upload(arena.data() + slot.offset, tokens.data(), source.cols * 4);
+  if (slot.dtype == DType::kInt32) {
+    impl.put_tokens(slot, source, dtype);
   } else {
     place(impl.ctx, source, dtype, slot, impl.model->weights.arena);
+  }
+  slot.is_filled = true;
+}
+
+void ModelBuilder::put(std::string_view name, DType dtype, std::span<const int64_t> shape,
+                       const ReadBytes& read) {
+  Impl& impl = open(impl_);
+  Slot& slot = impl.empty_slot(name, dtype, shape);
+  if (slot.dtype == DType::kInt32) {
+    std::vector<std::byte> bytes(static_cast<size_t>(slot.elements() * dtype_bytes(dtype)));
+    read(0, bytes);
+    const Source source = {.data = bytes.data(),
+                           .rows = 1,
+                           .cols = slot.elements(),
+                           .row_stride = slot.elements(),
+                           .col_stride = 1};
+    impl.put_tokens(slot, source, dtype);
+  } else {
+    place(impl.ctx, read, dtype, slot, impl.model->weights.arena);
   }
   slot.is_filled = true;
 }

@@ -14,13 +14,14 @@
 
 #include "base/check.h"
 #include "base/json.h"
+#include "model/regular_file.h"
 #include "model/safetensors_file.h"
 #include "wire/limits.h"
 
 namespace paceline {
 namespace {
 
-constexpr size_t kMaxDescriptionBytes = size_t{64} << 20;
+constexpr int64_t kMaxDescriptionBytes = int64_t{64} << 20;
 
 // Runs a step; whatever a room below says of its input, this file's name goes before it.
 template <class Step>
@@ -100,7 +101,8 @@ auto with_name(const std::string& name, Step step) {
         throw InvalidArgument(concat(quoted(name), " has dtype ", tensor.dtype,
                                      "; allowed: F32, BF16, F16 (token ids: I32, I64)"));
       }
-      builder.put(name, *stored, tensor.shape, /*strides=*/{}, tensor.data);
+      builder.put(name, *stored, tensor.shape,
+                  [&](int64_t first, std::span<std::byte> to) { file.read(tensor, first, to); });
     }
     return builder.finish();
   });
@@ -110,9 +112,9 @@ auto with_name(const std::string& name, Step step) {
 
 ModelFolder load_model_folder(const std::string& directory, Device device) {
   const std::string path = (std::filesystem::path(directory) / "paceline.json").string();
-  const MappedFile file = [&] {
+  const std::string text = [&] {
     try {
-      return MappedFile(path);
+      return RegularFile(path).read_all(kMaxDescriptionBytes);
     } catch (const ModelFileError& error) {
       if (!error.is_missing()) throw;
       throw ModelFileError(concat(error.what(), "; `paceline convert` writes such a folder"),
@@ -120,9 +122,7 @@ ModelFolder load_model_folder(const std::string& directory, Device device) {
     }
   }();
   try {
-    const JsonDocument document(
-        {reinterpret_cast<const char*>(file.data()), static_cast<size_t>(file.bytes())}, path,
-        {.max_bytes = kMaxDescriptionBytes});
+    const JsonDocument document(text, path, {.max_bytes = kMaxDescriptionBytes});
     const Json root = document.root();
     constexpr std::array<std::string_view, 3> kRequired = {"format", "target", "stop_token_ids"};
     constexpr std::array<std::string_view, 2> kOptional = {"draft", "num_speculative_tokens"};

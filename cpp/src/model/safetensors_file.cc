@@ -1,15 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "model/safetensors_file.h"
 
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <cerrno>
 #include <cstring>
 #include <limits>
 #include <utility>
@@ -66,41 +60,9 @@ constexpr std::array<ElementType, 16> kElementTypes = {{
 
 }  // namespace
 
-MappedFile::MappedFile(const std::string& path) {
-  const auto fail = [&](int code) {
-    throw ModelFileError(concat(path, ": ", std::strerror(code), "; allowed: a readable file"),
-                         /*is_missing=*/code == ENOENT || code == ENOTDIR);
-  };
-  // O_NONBLOCK: opening a FIFO by mistake must not wait for its writer.
-  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  if (fd < 0) fail(errno);
-  struct stat status = {};
-  const bool is_known = fstat(fd, &status) == 0;
-  void* data = nullptr;
-  if (is_known && S_ISREG(status.st_mode) && status.st_size > 0) {
-    data = mmap(nullptr, static_cast<size_t>(status.st_size), PROT_READ, MAP_PRIVATE, fd, 0);
-  }
-  const int code = errno;
-  close(fd);  // the mapping keeps the file
-  if (!is_known || data == MAP_FAILED) fail(code);
-  if (!S_ISREG(status.st_mode)) {
-    throw ModelFileError(concat(path, ": is ", S_ISDIR(status.st_mode) ? "a directory" : "a device",
-                                "; allowed: a regular file"));
-  }
-  data_ = static_cast<const std::byte*>(data);
-  bytes_ = status.st_size;
-}
-
-MappedFile::~MappedFile() {
-  if (data_ != nullptr) munmap(const_cast<std::byte*>(data_), static_cast<size_t>(bytes_));
-}
-
-MappedFile::MappedFile(MappedFile&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
-
 SafetensorsFile::SafetensorsFile(const std::string& path) : file_(path) {
   try {
-    read_header(path);
+    read_header();
   } catch (const ModelFileError&) {
     throw;
   } catch (const InvalidArgument& error) {  // of the JSON reader, which names the file as well
@@ -108,7 +70,8 @@ SafetensorsFile::SafetensorsFile(const std::string& path) : file_(path) {
   }
 }
 
-void SafetensorsFile::read_header(const std::string& where) {
+void SafetensorsFile::read_header() {
+  const std::string& where = file_.path();
   const auto fail = [&](const std::string& seen, const std::string& allowed) {
     throw ModelFileError(concat(where, ": ", seen, "; allowed: ", allowed));
   };
@@ -118,16 +81,17 @@ void SafetensorsFile::read_header(const std::string& where) {
                 " bytes"));
   }
   uint64_t length = 0;
-  std::memcpy(&length, file_.data(), sizeof(length));
+  file_.read(0, std::as_writable_bytes(std::span(&length, 1)));
   const int64_t most = std::min(kMaxHeaderBytes, file_.bytes() - kLengthBytes);
   if (length > static_cast<uint64_t>(most)) {
     fail(concat("the header length is ", length, " in a file of ", file_.bytes(), " bytes"),
          concat("at most ", most));
   }
   const auto header_bytes = static_cast<int64_t>(length);
-  const std::string_view header(reinterpret_cast<const char*>(file_.data()) + kLengthBytes, length);
+  std::string header(length, '\0');
+  file_.read(kLengthBytes, std::as_writable_bytes(std::span(header)));
   if (!header.starts_with('{')) {
-    fail(concat("the header begins with ", quoted(header.substr(0, 1))), "'{'");
+    fail(concat("the header begins with ", quoted(std::string_view(header).substr(0, 1))), "'{'");
   }
   const JsonDocument document(header, concat(where, ": header"),
                               {.max_bytes = kMaxHeaderBytes, .max_values = kMaxHeaderValues});
@@ -211,7 +175,14 @@ std::optional<StoredTensor> SafetensorsFile::find(std::string_view name) const {
                        [](const Entry& a, std::string_view wanted) { return a.name < wanted; });
   if (entry == entries_.end() || entry->name != name) return std::nullopt;
   return StoredTensor{entry->dtype, std::span(dims_).subspan(entry->first_dim, entry->rank),
-                      file_.data() + entry->begin, entry->end - entry->begin};
+                      entry->begin, entry->end - entry->begin};
+}
+
+void SafetensorsFile::read(const StoredTensor& tensor, int64_t first,
+                           std::span<std::byte> to) const {
+  PACELINE_CHECK(first >= 0 && first + static_cast<int64_t>(to.size()) <= tensor.bytes, "bytes ",
+                 first, " + ", to.size(), " of ", tensor.bytes);
+  file_.read(tensor.begin + first, to);
 }
 
 }  // namespace paceline

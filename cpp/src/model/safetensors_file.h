@@ -1,12 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A .safetensors file, mapped read-only and validated once, so that every view handed out lies
-// inside the file and no two overlap. Knows no model. Anything wrong with the file throws
-// ModelFileError naming the file, what was seen and what is allowed. Reading is thread-safe.
-//
-// The file must not be shortened while it is mapped: the kernel answers reads beyond its end with
-// SIGBUS, and no library can turn that into an exception.
+// A .safetensors file, validated once when it is opened, so that every tensor lies inside the file
+// and no two overlap. Knows no model. Anything wrong with the file throws ModelFileError naming the
+// file, what was seen and what is allowed. Reading is thread-safe.
 
 #include <cstddef>
 #include <cstdint>
@@ -16,31 +13,16 @@
 #include <string_view>
 #include <vector>
 
+#include "model/regular_file.h"
+
 namespace paceline {
-
-// The bytes of a regular file; move-only.
-class MappedFile final {
- public:
-  // Throws ModelFileError: is_missing when nothing is there.
-  explicit MappedFile(const std::string& path);
-  ~MappedFile();
-  MappedFile(MappedFile&& other) noexcept;
-  MappedFile& operator=(MappedFile&&) = delete;
-
-  [[nodiscard]] const std::byte* data() const { return data_; }  // null when empty
-  [[nodiscard]] int64_t bytes() const { return bytes_; }
-
- private:
-  const std::byte* data_ = nullptr;
-  int64_t bytes_ = 0;
-};
 
 // One tensor of a file; valid while the SafetensorsFile lives.
 struct StoredTensor {
   std::string_view dtype;          // as in the file, e.g. "BF16"
   std::span<const int64_t> shape;  // rank 0..8
-  const std::byte* data;           // row-major, little-endian, at any alignment: read by memcpy
-  int64_t bytes;
+  int64_t begin = 0;               // in the file; row-major, little-endian
+  int64_t bytes = 0;
 };
 
 class SafetensorsFile final {
@@ -50,6 +32,10 @@ class SafetensorsFile final {
   // Sorted.
   [[nodiscard]] std::vector<std::string_view> names() const;
   [[nodiscard]] std::optional<StoredTensor> find(std::string_view name) const;
+
+  // Fills `to` with the bytes of the tensor from `first` on. Throws ModelFileError where the file
+  // has been shortened since it was opened.
+  void read(const StoredTensor& tensor, int64_t first, std::span<std::byte> to) const;
 
  private:
   struct Entry {
@@ -61,9 +47,9 @@ class SafetensorsFile final {
     int64_t end;
   };
 
-  void read_header(const std::string& where);
+  void read_header();
 
-  MappedFile file_;
+  RegularFile file_;
   std::vector<Entry> entries_;  // sorted by name
   std::vector<int64_t> dims_;   // of all shapes
 };

@@ -3,8 +3,12 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <bit>
 #include <cstring>
+#include <exception>
+#include <memory>
+#include <mutex>
 
 #include "base/check.h"
 #include "base/float_types.h"
@@ -27,16 +31,36 @@ namespace {
   return bits | (static_cast<uint32_t>(half & 0x8000u) << 16);
 }
 
-// One row, converted in chunks: loops of a fixed length over local arrays vectorise at -O2, and the
-// memcpys around them accept any alignment.
+constexpr int64_t kChunk = 512;  // loops of a fixed length vectorise at -O2
+
+template <class Value>
+[[nodiscard]] bool is_aligned(const std::byte* data) {
+  return reinterpret_cast<uintptr_t>(data) % alignof(Value) == 0;
+}
+
+// Values side by side, at addresses that suit their types.
+template <class In, class Out, class Convert>
+void convert_aligned(const std::byte* in, int64_t count, std::byte* out, Convert convert) {
+  const In* __restrict from = reinterpret_cast<const In*>(in);
+  Out* __restrict to = reinterpret_cast<Out*>(out);
+  for (; count >= kChunk; count -= kChunk, from += kChunk, to += kChunk) {
+    for (int64_t i = 0; i < kChunk; ++i) to[i] = convert(from[i]);
+  }
+  for (int64_t i = 0; i < count; ++i) to[i] = convert(from[i]);
+}
+
+// One row, converted in chunks by way of local arrays: the memcpys around them accept any
+// alignment.
 template <class In, class Out, class Convert>
 void convert_row(const Source& source, int64_t row, std::byte* out, Convert convert) {
-  constexpr int64_t kChunk = 512;
   constexpr auto kInBytes = static_cast<int64_t>(sizeof(In));
   constexpr auto kOutBytes = static_cast<int64_t>(sizeof(Out));
+  const std::byte* in = source.data + row * source.row_stride * kInBytes;
+  if (source.col_stride == 1 && is_aligned<In>(in) && is_aligned<Out>(out)) {
+    return convert_aligned<In, Out>(in, source.cols, out, convert);
+  }
   alignas(64) std::array<In, kChunk> from = {};
   alignas(64) std::array<Out, kChunk> to;
-  const std::byte* in = source.data + row * source.row_stride * kInBytes;
   for (int64_t begin = 0; begin < source.cols; begin += kChunk) {
     const int64_t count = std::min(kChunk, source.cols - begin);
     if (source.col_stride == 1) {
@@ -96,6 +120,69 @@ void convert(const CpuContext& ctx, const Source& source, DType from, std::byte*
   }
 }
 
+// What a thread reads at once: small enough to stay in its cache until it has been converted.
+constexpr int64_t kPieceElements = 1 << 15;
+
+// The first exception of bodies that run on several threads, which must not throw.
+class FirstException {
+ public:
+  template <class Body>
+  void run(const Body& body) noexcept {
+    if (has_failed_.load(std::memory_order_relaxed)) return;
+    try {
+      body();
+    } catch (...) {
+      const std::scoped_lock lock(mutex_);
+      if (exception_ == nullptr) exception_ = std::current_exception();
+      has_failed_ = true;
+    }
+  }
+  void rethrow() const {
+    if (exception_ != nullptr) std::rethrow_exception(exception_);
+  }
+
+ private:
+  std::atomic<bool> has_failed_{false};
+  std::mutex mutex_;
+  std::exception_ptr exception_;
+};
+
+// Elements [first, first + count) of a tensor, read and converted.
+void read_elements(const CpuContext& ctx, const ModelBuilder::ReadBytes& read, DType from,
+                   int64_t first, int64_t count, std::byte* out, DType to) {
+  const int64_t in_bytes = dtype_bytes(from);
+  const int64_t out_bytes = dtype_bytes(to);
+  FirstException failure;
+  const auto read_pieces = [&](int64_t begin, int64_t end) {
+    failure.run([&] {
+      std::unique_ptr<std::byte[]> buffer;
+      if (from != to) {
+        const int64_t longest = std::min(kPieceElements, count - begin * kPieceElements);
+        buffer =
+            std::make_unique_for_overwrite<std::byte[]>(static_cast<size_t>(longest * in_bytes));
+      }
+      for (int64_t piece = begin; piece < end; ++piece) {
+        const int64_t element = piece * kPieceElements;
+        const int64_t length = std::min(kPieceElements, count - element);
+        std::byte* const target = out + element * out_bytes;
+        std::byte* const into = from == to ? target : buffer.get();
+        read((first + element) * in_bytes, {into, static_cast<size_t>(length * in_bytes)});
+        if (from == to) continue;
+        const Source row = {
+            .data = into, .rows = 1, .cols = length, .row_stride = length, .col_stride = 1};
+        convert(CpuContext(), row, from, target, to);
+      }
+    });
+  };
+  const int64_t num_pieces = (count + kPieceElements - 1) / kPieceElements;
+  if (count < kParallelElements) {
+    read_pieces(0, num_pieces);
+  } else {
+    ctx.for_ranges(num_pieces, /*pieces_per_thread=*/4, read_pieces);
+  }
+  failure.rethrow();
+}
+
 }  // namespace
 
 std::vector<int32_t> read_tokens(std::string_view name, const Source& source, DType dtype,
@@ -153,6 +240,25 @@ void place(const CpuContext& ctx, const Source& source, DType from, const Slot& 
       memory.upload(to + row * row_bytes, whole.data(), row_bytes);
       ++row;
     }
+  }
+}
+
+void place(const CpuContext& ctx, const ModelBuilder::ReadBytes& read, DType from, const Slot& slot,
+           const DeviceBuffer& arena) {
+  std::byte* to = arena.data() + slot.offset;
+  DeviceMemory& memory = arena.memory();
+  const int64_t elements = slot.elements();
+  if (memory.is_host_memory()) {
+    return read_elements(ctx, read, from, /*first=*/0, elements, to, slot.dtype);
+  }
+  const int64_t out_bytes = dtype_bytes(slot.dtype);
+  for (int64_t first = 0; first < elements;) {
+    const std::span<std::byte> staging = memory.staging();
+    const int64_t count =
+        std::min(elements - first, static_cast<int64_t>(staging.size()) / out_bytes);
+    read_elements(ctx, read, from, first, count, staging.data(), slot.dtype);
+    memory.upload_staged(to + first * out_bytes, count * out_bytes);
+    first += count;
   }
 }
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include <paceline/dtype.h>
+#include <paceline/model.h>
 
 #include "device/cpu_context.h"
 #include "device/device_memory.h"
@@ -17,7 +18,7 @@
 namespace paceline {
 
 // A matrix as its owner has it; a vector is one row. Strides in elements. `data` may lie at any
-// address, as in a mapped file, so it is only ever read by memcpy.
+// address, so it is only ever read by memcpy.
 struct Source {
   const std::byte* data;
   int64_t rows;
@@ -48,6 +49,11 @@ void for_rows(const CpuContext& ctx, int64_t rows, int64_t row_elements, const B
 // Converts a tensor into its place: at once in the host's memory, else by way of the staging
 // buffer.
 void place(const CpuContext& ctx, const Source& source, DType from, const Slot& slot,
+           const DeviceBuffer& arena);
+
+// The same of a row-major tensor that `read` gives in pieces, to several threads at once. Rethrows
+// what `read` throws.
+void place(const CpuContext& ctx, const ModelBuilder::ReadBytes& read, DType from, const Slot& slot,
            const DeviceBuffer& arena);
 
 }  // namespace paceline
