@@ -57,19 +57,19 @@ void put_array(PyModelBuilder& self, const std::string& name, const py::array& a
   } else if (array.dtype().equal(py::dtype("int32"))) {
     dtype = DType::kInt32;
   } else if (!array.dtype().equal(py::dtype("float32"))) {
-    throw py::value_error("tensor '" + name + "': the array's dtype is " +
+    throw py::value_error("tensor " + quoted(name) + ": the array's dtype is " +
                           py::str(array.dtype()).cast<std::string>() +
                           "; allowed: float32, float16 (token ids: int32) in native byte order");
   }
   if ((array.flags() & py::detail::npy_api::NPY_ARRAY_ALIGNED_) == 0) {
-    throw py::value_error("tensor '" + name + "': the array is not aligned; copy it first");
+    throw py::value_error("tensor " + quoted(name) + ": the array is not aligned; copy it first");
   }
   std::vector<int64_t> shape(array.shape(), array.shape() + array.ndim());
   std::vector<int64_t> strides;
   for (py::ssize_t axis = 0; axis < array.ndim(); ++axis) {
     if (array.strides(axis) % array.itemsize() != 0) {
       throw py::value_error(
-          "tensor '" + name + "': axis " + std::to_string(axis) + " has a stride of " +
+          "tensor " + quoted(name) + ": axis " + std::to_string(axis) + " has a stride of " +
           std::to_string(array.strides(axis)) +
           " bytes, which is no multiple of the element size; copy the array first");
     }
@@ -90,7 +90,7 @@ DType stored_dtype(const PySafetensorsFile& file, const std::string& name, std::
   if (dtype == "F16") {
     return DType::kFloat16;
   }
-  throw ModelFileError(file.path + ": tensor '" + name + "' has dtype " + std::string(dtype) +
+  throw ModelFileError(file.path + ": tensor " + quoted(name) + " has dtype " + std::string(dtype) +
                        "; allowed: F32, BF16, F16");
 }
 

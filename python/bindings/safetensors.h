@@ -6,6 +6,7 @@
 
 #include <paceline/error.h>
 
+#include "base/json.h"
 #include "bindings.h"
 #include "model/safetensors_file.h"
 
@@ -19,7 +20,7 @@ struct PySafetensorsFile {
   [[nodiscard]] StoredTensor tensor(const std::string& name) const {
     const std::optional<StoredTensor> found = file.find(name);
     if (!found) {
-      throw ModelFileError(path + " has no tensor '" + name + "'; it has " +
+      throw ModelFileError(path + " has no tensor " + quoted(name) + "; it has " +
                            std::to_string(file.names().size()) + " others");
     }
     return *found;

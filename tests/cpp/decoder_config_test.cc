@@ -137,6 +137,11 @@ TEST(DecoderConfig, RefusesWhatIsOutOfRange) {
       {{"128", "1073741825"}, "max_position is 1073741825"},
       {{"1e-6", "0"}, "norm_eps is 0; allowed: a number above 0"},
       {{"1e-6", "1e-60"}, "norm_eps is 1e-60"},
+      {{"1e-6", "1e-320"}, "norm_eps is 1e-320; allowed: a number above 0 that a float32 holds"},
+      {{"1e-6", "1e-400"}, "norm_eps is 1e-400; allowed: a number above 0 that a float32 holds"},
+      {{"1e-6", "1e999"}, "norm_eps is 1e999; allowed: a number that a double holds"},
+      {{"128", std::string(5000, '9')}, "max_position is " + std::string(40, '9') + "...; allowed"},
+      {{"\"tiny\"", "\"" + std::string(5000, 'x') + "\""}, "xxx...'; allowed: 1 to 256 bytes"},
       {{"1e-6", "1e39"}, "norm_eps is 1e39"},
       {{"1e-6", "\"1e-6\""}, "norm_eps is '1e-6'; allowed: a number"},
       {{"\"norm_weight_offset\": 1", "\"norm_weight_offset\": 0.5"}, "norm_weight_offset is 0.5"},
@@ -172,6 +177,7 @@ TEST(DecoderConfig, RefusesWhatIsOutOfRange) {
         message_of<InvalidArgument>([&] { (void)parse_decoder_config(tiny_config({edit})); });
     EXPECT_THAT(message, HasSubstr(expected)) << edit.from << " -> " << edit.to.substr(0, 40);
     EXPECT_THAT(message, HasSubstr("decoder config: "));
+    EXPECT_LT(message.size(), 500U);
   }
   for (std::string_view text : {"", "[]", "{}", "{\"layers\": []}"}) {
     EXPECT_THROW((void)parse_decoder_config(text), InvalidArgument) << text;
@@ -197,7 +203,8 @@ TEST(DecoderConfig, RefusesWeightsThatOverflowBytes) {
                      frequencies + "], \"scale\": 1}], \"layers\": [" + layers + "]}";
   json.replace(json.find("\"hidden_size\": 6"), 16, "\"hidden_size\": 1048576");
   EXPECT_THAT(message_of<InvalidArgument>([&] { (void)parse_decoder_config(json); }),
-              HasSubstr("the weights take more than"));
+              HasSubstr("decoder config: layers is a list of 4096, hidden_size is 1048576 and "
+                        "vocab_size is 5: the weights take more than"));
 }
 
 }  // namespace

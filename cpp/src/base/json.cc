@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <limits>
 #include <system_error>
 
@@ -12,6 +13,7 @@ namespace paceline {
 namespace {
 
 constexpr int kMaxDepth = 64;
+constexpr int64_t kFarExponent = int64_t{1} << 40;  // further than the digits of a text reach
 
 [[nodiscard]] bool is_digit(char c) { return c >= '0' && c <= '9'; }
 
@@ -78,6 +80,35 @@ void append_utf8(std::string& out, uint32_t code) {
   return out;
 }
 
+// Whether the digits before the exponent begin below 1, as those of 0.05 do, and how far: the power
+// of ten of the first digit that is not 0.
+[[nodiscard]] int64_t leading_power(std::string_view mantissa) {
+  const size_t first = mantissa.find_first_of("123456789");
+  const size_t point = std::min(mantissa.find('.'), mantissa.size());
+  return static_cast<int64_t>(point) - static_cast<int64_t>(first) - (first < point ? 1 : 0);
+}
+
+// The nearest double of a number of the grammar: 0 for one that is too small, infinity for one that
+// is too large.
+[[nodiscard]] double to_double(std::string_view number) {
+  double value = 0;
+  const char* const end = number.data() + number.size();
+  if (std::from_chars(number.data(), end, value).ec == std::errc()) return value;
+  const bool is_negative = number.starts_with('-');
+  if (is_negative) number.remove_prefix(1);
+  const size_t e = std::min(number.find_first_of("eE"), number.size());
+  std::string_view digits = number.substr(std::min(e + 1, number.size()));
+  if (digits.starts_with('+')) digits.remove_prefix(1);
+  int64_t exponent = 0;
+  if (std::from_chars(digits.data(), end, exponent).ec == std::errc::result_out_of_range) {
+    exponent = digits.starts_with('-') ? -kFarExponent : kFarExponent;
+  }
+  exponent = std::clamp(exponent, -kFarExponent, kFarExponent);
+  const bool is_small = leading_power(number.substr(0, e)) + exponent < 0;
+  const double magnitude = is_small ? 0 : std::numeric_limits<double>::infinity();
+  return is_negative ? -magnitude : magnitude;
+}
+
 }  // namespace
 
 std::string quoted(std::string_view text, size_t max_bytes) {
@@ -140,8 +171,8 @@ class JsonParser final {
     return true;
   }
   void skip_space() {
-    while (at_ < text_.size() && (text_[at_] == ' ' || text_[at_] == '\n' || text_[at_] == '\r' ||
-                                  text_[at_] == '\t')) {
+    while (at_ < text_.size() &&
+           (text_[at_] == ' ' || text_[at_] == '\n' || text_[at_] == '\r' || text_[at_] == '\t')) {
       ++at_;
     }
   }
@@ -231,8 +262,8 @@ class JsonParser final {
       const int order = key(a).compare(key(b));
       return order != 0 ? order < 0 : a < b;
     });
-    const auto twin = std::adjacent_find(
-        begin, keys_.end(), [&](uint32_t a, uint32_t b) { return key(a) == key(b); });
+    const auto twin = std::adjacent_find(begin, keys_.end(),
+                                         [&](uint32_t a, uint32_t b) { return key(a) == key(b); });
     if (twin != keys_.end()) {
       fail(node(*(twin + 1)).text_begin, concat("the key ", quoted(key(*twin)), " again"),
            "each key once in an object");
@@ -269,11 +300,10 @@ class JsonParser final {
     Node& string = node(index);
     string.is_decoded = is_decoded;
     string.string =
-        is_decoded ? JsonDocument::Slice{decoded_begin,
-                                         static_cast<uint32_t>(document_.decoded_.size()) -
-                                             decoded_begin}
-                   : JsonDocument::Slice{static_cast<uint32_t>(begin),
-                                         static_cast<uint32_t>(at_ - begin)};
+        is_decoded
+            ? JsonDocument::Slice{decoded_begin,
+                                  static_cast<uint32_t>(document_.decoded_.size()) - decoded_begin}
+            : JsonDocument::Slice{static_cast<uint32_t>(begin), static_cast<uint32_t>(at_ - begin)};
     ++at_;
   }
 
@@ -336,11 +366,7 @@ class JsonParser final {
       number.is_integer = true;
       return;
     }
-    double value = 0;
-    if (std::from_chars(first, last, value).ec != std::errc()) {
-      fail(begin, quoted(text_.substr(begin, at_ - begin), 40), "numbers that a double holds");
-    }
-    number.number = value;
+    number.number = to_double(text_.substr(begin, at_ - begin));
   }
 
   void take_digits() {
@@ -385,7 +411,9 @@ int64_t Json::as_int(int64_t low, int64_t high) const {
 double Json::as_double() const {
   expect(JsonKind::kNumber, "a number");
   const JsonDocument::Node& node = document_->nodes_[node_];
-  return node.is_integer ? static_cast<double>(node.integer) : node.number;
+  if (node.is_integer) return static_cast<double>(node.integer);
+  if (std::isinf(node.number)) refuse("a number that a double holds");
+  return node.number;
 }
 
 std::string_view Json::as_string() const {
@@ -439,7 +467,8 @@ std::string_view Json::text() const {
   const std::string_view rest = document_->text_.substr(node.text_begin);
   switch (node.kind) {
     case JsonKind::kList:
-    case JsonKind::kObject: return rest.substr(0, node.container.begin - node.text_begin);
+    case JsonKind::kObject:
+      return rest.substr(0, node.container.begin - node.text_begin);
     case JsonKind::kString: {
       size_t end = 1;
       while (rest[end] != '"') end += rest[end] == '\\' ? 2 : 1;
@@ -447,7 +476,8 @@ std::string_view Json::text() const {
     }
     case JsonKind::kNull:
     case JsonKind::kBool:
-    case JsonKind::kNumber: return rest.substr(0, rest.find_first_of(" \n\r\t,]}"));
+    case JsonKind::kNumber:
+      return rest.substr(0, rest.find_first_of(" \n\r\t,]}"));
   }
   return rest;
 }
@@ -476,15 +506,20 @@ std::string Json::path() const {
 
 std::string Json::seen() const {
   switch (kind()) {
-    case JsonKind::kNull: return "null";
-    case JsonKind::kBool: return as_bool() ? "true" : "false";
-    case JsonKind::kString: return quoted(as_string());
+    case JsonKind::kNull:
+      return "null";
+    case JsonKind::kBool:
+      return as_bool() ? "true" : "false";
+    case JsonKind::kString:
+      return quoted(as_string());
     case JsonKind::kNumber: {
       const std::string_view number = text();
       return number.size() <= 40 ? std::string(number) : concat(number.substr(0, 40), "...");
     }
-    case JsonKind::kList: return concat("a list of ", size());
-    case JsonKind::kObject: return concat("an object of ", size(), " keys");
+    case JsonKind::kList:
+      return concat("a list of ", size());
+    case JsonKind::kObject:
+      return concat("an object of ", size(), " keys");
   }
   return "unknown";
 }

@@ -3,9 +3,8 @@
 
 // A small strict JSON reader (RFC 8259) for configurations and safetensors headers. Our own,
 // because `pip install .` must work on a machine without system packages. Strict: UTF-8 only,
-// duplicate keys refused, at most 64 levels, no number that a double cannot hold. Takes time
-// n log n at worst and memory in proportion to the text, both under a bound that the caller sets.
-// Not a writer, and not a parser of streams.
+// duplicate keys refused, at most 64 levels. Takes time n log n at worst and memory in proportion
+// to the text, both under a bound that the caller sets. Not a writer, and not a parser of streams.
 //
 // A Json is a light handle into its JsonDocument, which borrows the text: text and document must
 // outlive every handle and every string_view taken from it. Reading is thread-safe.
@@ -36,6 +35,7 @@ class Json final {
   [[nodiscard]] bool as_bool() const;
   // A number written without fraction or exponent, in [low, high].
   [[nodiscard]] int64_t as_int(int64_t low, int64_t high) const;
+  // The nearest double: 0 for a number below the least of them. Refuses one beyond the largest.
   [[nodiscard]] double as_double() const;
   [[nodiscard]] std::string_view as_string() const;
   [[nodiscard]] JsonRange<Json> elements() const;       // of a list
@@ -76,7 +76,7 @@ struct JsonMember {
 };
 
 struct JsonLimits {
-  size_t max_bytes = size_t{64} << 20;   // of text; below 4 GiB
+  size_t max_bytes = size_t{64} << 20;      // of text; below 4 GiB
   uint32_t max_values = uint32_t{4} << 20;  // keys and values together; 24 B each
 };
 
@@ -105,7 +105,7 @@ class JsonDocument final {
     bool is_integer = false;  // kNumber: `integer` holds it exactly
     bool is_decoded = false;  // kString: lies in decoded_ because it had escapes, else in text_
     uint32_t parent = 0;
-    uint32_t next = 0;        // one past the last node inside this value
+    uint32_t next = 0;  // one past the last node inside this value
     uint32_t text_begin = 0;
     union {
       bool boolean;

@@ -302,7 +302,9 @@ void check_weight_bytes(const DecoderConfig& config) {
   const auto add = [&](int64_t rows, int64_t cols) {
     const int64_t bytes = checked_mul(checked_mul(rows, cols), 4);
     if (bytes > kMaxBytes - total) {
-      throw InvalidArgument(concat("decoder config: the weights take more than ", kMaxBytes,
+      throw InvalidArgument(concat("decoder config: layers is a list of ", config.layers.size(),
+                                   ", hidden_size is ", config.hidden, " and vocab_size is ",
+                                   config.vocab_size, ": the weights take more than ", kMaxBytes,
                                    " bytes; allowed: smaller sizes or fewer layers"));
     }
     total += bytes;
