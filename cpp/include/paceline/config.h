@@ -1,99 +1,108 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What an embedder may set. Plain data: `Executor` checks every field and refuses, it never
-// adjusts.
+// Options of an Executor. Plain data: the Executor refuses a value that is not allowed with
+// InvalidArgument and never adjusts one.
 
 #include <cstdint>
 #include <string>
 
 namespace paceline {
 
-// How the verdict on a draft is reached.
+// The rule that accepts drafts.
 enum class AcceptMethod : uint8_t {
-  // Keep a draft while it equals the target's own draw from shared noise: the output is bit for
-  // bit that of plain decoding.
+  // Accepts a draft while it equals the target's own draw with the same noise. The output is bit
+  // for bit that of plain decoding.
   kCoupled,
-  // Rejection sampling: keep a draft with the chance that target and drafter give it, and draw what
-  // takes the place of the first that is not kept from what is left of the target's law. The output
-  // follows the target's law; which tokens a seed gives depends on what was drafted.
+  // Rejection sampling: accepts a draft with probability min(1, p / q), where p and q are its
+  // probabilities under target and drafter, and samples from the residual distribution after the
+  // first rejection. The output follows the target's distribution; which tokens a seed gives
+  // depends on the drafts.
   kStandard,
-  // Block verification (Sun et al., 2024): the same, judging the drafts of a window together. It
-  // keeps at least as many of them on average.
+  // Block verification (Sun et al., 2024): rejection sampling that judges the drafts of a verify
+  // window together. It accepts at least as many drafts on average as kStandard.
   kBlock,
-  // Do all the work of kCoupled, then override the verdict so that the mean acceptance length is
-  // `synthetic_acceptance_length`. For benches on dummy weights; the text is meaningless.
+  // Does all the work of kCoupled, then overrides the verdict so that the mean acceptance length
+  // is `synthetic_acceptance_length`. For benches with dummy weights; the output is meaningless.
   kSynthetic,
 };
 
-// Who replays the captured draft step. All drivers give identical bits.
+// How the draft steps of an iteration are run. All drivers give identical bits.
 enum class DraftDriver : uint8_t {
-  kUnrolled,  // k-1 copies of the step inside one program of the whole iteration
-  kReplay,    // the one-step program is launched k-1 times
-  kWhile,     // the device repeats the one-step program while there is something to draft
-  kEager,     // nothing is captured; for debugging and as the reference in tests
+  kUnrolled,  // the program of the whole iteration contains k-1 copies of the step
+  kReplay,    // the host launches the program of one step k-1 times
+  kWhile,     // the device repeats the program of one step while a sequence still drafts
+  kEager,     // no program is captured; for debugging, and the reference in tests
 };
 
-// Where a drafter with fixed positions (Gemma 4 MTP) stands while it drafts; its keys are the same.
+// The position of the queries of a drafter whose position stays fixed while it drafts (Gemma 4
+// MTP). The keys that it reads are the same for both.
 enum class DraftPosition : uint8_t {
-  kLast,  // at the last token that has KV, one before the newest
-  kNext,  // at the newest token
+  kLast,  // of the last token that has KV, one before the newest
+  kNext,  // of the newest token
 };
 
 struct SpeculativeOptions {
-  int32_t num_speculative_tokens = 0;  // k: 0 = plain decoding, else 1..16
+  int32_t num_speculative_tokens = 0;  // k, drafts per iteration: 0 (plain decoding) or 1..16
   AcceptMethod accept_method = AcceptMethod::kCoupled;
-  double synthetic_acceptance_length = 0;  // kSynthetic only: in [1, k+1], bonus token included
-  // kStandard and kBlock. Whether drafts are drawn at the request's temperature from a law that the
-  // verdict knows; else they are the drafter's likeliest tokens. False: only there; prompt lookup
-  // has no law to draw from and needs it.
+  // Mean tokens per iteration, bonus token included: in [1, k+1] with kSynthetic, otherwise 0.
+  double synthetic_acceptance_length = 0;
+  // True: drafts are sampled at the request's temperature. False: each draft is the drafter's most
+  // likely token, which is allowed with kStandard and kBlock only. With these two methods prompt
+  // lookup needs false, because its drafts have no distribution to be sampled from.
   bool samples_drafts = true;
-  // kStandard and kBlock with drafts that are drawn: how many of the drafter's likeliest tokens
-  // that law is made of. 1..256, or 0 for 64; elsewhere only 0.
+  // The number of most likely tokens of the drafter that a sampled draft is chosen from: 1..256, or
+  // 0 for 64. Other values than 0 are allowed only with kStandard or kBlock and samples_drafts.
   int32_t num_draft_proposals = 0;
-  // A sequence drafts no further once the drafter's own probability (softmax of its logits at
-  // temperature 1, cut by the request's top_k, top_p and min_p) of a token it has drawn is below
-  // this; that token is still verified. 0: off. Any other value in (0, 1) needs
-  // DraftDriver::kWhile.
+  // A sequence stops drafting once the drafter's probability of the token that it has just drafted
+  // is below this threshold; that token is still verified. The probability is the softmax of the
+  // drafter's logits at temperature 1, truncated by the request's top_k, top_p and min_p. 0 is off;
+  // other values in (0, 1) need DraftDriver::kWhile.
   double draft_stop_threshold = 0;
-  // Prompt lookup, in place of a drafter: the k tokens that followed the last n of a sequence when
-  // they occurred before, for the longest n in [ngram_min, ngram_max] that did. 0 and 0: off; else
-  // 1 <= ngram_min <= ngram_max <= 256.
+  // Prompt lookup, instead of a drafter. The drafts are the k tokens that followed the earlier
+  // occurrence of a sequence's last n tokens, for the largest n in [ngram_min, ngram_max] with such
+  // an occurrence. Both 0: off; otherwise 1 <= ngram_min <= ngram_max <= 256.
   int32_t ngram_min = 0;
   int32_t ngram_max = 0;
-  // kNext: only with a drafter whose positions are fixed.
+  // kNext is allowed only with a drafter whose position stays fixed (Gemma 4 MTP).
   DraftPosition draft_position = DraftPosition::kLast;
 };
 
 struct ExecutorOptions {
-  int32_t max_model_len = 0;  // tokens of prompt + output of one request; > 0
-  int32_t max_num_seqs = 64;  // samples that run at the same time, 1..1024
-  // Rows of one iteration; from max_num_seqs * (k+1) to 524,288.
+  // Largest length of prompt + output of one request, in tokens: 1 to the positions of the target,
+  // and to those of a draft model.
+  int32_t max_model_len = 0;
+  int32_t max_num_seqs = 64;  // largest number of samples that run at the same time, 1..1024
+  // Largest number of rows of one iteration, from max_num_seqs * (k+1) to 524,288.
   int32_t max_num_batched_tokens = 2048;
-  int32_t prefill_chunk_size = 0;  // most prompt tokens of one request in one iteration; 0 = budget
-  int32_t max_waiting_requests = 0;  // requests that may queue; 0 = no bound
-  // Bytes of the KV pool, all groups together. 0: as default_kv_cache_size() chooses.
+  // Largest number of prompt tokens of one sample in one iteration, up to 524,288; 0 is
+  // max_num_batched_tokens.
+  int32_t prefill_chunk_size = 0;
+  int32_t max_waiting_requests = 0;  // largest number of queued requests; 0 is no bound
+  // Size of the KV pool of all groups, in bytes; 0 is the size that default_kv_cache_size() gives.
   int64_t kv_cache_bytes = 0;
-  int32_t block_size = 16;  // tokens of a KV block, 1..256
-  int32_t num_threads = 0;  // CPU threads of the ops; 0 = all cores
-  // The most probable tokens whose logprobs a request may ask for, 0..64. 0: none may ask for
-  // logprobs, and no memory is taken for them.
+  int32_t block_size = 16;  // tokens per KV block, 1..256
+  int32_t num_threads = 0;  // CPU threads that run the ops, 1..1024; 0 is all cores
+  // Largest number of most probable tokens whose logprobs a request may ask for, 0..64. With 0 no
+  // request may ask for logprobs, and no memory is reserved for them.
   int32_t max_logprobs = 0;
   SpeculativeOptions speculative;
   DraftDriver draft_driver = DraftDriver::kUnrolled;
 
-  // For tests. 0 = a real asynchronous device; n = iteration i runs, and its results appear, only
-  // once iteration i+n has been launched (0..2).
+  // For tests, 0..2, on the CPU only. With n > 0 the device runs iteration i only after iteration
+  // i+n has been launched, or when the engine waits for i.
   int32_t device_lateness = 0;
   // For tests: sliding layers read per-token lists of visible slots instead of a [begin, end)
   // range.
   bool use_window_lists = false;
-  // For tests: the engine's thread sleeps for a random time of at most this before each of its
-  // stages (plan, launch, read). 0: it does not.
+  // For tests: before each of its stages (plan, launch, read) the engine's thread sleeps for a
+  // random time of at most this, in microseconds, 0..1,000,000.
   int32_t host_delay_max_us = 0;
-  // For benches of the host side: no op runs, every sequence emits token 0 and keeps no draft.
+  // For benches of the host side: no op runs, every sequence emits token 0, and no draft is
+  // accepted.
   bool use_null_device = false;
-  // For tests: fill a KV block with NaN as soon as it may be reused, so that a stale read shows.
+  // For tests: the device fills a KV block with NaN as soon as it may be reused, so that a stale
+  // read becomes visible.
   bool poison_freed_blocks = false;
 };
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Where a model lies and runs.
+// Devices that hold and run models.
 
 #include <cstdint>
 #include <string>
@@ -15,25 +15,26 @@ enum class Device : uint8_t { kCpu, kCuda };
 // "cpu", "cuda"
 [[nodiscard]] PACELINE_API const char* device_name(Device device);
 
-// What the CUDA backend finds. Asking never throws and needs no driver.
+// The state of the CUDA backend. The query never throws and needs no driver.
 struct CudaStatus {
-  bool is_built = false;           // this binary has the CUDA backend
-  bool is_usable = false;          // and there is a GPU that it can run on
-  std::string reason;              // why not, with the cure; empty when usable
-  std::string name;                // of GPU 0, e.g. "NVIDIA H200"
-  int32_t compute_capability = 0;  // 90 = sm_90
-  int32_t num_sms = 0;
-  int64_t total_bytes = 0;  // memory of the GPU
-  int64_t free_bytes = 0;
+  bool is_built = false;           // this binary contains the CUDA backend
+  bool is_usable = false;          // it does, and GPU 0 can run it
+  std::string reason;              // why it is not usable, with the cure; empty when usable
+  std::string name;                // of GPU 0, for example "NVIDIA H200"
+  int32_t compute_capability = 0;  // of GPU 0; 90 is sm_90
+  int32_t num_sms = 0;             // streaming multiprocessors of GPU 0
+  int64_t total_bytes = 0;         // memory of GPU 0
+  int64_t free_bytes = 0;          // free memory of GPU 0
 };
 [[nodiscard]] PACELINE_API CudaStatus cuda_status();
 
-// Folder or file in which libcublasLt.so.13 is looked for before the usual places (a copy that the
-// process has loaded, the loader's path, the CUDA toolkit). Set before the first CUDA executor.
+// Sets a folder or file where libcublasLt.so.13 is searched first, before a copy that the process
+// has loaded, the loader's path and the CUDA toolkit. Call it before the first CUDA executor is
+// constructed.
 PACELINE_API void set_cublaslt_path(const std::string& path);
 
-// Bytes a second that GPU 0 reads from its memory: the ceiling of a decode step. Takes a moment.
-// Throws Unsupported without a usable GPU.
+// Measures the read bandwidth of GPU 0's memory, in bytes per second; it bounds the speed of
+// decoding. Throws Unsupported without a usable GPU.
 [[nodiscard]] PACELINE_API double measure_cuda_read_bandwidth();
 
 }  // namespace paceline

@@ -8,7 +8,7 @@
 
 namespace paceline {
 
-// Element types of weights and caches. Integers occur in tables of token ids only.
+// Element types of weights and caches. Integers occur only in tables of token ids.
 enum class DType : uint8_t { kFloat32, kBFloat16, kFloat16, kInt32, kInt64 };
 
 // Bytes of one element.
@@ -29,7 +29,7 @@ enum class DType : uint8_t { kFloat32, kBFloat16, kFloat16, kInt32, kInt64 };
 // "float32", "bfloat16", "float16", "int32" or "int64".
 [[nodiscard]] PACELINE_API std::string_view dtype_name(DType dtype);
 
-// The floating-point type of that name; throws InvalidArgument that lists the names.
+// "float32", "bfloat16" or "float16" as a DType; throws InvalidArgument for any other name.
 [[nodiscard]] PACELINE_API DType parse_dtype(std::string_view name);
 
 }  // namespace paceline

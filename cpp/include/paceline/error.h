@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The exception types that cross the library's edge. Expected outcomes (no free block, queue full,
-// cancelled) are return values and never one of these. Every message names the argument, the value
-// seen, the values allowed and the cure.
+// The exception types that the library throws. Expected outcomes (no free block, a full queue, a
+// cancelled request) are return values. Every message names the argument, the value seen, the
+// values allowed and the cure.
 
 #include <new>
 #include <stdexcept>
@@ -19,15 +19,16 @@ class PACELINE_API InvalidArgument : public std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
-// Something valid that this build or version does not do; the message lists what it does.
+// A valid request for something that this build or version does not support; the message lists what
+// is supported.
 // NotImplementedError in Python.
 class PACELINE_API Unsupported : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// A model file that cannot be read or does not hold what it must. OSError in Python when the file
-// is missing (see `is_missing`), else ValueError.
+// A model file that cannot be read or whose content is not valid; the message names the file.
+// ValueError in Python, and also FileNotFoundError when the file is missing (see `is_missing`).
 class PACELINE_API ModelFileError : public InvalidArgument {
  public:
   explicit ModelFileError(const std::string& what, bool is_missing = false)
@@ -38,7 +39,7 @@ class PACELINE_API ModelFileError : public InvalidArgument {
   bool is_missing_;
 };
 
-// A bug in Paceline itself: a broken invariant. RuntimeError in Python.
+// A broken invariant, which is a bug in Paceline. RuntimeError in Python.
 class PACELINE_API InternalError : public std::logic_error {
  public:
   using std::logic_error::logic_error;
@@ -52,7 +53,7 @@ class PACELINE_API DeviceError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Memory for weights, KV pool or workspace could not be had at start. MemoryError in Python.
+// Memory for weights, KV pool or workspace could not be allocated. MemoryError in Python.
 class PACELINE_API OutOfMemory : public std::bad_alloc {
  public:
   explicit OutOfMemory(std::string what) : what_(std::move(what)) {}

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The engine: requests in, events out. Owns its own thread, which schedules, launches and reads
-// results; nothing in here knows of Python. All methods are thread-safe.
+// The engine takes requests and delivers events. It owns a thread that schedules, launches and
+// reads results, and knows nothing of Python. All methods are thread-safe.
 
 #include <cstdint>
 #include <functional>
@@ -19,20 +19,20 @@
 
 namespace paceline {
 
-// Bytes by purpose; `groups` has one entry a KV group.
+// Bytes by purpose.
 struct MemoryReport {
   struct Group {
     std::string owner;   // "target" or "draft"
     std::string kind;    // "full" or "sliding"
-    int32_t window = 0;  // tokens; 0 for full
+    int32_t window = 0;  // keys that a query sees, its own included; 0 for full
     int32_t num_layers = 0;
     int32_t num_kv_heads = 0;
     int32_t head_dim = 0;
-    int32_t block_size = 0;     // tokens
-    int64_t block_bytes = 0;    // as allocated
-    int64_t padding_bytes = 0;  // of block_bytes, lost to slab alignment
-    int64_t held_blocks = 0;
-    int64_t quarantined_blocks = 0;
+    int32_t block_size = 0;          // tokens
+    int64_t block_bytes = 0;         // padding included
+    int64_t padding_bytes = 0;       // per block, lost to slab alignment
+    int64_t held_blocks = 0;         // held by running sequences
+    int64_t quarantined_blocks = 0;  // released, but iterations in flight may still use them
   };
   int64_t target_weight_bytes = 0;
   int64_t draft_weight_bytes = 0;
@@ -42,36 +42,37 @@ struct MemoryReport {
   int64_t kv_slab_bytes = 0;
   int64_t kv_num_slabs = 0;
   int64_t kv_free_slabs = 0;
-  int64_t workspace_bytes = 0;  // all that follow
-  // By purpose: "activations", "logits", "block tables", "proposals" (of drafts that "standard" or
-  // "block" draw) and so on.
+  int64_t workspace_bytes = 0;  // the sum of `workspace`
+  // By purpose, such as "activations", "logits", "block tables" and, with kStandard or kBlock and
+  // sampled drafts, "proposals".
   std::map<std::string, int64_t, std::less<>> workspace;
-  int64_t graph_bytes = 0;  // captured programs; CUDA only
-  std::vector<Group> groups;
+  int64_t graph_bytes = 0;    // captured programs; 0 on the CPU
+  std::vector<Group> groups;  // one per KV group, those of the target first
 };
 
-// Since start, or since the last reset_stats().
+// Counters since the start or the last reset_stats(). The four vectors have one entry per
+// iteration, for the first 65,536 iterations.
 struct ExecutorStats {
   int64_t num_iterations = 0;
   int64_t num_preemptions = 0;
-  int64_t num_shared_tokens = 0;   // of prompts that a sample took over from another of its request
-  int64_t num_emitted_tokens = 0;  // that events deliver; the next two are of the same iterations
-  int64_t num_draft_tokens = 0;
-  int64_t num_accepted_tokens = 0;
-  int32_t num_running = 0;  // samples
-  int32_t num_waiting = 0;
-  double host_us = 0;               // host work of all iterations: schedule, batch, blocks, ring
-  std::vector<float> iteration_us;  // device time of each iteration, the first 65,536
-  std::vector<float> iteration_idle_us;  // for how long the device stood idle before each of those
-  std::vector<int32_t> iteration_num_decoding;  // decoding sequences of each of those
-  std::vector<int32_t> iteration_num_prefill;   // prefilling sequences of each of those
+  int64_t num_shared_tokens = 0;   // prompt tokens whose KV forks took over instead of computing it
+  int64_t num_emitted_tokens = 0;  // tokens that events have delivered
+  int64_t num_draft_tokens = 0;    // drafts verified in the iterations that emitted these tokens
+  int64_t num_accepted_tokens = 0;  // verified drafts that were accepted
+  int32_t num_running = 0;          // samples that run now
+  int32_t num_waiting = 0;          // samples that wait now
+  double host_us = 0;  // host time of all iterations: scheduling, batches, blocks, ring
+  std::vector<float> iteration_us;              // device time
+  std::vector<float> iteration_idle_us;         // idle time of the device before the iteration
+  std::vector<int32_t> iteration_num_decoding;  // decoding sequences
+  std::vector<int32_t> iteration_num_prefill;   // prefilling sequences
 };
 
-// Launches of one kernel in one iteration.
+// All launches of one kernel in one iteration.
 struct KernelTime {
-  std::string name;  // with the shape, for products
+  std::string name;  // of a matrix product, with its shape
   int32_t count = 0;
-  float total_us = 0;  // each timed by itself: no overlap, so the sum exceeds the iteration
+  float total_us = 0;  // timed without overlap, so the kernels' sum exceeds the iteration's time
 };
 
 // A size of the KV pool, and the reason for it in one line.
@@ -91,54 +92,55 @@ default_kv_cache_size(const Model& target, const Model* draft, const ExecutorOpt
 
 class PACELINE_API Executor {
  public:
-  // Called on the constructing thread while programs are captured, with how many there are.
+  // Called on the constructing thread while programs are captured: `done` of `total` are ready.
   using Progress = std::function<void(int32_t done, int32_t total)>;
 
-  // Runs on the device that the models lie on. draft, a decoder or a head (docs/model-format.md)
-  // for this target, may be null when options.speculative asks for no drafts or for prompt lookup.
-  // Throws InvalidArgument (an option, a head of another target), Unsupported, OutOfMemory,
-  // DeviceError.
+  // Runs on the device that holds the weights of the models. `draft` is a draft model or a draft
+  // head (docs/model-format.md) for this target; it is null for plain decoding and prompt lookup.
+  // Throws InvalidArgument for an option that is not allowed and for a draft head of another
+  // target, Unsupported, OutOfMemory, and DeviceError.
   Executor(std::shared_ptr<const Model> target, std::shared_ptr<const Model> draft,
            const ExecutorOptions& options, const Progress& progress = {});
-  // Cancels what runs and joins the thread.
+  // Drops all requests and joins the engine's thread.
   ~Executor();
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
 
-  // Queues a request and returns its id. Throws InvalidArgument for a request that can never run
-  // (empty prompt, id out of range, too long, larger than the pool, more samples than there can
-  // be): nothing else is affected. Returns nullopt when the queue is full.
+  // Queues a request and returns its id, or nullopt when the queue is full. Throws InvalidArgument
+  // for a request that can never run (an empty prompt, an id out of range, a prompt that is too
+  // long or needs more than the pool, too many samples); other requests are not affected.
   [[nodiscard]] std::optional<RequestId> add_request(Request request);
 
-  // Queues several, in this order, with nothing scheduled in between: what runs beside what does
-  // not depend on when the caller's thread gets to run. All or none: throws as add_request does,
-  // saying which request, and where they are more than max_waiting_requests; returns nullopt when
-  // the queue has no room for all now.
+  // Queues several requests in this order, all or none. Nothing is scheduled in between, so which
+  // requests share an iteration does not depend on the timing of the caller's thread. Throws as
+  // add_request does, naming the request, and for more requests than max_waiting_requests. Returns
+  // nullopt when the queue has no room for all of them now.
   [[nodiscard]] std::optional<std::vector<RequestId>> add_requests(std::vector<Request> requests);
 
-  // Ends a request, or one of its samples; an event with kCancelled follows for each sample that
-  // had not already ended. False: no sample of such a request runs or waits. Throws InvalidArgument
-  // for a sample that the request never had.
+  // Ends a request, or one of its samples. An event with kCancelled follows for each of these
+  // samples that has not ended. Returns false when no sample of the request runs or waits. Throws
+  // InvalidArgument for a sample index that the request does not have.
   bool cancel(RequestId id, std::optional<int32_t> sample = std::nullopt);
 
-  // Takes the events there are, waiting up to timeout_ms for the first (0: do not wait). Rethrows
-  // the cause if the engine has failed.
+  // Returns the events since the last call. Without one it waits up to timeout_ms milliseconds for
+  // the first; 0 does not wait. When the engine has failed and all events have been returned, it
+  // rethrows the cause.
   [[nodiscard]] std::vector<RequestEvent> poll(int32_t timeout_ms);
 
   [[nodiscard]] MemoryReport memory_report() const;
   [[nodiscard]] ExecutorStats stats() const;
   void reset_stats();
 
-  // Runs the next iteration without prefill rows kernel by kernel and returns their times, the
-  // longest first; empty when there was no such iteration within timeout_ms. Its output is that of
-  // any other iteration. Throws Unsupported on the CPU.
+  // Times the kernels of the next iteration without prefill rows, one by one, and returns the times
+  // in descending order; empty when no such iteration ran within timeout_ms milliseconds. The
+  // iteration's output does not change. Throws Unsupported on the CPU.
   [[nodiscard]] std::vector<KernelTime> trace_iteration(int32_t timeout_ms);
 
-  // Blocks until nothing runs or waits, then checks every invariant of the block pool; returns an
-  // empty string, or what is broken. For tests and idle self-checks.
+  // Waits until no request runs or waits, then checks every invariant of the block pool. Returns an
+  // empty string, or a description of the violation. For tests and self-checks.
   [[nodiscard]] std::string check_integrity();
 
-  // The target's vocabulary size: width of logits.
+  // The target's vocabulary size, which is the width of logits.
   [[nodiscard]] int32_t vocab_size() const;
   // As given; where kv_cache_bytes was 0, with the bytes that were chosen.
   [[nodiscard]] const ExecutorOptions& options() const;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Marks what is visible outside the library; everything else is built with hidden visibility.
+// Marks the symbols that the library exports; all others have hidden visibility.
 #if defined(__GNUC__)
 #define PACELINE_API __attribute__((visibility("default")))
 #else

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A model is data: a decoder description (JSON, see docs/model-format.md) and named weights. Two
-// ways to fill one: `ModelBuilder::put` tensor by tensor (what Python does), or `load_model_folder`
-// on a folder written by `paceline convert`. Both give byte-equal weights.
+// A model is data: a decoder description (JSON, see docs/model-format.md) and named weights. There
+// are two ways to make one: `ModelBuilder::put` for each tensor, as the Python loader does, or
+// `load_model_folder` for a folder written by `paceline convert`. Both give byte-equal weights.
 
 #include <cstddef>
 #include <cstdint>
@@ -20,41 +20,46 @@
 
 namespace paceline {
 
-class Model;  // immutable once built; shared by executors
+class Model;  // immutable; executors share it
 
-// Places weights under canonical names, converting and copying each value once.
+// Collects the weights of a model by canonical name. Each value is converted and copied once.
 // Not thread-safe.
 class PACELINE_API ModelBuilder {
  public:
-  // config_json: the canonical decoder configuration. weight_dtype: kFloat32 or kBFloat16, of the
-  // matrices (norms and biases are always float32). device: where the weights will lie; executors
-  // run there. Throws InvalidArgument naming the key, Unsupported without that device, OutOfMemory
-  // with the MiB that are missing.
+  // Allocates the weights.
+  // config_json: the decoder description (docs/model-format.md).
+  // weight_dtype: kFloat32 or kBFloat16, of matrices; norms and biases are always float32.
+  // device: holds the weights; executors of the model run there.
+  // Throws InvalidArgument naming the key of the description, Unsupported without that device,
+  // OutOfMemory naming the size in MiB, and DeviceError when no thread can be started.
   ModelBuilder(std::string_view config_json, DType weight_dtype, Device device = Device::kCpu);
   ~ModelBuilder();
   ModelBuilder(ModelBuilder&&) noexcept;
   ModelBuilder& operator=(ModelBuilder&&) noexcept;
 
-  // Copies one tensor. shape: of the tensor as stored; strides: in elements, empty = row-major.
-  // Throws InvalidArgument for an unknown name, a second put, or a wrong shape (seen and expected).
+  // Copies one tensor from host memory. shape: that of the canonical tensor. strides: in elements;
+  // empty is row-major. data: at any alignment. dtype: kFloat32, kBFloat16 or kFloat16 (which
+  // bfloat16 weights refuse); kInt32 or kInt64 for token ids.
+  // Throws InvalidArgument for an unknown name, a second put, and a wrong shape or dtype.
   void put(std::string_view name, DType dtype, std::span<const int64_t> shape,
            std::span<const int64_t> strides, const void* data);
 
-  // The same of a row-major tensor that is read piece by piece, as from a file: `read` fills `to`
-  // with the tensor's bytes from byte `first` on. It is called from several threads at once, and
-  // what it throws ends the put.
+  // The same for a row-major tensor that is read in pieces, for example from a file. `read` fills
+  // `to` with the tensor's bytes from byte `first` on. Several threads call it at once. When it
+  // throws, put rethrows the exception, and the tensor may be put again.
   using ReadBytes = std::function<void(int64_t first, std::span<std::byte> to)>;
   void put(std::string_view name, DType dtype, std::span<const int64_t> shape,
            const ReadBytes& read);
 
-  // Names that still have to be put, sorted.
+  // The names of the tensors that finish() still needs, sorted.
   [[nodiscard]] std::vector<std::string> missing() const;
 
-  // Fills every weight that was not put: matrices and embeddings normal with std 0.02, norms at
-  // their neutral value, biases 0. For benches ("load_format: dummy").
+  // Fills every weight that was not put: matrices and embeddings from a normal distribution with
+  // standard deviation 0.02, norms with their neutral value, biases with 0. The same seed gives the
+  // same weights on every device. For benches ("load_format: dummy").
   void fill_dummy(uint64_t seed);
 
-  // Throws InvalidArgument listing missing names. The builder is empty afterwards.
+  // Returns the model and empties the builder. Throws InvalidArgument listing missing names.
   [[nodiscard]] std::shared_ptr<const Model> finish();
 
  private:
@@ -62,25 +67,27 @@ class PACELINE_API ModelBuilder {
   std::unique_ptr<Impl> impl_;
 };
 
-// Bytes of all weights of a model, and their dtype name.
+// Bytes of all weights; dtype of the matrices; rows of the embedding table; positions that the
+// model was made for; the device that holds the weights.
 [[nodiscard]] PACELINE_API int64_t model_weight_bytes(const Model& model);
 [[nodiscard]] PACELINE_API DType model_weight_dtype(const Model& model);
 [[nodiscard]] PACELINE_API int32_t model_vocab_size(const Model& model);
 [[nodiscard]] PACELINE_API int32_t model_max_position(const Model& model);
 [[nodiscard]] PACELINE_API Device model_device(const Model& model);
-// A copy of the bytes of the weight arena, for equality tests of the two ways in.
+// A copy of the bytes of all weights, for equality tests.
 [[nodiscard]] PACELINE_API std::vector<std::byte> model_weight_arena(const Model& model);
 
-// What `paceline convert` wrote: a target, maybe a drafter, and their defaults.
+// The content of a folder that `paceline convert` wrote: a target, optionally a drafter, and their
+// defaults.
 struct ModelFolder {
   std::shared_ptr<const Model> target;
   std::shared_ptr<const Model> draft;   // null without a drafter
-  int32_t num_speculative_tokens = 0;   // the folder's default k; 0 without a drafter
+  int32_t num_speculative_tokens = 0;   // default k, 1..16; 0 without a drafter
   std::vector<int32_t> stop_token_ids;  // the target's end-of-sequence ids
 };
 
-// Reads DIR/paceline.json and the safetensors beside it, to a device. Throws ModelFileError naming
-// file and key, and what ModelBuilder throws.
+// Reads DIRECTORY/paceline.json and the safetensors files beside it onto a device. Throws
+// ModelFileError naming file and key, and the exceptions of ModelBuilder.
 [[nodiscard]] PACELINE_API ModelFolder load_model_folder(const std::string& directory,
                                                          Device device = Device::kCpu);
 
