@@ -8,8 +8,8 @@ namespace paceline {
 AlignedBuffer::AlignedBuffer(int64_t bytes, std::string_view purpose) {
   PACELINE_CHECK(bytes >= 0, "bytes = ", bytes);
   if (bytes == 0) return;
-  // Anonymous mappings are zeroed lazily and aligned to a page; huge pages, where the system grants
-  // them, save the weight stream most of its TLB misses.
+  // Anonymous mappings are zeroed lazily and aligned to a page. Where the system grants huge pages,
+  // reading weights causes far fewer TLB misses.
   void* data = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE,
                     MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (data == MAP_FAILED) {

@@ -11,11 +11,11 @@
 
 namespace paceline {
 
-// Zeroed host memory aligned to 64 bytes; move-only. The CPU backend's device memory.
+// Zeroed host memory, aligned to 64 bytes; move-only. It is the device memory of the CPU backend.
 class AlignedBuffer {
  public:
   AlignedBuffer() = default;
-  // `purpose` is named in the message when memory cannot be had.
+  // Throws OutOfMemory, which names `purpose`.
   AlignedBuffer(int64_t bytes, std::string_view purpose);
   ~AlignedBuffer() { reset(); }
   AlignedBuffer(AlignedBuffer&& other) noexcept
@@ -29,7 +29,7 @@ class AlignedBuffer {
     return *this;
   }
 
-  // Gives up ownership, and takes it again.
+  // Give up ownership, and take it again.
   [[nodiscard]] std::byte* release() noexcept {
     bytes_ = 0;
     return std::exchange(data_, nullptr);
@@ -51,7 +51,7 @@ class AlignedBuffer {
   int64_t bytes_ = 0;
 };
 
-// Multiplies byte counts; throws InvalidArgument instead of wrapping around.
+// The product of two sizes. Throws InvalidArgument when it overflows.
 [[nodiscard]] int64_t checked_mul(int64_t a, int64_t b);
 
 }  // namespace paceline

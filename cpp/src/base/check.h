@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// PACELINE_CHECK(condition, parts...): an invariant of ours; throws InternalError with the parts
-// streamed into the message. Never for user input (throw InvalidArgument there) and never abort.
+// PACELINE_CHECK(condition, parts...) checks an invariant of the library. It throws InternalError
+// with the parts streamed into the message. User input is checked with InvalidArgument instead.
 
 #include <source_location>
 #include <sstream>
@@ -25,10 +25,11 @@ template <class... Parts>
 
 }  // namespace paceline
 
-#define PACELINE_CHECK(condition, ...)                                                  \
-  do {                                                                                  \
-    if (!(condition)) [[unlikely]] {                                                    \
-      ::paceline::throw_check_failure(#condition, ::paceline::concat("" __VA_OPT__(, ) __VA_ARGS__), \
-                                      std::source_location::current());                 \
-    }                                                                                   \
+#define PACELINE_CHECK(condition, ...)                                                   \
+  do {                                                                                   \
+    if (!(condition)) [[unlikely]] {                                                     \
+      ::paceline::throw_check_failure(#condition,                                        \
+                                      ::paceline::concat("" __VA_OPT__(, ) __VA_ARGS__), \
+                                      std::source_location::current());                  \
+    }                                                                                    \
   } while (false)

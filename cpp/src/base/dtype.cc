@@ -2,16 +2,22 @@
 #include <paceline/dtype.h>
 
 #include "base/check.h"
+#include "base/json.h"
 
 namespace paceline {
 
 std::string_view dtype_name(DType dtype) {
   switch (dtype) {
-    case DType::kFloat32: return "float32";
-    case DType::kBFloat16: return "bfloat16";
-    case DType::kFloat16: return "float16";
-    case DType::kInt32: return "int32";
-    case DType::kInt64: return "int64";
+    case DType::kFloat32:
+      return "float32";
+    case DType::kBFloat16:
+      return "bfloat16";
+    case DType::kFloat16:
+      return "float16";
+    case DType::kInt32:
+      return "int32";
+    case DType::kInt64:
+      return "int64";
   }
   return "unknown";
 }
@@ -20,8 +26,7 @@ DType parse_dtype(std::string_view name) {
   for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
     if (name == dtype_name(dtype)) return dtype;
   }
-  throw InvalidArgument(
-      concat("dtype is '", name, "'; allowed: float32, bfloat16, float16"));
+  throw InvalidArgument(concat("dtype is ", quoted(name), "; allowed: float32, bfloat16, float16"));
 }
 
 }  // namespace paceline

@@ -17,8 +17,8 @@ constexpr int64_t kFarExponent = int64_t{1} << 40;  // further than the digits o
 
 [[nodiscard]] bool is_digit(char c) { return c >= '0' && c <= '9'; }
 
-// Bytes of the well-formed UTF-8 sequence (Unicode, table 3-7) at the start of `text`; 0 when there
-// is none.
+// The length of the well-formed UTF-8 sequence (Unicode, table 3-7) at the start of `text`, or 0
+// without one.
 [[nodiscard]] size_t utf8_sequence(std::string_view text) {
   const auto byte = [&](size_t i) {
     return i < text.size() ? static_cast<unsigned char>(text[i]) : 0u;
@@ -80,16 +80,15 @@ void append_utf8(std::string& out, uint32_t code) {
   return out;
 }
 
-// Whether the digits before the exponent begin below 1, as those of 0.05 do, and how far: the power
-// of ten of the first digit that is not 0.
+// The power of ten of the first digit that is not 0: 2 for "512", -2 for "0.05".
 [[nodiscard]] int64_t leading_power(std::string_view mantissa) {
   const size_t first = mantissa.find_first_of("123456789");
   const size_t point = std::min(mantissa.find('.'), mantissa.size());
   return static_cast<int64_t>(point) - static_cast<int64_t>(first) - (first < point ? 1 : 0);
 }
 
-// The nearest double of a number of the grammar: 0 for one that is too small, infinity for one that
-// is too large.
+// The double nearest to a JSON number: 0 for one that is too small, infinity for one that is too
+// large.
 [[nodiscard]] double to_double(std::string_view number) {
   double value = 0;
   const char* const end = number.data() + number.size();
@@ -254,7 +253,7 @@ class JsonParser final {
     close(index, count);
   }
 
-  // Sorted, not hashed: no text can make it quadratic.
+  // Sorts instead of hashing, so that no text can make it quadratic.
   void refuse_duplicates(size_t first_key) {
     const auto begin = keys_.begin() + static_cast<std::ptrdiff_t>(first_key);
     const auto key = [&](uint32_t index) { return document_.string_of(index); };
@@ -483,7 +482,7 @@ std::string_view Json::text() const {
 }
 
 std::string Json::path() const {
-  // Positions in lists are counted here, where it fails, rather than stored in every node.
+  // Only errors need positions in lists, so they are counted here and not stored in every node.
   std::vector<std::string> steps;
   const auto& nodes = document_->nodes_;
   for (uint32_t node = node_; node != 0; node = nodes[node].parent) {

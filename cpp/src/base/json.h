@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A small strict JSON reader (RFC 8259) for configurations and safetensors headers. Our own,
-// because `pip install .` must work on a machine without system packages. Strict: UTF-8 only,
-// duplicate keys refused, at most 64 levels. Takes time n log n at worst and memory in proportion
-// to the text, both under a bound that the caller sets. Not a writer, and not a parser of streams.
+// A small strict JSON reader (RFC 8259) for configurations and safetensors headers. It is our own
+// because `pip install .` must work on a machine without system packages. It accepts UTF-8 only,
+// refuses duplicate keys, and allows at most 64 levels. It takes time n log n at worst and memory
+// in proportion to the text, both under a bound that the caller sets. It neither writes JSON nor
+// parses streams.
 //
-// A Json is a light handle into its JsonDocument, which borrows the text: text and document must
-// outlive every handle and every string_view taken from it. Reading is thread-safe.
+// A Json is a light handle into its JsonDocument, which borrows the text. Text and document must
+// outlive every handle and every string_view taken from them. Reading is thread-safe.
 
 #include <cstdint>
 #include <optional>
@@ -26,8 +27,8 @@ template <class Item>
 class JsonRange;
 struct JsonMember;
 
-// One value. Accessors throw InvalidArgument that names the document, the path of the key, what was
-// seen and what is allowed.
+// One value. Accessors throw InvalidArgument, which names the document, the path of the key, the
+// value seen and the values allowed. Long values are shortened.
 class Json final {
  public:
   [[nodiscard]] JsonKind kind() const;
@@ -35,22 +36,22 @@ class Json final {
   [[nodiscard]] bool as_bool() const;
   // A number written without fraction or exponent, in [low, high].
   [[nodiscard]] int64_t as_int(int64_t low, int64_t high) const;
-  // The nearest double: 0 for a number below the least of them. Refuses one beyond the largest.
+  // The nearest double, which is 0 for a number that is too small. Refuses one that is too large.
   [[nodiscard]] double as_double() const;
   [[nodiscard]] std::string_view as_string() const;
-  [[nodiscard]] JsonRange<Json> elements() const;       // of a list
-  [[nodiscard]] JsonRange<JsonMember> members() const;  // of an object
+  [[nodiscard]] JsonRange<Json> elements() const;       // a list's
+  [[nodiscard]] JsonRange<JsonMember> members() const;  // an object's
 
-  // Elements of a list or members of an object.
+  // The number of elements of a list or of members of an object.
   [[nodiscard]] int64_t size() const;
-  // The member of an object; a walk over all members, so not for large objects.
+  // A member of an object. Looks at all members, so do not use it on large objects.
   [[nodiscard]] std::optional<Json> find(std::string_view key) const;
   [[nodiscard]] Json at(std::string_view key) const;
-  // Demands an object that has every required key and no other key than those listed.
+  // Refuses anything but an object that has every required key and only keys that are listed.
   void check_keys(std::span<const std::string_view> required,
                   std::span<const std::string_view> optional = {}) const;
 
-  // The value as it stands in the text.
+  // The text of the value.
   [[nodiscard]] std::string_view text() const;
   // Like `layers[3].attention.window`; empty for the root.
   [[nodiscard]] std::string path() const;
@@ -82,7 +83,7 @@ struct JsonLimits {
 
 class JsonDocument final {
  public:
-  // `name` opens every message. Throws InvalidArgument with the byte offset of the mistake.
+  // Every message begins with `name`. Throws InvalidArgument with the byte offset of the error.
   JsonDocument(std::string_view text, std::string_view name, JsonLimits limits = {});
   JsonDocument(const JsonDocument&) = delete;  // handles point here
   JsonDocument& operator=(const JsonDocument&) = delete;
@@ -129,7 +130,7 @@ class JsonDocument final {
   std::vector<Node> nodes_;
 };
 
-// What a range-for walks.
+// The elements or members that a range-for visits.
 template <class Item>
 class JsonRange final {
  public:
@@ -166,8 +167,8 @@ class JsonRange final {
   uint32_t container_;
 };
 
-// For messages: text of any origin in single quotes, at most `max_bytes` of it, as valid UTF-8 with
-// control characters and broken bytes escaped.
+// Text of any origin for a message: in single quotes, at most `max_bytes` of it, as valid UTF-8
+// with control characters and invalid bytes escaped.
 [[nodiscard]] std::string quoted(std::string_view text, size_t max_bytes = 80);
 
 }  // namespace paceline

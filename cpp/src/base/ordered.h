@@ -22,8 +22,8 @@ namespace paceline {
   return value;
 }
 
-// -0 and 0 stay apart. No float maps to 0. Negative numbers have all bits turned over, others the
-// sign; there is no branch, so that loops become vector code.
+// -0 and 0 stay different, and no float maps to 0. The function inverts all bits of negative
+// numbers and the sign bit of others, without a branch, so that loops vectorise.
 [[nodiscard]] PACELINE_HOST_DEVICE inline uint32_t to_ordered(float value) {
   const uint32_t bits = bits_of(value);
   return bits ^ ((0u - (bits >> 31)) | 0x80000000u);

@@ -8,10 +8,10 @@
 
 namespace paceline {
 
-// Throws DeviceError: the system refuses a thread. `missing` says which one cannot be started.
+// Throws the DeviceError for a thread that the system refuses. `missing` names the thread.
 [[noreturn]] void throw_out_of_threads(const std::string& missing, const std::system_error& cause);
 
-// A std::thread that runs `body`; DeviceError where the system refuses one.
+// A std::thread that runs `body`. Throws DeviceError when the system refuses it.
 template <class Body>
 [[nodiscard]] std::thread start_thread(const char* name, Body body) {
   try {

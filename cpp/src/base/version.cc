@@ -12,7 +12,7 @@
 namespace paceline {
 namespace {
 
-// Cores that this process may run on, which containers and taskset lower.
+// The number of cores that this process may use, which containers and taskset limit.
 int32_t usable_cores() {
   cpu_set_t set;
   CPU_ZERO(&set);

@@ -16,12 +16,12 @@
 namespace paceline {
 namespace {
 
-// Sums [begin, end), a multiple of 256 bytes, with enough loads in flight to be bound by memory.
+// Sums [begin, end), a multiple of 256 bytes, with enough loads in flight to saturate the memory.
 struct SumKernel {
   [[gnu::always_inline]] static void run(const float* begin, const float* end, float* sum) {
     V16 acc[4] = {};
     for (; begin < end; begin += 64) {
-      // Past the end is harmless: a prefetch never faults.
+      // Prefetching past the end is harmless: a prefetch never faults.
       for (int i = 0; i < 4; ++i) __builtin_prefetch(begin + 2048 + 16 * i, 0, 2);
       for (int i = 0; i < 4; ++i) acc[i] += load(begin + 16 * i);
     }
@@ -36,7 +36,7 @@ double measure_read_bandwidth(int32_t num_threads) {
   constexpr int kNumPasses = 5;
   if (num_threads <= 0) num_threads = build_info().num_cores;
   ThreadPool threads(num_threads);
-  // Mapped as weights are, or the figure would be that of smaller pages.
+  // The buffer is mapped as weights are, because smaller pages would lower the result.
   const AlignedBuffer buffer(kBytes, "the bandwidth measurement");
   auto* const floats = reinterpret_cast<float*>(buffer.data());
   const int64_t num_pieces = kBytes / 256;

@@ -14,20 +14,21 @@
 
 namespace paceline {
 
-// Hands out device memory that lives as long as the arena: every buffer of the step is taken once
-// at start, at its largest size, and keeps its address. Counts bytes. Not thread-safe.
+// Hands out device memory that lives as long as the arena. Every buffer of an iteration is
+// allocated once at start, at its largest size, and keeps its address. The arena counts bytes by
+// purpose. Not thread-safe.
 class DeviceArena {
  public:
   // The memory must outlive the arena.
   explicit DeviceArena(DeviceMemory& memory = host_memory()) : memory_(&memory) {}
 
-  // `count` zeroed elements, 256 B aligned.
+  // `count` zeroed elements, aligned to 256 bytes.
   template <class T>
   [[nodiscard]] T* allocate(int64_t count, std::string_view purpose) {
     return reinterpret_cast<T*>(
         allocate_bytes(checked_mul(count, static_cast<int64_t>(sizeof(T))), purpose));
   }
-  // Elements with the values of `from`.
+  // A copy of `from` on the device.
   template <class T>
   [[nodiscard]] T* allocate_copy(std::span<const T> from, std::string_view purpose) {
     T* data = allocate<T>(static_cast<int64_t>(from.size()), purpose);

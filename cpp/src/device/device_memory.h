@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The memory of a device, as far as start-up needs it: plain allocations and copies from the host.
-// Steps never allocate and never come here.
+// The memory of a device: allocations and copies at start-up. Iterations do not use it, because
+// they never allocate.
 
 #include <cstddef>
 #include <cstdint>
@@ -22,7 +22,7 @@ class DeviceMemory {
  public:
   virtual ~DeviceMemory() = default;
 
-  // Zeroed and 256 B aligned. Throws OutOfMemory naming the purpose and the MiB that are missing.
+  // Zeroed memory, aligned to 256 bytes. Throws OutOfMemory naming the purpose and the size in MiB.
   [[nodiscard]] virtual std::byte* allocate(int64_t bytes, std::string_view purpose) = 0;
   virtual void release(std::byte* data, int64_t bytes) noexcept = 0;
 
@@ -31,28 +31,29 @@ class DeviceMemory {
   [[nodiscard]] virtual std::byte* allocate_shared(int64_t bytes, std::string_view purpose) = 0;
   virtual void release_shared(std::byte* data, int64_t bytes) noexcept = 0;
 
-  // Whether the host may write to what `allocate` gives.
+  // Whether the host may write to allocated memory.
   [[nodiscard]] virtual bool is_host_memory() const = 0;
 
-  // Copies from the host; returns when `from` may be reused.
+  // Copy from and to the host. Both return when the copy is complete.
   virtual void upload(std::byte* to, const void* from, int64_t bytes) = 0;
   virtual void download(void* to, const std::byte* from, int64_t bytes) = 0;
 
-  // A stream of uploads through one pinned buffer, for weights: take `staging()`, fill up to all of
-  // it, hand it over with `upload_staged`. The copy runs while the next piece is filled; `finish`
-  // waits for the last one. Only where the memory is not the host's.
+  // Uploads weights through a pinned buffer. The caller takes `staging()`, fills as much of it as
+  // it likes and calls `upload_staged`. The copy runs while the caller fills the next piece;
+  // `finish` waits for the last copy. Only for memory that is not the host's.
   [[nodiscard]] virtual std::span<std::byte> staging() = 0;
   virtual void upload_staged(std::byte* to, int64_t bytes) = 0;
   virtual void finish() = 0;
 
-  // Elements drawn from 65,536 quantiles by Philox, the same values on every device; see
+  // Fills `to` with elements that Philox draws from 65,536 quantiles, the same on every device; for
   // ModelBuilder::fill_dummy.
   virtual void fill_from_quantiles(std::byte* to, int64_t elements, DType dtype, uint64_t seed,
                                    uint32_t salt, const void* quantiles) = 0;
 };
 
 [[nodiscard]] DeviceMemory& host_memory();
-// Throws Unsupported (not built, no driver, no GPU, another architecture) with the cure.
+// Throws Unsupported with the cure when the CUDA backend is not built, or without a driver or a GPU
+// of a supported architecture.
 [[nodiscard]] DeviceMemory& cuda_memory();
 [[nodiscard]] DeviceMemory& device_memory(Device device);
 
@@ -60,7 +61,7 @@ class DeviceMemory {
 void copy_to_host(CpuContext& ctx, void* to, const void* from, int64_t bytes);
 void copy_to_host(CudaContext& ctx, void* to, const void* from, int64_t bytes);
 
-// Owned memory of a device; move-only.
+// Owns memory of a device; move-only.
 class DeviceBuffer {
  public:
   DeviceBuffer() = default;
@@ -85,7 +86,7 @@ class DeviceBuffer {
 
   [[nodiscard]] std::byte* data() const { return data_; }
   [[nodiscard]] int64_t bytes() const { return bytes_; }
-  // Of a buffer that was allocated.
+  // Only for a buffer that was allocated.
   [[nodiscard]] DeviceMemory& memory() const { return *memory_; }
 
  private:

@@ -14,7 +14,7 @@ class HostMemory final : public DeviceMemory {
     return AlignedBuffer(bytes, purpose).release();
   }
   void release(std::byte* data, int64_t bytes) noexcept override {
-    AlignedBuffer::adopt(data, bytes);  // and let go
+    AlignedBuffer::adopt(data, bytes);  // its destructor releases the memory
   }
   std::byte* allocate_shared(int64_t bytes, std::string_view purpose) override {
     return allocate(bytes, purpose);

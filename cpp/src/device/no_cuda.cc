@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// What a build without the CUDA backend answers; cuda/common/cuda_memory.cu is the other one.
+// The CUDA queries of a build without the CUDA backend; cuda/common/cuda_memory.cu has those of a
+// build with it.
 
 #include <paceline/device.h>
 #include <paceline/error.h>

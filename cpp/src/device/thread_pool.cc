@@ -35,7 +35,8 @@ ThreadPool::ThreadPool(int32_t num_threads) {
     stop();
     throw_out_of_threads(
         concat("the threads of the CPU device: num_threads is ", num_threads, ", which takes ",
-               num_workers, " threads beside the engine's, and ", num_started, " could be started"),
+               num_workers, " threads beside the calling one, and ", num_started,
+               " could be started"),
         error);
   } catch (...) {
     stop();
@@ -59,7 +60,7 @@ bool ThreadPool::claim_and_do(uint32_t generation) {
     if (generation_of(loop) != generation || next_part_of(loop) >= num_parts_of(loop)) return false;
     if (loop_.compare_exchange_weak(loop, loop + 1, std::memory_order_acq_rel)) break;
   }
-  // The loop cannot end before this part is done, so call_ and body_ stay what they are.
+  // The loop cannot end before this part is done, so call_ and body_ do not change.
   call_(body_, next_part_of(loop));
   num_done_.fetch_add(1, std::memory_order_release);
   return true;
@@ -77,7 +78,7 @@ void ThreadPool::run(int64_t num_parts, Call call, const void* body) {
   const uint32_t generation = generation_of(loop_.load(std::memory_order_relaxed)) + 1;
   loop_.store(uint64_t{generation} << 32 | static_cast<uint64_t>(num_parts) << 16);
   generation_.store(generation);
-  // Whoever goes to sleep announces it before looking at the generation a last time.
+  // A worker counts itself as sleeping before it reads the generation a last time.
   if (num_sleeping_.load() > 0) generation_.notify_all();
   while (claim_and_do(generation)) {
   }

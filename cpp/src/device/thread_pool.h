@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The threads of one CPU device. A parallel loop is cut into parts that the caller and the workers
-// claim one by one; the caller takes part and never waits for a worker that has not come, so a busy
-// machine costs speed but no stall. Workers spin for a moment between loops, since the next op
-// follows within microseconds, and sleep after that.
+// The threads of one CPU device. The caller and the workers claim the parts of a parallel loop one
+// by one. The caller never waits for a worker that has not claimed a part, so a busy machine slows
+// a loop down but cannot stall it. Between loops workers spin for a moment, since the next op
+// follows within microseconds, and then sleep.
 //
-// Why not OpenMP: its runtime counts the threads of every team in the process. A second engine, the
-// loader or another library's teams on the same cores make it stop spinning, and every op then pays
-// a wake-up: measured on two cores, an iteration took half as long again (docs/performance.md).
+// This is not OpenMP, whose runtime counts the threads of every team in the process. A second
+// engine, the loader or another library's teams on the same cores make it stop spinning, and every
+// op then pays for a wake-up. On two cores an iteration took 1.5 times as long
+// (docs/performance.md).
 //
 // `parallel_for` is for one thread at a time, the owner; it must not be nested.
 
@@ -21,8 +22,8 @@ namespace paceline {
 
 class ThreadPool {
  public:
-  // The caller of parallel_for is one of `num_threads`. Throws DeviceError where the system refuses
-  // one of the others; those that run have ended then.
+  // Starts num_threads - 1 workers; the caller of parallel_for is the last thread. Throws
+  // DeviceError when the system refuses a thread, after it has joined those that started.
   explicit ThreadPool(int32_t num_threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -31,7 +32,7 @@ class ThreadPool {
   static constexpr int64_t kMaxParts = 65535;
 
   // Calls body(part) for every part in [0, num_parts), num_parts <= kMaxParts, and returns when all
-  // have been done. Bodies must not throw.
+  // calls have returned. Bodies must not throw.
   template <class Body>
   void parallel_for(int64_t num_parts, const Body& body) {
     run(
@@ -51,7 +52,7 @@ class ThreadPool {
   // generation << 32 | number of parts << 16 | next part.
   alignas(64) std::atomic<uint64_t> loop_{0};
   alignas(64) std::atomic<int64_t> num_done_{0};
-  alignas(64) std::atomic<uint32_t> generation_{0};  // what sleepers wait on
+  alignas(64) std::atomic<uint32_t> generation_{0};  // sleeping workers wait for its change
   std::atomic<int32_t> num_sleeping_{0};
   std::atomic<bool> stops_{false};
   Call call_ = nullptr;  // of the current loop; valid while it has unclaimed or undone parts

@@ -13,20 +13,20 @@
 namespace paceline {
 namespace {
 
-// Beyond any model known, and small enough that a product of two, and any row count, fits an int32
-// or an int64 as the structs hold it.
+// Larger than those of any known model, and small enough that row counts and products of two sizes
+// fit the int32 or int64 that holds them.
 constexpr int64_t kMaxVocab = int64_t{1} << 23;  // sample/logits.h: kMaxTruncatedVocab
 constexpr int64_t kMaxHidden = int64_t{1} << 20;
 constexpr int64_t kMaxIntermediate = int64_t{1} << 24;
 constexpr int64_t kMaxPosition = int64_t{1} << 30;
 constexpr int64_t kMaxHeads = int64_t{1} << 12;
 constexpr int64_t kMaxHeadDim = int64_t{1} << 12;
-constexpr int64_t kMaxPerLayerSize = int64_t{1} << 14;  // times kMaxLayers: far inside an int32
+constexpr int64_t kMaxPerLayerSize = int64_t{1} << 14;  // times kMaxLayers it fits an int32
 constexpr int64_t kMaxLayers = 4096;
 constexpr int64_t kMaxRopes = 256;
 constexpr int64_t kMaxAuxLayers = 16;
 constexpr size_t kMaxNameBytes = 256;
-constexpr double kMaxFrequency = 1e6;  // times kMaxPosition: far from the end of float
+constexpr double kMaxFrequency = 1e6;  // times kMaxPosition it is far below FLT_MAX
 
 [[nodiscard]] int32_t read_int(const Json& object, std::string_view key, int64_t low,
                                int64_t high) {
@@ -141,7 +141,7 @@ constexpr double kMaxFrequency = 1e6;  // times kMaxPosition: far from the end o
   attention.k_eq_v = read_switch(json, "k_eq_v");
   if (const std::optional<Json> source = json.find("kv_source")) {
     attention.kv_source = read_kv_source(*source, attention, earlier);
-    // What its KV would be made of: a value could only be a mistake.
+    // These keys describe a layer's own KV, so with a kv_source they can only be a mistake.
     for (const std::string_view key : {"has_v_norm", "k_eq_v"}) {
       if (read_switch(json, key)) json.at(key).refuse("false where there is a kv_source");
     }
@@ -218,7 +218,7 @@ constexpr double kMaxFrequency = 1e6;  // times kMaxPosition: far from the end o
   return centroids;
 }
 
-// `hidden` and `vocab_size` are the head's own.
+// `hidden` and `vocab_size` are those of the draft head.
 [[nodiscard]] DrafterConfig read_drafter(const Json& json, int32_t hidden, int32_t vocab_size) {
   constexpr std::array<std::string_view, 12> kKeys = {
       "kind",           "target_hidden_size", "norm_before_residual", "norm_before_fc",
@@ -245,11 +245,11 @@ constexpr double kMaxFrequency = 1e6;  // times kMaxPosition: far from the end o
   if (drafter.kind == DrafterKind::kEagle && drafter.target_hidden != hidden) {
     json.at("target_hidden_size")
         .refuse(concat(hidden,
-                       ", the hidden_size of this head: kind 'eagle' feeds its own output "
-                       "back in place of the target's"));
+                       ", the hidden_size of this draft head: kind 'eagle' feeds its own "
+                       "output back instead of the target's"));
   }
   if (is_eagle3) drafter.aux_layers = read_aux_layers(json.at("aux_layers"));
-  // What only EAGLE-3 has.
+  // For keys that only EAGLE-3 may set.
   const auto read_eagle3_bool = [&](const char* key) {
     const bool value = json.at(key).as_bool();
     if (value && !is_eagle3) {
@@ -265,7 +265,7 @@ constexpr double kMaxFrequency = 1e6;  // times kMaxPosition: far from the end o
   }
   drafter.norm_output = read_eagle3_bool("norm_output");
   drafter.has_fc_bias = json.at("has_fc_bias").as_bool();
-  // What only EAGLE can be without.
+  // For keys that only EAGLE may leave false.
   const auto read_needed_bool = [&](const char* key) {
     const bool value = json.at(key).as_bool();
     if (!value && drafter.kind != DrafterKind::kEagle) {
@@ -283,7 +283,7 @@ constexpr double kMaxFrequency = 1e6;  // times kMaxPosition: far from the end o
         .refuse(concat(vocab_size, ", the vocab_size, where owns_lm_head is false"));
   }
   if (is_gemma4_mtp) {
-    // Its embeddings are the target's, in the target's width.
+    // It uses the target's embeddings, in the target's width.
     if (drafter.owns_embedding)
       json.at("owns_embedding").refuse("false where kind is 'gemma4_mtp'");
     if (!drafter.owns_lm_head) json.at("owns_lm_head").refuse("true where kind is 'gemma4_mtp'");
@@ -294,8 +294,8 @@ constexpr double kMaxFrequency = 1e6;  // times kMaxPosition: far from the end o
   return drafter;
 }
 
-// The matrices in float32 stay far enough below 2^63 bytes that norms, biases and alignment cannot
-// overflow either: whoever lays weights out may add without care.
+// Keeps the matrices in float32 so far below 2^63 bytes that norms, biases and alignment cannot
+// overflow either. Code that lays weights out may then add sizes without checks.
 void check_weight_bytes(const DecoderConfig& config) {
   constexpr int64_t kMaxBytes = int64_t{1} << 60;
   int64_t total = 0;
@@ -316,7 +316,7 @@ void check_weight_bytes(const DecoderConfig& config) {
   add(config.per_layer_inputs.vocab_size, per_layer_width);
   add(per_layer_width, config.hidden);
   if (config.drafter) {
-    // fc and, of Gemma 4 MTP, feedback and the centroids.
+    // fc and, for Gemma 4 MTP, feedback and the centroids.
     add(config.drafter->fc_width() + 1, config.hidden);
     add(int64_t{config.drafter->target_hidden} + config.drafter->centroids.count, config.hidden);
     add(config.lm_head_rows(), 1);  // draft_to_target or token_ordering

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A decoder as data: what the forward pass needs to know, and nothing of where it came from.
-// Families (Llama 3, Qwen3, Gemma 3, ...) exist only in the Python loader, which writes this as
-// JSON; docs/model-format.md describes every key.
+// A decoder as data: everything that the forward pass depends on. Families (Llama 3, Qwen3, Gemma
+// 3,
+// ...) exist only in the Python loader, which writes this description as JSON.
+// docs/model-format.md describes every key.
 
 #include <cstdint>
 #include <optional>
@@ -28,21 +29,21 @@ struct AttentionConfig {
   int32_t num_qo_heads = 0;
   int32_t num_kv_heads = 0;  // divides num_qo_heads
   int32_t head_dim = 0;      // even
-  float scale = 0;           // of the scores
-  float soft_cap = 0;        // 0: none
+  float scale = 0;           // scores are multiplied by it; > 0
+  float soft_cap = 0;        // scores become soft_cap * tanh(score / soft_cap); 0 is off
   int32_t rope = 0;          // index into DecoderConfig::ropes
   bool has_qk_norm = false;
-  bool has_v_norm = false;  // v over its root mean square, without a weight
+  bool has_v_norm = false;  // v is divided by its root mean square, without a weight
   bool has_qkv_bias = false;
   bool has_o_bias = false;
   bool k_eq_v = false;     // no v projection: v is k before its norm and rotation
-  int32_t kv_source = -1;  // earlier layer whose KV it reads, having q only; -1: its own
-  // Of a drafter's layer: has q only and reads the last layer of the target of its kind that owns
-  // its KV.
+  int32_t kv_source = -1;  // a reader's earlier layer whose KV it reads; -1: it has its own KV
+  // A reader in a drafter: it reads the KV of the target's last layer of the same kind that has its
+  // own KV.
   bool reads_target = false;
 };
 
-// What a layer's qkv projection makes after q.
+// What the qkv projection of a layer yields beside q.
 [[nodiscard]] constexpr KvInputs kv_inputs(const AttentionConfig& attention) {
   if (attention.kv_source >= 0 || attention.reads_target) return KvInputs::kNone;
   return attention.k_eq_v ? KvInputs::kKeys : KvInputs::kKeysAndValues;
@@ -57,12 +58,13 @@ struct AttentionConfig {
 struct MlpConfig {
   int32_t intermediate = 0;
   Activation activation = Activation::kSilu;
-  bool has_bias = false;  // gate, up and down
+  bool has_bias = false;  // of gate, up and down
 };
 
-// A small input of its own for every layer, made of the token and its embedding x:
+// A small input for every layer, computed from the token and its embedding x:
 //   P = scale * (rms_norm(proj_scale * proj x) + embed_scale * table[token])   [layers, size]
-// which joins at the end of layer l: x += rms_norm(proj_l (activation(gate_l x) * P[l])).
+// The end of layer l adds it to the residual stream:
+//   x += rms_norm(proj_l (activation(gate_l x) * P[l])).
 struct PerLayerInputsConfig {
   int32_t size = 0;        // of one layer's input; 0: the model has none
   int32_t vocab_size = 0;  // rows of the table; ids beyond it add nothing
@@ -79,35 +81,37 @@ struct LayerConfig {
 
 enum class DrafterKind : uint8_t { kEagle, kEagle3, kGemma4Mtp };
 
-// A head over clusters of tokens: each has a centroid, and only the tokens of the clusters whose
-// centroids score best get a logit.
+// An LM head over clusters of tokens. Each cluster has a centroid, and only the tokens of the
+// clusters with the best centroid scores get a logit.
 struct CentroidsConfig {
   int32_t count = 0;  // divides the rows of the lm_head; 0: there are none
-  int32_t top = 0;    // clusters that get logits
+  int32_t top = 0;    // number of clusters that get logits
 };
 
-// What makes a decoder a head: a drafter that reads hidden states of its target. Its config's
-// vocab_size is that of the target's tokens, the rows of the embedding table.
+// The part of a description that makes a decoder a draft head, a drafter that reads hidden states
+// of its target. The vocab_size of its description is the target's, the rows of the embedding
+// table.
 //   EAGLE:   x = fc([E[t] ; h]), then layers; h is the target's output after its final norm.
 //   EAGLE-3: g = fc(residual streams of the target entering aux_layers), and the first layer's
 //            attention reads [attn_norm(E[t]) ; hidden_norm(g)], twice as wide.
 //   Gemma 4 MTP: x = fc([E[t] ; h]), E[t] being the target's and h its output after its final norm,
 //            then layers that all read the target's KV.
-// A further step takes what the step before has put out for h or g: the residual stream after the
-// last layer, or, of Gemma 4 MTP, a product (DraftHeadWeights::feedback) of its final norm.
+// A draft step takes the output of the previous step as h or g: the residual stream after the last
+// layer or, for Gemma 4 MTP, the product of DraftHeadWeights::feedback with the final norm's
+// output.
 struct DrafterConfig {
   DrafterKind kind = DrafterKind::kEagle;
   int32_t target_hidden = 0;
-  std::vector<int32_t> aux_layers;    // kEagle3: of the target, by place in fc's input
+  std::vector<int32_t> aux_layers;    // kEagle3: of the target, in the order of fc's input
   bool norm_before_residual = false;  // kEagle3: the residual stream starts from hidden_norm(g)
   bool norm_before_fc = false;        // kEagle3: one norm over all of fc's input
   bool has_fc_norm = false;           // kEagle3: a norm over each layer's part of fc's input
-  bool norm_output = false;           // kEagle3: a step hands on final_norm of its output
+  bool norm_output = false;           // kEagle3: a step passes on the final norm of its output
   bool has_fc_bias = false;
   bool has_attn_norm = false;    // of the first layer
   bool has_final_norm = false;   // before the lm_head
-  bool owns_embedding = false;   // else the target's
-  bool owns_lm_head = false;     // else the target's
+  bool owns_embedding = false;   // otherwise it uses the target's
+  bool owns_lm_head = false;     // otherwise it uses the target's
   int32_t draft_vocab_size = 0;  // rows of the lm_head; see DecoderWeights::draft_to_target
   CentroidsConfig centroids;     // kGemma4Mtp
 
@@ -117,7 +121,7 @@ struct DrafterConfig {
         kind == DrafterKind::kEagle3 ? static_cast<int64_t>(aux_layers.size()) : 2;
     return parts * target_hidden;
   }
-  // Tokens of a cluster.
+  // The number of tokens of a cluster.
   [[nodiscard]] int32_t cluster_size() const { return draft_vocab_size / centroids.count; }
 };
 
@@ -125,20 +129,20 @@ struct DecoderConfig {
   std::string name;  // for messages and reports, e.g. "gemma3"
   int32_t vocab_size = 0;
   int32_t hidden = 0;
-  int32_t max_position = 0;  // positions the model was made for
+  int32_t max_position = 0;  // number of positions that the model was made for
   float norm_eps = 0;
   float norm_weight_offset = 0;  // 0, or 1 where norms multiply by (1 + w)
   float embed_scale = 1;
-  float logit_soft_cap = 0;      // 0: none
+  float logit_soft_cap = 0;      // as AttentionConfig::soft_cap, for logits
   bool ties_lm_head = false;     // the embedding table is the lm_head
   bool has_post_norms = false;   // Gemma's sandwich: norms after attention and after the MLP
-  bool has_layer_scale = false;  // at its end a layer multiplies the residual stream by a number
+  bool has_layer_scale = false;  // the end of a layer multiplies the residual stream by a number
   PerLayerInputsConfig per_layer_inputs;
   std::vector<RopeConfig> ropes;
   std::vector<LayerConfig> layers;
-  std::optional<DrafterConfig> drafter;  // of a head only
+  std::optional<DrafterConfig> drafter;  // of a draft head only
 
-  // Columns of q, k and v of a layer.
+  // Columns of a layer's qkv projection.
   [[nodiscard]] int64_t qkv_inputs(size_t layer) const {
     const bool is_wide = layer == 0 && drafter && drafter->kind == DrafterKind::kEagle3;
     return is_wide ? int64_t{2} * hidden : hidden;

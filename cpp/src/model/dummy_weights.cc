@@ -65,50 +65,50 @@ void fill(float value, int64_t elements, std::byte* out, DeviceMemory& memory) {
 
 }  // namespace
 
-void fill_dummy_weights(const CpuContext& ctx, uint64_t seed, std::vector<Slot>& slots,
-                        const Model& model) {
+void fill_dummy_weights(const CpuContext& ctx, uint64_t seed,
+                        std::vector<NamedWeight>& named_weights, const Model& model) {
   const std::vector<float> quantiles = normal_quantiles(kDummyStd);
   std::vector<uint16_t> bf16_quantiles(quantiles.size());
   std::transform(quantiles.begin(), quantiles.end(), bf16_quantiles.begin(), float_to_bf16);
-  for (size_t i = 0; i < slots.size(); ++i) {
-    Slot& slot = slots[i];
-    if (slot.is_filled || slot.is_optional) continue;
-    std::byte* out = model.weights.arena.data() + slot.offset;
+  for (size_t i = 0; i < named_weights.size(); ++i) {
+    NamedWeight& named = named_weights[i];
+    if (named.is_filled || named.is_optional) continue;
+    std::byte* out = model.weights.arena.data() + named.offset;
     DeviceMemory& memory = model.weights.arena.memory();
-    const bool is_bf16 = slot.dtype == DType::kBFloat16;
+    const bool is_bf16 = named.dtype == DType::kBFloat16;
     const auto salt = static_cast<uint32_t>(i);
-    switch (slot.dummy) {
-      case Dummy::kNormal:
+    switch (named.dummy) {
+      case DummyKind::kNormal:
         if (!memory.is_host_memory()) {
           const void* table = is_bf16 ? static_cast<const void*>(bf16_quantiles.data())
                                       : static_cast<const void*>(quantiles.data());
-          memory.fill_from_quantiles(out, slot.elements(), slot.dtype, seed, salt, table);
+          memory.fill_from_quantiles(out, named.elements(), named.dtype, seed, salt, table);
         } else if (is_bf16) {
-          draw(ctx, bf16_quantiles, seed, salt, slot.elements(), out);
+          draw(ctx, bf16_quantiles, seed, salt, named.elements(), out);
         } else {
-          draw(ctx, quantiles, seed, salt, slot.elements(), out);
+          draw(ctx, quantiles, seed, salt, named.elements(), out);
         }
         break;
-      case Dummy::kNeutralNorm:
-        fill(1 - model.config.norm_weight_offset, slot.elements(), out, memory);
+      case DummyKind::kNeutralNorm:
+        fill(1 - model.config.norm_weight_offset, named.elements(), out, memory);
         break;
-      case Dummy::kOne:
-        fill(1, slot.elements(), out, memory);
+      case DummyKind::kOne:
+        fill(1, named.elements(), out, memory);
         break;
-      case Dummy::kZero:
-        fill(0, slot.elements(), out, memory);
+      case DummyKind::kZero:
+        fill(0, named.elements(), out, memory);
         break;
-      case Dummy::kSpreadTokens: {
-        std::vector<int32_t> tokens(static_cast<size_t>(slot.elements()));
+      case DummyKind::kSpreadTokens: {
+        std::vector<int32_t> tokens(static_cast<size_t>(named.elements()));
         for (size_t token = 0; token < tokens.size(); ++token) {
           tokens[token] = static_cast<int32_t>(static_cast<int64_t>(token) *
-                                               model.config.vocab_size / slot.elements());
+                                               model.config.vocab_size / named.elements());
         }
-        memory.upload(out, tokens.data(), slot.elements() * 4);
+        memory.upload(out, tokens.data(), named.elements() * 4);
         break;
       }
     }
-    slot.is_filled = true;
+    named.is_filled = true;
   }
 }
 

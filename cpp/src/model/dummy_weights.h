@@ -11,7 +11,7 @@
 namespace paceline {
 
 // Fills every weight that is neither filled nor optional; see ModelBuilder::fill_dummy.
-void fill_dummy_weights(const CpuContext& ctx, uint64_t seed, std::vector<Slot>& slots,
-                        const Model& model);
+void fill_dummy_weights(const CpuContext& ctx, uint64_t seed,
+                        std::vector<NamedWeight>& named_weights, const Model& model);
 
 }  // namespace paceline

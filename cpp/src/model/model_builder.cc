@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Takes weights in, one by one, until a model is complete. Also the small accessors of Model.
+// ModelBuilder, which collects weights until a model is complete, and the accessors of Model.
 
 #include <paceline/model.h>
 #include <paceline/version.h>
@@ -50,57 +50,59 @@ struct ModelBuilder::Impl {
     Carver carving(weight_dtype, weights.arena.data());
     lay_out(model->config, carving, weights);
     PACELINE_CHECK(carving.bytes() == counting.bytes());
-    slots = carving.take_slots();
-    for (size_t i = 0; i < slots.size(); ++i) by_name.emplace(slots[i].name, i);
+    named_weights = carving.take_named_weights();
+    for (size_t i = 0; i < named_weights.size(); ++i) by_name.emplace(named_weights[i].name, i);
   }
 
-  // The place of a tensor that may be put now; InvalidArgument if it may not.
-  [[nodiscard]] Slot& empty_slot(std::string_view name, DType dtype,
-                                 std::span<const int64_t> shape) {
+  // The weight that a tensor of this name, dtype and shape fills. Throws InvalidArgument when it
+  // may not be put.
+  [[nodiscard]] NamedWeight& unfilled_weight(std::string_view name, DType dtype,
+                                             std::span<const int64_t> shape) {
     const auto found = by_name.find(name);
     if (found == by_name.end()) {
       throw InvalidArgument(concat("no weight is named ", quoted(name), " in a ",
                                    model->config.name, " of ", model->config.layers.size(),
-                                   " layers; allowed: the ", slots.size(),
+                                   " layers; allowed: the ", named_weights.size(),
                                    " names that its config asks for (docs/model-format.md)"));
     }
-    Slot& slot = slots[found->second];
-    if (slot.is_filled) throw InvalidArgument(concat(quoted(name), " is put twice; allowed: once"));
-    if (!std::ranges::equal(shape, slot.dims())) {
+    NamedWeight& named = named_weights[found->second];
+    if (named.is_filled)
+      throw InvalidArgument(concat(quoted(name), " is put twice; allowed: once"));
+    if (!std::ranges::equal(shape, named.dims())) {
       throw InvalidArgument(concat(quoted(name), " has shape ", shape_text(shape),
-                                   "; allowed: ", shape_text(slot.dims())));
+                                   "; allowed: ", shape_text(named.dims())));
     }
     const bool is_integer = dtype == DType::kInt32 || dtype == DType::kInt64;
-    if (is_integer != (slot.dtype == DType::kInt32)) {
+    if (is_integer != (named.dtype == DType::kInt32)) {
       throw InvalidArgument(concat(quoted(name), " is ", dtype_name(dtype), "; allowed: ",
                                    is_integer ? "float32, bfloat16, float16" : "int32, int64"));
     }
-    if (dtype == DType::kFloat16 && slot.dtype == DType::kBFloat16) {
+    if (dtype == DType::kFloat16 && named.dtype == DType::kBFloat16) {
       throw InvalidArgument(concat(quoted(name),
                                    " is float16 and the weight dtype bfloat16, which "
                                    "would lose 3 bits of each value; use weight dtype float32, or "
                                    "convert to bfloat16 beforehand"));
     }
-    return slot;
+    return named;
   }
 
-  void put_tokens(const Slot& slot, const Source& source, DType dtype) {
+  void put_tokens(const NamedWeight& named, const SourceMatrix& source, DType dtype) {
     const std::vector<int32_t> tokens =
-        read_tokens(slot.name, source, dtype, model->config.vocab_size);
+        read_tokens(named.name, source, dtype, model->config.vocab_size);
     const DeviceBuffer& arena = model->weights.arena;
-    arena.memory().upload(arena.data() + slot.offset, tokens.data(), source.cols * 4);
+    arena.memory().upload(arena.data() + named.offset, tokens.data(), source.cols * 4);
   }
 
   ThreadPool threads{build_info().num_cores};
   CpuContext ctx{.num_threads = build_info().num_cores, .threads = &threads};
   std::shared_ptr<Model> model;
-  std::vector<Slot> slots;                               // in the order of the arena
-  std::unordered_map<std::string_view, size_t> by_name;  // views into slots
+  std::vector<NamedWeight> named_weights;                // in the order of the arena
+  std::unordered_map<std::string_view, size_t> by_name;  // views into named_weights
 };
 
 namespace {
 
-// A builder that is finished or moved from holds nothing.
+// The content of a builder. Throws InvalidArgument when it is finished or moved from.
 template <class Impl>
 [[nodiscard]] Impl& open(const std::unique_ptr<Impl>& impl) {
   if (impl == nullptr) {
@@ -120,52 +122,52 @@ ModelBuilder& ModelBuilder::operator=(ModelBuilder&&) noexcept = default;
 void ModelBuilder::put(std::string_view name, DType dtype, std::span<const int64_t> shape,
                        std::span<const int64_t> strides, const void* data) {
   Impl& impl = open(impl_);
-  Slot& slot = impl.empty_slot(name, dtype, shape);
+  NamedWeight& named = impl.unfilled_weight(name, dtype, shape);
   if (!strides.empty() && strides.size() != shape.size()) {
     throw InvalidArgument(concat(quoted(name), " has ", strides.size(),
                                  " strides; allowed: ", shape.size(), ", or none for row-major"));
   }
   if (data == nullptr) throw InvalidArgument(concat(quoted(name), " has a null data pointer"));
-  Source source = {.data = static_cast<const std::byte*>(data),
-                   .rows = slot.rank == 2 ? shape[0] : 1,
-                   .cols = shape.back(),
-                   .row_stride = shape.back(),
-                   .col_stride = 1};
+  SourceMatrix source = {.data = static_cast<const std::byte*>(data),
+                         .rows = named.rank == 2 ? shape[0] : 1,
+                         .cols = shape.back(),
+                         .row_stride = shape.back(),
+                         .col_stride = 1};
   if (!strides.empty()) {
-    source.row_stride = slot.rank == 2 ? strides[0] : 0;
+    source.row_stride = named.rank == 2 ? strides[0] : 0;
     source.col_stride = strides.back();
   }
-  if (slot.dtype == DType::kInt32) {
-    impl.put_tokens(slot, source, dtype);
+  if (named.dtype == DType::kInt32) {
+    impl.put_tokens(named, source, dtype);
   } else {
-    place(impl.ctx, source, dtype, slot, impl.model->weights.arena);
+    copy_weight(impl.ctx, source, dtype, named, impl.model->weights.arena);
   }
-  slot.is_filled = true;
+  named.is_filled = true;
 }
 
 void ModelBuilder::put(std::string_view name, DType dtype, std::span<const int64_t> shape,
                        const ReadBytes& read) {
   Impl& impl = open(impl_);
-  Slot& slot = impl.empty_slot(name, dtype, shape);
-  if (slot.dtype == DType::kInt32) {
-    std::vector<std::byte> bytes(static_cast<size_t>(slot.elements() * dtype_bytes(dtype)));
+  NamedWeight& named = impl.unfilled_weight(name, dtype, shape);
+  if (named.dtype == DType::kInt32) {
+    std::vector<std::byte> bytes(static_cast<size_t>(named.elements() * dtype_bytes(dtype)));
     read(0, bytes);
-    const Source source = {.data = bytes.data(),
-                           .rows = 1,
-                           .cols = slot.elements(),
-                           .row_stride = slot.elements(),
-                           .col_stride = 1};
-    impl.put_tokens(slot, source, dtype);
+    const SourceMatrix source = {.data = bytes.data(),
+                                 .rows = 1,
+                                 .cols = named.elements(),
+                                 .row_stride = named.elements(),
+                                 .col_stride = 1};
+    impl.put_tokens(named, source, dtype);
   } else {
-    place(impl.ctx, read, dtype, slot, impl.model->weights.arena);
+    copy_weight(impl.ctx, read, dtype, named, impl.model->weights.arena);
   }
-  slot.is_filled = true;
+  named.is_filled = true;
 }
 
 std::vector<std::string> ModelBuilder::missing() const {
   std::vector<std::string> names;
-  for (const Slot& slot : open(impl_).slots) {
-    if (!slot.is_filled && !slot.is_optional) names.push_back(slot.name);
+  for (const NamedWeight& named : open(impl_).named_weights) {
+    if (!named.is_filled && !named.is_optional) names.push_back(named.name);
   }
   std::sort(names.begin(), names.end());
   return names;
@@ -173,7 +175,7 @@ std::vector<std::string> ModelBuilder::missing() const {
 
 void ModelBuilder::fill_dummy(uint64_t seed) {
   Impl& impl = open(impl_);
-  fill_dummy_weights(impl.ctx, seed, impl.slots, *impl.model);
+  fill_dummy_weights(impl.ctx, seed, impl.named_weights, *impl.model);
 }
 
 std::shared_ptr<const Model> ModelBuilder::finish() {
@@ -184,13 +186,13 @@ std::shared_ptr<const Model> ModelBuilder::finish() {
     for (size_t i = 0; i < std::min(names.size(), kMissingNamed); ++i) {
       list += concat(i == 0 ? "" : ", ", names[i]);
     }
-    throw InvalidArgument(concat(names.size(), " of ", impl.slots.size(), " weights of ",
+    throw InvalidArgument(concat(names.size(), " of ", impl.named_weights.size(), " weights of ",
                                  impl.model->config.name, " are missing: ", list,
                                  names.size() > kMissingNamed ? ", ..." : ""));
   }
   impl.model->weights.arena.memory().finish();
   const auto map = impl.by_name.find("draft_to_target");
-  if (map != impl.by_name.end() && !impl.slots[map->second].is_filled) {
+  if (map != impl.by_name.end() && !impl.named_weights[map->second].is_filled) {
     impl.model->weights.head.draft_to_target = nullptr;
   }
   std::shared_ptr<const Model> model = std::move(impl.model);

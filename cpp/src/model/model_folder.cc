@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Reads a folder that `paceline convert` wrote (docs/model-format.md). Files in it may come from
-// anywhere, so nothing in them is trusted: not a size, not a name, not a path.
+// Reads a folder that `paceline convert` wrote (docs/model-format.md). Its files may come from
+// anywhere, so the reader trusts none of their sizes, names and paths.
 
 #include <paceline/error.h>
 #include <paceline/model.h>
@@ -23,20 +23,20 @@ namespace {
 
 constexpr int64_t kMaxDescriptionBytes = int64_t{64} << 20;
 
-// Runs a step; whatever a room below says of its input, this file's name goes before it.
+// Calls `step` and puts the name of a file before the messages of errors that do not name one.
 template <class Step>
 auto with_name(const std::string& name, Step step) {
   try {
     return step();
   } catch (const ModelFileError&) {
-    throw;  // names its file already
+    throw;  // it names its file
   } catch (const InvalidArgument& error) {
     throw ModelFileError(concat(name, ": ", error.what()));
   }
 }
 
-// The path of a file beside paceline.json. A model folder must not make us read elsewhere, so a
-// name is a plain one, and what it links to lies in the folder too.
+// The path of a file beside paceline.json. A folder must not make the library read files elsewhere,
+// so the name has no directories, and a link must point into the folder.
 [[nodiscard]] std::string file_beside(const std::string& directory, const Json& name) {
   const std::string_view plain = name.as_string();
   const bool is_printable = std::all_of(plain.begin(), plain.end(), [](char c) {
@@ -148,7 +148,7 @@ ModelFolder load_model_folder(const std::string& directory, Device device) {
     return folder;
   } catch (const ModelFileError&) {
     throw;
-  } catch (const InvalidArgument& error) {  // of the JSON reader, which names the file as well
+  } catch (const InvalidArgument& error) {  // from the JSON reader, which also names the file
     throw ModelFileError(error.what());
   }
 }

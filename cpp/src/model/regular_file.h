@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A regular file, open for reading. Nothing is mapped: a file that is shortened while it is read is
-// an error here, where a mapping would end the process with SIGBUS. Reading is thread-safe.
+// A regular file, open for reading. It is not mapped: reading a file that has been shortened throws
+// an exception, where a mapping would kill the process with SIGBUS. Reading is thread-safe.
 
 #include <cstddef>
 #include <cstdint>
@@ -13,8 +13,8 @@ namespace paceline {
 
 class RegularFile final {
  public:
-  // Throws ModelFileError for a file that cannot be opened (is_missing when nothing is there), and
-  // for anything but a regular file, without waiting for it.
+  // Throws ModelFileError for a file that cannot be opened (is_missing when it does not exist) and
+  // for a directory, FIFO or device, without waiting for a writer.
   explicit RegularFile(const std::string& path);
   ~RegularFile();
   RegularFile(RegularFile&& other) noexcept;
@@ -23,10 +23,10 @@ class RegularFile final {
   [[nodiscard]] const std::string& path() const { return path_; }
   [[nodiscard]] int64_t bytes() const { return bytes_; }  // when it was opened
 
-  // Fills `to` with the bytes from `offset` on. Throws ModelFileError where there are not as many.
+  // Fills `to` with the bytes from `offset` on. Throws ModelFileError when the file ends earlier.
   void read(int64_t offset, std::span<std::byte> to) const;
 
-  // All of the file; ModelFileError where it has more than `max_bytes`.
+  // The content of the file. Throws ModelFileError when it has more than `max_bytes`.
   [[nodiscard]] std::string read_all(int64_t max_bytes) const;
 
  private:

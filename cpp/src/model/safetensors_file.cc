@@ -20,7 +20,7 @@ constexpr int64_t kLengthBytes = 8;
 constexpr int64_t kMaxHeaderBytes = 100'000'000;  // as the reference implementation
 constexpr int64_t kMaxTensors = 1'000'000;
 constexpr int64_t kMaxRank = 8;
-// A tensor of rank 8 is 17 keys and values.
+// A tensor of rank 8 takes 17 keys and values.
 constexpr uint32_t kMaxHeaderValues = 20 * kMaxTensors;
 
 struct ElementType {
@@ -65,7 +65,7 @@ SafetensorsFile::SafetensorsFile(const std::string& path) : file_(path) {
     read_header();
   } catch (const ModelFileError&) {
     throw;
-  } catch (const InvalidArgument& error) {  // of the JSON reader, which names the file as well
+  } catch (const InvalidArgument& error) {  // from the JSON reader, which also names the file
     throw ModelFileError(error.what());
   }
 }
@@ -141,7 +141,7 @@ void SafetensorsFile::read_header() {
     fail(concat("the file has ", entries_.size(), " tensors"), concat("at most ", kMaxTensors));
   }
 
-  // As the reference implementation demands: tensors tile the data section.
+  // Tensors must tile the data section, as in the reference implementation.
   std::sort(entries_.begin(), entries_.end(), [](const Entry& a, const Entry& b) {
     return std::pair(a.begin, a.end) < std::pair(b.begin, b.end);
   });

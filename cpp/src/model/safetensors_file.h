@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A .safetensors file, validated once when it is opened, so that every tensor lies inside the file
-// and no two overlap. Knows no model. Anything wrong with the file throws ModelFileError naming the
-// file, what was seen and what is allowed. Reading is thread-safe.
+// A .safetensors file. Its header is validated when the file is opened: every tensor lies inside
+// the file, and no two overlap. An invalid file throws ModelFileError, which names the file, the
+// value seen and the values allowed. Reading is thread-safe.
 
 #include <cstddef>
 #include <cstdint>
@@ -33,7 +33,7 @@ class SafetensorsFile final {
   [[nodiscard]] std::vector<std::string_view> names() const;
   [[nodiscard]] std::optional<StoredTensor> find(std::string_view name) const;
 
-  // Fills `to` with the bytes of the tensor from `first` on. Throws ModelFileError where the file
+  // Fills `to` with the bytes of the tensor from `first` on. Throws ModelFileError when the file
   // has been shortened since it was opened.
   void read(const StoredTensor& tensor, int64_t first, std::span<std::byte> to) const;
 

@@ -22,8 +22,8 @@ namespace {
   constexpr uint32_t kRebias = 112u << 23;  // exponent bias 127 instead of 15
   const uint32_t magnitude = half & 0x7fffu;
   const uint32_t normal = (magnitude << 13) + kRebias;
-  // 0.5 + mantissa * 2^-24, exactly, less 0.5: never computes with a float32 subnormal, which the
-  // host application may have told the processor to flush to zero.
+  // Exactly 0.5 + mantissa * 2^-24, minus 0.5. This never computes with a float32 subnormal, which
+  // the host application may have told the processor to flush to zero.
   const uint32_t subnormal =
       std::bit_cast<uint32_t>(std::bit_cast<float>(0x3f000000u + magnitude) - 0.5f);
   uint32_t bits = magnitude < 0x0400u ? subnormal : normal;
@@ -38,7 +38,7 @@ template <class Value>
   return reinterpret_cast<uintptr_t>(data) % alignof(Value) == 0;
 }
 
-// Values side by side, at addresses that suit their types.
+// Converts contiguous values whose addresses are aligned for their types.
 template <class In, class Out, class Convert>
 void convert_aligned(const std::byte* in, int64_t count, std::byte* out, Convert convert) {
   const In* __restrict from = reinterpret_cast<const In*>(in);
@@ -49,10 +49,9 @@ void convert_aligned(const std::byte* in, int64_t count, std::byte* out, Convert
   for (int64_t i = 0; i < count; ++i) to[i] = convert(from[i]);
 }
 
-// One row, converted in chunks by way of local arrays: the memcpys around them accept any
-// alignment.
+// Converts one row in chunks through local arrays; the memcpys around them accept any alignment.
 template <class In, class Out, class Convert>
-void convert_row(const Source& source, int64_t row, std::byte* out, Convert convert) {
+void convert_row(const SourceMatrix& source, int64_t row, std::byte* out, Convert convert) {
   constexpr auto kInBytes = static_cast<int64_t>(sizeof(In));
   constexpr auto kOutBytes = static_cast<int64_t>(sizeof(Out));
   const std::byte* in = source.data + row * source.row_stride * kInBytes;
@@ -76,7 +75,8 @@ void convert_row(const Source& source, int64_t row, std::byte* out, Convert conv
 }
 
 template <class In, class Out, class Convert>
-void convert(const CpuContext& ctx, const Source& source, std::byte* out, Convert convert_one) {
+void convert(const CpuContext& ctx, const SourceMatrix& source, std::byte* out,
+             Convert convert_one) {
   const int64_t row_bytes = source.cols * static_cast<int64_t>(sizeof(Out));
   for_rows(ctx, source.rows, source.cols, [&](int64_t row) {
     convert_row<In, Out>(source, row, out + row * row_bytes, convert_one);
@@ -84,7 +84,7 @@ void convert(const CpuContext& ctx, const Source& source, std::byte* out, Conver
 }
 
 template <class Value>
-void copy(const CpuContext& ctx, const Source& source, std::byte* out) {
+void copy(const CpuContext& ctx, const SourceMatrix& source, std::byte* out) {
   if (source.col_stride != 1) {
     convert<Value, Value>(ctx, source, out, [](Value value) { return value; });
     return;
@@ -97,7 +97,8 @@ void copy(const CpuContext& ctx, const Source& source, std::byte* out) {
 }
 
 // The pairs that put() lets through; float16 to bfloat16 is not one of them.
-void convert(const CpuContext& ctx, const Source& source, DType from, std::byte* out, DType to) {
+void convert(const CpuContext& ctx, const SourceMatrix& source, DType from, std::byte* out,
+             DType to) {
   if (to == DType::kBFloat16) {
     PACELINE_CHECK(from != DType::kFloat16);
     if (from == DType::kBFloat16) return copy<uint16_t>(ctx, source, out);
@@ -120,7 +121,7 @@ void convert(const CpuContext& ctx, const Source& source, DType from, std::byte*
   }
 }
 
-// What a thread reads at once: small enough to stay in its cache until it has been converted.
+// The elements that a thread reads at once: few enough to stay in its cache until it converts them.
 constexpr int64_t kPieceElements = 1 << 15;
 
 // The first exception of bodies that run on several threads, which must not throw.
@@ -147,7 +148,7 @@ class FirstException {
   std::exception_ptr exception_;
 };
 
-// Elements [first, first + count) of a tensor, read and converted.
+// Reads and converts elements [first, first + count) of a tensor.
 void read_elements(const CpuContext& ctx, const ModelBuilder::ReadBytes& read, DType from,
                    int64_t first, int64_t count, std::byte* out, DType to) {
   const int64_t in_bytes = dtype_bytes(from);
@@ -168,7 +169,7 @@ void read_elements(const CpuContext& ctx, const ModelBuilder::ReadBytes& read, D
         std::byte* const into = from == to ? target : buffer.get();
         read((first + element) * in_bytes, {into, static_cast<size_t>(length * in_bytes)});
         if (from == to) continue;
-        const Source row = {
+        const SourceMatrix row = {
             .data = into, .rows = 1, .cols = length, .row_stride = length, .col_stride = 1};
         convert(CpuContext(), row, from, target, to);
       }
@@ -185,11 +186,11 @@ void read_elements(const CpuContext& ctx, const ModelBuilder::ReadBytes& read, D
 
 }  // namespace
 
-std::vector<int32_t> read_tokens(std::string_view name, const Source& source, DType dtype,
+std::vector<int32_t> read_tokens(std::string_view name, const SourceMatrix& source, DType dtype,
                                  int32_t vocab_size) {
   std::vector<int32_t> tokens;
   tokens.reserve(static_cast<size_t>(source.cols));
-  std::vector<int64_t> place_of(static_cast<size_t>(vocab_size), -1);
+  std::vector<int64_t> row_of(static_cast<size_t>(vocab_size), -1);
   for (int64_t i = 0; i < source.cols; ++i) {
     const std::byte* from = source.data + i * source.col_stride * dtype_bytes(dtype);
     int64_t token = 0;
@@ -204,59 +205,59 @@ std::vector<int32_t> read_tokens(std::string_view name, const Source& source, DT
       throw InvalidArgument(concat(quoted(name), "[", i, "] is ", token, "; allowed: 0 to ",
                                    vocab_size - 1, " (tokens of the target, not offsets)"));
     }
-    // Two rows with one token would share their noise, and their law would not be that of a draw.
-    int64_t& place = place_of[static_cast<size_t>(token)];
-    if (place >= 0) {
-      throw InvalidArgument(concat(quoted(name), "[", place, "] and [", i, "] are both ", token,
+    // Two rows of one token would share their noise, so their draw would not follow the softmax.
+    int64_t& row = row_of[static_cast<size_t>(token)];
+    if (row >= 0) {
+      throw InvalidArgument(concat(quoted(name), "[", row, "] and [", i, "] are both ", token,
                                    "; allowed: each token once"));
     }
-    place = i;
+    row = i;
     tokens.push_back(static_cast<int32_t>(token));
   }
   return tokens;
 }
 
-void place(const CpuContext& ctx, const Source& source, DType from, const Slot& slot,
-           const DeviceBuffer& arena) {
-  std::byte* to = arena.data() + slot.offset;
+void copy_weight(const CpuContext& ctx, const SourceMatrix& source, DType from,
+                 const NamedWeight& named, const DeviceBuffer& arena) {
+  std::byte* to = arena.data() + named.offset;
   DeviceMemory& memory = arena.memory();
-  if (memory.is_host_memory()) return convert(ctx, source, from, to, slot.dtype);
-  const int64_t row_bytes = source.cols * dtype_bytes(slot.dtype);
+  if (memory.is_host_memory()) return convert(ctx, source, from, to, named.dtype);
+  const int64_t row_bytes = source.cols * dtype_bytes(named.dtype);
   for (int64_t row = 0; row < source.rows;) {
     const std::span<std::byte> staging = memory.staging();
     const auto capacity = static_cast<int64_t>(staging.size());
-    Source piece = source;
+    SourceMatrix piece = source;
     if (row_bytes <= capacity) {
       piece.rows = std::min(source.rows - row, capacity / row_bytes);
       piece.data += row * source.row_stride * dtype_bytes(from);
-      convert(ctx, piece, from, staging.data(), slot.dtype);
+      convert(ctx, piece, from, staging.data(), named.dtype);
       memory.upload_staged(to + row * row_bytes, piece.rows * row_bytes);
       row += piece.rows;
     } else {  // a row longer than the buffer, of an embedding of unheard-of width
       std::vector<std::byte> whole(static_cast<size_t>(row_bytes));
       piece.rows = 1;
       piece.data += row * source.row_stride * dtype_bytes(from);
-      convert(ctx, piece, from, whole.data(), slot.dtype);
+      convert(ctx, piece, from, whole.data(), named.dtype);
       memory.upload(to + row * row_bytes, whole.data(), row_bytes);
       ++row;
     }
   }
 }
 
-void place(const CpuContext& ctx, const ModelBuilder::ReadBytes& read, DType from, const Slot& slot,
-           const DeviceBuffer& arena) {
-  std::byte* to = arena.data() + slot.offset;
+void copy_weight(const CpuContext& ctx, const ModelBuilder::ReadBytes& read, DType from,
+                 const NamedWeight& named, const DeviceBuffer& arena) {
+  std::byte* to = arena.data() + named.offset;
   DeviceMemory& memory = arena.memory();
-  const int64_t elements = slot.elements();
+  const int64_t elements = named.elements();
   if (memory.is_host_memory()) {
-    return read_elements(ctx, read, from, /*first=*/0, elements, to, slot.dtype);
+    return read_elements(ctx, read, from, /*first=*/0, elements, to, named.dtype);
   }
-  const int64_t out_bytes = dtype_bytes(slot.dtype);
+  const int64_t out_bytes = dtype_bytes(named.dtype);
   for (int64_t first = 0; first < elements;) {
     const std::span<std::byte> staging = memory.staging();
     const int64_t count =
         std::min(elements - first, static_cast<int64_t>(staging.size()) / out_bytes);
-    read_elements(ctx, read, from, first, count, staging.data(), slot.dtype);
+    read_elements(ctx, read, from, first, count, staging.data(), named.dtype);
     memory.upload_staged(to + first * out_bytes, count * out_bytes);
     first += count;
   }

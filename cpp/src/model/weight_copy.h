@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Copies weights into their places, converting dtypes.
+// Copies weights into the arena and converts their dtypes.
 
 #include <cstddef>
 #include <cstdint>
@@ -17,9 +17,9 @@
 
 namespace paceline {
 
-// A matrix as its owner has it; a vector is one row. Strides in elements. `data` may lie at any
-// address, so it is only ever read by memcpy.
-struct Source {
+// A matrix in the caller's memory; a vector is one row. Strides are in elements. `data` may have
+// any alignment.
+struct SourceMatrix {
   const std::byte* data;
   int64_t rows;
   int64_t cols;
@@ -27,10 +27,10 @@ struct Source {
   int64_t col_stride;
 };
 
-// Below so many elements, waking threads costs more than the copy.
+// With fewer elements, waking threads costs more than the copy.
 inline constexpr int64_t kParallelElements = 1 << 16;
 
-// Calls body(row) for every row, on several threads when there is enough to do.
+// Calls body(row) for every row, on several threads where that pays.
 template <class Body>
 void for_rows(const CpuContext& ctx, int64_t rows, int64_t row_elements, const Body& body) {
   if (rows * row_elements < kParallelElements) {
@@ -42,18 +42,19 @@ void for_rows(const CpuContext& ctx, int64_t rows, int64_t row_elements, const B
   });
 }
 
-// Token ids of either width, each a token of the vocabulary.
-[[nodiscard]] std::vector<int32_t> read_tokens(std::string_view name, const Source& source,
+// The token ids in `source`, int32 or int64. Throws InvalidArgument unless each is a token of the
+// vocabulary and occurs once.
+[[nodiscard]] std::vector<int32_t> read_tokens(std::string_view name, const SourceMatrix& source,
                                                DType dtype, int32_t vocab_size);
 
-// Converts a tensor into its place: at once in the host's memory, else by way of the staging
-// buffer.
-void place(const CpuContext& ctx, const Source& source, DType from, const Slot& slot,
-           const DeviceBuffer& arena);
+// Converts a tensor into the arena: directly where that is host memory, otherwise through the
+// staging buffer.
+void copy_weight(const CpuContext& ctx, const SourceMatrix& source, DType from,
+                 const NamedWeight& named, const DeviceBuffer& arena);
 
-// The same of a row-major tensor that `read` gives in pieces, to several threads at once. Rethrows
+// The same for a row-major tensor that `read` gives in pieces, to several threads at once. Rethrows
 // what `read` throws.
-void place(const CpuContext& ctx, const ModelBuilder::ReadBytes& read, DType from, const Slot& slot,
-           const DeviceBuffer& arena);
+void copy_weight(const CpuContext& ctx, const ModelBuilder::ReadBytes& read, DType from,
+                 const NamedWeight& named, const DeviceBuffer& arena);
 
 }  // namespace paceline

@@ -17,27 +17,28 @@ void lay_out_layer(const DecoderConfig& config, size_t index, Carver& carver,
   const int64_t kv_size = attention.num_kv_heads * head_dim;
   const int64_t intermediate = layer.mlp.intermediate;
   const auto norm = [&](const char* which, int64_t size) {
-    return carver.vector({{name + which, size}}, Dummy::kNeutralNorm);
+    return carver.vector({{name + which, size}}, DummyKind::kNeutralNorm);
   };
 
   const bool has_attn_norm = index > 0 || !config.drafter || config.drafter->has_attn_norm;
   if (has_attn_norm) weights.attn_norm = norm("attn_norm.weight", hidden);
   const KvInputs inputs = kv_inputs(attention);
   const auto qkv_parts = [&](const char* which) {
-    std::vector<Part> parts = {{name + "attn.q" + which, q_size}};
+    std::vector<WeightPart> parts = {{name + "attn.q" + which, q_size}};
     if (inputs != KvInputs::kNone) parts.push_back({name + "attn.k" + which, kv_size});
     if (inputs == KvInputs::kKeysAndValues) parts.push_back({name + "attn.v" + which, kv_size});
     return parts;
   };
   weights.qkv = carver.matrix(qkv_parts(".weight"), config.qkv_inputs(index));
-  if (attention.has_qkv_bias) weights.qkv_bias = carver.vector(qkv_parts(".bias"), Dummy::kZero);
+  if (attention.has_qkv_bias)
+    weights.qkv_bias = carver.vector(qkv_parts(".bias"), DummyKind::kZero);
   if (attention.has_qk_norm) {
     weights.q_norm = norm("attn.q_norm.weight", head_dim);
     if (inputs != KvInputs::kNone) weights.k_norm = norm("attn.k_norm.weight", head_dim);
   }
   weights.o = carver.matrix({{name + "attn.o.weight", hidden}}, q_size);
   if (attention.has_o_bias) {
-    weights.o_bias = carver.vector({{name + "attn.o.bias", hidden}}, Dummy::kZero);
+    weights.o_bias = carver.vector({{name + "attn.o.bias", hidden}}, DummyKind::kZero);
   }
   if (config.has_post_norms) weights.attn_post_norm = norm("attn_post_norm.weight", hidden);
 
@@ -48,8 +49,8 @@ void lay_out_layer(const DecoderConfig& config, size_t index, Carver& carver,
   if (layer.mlp.has_bias) {
     weights.gate_up_bias = carver.vector(
         {{name + "mlp.gate.bias", intermediate}, {name + "mlp.up.bias", intermediate}},
-        Dummy::kZero);
-    weights.down_bias = carver.vector({{name + "mlp.down.bias", hidden}}, Dummy::kZero);
+        DummyKind::kZero);
+    weights.down_bias = carver.vector({{name + "mlp.down.bias", hidden}}, DummyKind::kZero);
   }
   if (config.has_post_norms) weights.mlp_post_norm = norm("mlp_post_norm.weight", hidden);
 
@@ -58,18 +59,18 @@ void lay_out_layer(const DecoderConfig& config, size_t index, Carver& carver,
     weights.per_layer_proj = carver.matrix({{name + "per_layer.proj.weight", hidden}}, size);
     weights.per_layer_norm = norm("per_layer.norm.weight", hidden);
   }
-  if (config.has_layer_scale) weights.scale = carver.vector({{name + "scale", 1}}, Dummy::kOne);
+  if (config.has_layer_scale) weights.scale = carver.vector({{name + "scale", 1}}, DummyKind::kOne);
 }
 
 void lay_out_head(const DecoderConfig& config, Carver& carver, DraftHeadWeights& weights) {
   const DrafterConfig& drafter = *config.drafter;
   const auto norm = [&](const std::string& name, int64_t size) {
-    return carver.vector({{name, size}}, Dummy::kNeutralNorm);
+    return carver.vector({{name, size}}, DummyKind::kNeutralNorm);
   };
   const int64_t fc_width = drafter.fc_width();
   weights.fc = carver.matrix({{"fc.weight", config.hidden}}, fc_width);
   if (drafter.has_fc_bias) {
-    weights.fc_bias = carver.vector({{"fc.bias", config.hidden}}, Dummy::kZero);
+    weights.fc_bias = carver.vector({{"fc.bias", config.hidden}}, DummyKind::kZero);
   }
   if (drafter.norm_before_fc) weights.fc_input_norm = norm("fc_input_norm.weight", fc_width);
   weights.fc_norms.clear();
@@ -87,8 +88,7 @@ void lay_out_head(const DecoderConfig& config, Carver& carver, DraftHeadWeights&
     weights.token_ordering =
         carver.tokens("token_ordering", drafter.draft_vocab_size, /*is_optional=*/false);
   } else if (drafter.owns_lm_head) {
-    // A head over the whole vocabulary has its rows in the order of the tokens, unless it says
-    // otherwise.
+    // Without this table, row i of an LM head over the whole vocabulary is that of token i.
     weights.draft_to_target =
         carver.tokens("draft_to_target", drafter.draft_vocab_size,
                       /*is_optional=*/drafter.draft_vocab_size == config.vocab_size);
@@ -108,14 +108,15 @@ void lay_out(const DecoderConfig& config, Carver& carver, DecoderWeights& weight
     weights.lm_head = carver.matrix({{"lm_head.weight", config.lm_head_rows()}}, config.hidden);
   }
   if (drafter == nullptr || drafter->has_final_norm) {
-    weights.final_norm = carver.vector({{"final_norm.weight", config.hidden}}, Dummy::kNeutralNorm);
+    weights.final_norm =
+        carver.vector({{"final_norm.weight", config.hidden}}, DummyKind::kNeutralNorm);
   }
   if (const PerLayerInputsConfig& inputs = config.per_layer_inputs; inputs.size > 0) {
     const int64_t width = inputs.size * static_cast<int64_t>(config.layers.size());
     weights.per_layer_embed = carver.matrix({{"per_layer.embed.weight", inputs.vocab_size}}, width);
     weights.per_layer_proj = carver.matrix({{"per_layer.proj.weight", width}}, config.hidden);
     weights.per_layer_norm =
-        carver.vector({{"per_layer.norm.weight", inputs.size}}, Dummy::kNeutralNorm);
+        carver.vector({{"per_layer.norm.weight", inputs.size}}, DummyKind::kNeutralNorm);
   }
   weights.layers.resize(config.layers.size());
   for (size_t i = 0; i < config.layers.size(); ++i) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Where every named tensor of a decoder lies in the arena of its weights. Knows no values.
+// The layout of a decoder's weights in their arena, tensor by tensor. This file knows no values.
 
 #include <array>
 #include <cstddef>
@@ -21,18 +21,18 @@ namespace paceline {
 
 inline constexpr int64_t kWeightAlignment = 64;  // bytes, of every region of the arena
 
-// What fill_dummy gives a weight.
-enum class Dummy : uint8_t { kNormal, kNeutralNorm, kOne, kZero, kSpreadTokens };
+// The values that fill_dummy gives a weight.
+enum class DummyKind : uint8_t { kNormal, kNeutralNorm, kOne, kZero, kSpreadTokens };
 
-// Where one named tensor lies in the arena.
-struct Slot {
+// One tensor of the canonical names, and its location in the arena.
+struct NamedWeight {
   std::string name;
-  std::array<int64_t, 2> shape = {};  // of a vector: the first only
+  std::array<int64_t, 2> shape = {};  // a vector has the first only
   size_t rank = 0;
   DType dtype = DType::kFloat32;
-  Dummy dummy = Dummy::kNormal;
-  int64_t offset = 0;
-  bool is_optional = false;  // of a model that is complete without it
+  DummyKind dummy = DummyKind::kNormal;
+  int64_t offset = 0;        // bytes from the start of the arena
+  bool is_optional = false;  // the model is complete without it
   bool is_filled = false;
 
   [[nodiscard]] int64_t elements() const { return rank == 2 ? shape[0] * shape[1] : shape[0]; }
@@ -40,29 +40,29 @@ struct Slot {
 };
 
 // One tensor of a region: `rows` rows of a matrix, or elements of a vector.
-struct Part {
+struct WeightPart {
   std::string name;
   int64_t rows;
 };
 
-// Hands out aligned regions of the arena in order. Run over the model twice by lay_out's caller,
-// first without a base to learn the size and then to set the pointers, so that size and layout
-// cannot disagree.
+// Hands out aligned regions of the arena in order. The caller of lay_out runs it twice: first
+// without a base to learn the size, then with one to set the pointers. Size and layout thus cannot
+// disagree.
 class Carver final {
  public:
   Carver(DType dtype, std::byte* base) : dtype_(dtype), base_(base) {}
 
-  // The rows of all parts, one after the other.
-  const std::byte* matrix(const std::vector<Part>& parts, int64_t cols) {
+  // The rows of all parts follow each other.
+  const std::byte* matrix(const std::vector<WeightPart>& parts, int64_t cols) {
     const int64_t begin = open();
-    for (const Part& part : parts) {
+    for (const WeightPart& part : parts) {
       add({.name = part.name, .shape = {part.rows, cols}, .rank = 2, .dtype = dtype_});
     }
     return base_ == nullptr ? nullptr : base_ + begin;
   }
-  const float* vector(const std::vector<Part>& parts, Dummy dummy) {
+  const float* vector(const std::vector<WeightPart>& parts, DummyKind dummy) {
     const int64_t begin = open();
-    for (const Part& part : parts) {
+    for (const WeightPart& part : parts) {
       add({.name = part.name, .shape = {part.rows, 0}, .rank = 1, .dummy = dummy});
     }
     return base_ == nullptr ? nullptr : reinterpret_cast<const float*>(base_ + begin);
@@ -74,31 +74,32 @@ class Carver final {
          .shape = {count, 0},
          .rank = 1,
          .dtype = DType::kInt32,
-         .dummy = Dummy::kSpreadTokens,
+         .dummy = DummyKind::kSpreadTokens,
          .is_optional = is_optional});
     return base_ == nullptr ? nullptr : reinterpret_cast<const int32_t*>(base_ + begin);
   }
 
   [[nodiscard]] int64_t bytes() const { return bytes_; }
-  [[nodiscard]] std::vector<Slot> take_slots() { return std::move(slots_); }
+  [[nodiscard]] std::vector<NamedWeight> take_named_weights() { return std::move(named_weights_); }
 
  private:
   int64_t open() {
     return bytes_ = (bytes_ + kWeightAlignment - 1) / kWeightAlignment * kWeightAlignment;
   }
-  void add(Slot slot) {
-    slot.offset = bytes_;
+  void add(NamedWeight named) {
+    named.offset = bytes_;
     // No sum overflows: parse_decoder_config bounds the bytes of a whole model.
-    bytes_ += checked_mul(slot.elements(), dtype_bytes(slot.dtype));
-    slots_.push_back(std::move(slot));
+    bytes_ += checked_mul(named.elements(), dtype_bytes(named.dtype));
+    named_weights_.push_back(std::move(named));
   }
 
   DType dtype_;
   std::byte* base_;
   int64_t bytes_ = 0;
-  std::vector<Slot> slots_;
+  std::vector<NamedWeight> named_weights_;
 };
 
+// Carves regions for all weights of the decoder and sets the pointers of `weights`.
 void lay_out(const DecoderConfig& config, Carver& carver, DecoderWeights& weights);
 
 }  // namespace paceline
