@@ -306,7 +306,7 @@ def test_a_wrong_fact_shows(fact: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def _check_that_it_shows(
     spec: TinySpec, change: Callable[[dict[str, Any]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from paceline.loader.families import Family
+    from paceline.loader.family import Family
 
     original = Family.config_for
 

@@ -13,7 +13,8 @@ import pytest
 from paceline.bench import models as bench_models
 from paceline.loader import Target, decoder_config, drafter_config, families
 from paceline.loader.gemma4_assistant import translate_assistant
-from paceline.loader.hf_config import Section, parse_hf_config
+from paceline.loader.hf_config import parse_hf_config
+from paceline.loader.section import Section
 from tiny_models import FULL, SLIDING
 
 ROPES = {

@@ -14,8 +14,8 @@ from errors import raises
 from hf_configs import GEMMA3, GEMMA4, LLAMA, LLAMA3_ROPE, QWEN3
 from paceline import loader
 from paceline._core import ModelFileError
-from paceline.loader import decoder, families, hf_config
-from paceline.loader.hf_config import RopeSettings
+from paceline.loader import families, hf_config
+from paceline.loader.rope import RopeSettings, inverse_frequencies
 from tiny_models import FULL, SLIDING, TinySpec, make, read_json
 
 # As published, but for what the text part has no use for.
@@ -382,8 +382,8 @@ def test_frequencies_equal_transformers(
 
 
 def test_frequencies_by_hand() -> None:
-    assert decoder.inverse_frequencies(RopeSettings(theta=10_000.0), 4) == [
+    assert inverse_frequencies(RopeSettings(theta=10_000.0), 4) == [
         1.0,
         float(np.float32(0.01)),
     ]
-    assert decoder.inverse_frequencies(RopeSettings("linear", 10_000.0, 4.0), 2) == [0.25]
+    assert inverse_frequencies(RopeSettings("linear", 10_000.0, 4.0), 2) == [0.25]

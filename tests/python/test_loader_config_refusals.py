@@ -14,7 +14,7 @@ from errors import raises
 from hf_configs import GEMMA3, GEMMA4, LLAMA, LLAMA3_ROPE, QWEN3
 from paceline import loader
 from paceline._core import ModelFileError, ModelNotFoundError
-from paceline.loader import hf_config
+from paceline.loader import section
 from paceline.loader.checkpoint import open_checkpoint
 from tiny_models import FULL, SLIDING, write_json
 
@@ -257,6 +257,6 @@ def test_missing_config(copy_of: Callable[..., Path]) -> None:
 def test_huge_config(copy_of: Callable[..., Path]) -> None:
     path = copy_of()
     with (path / "config.json").open("r+b") as file:
-        file.truncate(hf_config.MAX_CONFIG_BYTES + 1)
+        file.truncate(section.MAX_CONFIG_BYTES + 1)
     with raises(ModelFileError, path / "config.json", "bytes", "at most"):
         open_checkpoint(path)

@@ -17,7 +17,7 @@ from typing import Any, Final
 from paceline._core import ModelFileError
 from paceline.limits import MAX_SPECULATIVE_TOKENS
 
-from .checkpoint import Checkpoint, RawShard, open_checkpoint
+from .checkpoint import Checkpoint, open_checkpoint
 from .drafter_checkpoint import (
     DRAFT_MODEL,
     DrafterCheckpoint,
@@ -29,6 +29,7 @@ from .drafters import Target
 from .families import check_dtype
 from .pickles import convert_pickle, has_only_pickle
 from .tokenizer import TOKENIZER_NAME, TokenizerInfo, check_tokenizers, load_tokenizer
+from .weight_files import RawShard
 
 FOLDER_FORMAT: Final = "paceline-folder-1"
 FOLDER_NAME: Final = "paceline.json"

@@ -14,22 +14,17 @@ from typing import TYPE_CHECKING, Any, Final
 from paceline import _core
 from paceline._core import ModelFileError
 
-from .checkpoint import (
-    INDEX_NAME,
-    WEIGHTS_NAME,
-    BoundTensor,
-    RawShard,
-    Shard,
-    _bind,
-    _check_directory,
-    _open_shards,
-)
-from .decoder import Family
+from .binding import BoundTensor, bind
+from .checkpoint import _check_directory
+from .drafter_ids import read_map, read_ordering
 from .drafters import GEMMA4_MTP, KINDS, Target
-from .eagle import guess_facts, read_facts, translate_eagle
-from .gemma4_assistant import CENTROIDS, PRE_PROJECTION, TOKEN_ORDERING, translate_assistant
-from .hf_config import Section, read_json_object
+from .eagle import translate_eagle
+from .eagle_facts import guess_facts, read_facts
+from .family import Family
+from .gemma4_assistant import CENTROIDS, PRE_PROJECTION, translate_assistant
 from .kinds import kind_of_config, kind_of_tensors
+from .section import Section, read_json_object
+from .weight_files import INDEX_NAME, WEIGHTS_NAME, RawShard, Shard, open_shards
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,8 +35,6 @@ PICKLE_NAME: Final = "pytorch_model.bin"
 # The canonical names of `d2t`, once it holds ids of the target, and of an assistant's token order.
 MAP_NAME: Final = "draft_to_target"
 ORDERING_NAME: Final = "token_ordering"
-
-_INTEGERS: Final = {"I64": "<i8", "I32": "<i4"}
 
 
 @dataclass(frozen=True)
@@ -121,7 +114,7 @@ def detect_method(path: str | os.PathLike[str], method: str | None = None) -> st
     top = _read_config(directory)
     stated = kind_of_config(top)
     check_no_pickle(directory)
-    shards, _ = _open_shards(directory)
+    shards, _ = open_shards(directory)
     seen, sign = kind_of_tensors(_owners(shards))
     if stated is not None and seen is not None and stated != seen:
         raise ModelFileError(
@@ -181,20 +174,20 @@ def open_drafter(
     if kind not in KINDS:
         raise ValueError(f"{directory}: a {kind!r}; expected one of {', '.join(map(repr, KINDS))}")
     top = _read_config(directory)
-    shards, listing = _open_shards(directory)
+    shards, listing = open_shards(directory)
     owners = _owners(shards)
     draft_to_target = token_ordering = None
     if kind == GEMMA4_MTP:
         family, notes = translate_assistant(top, target, has_centroids=CENTROIDS in owners)
-        tensors = _bind(family, shards, listing, top.source)
+        tensors = bind(family, shards, listing, top.source)
         if CENTROIDS in owners:
-            token_ordering = _read_ordering(owners, target.vocab_size)
+            token_ordering = read_ordering(owners, target.vocab_size)
     else:
         facts = read_facts({name: _shape(shard, name) for name, shard in owners.items()})
         family, notes = translate_eagle(kind, top, facts, target)
-        tensors = _bind(family, shards, listing, top.source)
+        tensors = bind(family, shards, listing, top.source)
         if facts.has_map:
-            draft_to_target = _read_map(
+            draft_to_target = read_map(
                 owners, facts.prefix, facts.draft_vocab_size or 0, target.vocab_size
             )
     notes += _dtype_notes(tensors, target.weight_dtype)
@@ -310,112 +303,3 @@ def _dtype_notes(tensors: tuple[BoundTensor, ...], weight_dtype: str) -> list[st
         return []
     names = " and ".join(sorted(stored))
     return [f"weights stored as {names} are rounded to bfloat16, the target's dtype"]
-
-
-# ---- ids ---------------------------------------------------------------------------------------
-
-
-def _read_ids(shard: Shard, name: str, count: int, meaning: str) -> npt.NDArray[np.int64]:
-    """Reads a list of integers."""
-    import numpy as np
-
-    dtype, shape, _ = shard.file.info(name)
-    where = f"{shard.path}: tensor {name!r}"
-    if dtype not in _INTEGERS:
-        raise ModelFileError(f"{where} is stored as {dtype}; expected {' or '.join(_INTEGERS)}")
-    if tuple(shape) != (count,):
-        raise ModelFileError(f"{where} has shape {list(shape)}; expected [{count}], {meaning}")
-    return _read_array(shard, name, _INTEGERS[dtype]).astype(np.int64)
-
-
-def _read_ordering(owners: Mapping[str, Shard], vocab_size: int) -> npt.NDArray[np.int32]:
-    """Reads the ids of an assistant's clusters, cluster by cluster: each id once."""
-    import numpy as np
-
-    name = TOKEN_ORDERING
-    if name not in owners:
-        raise ModelFileError(
-            f"{owners[CENTROIDS].path}: tensor {CENTROIDS!r} is in the weights, but {name!r} is "
-            "not; expected both or none of the two"
-        )
-    where = f"{owners[name].path}: tensor {name!r}"
-    ids = _read_ids(owners[name], name, vocab_size, "an id of the target in each place")
-    is_bad = (ids < 0) | (ids >= vocab_size)
-    if is_bad.any():
-        place = int(is_bad.argmax())
-        raise ModelFileError(
-            f"{where}[{place}] is {int(ids[place])}; expected ids from 0 to {vocab_size - 1}"
-        )
-    counts = np.bincount(ids, minlength=vocab_size)
-    if counts.max() > 1:
-        token = int(counts.argmax())
-        first, second = (int(place) for place in np.flatnonzero(ids == token)[:2])
-        raise ModelFileError(
-            f"{where} has id {token} in places {first} and {second}; expected every id once"
-        )
-    return ids.astype(np.int32)
-
-
-def _read_map(
-    owners: Mapping[str, Shard], prefix: str, num_rows: int, vocab_size: int
-) -> npt.NDArray[np.int32]:
-    """Reads `d2t`, offsets that are added to the row, as ids of the target; and checks `t2d`."""
-    import numpy as np
-
-    name = f"{prefix}d2t" if f"{prefix}d2t" in owners else "d2t"
-    where = f"{owners[name].path}: tensor {name!r}"
-    offsets = _read_ids(owners[name], name, num_rows, "a value for each row of 'lm_head.weight'")
-    rows = np.arange(num_rows, dtype=np.int64)
-    # An offset near the end of int64 would wrap around and could come back into the range.
-    is_bad = (offsets < -rows) | (offsets >= vocab_size - rows)
-    ids = rows + np.where(is_bad, 0, offsets)
-    if is_bad.any():
-        row = int(is_bad.argmax())
-        raise ModelFileError(
-            f"{where}[{row}] is {int(offsets[row])}, which is row {row} as token id "
-            f"{row + int(offsets[row])}; expected ids from 0 to {vocab_size - 1}, as offsets "
-            "from the row"
-        )
-    unique, counts = np.unique(ids, return_counts=True)
-    if len(unique) != num_rows:
-        token = int(unique[(counts > 1).argmax()])
-        first, second = (int(row) for row in np.flatnonzero(ids == token)[:2])
-        raise ModelFileError(
-            f"{where} gives rows {first} and {second} the same token id {token}; expected another "
-            "one for each row"
-        )
-    _check_mask(owners, prefix, unique, vocab_size)
-    return ids.astype(np.int32)
-
-
-def _check_mask(
-    owners: Mapping[str, Shard], prefix: str, ids: npt.NDArray[np.int64], vocab_size: int
-) -> None:
-    """`t2d` marks the ids that `d2t` reaches, where a file has it."""
-    import numpy as np
-
-    name = f"{prefix}t2d" if f"{prefix}t2d" in owners else "t2d"
-    if name not in owners:
-        return
-    shard = owners[name]
-    dtype, shape, _ = shard.file.info(name)
-    where = f"{shard.path}: tensor {name!r}"
-    if dtype not in ("BOOL", "U8") or tuple(shape) != (vocab_size,):
-        raise ModelFileError(
-            f"{where} is {dtype} of shape {list(shape)}; expected BOOL of shape [{vocab_size}], a "
-            "mark for each id of the target"
-        )
-    marked = np.flatnonzero(_read_array(shard, name, "u1"))
-    if not np.array_equal(marked, ids):
-        raise ModelFileError(
-            f"{where} marks {len(marked)} ids, but 'd2t' reaches {len(ids)}"
-            f"{'' if len(marked) != len(ids) else ' others'}; expected the same ids"
-        )
-
-
-def _read_array(shard: Shard, name: str, dtype: str) -> npt.NDArray[Any]:
-    import numpy as np
-
-    with RawShard(shard.path) as raw:
-        values: npt.NDArray[Any] = np.frombuffer(raw.view(name), np.dtype(dtype)).copy()
-    return values

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .decoder import Sizes
-from .hf_config import Section
+from .section import Section
 
 EAGLE: Final = "eagle"
 EAGLE3: Final = "eagle3"

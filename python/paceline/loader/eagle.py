@@ -13,201 +13,28 @@ configuration that says otherwise is refused.
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from paceline._core import ModelFileError
 
-from .decoder import (
-    LINEARS,
-    QK_NORMS,
-    Family,
-    Sizes,
-    TensorSpec,
-    describe,
-    read_activation,
-    read_sizes,
-    same_layers,
-)
+from .decoder import Sizes, describe, read_activation, read_sizes, same_layers
 from .drafters import (
-    EAGLE,
     EAGLE3,
     Target,
     check_same_vocabulary,
     made_for_another,
     take_positions,
 )
+from .eagle_facts import QK_NORM_SOURCES, Facts, aux_layers, layer_section
+from .eagle_tensors import eagle_tensors
 from .families import is_same_family
-from .hf_config import (
-    FULL,
-    LAYER_TYPES,
-    SLIDING,
-    RopeSettings,
-    Section,
-    read_layer_types,
-    read_rope,
-)
+from .family import Family
+from .layer_types import FULL, LAYER_TYPES, SLIDING, read_layer_types
+from .rope import RopeSettings, read_rope
+from .section import Section
 
 LAYER_MODEL_TYPES: Final = ("llama", "qwen3")
-# What EAGLE-3 heads are made for unless they say otherwise: (2, L // 2, L - 3).
-_NUM_DEFAULT_AUX: Final = 3
 _MAP_NAMES: Final = ("d2t", "t2d")
-_QK_NORM_SOURCES: Final = tuple(source for _, source in QK_NORMS)
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What a drafter brings: read from its tensors, or guessed from the configuration.
-
-    Attributes:
-        prefix: What stands before every name but the lm_head's.
-        first_layer: What stands before the tensors of layer 0: "midlayer." or "layers.0.".
-        draft_vocab_size: Rows of its lm_head; None: it has none.
-        fc_shape: Shape of `fc.weight`; None: unknown.
-        has_embedding: It has an embedding table.
-        has_map: It has `d2t`.
-        has_fc_bias: `fc.bias`.
-        has_input_norm: `input_norm.weight`: one norm over all auxiliary states before fc.
-        num_fc_norms: `fc_norm.N.weight`: one norm for each of them.
-        has_attn_norm: A norm before attention in layer 0.
-        has_final_norm: `norm.weight`.
-        has_qk_norm: Norms on q and k.
-        has_qkv_bias: Biases on q, k and v.
-        has_o_bias: A bias on o.
-        has_mlp_bias: Biases on gate, up and down.
-    """
-
-    prefix: str = ""
-    first_layer: str = "layers.0."
-    draft_vocab_size: int | None = None
-    fc_shape: tuple[int, ...] | None = None
-    has_embedding: bool = False
-    has_map: bool = False
-    has_fc_bias: bool = False
-    has_input_norm: bool = False
-    num_fc_norms: int = 0
-    has_attn_norm: bool = True
-    has_final_norm: bool = True
-    has_qk_norm: bool = False
-    has_qkv_bias: bool = False
-    has_o_bias: bool = False
-    has_mlp_bias: bool = False
-
-
-def eagle_kind_of_config(top: Section) -> str | None:
-    """The kind of EAGLE that a configuration names; None: none, so the tensors have to tell.
-
-    Published EAGLE-1 heads call themselves `LlamaForCausalLM`.
-
-    Raises:
-        NotImplementedError: A speculator of the `speculators` package that is not supported.
-    """
-    if top.has("speculators_model_type"):
-        if top.text("speculators_model_type") != "eagle3":
-            raise top.refusal("speculators_model_type", "eagle3")
-        return EAGLE3
-    for name in top.strings("architectures") or []:
-        if re.search("eagle-?3", name, re.IGNORECASE):
-            return EAGLE3
-        if re.search("eagle", name, re.IGNORECASE):
-            return EAGLE
-    return None
-
-
-def eagle_kind_of_tensors(names: Mapping[str, object]) -> tuple[str | None, str]:
-    """The kind of EAGLE that tensors speak for.
-
-    Args:
-        names: The tensors of a checkpoint by name.
-
-    Returns:
-        The kind, None for something without `fc.weight`; and the name of a tensor that shows it.
-    """
-    prefix = _find_prefix(names)
-    if f"{prefix}fc.weight" not in names:
-        return None, ""
-    signs = ("midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight", "midlayer.", "d2t")
-    for sign in signs:
-        for name in names:
-            if name.startswith(prefix + sign):
-                return EAGLE3, name
-    return EAGLE, f"{prefix}fc.weight"
-
-
-def _find_prefix(names: Mapping[str, object]) -> str:
-    """What stands before the names of a drafter's tensors: "" or "model."."""
-    return "model." if "model.fc.weight" in names and "fc.weight" not in names else ""
-
-
-def read_facts(shapes: Mapping[str, tuple[int, ...]]) -> Facts:
-    """Reads what a drafter brings off its tensors.
-
-    Args:
-        shapes: Shape of every tensor by name.
-    """
-    prefix = _find_prefix(shapes)
-    is_midlayer = any(name.startswith(f"{prefix}midlayer.") for name in shapes)
-    layer = "midlayer." if is_midlayer else "layers.0."
-
-    def has(name: str) -> bool:
-        return prefix + name in shapes
-
-    num_fc_norms = 0
-    while has(f"fc_norm.{num_fc_norms}.weight"):
-        num_fc_norms += 1
-    lm_head = shapes.get("lm_head.weight")
-    return Facts(
-        prefix=prefix,
-        first_layer=layer,
-        draft_vocab_size=lm_head[0] if lm_head else None,
-        fc_shape=shapes.get(f"{prefix}fc.weight"),
-        has_embedding=has("embed_tokens.weight"),
-        has_map=has("d2t") or "d2t" in shapes,
-        has_fc_bias=has("fc.bias"),
-        has_input_norm=has("input_norm.weight"),
-        num_fc_norms=num_fc_norms,
-        has_attn_norm=has(f"{layer}input_layernorm.weight"),
-        has_final_norm=has("norm.weight"),
-        has_qk_norm=any(has(layer + source) for source in _QK_NORM_SOURCES),
-        has_qkv_bias=has(f"{layer}self_attn.q_proj.bias"),
-        has_o_bias=has(f"{layer}self_attn.o_proj.bias"),
-        has_mlp_bias=has(f"{layer}mlp.gate_proj.bias"),
-    )
-
-
-def guess_facts(kind: str, top: Section, target: Target) -> Facts:
-    """What a drafter of a configuration brings, where there are no tensors to look at.
-
-    For made-up weights. Embeddings count as the target's where the configuration does not speak of
-    them, and an EAGLE-3 head as one with an lm_head of its own.
-    """
-    layer = _layer_section(top)
-    bias = layer.boolean("attention_bias", False)
-    qk_norm = layer.text("model_type", "llama") == "qwen3"
-    if kind == EAGLE:
-        return Facts(
-            has_attn_norm=False,
-            has_final_norm=False,
-            has_fc_bias=top.boolean("bias", False),
-            has_qk_norm=qk_norm,
-            has_qkv_bias=bias or top.boolean("qkv_bias", False),
-            has_o_bias=bias,
-            has_mlp_bias=layer.boolean("mlp_bias", False),
-        )
-    rows = top.integer("draft_vocab_size", target.vocab_size)
-    num_aux = len(_aux_layers(top) or range(_NUM_DEFAULT_AUX))
-    return Facts(
-        draft_vocab_size=rows,
-        has_map=rows != target.vocab_size,
-        has_input_norm=top.boolean("norm_before_fc", False),
-        num_fc_norms=num_aux if top.boolean("fc_norm", False) else 0,
-        has_qk_norm=qk_norm,
-        has_qkv_bias=bias or top.boolean("qkv_bias", False),
-        has_o_bias=bias,
-        has_mlp_bias=layer.boolean("mlp_bias", False),
-    )
 
 
 def translate_eagle(
@@ -229,7 +56,7 @@ def translate_eagle(
         ModelFileError: A key has a wrong value, or contradicts the tensors.
         NotImplementedError: It needs something that Paceline does not do.
     """
-    layer = _layer_section(top)
+    layer = layer_section(top)
     model_type = layer.text("model_type", "llama")
     if model_type not in LAYER_MODEL_TYPES:
         raise layer.refusal("model_type", ", ".join(LAYER_MODEL_TYPES))
@@ -248,7 +75,7 @@ def translate_eagle(
         seen = "are in the weights" if facts.has_qk_norm else "are not in the weights"
         raise ModelFileError(
             f'{top.source}: key "{layer.name("model_type")}" is {model_type!r}, but '
-            f"{' and '.join(_QK_NORM_SOURCES)} {seen}; expected 'qwen3' with them, 'llama' without"
+            f"{' and '.join(QK_NORM_SOURCES)} {seen}; expected 'qwen3' with them, 'llama' without"
         )
 
     notes: list[str] = []
@@ -267,7 +94,7 @@ def translate_eagle(
     }
     config = _description(kind, top, layer, sizes, facts, target, notes)
     config["drafter"] = drafter
-    tensors = _drafter_tensors(kind, sizes, facts, drafter)
+    tensors = eagle_tensors(kind, sizes, facts, drafter)
     family = Family(
         kind,
         (top.strings("architectures") or [kind])[0],
@@ -277,11 +104,6 @@ def translate_eagle(
         ignored_prefixes=tuple(p + name for p in {"", facts.prefix} for name in _MAP_NAMES),
     )
     return family, notes
-
-
-def _layer_section(top: Section) -> Section:
-    """Where the sizes of the layers stand."""
-    return top.section("transformer_layer_config") or top
 
 
 # ---- does it fit? ------------------------------------------------------------------------------
@@ -437,25 +259,10 @@ def _read_eagle3(top: Section, facts: Facts, target: Target, notes: list[str]) -
     }
 
 
-def _aux_layers(top: Section) -> list[int] | None:
-    """The layers that the configuration names, if it does."""
-    key = "eagle_aux_hidden_state_layer_ids"
-    for section in (top, top.section("eagle_config")):
-        if section is None or not section.has(key):
-            continue
-        value = section.values[key]
-        if not isinstance(value, list) or not all(
-            isinstance(item, int) and not isinstance(item, bool) for item in value
-        ):
-            raise section.error(key, "a list of layers of the target")
-        return list(value)
-    return None
-
-
 def _choose_aux_layers(top: Section, facts: Facts, target: Target, notes: list[str]) -> list[int]:
     """The layers whose incoming residual stream the drafter takes."""
     key = "eagle_aux_hidden_state_layer_ids"
-    named = _aux_layers(top)
+    named = aux_layers(top)
     num_layers = target.num_layers
     chosen = named
     if chosen is None:
@@ -560,101 +367,3 @@ def _rope_of_target(top: Section, head_dim: int, target: Target) -> dict[str, An
         )
     rope: dict[str, Any] = target.config["ropes"][attention["rope"]]
     return rope
-
-
-# ---- the tensors -------------------------------------------------------------------------------
-
-
-def _drafter_tensors(
-    kind: str, sizes: Sizes, facts: Facts, drafter: Mapping[str, Any]
-) -> tuple[TensorSpec, ...]:
-    """Every tensor but `d2t`, in the order in which the drafter is filled."""
-    hidden = (sizes.hidden, "hidden_size")
-    target_hidden = drafter["target_hidden_size"]
-    qo_rows = (sizes.qo_heads * sizes.head_dim, "num_attention_heads * head_dim")
-    kv_rows = (sizes.kv_heads * sizes.head_dim, "num_key_value_heads * head_dim")
-    intermediate = (sizes.intermediate, "intermediate_size")
-    specs: list[TensorSpec] = []
-
-    def add(name: str, source: str, *dims: tuple[int, str]) -> None:
-        shape = tuple(size for size, _ in dims)
-        specs.append(TensorSpec(name, source, shape, ", ".join(key for _, key in dims)))
-
-    if facts.has_embedding:
-        add("embed.weight", "embed_tokens.weight", (sizes.vocab, "vocab_size"), hidden)
-    if kind == EAGLE3:
-        num_aux = len(drafter["aux_layers"])
-        columns = (num_aux * target_hidden, f"{num_aux} * hidden size of the target")
-        if facts.has_input_norm:
-            add("fc_input_norm.weight", "input_norm.weight", columns)
-        for i in range(facts.num_fc_norms):
-            width = (target_hidden, "hidden size of the target")
-            add(f"fc_norm.{i}.weight", f"fc_norm.{i}.weight", width)
-    else:
-        columns = (sizes.hidden + target_hidden, "2 * hidden_size")
-    add("fc.weight", "fc.weight", hidden, columns)
-    if facts.has_fc_bias:
-        add("fc.bias", "fc.bias", hidden)
-    for i in range(sizes.layers):
-        theirs = facts.first_layer if i == 0 else f"layers.{i}."
-        _add_layer(
-            add,
-            f"layers.{i}.",
-            theirs,
-            norms=_layer_norms(kind, i, facts),
-            facts=facts,
-            dims={
-                "attn_in": (2 * sizes.hidden, "2 * hidden_size")
-                if kind == EAGLE3 and i == 0
-                else hidden,
-                "hidden": hidden,
-                "qo": qo_rows,
-                "kv": kv_rows,
-                "mlp": intermediate,
-                "head": (sizes.head_dim, "head_dim"),
-            },
-        )
-    if facts.has_final_norm or kind == EAGLE3:
-        add("final_norm.weight", "norm.weight", hidden)
-    if facts.draft_vocab_size is not None:
-        add("lm_head.weight", "lm_head.weight", (facts.draft_vocab_size, "rows"), hidden)
-    return tuple(specs)
-
-
-def _layer_norms(kind: str, index: int, facts: Facts) -> list[tuple[str, str]]:
-    norms = [("mlp_norm.weight", "post_attention_layernorm.weight")]
-    if kind == EAGLE3 or index > 0 or facts.has_attn_norm:
-        norms.insert(0, ("attn_norm.weight", "input_layernorm.weight"))
-    if kind == EAGLE3 and index == 0:
-        norms.insert(0, ("hidden_norm.weight", "hidden_norm.weight"))
-    return norms
-
-
-def _add_layer(
-    add: Callable[..., None],
-    ours: str,
-    theirs: str,
-    *,
-    norms: list[tuple[str, str]],
-    facts: Facts,
-    dims: Mapping[str, tuple[int, str]],
-) -> None:
-    for name, source in norms:
-        add(ours + name, theirs + source, dims["hidden"])
-    if facts.has_qk_norm:
-        for name, source in QK_NORMS:
-            add(ours + name, theirs + source, dims["head"])
-    out_in = {
-        "attn.q": ("qo", "attn_in", facts.has_qkv_bias),
-        "attn.k": ("kv", "attn_in", facts.has_qkv_bias),
-        "attn.v": ("kv", "attn_in", facts.has_qkv_bias),
-        "attn.o": ("hidden", "qo", facts.has_o_bias),
-        "mlp.gate": ("mlp", "hidden", facts.has_mlp_bias),
-        "mlp.up": ("mlp", "hidden", facts.has_mlp_bias),
-        "mlp.down": ("hidden", "mlp", facts.has_mlp_bias),
-    }
-    for name, source in LINEARS:
-        rows, columns, has_bias = out_in[name]
-        add(f"{ours}{name}.weight", f"{theirs}{source}.weight", dims[rows], dims[columns])
-        if has_bias:
-            add(f"{ours}{name}.bias", f"{theirs}{source}.bias", dims[rows])

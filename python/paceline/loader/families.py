@@ -13,27 +13,20 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from .decoder import (
-    SANDWICH_NORMS,
-    Family,
     Sizes,
     check_common,
-    decoder_tensors,
     describe,
     read_activation,
     read_sizes,
     round_to_float32,
     same_layers,
 )
+from .decoder_tensors import SANDWICH_NORMS, decoder_tensors
+from .family import Family
 from .gemma4 import GEMMA4_ARCHITECTURES, gemma4
-from .hf_config import (
-    FULL,
-    SLIDING,
-    HfConfig,
-    parse_hf_config,
-    read_layer_types,
-    read_rope,
-    read_rope_by_layer_type,
-)
+from .hf_config import HfConfig, parse_hf_config
+from .layer_types import FULL, SLIDING, read_layer_types
+from .rope import read_rope, read_rope_by_layer_type
 
 DTYPES: Final = ("auto", "float32", "bfloat16")
 

@@ -16,27 +16,21 @@ from paceline._core import ModelFileError
 from .decoder import (
     MAX_HEAD_DIM,
     MAX_PER_LAYER_SIZE,
-    SANDWICH_NORMS,
-    Family,
     Layer,
     PerLayerInputs,
     Sizes,
     check_common,
-    decoder_tensors,
     describe,
     read_activation,
     read_sizes,
     round_to_float32,
 )
-from .hf_config import (
-    FULL,
-    SLIDING,
-    HfConfig,
-    RopeSettings,
-    Section,
-    read_layer_types,
-    read_rope_of_gemma4,
-)
+from .decoder_tensors import SANDWICH_NORMS, decoder_tensors
+from .family import Family
+from .hf_config import HfConfig
+from .layer_types import FULL, SLIDING, read_layer_types
+from .rope import RopeSettings, read_rope_of_gemma4
+from .section import Section
 
 # Architectures of targets and the "model_type" each goes with.
 GEMMA4_ARCHITECTURES: Final[dict[str, str]] = {

@@ -16,7 +16,8 @@ from typing import Any, Final
 
 from paceline._core import ModelFileError
 
-from .decoder import SANDWICH_NORMS, Family, Layer, Sizes, TensorSpec, check_common, decoder_tensors
+from .decoder import Layer, Sizes, check_common
+from .decoder_tensors import SANDWICH_NORMS, decoder_tensors
 from .drafters import (
     GEMMA4_MTP,
     Target,
@@ -24,6 +25,7 @@ from .drafters import (
     made_for_another,
     take_positions,
 )
+from .family import Family, TensorSpec
 from .gemma4 import (
     GEMMA4_ARCHITECTURES,
     check_dense,
@@ -33,7 +35,8 @@ from .gemma4 import (
     read_kv_shapes,
     unused_kv_sources,
 )
-from .hf_config import HfConfig, Section, parse_hf_config
+from .hf_config import HfConfig, parse_hf_config
+from .section import Section
 
 # Architectures and the "model_type" each goes with.
 ASSISTANT_ARCHITECTURES: Final[dict[str, str]] = {

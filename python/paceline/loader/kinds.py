@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .drafters import GEMMA4_MTP
-from .eagle import eagle_kind_of_config, eagle_kind_of_tensors
+from .eagle_facts import eagle_kind_of_config, eagle_kind_of_tensors
 from .gemma4_assistant import PRE_PROJECTION, is_assistant_config
-from .hf_config import Section
+from .section import Section
 
 
 def kind_of_config(top: Section) -> str | None:

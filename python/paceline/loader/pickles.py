@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from paceline._core import ModelFileError, ModelNotFoundError
 
-from .checkpoint import INDEX_NAME, WEIGHTS_NAME
 from .drafter_checkpoint import DRAFT_MODEL, PICKLE_NAME, detect_method
 from .tokenizer import TOKENIZER_NAME
+from .weight_files import INDEX_NAME, WEIGHTS_NAME
 
 if TYPE_CHECKING:
     import torch

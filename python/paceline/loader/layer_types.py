@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kinds of attention that layers of a checkpoint have."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from paceline._core import ModelFileError
+
+from .section import Section
+
+FULL: Final = "full_attention"
+SLIDING: Final = "sliding_attention"
+LAYER_TYPES: Final = (FULL, SLIDING)
+
+
+def read_layer_types(text: Section, num_layers: int, default_pattern: int) -> tuple[str, ...]:
+    """The kind of attention of each layer.
+
+    Args:
+        text: The decoder's part of the configuration.
+        num_layers: How many layers there are.
+        default_pattern: Without "layer_types" and "sliding_window_pattern", every so many-th layer
+            attends to everything.
+
+    Returns:
+        `num_layers` names out of `LAYER_TYPES`.
+
+    Raises:
+        ModelFileError: The list has another length.
+        NotImplementedError: It names another kind.
+    """
+    names = text.strings("layer_types")
+    if names is None:
+        # The older spelling, with an underscore in files of some versions.
+        key = "sliding_window_pattern"
+        if not text.has(key) and text.has("_sliding_window_pattern"):
+            key = "_sliding_window_pattern"
+        pattern = text.integer(key, default_pattern)
+        return tuple(FULL if (i + 1) % pattern == 0 else SLIDING for i in range(num_layers))
+    for i, name in enumerate(names):
+        if name not in LAYER_TYPES:
+            raise NotImplementedError(
+                f'{text.source}: key "{text.name("layer_types")}"[{i}] is {name!r}, which Paceline '
+                f"does not support; supported: {', '.join(LAYER_TYPES)}"
+            )
+    if len(names) != num_layers:
+        raise ModelFileError(
+            f'{text.source}: key "{text.name("layer_types")}" has {len(names)} entries; expected '
+            f'{num_layers}, as "{text.name("num_hidden_layers")}" says'
+        )
+    return tuple(names)

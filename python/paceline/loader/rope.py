@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary embeddings: what configuration files say of them, in both spellings, and frequencies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from paceline._core import ModelFileError
+
+from .layer_types import FULL, LAYER_TYPES, SLIDING
+from .section import REQUIRED, Section
+
+ROPE_TYPES: Final = ("default", "linear", "llama3")
+GEMMA4_ROPE_TYPES: Final = ("default", "proportional")
+
+
+@dataclass(frozen=True)
+class RopeSettings:
+    """One rotary embedding as the file describes it, in one spelling.
+
+    Attributes:
+        rope_type: "default", "linear", "llama3" or "proportional".
+        theta: The base of the frequencies.
+        factor: What frequencies are divided by; 1 for "default".
+        low_freq_factor: "llama3" only, else 0.
+        high_freq_factor: "llama3" only, else 0.
+        original_max_position: "llama3" only, else 0.
+        partial: "proportional" only: the part of the head that is rotated, else 1.
+    """
+
+    rope_type: str = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    low_freq_factor: float = 0.0
+    high_freq_factor: float = 0.0
+    original_max_position: int = 0
+    partial: float = 1.0
+
+
+def inverse_frequencies(rope: RopeSettings, head_dim: int) -> list[float]:
+    """The rotary frequencies as transformers computes them, in float32 throughout.
+
+    The power is rounded once from float64. torch's own float32 power is off by one unit in the last
+    place now and then (which ones depends on the machine); everything after it is the same float32
+    arithmetic in the same order.
+
+    Args:
+        rope: The settings.
+        head_dim: Elements of a head, even.
+
+    Returns:
+        `head_dim / 2` values, each exactly a float32.
+    """
+    import numpy as np
+
+    exponents = np.arange(0, head_dim, 2, dtype=np.int64).astype(np.float32) / np.float32(head_dim)
+    powers = np.power(np.float64(np.float32(rope.theta)), exponents.astype(np.float64))
+    inv_freq = np.float32(1.0) / powers.astype(np.float32)
+    if rope.rope_type == "linear":
+        inv_freq = inv_freq / np.float32(rope.factor)
+    elif rope.rope_type == "llama3":
+        # torch divides a number by a tensor as the number times the tensor's reciprocal.
+        one = np.float32(1.0)
+        original = rope.original_max_position
+        low_wavelength = np.float32(original / rope.low_freq_factor)
+        high_wavelength = np.float32(original / rope.high_freq_factor)
+        factor = np.float32(rope.factor)
+        span = np.float32(rope.high_freq_factor - rope.low_freq_factor)
+        wavelength = (one / inv_freq) * np.float32(2 * math.pi)
+        rotations = (one / wavelength) * np.float32(original)
+        smooth = (rotations - np.float32(rope.low_freq_factor)) / span
+        scaled = np.where(wavelength > low_wavelength, inv_freq / factor, inv_freq)
+        smoothed = (one - smooth) * scaled / factor + smooth * scaled
+        is_between = (wavelength >= high_wavelength) & (wavelength <= low_wavelength)
+        inv_freq = np.where(is_between, smoothed, scaled)
+    elif rope.rope_type == "proportional":
+        # The frequencies of the whole head; those beyond the rotated part stand still.
+        inv_freq[int(rope.partial * head_dim // 2) :] = 0.0
+        inv_freq = inv_freq / np.float32(rope.factor)
+    return [float(value) for value in inv_freq]
+
+
+def read_rope(text: Section, default_theta: float) -> RopeSettings:
+    """The rotary embedding of a model whose layers share one.
+
+    Args:
+        text: The decoder's part of the configuration.
+        default_theta: The base where the file names none.
+
+    Raises:
+        ModelFileError: A key has a wrong value, or two keys contradict each other.
+        NotImplementedError: Another kind of scaling, or a rotation of part of the head.
+    """
+    parameters = text.section("rope_parameters")
+    if parameters is not None and any(key in LAYER_TYPES for key in parameters.values):
+        # One object per layer type, in a model with one type of layer.
+        _check_nested(parameters)
+        parameters = parameters.section(FULL) or Section({}, text.source, parameters.name(FULL))
+    return _rope(text, parameters, text.section("rope_scaling"), "rope_theta", default_theta)
+
+
+def read_rope_by_layer_type(
+    text: Section, default_theta: Mapping[str, float]
+) -> dict[str, RopeSettings]:
+    """The rotary embeddings of a model where they depend on the layer type (Gemma 3).
+
+    In the older spelling "rope_theta" and "rope_scaling" belong to the full layers and
+    "rope_local_base_freq", never scaled, to the sliding ones.
+
+    Args:
+        text: The decoder's part of the configuration.
+        default_theta: The base where the file names none, by layer type.
+
+    Raises:
+        ModelFileError: A key has a wrong value, or two keys contradict each other.
+        NotImplementedError: Another kind of scaling, or a rotation of part of the head.
+    """
+    parameters = text.section("rope_parameters")
+    full: Section | None = None
+    sliding: Section | None = None
+    if parameters is not None:
+        _check_nested(parameters)
+        full = parameters.section(FULL)
+        sliding = parameters.section(SLIDING)
+    scaling = text.section("rope_scaling")
+    return {
+        FULL: _rope(text, full, scaling, "rope_theta", default_theta[FULL]),
+        SLIDING: _rope(text, sliding, None, "rope_local_base_freq", default_theta[SLIDING]),
+    }
+
+
+def read_rope_of_gemma4(
+    text: Section, defaults: Mapping[str, RopeSettings]
+) -> dict[str, RopeSettings]:
+    """The rotary embeddings of Gemma 4, which depend on the layer type and have one spelling.
+
+    Args:
+        text: The decoder's part of the configuration.
+        defaults: By layer type, where the file says nothing.
+
+    Raises:
+        ModelFileError: A key has a wrong value.
+        NotImplementedError: Another kind of scaling, or a spelling that Gemma 4 has not.
+    """
+    for key in ("rope_theta", "rope_scaling", "rope_local_base_freq"):
+        if text.has(key):
+            raise text.refusal(key, 'no such key in a Gemma 4 file, but "rope_parameters"')
+    parameters = text.section("rope_parameters")
+    if parameters is None:
+        return dict(defaults)
+    _check_nested(parameters)
+    ropes: dict[str, RopeSettings] = {}
+    for layer_type, default in defaults.items():
+        section = parameters.section(layer_type)
+        if section is None:
+            ropes[layer_type] = default
+            continue
+        rope_type = section.text("rope_type", "default")
+        if rope_type not in GEMMA4_ROPE_TYPES:
+            raise section.refusal("rope_type", ", ".join(GEMMA4_ROPE_TYPES))
+        theta = section.number("rope_theta", 10_000.0)
+        if rope_type == "default":
+            _check_whole_head(section)
+            ropes[layer_type] = RopeSettings(theta=theta)
+            continue
+        partial = section.number("partial_rotary_factor", 1.0)
+        if partial > 1.0:
+            raise section.error("partial_rotary_factor", "a number above 0 and up to 1")
+        factor = section.number("factor", 1.0)
+        ropes[layer_type] = RopeSettings(rope_type, theta, factor, partial=partial)
+    return ropes
+
+
+def _check_nested(parameters: Section) -> None:
+    for key in parameters.values:
+        if key not in LAYER_TYPES:
+            raise ModelFileError(
+                f'{parameters.source}: key "{parameters.name(key)}" stands where one object per '
+                f"layer type is expected; allowed: {', '.join(LAYER_TYPES)}"
+            )
+
+
+def _rope(
+    text: Section,
+    parameters: Section | None,
+    scaling: Section | None,
+    theta_key: str,
+    default_theta: float,
+) -> RopeSettings:
+    """Reads one rotary embedding that may be described in either spelling, or in both."""
+    theta = text.number(theta_key, default_theta)
+    if parameters is None or not parameters.values:
+        if scaling is None or not scaling.values:
+            _check_whole_head(text)
+            return RopeSettings(theta=theta)
+        return _rope_section(text, scaling, theta)
+    new = _rope_section(text, parameters, theta)
+    if text.has(theta_key) and new.theta != theta:
+        raise ModelFileError(
+            f'{text.source}: key "{parameters.name("rope_theta")}" is {new.theta}, but '
+            f'"{text.name(theta_key)}" is {theta}; expected the same value, or one of the two keys'
+        )
+    if scaling is not None and scaling.values:
+        old = _rope_section(text, scaling, new.theta)
+        if old != new:
+            raise ModelFileError(
+                f'{text.source}: key "{scaling.path}" says {old}, but "{parameters.path}" says '
+                f"{new}; expected the same settings, or one of the two keys"
+            )
+    return new
+
+
+def _rope_section(text: Section, section: Section, theta: float) -> RopeSettings:
+    type_key = "rope_type" if section.has("rope_type") else "type"
+    rope_type = section.text(type_key, "default")
+    if rope_type not in ROPE_TYPES:
+        raise section.refusal(type_key, ", ".join(ROPE_TYPES))
+    _check_whole_head(text)
+    _check_whole_head(section)
+    theta = section.number("rope_theta", theta)
+    if rope_type == "default":
+        return RopeSettings(theta=theta)
+    factor = section.number("factor")
+    if rope_type == "linear":
+        return RopeSettings(rope_type, theta, factor)
+    low = section.number("low_freq_factor")
+    high = section.number("high_freq_factor")
+    if high <= low:
+        raise section.error("high_freq_factor", f'a number above "low_freq_factor" ({low})')
+    # transformers falls back on the model's own limit.
+    original = section.integer(
+        "original_max_position_embeddings",
+        text.integer("max_position_embeddings")
+        if text.has("max_position_embeddings")
+        else REQUIRED,
+    )
+    return RopeSettings(rope_type, theta, factor, low, high, original)
+
+
+def _check_whole_head(section: Section) -> None:
+    if section.number("partial_rotary_factor", 1.0) != 1.0:
+        raise section.refusal("partial_rotary_factor", "1.0 (the whole head is rotated)")
