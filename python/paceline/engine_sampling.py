@@ -142,9 +142,9 @@ def _tokenize_bad_word(name: str, word: str, target: LoadedModel) -> list[tuple[
             f"{name} has {len(word)} characters, at least {least} tokens; "
             f"allowed: at most {MAX_BAD_WORD_TOKENS} tokens in all bad words"
         )
-    tokenizer = target.tokenizer.tokenizer
+    tokenizer = target.tokenizer
     plain, spaced = (
-        tuple(tokenizer.encode(text, add_special_tokens=False).ids) for text in (word, f" {word}")
+        tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (word, f" {word}")
     )
     if not plain:
         raise ValueError(

@@ -67,7 +67,7 @@ class LogprobReader:
             return None
         text = self._texts.get(token)
         if text is None:
-            text = self._tokenizer.tokenizer.decode([token], skip_special_tokens=False)
+            text = self._tokenizer.decode([token], skip_special_tokens=False)
             self._texts[token] = text
         return text
 

@@ -59,7 +59,7 @@ def test_another_architecture(head: Callable[..., Path]) -> None:
     with raises(
         ValueError,
         "speculators_config.verifier.architectures",
-        "['Qwen3ForCausalLM'] (some/target)",
+        '["Qwen3ForCausalLM"] (some/target)',
         "'LlamaForCausalLM'",
     ):
         opened(path)

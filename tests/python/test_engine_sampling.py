@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +12,16 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from paceline import LLM, SamplingParams, _core
 from paceline.engine_sampling import engine_arguments
+from paceline.loader import TokenizerInfo
 
 # A leading space becomes part of the first token of a word if the vocabulary has such a token.
 _PIECES = ["<unk>", " ", "a", "b", "c", "ab", " a", " c", " ab"]
 _ID = {piece: index for index, piece in enumerate(_PIECES)}
+
+
+def tokenizer_info(tokenizer: Tokenizer) -> TokenizerInfo:
+    """A tokenizer as a model has it."""
+    return TokenizerInfo(Path("tokenizer.json"), tokenizer.to_str().encode())
 
 
 def target(**changes: Any) -> Any:
@@ -27,7 +34,7 @@ def target(**changes: Any) -> Any:
         "path": "folder",
         "vocab_size": len(_PIECES),
         "eos_token_ids": (0,),
-        "tokenizer": SimpleNamespace(tokenizer=tokenizer),
+        "tokenizer": tokenizer_info(tokenizer),
     }
     return SimpleNamespace(**known | changes)
 
@@ -103,7 +110,7 @@ def test_a_space_that_is_a_separate_token_adds_nothing() -> None:
 def test_a_tokenizer_that_always_adds_a_space() -> None:
     tokenizer = target().tokenizer.tokenizer
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=" ", prepend_scheme="always")
-    assert bad_words("a", tokenizer=SimpleNamespace(tokenizer=tokenizer)) == [[" a"]]
+    assert bad_words("a", tokenizer=tokenizer_info(tokenizer)) == [[" a"]]
 
 
 def test_leading_whitespace_of_a_word_is_ignored() -> None:
@@ -123,7 +130,7 @@ def test_special_tokens_around_a_word_are_left_out(llm: LLM) -> None:
 def test_a_word_without_tokens_is_refused() -> None:
     empty = Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
     with pytest.raises(ValueError, match=r"bad_words\[0\] is 'z', which .* no tokens"):
-        bad_words("z", tokenizer=SimpleNamespace(tokenizer=empty))
+        bad_words("z", tokenizer=tokenizer_info(empty))
 
 
 # ---- the engine --------------------------------------------------------------------------------

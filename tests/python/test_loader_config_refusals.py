@@ -233,7 +233,7 @@ def test_refusals_list_what_is_supported(
     [
         ("{", ("not valid JSON",)),
         ("", ("not valid JSON",)),
-        ("[" * 100_000, ("not valid JSON",)),
+        ("[" * 100_000, ("nested too deeply", "the model's configuration")),
         ("[1, 2]", ("holds [1, 2]", "expected a JSON object")),
         ("\udcff", ("cannot read",)),
     ],

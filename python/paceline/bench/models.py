@@ -160,22 +160,23 @@ def load_draft(
         ValueError: As for `load`; or the drafter has another method or another target.
         paceline.ModelFileError: A file is damaged or incomplete.
     """
-    from paceline.loader import dummy_drafter, load_drafter
+    from paceline.loader import dummy_drafter, load_drafter, load_dummy_drafter
 
-    path = Path(source) / "config.json"
     if is_config_name(source):
-        config = _named_config(source)
-    elif dummy and path.is_file():
-        config = json.loads(path.read_text("utf-8"))
-    elif dummy or not Path(source).is_dir():
+        loaded = dummy_drafter(
+            _named_config(source), target.loaded, source, method=method, device=device
+        )
+        if loaded is None:
+            return load(source, dummy=dummy, dtype=dtype, device=device)
+    elif not Path(source).is_dir():
         return load(source, dummy=dummy, dtype=dtype, device=device)  # refuses
+    elif dummy:
+        loaded = load_dummy_drafter(
+            source, target.loaded, method=method, dtype=dtype, device=device
+        )
     else:
         loaded = load_drafter(source, target.loaded, method=method, dtype=dtype, device=device)
-        return _bench_model(source, loaded)
-    head = dummy_drafter(config, target.loaded, source, method=method, device=device)
-    if head is None:
-        return load(source, dummy=dummy, dtype=dtype, device=device)
-    return _bench_model(source, head)
+    return _bench_model(source, loaded)
 
 
 def _bench_model(source: str, loaded: LoadedModel) -> BenchModel:

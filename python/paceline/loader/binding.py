@@ -10,14 +10,13 @@ from typing import Final
 from paceline._core import ModelFileError
 
 from .family import LM_HEADS, Family, TensorSpec
-from .weight_files import INDEX_NAME, RawShard, Shard, name_some
+from .messages import name_some, quote
+from .weight_files import INDEX_NAME, RawShard, Shard
 
 STORED_DTYPES: Final = ("BF16", "F16", "F32")
 
 # Where a drafter belongs.
 CURE: Final = ": name it in speculative_config['model'], or after --draft of `paceline convert`"
-# Bytes compared at a time.
-_CHUNK_BYTES: Final = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,12 @@ def bind(
         dtype, shape, nbytes = shard.file.info(source)
         if dtype not in STORED_DTYPES:
             raise NotImplementedError(
-                f"{shard.path}: tensor {source!r} is stored as {dtype}, which Paceline does not "
-                f"support; supported: {', '.join(STORED_DTYPES)}"
+                f"{shard.path}: tensor {quote(source)} is stored as {dtype}, which Paceline does "
+                f"not support; supported: {', '.join(STORED_DTYPES)}"
             )
         if tuple(shape) != spec.shape:
             raise ModelFileError(
-                f"{shard.path}: tensor {source!r} has shape {list(shape)}; expected "
+                f"{shard.path}: tensor {quote(source)} has shape {list(shape)}; expected "
                 f"{list(spec.shape)} ({spec.shape_keys} of {config_source})"
             )
         bound.append(BoundTensor(spec, shard, source, dtype, nbytes))
@@ -130,8 +129,6 @@ def _check_unexpected(
 
 def _check_tied_copy(name: str, shard: Shard, table: BoundTensor, config_source: str) -> None:
     """A tied lm_head may be in the file, as a copy of the embeddings."""
-    import numpy as np
-
     dtype, shape, nbytes = shard.file.info(name)
     same = (dtype, tuple(shape), nbytes) == (
         table.dtype,
@@ -140,19 +137,15 @@ def _check_tied_copy(name: str, shard: Shard, table: BoundTensor, config_source:
     )
     if same:
         with RawShard(shard.path) as left, RawShard(table.shard.path) as right:
-            ours, theirs = left.view(name), right.view(table.source)
-            for begin in range(0, nbytes, _CHUNK_BYTES):
-                part = slice(begin, begin + _CHUNK_BYTES)
-                if not np.array_equal(
-                    np.frombuffer(ours[part], np.uint8), np.frombuffer(theirs[part], np.uint8)
-                ):
-                    same = False
-                    break
-            ours.release()
-            theirs.release()
+            same = all(
+                ours == theirs
+                for ours, theirs in zip(
+                    left.chunks(name, nbytes), right.chunks(table.source, nbytes), strict=True
+                )
+            )
     if not same:
         raise ModelFileError(
-            f"{shard.path}: tensor {name!r} differs from {table.source!r}, but key "
+            f"{shard.path}: tensor {quote(name)} differs from {table.source!r}, but key "
             f'"tie_word_embeddings" of {config_source} is true; expected no such tensor, a copy, '
             "or false"
         )

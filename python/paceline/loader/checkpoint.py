@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,8 +22,10 @@ from paceline._core import ModelFileError, ModelNotFoundError
 from .binding import CURE, BoundTensor, bind
 from .families import ARCHITECTURES, check_dtype, translate
 from .family import Family
-from .hf_config import HfConfig, read_hf_config
+from .files import exists, find
+from .hf_config import CONFIG_NAME, HfConfig, read_hf_config
 from .kinds import kind_of_config
+from .messages import quote, show, show_path
 from .section import Section, read_json_object
 from .weight_files import WEIGHTS_NAME, open_shards
 
@@ -95,8 +98,8 @@ def open_checkpoint(path: str | os.PathLike[str], dtype: str = "auto") -> Checkp
     dropped = sorted(set(hf.eos_token_ids) - set(checkpoint.eos_token_ids))
     if dropped:
         note = (
-            f"end-of-sequence ids {dropped} of {directory} are outside of its vocabulary "
-            f"({family.config['vocab_size']} ids) and are left out"
+            f"end-of-sequence ids {show(dropped)} of {directory} are outside of its "
+            f"vocabulary ({family.config['vocab_size']} ids) and are left out"
         )
         checkpoint = Checkpoint(directory, hf, family, weight_dtype, tensors, (*notes, note))
     return checkpoint
@@ -116,7 +119,7 @@ def open_directory(path: str | os.PathLike[str]) -> Path:
         ModelFileError: It is none, or one that `paceline convert` wrote.
     """
     directory = Path(path)
-    _check_directory(directory)
+    check_directory(directory)
     return directory
 
 
@@ -156,7 +159,7 @@ def _read_config(directory: Path) -> HfConfig:
     try:
         return read_hf_config(directory, ARCHITECTURES)
     except NotImplementedError as error:
-        path = directory / "config.json"
+        path = directory / CONFIG_NAME
         top = Section(read_json_object(path, "the model's configuration"), str(path))
         kind = kind_of_config(top)
         if kind is None:
@@ -166,20 +169,21 @@ def _read_config(directory: Path) -> HfConfig:
         ) from None
 
 
-def _check_directory(directory: Path) -> None:
-    if directory.is_dir():
-        if (directory / "paceline.json").is_file() and not (directory / "config.json").exists():
-            raise ModelFileError(
-                f"{directory}: a folder written by `paceline convert` (it has paceline.json); "
-                "expected a Hugging Face checkpoint with config.json"
-            )
-        return
-    if directory.exists():
+def check_directory(directory: Path) -> None:
+    """Checks that a path can be the folder of a checkpoint; errors as for `open_directory`."""
+    status = find(directory)
+    if status is None:
+        raise ModelNotFoundError(
+            f"{show_path(directory)}: no such folder; expected the local folder of a checkpoint "
+            f"with {CONFIG_NAME} and {WEIGHTS_NAME} (nothing is downloaded)"
+        )
+    if not stat.S_ISDIR(status.st_mode):
         raise ModelFileError(f"{directory}: not a folder; expected the folder of a checkpoint")
-    raise ModelNotFoundError(
-        f"{directory}: no such folder; expected the local folder of a checkpoint with config.json "
-        f"and {WEIGHTS_NAME} (nothing is downloaded)"
-    )
+    if exists(directory / "paceline.json") and not exists(directory / CONFIG_NAME):
+        raise ModelFileError(
+            f"{directory}: a folder written by `paceline convert` (it has paceline.json); "
+            "expected a Hugging Face checkpoint with config.json"
+        )
 
 
 def _choose_dtype(dtype: str, tensors: Iterable[BoundTensor]) -> tuple[str, list[str]]:
@@ -200,7 +204,7 @@ def _choose_dtype(dtype: str, tensors: Iterable[BoundTensor]) -> tuple[str, list
         # The library refuses it: two 16-bit formats, and the way from one to the other loses bits
         # without saving any.
         raise ValueError(
-            f"dtype is 'bfloat16', but tensor {narrow.source!r} of {narrow.shard.path} is stored "
-            "as F16, which would lose 3 bits of each value; allowed: 'auto' or 'float32'"
+            f"dtype is 'bfloat16', but tensor {quote(narrow.source)} of {narrow.shard.path} is "
+            "stored as F16, which would lose 3 bits of each value; allowed: 'auto' or 'float32'"
         )
     return dtype, [f"weights stored as {names} are rounded to bfloat16, as asked"]

@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from paceline._core import ModelFileError
 from paceline.limits import MAX_SPECULATIVE_TOKENS
 
 from .checkpoint import Checkpoint, open_checkpoint
@@ -23,19 +22,25 @@ from .drafter_checkpoint import (
     DrafterCheckpoint,
     check_no_pickle,
     detect_method,
+    has_only_pickle,
     open_drafter,
 )
 from .drafters import Target
 from .families import check_dtype
-from .pickles import convert_pickle, has_only_pickle
-from .tokenizer import TOKENIZER_NAME, TokenizerInfo, check_tokenizers, load_tokenizer
+from .pickles import convert_pickle
+from .tokenizer import (
+    TOKENIZER_NAME,
+    TokenizerInfo,
+    check_tokenizers,
+    load_tokenizer,
+    read_tokenizer_file,
+)
 from .weight_files import RawShard
 
 FOLDER_FORMAT: Final = "paceline-folder-1"
 FOLDER_NAME: Final = "paceline.json"
 
 _ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2}
-_CHUNK_BYTES: Final = 16 << 20
 
 
 def convert(
@@ -213,11 +218,11 @@ def _write_folder(
     contents["stop_token_ids"] = list(target.eos_token_ids)
     (folder / FOLDER_NAME).write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
     if tokenizer is not None:
-        shutil.copyfile(tokenizer.path, folder / TOKENIZER_NAME)
+        (folder / TOKENIZER_NAME).write_bytes(read_tokenizer_file(tokenizer.path))
 
 
 def _write_weights(path: Path, checkpoint: Checkpoint | DrafterCheckpoint, bar: Any) -> None:
-    """Writes a safetensors file, straight out of the mapped source files."""
+    """Writes a safetensors file, straight out of the source files."""
     drafter = checkpoint if isinstance(checkpoint, DrafterCheckpoint) else None
     # Wide elements first: with no gaps between tensors every one of them is aligned.
     tensors = sorted(checkpoint.tensors, key=lambda tensor: -_ITEM_BYTES[tensor.dtype])
@@ -249,21 +254,14 @@ def _write_weights(path: Path, checkpoint: Checkpoint | DrafterCheckpoint, bar: 
         for values in ids.values():
             file.write(values.astype("<i4").tobytes())
         for tensor in tensors:
-            view = sources[tensor.shard.path].view(tensor.source)
-            if len(view) != tensor.nbytes:
-                raise ModelFileError(
-                    f"{tensor.shard.path}: tensor {tensor.source!r} changed while it was read"
-                )
+            raw = sources[tensor.shard.path]
             is_narrowed = tensor.spec.name in narrowed
-            for begin in range(0, tensor.nbytes, _CHUNK_BYTES):
-                part = view[begin : begin + _CHUNK_BYTES]
+            for part in raw.chunks(tensor.source, tensor.nbytes):
                 file.write(_half_to_bfloat16(part) if is_narrowed else part)
                 bar.update(len(part))
-                part.release()
-            view.release()
 
 
-def _half_to_bfloat16(data: memoryview) -> bytes:
+def _half_to_bfloat16(data: bytes) -> bytes:
     """F16 as BF16, to nearest, ties to even; not-a-numbers keep their sign and stay such."""
     import numpy as np
 

@@ -15,14 +15,17 @@ from paceline import _core
 from paceline._core import ModelFileError
 
 from .binding import BoundTensor, bind
-from .checkpoint import _check_directory
+from .checkpoint import check_directory
 from .drafter_ids import read_map, read_ordering
 from .drafters import GEMMA4_MTP, KINDS, Target
 from .eagle import translate_eagle
 from .eagle_facts import guess_facts, read_facts
 from .family import Family
+from .files import exists
 from .gemma4_assistant import CENTROIDS, PRE_PROJECTION, translate_assistant
+from .hf_config import CONFIG_NAME
 from .kinds import kind_of_config, kind_of_tensors
+from .messages import quote
 from .section import Section, read_json_object
 from .weight_files import INDEX_NAME, WEIGHTS_NAME, RawShard, Shard, open_shards
 
@@ -110,7 +113,7 @@ def detect_method(path: str | os.PathLike[str], method: str | None = None) -> st
         ValueError: It is not what `method` says.
     """
     directory = Path(path)
-    _check_directory(directory)
+    check_directory(directory)
     top = _read_config(directory)
     stated = kind_of_config(top)
     check_no_pickle(directory)
@@ -119,22 +122,29 @@ def detect_method(path: str | os.PathLike[str], method: str | None = None) -> st
     if stated is not None and seen is not None and stated != seen:
         raise ModelFileError(
             f"{top.source}: the configuration is that of a drafter of kind {stated!r}, but tensor "
-            f"{sign!r} is one of kind {seen!r}"
+            f"{quote(sign)} is one of kind {seen!r}"
         )
     found = stated or seen or DRAFT_MODEL
     if method is not None and method != found:
         if sign:
-            reason = f"it has tensor {sign!r}"
+            reason = f"it has tensor {quote(sign)}"
         elif stated is not None:
             reason = f"{top.source} says so"
         else:
             sign = PRE_PROJECTION if method == GEMMA4_MTP else "fc.weight"
-            reason = f"it has no tensor {sign!r}"
+            reason = f"it has no tensor {quote(sign)}"
         raise ValueError(
-            f"speculative_config['method'] is {method!r}, but {directory} holds a drafter for "
+            f"speculative_config['method'] is {method!r:.80}, but {directory} holds a drafter for "
             f"{found!r} ({reason}); allowed: {found!r}, or no 'method'"
         )
     return found
+
+
+def has_only_pickle(directory: Path) -> bool:
+    """Whether the weights in a folder are a pickle and nothing else."""
+    return exists(directory / PICKLE_NAME) and not any(
+        exists(directory / name) for name in (WEIGHTS_NAME, INDEX_NAME)
+    )
 
 
 def check_no_pickle(directory: Path) -> None:
@@ -143,9 +153,7 @@ def check_no_pickle(directory: Path) -> None:
     Raises:
         ModelFileError: They are; names the way out.
     """
-    if (directory / WEIGHTS_NAME).exists() or (directory / INDEX_NAME).exists():
-        return
-    if (directory / PICKLE_NAME).exists():
+    if has_only_pickle(directory):
         raise ModelFileError(
             f"{directory / PICKLE_NAME}: the weights are a pickle, which may run code when it is "
             "read and is never loaded directly; expected model.safetensors. An EAGLE drafter is "
@@ -232,8 +240,8 @@ def drafter_config(
     kind = method or stated
     if kind not in KINDS or (stated is not None and stated != kind):
         raise ValueError(
-            f"{source}: method is {method!r} and the configuration says {stated!r}; expected one "
-            f"of {', '.join(map(repr, KINDS))}, the same where both say it"
+            f"{source}: method is {method!r:.80} and the configuration says {stated!r}; expected "
+            f"one of {', '.join(map(repr, KINDS))}, the same where both say it"
         )
     if kind == GEMMA4_MTP:
         family, _ = translate_assistant(top, target)
@@ -272,9 +280,8 @@ def load_drafter_weights(
         for tensor in checkpoint.tensors:
             if checkpoint.is_narrowed(tensor):
                 with RawShard(tensor.shard.path) as raw:
-                    values = np.frombuffer(raw.view(tensor.source), np.float16)
-                    wide = values.astype(np.float32).reshape(tensor.spec.shape)
-                    del values
+                    values = np.frombuffer(raw.read(tensor.source, tensor.nbytes), np.float16)
+                wide = values.astype(np.float32).reshape(tensor.spec.shape)
                 builder.put_array(tensor.spec.name, wide)
             else:
                 builder.put_tensor(tensor.spec.name, tensor.shard.file, tensor.source)
@@ -285,7 +292,7 @@ def load_drafter_weights(
 
 
 def _read_config(directory: Path) -> Section:
-    path = directory / "config.json"
+    path = directory / CONFIG_NAME
     return Section(read_json_object(path, "the drafter's configuration"), str(path))
 
 

@@ -119,6 +119,6 @@ def _check_mask(
 def _read_array(shard: Shard, name: str, dtype: str) -> npt.NDArray[Any]:
     import numpy as np
 
+    _, _, nbytes = shard.file.info(name)
     with RawShard(shard.path) as raw:
-        values: npt.NDArray[Any] = np.frombuffer(raw.view(name), np.dtype(dtype)).copy()
-    return values
+        return np.frombuffer(raw.read(name, nbytes), np.dtype(dtype))

@@ -11,7 +11,7 @@ from pathlib import Path
 from .checkpoint import open_directory
 from .drafter_checkpoint import DRAFT_MODEL, drafter_config
 from .families import ARCHITECTURES, check_dtype, translate
-from .hf_config import HfConfig, parse_hf_config, read_hf_config
+from .hf_config import CONFIG_NAME, HfConfig, parse_hf_config, read_hf_config
 from .kinds import kind_of_config
 from .loaded_model import LoadedModel
 from .section import Section, read_json_object
@@ -199,7 +199,7 @@ def load_dummy_drafter(
         MemoryError: There is no room for the weights.
     """
     directory = open_directory(path)
-    hf_config = read_json_object(directory / "config.json", "the drafter's configuration")
+    hf_config = read_json_object(directory / CONFIG_NAME, "the drafter's configuration")
     drafter = dummy_drafter(
         hf_config, target, str(directory), method=method, device=device, seed=seed
     )

@@ -30,6 +30,7 @@ from .eagle_tensors import eagle_tensors
 from .families import is_same_family
 from .family import Family
 from .layer_types import FULL, LAYER_TYPES, SLIDING, read_layer_types
+from .messages import shorten, show
 from .rope import RopeSettings, read_rope
 from .section import Section
 
@@ -147,10 +148,10 @@ def _check_verifier(top: Section, target: Target) -> None:
         return
     if any(is_same_family(target.architecture, name) for name in names):
         return
-    who = f" ({verifier.text('name_or_path')})" if verifier.has("name_or_path") else ""
+    who = f" ({shorten(verifier.text('name_or_path'))})" if verifier.has("name_or_path") else ""
     raise ValueError(
         f"{made_for_another(top)} key "
-        f'"{verifier.name("architectures")}" is {names}{who}, but {target.path} is '
+        f'"{verifier.name("architectures")}" is {show(names)}{who}, but {target.path} is '
         f"{target.architecture!r}"
     )
 
@@ -231,8 +232,8 @@ def _read_eagle3(top: Section, facts: Facts, target: Target, notes: list[str]) -
     if facts.num_fc_norms and facts.num_fc_norms != len(aux_layers):
         raise ModelFileError(
             f"{top.source}: {facts.num_fc_norms} tensors 'fc_norm.N.weight' are in the weights, "
-            f"but the drafter takes {len(aux_layers)} layers of the target {aux_layers}; expected "
-            "one for each"
+            f"but the drafter takes {len(aux_layers)} layers of the target "
+            f"{show(aux_layers)}; expected one for each"
         )
     if facts.num_fc_norms and facts.has_input_norm:
         raise ModelFileError(
@@ -281,12 +282,13 @@ def _choose_aux_layers(top: Section, facts: Facts, target: Target, notes: list[s
             raise ValueError(
                 f"{top.source}: 'fc.weight' has {columns} columns, which are "
                 f"{columns // target.hidden_size} hidden states of {target.path} "
-                f"({target.hidden_size} wide), but {where} {len(chosen)} layers, {chosen}"
+                f"({target.hidden_size} wide), but {where} {len(chosen)} layers, {show(chosen)}"
             )
+    default = "" if named is not None else " by default"
     is_ascending = all(a < b for a, b in itertools.pairwise(chosen))
     if not chosen or not is_ascending or chosen[0] < 0 or chosen[-1] >= num_layers:
         raise ValueError(
-            f'{top.source}: key "{key}" is {chosen}{"" if named is not None else " by default"}; '
+            f'{top.source}: key "{key}" is {show(chosen)}{default}; '
             f"{target.path} has {num_layers} layers: allowed: 0 to {num_layers - 1}, in ascending "
             "order"
         )

@@ -50,7 +50,7 @@ def check_dtype(dtype: object) -> None:
     if not isinstance(dtype, str) or dtype not in DTYPES:
         hint = " (float16 checkpoints load as float32, which is lossless)"
         raise ValueError(
-            f"dtype is {dtype!r}; allowed: {', '.join(map(repr, DTYPES))}"
+            f"dtype is {dtype!r:.80}; allowed: {', '.join(map(repr, DTYPES))}"
             f"{hint if dtype == 'float16' else ''}"
         )
 

@@ -317,6 +317,7 @@ def read_kv_shapes(
 
 
 def _layer_index(by_layer: Section, key: str, num_layers: int) -> int:
-    if not key.isdecimal() or not key.isascii() or int(key) >= num_layers:
+    is_number = key.isdecimal() and key.isascii() and len(key) <= len(str(num_layers))
+    if not is_number or int(key) >= num_layers:
         raise by_layer.error(key, f'no such key: "0" to "{num_layers - 1}" stand for layers')
     return int(key)

@@ -14,8 +14,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
+from .files import exists
+from .messages import name_some, quote
 from .section import MAX_INT, Section, read_json_object
+
+CONFIG_NAME: Final = "config.json"
+GENERATION_NAME: Final = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -51,11 +57,11 @@ def read_hf_config(directory: Path, architectures: Mapping[str, str]) -> HfConfi
         ModelFileError: A file is no JSON object, or a key has a wrong type.
         NotImplementedError: The architecture is not supported.
     """
-    path = directory / "config.json"
+    path = directory / CONFIG_NAME
     values = read_json_object(path, "the model's configuration")
     generation: Section | None = None
-    generation_path = directory / "generation_config.json"
-    if generation_path.exists():
+    generation_path = directory / GENERATION_NAME
+    if exists(generation_path):
         generation = Section(
             read_json_object(generation_path, "the model's generation settings"),
             str(generation_path),
@@ -103,7 +109,7 @@ def _architecture(top: Section, architectures: Mapping[str, str]) -> str:
             if name in architectures:
                 return name
         raise NotImplementedError(
-            f'{top.source}: architecture {", ".join(map(repr, names))} (key "architectures") is '
+            f'{top.source}: architecture {name_some(names)} (key "architectures") is '
             f"not supported; supported: {supported}"
         )
     if not top.has("model_type"):
@@ -113,7 +119,7 @@ def _architecture(top: Section, architectures: Mapping[str, str]) -> str:
         if known_type == model_type:
             return name
     raise NotImplementedError(
-        f'{top.source}: model type {model_type!r} (key "model_type") is not supported; '
+        f'{top.source}: model type {quote(model_type)} (key "model_type") is not supported; '
         f"supported architectures: {supported}"
     )
 
@@ -121,12 +127,11 @@ def _architecture(top: Section, architectures: Mapping[str, str]) -> str:
 def _token_ids(section: Section, key: str) -> tuple[int, ...]:
     value = section.values[key]
     items: Sequence[object] = value if isinstance(value, list) else [value]
-    ids: list[int] = []
+    ids: dict[int, None] = {}
     for item in items:
         if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item <= MAX_INT:
             raise section.error(key, "a token id from 0, or a list of them")
-        if item not in ids:
-            ids.append(item)
+        ids[item] = None
     return tuple(ids)
 
 

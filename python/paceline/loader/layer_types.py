@@ -7,6 +7,7 @@ from typing import Final
 
 from paceline._core import ModelFileError
 
+from .messages import quote
 from .section import Section
 
 FULL: Final = "full_attention"
@@ -41,8 +42,8 @@ def read_layer_types(text: Section, num_layers: int, default_pattern: int) -> tu
     for i, name in enumerate(names):
         if name not in LAYER_TYPES:
             raise NotImplementedError(
-                f'{text.source}: key "{text.name("layer_types")}"[{i}] is {name!r}, which Paceline '
-                f"does not support; supported: {', '.join(LAYER_TYPES)}"
+                f'{text.source}: key "{text.name("layer_types")}"[{i}] is {quote(name)}, which '
+                f"Paceline does not support; supported: {', '.join(LAYER_TYPES)}"
             )
     if len(names) != num_layers:
         raise ModelFileError(

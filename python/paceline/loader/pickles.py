@@ -8,18 +8,21 @@ pickle that asks for anything more is refused by it.
 from __future__ import annotations
 
 import json
-import shutil
+import os
 import struct
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from paceline._core import ModelFileError, ModelNotFoundError
+from paceline._core import ModelFileError
 
 from .drafter_checkpoint import DRAFT_MODEL, PICKLE_NAME, detect_method
-from .tokenizer import TOKENIZER_NAME
-from .weight_files import INDEX_NAME, WEIGHTS_NAME
+from .files import exists, open_regular, read_file
+from .hf_config import CONFIG_NAME
+from .section import MAX_CONFIG_BYTES
+from .tokenizer import TOKENIZER_NAME, read_tokenizer_file
+from .weight_files import WEIGHTS_NAME
 
 if TYPE_CHECKING:
     import torch
@@ -33,13 +36,6 @@ _DTYPES: Final = {
     "torch.int32": "I32",
     "torch.bool": "BOOL",
 }
-
-
-def has_only_pickle(directory: Path) -> bool:
-    """Whether the weights in a folder are a pickle and nothing else."""
-    return (directory / PICKLE_NAME).exists() and not any(
-        (directory / name).exists() for name in (WEIGHTS_NAME, INDEX_NAME)
-    )
 
 
 def convert_pickle(directory: Path, out: Path) -> Path:
@@ -58,16 +54,16 @@ def convert_pickle(directory: Path, out: Path) -> Path:
         NotImplementedError: It is no EAGLE drafter; torch is not installed.
         OSError: `out` cannot be written.
     """
-    config = directory / "config.json"
-    if not config.is_file():
-        raise ModelNotFoundError(
-            f"{config}: no such file; expected the drafter's configuration beside {PICKLE_NAME}"
-        )
+    config = directory / CONFIG_NAME
+    settings = read_file(config, "the drafter's configuration", max_bytes=MAX_CONFIG_BYTES)
+    tokenizer = directory / TOKENIZER_NAME
+    copies = {config.name: settings}
+    if exists(tokenizer):
+        copies[tokenizer.name] = read_tokenizer_file(tokenizer)
     tensors = _read_pickle(directory / PICKLE_NAME)
     _write_safetensors(out / WEIGHTS_NAME, tensors, directory / PICKLE_NAME)
-    shutil.copyfile(config, out / config.name)
-    if (directory / TOKENIZER_NAME).is_file():
-        shutil.copyfile(directory / TOKENIZER_NAME, out / TOKENIZER_NAME)
+    for name, contents in copies.items():
+        (out / name).write_bytes(contents)
     if detect_method(out) == DRAFT_MODEL:
         raise NotImplementedError(
             f"{directory / PICKLE_NAME}: not an EAGLE drafter (it has no tensor 'fc.weight'); "
@@ -83,7 +79,8 @@ def _read_pickle(path: Path) -> Mapping[str, torch.Tensor]:
         raise NotImplementedError(
             "--allow-pickle reads the file with torch, which is not installed; pip install torch"
         ) from None
-    # What torch.save writes since 2020. Older formats have other readers, which nobody needs here.
+    os.close(open_regular(path, "weights"))
+    # torch.save has written zip files since 2020; older formats are not supported.
     if not zipfile.is_zipfile(path):
         raise ModelFileError(f"{path}: not a zip file; expected one that torch.save wrote")
     try:

@@ -11,6 +11,7 @@ from typing import Final
 from paceline._core import ModelFileError
 
 from .layer_types import FULL, LAYER_TYPES, SLIDING
+from .messages import shorten
 from .section import REQUIRED, Section
 
 ROPE_TYPES: Final = ("default", "linear", "llama3")
@@ -178,8 +179,8 @@ def _check_nested(parameters: Section) -> None:
     for key in parameters.values:
         if key not in LAYER_TYPES:
             raise ModelFileError(
-                f'{parameters.source}: key "{parameters.name(key)}" stands where one object per '
-                f"layer type is expected; allowed: {', '.join(LAYER_TYPES)}"
+                f'{parameters.source}: key "{shorten(parameters.name(key))}" stands where one '
+                f"object per layer type is expected; allowed: {', '.join(LAYER_TYPES)}"
             )
 
 

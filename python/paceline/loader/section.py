@@ -9,11 +9,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, TypeVar
 
-from paceline._core import ModelFileError, ModelNotFoundError
+from paceline._core import ModelFileError
 
-# A JSON file of settings is small; anything above this is not one.
+from .files import read_file
+from .messages import UnreadableNumber, shorten, show
+
+# JSON files of real checkpoints stay far below: the largest is the index of many shards.
 MAX_CONFIG_BYTES: Final = 64 << 20
 MAX_INT: Final = 2**31 - 1
+
+# Longer integers are beyond any limit here, and Python reads them in quadratic time.
+_MAX_DIGITS: Final = 300
+# Positive numbers up to the first round to 0 in float32, those from the second on to infinity.
+_ZERO_FLOAT32: Final = 2.0**-150
+_INFINITE_FLOAT32: Final = (2 - 2.0**-24) * 2.0**127
 
 _Scalar = TypeVar("_Scalar", bool, int, float, str)
 
@@ -30,33 +39,43 @@ def read_json_object(path: Path, what: str) -> dict[str, object]:
 
     Args:
         path: The file.
-        what: What the file is for, as it reads in a message, e.g. "the model's configuration".
+        what: What the file holds, as it reads in a message, e.g. "the model's configuration".
+
+    Returns:
+        The object. Numbers that Python's do not hold are `UnreadableNumber`, which no key accepts.
 
     Raises:
         ModelNotFoundError: There is no such file.
-        ModelFileError: It cannot be read, is larger than 64 MiB, is no JSON, or no JSON object.
+        ModelFileError: It is no regular file, cannot be read, is larger than 64 MiB, is no JSON, or
+            no JSON object.
     """
+    contents = read_file(path, what, max_bytes=MAX_CONFIG_BYTES)
     try:
-        size = path.stat().st_size
-        if size > MAX_CONFIG_BYTES:
-            raise ModelFileError(
-                f"{path}: {size} bytes; {what} may have at most {MAX_CONFIG_BYTES} bytes"
-            )
-        text = path.read_bytes().decode("utf-8")
-    except (FileNotFoundError, NotADirectoryError):
-        raise ModelNotFoundError(
-            f"{path}: no such file; expected {what} in the model's folder"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelFileError(f"{path}: cannot read {what}: {error}") from error
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ModelFileError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
+        value = json.loads(contents.decode(), parse_int=_read_integer, parse_float=_read_float)
+    except UnicodeDecodeError as error:
         raise ModelFileError(
-            f"{path}: holds {_describe(value)}; expected a JSON object with {what}"
-        )
+            f"{path}: cannot read {what}: byte {error.start} is not UTF-8 ({error.reason})"
+        ) from None
+    except ValueError as error:
+        raise ModelFileError(f"{path}: not valid JSON: {error}") from None
+    except RecursionError:
+        raise ModelFileError(
+            f"{path}: lists or objects are nested too deeply for {what}; expected a few levels"
+        ) from None
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{path}: holds {show(value)}; expected a JSON object with {what}")
+    return value
+
+
+def _read_integer(text: str) -> int | UnreadableNumber:
+    return int(text) if len(text) <= _MAX_DIGITS else UnreadableNumber(text)
+
+
+def _read_float(text: str) -> float | UnreadableNumber:
+    value = float(text)
+    has_digits = any(digit in "123456789" for digit in text.lower().partition("e")[0])
+    if math.isinf(value) or (value == 0.0 and has_digits):
+        return UnreadableNumber(text)
     return value
 
 
@@ -87,22 +106,22 @@ class Section:
         """Whether the key is there and not null."""
         return self.values.get(key) is not None
 
-    def error(self, key: str, expected: str) -> ModelFileError:
-        """The error for a key with a wrong value, or without one."""
+    def error(self, key: str, expected: str, note: str = "") -> ModelFileError:
+        """The error for a key with a wrong value, or without one; a note follows the value."""
         if not self.has(key):
             seen = "null" if key in self.values else "missing"
         else:
-            seen = _describe(self.values[key])
+            seen = show(self.values[key])
         return ModelFileError(
-            f'{self.source}: key "{self.name(key)}" is {seen}; expected {expected}'
+            f'{self.source}: key "{shorten(self.name(key))}" is {seen}{note}; expected {expected}'
         )
 
     def refusal(self, key: str, supported: str) -> NotImplementedError:
         """The error for a valid value that Paceline does not do."""
-        seen = _describe(self.values.get(key))
+        seen = show(self.values.get(key))
         return NotImplementedError(
-            f'{self.source}: key "{self.name(key)}" is {seen}, which Paceline does not support; '
-            f"supported: {supported}"
+            f'{self.source}: key "{shorten(self.name(key))}" is {seen}, which Paceline does not '
+            f"support; supported: {supported}"
         )
 
     def integer(
@@ -127,18 +146,18 @@ class Section:
         *,
         allow_zero: bool = False,
     ) -> float:
-        """A finite number above 0 (or from 0)."""
+        """A finite number above 0 (or from 0), as a float32 too, which is what it becomes."""
         expected = "a finite number " + ("from 0" if allow_zero else "above 0")
         value = self._scalar(key, default, expected)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(key, expected)
-        try:
-            result = float(value)
-        except OverflowError:
-            raise self.error(key, expected) from None
-        if not math.isfinite(result) or result < 0 or (result == 0 and not allow_zero):
+        if value >= _INFINITE_FLOAT32:
+            raise self.error(key, expected, " (infinite as a float32)")
+        if 0 < value <= _ZERO_FLOAT32:
+            raise self.error(key, expected, " (0 as a float32)")
+        if not math.isfinite(value) or value < 0 or (value == 0 and not allow_zero):
             raise self.error(key, expected)
-        return result
+        return float(value)
 
     def boolean(self, key: str, default: bool | _Required = REQUIRED) -> bool:
         """true or false."""
@@ -179,9 +198,3 @@ class Section:
         if isinstance(default, _Required):
             raise self.error(key, expected)
         return default
-
-
-def _describe(value: object) -> str:
-    """A JSON value as it reads in a message: short, and in JSON's own words."""
-    text = json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

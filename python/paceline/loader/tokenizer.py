@@ -1,21 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokenizer beside a checkpoint, and whether a target and a drafter speak the same one."""
+"""The tokenizer of a checkpoint, and whether a target and a drafter have the same one."""
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from paceline._core import ModelFileError
+
+from .files import exists, read_file
+from .messages import quote
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TOKENIZER_NAME: Final = "tokenizer.json"
+# Those of the largest vocabularies have about 40 MB.
+MAX_TOKENIZER_BYTES: Final = 512 << 20
+
 _MAX_NAMED: Final = 5
+_MAX_REASON_CHARS: Final = 300
 
 
 class TokenizerInfo:
@@ -25,24 +33,32 @@ class TokenizerInfo:
 
     Attributes:
         path: The file.
+        digest: SHA-256 of its contents.
         tokenizer: The `tokenizers.Tokenizer`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, contents: bytes | None = None) -> None:
         """Reads the file.
 
+        Args:
+            path: The file.
+            contents: Its contents where they were read already.
+
         Raises:
-            ModelFileError: The file is not a tokenizer.
+            ModelNotFoundError: There is no such file.
+            ModelFileError: It is no regular file, cannot be read, is larger than 512 MiB, or is
+                not a tokenizer.
         """
         from tokenizers import Tokenizer
 
         self.path = path
+        if contents is None:
+            contents = read_tokenizer_file(path)
+        self.digest = hashlib.sha256(contents).digest()
         try:
-            self.tokenizer: Tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the package raises plain Exception
-            raise ModelFileError(
-                f"{path}: not a tokenizer that the tokenizers package reads: {error}"
-            ) from error
+            self.tokenizer: Tokenizer = Tokenizer.from_buffer(contents)
+        except BaseException as error:
+            self._raise_named("not a tokenizer that the tokenizers package reads", error)
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
 
@@ -56,18 +72,48 @@ class TokenizerInfo:
             index: token
             for token, index in self.tokenizer.get_vocab(with_added_tokens=True).items()
         }
-        # An added token may take the place of one in the table.
+        # An added token may replace one of the table.
         for index, added in self.tokenizer.get_added_tokens_decoder().items():
             tokens[index] = added.content
         return tokens
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text, with the special tokens that the file puts around one."""
-        return list(self.tokenizer.encode(text, add_special_tokens=True).ids)
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a prompt, with the special tokens that the file puts around one.
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids, without special tokens; an id that has no token gives nothing."""
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        Raises:
+            ModelFileError: The tokenizer fails on it.
+        """
+        try:
+            return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        except BaseException as error:
+            self._raise_named("the tokenizer cannot encode a prompt", error)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids; an id without a token gives none.
+
+        Raises:
+            ModelFileError: The tokenizer fails on them.
+        """
+        try:
+            return str(
+                self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+            )
+        except BaseException as error:
+            self._raise_named("the tokenizer cannot decode token ids", error)
+
+    def _raise_named(self, message: str, error: BaseException) -> NoReturn:
+        """Raises an error of the tokenizers package as one that names the file."""
+        # A fault in its Rust code is a PanicException: no Exception, and of a class that the
+        # package does not export.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise error
+        reason = f"{error!s:.{_MAX_REASON_CHARS}}"
+        raise ModelFileError(f"{self.path}: {message}: {reason}") from error
+
+
+def read_tokenizer_file(path: Path) -> bytes:
+    """The contents of a `tokenizer.json`; errors as for `TokenizerInfo`."""
+    return read_file(path, "the model's tokenizer", max_bytes=MAX_TOKENIZER_BYTES)
 
 
 def load_tokenizer(directory: Path) -> TokenizerInfo | None:
@@ -80,7 +126,7 @@ def load_tokenizer(directory: Path) -> TokenizerInfo | None:
         ModelFileError: The file is not a tokenizer.
     """
     path = directory / TOKENIZER_NAME
-    return TokenizerInfo(path) if path.exists() else None
+    return TokenizerInfo(path) if exists(path) else None
 
 
 def check_tokenizers(
@@ -101,7 +147,7 @@ def check_tokenizers(
         ValueError: The tokenizers differ, or one is missing and the sizes differ.
     """
     if target_tokenizer is not None and draft_tokenizer is not None:
-        if not _is_same_file(target_tokenizer.path, draft_tokenizer.path):
+        if target_tokenizer.digest != draft_tokenizer.digest:
             compare_vocabularies(
                 target_tokenizer, draft_tokenizer, target_vocab_size, draft_vocab_size
             )
@@ -170,11 +216,4 @@ def compare_vocabularies(
 
 
 def _show(token: str | None) -> str:
-    return "has none" if token is None else repr(token)
-
-
-def _is_same_file(left: Path, right: Path) -> bool:
-    """Whether two tokenizer files have the same bytes: then there is nothing to compare."""
-    return left.samefile(right) or (
-        left.stat().st_size == right.stat().st_size and left.read_bytes() == right.read_bytes()
-    )
+    return "has none" if token is None else quote(token)

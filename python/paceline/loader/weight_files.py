@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import mmap
 import os
 import struct
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -16,13 +15,19 @@ from typing import Final
 from paceline import _core
 from paceline._core import ModelFileError, ModelNotFoundError
 
+from .files import exists, open_regular
+from .messages import name_some, quote, shorten, show
 from .section import read_json_object
 
 WEIGHTS_NAME: Final = "model.safetensors"
 INDEX_NAME: Final = "model.safetensors.index.json"
 
-# How many names a message lists.
-_MAX_NAMED: Final = 5
+# As the library allows.
+_MAX_HEADER_BYTES: Final = 100_000_000
+# Bytes of a tensor read at a time.
+_CHUNK_BYTES: Final = 16 << 20
+# What a file system allows.
+_MAX_NAME_BYTES: Final = 255
 
 
 @dataclass(frozen=True)
@@ -39,52 +44,90 @@ class Shard:
 
 
 class RawShard:
-    """The bytes of the tensors in a safetensors file.
+    """The bytes of the tensors in a safetensors file that `_core.SafetensorsFile` has accepted.
 
-    Only for files that `_core.SafetensorsFile` has accepted: offsets are not checked again. A view
-    that is still in use when the context ends keeps the mapping alive.
+    The file is read, not mapped: where it has become shorter that is an error, and no signal.
     """
 
     def __init__(self, path: Path) -> None:
-        """Maps the file.
+        """Opens the file and reads where each tensor lies.
 
         Raises:
-            OSError: It cannot be opened or mapped.
+            ModelFileError: It cannot be read, or is no longer what was accepted.
         """
-        with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        (header_bytes,) = struct.unpack_from("<Q", self._map)
-        header = json.loads(self._map[8 : 8 + header_bytes])
-        self._offsets: dict[str, tuple[int, int]] = {}
-        for name, entry in header.items():
-            if name != "__metadata__":
-                begin, end = entry["data_offsets"]
-                self._offsets[name] = (8 + header_bytes + begin, 8 + header_bytes + end)
+        self._path = path
+        self._fd = open_regular(path, "weights")
+        self._close = weakref.finalize(self, os.close, self._fd)
+        (header_bytes,) = struct.unpack("<Q", self._read(0, 8))
+        if header_bytes > _MAX_HEADER_BYTES:
+            raise self._changed()
+        try:
+            header = json.loads(self._read(8, header_bytes))
+            self._offsets = {
+                name: tuple(8 + header_bytes + offset for offset in entry["data_offsets"])
+                for name, entry in header.items()
+                if name != "__metadata__"
+            }
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            if isinstance(error, ModelFileError):
+                raise
+            raise self._changed() from None
 
     def __enter__(self) -> RawShard:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(BufferError):
-            self._map.close()
+        self._close()
 
-    def view(self, name: str) -> memoryview:
-        """The bytes of one tensor, row-major and little-endian; a view into the mapping."""
-        begin, end = self._offsets[name]
-        return memoryview(self._map)[begin:end]
+    def chunks(self, name: str, nbytes: int) -> Iterator[bytes]:
+        """The bytes of one tensor, row-major and little-endian, at most 16 MiB at a time.
+
+        Args:
+            name: The tensor's name in the file.
+            nbytes: How many bytes it has.
+
+        Raises:
+            ModelFileError: The file is no longer what was accepted.
+        """
+        begin, end = self._offsets.get(name, (0, -1))
+        if end - begin != nbytes:
+            raise self._changed()
+        for offset in range(begin, end, _CHUNK_BYTES):
+            yield self._read(offset, min(_CHUNK_BYTES, end - offset))
+
+    def read(self, name: str, nbytes: int) -> bytes:
+        """The same in one piece."""
+        return b"".join(self.chunks(name, nbytes))
+
+    def _read(self, offset: int, count: int) -> bytes:
+        parts: list[bytes] = []
+        while count > 0:
+            try:
+                part = os.pread(self._fd, count, offset)
+            except OSError as error:
+                raise ModelFileError(
+                    f"{self._path}: cannot read weights: {error.strerror}"
+                ) from None
+            if not part:
+                raise self._changed()
+            parts.append(part)
+            offset += len(part)
+            count -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _changed(self) -> ModelFileError:
+        return ModelFileError(f"{self._path}: the file changed while it was read")
 
 
 def open_shards(directory: Path) -> tuple[list[Shard], dict[str, str]]:
     """Opens the weight files; also returns the index's file by tensor, empty without an index."""
     single = directory / WEIGHTS_NAME
-    if single.exists():
+    if exists(single):
         return [_open_shard(single)], {}
     index = directory / INDEX_NAME
-    if not index.exists():
-        others = sorted(
-            entry.name for entry in directory.iterdir() if entry.suffix in (".bin", ".pth", ".gguf")
-        )
-        hint = f"; {others[0]} is there, but only safetensors are read" if others else ""
+    if not exists(index):
+        other = _other_weights(directory)
+        hint = "" if other is None else f"; {other} is there, but only safetensors are read"
         raise ModelNotFoundError(
             f"{directory}: neither {WEIGHTS_NAME} nor {INDEX_NAME} is there{hint}"
         )
@@ -93,7 +136,7 @@ def open_shards(directory: Path) -> tuple[list[Shard], dict[str, str]]:
     owners: dict[str, Path] = {}
     for shard_name in sorted(set(listing.values())):
         path = directory / shard_name
-        if not path.exists():
+        if not exists(path):
             raise ModelNotFoundError(
                 f"{path}: no such file, but {INDEX_NAME} says that it holds "
                 f"{name_some(name for name, shard in listing.items() if shard == shard_name)}"
@@ -102,8 +145,8 @@ def open_shards(directory: Path) -> tuple[list[Shard], dict[str, str]]:
         for name in shard.file.names():
             if name in owners:
                 raise ModelFileError(
-                    f"{path}: tensor {name!r} also lies in {owners[name].name}; expected every "
-                    "tensor in one shard"
+                    f"{path}: tensor {quote(name)} also lies in {owners[name].name}; expected "
+                    "every tensor in one shard"
                 )
             owners[name] = path
         shards.append(shard)
@@ -112,8 +155,8 @@ def open_shards(directory: Path) -> tuple[list[Shard], dict[str, str]]:
         if owner is None or owner.name != shard_name:
             where = "no shard holds it" if owner is None else f"it lies in {owner.name}"
             raise ModelFileError(
-                f"{directory / shard_name}: tensor {name!r} is missing, but {INDEX_NAME} says that "
-                f"it lies here; {where}"
+                f"{directory / shard_name}: tensor {quote(name)} is missing, but {INDEX_NAME} says "
+                f"that it lies here; {where}"
             )
     return shards, listing
 
@@ -122,19 +165,28 @@ def _open_shard(path: Path) -> Shard:
     return Shard(path, _core.SafetensorsFile(os.fspath(path)))
 
 
+def _other_weights(directory: Path) -> str | None:
+    """A file of weights in another format."""
+    try:
+        names = sorted(os.listdir(directory))
+    except OSError:
+        return None  # a folder that may be searched but not listed
+    return next((name for name in names if name.endswith((".bin", ".pth", ".gguf"))), None)
+
+
 def _read_index(index: Path) -> dict[str, str]:
     values = read_json_object(index, "the list of weight files")
     listing = values.get("weight_map")
     if not isinstance(listing, dict) or not listing:
-        seen = "missing" if listing is None else f"{type(listing).__name__} {listing!r:.60}"
+        seen = "missing" if listing is None else show(listing)
         raise ModelFileError(
             f'{index}: key "weight_map" is {seen}; expected an object with the file of every tensor'
         )
     for name, shard_name in listing.items():
         if not isinstance(shard_name, str) or not _is_plain_name(shard_name):
             raise ModelFileError(
-                f'{index}: key "weight_map.{name}" is {shard_name!r:.80}; expected the plain name '
-                "of a .safetensors file in the same folder"
+                f'{index}: key "{shorten(f"weight_map.{name}")}" is {show(shard_name)}; expected '
+                "the plain name of a .safetensors file in the same folder"
             )
     return {str(name): str(shard_name) for name, shard_name in listing.items()}
 
@@ -142,14 +194,8 @@ def _read_index(index: Path) -> dict[str, str]:
 def _is_plain_name(name: str) -> bool:
     return (
         name.endswith(".safetensors")
+        and len(name.encode(errors="replace")) <= _MAX_NAME_BYTES
         and name.isprintable()
         and not any(mark in name for mark in "/\\:")
         and not name.startswith(".")
     )
-
-
-def name_some(names: Iterable[str]) -> str:
-    listed = list(names)
-    text = ", ".join(map(repr, listed[:_MAX_NAMED]))
-    more = len(listed) - _MAX_NAMED
-    return f"{text} and {more} more" if more > 0 else text
