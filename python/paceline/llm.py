@@ -37,12 +37,7 @@ from paceline.limits import (
     MAX_SEED,
     MAX_SPECULATIVE_TOKENS,
 )
-from paceline.loader import (
-    ARCHITECTURES,
-    LoadedModel,
-    check_compatible,
-    check_pair,
-)
+from paceline.loader import ARCHITECTURES, LoadedModel, check_compatible, load_pair
 from paceline.logprobs import LogprobReader, check_logprobs
 from paceline.memory import group_max_bytes, memory_plan
 from paceline.outputs import RequestError, RequestOutput
@@ -50,7 +45,6 @@ from paceline.prompts import Prompt, encode, list_params, list_prompts
 from paceline.sampling import SamplingParams
 from paceline.startup import (
     executor_options,
-    load_models,
     resolve_max_model_len,
     resolve_max_num_batched_tokens,
 )
@@ -175,17 +169,17 @@ class LLM:
             speculative = SpeculativeConfig.parse(speculative_config)
         resolve_max_num_batched_tokens(config, speculative)
         resolved = resolve_device(config.device)
-        if speculative is not None and speculative.model is not None and load_format == "auto":
-            check_pair(model, speculative.model, method=speculative.method, dtype=config.dtype)
         with lifetime.delayed_exit():
-            target, draft = load_models(
+            target, draft = load_pair(
                 model,
-                speculative,
+                None if speculative is None else speculative.model,
+                method=None if speculative is None else speculative.method,
                 dtype=config.dtype,
                 device=resolved,
-                is_dummy=load_format == "dummy",
+                load_format=load_format,
                 progress=show_progress,
             )
+            lifetime.check_not_exiting()
             self._start(target, draft, config, speculative, show_progress=show_progress)
 
     @classmethod

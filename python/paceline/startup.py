@@ -1,51 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts an `LLM`: loads its models and derives the options of the executor."""
+"""Derives the options of an executor from the arguments of an `LLM`."""
 
 from __future__ import annotations
 
-import os
 from typing import Any, Final
 
-from paceline import lifetime
 from paceline.config import EngineConfig, SpeculativeConfig
-from paceline.loader import (
-    LoadedModel,
-    load_checkpoint,
-    load_drafter,
-    load_dummy,
-    load_dummy_drafter,
-)
+from paceline.loader import LoadedModel
 
 _DEFAULT_MAX_MODEL_LEN: Final = 4096
 _DEFAULT_MAX_NUM_BATCHED_TOKENS: Final = 2048
-
-
-def load_models(
-    model: str | os.PathLike[str],
-    speculative: SpeculativeConfig | None,
-    *,
-    dtype: str,
-    device: str,
-    is_dummy: bool,
-    progress: bool,
-) -> tuple[LoadedModel, LoadedModel | None]:
-    """Loads the target, and the drafter if the method has a model."""
-    if is_dummy:
-        target = load_dummy(model, dtype=dtype, device=device)
-    else:
-        target = load_checkpoint(model, dtype=dtype, device=device, progress=progress)
-    lifetime.check_not_exiting()
-    if speculative is None or speculative.model is None:
-        return target, None
-    drafter, method = speculative.model, speculative.method
-    if is_dummy:
-        draft = load_dummy_drafter(drafter, target, method=method, dtype=dtype, device=device)
-    else:
-        draft = load_drafter(
-            drafter, target, method=method, dtype=dtype, device=device, progress=progress
-        )
-    lifetime.check_not_exiting()
-    return target, draft
 
 
 def resolve_max_num_batched_tokens(

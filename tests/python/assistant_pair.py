@@ -19,9 +19,7 @@ CENTROIDS = "masked_embedding.centroids.weight"
 
 def target_of(spec: TinySpec) -> Target:
     """What a drafter has to fit, without loading any weights."""
-    checkpoint = open_checkpoint(make(spec))
-    family = checkpoint.family
-    return Target(checkpoint.path, family.architecture, checkpoint.config, checkpoint.weight_dtype)
+    return open_checkpoint(make(spec)).target
 
 
 def opened(path: Path, target: TinySpec = TARGET, **arguments: Any) -> DrafterCheckpoint:

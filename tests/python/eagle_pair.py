@@ -22,9 +22,7 @@ SPECS = {
 
 def target_of(path: Path, dtype: str = "auto") -> Target:
     """What a drafter has to fit, without loading any weights."""
-    checkpoint = open_checkpoint(path, dtype)
-    family = checkpoint.family
-    return Target(path, family.architecture, checkpoint.config, checkpoint.weight_dtype)
+    return open_checkpoint(path, dtype).target
 
 
 def opened(path: Path, target: TinySpec = TARGET, **arguments: Any) -> DrafterCheckpoint:

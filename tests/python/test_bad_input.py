@@ -516,7 +516,7 @@ def test_a_drafter_is_looked_at_before_the_target_is_read(
     def read(*_: Any, **__: Any) -> None:
         raise AssertionError("the target was read")
 
-    monkeypatch.setattr("paceline.startup.load_checkpoint", read)
+    monkeypatch.setattr("paceline.loader.load.load_weights", read)
     config = {"model": str(tmp_path / "none"), "num_speculative_tokens": 2}
     with pytest.raises(ModelNotFoundError, match="no such folder"):
         LLM(target_dir, speculative_config=config)

@@ -229,7 +229,7 @@ def test_compare_refuses_what_differs_by_design(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.delattr("paceline.startup.load_checkpoint")  # nothing is loaded
+    monkeypatch.delattr("paceline.llm.load_pair")  # nothing is loaded
     argv = [*generate[:-1], json.dumps(speculative_config | changes), "--temperature", temperature]
     assert cli.main([*argv, "--compare"]) == cli.EXIT_USAGE
     captured = capsys.readouterr()
@@ -341,12 +341,12 @@ def test_exit_codes(
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr("paceline.startup.load_checkpoint", fail)
+    monkeypatch.setattr("paceline.llm.load_pair", fail)
     assert cli.main(generate) == code
 
 
 def test_a_bug_of_ours_is_not_hidden(generate: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("paceline.startup.load_checkpoint")
+    monkeypatch.delattr("paceline.llm.load_pair")
     with pytest.raises(NameError):
         cli.main(generate)
 

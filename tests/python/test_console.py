@@ -221,7 +221,7 @@ def test_arguments_are_refused_by_name_before_a_model_is_loaded(
     def load(*_: Any, **__: Any) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("paceline.startup.load_checkpoint", load)
+    monkeypatch.setattr("paceline.llm.load_pair", load)
     monkeypatch.setattr("paceline.bench.cli.load", load)
     assert cli.main(argv) == cli.EXIT_USAGE
     captured = capsys.readouterr()
@@ -258,7 +258,7 @@ def test_a_rust_panic_is_one_line(
     def fail(*_: Any, **__: Any) -> None:
         raise panic("called `Option::unwrap()` on a `None` value\nmore")
 
-    monkeypatch.setattr("paceline.startup.load_checkpoint", fail)
+    monkeypatch.setattr("paceline.llm.load_pair", fail)
     assert cli.main(GENERATE) == cli.EXIT_FAILURE
     assert is_one_error(capsys.readouterr().err, "tokenizers package failed", "Option::unwrap")
 
@@ -269,6 +269,6 @@ def test_an_error_of_the_system_names_the_file(
     def fail(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied", "some/config.json")
 
-    monkeypatch.setattr("paceline.startup.load_checkpoint", fail)
+    monkeypatch.setattr("paceline.llm.load_pair", fail)
     assert cli.main(GENERATE) == cli.EXIT_MODEL
     assert capsys.readouterr().err == "paceline: error: some/config.json: Permission denied\n"

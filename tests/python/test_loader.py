@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,12 @@ from pathlib import Path
 import pytest
 
 import tiny_models
+from drafter_checks import ENGINE
 from errors import raises
-from paceline import loader
+from paceline import LLM, loader
 from paceline._core import ModelFileError
 from paceline.loader.checkpoint import open_checkpoint
+from paceline.loader.convert import convert
 from paceline.loader.tokenizer import TokenizerInfo, compare_vocabularies
 from tiny_models import TinySpec, edit_config, edit_tensors, make, read_json, write_json
 
@@ -79,6 +82,49 @@ def test_end_ids_outside_of_the_vocabulary_are_reported(copy_of: Callable[..., P
     checkpoint = open_checkpoint(path)
     assert checkpoint.eos_token_ids == (3,)
     assert "[128009]" in checkpoint.notes[0]
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_more_end_ids_than_a_request_can_stop_at(
+    name: str, copy_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = copy_of()
+    original = read_json(path / name) if name == "config.json" else {}
+    write_json(path / name, original | {"eos_token_id": [*range(8), 5, 10**6]})
+    loaded = loader.load_checkpoint(path, progress=False)
+    assert loaded.eos_token_ids == tuple(range(8))
+    with LLM.from_loaded(loaded, **ENGINE) as llm:
+        assert len(llm.generate([9])[0].outputs) == 1
+    write_json(path / name, original | {"eos_token_id": list(range(9))})
+    for load in (
+        lambda: loader.load_checkpoint(path, progress=False),
+        lambda: loader.load_dummy(path),
+        lambda: convert(path, tmp_path / "out", progress=False),
+        lambda: LLM(path, **ENGINE),
+    ):
+        with raises(
+            NotImplementedError, path / name, '"eos_token_id" has 9 ids', "supported: at most 8"
+        ):
+            load()
+    # Those of a drafter end nothing.
+    target = loader.load_checkpoint(make(TinySpec()), progress=False)
+    assert loader.load_drafter(path, target, progress=False).vocab_size == 128
+    assert loader.load_dummy_drafter(path, target).vocab_size == 128
+
+
+def test_very_many_end_ids(copy_of: Callable[..., Path]) -> None:
+    """Time and message stay in proportion: 200,000 ids once took minutes."""
+    path = copy_of()
+    edit_config(path, eos_token_id=list(range(200_000)))
+    begin = time.monotonic()
+    with raises(NotImplementedError, '"eos_token_id" has 128 ids'):
+        open_checkpoint(path)
+    edit_config(path, eos_token_id=list(range(128, 200_000)))
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.eos_token_ids == ()
+    assert "[128, 129, 130" in checkpoint.notes[0]
+    assert len(checkpoint.notes[0]) < 400
+    assert time.monotonic() - begin < 10
 
 
 # ---- tokenizers --------------------------------------------------------------------------------

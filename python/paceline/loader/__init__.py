@@ -11,21 +11,22 @@ from .drafter_checkpoint import DrafterCheckpoint, detect_method, drafter_config
 from .drafters import Target
 from .dummy import dummy_drafter, dummy_model, load_dummy, load_dummy_drafter
 from .families import ARCHITECTURES, check_dtype, decoder_config
-from .load import load_checkpoint, load_drafter
+from .folder import CheckpointFolder
+from .load import load_checkpoint, load_drafter, load_pair
 from .loaded_model import LoadedModel
-from .pairs import check_compatible, check_pair
+from .pairs import check_compatible
 from .tokenizer import TokenizerInfo, check_tokenizers
 
 __all__ = [
     "ARCHITECTURES",
     "Checkpoint",
+    "CheckpointFolder",
     "DrafterCheckpoint",
     "LoadedModel",
     "Target",
     "TokenizerInfo",
     "check_compatible",
     "check_dtype",
-    "check_pair",
     "check_tokenizers",
     "decoder_config",
     "detect_method",
@@ -36,6 +37,7 @@ __all__ = [
     "load_drafter",
     "load_dummy",
     "load_dummy_drafter",
+    "load_pair",
     "open_checkpoint",
     "open_drafter",
 ]

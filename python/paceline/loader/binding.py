@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,7 +11,7 @@ from paceline._core import ModelFileError
 
 from .family import LM_HEADS, Family, TensorSpec
 from .messages import name_some, quote
-from .weight_files import INDEX_NAME, RawShard, Shard
+from .weight_files import Shard, WeightFiles
 
 STORED_DTYPES: Final = ("BF16", "F16", "F32")
 
@@ -38,11 +38,22 @@ class BoundTensor:
     nbytes: int
 
 
-def bind(
-    family: Family, shards: list[Shard], listing: Mapping[str, str], config_source: str
-) -> tuple[BoundTensor, ...]:
-    """Finds every tensor that the model needs, and refuses those that nobody asked for."""
-    owners = {name: shard for shard in shards for name in shard.file.names()}
+def bind(family: Family, weights: WeightFiles, config_source: str) -> tuple[BoundTensor, ...]:
+    """Finds every tensor that a model needs, and refuses tensors that it has no use for.
+
+    Args:
+        family: The model, translated.
+        weights: The weight files.
+        config_source: The configuration file, for messages.
+
+    Returns:
+        The tensors in the order of `family.tensors`.
+
+    Raises:
+        ModelFileError: Tensors are missing, misshapen or unknown.
+        NotImplementedError: A tensor is stored in a dtype that is not supported.
+    """
+    owners = weights.owners
     prefix = next((p for p in family.prefixes if f"{p}embed_tokens.weight" in owners), None)
     if prefix is None:
         prefix = family.prefixes[0]
@@ -71,26 +82,24 @@ def bind(
             )
         bound.append(BoundTensor(spec, shard, source, dtype, nbytes))
     if missing:
-        _raise_missing(missing, family, shards, owners)
-    _check_unexpected(family, prefix, bound, owners, listing, config_source)
+        _raise_missing(missing, family, weights)
+    _check_unexpected(family, prefix, bound, weights, config_source)
     return tuple(bound)
 
 
-def _raise_missing(
-    missing: list[str], family: Family, shards: list[Shard], owners: Mapping[str, Shard]
-) -> None:
-    where = str(shards[0].path) if len(shards) == 1 else str(shards[0].path.parent / INDEX_NAME)
+def _raise_missing(missing: list[str], family: Family, weights: WeightFiles) -> None:
     count = "1 tensor is" if len(missing) == 1 else f"{len(missing)} tensors are"
     hint = ""
-    if "fc.weight" in owners:
+    if "fc.weight" in weights.owners:
         hint = f"; with 'fc.weight' it is an EAGLE drafter and no target{CURE}"
     elif missing == [family.lm_head_names[0]] and family.tied_table is None:
         hint = '; a model that shares it with the embeddings says "tie_word_embeddings": true'
     elif missing[0].endswith("embed_tokens.weight") and len(missing) > 1:
         prefixes = ", ".join(map(repr, family.prefixes))
-        hint = f"; the file has {name_some(owners)}; allowed prefixes: {prefixes}"
+        hint = f"; the file has {name_some(weights.owners)}; allowed prefixes: {prefixes}"
     raise ModelFileError(
-        f"{where}: {count} missing: {name_some(missing)}, which {family.architecture} needs{hint}"
+        f"{weights.where}: {count} missing: {name_some(missing)}, which {family.architecture} "
+        f"needs{hint}"
     )
 
 
@@ -98,13 +107,12 @@ def _check_unexpected(
     family: Family,
     prefix: str,
     bound: Iterable[BoundTensor],
-    owners: Mapping[str, Shard],
-    listing: Mapping[str, str],
+    weights: WeightFiles,
     config_source: str,
 ) -> None:
     used = {tensor.source: tensor for tensor in bound}
     unexpected: list[str] = []
-    for name, shard in owners.items():
+    for name, shard in weights.owners.items():
         if name in used or name.endswith("rotary_emb.inv_freq"):
             continue
         if name.startswith(family.ignored_prefixes or ("\0",)):
@@ -118,11 +126,10 @@ def _check_unexpected(
         unexpected.append(name)
     if not unexpected:
         return
-    shard = owners[unexpected[0]]
-    where = str(shard.path.parent / INDEX_NAME) if listing else str(shard.path)
     count = "1 tensor is" if len(unexpected) == 1 else f"{len(unexpected)} tensors are"
     raise ModelFileError(
-        f"{where}: {count} not part of {family.architecture} as {config_source} describes it: "
+        f"{weights.where}: {count} not part of {family.architecture} as {config_source} describes "
+        "it: "
         f"{name_some(unexpected)}"
     )
 
@@ -136,13 +143,14 @@ def _check_tied_copy(name: str, shard: Shard, table: BoundTensor, config_source:
         table.nbytes,
     )
     if same:
-        with RawShard(shard.path) as left, RawShard(table.shard.path) as right:
-            same = all(
-                ours == theirs
-                for ours, theirs in zip(
-                    left.chunks(name, nbytes), right.chunks(table.source, nbytes), strict=True
-                )
+        same = all(
+            ours == theirs
+            for ours, theirs in zip(
+                shard.raw.chunks(name, nbytes),
+                table.shard.raw.chunks(table.source, nbytes),
+                strict=True,
             )
+        )
     if not same:
         raise ModelFileError(
             f"{shard.path}: tensor {quote(name)} differs from {table.source!r}, but key "

@@ -8,43 +8,42 @@ over which tensor is which. Neither torch nor the safetensors package is involve
 from __future__ import annotations
 
 import json
-import os
-import stat
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline import _core
-from paceline._core import ModelFileError, ModelNotFoundError
+from paceline.sampling import MAX_STOP_TOKEN_IDS
 
 from .binding import CURE, BoundTensor, bind
+from .drafters import Target
 from .families import ARCHITECTURES, check_dtype, translate
 from .family import Family
-from .files import exists, find
-from .hf_config import CONFIG_NAME, HfConfig, read_hf_config
+from .folder import CheckpointFolder, Source, as_folder
+from .hf_config import HfConfig, parse_hf_config
 from .kinds import kind_of_config
-from .messages import quote, show, show_path
-from .section import Section, read_json_object
-from .weight_files import WEIGHTS_NAME, open_shards
+from .messages import quote, show
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint whose files were checked; no weights were read yet.
+@dataclass(frozen=True, kw_only=True)
+class OpenedModel:
+    """A model whose files were checked; none of its matrices was read yet.
 
     Attributes:
         path: The folder.
-        hf: Its configuration.
         family: The decoder, translated.
         weight_dtype: What matrices become: "float32" or "bfloat16".
-        tensors: Every tensor the model needs, in the order in which it is filled.
+        tensors: Every tensor of weights, in the order in which the model is filled.
         notes: What a user may want to know about the choices made, one sentence each.
     """
 
     path: Path
-    hf: HfConfig
     family: Family
     weight_dtype: str
     tensors: tuple[BoundTensor, ...]
@@ -62,106 +61,119 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors as stored."""
+        """Bytes of all tensors of weights as stored."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a text, of those that the vocabulary has."""
+        """Token ids that end a completion."""
+        return ()
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The token id that starts a prompt, if the files name one."""
+        return None
+
+    @property
+    def ids(self) -> dict[str, npt.NDArray[np.int32]]:
+        """Its tensors of token ids by canonical name."""
+        return {}
+
+    def is_narrowed(self, tensor: BoundTensor) -> bool:
+        """Whether Python has to round the tensor, from F16 to bfloat16.
+
+        The library refuses to, because that loses bits and saves no memory. A drafter shares
+        buffers with its target and has no choice; a target has, and is refused before.
+        """
+        return tensor.spec.is_matrix and tensor.dtype == "F16" and self.weight_dtype == "bfloat16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint(OpenedModel):
+    """A target or a draft model whose files were checked; no weights were read yet.
+
+    Attributes:
+        hf: Its configuration.
+    """
+
+    hf: HfConfig
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Token ids that end a completion, of those that the vocabulary has."""
         vocab_size = self.family.config["vocab_size"]
         return tuple(token for token in self.hf.eos_token_ids if token < vocab_size)
 
+    @property
+    def bos_token_id(self) -> int | None:
+        """The token id that starts a prompt, if the files name one."""
+        return self.hf.bos_token_id
 
-def open_checkpoint(path: str | os.PathLike[str], dtype: str = "auto") -> Checkpoint:
-    """Opens the checkpoint in a folder and checks that it has all that its configuration asks for.
+    @property
+    def target(self) -> Target:
+        """What a drafter for this model has to fit."""
+        return Target(self.path, self.family.architecture, self.config, self.weight_dtype)
+
+
+def open_checkpoint(source: Source, dtype: str = "auto", *, is_drafter: bool = False) -> Checkpoint:
+    """Opens a checkpoint and checks that it has every tensor that its configuration asks for.
 
     Args:
-        path: The folder: `config.json` and `model.safetensors`, or shards with
+        source: The folder: `config.json` and `model.safetensors`, or shards with
             `model.safetensors.index.json`.
         dtype: "float32", "bfloat16", or "auto": bfloat16 when every matrix is stored as BF16, else
             float32.
+        is_drafter: It is a draft model, whose end-of-sequence ids are not used.
+
+    Returns:
+        The checkpoint.
 
     Raises:
         ModelNotFoundError: The folder, its configuration or a weight file is missing.
         ModelFileError: A file is damaged, or tensors are missing, misshapen or unknown.
-        NotImplementedError: The model, or the way it is stored, is not supported.
+        NotImplementedError: The model, or the way it is stored, is not supported; or a target has
+            more end-of-sequence ids than a request can stop at.
         ValueError: `dtype` is none of the above, or "bfloat16" for weights stored as F16.
     """
     check_dtype(dtype)
-    directory = open_directory(path)
-    hf = _read_config(directory)
+    folder = as_folder(source)
+    hf = read_hf_config(folder)
     family = translate(hf)
-    shards, listing = open_shards(directory)
-    tensors = bind(family, shards, listing, hf.source)
+    tensors = bind(family, folder.weights, hf.source)
     weight_dtype, notes = _choose_dtype(dtype, tensors)
-    checkpoint = Checkpoint(directory, hf, family, weight_dtype, tensors, tuple(notes))
-    dropped = sorted(set(hf.eos_token_ids) - set(checkpoint.eos_token_ids))
-    if dropped:
-        note = (
-            f"end-of-sequence ids {show(dropped)} of {directory} are outside of its "
-            f"vocabulary ({family.config['vocab_size']} ids) and are left out"
-        )
-        checkpoint = Checkpoint(directory, hf, family, weight_dtype, tensors, (*notes, note))
-    return checkpoint
+    vocab_size = family.config["vocab_size"]
+    if not is_drafter:
+        check_end_ids(hf, vocab_size)
+        dropped = sorted(token for token in hf.eos_token_ids if token >= vocab_size)
+        if dropped:
+            notes.append(
+                f"end-of-sequence ids {show(dropped)} of {folder.path} are outside of its "
+                f"vocabulary ({vocab_size} ids) and are left out"
+            )
+    return Checkpoint(
+        path=folder.path,
+        family=family,
+        weight_dtype=weight_dtype,
+        tensors=tensors,
+        notes=tuple(notes),
+        hf=hf,
+    )
 
 
-def open_directory(path: str | os.PathLike[str]) -> Path:
-    """Checks that a path can be the folder of a checkpoint.
-
-    Args:
-        path: The folder.
-
-    Returns:
-        The folder.
-
-    Raises:
-        ModelNotFoundError: There is no such folder.
-        ModelFileError: It is none, or one that `paceline convert` wrote.
-    """
-    directory = Path(path)
-    check_directory(directory)
-    return directory
-
-
-def load_weights(
-    checkpoint: Checkpoint, *, device: str = "cpu", progress: bool = True
-) -> _core.Model:
-    """Fills a model with the checkpoint's tensors, each copied and converted once.
-
-    Args:
-        checkpoint: What `open_checkpoint` returned.
-        device: "cpu" or "cuda": where the weights will lie.
-        progress: Show a progress bar where standard error is a terminal.
+def read_hf_config(folder: CheckpointFolder) -> HfConfig:
+    """The configuration of a target or a draft model.
 
     Raises:
-        ModelFileError: The library refuses the description or a tensor.
-        NotImplementedError: There is no such device.
-        MemoryError: There is no room for the weights.
+        ModelNotFoundError: `config.json` is missing.
+        ModelFileError: A file is no JSON object, or a key has a wrong type.
+        NotImplementedError: The architecture is not supported; of a drafter that needs a target,
+            says so.
     """
-    from tqdm import tqdm
-
-    builder = _core.ModelBuilder(json.dumps(checkpoint.config), checkpoint.weight_dtype, device)
-    with tqdm(
-        total=checkpoint.nbytes,
-        desc=f"Loading {checkpoint.path.name or checkpoint.path}",
-        unit="B",
-        unit_scale=True,
-        disable=None if progress else True,
-    ) as bar:
-        for tensor in checkpoint.tensors:
-            builder.put_tensor(tensor.spec.name, tensor.shard.file, tensor.source)
-            bar.update(tensor.nbytes)
-    return builder.finish()
-
-
-def _read_config(directory: Path) -> HfConfig:
-    """The configuration of a target; that of a drafter is refused with a hint."""
+    config = folder.config
     try:
-        return read_hf_config(directory, ARCHITECTURES)
+        return parse_hf_config(config.values, config.source, ARCHITECTURES, folder.generation)
     except NotImplementedError as error:
-        path = directory / CONFIG_NAME
-        top = Section(read_json_object(path, "the model's configuration"), str(path))
-        kind = kind_of_config(top)
+        kind = kind_of_config(config)
         if kind is None:
             raise
         raise NotImplementedError(
@@ -169,25 +181,66 @@ def _read_config(directory: Path) -> HfConfig:
         ) from None
 
 
-def check_directory(directory: Path) -> None:
-    """Checks that a path can be the folder of a checkpoint; errors as for `open_directory`."""
-    status = find(directory)
-    if status is None:
-        raise ModelNotFoundError(
-            f"{show_path(directory)}: no such folder; expected the local folder of a checkpoint "
-            f"with {CONFIG_NAME} and {WEIGHTS_NAME} (nothing is downloaded)"
+def check_end_ids(hf: HfConfig, vocab_size: int) -> None:
+    """Refuses a target with more end-of-sequence ids than a request can stop at.
+
+    Raises:
+        NotImplementedError: It has more; names the file, the key, the number and the limit.
+    """
+    num_ids = sum(token < vocab_size for token in hf.eos_token_ids)
+    if num_ids > MAX_STOP_TOKEN_IDS and hf.eos_section is not None:
+        section = hf.eos_section
+        raise NotImplementedError(
+            f'{section.source}: key "{section.name("eos_token_id")}" has {num_ids} ids of the '
+            f"vocabulary; supported: at most {MAX_STOP_TOKEN_IDS}, because a request can stop at "
+            "no more"
         )
-    if not stat.S_ISDIR(status.st_mode):
-        raise ModelFileError(f"{directory}: not a folder; expected the folder of a checkpoint")
-    if exists(directory / "paceline.json") and not exists(directory / CONFIG_NAME):
-        raise ModelFileError(
-            f"{directory}: a folder written by `paceline convert` (it has paceline.json); "
-            "expected a Hugging Face checkpoint with config.json"
-        )
+
+
+def load_weights(opened: OpenedModel, *, device: str = "cpu", progress: bool = True) -> _core.Model:
+    """Fills a model with its tensors, each copied and converted once.
+
+    Args:
+        opened: What `open_checkpoint` or `open_drafter` returned.
+        device: "cpu" or "cuda": where the weights will lie.
+        progress: Show a progress bar where standard error is a terminal.
+
+    Raises:
+        ModelFileError: The library refuses a tensor, or a file changed since it was opened.
+        NotImplementedError: There is no such device.
+        MemoryError: There is no room for the weights.
+    """
+    from tqdm import tqdm
+
+    builder = _core.ModelBuilder(json.dumps(opened.config), opened.weight_dtype, device)
+    with tqdm(
+        total=opened.nbytes,
+        desc=f"Loading {opened.path.name or opened.path}",
+        unit="B",
+        unit_scale=True,
+        disable=None if progress else True,
+    ) as bar:
+        for tensor in opened.tensors:
+            if opened.is_narrowed(tensor):
+                builder.put_array(tensor.spec.name, _widened(tensor))
+            else:
+                builder.put_tensor(tensor.spec.name, tensor.shard.file, tensor.source)
+            bar.update(tensor.nbytes)
+        for name, ids in opened.ids.items():
+            builder.put_array(name, ids)
+    return builder.finish()
+
+
+def _widened(tensor: BoundTensor) -> npt.NDArray[np.float32]:
+    """A tensor stored as F16, in float32, from which the library rounds to bfloat16."""
+    import numpy as np
+
+    values = np.frombuffer(tensor.shard.raw.read(tensor.source, tensor.nbytes), np.float16)
+    return values.astype(np.float32).reshape(tensor.spec.shape)
 
 
 def _choose_dtype(dtype: str, tensors: Iterable[BoundTensor]) -> tuple[str, list[str]]:
-    """The weight dtype, and what there is to say about it."""
+    """The weight dtype, and notes about the choice."""
     matrices = [tensor for tensor in tensors if tensor.spec.is_matrix]
     stored = {tensor.dtype for tensor in matrices}
     names = " and ".join(sorted(stored))
@@ -201,8 +254,8 @@ def _choose_dtype(dtype: str, tensors: Iterable[BoundTensor]) -> tuple[str, list
         return dtype, []
     narrow = next((tensor for tensor in matrices if tensor.dtype == "F16"), None)
     if narrow is not None:
-        # The library refuses it: two 16-bit formats, and the way from one to the other loses bits
-        # without saving any.
+        # The library refuses it: rounding one 16-bit format to the other loses bits and saves no
+        # memory.
         raise ValueError(
             f"dtype is 'bfloat16', but tensor {quote(narrow.source)} of {narrow.shard.path} is "
             "stored as F16, which would lose 3 bits of each value; allowed: 'auto' or 'float32'"

@@ -17,25 +17,11 @@ from typing import Any, Final
 from paceline.limits import MAX_SPECULATIVE_TOKENS
 
 from .checkpoint import Checkpoint, open_checkpoint
-from .drafter_checkpoint import (
-    DRAFT_MODEL,
-    DrafterCheckpoint,
-    check_no_pickle,
-    detect_method,
-    has_only_pickle,
-    open_drafter,
-)
-from .drafters import Target
+from .drafter_checkpoint import DrafterCheckpoint, open_any_drafter
 from .families import check_dtype
+from .folder import TOKENIZER_NAME, CheckpointFolder
 from .pickles import convert_pickle
-from .tokenizer import (
-    TOKENIZER_NAME,
-    TokenizerInfo,
-    check_tokenizers,
-    load_tokenizer,
-    read_tokenizer_file,
-)
-from .weight_files import RawShard
+from .tokenizer import TokenizerInfo, check_tokenizers
 
 FOLDER_FORMAT: Final = "paceline-folder-1"
 FOLDER_NAME: Final = "paceline.json"
@@ -94,51 +80,50 @@ def convert(
         )
     out = Path(out_dir)
     _check_out_dir(out)
-    if draft_dir is None and has_only_pickle(Path(model_dir)):
+    folder = CheckpointFolder(model_dir)
+    if draft_dir is None and folder.has_only_pickle:
         if not allow_pickle:
-            check_no_pickle(Path(model_dir))
-        return _fill(out, lambda partial: convert_pickle(Path(model_dir), partial))
+            folder.check_no_pickle()
+        return _fill(out, lambda partial: convert_pickle(folder, partial))
 
-    target = open_checkpoint(model_dir, dtype)
-    tokenizer = load_tokenizer(target.path)
+    target = open_checkpoint(folder, dtype)
+    tokenizer = folder.tokenizer
     with ExitStack() as stack:
         draft: Checkpoint | DrafterCheckpoint | None = None
         if draft_dir is not None:
-            source = Path(draft_dir)
-            if allow_pickle and has_only_pickle(source):
+            source = CheckpointFolder(draft_dir)
+            if allow_pickle and source.has_only_pickle:
                 # As large as the drafter: not in memory, where some systems keep /tmp.
-                beside = next(folder for folder in out.absolute().parents if folder.is_dir())
+                beside = next(parent for parent in out.absolute().parents if parent.is_dir())
                 staged = tempfile.TemporaryDirectory(prefix=".paceline-", dir=beside)
                 source = convert_pickle(source, Path(stack.enter_context(staged)))
             draft = _open_draft(source, target, tokenizer, dtype)
         return _fill(
             out,
             lambda partial: _write_folder(
-                partial, target, draft, tokenizer, num_speculative_tokens, progress
+                partial,
+                target,
+                draft,
+                folder.tokenizer_contents,
+                num_speculative_tokens,
+                progress,
             ),
         )
 
 
 def _open_draft(
-    path: Path, target: Checkpoint, tokenizer: TokenizerInfo | None, dtype: str
+    source: CheckpointFolder, target: Checkpoint, tokenizer: TokenizerInfo | None, dtype: str
 ) -> Checkpoint | DrafterCheckpoint:
     """Opens a drafter of any kind and checks that it fits the target."""
-    draft: Checkpoint | DrafterCheckpoint
-    if detect_method(path) == DRAFT_MODEL:
-        draft = open_checkpoint(path, dtype)
-    else:
-        family = target.family
-        fits = Target(target.path, family.architecture, target.config, target.weight_dtype)
-        draft = open_drafter(path, fits)
-    draft_tokenizer = load_tokenizer(path)
-    if isinstance(draft, DrafterCheckpoint) and (tokenizer is None or draft_tokenizer is None):
+    draft = open_any_drafter(source, target.target, dtype=dtype)
+    if isinstance(draft, DrafterCheckpoint) and (tokenizer is None or source.tokenizer is None):
         return draft
     check_tokenizers(
         target.path,
         tokenizer,
         target.family.config["vocab_size"],
         draft.path,
-        draft_tokenizer,
+        source.tokenizer,
         draft.family.config["vocab_size"],
     )
     return draft
@@ -188,7 +173,7 @@ def _write_folder(
     folder: Path,
     target: Checkpoint,
     draft: Checkpoint | DrafterCheckpoint | None,
-    tokenizer: TokenizerInfo | None,
+    tokenizer: bytes | None,
     num_speculative_tokens: int,
     progress: bool,
 ) -> None:
@@ -218,12 +203,11 @@ def _write_folder(
     contents["stop_token_ids"] = list(target.eos_token_ids)
     (folder / FOLDER_NAME).write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
     if tokenizer is not None:
-        (folder / TOKENIZER_NAME).write_bytes(read_tokenizer_file(tokenizer.path))
+        (folder / TOKENIZER_NAME).write_bytes(tokenizer)
 
 
 def _write_weights(path: Path, checkpoint: Checkpoint | DrafterCheckpoint, bar: Any) -> None:
     """Writes a safetensors file, straight out of the source files."""
-    drafter = checkpoint if isinstance(checkpoint, DrafterCheckpoint) else None
     # Wide elements first: with no gaps between tensors every one of them is aligned.
     tensors = sorted(checkpoint.tensors, key=lambda tensor: -_ITEM_BYTES[tensor.dtype])
     header: dict[str, Any] = {"__metadata__": {"format": "paceline"}}
@@ -235,28 +219,21 @@ def _write_weights(path: Path, checkpoint: Checkpoint | DrafterCheckpoint, bar: 
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
         end += nbytes
 
-    ids = {} if drafter is None else drafter.ids
-    for name, values in ids.items():
+    for name, values in checkpoint.ids.items():
         describe(name, "I32", values.shape, values.nbytes)
-    narrowed = {t.spec.name for t in tensors if drafter is not None and drafter.is_narrowed(t)}
     for tensor in tensors:
-        dtype = "BF16" if tensor.spec.name in narrowed else tensor.dtype
+        dtype = "BF16" if checkpoint.is_narrowed(tensor) else tensor.dtype
         describe(tensor.spec.name, dtype, tensor.spec.shape, tensor.nbytes)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 64)
-    with ExitStack() as stack, path.open("wb") as file:
-        sources = {
-            shard_path: stack.enter_context(RawShard(shard_path))
-            for shard_path in {tensor.shard.path for tensor in tensors}
-        }
+    with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)))
         file.write(text)
-        for values in ids.values():
+        for values in checkpoint.ids.values():
             file.write(values.astype("<i4").tobytes())
         for tensor in tensors:
-            raw = sources[tensor.shard.path]
-            is_narrowed = tensor.spec.name in narrowed
-            for part in raw.chunks(tensor.source, tensor.nbytes):
+            is_narrowed = checkpoint.is_narrowed(tensor)
+            for part in tensor.shard.raw.chunks(tensor.source, tensor.nbytes):
                 file.write(_half_to_bfloat16(part) if is_narrowed else part)
                 bar.update(len(part))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from paceline._core import ModelFileError
 
 from .gemma4_assistant import CENTROIDS, TOKEN_ORDERING
-from .weight_files import RawShard, Shard
+from .weight_files import Shard
 
 if TYPE_CHECKING:
     import numpy as np
@@ -120,5 +120,4 @@ def _read_array(shard: Shard, name: str, dtype: str) -> npt.NDArray[Any]:
     import numpy as np
 
     _, _, nbytes = shard.file.info(name)
-    with RawShard(shard.path) as raw:
-        return np.frombuffer(raw.read(name, nbytes), np.dtype(dtype))
+    return np.frombuffer(shard.raw.read(name, nbytes), np.dtype(dtype))

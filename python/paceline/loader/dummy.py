@@ -4,31 +4,34 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from .checkpoint import open_directory
+from paceline import _core
+
+from .checkpoint import check_end_ids, read_hf_config
 from .drafter_checkpoint import DRAFT_MODEL, drafter_config
 from .families import ARCHITECTURES, check_dtype, translate
-from .hf_config import CONFIG_NAME, HfConfig, parse_hf_config, read_hf_config
+from .folder import Source, as_folder
+from .hf_config import HfConfig, parse_hf_config
 from .kinds import kind_of_config
 from .loaded_model import LoadedModel
-from .section import Section, read_json_object
-from .tokenizer import TokenizerInfo, load_tokenizer
+from .section import Section
+from .tokenizer import TokenizerInfo
 
 
 def load_dummy(
-    path: str | os.PathLike[str], *, dtype: str = "auto", device: str = "cpu", seed: int = 0
+    source: Source, *, dtype: str = "auto", device: str = "cpu", seed: int = 0
 ) -> LoadedModel:
-    """Makes up the weights of a configuration, for benches and tests: the text is meaningless.
+    """Makes up the weights of a configuration, for benches and tests: its output is meaningless.
 
-    Matrices and embeddings are normal with standard deviation 0.02, norms neutral, biases 0; they
-    are made where they will lie.
+    Matrices and embeddings are drawn from a normal distribution with standard deviation 0.02, norms
+    are neutral, biases 0. The weights are made on the device where they will lie.
 
     Args:
-        path: A folder with `config.json`, and maybe `tokenizer.json`; weight files are not looked
-            at.
+        source: A folder with `config.json`, and maybe `tokenizer.json`; weight files are not
+            opened.
         dtype: Of the matrices: "float32", "bfloat16", or "auto": what the configuration names, and
             bfloat16 where that is neither.
         device: Where the weights will lie: "cpu" or "cuda".
@@ -44,9 +47,8 @@ def load_dummy(
         ValueError: `dtype` is none of the above.
         MemoryError: There is no room for the weights.
     """
-    directory = open_directory(path)
-    hf = read_hf_config(directory, ARCHITECTURES)
-    return _fill_dummy(hf, directory, load_tokenizer(directory), dtype, device, seed)
+    folder = as_folder(source)
+    return _make_up(read_hf_config(folder), folder.path, folder.tokenizer, dtype, device, seed)
 
 
 def dummy_model(
@@ -76,41 +78,7 @@ def dummy_model(
         MemoryError: There is no room for the weights.
     """
     hf = parse_hf_config(hf_config, name, ARCHITECTURES)
-    return _fill_dummy(hf, Path(name), None, dtype, device, seed)
-
-
-def _fill_dummy(
-    hf: HfConfig,
-    path: Path,
-    tokenizer: TokenizerInfo | None,
-    dtype: str,
-    device: str,
-    seed: int,
-) -> LoadedModel:
-    from paceline import _core
-
-    check_dtype(dtype)
-    family = translate(hf)
-    weight_dtype = _named_dtype(hf.text, hf.top) if dtype == "auto" else dtype
-    config = family.config_for(weight_dtype)
-    builder = _core.ModelBuilder(json.dumps(config), weight_dtype, device)
-    builder.fill_dummy(seed)
-    return LoadedModel(
-        path=path,
-        model=builder.finish(),
-        family=family.name,
-        architecture=family.architecture,
-        config=config,
-        weight_dtype=weight_dtype,
-        stored_dtypes={},
-        vocab_size=config["vocab_size"],
-        max_position=config["max_position"],
-        eos_token_ids=tuple(i for i in hf.eos_token_ids if i < config["vocab_size"]),
-        bos_token_id=hf.bos_token_id,
-        tokenizer=tokenizer,
-        notes=("the weights are made up (load_format 'dummy'): the text is meaningless",),
-        is_dummy=True,
-    )
+    return _make_up(hf, Path(name), None, dtype, device, seed)
 
 
 def dummy_drafter(
@@ -141,35 +109,23 @@ def dummy_drafter(
         ValueError: It was made for another target, or is not what `method` says.
         MemoryError: There is no room for the weights.
     """
-    from paceline import _core
-
     kind = kind_of_config(Section(hf_config, name)) or method
     if kind is None or kind == DRAFT_MODEL:
         return None
-    facts = target.as_target()
-    config = drafter_config(hf_config, facts, method=method, source=name)
-    builder = _core.ModelBuilder(json.dumps(config), target.weight_dtype, device)
-    builder.fill_dummy(seed)
-    return LoadedModel(
+    config = drafter_config(hf_config, target.as_target(), method=method, source=name)
+    return _fill(
+        config,
+        target.weight_dtype,
+        device,
+        seed,
         path=Path(name),
-        model=builder.finish(),
         family=kind,
         architecture=kind,
-        config=config,
-        weight_dtype=target.weight_dtype,
-        stored_dtypes={},
-        vocab_size=config["vocab_size"],
-        max_position=config["max_position"],
-        eos_token_ids=(),
-        bos_token_id=None,
-        tokenizer=None,
-        notes=("the weights are made up (load_format 'dummy'): the text is meaningless",),
-        is_dummy=True,
     )
 
 
 def load_dummy_drafter(
-    path: str | os.PathLike[str],
+    source: Source,
     target: LoadedModel,
     *,
     method: str | None = None,
@@ -180,7 +136,7 @@ def load_dummy_drafter(
     """Makes up the weights of a drafter of any kind; see `load_dummy`.
 
     Args:
-        path: A folder with the drafter's `config.json`; weight files are not looked at.
+        source: A folder with the drafter's `config.json`; weight files are not opened.
         target: What it drafts for.
         method: "draft_model", "eagle", "eagle3" or "gemma4_mtp"; None: what the configuration says,
             which is a model of its own where it says nothing, as that of an EAGLE-1 head.
@@ -198,12 +154,85 @@ def load_dummy_drafter(
         ValueError: It was made for another target, or is not what `method` says.
         MemoryError: There is no room for the weights.
     """
-    directory = open_directory(path)
-    hf_config = read_json_object(directory / CONFIG_NAME, "the drafter's configuration")
+    folder = as_folder(source)
     drafter = dummy_drafter(
-        hf_config, target, str(directory), method=method, device=device, seed=seed
+        folder.config.values, target, str(folder.path), method=method, device=device, seed=seed
     )
-    return drafter or load_dummy(path, dtype=dtype, device=device, seed=seed)
+    if drafter is not None:
+        return drafter
+    return _make_up(
+        read_hf_config(folder),
+        folder.path,
+        folder.tokenizer,
+        dtype,
+        device,
+        seed,
+        is_drafter=True,
+    )
+
+
+def _make_up(
+    hf: HfConfig,
+    path: Path,
+    tokenizer: TokenizerInfo | None,
+    dtype: str,
+    device: str,
+    seed: int,
+    *,
+    is_drafter: bool = False,
+) -> LoadedModel:
+    """A target or a draft model."""
+    check_dtype(dtype)
+    family = translate(hf)
+    vocab_size = family.config["vocab_size"]
+    if not is_drafter:
+        check_end_ids(hf, vocab_size)
+    weight_dtype = _named_dtype(hf.text, hf.top) if dtype == "auto" else dtype
+    return _fill(
+        family.config_for(weight_dtype),
+        weight_dtype,
+        device,
+        seed,
+        path=path,
+        family=family.name,
+        architecture=family.architecture,
+        eos_token_ids=tuple(token for token in hf.eos_token_ids if token < vocab_size),
+        bos_token_id=hf.bos_token_id,
+        tokenizer=tokenizer,
+    )
+
+
+def _fill(
+    config: dict[str, Any],
+    weight_dtype: str,
+    device: str,
+    seed: int,
+    *,
+    path: Path,
+    family: str,
+    architecture: str,
+    eos_token_ids: tuple[int, ...] = (),
+    bos_token_id: int | None = None,
+    tokenizer: TokenizerInfo | None = None,
+) -> LoadedModel:
+    builder = _core.ModelBuilder(json.dumps(config), weight_dtype, device)
+    builder.fill_dummy(seed)
+    return LoadedModel(
+        path=path,
+        model=builder.finish(),
+        family=family,
+        architecture=architecture,
+        config=config,
+        weight_dtype=weight_dtype,
+        stored_dtypes={},
+        vocab_size=config["vocab_size"],
+        max_position=config["max_position"],
+        eos_token_ids=eos_token_ids,
+        bos_token_id=bos_token_id,
+        tokenizer=tokenizer,
+        notes=("the weights are made up (load_format 'dummy'): the output is meaningless",),
+        is_dummy=True,
+    )
 
 
 def _named_dtype(*sections: Section) -> str:

@@ -13,15 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Final
 
-from .files import exists
 from .messages import name_some, quote
-from .section import MAX_INT, Section, read_json_object
-
-CONFIG_NAME: Final = "config.json"
-GENERATION_NAME: Final = "generation_config.json"
+from .section import MAX_INT, Section
 
 
 @dataclass(frozen=True)
@@ -33,8 +27,9 @@ class HfConfig:
         architecture: The class name under "architectures", or one implied by "model_type".
         top: The whole file.
         text: The part that describes the decoder: "text_config" where there is one, else `top`.
-        eos_token_ids: Ids that end a text; those of generation_config.json win. Maybe empty.
-        bos_token_id: The id that starts a text, if the file names one.
+        eos_token_ids: Ids that end a completion; those of generation_config.json win. May be empty.
+        eos_section: The part of a file that names them; None: none does.
+        bos_token_id: The id that starts a prompt, if a file names one.
     """
 
     source: str
@@ -42,31 +37,8 @@ class HfConfig:
     top: Section
     text: Section
     eos_token_ids: tuple[int, ...]
+    eos_section: Section | None
     bos_token_id: int | None
-
-
-def read_hf_config(directory: Path, architectures: Mapping[str, str]) -> HfConfig:
-    """Reads the configuration of the checkpoint in a folder.
-
-    Args:
-        directory: The folder, with `config.json` and maybe `generation_config.json`.
-        architectures: Model type by supported architecture, see `parse_hf_config`.
-
-    Raises:
-        ModelNotFoundError: `config.json` is missing.
-        ModelFileError: A file is no JSON object, or a key has a wrong type.
-        NotImplementedError: The architecture is not supported.
-    """
-    path = directory / CONFIG_NAME
-    values = read_json_object(path, "the model's configuration")
-    generation: Section | None = None
-    generation_path = directory / GENERATION_NAME
-    if exists(generation_path):
-        generation = Section(
-            read_json_object(generation_path, "the model's generation settings"),
-            str(generation_path),
-        )
-    return parse_hf_config(values, str(path), architectures, generation)
 
 
 def parse_hf_config(
@@ -91,12 +63,21 @@ def parse_hf_config(
     top = Section(values, source)
     architecture = _architecture(top, architectures)
     text = top.section("text_config") or top
+    eos_section = next(
+        (
+            section
+            for section in (generation, top, text)
+            if section is not None and section.has("eos_token_id")
+        ),
+        None,
+    )
     return HfConfig(
         source=source,
         architecture=architecture,
         top=top,
         text=text,
-        eos_token_ids=_eos_token_ids(top, text, generation),
+        eos_token_ids=() if eos_section is None else _token_ids(eos_section, "eos_token_id"),
+        eos_section=eos_section,
         bos_token_id=_bos_token_id(top, text, generation),
     )
 
@@ -133,13 +114,6 @@ def _token_ids(section: Section, key: str) -> tuple[int, ...]:
             raise section.error(key, "a token id from 0, or a list of them")
         ids[item] = None
     return tuple(ids)
-
-
-def _eos_token_ids(top: Section, text: Section, generation: Section | None) -> tuple[int, ...]:
-    for section in (generation, top, text):
-        if section is not None and section.has("eos_token_id"):
-            return _token_ids(section, "eos_token_id")
-    return ()
 
 
 def _bos_token_id(top: Section, text: Section, generation: Section | None) -> int | None:

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading checkpoints: targets, and drafters of any kind."""
+"""Loading checkpoints: targets, drafters of any kind, and both."""
 
 from __future__ import annotations
 
-import os
-
-from .checkpoint import load_weights, open_checkpoint
-from .drafter_checkpoint import DRAFT_MODEL, detect_method, load_drafter_weights, open_drafter
+from .checkpoint import OpenedModel, load_weights, open_checkpoint
+from .drafter_checkpoint import open_any_drafter
+from .dummy import load_dummy, load_dummy_drafter
+from .folder import Source, as_folder
 from .loaded_model import LoadedModel
-from .tokenizer import load_tokenizer
+from .tokenizer import TokenizerInfo
 
 
 def load_checkpoint(
-    path: str | os.PathLike[str],
+    source: Source,
     *,
     dtype: str = "auto",
     device: str = "cpu",
@@ -21,7 +21,7 @@ def load_checkpoint(
     """Loads a checkpoint in Hugging Face layout.
 
     Args:
-        path: The folder: `config.json`, `model.safetensors` or shards with their index, and maybe
+        source: The folder: `config.json`, `model.safetensors` or shards with their index, and maybe
             `tokenizer.json` and `generation_config.json`.
         dtype: What matrices become: "float32", "bfloat16", or "auto": bfloat16 when every matrix is
             stored as BF16, else float32, which holds F16 and F32 without loss.
@@ -34,34 +34,18 @@ def load_checkpoint(
     Raises:
         ModelNotFoundError: The folder, its configuration or a weight file is missing.
         ModelFileError: A file is damaged, or tensors are missing, misshapen or unknown.
-        NotImplementedError: The model, or the way it is stored, is not supported; or there is no
-            such device.
+        NotImplementedError: The model, or the way it is stored, is not supported; it has more than
+            8 end-of-sequence ids; or there is no such device.
         ValueError: `dtype` is none of the above, or "bfloat16" for weights stored as F16.
         MemoryError: There is no room for the weights.
     """
-    checkpoint = open_checkpoint(path, dtype)
-    # First what is quick, so that a bad tokenizer does not show after minutes.
-    tokenizer = load_tokenizer(checkpoint.path)
-    model = load_weights(checkpoint, device=device, progress=progress)
-    return LoadedModel(
-        path=checkpoint.path,
-        model=model,
-        family=checkpoint.family.name,
-        architecture=checkpoint.family.architecture,
-        config=checkpoint.config,
-        weight_dtype=checkpoint.weight_dtype,
-        stored_dtypes=checkpoint.stored_dtypes,
-        vocab_size=checkpoint.family.config["vocab_size"],
-        max_position=checkpoint.family.config["max_position"],
-        eos_token_ids=checkpoint.eos_token_ids,
-        bos_token_id=checkpoint.hf.bos_token_id,
-        tokenizer=tokenizer,
-        notes=checkpoint.notes,
-    )
+    folder = as_folder(source)
+    opened = open_checkpoint(folder, dtype)
+    return _load(opened, folder.tokenizer, device=device, progress=progress)
 
 
 def load_drafter(
-    path: str | os.PathLike[str],
+    source: Source,
     target: LoadedModel,
     *,
     method: str | None = None,
@@ -72,8 +56,8 @@ def load_drafter(
     """Loads a drafter of any kind for a target.
 
     Args:
-        path: The drafter's folder.
-        target: What it drafts for. A drafter that rides on it is checked against it and takes its
+        source: The drafter's folder.
+        target: The target. A drafter that is no draft model is checked against it and takes its
             dtype.
         method: "draft_model", "eagle", "eagle3" or "gemma4_mtp"; None: what the checkpoint is.
         dtype: Of a draft model, as for `load_checkpoint`.
@@ -91,23 +75,79 @@ def load_drafter(
         ValueError: It is not what `method` says, or was made for another target.
         MemoryError: There is no room for the weights.
     """
-    if detect_method(path, method) == DRAFT_MODEL:
-        return load_checkpoint(path, dtype=dtype, device=device, progress=progress)
-    checkpoint = open_drafter(path, target.as_target(), method)
-    tokenizer = load_tokenizer(checkpoint.path)
-    model = load_drafter_weights(checkpoint, device=device, progress=progress)
+    folder = as_folder(source)
+    opened = open_any_drafter(folder, target.as_target(), method=method, dtype=dtype)
+    return _load(opened, folder.tokenizer, device=device, progress=progress)
+
+
+def load_pair(
+    source: Source,
+    draft_source: Source | None = None,
+    *,
+    method: str | None = None,
+    dtype: str = "auto",
+    device: str = "cpu",
+    load_format: str = "auto",
+    progress: bool = True,
+) -> tuple[LoadedModel, LoadedModel | None]:
+    """Loads a target and maybe a drafter for it; each file is opened once.
+
+    Both are opened and checked before any weights are read, so that an error in the drafter shows
+    before the target is loaded.
+
+    Args:
+        source: The target's folder.
+        draft_source: The drafter's folder; None: no drafter.
+        method: As for `load_drafter`.
+        dtype: As for `load_checkpoint`.
+        device: Where the weights will lie: "cpu" or "cuda".
+        load_format: "auto", or "dummy" to make the weights up, as `load_dummy` does.
+        progress: As for `load_checkpoint`.
+
+    Returns:
+        The target, and the drafter or None.
+
+    Raises:
+        Exception: As for `load_checkpoint` and `load_drafter`.
+    """
+    folder = as_folder(source)
+    draft_folder = None if draft_source is None else as_folder(draft_source)
+    if draft_folder is not None and draft_folder.path.samefile(folder.path):
+        draft_folder = folder
+    if load_format == "dummy":
+        target = load_dummy(folder, dtype=dtype, device=device)
+        if draft_folder is None:
+            return target, None
+        return target, load_dummy_drafter(
+            draft_folder, target, method=method, dtype=dtype, device=device
+        )
+    opened = open_checkpoint(folder, dtype)
+    tokenizer = folder.tokenizer
+    if draft_folder is None:
+        return _load(opened, tokenizer, device=device, progress=progress), None
+    draft = open_any_drafter(draft_folder, opened.target, method=method, dtype=dtype)
+    draft_tokenizer = draft_folder.tokenizer
+    return (
+        _load(opened, tokenizer, device=device, progress=progress),
+        _load(draft, draft_tokenizer, device=device, progress=progress),
+    )
+
+
+def _load(
+    opened: OpenedModel, tokenizer: TokenizerInfo | None, *, device: str, progress: bool
+) -> LoadedModel:
     return LoadedModel(
-        path=checkpoint.path,
-        model=model,
-        family=checkpoint.kind,
-        architecture=checkpoint.family.architecture,
-        config=checkpoint.config,
-        weight_dtype=checkpoint.weight_dtype,
-        stored_dtypes=checkpoint.stored_dtypes,
-        vocab_size=checkpoint.family.config["vocab_size"],
-        max_position=checkpoint.family.config["max_position"],
-        eos_token_ids=(),
-        bos_token_id=None,
+        path=opened.path,
+        model=load_weights(opened, device=device, progress=progress),
+        family=opened.family.name,
+        architecture=opened.family.architecture,
+        config=opened.config,
+        weight_dtype=opened.weight_dtype,
+        stored_dtypes=opened.stored_dtypes,
+        vocab_size=opened.family.config["vocab_size"],
+        max_position=opened.family.config["max_position"],
+        eos_token_ids=opened.eos_token_ids,
+        bos_token_id=opened.bos_token_id,
         tokenizer=tokenizer,
-        notes=checkpoint.notes,
+        notes=opened.notes,
     )

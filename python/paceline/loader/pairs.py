@@ -3,49 +3,11 @@
 
 from __future__ import annotations
 
-import os
-
-from .checkpoint import open_checkpoint
-from .drafter_checkpoint import DRAFT_MODEL, detect_method, open_drafter
-from .drafters import GEMMA4_MTP, Target
+from .drafter_checkpoint import DRAFT_MODEL
+from .drafters import GEMMA4_MTP
 from .gemma4_assistant import check_reads_layers_of
 from .loaded_model import LoadedModel
 from .tokenizer import check_tokenizers
-
-
-def check_pair(
-    path: str | os.PathLike[str],
-    draft_path: str | os.PathLike[str],
-    *,
-    method: str | None = None,
-    dtype: str = "auto",
-) -> None:
-    """Opens two checkpoints and reads no weights, so that what is wrong with the drafter shows
-    before the target's are read.
-
-    Args:
-        path: The target's folder.
-        draft_path: The drafter's.
-        method: As for `load_drafter`.
-        dtype: As for `load_checkpoint`.
-
-    Raises:
-        ModelNotFoundError: As for `load_drafter`.
-        ModelFileError: As for `load_drafter`.
-        NotImplementedError: As for `load_drafter`.
-        ValueError: As for `load_drafter`.
-    """
-    checkpoint = open_checkpoint(path, dtype)
-    if detect_method(draft_path, method) == DRAFT_MODEL:
-        open_checkpoint(draft_path, dtype)
-        return
-    target = Target(
-        checkpoint.path,
-        checkpoint.family.architecture,
-        checkpoint.config,
-        checkpoint.weight_dtype,
-    )
-    open_drafter(draft_path, target, method)
 
 
 def check_compatible(target: LoadedModel, draft: LoadedModel) -> None:

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from paceline._core import ModelFileError
 
-from .drafter_checkpoint import DRAFT_MODEL, PICKLE_NAME, detect_method
-from .files import exists, open_regular, read_file
-from .hf_config import CONFIG_NAME
+from .drafter_checkpoint import DRAFT_MODEL, detect_method
+from .files import open_regular, read_file
+from .folder import CONFIG_NAME, PICKLE_NAME, TOKENIZER_NAME, CheckpointFolder
 from .section import MAX_CONFIG_BYTES
-from .tokenizer import TOKENIZER_NAME, read_tokenizer_file
 from .weight_files import WEIGHTS_NAME
 
 if TYPE_CHECKING:
@@ -38,15 +37,15 @@ _DTYPES: Final = {
 }
 
 
-def convert_pickle(directory: Path, out: Path) -> Path:
+def convert_pickle(source: CheckpointFolder, out: Path) -> CheckpointFolder:
     """Writes the drafter in a folder again, with `model.safetensors` in place of the pickle.
 
     Args:
-        directory: A folder with `config.json` and `pytorch_model.bin`.
+        source: A folder with `config.json` and `pytorch_model.bin`.
         out: An empty folder, which will hold the same with the same tensors.
 
     Returns:
-        `out`.
+        The folder `out`.
 
     Raises:
         ModelNotFoundError: A file is missing.
@@ -54,22 +53,24 @@ def convert_pickle(directory: Path, out: Path) -> Path:
         NotImplementedError: It is no EAGLE drafter; torch is not installed.
         OSError: `out` cannot be written.
     """
-    config = directory / CONFIG_NAME
-    settings = read_file(config, "the drafter's configuration", max_bytes=MAX_CONFIG_BYTES)
-    tokenizer = directory / TOKENIZER_NAME
-    copies = {config.name: settings}
-    if exists(tokenizer):
-        copies[tokenizer.name] = read_tokenizer_file(tokenizer)
-    tensors = _read_pickle(directory / PICKLE_NAME)
-    _write_safetensors(out / WEIGHTS_NAME, tensors, directory / PICKLE_NAME)
+    pickle = source.path / PICKLE_NAME
+    settings = read_file(
+        source.path / CONFIG_NAME, "the drafter's configuration", max_bytes=MAX_CONFIG_BYTES
+    )
+    copies = {CONFIG_NAME: settings}
+    if source.tokenizer_contents is not None:
+        copies[TOKENIZER_NAME] = source.tokenizer_contents
+    tensors = _read_pickle(pickle)
+    _write_safetensors(out / WEIGHTS_NAME, tensors, pickle)
     for name, contents in copies.items():
         (out / name).write_bytes(contents)
-    if detect_method(out) == DRAFT_MODEL:
+    written = CheckpointFolder(out)
+    if detect_method(written) == DRAFT_MODEL:
         raise NotImplementedError(
-            f"{directory / PICKLE_NAME}: not an EAGLE drafter (it has no tensor 'fc.weight'); "
+            f"{pickle}: not an EAGLE drafter (it has no tensor 'fc.weight'); "
             "--allow-pickle reads those only. Other models: save them as model.safetensors"
         )
-    return out
+    return written
 
 
 def _read_pickle(path: Path) -> Mapping[str, torch.Tensor]:

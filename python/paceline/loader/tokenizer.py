@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from paceline._core import ModelFileError
 
-from .files import exists, read_file
+from .files import read_file
 from .messages import quote
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-TOKENIZER_NAME: Final = "tokenizer.json"
 # Those of the largest vocabularies have about 40 MB.
 MAX_TOKENIZER_BYTES: Final = 512 << 20
 
@@ -114,19 +113,6 @@ class TokenizerInfo:
 def read_tokenizer_file(path: Path) -> bytes:
     """The contents of a `tokenizer.json`; errors as for `TokenizerInfo`."""
     return read_file(path, "the model's tokenizer", max_bytes=MAX_TOKENIZER_BYTES)
-
-
-def load_tokenizer(directory: Path) -> TokenizerInfo | None:
-    """Reads the tokenizer in a model's folder.
-
-    Returns:
-        The tokenizer, or None where there is no `tokenizer.json`: such a model takes token ids.
-
-    Raises:
-        ModelFileError: The file is not a tokenizer.
-    """
-    path = directory / TOKENIZER_NAME
-    return TokenizerInfo(path) if exists(path) else None
 
 
 def check_tokenizers(

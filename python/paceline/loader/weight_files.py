@@ -7,8 +7,9 @@ import json
 import os
 import struct
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Final
 
@@ -35,12 +36,37 @@ class Shard:
     """One safetensors file, mapped and validated.
 
     Attributes:
-        path: Where it lies.
+        path: The file.
         file: The mapping.
     """
 
     path: Path
     file: _core.SafetensorsFile
+
+    @cached_property
+    def raw(self) -> RawShard:
+        """The same file for Python to read from; errors as for `RawShard`."""
+        return RawShard(self.path)
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """All weight files of a checkpoint.
+
+    Attributes:
+        directory: The folder they lie in.
+        owners: The file of every tensor, by the tensor's name.
+        has_index: They are shards with an index.
+    """
+
+    directory: Path
+    owners: Mapping[str, Shard]
+    has_index: bool
+
+    @property
+    def where(self) -> str:
+        """The file that names all tensors, for messages."""
+        return str(self.directory / (INDEX_NAME if self.has_index else WEIGHTS_NAME))
 
 
 class RawShard:
@@ -57,7 +83,7 @@ class RawShard:
         """
         self._path = path
         self._fd = open_regular(path, "weights")
-        self._close = weakref.finalize(self, os.close, self._fd)
+        weakref.finalize(self, os.close, self._fd)
         (header_bytes,) = struct.unpack("<Q", self._read(0, 8))
         if header_bytes > _MAX_HEADER_BYTES:
             raise self._changed()
@@ -72,12 +98,6 @@ class RawShard:
             if isinstance(error, ModelFileError):
                 raise
             raise self._changed() from None
-
-    def __enter__(self) -> RawShard:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._close()
 
     def chunks(self, name: str, nbytes: int) -> Iterator[bytes]:
         """The bytes of one tensor, row-major and little-endian, at most 16 MiB at a time.
@@ -119,11 +139,20 @@ class RawShard:
         return ModelFileError(f"{self._path}: the file changed while it was read")
 
 
-def open_shards(directory: Path) -> tuple[list[Shard], dict[str, str]]:
-    """Opens the weight files; also returns the index's file by tensor, empty without an index."""
+def open_weights(directory: Path) -> WeightFiles:
+    """Opens the weight files in a folder.
+
+    Returns:
+        `model.safetensors`, or else the shards that the index names.
+
+    Raises:
+        ModelNotFoundError: There are none, or a shard is missing.
+        ModelFileError: A file is damaged, or the shards are not those of the index.
+    """
     single = directory / WEIGHTS_NAME
     if exists(single):
-        return [_open_shard(single)], {}
+        shard = _open_shard(single)
+        return WeightFiles(directory, dict.fromkeys(shard.file.names(), shard), has_index=False)
     index = directory / INDEX_NAME
     if not exists(index):
         other = _other_weights(directory)
@@ -132,8 +161,7 @@ def open_shards(directory: Path) -> tuple[list[Shard], dict[str, str]]:
             f"{directory}: neither {WEIGHTS_NAME} nor {INDEX_NAME} is there{hint}"
         )
     listing = _read_index(index)
-    shards: list[Shard] = []
-    owners: dict[str, Path] = {}
+    owners: dict[str, Shard] = {}
     for shard_name in sorted(set(listing.values())):
         path = directory / shard_name
         if not exists(path):
@@ -145,20 +173,19 @@ def open_shards(directory: Path) -> tuple[list[Shard], dict[str, str]]:
         for name in shard.file.names():
             if name in owners:
                 raise ModelFileError(
-                    f"{path}: tensor {quote(name)} also lies in {owners[name].name}; expected "
+                    f"{path}: tensor {quote(name)} also lies in {owners[name].path.name}; expected "
                     "every tensor in one shard"
                 )
-            owners[name] = path
-        shards.append(shard)
+            owners[name] = shard
     for name, shard_name in listing.items():
         owner = owners.get(name)
-        if owner is None or owner.name != shard_name:
-            where = "no shard holds it" if owner is None else f"it lies in {owner.name}"
+        if owner is None or owner.path.name != shard_name:
+            where = "no shard holds it" if owner is None else f"it lies in {owner.path.name}"
             raise ModelFileError(
                 f"{directory / shard_name}: tensor {quote(name)} is missing, but {INDEX_NAME} says "
                 f"that it lies here; {where}"
             )
-    return shards, listing
+    return WeightFiles(directory, owners, has_index=True)
 
 
 def _open_shard(path: Path) -> Shard:

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of a checkpoint in Hugging Face layout, whose files are opened once."""
+
+from __future__ import annotations
+
+import os
+import stat
+from functools import cached_property
+from pathlib import Path
+from typing import Final
+
+from paceline._core import ModelFileError, ModelNotFoundError
+
+from .files import exists, find
+from .messages import show_path
+from .section import Section, read_json_object
+from .tokenizer import TokenizerInfo, read_tokenizer_file
+from .weight_files import INDEX_NAME, WEIGHTS_NAME, WeightFiles, open_weights
+
+CONFIG_NAME: Final = "config.json"
+GENERATION_NAME: Final = "generation_config.json"
+TOKENIZER_NAME: Final = "tokenizer.json"
+PICKLE_NAME: Final = "pytorch_model.bin"
+
+
+class CheckpointFolder:
+    """The files of one checkpoint: each is opened when it is first needed, and only once.
+
+    Whatever is done with a checkpoint (telling its kind, checking, loading) takes its folder, so
+    that all of it sees the same files.
+
+    Attributes:
+        path: The folder.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Looks at the folder; opens no file.
+
+        Raises:
+            ModelNotFoundError: There is no such folder.
+            ModelFileError: It is none, or one that `paceline convert` wrote.
+            ValueError: The path is empty, or of another type.
+        """
+        if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+            raise ValueError(
+                f"the path of a model is {path!r:.60} ({type(path).__name__}); expected the folder "
+                "of a checkpoint as a string or a path"
+            )
+        self.path = Path(path)
+        status = find(self.path)
+        if status is None:
+            raise ModelNotFoundError(
+                f"{show_path(path)}: no such folder; expected the local folder of a checkpoint "
+                f"with {CONFIG_NAME} and {WEIGHTS_NAME} (nothing is downloaded)"
+            )
+        if not stat.S_ISDIR(status.st_mode):
+            raise ModelFileError(f"{path}: not a folder; expected the folder of a checkpoint")
+        if exists(self.path / "paceline.json") and not exists(self.path / CONFIG_NAME):
+            raise ModelFileError(
+                f"{path}: a folder written by `paceline convert` (it has paceline.json); expected "
+                f"a Hugging Face checkpoint with {CONFIG_NAME}"
+            )
+
+    def __repr__(self) -> str:
+        return f"CheckpointFolder({str(self.path)!r})"
+
+    @cached_property
+    def config(self) -> Section:
+        """`config.json`; errors as for `read_json_object`."""
+        path = self.path / CONFIG_NAME
+        return Section(read_json_object(path, "the model's configuration"), str(path))
+
+    @cached_property
+    def generation(self) -> Section | None:
+        """`generation_config.json`, if there is one; errors as for `read_json_object`."""
+        path = self.path / GENERATION_NAME
+        if not exists(path):
+            return None
+        return Section(read_json_object(path, "the model's generation settings"), str(path))
+
+    @cached_property
+    def weights(self) -> WeightFiles:
+        """The weight files; errors as for `open_weights`."""
+        return open_weights(self.path)
+
+    @cached_property
+    def tokenizer_contents(self) -> bytes | None:
+        """The bytes of `tokenizer.json`, if there is one; errors as for `TokenizerInfo`."""
+        path = self.path / TOKENIZER_NAME
+        return read_tokenizer_file(path) if exists(path) else None
+
+    @cached_property
+    def tokenizer(self) -> TokenizerInfo | None:
+        """The tokenizer; None: there is no `tokenizer.json`, and prompts are token ids."""
+        if self.tokenizer_contents is None:
+            return None
+        return TokenizerInfo(self.path / TOKENIZER_NAME, self.tokenizer_contents)
+
+    @property
+    def has_only_pickle(self) -> bool:
+        """Whether the weights are a pickle and nothing else."""
+        return exists(self.path / PICKLE_NAME) and not any(
+            exists(self.path / name) for name in (WEIGHTS_NAME, INDEX_NAME)
+        )
+
+    def check_no_pickle(self) -> None:
+        """Refuses weights that are a pickle only.
+
+        Raises:
+            ModelFileError: They are; names the way out.
+        """
+        if self.has_only_pickle:
+            raise ModelFileError(
+                f"{self.path / PICKLE_NAME}: the weights are a pickle, which may run code when it "
+                "is read and is never loaded directly; expected model.safetensors. An EAGLE "
+                "drafter is converted once, weights only: paceline convert --allow-pickle "
+                f"{self.path} OUT"
+            )
+
+
+# What functions that open a checkpoint take.
+Source = str | os.PathLike[str] | CheckpointFolder
+
+
+def as_folder(source: Source) -> CheckpointFolder:
+    """A checkpoint's folder, given by its path or opened already; errors as `CheckpointFolder`."""
+    return source if isinstance(source, CheckpointFolder) else CheckpointFolder(source)
