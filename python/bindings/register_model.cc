@@ -10,6 +10,7 @@
 #include <paceline/dtype.h>
 
 #include "bindings.h"
+#include "model/decoder_config.h"
 
 namespace paceline::python {
 namespace {
@@ -54,6 +55,23 @@ PyModelFolder load_folder(const std::string& directory, const std::string& devic
   result.num_speculative_tokens = folder.num_speculative_tokens;
   result.stop_token_ids = std::move(folder.stop_token_ids);
   return result;
+}
+
+void register_config_check(py::module_& module) {
+  module.def(
+      "check_decoder_config",
+      [](const std::string& config_json) {
+        const GilRelease release;
+        static_cast<void>(parse_decoder_config(config_json));
+      },
+      py::arg("config_json"), R"doc(Checks the description of a decoder without allocating anything.
+
+Args:
+    config_json: The canonical decoder description (docs/model-format.md).
+
+Raises:
+    ValueError: A key of the description that is missing, unknown or not allowed.
+)doc");
 }
 
 }  // namespace
@@ -120,6 +138,7 @@ Raises:
     NotImplementedError: There is no such device; says why.
     paceline.OutOfMemoryError: The weights could not be allocated.
 )doc");
+  register_config_check(module);
 }
 
 }  // namespace paceline::python

@@ -102,6 +102,7 @@ def test_refusals_of_gemma4(
         ("hidden_size", -64, "-64; expected an integer from 1 to"),
         ("hidden_size", 10**40, "expected an integer from 1 to"),
         ("hidden_size", 66, '66; expected a multiple of "num_attention_heads" (4)'),
+        ("hidden_size", 2**16, '65536; expected at most 4096 times "num_attention_heads" (4)'),
         ("vocab_size", ..., "missing; expected an integer"),
         ("intermediate_size", [1], "[1]; expected an integer"),
         ("num_hidden_layers", 10**9, "1000000000; expected an integer from 1 to 1024"),
@@ -226,6 +227,67 @@ def test_refusals_list_what_is_supported(
 ) -> None:
     with raises(NotImplementedError, "here.json", *parts):
         loader.decoder_config(base | changes, source="here.json")
+
+
+# What the library does not take, with the key of the file in front.
+LIMITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (LLAMA, {"max_position_embeddings": 2**31 - 1}, "max_position is 2147483647; allowed: an int"),
+    (
+        LLAMA | {"head_dim": 16},
+        {"hidden_size": 2**21},
+        "hidden_size is 2097152; allowed: an integer from 1 to 1048576",
+    ),
+    (LLAMA, {"vocab_size": 2**24}, "vocab_size is 16777216; allowed: an integer from 1 to 8388608"),
+    (LLAMA, {"intermediate_size": 2**25}, "layers[0].mlp.intermediate is 33554432; allowed: an in"),
+    (
+        LLAMA | {"head_dim": 16},
+        {"num_attention_heads": 8192},
+        "layers[0].attention.num_qo_heads is 8192; allowed: an integer from 1 to 4096",
+    ),
+    (LLAMA, {"rope_theta": 1e-30}, "ropes[0].inv_freq[2] is 3162277"),
+    (
+        LLAMA,
+        {"rope_scaling": {"rope_type": "linear", "factor": 1e-40}},
+        "ropes[0].inv_freq[0] is inf; allowed: a finite number",
+    ),
+    (LLAMA, {"rope_parameters": {"rope_theta": 1e-45}}, "ropes[0].inv_freq[7] is inf; allowed"),
+    (GEMMA3, {"sliding_window": 2**31 - 1}, "layers[0].attention.window is 2147483647; allowed"),
+    (
+        GEMMA4,
+        {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 2**24},
+        "per_layer_inputs.vocab_size is 16777216; allowed: an integer from 1 to 8388608",
+    ),
+]
+
+
+@pytest.mark.parametrize(("base", "changes", "part"), LIMITS)
+def test_limits_of_the_library_name_file_and_key(
+    base: dict[str, Any], changes: dict[str, Any], part: str, copy_of: Callable[..., Path]
+) -> None:
+    path = copy_of()
+    write_json(path / "config.json", base | changes)
+    key = list(changes)[-1]
+    for load in (open_checkpoint, loader.load_dummy):
+        with raises(ModelFileError, f'{path / "config.json"}: key "{key}": {part}'):
+            load(path)
+
+
+def test_limits_of_the_library_in_a_nested_configuration() -> None:
+    text = {key: value for key, value in GEMMA4.items() if key != "architectures"}
+    config = {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "text_config": text | {"max_position_embeddings": 2**31 - 1},
+    }
+    with raises(ModelFileError, 'here.json: key "text_config.max_position_embeddings": max_pos'):
+        loader.decoder_config(config, source="here.json")
+
+
+def test_limits_of_the_library_on_several_keys() -> None:
+    scaling = {"rope_type": "linear", "factor": 1e-40}
+    with raises(ModelFileError, 'here.json: keys "rope_scaling", "rope_theta": ropes[0].inv'):
+        loader.decoder_config(
+            LLAMA | {"rope_theta": 1e4, "rope_scaling": scaling}, source="here.json"
+        )
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,12 @@ def read_sizes(
                 f'"{text.name("head_dim")}" is absent',
             )
         head_dim = hidden // qo_heads
+        if head_dim > MAX_HEAD_DIM:
+            raise text.error(
+                "hidden_size",
+                f'at most {MAX_HEAD_DIM} times "{text.name("num_attention_heads")}" ({qo_heads}) '
+                f'where "{text.name("head_dim")}" is absent',
+            )
     dim = integer("head_dim", head_dim, MAX_HEAD_DIM)
     if dim % 2 != 0:
         raise ModelFileError(

@@ -18,6 +18,7 @@ from typing import Any, Final
 from paceline._core import ModelFileError
 
 from .decoder import Sizes, describe, read_activation, read_sizes, same_layers
+from .description import check_description
 from .drafters import (
     EAGLE3,
     Target,
@@ -95,6 +96,7 @@ def translate_eagle(
     }
     config = _description(kind, top, layer, sizes, facts, target, notes)
     config["drafter"] = drafter
+    check_description(config, (layer, top))
     tensors = eagle_tensors(kind, sizes, facts, drafter)
     family = Family(
         kind,

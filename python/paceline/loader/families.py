@@ -22,6 +22,7 @@ from .decoder import (
     same_layers,
 )
 from .decoder_tensors import SANDWICH_NORMS, decoder_tensors
+from .description import check_description
 from .family import Family
 from .gemma4 import GEMMA4_ARCHITECTURES, gemma4
 from .hf_config import HfConfig, parse_hf_config
@@ -62,7 +63,9 @@ def translate(hf: HfConfig) -> Family:
         ModelFileError: A key is missing or has a wrong value.
         NotImplementedError: The model needs something that Paceline does not do.
     """
-    return _FAMILIES[hf.architecture](hf)
+    family = _FAMILIES[hf.architecture](hf)
+    check_description(family.config, (hf.text, hf.top))
+    return family
 
 
 def decoder_config(

@@ -18,6 +18,7 @@ from paceline._core import ModelFileError
 
 from .decoder import Layer, Sizes, check_common
 from .decoder_tensors import SANDWICH_NORMS, decoder_tensors
+from .description import check_description
 from .drafters import (
     GEMMA4_MTP,
     Target,
@@ -130,6 +131,7 @@ def translate_assistant(
     if centroids is not None:
         drafter["centroids"] = centroids
     config["drafter"] = drafter
+    check_description(config, (text, top))
     family = Family(
         GEMMA4_MTP,
         hf.architecture,

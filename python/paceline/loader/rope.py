@@ -6,13 +6,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from paceline._core import ModelFileError
 
 from .layer_types import FULL, LAYER_TYPES, SLIDING
 from .messages import shorten
 from .section import REQUIRED, Section
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 ROPE_TYPES: Final = ("default", "linear", "llama3")
 GEMMA4_ROPE_TYPES: Final = ("default", "proportional")
@@ -57,6 +61,14 @@ def inverse_frequencies(rope: RopeSettings, head_dim: int) -> list[float]:
     """
     import numpy as np
 
+    # Values that are not finite are refused with the description.
+    with np.errstate(all="ignore"):
+        return [float(value) for value in _inverse_frequencies(rope, head_dim)]
+
+
+def _inverse_frequencies(rope: RopeSettings, head_dim: int) -> npt.NDArray[np.float32]:
+    import numpy as np
+
     exponents = np.arange(0, head_dim, 2, dtype=np.int64).astype(np.float32) / np.float32(head_dim)
     powers = np.power(np.float64(np.float32(rope.theta)), exponents.astype(np.float64))
     inv_freq = np.float32(1.0) / powers.astype(np.float32)
@@ -81,7 +93,7 @@ def inverse_frequencies(rope: RopeSettings, head_dim: int) -> list[float]:
         # The frequencies of the whole head; those beyond the rotated part stand still.
         inv_freq[int(rope.partial * head_dim // 2) :] = 0.0
         inv_freq = inv_freq / np.float32(rope.factor)
-    return [float(value) for value in inv_freq]
+    return inv_freq
 
 
 def read_rope(text: Section, default_theta: float) -> RopeSettings:

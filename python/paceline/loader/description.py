@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The library's limits for a decoder, reported as errors of the file that the decoder came from."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from paceline import _core
+from paceline._core import ModelFileError
+
+from .section import Section
+
+_ROPE_KEYS: Final = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
+# The keys of configuration files that an entry of the description is made of.
+_KEYS: Final[dict[str, tuple[str, ...]]] = {
+    "vocab_size": ("vocab_size",),
+    "hidden_size": ("hidden_size",),
+    "max_position": ("max_position_embeddings",),
+    "norm_eps": ("rms_norm_eps",),
+    "embed_scale": ("hidden_size",),
+    "logit_soft_cap": ("final_logit_softcapping",),
+    "ropes": _ROPE_KEYS,
+    "inv_freq": _ROPE_KEYS,
+    "layers": ("num_hidden_layers",),
+    "window": ("sliding_window",),
+    "num_qo_heads": ("num_attention_heads",),
+    "num_kv_heads": ("num_key_value_heads", "num_global_key_value_heads"),
+    "head_dim": ("head_dim", "global_head_dim"),
+    "scale": ("query_pre_attn_scalar", "head_dim"),
+    "intermediate": ("intermediate_size",),
+    "per_layer_inputs.size": ("hidden_size_per_layer_input",),
+    "per_layer_inputs.vocab_size": ("vocab_size_per_layer_input",),
+    "drafter.target_hidden_size": ("target_hidden_size", "backbone_hidden_size"),
+    "drafter.draft_vocab_size": ("draft_vocab_size",),
+    "drafter.aux_layers": ("eagle_aux_hidden_state_layer_ids",),
+    "centroids.count": ("num_centroids",),
+    "centroids.top": ("centroid_intermediate_top_k",),
+}
+
+
+def check_description(config: Mapping[str, Any], sections: Sequence[Section]) -> None:
+    """Checks a description before anything large is read or written.
+
+    Args:
+        config: The canonical description.
+        sections: The parts of the configuration that it was made of.
+
+    Raises:
+        ModelFileError: The library does not take it; names the file, the keys, the value and what
+            is allowed.
+    """
+    for i, rope in enumerate(config["ropes"]):
+        # Infinity is no JSON, so the library would not say where it stands.
+        for j, frequency in enumerate(rope["inv_freq"]):
+            if not math.isfinite(frequency):
+                name = f"ropes[{i}].inv_freq[{j}]"
+                raise _error(name, f"{name} is {frequency}; allowed: a finite number", sections)
+    try:
+        _core.check_decoder_config(json.dumps(config))
+    except ValueError as error:
+        message = str(error).removeprefix("decoder config: ")
+        path = re.match(r"[\w.\[\]]+(?= is )", message)
+        raise _error(path.group() if path else "", message, sections) from None
+
+
+def _error(path: str, message: str, sections: Sequence[Section]) -> ModelFileError:
+    parts = re.sub(r"\[\d+\]", "", path).split(".")
+    keys = _KEYS.get(".".join(parts[-2:])) or _KEYS.get(parts[-1], ())
+    named = dict.fromkeys(
+        section.name(key) for key in keys for section in sections if section.has(key)
+    )
+    shown = ", ".join(f'"{key}"' for key in named or keys[:1])
+    where = f"{'keys' if len(named) > 1 else 'key'} {shown}: " if shown else ""
+    return ModelFileError(f"{sections[0].source}: {where}{message}")
