@@ -242,7 +242,10 @@ def test_an_assistant_is_no_target(assistant: Callable[..., Path], tmp_path: Pat
         lambda: convert(path, tmp_path / "out", progress=False),
     ):
         with raises(
-            NotImplementedError, "Gemma4AssistantForCausalLM", "a drafter (gemma4_mtp)", "--draft"
+            NotImplementedError,
+            "Gemma4AssistantForCausalLM",
+            "a draft head (gemma4_mtp)",
+            "--draft",
         ):
             call()
     edit_config(path, architectures=["SomeModel"])

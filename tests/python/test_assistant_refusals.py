@@ -136,9 +136,9 @@ ORDERINGS: dict[str, tuple[Callable[[dict[str, Any]], Any], tuple[str, ...]]] = 
     "below": (lambda t: t[ORDERING].__setitem__(5, -1), ("[5] is -1", "ids from 0 to 127")),
     "twice": (
         lambda t: t[ORDERING].__setitem__(7, int(t[ORDERING][3])),
-        ("in places 3 and 7", "every id once"),
+        ("at indices 3 and 7", "every id once"),
     ),
-    "zeros": (lambda t: t[ORDERING].zero_(), ("id 0 in places 0 and 1", "every id once")),
+    "zeros": (lambda t: t[ORDERING].zero_(), ("id 0 at indices 0 and 1", "every id once")),
     "short": (lambda t: t.update({ORDERING: t[ORDERING][1:].clone()}), ("[127]", "[128]")),
     "floats": (lambda t: t.update({ORDERING: t[ORDERING].float()}), ("stored as F32", "I64")),
     "absent": (lambda t: t.pop(ORDERING), (CENTROIDS, repr(ORDERING), "both or none")),

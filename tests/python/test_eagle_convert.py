@@ -57,7 +57,7 @@ def test_pickle_of_no_drafter(tmp_path: Path) -> None:
     path = tiny_models.copy_checkpoint(make(TARGET), tmp_path / "model")
     torch.save(load_tensors(path), path / PICKLE_NAME)
     (path / "model.safetensors").unlink()
-    with raises(NotImplementedError, PICKLE_NAME, "not an EAGLE drafter", "model.safetensors"):
+    with raises(NotImplementedError, PICKLE_NAME, "not an EAGLE draft head", "model.safetensors"):
         convert(path, tmp_path / "out", allow_pickle=True, progress=False)
     assert not (tmp_path / "out").exists()
 
@@ -149,7 +149,7 @@ def test_rounding_of_every_half() -> None:
 
 
 def test_drafter_is_no_target(head: Callable[..., Path], tmp_path: Path) -> None:
-    with raises(ModelFileError, "missing", "EAGLE drafter and no target", "--draft"):
+    with raises(ModelFileError, "missing", "EAGLE draft head and no target", "--draft"):
         convert(head("eagle"), tmp_path / "out", progress=False)
 
 

@@ -211,7 +211,7 @@ MAPS: dict[str, tuple[Callable[[dict[str, Any]], Any], tuple[str, ...]]] = {
     ),
     "short": (lambda t: t.update(d2t=t["d2t"][:-1].clone()), ("[95]", "expected [96]")),
     "floats": (lambda t: t.update(d2t=t["d2t"].float()), ("stored as F32", "I64")),
-    "absent": (lambda t: t.pop("d2t"), ("'d2t' is not in the weights", "96 rows", "128 ids")),
+    "absent": (lambda t: t.pop("d2t"), ("'d2t' is not in the weights", "96 rows", "128 token ids")),
     "other mask": (lambda t: t.update(t2d=~t["t2d"]), ("'t2d'", "marks 32 ids", "reaches 96")),
     "short mask": (
         lambda t: t.update(t2d=t["t2d"][:-1].clone()),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads Hugging Face checkpoints into models; the only place that knows their names.
+"""Reads Hugging Face checkpoints into models; the only package that knows their names.
 
 `docs/loading.md` says what is read and what is refused.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensor of a checkpoint is which: every one that a model needs, and no other."""
+"""Matches the tensors of a checkpoint with those that a model needs."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from .weight_files import Shard, WeightFiles
 
 STORED_DTYPES: Final = ("BF16", "F16", "F32")
 
-# Where a drafter belongs.
+# What to do with a drafter that was given as the target.
 CURE: Final = ": name it in speculative_config['model'], or after --draft of `paceline convert`"
 
 
 @dataclass(frozen=True)
 class BoundTensor:
-    """A tensor that the model needs and where the checkpoint keeps it.
+    """A tensor that a model needs, found in a checkpoint.
 
     Attributes:
-        spec: What is needed.
-        shard: The file it lies in.
-        source: Its full name there.
-        dtype: As stored: "BF16", "F16" or "F32".
-        nbytes: Bytes as stored.
+        spec: The tensor that the model needs.
+        shard: The file that holds it.
+        source: Its full name in that file.
+        dtype: The stored dtype: "BF16", "F16" or "F32".
+        nbytes: The size as stored, in bytes.
     """
 
     spec: TensorSpec
@@ -91,7 +91,7 @@ def _raise_missing(missing: list[str], family: Family, weights: WeightFiles) -> 
     count = "1 tensor is" if len(missing) == 1 else f"{len(missing)} tensors are"
     hint = ""
     if "fc.weight" in weights.owners:
-        hint = f"; with 'fc.weight' it is an EAGLE drafter and no target{CURE}"
+        hint = f"; with 'fc.weight' it is an EAGLE draft head and no target{CURE}"
     elif missing == [family.lm_head_names[0]] and family.tied_table is None:
         hint = '; a model that shares it with the embeddings says "tie_word_embeddings": true'
     elif missing[0].endswith("embed_tokens.weight") and len(missing) > 1:
@@ -135,7 +135,7 @@ def _check_unexpected(
 
 
 def _check_tied_copy(name: str, shard: Shard, table: BoundTensor, config_source: str) -> None:
-    """A tied lm_head may be in the file, as a copy of the embeddings."""
+    """Refuses a tied lm_head in the file that is no copy of the embeddings."""
     dtype, shape, nbytes = shard.file.info(name)
     same = (dtype, tuple(shape), nbytes) == (
         table.dtype,

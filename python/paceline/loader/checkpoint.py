@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Hugging Face checkpoint on disk: its files, which tensor lies where, and loading them.
+"""Opening a Hugging Face checkpoint, and filling a model with its weights.
 
-The C++ library maps and validates safetensors files; Python only reads names and shapes and hands
-over which tensor is which. Neither torch nor the safetensors package is involved.
+The C++ library maps and validates safetensors files. Python reads names and shapes and tells the
+library which tensor is which. Neither needs torch or the safetensors package.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class OpenedModel:
     Attributes:
         path: The folder.
         family: The decoder, translated.
-        weight_dtype: What matrices become: "float32" or "bfloat16".
+        weight_dtype: The dtype of matrices in memory: "float32" or "bfloat16".
         tensors: Every tensor of weights, in the order in which the model is filled.
-        notes: What a user may want to know about the choices made, one sentence each.
+        notes: Choices that a user may want to know about, one sentence each.
     """
 
     path: Path
@@ -111,7 +111,7 @@ class Checkpoint(OpenedModel):
 
     @property
     def target(self) -> Target:
-        """What a drafter for this model has to fit."""
+        """The facts that a draft head for this model must fit."""
         return Target(self.path, self.family.architecture, self.config, self.weight_dtype)
 
 
@@ -166,8 +166,8 @@ def read_hf_config(folder: CheckpointFolder) -> HfConfig:
     Raises:
         ModelNotFoundError: `config.json` is missing.
         ModelFileError: A file is no JSON object, or a key has a wrong type.
-        NotImplementedError: The architecture is not supported; of a drafter that needs a target,
-            says so.
+        NotImplementedError: The architecture is not supported; the message says so if it is a draft
+            head's.
     """
     config = folder.config
     try:
@@ -177,7 +177,7 @@ def read_hf_config(folder: CheckpointFolder) -> HfConfig:
         if kind is None:
             raise
         raise NotImplementedError(
-            f"{error}; it is a drafter ({kind}) and no target{CURE}"
+            f"{error}; it is a draft head ({kind}) and no target{CURE}"
         ) from None
 
 

@@ -41,22 +41,22 @@ def convert(
 ) -> Path:
     """Writes the canonical folder of `docs/model-format.md`.
 
-    The exception is an EAGLE drafter whose weights are a pickle: given alone, with `allow_pickle`,
-    it is written again as a checkpoint in Hugging Face layout, which then loads as a drafter.
+    There is one exception. An EAGLE draft head whose weights are a pickle, given alone and with
+    `allow_pickle`, is rewritten as a checkpoint in Hugging Face layout, which loads as a drafter.
 
-    Tensors keep the bytes they have in the checkpoint and only change their names; the library
-    converts them when it reads the folder, just as it does when Python loads the checkpoint. The
-    target's `tokenizer.json` is copied beside. After an error nothing is left.
+    Tensors keep the bytes of the checkpoint and only change their names. The library converts them
+    when it reads the folder, exactly as it does when Python loads the checkpoint. The target's
+    `tokenizer.json` is copied. After an error nothing is left behind.
 
     Args:
         model_dir: The target's checkpoint.
         out_dir: The folder to write; must be absent or empty.
-        draft_dir: The checkpoint of the drafter, if there is one: a draft model, an EAGLE head or
-            an assistant of Gemma 4.
+        draft_dir: The checkpoint of the drafter, if there is one: a draft model, an EAGLE draft
+            head or an assistant of Gemma 4.
         num_speculative_tokens: The folder's default number of drafts, 1 to 16.
-        dtype: What matrices become when the folder is read: "float32", "bfloat16" or "auto".
-        allow_pickle: Read the weights of an EAGLE drafter out of a `pytorch_model.bin`: tensors
-            only, with torch, which has to be installed.
+        dtype: The dtype of matrices once the folder is read: "float32", "bfloat16" or "auto".
+        allow_pickle: Read the weights of an EAGLE draft head from a `pytorch_model.bin`: tensors
+            only, with torch, which must be installed.
         progress: Show a progress bar where standard error is a terminal.
 
     Returns:
@@ -130,10 +130,10 @@ def _open_draft(
 
 
 def _fill(out: Path, write: Callable[[Path], object]) -> Path:
-    """Lets `write` fill a folder and moves that into place; after an error nothing is left."""
+    """Fills a folder with `write` and moves it into place; after an error nothing is left."""
     created = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
-    # Inside, because `out` may be a mount point, which nothing can be renamed to.
+    # Inside `out`, because a rename to another file system fails and `out` may be a mount point.
     partial = out / ".partial"
     moved: list[Path] = []
     try:
@@ -207,7 +207,7 @@ def _write_folder(
 
 
 def _write_weights(path: Path, checkpoint: Checkpoint | DrafterCheckpoint, bar: Any) -> None:
-    """Writes a safetensors file, straight out of the source files."""
+    """Writes a safetensors file with the bytes of the source files."""
     # Wide elements first: with no gaps between tensors every one of them is aligned.
     tensors = sorted(checkpoint.tensors, key=lambda tensor: -_ITEM_BYTES[tensor.dtype])
     header: dict[str, Any] = {"__metadata__": {"format": "paceline"}}
@@ -239,7 +239,7 @@ def _write_weights(path: Path, checkpoint: Checkpoint | DrafterCheckpoint, bar: 
 
 
 def _half_to_bfloat16(data: bytes) -> bytes:
-    """F16 as BF16, to nearest, ties to even; not-a-numbers keep their sign and stay such."""
+    """Rounds F16 to BF16, to nearest, ties to even; NaN stays NaN and keeps its sign."""
     import numpy as np
 
     values = np.array(np.frombuffer(data, np.float16), np.float32)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What families of decoders are made of: sizes, layers, the canonical description, tensor names.
+"""What all families of decoders share: sizes, layers and the canonical description.
 
-A family (`families.py`, `gemma4.py`) or a drafter (`eagle.py`, `gemma4_assistant.py`) reads a
-configuration and calls `describe` and `decoder_tensors` with what it found.
+A family (`families.py`, `gemma4.py`) or a draft head (`eagle.py`, `gemma4_assistant.py`) reads a
+configuration and calls `describe` and `decoder_tensors` with the values it found.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Layer:
-    """What may differ from layer to layer; the second half is Gemma 4's alone.
+    """Settings that may differ from layer to layer; only Gemma 4 uses the last three.
 
     Attributes:
         layer_type: One of `LAYER_TYPES`.
-        kv_heads: Key and value heads.
-        head_dim: Elements of a head.
-        intermediate: Width of the MLP.
+        kv_heads: The number of key and value heads.
+        head_dim: The number of elements of a head.
+        intermediate: The width of the MLP.
         k_eq_v: Values are the keys before norm and rotation.
-        kv_source: The earlier layer whose KV it reads; None: its own.
-        reads_target: In a drafter: it reads the KV of a layer of the target.
+        kv_source: The earlier layer whose KV this layer reads; None: it has its own.
+        reads_target: In a drafter: the layer reads the KV of a layer of the target.
     """
 
     layer_type: str
@@ -70,12 +70,12 @@ class Layer:
 
     @property
     def owns_kv(self) -> bool:
-        """Whether it makes keys and values."""
+        """Whether the layer computes keys and values."""
         return self.kv_source is None and not self.reads_target
 
 
 def same_layers(sizes: Sizes, layer_types: tuple[str, ...]) -> tuple[Layer, ...]:
-    """Layers that differ in nothing but their type."""
+    """Layers that differ in their type only."""
     return tuple(
         Layer(layer_type, sizes.kv_heads, sizes.head_dim, sizes.intermediate)
         for layer_type in layer_types
@@ -102,8 +102,8 @@ def read_sizes(
 ) -> Sizes:
     """Reads the sizes. An argument is the default of a key that may be absent; None: required.
 
-    Exceptions, as in transformers: absent kv heads are as many as query heads, and an absent head
-    size is the hidden size over the heads.
+    Two defaults depend on other keys, as in transformers: the number of key and value heads is that
+    of the query heads, and the head size is the hidden size divided by the number of heads.
     """
 
     def integer(key: str, default: int | None, high: int = MAX_INT) -> int:
@@ -149,7 +149,7 @@ def read_sizes(
 
 
 def check_common(hf: HfConfig, *, may_be_bidirectional_in_images: bool = False) -> None:
-    """Refuses what no family here does."""
+    """Refuses settings that no family here supports."""
     for section in (hf.top, hf.text):
         if section.has("quantization_config"):
             raise section.refusal("quantization_config", "none (weights in BF16, F16 or F32)")
@@ -159,7 +159,7 @@ def check_common(hf: HfConfig, *, may_be_bidirectional_in_images: bool = False) 
         key = "use_bidirectional_attention"
         if may_be_bidirectional_in_images:
             if section.has(key) and section.values[key] not in ("vision", False):
-                raise section.refusal(key, 'null, "vision" (which text does not notice)')
+                raise section.refusal(key, 'null, "vision" (which does not concern text)')
         elif section.boolean(key, False):
             raise section.refusal(key, "false")
 
@@ -200,7 +200,7 @@ def describe(
     logit_soft_cap: float = 0.0,
 ) -> dict[str, Any]:
     """Writes the canonical description; `ropes` is by layer type."""
-    # A rope belongs to a head size. Layers in the order of their first appearance.
+    # The frequencies of a rope depend on the head size. Ropes are in the order of first use.
     rope_of = [(ropes[layer.layer_type], layer.head_dim) for layer in layers]
     distinct = list(dict.fromkeys(rope_of))
     described: list[dict[str, Any]] = []

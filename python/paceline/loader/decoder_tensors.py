@@ -51,7 +51,7 @@ def decoder_tensors(
     has_layer_scale: bool = False,
     per_layer_inputs: PerLayerInputs | None = None,
 ) -> tuple[TensorSpec, ...]:
-    """Every tensor, in the order in which the model is filled."""
+    """Lists every tensor, in the order in which the model is filled."""
     hidden = (sizes.hidden, "hidden_size")
     vocab = (sizes.vocab, "vocab_size")
 
@@ -76,7 +76,7 @@ def decoder_tensors(
         ]
     for i, layer in enumerate(layers):
         ours, theirs = f"layers.{i}.", f"layers.{i}."
-        # Names of keys for messages; where layers differ, the configuration has several.
+        # Names of keys for messages; where layers differ, several keys apply.
         its = "" if layer.head_dim == sizes.head_dim else "the layer's "
         head_dim = (layer.head_dim, f"{its}head_dim")
         qo_rows = (sizes.qo_heads * layer.head_dim, f"num_attention_heads * {its}head_dim")

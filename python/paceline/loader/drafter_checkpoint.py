@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter on disk that needs a target: telling its kind and binding its tensors."""
+"""Opening drafters: which method a folder is for, and the tensors of draft heads."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 DRAFT_MODEL: Final = "draft_model"
-# The canonical names of `d2t`, once it holds ids of the target, and of an assistant's token order.
+# The canonical names of `d2t`, converted to ids of the target, and of an assistant's token order.
 MAP_NAME: Final = "draft_to_target"
 ORDERING_NAME: Final = "token_ordering"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterCheckpoint(OpenedModel):
-    """A drafter whose files were checked against a target; only its token ids were read yet.
+    """A draft head whose files were checked against a target; only its token ids were read yet.
 
     Attributes:
         kind: "eagle", "eagle3" or "gemma4_mtp".
-        draft_to_target: int32 [draft_vocab_size], the target's id of each row of the lm_head; None
-            where the two are the same.
-        token_ordering: int32 [draft_vocab_size], ids cluster by cluster; None without clusters.
+        draft_to_target: int32 [draft_vocab_size], the target's token id of each row of the lm_head;
+            None: row i is token id i.
+        token_ordering: int32 [draft_vocab_size], token ids cluster by cluster; None without
+            clusters.
     """
 
     kind: str
@@ -48,7 +49,7 @@ class DrafterCheckpoint(OpenedModel):
 
     @property
     def ids(self) -> dict[str, npt.NDArray[np.int32]]:
-        """Its tensors of token ids by canonical name."""
+        """The tensors of token ids by canonical name."""
         found = {MAP_NAME: self.draft_to_target, ORDERING_NAME: self.token_ordering}
         return {name: ids for name, ids in found.items() if ids is not None}
 
@@ -58,7 +59,7 @@ def detect_method(source: Source, method: str | None = None) -> str:
 
     Args:
         source: The drafter's folder.
-        method: What the user named, if anything.
+        method: The method that the user named, or None.
 
     Returns:
         "draft_model", "eagle", "eagle3" or "gemma4_mtp".
@@ -67,8 +68,8 @@ def detect_method(source: Source, method: str | None = None) -> str:
         ModelNotFoundError: The folder or a file is missing.
         ModelFileError: A file is damaged; the configuration and the tensors contradict each other;
             or the weights are a pickle.
-        NotImplementedError: It is a speculator of another kind.
-        ValueError: It is not what `method` says.
+        NotImplementedError: It is a drafter of another kind.
+        ValueError: It is for another method than `method`.
     """
     folder = as_folder(source)
     top = folder.config
@@ -105,7 +106,7 @@ def open_any_drafter(
         source: The drafter's folder.
         target: The target.
         method: As for `detect_method`.
-        dtype: Of a draft model, as for `open_checkpoint`; any other kind takes the target's.
+        dtype: For a draft model, as for `open_checkpoint`; a draft head takes the target's.
 
     Raises:
         Exception: As for `open_checkpoint` and `open_drafter`.
@@ -117,7 +118,7 @@ def open_any_drafter(
 
 
 def open_drafter(source: Source, target: Target, method: str | None = None) -> DrafterCheckpoint:
-    """Opens a drafter that needs a target and checks that it is complete and fits it.
+    """Opens a draft head and checks that it is complete and fits the target.
 
     Args:
         source: The folder: `config.json` and `model.safetensors`, or shards with their index.
@@ -174,21 +175,21 @@ def drafter_config(
     method: str | None = None,
     source: str = "config.json",
 ) -> dict[str, Any]:
-    """The canonical description of a drafter for a configuration at hand, without any weights.
+    """The canonical description of a draft head, made from a configuration without any weights.
 
     Args:
-        hf_config: The object in the drafter's `config.json`.
-        target: What it has to fit.
-        method: One of `KINDS`; needed where the configuration does not say, as that of an EAGLE-1
-            head.
-        source: What messages call the configuration.
+        hf_config: The object in the draft head's `config.json`.
+        target: The target that it must fit.
+        method: One of `KINDS`; needed where the configuration does not name the kind, which is the
+            case for EAGLE-1.
+        source: The name of the configuration in messages.
 
     Returns:
         The description of `docs/model-format.md`.
 
     Raises:
         ModelFileError: A key is missing or has a wrong value.
-        NotImplementedError: The drafter needs something that Paceline does not do.
+        NotImplementedError: The draft head needs something that Paceline does not support.
         ValueError: It was made for another target, or its kind is unknown.
     """
     top = Section(hf_config, source)

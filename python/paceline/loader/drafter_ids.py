@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token ids in a drafter's weights: its vocabulary as ids of the target, the order of clusters."""
+"""Token ids among the weights of a draft head: its vocabulary, and the order of its clusters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _read_ids(shard: Shard, name: str, count: int, meaning: str) -> npt.NDArray[
 
 
 def read_ordering(owners: Mapping[str, Shard], vocab_size: int) -> npt.NDArray[np.int32]:
-    """Reads the ids of an assistant's clusters, cluster by cluster: each id once."""
+    """Reads the token ids of an assistant's clusters, cluster by cluster: each id once."""
     import numpy as np
 
     name = TOKEN_ORDERING
@@ -42,19 +42,19 @@ def read_ordering(owners: Mapping[str, Shard], vocab_size: int) -> npt.NDArray[n
             "not; expected both or none of the two"
         )
     where = f"{owners[name].path}: tensor {name!r}"
-    ids = _read_ids(owners[name], name, vocab_size, "an id of the target in each place")
+    ids = _read_ids(owners[name], name, vocab_size, "a token id of the target at each index")
     is_bad = (ids < 0) | (ids >= vocab_size)
     if is_bad.any():
-        place = int(is_bad.argmax())
+        index = int(is_bad.argmax())
         raise ModelFileError(
-            f"{where}[{place}] is {int(ids[place])}; expected ids from 0 to {vocab_size - 1}"
+            f"{where}[{index}] is {int(ids[index])}; expected ids from 0 to {vocab_size - 1}"
         )
     counts = np.bincount(ids, minlength=vocab_size)
     if counts.max() > 1:
         token = int(counts.argmax())
-        first, second = (int(place) for place in np.flatnonzero(ids == token)[:2])
+        first, second = (int(index) for index in np.flatnonzero(ids == token)[:2])
         raise ModelFileError(
-            f"{where} has id {token} in places {first} and {second}; expected every id once"
+            f"{where} has token id {token} at indices {first} and {second}; expected every id once"
         )
     return ids.astype(np.int32)
 
@@ -62,14 +62,14 @@ def read_ordering(owners: Mapping[str, Shard], vocab_size: int) -> npt.NDArray[n
 def read_map(
     owners: Mapping[str, Shard], prefix: str, num_rows: int, vocab_size: int
 ) -> npt.NDArray[np.int32]:
-    """Reads `d2t`, offsets that are added to the row, as ids of the target; and checks `t2d`."""
+    """Reads `d2t`, whose offsets are added to the row, as token ids of the target; checks `t2d`."""
     import numpy as np
 
     name = f"{prefix}d2t" if f"{prefix}d2t" in owners else "d2t"
     where = f"{owners[name].path}: tensor {name!r}"
     offsets = _read_ids(owners[name], name, num_rows, "a value for each row of 'lm_head.weight'")
     rows = np.arange(num_rows, dtype=np.int64)
-    # An offset near the end of int64 would wrap around and could come back into the range.
+    # An offset near the end of int64 would wrap around, perhaps into the allowed range.
     is_bad = (offsets < -rows) | (offsets >= vocab_size - rows)
     ids = rows + np.where(is_bad, 0, offsets)
     if is_bad.any():
@@ -84,8 +84,8 @@ def read_map(
         token = int(unique[(counts > 1).argmax()])
         first, second = (int(row) for row in np.flatnonzero(ids == token)[:2])
         raise ModelFileError(
-            f"{where} gives rows {first} and {second} the same token id {token}; expected another "
-            "one for each row"
+            f"{where} gives rows {first} and {second} the same token id {token}; expected a "
+            "different one for each row"
         )
     _check_mask(owners, prefix, unique, vocab_size)
     return ids.astype(np.int32)
@@ -94,7 +94,7 @@ def read_map(
 def _check_mask(
     owners: Mapping[str, Shard], prefix: str, ids: npt.NDArray[np.int64], vocab_size: int
 ) -> None:
-    """`t2d` marks the ids that `d2t` reaches, where a file has it."""
+    """Checks that `t2d`, where a file has it, marks the token ids that `d2t` maps to."""
     import numpy as np
 
     name = f"{prefix}t2d" if f"{prefix}t2d" in owners else "t2d"

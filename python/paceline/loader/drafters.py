@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafters that ride on a target have in common; `eagle.py` and `gemma4_assistant.py` are two.
+"""What all draft heads share: `eagle.py` and `gemma4_assistant.py` translate them.
 
-A drafter is made for one target, and takes from it what it does not bring itself. So whoever
-translates one needs a `Target`.
+A draft head is trained for one target and uses parts of it, such as its embeddings. Translating one
+therefore needs a `Target`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from .section import Section
 EAGLE: Final = "eagle"
 EAGLE3: Final = "eagle3"
 GEMMA4_MTP: Final = "gemma4_mtp"
-# Kinds of drafters that ride on a target.
+# Kinds of draft heads.
 KINDS: Final = (EAGLE, EAGLE3, GEMMA4_MTP)
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a drafter has to fit.
+    """The facts of a target that a draft head must fit.
 
     Attributes:
         path: The target's folder, for messages.
         architecture: The class name in its `config.json`.
         config: Its canonical description.
-        weight_dtype: Of its matrices: "float32" or "bfloat16".
+        weight_dtype: The dtype of its matrices: "float32" or "bfloat16".
     """
 
     path: Path
@@ -40,36 +40,36 @@ class Target:
 
     @property
     def hidden_size(self) -> int:
-        """Width of its hidden states."""
+        """The width of its hidden states."""
         return int(self.config["hidden_size"])
 
     @property
     def vocab_size(self) -> int:
-        """Rows of its embedding table."""
+        """The number of rows of its embedding table."""
         return int(self.config["vocab_size"])
 
     @property
     def num_layers(self) -> int:
-        """Its layers."""
+        """The number of its layers."""
         return len(self.config["layers"])
 
 
 def made_for_another(top: Section) -> str:
-    """How a message about a drafter of another target begins."""
+    """The beginning of a message about a draft head of another target."""
     return f"{top.source}: the drafter was made for another target:"
 
 
 def check_same_vocabulary(top: Section, section: Section, sizes: Sizes, target: Target) -> None:
-    """Refuses a drafter of another vocabulary.
+    """Refuses a draft head of another vocabulary.
 
     Args:
-        top: The drafter's configuration.
-        section: Where its sizes stand.
-        sizes: They themselves.
-        target: What it has to fit.
+        top: The draft head's configuration.
+        section: The part of it that has the sizes.
+        sizes: The sizes.
+        target: The target that it must fit.
 
     Raises:
-        ValueError: It has another number of ids; names both values.
+        ValueError: It has another number of token ids; names both values.
     """
     if sizes.vocab != target.vocab_size:
         raise ValueError(
@@ -80,14 +80,14 @@ def check_same_vocabulary(top: Section, section: Section, sizes: Sizes, target: 
 
 
 def take_positions(config: dict[str, Any], sizes: Sizes, target: Target, notes: list[str]) -> None:
-    """Gives a drafter's description the target's positions.
+    """Gives a draft head's description the target's number of positions.
 
-    The limit in the file is the length of the training texts. Rope has no end, a draft beyond it is
-    only less likely to be right, and the target's own limit holds anyway.
+    The limit in the file is the length of the training sequences. Rotary embeddings work beyond it;
+    drafts there are only less likely to be accepted, and the target's own limit holds anyway.
     """
     if sizes.max_position < target.config["max_position"]:
         notes.append(
             f"the drafter was made for {sizes.max_position} positions and the target for "
-            f"{target.config['max_position']}; it drafts beyond, where fewer drafts may be kept"
+            f"{target.config['max_position']}; beyond its own, fewer drafts may be accepted"
         )
     config["max_position"] = target.config["max_position"]

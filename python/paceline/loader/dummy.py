@@ -32,13 +32,13 @@ def load_dummy(
     Args:
         source: A folder with `config.json`, and maybe `tokenizer.json`; weight files are not
             opened.
-        dtype: Of the matrices: "float32", "bfloat16", or "auto": what the configuration names, and
-            bfloat16 where that is neither.
+        dtype: The dtype of matrices: "float32", "bfloat16", or "auto": the one that the
+            configuration names, and bfloat16 where it names neither.
         device: Where the weights will lie: "cpu" or "cuda".
-        seed: Same seed, same weights.
+        seed: The seed of the weights.
 
     Returns:
-        The model and what came with it.
+        The model with its tokenizer and settings.
 
     Raises:
         ModelNotFoundError: The folder or its configuration is missing.
@@ -59,11 +59,11 @@ def dummy_model(
     device: str = "cpu",
     seed: int = 0,
 ) -> LoadedModel:
-    """Makes up the weights of a configuration at hand; see `load_dummy`.
+    """Makes up the weights of a configuration given as an object; see `load_dummy`.
 
     Args:
         hf_config: The object in a `config.json`.
-        name: What messages call it; also the model's `path`.
+        name: Its name in messages; also the model's `path`.
         dtype: As for `load_dummy`.
         device: As for `load_dummy`.
         seed: As for `load_dummy`.
@@ -90,23 +90,23 @@ def dummy_drafter(
     device: str = "cpu",
     seed: int = 0,
 ) -> LoadedModel | None:
-    """Makes up the weights of a configuration of a drafter that rides on a target.
+    """Makes up the weights of a draft head's configuration.
 
     Args:
         hf_config: The object in a `config.json`.
-        target: What it drafts for; its weight dtype is the drafter's.
-        name: What messages call it; also the drafter's `path`.
-        method: "eagle", "eagle3" or "gemma4_mtp"; None: what the configuration says.
+        target: The target; its weight dtype becomes the draft head's.
+        name: Its name in messages; also the draft head's `path`.
+        method: "eagle", "eagle3" or "gemma4_mtp"; None: the one that the configuration names.
         device: As for `load_dummy`.
         seed: As for `load_dummy`.
 
     Returns:
-        The drafter; None for the configuration of a model of its own.
+        The draft head; None for the configuration of a draft model.
 
     Raises:
         ModelFileError: A key is missing or has a wrong value.
         NotImplementedError: As for `load_dummy`.
-        ValueError: It was made for another target, or is not what `method` says.
+        ValueError: It was made for another target, or is for another method than `method`.
         MemoryError: There is no room for the weights.
     """
     kind = kind_of_config(Section(hf_config, name)) or method
@@ -137,10 +137,10 @@ def load_dummy_drafter(
 
     Args:
         source: A folder with the drafter's `config.json`; weight files are not opened.
-        target: What it drafts for.
-        method: "draft_model", "eagle", "eagle3" or "gemma4_mtp"; None: what the configuration says,
-            which is a model of its own where it says nothing, as that of an EAGLE-1 head.
-        dtype: Of a draft model, as for `load_dummy`; any other takes the target's.
+        target: The target.
+        method: "draft_model", "eagle", "eagle3" or "gemma4_mtp"; None: the one that the
+            configuration names, else a draft model. EAGLE-1 has to be named.
+        dtype: For a draft model, as for `load_dummy`; a draft head takes the target's.
         device: As for `load_dummy`.
         seed: As for `load_dummy`.
 
@@ -151,7 +151,7 @@ def load_dummy_drafter(
         ModelNotFoundError: The folder or its configuration is missing.
         ModelFileError: A file is damaged.
         NotImplementedError: The drafter is not supported, or there is no such device.
-        ValueError: It was made for another target, or is not what `method` says.
+        ValueError: It was made for another target, or is for another method than `method`.
         MemoryError: There is no room for the weights.
     """
     folder = as_folder(source)

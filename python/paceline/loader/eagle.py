@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE heads as canonical descriptions and tensor names.
+"""EAGLE draft heads as canonical descriptions and tensor names.
 
 Three layouts are read: EAGLE-1 and EAGLE-3 as SafeAILab writes them, and EAGLE-3 in the format of
-the `speculators` package. What comes out is a decoder description with the key "drafter" of
-`docs/model-format.md`, and nothing downstream asks which layout it came from.
+the `speculators` package. The result is a decoder description with the key "drafter" of
+`docs/model-format.md`, and no later code depends on the layout.
 
-A head is made for one target, and takes from it what it does not bring itself: embeddings, lm_head,
-rope. Where a configuration and the tensors can both say something, the tensors decide and a
-configuration that says otherwise is refused.
+A draft head is trained for one target and uses the target's embeddings, lm_head or rope where it
+has none of its own. Where a configuration and the tensors state the same fact, the tensors decide,
+and a configuration that contradicts them is refused.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ _MAP_NAMES: Final = ("d2t", "t2d")
 def translate_eagle(
     kind: str, top: Section, facts: Facts, target: Target
 ) -> tuple[Family, list[str]]:
-    """Translates a head for a target.
+    """Translates an EAGLE draft head for a target.
 
     Args:
         kind: "eagle" or "eagle3".
         top: Its configuration.
-        facts: What it brings.
-        target: What it has to fit.
+        facts: The parts that it has.
+        target: The target that it must fit.
 
     Returns:
-        The description with the tensors it needs, without `d2t`; and what a user may want to know.
+        The description with the tensors it needs, without `d2t`; and notes for the user.
 
     Raises:
         ValueError: It was made for another target; names both values.
         ModelFileError: A key has a wrong value, or contradicts the tensors.
-        NotImplementedError: It needs something that Paceline does not do.
+        NotImplementedError: It needs something that Paceline does not support.
     """
     layer = layer_section(top)
     model_type = layer.text("model_type", "llama")
@@ -115,7 +115,7 @@ def translate_eagle(
 def _check_target(
     kind: str, top: Section, layer: Section, sizes: Sizes, facts: Facts, target: Target
 ) -> None:
-    """Refuses a head of another target, with both values."""
+    """Refuses a draft head of another target, with both values."""
     _check_verifier(top, target)
     check_same_vocabulary(top, layer, sizes, target)
     made_for = made_for_another(top)
@@ -165,7 +165,7 @@ def _check_biases(top: Section, layer: Section, facts: Facts) -> None:
         (top, "bias", "fc.bias", facts.has_fc_bias),
     ]
     if top.has("qkv_bias"):
-        # The older key of heads for Qwen2: biases on q, k and v alone.
+        # The older key of draft heads for Qwen2: biases on q, k and v only.
         keys[0] = (top, "qkv_bias", "self_attn.q_proj.bias", facts.has_qkv_bias)
     for section, key, name, is_there in keys:
         if section.has(key) and section.boolean(key) != is_there:
@@ -185,10 +185,11 @@ def _raise_contradiction(section: Section, key: str, tensor: str, is_there: bool
 
 def _read_eagle(top: Section, sizes: Sizes, facts: Facts) -> dict[str, Any]:
     if sizes.layers != 1:
-        raise top.refusal("num_hidden_layers", "1 layer in an EAGLE-1 head")
+        raise top.refusal("num_hidden_layers", "1 layer in an EAGLE-1 draft head")
     if facts.has_map:
         raise ModelFileError(
-            f"{top.source}: 'd2t' is in the weights, but an EAGLE-1 head has no reduced vocabulary"
+            f"{top.source}: 'd2t' is in the weights, but an EAGLE-1 draft head has no reduced "
+            "vocabulary"
         )
     _check_full_head(top, sizes.vocab, facts)
     return {
@@ -200,12 +201,12 @@ def _read_eagle(top: Section, sizes: Sizes, facts: Facts) -> dict[str, Any]:
 
 
 def _check_full_head(top: Section, vocab_size: int, facts: Facts) -> None:
-    """Without `d2t` a row of the lm_head is an id of the target."""
+    """Without `d2t`, row i of the lm_head is token id i of the target."""
     rows = facts.draft_vocab_size
     if rows is not None and rows != vocab_size:
         raise ModelFileError(
             f"{top.source}: 'd2t' is not in the weights, but 'lm_head.weight' has {rows} rows and "
-            f"the target {vocab_size} ids; expected 'd2t', or a row for each id"
+            f"the target {vocab_size} token ids; expected 'd2t', or a row for each id"
         )
 
 
@@ -234,7 +235,7 @@ def _read_eagle3(top: Section, facts: Facts, target: Target, notes: list[str]) -
     if facts.num_fc_norms and facts.num_fc_norms != len(aux_layers):
         raise ModelFileError(
             f"{top.source}: {facts.num_fc_norms} tensors 'fc_norm.N.weight' are in the weights, "
-            f"but the drafter takes {len(aux_layers)} layers of the target "
+            f"but the drafter reads {len(aux_layers)} layers of the target "
             f"{show(aux_layers)}; expected one for each"
         )
     if facts.num_fc_norms and facts.has_input_norm:
@@ -251,7 +252,7 @@ def _read_eagle3(top: Section, facts: Facts, target: Target, notes: list[str]) -
     is_speculators = top.has("speculators_model_type")
     if is_speculators and not top.has("norm_before_residual"):
         notes.append(
-            f'{top.source} has no key "norm_before_residual"; true is assumed, as elsewhere'
+            f'{top.source} has no key "norm_before_residual"; true is assumed, as other engines do'
         )
     return {
         "aux_layers": aux_layers,
@@ -263,14 +264,16 @@ def _read_eagle3(top: Section, facts: Facts, target: Target, notes: list[str]) -
 
 
 def _choose_aux_layers(top: Section, facts: Facts, target: Target, notes: list[str]) -> list[int]:
-    """The layers whose incoming residual stream the drafter takes."""
+    """The target's layers whose incoming residual stream the draft head reads."""
     key = "eagle_aux_hidden_state_layer_ids"
     named = aux_layers(top)
     num_layers = target.num_layers
     chosen = named
     if chosen is None:
         chosen = [2, num_layers // 2, num_layers - 3]
-        notes.append(f"the drafter takes the streams that enter the target's layers {chosen}")
+        notes.append(
+            f"the drafter reads the residual streams that enter the target's layers {chosen}"
+        )
     if facts.fc_shape is not None:
         columns = facts.fc_shape[-1] if facts.fc_shape else 0
         if columns % target.hidden_size != 0:
@@ -333,13 +336,13 @@ def _description(
         entry["attention"]["has_o_bias"] = facts.has_o_bias
     if rope is None:
         config["ropes"] = [_rope_of_target(top, sizes.head_dim, target)]
-        notes.append(f"{top.source} has no rope_theta; the drafter takes the target's rope")
+        notes.append(f"{top.source} has no rope_theta; the drafter uses the target's rope")
     take_positions(config, sizes, target, notes)
     return config
 
 
 def _own_rope(layer: Section) -> RopeSettings | None:
-    """The drafter's rope, or None where its configuration does not speak of one."""
+    """The draft head's rope; None: its configuration names none."""
     parameters = layer.section("rope_parameters")
     scaling = layer.section("rope_scaling")
     has_theta = layer.has("rope_theta") or any(
@@ -360,7 +363,7 @@ def _names_theta(section: Section) -> bool:
 
 
 def _rope_of_target(top: Section, head_dim: int, target: Target) -> dict[str, Any]:
-    """The rope of the target's layers that attend to everything."""
+    """The rope of the target's full layers."""
     layers = [entry["attention"] for entry in target.config["layers"]]
     attention = next((entry for entry in layers if entry["kind"] == "full"), layers[0])
     if attention["head_dim"] != head_dim:

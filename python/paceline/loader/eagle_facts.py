@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an EAGLE head brings, and which kind a checkpoint holds."""
+"""The parts that an EAGLE draft head has, and which kind a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from .decoder_tensors import QK_NORMS
 from .drafters import EAGLE, EAGLE3, Target
 from .section import Section
 
-# What EAGLE-3 heads are made for unless they say otherwise: (2, L // 2, L - 3).
+# EAGLE-3 reads three layers of the target by default: (2, L // 2, L - 3).
 _NUM_DEFAULT_AUX: Final = 3
 QK_NORM_SOURCES: Final = tuple(source for _, source in QK_NORMS)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a drafter brings: read from its tensors, or guessed from the configuration.
+    """The parts that a draft head has: read from its tensors, or guessed from its configuration.
 
     Attributes:
-        prefix: What stands before every name but the lm_head's.
-        first_layer: What stands before the tensors of layer 0: "midlayer." or "layers.0.".
+        prefix: The prefix of every tensor but the lm_head.
+        first_layer: The prefix of the tensors of layer 0: "midlayer." or "layers.0.".
         draft_vocab_size: Rows of its lm_head; None: it has none.
-        fc_shape: Shape of `fc.weight`; None: unknown.
+        fc_shape: The shape of `fc.weight`; None: unknown.
         has_embedding: It has an embedding table.
         has_map: It has `d2t`.
-        has_fc_bias: `fc.bias`.
-        has_input_norm: `input_norm.weight`: one norm over all auxiliary states before fc.
-        num_fc_norms: `fc_norm.N.weight`: one norm for each of them.
-        has_attn_norm: A norm before attention in layer 0.
-        has_final_norm: `norm.weight`.
-        has_qk_norm: Norms on q and k.
-        has_qkv_bias: Biases on q, k and v.
-        has_o_bias: A bias on o.
-        has_mlp_bias: Biases on gate, up and down.
+        has_fc_bias: It has `fc.bias`.
+        has_input_norm: It has `input_norm.weight`: one norm over all auxiliary states before fc.
+        num_fc_norms: The number of tensors `fc_norm.N.weight`: one norm for each auxiliary state.
+        has_attn_norm: It has a norm before attention in layer 0.
+        has_final_norm: It has `norm.weight`.
+        has_qk_norm: It has norms on q and k.
+        has_qkv_bias: It has biases on q, k and v.
+        has_o_bias: It has a bias on o.
+        has_mlp_bias: It has biases on gate, up and down.
     """
 
     prefix: str = ""
@@ -57,12 +57,12 @@ class Facts:
 
 
 def eagle_kind_of_config(top: Section) -> str | None:
-    """The kind of EAGLE that a configuration names; None: none, so the tensors have to tell.
+    """The kind of EAGLE that a configuration names; None: none, so that the tensors decide.
 
-    Published EAGLE-1 heads call themselves `LlamaForCausalLM`.
+    Published EAGLE-1 draft heads have the architecture `LlamaForCausalLM`.
 
     Raises:
-        NotImplementedError: A speculator of the `speculators` package that is not supported.
+        NotImplementedError: It is a drafter of the `speculators` package that is not supported.
     """
     if top.has("speculators_model_type"):
         if top.text("speculators_model_type") != "eagle3":
@@ -77,13 +77,13 @@ def eagle_kind_of_config(top: Section) -> str | None:
 
 
 def eagle_kind_of_tensors(names: Mapping[str, object]) -> tuple[str | None, str]:
-    """The kind of EAGLE that tensors speak for.
+    """The kind of EAGLE that the tensors show.
 
     Args:
         names: The tensors of a checkpoint by name.
 
     Returns:
-        The kind, None for something without `fc.weight`; and the name of a tensor that shows it.
+        The kind, None without `fc.weight`; and the name of a tensor that shows it.
     """
     prefix = _find_prefix(names)
     if f"{prefix}fc.weight" not in names:
@@ -97,15 +97,15 @@ def eagle_kind_of_tensors(names: Mapping[str, object]) -> tuple[str | None, str]
 
 
 def _find_prefix(names: Mapping[str, object]) -> str:
-    """What stands before the names of a drafter's tensors: "" or "model."."""
+    """The prefix of a draft head's tensors: "" or "model."."""
     return "model." if "model.fc.weight" in names and "fc.weight" not in names else ""
 
 
 def read_facts(shapes: Mapping[str, tuple[int, ...]]) -> Facts:
-    """Reads what a drafter brings off its tensors.
+    """Finds the parts of a draft head in its tensors.
 
     Args:
-        shapes: Shape of every tensor by name.
+        shapes: The shape of every tensor by name.
     """
     prefix = _find_prefix(shapes)
     is_midlayer = any(name.startswith(f"{prefix}midlayer.") for name in shapes)
@@ -138,10 +138,9 @@ def read_facts(shapes: Mapping[str, tuple[int, ...]]) -> Facts:
 
 
 def guess_facts(kind: str, top: Section, target: Target) -> Facts:
-    """What a drafter of a configuration brings, where there are no tensors to look at.
+    """Guesses the parts of a draft head from its configuration, for made-up weights.
 
-    For made-up weights. Embeddings count as the target's where the configuration does not speak of
-    them, and an EAGLE-3 head as one with an lm_head of its own.
+    It is taken to use the target's embeddings, and in EAGLE-3 to have an lm_head of its own.
     """
     layer = layer_section(top)
     bias = layer.boolean("attention_bias", False)
@@ -171,12 +170,12 @@ def guess_facts(kind: str, top: Section, target: Target) -> Facts:
 
 
 def layer_section(top: Section) -> Section:
-    """Where the sizes of the layers stand."""
+    """The part of the configuration that has the sizes of the layers."""
     return top.section("transformer_layer_config") or top
 
 
 def aux_layers(top: Section) -> list[int] | None:
-    """The layers that the configuration names, if it does."""
+    """The layers of the target that the configuration names; None: it names none."""
     key = "eagle_aux_hidden_state_layer_ids"
     for section in (top, top.section("eagle_config")):
         if section is None or not section.has(key):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of an EAGLE head: canonical names, names in checkpoints, shapes."""
+"""The tensors of an EAGLE draft head: canonical names, names in checkpoints, shapes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .family import TensorSpec
 def eagle_tensors(
     kind: str, sizes: Sizes, facts: Facts, drafter: Mapping[str, Any]
 ) -> tuple[TensorSpec, ...]:
-    """Every tensor but `d2t`, in the order in which the drafter is filled."""
+    """Lists every tensor but `d2t`, in the order in which the model is filled."""
     hidden = (sizes.hidden, "hidden_size")
     target_hidden = drafter["target_hidden_size"]
     qo_rows = (sizes.qo_heads * sizes.head_dim, "num_attention_heads * head_dim")

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Families of Hugging Face checkpoints as canonical decoder descriptions and tensor names.
 
-With `gemma4.py` this is the only place that knows their names. What comes out is the description
-and the tensor names of `docs/model-format.md`, and nothing downstream asks which family it came
-from.
+Only this file and `gemma4.py` know the names of families of targets. Their result is the
+description and the tensor names of `docs/model-format.md`, and no later code depends on the family.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from .rope import read_rope, read_rope_by_layer_type
 
 DTYPES: Final = ("auto", "float32", "bfloat16")
 
-# Where the decoder's tensors stand. A plain language model, a published Gemma 3 with a vision
-# tower, the same after transformers 5 saved it again, and a bare text model.
+# Prefixes of the decoder's tensors: in a plain language model, in a published Gemma 3 with a vision
+# tower, in the same after transformers 5 saved it again, and in a bare text model.
 _PREFIXES: Final = ("model.", "language_model.model.", "model.language_model.", "")
 _VISION_PREFIXES: Final = (
     "vision_tower.",
@@ -61,7 +60,7 @@ def translate(hf: HfConfig) -> Family:
 
     Raises:
         ModelFileError: A key is missing or has a wrong value.
-        NotImplementedError: The model needs something that Paceline does not do.
+        NotImplementedError: The model needs something that Paceline does not support.
     """
     family = _FAMILIES[hf.architecture](hf)
     check_description(family.config, (hf.text, hf.top))
@@ -71,19 +70,19 @@ def translate(hf: HfConfig) -> Family:
 def decoder_config(
     hf_config: Mapping[str, object], weight_dtype: str = "float32", source: str = "config.json"
 ) -> dict[str, Any]:
-    """The canonical description for a configuration at hand, without any weights.
+    """The canonical description, made from a configuration without any weights.
 
     Args:
         hf_config: The object in a `config.json`.
         weight_dtype: "float32" or "bfloat16".
-        source: What messages call the configuration.
+        source: The name of the configuration in messages.
 
     Returns:
         The description of `docs/model-format.md`, ready for `json.dumps`.
 
     Raises:
         ModelFileError: A key is missing or has a wrong value.
-        NotImplementedError: The model needs something that Paceline does not do.
+        NotImplementedError: The model needs something that Paceline does not support.
     """
     return translate(parse_hf_config(hf_config, source, ARCHITECTURES)).config_for(weight_dtype)
 
@@ -91,7 +90,7 @@ def decoder_config(
 def _all_alike(
     name: str, hf: HfConfig, sizes: Sizes, *, has_qk_norm: bool = False, mlp_bias: bool = False
 ) -> Family:
-    """A family whose layers are all alike and see everything before them."""
+    """A family whose layers are all full layers of the same shape."""
     text = hf.text
     ties = text.boolean("tie_word_embeddings", False)
     attention_bias = text.boolean("attention_bias", False)
@@ -131,7 +130,7 @@ def _qwen3(hf: HfConfig) -> Family:
     text = hf.text
     if text.boolean("use_sliding_window", False):
         raise text.refusal("use_sliding_window", "false")
-    # The head size is never hidden / heads here: 128 where the file is silent.
+    # The default head size is 128, not hidden_size / num_attention_heads.
     sizes = read_sizes(text, head_dim=128, max_position=32_768, eps=1e-6)
     if text.has("layer_types"):
         for i, layer_type in enumerate(read_layer_types(text, sizes.layers, 1)):
@@ -146,16 +145,16 @@ def _qwen3(hf: HfConfig) -> Family:
 def _gemma3(hf: HfConfig) -> Family:
     check_common(hf)
     text = hf.text
-    # Published files of the larger sizes leave out whatever equals the class's default.
+    # Published files of the larger sizes leave out every key that has its default.
     sizes = read_sizes(
         text, vocab=262_208, heads=8, kv_heads=4, head_dim=256, max_position=131_072, eps=1e-6
     )
     layer_types = read_layer_types(text, sizes.layers, 6)
     window = text.integer("sliding_window", 4096) if SLIDING in layer_types else 0
     if text.number("attn_logit_softcapping", 0.0, allow_zero=True) != 0.0:
-        # transformers has the key and overlooks it for Gemma 3: what a value means is open.
+        # transformers has the key and ignores it for Gemma 3, so a value has no defined meaning.
         raise text.refusal("attn_logit_softcapping", "null")
-    # A checkpoint with a vision tower says it at the top, and that is what transformers obeys.
+    # A checkpoint with a vision tower has the key at the top, and transformers reads that one.
     ties = (hf.top if hf.top.has("tie_word_embeddings") else text).boolean(
         "tie_word_embeddings", True
     )
@@ -205,7 +204,7 @@ _FAMILIES: Final[dict[str, Callable[[HfConfig], Family]]] = {
     **dict.fromkeys(GEMMA4_ARCHITECTURES, gemma4),
 }
 
-# Supported architectures and the "model_type" each goes with.
+# The "model_type" of each supported architecture.
 ARCHITECTURES: Final[dict[str, str]] = {
     "LlamaForCausalLM": "llama",
     "Qwen3ForCausalLM": "qwen3",
@@ -217,8 +216,8 @@ ARCHITECTURES: Final[dict[str, str]] = {
 
 
 def is_same_family(architecture: str, other: str) -> bool:
-    """Whether two names stand for one family, as those of a text model and of the same behind a
-    vision tower do; of unknown names, whether they are equal.
+    """Whether two architectures are of one family, such as a text model and the same model with a
+    vision tower; unknown architectures are compared by name.
     """
     family = _FAMILIES.get(architecture)
     return architecture == other or (family is not None and _FAMILIES.get(other) is family)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder as the loader hands it on: its canonical description and the tensors it needs."""
+"""The result of translating a configuration: a canonical description and the tensors it needs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from .decoder import round_to_bfloat16
 
-# Where the lm_head of a target may stand.
+# Names that the lm_head of a target may have.
 LM_HEADS: Final = ("lm_head.weight", "language_model.lm_head.weight")
 
 
@@ -19,8 +19,8 @@ class TensorSpec:
     Attributes:
         name: The canonical name.
         source: The name in the checkpoint, after the prefix; the lm_head has no prefix.
-        shape: The shape it must have.
-        shape_keys: The same in words of `config.json`, for messages.
+        shape: The required shape.
+        shape_keys: The shape in terms of keys of `config.json`, for messages.
     """
 
     name: str
@@ -30,7 +30,7 @@ class TensorSpec:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is stored in the weight dtype; norms and biases are always float32."""
+        """Whether it has the weight dtype in memory; norms and biases are always float32."""
         return len(self.shape) == 2
 
 
@@ -39,15 +39,15 @@ class Family:
     """A decoder of one family, translated.
 
     Attributes:
-        name: "llama", "qwen3", "gemma3" or "gemma4"; of a drafter, its kind.
+        name: "llama", "qwen3", "gemma3" or "gemma4"; for a draft head, its kind.
         architecture: The class name in `config.json`.
         config: The canonical description, for float32 weights; see `config_for`.
         tensors: Every tensor the model needs.
-        prefixes: What may stand before `TensorSpec.source`, the likeliest first.
-        ignored_prefixes: Tensors of other parts of the checkpoint.
-        ignored_sources: Tensors of the decoder that nobody reads, as `TensorSpec.source`.
+        prefixes: Prefixes that `TensorSpec.source` may have in the file, the likeliest first.
+        ignored_prefixes: Prefixes of tensors of other parts of the checkpoint.
+        ignored_sources: Unused tensors of the decoder, as `TensorSpec.source`.
         rounds_embed_scale: Whether factors on embeddings are rounded to the weight dtype.
-        lm_head_names: Where the lm_head may stand.
+        lm_head_names: Names that the lm_head may have.
     """
 
     name: str
@@ -62,17 +62,17 @@ class Family:
 
     @property
     def tied_table(self) -> str | None:
-        """Canonical name of the table that is embeddings and lm_head in one; None: they are two."""
+        """The canonical name of the table that is embeddings and lm_head; None: they are two."""
         if self.config["ties_lm_head"]:
             return "embed.weight"
-        # An assistant's table is its lm_head alone, under the name of embeddings.
+        # An assistant's lm_head is stored under the name of its embeddings, which it does not have.
         return None if self.lm_head_names == LM_HEADS else "lm_head.weight"
 
     def config_for(self, weight_dtype: str) -> dict[str, Any]:
         """The canonical description for weights of one dtype.
 
         Gemma multiplies embeddings by a factor that transformers first casts to the dtype of the
-        table, so in bfloat16 it is a rounded one.
+        table, so in bfloat16 the factor is rounded.
 
         Args:
             weight_dtype: "float32" or "bfloat16".

@@ -113,7 +113,7 @@ class CheckpointFolder:
             raise ModelFileError(
                 f"{self.path / PICKLE_NAME}: the weights are a pickle, which may run code when it "
                 "is read and is never loaded directly; expected model.safetensors. An EAGLE "
-                "drafter is converted once, weights only: paceline convert --allow-pickle "
+                "draft head is converted once, weights only: paceline convert --allow-pickle "
                 f"{self.path} OUT"
             )
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Gemma 4 family: targets, and what its assistants share with them.
+"""The Gemma 4 family: targets, and the parts that its assistants share with them.
 
-Configurations have two spellings. Published files have "global_head_dim" and
-"num_global_key_value_heads" for the full layers, files that transformers 5 saved again a
+Configurations have two spellings of the sizes of full layers. Published files have
+"global_head_dim" and "num_global_key_value_heads"; files that transformers 5 saved again have
 "per_layer_config".
 """
 
@@ -32,7 +32,7 @@ from .layer_types import FULL, SLIDING, read_layer_types
 from .rope import RopeSettings, read_rope_of_gemma4
 from .section import Section
 
-# Architectures of targets and the "model_type" each goes with.
+# The "model_type" of each architecture of targets.
 GEMMA4_ARCHITECTURES: Final[dict[str, str]] = {
     "Gemma4ForCausalLM": "gemma4_text",
     "Gemma4ForConditionalGeneration": "gemma4",
@@ -41,14 +41,14 @@ GEMMA4_ARCHITECTURES: Final[dict[str, str]] = {
     "Gemma4UnifiedForConditionalGeneration": "gemma4_unified",
 }
 
-# What transformers assumes where a file says nothing.
+# The defaults of transformers.
 _ROPES: Final = {
     FULL: RopeSettings("proportional", 1_000_000.0, partial=0.25),
     SLIDING: RopeSettings(theta=10_000.0),
 }
 _GLOBAL_HEAD_DIM: Final = 512
 
-# Published files are multimodal, and text-only ones are saved again from them.
+# Published files are multimodal; text-only files are saved again from them.
 _PREFIXES: Final = ("model.language_model.", "model.", "language_model.model.", "")
 _OTHER_PREFIXES: Final = tuple(
     f"model.{part}."
@@ -61,7 +61,7 @@ def gemma4(hf: HfConfig) -> Family:
 
     Raises:
         ModelFileError: A key is missing or has a wrong value.
-        NotImplementedError: The model needs something that Paceline does not do.
+        NotImplementedError: The model needs something that Paceline does not support.
     """
     check_common(hf, may_be_bidirectional_in_images=True)
     text = hf.text
@@ -120,7 +120,7 @@ def check_dense(text: Section) -> None:
     """
     if text.boolean("enable_moe_block", False):
         raise text.refusal(
-            "enable_moe_block", "false (the dense sizes; mixtures of experts are not there yet)"
+            "enable_moe_block", "false (the dense sizes; mixtures of experts are not supported yet)"
         )
 
 
@@ -129,7 +129,7 @@ def read_gemma4_sizes(text: Section, *, is_unified: bool) -> Sizes:
 
     Args:
         text: The decoder's part of the configuration.
-        is_unified: It is one of the 12B model, which has other defaults.
+        is_unified: The architecture is that of the 12B model, which has other defaults.
 
     Raises:
         ModelFileError: A key is missing or has a wrong value.
@@ -179,7 +179,7 @@ def describe_gemma4(
 
 
 def unused_kv_sources(layers: tuple[Layer, ...]) -> frozenset[str]:
-    """Tensors that files hold for layers that read another's KV, and that nobody uses."""
+    """The unused k and v tensors that files hold for layers that read another layer's KV."""
     return frozenset(
         f"layers.{i}.self_attn.{name}"
         for i, layer in enumerate(layers)
@@ -196,10 +196,10 @@ def unused_kv_sources(layers: tuple[Layer, ...]) -> frozenset[str]:
 
 
 def read_gemma4_layer_types(text: Section, num_layers: int) -> tuple[str, ...]:
-    """The kind of attention of each layer; the last one attends to everything.
+    """The kind of attention of each layer; the last one is a full layer.
 
     Raises:
-        ModelFileError: The list has another length, or another end.
+        ModelFileError: The list has another length, or does not end with a full layer.
         NotImplementedError: It names another kind.
     """
     layer_types = read_layer_types(text, num_layers, 6)
@@ -214,7 +214,7 @@ def read_gemma4_layer_types(text: Section, num_layers: int) -> tuple[str, ...]:
 
 
 def _read_layers(text: Section, sizes: Sizes) -> tuple[Layer, ...]:
-    """The layers, whose sizes depend on their type; the last ones read the KV of earlier ones."""
+    """The layers: sizes depend on the type, and the last layers may read the KV of earlier ones."""
     layer_types = read_gemma4_layer_types(text, sizes.layers)
     k_eq_v = text.boolean("attention_k_eq_v", False)
     num_shared = text.integer("num_kv_shared_layers", 0, low=0)
@@ -222,7 +222,7 @@ def _read_layers(text: Section, sizes: Sizes) -> tuple[Layer, ...]:
         raise text.error(
             "num_kv_shared_layers",
             f'an integer from 0 to {sizes.layers - 1}, below "{text.name("num_hidden_layers")}" '
-            "(a model whose layers all read another's KV is an assistant, not a target)",
+            "(a model in which no layer has KV of its own is an assistant, not a target)",
         )
     first_shared = sizes.layers - num_shared
     last_owner = {layer_type: i for i, layer_type in enumerate(layer_types[:first_shared])}
@@ -263,7 +263,7 @@ def read_kv_shapes(
 ) -> list[tuple[int, int]]:
     """Key and value heads and the head size of every layer, from either spelling.
 
-    "num_global_key_value_heads" counts only beside "attention_k_eq_v", as in transformers.
+    "num_global_key_value_heads" is only read with "attention_k_eq_v", as in transformers.
 
     Raises:
         ModelFileError: A key has a wrong value, or the spellings contradict each other.
@@ -319,5 +319,5 @@ def read_kv_shapes(
 def _layer_index(by_layer: Section, key: str, num_layers: int) -> int:
     is_number = key.isdecimal() and key.isascii() and len(key) <= len(str(num_layers))
     if not is_number or int(key) >= num_layers:
-        raise by_layer.error(key, f'no such key: "0" to "{num_layers - 1}" stand for layers')
+        raise by_layer.error(key, f'no such key: layers are "0" to "{num_layers - 1}"')
     return int(key)

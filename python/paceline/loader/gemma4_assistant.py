@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gemma 4's assistants (method "gemma4_mtp") as canonical descriptions and tensor names.
 
-An assistant is a few Gemma 4 layers that make queries only: each reads the KV of the last layer of
-the target that is of its type and owns its KV. Its input is the target's embedding of a token and a
-hidden state of the target's width; it puts out logits through a table of its own, and the hidden
-state for its next step. The small sizes score only the tokens of the clusters whose centroids come
-out best.
+An assistant is a few Gemma 4 layers that compute queries only. Each reads the KV of the last layer
+of the target that is of its type and owns its KV. The input is the target's embedding of a token
+and a hidden state of the target's width. The output is logits, through an lm_head of its own, and
+the hidden state for the next step. The small sizes compute logits only for the tokens of the
+clusters whose centroids score best.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from .gemma4 import (
 from .hf_config import HfConfig, parse_hf_config
 from .section import Section
 
-# Architectures and the "model_type" each goes with.
+# The "model_type" of each architecture.
 ASSISTANT_ARCHITECTURES: Final[dict[str, str]] = {
     "Gemma4AssistantForCausalLM": "gemma4_assistant",
     "Gemma4UnifiedAssistantForCausalLM": "gemma4_unified_assistant",
 }
-# The tensor that no other drafter has.
+# Only assistants have this tensor.
 PRE_PROJECTION: Final = "pre_projection.weight"
 CENTROIDS: Final = "masked_embedding.centroids.weight"
 TOKEN_ORDERING: Final = "masked_embedding.token_ordering"
 
-# What transformers assumes where a file says nothing.
+# The defaults of transformers.
 _NUM_CENTROIDS: Final = 2048
 _TOP_CENTROIDS: Final = 32
 _EMBEDDINGS: Final = "model.embed_tokens.weight"
 
 
 def is_assistant_config(top: Section) -> bool:
-    """Whether a configuration says that it is an assistant's."""
+    """Whether a configuration names itself an assistant's."""
     names = top.strings("architectures")
     if names:
         return any(name in ASSISTANT_ARCHITECTURES for name in names)
@@ -70,17 +70,17 @@ def translate_assistant(
 
     Args:
         top: Its configuration.
-        target: What it has to fit.
-        has_centroids: Whether its tensors have centroids; None: there are no tensors to look at.
+        target: The target that it must fit.
+        has_centroids: Whether its tensors have centroids; None: there are no tensors.
 
     Returns:
-        The description with the tensors it needs, without the order of tokens; and what a user may
-        want to know.
+        The description with the tensors it needs, without the order of tokens; and notes for the
+        user.
 
     Raises:
         ValueError: It was made for another target; names both values.
         ModelFileError: A key has a wrong value, or contradicts the tensors.
-        NotImplementedError: It needs something that Paceline does not do.
+        NotImplementedError: It needs something that Paceline does not support.
     """
     hf = parse_hf_config(top.values, top.source, ASSISTANT_ARCHITECTURES)
     text = hf.text
@@ -151,10 +151,11 @@ def check_reads_layers_of(config: Mapping[str, Any], target: Target, message: st
     Args:
         config: The assistant's canonical description.
         target: The target.
-        message: How errors begin.
+        message: The beginning of errors.
 
     Raises:
-        ValueError: A layer has none, or one of another shape; names the layer and both values.
+        ValueError: The target has no layer of the same kind, or one of another shape; names the
+            layer and both values.
     """
     targets = [entry["attention"] for entry in target.config["layers"]]
     last_owner = {
@@ -194,7 +195,7 @@ def _check_supported(hf: HfConfig) -> None:
     if not hf.top.boolean("tie_word_embeddings", True):
         raise hf.top.refusal("tie_word_embeddings", f"true (the lm_head is {_EMBEDDINGS!r})")
     num_layers = text.integer("num_hidden_layers")
-    # 0 is what older files say for all.
+    # Older files say 0 where all layers read the target's KV.
     if text.integer("num_kv_shared_layers", 0, low=0) not in (0, num_layers):
         raise text.refusal(
             "num_kv_shared_layers", f"{num_layers} (all layers read the KV of the target)"
@@ -214,14 +215,14 @@ def _read_layers(text: Section, sizes: Sizes) -> tuple[Layer, ...]:
 def _read_centroids(
     top: Section, text: Section, sizes: Sizes, has_centroids: bool | None
 ) -> dict[str, int] | None:
-    """The keys of the lm_head's clusters; None: it has a row for each token and no clusters.
+    """The settings of the lm_head's clusters; None: it has none.
 
-    Files of the sizes without them name their numbers too.
+    Files of the sizes without clusters name the numbers too.
     """
     key = "use_ordered_embeddings"
     is_stated = top.boolean(key, False)
     if has_centroids is not None and has_centroids != is_stated:
-        seen = "missing, which stands for false" if not top.has(key) else str(is_stated).lower()
+        seen = "missing, which means false" if not top.has(key) else str(is_stated).lower()
         raise ModelFileError(
             f'{top.source}: key "{top.name(key)}" is {seen}, but {CENTROIDS!r} is '
             f"{'' if has_centroids else 'not '}in the weights; expected both to say the same"
@@ -246,7 +247,7 @@ def _tensors(
     backbone: int,
     centroids: Mapping[str, int] | None,
 ) -> tuple[TensorSpec, ...]:
-    """Every tensor but the order of tokens, in the order in which the drafter is filled."""
+    """Lists every tensor but the order of tokens, in the order in which the model is filled."""
     specs = [
         TensorSpec(
             "fc.weight",
@@ -270,7 +271,7 @@ def _tensors(
         attention_bias=text.boolean("attention_bias", False),
         has_layer_scale=True,
     ):
-        # Its own embeddings are its lm_head and nothing else.
+        # Its own embeddings are only used as its lm_head.
         if spec.name != "embed.weight":
             specs.append(dataclasses.replace(spec, source=f"model.{spec.source}"))
     if centroids is not None:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the `config.json` and `generation_config.json` of a Hugging Face checkpoint.
 
-Published checkpoints use two spellings of the same facts. Older ones write `rope_theta`,
-`rope_scaling`, `rope_local_base_freq` and `sliding_window_pattern`; newer ones `rope_parameters`
-(perhaps one object per layer type) and `layer_types`. Both are read here, so that the rest of the
-loader sees one. (`torch_dtype` and `dtype` are not read: the tensors themselves say what they are.)
-A key whose value is `null` counts as absent, as it does in transformers. What a file says twice, it
-has to say the same way both times.
+Published checkpoints have two spellings of the same facts. Older files have `rope_theta`,
+`rope_scaling`, `rope_local_base_freq` and `sliding_window_pattern`; newer files have
+`rope_parameters` (perhaps one object per layer type) and `layer_types`. `rope.py` and
+`layer_types.py` read both, so that the rest of the loader sees one. `torch_dtype` and `dtype` are
+not read, because the tensors have their dtypes. A key whose value is `null` counts as absent, as in
+transformers. A fact that a file states twice must be the same both times.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class HfConfig:
 
     Attributes:
         source: The file, for messages.
-        architecture: The class name under "architectures", or one implied by "model_type".
+        architecture: The class name under "architectures", or the one that "model_type" implies.
         top: The whole file.
-        text: The part that describes the decoder: "text_config" where there is one, else `top`.
+        text: The part that describes the decoder: "text_config" if there is one, else `top`.
         eos_token_ids: Ids that end a completion; those of generation_config.json win. May be empty.
         eos_section: The part of a file that names them; None: none does.
         bos_token_id: The id that starts a prompt, if a file names one.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kind of drafter a checkpoint is, by its configuration and by its tensors."""
+"""The kind of a drafter, by its configuration and by its tensors."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from .section import Section
 
 
 def kind_of_config(top: Section) -> str | None:
-    """The kind that a configuration names; None: it names none, so the tensors have to tell.
+    """The kind that a configuration names; None: it names none, so that the tensors decide.
 
     Raises:
         ModelFileError: A key has a wrong type.
-        NotImplementedError: A speculator of the `speculators` package that is not supported.
+        NotImplementedError: It is a drafter of the `speculators` package that is not supported.
     """
     return GEMMA4_MTP if is_assistant_config(top) else eagle_kind_of_config(top)
 
 
 def kind_of_tensors(names: Mapping[str, object]) -> tuple[str | None, str]:
-    """The kind that tensors speak for.
+    """The kind that the tensors show.
 
     Args:
         names: The tensors of a checkpoint by name.
 
     Returns:
-        The kind, None for a model of its own; and the name of a tensor that shows it.
+        The kind, None for a draft model; and the name of a tensor that shows it.
     """
     kind, sign = eagle_kind_of_tensors(names)
     if kind is None and PRE_PROJECTION in names:

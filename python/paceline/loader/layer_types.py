@@ -21,11 +21,11 @@ def read_layer_types(text: Section, num_layers: int, default_pattern: int) -> tu
     Args:
         text: The decoder's part of the configuration.
         num_layers: How many layers there are.
-        default_pattern: Without "layer_types" and "sliding_window_pattern", every so many-th layer
-            attends to everything.
+        default_pattern: n where every n-th layer is a full layer, unless the file says otherwise
+            with "layer_types" or "sliding_window_pattern".
 
     Returns:
-        `num_layers` names out of `LAYER_TYPES`.
+        `num_layers` names of `LAYER_TYPES`.
 
     Raises:
         ModelFileError: The list has another length.

@@ -23,13 +23,13 @@ def load_checkpoint(
     Args:
         source: The folder: `config.json`, `model.safetensors` or shards with their index, and maybe
             `tokenizer.json` and `generation_config.json`.
-        dtype: What matrices become: "float32", "bfloat16", or "auto": bfloat16 when every matrix is
-            stored as BF16, else float32, which holds F16 and F32 without loss.
+        dtype: The dtype of matrices in memory: "float32", "bfloat16", or "auto": bfloat16 when
+            every matrix is stored as BF16, else float32, which holds F16 and F32 without loss.
         device: Where the weights will lie: "cpu" or "cuda".
         progress: Show a progress bar where standard error is a terminal.
 
     Returns:
-        The model and what came with it.
+        The model with its tokenizer and settings.
 
     Raises:
         ModelNotFoundError: The folder, its configuration or a weight file is missing.
@@ -57,22 +57,21 @@ def load_drafter(
 
     Args:
         source: The drafter's folder.
-        target: The target. A drafter that is no draft model is checked against it and takes its
-            dtype.
-        method: "draft_model", "eagle", "eagle3" or "gemma4_mtp"; None: what the checkpoint is.
-        dtype: Of a draft model, as for `load_checkpoint`.
+        target: The target. A draft head is checked against it and takes its dtype.
+        method: "draft_model", "eagle", "eagle3" or "gemma4_mtp"; None: the checkpoint decides.
+        dtype: For a draft model, as for `load_checkpoint`.
         device: Where the weights will lie: "cpu" or "cuda"; the target's.
         progress: Show a progress bar where standard error is a terminal.
 
     Returns:
-        The drafter; `LoadedModel.method` says what it is.
+        The drafter; `LoadedModel.method` is its method.
 
     Raises:
         ModelNotFoundError: The folder, its configuration or a weight file is missing.
         ModelFileError: A file is damaged, or tensors are missing, misshapen or unknown; or the
             weights are a pickle.
         NotImplementedError: The drafter, or the way it is stored, is not supported.
-        ValueError: It is not what `method` says, or was made for another target.
+        ValueError: It is for another method than `method`, or was made for another target.
         MemoryError: There is no room for the weights.
     """
     folder = as_folder(source)

@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with its weights in place, and what came with it.
+    """A model with its weights in place, its tokenizer and its settings.
 
     Attributes:
         path: The checkpoint's folder.
         model: The weights; shared by every executor that uses them.
-        family: "llama", "qwen3", "gemma3" or "gemma4"; of a drafter that rides on a target, its
-            kind.
+        family: "llama", "qwen3", "gemma3" or "gemma4"; for a draft head, its kind.
         architecture: The class name in `config.json`.
         config: The canonical description of `docs/model-format.md`.
-        weight_dtype: Of the matrices: "float32" or "bfloat16".
-        stored_dtypes: How many matrices the files hold in each dtype, e.g. `{"BF16": 210}`.
-        vocab_size: Rows of the embedding table.
-        max_position: Positions that the model was made for.
-        eos_token_ids: Ids that end a text; maybe none.
-        bos_token_id: The id that starts a text, if the files name one.
-        tokenizer: None for a folder without `tokenizer.json`, whose model takes token ids only.
-        notes: What a user may want to know about choices made while loading.
+        weight_dtype: The dtype of matrices: "float32" or "bfloat16".
+        stored_dtypes: The number of matrices stored in each dtype, e.g. `{"BF16": 210}`.
+        vocab_size: The number of rows of the embedding table.
+        max_position: The number of positions that the model was made for.
+        eos_token_ids: Token ids that end a completion; may be empty.
+        bos_token_id: The token id that starts a prompt, if the files name one.
+        tokenizer: The tokenizer; None for a folder without `tokenizer.json`, whose model takes
+            token ids only.
+        notes: Choices made while loading that a user may want to know about.
         is_dummy: The weights are made up; see `load_dummy`.
     """
 
@@ -60,10 +60,10 @@ class LoadedModel:
 
     @property
     def method(self) -> str:
-        """How it drafts, as a drafter: "draft_model", "eagle", "eagle3" or "gemma4_mtp"."""
+        """The method it is a drafter for: "draft_model", "eagle", "eagle3" or "gemma4_mtp"."""
         drafter = self.config.get("drafter")
         return DRAFT_MODEL if drafter is None else str(drafter["kind"])
 
     def as_target(self) -> Target:
-        """What a drafter for this model has to fit."""
+        """The facts that a draft head for this model must fit."""
         return Target(self.path, self.architecture, self.config, self.weight_dtype)

@@ -13,8 +13,8 @@ from .tokenizer import check_tokenizers
 def check_compatible(target: LoadedModel, draft: LoadedModel) -> None:
     """Checks that a drafter's token ids mean what the target's mean.
 
-    Ids of made-up weights mean nothing: without both tokenizers there is nothing to compare.
-    A drafter that rides on a target seldom brings a tokenizer; it is checked by its sizes.
+    Token ids of made-up weights have no meaning, so without both tokenizers there is nothing to
+    compare. A draft head seldom comes with a tokenizer; its sizes are checked.
 
     Raises:
         ValueError: The tokenizers differ, or one is missing and the embedding tables have different
@@ -38,8 +38,7 @@ def check_compatible(target: LoadedModel, draft: LoadedModel) -> None:
 
 
 def check_drafter_fits(target: LoadedModel, draft: LoadedModel) -> None:
-    """Checks that a drafter that rides on a target can run beside one, maybe not the one it was
-    loaded for.
+    """Checks that a draft head fits a target, which need not be the one it was loaded for.
 
     Raises:
         ValueError: Sizes or dtypes differ; names both values.

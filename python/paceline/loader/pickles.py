@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`paceline convert --allow-pickle`: an EAGLE drafter out of a pickle, weights only.
+"""`paceline convert --allow-pickle`: reads an EAGLE draft head from a pickle, weights only.
 
-The one place that imports torch, whose weights-only reader builds tensors and nothing else: a
-pickle that asks for anything more is refused by it.
+This is the only file that imports torch. Its weights-only reader builds tensors and refuses a
+pickle that asks for anything else.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .weight_files import WEIGHTS_NAME
 if TYPE_CHECKING:
     import torch
 
-# What the loader has a use for; `d2t` and `t2d` are integers.
+# The dtypes that the loader reads; `d2t` and `t2d` are integers.
 _DTYPES: Final = {
     "torch.float32": "F32",
     "torch.float16": "F16",
@@ -38,11 +38,11 @@ _DTYPES: Final = {
 
 
 def convert_pickle(source: CheckpointFolder, out: Path) -> CheckpointFolder:
-    """Writes the drafter in a folder again, with `model.safetensors` in place of the pickle.
+    """Rewrites the draft head in a folder with `model.safetensors` instead of the pickle.
 
     Args:
         source: A folder with `config.json` and `pytorch_model.bin`.
-        out: An empty folder, which will hold the same with the same tensors.
+        out: An empty folder for the result, which has the same tensors.
 
     Returns:
         The folder `out`.
@@ -50,7 +50,7 @@ def convert_pickle(source: CheckpointFolder, out: Path) -> CheckpointFolder:
     Raises:
         ModelNotFoundError: A file is missing.
         ModelFileError: The pickle holds anything but tensors, or is damaged.
-        NotImplementedError: It is no EAGLE drafter; torch is not installed.
+        NotImplementedError: It is no EAGLE draft head, or torch is not installed.
         OSError: `out` cannot be written.
     """
     pickle = source.path / PICKLE_NAME
@@ -67,8 +67,8 @@ def convert_pickle(source: CheckpointFolder, out: Path) -> CheckpointFolder:
     written = CheckpointFolder(out)
     if detect_method(written) == DRAFT_MODEL:
         raise NotImplementedError(
-            f"{pickle}: not an EAGLE drafter (it has no tensor 'fc.weight'); "
-            "--allow-pickle reads those only. Other models: save them as model.safetensors"
+            f"{pickle}: not an EAGLE draft head (it has no tensor 'fc.weight'); "
+            "--allow-pickle reads only those. Save other models as model.safetensors"
         )
     return written
 
@@ -106,7 +106,7 @@ def _read_pickle(path: Path) -> Mapping[str, torch.Tensor]:
                 f"{path}: tensor {name!r:.80} is {tensor.dtype}, {tensor.layout}; expected a "
                 f"dense one of {', '.join(_DTYPES)}"
             )
-        # A stride of 0 makes a huge tensor of a few bytes.
+        # A stride of 0 can turn a few bytes into a huge tensor.
         if tensor.numel() * tensor.element_size() > size:
             raise ModelFileError(
                 f"{path}: tensor {name!r:.80} has shape {list(tensor.shape)}, which is more than "
@@ -116,7 +116,7 @@ def _read_pickle(path: Path) -> Mapping[str, torch.Tensor]:
 
 
 def _write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], source: Path) -> None:
-    """Writes tensors as they are."""
+    """Writes tensors without converting them."""
     import torch
 
     # Wide elements first: with no gaps between tensors every one of them is aligned.

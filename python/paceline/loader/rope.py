@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary embeddings: what configuration files say of them, in both spellings, and frequencies."""
+"""Rotary embeddings: reading them from configuration files in both spellings, and frequencies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RopeSettings:
     Attributes:
         rope_type: "default", "linear", "llama3" or "proportional".
         theta: The base of the frequencies.
-        factor: What frequencies are divided by; 1 for "default".
+        factor: The divisor of the frequencies; 1 for "default".
         low_freq_factor: "llama3" only, else 0.
         high_freq_factor: "llama3" only, else 0.
         original_max_position: "llama3" only, else 0.
@@ -48,13 +48,13 @@ class RopeSettings:
 def inverse_frequencies(rope: RopeSettings, head_dim: int) -> list[float]:
     """The rotary frequencies as transformers computes them, in float32 throughout.
 
-    The power is rounded once from float64. torch's own float32 power is off by one unit in the last
-    place now and then (which ones depends on the machine); everything after it is the same float32
-    arithmetic in the same order.
+    The power is rounded once from float64. torch's own float32 power is sometimes off by one unit
+    in the last place, depending on the machine. Everything after it is the same float32 arithmetic
+    in the same order.
 
     Args:
         rope: The settings.
-        head_dim: Elements of a head, even.
+        head_dim: The number of elements of a head, even.
 
     Returns:
         `head_dim / 2` values, each exactly a float32.
@@ -90,7 +90,7 @@ def _inverse_frequencies(rope: RopeSettings, head_dim: int) -> npt.NDArray[np.fl
         is_between = (wavelength >= high_wavelength) & (wavelength <= low_wavelength)
         inv_freq = np.where(is_between, smoothed, scaled)
     elif rope.rope_type == "proportional":
-        # The frequencies of the whole head; those beyond the rotated part stand still.
+        # The frequencies of the whole head; those beyond the rotated part are 0.
         inv_freq[int(rope.partial * head_dim // 2) :] = 0.0
         inv_freq = inv_freq / np.float32(rope.factor)
     return inv_freq
@@ -101,7 +101,7 @@ def read_rope(text: Section, default_theta: float) -> RopeSettings:
 
     Args:
         text: The decoder's part of the configuration.
-        default_theta: The base where the file names none.
+        default_theta: The base that applies where the file names none.
 
     Raises:
         ModelFileError: A key has a wrong value, or two keys contradict each other.
@@ -125,7 +125,7 @@ def read_rope_by_layer_type(
 
     Args:
         text: The decoder's part of the configuration.
-        default_theta: The base where the file names none, by layer type.
+        default_theta: The base that applies where the file names none, by layer type.
 
     Raises:
         ModelFileError: A key has a wrong value, or two keys contradict each other.
@@ -152,11 +152,11 @@ def read_rope_of_gemma4(
 
     Args:
         text: The decoder's part of the configuration.
-        defaults: By layer type, where the file says nothing.
+        defaults: The settings that apply where the file names none, by layer type.
 
     Raises:
         ModelFileError: A key has a wrong value.
-        NotImplementedError: Another kind of scaling, or a spelling that Gemma 4 has not.
+        NotImplementedError: Another kind of scaling, or a spelling that Gemma 4 does not have.
     """
     for key in ("rope_theta", "rope_scaling", "rope_local_base_freq"):
         if text.has(key):
@@ -243,7 +243,7 @@ def _rope_section(text: Section, section: Section, theta: float) -> RopeSettings
     high = section.number("high_freq_factor")
     if high <= low:
         raise section.error("high_freq_factor", f'a number above "low_freq_factor" ({low})')
-    # transformers falls back on the model's own limit.
+    # transformers uses the model's own limit by default.
     original = section.integer(
         "original_max_position_embeddings",
         text.integer("max_position_embeddings")

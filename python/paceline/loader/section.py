@@ -91,8 +91,8 @@ class Section:
 
         Args:
             values: The object.
-            source: The file it came from, for messages.
-            path: Where in the file it stands, e.g. "text_config"; empty for the whole file.
+            source: The file, for messages.
+            path: Its path in the file, e.g. "text_config"; empty for the whole file.
         """
         self.values = values
         self.source = source
@@ -117,7 +117,7 @@ class Section:
         )
 
     def refusal(self, key: str, supported: str) -> NotImplementedError:
-        """The error for a valid value that Paceline does not do."""
+        """The error for a valid value that Paceline does not support."""
         seen = show(self.values.get(key))
         return NotImplementedError(
             f'{self.source}: key "{shorten(self.name(key))}" is {seen}, which Paceline does not '

@@ -125,9 +125,9 @@ def check_tokenizers(
 ) -> None:
     """Checks that token ids mean the same to a target and a drafter; reads no weights.
 
-    With a tokenizer on both sides they are compared entry by entry. Without one on a side there is
-    nothing to compare but the sizes of the embedding tables, which then have to be equal; where one
-    side has a tokenizer a warning says so.
+    Two tokenizers are compared entry by entry. Where one or both are missing, only the sizes of the
+    embedding tables can be compared, and they must be equal. Where just one is missing, a warning
+    says so.
 
     Raises:
         ValueError: The tokenizers differ, or one is missing and the sizes differ.
@@ -166,10 +166,9 @@ def compare_vocabularies(
 ) -> None:
     """Checks that the same id is the same token for a target and a drafter.
 
-    Ids are compared up to the smaller of the two embedding tables, added tokens included: rows
-    beyond it are never drafted. Rows of the table that neither tokenizer uses are padding and do
-    not count, and neither do rules that only matter when text is encoded, which the target's
-    tokenizer alone does.
+    Ids below the size of the smaller embedding table are compared, added tokens included; ids
+    beyond it are never drafted. Rows that neither tokenizer uses are padding and are not compared.
+    Rules for encoding are not compared either, because only the target's tokenizer encodes.
 
     Args:
         target: The target's tokenizer.
