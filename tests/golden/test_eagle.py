@@ -1,20 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE drafters against `eagle_reference`: what every iteration of a run emits, at temperature 0.
+"""EAGLE draft heads against `eagle_reference`: every iteration of a run, at temperature 0.
 
-Random heads never guess right, so that any two wrong engines would agree. The heads here are first
-trained on the very texts that they then draft, for a second and not to the end: how many of the
-drafts of each iteration are kept is then a fingerprint of the drafter's first and later steps.
-Drafts whose two best logits nearly tie may fall the other way in float32; a text counts up to the
-first of them.
-
-The oracles are heads whose every draft is right by construction, so nothing may be rejected.
+`drafter_golden` says how runs are compared. The oracles are draft heads whose every draft is right
+by construction, so that no draft may be rejected.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-import random
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -23,21 +16,28 @@ from typing import Any
 import pytest
 import torch
 
+import drafter_golden
 import eagle_models
 import tiny_models
+from drafter_golden import (
+    Sequences,
+    check_oracle,
+    check_run,
+    compare_iterations,
+    greedy_sequences,
+    silence_layers,
+    write_oracle_target,
+)
 from eagle_models import EagleSpec
 from eagle_reference import EagleReference, TargetReference, overfit, simulate
-from paceline import LLM, SamplingParams
 from tiny_models import TinySpec
 
 pytestmark = pytest.mark.golden
 
 K = 4
-NUM_TEXTS = 4
-NUM_TOKENS = 40
-# Relative to the largest logit; float32 errs by a tenth of it at most.
+# Relative to the largest logit; the error of float32 is at most a tenth of it.
 LEAST_MARGIN = 2e-4
-LEAST_COMPARED = 40  # iterations of all texts together
+LEAST_COMPARED = 40  # iterations of all sequences together
 
 LLAMA = TinySpec("llama", seed=3, num_layers=8)
 QWEN3 = TinySpec("qwen3", seed=3, num_layers=8)
@@ -94,25 +94,18 @@ def target_reference(spec: TinySpec) -> TargetReference:
 
 
 @functools.cache
-def texts(spec: TinySpec) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    """Prompts with the target's own greedy continuations."""
-    rng = random.Random(spec.seed)
-    prompts = [
-        tuple(rng.randrange(spec.vocab_size) for _ in range(rng.randint(1, 30)))
-        for _ in range(NUM_TEXTS)
-    ]
-    reference = target_reference(spec)
-    return tuple((p, tuple(reference.greedy(p, NUM_TOKENS))) for p in prompts)
+def sequences(spec: TinySpec) -> Sequences:
+    return greedy_sequences(spec, target_reference(spec).greedy, longest_prompt=30)
 
 
 @functools.cache
 def trained(case: str) -> tuple[Path, EagleReference]:
-    """A drafter that is right about every other time."""
+    """A draft head that is right about every other time."""
     target, spec = CASES[case]
     path = scratch() / case.replace(" ", "-")
     eagle_models.write(spec, tiny_models.make(target), path)
     reference = EagleReference(path, target_reference(target))
-    whole = [[*prompt, *continuation] for prompt, continuation in texts(target)]
+    whole = [[*prompt, *continuation] for prompt, continuation in sequences(target)]
     tensors = tiny_models.load_tensors(path)
     plan = {"steps": 40, "rate": 0.01} if spec.is_eagle3 else {"steps": 60, "rate": 0.003}
     for name, tensor in overfit(reference, whole, **plan).items():
@@ -122,32 +115,16 @@ def trained(case: str) -> tuple[Path, EagleReference]:
 
 
 def run(
-    target: TinySpec, model: Path | None, k: int = K, **engine: Any
+    target: TinySpec, model: Path, k: int = K, **engine: Any
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """The tokens of every text, and how many of them each verify iteration emitted."""
-    config = None
-    if model is not None:
-        config = {"model": str(model), "num_speculative_tokens": k}
-        config["x"] = {"draft_driver": engine.pop("draft_driver", "unrolled")}
-    prompts = [list(prompt) for prompt, _ in texts(target)]
-    tokens: list[list[int]] = [[] for _ in prompts]
-    emitted: list[list[int]] = [[] for _ in prompts]
-    options = {"max_num_seqs": NUM_TEXTS, "kv_cache_bytes": 16 << 20} | engine
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
-    with LLM(
-        tiny_models.make(target),
-        dtype="float32",
-        speculative_config=config,
-        show_progress=False,
-        **options,
-    ) as llm:
-        for chunk in llm.stream(prompts, params):
-            # The first token comes with the prompt, not from a verify iteration.
-            if tokens[chunk.index] and chunk.token_ids:
-                emitted[chunk.index].append(len(chunk.token_ids))
-            tokens[chunk.index] += chunk.token_ids
-        assert llm._executor.check_integrity() == ""
-    return tokens, emitted
+    """The tokens of every sequence, and the number that each verify iteration emitted."""
+    driver = engine.pop("draft_driver", "unrolled")
+    config = {
+        "model": str(model),
+        "num_speculative_tokens": k,
+        "x": {"draft_driver": driver},
+    }
+    return drafter_golden.run(target, sequences(target), config, **engine)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -155,16 +132,7 @@ def test_every_iteration_equals_the_reference(case: str) -> None:
     target, _ = CASES[case]
     path, reference = trained(case)
     tokens, emitted = run(target, path)
-    assert tokens == [list(continuation) for _, continuation in texts(target)]
-    compared = kept = 0
-    for (prompt, continuation), counts in zip(texts(target), emitted, strict=True):
-        simulation = simulate(reference, prompt, continuation, K)
-        clear = simulation.num_clear(LEAST_MARGIN)
-        assert counts[:clear] == simulation.emitted[:clear]
-        compared += clear
-        kept += sum(counts[:clear]) - clear
-    assert compared >= LEAST_COMPARED, "too many near ties: choose another seed"
-    assert kept >= compared // 5, "the drafter was hardly ever right: choose another seed"
+    check_run(reference, sequences(target), tokens, emitted, K, LEAST_MARGIN, LEAST_COMPARED)
 
 
 @pytest.mark.parametrize("case", ["eagle", "eagle3", "speculators, normed output"])
@@ -173,10 +141,7 @@ def test_other_numbers_of_drafts(case: str, k: int) -> None:
     target, _ = CASES[case]
     path, reference = trained(case)
     _, emitted = run(target, path, k)
-    for (prompt, continuation), counts in zip(texts(target), emitted, strict=True):
-        simulation = simulate(reference, prompt, continuation, k)
-        clear = simulation.num_clear(LEAST_MARGIN)
-        assert counts[:clear] == simulation.emitted[:clear]
+    compare_iterations(reference, sequences(target), emitted, k, LEAST_MARGIN)
 
 
 @pytest.mark.parametrize(
@@ -197,14 +162,14 @@ def test_neither_chunks_nor_batches_change_a_draft(case: str, engine: dict[str, 
     assert run(target, path, **engine) == run(target, path)
 
 
-def test_the_comparison_has_teeth() -> None:
+def test_a_wrong_reference_is_noticed() -> None:
     """References that are wrong in one point emit something else."""
     case = "speculators"
     target, _ = CASES[case]
     _, right = trained(case)
 
     def emitted(reference: EagleReference) -> list[list[int]]:
-        return [simulate(reference, p, c, K).emitted for p, c in texts(target)]
+        return [simulate(reference, p, c, K).emitted for p, c in sequences(target)]
 
     expected = emitted(right)
     for change in (
@@ -226,44 +191,25 @@ ORACLE = replace(LLAMA, seed=50, vocab_size=48, tokenizer_size=0, num_layers=8)
 
 @functools.cache
 def oracle_target() -> tuple[Path, torch.Tensor]:
-    """A target whose next token is a function of the current one: one cycle through all ids.
-
-    Its layers add nothing, its embeddings are unit vectors, and its lm_head looks one up one step
-    further.
-    """
-    path = tiny_models.copy_checkpoint(tiny_models.make(ORACLE), scratch() / "oracle-target")
-    order = torch.randperm(48, generator=torch.Generator().manual_seed(0))
-    following = torch.empty(48, dtype=torch.long)
-    following[order] = order.roll(-1)
-    tensors = tiny_models.load_tensors(path)
-    for name, tensor in tensors.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensor.zero_()
-    unit = torch.eye(48, 64)
-    tensors["model.embed_tokens.weight"] = unit
-    tensors["model.norm.weight"] = torch.ones(64)
-    # Row s is the unit vector of the token before s.
-    tensors["lm_head.weight"] = torch.empty(48, 64)
-    tensors["lm_head.weight"][following] = unit
-    tiny_models.save_tensors(path, tensors)
-    return path, following
+    path = scratch() / "oracle-target"
+    return path, write_oracle_target(ORACLE, path)
 
 
 def oracle_head(layout: str, path: Path) -> None:
-    """A head that knows the next token from the hidden state alone, never from the token.
+    """A draft head that computes the next token from the hidden state alone, not from the token.
 
-    From the unit vector of t_i it makes that of t_{i+1}, which is what it feeds back, and whose
-    successor t_{i+2} its lm_head gives. A hidden state of another position, or of another layer
-    after the norm, or a stale one, makes it draft another token.
+    From the unit vector of t_i it makes that of t_{i+1}, which it feeds back and for which its
+    lm_head gives the successor t_{i+2}. With a hidden state of another position, of another layer
+    after the norm, or of an earlier iteration it drafts another token.
     """
     target, following = oracle_target()
     spec = EagleSpec(layout, intermediate_size=64, draft_vocab_size=40)
     eagle_models.write(spec, target, path)
     tensors = tiny_models.load_tensors(path)
+    silence_layers(tensors)
+    tensors["fc.weight"].zero_()
     for name, tensor in tensors.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight", "fc.weight")):
-            tensor.zero_()
-        elif tensor.ndim == 1 and name.endswith("norm.weight"):
+        if tensor.ndim == 1 and name.endswith("norm.weight"):
             tensor.fill_(1.0)
     step = torch.zeros(64, 64)
     step[following, torch.arange(48)] = 1.0
@@ -292,29 +238,14 @@ def test_oracles_are_always_right(layout: str, chunk: int | None, tmp_path: Path
     if layout == "eagle3":
         known = tiny_models.load_tensors(tmp_path / "head")["t2d"]
     config = {"model": str(tmp_path / "head"), "num_speculative_tokens": 3}
-    rng = random.Random(1)
-    prompts = [[rng.randrange(48) for _ in range(rng.randint(1, 20))] for _ in range(5)]
-    params = SamplingParams(temperature=0.0, max_tokens=41)
-    with LLM(
-        target,
-        speculative_config=config,
-        max_num_seqs=3,
-        kv_cache_bytes=16 << 20,
-        prefill_chunk_size=chunk,
-        show_progress=False,
-    ) as llm:
-        for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
-            tokens = output.outputs[0].token_ids
-            assert tokens[0] == following[prompt[-1]]
-            assert all(b == following[a] for a, b in itertools.pairwise(tokens))
-            assert output.metrics.speculative_decoding is not None
-            steps = output.metrics.speculative_decoding["num_spec_steps"]
-            assert steps == _steps_needed(tokens, known, 3)
+    check_oracle(
+        target, following, config, chunk, lambda tokens: _iterations_needed(tokens, known, 3)
+    )
 
 
-def _steps_needed(tokens: list[int], known: torch.Tensor, k: int) -> int:
+def _iterations_needed(tokens: list[int], known: torch.Tensor, k: int) -> int:
     """Iterations of a drafter that is right whenever the token is in its vocabulary."""
-    position, steps = 1, 0
+    position, iterations = 1, 0
     while position < len(tokens):
         accepted = 0
         while (
@@ -324,5 +255,5 @@ def _steps_needed(tokens: list[int], known: torch.Tensor, k: int) -> int:
         ):
             accepted += 1
         position += accepted + 1
-        steps += 1
-    return steps
+        iterations += 1
+    return iterations

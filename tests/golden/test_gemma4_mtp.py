@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gemma 4's assistants against transformers and `gemma4_mtp_reference`, at temperature 0.
 
-Three steps lead from transformers to the engine. The reference equals transformers logit by logit
-where the two mean the same: at position P, within the window (beyond, transformers shows a draft
-one key more than the target has in its window; at P-1 it has no choice). The engine emits in every
-iteration what the reference says, at both positions and beyond the window. And within the window,
-at position P, it emits what transformers says.
-
-As in `test_eagle.py` assistants are first trained on the texts that they then draft, for a second
-and not to the end, so that how many drafts of each iteration are kept is a fingerprint of all the
-steps. A text counts up to the first draft whose two best logits nearly tie.
+Three comparisons lead from transformers to the engine. The reference equals transformers logit by
+logit where both mean the same: at position P, within the window. (Beyond the window, transformers
+shows a draft one key more than the target has in its window; it does not support P-1.) The engine
+emits in every iteration what the reference emits, at both positions and beyond the window. Within
+the window, at position P, it emits what transformers emits. `drafter_golden` says how runs are
+compared.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import random
 import tempfile
@@ -28,8 +24,18 @@ import pytest
 import torch
 
 import assistant_models
+import drafter_golden
 import tiny_models
 from assistant_models import AssistantSpec
+from drafter_golden import (
+    Sequences,
+    check_oracle,
+    check_run,
+    compare_iterations,
+    greedy_sequences,
+    silence_layers,
+    write_oracle_target,
+)
 from eagle_reference import GreedyDrafter, simulate
 from gemma4_mtp_reference import (
     Gemma4MtpReference,
@@ -38,29 +44,26 @@ from gemma4_mtp_reference import (
     TransformersAssistant,
     overfit,
 )
-from paceline import LLM, SamplingParams
 from tiny_models import FULL, SLIDING, TinySpec
 
 pytestmark = pytest.mark.golden
 
 K = 4
-NUM_TEXTS = 4
-NUM_TOKENS = 40
 POSITIONS = ("last", "next")
-# Of the largest logit. transformers takes norms in float32 even of float64 inputs.
+# Relative to the largest logit. transformers computes norms in float32 even of float64 inputs.
 RELATIVE_TOLERANCE = 2e-4
-# The same, from one logit to the next: the engine computes in float32.
+# Between two logits, relative to the largest: the engine computes in float32.
 LEAST_MARGIN = 5e-4
-LEAST_COMPARED = 30  # iterations of all texts together, of about 50
+LEAST_COMPARED = 30  # iterations of all sequences together, of about 50
 
-# The sizes as they are published, in small: per-layer embeddings, shared KV and clusters; or keys
-# as values and fewer KV heads in full layers.
+# Small versions of the published sizes: per-layer embeddings, shared KV and clusters; or keys as
+# values and fewer KV heads in full layers.
 E2B = TinySpec("gemma4", seed=60, kv_heads=1, logit_soft_cap=30.0)
 DENSE = TinySpec(
     "gemma4", seed=61, k_eq_v=True, shared_layers=0, per_layer_size=0, logit_soft_cap=30.0
 )
 UNIFIED = replace(DENSE, seed=62, unified=True)
-# The last layer of each type, counted without and with those that share, is another one here.
+# Here the last layer of each type differs from the last one that owns its KV.
 MIXED = replace(E2B, seed=63, kv_heads=2, layer_types=(SLIDING, FULL) * 4, shared_layers=4)
 
 CASES: dict[str, tuple[TinySpec, AssistantSpec]] = {
@@ -97,7 +100,7 @@ CASES: dict[str, tuple[TinySpec, AssistantSpec]] = {
         AssistantSpec(seed=13, hidden_size=96, heads=8, intermediate_size=100),
     ),
 }
-# Those of the engine's own switches: the spellings of one configuration are one engine.
+# Both spellings of a configuration give one description, so the engine runs one of them.
 RUN_CASES = [case for case in CASES if "as published" not in case]
 
 
@@ -112,15 +115,8 @@ def target_reference(spec: TinySpec) -> Gemma4Target:
 
 
 @functools.cache
-def texts(spec: TinySpec) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    """Prompts with the target's own greedy continuations."""
-    rng = random.Random(spec.seed)
-    prompts = [
-        tuple(rng.randrange(spec.vocab_size) for _ in range(rng.randint(1, 20)))
-        for _ in range(NUM_TEXTS)
-    ]
-    reference = target_reference(spec)
-    return tuple((p, tuple(reference.greedy(p, NUM_TOKENS))) for p in prompts)
+def sequences(spec: TinySpec) -> Sequences:
+    return greedy_sequences(spec, target_reference(spec).greedy, longest_prompt=20)
 
 
 def written(target: TinySpec, spec: AssistantSpec) -> Path:
@@ -139,7 +135,7 @@ def trained(
     source = written(target, spec)
     path = tiny_models.copy_checkpoint(source, Path(f"{source}-{position}"))
     reference = Gemma4MtpReference(path, target_reference(target), position)
-    whole = [[*prompt, *continuation] for prompt, continuation in texts(target)]
+    whole = [[*prompt, *continuation] for prompt, continuation in sequences(target)]
     new = overfit(reference, whole, steps=30, rate=0.01)
     tiny_models.save_tensors(path, tiny_models.load_tensors(path) | new)
     return path, Gemma4MtpReference(path, target_reference(target), position)
@@ -148,35 +144,17 @@ def trained(
 def run(
     target: TinySpec, model: Path, position: str, k: int = K, **engine: Any
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """The tokens of every text, and how many of them each verify iteration emitted."""
+    """The tokens of every sequence, and the number that each verify iteration emitted."""
     nested = {"draft_driver": engine.pop("draft_driver", "unrolled"), "draft_position": position}
     config = {"model": str(model), "num_speculative_tokens": k, "x": nested}
-    prompts = [list(prompt) for prompt, _ in texts(target)]
-    tokens: list[list[int]] = [[] for _ in prompts]
-    emitted: list[list[int]] = [[] for _ in prompts]
-    options = {"max_num_seqs": NUM_TEXTS, "kv_cache_bytes": 16 << 20} | engine
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
-    with LLM(
-        tiny_models.make(target),
-        dtype="float32",
-        speculative_config=config,
-        show_progress=False,
-        **options,
-    ) as llm:
-        assert llm.capabilities()["configured"]["draft_position"] == position
-        for chunk in llm.stream(prompts, params):
-            # The first token comes with the prompt, not from a verify iteration.
-            if tokens[chunk.index] and chunk.token_ids:
-                emitted[chunk.index].append(len(chunk.token_ids))
-            tokens[chunk.index] += chunk.token_ids
-        assert llm._executor.check_integrity() == ""
-    return tokens, emitted
+    configured = ("draft_position", position)
+    return drafter_golden.run(target, sequences(target), config, configured, **engine)
 
 
 # ---- the reference and transformers ------------------------------------------------------------
 
 
-def known_text(spec: TinySpec, length: int) -> tuple[list[int], StatesWithKv]:
+def known_sequence(spec: TinySpec, length: int) -> tuple[list[int], StatesWithKv]:
     """Random tokens with the target's next one, and its states before that."""
     rng = random.Random(length)
     ids = [rng.randrange(spec.vocab_size) for _ in range(length)]
@@ -185,12 +163,15 @@ def known_text(spec: TinySpec, length: int) -> tuple[list[int], StatesWithKv]:
 
 
 def largest_difference(reference: Gemma4MtpReference, path: Path, target: TinySpec) -> float:
-    """From transformers, in three chained steps behind texts that fill the window and shorter
-    ones; over the largest logit. Infinite where other tokens are scored."""
+    """The largest difference from transformers, relative to the largest logit.
+
+    Of three chained draft steps after sequences that fill the window, and after shorter ones.
+    Infinite where other tokens have logits.
+    """
     theirs = TransformersAssistant(path, reference.target)
     worst = 0.0
     for length in (1, 2, target.window - 1, target.window):
-        tokens, states = known_text(target, length)
+        tokens, states = known_sequence(target, length)
         token, hidden, our_hidden = tokens[-1], states.output[-1:], states.output[-1:]
         for _ in range(3):
             expected, hidden = theirs.step(token, hidden, length, states.kv)
@@ -199,7 +180,7 @@ def largest_difference(reference: Gemma4MtpReference, path: Path, target: TinySp
             )
             logits = reference.logits(output)[0]
             is_scored = logits.isfinite()
-            # What is left out has one value, below all others.
+            # Tokens without logits have one value, below all others.
             rest = expected[~is_scored]
             if len(rest) and not rest.max() == rest.min() < expected[is_scored].min():
                 return math.inf
@@ -229,7 +210,7 @@ WRONG_FACTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("fact", WRONG_FACTS)
 def test_a_wrong_fact_shows(fact: str) -> None:
-    """The bar has teeth: each of these is at least ten times above it."""
+    """A reference that is wrong in one fact differs by more than ten times the tolerance."""
     target, spec = CASES["E2B-like"]
     target = replace(target, window=24)
     path = written(target, spec)
@@ -245,17 +226,8 @@ def test_a_wrong_fact_shows(fact: str) -> None:
 def check_iterations(
     reference: GreedyDrafter, target: TinySpec, tokens: list[list[int]], emitted: list[list[int]]
 ) -> None:
-    """Compares a run with what a drafter must make of it."""
-    assert tokens == [list(continuation) for _, continuation in texts(target)]
-    compared = kept = 0
-    for (prompt, continuation), counts in zip(texts(target), emitted, strict=True):
-        simulation = simulate(reference, prompt, continuation, K)
-        clear = simulation.num_clear(LEAST_MARGIN)
-        assert counts[:clear] == simulation.emitted[:clear]
-        compared += clear
-        kept += sum(counts[:clear]) - clear
-    assert compared >= LEAST_COMPARED, "too many near ties: choose another seed"
-    assert kept >= compared // 5, "the drafter was hardly ever right: choose another seed"
+    """Compares a run with a reference of its drafter."""
+    check_run(reference, sequences(target), tokens, emitted, K, LEAST_MARGIN, LEAST_COMPARED)
 
 
 @pytest.mark.parametrize("position", POSITIONS)
@@ -279,15 +251,12 @@ def test_every_iteration_equals_transformers(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["31B-like", "E2B-like"])
 def test_the_other_position(case: str) -> None:
-    """An assistant of one position at the other is less often right, and as the reference says."""
+    """At the other position an assistant is less often right, exactly as its reference."""
     target, spec = CASES[case]
     path, reference = trained(target, spec, "next")
     tokens, emitted = run(target, path, "last")
     wrong = Gemma4MtpReference(path, reference.target, "last")
-    for (prompt, continuation), counts in zip(texts(target), emitted, strict=True):
-        simulation = simulate(wrong, prompt, continuation, K)
-        clear = simulation.num_clear(LEAST_MARGIN)
-        assert counts[:clear] == simulation.emitted[:clear]
+    compare_iterations(wrong, sequences(target), emitted, K, LEAST_MARGIN)
     right_tokens, right = run(target, path, "next")
     assert tokens == right_tokens
     assert sum(map(len, right)) < sum(map(len, emitted))
@@ -299,10 +268,7 @@ def test_other_numbers_of_drafts(case: str, k: int) -> None:
     target, spec = CASES[case]
     path, reference = trained(target, spec, "last")
     _, emitted = run(target, path, "last", k)
-    for (prompt, continuation), counts in zip(texts(target), emitted, strict=True):
-        simulation = simulate(reference, prompt, continuation, k)
-        clear = simulation.num_clear(LEAST_MARGIN)
-        assert counts[:clear] == simulation.emitted[:clear]
+    compare_iterations(reference, sequences(target), emitted, k, LEAST_MARGIN)
 
 
 @pytest.mark.parametrize(
@@ -325,13 +291,13 @@ def test_neither_chunks_nor_batches_change_a_draft(case: str, engine: dict[str, 
         assert run(target, path, position, **engine) == run(target, path, position)
 
 
-def test_the_comparison_has_teeth() -> None:
+def test_a_wrong_reference_is_noticed() -> None:
     """References that are wrong in one point emit something else."""
     target, spec = CASES["E2B-like"]
     path, right = trained(target, spec, "last")
 
     def emitted(reference: Gemma4MtpReference) -> list[list[int]]:
-        return [simulate(reference, p, c, K).emitted for p, c in texts(target)]
+        return [simulate(reference, p, c, K).emitted for p, c in sequences(target)]
 
     expected = emitted(right)
     for change in (
@@ -355,29 +321,8 @@ ORACLE = replace(DENSE, seed=50, vocab_size=48, tokenizer_size=0, tied=False, lo
 
 @functools.cache
 def oracle_target() -> tuple[Path, torch.Tensor]:
-    """A target whose next token is a function of the current one: one cycle through all ids.
-
-    Its layers add nothing, its embeddings are unit vectors, and its lm_head looks one up one step
-    further.
-    """
-    path = tiny_models.copy_checkpoint(tiny_models.make(ORACLE), scratch() / "oracle-target")
-    order = torch.randperm(48, generator=torch.Generator().manual_seed(0))
-    following = torch.empty(48, dtype=torch.long)
-    following[order] = order.roll(-1)
-    tensors = tiny_models.load_tensors(path)
-    for name, tensor in tensors.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensor.zero_()
-        elif name.endswith("layer_scalar"):
-            tensor.fill_(1.0)
-    unit = torch.eye(48, 64)
-    tensors["model.embed_tokens.weight"] = unit
-    tensors["model.norm.weight"] = torch.ones(64)
-    # Row s is the unit vector of the token before s.
-    tensors["lm_head.weight"] = torch.empty(48, 64)
-    tensors["lm_head.weight"][following] = unit
-    tiny_models.save_tensors(path, tensors)
-    return path, following
+    path = scratch() / "oracle-target"
+    return path, write_oracle_target(ORACLE, path)
 
 
 @pytest.mark.parametrize("position", POSITIONS)
@@ -386,21 +331,17 @@ def oracle_target() -> tuple[Path, torch.Tensor]:
 def test_an_oracle_is_always_right(
     chunk: int | None, centroids: tuple[int, int] | None, position: str, tmp_path: Path
 ) -> None:
-    """It knows the next token from the hidden state alone, never from the token.
+    """An assistant that computes the next token from the hidden state alone, not from the token.
 
-    From the unit vector of t_{P-1} it makes that of t_P, which is what it feeds back, and whose
-    successor t_{P+1} its table gives. A stale state, or one of another position, makes it draft
-    another token. With clusters, only the one that holds the right token is scored.
+    From the unit vector of t_{P-1} it makes that of t_P, which it feeds back and for which its
+    lm_head gives the successor t_{P+1}. With a hidden state of an earlier iteration or of another
+    position it drafts another token. With clusters, only the right token's cluster has logits.
     """
     target, following = oracle_target()
     spec = AssistantSpec(hidden_size=64, centroids=centroids)
     path = assistant_models.write(spec, target, tmp_path / "assistant")
     tensors = tiny_models.load_tensors(path)
-    for name, tensor in tensors.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensor.zero_()
-        elif name.endswith("layer_scalar"):
-            tensor.fill_(1.0)
+    silence_layers(tensors)
     step = torch.zeros(64, 64)
     step[following, torch.arange(48)] = 1.0
     # The embedding comes first.
@@ -421,21 +362,5 @@ def test_an_oracle_is_always_right(
         "num_speculative_tokens": 3,
         "x": {"draft_position": position},
     }
-    rng = random.Random(1)
-    prompts = [[rng.randrange(48) for _ in range(rng.randint(1, 20))] for _ in range(5)]
-    params = SamplingParams(temperature=0.0, max_tokens=41)
-    with LLM(
-        target,
-        speculative_config=config,
-        max_num_seqs=3,
-        kv_cache_bytes=16 << 20,
-        prefill_chunk_size=chunk,
-        show_progress=False,
-    ) as llm:
-        for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
-            tokens = output.outputs[0].token_ids
-            assert tokens[0] == following[prompt[-1]]
-            assert all(b == following[a] for a, b in itertools.pairwise(tokens))
-            assert output.metrics.speculative_decoding is not None
-            # One token with the prompt, then four an iteration.
-            assert output.metrics.speculative_decoding["num_spec_steps"] == 10
+    # One token with the prompt, then four in each iteration.
+    check_oracle(target, following, config, chunk, lambda tokens: (len(tokens) - 1) // 4)
