@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the comparisons with other implementations share."""
+"""Shared by the comparisons with other implementations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """More of them only get in each other's way with tensors this small."""
+    """With tensors this small, more threads are slower."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

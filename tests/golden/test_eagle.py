@@ -218,7 +218,7 @@ def oracle_head(layout: str, path: Path) -> None:
         tensors["fc.weight"][:, 64:] = step
     else:
         tensors["fc.weight"][:, 64:128] = torch.eye(64)
-        # On the unit vector of length c the norm gives sqrt(64), the gate silu of that.
+        # The norm scales a unit vector of any length to sqrt(64); the gate is silu of that.
         tensors["midlayer.mlp.gate_proj.weight"] = torch.eye(64)
         tensors["midlayer.mlp.up_proj.weight"] = torch.eye(64)
         peak = 8.0 * torch.nn.functional.silu(torch.tensor(8.0))

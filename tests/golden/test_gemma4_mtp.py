@@ -241,7 +241,7 @@ def test_every_iteration_equals_the_reference(case: str, position: str) -> None:
 
 @pytest.mark.parametrize("case", ["31B-like", "E2B-like", "unified", "full layers first"])
 def test_every_iteration_equals_transformers(case: str) -> None:
-    """Within the window, at the position that transformers has."""
+    """Within the window, at the position that transformers uses."""
     target, spec = CASES[case]
     target = replace(target, window=64)
     path, _ = trained(target, spec, "next")

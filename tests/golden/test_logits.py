@@ -44,7 +44,7 @@ SPECS = [
         for family in ("llama", "qwen3", "gemma3", "gemma4")
         for seed, (heads, kv_heads, head_dim) in enumerate(HEADS)
     ),
-    # The lm_head against the family's habit.
+    # An lm_head that is tied or not, unlike the family's default.
     TinySpec("llama", seed=3, tied=True),
     TinySpec("qwen3", seed=3, tied=True),
     TinySpec("gemma3", seed=3, tied=False),
@@ -65,7 +65,7 @@ SPECS = [
     *(TinySpec("gemma3", seed=8, window=w) for w in (1, 7, 44, PROMPT_TOKENS, 46, 512)),
     TinySpec("gemma3", seed=9, layer_types=("sliding_attention",) * 2),
     TinySpec("gemma3", seed=9, layer_types=("full_attention", "sliding_attention") * 2),
-    # The cap on logits that Gemma 3 still has a key for.
+    # The soft cap on logits, for which Gemma 3 still has a key.
     TinySpec("gemma3", seed=10, logit_soft_cap=8.0),
     # Storage: halves, shards, padding rows, odd sizes.
     *(
@@ -82,7 +82,7 @@ SPECS = [
     TinySpec("gemma4", seed=31, shared_layers=0),
     TinySpec("gemma4", seed=32, per_layer_size=0, shared_layers=2, wide_mlp=False),
     TinySpec("gemma4", seed=33, per_layer_size=20, num_layers=7, shared_layers=1),
-    # The large ones: no v projection in full layers, one KV head there.
+    # The large sizes: no v projection in full layers, one KV head there.
     *(
         TinySpec(
             "gemma4",
@@ -114,7 +114,7 @@ SPECS = [
 def test_logits_equal_transformers(spec: TinySpec) -> None:
     path = make(spec)
     prompt = _prompt(spec)
-    # float32 arithmetic on the stored weights, whatever they are stored in: so does the reference.
+    # float32 arithmetic on the stored weights of any dtype, as in the reference.
     _assert_close(_logits(path, prompt), reference_logits(path, prompt))
 
 
@@ -176,7 +176,7 @@ def test_prefixes_of_gemma3(prefix: str, architecture: str, tmp_path: Path) -> N
     ],
 )
 def test_prefixes_of_gemma4(prefix: str, architecture: str, tmp_path: Path) -> None:
-    """Of a multimodal checkpoint too, with the unused tensors that published files hold."""
+    """As part of a multimodal checkpoint too, with the unused tensors of published files."""
     import torch
 
     spec = TinySpec("gemma4", seed=24, unified="Unified" in architecture)
@@ -283,7 +283,7 @@ WRONG_FACTS_OF_GEMMA4: dict[str, Callable[[dict[str, Any]], None]] = {
     "frequencies of the part": _shrink_frequencies,
     "norm offset": lambda config: config.update(norm_weight_offset=1.0),
     "soft cap": lambda config: config.update(logit_soft_cap=0.0),
-    # The norms behind them hide proj_scale but for the epsilon, and scale altogether.
+    # The norms after them cancel proj_scale except for the epsilon, and scale entirely.
     "per-layer table": _set_per_layer("embed_scale", 1.0),
     "per-layer projection": _set_per_layer("proj_scale", 1e-3),
     "per-layer activation": _set_per_layer("activation", "silu"),
@@ -299,7 +299,7 @@ def test_a_wrong_fact_of_gemma4_shows(fact: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("fact", WRONG_FACTS)
 def test_a_wrong_fact_shows(fact: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bar has teeth: each of these is at least ten times above it."""
+    """A description that is wrong in one fact differs by more than ten times the tolerance."""
     _check_that_it_shows(TinySpec("gemma3", seed=1), WRONG_FACTS[fact], monkeypatch)
 
 
@@ -345,7 +345,7 @@ def _logits(
 
 
 def _assert_close(seen: np.ndarray, expected: np.ndarray) -> None:
-    """Not-a-numbers first, then the largest difference with its place."""
+    """Reports NaN first, then the largest difference with its index."""
     assert seen.shape == expected.shape
     assert seen.dtype == np.float32
     assert np.isfinite(seen).all(), f"not finite at {np.argwhere(~np.isfinite(seen))[:5].tolist()}"

@@ -68,7 +68,7 @@ def test_prompts_and_outputs(spec: TinySpec, tmp_path: Path) -> None:
 def check_place(
     place: TokenLogprobs, token: int, reference: torch.Tensor, tolerance: float
 ) -> None:
-    """One place; what lies closer together than the tolerance may come in another order."""
+    """Compares one position; logprobs that differ by less than the tolerance may swap ranks."""
     assert next(iter(place)) == token
     for other, entry in place.items():
         assert entry.logprob == pytest.approx(reference[other].item(), abs=tolerance)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target of the tests of Gemma 4's assistants, and what they do with an assistant."""
+"""Shared by the tests of Gemma 4's assistants: their target, opening and editing an assistant."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CENTROIDS = "masked_embedding.centroids.weight"
 
 
 def target_of(spec: TinySpec) -> Target:
-    """What a drafter has to fit, without loading any weights."""
+    """The facts that an assistant must fit, without loading any weights."""
     return open_checkpoint(make(spec)).target
 
 

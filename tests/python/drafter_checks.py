@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of every kind of drafter do: an engine for tiny models and what it says, and both
+"""Shared by the tests of every kind of drafter: the outputs of an engine for tiny models, and both
 ways to load a pair."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PROMPTS = [[5, 17, 90, 3], [44] * 7, list(range(2, 40)), [9]]
 
 
 def outputs(llm: LLM) -> list[list[int]]:
-    """What two temperatures give."""
+    """The outputs at two temperatures."""
     tokens = []
     for temperature in (0.0, 0.8):
         params = SamplingParams(temperature=temperature, max_tokens=24, seed=7)
@@ -28,13 +28,13 @@ def outputs(llm: LLM) -> list[list[int]]:
 
 @functools.cache
 def plain_outputs(target: TinySpec) -> list[list[int]]:
-    """What they give without a drafter."""
+    """The outputs without a drafter."""
     with LLM(make(target), **ENGINE) as llm:
         return outputs(llm)
 
 
 def check_both_ways(target: Path, drafter: Path, out: Path) -> None:
-    """A drafter has the same bytes read from its checkpoint and from a converted pair."""
+    """Checks that a drafter has the same bytes from its checkpoint and from a converted pair."""
     folder = _core.load_model_folder(str(convert(target, out, drafter, progress=False)))
     assert folder.draft is not None
     loaded = load_drafter(drafter, load_checkpoint(target, progress=False), progress=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target of the tests of EAGLE heads, and what they do with a head."""
+"""Shared by the tests of EAGLE draft heads: their target, opening and editing a draft head."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPECS = {
 
 
 def target_of(path: Path, dtype: str = "auto") -> Target:
-    """What a drafter has to fit, without loading any weights."""
+    """The facts that a draft head must fit, without loading any weights."""
     return open_checkpoint(path, dtype).target
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assistants converted with their target, and in the engine: no token changes."""
+"""Assistants converted with their target, and in the engine: the output does not change."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_loaded_drafter_of_another_target(assistant: Callable[..., Path]) -> Non
 
 
 def test_position_of_another_drafter(tmp_path: Path) -> None:
-    """Known to be one only once it was loaded."""
+    """The method is only known after loading."""
     spec = EagleSpec("eagle3", aux_layers=(1, 3, 5), owns_embedding=False)
     head = eagle_models.write(spec, make(TARGET), tmp_path / "head")
     config = {

@@ -76,7 +76,7 @@ E2B_ASSISTANT: dict[str, Any] = {
 
 
 def published(size: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Configurations of a target and its assistant, but for what text has no use for."""
+    """Configurations of a target and its assistant, without the keys that text does not use."""
     hidden, layers, heads, kv_heads, full_kv_heads, window, shared = {
         "E2B": (1536, 35, 8, 1, None, 512, 20),
         "E4B": (2560, 42, 8, 2, None, 512, 18),
@@ -196,7 +196,7 @@ def test_e2b_as_published() -> None:
 def test_sizes_as_published(
     size: str, num_tensors: int, num_parameters: int, step_mib: float
 ) -> None:
-    """Every tensor but the order of tokens, and what one step reads of them."""
+    """Every tensor but the order of tokens, and the parameters that one draft step reads."""
     hf_config = published(size)[1]
     family, notes = translate_assistant(Section(hf_config, size), target_as_published(size))
     assert notes == []
@@ -228,7 +228,7 @@ def test_absent_keys_have_the_defaults_of_transformers() -> None:
         del config["text_config"][key]
     target = target_as_published("E2B")
     assert drafter_config(config, target) == drafter_config(E2B_ASSISTANT, target)
-    # 0 shared layers are what some files say for all of them.
+    # Some files say 0 shared layers where all of them are shared.
     config["text_config"]["num_kv_shared_layers"] = 0
     assert drafter_config(config, target) == drafter_config(E2B_ASSISTANT, target)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 4's assistants (method "gemma4_mtp"): what is read, and that it is one."""
+"""Gemma 4's assistants (method "gemma4_mtp"): reading and recognising them."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_the_factor_on_embeddings_is_the_targets(assistant: Callable[..., Path])
 
 @pytest.mark.parametrize("cap", [0.0, 12.5])
 def test_a_cap_of_its_own(cap: float, assistant: Callable[..., Path]) -> None:
-    """Not the target's, which is 30."""
+    """The assistant's own soft cap is used, not the target's, which is 30."""
     assert opened(assistant(logit_soft_cap=cap)).config["logit_soft_cap"] == cap
 
 
@@ -169,7 +169,7 @@ def test_a_copy_of_the_tied_table_is_left_out(assistant: Callable[..., Path]) ->
 
 
 def test_unused_keys_and_values_are_left_out(assistant: Callable[..., Path]) -> None:
-    """Of layers that read the target's; transformers drops them as well."""
+    """Layers that read the target's KV have unused k and v; transformers ignores them as well."""
     path = assistant()
     name = "model.layers.3.self_attn.k_proj.weight"
     edit_tensors(path, lambda tensors: tensors.update({name: torch.zeros(32, 32)}))

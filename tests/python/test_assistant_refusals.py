@@ -80,7 +80,7 @@ SHAPES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("case", SHAPES)
 def test_a_layer_of_another_shape(case: str, assistant: Callable[..., Path]) -> None:
-    """The layer that is read is the last that owns its KV: of six layers the last three share."""
+    """The layer that is read is the last one that owns its KV; the last three of six do not."""
     changes, parts = SHAPES[case]
     with raises(ValueError, "another target", *parts):
         opened(assistant(), replace(TARGET, **changes))

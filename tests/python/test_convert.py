@@ -161,7 +161,7 @@ def test_drafter_with_another_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("exists", [False, True])
 @pytest.mark.parametrize("limit", [100, 20_000, 180_000])
 def test_full_disk_leaves_nothing(limit: int, exists: bool, tmp_path: Path) -> None:
-    """A file size limit stands in for the disk: the header, a tensor or the drafter is too much."""
+    """A file size limit replaces a full disk: the header, a tensor or the drafter does not fit."""
     target, draft = make(TinySpec()), make(TinySpec(num_layers=3))
     if exists:
         (tmp_path / "out").mkdir()

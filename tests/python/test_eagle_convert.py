@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pickles of EAGLE heads, and heads converted with their target."""
+"""Pickles of EAGLE draft heads, and draft heads converted with their target."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE heads change no token."""
+"""The output with an EAGLE draft head is that of plain decoding."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE heads (methods "eagle" and "eagle3"): what is read, and which head is what."""
+"""EAGLE draft heads (methods "eagle" and "eagle3"): reading and telling them apart."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_one_norm_before_fc(head: Callable[..., Path]) -> None:
 
 
 def test_absent_flags(head: Callable[..., Path]) -> None:
-    """SafeAILab's files leave norm_before_residual out for false, others for true."""
+    """An absent norm_before_residual is false in SafeAILab's files and true in others."""
     path = head("speculators", norm_before_residual=None)
     checkpoint = opened(path)
     assert checkpoint.config["drafter"]["norm_before_residual"] is True
@@ -167,7 +167,7 @@ def test_rope_of_the_drafter_or_the_target(head: Callable[..., Path]) -> None:
 
 
 def test_rope_of_a_target_with_two(head: Callable[..., Path]) -> None:
-    """The drafter attends to everything, so it takes the rope of the layers that do."""
+    """The draft head has full layers, so it uses the rope of the target's full layers."""
     spec = TinySpec("gemma3", seed=41, num_layers=9)
     checkpoint = opened(head("eagle3", target=spec, rope_theta=None, aux_layers=AUX), spec)
     target = target_of(make(spec))
@@ -207,7 +207,7 @@ def test_mask_may_be_absent(head: Callable[..., Path]) -> None:
 
 
 def test_prefix(head: Callable[..., Path]) -> None:
-    """Some converters put "model." before every name but the lm_head's."""
+    """Some converters write "model." before every name but that of the lm_head."""
     path = head("eagle3")
 
     def prefix(tensors: dict[str, Any]) -> None:
@@ -291,7 +291,7 @@ def test_other_speculators(head: Callable[..., Path]) -> None:
 
 
 def test_llm_detects(head: Callable[..., Path]) -> None:
-    """The named method reaches the loader; nothing is loaded for one that does not fit."""
+    """The loader receives the named method; nothing is loaded if it does not fit."""
     config = {"method": "eagle", "model": str(head("eagle3")), "num_speculative_tokens": 2}
     with raises(ValueError, "speculative_config['method'] is 'eagle'", "'eagle3'"):
         LLM(make(TARGET), speculative_config=config, show_progress=False)
@@ -310,7 +310,7 @@ def test_missing_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", SPECS)
 def test_description_without_weights(layout: str, head: Callable[..., Path]) -> None:
-    """For made-up weights: the same but for the embeddings, which a configuration is silent on."""
+    """For made-up weights: the same, except for embeddings, which a configuration does not name."""
     path = head(layout, norm_before_fc=layout == "speculators")
     target = target_of(make(TARGET))
     hf_config = read_json(path / "config.json")

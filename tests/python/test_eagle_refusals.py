@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE heads that fit another target, are damaged, or contradict themselves."""
+"""EAGLE draft heads that fit another target, are damaged, or contradict themselves."""
 
 from __future__ import annotations
 

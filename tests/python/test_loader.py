@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading whole checkpoints: values whatever the files' layout, end ids, tokenizers, imports."""
+"""Loading whole checkpoints: layouts of files, end-of-sequence ids, tokenizers, imports."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_stored_dtype_does_not_change_the_values(tmp_path: Path) -> None:
     assert bytes(narrow.model.arena()) == bytes(
         loader.load_checkpoint(wide, progress=False).model.arena()
     )
-    # And rounding what was widened gives the bits back.
+    # Rounding the widened values gives the same bits again.
     assert bytes(loader.load_checkpoint(path, progress=False).model.arena()) == bytes(
         loader.load_checkpoint(wide, dtype="bfloat16", progress=False).model.arena()
     )
@@ -106,14 +106,14 @@ def test_more_end_ids_than_a_request_can_stop_at(
             NotImplementedError, path / name, '"eos_token_id" has 9 ids', "supported: at most 8"
         ):
             load()
-    # Those of a drafter end nothing.
+    # The ids of a drafter are not used.
     target = loader.load_checkpoint(make(TinySpec()), progress=False)
     assert loader.load_drafter(path, target, progress=False).vocab_size == 128
     assert loader.load_dummy_drafter(path, target).vocab_size == 128
 
 
 def test_very_many_end_ids(copy_of: Callable[..., Path]) -> None:
-    """Time and message stay in proportion: 200,000 ids once took minutes."""
+    """The time is linear and the message short: 200,000 ids once took minutes."""
     path = copy_of()
     edit_config(path, eos_token_id=list(range(200_000)))
     begin = time.monotonic()
@@ -141,7 +141,7 @@ def test_equal_tokenizers(tmp_path: Path) -> None:
 
 
 def test_padding_rows_do_not_count(tmp_path: Path) -> None:
-    """Gemma 3 27B has 262,208 rows, 270M 262,144: the difference is no token of the common part."""
+    """Gemma 3 27B has 262,208 rows and 270M has 262,144: the others are not compared."""
     left, right = _tokenizer(tmp_path / "a.json"), _tokenizer(tmp_path / "b.json")
     compare_vocabularies(left, right, 192, 128)
     compare_vocabularies(left, right, 128, 192)
@@ -163,7 +163,7 @@ def test_differing_entries_are_named(tmp_path: Path) -> None:
         "and 5 more",
     ):
         compare_vocabularies(left, right, 128, 128)
-    # Only the common part of the tables counts.
+    # Only ids that both tables have are compared.
     compare_vocabularies(left, right, 128, 100)
 
 

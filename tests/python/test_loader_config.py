@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What config.json says: every family's defaults, published files, both spellings, frequencies."""
+"""Reading config.json: every family's defaults, published files, both spellings, frequencies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.loader import families, hf_config
 from paceline.loader.rope import RopeSettings, inverse_frequencies
 from tiny_models import FULL, SLIDING, TinySpec, make, read_json
 
-# As published, but for what the text part has no use for.
+# As published, without the keys that the text part does not use.
 GEMMA4_E2B = {
     "architectures": ["Gemma4ForConditionalGeneration"],
     "model_type": "gemma4",
@@ -137,7 +137,7 @@ def test_gemma3_defaults_are_those_of_the_published_files() -> None:
 
 
 def test_gemma3_27b_as_published() -> None:
-    """The nested configuration of the file with a vision tower, which leaves much out."""
+    """The nested configuration of the file with a vision tower, which omits many keys."""
     config = loader.decoder_config(
         {
             "architectures": ["Gemma3ForConditionalGeneration"],
@@ -215,7 +215,7 @@ def test_gemma4_e2b_as_published() -> None:
     specs = families.translate(
         hf_config.parse_hf_config(GEMMA4_E2B, "x", families.ARCHITECTURES)
     ).tensors
-    # 17 a layer, less k, v and their norm of the 20 that share, and 5 of the model.
+    # 17 in each layer, without k, v and the norm on k in the 20 layers that share KV; 5 others.
     assert len(specs) == 35 * 17 + 5 - 20 * 3
     shapes = {spec.name: spec.shape for spec in specs}
     assert shapes["per_layer.embed.weight"] == (262_144, 8960)
@@ -374,9 +374,9 @@ def test_frequencies_equal_transformers(
     )["ropes"][0]["inv_freq"]
     values = np.array(seen, np.float32)
     assert [float(value) for value in values] == seen, "not float32 values"
-    # torch's float32 power is off by one unit now and then; llama3's blend amplifies that a bit.
+    # torch's float32 power is sometimes off by one unit; llama3's blend amplifies that.
     np.testing.assert_allclose(values, expected, rtol=5e-7, atol=0)
-    # Nearly all are the same bits, in the frequencies that published models have.
+    # With the bases of published models nearly all values have the same bits.
     if theta != 123_456.7:
         assert (values == expected).mean() >= 0.9
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What config.json must not say: one error each, with the file, the key, its value and a cure."""
+"""Refused values in config.json: each error names the file, the key, the value and the cure."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def test_refusals_list_what_is_supported(
         loader.decoder_config(base | changes, source="here.json")
 
 
-# What the library does not take, with the key of the file in front.
+# Values beyond the library's limits; errors begin with the key of the file.
 LIMITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"max_position_embeddings": 2**31 - 1}, "max_position is 2147483647; allowed: an int"),
     (

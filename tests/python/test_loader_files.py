@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders, safetensors files and shards that are damaged, lie, or are not there."""
+"""Folders, safetensors files and shards that are damaged, contradictory or missing."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_lying_header_length(size: int, copy_of: Callable[..., Path]) -> None:
 def test_random_damage_is_an_error_or_nothing(
     name: str, seed: int, copy_of: Callable[..., Path]
 ) -> None:
-    """Any damage to the first bytes (a header) loads or gives one of our errors; no crash."""
+    """A file with damaged first bytes loads, or gives an error of ours, and never crashes."""
     path = copy_of(TinySpec(num_layers=1))
     intact = (path / name).read_bytes()
     random = np.random.default_rng(seed)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders that are out to harm: files without end, values without bounds, names too long."""
+"""Hostile folders: files without an end, values without bounds, names that are too long."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def deadline() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
-# ---- files that are none -----------------------------------------------------------------------
+# ---- special files ----------------------------------------------------------------------------
 
 
 def _make_socket(path: Path) -> None:
@@ -259,7 +259,7 @@ def test_long_names_of_tensors_are_shortened(copy_of: Callable[..., Path]) -> No
 @pytest.mark.parametrize("levels", [100, 800, 900, 950, 1000, 100_000])
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", FILES[2]])
 def test_deep_values(name: str, levels: int, copy_of: Callable[..., Path]) -> None:
-    """A value nests as deeply as it is read, or nearly: showing it does not fail either."""
+    """Showing a value does not fail either if it is nested as deeply as can be read."""
     path = copy_of(TinySpec(shards=2))
     key = {"config.json": "hidden_size", FILES[2]: "weight_map"}.get(name, "eos_token_id")
     (path / name).write_text(f'{{"{key}": {"[" * levels}{"]" * levels}}}')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of a checkpoint: their names, which must be there and which may be, shapes and dtypes."""
+"""Tensors of a checkpoint: names, required and optional tensors, shapes and dtypes."""
 
 from __future__ import annotations
 

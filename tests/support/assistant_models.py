@@ -17,7 +17,7 @@ from typing import Any
 
 from tiny_models import FULL, SLIDING, save_tensors, to_old_spelling, write_json
 
-# Where transformers has the parts of an assistant, by whether it is one of the 12B model.
+# The classes of transformers; True: those of the 12B model's assistant.
 _CLASSES = {
     False: ("Gemma4TextConfig", "Gemma4AssistantConfig", "Gemma4AssistantForCausalLM"),
     True: (
@@ -30,19 +30,19 @@ _CLASSES = {
 
 @dataclass(frozen=True)
 class AssistantSpec:
-    """A tiny assistant; what has to be the target's is the target's.
+    """A tiny assistant; settings that must equal the target's are taken from it.
 
     Attributes:
-        seed: Of the weights.
+        seed: The seed of the weights.
         hidden_size: Its own width.
-        intermediate_size: Of its MLPs.
+        intermediate_size: The width of its MLPs.
         heads: Query heads.
         layer_types: One for each layer; the last is a full one.
-        centroids: Clusters, and how many of them are scored; None: an lm_head without clusters.
+        centroids: The number of clusters, and of clusters with logits; None: no clusters.
         attention_bias: Biases on q and o.
-        logit_soft_cap: 0: none.
-        max_position: Positions.
-        dtype: Of the stored tensors.
+        logit_soft_cap: The soft cap on logits; 0: none.
+        max_position: The number of positions.
+        dtype: The dtype of the stored tensors.
         old_spelling: Write `config.json` with the keys of published files.
         shards: Files to spread the tensors over.
     """
@@ -116,7 +116,7 @@ def _hf_config(spec: AssistantSpec, target_dir: Path) -> Any:
     }
     if not is_unified:
         values |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
-    # Files of the sizes without clusters name their numbers too.
+    # Files of the sizes without clusters have the two numbers too.
     count, top = spec.centroids or (2048, 32)
     return config_class(
         text_config=text_class(**values),
@@ -143,7 +143,7 @@ def _random_model(spec: AssistantSpec, target_dir: Path) -> Any:
         for name, parameter in model.named_parameters():
             values = noise(name, parameter.shape)
             if name == "pre_projection.weight":
-                # The target's hidden states are large; what layers add has to show beside them.
+                # The target's hidden states are large; what layers add must not vanish beside them.
                 parameter.copy_(0.04 * values)
             elif parameter.ndim == 1 and name.endswith("norm.weight"):
                 is_second = "post_attention" in name or "post_feedforward" in name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny EAGLE drafters in every layout that people have, for tests.
+"""Tiny EAGLE draft heads in every layout in use, for tests.
 
     path = write(EagleSpec("speculators", norm_before_fc=True), target_dir, tmp_path / "head")
 
@@ -19,18 +19,18 @@ from tiny_models import load_tensors, read_json, save_tensors, write_json
 if TYPE_CHECKING:
     import torch
 
-# EAGLE-1 and EAGLE-3 as SafeAILab writes them, EAGLE-3 in the format of `speculators`.
+# EAGLE-1 and EAGLE-3 in SafeAILab's formats, EAGLE-3 in the format of `speculators`.
 LAYOUTS = ("eagle", "eagle3", "speculators")
 PICKLE_NAME = "pytorch_model.bin"
 
 
 @dataclass(frozen=True)
 class EagleSpec:
-    """A tiny EAGLE drafter.
+    """A tiny EAGLE draft head.
 
     Attributes:
         layout: One of `LAYOUTS`.
-        seed: Of the weights.
+        seed: The seed of the weights.
         layer_type: "llama", or "qwen3": norms on q and k.
         hidden_size: EAGLE-3 only: width; None: the target's.
         intermediate_size: Width of the MLP.
@@ -40,18 +40,18 @@ class EagleSpec:
         head_dim: Elements of a head.
         draft_vocab_size: EAGLE-3 only: rows of the lm_head; None: the target's, without `d2t`.
         aux_layers: EAGLE-3 only; None: the configuration names none.
-        num_aux: EAGLE-3 only: hidden states that `fc` takes.
-        norm_before_residual: EAGLE-3 only; None: the configuration does not say.
+        num_aux: EAGLE-3 only: the number of hidden states that `fc` reads.
+        norm_before_residual: EAGLE-3 only; None: the configuration has no such key.
         norm_before_fc: EAGLE-3 only: one norm before `fc`.
         fc_norm: EAGLE-3 only: one norm for each hidden state.
         norm_output: EAGLE-3 only: the normed output is fed back.
-        owns_embedding: Whether it brings an embedding table.
+        owns_embedding: Whether it has an embedding table.
         fc_bias: Whether `fc` has a bias.
         attention_bias: Biases on q, k, v and o.
         rope_theta: None: the configuration has none.
-        max_position: Positions.
-        dtype: Of the stored tensors.
-        is_pickle: Write `pytorch_model.bin` in place of safetensors.
+        max_position: The number of positions.
+        dtype: The dtype of the stored tensors.
+        is_pickle: Write `pytorch_model.bin` instead of safetensors.
     """
 
     layout: str = "eagle3"
@@ -80,29 +80,29 @@ class EagleSpec:
 
     @property
     def is_eagle3(self) -> bool:
-        """Whether it is of the third kind."""
+        """Whether it is EAGLE-3."""
         return self.layout != "eagle"
 
     @property
     def method(self) -> str:
-        """What `speculative_config` calls it."""
+        """Its method in `speculative_config`."""
         return "eagle3" if self.is_eagle3 else "eagle"
 
     @property
     def first_layer(self) -> str:
-        """What stands before the tensors of layer 0."""
+        """The prefix of the tensors of layer 0."""
         return "midlayer." if self.layout == "eagle3" else "layers.0."
 
 
 def write(spec: EagleSpec, target_dir: Path, out: Path) -> Path:
-    """Writes a drafter for a target into a new folder."""
+    """Writes a draft head for a target into a new folder."""
     target = read_json(target_dir / "config.json")
     target = target.get("text_config", target)
     out.mkdir(parents=True)
     write_json(out / "config.json", config_json(spec, target))
     tensors = random_tensors(spec, target)
     if not spec.is_eagle3 and spec.owns_embedding:
-        # EAGLE-1 heads bring a copy of the target's table.
+        # EAGLE-1 draft heads have a copy of the target's table.
         embedding = load_tensors(target_dir)["model.embed_tokens.weight"]
         tensors["embed_tokens.weight"] = embedding.to(tensors["fc.weight"].dtype)
     save(spec, tensors, out)
@@ -110,7 +110,7 @@ def write(spec: EagleSpec, target_dir: Path, out: Path) -> Path:
 
 
 def save(spec: EagleSpec, tensors: Mapping[str, torch.Tensor], out: Path) -> None:
-    """Writes tensors the way the spec says."""
+    """Writes tensors in the format of the spec."""
     import torch
 
     if spec.is_pickle:
@@ -120,7 +120,7 @@ def save(spec: EagleSpec, tensors: Mapping[str, torch.Tensor], out: Path) -> Non
 
 
 def config_json(spec: EagleSpec, target: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration as published heads have it."""
+    """The configuration, as in published draft heads."""
     hidden = spec.hidden_size or target["hidden_size"]
     layer: dict[str, Any] = {
         "model_type": spec.layer_type,
@@ -231,7 +231,7 @@ def random_tensors(spec: EagleSpec, target: Mapping[str, Any]) -> dict[str, torc
         generator = torch.Generator().manual_seed(zlib.crc32(f"{spec.seed} {name}".encode()))
         noise = torch.randn(shape, generator=generator)
         is_norm = len(shape) == 1 and not name.endswith("bias")
-        # No norm follows in an EAGLE-1 head: attention to a large input would be one-hot.
+        # No norm follows in an EAGLE-1 draft head: with a large input attention would be one-hot.
         spread = 0.04 if name == "fc.weight" and not spec.is_eagle3 else 0.2
         tensors[name] = (1 + 0.1 * noise if is_norm else spread * noise).to(dtype)
     if spec.is_eagle3 and spec.draft_vocab_size is not None:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE and EAGLE-3 in torch, float64, written from their equations: what drafts must be.
+"""EAGLE and EAGLE-3 in torch, float64, written from their equations: the expected drafts.
 
-Nothing of Paceline is used: the files are read here once more, key by key and tensor by tensor, and
-there is no cache. Every pass computes all positions again from the first one.
+No code of Paceline is used: this module reads the files itself, key by key and tensor by tensor,
+and has no cache. Every pass computes all positions from the first one on.
 
 With tokens t_0..t_P known and the target's hidden states h_0..h_{P-1}, a drafter runs over the
-pairs (t_{i+1}, h_i) at positions i = 0..P-1; its output at the last one gives d_1. Step j runs
-(d_j, what the step before put out) at position P-1+j.
+pairs (t_{i+1}, h_i) at positions i = 0..P-1; its output at the last one gives d_1. Draft step
+j runs (d_j, the output of the step before) at position P-1+j.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tiny_models import load_tensors, read_json
 
 @dataclass(frozen=True)
 class TargetStates:
-    """What a target gives for some tokens.
+    """The results of a target for some tokens.
 
     Attributes:
         logits: [tokens, vocab].
@@ -37,7 +37,7 @@ class TargetStates:
     output: Tensor
 
     def first(self, count: int) -> TargetStates:
-        """Those of the first tokens; what comes later does not change them."""
+        """The results for the first tokens, which do not depend on later ones."""
         return TargetStates(self.logits[:count], self.streams[:, :count], self.output[:count])
 
 
@@ -45,7 +45,7 @@ class TargetReference:
     """A target in transformers, float64."""
 
     def __init__(self, directory: Path) -> None:
-        """Loads it."""
+        """Loads the target."""
         from transformers import AutoModelForCausalLM
 
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -56,14 +56,14 @@ class TargetReference:
         self.lm_head: Tensor = self.model.get_output_embeddings().weight
 
     def states(self, tokens: Sequence[int]) -> TargetStates:
-        """Runs it over tokens."""
+        """Runs the target over tokens."""
         out = self.model(torch.tensor([list(tokens)]), output_hidden_states=True)
-        # The last of them comes after the last norm.
+        # The last hidden state is the one after the last norm.
         hidden = [state[0] for state in out.hidden_states]
         return TargetStates(out.logits[0], torch.stack(hidden[:-1]), hidden[-1])
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
-        """Its own greedy continuation."""
+        """The target's greedy continuation of a prompt."""
         tokens = list(prompt)
         for _ in range(count):
             tokens.append(int(self.states(tokens).logits[-1].argmax()))
@@ -75,10 +75,10 @@ class Draft:
     """A drafted token.
 
     Attributes:
-        token: Its id in the target's vocabulary.
-        logits: Of the drafter's own vocabulary, [draft vocab].
-        margin: From the largest logit to the next, over the largest magnitude: a draft with a tiny
-            margin may fall the other way in float32.
+        token: The token id in the target's vocabulary.
+        logits: The logits of the drafter's own vocabulary, [draft vocab].
+        margin: The difference of the two largest logits, relative to the largest magnitude. With a
+            tiny margin float32 may choose the other token.
     """
 
     token: int
@@ -87,15 +87,15 @@ class Draft:
 
 
 class EagleReference:
-    """A drafter of either kind.
+    """An EAGLE or EAGLE-3 draft head.
 
     Attributes:
-        weights: Its tensors, by their names in the file, "midlayer." being "layers.0.". Replace
-            them with ones that require gradients to train it.
+        weights: Its tensors by their names in the file, with "layers.0." for "midlayer.". To train
+            it, replace them with tensors that require gradients.
     """
 
     def __init__(self, directory: Path, target: TargetReference) -> None:
-        """Reads a drafter's folder."""
+        """Reads a draft head's folder."""
         config = read_json(directory / "config.json")
         layer = config.get("transformer_layer_config", config)
         self.target = target
@@ -124,13 +124,13 @@ class EagleReference:
             self.theta = rope.get("full_attention", rope)["rope_theta"]
 
     def hidden_of(self, states: TargetStates) -> Tensor:
-        """What the drafter takes of a target's states, [tokens, ...]."""
+        """The part of a target's states that the draft head reads, [tokens, ...]."""
         if self.is_eagle3:
             return torch.cat([states.streams[k] for k in self.aux_layers], dim=-1)
         return states.output
 
     def first_inputs(self, hidden: Tensor) -> Tensor:
-        """A first pass's hidden input to the layer, from what `hidden_of` gave."""
+        """The layer's hidden input in a first pass, from the result of `hidden_of`."""
         if not self.is_eagle3:
             return hidden
         weights = self.weights
@@ -145,15 +145,15 @@ class EagleReference:
         return self.linear(hidden, "fc")
 
     def run(self, tokens: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Runs the drafter over positions 0, 1, ...
+        """Runs the draft head over positions 0, 1, ...
 
         Args:
             tokens: t_{i+1} at each position i, [positions].
-            inputs: The hidden input at each, [positions, hidden]: `first_inputs`, or what the step
-                before fed back.
+            inputs: The hidden input at each, [positions, hidden]: `first_inputs`, or the
+                feedback of the draft step before.
 
         Returns:
-            Logits [positions, draft vocab], and what is fed back [positions, hidden].
+            Logits [positions, draft vocab], and the feedback [positions, hidden].
         """
         weights = self.weights
         embedding = weights.get("embed_tokens.weight", self.target.embedding)[tokens]
@@ -175,7 +175,7 @@ class EagleReference:
         return normed @ weights["lm_head.weight"].T, normed if self.norm_output else x
 
     def token_of(self, row: int) -> int:
-        """The target's id of a row of the lm_head."""
+        """The target's token id of a row of the lm_head."""
         offsets = self.weights.get("d2t")
         return row if offsets is None else row + int(offsets[row])
 
@@ -184,8 +184,8 @@ class EagleReference:
 
         Args:
             tokens: t_0..t_P.
-            k: How many.
-            states: The target's for t_0..t_{P-1}.
+            k: The number of drafts.
+            states: The target's results for t_0..t_{P-1}.
         """
         ids = list(tokens[1:])
         inputs = self.first_inputs(self.hidden_of(states))
@@ -213,7 +213,7 @@ class EagleReference:
         return y if bias is None else y + bias
 
     def mlp(self, x: Tensor, layer: int) -> Tensor:
-        """The MLP behind its norm."""
+        """The MLP with its norm."""
         name = f"layers.{layer}."
         x = self.rms(x, self.weights[f"{name}post_attention_layernorm.weight"])
         gate = torch.nn.functional.silu(self.linear(x, f"{name}mlp.gate_proj"))
@@ -250,11 +250,11 @@ class EagleReference:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a run of an engine must come to.
+    """The expected result of a run of an engine.
 
     Attributes:
-        emitted: Tokens of each verify iteration, the first token of a request not among them.
-        margins: The smallest margin of the drafts of each that decided about it.
+        emitted: The number of tokens of each verify iteration, without a request's first token.
+        margins: For each iteration, the smallest margin of the drafts that decided that number.
     """
 
     emitted: list[int]
@@ -266,7 +266,7 @@ class Simulation:
 
 
 class GreedyDrafter(Protocol):
-    """What `simulate` needs: an `EagleReference`, say."""
+    """The drafter that `simulate` runs, such as an `EagleReference`."""
 
     target: Any
 
@@ -277,8 +277,8 @@ class GreedyDrafter(Protocol):
 def simulate(
     reference: GreedyDrafter, prompt: Sequence[int], continuation: Sequence[int], k: int
 ) -> Simulation:
-    """Greedy speculative decoding with no engine: the prefill emits the first token, each iteration
-    the drafts that equal the target's own tokens and one more."""
+    """Greedy speculative decoding without an engine. The prefill emits the first token; each
+    iteration emits the drafts that equal the target's own tokens, and one more token."""
     emitted: list[int] = []
     margins: list[float] = []
     states = reference.target.states([*prompt, *continuation])
@@ -294,7 +294,7 @@ def simulate(
         ):
             accepted += 1
         emitted.append(min(accepted + 1, len(continuation) - position))
-        # Drafts after the first wrong one, and those made from it, decide nothing.
+        # Drafts after the first wrong one have no effect.
         margins.append(min(draft.margin for draft in drafts[: accepted + 1]))
         position += emitted[-1]
     return Simulation(emitted, margins)
@@ -308,15 +308,16 @@ def overfit(
     rate: float,
     later_steps: int = 3,
 ) -> dict[str, Tensor]:
-    """Trains a drafter on some texts, so that it drafts well there.
+    """Trains a draft head on some sequences, so that it drafts them well.
 
-    The first step is trained everywhere, later ones behind a random place of each text.
+    The first draft step is trained at every position, later ones after one random position of each
+    sequence.
 
     Args:
-        reference: Whose weights change.
+        reference: The draft head.
         texts: Tokens.
-        steps: Of Adam.
-        rate: Its learning rate.
+        steps: The number of steps of Adam.
+        rate: The learning rate.
         later_steps: Steps after the first.
 
     Returns:

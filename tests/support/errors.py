@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What errors say, for tests that compare it."""
+"""Comparing error messages in tests."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 4's assistants in torch, float64, written from their equations: what drafts must be.
+"""Gemma 4's assistants in torch, float64, written from their equations: the expected drafts.
 
-Nothing of Paceline is used: the files are read here once more, key by key and tensor by tensor.
+No code of Paceline is used: this module reads the files itself, key by key and tensor by tensor.
 
-With tokens t_0..t_P known and the target's hidden states h_0..h_{P-1}, the first step takes t_P and
-h_{P-1}; each later one the token that the step before drafted and the state that it fed back. All
-steps read the target's keys and values of positions 0..P-1, or in sliding layers the last W of
-them, and rotate their queries for one and the same position: P-1 ("last") or P ("next").
+With tokens t_0..t_P known and the target's hidden states h_0..h_{P-1}, the first draft step takes
+t_P and h_{P-1}. Each later one takes the token and the feedback of the step before. All draft steps
+read the target's keys and values of positions 0..P-1 (in sliding layers the last W of them), and
+rotate their queries for the same position: P-1 ("last") or P ("next").
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KeysAndValues = Mapping[str, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class StatesWithKv(TargetStates):
-    """What a Gemma 4 target gives for some tokens.
+    """The results of a Gemma 4 target for some tokens.
 
     Attributes:
         kv: By layer type, the keys and values of the last layer of that type which owns them, both
@@ -37,7 +37,7 @@ class StatesWithKv(TargetStates):
     kv: KeysAndValues
 
     def first(self, count: int) -> StatesWithKv:
-        """Those of the first tokens; what comes later does not change them."""
+        """The results for the first tokens, which do not depend on later ones."""
         some = super().first(count)
         kv = {name: (keys[:count], values[:count]) for name, (keys, values) in self.kv.items()}
         return StatesWithKv(some.logits, some.streams, some.output, kv)
@@ -47,7 +47,7 @@ class Gemma4Target(TargetReference):
     """A Gemma 4 target in transformers, float64."""
 
     def states(self, tokens: Sequence[int]) -> StatesWithKv:
-        """Runs it over tokens."""
+        """Runs the target over tokens."""
         out = self.model(
             torch.tensor([list(tokens)]),
             output_hidden_states=True,
@@ -66,10 +66,10 @@ class Gemma4MtpReference:
     """An assistant.
 
     Attributes:
-        weights: Its tensors, by their names in the file. Replace them with ones that require
-            gradients to train it.
+        weights: Its tensors by their names in the file. To train it, replace them with tensors
+            that require gradients.
         position: "last" or "next".
-        extra_window: Added to the window; only a wrong reference has anything but 0 here.
+        extra_window: Added to the window; 0, except in a reference that is wrong on purpose.
     """
 
     def __init__(self, directory: Path, target: Gemma4Target, position: str = "last") -> None:
@@ -95,13 +95,13 @@ class Gemma4MtpReference:
     def run(
         self, tokens: Tensor, hidden: Tensor, newest: Tensor, kv: KeysAndValues
     ) -> tuple[Tensor, Tensor]:
-        """Runs one step for several sequences of one text.
+        """Runs one draft step at several positions of one sequence.
 
         Args:
-            tokens: The token that each takes, [n].
-            hidden: The state that each takes, [n, backbone].
-            newest: P of each, [n].
-            kv: Of the whole text.
+            tokens: The input tokens, [n].
+            hidden: The input states, [n, backbone].
+            newest: The positions P, [n].
+            kv: The keys and values of the whole sequence.
 
         Returns:
             The output after the last norm [n, hidden], and what is fed back [n, backbone].
@@ -126,18 +126,18 @@ class Gemma4MtpReference:
         return output, output @ weights["post_projection.weight"].T
 
     def centroid_scores(self, output: Tensor) -> Tensor:
-        """How well each cluster fits, [n, clusters]."""
+        """The score of each cluster, [n, clusters]."""
         return output @ self.weights["masked_embedding.centroids.weight"].T
 
     def scores(self, output: Tensor) -> Tensor:
-        """A logit for every token, clusters aside, [n, vocab]."""
+        """The logits of all tokens, without regard to clusters, [n, vocab]."""
         logits = output @ self.weights["model.embed_tokens.weight"].T
         if self.soft_cap:
             logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
         return logits
 
     def logits(self, output: Tensor) -> Tensor:
-        """The logits, minus infinity for tokens of clusters that are left out, [n, vocab]."""
+        """The logits; minus infinity for tokens of clusters that are not chosen, [n, vocab]."""
         logits = self.scores(output)
         if "masked_embedding.centroids.weight" not in self.weights:
             return logits
@@ -154,8 +154,8 @@ class Gemma4MtpReference:
 
         Args:
             tokens: t_0..t_P.
-            k: How many.
-            states: The target's for t_0..t_{P-1}.
+            k: The number of drafts.
+            states: The target's results for t_0..t_{P-1}.
         """
         newest = torch.tensor([len(tokens) - 1])
         token, hidden = tokens[-1], states.output[-1:]
@@ -168,7 +168,7 @@ class Gemma4MtpReference:
         return drafts
 
     def _margin(self, output: Tensor, logits: Tensor) -> float:
-        """The margin of the best token; and of the last cluster that is not left out."""
+        """The smaller of the margins of the best token and of the last chosen cluster."""
         top = logits.topk(2).values
         margin = float((top[0] - top[1]) / logits[logits.isfinite()].abs().max())
         if "masked_embedding.centroids.weight" in self.weights:
@@ -205,11 +205,11 @@ class Gemma4MtpReference:
         q = self.linear(x, f"{name}self_attn.q_proj").view(len(x), -1, head_dim)
         q = self.rms(q, f"{name}self_attn.q_norm")
         q = self.rotate(q, newest if self.position == "next" else newest - 1, layer_type)
-        places = torch.arange(len(keys))
-        is_seen = places < newest.unsqueeze(1)
+        key_positions = torch.arange(len(keys))
+        is_seen = key_positions < newest.unsqueeze(1)
         if layer_type == SLIDING:
             window = self.window + self.extra_window
-            is_seen &= places >= newest.unsqueeze(1) - window
+            is_seen &= key_positions >= newest.unsqueeze(1) - window
         per_kv_head = q.shape[1] // keys.shape[1]
         outputs = []
         for head in range(q.shape[1]):
@@ -220,7 +220,7 @@ class Gemma4MtpReference:
         return self.linear(torch.cat(outputs, dim=-1), f"{name}self_attn.o_proj")
 
     def rotate(self, x: Tensor, positions: Tensor, layer_type: str) -> Tensor:
-        """Rotates the halves of each head; of a full layer, a part of them."""
+        """Rotates the halves of each head; in a full layer, a part of them."""
         rope: Mapping[str, Any] = self.ropes[layer_type]
         head_dim = x.shape[-1]
         half = head_dim // 2
@@ -238,7 +238,7 @@ class TransformersAssistant:
     """An assistant in transformers, float64, whose position is P; only where no window is full."""
 
     def __init__(self, directory: Path, target: Gemma4Target) -> None:
-        """Loads it."""
+        """Loads the assistant."""
         import transformers
 
         name = read_json(directory / "config.json")["architectures"][0]
@@ -251,7 +251,7 @@ class TransformersAssistant:
     def step(
         self, token: int, hidden: Tensor, newest: int, kv: KeysAndValues
     ) -> tuple[Tensor, Tensor]:
-        """Runs one step; returns logits [vocab] and what is fed back [1, backbone]."""
+        """Runs one step; returns logits [vocab] and the feedback [1, backbone]."""
         embedding = self.target.model.get_input_embeddings()(torch.tensor([[token]]))
         out = self.model(
             inputs_embeds=torch.cat([embedding, hidden.unsqueeze(0)], dim=-1),
@@ -280,7 +280,7 @@ class TransformersAssistant:
 def overfit(
     reference: Gemma4MtpReference, texts: Sequence[Sequence[int]], *, steps: int, rate: float
 ) -> dict[str, Tensor]:
-    """Trains an assistant on some texts, at its position, so that it drafts well there.
+    """Trains an assistant on some sequences, at its position, so that it drafts them well.
 
     Args:
         reference: Whose weights change.
@@ -315,7 +315,7 @@ def overfit(
     for _ in range(steps):
         loss = torch.zeros(())
         for ids, hidden, kv in cases:
-            # Two steps, with the text's own token between them.
+            # Two draft steps, with the sequence's own token between them.
             newest = torch.arange(1, len(ids) - 2)
             fed_back = hidden[newest - 1]
             for step in range(2):

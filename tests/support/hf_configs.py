@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations of Hugging Face models that say no more than they must, for tests to change."""
+"""Configurations of Hugging Face models with required keys only, for tests to change."""
 
 from __future__ import annotations
 

@@ -2,11 +2,11 @@
 """Tiny random checkpoints in Hugging Face layout, for tests.
 
     path = make(TinySpec("gemma3", seed=1, kv_heads=1))    # written once a session
-    reference_logits(path, [1, 2, 3])                      # what transformers makes of it
+    reference_logits(path, [1, 2, 3])                      # the logits of transformers
 
-Every parameter is random, norms and biases included: what transformers leaves at its neutral value
-would let a wrong model pass. The last norm is larger than usual, so that logits are peaked and the
-largest one is not a matter of rounding.
+Every parameter is random, norms and biases included, because parameters at their neutral values
+would hide errors. The last norm is larger than usual, so that logits are peaked and rounding does
+not change the largest one.
 
 torch and transformers are imported when they are first used.
 """
@@ -48,7 +48,7 @@ class TinySpec:
 
     Attributes:
         family: One of `FAMILIES`.
-        seed: Of the weights.
+        seed: The seed of the weights.
         vocab_size: Rows of the embedding table; more than `tokenizer_size` makes padding rows.
         hidden_size: Width.
         intermediate_size: Width of the MLP.
@@ -64,7 +64,7 @@ class TinySpec:
         mlp_bias: Llama only: biases on gate, up and down.
         rope: "default", "linear" or "llama3"; for Gemma 3 it is that of the full layers, whose own
             default Gemma 4 always has.
-        logit_soft_cap: Gemma only: of the logits; 0: none.
+        logit_soft_cap: Gemma only: the soft cap on logits; 0: none.
         full_head_dim: Gemma 4 only, as all below: elements of a full layer's head; None: twice
             `head_dim`.
         full_kv_heads: With `k_eq_v`, key and value heads of a full layer; None: 1.
@@ -72,14 +72,14 @@ class TinySpec:
         shared_layers: Last layers that read the KV of earlier ones; None: half of them.
         wide_mlp: The MLPs of those layers are twice as wide.
         per_layer_size: Of a layer's own input; 0: none.
-        partial_rotary: Part of a full layer's head that is rotated.
+        partial_rotary: The rotated part of a full layer's head.
         unified: The architecture of the 12B model; `per_layer_size` counts as 0.
-        max_position: Positions.
-        dtype: Of the stored tensors: "float32", "float16" or "bfloat16".
+        max_position: The number of positions.
+        dtype: The dtype of the stored tensors: "float32", "float16" or "bfloat16".
         shards: Files to spread the tensors over; 1: `model.safetensors`.
         old_spelling: Write `config.json` with the keys of transformers 4.
-        prefix: Of the decoder's tensors.
-        eos_token_id: Ends a text; None: nothing does.
+        prefix: The prefix of the decoder's tensors.
+        eos_token_id: The end-of-sequence id; None: there is none.
         tokenizer_size: Entries of `tokenizer.json`; 0: write none.
     """
 
@@ -214,7 +214,7 @@ def _layer_types(spec: TinySpec) -> tuple[str, ...]:
     if spec.layer_types is not None:
         return spec.layer_types
     count = spec.num_layers or (6 if spec.family == "gemma4" else 3)
-    # The last layer of Gemma 4 is a full one, whatever the file says.
+    # The last layer of Gemma 4 is always a full one.
     is_last_full = spec.family == "gemma4"
     return tuple(
         FULL if (i + 1) % 3 == 0 or (is_last_full and i + 1 == count) else SLIDING
@@ -252,7 +252,7 @@ def _rope_scaling(spec: TinySpec) -> dict[str, Any]:
     if spec.rope == "linear":
         return {"factor": 4.0}
     if spec.rope == "llama3":
-        # Wavelengths of tiny heads fall on both sides of, and between, these limits.
+        # The wavelengths of tiny heads are below, between and above these limits.
         return {
             "factor": 8.0,
             "low_freq_factor": 1.0,
@@ -275,9 +275,9 @@ def _random_model(spec: TinySpec) -> Any:
         for name, parameter in model.named_parameters():
             generator = torch.Generator().manual_seed(zlib.crc32(f"{spec.seed} {name}".encode()))
             noise = torch.randn(parameter.shape, generator=generator)
-            # Gemma multiplies embeddings by the root of the width, and a tied head then favours the
-            # token that came in. Small embeddings under large second norms (which set how much a
-            # layer adds) and a large last norm keep it from repeating itself for ever.
+            # Gemma multiplies embeddings by the root of the width, so that a tied lm_head favours
+            # the input token. Small embeddings, large second norms (which set how much a layer
+            # adds) and a large last norm keep the model from repeating one token.
             if name == "model.norm.weight":
                 parameter.copy_(center + (6.0 if is_gemma else 2.0) + 0.2 * noise)
             elif parameter.ndim == 1 and "norm" in name:
@@ -330,7 +330,7 @@ def to_old_spelling(config: Mapping[str, Any]) -> dict[str, Any]:
             old["rope_local_base_freq"] = rope[SLIDING]["rope_theta"]
         old["rope_theta"] = whole.pop("rope_theta")
         old["rope_scaling"] = None if whole.get("rope_type", "default") == "default" else whole
-        # transformers 5 overlooks "type" in a Gemma 3 file; published ones say "rope_type".
+        # transformers 5 ignores "type" in a Gemma 3 file; published files have "rope_type".
         if whole.get("rope_type") == "linear" and SLIDING not in rope:
             old["rope_scaling"] = {"type": "linear", "factor": whole["factor"]}
     layer_types = old.pop("layer_types", None)
@@ -394,7 +394,7 @@ def load_tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def edit_tensors(directory: Path, change: Callable[[dict[str, Any]], Any], shards: int = 1) -> None:
-    """Changes the tensors of a checkpoint, and how many files hold them."""
+    """Changes the tensors of a checkpoint and the number of its files."""
     tensors = load_tensors(directory)
     change(tensors)
     save_tensors(directory, tensors, shards)
@@ -407,7 +407,7 @@ def copy_checkpoint(directory: Path, out: Path) -> Path:
 
 
 def perturbed_copy(directory: Path, out: Path, noise: float, seed: int = 0) -> Path:
-    """A copy whose weights are off by a little: a drafter that often agrees.
+    """A copy with slightly different weights: a drafter that often agrees.
 
     At temperature 0 and four drafts about 0.9 of them are accepted with a noise of 0.01, 0.5 to 0.7
     with 0.03 and 0.1 to 0.3 with 0.1.
@@ -481,7 +481,7 @@ def _reference_model(directory: Path) -> Any:
 
 
 def reference_logits(directory: Path, token_ids: Sequence[int]) -> np.ndarray[Any, Any]:
-    """What transformers computes in float32 from the stored weights.
+    """The logits of transformers in float32, from the stored weights.
 
     Args:
         directory: The checkpoint; read once.
