@@ -19,7 +19,7 @@ CENTROIDS = "masked_embedding.centroids.weight"
 
 def target_of(spec: TinySpec) -> Target:
     """The facts that an assistant must fit, without loading any weights."""
-    return open_checkpoint(make(spec)).target
+    return open_checkpoint(make(spec)).as_target()
 
 
 def opened(path: Path, target: TinySpec = TARGET, **arguments: Any) -> DrafterCheckpoint:

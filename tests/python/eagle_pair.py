@@ -22,7 +22,7 @@ SPECS = {
 
 def target_of(path: Path, dtype: str = "auto") -> Target:
     """The facts that a draft head must fit, without loading any weights."""
-    return open_checkpoint(path, dtype).target
+    return open_checkpoint(path, dtype).as_target()
 
 
 def opened(path: Path, target: TinySpec = TARGET, **arguments: Any) -> DrafterCheckpoint:

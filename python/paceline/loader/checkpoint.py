@@ -109,8 +109,7 @@ class Checkpoint(OpenedModel):
         """The token id that starts a prompt, if the files name one."""
         return self.hf.bos_token_id
 
-    @property
-    def target(self) -> Target:
+    def as_target(self) -> Target:
         """The facts that a draft head for this model must fit."""
         return Target(self.path, self.family.architecture, self.config, self.weight_dtype)
 

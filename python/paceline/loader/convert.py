@@ -115,7 +115,7 @@ def _open_draft(
     source: CheckpointFolder, target: Checkpoint, tokenizer: TokenizerInfo | None, dtype: str
 ) -> Checkpoint | DrafterCheckpoint:
     """Opens a drafter of any kind and checks that it fits the target."""
-    draft = open_any_drafter(source, target.target, dtype=dtype)
+    draft = open_any_drafter(source, target.as_target(), dtype=dtype)
     if isinstance(draft, DrafterCheckpoint) and (tokenizer is None or source.tokenizer is None):
         return draft
     check_tokenizers(

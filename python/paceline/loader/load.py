@@ -124,7 +124,7 @@ def load_pair(
     tokenizer = folder.tokenizer
     if draft_folder is None:
         return _load(opened, tokenizer, device=device, progress=progress), None
-    draft = open_any_drafter(draft_folder, opened.target, method=method, dtype=dtype)
+    draft = open_any_drafter(draft_folder, opened.as_target(), method=method, dtype=dtype)
     draft_tokenizer = draft_folder.tokenizer
     return (
         _load(opened, tokenizer, device=device, progress=progress),
