@@ -218,6 +218,20 @@ def test_check_compatible(tmp_path: Path) -> None:
         loader.check_compatible(target, loader.load_checkpoint(path, progress=False))
 
 
+def test_tokenizers_are_compared_before_weights_are_read(
+    copy_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_weights(*_: object, **__: object) -> None:
+        raise AssertionError("weights were read")
+
+    path = copy_of()
+    tiny_models.write_tokenizer(path / "tokenizer.json", rename={2: "!!"})
+    monkeypatch.setattr("paceline.loader.load.load_weights", load_weights)
+    config = {"model": str(path), "num_speculative_tokens": 2}
+    with raises(ValueError, path / "tokenizer.json", "id 2: target ' ', draft '!!'"):
+        LLM(make(TinySpec()), speculative_config=config, **ENGINE)
+
+
 def test_models_without_tokenizers() -> None:
     bare = loader.load_checkpoint(make(TinySpec(tokenizer_size=0)), progress=False)
     larger = loader.load_checkpoint(

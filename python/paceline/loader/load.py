@@ -8,7 +8,7 @@ from .drafter_checkpoint import open_any_drafter
 from .dummy import load_dummy, load_dummy_drafter
 from .folder import Source, as_folder
 from .loaded_model import LoadedModel
-from .tokenizer import TokenizerInfo
+from .tokenizer import TokenizerInfo, check_tokenizers
 
 
 def load_checkpoint(
@@ -126,6 +126,15 @@ def load_pair(
         return _load(opened, tokenizer, device=device, progress=progress), None
     draft = open_any_drafter(draft_folder, opened.as_target(), method=method, dtype=dtype)
     draft_tokenizer = draft_folder.tokenizer
+    if tokenizer is not None and draft_tokenizer is not None:
+        check_tokenizers(
+            opened.path,
+            tokenizer,
+            opened.family.config["vocab_size"],
+            draft.path,
+            draft_tokenizer,
+            draft.family.config["vocab_size"],
+        )
     return (
         _load(opened, tokenizer, device=device, progress=progress),
         _load(draft, draft_tokenizer, device=device, progress=progress),
