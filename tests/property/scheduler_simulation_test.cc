@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+// The scheduler and the pool under an adversary: support/simulator.h, on 1,000 seeds.
+//
+// PACELINE_SEED=n runs seed n alone; with PACELINE_SHRINK=1 a violation is then reduced to a small
+// script, which is printed. PACELINE_TEST_LEVEL=n runs n * n times as many seeds.
+#include "support/simulator.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <iostream>
+#include <string>
+
+#include "support/seed.h"
+
+namespace paceline::testing {
+namespace {
+
+std::string last_lines(const std::string& text, int32_t count) {
+  size_t begin = text.size();
+  for (; begin > 0 && count >= 0; --begin) count -= text[begin - 1] == '\n' ? 1 : 0;
+  return begin > 0 ? text.substr(begin + 1) : text;
+}
+
+void fail_with(const SimulationScript& script, const SimulationReport& report) {
+  if (std::getenv("PACELINE_SHRINK") == nullptr) {
+    FAIL() << "PACELINE_SEED=" << script.seed << ": " << report.violation
+           << "\nPACELINE_SEED=" << script.seed << " PACELINE_SHRINK=1 looks for a small script";
+  }
+  SimulationScript small = shrink(script);
+  small.keeps_trace = true;
+  const SimulationReport of_small = simulate(small);
+  FAIL() << "PACELINE_SEED=" << script.seed << ": " << report.violation
+         << "\nshrunk to: " << of_small.violation << "\n"
+         << small.text() << last_lines(of_small.trace, 25);
+}
+
+TEST(SchedulerSimulation, InvariantsHoldForAllSeeds) {
+  const bool is_single = std::getenv("PACELINE_SEED") != nullptr;
+  const uint64_t first_seed = seed_from_env(1);
+  const auto level = static_cast<uint64_t>(test_level());
+  const uint64_t num_seeds = is_single ? 1 : 1000 * level * level;
+  SimulationReport sum;
+  for (uint64_t seed = first_seed; seed < first_seed + num_seeds; ++seed) {
+    const SimulationScript script = make_script(seed);
+    const SimulationReport report = simulate(script);
+    if (!report.violation.empty()) fail_with(script, report);
+    if (HasFatalFailure()) return;
+    sum.num_iterations += report.num_iterations;
+    sum.num_preemptions += report.num_preemptions;
+    sum.num_self_preemptions += report.num_self_preemptions;
+    sum.num_stalls += report.num_stalls;
+    sum.num_forks += report.num_forks;
+    sum.num_cancelled += report.num_cancelled;
+    sum.num_stopped += report.num_stopped;
+    sum.num_window_releases += report.num_window_releases;
+    sum.longest_wait = std::max(sum.longest_wait, report.longest_wait);
+    sum.longest_stall = std::max(sum.longest_stall, report.longest_stall);
+  }
+  std::cout << num_seeds << " seeds: " << sum.num_iterations << " iterations, "
+            << sum.num_preemptions << " preemptions, " << sum.num_self_preemptions
+            << " of the oldest, " << sum.num_stalls << " stalls, longest " << sum.longest_stall
+            << ", " << sum.num_forks << " forks, " << sum.num_cancelled << " cancelled, "
+            << sum.num_stopped << " stopped, " << sum.num_window_releases
+            << " blocks out of windows, longest wait " << sum.longest_wait << " of its bound\n";
+  if (is_single) return;
+  // All kinds of events must really have happened.
+  for (const int64_t count : {sum.num_preemptions, sum.num_stalls, sum.num_forks, sum.num_cancelled,
+                              sum.num_stopped, sum.num_window_releases}) {
+    EXPECT_GT(count, 0);
+  }
+}
+
+// A simulator that cannot fail proves nothing; and what it finds must become small.
+TEST(SchedulerSimulation, SeesAndShrinksPlantedFaults) {
+  for (const SimulatedFault fault :
+       {SimulatedFault::kCompletesEarly, SimulatedFault::kDropsTableWrite,
+        SimulatedFault::kDropsBlockCopy, SimulatedFault::kKeepsCancelled,
+        SimulatedFault::kAppendsTwice, SimulatedFault::kAdvancesTooFar}) {
+    uint64_t seed = 1;
+    while (seed < 200 && simulate(make_script(seed), fault).violation.empty()) ++seed;
+    ASSERT_LT(seed, 200u) << "fault " << static_cast<int32_t>(fault) << " goes unseen";
+    const SimulationScript small = shrink(make_script(seed), fault);
+    EXPECT_LE(small.requests.size(), 3u);
+    std::cout << "fault " << static_cast<int32_t>(fault) << ": " << simulate(small, fault).violation
+              << ", from\n"
+              << small.text();
+    EXPECT_EQ(simulate(small).violation, "") << "the script is sound, the fault is not";
+  }
+}
+
+}  // namespace
+}  // namespace paceline::testing

@@ -1,0 +1,331 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/simulated_device.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace paceline::testing {
+namespace {
+
+constexpr int32_t kVocab = 50'000;
+
+int32_t first_visible(const KvGroup& group, int32_t position) {
+  return group.kind == KvKind::kSliding ? std::max(0, position - group.window + 1) : 0;
+}
+
+}  // namespace
+
+SimulatedOutput::SimulatedOutput(const SimulatedRequest& request, int32_t sample)
+    : prompt_salt_(mix(request.salt)),
+      salt_(mix(request.salt + static_cast<uint64_t>(sample) + 1)),
+      acceptance_(request.acceptance),
+      prompt_len_(request.prompt_len),
+      limit_(request.limit()),
+      end_len_(limit_) {
+  if (request.can_stop && !request.is_score) {
+    end_len_ = prompt_len_ + 1 + static_cast<int32_t>(mix(salt_) % request.max_tokens);
+  }
+}
+
+int32_t SimulatedOutput::token(int32_t position) const {
+  const uint64_t salt = position < prompt_len_ ? prompt_salt_ : salt_;
+  return static_cast<int32_t>(mix(salt ^ static_cast<uint64_t>(position)) % kVocab);
+}
+
+int32_t SimulatedOutput::num_right(int32_t known_len, int32_t k) const {
+  int32_t count = 0;
+  while (count < k &&
+         static_cast<int32_t>(mix(salt_ + 1000 * (known_len + count) + 7) % 100) < acceptance_) {
+    ++count;
+  }
+  return count;
+}
+
+int32_t SimulatedOutput::num_drafted(int32_t known_len, int32_t k, bool may_be_none) const {
+  const uint64_t random = mix(salt_ + 3000 * static_cast<uint64_t>(known_len) + 11);
+  if (k == 0 || random % 4 != 0) return k;
+  const int32_t fewest = may_be_none ? 0 : 1;
+  return fewest + static_cast<int32_t>((random >> 8) % static_cast<uint64_t>(k - fewest + 1));
+}
+
+SimulatedDevice::SimulatedDevice(const SimulationScript& script, const KvLayout& layout)
+    : script_(script),
+      layout_(layout),
+      k_(script.options.num_draft_tokens),
+      slots_(static_cast<size_t>(script.options.max_num_seqs)) {
+  for (Slot& slot : slots_) slot.tables.resize(layout.groups.size());
+  for (size_t g = 0; g < layout.groups.size(); ++g) {
+    const int64_t num_blocks = layout.pool_bytes / layout.groups[g].block_bytes;
+    cells_.emplace_back(static_cast<size_t>(num_blocks * layout.groups[g].block_size), 0);
+    generations_.emplace_back(static_cast<size_t>(num_blocks), 0);
+  }
+}
+
+void SimulatedDevice::become_reusable(GroupId group, BlockId block) {
+  ++generation(group, block);
+  const int32_t block_size = layout_.groups[static_cast<size_t>(group)].block_size;
+  std::fill_n(cells_[static_cast<size_t>(group)].begin() + int64_t{block} * block_size, block_size,
+              0);
+}
+
+void SimulatedDevice::launch(const IterationInputs& inputs, std::vector<SimulatedOwner> owners) {
+  Launched launched{.inputs = &inputs, .owners = std::move(owners)};
+  for (const TableWrite& write : inputs.table_writes) {
+    launched.table_generations.push_back(generation(write.group, write.block));
+  }
+  for (const BlockCopy& copy : inputs.block_copies) {
+    launched.copy_generations.push_back(generation(copy.group, copy.source));
+    launched.copy_generations.push_back(generation(copy.group, copy.destination));
+  }
+  launched_.push_back(std::move(launched));
+}
+
+std::vector<SequenceResult> SimulatedDevice::execute() {
+  const Launched launched = std::move(launched_.front());
+  launched_.erase(launched_.begin());
+  const IterationInputs& in = *launched.inputs;
+  reset_slots(launched);
+  write_tables(launched);
+  fork_slots(launched);
+  std::vector<SequenceResult> results;
+  for (int32_t i = 0; i < in.num_seqs; ++i) results.push_back(verify(in, i));
+  for (int32_t i = 0; i < in.num_seqs; ++i) draft(in, i, results[static_cast<size_t>(i)]);
+  return results;
+}
+
+void SimulatedDevice::reset_slots(const Launched& launched) {
+  const IterationInputs& in = *launched.inputs;
+  for (const auto& reset : in.resets) {
+    const auto row = std::find(in.seq_slot.begin(), in.seq_slot.begin() + in.num_seqs, reset.slot) -
+                     in.seq_slot.begin();
+    require(row < in.num_seqs, "slot ", reset.slot, " is reset, but no row has it");
+    const SimulatedOwner& owner = launched.owners[static_cast<size_t>(row)];
+    Slot& slot = slots_.at(static_cast<size_t>(reset.slot));
+    slot.owner = owner;
+    slot.is_active = true;
+    slot.known_len = 0;
+    slot.draft_len = 0;
+    slot.limit = reset.limit;
+    require(slot.limit == owner.output->limit(), "the limit of a reset is ", slot.limit, ", not ",
+            owner.output->limit());
+    // The device keeps stale entries; without them a missing write cannot hide.
+    for (std::vector<Entry>& table : slot.tables) table.clear();
+  }
+}
+
+void SimulatedDevice::write_tables(const Launched& launched) {
+  const IterationInputs& in = *launched.inputs;
+  for (size_t i = 0; i < in.table_writes.size(); ++i) {
+    const TableWrite& write = in.table_writes[i];
+    std::vector<Entry>& table = slots_.at(static_cast<size_t>(write.seq_slot)).tables[write.group];
+    const auto index = static_cast<size_t>(write.index);
+    if (table.size() <= index) table.resize(index + 1);
+    table[index] = {.block = write.block, .generation = launched.table_generations[i]};
+  }
+}
+
+void SimulatedDevice::fork_slots(const Launched& launched) {
+  const IterationInputs& in = *launched.inputs;
+  for (const SequenceFork& fork : in.forks) {
+    const Slot& parent = slots_.at(static_cast<size_t>(fork.parent_slot));
+    Slot& child = slots_.at(static_cast<size_t>(fork.slot));
+    require(parent.owner.request == child.owner.request, "a sample of request ",
+            child.owner.request, " forks from request ", parent.owner.request);
+    require(fork.num_tokens < child.owner.output->prompt_len(), "a fork takes over ",
+            fork.num_tokens, " of ", child.owner.output->prompt_len(), " prompt tokens");
+    for (size_t g = 0; g < layout_.groups.size(); ++g) {
+      const auto num_whole = static_cast<size_t>(fork.num_tokens / layout_.groups[g].block_size);
+      require(parent.tables[g].size() >= num_whole, "the parent has ", parent.tables[g].size(),
+              " of ", num_whole, " blocks to share in group ", g);
+      if (child.tables[g].size() < num_whole) child.tables[g].resize(num_whole);
+      std::copy_n(parent.tables[g].begin(), num_whole, child.tables[g].begin());
+    }
+  }
+  for (size_t i = 0; i < in.block_copies.size(); ++i) {
+    const BlockCopy& copy = in.block_copies[i];
+    require(launched.copy_generations[2 * i] == generation(copy.group, copy.source) &&
+                launched.copy_generations[2 * i + 1] == generation(copy.group, copy.destination),
+            "iteration ", in.iteration, " copies block ", copy.source, " to ", copy.destination,
+            " of group ", copy.group, ", one of which has been given back");
+    const int32_t block_size = layout_.groups[static_cast<size_t>(copy.group)].block_size;
+    const auto cells = cells_[static_cast<size_t>(copy.group)].begin();
+    std::copy_n(cells + int64_t{copy.source} * block_size, block_size,
+                cells + int64_t{copy.destination} * block_size);
+  }
+}
+
+void SimulatedDevice::check_logit_rows(const IterationInputs& in, int32_t i) const {
+  const auto kind = static_cast<RowKind>(in.kind[i]);
+  const int32_t end = in.verify_indptr[i + 1];
+  const int32_t num_rows = end - in.verify_indptr[i];
+  const int32_t num_wanted = kind == RowKind::kPrefillPartial ? 0
+                             : kind == RowKind::kPrefillFinal ? 1
+                                                              : num_rows;
+  require(in.logit_indptr[i + 1] - in.logit_indptr[i] == num_wanted, "row ", i, " has ",
+          in.logit_indptr[i + 1] - in.logit_indptr[i], " rows of logits, not ", num_wanted);
+  for (int32_t row = 0; row < num_wanted; ++row) {
+    require(in.logit_rows[in.logit_indptr[i] + row] == end - num_wanted + row,
+            "a row of logits of batch row ", i, " is another one's");
+  }
+}
+
+SequenceResult SimulatedDevice::verify(const IterationInputs& in, int32_t i) {
+  SequenceResult result;
+  Slot& slot = slots_.at(static_cast<size_t>(in.seq_slot[i]));
+  check_logit_rows(in, i);
+  if (in.kind[i] != static_cast<int32_t>(RowKind::kDecode)) {
+    prefill(slot, in, i, result);
+    return result;
+  }
+  const int32_t num_rows = in.verify_indptr[i + 1] - in.verify_indptr[i];
+  require(num_rows == k_ + 1, "a window has ", num_rows, " rows");
+  const int32_t known_len = slot.known_len;
+  int32_t num_live = 0;
+  while (slot.is_active && num_live <= slot.draft_len && known_len + num_live < slot.limit) {
+    ++num_live;
+  }
+  if (num_live == 0) return result;
+  const int32_t first = known_len - 1;
+  const int32_t num_right = slot.owner.output->num_right(known_len, k_);
+  write(slot, KvOwner::kTarget, first, first + num_live, first + num_right + 1);
+  read(slot, KvOwner::kTarget, first, first + num_live, known_len);
+  result.drafted_len = num_live - 1;
+  emit(slot, std::min(num_right, num_live - 1) + 1, result);
+  return result;
+}
+
+void SimulatedDevice::prefill(Slot& slot, const IterationInputs& in, int32_t i,
+                              SequenceResult& result) {
+  const SimulatedOutput& output = *slot.owner.output;
+  const int32_t start = in.prefill_start[i];
+  const int32_t begin = in.verify_indptr[i];
+  const int32_t num_rows = in.verify_indptr[i + 1] - begin;
+  require(slot.is_active, "a sequence that has ended is prefilled");
+  require(num_rows > 0, "a chunk has no rows");
+  for (int32_t row = 0; row < num_rows; ++row) {
+    require(in.prefill_tokens[begin + row] == output.token(start + row), "position ", start + row,
+            " is prefilled with another token");
+  }
+  write(slot, KvOwner::kTarget, start, start + num_rows, start + num_rows);
+  read(slot, KvOwner::kTarget, start, start + num_rows, start + num_rows);
+  slot.known_len = start + num_rows;
+  slot.draft_len = 0;
+  if (in.kind[i] == static_cast<int32_t>(RowKind::kPrefillFinal)) {
+    emit(slot, 1, result);
+  } else if (slot.known_len < output.prompt_len()) {
+    require(in.next_token[i] == output.token(slot.known_len), "the token after a chunk is wrong");
+  }
+}
+
+void SimulatedDevice::emit(Slot& slot, int32_t count, SequenceResult& result) {
+  const SimulatedOutput& output = *slot.owner.output;
+  const bool has_ended = slot.known_len + count >= output.end_len();
+  if (has_ended) count = output.end_len() - slot.known_len;
+  for (int32_t j = 0; j < count; ++j) result.tokens[j] = output.token(slot.known_len + j);
+  slot.known_len += count;
+  result.emitted_len = count;
+  if (!has_ended) return;
+  slot.is_active = false;
+  result.outcome = output.end_len() == output.limit() ? SlotOutcome::kLength : SlotOutcome::kStop;
+}
+
+void SimulatedDevice::draft(const IterationInputs& in, int32_t i, const SequenceResult& result) {
+  const auto kind = static_cast<RowKind>(in.kind[i]);
+  if (k_ == 0 || kind == RowKind::kScore) return;
+  Slot& slot = slots_.at(static_cast<size_t>(in.seq_slot[i]));
+  const bool is_decode = kind == RowKind::kDecode;
+  const int32_t num_rows = in.first_indptr[i + 1] - in.first_indptr[i];
+  const int32_t start = in.prefill_start[i];
+  const int32_t num_verified = in.verify_indptr[i + 1] - in.verify_indptr[i];
+  if (script_.first_rows != FirstRows::kNone && (slot.is_active || !is_decode)) {
+    int32_t begin = start;
+    int32_t end = start + num_verified;
+    int32_t num_expected = num_verified;
+    if (script_.first_rows == FirstRows::kNewest) {
+      if (kind == RowKind::kPrefillFinal) ++end;
+      if (is_decode) begin = slot.known_len - 2, end = slot.known_len;
+      num_expected = end - begin;
+    } else if (is_decode) {
+      begin = slot.known_len - result.emitted_len - 1;
+      end = slot.known_len - 1;
+    }
+    require(num_rows == num_expected, "batch row ", i, " has ", num_rows,
+            " rows in the first draft pass, not ", num_expected);
+    write(slot, KvOwner::kDraft, begin, end, end);
+    read(slot, KvOwner::kDraft, begin, end, end);
+  }
+  if (slot.is_active && kind != RowKind::kPrefillPartial) draft_steps(slot);
+}
+
+void SimulatedDevice::draft_steps(Slot& slot) {
+  const bool looks_up = script_.first_rows == FirstRows::kNone;
+  const int32_t room = slot.limit - slot.known_len;
+  const int32_t longest = slot.owner.output->num_drafted(slot.known_len, k_, looks_up);
+  slot.draft_len = std::min(room, longest);
+  if (looks_up) return;
+  // The first pass has drafted one token; every step writes the KV of one row and drafts another.
+  const bool is_window = script_.first_rows == FirstRows::kWindow;
+  const int32_t num_right = is_window ? 0 : slot.owner.output->num_right(slot.known_len, k_);
+  const int32_t first = slot.known_len - (is_window ? 1 : 0);
+  int32_t num_steps = 0;
+  while (num_steps + 1 < longest && slot.known_len + num_steps + 1 < slot.limit) ++num_steps;
+  if (num_steps == 0) return;
+  write(slot, KvOwner::kDraft, first, first + num_steps, first + num_right);
+  read(slot, KvOwner::kDraft, first, first + num_steps, first);
+}
+
+void SimulatedDevice::write(Slot& slot, KvOwner owner, int32_t begin, int32_t end,
+                            int32_t first_wrong) {
+  for (size_t g = 0; g < layout_.groups.size(); ++g) {
+    if (layout_.groups[g].owner != owner) continue;
+    for (int32_t position = begin; position < end; ++position) {
+      cells_[g][cell(slot, g, position, "writes")] =
+          content(slot, position) | (position < first_wrong ? 1 : 0);
+    }
+  }
+}
+
+void SimulatedDevice::read(const Slot& slot, KvOwner owner, int32_t begin, int32_t end,
+                           int32_t first_draft) const {
+  for (size_t g = 0; g < layout_.groups.size(); ++g) {
+    if (layout_.groups[g].owner != owner) continue;
+    for (int32_t position = first_visible(layout_.groups[g], begin); position < end; ++position) {
+      const uint64_t found = cells_[g][cell(slot, g, position, "reads")];
+      require((found | 1) == (content(slot, position) | 1), "request ", slot.owner.request,
+              ", sample ", slot.owner.sample, ": position ", position, " of group ", g,
+              found == 0 ? " has never been written" : " holds the KV of another token");
+      require(position >= first_draft || (found & 1) != 0, "request ", slot.owner.request,
+              ", sample ", slot.owner.sample, ": position ", position, " of group ", g,
+              " holds the KV of a rejected draft");
+    }
+  }
+}
+
+size_t SimulatedDevice::cell(const Slot& slot, size_t group, int32_t position,
+                             const char* verb) const {
+  const std::vector<Entry>& table = slot.tables[group];
+  const int32_t block_size = layout_.groups[group].block_size;
+  const auto index = static_cast<size_t>(position / block_size);
+  const auto where = [&](const char* what) {
+    return concat("request ", slot.owner.request, ", sample ", slot.owner.sample, " ", verb,
+                  " position ", position, " of group ", group, ", ", what);
+  };
+  if (index >= table.size() || table[index].block == kNullBlock) {
+    throw SimulationViolation(where("for which it has no block"));
+  }
+  const auto block = static_cast<size_t>(table[index].block);
+  if (generations_[group][block] != table[index].generation) {
+    throw SimulationViolation(where("whose block has been given back"));
+  }
+  return block * static_cast<size_t>(block_size) + static_cast<size_t>(position % block_size);
+}
+
+uint64_t SimulatedDevice::content(const Slot& slot, int32_t position) {
+  // All samples have the KV of the prompt in common but for its last token (scheduler.cc says why).
+  const bool is_shared = position < slot.owner.output->prompt_len() - 1;
+  const auto writer = static_cast<uint64_t>(is_shared ? 0 : slot.owner.sample + 1);
+  return static_cast<uint64_t>(slot.owner.request + 1) << 40 | writer << 24 |
+         static_cast<uint64_t>(position) << 1;
+}
+
+}  // namespace paceline::testing

@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: Apache-2.0
+// Scripts of the simulator: made from a seed, printed, and shrunk.
+
+#include <algorithm>
+#include <initializer_list>
+#include <random>
+#include <sstream>
+#include <utility>
+
+#include "kv/slab_pool.h"
+#include "support/simulator.h"
+
+namespace paceline::testing {
+namespace {
+
+class Random {
+ public:
+  explicit Random(uint64_t seed) : engine_(seed) {}
+
+  int32_t between(int32_t low, int32_t high) {
+    return low + static_cast<int32_t>(engine_() % static_cast<uint64_t>(high - low + 1));
+  }
+  bool percent(int32_t probability) { return between(1, 100) <= probability; }
+  template <class T>
+  T pick(std::initializer_list<T> values) {
+    return *(values.begin() + between(0, static_cast<int32_t>(values.size()) - 1));
+  }
+  uint64_t bits() { return engine_(); }
+
+ private:
+  std::mt19937_64 engine_;
+};
+
+KvLayerShape make_layer(Random& random) {
+  // Head sizes of different groups make blocks of different bytes, of which slabs hold 1 to 15.
+  const int32_t head_dim = random.pick({8, 16, 24, 40});
+  if (random.percent(50)) return {KvKind::kFull, 0, 1, head_dim};
+  return {KvKind::kSliding, random.between(1, 24), 1, head_dim};
+}
+
+SchedulerOptions make_options(Random& random) {
+  SchedulerOptions options;
+  options.num_draft_tokens = random.between(0, 4);
+  options.max_in_flight = random.between(2, 4);
+  options.max_num_seqs = random.between(1, 8);
+  const int32_t width = options.num_draft_tokens + 1;
+  options.max_num_batched_tokens = options.max_num_seqs * width + random.pick({0, 3, 16, 64});
+  options.prefill_chunk_size =
+      std::min(random.pick({1, 3, 8, 16, 100}), options.max_num_batched_tokens);
+  options.max_score_rows = random.pick({1, 4, 16, 64});
+  return options;
+}
+
+// A long request among short ones: where the pool has just what it needs, the short ones leave its
+// blocks scattered.
+void make_one_long(Random& random, SimulationScript& script) {
+  for (KvLayerShape& layer : script.target) layer = {KvKind::kFull, 0, 1, layer.head_dim};
+  for (KvLayerShape& layer : script.draft) layer = {KvKind::kFull, 0, 1, layer.head_dim};
+  for (SimulatedRequest& request : script.requests) {
+    request.prompt_len = random.between(1, 12);
+    request.max_tokens = random.between(1, 10);
+  }
+  SimulatedRequest& longest = script.requests[static_cast<size_t>(random.between(0, 2))];
+  longest = {.arrival = longest.arrival,
+             .prompt_len = random.between(1, 30),
+             .max_tokens = random.between(20, 50),
+             .acceptance = longest.acceptance,
+             .salt = longest.salt};
+}
+
+std::vector<SimulatedRequest> make_requests(Random& random) {
+  std::vector<SimulatedRequest> requests(static_cast<size_t>(random.between(3, 30)));
+  const int32_t spread = random.pick({0, 30, 200});
+  const bool has_long_prompts = random.percent(30);
+  const int32_t most_tokens = random.pick({4, 16, 30});
+  for (SimulatedRequest& request : requests) {
+    request.arrival = random.between(0, spread);
+    request.prompt_len = random.between(1, has_long_prompts && random.percent(20) ? 90 : 24);
+    request.max_tokens = random.between(1, most_tokens);
+    request.is_score = random.percent(8);
+    if (!request.is_score) {
+      if (random.percent(30)) request.num_samples = random.between(2, 5);
+      request.has_prompt_logprobs = random.percent(10);
+      request.can_stop = random.percent(40);
+    }
+    if (random.percent(15)) {
+      request.cancel_tick = request.arrival + random.between(0, 60);
+      if (random.percent(50)) request.cancelled_sample = random.between(0, request.num_samples - 1);
+    }
+    request.acceptance = random.pick({0, 30, 60, 90, 100});
+    request.salt = random.bits();
+  }
+  std::stable_sort(requests.begin(), requests.end(),
+                   [](const auto& a, const auto& b) { return a.arrival < b.arrival; });
+  return requests;
+}
+
+// The fewest slabs with which every request fits alone.
+int64_t fewest_slabs(SimulationScript script) {
+  for (script.num_slabs = 2;; ++script.num_slabs) {
+    SlabPool pool(script.layout());
+    const Scheduler scheduler(script.options, pool);
+    if (std::all_of(script.requests.begin(), script.requests.end(),
+                    [&](const SimulatedRequest& request) {
+                      return scheduler.fits_alone(request.prompt_len, request.limit());
+                    })) {
+      return script.num_slabs;
+    }
+  }
+}
+
+// Smaller scripts to try in place of `script`, the boldest first.
+std::vector<SimulationScript> smaller(const SimulationScript& script) {
+  std::vector<SimulationScript> all;
+  const size_t count = script.requests.size();
+  for (size_t size = count / 2; size > 0; size /= 2) {
+    for (size_t begin = 0; begin + size <= count; begin += size) {
+      SimulationScript& one = all.emplace_back(script);
+      const auto first = one.requests.begin() + static_cast<std::ptrdiff_t>(begin);
+      one.requests.erase(first, first + static_cast<std::ptrdiff_t>(size));
+    }
+  }
+  for (size_t i = 0; i < count; ++i) {
+    const auto change = [&](const auto& edit) {
+      SimulationScript one = script;
+      edit(one.requests[i]);
+      all.push_back(std::move(one));
+    };
+    const SimulatedRequest& request = script.requests[i];
+    if (request.num_samples > 1) {
+      change([](SimulatedRequest& r) { --r.num_samples; });
+    }
+    if (request.cancel_tick >= 0) {
+      change([](SimulatedRequest& r) { r.cancel_tick = r.cancelled_sample = -1; });
+    }
+    if (request.can_stop) change([](SimulatedRequest& r) { r.can_stop = false; });
+    if (request.has_prompt_logprobs) {
+      change([](SimulatedRequest& r) { r.has_prompt_logprobs = false; });
+    }
+    if (request.prompt_len > 1) {
+      change([](SimulatedRequest& r) { r.prompt_len = (r.prompt_len + 1) / 2; });
+      change([](SimulatedRequest& r) { --r.prompt_len; });
+    }
+    if (request.max_tokens > 1) {
+      change([](SimulatedRequest& r) { r.max_tokens = (r.max_tokens + 1) / 2; });
+      change([](SimulatedRequest& r) { --r.max_tokens; });
+    }
+    if (request.acceptance > 0) change([](SimulatedRequest& r) { r.acceptance = 0; });
+    const int64_t earlier = i == 0 ? 0 : script.requests[i - 1].arrival;
+    if (request.arrival > earlier) change([&](SimulatedRequest& r) { r.arrival = earlier; });
+  }
+  if (script.percent_early > 0) all.emplace_back(script).percent_early = 0;
+  return all;
+}
+
+}  // namespace
+
+KvLayout SimulationScript::layout() const {
+  KvLayout layout = plan_kv_layout(target, draft, block_size, DType::kFloat32, 16 << 20);
+  layout.num_slabs = num_slabs;
+  layout.pool_bytes = num_slabs * layout.slab_bytes;
+  return layout;
+}
+
+std::string SimulationScript::text() const {
+  std::ostringstream out;
+  out << "PACELINE_SEED=" << seed << ": max_num_seqs " << options.max_num_seqs
+      << ", max_num_batched_tokens " << options.max_num_batched_tokens << ", prefill_chunk_size "
+      << options.prefill_chunk_size << ", max_score_rows " << options.max_score_rows
+      << ", num_draft_tokens " << options.num_draft_tokens << ", max_in_flight "
+      << options.max_in_flight << ", first_rows " << static_cast<int32_t>(first_rows)
+      << ", block_size " << block_size << ", num_slabs " << num_slabs << ", percent_early "
+      << percent_early << "\n";
+  const KvLayout planned = layout();
+  for (size_t g = 0; g < planned.groups.size(); ++g) {
+    const KvGroup& group = planned.groups[g];
+    out << "  group " << g << ": " << kv_owner_name(group.owner) << ", " << kv_kind_name(group.kind)
+        << ", window " << group.window << ", " << planned.blocks_per_slab(static_cast<GroupId>(g))
+        << " blocks a slab\n";
+  }
+  for (size_t i = 0; i < requests.size(); ++i) {
+    const SimulatedRequest& r = requests[i];
+    out << "  request " << i << ": tick " << r.arrival << ", prompt " << r.prompt_len << ", ";
+    if (r.is_score) {
+      out << "scored";
+    } else {
+      out << "max_tokens " << r.max_tokens << ", samples " << r.num_samples << ", acceptance "
+          << r.acceptance << " %";
+    }
+    if (r.has_prompt_logprobs) out << ", prompt logprobs";
+    if (r.can_stop) out << ", stops";
+    if (r.cancel_tick >= 0) {
+      out << ", sample " << r.cancelled_sample << " cancelled at tick " << r.cancel_tick;
+    }
+    out << "\n";
+  }
+  return out.str();
+}
+
+SimulationScript make_script(uint64_t seed) {
+  Random random(seed);
+  SimulationScript script;
+  script.seed = seed;
+  script.options = make_options(random);
+  script.block_size = random.pick({1, 2, 4, 5});
+  script.target.resize(static_cast<size_t>(random.between(1, 3)));
+  for (KvLayerShape& layer : script.target) layer = make_layer(random);
+  if (script.options.num_draft_tokens > 0) {
+    script.first_rows = random.pick({FirstRows::kNone, FirstRows::kNewest, FirstRows::kWindow});
+  }
+  if (script.first_rows != FirstRows::kNone) {
+    script.draft.resize(static_cast<size_t>(random.between(1, 2)));
+    for (KvLayerShape& layer : script.draft) layer = make_layer(random);
+  }
+  script.percent_early = random.pick({0, 0, 20, 60});
+  script.requests = make_requests(random);
+  const bool scatters = random.percent(25);
+  if (scatters) make_one_long(random, script);
+  script.num_slabs = fewest_slabs(script);
+  if (!scatters && random.percent(60)) {
+    script.num_slabs += random.between(1, static_cast<int32_t>(script.num_slabs));
+  }
+  return script;
+}
+
+SimulationScript shrink(SimulationScript script, SimulatedFault fault) {
+  for (bool has_shrunk = true; has_shrunk;) {
+    has_shrunk = false;
+    for (SimulationScript& candidate : smaller(script)) {
+      if (simulate(candidate, fault).violation.empty()) continue;
+      script = std::move(candidate);
+      has_shrunk = true;
+      break;
+    }
+  }
+  return script;
+}
+
+}  // namespace paceline::testing
