@@ -27,8 +27,9 @@
 // Not guaranteed: a slab is returned only with its last block. After other sequences have left, the
 // blocks of the last running sequence may be scattered over more slabs than they need, and it may
 // be unable to grow although it fits alone. Blocks are never moved. As a last resort the scheduler
-// preempts that sequence too: the pool is then empty once the launched iterations have completed,
-// and recomputing the sequence lays it out compactly, so that the first guarantee holds.
+// preempts that sequence too and admits no other until it ends: the pool is then empty once the
+// launched iterations have completed, and recomputing the sequence lays it out compactly, so that
+// the first guarantee holds.
 
 #include <cstddef>
 #include <cstdint>

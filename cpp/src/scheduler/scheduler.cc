@@ -2,6 +2,7 @@
 #include "scheduler/scheduler.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/check.h"
 #include "request/sequence.h"
@@ -43,6 +44,8 @@ void Scheduler::reset(int64_t completed) {
   running_.clear();
   waiting_.clear();
   num_waiting_requests_ = 0;
+  needs_empty_pool_ = false;
+  alone_ = nullptr;
   free_all_slots();
   newest_planned_ = completed;
   pool_.reset(completed);
@@ -166,6 +169,7 @@ void Scheduler::release(Sequence& sequence) {
 void Scheduler::preempt(Sequence& sequence) {
   release(sequence);
   std::erase(running_, &sequence);
+  if (alone_ == &sequence) alone_ = nullptr;
   ++sequence.epoch;
   sequence.emitting_in_flight = 0;
   ++num_preemptions_;
@@ -185,8 +189,10 @@ Scheduler::Reservation Scheduler::reserve_blocks(Sequence& sequence, const Plann
                   [&](const TableWrite& write) { return write.seq_slot == youngest->seq_slot; });
     preempt(*youngest);
     // The sequence is alone and still lacks blocks: its own blocks are scattered over more slabs
-    // than it needs. Recomputed from the start it lies compactly, and `fits_alone` guarantees that
-    // this fits.
+    // than it needs. Recomputed on an empty pool it lies compactly, and `fits_alone` guarantees
+    // that this fits, but only while it stays alone: beside others it would be scattered again,
+    // without end.
+    needs_empty_pool_ |= running_.empty();
     if (youngest == &sequence) return Reservation::kPreemptedItself;
   }
   return Reservation::kReserved;
@@ -288,8 +294,9 @@ bool Scheduler::plan(IterationPlan& plan) {
   // have stalled, unless nothing else would run. All releases of this plan precede the first fork,
   // so a later release of the source of a copy carries the tag of this iteration or a newer one.
   size_t index = 0;
-  while (index < waiting_.size() && !free_seq_slots_.empty() &&
+  while (index < waiting_.size() && !free_seq_slots_.empty() && alone_ == nullptr &&
          (!has_preempted || (plan.sequences.empty() && running_.empty()))) {
+    if (needs_empty_pool_ && (!running_.empty() || pool_.num_quarantined() > 0)) break;
     Sequence* sequence = waiting_[index];
     const Parent parent = find_parent(*sequence, plan.iteration);
     if (parent.sequence == nullptr && parent.is_pending) {
@@ -303,6 +310,7 @@ bool Scheduler::plan(IterationPlan& plan) {
       break;
     }
     remove_waiting(index);
+    if (std::exchange(needs_empty_pool_, false)) alone_ = sequence;
     prefill_budget -= rows.num_rows;
     score_budget -= score_rows(rows);
     launch(*sequence, rows, plan);
@@ -340,6 +348,8 @@ void Scheduler::finish(Sequence& sequence) {
   }
   release(sequence);
   sequence.phase = Sequence::Phase::kFinished;
+  if (alone_ == &sequence) alone_ = nullptr;
+  if (!has_work()) needs_empty_pool_ = false;
 }
 
 }  // namespace paceline

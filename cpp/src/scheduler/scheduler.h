@@ -108,6 +108,10 @@ class Scheduler {
   std::deque<Sequence*> waiting_;   // in the same order
   std::vector<int32_t> free_seq_slots_;
   std::vector<Sequence*> candidates_;  // scratch of plan(): running_ as it was at the start
+  // Set when a sequence has lacked blocks although it ran alone: the next one is admitted to an
+  // empty pool and is `alone_` until it ends.
+  bool needs_empty_pool_ = false;
+  const Sequence* alone_ = nullptr;
   int64_t newest_planned_ = -1;
   int64_t num_preemptions_ = 0;
   int64_t num_shared_tokens_ = 0;
