@@ -379,6 +379,79 @@ TEST(RowOps, DraftsGoToTheColumnOfTheStepCounter) {
   EXPECT_EQ(Tokens(drafts, drafts + 3), (Tokens{21, 0, 23}));
 }
 
+// The drafter's probability of each draft in turn, on one sequence; drafts are 20, 21, ... Returns
+// what keep_drafting says after begin_draft_steps and after each step.
+std::vector<int32_t> draft_with(Window& window, const std::vector<float>& probabilities) {
+  int32_t step = -1;
+  int32_t keep_drafting = -7;
+  int32_t drawn = 20;
+  float probability = probabilities[0];
+  const DraftStop stop{
+      .probabilities = &probability, .threshold = 0.5f, .keep_drafting = &keep_drafting};
+  begin_draft_steps(window.ctx, {.inputs = window.in,
+                                 .sequences = window.s,
+                                 .drawn = &drawn,
+                                 .rows = window.rows,
+                                 .current_draft_step = &step,
+                                 .stop = stop});
+  std::vector<int32_t> kept = {keep_drafting};
+  for (size_t j = 1; j < probabilities.size(); ++j) {
+    drawn = 20 + static_cast<int32_t>(j);
+    probability = probabilities[j];
+    keep_drafting = -7;
+    store_draft(window.ctx, {.current_draft_step = &step,
+                             .rows = window.rows,
+                             .sequences = window.s,
+                             .drawn = &drawn,
+                             .stop = stop});
+    advance_draft_step(window.ctx, {.current_draft_step = &step,
+                                    .rows = window.rows,
+                                    .drawn = &drawn,
+                                    .sequences = window.s,
+                                    .stop = stop,
+                                    .groups = {},
+                                    .num_groups = 0});
+    kept.push_back(keep_drafting);
+  }
+  return kept;
+}
+
+TEST(RowOps, AnEarlyStopKeepsTheDraftThatItDrew) {
+  struct Case {
+    std::vector<float> probabilities;
+    int32_t draft_len;
+  };
+  for (const Case& c : {Case{{0.9f, 0.9f, 0.9f, 0.9f}, 4}, Case{{0.4f, 0.9f, 0.9f, 0.9f}, 1},
+                        Case{{0.9f, 0.4f, 0.9f, 0.9f}, 2}, Case{{0.9f, 0.9f, 0.4f, 0.9f}, 3},
+                        Case{{0.9f, 0.9f, 0.9f, 0.4f}, 4}, Case{{0.9f, 0.5f, 0.9f, 0.4f}, 4}}) {
+    Window window({0, 0, 0, 0}, {});
+    draft_with(window, c.probabilities);
+    EXPECT_EQ(window.s.draft_len[1], c.draft_len);
+    const int32_t* drafts = window.s.draft_tokens + 4;
+    for (int32_t j = 0; j < c.draft_len; ++j) EXPECT_EQ(drafts[j], 20 + j);
+  }
+  // Two tokens still fit: no early stop makes more of them, and none less than one.
+  Window window({0, 0, 0, 0}, {}, /*known_len=*/5, /*limit=*/7);
+  draft_with(window, {0.9f, 0.9f, 0.4f, 0.9f});
+  EXPECT_EQ(window.s.draft_len[1], 2);
+}
+
+TEST(RowOps, DraftingGoesOnOnlyWhileARowIsLive) {
+  const auto kept = [](const std::vector<float>& probabilities, int32_t limit = kMaxLen,
+                       bool is_active = true) {
+    Window window(std::vector<int32_t>(probabilities.size()), {}, /*known_len=*/5, limit);
+    window.s.is_active[1] = is_active ? 1 : 0;
+    return draft_with(window, probabilities);
+  };
+  EXPECT_EQ(kept({0.9f, 0.9f, 0.9f, 0.9f}), (std::vector<int32_t>{1, 1, 1, 0})) << "to the last";
+  EXPECT_EQ(kept({0.9f, 0.4f, 0.9f, 0.9f}), (std::vector<int32_t>{1, 0, 0, 0}));
+  EXPECT_EQ(kept({0.4f, 0.9f, 0.9f, 0.9f}), (std::vector<int32_t>{0, 0, 0, 0}));
+  EXPECT_EQ(kept({0.9f, 0.9f, 0.9f, 0.9f}, /*limit=*/7), (std::vector<int32_t>{1, 0, 0, 0}));
+  EXPECT_EQ(kept({0.9f, 0.9f, 0.9f, 0.9f}, kMaxLen, /*is_active=*/false),
+            (std::vector<int32_t>{0, 0, 0, 0}));
+  EXPECT_EQ(kept({0.9f}), (std::vector<int32_t>{0})) << "k = 1 has no draft step";
+}
+
 struct CountParams {
   int32_t* counter;
   int32_t amount;

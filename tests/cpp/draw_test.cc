@@ -148,6 +148,59 @@ TEST(Draw, PruningChangesNothing) {
   }
 }
 
+// With this seed token 2058 at position 100 has the word 0, and so the largest noise there is:
+// 33 log 2. One token in 2^32 has it, too few for random cases to meet.
+TEST(Draw, TheLargestNoiseIsNotPruned) {
+  constexpr uint64_t kSeed = 1066635;
+  constexpr int32_t kPosition = 100;
+  constexpr int32_t kFirst = 0;
+  constexpr int32_t kLucky = 2058;
+  const auto noise_of = [](int32_t token) {
+    const NoiseKey key = {
+        .seed = kSeed, .stream = NoiseStream::kTarget, .position = kPosition, .salt = 0};
+    const uint32_t word = philox(key, static_cast<uint32_t>(token) / 4)[token % 4];
+    return -std::log(-std::log1p(-double{uniform_open(word)}));
+  };
+  ASSERT_NEAR(noise_of(kLucky), 33 * std::log(2.0), 1e-6);
+  for (const float temperature : {0.5f, 1.0f, 2.0f}) {
+    for (const double margin : {0.01, -0.01}) {
+      DrawRows rows = {.logits = std::vector<float>(2100, -kInf),
+                       .stride = 2100,
+                       .vocab_limit = 2100,
+                       .row_index = {0},
+                       .seq_slot = {0},
+                       .positions = {kPosition - 1},
+                       .seeds = {kSeed},
+                       .temperatures = {temperature}};
+      const double behind = noise_of(kFirst) - noise_of(kLucky) + margin;
+      rows.logits[kFirst] = 0;
+      rows.logits[kLucky] = static_cast<float>(behind * temperature);
+      const int32_t expected = margin > 0 ? kLucky : kFirst;
+      EXPECT_EQ(rows.draw_all(1), std::vector<int32_t>{expected}) << "T " << temperature;
+
+      const float logits[] = {0, rows.logits[kLucky]};
+      const int32_t map[] = {kFirst, kLucky};
+      const int32_t one = 1;
+      int32_t token = -99;
+      CpuContext ctx = context_of(1);
+      draw(ctx, {.num_rows = &one,
+                 .max_rows = 1,
+                 .logits = logits,
+                 .logits_stride = 2,
+                 .vocab_limit = 2,
+                 .row_index = rows.row_index.data(),
+                 .seq_slot = rows.seq_slot.data(),
+                 .positions = rows.positions.data(),
+                 .seeds = rows.seeds.data(),
+                 .temperatures = rows.temperatures.data(),
+                 .tokens = &token,
+                 .token_map = map,
+                 .token_limit = 2100});
+      EXPECT_EQ(token, expected) << "mapped, T " << temperature;
+    }
+  }
+}
+
 TEST(Draw, ADraftVocabularyDrawsWhatItsLogitsDrawAmongAllTokens) {
   TRACE_SEED();
   Random random(27);

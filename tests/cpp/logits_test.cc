@@ -533,6 +533,22 @@ TEST(TruncateLogits, TopPKeepsTheFewestThatReachIt) {
   EXPECT_EQ(kept({2, 2}, {.top_p = 0.5f}), (Tokens{0, 1}));
 }
 
+TEST(TruncateLogits, TopPIsReachedByASumThatEqualsIt) {
+  // At this temperature integer logits have weights that are exact powers of two.
+  const auto with = [](float top_p) {
+    return Sampling{.temperature = 1.44269504f, .top_p = top_p};
+  };
+  const auto above = [](float top_p) { return std::nextafter(top_p, 1.0f); };
+  const Logits halves = {-1, 0, -1};  // 1/4, 1/2, 1/4
+  EXPECT_EQ(kept(halves, with(0.5f)), (Tokens{1}));
+  EXPECT_EQ(kept(halves, with(above(0.5f))), (Tokens{0, 1, 2}));
+  const Logits eighths = {-3, -1, -3, -2};  // 1/8, 1/2, 1/8, 1/4
+  EXPECT_EQ(kept(eighths, with(0.5f)), (Tokens{1}));
+  EXPECT_EQ(kept(eighths, with(above(0.5f))), (Tokens{1, 3}));
+  EXPECT_EQ(kept(eighths, with(0.75f)), (Tokens{1, 3}));
+  EXPECT_EQ(kept(eighths, with(above(0.75f))), (Tokens{0, 1, 2, 3}));
+}
+
 TEST(TruncateLogits, TopPIsAShareOfWhatTopKLeaves) {
   const Logits logits = of_probabilities({0.1, 0.4, 0.2, 0.05, 0.25});
   // 0.4, 0.25 of 0.65: the first alone is 0.615 of it.
@@ -551,6 +567,30 @@ TEST(TruncateLogits, MinPIsRelativeToTheHighest) {
   EXPECT_EQ(kept(logits, {.top_k = 4, .top_p = 0.9f, .min_p = 0.6f}), (Tokens{1, 4}));
   // Not of what top-p leaves to the highest, which does not change.
   EXPECT_EQ(kept(logits, {.top_p = 0.6f, .min_p = 0.1f}), (Tokens{1, 4}));
+}
+
+TEST(TruncateLogits, MinPIsExactToTheLastBit) {
+  TRACE_SEED();
+  Random random(31);
+  int32_t num_checked = 0;
+  for (int i = 0; i < 2000; ++i) {
+    const float highest = random.normal(10.0f);
+    const float temperature = random.one_of({0.1f, 0.7f, 1.0f, 3.0f});
+    const float min_p = random.one_of({0.9f, 0.5f, 0.1f, 0.03f, 1e-4f});
+    // A token is kept if exp((logit - highest) / temperature) >= min_p.
+    const long double lowest = highest + temperature * std::log(static_cast<long double>(min_p));
+    auto kept_one = static_cast<float>(lowest);
+    if (kept_one < lowest) kept_one = std::nextafter(kept_one, kInf);
+    const float cut_one = std::nextafter(kept_one, -kInf);
+    // Double precision cannot tell which side the edge itself is on.
+    const long double error = 1e-14L * (std::fabs(lowest) + 1);
+    if (kept_one - lowest < error || lowest - cut_one < error) continue;
+    ++num_checked;
+    EXPECT_EQ(kept({cut_one, highest, kept_one}, {.temperature = temperature, .min_p = min_p}),
+              (Tokens{1, 2}))
+        << "highest " << highest << " T " << temperature << " min_p " << min_p;
+  }
+  EXPECT_GT(num_checked, 1900);
 }
 
 TEST(TruncateLogits, ProbabilitiesAreThoseAtTheTemperature) {
