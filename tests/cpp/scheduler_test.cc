@@ -254,6 +254,30 @@ TEST(Scheduler, PreemptsTheYoungestAndServesItAgain) {
   EXPECT_EQ(desk.pool.check_integrity(), "");
 }
 
+// Beside a sequence that has all the blocks it will ever need, 3 blocks of 8 tokens are free. Up to
+// and including its first window a newcomer reserves prompt + 2 * 4 + 3 tokens.
+TEST(Scheduler, AdmitsOnlyWithBlocksUpToTheFirstWindow) {
+  for (const int32_t prompt_len : {13, 14}) {
+    Desk desk(40);
+    Sequence& first = desk.add(8, 8);
+    ASSERT_TRUE(desk.step());
+    Sequence& second = desk.add(prompt_len, 20);
+    ASSERT_TRUE(desk.step());
+    if (prompt_len == 14) {
+      EXPECT_EQ(desk.planned(second), nullptr) << "25 tokens need 4 blocks";
+      desk.scheduler.finish(first);
+      desk.scheduler.complete(desk.iteration);
+      ASSERT_TRUE(desk.step());
+    }
+    ASSERT_NE(desk.planned(second), nullptr);
+    EXPECT_EQ(desk.planned(second)->kind, RowKind::kPrefillFinal);
+    ASSERT_TRUE(desk.step());
+    ASSERT_NE(desk.planned(second), nullptr);
+    EXPECT_EQ(desk.planned(second)->kind, RowKind::kDecode);
+    EXPECT_EQ(desk.scheduler.num_preemptions(), 0);
+  }
+}
+
 TEST(Scheduler, ScoredPromptsAreCutToTheLogitRows) {
   Desk desk(1024);
   Sequence& score = desk.add(20, 0, /*is_score=*/true);
