@@ -164,7 +164,8 @@ TEST(RejectingEngine, ASeedGivesTheSameTokensByEveryDriver) {
   }
 }
 
-// The early stop changes how much is drafted, and nothing in the law (rejection_law_test).
+// The early stop changes how much is drafted, and nothing in the distribution
+// (rejection_distribution_test).
 TEST(RejectingEngine, DraftsStopEarly) {
   const TinyModel shape{.windows = {8, 0, 8}};
   const auto target = tiny_model(shape, 3);
