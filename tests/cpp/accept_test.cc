@@ -24,7 +24,7 @@ namespace {
 
 constexpr int32_t kMaxLen = 32;
 
-// One decoding sequence in slot 1 of two, known tokens 0..known_len-1.
+// One decoding sequence in sequence slot 1 of two, known tokens 0..known_len-1.
 struct Window {
   Window(std::vector<int32_t> drafts, std::vector<int32_t> draws, int32_t known_len = 5,
          int32_t limit = kMaxLen)
@@ -101,7 +101,7 @@ struct Window {
 
 using Tokens = std::vector<int32_t>;
 
-TEST(Accept, KeepsWhileDraftsEqualDraws) {
+TEST(Accept, AcceptsWhileDraftsEqualDraws) {
   struct Case {
     Tokens drafts, draws, emitted;
     int32_t accepted;
@@ -124,7 +124,7 @@ TEST(Accept, KeepsWhileDraftsEqualDraws) {
   }
 }
 
-TEST(Accept, AStopTokenAmongKeptDraftsDiscardsTheRest) {
+TEST(Accept, AStopTokenAmongAcceptedDraftsDiscardsTheRest) {
   Window window({7, 8, 9}, {7, 8, 9, 4});
   window.s.num_stop_ids[1] = 2;
   window.s.stop_ids[kMaxStopIds + 1] = 8;
@@ -160,7 +160,7 @@ TEST(Accept, EndedSequencesEmitNothing) {
   EXPECT_EQ(window.s.known_len[1], 5);
 }
 
-TEST(Accept, SyntheticOverridesTheVerdict) {
+TEST(Accept, SyntheticOverridesTheComparison) {
   Window window({7, 8, 9}, {1, 2, 3, 4});
   const SequenceResult result = window.judge(AcceptMethod::kSynthetic, {1, 1, 0});
   EXPECT_EQ(window.emitted(), (Tokens{7, 8, 3}));
@@ -191,8 +191,8 @@ TEST(RowOps, TheFirstPassSeesTheLastAcceptedAndTheNewToken) {
   EXPECT_EQ(window.rows.positions[1], 7);
 }
 
-TEST(RowOps, TheFirstPassOfAHeadPairsEachRowWithTheTokenAfterIt) {
-  Window window({7, 8, 9}, {7, 8, 1, 4});  // known_len 5; two kept, then 1
+TEST(RowOps, TheFirstPassOfADraftHeadPairsEachRowWithTheTokenAfterIt) {
+  Window window({7, 8, 9}, {7, 8, 1, 4});  // known_len 5; two accepted, then 1
   window.judge();
   window.in.first_indptr[1] = window.in.counts->num_first_rows = 4;
   int32_t last_row = -1;
@@ -228,7 +228,7 @@ TEST(RowOps, TheFirstPassOfAHeadPairsEachRowWithTheTokenAfterIt) {
 }
 
 TEST(RowOps, TheFirstPassOfAChunkIsTheSameWhereItsSequenceHasEnded) {
-  Window window({7, 8, 9}, {7, 8, 1, 4});  // known_len 5; two kept, then 1: eight tokens
+  Window window({7, 8, 9}, {7, 8, 1, 4});  // known_len 5; two accepted, then 1: eight tokens
   window.judge();
   window.in.kind[0] = static_cast<int32_t>(RowKind::kPrefillFinal);
   window.in.prefill_start[0] = 5;
@@ -251,8 +251,8 @@ TEST(RowOps, TheFirstPassOfAChunkIsTheSameWhereItsSequenceHasEnded) {
   EXPECT_EQ(window.rows.seq_slot[0], -1);
 }
 
-TEST(RowOps, AFixedHeadHasOneRowAtTheLastPositionWithKv) {
-  Window window({7, 8, 9}, {7, 8, 1, 4});  // known_len 5; two kept, then 1
+TEST(RowOps, AFixedDraftHeadHasOneRowAtTheLastPositionWithKv) {
+  Window window({7, 8, 9}, {7, 8, 1, 4});  // known_len 5; two accepted, then 1
   window.judge();
   // The window is rows 20 to 23 of the verify pass; its row 22 drew the newest token.
   window.in.verify_indptr[0] = 20;
@@ -279,12 +279,12 @@ TEST(RowOps, AFixedHeadHasOneRowAtTheLastPositionWithKv) {
   };
   assemble();
   expect_row(1, 6, 1, 22);
-  // Of a prompt, whose last row drew.
+  // After a prompt the last row drew.
   window.in.kind[0] = static_cast<int32_t>(RowKind::kPrefillFinal);
   window.in.verify_indptr[0] = 17;
   assemble();
   expect_row(1, 6, 1, 23);
-  // A sequence that has ended drafts nothing, but some row it must point to.
+  // A sequence that has ended drafts nothing, but it must point to some row.
   window.s.is_active[1] = 0;
   assemble();
   expect_row(-1, 0, 0, 23);
@@ -304,7 +304,7 @@ TEST(RowOps, AFixedHeadHasOneRowAtTheLastPositionWithKv) {
   EXPECT_EQ(last_row, -1);
 }
 
-TEST(RowOps, AFixedHeadStaysWhereItIsWhileItsDraftsGoOn) {
+TEST(RowOps, AFixedDraftHeadStaysWhereItIsWhileItsDraftsGoOn) {
   Window window({0, 0, 0, 0}, {}, /*known_len=*/5, /*limit=*/8);
   int32_t step = -1;
   const int32_t drawn[] = {21};
@@ -349,7 +349,7 @@ TEST(RowOps, NgramTakesTheLongestAndLatestMatch) {
   };
   const Tokens twice = {1, 2, 3, 9, 8, 2, 3, 7, 6, 1, 2, 3};
   EXPECT_EQ(propose(twice, 1, 3, 4), (Tokens{9, 8, 2, 3}));  // the longer match, though earlier
-  EXPECT_EQ(propose(twice, 1, 2, 4), (Tokens{7, 6, 1, 2}));  // of equals the later
+  EXPECT_EQ(propose(twice, 1, 2, 4), (Tokens{7, 6, 1, 2}));  // of two equal matches the later
   EXPECT_EQ(propose(twice, 4, 6, 4), Tokens{});
   EXPECT_EQ(propose(twice, 1, 2, 4, 14), (Tokens{7, 6}));  // two more tokens fit
   EXPECT_EQ(propose({4, 5, 6}, 1, 3, 4), Tokens{});
@@ -430,7 +430,7 @@ TEST(RowOps, AnEarlyStopKeepsTheDraftThatItDrew) {
     const int32_t* drafts = window.s.draft_tokens + 4;
     for (int32_t j = 0; j < c.draft_len; ++j) EXPECT_EQ(drafts[j], 20 + j);
   }
-  // Two tokens still fit: no early stop makes more of them, and none less than one.
+  // Only two tokens still fit; a later early stop does not change that.
   Window window({0, 0, 0, 0}, {}, /*known_len=*/5, /*limit=*/7);
   draft_with(window, {0.9f, 0.9f, 0.4f, 0.9f});
   EXPECT_EQ(window.s.draft_len[1], 2);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // paged_attention and list_attention on the CPU, over sequences whose blocks lie anywhere in a pool
-// of NaN: no byte that is not a sequence's own may be read.
+// of NaN: only bytes of the row's own sequence may be read.
 
 #include "ops/ops.h"
 
@@ -242,7 +242,7 @@ TEST_P(AttentionTest, MatchesReference) {
       random.normals(static_cast<int64_t>(rows.size()) * qkv_width(c.shape));
   const AttentionOptions options = {
       .soft_cap = c.soft_cap, .sinks = c.has_sinks ? sinks.data() : nullptr, .num_threads = 2};
-  // What lies before the window must not be read either.
+  // Keys before the window must not be read either.
   for (const AttentionRow& row : rows) {
     for (int32_t position = 0; position < row.begin; ++position) {
       sequences.poison(row.sequence, position);
@@ -326,8 +326,8 @@ TEST(PagedAttention, BitsDoNotDependOnBlocks) {
   }
 }
 
-// A key of weight zero in front of the window adds nothing but shifts nothing either: chunks lie at
-// absolute positions, so the bits are those of the window alone.
+// A key with weight zero before the window adds nothing and shifts nothing: chunks lie at absolute
+// positions, so the bits are those of the window alone.
 TEST(PagedAttention, ChunksLieAtAbsolutePositions) {
   TRACE_SEED();
   const AttentionShape shape = {1, 1, 64, 16, DType::kFloat32};

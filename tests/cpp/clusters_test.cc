@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CPU ops of heads that score clusters of tokens first: select_clusters and cluster_logits.
+// The CPU ops of draft heads that score clusters of tokens first: select_clusters and
+// cluster_logits.
 
 #include "ops/ops.h"
 
@@ -37,7 +38,7 @@ TEST(SelectClusters, TakesTheBestInOrder) {
   for (const Case& c : cases) {
     const auto num_clusters = static_cast<int32_t>(c.scores.size());
     for (int32_t top = 1; top <= num_clusters; ++top) {
-      // The second row's scores ascend; nothing asks for the third.
+      // The second row's scores ascend; the third row is not computed.
       std::vector<float> scores = c.scores;
       scores.resize(c.scores.size() * 3);
       std::iota(scores.begin() + num_clusters, scores.begin() + 2 * num_clusters, 0.0f);

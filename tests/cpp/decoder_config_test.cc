@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Decoder descriptions: every key is read, and what no decoder can be is refused by name.
+// Decoder descriptions: every key is read, and impossible ones are refused by name.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // EAGLE, EAGLE-3 and prompt lookup: logits against the equations, alignment against oracles, KV
-// after rejections, output that equals plain output, and what is refused.
+// after rejections, output equal to plain output, and refused configurations.
 
 #include <gtest/gtest.h>
 
@@ -17,6 +17,7 @@
 #include "cpp/engine_options.h"
 #include "executor/engine.h"
 #include "speculate/row_ops.h"
+#include "support/acceptance.h"
 #include "support/direct_runner.h"
 #include "support/draft_head_checks.h"
 #include "support/jobs.h"
@@ -149,7 +150,7 @@ TEST(DraftHead, OraclesAreAlwaysRight) {
     const auto target = raw.build();
     const auto head = oracle_head(oracle, raw).build();
     for (const double temperature : {0.0, 1.0}) {
-      // What is sampled is no function of the token before.
+      // A sampled token is not a function of the token before.
       if (temperature > 0 && oracle.reads_hidden) continue;
       uint64_t cell = 0;
       for (const int32_t k : {1, 3, 8, 16}) {
@@ -180,7 +181,7 @@ TEST(DraftHead, OraclesAreAlwaysRight) {
   EXPECT_GT(preemptions, 20);
 }
 
-// Share of an oracle's drafts that are kept when its recorded programs are changed first.
+// The acceptance rate of an oracle's drafts after a change of its recorded programs.
 double oracle_acceptance(const Oracle& oracle, double temperature,
                          const std::function<void(CpuRunner&, Program&)>& plant) {
   const RawModel raw = oracle_target(oracle.is_reduced);
@@ -208,24 +209,7 @@ double oracle_acceptance(const Oracle& oracle, double temperature,
                  .max_model_len = 256,
                  .vocab_size = 64},
                 layout, std::move(runner));
-  std::mt19937_64 random(3);
-  for (int i = 0; i < 8; ++i) {
-    Request request;
-    for (int t = 0; t < 5 + 3 * i; ++t) request.prompt.push_back(random() % 64);
-    request.sampling = {.temperature = temperature, .seed = random(), .max_tokens = 60};
-    EXPECT_TRUE(engine.add_request(std::move(request)).has_value());
-  }
-  int64_t accepted = 0;
-  int64_t drafted = 0;
-  for (int left = 8; left > 0;) {
-    for (const RequestEvent& event : engine.poll(100)) {
-      if (event.finish_reason == FinishReason::kNone) continue;
-      accepted += event.counters.num_accepted_tokens;
-      drafted += event.counters.num_draft_tokens;
-      --left;
-    }
-  }
-  return static_cast<double>(accepted) / static_cast<double>(drafted);
+  return testing::acceptance_rate(engine, temperature);
 }
 
 TEST(DraftHead, PlantedOffByOnesGoRed) {
@@ -258,7 +242,7 @@ TEST(DraftHead, PlantedOffByOnesGoRed) {
       if (p->tokens == runner.buffers().drawn) p->token_map = rows.data();
     }
   };
-  // A step is fed what the first pass has put out, again and again.
+  // Every draft step reads the output of the first pass.
   const auto stops_feedback = [](CpuRunner& runner, Program& program) {
     static std::vector<float> stale(64 * 8, 0.0f);
     for (CopyRowsParams* p : program.params_of<CopyRowsParams>(copy_rows)) {
@@ -268,7 +252,7 @@ TEST(DraftHead, PlantedOffByOnesGoRed) {
       if (p->x == runner.buffers().draft_output.feedback && p->y_stride == 128) p->x = stale.data();
     }
   };
-  // Positions that move on although the drafter's are fixed.
+  // Positions advance although the drafter's are fixed.
   const auto moves_on = [](CpuRunner&, Program& program) {
     for (auto* p : program.params_of<AdvanceParams>(advance_draft_step)) {
       p->advances_positions = true;
@@ -294,7 +278,7 @@ TEST(DraftHead, PlantedOffByOnesGoRed) {
   }
 }
 
-TEST(DraftHead, DraftKvIsThatOfARunThatWasNeverWrong) {
+TEST(DraftHead, DraftKvDoesNotDependOnRejectedDrafts) {
   const uint64_t first_seed = seed_from_env(1);
   int64_t rejected = 0;
   for (uint64_t seed = first_seed; seed < first_seed + 16 && !HasFatalFailure(); ++seed) {
@@ -333,7 +317,7 @@ TEST(DraftHead, SpeculativeEqualsPlain) {
     const auto which = static_cast<size_t>(seed % (heads.size() + 3));
     const bool is_ngram = which >= heads.size();
     const bool is_gemma = random() % 2 == 0;
-    // Oracles now and then, since random heads are seldom right.
+    // Oracles in some cases, since random draft heads are rarely right.
     const bool is_oracle = !is_ngram && random() % 2 == 0;
     const Oracle oracle{
         .kind = pick(DrafterKind::kEagle, DrafterKind::kEagle3, DrafterKind::kGemma4Mtp)};
@@ -404,7 +388,7 @@ TEST(Ngram, CyclesAreFoundAndMissesDraftNothing) {
     tokens.push_back(static_cast<int32_t>(testing::oracle_next(false, tokens.back())));
   }
   EXPECT_EQ(outcome.tokens, std::vector<int32_t>(tokens.begin() + 1, tokens.end()));
-  // Once around, nothing has been seen before; from then on every draft is right.
+  // During the first cycle no token has occurred before; then every draft is right.
   EXPECT_EQ(outcome.counters.num_accepted_tokens, outcome.counters.num_draft_tokens);
   const auto period =
       static_cast<int64_t>(std::find(tokens.begin() + 1, tokens.end(), 1) - tokens.begin());
@@ -525,7 +509,7 @@ TEST(DraftHead, MismatchesAreRefusedWithBothValues) {
 }
 
 TEST(DraftHead, AWholeVocabularyNeedsNoMap) {
-  // Without a map rows are tokens; with the map that says so the model drafts the same.
+  // Without a map row i is token i; with the identity map the model drafts the same.
   const RawModel raw = oracle_target(false);
   const auto target = raw.build();
   RawModel head = oracle_head({.kind = DrafterKind::kEagle3}, raw);

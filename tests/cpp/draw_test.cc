@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Noise and what is drawn with it: philox against published answers, draw on the CPU against a
-// reference that prunes nothing, and by the law it must follow.
+// Noise and draws: philox against published answers, draw on the CPU against a reference without
+// pruning and against the distribution that it must follow.
 
 #include "ops/ops.h"
 
@@ -164,9 +164,10 @@ TEST(Draw, TheLargestNoiseIsNotPruned) {
   ASSERT_NEAR(noise_of(kLucky), 33 * std::log(2.0), 1e-6);
   for (const float temperature : {0.5f, 1.0f, 2.0f}) {
     for (const double margin : {0.01, -0.01}) {
-      DrawRows rows = {.logits = std::vector<float>(2100, -kInf),
-                       .stride = 2100,
-                       .vocab_limit = 2100,
+      // Whole blocks of 64 ids, since a block that the vocabulary cuts short is never pruned.
+      DrawRows rows = {.logits = std::vector<float>(2112, -1000.0f),
+                       .stride = 2112,
+                       .vocab_limit = 2112,
                        .row_index = {0},
                        .seq_slot = {0},
                        .positions = {kPosition - 1},
@@ -195,7 +196,7 @@ TEST(Draw, TheLargestNoiseIsNotPruned) {
                  .temperatures = rows.temperatures.data(),
                  .tokens = &token,
                  .token_map = map,
-                 .token_limit = 2100});
+                 .token_limit = 2112});
       EXPECT_EQ(token, expected) << "mapped, T " << temperature;
     }
   }
@@ -232,7 +233,7 @@ TEST(Draw, ADraftVocabularyDrawsWhatItsLogitsDrawAmongAllTokens) {
     const auto draw_from = [&](const std::vector<float>& from, const int32_t* token_map) {
       int32_t token = -99;
       float probability = -1;
-      // The row is one position earlier and draws one further on: the same token's place.
+      // The row is one position earlier and draws one further ahead: the same token's position.
       draw(ctx, {.num_rows = &one,
                  .max_rows = 1,
                  .logits = from.data(),
@@ -257,13 +258,13 @@ TEST(Draw, ADraftVocabularyDrawsWhatItsLogitsDrawAmongAllTokens) {
   }
 }
 
-// Rows whose logits are those of a few tokens each, in any order, and which have not moved on.
+// Rows with logits of a few tokens each, in any order, at fixed positions.
 TEST(Draw, RowsOfTheirOwnTokensDrawWhatTheirLogitsDrawAmongAllTokens) {
   TRACE_SEED();
   Random random(28);
   constexpr int32_t kTokens = 300;
   constexpr int32_t kLimit = 280;  // tokens of the target
-  constexpr int32_t kIds = 90;     // of a row, and some more that are not drawable
+  constexpr int32_t kIds = 90;     // of a row; some are not drawable
   constexpr int32_t kStride = kIds + 6;
   constexpr int32_t kRows = 3;
   const std::vector<int32_t> identity = {0, 1, 2};
@@ -361,7 +362,7 @@ TEST(Draw, FollowsTheSoftmax) {
   constexpr int32_t kNumDraws = 1 << 18;
   for (const float temperature : {0.7f, 1.0f, 1.5f}) {
     Random random(26);
-    // Spread evenly over [-3, 2], so that even the rarest id is expected a dozen times.
+    // Evenly spaced over [-3, 2], so that the rarest id is expected a dozen times.
     std::vector<float> logits(kVocab);
     for (float& logit : logits) logit = -3.0f + 5e-4f * static_cast<float>(random.below(10001));
     DrawRows rows = {.logits = logits,
@@ -417,7 +418,7 @@ TEST(Draw, SameSeedPositionAndLogitsGiveTheSameToken) {
                        .positions = {},
                        .seeds = {},
                        .temperatures = {}};
-      // Logits row i belongs to pass row num_rows - 1 - i, which sits in slot 2 * that.
+      // Logits row i belongs to pass row num_rows - 1 - i, which has sequence slot 2 * that.
       const int32_t place = random.below(num_rows);
       rows.seeds.resize(static_cast<size_t>(2 * num_rows));
       rows.temperatures.resize(static_cast<size_t>(2 * num_rows));

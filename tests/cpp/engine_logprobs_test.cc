@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Logprobs through the whole engine on tiny random models: those of speculative decoding are those
-// of plain decoding bit for bit, they are those of the model's logits, and asking for them changes
-// nothing.
+// Logprobs through the whole engine on tiny random models: speculative decoding returns the bits of
+// plain decoding, the values are those of the model's logits, and asking for them changes nothing.
 
 #include <gtest/gtest.h>
 
@@ -14,6 +13,7 @@
 
 #include "cpp/engine_options.h"
 #include "support/jobs.h"
+#include "support/logprob_checks.h"
 #include "support/tiny_models.h"
 
 namespace paceline {
@@ -113,11 +113,11 @@ TEST(EngineLogprobs, SpeculativeEqualsPlain) {
     tally.add(speculative, actual);
     if (HasFailure()) return;
   }
-  // The cells must exercise both verdicts, and preemption.
+  // The runs must meet accepted and rejected drafts, and preemption.
   tally.expect_all();
 }
 
-// Parameters change what is drawn and not what is said of it.
+// Sampling parameters change the draws but not the logprobs.
 TEST(EngineLogprobs, AreThoseOfTheModelsLogits) {
   const auto target = tiny_model(TinyModel{}, 3);
   const auto draft = tiny_model(TinyModel{}, 3, 0.05f, 4);
@@ -127,32 +127,7 @@ TEST(EngineLogprobs, AreThoseOfTheModelsLogits) {
   mix_sampling(jobs, random, kVocab);
   for (Job& job : jobs) job.sampling.logprobs = job.sampling.prompt_logprobs = kVocab;
   const std::vector<Outcome> outcomes = run(executor, jobs);
-  int32_t num_compared = 0;
-  for (size_t i = 0; i < jobs.size(); ++i) {
-    if (outcomes[i].reason == FinishReason::kError) continue;
-    std::vector<int32_t> tokens = jobs[i].prompt;
-    tokens.insert(tokens.end(), outcomes[i].tokens.begin(), outcomes[i].tokens.end());
-    std::vector<std::vector<TokenLogprob>> rows = outcomes[i].prompt_logprobs;
-    rows.insert(rows.end(), outcomes[i].logprobs.begin(), outcomes[i].logprobs.end());
-    ASSERT_EQ(rows.size(), tokens.size() - 1);
-    (void)executor.add_request({.prompt = tokens, .score_prompt = true}).value();
-    std::shared_ptr<const std::vector<float>> logits;
-    while (logits == nullptr) {
-      for (const RequestEvent& event : executor.poll(100)) logits = event.logits;
-    }
-    for (size_t row = 0; row < rows.size(); ++row) {
-      const float* const x = logits->data() + row * kVocab;
-      double sum = 0;
-      for (int32_t id = 0; id < kVocab; ++id) sum += std::exp(double{x[id]});
-      ASSERT_EQ(rows[row].size(), static_cast<size_t>(kVocab) + 1);
-      for (const TokenLogprob& entry : rows[row]) {
-        EXPECT_NEAR(entry.logprob, x[entry.token] - std::log(sum), 2e-6);
-        EXPECT_EQ(entry.rank,
-                  1 + std::count_if(x, x + kVocab, [&](float y) { return y > x[entry.token]; }));
-        ++num_compared;
-      }
-    }
-  }
+  const int64_t num_compared = testing::expect_logprobs_of_logits(executor, jobs, outcomes, kVocab);
   EXPECT_GT(num_compared, 40 * kVocab * 20);
 }
 

@@ -7,7 +7,7 @@
 
 namespace paceline::testing {
 
-// Of an engine for tiny models with k drafts. What a test is about, it sets itself.
+// Options of an engine for tiny models with k drafts. A test sets the options that it is about.
 inline ExecutorOptions small_engine_options(int32_t k) {
   ExecutorOptions options;
   options.max_model_len = 256;

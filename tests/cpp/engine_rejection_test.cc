@@ -55,9 +55,9 @@ TEST(RejectingEngine, SelfDraftAcceptsEverything) {
   }
 }
 
-// Heads that give the target's next logits, by a reduced vocabulary or from fixed positions, too. A
-// draft in a wrong column, or a law of another row, is kept by chance only.
-TEST(RejectingEngine, OraclesAreKept) {
+// Draft heads that return the target's next logits, also with a reduced vocabulary or from fixed
+// positions. A draft in a wrong column or a distribution of another row would rarely be accepted.
+TEST(RejectingEngine, DraftsOfOraclesAreAccepted) {
   for (const DrafterKind kind :
        {DrafterKind::kEagle, DrafterKind::kEagle3, DrafterKind::kGemma4Mtp}) {
     for (const AcceptMethod method : {kStandard, kBlock}) {
@@ -122,12 +122,12 @@ TEST(RejectingEngine, EqualsPlainAtTemperatureZero) {
     EXPECT_EQ(speculative.check_integrity(), "");
     tally.add(speculative, actual);
   }
-  // Random heads are seldom right.
+  // Random draft heads are rarely right.
   EXPECT_GT(tally.accepted, tally.drafted / 50);
   EXPECT_LT(tally.accepted, tally.drafted * 19 / 20);
 }
 
-// The windows of a request follow from its own tokens alone, so here nothing else matters either.
+// The windows of a request depend on its own tokens alone, so its output depends on nothing else.
 TEST(RejectingEngine, ASeedGivesTheSameTokensByEveryDriver) {
   const TinyModel shape{.windows = {8, 0, 8}};
   const auto target = tiny_model(shape, 3);
@@ -157,7 +157,7 @@ TEST(RejectingEngine, ASeedGivesTheSameTokensByEveryDriver) {
                     first[i].counters.num_accepted_tokens);
           is_as_plain &= outcomes[i].tokens == without[i].tokens;
         }
-        EXPECT_FALSE(is_as_plain) << "only the law is the same";
+        EXPECT_FALSE(is_as_plain) << "only the distribution is the same";
         tally.expect_both_verdicts();
       }
     }

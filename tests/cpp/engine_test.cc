@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The whole engine on tiny random models: speculative output equals plain output whatever else
-// happens, requests are isolated, and nothing leaks.
+// The whole engine on tiny random models: speculative output equals plain output in all
+// circumstances, requests are isolated, and nothing leaks.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -39,7 +39,7 @@ using testing::tiny_model;
 using testing::TinyModel;
 
 TEST(Engine, SelfDraftAcceptsEverything) {
-  // A Gemma 3, and a Gemma 4 with everything it may have.
+  // A Gemma 3, and a Gemma 4 with all its features.
   for (const bool is_gemma4 : {false, true}) {
     TinyModel shape{.windows = {8, 0, 8}};
     if (is_gemma4) {
@@ -97,7 +97,8 @@ TEST(Engine, SpeculativeEqualsPlain) {
     std::vector<Job> jobs = random_jobs(random, num_jobs, 64, temperature, 60, 60);
     if (random() % 2 == 0) mix_sampling(jobs, random, 64);
 
-    // Lists add up their keys in another order: plain and speculative must both use them.
+    // Window lists sum over their keys in another order, so plain and speculative must both use
+    // them.
     const bool use_window_lists = random() % 4 == 0;
     ExecutorOptions options = small_engine_options(0);
     options.use_window_lists = use_window_lists;
@@ -129,7 +130,7 @@ TEST(Engine, SpeculativeEqualsPlain) {
     EXPECT_EQ(speculative.check_integrity(), "");
     tally.add(speculative, actual);
   }
-  // The cells must exercise both verdicts, and preemption.
+  // The runs must meet accepted and rejected drafts, and preemption.
   tally.expect_all();
 }
 
@@ -137,7 +138,7 @@ TEST(Engine, CountersAddUp) {
   const auto target = tiny_model(TinyModel{}, 3);
   const auto draft = tiny_model(TinyModel{}, 3, 0.05f, 4);
   ExecutorOptions options = small_engine_options(5);
-  options.kv_cache_bytes = 120 << 10;  // forces preemption: what is computed again counts once
+  options.kv_cache_bytes = 120 << 10;  // forces preemption: recomputed tokens count once
   Executor executor(target, draft, options);
   std::mt19937_64 random(21);
   std::map<RequestId, SpeculationCounters> sums;
@@ -153,8 +154,8 @@ TEST(Engine, CountersAddUp) {
       SpeculationCounters& sum = sums.at(event.id);
       const auto num_tokens = static_cast<int32_t>(event.token_ids.size());
       const bool is_last = event.finish_reason != FinishReason::kNone;
-      // One token of the target's own in every iteration, but for the last, which may end on a
-      // draft.
+      // Every iteration emits one token of the target's own, except the last, which may end with
+      // a draft.
       EXPECT_TRUE(num_tokens - event.num_accepted == 1 ||
                   (is_last && num_tokens == event.num_accepted));
       EXPECT_LE(event.num_accepted, event.num_drafted);
@@ -275,7 +276,7 @@ TEST(Engine, RulingOutEveryTokenEndsOneRequestOnly) {
 }
 
 TEST(Engine, ServesAllInTheSmallestPool) {
-  // Everything that fits alone is served, however little room there is for two.
+  // Every request that fits alone is served, even if two never fit together.
   const auto target = tiny_model(TinyModel{.windows = {8, 0, 40}}, 3);
   const auto draft = tiny_model(TinyModel{.hidden = 16, .num_kv_heads = 1, .windows = {16, 0}}, 4);
   std::mt19937_64 random(8);
@@ -398,7 +399,7 @@ TEST(Engine, RefusesBadOptions) {
             std::string::npos);
   EXPECT_NE(message([](O& o) { o.max_num_batched_tokens = (1 << 19) + 1; }, true).find("524288"),
             std::string::npos);
-  // What nothing would read.
+  // Options that would have no effect.
   EXPECT_NE(message([](O& o) { o.speculative.synthetic_acceptance_length = 2.5; }, true)
                 .find("synthetic_acceptance_length is 2.5; allowed: 0, unless"),
             std::string::npos);
@@ -471,7 +472,7 @@ TEST(Engine, QueueBoundIsAReturnValue) {
   }
 }
 
-// Also where no iteration follows that would tell.
+// Also where no further iteration follows.
 TEST(Engine, CancelledRequestsMakeRoomInTheQueue) {
   const auto model = tiny_model(TinyModel{}, 3);
   for (int round = 0; round < 40; ++round) {

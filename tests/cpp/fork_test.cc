@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Several samples of a prompt: each equals a request of its own whatever it shares with the others,
-// the prompt is prefilled once where it can be, samples end one by one; and the ops of a fork
-// against references of their own.
+// Several samples of a prompt: each equals a separate request, the prompt is prefilled once where
+// possible, and samples end one by one; and the ops of a fork against references.
 
 #include <gtest/gtest.h>
 
@@ -61,7 +60,7 @@ ExecutorOptions options_of(int32_t k) {
   return options;
 }
 
-// A target and what drafts for it, drawn from a seed: every kind of speculator and of KV group.
+// A target and a speculator at random from a seed: every kind of speculator and of KV group.
 struct Models {
   std::shared_ptr<const Model> target;
   std::shared_ptr<const Model> draft;  // null for plain decoding and prompt lookup
@@ -72,14 +71,14 @@ struct Models {
 Models random_models(uint64_t seed) {
   std::mt19937_64 random(seed);
   const uint64_t kind = seed % 6;
-  if (kind == 3) {  // a head that is always right
+  if (kind == 3) {  // a draft head that is always right
     constexpr std::array kKinds = {DrafterKind::kEagle, DrafterKind::kEagle3,
                                    DrafterKind::kGemma4Mtp};
     const auto raw = oracle_target(false);
     const Oracle oracle{.kind = kKinds[random() % 3]};
     return {.target = raw.build(), .draft = oracle_head(oracle, raw).build(), .is_large = true};
   }
-  if (kind == 4 || kind == 5) {  // a random head, or prompt lookup
+  if (kind == 4 || kind == 5) {  // a random draft head, or prompt lookup
     const auto target = random_raw_model(
         tiny_config_json({.windows = {8, 0, 20}, .is_gemma = random() % 2 == 0}), seed);
     const std::vector<TinyDraftHead> heads = all_heads();
@@ -100,7 +99,7 @@ Models random_models(uint64_t seed) {
   return models;
 }
 
-TEST(Fork, SamplesEqualRequestsOfTheirOwn) {
+TEST(Fork, SamplesEqualSeparateRequests) {
   const uint64_t first_seed = seed_from_env(1);
   Tally tally;
   int64_t shared = 0;
@@ -153,7 +152,8 @@ TEST(Fork, SamplesEqualRequestsOfTheirOwn) {
     shared += executor.stats().num_shared_tokens;
     most_shared += most_shared_tokens(jobs);
   }
-  // The cells must exercise both verdicts, preemption, and forks beside prefills of samples' own.
+  // The runs must meet accepted and rejected drafts, preemption, and both forks and samples that
+  // prefill by themselves.
   tally.expect_all();
   EXPECT_GT(shared, most_shared / 4);
   std::printf("%lld preemptions, %lld tokens shared of %lld\n",
@@ -185,7 +185,7 @@ TEST(Fork, ThePromptIsPrefilledOnce) {
       const std::vector<Outcome> expected = run(plain, apart({job}));
       Executor executor(models.target, models.draft, options);
       const std::vector<Outcome> actual = run_samples(executor, {job});
-      // With the drafter's own KV as a request of its own has it, it drafts the same, too.
+      // With the KV of a separate request the drafter makes the same drafts, too.
       Executor alone(models.target, models.draft, options);
       const std::vector<Outcome> unshared = run(alone, apart({job}));
       std::set<std::vector<int32_t>> different;
@@ -217,7 +217,7 @@ TEST(Fork, AParentThatEndsWithItsFirstTokenHasTheDraftersKvToo) {
       job.job.prompt.push_back(static_cast<int32_t>(random() % 64));
     }
     job.job.sampling = {.seed = seed, .max_tokens = 30};
-    // What the first sample draws first ends it, and perhaps others.
+    // The first token of the first sample is a stop token, and may be one for others.
     Executor plain(models.target, nullptr, options_of(0));
     job.job.sampling.stop_token_ids = {run(plain, {job.job}).front().tokens.front()};
     Executor alone(models.target, models.draft, options_of(5));
@@ -259,7 +259,7 @@ TEST(Fork, SamplesEndOneByOne) {
       num_tokens[event.sample] += static_cast<int32_t>(event.token_ids.size());
       if (event.finish_reason != FinishReason::kNone) reasons[event.sample] = event.finish_reason;
     }
-    // Sample 3 waits for a slot; it and those still running go.
+    // Sample 3 waits for a sequence slot; it and the running ones are cancelled.
     if (!has_cancelled_all && reasons.count(0) > 0) {
       has_cancelled_all = true;
       executor.cancel(id);
@@ -332,7 +332,7 @@ TEST(Fork, BlocksAreCopiedAndNothingElse) {
   std::mt19937_64 random(1);
   std::vector<std::byte> pool(kPoolBytes);
   for (std::byte& byte : pool) byte = static_cast<std::byte>(random());
-  // Bytes [source, destination) of the copies overlap in no destination.
+  // No destination overlaps another one or a source.
   const std::vector<BlockCopy> copies = {{0, 3, 100}, {1, 2, 5},   {2, 30, 70},
                                          {1, 40, 63}, {0, 3, 101}, {0, 7, 8}};
   for (const int32_t claimed : {0, 1, 5, 9}) {
@@ -359,7 +359,7 @@ TEST(Fork, BlocksAreCopiedAndNothingElse) {
   }
 }
 
-TEST(Fork, HistoryTablesAndSeenTokensGoFromSlotToSlot) {
+TEST(Fork, HistoryTablesAndSeenTokensAreCopiedBetweenSequenceSlots) {
   constexpr int32_t kSlots = 6;
   constexpr int32_t kStride = 40;
   constexpr int32_t kVocab = 70;
@@ -376,7 +376,7 @@ TEST(Fork, HistoryTablesAndSeenTokensGoFromSlotToSlot) {
     for (int32_t& token : history) token = static_cast<int32_t>(random() % (kVocab + 5));
     SamplingArrays sampling(kSlots, kVocab);
     sampling.adjusts = {1, 1, 0, 1, 0, 1};
-    sampling.seen[0] = 1;  // kept
+    sampling.seen[0] = 1;  // must stay
     std::vector<std::vector<int32_t>> tables(kBlockSizes.size());
     ForkSequencesParams params{.num_forks = &claimed,
                                .max_forks = 3,

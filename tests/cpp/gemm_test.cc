@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// gemm on the CPU: against a reference in double precision, in the order of additions that it
-// states, and with a row's bits from that row alone.
+// gemm on the CPU: against a reference in double precision and in the documented order of
+// additions; the bits of a row depend on that row alone.
 
 #include "ops/ops.h"
 
@@ -50,7 +50,7 @@ TEST_P(GemmTest, MatchesReference) {
   for (int64_t row = 0; row < max_rows; ++row) {
     for (int64_t i = c.k; i < x_stride; ++i) x[static_cast<size_t>(row * x_stride + i)] = kNan;
   }
-  // With bfloat16 weights some machines round x as well: what is rounded already stays exact.
+  // With bfloat16 weights some machines round x as well, which leaves rounded values as they are.
   if (c.dtype == DType::kBFloat16) x = typed_array(c.dtype, x).rounded;
   const TypedArray weight = typed_array(c.dtype, random.normals(int64_t{c.n} * c.k, 0.05f));
   const std::vector<float> bias = random.normals(c.n);
@@ -203,10 +203,11 @@ TEST(Gemm, EveryTileFollowsTheLaneOrder) {
   const bool is_fused = is_gemm_fused();
   const bool rounds_x = does_gemm_round_x();
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
-    // How the dot product adds a pair is the processor's own: there the 1x1 tile is the reference.
+    // The processor decides how the dot product adds a pair, so there the 1x1 tile is the
+    // reference.
     const bool has_own_order = dtype == DType::kBFloat16 && rounds_x;
     for (const int32_t k : {1, 15, 16, 17, 31, 32, 33, 48, 63, 100, 256, 1007}) {
-      // Rows: every tile height and what is left over. Columns: wide tiles with and without a next
+      // Rows: every tile height and the remainder. Columns: wide tiles with and without a next
       // tile to prefetch, and narrow ones.
       for (const int32_t num_rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13}) {
         for (const int32_t n : {1, 3, 4, 11, 23}) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The JSON reader: what the grammar allows and nothing else, messages that name the place, and time
-// in proportion to the text.
+// The JSON reader: it accepts exactly the grammar, its messages name the position, and its time is
+// proportional to the input.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -217,7 +217,7 @@ TEST(Json, MessagesNamePathSeenAndAllowed) {
   EXPECT_EQ(quoted("abc\xc3\xa9", 4), "'abc...'");  // never half a character
 }
 
-TEST(Json, TakesTimeInProportionToTheText) {
+TEST(Json, TakesTimeInProportionToTheInput) {
   // A million keys with a long common prefix, and as many values in one list.
   std::string text = "{";
   for (int i = 0; i < 300'000; ++i) text += concat("\"some.long.common.prefix.", i, "\":[],");

@@ -41,7 +41,7 @@ KvLayout small_layout(int64_t num_slabs = 40) {
 
 void expect_intact(const SlabPool& pool) { EXPECT_EQ(pool.check_integrity(), ""); }
 
-TEST(SlabPool, ABlockGoesWithItsLastHolder) {
+TEST(SlabPool, ABlockIsReleasedWithItsLastHolder) {
   SlabPool pool(small_layout());
   const BlockId block = pool.allocate(0).value();
   EXPECT_EQ(pool.num_holders(0, block), 1);
@@ -149,7 +149,7 @@ TEST(SequenceBlocks, AForkSharesWholeBlocksAndCopiesTheLast) {
     EXPECT_EQ(copy.source, pair.table(pair.parent, g)[5]);
     EXPECT_EQ(copy.destination, pair.table(pair.child, g)[5]);
   }
-  // Entries of shared blocks are the device's to copy.
+  // The device copies the entries of shared blocks.
   ASSERT_EQ(pair.writes.size(), 6u);
   for (const TableWrite& write : pair.writes) EXPECT_GE(write.index, 5);
   EXPECT_EQ(pair.child.num_held(), 8 + 6);
@@ -166,7 +166,7 @@ TEST(SequenceBlocks, AForkSharesWholeBlocksAndCopiesTheLast) {
   expect_intact(pair.pool);
 }
 
-TEST(SequenceBlocks, AForkOneBelowABlocksEdgeSharesItNot) {
+TEST(SequenceBlocks, AForkOneBelowABlocksEdgeDoesNotShareTheBlock) {
   Pair pair(40);
   ASSERT_TRUE(pair.fork(/*num_tokens=*/23, /*child_tokens=*/25));
   EXPECT_EQ(pair.copies.size(), 2u);
@@ -182,7 +182,7 @@ TEST(SequenceBlocks, AForkAtABlocksEdgeCopiesNothing) {
   EXPECT_EQ(pair.pool.num_holders(0, pair.table(pair.parent, 0)[6]), 1);
 }
 
-TEST(SequenceBlocks, CannotForkFromWhatAWindowHasLetGo) {
+TEST(SequenceBlocks, CannotForkFromBlocksThatAWindowHasReleased) {
   Pair pair(60);
   // Below 22 a fork needs blocks from 2 on: the parent may have released 0 and 1.
   pair.parent.release_below(pair.pool, 22, 0);
@@ -195,7 +195,7 @@ TEST(SequenceBlocks, CannotForkFromWhatAWindowHasLetGo) {
   EXPECT_EQ(pair.child.num_held(), 0);
 }
 
-TEST(SequenceBlocks, AForkThatFindsNoRoomGivesItsShareBack) {
+TEST(SequenceBlocks, AForkWithoutEnoughBlocksReleasesItsShare) {
   Pair pair(60);
   const int64_t num_held = pair.pool.num_held(0);
   while (pair.pool.allocate(1).has_value()) {

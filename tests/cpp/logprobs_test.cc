@@ -72,12 +72,12 @@ void expect_entry(const TokenLogprob& entry, int32_t token, const Reference& ref
   } else if (std::isinf(want)) {
     EXPECT_EQ(entry.logprob, want);
   } else {
-    // A rounding to float32, and what the sum of shares and its weights are off by.
+    // One rounding to float32, and the errors of the weights and their sum.
     EXPECT_NEAR(entry.logprob, want, 6e-8 * std::fabs(want) + 3e-7) << "of token " << token;
   }
 }
 
-// What is said of a token in one row of logits.
+// The logprobs of one row of logits.
 Entries rate(const Logits& logits, int32_t token, int32_t num_best) {
   const auto vocab = static_cast<int32_t>(logits.size());
   SamplingArrays arrays(1, vocab);
@@ -119,7 +119,7 @@ TEST(TokenLogprobs, EqualsShareARankAndComeByTheirIds) {
   }
 }
 
-TEST(TokenLogprobs, WithoutOthersThereIsTheTokenAlone) {
+TEST(TokenLogprobs, WithZeroTopTokensThereIsTheTokenAlone) {
   const Entries entries = rate({1, 2, 3}, 0, 0);
   ASSERT_EQ(entries.size(), 1u);
   EXPECT_EQ(entries[0].rank, 3);
@@ -143,7 +143,7 @@ TEST(TokenLogprobs, NanIsMinusInfinity) {
   EXPECT_EQ(rate(logits, 0, 0)[0].logprob, -kInf);
 }
 
-TEST(TokenLogprobs, InfiniteLogitsShareAllThereIs) {
+TEST(TokenLogprobs, InfiniteLogitsShareAllProbability) {
   const Entries entries = rate({kInf, 1, kInf, kNan}, 1, 3);
   EXPECT_EQ(entries[0].logprob, -kInf);
   EXPECT_EQ(entries[0].rank, 3);
@@ -159,8 +159,8 @@ TEST(TokenLogprobs, ARowWithoutLogitsHasNoProbabilities) {
   EXPECT_EQ(entries[2].token, 1);
 }
 
-// A batch with windows of every length, prompts behind them, sequences that want nothing, and some
-// whose logits were set aside; every row against the reference.
+// A batch with windows of every length, prompts behind them, sequences without logprobs, and some
+// whose raw logits were saved; every row against the reference.
 TEST(TokenLogprobs, MatchTheReferenceWhateverTheBatch) {
   const uint64_t seed = seed_from_env(1);
   SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
@@ -196,7 +196,7 @@ TEST(TokenLogprobs, MatchTheReferenceWhateverTheBatch) {
     int32_t num_logit_rows = indptr[static_cast<size_t>(num_seqs)];
     const int32_t num_prompt_rows = below(4);
     int32_t num_all = num_logit_rows + num_prompt_rows;
-    // Prompts of the slot behind the others.
+    // Prompts of the last sequence slot.
     const auto prompt_slot = static_cast<size_t>(max_seqs) + 1;
     arrays.num_prompt_logprobs[prompt_slot] = below(kMost + 2) - 1;
     std::vector<int32_t> logit_rows(static_cast<size_t>(num_all) + 1);
@@ -308,7 +308,7 @@ TEST(SaveRawLogits, KeepsTheRowsThatWillChange) {
                         .row_index = row_index.data(),
                         .seq_slot = seq_slot.data(),
                         .sampling = arrays.state()});
-  // Slots by row: 0, 1, 2, 3, 4, none, and one that is not computed.
+  // Sequence slots by row: 0, 1, 2, 3, 4, none, and one that is not computed.
   for (int64_t row = 0; row < 7; ++row) {
     for (int64_t id = 0; id < kStride; ++id) {
       const auto at = static_cast<size_t>(row * kStride + id);

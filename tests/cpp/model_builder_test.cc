@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Models built tensor by tensor: where weights go and in which dtype, what is refused, and the
-// dummy weights of what was not put.
+// Models built tensor by tensor: where weights are stored and in which dtype, refused tensors, and
+// dummy weights for missing ones.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -190,7 +190,7 @@ TEST(ModelBuilder, TiesTheHeadAndDropsPostNorms) {
 }
 
 TEST(ModelBuilder, HonoursStrides) {
-  // Every element at its place in a larger array: rows reversed, columns spread, or transposed;
+  // Every element at its index in a larger array: rows reversed, columns spread, or transposed;
   // vectors reversed.
   const auto expected = build_tiny(DType::kFloat32, DType::kFloat32);
   struct Strides {
@@ -361,7 +361,7 @@ TEST(DummyWeights, AreNormalAndNeutral) {
 TEST(DummyWeights, DependOnTheSeedAndNotOnThreads) {
   const std::string json = tiny_config({{"\"vocab_size\": 5", "\"vocab_size\": 30001"}});
   for (DType dtype : {DType::kFloat32, DType::kBFloat16}) {
-    // The builder uses as many threads as the process may run on cores.
+    // The builder uses one thread for each core that the process may run on.
     const auto arena = [&](uint64_t seed, bool on_one_core) {
       cpu_set_t before;
       sched_getaffinity(0, sizeof(before), &before);
@@ -385,7 +385,7 @@ TEST(DummyWeights, DependOnTheSeedAndNotOnThreads) {
   }
 }
 
-TEST(DummyWeights, LeaveWhatWasPut) {
+TEST(DummyWeights, LeavePutTensorsAlone) {
   ModelBuilder builder(tiny_config(), DType::kFloat32);
   const std::string name = "layers.0.attn.k.weight";
   builder.put(name, DType::kFloat32, tiny_shapes().at(name), {}, tiny_values().at(name).data());

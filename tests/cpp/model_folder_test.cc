@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Model folders: the same bytes as putting each tensor, and no way out of the folder. Every hostile
-// one must end in ModelFileError.
+// Model folders: they give the same bytes as putting each tensor, and no path leads out of a
+// folder. Every hostile folder must end in ModelFileError.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// rms_norm on the CPU, with every company it may have: a residual, a norm of the branch before it,
-// a scale after it.
+// rms_norm on the CPU with all that it can be fused with: a residual, a norm of the branch before
+// it, a scale after it.
 
 #include "ops/ops.h"
 
@@ -18,7 +18,7 @@
 namespace paceline::testing {
 namespace {
 
-TEST(RmsNorm, AddsOnlyToTheResidualWhereNothingElseIsAsked) {
+TEST(RmsNorm, WithoutANormItOnlyAddsToTheResidual) {
   TRACE_SEED();
   for (const int32_t hidden : {1, 15, 16, 100, 4096}) {
     for (const int32_t num_rows : {0, 1, 9}) {

@@ -52,7 +52,8 @@ TEST(SelectProposals, AreTheHighestInOrder) {
     const int32_t stride = vocab + below(3);
     const bool is_mapped = below(2) == 0;
     const int64_t map_stride = below(2) == 0 ? stride : 0;
-    const int32_t limit = 2 * vocab - below(vocab);  // some tokens are none of the target's
+    const int32_t limit =
+        2 * vocab - below(vocab);  // some tokens are outside the target's vocabulary
     std::vector<float> logits = random_logits(random, kMaxRows * stride, 2.0f);
     for (float& logit : logits) {
       if (round % 3 == 0) logit = std::round(logit);  // ties, -0 and 0 among them
@@ -123,7 +124,7 @@ TEST(SelectProposals, AreTheHighestInOrder) {
 
 // --- softmax_sums --------------------------------------------------------------------------------
 
-TEST(SoftmaxSums, WeightsOverTheSumAreTheSoftmax) {
+TEST(SoftmaxWeights, OverTheirSumAreTheSoftmax) {
   TRACE_SEED();
   std::mt19937_64 random(base_seed());
   for (int round = 0; round < 200; ++round) {
@@ -175,27 +176,27 @@ TEST(SoftmaxSums, WeightsOverTheSumAreTheSoftmax) {
 
 // --- reject_drafts -------------------------------------------------------------------------------
 
-// exp((x - highest) / T) over its sum; certain of `token` where there is no such sum.
+// The softmax at temperature T; all on `token` where no logit is finite.
 std::vector<double> softmax(const std::vector<float>& logits, double temperature, int32_t token) {
-  std::vector<double> law(logits.size(), 0.0);
+  std::vector<double> distribution(logits.size(), 0.0);
   double highest = -kInf;
   for (const float x : logits) highest = x > highest ? double{x} : highest;
   if (std::isinf(highest)) {
-    if (token >= 0) law.at(static_cast<size_t>(token)) = 1;
-    return law;
+    if (token >= 0) distribution.at(static_cast<size_t>(token)) = 1;
+    return distribution;
   }
   double sum = 0;
-  for (size_t id = 0; id < law.size(); ++id) {
-    if (logits[id] > -kInf) law[id] = std::exp((logits[id] - highest) / temperature);
-    sum += law[id];
+  for (size_t id = 0; id < distribution.size(); ++id) {
+    if (logits[id] > -kInf) distribution[id] = std::exp((logits[id] - highest) / temperature);
+    sum += distribution[id];
   }
-  for (double& chance : law) chance /= sum;
-  return law;
+  for (double& probability : distribution) probability /= sum;
+  return distribution;
 }
 
-// The drafter's law: softmax of its highest logits, of equals the lowest ids.
-std::vector<double> proposed_law(std::vector<float> logits, int32_t count, double temperature,
-                                 int32_t draft) {
+// The drafter's distribution: softmax of its highest logits; among equal ones, the lowest ids.
+std::vector<double> proposed_distribution(std::vector<float> logits, int32_t count,
+                                          double temperature, int32_t draft) {
   std::vector<size_t> order(logits.size());
   std::iota(order.begin(), order.end(), size_t{0});
   const auto rank = [&](size_t id) { return std::isnan(logits[id]) ? -kInf : logits[id]; };
@@ -218,22 +219,23 @@ double uniform_of(uint64_t seed, int32_t known_len, int32_t index) {
 struct Judged {
   int32_t num_accepted;
   double share;
-  double margin;  // how close any try was
+  double margin;  // the least distance of an acceptance test from its threshold
 };
 
-// Written once more, from the papers.
+// A second implementation, from the papers.
 Judged judge_by_reference(AcceptMethod method, const std::vector<std::vector<double>>& p,
                           const std::vector<std::vector<double>>& q, const Tokens& drafts,
                           const std::function<double(int32_t)>& uniform) {
   const auto n = static_cast<int32_t>(drafts.size());
   Judged judged = {0, 1.0, 1.0};
-  const auto at = [](const std::vector<double>& law, int32_t token) {
-    return token < 0 || token >= static_cast<int32_t>(law.size()) ? 0.0
-                                                                  : law[static_cast<size_t>(token)];
+  const auto at = [](const std::vector<double>& distribution, int32_t token) {
+    return token < 0 || token >= static_cast<int32_t>(distribution.size())
+               ? 0.0
+               : distribution[static_cast<size_t>(token)];
   };
-  const auto try_one = [&](int32_t i, double chance) {
-    judged.margin = std::min(judged.margin, std::fabs(uniform(i) - chance));
-    return uniform(i) < chance;
+  const auto try_one = [&](int32_t i, double probability) {
+    judged.margin = std::min(judged.margin, std::fabs(uniform(i) - probability));
+    return uniform(i) < probability;
   };
   if (method == kStandard) {
     for (int32_t i = 0; i < n; ++i) {
@@ -247,16 +249,16 @@ Judged judge_by_reference(AcceptMethod method, const std::vector<std::vector<dou
   for (int32_t i = 0; i < n; ++i) {
     const auto s = static_cast<size_t>(i);
     share = std::min(share * at(p[s], drafts[s]) / at(q[s], drafts[s]), 1.0);
-    double chance = share;
+    double probability = share;
     if (i + 1 < n) {
-      // What no token has is left, too: all, where there is no logit.
+      // The residual includes probability that no token has: all of it where no logit is finite.
       double left = share;
       for (size_t id = 0; id < p[s + 1].size(); ++id) {
         left -= std::min(share * p[s + 1][id], q[s + 1][id]);
       }
-      chance = share >= 1 ? 1 : left / (left + 1 - share);
+      probability = share >= 1 ? 1 : left / (left + 1 - share);
     }
-    if (try_one(i, chance)) {
+    if (try_one(i, probability)) {
       judged.num_accepted = i + 1;
       judged.share = share;
     }
@@ -283,7 +285,7 @@ TEST(RejectDrafts, FollowsTheReference) {
                           .num_proposals = proposals,
                           .temperature = temperature},
                          random(), /*first_len=*/3, /*len_step=*/7);
-        // Drafters that are near their target, and holes, infinities and rows without a logit.
+        // Drafters close to their target, and -inf, infinities and rows without a finite logit.
         std::vector<std::vector<float>> targets;
         std::vector<std::vector<float>> drafters;
         for (int32_t row = 0; row < kSeqs * (kDrafts + 1); ++row) {
@@ -342,11 +344,11 @@ TEST(RejectDrafts, FollowsTheReference) {
           for (size_t at = 0; at < drafts.size(); ++at) {
             p.push_back(softmax(targets[row_of(i, at)], temperature, draws[at]));
             if (proposals > 0) {
-              q.push_back(
-                  proposed_law(drafters[row_of(i, at)], proposals, temperature, drafts[at]));
+              q.push_back(proposed_distribution(drafters[row_of(i, at)], proposals, temperature,
+                                                drafts[at]));
             } else {
               const std::vector<float>& of = drafters[row_of(i, at)];
-              const auto likeliest = std::ranges::max_element(of);  // the first of equals
+              const auto likeliest = std::ranges::max_element(of);  // the first of equal ones
               ASSERT_EQ(drafts[at], *likeliest > -kInf ? likeliest - of.begin() : -2);
               q.emplace_back(kVocab, 0.0);
               if (drafts[at] >= 0) q.back()[static_cast<size_t>(drafts[at])] = 1;
@@ -384,9 +386,10 @@ TEST(RejectDrafts, FollowsTheReference) {
           ASSERT_GT(sum, 1e-6);
           const float* const row =
               rig.logits.data() + int64_t{kVocab} * (i * (kDrafts + 1) + num_accepted);
-          const std::vector<double> law = softmax({row, row + kVocab}, temperature, /*token=*/-1);
+          const std::vector<double> distribution =
+              softmax({row, row + kVocab}, temperature, /*token=*/-1);
           for (size_t id = 0; id < left.size(); ++id) {
-            ASSERT_NEAR(law[id], left[id] / sum, 1e-6 + 1e-6 / sum) << "token " << id;
+            ASSERT_NEAR(distribution[id], left[id] / sum, 1e-6 + 1e-6 / sum) << "token " << id;
           }
           const int32_t token = rig.buffers.recovered_tokens[i];
           ASSERT_GE(token, 0);
@@ -399,13 +402,13 @@ TEST(RejectDrafts, FollowsTheReference) {
   for (const int32_t count : num_of_accepted) EXPECT_GT(count, 15);
 }
 
-// Draws that are a function of their stream and salt.
-TEST(RejectDrafts, TheDrawsHaveStreamsOfTheirOwn) {
+// Draws depend on their stream and salt.
+TEST(RejectDrafts, TheDrawsHaveTheirOwnStreams) {
   constexpr int32_t kVocab = 300;
   const std::vector<float> flat(kVocab, 0.0f);
   RejectionRig rig({.num_seqs = 30, .vocab_size = kVocab, .num_drafts = 2, .num_proposals = 256},
                    /*seed=*/5, /*first_len=*/6, /*len_step=*/1);
-  // The drafter proposes the first 256 tokens, which the target rules out.
+  // The drafter proposes the first 256 tokens, which the target excludes.
   std::vector<float> target(kVocab, -kInf);
   std::fill(target.begin() + 256, target.end(), 0.0f);
   rig.run([&](int32_t, const Tokens&) -> const auto& { return flat; },
@@ -449,7 +452,7 @@ TEST(RejectDrafts, AcceptTakesDraftsAndTheRecoveredToken) {
        {Case{0, 30, 100, -1, {30}, 0, 0, kRunning},
         Case{2, 30, 100, -1, {7, 8, 30}, 2, 0, kRunning},
         Case{3, -1, 100, -1, {7, 8, 9, 13}, 3, 0, kRunning},
-        Case{1, -2, 100, -1, {7, 11}, 1, 0, kRunning},  // nothing was left: the target's own draw
+        Case{1, -2, 100, -1, {7, 11}, 1, 0, kRunning},  // no residual: the target's own draw
         Case{2, 30, 100, 8, {7, 8}, 2, 1, SequenceOutcome::kStop},
         Case{2, 30, 100, 30, {7, 8, 30}, 2, 0, SequenceOutcome::kStop},
         Case{3, -1, 8, -1, {7, 8, 9}, 3, 0, SequenceOutcome::kLength}}) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// qk_norm_rope_append on the CPU: the norms and turns of queries and keys, and what reaches the KV
-// pool.
+// qk_norm_rope_append on the CPU: the norms and rotations of queries and keys, and the bytes
+// written to the KV pool.
 
 #include "ops/ops.h"
 
@@ -141,7 +141,7 @@ TEST_P(RopeTest, MatchesReferenceAndWritesOnlyItsSlots) {
       }
     }
   }
-  // What was written has been poisoned again above: nothing else may have changed.
+  // The written bytes have been poisoned again above; no others may have changed.
   for (const std::byte byte : pool.bytes) ASSERT_EQ(byte, std::byte{0xff});
 }
 
@@ -199,7 +199,7 @@ TEST(QkNormRopeAppend, ZeroFrequenciesLeaveTheirPairsAlone) {
   }
 }
 
-TEST(QkNormRopeAppend, AnOffsetTurnsRowsAsIfTheyWereFurtherOn) {
+TEST(QkNormRopeAppend, AnOffsetRotatesRowsToALaterPosition) {
   TRACE_SEED();
   constexpr int32_t kHeadDim = 64;
   constexpr int32_t kPositions = 50;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// safetensors files. Every hostile one must end in ModelFileError; run under ASan and UBSan to see
-// that nothing else happens on the way.
+// safetensors files. Every hostile one must end in ModelFileError; ASan and UBSan check the way
+// there.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -198,7 +198,7 @@ TEST_F(Safetensors, RefusesHostileHeaders) {
   EXPECT_THAT(header_error("{}", "x"), HasSubstr("end at data offset 0; allowed: 1"));
 }
 
-TEST_F(Safetensors, RefusesLyingLengthsAndThingsThatAreNoFile) {
+TEST_F(Safetensors, RefusesWrongLengthsAndPathsThatAreNoFile) {
   EXPECT_THAT(error(""), HasSubstr("0 bytes"));
   EXPECT_THAT(error("1234567"), HasSubstr("7 bytes"));
   const auto with_length = [](uint64_t length, std::string_view rest) {
@@ -293,7 +293,7 @@ TEST_F(Safetensors, SurvivesRandomByteFlips) {
     std::string mutant = bytes;
     const int num_flips = 1 + static_cast<int>(random() % 3);
     for (int flip = 0; flip < num_flips; ++flip) {
-      // Half of them to a character that means something.
+      // Half of them to a character of the JSON syntax.
       constexpr std::string_view kAlphabet = "{}[]\",:0123456789-eE.\\u ";
       char& byte = mutant[random() % (8 + length)];
       byte = random() % 2 == 0 ? static_cast<char>(byte ^ (1 << (random() % 8)))

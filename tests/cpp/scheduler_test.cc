@@ -32,8 +32,8 @@ KvLayout layout_for(int32_t num_tokens) {
   return layout;
 }
 
-struct Desk {
-  explicit Desk(int32_t pool_tokens, SchedulerOptions options = {.max_num_seqs = 4,
+struct Host {
+  explicit Host(int32_t pool_tokens, SchedulerOptions options = {.max_num_seqs = 4,
                                                                  .max_num_batched_tokens = 64,
                                                                  .prefill_chunk_size = 16,
                                                                  .max_score_rows = 8,
@@ -69,7 +69,7 @@ struct Desk {
     return *all.back();
   }
 
-  // What the plan has of a sequence; null: nothing.
+  // The planned rows of a sequence, or null.
   [[nodiscard]] const PlannedSequence* planned(const Sequence& sequence) const {
     for (const PlannedSequence& launch : plan.sequences) {
       if (launch.sequence == &sequence) return &launch;
@@ -78,7 +78,7 @@ struct Desk {
   }
 
   // Plans and launches the next iteration.
-  bool step() {
+  bool plan_next() {
     plan.iteration = iteration + 1;
     if (!scheduler.plan(plan)) return false;
     ++iteration;
@@ -109,31 +109,31 @@ struct Desk {
   int64_t iteration = -1;
 };
 
-TEST(Scheduler, FirstComeFirstServedWithinSlots) {
-  Desk desk(1024);
-  for (int i = 0; i < 6; ++i) desk.add(4, 10);
-  ASSERT_TRUE(desk.step());
-  ASSERT_EQ(desk.plan.sequences.size(), 4u);
-  for (int i = 0; i < 4; ++i) EXPECT_EQ(desk.plan.sequences[i].sequence->id, i + 1);
-  EXPECT_EQ(desk.scheduler.num_waiting(), 2);
-  desk.read();
-  desk.scheduler.finish(*desk.all[1]);
-  ASSERT_TRUE(desk.step());
-  // Three decode, the fifth starts in the freed slot; decoding rows come first.
-  ASSERT_EQ(desk.plan.sequences.size(), 4u);
-  EXPECT_EQ(desk.plan.sequences[3].sequence->id, 5);
-  EXPECT_EQ(desk.plan.sequences[3].kind, RowKind::kPrefillFinal);
-  EXPECT_EQ(desk.plan.sequences[0].kind, RowKind::kDecode);
-  EXPECT_EQ(desk.plan.sequences[0].num_rows, 4);
+TEST(Scheduler, FirstComeFirstServedWithinSequenceSlots) {
+  Host host(1024);
+  for (int i = 0; i < 6; ++i) host.add(4, 10);
+  ASSERT_TRUE(host.plan_next());
+  ASSERT_EQ(host.plan.sequences.size(), 4u);
+  for (int i = 0; i < 4; ++i) EXPECT_EQ(host.plan.sequences[i].sequence->id, i + 1);
+  EXPECT_EQ(host.scheduler.num_waiting(), 2);
+  host.read();
+  host.scheduler.finish(*host.all[1]);
+  ASSERT_TRUE(host.plan_next());
+  // Three decode, the fifth starts in the freed sequence slot; decoding rows come first.
+  ASSERT_EQ(host.plan.sequences.size(), 4u);
+  EXPECT_EQ(host.plan.sequences[3].sequence->id, 5);
+  EXPECT_EQ(host.plan.sequences[3].kind, RowKind::kPrefillFinal);
+  EXPECT_EQ(host.plan.sequences[0].kind, RowKind::kDecode);
+  EXPECT_EQ(host.plan.sequences[0].num_rows, 4);
 }
 
-TEST(Scheduler, RatedPromptsShareTheRowsOfScores) {
-  Desk desk(1024);
+TEST(Scheduler, PromptLogprobsShareTheRowsOfScores) {
+  Host host(1024);
   for (const int32_t prompt_len : {13, 1, 5}) {
-    Sequence& sequence = desk.add(prompt_len, 50);
+    Sequence& sequence = host.add(prompt_len, 50);
     sequence.prompt_logprobs = std::make_shared<std::vector<std::vector<TokenLogprob>>>();
   }
-  desk.add(20, 0, /*is_score=*/true);
+  host.add(20, 0, /*is_score=*/true);
   const BatchShape shape{.max_seqs = 4,
                          .max_verify_rows = 64,
                          .max_logit_rows = 4 * 4 + 8,
@@ -142,15 +142,15 @@ TEST(Scheduler, RatedPromptsShareTheRowsOfScores) {
                          .max_logprobs = 1};
   testing::HostBatch batch(shape);
   const StagedInputs& inputs = batch->inputs;
-  std::vector<int32_t> rated(4, 0);
+  std::vector<int32_t> with_logprobs(4, 0);
   std::vector<int32_t> scored(4, 0);
   for (int iteration = 0; iteration < 8; ++iteration) {
-    ASSERT_TRUE(desk.step());
-    build_batch(desk.plan, shape, *batch);
+    ASSERT_TRUE(host.plan_next());
+    build_batch(host.plan, shape, *batch);
     int32_t num_extra = 0;
     int32_t prompt_row = inputs.counts->num_logit_rows;
-    for (size_t i = 0; i < desk.plan.sequences.size(); ++i) {
-      const PlannedSequence& launch = desk.plan.sequences[i];
+    for (size_t i = 0; i < host.plan.sequences.size(); ++i) {
+      const PlannedSequence& launch = host.plan.sequences[i];
       const auto at = static_cast<size_t>(launch.sequence->id - 1);
       const bool is_final = launch.kind == RowKind::kPrefillFinal;
       const bool is_prefill = is_final || launch.kind == RowKind::kPrefillPartial;
@@ -158,36 +158,36 @@ TEST(Scheduler, RatedPromptsShareTheRowsOfScores) {
       if (is_final) {
         EXPECT_EQ(inputs.logit_indptr[i + 1] - inputs.logit_indptr[i], 1) << "one row draws";
       }
-      // Behind all that draw, and row by row of the chunk.
+      // Behind the rows that draw, in the order of the chunk.
       for (int32_t row = 0; row < launch.num_prompt_rows; ++row) {
         EXPECT_EQ(inputs.logit_rows[prompt_row++], inputs.verify_indptr[i] + row);
       }
-      rated[at] += launch.num_prompt_rows;
+      with_logprobs[at] += launch.num_prompt_rows;
       if (launch.kind == RowKind::kScore) scored[at] += launch.num_rows;
       num_extra += launch.kind == RowKind::kScore ? launch.num_rows : launch.num_prompt_rows;
     }
     EXPECT_EQ(prompt_row, inputs.counts->num_logit_rows + inputs.counts->num_prompt_rows);
     EXPECT_LE(num_extra, 8);
-    desk.read();
+    host.read();
   }
-  EXPECT_EQ(rated, (std::vector<int32_t>{12, 0, 4, 0}));
+  EXPECT_EQ(with_logprobs, (std::vector<int32_t>{12, 0, 4, 0}));
   EXPECT_EQ(scored, (std::vector<int32_t>{0, 0, 0, 20}));
 }
 
 TEST(Scheduler, PromptsComeInChunksBesideDecodingRows) {
-  Desk desk(1024);
-  desk.add(4, 50);
-  ASSERT_TRUE(desk.step());
-  desk.read();
-  Sequence& longer = desk.add(40, 5);
+  Host host(1024);
+  host.add(4, 50);
+  ASSERT_TRUE(host.plan_next());
+  host.read();
+  Sequence& longer = host.add(40, 5);
   std::vector<std::pair<RowKind, int32_t>> chunks;
   for (int i = 0; i < 4; ++i) {
-    ASSERT_TRUE(desk.step());
-    for (const PlannedSequence& launch : desk.plan.sequences) {
+    ASSERT_TRUE(host.plan_next());
+    for (const PlannedSequence& launch : host.plan.sequences) {
       if (launch.sequence == &longer) chunks.emplace_back(launch.kind, launch.num_rows);
     }
-    EXPECT_EQ(desk.plan.sequences[0].kind, RowKind::kDecode);  // the other never pauses
-    desk.read();
+    EXPECT_EQ(host.plan.sequences[0].kind, RowKind::kDecode);  // the other never pauses
+    host.read();
   }
   const std::vector<std::pair<RowKind, int32_t>> expected = {{RowKind::kPrefillPartial, 16},
                                                              {RowKind::kPrefillPartial, 16},
@@ -197,222 +197,222 @@ TEST(Scheduler, PromptsComeInChunksBesideDecodingRows) {
 }
 
 TEST(Scheduler, TheBudgetIsRowsOfAllSequences) {
-  Desk desk(1024, {.max_num_seqs = 4,
+  Host host(1024, {.max_num_seqs = 4,
                    .max_num_batched_tokens = 20,
                    .prefill_chunk_size = 16,
                    .max_score_rows = 8,
                    .num_draft_tokens = 3,
                    .max_in_flight = 2});
-  for (int i = 0; i < 3; ++i) desk.add(16, 10);
-  ASSERT_TRUE(desk.step());
+  for (int i = 0; i < 3; ++i) host.add(16, 10);
+  ASSERT_TRUE(host.plan_next());
   int32_t rows = 0;
-  for (const PlannedSequence& launch : desk.plan.sequences) rows += launch.num_rows;
+  for (const PlannedSequence& launch : host.plan.sequences) rows += launch.num_rows;
   EXPECT_EQ(rows, 20);
-  EXPECT_EQ(desk.plan.sequences.size(), 2u);
-  EXPECT_EQ(desk.plan.sequences[1].kind, RowKind::kPrefillPartial);
-  EXPECT_EQ(desk.plan.sequences[1].num_rows, 4);
+  EXPECT_EQ(host.plan.sequences.size(), 2u);
+  EXPECT_EQ(host.plan.sequences[1].kind, RowKind::kPrefillPartial);
+  EXPECT_EQ(host.plan.sequences[1].num_rows, 4);
 }
 
 TEST(Scheduler, DoesNotLaunchWhatMustHaveFinished) {
-  Desk desk(1024);
-  Sequence& sequence = desk.add(4, 2);
-  ASSERT_TRUE(desk.step());  // the prompt: at least one token
-  ASSERT_TRUE(desk.step());  // a window: at least one more
+  Host host(1024);
+  Sequence& sequence = host.add(4, 2);
+  ASSERT_TRUE(host.plan_next());  // the prompt: at least one token
+  ASSERT_TRUE(host.plan_next());  // a window: at least one more
   EXPECT_EQ(sequence.emitting_in_flight, 2);
-  EXPECT_FALSE(desk.step());
+  EXPECT_FALSE(host.plan_next());
 }
 
 TEST(Scheduler, ReservesForTheMostThatMayHaveBeenAccepted) {
-  Desk desk(1024);
-  Sequence& sequence = desk.add(8, 100);
-  ASSERT_TRUE(desk.step());
+  Host host(1024);
+  Sequence& sequence = host.add(8, 100);
+  ASSERT_TRUE(host.plan_next());
   EXPECT_EQ(sequence.blocks.table(0).size(), 2u);  // 8 + 1 + 3 tokens
-  ASSERT_TRUE(desk.step());
+  ASSERT_TRUE(host.plan_next());
   // 8 known, 4 from the prompt's launch at most, 4 from this window, 3 to look ahead.
   EXPECT_EQ(sequence.blocks.table(0).size(), static_cast<size_t>((8 + 4 + 4 + 3 + 7) / 8));
 }
 
 TEST(Scheduler, PreemptsTheYoungestAndServesItAgain) {
-  Desk desk(64);
-  Sequence& first = desk.add(16, 40);
-  Sequence& second = desk.add(16, 40);
+  Host host(64);
+  Sequence& first = host.add(16, 40);
+  Sequence& second = host.add(16, 40);
   bool has_preempted_second = false;
   for (int i = 0; i < 60 && first.known_len() < first.limit; ++i) {
-    if (!desk.step()) break;
+    if (!host.plan_next()) break;
     EXPECT_NE(first.phase, Sequence::Phase::kWaiting) << "the oldest keeps its blocks";
-    desk.read(2);
+    host.read(2);
     has_preempted_second |= second.epoch > 0;
-    if (first.known_len() >= first.limit) desk.scheduler.finish(first);
+    if (first.known_len() >= first.limit) host.scheduler.finish(first);
   }
   EXPECT_TRUE(has_preempted_second);
   EXPECT_EQ(first.phase, Sequence::Phase::kFinished);
-  ASSERT_TRUE(desk.step());
-  ASSERT_EQ(desk.plan.sequences.size(), 1u);
-  EXPECT_EQ(desk.plan.sequences[0].sequence, &second);
-  EXPECT_TRUE(desk.plan.sequences[0].resets_state);
-  EXPECT_EQ(desk.plan.sequences[0].start, 0);
-  EXPECT_EQ(desk.pool.check_integrity(), "");
+  ASSERT_TRUE(host.plan_next());
+  ASSERT_EQ(host.plan.sequences.size(), 1u);
+  EXPECT_EQ(host.plan.sequences[0].sequence, &second);
+  EXPECT_TRUE(host.plan.sequences[0].resets_state);
+  EXPECT_EQ(host.plan.sequences[0].start, 0);
+  EXPECT_EQ(host.pool.check_integrity(), "");
 }
 
 // Beside a sequence that has all the blocks it will ever need, 3 blocks of 8 tokens are free. Up to
 // and including its first window a newcomer reserves prompt + 2 * 4 + 3 tokens.
 TEST(Scheduler, AdmitsOnlyWithBlocksUpToTheFirstWindow) {
   for (const int32_t prompt_len : {13, 14}) {
-    Desk desk(40);
-    Sequence& first = desk.add(8, 8);
-    ASSERT_TRUE(desk.step());
-    Sequence& second = desk.add(prompt_len, 20);
-    ASSERT_TRUE(desk.step());
+    Host host(40);
+    Sequence& first = host.add(8, 8);
+    ASSERT_TRUE(host.plan_next());
+    Sequence& second = host.add(prompt_len, 20);
+    ASSERT_TRUE(host.plan_next());
     if (prompt_len == 14) {
-      EXPECT_EQ(desk.planned(second), nullptr) << "25 tokens need 4 blocks";
-      desk.scheduler.finish(first);
-      desk.scheduler.complete(desk.iteration);
-      ASSERT_TRUE(desk.step());
+      EXPECT_EQ(host.planned(second), nullptr) << "25 tokens need 4 blocks";
+      host.scheduler.finish(first);
+      host.scheduler.complete(host.iteration);
+      ASSERT_TRUE(host.plan_next());
     }
-    ASSERT_NE(desk.planned(second), nullptr);
-    EXPECT_EQ(desk.planned(second)->kind, RowKind::kPrefillFinal);
-    ASSERT_TRUE(desk.step());
-    ASSERT_NE(desk.planned(second), nullptr);
-    EXPECT_EQ(desk.planned(second)->kind, RowKind::kDecode);
-    EXPECT_EQ(desk.scheduler.num_preemptions(), 0);
+    ASSERT_NE(host.planned(second), nullptr);
+    EXPECT_EQ(host.planned(second)->kind, RowKind::kPrefillFinal);
+    ASSERT_TRUE(host.plan_next());
+    ASSERT_NE(host.planned(second), nullptr);
+    EXPECT_EQ(host.planned(second)->kind, RowKind::kDecode);
+    EXPECT_EQ(host.scheduler.num_preemptions(), 0);
   }
 }
 
 TEST(Scheduler, ScoredPromptsAreCutToTheLogitRows) {
-  Desk desk(1024);
-  Sequence& score = desk.add(20, 0, /*is_score=*/true);
+  Host host(1024);
+  Sequence& score = host.add(20, 0, /*is_score=*/true);
   std::vector<int32_t> rows;
-  while (desk.step()) {
-    rows.push_back(desk.plan.sequences[0].num_rows);
-    EXPECT_EQ(desk.plan.sequences[0].kind, RowKind::kScore);
-    desk.read();
+  while (host.plan_next()) {
+    rows.push_back(host.plan.sequences[0].num_rows);
+    EXPECT_EQ(host.plan.sequences[0].kind, RowKind::kScore);
+    host.read();
   }
   EXPECT_EQ(rows, (std::vector<int32_t>{8, 8, 4}));
-  desk.scheduler.finish(score);
-  EXPECT_FALSE(desk.scheduler.has_work());
+  host.scheduler.finish(score);
+  EXPECT_FALSE(host.scheduler.has_work());
 }
 
 TEST(Scheduler, SamplesForkOnceThePromptHasBeenLaunched) {
-  Desk desk(1024);
-  const std::vector<Sequence*> samples = desk.add_samples(3, 21, 10);
-  Sequence& other = desk.add(4, 10);
-  EXPECT_EQ(desk.scheduler.num_waiting_requests(), 2);
+  Host host(1024);
+  const std::vector<Sequence*> samples = host.add_samples(3, 21, 10);
+  Sequence& other = host.add(4, 10);
+  EXPECT_EQ(host.scheduler.num_waiting_requests(), 2);
   // The prompt comes in chunks of 16 rows; those that wait for it let the next request pass.
-  ASSERT_TRUE(desk.step());
-  EXPECT_EQ(desk.plan.sequences.size(), 2u);
-  EXPECT_NE(desk.planned(other), nullptr);
-  EXPECT_EQ(desk.scheduler.num_waiting(), 2);
-  EXPECT_EQ(desk.scheduler.num_waiting_requests(), 1);
-  ASSERT_TRUE(desk.step());
-  EXPECT_EQ(desk.planned(*samples[0])->kind, RowKind::kPrefillFinal);
-  EXPECT_EQ(desk.planned(*samples[1]), nullptr) << "nothing to copy before the rows have run";
-  EXPECT_TRUE(desk.plan.forks.empty());
-  ASSERT_TRUE(desk.step());
-  ASSERT_EQ(desk.plan.forks.size(), 2u);
-  ASSERT_EQ(desk.plan.block_copies.size(), 2u);
+  ASSERT_TRUE(host.plan_next());
+  EXPECT_EQ(host.plan.sequences.size(), 2u);
+  EXPECT_NE(host.planned(other), nullptr);
+  EXPECT_EQ(host.scheduler.num_waiting(), 2);
+  EXPECT_EQ(host.scheduler.num_waiting_requests(), 1);
+  ASSERT_TRUE(host.plan_next());
+  EXPECT_EQ(host.planned(*samples[0])->kind, RowKind::kPrefillFinal);
+  EXPECT_EQ(host.planned(*samples[1]), nullptr) << "nothing to copy before the rows have run";
+  EXPECT_TRUE(host.plan.forks.empty());
+  ASSERT_TRUE(host.plan_next());
+  ASSERT_EQ(host.plan.forks.size(), 2u);
+  ASSERT_EQ(host.plan.block_copies.size(), 2u);
   for (size_t i = 1; i < 3; ++i) {
-    const PlannedSequence* const launch = desk.planned(*samples[i]);
+    const PlannedSequence* const launch = host.planned(*samples[i]);
     ASSERT_NE(launch, nullptr);
     EXPECT_EQ(launch->kind, RowKind::kPrefillFinal);
     EXPECT_EQ(launch->start, 20);
     EXPECT_EQ(launch->num_rows, 1);
     EXPECT_TRUE(launch->resets_state);
-    const SequenceFork& fork = desk.plan.forks[i - 1];
+    const SequenceFork& fork = host.plan.forks[i - 1];
     EXPECT_EQ(fork.parent_seq_slot, samples[0]->seq_slot);
     EXPECT_EQ(fork.seq_slot, samples[i]->seq_slot);
     EXPECT_EQ(fork.num_tokens, 20);
-    const BlockCopy& copy = desk.plan.block_copies[i - 1];
+    const BlockCopy& copy = host.plan.block_copies[i - 1];
     EXPECT_EQ(copy.source, samples[0]->blocks.table(0)[2]);
     EXPECT_EQ(copy.destination, samples[i]->blocks.table(0)[2]);
-    EXPECT_EQ(desk.pool.num_holders(0, samples[i]->blocks.table(0)[1]), 3);
+    EXPECT_EQ(host.pool.num_holders(0, samples[i]->blocks.table(0)[1]), 3);
   }
-  EXPECT_EQ(desk.scheduler.num_shared_tokens(), 40);
-  EXPECT_EQ(desk.scheduler.num_waiting_requests(), 0);
-  desk.read();
-  ASSERT_TRUE(desk.step());
-  EXPECT_TRUE(desk.plan.forks.empty());
-  EXPECT_TRUE(desk.plan.block_copies.empty());
-  EXPECT_EQ(desk.pool.check_integrity(), "");
+  EXPECT_EQ(host.scheduler.num_shared_tokens(), 40);
+  EXPECT_EQ(host.scheduler.num_waiting_requests(), 0);
+  host.read();
+  ASSERT_TRUE(host.plan_next());
+  EXPECT_TRUE(host.plan.forks.empty());
+  EXPECT_TRUE(host.plan.block_copies.empty());
+  EXPECT_EQ(host.pool.check_integrity(), "");
 }
 
 TEST(Scheduler, ASampleWithoutAParentPrefillsByItself) {
-  // One slot: the first sample is gone before the second begins.
-  Desk desk(1024, {.max_num_seqs = 1,
+  // One sequence slot: the first sample ends before the second begins.
+  Host host(1024, {.max_num_seqs = 1,
                    .max_num_batched_tokens = 64,
                    .prefill_chunk_size = 64,
                    .max_score_rows = 8,
                    .num_draft_tokens = 3,
                    .max_in_flight = 2});
-  const std::vector<Sequence*> samples = desk.add_samples(2, 21, 10);
-  ASSERT_TRUE(desk.step());
-  desk.read();
-  desk.scheduler.finish(*samples[0]);
-  ASSERT_TRUE(desk.step());
-  ASSERT_EQ(desk.plan.sequences.size(), 1u);
-  EXPECT_EQ(desk.planned(*samples[1])->start, 0);
-  EXPECT_EQ(desk.planned(*samples[1])->num_rows, 21);
-  EXPECT_TRUE(desk.plan.forks.empty());
-  EXPECT_EQ(desk.scheduler.num_shared_tokens(), 0);
+  const std::vector<Sequence*> samples = host.add_samples(2, 21, 10);
+  ASSERT_TRUE(host.plan_next());
+  host.read();
+  host.scheduler.finish(*samples[0]);
+  ASSERT_TRUE(host.plan_next());
+  ASSERT_EQ(host.plan.sequences.size(), 1u);
+  EXPECT_EQ(host.planned(*samples[1])->start, 0);
+  EXPECT_EQ(host.planned(*samples[1])->num_rows, 21);
+  EXPECT_TRUE(host.plan.forks.empty());
+  EXPECT_EQ(host.scheduler.num_shared_tokens(), 0);
 }
 
 TEST(Scheduler, APromptOfOneTokenHasNothingToShare) {
-  Desk desk(1024);
-  desk.add_samples(3, 1, 10);
-  ASSERT_TRUE(desk.step());
-  EXPECT_EQ(desk.plan.sequences.size(), 3u);
-  EXPECT_TRUE(desk.plan.forks.empty());
+  Host host(1024);
+  host.add_samples(3, 1, 10);
+  ASSERT_TRUE(host.plan_next());
+  EXPECT_EQ(host.plan.sequences.size(), 3u);
+  EXPECT_TRUE(host.plan.forks.empty());
 }
 
 TEST(Scheduler, APreemptedSampleForksAgainAndAnySampleMayBeTheParent) {
-  Desk desk(1024);
-  const std::vector<Sequence*> samples = desk.add_samples(3, 21, 10);
+  Host host(1024);
+  const std::vector<Sequence*> samples = host.add_samples(3, 21, 10);
   for (int i = 0; i < 4; ++i) {
-    ASSERT_TRUE(desk.step());
-    desk.read();
+    ASSERT_TRUE(host.plan_next());
+    host.read();
   }
-  ASSERT_EQ(desk.scheduler.num_shared_tokens(), 40);
-  // The first is cancelled; the last one's blocks go, as if another had needed them.
+  ASSERT_EQ(host.scheduler.num_shared_tokens(), 40);
+  // The first is cancelled; the last one loses its blocks, as if it had been preempted.
   const BlockId shared = samples[1]->blocks.table(0)[0];
-  desk.scheduler.finish(*samples[0]);
-  EXPECT_EQ(desk.pool.num_holders(0, shared), 2);
+  host.scheduler.finish(*samples[0]);
+  EXPECT_EQ(host.pool.num_holders(0, shared), 2);
   const auto known_len = samples[2]->known_len();
   ASSERT_GT(known_len, 21);
-  samples[2]->blocks.release_all(desk.pool, desk.iteration);
-  EXPECT_EQ(desk.pool.num_holders(0, shared), 1);
+  samples[2]->blocks.release_all(host.pool, host.iteration);
+  EXPECT_EQ(host.pool.num_holders(0, shared), 1);
   Sequence again = std::move(*samples[2]);
-  desk.scheduler.finish(*samples[2]);
-  Sequence& second = desk.add_sample(again.id, 2, 3, 21, 10);
+  host.scheduler.finish(*samples[2]);
+  Sequence& second = host.add_sample(again.id, 2, 3, 21, 10);
   second.tokens = again.tokens;
-  ASSERT_TRUE(desk.step());
-  ASSERT_EQ(desk.plan.forks.size(), 1u);
-  EXPECT_EQ(desk.plan.forks[0].parent_seq_slot, samples[1]->seq_slot);
-  // What it had emitted is prefilled again, behind the prompt that it shares.
-  EXPECT_EQ(desk.planned(second)->start, 20);
-  EXPECT_EQ(desk.planned(second)->num_rows, known_len - 20);
-  EXPECT_EQ(desk.pool.num_holders(0, shared), 2);
-  EXPECT_EQ(desk.pool.check_integrity(), "");
+  ASSERT_TRUE(host.plan_next());
+  ASSERT_EQ(host.plan.forks.size(), 1u);
+  EXPECT_EQ(host.plan.forks[0].parent_seq_slot, samples[1]->seq_slot);
+  // Its output is prefilled again, behind the shared prompt.
+  EXPECT_EQ(host.planned(second)->start, 20);
+  EXPECT_EQ(host.planned(second)->num_rows, known_len - 20);
+  EXPECT_EQ(host.pool.num_holders(0, shared), 2);
+  EXPECT_EQ(host.pool.check_integrity(), "");
 }
 
 TEST(Scheduler, SamplesNeedOnlyTheBlocksThatTheyDoNotShare) {
-  // Room for two prompts of 41 tokens, but for six samples of one.
-  Desk desk(96, {.max_num_seqs = 8,
+  // The pool holds two prompts of 41 tokens, or six samples of one.
+  Host host(96, {.max_num_seqs = 8,
                  .max_num_batched_tokens = 64,
                  .prefill_chunk_size = 64,
                  .max_score_rows = 8,
                  .num_draft_tokens = 0,
                  .max_in_flight = 2});
-  desk.add_samples(6, 41, 4);
+  host.add_samples(6, 41, 4);
   for (int i = 0; i < 2; ++i) {
-    ASSERT_TRUE(desk.step());
-    desk.read();
+    ASSERT_TRUE(host.plan_next());
+    host.read();
   }
-  EXPECT_EQ(desk.scheduler.num_running(), 6);
-  EXPECT_EQ(desk.pool.num_held(0), 5 + 6);
-  EXPECT_EQ(desk.scheduler.num_preemptions(), 0);
-  for (const auto& sample : desk.all) desk.scheduler.finish(*sample);
-  desk.scheduler.complete(desk.iteration);
-  EXPECT_EQ(desk.pool.num_held(0) + desk.pool.num_quarantined(0), 0);
-  EXPECT_EQ(desk.pool.check_integrity(), "");
+  EXPECT_EQ(host.scheduler.num_running(), 6);
+  EXPECT_EQ(host.pool.num_held(0), 5 + 6);
+  EXPECT_EQ(host.scheduler.num_preemptions(), 0);
+  for (const auto& sample : host.all) host.scheduler.finish(*sample);
+  host.scheduler.complete(host.iteration);
+  EXPECT_EQ(host.pool.num_held(0) + host.pool.num_quarantined(0), 0);
+  EXPECT_EQ(host.pool.check_integrity(), "");
 }
 
 TEST(BatchBuilder, LaysOutRaggedRows) {
@@ -451,7 +451,7 @@ TEST(BatchBuilder, LaysOutRaggedRows) {
   EXPECT_EQ(head(inputs.verify_indptr, 5), (std::vector<int32_t>{0, 4, 10, 15, 18}));
   // Two rows for the window, the chunk and the new token, the chunk, nothing for a score.
   EXPECT_EQ(head(inputs.first_indptr, 5), (std::vector<int32_t>{0, 2, 9, 14, 14}));
-  // The prompt's next token after a chunk, as far as there is one.
+  // The prompt's next token after a chunk, if there is one.
   EXPECT_EQ(head(inputs.next_token, 4), (std::vector<int32_t>{0, 0, 25, 35}));
   // All of the window, the last of the prompt, none of the partial chunk, all of the score.
   EXPECT_EQ(head(inputs.logit_indptr, 5), (std::vector<int32_t>{0, 4, 5, 5, 8}));
@@ -466,12 +466,12 @@ TEST(BatchBuilder, LaysOutRaggedRows) {
   EXPECT_EQ(batch->score_copies[0].first_logit_row, 5);
   EXPECT_EQ(batch->score_copies[0].destination_row, 2);
 
-  // A head's first pass has the rows of the verify pass, but for scores.
+  // The first pass of a draft head has the rows of the verify pass, except those of scores.
   BatchShape window = shape;
   window.first_rows = FirstRows::kWindow;
   build_batch(plan, window, *batch);
   EXPECT_EQ(head(inputs.first_indptr, 5), (std::vector<int32_t>{0, 4, 10, 15, 15}));
-  // One that stays at the last position with KV has a row of each sequence that drafts.
+  // A draft head that stays at the last position with KV has one row for each drafting sequence.
   window.first_rows = FirstRows::kLast;
   build_batch(plan, window, *batch);
   EXPECT_EQ(head(inputs.first_indptr, 5), (std::vector<int32_t>{0, 1, 2, 2, 2}));

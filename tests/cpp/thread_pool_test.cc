@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The thread pool: every part once, nothing of one loop in another, no stall without workers.
+// The thread pool does every part once, keeps loops apart and does not stall without workers.
 
 #include "device/thread_pool.h"
 
@@ -52,7 +52,7 @@ TEST(ThreadPool, UsesItsWorkers) {
   ThreadPool pool(2);
   const auto caller = std::this_thread::get_id();
   std::atomic<bool> has_worked = false;
-  // Parts that wait until somebody else has done one.
+  // Parts that wait until another thread has done one.
   pool.parallel_for(2, [&](int64_t) {
     if (std::this_thread::get_id() != caller) has_worked = true;
     const auto start = std::chrono::steady_clock::now();

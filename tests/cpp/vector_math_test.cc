@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The vectorised exp and tanh, of which the CPU ops are made, against those of double precision.
+// The vectorised exp and tanh of the CPU ops against double precision.
 
 #include "base/vector_math.h"
 

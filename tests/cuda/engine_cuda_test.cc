@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstdio>
 #include <random>
 #include <string>
@@ -17,6 +16,7 @@
 
 #include "support/gpu.h"
 #include "support/jobs.h"
+#include "support/logprob_checks.h"
 #include "support/samples.h"
 #include "support/tiny_models.h"
 
@@ -411,33 +411,7 @@ TEST_F(CudaEngine, LogprobsAreThoseOfTheLogits) {
   mix_sampling(jobs, random, 64);
   for (Job& job : jobs) job.sampling.logprobs = job.sampling.prompt_logprobs = 64;
   const std::vector<Outcome> outcomes = run(executor, jobs);
-  int64_t num_compared = 0;
-  for (size_t i = 0; i < jobs.size(); ++i) {
-    if (outcomes[i].reason == FinishReason::kError) continue;
-    std::vector<int32_t> tokens = jobs[i].prompt;
-    tokens.insert(tokens.end(), outcomes[i].tokens.begin(), outcomes[i].tokens.end());
-    std::vector<std::vector<TokenLogprob>> rows = outcomes[i].prompt_logprobs;
-    rows.insert(rows.end(), outcomes[i].logprobs.begin(), outcomes[i].logprobs.end());
-    ASSERT_EQ(rows.size(), tokens.size() - 1);
-    (void)executor.add_request({.prompt = tokens, .score_prompt = true}).value();
-    std::shared_ptr<const std::vector<float>> logits;
-    while (logits == nullptr) {
-      for (const RequestEvent& event : executor.poll(100)) logits = event.logits;
-    }
-    for (size_t row = 0; row < rows.size(); ++row) {
-      const float* const x = logits->data() + row * 64;
-      double sum = 0;
-      for (int32_t id = 0; id < 64; ++id) sum += std::exp(double{x[id]});
-      ASSERT_EQ(rows[row].size(), 65u);
-      EXPECT_EQ(rows[row][0].token, tokens[row + 1]);
-      for (const TokenLogprob& entry : rows[row]) {
-        ASSERT_NEAR(entry.logprob, x[entry.token] - std::log(sum), 2e-6);
-        ASSERT_EQ(entry.rank,
-                  1 + std::count_if(x, x + 64, [&](float y) { return y > x[entry.token]; }));
-        ++num_compared;
-      }
-    }
-  }
+  const int64_t num_compared = testing::expect_logprobs_of_logits(executor, jobs, outcomes, 64);
   EXPECT_GT(num_compared, 10000);
 }
 

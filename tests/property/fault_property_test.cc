@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The checks can fail: faults planted in recorded programs and in the pool go red. Each test first
-// shows that the sound engine passes the very check that the fault then breaks.
+// The checks can fail: they see faults that are planted in recorded programs and in the pool. Each
+// test first shows that the sound engine passes the check which the fault then breaks.
 
 #include <gtest/gtest.h>
 
@@ -12,6 +12,7 @@
 #include "executor/cpu_runner.h"
 #include "executor/engine.h"
 #include "speculate/row_ops.h"
+#include "support/acceptance.h"
 #include "support/tiny_models.h"
 #include "wire/batch_shape.h"
 #include "wire/blocks.h"
@@ -61,29 +62,12 @@ struct SelfDraft {
   CpuRunnerOptions runner_options;
 };
 
-// Share of drafts kept by a model that drafts for itself: 1 unless something is stale.
+// The acceptance rate of a model that drafts for itself: 1 unless something is stale.
 double self_draft_acceptance(const SelfDraft& setup, const std::function<void(Program&)>& plant) {
   auto runner = setup.runner();
   for (Program* const program : runner->programs()) plant(*program);
   Engine engine(setup.engine_options, setup.layout, std::move(runner));
-  std::mt19937_64 random(3);
-  for (int i = 0; i < 8; ++i) {
-    Request request;
-    for (int t = 0; t < 5 + 3 * i; ++t) request.prompt.push_back(random() % 64);
-    request.sampling = {.temperature = 1.0, .seed = random(), .max_tokens = 60};
-    EXPECT_TRUE(engine.add_request(std::move(request)).has_value());
-  }
-  int64_t accepted = 0;
-  int64_t drafted = 0;
-  for (int left = 8; left > 0;) {
-    for (const RequestEvent& event : engine.poll(100)) {
-      if (event.finish_reason == FinishReason::kNone) continue;
-      accepted += event.counters.num_accepted_tokens;
-      drafted += event.counters.num_draft_tokens;
-      --left;
-    }
-  }
-  return static_cast<double>(accepted) / static_cast<double>(drafted);
+  return testing::acceptance_rate(engine, /*temperature=*/1.0);
 }
 
 void sound(Program&) {}
@@ -138,7 +122,7 @@ TEST(PlantedFault, BakedStepIndex) {
             1.0);
 }
 
-// Passes everything on and remembers which blocks each launched iteration may touch. Models with
+// Forwards every call and records which blocks each launched iteration may touch. Models with
 // full attention only: their tables never shrink while a sequence runs.
 class WatchingRunner final : public Runner {
  public:
@@ -185,7 +169,7 @@ class WatchingRunner final : public Runner {
 
  private:
   std::unique_ptr<CpuRunner> inner_;
-  std::map<int32_t, std::set<std::pair<GroupId, BlockId>>> tables_;   // by slot
+  std::map<int32_t, std::set<std::pair<GroupId, BlockId>>> tables_;   // by sequence slot
   std::map<int64_t, std::set<std::pair<GroupId, BlockId>>> touched_;  // by iteration
 };
 

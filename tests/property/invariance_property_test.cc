@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Row invariance: a row's logits and KV have the same bits however it came to be computed: alone or
+// Row invariance: a row's logits and KV have the same bits in every way of computing it: alone or
 // in a batch, in one prefill or chunks cut anywhere, in a verify window, with any block size, and
 // after having been recomputed.
 

@@ -213,8 +213,8 @@ int64_t check_draft_steps(Bench& bench, const Steps& steps, std::mt19937_64& ran
 
 TEST(Metadata, AdvanceEqualsBuild) {
   const uint64_t first_seed = testing::seed_from_env(1);
-  // A draft model's rows, those of a head one position behind, and those of a head that stays
-  // there.
+  // Rows of a draft model, of a draft head one position behind, and of a draft head that stays at
+  // its position.
   constexpr std::array<Steps, 3> kSteps = {{{1}, {2}, {2, /*advances_positions=*/false}}};
   std::array<int64_t, kSteps.size()> num_live{};
   for (uint64_t seed = first_seed; seed < first_seed + 300; ++seed) {

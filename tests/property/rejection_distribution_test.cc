@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// `standard` and `block` acceptance leave the target's law as it is: exactly. The very rules that
-// the ops run (sample/rejection_rules.h) run here on fractions, over every draft that can be drawn
-// and every way that the tries can end, on small vocabularies whose laws depend on what stands
-// before. PACELINE_SEED overrides the seed; failures print it.
+// `standard` and `block` acceptance keep the target's distribution exactly. The rules that the ops
+// use (sample/rejection_rules.h) are run on fractions, over all drafts and all outcomes of the
+// acceptance tests, on small vocabularies whose distributions depend on the prefix. PACELINE_SEED
+// overrides the seed; failures print it.
 
 #include <gtest/gtest.h>
 
@@ -23,9 +23,9 @@
 namespace paceline::testing {
 namespace {
 
-using Law = std::vector<Rational>;    // by token
-using Prefix = std::vector<int32_t>;  // tokens
-using LawOf = std::map<Prefix, Law>;  // of the token after a prefix
+using Distribution = std::vector<Rational>;             // by token
+using Prefix = std::vector<int32_t>;                    // tokens
+using DistributionOf = std::map<Prefix, Distribution>;  // of the token after a prefix
 using StopsAt = std::map<Prefix, bool>;
 
 enum class Pair : uint8_t { kRandom, kEqual, kDisjoint, kTies, kCount };
@@ -34,13 +34,13 @@ enum class Drafts : uint8_t { kSampled, kTopTwo, kGreedy };
 struct World {
   int32_t vocab;
   int32_t k;
-  LawOf target;
-  LawOf drafter;
+  DistributionOf target;
+  DistributionOf drafter;
   StopsAt stops;  // by what was drafted
 };
 
-// Weights from 0 to 4, not all of them 0, over their sum.
-Law random_law(Stream& stream, int32_t vocab, const std::vector<bool>& may_be) {
+// Random weights from 0 to 4, normalised; at least one is not 0.
+Distribution random_distribution(Stream& stream, int32_t vocab, const std::vector<bool>& may_be) {
   std::vector<int64_t> weights(static_cast<size_t>(vocab));
   int64_t sum = 0;
   while (sum == 0) {
@@ -49,9 +49,9 @@ Law random_law(Stream& stream, int32_t vocab, const std::vector<bool>& may_be) {
     }
     sum = std::accumulate(weights.begin(), weights.end(), int64_t{0});
   }
-  Law law;
-  for (const int64_t weight : weights) law.emplace_back(weight, sum);
-  return law;
+  Distribution distribution;
+  for (const int64_t weight : weights) distribution.emplace_back(weight, sum);
+  return distribution;
 }
 
 void add_prefixes(Stream& stream, Pair pair, const Prefix& prefix, World& world) {
@@ -64,8 +64,10 @@ void add_prefixes(Stream& stream, Pair pair, const Prefix& prefix, World& world)
     odd[token] = token % 2 == 1;
   }
   const bool is_disjoint = pair == Pair::kDisjoint;
-  Law& target = world.target[prefix] = random_law(stream, world.vocab, is_disjoint ? even : all);
-  Law& drafter = world.drafter[prefix] = random_law(stream, world.vocab, is_disjoint ? odd : all);
+  Distribution& target = world.target[prefix] =
+      random_distribution(stream, world.vocab, is_disjoint ? even : all);
+  Distribution& drafter = world.drafter[prefix] =
+      random_distribution(stream, world.vocab, is_disjoint ? odd : all);
   if (pair == Pair::kEqual && !stream.one_in(4)) drafter = target;
   if (pair == Pair::kTies) {
     drafter.assign(size, Rational(1, world.vocab));
@@ -83,15 +85,15 @@ void add_prefixes(Stream& stream, Pair pair, const Prefix& prefix, World& world)
 World random_world(uint64_t seed, Pair pair) {
   Stream stream(seed, 1, static_cast<uint64_t>(pair));
   World world{.vocab = 3 + stream.below(4), .k = 1 + stream.below(3)};
-  // Larger ones take their time: some of them, and the rest with three drafts small.
+  // Larger worlds take long, so only some are tried, and worlds with three drafts stay small.
   if (world.k == 3 && !stream.one_in(16)) world.vocab = std::min(world.vocab, 4);
   add_prefixes(stream, pair, {}, world);
   return world;
 }
 
-// What a draft is drawn from, as the drafter's law gives it: all of it; the two likeliest tokens;
-// or the likeliest for certain. Of equals the lowest.
-Law draft_distribution(const Law& drafter, Drafts drafts) {
+// The distribution that drafts are sampled from: all of the drafter's, its two most likely tokens,
+// or its most likely token alone. Among equal probabilities the lowest id comes first.
+Distribution draft_distribution(const Distribution& drafter, Drafts drafts) {
   if (drafts == Drafts::kSampled) return drafter;
   std::vector<size_t> order(drafter.size());
   std::iota(order.begin(), order.end(), size_t{0});
@@ -100,25 +102,25 @@ Law draft_distribution(const Law& drafter, Drafts drafts) {
   const size_t count = drafts == Drafts::kTopTwo ? 2 : 1;
   Rational sum;
   for (size_t i = 0; i < count; ++i) sum += drafter[order[i]];
-  Law law(drafter.size());
-  for (size_t i = 0; i < count; ++i) law[order[i]] = drafter[order[i]] / sum;
-  return law;
+  Distribution distribution(drafter.size());
+  for (size_t i = 0; i < count; ++i) distribution[order[i]] = drafter[order[i]] / sum;
+  return distribution;
 }
 
-// Goes through all ways in which tries may end, each once.
+// Enumerates all outcomes of a series of acceptance tests, each once.
 class Tries {
  public:
   void begin() {
     next_ = 0;
     weight_ = Rational(1);
   }
-  bool succeeds(const Rational& chance) {
+  bool succeeds(const Rational& probability) {
     if (next_ == outcomes_.size()) outcomes_.push_back(true);
     const bool outcome = outcomes_[next_++];
-    weight_ = weight_ * (outcome ? chance : Rational(1) - chance);
+    weight_ = weight_ * (outcome ? probability : Rational(1) - probability);
     return outcome;
   }
-  // False once all have been seen.
+  // False once all outcomes have been enumerated.
   bool advance() {
     outcomes_.resize(next_);
     while (!outcomes_.empty() && !outcomes_.back()) outcomes_.pop_back();
@@ -134,7 +136,7 @@ class Tries {
   Rational weight_;
 };
 
-// One window: the law of the tokens that it emits.
+// One window: the distribution of the tokens that it emits.
 class Window {
  public:
   Window(const World& world, AcceptMethod method, Drafts drafts, bool stops_early)
@@ -142,7 +144,7 @@ class Window {
     (void)explore(Rational(1));
   }
 
-  // Emitted by the window, as prefixes that nothing more is said of.
+  // Prefixes that the window emits, with their probabilities.
   [[nodiscard]] const std::map<Prefix, Rational>& emitted() const { return emitted_; }
   [[nodiscard]] const Rational& mean_kept() const { return mean_kept_; }
 
@@ -150,7 +152,7 @@ class Window {
   [[nodiscard]] Rational p(int32_t at) const { return target(at)[token(at)]; }
   [[nodiscard]] Rational q(int32_t at) const { return drafted(at)[token(at)]; }
   [[nodiscard]] Rational overlap(int32_t at, const Rational& share) const {
-    const Law q = drafted(at);
+    const Distribution q = drafted(at);
     Rational sum;
     for (size_t id = 0; id < q.size(); ++id) {
       const Rational scaled = share * target(at)[id];
@@ -164,13 +166,15 @@ class Window {
     return static_cast<size_t>(path_[static_cast<size_t>(at)]);
   }
   [[nodiscard]] Prefix before(int32_t at) const { return {path_.begin(), path_.begin() + at}; }
-  [[nodiscard]] const Law& target(int32_t at) const { return world_.target.at(before(at)); }
-  [[nodiscard]] Law drafted(int32_t at) const {
+  [[nodiscard]] const Distribution& target(int32_t at) const {
+    return world_.target.at(before(at));
+  }
+  [[nodiscard]] Distribution drafted(int32_t at) const {
     return draft_distribution(world_.drafter.at(before(at)), drafts_);
   }
 
-  // The chance of each number of drafts kept, given that those of `path_` were drafted; emits what
-  // ends here. `weight`: the chance of the path.
+  // The probability of each number of accepted drafts, given that `path_` has been drafted; emits
+  // what ends here. `weight`: the probability of `path_`.
   std::vector<Rational> explore(const Rational& weight) {
     const size_t length = path_.size();
     const bool is_last = length == static_cast<size_t>(world_.k) ||
@@ -179,13 +183,14 @@ class Window {
     if (is_last) {
       kept = judge();
     } else {
-      const Law law = drafted(static_cast<int32_t>(length));
-      for (size_t id = 0; id < law.size(); ++id) {
-        if (law[id] == Rational(0)) continue;
+      const Distribution distribution = drafted(static_cast<int32_t>(length));
+      for (size_t id = 0; id < distribution.size(); ++id) {
+        if (distribution[id] == Rational(0)) continue;
         path_.push_back(static_cast<int32_t>(id));
-        const std::vector<Rational> of_longer = explore(weight * law[id]);
+        const std::vector<Rational> of_longer = explore(weight * distribution[id]);
         path_.pop_back();
-        for (size_t count = 0; count <= length; ++count) kept[count] += law[id] * of_longer[count];
+        for (size_t count = 0; count <= length; ++count)
+          kept[count] += distribution[id] * of_longer[count];
       }
     }
     emit(weight * kept[length], is_last);
@@ -200,24 +205,24 @@ class Window {
       tries.begin();
       const AcceptedDrafts<Rational> verdict = accept_drafts<Rational>(
           method_, static_cast<int32_t>(path_.size()), *this,
-          [&](int32_t, const Rational& chance) { return tries.succeeds(chance); });
+          [&](int32_t, const Rational& probability) { return tries.succeeds(probability); });
       kept[static_cast<size_t>(verdict.count)] += tries.weight();
       if (tries.weight() == Rational(0)) continue;
-      // The share of the kept drafts hangs on nothing else.
+      // The number of accepted drafts depends on nothing else.
       const auto [at, is_new] = shares_.try_emplace(before(verdict.count), verdict.share);
       EXPECT_EQ(at->second, verdict.share);
     } while (tries.advance());
     return kept;
   }
 
-  // `path_` is emitted with this chance, and one token more.
-  void emit(const Rational& chance, bool is_last) {
-    if (chance == Rational(0)) return;
-    mean_kept_ += chance * Rational(static_cast<int64_t>(path_.size()));
+  // With this probability the window emits `path_` and one more token.
+  void emit(const Rational& probability, bool is_last) {
+    if (probability == Rational(0)) return;
+    mean_kept_ += probability * Rational(static_cast<int64_t>(path_.size()));
     const auto at = static_cast<int32_t>(path_.size());
-    Law next = target(at);
+    Distribution next = target(at);
     if (!is_last) {
-      const Law q = drafted(at);
+      const Distribution q = drafted(at);
       Rational sum;
       for (size_t id = 0; id < next.size(); ++id) {
         next[id] = residual(shares_.at(path_), next[id], q[id]);
@@ -230,7 +235,7 @@ class Window {
       if (next[id] == Rational(0)) continue;
       Prefix longer = path_;
       longer.push_back(static_cast<int32_t>(id));
-      emitted_[longer] += chance * next[id];
+      emitted_[longer] += probability * next[id];
     }
   }
 
@@ -244,26 +249,27 @@ class Window {
   Rational mean_kept_;
 };
 
-// The law of sequences of k + 1 tokens: what a window has emitted goes on as the target says.
-void extend(const World& world, const Prefix& prefix, const Rational& chance,
-            std::map<Prefix, Rational>& law) {
+// The distribution of sequences of k + 1 tokens: what a window has emitted is continued by sampling
+// from the target.
+void extend(const World& world, const Prefix& prefix, const Rational& probability,
+            std::map<Prefix, Rational>& distribution) {
   if (static_cast<int32_t>(prefix.size()) == world.k + 1) {
-    law[prefix] += chance;
+    distribution[prefix] += probability;
     return;
   }
-  const Law& next = world.target.at(prefix);
+  const Distribution& next = world.target.at(prefix);
   for (size_t id = 0; id < next.size(); ++id) {
     if (next[id] == Rational(0)) continue;
     Prefix longer = prefix;
     longer.push_back(static_cast<int32_t>(id));
-    extend(world, longer, chance * next[id], law);
+    extend(world, longer, probability * next[id], distribution);
   }
 }
 
-TEST(RejectionLaw, IsThatOfTheTargetExactly) {
+TEST(RejectionDistribution, IsTheTargetsExactly) {
   TRACE_SEED();
   constexpr int32_t kWorldsOfAPair = 150;
-  int32_t num_better = 0;  // where block keeps more than standard
+  int32_t num_better = 0;  // where block accepts more than standard
   for (int32_t pair = 0; pair < static_cast<int32_t>(Pair::kCount); ++pair) {
     for (uint64_t i = 0; i < kWorldsOfAPair; ++i) {
       const World world = random_world(base_seed() + i, static_cast<Pair>(pair));
@@ -279,24 +285,25 @@ TEST(RejectionLaw, IsThatOfTheTargetExactly) {
                          << (stops_early ? ", stops" : "")
                          << (method == AcceptMethod::kBlock ? ", block" : ", standard"));
             const Window window(world, method, drafts, stops_early);
-            std::map<Prefix, Rational> law;
-            for (const auto& [prefix, chance] : window.emitted()) {
-              extend(world, prefix, chance, law);
+            std::map<Prefix, Rational> distribution;
+            for (const auto& [prefix, probability] : window.emitted()) {
+              extend(world, prefix, probability, distribution);
             }
-            ASSERT_EQ(law, plain);
+            ASSERT_EQ(distribution, plain);
             kept[method == AcceptMethod::kBlock ? 1 : 0] = window.mean_kept();
           }
-          EXPECT_FALSE(kept[1] < kept[0]) << "block keeps " << kept[1] << ", standard " << kept[0];
+          EXPECT_FALSE(kept[1] < kept[0])
+              << "block accepts " << kept[1] << ", standard " << kept[0];
           num_better += kept[0] < kept[1] ? 1 : 0;
         }
       }
     }
   }
-  // Else the two would be one.
+  // Otherwise the two methods would be the same.
   EXPECT_GT(num_better, 100);
 }
 
-TEST(RejectionLaw, EqualLawsKeepEverything) {
+TEST(RejectionDistribution, EqualDistributionsAcceptEveryDraft) {
   for (const AcceptMethod method : {AcceptMethod::kStandard, AcceptMethod::kBlock}) {
     World world = random_world(base_seed(), Pair::kRandom);
     world.drafter = world.target;
@@ -305,18 +312,18 @@ TEST(RejectionLaw, EqualLawsKeepEverything) {
   }
 }
 
-// Chances by hand: p = (1/2, 1/2), q = (3/4, 1/4), twice over.
-TEST(RejectionLaw, ChancesByHand) {
+// Probabilities by hand: p = (1/2, 1/2), q = (3/4, 1/4), twice over.
+TEST(RejectionDistribution, ProbabilitiesByHand) {
   const auto half = Rational(1, 2);
   EXPECT_EQ(acceptance_probability(half, Rational(3, 4)), Rational(2, 3));
   EXPECT_EQ(acceptance_probability(half, Rational(1, 4)), Rational(1));
   EXPECT_EQ(acceptance_probability(Rational(0), Rational(1, 4)), Rational(0));
-  // Ruled out by the target, and so unlikely to be drafted that q has been rounded to nothing.
+  // The target excludes this token, and q is so small that it has been rounded to 0.
   EXPECT_EQ(acceptance_probability(Rational(0), Rational(0)), Rational(0));
   EXPECT_EQ(next_share(Rational(1), Rational(0), Rational(0)), Rational(0));
   EXPECT_EQ(next_share(Rational(2, 3), half, Rational(1, 4)), Rational(1));
   EXPECT_EQ(next_share(Rational(2, 3), half, Rational(3, 4)), Rational(4, 9));
-  // Left of 2/3 (1/2, 1/2) - (3/4, 1/4): 1/12; it overlaps in 1/3 + 1/4.
+  // The residual of 2/3 (1/2, 1/2) - (3/4, 1/4) sums to 1/12; the overlap is 1/3 + 1/4.
   EXPECT_EQ(block_acceptance_probability(Rational(2, 3), Rational(7, 12)), Rational(1, 5));
   EXPECT_EQ(block_acceptance_probability(Rational(1), Rational(1)), Rational(1));
   EXPECT_EQ(block_acceptance_probability(half, half), Rational(0));

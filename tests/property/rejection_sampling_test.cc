@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the compiled ops of `standard` and `block` acceptance emit follows the target's law: G-tests
-// of whole windows, drafted, judged and resampled, each with its share of one chance in a hundred
-// that all of them together raise a false alarm (after Bonferroni). A bias of one part in a
-// hundred, put in by the test's own verdict, is seen. PACELINE_SEED overrides the seed; failures
-// print it.
+// The compiled ops of `standard` and `block` acceptance emit the target's distribution: G-tests of
+// whole windows that are drafted, judged and resampled. Together the tests raise a false alarm with
+// a probability of 1 % (Bonferroni). A bias of one in a hundred, which the test itself puts into
+// the acceptance tests, is seen. PACELINE_SEED overrides the seed; failures print it.
 
 #include <gtest/gtest.h>
 
@@ -41,10 +40,10 @@ size_t code(const Tokens& tokens) {
   return at;
 }
 
-// Logits after each prefix of at most kDrafts tokens; one of each has no chance. The same for every
-// seed of the test: what a bias can be seen by hangs on them.
+// Logits after each prefix of at most kDrafts tokens; one of each has no probability. They are the
+// same for every seed of the test, since the size of a visible bias depends on them.
 struct Table {
-  Table(uint64_t which, double temperature) : logits(400), laws(400) {
+  Table(uint64_t which, double temperature) : logits(400), distributions(400) {
     for (size_t at = 0; at < logits.size(); ++at) {
       Stream stream(/*seed=*/7, which, at);
       logits[at].resize(kVocab);
@@ -52,55 +51,59 @@ struct Table {
       logits[at][static_cast<size_t>(stream.below(kVocab))] = -kInf;
       double sum = 0;
       for (const float logit : logits[at]) {
-        sum += laws[at].emplace_back(std::exp(logit / temperature));
+        sum += distributions[at].emplace_back(std::exp(logit / temperature));
       }
-      for (double& chance : laws[at]) chance /= sum;
+      for (double& probability : distributions[at]) probability /= sum;
     }
   }
   const std::vector<float>& of(const Tokens& prefix) const { return logits.at(code(prefix)); }
-  const std::vector<double>& law(const Tokens& prefix) const { return laws.at(code(prefix)); }
+  const std::vector<double>& distribution(const Tokens& prefix) const {
+    return distributions.at(code(prefix));
+  }
 
   std::vector<std::vector<float>> logits;
-  std::vector<std::vector<double>> laws;
+  std::vector<std::vector<double>> distributions;
 };
 
-// The law of kDrafts + 1 tokens, by their code in base kVocab.
-std::vector<double> law_of_sequences(const Table& target) {
-  std::vector<double> law;
+// The distribution of kDrafts + 1 tokens, by their code in base kVocab.
+std::vector<double> distribution_of_sequences(const Table& target) {
+  std::vector<double> distribution;
   for (int32_t a = 0; a < kVocab; ++a) {
     for (int32_t b = 0; b < kVocab; ++b) {
       for (int32_t c = 0; c < kVocab; ++c) {
-        law.push_back(target.law({})[static_cast<size_t>(a)] *
-                      target.law({a})[static_cast<size_t>(b)] *
-                      target.law({a, b})[static_cast<size_t>(c)]);
+        distribution.push_back(target.distribution({})[static_cast<size_t>(a)] *
+                               target.distribution({a})[static_cast<size_t>(b)] *
+                               target.distribution({a, b})[static_cast<size_t>(c)]);
       }
     }
   }
-  return law;
+  return distribution;
 }
 
-// What a window has emitted, extended as the target says.
+// The tokens of a window, continued by sampling from the target.
 void count_extended(Tokens tokens, const Table& target, std::mt19937_64& engine,
                     std::vector<int64_t>& counts) {
   while (tokens.size() < kDrafts + 1) {
-    const std::vector<double>& law = target.law(tokens);
-    tokens.push_back(std::discrete_distribution<int32_t>(law.begin(), law.end())(engine));
+    const std::vector<double>& distribution = target.distribution(tokens);
+    tokens.push_back(
+        std::discrete_distribution<int32_t>(distribution.begin(), distribution.end())(engine));
   }
   size_t cell = 0;
   for (const int32_t token : tokens) cell = cell * kVocab + static_cast<size_t>(token);
   ++counts[cell];
 }
 
-// The lower of two chances that these counts come about: those of the sequences, and those of their
-// first tokens, which are fewer and therefore show a small bias sooner.
-double lower_chance(const std::vector<int64_t>& counts, const std::vector<double>& law) {
+// The lower p-value of two G-tests: on the sequences, and on their first tokens, which have fewer
+// cells and therefore show a small bias sooner.
+double lower_probability(const std::vector<int64_t>& counts,
+                         const std::vector<double>& distribution) {
   std::vector<int64_t> first_counts(kVocab);
-  std::vector<double> first_law(kVocab);
-  for (size_t cell = 0; cell < law.size(); ++cell) {
+  std::vector<double> first_distribution(kVocab);
+  for (size_t cell = 0; cell < distribution.size(); ++cell) {
     first_counts[cell / (kVocab * kVocab)] += counts[cell];
-    first_law[cell / (kVocab * kVocab)] += law[cell];
+    first_distribution[cell / (kVocab * kVocab)] += distribution[cell];
   }
-  return std::min(g_test(counts, law), g_test(first_counts, first_law));
+  return std::min(g_test(counts, distribution), g_test(first_counts, first_distribution));
 }
 
 struct Setting {
@@ -125,13 +128,13 @@ constexpr Setting kSettings[] = {
 
 constexpr double kThreshold = kFalseAlarm / (2 * std::size(kSettings) * (kNumSeeds + 1));
 
-TEST(RejectionSampling, WindowsFollowTheTargetsLaw) {
+TEST(RejectionSampling, WindowsFollowTheTargetsDistribution) {
   TRACE_SEED();
   for (const Setting& setting : kSettings) {
     const Table target(1, setting.temperature);
     const Table drafter(2, setting.temperature);
-    const std::vector<double> law = law_of_sequences(target);
-    std::vector<int64_t> together(law.size());
+    const std::vector<double> distribution = distribution_of_sequences(target);
+    std::vector<int64_t> together(distribution.size());
     int64_t num_kept = 0;
     int64_t num_stopped = 0;
     for (uint64_t seed = 0; seed < kNumSeeds; ++seed) {
@@ -148,17 +151,19 @@ TEST(RejectionSampling, WindowsFollowTheTargetsLaw) {
       rig.run([&](int32_t, const Tokens& drafts) -> const auto& { return drafter.of(drafts); },
               [&](int32_t, const Tokens& drafts) -> const auto& { return target.of(drafts); });
       std::mt19937_64 engine(base_seed() + 1000 + seed);
-      std::vector<int64_t> counts(law.size());
+      std::vector<int64_t> counts(distribution.size());
       for (int32_t i = 0; i < kWindowsPerSeed; ++i) {
         count_extended(rig.emitted(i), target, engine, counts);
         num_kept += rig.results[static_cast<size_t>(i)].accepted_len;
         num_stopped += rig.s.draft_len[i] < kDrafts ? 1 : 0;
       }
-      EXPECT_GT(lower_chance(counts, law), kThreshold) << setting.name << ", seed " << seed;
-      for (size_t cell = 0; cell < law.size(); ++cell) together[cell] += counts[cell];
+      EXPECT_GT(lower_probability(counts, distribution), kThreshold)
+          << setting.name << ", seed " << seed;
+      for (size_t cell = 0; cell < distribution.size(); ++cell) together[cell] += counts[cell];
     }
-    EXPECT_GT(lower_chance(together, law), kThreshold) << setting.name << ", all seeds";
-    // Both verdicts occur, and stops where they are asked for.
+    EXPECT_GT(lower_probability(together, distribution), kThreshold)
+        << setting.name << ", all seeds";
+    // Drafts are accepted and rejected, and early stops occur where they are asked for.
     const int64_t num_windows = int64_t{kNumSeeds} * kWindowsPerSeed;
     EXPECT_GT(num_kept, num_windows / 10) << setting.name;
     EXPECT_LT(num_kept, num_windows * (kDrafts - 0.1)) << setting.name;
@@ -173,16 +178,18 @@ double chance_with_bias(AcceptMethod method, double scale) {
   const Table drafter(2, 1.0);
   std::mt19937_64 engine(base_seed() + 5000);
   std::uniform_real_distribution<double> uniform(0.0, 1.0);
-  std::vector<int64_t> counts(law_of_sequences(target).size());
+  std::vector<int64_t> counts(distribution_of_sequences(target).size());
   for (int32_t i = 0; i < 4 * kNumSeeds * kWindowsPerSeed; ++i) {
     struct {
       std::array<std::vector<double>, kDrafts> targets;
       std::array<std::vector<double>, kDrafts> drafters;
       Tokens drafts;
-      double p(int32_t at) const { return chance(targets, at); }
-      double q(int32_t at) const { return chance(drafters, at); }
-      double chance(const std::array<std::vector<double>, kDrafts>& laws, int32_t at) const {
-        return laws[static_cast<size_t>(at)][static_cast<size_t>(drafts[static_cast<size_t>(at)])];
+      double p(int32_t at) const { return probability(targets, at); }
+      double q(int32_t at) const { return probability(drafters, at); }
+      double probability(const std::array<std::vector<double>, kDrafts>& distributions,
+                         int32_t at) const {
+        return distributions[static_cast<size_t>(at)]
+                            [static_cast<size_t>(drafts[static_cast<size_t>(at)])];
       }
       double overlap(int32_t at, double share) const {
         double sum = 0;
@@ -194,14 +201,15 @@ double chance_with_bias(AcceptMethod method, double scale) {
       }
     } window;
     for (size_t at = 0; at < kDrafts; ++at) {
-      window.targets[at] = target.law(window.drafts);
-      window.drafters[at] = drafter.law(window.drafts);
-      const std::vector<double>& law = window.drafters[at];
-      window.drafts.push_back(std::discrete_distribution<int32_t>(law.begin(), law.end())(engine));
+      window.targets[at] = target.distribution(window.drafts);
+      window.drafters[at] = drafter.distribution(window.drafts);
+      const std::vector<double>& distribution = window.drafters[at];
+      window.drafts.push_back(
+          std::discrete_distribution<int32_t>(distribution.begin(), distribution.end())(engine));
     }
     const AcceptedDrafts<double> kept = accept_drafts<double>(
         method, kDrafts, window,
-        [&](int32_t, double chance) { return scale * uniform(engine) < chance; });
+        [&](int32_t, double probability) { return scale * uniform(engine) < probability; });
     Tokens tokens(window.drafts.begin(), window.drafts.begin() + kept.count);
     if (kept.count < kDrafts) {
       const auto at = static_cast<size_t>(kept.count);
@@ -213,7 +221,7 @@ double chance_with_bias(AcceptMethod method, double scale) {
     }
     count_extended(tokens, target, engine, counts);
   }
-  return lower_chance(counts, law_of_sequences(target));
+  return lower_probability(counts, distribution_of_sequences(target));
 }
 
 TEST(RejectionSampling, ABiasOfOneInAHundredIsSeen) {
@@ -225,13 +233,12 @@ TEST(RejectionSampling, ABiasOfOneInAHundredIsSeen) {
   }
 }
 
-// Pairs of what two streams give at the same places, and of one stream in windows that follow each
-// other.
-TEST(RejectionSampling, StreamsKnowNothingOfEachOther) {
+// Pairs of numbers of two streams at the same positions, and of one stream in consecutive windows.
+TEST(RejectionSampling, StreamsAreIndependent) {
   TRACE_SEED();
   constexpr int32_t kClasses = 16;
   constexpr int32_t kPairs = 1 << 17;
-  const std::vector<double> law(kClasses * kClasses, 1.0 / (kClasses * kClasses));
+  const std::vector<double> distribution(kClasses * kClasses, 1.0 / (kClasses * kClasses));
   const NoiseStream streams[] = {NoiseStream::kTarget, NoiseStream::kSynthetic, NoiseStream::kDraft,
                                  NoiseStream::kAccept, NoiseStream::kResidual};
   const auto word = [&](NoiseStream stream, int32_t place, uint32_t salt) {
@@ -243,11 +250,11 @@ TEST(RejectionSampling, StreamsKnowNothingOfEachOther) {
   constexpr double kNumTests = std::size(streams) * std::size(streams);
   for (const NoiseStream a : streams) {
     for (const NoiseStream b : streams) {
-      // Of a stream itself, the same place in a later window.
+      // The same stream at the same position in a later window.
       const uint32_t salt = a == b ? 1 : 0;
-      std::vector<int64_t> counts(law.size());
+      std::vector<int64_t> counts(distribution.size());
       for (int32_t i = 0; i < kPairs; ++i) ++counts[word(a, i, 0) * kClasses + word(b, i, salt)];
-      EXPECT_GT(g_test(counts, law), kFalseAlarm / kNumTests)
+      EXPECT_GT(g_test(counts, distribution), kFalseAlarm / kNumTests)
           << "streams " << static_cast<int>(a) << " and " << static_cast<int>(b);
     }
   }

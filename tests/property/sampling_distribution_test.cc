@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What is drawn follows the law that the request asks for, at every temperature and whatever shapes
-// the logits, and draws know nothing of each other. G-tests against exact laws; each of the tests
-// has its share of one chance in a hundred that all of them together raise a false alarm (after
-// Bonferroni). PACELINE_SEED overrides the seed; failures print it.
+// Tokens are drawn from the distribution that the request asks for, at every temperature and with
+// every parameter of the logits pipeline, and draws are independent. G-tests against exact
+// distributions; together they raise a false alarm with a probability of 1 % (Bonferroni).
+// PACELINE_SEED overrides the seed; failures print it.
 
 #include <gtest/gtest.h>
 
@@ -31,7 +31,7 @@ namespace {
 
 constexpr int32_t kVocab = 64;
 constexpr int32_t kNumSeeds = 20;
-constexpr int32_t kDrawsPerSeed = 1 << 16;  // 20 seeds: more than 2^20 of each law
+constexpr int32_t kDrawsPerSeed = 1 << 16;  // 20 seeds: more than 2^20 of each distribution
 constexpr int32_t kManyDraws = 1 << 20;     // of a seed, without parameters
 constexpr double kFalseAlarm = 0.01;
 
@@ -40,10 +40,10 @@ CpuContext context() {
   return {.num_threads = 2, .threads = &threads};
 }
 
-TEST(SamplingLaw, ChiSquareTail) {
+TEST(SamplingDistribution, ChiSquareTail) {
   EXPECT_NEAR(chi_square_tail(3.841458820694124, 1), 0.05, 1e-9);
   EXPECT_NEAR(chi_square_tail(82.52872654147169, 63), 0.05, 1e-9);
-  // Of an even number of degrees it is a sum of terms of Poisson's law.
+  // With an even number of degrees it is a sum of terms of the Poisson distribution.
   for (const double x : {3.0, 20.0, 60.0, 90.0, 250.0}) {
     double sum = 0;
     double term = std::exp(-x / 2);
@@ -55,7 +55,7 @@ TEST(SamplingLaw, ChiSquareTail) {
   }
 }
 
-// Draws at consecutive positions, from logits that `sampling` shapes after `tokens`.
+// Draws at consecutive positions, from logits that `sampling` has processed after `tokens`.
 std::vector<int32_t> draws(const Sampling& sampling, const std::vector<int32_t>& tokens,
                            std::vector<float> logits, uint64_t seed, int32_t num_draws) {
   SamplingArrays arrays(1, kVocab);
@@ -122,13 +122,13 @@ std::vector<float> random_logits(uint64_t seed, float spread) {
   return logits;
 }
 
-struct Law {
+struct Distribution {
   const char* name;
   Sampling sampling;
   std::vector<int32_t> tokens = {0};
 };
 
-std::vector<Law> laws() {
+std::vector<Distribution> distributions() {
   const std::vector<int32_t> tokens = {3, 9, 9, 17, 60, 9, 17, 5, 5, 5};
   const auto penalised = [](Sampling s) {
     s.bias = {{1, 1.5f}, {9, -0.5f}, {40, 0.75f}};
@@ -150,9 +150,9 @@ std::vector<Law> laws() {
 
 constexpr float kTemperatures[] = {0.7f, 1.0f, 1.5f};
 
-TEST(SamplingLaw, DrawsFollowTheLawAtEverySeed) {
+TEST(SamplingDistribution, DrawsFollowTheDistributionAtEverySeed) {
   TRACE_SEED();
-  const std::vector<Law> all = laws();
+  const std::vector<Distribution> all = distributions();
   const double num_tests =
       static_cast<double>(all.size() * std::size(kTemperatures)) * (kNumSeeds + 1);
   for (size_t l = 0; l < all.size(); ++l) {
@@ -160,8 +160,8 @@ TEST(SamplingLaw, DrawsFollowTheLawAtEverySeed) {
       Sampling sampling = all[l].sampling;
       sampling.temperature = temperature;
       const std::vector<float> logits = random_logits(base_seed() + l, 2.0f);
-      const std::vector<double> law =
-          reference_law(sampling, reference_adjusted(sampling, all[l].tokens, logits));
+      const std::vector<double> distribution =
+          reference_distribution(sampling, reference_adjusted(sampling, all[l].tokens, logits));
       std::vector<int64_t> together(kVocab, 0);
       const int32_t num_draws = all[l].name == std::string("plain") ? kManyDraws : kDrawsPerSeed;
       for (int32_t i = 0; i < kNumSeeds; ++i) {
@@ -170,41 +170,41 @@ TEST(SamplingLaw, DrawsFollowTheLawAtEverySeed) {
         add_counts(draws(sampling, all[l].tokens, logits, base_seed() + static_cast<uint64_t>(i),
                          num_draws),
                    counts);
-        EXPECT_GT(g_test(counts, law), kFalseAlarm / num_tests)
+        EXPECT_GT(g_test(counts, distribution), kFalseAlarm / num_tests)
             << all[l].name << " at " << temperature << ", seed " << i;
         for (size_t id = 0; id < counts.size(); ++id) together[id] += counts[id];
       }
-      EXPECT_GT(g_test(together, law), kFalseAlarm / num_tests)
+      EXPECT_GT(g_test(together, distribution), kFalseAlarm / num_tests)
           << all[l].name << " at " << temperature << ", all seeds";
     }
   }
 }
 
-// Classes of tokens, of about equal chance.
+// Classes of tokens with about equal probabilities.
 constexpr int32_t kClasses = 8;
-std::vector<int32_t> classes_of(const std::vector<double>& law) {
-  std::vector<int32_t> classes(law.size());
+std::vector<int32_t> classes_of(const std::vector<double>& distribution) {
+  std::vector<int32_t> classes(distribution.size());
   double sum = 0;
-  for (size_t id = 0; id < law.size(); ++id) {
+  for (size_t id = 0; id < distribution.size(); ++id) {
     classes[id] = std::min(static_cast<int32_t>(sum * kClasses), kClasses - 1);
-    sum += law[id];
+    sum += distribution[id];
   }
   return classes;
 }
 
-TEST(SamplingLaw, DrawsKnowNothingOfEachOther) {
+TEST(SamplingDistribution, DrawsAreIndependent) {
   TRACE_SEED();
   const std::vector<float> logits = random_logits(base_seed() + 77, 1.0f);
   for (const float temperature : kTemperatures) {
     const Sampling sampling = {.temperature = temperature};
-    const std::vector<double> law = reference_law(sampling, logits);
-    const std::vector<int32_t> classes = classes_of(law);
-    std::vector<double> class_law(kClasses, 0.0);
-    for (size_t id = 0; id < law.size(); ++id)
-      class_law[static_cast<size_t>(classes[id])] += law[id];
+    const std::vector<double> distribution = reference_distribution(sampling, logits);
+    const std::vector<int32_t> classes = classes_of(distribution);
+    std::vector<double> class_distribution(kClasses, 0.0);
+    for (size_t id = 0; id < distribution.size(); ++id)
+      class_distribution[static_cast<size_t>(classes[id])] += distribution[id];
     std::vector<double> pair_law;
-    for (const double a : class_law) {
-      for (const double b : class_law) pair_law.push_back(a * b);
+    for (const double a : class_distribution) {
+      for (const double b : class_distribution) pair_law.push_back(a * b);
     }
     std::vector<std::vector<int32_t>> of_seed;
     for (uint64_t i = 0; i < kNumSeeds; ++i) {

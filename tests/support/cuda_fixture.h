@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What tests of CUDA ops stand on: device memory between guards, a context of an engine's kind, and
-// the arrays of an op case on the device.
+// The base of tests of CUDA ops: device memory between guards, a context like an engine's, and the
+// arrays of an op case on the device.
 
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
@@ -90,7 +90,7 @@ class DeviceVector {
 
  private:
   static constexpr size_t kGuardBytes = 256;
-  static constexpr unsigned char kGuard = 0xff;  // NaN, should anybody read it
+  static constexpr unsigned char kGuard = 0xff;  // read as floats these are NaN
 
   static void finish() { check_cuda(cudaStreamSynchronize(nullptr), "the default stream"); }
   void swap(DeviceVector& other) noexcept {
@@ -132,7 +132,7 @@ class CudaTestContext {
   [[nodiscard]] cudaStream_t stream() const { return stream_; }
   void synchronize() const { check_cuda(cudaStreamSynchronize(stream_), "an op"); }
 
-  // No op may count on what another has left in its scratch.
+  // No op may depend on what another one left in the scratch memory.
   void poison_workspace() { workspace_.poison(); }
   [[nodiscard]] bool are_counters_zero() const {
     const std::vector<int32_t> counters = counters_.download();
@@ -151,7 +151,7 @@ class CudaTestContext {
   CudaContext context_;
 };
 
-// One for a whole test binary, as a GPU takes a while to start.
+// One for the whole test binary, since a GPU takes long to start.
 inline CudaTestContext& cuda_test_context() {
   static CudaTestContext context;
   return context;
@@ -180,13 +180,13 @@ class CapturedGraph {
   cudaGraphExec_t instance_ = nullptr;
 };
 
-// Arrays that are the same whatever the rows, on the device; by name. For one case and seed.
+// Arrays that do not depend on the rows, on the device, by name; of one case and seed.
 using ConstantCache = std::map<std::string, std::shared_ptr<DeviceVector<std::byte>>>;
 
 // The arrays of an op case on the GPU.
 class DeviceInstance {
  public:
-  // With `has_values` false float arrays are left to the caller, who times and does not look.
+  // With `has_values` false float arrays keep any content, for callers that only time the op.
   explicit DeviceInstance(const OpInstance& op, ConstantCache* constants = nullptr,
                           bool has_values = true)
       : op_(op) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Two tiny decoder descriptions that between them have every switch, and the tensors of the first:
-// for tests of the ways from a description to a model.
+// Two tiny decoder descriptions that together use every switch, and the tensors of the first, for
+// tests that build models from descriptions.
 
 #include <bit>
 #include <cstddef>
@@ -23,8 +23,8 @@
 
 namespace paceline::testing {
 
-// A description with everything optional in layer 1 and nothing in layer 0. Edits replace the first
-// occurrence of a text, and must find it.
+// A description with everything optional in layer 1 and nothing in layer 0. An edit replaces the
+// first occurrence of a string, which must occur.
 struct Edit {
   std::string from;
   std::string to;
@@ -52,7 +52,7 @@ inline std::string tiny_config(const std::vector<Edit>& edits = {}) {
   return json;
 }
 
-// tiny_config with what only Gemma 4 has: layer 0 without a v projection, and a third layer that
+// tiny_config with the features of Gemma 4: layer 0 without a v projection, and a third layer that
 // reads the KV of the second.
 inline std::string shared_config(const std::vector<Edit>& edits = {}) {
   std::vector<Edit> all = {

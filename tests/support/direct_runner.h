@@ -93,8 +93,8 @@ class DirectRunner {
     sequences_.resize(options.max_seqs);
   }
 
-  // Starts a sequence in a slot: `tokens` is all that is known of it, blocks are reserved for
-  // `limit` tokens.
+  // Starts a sequence in a sequence slot with the known `tokens`; blocks are reserved for `limit`
+  // tokens.
   void start(int32_t slot, std::vector<int32_t> tokens, int32_t limit, double temperature = 0,
              uint64_t seed = 0, bool is_score = false) {
     sequences_[slot] = std::make_unique<Sequence>();
@@ -114,7 +114,7 @@ class DirectRunner {
     }
   }
 
-  // Ends the sequence of a slot.
+  // Ends the sequence in a sequence slot.
   void stop(int32_t slot) {
     sequences_[slot]->blocks.release_all(pool_, plan_.iteration - 1);
     pool_.complete(plan_.iteration - 1);
@@ -179,8 +179,7 @@ class DirectRunner {
     return bytes;
   }
 
-  // Makes the device believe that `tokens` is what is known of the sequence and that `drafts`
-  // follow.
+  // Sets the known tokens and the drafts of the sequence on the device.
   void set_known(int32_t slot, const std::vector<int32_t>& tokens,
                  const std::vector<int32_t>& drafts) {
     const SequenceState& s = buffers_->sequences;
@@ -208,7 +207,7 @@ class DirectRunner {
     memory_.upload(reinterpret_cast<std::byte*>(to), from, count * static_cast<int64_t>(sizeof(T)));
   }
 
-  // The slot of a row of the last batch, and what the device was told of it.
+  // The sequence slot of a row of the last batch, and the row's inputs.
   [[nodiscard]] int32_t slot_of_row(size_t row) const {
     return last_plan_.sequences[row].sequence->seq_slot;
   }
@@ -218,8 +217,8 @@ class DirectRunner {
     return download(kv_pool_ + layout_.slab_bytes, layout_.pool_bytes - layout_.slab_bytes);
   }
 
-  // What the runner has handed out of the tokens that a row of the last batch emitted; empty if its
-  // sequence wants no logprobs.
+  // The logprobs of the tokens that a row of the last batch emitted; empty if its sequence wants
+  // none.
   [[nodiscard]] std::vector<TokenLogprob> logprobs_of_row(size_t row) {
     const int32_t num_best = last_plan_.sequences[row].sequence->sampling.logprobs;
     std::vector<TokenLogprob> entries;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Heads of every kind, and what must hold of any of them on any device, by way of a runner that is
+// Draft heads of every kind, and checks that each must pass on every device, with a runner that is
 // driven by hand.
 
 #include <gtest/gtest.h>
@@ -21,8 +21,8 @@
 
 namespace paceline::testing {
 
-// Heads that between them have every switch, for targets of hidden size 32 and at least 3 layers,
-// the last of which sees `window` keys and one of which sees all.
+// Draft heads that together use every switch, for targets of hidden size 32 with at least 3 layers;
+// the last layer sees `window` keys and one layer sees all.
 inline std::vector<TinyDraftHead> all_heads(int32_t head_dim = 16, int32_t window = 20) {
   const TinyModel llama = llama_of({0});
   const TinyModel sliding = llama_of({12});
@@ -67,7 +67,7 @@ inline std::vector<TinyDraftHead> all_heads(int32_t head_dim = 16, int32_t windo
   return heads;
 }
 
-// The KV that drafter and target have of a sequence, by group and position.
+// The KV of a sequence in drafter and target, by group and position.
 inline std::vector<std::vector<std::byte>> all_kv(const DirectRunner& direct, int32_t slot,
                                                   int32_t length) {
   std::vector<std::vector<std::byte>> kv;
@@ -120,7 +120,7 @@ inline void check_draft_kv(const std::shared_ptr<const Model>& target,
     const int32_t known = direct.download(s.known_len + slot, 1).front();
     const std::vector<int32_t> history =
         direct.download(s.history + slot * s.history_stride, known);
-    // All known tokens but the last as one prompt; it draws the last one again.
+    // All known tokens but the last as one prompt, which draws the last one again.
     DirectRunner fresh(target, head, options);
     fresh.start(0, {history.begin(), history.end() - 1}, 200, temperature,
                 seed * 10 + static_cast<uint64_t>(slot));
@@ -131,8 +131,8 @@ inline void check_draft_kv(const std::shared_ptr<const Model>& target,
   }
 }
 
-// Drafts, tokens, KV of both models and what a further step would be fed are the same bits whoever
-// repeats the draft step.
+// Drafts, tokens, KV of both models and the inputs of a further draft step have the same bits with
+// every draft driver.
 inline void check_drivers(const std::shared_ptr<const Model>& target,
                           const std::shared_ptr<const Model>& head, uint64_t seed,
                           AcceptMethod method = AcceptMethod::kCoupled) {

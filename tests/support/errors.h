@@ -4,6 +4,9 @@
 // What errors say, for tests that compare it.
 
 #include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
 
 namespace paceline::testing {
 
@@ -16,6 +19,12 @@ std::string message_of(Step step) {
     return error.what();
   }
   return "";
+}
+
+inline void expect_contains(const std::string& text, const std::vector<std::string>& parts) {
+  for (const std::string& part : parts) {
+    EXPECT_NE(text.find(part), std::string::npos) << "'" << part << "' is not in: " << text;
+  }
 }
 
 }  // namespace paceline::testing

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Do counts follow a law? Pearson's question with the likelihood ratio as the measure (a G-test).
+// Whether counts follow a distribution: Pearson's test with the likelihood ratio (a G-test).
 
 #include <algorithm>
 #include <cmath>
@@ -43,9 +43,9 @@ inline double chi_square_tail(double x, double freedom) {
   return scale * fraction;
 }
 
-// The chance that counts as far from `law`, or farther, come about. What the law excludes must not
-// occur at all; of the rest, cells that expect less than ten are taken together.
-inline double g_test(const std::vector<int64_t>& counts, const std::vector<double>& law) {
+// The p-value of the counts under `distribution`. A cell that the distribution excludes must be
+// empty; cells with an expectation below ten are merged.
+inline double g_test(const std::vector<int64_t>& counts, const std::vector<double>& distribution) {
   const double total =
       static_cast<double>(std::accumulate(counts.begin(), counts.end(), int64_t{0}));
   double g = 0;
@@ -57,7 +57,7 @@ inline double g_test(const std::vector<int64_t>& counts, const std::vector<doubl
     ++freedom;
   };
   for (size_t i = 0; i < counts.size(); ++i) {
-    const double expected = total * law[i];
+    const double expected = total * distribution[i];
     const auto count = static_cast<double>(counts[i]);
     if (expected == 0 && count > 0) return 0.0;
     if (expected >= 10) {

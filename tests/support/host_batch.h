@@ -21,15 +21,16 @@ class HostBatch {
                        .verify_rows = shape.max_verify_rows,
                        .logit_rows = shape.max_logit_rows,
                        .prompt_rows = shape.max_prompt_rows,
-                       .list_words = 1 << 16,
+                       .list_words = 1 << 13,
                        .block_copies = 1 << 10,
-                       .table_writes = 1 << 16};
+                       .table_writes = 1 << 12};
     const int64_t bytes = place_inputs(batch_.capacity, InputSide::kRing, nullptr, batch_.inputs);
     memory_.resize(static_cast<size_t>(bytes));
     place_inputs(batch_.capacity, InputSide::kRing, memory_.data(), batch_.inputs);
   }
 
   [[nodiscard]] Batch& operator*() { return batch_; }
+  [[nodiscard]] const Batch& operator*() const { return batch_; }
   [[nodiscard]] Batch* operator->() { return &batch_; }
 
  private:

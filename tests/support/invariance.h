@@ -17,7 +17,7 @@
 
 namespace paceline::testing {
 
-// What one way of computing a sequence left behind.
+// The logits and KV that one way of computing a sequence produced.
 struct Trace {
   std::vector<std::vector<float>> logits;               // by position
   std::vector<std::vector<std::vector<std::byte>>> kv;  // by group, by position
@@ -37,7 +37,7 @@ inline void collect_kv(const DirectRunner& direct, const KvLayout& layout, int32
   }
 }
 
-// The tokens pushed through in the given chunks; `neighbours` sequences ride along.
+// The tokens pushed through in the given chunks; `neighbours` other sequences are in the batch.
 inline Trace by_chunks(const std::shared_ptr<const Model>& model,
                        const std::vector<int32_t>& tokens, const std::vector<int32_t>& chunks,
                        DirectOptions options, int32_t neighbours, std::mt19937_64& random) {

@@ -34,7 +34,7 @@ struct Outcome {
   int32_t num_prompt_deliveries = 0;                       // of those
 };
 
-// One of some values at random: `const Pick pick{random};`, then pick(1, 7, 24).
+// Picks one of its arguments at random: `const Pick pick{random};`, then pick(1, 7, 24).
 struct Pick {
   std::mt19937_64& random;
 
@@ -64,37 +64,37 @@ inline std::vector<Job> random_jobs(std::mt19937_64& random, int32_t count, int3
   return jobs;
 }
 
-// Gives each job some parameters of the logits pipeline, every job others.
+// Gives each job its own random parameters of the logits pipeline.
 inline void mix_sampling(std::vector<Job>& jobs, std::mt19937_64& random, int32_t vocab) {
-  const auto chance = [&](uint64_t n) { return random() % n == 0; };
+  const auto one_in = [&](uint64_t n) { return random() % n == 0; };
   const auto token = [&] { return static_cast<int32_t>(random() % static_cast<uint64_t>(vocab)); };
   const auto real = [&](double low, double high) {
     return std::uniform_real_distribution<double>(low, high)(random);
   };
   for (Job& job : jobs) {
     SamplingOptions& s = job.sampling;
-    if (chance(3)) s.top_k = static_cast<int32_t>(1 + random() % 20);
-    if (chance(3)) s.top_p = real(0.3, 1.0);
-    if (chance(4)) s.min_p = real(0.0, 0.3);
-    if (chance(4)) s.repetition_penalty = real(0.8, 1.8);
-    if (chance(4)) s.presence_penalty = real(-1.0, 2.0);
-    if (chance(4)) s.frequency_penalty = real(-0.5, 1.5);
-    // Few tokens to choose from make a stop token likely: it would end most requests at once.
-    if (chance(3) || !s.stop_token_ids.empty()) {
+    if (one_in(3)) s.top_k = static_cast<int32_t>(1 + random() % 20);
+    if (one_in(3)) s.top_p = real(0.3, 1.0);
+    if (one_in(4)) s.min_p = real(0.0, 0.3);
+    if (one_in(4)) s.repetition_penalty = real(0.8, 1.8);
+    if (one_in(4)) s.presence_penalty = real(-1.0, 2.0);
+    if (one_in(4)) s.frequency_penalty = real(-0.5, 1.5);
+    // With few tokens to choose from a stop token is likely; it would end most requests at once.
+    if (one_in(3) || !s.stop_token_ids.empty()) {
       s.min_tokens = static_cast<int32_t>(random() % (s.max_tokens + 1));
     }
-    if (chance(4)) {
+    if (one_in(4)) {
       for (int32_t t = token() % 5; t < vocab; t += 7) {
         s.logit_bias.push_back({t, static_cast<float>(real(-5, 5))});
       }
     }
-    for (uint64_t i = 0, count = chance(3) ? random() % 6 : 0; i < count; ++i) {
+    for (uint64_t i = 0, count = one_in(3) ? random() % 6 : 0; i < count; ++i) {
       std::vector<int32_t>& word = s.bad_words.emplace_back(1 + random() % 3);
       for (int32_t& t : word) t = token();
     }
-    if (chance(4)) {
+    if (one_in(4)) {
       for (int32_t t = 0; t < vocab; ++t) {
-        if (chance(2)) s.allowed_token_ids.push_back(t);
+        if (one_in(2)) s.allowed_token_ids.push_back(t);
       }
       if (s.allowed_token_ids.empty()) s.allowed_token_ids = {token()};
     }
@@ -113,7 +113,7 @@ inline void mix_logprobs(std::vector<Job>& jobs, std::mt19937_64& random, int32_
   }
 }
 
-// Whether two say the same, bit for bit.
+// Whether two lists of logprobs are equal, bit for bit.
 inline bool same_logprobs(const std::vector<std::vector<TokenLogprob>>& a,
                           const std::vector<std::vector<TokenLogprob>>& b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const auto& x, const auto& y) {
@@ -122,8 +122,8 @@ inline bool same_logprobs(const std::vector<std::vector<TokenLogprob>>& a,
   });
 }
 
-// What the cells of an equality have seen: a test of them is none unless drafts were kept and
-// refused, and sequences preempted.
+// What the runs of an equality test have met: the test proves nothing unless drafts were accepted
+// and rejected and sequences preempted.
 struct Tally {
   int64_t accepted = 0;
   int64_t drafted = 0;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The logits pipeline of one row in double precision, written from the rules as users know them and
-// not from the ops.
+// The logits pipeline of one row in double precision, written from the documented rules and not
+// from the ops.
 
 #include <algorithm>
 #include <cmath>
@@ -15,14 +15,14 @@
 
 namespace paceline::testing {
 
-inline constexpr double kNoChance = -std::numeric_limits<double>::infinity();
+inline constexpr double kImpossible = -std::numeric_limits<double>::infinity();
 
 // The logits of the token that follows `tokens`, prompt and output.
 inline std::vector<double> reference_adjusted(const Sampling& s, const std::vector<int32_t>& tokens,
                                               const std::vector<float>& logits) {
   std::vector<double> x(logits.begin(), logits.end());
   const auto ban = [&](int32_t id) {
-    if (id >= 0 && static_cast<size_t>(id) < x.size()) x[static_cast<size_t>(id)] = kNoChance;
+    if (id >= 0 && static_cast<size_t>(id) < x.size()) x[static_cast<size_t>(id)] = kImpossible;
   };
   for (const auto& [id, value] : s.bias) x.at(static_cast<size_t>(id)) += double{value};
   for (size_t id = 0; id < x.size(); ++id) {
@@ -53,15 +53,15 @@ inline std::vector<double> reference_adjusted(const Sampling& s, const std::vect
 
 struct ReferenceKept {
   std::vector<bool> is_kept;
-  std::vector<bool> is_close;  // to the edge: rounding may decide
+  std::vector<bool> is_close;  // to the threshold: rounding may decide
 };
 
-// What top-k, top-p and min-p leave of a row, which has a highest logit.
+// The tokens that top-k, top-p and min-p keep of a row that has a finite highest logit.
 template <class T>
 ReferenceKept reference_kept(const Sampling& s, const std::vector<T>& logits) {
   constexpr double kClose = 1e-6;
   std::vector<double> x(logits.begin(), logits.end());
-  for (double& value : x) value = std::isnan(value) ? kNoChance : value;
+  for (double& value : x) value = std::isnan(value) ? kImpossible : value;
   std::vector<size_t> order(x.size());
   std::iota(order.begin(), order.end(), size_t{0});
   std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return x[a] > x[b]; });
@@ -70,7 +70,7 @@ ReferenceKept reference_kept(const Sampling& s, const std::vector<T>& logits) {
 
   ReferenceKept result{std::vector<bool>(x.size(), false), std::vector<bool>(x.size(), false)};
   size_t num_kept = x.size();
-  while (num_kept > 0 && x[order[num_kept - 1]] == kNoChance) --num_kept;
+  while (num_kept > 0 && x[order[num_kept - 1]] == kImpossible) --num_kept;
   const auto with_ties = [&](size_t count) {
     while (count < num_kept && x[order[count]] == x[order[count - 1]]) ++count;
     return count;
@@ -97,7 +97,7 @@ ReferenceKept reference_kept(const Sampling& s, const std::vector<T>& logits) {
     result.is_kept[order[i]] = w >= s.min_p;
     if (std::fabs(w - s.min_p) < kClose * s.min_p && w < 1) result.is_close[order[i]] = true;
   }
-  // Equals stand or fall together.
+  // Equal logits are kept or cut together.
   for (size_t i = 1; i < x.size(); ++i) {
     if (x[order[i]] == x[order[i - 1]] && result.is_close[order[i - 1]]) {
       result.is_close[order[i]] = true;
@@ -106,22 +106,22 @@ ReferenceKept reference_kept(const Sampling& s, const std::vector<T>& logits) {
   return result;
 }
 
-// The law of the draw: softmax of what is kept.
+// The distribution of the draw: the softmax of the kept logits.
 template <class T>
-std::vector<double> reference_law(const Sampling& s, const std::vector<T>& logits) {
+std::vector<double> reference_distribution(const Sampling& s, const std::vector<T>& logits) {
   const ReferenceKept kept = reference_kept(s, logits);
-  double highest = kNoChance;
+  double highest = kImpossible;
   for (size_t id = 0; id < logits.size(); ++id) {
     if (kept.is_kept[id]) highest = std::max(highest, static_cast<double>(logits[id]));
   }
-  std::vector<double> law(logits.size(), 0.0);
+  std::vector<double> distribution(logits.size(), 0.0);
   double sum = 0;
   for (size_t id = 0; id < logits.size(); ++id) {
-    if (kept.is_kept[id]) law[id] = std::exp((logits[id] - highest) / s.temperature);
-    sum += law[id];
+    if (kept.is_kept[id]) distribution[id] = std::exp((logits[id] - highest) / s.temperature);
+    sum += distribution[id];
   }
-  for (double& p : law) p /= sum;
-  return law;
+  for (double& p : distribution) p /= sum;
+  return distribution;
 }
 
 }  // namespace paceline::testing

@@ -2,10 +2,10 @@
 #pragma once
 
 // One table of op cases for the tests that compare backends and for the microbenchmarks. A case
-// makes an OpInstance from a seed: the arrays that an op reads and writes, and two calls of the op,
-// one a backend, on the addresses at which somebody has put those arrays. What is random in a row
-// hangs on the row's identity, not on its place, so that a row can be computed again in other
-// company and must come out the same, bit for bit.
+// makes an OpInstance from a seed: the arrays that an op reads and writes, and a call of the op for
+// each backend, on the addresses at which the caller has placed those arrays. Random values of a
+// row depend on the row's identity, not on its index, so a row can be computed again in another
+// batch and must have the same bits.
 
 #include <cstddef>
 #include <cstdint>
@@ -60,7 +60,7 @@ struct OpArray {
   double rms_bound = 0;  // of kNear: ||out - ref|| / ||ref||
   // Row of this array that belongs to row i of the op; empty: i itself.
   std::vector<int64_t> row_at = {};
-  int64_t num_ignored = 0;                  // the first elements, of which nothing is asked
+  int64_t num_ignored = 0;                  // the first elements, which are not compared
   bool is_constant = false;                 // the same for all rows that a case is made for
   std::function<void(float*)> values = {};  // writes all of a float array
   std::vector<std::byte> bits = {};         // all of an integer array
@@ -92,11 +92,11 @@ struct OpInstance {
   std::vector<OpArray> arrays;
   int32_t num_rows = 0;       // that are computed
   int32_t max_model_len = 0;  // for the context
-  int32_t num_compared = 0;   // draws at a temperature, for the rate of equal ones
+  int32_t num_compared = 0;   // draws at a temperature, for the share of equal ones
   std::function<void(CpuContext&, const Addresses&)> run_cpu;
   std::function<void(CudaContext&, const Addresses&)> run_cuda;
-  // For arrays marked kByCase: what is wrong, or an empty string. `num_different` counts draws that
-  // differ but may.
+  // For arrays marked kByCase: the error, or an empty string. `num_different` counts draws that
+  // differ within the tolerance.
   std::function<std::string(const ArrayBytes& cpu, const ArrayBytes& cuda, int64_t* num_different)>
       check;
 
@@ -119,8 +119,8 @@ template <class Ctx>
   return std::is_same_v<Ctx, CpuContext> ? DType::kFloat32 : on_cuda;
 }
 
-// Rows of a call: the identities of those that are computed, what num_rows says (it may claim more
-// than max_rows) and the room there is.
+// Rows of a call: the identities of the computed rows, the value of num_rows (which may exceed
+// max_rows) and the capacity.
 struct Rows {
   std::vector<int64_t> ids;
   int32_t claimed = 0;
@@ -170,7 +170,7 @@ struct GatedSpec {
   int32_t intermediate = 0;
   Activation activation = Activation::kSilu;
   DType dtype = DType::kBFloat16;
-  int32_t up_stride = 0;  // 0: up stands behind gate
+  int32_t up_stride = 0;  // 0: up follows gate
 };
 struct PerLayerSpec {
   int32_t num_layers = 0;
@@ -213,27 +213,35 @@ struct SoftCapSpec {
   int32_t n = 0;
   float cap = 30.0f;
 };
-enum class LogitKind : uint8_t { kPlain, kTies, kHoles, kPeaked, kInfinite, kTiny };
+enum class LogitKind : uint8_t {
+  kPlain,
+  kTies,
+  kHoles,
+  kPeaked,
+  kInfinite,
+  kTiny,
+  kHalves,  // 21 logits whose softmax at temperature 1 / log 2 is 1/2, 1/4, ..., 2^-20, 2^-20
+};
 struct DrawSpec {
   int32_t vocab_limit = 0;
-  int32_t padding = 0;       // logits_stride - vocab_limit; what lies there is +inf
-  float temperature = 0.0f;  // below 0: 0, 0.3, 1 and 2 by turns
+  int32_t padding = 0;       // logits_stride - vocab_limit; the padding is +inf
+  float temperature = 0.0f;  // below 0: 0, 0.3, 1 and 2 in turn
   LogitKind logits = LogitKind::kPlain;
   bool has_probabilities = false;
-  bool is_mapped = false;      // ids are rows of a draft vocabulary, some of them of no token
-  bool has_row_maps = false;   // with is_mapped: each row has an order of its tokens of its own
-  int32_t steps_ahead = 0;     // 0: none is given
-  bool has_own_noise = false;  // a stream and salts, and rows of logits in the opposite order
+  bool is_mapped = false;      // ids are rows of a draft vocabulary; some have no token
+  bool has_row_maps = false;   // with is_mapped: each row has its own order of tokens
+  int32_t steps_ahead = 0;     // 0: not given
+  bool has_own_noise = false;  // its own stream and salts, and rows of logits in reverse order
 };
-// Equal scores, some of them -0 and 0, are those of kTies.
+// kTies has equal scores, among them -0 and 0.
 struct SelectClustersSpec {
   int32_t num_clusters = 0;
   int32_t top = 0;
   LogitKind scores = LogitKind::kPlain;
 };
-// Every row is a sequence of its own, with a window of drafts before it.
+// Every row is its own sequence, with a window of drafts before the row.
 enum class AdjustKind : uint8_t {
-  kMixed,      // all there is, by turns; some rows adjust nothing, some are inert
+  kMixed,      // all kinds in turn; some rows adjust nothing, some are inert
   kPenalties,  // of every row
   kNone
 };
@@ -242,42 +250,50 @@ struct AdjustSpec {
   int32_t padding = 0;  // logits_stride - vocab_size
   AdjustKind kind = AdjustKind::kMixed;
 };
-enum class TruncateKind : uint8_t { kMixed, kTopK, kTopP, kMinP, kTopKTopP, kNone };
+enum class TruncateKind : uint8_t {
+  kMixed,
+  kTopK,
+  kTopP,
+  kMinP,
+  kTopKTopP,
+  kNone,
+  kReached,  // with kHalves: a top_p that sums of probabilities equal, or just miss
+};
 struct TruncateSpec {
   int32_t vocab_limit = 0;
-  int32_t padding = 0;  // logits_stride - vocab_limit; what lies there is +inf
+  int32_t padding = 0;  // logits_stride - vocab_limit; the padding is +inf
   TruncateKind kind = TruncateKind::kMixed;
   LogitKind logits = LogitKind::kPlain;
-  bool copies_logits = false;  // first, so that the op may be timed again and again
+  bool copies_logits = false;  // first, so that the op can be timed repeatedly
 };
-// Some rows want nothing, or are inert; others want between 0 and max_logprobs tokens.
+// Some rows want no logprobs or are inert; others want those of 0 to max_logprobs tokens.
 struct LogprobSpec {
   int32_t vocab_size = 0;
-  int32_t padding = 0;  // logits_stride - vocab_size; what lies there is +inf
+  int32_t padding = 0;  // logits_stride - vocab_size; the padding is +inf
   LogitKind logits = LogitKind::kPlain;
   int32_t max_logprobs = 20;
-  bool all_change = false;  // acceptance writes over logits of all sequences
+  bool all_change = false;  // acceptance overwrites logits of all sequences
 };
-// Every row makes a draft of a sequence of its own; some rows are inert.
+// Every row drafts for its own sequence; some rows are inert.
 struct ProposalsSpec {
   int32_t vocab_limit = 0;
-  int32_t padding = 0;  // logits_stride - vocab_limit; what lies there is +inf
+  int32_t padding = 0;  // logits_stride - vocab_limit; the padding is +inf
   int32_t per_draft = 0;
-  int32_t draft_step = 0;  // 0: none is given
+  int32_t draft_step = 0;  // 0: not given
   LogitKind logits = LogitKind::kPlain;
-  bool is_mapped = false;     // ids are rows of a draft vocabulary, some of them of no token
-  bool has_row_maps = false;  // with is_mapped: each row has a map of its own
+  bool is_mapped = false;     // ids are rows of a draft vocabulary; some have no token
+  bool has_row_maps = false;  // with is_mapped: each row has its own map
 };
 struct SoftmaxSumsSpec {
   int32_t vocab_limit = 0;
-  int32_t padding = 0;  // logits_stride - vocab_limit; what lies there is +inf
+  int32_t padding = 0;  // logits_stride - vocab_limit; the padding is +inf
   LogitKind logits = LogitKind::kPlain;
 };
-// Every row is a sequence with a window of drafts. Its logits are weighed first.
+// Every row is a sequence with a window of drafts. Its softmax weights are computed first.
 struct RejectSpec {
   int32_t vocab_size = 0;
   int32_t num_draft_tokens = 0;
-  int32_t per_draft = 0;  // 0: drafts are certain
+  int32_t per_draft = 0;  // 0: drafts are greedy, with q = 1
   AcceptMethod method = AcceptMethod::kStandard;
   LogitKind logits = LogitKind::kPlain;
   bool has_unknown_ids = false;  // some drafts and proposals are beyond the vocabulary
@@ -304,7 +320,7 @@ struct ClusterLogitsSpec {
 [[nodiscard]] OpInstance make_draw(const DrawSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_adjust(const AdjustSpec& spec, const Rows& rows, uint64_t seed);
 [[nodiscard]] OpInstance make_truncate(const TruncateSpec& spec, const Rows& rows, uint64_t seed);
-// A row is a sequence with a window of three rows; of one in two the logits were set aside.
+// A row is a sequence with a window of three rows; every other one has its raw logits saved.
 [[nodiscard]] OpInstance make_emitted_logprobs(const LogprobSpec& spec, const Rows& rows,
                                                uint64_t seed);
 // A row is one of a prompt.
@@ -347,7 +363,7 @@ struct AttentionBatch {
   int32_t extra_rows_per_seq = 0;  // max_rows_per_seq beyond the longest
   int32_t max_model_len = 0;       // 0: the longest sequence
 };
-// y has one row a row of the batch, in order.
+// y has one row for each row of the batch, in order.
 [[nodiscard]] OpInstance make_attention(const AttentionSpec& spec, const AttentionBatch& batch,
                                         uint64_t seed);
 
@@ -366,8 +382,8 @@ enum class StateOp : uint8_t {
 // Whose rows kAssembleFirstRows and kDraftSteps make.
 enum class DraftedBy : uint8_t {
   kModel,  // a draft model's: the newest tokens
-  kHead,   // a head's: the rows of the verify pass
-  kFixed,  // those of a head that stays at the last position with KV
+  kHead,   // a draft head's: the rows of the verify pass
+  kFixed,  // those of a draft head that stays at the last position with KV
 };
 struct StateSpec {
   int32_t max_seqs = 0;
@@ -376,19 +392,19 @@ struct StateSpec {
   int32_t block_size = 16;
   bool stops_early = false;  // of kDraftSteps
   DraftedBy drafted_by = DraftedBy::kModel;
-  int32_t spread = 1;  // from each of the few tokens that there are to the next
+  int32_t spread = 1;  // distance between the ids of the few tokens in use
 };
 [[nodiscard]] OpInstance make_state(StateOp op, const StateSpec& spec, uint64_t seed);
 
 // --- the table ---------------------------------------------------------------------------------
 
-// An op whose rows stand alone.
+// An op whose rows are independent.
 struct RowWiseCase {
   std::string name;  // op, then shape, e.g. "gemm_n33_k72_bf16"
   std::function<OpInstance(const Rows& rows, uint64_t seed)> make;
   bool is_invariance_case = false;  // also run for every batch size
-  int32_t roomy_rows = 0;           // not 0: also run with room for so many
-  int32_t num_in_room = 21;         // of which so many are there
+  int32_t roomy_rows = 0;           // not 0: also run with a capacity of this many rows
+  int32_t num_in_room = 21;         // rows in use at that capacity
 };
 [[nodiscard]] const std::vector<RowWiseCase>& row_wise_cases();
 
@@ -396,21 +412,21 @@ struct OpCase {
   std::string name;
   std::function<OpInstance(uint64_t seed)> make;
 };
-// Everything: the row-wise cases in several batches, attention, and the ops on state.
+// All cases: the row-wise cases in several batches, attention, and the ops on state.
 [[nodiscard]] const std::vector<OpCase>& op_cases();
 
 // How gtest shows them.
 inline void PrintTo(const RowWiseCase& c, std::ostream* out) { *out << c.name; }
 inline void PrintTo(const OpCase& c, std::ostream* out) { *out << c.name; }
 
-// Of the files of these names, for op_cases().
+// The cases of op_cases_attention.cc and so on, for op_cases().
 [[nodiscard]] std::vector<OpCase> attention_op_cases();
 [[nodiscard]] std::vector<OpCase> state_op_cases();
 [[nodiscard]] std::vector<OpCase> fork_op_cases();
 
 // --- randomness --------------------------------------------------------------------------------
 
-// A stream of numbers from a seed and what it is for; the same on every machine.
+// Random numbers from a seed and a purpose, the same on every machine.
 class Stream {
  public:
   Stream(uint64_t seed, uint64_t purpose, uint64_t id = 0, uint64_t sub_id = 0)
@@ -424,7 +440,7 @@ class Stream {
     return static_cast<int32_t>((next() >> 32) % static_cast<uint64_t>(n));
   }
   bool one_in(int32_t n) { return below(n) == 0; }
-  // About normal, mean 0 and variance 1: the sum of four uniform numbers.
+  // Approximately normal with mean 0 and variance 1: the sum of four uniform numbers.
   float normal() {
     const uint64_t bits = next();
     const int64_t sum = static_cast<int64_t>((bits & 0xffff) + (bits >> 16 & 0xffff) +

@@ -18,9 +18,9 @@ constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 enum Purpose : uint64_t { kQuery = 100, kKey, kValue, kSinks, kPlaces };
 
-// Where the sequences of a batch lie. Block 0 is the null block and block 1 nobody's: entries of
-// the block table that must not be followed lead there. Both are NaN, as is every token that no row
-// of the batch sees.
+// Where the sequences of a batch lie. Block 0 is the null block and block 1 belongs to no sequence;
+// entries of the block table that must not be followed point to it. Both are NaN, as is every token
+// that no row of the batch sees.
 struct Placement {
   std::vector<int32_t> slot_of;              // by sequence of the batch
   std::vector<std::vector<int32_t>> blocks;  // by sequence of the batch
@@ -110,7 +110,7 @@ OpInstance make_attention(const AttentionSpec& s, const AttentionBatch& batch, u
   const int32_t num_seqs = static_cast<int32_t>(batch.sequences.size());
   const int32_t max_seqs = num_seqs + batch.extra_seqs;
   const int32_t max_rows_per_seq = most_rows + batch.extra_rows_per_seq;
-  // What an earlier, larger batch has left.
+  // Stale entries of an earlier, larger batch.
   seq_slot.resize(static_cast<size_t>(max_rows), placement.slot_of[0]);
   kv_begin.resize(static_cast<size_t>(max_rows), 0);
   kv_end.resize(static_cast<size_t>(max_rows), 1);

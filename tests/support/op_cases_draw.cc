@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Builder of draws: who wins, compared by key where two of them nearly tie.
+// Builder of draws. Draws that differ are compared by their keys, since two may nearly tie.
 
 #include <algorithm>
 #include <cmath>
@@ -19,9 +19,9 @@ constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr int32_t kMinInt = std::numeric_limits<int32_t>::min();
 constexpr int32_t kMaxInt = std::numeric_limits<int32_t>::max();
-constexpr uint64_t kNoise = 300;  // what its stream is for
+constexpr uint64_t kNoise = 300;  // purpose of its random stream
 
-// What a row draws from, by its identity.
+// The logits that a row draws from, by its identity.
 struct DrawRow {
   int64_t id;
   uint64_t seed;
@@ -45,9 +45,9 @@ void fill_logits(const DrawSpec& s, int64_t id, uint64_t seed, float* to) {
   std::fill_n(to + s.vocab_limit, s.padding, kInf);
 }
 
-// The token of an id of row `row`, and the first token that is none of the target's. Where rows
-// have maps of their own, these are rotations of one order, every other one of them backwards: an
-// id is then another token in nearly every row, and ids do not ascend with tokens.
+// The token of an id of row `row`, and the first token that the target does not have. Where rows
+// have their own maps, these are rotations of one order, every other one reversed: an id is then
+// another token in nearly every row, and ids do not ascend with tokens.
 int32_t token_of(const DrawSpec& s, int64_t row, int32_t id) {
   if (!s.is_mapped) return id;
   int32_t place = id;
@@ -59,10 +59,11 @@ int32_t token_of(const DrawSpec& s, int64_t row, int32_t id) {
 }
 int32_t token_limit(const DrawSpec& s) { return 2 + 2 * s.vocab_limit / 10 * 9; }
 int32_t draw_ahead(const DrawSpec& s) { return s.is_mapped ? 2 : 1; }
-// The id of a drawn token of row `row`; a negative one stays, and vocab_limit is of no token.
+// The id of a drawn token of row `row`; negative tokens stay, and vocab_limit stands for a token
+// without an id.
 int32_t id_of(const DrawSpec& s, int64_t row, int32_t token) {
   if (!s.is_mapped || token < 0) return token;
-  int32_t id = token / 2;  // its place
+  int32_t id = token / 2;  // its index
   if (s.has_row_maps) {
     if (row % 2 == 1) id = s.vocab_limit - 1 - id;
     const auto shift = static_cast<int32_t>(row * 7919 % s.vocab_limit);
@@ -88,7 +89,7 @@ double gumbel_key(const DrawSpec& s, const DrawRow& row, float logit, int32_t id
          std::log(-std::log1p(-static_cast<double>(uniform_open(bits))));
 }
 
-// What is wrong with the draw `got` where the CPU drew `want`, and with its probability.
+// The error in the draw `got`, where the CPU drew `want`, or in its probability.
 std::string judge_draw(const DrawSpec& s, const DrawRow& row, const float* logits, int32_t want,
                        int32_t got, const float* probability, int64_t* num_different) {
   const auto is_close = [](double a, double b) {
@@ -173,7 +174,7 @@ OpInstance make_draw(const DrawSpec& s, const Rows& rows, uint64_t seed) {
       [temperatures](float* to) { std::copy(temperatures.begin(), temperatures.end(), to); }));
   Handle map = kNoArray;
   if (s.is_mapped) {
-    // What no row may look at is below every limit: it would be drawn.
+    // Logits that no row may read are lower than all limits allow; if read, they would win.
     const auto num_maps = s.has_row_maps ? size : 1;
     std::vector<int32_t> all(num_maps * static_cast<size_t>(stride), kMinInt);
     for (size_t i = 0; i < (s.has_row_maps ? rows.ids.size() : 1); ++i) {
@@ -227,7 +228,7 @@ OpInstance make_draw(const DrawSpec& s, const Rows& rows, uint64_t seed) {
         reinterpret_cast<const int32_t*>(cpu[static_cast<size_t>(tokens)].data());
     const auto* const got =
         reinterpret_cast<const int32_t*>(cuda[static_cast<size_t>(tokens)].data());
-    const auto* const chance =
+    const auto* const probability =
         probabilities == kNoArray
             ? nullptr
             : reinterpret_cast<const float*>(cuda[static_cast<size_t>(probabilities)].data());
@@ -238,15 +239,15 @@ OpInstance make_draw(const DrawSpec& s, const Rows& rows, uint64_t seed) {
       for (int32_t id = 0; s.is_mapped && id < s.vocab_limit; ++id) {
         if (token_of(s, row, id) >= token_limit(s)) row_logits[static_cast<size_t>(id)] = kNan;
       }
-      const std::string wrong = judge_draw(s, draw_row_of(s, row, seed), row_logits.data(),
-                                           id_of(s, row, want[i]), id_of(s, row, got[i]),
-                                           chance == nullptr ? nullptr : chance + i, num_different);
+      const std::string wrong = judge_draw(
+          s, draw_row_of(s, row, seed), row_logits.data(), id_of(s, row, want[i]),
+          id_of(s, row, got[i]), probability == nullptr ? nullptr : probability + i, num_different);
       if (!wrong.empty()) return "row " + std::to_string(i) + ": " + wrong;
     }
     for (size_t i = rows.ids.size(); i < size; ++i) {
       if (got[i] != want[i]) return "wrote token " + std::to_string(i) + ", beyond num_rows";
       uint32_t bits = 0xffffffffu;
-      if (chance != nullptr) std::memcpy(&bits, chance + i, 4);
+      if (probability != nullptr) std::memcpy(&bits, probability + i, 4);
       if (bits != 0xffffffffu) {
         return "wrote probability " + std::to_string(i) + ", beyond num_rows";
       }

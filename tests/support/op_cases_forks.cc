@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Builders of the ops that a fork takes: copies of blocks, and of what slots hold.
+// Builders of the ops of a fork: copies of blocks and of the state in sequence slots.
 
 #include <algorithm>
 #include <numeric>
@@ -35,7 +35,7 @@ std::vector<int32_t> shuffled(Stream& stream, int32_t count) {
 
 struct CopyBlocksSpec {
   int32_t num_copies = 0;
-  int32_t claimed = 0;  // what num_copies says
+  int32_t claimed = 0;  // the value of num_copies
   int32_t max_copies = 0;
   std::vector<int64_t> block_bytes;  // by group
 };
@@ -55,7 +55,7 @@ OpInstance make_copy_blocks(const CopyBlocksSpec& s, uint64_t seed) {
   for (int32_t i = 0; i < num_listed; ++i) {
     const int32_t group = stream.below(num_groups);
     const auto blocks = static_cast<int32_t>(slab / s.block_bytes[static_cast<size_t>(group)]);
-    // Several copies may have one source, of whichever group that slab is taken to be.
+    // Several copies may share a source, whichever group owns its slab.
     const int32_t source_slab = stream.below(half);
     const int32_t destination_slab = half + slabs[static_cast<size_t>(i)];
     copies.insert(copies.end(), {group, source_slab * blocks + stream.below(blocks),
@@ -80,7 +80,7 @@ OpInstance make_copy_blocks(const CopyBlocksSpec& s, uint64_t seed) {
 
 struct ForkSpec {
   int32_t num_forks = 0;
-  int32_t claimed = 0;  // what num_forks says
+  int32_t claimed = 0;  // the value of num_forks
   int32_t max_forks = 0;
   int32_t max_model_len = 0;
   int32_t vocab_size = 0;
@@ -112,12 +112,12 @@ OpInstance make_fork(const ForkSpec& s, uint64_t seed) {
   SamplingArrays arrays(num_slots, s.vocab_size);
   for (int32_t slot = 0; slot < num_slots; ++slot) {
     if (!stream.one_in(3)) arrays.adjusts[static_cast<size_t>(slot)] = 1;
-    // What is seen already stays so: of a slot's own last chunk, say.
+    // Bits of `seen` that are set stay set, as those of the last chunk.
     arrays.settle(slot, random_ints(stream, 2, s.vocab_size));
   }
   const Handle num = op.add(int_array<int32_t>("num_forks", Role::kInput, {s.claimed}));
   const Handle list = op.add(int_array("forks", Role::kInput, forks));
-  // Some ids that the vocabulary does not have: they are history and not seen.
+  // Some ids are outside the vocabulary: they enter the history, not `seen`.
   const Handle history = op.add(
       int_array("history", Role::kInOut,
                 random_ints(stream, int64_t{num_slots} * s.max_model_len, s.vocab_size + 3)));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Builders of the ops that shape logits. Both backends compute the same bits.
+// Builders of the ops that process logits. Both backends compute the same bits.
 
 #include <cmath>
 #include <cstring>
@@ -27,7 +27,7 @@ T one_of(Stream& stream, std::initializer_list<T> values) {
   return values.begin()[stream.below(static_cast<int32_t>(values.size()))];
 }
 
-// Slots in an order that is not that of the rows; slot 0 is nobody's.
+// Sequence slots in another order than the rows; no row has slot 0.
 std::vector<int32_t> slots_of(const Rows& rows) {
   std::vector<int32_t> slots(static_cast<size_t>(rows.max_rows));
   std::iota(slots.begin(), slots.end(), 1);
@@ -60,7 +60,7 @@ void compare_by_case(OpInstance& op, Handle logits) {
 
 // --- adjust_logits -------------------------------------------------------------------------------
 
-// What row `id` continues: settled tokens, then drafts, the last of which is its own.
+// The tokens before row `id`: settled tokens, then drafts up to the row's own.
 struct RowSequence {
   std::vector<int32_t> tokens;
   int32_t num_drafts;
@@ -72,7 +72,7 @@ RowSequence sequence_of(const AdjustSpec& s, int64_t id, uint64_t seed) {
   of.tokens.resize(static_cast<size_t>(2 + stream.below(kMaxLen - 2)));
   const int32_t most = std::min<int32_t>(static_cast<int32_t>(of.tokens.size()), kWindowRows);
   of.num_drafts = stream.one_in(3) ? 0 : stream.below(most);
-  // Few different tokens, so that they come again; here and there at the edges of the vocabulary.
+  // Few different tokens, so that they repeat; some at the edges of the vocabulary.
   const int32_t spread = std::min(s.vocab_size, 20);
   for (int32_t& token : of.tokens) {
     token = stream.one_in(4) ? s.vocab_size - 1 - stream.below(spread) : stream.below(spread);
@@ -221,6 +221,12 @@ Sampling truncation_of(const TruncateSpec& s, int64_t id, uint64_t seed) {
     return s.kind == one || s.kind == other || (is_mixed && stream.one_in(2));
   };
   Sampling of;
+  if (s.kind == TruncateKind::kReached) {
+    of.temperature = 1.44269504f;
+    const float reached = one_of(stream, {0.5f, 0.75f, 1.0f - 0x1p-10f, 1.0f - 0x1p-20f});
+    of.top_p = stream.one_in(2) ? reached : std::nextafter(reached, 1.0f);
+    return of;
+  }
   of.temperature = is_mixed ? one_of(stream, {0.0f, 0.1f, 0.7f, 1.0f, 1.5f, 30.0f}) : 0.8f;
   if (has(TruncateKind::kTopK, TruncateKind::kTopKTopP)) {
     of.top_k = is_mixed ? 1 + stream.below(stream.one_in(2) ? 60 : s.vocab_limit + 5) : 50;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Builders of the ops that rate tokens. Both backends choose the same tokens and ranks; a logprob
-// takes one logarithm, which may differ in its last bit.
+// Builders of the ops that compute logprobs. Both backends choose the same tokens and ranks; a
+// logprob takes one logarithm, which may differ in its last bit.
 
 #include <cmath>
 #include <cstring>
@@ -23,7 +23,7 @@ enum Purpose : uint64_t { kRated = 300, kKept };
 constexpr int32_t kWindowRows = 3;
 constexpr int32_t kFirstPromptRow = 2;  // rows of logits that lie before those of prompts
 
-// Slots in an order that is not that of the rows; slot 0 is nobody's.
+// Sequence slots in another order than the rows; no row has slot 0.
 std::vector<int32_t> slots_of(const Rows& rows) {
   std::vector<int32_t> slots(static_cast<size_t>(rows.max_rows));
   std::iota(slots.begin(), slots.end(), 1);
@@ -34,19 +34,19 @@ std::vector<int32_t> slots_of(const Rows& rows) {
 bool is_inert(int64_t id) { return id % 17 == 9; }
 bool wants_nothing(int64_t id) { return id % 6 == 4; }
 
-// How many tokens are wanted beside the rated one.
+// The number of top tokens that are wanted besides the given one.
 int32_t num_best(const LogprobSpec& s, Stream& stream) {
   const int32_t choices[] = {0, 1, std::min(5, s.max_logprobs), s.max_logprobs};
   return choices[stream.below(4)];
 }
 
-// Logits of a sequence's windows, of the pipeline's input or of what it made of them.
+// Logits of a sequence's windows: the raw ones or the processed ones.
 void fill_row(const LogprobSpec& s, int64_t id, uint64_t seed, float* to) {
   fill_logits(s.logits, s.vocab_size, id, seed, to);
   std::fill_n(to + s.vocab_size, s.padding, std::numeric_limits<float>::infinity());
 }
 
-// Tokens and ranks are equal; logprobs to a rounding.
+// Tokens and ranks are equal; logprobs up to rounding.
 void compare_entries(OpInstance& op, Handle entries) {
   const auto which = static_cast<size_t>(entries);
   op.arrays[which].compare = Compare::kByCase;
@@ -128,7 +128,7 @@ OpInstance make_emitted_logprobs(const LogprobSpec& s, const Rows& rows, uint64_
   op.num_rows = static_cast<int32_t>(rows.ids.size());
   const int64_t stride = s.vocab_size + s.padding;
   const auto max_rows = static_cast<size_t>(rows.max_rows);
-  // What nobody may read of the two is such that it would show.
+  // Entries that no row may read hold values that would show in the output.
   const auto windows = [&](const char* name, bool is_saved) {
     return op.add(row_array(name, Element::kF32, Element::kF32, rows, kWindowRows * stride,
                             [=](int64_t id, float* to) {
@@ -217,7 +217,7 @@ OpInstance make_prompt_logprobs(const LogprobSpec& s, const Rows& rows, uint64_t
     targets[i] = stream.one_in(4) ? s.vocab_size - 1 : stream.below(s.vocab_size);
     const auto slot = static_cast<size_t>(slots[i]);
     if (!wants_nothing(id)) arrays.num_prompt_logprobs[slot] = num_best(s, stream);
-    arrays.adjusts[slot] = id % 2 == 1 ? 1 : 0;  // which does not matter to a prompt
+    arrays.adjusts[slot] = id % 2 == 1 ? 1 : 0;  // irrelevant for a prompt
   }
   const auto ints = [&](const char* name, const std::vector<int32_t>& values) {
     return op.add(int_array(name, Role::kInput, values));

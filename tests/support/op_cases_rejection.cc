@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Builders of the ops of `standard` and `block` acceptance. Both backends compute the same bits,
-// but for logits of what is left, which take a logarithm.
+// except for the logits of the residual, which take a logarithm.
 
 #include <algorithm>
 #include <cmath>
@@ -30,7 +30,7 @@ float temperature_of(int64_t id) {
   return by_turns[id % 5];
 }
 
-// Slots in an order that is not that of the rows; slot 0 is nobody's.
+// Sequence slots in another order than the rows; no row has slot 0.
 std::vector<int32_t> slots_of(const Rows& rows) {
   std::vector<int32_t> slots(static_cast<size_t>(rows.max_rows));
   std::iota(slots.begin(), slots.end(), 1);
@@ -111,7 +111,7 @@ OpInstance make_proposals(const ProposalsSpec& s, const Rows& rows, uint64_t see
   const PassOf pass = add_pass(op, rows, slots);
   Handle map = kNoArray;
   if (s.is_mapped) {
-    // Tokens in any order, a few beyond the limit.
+    // Tokens in random order, a few beyond the limit.
     const size_t num_maps = s.has_row_maps ? static_cast<size_t>(max_rows) : 1;
     std::vector<int32_t> all(num_maps * static_cast<size_t>(stride), 0);
     for (size_t i = 0; i < (s.has_row_maps ? rows.ids.size() : 1); ++i) {
@@ -190,7 +190,8 @@ OpInstance make_softmax_sums(const SoftmaxSumsSpec& s, const Rows& rows, uint64_
 
 namespace {
 
-// A window of drafts: what they were drawn from, and the target's logits at their places.
+// A window of drafts: the proposals they were drawn from, and the target's logits at their
+// positions.
 struct WindowOf {
   bool is_decoding;
   bool is_active;
@@ -224,7 +225,7 @@ WindowOf window_of(const RejectSpec& s, int64_t id, uint64_t seed) {
     fill_logits(s.logits, s.vocab_size, id * 32 + at, seed, target);
     of.draws.push_back(stream.one_in(20) ? -2 : stream.below(s.vocab_size));
     if (at == k) break;
-    // Every other id, or every one, from somewhere on; the drafter nearly agrees with the target.
+    // Every id or every other one from a random one on; the drafter nearly agrees with the target.
     const int32_t step = 1 + stream.below(2);
     int32_t next = stream.below(3);
     const size_t first = of.ids.size();
@@ -239,7 +240,7 @@ WindowOf window_of(const RejectSpec& s, int64_t id, uint64_t seed) {
     const int32_t of_list =
         s.per_draft > 0 ? of.ids[first + static_cast<size_t>(stream.below(s.per_draft))] : -1;
     const int32_t draft = of_list >= 0 ? of_list : stream.below(num_known);
-    // Often what the target has drawn; now and then no token.
+    // Often the target's draw; sometimes no token.
     of.drafts.push_back(stream.one_in(25) ? -2 : draft);
     if (stream.one_in(2) && draft < s.vocab_size) of.draws.back() = draft;
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Builders of the ops whose rows stand alone.
+// Builders of the ops whose rows are independent.
 
 #include <algorithm>
 #include <cmath>
@@ -21,7 +21,7 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr int32_t kMinInt = std::numeric_limits<int32_t>::min();
 constexpr int32_t kMaxInt = std::numeric_limits<int32_t>::max();
 
-// What a stream is for.
+// Purposes of random streams.
 enum Purpose : uint64_t {
   kX = 1,
   kWeight,
@@ -59,7 +59,7 @@ OpArray normal_constant(std::string name, Element element, int64_t count, uint64
   return array;
 }
 
-// One integer a row, by identity; rows that are not computed hold a stale one of row 0.
+// One integer for each row, by identity; rows that are not computed hold a stale one of row 0.
 template <class T, class OfRow>
 OpArray row_ints(std::string name, const Rows& rows, const OfRow& of_row) {
   std::vector<T> values(static_cast<size_t>(rows.max_rows), static_cast<T>(of_row(int64_t{0})));
@@ -163,7 +163,7 @@ OpInstance make_rms_norm(const RmsNormSpec& s, const Rows& rows, uint64_t seed) 
     sum.role = Role::kInOut;
     residual = op.add(std::move(sum));
   }
-  // Without y nobody reads the weight, and decoders give none.
+  // Without y the weight is not read, and decoders give none.
   const Handle weight =
       has_y && !is_copy ? op.add(normal_constant("weight", Element::kF32, s.hidden, seed, kWeight))
                         : kNoArray;
@@ -280,7 +280,7 @@ OpInstance make_rope(const RopeSpec& s, const Rows& rows, uint64_t seed) {
   const int64_t half = s.head_dim / 2;
   const int64_t num_positions = kMaxPositions + s.position_offset;  // of the tables
   const auto is_inert = [](int64_t id) { return id % 13 == 6; };
-  // Every row has a slot of its own, past the null block.
+  // Every row has its own KV slot, past the null block.
   const int32_t num_blocks =
       1 + (static_cast<int32_t>(kMaxRowId) + s.block_size - 1) / s.block_size;
   const int64_t part = int64_t{s.block_size} * s.num_kv_heads * s.head_dim;
@@ -385,7 +385,7 @@ OpInstance make_list_attention(const ListSpec& s, const Rows& rows, uint64_t see
     const int32_t counts[] = {s.window, 0, 1, 127, 128, 129};
     return std::min(s.window, counts[id % 6]);
   };
-  // Behind the valid entries there is what is left of earlier lists: the null block, all NaN.
+  // Behind the valid entries lie stale ones of earlier lists: the null block, all NaN.
   std::vector<int64_t> lists(static_cast<size_t>(int64_t{rows.max_rows} * s.window), 0);
   for (size_t i = 0; i < rows.ids.size(); ++i) {
     Stream stream(seed, kIndex, static_cast<uint64_t>(rows.ids[i]));

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 #include <limits>
 #include <map>
 #include <random>
@@ -19,6 +20,7 @@
 #include <paceline/dtype.h>
 
 #include "base/float_types.h"
+#include "base/ordered.h"
 #include "device/cpu_context.h"
 #include "support/seed.h"
 
@@ -41,8 +43,18 @@ inline CpuContext context_of(int num_threads) {
 class Random {
  public:
   explicit Random(uint64_t salt) : engine_(base_seed() * 1000003 + salt) {}
-  float normal() { return std::normal_distribution<float>()(engine_); }
+  float normal(float scale = 1.0f) { return scale * std::normal_distribution<float>()(engine_); }
   int32_t below(int32_t n) { return static_cast<int32_t>(engine_() % static_cast<uint64_t>(n)); }
+  bool one_in(int32_t n) { return below(n) == 0; }
+  template <class T>
+  T one_of(std::initializer_list<T> values) {
+    return values.begin()[below(static_cast<int32_t>(values.size()))];
+  }
+  std::vector<int32_t> tokens(int32_t count, int32_t vocab) {
+    std::vector<int32_t> tokens(static_cast<size_t>(count));
+    for (int32_t& token : tokens) token = below(vocab);
+    return tokens;
+  }
   std::vector<float> normals(int64_t n, float scale = 1.0f) {
     std::vector<float> values(static_cast<size_t>(n));
     for (float& value : values) value = scale * normal();
@@ -90,6 +102,19 @@ inline ::testing::AssertionResult is_near(double got, double want, double absolu
 
 inline bool same_bits(const float* a, const float* b, int64_t n) {
   return std::memcmp(a, b, static_cast<size_t>(n) * sizeof(float)) == 0;
+}
+
+// Same bits; any NaN is like any other.
+inline void expect_same(const std::vector<float>& got, const std::vector<float>& want) {
+  ASSERT_EQ(got.size(), want.size());
+  for (size_t id = 0; id < got.size(); ++id) {
+    if (std::isnan(want[id])) {
+      EXPECT_TRUE(std::isnan(got[id])) << "id " << id;
+    } else {
+      EXPECT_EQ(bits_of(got[id]), bits_of(want[id]))
+          << "id " << id << ": " << got[id] << ", expected " << want[id];
+    }
+  }
 }
 
 }  // namespace paceline::testing

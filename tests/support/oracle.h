@@ -2,8 +2,8 @@
 #pragma once
 
 // A target whose next token is a function f of the current one, and heads that compute the same f:
-// from the token they are given, or from the hidden state that goes with it. Whatever is out of
-// step by one, in tokens, hidden states or noise, such a head no longer agrees with its target.
+// from the token they are given, or from the hidden state that goes with it. If tokens, hidden
+// states or noise are off by one position, such a draft head no longer agrees with its target.
 
 #include <cmath>
 #include <cstdint>
@@ -98,7 +98,7 @@ inline RawModel oracle_head(const Oracle& o, const RawModel& target) {
   };
   for (size_t t = 0; t < kSize; ++t) {
     const auto next = static_cast<size_t>(oracle_next(o.is_reduced, static_cast<int64_t>(t)));
-    // What a step hands on is the state that the target would have put out.
+    // A draft step passes on the hidden state that the target would have produced.
     if (is_mtp) add("feedback.weight", t, t, 1);
     if (!is_eagle3) {
       // x = E[token], or E[f(the token that the hidden state is of)].

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Exact fractions, for laws that must be equal and not nearly so.
+// Exact fractions, for distributions that must be equal, not close.
 
 #include <cstdint>
 #include <ostream>

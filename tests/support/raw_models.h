@@ -2,8 +2,7 @@
 #pragma once
 
 // Models whose weights a test can read and change: named tensors and a config, for decoders and
-// heads alike; and a second implementation of both, in double precision, written from the equations
-// alone.
+// draft heads; and a second implementation of both in double precision, written from the equations.
 
 #include <algorithm>
 #include <cmath>
@@ -54,7 +53,7 @@ struct RawModel {
   }
 };
 
-// Llama's kind of decoder; window 0 is full attention.
+// A decoder like Llama; window 0 is full attention.
 inline TinyModel llama_of(std::vector<int32_t> windows) {
   TinyModel model;
   model.windows = std::move(windows);
@@ -62,7 +61,7 @@ inline TinyModel llama_of(std::vector<int32_t> windows) {
   return model;
 }
 
-// What a head of tests is, beside the decoder that its layers make. Its `windows` have an entry a
+// A draft head of tests, besides the decoder of its layers. Its `windows` have an entry for each
 // layer of the head.
 struct TinyDraftHead {
   TinyModel decoder = llama_of({0});
@@ -125,7 +124,7 @@ inline std::string head_config_json(const TinyDraftHead& head) {
   return json + out.str();
 }
 
-// Names and shapes of every matrix and vector that a config asks for.
+// Names and shapes of all tensors that a config needs.
 inline std::map<std::string, std::vector<int64_t>> tensor_shapes(const DecoderConfig& c) {
   std::map<std::string, std::vector<int64_t>> shapes;
   const int64_t hidden = c.hidden;
@@ -338,7 +337,7 @@ inline Vector attend(const AttentionConfig& a, const Vector& q, const Rows& k, c
   return out;
 }
 
-// What comes after a row's attention in layer `index`.
+// Layer `index` after its attention, for one row.
 inline void finish_layer(const RawModel& m, size_t index, const Vector& attended,
                          Vector& residual) {
   const DecoderConfig& c = m.config;
@@ -363,8 +362,8 @@ inline void finish_layer(const RawModel& m, size_t index, const Vector& attended
   residual = add(residual, branch);
 }
 
-// Layer `index` of rows at positions 0, 1, 2, ...; `inputs` is what its attention reads. Leaves its
-// keys and values behind.
+// Layer `index` for rows at positions 0, 1, 2, ...; `inputs` is what its attention reads. Stores
+// its keys and values.
 inline void layer(const RawModel& m, size_t index, const Rows& inputs, Rows& residual, Rows& k,
                   Rows& v) {
   for (size_t i = 0; i < inputs.size(); ++i) {
@@ -410,8 +409,8 @@ inline TargetStates run_target(const RawModel& m, const std::vector<int32_t>& to
 }
 
 // The logits of Gemma 4 MTP at its draft step `step`, the newest token being number `newest`;
-// models.md 3.5, line by line. Tokens in no cluster that was chosen have -inf. `ahead`: q is
-// rotated to so many positions past the last key.
+// models.md 3.5, line by line. Tokens outside the chosen clusters have -inf. `ahead`: positions
+// past the last key that q is rotated to.
 inline Vector run_mtp(const RawModel& m, const RawModel& target, const TargetStates& states,
                       const std::vector<int32_t>& tokens, size_t newest, size_t step,
                       size_t ahead) {
@@ -451,8 +450,8 @@ inline Vector run_mtp(const RawModel& m, const RawModel& target, const TargetSta
   return logits;
 }
 
-// The head's logits for its row of pairs number `num_pairs - 1`, where pair i is (tokens[i + 1],
-// hidden state i): the target's for the first `num_first`, then what the head itself has put out.
+// The draft head's logits for the row of pair `num_pairs - 1`. Pair i is (tokens[i + 1], hidden
+// state i): the target's for the first `num_first`, then the head's own outputs.
 // models.md 3.1 and 3.2, line by line.
 inline Vector run_head(const RawModel& m, const RawModel& target, const TargetStates& states,
                        const std::vector<int32_t>& tokens, size_t num_first, size_t num_pairs) {

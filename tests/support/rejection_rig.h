@@ -107,7 +107,8 @@ class RejectionRig {
     return {result.tokens, result.tokens + result.emitted_len};
   }
 
-  // Step by step, as an iteration does; a sequence that stops drafts on without being judged.
+  // Step by step, as in an iteration. A sequence that has stopped goes on drafting here; those
+  // drafts are not judged.
   void draft(const LogitsOf& drafter) {
     const int32_t n = spec_.num_seqs;
     const int32_t vocab = spec_.vocab_size;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Arrays of ops whose rows stand alone, for the builders of op cases.
+// Arrays of ops whose rows are independent, for the builders of op cases.
 
 #include <algorithm>
 #include <cmath>
@@ -35,8 +35,8 @@ OpArray row_array(std::string name, Element cpu, Element cuda, const Rows& rows,
   return array;
 }
 
-// Whether a finite value was wanted and `got` is as near to it. Without the first, a bound that is
-// relative to an infinite value would let everything pass.
+// Whether the expected value is finite and `got` is within the bound of it. A bound relative to an
+// infinite value would accept everything.
 [[nodiscard]] inline bool is_near(double want, double got, double bound) {
   return std::isfinite(want) && std::fabs(want - got) <= bound;
 }
@@ -64,6 +64,11 @@ inline void fill_logits(LogitKind kind, int32_t count, int64_t id, uint64_t seed
       case LogitKind::kTiny:  // of all magnitudes down to zero, of both signs
         to[i] = std::ldexp(to[i], -stream.below(160));
         break;
+      case LogitKind::kHalves: {
+        const auto rank = static_cast<int32_t>((i + 7 * id) % count);
+        to[i] = rank > 20 ? -kInf : -static_cast<float>(std::min(rank, 19));
+        break;
+      }
     }
   }
 }

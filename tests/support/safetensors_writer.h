@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Writes safetensors files for tests: correct ones from tensors, and any bytes at all for hostile
+// Writes safetensors files for tests: correct ones from tensors, and arbitrary bytes for hostile
 // ones. Tensor names and dtypes must not need JSON escapes.
 
 #include <unistd.h>
@@ -47,7 +47,7 @@ inline void write_file(const std::string& path, std::string_view content) {
   if (!out.flush()) throw std::runtime_error("cannot write " + path);
 }
 
-// Length prefix, header and data section, whatever they are.
+// Length prefix, header and data section, unchecked.
 [[nodiscard]] inline std::string safetensors_bytes(std::string_view header, std::string_view data) {
   const uint64_t length = header.size();
   std::string out(sizeof(length), '\0');

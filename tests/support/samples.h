@@ -40,7 +40,7 @@ inline std::vector<Job> apart(const std::vector<SampledJob>& jobs) {
   return result;
 }
 
-// Tokens that forks save where every sample but a request's first is one.
+// Prompt tokens that are shared if every sample but the first of each request is a fork.
 inline int64_t most_shared_tokens(const std::vector<SampledJob>& jobs) {
   int64_t count = 0;
   for (const SampledJob& sampled : jobs) {

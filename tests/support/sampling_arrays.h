@@ -30,7 +30,7 @@ struct Sampling {
   int32_t num_prompt_logprobs = -1;
 };
 
-// What SamplingState points to. What nobody should read is such that it would show.
+// The arrays of a SamplingState. Entries that no op may read hold values that a test would see.
 struct SamplingArrays {
   SamplingArrays(int32_t num_slots, int32_t vocab_size)
       : vocab_size(vocab_size),

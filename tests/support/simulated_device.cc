@@ -2,10 +2,21 @@
 #include "support/simulated_device.h"
 
 #include <algorithm>
+#include <set>
+#include <span>
+#include <tuple>
 #include <utility>
 
 namespace paceline::testing {
 namespace {
+
+std::span<const TableWrite> table_writes(const Batch& batch) {
+  return {batch.inputs.table_writes, static_cast<size_t>(batch.counts().num_table_writes)};
+}
+
+std::span<const BlockCopy> block_copies(const Batch& batch) {
+  return {batch.inputs.block_copies, static_cast<size_t>(batch.counts().num_block_copies)};
+}
 
 constexpr int32_t kVocab = 50'000;
 
@@ -68,12 +79,16 @@ void SimulatedDevice::become_reusable(GroupId group, BlockId block) {
               0);
 }
 
-void SimulatedDevice::launch(const IterationInputs& inputs, std::vector<SimulatedOwner> owners) {
-  Launched launched{.inputs = &inputs, .owners = std::move(owners)};
-  for (const TableWrite& write : inputs.table_writes) {
+void SimulatedDevice::launch(const Batch& batch, std::vector<SimulatedOwner> owners) {
+  Launched launched{.batch = &batch, .owners = std::move(owners)};
+  std::set<std::tuple<GroupId, int32_t, int32_t>> written;
+  for (const TableWrite& write : table_writes(batch)) {
+    require(written.insert({write.group, write.seq_slot, write.index}).second, "iteration ",
+            batch.iteration, " writes entry ", write.index, " of sequence slot ", write.seq_slot,
+            " twice");
     launched.table_generations.push_back(generation(write.group, write.block));
   }
-  for (const BlockCopy& copy : inputs.block_copies) {
+  for (const BlockCopy& copy : block_copies(batch)) {
     launched.copy_generations.push_back(generation(copy.group, copy.source));
     launched.copy_generations.push_back(generation(copy.group, copy.destination));
   }
@@ -83,24 +98,26 @@ void SimulatedDevice::launch(const IterationInputs& inputs, std::vector<Simulate
 std::vector<SequenceResult> SimulatedDevice::execute() {
   const Launched launched = std::move(launched_.front());
   launched_.erase(launched_.begin());
-  const IterationInputs& in = *launched.inputs;
+  const StagedInputs& in = launched.batch->inputs;
   reset_slots(launched);
   write_tables(launched);
   fork_slots(launched);
   std::vector<SequenceResult> results;
-  for (int32_t i = 0; i < in.num_seqs; ++i) results.push_back(verify(in, i));
-  for (int32_t i = 0; i < in.num_seqs; ++i) draft(in, i, results[static_cast<size_t>(i)]);
+  for (int32_t i = 0; i < in.counts->num_seqs; ++i) results.push_back(verify(in, i));
+  for (int32_t i = 0; i < in.counts->num_seqs; ++i) draft(in, i, results[static_cast<size_t>(i)]);
   return results;
 }
 
 void SimulatedDevice::reset_slots(const Launched& launched) {
-  const IterationInputs& in = *launched.inputs;
-  for (const auto& reset : in.resets) {
-    const auto row = std::find(in.seq_slot.begin(), in.seq_slot.begin() + in.num_seqs, reset.slot) -
-                     in.seq_slot.begin();
-    require(row < in.num_seqs, "slot ", reset.slot, " is reset, but no row has it");
+  const StagedInputs& in = launched.batch->inputs;
+  const int32_t num_seqs = in.counts->num_seqs;
+  for (int32_t i = 0; i < in.counts->num_resets; ++i) {
+    const SequenceReset& reset = in.resets[i];
+    require(in.reset_seq_slots[i] == reset.seq_slot, "the list of reset slots is another one's");
+    const auto row = std::find(in.seq_slot, in.seq_slot + num_seqs, reset.seq_slot) - in.seq_slot;
+    require(row < num_seqs, "sequence slot ", reset.seq_slot, " is reset, but no row has it");
     const SimulatedOwner& owner = launched.owners[static_cast<size_t>(row)];
-    Slot& slot = slots_.at(static_cast<size_t>(reset.slot));
+    Slot& slot = slots_.at(static_cast<size_t>(reset.seq_slot));
     slot.owner = owner;
     slot.is_active = true;
     slot.known_len = 0;
@@ -114,9 +131,9 @@ void SimulatedDevice::reset_slots(const Launched& launched) {
 }
 
 void SimulatedDevice::write_tables(const Launched& launched) {
-  const IterationInputs& in = *launched.inputs;
-  for (size_t i = 0; i < in.table_writes.size(); ++i) {
-    const TableWrite& write = in.table_writes[i];
+  const std::span<const TableWrite> writes = table_writes(*launched.batch);
+  for (size_t i = 0; i < writes.size(); ++i) {
+    const TableWrite& write = writes[i];
     std::vector<Entry>& table = slots_.at(static_cast<size_t>(write.seq_slot)).tables[write.group];
     const auto index = static_cast<size_t>(write.index);
     if (table.size() <= index) table.resize(index + 1);
@@ -125,10 +142,10 @@ void SimulatedDevice::write_tables(const Launched& launched) {
 }
 
 void SimulatedDevice::fork_slots(const Launched& launched) {
-  const IterationInputs& in = *launched.inputs;
-  for (const SequenceFork& fork : in.forks) {
-    const Slot& parent = slots_.at(static_cast<size_t>(fork.parent_slot));
-    Slot& child = slots_.at(static_cast<size_t>(fork.slot));
+  const StagedInputs& in = launched.batch->inputs;
+  for (const SequenceFork& fork : std::span(in.forks, static_cast<size_t>(in.counts->num_forks))) {
+    const Slot& parent = slots_.at(static_cast<size_t>(fork.parent_seq_slot));
+    Slot& child = slots_.at(static_cast<size_t>(fork.seq_slot));
     require(parent.owner.request == child.owner.request, "a sample of request ",
             child.owner.request, " forks from request ", parent.owner.request);
     require(fork.num_tokens < child.owner.output->prompt_len(), "a fork takes over ",
@@ -141,12 +158,13 @@ void SimulatedDevice::fork_slots(const Launched& launched) {
       std::copy_n(parent.tables[g].begin(), num_whole, child.tables[g].begin());
     }
   }
-  for (size_t i = 0; i < in.block_copies.size(); ++i) {
-    const BlockCopy& copy = in.block_copies[i];
+  const std::span<const BlockCopy> copies = block_copies(*launched.batch);
+  for (size_t i = 0; i < copies.size(); ++i) {
+    const BlockCopy& copy = copies[i];
     require(launched.copy_generations[2 * i] == generation(copy.group, copy.source) &&
                 launched.copy_generations[2 * i + 1] == generation(copy.group, copy.destination),
-            "iteration ", in.iteration, " copies block ", copy.source, " to ", copy.destination,
-            " of group ", copy.group, ", one of which has been given back");
+            "iteration ", launched.batch->iteration, " copies block ", copy.source, " to ",
+            copy.destination, " of group ", copy.group, ", one of which has been given back");
     const int32_t block_size = layout_.groups[static_cast<size_t>(copy.group)].block_size;
     const auto cells = cells_[static_cast<size_t>(copy.group)].begin();
     std::copy_n(cells + int64_t{copy.source} * block_size, block_size,
@@ -154,7 +172,7 @@ void SimulatedDevice::fork_slots(const Launched& launched) {
   }
 }
 
-void SimulatedDevice::check_logit_rows(const IterationInputs& in, int32_t i) const {
+void SimulatedDevice::check_logit_rows(const StagedInputs& in, int32_t i) const {
   const auto kind = static_cast<RowKind>(in.kind[i]);
   const int32_t end = in.verify_indptr[i + 1];
   const int32_t num_rows = end - in.verify_indptr[i];
@@ -169,7 +187,7 @@ void SimulatedDevice::check_logit_rows(const IterationInputs& in, int32_t i) con
   }
 }
 
-SequenceResult SimulatedDevice::verify(const IterationInputs& in, int32_t i) {
+SequenceResult SimulatedDevice::verify(const StagedInputs& in, int32_t i) {
   SequenceResult result;
   Slot& slot = slots_.at(static_cast<size_t>(in.seq_slot[i]));
   check_logit_rows(in, i);
@@ -194,7 +212,7 @@ SequenceResult SimulatedDevice::verify(const IterationInputs& in, int32_t i) {
   return result;
 }
 
-void SimulatedDevice::prefill(Slot& slot, const IterationInputs& in, int32_t i,
+void SimulatedDevice::prefill(Slot& slot, const StagedInputs& in, int32_t i,
                               SequenceResult& result) {
   const SimulatedOutput& output = *slot.owner.output;
   const int32_t start = in.prefill_start[i];
@@ -226,10 +244,11 @@ void SimulatedDevice::emit(Slot& slot, int32_t count, SequenceResult& result) {
   result.emitted_len = count;
   if (!has_ended) return;
   slot.is_active = false;
-  result.outcome = output.end_len() == output.limit() ? SlotOutcome::kLength : SlotOutcome::kStop;
+  result.outcome =
+      output.end_len() == output.limit() ? SequenceOutcome::kLength : SequenceOutcome::kStop;
 }
 
-void SimulatedDevice::draft(const IterationInputs& in, int32_t i, const SequenceResult& result) {
+void SimulatedDevice::draft(const StagedInputs& in, int32_t i, const SequenceResult& result) {
   const auto kind = static_cast<RowKind>(in.kind[i]);
   if (k_ == 0 || kind == RowKind::kScore) return;
   Slot& slot = slots_.at(static_cast<size_t>(in.seq_slot[i]));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The device of the simulator: executes the IterationInputs of build_batch on a model of the
+// The device of the simulator: executes the batches of build_batch on a model of the
 // per-sequence state and of the contents of every KV block, without any arithmetic.
 //
 // A cell of a block holds which token's KV was written there: whose, at which position, and whether
@@ -19,10 +19,10 @@
 #include <vector>
 
 #include "base/check.h"
-#include "batch/iteration_inputs.h"
-#include "batch/iteration_results.h"
+#include "batch/batch.h"
 #include "kv/slab_pool.h"
 #include "support/simulator.h"
+#include "wire/sequence_result.h"
 
 namespace paceline::testing {
 
@@ -76,7 +76,7 @@ class SimulatedDevice {
 
   // What the runner is given, with the sample of each batch row. `inputs` stay valid until the
   // iteration has been executed.
-  void launch(const IterationInputs& inputs, std::vector<SimulatedOwner> owners);
+  void launch(const Batch& batch, std::vector<SimulatedOwner> owners);
 
   // Executes the oldest launched iteration.
   [[nodiscard]] std::vector<SequenceResult> execute();
@@ -98,20 +98,20 @@ class SimulatedDevice {
     std::vector<std::vector<Entry>> tables;  // [groups][blocks]
   };
   struct Launched {
-    const IterationInputs* inputs = nullptr;
+    const Batch* batch = nullptr;
     std::vector<SimulatedOwner> owners;
-    std::vector<uint32_t> table_generations;  // of inputs->table_writes
-    std::vector<uint32_t> copy_generations;   // of inputs->block_copies: source, destination, ...
+    std::vector<uint32_t> table_generations;  // of batch's table_writes
+    std::vector<uint32_t> copy_generations;   // of batch's block_copies: source, destination, ...
   };
 
   void reset_slots(const Launched& launched);
   void write_tables(const Launched& launched);
   void fork_slots(const Launched& launched);
-  void check_logit_rows(const IterationInputs& in, int32_t i) const;
-  SequenceResult verify(const IterationInputs& in, int32_t i);
-  void prefill(Slot& slot, const IterationInputs& in, int32_t i, SequenceResult& result);
+  void check_logit_rows(const StagedInputs& in, int32_t i) const;
+  SequenceResult verify(const StagedInputs& in, int32_t i);
+  void prefill(Slot& slot, const StagedInputs& in, int32_t i, SequenceResult& result);
   void emit(Slot& slot, int32_t count, SequenceResult& result);
-  void draft(const IterationInputs& in, int32_t i, const SequenceResult& result);
+  void draft(const StagedInputs& in, int32_t i, const SequenceResult& result);
   void draft_steps(Slot& slot);
 
   // Of positions [begin, end) in all groups of `owner`; those from `first_wrong` on hold drafts

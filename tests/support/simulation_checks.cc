@@ -13,11 +13,16 @@ bool must_be_finished(const Sequence& sequence) {
          sequence.known_len() + sequence.emitting_in_flight >= sequence.limit;
 }
 
-const PlannedSequence* launch_of(const StepPlan& plan, const Sequence& sequence) {
+const PlannedSequence* launch_of(const IterationPlan& plan, const Sequence& sequence) {
   for (const PlannedSequence& launch : plan.sequences) {
     if (launch.sequence == &sequence) return &launch;
   }
   return nullptr;
+}
+
+// For messages, which are made whether or not they are needed.
+int32_t request_of(const SimulatedSequence* live) {
+  return live == nullptr ? -1 : live->owner.request;
 }
 
 bool is_admitted(const SimulatedSequence& live) {
@@ -50,7 +55,7 @@ void SimulationChecks::before_plan() {
   quarantined_before_ = pool_.num_quarantined();
 }
 
-void SimulationChecks::after_plan(const StepPlan& plan, bool is_launched) {
+void SimulationChecks::after_plan(const IterationPlan& plan, bool is_launched) {
   check_plan(plan);
   if (!is_launched) return;
   check_waits(plan.iteration);
@@ -60,7 +65,7 @@ void SimulationChecks::after_plan(const StepPlan& plan, bool is_launched) {
 }
 
 // Invariants 4, 5 and 6.
-void SimulationChecks::check_plan(const StepPlan& plan) {
+void SimulationChecks::check_plan(const IterationPlan& plan) {
   check_limits(plan);
   for (const auto& live : live_) {
     live->take_allocations(plan, is_admitted(*live));
@@ -94,7 +99,7 @@ void SimulationChecks::check_plan(const StepPlan& plan) {
     }
     if (live.was_launched) {
       require(oldest_preempted == nullptr || !was_running, "request ", live.owner.request,
-              " keeps its blocks, but the older request ", oldest_preempted->owner.request,
+              " keeps its blocks, but the older request ", request_of(oldest_preempted),
               " is preempted");
       const PlannedSequence& launch = *launch_of(plan, sequence);
       if (launch.kind != RowKind::kDecode) prefill_left -= launch.num_rows;
@@ -102,8 +107,7 @@ void SimulationChecks::check_plan(const StepPlan& plan) {
       if (!was_running) {
         live.has_window = false;
         require(oldest_blocked == nullptr || live_.front().get() == &live, "request ",
-                live.owner.request, " is admitted before request ",
-                oldest_blocked == nullptr ? -1 : oldest_blocked->owner.request);
+                live.owner.request, " is admitted before request ", request_of(oldest_blocked));
       } else if (launch.kind == RowKind::kDecode) {
         live.has_window = true;
       }
@@ -128,7 +132,7 @@ void SimulationChecks::check_plan(const StepPlan& plan) {
   }
 }
 
-void SimulationChecks::check_limits(const StepPlan& plan) const {
+void SimulationChecks::check_limits(const IterationPlan& plan) const {
   int32_t num_rows = 0;
   int32_t num_score_rows = 0;
   std::vector<bool> is_taken(static_cast<size_t>(options_.max_num_seqs));
@@ -139,7 +143,7 @@ void SimulationChecks::check_limits(const StepPlan& plan) const {
     require(launch.kind == RowKind::kDecode ||
                 (launch.num_rows > 0 && launch.num_rows <= options_.prefill_chunk_size),
             "a chunk has ", launch.num_rows, " rows");
-    const auto slot = static_cast<size_t>(launch.sequence->slot);
+    const auto slot = static_cast<size_t>(launch.sequence->seq_slot);
     require(slot < is_taken.size() && !is_taken[slot], "two sequences have slot ", slot);
     is_taken[slot] = true;
   }
@@ -161,13 +165,13 @@ void SimulationChecks::check_waits(int64_t iteration) {
   int64_t work_ahead = 0;
   for (const auto& entry : live_) {
     SimulatedSequence& live = *entry;
-    const bool waits_for_results =
-        live.sequence.slot >= 0 && has_no_rows(live.sequence, /*prefill_left=*/1, /*score_left=*/1);
+    const bool waits_for_results = live.sequence.seq_slot >= 0 &&
+                                   has_no_rows(live.sequence, /*prefill_left=*/1, /*score_left=*/1);
     if (live.was_launched || waits_for_results) {
       live.waited = 0;
     } else {
       if (live.waited++ == 0) live.allowed = options_.max_in_flight + work_ahead;
-      if (live.sequence.slot < 0 && waits_for_sibling(live, iteration)) {
+      if (live.sequence.seq_slot < 0 && waits_for_sibling(live, iteration)) {
         live.allowed = std::max(live.allowed, live.waited + options_.max_in_flight + work_ahead +
                                                   running_work_behind(live));
       }
@@ -231,7 +235,7 @@ int64_t SimulationChecks::running_work_behind(const SimulatedSequence& older) co
   int64_t work = 0;
   bool is_behind = false;
   for (const auto& live : live_) {
-    if (is_behind && live->sequence.slot >= 0) work += live->work + options_.max_in_flight;
+    if (is_behind && live->sequence.seq_slot >= 0) work += live->work + options_.max_in_flight;
     is_behind |= live.get() == &older;
   }
   return work;

@@ -12,13 +12,14 @@
 // 3. Blocks are conserved: those in the tables of running sequences are those that the pool counts
 //    as held, with as many holders; at the end all are free.
 // 4. A plan keeps its limits: rows, scored rows, chunks, sequences, slots.
-// 5. First come, first served: nobody is admitted before an older sequence, unless that one waits
-//    for the prompt of its own request; nobody is admitted while a running sequence lacks blocks,
-//    but for the oldest sequence when nothing runs. The youngest is preempted first, and only when
+// 5. First come, first served: no sequence is admitted before an older one, unless that one waits
+//    for the prompt of its own request. No sequence is admitted while a running one lacks blocks,
+//    except the oldest sequence when none runs. The youngest is preempted first, and only when
 //    no block is on its way back.
 // 6. Admission leaves room up to the first window: until then no sequence stalls or preempts itself
 //    unless others have taken blocks meanwhile.
-// 7. Nobody waits longer than the work ahead of it takes. The clock counts launched iterations. The
+// 7. No sequence waits longer than the work ahead of it takes. The clock counts launched
+// iterations. The
 //    oldest sequence is launched in every iteration except while it lacks blocks or while all of
 //    its tokens may be in flight, which takes max_in_flight iterations at most. Each of its
 //    launches brings a chunk of at least `chunk` tokens or one token of output, so once it is the
@@ -28,7 +29,7 @@
 //    to its first launch and from one launch to the next, at most
 //        max_in_flight + sum over older unfinished sequences of (work + max_in_flight)
 //    iterations, plus those in which the oldest lacks blocks. It lacks them only while younger
-//    sequences put blocks into quarantine; meanwhile nobody is admitted (5), so that lasts at most
+//    sequences put blocks into quarantine; meanwhile none is admitted (5), so that lasts at most
 //    as long as those that run have work:
 //        max_in_flight + sum over younger running sequences of (work + max_in_flight).
 //    A sequence that preempts itself as the oldest adds its work once more. While a sample
@@ -78,11 +79,11 @@ struct SimulatedSequence {
   SimulatedSequence(const SimulatedSequence&) = delete;
 
   // Counts the blocks that others take in a plan, from its own admission on.
-  void take_allocations(const StepPlan& plan, bool is_admitted) {
+  void take_allocations(const IterationPlan& plan, bool is_admitted) {
     bool counts = !is_admitted;
     if (is_admitted) num_taken_by_others = 0;
     for (const TableWrite& write : plan.table_writes) {
-      const bool is_own = write.seq_slot == sequence.slot;
+      const bool is_own = write.seq_slot == sequence.seq_slot;
       counts |= is_own;
       if (counts && !is_own && write.block != kNullBlock) ++num_taken_by_others;
     }
@@ -100,12 +101,12 @@ class SimulationChecks {
   void add(SimulatedSequence& sequence, const SimulatedRequest& request);
   void before_plan();
   // `is_launched`: what plan() returned.
-  void after_plan(const StepPlan& plan, bool is_launched);
+  void after_plan(const IterationPlan& plan, bool is_launched);
   void check_blocks();
 
  private:
-  void check_plan(const StepPlan& plan);
-  void check_limits(const StepPlan& plan) const;
+  void check_plan(const IterationPlan& plan);
+  void check_limits(const IterationPlan& plan) const;
   void check_margin(const SimulatedSequence& live, const char* what) const;
   void check_waits(int64_t iteration);
   void check_stall();

@@ -11,7 +11,9 @@
 #include <utility>
 
 #include "base/check.h"
+#include "batch/batch_builder.h"
 #include "kv/slab_pool.h"
+#include "support/host_batch.h"
 #include "support/simulated_device.h"
 #include "support/simulation_checks.h"
 
@@ -38,7 +40,7 @@ class Simulation {
               .first_rows = script.first_rows,
               .max_prompt_rows = options_.max_score_rows,
               .max_logprobs = 1};
-    for (InFlight& entry : ring_) reserve_inputs(entry.inputs, shape_);
+    for (InFlight& entry : ring_) entry.batch.emplace(shape_);
     pool_.set_on_reusable([this](GroupId g, BlockId b) { device_.become_reusable(g, b); });
   }
 
@@ -62,8 +64,8 @@ class Simulation {
 
  private:
   struct InFlight {
-    StepPlan plan;
-    IterationInputs inputs;
+    IterationPlan plan;
+    std::optional<HostBatch> batch;
     std::vector<SimulatedSequence*> rows;
   };
 
@@ -174,14 +176,17 @@ class Simulation {
     checks_.after_plan(entry.plan, is_launched);
     if (!is_launched) return false;
     ++newest_launched_;
-    build_batch(entry.plan, shape_, entry.inputs);
+    Batch& batch = **entry.batch;
+    batch.iteration = entry.plan.iteration;
+    build_batch(entry.plan, shape_, batch);
     check_prompt_rows(entry);
     report_.num_forks += static_cast<int64_t>(entry.plan.forks.size());
-    if (fault_ == SimulatedFault::kDropsTableWrite && !entry.inputs.table_writes.empty()) {
-      entry.inputs.table_writes.erase(entry.inputs.table_writes.begin());
+    IterationCounts& counts = *batch.inputs.counts;
+    if (fault_ == SimulatedFault::kDropsTableWrite && counts.num_table_writes > 0) {
+      --counts.num_table_writes;
     }
-    if (fault_ == SimulatedFault::kDropsBlockCopy) entry.inputs.block_copies.clear();
-    device_.launch(entry.inputs, std::move(owners));
+    if (fault_ == SimulatedFault::kDropsBlockCopy) counts.num_block_copies = 0;
+    device_.launch(batch, std::move(owners));
     return true;
   }
 
@@ -205,7 +210,7 @@ class Simulation {
       if (live->was_launched) continue;
       name(*live);
       const bool is_preempted = live->epoch_before != live->sequence.epoch;
-      out << (is_preempted ? " preempted" : live->sequence.slot >= 0 ? " pauses" : " waits");
+      out << (is_preempted ? " preempted" : live->sequence.seq_slot >= 0 ? " pauses" : " waits");
     }
     out << "; blocks held+quarantined:";
     for (GroupId g = 0; g < static_cast<GroupId>(layout_.groups.size()); ++g) {
@@ -250,11 +255,11 @@ class Simulation {
       sequence.prompt_logprobs = nullptr;
       require_all_rated(live, sequence.prompt_len - 1);
     }
-    if (result.outcome != SlotOutcome::kRunning) {
+    if (result.outcome != SequenceOutcome::kRunning) {
       require(sequence.known_len() == live.output.end_len(), "request ", live.owner.request,
               ", sample ", live.owner.sample, " ends after ", sequence.known_len(), " of ",
               live.output.end_len(), " tokens");
-      report_.num_stopped += result.outcome == SlotOutcome::kStop ? 1 : 0;
+      report_.num_stopped += result.outcome == SequenceOutcome::kStop ? 1 : 0;
       finish(live);
       return;
     }
@@ -287,8 +292,9 @@ class Simulation {
 
   // Rows of scores and of prompt logprobs.
   void check_prompt_rows(const InFlight& entry) const {
-    const IterationInputs& in = entry.inputs;
-    int32_t at = in.num_logit_rows;
+    const Batch& batch = **entry.batch;
+    const StagedInputs& in = batch.inputs;
+    int32_t at = in.counts->num_logit_rows;
     for (size_t i = 0; i < entry.rows.size(); ++i) {
       SimulatedSequence& live = *entry.rows[i];
       const PlannedSequence& launch = entry.plan.sequences[i];
@@ -299,12 +305,13 @@ class Simulation {
         live.is_rated[static_cast<size_t>(position)] = true;
         if (launch.kind == RowKind::kScore) continue;
         require(in.logit_rows[at] == in.verify_indptr[i] + row &&
-                    in.prompt_targets[at - in.num_logit_rows] == live.output.token(position + 1),
+                    in.prompt_targets[at - in.counts->num_logit_rows] ==
+                        live.output.token(position + 1),
                 "row ", row, " of prompt logprobs is another one's");
         ++at;
       }
     }
-    for (const ScoreCopy& copy : in.score_copies) {
+    for (const ScoreCopy& copy : batch.score_copies) {
       const auto is_same = [&](const SimulatedSequence* live) {
         return live->sequence.logits == copy.destination;
       };

@@ -2,7 +2,7 @@
 #pragma once
 
 // Small random decoders for C++ tests: every switch of DecoderConfig, weights from a seed, and
-// drafters that agree with a target as often as a test wants.
+// drafters with a chosen acceptance rate.
 
 #include <algorithm>
 #include <cmath>
@@ -33,7 +33,7 @@ struct TinyModel {
   bool has_bias = false;
   int32_t nan_token = -1;  // its embedding is NaN
   // On top of is_gemma: plain norm weights, v norms, layer scales, scores unscaled, logits capped,
-  // a quarter of a full layer's pairs rotated. What follows is for it alone.
+  // a quarter of a full layer's pairs rotated. The fields below are for it alone.
   bool is_gemma4 = false;
   int32_t full_head_dim = 0;   // of full layers; 0: head_dim
   int32_t full_kv_heads = 0;   // of full layers; 0: num_kv_heads
@@ -143,9 +143,9 @@ inline std::string tiny_config_json(const TinyModel& m) {
   return out.str();
 }
 
-// Weights normal with std 0.25 (norms near neutral), so that logits are far from uniform. Those of
-// `noise_seed` are mixed in with weight `noise`: 0 gives the same model again, small values a
-// drafter that often agrees.
+// Weights are normal with std 0.25 (norms near neutral), so that logits are far from uniform. The
+// weights of `noise_seed` are mixed in with factor `noise`: 0 gives the same model again, small
+// values a drafter that often agrees.
 inline std::shared_ptr<const Model> tiny_model(const TinyModel& m, uint64_t seed, float noise = 0,
                                                uint64_t noise_seed = 0,
                                                DType dtype = DType::kFloat32,

@@ -328,8 +328,9 @@ bool Scheduler::plan(IterationPlan& plan) {
 }
 
 void Scheduler::advance(Sequence& sequence, const PlannedSequence& launch) {
-  // The earliest position that a later launch can query: the drafter goes back to the token before
-  // the newest one.
+  // Below every position that a later launch can query: the drafter goes back to the token before
+  // the newest one. As a launch emits at least one token before it drafts, known_len - 1 would do;
+  // the one position more costs at most a block.
   const int32_t first_query =
       launch.kind == RowKind::kDecode || launch.kind == RowKind::kPrefillFinal
           ? sequence.known_len() - 2

@@ -1,0 +1,560 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The table of op cases.
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "support/op_cases.h"
+
+namespace paceline::testing {
+namespace {
+
+std::string dtype_suffix(DType dtype) { return dtype == DType::kFloat32 ? "_f32" : "_bf16"; }
+
+class TableBuilder {
+ public:
+  template <class Spec>
+  void add(std::string name, OpInstance (*make)(const Spec&, const Rows&, uint64_t),
+           const Spec& spec, bool is_invariance_case = false, int32_t roomy_rows = 0,
+           int32_t num_in_room = 21) {
+    cases.push_back(
+        {.name = std::move(name),
+         .make = [make, spec](const Rows& rows, uint64_t seed) { return make(spec, rows, seed); },
+         .is_invariance_case = is_invariance_case,
+         .roomy_rows = roomy_rows,
+         .num_in_room = num_in_room});
+  }
+  std::vector<RowWiseCase> cases;
+};
+
+void add_gemms(TableBuilder& table) {
+  const auto add = [&](const GemmSpec& s, bool is_invariance_case) {
+    table.add("gemm_n" + std::to_string(s.n) + "_k" + std::to_string(s.k) + dtype_suffix(s.dtype) +
+                  "_to" + dtype_suffix(s.y_dtype) + (s.has_bias ? "_bias" : "") +
+                  (s.x_padding + s.y_padding > 0 ? "_strided" : ""),
+              make_gemm, s, is_invariance_case);
+  };
+  constexpr DType kB = DType::kBFloat16;
+  constexpr DType kF = DType::kFloat32;
+  add({1, 8, kB, kB}, false);
+  add({1, 4096, kB, kF}, false);
+  add({7, 64, kB, kB, true, 8, 3}, false);
+  add({33, 72, kB, kF, true, 0, 1}, false);
+  add({97, 72, kB, kB}, true);
+  add({100, 40, kB, kB, false, 4096, 5000}, false);
+  add({130, 136, kB, kB, true}, false);
+  add({256, 256, kB, kF}, false);
+  add({1000, 640, kB, kB, true}, false);
+  add({1536, 640, kB, kB}, true);
+  add({2048, 2048, kB, kB}, false);
+  add({512, 4096, kB, kB}, true);
+  add({512, 4096, kB, kF, true}, true);
+  add({4096, 512, kB, kB, true}, true);
+  add({4096, 512, kB, kF}, true);
+  add({4096, 2568, kB, kB}, true);
+  add({4096, 2568, kB, kF}, true);
+  add({1, 1, kF, kF, false, 3}, false);
+  add({37, 33, kF, kF, true, 3, 5}, true);
+  add({64, 64, kF, kF}, false);
+  add({300, 100, kF, kF}, true);
+  add({130, 1000, kF, kF, true, 4096, 7}, false);
+  add({512, 2048, kF, kF}, true);
+}
+
+void add_element_ops(TableBuilder& table) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    const std::string suffix = dtype_suffix(dtype);
+    for (const int32_t hidden : {1, 33, 640, 5376}) {
+      table.add("embed_h" + std::to_string(hidden) + suffix, make_embed,
+                EmbedSpec{hidden, 211, dtype}, hidden == 640);
+    }
+    for (const int32_t intermediate : {1, 33, 250, 2048, 21504}) {
+      for (const Activation activation : {Activation::kSilu, Activation::kGeluTanh}) {
+        const bool is_silu = activation == Activation::kSilu;
+        table.add("gated_" + std::string(is_silu ? "silu_" : "gelu_") +
+                      std::to_string(intermediate) + suffix,
+                  make_gated, GatedSpec{intermediate, activation, dtype}, intermediate == 2048);
+      }
+    }
+    // Per-layer inputs: the gate and one layer's part of them.
+    for (const auto& [size, stride] : {std::pair{256, 256 * 35}, {256, 256}, {33, 35 * 33}}) {
+      table.add("gated_gelu_up_" + std::to_string(size) + "_of" + std::to_string(stride) + suffix,
+                make_gated, GatedSpec{size, Activation::kGeluTanh, dtype, stride}, stride == 8960);
+    }
+    for (const auto& [layers, size] : {std::pair{1, 1}, {3, 33}, {9, 8}, {35, 256}, {42, 256}}) {
+      for (const DType table_dtype : {DType::kFloat32, DType::kBFloat16}) {
+        table.add("per_layer_" + std::to_string(layers) + "x" + std::to_string(size) + suffix +
+                      "_table" + dtype_suffix(table_dtype),
+                  make_per_layer, PerLayerSpec{layers, size, dtype, table_dtype}, layers == 35);
+      }
+    }
+  }
+  for (const int32_t hidden : {1, 37, 640, 4096, 5376}) {
+    table.add("gather_h" + std::to_string(hidden), make_gather, GatherSpec{hidden}, hidden == 640);
+  }
+  for (const int32_t width : {1, 37, 640, 4096}) {
+    for (const auto& [x, y] : {std::pair{DType::kFloat32, DType::kFloat32},
+                               {DType::kFloat32, DType::kBFloat16},
+                               {DType::kBFloat16, DType::kBFloat16}}) {
+      for (const bool has_index : {false, true}) {
+        const int32_t padding = width % 8 == 0 ? 8 : 3;
+        table.add("copy_w" + std::to_string(width) + (has_index ? "_index" : "") + dtype_suffix(x) +
+                      dtype_suffix(y),
+                  make_copy, CopySpec{width, x, y, padding, 2 * padding, has_index}, width == 640);
+      }
+    }
+  }
+  for (const int32_t n : {1, 1003, 32000}) {
+    table.add("soft_cap_n" + std::to_string(n), make_soft_cap, SoftCapSpec{n, 30.0f}, n == 1003);
+  }
+}
+
+void add_norms(TableBuilder& table) {
+  const struct {
+    NormKind kind;
+    const char* name;
+  } kinds[] = {{NormKind::kPlain, "plain"},
+               {NormKind::kInPlace, "in_place"},
+               {NormKind::kResidual, "residual"},
+               {NormKind::kResidualXWeight, "x_weight"},
+               {NormKind::kResidualOnly, "residual_only"},
+               {NormKind::kResidualXWeightOnly, "x_weight_only"},
+               {NormKind::kCopy, "copy"},
+               {NormKind::kResidualCopy, "residual_copy"},
+               {NormKind::kResidualScale, "scale"},
+               {NormKind::kResidualScaleOnly, "scale_only"}};
+  for (const auto& [kind, name] : kinds) {
+    for (const int32_t hidden : {1, 33, 100, 640, 4096, 5376}) {
+      for (const auto& [x, y] : {std::pair{DType::kFloat32, DType::kFloat32},
+                                 {DType::kBFloat16, DType::kBFloat16},
+                                 {DType::kFloat32, DType::kBFloat16}}) {
+        // Where two dtypes meet it is a norm, or a copy, of the residual stream itself.
+        if (x != y && kind != NormKind::kPlain && kind != NormKind::kCopy) continue;
+        const bool is_padded = hidden == 100;
+        table.add("rms_norm_" + std::string(name) + "_h" + std::to_string(hidden) +
+                      dtype_suffix(x) + "_to" + dtype_suffix(y),
+                  make_rms_norm,
+                  RmsNormSpec{hidden, kind, x, y, is_padded ? 3 : 0, is_padded ? 1 : 0},
+                  hidden == 640 || hidden == 4096);
+      }
+    }
+  }
+  // More than one element a thread where a row does not stay in registers: it is too long, as three
+  // layers' hidden states side by side are, which EAGLE-3 norms in place, or no whole vectors.
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    const std::string suffix = dtype_suffix(dtype) + "_to" + dtype_suffix(dtype);
+    table.add("rms_norm_plain_h12288" + suffix, make_rms_norm,
+              RmsNormSpec{12288, NormKind::kPlain, dtype, dtype});
+    table.add("rms_norm_in_place_h12288" + suffix, make_rms_norm,
+              RmsNormSpec{12288, NormKind::kInPlace, dtype, dtype});
+    table.add("rms_norm_scale_h1003" + suffix, make_rms_norm,
+              RmsNormSpec{1003, NormKind::kResidualScale, dtype, dtype},
+              /*is_invariance_case=*/true);
+  }
+}
+
+void add_ropes(TableBuilder& table) {
+  const auto add = [&](const RopeSpec& s, bool is_invariance_case = false) {
+    table.add("rope_" + std::to_string(s.num_qo_heads) + "x" + std::to_string(s.num_kv_heads) +
+                  "_d" + std::to_string(s.head_dim) + "_b" + std::to_string(s.block_size) +
+                  (s.has_norms ? "_norm" : "") + (s.has_v_norm ? "_vnorm" : "") +
+                  (s.kv_inputs == KvInputs::kKeys   ? "_keys"
+                   : s.kv_inputs == KvInputs::kNone ? "_q"
+                                                    : "") +
+                  (s.position_offset != 0 ? "_ahead" + std::to_string(s.position_offset) : "") +
+                  dtype_suffix(s.dtype),
+              make_rope, s, is_invariance_case);
+  };
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    for (const bool has_norms : {false, true}) {
+      add({4, 2, 64, 16, dtype, has_norms});
+      add({32, 8, 128, 16, dtype, has_norms});
+      add({4, 1, 256, 24, dtype, has_norms});
+      add({4, 2, 128, 1, dtype, has_norms}, true);
+    }
+    add({8, 1, 512, 256, dtype, true});
+    add({3, 3, 16, 5, dtype, true});
+    // Gemma 4: v normalised, v made of k, and q alone.
+    add({8, 1, 256, 16, dtype, true, KvInputs::kKeysAndValues, true});
+    add({4, 2, 512, 16, dtype, true, KvInputs::kKeys, true});
+    add({4, 2, 34, 5, dtype, true, KvInputs::kKeys, true});
+    add({4, 2, 128, 1, dtype, true, KvInputs::kKeys, true}, true);
+    add({8, 1, 512, 16, dtype, true, KvInputs::kNone});
+    add({4, 2, 34, 5, dtype, true, KvInputs::kNone});
+    add({4, 2, 128, 1, dtype, true, KvInputs::kNone}, true);
+    // Gemma 4 MTP may stand one position past its last key. The offset is that of k as well.
+    add({4, 1, 256, 16, dtype, true, KvInputs::kNone, false, 1});
+    add({4, 2, 34, 5, dtype, true, KvInputs::kNone, false, 1});
+    add({4, 2, 128, 1, dtype, false, KvInputs::kNone, false, 1}, true);
+    add({4, 2, 128, 1, dtype, true, KvInputs::kKeysAndValues, false, 1}, true);
+    // Heads above 256 of any other size: one that lanes do not share evenly, and the largest.
+    add({4, 2, 322, 1, dtype, true, KvInputs::kKeysAndValues, true}, true);
+    add({2, 1, 1024, 16, dtype, true});
+  }
+}
+
+void add_lists(TableBuilder& table) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    table.add("list_attention_4x2_d64_w200" + dtype_suffix(dtype), make_list_attention,
+              ListSpec{4, 2, 64, 16, 200, dtype}, true);
+    table.add("list_attention_8x1_d128_w512" + dtype_suffix(dtype), make_list_attention,
+              ListSpec{8, 1, 128, 24, 512, dtype});
+    table.add("list_attention_4x1_d256_w8" + dtype_suffix(dtype), make_list_attention,
+              ListSpec{4, 1, 256, 16, 8, dtype});
+  }
+}
+
+void add_draws(TableBuilder& table) {
+  const auto add = [&](const std::string& name, const DrawSpec& s,
+                       bool is_invariance_case = false) {
+    table.add("draw_" + name + "_v" + std::to_string(s.vocab_limit), make_draw, s,
+              is_invariance_case);
+  };
+  for (const int32_t vocab : {1, 3, 257, 5003, 32000}) {
+    add("greedy", {.vocab_limit = vocab, .padding = 5});
+    add("t1", {.vocab_limit = vocab, .padding = 5, .temperature = 1.0f}, vocab == 5003);
+    add("mixed", {.vocab_limit = vocab, .temperature = -1.0f, .has_probabilities = true},
+        vocab == 5003);
+    add("mapped_greedy", {.vocab_limit = vocab, .padding = 5, .is_mapped = true});
+    add("mapped_mixed",
+        {.vocab_limit = vocab,
+         .padding = 4,
+         .temperature = -1.0f,
+         .has_probabilities = true,
+         .is_mapped = true},
+        vocab == 5003);
+    // Gemma 4 MTP: rows that stay where they are, and logits of clusters of tokens.
+    add("steps_mixed", {.vocab_limit = vocab, .padding = 4, .temperature = -1.0f, .steps_ahead = 3},
+        vocab == 5003);
+    add("row_maps_greedy",
+        {.vocab_limit = vocab, .padding = 5, .is_mapped = true, .has_row_maps = true});
+    add("row_maps_steps_mixed",
+        {.vocab_limit = vocab,
+         .temperature = -1.0f,
+         .has_probabilities = true,
+         .is_mapped = true,
+         .has_row_maps = true,
+         .steps_ahead = 15},
+        vocab == 5003);
+  }
+  for (const int32_t vocab : {64, 5003}) {
+    // Among equal logits it is the lowest id, not the lowest token, that is drawn.
+    for (const auto& [name, logits] : {std::pair{"row_maps_ties_greedy", LogitKind::kTies},
+                                       {"row_maps_holes_greedy", LogitKind::kHoles}}) {
+      add(name,
+          {.vocab_limit = vocab,
+           .padding = 3,
+           .logits = logits,
+           .has_probabilities = true,
+           .is_mapped = true,
+           .has_row_maps = true},
+          true);
+    }
+  }
+  add("t1", {.vocab_limit = 151936, .temperature = 1.0f, .has_probabilities = true});
+  for (const int32_t vocab : {64, 5003}) {
+    for (const float temperature : {0.0f, 0.7f}) {
+      const std::string suffix = temperature > 0.0f ? "_t07" : "_greedy";
+      add("ties" + suffix,
+          {.vocab_limit = vocab,
+           .padding = 3,
+           .temperature = temperature,
+           .logits = LogitKind::kTies,
+           .has_probabilities = true},
+          true);
+      add("holes" + suffix,
+          {.vocab_limit = vocab,
+           .padding = 61,
+           .temperature = temperature,
+           .logits = LogitKind::kHoles,
+           .has_probabilities = true},
+          true);
+      add("peaked" + suffix,
+          {.vocab_limit = vocab, .temperature = temperature, .logits = LogitKind::kPeaked});
+      add("infinite" + suffix,
+          {.vocab_limit = vocab, .temperature = temperature, .logits = LogitKind::kInfinite});
+    }
+  }
+  add("t1em5", {.vocab_limit = 1000, .temperature = 1e-5f});
+  // At this capacity a block takes twice as many ids; with 300 rows it does not.
+  constexpr int32_t kRoomyRows = 1600;
+  const auto add_roomy = [&](const std::string& name, const DrawSpec& s) {
+    table.add("draw_roomy_" + name + "_v" + std::to_string(s.vocab_limit), make_draw, s,
+              /*is_invariance_case=*/true, kRoomyRows);
+  };
+  for (const int32_t vocab : {8193, 9004}) {
+    for (const int32_t padding : {vocab % 4 == 0 ? 0 : 3, 6}) {  // vectors, and one by one
+      const std::string suffix = padding == 6 ? "_apart" : "";
+      add_roomy("greedy" + suffix, {.vocab_limit = vocab, .padding = padding});
+      add_roomy("mixed" + suffix, {.vocab_limit = vocab, .padding = padding, .temperature = -1.0f});
+    }
+    add_roomy("ties_mixed",
+              {.vocab_limit = vocab, .temperature = -1.0f, .logits = LogitKind::kTies});
+    add_roomy("mapped_mixed",
+              {.vocab_limit = vocab, .padding = 3, .temperature = -1.0f, .is_mapped = true});
+  }
+  add_roomy("own_noise_holes_mixed", {.vocab_limit = 9004,
+                                      .temperature = -1.0f,
+                                      .logits = LogitKind::kHoles,
+                                      .has_own_noise = true});
+  // What `standard` and `block` acceptance draw: from proposals, and from the residual.
+  for (const int32_t vocab : {64, 256, 5003}) {
+    add("own_noise_mixed",
+        {.vocab_limit = vocab, .padding = 3, .temperature = -1.0f, .has_own_noise = true}, true);
+    add("own_noise_row_maps_mixed",
+        {.vocab_limit = vocab,
+         .temperature = -1.0f,
+         .logits = LogitKind::kHoles,
+         .has_probabilities = true,
+         .is_mapped = true,
+         .has_row_maps = true,
+         .steps_ahead = 2,
+         .has_own_noise = true},
+        true);
+  }
+}
+
+void add_rejection_ops(TableBuilder& table) {
+  const struct {
+    LogitKind kind;
+    const char* suffix;
+  } kinds[] = {{LogitKind::kPlain, ""},
+               {LogitKind::kTies, "_ties"},
+               {LogitKind::kHoles, "_holes"},
+               {LogitKind::kPeaked, "_peaked"},
+               {LogitKind::kInfinite, "_infinite"}};
+  for (const auto& [kind, suffix] : kinds) {
+    for (const auto& [vocab, per_draft] :
+         {std::pair{1, 1}, {3, 64}, {64, 64}, {257, 5}, {1003, 64}, {5004, 256}, {40000, 1}}) {
+      for (const char* const map : {"", "_mapped", "_row_maps"}) {
+        const bool is_mapped = map[0] != 0;
+        // More than 4,096 ids, the number that a block takes at once.
+        const bool has_rounds =
+            vocab == 5004 && (kind == LogitKind::kPlain || kind == LogitKind::kTies);
+        if (is_mapped && vocab != 64 && vocab != 1003 && !has_rounds) continue;
+        table.add("proposals" + std::string(suffix) + map + "_k" + std::to_string(per_draft) +
+                      "_v" + std::to_string(vocab),
+                  make_proposals,
+                  ProposalsSpec{vocab, vocab % 2 == 1 ? 5 : 0, per_draft, vocab % 3, kind,
+                                is_mapped, is_mapped && map[1] == 'r'},
+                  vocab == 1003);
+      }
+    }
+    for (const int32_t vocab : {1, 7, 64, 1003, 40000}) {
+      table.add("softmax_sums" + std::string(suffix) + "_v" + std::to_string(vocab),
+                make_softmax_sums, SoftmaxSumsSpec{vocab, vocab % 2 == 1 ? 5 : 0, kind},
+                vocab == 1003);
+    }
+    for (const AcceptMethod method : {AcceptMethod::kStandard, AcceptMethod::kBlock}) {
+      for (const auto& [vocab, drafts, per_draft] :
+           {std::tuple{3, 2, 64}, {64, 3, 0}, {64, 5, 64}, {1003, 16, 20}, {1003, 1, 256}}) {
+        if (kind != LogitKind::kPlain && vocab != 64) continue;
+        table.add(std::string("reject_") + (method == AcceptMethod::kBlock ? "block" : "standard") +
+                      suffix + "_k" + std::to_string(drafts) + "_of" + std::to_string(per_draft) +
+                      "_v" + std::to_string(vocab),
+                  make_reject, RejectSpec{vocab, drafts, per_draft, method, kind}, vocab == 64);
+      }
+    }
+  }
+  for (const AcceptMethod method : {AcceptMethod::kStandard, AcceptMethod::kBlock}) {
+    for (const auto& [drafts, per_draft] : {std::pair{3, 0}, {5, 64}}) {
+      table.add(std::string("reject_") + (method == AcceptMethod::kBlock ? "block" : "standard") +
+                    "_unknown_k" + std::to_string(drafts) + "_of" + std::to_string(per_draft) +
+                    "_v64",
+                make_reject,
+                RejectSpec{64, drafts, per_draft, method, LogitKind::kPlain,
+                           /*has_unknown_ids=*/true});
+    }
+  }
+  for (const int32_t vocab : {151936, 262144}) {
+    table.add("proposals_k64_v" + std::to_string(vocab), make_proposals,
+              ProposalsSpec{vocab, 64, 64, 2, LogitKind::kTies});
+    table.add("softmax_sums_v" + std::to_string(vocab), make_softmax_sums, SoftmaxSumsSpec{vocab});
+  }
+}
+
+void add_logit_ops(TableBuilder& table) {
+  for (const int32_t vocab : {1, 31, 33, 1003, 40000}) {
+    const bool is_padded = vocab % 2 == 1;
+    table.add("adjust_mixed_v" + std::to_string(vocab), make_adjust,
+              AdjustSpec{vocab, is_padded ? 5 : 0, AdjustKind::kMixed}, vocab == 1003);
+    table.add("adjust_penalties_v" + std::to_string(vocab), make_adjust,
+              AdjustSpec{vocab, is_padded ? 0 : 4, AdjustKind::kPenalties});
+  }
+  table.add("adjust_none_v1003", make_adjust, AdjustSpec{1003, 0, AdjustKind::kNone});
+  table.add("adjust_mixed_v151936", make_adjust, AdjustSpec{151936, 64, AdjustKind::kMixed});
+  const struct {
+    TruncateKind kind;
+    const char* name;
+  } kinds[] = {{TruncateKind::kMixed, "mixed"},          {TruncateKind::kTopK, "top_k"},
+               {TruncateKind::kTopP, "top_p"},           {TruncateKind::kMinP, "min_p"},
+               {TruncateKind::kTopKTopP, "top_k_top_p"}, {TruncateKind::kNone, "none"}};
+  for (const auto& [kind, name] : kinds) {
+    for (const int32_t vocab : {1, 7, 64, 1003, 5004, 40000}) {
+      const bool is_mixed = kind == TruncateKind::kMixed;
+      if (!is_mixed && vocab != 64 && vocab != 5004) continue;
+      for (const auto& [logits, suffix] : {std::pair{LogitKind::kPlain, ""},
+                                           {LogitKind::kTies, "_ties"},
+                                           {LogitKind::kHoles, "_holes"},
+                                           {LogitKind::kPeaked, "_peaked"},
+                                           {LogitKind::kInfinite, "_infinite"},
+                                           {LogitKind::kTiny, "_tiny"}}) {
+        if (!is_mixed && logits != LogitKind::kPlain) continue;
+        // The kernel tests 512 rows at a time for limits; one case has more rows.
+        const bool is_roomy = is_mixed && vocab == 64 && logits == LogitKind::kPlain;
+        table.add("truncate_" + std::string(name) + suffix + "_v" + std::to_string(vocab),
+                  make_truncate, TruncateSpec{vocab, vocab == 64 ? 61 : 4, kind, logits},
+                  is_mixed && vocab == 1003, is_roomy ? 700 : 0, /*num_in_room=*/600);
+      }
+    }
+  }
+  for (const int32_t vocab : {64, 5004, 151936}) {
+    table.add("truncate_reached_v" + std::to_string(vocab), make_truncate,
+              TruncateSpec{vocab, 4, TruncateKind::kReached, LogitKind::kHalves});
+  }
+  for (const int32_t vocab : {151936, 262144}) {
+    table.add("truncate_mixed_v" + std::to_string(vocab), make_truncate, TruncateSpec{vocab});
+    table.add("truncate_mixed_ties_v" + std::to_string(vocab), make_truncate,
+              TruncateSpec{vocab, 0, TruncateKind::kMixed, LogitKind::kTies});
+  }
+}
+
+void add_logprobs(TableBuilder& table) {
+  const struct {
+    LogitKind kind;
+    const char* suffix;
+  } kinds[] = {{LogitKind::kPlain, ""},
+               {LogitKind::kTies, "_ties"},
+               {LogitKind::kHoles, "_holes"},
+               {LogitKind::kPeaked, "_peaked"},
+               {LogitKind::kInfinite, "_infinite"}};
+  const auto add = [&](const LogprobSpec& s, const char* suffix, bool is_invariance_case) {
+    const std::string name = std::string(suffix) + "_n" + std::to_string(s.max_logprobs) + "_v" +
+                             std::to_string(s.vocab_size);
+    table.add("logprobs_emitted" + name, make_emitted_logprobs, s, is_invariance_case);
+    table.add("logprobs_prompt" + name, make_prompt_logprobs, s, is_invariance_case);
+    table.add("logprobs_keep" + name, make_save_raw_logits, s, is_invariance_case);
+  };
+  // Fewer ids than tokens that are wanted, than blocks of a cluster, than threads.
+  for (const int32_t vocab : {1, 7, 33, 1003, 40000}) {
+    for (const auto& [kind, suffix] : kinds) {
+      add({vocab, vocab % 2 == 1 ? 5 : 4, kind}, suffix, vocab == 1003);
+    }
+    add({vocab, 0, LogitKind::kTies, 64}, "_ties", vocab == 1003);
+    add({vocab, 0, LogitKind::kPlain, 1}, "", false);
+  }
+  // With `standard` and `block` acceptance.
+  add({.vocab_size = 33, .padding = 5, .all_change = true}, "_all_change", false);
+  for (const int32_t vocab : {151936, 262144}) add({vocab}, "", false);
+}
+
+void add_clusters(TableBuilder& table) {
+  const struct {
+    LogitKind kind;
+    const char* suffix;
+  } kinds[] = {{LogitKind::kPlain, ""},
+               {LogitKind::kTies, "_ties"},
+               {LogitKind::kHoles, "_holes"},
+               {LogitKind::kInfinite, "_infinite"}};
+  // {clusters, top}
+  for (const auto& [count, top] : {std::pair{1, 1},
+                                   {3, 2},
+                                   {16, 1},
+                                   {16, 5},
+                                   {16, 16},
+                                   {255, 7},
+                                   {256, 32},
+                                   {257, 257},
+                                   {300, 299},
+                                   {2048, 1},
+                                   {2048, 32},
+                                   {2048, 2048}}) {
+    for (const auto& [kind, suffix] : kinds) {
+      const bool is_invariance_case = count == 16 || count == 300 || top == 32;
+      table.add("clusters_select_n" + std::to_string(count) + "_top" + std::to_string(top) + suffix,
+                make_select_clusters, SelectClustersSpec{count, top, kind}, is_invariance_case);
+    }
+  }
+  const auto add = [&](const ClusterLogitsSpec& s, bool is_invariance_case = false) {
+    table.add("clusters_logits_h" + std::to_string(s.hidden) + "_n" +
+                  std::to_string(s.num_clusters) + "x" + std::to_string(s.cluster_size) + "_top" +
+                  std::to_string(s.top) + dtype_suffix(s.x_dtype) +
+                  (s.weight_dtype != s.x_dtype ? "_weight" + dtype_suffix(s.weight_dtype) : ""),
+              make_cluster_logits, s, is_invariance_case);
+  };
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    add({1, 40, 1, 40, dtype, dtype});
+    add({32, 16, 4, 5, dtype, dtype}, true);
+    add({32, 50, 1, 7, dtype, dtype});
+    add({33, 16, 4, 16, dtype, dtype}, true);
+    add({40, 3, 33, 1, dtype, dtype});
+    add({256, 64, 1, 64, dtype, dtype});
+    add({256, 24, 128, 8, dtype, dtype}, true);
+    add({999, 16, 4, 9, dtype, dtype});
+    add({1000, 16, 4, 9, dtype, dtype});
+    add({1024, 16, 4, 3, dtype, dtype});
+    add({1024, 8, 128, 2, dtype, dtype}, true);
+  }
+  add({256, 16, 4, 5, DType::kFloat32, DType::kBFloat16}, true);
+}
+
+struct NamedRows {
+  const char* name;
+  int32_t num_rows;
+  int32_t max_rows;
+};
+constexpr NamedRows kBatches[] = {{"0of4", 0, 4},       {"1of1", 1, 1},     {"3of8", 3, 8},
+                                  {"16of16", 16, 16},   {"17of64", 17, 64}, {"70of130", 70, 130},
+                                  {"12claimed9", 12, 9}};
+constexpr NamedRows kManyRows = {"300of512", 300, 512};
+
+}  // namespace
+
+const std::vector<RowWiseCase>& row_wise_cases() {
+  static const std::vector<RowWiseCase> cases = [] {
+    TableBuilder table;
+    add_gemms(table);
+    add_element_ops(table);
+    add_norms(table);
+    add_ropes(table);
+    add_lists(table);
+    add_draws(table);
+    add_logit_ops(table);
+    add_logprobs(table);
+    add_rejection_ops(table);
+    add_clusters(table);
+    return table.cases;
+  }();
+  return cases;
+}
+
+const std::vector<OpCase>& op_cases() {
+  static const std::vector<OpCase> cases = [] {
+    std::vector<OpCase> all;
+    for (const RowWiseCase& c : row_wise_cases()) {
+      const auto add = [&](const NamedRows& batch) {
+        all.push_back({c.name + "_rows" + batch.name, [make = c.make, batch](uint64_t seed) {
+                         return make(first_rows(batch.num_rows, batch.max_rows), seed);
+                       }});
+      };
+      const bool is_huge = c.name.ends_with("_v151936") || c.name.ends_with("_v262144");
+      for (const NamedRows& batch : kBatches) {
+        if (!is_huge || batch.max_rows <= 16) add(batch);
+      }
+      if (c.is_invariance_case) add(kManyRows);
+      if (c.roomy_rows > 0) {
+        const std::string in_room = std::to_string(c.num_in_room) + "roomy";
+        add({in_room.c_str(), c.num_in_room, c.roomy_rows});
+      }
+    }
+    for (auto* const of_sequences : {attention_op_cases, state_op_cases, fork_op_cases}) {
+      for (OpCase& c : of_sequences()) all.push_back(std::move(c));
+    }
+    return all;
+  }();
+  return cases;
+}
+
+}  // namespace paceline::testing
