@@ -183,10 +183,6 @@ Scheduler::Reservation Scheduler::reserve_blocks(Sequence& sequence, const Plann
     Sequence* youngest = running_.back();
     // Blocks in quarantine will suffice: wait for the iterations that still use them.
     if (pool_.num_quarantined() > 0) return Reservation::kStalled;
-    // This plan may have written entries for its block table. Its sequence slot may pass to another
-    // sequence, and the device writes the entries of a plan in any order.
-    std::erase_if(plan.table_writes,
-                  [&](const TableWrite& write) { return write.seq_slot == youngest->seq_slot; });
     preempt(*youngest);
     // The sequence is alone and still lacks blocks: its own blocks are scattered over more slabs
     // than it needs. Recomputed on an empty pool it lies compactly, and `fits_alone` guarantees
@@ -269,7 +265,8 @@ bool Scheduler::plan(IterationPlan& plan) {
     if (sequence->phase == Sequence::Phase::kDecode) prefill_budget -= width;
   }
 
-  // Oldest first, so that a preempted sequence has not been planned yet.
+  // Oldest first, so that a preempted sequence has not been planned yet. It has no rows in this
+  // plan and no new block table entries, so the entry of a sequence slot is written once at most.
   bool has_preempted = false;
   candidates_ = running_;
   for (Sequence* sequence : candidates_) {
