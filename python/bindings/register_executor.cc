@@ -237,8 +237,9 @@ Raises:
       .def(
           "add_request",
           [](PyExecutor& self, const py::args& prompt, const py::kwargs& sampling) {
-            const auto request = py::type::of<Request>()(*prompt, **sampling).cast<Request>();
-            return self.call([&](Executor& executor) { return executor.add_request(request); });
+            auto request = py::type::of<Request>()(*prompt, **sampling).cast<Request>();
+            return self.call(
+                [&](Executor& executor) { return executor.add_request(std::move(request)); });
           },
           R"doc(Queues a request.
 
@@ -255,9 +256,9 @@ Raises:
 )doc")
       .def(
           "add_requests",
-          [](PyExecutor& self, const std::vector<Request>& requests, py::list ids) {
-            const auto found =
-                self.call([&](Executor& executor) { return executor.add_requests(requests); });
+          [](PyExecutor& self, std::vector<Request> requests, py::list ids) {
+            const auto found = self.call(
+                [&](Executor& executor) { return executor.add_requests(std::move(requests)); });
             for (const RequestId id : found.value_or(std::vector<RequestId>())) ids.append(id);
             return found.has_value();
           },

@@ -53,17 +53,23 @@ def simulate(target: Path, drafter: Path, texts: Sequence[str], *, num_drafts: i
     return Run(continuations, emitted, decoded)
 
 
-def main() -> None:
-    """Prints the measures; exits with 1 if the bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def drafter_arguments(doc: str, *, target: str, drafter: str) -> argparse.ArgumentParser:
+    """The options that the evaluations of drafters share; target and drafter are demo folders."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     demo = REPOSITORY / "python/paceline/demo"
-    parser.add_argument("--target", type=Path, default=demo / "gemma3_code")
-    parser.add_argument("--drafter", type=Path, default=demo / "gemma3_code_eagle3")
+    parser.add_argument("--target", type=Path, default=demo / target)
+    parser.add_argument("--drafter", type=Path, default=demo / drafter)
     parser.add_argument(
         "--prompts", type=Path, default=REPOSITORY / "tests/support/demo_prompts.json"
     )
     parser.add_argument("--num-speculative-tokens", type=int, default=NUM_DRAFTS, metavar="K")
     parser.add_argument("--engine", choices=("paceline", "torch"), default="paceline")
+    return parser
+
+
+def main() -> None:
+    """Prints the measures; exits with 1 if the bar is missed."""
+    parser = drafter_arguments(__doc__, target="gemma3_code", drafter="gemma3_code_eagle3")
     arguments = parser.parse_args()
     texts = [row["text"] for row in json.loads(arguments.prompts.read_text())]
     run_with = run_engine if arguments.engine == "paceline" else simulate

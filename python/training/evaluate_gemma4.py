@@ -9,15 +9,14 @@ That is exact, because an assistant whose proposals are accepted drafts after th
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from evaluate_demo import NEW_TOKENS, REPOSITORY, Run, readable, run_engine
-from evaluate_eagle3 import NUM_DRAFTS
+from evaluate_demo import NEW_TOKENS, Run, readable, run_engine
+from evaluate_eagle3 import drafter_arguments
 from gemma4_model import generate, load_assistant, load_target
 from generation import until_end
 from measures import acceptance, emitted_by_drafts
@@ -61,15 +60,7 @@ def simulate(
 
 def main() -> None:
     """Prints the measures; exits with 1 if the bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    demo = REPOSITORY / "python/paceline/demo"
-    parser.add_argument("--target", type=Path, default=demo / "gemma4_code")
-    parser.add_argument("--drafter", type=Path, default=demo / "gemma4_code_assistant")
-    parser.add_argument(
-        "--prompts", type=Path, default=REPOSITORY / "tests/support/demo_prompts.json"
-    )
-    parser.add_argument("--num-speculative-tokens", type=int, default=NUM_DRAFTS, metavar="K")
-    parser.add_argument("--engine", choices=("paceline", "torch"), default="paceline")
+    parser = drafter_arguments(__doc__, target="gemma4_code", drafter="gemma4_code_assistant")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="print N continuations")
     arguments = parser.parse_args()
     texts = [row["text"] for row in json.loads(arguments.prompts.read_text())]
