@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// One iteration as it is launched: the inputs of the device, and what only the host needs.
+// The batch of one iteration: the inputs of the device, and what only the host needs.
 
 #include <cstdint>
 #include <memory>
@@ -11,7 +11,7 @@
 
 namespace paceline {
 
-// Logits of a scored chunk, to be copied to the host.
+// The logits of a scored chunk, which the runner copies to the host.
 struct ScoreCopy {
   int32_t first_logit_row = 0;
   int32_t num_rows = 0;
@@ -21,10 +21,10 @@ struct ScoreCopy {
 
 struct Batch {
   int64_t iteration = 0;
-  bool has_prefill = false;     // any kind of row but kDecode
-  bool has_logit_work = false;  // some sequence wants more of its logits than a draw
-  // In the runner's memory, bound before the batch is built; the device reads it until the
-  // iteration has completed.
+  bool has_prefill = false;     // some sequence has rows that are not kDecode
+  bool has_logit_work = false;  // some sequence uses the logits pipeline or logprobs
+  // The runner owns this memory; `Runner::bind` sets it before the batch is built. The device reads
+  // it until the iteration has completed.
   StagedInputs inputs{};
   InputCapacity capacity;
   std::vector<ScoreCopy> score_copies;

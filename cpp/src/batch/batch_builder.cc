@@ -15,7 +15,8 @@ namespace {
 
 bool drafts(RowKind kind) { return kind == RowKind::kDecode || kind == RowKind::kPrefillFinal; }
 
-// Rows of a sequence in the drafter's first pass: its prefill rides along with the target's.
+// Rows of a sequence in the drafter's first pass. The drafter prefills the same chunk as the
+// target.
 int32_t num_first_rows(const PlannedSequence& planned, const BatchShape& shape) {
   if (shape.num_draft_tokens == 0 || shape.first_rows == FirstRows::kNone) return 0;
   if (shape.first_rows == FirstRows::kLast) return drafts(planned.kind) ? 1 : 0;
@@ -37,7 +38,7 @@ bool adjusts(const Sequence& sequence) {
   const bool has_penalty =
       s.repetition_penalty != 1 || s.presence_penalty != 0 || s.frequency_penalty != 0;
   const bool has_bans = !s.bad_words.empty() || !sequence.allowed.empty() || s.min_tokens > 0;
-  // Scores are the target's logits as they are.
+  // A score returns the unchanged logits of the target.
   return !sequence.is_score && (has_penalty || has_bans || !s.logit_bias.empty());
 }
 
@@ -50,7 +51,7 @@ bool wants_logprobs(const Sequence& sequence) {
   return sequence.sampling.logprobs >= 0 || sequence.sampling.prompt_logprobs >= 0;
 }
 
-// The state that `sequence` begins with; appends its lists to those of the batch.
+// Returns the state in which `sequence` starts, and appends its lists to those of the batch.
 SequenceReset reset_of(const Sequence& sequence, const InputCapacity& capacity,
                        StagedInputs& inputs) {
   const SamplingOptions& s = sequence.sampling;
@@ -79,7 +80,8 @@ SequenceReset reset_of(const Sequence& sequence, const InputCapacity& capacity,
                       .has_allowed = sequence.allowed.empty() ? 0 : 1};
   std::copy(s.stop_token_ids.begin(), s.stop_token_ids.end(), reset.stop_ids);
   const auto append = [&](int32_t word) {
-    PACELINE_CHECK(num_words < capacity.list_words, "words of lists: ", capacity.list_words);
+    PACELINE_CHECK(num_words < capacity.list_words, "sampling lists of more than ",
+                   capacity.list_words, " words");
     inputs.lists[num_words++] = word;
   };
   for (const LogitBias& bias : s.logit_bias) append(bias.token);
@@ -95,7 +97,7 @@ SequenceReset reset_of(const Sequence& sequence, const InputCapacity& capacity,
   return reset;
 }
 
-// Appends the rows for prompt logprobs to the rows of logits, behind those that draw.
+// Appends the rows for prompt logprobs to the rows of logits, after those that draw.
 void add_prompt_rows(const IterationPlan& plan, const BatchShape& shape, StagedInputs& inputs) {
   IterationCounts& counts = *inputs.counts;
   for (int32_t i = 0; i < counts.num_seqs; ++i) {
@@ -104,8 +106,9 @@ void add_prompt_rows(const IterationPlan& plan, const BatchShape& shape, StagedI
       const int32_t index = counts.num_prompt_rows++;
       PACELINE_CHECK(
           index < shape.max_prompt_rows && counts.num_logit_rows + index < shape.max_logit_rows,
-          counts.num_logit_rows, " + ", index, " rows of logits of ", shape.max_logit_rows,
-          ", of prompts ", shape.max_prompt_rows);
+          "row ", index, " for prompt logprobs after ", counts.num_logit_rows,
+          " rows of logits; max_prompt_rows is ", shape.max_prompt_rows, ", max_logit_rows is ",
+          shape.max_logit_rows);
       inputs.logit_rows[counts.num_logit_rows + index] = inputs.verify_indptr[i] + row;
       inputs.prompt_targets[index] = planned.sequence->tokens[planned.start + row + 1];
     }
@@ -116,7 +119,7 @@ template <class T>
 void copy_all(const char* what, const std::vector<T>& from, int32_t capacity, T* to,
               int32_t& count) {
   count = static_cast<int32_t>(from.size());
-  PACELINE_CHECK(count <= capacity, count, " ", what, "; room for ", capacity);
+  PACELINE_CHECK(count <= capacity, count, " ", what, "; the ring entry holds ", capacity);
   std::copy(from.begin(), from.end(), to);
 }
 
@@ -135,7 +138,8 @@ void build_batch(const IterationPlan& plan, const BatchShape& shape, Batch& batc
   copy_all("forks", plan.forks, batch.capacity.seqs, inputs.forks, counts.num_forks);
   copy_all("block copies", plan.block_copies, batch.capacity.block_copies, inputs.block_copies,
            counts.num_block_copies);
-  PACELINE_CHECK(counts.num_seqs <= shape.max_seqs, counts.num_seqs, " of ", shape.max_seqs);
+  PACELINE_CHECK(counts.num_seqs <= shape.max_seqs, counts.num_seqs, " sequences; max_seqs is ",
+                 shape.max_seqs);
 
   int32_t verify_row = 0;
   int32_t first_row = 0;
@@ -156,7 +160,7 @@ void build_batch(const IterationPlan& plan, const BatchShape& shape, Batch& batc
       inputs.resets[counts.num_resets++] = reset_of(sequence, batch.capacity, inputs);
     }
     PACELINE_CHECK(verify_row + planned.num_rows <= shape.max_verify_rows, verify_row, " + ",
-                   planned.num_rows, " rows of ", shape.max_verify_rows);
+                   planned.num_rows, " rows; max_verify_rows is ", shape.max_verify_rows);
 
     if (planned.kind != RowKind::kDecode) {
       batch.has_prefill = true;
@@ -165,12 +169,14 @@ void build_batch(const IterationPlan& plan, const BatchShape& shape, Batch& batc
       std::copy_n(sequence.tokens.begin() + planned.start, planned.num_rows,
                   inputs.prefill_tokens + verify_row);
     }
-    // Rows whose logits are needed: all of a window, the last of a prompt, all of a score.
+    // Logits are needed for all rows of a verify window, the last row of a prompt and all rows of a
+    // score.
     const int32_t skipped = planned.kind == RowKind::kPrefillFinal     ? planned.num_rows - 1
                             : planned.kind == RowKind::kPrefillPartial ? planned.num_rows
                                                                        : 0;
     PACELINE_CHECK(logit_row + planned.num_rows - skipped <= shape.max_logit_rows, logit_row, " + ",
-                   planned.num_rows - skipped, " rows of logits of ", shape.max_logit_rows);
+                   planned.num_rows - skipped, " rows of logits; max_logit_rows is ",
+                   shape.max_logit_rows);
     if (planned.kind == RowKind::kScore) {
       batch.score_copies.push_back({.first_logit_row = logit_row,
                                     .num_rows = planned.num_rows,
@@ -181,14 +187,14 @@ void build_batch(const IterationPlan& plan, const BatchShape& shape, Batch& batc
       inputs.logit_rows[logit_row++] = verify_row + row;
     }
     const int32_t num_first = num_first_rows(planned, shape);
-    // Row i of the first pass reads what row i of the verify pass has left behind.
+    // Row i of the first pass reads the hidden states of row i of the verify pass.
     PACELINE_CHECK(shape.first_rows != FirstRows::kWindow || num_first == 0 ||
                        (first_row == verify_row && num_first == planned.num_rows),
-                   "first rows ", first_row, ", verify rows ", verify_row);
+                   "first-pass row ", first_row, " beside verify row ", verify_row);
     verify_row += planned.num_rows;
     first_row += num_first;
     if (drafts(planned.kind)) {
-      PACELINE_CHECK(counts.num_drafting == i, "drafting sequences come first");
+      PACELINE_CHECK(counts.num_drafting == i, "the sequences that draft must come first");
       ++counts.num_drafting;
     }
   }

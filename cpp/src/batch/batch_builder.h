@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Lays planned sequences out as ragged rows.
+// Lays out planned sequences as ragged rows.
 
 #include "batch/batch.h"
 #include "scheduler/iteration_plan.h"
@@ -9,7 +9,7 @@
 
 namespace paceline {
 
-// Fills `batch`, whose inputs have been bound to memory. Allocates nothing but score copies.
+// Fills `batch`, whose inputs `Runner::bind` has set. Allocates only the entries of score_copies.
 void build_batch(const IterationPlan& plan, const BatchShape& shape, Batch& batch);
 
 }  // namespace paceline

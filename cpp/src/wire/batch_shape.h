@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Which rows a sequence has in the passes of an iteration, and how many rows the buffers of an
-// engine hold.
+// The rows that a sequence has in each pass of an iteration, and the largest numbers of rows that
+// an engine's buffers hold.
 
 #include <cstdint>
 
@@ -18,12 +18,12 @@ enum class RowKind : int32_t {
 
 // Rows of a drafter's first pass.
 enum class FirstRows : uint8_t {
-  kNone,    // it has none
-  kNewest,  // the newest known tokens: of a decoding sequence two, of a prefilling one its chunk
-            // and the token drawn after it
-  kWindow,  // the rows of the verify pass, one by one, each with the token after it
-  kLast,    // of a drafting sequence one: the last position of the target's KV, with the newest
-            // token, which stands after it
+  kNone,    // there is no first pass
+  kNewest,  // the newest known tokens: a decoding sequence has two rows; a prefilling one has its
+            // chunk and the token drawn after it
+  kWindow,  // one row for each row of the verify pass, with the token of the next position
+  kLast,    // one row for each drafting sequence: the last position of the target's KV, with the
+            // newest token, whose own position is the next one
 };
 
 struct BatchShape {
@@ -32,8 +32,8 @@ struct BatchShape {
   int32_t max_logit_rows = 0;
   int32_t num_draft_tokens = 0;  // k
   FirstRows first_rows = FirstRows::kNone;
-  int32_t max_prompt_rows = 0;  // of max_logit_rows, most that prompts are rated from
-  int32_t max_logprobs = 0;     // see ExecutorOptions; 0: nothing is rated
+  int32_t max_prompt_rows = 0;  // most rows for prompt logprobs, part of max_logit_rows
+  int32_t max_logprobs = 0;     // see ExecutorOptions; 0: no logprobs are computed
 
   // Rows of a decoding sequence in the drafter's first pass.
   [[nodiscard]] int32_t first_rows_per_decode() const {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// KV blocks as the host names them to the device: their ids, new entries of block tables, and what
-// a fork takes over.
+// How the host names KV blocks to the device: block ids, new entries of block tables, and the
+// copies that a fork needs.
 
 #include <cstdint>
 
@@ -13,7 +13,7 @@ using GroupId = int32_t;  // index into KvLayout::groups
 
 inline constexpr BlockId kNullBlock = 0;
 
-// One changed entry of a sequence's block table, to be applied on the device.
+// One changed entry of a sequence's block table, which the device applies.
 struct TableWrite {
   int32_t seq_slot;  // row of the block tables
   GroupId group;
@@ -21,15 +21,15 @@ struct TableWrite {
   BlockId block;
 };
 
-// Bytes that an iteration copies within the pool before its first row: a whole block of the group.
+// A whole block of the group, which an iteration copies within the pool before its first row runs.
 struct BlockCopy {
   GroupId group;
   BlockId source;
   BlockId destination;
 };
 
-// A sequence of the plan that takes over the first positions of another one: the device copies
-// history and block tables from slot to slot, and the blocks that are shared in part.
+// A planned sequence that starts from the first positions of another one. The device copies history
+// and block tables from one sequence slot to the other, and the blocks that are shared in part.
 struct SequenceFork {
   int32_t parent_seq_slot;
   int32_t seq_slot;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The largest sizes that host and device agree on. Arrays in wire structs have them as their
-// extent; requests and options beyond them are refused by name.
+// The largest sizes that host and device agree on. Arrays in wire structs have these extents. The
+// engine refuses requests and options that exceed them, with an error that names the argument.
 
 #include <cstdint>
 
@@ -17,8 +17,8 @@ inline constexpr int32_t kMaxBadWords = 128;        // bad words of a request
 inline constexpr int32_t kMaxBadWordTokens = 1024;  // tokens of all bad words of a request
 inline constexpr int32_t kMaxLogprobs = 64;         // most probable tokens returned at a position
 inline constexpr int32_t kMaxSamples = 128;         // samples of a request
-// Every draw is uniform long before; logit + temperature * g, with g up to 23, stays far from the
-// largest float32.
+// Draws are uniform long before this temperature. logit + temperature * g, with g up to 23, stays
+// far from the largest float32.
 inline constexpr double kMaxTemperature = 1e6;
 // The softmax weights of this many tokens add up in 63 bits.
 inline constexpr int32_t kMaxTruncatedVocab = 1 << 23;

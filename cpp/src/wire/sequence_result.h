@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Scales to results: what one iteration did, by batch row. Written by the accept op on the device,
-// copied into a ring entry, read by the executor.
+// What one iteration did to each sequence, by batch row. The accept op writes it on the device,
+// end_iteration copies it to the ring entry, and the executor reads it there.
 
 #include <cstdint>
 
@@ -14,14 +14,14 @@ enum class SequenceOutcome : int32_t {
   kRunning = 0,
   kStop = 1,      // a stop token was emitted
   kLength = 2,    // the length limit was reached
-  kNoLogits = 3,  // no finite logit in a row: the request fails, the engine goes on
+  kNoLogits = 3,  // a row has no finite logit: the request fails, the engine goes on
 };
 
 struct SequenceResult {
   int32_t emitted_len = 0;    // tokens emitted; 0 for inert rows and unfinished prefill
-  int32_t accepted_len = 0;   // of those, drafts that were kept
-  int32_t drafted_len = 0;    // drafts judged
-  int32_t discarded_len = 0;  // drafts never judged
+  int32_t accepted_len = 0;   // accepted drafts among the emitted tokens
+  int32_t drafted_len = 0;    // drafts that acceptance decided on
+  int32_t discarded_len = 0;  // drafts after a stop token or the limit: no decision
   SequenceOutcome outcome = SequenceOutcome::kRunning;
   int32_t tokens[kMaxDraftTokens + 1] = {};
 };

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The state of each sequence on the device, by sequence slot, and what the host sends to begin a
-// sequence in one. The device is the truth: the host learns of changes an iteration late.
+// The state of each sequence on the device, by sequence slot, and the reset that the host sends
+// when a sequence starts in a slot. The device's state is authoritative: the host learns of changes
+// one iteration late.
 
 #include <cstdint>
 
@@ -11,14 +12,13 @@
 
 namespace paceline {
 
-// What the device knows of each sequence, by slot. The device is the truth: the host learns of it
-// an iteration late. Written by slot resets (upload), assemble_verify_rows, accept and the draft
-// ops.
+// Arrays by sequence slot. Written by sequence resets (begin_iteration), fork_sequences,
+// assemble_verify_rows, accept and the draft ops.
 struct SequenceState {
-  int32_t* known_len;        // [max_seqs] tokens of prompt and output; the last has no KV yet once
-                             // the sequence decodes
+  int32_t* known_len;        // [max_seqs] tokens of prompt and output; while the sequence
+                             // decodes, the last of them has no KV yet
   int32_t* limit;            // [max_seqs] length at which the sequence ends
-  int32_t* is_active;        // [max_seqs] 1 until it ends on the device
+  int32_t* is_active;        // [max_seqs] 1 until the sequence ends on the device
   uint64_t* seed;            // [max_seqs]
   float* temperature;        // [max_seqs]
   int32_t* num_stop_ids;     // [max_seqs]
@@ -26,7 +26,7 @@ struct SequenceState {
   int32_t* history;          // [max_seqs, history_stride] token ids by position
   int64_t history_stride;    // max_model_len
   int32_t* draft_tokens;     // [max_seqs, num_draft_tokens]
-  int32_t* draft_len;        // [max_seqs] drafts there are to verify
+  int32_t* draft_len;        // [max_seqs] number of drafts to verify
   int32_t num_draft_tokens;  // k
 };
 
@@ -35,19 +35,20 @@ struct SequenceState {
   return (vocab_size + 31) / 32;
 }
 
-// What shapes the logits of each sequence, by slot. Device arrays; written by slot resets (upload),
-// but for `counts` and `seen`, which belong to the ops below.
+// The parameters of the logits pipeline and of logprobs. Device arrays by sequence slot. Sequence
+// resets (begin_iteration) write all but `counts` and `seen`, which the counting ops of
+// sample/logits.h and fork_sequences write.
 struct SamplingState {
-  int32_t* adjusts;    // [max_seqs] 1 where adjust_logits has anything to do; only there are
-                       // tokens counted
-  int32_t* truncates;  // [max_seqs] 1 where truncate_logits has
+  int32_t* adjusts;    // [max_seqs] 1 if adjust_logits has work to do; tokens are counted only
+                       // then
+  int32_t* truncates;  // [max_seqs] 1 if truncate_logits has work to do
 
   float* repetition_penalty;  // [max_seqs] > 0; 1: none
   float* presence_penalty;    // [max_seqs] 0: none
   float* frequency_penalty;   // [max_seqs] 0: none
-  int32_t* prompt_len;        // [max_seqs] tokens from here on are output, also when a preempted
-                              // sequence is prefilled with them
-  int32_t* min_tokens;        // [max_seqs] output tokens that are no stop token, the first so many
+  int32_t* prompt_len;        // [max_seqs] tokens at this position and later are output, even
+                              // when a preempted sequence is prefilled with them
+  int32_t* min_tokens;        // [max_seqs] output tokens before a stop token is allowed
 
   int32_t* num_bias;   // [max_seqs]
   int32_t* bias_ids;   // [max_seqs, kMaxLogitBias] distinct
@@ -55,7 +56,7 @@ struct SamplingState {
 
   int32_t* num_bad_words;    // [max_seqs]
   int32_t* bad_word_ends;    // [max_seqs, kMaxBadWords] word i is bad_word_tokens[ends[i - 1],
-                             // ends[i]); the first begins at 0
+                             // ends[i]); word 0 begins at 0
   int32_t* bad_word_tokens;  // [max_seqs, kMaxBadWordTokens]
 
   int32_t* has_allowed;  // [max_seqs] 1: only the tokens of `allowed` may be drawn
@@ -65,20 +66,20 @@ struct SamplingState {
   float* top_p;    // [max_seqs] in (0, 1]; 1: none
   float* min_p;    // [max_seqs] in [0, 1]; 0: none
 
-  // Most probable tokens that are wanted beside an emitted one, and beside one of the prompt; -1:
-  // no logprobs. See sample/logprobs.h.
+  // How many of the most probable tokens are returned with each emitted token, and with each prompt
+  // token; -1: no logprobs. See sample/logprobs.h.
   int32_t* num_logprobs;         // [max_seqs]
   int32_t* num_prompt_logprobs;  // [max_seqs]
 
-  int32_t* counts;  // [max_seqs, vocab_size] times a token stands in the output so far
-  uint32_t* seen;   // [max_seqs, mask_words(vocab_size)] tokens of the prompt and of the output
+  int32_t* counts;  // [max_seqs, vocab_size] occurrences of each token in the output so far
+  uint32_t* seen;   // [max_seqs, mask_words(vocab_size)] tokens that occur in prompt or output
   int32_t vocab_size;
 };
 
-// The state of a slot at the start of a sequence.
+// The state of a sequence slot at the start of a sequence.
 struct SequenceReset {
   int32_t seq_slot = 0;
-  int32_t limit = 0;  // length at which the request ends
+  int32_t limit = 0;  // length at which the sequence ends
   uint64_t seed = 0;
   float temperature = 0;
   int32_t num_stop_ids = 0;
@@ -96,8 +97,8 @@ struct SequenceReset {
   float frequency_penalty = 0;
   int32_t num_logprobs = -1;
   int32_t num_prompt_logprobs = -1;
-  // Its lists lie side by side in StagedInputs::lists from here on: ids of biases, biases, ends
-  // of bad words, their tokens, and one bit a token of the vocabulary that is allowed.
+  // Index in StagedInputs::lists of the sequence's lists, which follow one another: ids of biases,
+  // biases, ends of bad words, tokens of bad words, and the mask of allowed tokens.
   int32_t first_list_word = 0;
   int32_t num_bias = 0;
   int32_t num_bad_words = 0;

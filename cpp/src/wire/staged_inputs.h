@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What the host tells the device about one iteration: counts and arrays. The batch builder fills
-// them in an entry of the iteration ring; the iteration's first op copies them to the device's own
-// copy, which has fixed addresses. Both sides use the same struct, and `visit_staged_arrays` is the
-// one list of its arrays: their memory, their layout in the ring and their copies follow from it.
+// What the host sends to the device for one iteration: counts and arrays. The batch builder fills
+// them in an entry of the iteration ring. The iteration's first op copies them to the device's own
+// arrays, which have fixed addresses. Both sides use the same struct, and `visit_staged_arrays` is
+// the only list of its arrays: their memory, their layout in the ring and their copies follow from
+// it.
 
 #include <cstddef>
 #include <cstdint>
@@ -14,19 +15,19 @@
 
 namespace paceline {
 
-// All int32, so that the device reads the struct as words.
+// All fields are int32, so that the device can read the struct as words.
 struct IterationCounts {
   int32_t num_seqs;
   int32_t num_drafting;     // the first num_drafting sequences draft: they decode or end a prefill
   int32_t num_verify_rows;  // rows of the verify pass
   int32_t num_first_rows;   // rows of the drafter's first pass
   int32_t num_logit_rows;   // rows of logits that tokens are drawn from
-  int32_t num_prompt_rows;  // rows of logits behind them, for prompt logprobs
+  int32_t num_prompt_rows;  // rows of logits after those, for prompt logprobs
   int32_t num_all_logit_rows;  // num_logit_rows + num_prompt_rows
   int32_t num_prefill_tokens;  // num_verify_rows if any sequence prefills, else 0
   int32_t num_resets;
   int32_t num_list_words;
-  int32_t num_forks;  // only with prefill rows: a fork begins with some
+  int32_t num_forks;  // 0 without prefill rows: a fork starts with one
   int32_t num_block_copies;
   int32_t num_table_writes;
 };
@@ -43,13 +44,14 @@ struct StagedInputs {
   int32_t* logit_rows;     // [max_logit_rows] verify row of each row of logits
   int32_t* prompt_targets;  // [max_prompt_rows] the prompt token after each row for prompt logprobs
   int32_t* prefill_tokens;  // [max_verify_rows] by verify row; entries of decoding rows are unused
-  int32_t* reset_seq_slots;  // [max_seqs] distinct: sequence slots that begin a sequence, or begin
-                             // it again
+  int32_t* reset_seq_slots;  // [max_seqs] distinct: sequence slots in which a sequence starts, or
+                             // starts again
   SequenceFork* forks;       // [max_seqs]
-  BlockCopy* block_copies;   // [max_block_copies] of the forks
+  BlockCopy* block_copies;   // [max_block_copies] copies that the forks need
 
-  // In the ring only: the first op applies them and the device keeps no copy. Null on the device.
-  SequenceReset* resets;     // [max_seqs] for reset_seq_slots, in that order
+  // Only the ring has these arrays: the first op applies them, and the device has no copy. Null in
+  // the device's struct.
+  SequenceReset* resets;     // [max_seqs] one for each of reset_seq_slots, in that order
   int32_t* lists;            // [max_list_words] lists of the resets
   TableWrite* table_writes;  // [max_table_writes] at most one for each entry of a block table
 };
@@ -65,8 +67,8 @@ struct InputCapacity {
   int32_t table_writes = 0;
 };
 
-// Calls visit(array, capacity, count, extra) for every array that the device copies: a member
-// pointer, its extent, and the count of its used elements, which is *count + extra.
+// Calls visit(array, capacity, count, extra) for every array that the device copies. `array` is a
+// member pointer and `capacity` its extent. It has `counts->*count + extra` used elements.
 template <class Visit>
 void visit_staged_arrays(const InputCapacity& c, const Visit& visit) {
   using Inputs = StagedInputs;
@@ -87,7 +89,7 @@ void visit_staged_arrays(const InputCapacity& c, const Visit& visit) {
 }
 inline constexpr int32_t kNumStagedArrays = 13;
 
-// The same for the arrays that only the ring has.
+// Does the same for the arrays that only the ring has.
 template <class Visit>
 void visit_ring_arrays(const InputCapacity& c, const Visit& visit) {
   visit(&StagedInputs::resets, c.seqs, &IterationCounts::num_resets, 0);
@@ -97,8 +99,8 @@ void visit_ring_arrays(const InputCapacity& c, const Visit& visit) {
 
 enum class InputSide : uint8_t { kRing, kDevice };
 
-// Points `inputs` at memory from `base` on, each array aligned to 64 bytes, and returns the bytes
-// that all take. With `base` null it only counts them.
+// Points the arrays of `inputs` at consecutive memory from `base` on, each aligned to 64 bytes, and
+// returns the bytes that they take. If `base` is null, it only counts the bytes.
 int64_t place_inputs(const InputCapacity& capacity, InputSide side, std::byte* base,
                      StagedInputs& inputs);
 
