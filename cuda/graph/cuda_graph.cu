@@ -16,21 +16,21 @@ __global__ void set_condition_kernel(cudaGraphConditionalHandle handle, const in
   cudaGraphSetConditional(handle, *keep_going != 0 ? 1u : 0u);
 }
 
-// A graph under construction.
-class Draft {
+// A graph under construction, which this object destroys.
+class OwnedGraph {
  public:
-  Draft() { check(cudaGraphCreate(&graph_, 0), "cudaGraphCreate"); }
-  ~Draft() { cudaGraphDestroy(graph_); }
-  Draft(const Draft&) = delete;
-  Draft& operator=(const Draft&) = delete;
+  OwnedGraph() { check(cudaGraphCreate(&graph_, 0), "cudaGraphCreate"); }
+  ~OwnedGraph() { cudaGraphDestroy(graph_); }
+  OwnedGraph(const OwnedGraph&) = delete;
+  OwnedGraph& operator=(const OwnedGraph&) = delete;
   [[nodiscard]] cudaGraph_t get() const { return graph_; }
 
  private:
   cudaGraph_t graph_ = nullptr;
 };
 
-// Captures what `enqueue` enqueues into `graph`, after `after`; returns the nodes that nothing
-// follows. An exception ends the capture first.
+// Captures what `enqueue` enqueues into `graph`, after the nodes `after`. Returns the nodes that
+// have no successor. If `enqueue` throws, the capture ends before the exception leaves.
 std::vector<cudaGraphNode_t> capture_into(CudaContext& ctx, cudaGraph_t graph,
                                           const std::vector<cudaGraphNode_t>& after,
                                           const CudaGraph::Enqueue& enqueue) {
@@ -69,24 +69,24 @@ void CudaGraph::instantiate(CudaContext& ctx, cudaGraph_t graph) {
 }
 
 CudaGraph CudaGraph::capture(CudaContext& ctx, const Enqueue& enqueue) {
-  const Draft draft;
-  capture_into(ctx, draft.get(), {}, enqueue);
+  const OwnedGraph graph;
+  capture_into(ctx, graph.get(), {}, enqueue);
   CudaGraph result;
-  result.instantiate(ctx, draft.get());
+  result.instantiate(ctx, graph.get());
   return result;
 }
 
 CudaGraph CudaGraph::capture_while(CudaContext& ctx, const Enqueue& before, const Enqueue& body,
                                    const Enqueue& after, const int32_t* keep_going) {
-  const Draft draft;
+  const OwnedGraph graph;
   cudaGraphConditionalHandle handle = 0;
-  check(cudaGraphConditionalHandleCreate(&handle, draft.get(), 0, cudaGraphCondAssignDefault),
+  check(cudaGraphConditionalHandleCreate(&handle, graph.get(), 0, cudaGraphCondAssignDefault),
         "cudaGraphConditionalHandleCreate");
   const auto set_condition = [&] {
     cuda::launch(ctx, "set condition", &set_condition_kernel, dim3(1), dim3(1), 0, handle,
                  keep_going);
   };
-  const std::vector<cudaGraphNode_t> ready = capture_into(ctx, draft.get(), {}, [&] {
+  const std::vector<cudaGraphNode_t> ready = capture_into(ctx, graph.get(), {}, [&] {
     before();
     set_condition();
   });
@@ -96,15 +96,15 @@ CudaGraph CudaGraph::capture_while(CudaContext& ctx, const Enqueue& before, cons
   params.conditional.type = cudaGraphCondTypeWhile;
   params.conditional.size = 1;
   cudaGraphNode_t loop = nullptr;
-  check(cudaGraphAddNode(&loop, draft.get(), ready.data(), nullptr, ready.size(), &params),
+  check(cudaGraphAddNode(&loop, graph.get(), ready.data(), nullptr, ready.size(), &params),
         "cudaGraphAddNode");
   capture_into(ctx, params.conditional.phGraph_out[0], {}, [&] {
     body();
     set_condition();
   });
-  capture_into(ctx, draft.get(), {loop}, after);
+  capture_into(ctx, graph.get(), {loop}, after);
   CudaGraph result;
-  result.instantiate(ctx, draft.get());
+  result.instantiate(ctx, graph.get());
   return result;
 }
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Captured programs of the CUDA backend, the counterpart of graph/program.h. A graph is built once,
-// at start, and replayed; what changes between replays is memory behind fixed addresses.
+// Captured graphs of the CUDA backend, with the interface of CpuGraph (graph/cpu_graph.h). A graph
+// is built once, at start, and replayed; whatever changes between replays is memory at fixed
+// addresses.
 
 #include <cuda_runtime_api.h>
 
@@ -30,12 +31,12 @@ class CudaGraph {
 
   using Enqueue = std::function<void()>;
 
-  // Everything that `enqueue` puts on the context's stream.
+  // Captures everything that `enqueue` puts on the context's stream.
   [[nodiscard]] static CudaGraph capture(CudaContext& ctx, const Enqueue& enqueue);
 
-  // before, then body again and again while *keep_going (device, [1]) is not 0 (asked before every
-  // round), then after. A WHILE node lives at the top level of its graph and the graph is
-  // instantiated once; its body holds kernels only.
+  // Captures a graph that runs `before`, then repeats `body` while *keep_going (device memory, [1])
+  // is not 0, read before every round, then runs `after`. The WHILE node is at the top level of its
+  // graph, and the graph is instantiated once. Its body may contain kernels only.
   [[nodiscard]] static CudaGraph capture_while(CudaContext& ctx, const Enqueue& before,
                                                const Enqueue& body, const Enqueue& after,
                                                const int32_t* keep_going);

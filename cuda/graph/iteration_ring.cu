@@ -22,16 +22,17 @@ __device__ __forceinline__ int64_t bytes_to_entry(const RingPosition& ring, int6
   return iteration % ring.num_entries * ring.entry_bytes;
 }
 
-// The same array in the entry that is `bytes` after entry 0.
+// Returns the same array in the entry that is `bytes` after entry 0.
 template <class T>
 __device__ __forceinline__ T* in_entry(T* of_entry_0, int64_t bytes) {
   using Byte = std::conditional_t<std::is_const_v<T>, const std::byte, std::byte>;
   return reinterpret_cast<T*>(reinterpret_cast<Byte*>(of_entry_0) + bytes);
 }
 
-// Copies the staged arrays in chunks of four words a lane. Warp w takes chunks w, w + 32, ... of
-// all arrays in a row, so that the arrays of a decode batch cross the bus side by side: one round
-// trip, not one for each. The loads bypass the caches, since the host rewrites the ring.
+// Copies the staged arrays in chunks of four words per lane. The chunks of all arrays are numbered
+// through, and warp w takes chunks w, w + 32, ... So the arrays of a decode batch cross the bus
+// together, in one round trip instead of one per array. The loads bypass the caches, since the host
+// rewrites the ring.
 __device__ void fetch_staged_arrays(const BeginIterationParams& p, int64_t entry_bytes,
                                     const int32_t* count_words) {
   constexpr int32_t kLoads = 4;
@@ -60,7 +61,7 @@ __device__ void fetch_staged_arrays(const BeginIterationParams& p, int64_t entry
   }
 }
 
-// Applies reset `i`, by the whole block. Its lists are in p.lists.
+// Applies reset `i` with all threads of the block. Its lists are in p.lists.
 __device__ void apply_reset(const BeginIterationParams& p, int64_t entry_bytes, int32_t i) {
   __shared__ SequenceReset reset;
   const auto thread = static_cast<int32_t>(threadIdx.x);
@@ -77,7 +78,7 @@ __device__ void apply_reset(const BeginIterationParams& p, int64_t entry_bytes, 
   reset_sampling(p.sampling, reset, p.lists + reset.first_list_word, thread, kThreads);
 }
 
-// One block, since it moves a few kilobytes over the bus.
+// One block suffices, since the kernel moves only a few kilobytes over the bus.
 __global__ void __launch_bounds__(kThreads)
     begin_kernel(const __grid_constant__ BeginIterationParams p) {
   let_successor_start();
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(kThreads)
   if (thread == 0) in_entry(p.completion, entry_bytes)->begin_ns = begin_ns;
   __syncthreads();
   fetch_staged_arrays(p, entry_bytes, count_words);
-  if (counts.num_resets > 0) {  // the same for the whole block
+  if (counts.num_resets > 0) {  // uniform over the block, so __syncthreads is allowed
     const int32_t* const lists = in_entry(p.entry.lists, entry_bytes);
     for (int32_t i = thread; i < counts.num_list_words; i += kThreads) {
       p.lists[i] = __ldcv(lists + i);
@@ -114,8 +115,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Writes the rows of logprobs that were asked for: those of sequences by a warp each, those of
-// prompts by all threads.
+// Writes the requested rows of logprobs. One warp writes those of a sequence; all threads write
+// those of prompts.
 __device__ void publish_logprobs(const EndIterationParams& p, int64_t entry_bytes) {
   const auto thread = static_cast<int32_t>(threadIdx.x);
   static_assert(sizeof(TokenLogprob) % 4 == 0);

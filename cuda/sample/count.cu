@@ -25,11 +25,11 @@ __global__ void __launch_bounds__(kClearThreads)
   let_successor_start();
   wait_for_predecessor();
   const SamplingState& s = p.sampling;
-  const int32_t num_slots = min(*p.num_slots, p.max_slots);
+  const int32_t num_seqs = min(*p.num_seqs, p.max_seqs);
   const int32_t first = static_cast<int32_t>(blockIdx.x * kClearThreads + threadIdx.x);
   const int32_t step = static_cast<int32_t>(gridDim.x) * kClearThreads;
   const int32_t num_words = mask_words(s.vocab_size);
-  for (int32_t i = static_cast<int32_t>(blockIdx.y); i < num_slots;
+  for (int32_t i = static_cast<int32_t>(blockIdx.y); i < num_seqs;
        i += static_cast<int32_t>(gridDim.y)) {
     const int64_t seq_slot = p.seq_slots[i];
     if (s.adjusts[seq_slot] == 0) continue;
@@ -67,9 +67,9 @@ void clear_counts(CudaContext& ctx, const ClearCountsParams& p) {
   using namespace cuda;
   constexpr int32_t kIdsPerBlock = kClearThreads * kIdsPerClearThread;
   const int32_t num_pieces = (p.sampling.vocab_size + kIdsPerBlock - 1) / kIdsPerBlock;
-  const int32_t num_slots = std::min(p.max_slots, kMaxSequencesAtOnce);
+  const int32_t num_seqs = std::min(p.max_seqs, kMaxSequencesAtOnce);
   launch(ctx, "clear_counts", clear_counts_kernel,
-         dim3(static_cast<unsigned>(num_pieces), static_cast<unsigned>(num_slots)),
+         dim3(static_cast<unsigned>(num_pieces), static_cast<unsigned>(num_seqs)),
          dim3(kClearThreads), 0, p);
 }
 

@@ -460,23 +460,26 @@ void count(CpuContext&, const CountParams& p) { *p.counter += p.amount; }
 
 TEST(Program, RecordsWithoutRunningAndReplaysInOrder) {
   int32_t counter = 0;
-  Program child;
-  CpuContext ctx{.capturing = &child};
-  ctx.run(count, CountParams{&counter, 1});
-  ctx.run(count, CountParams{&counter, 10});
+  Program program;
+  CpuContext ctx{.capturing = &program};
+  CountParams params{&counter, 1};
+  ctx.run(count, params);
+  params.amount = 10;
+  ctx.run(count, params);
   EXPECT_EQ(counter, 0);
-  Program whole;
-  for (int i = 0; i < 3; ++i) whole.append(child);
   ctx.capturing = nullptr;
-  whole.replay(ctx);
-  EXPECT_EQ(counter, 33);
-  EXPECT_EQ(whole.num_nodes(), 6);
-  // Copies are independent of the child they came from.
-  for (CountParams* params : child.params_of(count)) params->amount = 0;
-  whole.replay(ctx);
-  EXPECT_EQ(counter, 66);
+  program.replay(ctx);
+  EXPECT_EQ(counter, 11);
+  EXPECT_EQ(program.num_nodes(), 2);
+  // The recorded params are copies.
+  params.amount = 0;
+  program.replay(ctx);
+  EXPECT_EQ(counter, 22);
+  program.params_of(count)[0]->amount = 5;
+  program.replay(ctx);
+  EXPECT_EQ(counter, 37);
   ctx.run(count, CountParams{&counter, 4});
-  EXPECT_EQ(counter, 70);
+  EXPECT_EQ(counter, 41);
 }
 
 }  // namespace

@@ -349,10 +349,10 @@ struct Counter {
                                .max_seqs = 3});
   }
   void clear(const Tokens& slots) {
-    const auto num_slots = static_cast<int32_t>(slots.size());
+    const auto num_seqs = static_cast<int32_t>(slots.size());
     CpuContext ctx = context_of(1);
-    clear_counts(ctx, {.num_slots = &num_slots,
-                       .max_slots = 4,
+    clear_counts(ctx, {.num_seqs = &num_seqs,
+                       .max_seqs = 4,
                        .seq_slots = slots.data(),
                        .sampling = arrays.state()});
   }

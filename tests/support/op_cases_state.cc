@@ -93,14 +93,14 @@ OpInstance make_count(World world, const StateSpec& s) {
   const SamplingHandles sampling = world.sampling();
   const Handle results = world.emitted_results();
   std::vector<int32_t> slots = world.some_slots();
-  const Handle num_slots = world.ints<int32_t>("num_slots", {static_cast<int32_t>(slots.size())});
+  const Handle num_seqs = world.ints<int32_t>("num_seqs", {static_cast<int32_t>(slots.size())});
   slots.resize(static_cast<size_t>(s.max_seqs), 0);  // not to be cleared
   const Handle cleared = world.ints("cleared", slots);
   OpInstance op = world.op;
   op.set_run([=](auto& ctx, const Addresses& at) {
     const SamplingState state = sampling.at(at);
-    clear_counts(ctx, ClearCountsParams{.num_slots = at.get<int32_t>(num_slots),
-                                        .max_slots = s.max_seqs,
+    clear_counts(ctx, ClearCountsParams{.num_seqs = at.get<int32_t>(num_seqs),
+                                        .max_seqs = s.max_seqs,
                                         .seq_slots = at.get<int32_t>(cleared),
                                         .sampling = state});
     count_prefill_tokens(

@@ -49,7 +49,8 @@ double measure_read_bandwidth(int32_t num_threads) {
       float* const begin = floats + num_pieces * part / num_threads * 64;
       float* const end = floats + num_pieces * (part + 1) / num_threads * 64;
       if (pass == 0) {
-        std::memset(begin, 0, static_cast<size_t>((end - begin) * 4));  // first touch: pages exist
+        std::memset(begin, 0,
+                    static_cast<size_t>((end - begin) * 4));  // the first write creates the pages
       } else {
         run_best_isa<SumKernel>(static_cast<const float*>(begin), static_cast<const float*>(end),
                                 &sums[part]);
@@ -59,7 +60,7 @@ double measure_read_bandwidth(int32_t num_threads) {
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
     if (pass > 0) best_seconds = std::min(best_seconds, elapsed.count());
   }
-  // The sum is 0; using it keeps the loads.
+  // The sum is 0. Its use keeps the compiler from removing the loads.
   return static_cast<double>(kBytes) / best_seconds + static_cast<double>(checksum);
 }
 

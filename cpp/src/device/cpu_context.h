@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The world as an op sees it on the CPU backend, and the one door every op call goes through.
-// `run` executes the op, or records it when a Program is being captured; ops never know which.
-// Not thread-safe: one context belongs to one device thread.
+// What an op of the CPU backend runs on. Every op call goes through `run`, which executes the op,
+// or records it while a Program is captured. Ops do not know which. Not thread-safe: one context
+// belongs to one device thread.
 
 #include <algorithm>
 #include <cstdint>
@@ -15,8 +15,8 @@
 namespace paceline {
 
 struct CpuContext {
-  int num_threads = 1;            // how many parts an op cuts its work into, at least
-  ThreadPool* threads = nullptr;  // who does the parts; null: the caller, one after another
+  int num_threads = 1;            // an op splits its work into at least this many parts
+  ThreadPool* threads = nullptr;  // runs the parts; null: the caller runs them in turn
   Program* capturing = nullptr;   // not null while a program is being recorded
 
   template <class Params>
@@ -30,8 +30,8 @@ struct CpuContext {
     }
   }
 
-  // Calls body(begin, end) on contiguous pieces that cover [0, count), `pieces_per_thread` of them
-  // for every thread: more than one evens out pieces that take unequal time.
+  // Calls body(begin, end) on contiguous pieces that cover [0, count), with `pieces_per_thread`
+  // pieces for each thread. More than one balances pieces that take unequal time.
   template <class Body>
   void for_ranges(int64_t count, int32_t pieces_per_thread, const Body& body) const {
     const int64_t wanted = int64_t{num_threads} * pieces_per_thread;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The world as an op sees it on the CUDA backend. Ops enqueue kernels on `stream` and return at
-// once; when the stream is being captured, the same calls build a graph. Free of CUDA headers, so
-// that the rooms which only sequence ops need none. Not thread-safe: one context belongs to one
-// engine thread.
+// What an op of the CUDA backend runs on. Ops enqueue kernels on `stream` and return at once; while
+// the stream is captured, the same calls build a graph. The header includes no CUDA header, so
+// rooms that only sequence ops need none. Not thread-safe: one context belongs to one engine
+// thread.
 
 #include <cstddef>
 #include <cstdint>
@@ -22,15 +22,16 @@ struct CudaContext {
   GemmPlanner* gemm = nullptr;
   KernelTrace* trace = nullptr;  // not null while kernels are timed one by one
 
-  // Scratch of the op that runs; kernels of one stream use it one after the other. 256 B aligned.
+  // Scratch memory of the running op. Kernels of one stream use it one after another. 256 B
+  // aligned.
   std::byte* workspace = nullptr;
   int64_t workspace_bytes = 0;
-  // [num_counters] int32, zero between kernels: whoever counts one up puts it back to zero.
+  // [num_counters] int32, zero between kernels: a kernel that increments a counter resets it.
   int32_t* counters = nullptr;
   int32_t num_counters = 0;
 
-  // Host-side bounds on the rows of each sequence are in the params; this one is on keys: no row of
-  // a pass sees more than max_model_len.
+  // No row of a pass sees more keys than this. The params of each op have the other host-side
+  // bounds, on the rows of each sequence.
   int32_t max_model_len = 0;
 
   template <class Params>

@@ -26,8 +26,8 @@ class DeviceMemory {
   [[nodiscard]] virtual std::byte* allocate(int64_t bytes, std::string_view purpose) = 0;
   virtual void release(std::byte* data, int64_t bytes) noexcept = 0;
 
-  // Zeroed host memory that host and device both use while iterations run; pinned for a GPU. Throws
-  // OutOfMemory.
+  // Zeroed host memory that host and device both access while iterations run; pinned for a GPU.
+  // Throws OutOfMemory.
   [[nodiscard]] virtual std::byte* allocate_shared(int64_t bytes, std::string_view purpose) = 0;
   virtual void release_shared(std::byte* data, int64_t bytes) noexcept = 0;
 
@@ -57,7 +57,7 @@ class DeviceMemory {
 [[nodiscard]] DeviceMemory& cuda_memory();
 [[nodiscard]] DeviceMemory& device_memory(Device device);
 
-// Copies device memory to the host behind the ops that have been called, and waits for it.
+// Copies device memory to the host after the ops called so far have run, and waits for the copy.
 void copy_to_host(CpuContext& ctx, void* to, const void* from, int64_t bytes);
 void copy_to_host(CudaContext& ctx, void* to, const void* from, int64_t bytes);
 

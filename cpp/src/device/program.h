@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A recorded sequence of op calls with fixed buffers: the CPU twin of a CUDA graph. Whatever may
-// change between replays must be memory behind a pointer in the params; a value baked into the
-// params stays baked. Recording does not execute.
+// A recorded sequence of op calls with fixed buffers: the CPU counterpart of a CUDA graph. Whatever
+// may change between replays must be memory behind a pointer in the params, because a recorded call
+// has its own copy of the params. Recording does not execute the ops.
 
 #include <cstddef>
 #include <cstdint>
@@ -18,12 +18,11 @@ struct CpuContext;
 
 class Program {
  public:
-  // One recorded call. `params` points into the program's own storage.
+  // One recorded call. Its params are in the program's own storage.
   struct Node {
     void (*invoke)(CpuContext&, void (*op)(), const void* params);
     void (*op)();          // type-erased function pointer of the op, also its identity
     size_t params_offset;  // into params_, aligned to 16
-    size_t params_bytes;
   };
 
   template <class Params>
@@ -34,12 +33,8 @@ class Program {
     std::memcpy(params_.data() + offset, &params, sizeof(Params));
     nodes_.push_back({.invoke = &invoke_as<Params>,
                       .op = reinterpret_cast<void (*)()>(op),
-                      .params_offset = offset,
-                      .params_bytes = sizeof(Params)});
+                      .params_offset = offset});
   }
-
-  // Adds a copy of every node of `child`, in order: a child-graph node, unrolled.
-  void append(const Program& child);
 
   // Executes the nodes in order. Allocates nothing.
   void replay(CpuContext& context) const;
@@ -67,7 +62,7 @@ class Program {
   }
 
   std::vector<Node> nodes_;
-  std::vector<std::byte> params_;  // operator new aligns to 16, so offsets are enough
+  std::vector<std::byte> params_;  // operator new aligns to 16, so aligned offsets suffice
 };
 
 }  // namespace paceline

@@ -11,7 +11,7 @@
 // op then pays for a wake-up. On two cores an iteration took 1.5 times as long
 // (docs/performance.md).
 //
-// `parallel_for` is for one thread at a time, the owner; it must not be nested.
+// Only one thread at a time, the owner, may call `parallel_for`. Calls must not be nested.
 
 #include <atomic>
 #include <cstdint>
@@ -55,7 +55,7 @@ class ThreadPool {
   alignas(64) std::atomic<uint32_t> generation_{0};  // sleeping workers wait for its change
   std::atomic<int32_t> num_sleeping_{0};
   std::atomic<bool> stops_{false};
-  Call call_ = nullptr;  // of the current loop; valid while it has unclaimed or undone parts
+  Call call_ = nullptr;  // of the current loop; valid until all of its parts are done
   const void* body_ = nullptr;
   std::vector<std::thread> workers_;
 };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Captured programs of the CPU backend, with the interface of CudaGraph (cuda/graph/cuda_graph.h).
+// Captured graphs of the CPU backend, with the interface of CudaGraph (cuda/graph/cuda_graph.h).
 
 #include <cstdint>
 #include <functional>
@@ -14,10 +14,11 @@ class CpuGraph {
  public:
   using Enqueue = std::function<void()>;
 
-  // All op calls that `enqueue` makes on the context. Nothing is executed.
+  // Records all op calls that `enqueue` makes on the context, without executing them.
   [[nodiscard]] static CpuGraph capture(CpuContext& ctx, const Enqueue& enqueue);
 
-  // before, then body while *keep_going ([1]) is not 0 (read before every round), then after.
+  // Records a graph that runs `before`, then repeats `body` while *keep_going ([1]) is not 0, read
+  // before every round, then runs `after`.
   [[nodiscard]] static CpuGraph capture_while(CpuContext& ctx, const Enqueue& before,
                                               const Enqueue& body, const Enqueue& after,
                                               const int32_t* keep_going);

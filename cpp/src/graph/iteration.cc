@@ -54,11 +54,11 @@ void Iteration::draw_drafts(Ctx& ctx, const IterationExtent& extent, const int32
   const int32_t target_vocab = target_.config().vocab_size;
   const TokenMap map = token_map(speculator_, b.draft_output);
   const SpecTraits traits = traits_of(speculator_);
-  // Tables that differ in padding rows: what only one of them has is never drafted.
+  // The two vocabularies may differ in padding rows. A token that only one has is never drafted.
   const int32_t vocab_limit =
       map.tokens != nullptr ? num_logits : std::min(target_vocab, num_logits);
   if (extent.has_logit_work) {
-    // What the target would hardly draw is not worth drafting.
+    // The target's logits are cut in the same way, so the target would seldom draw other tokens.
     ctx.run(truncate_logits, TruncateLogitsParams{.num_rows = num_rows,
                                                   .max_rows = extent.num_drafting,
                                                   .logits = b.logits,
@@ -117,8 +117,8 @@ template <class Ctx>
 void Iteration::begin_prefill(Ctx& ctx, const IterationExtent& extent) const {
   const IterationBuffers& b = buffers_;
   if (extent.has_logit_work) {
-    ctx.run(clear_counts, ClearCountsParams{.num_slots = &b.staged.counts->num_resets,
-                                            .max_slots = options_.shape.max_seqs,
+    ctx.run(clear_counts, ClearCountsParams{.num_seqs = &b.staged.counts->num_resets,
+                                            .max_seqs = options_.shape.max_seqs,
                                             .seq_slots = b.staged.reset_seq_slots,
                                             .sampling = b.sampling});
   }
@@ -192,8 +192,8 @@ void Iteration::verify(Ctx& ctx, const IterationExtent& extent) const {
                       .max_seqs = extent.num_seqs,
                       .method = options_.accept_method,
                       .synthetic_rate = {}};
-  // A mean length A (bonus included) as certain acceptance of floor(A) - 1 drafts and a chance at
-  // one more.
+  // For a mean length A, bonus token included, the first floor(A) - 1 drafts are always accepted
+  // and the next one with probability A - floor(A).
   double left = options_.synthetic_acceptance_length - 1;
   for (float& rate : params.synthetic_rate) {
     rate = static_cast<float>(std::clamp(left, 0.0, 1.0));

@@ -3,8 +3,8 @@
 
 // One iteration as a sequence of op calls on fixed buffers:
 //   verify forward -> logits -> draw -> accept | first draft pass | draft step x (k-1)
-// The three parts are functions over a context, so that running them eagerly, recording them, and
-// replaying the record are the same calls. Buffers are allocated once, at their largest size.
+// The three parts are functions over a context, so that an eager run and a captured graph make the
+// same calls. Buffers are allocated once, at their largest size.
 
 #include <cstddef>
 #include <cstdint>
@@ -27,7 +27,7 @@
 
 namespace paceline {
 
-// What logprobs take; null where max_logprobs is 0.
+// Buffers for logprobs; null if max_logprobs is 0.
 struct LogprobBuffers {
   float* raw_logits = nullptr;      // [max_seqs * (k + 1), vocab] see SaveRawLogitsParams
   TokenLogprob* entries = nullptr;  // [max_logit_rows, 1 + max_logprobs] see TokenLogprobsParams
@@ -35,9 +35,9 @@ struct LogprobBuffers {
 [[nodiscard]] LogprobBuffers allocate_logprobs(DeviceArena& arena, const BatchShape& shape,
                                                int32_t vocab_size);
 
-// All device memory of the step but weights and rotary tables.
+// All device memory of an iteration except weights and rotary tables.
 struct IterationBuffers {
-  std::byte* kv_pool = nullptr;  // the runner's, who sets it
+  std::byte* kv_pool = nullptr;  // IterationRunner owns it and sets this pointer
   StagedInputs staged{};
   SequenceState sequences{};
   SamplingState sampling{};
@@ -58,19 +58,21 @@ struct IterationBuffers {
   float* logits = nullptr;            // [max_logit_rows, vocab]: the target's, later the drafter's
   int32_t* target_tokens = nullptr;   // [max_logit_rows] the target's draws
   int32_t* drawn = nullptr;           // [max_seqs] the drafter's draws
-  const int32_t* identity = nullptr;  // [max_seqs + 1] 0, 1, 2, ...: every step row draws, alone
+  const int32_t* identity = nullptr;  // [max_seqs + 1] 0, 1, 2, ...: in a draft step each row is a
+                                      // sequence of its own and draws
   int32_t* first_last_row = nullptr;  // [max_seqs] the first-pass row that draws for a sequence
-  HiddenTaps target_hidden{};         // of the verify pass's rows, for the drafter's first pass
-  // [first rows] of FirstRows::kLast: which of those rows a row of the first pass reads; else null
+  HiddenTaps target_hidden{};         // rows of the verify pass, read by the drafter's first pass
+  // [first rows] with FirstRows::kLast: the row of target_hidden that each row of the first pass
+  // reads; otherwise null
   int32_t* hidden_rows = nullptr;
-  DraftHeadOutput draft_output{};     // rows [max_seqs]: the drafter's newest
-  RejectionBuffers rejection{};       // of `standard` and `block` acceptance, else empty
+  DraftHeadOutput draft_output{};     // [max_seqs] rows: the drafter's newest output
+  RejectionBuffers rejection{};       // for `standard` and `block` acceptance, otherwise empty
   SequenceResult* results = nullptr;  // [max_seqs]
   LogprobBuffers logprobs{};
 };
 
-// Bounds that the host knows of one iteration's passes, for grids and padding: how many rows there
-// are at most. A captured program has those of its bucket.
+// Upper bounds of the rows of an iteration's passes. The host uses them for grids and padding. A
+// captured graph has the bounds of its bucket.
 struct IterationExtent {
   int32_t num_seqs = 0;
   int32_t num_drafting = 0;
@@ -78,16 +80,17 @@ struct IterationExtent {
   int32_t num_first_rows = 0;
   int32_t num_logit_rows = 0;
   int32_t num_prompt_rows = 0;
-  int32_t verify_rows_per_seq = 0;  // of any sequence
+  int32_t verify_rows_per_seq = 0;  // most rows of one sequence
   int32_t first_rows_per_seq = 0;
   int32_t num_forks = 0;
   int32_t num_block_copies = 0;
-  // Whether sequences may want more of their logits than a draw: bias, penalties, bans, cuts,
-  // logprobs. If not, what would have nothing to do is left out; on a GPU even that takes time.
+  // Whether sequences may use the logits pipeline (bias, penalties, bans, top-k, top-p, min-p) or
+  // logprobs. If not, its ops are left out, since on a GPU an op takes time even without work.
   bool has_logit_work = true;
 };
 
-// Of any iteration that the shape allows; of one with `num_seqs` decoding sequences.
+// full_extent bounds every iteration that the shape allows, decode_extent one with `num_seqs`
+// decoding sequences.
 [[nodiscard]] IterationExtent full_extent(const BatchShape& shape);
 [[nodiscard]] IterationExtent decode_extent(const BatchShape& shape, int32_t num_seqs,
                                             bool has_logit_work = true);
@@ -103,8 +106,8 @@ struct IterationOptions {
   bool use_window_lists = false;
   NgramOptions ngram;
   DraftPosition draft_position = DraftPosition::kLast;
-  // Rows that activations and logits have room for when `rows` are needed; null: as many. A library
-  // may compute a product in whole steps of rows.
+  // Returns for how many rows activations and logits are allocated if `rows` are needed, since a
+  // library may compute whole tiles of rows. Null: for `rows`.
   int32_t (*padded_rows)(int32_t rows) = nullptr;
 };
 
@@ -121,7 +124,7 @@ class Iteration {
   Iteration(const IterationOptions& options, const KvLayout& layout, const Decoder& target,
             const Speculator& speculator, const IterationBuffers& buffers);
 
-  // What only iterations with prefill rows do first: forks, and the tokens that penalties look at.
+  // Runs first, in iterations with prefill rows only: makes forks and counts tokens for penalties.
   template <class Ctx>
   void begin_prefill(Ctx& ctx, const IterationExtent& extent) const;
   // Staged inputs -> results and new sequence state.
@@ -130,30 +133,31 @@ class Iteration {
   // Sequence state -> first draft of every drafting sequence, and the draft step's inputs.
   template <class Ctx>
   void first_draft_pass(Ctx& ctx, const IterationExtent& extent) const;
-  // One draft token a row: forward, logits, draw, write column `current_draft_step`, advance.
+  // One draft token per row: forward, logits, draw, write column `current_draft_step`, advance.
   template <class Ctx>
   void draft_step(Ctx& ctx, const IterationExtent& extent) const;
 
-  // Draft steps after the first pass: k - 1, or 0 without a drafter that has passes.
+  // Draft steps after the first pass: k - 1, or 0 if no drafter with passes is used.
   [[nodiscard]] int32_t num_draft_steps() const;
 
  private:
   [[nodiscard]] bool has_draft_passes() const;
-  // What samples take over from another of their request; after the counts are cleared.
+  // Copies to each fork what it shares with its parent. Runs after the counts are cleared.
   template <class Ctx>
   void fork(Ctx& ctx, const IterationExtent& extent) const;
-  // The target's logits as its sequences' parameters have them.
+  // Applies the parameters of the sequences to the target's logits.
   template <class Ctx>
   void process_logits(Ctx& ctx, const IterationExtent& extent, const PassRows& rows) const;
-  // Logprobs, before the logits change and after acceptance; nothing where max_logprobs is 0.
+  // The two ops of logprobs: save_logits runs before the logits change, compute_logprobs after
+  // acceptance. Both do nothing if max_logprobs is 0.
   template <class Ctx>
   void save_logits(Ctx& ctx, const IterationExtent& extent) const;
   template <class Ctx>
   void compute_logprobs(Ctx& ctx, const IterationExtent& extent) const;
   // Whether the drafter's passes read KV of `group`.
   [[nodiscard]] bool is_drafted_from(size_t group) const;
-  // One draft for each of the rows that `row_index` picks from a pass of the drafter. `steps` [1]:
-  // draft steps so far; null in the first pass.
+  // Draws one draft for each row that `row_index` picks from a pass of the drafter. `steps` [1]:
+  // number of draft steps so far; null in the first pass.
   template <class Ctx>
   void draw_drafts(Ctx& ctx, const IterationExtent& extent, const int32_t* num_rows,
                    const int32_t* row_index, const PassRows& rows, const int32_t* steps) const;

@@ -30,7 +30,7 @@ PassRows allocate_rows(DeviceArena& arena, int32_t capacity, const int32_t* num_
           .capacity = capacity,
           .num_seqs = num_seqs != nullptr ? num_seqs : num_rows,
           .row_indptr = row_indptr,
-          .max_seqs = 0,  // these two come with the extent of a pass
+          .max_seqs = 0,  // with_extent sets these two
           .max_rows_per_seq = 0};
 }
 
@@ -66,52 +66,52 @@ StagedInputs allocate_staged(DeviceArena& arena, const InputCapacity& capacity) 
 }
 
 SamplingState allocate_sampling(DeviceArena& arena, const BatchShape& shape, int32_t vocab_size) {
-  const int64_t slots = shape.max_seqs;
+  const int64_t num_seqs = shape.max_seqs;
   const auto ints = [&](int64_t count) { return arena.allocate<int32_t>(count, "sampling"); };
   const auto floats = [&](int64_t count) { return arena.allocate<float>(count, "sampling"); };
   const auto masks = [&] {
-    return arena.allocate<uint32_t>(slots * mask_words(vocab_size), "sampling");
+    return arena.allocate<uint32_t>(num_seqs * mask_words(vocab_size), "sampling");
   };
-  return {.adjusts = ints(slots),
-          .truncates = ints(slots),
-          .repetition_penalty = floats(slots),
-          .presence_penalty = floats(slots),
-          .frequency_penalty = floats(slots),
-          .prompt_len = ints(slots),
-          .min_tokens = ints(slots),
-          .num_bias = ints(slots),
-          .bias_ids = ints(slots * kMaxLogitBias),
-          .bias_values = floats(slots * kMaxLogitBias),
-          .num_bad_words = ints(slots),
-          .bad_word_ends = ints(slots * kMaxBadWords),
-          .bad_word_tokens = ints(slots * kMaxBadWordTokens),
-          .has_allowed = ints(slots),
+  return {.adjusts = ints(num_seqs),
+          .truncates = ints(num_seqs),
+          .repetition_penalty = floats(num_seqs),
+          .presence_penalty = floats(num_seqs),
+          .frequency_penalty = floats(num_seqs),
+          .prompt_len = ints(num_seqs),
+          .min_tokens = ints(num_seqs),
+          .num_bias = ints(num_seqs),
+          .bias_ids = ints(num_seqs * kMaxLogitBias),
+          .bias_values = floats(num_seqs * kMaxLogitBias),
+          .num_bad_words = ints(num_seqs),
+          .bad_word_ends = ints(num_seqs * kMaxBadWords),
+          .bad_word_tokens = ints(num_seqs * kMaxBadWordTokens),
+          .has_allowed = ints(num_seqs),
           .allowed = masks(),
-          .top_k = ints(slots),
-          .top_p = floats(slots),
-          .min_p = floats(slots),
-          .num_logprobs = ints(slots),
-          .num_prompt_logprobs = ints(slots),
-          .counts = ints(slots * vocab_size),
+          .top_k = ints(num_seqs),
+          .top_p = floats(num_seqs),
+          .min_p = floats(num_seqs),
+          .num_logprobs = ints(num_seqs),
+          .num_prompt_logprobs = ints(num_seqs),
+          .counts = ints(num_seqs * vocab_size),
           .seen = masks(),
           .vocab_size = vocab_size};
 }
 
 SequenceState allocate_sequences(DeviceArena& arena, const BatchShape& shape,
                                  int32_t max_model_len) {
-  const int64_t slots = shape.max_seqs;
+  const int64_t num_seqs = shape.max_seqs;
   const auto ints = [&](int64_t count) { return arena.allocate<int32_t>(count, "sequence state"); };
-  return {.known_len = ints(slots),
-          .limit = ints(slots),
-          .is_active = ints(slots),
-          .seed = arena.allocate<uint64_t>(slots, "sequence state"),
-          .temperature = arena.allocate<float>(slots, "sequence state"),
-          .num_stop_ids = ints(slots),
-          .stop_ids = ints(slots * kMaxStopIds),
-          .history = ints(slots * max_model_len),
+  return {.known_len = ints(num_seqs),
+          .limit = ints(num_seqs),
+          .is_active = ints(num_seqs),
+          .seed = arena.allocate<uint64_t>(num_seqs, "sequence state"),
+          .temperature = arena.allocate<float>(num_seqs, "sequence state"),
+          .num_stop_ids = ints(num_seqs),
+          .stop_ids = ints(num_seqs * kMaxStopIds),
+          .history = ints(num_seqs * max_model_len),
           .history_stride = max_model_len,
-          .draft_tokens = ints(slots * std::max(shape.num_draft_tokens, 1)),
-          .draft_len = ints(slots),
+          .draft_tokens = ints(num_seqs * std::max(shape.num_draft_tokens, 1)),
+          .draft_len = ints(num_seqs),
           .num_draft_tokens = shape.num_draft_tokens};
 }
 
@@ -146,9 +146,9 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
                                             const KvLayout& layout, const DecoderConfig& target,
                                             const DecoderConfig* draft, DType activation_dtype) {
   const BatchShape& shape = options.shape;
-  PACELINE_CHECK(layout.groups.size() <= kMaxKvGroups, layout.groups.size(), " KV groups of ",
+  PACELINE_CHECK(layout.groups.size() <= kMaxKvGroups, layout.groups.size(), " KV groups; at most ",
                  kMaxKvGroups);
-  // The drafter also sees the token that a finished prompt has drawn.
+  // The first pass also has a row for the token that is drawn after a finished prompt.
   const int32_t first_capacity = shape.max_verify_rows + shape.max_seqs;
   IterationBuffers b;
   b.staged = allocate_staged(
@@ -213,7 +213,7 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
     if (shape.first_rows == FirstRows::kLast) {
       b.hidden_rows = arena.allocate<int32_t>(first_capacity, "rows");
     }
-    // Not b.gathered: this is state that goes from step to step.
+    // It cannot share b.gathered, since it carries state from one draft step to the next.
     DraftHeadOutput& output = b.draft_output;
     output.feedback = arena.allocate<float>(
         padded(shape.max_seqs) * std::max(draft->hidden, draft->embed_width()), "hidden states");

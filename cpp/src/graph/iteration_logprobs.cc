@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The part of an iteration that logprobs take: two ops, of which the first sets aside what the
-// logits pipeline is about to change and the second rates what acceptance has emitted.
+// The two ops that logprobs add to an iteration. The first saves the logits that the logits
+// pipeline is about to change. The second computes the logprobs of the tokens that acceptance has
+// emitted.
 
 #include <algorithm>
 
@@ -13,7 +14,7 @@
 namespace paceline {
 
 LogprobBuffers allocate_logprobs(DeviceArena& arena, const BatchShape& shape, int32_t vocab_size) {
-  // Sequences that draw come first in a batch, so no other row is raw_logits.
+  // Sequences that draw come first in a batch, so no row after these is saved.
   const int64_t num_saved = int64_t{shape.max_seqs} * (shape.num_draft_tokens + 1);
   const int64_t row_entries = 1 + int64_t{shape.max_logprobs};
   return {.raw_logits = arena.allocate<float>(num_saved * vocab_size, "logprobs"),

@@ -14,9 +14,9 @@ T* shifted(T* pointer, int64_t bytes) {
   return reinterpret_cast<T*>(reinterpret_cast<std::byte*>(pointer) + bytes);
 }
 
-// Block table entries that one iteration may write: what its rows reach in new blocks, with room
-// for the reservations that run ahead (kv/sequence_blocks.h), in every group; where whole tables
-// are small, all of them.
+// The most block table entries that one iteration may write, over all groups: those of the new
+// blocks that its rows reach, with room for the reservations that run ahead (kv/sequence_blocks.h).
+// If whole tables are small, the result is the number of all their entries.
 int32_t max_table_writes(const BatchShape& shape, const KvLayout& layout, int32_t max_model_len) {
   constexpr int64_t kSmall = 1 << 16;
   int64_t reached = 0;
@@ -111,7 +111,8 @@ BeginIterationParams IterationRing::begin_params(const StagedInputs& staged,
         .extra = extra,
         .item_words = static_cast<int32_t>(sizeof(Item) / sizeof(int32_t))};
   });
-  PACELINE_CHECK(num_copies == kNumStagedArrays, num_copies, " staged arrays");
+  PACELINE_CHECK(num_copies == kNumStagedArrays, num_copies,
+                 " staged arrays, but kNumStagedArrays is ", kNumStagedArrays);
   std::copy(tables.begin(), tables.end(), params.tables);
   return params;
 }

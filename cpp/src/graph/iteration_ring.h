@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What host and device tell each other about an iteration, in host memory that both use: a ring of
-// entries, one for each iteration in flight and one more. The host builds a batch in an entry
-// before it launches; the iteration's first op copies it to the device's own arrays. The last op
-// writes results and times back and then, as the sign that they are there, the iteration's number.
-// The device counts iterations itself to find the entry, so one captured program serves all of
-// them, and nobody copies or waits in between.
+// The iteration ring carries the inputs of iterations to the device and their results back. It lies
+// in host memory that both access and has one entry for each iteration in flight and one more. The
+// host builds a batch in an entry before the launch. The iteration's first op copies the batch to
+// the device's own arrays. The last op writes results and times to the entry, and then the
+// iteration's number, which tells the host that they are complete. The device counts iterations
+// itself to find the entry. So one captured graph serves all iterations, and the host neither
+// copies nor waits between them.
 
 #include <cstddef>
 #include <cstdint>
@@ -30,60 +31,60 @@ struct CudaContext;
 
 // Written by the device.
 struct CompletionRecord {
-  uint64_t begin_ns;  // of the device's clock, when the first op ran
-  uint64_t end_ns;    // and when the last one did
+  uint64_t begin_ns;  // device clock when the first op ran
+  uint64_t end_ns;    // device clock when the last op ran
   int64_t iteration;  // written last; -1 before the first use
 };
 
-// Where the entry of an iteration lies: e = iteration % num_entries.
+// Locates the entry of the running iteration, which is entry iteration % num_entries.
 struct RingPosition {
   int64_t* counter;  // [1] number of the running iteration; device memory
   int32_t num_entries;
-  int64_t entry_bytes;  // between entries
+  int64_t entry_bytes;  // from one entry to the next
 };
 
-// One array that the first op copies. Addresses are those of entry 0; 4-byte words.
+// One array that the first op copies, as 4-byte words.
 struct StagedCopy {
-  const int32_t* from;
-  int32_t* to;
-  int32_t count_index;  // of its count among the words of IterationCounts
+  const int32_t* from;  // in entry 0
+  int32_t* to;          // the device's array
+  int32_t count_index;  // index of its count among the words of IterationCounts
   int32_t extra;        // elements beyond that count
   int32_t item_words;   // words of an element
 };
 
-// Copies the iteration's inputs, resets the state of sequences that begin, and writes new entries
+// Copies the iteration's inputs, resets the state of sequences that start, and writes new entries
 // of block tables.
 struct BeginIterationParams {
   RingPosition ring;
-  CompletionRecord* completion;  // of entry 0
-  StagedInputs entry;            // of entry 0
+  CompletionRecord* completion;  // in entry 0
+  StagedInputs entry;            // in entry 0
   IterationCounts* counts;       // [1] the device's copy
   StagedCopy copies[kNumStagedArrays];
   SequenceState sequences;
   SamplingState sampling;
-  int32_t* lists;  // [max_list_words] where a GPU keeps the lists while it applies them
+  int32_t* lists;  // [max_list_words] a GPU copies the lists here before it applies them
   BlockTable tables[kMaxKvGroups];
 };
 void begin_iteration(CpuContext&, const BeginIterationParams&);
 void begin_iteration(CudaContext&, const BeginIterationParams&);
 
-// Writes results, the logprobs that were asked for, and the completion record.
+// Writes the results, the requested logprobs and the completion record.
 struct EndIterationParams {
   RingPosition ring;
-  CompletionRecord* completion;   // of entry 0
-  SequenceResult* results_to;     // of entry 0, [max_seqs] by batch row
-  TokenLogprob* logprobs_to;      // of entry 0, [max_logit_rows, row_entries]
+  CompletionRecord* completion;   // in entry 0
+  SequenceResult* results_to;     // in entry 0, [max_seqs] by batch row
+  TokenLogprob* logprobs_to;      // in entry 0, [max_logit_rows, row_entries]
   const SequenceResult* results;  // [max_seqs]
-  const TokenLogprob* logprobs;   // [max_logit_rows, row_entries]; null: there are none
+  const TokenLogprob* logprobs;   // [max_logit_rows, row_entries]; null: logprobs are off
   int32_t row_entries;            // 1 + max_logprobs
   StagedInputs inputs;            // the device's copy
-  const int32_t* num_logprobs;    // [max_seqs] by sequence slot; below 0: none asked for
+  const int32_t* num_logprobs;    // [max_seqs] by sequence slot; below 0: none requested
 };
 void end_iteration(CpuContext&, const EndIterationParams&);
 void end_iteration(CudaContext&, const EndIterationParams&);
 
-// The memory of the ring, seen from the host. Not thread-safe; the arrays of an entry belong to the
-// device from the launch of its iteration until the record shows that it has completed.
+// The host's side of the ring; owns its memory. Not thread-safe. From the launch of an iteration
+// until its completion record is written, the arrays of its entry belong to the device.
 class IterationRing {
  public:
   // `memory` must outlive the ring.
@@ -94,7 +95,7 @@ class IterationRing {
   IterationRing& operator=(const IterationRing&) = delete;
 
   [[nodiscard]] const InputCapacity& capacity() const { return capacity_; }
-  // Where the batch of an iteration is built.
+  // The arrays in which the batch of an iteration is built.
   [[nodiscard]] StagedInputs inputs(int64_t iteration) const;
 
   // `staged` is the device's copy, which place_inputs has laid out for this capacity.
@@ -102,13 +103,13 @@ class IterationRing {
                                                   const SequenceState& sequences,
                                                   const SamplingState& sampling,
                                                   const std::vector<BlockTable>& tables) const;
-  // `logprobs` null: there are none.
+  // `logprobs` is null if logprobs are off.
   [[nodiscard]] EndIterationParams end_params(const StagedInputs& staged,
                                               const SamplingState& sampling,
                                               const SequenceResult* results,
                                               const TokenLogprob* logprobs) const;
 
-  // What the device has written. Results and logprobs only of a complete iteration.
+  // What the device has written. Results and logprobs are valid only for a complete iteration.
   [[nodiscard]] bool is_complete(int64_t iteration) const;
   [[nodiscard]] const CompletionRecord& completion(int64_t iteration) const;
   [[nodiscard]] const SequenceResult* results(int64_t iteration) const;
@@ -123,7 +124,7 @@ class IterationRing {
   DeviceMemory& memory_;
   InputCapacity capacity_;
   int32_t num_entries_;
-  int32_t row_entries_ = 0;  // logprobs of a row of logits; 0: there are none
+  int32_t row_entries_ = 0;  // logprob entries per row of logits; 0: logprobs are off
   int64_t completion_offset_ = 0;
   int64_t results_offset_ = 0;
   int64_t logprobs_offset_ = 0;
@@ -133,7 +134,7 @@ class IterationRing {
   int32_t* lists_ = nullptr;    // device memory
 };
 
-// Room for what the batches of an engine may hold.
+// The largest extents that the batches of an engine need.
 [[nodiscard]] InputCapacity input_capacity(const BatchShape& shape, const KvLayout& layout,
                                            int32_t max_model_len, int32_t vocab_size);
 

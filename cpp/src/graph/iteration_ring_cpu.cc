@@ -16,7 +16,7 @@ uint64_t now_ns() {
                                    .count());
 }
 
-// The same array in the entry of the running iteration.
+// Returns the same array in the entry of the running iteration.
 template <class T>
 T* in_entry(T* of_entry_0, const RingPosition& ring) {
   using Byte = std::conditional_t<std::is_const_v<T>, const std::byte, std::byte>;

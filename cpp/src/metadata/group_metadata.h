@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Attention metadata, keyed by (pass, KV group): one plain struct a kind of group, at fixed
-// addresses, with two verbs. `build` makes everything from the rows and the block tables;
+// Attention metadata, keyed by (pass, KV group): one plain struct per kind of group, at fixed
+// addresses, with two operations. `build` computes everything from the rows and the block tables.
 // `advance` moves the draft step's metadata one token on, in place. After j advances every field
-// equals, bit for bit, what `build` makes at step j: over the valid extent of each row, and for
-// inert rows (padding, or sequences at their limit). Both run on the device and are captured.
+// equals, bit for bit, what `build` computes at step j. This holds for the valid extent of each row
+// and for inert rows (padding, or sequences at their limit). Both run on the device and are
+// captured.
 
 #include <cstdint>
 #include <variant>
@@ -19,10 +20,11 @@ namespace paceline {
 struct CpuContext;
 struct CudaContext;
 
-// Block ids of every slot in one group. Shared by all passes; written by uploads of table entries.
+// Block ids of every sequence slot in one group. Shared by all passes; written by begin_iteration
+// and fork_sequences.
 struct BlockTable {
   int32_t* blocks;     // [max_seqs, stride]
-  int64_t stride;      // blocks of a sequence at the longest
+  int64_t stride;      // blocks of the longest sequence
   int32_t block_size;  // tokens
 };
 
@@ -42,8 +44,8 @@ struct SlidingMetadata {
   BlockTable table;
 };
 
-// The visible window as a list of slots, position p at list index p % window, so that one more
-// token replaces one entry. Inert rows: slot_mapping 0, window_count 0.
+// The visible window as a list of KV slots. Position p is at list index p % window, so that one
+// more token replaces one entry. Inert rows: slot_mapping 0, window_count 0.
 struct WindowListMetadata {
   int64_t* slot_mapping;  // [capacity]
   int64_t* window_slots;  // [capacity, window]; entries [0, window_count) of a row are valid
@@ -78,7 +80,7 @@ struct BuildWindowListParams {
 void build_window_list(CpuContext&, const BuildWindowListParams&);
 void build_window_list(CudaContext&, const BuildWindowListParams&);
 
-// One group's share of the fused advance. Null pointers: the kind has no such field.
+// One group's part of the fused advance. Null pointers: the kind has no such field.
 struct AdvanceGroup {
   int64_t* slot_mapping;  // [capacity]
   int32_t* kv_begin;      // [capacity] or null
@@ -87,10 +89,10 @@ struct AdvanceGroup {
   BlockTable table;
 };
 
-// One more draft token a row: step, ids, positions, lengths and slots of all groups in one op;
-// positions, lengths and slots stay as they are where the drafter's positions are fixed. Does
-// nothing when the step that has just run was the last one. Rows at their limit become inert, and
-// rows whose drafting stops early.
+// Moves every row one draft token on: step, ids, positions, lengths and slots of all groups in one
+// op. If the drafter's positions are fixed, positions, lengths and slots do not change. The op does
+// nothing if the step that has just run was the last one. Rows at their limit and rows whose
+// drafting stops early become inert.
 struct AdvanceParams {
   int32_t* current_draft_step;  // [1] column that the step has written; incremented
   PassRows rows;                // of the draft step
@@ -100,13 +102,13 @@ struct AdvanceParams {
   AdvanceGroup groups[kMaxKvGroups];
   int32_t num_groups;
   int32_t draw_ahead = 1;          // from a row's position to that of the token it draws
-  bool advances_positions = true;  // else rows stay where they are, and so does what they see
+  bool advances_positions = true;  // false: rows stay at their positions and see the same keys
 };
 void advance_draft_step(CpuContext&, const AdvanceParams&);
 void advance_draft_step(CudaContext&, const AdvanceParams&);
 
-// The node that a list adds: one entry a row. Runs after advance_draft_step; when that did nothing
-// it rewrites the entry that is already there.
+// Window lists need this op in addition: it replaces one entry per row. It runs after
+// advance_draft_step. If that did nothing, it rewrites the entry that is already there.
 struct AdvanceWindowListParams {
   PassRows rows;
   WindowListMetadata metadata;
@@ -114,7 +116,7 @@ struct AdvanceWindowListParams {
 void advance_window_list(CpuContext&, const AdvanceWindowListParams&);
 void advance_window_list(CudaContext&, const AdvanceWindowListParams&);
 
-// Records `build` of whatever kind the metadata is.
+// Calls the `build` op of the metadata's kind.
 template <class Ctx>
 void build(Ctx& ctx, const PassRows& rows, const GroupMetadata& metadata, int32_t padded_rows) {
   if (const auto* full = std::get_if<FullMetadata>(&metadata)) {
@@ -127,10 +129,10 @@ void build(Ctx& ctx, const PassRows& rows, const GroupMetadata& metadata, int32_
   }
 }
 
-// The group's share of the fused advance.
+// The group's part of the fused advance.
 [[nodiscard]] AdvanceGroup advance_group(const GroupMetadata& metadata);
 
-// slot_mapping, whatever the kind.
+// The slot_mapping of any kind.
 [[nodiscard]] const int64_t* slot_mapping(const GroupMetadata& metadata);
 
 }  // namespace paceline

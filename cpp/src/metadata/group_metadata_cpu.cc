@@ -7,7 +7,7 @@
 namespace paceline {
 namespace {
 
-// Rows to build: (row, its sequence slot or -1, its position).
+// Calls visit(row, sequence slot or -1, position) for every row to build.
 template <class Visit>
 void for_each_row(const PassRows& rows, int32_t padded_rows, Visit visit) {
   const int32_t num_rows = *rows.num_rows;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What the metadata ops do to one row: the one specification that the CPU loops over and that a
-// CUDA thread runs. `seq_slot` -1 makes the row inert, whatever its position.
+// The metadata ops, for one row. This is the only specification: the CPU loops over it, and a CUDA
+// thread runs it. `seq_slot` -1 makes the row inert, whatever its position.
 
 #include <cstdint>
 
@@ -41,7 +41,7 @@ PACELINE_HOST_DEVICE inline void build_row(const SlidingMetadata& m, int32_t row
   m.kv_end[row] = is_live ? position + 1 : 0;
 }
 
-// The row's share of the list that worker `worker` of `num_workers` makes; worker 0 also makes the
+// Worker `worker` of `num_workers` writes its share of the row's list; worker 0 also writes the
 // rest of the row.
 PACELINE_HOST_DEVICE inline void build_row(const WindowListMetadata& m, int32_t row,
                                            int32_t seq_slot, int32_t position, int32_t worker,
@@ -59,14 +59,14 @@ PACELINE_HOST_DEVICE inline void build_row(const WindowListMetadata& m, int32_t 
   }
 }
 
-// One row of advance_draft_step, when there is a step after `step`. Returns whether the row stays
-// live.
+// Advances one row for advance_draft_step, if there is a step after `step`. Returns whether the row
+// remains live.
 PACELINE_HOST_DEVICE inline bool advance_row(const AdvanceParams& p, int32_t row, int32_t step) {
   const int32_t seq_slot = p.rows.seq_slot[row];
   if (seq_slot < 0) return false;
   const int32_t position = p.rows.positions[row] + (p.advances_positions ? 1 : 0);
   const int32_t token = p.drawn[row];
-  // A row is worth its work while the token it would draw lies below the limit.
+  // A row is live only while the token that it would draw next is below the limit.
   const int32_t ahead = p.draw_ahead + (p.advances_positions ? 0 : step + 1);
   const bool is_live = position + ahead < p.sequences.limit[seq_slot] && !stops(p.stop, row);
   p.rows.seq_slot[row] = is_live ? seq_slot : -1;

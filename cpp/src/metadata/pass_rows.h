@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The rows of one pass over a model, and the state they are made from. All pointers are device
-// memory allocated once; the ops of speculate/ and sample/ write them, metadata and model read.
+// The rows of one pass over a model. All pointers are device memory that is allocated once. The ops
+// of speculate/ and metadata/ write it; metadata, model and sample ops read it.
 
 #include <cstdint>
 
@@ -15,31 +15,31 @@ struct PassRows {
   int32_t* num_rows;   // [1]
   int32_t* token_ids;  // [capacity]
   int32_t* positions;  // [capacity]; 0 for inert rows
-  int32_t* seq_slot;   // [capacity] slot of the row's sequence, -1: inert (writes the null block)
+  int32_t* seq_slot;   // [capacity] sequence slot of the row; -1: inert (writes the null block)
   int32_t capacity;
-  // Which rows belong to one sequence of the batch; they lie side by side.
+  // The rows of one sequence of the batch are adjacent.
   const int32_t* num_seqs;    // [1]
   const int32_t* row_indptr;  // [max_seqs + 1] sequence i has rows [row_indptr[i], row_indptr[i+1])
   int32_t max_seqs;
   int32_t max_rows_per_seq;
 };
 
-// When the drafter stops before its k tokens. A token that was drawn stays drafted and is verified;
-// what stops is further drafting for that sequence.
+// Early stop: a sequence may stop drafting before it has k drafts. The draft that causes the stop
+// is still verified; only further drafting ends.
 struct DraftStop {
-  float* probabilities;    // [max_seqs] the drafter's probability of what the running step drew,
-                           // written by draw; null: no early stop
+  float* probabilities;    // [max_seqs] the drafter's probability of the token that the running
+                           // pass drew; written by draw; null: no early stop
   float threshold;         // a probability below it ends the row's drafting
   int32_t* keep_drafting;  // [1] 1 while another draft step has rows to work on; written by
                            // begin_draft_steps and advance_draft_step, read by the WHILE driver;
-                           // null: nobody asks
+                           // null: not written
 };
 
 PACELINE_HOST_DEVICE inline void set_keep_drafting(const DraftStop& stop, bool keeps_drafting) {
   if (stop.keep_drafting != nullptr) *stop.keep_drafting = keeps_drafting ? 1 : 0;
 }
 
-// Whether row `row`, whose draft has just been drawn, drafts no further.
+// Whether drafting ends for row `row`, whose draft has just been drawn.
 PACELINE_HOST_DEVICE inline bool stops(const DraftStop& stop, int32_t row) {
   return stop.probabilities != nullptr && stop.probabilities[row] < stop.threshold;
 }

@@ -31,7 +31,7 @@ void count_sequences(const Params& p) {
 void clear_counts(CpuContext&, const ClearCountsParams& p) {
   const SamplingState& s = p.sampling;
   const int64_t num_words = mask_words(s.vocab_size);
-  for (int32_t i = 0; i < std::min(*p.num_slots, p.max_slots); ++i) {
+  for (int32_t i = 0; i < std::min(*p.num_seqs, p.max_seqs); ++i) {
     const int64_t seq_slot = p.seq_slots[i];
     if (s.adjusts[seq_slot] == 0) continue;
     std::fill_n(s.counts + seq_slot * s.vocab_size, s.vocab_size, 0);

@@ -78,8 +78,8 @@ void truncate_logits(CudaContext&, const TruncateLogitsParams&);
 // Clears the token counts of sequence slots at which a sequence begins or restarts, before its
 // first chunk is counted. Skips slots that do not adjust logits.
 struct ClearCountsParams {
-  const int32_t* num_slots;  // [1]
-  int32_t max_slots;         // upper bound of num_slots
+  const int32_t* num_seqs;   // [1]
+  int32_t max_seqs;          // upper bound of num_seqs
   const int32_t* seq_slots;  // [max_seqs] distinct
   SamplingState sampling;
 };
