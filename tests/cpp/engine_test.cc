@@ -358,8 +358,8 @@ TEST(Engine, RefusesBadRequests) {
   expect(refusal({.repetition_penalty = 1e-60}), {"repetition_penalty is 1e-60"});
   expect(refusal({.presence_penalty = 1e300}), {"presence_penalty"});
   expect(refusal({.frequency_penalty = std::nan("")}), {"frequency_penalty is nan"});
-  expect(refusal({.bad_words = {{1}, {}}}), {"bad_words", "without tokens"});
-  expect(refusal({.bad_words = {{1, 64}}}), {"bad word", "[1] is 64"});
+  expect(refusal({.bad_words = {{1}, {}}}), {"bad_words[1] is empty", "at least one token id"});
+  expect(refusal({.bad_words = {{1, 64}}}), {"bad_words[0][1] is 64"});
   expect(refusal({.bad_words = std::vector<std::vector<int32_t>>(129, {1})}),
          {"bad_words has 129", "at most 128"});
   expect(refusal({.bad_words = {std::vector<int32_t>(1025, 1)}}), {"1025 tokens", "at most 1024"});

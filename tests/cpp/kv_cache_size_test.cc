@@ -134,9 +134,8 @@ TEST(KvCacheSizeTest, IsWhatAnExecutorTakesWithoutASize) {
   EXPECT_EQ(given.options().kv_cache_bytes, 16 * kMib);
   EXPECT_EQ(given.memory_report().kv_cache_rule, "as given");
   o.kv_cache_bytes = -1;
-  EXPECT_THAT(
-      testing::message_of<InvalidArgument>([&] { Executor(model, nullptr, o); }),
-      HasSubstr("kv_cache_bytes is -1; allowed: 0 (as default_kv_cache_size() chooses) to"));
+  EXPECT_THAT(testing::message_of<InvalidArgument>([&] { Executor(model, nullptr, o); }),
+              HasSubstr("kv_cache_bytes is -1; allowed: 0 (default_kv_cache_size() chooses) to"));
 }
 
 }  // namespace

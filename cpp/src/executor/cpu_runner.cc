@@ -44,9 +44,10 @@ CpuRunner::~CpuRunner() {
 void CpuRunner::launch(const Batch& batch) {
   {
     const std::scoped_lock lock(mutex_);
-    PACELINE_CHECK(batch.iteration == launched_ + 1, "iteration ", batch.iteration, " after ",
-                   launched_);
-    PACELINE_CHECK(launched_ - completed_ < options_.runner.max_in_flight, "too many in flight");
+    PACELINE_CHECK(batch.iteration == launched_ + 1, "iteration ", batch.iteration,
+                   " is launched after ", launched_);
+    PACELINE_CHECK(launched_ - completed_ < options_.runner.max_in_flight,
+                   "more than max_in_flight iterations are in flight");
     launched_ = batch.iteration;
     launches_[static_cast<size_t>(launched_) % launches_.size()] = &batch;
   }
@@ -80,7 +81,8 @@ void CpuRunner::device_loop() {
 
 void CpuRunner::wait(int64_t iteration) {
   std::unique_lock lock(mutex_);
-  PACELINE_CHECK(iteration <= launched_, "waits for ", iteration, ", launched ", launched_);
+  PACELINE_CHECK(iteration <= launched_, "wait for iteration ", iteration,
+                 ", but the newest launched one is ", launched_);
   if (iteration > awaited_) {
     awaited_ = iteration;
     wake_device_.notify_one();

@@ -24,7 +24,7 @@ namespace paceline {
 struct CpuRunnerOptions {
   RunnerOptions runner;
   int32_t num_threads = 1;
-  // Iteration i starts only when i + lateness has been launched, or when `wait` is called for i.
+  // Iteration i starts only once i + lateness has been launched or `wait` has been called for i.
   int32_t lateness = 0;
   bool poison_pool = false;  // fill the KV pool with NaN at start
 };
@@ -54,11 +54,12 @@ class CpuRunner final : public Runner {
     return arena_.bytes_by_purpose();
   }
 
-  // For tests, which read device memory and plant faults in recorded calls. Only while idle.
+  // For tests that read device memory and plant faults in recorded calls. Call these only while the
+  // device is idle.
   [[nodiscard]] const IterationBuffers& buffers() const { return runner_.buffers(); }
   [[nodiscard]] std::byte* kv_pool() const { return runner_.kv_pool().data(); }
   [[nodiscard]] std::vector<Program*> programs();
-  // Runs what one launch does on the calling thread.
+  // Does the work of one launch on the calling thread.
   void run_now(const Batch& batch) { runner_.run(batch); }
 
  private:

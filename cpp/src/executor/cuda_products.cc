@@ -8,7 +8,7 @@ namespace paceline {
 
 void plan_products(CudaContext& ctx, GemmPlanner& planner, const BatchShape& shape,
                    const Decoder& target, const Decoder* drafter) {
-  struct Products {  // of one shape
+  struct Products {  // all products of one shape
     int32_t n;
     int32_t k;
     DType y_dtype;

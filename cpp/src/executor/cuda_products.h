@@ -8,8 +8,8 @@
 
 namespace paceline {
 
-// Lets the library compete for every product of target and drafter (may be null) that has many
-// rows, in decode buckets and in prefill. Runs kernels and waits for them.
+// Lets cuBLASLt compete with our own kernels for every product of target and drafter (may be null)
+// that has many rows, in decode buckets and in prefill. Runs kernels and waits for them.
 void plan_products(CudaContext& ctx, GemmPlanner& planner, const BatchShape& shape,
                    const Decoder& target, const Decoder* drafter);
 

@@ -45,7 +45,7 @@ int64_t free_device_bytes() {
 }  // namespace
 
 std::vector<int32_t> decode_buckets(int32_t max_seqs) {
-  // Close together where a batch is small, for there one more row in sixteen is a good part of it.
+  // Buckets are close together where batches are small, since padding is a larger part of these.
   std::vector<int32_t> buckets;
   for (int32_t n = 1; n < max_seqs; n += n < 4 ? 1 : n < 16 ? 4 : n < 64 ? 8 : n < 256 ? 32 : 128) {
     buckets.push_back(n);
@@ -94,7 +94,7 @@ CudaRunner::Stream::~Stream() {
 
 void CudaRunner::synchronize() { cuda::synchronize(context_.stream, "synchronize"); }
 
-// Runs every op once on no rows, so that all kernels are loaded before anything is captured or
+// Runs every op once on zero rows, so that all kernels are loaded before anything is captured or
 // timed.
 void CudaRunner::warm_up() {
   const BatchShape& shape = runner_->options().shape;
@@ -129,11 +129,12 @@ void CudaRunner::capture(const std::function<void(int32_t done, int32_t total)>&
 }
 
 void CudaRunner::begin_launch(const Batch& batch) {
-  PACELINE_CHECK(batch.iteration == launched_ + 1, "iteration ", batch.iteration, " after ",
-                 launched_);
-  PACELINE_CHECK(launched_ - completed() < max_in_flight_, "too many in flight");
+  PACELINE_CHECK(batch.iteration == launched_ + 1, "iteration ", batch.iteration,
+                 " is launched after ", launched_);
+  PACELINE_CHECK(launched_ - completed() < max_in_flight_,
+                 "more than max_in_flight iterations are in flight");
   launched_ = batch.iteration;
-  // What the host has written to the ring is visible before the launch is.
+  // The host's writes to the ring become visible before the launch.
   std::atomic_thread_fence(std::memory_order_release);
 }
 
@@ -147,8 +148,8 @@ std::vector<KernelTime> CudaRunner::launch_traced(const Batch& batch) {
   const IterationExtent extent =
       decode_extent(runner_->options().shape, batch.counts().num_seqs, batch.has_logit_work);
   std::optional<KernelTrace> trace;
-  // Captured with the events in between, since the host could not enqueue short kernels fast
-  // enough.
+  // The events are captured between the kernels, since the host could not enqueue short kernels
+  // fast enough.
   const CudaGraph graph = CudaGraph::capture(context_, [&] {
     trace.emplace(context_.stream);
     context_.trace = &*trace;
@@ -177,11 +178,12 @@ int64_t CudaRunner::completed() {
 }
 
 void CudaRunner::wait(int64_t iteration) {
-  PACELINE_CHECK(iteration <= launched_, "waits for ", iteration, ", launched ", launched_);
+  PACELINE_CHECK(iteration <= launched_, "wait for iteration ", iteration,
+                 ", but the newest launched one is ", launched_);
   using Clock = std::chrono::steady_clock;
   auto next_query = Clock::now() + std::chrono::milliseconds(1);
-  // One iteration is always queued behind the one awaited, so waking up a little late costs
-  // nothing, while asking the driver would.
+  // Another iteration is always queued behind this one, so a slightly late wake-up costs nothing. A
+  // query of the driver would cost time.
   for (int32_t spins = 0; completed() < iteration; ++spins) {
     if (spins < 200) continue;
     std::this_thread::sleep_for(std::chrono::microseconds(20));

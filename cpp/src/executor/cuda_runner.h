@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The CUDA backend behind the executor's seam. Launching neither copies, allocates nor waits:
-// inputs and results travel through pinned memory (graph/iteration_ring.h).
+// The CUDA backend as a Runner. A launch neither copies, allocates nor waits, unless a scored chunk
+// must be copied to the host: inputs and results pass through the iteration ring in pinned memory
+// (graph/iteration_ring.h).
 
 #include <cstdint>
 #include <functional>
@@ -21,11 +22,11 @@ namespace paceline {
 struct CudaRunnerOptions {
   RunnerOptions runner;
   bool poison_pool = false;  // fill the KV pool with NaN at start
-  // Called as graphs are captured; may be null.
+  // Called while graphs are captured; may be null.
   std::function<void(int32_t done, int32_t total)> on_capture;
 };
 
-// Numbers of sequences that graphs are captured for.
+// The numbers of sequences for which graphs are captured.
 [[nodiscard]] std::vector<int32_t> decode_buckets(int32_t max_seqs);
 
 class CudaRunner final : public Runner {
@@ -55,7 +56,7 @@ class CudaRunner final : public Runner {
   }
   [[nodiscard]] int64_t graph_bytes() const override { return graph_bytes_; }
 
-  // For tests and traces. Only while idle.
+  // For tests and traces. Call these only while the device is idle.
   [[nodiscard]] const IterationBuffers& buffers() const { return runner_->buffers(); }
   [[nodiscard]] const Iteration& iteration() const { return runner_->iteration(); }
   [[nodiscard]] CudaContext& context() { return context_; }
@@ -76,8 +77,8 @@ class CudaRunner final : public Runner {
   int64_t launched_ = -1;
   int64_t completed_ = -1;
 
-  // Waits before it goes. Last, so that nothing that kernels in flight use is freed before, also
-  // when the constructor throws.
+  // The destructor waits for the stream. The member is the last one and thus destroyed first, so
+  // nothing that kernels in flight use is freed before, even if the constructor throws.
   struct Stream {
     ~Stream();
     CUstream_st* handle = nullptr;

@@ -35,8 +35,8 @@ FinishReason reason_of(SequenceOutcome outcome) {
   return FinishReason::kError;
 }
 
-// Whether any token may be ruled out, so that in the end all may be.
-bool rules_out(const SamplingOptions& s) {
+// Whether the options exclude tokens, so that no token may be left.
+bool excludes_tokens(const SamplingOptions& s) {
   return !s.bad_words.empty() || !s.allowed_token_ids.empty() || s.min_tokens > 0;
 }
 
@@ -63,7 +63,7 @@ Engine::~Engine() {
   }
   wake_engine_.notify_all();
   thread_.join();
-  runner_.reset();  // after a failure it may still read the inputs of what was launched
+  runner_.reset();  // before ring_: after a failure the device may still read it
 }
 
 void Engine::loop() {
@@ -84,7 +84,7 @@ void Engine::loop() {
 
 bool Engine::iterate() {
   if (!take_in()) return false;
-  // One iteration ahead: launch the next before the last one has been read.
+  // The host runs ahead: it launches the next iteration before it reads the last one.
   const auto in_flight = [&] { return newest_launched_ - newest_read_; };
   const bool has_launched = in_flight() < options_.scheduler.max_in_flight && launch_next();
   const bool is_full = in_flight() >= options_.scheduler.max_in_flight;
@@ -109,7 +109,7 @@ bool Engine::take_in() {
         std::string integrity = pool_.check_integrity();
         for (GroupId g = 0; g < static_cast<GroupId>(layout_.groups.size()); ++g) {
           if (integrity.empty() && pool_.num_held(g) + pool_.num_quarantined(g) > 0) {
-            integrity = concat("idle, but group ", g, " holds ", pool_.num_held(g),
+            integrity = concat("the engine is idle, but group ", g, " holds ", pool_.num_held(g),
                                " blocks and quarantines ", pool_.num_quarantined(g));
           }
         }
@@ -121,7 +121,7 @@ bool Engine::take_in() {
     }
     if (stops_) return false;
     while (!incoming_.empty()) {
-      // In one of the two at any time, so that an exception loses none.
+      // The samples are always in incoming_ or in requests_, so an exception loses none.
       Samples& samples = requests_[incoming_.front().front()->id];
       samples.swap(incoming_.front());
       incoming_.pop_front();
@@ -186,7 +186,7 @@ void Engine::read_oldest() {
     const bool is_delivered = apply(launch, results[i], logprobs, static_cast<int32_t>(i));
     statistics.add(launch.kind, results[i], is_delivered);
   }
-  launched.batch.score_copies.clear();  // they hold on to the logits, which may be large
+  launched.batch.score_copies.clear();  // they own the logits, which may be large
   std::erase_if(leaving_, [](const auto& sequence) { return sequence->launches_in_flight == 0; });
   publish_usage();
   const std::scoped_lock lock(mutex_);
@@ -215,8 +215,8 @@ bool Engine::apply(const PlannedSequence& launch, const SequenceResult& result,
   }
   logprobs.store_prompt(i);
   if (result.emitted_len > 0 || has_ended) {
-    // The first emission comes after all of the prompt, which is thus delivered once: what is
-    // recomputed later is not rated again.
+    // The first emission follows the last chunk of the prompt, so prompt logprobs are delivered
+    // once. A recomputed prompt gets no new ones.
     outgoing_.push_back({.id = sequence.id,
                          .sample = sequence.sample,
                          .token_ids = {result.tokens, result.tokens + result.emitted_len},
@@ -229,9 +229,9 @@ bool Engine::apply(const PlannedSequence& launch, const SequenceResult& result,
     finish(sequence, reason_of(result.outcome),
            result.outcome == SequenceOutcome::kNoLogits
                ? concat("no token can be drawn at position ", sequence.known_len(), ": ",
-                        rules_out(sequence.sampling)
-                            ? "bad_words, allowed_token_ids and min_tokens rule out all, or the "
-                              "weights or the prompt produce NaN or infinity"
+                        excludes_tokens(sequence.sampling)
+                            ? "bad_words, allowed_token_ids and min_tokens rule out all tokens, or "
+                              "the weights or the prompt produce NaN or infinity"
                             : "the weights or the prompt produce NaN or infinity")
                : std::string());
     return true;
@@ -245,11 +245,11 @@ bool Engine::apply(const PlannedSequence& launch, const SequenceResult& result,
 }
 
 void Engine::finish(Sequence& sequence, FinishReason reason, std::string error) {
-  // All memory first: once the scheduler has let go of the sequence, nothing throws.
+  // All memory is reserved first, so that nothing throws after scheduler_.finish().
   reserve_more(outgoing_, 1);
   reserve_more(leaving_, 1);
   scheduler_.finish(sequence);
-  // The last tokens and the end travel in one event.
+  // One event delivers the last tokens and the finish reason.
   RequestEvent event{.id = sequence.id, .sample = sequence.sample};
   if (!outgoing_.empty() && outgoing_.back().id == sequence.id &&
       outgoing_.back().sample == sequence.sample && reason != FinishReason::kCancelled) {
@@ -259,7 +259,7 @@ void Engine::finish(Sequence& sequence, FinishReason reason, std::string error) 
   event.finish_reason = reason;
   event.error = std::move(error);
   event.counters = std::move(sequence.counters);
-  // Of a score that was cut short some are missing, and launches in flight still write others.
+  // If a score was cut short, some logits are missing, and launches in flight still write others.
   if (reason == FinishReason::kLength) event.logits = sequence.logits;
   event.arrival_us = sequence.arrival_us;
   event.first_token_us = sequence.first_token_us;
@@ -272,14 +272,14 @@ void Engine::finish(Sequence& sequence, FinishReason reason, std::string error) 
                                    [](const auto& sample) { return sample == nullptr; });
   if (is_last) requests_.erase(request);
   const std::scoped_lock lock(mutex_);
-  const auto live = live_.find(sequence.id);
-  if (--live->second.num_left == 0) live_.erase(live);
+  const auto open = open_.find(sequence.id);
+  if (--open->second.num_left == 0) open_.erase(open);
 }
 
 void Engine::cancel_now(const Cancellation& cancellation) {
   const auto found = requests_.find(cancellation.id);
   if (found == requests_.end()) return;  // ended meanwhile
-  std::vector<Sequence*> running;        // the request itself goes with its last sample
+  std::vector<Sequence*> running;        // finish() erases the request with its last sample
   for (const std::unique_ptr<Sequence>& sample : found->second) {
     if (sample != nullptr && sample->sample == cancellation.sample.value_or(sample->sample)) {
       running.push_back(sample.get());
@@ -289,7 +289,7 @@ void Engine::cancel_now(const Cancellation& cancellation) {
   std::erase_if(leaving_, [](const auto& sequence) { return sequence->launches_in_flight == 0; });
   publish_usage();
   const std::scoped_lock lock(mutex_);
-  publish_load();  // no iteration may follow
+  publish_load();  // there may be no later iteration that does it
   deliver();
 }
 

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The executor's inside: one thread that takes requests in, plans, batches, launches, reads results
-// one iteration late and hands events out. Works against the Runner seam and knows no model, so it
-// is tested on devices that are late or do nothing.
+// The core of the executor: one thread that takes in requests, plans, builds batches, launches,
+// reads results one iteration late and delivers events. It uses the Runner interface and knows no
+// model, so tests run it on devices that are late or do nothing.
 //
-// Nothing escapes the thread. A failure of the runner is final: every later call rethrows it. When
-// the host is out of memory, the requests that have begun end with an error, those that only wait
-// stay, and the engine goes on.
+// No exception leaves the thread. A failure of the runner is final: every later call rethrows it.
+// If the host runs out of memory, the requests that have begun end with an error, those that only
+// wait stay queued, and the engine continues.
 
 #include <condition_variable>
 #include <cstdint>
@@ -55,7 +55,7 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // As Executor's methods of the same names.
+  // See Executor's methods of the same names.
   [[nodiscard]] std::optional<RequestId> add_request(Request request);
   [[nodiscard]] std::optional<std::vector<RequestId>> add_requests(std::vector<Request> requests);
   bool cancel(RequestId id, std::optional<int32_t> sample = std::nullopt);
@@ -73,19 +73,19 @@ class Engine {
   };
   [[nodiscard]] KvUsage kv_usage();
 
-  // For tests that plant faults from inside Runner calls, which come on the engine's thread.
+  // For tests that plant faults from inside Runner calls, which run on the engine's thread.
   [[nodiscard]] SlabPool& pool() { return pool_; }
 
  private:
-  // One launched iteration: its inputs are read by the device until it has completed.
+  // One launched iteration. The device reads the inputs of `batch` until it has completed.
   struct InFlight {
     IterationPlan plan;
     Batch batch;
   };
 
-  struct Live {
+  struct OpenRequest {
     int32_t num_samples = 0;
-    int32_t num_left = 0;  // whose last event is not yet out
+    int32_t num_left = 0;  // samples that have not ended
   };
 
   struct Cancellation {
@@ -99,26 +99,26 @@ class Engine {
             .vocab_size = options_.vocab_size,
             .num_draft_tokens = options_.shape.num_draft_tokens};
   }
-  // nullopt: the queue has no room for all.
+  // Returns nullopt if the queue has no room for all.
   [[nodiscard]] std::optional<std::vector<RequestId>> queue(std::vector<Samples> requests);
 
-  // All below run on the engine's thread.
+  // All methods below run on the engine's thread.
   void loop();
-  bool iterate();      // false: asked to stop
-  bool take_in();      // requests and cancellations; false: asked to stop
+  bool iterate();      // false: the engine shall stop
+  bool take_in();      // requests and cancellations; false: the engine shall stop
   bool launch_next();  // plan -> batch -> launch; false: nothing to launch
   void read_oldest();  // results -> sequences -> events
-  // The launch in batch row `i`. False: the sequence has been cancelled or preempted since, and
-  // nobody gets what it emitted.
+  // Applies the result of `launch`, which is in batch row `i`. Returns false if the sequence has
+  // been cancelled or preempted since, so that its tokens are dropped.
   bool apply(const PlannedSequence& launch, const SequenceResult& result,
              const LogprobReader& logprobs, int32_t i);
   void finish(Sequence& sequence, FinishReason reason, std::string error = {});
   void cancel_now(const Cancellation& cancellation);
-  // After std::bad_alloc: waits for the device, ends what has begun and starts anew with what
-  // waits. False: asked to stop.
+  // After std::bad_alloc: waits for the device, ends the requests that have begun and restarts with
+  // those that wait. Returns false if the engine shall stop.
   bool recover();
   void restart(bool ends_all);
-  // Calls into the runner. The engine does not survive what such a call throws.
+  // Makes a call into the runner. An exception from it is final for the engine.
   template <class Call>
   auto on_device(Call call) {
     try {
@@ -130,8 +130,8 @@ class Engine {
   }
   void delay();  // for tests: sleeps for a random time
   void publish_usage();
-  void publish_load();  // under mutex_: what runs and what waits
-  void deliver();       // under mutex_: outgoing_ to events_; all of it, or it throws
+  void publish_load();  // under mutex_: the scheduler's load and counters
+  void deliver();       // under mutex_: moves all of outgoing_ to events_, or throws
   void fail(std::exception_ptr cause);
   [[nodiscard]] bool is_idle() const {
     return requests_.empty() && newest_read_ == newest_launched_;
@@ -144,13 +144,13 @@ class Engine {
   Scheduler scheduler_;
 
   // Engine thread only.
-  std::unordered_map<RequestId, Samples> requests_;  // that have a sample which has not ended
-  std::vector<std::unique_ptr<Sequence>> leaving_;   // ended, but launches still refer to them
+  std::unordered_map<RequestId, Samples> requests_;  // with a sample that has not ended
+  std::vector<std::unique_ptr<Sequence>> leaving_;   // ended; launches still refer to them
   std::vector<InFlight> ring_;
   int64_t newest_launched_ = -1;
   int64_t newest_read_ = -1;
   std::vector<RequestEvent> outgoing_;
-  std::vector<Cancellation> to_cancel_;  // taken in; the oldest is the last
+  std::vector<Cancellation> to_cancel_;  // from cancellations_; the oldest is last
   bool has_device_failed_ = false;
   std::minstd_rand delays_{12345};
 
@@ -161,7 +161,7 @@ class Engine {
   std::deque<Samples> incoming_;
   std::vector<Cancellation> cancellations_;
   std::vector<RequestEvent> events_;
-  std::unordered_map<RequestId, Live> live_;  // requests whose last event is not yet out
+  std::unordered_map<RequestId, OpenRequest> open_;  // requests with samples that have not ended
   RequestId next_id_ = 1;
   int64_t num_queued_ = 0;  // requests, incoming and waiting
   EngineStatistics statistics_;

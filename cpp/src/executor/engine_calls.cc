@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The engine as its callers see it: any thread may call these. They leave requests and wishes for
-// the engine's thread and take events.
+// The engine's calls, which any thread may make. They leave requests, cancellations and flags for
+// the engine's thread and take its events.
 
 #include <algorithm>
 #include <chrono>
@@ -23,7 +23,7 @@ void Engine::check_request(const Request& request) const {
       options_.max_model_len));
   if (!scheduler_.fits_alone(static_cast<int32_t>(prompt_len), limit)) {
     throw InvalidArgument(concat("a request of ", prompt_len, " prompt tokens and ", limit,
-                                 " in all needs more KV blocks than the whole pool of ",
+                                 " tokens in all needs more KV blocks than the whole pool of ",
                                  layout_.pool_bytes >> 10,
                                  " KiB has; raise kv_cache_bytes or lower max_tokens"));
   }
@@ -43,13 +43,13 @@ std::optional<std::vector<RequestId>> Engine::queue(std::vector<Samples> request
       const RequestId id = next_id_++;
       for (const std::unique_ptr<Sequence>& sample : samples) sample->id = id;
       const auto num_samples = static_cast<int32_t>(samples.size());
-      live_.emplace(id, Live{.num_samples = num_samples, .num_left = num_samples});
+      open_.emplace(id, OpenRequest{.num_samples = num_samples, .num_left = num_samples});
       incoming_.push_back(std::move(samples));
       ids.push_back(id);
     }
   } catch (...) {
-    live_.erase(next_id_ - 1);
-    for (const RequestId id : ids) live_.erase(id);
+    open_.erase(next_id_ - 1);
+    for (const RequestId id : ids) open_.erase(id);
     incoming_.erase(incoming_.end() - static_cast<std::ptrdiff_t>(ids.size()), incoming_.end());
     throw;
   }
@@ -92,8 +92,8 @@ std::optional<std::vector<RequestId>> Engine::add_requests(std::vector<Request> 
 
 bool Engine::cancel(RequestId id, std::optional<int32_t> sample) {
   const std::scoped_lock lock(mutex_);
-  const auto found = live_.find(id);
-  if (found == live_.end()) return false;
+  const auto found = open_.find(id);
+  if (found == open_.end()) return false;
   const int32_t num_samples = found->second.num_samples;
   if (sample.has_value() && (*sample < 0 || *sample >= num_samples)) {
     throw InvalidArgument(concat("sample is ", *sample, "; allowed: 0 to ", num_samples - 1,

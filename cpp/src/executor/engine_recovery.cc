@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// How the engine's thread goes on when memory runs out, and how it ends when the device fails.
+// How the engine's thread continues after it ran out of memory, and how it ends when the device
+// fails.
 
 #include <algorithm>
 #include <chrono>
@@ -13,7 +14,7 @@
 namespace paceline {
 namespace {
 
-// The pause before the engine asks for memory again that it could not have.
+// The pause before the engine tries again to allocate memory.
 constexpr std::chrono::milliseconds kMemoryRetry{10};
 
 bool has_begun(const std::unique_ptr<Sequence>& sample) {
@@ -27,7 +28,7 @@ bool Engine::recover() {
   newest_read_ = newest_launched_;
   leaving_.clear();
   for (InFlight& entry : ring_) entry.batch.score_copies.clear();
-  // Where nothing has begun, what waits is what cannot be served.
+  // If no request has begun, those that wait are the ones for which the memory does not suffice.
   const bool ends_all = std::none_of(requests_.begin(), requests_.end(), [](const auto& request) {
     return std::any_of(request.second.begin(), request.second.end(), has_begun);
   });
@@ -46,7 +47,7 @@ bool Engine::recover() {
 }
 
 void Engine::restart(bool ends_all) {
-  on_device([&] { scheduler_.reset(newest_launched_); });  // which may poison blocks
+  on_device([&] { scheduler_.reset(newest_launched_); });  // may poison blocks
   for (auto request = requests_.begin(); request != requests_.end();) {
     Samples& samples = request->second;
     if (!ends_all && std::none_of(samples.begin(), samples.end(), has_begun)) {
@@ -61,8 +62,8 @@ void Engine::restart(bool ends_all) {
           .sample = sample->sample,
           .finish_reason = FinishReason::kError,
           .error =
-              "the process ran out of memory while the request ran; requests that waited go "
-              "on. Free memory, or lower max_num_seqs or the logprobs asked for"};
+              "the process ran out of memory while the request ran; requests that had not "
+              "begun continue. Free memory, or lower max_num_seqs or the number of logprobs"};
       event.counters = sample->counters;
       event.arrival_us = sample->arrival_us;
       event.first_token_us = sample->first_token_us;
@@ -70,8 +71,8 @@ void Engine::restart(bool ends_all) {
       outgoing_.push_back(std::move(event));
       sample.reset();
       const std::scoped_lock lock(mutex_);
-      const auto live = live_.find(request->first);
-      if (--live->second.num_left == 0) live_.erase(live);
+      const auto open = open_.find(request->first);
+      if (--open->second.num_left == 0) open_.erase(open);
     }
     request = requests_.erase(request);
   }
@@ -87,7 +88,7 @@ void Engine::fail(std::exception_ptr cause) {
     try {
       deliver();
     } catch (const std::bad_alloc&) {
-      // Room comes with memory, or when a caller takes the events there are.
+      // The next attempt succeeds once memory is free or a caller has taken the pending events.
     }
   } while (!outgoing_.empty() &&
            !wake_engine_.wait_for(lock, kMemoryRetry, [&] { return stops_; }));

@@ -14,7 +14,7 @@
 namespace paceline {
 namespace {
 
-// Fills in kv_cache_bytes where they are 0; returns why they are what they are.
+// Chooses kv_cache_bytes if it is 0. Returns the rule that gave the value.
 std::string choose_kv_cache_bytes(ExecutorOptions& o, const Model& target, const Model* draft) {
   if (o.kv_cache_bytes != 0) return "as given";
   KvCacheSize size = default_kv_cache_size(target, draft, o);

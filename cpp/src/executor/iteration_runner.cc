@@ -134,7 +134,7 @@ auto IterationRunner<Ctx, Graph>::graphs_of(int32_t num_seqs, bool has_logit_wor
   const auto found =
       std::lower_bound(buckets_.begin(), buckets_.end(), num_seqs,
                        [](const Bucket& bucket, int32_t n) { return bucket.num_seqs < n; });
-  PACELINE_CHECK(found != buckets_.end(), num_seqs, " sequences");
+  PACELINE_CHECK(found != buckets_.end(), "no graph is captured for ", num_seqs, " sequences");
   return has_logit_work ? found->full : found->plain;
 }
 
@@ -176,7 +176,7 @@ void IterationRunner<Ctx, Graph>::run_eagerly(const Batch& batch) {
   begin();
   if (batch.has_prefill) iteration_.begin_prefill(ctx_, extent);
   iteration_.verify(ctx_, extent);
-  copy_scores(batch);  // before the drafter takes the logits buffer
+  copy_scores(batch);  // before the drafter overwrites the logits
   if (extent.num_first_rows > 0 || extent.num_drafting > 0) {
     iteration_.first_draft_pass(ctx_, extent);
     if (extent.num_drafting > 0) {

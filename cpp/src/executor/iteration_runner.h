@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Runs iterations on one backend: which programs are captured, which one an iteration replays, and
-// what runs op by op. A pure decode iteration is one launch of the graph that was captured for its
-// bucket of sequences. An iteration with prefill rows makes the same op calls on the same buffers
-// one by one and then launches the captured draft steps. The backends differ in their context and
-// graph only; how ops get to the device, and who waits, is the Runner's.
+// Runs iterations on one backend. It decides which graphs are captured, which graph an iteration
+// launches, and what runs op by op. A pure decode iteration is one launch of the graph that was
+// captured for its bucket of sequences. An iteration with prefill rows makes the same op calls on
+// the same buffers one by one and then launches the captured draft steps. The backends differ only
+// in their context and graph types. The Runner decides on which thread this runs and who waits for
+// it.
 
 #include <cstdint>
 #include <functional>
@@ -22,7 +23,7 @@
 
 namespace paceline {
 
-// Upper bounds of the rows of this batch, as an eager iteration has them.
+// The numbers of rows of this batch, which are the bounds of an eager iteration.
 [[nodiscard]] IterationExtent extent_of(const Batch& batch);
 
 template <class Ctx, class Graph>
@@ -33,17 +34,18 @@ class IterationRunner {
                   std::shared_ptr<const Model> target, std::shared_ptr<const Model> draft,
                   const KvLayout& layout, const RunnerOptions& options, DType activation_dtype);
 
-  // Captures the graphs of decode iterations, for each of these ascending numbers of sequences; an
-  // iteration uses the next one up. Does nothing for the eager driver.
+  // Captures the graphs of decode iterations for each number of sequences in `buckets`, which are
+  // ascending. An iteration uses the smallest bucket that is large enough. Does nothing for the
+  // eager driver.
   void capture(std::span<const int32_t> buckets,
                const std::function<void(int32_t done, int32_t total)>& on_capture);
 
   void bind(Batch& batch) const;
   void run(const Batch& batch);
-  // All ops of a decode iteration, with its draft steps unrolled.
+  // Enqueues all ops of a decode iteration, with its draft steps unrolled.
   void enqueue_decode(const IterationExtent& extent);
 
-  // Of a completed iteration; see Runner.
+  // For completed iterations; see Runner.
   [[nodiscard]] std::span<const SequenceResult> results(int64_t iteration) const;
   [[nodiscard]] std::span<const TokenLogprob> logprobs(int64_t iteration) const;
   [[nodiscard]] Runner::Timing timing(int64_t iteration) const;
@@ -61,8 +63,9 @@ class IterationRunner {
 
  private:
   struct Graphs {
-    Graph decode;       // begin, verify, first draft pass; and the rest, unless replayed
-    Graph draft_steps;  // what follows the first draft pass: all steps, or one to be replayed
+    // begin, verify and first draft pass; also the draft steps and end, unless steps are replayed
+    Graph decode;
+    Graph draft_steps;  // all draft steps, or the one step that is replayed
   };
   struct Bucket {
     int32_t num_seqs = 0;

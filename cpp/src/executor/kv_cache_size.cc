@@ -21,7 +21,7 @@ constexpr int64_t kCpuShare = 4;  // a quarter of free memory
 constexpr double kCudaShare = 0.9;
 constexpr int64_t kCudaReserveBytes = int64_t{2} << 30;  // for workspace and captured graphs
 
-// Sizes beyond any machine's memory stay at the largest int64.
+// Saturating arithmetic: sizes beyond any machine's memory become the largest int64.
 int64_t times(int64_t a, int64_t b) {
   int64_t product = 0;
   if (__builtin_mul_overflow(a, b, &product)) return std::numeric_limits<int64_t>::max();
@@ -33,10 +33,10 @@ int64_t plus(int64_t a, int64_t b) {
   return sum;
 }
 
-// Slabs: each group may leave one partly empty.
+// Adds spare slabs, since each group may leave one partly empty.
 int64_t with_spare_slabs(int64_t bytes) { return std::max(plus(bytes, bytes / 8), kMinBytes); }
 
-// K and V of one token; 0 for a layer that reads another one's.
+// Bytes of K and V of one token; 0 for a layer that reads another layer's KV.
 int64_t token_bytes(const KvLayerShape& layer, DType dtype) {
   if (layer.source >= 0) return 0;
   return int64_t{2} * layer.num_kv_heads * layer.head_dim * dtype_bytes(dtype);
@@ -48,7 +48,7 @@ std::string mib(int64_t bytes) {
   return text.data();
 }
 
-// Tokens that a sequence holds beyond a window: two iterations in flight, and block edges.
+// Tokens that a sequence holds beyond a window, for two iterations in flight and block edges.
 int64_t extra_tokens(const ExecutorOptions& o) {
   return 4 * (int64_t{o.speculative.num_speculative_tokens} + 1) + 2 * int64_t{o.block_size};
 }
@@ -58,8 +58,8 @@ KvCacheSize size_on_cpu(std::span<const KvLayerShape> layers, DType dtype, const
   const int64_t num_seqs = o.max_num_seqs;
   const int64_t most_tokens = times(num_seqs, o.max_model_len);
   const int64_t full_tokens = times(num_seqs, o.max_model_len + extra_tokens(o));
-  // What the scheduler asks for: two iterations in flight move the window on, and what they leave
-  // behind is reusable two iterations later.
+  // The scheduler holds this much: two iterations in flight advance the window, and the blocks
+  // behind it can be reused two iterations later.
   const int64_t prefill_tokens =
       4 * int64_t{o.prefill_chunk_size > 0 ? o.prefill_chunk_size : o.max_num_batched_tokens};
   int64_t wanted = 0;
@@ -85,7 +85,7 @@ KvCacheSize size_on_cuda(std::span<const KvLayerShape> layers, DType dtype,
   int64_t bytes_per_token = 0;
   for (const KvLayerShape& layer : layers) bytes_per_token += token_bytes(layer, dtype);
   const int64_t tokens_per_seq = o.max_model_len + extra_tokens(o);
-  // As if every layer kept all tokens.
+  // This counts every layer as if it held all tokens.
   const int64_t wanted =
       with_spare_slabs(times(bytes_per_token, times(o.max_num_seqs, tokens_per_seq)));
   const int64_t available =
@@ -115,7 +115,7 @@ std::optional<int64_t> read_number(const char* path) {
   return number;
 }
 
-// Memory that the process can still have, within its control group.
+// Memory that the process can still allocate within its control group.
 std::optional<int64_t> free_host_bytes() {
   std::optional<int64_t> free;
   std::ifstream meminfo("/proc/meminfo");

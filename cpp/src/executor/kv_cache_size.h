@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// How large the KV pool becomes when `ExecutorOptions::kv_cache_bytes` is 0.
+// The size of the KV pool if `ExecutorOptions::kv_cache_bytes` is 0.
 
 #include <cstdint>
 #include <optional>
@@ -13,8 +13,8 @@
 
 namespace paceline {
 
-// As the public `default_kv_cache_size`, of layers alone. free_bytes: memory that is free beside
-// the weights; none: unknown, which on the CPU means enough.
+// Like the public `default_kv_cache_size`, but takes layers instead of models. `free_bytes`: memory
+// that is free after the weights have been loaded; nullopt: unknown, which on the CPU means enough.
 [[nodiscard]] KvCacheSize default_kv_cache_size(std::span<const KvLayerShape> target,
                                                 std::span<const KvLayerShape> draft, DType dtype,
                                                 Device device, const ExecutorOptions& options,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Logprobs on the host: what an iteration has left behind of them.
+// Reads the logprobs of an iteration on the host.
 
 #include <cstdint>
 #include <span>
@@ -17,16 +17,17 @@ namespace paceline {
 
 class LogprobReader {
  public:
-  // Of a completed iteration. `entries` is what Runner::logprobs returned; with `max_logprobs` 0
-  // nothing is read. References must outlive the object.
+  // The iteration must have completed. `entries` is what Runner::logprobs returned; if
+  // `max_logprobs` is 0, nothing is read. References must outlive the object.
   LogprobReader(const IterationPlan& plan, const Batch& batch,
                 std::span<const TokenLogprob> entries, int32_t max_logprobs, int32_t vocab_size);
 
-  // Of the tokens that the sequence in batch row `i` has emitted; empty if it wants none.
+  // Returns logprobs of the tokens that the sequence in batch row `i` has emitted; empty if it
+  // requested none.
   [[nodiscard]] std::vector<std::vector<TokenLogprob>> emitted(int32_t i,
                                                                const SequenceResult& result) const;
 
-  // Writes those of the chunk in batch row `i` into its sequence.
+  // Writes the prompt logprobs of the chunk in batch row `i` to its sequence.
   void store_prompt(int32_t i) const;
 
  private:

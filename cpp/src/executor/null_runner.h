@@ -8,8 +8,8 @@
 
 namespace paceline {
 
-// A device that does nothing: every emitting row brings token 0 at once, up to its limit. What
-// remains of an iteration is the host's work, which this exists to measure and to test.
+// A device without work: every emitting row yields token 0 at once, until its sequence reaches its
+// limit. It serves to measure and test the host's work alone.
 class NullRunner final : public Runner {
  public:
   NullRunner(int32_t max_num_seqs, const InputCapacity& capacity, int32_t max_in_flight);

@@ -46,8 +46,7 @@ void check_rejection(const SpeculativeOptions& s) {
   }
   if (rejects && s.samples_drafts && s.ngram_max > 0) {
     throw InvalidArgument(
-        "samples_drafts is true, but drafts of prompt lookup have no distribution to be sampled "
-        "from; "
+        "samples_drafts is true, but prompt lookup has no distribution to sample drafts from; "
         "set it to false");
   }
   if (s.num_draft_proposals > 0 && !(rejects && s.samples_drafts && s.num_speculative_tokens > 0)) {
@@ -75,7 +74,7 @@ void check_options(const ExecutorOptions& o, const Model& target, const Model* d
   if (s.num_speculative_tokens > 0 && !drafts) {
     throw InvalidArgument(concat("num_speculative_tokens is ", s.num_speculative_tokens,
                                  " but there is no drafter; give one, or ngram_min and ngram_max, "
-                                 "or set 0"));
+                                 "or set it to 0"));
   }
   if (s.num_speculative_tokens == 0 && drafts) {
     throw InvalidArgument(concat(
@@ -116,20 +115,19 @@ void check_options(const ExecutorOptions& o, const Model& target, const Model* d
   check_range("num_threads", o.num_threads, 0, kMaxNumThreads);
   check_range("device_lateness", o.device_lateness, 0, 2);
   if (draft != nullptr && draft->device != target.device) {
-    throw InvalidArgument(concat("the target lies on device ", device_name(target.device),
+    throw InvalidArgument(concat("the target is on device ", device_name(target.device),
                                  " and the drafter on ", device_name(draft->device),
-                                 "; load both to one device"));
+                                 "; load both onto one device"));
   }
   if (target.device == Device::kCuda && o.device_lateness != 0) {
     throw InvalidArgument(
         concat("device_lateness is ", o.device_lateness,
-               "; allowed on device cuda: 0, since only the CPU device can be made "
-               "late"));
+               "; allowed on device cuda: 0, since only the CPU device can be made late"));
   }
   if (target.config.drafter) {
     throw InvalidArgument(concat("the target ", target.config.name,
                                  " is a draft head; give the model that it was trained for as the "
-                                 "target, and the head as the drafter"));
+                                 "target, and the draft head as the drafter"));
   }
   if (draft != nullptr) check_drafter(*draft, target);
   if (s.draft_position != DraftPosition::kLast) {
@@ -143,19 +141,20 @@ void check_options(const ExecutorOptions& o, const Model& target, const Model* d
   }
   for (const Model* const model : {&target, draft}) {
     if (!o.use_window_lists || model == nullptr || !has_capped_window(model->config)) continue;
-    throw InvalidArgument(concat("use_window_lists is true, but ", model->config.name,
-                                 " has sliding layers with a soft cap, which lists do not apply; "
-                                 "set it to false"));
+    throw InvalidArgument(
+        concat("use_window_lists is true, but ", model->config.name,
+               " has sliding layers with a soft cap, which window lists do not support; "
+               "set it to false"));
   }
   if (o.kv_cache_bytes < 0) {
     throw InvalidArgument(concat("kv_cache_bytes is ", o.kv_cache_bytes,
-                                 "; allowed: 0 (as default_kv_cache_size() chooses) to the bytes "
+                                 "; allowed: 0 (default_kv_cache_size() chooses) to the bytes "
                                  "that the device has"));
   }
   check_range("prefill_chunk_size", o.prefill_chunk_size, 0, kMaxBatchedTokens);
   check_range("max_waiting_requests", o.max_waiting_requests, 0, 1 << 30);
   check_range("max_model_len", o.max_model_len, 1, target.config.max_position);
-  // A draft head supports the positions of its target: its own number is that of its training data.
+  // A draft head supports all positions of its target; its own max_position describes its training.
   if (draft != nullptr && !draft->config.drafter && o.max_model_len > draft->config.max_position) {
     throw InvalidArgument(concat("max_model_len is ", o.max_model_len,
                                  ", but the drafter supports ", draft->config.max_position,

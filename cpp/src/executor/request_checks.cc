@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <string>
 #include <vector>
 
 #include "base/check.h"
@@ -25,7 +26,7 @@ void check_sampling(const SamplingOptions& s, int32_t vocab_size) {
   if (s.min_tokens < 0 || s.min_tokens > s.max_tokens) {
     refuse("min_tokens", s.min_tokens, "0 to max_tokens");
   }
-  // As the float32 that the ops read: what rounds to 0 or to infinity there is refused here.
+  // The ops read float32, so a value that becomes 0 or infinite as float32 is refused.
   const auto narrow = [](double value) { return static_cast<float>(value); };
   const bool is_greedy = s.temperature == 0;
   if (!(is_greedy || (narrow(s.temperature) > 0 && s.temperature <= kMaxTemperature))) {
@@ -70,11 +71,15 @@ void check_sampling(const SamplingOptions& s, int32_t vocab_size) {
     throw InvalidArgument(concat("logit_bias has token ", *twice, " twice; allowed: once"));
   }
   size_t num_bad_tokens = 0;
-  for (const std::vector<int32_t>& word : s.bad_words) {
-    if (word.empty()) throw InvalidArgument("bad_words has an entry without tokens");
+  for (size_t w = 0; w < s.bad_words.size(); ++w) {
+    const std::vector<int32_t>& word = s.bad_words[w];
+    const std::string name = "bad_words[" + std::to_string(w) + "]";
+    if (word.empty()) {
+      throw InvalidArgument(concat(name, " is empty; allowed: at least one token id"));
+    }
     num_bad_tokens += word.size();
     for (size_t i = 0; i < word.size(); ++i) {
-      check_token("a bad word's token", static_cast<int64_t>(i), word[i], vocab_size);
+      check_token(name.c_str(), static_cast<int64_t>(i), word[i], vocab_size);
     }
   }
   check_count("bad_words", num_bad_tokens, kMaxBadWordTokens, " tokens in all");
@@ -83,7 +88,7 @@ void check_sampling(const SamplingOptions& s, int32_t vocab_size) {
   }
 }
 
-// Refuses what the engine has no room for, and logprobs beside logits.
+// Refuses more logprobs than the engine has buffers for, and logprobs together with logits.
 void check_logprobs(const Request& request, int32_t max_logprobs) {
   const auto check = [&](const char* name, int32_t value) {
     if (value == -1) return;

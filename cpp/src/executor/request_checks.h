@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What may be asked of an engine. Nothing is cut to its range: what is not allowed is refused, with
-// its name, the value seen and the values allowed.
+// Checks of requests. No value is clamped: one that is not allowed is refused with its name, the
+// value seen and the values allowed.
 
 #include <cstdint>
 
@@ -16,7 +16,7 @@ struct RequestBounds {
   int32_t max_logprobs = 0;
 };
 
-// All but whether the blocks of the request fit the pool. Throws InvalidArgument.
+// Checks everything except whether the blocks of the request fit the pool. Throws InvalidArgument.
 void check_request(const Request& request, const RequestBounds& bounds);
 
 }  // namespace paceline

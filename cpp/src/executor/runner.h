@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The one virtual seam: what the executor asks of a device, once an iteration.
+// The one virtual interface: the calls that the executor makes to a device, once per iteration.
 
 #include <cstdint>
 #include <span>
@@ -29,15 +29,15 @@ class Runner {
  public:
   virtual ~Runner() = default;
 
-  // Points batch.inputs at the memory in which the batch of batch.iteration is to be built. Free
-  // once the iteration `max_in_flight + 1` before it has completed and been read.
+  // Points batch.inputs at the memory in which the batch of batch.iteration is built. The iteration
+  // that used this memory last, `max_in_flight + 1` earlier, must have completed and been read.
   virtual void bind(Batch& batch) = 0;
 
-  // Queues an iteration behind those launched before it; returns at once. `batch` must stay
+  // Queues an iteration after those launched before it; returns at once. `batch` must stay
   // untouched until the iteration has completed. Iterations are numbered 0, 1, 2, ...
   virtual void launch(const Batch& batch) = 0;
 
-  // Blocks until the iteration has completed; rethrows what went wrong on the device.
+  // Blocks until the iteration has completed; rethrows an error of the device.
   virtual void wait(int64_t iteration) = 0;
 
   // Newest completed iteration, -1 before the first. Does not block.
@@ -48,19 +48,19 @@ class Runner {
   [[nodiscard]] virtual std::span<const SequenceResult> results(int64_t iteration) = 0;
 
   // Logprobs of a completed iteration, [max_logit_rows, 1 + max_logprobs] by row of logits; only
-  // entries that somebody asked for are written (see TokenLogprobsParams). Valid as long as the
-  // results; empty where max_logprobs is 0.
+  // requested entries are written (see TokenLogprobsParams). Valid as long as the results; empty if
+  // max_logprobs is 0.
   [[nodiscard]] virtual std::span<const TokenLogprob> logprobs(int64_t) { return {}; }
 
-  // Time that a completed iteration took on the device, and for how long the device did nothing
-  // between the one before it and this one.
+  // The time that a completed iteration took on the device, and the time for which the device was
+  // idle between the previous iteration and this one.
   struct Timing {
     float us = 0;
     float idle_us = 0;
   };
   [[nodiscard]] virtual Timing timing(int64_t iteration) = 0;
 
-  // As launch, and waits for the iteration, which has no prefill rows, timing kernel by kernel.
+  // Launches an iteration without prefill rows, times each of its kernels, and waits for it.
   [[nodiscard]] virtual std::vector<KernelTime> launch_traced(const Batch&) {
     throw Unsupported("this device does not time kernels");
   }
@@ -68,8 +68,7 @@ class Runner {
   // Overwrites a block with NaN; for tests.
   virtual void poison(GroupId group, BlockId block) = 0;
 
-  // Bytes of buffers other than weights and the KV pool, by what they are for, and of captured
-  // programs.
+  // Bytes of buffers other than weights and the KV pool, by purpose, and bytes of captured graphs.
   [[nodiscard]] virtual std::map<std::string, int64_t, std::less<>> workspace_bytes() const = 0;
   [[nodiscard]] virtual int64_t graph_bytes() const { return 0; }
 };

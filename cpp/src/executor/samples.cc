@@ -10,14 +10,14 @@
 namespace paceline {
 namespace {
 
-// Sample `index` of the request that `first` is sample 0 of, before it has run.
+// Makes sample `index` of a request whose sample 0 is `first` and has not run yet.
 std::unique_ptr<Sequence> sample_like(const Sequence& first, int32_t index) {
   auto sample = std::make_unique<Sequence>();
   sample->sample = index;
   sample->num_samples = first.num_samples;
   sample->sampling = first.sampling;
   sample->sampling.seed += static_cast<uint64_t>(index);  // modulo 2^64
-  sample->sampling.prompt_logprobs = -1;  // the prompt is the same: the first has them for all
+  sample->sampling.prompt_logprobs = -1;  // sample 0 has them for all, since the prompt is the same
   sample->allowed = first.allowed;
   sample->tokens = first.tokens;
   sample->prompt_len = first.prompt_len;

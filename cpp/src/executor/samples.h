@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A request as the sequences that the scheduler knows: one for each of its samples.
+// Makes the sequences of a request: one for each of its samples.
 
 #include <cstdint>
 #include <memory>
@@ -13,7 +13,7 @@
 
 namespace paceline {
 
-// All samples of a request, in order; null where one has ended.
+// All samples of a request, in order; null for a sample that has ended.
 using Samples = std::vector<std::unique_ptr<Sequence>>;
 
 struct SampleBounds {
@@ -22,7 +22,7 @@ struct SampleBounds {
   int32_t num_draft_tokens = 0;  // k
 };
 
-// The samples of a request that has been checked; its tokens and lists are moved, not copied.
+// The request must have been checked. Its tokens and lists are moved, not copied.
 [[nodiscard]] Samples make_samples(Request request, const SampleBounds& bounds);
 
 }  // namespace paceline

@@ -45,7 +45,7 @@ IterationOptions iteration_options(const ExecutorOptions& o, const Model* draft)
           .draft_position = o.speculative.draft_position};
 }
 
-// Iterations launched and unread at most: one ahead, or as many as a late device needs.
+// The most iterations that are launched and not yet read: one ahead, or more for a late device.
 int32_t max_in_flight(const ExecutorOptions& o) { return std::max(2, o.device_lateness + 1); }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What the engine counts: over one iteration, since the statistics were reset, and for one sample.
+// The counts of the engine: of one iteration, since the last reset, and of one sample.
 
 #include <cstdint>
 
@@ -20,7 +20,7 @@ void count(const SequenceResult& result, SpeculationCounters& counters);
 struct IterationStatistics {
   int32_t num_decoding = 0;  // sequences that emitted from a verify window
   int32_t num_prefill = 0;   // sequences with prefill or score rows
-  // Tokens that were delivered, drafts that were judged for them, and drafts accepted.
+  // Tokens that were delivered, drafts that acceptance decided on, and drafts that it accepted.
   int64_t num_emitted = 0;
   int64_t num_drafted = 0;
   int64_t num_accepted = 0;
@@ -35,10 +35,10 @@ class EngineStatistics {
   [[nodiscard]] const ExecutorStats& stats() const { return stats_; }
   void reset();
 
-  // Either adds all of it or throws std::bad_alloc.
+  // Adds all numbers, or throws std::bad_alloc and adds none.
   void add(const IterationStatistics& iteration, const Runner::Timing& timing);
   void add_host_time(int64_t us) { stats_.host_us += static_cast<double>(us); }
-  // What runs and waits, and the scheduler's counters.
+  // Sets the numbers of running and waiting sequences, and the scheduler's counters.
   void set_load(const Scheduler& scheduler);
 
  private:
