@@ -49,8 +49,8 @@ double measure_read_bandwidth(int32_t num_threads) {
       float* const begin = floats + num_pieces * part / num_threads * 64;
       float* const end = floats + num_pieces * (part + 1) / num_threads * 64;
       if (pass == 0) {
-        std::memset(begin, 0,
-                    static_cast<size_t>((end - begin) * 4));  // the first write creates the pages
+        // The first write creates the pages.
+        std::memset(begin, 0, static_cast<size_t>((end - begin) * 4));
       } else {
         run_best_isa<SumKernel>(static_cast<const float*>(begin), static_cast<const float*>(end),
                                 &sums[part]);

@@ -7,9 +7,8 @@
 namespace paceline {
 namespace {
 
-constexpr int32_t kSpins = 8000;  // a few hundred microseconds, then sleep
-constexpr int32_t kSpinsToYield =
-    2000;  // of the caller while it waits for parts that workers have claimed
+constexpr int32_t kSpins = 8000;         // a few hundred microseconds, then sleep
+constexpr int32_t kSpinsToYield = 2000;  // of the caller, for parts that workers have claimed
 
 void pause_briefly() {
 #if defined(__x86_64__)

@@ -28,9 +28,9 @@ constexpr int32_t kNumCounters = 1 << 17;
 DType activation_dtype(const Model& target, const Model* draft) {
   const DType dtype = target.weights.dtype;
   if (draft != nullptr && draft->weights.dtype != dtype) {
-    throw Unsupported(concat("target weights are ", dtype_name(dtype), " and the drafter's ",
-                             dtype_name(draft->weights.dtype),
-                             "; on a GPU both must be the same: set dtype for both"));
+    throw Unsupported(concat("the target's weights are ", dtype_name(dtype),
+                             " and the drafter's are ", dtype_name(draft->weights.dtype),
+                             "; on a GPU both must have the same dtype: set dtype for both"));
   }
   return dtype;
 }

@@ -58,7 +58,7 @@ KvCacheSize size_on_cpu(std::span<const KvLayerShape> layers, DType dtype, const
   const int64_t num_seqs = o.max_num_seqs;
   const int64_t most_tokens = times(num_seqs, o.max_model_len);
   const int64_t full_tokens = times(num_seqs, o.max_model_len + extra_tokens(o));
-  // The scheduler holds this much: two iterations in flight advance the window, and the blocks
+  // The scheduler reserves this much: two iterations in flight advance the window, and the blocks
   // behind it can be reused two iterations later.
   const int64_t prefill_tokens =
       4 * int64_t{o.prefill_chunk_size > 0 ? o.prefill_chunk_size : o.max_num_batched_tokens};

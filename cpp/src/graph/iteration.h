@@ -142,7 +142,7 @@ class Iteration {
 
  private:
   [[nodiscard]] bool has_draft_passes() const;
-  // Copies to each fork what it shares with its parent. Runs after the counts are cleared.
+  // Copies to each fork what it needs of its parent. Runs after the counts are cleared.
   template <class Ctx>
   void fork(Ctx& ctx, const IterationExtent& extent) const;
   // Applies the parameters of the sequences to the target's logits.
