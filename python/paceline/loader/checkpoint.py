@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline import _core
-from paceline.sampling import MAX_STOP_TOKEN_IDS
+from paceline.limits import MAX_STOP_TOKEN_IDS
 
 from .binding import CURE, BoundTensor, bind
 from .drafters import Target
