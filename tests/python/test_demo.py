@@ -34,8 +34,8 @@ def test_bars(texts: list[str]) -> None:
 
 
 def test_eagle3_reaches_its_bar(texts: list[str]) -> None:
-    target, head = demo_paths("eagle3")
-    run = evaluate_demo.run_engine(target, head, texts, num_drafts=evaluate_eagle3.NUM_DRAFTS)
+    target, draft_head = demo_paths("eagle3")
+    run = evaluate_demo.run_engine(target, draft_head, texts, num_drafts=evaluate_eagle3.NUM_DRAFTS)
     length = acceptance(run.continuations, run.emitted).mean_acceptance_length
     assert length >= evaluate_eagle3.ACCEPTANCE_BAR
 
@@ -47,7 +47,7 @@ def test_gemma4_mtp_reaches_its_bar(texts: list[str], position: str) -> None:
         target,
         assistant,
         texts,
-        num_drafts=evaluate_gemma4.NUM_DRAFTS,
+        num_drafts=evaluate_eagle3.NUM_DRAFTS,
         method="gemma4_mtp",
         x={"draft_position": position},
     )
@@ -59,8 +59,8 @@ def test_gemma4_mtp_reaches_its_bar(texts: list[str], position: str) -> None:
 
 def test_size() -> None:
     pair = demo_paths("draft_model")
-    heads = [demo_paths("eagle3")[1], *demo_paths("gemma4_mtp")]
-    for folders in (pair, heads):
+    drafters = [demo_paths("eagle3")[1], *demo_paths("gemma4_mtp")]
+    for folders in (pair, drafters):
         assert sum(f.stat().st_size for folder in folders for f in folder.iterdir()) <= MAX_BYTES
     first, second = ((folder / "tokenizer.json").read_bytes() for folder in pair)
-    assert first == second == (heads[1] / "tokenizer.json").read_bytes()
+    assert first == second == (drafters[1] / "tokenizer.json").read_bytes()
