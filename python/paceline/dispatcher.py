@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Longest wait inside the executor. It limits how long closing takes; events arrive at once.
 _POLL_TIMEOUT_MS: Final = 50
-# The polling thread ends after this time without requests, and the next request starts another one.
+# The polling thread ends after this time without requests, and the next request starts another.
 # A thread refers to its dispatcher, so this frees engines whose closing a Ctrl-C has prevented.
 _IDLE_S: Final = 10.0
 
@@ -133,7 +133,7 @@ class Dispatcher:
         changed: Notified when a session opens a request, the dispatcher closes, or the polling
             thread ends.
         sessions: The session that waits for each request, by request id.
-        open_samples: Of those requests, how many last events are to come.
+        open_samples: By request id: the number of samples whose last event has not come yet.
         is_forked: Whether this process is a forked child of the one that built the executor.
     """
 

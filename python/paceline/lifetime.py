@@ -18,7 +18,7 @@ from typing import Protocol
 
 
 class Engine(Protocol):
-    """What owns threads and native memory."""
+    """An object that owns threads and native memory."""
 
     def close(self) -> None:
         """Ends the threads and frees the memory. Called at exit; closing twice is fine."""
@@ -27,7 +27,7 @@ class Engine(Protocol):
         """Makes the engine unusable in a forked child, without touching its threads or memory."""
 
 
-# Guards the three below. Replaced in a forked child, where another thread may have held it.
+# Guards the variables below. A forked child replaces it, since another thread may have held it.
 _changed = threading.Condition()
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _starting: Counter[int] = Counter()  # `delayed_exit` blocks by thread
@@ -42,7 +42,7 @@ def register(engine: Engine) -> None:
 
 @contextlib.contextmanager
 def delayed_exit() -> Iterator[None]:
-    """Lets the interpreter exit only after the block, which starts an engine.
+    """Delays the interpreter's exit until the block, which starts an engine, has ended.
 
     Raises:
         RuntimeError: The interpreter is exiting already.

@@ -30,7 +30,7 @@ _BYTES: Final = bytes | bytearray | memoryview  # sequences of integers that are
 
 
 class _RefuseUnknownKeywords(type):
-    """Applies `check_keywords` to a dataclass, which has no `__init__` of its own to decorate."""
+    """Applies `check_keywords` to a dataclass, whose generated `__init__` cannot be decorated."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         fields = dataclasses.fields(cls)  # type: ignore[arg-type]

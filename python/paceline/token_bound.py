@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How few tokens a string can become, known from its length alone.
+"""A lower bound of the number of tokens of a string, computed from its length alone.
 
 Tokenizing 10 MB takes seconds, so a prompt that is far too long should be refused before. A token
 represents a limited number of characters, unless a part of the tokenizer drops characters or merges

@@ -79,7 +79,7 @@ def _rewrite_header(file: Path, change: Callable[[dict[str, Any]], None]) -> Non
         ("no offsets", {"data_offsets": None}),
     ],
 )
-def test_lying_header(what: str, entry: dict[str, Any], copy_of: Callable[..., Path]) -> None:
+def test_wrong_header(what: str, entry: dict[str, Any], copy_of: Callable[..., Path]) -> None:
     path = copy_of()
     file = path / "model.safetensors"
     _rewrite_header(file, lambda header: header[NORM].update(entry))
@@ -88,7 +88,7 @@ def test_lying_header(what: str, entry: dict[str, Any], copy_of: Callable[..., P
 
 
 @pytest.mark.parametrize("size", [100_000_001, 2**40, 2**63, 2**64 - 1, 3])
-def test_lying_header_length(size: int, copy_of: Callable[..., Path]) -> None:
+def test_wrong_header_length(size: int, copy_of: Callable[..., Path]) -> None:
     path = copy_of()
     file = path / "model.safetensors"
     file.write_bytes(struct.pack("<Q", size) + file.read_bytes()[8:])
@@ -191,7 +191,7 @@ def test_tensor_in_two_shards(copy_of: Callable[..., Path]) -> None:
     first, second = sorted(path.glob("model-*.safetensors"))
     twice = next(iter(load_file(first)))
     save_file(load_file(second) | {twice: load_file(first)[twice]}, second)
-    with raises(ModelFileError, second, f"tensor '{twice}' also lies in {first.name}"):
+    with raises(ModelFileError, second, f"tensor '{twice}' is also in {first.name}"):
         open_checkpoint(path)
 
 

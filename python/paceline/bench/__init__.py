@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks: `paceline bench latency` and what it is made of."""
+"""Benchmarks: `paceline bench latency` and its parts."""

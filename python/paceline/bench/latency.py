@@ -224,7 +224,7 @@ def measure(
     if len({(w.concurrency, w.input_len, w.output_len) for w in workloads}) != 1:
         raise ValueError(
             f"workloads are {list(workloads)}; allowed: at least one, and all of one concurrency, "
-            "input_len and output_len; measure others in a call of their own"
+            "input_len and output_len; measure others in a separate call"
         )
     vocab = min(m.config["vocab_size"] for m in ([target] if draft is None else [target, draft]))
     begin = time.monotonic()
@@ -313,9 +313,9 @@ def _iteration_flops(
 def _num_first_rows(draft: BenchModel, k: int) -> int:
     """Rows of a decoding sequence in the drafter's first pass.
 
-    `SpecTraits::first_rows` in cpp/src/speculate/speculator.h says which rows, `traits_for` in
-    speculator.cc which drafter has which traits, and `first_rows_per_decode` in
-    cpp/src/batch/batch_builder.h how many rows that is.
+    In the engine, `traits_for` (cpp/src/speculate/speculator.cc) gives each drafter its traits,
+    and `first_rows_per_decode` (cpp/src/wire/batch_shape.h) the number of rows for its
+    `first_rows`.
     """
     head = draft.config.get("drafter")
     if head is None:

@@ -143,7 +143,7 @@ def load_draft(
     dtype: str = "auto",
     device: str = "cpu",
 ) -> BenchModel:
-    """Makes a drafter ready: a model of its own or a draft head.
+    """Makes a drafter ready to measure: a draft model or a draft head.
 
     Args:
         source: As for `load`.

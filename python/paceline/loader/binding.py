@@ -15,7 +15,7 @@ from .weight_files import Shard, WeightFiles
 
 STORED_DTYPES: Final = ("BF16", "F16", "F32")
 
-# What to do with a drafter that was given as the target.
+# The cure, in messages, for a drafter that was given as the target.
 CURE: Final = ": name it in speculative_config['model'], or after --draft of `paceline convert`"
 
 
@@ -39,7 +39,7 @@ class BoundTensor:
 
 
 def bind(family: Family, weights: WeightFiles, config_source: str) -> tuple[BoundTensor, ...]:
-    """Finds every tensor that a model needs, and refuses tensors that it has no use for.
+    """Finds every tensor that a model needs, and refuses tensors that it does not use.
 
     Args:
         family: The model, translated.

@@ -201,13 +201,13 @@ def load_weights(opened: OpenedModel, *, device: str = "cpu", progress: bool = T
 
     Args:
         opened: What `open_checkpoint` or `open_drafter` returned.
-        device: "cpu" or "cuda": where the weights will lie.
+        device: The device of the weights: "cpu" or "cuda".
         progress: Show a progress bar where standard error is a terminal.
 
     Raises:
         ModelFileError: The library refuses a tensor, or a file changed since it was opened.
         NotImplementedError: There is no such device.
-        MemoryError: There is no room for the weights.
+        MemoryError: There is not enough memory for the weights.
     """
     from tqdm import tqdm
 

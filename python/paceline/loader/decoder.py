@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all families of decoders share: sizes, layers and the canonical description.
+"""The parts that all families of decoders share: sizes, layers and the canonical description.
 
 A family (`families.py`, `gemma4.py`) or a draft head (`eagle.py`, `gemma4_assistant.py`) reads a
 configuration and calls `describe` and `decoder_tensors` with the values it found.

@@ -54,7 +54,7 @@ def check_description(config: Mapping[str, Any], sections: Sequence[Section]) ->
             is allowed.
     """
     for i, rope in enumerate(config["ropes"]):
-        # Infinity is no JSON, so the library would not say where it stands.
+        # Infinity is no JSON, so the library could not name its key.
         for j, frequency in enumerate(rope["inv_freq"]):
             if not math.isfinite(frequency):
                 name = f"ropes[{i}].inv_freq[{j}]"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opening drafters: which method a folder is for, and the tensors of draft heads."""
+"""Opens drafters: detects the method of a folder, and checks the tensors of draft heads."""
 
 from __future__ import annotations
 

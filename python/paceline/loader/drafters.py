@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all draft heads share: `eagle.py` and `gemma4_assistant.py` translate them.
+"""The parts that all draft heads share: `eagle.py` and `gemma4_assistant.py` translate them.
 
 A draft head is trained for one target and uses parts of it, such as its embeddings. Translating one
 therefore needs a `Target`.

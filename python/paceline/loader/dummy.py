@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of a configuration with made-up weights, for benches and tests."""
+"""Models with dummy weights, made from a configuration alone, for benches and tests."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from .tokenizer import TokenizerInfo
 def load_dummy(
     source: Source, *, dtype: str = "auto", device: str = "cpu", seed: int = 0
 ) -> LoadedModel:
-    """Makes up the weights of a configuration, for benches and tests: its output is meaningless.
+    """Makes a model with dummy weights, for benches and tests. Its output is meaningless.
 
     Matrices and embeddings are drawn from a normal distribution with standard deviation 0.02, norms
-    are neutral, biases 0. The weights are made on the device where they will lie.
+    are neutral, biases 0. The weights are made on their device.
 
     Args:
         source: A folder with `config.json`, and maybe `tokenizer.json`; weight files are not
             opened.
         dtype: The dtype of matrices: "float32", "bfloat16", or "auto": the one that the
-            configuration names, and bfloat16 where it names neither.
-        device: Where the weights will lie: "cpu" or "cuda".
+            configuration names, and bfloat16 if it names neither.
+        device: The device of the weights: "cpu" or "cuda".
         seed: The seed of the weights.
 
     Returns:
@@ -45,7 +45,7 @@ def load_dummy(
         ModelFileError: A file is damaged.
         NotImplementedError: The model is not supported, or there is no such device.
         ValueError: `dtype` is none of the above.
-        MemoryError: There is no room for the weights.
+        MemoryError: There is not enough memory for the weights.
     """
     folder = as_folder(source)
     return _make_up(read_hf_config(folder), folder.path, folder.tokenizer, dtype, device, seed)
@@ -59,7 +59,7 @@ def dummy_model(
     device: str = "cpu",
     seed: int = 0,
 ) -> LoadedModel:
-    """Makes up the weights of a configuration given as an object; see `load_dummy`.
+    """Makes a model with dummy weights from a configuration object; see `load_dummy`.
 
     Args:
         hf_config: The object in a `config.json`.
@@ -75,7 +75,7 @@ def dummy_model(
         ModelFileError: A key is missing or has a wrong value.
         NotImplementedError: As for `load_dummy`.
         ValueError: As for `load_dummy`.
-        MemoryError: There is no room for the weights.
+        MemoryError: There is not enough memory for the weights.
     """
     hf = parse_hf_config(hf_config, name, ARCHITECTURES)
     return _make_up(hf, Path(name), None, dtype, device, seed)
@@ -90,7 +90,7 @@ def dummy_drafter(
     device: str = "cpu",
     seed: int = 0,
 ) -> LoadedModel | None:
-    """Makes up the weights of a draft head's configuration.
+    """Makes a draft head with dummy weights.
 
     Args:
         hf_config: The object in a `config.json`.
@@ -107,7 +107,7 @@ def dummy_drafter(
         ModelFileError: A key is missing or has a wrong value.
         NotImplementedError: As for `load_dummy`.
         ValueError: It was made for another target, or is for another method than `method`.
-        MemoryError: There is no room for the weights.
+        MemoryError: There is not enough memory for the weights.
     """
     kind = kind_of_config(Section(hf_config, name)) or method
     if kind is None or kind == DRAFT_MODEL:
@@ -133,7 +133,7 @@ def load_dummy_drafter(
     device: str = "cpu",
     seed: int = 0,
 ) -> LoadedModel:
-    """Makes up the weights of a drafter of any kind; see `load_dummy`.
+    """Makes a drafter of any kind with dummy weights; see `load_dummy`.
 
     Args:
         source: A folder with the drafter's `config.json`; weight files are not opened.
@@ -152,7 +152,7 @@ def load_dummy_drafter(
         ModelFileError: A file is damaged.
         NotImplementedError: The drafter is not supported, or there is no such device.
         ValueError: It was made for another target, or is for another method than `method`.
-        MemoryError: There is no room for the weights.
+        MemoryError: There is not enough memory for the weights.
     """
     folder = as_folder(source)
     drafter = dummy_drafter(
@@ -181,7 +181,7 @@ def _make_up(
     *,
     is_drafter: bool = False,
 ) -> LoadedModel:
-    """A target or a draft model."""
+    """Makes a target or a draft model with dummy weights."""
     check_dtype(dtype)
     family = translate(hf)
     vocab_size = family.config["vocab_size"]

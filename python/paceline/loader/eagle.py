@@ -5,8 +5,8 @@ Three layouts are read: EAGLE-1 and EAGLE-3 as SafeAILab writes them, and EAGLE-
 the `speculators` package. The result is a decoder description with the key "drafter" of
 `docs/model-format.md`, and no later code depends on the layout.
 
-A draft head is trained for one target and uses the target's embeddings, lm_head or rope where it
-has none of its own. Where a configuration and the tensors state the same fact, the tensors decide,
+A draft head is trained for one target and uses the target's embeddings, lm_head or rope if it
+has none. If a configuration and the tensors state the same fact, the tensors decide,
 and a configuration that contradicts them is refused.
 """
 
@@ -150,10 +150,10 @@ def _check_verifier(top: Section, target: Target) -> None:
         return
     if any(is_same_family(target.architecture, name) for name in names):
         return
-    who = f" ({shorten(verifier.text('name_or_path'))})" if verifier.has("name_or_path") else ""
+    name = f" ({shorten(verifier.text('name_or_path'))})" if verifier.has("name_or_path") else ""
     raise ValueError(
         f"{made_for_another(top)} key "
-        f'"{verifier.name("architectures")}" is {show(names)}{who}, but {target.path} is '
+        f'"{verifier.name("architectures")}" is {show(names)}{name}, but {target.path} is '
         f"{target.architecture!r}"
     )
 

@@ -138,9 +138,9 @@ def read_facts(shapes: Mapping[str, tuple[int, ...]]) -> Facts:
 
 
 def guess_facts(kind: str, top: Section, target: Target) -> Facts:
-    """Guesses the parts of a draft head from its configuration, for made-up weights.
+    """Guesses the parts of a draft head from its configuration, for dummy weights.
 
-    It is taken to use the target's embeddings, and in EAGLE-3 to have an lm_head of its own.
+    It is assumed to use the target's embeddings and, for EAGLE-3, to own an lm_head.
     """
     layer = layer_section(top)
     bias = layer.boolean("attention_bias", False)

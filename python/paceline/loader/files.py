@@ -28,14 +28,14 @@ _KINDS: Final = {
 
 
 def find(path: Path) -> os.stat_result | None:
-    """What lies at a path, links followed.
+    """Returns the status of the file or folder at a path, links followed.
 
     Returns:
-        Its status; None: nothing.
+        The status; None: the path does not exist.
 
     Raises:
-        ModelFileError: The system does not say, e.g. because a name is too long or a folder may not
-            be searched.
+        ModelFileError: The system gives an error, e.g. because a name is too long or a folder may
+            not be searched.
     """
     try:
         return path.stat()
@@ -46,7 +46,7 @@ def find(path: Path) -> os.stat_result | None:
 
 
 def exists(path: Path) -> bool:
-    """Whether anything lies at a path; raises ModelFileError as `find` does."""
+    """Whether a path exists; raises ModelFileError as `find` does."""
     return find(path) is not None
 
 
@@ -67,7 +67,7 @@ def open_regular(path: Path, what: str) -> int:
     status = find(path)
     if status is None:
         raise ModelNotFoundError(f"{path}: no such file; expected {what} in the model's folder")
-    # Opening a device may already do something, so the first look comes before.
+    # Opening a device may have side effects, so the kind of the file is checked before.
     _check_regular(path, what, status)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
@@ -87,7 +87,7 @@ def read_file(path: Path, what: str, *, max_bytes: int) -> bytes:
     Args:
         path: The file, or a link to it.
         what: What the file holds, for messages.
-        max_bytes: The most it may hold.
+        max_bytes: The largest size allowed.
 
     Raises:
         ModelNotFoundError: There is no such file.

@@ -26,8 +26,8 @@ PICKLE_NAME: Final = "pytorch_model.bin"
 class CheckpointFolder:
     """The files of one checkpoint: each is opened when it is first needed, and only once.
 
-    Whatever is done with a checkpoint (telling its kind, checking, loading) takes its folder, so
-    that all of it sees the same files.
+    All functions that detect, check or load a checkpoint take its folder, so they see the same
+    files.
 
     Attributes:
         path: The folder.
@@ -107,7 +107,7 @@ class CheckpointFolder:
         """Refuses weights that are a pickle only.
 
         Raises:
-            ModelFileError: They are; names the way out.
+            ModelFileError: They are; the message names the cure.
         """
         if self.has_only_pickle:
             raise ModelFileError(
@@ -118,7 +118,7 @@ class CheckpointFolder:
             )
 
 
-# What functions that open a checkpoint take.
+# The argument of functions that open a checkpoint.
 Source = str | os.PathLike[str] | CheckpointFolder
 
 

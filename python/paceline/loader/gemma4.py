@@ -222,7 +222,7 @@ def _read_layers(text: Section, sizes: Sizes) -> tuple[Layer, ...]:
         raise text.error(
             "num_kv_shared_layers",
             f'an integer from 0 to {sizes.layers - 1}, below "{text.name("num_hidden_layers")}" '
-            "(a model in which no layer has KV of its own is an assistant, not a target)",
+            "(a model without KV is an assistant, not a target)",
         )
     first_shared = sizes.layers - num_shared
     last_owner = {layer_type: i for i, layer_type in enumerate(layer_types[:first_shared])}

@@ -3,9 +3,9 @@
 
 An assistant is a few Gemma 4 layers that compute queries only. Each reads the KV of the last layer
 of the target that is of its type and owns its KV. The input is the target's embedding of a token
-and a hidden state of the target's width. The output is logits, through an lm_head of its own, and
-the hidden state for the next step. The small sizes compute logits only for the tokens of the
-clusters whose centroids score best.
+and a hidden state of the target's width. The output is logits, through the assistant's own lm_head,
+and the hidden state for the next draft step. The small sizes compute logits only for the tokens of
+the clusters whose centroids score best.
 """
 
 from __future__ import annotations

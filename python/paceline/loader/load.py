@@ -25,7 +25,7 @@ def load_checkpoint(
             `tokenizer.json` and `generation_config.json`.
         dtype: The dtype of matrices in memory: "float32", "bfloat16", or "auto": bfloat16 when
             every matrix is stored as BF16, else float32, which holds F16 and F32 without loss.
-        device: Where the weights will lie: "cpu" or "cuda".
+        device: The device of the weights: "cpu" or "cuda".
         progress: Show a progress bar where standard error is a terminal.
 
     Returns:
@@ -37,7 +37,7 @@ def load_checkpoint(
         NotImplementedError: The model, or the way it is stored, is not supported; it has more than
             8 end-of-sequence ids; or there is no such device.
         ValueError: `dtype` is none of the above, or "bfloat16" for weights stored as F16.
-        MemoryError: There is no room for the weights.
+        MemoryError: There is not enough memory for the weights.
     """
     folder = as_folder(source)
     opened = open_checkpoint(folder, dtype)
@@ -60,7 +60,7 @@ def load_drafter(
         target: The target. A draft head is checked against it and takes its dtype.
         method: "draft_model", "eagle", "eagle3" or "gemma4_mtp"; None: the checkpoint decides.
         dtype: For a draft model, as for `load_checkpoint`.
-        device: Where the weights will lie: "cpu" or "cuda"; the target's.
+        device: The device of the weights: "cpu" or "cuda"; the target's.
         progress: Show a progress bar where standard error is a terminal.
 
     Returns:
@@ -72,7 +72,7 @@ def load_drafter(
             weights are a pickle.
         NotImplementedError: The drafter, or the way it is stored, is not supported.
         ValueError: It is for another method than `method`, or was made for another target.
-        MemoryError: There is no room for the weights.
+        MemoryError: There is not enough memory for the weights.
     """
     folder = as_folder(source)
     opened = open_any_drafter(folder, target.as_target(), method=method, dtype=dtype)
@@ -99,8 +99,8 @@ def load_pair(
         draft_source: The drafter's folder; None: no drafter.
         method: As for `load_drafter`.
         dtype: As for `load_checkpoint`.
-        device: Where the weights will lie: "cpu" or "cuda".
-        load_format: "auto", or "dummy" to make the weights up, as `load_dummy` does.
+        device: The device of the weights: "cpu" or "cuda".
+        load_format: "auto", or "dummy" for dummy weights, as `load_dummy` makes them.
         progress: As for `load_checkpoint`.
 
     Returns:

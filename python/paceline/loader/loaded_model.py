@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model with its weights in place."""
+"""A loaded model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with its weights in place, its tokenizer and its settings.
+    """A model with its weights, its tokenizer and its settings.
 
     Attributes:
         path: The checkpoint's folder.
@@ -35,7 +35,7 @@ class LoadedModel:
         tokenizer: The tokenizer; None for a folder without `tokenizer.json`, whose model takes
             token ids only.
         notes: Choices made while loading that a user may want to know about.
-        is_dummy: The weights are made up; see `load_dummy`.
+        is_dummy: The weights are dummy weights; see `load_dummy`.
     """
 
     path: Path

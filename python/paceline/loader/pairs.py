@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a target and a drafter belong together."""
+"""Checks that a target and a drafter fit each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .tokenizer import check_tokenizers
 def check_compatible(target: LoadedModel, draft: LoadedModel) -> None:
     """Checks that a drafter's token ids mean what the target's mean.
 
-    Token ids of made-up weights have no meaning, so without both tokenizers there is nothing to
+    With dummy weights token ids have no meaning, so without both tokenizers there is nothing to
     compare. A draft head seldom comes with a tokenizer; its sizes are checked.
 
     Raises:

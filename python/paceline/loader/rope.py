@@ -191,7 +191,7 @@ def _check_nested(parameters: Section) -> None:
     for key in parameters.values:
         if key not in LAYER_TYPES:
             raise ModelFileError(
-                f'{parameters.source}: key "{shorten(parameters.name(key))}" stands where one '
+                f'{parameters.source}: key "{shorten(parameters.name(key))}" is where one '
                 f"object per layer type is expected; allowed: {', '.join(LAYER_TYPES)}"
             )
 

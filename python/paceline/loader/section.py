@@ -14,7 +14,7 @@ from paceline._core import ModelFileError
 from .files import read_file
 from .messages import UnreadableNumber, shorten, show
 
-# JSON files of real checkpoints stay far below: the largest is the index of many shards.
+# JSON files of real checkpoints are far smaller; the largest is the index of many shards.
 MAX_CONFIG_BYTES: Final = 64 << 20
 MAX_INT: Final = 2**31 - 1
 
@@ -146,7 +146,7 @@ class Section:
         *,
         allow_zero: bool = False,
     ) -> float:
-        """A finite number above 0 (or from 0), as a float32 too, which is what it becomes."""
+        """A number above 0 (or from 0) that is finite and not rounded to 0 as a float32."""
         expected = "a finite number " + ("from 0" if allow_zero else "above 0")
         value = self._scalar(key, default, expected)
         if isinstance(value, bool) or not isinstance(value, int | float):

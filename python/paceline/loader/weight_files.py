@@ -23,11 +23,11 @@ from .section import read_json_object
 WEIGHTS_NAME: Final = "model.safetensors"
 INDEX_NAME: Final = "model.safetensors.index.json"
 
-# As the library allows.
+# The limit of the library.
 _MAX_HEADER_BYTES: Final = 100_000_000
 # Bytes of a tensor read at a time.
 _CHUNK_BYTES: Final = 16 << 20
-# What a file system allows.
+# The limit of file systems.
 _MAX_NAME_BYTES: Final = 255
 
 
@@ -54,7 +54,7 @@ class WeightFiles:
     """All weight files of a checkpoint.
 
     Attributes:
-        directory: The folder they lie in.
+        directory: The folder of the files.
         owners: The file of every tensor, by the tensor's name.
         has_index: They are shards with an index.
     """
@@ -72,14 +72,14 @@ class WeightFiles:
 class RawShard:
     """The bytes of the tensors in a safetensors file that `_core.SafetensorsFile` has accepted.
 
-    The file is read, not mapped: where it has become shorter that is an error, and no signal.
+    The file is read, not mapped, so a file that has become shorter gives an error, not a signal.
     """
 
     def __init__(self, path: Path) -> None:
-        """Opens the file and reads where each tensor lies.
+        """Opens the file and reads the offset of each tensor.
 
         Raises:
-            ModelFileError: It cannot be read, or is no longer what was accepted.
+            ModelFileError: It cannot be read, or has changed since it was accepted.
         """
         self._path = path
         self._fd = open_regular(path, "weights")
@@ -107,7 +107,7 @@ class RawShard:
             nbytes: How many bytes it has.
 
         Raises:
-            ModelFileError: The file is no longer what was accepted.
+            ModelFileError: The file has changed since it was accepted.
         """
         begin, end = self._offsets.get(name, (0, -1))
         if end - begin != nbytes:
@@ -116,7 +116,7 @@ class RawShard:
             yield self._read(offset, min(_CHUNK_BYTES, end - offset))
 
     def read(self, name: str, nbytes: int) -> bytes:
-        """The same in one piece."""
+        """The bytes of one tensor in one piece; errors as for `chunks`."""
         return b"".join(self.chunks(name, nbytes))
 
     def _read(self, offset: int, count: int) -> bytes:
@@ -173,17 +173,17 @@ def open_weights(directory: Path) -> WeightFiles:
         for name in shard.file.names():
             if name in owners:
                 raise ModelFileError(
-                    f"{path}: tensor {quote(name)} also lies in {owners[name].path.name}; expected "
+                    f"{path}: tensor {quote(name)} is also in {owners[name].path.name}; expected "
                     "every tensor in one shard"
                 )
             owners[name] = shard
     for name, shard_name in listing.items():
         owner = owners.get(name)
         if owner is None or owner.path.name != shard_name:
-            where = "no shard holds it" if owner is None else f"it lies in {owner.path.name}"
+            where = "no shard holds it" if owner is None else f"it is in {owner.path.name}"
             raise ModelFileError(
                 f"{directory / shard_name}: tensor {quote(name)} is missing, but {INDEX_NAME} says "
-                f"that it lies here; {where}"
+                f"that it is here; {where}"
             )
     return WeightFiles(directory, owners, has_index=True)
 
