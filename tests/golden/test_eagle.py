@@ -198,7 +198,7 @@ def oracle_target() -> tuple[Path, torch.Tensor]:
 def oracle_head(layout: str, path: Path) -> None:
     """A draft head that computes the next token from the hidden state alone, not from the token.
 
-    From the unit vector of t_i it makes that of t_{i+1}, which it feeds back and for which its
+    It maps the unit vector of t_i to that of t_{i+1}, which it feeds back and for which its
     lm_head gives the successor t_{i+2}. With a hidden state of another position, of another layer
     after the norm, or of an earlier iteration it drafts another token.
     """

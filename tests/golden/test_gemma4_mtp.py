@@ -2,8 +2,8 @@
 """Gemma 4's assistants against transformers and `gemma4_mtp_reference`, at temperature 0.
 
 Three comparisons lead from transformers to the engine. The reference equals transformers logit by
-logit where both mean the same: at position P, within the window. (Beyond the window, transformers
-shows a draft one key more than the target has in its window; it does not support P-1.) The engine
+logit where both are defined alike: at position P, within the window. (Beyond the window, a draft
+of transformers sees one key more than the target's window has; transformers has no P-1.) The engine
 emits in every iteration what the reference emits, at both positions and beyond the window. Within
 the window, at position P, it emits what transformers emits. `drafter_golden` says how runs are
 compared.
@@ -163,10 +163,10 @@ def known_sequence(spec: TinySpec, length: int) -> tuple[list[int], StatesWithKv
 
 
 def largest_difference(reference: Gemma4MtpReference, path: Path, target: TinySpec) -> float:
-    """The largest difference from transformers, relative to the largest logit.
+    """Returns the largest difference from transformers, relative to the largest logit.
 
-    Of three chained draft steps after sequences that fill the window, and after shorter ones.
-    Infinite where other tokens have logits.
+    It covers three chained draft steps, after sequences that fill the window and after shorter
+    ones. It is infinite if the two give logits to different tokens.
     """
     theirs = TransformersAssistant(path, reference.target)
     worst = 0.0
@@ -233,7 +233,7 @@ def check_iterations(
 @pytest.mark.parametrize("position", POSITIONS)
 @pytest.mark.parametrize("case", RUN_CASES)
 def test_every_iteration_equals_the_reference(case: str, position: str) -> None:
-    """Far beyond the window of 8."""
+    """The sequences are much longer than the window of 8."""
     target, spec = CASES[case]
     path, reference = trained(target, spec, position)
     check_iterations(reference, target, *run(target, path, position))
@@ -241,7 +241,7 @@ def test_every_iteration_equals_the_reference(case: str, position: str) -> None:
 
 @pytest.mark.parametrize("case", ["31B-like", "E2B-like", "unified", "full layers first"])
 def test_every_iteration_equals_transformers(case: str) -> None:
-    """Within the window, at the position that transformers uses."""
+    """The sequences fit the window; the position is that of transformers."""
     target, spec = CASES[case]
     target = replace(target, window=64)
     path, _ = trained(target, spec, "next")
@@ -251,7 +251,7 @@ def test_every_iteration_equals_transformers(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["31B-like", "E2B-like"])
 def test_the_other_position(case: str) -> None:
-    """At the other position an assistant is less often right, exactly as its reference."""
+    """At the other position an assistant is right less often, exactly as often as its reference."""
     target, spec = CASES[case]
     path, reference = trained(target, spec, "next")
     tokens, emitted = run(target, path, "last")
@@ -333,7 +333,7 @@ def test_an_oracle_is_always_right(
 ) -> None:
     """An assistant that computes the next token from the hidden state alone, not from the token.
 
-    From the unit vector of t_{P-1} it makes that of t_P, which it feeds back and for which its
+    It maps the unit vector of t_{P-1} to that of t_P, which it feeds back and for which its
     lm_head gives the successor t_{P+1}. With a hidden state of an earlier iteration or of another
     position it drafts another token. With clusters, only the right token's cluster has logits.
     """

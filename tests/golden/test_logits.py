@@ -76,8 +76,8 @@ SPECS = [
     TinySpec("llama", seed=12, shards=3),
     TinySpec("gemma3", seed=12, shards=2, dtype="bfloat16"),
     TinySpec("qwen3", seed=13, vocab_size=131, hidden_size=72, intermediate_size=90, head_dim=18),
-    # Gemma 4, by default the small sizes: the last half of the layers shares KV and has wide MLPs,
-    # all have per-layer inputs. Then without each, in both spellings.
+    # Gemma 4, by default as the small sizes: the last half of the layers shares KV and has wide
+    # MLPs, and all layers have per-layer inputs. Then without each feature, in both spellings.
     TinySpec("gemma4", seed=30, old_spelling=True, logit_soft_cap=8.0),
     TinySpec("gemma4", seed=31, shared_layers=0),
     TinySpec("gemma4", seed=32, per_layer_size=0, shared_layers=2, wide_mlp=False),
@@ -176,7 +176,7 @@ def test_prefixes_of_gemma3(prefix: str, architecture: str, tmp_path: Path) -> N
     ],
 )
 def test_prefixes_of_gemma4(prefix: str, architecture: str, tmp_path: Path) -> None:
-    """As part of a multimodal checkpoint too, with the unused tensors of published files."""
+    """The same in a multimodal checkpoint, with the unused tensors of published files."""
     import torch
 
     spec = TinySpec("gemma4", seed=24, unified="Unified" in architecture)
@@ -261,7 +261,7 @@ def _rotate_whole_head(config: dict[str, Any]) -> None:
 
 
 def _shrink_frequencies(config: dict[str, Any]) -> None:
-    rope = config["ropes"][1]  # as if the rotated part were a head of its own
+    rope = config["ropes"][1]  # as if the rotated part were a whole head
     rotated = sum(value > 0 for value in rope["inv_freq"])
     values = [1_000_000.0 ** (-i / rotated) for i in range(rotated)]
     rope["inv_freq"] = values + [0.0] * (len(rope["inv_freq"]) - rotated)
@@ -292,7 +292,7 @@ WRONG_FACTS_OF_GEMMA4: dict[str, Callable[[dict[str, Any]], None]] = {
 
 @pytest.mark.parametrize("fact", WRONG_FACTS_OF_GEMMA4)
 def test_a_wrong_fact_of_gemma4_shows(fact: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same for the switches that only Gemma 4 has."""
+    """As `test_a_wrong_fact_shows`, for the switches that only Gemma 4 has."""
     spec = TinySpec("gemma4", seed=1, logit_soft_cap=8.0)
     _check_that_it_shows(spec, WRONG_FACTS_OF_GEMMA4[fact], monkeypatch)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logprobs against transformers, in float32, on tiny random checkpoints, with a drafter.
 
-A logprob is a difference of two numbers of the size of logits, so it may be off by twice what
-test_logits.py allows a logit.
+A logprob is a difference of two numbers of the size of logits, so the tolerance is twice that of
+test_logits.py.
 """
 
 from __future__ import annotations
@@ -57,26 +57,26 @@ def test_prompts_and_outputs(spec: TinySpec, tmp_path: Path) -> None:
         assert output.prompt_logprobs[0] is None
         ids = [*prompt, *completion.token_ids]
         logits = torch.from_numpy(reference_logits(target, ids)).double()
-        places = [*output.prompt_logprobs[1:], *completion.logprobs]
+        positions = [*output.prompt_logprobs[1:], *completion.logprobs]
         tolerance = RELATIVE_TOLERANCE * float(logits.abs().max())
         reference = torch.log_softmax(logits, dim=-1)
-        for row, (token, place) in enumerate(zip(ids[1:], places, strict=True)):
-            assert place is not None
-            check_place(place, token, reference[row], tolerance)
+        for row, (token, position) in enumerate(zip(ids[1:], positions, strict=True)):
+            assert position is not None
+            check_position(position, token, reference[row], tolerance)
 
 
-def check_place(
-    place: TokenLogprobs, token: int, reference: torch.Tensor, tolerance: float
+def check_position(
+    position: TokenLogprobs, token: int, reference: torch.Tensor, tolerance: float
 ) -> None:
     """Compares one position; logprobs that differ by less than the tolerance may swap ranks."""
-    assert next(iter(place)) == token
-    for other, entry in place.items():
+    assert next(iter(position)) == token
+    for other, entry in position.items():
         assert entry.logprob == pytest.approx(reference[other].item(), abs=tolerance)
         least = 1 + int((reference > reference[other] + 2 * tolerance).sum())
         most = 1 + int((reference > reference[other] - 2 * tolerance).sum())
         assert least <= entry.rank <= most
-    best = [entry for entry in place.values() if entry.rank <= NUM_BEST]
+    best = [entry for entry in position.values() if entry.rank <= NUM_BEST]
     assert sorted(entry.rank for entry in best) == list(range(1, NUM_BEST + 1))
-    assert len(place) == NUM_BEST + (place[token].rank > NUM_BEST)
+    assert len(position) == NUM_BEST + (position[token].rank > NUM_BEST)
     ordered = sorted(best, key=lambda entry: entry.rank)
     assert all(a.logprob >= b.logprob for a, b in itertools.pairwise(ordered))

@@ -2,12 +2,12 @@
 """Speculative output == plain output over the whole matrix: tokens, and logprobs bit for bit.
 
 Axes: family x drafter x k x block size x prefill chunk x batch x driver x early stop of drafting x
-position of drafts x device lateness x temperature x window lists x room for blocks x neighbours
-that are cancelled at random x samples a request, which are plain requests of their own. Assistants
-of Gemma 4 draft for its targets only.
+position of drafts x device lateness x temperature x window lists x size of the KV pool x neighbours
+that are cancelled at random x samples per request. The reference runs every sample as a separate
+plain request. Assistants of Gemma 4 draft for its targets only.
 
-Level 1 (CI) runs a pairwise cover of all axes and 200 random cells; PACELINE_TEST_LEVEL=3 as many
-random ones as an hour or two has room for, of more than a hundred million.
+Level 1 (CI) runs a pairwise cover of all axes and 200 random cells; PACELINE_TEST_LEVEL=3 runs
+20,000 random cells, of more than a hundred million, which takes an hour or two.
 PACELINE_SEED replaces the seed of the random cells; failures print the cell.
 """
 
@@ -55,8 +55,8 @@ ASSISTANTS = {
 
 AXES: dict[str, tuple[Any, ...]] = {
     "family": tuple(TARGETS),
-    # A noisy copy agrees often, a model of the same family but other weights seldom. EAGLE heads
-    # and assistants are random, too, and prompt lookup hits by chance.
+    # A noisy copy agrees often, a model of the same family with other weights seldom. EAGLE draft
+    # heads and assistants are random too, and prompt lookup is right by accident.
     "drafter": (
         "self",
         "noisy",
@@ -215,10 +215,10 @@ def jobs(batch: int) -> tuple[Job, ...]:
     )
 
 
-def apart(work: tuple[Job, ...], num_samples: int) -> tuple[Job, ...]:
-    """The samples as requests of their own, in the order of `run`.
+def as_separate_requests(work: tuple[Job, ...], num_samples: int) -> tuple[Job, ...]:
+    """Returns every sample as a separate request, in the order of `run`.
 
-    What is said of the prompt comes with the first sample, for all.
+    The first sample returns the prompt's logprobs for all samples.
     """
     return tuple(
         replace(
@@ -287,7 +287,7 @@ def run(
 
 
 def tight_bytes(cell: Cell, target: LoadedModel, draft: _core.Model | None) -> int:
-    """A pool in which the longest job fits alone, and hardly another one beside it."""
+    """Returns the bytes of a pool that holds the longest job and hardly another one."""
     low, high = 1 << 15, 1 << 26
     longest = max(jobs(cell.batch), key=lambda job: len(job.prompt) + job.max_tokens)
     extra = 60 if cell.has_neighbours else 0
@@ -337,7 +337,7 @@ def plain_outcomes(
     family: str, dtype: str, batch: int, temperature: float, use_window_lists: bool,
     num_samples: int,
 ) -> tuple[Outcome, ...]:  # fmt: skip
-    """The reference: no drafter, one thread, room for everything, no samples."""
+    """The reference: no drafter, one thread, a pool for all jobs, one sample per request."""
     executor = _core.Executor(
         model(family, "target", dtype).model,
         None,
@@ -351,7 +351,7 @@ def plain_outcomes(
         },
     )
     try:
-        return tuple(run(executor, apart(jobs(batch), num_samples), temperature))
+        return tuple(run(executor, as_separate_requests(jobs(batch), num_samples), temperature))
     finally:
         executor.close()
 
@@ -359,8 +359,10 @@ def plain_outcomes(
 totals = {"drafted": 0, "accepted": 0, "preemptions": 0, "shared": 0}
 
 
-def check(cell: Cell, **judged: Any) -> None:
-    """Compares one cell; `judged`: executor options of another acceptance than coupled."""
+def check(cell: Cell, **acceptance: Any) -> None:
+    """Compares one cell with plain decoding.
+
+    `acceptance` are executor options that choose another acceptance method than coupled."""
     target = model(cell.family, "target", cell.dtype)
     is_model = cell.drafter != "ngram"
     draft = model(cell.family, cell.drafter, cell.dtype).model if is_model else None
@@ -369,7 +371,7 @@ def check(cell: Cell, **judged: Any) -> None:
         cell.num_samples,
     )  # fmt: skip
     kv_cache_bytes = tight_bytes(cell, target, draft) if cell.is_tight else 32 << 20
-    executor = _core.Executor(target.model, draft, options(cell, kv_cache_bytes) | judged)
+    executor = _core.Executor(target.model, draft, options(cell, kv_cache_bytes) | acceptance)
     try:
         actual = run(
             executor, jobs(cell.batch), cell.temperature,
@@ -388,7 +390,9 @@ def check(cell: Cell, **judged: Any) -> None:
         totals["drafted"] += got.drafted
         totals["accepted"] += got.accepted
         if cell.drafter == "self":
-            assert got.accepted == got.drafted, f"job {i} of {cell}: a draft of its own refused"
+            assert got.accepted == got.drafted, (
+                f"job {i} of {cell}: a draft of the target itself was rejected"
+            )
 
 
 @pytest.mark.parametrize("cell", pairwise_cover(), ids=str)
@@ -413,7 +417,7 @@ def test_cells() -> None:
 @pytest.mark.parametrize("method", ["standard", "block"])
 @pytest.mark.parametrize("samples_drafts", [True, False])
 def test_other_acceptance_at_temperature_zero(method: str, samples_drafts: bool) -> None:
-    """The law of one token: these methods have no choice either, whatever the drafts."""
+    """At temperature 0 the distribution has one token, so these methods are exact too."""
     rng = random.Random(f"{SEED}-{method}-{samples_drafts}")
     for drafter in AXES["drafter"]:
         cell = random_cell(rng, drafter=drafter, temperature=0.0)
@@ -427,8 +431,8 @@ def test_other_acceptance_at_temperature_zero(method: str, samples_drafts: bool)
         )
 
 
-def test_the_cells_meant_something() -> None:
-    """Runs last: drafts were kept and refused, sequences preempted, and prompts shared."""
+def test_the_cells_had_drafts_preemptions_and_shared_prompts() -> None:
+    """Runs last: drafts were accepted and rejected, sequences preempted, and prompts shared."""
     if totals["drafted"] == 0:
         check(random_cell(random.Random(1)))
     assert 0 < totals["accepted"] < totals["drafted"]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampled speculative output == plain output with trained models, where drafts are really kept.
+"""Sampled speculative output == plain output with trained models, where drafts are often accepted.
 
 200 prompts x k 1 to 8 x three drafters x five temperatures x random mixes of top-k, top-p, min-p,
-penalties and bias x batch 1 and 32 x room for blocks. Level 1 (CI) gives each prompt one of the
+penalties and bias x batch 1 and 32 x size of the KV pool. Level 1 (CI) gives each prompt one of the
 temperatures, PACELINE_TEST_LEVEL=3 all of them. PACELINE_SEED replaces the seed; failures print it.
 """
 
@@ -32,7 +32,7 @@ def test_speculative_output_is_plain_output(drafter: str, k: int, batch: int) ->
 
 
 def test_sequences_were_preempted() -> None:
-    """Runs last; alone it runs a cell of its own."""
+    """Runs last. If no other test has run, it runs one cell itself."""
     if totals.preemptions == 0:
         totals.preemptions = check_cell(
             "eagle3", 4, 32, device="cpu", seed=SEED, is_full=False, is_tight=True

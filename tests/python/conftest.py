@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Python tests share: tiny random models, alone, with a drafter, and to break."""
+"""Fixtures of the Python tests: tiny random models, pairs with a drafter, and copies to break."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tiny_models import TinySpec, make
 
 @pytest.fixture(autouse=True)
 def auto_is_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Device "auto" is the CPU, on machines with a GPU too; test_cuda.py is for those."""
+    """Makes "auto" the CPU even on machines with a GPU, which test_cuda.py tests."""
     if request.node.path.name != "test_cuda.py":
         monkeypatch.setattr("paceline.device._auto_device", lambda: "cpu")
 
 
 @pytest.fixture
 def copy_of(tmp_path: Path) -> Callable[..., Path]:
-    """Copies a tiny checkpoint to where the test may break it."""
+    """Copies a tiny checkpoint into a folder in which the test may break it."""
 
     def copy(spec: tiny_models.TinySpec | None = None) -> Path:
         original = tiny_models.make(spec or tiny_models.TinySpec())
@@ -40,8 +40,8 @@ def copy_of(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def head(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a head for the target of `eagle_pair`, or for another one, into a folder."""
+def draft_head(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a draft head for the target of `eagle_pair`, or for another one, into a folder."""
 
     def write(
         spec: EagleSpec | str = "eagle3", target: TinySpec = eagle_pair.TARGET, **changes: Any
@@ -55,7 +55,7 @@ def head(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def assistant(tmp_path: Path) -> Callable[..., Path]:
-    """Writes an assistant for that of `assistant_pair`, or another target, into a folder."""
+    """Writes an assistant for the target of `assistant_pair`, or for another one, into a folder."""
 
     def write(
         spec: AssistantSpec = assistant_pair.CLUSTERS,
@@ -77,14 +77,14 @@ def target_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def draft_dir(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target with noise on its weights: some of its drafts are kept, some are not."""
+    """The target with noise on its weights: some of its drafts are accepted, some are not."""
     out = tmp_path_factory.mktemp("draft") / "draft"
     return tiny_models.perturbed_copy(target_dir, out, noise=0.03, seed=1)
 
 
 @pytest.fixture(scope="session")
 def speculative_config(draft_dir: Path) -> dict[str, Any]:
-    """What a user writes."""
+    """The configuration as a user writes it."""
     return {"method": "draft_model", "model": str(draft_dir), "num_speculative_tokens": 4}
 
 

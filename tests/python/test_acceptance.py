@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLM with `standard` and `block` acceptance: what reaches the engine, and what comes out."""
+"""LLM with `standard` and `block` acceptance: the options that reach the engine, and the output."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from paceline import LLM, SamplingParams
 
 PROMPTS = [[1, 2, 3], [40] * 33, [7, 8, 9, 10], [5]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
-DRAWN = [SamplingParams(temperature=1.0, max_tokens=24, seed=i) for i in range(len(PROMPTS))]
-LOOKED_UP = {
+SAMPLED = [SamplingParams(temperature=1.0, max_tokens=24, seed=i) for i in range(len(PROMPTS))]
+PROMPT_LOOKUP = {
     "method": "ngram",
     "prompt_lookup_min": 1,
     "prompt_lookup_max": 3,
@@ -36,7 +36,7 @@ def tokens(llm: LLM, params: SamplingParams | list[SamplingParams]) -> list[list
         ({"draft_sample_method": "greedy"}, (False, 0)),
     ],
 )
-def test_the_law_is_the_targets_and_at_temperature_zero_its_tokens(
+def test_tokens_at_temperature_0_are_those_of_plain_decoding(
     target_dir: Path,
     plain_llm: LLM,
     speculative_config: dict[str, Any],
@@ -52,23 +52,23 @@ def test_the_law_is_the_targets_and_at_temperature_zero_its_tokens(
             assert seen["accept_method"] == method
             assert (seen["samples_drafts"], seen["num_draft_proposals"]) == options
             assert tokens(llm, GREEDY) == tokens(plain_llm, GREEDY)
-            runs.append(tokens(llm, DRAWN))
-            (output,) = llm.generate([PROMPTS[0]], DRAWN[0])
+            runs.append(tokens(llm, SAMPLED))
+            (output,) = llm.generate([PROMPTS[0]], SAMPLED[0])
             assert output.metrics is not None
             counters = output.metrics.speculative_decoding
             assert counters is not None
             assert counters["num_draft_tokens"] >= counters["num_accepted_draft_tokens"] >= 0
     assert runs[0] == runs[1]
-    assert runs[0] != tokens(plain_llm, DRAWN)
+    assert runs[0] != tokens(plain_llm, SAMPLED)
 
 
 @METHODS
-def test_what_is_looked_up_is_certain(target_dir: Path, plain_llm: LLM, method: str) -> None:
-    config = LOOKED_UP | {"rejection_sample_method": method}
+def test_prompt_lookup_is_greedy(target_dir: Path, plain_llm: LLM, method: str) -> None:
+    config = PROMPT_LOOKUP | {"rejection_sample_method": method}
     with LLM(target_dir, speculative_config=config, max_num_seqs=8) as llm:
         assert llm._executor.options["samples_drafts"] is False
         assert tokens(llm, GREEDY) == tokens(plain_llm, GREEDY)
-        for row in tokens(llm, DRAWN):
+        for row in tokens(llm, SAMPLED):
             assert len(row) == 24
 
 

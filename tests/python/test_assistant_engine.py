@@ -85,7 +85,7 @@ def test_output_is_that_of_plain_decoding(
         assert llm._executor.check_integrity() == ""
 
 
-def test_it_has_no_cache_of_its_own(assistant: Callable[..., Path]) -> None:
+def test_an_assistant_has_no_kv_cache(assistant: Callable[..., Path]) -> None:
     config = {"model": str(assistant()), "num_speculative_tokens": 3}
     engine = {key: value for key, value in ENGINE.items() if key != "kv_cache_bytes"}
     with LLM(make(TARGET), **engine) as llm:
@@ -120,9 +120,9 @@ def test_loaded_drafter_of_another_target(assistant: Callable[..., Path]) -> Non
 def test_position_of_another_drafter(tmp_path: Path) -> None:
     """The method is only known after loading."""
     spec = EagleSpec("eagle3", aux_layers=(1, 3, 5), owns_embedding=False)
-    head = eagle_models.write(spec, make(TARGET), tmp_path / "head")
+    draft_head = eagle_models.write(spec, make(TARGET), tmp_path / "head")
     config = {
-        "model": str(head), "num_speculative_tokens": 2, "x": {"draft_position": "next"},
+        "model": str(draft_head), "num_speculative_tokens": 2, "x": {"draft_position": "next"},
     }  # fmt: skip
     with raises(ValueError, "draft_position'] is 'next'", "'eagle3'", "'gemma4_mtp'"):
         LLM(make(TARGET), speculative_config=config, **ENGINE)

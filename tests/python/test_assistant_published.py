@@ -76,7 +76,7 @@ E2B_ASSISTANT: dict[str, Any] = {
 
 
 def published(size: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Configurations of a target and its assistant, without the keys that text does not use."""
+    """Configurations of a target and its assistant, without keys that do not concern text."""
     hidden, layers, heads, kv_heads, full_kv_heads, window, shared = {
         "E2B": (1536, 35, 8, 1, None, 512, 20),
         "E4B": (2560, 42, 8, 2, None, 512, 18),
@@ -196,7 +196,7 @@ def test_e2b_as_published() -> None:
 def test_sizes_as_published(
     size: str, num_tensors: int, num_parameters: int, step_mib: float
 ) -> None:
-    """Every tensor but the order of tokens, and the parameters that one draft step reads."""
+    """Counts tensors, without the order of tokens, and the parameters of a draft step."""
     hf_config = published(size)[1]
     family, notes = translate_assistant(Section(hf_config, size), target_as_published(size))
     assert notes == []
@@ -208,7 +208,7 @@ def test_sizes_as_published(
 
 @pytest.mark.parametrize("size", ["E2B", "12B"])
 def test_matrices_of_the_target_are_counted(size: str) -> None:
-    """Shared KV, keys as values and per-layer embeddings, whose table is only looked up."""
+    """Shared KV, keys as values, and per-layer embeddings, whose table is in no product."""
     hf_config = published(size)[0]
     specs = families.translate(parse_hf_config(hf_config, size, families.ARCHITECTURES)).tensors
     matrices = [spec for spec in specs if spec.is_matrix and spec.name != "per_layer.embed.weight"]

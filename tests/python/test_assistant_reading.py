@@ -78,7 +78,9 @@ def test_name_map(assistant: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize("target", [TARGET, DENSE, replace(DENSE, unified=True)])
-def test_both_spellings_say_the_same(target: TinySpec, assistant: Callable[..., Path]) -> None:
+def test_both_spellings_give_the_same_description(
+    target: TinySpec, assistant: Callable[..., Path]
+) -> None:
     path = assistant(target=target)
     new = read_json(path / "config.json")
     assert "per_layer_config" in new["text_config"]
@@ -135,7 +137,7 @@ def test_the_factor_on_embeddings_is_the_targets(assistant: Callable[..., Path])
 
 
 @pytest.mark.parametrize("cap", [0.0, 12.5])
-def test_a_cap_of_its_own(cap: float, assistant: Callable[..., Path]) -> None:
+def test_the_cap_is_that_of_the_assistant(cap: float, assistant: Callable[..., Path]) -> None:
     """The assistant's own soft cap is used, not the target's, which is 30."""
     assert opened(assistant(logit_soft_cap=cap)).config["logit_soft_cap"] == cap
 
@@ -206,18 +208,18 @@ def test_an_assistant_is_no_other_drafter(method: str, assistant: Callable[..., 
 def test_other_drafters_are_no_assistants(tmp_path: Path) -> None:
     with raises(ValueError, "'gemma4_mtp'", "'draft_model'", "no tensor 'pre_projection.weight'"):
         detect_method(make(TARGET), "gemma4_mtp")
-    head = eagle_models.write(EagleSpec("eagle"), make(TinySpec("llama")), tmp_path / "head")
+    draft_head = eagle_models.write(EagleSpec("eagle"), make(TinySpec("llama")), tmp_path / "head")
     with raises(ValueError, "'gemma4_mtp'", "'eagle'", "tensor 'fc.weight'"):
-        detect_method(head, "gemma4_mtp")
+        detect_method(draft_head, "gemma4_mtp")
 
 
 def test_configuration_and_tensors_contradict(
     assistant: Callable[..., Path], tmp_path: Path
 ) -> None:
-    head = eagle_models.write(EagleSpec("eagle"), make(TinySpec("llama")), tmp_path / "head")
-    edit_config(head, architectures=["Gemma4AssistantForCausalLM"])
+    draft_head = eagle_models.write(EagleSpec("eagle"), make(TinySpec("llama")), tmp_path / "head")
+    edit_config(draft_head, architectures=["Gemma4AssistantForCausalLM"])
     with raises(ModelFileError, "'gemma4_mtp'", "'fc.weight'", "'eagle'"):
-        detect_method(head)
+        detect_method(draft_head)
     path = assistant()
     edit_config(path, architectures=["LlamaForCausalLMEagle3"])
     with raises(ModelFileError, "'eagle3'", "'pre_projection.weight'", "'gemma4_mtp'"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong input: each gives one clear error and harms nothing.
+"""Wrong input: each value gives one clear error and does not affect the engine.
 
 Broken checkpoints are in test_loader_*.py, configurations in test_config.py.
 """
@@ -241,7 +241,9 @@ def test_max_model_len_beyond_the_target(target_dir: Path) -> None:
     refuses(lambda: LLM(target_dir, max_model_len=2049), "2049", "1 to 2048", target_dir)
 
 
-def test_drafter_that_was_made_for_less(target_dir: Path, draft_dir: Path, tmp_path: Path) -> None:
+def test_drafter_that_supports_fewer_positions(
+    target_dir: Path, draft_dir: Path, tmp_path: Path
+) -> None:
     short = tiny_models.copy_checkpoint(draft_dir, tmp_path / "short")
     tiny_models.edit_config(short, max_position_embeddings=100)
     config = {"model": str(short), "num_speculative_tokens": 2}
@@ -510,7 +512,7 @@ def test_tokens_of_a_prompt_that_the_model_does_not_have(target_dir: Path, tmp_p
         refuses(lambda: few.generate(["a", "zz"], GREEDY), "prompts[", "vocab_size is 20")
 
 
-def test_a_drafter_is_looked_at_before_the_target_is_read(
+def test_a_drafter_is_checked_before_the_target_is_read(
     target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read(*_: Any, **__: Any) -> None:

@@ -136,7 +136,7 @@ def test_demo_pair(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["device"] == "cpu" and report["accept_method"] == "coupled"
 
 
-def test_the_drafter_that_is_named_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_named_drafter_runs(capsys: pytest.CaptureFixture[str]) -> None:
     target = demo_paths("draft_model")[0]
     named = json.dumps({"model": str(target), "num_speculative_tokens": 2})
     assert bench("--demo", "--json", "--host-only", "--speculative-config", named) == 0
@@ -212,10 +212,10 @@ def test_draft_heads_that_ship_as_configurations() -> None:
     configs = Path(models.__file__).parent / "configs"
     read = {path.stem: json.loads(path.read_text()) for path in configs.glob("*.json")}
 
-    def described(target: str, head: str) -> dict[str, Any]:
+    def described(target: str, draft_head: str) -> dict[str, Any]:
         config = decoder_config(read[target], "bfloat16")
         facts = Target(Path(target), read[target]["architectures"][0], config, "bfloat16")
-        return drafter_config(read[head], facts, source=head)
+        return drafter_config(read[draft_head], facts, source=draft_head)
 
     eagle3 = described("qwen3-8b", "qwen3-8b-eagle3")
     # fc, the layer with its doubled qkv input, and 32,000 rows of lm_head.
@@ -423,19 +423,19 @@ def test_a_window_bounds_what_is_read() -> None:
 def test_bytes_and_arithmetic_of_an_iteration(config_dir: Path) -> None:
     model = models.load(str(config_dir), dummy=True)
     body = models.count_body_parameters(model.config)
-    head = 128 * 64
-    assert body + head == models.count_matrix_parameters(model.config)
+    lm_head = 128 * 64
+    assert body + lm_head == models.count_matrix_parameters(model.config)
     workload = latency.Workload(concurrency=5, input_len=20, output_len=8)
     assert workload.mean_context == 24
     attention = models.attention_flops(model.config, 24)
     plain = latency._iteration_flops(model, None, 0, workload)
-    assert plain == 5 * (2 * body + attention + 2 * head)
+    assert plain == 5 * (2 * body + attention + 2 * lm_head)
     k = 3
     speculative = latency._iteration_flops(model, model, k, workload)
     rows = 2 * (
         k + 1
     )  # target: k + 1 verified; drafter: 2 in the first pass, then 1 in each of k - 1
-    assert speculative == 5 * (rows * (2 * body + attention) + (k + 1 + k) * 2 * head)
+    assert speculative == 5 * (rows * (2 * body + attention) + (k + 1 + k) * 2 * lm_head)
     kv = models.kv_bytes_read(model.config, 24, 4)
     assert kv == 2 * 2 * 16 * 4 * (8 + 8 + 24)
     assert latency._iteration_kv_bytes(model, model, k, workload) == 5 * (1 + k) * kv
@@ -449,8 +449,13 @@ def test_rows_of_a_drafter(config_dir: Path, kind: str, num_rows: int) -> None:
     # With k = 3: rows of the first pass, then one row in each of two more.
     model = models.load(str(config_dir), dummy=True)
     workload = latency.Workload(concurrency=5, input_len=20, output_len=8)
-    head = {"kind": kind, "draft_vocab_size": 100, "target_hidden_size": 64, "aux_layers": [1]}
-    drafter = {} if kind == "draft_model" else {"drafter": head}
+    draft_head = {
+        "kind": kind,
+        "draft_vocab_size": 100,
+        "target_hidden_size": 64,
+        "aux_layers": [1],
+    }
+    drafter = {} if kind == "draft_model" else {"drafter": draft_head}
     config = model.config | drafter
     draft = replace(model, loaded=replace(model.loaded, config=config))
     alone = latency._iteration_flops(model, None, 3, workload)

@@ -220,7 +220,7 @@ SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_lengt
         (SYNTHETIC, "1", ["'synthetic'", "artificial"]),
     ],
 )
-def test_compare_refuses_what_differs_by_design(
+def test_compare_refuses_methods_that_differ_by_design(
     generate: list[str],
     speculative_config: dict[str, Any],
     changes: dict[str, Any],
@@ -238,7 +238,7 @@ def test_compare_refuses_what_differs_by_design(
         assert message in captured.err
 
 
-def test_compare_of_ratios_at_temperature_0(
+def test_compare_with_standard_and_block_at_temperature_0(
     generate: list[str], speculative_config: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     exact = json.dumps(speculative_config | {"rejection_sample_method": "block"})
@@ -345,13 +345,15 @@ def test_exit_codes(
     assert cli.main(generate) == code
 
 
-def test_a_bug_of_ours_is_not_hidden(generate: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_is_not_hidden(
+    generate: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delattr("paceline.llm.load_pair")
     with pytest.raises(NameError):
         cli.main(generate)
 
 
-def test_a_reader_that_leaves(generate: list[str]) -> None:
+def test_a_reader_that_closes_the_pipe(generate: list[str]) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "paceline", *generate, "--max-tokens", "1900"],
         stdout=subprocess.PIPE,
@@ -424,7 +426,7 @@ def test_doctor_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "PACELINE_CUBLASLT" in doctor.report_text(report)
 
 
-def test_doctor_reports_what_is_wrong(
+def test_doctor_reports_failures(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gone = demo.Demo("draft_model", tmp_path / "a", tmp_path / "b", 4)

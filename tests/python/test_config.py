@@ -150,7 +150,7 @@ METHODS_WITH_LAWS = pytest.mark.parametrize("method", ["standard", "block"])
 
 
 @METHODS_WITH_LAWS
-def test_drafts_have_distributions(method: str) -> None:
+def test_draft_options_of_standard_and_block(method: str) -> None:
     config = GOOD | {"rejection_sample_method": method}
     parsed = SpeculativeConfig.parse(config)
     assert (parsed.draft_sample_method, parsed.draft_proposals) == ("probabilistic", 64)

@@ -27,7 +27,7 @@ from paceline.loader.convert import convert
 
 DRIVERS = ("unrolled", "replay", "while", "eager")
 VOCAB = 256
-# Longer than the windows, so that old blocks are given back.
+# Longer than the windows, so that old blocks are released.
 MAX_MODEL_LEN = 256
 WINDOW = 24
 DEMO_PROMPTS = Path(__file__).parents[1] / "support" / "demo_prompts.json"
@@ -35,7 +35,7 @@ DEMO_PROMPTS = Path(__file__).parents[1] / "support" / "demo_prompts.json"
 
 @pytest.fixture(scope="session", autouse=True)
 def gpu() -> Any:
-    """What the runtime says of the GPU."""
+    """The status of the GPU, as the runtime reports it."""
     status = _core.cuda_status()
     if not status["is_usable"]:
         if os.environ.get("PACELINE_REQUIRE_GPU") == "1":
@@ -60,7 +60,7 @@ def target() -> Path:
 
 @pytest.fixture(scope="session")
 def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target with noise on its weights: some of its drafts are kept, some are not."""
+    """The target with noise on its weights: some of its drafts are accepted, some are not."""
     out = tmp_path_factory.mktemp("cuda-draft") / "draft"
     return tiny_models.perturbed_copy(target, out, noise=0.03, seed=1)
 
@@ -214,7 +214,7 @@ def test_other_families(family: str, draft: Path) -> None:
         {"prefill_chunk_size": 16},
         {"block_size": 32},
         {"max_num_batched_tokens": 64},
-        # Room for one sequence and hardly another: some are preempted.
+        # A pool for one sequence and hardly another: some are preempted.
         {"kv_cache_bytes": 3 << 20},
     ],
     ids=str,
@@ -253,18 +253,18 @@ def plain_logprobs(path: Path) -> list[Any]:
             logits = torch.from_numpy(llm.logits(ids)).double()
             expected = torch.log_softmax(logits, dim=-1)
             nothing: list[Any] = [None] * len(prompt)
-            places = [
+            positions = [
                 *(output.prompt_logprobs or nothing),
                 *(completion.logprobs or [None] * len(completion.token_ids)),
             ]
-            assert len(places) == len(ids) and places[0] is None
+            assert len(positions) == len(ids) and positions[0] is None
             assert (completion.logprobs is None) == (params.logprobs is None)
             assert (output.prompt_logprobs is None) == (params.prompt_logprobs is None)
-            for row, (token, place) in enumerate(zip(ids[1:], places[1:], strict=True)):
-                if place is None:
+            for row, (token, position) in enumerate(zip(ids[1:], positions[1:], strict=True)):
+                if position is None:
                     continue
-                assert next(iter(place)) == token
-                for other, entry in place.items():
+                assert next(iter(position)) == token
+                for other, entry in position.items():
                     assert entry.logprob == pytest.approx(expected[row, other].item(), abs=2e-6)
                     assert entry.rank == 1 + int((logits[row] > logits[row, other]).sum())
     return [(output.outputs, output.prompt_logprobs) for output in outputs]
@@ -331,7 +331,7 @@ def test_trained_drafters_change_no_token(name: str, driver: str, temperature: f
 @pytest.mark.parametrize("k", range(1, 9))
 @pytest.mark.parametrize("drafter", sampling_jobs.DRAFTERS)
 def test_sampling_parameters_change_no_token(drafter: str, k: int, batch: int) -> None:
-    """200 prompts, each with parameters of its own; in the large batch at every temperature."""
+    """200 prompts with different parameters; in the large batch at every temperature."""
     seen = sampling_jobs.check_cell(
         drafter, k, batch, device="cuda", seed=5, is_full=batch > 1, is_tight=k % 2 == 0
     )
@@ -339,7 +339,7 @@ def test_sampling_parameters_change_no_token(drafter: str, k: int, batch: int) -
 
 
 @pytest.mark.parametrize("name", demo_names())
-def test_outputs_of_a_prompt_are_requests_of_their_own(name: str) -> None:
+def test_outputs_of_a_prompt_equal_separate_requests(name: str) -> None:
     demo = find_demo(name)
     texts, params = demo_requests(0.8)
     several = [dataclasses.replace(param, n=6) for param in params]
@@ -403,7 +403,7 @@ def test_cancelling_leaves_no_block_behind(target: Path, draft: Path) -> None:
 
 
 def test_float32_weights(draft: Path) -> None:
-    """Slow reference kernels, the same promise."""
+    """float32 runs on slow reference kernels, which keep the same promise."""
     path = tiny_models.make(spec(dtype="float32"))
     with open_llm(path) as llm:
         expected = generate(llm, 0.8)
@@ -456,7 +456,7 @@ def bfloat16_transformers() -> Iterator[Any]:
 def test_bfloat16_logits_are_as_good_as_those_of_transformers(
     family: str, bfloat16_transformers: Any
 ) -> None:
-    """Both against float32 arithmetic on the same weights, over several checkpoints."""
+    """Both are compared with float32 arithmetic on the same weights, over several checkpoints."""
     ours, theirs = [], []
     for seed in range(3, 7):
         path = tiny_models.make(spec(family, seed=seed))

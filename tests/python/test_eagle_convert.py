@@ -25,8 +25,8 @@ from paceline.loader.convert import convert
 from tiny_models import load_tensors, make, read_json
 
 
-def test_pickle_is_not_loaded(head: Callable[..., Path]) -> None:
-    path = head("eagle", is_pickle=True, dtype="float16")
+def test_pickle_is_not_loaded(draft_head: Callable[..., Path]) -> None:
+    path = draft_head("eagle", is_pickle=True, dtype="float16")
     for call in (
         lambda: detect_method(path),
         lambda: opened(path),
@@ -39,8 +39,8 @@ def test_pickle_is_not_loaded(head: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize("layout", ["eagle", "eagle3"])
-def test_pickle_is_converted(layout: str, head: Callable[..., Path], tmp_path: Path) -> None:
-    path = head(layout, is_pickle=True, dtype="float16")
+def test_pickle_is_converted(layout: str, draft_head: Callable[..., Path], tmp_path: Path) -> None:
+    path = draft_head(layout, is_pickle=True, dtype="float16")
     out = tmp_path / "out"
     assert main(["convert", "--allow-pickle", "--quiet", str(path), str(out)]) == 0
     assert sorted(entry.name for entry in out.iterdir()) == ["config.json", "model.safetensors"]
@@ -70,8 +70,8 @@ class _Harmful:
         return Path.touch, (self.marker,)
 
 
-def test_pickle_runs_nothing(head: Callable[..., Path], tmp_path: Path) -> None:
-    path = head("eagle", is_pickle=True)
+def test_pickle_runs_nothing(draft_head: Callable[..., Path], tmp_path: Path) -> None:
+    path = draft_head("eagle", is_pickle=True)
     marker = tmp_path / "marker"
     torch.save({"fc.weight": _Harmful(marker)}, path / PICKLE_NAME)
     with raises(ModelFileError, PICKLE_NAME, "weights-only"):
@@ -91,16 +91,16 @@ def test_pickle_runs_nothing(head: Callable[..., Path], tmp_path: Path) -> None:
     ],
 )
 def test_pickle_of_other_things(
-    contents: Any, part: str, head: Callable[..., Path], tmp_path: Path
+    contents: Any, part: str, draft_head: Callable[..., Path], tmp_path: Path
 ) -> None:
-    path = head("eagle", is_pickle=True)
+    path = draft_head("eagle", is_pickle=True)
     torch.save(contents, path / PICKLE_NAME)
     with raises(ModelFileError, PICKLE_NAME, part):
         convert(path, tmp_path / "out", allow_pickle=True, progress=False)
 
 
-def test_damaged_pickle(head: Callable[..., Path], tmp_path: Path) -> None:
-    path = head("eagle", is_pickle=True)
+def test_damaged_pickle(draft_head: Callable[..., Path], tmp_path: Path) -> None:
+    path = draft_head("eagle", is_pickle=True)
     file = path / PICKLE_NAME
     contents = file.read_bytes()
     file.write_bytes(contents[: len(contents) // 2])
@@ -116,10 +116,12 @@ def written_header(file: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("is_pickle", [False, True])
-def test_pair_is_converted(is_pickle: bool, head: Callable[..., Path], tmp_path: Path) -> None:
+def test_pair_is_converted(
+    is_pickle: bool, draft_head: Callable[..., Path], tmp_path: Path
+) -> None:
     from safetensors.torch import load_file
 
-    path = head("eagle3", is_pickle=is_pickle, dtype="float16")
+    path = draft_head("eagle3", is_pickle=is_pickle, dtype="float16")
     target = make(replace(TARGET, dtype="bfloat16"))
     out = convert(target, tmp_path / "out", path, 3, allow_pickle=is_pickle, progress=False)
     contents = read_json(out / "paceline.json")
@@ -148,17 +150,17 @@ def test_rounding_of_every_half() -> None:
     assert torch.isnan(seen[~is_number]).all()
 
 
-def test_drafter_is_no_target(head: Callable[..., Path], tmp_path: Path) -> None:
+def test_drafter_is_no_target(draft_head: Callable[..., Path], tmp_path: Path) -> None:
     with raises(ModelFileError, "missing", "EAGLE draft head and no target", "--draft"):
-        convert(head("eagle"), tmp_path / "out", progress=False)
+        convert(draft_head("eagle"), tmp_path / "out", progress=False)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("target_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", ["eagle", "eagle3"])
 def test_both_ways_give_the_same_bytes(
-    layout: str, target_dtype: str, dtype: str, head: Callable[..., Path], tmp_path: Path
+    layout: str, target_dtype: str, dtype: str, draft_head: Callable[..., Path], tmp_path: Path
 ) -> None:
-    path = head(layout, dtype=dtype)
+    path = draft_head(layout, dtype=dtype)
     target = make(replace(TARGET, dtype=target_dtype))
     check_both_ways(target, path, tmp_path / "out")

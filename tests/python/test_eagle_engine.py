@@ -21,10 +21,10 @@ from tiny_models import make
 @pytest.mark.parametrize("is_named", [True, False])
 @pytest.mark.parametrize("layout", SPECS)
 def test_output_is_that_of_plain_decoding(
-    layout: str, is_named: bool, head: Callable[..., Path]
+    layout: str, is_named: bool, draft_head: Callable[..., Path]
 ) -> None:
     method = SPECS[layout].method
-    config: dict[str, Any] = {"model": str(head(layout)), "num_speculative_tokens": 3}
+    config: dict[str, Any] = {"model": str(draft_head(layout)), "num_speculative_tokens": 3}
     if is_named:
         config["method"] = method
     with LLM(make(TARGET), speculative_config=config, **ENGINE) as llm:
@@ -35,10 +35,10 @@ def test_output_is_that_of_plain_decoding(
         assert llm._executor.check_integrity() == ""
 
 
-def test_loaded_drafter_of_another_target(head: Callable[..., Path]) -> None:
+def test_loaded_drafter_of_another_target(draft_head: Callable[..., Path]) -> None:
     target = load_checkpoint(make(TARGET), progress=False)
     other = load_checkpoint(make(replace(TARGET, dtype="bfloat16")), progress=False)
-    draft = load_drafter(head("eagle3"), target, progress=False)
+    draft = load_drafter(draft_head("eagle3"), target, progress=False)
     assert draft.method == "eagle3"
     config = {"model": "head", "num_speculative_tokens": 2}
     with raises(ValueError, "weight dtype", "'float32'", "'bfloat16'"):

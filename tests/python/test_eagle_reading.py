@@ -20,8 +20,8 @@ from paceline.loader import detect_method, drafter_config, open_drafter
 from tiny_models import TinySpec, edit_config, edit_tensors, load_tensors, make, read_json
 
 
-def test_eagle(head: Callable[..., Path]) -> None:
-    checkpoint = opened(head("eagle"))
+def test_eagle(draft_head: Callable[..., Path]) -> None:
+    checkpoint = opened(draft_head("eagle"))
     config = checkpoint.config
     assert checkpoint.kind == "eagle"
     assert config["drafter"] == {
@@ -60,8 +60,8 @@ def test_eagle(head: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize("layout", ["eagle3", "speculators"])
-def test_eagle3(layout: str, head: Callable[..., Path]) -> None:
-    checkpoint = opened(head(layout))
+def test_eagle3(layout: str, draft_head: Callable[..., Path]) -> None:
+    checkpoint = opened(draft_head(layout))
     assert checkpoint.kind == "eagle3"
     assert checkpoint.config["drafter"] == {
         "kind": "eagle3",
@@ -90,8 +90,8 @@ def test_eagle3(layout: str, head: Callable[..., Path]) -> None:
     assert shapes["lm_head.weight"] == (96, 64)
 
 
-def test_switches_of_eagle3(head: Callable[..., Path]) -> None:
-    path = head(
+def test_switches_of_eagle3(draft_head: Callable[..., Path]) -> None:
+    path = draft_head(
         "speculators",
         aux_layers=(1, 6),
         num_aux=2,
@@ -115,29 +115,31 @@ def test_switches_of_eagle3(head: Callable[..., Path]) -> None:
     assert "embed.weight" not in names
 
 
-def test_one_norm_before_fc(head: Callable[..., Path]) -> None:
-    checkpoint = opened(head("speculators", norm_before_fc=True))
+def test_one_norm_before_fc(draft_head: Callable[..., Path]) -> None:
+    checkpoint = opened(draft_head("speculators", norm_before_fc=True))
     assert checkpoint.config["drafter"]["norm_before_fc"] is True
     (tensor,) = (t for t in checkpoint.tensors if t.spec.name == "fc_input_norm.weight")
     assert (tensor.source, tensor.spec.shape) == ("input_norm.weight", (192,))
 
 
-def test_absent_flags(head: Callable[..., Path]) -> None:
+def test_absent_flags(draft_head: Callable[..., Path]) -> None:
     """An absent norm_before_residual is false in SafeAILab's files and true in others."""
-    path = head("speculators", norm_before_residual=None)
+    path = draft_head("speculators", norm_before_residual=None)
     checkpoint = opened(path)
     assert checkpoint.config["drafter"]["norm_before_residual"] is True
     assert any("norm_before_residual" in note for note in checkpoint.notes)
 
 
-def test_ids_under_another_key(head: Callable[..., Path]) -> None:
-    path = head("eagle3")
+def test_ids_under_another_key(draft_head: Callable[..., Path]) -> None:
+    path = draft_head("eagle3")
     edit_config(path, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 3, 7]})
     assert opened(path).config["drafter"]["aux_layers"] == [0, 3, 7]
 
 
-def test_narrower_head_with_more_layers(head: Callable[..., Path]) -> None:
-    path = head("speculators", hidden_size=48, num_layers=2, attention_bias=True, fc_bias=True)
+def test_narrower_head_with_more_layers(draft_head: Callable[..., Path]) -> None:
+    path = draft_head(
+        "speculators", hidden_size=48, num_layers=2, attention_bias=True, fc_bias=True
+    )
     checkpoint = opened(path)
     config = checkpoint.config
     assert (config["hidden_size"], config["drafter"]["target_hidden_size"]) == (48, 64)
@@ -151,9 +153,9 @@ def test_narrower_head_with_more_layers(head: Callable[..., Path]) -> None:
     assert config["layers"][1]["attention"]["has_o_bias"] is True
 
 
-def test_rope_of_the_drafter_or_the_target(head: Callable[..., Path]) -> None:
+def test_rope_of_the_drafter_or_the_target(draft_head: Callable[..., Path]) -> None:
     target = target_of(make(TARGET))
-    path = head("eagle")
+    path = draft_head("eagle")
     assert open_drafter(path, target).config["ropes"] != target.config["ropes"]
     edit_config(path, rope_theta=...)
     checkpoint = open_drafter(path, target)
@@ -166,30 +168,30 @@ def test_rope_of_the_drafter_or_the_target(head: Callable[..., Path]) -> None:
     assert open_drafter(path, target).config["ropes"] == target.config["ropes"]
 
 
-def test_rope_of_a_target_with_two(head: Callable[..., Path]) -> None:
+def test_rope_of_a_target_with_two(draft_head: Callable[..., Path]) -> None:
     """The draft head has full layers, so it uses the rope of the target's full layers."""
     spec = TinySpec("gemma3", seed=41, num_layers=9)
-    checkpoint = opened(head("eagle3", target=spec, rope_theta=None, aux_layers=AUX), spec)
+    checkpoint = opened(draft_head("eagle3", target=spec, rope_theta=None, aux_layers=AUX), spec)
     target = target_of(make(spec))
     full = next(e["attention"] for e in target.config["layers"] if e["attention"]["window"] == 0)
     assert checkpoint.config["ropes"] == [target.config["ropes"][full["rope"]]]
 
 
-def test_positions_are_those_of_the_target(head: Callable[..., Path]) -> None:
-    checkpoint = opened(head("eagle", max_position=100))
+def test_positions_are_those_of_the_target(draft_head: Callable[..., Path]) -> None:
+    checkpoint = opened(draft_head("eagle", max_position=100))
     assert checkpoint.config["max_position"] == 2048
     assert any("100 positions" in note for note in checkpoint.notes)
 
 
-def test_a_sliding_window_of_its_own(head: Callable[..., Path]) -> None:
-    path = head("speculators")
+def test_a_draft_head_may_have_a_sliding_window(draft_head: Callable[..., Path]) -> None:
+    path = draft_head("speculators")
     edit_layer(path, layer_types=["sliding_attention"], sliding_window=7)
     attention = opened(path).config["layers"][0]["attention"]
     assert (attention["kind"], attention["window"]) == ("sliding", 7)
 
 
-def test_offsets_become_ids(head: Callable[..., Path]) -> None:
-    path = head("eagle3")
+def test_offsets_become_ids(draft_head: Callable[..., Path]) -> None:
+    path = draft_head("eagle3")
     tensors = load_tensors(path)
     checkpoint = opened(path)
     assert checkpoint.draft_to_target is not None
@@ -200,15 +202,15 @@ def test_offsets_become_ids(head: Callable[..., Path]) -> None:
     assert checkpoint.draft_to_target.tolist() == expected
 
 
-def test_mask_may_be_absent(head: Callable[..., Path]) -> None:
-    path = head("eagle3")
+def test_mask_may_be_absent(draft_head: Callable[..., Path]) -> None:
+    path = draft_head("eagle3")
     edit_tensors(path, lambda tensors: tensors.pop("t2d"))
     assert opened(path).draft_to_target is not None
 
 
-def test_prefix(head: Callable[..., Path]) -> None:
+def test_prefix(draft_head: Callable[..., Path]) -> None:
     """Some converters write "model." before every name but that of the lm_head."""
-    path = head("eagle3")
+    path = draft_head("eagle3")
 
     def prefix(tensors: dict[str, Any]) -> None:
         for name in list(tensors):
@@ -224,8 +226,8 @@ def test_prefix(head: Callable[..., Path]) -> None:
     }
 
 
-def test_dtype_is_that_of_the_target(head: Callable[..., Path]) -> None:
-    path = head("eagle", dtype="float16")
+def test_dtype_is_that_of_the_target(draft_head: Callable[..., Path]) -> None:
+    path = draft_head("eagle", dtype="float16")
     wide = open_drafter(path, target_of(make(TARGET)))
     assert (wide.weight_dtype, wide.stored_dtypes) == ("float32", {"F16": 9})
     narrow = open_drafter(path, target_of(make(replace(TARGET, dtype="bfloat16"))))
@@ -240,8 +242,8 @@ def test_dtype_is_that_of_the_target(head: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize("layout", SPECS)
-def test_method_is_detected(layout: str, head: Callable[..., Path]) -> None:
-    path = head(layout)
+def test_method_is_detected(layout: str, draft_head: Callable[..., Path]) -> None:
+    path = draft_head(layout)
     expected = SPECS[layout].method
     assert detect_method(path) == expected
     assert detect_method(path, expected) == expected
@@ -263,11 +265,11 @@ def test_draft_model_is_detected() -> None:
     ],
 )
 def test_method_that_does_not_fit(
-    layout: str, method: str, sign: str, head: Callable[..., Path]
+    layout: str, method: str, sign: str, draft_head: Callable[..., Path]
 ) -> None:
     found = SPECS[layout].method
     with raises(ValueError, f"is '{method}'", f"'{found}'", sign, f"allowed: '{found}'"):
-        detect_method(head(layout), method)
+        detect_method(draft_head(layout), method)
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
@@ -276,23 +278,23 @@ def test_draft_model_is_no_eagle(method: str) -> None:
         detect_method(make(TARGET), method)
 
 
-def test_configuration_and_tensors_contradict(head: Callable[..., Path]) -> None:
-    path = head("eagle")
+def test_configuration_and_tensors_contradict(draft_head: Callable[..., Path]) -> None:
+    path = draft_head("eagle")
     edit_config(path, architectures=["LlamaForCausalLMEagle3"])
     with raises(ModelFileError, "'eagle3'", "'fc.weight'", "'eagle'"):
         detect_method(path)
 
 
-def test_other_speculators(head: Callable[..., Path]) -> None:
-    path = head("speculators")
+def test_other_speculators(draft_head: Callable[..., Path]) -> None:
+    path = draft_head("speculators")
     edit_config(path, speculators_model_type="hass")
     with raises(NotImplementedError, "speculators_model_type", '"hass"', "supported: eagle3"):
         detect_method(path)
 
 
-def test_llm_detects(head: Callable[..., Path]) -> None:
+def test_llm_detects(draft_head: Callable[..., Path]) -> None:
     """The loader receives the named method; nothing is loaded if it does not fit."""
-    config = {"method": "eagle", "model": str(head("eagle3")), "num_speculative_tokens": 2}
+    config = {"method": "eagle", "model": str(draft_head("eagle3")), "num_speculative_tokens": 2}
     with raises(ValueError, "speculative_config['method'] is 'eagle'", "'eagle3'"):
         LLM(make(TARGET), speculative_config=config, show_progress=False)
 
@@ -309,9 +311,9 @@ def test_missing_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", SPECS)
-def test_description_without_weights(layout: str, head: Callable[..., Path]) -> None:
-    """For made-up weights: the same, except for embeddings, which a configuration does not name."""
-    path = head(layout, norm_before_fc=layout == "speculators")
+def test_description_without_weights(layout: str, draft_head: Callable[..., Path]) -> None:
+    """For dummy weights: the same description, except for embeddings, which it cannot name."""
+    path = draft_head(layout, norm_before_fc=layout == "speculators")
     target = target_of(make(TARGET))
     hf_config = read_json(path / "config.json")
     expected = opened(path).config
@@ -319,9 +321,9 @@ def test_description_without_weights(layout: str, head: Callable[..., Path]) -> 
     assert drafter_config(hf_config, target, method=SPECS[layout].method) == expected
 
 
-def test_description_without_weights_needs_a_kind(head: Callable[..., Path]) -> None:
+def test_description_without_weights_needs_a_kind(draft_head: Callable[..., Path]) -> None:
     target = target_of(make(TARGET))
-    hf_config = read_json(head("eagle") / "config.json")
+    hf_config = read_json(draft_head("eagle") / "config.json")
     with raises(ValueError, "method is None", "None", "'eagle', 'eagle3', 'gemma4_mtp'"):
         drafter_config(hf_config, target)
     with raises(ValueError, "'draft_model'"):

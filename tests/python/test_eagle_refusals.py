@@ -18,44 +18,44 @@ from tiny_models import TinySpec, edit_config, edit_tensors, read_json, write_js
 
 
 @pytest.mark.parametrize("layout", SPECS)
-def test_another_vocabulary(layout: str, head: Callable[..., Path]) -> None:
-    path = head(layout, target=replace(TARGET, vocab_size=144))
+def test_another_vocabulary(layout: str, draft_head: Callable[..., Path]) -> None:
+    path = draft_head(layout, target=replace(TARGET, vocab_size=144))
     with raises(ValueError, "made for another target", '"', "vocab_size", "is 144", "128 ids"):
         opened(path)
 
 
-def test_another_hidden_size(head: Callable[..., Path]) -> None:
-    path = head("eagle", target=replace(TARGET, hidden_size=48))
+def test_another_hidden_size(draft_head: Callable[..., Path]) -> None:
+    path = draft_head("eagle", target=replace(TARGET, hidden_size=48))
     with raises(ValueError, "made for another target", '"hidden_size" is 48', "of 64"):
         opened(path)
 
 
-def test_another_hidden_size_by_the_width_of_fc(head: Callable[..., Path]) -> None:
-    path = head("eagle3", target=replace(TARGET, hidden_size=48))
+def test_another_hidden_size_by_the_width_of_fc(draft_head: Callable[..., Path]) -> None:
+    path = draft_head("eagle3", target=replace(TARGET, hidden_size=48))
     with raises(ValueError, "'fc.weight' has 144 columns", "hidden size of 64", "a multiple"):
         opened(path)
 
 
-def test_another_hidden_size_by_the_number_of_states(head: Callable[..., Path]) -> None:
-    path = head("eagle3", target=replace(TARGET, hidden_size=128))
+def test_another_hidden_size_by_the_number_of_states(draft_head: Callable[..., Path]) -> None:
+    path = draft_head("eagle3", target=replace(TARGET, hidden_size=128))
     with raises(ValueError, "384 columns", "6 hidden states", "64 wide", "3 layers, [2, 4, 5]"):
         opened(path)
 
 
-def test_another_hidden_size_as_stated(head: Callable[..., Path]) -> None:
-    path = head("speculators", target=replace(TARGET, hidden_size=48))
+def test_another_hidden_size_as_stated(draft_head: Callable[..., Path]) -> None:
+    path = draft_head("speculators", target=replace(TARGET, hidden_size=48))
     with raises(ValueError, "made for another target", '"target_hidden_size" is 48', "of 64"):
         opened(path)
 
 
-def test_borrowed_embeddings_of_another_width(head: Callable[..., Path]) -> None:
-    path = head("speculators", hidden_size=48, owns_embedding=False)
+def test_borrowed_embeddings_of_another_width(draft_head: Callable[..., Path]) -> None:
+    path = draft_head("speculators", hidden_size=48, owns_embedding=False)
     with raises(ValueError, '"transformer_layer_config.hidden_size" is 48', "64", "embeddings"):
         opened(path)
 
 
-def test_another_architecture(head: Callable[..., Path]) -> None:
-    path = head("speculators", target=replace(TARGET, family="qwen3"))
+def test_another_architecture(draft_head: Callable[..., Path]) -> None:
+    path = draft_head("speculators", target=replace(TARGET, family="qwen3"))
     with raises(
         ValueError,
         "speculators_config.verifier.architectures",
@@ -65,9 +65,9 @@ def test_another_architecture(head: Callable[..., Path]) -> None:
         opened(path)
 
 
-def test_one_family_under_two_names(head: Callable[..., Path]) -> None:
+def test_one_family_under_two_names(draft_head: Callable[..., Path]) -> None:
     spec = TinySpec("gemma3", seed=41, num_layers=9)
-    path = head("speculators", target=spec, aux_layers=AUX)
+    path = draft_head("speculators", target=spec, aux_layers=AUX)
     config = read_json(path / "config.json")
     verifier = config["speculators_config"]["verifier"]
     verifier["architectures"] = ["Gemma3ForConditionalGeneration"]
@@ -76,48 +76,48 @@ def test_one_family_under_two_names(head: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize("ids", [[2, 4, 8], [-1, 2, 3], [2, 2, 3], [5, 4, 2]])
-def test_layers_that_the_target_has_not(ids: list[int], head: Callable[..., Path]) -> None:
-    path = head("eagle3")
+def test_layers_that_the_target_lacks(ids: list[int], draft_head: Callable[..., Path]) -> None:
+    path = draft_head("eagle3")
     edit_config(path, eagle_aux_hidden_state_layer_ids=ids)
     with raises(ValueError, "eagle_aux_hidden_state_layer_ids", ids, "8 layers", "0 to 7"):
         opened(path)
 
 
-def test_default_layers_of_a_small_target(head: Callable[..., Path]) -> None:
+def test_default_layers_of_a_small_target(draft_head: Callable[..., Path]) -> None:
     target = replace(TARGET, num_layers=4)
     with raises(ValueError, "[2, 2, 1] by default", "4 layers", "0 to 3, in ascending order"):
-        opened(head("eagle3", target=target), target)
+        opened(draft_head("eagle3", target=target), target)
 
 
 # ---- damaged or contradictory ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", SPECS)
-def test_missing_tensors(layout: str, head: Callable[..., Path]) -> None:
-    path = head(layout)
+def test_missing_tensors(layout: str, draft_head: Callable[..., Path]) -> None:
+    path = draft_head(layout)
     name = f"{SPECS[layout].first_layer}self_attn.k_proj.weight"
     edit_tensors(path, lambda tensors: tensors.pop(name))
     with raises(ModelFileError, "1 tensor is missing", name):
         opened(path)
 
 
-def test_stated_kind_without_its_tensors(head: Callable[..., Path]) -> None:
-    path = head("speculators")
+def test_stated_kind_without_its_tensors(draft_head: Callable[..., Path]) -> None:
+    path = draft_head("speculators")
     edit_tensors(path, lambda tensors: tensors.pop("fc.weight"))
     with raises(ModelFileError, "missing", "'fc.weight'"):
         opened(path)
 
 
-def test_misshapen_tensors(head: Callable[..., Path]) -> None:
-    path = head("eagle3")
+def test_misshapen_tensors(draft_head: Callable[..., Path]) -> None:
+    path = draft_head("eagle3")
     name = "midlayer.self_attn.q_proj.weight"
     edit_tensors(path, lambda tensors: tensors.update({name: torch.zeros(64, 64)}))
     with raises(ModelFileError, name, "[64, 64]", "expected [64, 128]", "2 * hidden_size"):
         opened(path)
 
 
-def test_unexpected_tensors(head: Callable[..., Path]) -> None:
-    path = head("eagle")
+def test_unexpected_tensors(draft_head: Callable[..., Path]) -> None:
+    path = draft_head("eagle")
     edit_tensors(path, lambda tensors: tensors.update({"layers.0.gate.weight": torch.ones(2)}))
     with raises(ModelFileError, "not part of", "'layers.0.gate.weight'"):
         opened(path)
@@ -166,16 +166,16 @@ CONTRADICTIONS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", CONTRADICTIONS)
-def test_contradictions(case: str, head: Callable[..., Path]) -> None:
+def test_contradictions(case: str, draft_head: Callable[..., Path]) -> None:
     layout, changes, parts = CONTRADICTIONS[case]
-    path = head(layout)
+    path = draft_head(layout)
     edit_config(path, **changes)
     with raises(ModelFileError if "columns" not in parts[0] else ValueError, *parts):
         opened(path)
 
 
-def test_refusals_list_what_is_supported(head: Callable[..., Path]) -> None:
-    path = head("speculators")
+def test_refusals_list_what_is_supported(draft_head: Callable[..., Path]) -> None:
+    path = draft_head("speculators")
     edit_layer(path, model_type="qwen2")
     with raises(NotImplementedError, "transformer_layer_config.model_type", '"qwen2"', "qwen3"):
         opened(path)
@@ -184,15 +184,15 @@ def test_refusals_list_what_is_supported(head: Callable[..., Path]) -> None:
         opened(path)
 
 
-def test_eagle_of_two_layers(head: Callable[..., Path]) -> None:
-    path = head("eagle")
+def test_eagle_of_two_layers(draft_head: Callable[..., Path]) -> None:
+    path = draft_head("eagle")
     edit_config(path, num_hidden_layers=2)
     with raises(NotImplementedError, '"num_hidden_layers" is 2', "1 layer"):
         opened(path)
 
 
-def test_rope_of_other_heads(head: Callable[..., Path]) -> None:
-    path = head("eagle", rope_theta=None, head_dim=32)
+def test_rope_of_other_heads(draft_head: Callable[..., Path]) -> None:
+    path = draft_head("eagle", rope_theta=None, head_dim=32)
     with raises(ModelFileError, '"rope_theta" is missing', "16 elements", "have 32"):
         opened(path)
 
@@ -217,21 +217,24 @@ MAPS: dict[str, tuple[Callable[[dict[str, Any]], Any], tuple[str, ...]]] = {
         lambda t: t.update(t2d=t["t2d"][:-1].clone()),
         ("'t2d'", "[127]", "shape [128]"),
     ),
-    "no head": (lambda t: t.pop("lm_head.weight"), ('"draft_vocab_size" is 96', "lm_head", "128")),
+    "no lm_head": (
+        lambda t: t.pop("lm_head.weight"),
+        ('"draft_vocab_size" is 96', "lm_head", "128"),
+    ),
 }
 
 
 @pytest.mark.parametrize("case", MAPS)
-def test_bad_vocabulary_maps(case: str, head: Callable[..., Path]) -> None:
+def test_bad_vocabulary_maps(case: str, draft_head: Callable[..., Path]) -> None:
     change, parts = MAPS[case]
-    path = head("eagle3")
+    path = draft_head("eagle3")
     edit_tensors(path, change)
     with raises(ModelFileError, *parts):
         opened(path)
 
 
-def test_map_without_a_head(head: Callable[..., Path]) -> None:
-    path = head("eagle3")
+def test_map_without_an_lm_head(draft_head: Callable[..., Path]) -> None:
+    path = draft_head("eagle3")
     edit_config(path, draft_vocab_size=...)
     edit_tensors(path, lambda tensors: tensors.pop("lm_head.weight"))
     with raises(ModelFileError, "'d2t' is in the weights, but 'lm_head.weight' is not"):

@@ -20,7 +20,7 @@ from paceline import LLM, RequestError, RequestOutput, SamplingParams
 
 _TIMEOUT_S = 60
 
-# What every script below begins with. `waited` kills a child that hangs.
+# The beginning of every script below. `waited` kills a child that does not end.
 _PROLOGUE = """
 import gc, os, signal, sys, threading, time, warnings
 from paceline import LLM, SamplingParams
@@ -160,7 +160,7 @@ def test_a_fork_while_other_threads_hold_the_locks(target_dir: Path) -> None:
     assert output.split() == ["refused", "0"]
 
 
-def test_a_forked_child_builds_an_llm_of_its_own(target_dir: Path) -> None:
+def test_a_forked_child_builds_another_llm(target_dir: Path) -> None:
     output = assert_succeeds(
         """
         llm = build()

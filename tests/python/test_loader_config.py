@@ -262,7 +262,7 @@ def test_gemma4_defaults_are_those_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("k_eq_v", [False, True])
-def test_both_spellings_of_gemma4_say_the_same(k_eq_v: bool) -> None:
+def test_both_spellings_of_gemma4_give_the_same_description(k_eq_v: bool) -> None:
     new = read_json(make(TinySpec("gemma4", k_eq_v=k_eq_v)) / "config.json")
     old = tiny_models.to_old_spelling(new)
     assert "per_layer_config" in new and "global_head_dim" not in new
@@ -275,7 +275,7 @@ def test_both_spellings_of_gemma4_say_the_same(k_eq_v: bool) -> None:
 
 @pytest.mark.parametrize("rope", ["default", "linear", "llama3"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
-def test_both_spellings_say_the_same(family: str, rope: str) -> None:
+def test_both_spellings_give_the_same_description(family: str, rope: str) -> None:
     new = read_json(make(TinySpec(family, rope=rope)) / "config.json")
     old = tiny_models.to_old_spelling(new)
     assert "rope_parameters" in new

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hostile folders: files without an end, values without bounds, names that are too long."""
+"""Hostile folders: endless files, values out of any range, names that are too long."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from paceline.loader.weight_files import RawShard
 from tiny_models import FULL, SLIDING, TinySpec, edit_config, make, read_json, write_json
 
 MEGABYTE = "x" * 10**6
-# No error message needs more, with the paths of a test in it.
+# No error message is longer, including the paths of a test.
 MAX_MESSAGE = 1200
 
 
@@ -97,7 +97,7 @@ def test_links_to_regular_files_are_read(copy_of: Callable[..., Path]) -> None:
     assert loader.load_checkpoint(path, progress=False).tokenizer is not None
 
 
-def test_size_that_says_too_little() -> None:
+def test_size_that_is_too_small() -> None:
     """Files of /proc have a size of 0 and contents."""
     path = Path("/proc/self/status")
     assert path.stat().st_size == 0

@@ -75,11 +75,11 @@ def _tied_draft_model(folder: Path, *_: Any) -> tuple[Path, Path]:
     return target, _with_settings(TinySpec(tied=True, seed=1), folder / "draft")
 
 
-def _eagle3(folder: Path, head: Callable[..., Path], *_: Any) -> tuple[Path, Path]:
+def _eagle3(folder: Path, draft_head: Callable[..., Path], *_: Any) -> tuple[Path, Path]:
     """It brings token ids, F16 weights that are rounded here, and a tokenizer."""
     spec = replace(eagle_pair.TARGET, dtype="bfloat16")
     target = _with_settings(spec, folder / "target")
-    draft = head("eagle3", dtype="float16", target=spec)
+    draft = draft_head("eagle3", dtype="float16", target=spec)
     (draft / "tokenizer.json").write_bytes((target / "tokenizer.json").read_bytes())
     return target, draft
 
@@ -96,11 +96,11 @@ def test_every_file_is_opened_once(
     pair: Callable[..., tuple[Path, Path]],
     how: str,
     tmp_path: Path,
-    head: Callable[..., Path],
+    draft_head: Callable[..., Path],
     assistant: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    target, draft = pair(tmp_path, head, assistant)
+    target, draft = pair(tmp_path, draft_head, assistant)
     with opened_files(monkeypatch) as (opened, mapped):
         if how == "convert":
             convert(target, tmp_path / "out", draft, progress=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt lookup (method "ngram"): no model, no token changed."""
+"""Prompt lookup (method "ngram") needs no model and changes no token."""
 
 from __future__ import annotations
 

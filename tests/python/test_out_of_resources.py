@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the system refuses threads or memory: an error says which, and the process lives on."""
+"""If the system refuses threads or memory, an error names which, and the process continues."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ print("then", events[0].finish_reason)
 
 
 def run(program: str, model: Path) -> list[str]:
-    """The lines that a process with a limit of its own prints."""
+    """Returns the lines that a process under a resource limit prints."""
     command = [sys.executable, "-c", program, str(model)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that are far too long are refused without being tokenized, and no others are."""
+"""Only prompts that are far too long are refused without being tokenized."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ BOUNDED: dict[str, Callable[[], Tokenizer]] = {
     ),
 }  # fmt: skip
 
-# Each has a piece of which any number become few tokens.
+# Each has a piece that becomes few tokens, however often it is repeated.
 UNBOUNDED: dict[str, tuple[Callable[[], Tokenizer], str]] = {
     "stripped": (lambda: tokenizer(normalizer=normalizers.Strip()), " "),
     "replaced runs": (lambda: tokenizer(normalizer=normalizers.Replace(Regex(" +"), "a")), " "),
@@ -186,7 +186,7 @@ def test_composition_takes_at_most_four_characters() -> None:
 
 @pytest.fixture
 def untokenized(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
-    """An LLM that must not tokenize."""
+    """An LLM whose tokenizer fails if it is called."""
 
     def encode(text: str) -> list[int]:
         raise AssertionError(f"{len(text)} characters were tokenized")
@@ -213,7 +213,7 @@ def test_ten_megabytes_of_bad_words_are_refused_before_they_are_tokenized(llm: L
     assert llm.generate([1], SamplingParams(bad_words=[" " * 100_000 + "a"]))
 
 
-def test_too_many_token_ids_are_refused_before_they_are_looked_at(llm: LLM) -> None:
+def test_too_many_token_ids_are_refused_before_they_are_checked(llm: LLM) -> None:
     with raises(ValueError, "prompt has 1000000 tokens", "at most 2047"):
         llm.generate([10**9] * 1_000_000)
 

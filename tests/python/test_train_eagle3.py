@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The EAGLE-3 head that is trained is the one that drafts: training form against the reference."""
+"""The training form of the EAGLE-3 draft head equals the reference that drafts."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ def test_training_drafts_as_inference_does(tmp_path: Path) -> None:
         target_hidden=256, hidden=256, intermediate=96, head_dim=32, draft_vocab=100
     )
     torch.manual_seed(0)
-    head = eagle3_model.DraftHead(config, ids)
+    draft_head = eagle3_model.DraftHead(config, ids)
     with torch.no_grad():
-        for parameter in head.parameters():
+        for parameter in draft_head.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             rounded = (parameter + 0.05 * noise).bfloat16()
             parameter.copy_(rounded)
-    eagle3_model.save_head(head, tmp_path / "head")
+    eagle3_model.save_head(draft_head, tmp_path / "head")
     reference = EagleReference(tmp_path / "head", reference_target)
 
     tokens = torch.randint(4096, (NUM_TOKENS,), generator=generator)
     states = reference_target.states(tokens.tolist())
     streams = torch.cat([states.streams[k] for k in eagle3_model.AUX_LAYERS], -1)
     length = NUM_TOKENS - NUM_STEPS
-    head = head.double()
-    hidden = head.first_hidden(streams[None, :length])
+    draft_head = draft_head.double()
+    hidden = draft_head.first_hidden(streams[None, :length])
     keys = eagle3_model.DraftKeys()
     trained = []
     with torch.no_grad():
         for step in range(NUM_STEPS):
             embedding = reference_target.embedding[tokens[1 + step : 1 + step + length]]
-            hidden = head(embedding[None], hidden, step, keys)
-            trained.append(head.logits(hidden)[0])
+            hidden = draft_head(embedding[None], hidden, step, keys)
+            trained.append(draft_head.logits(hidden)[0])
 
     first = reference.first_inputs(reference.hidden_of(states))
     for position in (0, 7, length - 1):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Gemma 4 pair that is trained is the one that drafts, and transformers reads its files."""
+"""The training form of the Gemma 4 pair equals drafting, and transformers reads its files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_STEPS = 3
 
 
 def randomised(model: Any, seed: int) -> Any:
-    """Every weight away from where training starts it, with the values bf16 has."""
+    """Adds noise to every weight and rounds it to bf16."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -45,7 +45,7 @@ def target(gemma4: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def assistant(gemma4: Any) -> Any:
-    """A tiny assistant for it."""
+    """A tiny assistant for that target."""
     torch.manual_seed(0)
     kinds = (gemma4.SLIDING, gemma4.SLIDING, gemma4.FULL)
     sizes = TARGET_SIZES | {"hidden": 32}
@@ -61,7 +61,7 @@ def some_ids(*shape: int) -> torch.Tensor:
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Sums in another order, no more."""
+    """Asserts equality up to the order of sums."""
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -101,7 +101,7 @@ def test_training_drafts_as_inference_does(
     for row, first in enumerate(batch.first.tolist()):
         for draft in (0, 5, 13):
             p = first + draft - 1
-            # One draft alone, over the states of no more tokens than it may see.
+            # One draft alone, over the states of the tokens that it may see.
             states = target.states(ids[row : row + 1, :p])
             last = torch.tensor([[p - 1]])
             view = gemma4.View.of(assistant.config, states, last, ahead)
@@ -128,7 +128,7 @@ def test_transformers_reads_the_assistant(
         tmp_path / "assistant", dtype=torch.float32
     ).eval()
 
-    # No more tokens than the window has: theirs would let one key more through.
+    # No more tokens than the window has: beyond it, transformers would show one key more.
     ids = some_ids(1, 8)
     p = ids.shape[1] - 1
     out = their_target(
@@ -162,7 +162,7 @@ def test_transformers_reads_the_assistant(
 def test_counts_what_drafts_emit() -> None:
     measures = pytest.importorskip("measures")
     continuation = [10, 11, 12, 13, 14, 15]
-    # Behind token 0 the first draft is right and the second wrong: 2. Behind token 2 both are: 3.
+    # After token 0 only the first draft is right: 2 tokens. After token 2 both are right: 3.
     first_steps = [11, 0, 13, 0, 0, 0]
     second_steps = [0, 0, 14, 0, 0, 0]
     assert measures.emitted_by_drafts(continuation, [first_steps, second_steps]) == [2, 3]
