@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The EAGLE-3 head of the demo target: the model in torch, saving and loading.
+"""The EAGLE-3 draft head of the demo target: the model in torch, saving and loading.
 
 `docs/model-format.md` has the equations; `DraftHead.forward` explains the training form of the
 attention.
@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-# The head reads the residual streams that enter these layers of the target, which has six.
+# The draft head reads the residual streams that enter these layers of the target, which has six.
 AUX_LAYERS = (1, 3, 5)
 # Upper bound of the saved tensors.
 MAX_BYTES = 8 << 20
@@ -25,7 +25,7 @@ MAX_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class DraftHeadConfig:
-    """Sizes of the head, which has one Llama layer."""
+    """Sizes of the draft head, which has one Llama layer."""
 
     target_hidden: int
     hidden: int
@@ -67,7 +67,7 @@ class DraftKeys:
 
 
 class DraftHead(nn.Module):
-    """The head; the embedding table is the target's.
+    """The draft head; the embedding table is the target's.
 
     Attributes:
         ids: `[draft_vocab]`, the target's id of each row of the LM head, ascending.
@@ -194,7 +194,7 @@ def _file_name(parameter: str) -> str:
 
 
 def saved_tensors(head: DraftHead) -> dict[str, Tensor]:
-    """All tensors of the head by their names in the `speculators` format, matrices in bf16."""
+    """All tensors by their names in the `speculators` format, matrices in bf16."""
     tensors = {}
     for name, parameter in head.named_parameters():
         tensors[_file_name(name)] = parameter.detach().bfloat16().cpu()
@@ -219,8 +219,8 @@ def save_head(head: DraftHead, folder: Path) -> int:
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     if nbytes > MAX_BYTES:
         raise ValueError(
-            f"the head has {nbytes} bytes; allowed: at most {MAX_BYTES}; reduce draft_vocab or "
-            "intermediate"
+            f"the draft head has {nbytes} bytes; allowed: at most {MAX_BYTES}; reduce "
+            "draft_vocab or intermediate"
         )
     config = {
         "architectures": ["Eagle3Speculator"],
@@ -265,7 +265,7 @@ def save_head(head: DraftHead, folder: Path) -> int:
 
 
 def load_head(folder: Path, device: torch.device) -> DraftHead:
-    """Loads a head that `save_head` wrote, for evaluation in float32."""
+    """Loads a draft head that `save_head` wrote, for evaluation in float32."""
     values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     layer = values["transformer_layer_config"]
     tensors = load_file(folder / "model.safetensors")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the EAGLE-3 head of the demo target against its bar, with Paceline or with torch alone.
+"""Measures the EAGLE-3 draft head of the demo against its bar, with Paceline or torch alone.
 
 The prompts and the counting are those of `evaluate_demo.py`. `--engine torch` runs the training
-form of the head on the target's own output. That is exact, because a head whose proposals are
-accepted drafts after the target's own output.
+form of the draft head on the target's own output. That is exact, because a draft head whose
+proposals are accepted drafts after the target's own output.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains an EAGLE-3 head for the demo target.
+"""Trains an EAGLE-3 draft head for the demo target.
 
-The head learns the target's distribution over a reduced vocabulary, on the training files and on
-the target's greedy continuations, which are the output that it will draft. Every training step
-drafts several tokens in a row: from the second draft on, the head reads its own output, as it does
-in inference.
+The draft head learns the target's distribution over a reduced vocabulary, on the training files and
+on the target's greedy continuations, which are the output that it will draft. Every training step
+drafts several tokens in a row: from the second draft on, the draft head reads its own output, as it
+does in inference.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def choose_vocabulary(texts: Texts, stream: Tensor, size: int) -> Tensor:
 
 
 class Drafting:
-    """The target with a head: the forward pass of a training step, also used by the evaluation."""
+    """The target with a draft head: the forward pass of training steps and of the evaluation."""
 
     def __init__(self, target: Gemma3ForCausalLM, head: DraftHead, draft_steps: int) -> None:
         self.target = target
@@ -80,7 +80,7 @@ class Drafting:
 
         Returns:
             The target's logits for the stretches, `[rows, count, vocabulary]`; and for each step s
-            a pair: the head's logits for the same tokens, `[rows, count, draft_vocab]`, where
+            a pair: the draft head's logits for the same tokens, `[rows, count, draft_vocab]`, where
             drafting started after the token s + 1 positions before, and a mask `[rows, count]` of
             the tokens for which that position exists.
         """
@@ -88,7 +88,7 @@ class Drafting:
         with torch.no_grad():
             out = self.target.model(ids, use_cache=False, output_hidden_states=True)
             streams = torch.cat([out.hidden_states[layer] for layer in AUX_LAYERS], dim=-1)
-            # An EAGLE-3 head reads the embeddings without the target's factor.
+            # An EAGLE-3 draft head reads the embeddings without the target's factor.
             embeddings = self.target.model.embed_tokens.weight[ids]
             target_logits = self.target.lm_head(texts.at(out.last_hidden_state, texts.index(-1)))
         # Position i drafts token i + 2 + s, so the last positions have no token to learn.
@@ -106,7 +106,7 @@ class Drafting:
 
 
 class Trainer:
-    """Trains a head for a target."""
+    """Trains a draft head for a target."""
 
     def __init__(self, plan: Plan, target: Gemma3ForCausalLM, head: DraftHead) -> None:
         self.plan = plan
@@ -135,7 +135,7 @@ class Trainer:
         return total
 
     def fit(self, own: Texts, windows: Windows, until: float | None) -> None:
-        """Trains the head on continuations and on fewer windows of the training files."""
+        """Trains the draft head on continuations and on fewer windows of the training files."""
         plan = self.plan
         length = own.ids.shape[1]
 
@@ -151,7 +151,7 @@ class Trainer:
             return f"agreement with the target at each step {shares}"
 
         fit(
-            "head",
+            "draft head",
             self.head,
             loss,
             rate=plan.rate,
@@ -172,7 +172,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Trains and saves the head."""
+    """Trains and saves the draft head."""
     arguments = parse_arguments()
     clock = Clock.start(arguments.minutes)
     plan = plan_from(arguments, Plan)
