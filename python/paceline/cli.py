@@ -226,8 +226,8 @@ def _add_doctor(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
         help="show the installation and check that it works",
-        description="Prints build, devices, threads and versions. Then runs the demo's drafter as "
-        "its own target, so that every draft must be accepted.",
+        description="Prints build, devices, threads and versions. Then runs a demo model "
+        "as its own drafter on every device; every draft must be accepted.",
     )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object and nothing else"
