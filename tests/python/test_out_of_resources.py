@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from paceline.demo import demo_paths
+
 PROLOGUE = """
 import resource, sys
 import paceline
@@ -64,6 +66,32 @@ print("then", events[0].finish_reason)
 """
 )
 
+GENERATE_WITHOUT_MEMORY = (
+    PROLOGUE
+    + """
+from paceline import _core
+from paceline.loader import load_checkpoint
+
+model = load_checkpoint(sys.argv[1]).model
+options = {"max_model_len": 512, "kv_cache_bytes": 8 << 20, "num_threads": 4}
+executor = _core.Executor(model, None, options)
+
+def finish_reason():
+    assert executor.add_requests([_core.Request([5] * 200, max_tokens=4)], [])
+    events = []
+    while not events or events[-1].finish_reason is None:
+        events += executor.poll(1000)
+    return events[-1].finish_reason
+
+held = [bytes(1 << 18) for _ in range(64)]  # no free block of the heap holds a thread's buffer
+limit_address_space(256 << 10)
+first = finish_reason()
+limit_address_space(None)
+print(first)
+print("then", finish_reason())
+"""
+)
+
 
 def run(program: str, model: Path) -> list[str]:
     """Returns the lines that a process under a resource limit prints."""
@@ -83,4 +111,12 @@ def test_no_more_threads_is_an_error(target_dir: Path) -> None:
 def test_no_more_memory_is_an_error(target_dir: Path) -> None:
     message, last = run(SCORE_WITHOUT_MEMORY, target_dir)
     assert message.startswith("the process is out of memory")
+    assert last == "then length"
+
+
+def test_ops_need_no_memory_that_the_llm_does_not_have() -> None:
+    # bfloat16 weights: their product converts rows in a buffer of each thread.
+    target, _ = demo_paths("draft_model")
+    first, last = run(GENERATE_WITHOUT_MEMORY, target)
+    assert first == "length"
     assert last == "then length"

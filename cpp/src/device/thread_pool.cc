@@ -10,6 +10,10 @@ namespace {
 constexpr int32_t kSpins = 8000;         // a few hundred microseconds, then sleep
 constexpr int32_t kSpinsToYield = 2000;  // of the caller, for parts that workers have claimed
 
+// 0 in threads that are no workers. With this model the system never allocates it lazily, which
+// would end the process when memory is short.
+[[gnu::tls_model("initial-exec")]] thread_local size_t thread_index = 0;
+
 void pause_briefly() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -29,7 +33,15 @@ ThreadPool::ThreadPool(int32_t num_threads) {
   const auto num_workers = static_cast<size_t>(num_threads) - 1;
   try {
     workers_.reserve(num_workers);
-    while (workers_.size() < num_workers) workers_.emplace_back([this] { work(); });
+    while (workers_.size() < num_workers) {
+      workers_.emplace_back([this, index = workers_.size() + 1] { work(index); });
+    }
+    // After the threads, so that a limit on memory for stacks is reported as one on threads. The
+    // bytes are not written, so those that no op uses take no memory.
+    scratch_.reserve(num_workers + 1);
+    while (scratch_.size() <= num_workers) {
+      scratch_.push_back(std::make_unique_for_overwrite<std::byte[]>(kScratchBytes));
+    }
   } catch (const std::system_error& error) {
     const size_t num_started = workers_.size();
     stop();
@@ -53,6 +65,8 @@ void ThreadPool::stop() {
   for (std::thread& worker : workers_) worker.join();
   workers_.clear();
 }
+
+std::byte* ThreadPool::scratch() const { return scratch_[thread_index].get(); }
 
 bool ThreadPool::claim_and_do(uint32_t generation) {
   uint64_t loop = loop_.load(std::memory_order_acquire);
@@ -91,7 +105,9 @@ void ThreadPool::run(int64_t num_parts, Call call, const void* body) {
   }
 }
 
-void ThreadPool::work() {
+void ThreadPool::work(size_t index) {
+  prepare_to_throw();
+  thread_index = index;
   uint32_t seen = 0;
   for (;;) {
     int32_t spins = 0;

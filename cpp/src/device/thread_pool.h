@@ -14,7 +14,9 @@
 // Only one thread at a time, the owner, may call `parallel_for`. Calls must not be nested.
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -23,13 +25,15 @@ namespace paceline {
 class ThreadPool {
  public:
   // Starts num_threads - 1 workers; the caller of parallel_for is the last thread. Throws
-  // DeviceError when the system refuses a thread, after it has joined those that started.
+  // DeviceError when the system refuses a thread, or std::bad_alloc, after it has joined those that
+  // started.
   explicit ThreadPool(int32_t num_threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
   static constexpr int64_t kMaxParts = 65535;
+  static constexpr size_t kScratchBytes = 512 << 10;
 
   // Calls body(part) for every part in [0, num_parts), num_parts <= kMaxParts, and returns when all
   // calls have returned. Bodies must not throw.
@@ -40,12 +44,16 @@ class ThreadPool {
         [](const void* erased, int64_t part) { (*static_cast<const Body*>(erased))(part); }, &body);
   }
 
+  // kScratchBytes of the calling thread, which is a worker or the owner. Allocated with the pool,
+  // because a worker that runs out of memory in a body would end the process.
+  [[nodiscard]] std::byte* scratch() const;
+
  private:
   using Call = void (*)(const void* body, int64_t part);
 
   void run(int64_t num_parts, Call call, const void* body);
   bool claim_and_do(uint32_t generation);
-  void work();
+  void work(size_t index);
   void stop();  // ends and joins the workers
 
   // One word, so that a late worker can never claim a part of a loop other than the one it sees:
@@ -57,6 +65,7 @@ class ThreadPool {
   std::atomic<bool> stops_{false};
   Call call_ = nullptr;  // of the current loop; valid until all of its parts are done
   const void* body_ = nullptr;
+  std::vector<std::unique_ptr<std::byte[]>> scratch_;  // of the owner, then of the workers
   std::vector<std::thread> workers_;
 };
 

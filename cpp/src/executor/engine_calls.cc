@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/start_thread.h"
 #include "executor/engine.h"
 #include "executor/request_checks.h"
 
@@ -105,6 +106,7 @@ bool Engine::cancel(RequestId id, std::optional<int32_t> sample) {
 }
 
 std::vector<RequestEvent> Engine::poll(int32_t timeout_ms) {
+  prepare_to_throw();  // usually the first call of the caller's own thread
   std::unique_lock lock(mutex_);
   const auto is_ready = [&] { return !events_.empty() || failure_ != nullptr; };
   if (timeout_ms > 0) {

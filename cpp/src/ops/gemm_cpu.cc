@@ -205,7 +205,8 @@ void run_columns(const GemmParams& p, int32_t num_rows, int32_t begin, int32_t e
 #define PACELINE_DOT_TARGET \
   gnu::target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,prefer-vector-width=512")
 
-constexpr int64_t kPackedElements = 256 << 10;  // elements of x per thread: half a megabyte
+// Elements of x per thread.
+constexpr int64_t kPackedElements = ThreadPool::kScratchBytes / sizeof(uint16_t);
 
 // True only if a whole tile of rows fits the packed block at this depth.
 [[nodiscard]] bool uses_dot(const GemmParams& p) {
@@ -305,11 +306,11 @@ void run_dot_tile(int32_t rows, const DotTileArgs& args) {
   }
 }
 
-// Columns [begin, end) of all rows, like run_columns.
-void run_columns_dot(const GemmParams& p, int32_t num_rows, int32_t begin, int32_t end) {
+// Columns [begin, end) of all rows, like run_columns. `packed` [kPackedElements] is this thread's.
+void run_columns_dot(const GemmParams& p, int32_t num_rows, int32_t begin, int32_t end,
+                     uint16_t* packed) {
   constexpr int32_t kMaxRows = TileShape<Isa::kAvx512>::kRows;
   constexpr int32_t kMaxCols = TileShape<Isa::kAvx512>::kCols;
-  thread_local std::vector<uint16_t> packed(kPackedElements);  // allocated once per thread
   const int32_t padded_k = (p.k + 31) / 32 * 32;
   const auto block_rows = static_cast<int32_t>(kPackedElements / padded_k / kMaxRows * kMaxRows);
   const auto* const weight = static_cast<const uint16_t*>(p.weight);
@@ -319,14 +320,14 @@ void run_columns_dot(const GemmParams& p, int32_t num_rows, int32_t begin, int32
   for (int32_t block = 0; block < num_rows; block += block_rows) {
     const int32_t block_end = std::min(num_rows, block + block_rows);
     pack_rows(static_cast<const float*>(p.x) + block * p.x_stride, p.x_stride, block_end - block,
-              p.k, padded_k, packed.data());
+              p.k, padded_k, packed);
     const int32_t num_tiles = (block_end - block + kMaxRows - 1) / kMaxRows;
     for (int32_t column = begin; column < end;) {
       const bool is_wide = column + kMaxCols <= end;
       int32_t row = block;
       for (int32_t tile = 0; tile < num_tiles; ++tile) {
         const int32_t rows = (block_end - row) / (num_tiles - tile);
-        DotTileArgs args = {.x = packed.data() + int64_t{row - block} * padded_k,
+        DotTileArgs args = {.x = packed + int64_t{row - block} * padded_k,
                             .padded_k = padded_k,
                             .weight = weight + int64_t{column} * p.k,
                             .k = p.k,
@@ -370,14 +371,29 @@ void gemm(CpuContext& ctx, const GemmParams& p) {
                  "gemm weights are float32 or bfloat16");
   PACELINE_CHECK(p.x_dtype == DType::kFloat32 && p.y_dtype == DType::kFloat32,
                  "the CPU computes in float32");
-  RunColumns run = p.weight_dtype == DType::kFloat32 ? choose_isa<float>() : choose_isa<uint16_t>();
+  const RunColumns run_plain =
+      p.weight_dtype == DType::kFloat32 ? choose_isa<float>() : choose_isa<uint16_t>();
 #if defined(__x86_64__)
-  if (uses_dot(p)) run = &run_columns_dot;
+  const bool is_dot = uses_dot(p);
+  // A context without a pool is one of tests and tools.
+  std::vector<std::byte> own(is_dot && ctx.threads == nullptr ? ThreadPool::kScratchBytes : 0);
 #endif
+  const auto run = [&](int64_t begin, int64_t end) {
+    const auto first = static_cast<int32_t>(begin);
+    const auto last = static_cast<int32_t>(end);
+#if defined(__x86_64__)
+    if (is_dot) {
+      std::byte* const scratch = ctx.threads == nullptr ? own.data() : ctx.threads->scratch();
+      run_columns_dot(p, num_rows, first, last, reinterpret_cast<uint16_t*>(scratch));
+      return;
+    }
+#endif
+    run_plain(p, num_rows, first, last);
+  };
   // Fewer multiplications cost less than a fork and join.
   constexpr int64_t kMinParallelWork = 100 << 10;
   if (ctx.num_threads == 1 || int64_t{num_rows} * p.n * p.k < kMinParallelWork) {
-    run(p, num_rows, 0, p.n);
+    run(0, p.n);
     return;
   }
   // Pieces are whole multiples of 16 columns, so that no two threads write the same cache line of
@@ -389,8 +405,7 @@ void gemm(CpuContext& ctx, const GemmParams& p) {
   const int64_t thread_bytes = int64_t{p.n} * p.k * dtype_bytes(p.weight_dtype) / ctx.num_threads;
   const int32_t pieces_per_thread = thread_bytes >= kMinSplitBytes ? 4 : 1;
   ctx.for_ranges(num_grains, pieces_per_thread, [&](int64_t begin, int64_t end) {
-    run(p, num_rows, static_cast<int32_t>(begin * kGrain),
-        static_cast<int32_t>(std::min<int64_t>(end * kGrain, p.n)));
+    run(begin * kGrain, std::min<int64_t>(end * kGrain, p.n));
   });
 }
 
