@@ -218,7 +218,7 @@ void register_executor(py::module_& module) {
            py::arg("progress") = py::none(),
            R"doc(Allocates the KV pool and the workspace and starts the engine's thread.
 
-It runs on the device that the models lie on.
+It runs on the device of the models.
 
 Args:
     target: The target.

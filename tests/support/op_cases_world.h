@@ -17,6 +17,7 @@
 #include "sample/logits.h"
 #include "scheduler/iteration_plan.h"
 #include "speculate/row_ops.h"
+#include "support/host_batch.h"
 #include "support/op_cases.h"
 #include "support/sampling_handles.h"
 
@@ -173,14 +174,14 @@ class World {
                     [values](float* to) { std::copy(values.begin(), values.end(), to); }));
   }
   // The number of accepted drafts of each sequence of the batch, at random.
-  Handle kept() {
+  Handle num_accepted() {
     std::vector<int32_t> counts(static_cast<size_t>(s_.max_seqs));
     for (size_t i = 0; i < counts.size(); ++i) {
       const int32_t num_drafts = draft_lens_[static_cast<size_t>(batch_slots_[i])];
       const bool is_decode = kinds_[i] == static_cast<int32_t>(RowKind::kDecode);
       counts[i] = is_decode ? stream_.below(num_drafts + 1) : 0;
     }
-    return ints("kept", counts);
+    return ints("num_accepted", counts);
   }
   // Draws that follow the drafts most of the time.
   Handle target_tokens() {

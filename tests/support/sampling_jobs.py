@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""200 prompts of code, each with sampling parameters of its own: what plain and speculative
-decoding must agree on."""
+"""200 prompts of code, each with its own sampling parameters: plain and speculative
+decoding must agree on them."""
 
 from __future__ import annotations
 

@@ -401,7 +401,7 @@ def edit_tensors(directory: Path, change: Callable[[dict[str, Any]], Any], shard
 
 
 def copy_checkpoint(directory: Path, out: Path) -> Path:
-    """A copy with files of its own, e.g. a drafter that is the target itself."""
+    """Copies a checkpoint, e.g. for a drafter that is the target itself."""
     shutil.copytree(directory, out)
     return out
 
