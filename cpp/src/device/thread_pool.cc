@@ -10,10 +10,6 @@ namespace {
 constexpr int32_t kSpins = 8000;         // a few hundred microseconds, then sleep
 constexpr int32_t kSpinsToYield = 2000;  // of the caller, for parts that workers have claimed
 
-// 0 in threads that are no workers. With this model the system never allocates it lazily, which
-// would end the process when memory is short.
-[[gnu::tls_model("initial-exec")]] thread_local size_t thread_index = 0;
-
 void pause_briefly() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -33,9 +29,7 @@ ThreadPool::ThreadPool(int32_t num_threads) {
   const auto num_workers = static_cast<size_t>(num_threads) - 1;
   try {
     workers_.reserve(num_workers);
-    while (workers_.size() < num_workers) {
-      workers_.emplace_back([this, index = workers_.size() + 1] { work(index); });
-    }
+    while (workers_.size() < num_workers) workers_.emplace_back([this] { work(); });
     // After the threads, so that a limit on memory for stacks is reported as one on threads. The
     // bytes are not written, so those that no op uses take no memory.
     scratch_.reserve(num_workers + 1);
@@ -66,7 +60,16 @@ void ThreadPool::stop() {
   workers_.clear();
 }
 
-std::byte* ThreadPool::scratch() const { return scratch_[thread_index].get(); }
+std::byte* ThreadPool::scratch() const {
+  // By identity and not by a thread_local index, which the system may allocate lazily and so end
+  // the process when memory is short.
+  const std::thread::id self = std::this_thread::get_id();
+  size_t index = 0;  // of the owner
+  for (size_t i = 0; i < workers_.size(); ++i) {
+    if (workers_[i].get_id() == self) index = i + 1;
+  }
+  return scratch_[index].get();
+}
 
 bool ThreadPool::claim_and_do(uint32_t generation) {
   uint64_t loop = loop_.load(std::memory_order_acquire);
@@ -105,9 +108,8 @@ void ThreadPool::run(int64_t num_parts, Call call, const void* body) {
   }
 }
 
-void ThreadPool::work(size_t index) {
+void ThreadPool::work() {
   prepare_to_throw();
-  thread_index = index;
   uint32_t seen = 0;
   for (;;) {
     int32_t spins = 0;

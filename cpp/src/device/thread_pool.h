@@ -53,7 +53,7 @@ class ThreadPool {
 
   void run(int64_t num_parts, Call call, const void* body);
   bool claim_and_do(uint32_t generation);
-  void work(size_t index);
+  void work();
   void stop();  // ends and joins the workers
 
   // One word, so that a late worker can never claim a part of a loop other than the one it sees:
