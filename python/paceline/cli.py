@@ -52,7 +52,7 @@ class _VersionAction(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Prints help with `emit` and shortens messages."""
+    """Prints help with `emit`, and an error as one short line without the usage."""
 
     def print_help(self, file: Any = None) -> None:
         if file is None:
@@ -61,7 +61,11 @@ class _Parser(argparse.ArgumentParser):
             super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
-        super().error(message if len(message) <= _MAX_MESSAGE else message[:_MAX_MESSAGE] + "...")
+        line = " ".join(message.splitlines())
+        if len(line) > _MAX_MESSAGE:
+            line = line[:_MAX_MESSAGE] + "..."
+        tell(f"{self.prog}: error: {line}; see {self.prog} --help")
+        self.exit(EXIT_USAGE)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -127,7 +127,8 @@ def integer(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{shorten(text)} is not an integer") from None
+        reason = "has too many digits" if text.isdecimal() else "is not an integer"
+        raise argparse.ArgumentTypeError(f"{shorten(text)} {reason}") from None
 
 
 def number(text: str) -> float:

@@ -62,7 +62,8 @@ def test_usage_errors(argv: list[str], capsys: pytest.CaptureFixture[str]) -> No
         cli.main(argv)
     assert stop.value.code == 2
     captured = capsys.readouterr()
-    assert captured.out == "" and "usage: paceline" in captured.err
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert captured.err.startswith("paceline") and captured.err.endswith(" --help\n")
 
 
 def test_generate(generate: list[str], llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:

@@ -246,8 +246,10 @@ def test_usage_errors_are_shortened(argv: list[str], capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit) as stop:
         cli.main(argv)
     assert stop.value.code == cli.EXIT_USAGE
-    error = capsys.readouterr().err.splitlines()[-1]
+    (error,) = capsys.readouterr().err.splitlines()
     assert "error: " in error and len(error) < 600
+    if argv[-2:] == ["--max-tokens", DIGITS]:
+        assert "has too many digits; see paceline generate --help" in error
 
 
 def test_a_rust_panic_is_one_line(
