@@ -28,6 +28,18 @@ _MAX_SHOWN_PATH: Final = 200
 _MAX_SHOWN_BITS: Final = 4096
 
 
+# What takes the place of engine arguments of vLLM.
+_REPLACEMENTS: Final = {
+    "gpu_memory_utilization": "kv_cache_bytes sets the size of the KV pool; without it the pool "
+    "takes most of the memory that is free",
+    "tensor_parallel_size": "a model runs on one GPU, so leave it out",
+    "speculative_model": "speculative_config={'model': ...} names the drafter",
+    "num_speculative_tokens": "speculative_config={'num_speculative_tokens': ...} sets it",
+    "tokenizer": "the tokenizer is tokenizer.json in the model's folder",
+    "trust_remote_code": "no code of a checkpoint is run, so leave it out",
+}
+
+
 class _Shortener(reprlib.Repr):
     """A `repr` of few elements and few levels, which cannot overflow the stack."""
 
@@ -149,11 +161,7 @@ def check_text(name: str, value: Any, allowed: str = "a string") -> str:
     if not isinstance(value, str):
         raise ValueError(
             f"{name} is {shorten(value)} ({type(value).__name__}); allowed: {allowed}"
-            + (
-                "; decode the bytes first"
-                if isinstance(value, bytes | bytearray | memoryview)
-                else ""
-            )
+            f"{bytes_advice(value)}"
         )
     try:
         value.encode()
@@ -163,6 +171,11 @@ def check_text(name: str, value: Any, allowed: str = "a string") -> str:
             "pair; allowed: valid Unicode (on a command line, UTF-8)"
         ) from None
     return value
+
+
+def bytes_advice(value: Any) -> str:
+    """The end of a message about a value that should be a string: advice if it is bytes."""
+    return "; decode the bytes first" if isinstance(value, bytes | bytearray | memoryview) else ""
 
 
 def check_path(name: str, value: Any, what: str = "the folder of a checkpoint") -> str:
@@ -182,7 +195,10 @@ def check_path(name: str, value: Any, what: str = "the folder of a checkpoint") 
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
     allowed = f"{what}, as a string or a path-like object"
     if not isinstance(path, str) or not path:
-        raise ValueError(f"{name} is {shorten(value)} ({type(value).__name__}); allowed: {allowed}")
+        raise ValueError(
+            f"{name} is {shorten(value)} ({type(value).__name__}); allowed: {allowed}"
+            f"{bytes_advice(value)}"
+        )
     check_text(name, path)
     if "\0" in path:
         raise ValueError(f"{name} is {shorten(path)}, which has a null character; allowed: {what}")
@@ -223,7 +239,7 @@ def parse_json(
 
 
 def check_keywords(owner: str, given: Iterable[str], allowed: Sequence[str]) -> None:
-    """Refuses unknown keywords, and lists the known ones.
+    """Refuses unknown keywords, and lists the known ones. Names the replacement of some of vLLM's.
 
     Raises:
         TypeError: One of `given` is not in `allowed`.
@@ -232,8 +248,13 @@ def check_keywords(owner: str, given: Iterable[str], allowed: Sequence[str]) -> 
         if key not in allowed:
             raise TypeError(
                 f"{owner} has no parameter {shorten(key)} in this version; "
-                f"it has: {', '.join(allowed)}"
+                f"it has: {', '.join(allowed)}{_replacement(owner, key)}"
             )
+
+
+def _replacement(owner: str, key: str) -> str:
+    advice = _REPLACEMENTS.get(key) if owner in ("LLM", "EngineConfig") else None
+    return "" if advice is None else f"; {advice}"
 
 
 def checks_keywords(init: Callable[_P, None]) -> Callable[_P, None]:

@@ -273,7 +273,9 @@ class SpeculativeConfig:
                     "sequence and has no model; allowed: no 'model'"
                 )
             return
-        what = f"the folder of the drafter's checkpoint, which method {self.method!r} needs"
+        what = "the folder of the drafter's checkpoint"
+        if self.method is not None:
+            what += f", which method {self.method!r} needs"
         object.__setattr__(self, "model", check_path(key, self.model, what))
 
     def _check_prompt_lookup(self) -> None:

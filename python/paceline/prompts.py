@@ -7,7 +7,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from paceline.checks import check_text, shorten
+from paceline.checks import bytes_advice, check_text, shorten
 from paceline.loader import LoadedModel
 from paceline.sampling import SamplingParams
 from paceline.token_bound import min_num_tokens
@@ -30,6 +30,7 @@ def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         raise ValueError(
             f"prompts is {shorten(prompts)} ({type(prompts).__name__}); "
             "allowed: a string, a sequence of token ids, or a sequence of those"
+            f"{bytes_advice(prompts)}"
         )
     if len(prompts) == 0:
         raise ValueError("prompts is empty; allowed: at least one prompt of at least one token")
@@ -117,7 +118,10 @@ def encode(
                 "strings whose tokens are in the vocabulary"
             )
     if not token_ids:
-        raise ValueError(f"{name} is empty; allowed: at least one token")
+        raise ValueError(
+            f"{name} is {shorten(prompt)}, for which the tokenizer of {target.path} returns no "
+            "token; allowed: at least one token"
+        )
     return prompt, token_ids
 
 
@@ -126,7 +130,7 @@ def _check_prompt_type(name: str, prompt: object) -> None:
     if isinstance(prompt, _NO_PROMPTS) or not is_sequence or getattr(prompt, "ndim", 1) == 0:
         raise ValueError(
             f"{name} is {shorten(prompt)} ({type(prompt).__name__}); "
-            "allowed: a string or a sequence of token ids"
+            f"allowed: a string or a sequence of token ids{bytes_advice(prompt)}"
         )
 
 

@@ -6,6 +6,7 @@ Broken checkpoints are in test_loader_*.py, configurations in test_config.py.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import re
@@ -61,6 +62,35 @@ def test_empty_prompt_says_which(llm: LLM) -> None:
     refuses(lambda: llm.generate(["a", ""]), "prompts[1] is empty")
     refuses(lambda: llm.stream(["a", []]), "prompts[1] is empty")
     refuses(lambda: llm.logits([]), "prompt is empty")
+
+
+def test_prompt_without_tokens(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tokenizer:
+        def encode(self, _: str) -> list[int]:
+            return []
+
+    with monkeypatch.context() as patched:
+        patched.setattr(llm, "target", dataclasses.replace(llm.target, tokenizer=Tokenizer()))
+        refuses(
+            lambda: llm.generate("ab"), "prompt is 'ab', for which the tokenizer of", "no token"
+        )
+
+
+def test_bytes_get_the_same_advice_everywhere(llm: LLM) -> None:
+    for call in (
+        lambda: llm.generate(b"x"),  # type: ignore[arg-type]
+        lambda: llm.generate(["a", b"x"]),  # type: ignore[list-item]
+        lambda: llm.logits(b"x"),  # type: ignore[arg-type]
+        lambda: LLM(b"x"),  # type: ignore[arg-type]
+        lambda: SpeculativeConfig(model=b"x", num_speculative_tokens=1),  # type: ignore[arg-type]
+        lambda: SamplingParams(stop=b"x"),  # type: ignore[arg-type]
+    ):
+        refuses(call, "is b'x' (bytes)", "; decode the bytes first")
+
+
+def test_a_model_that_is_no_path_without_a_method() -> None:
+    with pytest.raises(ValueError, match=r"checkpoint, as a string or a path-like object$"):
+        SpeculativeConfig(model=3, num_speculative_tokens=1)  # type: ignore[arg-type]
 
 
 def test_prompt_that_is_too_long(llm: LLM) -> None:
@@ -528,6 +558,13 @@ def test_a_drafter_is_checked_before_the_target_is_read(
 def test_arguments_of_other_engines(target_dir: Path) -> None:
     part = "LLM has no parameter 'gpu_memory_utilization' in this version; it has: model, "
     refuses(lambda: LLM(target_dir, gpu_memory_utilization=0.9), part, kind=TypeError)  # type: ignore[call-arg]
+    for given, advice in {
+        "gpu_memory_utilization": "kv_cache_bytes sets the size",
+        "tensor_parallel_size": "one GPU, so leave it out",
+        "speculative_model": "speculative_config={'model'",
+        "num_speculative_tokens": "speculative_config={'num_speculative_tokens'",
+    }.items():
+        refuses(lambda given=given: LLM(target_dir, **{given: 1}), advice, kind=TypeError)  # type: ignore[misc]
     loaded = load_checkpoint(target_dir)
     part = "EngineConfig has no parameter 'enforce_eager' in this version; it has: device, "
     refuses(lambda: LLM.from_loaded(loaded, enforce_eager=True), part, kind=TypeError)
