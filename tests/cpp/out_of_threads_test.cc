@@ -68,7 +68,8 @@ size_t num_threads_at_rest() {
   return num_running_threads();
 }
 
-// The message of the DeviceError that `build` throws when only so many threads can be started.
+// Calls `build` in a process that can start only num_allowed more threads. Returns the message of
+// the DeviceError it throws, or "" if it throws none.
 template <class Build>
 std::string refusal(int num_allowed, Build build) {
   num_threads_left = num_allowed;
