@@ -153,6 +153,12 @@ class StreamChunk:
         prompt_logprobs: As in `RequestOutput`, in the first chunk that has tokens. None in all
             other chunks.
         sample: Index of the output among the `SamplingParams.n` of the request, from 0.
+        num_drafted: Drafts that the iteration verified for this output.
+        num_accepted: How many of them it accepted. The first `num_accepted` of `token_ids` are
+            accepted drafts. The token behind them, if there is one, is the target's own.
+        text_offsets: For each of `token_ids`, the number of characters of the output before the
+            text of that token. A character of several tokens belongs to the last one. Where a stop
+            string cuts the text, offsets may lie beyond its end.
     """
 
     index: int
@@ -163,6 +169,9 @@ class StreamChunk:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     sample: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    text_offsets: list[int] = dataclasses.field(default_factory=list)
 
 
 class RequestError(RuntimeError):

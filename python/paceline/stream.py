@@ -128,6 +128,9 @@ class RequestStream(Iterator[StreamChunk]):
             logprobs=None if request.logprobs is None else request.logprobs[num_before:],
             prompt_logprobs=request.take_prompt_logprobs(),
             sample=request.sample,
+            num_drafted=event.num_drafted,
+            num_accepted=event.num_accepted,
+            text_offsets=request.text_offsets[num_before:],
         )
 
     def close(self) -> None:
@@ -189,6 +192,8 @@ class Request:
         self.detokenizer = detokenizer
         self.sample = sample
         self.token_ids: list[int] = []
+        self.text_offsets: list[int] = []  # of `token_ids`; see `StreamChunk`
+        self._num_characters = 0  # decoded so far, including text that is held back
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._logprob_reader = logprobs or LogprobReader(None)
@@ -243,9 +248,12 @@ class Request:
             if self.stop_string is not None:
                 break
             self.token_ids.append(token)
+            self.text_offsets.append(self._num_characters)
             # A stop token ends the request and is not part of the text.
             if self.detokenizer is not None and token not in self._stop_token_ids:
-                text += self._filter(self.detokenizer.push(token))
+                decoded = self.detokenizer.push(token)
+                self._num_characters += len(decoded)
+                text += self._filter(decoded)
         if event.finish_reason is not None and self.stop_string is None:
             text += self._flush()
         if num_before == 0:
