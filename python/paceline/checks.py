@@ -7,16 +7,13 @@ NotImplementedError. Each message names the argument, the value and the values a
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 import operator
 import os
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, ParamSpec
-
-_P = ParamSpec("_P")
+from typing import Any, Final
 
 # Linux: bytes of one name and of a whole path.
 _MAX_NAME_BYTES: Final = 255
@@ -28,11 +25,13 @@ _MAX_SHOWN_PATH: Final = 200
 _MAX_SHOWN_BITS: Final = 4096
 
 
+# Parameters that are not for callers.
+_NO_KEYWORDS: Final = ("self", "unknown")
+
 # What takes the place of engine arguments of vLLM.
 _REPLACEMENTS: Final = {
     "gpu_memory_utilization": "kv_cache_bytes sets the size of the KV pool; without it the pool "
     "takes most of the memory that is free",
-    "tensor_parallel_size": "a model runs on one GPU, so leave it out",
     "speculative_model": "speculative_config={'model': ...} names the drafter",
     "num_speculative_tokens": "speculative_config={'num_speculative_tokens': ...} sets it",
     "tokenizer": "the tokenizer is tokenizer.json in the model's folder",
@@ -114,6 +113,13 @@ def check_int(key: str, value: Any, low: int, high: int | None = None) -> int:
     if number < low or (high is not None and number > high):
         raise ValueError(f"{key} is {shorten(number)}; allowed: {allowed}")
     return number
+
+
+def check_bool(key: str, value: Any) -> bool:
+    """Checks that a value is True or False; ValueError, with its name `key`, for anything else."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} is {shorten(value)}; allowed: True or False")
+    return value
 
 
 def check_choice(
@@ -257,14 +263,20 @@ def _replacement(owner: str, key: str) -> str:
     return "" if advice is None else f"; {advice}"
 
 
-def checks_keywords(init: Callable[_P, None]) -> Callable[_P, None]:
-    """Decorates an `__init__` so that it refuses unknown keywords as `check_keywords` does."""
-    owner = init.__qualname__.split(".")[0]
-    allowed = list(inspect.signature(init).parameters)[1:]
+def check_unknown(owner: str, function: Callable[..., object], unknown: Iterable[str]) -> None:
+    """Refuses what a function has received in its `**unknown: Never`.
 
-    @functools.wraps(init)
-    def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        check_keywords(owner, kwargs, allowed)
-        init(*args, **kwargs)
+    That parameter lets a function list its other keywords in its own error, and type checkers
+    refuse every argument for it.
 
-    return checked
+    Args:
+        owner: What the function is called in the message.
+        function: The function.
+        unknown: The unknown keywords.
+
+    Raises:
+        TypeError: There are any.
+    """
+    if unknown:
+        parameters = inspect.signature(function).parameters
+        check_keywords(owner, unknown, [key for key in parameters if key not in _NO_KEYWORDS])

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 from paceline.checks import check_choice, check_int, check_path, parse_json, quoted, shorten
 from paceline.limits import (
@@ -394,6 +394,22 @@ def _check_keys(where: str, mapping: Mapping[str, Any], allowed: tuple[str, ...]
         elif where == "speculative_config" and key in _NESTED_KEYS:
             hint = f"; it belongs under 'x': {{'x': {{{key!r}: ...}}}}"
         raise ValueError(f"{where}: unknown key {shorten(key)}{hint}; allowed: {quoted(allowed)}")
+
+
+class EngineArguments(TypedDict, total=False):
+    """The fields of `EngineConfig`, for the types of functions that pass them on."""
+
+    device: str
+    dtype: str
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int | None
+    prefill_chunk_size: int | None
+    kv_cache_bytes: int | None
+    block_size: int
+    num_threads: int | None
+    seed: int
+    max_logprobs: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

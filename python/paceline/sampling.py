@@ -7,9 +7,9 @@ import dataclasses
 import numbers
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Never
 
-from paceline.checks import check_int, check_keywords, check_text, shorten
+from paceline.checks import check_bool, check_int, check_text, check_unknown, shorten
 from paceline.limits import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -29,17 +29,8 @@ MAX_STOP_STRING_LEN: Final = 256
 _BYTES: Final = bytes | bytearray | memoryview  # sequences of integers that are not token ids
 
 
-class _RefuseUnknownKeywords(type):
-    """Applies `check_keywords` to a dataclass, whose generated `__init__` cannot be decorated."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-        check_keywords(cls.__name__, kwargs, [field.name for field in fields])
-        return super().__call__(*args, **kwargs)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplingParams(metaclass=_RefuseUnknownKeywords):
+@dataclasses.dataclass(frozen=True, init=False)
+class SamplingParams:
     """Sampling parameters of one request, with vLLM's names and meanings.
 
     They apply to every token in the same way, whether a drafter proposed it or not. Sequences and
@@ -89,66 +80,91 @@ class SamplingParams(metaclass=_RefuseUnknownKeywords):
         TypeError: A parameter does not exist. The message lists those that do.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = ()
-    bad_words: Sequence[str | Sequence[int]] | None = ()
-    allowed_token_ids: Sequence[int] | None = ()
-    max_tokens: int = 16
-    min_tokens: int = 0
-    stop: str | Sequence[str] | None = ()
-    include_stop_str_in_output: bool = False
-    stop_token_ids: Sequence[int] | None = ()
-    ignore_eos: bool = False
-    seed: int | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    n: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
+    bad_words: tuple[str | tuple[int, ...], ...]
+    allowed_token_ids: tuple[int, ...]
+    max_tokens: int
+    min_tokens: int
+    stop: tuple[str, ...]
+    include_stop_str_in_output: bool
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    seed: int | None
+    logprobs: int | None
+    prompt_logprobs: int | None
 
-    def __post_init__(self) -> None:
-        max_tokens = check_int("max_tokens", self.max_tokens, 1, MAX_INT)
-        checked = {
-            "n": check_int("n", self.n, 1, MAX_SAMPLES),
-            "temperature": _check_temperature(self.temperature),
-            "top_k": max(check_int("top_k", self.top_k, -1, MAX_INT), 0),
+    def __init__(
+        self,
+        *,
+        n: int = 1,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = None,
+        bad_words: Sequence[str | Sequence[int]] | None = None,
+        allowed_token_ids: Sequence[int] | None = None,
+        max_tokens: int = 16,
+        min_tokens: int = 0,
+        stop: str | Sequence[str] | None = None,
+        include_stop_str_in_output: bool = False,
+        stop_token_ids: Sequence[int] | None = None,
+        ignore_eos: bool = False,
+        seed: int | None = None,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        **unknown: Never,
+    ) -> None:
+        """Checks and stores the parameters; see the class."""
+        check_unknown("SamplingParams", SamplingParams.__init__, unknown)
+        max_tokens = check_int("max_tokens", max_tokens, 1, MAX_INT)
+        checked: dict[str, Any] = {
+            "n": check_int("n", n, 1, MAX_SAMPLES),
+            "temperature": _check_temperature(temperature),
+            "top_k": max(check_int("top_k", top_k, -1, MAX_INT), 0),
             "top_p": _check_number(
-                "top_p", self.top_p, "a number above 0, at most 1", lambda value: 0 < value <= 1
+                "top_p", top_p, "a number above 0, at most 1", lambda value: 0 < value <= 1
             ),
             "min_p": _check_number(
-                "min_p", self.min_p, "a number from 0 to 1", lambda value: 0 <= value <= 1
+                "min_p", min_p, "a number from 0 to 1", lambda value: 0 <= value <= 1
             ),
             "repetition_penalty": _check_number(
                 "repetition_penalty",
-                self.repetition_penalty,
+                repetition_penalty,
                 "a finite number > 0; 1 = off",
                 lambda value: value > 0,
             ),
-            "presence_penalty": _check_penalty("presence_penalty", self.presence_penalty),
-            "frequency_penalty": _check_penalty("frequency_penalty", self.frequency_penalty),
-            "logit_bias": _check_logit_bias(self.logit_bias),
-            "bad_words": _check_bad_words(self.bad_words),
+            "presence_penalty": _check_penalty("presence_penalty", presence_penalty),
+            "frequency_penalty": _check_penalty("frequency_penalty", frequency_penalty),
+            "logit_bias": _check_logit_bias(logit_bias),
+            "bad_words": _check_bad_words(bad_words),
             "allowed_token_ids": _check_token_ids(
                 "allowed_token_ids",
-                () if self.allowed_token_ids is None else self.allowed_token_ids,
+                () if allowed_token_ids is None else allowed_token_ids,
             ),
             "max_tokens": max_tokens,
-            "min_tokens": _check_min_tokens(self.min_tokens, max_tokens),
-            "stop": _check_stop(self.stop),
-            "stop_token_ids": _check_stop_token_ids(self.stop_token_ids),
-            "seed": None if self.seed is None else check_int("seed", self.seed, 0, MAX_SEED),
-            "logprobs": _check_num_logprobs("logprobs", self.logprobs),
-            "prompt_logprobs": _check_num_logprobs("prompt_logprobs", self.prompt_logprobs),
+            "min_tokens": _check_min_tokens(min_tokens, max_tokens),
+            "stop": _check_stop(stop),
+            "include_stop_str_in_output": check_bool(
+                "include_stop_str_in_output", include_stop_str_in_output
+            ),
+            "stop_token_ids": _check_stop_token_ids(stop_token_ids),
+            "ignore_eos": check_bool("ignore_eos", ignore_eos),
+            "seed": None if seed is None else check_int("seed", seed, 0, MAX_SEED),
+            "logprobs": _check_num_logprobs("logprobs", logprobs),
+            "prompt_logprobs": _check_num_logprobs("prompt_logprobs", prompt_logprobs),
         }
-        for name in ("include_stop_str_in_output", "ignore_eos"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(
-                    f"{name} is {shorten(getattr(self, name))}; allowed: True or False"
-                )
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 

@@ -560,11 +560,18 @@ def test_arguments_of_other_engines(target_dir: Path) -> None:
     refuses(lambda: LLM(target_dir, gpu_memory_utilization=0.9), part, kind=TypeError)  # type: ignore[call-arg]
     for given, advice in {
         "gpu_memory_utilization": "kv_cache_bytes sets the size",
-        "tensor_parallel_size": "one GPU, so leave it out",
         "speculative_model": "speculative_config={'model'",
         "num_speculative_tokens": "speculative_config={'num_speculative_tokens'",
     }.items():
         refuses(lambda given=given: LLM(target_dir, **{given: 1}), advice, kind=TypeError)  # type: ignore[misc]
+    allowed = "allowed: 1, because a model runs on one GPU"
+    refuses(
+        lambda: LLM(target_dir, tensor_parallel_size=2),
+        "tensor_parallel_size is 2",
+        allowed,
+        kind=NotImplementedError,
+    )
+    refuses(lambda: LLM(target_dir, tensor_parallel_size=0), "tensor_parallel_size is 0")
     loaded = load_checkpoint(target_dir)
     part = "EngineConfig has no parameter 'enforce_eager' in this version; it has: device, "
     refuses(lambda: LLM.from_loaded(loaded, enforce_eager=True), part, kind=TypeError)

@@ -11,8 +11,8 @@ import pytest
 
 from errors import raises
 from paceline import EngineConfig, SamplingParams, SpeculativeConfig, _core
-from paceline.llm import capabilities
 from paceline.loader import load_checkpoint
+from paceline.reports import capabilities
 
 LIMITS = _core.limits()
 OPTIONS = {"max_model_len": 64, "kv_cache_bytes": 8 << 20, "max_num_seqs": 2, "max_logprobs": 64}

@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests: prepared from prompts and parameters, and turned from events into outputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from paceline.detokenizer import IncrementalDetokenizer
+from paceline.engine_sampling import engine_arguments
+from paceline.logprobs import LogprobReader, check_logprobs
+from paceline.outputs import (
+    CompletionOutput,
+    RequestMetrics,
+    RequestOutput,
+    TokenLogprobs,
+    added_counters,
+    speculative_metrics,
+)
+from paceline.prompts import Prompt, encode, list_params, list_prompts
+from paceline.stop_strings import StopStringFilter
+
+if TYPE_CHECKING:
+    from paceline import _core
+    from paceline.loader import LoadedModel
+    from paceline.sampling import SamplingParams
+
+
+class Request:
+    """One sample of a checked request, and its output so far."""
+
+    def __init__(
+        self,
+        index: int,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        sampling: Mapping[str, Any],
+        detokenizer: IncrementalDetokenizer | None,
+        logprobs: LogprobReader | None = None,
+        sample: int = 0,
+    ) -> None:
+        """Starts without output.
+
+        Args:
+            index: Index among the prompts of the call.
+            prompt: The prompt as a string; None if it was given as token ids.
+            prompt_token_ids: The prompt as token ids.
+            params: The sampling parameters.
+            sampling: The same as keyword arguments of `_core.Request`, with all stop tokens in
+                effect. The seed is added when the request is queued.
+            detokenizer: Decodes the output; None if the output has no text.
+            logprobs: Converts the engine's logprobs; None if their tokens have no text.
+            sample: Index among the request's samples.
+        """
+        self.index = index
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.sampling = sampling
+        self.detokenizer = detokenizer
+        self.sample = sample
+        self.token_ids: list[int] = []
+        self.text_offsets: list[int] = []  # of `token_ids`; see `StreamChunk`
+        self._num_characters = 0  # decoded so far, including text that is held back
+        self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._logprob_reader = logprobs or LogprobReader(None)
+        self._has_given_prompt_logprobs = False
+        self.text_parts: list[str] = []
+        self.num_first_tokens = 0
+        self.histogram_by_draft_length: dict[int, list[int]] = {}
+        self.last_event: _core.RequestEvent | None = None
+        self._stop_token_ids = frozenset(sampling.get("stop_token_ids", ()))
+        self._stop_filter: StopStringFilter | None = None
+        if params.stop:
+            self._stop_filter = StopStringFilter(
+                params.stop, includes_stop=params.include_stop_str_in_output
+            )
+
+    def for_engine(self) -> _core.Request:
+        """Returns the engine's request, of which this is one sample."""
+        from paceline import _core
+
+        return _core.Request(self.prompt_token_ids, **self.sampling)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether `finish` was called."""
+        return self.last_event is not None
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that has ended the output; None if there is none yet."""
+        return None if self._stop_filter is None else self._stop_filter.found
+
+    def count(self, event: _core.RequestEvent) -> None:
+        """Counts the drafts of an event."""
+        if event.num_drafted:
+            row = self.histogram_by_draft_length.setdefault(
+                event.num_drafted, [0] * (event.num_drafted + 1)
+            )
+            row[event.num_accepted] += 1
+
+    def push(self, event: _core.RequestEvent) -> tuple[list[int], str]:
+        """Adds the tokens of an event, up to the one that completes a stop string.
+
+        It adds them one by one, so that the output does not depend on how events divide it.
+
+        Returns:
+            The new tokens and the new text.
+        """
+        self.count(event)
+        num_before = len(self.token_ids)
+        text = ""
+        for token in event.token_ids:
+            if self.stop_string is not None:
+                break
+            self.token_ids.append(token)
+            self.text_offsets.append(self._num_characters)
+            # A stop token ends the request and is not part of the text.
+            if self.detokenizer is not None and token not in self._stop_token_ids:
+                decoded = self.detokenizer.push(token)
+                self._num_characters += len(decoded)
+                text += self._filter(decoded)
+        if event.finish_reason is not None and self.stop_string is None:
+            text += self._flush()
+        if num_before == 0:
+            self.num_first_tokens = len(self.token_ids)
+        self.text_parts.append(text)
+        self._push_logprobs(event, len(self.token_ids) - num_before)
+        return self.token_ids[num_before:], text
+
+    def _push_logprobs(self, event: _core.RequestEvent, num_tokens: int) -> None:
+        """Adds the logprobs of the first `num_tokens` tokens of an event."""
+        if self.logprobs is not None and num_tokens > 0:
+            self.logprobs += self._logprob_reader.read(event.logprobs[:num_tokens])
+        if self.params.prompt_logprobs is not None and self.prompt_logprobs is None:
+            positions = event.prompt_logprobs
+            if positions is not None:
+                self.prompt_logprobs = [None, *self._logprob_reader.read(positions)]
+
+    def take_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """Returns the logprobs of the prompt once, as soon as they are available; else None."""
+        if self.prompt_logprobs is None or self._has_given_prompt_logprobs:
+            return None
+        self._has_given_prompt_logprobs = True
+        return self.prompt_logprobs
+
+    def _filter(self, text: str) -> str:
+        if self._stop_filter is None or not text:
+            return text
+        may_stop = len(self.token_ids) > self.params.min_tokens
+        return self._stop_filter.push(text, may_stop=may_stop)
+
+    def _flush(self) -> str:
+        """Ends the text. Text that was held back may still complete a stop string."""
+        text = "" if self.detokenizer is None else self._filter(self.detokenizer.flush())
+        if self._stop_filter is not None and self._stop_filter.found is None:
+            text += self._stop_filter.flush()
+        return text
+
+    def finish(self, event: _core.RequestEvent) -> None:
+        """Stores the last event, after `push`."""
+        assert event.finish_reason is not None
+        self.last_event = event
+
+    @property
+    def error(self) -> str | None:
+        """The error that ended the finished sample; None if there was none."""
+        event = self._last_event()
+        if self.stop_string is not None or event.finish_reason not in ("error", "cancelled"):
+            return None  # after a stop string, later events of the engine do not matter
+        return event.error or "the engine cancelled the request"
+
+    def completion(self) -> CompletionOutput:
+        """Returns the output of the finished sample."""
+        finish_reason: str | None = self._last_event().finish_reason
+        assert finish_reason is not None
+        stop_reason: str | int | None = self.stop_string
+        if stop_reason is not None:
+            finish_reason = "stop"
+        elif self.error is not None:
+            finish_reason = "error"
+        elif finish_reason == "stop" and self.token_ids[-1] in (self.params.stop_token_ids or ()):
+            stop_reason = self.token_ids[-1]
+        return CompletionOutput(
+            text="".join(self.text_parts),
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            cumulative_logprob=self._cumulative_logprob(),
+            index=self.sample,
+        )
+
+    def _cumulative_logprob(self) -> float | None:
+        if self.logprobs is None:
+            return None
+        positions = zip(self.token_ids, self.logprobs, strict=True)
+        return math.fsum(logprobs[token].logprob for token, logprobs in positions)
+
+    def _last_event(self) -> _core.RequestEvent:
+        assert self.last_event is not None
+        return self.last_event
+
+
+def request_output(samples: Sequence[Request], num_speculative_tokens: int | None) -> RequestOutput:
+    """Combines the finished samples of one request.
+
+    Args:
+        samples: All samples of the request, in order.
+        num_speculative_tokens: k; None without speculative decoding.
+
+    Returns:
+        The output of the request.
+    """
+    first = samples[0]
+    return RequestOutput(
+        prompt=first.prompt,
+        prompt_token_ids=first.prompt_token_ids,
+        outputs=[sample.completion() for sample in samples],
+        metrics=_metrics(samples, num_speculative_tokens),
+        error=next((sample.error for sample in samples if sample.error is not None), None),
+        prompt_logprobs=first.prompt_logprobs,
+    )
+
+
+def _metrics(samples: Sequence[Request], k: int | None) -> RequestMetrics:
+    events = [sample._last_event() for sample in samples]
+    arrival_us = events[0].arrival_us
+    finish_us = max(event.finish_us for event in events)
+    first_ms = generation_ms = itl_ms = rate = None
+    timed = [
+        (sample, event)
+        for sample, event in zip(samples, events, strict=True)
+        if sample.token_ids and event.first_token_us
+    ]
+    if timed:
+        first_token_us = min(event.first_token_us for _, event in timed)
+        first_ms = (first_token_us - arrival_us) / 1e3
+        generation_ms = (max(event.finish_us for _, event in timed) - first_token_us) / 1e3
+        num_timed = sum(len(sample.token_ids) - sample.num_first_tokens for sample, _ in timed)
+        spent_ms = sum(event.finish_us - event.first_token_us for _, event in timed) / 1e3
+        if num_timed > 0 and spent_ms > 0:
+            itl_ms = spent_ms / num_timed
+            rate = 1e3 / itl_ms
+    histogram_by_draft_length: dict[int, list[int]] = {}
+    for sample in samples:
+        for length, row in sample.histogram_by_draft_length.items():
+            total = histogram_by_draft_length.setdefault(length, [0] * len(row))
+            histogram_by_draft_length[length] = [a + b for a, b in zip(total, row, strict=True)]
+    return RequestMetrics(
+        num_prompt_tokens=len(samples[0].prompt_token_ids),
+        num_output_tokens=sum(len(sample.token_ids) for sample in samples),
+        time_to_first_token_ms=first_ms,
+        generation_time_ms=generation_ms,
+        total_time_ms=(finish_us - arrival_us) / 1e3,
+        mean_itl_ms=itl_ms,
+        tokens_per_second=rate,
+        speculative_decoding=None
+        if k is None
+        else speculative_metrics(
+            added_counters([dict(event.counters) for event in events]),
+            histogram_by_draft_length,
+            k,
+        ),
+    )
+
+
+def prepare_requests(
+    prompts: Prompt | Sequence[Prompt],
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    target: LoadedModel,
+    *,
+    max_model_len: int,
+    max_logprobs: int,
+) -> list[Request]:
+    """Checks and encodes the requests of a call, without queueing them.
+
+    Args:
+        prompts: As for `LLM.generate`.
+        sampling_params: As for `LLM.generate`.
+        target: The model that runs the requests.
+        max_model_len: Largest number of tokens of a request.
+        max_logprobs: Largest number of logprobs of a request.
+
+    Returns:
+        The samples of all prompts. Those of one prompt are adjacent and in order.
+
+    Raises:
+        ValueError: A prompt or a parameter is not allowed. The message says which.
+    """
+    listed = list_prompts(prompts)
+    params = list_params(sampling_params, len(listed))
+    checked = []
+    for index, (prompt, param) in enumerate(zip(listed, params, strict=True)):
+        name = f"prompts[{index}]" if len(listed) > 1 else "prompt"
+        text, token_ids = encode(prompt, name, target, max_model_len=max_model_len, spare=1)
+        check_logprobs(param, max_logprobs)
+        checked.append((text, token_ids, param, engine_arguments(param, target)))
+    tokenizer = target.tokenizer
+    logprobs = LogprobReader(tokenizer)
+    return [
+        Request(
+            index,
+            text,
+            token_ids,
+            param,
+            sampling=sampling,
+            detokenizer=None
+            if tokenizer is None
+            else IncrementalDetokenizer(tokenizer.decode, token_ids),
+            logprobs=logprobs,
+            sample=sample,
+        )
+        for index, (text, token_ids, param, sampling) in enumerate(checked)
+        for sample in range(param.n)
+    ]

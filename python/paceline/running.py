@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an `LLM` does once its models are loaded: the part behind its constructors."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from paceline import _core
+from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.device import capture_progress
+from paceline.dispatcher import Dispatcher
+from paceline.limits import MAX_SEED
+from paceline.loader import LoadedModel, check_compatible
+from paceline.memory import group_max_bytes, memory_plan
+from paceline.outputs import RequestError, RequestOutput
+from paceline.prompts import Prompt, encode
+from paceline.reports import capabilities
+from paceline.request import Request, prepare_requests
+from paceline.sampling import SamplingParams
+from paceline.startup import executor_options, resolve_max_model_len
+from paceline.stream import RequestStream
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+_logger = logging.getLogger("paceline")
+
+
+class RunningLLM:
+    """An engine that runs loaded models. `LLM` adds the ways to load them.
+
+    Attributes:
+        config: The engine's configuration, as given.
+        speculative_config: The configuration of speculative decoding; None without it.
+        target: The loaded target model.
+        draft: The loaded drafter; None without one.
+        max_model_len: Largest number of tokens of a request, prompt and output together.
+    """
+
+    config: EngineConfig
+    speculative_config: SpeculativeConfig | None
+    target: LoadedModel
+    draft: LoadedModel | None
+    max_model_len: int
+
+    def _start(
+        self,
+        target: LoadedModel,
+        draft: LoadedModel | None,
+        config: EngineConfig,
+        speculative: SpeculativeConfig | None,
+        *,
+        show_progress: bool,
+    ) -> None:
+        if draft is not None:
+            assert speculative is not None
+            speculative = speculative.resolved(draft.method)
+            check_compatible(target, draft)
+        self.config = config
+        self.speculative_config = speculative
+        self.target = target
+        self.draft = draft
+        self.max_model_len = resolve_max_model_len(config.max_model_len, target, draft)
+        options = executor_options(config, speculative, max_model_len=self.max_model_len)
+        draft_model = None if draft is None else draft.model
+        self._num_outputs = 0  # of the requests so far
+        self._numbering = threading.Lock()
+        executor = None
+        try:
+            with capture_progress(is_shown=show_progress) as report:
+                executor = _core.Executor(target.model, draft_model, options, report)
+            self._dispatcher = Dispatcher(executor)
+            if _logger.isEnabledFor(logging.INFO):
+                _logger.info("%s", memory_plan(self.memory_report()))
+        except BaseException:
+            # The traceback of a Ctrl-C would keep the engine alive.
+            if executor is not None:
+                executor.close()
+            raise
+
+    # ---- generating ----------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Generates completions of prompts and waits until all are complete.
+
+        The prompts are queued together. If one is refused, none is queued. A Ctrl-C cancels them.
+
+        Reproducibility: with a seed, or at temperature 0, the output depends only on the prompt,
+        the parameters and the target. With rejection_sample_method "standard" or "block" this holds
+        only at temperature 0, and with "synthetic" never. A request without a seed gets the seed
+        `llm_seed * 2**32 + i` modulo 2**64, where i is the number of outputs that this LLM's
+        earlier requests have. So all outputs without a seed have different seeds.
+
+        Args:
+            prompts: A string or a sequence of token ids, or a sequence of strings and token id
+                sequences.
+            sampling_params: One for all prompts, or a sequence with one for each prompt. None =
+                `SamplingParams()`.
+            use_tqdm: Show a progress bar on standard error.
+
+        Returns:
+            One `RequestOutput` per prompt, in the order of the prompts.
+
+        Raises:
+            ValueError: A prompt or a parameter is not allowed. The message says which.
+            RequestError: The engine failed to complete a request. The error has all outputs.
+            RuntimeError: The LLM is closed, or was built before `fork` in the parent process.
+        """
+        requests = self._prepare(prompts, sampling_params)
+        num_prompts = sum(request.sample == 0 for request in requests)
+        outputs: list[RequestOutput | None] = [None] * num_prompts
+        with (
+            self._run(requests) as stream,
+            _progress_bar(num_prompts, is_shown=use_tqdm) as bar,
+        ):
+            for chunk in stream:
+                if chunk.output is not None:
+                    outputs[chunk.index] = chunk.output
+                    bar.update(1)
+        finished = [output for output in outputs if output is not None]
+        for index, output in enumerate(finished):
+            if output.error is not None:
+                raise RequestError(f"prompt {index}: {output.error}", finished)
+        return finished
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> RequestStream:
+        """Generates completions of prompts and returns each piece as soon as it is accepted.
+
+        The requests are queued at once. Closing the iterator, leaving its `with` block or deleting
+        it cancels the requests that still run.
+
+        Args:
+            prompts: As for `generate`.
+            sampling_params: As for `generate`.
+
+        Returns:
+            An iterator over `StreamChunk`. Chunks of different prompts, and of the `n` outputs of
+            one prompt, are interleaved.
+
+        Raises:
+            ValueError: A prompt or a parameter is not allowed. The message says which.
+            RuntimeError: The LLM is closed, or was built before `fork` in the parent process.
+        """
+        return self._run(self._prepare(prompts, sampling_params))
+
+    def logits(self, prompt: Prompt) -> npt.NDArray[np.float32]:
+        """Computes the target's logits at every position of a prompt.
+
+        Args:
+            prompt: A string, or a sequence of token ids; at most `max_model_len` tokens.
+
+        Returns:
+            float32 array [num_tokens, vocab_size]. Row i has the logits of the token after
+            position i.
+
+        Raises:
+            ValueError: The prompt is not allowed.
+            RuntimeError: The LLM is closed, was built before `fork` in the parent process, or
+                failed.
+        """
+        _, token_ids = encode(
+            prompt, "prompt", self.target, max_model_len=self.max_model_len, spare=0
+        )
+        session = self._dispatcher.open()
+        try:
+            session.add_requests([_core.Request(token_ids, score_prompt=True)])
+            event = session.get()
+            while event.finish_reason is None:
+                event = session.get()
+        finally:
+            session.close()
+        if event.logits is None:
+            raise RuntimeError(
+                f"the logits were not computed: {event.error or event.finish_reason}"
+            )
+        return event.logits.copy()
+
+    # ---- reports -------------------------------------------------------------------------------
+
+    def capabilities(self) -> dict[str, Any]:
+        """Lists what this version supports and how this LLM is configured.
+
+        Returns:
+            A dict of plain JSON types: the values that `speculative_config`, `device` and `dtype`
+            take, the methods that are planned ("later_methods"), the architectures, and under
+            "configured" the options in effect.
+        """
+        options = self._executor.options
+        speculative = self.speculative_config
+        return capabilities() | {
+            "configured": {
+                "architecture": self.target.architecture,
+                "draft_architecture": None if self.draft is None else self.draft.architecture,
+                "method": speculative.method if speculative is not None else None,
+                "dtype": self.target.weight_dtype,
+                "device": self.target.model.device,
+                **options,
+            }
+        }
+
+    def memory_report(self) -> dict[str, Any]:
+        """Reports the use of memory.
+
+        Returns:
+            A dict of plain JSON types: the "device"; the bytes of weights, KV pool, workspace and
+            captured graphs; the numbers of KV slabs; under "workspace" its bytes by purpose
+            ("proposals" holds the distributions of drafts that "standard" and "block" sample);
+            under "groups" one dict per KV group, whose "max_bytes" is what all sequences together
+            can hold in it; and under "kv_cache_rule" the reason for the size of the pool.
+        """
+        report = self._executor.memory_report()
+        for group in report["groups"]:
+            group["max_bytes"] = group_max_bytes(
+                group, max_num_seqs=self.config.max_num_seqs, max_model_len=self.max_model_len
+            )
+        return {"device": self.target.model.device, **report}
+
+    def __repr__(self) -> str:
+        speculative = "plain"
+        if self.speculative_config is not None:
+            speculative = (
+                f"{self.speculative_config.method} k="
+                f"{self.speculative_config.num_speculative_tokens}"
+            )
+        closed = ", closed" if self._dispatcher.is_closed else ""
+        if self._dispatcher.is_forked:
+            closed = ", unusable in this forked process"
+        return (
+            f"<LLM {str(self.target.path)!r} ({self.target.architecture}, "
+            f"{self.target.weight_dtype}, {self.target.model.device}), {speculative}, "
+            f"max_model_len={self.max_model_len}{closed}>"
+        )
+
+    def close(self) -> None:
+        """Cancels all requests and frees the engine. Closing twice is fine.
+
+        An LLM that is never closed is freed when it is collected or the interpreter exits.
+        """
+        self._dispatcher.close()
+
+    def __del__(self) -> None:
+        # Not weakref.finalize: a Ctrl-C at its start would leave the engine in its registry.
+        if hasattr(self, "_dispatcher"):
+            self._dispatcher.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "an LLM cannot be pickled or copied: it owns threads and the memory of its engine. "
+            "Build it in the process that uses it"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ---- internals -----------------------------------------------------------------------------
+
+    @property
+    def _executor(self) -> _core.Executor:
+        self._dispatcher.check_running()
+        return self._dispatcher.executor
+
+    def _run(self, requests: list[Request]) -> RequestStream:
+        """Numbers the outputs, which determines seeds, and queues the requests: all or none."""
+        with self._numbering:
+            for number, request in enumerate(requests, self._num_outputs):
+                if request.sample == 0:
+                    seed = request.params.seed
+                    if seed is None:
+                        seed = (self.config.seed * 2**32 + number) & MAX_SEED
+                    request.sampling = {**request.sampling, "seed": seed}
+            stream = RequestStream(
+                self._dispatcher,
+                requests,
+                num_speculative_tokens=None
+                if self.speculative_config is None
+                else self.speculative_config.num_speculative_tokens,
+                owner=self,
+            )
+            # After queueing, so that a refused call does not use up numbers.
+            self._num_outputs += len(requests)
+        return stream
+
+    def _prepare(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[Request]:
+        """Checks and encodes requests, without queueing them. The samples of a prompt are adjacent
+        and in order."""
+        self._dispatcher.check_running()
+        return prepare_requests(
+            prompts,
+            sampling_params,
+            self.target,
+            max_model_len=self.max_model_len,
+            max_logprobs=self.config.max_logprobs,
+        )
+
+
+def _progress_bar(total: int, *, is_shown: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc="Generating", unit="request", disable=not is_shown)

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What editors and type checkers see of the public API: names, defaults and types."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Any, Never
+
+import pytest
+
+from paceline import LLM, EngineConfig, SamplingParams
+from paceline.config import EngineArguments
+
+
+def defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    """The keyword parameters of a function with their defaults."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+def test_sampling_params_show_names_defaults_and_types() -> None:
+    signature = inspect.signature(SamplingParams, eval_str=True)
+    *named, unknown = signature.parameters.values()
+    assert [p.name for p in named] == list(SamplingParams.__dataclass_fields__)
+    assert all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in named)
+    assert (unknown.kind, unknown.annotation) == (unknown.VAR_KEYWORD, Never)
+    assert signature.parameters["temperature"].annotation is float
+    assert defaults(SamplingParams)["max_tokens"] == 16
+    # A default means the same as leaving the parameter out.
+    assert SamplingParams(**defaults(SamplingParams)) == SamplingParams()
+
+
+def test_llm_shows_names_defaults_and_types() -> None:
+    shown = defaults(LLM)
+    config = EngineConfig()
+    for name, kind in typing.get_type_hints(EngineConfig).items():
+        assert shown[name] == getattr(config, name)
+        assert typing.get_type_hints(LLM.__init__)[name] == kind
+        assert typing.get_type_hints(EngineArguments)[name] == kind
+    assert set(EngineArguments.__annotations__) == set(EngineConfig.__dataclass_fields__)
+    assert shown["tensor_parallel_size"] == 1 and shown["speculative_config"] is None
+    assert list(defaults(LLM.generate)) == ["sampling_params", "use_tqdm"]
+
+
+def test_unknown_keywords_are_listed() -> None:
+    with pytest.raises(TypeError, match=r"'best_of' .*; it has: n, .*prompt_logprobs$"):
+        SamplingParams(best_of=2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"'modle' .*; it has: model, .*show_progress$"):
+        LLM("none", modle=1)  # type: ignore[arg-type]
