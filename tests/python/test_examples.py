@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every Python example runs on the demo checkpoints, and prints what it promises."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+# A part of what each example prints.
+PRINTED = {
+    "batch.py": "--- log-probability",
+    "eagle3.py": "the tokens of plain decoding",
+    "ngram_edit.py": "tokens an iteration",
+    "stream.py": "--- first token after",
+}
+
+
+def test_every_example_is_listed() -> None:
+    assert sorted(path.name for path in EXAMPLES.glob("*.py")) == sorted(PRINTED)
+
+
+@pytest.mark.parametrize("name", sorted(PRINTED))
+def test_example_runs(name: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,  # not the checkout: an example must need nothing beside it
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert PRINTED[name] in done.stdout
+    assert list(tmp_path.iterdir()) == []
