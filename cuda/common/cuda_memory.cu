@@ -13,6 +13,7 @@
 
 #include <paceline/device.h>
 
+#include "base/boundary.h"
 #include "base/philox.h"
 #include "common/device_calls.h"
 #include "common/launch.cuh"
@@ -220,36 +221,38 @@ void copy_to_host(CudaContext& ctx, void* to, const void* from, int64_t bytes) {
 }
 
 CudaStatus cuda_status() {
-  CudaStatus status = {.is_built = true};
-  int count = 0;
-  const cudaError_t found = cudaGetDeviceCount(&count);
-  if (found != cudaSuccess || count == 0) {
-    (void)cudaGetLastError();
-    status.reason = concat(
-        "no usable GPU: ", found != cudaSuccess ? cudaGetErrorString(found) : "none was found",
-        "; check the driver with nvidia-smi, or use device 'cpu'");
+  return at_boundary([&] {
+    CudaStatus status = {.is_built = true};
+    int count = 0;
+    const cudaError_t found = cudaGetDeviceCount(&count);
+    if (found != cudaSuccess || count == 0) {
+      (void)cudaGetLastError();
+      status.reason = concat(
+          "no usable GPU: ", found != cudaSuccess ? cudaGetErrorString(found) : "none was found",
+          "; check the driver with nvidia-smi, or use device 'cpu'");
+      return status;
+    }
+    cudaDeviceProp properties = {};
+    size_t free_bytes = 0;
+    size_t total_bytes = 0;
+    if (cudaGetDeviceProperties(&properties, 0) != cudaSuccess ||
+        cudaMemGetInfo(&free_bytes, &total_bytes) != cudaSuccess) {
+      status.reason = concat("GPU 0 cannot be used: ", cudaGetErrorString(cudaGetLastError()));
+      return status;
+    }
+    status.name = properties.name;
+    status.compute_capability = properties.major * 10 + properties.minor;
+    status.num_sms = properties.multiProcessorCount;
+    status.total_bytes = static_cast<int64_t>(total_bytes);
+    status.free_bytes = static_cast<int64_t>(free_bytes);
+    if (status.compute_capability != cuda::kSupportedCapability) {
+      status.reason = concat("GPU 0 is ", status.name, " (sm_", status.compute_capability,
+                             "); this version runs on: sm_90 (H100, H200)");
+      return status;
+    }
+    status.is_usable = true;
     return status;
-  }
-  cudaDeviceProp properties = {};
-  size_t free_bytes = 0;
-  size_t total_bytes = 0;
-  if (cudaGetDeviceProperties(&properties, 0) != cudaSuccess ||
-      cudaMemGetInfo(&free_bytes, &total_bytes) != cudaSuccess) {
-    status.reason = concat("GPU 0 cannot be used: ", cudaGetErrorString(cudaGetLastError()));
-    return status;
-  }
-  status.name = properties.name;
-  status.compute_capability = properties.major * 10 + properties.minor;
-  status.num_sms = properties.multiProcessorCount;
-  status.total_bytes = static_cast<int64_t>(total_bytes);
-  status.free_bytes = static_cast<int64_t>(free_bytes);
-  if (status.compute_capability != cuda::kSupportedCapability) {
-    status.reason = concat("GPU 0 is ", status.name, " (sm_", status.compute_capability,
-                           "); this version runs on: sm_90 (H100, H200)");
-    return status;
-  }
-  status.is_usable = true;
-  return status;
+  });
 }
 
 DeviceMemory& cuda_memory() {
@@ -260,28 +263,30 @@ DeviceMemory& cuda_memory() {
 }
 
 double measure_cuda_read_bandwidth() {
-  constexpr int64_t kBytes = int64_t{4} << 30;
-  const DeviceBuffer data(cuda_memory(), kBytes, "the bandwidth test");
-  const DeviceBuffer sink(cuda_memory(), 256, "the bandwidth test");
-  cudaEvent_t begin = nullptr;
-  cudaEvent_t end = nullptr;
-  cuda::check(cudaEventCreate(&begin), "cudaEventCreate");
-  cuda::check(cudaEventCreate(&end), "cudaEventCreate");
-  std::vector<float> times;
-  for (int round = 0; round < 9; ++round) {
-    cuda::check(cudaEventRecord(begin), "cudaEventRecord");
-    cuda::read_kernel<<<132 * 8, 256>>>(reinterpret_cast<const uint4*>(data.data()), kBytes / 16,
-                                        reinterpret_cast<uint32_t*>(sink.data()));
-    cuda::check(cudaEventRecord(end), "cudaEventRecord");
-    cuda::check(cudaEventSynchronize(end), "the bandwidth test");
-    float ms = 0;
-    cuda::check(cudaEventElapsedTime(&ms, begin, end), "cudaEventElapsedTime");
-    times.push_back(ms);
-  }
-  cudaEventDestroy(begin);
-  cudaEventDestroy(end);
-  std::nth_element(times.begin(), times.begin() + 4, times.end());
-  return static_cast<double>(kBytes) / times[4] * 1e3;
+  return at_boundary([&] {
+    constexpr int64_t kBytes = int64_t{4} << 30;
+    const DeviceBuffer data(cuda_memory(), kBytes, "the bandwidth test");
+    const DeviceBuffer sink(cuda_memory(), 256, "the bandwidth test");
+    cudaEvent_t begin = nullptr;
+    cudaEvent_t end = nullptr;
+    cuda::check(cudaEventCreate(&begin), "cudaEventCreate");
+    cuda::check(cudaEventCreate(&end), "cudaEventCreate");
+    std::vector<float> times;
+    for (int round = 0; round < 9; ++round) {
+      cuda::check(cudaEventRecord(begin), "cudaEventRecord");
+      cuda::read_kernel<<<132 * 8, 256>>>(reinterpret_cast<const uint4*>(data.data()), kBytes / 16,
+                                          reinterpret_cast<uint32_t*>(sink.data()));
+      cuda::check(cudaEventRecord(end), "cudaEventRecord");
+      cuda::check(cudaEventSynchronize(end), "the bandwidth test");
+      float ms = 0;
+      cuda::check(cudaEventElapsedTime(&ms, begin, end), "cudaEventElapsedTime");
+      times.push_back(ms);
+    }
+    cudaEventDestroy(begin);
+    cudaEventDestroy(end);
+    std::nth_element(times.begin(), times.begin() + 4, times.end());
+    return static_cast<double>(kBytes) / times[4] * 1e3;
+  });
 }
 
 }  // namespace paceline

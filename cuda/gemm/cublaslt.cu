@@ -10,6 +10,7 @@
 #include <limits>
 #include <vector>
 
+#include "base/boundary.h"
 #include "common/launch.cuh"
 #include "device/device_memory.h"
 #include "gemm/gemm_planner.h"
@@ -38,7 +39,9 @@ std::string& cublaslt_search_path() {
   return path;
 }
 
-void set_cublaslt_path(const std::string& path) { cublaslt_search_path() = path; }
+void set_cublaslt_path(const std::string& path) {
+  at_boundary([&] { cublaslt_search_path() = path; });
+}
 
 template <class Function>
 void CublasLt::load(Function& function, const char* name) {

@@ -53,10 +53,10 @@ void translate(std::exception_ptr pointer) {
     py::set_error(types.device_error, error.what());
   } catch (const InternalError& error) {
     py::set_error(types.internal_error, error.what());
-  } catch (const std::bad_alloc&) {
-    py::set_error(PyExc_MemoryError,
-                  "the process is out of memory; free some, or ask for less at once (requests, "
-                  "logprobs, logits of prompts)");
+  } catch (const Error& error) {
+    py::set_error(PyExc_RuntimeError, error.what());
+  } catch (const std::bad_alloc&) {  // of the bindings
+    py::set_error(PyExc_MemoryError, "the process is out of memory; free some");
   }
 }
 
@@ -83,7 +83,8 @@ void register_errors(py::module_& module) {
       py::make_tuple(py::handle(PyExc_RuntimeError)));
   types.out_of_memory_error =
       add_exception(module, "OutOfMemoryError",
-                    "Memory for weights, KV pool or workspace could not be had at start.",
+                    "Memory could not be allocated: for weights, KV pool and workspace, or for "
+                    "what a call asks for. The message says which.",
                     py::make_tuple(py::handle(PyExc_MemoryError)));
   py::register_local_exception_translator(&translate);
 }

@@ -134,6 +134,11 @@ void register_event(py::module_& module) {
           "num_draft_tokens, num_accepted_tokens, num_discarded_tokens, accepted_per_position [k] "
           "and drafted_per_position [k].")
       .def_property_readonly(
+          "num_cached_tokens",
+          [](const PyRequestEvent& self) { return self.event.num_cached_tokens; },
+          "Prompt tokens whose KV was taken over from another sample of the request instead of "
+          "being computed; last event only.")
+      .def_property_readonly(
           "logits",
           [](const PyRequestEvent& self) { return logits_array(self.event, self.vocab_size); },
           "Read-only float32 array [prompt_len, vocab_size] in the last event of a request with "

@@ -191,6 +191,8 @@ TEST(Fork, ThePromptIsPrefilledOnce) {
       std::set<std::vector<int32_t>> different;
       for (size_t i = 0; i < actual.size(); ++i) {
         EXPECT_EQ(actual[i].tokens, expected[i].tokens) << "sample " << i;
+        EXPECT_EQ(actual[i].num_cached_tokens, i == 0 ? 0 : prompt_len - 1);
+        EXPECT_EQ(unshared[i].num_cached_tokens, 0);
         EXPECT_EQ(actual[i].counters.num_draft_tokens, unshared[i].counters.num_draft_tokens);
         EXPECT_EQ(actual[i].counters.accepted_per_position,
                   unshared[i].counters.accepted_per_position);

@@ -18,73 +18,23 @@
 
 #include "executor/cpu_runner.h"
 #include "executor/engine.h"
+#include "support/failing_allocations.h"
 #include "support/host_batch.h"
 #include "support/tiny_models.h"
-
-namespace {
-
-using Clock = std::chrono::steady_clock;
-
-// Allocations fail on one side: on the threads of engines, or on the thread of the test.
-enum class Side : int { kNone, kEngine, kTest };
-
-std::atomic<Side> fault_side{Side::kNone};
-std::atomic<int64_t> fault_countdown{0};    // allocations that succeed before the first failure
-std::atomic<int64_t> fault_duration_us{0};  // how long all fail from then on; 0: one fails
-std::atomic<int64_t> fault_end_us{0};
-std::atomic<int64_t> num_faults{0};
-thread_local bool is_test_thread = false;
-thread_local bool is_in_device = false;  // a device's failures are another matter
-
-int64_t now_us() {
-  return std::chrono::duration_cast<std::chrono::microseconds>(Clock::now().time_since_epoch())
-      .count();
-}
-
-bool allocation_fails() {
-  const Side side = fault_side.load(std::memory_order_relaxed);
-  if (side == Side::kNone || is_in_device || (side == Side::kTest) != is_test_thread) return false;
-  const int64_t before = fault_countdown.fetch_sub(1);
-  if (before > 0) return false;
-  if (before == 0) {
-    fault_end_us = now_us() + fault_duration_us;
-  } else if (now_us() >= fault_end_us) {
-    return false;
-  }
-  ++num_faults;
-  return true;
-}
-
-void fail_allocations(Side side, int64_t after, int64_t duration_us = 0) {
-  fault_side = Side::kNone;
-  num_faults = 0;
-  fault_end_us = 0;
-  fault_countdown = after;
-  fault_duration_us = duration_us;
-  fault_side = side;
-}
-
-void* allocate(size_t size) {
-  if (allocation_fails()) throw std::bad_alloc();
-  void* const memory = std::malloc(std::max<size_t>(size, 1));
-  if (memory == nullptr) throw std::bad_alloc();
-  return memory;
-}
-
-}  // namespace
-
-void* operator new(size_t size) { return allocate(size); }
-void* operator new[](size_t size) { return allocate(size); }
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete[](void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, size_t) noexcept { std::free(memory); }
-void operator delete[](void* memory, size_t) noexcept { std::free(memory); }
 
 namespace paceline {
 namespace {
 
+using testing::fail_allocations;
+using testing::fault_side;
+using testing::is_in_device;
+using testing::is_test_thread;
+using testing::num_faults;
+using testing::Side;
 using testing::tiny_model;
 using testing::TinyModel;
+
+using Clock = std::chrono::steady_clock;
 
 constexpr int32_t kMaxInFlight = 2;
 

@@ -29,6 +29,7 @@ struct Outcome {
   std::vector<int32_t> tokens;
   FinishReason reason = FinishReason::kNone;
   SpeculationCounters counters;
+  int32_t num_cached_tokens = 0;
   std::vector<std::vector<TokenLogprob>> logprobs;         // by token
   std::vector<std::vector<TokenLogprob>> prompt_logprobs;  // by prompt token from the second on
   int32_t num_prompt_deliveries = 0;                       // of those
@@ -185,6 +186,7 @@ inline std::vector<Outcome> run(Executor& executor, const std::vector<Job>& jobs
       if (event.finish_reason == FinishReason::kNone) continue;
       outcome.reason = event.finish_reason;
       outcome.counters = event.counters;
+      outcome.num_cached_tokens = event.num_cached_tokens;
       --left;
     }
   }

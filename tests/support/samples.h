@@ -97,6 +97,7 @@ inline std::vector<Outcome> run_samples(Executor& executor, const std::vector<Sa
       if (event.finish_reason == FinishReason::kNone) continue;
       outcome.reason = event.finish_reason;
       outcome.counters = event.counters;
+      outcome.num_cached_tokens = event.num_cached_tokens;
       --left;
     }
   }

@@ -15,7 +15,7 @@ enum class Device : uint8_t { kCpu, kCuda };
 // "cpu", "cuda"
 [[nodiscard]] PACELINE_API const char* device_name(Device device);
 
-// The state of the CUDA backend. The query never throws and needs no driver.
+// The state of the CUDA backend. The query needs no driver.
 struct CudaStatus {
   bool is_built = false;           // this binary contains the CUDA backend
   bool is_usable = false;          // it does, and GPU 0 can run it

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The exception types that the library throws. Expected outcomes (no free block, a full queue, a
+// The exception types that the library throws. All derive from Error, and no function of the public
+// headers throws another type; only what a caller's own function throws (ModelBuilder::ReadBytes,
+// Executor::Progress) passes through unchanged. Expected outcomes (no free block, a full queue, a
 // cancelled request) are return values. Every message names the argument, the value seen, the
 // values allowed and the cure.
 
-#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -13,18 +14,24 @@
 
 namespace paceline {
 
-// The caller's mistake: a bad option, shape, file content or request. ValueError in Python.
-class PACELINE_API InvalidArgument : public std::invalid_argument {
+// The base of all of them.
+class PACELINE_API Error : public std::runtime_error {
  public:
-  using std::invalid_argument::invalid_argument;
+  using std::runtime_error::runtime_error;
+};
+
+// The caller's mistake: a bad option, shape, file content or request. ValueError in Python.
+class PACELINE_API InvalidArgument : public Error {
+ public:
+  using Error::Error;
 };
 
 // A valid request for something that this build or version does not support; the message lists what
 // is supported.
 // NotImplementedError in Python.
-class PACELINE_API Unsupported : public std::runtime_error {
+class PACELINE_API Unsupported : public Error {
  public:
-  using std::runtime_error::runtime_error;
+  using Error::Error;
 };
 
 // A model file that cannot be read or whose content is not valid; the message names the file.
@@ -40,27 +47,24 @@ class PACELINE_API ModelFileError : public InvalidArgument {
 };
 
 // A broken invariant, which is a bug in Paceline. RuntimeError in Python.
-class PACELINE_API InternalError : public std::logic_error {
+class PACELINE_API InternalError : public Error {
  public:
-  using std::logic_error::logic_error;
+  using Error::Error;
 };
 
-// The device or its driver failed or is missing, or the system refuses a thread; the message has
-// the call and the reason. After one that came from a running engine, that engine is lost.
-// RuntimeError in Python.
-class PACELINE_API DeviceError : public std::runtime_error {
+// The device or its driver failed or is missing, or the system refuses a thread or another
+// resource; the message has the call and the reason. After one that came from a running engine,
+// that engine is lost. RuntimeError in Python.
+class PACELINE_API DeviceError : public Error {
  public:
-  using std::runtime_error::runtime_error;
+  using Error::Error;
 };
 
-// Memory for weights, KV pool or workspace could not be allocated. MemoryError in Python.
-class PACELINE_API OutOfMemory : public std::bad_alloc {
+// Memory could not be allocated, for weights, KV pool and workspace or for anything else; the
+// message says which. MemoryError in Python.
+class PACELINE_API OutOfMemory : public Error {
  public:
-  explicit OutOfMemory(std::string what) : what_(std::move(what)) {}
-  [[nodiscard]] const char* what() const noexcept override { return what_.c_str(); }
-
- private:
-  std::string what_;
+  using Error::Error;
 };
 
 }  // namespace paceline

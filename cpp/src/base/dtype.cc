@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <paceline/dtype.h>
 
+#include "base/boundary.h"
 #include "base/check.h"
 #include "base/json.h"
 
@@ -23,10 +24,13 @@ std::string_view dtype_name(DType dtype) {
 }
 
 DType parse_dtype(std::string_view name) {
-  for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
-    if (name == dtype_name(dtype)) return dtype;
-  }
-  throw InvalidArgument(concat("dtype is ", quoted(name), "; allowed: float32, bfloat16, float16"));
+  return at_boundary([&] {
+    for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+      if (name == dtype_name(dtype)) return dtype;
+    }
+    throw InvalidArgument(
+        concat("dtype is ", quoted(name), "; allowed: float32, bfloat16, float16"));
+  });
 }
 
 }  // namespace paceline

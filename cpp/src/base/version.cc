@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <thread>
 
+#include "base/boundary.h"
 #include "base/check.h"
 
 namespace paceline {
@@ -32,10 +33,12 @@ const char* cpu_features() {
 const char* version() { return PACELINE_VERSION; }
 
 BuildInfo build_info() {
-  return {.compiler = concat("g++ ", __VERSION__),
-          .cpu_features = cpu_features(),
-          .has_cuda = cuda_status().is_built,
-          .num_cores = usable_cores()};
+  return at_boundary([&] {
+    return BuildInfo{.compiler = concat("g++ ", __VERSION__),
+                     .cpu_features = cpu_features(),
+                     .has_cuda = cuda_status().is_built,
+                     .num_cores = usable_cores()};
+  });
 }
 
 }  // namespace paceline

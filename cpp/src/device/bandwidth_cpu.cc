@@ -10,6 +10,7 @@
 #include <paceline/version.h>
 
 #include "base/aligned_buffer.h"
+#include "base/boundary.h"
 #include "base/vector_math.h"
 #include "device/thread_pool.h"
 
@@ -32,36 +33,38 @@ struct SumKernel {
 }  // namespace
 
 double measure_read_bandwidth(int32_t num_threads) {
-  constexpr int64_t kBytes = int64_t{512} << 20;  // well beyond any last-level cache
-  constexpr int kNumPasses = 5;
-  if (num_threads <= 0) num_threads = build_info().num_cores;
-  ThreadPool threads(num_threads);
-  // The buffer is mapped as weights are, because smaller pages would lower the result.
-  const AlignedBuffer buffer(kBytes, "the bandwidth measurement");
-  auto* const floats = reinterpret_cast<float*>(buffer.data());
-  const int64_t num_pieces = kBytes / 256;
-  double best_seconds = std::numeric_limits<double>::infinity();
-  std::vector<float> sums(static_cast<size_t>(num_threads));
-  float checksum = 0.0f;
-  for (int pass = 0; pass <= kNumPasses; ++pass) {
-    const auto start = std::chrono::steady_clock::now();
-    threads.parallel_for(num_threads, [&](int64_t part) {
-      float* const begin = floats + num_pieces * part / num_threads * 64;
-      float* const end = floats + num_pieces * (part + 1) / num_threads * 64;
-      if (pass == 0) {
-        // The first write creates the pages.
-        std::memset(begin, 0, static_cast<size_t>((end - begin) * 4));
-      } else {
-        run_best_isa<SumKernel>(static_cast<const float*>(begin), static_cast<const float*>(end),
-                                &sums[part]);
-      }
-    });
-    for (const float sum : sums) checksum += sum;
-    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
-    if (pass > 0) best_seconds = std::min(best_seconds, elapsed.count());
-  }
-  // The sum is 0. Its use keeps the compiler from removing the loads.
-  return static_cast<double>(kBytes) / best_seconds + static_cast<double>(checksum);
+  return at_boundary([&] {
+    constexpr int64_t kBytes = int64_t{512} << 20;  // well beyond any last-level cache
+    constexpr int kNumPasses = 5;
+    if (num_threads <= 0) num_threads = build_info().num_cores;
+    ThreadPool threads(num_threads);
+    // The buffer is mapped as weights are, because smaller pages would lower the result.
+    const AlignedBuffer buffer(kBytes, "the bandwidth measurement");
+    auto* const floats = reinterpret_cast<float*>(buffer.data());
+    const int64_t num_pieces = kBytes / 256;
+    double best_seconds = std::numeric_limits<double>::infinity();
+    std::vector<float> sums(static_cast<size_t>(num_threads));
+    float checksum = 0.0f;
+    for (int pass = 0; pass <= kNumPasses; ++pass) {
+      const auto start = std::chrono::steady_clock::now();
+      threads.parallel_for(num_threads, [&](int64_t part) {
+        float* const begin = floats + num_pieces * part / num_threads * 64;
+        float* const end = floats + num_pieces * (part + 1) / num_threads * 64;
+        if (pass == 0) {
+          // The first write creates the pages.
+          std::memset(begin, 0, static_cast<size_t>((end - begin) * 4));
+        } else {
+          run_best_isa<SumKernel>(static_cast<const float*>(begin), static_cast<const float*>(end),
+                                  &sums[part]);
+        }
+      });
+      for (const float sum : sums) checksum += sum;
+      const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
+      if (pass > 0) best_seconds = std::min(best_seconds, elapsed.count());
+    }
+    // The sum is 0. Its use keeps the compiler from removing the loads.
+    return static_cast<double>(kBytes) / best_seconds + static_cast<double>(checksum);
+  });
 }
 
 }  // namespace paceline

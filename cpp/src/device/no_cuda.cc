@@ -6,6 +6,7 @@
 #include <paceline/device.h>
 #include <paceline/error.h>
 
+#include "base/boundary.h"
 #include "device/device_memory.h"
 
 namespace paceline {
@@ -16,11 +17,15 @@ constexpr const char* kReason =
 
 }  // namespace
 
-CudaStatus cuda_status() { return {.reason = kReason}; }
+CudaStatus cuda_status() {
+  return at_boundary([] { return CudaStatus{.reason = kReason}; });
+}
 
 void set_cublaslt_path(const std::string&) {}
 
-double measure_cuda_read_bandwidth() { throw Unsupported(kReason); }
+double measure_cuda_read_bandwidth() {
+  return at_boundary([]() -> double { throw Unsupported(kReason); });
+}
 
 DeviceMemory& cuda_memory() { throw Unsupported(kReason); }
 

@@ -72,8 +72,9 @@ void Engine::loop() {
       try {
         goes_on = iterate();
       } catch (const std::bad_alloc&) {
-        if (has_device_failed_) throw;
-        goes_on = recover();
+        goes_on = recover_unless_lost();
+      } catch (const OutOfMemory&) {
+        goes_on = recover_unless_lost();
       }
     }
     if (newest_launched_ >= 0) runner_->wait(newest_launched_);
@@ -259,6 +260,7 @@ void Engine::finish(Sequence& sequence, FinishReason reason, std::string error) 
   event.finish_reason = reason;
   event.error = std::move(error);
   event.counters = std::move(sequence.counters);
+  event.num_cached_tokens = sequence.num_cached_tokens;
   // If a score was cut short, some logits are missing, and launches in flight still write others.
   if (reason == FinishReason::kLength) event.logits = sequence.logits;
   event.arrival_us = sequence.arrival_us;

@@ -114,9 +114,11 @@ class Engine {
              const LogprobReader& logprobs, int32_t i);
   void finish(Sequence& sequence, FinishReason reason, std::string error = {});
   void cancel_now(const Cancellation& cancellation);
-  // After std::bad_alloc: waits for the device, ends the requests that have begun and restarts with
-  // those that wait. Returns false if the engine shall stop.
+  // After an exception for lack of memory: waits for the device, ends the requests that have begun
+  // and restarts with those that wait. Returns false if the engine shall stop.
   bool recover();
+  // The same in the handler of that exception; rethrows it if it came from the device.
+  bool recover_unless_lost();
   void restart(bool ends_all);
   // Makes a call into the runner. An exception from it is final for the engine.
   template <class Call>

@@ -23,6 +23,11 @@ bool has_begun(const std::unique_ptr<Sequence>& sample) {
 
 }  // namespace
 
+bool Engine::recover_unless_lost() {
+  if (has_device_failed_) throw;
+  return recover();
+}
+
 bool Engine::recover() {
   if (newest_launched_ >= 0) on_device([&] { runner_->wait(newest_launched_); });
   newest_read_ = newest_launched_;
@@ -65,6 +70,7 @@ void Engine::restart(bool ends_all) {
               "the process ran out of memory while the request ran; requests that had not "
               "begun continue. Free memory, or lower max_num_seqs or the number of logprobs"};
       event.counters = sample->counters;
+      event.num_cached_tokens = sample->num_cached_tokens;
       event.arrival_us = sample->arrival_us;
       event.first_token_us = sample->first_token_us;
       event.finish_us = now_us();

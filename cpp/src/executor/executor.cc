@@ -4,6 +4,7 @@
 #include <optional>
 #include <utility>
 
+#include "base/boundary.h"
 #include "base/check.h"
 #include "executor/engine.h"
 #include "executor/option_checks.h"
@@ -39,6 +40,8 @@ struct Executor::Impl {
                    std::move(runner));
   }
 
+  [[nodiscard]] MemoryReport memory_report();
+
   std::shared_ptr<const Model> target;
   std::shared_ptr<const Model> draft;
   ExecutorOptions options;
@@ -49,52 +52,17 @@ struct Executor::Impl {
   std::optional<Engine> engine;
 };
 
-Executor::Executor(std::shared_ptr<const Model> target, std::shared_ptr<const Model> draft,
-                   const ExecutorOptions& options, const Progress& progress) {
-  if (target == nullptr) throw InvalidArgument("target is null; give a model");
-  check_options(options, *target, draft.get());
-  impl_ = std::make_unique<Impl>(std::move(target), std::move(draft), options, progress);
-}
-
-Executor::~Executor() = default;
-
-std::optional<RequestId> Executor::add_request(Request request) {
-  return impl_->engine->add_request(std::move(request));
-}
-std::optional<std::vector<RequestId>> Executor::add_requests(std::vector<Request> requests) {
-  return impl_->engine->add_requests(std::move(requests));
-}
-bool Executor::cancel(RequestId id, std::optional<int32_t> sample) {
-  return impl_->engine->cancel(id, sample);
-}
-std::vector<RequestEvent> Executor::poll(int32_t timeout_ms) {
-  return impl_->engine->poll(timeout_ms);
-}
-ExecutorStats Executor::stats() const { return impl_->engine->stats(); }
-std::vector<KernelTime> Executor::trace_iteration(int32_t timeout_ms) {
-  if (impl_->target->device != Device::kCuda || impl_->options.use_null_device) {
-    throw Unsupported("kernels are timed on device cuda only");
-  }
-  return impl_->engine->trace_iteration(timeout_ms);
-}
-void Executor::reset_stats() { impl_->engine->reset_stats(); }
-std::string Executor::check_integrity() { return impl_->engine->check_integrity(); }
-int32_t Executor::vocab_size() const { return impl_->target->config.vocab_size; }
-const ExecutorOptions& Executor::options() const { return impl_->options; }
-
-MemoryReport Executor::memory_report() const {
-  const Engine::KvUsage usage = impl_->engine->kv_usage();
-  const KvLayout& layout = impl_->layout;
-  MemoryReport report{
-      .target_weight_bytes = impl_->target->weights.arena.bytes(),
-      .draft_weight_bytes = impl_->draft != nullptr ? impl_->draft->weights.arena.bytes() : 0,
-      .kv_pool_bytes = layout.pool_bytes,
-      .kv_cache_rule = impl_->kv_cache_rule,
-      .kv_slab_bytes = layout.slab_bytes,
-      .kv_num_slabs = layout.num_slabs,
-      .kv_free_slabs = usage.free_slabs,
-      .workspace = impl_->workspace,
-      .graph_bytes = impl_->graph_bytes};
+MemoryReport Executor::Impl::memory_report() {
+  const Engine::KvUsage usage = engine->kv_usage();
+  MemoryReport report{.target_weight_bytes = target->weights.arena.bytes(),
+                      .draft_weight_bytes = draft != nullptr ? draft->weights.arena.bytes() : 0,
+                      .kv_pool_bytes = layout.pool_bytes,
+                      .kv_cache_rule = kv_cache_rule,
+                      .kv_slab_bytes = layout.slab_bytes,
+                      .kv_num_slabs = layout.num_slabs,
+                      .kv_free_slabs = usage.free_slabs,
+                      .workspace = workspace,
+                      .graph_bytes = graph_bytes};
   for (const auto& [purpose, bytes] : report.workspace) report.workspace_bytes += bytes;
   for (size_t g = 0; g < layout.groups.size(); ++g) {
     const KvGroup& group = layout.groups[g];
@@ -111,6 +79,57 @@ MemoryReport Executor::memory_report() const {
                              .quarantined_blocks = usage.quarantined_blocks[g]});
   }
   return report;
+}
+
+Executor::Executor(std::shared_ptr<const Model> target, std::shared_ptr<const Model> draft,
+                   const ExecutorOptions& options, const Progress& progress) {
+  at_boundary([&] {
+    if (target == nullptr) throw InvalidArgument("target is null; give a model");
+    check_options(options, *target, draft.get());
+    Progress report;
+    if (progress) {
+      report = [&](int32_t done, int32_t total) { call_back([&] { progress(done, total); }); };
+    }
+    impl_ = std::make_unique<Impl>(std::move(target), std::move(draft), options, report);
+  });
+}
+
+Executor::~Executor() = default;
+
+std::optional<RequestId> Executor::add_request(Request request) {
+  return at_boundary([&] { return impl_->engine->add_request(std::move(request)); });
+}
+std::optional<std::vector<RequestId>> Executor::add_requests(std::vector<Request> requests) {
+  return at_boundary([&] { return impl_->engine->add_requests(std::move(requests)); });
+}
+bool Executor::cancel(RequestId id, std::optional<int32_t> sample) {
+  return at_boundary([&] { return impl_->engine->cancel(id, sample); });
+}
+std::vector<RequestEvent> Executor::poll(int32_t timeout_ms) {
+  return at_boundary([&] { return impl_->engine->poll(timeout_ms); });
+}
+ExecutorStats Executor::stats() const {
+  return at_boundary([&] { return impl_->engine->stats(); });
+}
+std::vector<KernelTime> Executor::trace_iteration(int32_t timeout_ms) {
+  return at_boundary([&] {
+    if (impl_->target->device != Device::kCuda || impl_->options.use_null_device) {
+      throw Unsupported("kernels are timed on device cuda only");
+    }
+    return impl_->engine->trace_iteration(timeout_ms);
+  });
+}
+void Executor::reset_stats() {
+  at_boundary([&] { impl_->engine->reset_stats(); });
+}
+std::string Executor::check_integrity() {
+  return at_boundary([&] { return impl_->engine->check_integrity(); });
+}
+int32_t Executor::vocab_size() const { return impl_->target->config.vocab_size; }
+const ExecutorOptions& Executor::options() const { return impl_->options; }
+
+MemoryReport Executor::memory_report() const {
+  return at_boundary([&] { return impl_->memory_report(); });
 }
 
 }  // namespace paceline

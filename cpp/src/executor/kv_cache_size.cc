@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "base/boundary.h"
 #include "base/check.h"
 #include "model/decoder.h"
 #include "model/model_impl.h"
@@ -152,15 +153,17 @@ KvCacheSize default_kv_cache_size(std::span<const KvLayerShape> target,
 KvCacheSize default_kv_cache_size(const Model& target, const Model* draft,
                                   const ExecutorOptions& options,
                                   std::optional<int64_t> free_bytes) {
-  if (!free_bytes) {
-    free_bytes = target.device == Device::kCuda ? std::optional(cuda_status().free_bytes)
-                                                : free_host_bytes();
-  }
-  const std::vector<KvLayerShape> draft_layers =
-      draft != nullptr ? draft_kv_layer_shapes(draft->config, target.config)
-                       : std::vector<KvLayerShape>{};
-  return default_kv_cache_size(kv_layer_shapes(target.config), draft_layers, target.weights.dtype,
-                               target.device, options, free_bytes);
+  return at_boundary([&] {
+    if (!free_bytes) {
+      free_bytes = target.device == Device::kCuda ? std::optional(cuda_status().free_bytes)
+                                                  : free_host_bytes();
+    }
+    const std::vector<KvLayerShape> draft_layers =
+        draft != nullptr ? draft_kv_layer_shapes(draft->config, target.config)
+                         : std::vector<KvLayerShape>{};
+    return default_kv_cache_size(kv_layer_shapes(target.config), draft_layers, target.weights.dtype,
+                                 target.device, options, free_bytes);
+  });
 }
 
 }  // namespace paceline

@@ -9,6 +9,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "base/boundary.h"
 #include "base/check.h"
 #include "base/json.h"
 #include "device/cpu_context.h"
@@ -114,90 +115,104 @@ template <class Impl>
 }  // namespace
 
 ModelBuilder::ModelBuilder(std::string_view config_json, DType weight_dtype, Device device)
-    : impl_(std::make_unique<Impl>(config_json, weight_dtype, device)) {}
+    : impl_(
+          at_boundary([&] { return std::make_unique<Impl>(config_json, weight_dtype, device); })) {}
 ModelBuilder::~ModelBuilder() = default;
 ModelBuilder::ModelBuilder(ModelBuilder&&) noexcept = default;
 ModelBuilder& ModelBuilder::operator=(ModelBuilder&&) noexcept = default;
 
 void ModelBuilder::put(std::string_view name, DType dtype, std::span<const int64_t> shape,
                        std::span<const int64_t> strides, const void* data) {
-  Impl& impl = open(impl_);
-  NamedWeight& named = impl.unfilled_weight(name, dtype, shape);
-  if (!strides.empty() && strides.size() != shape.size()) {
-    throw InvalidArgument(concat(quoted(name), " has ", strides.size(),
-                                 " strides; allowed: ", shape.size(), ", or none for row-major"));
-  }
-  if (data == nullptr) throw InvalidArgument(concat(quoted(name), " has a null data pointer"));
-  SourceMatrix source = {.data = static_cast<const std::byte*>(data),
-                         .rows = named.rank == 2 ? shape[0] : 1,
-                         .cols = shape.back(),
-                         .row_stride = shape.back(),
-                         .col_stride = 1};
-  if (!strides.empty()) {
-    source.row_stride = named.rank == 2 ? strides[0] : 0;
-    source.col_stride = strides.back();
-  }
-  if (named.dtype == DType::kInt32) {
-    impl.put_tokens(named, source, dtype);
-  } else {
-    copy_weight(impl.ctx, source, dtype, named, impl.model->weights.arena);
-  }
-  named.is_filled = true;
+  at_boundary([&] {
+    Impl& impl = open(impl_);
+    NamedWeight& named = impl.unfilled_weight(name, dtype, shape);
+    if (!strides.empty() && strides.size() != shape.size()) {
+      throw InvalidArgument(concat(quoted(name), " has ", strides.size(),
+                                   " strides; allowed: ", shape.size(), ", or none for row-major"));
+    }
+    if (data == nullptr) throw InvalidArgument(concat(quoted(name), " has a null data pointer"));
+    SourceMatrix source = {.data = static_cast<const std::byte*>(data),
+                           .rows = named.rank == 2 ? shape[0] : 1,
+                           .cols = shape.back(),
+                           .row_stride = shape.back(),
+                           .col_stride = 1};
+    if (!strides.empty()) {
+      source.row_stride = named.rank == 2 ? strides[0] : 0;
+      source.col_stride = strides.back();
+    }
+    if (named.dtype == DType::kInt32) {
+      impl.put_tokens(named, source, dtype);
+    } else {
+      copy_weight(impl.ctx, source, dtype, named, impl.model->weights.arena);
+    }
+    named.is_filled = true;
+  });
 }
 
 void ModelBuilder::put(std::string_view name, DType dtype, std::span<const int64_t> shape,
-                       const ReadBytes& read) {
-  Impl& impl = open(impl_);
-  NamedWeight& named = impl.unfilled_weight(name, dtype, shape);
-  if (named.dtype == DType::kInt32) {
-    std::vector<std::byte> bytes(static_cast<size_t>(named.elements() * dtype_bytes(dtype)));
-    read(0, bytes);
-    const SourceMatrix source = {.data = bytes.data(),
-                                 .rows = 1,
-                                 .cols = named.elements(),
-                                 .row_stride = named.elements(),
-                                 .col_stride = 1};
-    impl.put_tokens(named, source, dtype);
-  } else {
-    copy_weight(impl.ctx, read, dtype, named, impl.model->weights.arena);
-  }
-  named.is_filled = true;
+                       const ReadBytes& callers_read) {
+  at_boundary([&] {
+    const auto read = [&](int64_t first, std::span<std::byte> to) {
+      call_back([&] { callers_read(first, to); });
+    };
+    Impl& impl = open(impl_);
+    NamedWeight& named = impl.unfilled_weight(name, dtype, shape);
+    if (named.dtype == DType::kInt32) {
+      std::vector<std::byte> bytes(static_cast<size_t>(named.elements() * dtype_bytes(dtype)));
+      read(0, bytes);
+      const SourceMatrix source = {.data = bytes.data(),
+                                   .rows = 1,
+                                   .cols = named.elements(),
+                                   .row_stride = named.elements(),
+                                   .col_stride = 1};
+      impl.put_tokens(named, source, dtype);
+    } else {
+      copy_weight(impl.ctx, read, dtype, named, impl.model->weights.arena);
+    }
+    named.is_filled = true;
+  });
 }
 
 std::vector<std::string> ModelBuilder::missing() const {
-  std::vector<std::string> names;
-  for (const NamedWeight& named : open(impl_).named_weights) {
-    if (!named.is_filled && !named.is_optional) names.push_back(named.name);
-  }
-  std::sort(names.begin(), names.end());
-  return names;
+  return at_boundary([&] {
+    std::vector<std::string> names;
+    for (const NamedWeight& named : open(impl_).named_weights) {
+      if (!named.is_filled && !named.is_optional) names.push_back(named.name);
+    }
+    std::sort(names.begin(), names.end());
+    return names;
+  });
 }
 
 void ModelBuilder::fill_dummy(uint64_t seed) {
-  Impl& impl = open(impl_);
-  fill_dummy_weights(impl.ctx, seed, impl.named_weights, *impl.model);
+  at_boundary([&] {
+    Impl& impl = open(impl_);
+    fill_dummy_weights(impl.ctx, seed, impl.named_weights, *impl.model);
+  });
 }
 
 std::shared_ptr<const Model> ModelBuilder::finish() {
-  Impl& impl = open(impl_);
-  const std::vector<std::string> names = missing();
-  if (!names.empty()) {
-    std::string list;
-    for (size_t i = 0; i < std::min(names.size(), kMissingNamed); ++i) {
-      list += concat(i == 0 ? "" : ", ", names[i]);
+  return at_boundary([&] {
+    Impl& impl = open(impl_);
+    const std::vector<std::string> names = missing();
+    if (!names.empty()) {
+      std::string list;
+      for (size_t i = 0; i < std::min(names.size(), kMissingNamed); ++i) {
+        list += concat(i == 0 ? "" : ", ", names[i]);
+      }
+      throw InvalidArgument(concat(names.size(), " of ", impl.named_weights.size(), " weights of ",
+                                   impl.model->config.name, " are missing: ", list,
+                                   names.size() > kMissingNamed ? ", ..." : ""));
     }
-    throw InvalidArgument(concat(names.size(), " of ", impl.named_weights.size(), " weights of ",
-                                 impl.model->config.name, " are missing: ", list,
-                                 names.size() > kMissingNamed ? ", ..." : ""));
-  }
-  impl.model->weights.arena.memory().finish();
-  const auto map = impl.by_name.find("draft_to_target");
-  if (map != impl.by_name.end() && !impl.named_weights[map->second].is_filled) {
-    impl.model->weights.head.draft_to_target = nullptr;
-  }
-  std::shared_ptr<const Model> model = std::move(impl.model);
-  impl_.reset();
-  return model;
+    impl.model->weights.arena.memory().finish();
+    const auto map = impl.by_name.find("draft_to_target");
+    if (map != impl.by_name.end() && !impl.named_weights[map->second].is_filled) {
+      impl.model->weights.head.draft_to_target = nullptr;
+    }
+    std::shared_ptr<const Model> model = std::move(impl.model);
+    impl_.reset();
+    return model;
+  });
 }
 
 int64_t model_weight_bytes(const Model& model) { return model.weights.arena.bytes(); }
@@ -211,10 +226,12 @@ int32_t model_max_position(const Model& model) { return model.config.max_positio
 Device model_device(const Model& model) { return model.device; }
 
 std::vector<std::byte> model_weight_arena(const Model& model) {
-  const DeviceBuffer& arena = model.weights.arena;
-  std::vector<std::byte> bytes(static_cast<size_t>(arena.bytes()));
-  arena.memory().download(bytes.data(), arena.data(), arena.bytes());
-  return bytes;
+  return at_boundary([&] {
+    const DeviceBuffer& arena = model.weights.arena;
+    std::vector<std::byte> bytes(static_cast<size_t>(arena.bytes()));
+    arena.memory().download(bytes.data(), arena.data(), arena.bytes());
+    return bytes;
+  });
 }
 
 }  // namespace paceline

@@ -12,6 +12,7 @@
 #include <optional>
 #include <system_error>
 
+#include "base/boundary.h"
 #include "base/check.h"
 #include "base/json.h"
 #include "model/regular_file.h"
@@ -111,46 +112,48 @@ auto with_name(const std::string& name, Step step) {
 }  // namespace
 
 ModelFolder load_model_folder(const std::string& directory, Device device) {
-  const std::string path = (std::filesystem::path(directory) / "paceline.json").string();
-  const std::string text = [&] {
+  return at_boundary([&] {
+    const std::string path = (std::filesystem::path(directory) / "paceline.json").string();
+    const std::string text = [&] {
+      try {
+        return RegularFile(path).read_all(kMaxDescriptionBytes);
+      } catch (const ModelFileError& error) {
+        if (!error.is_missing()) throw;
+        throw ModelFileError(concat(error.what(), "; `paceline convert` writes such a folder"),
+                             /*is_missing=*/true);
+      }
+    }();
     try {
-      return RegularFile(path).read_all(kMaxDescriptionBytes);
-    } catch (const ModelFileError& error) {
-      if (!error.is_missing()) throw;
-      throw ModelFileError(concat(error.what(), "; `paceline convert` writes such a folder"),
-                           /*is_missing=*/true);
+      const JsonDocument document(text, path, {.max_bytes = kMaxDescriptionBytes});
+      const Json root = document.root();
+      constexpr std::array<std::string_view, 3> kRequired = {"format", "target", "stop_token_ids"};
+      constexpr std::array<std::string_view, 2> kOptional = {"draft", "num_speculative_tokens"};
+      root.check_keys(kRequired, kOptional);
+      if (root.at("format").as_string() != "paceline-folder-1") {
+        root.at("format").refuse("'paceline-folder-1'");
+      }
+      ModelFolder folder;
+      const std::optional<Json> draft = root.find("draft");
+      const std::optional<Json> num_tokens = root.find("num_speculative_tokens");
+      if (draft) {
+        folder.num_speculative_tokens =
+            static_cast<int32_t>(root.at("num_speculative_tokens").as_int(1, kMaxDraftTokens));
+      } else if (num_tokens) {
+        num_tokens->refuse("no such key without a draft");
+      }
+      folder.target = load_model(directory, path, root.at("target"), "target", device);
+      const int32_t vocab_size = model_vocab_size(*folder.target);
+      for (const Json& id : root.at("stop_token_ids").elements()) {
+        folder.stop_token_ids.push_back(static_cast<int32_t>(id.as_int(0, vocab_size - 1)));
+      }
+      if (draft) folder.draft = load_model(directory, path, *draft, "draft", device);
+      return folder;
+    } catch (const ModelFileError&) {
+      throw;
+    } catch (const InvalidArgument& error) {  // from the JSON reader, which also names the file
+      throw ModelFileError(error.what());
     }
-  }();
-  try {
-    const JsonDocument document(text, path, {.max_bytes = kMaxDescriptionBytes});
-    const Json root = document.root();
-    constexpr std::array<std::string_view, 3> kRequired = {"format", "target", "stop_token_ids"};
-    constexpr std::array<std::string_view, 2> kOptional = {"draft", "num_speculative_tokens"};
-    root.check_keys(kRequired, kOptional);
-    if (root.at("format").as_string() != "paceline-folder-1") {
-      root.at("format").refuse("'paceline-folder-1'");
-    }
-    ModelFolder folder;
-    const std::optional<Json> draft = root.find("draft");
-    const std::optional<Json> num_tokens = root.find("num_speculative_tokens");
-    if (draft) {
-      folder.num_speculative_tokens =
-          static_cast<int32_t>(root.at("num_speculative_tokens").as_int(1, kMaxDraftTokens));
-    } else if (num_tokens) {
-      num_tokens->refuse("no such key without a draft");
-    }
-    folder.target = load_model(directory, path, root.at("target"), "target", device);
-    const int32_t vocab_size = model_vocab_size(*folder.target);
-    for (const Json& id : root.at("stop_token_ids").elements()) {
-      folder.stop_token_ids.push_back(static_cast<int32_t>(id.as_int(0, vocab_size - 1)));
-    }
-    if (draft) folder.draft = load_model(directory, path, *draft, "draft", device);
-    return folder;
-  } catch (const ModelFileError&) {
-    throw;
-  } catch (const InvalidArgument& error) {  // from the JSON reader, which also names the file
-    throw ModelFileError(error.what());
-  }
+  });
 }
 
 }  // namespace paceline

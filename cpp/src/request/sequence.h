@@ -30,10 +30,11 @@ struct Sequence {
   int32_t prompt_len = 0;
   int32_t limit = 0;  // length of prompt and output at which the request ends
 
-  int32_t seq_slot = -1;        // row of the device's per-sequence state while the sequence runs
-  bool needs_reset = false;     // the next launch must initialise the sequence slot
-  int32_t num_prefilled = 0;    // tokens whose prefill has been launched, or taken over by a fork
-  int64_t newest_prefill = -1;  // iteration of the newest launch that prefilled
+  int32_t seq_slot = -1;          // row of the device's per-sequence state while the sequence runs
+  bool needs_reset = false;       // the next launch must initialise the sequence slot
+  int32_t num_prefilled = 0;      // tokens whose prefill has been launched, or taken over by a fork
+  int32_t num_cached_tokens = 0;  // of these, taken over when the sequence was last admitted
+  int64_t newest_prefill = -1;    // iteration of the newest launch that prefilled
   SequenceBlocks blocks;
 
   // Incremented by preemption. Results of launches from an earlier epoch are dropped, since

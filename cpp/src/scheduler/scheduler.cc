@@ -226,6 +226,7 @@ bool Scheduler::admit(Sequence& sequence, const PlannedSequence& rows, const Seq
                           .num_tokens = rows.start});
     num_shared_tokens_ += rows.start;
   }
+  sequence.num_cached_tokens = rows.start;
   free_seq_slots_.pop_back();
   sequence.phase = Sequence::Phase::kPrefill;
   sequence.needs_reset = true;

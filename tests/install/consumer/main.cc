@@ -38,7 +38,7 @@ int main(int argc, char** argv) try {
   }
   std::cout << '\n';
   return 0;
-} catch (const paceline::InvalidArgument& error) {
+} catch (const paceline::Error& error) {
   std::cerr << "error: " << error.what() << '\n';
   return 2;
 }
