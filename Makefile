@@ -5,6 +5,7 @@
 #   make test              run all CPU tests: ctest, then pytest on the installed package, in .venv-test
 #   make bench             run the latency bench in .venv
 #   make wheel             build a manylinux wheel in dist/ and test it in an environment of its own
+#   make docs              build the site of the documentation in build/site
 #   make cuda              build the CUDA backend (library, module and tests) in build/cuda-python
 #   make test-cuda-build   build the CUDA backend and test what needs no GPU
 #   make gpu-test          run all GPU tests and benches on this machine; writes docs/gpu-evidence.json
@@ -19,7 +20,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo test bench wheel cuda test-cuda-build gpu-test gpu-sanitize lint format clean check-python check-gtest
+.PHONY: demo test bench wheel docs cuda test-cuda-build gpu-test gpu-sanitize lint format clean check-python check-gtest
 
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
@@ -70,6 +71,10 @@ test-cuda-build: $(TEST_VENV)/.installed check-gtest
 	cmake --build --preset cuda-python
 	ctest --preset cuda-python
 	PYTHONPATH="$(CURDIR)/python" python tests/install/check_cuda_build.py
+
+# Fails on a warning, such as a broken link. Needs no network beyond the environment's packages.
+docs: $(TEST_VENV)/.installed
+	PATH="$(CURDIR)/$(TEST_VENV)/bin:$$PATH" NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 
 # For a machine with a GPU. Uses what is installed there: CUDA, cmake, ninja, pybind11, torch, pytest.
 cuda: check-python

@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the generated tables of the pages: from the code, and from the data files in docs/data.
+
+    PYTHONPATH=python python docs/scripts/generate_tables.py [--check]
+
+A generated part of a page lies between two comments:
+
+    <!-- generated: NAME -->
+    <!-- end of generated -->
+
+`--check` writes nothing, names the pages that are out of date, and then exits with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import paceline
+from paceline.config import DEVICES, DTYPES, LATER_METHODS, METHODS, SpeculativeConfig
+from paceline.loader import ARCHITECTURES
+from paceline.loader.binding import STORED_DTYPES
+from paceline.loader.families import is_same_family
+from paceline.loader.gemma4_assistant import ASSISTANT_ARCHITECTURES
+
+DOCS: Final = Path(__file__).resolve().parents[1]
+ROOT: Final = DOCS.parent
+PART: Final = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end of generated -->)", re.DOTALL)
+
+# Words for what the code names. A name without words is an error, and so are words without a name.
+FAMILIES: Final = {
+    "LlamaForCausalLM": "Llama 3",
+    "Qwen3ForCausalLM": "Qwen3",
+    "Gemma3ForCausalLM": "Gemma 3",
+    "Gemma4ForCausalLM": "Gemma 4, dense",
+}
+DRAFTERS: Final = {
+    "draft_model": "a smaller model with the same token ids",
+    "eagle": "an EAGLE draft head made for the target",
+    "eagle3": "an EAGLE-3 draft head made for the target (SafeAILab's or `speculators` layout)",
+    "gemma4_mtp": "an MTP assistant for a Gemma 4 target",
+    "ngram": "no model: the tokens that followed the same n-gram earlier (prompt lookup)",
+}
+DEVICE_WORDS: Final = {
+    "auto": "the GPU if it can be used, else the CPU; the default",
+    "cpu": "Linux on x86-64",
+    "cuda": "one NVIDIA H100 or H200 (sm_90), driver for CUDA 13",
+}
+# Why vLLM's arguments that Paceline lacks are refused.
+REASONS: Final = {
+    "attention_backend": "there is one backend per device",
+    "best_of": "use `n`, and choose by `cumulative_logprob`",
+    "cpu_offload_gb": "all weights stay on the device",
+    "download_dir": "`cache_dir` is the hub cache's folder",
+    "draft_tensor_parallel_size": "a model runs on one GPU",
+    "enable_adaptive_verification": "not supported yet",
+    "enable_chunked_prefill": "prefill is always chunked; `prefill_chunk_size` sets the size",
+    "enable_lora": "adapters are not supported yet",
+    "enable_prefix_caching": "there is no prefix cache yet",
+    "enforce_eager": '`"x": {"draft_driver": "eager"}` captures no graphs',
+    "extra_args": "there are no plug-ins that could read it",
+    "flat_logprobs": "logprobs are lists of dicts",
+    "hf_overrides": "edit `config.json` in a copy of the folder",
+    "gpu_memory_utilization": "`kv_cache_bytes` sets the size of the KV pool",
+    "hf_token": "set the environment variable `HF_TOKEN`",
+    "kv_cache_dtype": "KV has the dtype of the weights",
+    "kv_cache_memory_bytes": "it is named `kv_cache_bytes`",
+    "logits_processors": "see `logit_bias`, `bad_words` and `allowed_token_ids`",
+    "max_model_len": "the drafter uses the target's length",
+    "num_speculative_tokens_per_batch_size": "k is the same for every batch size",
+    "output_kind": "`generate` returns complete outputs, `stream` returns pieces",
+    "parallel_drafting": "not supported yet",
+    "pipeline_parallel_size": "a model runs on one GPU",
+    "quantization": "quantised weights are not supported yet",
+    "skip_tokenizer_init": "a folder without `tokenizer.json` takes token ids",
+    "structured_outputs": "grammars are not supported yet",
+    "swap_space": "preempted requests are recomputed, not swapped out",
+    "synthetic_acceptance_rates": "`synthetic_acceptance_length` sets the mean",
+    "tensor_parallel_size": "a model runs on one GPU",
+    "tokenizer": "the tokenizer is `tokenizer.json` in the model's folder",
+    "tokenizer_mode": "the tokenizers package is the only mode",
+    "truncate_prompt_tokens": "a prompt is never cut; cut the token ids yourself",
+    "trust_remote_code": "no code of a checkpoint is ever run",
+    "use_heterogeneous_vocab": "the drafter must have the target's token ids",
+}
+# vLLM's arguments that exist here with another meaning or a narrower one.
+DIFFERENCES: Final = {
+    "LLM": {
+        "block_size": "16 by default, 1 to 256",
+        "dtype": '"float16" is refused: such checkpoints load as float32, which loses nothing',
+        "load_format": '"auto" or "dummy"',
+        "max_logprobs": "0 to 64; -1 is refused",
+        "max_model_len": "at most 4,096 unless you set it",
+        "max_num_seqs": "64 by default",
+        "seed": "every request without a seed gets its own, derived from this one",
+    },
+    "speculative_config": {
+        "method": "may be left out: the drafter's checkpoint tells it",
+        "rejection_sample_method": 'default "coupled": a seed gives the tokens of plain decoding',
+        "draft_sample_method": 'for "standard" and "block"; "probabilistic" is the default',
+    },
+    "SamplingParams": {
+        "max_tokens": "16 by default, as in vLLM",
+        "min_p": "applied after top-k and top-p, in vLLM before them",
+        "n": "output i is the output of a request with seed `seed` + i",
+        "seed": "-1 is refused; None = a seed of its own",
+    },
+}
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Formats a table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def check_words(what: str, words: dict[str, str], names: Sequence[str]) -> None:
+    """Checks that every name of the code has words here, and that no words are left over."""
+    missing, unknown = set(names) - set(words), set(words) - set(names)
+    if missing or unknown:
+        raise SystemExit(
+            f"generate_tables.py: {what}: no words for {sorted(missing)}, "
+            f"words for unknown {sorted(unknown)}"
+        )
+
+
+def code(names: Sequence[str]) -> str:
+    """Joins names as code."""
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def families() -> dict[str, list[str]]:
+    """The architectures of each family, by its words."""
+    grouped: dict[str, list[str]] = {words: [] for words in FAMILIES.values()}
+    for architecture in ARCHITECTURES:
+        owners = [first for first in FAMILIES if is_same_family(architecture, first)]
+        check_words("families", {architecture: ""}, [architecture] if owners else [])
+        grouped[FAMILIES[owners[0]]].append(architecture)
+    return grouped
+
+
+def load(name: str) -> Any:
+    """Reads a data file."""
+    return json.loads((DOCS / "data" / name).read_text())
+
+
+# ---- the tables ---------------------------------------------------------------------------------
+
+
+def support() -> str:
+    """Models, drafters, formats and devices: README's table."""
+    check_words("drafters", DRAFTERS, METHODS)
+    check_words("devices", DEVICE_WORDS, DEVICES)
+    models = "; ".join(families())
+    rows: list[tuple[str, str, str]] = [
+        ("models", models, "[architectures](docs/loading.md#what-is-read)"),
+        ("drafters", code(METHODS), "[choosing a drafter](docs/choosing-a-drafter.md)"),
+        (
+            "weight files",
+            f"safetensors with {', '.join(STORED_DTYPES)}",
+            "[loading](docs/loading.md)",
+        ),
+        (
+            "runs in",
+            " or ".join(dtype for dtype in DTYPES if dtype != "auto"),
+            "[dtype](docs/loading.md#the-device-and-dtype-of-weights)",
+        ),
+        *(
+            (f'device="{device}"', DEVICE_WORDS[device], "[quickstart](docs/quickstart.md#devices)")
+            for device in DEVICES
+            if device != "auto"
+        ),
+        (
+            "not yet",
+            "drafters " + code(LATER_METHODS),
+            "[what is missing](#what-it-does-not-do-yet)",
+        ),
+    ]
+    return table(("", "supported", "more"), rows)
+
+
+def drafters() -> str:
+    """The methods of speculative_config."""
+    check_words("drafters", DRAFTERS, METHODS)
+    return table(("method", "drafter"), [(f"`{name}`", DRAFTERS[name]) for name in METHODS])
+
+
+def architectures() -> str:
+    """What may stand under `architectures` in config.json."""
+    rows = [(words, code(names)) for words, names in families().items()]
+    rows.append(("Gemma 4 MTP assistants", code(list(ASSISTANT_ARCHITECTURES))))
+    return table(("family", "`architectures` in `config.json`"), rows)
+
+
+def vllm_speed() -> str:
+    """The figures of the chart, and plain decoding."""
+    rows = [
+        (
+            row["concurrency"],
+            f"{row['paceline_ms']:.2f}",
+            f"{row['vllm_ms']:.2f}",
+            f"{row['vllm_ms'] / row['paceline_ms']:.2f}",
+            f"{row['paceline_tokens_per_s']:,}",
+            f"{row['vllm_tokens_per_s']:,}",
+            f"{row['paceline_plain_tokens_per_s']:,}",
+        )
+        for row in load("vllm_comparison.json")["rows"]
+    ]
+    return table(
+        (
+            "c",
+            "Paceline, ms per iteration",
+            "vLLM, ms",
+            "ratio",
+            "Paceline, tokens/s",
+            "vLLM, tokens/s",
+            "Paceline without a drafter, tokens/s",
+        ),
+        rows,
+    )
+
+
+def vllm_first_token() -> str:
+    """Times to the first token beside vLLM."""
+    rows = [
+        (f"{row['prompt_tokens']:,}", f"{row['paceline_ms']:,}", f"{row['vllm_ms']:,}")
+        for row in load("vllm_comparison.json")["time_to_first_token"]
+    ]
+    return table(("prompt tokens", "Paceline, ms", "vLLM, ms"), rows)
+
+
+def vllm_command() -> str:
+    """The command of the comparison's rows of Paceline."""
+    data = load("vllm_comparison.json")
+    return (
+        "<!-- test: parse needs a GPU -->\n```bash\n"
+        + data["command"].replace(" --", " \\\n  --")
+        + "\n```"
+    )
+
+
+def acceptance_of(demo: str, k: int) -> str:
+    """The one acceptance length of a demo and a k."""
+    (found,) = (
+        entry
+        for entry in load("demos.json")["acceptance"]
+        if (entry["demo"], entry["k"]) == (demo, k)
+    )
+    return f"{found['acceptance_length']:.2f}"
+
+
+def demo_acceptance() -> str:
+    """Acceptance lengths of the demos."""
+    rows = [
+        (f"`{entry['demo']}`", entry["k"], f"{entry['acceptance_length']:.2f}")
+        for entry in load("demos.json")["acceptance"]
+    ]
+    return table(("demo", "k", "acceptance length"), rows)
+
+
+def demo_speed(place: str) -> str:
+    """Speeds of the demos on one machine: a key of "speed" in demos.json."""
+    rows = load("demos.json")["speed"][place]["rows"]
+    has_share = "draft_share" in rows[0]
+    head = ["demo", "k", "acceptance length", "plain tokens/s", "speculative tokens/s", "ratio"]
+    if has_share:
+        head.insert(3, "draft step / target, bytes")
+    lines = []
+    for row in rows:
+        line = [
+            f"`{row['demo']}`",
+            row["k"],
+            acceptance_of(row["demo"], row["k"]),
+            row["plain"],
+            row["speculative"],
+            f"{row['speculative'] / row['plain']:.2f}",
+        ]
+        if has_share:
+            line.insert(3, row["draft_share"])
+        lines.append(line)
+    return table(head, lines)
+
+
+def demo_bars() -> str:
+    """Acceptance lengths of the demos beside their bars and their training forms."""
+    rows = [
+        (
+            f"`{entry['demo']}`",
+            entry["k"],
+            f"≥ {entry['bar']}",
+            f"{entry['acceptance_length']:.2f}",
+            f"{entry['reference']:.2f} ({entry['reference_engine']})",
+        )
+        for entry in load("demos.json")["acceptance"]
+        if "bar" in entry
+    ]
+    return table(("drafter", "k", "bar", "in Paceline", "elsewhere"), rows)
+
+
+def _named(function: Callable[..., Any]) -> list[str]:
+    """The parameters of a function that have names."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+
+
+def _names_table(what: str, ours: Sequence[str]) -> str:
+    names: list[str] = load("vllm_names.json")[what]
+    rows = []
+    for name in names:
+        if name in ours:
+            rows.append((f"`{name}`", DIFFERENCES[what].get(name, "the same")))
+        else:
+            rows.append((f"`{name}`", f"refused: {REASONS[name]}"))
+    own = code([name for name in ours if name not in names])
+    where = ", under `x`" if what == "speculative_config" else ""
+    return f"{table(('vLLM', 'Paceline'), rows)}\n\nOnly in Paceline{where}: {own}."
+
+
+def vllm_llm() -> str:
+    """vLLM's arguments of LLM."""
+    return _names_table("LLM", _named(paceline.LLM))
+
+
+def vllm_speculative() -> str:
+    """vLLM's keys of speculative_config."""
+    return _names_table(
+        "speculative_config", [field.name for field in dataclasses.fields(SpeculativeConfig)]
+    )
+
+
+def vllm_sampling() -> str:
+    """vLLM's sampling parameters."""
+    return _names_table("SamplingParams", _named(paceline.SamplingParams))
+
+
+PARTS: Final[dict[str, Callable[[], str]]] = {
+    "demo-acceptance": demo_acceptance,
+    "demo-bars": demo_bars,
+    "demo-speed-cpu": lambda: demo_speed("cpu"),
+    "demo-speed-h200": lambda: demo_speed("h200"),
+    "vllm-command": vllm_command,
+    "vllm-first-token": vllm_first_token,
+    "vllm-speed": vllm_speed,
+}
+
+
+def pages() -> list[Path]:
+    """The pages that may have generated parts."""
+    return [
+        *sorted(ROOT.glob("*.md")),
+        *sorted(DOCS.glob("*.md")),
+        ROOT / "python/training/README.md",
+    ]
+
+
+def renew(page: str) -> str:
+    """Replaces the generated parts of a page.
+
+    Raises:
+        KeyError: A part has a name that does not exist.
+    """
+    return PART.sub(lambda part: f"{part[1]}{PARTS[part[2]]()}\n{part[3]}", page)
+
+
+def outdated() -> list[Path]:
+    """The pages whose generated parts differ from what the code and the data say."""
+    return [page for page in pages() if renew(page.read_text()) != page.read_text()]
+
+
+def main() -> int:
+    """Renews or checks the pages."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if out of date")
+    check = parser.parse_args().check
+    stale = outdated()
+    for page in stale:
+        print(f"{page.relative_to(ROOT)}: {'out of date' if check else 'renewed'}")
+        if not check:
+            page.write_text(renew(page.read_text()))
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The generated parts of the pages and the chart are what the code and docs/data say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "docs" / "scripts"
+
+
+def load(name: str) -> Any:
+    """Imports a program of docs/scripts."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", SCRIPTS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def tables() -> ModuleType:
+    return load("generate_tables")
+
+
+def test_chart_is_that_of_the_data() -> None:
+    chart = load("chart")
+    data = json.loads(chart.DATA.read_text())
+    drawn = chart.draw(data)
+    assert drawn == chart.CHART.read_text(), "run: python docs/scripts/chart.py"
+    # Every figure is written out, and the place where the engines are level.
+    for row in data["rows"]:
+        for key in ("paceline_ms", "vllm_ms", "paceline_tokens_per_s", "vllm_tokens_per_s"):
+            assert f">{row[key]:,}</text>" in drawn
+    assert "At c = 256 an iteration takes the same time in both engines." in drawn
+
+
+def test_generated_parts_are_up_to_date(tables: Any) -> None:
+    stale = [str(page.relative_to(ROOT)) for page in tables.outdated()]
+    assert not stale, f"{stale}; run: PYTHONPATH=python python docs/scripts/generate_tables.py"
+
+
+def test_every_part_is_used_and_closed(tables: Any) -> None:
+    used = set()
+    for page in tables.pages():
+        text = page.read_text()
+        names = [part[2] for part in tables.PART.finditer(text)]
+        assert len(names) == text.count("<!-- generated: ") == text.count("<!-- end of gen"), page
+        used |= set(names)
+    assert used == set(tables.PARTS)
+
+
+def test_a_stale_part_is_found(tables: Any) -> None:
+    page = "<!-- generated: demo-acceptance -->\n| old |\n<!-- end of generated -->\n"
+    renewed = tables.renew(page)
+    assert "`eagle3`" in renewed and "old" not in renewed
+    assert tables.renew(renewed) == renewed
+
+
+def test_a_name_without_words_is_refused(tables: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "METHODS", (*tables.METHODS, "new_method"))
+    with pytest.raises(SystemExit, match="new_method"):
+        tables.drafters()
+
+
+def test_figures_of_the_diagram_are_those_of_the_models() -> None:
+    drawn = (ROOT / "docs/images/kv_groups.svg").read_text()
+    for name, title in (("gemma3-27b", "target"), ("gemma3-270m", "drafter")):
+        config = json.loads((ROOT / f"python/paceline/bench/configs/{name}.json").read_text())
+        text = config.get("text_config", config)
+        full = text["layer_types"].count("full_attention")
+        sliding = text["layer_types"].count("sliding_attention")
+        assert f"{title}, {full + sliding} layers" in drawn
+        assert f"{sliding} layers, window {text['sliding_window']:,}" in drawn
+        heads = text["num_key_value_heads"]
+        plural = "s" if heads > 1 else ""
+        assert f"{full} layers, {heads} KV head{plural} of size {text['head_dim']}" in drawn
