@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `paceline generate | convert | bench | doctor`.
+"""The command line: `paceline generate | chat | convert | bench | doctor`.
 
 EXIT_CODES has the exit codes. Every error is one line on standard error.
 """
@@ -12,8 +12,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final, NoReturn
 
-from paceline import generate
 from paceline.checks import check_path, shorten
+from paceline.commands import generate
 from paceline.console import (
     EXIT_BROKEN_PIPE,
     EXIT_CODES,
@@ -26,12 +26,14 @@ from paceline.console import (
     EXIT_SELF_CHECK,
     EXIT_USAGE,
     OutputError,
+    Terminated,
     check_output,
     emit,
     flush_output,
     integer,
     open_standard_streams,
     settle_output,
+    signals_as_errors,
     tell,
 )
 
@@ -103,9 +105,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             flush_output()
             raise
         args.started = started
-        code = int(args.run(args))
-        flush_output()
+        with signals_as_errors():
+            code = int(args.run(args))
+            flush_output()
         return code
+    except Terminated as error:
+        settle_output()
+        tell("paceline: terminated")
+        return error.exit_code
     except KeyboardInterrupt:
         settle_output()
         tell("paceline: interrupted")
@@ -168,13 +175,15 @@ def _add_convert(commands: Any) -> None:
     )
     parser.add_argument("model", metavar="DIR", help="the target's checkpoint")
     parser.add_argument("out", metavar="OUT", help="the folder to write; must be new or empty")
-    parser.add_argument("--draft", metavar="DIR", help="the drafter's checkpoint")
+    parser.add_argument(
+        "--draft", metavar="DIR", help="the drafter's checkpoint (default: none, no drafter)"
+    )
     parser.add_argument(
         "--num-speculative-tokens",
         type=integer,
         default=4,
         metavar="K",
-        help="the number of drafts that the folder sets as default (default: 4)",
+        help="drafts per iteration that the folder sets as default, 1 to 16 (default: 4)",
     )
     parser.add_argument(
         "--dtype",
@@ -184,10 +193,14 @@ def _add_convert(commands: Any) -> None:
     parser.add_argument(
         "--allow-pickle",
         action="store_true",
-        help="read an EAGLE drafter's pytorch_model.bin: tensors only, with torch",
+        help="read an EAGLE drafter's pytorch_model.bin: tensors only; needs torch: "
+        "pip install 'paceline[torch]' (default: off)",
     )
     parser.add_argument(
-        "-q", "--quiet", action="store_true", help="print no progress bar and no message"
+        "-q",
+        "--quiet",
+        action="store_true",
+        help="print no progress bar and no message (default: off)",
     )
     parser.set_defaults(run=_run_convert)
 
@@ -234,7 +247,9 @@ def _add_doctor(commands: Any) -> None:
         "as its own drafter on every device; every draft must be accepted.",
     )
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON object and nothing else"
+        "--json",
+        action="store_true",
+        help="print one JSON object and nothing else (default: off)",
     )
     parser.set_defaults(run=_run_doctor)
 

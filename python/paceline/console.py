@@ -2,7 +2,7 @@
 """Standard output and standard error of the command line, which may be closed, full or not UTF-8.
 
 Commands print results with `emit`, whose failure ends the command, and progress and errors with
-`tell`, which never fails.
+`tell`, which never fails. `signals_as_errors` turns a request to end into an exception.
 """
 
 from __future__ import annotations
@@ -10,8 +10,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
-from typing import Final
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, Final
 
 from paceline.checks import shorten
 
@@ -22,8 +26,11 @@ EXIT_MODEL: Final = 3
 EXIT_DEVICE: Final = 4
 EXIT_OUT_OF_MEMORY: Final = 5
 EXIT_SELF_CHECK: Final = 6
-EXIT_INTERRUPTED: Final = 130
-EXIT_BROKEN_PIPE: Final = 141
+# Of a signal: 128 + its number.
+EXIT_HUNG_UP: Final = 128 + signal.SIGHUP
+EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
+EXIT_BROKEN_PIPE: Final = 128 + signal.SIGPIPE
+EXIT_TERMINATED: Final = 128 + signal.SIGTERM
 
 EXIT_CODES: Final = """\
 exit codes:
@@ -34,13 +41,50 @@ exit codes:
   4    device
   5    out of memory
   6    a self-check failed
-  130  interrupted (Ctrl-C)
+  129  the terminal closed (SIGHUP)
+  130  interrupted (Ctrl-C, SIGINT)
   141  the reader of standard output closed it (no message)
+  143  terminated (SIGTERM)
 """
 
 
 class OutputError(Exception):
     """Standard output cannot be written."""
+
+
+class Terminated(KeyboardInterrupt):
+    """A signal asks the command to end. What a Ctrl-C undoes, it undoes too.
+
+    Attributes:
+        exit_code: 128 + the number of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"signal {number}")
+        self.exit_code = 128 + number
+
+
+@contextlib.contextmanager
+def signals_as_errors() -> Iterator[None]:
+    """Raises `Terminated` in the main thread for the first SIGTERM or SIGHUP.
+
+    The next one ends the process at once. A signal that is ignored, as by nohup, stays ignored.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise Terminated(number)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == signal.SIG_DFL:
+                before[number] = signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def open_standard_streams() -> None:
@@ -113,6 +157,23 @@ def tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
     except OSError:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
+def progress_bar(total: int, what: str, unit: str, *, is_shown: bool) -> Any:
+    """Makes a progress bar with an ETA on standard error.
+
+    Args:
+        total: The number of steps.
+        what: What is being done, before the bar.
+        unit: What a step is.
+        is_shown: Whether to show it where standard error is a terminal; elsewhere it is not shown.
+
+    Returns:
+        A `tqdm`, which is a context manager.
+    """
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc=what, unit=unit, disable=None if is_shown else True)
 
 
 def _lacks_character(text: str, error: UnicodeEncodeError) -> OutputError:

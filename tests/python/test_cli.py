@@ -14,7 +14,8 @@ import pytest
 
 import paceline
 from paceline import LLM, ModelNotFoundError, SamplingParams, _core, cli, demo, doctor
-from paceline import generate as generate_command
+from paceline.commands import generate as generate_command
+from paceline.commands import options
 from paceline.device import find_cublaslt
 from paceline.outputs import RequestOutput
 
@@ -51,7 +52,6 @@ def test_runs_as_a_program(module: list[str]) -> None:
     [
         [],
         ["nonesuch"],
-        ["generate"],
         ["generate", "a", "--max-tokens", "x"],
         ["--nonesuch"],
         ["generate", "a", "--stop-token-ids", "1,x"],
@@ -133,7 +133,7 @@ def test_every_sampling_parameter_has_an_option() -> None:
         "--stop", "a", "--stop", "\n", "--include-stop-str-in-output", "--stop-token-ids", "3",
         "--ignore-eos", "--seed", "4", "--logprobs", "5", "--prompt-logprobs", "0", "--n", "3",
     ]  # fmt: skip
-    params = generate_command._sampling_params(cli.build_parser().parse_args(argv))
+    params = options.sampling_params(cli.build_parser().parse_args(argv))
     assert params == SamplingParams(
         temperature=0.7,
         top_k=5,
@@ -159,9 +159,7 @@ def test_every_sampling_parameter_has_an_option() -> None:
     default = SamplingParams()
     assert all(getattr(params, name) != getattr(default, name) for name in vars(default))
     args = cli.build_parser().parse_args(["generate", "a"])
-    assert generate_command._sampling_params(args) == SamplingParams(
-        temperature=0.0, max_tokens=64, seed=0
-    )
+    assert options.sampling_params(args) == SamplingParams(temperature=0.0, max_tokens=64, seed=0)
 
 
 def test_a_stop_string_ends_the_text(
@@ -196,14 +194,16 @@ def test_compare(generate: list[str], temperature: str, capsys: pytest.CaptureFi
 def test_compare_notices_a_difference(
     generate: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stream_text = generate_command._stream_text
+    run_one = generate_command._run_one
 
-    def stream(llm: LLM, args: Any, params: SamplingParams, *, is_shown: bool) -> RequestOutput:
+    def run(
+        llm: LLM, args: Any, prompts: Any, params: SamplingParams, *, is_shown: bool
+    ) -> list[RequestOutput]:
         if llm.draft is None:  # plain decoding gives another output
-            params = replace(params, max_tokens=params.max_tokens - 1)
-        return stream_text(llm, args, params, is_shown=is_shown)
+            params = replace(params, max_tokens=10)
+        return run_one(llm, args, prompts, params, is_shown=is_shown)
 
-    monkeypatch.setattr(generate_command, "_stream_text", stream)
+    monkeypatch.setattr(generate_command, "_run_one", run)
     assert cli.main([*generate, "--compare"]) == cli.EXIT_SELF_CHECK
     captured = capsys.readouterr()
     assert "DIFFERENT" in captured.out and "different tokens" in captured.err
@@ -303,6 +303,8 @@ def test_other_errors_of_generate(
     target_dir: Path, speculative_config: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = ["--model", str(target_dir)]
+    assert cli.main(["generate", *model]) == 2
+    assert "there is no prompt" in capsys.readouterr().err
     assert cli.main(["generate", "", *model]) == 2
     assert "prompt is empty" in capsys.readouterr().err
     assert cli.main(["generate", "a", *model, "--compare"]) == 2

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from paceline import cli
+from paceline import cli, console
 from paceline.checks import shorten
 
 GENERATE = ["generate", "x = ", "--max-tokens", "3"]
@@ -157,11 +158,64 @@ def test_a_full_disk_under_a_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert last == "paceline: error: /dev/full: No space left on device"
 
 
+# ---- signals and exit codes --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "message"),
+    [
+        (signal.SIGINT, console.EXIT_INTERRUPTED, "paceline: interrupted\n"),
+        (signal.SIGTERM, console.EXIT_TERMINATED, "paceline: terminated\n"),
+        (signal.SIGHUP, console.EXIT_HUNG_UP, "paceline: terminated\n"),
+    ],
+)
+def test_a_signal_ends_a_request(number: signal.Signals, code: int, message: str) -> None:
+    command = [sys.executable, "-m", "paceline", "generate", "x = ", "--max-tokens", "1500", "-q"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*command, "--ignore-eos"], stdout=pipe, stderr=pipe) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.read(1)  # the request runs
+        process.send_signal(number)
+        errors = process.stderr.read().decode()
+    # 128 + the number, as a shell reports a command that a signal ends.
+    assert process.returncode == code == 128 + number
+    assert errors == message
+
+
+def test_a_terminated_convert_leaves_no_folder(
+    target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def terminate(*_: Any, **__: Any) -> None:
+        raise console.Terminated(signal.SIGTERM)
+
+    monkeypatch.setattr("paceline.loader.convert._write_weights", terminate)
+    before = signal.getsignal(signal.SIGTERM)
+    assert cli.main(["convert", str(target_dir), str(tmp_path / "out"), "-q"]) == 143
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    command = "trap '' HUP; exec \"$@\""
+    argv = [sys.executable, "-c", NOHUP]
+    done = subprocess.run(["bash", "-c", command, "-", *argv], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "still here\n"), done.stderr
+
+
+NOHUP = """
+import os, signal
+from paceline.console import signals_as_errors
+with signals_as_errors():
+    os.kill(os.getpid(), signal.SIGHUP)
+    print("still here")
+"""
+
+
 def test_exit_codes_are_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     out = capsys.readouterr().out
-    for name, code in vars(cli).items():
+    for name, code in vars(console).items():
         if name.startswith("EXIT_") and isinstance(code, int):
             assert f"\n  {code} " in out, name
 

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`paceline generate`: continues prompts and streams the output as it is accepted."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from paceline.commands.colors import COLOR_CHOICES, TokenColors, legend, wants_color
+from paceline.commands.options import (
+    add_engine_options,
+    add_model_options,
+    add_sampling_options,
+    choose_model,
+    engine_arguments,
+    sampling_params,
+)
+from paceline.commands.prompt_input import Input, read_prompts
+from paceline.commands.report import json_report, report_lines, total_lines
+from paceline.console import (
+    EXIT_OK,
+    EXIT_SELF_CHECK,
+    check_output,
+    emit,
+    progress_bar,
+    tell,
+)
+from paceline.limits import MAX_NUM_SEQS
+
+if TYPE_CHECKING:
+    from paceline.config import SpeculativeConfig
+    from paceline.llm import LLM
+    from paceline.outputs import RequestOutput
+    from paceline.sampling import SamplingParams
+
+_RULE: Final = "-" * 50
+# Outputs that are generated at the same time, as in `LLM`.
+_MAX_CONCURRENT: Final = 64
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `generate` to the command line's subparsers."""
+    parser = commands.add_parser(
+        "generate",
+        help="continue a prompt, or several",
+        description="Continues a prompt and streams the output as it is accepted. Several prompts "
+        "run together and are printed at the end. Without --model it uses checkpoints that ship "
+        "with the package.",
+    )
+    parser.add_argument(
+        "prompt",
+        nargs="*",
+        metavar="PROMPT",
+        help="the prompt to continue; several run together; - reads one from standard input",
+    )
+    parser.add_argument(
+        "--prompts-file",
+        metavar="FILE",
+        help="read the prompts from a file: one per line, or with the ending .jsonl one JSON "
+        'string or object per line, {"prompt": TEXT} or {"prompt_token_ids": [...]}; '
+        "- is standard input, one prompt per line; blank lines are "
+        "skipped (default: none)",
+    )
+    add_model_options(parser)
+    add_sampling_options(parser, max_tokens=64, temperature=0.0)
+    add_engine_options(parser)
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--color",
+        choices=COLOR_CHOICES,
+        default="never",
+        help="colour the output by where its tokens come from, with a legend in the report: auto "
+        "(on a terminal, unless NO_COLOR is set), always or never (default: never)",
+    )
+    output.add_argument(
+        "--compare",
+        action="store_true",
+        help="run plain decoding too, report both speeds, and fail if the outputs differ; needs a "
+        "rejection_sample_method that keeps the output (default: off)",
+    )
+    output.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object per prompt, one per line, and nothing else (default: off)",
+    )
+    output.add_argument(
+        "--no-stream",
+        action="store_true",
+        help="print the output when it is complete (default: off)",
+    )
+    output.add_argument(
+        "-q",
+        "--quiet",
+        action="store_true",
+        help="print the output only, without prompt, progress and report (default: off)",
+    )
+    parser.set_defaults(run=_run_generate)
+
+
+def _run_generate(args: argparse.Namespace) -> int:
+    from paceline.config import SpeculativeConfig
+    from paceline.llm import LLM
+    from paceline.logprobs import needed_max_logprobs
+    from paceline.memory import memory_plan
+
+    show_text = not args.json
+    show_progress = show_text and not args.quiet
+    check_output()
+    prompts = read_prompts(args)
+    if show_progress:
+        check_output("".join(prompt for prompt in prompts if isinstance(prompt, str)))
+    params = sampling_params(args)
+    model, speculative_config = choose_model(args)
+    speculative = None
+    if speculative_config is not None:
+        speculative = SpeculativeConfig.parse(speculative_config)
+    if args.compare:
+        _check_comparable(speculative, params)
+    engine = engine_arguments(args) | {
+        "max_num_seqs": min(len(prompts) * params.n, max(_MAX_CONCURRENT, params.n), MAX_NUM_SEQS),
+        "max_logprobs": needed_max_logprobs(params),
+    }
+    run = _run_one if len(prompts) == 1 else _run_many
+    with LLM(
+        model,
+        speculative_config=speculative,
+        show_progress=show_progress,
+        **engine,
+    ) as llm:
+        if show_progress:
+            tell(f"paceline: {memory_plan(llm.memory_report())}")
+        outputs = run(llm, args, prompts, params, is_shown=show_text)
+        target, draft = llm.target, llm.draft
+        configured = llm.capabilities()["configured"]
+    plains: Sequence[RequestOutput | None] = [None] * len(outputs)
+    if args.compare:
+        with LLM.from_loaded(target, show_progress=show_progress, **engine) as llm:
+            plains = run(llm, args, prompts, params, is_shown=False)
+    is_same = all(
+        plain is None or plain.outputs == output.outputs
+        for output, plain in zip(outputs, plains, strict=True)
+    )
+    if args.json:
+        for output, plain in zip(outputs, plains, strict=True):
+            report = json_report(output, plain)
+            report["model"] = str(target.path)
+            report["draft_model"] = None if draft is None else str(draft.path)
+            report["configured"] = configured
+            emit(json.dumps(report))
+    elif not args.quiet:
+        _print_report(args, outputs, plains)
+    if not is_same:
+        tell("paceline: error: speculative and plain decoding produced different tokens")
+        return EXIT_SELF_CHECK
+    return EXIT_OK
+
+
+def _check_comparable(speculative: SpeculativeConfig | None, params: SamplingParams) -> None:
+    """Refuses --compare with methods whose output may differ from plain decoding by design."""
+    if speculative is None:
+        raise ValueError("--compare needs a drafter; see --speculative-config")
+    method = speculative.rejection_sample_method
+    allowed = "allowed: rejection_sample_method 'coupled'"
+    if method == "synthetic":
+        raise ValueError(
+            "--compare expects the output of plain decoding, but rejection_sample_method is "
+            f"'synthetic', whose verdicts are artificial; {allowed}, or no --compare"
+        )
+    if method != "coupled" and params.temperature > 0:
+        raise ValueError(
+            f"--compare expects the output of plain decoding, but rejection_sample_method is "
+            f"{method!r} and temperature is {params.temperature:g}, which keeps the "
+            f"distribution but not the tokens of a seed; {allowed}, temperature 0, or no --compare"
+        )
+
+
+def _run_one(
+    llm: LLM,
+    args: argparse.Namespace,
+    prompts: Sequence[Input],
+    params: SamplingParams,
+    *,
+    is_shown: bool,
+) -> list[RequestOutput]:
+    """Generates and prints the output as it arrives; hidden runs take the same path."""
+    from paceline.outputs import RequestError
+
+    (prompt,) = prompts
+    is_streamed = is_shown and not args.no_stream and params.n == 1
+    is_colored = is_shown and wants_color(args.color)
+    colors = [TokenColors() for _ in range(params.n)]
+    texts = [""] * params.n
+    output = None
+    with llm.stream([prompt], params) as stream:
+        if is_shown and not args.quiet:
+            _print_prompt(prompt)
+        for chunk in stream:
+            text = colors[chunk.sample].paint(chunk) if is_colored else chunk.text
+            if is_streamed:
+                emit(text, end="", flush=True)
+            texts[chunk.sample] += text
+            output = chunk.output or output
+    assert output is not None
+    if is_streamed:
+        emit("")
+    elif is_shown:
+        _print_texts(texts)
+    if output.error is not None:
+        raise RequestError(output.error, [output])
+    return [output]
+
+
+def _run_many(
+    llm: LLM,
+    args: argparse.Namespace,
+    prompts: Sequence[Input],
+    params: SamplingParams,
+    *,
+    is_shown: bool,
+) -> list[RequestOutput]:
+    """Generates the outputs of several prompts behind a bar, then prints them in order."""
+    from paceline.outputs import RequestError
+
+    is_colored = is_shown and wants_color(args.color)
+    colors = [[TokenColors() for _ in range(params.n)] for _ in prompts]
+    texts = [[""] * params.n for _ in prompts]
+    outputs: list[RequestOutput | None] = [None] * len(prompts)
+    with (
+        llm.stream(prompts, params) as stream,
+        progress_bar(len(prompts), "Generating", "prompt", is_shown=not args.quiet) as bar,
+    ):
+        for chunk in stream:
+            painter = colors[chunk.index][chunk.sample]
+            texts[chunk.index][chunk.sample] += painter.paint(chunk) if is_colored else chunk.text
+            if chunk.output is not None:
+                outputs[chunk.index] = chunk.output
+                bar.update(1)
+    finished = [output for output in outputs if output is not None]
+    if is_shown:
+        for index, (prompt, of_prompt) in enumerate(zip(prompts, texts, strict=True)):
+            if not args.quiet:
+                emit(f"{_RULE} prompt {index}")
+                _print_prompt(prompt)
+            _print_texts(of_prompt)
+    for index, output in enumerate(finished):
+        if output.error is not None:
+            raise RequestError(f"prompt {index}: {output.error}", finished)
+    return finished
+
+
+def _print_prompt(prompt: Input) -> None:
+    if isinstance(prompt, str):
+        emit(prompt, end="", flush=True)
+
+
+def _print_texts(texts: Sequence[str]) -> None:
+    """Prints the completions of a prompt; several have their index before them."""
+    if len(texts) == 1:
+        emit(texts[0])
+        return
+    for index, text in enumerate(texts):
+        emit(f"\n[{index}] {text}")
+
+
+def _print_report(
+    args: argparse.Namespace,
+    outputs: Sequence[RequestOutput],
+    plains: Sequence[RequestOutput | None],
+) -> None:
+    from paceline.logprobs import logprob_lines
+
+    emit(_RULE)
+    if wants_color(args.color):
+        emit(legend())
+    if len(outputs) == 1:
+        emit("\n".join([*logprob_lines(outputs[0]), *report_lines(outputs[0], plains[0])]))
+        return
+    for index, output in enumerate(outputs):
+        lines = logprob_lines(output)
+        if lines:
+            emit("\n".join([f"prompt {index}:", *lines]))
+    emit("\n".join(total_lines(outputs, [plain for plain in plains if plain is not None])))

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report of a request: lines of text, or JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.outputs import RequestOutput
+
+
+def report_lines(output: RequestOutput, plain: RequestOutput | None = None) -> list[str]:
+    """Formats the metrics of a request.
+
+    Args:
+        output: The request.
+        plain: The same request with plain decoding, if it ran.
+
+    Returns:
+        Lines of text.
+    """
+    metrics = output.metrics
+    ends = ", ".join(
+        completion.finish_reason
+        + ("" if completion.stop_reason is None else f" ({completion.stop_reason!r})")
+        for completion in output.outputs
+    )
+    first = metrics.time_to_first_token_ms
+    lines = [
+        f"{metrics.num_output_tokens} tokens in {metrics.total_time_ms / 1e3:.3f} s"
+        + (f", the first after {first:.1f} ms" if first is not None else "")
+        + f"; ended by {ends}",
+        f"{_rate(metrics.tokens_per_second)} after the first token",
+    ]
+    speculative = metrics.speculative_decoding
+    if speculative is not None:
+        length = speculative["mean_acceptance_length"]
+        k = speculative["num_spec_tokens"]
+        if length is None:
+            lines.append("no drafts were verified")
+        else:
+            lines.append(
+                f"acceptance length {length:.2f} of at most {k + 1}; "
+                f"{speculative['num_accepted_draft_tokens']} of {speculative['num_draft_tokens']} "
+                f"drafts accepted ({100 * speculative['draft_acceptance_rate']:.0f} %)"
+            )
+            positions = "  ".join(
+                "-" if share is None else f"{100 * share:.0f} %"
+                for share in speculative["acceptance_per_position"]
+            )
+            lines.append(f"acceptance at draft position 1 to {k}: {positions}")
+    if plain is not None:
+        same = "the same output" if plain.outputs == output.outputs else "a DIFFERENT output"
+        speed = ""
+        if metrics.tokens_per_second and plain.metrics.tokens_per_second:
+            ratio = metrics.tokens_per_second / plain.metrics.tokens_per_second
+            speed = f"; speculation is {ratio:.2f} times as fast"
+        lines.append(f"plain decoding: {_rate(plain.metrics.tokens_per_second)}, {same}{speed}")
+    return lines
+
+
+def total_lines(outputs: Sequence[RequestOutput], plains: Sequence[RequestOutput]) -> list[str]:
+    """Formats the metrics of several requests that were queued together.
+
+    Args:
+        outputs: The requests.
+        plains: The same requests with plain decoding; empty if they did not run.
+
+    Returns:
+        Lines of text.
+    """
+    num_tokens, seconds = _total(outputs)
+    lines = [
+        f"{len(outputs)} prompts, {num_tokens} tokens in {seconds:.3f} s: "
+        f"{_rate(num_tokens / seconds if seconds else None)}"
+    ]
+    speculative = [
+        metrics
+        for output in outputs
+        if (metrics := output.metrics.speculative_decoding) is not None
+    ]
+    num_steps = sum(metrics["num_spec_steps"] for metrics in speculative)
+    if num_steps:
+        accepted = sum(metrics["num_accepted_draft_tokens"] for metrics in speculative)
+        drafted = sum(metrics["num_draft_tokens"] for metrics in speculative)
+        lines.append(
+            f"acceptance length {1 + accepted / num_steps:.2f} of at most "
+            f"{speculative[0]['num_spec_tokens'] + 1}; {accepted} of {drafted} drafts accepted "
+            f"({100 * accepted / drafted:.0f} %)"
+        )
+    if plains:
+        num_same = sum(
+            plain.outputs == output.outputs for output, plain in zip(outputs, plains, strict=True)
+        )
+        num_plain, plain_seconds = _total(plains)
+        plain_rate = num_plain / plain_seconds if plain_seconds else None
+        same = (
+            "the same outputs"
+            if num_same == len(outputs)
+            else f"DIFFERENT outputs for {len(outputs) - num_same} prompts"
+        )
+        speed = ""
+        if plain_rate and seconds:
+            ratio = num_tokens / seconds / plain_rate
+            speed = f"; speculation is {ratio:.2f} times as fast"
+        lines.append(f"plain decoding: {_rate(plain_rate)}, {same}{speed}")
+    return lines
+
+
+def _total(outputs: Sequence[RequestOutput]) -> tuple[int, float]:
+    """Tokens of all requests, and seconds until the last one ended."""
+    num_tokens = sum(output.metrics.num_output_tokens for output in outputs)
+    return num_tokens, max(output.metrics.total_time_ms for output in outputs) / 1e3
+
+
+def _rate(tokens_per_second: float | None) -> str:
+    return "- tokens/s" if tokens_per_second is None else f"{tokens_per_second:.1f} tokens/s"
+
+
+def json_report(output: RequestOutput, plain: RequestOutput | None) -> dict[str, Any]:
+    """Returns a request as plain JSON types.
+
+    Args:
+        output: The request.
+        plain: The same request with plain decoding, if it ran.
+    """
+    from paceline.logprobs import logprobs_as_json, prompt_logprobs_as_json
+
+    first, *others = (
+        {
+            "text": completion.text,
+            "token_ids": completion.token_ids,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+            **logprobs_as_json(completion),
+        }
+        for completion in output.outputs
+    )
+    report: dict[str, Any] = {
+        "prompt": output.prompt,
+        "prompt_token_ids": output.prompt_token_ids,
+        **first,
+        **prompt_logprobs_as_json(output),
+        "metrics": output.metrics.to_dict(),
+    }
+    if others:
+        report["others"] = others
+    if plain is not None:
+        rate, plain_rate = output.metrics.tokens_per_second, plain.metrics.tokens_per_second
+        report["plain"] = {
+            "is_same": plain.outputs == output.outputs,
+            "metrics": plain.metrics.to_dict(),
+            "speedup": rate / plain_rate if rate and plain_rate else None,
+        }
+    return report
