@@ -11,6 +11,7 @@ import inspect
 import json
 import operator
 import os
+import re
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
@@ -19,6 +20,10 @@ from typing import Any, Final
 _MAX_NAME_BYTES: Final = 255
 _MAX_PATH_BYTES: Final = 4095
 
+# What names a model, for messages.
+MODEL: Final = "the folder of a checkpoint, or the name of a model on the hub"
+
+_MAX_REVISION: Final = 200
 _MAX_SHOWN: Final = 60
 _MAX_SHOWN_PATH: Final = 200
 # Python converts no integer of more than 4,300 digits to text.
@@ -215,6 +220,22 @@ def check_path(name: str, value: Any, what: str = "the folder of a checkpoint") 
             f"{longest}; allowed: at most {_MAX_PATH_BYTES} bytes, {_MAX_NAME_BYTES} a name"
         )
     return path
+
+
+def check_revision(name: str, value: Any) -> None:
+    """Checks that a value can be a revision of a model on the hub; None = the default branch.
+
+    Raises:
+        ValueError: It is no string, or not the name of a git branch, tag or commit.
+    """
+    if value is None:
+        return
+    is_name = isinstance(value, str) and re.fullmatch(r"\w[\w./@+-]*", value, re.ASCII)
+    if not is_name or ".." in value or len(value) > _MAX_REVISION:
+        raise ValueError(
+            f"{name} is {shorten(value)}; allowed: a branch, a tag or a commit of a model on the "
+            "hub, or None for the default branch"
+        )
 
 
 def parse_json(

@@ -9,10 +9,19 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+import os
 from collections.abc import Mapping
 from typing import Any, Final, TypedDict
 
-from paceline.checks import check_choice, check_int, check_path, parse_json, quoted, shorten
+from paceline.checks import (
+    check_choice,
+    check_int,
+    check_path,
+    check_revision,
+    parse_json,
+    quoted,
+    shorten,
+)
 from paceline.limits import (
     DEFAULT_DRAFT_PROPOSALS,
     MAX_BLOCK_SIZE,
@@ -63,7 +72,6 @@ _LATER_KEYS: Final = (
     "num_speculative_tokens_per_batch_size",
     "parallel_drafting",
     "quantization",
-    "revision",
     "synthetic_acceptance_rates",
     "use_heterogeneous_vocab",
 )
@@ -110,8 +118,9 @@ class SpeculativeConfig:
     Attributes:
         method: "draft_model", "eagle", "eagle3", "gemma4_mtp" or "ngram". None: `LLM` reads it from
             the checkpoint in `model`.
-        model: Folder of the drafter's checkpoint; a path-like object becomes a string. None with
-            "ngram", which needs no model.
+        model: The drafter: a folder or a model of the hub, as for `LLM`; a path-like object becomes
+            a string. None with "ngram", which needs no model.
+        revision: Of a drafter on the hub: a branch, a tag or a commit. None = the default branch.
         num_speculative_tokens: Tokens drafted in each iteration (k), 1 to 16.
         rejection_sample_method: "coupled" accepts a draft if it equals the token that the target
             samples; the output is bit for bit that of plain decoding. "standard" (rejection
@@ -149,6 +158,7 @@ class SpeculativeConfig:
 
     method: str | None = None
     model: str | None = None
+    revision: str | None = None
     num_speculative_tokens: int
     rejection_sample_method: str = "coupled"
     synthetic_acceptance_length: float | None = None
@@ -267,16 +277,23 @@ class SpeculativeConfig:
     def _check_model(self) -> None:
         key = "speculative_config['model']"
         if self.method == "ngram":
-            if self.model is not None:
-                raise ValueError(
-                    f"{key} is {shorten(self.model)}, but method 'ngram' looks drafts up in the "
-                    "sequence and has no model; allowed: no 'model'"
-                )
+            for name in ("model", "revision"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"speculative_config[{name!r}] is {shorten(getattr(self, name))}, but "
+                        "method 'ngram' looks drafts up in the sequence and has no model; allowed: "
+                        f"no {name!r}"
+                    )
             return
-        what = "the folder of the drafter's checkpoint"
+        what = "the drafter's folder or its name on the hub"
         if self.method is not None:
             what += f", which method {self.method!r} needs"
-        object.__setattr__(self, "model", check_path(key, self.model, what))
+        model = check_path(key, self.model, what)
+        if isinstance(self.model, os.PathLike):
+            # A string such as "name" could be a model of the hub; a path is not.
+            model = os.path.join(os.curdir, model)
+        object.__setattr__(self, "model", model)
+        check_revision("speculative_config['revision']", self.revision)
 
     def _check_prompt_lookup(self) -> None:
         given = {"prompt_lookup_min": self.prompt_lookup_min}

@@ -9,10 +9,12 @@ from typing import Any, Never, Self, Unpack
 
 from paceline import lifetime
 from paceline.checks import (
+    MODEL,
     check_choice,
     check_int,
     check_keywords,
     check_path,
+    check_revision,
     check_unknown,
     shorten,
 )
@@ -20,6 +22,7 @@ from paceline.config import LOAD_FORMATS, EngineArguments, EngineConfig, Specula
 from paceline.device import resolve_device
 from paceline.loader import LoadedModel, load_pair
 from paceline.running import RunningLLM
+from paceline.sources import find_models
 from paceline.startup import resolve_max_num_batched_tokens
 
 
@@ -48,6 +51,8 @@ class LLM(RunningLLM):
         device: str = "auto",
         dtype: str = "auto",
         load_format: str = "auto",
+        revision: str | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int | None = None,
@@ -64,8 +69,11 @@ class LLM(RunningLLM):
         """Loads the models and starts the engine.
 
         Args:
-            model: Folder of the target's checkpoint, in Hugging Face layout. If it has no
-                `tokenizer.json`, prompts must be token ids and outputs have no text.
+            model: The target: a folder with a checkpoint in Hugging Face layout, or a model of the
+                Hugging Face Hub, "name" or "organization/name", which is downloaded to the hub's
+                cache. A folder of that name wins, and strings such as "./name" are always folders.
+                If the model has no `tokenizer.json`, prompts must be token ids and outputs have no
+                text.
             speculative_config: How to draft, as a mapping or JSON with vLLM's keys; see
                 `SpeculativeConfig`. None = plain decoding.
             device: Where to run: "cpu", "cuda" (the first visible GPU) or "auto" ("cuda" if a GPU
@@ -77,6 +85,10 @@ class LLM(RunningLLM):
             load_format: "auto" reads the weights from the checkpoint. "dummy" makes random weights
                 (normal, standard deviation 0.02) for target and drafter, and needs only their
                 `config.json`.
+            revision: For a target on the hub: a branch, a tag or a commit. None = the default
+                branch. (`speculative_config` has a key of that name for the drafter.)
+            cache_dir: The hub's cache, for target and drafter. None = that of huggingface_hub,
+                whose environment variables hold: HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, ...
             max_model_len: Largest number of tokens of a request, prompt and output together. None =
                 the length that the target supports, but at most 4,096. The drafter must
                 support the same length.
@@ -98,23 +110,28 @@ class LLM(RunningLLM):
                 0 = requests may have neither, and no memory is reserved for them. Otherwise they
                 take about as much memory as the logits.
             tensor_parallel_size: Number of GPUs that a model is divided over. Only 1 is supported.
-            show_progress: Show progress bars while weights are loaded and CUDA graphs are captured,
-                if standard error is a terminal. (The logger "paceline" reports the use of memory at
-                level INFO.)
+            show_progress: Show progress bars while models are downloaded and loaded, and while CUDA
+                graphs are captured, if standard error is a terminal. (The logger "paceline" reports
+                the use of memory at level INFO.)
 
         Raises:
             TypeError: An argument does not exist. The message lists those that do.
             ValueError: An argument is not allowed, or the drafter does not fit the target.
             NotImplementedError: A method, model or device is not supported yet.
-            paceline.ModelNotFoundError: A folder or file does not exist.
+            paceline.ModelNotFoundError: A folder or file does not exist; or the hub has no such
+                model or revision, or refuses access.
             paceline.ModelFileError: A file is damaged or lacks required content.
             paceline.OutOfMemoryError: There is not enough memory for weights, KV pool or workspace.
             paceline.DeviceError: The GPU or its driver failed, or the system refused a
                 thread.
+            ConnectionError: The hub cannot be reached, or fails, and the model is not in its cache.
             RuntimeError: The Python interpreter is exiting.
         """
         check_unknown("LLM", LLM.__init__, unknown)
-        model = check_path("model", model)
+        check_path("model", model, MODEL)
+        check_revision("revision", revision)
+        if cache_dir is not None:
+            check_path("cache_dir", cache_dir, "the folder of the hub's cache")
         _check_tensor_parallel_size(tensor_parallel_size)
         check_choice("load_format", load_format, LOAD_FORMATS)
         config = EngineConfig(
@@ -135,10 +152,18 @@ class LLM(RunningLLM):
             speculative = SpeculativeConfig.parse(speculative_config)
         resolve_max_num_batched_tokens(config, speculative)
         resolved = resolve_device(config.device)
+        sources = find_models(
+            model,
+            speculative,
+            revision=revision,
+            cache_dir=cache_dir,
+            load_format=load_format,
+            progress=show_progress,
+        )
         with lifetime.delayed_exit():
             target, draft = load_pair(
-                model,
-                None if speculative is None else speculative.model,
+                sources.target,
+                sources.draft,
                 method=None if speculative is None else speculative.method,
                 dtype=config.dtype,
                 device=resolved,

@@ -89,7 +89,7 @@ def test_bytes_get_the_same_advice_everywhere(llm: LLM) -> None:
 
 
 def test_a_model_that_is_no_path_without_a_method() -> None:
-    with pytest.raises(ValueError, match=r"checkpoint, as a string or a path-like object$"):
+    with pytest.raises(ValueError, match=r"on the hub, as a string or a path-like object$"):
         SpeculativeConfig(model=3, num_speculative_tokens=1)  # type: ignore[arg-type]
 
 

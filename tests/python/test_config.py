@@ -39,7 +39,7 @@ def test_mapping_and_json_and_object_are_the_same() -> None:
 
 def test_method_may_be_left_out_when_a_model_is_named() -> None:
     config = SpeculativeConfig.parse({"model": Path("draft"), "num_speculative_tokens": 1})
-    assert (config.method, config.model) == (None, "draft"), "the checkpoint will tell"
+    assert (config.method, config.model) == (None, "./draft"), "the checkpoint will tell"
     assert config.resolved("eagle3").method == "eagle3"
     with pytest.raises(ValueError, match=r"'draft_model'.*'eagle'.*allowed: 'eagle'"):
         SpeculativeConfig.parse(GOOD).resolved("eagle")
@@ -141,7 +141,7 @@ def test_tensor_parallel_size_names_the_right_key() -> None:
     refuses(GOOD | {"tensor_parallel_size": 2}, ValueError, "draft_tensor_parallel_size")
 
 
-@pytest.mark.parametrize("key", ["draft_tensor_parallel_size", "parallel_drafting", "revision"])
+@pytest.mark.parametrize("key", ["draft_tensor_parallel_size", "parallel_drafting"])
 def test_keys_of_other_engines_are_not_supported_yet(key: str) -> None:
     refuses(GOOD | {key: 1}, NotImplementedError, repr(key), "'num_speculative_tokens'")
 

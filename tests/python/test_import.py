@@ -17,7 +17,15 @@ import pytest
 import paceline
 from paceline import _core
 
-HEAVY = ("torch", "numpy", "tokenizers", "transformers", "safetensors", "tqdm")
+HEAVY = (
+    "huggingface_hub",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "torch",
+    "tqdm",
+    "transformers",
+)
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 

@@ -20,6 +20,13 @@ from .weight_files import INDEX_NAME, WEIGHTS_NAME, WeightFiles, open_weights
 CONFIG_NAME: Final = "config.json"
 GENERATION_NAME: Final = "generation_config.json"
 TOKENIZER_NAME: Final = "tokenizer.json"
+# The files of chat templates and special tokens.
+CHAT_NAMES: Final = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 PICKLE_NAME: Final = "pytorch_model.bin"
 
 
@@ -50,8 +57,8 @@ class CheckpointFolder:
         status = find(self.path)
         if status is None:
             raise ModelNotFoundError(
-                f"{show_path(path)}: no such folder; expected the local folder of a checkpoint "
-                f"with {CONFIG_NAME} and {WEIGHTS_NAME} (nothing is downloaded)"
+                f"{show_path(path)}: no such folder; expected the folder of a checkpoint with "
+                f"{CONFIG_NAME} and {WEIGHTS_NAME}"
             )
         if not stat.S_ISDIR(status.st_mode):
             raise ModelFileError(f"{path}: not a folder; expected the folder of a checkpoint")

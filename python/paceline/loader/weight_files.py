@@ -201,6 +201,15 @@ def _other_weights(directory: Path) -> str | None:
     return next((name for name in names if name.endswith((".bin", ".pth", ".gguf"))), None)
 
 
+def shard_names(index: Path) -> list[str]:
+    """The files that an index names, sorted.
+
+    Raises:
+        ModelFileError: The index is damaged, or a name is no plain name of a .safetensors file.
+    """
+    return sorted(set(_read_index(index).values()))
+
+
 def _read_index(index: Path) -> dict[str, str]:
     values = read_json_object(index, "the list of weight files")
     listing = values.get("weight_map")
