@@ -285,7 +285,7 @@ class SpeculativeConfig:
                         f"no {name!r}"
                     )
             return
-        what = "the drafter's folder or its name on the hub"
+        what = "the folder of the drafter, or its name on the hub"
         if self.method is not None:
             what += f", which method {self.method!r} needs"
         model = check_path(key, self.model, what)
