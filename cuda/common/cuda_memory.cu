@@ -3,6 +3,7 @@
 // The GPU's memory, and the checks of the GPU before first use.
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -58,6 +59,47 @@ __global__ void fill_from_quantiles_kernel(Value* out, int64_t elements, uint64_
       if (at < elements) out[at] = quantiles[words[word] & 0xffffu];
       if (at + 1 < elements) out[at + 1] = quantiles[words[word] >> 16];
     }
+  }
+}
+
+// The bits of base/float_types.h, NaN included, so that weights are equal however they arrive.
+__device__ __forceinline__ uint16_t bf16_bits(uint32_t bits) {
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+__device__ __forceinline__ uint32_t float_bits_of_half(uint16_t bits) {
+  if ((bits & 0x7fffu) > 0x7c00u) {
+    return static_cast<uint32_t>(bits & 0x8000u) << 16 | 0x7f800000u |
+           static_cast<uint32_t>(bits & 0x3ffu) << 13;
+  }
+  return __float_as_uint(__half2float(__ushort_as_half(bits)));
+}
+
+// One conversion of a weight: elements as they are stored, to elements as the arena holds them.
+struct KeepBits {
+  template <class T>
+  __device__ T operator()(T bits) const {
+    return bits;
+  }
+};
+struct FloatToBf16 {
+  __device__ uint16_t operator()(uint32_t bits) const { return bf16_bits(bits); }
+};
+struct Bf16ToFloat {
+  __device__ uint32_t operator()(uint16_t bits) const { return static_cast<uint32_t>(bits) << 16; }
+};
+struct HalfToFloat {
+  __device__ uint32_t operator()(uint16_t bits) const { return float_bits_of_half(bits); }
+};
+
+template <class In, class Out, class Convert>
+__global__ void convert_kernel(SourceMatrix from, Out* to, Convert convert) {
+  const In* const data = reinterpret_cast<const In*>(from.data);
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < from.rows * from.cols;
+       i += stride) {
+    to[i] = convert(data[i / from.cols * from.row_stride + i % from.cols * from.col_stride]);
   }
 }
 
@@ -178,6 +220,36 @@ class CudaMemory final : public DeviceMemory {
     staging_of_thread().release();
   }
 
+  void convert(std::byte* to, DType to_dtype, const SourceMatrix& from, DType from_dtype) override {
+    const bool is_row_major =
+        from.col_stride == 1 && (from.rows == 1 || from.row_stride == from.cols);
+    if (from_dtype == to_dtype && is_row_major) {
+      check(cudaMemcpyAsync(to, from.data,
+                            static_cast<size_t>(from.rows * from.cols * dtype_bytes(to_dtype)),
+                            cudaMemcpyDeviceToDevice, stream_),
+            "copying a weight");
+    } else if (to_dtype == DType::kBFloat16) {
+      if (from_dtype == DType::kBFloat16) {
+        launch_convert<uint16_t, uint16_t>(from, to, KeepBits());
+      } else {
+        PACELINE_CHECK(from_dtype == DType::kFloat32, dtype_name(from_dtype));
+        launch_convert<uint32_t, uint16_t>(from, to, FloatToBf16());
+      }
+    } else {
+      PACELINE_CHECK(to_dtype == DType::kFloat32, dtype_name(to_dtype));
+      if (from_dtype == DType::kFloat32) {
+        launch_convert<uint32_t, uint32_t>(from, to, KeepBits());
+      } else if (from_dtype == DType::kBFloat16) {
+        launch_convert<uint16_t, uint32_t>(from, to, Bf16ToFloat());
+      } else {
+        PACELINE_CHECK(from_dtype == DType::kFloat16, dtype_name(from_dtype));
+        launch_convert<uint16_t, uint32_t>(from, to, HalfToFloat());
+      }
+    }
+    synchronize(stream_, "copying a weight");
+  }
+  uintptr_t stream() const override { return reinterpret_cast<uintptr_t>(stream_); }
+
   void fill_from_quantiles(std::byte* to, int64_t elements, DType dtype, uint64_t seed,
                            uint32_t salt, const void* quantiles) override {
     constexpr int64_t kQuantiles = int64_t{1} << 16;
@@ -200,6 +272,15 @@ class CudaMemory final : public DeviceMemory {
   }
 
  private:
+  template <class In, class Out, class Convert>
+  void launch_convert(const SourceMatrix& from, std::byte* to, Convert convert) {
+    constexpr int32_t kThreads = 256;
+    const auto blocks = static_cast<uint32_t>(
+        std::clamp<int64_t>((from.rows * from.cols + kThreads - 1) / kThreads, 1, 132 * 16));
+    convert_kernel<In><<<blocks, kThreads, 0, stream_>>>(from, reinterpret_cast<Out*>(to), convert);
+    check(cudaGetLastError(), "converting a weight");
+  }
+
   // One buffer per thread, so that two threads can load models at the same time.
   static Staging& staging_of_thread() {
     thread_local Staging staging;
@@ -218,6 +299,12 @@ void copy_to_host(CudaContext& ctx, void* to, const void* from, int64_t bytes) {
   cuda::check(
       cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, ctx.stream),
       "copying to the host");
+}
+
+void copy_on_device(CudaContext& ctx, void* to, const void* from, int64_t bytes) {
+  cuda::check(
+      cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, ctx.stream),
+      "copying on the device");
 }
 
 CudaStatus cuda_status() {

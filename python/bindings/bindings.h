@@ -73,6 +73,7 @@ Device parse_device(const std::string& name);
 void register_device(py::module_& module);
 void register_errors(py::module_& module);
 void register_safetensors_file(py::module_& module);
+void register_tensor(py::module_& module);
 void register_model_builder(py::module_& module);
 void register_model(py::module_& module);
 void register_request(py::module_& module);

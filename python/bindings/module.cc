@@ -28,6 +28,7 @@ PYBIND11_MODULE(_core, module) {
   register_errors(module);
   register_device(module);
   register_safetensors_file(module);
+  register_tensor(module);
   register_model(module);
   register_model_builder(module);
   register_request(module);

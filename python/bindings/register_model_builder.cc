@@ -12,6 +12,7 @@
 #include <paceline/error.h>
 
 #include "safetensors.h"
+#include "tensor.h"
 
 namespace paceline::python {
 namespace {
@@ -104,6 +105,26 @@ void put_tensor(PyModelBuilder& self, const std::string& name, const PySafetenso
   });
 }
 
+void put_dlpack(PyModelBuilder& self, const std::string& name, const PyTensor& tensor) {
+  const NamedTensor named = tensor.named(name);
+  self.call([&](ModelBuilder& builder) {
+    builder.put(name, named.dtype, named.shape, named.strides, named.data, named.device);
+  });
+}
+
+using PyUpdate = std::pair<PyModel, std::vector<std::pair<std::string, const PyTensor*>>>;
+
+void update_all(const std::vector<PyUpdate>& updates) {
+  std::vector<ModelUpdate> all;
+  for (const auto& [model, tensors] : updates) {
+    ModelUpdate update = {.model = model.model, .tensors = {}};
+    for (const auto& [name, tensor] : tensors) update.tensors.push_back(tensor->named(name));
+    all.push_back(std::move(update));
+  }
+  const GilRelease release;
+  update_models(all);
+}
+
 }  // namespace
 
 void register_model_builder(py::module_& module) {
@@ -136,6 +157,17 @@ Args:
     name: The canonical name.
     file: The file.
     tensor: The tensor's name in the file.
+
+Raises:
+    ValueError: An unknown name, a second put, or a wrong shape or dtype (seen and expected).
+)doc")
+      .def("put_dlpack", &put_dlpack, py::arg("name"), py::arg("tensor"),
+           R"doc(Copies one tensor of another library, converting its dtype.
+
+Args:
+    name: The canonical name.
+    tensor: The tensor; any strides. From a GPU to weights on that GPU, nothing passes through the
+        host.
 
 Raises:
     ValueError: An unknown name, a second put, or a wrong shape or dtype (seen and expected).
@@ -180,6 +212,20 @@ Raises:
         return "<paceline._core.ModelBuilder, " + std::string(dtype_name(self.weight_dtype())) +
                ">";
       });
+  module.def("update_models", &update_all, py::arg("updates"),
+             R"doc(Overwrites all weights of models in place.
+
+While it runs, no executor may use the models; see `Executor.while_idle`.
+
+Args:
+    updates: For each model the pair (model, tensors); tensors: pairs (canonical name, Tensor), each
+        weight once.
+
+Raises:
+    ValueError: A tensor is missing, unknown, given twice, or has a wrong shape or dtype. No weight
+        has changed.
+    paceline.DeviceError: The device failed. Weights are partly written.
+)doc");
 }
 
 }  // namespace paceline::python

@@ -20,10 +20,11 @@ from paceline.checks import (
 )
 from paceline.config import LOAD_FORMATS, EngineArguments, EngineConfig, SpeculativeConfig
 from paceline.device import resolve_device
-from paceline.loader import LoadedModel, load_pair
+from paceline.loader import LoadedModel, StateDict, load_pair
 from paceline.running import RunningLLM
 from paceline.sources import find_models
 from paceline.startup import resolve_max_num_batched_tokens
+from paceline.state_dict import from_mappings, from_modules, load_state_dicts
 
 
 class LLM(RunningLLM):
@@ -223,6 +224,111 @@ class LLM(RunningLLM):
         with lifetime.delayed_exit():
             llm._start(target, draft, config, speculative, show_progress=show_progress)
         return llm
+
+    @classmethod
+    def from_state_dict(
+        cls,
+        config: object,
+        state_dict: Mapping[str, Any],
+        *,
+        tokenizer: object = None,
+        generation_config: object = None,
+        draft_config: object = None,
+        draft_state_dict: Mapping[str, Any] | None = None,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
+        show_progress: bool = True,
+        **engine: Unpack[EngineArguments],
+    ) -> Self:
+        """Starts an engine on weights in memory, which are copied and converted once.
+
+        The names of tensors are those of Hugging Face checkpoints, and the checks are those for
+        files. Tensors are read through DLPack: those of torch, numpy, jax, cupy and others, on the
+        CPU or the GPU, with any strides.
+
+        Args:
+            config: What `config.json` holds, as a mapping or an object with `to_dict()`.
+            state_dict: The tensors by name: float32, bfloat16 or float16.
+            tokenizer: None (prompts are token ids and outputs have no text), the path of a
+                `tokenizer.json` or of its folder, or a `tokenizers.Tokenizer`.
+            generation_config: What `generation_config.json` holds, such as end-of-sequence ids;
+                None = those of `config`.
+            draft_config: As `config`, for a drafter of any kind.
+            draft_state_dict: As `state_dict`, for the drafter.
+            speculative_config: As for `LLM`, without `model`. Required with a drafter.
+            show_progress: As for `LLM`.
+            **engine: Fields of `EngineConfig`, such as `device` and `dtype`.
+
+        Returns:
+            The LLM. Its weights equal those of a folder with the same tensors, bit for bit.
+
+        Raises:
+            paceline.ModelFileError: A tensor is missing, unknown, misshapen or cannot be read, or
+                the configuration is wrong; names it.
+            Exception: As for `LLM`.
+        """
+        pair = from_mappings(
+            config, state_dict, tokenizer, generation_config, draft_config, draft_state_dict
+        )
+        return cls._from_memory(*pair, speculative_config, show_progress, engine)
+
+    @classmethod
+    def from_module(
+        cls,
+        module: Any,
+        *,
+        tokenizer: object = None,
+        draft_module: Any = None,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
+        show_progress: bool = True,
+        **engine: Unpack[EngineArguments],
+    ) -> Self:
+        """Starts an engine on a copy of the weights of a model of transformers.
+
+        Args:
+            module: The model. Its `config`, `generation_config` and `state_dict()` are read.
+            tokenizer: As for `from_state_dict`.
+            draft_module: A draft model, or a Gemma 4 assistant.
+            speculative_config: As for `from_state_dict`.
+            show_progress: As for `LLM`.
+            **engine: As for `from_state_dict`.
+
+        Returns:
+            The LLM.
+
+        Raises:
+            ValueError: A module has no `config` or no `state_dict()`.
+            Exception: As for `from_state_dict`.
+        """
+        pair = from_modules(module, tokenizer, draft_module)
+        return cls._from_memory(*pair, speculative_config, show_progress, engine)
+
+    @classmethod
+    def _from_memory(
+        cls,
+        target: StateDict,
+        draft: StateDict | None,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None,
+        show_progress: bool,
+        engine: EngineArguments,
+    ) -> Self:
+        check_keywords("EngineConfig", engine, list(EngineArguments.__annotations__))
+        config = EngineConfig(**engine)  # checked before the weights are read
+        with lifetime.delayed_exit():
+            loaded, drafter, speculative = load_state_dicts(
+                target,
+                draft,
+                speculative_config,
+                device=config.device,
+                dtype=config.dtype,
+                progress=show_progress,
+            )
+            return cls.from_loaded(
+                loaded,
+                drafter,
+                speculative_config=speculative,
+                show_progress=show_progress,
+                **engine | {"device": loaded.model.device},
+            )
 
 
 def _check_tensor_parallel_size(value: int) -> None:

@@ -126,7 +126,7 @@ def test_weights_that_shrink(copy_of: Callable[..., Path]) -> None:
     path = copy_of() / "model.safetensors"
     name, nbytes = "model.embed_tokens.weight", 128 * 64 * 4
     raw = RawShard(path)
-    assert len(raw.read(name, nbytes)) == nbytes
+    assert len(b"".join(raw.chunks(name, nbytes))) == nbytes
     with raises(ModelFileError, path, "changed while it was read"):
         raw.read(name, nbytes - 1)
     os.truncate(path, path.stat().st_size // 8)

@@ -37,8 +37,8 @@ def run(*argv: str, cwd: Path) -> str:
 # A stub cannot express the metaclass of pybind11's classes, nor the constructor of classes that
 # have none.
 ALLOWED = r"""
-paceline\._core\.(Executor|Model|ModelBuilder|ModelFolder|Request|RequestEvent|SafetensorsFile)
-paceline\._core\.(Model|ModelFolder|RequestEvent)\.__init__
+paceline\._core\.(Array|Executor|Model|ModelBuilder|ModelFolder|Request|RequestEvent|SafetensorsFile|Tensor)
+paceline\._core\.(Array|Model|ModelFolder|RequestEvent)\.__init__
 """
 
 

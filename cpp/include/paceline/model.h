@@ -20,7 +20,9 @@
 
 namespace paceline {
 
-class Model;  // immutable; executors share it
+class Model;  // executors share it; only update_models changes its weights
+
+struct ModelUpdate;
 
 // Collects the weights of a model by canonical name. Each value is converted and copied once.
 // Not thread-safe.
@@ -37,12 +39,14 @@ class PACELINE_API ModelBuilder {
   ModelBuilder(ModelBuilder&&) noexcept;
   ModelBuilder& operator=(ModelBuilder&&) noexcept;
 
-  // Copies one tensor from host memory. shape: that of the canonical tensor. strides: in elements;
-  // empty is row-major. data: at any alignment. dtype: kFloat32, kBFloat16 or kFloat16 (which
-  // bfloat16 weights refuse); kInt32 or kInt64 for token ids.
-  // Throws InvalidArgument for an unknown name, a second put, and a wrong shape or dtype.
+  // Copies one tensor. shape: that of the canonical tensor. strides: in elements; empty is
+  // row-major. data: in memory of `source`, where it is complete and stays as it is until put
+  // returns; on the host at any alignment. From a GPU to a model on that GPU, nothing passes
+  // through the host. dtype: kFloat32, kBFloat16 or kFloat16 (which bfloat16 weights refuse);
+  // kInt32 or kInt64 for token ids. Throws InvalidArgument for an unknown name, a second put, and a
+  // wrong shape or dtype.
   void put(std::string_view name, DType dtype, std::span<const int64_t> shape,
-           std::span<const int64_t> strides, const void* data);
+           std::span<const int64_t> strides, const void* data, Device source = Device::kCpu);
 
   // The same for a row-major tensor that is read in pieces, for example from a file. `read` fills
   // `to` with the tensor's bytes from byte `first` on. Several threads call it at once. When it
@@ -63,9 +67,33 @@ class PACELINE_API ModelBuilder {
   [[nodiscard]] std::shared_ptr<const Model> finish();
 
  private:
+  friend void update_models(std::span<const ModelUpdate> updates);
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };
+
+// One tensor for update_models; the members are as the arguments of ModelBuilder::put.
+struct NamedTensor {
+  std::string name;
+  DType dtype = DType::kFloat32;
+  std::vector<int64_t> shape;
+  std::vector<int64_t> strides;
+  const void* data = nullptr;
+  Device device = Device::kCpu;
+};
+
+// New weights of a model: each one once.
+struct ModelUpdate {
+  std::shared_ptr<const Model> model;
+  std::vector<NamedTensor> tensors;
+};
+
+// Overwrites all weights of the models in place; addresses stay as they are, so captured graphs
+// stay valid. While it runs, no executor may use the models (Executor::while_idle).
+// Throws InvalidArgument as ModelBuilder::put and finish do, before it writes anything; also where
+// one of model and tensors has the optional "draft_to_target" and the other has not. A DeviceError
+// leaves the weights partly written.
+PACELINE_API void update_models(std::span<const ModelUpdate> updates);
 
 // Bytes of all weights; dtype of the matrices; rows of the embedding table; positions that the
 // model was made for; the device that holds the weights.

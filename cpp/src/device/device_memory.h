@@ -18,6 +18,16 @@ namespace paceline {
 struct CpuContext;
 struct CudaContext;
 
+// A matrix whose elements lie apart; a vector is one row. Strides are in elements. `data` may have
+// any alignment on the host, and that of its elements on a GPU.
+struct SourceMatrix {
+  const std::byte* data;
+  int64_t rows;
+  int64_t cols;
+  int64_t row_stride;
+  int64_t col_stride;
+};
+
 class DeviceMemory {
  public:
   virtual ~DeviceMemory() = default;
@@ -45,6 +55,15 @@ class DeviceMemory {
   virtual void upload_staged(std::byte* to, int64_t bytes) = 0;
   virtual void finish() = 0;
 
+  // Converts a matrix in memory of this device to row-major elements of another dtype, and waits
+  // for it. The pairs of dtypes, and the bits, are those of the host's copy_weight. Only for memory
+  // that is not the host's.
+  virtual void convert(std::byte* to, DType to_dtype, const SourceMatrix& from,
+                       DType from_dtype) = 0;
+  // The stream of these copies, as DLPack passes it to the producer of a tensor: what the producer
+  // has enqueued is waited for. Only for memory that is not the host's.
+  [[nodiscard]] virtual uintptr_t stream() const = 0;
+
   // Fills `to` with elements that Philox draws from 65,536 quantiles, the same on every device; for
   // ModelBuilder::fill_dummy.
   virtual void fill_from_quantiles(std::byte* to, int64_t elements, DType dtype, uint64_t seed,
@@ -60,6 +79,11 @@ class DeviceMemory {
 // Copies device memory to the host after the ops called so far have run, and waits for the copy.
 void copy_to_host(CpuContext& ctx, void* to, const void* from, int64_t bytes);
 void copy_to_host(CudaContext& ctx, void* to, const void* from, int64_t bytes);
+
+// Copies memory of the device to memory of the same device after the ops called so far have run.
+// The later ops of the context run after the copy.
+void copy_on_device(CpuContext& ctx, void* to, const void* from, int64_t bytes);
+void copy_on_device(CudaContext& ctx, void* to, const void* from, int64_t bytes);
 
 // Owns memory of a device; move-only.
 class DeviceBuffer {

@@ -30,6 +30,8 @@ class HostMemory final : public DeviceMemory {
   std::span<std::byte> staging() override { refuse(); }
   void upload_staged(std::byte*, int64_t) override { refuse(); }
   void finish() override {}
+  void convert(std::byte*, DType, const SourceMatrix&, DType) override { refuse(); }
+  uintptr_t stream() const override { refuse(); }
   void fill_from_quantiles(std::byte*, int64_t, DType, uint64_t, uint32_t, const void*) override {
     refuse();
   }
@@ -48,6 +50,10 @@ DeviceMemory& host_memory() {
 }
 
 void copy_to_host(CpuContext&, void* to, const void* from, int64_t bytes) {
+  std::memcpy(to, from, static_cast<size_t>(bytes));
+}
+
+void copy_on_device(CpuContext&, void* to, const void* from, int64_t bytes) {
   std::memcpy(to, from, static_cast<size_t>(bytes));
 }
 

@@ -23,12 +23,28 @@
 namespace paceline {
 namespace {
 
-constexpr size_t kMissingNamed = 8;  // in the message of finish()
+constexpr size_t kMissingNamed = 8;  // in the message about missing weights
 
 [[nodiscard]] std::string shape_text(std::span<const int64_t> shape) {
   std::string out = "[";
   for (size_t i = 0; i < shape.size(); ++i) out += concat(i == 0 ? "" : ", ", shape[i]);
   return out + "]";
+}
+
+constexpr std::string_view kTokenMap = "draft_to_target";
+
+[[nodiscard]] SourceMatrix source_matrix(const NamedWeight& named, std::span<const int64_t> shape,
+                                         std::span<const int64_t> strides, const void* data) {
+  SourceMatrix source = {.data = static_cast<const std::byte*>(data),
+                         .rows = named.rank == 2 ? shape[0] : 1,
+                         .cols = shape.back(),
+                         .row_stride = shape.back(),
+                         .col_stride = 1};
+  if (!strides.empty()) {
+    source.row_stride = named.rank == 2 ? strides[0] : 0;
+    source.col_stride = strides.back();
+  }
+  return source;
 }
 
 }  // namespace
@@ -53,6 +69,44 @@ struct ModelBuilder::Impl {
     PACELINE_CHECK(carving.bytes() == counting.bytes());
     named_weights = carving.take_named_weights();
     for (size_t i = 0; i < named_weights.size(); ++i) by_name.emplace(named_weights[i].name, i);
+  }
+
+  // Fills the weights of an existing model again.
+  explicit Impl(std::shared_ptr<Model> filled) : model(std::move(filled)) {
+    DecoderWeights layout;  // its pointers, without a base, are of no use
+    Carver carving(model->weights.dtype, /*base=*/nullptr);
+    lay_out(model->config, carving, layout);
+    PACELINE_CHECK(carving.bytes() == model->weights.arena.bytes());
+    named_weights = carving.take_named_weights();
+    for (size_t i = 0; i < named_weights.size(); ++i) by_name.emplace(named_weights[i].name, i);
+  }
+
+  [[nodiscard]] bool is_filled(std::string_view name) const {
+    const auto found = by_name.find(name);
+    return found != by_name.end() && named_weights[found->second].is_filled;
+  }
+
+  // The names of the weights without which the model is not complete, sorted.
+  [[nodiscard]] std::vector<std::string> missing() const {
+    std::vector<std::string> names;
+    for (const NamedWeight& named : named_weights) {
+      if (!named.is_filled && !named.is_optional) names.push_back(named.name);
+    }
+    std::sort(names.begin(), names.end());
+    return names;
+  }
+
+  // Throws InvalidArgument listing missing weights.
+  void check_complete() const {
+    const std::vector<std::string> names = missing();
+    if (names.empty()) return;
+    std::string list;
+    for (size_t i = 0; i < std::min(names.size(), kMissingNamed); ++i) {
+      list += concat(i == 0 ? "" : ", ", names[i]);
+    }
+    throw InvalidArgument(concat(names.size(), " of ", named_weights.size(), " weights of ",
+                                 model->config.name, " are missing: ", list,
+                                 names.size() > kMissingNamed ? ", ..." : ""));
   }
 
   // The weight that a tensor of this name, dtype and shape fills. Throws InvalidArgument when it
@@ -87,11 +141,41 @@ struct ModelBuilder::Impl {
     return named;
   }
 
-  void put_tokens(const NamedWeight& named, const SourceMatrix& source, DType dtype) {
-    const std::vector<int32_t> tokens =
-        read_tokens(named.name, source, dtype, model->config.vocab_size);
+  void write_tokens(const NamedWeight& named, const std::vector<int32_t>& tokens) {
     const DeviceBuffer& arena = model->weights.arena;
-    arena.memory().upload(arena.data() + named.offset, tokens.data(), source.cols * 4);
+    arena.memory().upload(arena.data() + named.offset, tokens.data(),
+                          static_cast<int64_t>(tokens.size() * sizeof(int32_t)));
+  }
+
+  // Checks a tensor as ModelBuilder::put does. Returns the weight that it fills.
+  [[nodiscard]] NamedWeight& checked_weight(std::string_view name, DType dtype,
+                                            std::span<const int64_t> shape,
+                                            std::span<const int64_t> strides, const void* data) {
+    NamedWeight& named = unfilled_weight(name, dtype, shape);
+    if (!strides.empty() && strides.size() != shape.size()) {
+      throw InvalidArgument(concat(quoted(name), " has ", strides.size(),
+                                   " strides; allowed: ", shape.size(), ", or none for row-major"));
+    }
+    if (data == nullptr) throw InvalidArgument(concat(quoted(name), " has a null data pointer"));
+    return named;
+  }
+
+  // The token ids of a tensor that checked_weight has accepted.
+  [[nodiscard]] std::vector<int32_t> tokens_of(const NamedWeight& named, const SourceMatrix& source,
+                                               DType dtype, Device device) const {
+    std::vector<std::byte> bytes;
+    return read_tokens(named.name,
+                       device == Device::kCpu ? source : download_matrix(source, dtype, bytes),
+                       dtype, model->config.vocab_size);
+  }
+
+  void write(const NamedWeight& named, const SourceMatrix& source, DType dtype, Device device) {
+    const DeviceBuffer& arena = model->weights.arena;
+    if (device == Device::kCpu) {
+      copy_weight(ctx, source, dtype, named, arena);
+    } else {
+      copy_device_weight(ctx, source, dtype, named, arena);
+    }
   }
 
   ThreadPool threads{build_info().num_cores};
@@ -122,28 +206,15 @@ ModelBuilder::ModelBuilder(ModelBuilder&&) noexcept = default;
 ModelBuilder& ModelBuilder::operator=(ModelBuilder&&) noexcept = default;
 
 void ModelBuilder::put(std::string_view name, DType dtype, std::span<const int64_t> shape,
-                       std::span<const int64_t> strides, const void* data) {
+                       std::span<const int64_t> strides, const void* data, Device source) {
   at_boundary([&] {
     Impl& impl = open(impl_);
-    NamedWeight& named = impl.unfilled_weight(name, dtype, shape);
-    if (!strides.empty() && strides.size() != shape.size()) {
-      throw InvalidArgument(concat(quoted(name), " has ", strides.size(),
-                                   " strides; allowed: ", shape.size(), ", or none for row-major"));
-    }
-    if (data == nullptr) throw InvalidArgument(concat(quoted(name), " has a null data pointer"));
-    SourceMatrix source = {.data = static_cast<const std::byte*>(data),
-                           .rows = named.rank == 2 ? shape[0] : 1,
-                           .cols = shape.back(),
-                           .row_stride = shape.back(),
-                           .col_stride = 1};
-    if (!strides.empty()) {
-      source.row_stride = named.rank == 2 ? strides[0] : 0;
-      source.col_stride = strides.back();
-    }
+    NamedWeight& named = impl.checked_weight(name, dtype, shape, strides, data);
+    const SourceMatrix matrix = source_matrix(named, shape, strides, data);
     if (named.dtype == DType::kInt32) {
-      impl.put_tokens(named, source, dtype);
+      impl.write_tokens(named, impl.tokens_of(named, matrix, dtype, source));
     } else {
-      copy_weight(impl.ctx, source, dtype, named, impl.model->weights.arena);
+      impl.write(named, matrix, dtype, source);
     }
     named.is_filled = true;
   });
@@ -165,7 +236,7 @@ void ModelBuilder::put(std::string_view name, DType dtype, std::span<const int64
                                    .cols = named.elements(),
                                    .row_stride = named.elements(),
                                    .col_stride = 1};
-      impl.put_tokens(named, source, dtype);
+      impl.write_tokens(named, impl.tokens_of(named, source, dtype, Device::kCpu));
     } else {
       copy_weight(impl.ctx, read, dtype, named, impl.model->weights.arena);
     }
@@ -174,14 +245,7 @@ void ModelBuilder::put(std::string_view name, DType dtype, std::span<const int64
 }
 
 std::vector<std::string> ModelBuilder::missing() const {
-  return at_boundary([&] {
-    std::vector<std::string> names;
-    for (const NamedWeight& named : open(impl_).named_weights) {
-      if (!named.is_filled && !named.is_optional) names.push_back(named.name);
-    }
-    std::sort(names.begin(), names.end());
-    return names;
-  });
+  return at_boundary([&] { return open(impl_).missing(); });
 }
 
 void ModelBuilder::fill_dummy(uint64_t seed) {
@@ -194,24 +258,57 @@ void ModelBuilder::fill_dummy(uint64_t seed) {
 std::shared_ptr<const Model> ModelBuilder::finish() {
   return at_boundary([&] {
     Impl& impl = open(impl_);
-    const std::vector<std::string> names = missing();
-    if (!names.empty()) {
-      std::string list;
-      for (size_t i = 0; i < std::min(names.size(), kMissingNamed); ++i) {
-        list += concat(i == 0 ? "" : ", ", names[i]);
-      }
-      throw InvalidArgument(concat(names.size(), " of ", impl.named_weights.size(), " weights of ",
-                                   impl.model->config.name, " are missing: ", list,
-                                   names.size() > kMissingNamed ? ", ..." : ""));
-    }
+    impl.check_complete();
     impl.model->weights.arena.memory().finish();
-    const auto map = impl.by_name.find("draft_to_target");
-    if (map != impl.by_name.end() && !impl.named_weights[map->second].is_filled) {
-      impl.model->weights.head.draft_to_target = nullptr;
-    }
+    if (!impl.is_filled(kTokenMap)) impl.model->weights.head.draft_to_target = nullptr;
     std::shared_ptr<const Model> model = std::move(impl.model);
     impl_.reset();
     return model;
+  });
+}
+
+void update_models(std::span<const ModelUpdate> updates) {
+  at_boundary([&] {
+    struct Write {
+      ModelBuilder::Impl* impl;
+      const NamedWeight* named;
+      SourceMatrix source;
+      const NamedTensor* tensor;
+      std::vector<int32_t> tokens;  // of a table of token ids
+    };
+    std::vector<std::unique_ptr<ModelBuilder::Impl>> impls;
+    std::vector<Write> writes;
+    for (const ModelUpdate& update : updates) {
+      if (update.model == nullptr) throw InvalidArgument("model is null; give a model");
+      impls.push_back(
+          std::make_unique<ModelBuilder::Impl>(std::const_pointer_cast<Model>(update.model)));
+      ModelBuilder::Impl& impl = *impls.back();
+      for (const NamedTensor& t : update.tensors) {
+        NamedWeight& named = impl.checked_weight(t.name, t.dtype, t.shape, t.strides, t.data);
+        named.is_filled = true;
+        const SourceMatrix source = source_matrix(named, t.shape, t.strides, t.data);
+        writes.push_back(
+            {.impl = &impl, .named = &named, .source = source, .tensor = &t, .tokens = {}});
+        if (named.dtype == DType::kInt32) {
+          writes.back().tokens = impl.tokens_of(named, source, t.dtype, t.device);
+        }
+      }
+      impl.check_complete();
+      const bool has_map = update.model->weights.head.draft_to_target != nullptr;
+      if (has_map != impl.is_filled(kTokenMap)) {
+        throw InvalidArgument(concat(quoted(kTokenMap), has_map ? " is missing" : " is given",
+                                     ", but the model was loaded ", has_map ? "with" : "without",
+                                     " it; allowed: an update of the same form"));
+      }
+    }
+    for (const Write& write : writes) {
+      if (write.named->dtype == DType::kInt32) {
+        write.impl->write_tokens(*write.named, write.tokens);
+      } else {
+        write.impl->write(*write.named, write.source, write.tensor->dtype, write.tensor->device);
+      }
+    }
+    for (const auto& impl : impls) impl->model->weights.arena.memory().finish();
   });
 }
 

@@ -244,6 +244,32 @@ void copy_weight(const CpuContext& ctx, const SourceMatrix& source, DType from,
   }
 }
 
+SourceMatrix download_matrix(const SourceMatrix& source, DType dtype,
+                             std::vector<std::byte>& bytes) {
+  // All elements between the first and the last in memory.
+  const int64_t rows = (source.rows - 1) * source.row_stride;
+  const int64_t cols = (source.cols - 1) * source.col_stride;
+  const int64_t first = std::min<int64_t>(rows, 0) + std::min<int64_t>(cols, 0);
+  const int64_t last = std::max<int64_t>(rows, 0) + std::max<int64_t>(cols, 0);
+  bytes.resize(static_cast<size_t>((last - first + 1) * dtype_bytes(dtype)));
+  device_memory(Device::kCuda)
+      .download(bytes.data(), source.data + first * dtype_bytes(dtype),
+                static_cast<int64_t>(bytes.size()));
+  SourceMatrix host = source;
+  host.data = bytes.data() - first * dtype_bytes(dtype);
+  return host;
+}
+
+void copy_device_weight(const CpuContext& ctx, const SourceMatrix& source, DType from,
+                        const NamedWeight& named, const DeviceBuffer& arena) {
+  DeviceMemory& memory = arena.memory();
+  if (!memory.is_host_memory()) {
+    return memory.convert(arena.data() + named.offset, named.dtype, source, from);
+  }
+  std::vector<std::byte> bytes;
+  copy_weight(ctx, download_matrix(source, from, bytes), from, named, arena);
+}
+
 void copy_weight(const CpuContext& ctx, const ModelBuilder::ReadBytes& read, DType from,
                  const NamedWeight& named, const DeviceBuffer& arena) {
   std::byte* to = arena.data() + named.offset;

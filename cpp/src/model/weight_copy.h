@@ -17,16 +17,6 @@
 
 namespace paceline {
 
-// A matrix in the caller's memory; a vector is one row. Strides are in elements. `data` may have
-// any alignment.
-struct SourceMatrix {
-  const std::byte* data;
-  int64_t rows;
-  int64_t cols;
-  int64_t row_stride;
-  int64_t col_stride;
-};
-
 // With fewer elements, waking threads costs more than the copy.
 inline constexpr int64_t kParallelElements = 1 << 16;
 
@@ -56,5 +46,15 @@ void copy_weight(const CpuContext& ctx, const SourceMatrix& source, DType from,
 // what `read` throws.
 void copy_weight(const CpuContext& ctx, const ModelBuilder::ReadBytes& read, DType from,
                  const NamedWeight& named, const DeviceBuffer& arena);
+
+// Converts a tensor in the memory of a GPU into the arena. Where the arena is there too, nothing
+// passes through the host.
+void copy_device_weight(const CpuContext& ctx, const SourceMatrix& source, DType from,
+                        const NamedWeight& named, const DeviceBuffer& arena);
+
+// Copies a matrix out of the memory of a GPU; its strides stay as they are. `source.data` of the
+// result points into `bytes`.
+[[nodiscard]] SourceMatrix download_matrix(const SourceMatrix& source, DType dtype,
+                                           std::vector<std::byte>& bytes);
 
 }  // namespace paceline

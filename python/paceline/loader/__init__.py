@@ -15,6 +15,7 @@ from .folder import CheckpointFolder
 from .load import load_checkpoint, load_drafter, load_pair
 from .loaded_model import LoadedModel
 from .pairs import check_compatible
+from .state_dict import StateDict, memory_config, memory_tokenizer
 from .tokenizer import TokenizerInfo, check_tokenizers
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "CheckpointFolder",
     "DrafterCheckpoint",
     "LoadedModel",
+    "StateDict",
     "Target",
     "TokenizerInfo",
     "check_compatible",
@@ -38,6 +40,8 @@ __all__ = [
     "load_dummy",
     "load_dummy_drafter",
     "load_pair",
+    "memory_config",
+    "memory_tokenizer",
     "open_checkpoint",
     "open_drafter",
 ]

@@ -11,7 +11,7 @@ from paceline._core import ModelFileError
 
 from .family import LM_HEADS, Family, TensorSpec
 from .messages import name_some, quote
-from .weight_files import Shard, WeightFiles
+from .tensor_source import TensorSource, Weights
 
 STORED_DTYPES: Final = ("BF16", "F16", "F32")
 
@@ -25,25 +25,25 @@ class BoundTensor:
 
     Attributes:
         spec: The tensor that the model needs.
-        shard: The file that holds it.
-        source: Its full name in that file.
+        shard: What holds it.
+        source: Its full name there.
         dtype: The stored dtype: "BF16", "F16" or "F32".
         nbytes: The size as stored, in bytes.
     """
 
     spec: TensorSpec
-    shard: Shard
+    shard: TensorSource
     source: str
     dtype: str
     nbytes: int
 
 
-def bind(family: Family, weights: WeightFiles, config_source: str) -> tuple[BoundTensor, ...]:
+def bind(family: Family, weights: Weights, config_source: str) -> tuple[BoundTensor, ...]:
     """Finds every tensor that a model needs, and refuses tensors that it does not use.
 
     Args:
         family: The model, translated.
-        weights: The weight files.
+        weights: Where the tensors come from.
         config_source: The configuration file, for messages.
 
     Returns:
@@ -69,7 +69,7 @@ def bind(family: Family, weights: WeightFiles, config_source: str) -> tuple[Boun
         if shard is None:
             missing.append(source)
             continue
-        dtype, shape, nbytes = shard.file.info(source)
+        dtype, shape, nbytes = shard.info(source)
         if dtype not in STORED_DTYPES:
             raise NotImplementedError(
                 f"{shard.path}: tensor {quote(source)} is stored as {dtype}, which Paceline does "
@@ -87,7 +87,7 @@ def bind(family: Family, weights: WeightFiles, config_source: str) -> tuple[Boun
     return tuple(bound)
 
 
-def _raise_missing(missing: list[str], family: Family, weights: WeightFiles) -> None:
+def _raise_missing(missing: list[str], family: Family, weights: Weights) -> None:
     count = "1 tensor is" if len(missing) == 1 else f"{len(missing)} tensors are"
     hint = ""
     if "fc.weight" in weights.owners:
@@ -107,7 +107,7 @@ def _check_unexpected(
     family: Family,
     prefix: str,
     bound: Iterable[BoundTensor],
-    weights: WeightFiles,
+    weights: Weights,
     config_source: str,
 ) -> None:
     used = {tensor.source: tensor for tensor in bound}
@@ -134,9 +134,13 @@ def _check_unexpected(
     )
 
 
-def _check_tied_copy(name: str, shard: Shard, table: BoundTensor, config_source: str) -> None:
-    """Refuses a tied lm_head in the file that is no copy of the embeddings."""
-    dtype, shape, nbytes = shard.file.info(name)
+def _check_tied_copy(
+    name: str, shard: TensorSource, table: BoundTensor, config_source: str
+) -> None:
+    """Refuses a tied lm_head that is neither the embeddings nor a copy of them."""
+    if shard.is_same(name, table.shard, table.source):
+        return
+    dtype, shape, nbytes = shard.info(name)
     same = (dtype, tuple(shape), nbytes) == (
         table.dtype,
         table.spec.shape,
@@ -146,8 +150,8 @@ def _check_tied_copy(name: str, shard: Shard, table: BoundTensor, config_source:
         same = all(
             ours == theirs
             for ours, theirs in zip(
-                shard.raw.chunks(name, nbytes),
-                table.shard.raw.chunks(table.source, nbytes),
+                shard.chunks(name),
+                table.shard.chunks(table.source),
                 strict=True,
             )
         )

@@ -25,6 +25,9 @@ from .folder import CheckpointFolder, Source, as_folder
 from .hf_config import HfConfig, parse_hf_config
 from .kinds import kind_of_config
 from .messages import quote, show
+from .section import Section
+from .state_dict import StateDict
+from .tensor_source import read_tensor
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,7 +39,8 @@ class OpenedModel:
     """A model whose files were checked; none of its matrices was read yet.
 
     Attributes:
-        path: The folder.
+        path: The folder, or the name of the argument that has the tensors.
+        top: Its configuration, as read.
         family: The decoder, translated.
         weight_dtype: The dtype of matrices in memory: "float32" or "bfloat16".
         tensors: Every tensor of weights, in the order in which the model is filled.
@@ -44,6 +48,7 @@ class OpenedModel:
     """
 
     path: Path
+    top: Section
     family: Family
     weight_dtype: str
     tensors: tuple[BoundTensor, ...]
@@ -151,6 +156,7 @@ def open_checkpoint(source: Source, dtype: str = "auto", *, is_drafter: bool = F
             )
     return Checkpoint(
         path=folder.path,
+        top=folder.config,
         family=family,
         weight_dtype=weight_dtype,
         tensors=tensors,
@@ -159,7 +165,7 @@ def open_checkpoint(source: Source, dtype: str = "auto", *, is_drafter: bool = F
     )
 
 
-def read_hf_config(folder: CheckpointFolder) -> HfConfig:
+def read_hf_config(folder: CheckpointFolder | StateDict) -> HfConfig:
     """The configuration of a target or a draft model.
 
     Raises:
@@ -223,7 +229,7 @@ def load_weights(opened: OpenedModel, *, device: str = "cpu", progress: bool = T
             if opened.is_narrowed(tensor):
                 builder.put_array(tensor.spec.name, _widened(tensor))
             else:
-                builder.put_tensor(tensor.spec.name, tensor.shard.file, tensor.source)
+                tensor.shard.put(builder, tensor.spec.name, tensor.source)
             bar.update(tensor.nbytes)
         for name, ids in opened.ids.items():
             builder.put_array(name, ids)
@@ -234,7 +240,7 @@ def _widened(tensor: BoundTensor) -> npt.NDArray[np.float32]:
     """A tensor stored as F16, in float32, from which the library rounds to bfloat16."""
     import numpy as np
 
-    values = np.frombuffer(tensor.shard.raw.read(tensor.source, tensor.nbytes), np.float16)
+    values = np.frombuffer(read_tensor(tensor.shard, tensor.source), np.float16)
     return values.astype(np.float32).reshape(tensor.spec.shape)
 
 

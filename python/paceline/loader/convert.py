@@ -233,7 +233,7 @@ def _write_weights(path: Path, checkpoint: Checkpoint | DrafterCheckpoint, bar: 
             file.write(values.astype("<i4").tobytes())
         for tensor in tensors:
             is_narrowed = checkpoint.is_narrowed(tensor)
-            for part in tensor.shard.raw.chunks(tensor.source, tensor.nbytes):
+            for part in tensor.shard.chunks(tensor.source):
                 file.write(_half_to_bfloat16(part) if is_narrowed else part)
                 bar.update(len(part))
 

@@ -146,9 +146,7 @@ def open_drafter(source: Source, target: Target, method: str | None = None) -> D
         if CENTROIDS in owners:
             token_ordering = read_ordering(owners, target.vocab_size)
     else:
-        facts = read_facts(
-            {name: tuple(shard.file.info(name)[1]) for name, shard in owners.items()}
-        )
+        facts = read_facts({name: tuple(shard.info(name)[1]) for name, shard in owners.items()})
         family, notes = translate_eagle(kind, top, facts, target)
         tensors = bind(family, weights, top.source)
         if facts.has_map:
@@ -158,6 +156,7 @@ def open_drafter(source: Source, target: Target, method: str | None = None) -> D
     notes += _dtype_notes(tensors, target.weight_dtype)
     return DrafterCheckpoint(
         path=folder.path,
+        top=top,
         family=family,
         weight_dtype=target.weight_dtype,
         tensors=tensors,

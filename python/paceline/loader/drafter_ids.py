@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from paceline._core import ModelFileError
 
 from .gemma4_assistant import CENTROIDS, TOKEN_ORDERING
-from .weight_files import Shard
+from .tensor_source import TensorSource, read_tensor
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 _INTEGERS: Final = {"I64": "<i8", "I32": "<i4"}
 
 
-def _read_ids(shard: Shard, name: str, count: int, meaning: str) -> npt.NDArray[np.int64]:
+def _read_ids(shard: TensorSource, name: str, count: int, meaning: str) -> npt.NDArray[np.int64]:
     """Reads a list of integers."""
     import numpy as np
 
-    dtype, shape, _ = shard.file.info(name)
+    dtype, shape, _ = shard.info(name)
     where = f"{shard.path}: tensor {name!r}"
     if dtype not in _INTEGERS:
         raise ModelFileError(f"{where} is stored as {dtype}; expected {' or '.join(_INTEGERS)}")
@@ -31,7 +31,7 @@ def _read_ids(shard: Shard, name: str, count: int, meaning: str) -> npt.NDArray[
     return _read_array(shard, name, _INTEGERS[dtype]).astype(np.int64)
 
 
-def read_ordering(owners: Mapping[str, Shard], vocab_size: int) -> npt.NDArray[np.int32]:
+def read_ordering(owners: Mapping[str, TensorSource], vocab_size: int) -> npt.NDArray[np.int32]:
     """Reads the token ids of an assistant's clusters, cluster by cluster: each id once."""
     import numpy as np
 
@@ -60,7 +60,7 @@ def read_ordering(owners: Mapping[str, Shard], vocab_size: int) -> npt.NDArray[n
 
 
 def read_map(
-    owners: Mapping[str, Shard], prefix: str, num_rows: int, vocab_size: int
+    owners: Mapping[str, TensorSource], prefix: str, num_rows: int, vocab_size: int
 ) -> npt.NDArray[np.int32]:
     """Reads `d2t`, whose offsets are added to the row, as token ids of the target; checks `t2d`."""
     import numpy as np
@@ -92,7 +92,7 @@ def read_map(
 
 
 def _check_mask(
-    owners: Mapping[str, Shard], prefix: str, ids: npt.NDArray[np.int64], vocab_size: int
+    owners: Mapping[str, TensorSource], prefix: str, ids: npt.NDArray[np.int64], vocab_size: int
 ) -> None:
     """Checks that `t2d`, where a file has it, marks the token ids that `d2t` maps to."""
     import numpy as np
@@ -101,7 +101,7 @@ def _check_mask(
     if name not in owners:
         return
     shard = owners[name]
-    dtype, shape, _ = shard.file.info(name)
+    dtype, shape, _ = shard.info(name)
     where = f"{shard.path}: tensor {name!r}"
     if dtype not in ("BOOL", "U8") or tuple(shape) != (vocab_size,):
         raise ModelFileError(
@@ -116,8 +116,7 @@ def _check_mask(
         )
 
 
-def _read_array(shard: Shard, name: str, dtype: str) -> npt.NDArray[Any]:
+def _read_array(shard: TensorSource, name: str, dtype: str) -> npt.NDArray[Any]:
     import numpy as np
 
-    _, _, nbytes = shard.file.info(name)
-    return np.frombuffer(shard.raw.read(name, nbytes), np.dtype(dtype))
+    return np.frombuffer(read_tensor(shard, name), np.dtype(dtype))

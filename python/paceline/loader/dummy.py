@@ -121,6 +121,7 @@ def dummy_drafter(
         path=Path(name),
         family=kind,
         architecture=kind,
+        hf_config=Section(hf_config, name),
     )
 
 
@@ -199,6 +200,7 @@ def _make_up(
         eos_token_ids=tuple(token for token in hf.eos_token_ids if token < vocab_size),
         bos_token_id=hf.bos_token_id,
         tokenizer=tokenizer,
+        hf_config=hf.top,
     )
 
 
@@ -214,6 +216,7 @@ def _fill(
     eos_token_ids: tuple[int, ...] = (),
     bos_token_id: int | None = None,
     tokenizer: TokenizerInfo | None = None,
+    hf_config: Section,
 ) -> LoadedModel:
     builder = _core.ModelBuilder(json.dumps(config), weight_dtype, device)
     builder.fill_dummy(seed)
@@ -231,6 +234,7 @@ def _fill(
         bos_token_id=bos_token_id,
         tokenizer=tokenizer,
         notes=("the weights are made up (load_format 'dummy'): the output is meaningless",),
+        hf_config=hf_config,
         is_dummy=True,
     )
 

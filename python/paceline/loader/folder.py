@@ -14,6 +14,7 @@ from paceline._core import ModelFileError, ModelNotFoundError
 from .files import exists, find
 from .messages import show_path
 from .section import Section, read_json_object
+from .state_dict import StateDict
 from .tokenizer import TokenizerInfo, read_tokenizer_file
 from .weight_files import INDEX_NAME, WEIGHTS_NAME, WeightFiles, open_weights
 
@@ -126,9 +127,13 @@ class CheckpointFolder:
 
 
 # The argument of functions that open a checkpoint.
-Source = str | os.PathLike[str] | CheckpointFolder
+Source = str | os.PathLike[str] | CheckpointFolder | StateDict
 
 
-def as_folder(source: Source) -> CheckpointFolder:
-    """A checkpoint's folder, given by its path or opened already; errors as `CheckpointFolder`."""
-    return source if isinstance(source, CheckpointFolder) else CheckpointFolder(source)
+def as_folder(source: Source) -> CheckpointFolder | StateDict:
+    """A checkpoint: a folder, given by its path or opened already, or one in memory.
+
+    Raises:
+        Exception: As for `CheckpointFolder`.
+    """
+    return source if isinstance(source, CheckpointFolder | StateDict) else CheckpointFolder(source)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from .checkpoint import OpenedModel, load_weights, open_checkpoint
 from .drafter_checkpoint import open_any_drafter
 from .dummy import load_dummy, load_dummy_drafter
-from .folder import Source, as_folder
+from .folder import CheckpointFolder, Source, as_folder
 from .loaded_model import LoadedModel
 from .tokenizer import TokenizerInfo, check_tokenizers
 
@@ -111,7 +111,11 @@ def load_pair(
     """
     folder = as_folder(source)
     draft_folder = None if draft_source is None else as_folder(draft_source)
-    if draft_folder is not None and draft_folder.path.samefile(folder.path):
+    if (
+        isinstance(folder, CheckpointFolder)
+        and isinstance(draft_folder, CheckpointFolder)
+        and draft_folder.path.samefile(folder.path)
+    ):
         draft_folder = folder
     if load_format == "dummy":
         target = load_dummy(folder, dtype=dtype, device=device)
@@ -158,4 +162,5 @@ def _load(
         bos_token_id=opened.bos_token_id,
         tokenizer=tokenizer,
         notes=opened.notes,
+        hf_config=opened.top,
     )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .drafter_checkpoint import DRAFT_MODEL
 from .drafters import Target
+from .section import Section
 from .tokenizer import TokenizerInfo
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ class LoadedModel:
     """A model with its weights, its tokenizer and its settings.
 
     Attributes:
-        path: The checkpoint's folder.
+        path: The checkpoint's folder, or the name of the argument that had the tensors.
         model: The weights; shared by every executor that uses them.
         family: "llama", "qwen3", "gemma3" or "gemma4"; for a draft head, its kind.
         architecture: The class name in `config.json`.
@@ -35,6 +36,8 @@ class LoadedModel:
         tokenizer: The tokenizer; None for a folder without `tokenizer.json`, whose model takes
             token ids only.
         notes: Choices made while loading that a user may want to know about.
+        hf_config: The configuration that was read; `update_weights` translates it again. None for
+            a model that was not read from the layout of Hugging Face.
         is_dummy: The weights are dummy weights; see `load_dummy`.
     """
 
@@ -51,6 +54,7 @@ class LoadedModel:
     bos_token_id: int | None
     tokenizer: TokenizerInfo | None
     notes: tuple[str, ...]
+    hf_config: Section | None = None
     is_dummy: bool = False
 
     @property

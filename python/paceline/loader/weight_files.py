@@ -19,6 +19,7 @@ from paceline._core import ModelFileError, ModelNotFoundError
 from .files import exists, open_regular
 from .messages import name_some, quote, shorten, show
 from .section import read_json_object
+from .tensor_source import TensorSource
 
 WEIGHTS_NAME: Final = "model.safetensors"
 INDEX_NAME: Final = "model.safetensors.index.json"
@@ -33,7 +34,7 @@ _MAX_NAME_BYTES: Final = 255
 
 @dataclass(frozen=True)
 class Shard:
-    """One safetensors file, mapped and validated.
+    """One safetensors file, mapped and validated: a `TensorSource`.
 
     Attributes:
         path: The file.
@@ -44,9 +45,24 @@ class Shard:
     file: _core.SafetensorsFile
 
     @cached_property
-    def raw(self) -> RawShard:
-        """The same file for Python to read from; errors as for `RawShard`."""
+    def _raw(self) -> RawShard:
         return RawShard(self.path)
+
+    def info(self, name: str) -> tuple[str, tuple[int, ...], int]:
+        """See `TensorSource.info`."""
+        return self.file.info(name)
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """See `TensorSource.chunks`; errors also as for `RawShard`."""
+        return self._raw.chunks(name, self.info(name)[2])
+
+    def is_same(self, name: str, other: TensorSource, other_name: str) -> bool:
+        """See `TensorSource.is_same`."""
+        return other is self and other_name == name
+
+    def put(self, builder: _core.ModelBuilder, weight: str, name: str) -> None:
+        """See `TensorSource.put`."""
+        builder.put_tensor(weight, self.file, name)
 
 
 @dataclass(frozen=True)
@@ -114,10 +130,6 @@ class RawShard:
             raise self._changed()
         for offset in range(begin, end, _CHUNK_BYTES):
             yield self._read(offset, min(_CHUNK_BYTES, end - offset))
-
-    def read(self, name: str, nbytes: int) -> bytes:
-        """The bytes of one tensor in one piece; errors as for `chunks`."""
-        return b"".join(self.chunks(name, nbytes))
 
     def _read(self, offset: int, count: int) -> bytes:
         parts: list[bytes] = []
