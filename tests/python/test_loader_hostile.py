@@ -128,10 +128,10 @@ def test_weights_that_shrink(copy_of: Callable[..., Path]) -> None:
     raw = RawShard(path)
     assert len(b"".join(raw.chunks(name, nbytes))) == nbytes
     with raises(ModelFileError, path, "changed while it was read"):
-        raw.read(name, nbytes - 1)
+        list(raw.chunks(name, nbytes - 1))
     os.truncate(path, path.stat().st_size // 8)
     with raises(ModelFileError, path, "changed while it was read"):
-        raw.read("model.norm.weight", 256)
+        list(raw.chunks("model.norm.weight", 256))
     path.write_bytes(b"\xff" * 64)
     with raises(ModelFileError, path, "changed while it was read"):
         RawShard(path)
