@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         RequestOutput,
         StreamChunk,
     )
+    from paceline.prompts import TextPrompt, TokensPrompt
     from paceline.sampling import SamplingParams
     from paceline.stream import RequestStream
 
@@ -55,6 +56,8 @@ __all__ = [
     "SamplingParams",
     "SpeculativeConfig",
     "StreamChunk",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]
 
@@ -70,6 +73,8 @@ _MODULE_OF = {
     "RequestMetrics": "paceline.outputs",
     "RequestOutput": "paceline.outputs",
     "StreamChunk": "paceline.outputs",
+    "TextPrompt": "paceline.prompts",
+    "TokensPrompt": "paceline.prompts",
     "DeviceError": "paceline._core",
     "InternalError": "paceline._core",
     "ModelFileError": "paceline._core",

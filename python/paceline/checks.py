@@ -33,15 +33,73 @@ _MAX_SHOWN_BITS: Final = 4096
 # Parameters that are not for callers.
 _NO_KEYWORDS: Final = ("self", "unknown")
 
-# What takes the place of engine arguments of vLLM.
-_REPLACEMENTS: Final = {
-    "gpu_memory_utilization": "kv_cache_bytes sets the size of the KV pool; without it the pool "
-    "takes most of the memory that is free",
-    "speculative_model": "speculative_config={'model': ...} names the drafter",
-    "num_speculative_tokens": "speculative_config={'num_speculative_tokens': ...} sets it",
-    "tokenizer": "the tokenizer is tokenizer.json in the model's folder",
-    "trust_remote_code": "no code of a checkpoint is run, so leave it out",
+# What to do instead of giving a parameter of vLLM, by the owner of the parameter.
+_GRAPHS: Final = "leave it out: CUDA graphs need no setting, and they never change the output"
+_PARALLEL: Final = "leave it out: a model runs on one GPU"
+_LORA: Final = "leave it out: LoRA adapters are not supported; merge them into the checkpoint"
+_NO_PREFIX_CACHE: Final = "leave it out: there is no cache of prefixes across requests"
+_QUANTIZED: Final = "leave it out: weights are bfloat16 or float32, and the KV has their type"
+_STRUCTURED: Final = "leave it out: structured output is not supported"
+_MULTI_MODAL: Final = "leave it out: models read text only"
+_ADVICE: Final = {
+    "LLM": {
+        "async_scheduling": "leave it out: scheduling always overlaps with the device",
+        "compilation_config": _GRAPHS,
+        "cpu_offload_gb": "leave it out: weights and KV stay on the device",
+        "disable_custom_all_reduce": _PARALLEL,
+        "distributed_executor_backend": _PARALLEL,
+        "download_dir": "cache_dir names the folder for files from the hub",
+        "enable_chunked_prefill": "leave it out: prefill is always chunked; prefill_chunk_size "
+        "limits a chunk",
+        "enable_lora": _LORA,
+        "enable_prefix_caching": _NO_PREFIX_CACHE,
+        "enforce_eager": "leave it out, or use speculative_config={'x': {'draft_driver': 'eager'}} "
+        "to look for errors",
+        "generation_config": "leave it out: llm.get_default_sampling_params() reads the file, and "
+        "SamplingParams() does not",
+        "guided_decoding_backend": _STRUCTURED,
+        "hf_overrides": "change config.json in a copy of the checkpoint",
+        "hf_token": "set the environment variable HF_TOKEN",
+        "kv_cache_dtype": _QUANTIZED,
+        "kv_cache_memory_bytes": "kv_cache_bytes sets the size of the KV pool",
+        "limit_mm_per_prompt": _MULTI_MODAL,
+        "max_lora_rank": _LORA,
+        "max_seq_len_to_capture": _GRAPHS,
+        "mm_processor_kwargs": _MULTI_MODAL,
+        "num_gpu_blocks_override": "kv_cache_bytes sets the size of the KV pool",
+        "num_speculative_tokens": "speculative_config={'num_speculative_tokens': ...} sets it",
+        "pipeline_parallel_size": _PARALLEL,
+        "quantization": _QUANTIZED,
+        "skip_tokenizer_init": "leave it out, or set SamplingParams(detokenize=False)",
+        "speculative_model": "speculative_config={'model': ...} names the drafter",
+        "structured_outputs_config": _STRUCTURED,
+        "swap_space": "leave it out: a preempted sequence is recomputed, not swapped out",
+        "task": "leave it out: every model generates",
+        "runner": "leave it out: every model generates",
+        "tokenizer": "leave it out: the tokenizer is tokenizer.json in the model's folder",
+        "tokenizer_mode": "leave it out: the tokenizer is tokenizer.json in the model's folder",
+        "tokenizer_revision": "leave it out: the tokenizer has the model's revision",
+        "trust_remote_code": "leave it out: no code of a checkpoint is ever run",
+    },
+    "LLM.generate": {
+        "lora_request": _LORA,
+        "priority": "leave it out: requests run in the order in which they arrive",
+        "prompt_token_ids": "give prompts={'prompt_token_ids': ...}",
+        "tokenization_kwargs": "tokenize the prompt and give prompts={'prompt_token_ids': ...}",
+    },
+    "SamplingParams": {
+        "beam_width": "leave it out: there is no beam search",
+        "best_of": "n gives the number of outputs, and logprobs what is needed to choose",
+        "guided_decoding": _STRUCTURED,
+        "length_penalty": "leave it out: there is no beam search",
+        "logits_processors": "logit_bias, bad_words and allowed_token_ids change logits",
+        "max_new_tokens": "the name is max_tokens",
+        "structured_outputs": _STRUCTURED,
+        "truncate_prompt_tokens": "shorten the prompt itself",
+        "use_beam_search": "leave it out: there is no beam search",
+    },
 }
+_ADVICE_OWNERS: Final = {"EngineConfig": "LLM"}
 
 
 class _Shortener(reprlib.Repr):
@@ -266,7 +324,7 @@ def parse_json(
 
 
 def check_keywords(owner: str, given: Iterable[str], allowed: Sequence[str]) -> None:
-    """Refuses unknown keywords, and lists the known ones. Names the replacement of some of vLLM's.
+    """Refuses unknown keywords, lists the known ones, and says what to do instead of vLLM's.
 
     Raises:
         TypeError: One of `given` is not in `allowed`.
@@ -275,12 +333,12 @@ def check_keywords(owner: str, given: Iterable[str], allowed: Sequence[str]) -> 
         if key not in allowed:
             raise TypeError(
                 f"{owner} has no parameter {shorten(key)} in this version; "
-                f"it has: {', '.join(allowed)}{_replacement(owner, key)}"
+                f"it has: {', '.join(allowed)}{_advice(owner, key)}"
             )
 
 
-def _replacement(owner: str, key: str) -> str:
-    advice = _REPLACEMENTS.get(key) if owner in ("LLM", "EngineConfig") else None
+def _advice(owner: str, key: str) -> str:
+    advice = _ADVICE.get(_ADVICE_OWNERS.get(owner, owner), {}).get(key)
     return "" if advice is None else f"; {advice}"
 
 

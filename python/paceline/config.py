@@ -413,6 +413,21 @@ def _check_keys(where: str, mapping: Mapping[str, Any], allowed: tuple[str, ...]
         raise ValueError(f"{where}: unknown key {shorten(key)}{hint}; allowed: {quoted(allowed)}")
 
 
+def check_dtype(dtype: Any) -> None:
+    """Checks the name of a dtype.
+
+    Raises:
+        NotImplementedError: 16-bit floats other than bfloat16.
+        ValueError: It is another value that is not allowed.
+    """
+    if isinstance(dtype, str) and dtype in ("half", "float16"):
+        raise NotImplementedError(
+            f"dtype {dtype!r} is not supported yet; this version has: {quoted(DTYPES)}. With "
+            "'auto', a checkpoint in float16 is loaded as float32, which is lossless"
+        )
+    check_choice("dtype", dtype, DTYPES)
+
+
 class EngineArguments(TypedDict, total=False):
     """The fields of `EngineConfig`, for the types of functions that pass them on."""
 
@@ -467,7 +482,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_device(self.device)
-        check_choice("dtype", self.dtype, DTYPES, ("float16",))
+        check_dtype(self.dtype)
         self._check("max_num_seqs", 1, MAX_NUM_SEQS)
         self._check("block_size", 1, MAX_BLOCK_SIZE)
         self._check("seed", 0, MAX_SEED)

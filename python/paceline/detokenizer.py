@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 # Decoders write it for bytes that are not a character, or not yet.
@@ -11,8 +11,8 @@ _REPLACEMENT: Final = "�"
 # Tokens of the prompt that are decoded with the first output tokens, because some tokenizers drop
 # the space at the start of a text.
 _NUM_CONTEXT_TOKENS: Final = 4
-# A character has at most four bytes, so at most four tokens. Twice as many tokens that still do not
-# decode are not a character, and their text is released.
+# A character has at most four bytes, so at most four tokens. The text of twice as many tokens that
+# still do not decode is released, except for the last character, which may be incomplete.
 _MAX_HELD_TOKENS: Final = 8
 
 
@@ -25,22 +25,34 @@ class IncrementalDetokenizer:
     """
 
     def __init__(
-        self, decode: Callable[[Sequence[int]], str], prompt_token_ids: Sequence[int] = ()
+        self,
+        decode: Callable[[Sequence[int]], str],
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        is_silent: Callable[[int], bool] = lambda _: False,
+        joined: Mapping[int, str] | None = None,
     ) -> None:
         """Starts after a prompt.
 
         Args:
-            decode: Converts token ids to text, without special tokens.
+            decode: Converts token ids to text.
             prompt_token_ids: The prompt. Its last tokens are the context of the first output token.
+            is_silent: Whether a token has no text: it does not exist, or is left out.
+            joined: The text of each token that is not separated by a space from another one of
+                them directly before it. None = none.
         """
         self._decode = decode
+        self._is_silent = is_silent
+        self._joined = joined or {}
+        self._follows_joined = False
         # Context, then tokens whose text was returned, then tokens whose text is held back.
         self._token_ids = list(prompt_token_ids[-_NUM_CONTEXT_TOKENS:])
-        self._context_text = decode(self._token_ids) if self._token_ids else ""
-        if self._context_text.endswith(_REPLACEMENT):
+        context_text = decode(self._token_ids) if self._token_ids else ""
+        if context_text.endswith(_REPLACEMENT):
             # The prompt ends inside a character: decode the output without it.
-            self._token_ids, self._context_text = [], ""
-        self._num_out = len(self._token_ids)
+            self._token_ids, context_text = [], ""
+        self._num_out = len(self._token_ids)  # tokens that are not held back
+        self._num_characters = len(context_text)  # characters that are not held back
 
     def push(self, token_id: int) -> str:
         """Adds a token.
@@ -51,14 +63,18 @@ class IncrementalDetokenizer:
         Returns:
             The text that is now final; may be empty.
         """
+        if self._is_silent(token_id):
+            return ""
+        follows_joined, self._follows_joined = self._follows_joined, token_id in self._joined
         self._token_ids.append(token_id)
         text = self._decode(self._token_ids)
         num_held = len(self._token_ids) - self._num_out
-        if num_held < _MAX_HELD_TOKENS and (
-            text.endswith(_REPLACEMENT) or len(text) <= len(self._context_text)
-        ):
+        if text.endswith(_REPLACEMENT):
+            return "" if num_held < _MAX_HELD_TOKENS else self._release_start(text)
+        if num_held < _MAX_HELD_TOKENS and len(text) <= self._num_characters:
             return ""
-        return self._release(text)
+        new_text = self._release(text)
+        return self._joined[token_id] if follows_joined and self._follows_joined else new_text
 
     def flush(self) -> str:
         """Ends the text.
@@ -71,9 +87,17 @@ class IncrementalDetokenizer:
         return self._release(self._decode(self._token_ids))
 
     def _release(self, text: str) -> str:
-        new_text = text[len(self._context_text) :]
-        # The tokens just released are the context of the next ones.
+        """Returns all text; the tokens of the new text become the context."""
+        new_text = text[self._num_characters :]
         self._token_ids = self._token_ids[self._num_out :]
         self._num_out = len(self._token_ids)
-        self._context_text = self._decode(self._token_ids)
+        self._num_characters = len(self._decode(self._token_ids))
+        return new_text
+
+    def _release_start(self, text: str) -> str:
+        """Returns all text but the last character, of which the next tokens may be a part."""
+        new_text = text[self._num_characters : -1]
+        self._token_ids = self._token_ids[-_NUM_CONTEXT_TOKENS:]
+        self._num_out = _NUM_CONTEXT_TOKENS - 1
+        self._num_characters = len(self._decode(self._token_ids)) - 1
         return new_text

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline.checks import check_text, shorten
-from paceline.limits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_TOKEN_IDS
+from paceline.limits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_INT, MAX_STOP_TOKEN_IDS
 from paceline.sampling import SamplingParams
 from paceline.token_bound import min_num_tokens
 
@@ -60,7 +60,8 @@ def engine_arguments(params: SamplingParams, target: LoadedModel) -> dict[str, A
     _check_some_token_remains(params, allowed, stop_token_ids, bad_words, vocab_size)
     arguments: dict[str, Any] = {
         "temperature": params.temperature,
-        "max_tokens": params.max_tokens,
+        # The engine ends every request at max_model_len.
+        "max_tokens": MAX_INT if params.max_tokens is None else params.max_tokens,
         "stop_token_ids": stop_token_ids,
     }
     for name in _PLAIN:

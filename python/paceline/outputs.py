@@ -35,16 +35,17 @@ class CompletionOutput:
     """One completion of a prompt.
 
     Attributes:
-        text: The completion as text, without special tokens and without the stop token. It ends
-            before the stop string, or after it with `include_stop_str_in_output`. Empty if the
-            checkpoint has no tokenizer.
+        text: The completion as text, without the stop token, and without special tokens unless
+            `SamplingParams.skip_special_tokens` is False. It ends before the stop string, or after
+            it with `include_stop_str_in_output`. Empty with `detokenize=False` or if the checkpoint
+            has no tokenizer.
         token_ids: The tokens of the completion. The last one may be the stop token, or the token
             that completed a stop string.
         logprobs: With `SamplingParams.logprobs`, one dict from token ids to `Logprob` for each of
             `token_ids`: the token itself first, then the most probable tokens in descending order.
             A token that is both occurs once. None otherwise.
         finish_reason: "stop" (a stop token or a stop string), "length" (max_tokens or
-            max_model_len was reached) or "error".
+            max_model_len was reached) or "error". None while the completion is not finished.
         stop_reason: The stop string, or the member of `stop_token_ids`, that ended the output. None
             otherwise, including at the checkpoint's own end-of-sequence tokens.
         cumulative_logprob: The sum of the logprobs of `token_ids`. None without `logprobs`.
@@ -54,15 +55,22 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
-    finish_reason: str
+    finish_reason: str | None
     stop_reason: str | int | None = None
     cumulative_logprob: float | None = None
     index: int = 0
+
+    def finished(self) -> bool:
+        """Returns whether the completion is finished."""
+        return self.finish_reason is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestMetrics:
     """Times and counters of one request, over all its outputs, measured by the engine.
+
+    Until the request is finished, the numbers of tokens and the total time are those so far, and
+    all else is None.
 
     Attributes:
         num_prompt_tokens: Number of tokens of the prompt.
@@ -113,10 +121,10 @@ class RequestMetrics:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A finished request.
+    """The outputs of a request.
 
     Attributes:
-        prompt: The prompt as a string. None if it was given as token ids.
+        prompt: The prompt as a string. None if it was given as token ids only.
         prompt_token_ids: The prompt as token ids.
         outputs: The `SamplingParams.n` completions, by index.
         metrics: Times and counters.
@@ -126,6 +134,13 @@ class RequestOutput:
             `prompt_token_ids`, as in `CompletionOutput.logprobs`; the first entry is None, because
             no token precedes the first. None otherwise, and if the request failed before the whole
             prompt was processed.
+        request_id: The request's name: its number among the requests of its LLM, unless the
+            caller gave it one.
+        finished: Whether all completions are finished. Only `AsyncLLM.generate` returns outputs
+            that are not.
+        num_cached_tokens: Prompt tokens of the first completion whose KV was taken over from
+            another one instead of being computed. The other completions of a prompt take it over
+            from the first, which computes its own. 0 until the request is finished.
     """
 
     prompt: str | None
@@ -134,6 +149,9 @@ class RequestOutput:
     metrics: RequestMetrics
     error: str | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    request_id: str = ""
+    finished: bool = True
+    num_cached_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

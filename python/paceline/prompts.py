@@ -5,32 +5,61 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final, NotRequired, TypedDict
 
-from paceline.checks import bytes_advice, check_text, shorten
+from paceline.checks import bytes_advice, check_text, quoted, shorten
 from paceline.loader import LoadedModel
 from paceline.sampling import SamplingParams
 from paceline.token_bound import min_num_tokens
 
-Prompt = str | Sequence[int]
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids. Its text, if given, is only stored in the output."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+
+
+# A mapping has the keys of `TextPrompt` or `TokensPrompt`.
+Prompt = str | Sequence[int] | Mapping[str, Any]
+_KEYS: Final = ("prompt", "prompt_token_ids")
+# vLLM has these too.
+_LATER_KEYS: Final = (
+    "multi_modal_data",
+    "multi_modal_uuids",
+    "mm_processor_kwargs",
+    "prompt_embeds",
+    "cache_salt",
+    "encoder_prompt",
+    "decoder_prompt",
+    "token_type_ids",
+)
+_ALLOWED: Final = (
+    "a string, a sequence of token ids, {'prompt': string} or {'prompt_token_ids': token ids}"
+)
 
 # Strings of fewer characters for each token of max_model_len are tokenized at once.
 _MIN_BOUNDED_CHARS: Final = 8
 
 # These have items too, but are no prompts.
-_NO_PROMPTS: Final = (bytes, bytearray, memoryview, Mapping)
+_NO_PROMPTS: Final = (bytes, bytearray, memoryview)
 
 
 def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Makes a list of one prompt or several; ValueError for anything else."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | Mapping):
         return [prompts]
     is_number = getattr(prompts, "ndim", 1) == 0  # a scalar array or tensor
     if isinstance(prompts, _NO_PROMPTS) or not hasattr(prompts, "__getitem__") or is_number:
         raise ValueError(
             f"prompts is {shorten(prompts)} ({type(prompts).__name__}); "
-            "allowed: a string, a sequence of token ids, or a sequence of those"
-            f"{bytes_advice(prompts)}"
+            f"allowed: {_ALLOWED}, or a sequence of those{bytes_advice(prompts)}"
         )
     if len(prompts) == 0:
         raise ValueError("prompts is empty; allowed: at least one prompt of at least one token")
@@ -78,20 +107,22 @@ def encode(
     """Checks one prompt.
 
     Args:
-        prompt: A string or token ids.
+        prompt: A string, token ids, or a mapping with one or both.
         name: Its name in error messages.
         target: The model that reads it.
         max_model_len: Maximum tokens of a sequence.
         spare: Tokens of the sequence that are reserved for output.
 
     Returns:
-        The prompt, if it is a string, and its token ids.
+        The prompt as a string, None if only token ids were given; and its token ids.
 
     Raises:
         ValueError: It is empty, too long, not valid Unicode, a string for a model without
             tokenizer, or has a token that the model does not. A string whose length alone rules it
             out is not tokenized.
     """
+    if isinstance(prompt, Mapping):
+        return _encode_mapping(prompt, name, target, max_model_len=max_model_len, spare=spare)
     if not isinstance(prompt, str):
         _check_prompt_type(name, prompt)
         _check_num_tokens(name, len(prompt), target, max_model_len, spare)
@@ -125,12 +156,42 @@ def encode(
     return prompt, token_ids
 
 
+def _encode_mapping(
+    prompt: Mapping[str, Any], name: str, target: LoadedModel, *, max_model_len: int, spare: int
+) -> tuple[str | None, list[int]]:
+    for key in prompt:
+        if key in _LATER_KEYS:
+            raise NotImplementedError(
+                f"{name} has the key {key!r}, which is not supported yet; this version has: "
+                f"{quoted(_KEYS)}"
+            )
+        if key not in _KEYS:
+            raise ValueError(f"{name} has the key {shorten(key)}; allowed: {quoted(_KEYS)}")
+    if not prompt:
+        raise ValueError(f"{name} is empty; allowed: {_ALLOWED}")
+    text = None
+    if "prompt" in prompt:
+        text_name = f"{name}['prompt']"
+        text = check_text(text_name, prompt["prompt"], "a string; token ids are 'prompt_token_ids'")
+        if "prompt_token_ids" not in prompt:
+            return encode(text, text_name, target, max_model_len=max_model_len, spare=spare)
+    ids = prompt["prompt_token_ids"]
+    ids_name = f"{name}['prompt_token_ids']"
+    if isinstance(ids, str | Mapping):
+        raise ValueError(
+            f"{ids_name} is {shorten(ids)} ({type(ids).__name__}); allowed: a sequence of token "
+            "ids; a string is 'prompt'"
+        )
+    _, token_ids = encode(ids, ids_name, target, max_model_len=max_model_len, spare=spare)
+    return text, token_ids
+
+
 def _check_prompt_type(name: str, prompt: object) -> None:
     is_sequence = hasattr(prompt, "__len__") and hasattr(prompt, "__getitem__")
     if isinstance(prompt, _NO_PROMPTS) or not is_sequence or getattr(prompt, "ndim", 1) == 0:
         raise ValueError(
             f"{name} is {shorten(prompt)} ({type(prompt).__name__}); "
-            f"allowed: a string or a sequence of token ids{bytes_advice(prompt)}"
+            f"allowed: {_ALLOWED}{bytes_advice(prompt)}"
         )
 
 

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ from paceline.stop_strings import StopStringFilter
 if TYPE_CHECKING:
     from paceline import _core
     from paceline.loader import LoadedModel
+    from paceline.loader.tokenizer import TokenizerInfo
     from paceline.sampling import SamplingParams
 
 
@@ -62,6 +65,9 @@ class Request:
         self.sampling = sampling
         self.detokenizer = detokenizer
         self.sample = sample
+        # Set when the request is queued.
+        self.request_id = ""
+        self.queued_at = 0.0  # time.monotonic()
         self.token_ids: list[int] = []
         self.text_offsets: list[int] = []  # of `token_ids`; see `StreamChunk`
         self._num_characters = 0  # decoded so far, including text that is held back
@@ -169,17 +175,20 @@ class Request:
 
     @property
     def error(self) -> str | None:
-        """The error that ended the finished sample; None if there was none."""
-        event = self._last_event()
-        if self.stop_string is not None or event.finish_reason not in ("error", "cancelled"):
+        """The error that ended the sample; None if there was none, or none yet."""
+        event = self.last_event
+        if event is None or self.stop_string is not None:
             return None  # after a stop string, later events of the engine do not matter
+        if event.finish_reason not in ("error", "cancelled"):
+            return None
         return event.error or "the engine cancelled the request"
 
     def completion(self) -> CompletionOutput:
-        """Returns the output of the finished sample."""
-        finish_reason: str | None = self._last_event().finish_reason
-        assert finish_reason is not None
-        stop_reason: str | int | None = self.stop_string
+        """Returns the output so far; later tokens do not change it."""
+        finish_reason: str | None = None
+        stop_reason: str | int | None = None
+        if self.last_event is not None:
+            finish_reason, stop_reason = self.last_event.finish_reason, self.stop_string
         if stop_reason is not None:
             finish_reason = "stop"
         elif self.error is not None:
@@ -188,8 +197,8 @@ class Request:
             stop_reason = self.token_ids[-1]
         return CompletionOutput(
             text="".join(self.text_parts),
-            token_ids=self.token_ids,
-            logprobs=self.logprobs,
+            token_ids=list(self.token_ids),
+            logprobs=None if self.logprobs is None else list(self.logprobs),
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             cumulative_logprob=self._cumulative_logprob(),
@@ -202,20 +211,16 @@ class Request:
         positions = zip(self.token_ids, self.logprobs, strict=True)
         return math.fsum(logprobs[token].logprob for token, logprobs in positions)
 
-    def _last_event(self) -> _core.RequestEvent:
-        assert self.last_event is not None
-        return self.last_event
-
 
 def request_output(samples: Sequence[Request], num_speculative_tokens: int | None) -> RequestOutput:
-    """Combines the finished samples of one request.
+    """Combines the samples of one request, finished or not.
 
     Args:
         samples: All samples of the request, in order.
         num_speculative_tokens: k; None without speculative decoding.
 
     Returns:
-        The output of the request.
+        The output of the request, so far.
     """
     first = samples[0]
     return RequestOutput(
@@ -225,11 +230,27 @@ def request_output(samples: Sequence[Request], num_speculative_tokens: int | Non
         metrics=_metrics(samples, num_speculative_tokens),
         error=next((sample.error for sample in samples if sample.error is not None), None),
         prompt_logprobs=first.prompt_logprobs,
+        request_id=first.request_id,
+        finished=all(sample.is_finished for sample in samples),
+        num_cached_tokens=0 if first.last_event is None else first.last_event.num_cached_tokens,
     )
 
 
 def _metrics(samples: Sequence[Request], k: int | None) -> RequestMetrics:
-    events = [sample._last_event() for sample in samples]
+    num_prompt_tokens = len(samples[0].prompt_token_ids)
+    num_output_tokens = sum(len(sample.token_ids) for sample in samples)
+    events = [sample.last_event for sample in samples if sample.last_event is not None]
+    if len(events) < len(samples):
+        return RequestMetrics(
+            num_prompt_tokens=num_prompt_tokens,
+            num_output_tokens=num_output_tokens,
+            time_to_first_token_ms=None,
+            generation_time_ms=None,
+            total_time_ms=(time.monotonic() - samples[0].queued_at) * 1e3,
+            mean_itl_ms=None,
+            tokens_per_second=None,
+            speculative_decoding=None,
+        )
     arrival_us = events[0].arrival_us
     finish_us = max(event.finish_us for event in events)
     first_ms = generation_ms = itl_ms = rate = None
@@ -253,8 +274,8 @@ def _metrics(samples: Sequence[Request], k: int | None) -> RequestMetrics:
             total = histogram_by_draft_length.setdefault(length, [0] * len(row))
             histogram_by_draft_length[length] = [a + b for a, b in zip(total, row, strict=True)]
     return RequestMetrics(
-        num_prompt_tokens=len(samples[0].prompt_token_ids),
-        num_output_tokens=sum(len(sample.token_ids) for sample in samples),
+        num_prompt_tokens=num_prompt_tokens,
+        num_output_tokens=num_output_tokens,
         time_to_first_token_ms=first_ms,
         generation_time_ms=generation_ms,
         total_time_ms=(finish_us - arrival_us) / 1e3,
@@ -301,8 +322,8 @@ def prepare_requests(
         text, token_ids = encode(prompt, name, target, max_model_len=max_model_len, spare=1)
         check_logprobs(param, max_logprobs)
         checked.append((text, token_ids, param, engine_arguments(param, target)))
-    tokenizer = target.tokenizer
-    logprobs = LogprobReader(tokenizer)
+    # Shared by all requests of the call, so that a token is decoded once.
+    logprobs = LogprobReader(target.tokenizer)
     return [
         Request(
             index,
@@ -310,12 +331,34 @@ def prepare_requests(
             token_ids,
             param,
             sampling=sampling,
-            detokenizer=None
-            if tokenizer is None
-            else IncrementalDetokenizer(tokenizer.decode, token_ids),
-            logprobs=logprobs,
+            detokenizer=make_detokenizer(target.tokenizer, token_ids, param),
+            logprobs=logprobs if param.detokenize else None,
             sample=sample,
         )
         for index, (text, token_ids, param, sampling) in enumerate(checked)
         for sample in range(param.n)
     ]
+
+
+def make_detokenizer(
+    tokenizer: TokenizerInfo | None, prompt_token_ids: Sequence[int], params: SamplingParams
+) -> IncrementalDetokenizer | None:
+    """Makes what converts an output to text.
+
+    Args:
+        tokenizer: The model's tokenizer; None without one.
+        prompt_token_ids: The prompt.
+        params: Say which tokens have text.
+
+    Returns:
+        The detokenizer; None if the output has no text.
+    """
+    if tokenizer is None or not params.detokenize:
+        return None
+    skips = params.skip_special_tokens
+    return IncrementalDetokenizer(
+        functools.partial(tokenizer.decode, skip_special_tokens=skips),
+        prompt_token_ids,
+        is_silent=functools.partial(tokenizer.is_silent, skip_special_tokens=skips),
+        joined=None if skips or params.spaces_between_special_tokens else tokenizer.added_tokens,
+    )

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Never, Self
 
 from paceline import _core
+from paceline.checks import check_bool, check_unknown
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.device import capture_progress
 from paceline.dispatcher import Dispatcher
@@ -90,7 +92,8 @@ class RunningLLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = False,
+        use_tqdm: bool | None = None,
+        **unknown: Never,
     ) -> list[RequestOutput]:
         """Generates completions of prompts and waits until all are complete.
 
@@ -103,20 +106,27 @@ class RunningLLM:
         earlier requests have. So all outputs without a seed have different seeds.
 
         Args:
-            prompts: A string or a sequence of token ids, or a sequence of strings and token id
-                sequences.
+            prompts: One prompt or a sequence of them. A prompt is a string, a sequence of token
+                ids, or a mapping with vLLM's keys: "prompt" (a string) or "prompt_token_ids". If it
+                has both, the ids are used and the string is only stored in the output.
             sampling_params: One for all prompts, or a sequence with one for each prompt. None =
                 `SamplingParams()`.
-            use_tqdm: Show a progress bar on standard error.
+            use_tqdm: Show a progress bar on standard error. None = if that is a terminal and there
+                is more than one prompt.
 
         Returns:
             One `RequestOutput` per prompt, in the order of the prompts.
 
         Raises:
+            TypeError: An argument does not exist.
             ValueError: A prompt or a parameter is not allowed. The message says which.
+            NotImplementedError: A prompt has a key of vLLM's that is not supported.
             RequestError: The engine failed to complete a request. The error has all outputs.
             RuntimeError: The LLM is closed, or was built before `fork` in the parent process.
         """
+        check_unknown("LLM.generate", RunningLLM.generate, unknown)
+        if use_tqdm is not None:
+            check_bool("use_tqdm", use_tqdm)
         requests = self._prepare(prompts, sampling_params)
         num_prompts = sum(request.sample == 0 for request in requests)
         outputs: list[RequestOutput | None] = [None] * num_prompts
@@ -162,7 +172,7 @@ class RunningLLM:
         """Computes the target's logits at every position of a prompt.
 
         Args:
-            prompt: A string, or a sequence of token ids; at most `max_model_len` tokens.
+            prompt: As for `generate`; at most `max_model_len` tokens.
 
         Returns:
             float32 array [num_tokens, vocab_size]. Row i has the logits of the token after
@@ -320,7 +330,9 @@ class RunningLLM:
         )
 
 
-def _progress_bar(total: int, *, is_shown: bool) -> Any:
+def _progress_bar(total: int, *, is_shown: bool | None) -> Any:
     from tqdm import tqdm
 
+    if is_shown is None:
+        is_shown = total > 1 and sys.stderr is not None and sys.stderr.isatty()
     return tqdm(total=total, desc="Generating", unit="request", disable=not is_shown)

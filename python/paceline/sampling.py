@@ -57,12 +57,12 @@ class SamplingParams:
             128 sequences with 1,024 tokens in all.
         allowed_token_ids: The only tokens that may be sampled. Empty or None = all.
         max_tokens: Largest number of output tokens, at least 1. An output also ends when prompt and
-            output together reach `max_model_len`.
+            output together reach `max_model_len`. None = only then.
         min_tokens: Number of output tokens before a stop token is allowed or a stop string ends the
             output; 0 to max_tokens.
         stop: A string, or a sequence of strings, that ends the output when its text contains it. At
-            most 16 strings of at most 256 characters. The text has no special tokens; name those
-            in `stop_token_ids`.
+            most 16 strings of at most 256 characters. The text has no special tokens, unless
+            `skip_special_tokens` is False; name those in `stop_token_ids`.
         include_stop_str_in_output: Whether the text ends after the stop string instead of before
             it.
         stop_token_ids: Tokens that end the output, in addition to the checkpoint's end-of-sequence
@@ -74,6 +74,12 @@ class SamplingParams:
             likely tokens at its position, at most the LLM's `max_logprobs`. They are computed from
             the raw logits, before all parameters above. 0 = only the output token; None = none.
         prompt_logprobs: The same for the tokens of the prompt, except the first.
+        detokenize: Convert the output to text. False = `text` is empty, which saves time where only
+            `token_ids` are needed. Not allowed with `stop`.
+        skip_special_tokens: Leave special tokens out of the text.
+        spaces_between_special_tokens: False = an added token that follows another one has its bare
+            text, without the space that some tokenizers put between tokens. Only matters if
+            `skip_special_tokens` is False.
 
     Raises:
         ValueError: A value is not allowed. The message names the parameter.
@@ -91,7 +97,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...]
     bad_words: tuple[str | tuple[int, ...], ...]
     allowed_token_ids: tuple[int, ...]
-    max_tokens: int
+    max_tokens: int | None
     min_tokens: int
     stop: tuple[str, ...]
     include_stop_str_in_output: bool
@@ -100,6 +106,9 @@ class SamplingParams:
     seed: int | None
     logprobs: int | None
     prompt_logprobs: int | None
+    detokenize: bool
+    skip_special_tokens: bool
+    spaces_between_special_tokens: bool
 
     def __init__(
         self,
@@ -115,7 +124,7 @@ class SamplingParams:
         logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = None,
         bad_words: Sequence[str | Sequence[int]] | None = None,
         allowed_token_ids: Sequence[int] | None = None,
-        max_tokens: int = 16,
+        max_tokens: int | None = 16,
         min_tokens: int = 0,
         stop: str | Sequence[str] | None = None,
         include_stop_str_in_output: bool = False,
@@ -124,11 +133,15 @@ class SamplingParams:
         seed: int | None = None,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
+        detokenize: bool = True,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
         **unknown: Never,
     ) -> None:
         """Checks and stores the parameters; see the class."""
         check_unknown("SamplingParams", SamplingParams.__init__, unknown)
-        max_tokens = check_int("max_tokens", max_tokens, 1, MAX_INT)
+        if max_tokens is not None:
+            max_tokens = check_int("max_tokens", max_tokens, 1, MAX_INT)
         checked: dict[str, Any] = {
             "n": check_int("n", n, 1, MAX_SAMPLES),
             "temperature": _check_temperature(temperature),
@@ -164,7 +177,17 @@ class SamplingParams:
             "seed": None if seed is None else check_int("seed", seed, 0, MAX_SEED),
             "logprobs": _check_num_logprobs("logprobs", logprobs),
             "prompt_logprobs": _check_num_logprobs("prompt_logprobs", prompt_logprobs),
+            "detokenize": check_bool("detokenize", detokenize),
+            "skip_special_tokens": check_bool("skip_special_tokens", skip_special_tokens),
+            "spaces_between_special_tokens": check_bool(
+                "spaces_between_special_tokens", spaces_between_special_tokens
+            ),
         }
+        if checked["stop"] and not detokenize:
+            raise ValueError(
+                f"stop is {shorten(stop)}, but detokenize is False; allowed: detokenize=True, "
+                "because stop strings are found in the text, or stop_token_ids instead"
+            )
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
@@ -202,9 +225,9 @@ def _check_penalty(name: str, value: Any) -> float:
     )
 
 
-def _check_min_tokens(value: Any, max_tokens: int) -> int:
-    min_tokens = check_int("min_tokens", value, 0)
-    if min_tokens > max_tokens:
+def _check_min_tokens(value: Any, max_tokens: int | None) -> int:
+    min_tokens = check_int("min_tokens", value, 0, MAX_INT if max_tokens is None else None)
+    if max_tokens is not None and min_tokens > max_tokens:
         raise ValueError(
             f"min_tokens is {min_tokens}; allowed: 0 to max_tokens = {max_tokens}, "
             "or a larger max_tokens"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -49,11 +50,14 @@ class RequestStream(Iterator[StreamChunk]):
         self._owner: object | None = owner
         self._requests: dict[int, list[Request]] = {}  # by id, then by sample
         try:
+            queued_at = time.monotonic()
             by_prompt = [request for request in requests if request.sample == 0]
             ids = self._session.add_requests([request.for_engine() for request in by_prompt])
             for request in requests:
                 if request.sample == 0:
-                    samples = self._requests.setdefault(ids[len(self._requests)], [])
+                    request_id = ids[len(self._requests)]
+                    samples = self._requests.setdefault(request_id, [])
+                request.request_id, request.queued_at = str(request_id), queued_at
                 samples.append(request)
                 self._num_open += 1
         except BaseException:

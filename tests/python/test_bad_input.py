@@ -7,6 +7,7 @@ Broken checkpoints are in test_loader_*.py, configurations in test_config.py.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import json
 import re
@@ -27,6 +28,7 @@ from paceline import (
     SpeculativeConfig,
     _core,
 )
+from paceline.checks import _ADVICE
 from paceline.loader import load_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -117,9 +119,7 @@ def test_token_that_is_no_id(llm: LLM, token: Any) -> None:
     refuses(lambda: llm.generate([[1, token]]), "[1] is", repr(token), "allowed: a token id")
 
 
-@pytest.mark.parametrize(
-    "prompts", [3, None, b"abc", bytearray(b"abc"), {"a": 1}, {1, 2}, object()]
-)
+@pytest.mark.parametrize("prompts", [3, None, b"abc", bytearray(b"abc"), {1, 2}, object()])
 def test_prompts_of_the_wrong_kind(llm: LLM, prompts: Any) -> None:
     kind = f"({type(prompts).__name__})"
     refuses(lambda: llm.generate(prompts), "prompts is ", kind, "allowed: a string")
@@ -127,7 +127,7 @@ def test_prompts_of_the_wrong_kind(llm: LLM, prompts: Any) -> None:
 
 @pytest.mark.parametrize("prompts", [["a", 3], [[1], None], ["a", b"b"], ["a", bytearray(b"b")]])
 def test_one_prompt_of_the_wrong_kind(llm: LLM, prompts: Any) -> None:
-    refuses(lambda: llm.generate(prompts), "prompts[1] is", "allowed: a string or a sequence")
+    refuses(lambda: llm.generate(prompts), "prompts[1] is", "allowed: a string, a sequence")
 
 
 def test_one_bad_prompt_queues_nothing(llm: LLM) -> None:
@@ -556,14 +556,6 @@ def test_a_drafter_is_checked_before_the_target_is_read(
 
 
 def test_arguments_of_other_engines(target_dir: Path) -> None:
-    part = "LLM has no parameter 'gpu_memory_utilization' in this version; it has: model, "
-    refuses(lambda: LLM(target_dir, gpu_memory_utilization=0.9), part, kind=TypeError)  # type: ignore[call-arg]
-    for given, advice in {
-        "gpu_memory_utilization": "kv_cache_bytes sets the size",
-        "speculative_model": "speculative_config={'model'",
-        "num_speculative_tokens": "speculative_config={'num_speculative_tokens'",
-    }.items():
-        refuses(lambda given=given: LLM(target_dir, **{given: 1}), advice, kind=TypeError)  # type: ignore[misc]
     allowed = "allowed: 1, because a model runs on one GPU"
     refuses(
         lambda: LLM(target_dir, tensor_parallel_size=2),
@@ -572,7 +564,36 @@ def test_arguments_of_other_engines(target_dir: Path) -> None:
         kind=NotImplementedError,
     )
     refuses(lambda: LLM(target_dir, tensor_parallel_size=0), "tensor_parallel_size is 0")
+
+
+def test_each_unknown_argument_of_vllm_gets_advice(llm: LLM, target_dir: Path) -> None:
+    calls: dict[str, Callable[..., object]] = {
+        "LLM": lambda **given: LLM(target_dir, **given),
+        "LLM.generate": lambda **given: llm.generate("a", **given),
+        "SamplingParams": SamplingParams,
+    }
+    functions = {"LLM": LLM, "LLM.generate": LLM.generate, "SamplingParams": SamplingParams}
+    assert _ADVICE.keys() == calls.keys()
+    for owner, advice_of in _ADVICE.items():
+        known = ", ".join(list(inspect.signature(functions[owner]).parameters)[-3:-1])
+        for given, advice in advice_of.items():
+            part = f"{owner} has no parameter {given!r} in this version; it has: "
+            call = functools.partial(calls[owner], **{given: False})
+            refuses(call, part, f"{known}; {advice}", kind=TypeError)
     loaded = load_checkpoint(target_dir)
     part = "EngineConfig has no parameter 'enforce_eager' in this version; it has: device, "
-    refuses(lambda: LLM.from_loaded(loaded, enforce_eager=True), part, kind=TypeError)
-    assert list(inspect.signature(LLM).parameters)[:2] == ["model", "speculative_config"]
+    refuses(
+        lambda: LLM.from_loaded(loaded, enforce_eager=True),  # type: ignore[call-arg]
+        part,
+        "leave it out, or use speculative_config=",
+        kind=TypeError,
+    )
+    for name in ("half", "float16"):
+        kind = NotImplementedError
+        refuses(
+            lambda name=name: LLM(target_dir, dtype=name),  # type: ignore[misc]
+            f"dtype '{name}' is not supported yet",
+            "'auto', 'float32', 'bfloat16'",
+            "float16 is loaded as float32",
+            kind=kind,
+        )

@@ -132,6 +132,7 @@ def test_every_sampling_parameter_has_an_option() -> None:
         "--allowed-token-ids", "1,2", "--max-tokens", "9", "--min-tokens", "2",
         "--stop", "a", "--stop", "\n", "--include-stop-str-in-output", "--stop-token-ids", "3",
         "--ignore-eos", "--seed", "4", "--logprobs", "5", "--prompt-logprobs", "0", "--n", "3",
+        "--no-skip-special-tokens",
     ]  # fmt: skip
     params = options.sampling_params(cli.build_parser().parse_args(argv))
     assert params == SamplingParams(
@@ -155,9 +156,11 @@ def test_every_sampling_parameter_has_an_option() -> None:
         logprobs=5,
         prompt_logprobs=0,
         n=3,
+        skip_special_tokens=False,
     )
     default = SamplingParams()
-    assert all(getattr(params, name) != getattr(default, name) for name in vars(default))
+    same = {name for name in vars(default) if getattr(params, name) == getattr(default, name)}
+    assert same == {"detokenize", "spaces_between_special_tokens"}  # for programs
     args = cli.build_parser().parse_args(["generate", "a"])
     assert options.sampling_params(args) == SamplingParams(temperature=0.0, max_tokens=64, seed=0)
 

@@ -45,7 +45,7 @@ def test_llm_shows_names_defaults_and_types() -> None:
 
 
 def test_unknown_keywords_are_listed() -> None:
-    with pytest.raises(TypeError, match=r"'best_of' .*; it has: n, .*prompt_logprobs$"):
-        SamplingParams(best_of=2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"'bestof' .*; it has: n, .*special_tokens$"):
+        SamplingParams(bestof=2)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"'modle' .*; it has: model, .*show_progress$"):
         LLM("none", modle=1)  # type: ignore[arg-type]

@@ -81,7 +81,7 @@ def test_temperature(value: Any) -> None:
         SamplingParams(temperature=value)
 
 
-@pytest.mark.parametrize("value", [0, -1, 2**31, "4", 1.0, True, None])
+@pytest.mark.parametrize("value", [0, -1, 2**31, "4", 1.0, True])
 def test_max_tokens(value: Any) -> None:
     with pytest.raises(ValueError, match=r"max_tokens is .*; allowed: an integer from 1"):
         SamplingParams(max_tokens=value)
@@ -162,12 +162,34 @@ def test_messages_name_the_parameter_and_the_value() -> None:
         assert str(refused.value).startswith(message)
 
 
-def test_ignore_eos() -> None:
-    with pytest.raises(ValueError, match="ignore_eos is 1; allowed: True or False"):
-        SamplingParams(ignore_eos=1)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "detokenize",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+    ],
+)
+def test_switches(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is 1; allowed: True or False"):
+        SamplingParams(**{name: 1})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("key", ["best_of", "skip_special_tokens", "topk"])
+def test_stop_strings_need_text() -> None:
+    with pytest.raises(ValueError, match="stop is 'a', but detokenize is False; allowed: detok"):
+        SamplingParams(stop="a", detokenize=False)
+    assert SamplingParams(stop=[], detokenize=False).stop == ()
+
+
+def test_no_limit() -> None:
+    assert SamplingParams(max_tokens=None, min_tokens=2**31 - 1).max_tokens is None
+    with pytest.raises(ValueError, match=r"min_tokens is .*; allowed: an integer from 0"):
+        SamplingParams(max_tokens=None, min_tokens=2**31)
+
+
+@pytest.mark.parametrize("key", ["best_of", "truncate_prompt_tokens", "topk"])
 def test_unknown_parameters_are_refused(key: str) -> None:
     with pytest.raises(
         TypeError, match=f"no parameter '{key}' .*: n, temperature, top_k, .*, seed"

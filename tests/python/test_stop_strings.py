@@ -163,6 +163,7 @@ class _Event:
     logits = None
     sample = 0
     arrival_us, first_token_us, finish_us = 1000, 2000, 3000
+    num_cached_tokens = 0
 
     def __init__(self, token_ids: list[int], finish_reason: str | None = None, id: int = 0) -> None:
         self.id = id

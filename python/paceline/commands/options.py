@@ -200,6 +200,12 @@ def _add_stopping(group: Any) -> None:
         action="store_true",
         help="go on after an end-of-sequence token (default: off)",
     )
+    group.add_argument(
+        "--no-skip-special-tokens",
+        dest="skip_special_tokens",
+        action="store_false",
+        help="show special tokens in the text (default: off)",
+    )
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,7 @@ def report_lines(output: RequestOutput, plain: RequestOutput | None = None) -> l
     """
     metrics = output.metrics
     ends = ", ".join(
-        completion.finish_reason
+        f"{completion.finish_reason}"
         + ("" if completion.stop_reason is None else f" ({completion.stop_reason!r})")
         for completion in output.outputs
     )

@@ -76,6 +76,24 @@ class TokenizerInfo:
             tokens[index] = added.content
         return tokens
 
+    @cached_property
+    def added_tokens(self) -> dict[int, str]:
+        """The text of each added token by its id, special tokens included."""
+        decoder = self.tokenizer.get_added_tokens_decoder()
+        return {index: token.content for index, token in decoder.items()}
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of the special tokens."""
+        decoder = self.tokenizer.get_added_tokens_decoder()
+        return frozenset(index for index, token in decoder.items() if token.special)
+
+    def is_silent(self, token_id: int, *, skip_special_tokens: bool = True) -> bool:
+        """Whether `decode` gives no text for an id: no token has it, or it is left out."""
+        if skip_special_tokens and token_id in self.special_ids:
+            return True
+        return self.tokenizer.id_to_token(token_id) is None
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a prompt, with the special tokens that the file puts around one.
 
