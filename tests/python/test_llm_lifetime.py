@@ -136,6 +136,7 @@ class _Event:
 
     sample = num_drafted = num_accepted = 0
     arrival_us, first_token_us, finish_us = 1000, 0, 2000
+    num_cached_tokens = 0
     logits = None
 
     def __init__(self, id: int, token_ids: list[int], finish_reason: str | None, error: str = ""):
