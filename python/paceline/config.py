@@ -115,13 +115,18 @@ def _check_finite(key: str, value: Any, allowed: str) -> float:
 class SpeculativeConfig:
     """How tokens are drafted and accepted. Keys are vLLM's; Paceline's own are nested under "x".
 
+    `method` and `model` may both be None where the model brings a drafter of its own: a folder of
+    `paceline convert`, or one of the `speculators` package. A configuration that sets nothing, such
+    as `{"method": None}`, means plain decoding.
+
     Attributes:
         method: "draft_model", "eagle", "eagle3", "gemma4_mtp" or "ngram". None: `LLM` reads it from
             the checkpoint in `model`.
         model: The drafter: a folder or a model of the hub, as for `LLM`; a path-like object becomes
             a string. None with "ngram", which needs no model.
         revision: Of a drafter on the hub: a branch, a tag or a commit. None = the default branch.
-        num_speculative_tokens: Tokens drafted in each iteration (k), 1 to 16.
+        num_speculative_tokens: Tokens drafted in each iteration (k), 1 to 16. None, with a drafter
+            that the model brings: the default of its folder.
         rejection_sample_method: "coupled" accepts a draft if it equals the token that the target
             samples; the output is bit for bit that of plain decoding. "standard" (rejection
             sampling) and "block" (block verification) follow the target's distribution, but the
@@ -159,7 +164,7 @@ class SpeculativeConfig:
     method: str | None = None
     model: str | None = None
     revision: str | None = None
-    num_speculative_tokens: int
+    num_speculative_tokens: int | None = None
     rejection_sample_method: str = "coupled"
     synthetic_acceptance_length: float | None = None
     draft_sample_method: str | None = None
@@ -173,20 +178,13 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         if self.method is not None:
             check_choice("speculative_config['method']", self.method, METHODS, LATER_METHODS)
-        elif self.model is None:
-            raise ValueError(
-                "speculative_config has neither 'method' nor 'model'; "
-                f"methods of this version: {quoted(METHODS)}"
-            )
         self._check_model()
         self._check_prompt_lookup()
-        k = check_int(
-            "speculative_config['num_speculative_tokens']",
-            self.num_speculative_tokens,
-            1,
-            MAX_SPECULATIVE_TOKENS,
-        )
-        object.__setattr__(self, "num_speculative_tokens", k)
+        k = self.num_speculative_tokens
+        if k is not None or not self.is_incomplete:
+            key = "speculative_config['num_speculative_tokens']"
+            k = check_int(key, k, 1, MAX_SPECULATIVE_TOKENS)
+            object.__setattr__(self, "num_speculative_tokens", k)
         check_choice(
             "speculative_config['rejection_sample_method']",
             self.rejection_sample_method,
@@ -198,6 +196,58 @@ class SpeculativeConfig:
         check_choice("speculative_config['x']['draft_driver']", self.draft_driver, DRAFT_DRIVERS)
         self._check_draft_stop()
         self._check_draft_position()
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether the drafter is one that the model brings, see `completed`."""
+        return self.method is None and self.model is None
+
+    @property
+    def is_off(self) -> bool:
+        """Whether it sets nothing, which means plain decoding."""
+        return self == SpeculativeConfig()
+
+    @property
+    def k(self) -> int:
+        """`num_speculative_tokens` of a complete configuration.
+
+        Raises:
+            ValueError: It is incomplete.
+        """
+        if self.is_incomplete or self.num_speculative_tokens is None:
+            raise self._needs_drafter()
+        return self.num_speculative_tokens
+
+    def completed(
+        self, name: str, drafter: str | None = None, num_speculative_tokens: int | None = None
+    ) -> SpeculativeConfig | None:
+        """Returns the configuration for a model that may bring a drafter of its own.
+
+        Args:
+            name: The model, for messages.
+            drafter: The folder of its drafter; None: it brings none.
+            num_speculative_tokens: The default k of that drafter.
+
+        Returns:
+            The complete configuration; None: plain decoding.
+
+        Raises:
+            ValueError: A drafter is needed, and there is none.
+        """
+        if self.is_off:
+            return None
+        if not self.is_incomplete:
+            return self
+        if drafter is None:
+            raise self._needs_drafter(f", and {name} brings no drafter")
+        k = self.num_speculative_tokens or num_speculative_tokens
+        return dataclasses.replace(self, model=drafter, num_speculative_tokens=k)
+
+    def _needs_drafter(self, reason: str = "") -> ValueError:
+        return ValueError(
+            f"speculative_config has neither 'method' nor 'model'{reason}; methods of this "
+            f"version: {quoted(METHODS)}"
+        )
 
     def _check_draft_sampling(self) -> None:
         key = "speculative_config['draft_sample_method']"
@@ -285,6 +335,13 @@ class SpeculativeConfig:
                         f"no {name!r}"
                     )
             return
+        if self.is_incomplete:
+            if self.revision is not None:
+                raise ValueError(
+                    f"speculative_config['revision'] is {shorten(self.revision)}, but 'model' is "
+                    "missing; allowed: only with a 'model' on the hub"
+                )
+            return
         what = "the folder of the drafter, or its name on the hub"
         if self.method is not None:
             what += f", which method {self.method!r} needs"
@@ -338,7 +395,7 @@ class SpeculativeConfig:
             )
         return dataclasses.replace(self, method=method)
 
-    def _check_synthetic_length(self, k: int) -> None:
+    def _check_synthetic_length(self, k: int | None) -> None:
         key = "speculative_config['synthetic_acceptance_length']"
         value = self.synthetic_acceptance_length
         if self.rejection_sample_method != "synthetic":
@@ -348,6 +405,8 @@ class SpeculativeConfig:
                     f"{self.rejection_sample_method!r}; allowed: only with 'synthetic'"
                 )
             return
+        # Without k, `completed` checks again.
+        k = MAX_SPECULATIVE_TOKENS if k is None else k
         allowed = f"a number from 1 to num_speculative_tokens + 1 = {k + 1}"
         length = _check_finite(key, value, allowed)
         if not 1 <= length <= k + 1:
@@ -385,10 +444,11 @@ class SpeculativeConfig:
                 check_choice(
                     "speculative_config['method']", value["method"], METHODS, LATER_METHODS
                 )
-            raise ValueError(
-                "speculative_config lacks 'num_speculative_tokens'; "
-                f"allowed: an integer from 1 to {MAX_SPECULATIVE_TOKENS}"
-            )
+            if not value or value.get("method") is not None or value.get("model") is not None:
+                raise ValueError(
+                    "speculative_config lacks 'num_speculative_tokens'; "
+                    f"allowed: an integer from 1 to {MAX_SPECULATIVE_TOKENS}"
+                )
         arguments = {key: value[key] for key in fields if key in value}
         nested = value.get("x", {})
         if not isinstance(nested, Mapping):

@@ -25,6 +25,7 @@ from paceline.loader.folder import (
     GENERATION_NAME,
     PICKLE_NAME,
     TOKENIZER_NAME,
+    is_more_template,
 )
 from paceline.loader.messages import name_some
 from paceline.loader.section import MAX_CONFIG_BYTES
@@ -97,8 +98,13 @@ def find_folder(
                 "a folder; allowed: a revision of a model on the hub"
             )
         return Path(model)
-    cache = None if cache_dir is None else Path(cache_dir)
-    return fetch(HubModel(model, revision, cache), needs_weights=needs_weights, progress=progress)
+    return fetch(
+        model,
+        revision=revision,
+        cache_dir=cache_dir,
+        needs_weights=needs_weights,
+        progress=progress,
+    )
 
 
 def is_hub_id(name: str) -> bool:
@@ -113,11 +119,25 @@ def is_hub_id(name: str) -> bool:
     return True
 
 
-def fetch(model: HubModel, *, needs_weights: bool, progress: bool) -> Path:
+def fetch(
+    id: str,
+    *,
+    revision: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    needs_weights: bool = True,
+    progress: bool = True,
+) -> Path:
     """Brings the files of a model into the hub's cache, except those that are there already.
 
     The newest commit of the revision is looked up. If that fails, a copy in the cache is used, with
     a warning.
+
+    Args:
+        id: "name" or "organization/name".
+        revision: As for `find_folder`, like all others.
+        cache_dir: The hub's cache.
+        needs_weights: Download the weights as well.
+        progress: Show progress bars.
 
     Returns:
         The folder of the commit in the cache; its files are links to the cache's blobs.
@@ -127,6 +147,7 @@ def fetch(model: HubModel, *, needs_weights: bool, progress: bool) -> Path:
     """
     from huggingface_hub.errors import RevisionNotFoundError
 
+    model = HubModel(id, revision, None if cache_dir is None else Path(cache_dir))
     with _progress_bars(is_shown=progress):
         try:
             return _download(model, needs_weights)
@@ -158,6 +179,7 @@ def wanted_files(names: Mapping[str, int | None], *, needs_weights: bool) -> lis
         the shards that it names are wanted too.
     """
     wanted = [name for name in _SETTINGS if name in names]
+    wanted += sorted(name for name in names if is_more_template(name))
     if needs_weights:
         wanted += [name for name in (WEIGHTS_NAME, INDEX_NAME) if name in names][:1]
     return wanted

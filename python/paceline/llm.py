@@ -73,10 +73,13 @@ class LLM(RunningLLM):
             model: The target: a folder with a checkpoint in Hugging Face layout, or a model of the
                 Hugging Face Hub, "name" or "organization/name", which is downloaded to the hub's
                 cache. A folder of that name wins, and strings such as "./name" are always folders.
+                A drafter in the layout of the `speculators` package is allowed as well: the target
+                that it names is loaded, and it drafts.
                 If the model has no `tokenizer.json`, prompts must be token ids and outputs have no
                 text.
             speculative_config: How to draft, as a mapping or JSON with vLLM's keys; see
-                `SpeculativeConfig`. None = plain decoding.
+                `SpeculativeConfig`. None = plain decoding, or as a model says that brings its own
+                drafter; `{"method": None}` switches that off.
             device: Where to run: "cpu", "cuda" (the first visible GPU) or "auto" ("cuda" if a GPU
                 is usable, else "cpu"). "cpu" and "cuda" raise an error if that device is
                 unavailable.
@@ -161,6 +164,8 @@ class LLM(RunningLLM):
             load_format=load_format,
             progress=show_progress,
         )
+        speculative = sources.speculative
+        resolve_max_num_batched_tokens(config, speculative)
         with lifetime.delayed_exit():
             target, draft = load_pair(
                 sources.target,
@@ -205,7 +210,7 @@ class LLM(RunningLLM):
         config = EngineConfig(**engine)
         speculative = None
         if speculative_config is not None:
-            speculative = SpeculativeConfig.parse(speculative_config)
+            speculative = SpeculativeConfig.parse(speculative_config).completed("from_loaded")
         needs_draft = speculative is not None and speculative.method != "ngram"
         if needs_draft != (draft is not None):
             raise ValueError(

@@ -5,10 +5,24 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict
 
+from paceline._core import ModelNotFoundError
+from paceline.checks import shorten
 from paceline.config import SpeculativeConfig
-from paceline.hub import find_folder
+from paceline.hub import fetch, find_folder, is_hub_id
 from paceline.loader import CheckpointFolder
+from paceline.loader.files import find
+from paceline.loader.speculators import CURE, Speculators, read_speculators
+
+
+class _Options(TypedDict):
+    """Arguments of `find_folder` and `fetch`."""
+
+    cache_dir: str | os.PathLike[str] | None
+    needs_weights: bool
+    progress: bool
 
 
 @dataclass(frozen=True)
@@ -18,10 +32,12 @@ class ModelSources:
     Attributes:
         target: The target's folder.
         draft: The drafter's folder; None: there is no drafter, or it has no model.
+        speculative: The complete configuration; None: plain decoding.
     """
 
     target: CheckpointFolder
     draft: CheckpointFolder | None
+    speculative: SpeculativeConfig | None
 
 
 def find_models(
@@ -36,32 +52,73 @@ def find_models(
     """Finds the folders of target and drafter; downloads those that the hub has.
 
     Args:
-        model: The target, as for `LLM`.
-        speculative: The drafter.
-        revision: Of the target, as for `LLM`.
+        model: The target, as for `LLM`; or a folder that names a target and drafts for it.
+        speculative: How to draft, as given. None = as the model's folder says.
+        revision: Of the model, as for `LLM`.
         cache_dir: As for `LLM`.
         load_format: As for `LLM`; "dummy" leaves the weights on the hub.
         progress: Show progress bars where standard error is a terminal.
 
     Raises:
+        ModelFileError: A folder does not say what its target is, or how to draft.
+        ValueError: `speculative` lacks a drafter, and the model brings none.
         Exception: As for `hub.find_folder`; or a folder does not exist.
     """
-    needs_weights = load_format != "dummy"
+    options: _Options = {
+        "cache_dir": cache_dir,
+        "needs_weights": load_format != "dummy",
+        "progress": progress,
+    }
+    folder = CheckpointFolder(find_folder(model, revision=revision, **options))
+    speculators = read_speculators(folder.config)
+    target = folder
+    if speculators is not None:
+        target = CheckpointFolder(_find_verifier(folder, speculators, options))
+        speculative = _with_own_drafter(speculative, folder, speculators)
+    elif speculative is not None:
+        speculative = speculative.completed(str(folder.path))
+    if speculative is None or speculative.model is None:
+        return ModelSources(target, None, speculative)
+    if speculative.model == str(folder.path):
+        return ModelSources(target, folder, speculative)
+    argument = "speculative_config['model']"
+    draft = find_folder(
+        speculative.model, revision=speculative.revision, argument=argument, **options
+    )
+    return ModelSources(target, CheckpointFolder(draft), speculative)
 
-    def find(name: str | os.PathLike[str], revision: str | None, argument: str) -> CheckpointFolder:
-        return CheckpointFolder(
-            find_folder(
-                name,
-                revision=revision,
-                cache_dir=cache_dir,
-                needs_weights=needs_weights,
-                progress=progress,
-                argument=argument,
-            )
+
+def _with_own_drafter(
+    given: SpeculativeConfig | None, folder: CheckpointFolder, speculators: Speculators
+) -> SpeculativeConfig | None:
+    """Completes a configuration with the drafter that the model brings, if it names no other."""
+    drafter = str(folder.path)
+    if given is None:
+        return SpeculativeConfig(
+            model=drafter, num_speculative_tokens=speculators.num_speculative_tokens
         )
+    has_k = given.is_off or given.num_speculative_tokens is not None
+    k = None if has_k else speculators.num_speculative_tokens
+    return given.completed(drafter, drafter, k)
 
-    target = find(model, revision, "model")
-    draft = None
-    if speculative is not None and speculative.model is not None:
-        draft = find(speculative.model, speculative.revision, "speculative_config['model']")
-    return ModelSources(target, draft)
+
+def _find_verifier(folder: CheckpointFolder, speculators: Speculators, options: _Options) -> Path:
+    """The folder of the target that a folder of the `speculators` package names.
+
+    The name is that of a folder, absolute or relative to this one, or of a model on the hub. The
+    working directory does not matter.
+    """
+    name = speculators.verifier
+    source = f'{folder.config.source}: key "speculators_config.verifier.name_or_path" is'
+    path = folder.path / name
+    if find(path) is not None:
+        return path
+    if not is_hub_id(name):
+        raise ModelNotFoundError(
+            f"{source} {shorten(name)}, and there is no such folder; expected the target's folder, "
+            f"absolute or relative to {folder.path}, or a model on the hub{CURE}"
+        )
+    try:
+        return fetch(name, **options)
+    except ModelNotFoundError as error:
+        raise ModelNotFoundError(f"{source} {shorten(name)}: {error}{CURE}") from error

@@ -20,7 +20,7 @@ def resolve_max_num_batched_tokens(
     Raises:
         ValueError: The given number is too small for the verify windows of all sequences.
     """
-    k = 0 if speculative is None else speculative.num_speculative_tokens
+    k = 0 if speculative is None else speculative.num_speculative_tokens or 0
     rows = config.max_num_seqs * (k + 1)
     given = config.max_num_batched_tokens or max(_DEFAULT_MAX_NUM_BATCHED_TOKENS, rows)
     if given < rows:
@@ -58,7 +58,7 @@ def executor_options(
     config: EngineConfig, speculative: SpeculativeConfig | None, *, max_model_len: int
 ) -> dict[str, Any]:
     """Returns the `options` of `_core.Executor`."""
-    k = 0 if speculative is None else speculative.num_speculative_tokens
+    k = 0 if speculative is None else speculative.num_speculative_tokens or 0
     max_num_batched_tokens = resolve_max_num_batched_tokens(config, speculative)
     options: dict[str, Any] = {
         "max_model_len": max_model_len,

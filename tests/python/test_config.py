@@ -43,7 +43,24 @@ def test_method_may_be_left_out_when_a_model_is_named() -> None:
     assert config.resolved("eagle3").method == "eagle3"
     with pytest.raises(ValueError, match=r"'draft_model'.*'eagle'.*allowed: 'eagle'"):
         SpeculativeConfig.parse(GOOD).resolved("eagle")
-    refuses({"num_speculative_tokens": 1}, ValueError, "method", "model", "draft_model")
+
+
+def test_a_drafter_that_the_model_brings() -> None:
+    config = SpeculativeConfig.parse({"num_speculative_tokens": 3})
+    with pytest.raises(ValueError, match=r"neither 'method' nor 'model', and X .*'draft_model'"):
+        config.completed("X")
+    with pytest.raises(ValueError, match=r"neither 'method' nor 'model'; .*'draft_model'"):
+        _ = config.k
+    complete = config.completed("X", "X", 5)
+    assert complete is not None
+    assert (complete.model, complete.k) == ("X", 3)
+    complete = SpeculativeConfig.parse({"rejection_sample_method": "block"}).completed("X", "X", 5)
+    assert complete is not None
+    assert (complete.k, complete.draft_proposals) == (5, 64)
+    assert SpeculativeConfig.parse({"method": None}).completed("X", "X", 5) is None
+    refuses({}, ValueError, "lacks 'num_speculative_tokens'")
+    refuses({"revision": "main"}, ValueError, "['revision'] is 'main'", "'model'")
+    refuses(NGRAM | {"revision": "main"}, ValueError, "['revision'] is 'main'", "no 'revision'")
 
 
 def test_is_frozen_and_picklable() -> None:

@@ -118,7 +118,9 @@ def test_only_files_that_are_read_are_fetched(served: Callable[..., HubServer]) 
     }
     for name in settings:
         write_json(folder / name, {"about": name})  # the cache stores equal contents once
-    settings |= {"config.json", "tokenizer.json"}
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    settings |= {"config.json", "tokenizer.json", "additional_chat_templates/tool_use.jinja"}
     find_folder("org/model", needs_weights=False)
     assert {name for _, name in hub.fetched} == settings
     tokens("org/model")
@@ -126,7 +128,7 @@ def test_only_files_that_are_read_are_fetched(served: Callable[..., HubServer]) 
     wanted = sorted({*settings, *shards, "model.safetensors.index.json"})
     assert sorted(name for _, name in hub.fetched) == wanted, "each once"
     stored = {path.name for path in hub.cache.rglob("*") if path.is_symlink()}
-    assert stored == set(wanted)
+    assert stored == {Path(name).name for name in wanted}
     assert not (hub.cache.parent / "evil.safetensors").exists()
 
 

@@ -435,7 +435,7 @@ def _check_names_no_drafter(values: dict[str, Any], draft_config: str) -> None:
 
 def _speculation(config: SpeculativeConfig) -> Speculation:
     return Speculation(
-        config.num_speculative_tokens,
+        config.k,
         config.rejection_sample_method,
         config.synthetic_acceptance_length or 0.0,
         config.draft_driver,

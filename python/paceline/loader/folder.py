@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +29,14 @@ CHAT_NAMES: Final = (
     "chat_template.jinja",
     "chat_template.json",
 )
+_MORE_TEMPLATES: Final = re.compile(r"additional_chat_templates/\w[\w-]*\.jinja", re.ASCII)
+
+
+def is_more_template(name: str) -> bool:
+    """Whether a name, relative to the folder, is that of a further chat template."""
+    return _MORE_TEMPLATES.fullmatch(name) is not None
+
+
 PICKLE_NAME: Final = "pytorch_model.bin"
 
 
