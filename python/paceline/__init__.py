@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from paceline.prompts import TextPrompt, TokensPrompt
     from paceline.sampling import SamplingParams
     from paceline.stream import RequestStream
+    from paceline.tokenizer import Tokenizer
 
     __version__: str
 
@@ -57,6 +58,7 @@ __all__ = [
     "SpeculativeConfig",
     "StreamChunk",
     "TextPrompt",
+    "Tokenizer",
     "TokensPrompt",
     "__version__",
 ]
@@ -74,6 +76,7 @@ _MODULE_OF = {
     "RequestOutput": "paceline.outputs",
     "StreamChunk": "paceline.outputs",
     "TextPrompt": "paceline.prompts",
+    "Tokenizer": "paceline.tokenizer",
     "TokensPrompt": "paceline.prompts",
     "DeviceError": "paceline._core",
     "InternalError": "paceline._core",

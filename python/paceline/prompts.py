@@ -75,11 +75,9 @@ def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def list_params(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    params: SamplingParams | Sequence[SamplingParams], num_prompts: int
 ) -> list[SamplingParams]:
     """Makes a list with one entry per prompt; ValueError if the numbers differ."""
-    if params is None:
-        params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
     if isinstance(params, str | Mapping) or not isinstance(params, Sequence):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from paceline.default_params import default_params
 from paceline.detokenizer import IncrementalDetokenizer
 from paceline.engine_sampling import engine_arguments
 from paceline.logprobs import LogprobReader, check_logprobs
@@ -315,6 +316,8 @@ def prepare_requests(
         ValueError: A prompt or a parameter is not allowed. The message says which.
     """
     listed = list_prompts(prompts)
+    if sampling_params is None:
+        sampling_params = default_params(target)
     params = list_params(sampling_params, len(listed))
     checked = []
     for index, (prompt, param) in enumerate(zip(listed, params, strict=True)):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Never, Self
 from paceline import _core
 from paceline.checks import check_bool, check_unknown
 from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.default_params import default_params
 from paceline.device import capture_progress
 from paceline.dispatcher import Dispatcher
 from paceline.limits import MAX_SEED
@@ -25,6 +26,7 @@ from paceline.request import Request, prepare_requests
 from paceline.sampling import SamplingParams
 from paceline.startup import executor_options, resolve_max_model_len
 from paceline.stream import RequestStream
+from paceline.tokenizer import Tokenizer, model_tokenizer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -110,7 +112,7 @@ class RunningLLM:
                 ids, or a mapping with vLLM's keys: "prompt" (a string) or "prompt_token_ids". If it
                 has both, the ids are used and the string is only stored in the output.
             sampling_params: One for all prompts, or a sequence with one for each prompt. None =
-                `SamplingParams()`.
+                `get_default_sampling_params()`.
             use_tqdm: Show a progress bar on standard error. None = if that is a terminal and there
                 is more than one prompt.
 
@@ -199,6 +201,29 @@ class RunningLLM:
                 f"the logits were not computed: {event.error or event.finish_reason}"
             )
         return event.logits.copy()
+
+    # ---- facts about the model -----------------------------------------------------------------
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Returns the target's tokenizer.
+
+        Raises:
+            ValueError: The checkpoint has no `tokenizer.json`.
+        """
+        return model_tokenizer(self.target)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Returns the parameters of requests that have none.
+
+        Returns:
+            `SamplingParams()` with the temperature, top_k, top_p, min_p, repetition_penalty and
+            max_new_tokens (as max_tokens) that the checkpoint's `generation_config.json` states.
+            `dataclasses.replace(params, max_tokens=64)` makes a copy with other values.
+
+        Raises:
+            paceline.ModelFileError: The file states a value that is not allowed.
+        """
+        return default_params(self.target)
 
     # ---- reports -------------------------------------------------------------------------------
 

@@ -80,6 +80,11 @@ class OpenedModel:
         return None
 
     @property
+    def generation(self) -> Section | None:
+        """The object in `generation_config.json`, if there is one."""
+        return None
+
+    @property
     def ids(self) -> dict[str, npt.NDArray[np.int32]]:
         """Its tensors of token ids by canonical name."""
         return {}
@@ -113,6 +118,11 @@ class Checkpoint(OpenedModel):
     def bos_token_id(self) -> int | None:
         """The token id that starts a prompt, if the files name one."""
         return self.hf.bos_token_id
+
+    @property
+    def generation(self) -> Section | None:
+        """The object in `generation_config.json`, if there is one."""
+        return self.hf.generation
 
     def as_target(self) -> Target:
         """The facts that a draft head for this model must fit."""

@@ -201,6 +201,7 @@ def _make_up(
         bos_token_id=hf.bos_token_id,
         tokenizer=tokenizer,
         hf_config=hf.top,
+        generation_config=hf.generation,
     )
 
 
@@ -217,6 +218,7 @@ def _fill(
     bos_token_id: int | None = None,
     tokenizer: TokenizerInfo | None = None,
     hf_config: Section,
+    generation_config: Section | None = None,
 ) -> LoadedModel:
     builder = _core.ModelBuilder(json.dumps(config), weight_dtype, device)
     builder.fill_dummy(seed)
@@ -235,6 +237,7 @@ def _fill(
         tokenizer=tokenizer,
         notes=("the weights are made up (load_format 'dummy'): the output is meaningless",),
         hf_config=hf_config,
+        generation_config=generation_config,
         is_dummy=True,
     )
 

@@ -30,6 +30,7 @@ class HfConfig:
         eos_token_ids: Ids that end a completion; those of generation_config.json win. May be empty.
         eos_section: The part of a file that names them; None: none does.
         bos_token_id: The id that starts a prompt, if a file names one.
+        generation: The object in generation_config.json; None without one.
     """
 
     source: str
@@ -39,6 +40,7 @@ class HfConfig:
     eos_token_ids: tuple[int, ...]
     eos_section: Section | None
     bos_token_id: int | None
+    generation: Section | None
 
 
 def parse_hf_config(
@@ -79,6 +81,7 @@ def parse_hf_config(
         eos_token_ids=() if eos_section is None else _token_ids(eos_section, "eos_token_id"),
         eos_section=eos_section,
         bos_token_id=_bos_token_id(top, text, generation),
+        generation=generation,
     )
 
 

@@ -163,4 +163,5 @@ def _load(
         tokenizer=tokenizer,
         notes=opened.notes,
         hf_config=opened.top,
+        generation_config=opened.generation,
     )

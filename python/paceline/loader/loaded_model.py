@@ -38,6 +38,7 @@ class LoadedModel:
         notes: Choices made while loading that a user may want to know about.
         hf_config: The configuration that was read; `update_weights` translates it again. None for
             a model that was not read from the layout of Hugging Face.
+        generation_config: The object in `generation_config.json`; None without one.
         is_dummy: The weights are dummy weights; see `load_dummy`.
     """
 
@@ -55,6 +56,7 @@ class LoadedModel:
     tokenizer: TokenizerInfo | None
     notes: tuple[str, ...]
     hf_config: Section | None = None
+    generation_config: Section | None = None
     is_dummy: bool = False
 
     @property

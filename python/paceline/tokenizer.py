@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokenizer of a model, with the names that scripts know from transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+from paceline.checks import check_bool, check_int, check_text, shorten
+from paceline.limits import MAX_INT
+
+if TYPE_CHECKING:
+    import tokenizers
+
+    from paceline.loader import LoadedModel
+    from paceline.loader.tokenizer import TokenizerInfo
+
+
+class Encoding(dict[str, Any]):
+    """What calling a `Tokenizer` returns: a dict whose entries are attributes too.
+
+    Attributes:
+        input_ids: The token ids of the text, or a list of them for each text.
+        attention_mask: As many ones.
+    """
+
+    input_ids: Any
+    attention_mask: Any
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(
+                f"an Encoding has no {name!r}; it has: {', '.join(self)}"
+            ) from None
+
+
+class Tokenizer:
+    """Converts text to token ids and back. `LLM.get_tokenizer` returns it.
+
+    Methods and attributes have the names and meanings of transformers. What is not here is in
+    `backend_tokenizer`, the `tokenizers.Tokenizer`. Thread-safe.
+
+    Attributes:
+        name_or_path: The folder of `tokenizer.json`.
+        eos_token_id: The first of the checkpoint's end-of-sequence ids. None without any.
+        bos_token_id: The token id that starts a prompt. None if the checkpoint names none.
+    """
+
+    def __init__(
+        self,
+        info: TokenizerInfo,
+        *,
+        eos_token_id: int | None = None,
+        bos_token_id: int | None = None,
+    ) -> None:
+        """Wraps a `tokenizer.json`.
+
+        Args:
+            info: The file.
+            eos_token_id: See the class.
+            bos_token_id: See the class.
+        """
+        self._info = info
+        self.name_or_path = str(info.path.parent)
+        self.eos_token_id = eos_token_id
+        self.bos_token_id = bos_token_id
+
+    @property
+    def backend_tokenizer(self) -> tokenizers.Tokenizer:
+        """The `tokenizers.Tokenizer`. Changing it changes how the LLM reads prompts."""
+        return self._info.tokenizer
+
+    def __call__(self, text: str | Sequence[str], *, add_special_tokens: bool = True) -> Encoding:
+        """Converts a text or several to token ids.
+
+        Args:
+            text: The text or texts.
+            add_special_tokens: As for `encode`.
+
+        Returns:
+            A dict with "input_ids" and "attention_mask": one list for a string, otherwise a list
+            of lists.
+
+        Raises:
+            ValueError: A text is not a string of valid Unicode.
+        """
+        if isinstance(text, str):
+            ids: Any = self.encode(text, add_special_tokens=add_special_tokens)
+            return Encoding(input_ids=ids, attention_mask=[1] * len(ids))
+        ids = [self.encode(one, add_special_tokens=add_special_tokens) for one in text]
+        return Encoding(input_ids=ids, attention_mask=[[1] * len(one) for one in ids])
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Converts a text to token ids.
+
+        Args:
+            text: The text.
+            add_special_tokens: Add the special tokens that surround a prompt, as `LLM.generate`
+                does.
+
+        Returns:
+            The token ids.
+
+        Raises:
+            ValueError: The text is not a string of valid Unicode.
+            paceline.ModelFileError: The tokenizer fails on it.
+        """
+        check_bool("add_special_tokens", add_special_tokens)
+        return self._info.encode(check_text("text", text), add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: int | Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Converts token ids to text.
+
+        Args:
+            token_ids: One id or several. Ids without a token have no text.
+            skip_special_tokens: Leave special tokens out. (The default is that of transformers, not
+                that of `SamplingParams`.)
+
+        Returns:
+            The text.
+
+        Raises:
+            ValueError: An id is not an integer from 0 to 2**31 - 1.
+            paceline.ModelFileError: The tokenizer fails on them.
+        """
+        check_bool("skip_special_tokens", skip_special_tokens)
+        return self._info.decode(_ids(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def batch_decode(
+        self, sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool = False
+    ) -> list[str]:
+        """Converts several sequences of token ids to texts; see `decode`."""
+        return [self.decode(ids, skip_special_tokens=skip_special_tokens) for ids in sequences]
+
+    @overload
+    def convert_ids_to_tokens(self, ids: int) -> str | None: ...
+    @overload
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str | None]: ...
+    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> str | list[str | None] | None:
+        """Returns the token, or tokens, with these ids; None for an id that no token has."""
+        tokens = [self._info.tokenizer.id_to_token(index) for index in _ids(ids)]
+        return tokens if hasattr(ids, "__len__") else tokens[0]
+
+    @overload
+    def convert_tokens_to_ids(self, tokens: str) -> int | None: ...  # type: ignore[overload-overlap]
+    @overload
+    def convert_tokens_to_ids(self, tokens: Sequence[str]) -> list[int | None]: ...
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int | None] | None:
+        """Returns the id, or ids, of these tokens; None for a string that is not one token."""
+        if isinstance(tokens, str):
+            return self._info.tokenizer.token_to_id(check_text("tokens", tokens))
+        return [self._info.tokenizer.token_to_id(check_text("tokens", one)) for one in tokens]
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = False) -> list[str | None]:
+        """Returns the tokens of a text as strings; see `encode`."""
+        return self.convert_ids_to_tokens(self.encode(text, add_special_tokens=add_special_tokens))
+
+    def get_vocab(self) -> dict[str, int]:
+        """Returns a new dict from all tokens to their ids, added tokens included."""
+        return dict(self._info.tokenizer.get_vocab(with_added_tokens=True))
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens without added tokens; `len()` counts those too."""
+        return int(self._info.tokenizer.get_vocab_size(with_added_tokens=False))
+
+    def __len__(self) -> int:
+        return int(self._info.tokenizer.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def eos_token(self) -> str | None:
+        """The token of `eos_token_id`."""
+        return self._token(self.eos_token_id)
+
+    @property
+    def bos_token(self) -> str | None:
+        """The token of `bos_token_id`."""
+        return self._token(self.bos_token_id)
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """The ids of all special tokens, in order."""
+        return sorted(self._info.special_ids)
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        """All special tokens, in order of their ids."""
+        return [self._info.added_tokens[index] for index in self.all_special_ids]
+
+    def num_special_tokens_to_add(self) -> int:
+        """Returns the number of special tokens that surround a prompt."""
+        return int(self._info.tokenizer.num_special_tokens_to_add(is_pair=False))
+
+    def __repr__(self) -> str:
+        return f"<Tokenizer {self.name_or_path!r}, {len(self)} tokens>"
+
+    def _token(self, index: int | None) -> str | None:
+        return None if index is None else self._info.tokenizer.id_to_token(index)
+
+
+def model_tokenizer(target: LoadedModel) -> Tokenizer:
+    """Returns the tokenizer of a model.
+
+    Raises:
+        ValueError: The model has none.
+    """
+    if target.tokenizer is None:
+        raise ValueError(
+            f"{target.path} has no tokenizer.json; allowed: a checkpoint with a tokenizer"
+        )
+    return Tokenizer(
+        target.tokenizer,
+        eos_token_id=next(iter(target.eos_token_ids), None),
+        bos_token_id=target.bos_token_id,
+    )
+
+
+def _ids(token_ids: int | Sequence[int]) -> list[int]:
+    if isinstance(token_ids, int):
+        return [check_int("token_ids", token_ids, 0, MAX_INT)]
+    if hasattr(token_ids, "__len__") and not isinstance(token_ids, str | bytes | Mapping):
+        return [check_int(f"token_ids[{i}]", one, 0, MAX_INT) for i, one in enumerate(token_ids)]
+    raise ValueError(
+        f"token_ids is {shorten(token_ids)} ({type(token_ids).__name__}); allowed: a token id or a "
+        "sequence of token ids"
+    )
