@@ -19,6 +19,7 @@ from paceline import _core
 
 HEAVY = (
     "huggingface_hub",
+    "jinja2",
     "numpy",
     "safetensors",
     "tokenizers",
