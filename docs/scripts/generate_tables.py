@@ -28,7 +28,6 @@ from paceline.config import DEVICES, DTYPES, LATER_METHODS, METHODS, Speculative
 from paceline.loader import ARCHITECTURES
 from paceline.loader.binding import STORED_DTYPES
 from paceline.loader.families import is_same_family
-from paceline.loader.gemma4_assistant import ASSISTANT_ARCHITECTURES
 
 DOCS: Final = Path(__file__).resolve().parents[1]
 ROOT: Final = DOCS.parent
@@ -53,12 +52,20 @@ DEVICE_WORDS: Final = {
     "cpu": "Linux on x86-64",
     "cuda": "one NVIDIA H100 or H200 (sm_90), driver for CUDA 13",
 }
+# The benches of the GPU evidence.
+PAIRS: Final = {
+    "qwen3-8b": "Qwen3-8B + EAGLE-3",
+    "llama-3-8b": "Llama-3-8B + EAGLE",
+    "gemma3-27b": "Gemma3-27B + 270M draft model",
+}
 # Why vLLM's arguments that Paceline lacks are refused.
 REASONS: Final = {
     "attention_backend": "there is one backend per device",
     "best_of": "use `n`, and choose by `cumulative_logprob`",
+    "chat_template": "not supported yet",
     "cpu_offload_gb": "all weights stay on the device",
     "download_dir": "`cache_dir` is the hub cache's folder",
+    "disable_log_stats": "not supported yet",
     "draft_tensor_parallel_size": "a model runs on one GPU",
     "enable_adaptive_verification": "not supported yet",
     "enable_chunked_prefill": "prefill is always chunked; `prefill_chunk_size` sets the size",
@@ -83,7 +90,6 @@ REASONS: Final = {
     "structured_outputs": "grammars are not supported yet",
     "swap_space": "preempted requests are recomputed, not swapped out",
     "synthetic_acceptance_rates": "`synthetic_acceptance_length` sets the mean",
-    "tensor_parallel_size": "a model runs on one GPU",
     "tokenizer": "the tokenizer is `tokenizer.json` in the model's folder",
     "tokenizer_mode": "the tokenizers package is the only mode",
     "truncate_prompt_tokens": "a prompt is never cut; cut the token ids yourself",
@@ -100,6 +106,7 @@ DIFFERENCES: Final = {
         "max_model_len": "at most 4,096 unless you set it",
         "max_num_seqs": "64 by default",
         "seed": "every request without a seed gets its own, derived from this one",
+        "tensor_parallel_size": "1 is the only value allowed: a model runs on one GPU",
     },
     "speculative_config": {
         "method": "may be left out: the drafter's checkpoint tells it",
@@ -173,7 +180,11 @@ def support() -> str:
             "[dtype](docs/loading.md#the-device-and-dtype-of-weights)",
         ),
         *(
-            (f'device="{device}"', DEVICE_WORDS[device], "[quickstart](docs/quickstart.md#devices)")
+            (
+                f'`device="{device}"`',
+                DEVICE_WORDS[device],
+                "[quickstart](docs/quickstart.md#devices)",
+            )
             for device in DEVICES
             if device != "auto"
         ),
@@ -190,13 +201,6 @@ def drafters() -> str:
     """The methods of speculative_config."""
     check_words("drafters", DRAFTERS, METHODS)
     return table(("method", "drafter"), [(f"`{name}`", DRAFTERS[name]) for name in METHODS])
-
-
-def architectures() -> str:
-    """What may stand under `architectures` in config.json."""
-    rows = [(words, code(names)) for words, names in families().items()]
-    rows.append(("Gemma 4 MTP assistants", code(list(ASSISTANT_ARCHITECTURES))))
-    return table(("family", "`architectures` in `config.json`"), rows)
 
 
 def vllm_speed() -> str:
@@ -244,6 +248,37 @@ def vllm_command() -> str:
         + data["command"].replace(" --", " \\\n  --")
         + "\n```"
     )
+
+
+def break_even() -> str:
+    """The acceptance length from which on each pair of the GPU evidence is faster than plain."""
+    benches = json.loads((DOCS / "gpu-evidence.json").read_text())["benches"]
+    rows = []
+    for bench, words in PAIRS.items():
+        plain: dict[int, float] = {}
+        cells: dict[int, str] = {}
+        for row in benches[bench]["figures"]["rows"]:
+            c, speed = row["workload"]["concurrency"], row["output_tokens_per_s"]
+            if row["configuration"] == "plain":
+                plain[c] = speed
+            elif row["draft_driver"] == "unrolled":
+                cells[c] = f"{row['tokens_per_iteration'] * plain[c] / speed:.2f}"
+        data = load("vllm_comparison.json")
+        last = data["rows"][-1]
+        cells[last["concurrency"]] = ""
+        if data["target"] in words:
+            ratio = last["paceline_plain_tokens_per_s"] / last["paceline_tokens_per_s"]
+            cells[last["concurrency"]] = f"{data['synthetic_acceptance_length'] * ratio:.2f}"
+        rows.append((words, *(cells[c] for c in sorted(cells))))
+    return table(("pair, k = 3, one H200", "c = 1", "16", "64", "256"), rows)
+
+
+def draft_lengths() -> str:
+    """Milliseconds per iteration by k."""
+    rows = load("draft_lengths.json")["rows"]
+    places = list(rows[0]["ms"])
+    head = ("k", *(f"c = {c}, ms per iteration" for c in places))
+    return table(head, [(row["k"], *(f"{row['ms'][c]:.2f}" for c in places)) for row in rows])
 
 
 def acceptance_of(demo: str, k: int) -> str:
@@ -312,15 +347,16 @@ def _named(function: Callable[..., Any]) -> list[str]:
 
 def _names_table(what: str, ours: Sequence[str]) -> str:
     names: list[str] = load("vllm_names.json")[what]
-    rows = []
-    for name in names:
-        if name in ours:
-            rows.append((f"`{name}`", DIFFERENCES[what].get(name, "the same")))
-        else:
-            rows.append((f"`{name}`", f"refused: {REASONS[name]}"))
+    different = DIFFERENCES[what]
+    same = code([name for name in names if name in ours and name not in different])
+    rows = [(f"`{name}`", different[name]) for name in names if name in ours and name in different]
+    rows += [(f"`{name}`", f"refused: {REASONS[name]}") for name in names if name not in ours]
+    parts = [f"The same as in vLLM: {same}.", table(("vLLM", "here"), rows)]
     own = code([name for name in ours if name not in names])
-    where = ", under `x`" if what == "speculative_config" else ""
-    return f"{table(('vLLM', 'Paceline'), rows)}\n\nOnly in Paceline{where}: {own}."
+    if own:
+        where = " (under `x`)" if what == "speculative_config" else ""
+        parts.append(f"Only in Paceline{where}: {own}.")
+    return "\n\n".join(parts)
 
 
 def vllm_llm() -> str:
@@ -341,12 +377,19 @@ def vllm_sampling() -> str:
 
 
 PARTS: Final[dict[str, Callable[[], str]]] = {
+    "break-even": break_even,
     "demo-acceptance": demo_acceptance,
     "demo-bars": demo_bars,
     "demo-speed-cpu": lambda: demo_speed("cpu"),
     "demo-speed-h200": lambda: demo_speed("h200"),
+    "draft-lengths": draft_lengths,
+    "drafters": drafters,
+    "support": support,
     "vllm-command": vllm_command,
     "vllm-first-token": vllm_first_token,
+    "vllm-llm": vllm_llm,
+    "vllm-sampling": vllm_sampling,
+    "vllm-speculative": vllm_speculative,
     "vllm-speed": vllm_speed,
 }
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -11,6 +12,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+import paceline
+from paceline.loader import ARCHITECTURES
+from paceline.loader.gemma4_assistant import ASSISTANT_ARCHITECTURES
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "docs" / "scripts"
@@ -69,6 +74,32 @@ def test_a_name_without_words_is_refused(tables: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(tables, "METHODS", (*tables.METHODS, "new_method"))
     with pytest.raises(SystemExit, match="new_method"):
         tables.drafters()
+
+
+def test_loading_lists_every_architecture() -> None:
+    text = (ROOT / "docs/loading.md").read_text()
+    for architecture in (*ARCHITECTURES, *ASSISTANT_ARCHITECTURES):
+        assert f"`{architecture}`" in text
+
+
+def test_vllm_names_that_are_missing_are_refused(tables: Any) -> None:
+    used = set()
+    for what in ("LLM", "SamplingParams"):
+        ours = tables._named(getattr(paceline, what))
+        for name in tables.load("vllm_names.json")[what]:
+            if name not in ours:
+                used.add(name)
+                arguments = {"model": "none", name: 1} if what == "LLM" else {name: 1}
+                with pytest.raises(TypeError, match=name):
+                    getattr(paceline, what)(**arguments)
+    keys = [field.name for field in dataclasses.fields(paceline.SpeculativeConfig)]
+    for name in tables.load("vllm_names.json")["speculative_config"]:
+        if name not in keys:
+            used.add(name)
+            with pytest.raises(NotImplementedError, match=name):
+                paceline.SpeculativeConfig.parse({"method": "ngram", name: 1})
+    # A reason for a name that exists would say that it does not.
+    assert used == set(tables.REASONS)
 
 
 def test_figures_of_the_diagram_are_those_of_the_models() -> None:
