@@ -49,13 +49,15 @@ Returns:
 )doc");
   module.def(
       "measure_read_bandwidth", &paceline::measure_read_bandwidth, py::call_guard<GilRelease>(),
-      py::arg("num_threads") = 0,
-      R"doc(Measures the bandwidth of reading memory, which limits decoding outside the caches.
+      py::arg("num_threads") = 0, py::arg("num_bytes") = 0,
+      R"doc(Measures the bandwidth of reading the same bytes again and again, which limits decoding.
 
-Takes about half a second; releases the GIL.
+Takes up to half a second; releases the GIL.
 
 Args:
     num_threads: Threads that read; 0 = all cores.
+    num_bytes: Bytes that are read; few of them stay in the caches. 0, and anything above 512 MiB,
+        is 512 MiB, which is read from memory.
 
 Returns:
     Bytes per second.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any, Final, NoReturn
@@ -105,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             flush_output()
             raise
         args.started = started
+        args.command_line = shlex.join(["paceline", *(sys.argv[1:] if argv is None else argv)])
         with signals_as_errors():
             code = int(args.run(args))
             flush_output()

@@ -15,7 +15,7 @@ import eagle_models
 import tiny_models
 from paceline import _core, cli
 from paceline.bench import cli as bench_cli
-from paceline.bench import latency, models
+from paceline.bench import floor, latency, models, options
 from paceline.demo import demo_paths
 from paceline.loader import decoder_config, drafter_config
 from paceline.loader.drafters import Target
@@ -54,7 +54,7 @@ def config_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def quick_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skips the measurement of the read bandwidth, which takes half a second."""
-    monkeypatch.setattr(_core, "measure_read_bandwidth", lambda num_threads=0: 40e9)
+    monkeypatch.setattr(_core, "measure_read_bandwidth", lambda num_threads=0, num_bytes=0: 40e9)
 
 
 def bench(*extra: str) -> int:
@@ -80,7 +80,9 @@ def test_report_on_a_configuration(
     assert report["weight_dtype"] == "float32" and report["peak_tflops"] is None
     assert report["accept_method"] == "synthetic"
     assert report["synthetic_acceptance_length"] == 2.3
-    assert len(report["run_id"]) == 12
+    assert len(report["run_id"]) == 12 and report["machine"].endswith("cores")
+    assert report["command"].startswith("paceline bench latency --concurrency 1,3 --input-len 9")
+    assert report["date"].startswith("20") and report["date"].endswith(" UTC")
     startup = report["startup"]
     assert 0 < startup["model_build_s"] < startup["start_to_first_token_s"]
     rows = report["rows"]
@@ -103,7 +105,11 @@ def test_report_on_a_configuration(
         (name, c) for c in (1, 3) for name in names[1:]
     ]
     table = capsys.readouterr().out
-    assert "of floor" in table and "start to first token" in table
+    assert (
+        "floor" in table
+        and "floor share: the least time" in table
+        and "start to first token" in table
+    )
     assert sum(line.split()[:1] == ["k=3"] for line in table.splitlines()) == 6 + 6
 
 
@@ -155,7 +161,7 @@ def test_the_named_drafter_runs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_which_drafter(source: list[str], default: str) -> None:
     def chosen(*extra: str) -> tuple[str | None, str | None, list[latency.Speculation]]:
         argv = ["bench", "latency", *source, *extra]
-        return bench_cli._speculations(cli.build_parser().parse_args(argv))
+        return options.speculations(cli.build_parser().parse_args(argv))
 
     draft, _, [speculation] = chosen()
     assert draft == default
@@ -173,10 +179,10 @@ def test_which_drafter(source: list[str], default: str) -> None:
 
 
 def test_a_stop_threshold_goes_with_its_driver(config_dir: Path) -> None:
-    options = {"draft_driver": "while", "draft_stop_threshold": 0.9}
-    given = {"model": str(config_dir), "num_speculative_tokens": 2, "x": options}
+    x = {"draft_driver": "while", "draft_stop_threshold": 0.9}
+    given = {"model": str(config_dir), "num_speculative_tokens": 2, "x": x}
     argv = ["bench", "latency", "--speculative-config", json.dumps(given), "--drivers", "while"]
-    _, _, [speculation] = bench_cli._speculations(cli.build_parser().parse_args(argv))
+    _, _, [speculation] = options.speculations(cli.build_parser().parse_args(argv))
     assert (speculation.draft_driver, speculation.draft_stop_threshold) == ("while", 0.9)
 
 
@@ -428,17 +434,17 @@ def test_bytes_and_arithmetic_of_an_iteration(config_dir: Path) -> None:
     workload = latency.Workload(concurrency=5, input_len=20, output_len=8)
     assert workload.mean_context == 24
     attention = models.attention_flops(model.config, 24)
-    plain = latency._iteration_flops(model, None, 0, workload)
+    plain = floor.iteration_flops(model, None, 0, workload)
     assert plain == 5 * (2 * body + attention + 2 * lm_head)
     k = 3
-    speculative = latency._iteration_flops(model, model, k, workload)
+    speculative = floor.iteration_flops(model, model, k, workload)
     rows = 2 * (
         k + 1
     )  # target: k + 1 verified; drafter: 2 in the first pass, then 1 in each of k - 1
     assert speculative == 5 * (rows * (2 * body + attention) + (k + 1 + k) * 2 * lm_head)
     kv = models.kv_bytes_read(model.config, 24, 4)
     assert kv == 2 * 2 * 16 * 4 * (8 + 8 + 24)
-    assert latency._iteration_kv_bytes(model, model, k, workload) == 5 * (1 + k) * kv
+    assert floor.iteration_kv_bytes(model, model, k, workload) == 5 * (1 + k) * kv
 
 
 @pytest.mark.parametrize(
@@ -458,12 +464,12 @@ def test_rows_of_a_drafter(config_dir: Path, kind: str, num_rows: int) -> None:
     drafter = {} if kind == "draft_model" else {"drafter": draft_head}
     config = model.config | drafter
     draft = replace(model, loaded=replace(model.loaded, config=config))
-    alone = latency._iteration_flops(model, None, 3, workload)
-    added = latency._iteration_flops(model, draft, 3, workload) - alone
+    alone = floor.iteration_flops(model, None, 3, workload)
+    added = floor.iteration_flops(model, draft, 3, workload) - alone
     row = 2 * models.count_body_parameters(config) + models.attention_flops(config, 24)
     assert added == 5 * (num_rows * row + 3 * 2 * models.count_head_parameters(config))
     # Prompt lookup verifies and computes nothing else.
-    assert alone == 4 * latency._iteration_flops(model, None, 0, workload)
+    assert alone == 4 * floor.iteration_flops(model, None, 0, workload)
 
 
 def test_workloads_take_turns_on_one_engine(
@@ -489,21 +495,3 @@ def test_workloads_take_turns_on_one_engine(
     for wrong in ([], [workloads[0], latency.Workload(2, 4, 7)]):
         with pytest.raises(ValueError, match="at least one, and all of one concurrency"):
             latency.measure(model, None, None, wrong)
-
-
-def test_the_floor_of_a_gpu_knows_arithmetic(config_dir: Path) -> None:
-    model = models.load(str(config_dir), dummy=True)
-    workload = latency.Workload(1, 4, 4)
-    [row] = latency.measure(model, None, None, [workload], rounds=1)
-    assert row.floor_ms is None and row.start_to_first_token_s is None
-    row = replace(row, iteration_ms=10.0, iteration_bytes=10**9, flops=int(790e12 * 4e-3))
-    assert latency.with_floor(row, model, 1e12).floor_ms == pytest.approx(1.0)
-
-    class OnGpu:
-        device, weight_dtype = "cuda", "bfloat16"
-
-    loaded = replace(model.loaded, model=OnGpu())  # type: ignore[arg-type]
-    gpu = replace(model, loaded=loaded)
-    assert latency.with_floor(row, gpu, 1e12).floor_ms == pytest.approx(4.0, rel=1e-3)
-    assert latency.with_floor(row, gpu, 1e11).floor_ms == pytest.approx(10.0)
-    assert latency.with_floor(row, gpu, 1e11).floor_share == pytest.approx(1.0)

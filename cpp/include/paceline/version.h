@@ -20,9 +20,11 @@ struct BuildInfo {
 };
 [[nodiscard]] PACELINE_API BuildInfo build_info();
 
-// Measures the read bandwidth of this machine's memory with num_threads threads (0 is all cores),
-// in bytes per second; it bounds the speed of decoding on the CPU. Takes about half a second.
-// Throws DeviceError when the threads cannot be started and OutOfMemory without 512 MiB.
-[[nodiscard]] PACELINE_API double measure_read_bandwidth(int32_t num_threads);
+// Measures the bandwidth at which num_threads threads (0 is all cores) read num_bytes again and
+// again, in bytes per second; it bounds the speed of decoding on the CPU. Few bytes stay in the
+// caches. 0, and anything above 512 MiB, is 512 MiB, which is read from memory. Takes up to half a
+// second. Throws DeviceError when the threads cannot be started and OutOfMemory without num_bytes.
+[[nodiscard]] PACELINE_API double measure_read_bandwidth(int32_t num_threads,
+                                                         int64_t num_bytes = 0);
 
 }  // namespace paceline

@@ -3,8 +3,7 @@
 
 Prompts are random token ids, and all requests start at once. The iteration time is the median over
 the iterations in which every request decodes. Throughput is counted from a request's first token to
-its last. The floor of an iteration is the time that its bytes take at the measured read bandwidth,
-or its arithmetic at the device's peak, whichever is longer.
+its last. `paceline.bench.floor` has the least time that an iteration can take.
 """
 
 from __future__ import annotations
@@ -12,21 +11,14 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from paceline import _core
-from paceline.bench.models import (
-    BenchModel,
-    attention_flops,
-    count_body_parameters,
-    count_head_parameters,
-    kv_bytes_read,
-)
-
-#: Dense bfloat16 operations per second of an H200 in a large matrix product.
-CUDA_BF16_FLOPS: Final = 790e12
+from paceline.bench.floor import iteration_flops, iteration_kv_bytes
+from paceline.bench.models import BenchModel
+from paceline.device import capture_progress
 
 _MIN_BATCHED_TOKENS: Final = {"cpu": 512, "cuda": 2048}
 
@@ -101,7 +93,7 @@ class Measurement:
         iteration_bytes: Both together.
         flops: Multiply-adds times two of one iteration, matrices and attention, all rows.
         gb_per_s: iteration_bytes over the iteration time.
-        floor_ms: Least time for the bytes and the arithmetic; None before `with_floor`.
+        floor_ms: Least time for the reads and the arithmetic; None before `with_floor`.
         floor_share: floor_ms over iteration_ms; 1 = at the limit of the machine.
         idle_us: Median time that the device was idle before an iteration.
         idle_share: idle_us over the iteration time.
@@ -156,8 +148,12 @@ def make_executor(
     *,
     num_threads: int = 0,
     use_null_device: bool = False,
+    show_progress: bool = False,
 ) -> _core.Executor:
-    """Starts an engine just large enough for the workload, on the device of the models."""
+    """Starts an engine just large enough for the workload, on the device of the models.
+
+    `show_progress` shows a bar while graphs are captured, if standard error is a terminal.
+    """
     k = 0 if speculation is None else speculation.num_speculative_tokens
     options: dict[str, Any] = {
         "max_model_len": workload.input_len + workload.output_len,
@@ -181,7 +177,9 @@ def make_executor(
         options["ngram_max"] = speculation.ngram_max
         if speculation.draft_position is not None:
             options["draft_position"] = speculation.draft_position
-    return _core.Executor(target.model, draft.model if draft is not None else None, options)
+    drafter = None if draft is None else draft.model
+    with capture_progress(is_shown=show_progress) as report:
+        return _core.Executor(target.model, drafter, options, report)
 
 
 def measure(
@@ -195,6 +193,8 @@ def measure(
     use_null_device: bool = False,
     seconds_before: float | None = None,
     is_traced: bool = False,
+    show_progress: bool = False,
+    after_run: Callable[[], object] = lambda: None,
 ) -> list[Measurement]:
     """Runs each workload `rounds` times after a warm-up and summarises the runs.
 
@@ -213,9 +213,11 @@ def measure(
         seconds_before: Seconds from the start of the process until the models were loaded; None =
             unknown.
         is_traced: Also time the kernels of one iteration of each workload; needs `can_trace()`.
+        show_progress: As for `make_executor`.
+        after_run: Is called after each run, of which each workload has `rounds` + 1.
 
     Returns:
-        One measurement per workload, without a floor; see `with_floor`.
+        One measurement per workload, without a floor; see `paceline.bench.floor`.
 
     Raises:
         ValueError: There is no workload, or workloads differ in more than `sampling`.
@@ -230,7 +232,7 @@ def measure(
     begin = time.monotonic()
     executor = make_executor(
         target, draft, speculation, workloads[0], num_threads=num_threads,
-        use_null_device=use_null_device,
+        use_null_device=use_null_device, show_progress=show_progress,
     )  # fmt: skip
     engine_start_s = time.monotonic() - begin
     samples = [_Samples() for _ in workloads]
@@ -238,11 +240,13 @@ def measure(
         first_token_s = _first_token_seconds(executor, workloads[0], vocab)
         for workload in workloads:
             _run_once(executor, workload, vocab, seed=0)
+            after_run()
         for seed in range(1, rounds + 1):
             for workload, sample in zip(workloads, samples, strict=True):
                 executor.reset_stats()
                 run = _run_once(executor, workload, vocab, seed=seed)
                 sample.add(run, executor.stats(), workload)
+                after_run()
         kernels = [_trace(executor, w, vocab) if is_traced else None for w in workloads]
     finally:
         executor.close()
@@ -259,70 +263,6 @@ def measure(
         )
         for workload, sample, kernels_of_one in zip(workloads, samples, kernels, strict=True)
     ]
-
-
-def with_floor(row: Measurement, target: BenchModel, read_bandwidth: float) -> Measurement:
-    """Adds the least time that an iteration can take.
-
-    Args:
-        row: The measurement.
-        target: Its target.
-        read_bandwidth: Bytes per second that the device reads from its memory.
-
-    Returns:
-        The measurement with `floor_ms` and `floor_share`.
-    """
-    seconds = row.iteration_bytes / read_bandwidth
-    if target.model.device == "cuda" and target.model.weight_dtype == "bfloat16":
-        seconds = max(seconds, row.flops / CUDA_BF16_FLOPS)
-    share = seconds * 1e3 / row.iteration_ms if row.iteration_ms > 0 else None
-    return replace(row, floor_ms=seconds * 1e3, floor_share=share)
-
-
-def _iteration_kv_bytes(
-    target: BenchModel, draft: BenchModel | None, k: int, workload: Workload
-) -> int:
-    """KV bytes of one iteration: the target's once and the drafter's k times, for all sequences."""
-    context = workload.mean_context
-    # The cache, the drafter's too, holds elements of the target's weight dtype.
-    item = target.item_bytes
-    one = kv_bytes_read(target.config, context, item)
-    if draft is not None:
-        one += k * kv_bytes_read(draft.config, context, item)
-    return int(workload.concurrency * one)
-
-
-def _iteration_flops(
-    target: BenchModel, draft: BenchModel | None, k: int, workload: Workload
-) -> int:
-    """Arithmetic of one iteration, for all sequences."""
-
-    def one(model: BenchModel, rows: int, logit_rows: int) -> float:
-        body = count_body_parameters(model.config)
-        head = count_head_parameters(model.config)
-        attention = attention_flops(model.config, workload.mean_context)
-        return float(rows * (2 * body + attention) + logit_rows * 2 * head)
-
-    total = one(target, k + 1, k + 1)
-    if draft is not None:
-        # Each later draft step has one row per sequence; every pass computes one row of logits.
-        total += one(draft, _num_first_rows(draft, k) + k - 1, k)
-    return int(workload.concurrency * total)
-
-
-def _num_first_rows(draft: BenchModel, k: int) -> int:
-    """Rows of a decoding sequence in the drafter's first pass.
-
-    In the engine, `traits_for` (cpp/src/speculate/speculator.cc) gives each drafter its traits,
-    and `first_rows_per_decode` (cpp/src/wire/batch_shape.h) the number of rows for its
-    `first_rows`.
-    """
-    head = draft.config.get("drafter")
-    if head is None:
-        return 2  # kNewest: the last accepted token and the new one
-    if head["kind"] == "gemma4_mtp":
-        return 1  # kLast
-    return k + 1  # kWindow, of EAGLE and EAGLE-3: the rows of the verify pass
 
 
 @dataclass(frozen=True)
@@ -380,7 +320,7 @@ def _sum_up(
     iteration_ms = statistics.median(times) if times else 0.0
     idle_us = statistics.median(samples.idle_us) if times else 0.0
     weight_bytes = target.matrix_bytes + (draft.matrix_bytes * k if draft is not None else 0)
-    kv_bytes = _iteration_kv_bytes(target, draft, k, workload)
+    kv_bytes = iteration_kv_bytes(target, draft, k, workload)
     num_bytes = weight_bytes + kv_bytes
     return Measurement(
         workload=workload,
@@ -394,7 +334,7 @@ def _sum_up(
         weight_bytes=weight_bytes,
         kv_bytes=kv_bytes,
         iteration_bytes=num_bytes,
-        flops=_iteration_flops(target, draft, k, workload),
+        flops=iteration_flops(target, draft, k, workload),
         gb_per_s=num_bytes / iteration_ms / 1e6 if iteration_ms > 0 else 0.0,
         floor_ms=None,
         floor_share=None,

@@ -101,7 +101,14 @@ def is_config_name(source: str) -> bool:
     return source in config_names()
 
 
-def load(source: str, *, dummy: bool, dtype: str = "auto", device: str = "cpu") -> BenchModel:
+def load(
+    source: str,
+    *,
+    dummy: bool,
+    dtype: str = "auto",
+    device: str = "cpu",
+    show_progress: bool = True,
+) -> BenchModel:
     """Makes a model ready to measure.
 
     Args:
@@ -110,6 +117,7 @@ def load(source: str, *, dummy: bool, dtype: str = "auto", device: str = "cpu") 
             always have dummy weights.
         dtype: "auto", "float32" or "bfloat16".
         device: Device of the weights: "cpu" or "cuda".
+        show_progress: Show a bar while weights are read, if standard error is a terminal.
 
     Returns:
         The model.
@@ -130,7 +138,7 @@ def load(source: str, *, dummy: bool, dtype: str = "auto", device: str = "cpu") 
     elif dummy:
         loaded = load_dummy(source, dtype=dtype, device=device)
     else:
-        loaded = load_checkpoint(source, dtype=dtype, device=device)
+        loaded = load_checkpoint(source, dtype=dtype, device=device, progress=show_progress)
     return _bench_model(source, loaded)
 
 
@@ -142,6 +150,7 @@ def load_draft(
     dummy: bool,
     dtype: str = "auto",
     device: str = "cpu",
+    show_progress: bool = True,
 ) -> BenchModel:
     """Makes a drafter ready to measure: a draft model or a draft head.
 
@@ -152,6 +161,7 @@ def load_draft(
         dummy: As for `load`.
         dtype: As for `load`; a draft head takes the target's.
         device: As for `load`.
+        show_progress: As for `load`.
 
     Returns:
         The drafter.
@@ -175,7 +185,10 @@ def load_draft(
             source, target.loaded, method=method, dtype=dtype, device=device
         )
     else:
-        loaded = load_drafter(source, target.loaded, method=method, dtype=dtype, device=device)
+        loaded = load_drafter(
+            source, target.loaded, method=method, dtype=dtype, device=device,
+            progress=show_progress,
+        )  # fmt: skip
     return _bench_model(source, loaded)
 
 

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The least time that an iteration can take: the reads and the arithmetic that it cannot avoid.
+
+An iteration is one pass over the target and k passes over the drafter, one after the other. Each
+pass reads its matrices and its KV once. On the CPU, the time of a pass is measured by reading as
+many bytes again and again: a small drafter stays in the caches, where reads are faster than from
+memory. On CUDA, all bytes come from memory, and the arithmetic counts too, at the peak of a large
+matrix product. Without that, models that fit in a cache would read faster than the limit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from paceline import _core
+from paceline.bench.models import (
+    BenchModel,
+    attention_flops,
+    count_body_parameters,
+    count_head_parameters,
+    kv_bytes_read,
+)
+
+if TYPE_CHECKING:
+    from paceline.bench.latency import Measurement, Workload
+
+#: Dense bfloat16 operations per second of an H200 in a large matrix product.
+CUDA_BF16_FLOPS: Final = 790e12
+# The bandwidth of more bytes is that of memory.
+_MAX_READ_BYTES: Final = 512 << 20
+
+
+class ReadSpeed:
+    """How fast a device reads, by the number of bytes that it reads again and again.
+
+    Each number is the best of all measurements, which are repeated beside every cell: machines have
+    faster and slower moments.
+    """
+
+    def __init__(self, device: str, num_threads: int) -> None:
+        """Measures nothing yet.
+
+        Args:
+            device: "cpu" or "cuda".
+            num_threads: CPU threads; 0 = all cores.
+        """
+        self._device = device
+        self._num_threads = num_threads
+        self._best: dict[int, float] = {}
+        self._fresh: set[int] = set()
+
+    @property
+    def memory(self) -> float:
+        """Bytes per second from memory, measured at the first use."""
+        return self.of(_MAX_READ_BYTES)
+
+    def of(self, num_bytes: int) -> float:
+        """Bytes per second when this many bytes are read repeatedly."""
+        key = self._key(num_bytes)
+        if key not in self._fresh:
+            self._measure(key)
+        return self._best[key]
+
+    def forget(self) -> None:
+        """Makes the next use of each number measure it again."""
+        self._fresh.clear()
+
+    def _key(self, num_bytes: int) -> int:
+        """CUDA has one speed; on the CPU, sizes within a sixteenth share a measurement."""
+        if self._device == "cuda" or num_bytes >= _MAX_READ_BYTES:
+            return _MAX_READ_BYTES
+        step = 1 << max(0, num_bytes.bit_length() - 5)
+        return max(num_bytes // step * step, 1)
+
+    def _measure(self, key: int) -> None:
+        if self._device == "cuda":
+            speed = _core.measure_cuda_read_bandwidth()
+        else:
+            speed = _core.measure_read_bandwidth(self._num_threads, key)
+        self._best[key] = max(speed, self._best.get(key, 0.0))
+        self._fresh.add(key)
+
+
+def with_floor(
+    row: Measurement,
+    target: BenchModel,
+    draft: BenchModel | None,
+    speed: ReadSpeed,
+    *,
+    may_stop_early: bool = False,
+) -> Measurement:
+    """Adds the least time that an iteration can take.
+
+    Args:
+        row: The measurement.
+        target: Its target.
+        draft: Its drafter, or None.
+        speed: How fast the device reads.
+        may_stop_early: Whether an iteration may draft fewer than k tokens, so that one pass of the
+            drafter is all that is certain.
+
+    Returns:
+        The measurement with `floor_ms` and `floor_share`.
+    """
+    kv_bytes = iteration_kv_bytes(target, None, 0, row.workload)
+    passes = [(target.matrix_bytes + kv_bytes, 1)]
+    if draft is not None and row.num_draft_tokens > 0:
+        draft_kv = kv_bytes_read(draft.config, row.workload.mean_context, target.item_bytes)
+        num_bytes = draft.matrix_bytes + int(row.workload.concurrency * draft_kv)
+        passes.append((num_bytes, 1 if may_stop_early else row.num_draft_tokens))
+    seconds = sum(count * num_bytes / speed.of(num_bytes) for num_bytes, count in passes)
+    if target.model.device == "cuda" and target.model.weight_dtype == "bfloat16":
+        flops = iteration_flops(target, None, 0, row.workload) if may_stop_early else row.flops
+        seconds = max(seconds, flops / CUDA_BF16_FLOPS)
+    share = seconds * 1e3 / row.iteration_ms if row.iteration_ms > 0 else None
+    return replace(row, floor_ms=seconds * 1e3, floor_share=share)
+
+
+def iteration_kv_bytes(
+    target: BenchModel, draft: BenchModel | None, k: int, workload: Workload
+) -> int:
+    """KV bytes of one iteration: the target's once and the drafter's k times, for all sequences."""
+    context = workload.mean_context
+    # The cache, the drafter's too, holds elements of the target's weight dtype.
+    item = target.item_bytes
+    one = kv_bytes_read(target.config, context, item)
+    if draft is not None:
+        one += k * kv_bytes_read(draft.config, context, item)
+    return int(workload.concurrency * one)
+
+
+def iteration_flops(
+    target: BenchModel, draft: BenchModel | None, k: int, workload: Workload
+) -> int:
+    """Arithmetic of one iteration, for all sequences."""
+
+    def one(model: BenchModel, rows: int, logit_rows: int) -> float:
+        body = count_body_parameters(model.config)
+        head = count_head_parameters(model.config)
+        attention = attention_flops(model.config, workload.mean_context)
+        return float(rows * (2 * body + attention) + logit_rows * 2 * head)
+
+    total = one(target, k + 1, k + 1)
+    if draft is not None:
+        # Each later draft step has one row per sequence; every pass computes one row of logits.
+        total += one(draft, _num_first_rows(draft, k) + k - 1, k)
+    return int(workload.concurrency * total)
+
+
+def _num_first_rows(draft: BenchModel, k: int) -> int:
+    """Rows of a decoding sequence in the drafter's first pass.
+
+    In the engine, `traits_for` (cpp/src/speculate/speculator.cc) gives each drafter its traits,
+    and `first_rows_per_decode` (cpp/src/wire/batch_shape.h) the number of rows for its
+    `first_rows`.
+    """
+    head = draft.config.get("drafter")
+    if head is None:
+        return 2  # kNewest: the last accepted token and the new one
+    if head["kind"] == "gemma4_mtp":
+        return 1  # kLast
+    return k + 1  # kWindow, of EAGLE and EAGLE-3: the rows of the verify pass

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The least time of an iteration, with which `paceline bench latency` compares."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny_models
+from paceline import _core, cli
+from paceline.bench import floor, latency, models
+
+
+@pytest.fixture
+def config_dir(tmp_path: Path) -> Path:
+    """A folder with only a `config.json`."""
+    source = tiny_models.make(tiny_models.TinySpec("gemma3", seed=3))
+    shutil.copy(source / "config.json", tmp_path)
+    return tmp_path
+
+
+class FixedSpeed(floor.ReadSpeed):
+    """Reads at a fixed speed, and twice as fast what fits in a cache."""
+
+    def __init__(self, speed: float, cache_bytes: int = 0) -> None:
+        super().__init__("cpu", 1)
+        self.speed, self.cache_bytes = speed, cache_bytes
+
+    def of(self, num_bytes: int) -> float:
+        return self.speed * (2 if num_bytes <= self.cache_bytes else 1)
+
+
+def measured(config_dir: Path, **changes: Any) -> tuple[models.BenchModel, latency.Measurement]:
+    model = models.load(str(config_dir), dummy=True)
+    [row] = latency.measure(model, None, None, [latency.Workload(1, 4, 4)], rounds=1)
+    assert row.floor_ms is None and row.start_to_first_token_s is None
+    return model, replace(row, **changes)
+
+
+def test_the_passes_add_up(config_dir: Path) -> None:
+    model, row = measured(config_dir, iteration_ms=10.0, num_draft_tokens=3)
+    one_pass = model.matrix_bytes + models.kv_bytes_read(model.config, 6, 4)
+    plain = floor.with_floor(row, model, None, FixedSpeed(1e9))
+    assert plain.floor_ms == pytest.approx(one_pass / 1e9 * 1e3)
+    assert plain.floor_share == pytest.approx(one_pass / 1e9 * 1e2)
+    # The drafter reads its bytes in each of its passes, from where they fit.
+    small = replace(model, loaded=replace(model.loaded, config=model.config | {"vocab_size": 1}))
+    draft_pass = small.matrix_bytes + models.kv_bytes_read(model.config, 6, 4)
+    assert draft_pass < one_pass
+    cached = FixedSpeed(1e9, cache_bytes=int(draft_pass))
+    drafted = floor.with_floor(row, model, small, cached)
+    assert drafted.floor_ms == pytest.approx((one_pass + 3 * draft_pass / 2) / 1e9 * 1e3)
+    # With a stop threshold, one pass of the drafter is all that is certain.
+    stopped = floor.with_floor(row, model, small, cached, may_stop_early=True)
+    assert stopped.floor_ms == pytest.approx((one_pass + draft_pass / 2) / 1e9 * 1e3)
+
+
+def test_a_gpu_also_computes(config_dir: Path) -> None:
+    model, row = measured(config_dir, iteration_ms=10.0, flops=int(790e12 * 4e-3))
+
+    class OnGpu:
+        device, weight_dtype = "cuda", "bfloat16"
+
+    loaded = replace(model.loaded, model=OnGpu())  # type: ignore[arg-type]
+    gpu = replace(model, loaded=loaded)
+    num_bytes = gpu.matrix_bytes + models.kv_bytes_read(gpu.config, 6, 2)
+    fast = floor.with_floor(row, gpu, None, FixedSpeed(num_bytes / 1e-3))
+    assert fast.floor_ms == pytest.approx(4.0, rel=1e-3)
+    slow = floor.with_floor(row, gpu, None, FixedSpeed(num_bytes / 10e-3))
+    assert slow.floor_ms == pytest.approx(10.0) and slow.floor_share == pytest.approx(1.0)
+
+
+def test_each_size_is_read_at_its_own_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    speeds = iter([10.0, 20.0, 30.0, 5.0, 40.0])
+
+    def measure(num_threads: int, num_bytes: int) -> float:
+        asked.append((num_threads, num_bytes))
+        return next(speeds)
+
+    monkeypatch.setattr(_core, "measure_read_bandwidth", measure)
+    speed = floor.ReadSpeed("cpu", 2)
+    assert [speed.memory, speed.of(1 << 40), speed.of(1000), speed.of(1003)] == [10, 10, 20, 20]
+    assert speed.of(33) == 30
+    # Never more bytes than asked for: they could need a larger cache.
+    assert asked == [(2, 512 << 20), (2, 992), (2, 32)]
+    speed.forget()
+    assert [speed.of(33), speed.of(33), speed.memory] == [30, 30, 40]  # the best so far
+
+
+def test_a_gpu_reads_at_one_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_core, "measure_cuda_read_bandwidth", lambda: 7.0)
+    speed = floor.ReadSpeed("cuda", 0)
+    assert speed.memory == speed.of(5) == 7
+
+
+def test_without_ops_there_is_no_floor(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["bench", "latency", "--demo", "--host-only", "--rounds", "1", "--concurrency", "1"]
+    assert cli.main([*argv, "--output-len", "8", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {(row["floor_ms"], row["floor_share"]) for row in rows} == {(None, None)}
+
+
+def test_this_machine_reads_faster_from_its_caches() -> None:
+    in_cache, in_memory = (_core.measure_read_bandwidth(1, size) for size in (1 << 16, 1 << 28))
+    assert in_cache > 1.2 * in_memory > 0
