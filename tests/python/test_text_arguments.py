@@ -37,7 +37,7 @@ def test_lone_surrogates_are_not_in_a_prompt(call: Callable[[Any], Any]) -> None
         call("a\ud800b")
 
 
-@pytest.mark.parametrize("value", [None, 3, {1: 2}, np.array(3), {1, 2}])
+@pytest.mark.parametrize("value", [None, 3, np.array(3), {1, 2}])
 def test_other_types_are_not_a_prompt(call: Callable[[Any], Any], value: Any) -> None:
     with raises(ValueError, "prompt", f"({type(value).__name__})", "allowed: a string"):
         call(value)
