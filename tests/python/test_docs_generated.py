@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -74,6 +75,38 @@ def test_a_name_without_words_is_refused(tables: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(tables, "METHODS", (*tables.METHODS, "new_method"))
     with pytest.raises(SystemExit, match="new_method"):
         tables.drafters()
+
+
+def test_figures_in_running_text_are_those_of_the_data(tables: Any) -> None:
+    data = tables.load("vllm_comparison.json")
+    first, last = data["rows"][0], data["rows"][-1]
+    faster = f"{first['vllm_ms'] / first['paceline_ms']:.2f} times as fast as in vLLM"
+    share = f"{last['paceline_tokens_per_s'] / last['paceline_plain_tokens_per_s']:.2f}"
+    by_k = {row["k"]: row for row in tables.load("draft_lengths.json")["rows"]}
+    texts = {
+        page: " ".join((ROOT / page).read_text().split())
+        for page in ("README.md", "docs/performance.md", "docs/choosing-a-drafter.md")
+    }
+    assert faster in texts["README.md"]
+    assert f"speculation reaches {share} of its tokens/s" in texts["docs/performance.md"]
+    assert f"reaches {share} of plain decoding" in texts["docs/choosing-a-drafter.md"]
+    for k in (1, 3):
+        assert f"{by_k[k]['tokens_per_s']['64']:,}" in texts["docs/choosing-a-drafter.md"]
+    # The same run has one figure, wherever it is shown.
+    of_64 = next(row for row in data["rows"] if row["concurrency"] == 64)
+    assert by_k[3]["ms"] == {"1": first["paceline_ms"], "64": of_64["paceline_ms"]}
+    assert by_k[3]["tokens_per_s"]["64"] == of_64["paceline_tokens_per_s"]
+
+
+@pytest.mark.parametrize(
+    "image", sorted((ROOT / "docs/images").glob("*.svg")), ids=lambda p: p.stem
+)
+def test_images_are_complete_in_themselves(image: Path) -> None:
+    text = image.read_text()
+    names = [element.tag.rpartition("}")[2] for element in ElementTree.fromstring(text).iter()]
+    assert names[0] == "svg" and {"title", "desc"} <= set(names)  # for those who cannot see them
+    assert not {"image", "script", "style", "foreignObject"} & set(names)
+    assert "#ffffff" in text  # a background, so that dark pages do not hide the text
 
 
 def test_loading_lists_every_architecture() -> None:
