@@ -38,7 +38,12 @@ SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md cmake cpp python
   -not -name '*.pyc' -not -name '*.so' 2>/dev/null)
 
 demo: $(VENV)/.installed
+	@echo 'make: generating with a demo that ships in the package: paceline generate "def read_lines(path):"'
 	$(VENV)/bin/paceline generate "def read_lines(path):"
+	echo
+	echo "make: paceline is installed as $(CURDIR)/$(VENV)/bin/paceline"
+	echo "make: next, see which tokens were drafted:"
+	echo '  $(VENV)/bin/paceline generate --demo eagle3 --color always "class Stack:"'
 
 bench: $(VENV)/.installed
 	$(VENV)/bin/paceline bench latency
@@ -101,9 +106,39 @@ format: $(TEST_VENV)/.installed
 	ruff format python tests examples
 	ruff check --fix --select I python tests examples
 
+# pip writes into a log. A line says how far the build is: once a second on a terminal, where it
+# overwrites itself, and every 15 seconds elsewhere.
 $(VENV)/.installed: $(SOURCES) | check-python
-	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet .
+	@if ! test -x $(VENV)/bin/python; then
+	  echo "make: creating the environment $(VENV)"
+	  $(PYTHON) -m venv $(VENV)
+	fi
+	mkdir -p build
+	log=build/install.log
+	echo "make: building and installing paceline with $(JOBS) jobs: a minute or several; the log is $$log"
+	$(VENV)/bin/python -m pip install --verbose --progress-bar off . >$$log 2>&1 &
+	pip=$$!
+	trap 'kill $$pip 2>/dev/null || true' EXIT
+	SECONDS=0 next=15
+	while kill -0 $$pip 2>/dev/null; do
+	  step=$$(sed -n 's/^ *\(\[[0-9]*\/[0-9]*\]\).*/\1/p' $$log | tail -n 1)
+	  line="make: $$SECONDS s, $${step:+compiling }$${step:-preparing the build}"
+	  if test -t 2; then
+	    printf '\r%-60s' "$$line" >&2
+	  elif (( SECONDS >= next )); then
+	    echo "$$line"
+	    next=$$(( SECONDS + 15 ))
+	  fi
+	  sleep 1
+	done
+	if test -t 2; then printf '\r%-60s\r' "" >&2; fi
+	if ! wait $$pip; then
+	  tail -n 20 $$log >&2
+	  echo "make: the installation failed; the whole log is $(CURDIR)/$$log" >&2
+	  exit 1
+	fi
+	trap - EXIT
+	echo "make: installed in $$SECONDS s"
 	touch $@
 
 $(TEST_VENV)/.installed: $(SOURCES) $(CONSTRAINTS) | check-python

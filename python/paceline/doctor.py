@@ -12,8 +12,9 @@ from typing import Any, Final
 from paceline import _core
 from paceline.device import CUBLASLT_NAME, CUBLASLT_VARIABLE, find_cublaslt, usable_devices
 
-_REQUIRED: Final = ("numpy", "tokenizers", "tqdm")
-_OPTIONAL: Final = ("torch", "transformers")
+_REQUIRED: Final = ("huggingface_hub", "jinja2", "numpy", "tokenizers", "tqdm")
+# Packages of the extras, and the extra that installs each.
+_EXTRAS: Final = {"torch": "torch", "matplotlib": "bench"}
 _PROMPT: Final = "def read_lines(path):"
 _NUM_SPECULATIVE_TOKENS: Final = 4
 _NUM_TOKENS: Final = 48
@@ -38,9 +39,29 @@ def examine() -> dict[str, Any]:
         "num_affinity_cores": len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else None,
-        "packages": {name: _version_of(name) for name in (*_REQUIRED, *_OPTIONAL)},
+        "packages": {name: _version_of(name) for name in (*_REQUIRED, *_EXTRAS)},
+        "hub": describe_hub(),
         "location": os.path.dirname(os.path.abspath(__file__)),
         "self_check": check_self_draft(),
+    }
+
+
+def describe_hub() -> dict[str, Any] | None:
+    """Where models of the Hugging Face Hub come from; asks nobody.
+
+    Returns:
+        A dict with "endpoint", "cache_dir", "is_offline" (whether HF_HUB_OFFLINE switches the
+        hub off) and "has_token"; None without huggingface_hub.
+    """
+    try:
+        from huggingface_hub import constants, get_token
+    except ImportError:
+        return None
+    return {
+        "endpoint": constants.ENDPOINT,
+        "cache_dir": constants.HF_HUB_CACHE,
+        "is_offline": constants.HF_HUB_OFFLINE,
+        "has_token": get_token() is not None,
     }
 
 
@@ -114,8 +135,11 @@ def report_text(report: dict[str, Any]) -> str:
         ("cores", f"{report['num_cores']}; ops use all cores unless num_threads is set"),
     ]
     for name, version in report["packages"].items():
-        absent = "MISSING" if name in _REQUIRED else "not installed (optional)"
+        absent = "MISSING"
+        if name in _EXTRAS:
+            absent = f"not installed; optional: pip install 'paceline[{_EXTRAS[name]}]'"
         rows.append((name, version or absent))
+    rows += _hub_rows(report["hub"])
     lines = [f"{name:<18}{value}" for name, value in rows]
     check = report["self_check"]
     if "error" in check:
@@ -130,6 +154,18 @@ def report_text(report: dict[str, Any]) -> str:
             f"temperature {run['temperature']:g}: {share} drafts accepted"
         )
     return "\n".join(lines)
+
+
+def _hub_rows(hub: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if hub is None:
+        return [("hub", "not usable: huggingface_hub is missing")]
+    token = "with" if hub["has_token"] else "without"
+    access = (
+        "offline (HF_HUB_OFFLINE): only models in the cache load"
+        if hub["is_offline"]
+        else f"online: {hub['endpoint']}, {token} a token"
+    )
+    return [("hub", access), ("hub cache", hub["cache_dir"])]
 
 
 def _cuda_text(status: dict[str, Any]) -> str:

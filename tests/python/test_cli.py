@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -406,7 +407,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(capsys.readouterr().out)
     assert report["version"] == paceline.__version__
     assert report["num_cores"] >= 1
-    assert report["packages"]["numpy"]
+    assert report["packages"]["numpy"] and report["packages"]["huggingface_hub"]
     runs = report["self_check"]["runs"]
     assert [run["device"] for run in runs][:2] == ["cpu", "cpu"] and len(runs) % 2 == 0
     assert {run["draft_acceptance_rate"] for run in runs} == {1.0}
@@ -416,6 +417,26 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "100.0 %" in out and "cublaslt" in out
     assert (report["cuda"]["name"] or report["cuda"]["reason"]) in out
+
+
+def test_doctor_shows_extras_and_the_hub(tmp_path: Path) -> None:
+    given = {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1", "HF_TOKEN": "secret-token"}
+    code = "import json; from paceline import doctor; print(json.dumps(doctor.describe_hub()))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=os.environ | given, capture_output=True, check=True)
+    hub = json.loads(done.stdout)
+    assert (hub["cache_dir"], hub["is_offline"], hub["has_token"]) == (str(tmp_path), True, True)
+    packages = {"huggingface_hub": "1.0", "jinja2": None, "torch": None, "matplotlib": "3.9"}
+    report = doctor.examine() | {"hub": hub, "packages": packages}
+    lines = doctor.report_text(report).splitlines()
+    assert f"{'hub cache':<18}{tmp_path}" in lines
+    assert f"{'hub':<18}offline (HF_HUB_OFFLINE): only models in the cache load" in lines
+    assert f"{'jinja2':<18}MISSING" in lines
+    assert f"{'torch':<18}not installed; optional: pip install 'paceline[torch]'" in lines
+    assert f"{'matplotlib':<18}3.9" in lines
+    online = doctor.report_text(report | {"hub": hub | {"is_offline": False}})
+    assert f"online: {hub['endpoint']}, with a token" in online and "secret" not in online
+    assert "huggingface_hub is missing" in doctor.report_text(report | {"hub": None})
 
 
 def test_doctor_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
