@@ -62,7 +62,6 @@ PAIRS: Final = {
 REASONS: Final = {
     "attention_backend": "there is one backend per device",
     "best_of": "use `n`, and choose by `cumulative_logprob`",
-    "chat_template": "not supported yet",
     "cpu_offload_gb": "all weights stay on the device",
     "download_dir": "`cache_dir` is the hub cache's folder",
     "disable_log_stats": "not supported yet",

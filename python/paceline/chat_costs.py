@@ -364,6 +364,10 @@ def _expandtabs(text: str, tabsize: Any = 8) -> None:
 Guard = Callable[..., object]
 
 
+def _free(*_: Any, **__: Any) -> None:
+    """Operations whose time does not depend on the size of their arguments."""
+
+
 def _each(names: str, guard: Guard) -> dict[str, Guard]:
     return dict.fromkeys(names.split(), guard)
 
@@ -407,9 +411,8 @@ OMITTED_FILTERS: Final = (
 
 # Filters that read their arguments deeply cost `read_arguments`, unless they are here.
 FILTERS: Final[dict[str, Guard]] = {
-    **_each(
-        "abs attr count d default first float int items last length list reverse", read_shallow
-    ),
+    **_each("abs attr count d default first last length", _free),
+    **_each("float int items list reverse", read_shallow),
     **_each("map reject rejectattr select selectattr slice title", iterate),
     **_each("dictsort groupby max min sort unique", _sort),
     "batch": _batch,
@@ -427,7 +430,7 @@ TESTS: Final[dict[str, Guard]] = {
     **_each(
         "boolean callable defined divisibleby even false filter float integer iterable mapping "
         "none number odd sameas sequence string test true undefined",
-        read_shallow,
+        _free,
     ),
     "in": lambda value, container: (read(value), read_haystack(container)),
 }

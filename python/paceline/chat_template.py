@@ -17,12 +17,14 @@ from paceline._core import ModelFileError
 from paceline.chat_messages import Conversation, list_conversations, list_tools, plain_data
 from paceline.checks import check_bool, check_path, check_text, parse_json, quoted, shorten
 from paceline.loader.files import exists, read_file
+from paceline.loader.folder import MAX_CHAT_FILE_BYTES
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
+    from paceline.loader import LoadedModel
+
 MAX_TEMPLATE_BYTES: Final = 256 << 10
-_MAX_CONFIG_BYTES: Final = 64 << 20
 _MAX_REASON_CHARS: Final = 500
 
 TEMPLATE_NAME: Final = "chat_template.jinja"
@@ -72,6 +74,14 @@ class ChatTemplates:
         """
         self.folder = folder
         self._default = default
+
+    @classmethod
+    def of_model(
+        cls, target: LoadedModel, default: str | os.PathLike[str] | None = None
+    ) -> ChatTemplates:
+        """The templates beside a model's tokenizer; for `default` see `read_given_template`."""
+        folder = target.path if target.tokenizer is None else target.tokenizer.path.parent
+        return cls(folder, None if default is None else str(default))
 
     def render(
         self,
@@ -184,7 +194,7 @@ class ChatTemplates:
         path = self.folder / name
         if not exists(path):
             return {}
-        contents = read_file(path, "settings of the tokenizer", max_bytes=_MAX_CONFIG_BYTES)
+        contents = read_file(path, "settings of the tokenizer", max_bytes=MAX_CHAT_FILE_BYTES)
         try:
             parsed = parse_json(str(path), contents.decode())
         except ValueError as error:

@@ -502,6 +502,7 @@ class EngineArguments(TypedDict, total=False):
     num_threads: int | None
     seed: int
     max_logprobs: int
+    chat_template: str | os.PathLike[str] | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -526,6 +527,8 @@ class EngineConfig:
         seed: Seed of requests without one, 0 to 2**64 - 1.
         max_logprobs: The largest `logprobs` that a request may set, 0 to 64. 0 disables logprobs,
             and no memory is allocated for them.
+        chat_template: The text of the chat template that takes the place of the checkpoint's own;
+            given as text or as the path of a file.
     """
 
     device: str = "auto"
@@ -539,6 +542,7 @@ class EngineConfig:
     num_threads: int | None = None
     seed: int = 0
     max_logprobs: int = 20
+    chat_template: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         check_device(self.device)
@@ -552,6 +556,10 @@ class EngineConfig:
             self._check(key, 1, MAX_NUM_BATCHED_TOKENS, is_optional=True)
         self._check("kv_cache_bytes", 1, MAX_BYTES, is_optional=True)
         self._check("num_threads", 1, MAX_NUM_THREADS, is_optional=True)
+        if self.chat_template is not None:
+            from paceline.chat_template import read_given_template
+
+            object.__setattr__(self, "chat_template", read_given_template(self.chat_template))
 
     def _check(self, key: str, low: int, high: int, *, is_optional: bool = False) -> None:
         value = getattr(self, key)

@@ -63,6 +63,7 @@ class LLM(RunningLLM):
         num_threads: int | None = None,
         seed: int = 0,
         max_logprobs: int = 20,
+        chat_template: str | os.PathLike[str] | None = None,
         tensor_parallel_size: int = 1,
         show_progress: bool = True,
         **unknown: Never,
@@ -113,6 +114,8 @@ class LLM(RunningLLM):
             max_logprobs: Largest `logprobs` and `prompt_logprobs` that a request may have, 0 to 64.
                 0 = requests may have neither, and no memory is reserved for them. Otherwise they
                 take about as much memory as the logits.
+            chat_template: A Jinja template, as text or as the path of a file, that `chat` uses
+                instead of the checkpoint's own.
             tensor_parallel_size: Number of GPUs that a model is divided over. Only 1 is supported.
             show_progress: Show progress bars while models are downloaded and loaded, and while CUDA
                 graphs are captured, if standard error is a terminal. (The logger "paceline" reports
@@ -150,6 +153,7 @@ class LLM(RunningLLM):
             num_threads=num_threads,
             seed=seed,
             max_logprobs=max_logprobs,
+            chat_template=chat_template,
         )
         speculative = None
         if speculative_config is not None:

@@ -100,7 +100,13 @@ def list_params(
 
 
 def encode(
-    prompt: Prompt, name: str, target: LoadedModel, *, max_model_len: int, spare: int
+    prompt: Prompt,
+    name: str,
+    target: LoadedModel,
+    *,
+    max_model_len: int,
+    spare: int,
+    add_special_tokens: bool = True,
 ) -> tuple[str | None, list[int]]:
     """Checks one prompt.
 
@@ -110,6 +116,7 @@ def encode(
         target: The model that reads it.
         max_model_len: Maximum tokens of a sequence.
         spare: Tokens of the sequence that are reserved for output.
+        add_special_tokens: Surround a string with the tokenizer's special tokens.
 
     Returns:
         The prompt as a string, None if only token ids were given; and its token ids.
@@ -137,7 +144,7 @@ def encode(
         least = min_num_tokens(target.tokenizer, prompt)
         qualifier = f"{len(prompt)} characters, at least "
         _check_num_tokens(name, least, target, max_model_len, spare, qualifier)
-    token_ids = target.tokenizer.encode(prompt)
+    token_ids = target.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
     _check_num_tokens(name, len(token_ids), target, max_model_len, spare)
     for position, token_id in enumerate(token_ids):
         if token_id >= target.vocab_size:
@@ -152,6 +159,27 @@ def encode(
             "token; allowed: at least one token"
         )
     return prompt, token_ids
+
+
+def encode_chats(texts: Sequence[str], target: LoadedModel, max_model_len: int) -> list[Prompt]:
+    """Encodes rendered conversations. A chat template writes the special tokens itself.
+
+    Raises:
+        ValueError: As for `encode`.
+    """
+    prompts: list[Prompt] = []
+    for index, text in enumerate(texts):
+        name = f"the prompt of messages[{index}]" if len(texts) > 1 else "the prompt of messages"
+        _, token_ids = encode(
+            text,
+            name,
+            target,
+            max_model_len=max_model_len,
+            spare=1,
+            add_special_tokens=False,
+        )
+        prompts.append({"prompt": text, "prompt_token_ids": token_ids})
+    return prompts
 
 
 def _encode_mapping(

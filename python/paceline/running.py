@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Never, Self
 
 from paceline import _core
+from paceline.chat_messages import Conversation
+from paceline.chat_template import ChatTemplates
 from paceline.checks import check_bool, check_unknown
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.default_params import default_params
@@ -20,7 +23,7 @@ from paceline.limits import MAX_SEED
 from paceline.loader import LoadedModel, check_compatible
 from paceline.memory import group_max_bytes, memory_plan
 from paceline.outputs import RequestError, RequestOutput
-from paceline.prompts import Prompt, encode
+from paceline.prompts import Prompt, encode, encode_chats
 from paceline.reports import capabilities
 from paceline.request import Request, prepare_requests
 from paceline.sampling import SamplingParams
@@ -70,6 +73,7 @@ class RunningLLM:
         self.target = target
         self.draft = draft
         self.max_model_len = resolve_max_model_len(config.max_model_len, target, draft)
+        self._chat_templates = ChatTemplates.of_model(target, config.chat_template)
         options = executor_options(config, speculative, max_model_len=self.max_model_len)
         draft_model = None if draft is None else draft.model
         self._num_outputs = 0  # of the requests so far
@@ -146,6 +150,65 @@ class RunningLLM:
                 raise RequestError(f"prompt {index}: {output.error}", finished)
         return finished
 
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+        chat_template: str | os.PathLike[str] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **unknown: Never,
+    ) -> list[RequestOutput]:
+        """Generates the next message of conversations and waits until all are complete.
+
+        The checkpoint's chat template makes a prompt of each conversation: the string that
+        transformers' `apply_chat_template` returns. The template writes the special tokens, so none
+        are added. It runs in a sandbox and is stopped after 10 million steps (`docs/chat.md`).
+
+        Args:
+            messages: A conversation, i.e. a list of messages {"role": ..., "content": ...}, or a
+                list of conversations. The content is a string, or a list of parts
+                {"type": "text", "text": ...}.
+            sampling_params: As for `generate`, one for each conversation.
+            use_tqdm: As for `generate`.
+            chat_template: A Jinja template as text or as the path of a file, or the name of one of
+                the checkpoint's templates. None = that of `LLM(chat_template=...)`, or else the
+                checkpoint's: "tool_use" if there are tools and it has one of that name, otherwise
+                its only one or "default".
+            add_generation_prompt: End the prompt with the beginning of the model's message.
+            continue_final_message: Let the model continue the last message instead of starting one.
+                Requires add_generation_prompt=False.
+            tools: Functions that the model may call, as dicts in OpenAI's format.
+            chat_template_kwargs: More variables for the template, such as {"enable_thinking":
+                False}.
+
+        Returns:
+            One `RequestOutput` per conversation, in their order. Its `prompt` is the rendered
+            template.
+
+        Raises:
+            TypeError: An argument does not exist.
+            ValueError: A message or another argument is not allowed, there is no chat template, or
+                the template refuses the messages, fails or exceeds a limit.
+            NotImplementedError: A message has an image or another part that is not text.
+            Exception: As for `generate`.
+        """
+        check_unknown("LLM.chat", RunningLLM.chat, unknown)
+        texts = self._chat_templates.render(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        prompts = encode_chats(texts, self.target, self.max_model_len)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -210,7 +273,7 @@ class RunningLLM:
         Raises:
             ValueError: The checkpoint has no `tokenizer.json`.
         """
-        return model_tokenizer(self.target)
+        return model_tokenizer(self.target, self._chat_templates)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the parameters of requests that have none.

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
+from paceline.chat_messages import Conversation
+from paceline.chat_template import ChatTemplates
 from paceline.checks import check_bool, check_int, check_text, shorten
 from paceline.limits import MAX_INT
 
@@ -54,6 +57,7 @@ class Tokenizer:
         *,
         eos_token_id: int | None = None,
         bos_token_id: int | None = None,
+        chat_templates: ChatTemplates | None = None,
     ) -> None:
         """Wraps a `tokenizer.json`.
 
@@ -61,11 +65,13 @@ class Tokenizer:
             info: The file.
             eos_token_id: See the class.
             bos_token_id: See the class.
+            chat_templates: The chat templates of the checkpoint. None = those beside the file.
         """
         self._info = info
         self.name_or_path = str(info.path.parent)
         self.eos_token_id = eos_token_id
         self.bos_token_id = bos_token_id
+        self._chat_templates = chat_templates or ChatTemplates(info.path.parent)
 
     @property
     def backend_tokenizer(self) -> tokenizers.Tokenizer:
@@ -134,6 +140,54 @@ class Tokenizer:
         """Converts several sequences of token ids to texts; see `decode`."""
         return [self.decode(ids, skip_special_tokens=skip_special_tokens) for ids in sequences]
 
+    def apply_chat_template(
+        self,
+        conversation: Conversation | Sequence[Conversation],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        chat_template: str | os.PathLike[str] | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tokenize: bool = True,
+        return_dict: bool = True,
+        **variables: Any,
+    ) -> Any:
+        """Makes prompts of conversations, as `LLM.chat` does.
+
+        Args:
+            conversation: A conversation or a list of them; see `LLM.chat`.
+            tools: See `LLM.chat`.
+            chat_template: See `LLM.chat`.
+            add_generation_prompt: See `LLM.chat`. (The default is that of transformers.)
+            continue_final_message: See `LLM.chat`.
+            tokenize: Return token ids instead of text.
+            return_dict: Return token ids as `__call__` does instead of as a list.
+            **variables: More variables for the template.
+
+        Returns:
+            The text, the token ids or the dict; a list of texts, a list of token ids, or a dict of
+            lists for a list of conversations.
+
+        Raises:
+            ValueError: As for `LLM.chat`.
+            NotImplementedError: As for `LLM.chat`.
+        """
+        check_bool("tokenize", tokenize)
+        check_bool("return_dict", return_dict)
+        texts = self._chat_templates.render(
+            conversation,
+            tools=tools,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=variables,
+        )
+        result: Any = texts if isinstance(conversation[0], list | tuple) else texts[0]
+        if not tokenize:
+            return result
+        encoding = self(result, add_special_tokens=False)
+        return encoding if return_dict else encoding.input_ids
+
     @overload
     def convert_ids_to_tokens(self, ids: int) -> str | None: ...
     @overload
@@ -200,8 +254,12 @@ class Tokenizer:
         return None if index is None else self._info.tokenizer.id_to_token(index)
 
 
-def model_tokenizer(target: LoadedModel) -> Tokenizer:
+def model_tokenizer(target: LoadedModel, chat_templates: ChatTemplates | None = None) -> Tokenizer:
     """Returns the tokenizer of a model.
+
+    Args:
+        target: The model.
+        chat_templates: As for `Tokenizer`.
 
     Raises:
         ValueError: The model has none.
@@ -214,6 +272,7 @@ def model_tokenizer(target: LoadedModel) -> Tokenizer:
         target.tokenizer,
         eos_token_id=next(iter(target.eos_token_ids), None),
         bos_token_id=target.bos_token_id,
+        chat_templates=chat_templates,
     )
 
 

@@ -19,7 +19,14 @@ from paceline.limits import MAX_SPECULATIVE_TOKENS
 from .checkpoint import Checkpoint, open_checkpoint
 from .drafter_checkpoint import DrafterCheckpoint, open_any_drafter
 from .families import check_dtype
-from .folder import TOKENIZER_NAME, CheckpointFolder
+from .files import exists, read_file
+from .folder import (
+    CHAT_NAMES,
+    MAX_CHAT_FILE_BYTES,
+    TOKENIZER_NAME,
+    CheckpointFolder,
+    is_more_template,
+)
 from .pickles import convert_pickle
 from .tokenizer import TokenizerInfo, check_tokenizers
 
@@ -46,7 +53,7 @@ def convert(
 
     Tensors keep the bytes of the checkpoint and only change their names. The library converts them
     when it reads the folder, exactly as it does when Python loads the checkpoint. The target's
-    `tokenizer.json` is copied. After an error nothing is left behind.
+    `tokenizer.json` and the chat template are copied. After an error nothing is left behind.
 
     Args:
         model_dir: The target's checkpoint.
@@ -204,6 +211,17 @@ def _write_folder(
     (folder / FOLDER_NAME).write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
     if tokenizer is not None:
         (folder / TOKENIZER_NAME).write_bytes(tokenizer)
+        _copy_chat_files(target.path, folder)
+
+
+def _copy_chat_files(source: Path, folder: Path) -> None:
+    """Copies the chat templates, and the special tokens that they refer to."""
+    further = [str(path.relative_to(source)) for path in source.glob("*/*.jinja")]
+    for name in (*CHAT_NAMES, *filter(is_more_template, further)):
+        if exists(source / name):
+            contents = read_file(source / name, "a chat template", max_bytes=MAX_CHAT_FILE_BYTES)
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(contents)
 
 
 def _write_weights(path: Path, checkpoint: Checkpoint | DrafterCheckpoint, bar: Any) -> None:

@@ -29,6 +29,8 @@ CHAT_NAMES: Final = (
     "chat_template.jinja",
     "chat_template.json",
 )
+# The settings of large tokenizers have some MB.
+MAX_CHAT_FILE_BYTES: Final = 64 << 20
 _MORE_TEMPLATES: Final = re.compile(r"additional_chat_templates/\w[\w-]*\.jinja", re.ASCII)
 
 
