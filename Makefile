@@ -116,6 +116,7 @@ $(VENV)/.installed: $(SOURCES) | check-python
 	mkdir -p build
 	log=build/install.log
 	echo "make: building and installing paceline with $(JOBS) jobs: a minute or several; the log is $$log"
+	: >$$log  # exists before the loop reads it
 	$(VENV)/bin/python -m pip install --verbose --progress-bar off . >$$log 2>&1 &
 	pip=$$!
 	trap 'kill $$pip 2>/dev/null || true' EXIT

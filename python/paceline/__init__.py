@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         RequestOutput,
         StreamChunk,
     )
-    from paceline.prompts import TextPrompt, TokensPrompt
+    from paceline.prompts import Prompt, TextPrompt, TokensPrompt
     from paceline.sampling import SamplingParams
     from paceline.stream import RequestStream
     from paceline.tokenizer import Tokenizer
@@ -50,6 +50,7 @@ __all__ = [
     "ModelFileError",
     "ModelNotFoundError",
     "OutOfMemoryError",
+    "Prompt",
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
@@ -75,6 +76,7 @@ _MODULE_OF = {
     "RequestMetrics": "paceline.outputs",
     "RequestOutput": "paceline.outputs",
     "StreamChunk": "paceline.outputs",
+    "Prompt": "paceline.prompts",
     "TextPrompt": "paceline.prompts",
     "Tokenizer": "paceline.tokenizer",
     "TokensPrompt": "paceline.prompts",

@@ -28,6 +28,9 @@ class TokensPrompt(TypedDict):
 
 # A mapping has the keys of `TextPrompt` or `TokensPrompt`.
 Prompt = str | Sequence[int] | Mapping[str, Any]
+# One prompt or several. Not `Prompt | Sequence[Prompt]`: type checkers accept a list of different
+# prompts only where there is one kind of sequence to choose from.
+Prompts = str | Mapping[str, Any] | Sequence[int | Prompt]
 _KEYS: Final = ("prompt", "prompt_token_ids")
 # vLLM has these too.
 _LATER_KEYS: Final = (
@@ -51,7 +54,7 @@ _MIN_BOUNDED_CHARS: Final = 8
 _NO_PROMPTS: Final = (bytes, bytearray, memoryview)
 
 
-def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def list_prompts(prompts: Prompts) -> list[Prompt]:
     """Makes a list of one prompt or several; ValueError for anything else."""
     if isinstance(prompts, str | Mapping):
         return [prompts]

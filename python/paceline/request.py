@@ -21,7 +21,7 @@ from paceline.outputs import (
     added_counters,
     speculative_metrics,
 )
-from paceline.prompts import Prompt, encode, list_params, list_prompts
+from paceline.prompts import Prompts, encode, list_params, list_prompts
 from paceline.stop_strings import StopStringFilter
 
 if TYPE_CHECKING:
@@ -293,7 +293,7 @@ def _metrics(samples: Sequence[Request], k: int | None) -> RequestMetrics:
 
 
 def prepare_requests(
-    prompts: Prompt | Sequence[Prompt],
+    prompts: Prompts,
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     target: LoadedModel,
     *,

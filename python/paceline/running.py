@@ -23,7 +23,7 @@ from paceline.limits import MAX_SEED
 from paceline.loader import LoadedModel, check_compatible
 from paceline.memory import group_max_bytes, memory_plan
 from paceline.outputs import RequestError, RequestOutput
-from paceline.prompts import Prompt, encode, encode_chats
+from paceline.prompts import Prompt, Prompts, encode, encode_chats
 from paceline.reports import capabilities
 from paceline.request import Request, prepare_requests
 from paceline.sampling import SamplingParams
@@ -95,7 +95,7 @@ class RunningLLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | None = None,
@@ -211,7 +211,7 @@ class RunningLLM:
 
     def stream(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> RequestStream:
         """Generates completions of prompts and returns each piece as soon as it is accepted.
@@ -403,7 +403,7 @@ class RunningLLM:
 
     def _prepare(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[Request]:
         """Checks and encodes requests, without queueing them. The samples of a prompt are adjacent

@@ -29,12 +29,13 @@ MAX_STOP_STRING_LEN: Final = 256
 _BYTES: Final = bytes | bytearray | memoryview  # sequences of integers that are not token ids
 
 
-@dataclasses.dataclass(frozen=True, init=False)
+@dataclasses.dataclass(init=False, unsafe_hash=True)
 class SamplingParams:
     """Sampling parameters of one request, with vLLM's names and meanings.
 
     They apply to every token in the same way, whether a drafter proposed it or not. Sequences and
-    mappings are stored as tuples, so that parameters can be compared, hashed and shared.
+    mappings are stored as tuples, so that parameters can be compared, hashed and shared. They do
+    not change; `dataclasses.replace(params, max_tokens=64)` makes a copy with other values.
 
     Attributes:
         n: Number of outputs, 1 to 128. They are sampled independently: output i is the output of a
@@ -86,29 +87,29 @@ class SamplingParams:
         TypeError: A parameter does not exist. The message lists those that do.
     """
 
-    n: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: tuple[tuple[int, float], ...]
-    bad_words: tuple[str | tuple[int, ...], ...]
-    allowed_token_ids: tuple[int, ...]
-    max_tokens: int | None
-    min_tokens: int
-    stop: tuple[str, ...]
-    include_stop_str_in_output: bool
-    stop_token_ids: tuple[int, ...]
-    ignore_eos: bool
-    seed: int | None
-    logprobs: int | None
-    prompt_logprobs: int | None
-    detokenize: bool
-    skip_special_tokens: bool
-    spaces_between_special_tokens: bool
+    n: Final[int]
+    temperature: Final[float]
+    top_k: Final[int]
+    top_p: Final[float]
+    min_p: Final[float]
+    repetition_penalty: Final[float]
+    presence_penalty: Final[float]
+    frequency_penalty: Final[float]
+    logit_bias: Final[tuple[tuple[int, float], ...]]
+    bad_words: Final[tuple[str | tuple[int, ...], ...]]
+    allowed_token_ids: Final[tuple[int, ...]]
+    max_tokens: Final[int | None]
+    min_tokens: Final[int]
+    stop: Final[tuple[str, ...]]
+    include_stop_str_in_output: Final[bool]
+    stop_token_ids: Final[tuple[int, ...]]
+    ignore_eos: Final[bool]
+    seed: Final[int | None]
+    logprobs: Final[int | None]
+    prompt_logprobs: Final[int | None]
+    detokenize: Final[bool]
+    skip_special_tokens: Final[bool]
+    spaces_between_special_tokens: Final[bool]
 
     def __init__(
         self,
@@ -190,6 +191,16 @@ class SamplingParams:
             )
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+
+    # Not dataclass(frozen=True), whose message does not say what to do.
+    def __setattr__(self, name: str, value: Never) -> None:
+        raise dataclasses.FrozenInstanceError(
+            f"{name} cannot be set: SamplingParams do not change, because requests share them; use "
+            f"params = dataclasses.replace(params, {name}=...)"
+        )
+
+    def __delattr__(self, name: str) -> None:
+        raise dataclasses.FrozenInstanceError(f"{name} cannot be deleted")
 
 
 def _check_number(

@@ -61,8 +61,10 @@ def test_parameters_are_frozen_hashable_copies() -> None:
     params = SamplingParams(
         stop_token_ids=[1, 2], logit_bias={5: 1.0}, bad_words=["a", [1]], stop=["x"]
     )
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(dataclasses.FrozenInstanceError, match=r"replace\(params, seed=\.\.\.\)"):
         params.seed = 3  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        del params.seed
     same = SamplingParams(
         stop_token_ids=(1, 2), logit_bias=[(5, 1)], bad_words=("a", (1,)), stop="x"
     )
