@@ -14,6 +14,7 @@
 #include <paceline/executor.h>
 
 #include "bindings.h"
+#include "executor/default_options.h"
 #include "executor_options.h"
 #include "messages.h"
 
@@ -57,18 +58,42 @@ py::dict memory_report_to_dict(const MemoryReport& report) {
 py::dict stats_to_dict(const ExecutorStats& stats) {
   py::dict dict;
   dict["num_iterations"] = stats.num_iterations;
+  dict["num_finished"] = stats.num_finished;
+  dict["num_failed"] = stats.num_failed;
+  dict["num_cancelled"] = stats.num_cancelled;
   dict["num_preemptions"] = stats.num_preemptions;
+  dict["num_prompt_tokens"] = stats.num_prompt_tokens;
   dict["num_shared_tokens"] = stats.num_shared_tokens;
   dict["num_emitted_tokens"] = stats.num_emitted_tokens;
+  dict["num_verify_windows"] = stats.num_verify_windows;
   dict["num_draft_tokens"] = stats.num_draft_tokens;
   dict["num_accepted_tokens"] = stats.num_accepted_tokens;
+  dict["drafted_per_position"] = stats.drafted_per_position;
+  dict["accepted_per_position"] = stats.accepted_per_position;
+  dict["host_us"] = stats.host_us;
+  dict["uptime_s"] = stats.uptime_s;
   dict["num_running"] = stats.num_running;
   dict["num_waiting"] = stats.num_waiting;
-  dict["host_us"] = stats.host_us;
-  dict["iteration_us"] = stats.iteration_us;
-  dict["iteration_idle_us"] = stats.iteration_idle_us;
-  dict["iteration_num_decoding"] = stats.iteration_num_decoding;
-  dict["iteration_num_prefill"] = stats.iteration_num_prefill;
+  py::list groups;
+  for (const ExecutorStats::KvGroup& group : stats.kv_groups) {
+    py::dict entry;
+    entry["held_blocks"] = group.held_blocks;
+    entry["quarantined_blocks"] = group.quarantined_blocks;
+    entry["max_blocks"] = group.max_blocks;
+    groups.append(std::move(entry));
+  }
+  dict["kv_groups"] = std::move(groups);
+  dict["kv_num_slabs"] = stats.kv_num_slabs;
+  dict["kv_free_slabs"] = stats.kv_free_slabs;
+  return dict;
+}
+
+py::dict times_to_dict(const IterationTimes& times) {
+  py::dict dict;
+  dict["us"] = times.us;
+  dict["idle_us"] = times.idle_us;
+  dict["num_decoding"] = times.num_decoding;
+  dict["num_prefill"] = times.num_prefill;
   return dict;
 }
 
@@ -340,15 +365,31 @@ Returns:
           [](PyExecutor& self) {
             return stats_to_dict(self.call([](Executor& executor) { return executor.stats(); }));
           },
-          R"doc(Returns counters and times since the start or the last `reset_stats()`.
+          R"doc(Returns counters since the start or the last `reset_stats()`, and the load now.
+
+Takes the same time whatever has run.
 
 Returns:
-    A dict; durations in microseconds.
+    A dict with the fields of `ExecutorStats`. "kv_groups" has one dict for each group of
+    `memory_report()`, and "host_us" is in microseconds.
+)doc")
+      .def(
+          "iteration_times",
+          [](PyExecutor& self) {
+            return times_to_dict(
+                self.call([](Executor& executor) { return executor.iteration_times(); }));
+          },
+          R"doc(Returns the times of iterations since the start or the last `reset_stats()`.
+
+Returns:
+    A dict of lists with one entry for each iteration, for at most 65,536: "us" and "idle_us" are
+    microseconds in which the device worked and was idle before; "num_decoding" and "num_prefill"
+    count sequences.
 )doc")
       .def(
           "reset_stats",
           [](PyExecutor& self) { self.call([](Executor& executor) { executor.reset_stats(); }); },
-          "Resets all of `stats()` to zero.")
+          "Resets the counters of `stats()` and the times to zero.")
       .def(
           "trace_iteration",
           [](PyExecutor& self, int32_t timeout_ms) {
@@ -406,6 +447,24 @@ Returns:
            "closing "
            "twice is fine.")
       .def("__repr__", &executor_repr);
+
+  module.def(
+      "default_options",
+      [](const PyModel& target, const PyModel* draft, const py::dict& options) {
+        return options_to_dict(with_defaults(options_from_dict(options), *target.model,
+                                             draft == nullptr ? nullptr : draft->model.get()));
+      },
+      py::arg("target"), py::arg("draft").none(true), py::arg("options"),
+      R"doc(Fills in what an executor chooses for options that are 0, except for kv_cache_bytes.
+
+Args:
+    target: The target.
+    draft: The drafter; None without one.
+    options: As for `Executor`. They are not checked.
+
+Returns:
+    All options, as `Executor.options` has them.
+)doc");
 }
 
 }  // namespace paceline::python

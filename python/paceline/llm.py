@@ -23,7 +23,7 @@ from paceline.device import resolve_device
 from paceline.loader import LoadedModel, StateDict, load_pair
 from paceline.running import RunningLLM
 from paceline.sources import find_models
-from paceline.startup import resolve_max_num_batched_tokens
+from paceline.startup import check_max_num_batched_tokens
 from paceline.state_dict import from_mappings, from_modules, load_state_dicts
 
 
@@ -158,7 +158,7 @@ class LLM(RunningLLM):
         speculative = None
         if speculative_config is not None:
             speculative = SpeculativeConfig.parse(speculative_config)
-        resolve_max_num_batched_tokens(config, speculative)
+        check_max_num_batched_tokens(config, speculative)
         resolved = resolve_device(config.device)
         sources = find_models(
             model,
@@ -169,7 +169,7 @@ class LLM(RunningLLM):
             progress=show_progress,
         )
         speculative = sources.speculative
-        resolve_max_num_batched_tokens(config, speculative)
+        check_max_num_batched_tokens(config, speculative)
         with lifetime.delayed_exit():
             target, draft = load_pair(
                 sources.target,

@@ -3,32 +3,29 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
+from paceline import _core
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.loader import LoadedModel
 
-_DEFAULT_MAX_MODEL_LEN: Final = 4096
-_DEFAULT_MAX_NUM_BATCHED_TOKENS: Final = 2048
 
-
-def resolve_max_num_batched_tokens(
+def check_max_num_batched_tokens(
     config: EngineConfig, speculative: SpeculativeConfig | None
-) -> int:
-    """Returns the rows of an iteration in effect.
+) -> None:
+    """Checks the rows of an iteration before anything is loaded.
 
     Raises:
         ValueError: The given number is too small for the verify windows of all sequences.
     """
     k = 0 if speculative is None else speculative.num_speculative_tokens or 0
     rows = config.max_num_seqs * (k + 1)
-    given = config.max_num_batched_tokens or max(_DEFAULT_MAX_NUM_BATCHED_TOKENS, rows)
-    if given < rows:
+    given = config.max_num_batched_tokens
+    if given is not None and given < rows:
         raise ValueError(
             f"max_num_batched_tokens is {given}; allowed: an integer >= "
             f"max_num_seqs * (num_speculative_tokens + 1) = {rows}"
         )
-    return given
 
 
 def resolve_max_model_len(given: int | None, target: LoadedModel, draft: LoadedModel | None) -> int:
@@ -42,7 +39,7 @@ def resolve_max_model_len(given: int | None, target: LoadedModel, draft: LoadedM
             f"max_model_len is {given}; allowed: 1 to {target.max_position}, the length that "
             f"{target.path} supports"
         )
-    max_model_len = given or min(target.max_position, _DEFAULT_MAX_MODEL_LEN)
+    max_model_len = given or int(_core.default_options(target.model, None, {})["max_model_len"])
     # Not lowered to the drafter's length: requests end at the same length with and without it.
     if draft is not None and draft.max_position < max_model_len:
         raise ValueError(
@@ -59,11 +56,10 @@ def executor_options(
 ) -> dict[str, Any]:
     """Returns the `options` of `_core.Executor`."""
     k = 0 if speculative is None else speculative.num_speculative_tokens or 0
-    max_num_batched_tokens = resolve_max_num_batched_tokens(config, speculative)
     options: dict[str, Any] = {
         "max_model_len": max_model_len,
         "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_num_batched_tokens": config.max_num_batched_tokens or 0,
         "prefill_chunk_size": config.prefill_chunk_size or 0,
         "kv_cache_bytes": config.kv_cache_bytes or 0,
         "block_size": config.block_size,

@@ -522,7 +522,7 @@ TEST(Engine, RequestsAddedTogetherBeginTogether) {
       }
     }
     EXPECT_EQ(executor.check_integrity(), "");
-    EXPECT_EQ(executor.stats().iteration_num_prefill.front(), 5);
+    EXPECT_EQ(executor.iteration_times().num_prefill.front(), 5);
   }
 }
 

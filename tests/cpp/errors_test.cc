@@ -62,7 +62,8 @@ struct WrittenFolder {
 
 TEST(Errors, EveryRefusalIsAnError) {
   const auto model = tiny_model(TinyModel{}, 3);
-  const ExecutorOptions options = small_engine_options(0);
+  ExecutorOptions options = small_engine_options(0);
+  options.host_delay_max_us = 20'000;  // so that the request still runs when it is cancelled
   Executor executor(model, nullptr, options);
   const RequestId id =
       executor.add_request({.prompt = {1}, .sampling = {.max_tokens = 200}}).value();

@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -12,13 +13,16 @@
 
 #include <paceline/error.h>
 
+#include "executor/setup.h"
 #include "support/errors.h"
 #include "support/tiny_models.h"
 
 namespace paceline {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
+using testing::message_of;
 
 constexpr int64_t kMib = int64_t{1} << 20;
 constexpr int64_t kGib = int64_t{1} << 30;
@@ -34,13 +38,14 @@ ExecutorOptions options(int32_t max_num_seqs, int32_t max_model_len, int32_t k =
   ExecutorOptions o;
   o.max_num_seqs = max_num_seqs;
   o.max_model_len = max_model_len;
+  o.max_num_batched_tokens = 2048;
   o.speculative.num_speculative_tokens = k;
   return o;
 }
 
 KvCacheSize size(Device device, const std::vector<KvLayerShape>& layers, const ExecutorOptions& o,
                  std::optional<int64_t> free_bytes) {
-  return default_kv_cache_size(layers, {}, DType::kFloat32, device, o, free_bytes);
+  return default_kv_cache_size(layers, {}, DType::kFloat32, device, o, {.free = free_bytes});
 }
 
 TEST(KvCacheSizeTest, HoldsAllTokensOfFullLayers) {
@@ -68,7 +73,7 @@ TEST(KvCacheSizeTest, CountsTheDrafterAndNotLayersThatReadAnother) {
   const std::vector<KvLayerShape> target = {full(), reader()};
   const std::vector<KvLayerShape> draft = {full(), reader()};
   const auto bytes = [&](DType dtype) {
-    return default_kv_cache_size(target, draft, dtype, Device::kCpu, o, std::nullopt).bytes;
+    return default_kv_cache_size(target, draft, dtype, Device::kCpu, o, {}).bytes;
   };
   EXPECT_EQ(bytes(DType::kFloat32), int64_t{2} * 256 * 64 * (4096 + 36) * 9 / 8);
   EXPECT_EQ(bytes(DType::kBFloat16), bytes(DType::kFloat32) / 2);
@@ -104,11 +109,98 @@ TEST(KvCacheSizeTest, LeavesRoomOnAGpu) {
 }
 
 TEST(KvCacheSizeTest, RefusesAGpuWithoutRoom) {
-  const std::string message = testing::message_of<OutOfMemory>(
+  const std::string message = message_of<OutOfMemory>(
       [] { static_cast<void>(size(Device::kCuda, {full()}, options(4, 1000), 2 * kGib)); });
   EXPECT_THAT(message, HasSubstr("the GPU has 2048.0 MiB free beside the weights"));
   EXPECT_THAT(message, HasSubstr("90% of it less 2048.0 MiB"));
   EXPECT_THAT(message, HasSubstr("set kv_cache_bytes"));
+}
+
+// A GPU of 80 GiB with 16 GiB of weights and 3 GiB of workspace.
+KvCacheSize size_with(double utilization, int64_t free_bytes) {
+  ExecutorOptions o = options(1024, 4096 - 36);
+  o.gpu_memory_utilization = utilization;
+  const std::vector<KvLayerShape> layers(32, full());
+  return default_kv_cache_size(
+      layers, {}, DType::kFloat32, Device::kCuda, o,
+      {.free = free_bytes, .total = 80 * kGib, .weights = 16 * kGib, .workspace = 3 * kGib});
+}
+
+TEST(KvCacheSizeTest, TakesWhatTheUtilizationLeaves) {
+  // 1 GiB is reserved for captured graphs.
+  const int64_t wanted = int64_t{32} * 256 * 1024 * 4096 * 9 / 8;  // 36 GiB
+  KvCacheSize found = size_with(0.5, 64 * kGib);
+  EXPECT_EQ(found.bytes, (40 - 16 - 3 - 1) * kGib);
+  EXPECT_THAT(found.reason,
+              HasSubstr("gpu_memory_utilization is 0.5, which allows 40960.0 of the GPU's 81920.0 "
+                        "MiB; the weights take 16384.0 MiB, the workspace 3072.0 MiB, and 1024.0 "
+                        "MiB are reserved for captured graphs"));
+  EXPECT_EQ(size_with(0.26, 64 * kGib).bytes,
+            static_cast<int64_t>(0.26 * 80 * kGib) - (16 + 3 + 1) * kGib);
+  // Never more than all sequences can use.
+  found = size_with(1, 64 * kGib);
+  EXPECT_EQ(found.bytes, wanted);
+  EXPECT_THAT(found.reason, HasSubstr("all sequences can use no more"));
+  EXPECT_LT(size_with(0.69, 64 * kGib).bytes, wanted);
+}
+
+TEST(KvCacheSizeTest, RefusesAUtilizationThatLeavesNothing) {
+  EXPECT_THAT(message_of<OutOfMemory>([] { static_cast<void>(size_with(0.25, 64 * kGib)); }),
+              AllOf(HasSubstr("gpu_memory_utilization is 0.25"), HasSubstr("weights take 16384.0"),
+                    HasSubstr("leaves no room for a KV pool; raise gpu_memory_utilization")));
+  // Other processes use 24 GiB.
+  EXPECT_EQ(size_with(0.8, 40 * kGib).bytes, 36 * kGib);
+  EXPECT_THAT(message_of<OutOfMemory>([] { static_cast<void>(size_with(0.8, 39 * kGib)); }),
+              AllOf(HasSubstr("KV pool 36864.0 MiB, but only 39936.0 MiB are free"),
+                    HasSubstr("lower gpu_memory_utilization")));
+}
+
+TEST(KvCacheSizeTest, RefusesAUtilizationThatTheGraphsExceed) {
+  ExecutorOptions o;
+  const MemoryReport report = {.target_weight_bytes = 10 * kGib,
+                               .draft_weight_bytes = 2 * kGib,
+                               .kv_pool_bytes = 20 * kGib,
+                               .workspace_bytes = 6 * kGib,
+                               .graph_bytes = 2 * kGib};
+  check_gpu_memory_use(o, 80 * kGib, report);  // not given
+  o.gpu_memory_utilization = 0.5;
+  check_gpu_memory_use(o, 80 * kGib, report);
+  EXPECT_THAT(message_of<OutOfMemory>([&] { check_gpu_memory_use(o, 79 * kGib, report); }),
+              AllOf(HasSubstr("with 2048.0 MiB of captured graphs the engine uses 40960.0 of the "
+                              "GPU's 80896.0 MiB"),
+                    HasSubstr("set kv_cache_bytes to less than 21474836480")));
+}
+
+TEST(KvCacheSizeTest, RefusesAUtilizationByName) {
+  const std::shared_ptr<const Model> model = testing::tiny_model({}, 1);
+  const auto refusal = [&](double utilization, int64_t kv_cache_bytes) {
+    ExecutorOptions o = options(2, 64);
+    o.gpu_memory_utilization = utilization;
+    o.kv_cache_bytes = kv_cache_bytes;
+    return message_of<InvalidArgument>([&] { Executor(model, nullptr, o); });
+  };
+  for (const double value : {-0.1, 1.01, std::nan("")}) {
+    EXPECT_THAT(refusal(value, 0), HasSubstr("allowed: above 0 to 1"));
+  }
+  EXPECT_THAT(refusal(0.9, 0), HasSubstr("gpu_memory_utilization is 0.9, but the models are on "
+                                         "device cpu; allowed there: 0; set kv_cache_bytes"));
+}
+
+// What gpu_memory_utilization counts on is what a runner allocates.
+TEST(KvCacheSizeTest, CountsTheWorkspaceWithoutAllocatingIt) {
+  const std::shared_ptr<const Model> model = testing::tiny_model({.windows = {8, 0}}, 1);
+  for (const int32_t k : {0, 3}) {
+    ExecutorOptions o = options(64, 512, k);
+    o.max_num_batched_tokens = 8192;
+    o.max_logprobs = 5;
+    o.kv_cache_bytes = 16 * kMib;
+    const Model* const draft = k > 0 ? model.get() : nullptr;
+    const int64_t counted = workspace_bytes(o, *model, draft);
+    const MemoryReport report = Executor(model, k > 0 ? model : nullptr, o).memory_report();
+    EXPECT_GE(counted, report.workspace_bytes);
+    EXPECT_LE(counted, report.workspace_bytes + 4 * kMib) << "small buffers share chunks of a MiB";
+    EXPECT_GT(report.workspace_bytes, 4 * kMib);
+  }
 }
 
 TEST(KvCacheSizeTest, DoesNotOverflow) {
@@ -134,7 +226,7 @@ TEST(KvCacheSizeTest, IsWhatAnExecutorTakesWithoutASize) {
   EXPECT_EQ(given.options().kv_cache_bytes, 16 * kMib);
   EXPECT_EQ(given.memory_report().kv_cache_rule, "as given");
   o.kv_cache_bytes = -1;
-  EXPECT_THAT(testing::message_of<InvalidArgument>([&] { Executor(model, nullptr, o); }),
+  EXPECT_THAT(message_of<InvalidArgument>([&] { Executor(model, nullptr, o); }),
               HasSubstr("kv_cache_bytes is -1; allowed: 0 (default_kv_cache_size() chooses) to"));
 }
 

@@ -230,9 +230,11 @@ class OutOfMemoryTest : public ::testing::Test {
       check(serve(*engine), expected, cancelled);
       EXPECT_EQ(engine->check_integrity(), "");
       const ExecutorStats stats = engine->stats();
-      EXPECT_EQ(stats.iteration_us.size(), stats.iteration_num_prefill.size());
-      EXPECT_EQ(stats.iteration_us.size(), stats.iteration_idle_us.size());
-      EXPECT_EQ(stats.iteration_us.size(), stats.iteration_num_decoding.size());
+      const IterationTimes times = engine->iteration_times();
+      EXPECT_EQ(times.us.size(), static_cast<size_t>(stats.num_iterations));
+      EXPECT_EQ(times.us.size(), times.num_prefill.size());
+      EXPECT_EQ(times.us.size(), times.idle_us.size());
+      EXPECT_EQ(times.us.size(), times.num_decoding.size());
       EXPECT_EQ(stats.num_running + stats.num_waiting, 0);
       if (HasFailure()) return;
     }

@@ -43,7 +43,9 @@ enum class DraftPosition : uint8_t {
 };
 
 struct SpeculativeOptions {
-  int32_t num_speculative_tokens = 0;  // k, drafts per iteration: 0 (plain decoding) or 1..16
+  // k, drafts per iteration: 1..16. 0 is plain decoding; with a drafter that load_model_folder has
+  // read, it is the folder's default.
+  int32_t num_speculative_tokens = 0;
   AcceptMethod accept_method = AcceptMethod::kCoupled;
   // Mean tokens per iteration, bonus token included: in [1, k+1] with kSynthetic, otherwise 0.
   double synthetic_acceptance_length = 0;
@@ -70,17 +72,23 @@ struct SpeculativeOptions {
 
 struct ExecutorOptions {
   // Largest length of prompt + output of one request, in tokens: 1 to the positions of the target,
-  // and to those of a draft model.
+  // and to those of a draft model; 0 is the positions of the target, but at most 4,096.
   int32_t max_model_len = 0;
   int32_t max_num_seqs = 64;  // largest number of samples that run at the same time, 1..1024
-  // Largest number of rows of one iteration, from max_num_seqs * (k+1) to 524,288.
-  int32_t max_num_batched_tokens = 2048;
+  // Largest number of rows of one iteration, from max_num_seqs * (k+1) to 524,288; 0 is 2,048, or
+  // max_num_seqs * (k+1) if that is more.
+  int32_t max_num_batched_tokens = 0;
   // Largest number of prompt tokens of one sample in one iteration, up to 524,288; 0 is
   // max_num_batched_tokens.
   int32_t prefill_chunk_size = 0;
   int32_t max_waiting_requests = 0;  // largest number of queued requests; 0 is no bound
   // Size of the KV pool of all groups, in bytes; 0 is the size that default_kv_cache_size() gives.
   int64_t kv_cache_bytes = 0;
+  // Instead of kv_cache_bytes, on CUDA only: the fraction of the GPU's memory that the engine may
+  // use for the weights of both models, the workspace, captured graphs and the KV pool together, in
+  // (0, 1]. The pool takes what the others leave, but never more than all sequences can use. 0 is
+  // not given.
+  double gpu_memory_utilization = 0;
   int32_t block_size = 16;  // tokens per KV block, 1..256
   int32_t num_threads = 0;  // CPU threads that run the ops, 1..1024; 0 is all cores
   // Largest number of most probable tokens whose logprobs a request may ask for, 0..64. With 0 no
@@ -88,6 +96,9 @@ struct ExecutorOptions {
   int32_t max_logprobs = 0;
   SpeculativeOptions speculative;
   DraftDriver draft_driver = DraftDriver::kUnrolled;
+  // While requests run, the engine sends a line of figures to the log sink (log.h) after each
+  // interval of so many seconds of work; 0 is off, at most 86,400.
+  double log_interval_s = 10;
 
   // For tests, 0..2, on the CPU only. With n > 0 the device runs iteration i only after iteration
   // i+n has been launched, or when the engine waits for i.

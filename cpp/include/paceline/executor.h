@@ -50,22 +50,48 @@ struct MemoryReport {
   std::vector<Group> groups;  // one per KV group, those of the target first
 };
 
-// Counters since the start or the last reset_stats(). The four vectors have one entry per
-// iteration, for the first 65,536 iterations.
+// Counters since the start or the last reset_stats(), and the load now. The size does not depend on
+// what has run.
 struct ExecutorStats {
   int64_t num_iterations = 0;
+  // Samples that have ended: with a stop token or at their length, with an error, or cancelled.
+  int64_t num_finished = 0;
+  int64_t num_failed = 0;
+  int64_t num_cancelled = 0;
   int64_t num_preemptions = 0;
+  int64_t num_prompt_tokens = 0;   // prompt tokens computed, those of recomputed prompts again
   int64_t num_shared_tokens = 0;   // prompt tokens whose KV forks took over instead of computing it
   int64_t num_emitted_tokens = 0;  // tokens that events have delivered
-  int64_t num_draft_tokens = 0;    // drafts verified in the iterations that emitted these tokens
-  int64_t num_accepted_tokens = 0;  // verified drafts that were accepted
-  int32_t num_running = 0;          // samples that run now
-  int32_t num_waiting = 0;          // samples that wait now
+  // Verify windows with drafts among those that emitted these tokens, the drafts verified in them,
+  // and the drafts accepted. The mean acceptance length is 1 + num_accepted_tokens /
+  // num_verify_windows.
+  int64_t num_verify_windows = 0;
+  int64_t num_draft_tokens = 0;
+  int64_t num_accepted_tokens = 0;
+  std::vector<int64_t> drafted_per_position;   // [k] number of times that draft i was verified
+  std::vector<int64_t> accepted_per_position;  // [k] number of times that draft i was accepted
   double host_us = 0;  // host time of all iterations: scheduling, batches, blocks, ring
-  std::vector<float> iteration_us;              // device time
-  std::vector<float> iteration_idle_us;         // idle time of the device before the iteration
-  std::vector<int32_t> iteration_num_decoding;  // decoding sequences
-  std::vector<int32_t> iteration_num_prefill;   // prefilling sequences
+
+  double uptime_s = 0;      // since the executor started; reset_stats() does not reset it
+  int32_t num_running = 0;  // samples that run now
+  int32_t num_waiting = 0;  // samples that wait now
+  struct KvGroup {
+    int64_t held_blocks = 0;         // held by running sequences
+    int64_t quarantined_blocks = 0;  // released, but iterations in flight may still use them
+    int64_t max_blocks = 0;          // if the group had the whole pool
+  };
+  std::vector<KvGroup> kv_groups;  // in the order of MemoryReport::groups
+  int64_t kv_num_slabs = 0;        // of the pool; a slab serves one group at a time
+  int64_t kv_free_slabs = 0;
+};
+
+// Times of iterations, one entry for each, for the first 65,536 since the start or the last
+// reset_stats().
+struct IterationTimes {
+  std::vector<float> us;              // device time
+  std::vector<float> idle_us;         // idle time of the device before the iteration
+  std::vector<int32_t> num_decoding;  // decoding sequences
+  std::vector<int32_t> num_prefill;   // prefilling sequences
 };
 
 // All launches of one kernel in one iteration.
@@ -84,11 +110,22 @@ struct KvCacheSize {
 // The size that an Executor gives its KV pool where options.kv_cache_bytes is 0. On the CPU: enough
 // for max_num_seqs sequences of max_model_len tokens, but at most a quarter of free memory. On
 // CUDA: the same, as if no layer had a window, but at most 90 % of free memory less 2 GiB for
-// workspace and captured graphs. free_bytes: memory that is free beside the weights of both models;
-// nullopt: ask the system. Throws OutOfMemory where a GPU has no room for a pool.
+// workspace and captured graphs, or what options.gpu_memory_utilization leaves. free_bytes: memory
+// that is free beside the weights of both models; nullopt: ask the system. Throws OutOfMemory where
+// a GPU has no room for a pool.
 [[nodiscard]] PACELINE_API KvCacheSize
 default_kv_cache_size(const Model& target, const Model* draft, const ExecutorOptions& options,
                       std::optional<int64_t> free_bytes = std::nullopt);
+
+// The options that an Executor chooses by itself for these models on their device, as numbers: the
+// KV pool from the memory that is free now, max_model_len, max_num_batched_tokens, and k for a
+// drafter that load_model_folder has read. `draft` is null without a drafter.
+[[nodiscard]] PACELINE_API ExecutorOptions recommended_options(const Model& target,
+                                                               const Model* draft);
+[[nodiscard]] PACELINE_API ExecutorOptions recommended_options(const ModelFolder& folder);
+
+// Sampling options for requests to the folder's target: the defaults, with its stop tokens.
+[[nodiscard]] PACELINE_API SamplingOptions recommended_sampling(const ModelFolder& folder);
 
 class PACELINE_API Executor {
  public:
@@ -97,6 +134,8 @@ class PACELINE_API Executor {
 
   // Runs on the device that holds the weights of the models. `draft` is a draft model or a draft
   // head (docs/model-format.md) for this target; it is null for plain decoding and prompt lookup.
+  // Default options work for all models, except that a drafter that was not read from a folder
+  // needs num_speculative_tokens.
   // Throws InvalidArgument for an option that is not allowed and for a draft head of another
   // target, Unsupported, OutOfMemory, and DeviceError.
   Executor(std::shared_ptr<const Model> target, std::shared_ptr<const Model> draft,
@@ -129,6 +168,7 @@ class PACELINE_API Executor {
 
   [[nodiscard]] MemoryReport memory_report() const;
   [[nodiscard]] ExecutorStats stats() const;
+  [[nodiscard]] IterationTimes iteration_times() const;
   void reset_stats();
 
   // Times the kernels of the next iteration without prefill rows, one by one, and returns the times
@@ -142,7 +182,7 @@ class PACELINE_API Executor {
 
   // The target's vocabulary size, which is the width of logits.
   [[nodiscard]] int32_t vocab_size() const;
-  // As given; where kv_cache_bytes was 0, with the bytes that were chosen.
+  // As given; a value that was chosen because it was 0 is the one in effect.
   [[nodiscard]] const ExecutorOptions& options() const;
 
  private:

@@ -35,6 +35,12 @@ DType activation_dtype(const Model& target, const Model* draft) {
   return dtype;
 }
 
+// Products round their rows up.
+RunnerOptions with_padding(RunnerOptions options) {
+  options.iteration.padded_rows = &GemmPlanner::padded_rows;
+  return options;
+}
+
 int64_t free_device_bytes() {
   size_t free_bytes = 0;
   size_t total_bytes = 0;
@@ -69,8 +75,7 @@ CudaRunner::CudaRunner(std::shared_ptr<const Model> target, std::shared_ptr<cons
   planner_ = std::make_unique<GemmPlanner>(/*uses_library=*/dtype == DType::kBFloat16);
   context_.gemm = planner_.get();
 
-  RunnerOptions runner_options = options.runner;
-  runner_options.iteration.padded_rows = &GemmPlanner::padded_rows;
+  const RunnerOptions runner_options = with_padding(options.runner);
   runner_ = std::make_unique<IterationRunner<CudaContext, CudaGraph>>(
       context_, cuda_memory(), arena_, std::move(target), std::move(draft), layout, runner_options,
       dtype);
@@ -84,6 +89,15 @@ CudaRunner::CudaRunner(std::shared_ptr<const Model> target, std::shared_ptr<cons
           "poisoning the KV pool");
   }
   cuda::synchronize(context_.stream, "starting the engine");
+}
+
+int64_t CudaRunner::count_workspace(const std::shared_ptr<const Model>& target,
+                                    const std::shared_ptr<const Model>& draft,
+                                    const KvLayout& layout, const RunnerOptions& options) {
+  const int64_t counters = int64_t{kNumCounters} * static_cast<int64_t>(sizeof(int32_t));
+  return kWorkspaceBytes + counters +
+         paceline::count_workspace<CudaContext, CudaGraph>(
+             target, draft, layout, with_padding(options), activation_dtype(*target, draft.get()));
 }
 
 CudaRunner::Stream::~Stream() {

@@ -35,6 +35,11 @@ class CudaRunner final : public Runner {
   // OutOfMemory, DeviceError.
   CudaRunner(std::shared_ptr<const Model> target, std::shared_ptr<const Model> draft,
              const KvLayout& layout, const CudaRunnerOptions& options);
+  // The bytes of its workspace, without captured graphs. Touches no device.
+  [[nodiscard]] static int64_t count_workspace(const std::shared_ptr<const Model>& target,
+                                               const std::shared_ptr<const Model>& draft,
+                                               const KvLayout& layout,
+                                               const RunnerOptions& options);
   CudaRunner(const CudaRunner&) = delete;
   CudaRunner& operator=(const CudaRunner&) = delete;
 

@@ -9,6 +9,7 @@
 
 #include "base/check.h"
 #include "base/clock.h"
+#include "base/log.h"
 #include "base/reserve_more.h"
 #include "base/start_thread.h"
 #include "batch/batch_builder.h"
@@ -48,7 +49,9 @@ Engine::Engine(const EngineOptions& options, const KvLayout& layout, std::unique
       runner_(std::move(runner)),
       pool_(layout),
       scheduler_(options.scheduler, pool_),
-      ring_(options.scheduler.max_in_flight + 1) {
+      ring_(options.scheduler.max_in_flight + 1),
+      interval_log_(options.log_interval_s),
+      start_us_(now_us()) {
   if (options.poisons_freed_blocks) {
     pool_.set_on_reusable([this](GroupId group, BlockId block) { runner_->poison(group, block); });
   }
@@ -119,6 +122,7 @@ bool Engine::take_in() {
         wake_caller_.notify_all();
       }
       wake_engine_.wait(lock, has_news);
+      interval_log_.resume(now_us());
     }
     if (stops_) return false;
     while (!incoming_.empty()) {
@@ -185,16 +189,21 @@ void Engine::read_oldest() {
   for (size_t i = 0; i < launched.plan.sequences.size(); ++i) {
     const PlannedSequence& launch = launched.plan.sequences[i];
     const bool is_delivered = apply(launch, results[i], logprobs, static_cast<int32_t>(i));
-    statistics.add(launch.kind, results[i], is_delivered);
+    statistics.add(launch, results[i], is_delivered);
   }
   launched.batch.score_copies.clear();  // they own the logits, which may be large
   std::erase_if(leaving_, [](const auto& sequence) { return sequence->launches_in_flight == 0; });
   publish_usage();
-  const std::scoped_lock lock(mutex_);
-  publish_load();
-  deliver();
-  statistics_.add(statistics, runner_->timing(iteration));
-  statistics_.add_host_time(now_us() - start);
+  const int64_t end = [&] {
+    const std::scoped_lock lock(mutex_);
+    publish_load();
+    deliver();
+    statistics_.add(statistics, runner_->timing(iteration));
+    const int64_t now = now_us();
+    statistics_.add_host_time(now - start);
+    return now;
+  }();
+  if (interval_log_.advance(end)) log_interval();
 }
 
 bool Engine::apply(const PlannedSequence& launch, const SequenceResult& result,
@@ -274,6 +283,7 @@ void Engine::finish(Sequence& sequence, FinishReason reason, std::string error) 
                                    [](const auto& sample) { return sample == nullptr; });
   if (is_last) requests_.erase(request);
   const std::scoped_lock lock(mutex_);
+  statistics_.add_end(reason);
   const auto open = open_.find(sequence.id);
   if (--open->second.num_left == 0) open_.erase(open);
 }
@@ -316,6 +326,25 @@ void Engine::publish_usage() {
 void Engine::publish_load() {
   statistics_.set_load(scheduler_);
   num_queued_ = scheduler_.num_waiting_requests() + static_cast<int64_t>(incoming_.size());
+}
+
+void Engine::log_interval() {
+  EngineCounts counts;
+  int32_t num_running = 0;
+  int32_t num_waiting = 0;
+  {
+    const std::scoped_lock lock(mutex_);
+    counts = statistics_.counts();
+    num_running = statistics_.num_running();
+    num_waiting = statistics_.num_waiting();
+  }
+  const auto num_slabs = static_cast<double>(layout_.num_slabs);
+  const double kv_usage = 1 - static_cast<double>(pool_.num_free_slabs()) / num_slabs;
+  log_made(LogLevel::kInfo, [&] {
+    return interval_log_.line(counts, num_running, num_waiting, kv_usage,
+                              options_.shape.num_draft_tokens);
+  });
+  interval_log_.restart(counts);
 }
 
 void Engine::deliver() {

@@ -25,6 +25,7 @@
 #include <paceline/executor.h>
 
 #include "batch/batch.h"
+#include "executor/interval_log.h"
 #include "executor/logprob_reader.h"
 #include "executor/runner.h"
 #include "executor/samples.h"
@@ -45,6 +46,7 @@ struct EngineOptions {
   int32_t max_waiting_requests = 0;  // 0: no bound
   int32_t host_delay_max_us = 0;     // see ExecutorOptions
   bool poisons_freed_blocks = false;
+  double log_interval_s = 0;
 };
 
 class Engine {
@@ -61,6 +63,7 @@ class Engine {
   bool cancel(RequestId id, std::optional<int32_t> sample = std::nullopt);
   [[nodiscard]] std::vector<RequestEvent> poll(int32_t timeout_ms);
   [[nodiscard]] ExecutorStats stats();
+  [[nodiscard]] IterationTimes iteration_times();
   void reset_stats();
   [[nodiscard]] std::vector<KernelTime> trace_iteration(int32_t timeout_ms);
   [[nodiscard]] std::string check_integrity();
@@ -133,6 +136,7 @@ class Engine {
   void delay();  // for tests: sleeps for a random time
   void publish_usage();
   void publish_load();  // under mutex_: the scheduler's load and counters
+  void log_interval();  // the figures since the last line
   void deliver();       // under mutex_: moves all of outgoing_ to events_, or throws
   void fail(std::exception_ptr cause);
   [[nodiscard]] bool is_idle() const {
@@ -154,6 +158,7 @@ class Engine {
   std::vector<RequestEvent> outgoing_;
   std::vector<Cancellation> to_cancel_;  // from cancellations_; the oldest is last
   bool has_device_failed_ = false;
+  IntervalLog interval_log_;
   std::minstd_rand delays_{12345};
 
   // Shared, under mutex_.
@@ -167,6 +172,7 @@ class Engine {
   RequestId next_id_ = 1;
   int64_t num_queued_ = 0;  // requests, incoming and waiting
   EngineStatistics statistics_;
+  const int64_t start_us_;
   KvUsage usage_;
   bool is_idle_ = true;
   bool stops_ = false;

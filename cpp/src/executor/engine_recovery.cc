@@ -8,7 +8,9 @@
 #include <new>
 #include <utility>
 
+#include "base/check.h"
 #include "base/clock.h"
+#include "base/log.h"
 #include "executor/engine.h"
 
 namespace paceline {
@@ -16,6 +18,16 @@ namespace {
 
 // The pause before the engine tries again to allocate memory.
 constexpr std::chrono::milliseconds kMemoryRetry{10};
+
+std::string message_of(const std::exception_ptr& cause) {
+  try {
+    std::rethrow_exception(cause);
+  } catch (const std::exception& error) {
+    return error.what();
+  } catch (...) {
+    return "an exception of an unknown type";
+  }
+}
 
 bool has_begun(const std::unique_ptr<Sequence>& sample) {
   return sample == nullptr || sample->newest_prefill >= 0;  // null: it has ended
@@ -29,6 +41,9 @@ bool Engine::recover_unless_lost() {
 }
 
 bool Engine::recover() {
+  log_line(LogLevel::kWarning,
+           "the process ran out of memory; requests that have begun end with an error, the others "
+           "wait until memory is free");
   if (newest_launched_ >= 0) on_device([&] { runner_->wait(newest_launched_); });
   newest_read_ = newest_launched_;
   leaving_.clear();
@@ -77,6 +92,7 @@ void Engine::restart(bool ends_all) {
       outgoing_.push_back(std::move(event));
       sample.reset();
       const std::scoped_lock lock(mutex_);
+      statistics_.add_end(FinishReason::kError);
       const auto open = open_.find(request->first);
       if (--open->second.num_left == 0) open_.erase(open);
     }
@@ -89,6 +105,9 @@ void Engine::restart(bool ends_all) {
 }
 
 void Engine::fail(std::exception_ptr cause) {
+  log_made(LogLevel::kError, [&] {
+    return concat("the engine has failed, every later call raises this: ", message_of(cause));
+  });
   std::unique_lock lock(mutex_);
   do {
     try {

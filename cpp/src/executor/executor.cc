@@ -6,7 +6,10 @@
 
 #include "base/boundary.h"
 #include "base/check.h"
+#include "base/log.h"
+#include "executor/default_options.h"
 #include "executor/engine.h"
+#include "executor/kv_cache_size.h"
 #include "executor/option_checks.h"
 #include "executor/setup.h"
 #include "kv/kv_layout.h"
@@ -38,7 +41,14 @@ struct Executor::Impl {
     graph_bytes = runner->graph_bytes();
     engine.emplace(engine_options(options, target->config.vocab_size, draft.get()), layout,
                    std::move(runner));
+    if (options.gpu_memory_utilization > 0) {
+      check_gpu_memory_use(options, cuda_status().total_bytes, memory_report());
+    }
+    log_made(LogLevel::kInfo, [&] { return start_line(); });
   }
+
+  // What the engine runs with.
+  [[nodiscard]] std::string start_line() const;
 
   [[nodiscard]] MemoryReport memory_report();
 
@@ -51,6 +61,16 @@ struct Executor::Impl {
   int64_t graph_bytes = 0;
   std::optional<Engine> engine;
 };
+
+std::string Executor::Impl::start_line() const {
+  const auto mib = [](int64_t bytes) { return bytes >> 20; };
+  const std::string graphs =
+      graph_bytes > 0 ? concat(", ", mib(graph_bytes), " MiB of captured graphs") : std::string();
+  return concat("The engine has started on ", device_name(target->device), ": ",
+                options.max_num_seqs, " samples of up to ", options.max_model_len,
+                " tokens, k = ", options.speculative.num_speculative_tokens, "; a KV pool of ",
+                mib(layout.pool_bytes), " MiB (", kv_cache_rule, ")", graphs);
+}
 
 MemoryReport Executor::Impl::memory_report() {
   const Engine::KvUsage usage = engine->kv_usage();
@@ -85,12 +105,13 @@ Executor::Executor(std::shared_ptr<const Model> target, std::shared_ptr<const Mo
                    const ExecutorOptions& options, const Progress& progress) {
   at_boundary([&] {
     if (target == nullptr) throw InvalidArgument("target is null; give a model");
-    check_options(options, *target, draft.get());
+    const ExecutorOptions all = with_defaults(options, *target, draft.get());
+    check_options(all, *target, draft.get());
     Progress report;
     if (progress) {
       report = [&](int32_t done, int32_t total) { call_back([&] { progress(done, total); }); };
     }
-    impl_ = std::make_unique<Impl>(std::move(target), std::move(draft), options, report);
+    impl_ = std::make_unique<Impl>(std::move(target), std::move(draft), all, report);
   });
 }
 
@@ -118,6 +139,9 @@ std::vector<KernelTime> Executor::trace_iteration(int32_t timeout_ms) {
     }
     return impl_->engine->trace_iteration(timeout_ms);
   });
+}
+IterationTimes Executor::iteration_times() const {
+  return at_boundary([&] { return impl_->engine->iteration_times(); });
 }
 void Executor::reset_stats() {
   at_boundary([&] { impl_->engine->reset_stats(); });

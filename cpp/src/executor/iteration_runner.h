@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "batch/batch.h"
+#include "device/counting_memory.h"
 #include "device/device_arena.h"
 #include "device/device_memory.h"
 #include "executor/runner.h"
@@ -92,5 +93,18 @@ class IterationRunner {
   IterationRing ring_;
   std::vector<Bucket> buckets_;
 };
+
+// The bytes that an IterationRunner allocates on the device beside the KV pool. Touches no device.
+template <class Ctx, class Graph>
+[[nodiscard]] int64_t count_workspace(std::shared_ptr<const Model> target,
+                                      std::shared_ptr<const Model> draft, const KvLayout& layout,
+                                      const RunnerOptions& options, DType activation_dtype) {
+  Ctx unused{};
+  CountingMemory memory;
+  DeviceArena arena(memory);
+  const IterationRunner<Ctx, Graph> runner(unused, memory, arena, std::move(target),
+                                           std::move(draft), layout, options, activation_dtype);
+  return memory.bytes() - layout.pool_bytes;
+}
 
 }  // namespace paceline

@@ -11,6 +11,8 @@
 
 #include "base/boundary.h"
 #include "base/check.h"
+#include "executor/default_options.h"
+#include "executor/setup.h"
 #include "model/decoder.h"
 #include "model/model_impl.h"
 
@@ -20,7 +22,8 @@ namespace {
 constexpr int64_t kMinBytes = int64_t{8} << 20;
 constexpr int64_t kCpuShare = 4;  // a quarter of free memory
 constexpr double kCudaShare = 0.9;
-constexpr int64_t kCudaReserveBytes = int64_t{2} << 30;  // for workspace and captured graphs
+constexpr int64_t kCudaReserveBytes = int64_t{2} << 30;   // for workspace and captured graphs
+constexpr int64_t kGraphReserveBytes = int64_t{1} << 30;  // with a known workspace
 
 // Saturating arithmetic: sizes beyond any machine's memory become the largest int64.
 int64_t times(int64_t a, int64_t b) {
@@ -81,14 +84,43 @@ KvCacheSize size_on_cpu(std::span<const KvLayerShape> layers, DType dtype, const
                  " sequences of ", o.max_model_len, " tokens would take ", wanted)};
 }
 
+// What gpu_memory_utilization leaves for the pool, of which `wanted` bytes are of use.
+KvCacheSize size_by_utilization(const ExecutorOptions& o, const DeviceBytes& memory,
+                                int64_t wanted) {
+  const auto budget =
+      static_cast<int64_t>(static_cast<double>(memory.total) * o.gpu_memory_utilization);
+  const int64_t others = memory.weights + memory.workspace + kGraphReserveBytes;
+  const std::string sum =
+      concat("gpu_memory_utilization is ", o.gpu_memory_utilization, ", which allows ", mib(budget),
+             " of the GPU's ", mib(memory.total), " MiB; the weights take ", mib(memory.weights),
+             " MiB, the workspace ", mib(memory.workspace), " MiB, and ", mib(kGraphReserveBytes),
+             " MiB are reserved for captured graphs");
+  const int64_t size = std::min(budget - others, wanted);
+  if (size < kMinBytes) {
+    throw OutOfMemory(concat(sum,
+                             ", which leaves no room for a KV pool; raise "
+                             "gpu_memory_utilization, lower max_num_seqs, max_num_batched_tokens "
+                             "or max_logprobs, or use a smaller model"));
+  }
+  const int64_t free = memory.free.value_or(0);
+  if (size + memory.workspace + kGraphReserveBytes > free) {
+    throw OutOfMemory(concat(sum, " and the KV pool ", mib(size), " MiB, but only ", mib(free),
+                             " MiB are free beside the weights, since others use the GPU too; end "
+                             "them or lower gpu_memory_utilization"));
+  }
+  return {size, concat(sum, size == wanted ? "; all sequences can use no more" : "")};
+}
+
 KvCacheSize size_on_cuda(std::span<const KvLayerShape> layers, DType dtype,
-                         const ExecutorOptions& o, int64_t free_bytes) {
+                         const ExecutorOptions& o, const DeviceBytes& memory) {
+  const int64_t free_bytes = memory.free.value_or(0);
   int64_t bytes_per_token = 0;
   for (const KvLayerShape& layer : layers) bytes_per_token += token_bytes(layer, dtype);
   const int64_t tokens_per_seq = o.max_model_len + extra_tokens(o);
   // This counts every layer as if it held all tokens.
   const int64_t wanted =
       with_spare_slabs(times(bytes_per_token, times(o.max_num_seqs, tokens_per_seq)));
+  if (o.gpu_memory_utilization > 0) return size_by_utilization(o, memory, wanted);
   const int64_t available =
       static_cast<int64_t>(static_cast<double>(free_bytes) * kCudaShare) - kCudaReserveBytes;
   if (wanted <= available) {
@@ -142,27 +174,46 @@ std::optional<int64_t> free_host_bytes() {
 
 KvCacheSize default_kv_cache_size(std::span<const KvLayerShape> target,
                                   std::span<const KvLayerShape> draft, DType dtype, Device device,
-                                  const ExecutorOptions& options,
-                                  std::optional<int64_t> free_bytes) {
+                                  const ExecutorOptions& options, const DeviceBytes& memory) {
   std::vector<KvLayerShape> layers(target.begin(), target.end());
   layers.insert(layers.end(), draft.begin(), draft.end());
-  if (device == Device::kCuda) return size_on_cuda(layers, dtype, options, free_bytes.value_or(0));
-  return size_on_cpu(layers, dtype, options, free_bytes);
+  if (device == Device::kCuda) return size_on_cuda(layers, dtype, options, memory);
+  return size_on_cpu(layers, dtype, options, memory.free);
+}
+
+void check_gpu_memory_use(const ExecutorOptions& o, int64_t total_bytes,
+                          const MemoryReport& report) {
+  if (o.gpu_memory_utilization == 0) return;
+  const int64_t used = report.target_weight_bytes + report.draft_weight_bytes +
+                       report.kv_pool_bytes + report.workspace_bytes + report.graph_bytes;
+  if (static_cast<double>(used) <= static_cast<double>(total_bytes) * o.gpu_memory_utilization) {
+    return;
+  }
+  throw OutOfMemory(concat("gpu_memory_utilization is ", o.gpu_memory_utilization, ", but with ",
+                           mib(report.graph_bytes), " MiB of captured graphs the engine uses ",
+                           mib(used), " of the GPU's ", mib(total_bytes),
+                           " MiB; set kv_cache_bytes to less than ", report.kv_pool_bytes));
 }
 
 KvCacheSize default_kv_cache_size(const Model& target, const Model* draft,
-                                  const ExecutorOptions& options,
-                                  std::optional<int64_t> free_bytes) {
+                                  const ExecutorOptions& given, std::optional<int64_t> free_bytes) {
   return at_boundary([&] {
+    const ExecutorOptions options = with_defaults(given, target, draft);
+    DeviceBytes memory = {.free = free_bytes};
     if (!free_bytes) {
-      free_bytes = target.device == Device::kCuda ? std::optional(cuda_status().free_bytes)
-                                                  : free_host_bytes();
+      memory.free = target.device == Device::kCuda ? std::optional(cuda_status().free_bytes)
+                                                   : free_host_bytes();
+    }
+    if (options.gpu_memory_utilization > 0) {
+      memory.total = cuda_status().total_bytes;
+      memory.weights = model_weight_bytes(target) + (draft ? model_weight_bytes(*draft) : 0);
+      memory.workspace = workspace_bytes(options, target, draft);
     }
     const std::vector<KvLayerShape> draft_layers =
         draft != nullptr ? draft_kv_layer_shapes(draft->config, target.config)
                          : std::vector<KvLayerShape>{};
     return default_kv_cache_size(kv_layer_shapes(target.config), draft_layers, target.weights.dtype,
-                                 target.device, options, free_bytes);
+                                 target.device, options, memory);
   });
 }
 

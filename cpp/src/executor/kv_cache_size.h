@@ -13,11 +13,27 @@
 
 namespace paceline {
 
-// Like the public `default_kv_cache_size`, but takes layers instead of models. `free_bytes`: memory
-// that is free after the weights have been loaded; nullopt: unknown, which on the CPU means enough.
+// Memory of a device, in bytes.
+struct DeviceBytes {
+  // Free after the weights have been loaded; nullopt: unknown, which on the CPU means enough.
+  std::optional<int64_t> free;
+  // For gpu_memory_utilization only: all memory, the weights of both models, and the engine's
+  // workspace.
+  int64_t total = 0;
+  int64_t weights = 0;
+  int64_t workspace = 0;
+};
+
+// Like the public `default_kv_cache_size`, but takes layers instead of models, and options without
+// defaults (default_options.h).
 [[nodiscard]] KvCacheSize default_kv_cache_size(std::span<const KvLayerShape> target,
                                                 std::span<const KvLayerShape> draft, DType dtype,
                                                 Device device, const ExecutorOptions& options,
-                                                std::optional<int64_t> free_bytes);
+                                                const DeviceBytes& memory);
+
+// Throws OutOfMemory if an engine with gpu_memory_utilization uses more than that: its graphs have
+// turned out larger than what default_kv_cache_size reserves for them.
+void check_gpu_memory_use(const ExecutorOptions& options, int64_t total_bytes,
+                          const MemoryReport& report);
 
 }  // namespace paceline

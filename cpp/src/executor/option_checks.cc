@@ -56,6 +56,24 @@ void check_rejection(const SpeculativeOptions& s) {
   }
 }
 
+void check_gpu_memory_utilization(const ExecutorOptions& o, Device device) {
+  const double share = o.gpu_memory_utilization;
+  if (!(share >= 0 && share <= 1)) {
+    throw InvalidArgument(
+        concat("gpu_memory_utilization is ", share,
+               "; allowed: above 0 to 1, or 0 for kv_cache_bytes or the default"));
+  }
+  if (share > 0 && device != Device::kCuda) {
+    throw InvalidArgument(concat("gpu_memory_utilization is ", share,
+                                 ", but the models are on device ", device_name(device),
+                                 "; allowed there: 0; set kv_cache_bytes instead"));
+  }
+  if (share > 0 && o.kv_cache_bytes > 0) {
+    throw InvalidArgument(concat("gpu_memory_utilization is ", share, " and kv_cache_bytes is ",
+                                 o.kv_cache_bytes, "; allowed: one of them"));
+  }
+}
+
 // Whether a sliding layer caps its attention scores.
 bool has_capped_window(const DecoderConfig& config) {
   return std::any_of(config.layers.begin(), config.layers.end(), [](const auto& layer) {
@@ -109,6 +127,10 @@ void check_options(const ExecutorOptions& o, const Model& target, const Model* d
     throw InvalidArgument(concat("max_logprobs is ", o.max_logprobs,
                                  " and the null device has no logits; allowed with it: 0"));
   }
+  if (!(o.log_interval_s >= 0 && o.log_interval_s <= kMaxLogIntervalS)) {
+    throw InvalidArgument(
+        concat("log_interval_s is ", o.log_interval_s, "; allowed: 0 (off) to ", kMaxLogIntervalS));
+  }
   check_range("host_delay_max_us", o.host_delay_max_us, 0, 1'000'000);
   check_range("max_num_seqs", o.max_num_seqs, 1, kMaxNumSeqs);
   check_range("block_size", o.block_size, 1, kMaxBlockSize);
@@ -151,6 +173,7 @@ void check_options(const ExecutorOptions& o, const Model& target, const Model* d
                                  "; allowed: 0 (default_kv_cache_size() chooses) to the bytes "
                                  "that the device has"));
   }
+  check_gpu_memory_utilization(o, target.device);
   check_range("prefill_chunk_size", o.prefill_chunk_size, 0, kMaxBatchedTokens);
   check_range("max_waiting_requests", o.max_waiting_requests, 0, 1 << 30);
   check_range("max_model_len", o.max_model_len, 1, target.config.max_position);

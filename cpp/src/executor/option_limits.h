@@ -14,6 +14,9 @@ inline constexpr int32_t kMaxNumThreads = 1024;
 // even with the additional rows of the drafter.
 inline constexpr int32_t kMaxBatchedTokens = 1 << 19;
 
+// A day, between two lines of figures in the log.
+inline constexpr double kMaxLogIntervalS = 86'400;
+
 // Tokens that prompt lookup compares. A longer n-gram would seldom match and never help.
 inline constexpr int32_t kMaxNgram = 256;
 

@@ -48,6 +48,12 @@ IterationOptions iteration_options(const ExecutorOptions& o, const Model* draft)
 // The most iterations that are launched and not yet read: one ahead, or more for a late device.
 int32_t max_in_flight(const ExecutorOptions& o) { return std::max(2, o.device_lateness + 1); }
 
+RunnerOptions runner_options(const ExecutorOptions& o, const Model* draft) {
+  return {.iteration = iteration_options(o, draft),
+          .driver = o.draft_driver,
+          .max_in_flight = max_in_flight(o)};
+}
+
 }  // namespace
 
 EngineOptions engine_options(const ExecutorOptions& o, int32_t vocab_size, const Model* draft) {
@@ -64,16 +70,32 @@ EngineOptions engine_options(const ExecutorOptions& o, int32_t vocab_size, const
           .vocab_size = vocab_size,
           .max_waiting_requests = o.max_waiting_requests,
           .host_delay_max_us = o.host_delay_max_us,
-          .poisons_freed_blocks = o.poison_freed_blocks};
+          .poisons_freed_blocks = o.poison_freed_blocks,
+          .log_interval_s = o.log_interval_s};
+}
+
+int64_t workspace_bytes(const ExecutorOptions& given, const Model& target, const Model* draft) {
+  ExecutorOptions o = given;
+  o.kv_cache_bytes = int64_t{1} << 40;  // any pool: the workspace does not depend on its size
+  const KvLayout layout = plan_layout(o, target, draft);
+  const RunnerOptions runner = runner_options(o, draft);
+  // The models outlive the call, so these need not own them.
+  const std::shared_ptr<const Model> shared_target(std::shared_ptr<void>(), &target);
+  const std::shared_ptr<const Model> shared_draft(std::shared_ptr<void>(), draft);
+#ifdef PACELINE_CUDA
+  if (target.device == Device::kCuda) {
+    return CudaRunner::count_workspace(shared_target, shared_draft, layout, runner);
+  }
+#endif
+  return count_workspace<CpuContext, CpuGraph>(shared_target, shared_draft, layout, runner,
+                                               DType::kFloat32);
 }
 
 std::unique_ptr<Runner> make_runner(const std::shared_ptr<const Model>& target,
                                     const std::shared_ptr<const Model>& draft,
                                     const KvLayout& layout, const ExecutorOptions& o,
                                     [[maybe_unused]] const Executor::Progress& progress) {
-  const RunnerOptions runner = {.iteration = iteration_options(o, draft.get()),
-                                .driver = o.draft_driver,
-                                .max_in_flight = max_in_flight(o)};
+  const RunnerOptions runner = runner_options(o, draft.get());
   if (o.use_null_device) {
     const InputCapacity capacity =
         input_capacity(runner.iteration.shape, layout, o.max_model_len, target->config.vocab_size);

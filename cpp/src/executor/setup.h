@@ -14,13 +14,17 @@
 
 namespace paceline {
 
-// `draft` may be null in all three functions. Throws Unsupported for more than kMaxKvGroups KV
+// `draft` may be null in all functions. Throws Unsupported for more than kMaxKvGroups KV
 // groups.
 [[nodiscard]] KvLayout plan_layout(const ExecutorOptions& options, const Model& target,
                                    const Model* draft);
 
 [[nodiscard]] EngineOptions engine_options(const ExecutorOptions& options, int32_t vocab_size,
                                            const Model* draft);
+
+// The bytes of the workspace that a runner of these models would allocate, without captured graphs.
+[[nodiscard]] int64_t workspace_bytes(const ExecutorOptions& options, const Model& target,
+                                      const Model* draft);
 
 // Makes the runner of the models' device, or the null runner. The layout must outlive the runner.
 [[nodiscard]] std::unique_ptr<Runner> make_runner(const std::shared_ptr<const Model>& target,

@@ -1,12 +1,37 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "executor/statistics.h"
 
+#include <algorithm>
+
 #include "base/reserve_more.h"
+#include "request/sequence.h"
+#include "wire/batch_shape.h"
 
 namespace paceline {
 namespace {
 
 constexpr size_t kMaxIterationSamples = 65536;
+
+using PerPosition = std::array<int64_t, kMaxDraftTokens>;
+
+// All counts of EngineCounts, for sums and differences.
+constexpr std::array kCounts = {
+    &EngineCounts::iterations,    &EngineCounts::finished,        &EngineCounts::failed,
+    &EngineCounts::cancelled,     &EngineCounts::preemptions,     &EngineCounts::prompt_tokens,
+    &EngineCounts::shared_tokens, &EngineCounts::emitted_tokens,  &EngineCounts::verify_windows,
+    &EngineCounts::draft_tokens,  &EngineCounts::accepted_tokens, &EngineCounts::host_us};
+constexpr std::array kPositionCounts = {&EngineCounts::drafted_per_position,
+                                        &EngineCounts::accepted_per_position};
+static_assert(sizeof(EngineCounts) ==
+              kCounts.size() * sizeof(int64_t) + kPositionCounts.size() * sizeof(PerPosition));
+
+// Adds `factor` times `b` to `a`.
+void add_times(EngineCounts& a, const EngineCounts& b, int64_t factor) {
+  for (const auto count : kCounts) a.*count += factor * b.*count;
+  for (const auto counts : kPositionCounts) {
+    for (size_t i = 0; i < (a.*counts).size(); ++i) (a.*counts)[i] += factor * (b.*counts)[i];
+  }
+}
 
 }  // namespace
 
@@ -20,46 +45,99 @@ void count(const SequenceResult& result, SpeculationCounters& counters) {
   for (int32_t i = 0; i < result.accepted_len; ++i) ++counters.accepted_per_position[i];
 }
 
-void IterationStatistics::add(RowKind kind, const SequenceResult& result, bool is_delivered) {
-  const bool is_decode = kind == RowKind::kDecode;
+EngineCounts EngineCounts::since(const EngineCounts& earlier) const {
+  EngineCounts difference = *this;
+  add_times(difference, earlier, -1);
+  return difference;
+}
+
+void IterationStatistics::add(const PlannedSequence& launch, const SequenceResult& result,
+                              bool is_delivered) {
+  const bool is_decode = launch.kind == RowKind::kDecode;
   num_decoding += is_decode && result.emitted_len > 0 ? 1 : 0;
   num_prefill += is_decode ? 0 : 1;
+  if (!is_decode) {
+    // A preempted sequence computes its output tokens again, too.
+    const int32_t end = std::min(launch.start + launch.num_rows, launch.sequence->prompt_len);
+    counts.prompt_tokens += std::max(end - launch.start, 0);
+  }
   if (!is_delivered) return;
-  num_emitted += result.emitted_len;
-  num_drafted += result.drafted_len;
-  num_accepted += result.accepted_len;
+  counts.emitted_tokens += result.emitted_len;
+  if (result.drafted_len + result.discarded_len == 0) return;
+  ++counts.verify_windows;
+  counts.draft_tokens += result.drafted_len;
+  counts.accepted_tokens += result.accepted_len;
+  for (int32_t i = 0; i < result.drafted_len; ++i) ++counts.drafted_per_position[i];
+  for (int32_t i = 0; i < result.accepted_len; ++i) ++counts.accepted_per_position[i];
+}
+
+ExecutorStats EngineStatistics::stats(int32_t num_draft_tokens) const {
+  const EngineCounts counts = counts_.since(at_reset_);
+  const auto per_position = [&](const PerPosition& all) {
+    return std::vector<int64_t>(all.begin(), all.begin() + num_draft_tokens);
+  };
+  return {.num_iterations = counts.iterations,
+          .num_finished = counts.finished,
+          .num_failed = counts.failed,
+          .num_cancelled = counts.cancelled,
+          .num_preemptions = counts.preemptions,
+          .num_prompt_tokens = counts.prompt_tokens,
+          .num_shared_tokens = counts.shared_tokens,
+          .num_emitted_tokens = counts.emitted_tokens,
+          .num_verify_windows = counts.verify_windows,
+          .num_draft_tokens = counts.draft_tokens,
+          .num_accepted_tokens = counts.accepted_tokens,
+          .drafted_per_position = per_position(counts.drafted_per_position),
+          .accepted_per_position = per_position(counts.accepted_per_position),
+          .host_us = static_cast<double>(counts.host_us),
+          .num_running = num_running_,
+          .num_waiting = num_waiting_};
 }
 
 void EngineStatistics::reset() {
-  preemptions_at_reset_ += stats_.num_preemptions;
-  shared_tokens_at_reset_ += stats_.num_shared_tokens;
-  stats_ = ExecutorStats{};
+  at_reset_ = counts_;
+  times_ = {};
 }
 
 void EngineStatistics::add(const IterationStatistics& iteration, const Runner::Timing& timing) {
-  const bool has_room = stats_.iteration_us.size() < kMaxIterationSamples;
+  const bool has_room = times_.us.size() < kMaxIterationSamples;
   if (has_room) {
-    reserve_more(stats_.iteration_us, 1);
-    reserve_more(stats_.iteration_idle_us, 1);
-    reserve_more(stats_.iteration_num_decoding, 1);
-    reserve_more(stats_.iteration_num_prefill, 1);
+    reserve_more(times_.us, 1);
+    reserve_more(times_.idle_us, 1);
+    reserve_more(times_.num_decoding, 1);
+    reserve_more(times_.num_prefill, 1);
   }
-  ++stats_.num_iterations;
-  stats_.num_emitted_tokens += iteration.num_emitted;
-  stats_.num_draft_tokens += iteration.num_drafted;
-  stats_.num_accepted_tokens += iteration.num_accepted;
+  add_times(counts_, iteration.counts, 1);
+  ++counts_.iterations;
   if (!has_room) return;
-  stats_.iteration_us.push_back(timing.us);
-  stats_.iteration_idle_us.push_back(timing.idle_us);
-  stats_.iteration_num_decoding.push_back(iteration.num_decoding);
-  stats_.iteration_num_prefill.push_back(iteration.num_prefill);
+  times_.us.push_back(timing.us);
+  times_.idle_us.push_back(timing.idle_us);
+  times_.num_decoding.push_back(iteration.num_decoding);
+  times_.num_prefill.push_back(iteration.num_prefill);
+}
+
+void EngineStatistics::add_end(FinishReason reason) {
+  switch (reason) {
+    case FinishReason::kNone:
+      return;
+    case FinishReason::kStop:
+    case FinishReason::kLength:
+      ++counts_.finished;
+      return;
+    case FinishReason::kCancelled:
+      ++counts_.cancelled;
+      return;
+    case FinishReason::kError:
+      ++counts_.failed;
+      return;
+  }
 }
 
 void EngineStatistics::set_load(const Scheduler& scheduler) {
-  stats_.num_running = scheduler.num_running();
-  stats_.num_waiting = scheduler.num_waiting();
-  stats_.num_preemptions = scheduler.num_preemptions() - preemptions_at_reset_;
-  stats_.num_shared_tokens = scheduler.num_shared_tokens() - shared_tokens_at_reset_;
+  num_running_ = scheduler.num_running();
+  num_waiting_ = scheduler.num_waiting();
+  counts_.preemptions = scheduler.num_preemptions();
+  counts_.shared_tokens = scheduler.num_shared_tokens();
 }
 
 }  // namespace paceline

@@ -15,6 +15,7 @@
 #include "base/boundary.h"
 #include "base/check.h"
 #include "base/json.h"
+#include "model/model_impl.h"
 #include "model/regular_file.h"
 #include "model/safetensors_file.h"
 #include "wire/limits.h"
@@ -146,7 +147,12 @@ ModelFolder load_model_folder(const std::string& directory, Device device) {
       for (const Json& id : root.at("stop_token_ids").elements()) {
         folder.stop_token_ids.push_back(static_cast<int32_t>(id.as_int(0, vocab_size - 1)));
       }
-      if (draft) folder.draft = load_model(directory, path, *draft, "draft", device);
+      if (draft) {
+        folder.draft = load_model(directory, path, *draft, "draft", device);
+        // Nobody else has the model yet.
+        std::const_pointer_cast<Model>(folder.draft)->default_draft_tokens =
+            folder.num_speculative_tokens;
+      }
       return folder;
     } catch (const ModelFileError&) {
       throw;

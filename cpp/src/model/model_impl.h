@@ -14,6 +14,7 @@ class Model {
   DecoderConfig config;
   Device device = Device::kCpu;  // device that holds the weights
   DecoderWeights weights;
+  int32_t default_draft_tokens = 0;  // of a drafter: its folder's default k; 0: none is known
 };
 
 }  // namespace paceline

@@ -245,7 +245,7 @@ def measure(
             for workload, sample in zip(workloads, samples, strict=True):
                 executor.reset_stats()
                 run = _run_once(executor, workload, vocab, seed=seed)
-                sample.add(run, executor.stats(), workload)
+                sample.add(run, executor.stats(), executor.iteration_times(), workload)
                 after_run()
         kernels = [_trace(executor, w, vocab) if is_traced else None for w in workloads]
     finally:
@@ -290,17 +290,15 @@ class _Samples:
     host_us: float = 0.0
     num_iterations: int = 0
 
-    def add(self, run: _Run, stats: Mapping[str, Any], workload: Workload) -> None:
+    def add(
+        self, run: _Run, stats: Mapping[str, Any], times: Mapping[str, Any], workload: Workload
+    ) -> None:
         """Adds a run and the engine's statistics of it."""
         self.runs.append(run)
         self.host_us += stats["host_us"]
         self.num_iterations += stats["num_iterations"]
         for us, idle_us, num_decoding, num_prefill in zip(
-            stats["iteration_us"],
-            stats["iteration_idle_us"],
-            stats["iteration_num_decoding"],
-            stats["iteration_num_prefill"],
-            strict=True,
+            times["us"], times["idle_us"], times["num_decoding"], times["num_prefill"], strict=True
         ):
             if num_decoding == workload.concurrency and num_prefill == 0:
                 self.iteration_ms.append(us / 1000)

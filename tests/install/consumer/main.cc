@@ -16,18 +16,12 @@ int main(int argc, char** argv) try {
   }
   const paceline::ModelFolder folder = paceline::load_model_folder(argv[1]);
 
-  paceline::ExecutorOptions options;
-  options.max_model_len = 512;
-  options.max_num_seqs = 4;
-  options.kv_cache_bytes = 64 << 20;
-  options.speculative.num_speculative_tokens = folder.num_speculative_tokens;
-  paceline::Executor executor(folder.target, folder.draft, options);
+  paceline::Executor executor(folder.target, folder.draft, paceline::recommended_options(folder));
 
-  paceline::Request request;
+  paceline::Request request = {.sampling = paceline::recommended_sampling(folder)};
   for (int i = 3; i < argc; ++i) request.prompt.push_back(std::atoi(argv[i]));
   request.sampling.temperature = 0;
   request.sampling.max_tokens = std::atoi(argv[2]);
-  request.sampling.stop_token_ids = folder.stop_token_ids;
   if (!executor.add_request(request)) return 1;
 
   for (bool is_running = true; is_running;) {

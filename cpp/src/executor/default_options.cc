@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "executor/default_options.h"
+
+#include <algorithm>
+
+#include <paceline/executor.h>
+
+#include "base/boundary.h"
+#include "base/check.h"
+#include "executor/option_limits.h"
+#include "model/model_impl.h"
+
+namespace paceline {
+namespace {
+
+constexpr int32_t kDefaultModelLen = 4096;
+constexpr int64_t kDefaultBatchedTokens = 2048;
+
+ExecutorOptions recommend(const ExecutorOptions& given, const Model& target, const Model* draft) {
+  ExecutorOptions options = with_defaults(given, target, draft);
+  options.kv_cache_bytes = default_kv_cache_size(target, draft, options).bytes;
+  return options;
+}
+
+}  // namespace
+
+ExecutorOptions with_defaults(ExecutorOptions o, const Model& target, const Model* draft) {
+  // Not lowered to the positions of a draft model: requests end at the same length without it.
+  if (o.max_model_len == 0) {
+    o.max_model_len = std::min(target.config.max_position, kDefaultModelLen);
+  }
+  int32_t& k = o.speculative.num_speculative_tokens;
+  if (k == 0 && draft != nullptr) k = draft->default_draft_tokens;
+  if (o.max_num_batched_tokens == 0) {
+    const int64_t windows = int64_t{o.max_num_seqs} * (int64_t{k} + 1);
+    o.max_num_batched_tokens = static_cast<int32_t>(
+        std::clamp(windows, kDefaultBatchedTokens, int64_t{kMaxBatchedTokens}));
+  }
+  return o;
+}
+
+ExecutorOptions recommended_options(const Model& target, const Model* draft) {
+  return at_boundary([&] { return recommend({}, target, draft); });
+}
+
+ExecutorOptions recommended_options(const ModelFolder& folder) {
+  return at_boundary([&] {
+    if (folder.target == nullptr) throw InvalidArgument("folder.target is null; give a model");
+    ExecutorOptions options;
+    options.speculative.num_speculative_tokens = folder.num_speculative_tokens;
+    return recommend(options, *folder.target, folder.draft.get());
+  });
+}
+
+SamplingOptions recommended_sampling(const ModelFolder& folder) {
+  return at_boundary([&] { return SamplingOptions{.stop_token_ids = folder.stop_token_ids}; });
+}
+
+}  // namespace paceline
