@@ -13,6 +13,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 # A part of what each example prints.
 PRINTED = {
     "batch.py": "--- log-probability",
+    "chat.py": "assistant> ",
     "eagle3.py": "the tokens of plain decoding",
     "ngram_edit.py": "tokens an iteration",
     "stream.py": "--- first token after",
