@@ -81,6 +81,12 @@ _ADVICE: Final = {
         "tokenizer_revision": "leave it out: the tokenizer has the model's revision",
         "trust_remote_code": "leave it out: no code of a checkpoint is ever run",
     },
+    "LLM.chat": {
+        "chat_template_content_format": "leave it out: a template gets strings and text parts as "
+        "they are given",
+        "lora_request": _LORA,
+        "mm_processor_kwargs": _MULTI_MODAL,
+    },
     "LLM.generate": {
         "lora_request": _LORA,
         "priority": "leave it out: requests run in the order in which they arrive",

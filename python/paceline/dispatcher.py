@@ -94,6 +94,7 @@ class Session:
         item = self._inbox.get()
         if isinstance(item, BaseException):
             self._inbox.put(item)  # for other threads that wait
+            lifetime.end_daemon_thread()
             raise item
         if item.finish_reason is not None:
             with self._dispatcher.lock:
@@ -176,6 +177,7 @@ class Dispatcher:
         if self._failure is not None:
             raise self._failure
         if self._is_closed:
+            lifetime.end_daemon_thread()
             raise RuntimeError("this LLM is closed")
 
     def check_not_forked(self) -> None:

@@ -66,6 +66,15 @@ def check_not_exiting() -> None:
         raise RuntimeError("an LLM cannot be started while the Python interpreter exits")
 
 
+def end_daemon_thread() -> None:
+    """Ends the calling thread without a traceback if it is a daemon thread of an exiting process.
+
+    Called where an engine that the exit has closed would raise an error that nobody waits for.
+    """
+    if _is_exiting and threading.current_thread().daemon:
+        raise SystemExit  # threads end silently with it
+
+
 def _close_all() -> None:
     global _is_exiting
     thread = threading.get_ident()

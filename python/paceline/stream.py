@@ -44,6 +44,7 @@ class RequestStream(Iterator[StreamChunk]):
         self._is_closed = True  # for `__del__`, until there is a session
         self._session = dispatcher.open()
         self._is_closed = False
+        self._failure: Exception | None = None
         self._num_open = 0
         self._consuming = threading.Lock()
         self._num_speculative_tokens = num_speculative_tokens
@@ -70,8 +71,11 @@ class RequestStream(Iterator[StreamChunk]):
         Raises:
             StopIteration: All requests have ended, or a thread has closed the stream.
             RuntimeError: The LLM was closed, or this process is a fork of the one that built it.
+            Exception: The engine has failed. Every consumer gets the error, at every call.
             KeyboardInterrupt: Ctrl-C; the requests are cancelled.
         """
+        if self._failure is not None:
+            raise self._failure
         if self._is_closed:
             raise StopIteration
         self._session.check_usable()
@@ -81,12 +85,14 @@ class RequestStream(Iterator[StreamChunk]):
                 chunk = None if has_ended else self._next_chunk()
         except SessionClosed:
             chunk = None
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self._failure = error  # before `close` wakes the other consumers
             self.close()
             raise
         if chunk is None:
             self.close()
-            raise StopIteration
+            raise self._failure or StopIteration
         return chunk
 
     def _next_chunk(self) -> StreamChunk:

@@ -569,10 +569,16 @@ def test_arguments_of_other_engines(target_dir: Path) -> None:
 def test_each_unknown_argument_of_vllm_gets_advice(llm: LLM, target_dir: Path) -> None:
     calls: dict[str, Callable[..., object]] = {
         "LLM": lambda **given: LLM(target_dir, **given),
+        "LLM.chat": lambda **given: llm.chat([{"role": "user", "content": "a"}], **given),
         "LLM.generate": lambda **given: llm.generate("a", **given),
         "SamplingParams": SamplingParams,
     }
-    functions = {"LLM": LLM, "LLM.generate": LLM.generate, "SamplingParams": SamplingParams}
+    functions: dict[str, Callable[..., object]] = {
+        "LLM": LLM,
+        "LLM.chat": LLM.chat,
+        "LLM.generate": LLM.generate,
+        "SamplingParams": SamplingParams,
+    }
     assert _ADVICE.keys() == calls.keys()
     for owner, advice_of in _ADVICE.items():
         known = ", ".join(list(inspect.signature(functions[owner]).parameters)[-3:-1])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -213,6 +214,26 @@ def test_a_failed_engine_raises_its_cause_every_time() -> None:
         next(stream)
     with pytest.raises(MemoryError, match="gone"):
         dispatcher.open().add_requests([_core.Request([1])])
+    dispatcher.close()
+
+
+def test_every_consumer_of_a_stream_gets_the_error() -> None:
+    executor = _FakeExecutor()
+    dispatcher = Dispatcher(executor)  # type: ignore[arg-type]
+    may_fail = threading.Event()
+
+    def poll(timeout_ms: int) -> list[_Event]:
+        may_fail.wait(60)
+        raise MemoryError("gone")
+
+    executor.poll = poll  # type: ignore[method-assign]
+    stream = RequestStream(dispatcher, requests_for(2), num_speculative_tokens=None, owner=None)
+    with ThreadPoolExecutor(4) as pool:
+        consumers = [pool.submit(next, stream) for _ in range(4)]
+        may_fail.set()
+        assert [str(consumer.exception(60)) for consumer in consumers] == ["gone"] * 4
+    with pytest.raises(MemoryError, match="gone"):
+        next(stream)
     dispatcher.close()
 
 

@@ -281,19 +281,17 @@ def test_a_daemon_thread_that_builds_llms_does_not_abort_the_exit(
 
 
 def test_a_daemon_thread_that_generates_does_not_abort_the_exit(target_dir: Path) -> None:
+    # A thread that the exit overtakes ends without a traceback, wherever it is.
     assert_succeeds(
         """
         llm = build()
         started = threading.Event()
 
         def generate_again_and_again():
-            try:
-                while True:
-                    llm.generate("a", GREEDY)
-                    llm.memory_report()
-                    started.set()
-            except RuntimeError:  # the exit has closed the LLM
-                return
+            while True:
+                llm.generate("a", GREEDY)
+                llm.memory_report()
+                started.set()
 
         for _ in range(4):
             threading.Thread(target=generate_again_and_again, daemon=True).start()

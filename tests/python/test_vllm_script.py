@@ -29,6 +29,7 @@ def test_only_the_import_line_changes(tmp_path: Path) -> None:
     lines = result.stdout.splitlines()
     kinds = [line.split()[0] for line in lines]
     assert (kinds.count("greedy"), kinds.count("sampled"), kinds.count("choice")) == (3, 3, 3)
+    assert "chat True [True, True]" in lines
     # The output is that of plain decoding.
     with LLM(target, max_num_seqs=2) as plain:
         greedy = SamplingParams(temperature=0, max_tokens=16)

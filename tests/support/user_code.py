@@ -117,6 +117,13 @@ def stream(llm: LLM) -> Iterator[str]:
             yield chunk.text
 
 
+def chat(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "a"}]
+    assert_type(llm.chat(conversation, SamplingParams(seed=1)), list[RequestOutput])
+    llm.chat([conversation, conversation], chat_template_kwargs={"enable_thinking": False})
+    llm.chat("a")  # type: ignore[arg-type]
+
+
 def facts(llm: LLM) -> None:
     tokenizer: Tokenizer = llm.get_tokenizer()
     assert_type(tokenizer.encode("a", add_special_tokens=False), list[int])

@@ -86,6 +86,18 @@ def main() -> None:
     for output in llm.generate(prompts, params):
         print("prompt", output.prompt, output.prompt_token_ids == ids, output.outputs[0].token_ids)
 
+    # Chats.
+    conversation = [
+        {"role": "user", "content": "def add(a, b):"},
+    ]
+    params = SamplingParams(temperature=0, max_tokens=4)
+    (answer,) = llm.chat(conversation, params, use_tqdm=False)
+    both = llm.chat([conversation, conversation], sampling_params=params, use_tqdm=False)
+    text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    print(
+        "chat", answer.prompt == text, [o.outputs[0].text == answer.outputs[0].text for o in both]
+    )
+
     # The parameters that the checkpoint recommends.
     defaults = llm.get_default_sampling_params()
     print("defaults", defaults.temperature, defaults.max_tokens, defaults.stop)
