@@ -61,7 +61,7 @@ wheel: check-python
 	$(PINNED) $(WHEEL_VENV)/bin/python -m pip install --quiet --force-reinstall dist/*.whl
 	$(WHEEL_VENV)/bin/python -P tests/install/check_wheel.py dist/*.whl
 
-# The package is installed first, because a ctest compares the C++ consumer with it.
+# The package is installed first, because a ctest compares the C++ and C examples with it.
 test: $(TEST_VENV)/.installed check-gtest
 	export PATH="$(CURDIR)/$(TEST_VENV)/bin:$$PATH"
 	cmake --preset cpu-release -DPACELINE_TEST_PYTHON="$(CURDIR)/$(TEST_VENV)/bin/python"
@@ -72,7 +72,7 @@ test: $(TEST_VENV)/.installed check-gtest
 # Needs no GPU and no driver: the CUDA build must compile, import and run on the CPU.
 test-cuda-build: $(TEST_VENV)/.installed check-gtest
 	export PATH="$(CURDIR)/$(TEST_VENV)/bin:$$PATH:/usr/local/cuda/bin"
-	cmake --preset cuda-python
+	cmake --preset cuda-python -DPACELINE_TEST_PYTHON="$(CURDIR)/$(TEST_VENV)/bin/python"
 	cmake --build --preset cuda-python
 	ctest --preset cuda-python
 	PYTHONPATH="$(CURDIR)/python" python tests/install/check_cuda_build.py
@@ -101,7 +101,7 @@ lint: $(TEST_VENV)/.installed
 
 format: $(TEST_VENV)/.installed
 	export PATH="$(CURDIR)/$(TEST_VENV)/bin:$$PATH"
-	find cpp cuda python/bindings tests \( -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \) \
+	find cpp cuda python/bindings tests examples \( -name '*.h' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \) \
 	  -print0 2>/dev/null | xargs -0 clang-format -i
 	ruff format python tests examples
 	ruff check --fix --select I python tests examples
@@ -158,11 +158,11 @@ check-python:
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("make: $(PYTHON) is Python " + sys.version.split()[0] + "; Paceline needs 3.11 or newer; run: make PYTHON=/path/to/python")'
 
 check-gtest:
-	@if ! echo '#include <gmock/gmock.h>' | $${CXX:-g++} -E -x c++ - >/dev/null 2>&1; then
+	@if ! echo '#include <gmock/gmock.h>' | $${CXX:-g++} -E -x c++ - >/dev/null 2>&1 || ! command -v pkg-config >/dev/null; then
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq libgtest-dev libgmock-dev
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq libgtest-dev libgmock-dev pkg-config
 	  else
-	    echo "make: GoogleTest was not found; install it, for example: sudo apt-get install libgtest-dev libgmock-dev" >&2
+	    echo "make: GoogleTest or pkg-config was not found; install them, for example: sudo apt-get install libgtest-dev libgmock-dev pkg-config" >&2
 	    exit 1
 	  fi
 	fi

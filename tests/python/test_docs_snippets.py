@@ -9,6 +9,7 @@ A marker is a comment on the line before the fence: `<!-- test: HOW WHY -->`.
 | `types` | python | the types, because WHY |
 | `parse` | bash | every command line, by its real parser, because WHY |
 | `ci` | bash | that FILE, the first word of WHY, runs every command of the block |
+| `install` | bash | a ctest, tests/install/check_install.py, runs all such blocks of its page |
 | `file` | c, cpp, cmake, python | that WHY, a file that another test runs, contains the block |
 | `message` | text | test_docs_messages.py raises it |
 
@@ -43,7 +44,7 @@ SHELLS = ("bash",)
 # For each language, the markers that its blocks may have; "" is none.
 ALLOWED = {
     "python": ("", "types", "file"),
-    "bash": ("", "parse", "ci"),
+    "bash": ("", "parse", "ci", "install"),
     "c": ("file",),
     "cpp": ("file",),
     "cmake": ("file",),
@@ -312,6 +313,12 @@ def test_files_contain_the_blocks() -> None:
         text = (ROOT / block.why.split()[0]).read_text()
         assert is_part(block.code, text), f"{block}: not in {block.why}"
     assert is_part("a\n  b\n", "0\n  a\n    b\nc") and not is_part("a\nc\n", "a\nb\nc")
+
+
+def test_the_install_test_runs_its_page() -> None:
+    assert {block.page for block in of("install", *SHELLS)} == {Path("docs/embedding.md")}
+    script = (ROOT / "tests/install/check_install.py").read_text()
+    assert 'Path("docs/embedding.md")' in script
 
 
 @pytest.mark.parametrize("block", of("", "json"), ids=str)
