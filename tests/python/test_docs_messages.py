@@ -103,6 +103,11 @@ def from_hub(model: str, *, offline: bool = False) -> None:
         LLM(model)
 
 
+def without_template() -> None:
+    with llm(DRAFT) as engine:
+        engine.chat([{"role": "user", "content": "def f():"}])
+
+
 def with_llm(call: Callable[[LLM], object]) -> None:
     with llm() as engine:
         call(engine)
@@ -129,6 +134,7 @@ CASES: dict[str, Callable[[Path], object]] = {
     ),
     "no_cuda": lambda folder: llm(device="cuda"),
     "no_k": lambda folder: llm(speculative_config={"model": str(DRAFT)}),
+    "no_template": lambda folder: without_template(),
     "no_tokenizer": without_tokenizer,
     "other_target": lambda folder: llm(GEMMA4, speculative_config=drafted(HEAD)),
     "pickle": pickled,

@@ -8,13 +8,6 @@ from pathlib import Path
 
 from paceline.demo import demo_paths
 
-# A template with the constructs of published ones, for checkpoints that are not made for chats.
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}# {{ message['role'] }}:\n"
-    "{{ message['content'] | trim }}\n{% endfor %}"
-    "{% if add_generation_prompt %}# assistant:\n{% endif %}"
-)
-
 # What a page names, and the demo that stands in for it: the target of a demo, or its drafter.
 TARGETS = {
     "Qwen/Qwen3-8B": "eagle3",
@@ -38,18 +31,13 @@ def make_models(folder: Path) -> dict[str, Path]:
         The folder of each model by its id, as `HubServer` takes them.
     """
     made = {}
-    for index, names in enumerate((TARGETS, DRAFTERS)):
+    for index, names in enumerate((TARGETS, DRAFTERS)):  # demo_paths: the target, the drafter
         for name, demo in names.items():
             source = demo_paths(demo)[index]
             model = folder / name
             model.mkdir(parents=True)
             for file in source.iterdir():
                 (model / file.name).symlink_to(file)
-            if index == 0:
-                config = model / "tokenizer_config.json"
-                values = json.loads(config.read_text()) if config.exists() else {}
-                config.unlink(missing_ok=True)
-                config.write_text(json.dumps({**values, "chat_template": CHAT_TEMPLATE}))
             made[name] = model
     # A draft head in the speculators layout names its verifier, so that it can be loaded alone.
     config = made["RedHatAI/Qwen3-8B-speculator.eagle3"] / "config.json"
