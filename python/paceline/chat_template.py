@@ -17,7 +17,7 @@ from paceline._core import ModelFileError
 from paceline.chat_messages import Conversation, list_conversations, list_tools, plain_data
 from paceline.checks import check_bool, check_path, check_text, parse_json, quoted, shorten
 from paceline.loader.files import exists, read_file
-from paceline.loader.folder import MAX_CHAT_FILE_BYTES
+from paceline.loader.section import MAX_CONFIG_BYTES
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -194,7 +194,7 @@ class ChatTemplates:
         path = self.folder / name
         if not exists(path):
             return {}
-        contents = read_file(path, "settings of the tokenizer", max_bytes=MAX_CHAT_FILE_BYTES)
+        contents = read_file(path, "settings of the tokenizer", max_bytes=MAX_CONFIG_BYTES)
         try:
             parsed = parse_json(str(path), contents.decode())
         except ValueError as error:

@@ -18,13 +18,15 @@ from typing import Final, NoReturn
 
 from paceline._core import ModelFileError, ModelNotFoundError
 from paceline.checks import shorten
-from paceline.loader.files import find
+from paceline.loader.converted import FOLDER_NAME
+from paceline.loader.files import exists, find
 from paceline.loader.folder import (
     CHAT_NAMES,
     CONFIG_NAME,
     GENERATION_NAME,
     PICKLE_NAME,
     TOKENIZER_NAME,
+    CheckpointFolder,
     is_more_template,
 )
 from paceline.loader.messages import name_some
@@ -175,14 +177,32 @@ def wanted_files(names: Mapping[str, int | None], *, needs_weights: bool) -> lis
         needs_weights: Choose the weights as well.
 
     Returns:
-        The names, `config.json` first. If the index of shards is among them, it is the last, and
-        the shards that it names are wanted too.
+        The names, `config.json` or `paceline.json` first. `named_weights` are wanted too.
     """
     wanted = [name for name in _SETTINGS if name in names]
     wanted += sorted(name for name in names if is_more_template(name))
+    if CONFIG_NAME not in names and FOLDER_NAME in names:
+        return [FOLDER_NAME, *wanted]
     if needs_weights:
         wanted += [name for name in (WEIGHTS_NAME, INDEX_NAME) if name in names][:1]
     return wanted
+
+
+def named_weights(folder: Path) -> tuple[str, list[str]]:
+    """The weight files that a file in a folder names, except `model.safetensors`.
+
+    Returns:
+        The name of the file, and the names in it.
+
+    Raises:
+        ModelFileError: The file is damaged, or a name is not the plain name of a safetensors file.
+    """
+    checkpoint = CheckpointFolder(folder)
+    if checkpoint.is_converted:
+        return FOLDER_NAME, [part.weights for part in checkpoint.converted.parts()]
+    if exists(folder / INDEX_NAME) and not exists(folder / WEIGHTS_NAME):
+        return INDEX_NAME, shard_names(folder / INDEX_NAME)
+    return CONFIG_NAME, []
 
 
 # ---- downloading -------------------------------------------------------------------------------
@@ -205,14 +225,14 @@ def _download(model: HubModel, needs_weights: bool) -> Path:
         raise ConnectionError("the repository changes faster than its files can be listed")
     for name in wanted[1:]:
         _fetch_file(model, name, commit)
-    if wanted[-1] == INDEX_NAME:
-        for name in shard_names(folder / INDEX_NAME):
-            if name not in sizes:
-                raise ModelNotFoundError(
-                    f"{model}: {INDEX_NAME} names {name!r}, but the repository has no such file"
-                )
-            wanted.append(name)
-            _fetch_file(model, name, commit)
+    source, weights = named_weights(folder) if needs_weights else ("", [])
+    for name in weights:
+        if name not in sizes:
+            raise ModelNotFoundError(
+                f"{model}: {source} names {name!r}, but the repository has no such file"
+            )
+        wanted.append(name)
+        _fetch_file(model, name, commit)
     _logger.info(
         "%s: %d files, %.1f MB, of commit %s in %s",
         model,
@@ -261,13 +281,13 @@ def _check_listing(
         ModelNotFoundError: Required files are missing.
         ModelFileError: A file that is read whole is too large.
     """
-    if CONFIG_NAME not in wanted:
+    if not {CONFIG_NAME, FOLDER_NAME} & set(wanted):
         there = f"it has {name_some(sorted(sizes))}" if sizes else "it is empty"
         raise ModelNotFoundError(
             f"{model}: the repository has no {CONFIG_NAME}; expected a checkpoint in Hugging Face "
-            f"layout; {there}"
+            f"layout, or a folder that `paceline convert` wrote; {there}"
         )
-    if needs_weights:
+    if needs_weights and FOLDER_NAME not in wanted:
         _check_has_weights(model, sizes)
     for name in wanted:
         limit = MAX_TOKENIZER_BYTES if name == TOKENIZER_NAME else MAX_CONFIG_BYTES
@@ -302,19 +322,19 @@ def _cached_folder(model: HubModel) -> Path | None:
     """The folder of the revision in the cache, complete or not."""
     from huggingface_hub import try_to_load_from_cache
 
-    path = try_to_load_from_cache(
-        model.id, CONFIG_NAME, cache_dir=model.cache_dir, revision=model.revision
-    )
-    return Path(path).parent if isinstance(path, str) else None
+    for name in (CONFIG_NAME, FOLDER_NAME):
+        path = try_to_load_from_cache(
+            model.id, name, cache_dir=model.cache_dir, revision=model.revision
+        )
+        if isinstance(path, str):
+            return Path(path).parent
+    return None
 
 
 def _missing_weights(folder: Path) -> list[str]:
     """The weight files that a folder of the cache lacks, e.g. after an interrupted download."""
-    present = {path.name for path in folder.iterdir()}
-    wanted = [WEIGHTS_NAME]
-    if WEIGHTS_NAME not in present and INDEX_NAME in present:
-        wanted = shard_names(folder / INDEX_NAME)
-    return [name for name in wanted if name not in present]
+    _, named = named_weights(folder)
+    return [name for name in named or [WEIGHTS_NAME] if not exists(folder / name)]
 
 
 # ---- errors ------------------------------------------------------------------------------------

@@ -75,7 +75,8 @@ class LLM(RunningLLM):
                 Hugging Face Hub, "name" or "organization/name", which is downloaded to the hub's
                 cache. A folder of that name wins, and strings such as "./name" are always folders.
                 A drafter in the layout of the `speculators` package is allowed as well: the target
-                that it names is loaded, and it drafts.
+                that it names is loaded, and it drafts. So is a folder of `paceline convert`, with
+                its drafter.
                 If the model has no `tokenizer.json`, prompts must be token ids and outputs have no
                 text.
             speculative_config: How to draft, as a mapping or JSON with vLLM's keys; see

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
@@ -70,11 +71,17 @@ def find_models(
         "progress": progress,
     }
     folder = CheckpointFolder(find_folder(model, revision=revision, **options))
-    speculators = read_speculators(folder.config)
     target = folder
+    speculators = None if folder.is_converted else read_speculators(folder.config)
     if speculators is not None:
         target = CheckpointFolder(_find_verifier(folder, speculators, options))
-        speculative = _with_own_drafter(speculative, folder, speculators)
+        speculative = _with_own_drafter(
+            speculative, folder, lambda: speculators.num_speculative_tokens
+        )
+    elif folder.is_converted and folder.converted.draft is not None:
+        speculative = _with_own_drafter(
+            speculative, folder, lambda: folder.converted.num_speculative_tokens
+        )
     elif speculative is not None:
         speculative = speculative.completed(str(folder.path))
     if speculative is None or speculative.model is None:
@@ -89,17 +96,16 @@ def find_models(
 
 
 def _with_own_drafter(
-    given: SpeculativeConfig | None, folder: CheckpointFolder, speculators: Speculators
+    given: SpeculativeConfig | None,
+    folder: CheckpointFolder,
+    default_k: Callable[[], int | None],
 ) -> SpeculativeConfig | None:
     """Completes a configuration with the drafter that the model brings, if it names no other."""
     drafter = str(folder.path)
     if given is None:
-        return SpeculativeConfig(
-            model=drafter, num_speculative_tokens=speculators.num_speculative_tokens
-        )
+        return SpeculativeConfig(model=drafter, num_speculative_tokens=default_k())
     has_k = given.is_off or given.num_speculative_tokens is not None
-    k = None if has_k else speculators.num_speculative_tokens
-    return given.completed(drafter, drafter, k)
+    return given.completed(drafter, drafter, None if has_k else default_k())
 
 
 def _find_verifier(folder: CheckpointFolder, speculators: Speculators, options: _Options) -> Path:

@@ -118,6 +118,8 @@ TEST_F(Folder, RefusesHostileDescriptions) {
       {alone("{}"), "target.weights is missing"},
       {alone(part("t"), R"(, "x": 1)"), "x is an unknown key; allowed: format, target,"},
       {alone(part("t"), R"(, "num_speculative_tokens": 3)"), "no such key without a draft"},
+      {alone(part("t"), R"(, "bos_token_id": 5)"), "bos_token_id is 5; allowed: an integer from 0"},
+      {alone(R"({"architecture": 1, )" + part("t").substr(1)), "target.architecture is 1"},
       {alone(part("t"), draft), "num_speculative_tokens is missing"},
       {alone(part("t"), draft + R"(, "num_speculative_tokens": 17)"), "is 17; allowed: an integer"},
       {alone(part("t"), draft + R"(, "num_speculative_tokens": 0)"), "is 0; allowed: an integer"},

@@ -117,6 +117,24 @@ def test_every_file_is_opened_once(
     assert opened[str(target / "tokenizer.json")] == 1
 
 
+def test_a_converted_folder_is_opened_once(
+    tmp_path: Path, draft_head: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = _eagle3(tmp_path, draft_head)
+    out = convert(target, tmp_path / "out", draft, progress=False)
+    with opened_files(monkeypatch) as (opened, mapped):
+        LLM(out, **ENGINE).close()
+    weights = {str(out / f"{role}.safetensors"): 1 for role in ("target", "draft")}
+    assert mapped == weights
+    names = {path.name for path in out.iterdir()}
+    assert {name: opened[str(out / name)] for name in names if name.endswith("json")} == {
+        "generation_config.json": 1,
+        "paceline.json": 1,
+        "tokenizer.json": 1,
+    }
+    assert all(opened[name] <= 1 for name in weights)
+
+
 def test_a_model_that_drafts_for_itself_is_opened_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

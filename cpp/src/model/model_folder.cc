@@ -88,8 +88,12 @@ auto with_name(const std::string& name, Step step) {
                                                       const std::string& description,
                                                       const Json& json, std::string_view role,
                                                       Device device) {
-  constexpr std::array<std::string_view, 3> kKeys = {"weights", "dtype", "config"};
-  json.check_keys(kKeys);
+  constexpr std::array<std::string_view, 3> kRequired = {"weights", "dtype", "config"};
+  constexpr std::array<std::string_view, 1> kOptional = {"architecture"};
+  json.check_keys(kRequired, kOptional);
+  if (const std::optional<Json> architecture = json.find("architecture")) {
+    static_cast<void>(architecture->as_string());
+  }
   const DType dtype = weight_dtype(json.at("dtype"));
   const std::string path = file_beside(directory, json.at("weights"));
   const SafetensorsFile file(path);
@@ -128,7 +132,8 @@ ModelFolder load_model_folder(const std::string& directory, Device device) {
       const JsonDocument document(text, path, {.max_bytes = kMaxDescriptionBytes});
       const Json root = document.root();
       constexpr std::array<std::string_view, 3> kRequired = {"format", "target", "stop_token_ids"};
-      constexpr std::array<std::string_view, 2> kOptional = {"draft", "num_speculative_tokens"};
+      constexpr std::array<std::string_view, 3> kOptional = {"draft", "num_speculative_tokens",
+                                                             "bos_token_id"};
       root.check_keys(kRequired, kOptional);
       if (root.at("format").as_string() != "paceline-folder-1") {
         root.at("format").refuse("'paceline-folder-1'");
@@ -146,6 +151,9 @@ ModelFolder load_model_folder(const std::string& directory, Device device) {
       const int32_t vocab_size = model_vocab_size(*folder.target);
       for (const Json& id : root.at("stop_token_ids").elements()) {
         folder.stop_token_ids.push_back(static_cast<int32_t>(id.as_int(0, vocab_size - 1)));
+      }
+      if (const std::optional<Json> bos = root.find("bos_token_id")) {
+        static_cast<void>(bos->as_int(0, vocab_size - 1));
       }
       if (draft) {
         folder.draft = load_model(directory, path, *draft, "draft", device);

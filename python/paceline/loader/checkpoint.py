@@ -40,7 +40,7 @@ class OpenedModel:
 
     Attributes:
         path: The folder, or the name of the argument that has the tensors.
-        top: Its configuration, as read.
+        top: Its configuration, as read; None: it was not in the layout of Hugging Face.
         family: The decoder, translated.
         weight_dtype: The dtype of matrices in memory: "float32" or "bfloat16".
         tensors: Every tensor of weights, in the order in which the model is filled.
@@ -48,7 +48,7 @@ class OpenedModel:
     """
 
     path: Path
-    top: Section
+    top: Section | None
     family: Family
     weight_dtype: str
     tensors: tuple[BoundTensor, ...]
@@ -89,6 +89,10 @@ class OpenedModel:
         """Its tensors of token ids by canonical name."""
         return {}
 
+    def as_target(self) -> Target:
+        """The facts that a draft head for this model must fit."""
+        return Target(self.path, self.family.architecture, self.config, self.weight_dtype)
+
     def is_narrowed(self, tensor: BoundTensor) -> bool:
         """Whether Python has to round the tensor, from F16 to bfloat16.
 
@@ -123,10 +127,6 @@ class Checkpoint(OpenedModel):
     def generation(self) -> Section | None:
         """The object in `generation_config.json`, if there is one."""
         return self.hf.generation
-
-    def as_target(self) -> Target:
-        """The facts that a draft head for this model must fit."""
-        return Target(self.path, self.family.architecture, self.config, self.weight_dtype)
 
 
 def open_checkpoint(source: Source, dtype: str = "auto", *, is_drafter: bool = False) -> Checkpoint:

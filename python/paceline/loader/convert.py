@@ -17,21 +17,19 @@ from typing import Any, Final
 from paceline.limits import MAX_SPECULATIVE_TOKENS
 
 from .checkpoint import Checkpoint, open_checkpoint
+from .converted import FOLDER_FORMAT, FOLDER_NAME
 from .drafter_checkpoint import DrafterCheckpoint, open_any_drafter
 from .families import check_dtype
-from .files import exists, read_file
 from .folder import (
     CHAT_NAMES,
-    MAX_CHAT_FILE_BYTES,
+    GENERATION_NAME,
+    MORE_TEMPLATES,
     TOKENIZER_NAME,
     CheckpointFolder,
     is_more_template,
 )
 from .pickles import convert_pickle
 from .tokenizer import TokenizerInfo, check_tokenizers
-
-FOLDER_FORMAT: Final = "paceline-folder-1"
-FOLDER_NAME: Final = "paceline.json"
 
 _ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2}
 
@@ -53,7 +51,8 @@ def convert(
 
     Tensors keep the bytes of the checkpoint and only change their names. The library converts them
     when it reads the folder, exactly as it does when Python loads the checkpoint. The target's
-    `tokenizer.json` and the chat template are copied. After an error nothing is left behind.
+    `tokenizer.json`, `generation_config.json`, special tokens and chat templates are copied. After
+    an error nothing is left behind.
 
     Args:
         model_dir: The target's checkpoint.
@@ -111,7 +110,7 @@ def convert(
                 partial,
                 target,
                 draft,
-                folder.tokenizer_contents,
+                _read_settings(folder),
                 num_speculative_tokens,
                 progress,
             ),
@@ -153,7 +152,7 @@ def _fill(out: Path, write: Callable[[Path], object]) -> Path:
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         for path in moved:
-            path.unlink(missing_ok=True)
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         if created:
             with contextlib.suppress(OSError):
                 out.rmdir()
@@ -176,11 +175,23 @@ def _check_out_dir(out: Path) -> None:
         raise ValueError(f"{out}: not a folder; expected an empty folder or a new name")
 
 
+def _read_settings(folder: CheckpointFolder) -> dict[str, bytes]:
+    """The files that are copied, by their names in the folder."""
+    contents = {
+        TOKENIZER_NAME: folder.tokenizer_contents,
+        GENERATION_NAME: folder.generation_contents,
+    }
+    more = [f"{MORE_TEMPLATES}/{path.name}" for path in (folder.path / MORE_TEMPLATES).glob("*")]
+    for name in (*CHAT_NAMES, *filter(is_more_template, sorted(more))):
+        contents[name] = folder.read_if_there(name, "settings for chats")
+    return {name: data for name, data in contents.items() if data is not None}
+
+
 def _write_folder(
     folder: Path,
     target: Checkpoint,
     draft: Checkpoint | DrafterCheckpoint | None,
-    tokenizer: bytes | None,
+    settings: dict[str, bytes],
     num_speculative_tokens: int,
     progress: bool,
 ) -> None:
@@ -204,24 +215,18 @@ def _write_folder(
                 "weights": weights,
                 "dtype": checkpoint.weight_dtype,
                 "config": checkpoint.config,
+                "architecture": checkpoint.family.architecture,
             }
     if draft is not None:
         contents["num_speculative_tokens"] = num_speculative_tokens
     contents["stop_token_ids"] = list(target.eos_token_ids)
+    bos = target.bos_token_id
+    if bos is not None and bos < target.config["vocab_size"]:
+        contents["bos_token_id"] = bos
     (folder / FOLDER_NAME).write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
-    if tokenizer is not None:
-        (folder / TOKENIZER_NAME).write_bytes(tokenizer)
-        _copy_chat_files(target.path, folder)
-
-
-def _copy_chat_files(source: Path, folder: Path) -> None:
-    """Copies the chat templates, and the special tokens that they refer to."""
-    further = [str(path.relative_to(source)) for path in source.glob("*/*.jinja")]
-    for name in (*CHAT_NAMES, *filter(is_more_template, further)):
-        if exists(source / name):
-            contents = read_file(source / name, "a chat template", max_bytes=MAX_CHAT_FILE_BYTES)
-            (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).write_bytes(contents)
+    for name, data in settings.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(data)
 
 
 def _write_weights(path: Path, checkpoint: Checkpoint | DrafterCheckpoint, bar: Any) -> None:

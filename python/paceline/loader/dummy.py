@@ -11,9 +11,10 @@ from typing import Any
 from paceline import _core
 
 from .checkpoint import check_end_ids, read_hf_config
+from .converted_model import part_for
 from .drafter_checkpoint import DRAFT_MODEL, drafter_config
 from .families import ARCHITECTURES, check_dtype, translate
-from .folder import Source, as_folder
+from .folder import CheckpointFolder, Source, as_folder
 from .hf_config import HfConfig, parse_hf_config
 from .kinds import kind_of_config
 from .loaded_model import LoadedModel
@@ -48,6 +49,8 @@ def load_dummy(
         MemoryError: There is not enough memory for the weights.
     """
     folder = as_folder(source)
+    if isinstance(folder, CheckpointFolder) and folder.is_converted:
+        return _made_up_part(folder, dtype, device, seed)
     return _make_up(read_hf_config(folder), folder.path, folder.tokenizer, dtype, device, seed)
 
 
@@ -156,6 +159,8 @@ def load_dummy_drafter(
         MemoryError: There is not enough memory for the weights.
     """
     folder = as_folder(source)
+    if isinstance(folder, CheckpointFolder) and folder.is_converted:
+        return _made_up_part(folder, dtype, device, seed, is_drafter=True, method=method)
     drafter = dummy_drafter(
         folder.config.values, target, str(folder.path), method=method, device=device, seed=seed
     )
@@ -169,6 +174,32 @@ def load_dummy_drafter(
         device,
         seed,
         is_drafter=True,
+    )
+
+
+def _made_up_part(
+    folder: CheckpointFolder,
+    dtype: str,
+    device: str,
+    seed: int,
+    *,
+    is_drafter: bool = False,
+    method: str | None = None,
+) -> LoadedModel:
+    """Makes the target or the drafter of a folder of `paceline convert` with dummy weights."""
+    part = part_for(folder, dtype, is_drafter=is_drafter, method=method)
+    return _fill(
+        part.config,
+        part.dtype,
+        device,
+        seed,
+        path=folder.path,
+        family=str(part.config["name"]),
+        architecture=part.architecture,
+        eos_token_ids=() if is_drafter else folder.converted.stop_token_ids,
+        bos_token_id=folder.converted.bos_token_id,
+        tokenizer=folder.tokenizer,
+        generation_config=folder.generation,
     )
 
 
@@ -217,7 +248,7 @@ def _fill(
     eos_token_ids: tuple[int, ...] = (),
     bos_token_id: int | None = None,
     tokenizer: TokenizerInfo | None = None,
-    hf_config: Section,
+    hf_config: Section | None = None,
     generation_config: Section | None = None,
 ) -> LoadedModel:
     builder = _core.ModelBuilder(json.dumps(config), weight_dtype, device)

@@ -12,9 +12,10 @@ from typing import Final
 
 from paceline._core import ModelFileError, ModelNotFoundError
 
-from .files import exists, find
+from .converted import FOLDER_NAME, ConvertedFolder, read_converted
+from .files import exists, find, read_file
 from .messages import show_path
-from .section import Section, read_json_object
+from .section import MAX_CONFIG_BYTES, Section, read_json_object
 from .state_dict import StateDict
 from .tokenizer import TokenizerInfo, read_tokenizer_file
 from .weight_files import INDEX_NAME, WEIGHTS_NAME, WeightFiles, open_weights
@@ -29,14 +30,15 @@ CHAT_NAMES: Final = (
     "chat_template.jinja",
     "chat_template.json",
 )
-# The settings of large tokenizers have some MB.
-MAX_CHAT_FILE_BYTES: Final = 64 << 20
-_MORE_TEMPLATES: Final = re.compile(r"additional_chat_templates/\w[\w-]*\.jinja", re.ASCII)
+_GENERATION: Final = "the model's generation settings"
+# The folder of further chat templates.
+MORE_TEMPLATES: Final = "additional_chat_templates"
+_MORE_TEMPLATE: Final = re.compile(rf"{MORE_TEMPLATES}/\w[\w-]*\.jinja", re.ASCII)
 
 
 def is_more_template(name: str) -> bool:
     """Whether a name, relative to the folder, is that of a further chat template."""
-    return _MORE_TEMPLATES.fullmatch(name) is not None
+    return _MORE_TEMPLATE.fullmatch(name) is not None
 
 
 PICKLE_NAME: Final = "pytorch_model.bin"
@@ -50,6 +52,7 @@ class CheckpointFolder:
 
     Attributes:
         path: The folder.
+        is_converted: `paceline convert` wrote it, and it has no `config.json`; see `converted`.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -57,7 +60,7 @@ class CheckpointFolder:
 
         Raises:
             ModelNotFoundError: There is no such folder.
-            ModelFileError: It is none, or one that `paceline convert` wrote.
+            ModelFileError: It is none.
             ValueError: The path is empty, or of another type.
         """
         if not isinstance(path, str | os.PathLike) or not os.fspath(path):
@@ -74,11 +77,7 @@ class CheckpointFolder:
             )
         if not stat.S_ISDIR(status.st_mode):
             raise ModelFileError(f"{path}: not a folder; expected the folder of a checkpoint")
-        if exists(self.path / "paceline.json") and not exists(self.path / CONFIG_NAME):
-            raise ModelFileError(
-                f"{path}: a folder written by `paceline convert` (it has paceline.json); expected "
-                f"a Hugging Face checkpoint with {CONFIG_NAME}"
-            )
+        self.is_converted = exists(self.path / FOLDER_NAME) and not exists(self.path / CONFIG_NAME)
 
     def __repr__(self) -> str:
         return f"CheckpointFolder({str(self.path)!r})"
@@ -87,15 +86,38 @@ class CheckpointFolder:
     def config(self) -> Section:
         """`config.json`; errors as for `read_json_object`."""
         path = self.path / CONFIG_NAME
+        if self.is_converted:
+            raise ModelFileError(
+                f"{self.path}: a folder written by `paceline convert` (it has {FOLDER_NAME}); "
+                f"expected a checkpoint in Hugging Face layout, with {CONFIG_NAME}"
+            )
         return Section(read_json_object(path, "the model's configuration"), str(path))
+
+    @cached_property
+    def converted(self) -> ConvertedFolder:
+        """What `paceline convert` wrote; errors as for `read_converted` and `read_json_object`."""
+        path = self.path / FOLDER_NAME
+        values = read_json_object(path, "the description of the folder", has_unique_keys=True)
+        return read_converted(Section(values, str(path)))
 
     @cached_property
     def generation(self) -> Section | None:
         """`generation_config.json`, if there is one; errors as for `read_json_object`."""
-        path = self.path / GENERATION_NAME
-        if not exists(path):
+        contents = self.generation_contents
+        if contents is None:
             return None
-        return Section(read_json_object(path, "the model's generation settings"), str(path))
+        path = self.path / GENERATION_NAME
+        return Section(read_json_object(path, _GENERATION, contents), str(path))
+
+    @cached_property
+    def generation_contents(self) -> bytes | None:
+        """The bytes of `generation_config.json`, if there is one; errors as for `read_file`."""
+        return self.read_if_there(GENERATION_NAME, _GENERATION)
+
+    def read_if_there(self, name: str, what: str) -> bytes | None:
+        """The bytes of a file of at most 64 MiB, or None; errors as for `read_file`."""
+        path = self.path / name
+        return read_file(path, what, max_bytes=MAX_CONFIG_BYTES) if exists(path) else None
 
     @cached_property
     def weights(self) -> WeightFiles:

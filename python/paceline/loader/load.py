@@ -3,12 +3,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from paceline._core import ModelFileError
+
 from .checkpoint import OpenedModel, load_weights, open_checkpoint
+from .converted_model import ConvertedModel, open_converted
 from .drafter_checkpoint import open_any_drafter
+from .drafters import Target
 from .dummy import load_dummy, load_dummy_drafter
 from .folder import CheckpointFolder, Source, as_folder
 from .loaded_model import LoadedModel
+from .state_dict import StateDict
 from .tokenizer import TokenizerInfo, check_tokenizers
+
+if TYPE_CHECKING:
+    from paceline import _core
 
 
 def load_checkpoint(
@@ -18,11 +28,11 @@ def load_checkpoint(
     device: str = "cpu",
     progress: bool = True,
 ) -> LoadedModel:
-    """Loads a checkpoint in Hugging Face layout.
+    """Loads a checkpoint in Hugging Face layout, or the target of a folder of `paceline convert`.
 
     Args:
         source: The folder: `config.json`, `model.safetensors` or shards with their index, and maybe
-            `tokenizer.json` and `generation_config.json`.
+            `tokenizer.json` and `generation_config.json`; or `paceline.json` and what it names.
         dtype: The dtype of matrices in memory: "float32", "bfloat16", or "auto": bfloat16 when
             every matrix is stored as BF16, else float32, which holds F16 and F32 without loss.
         device: The device of the weights: "cpu" or "cuda".
@@ -40,7 +50,7 @@ def load_checkpoint(
         MemoryError: There is not enough memory for the weights.
     """
     folder = as_folder(source)
-    opened = open_checkpoint(folder, dtype)
+    opened = _open_target(folder, dtype)
     return _load(opened, folder.tokenizer, device=device, progress=progress)
 
 
@@ -75,7 +85,7 @@ def load_drafter(
         MemoryError: There is not enough memory for the weights.
     """
     folder = as_folder(source)
-    opened = open_any_drafter(folder, target.as_target(), method=method, dtype=dtype)
+    opened = _open_drafter(folder, target.as_target(), method, dtype)
     return _load(opened, folder.tokenizer, device=device, progress=progress)
 
 
@@ -124,11 +134,11 @@ def load_pair(
         return target, load_dummy_drafter(
             draft_folder, target, method=method, dtype=dtype, device=device
         )
-    opened = open_checkpoint(folder, dtype)
+    opened = _open_target(folder, dtype)
     tokenizer = folder.tokenizer
     if draft_folder is None:
         return _load(opened, tokenizer, device=device, progress=progress), None
-    draft = open_any_drafter(draft_folder, opened.as_target(), method=method, dtype=dtype)
+    draft = _open_drafter(draft_folder, opened.as_target(), method, dtype)
     draft_tokenizer = draft_folder.tokenizer
     if tokenizer is not None and draft_tokenizer is not None:
         check_tokenizers(
@@ -145,12 +155,38 @@ def load_pair(
     )
 
 
+def _open_target(folder: CheckpointFolder | StateDict, dtype: str) -> OpenedModel:
+    if isinstance(folder, CheckpointFolder) and folder.is_converted:
+        return open_converted(folder, dtype)
+    return open_checkpoint(folder, dtype)
+
+
+def _open_drafter(
+    folder: CheckpointFolder | StateDict, target: Target, method: str | None, dtype: str
+) -> OpenedModel:
+    if isinstance(folder, CheckpointFolder) and folder.is_converted:
+        return open_converted(folder, dtype, is_drafter=True, method=method)
+    return open_any_drafter(folder, target, method=method, dtype=dtype)
+
+
+def _fill(opened: OpenedModel, *, device: str, progress: bool) -> _core.Model:
+    try:
+        return load_weights(opened, device=device, progress=progress)
+    except ModelFileError:
+        raise
+    except ValueError as error:
+        # The tensors of a checkpoint were checked before; those of a converted folder are not.
+        if not isinstance(opened, ConvertedModel):
+            raise
+        raise ModelFileError(f"{opened.weights_path}: {error}") from None
+
+
 def _load(
     opened: OpenedModel, tokenizer: TokenizerInfo | None, *, device: str, progress: bool
 ) -> LoadedModel:
     return LoadedModel(
         path=opened.path,
-        model=load_weights(opened, device=device, progress=progress),
+        model=_fill(opened, device=device, progress=progress),
         family=opened.family.name,
         architecture=opened.family.architecture,
         config=opened.config,

@@ -34,12 +34,16 @@ class _Required:
 REQUIRED: Final = _Required()
 
 
-def read_json_object(path: Path, what: str) -> dict[str, object]:
+def read_json_object(
+    path: Path, what: str, contents: bytes | None = None, *, has_unique_keys: bool = False
+) -> dict[str, object]:
     """Reads one JSON object.
 
     Args:
         path: The file.
         what: What the file holds, as it reads in a message, e.g. "the model's configuration".
+        contents: Its contents where they were read already.
+        has_unique_keys: Refuse an object that has a key twice; otherwise the last one counts.
 
     Returns:
         The object. Numbers that Python's do not hold are `UnreadableNumber`, which no key accepts.
@@ -49,9 +53,15 @@ def read_json_object(path: Path, what: str) -> dict[str, object]:
         ModelFileError: It is no regular file, cannot be read, is larger than 64 MiB, is no JSON, or
             no JSON object.
     """
-    contents = read_file(path, what, max_bytes=MAX_CONFIG_BYTES)
+    if contents is None:
+        contents = read_file(path, what, max_bytes=MAX_CONFIG_BYTES)
     try:
-        value = json.loads(contents.decode(), parse_int=_read_integer, parse_float=_read_float)
+        value = json.loads(
+            contents.decode(),
+            parse_int=_read_integer,
+            parse_float=_read_float,
+            object_pairs_hook=_unique_keys if has_unique_keys else None,
+        )
     except UnicodeDecodeError as error:
         raise ModelFileError(
             f"{path}: cannot read {what}: byte {error.start} is not UTF-8 ({error.reason})"
@@ -65,6 +75,15 @@ def read_json_object(path: Path, what: str) -> dict[str, object]:
     if not isinstance(value, dict):
         raise ModelFileError(f"{path}: holds {show(value)}; expected a JSON object with {what}")
     return value
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"key {shorten(twice)!r} occurs twice")
+    return values
 
 
 def _read_integer(text: str) -> int | UnreadableNumber:

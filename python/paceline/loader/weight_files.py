@@ -231,7 +231,7 @@ def _read_index(index: Path) -> dict[str, str]:
             f'{index}: key "weight_map" is {seen}; expected an object with the file of every tensor'
         )
     for name, shard_name in listing.items():
-        if not isinstance(shard_name, str) or not _is_plain_name(shard_name):
+        if not isinstance(shard_name, str) or not is_plain_name(shard_name):
             raise ModelFileError(
                 f'{index}: key "{shorten(f"weight_map.{name}")}" is {show(shard_name)}; expected '
                 "the plain name of a .safetensors file in the same folder"
@@ -239,7 +239,8 @@ def _read_index(index: Path) -> dict[str, str]:
     return {str(name): str(shard_name) for name, shard_name in listing.items()}
 
 
-def _is_plain_name(name: str) -> bool:
+def is_plain_name(name: str) -> bool:
+    """Whether a string is the plain name of a .safetensors file, without any folder."""
     return (
         name.endswith(".safetensors")
         and len(name.encode(errors="replace")) <= _MAX_NAME_BYTES
