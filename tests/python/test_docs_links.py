@@ -69,3 +69,13 @@ def test_every_page_is_checked() -> None:
 def test_a_wrong_link_is_found(target: str, expected: str | None) -> None:
     found = problem(Path("README.md"), target)
     assert found is None if expected is None else found is not None and found.startswith(expected)
+
+
+def test_quickstart_lists_every_example() -> None:
+    listed = {target for _, target in links(Path("docs/quickstart.md"))}
+    examples = [
+        path for path in (ROOT / "examples").rglob("*") if path.suffix in (".c", ".cc", ".py")
+    ]
+    assert len(examples) >= 8
+    for path in examples:
+        assert f"../{path.relative_to(ROOT)}" in listed
