@@ -38,14 +38,14 @@ FAMILIES: Final = {
     "LlamaForCausalLM": "Llama 3",
     "Qwen3ForCausalLM": "Qwen3",
     "Gemma3ForCausalLM": "Gemma 3",
-    "Gemma4ForCausalLM": "Gemma 4, dense",
+    "Gemma4ForCausalLM": "Gemma 4 (dense)",
 }
 DRAFTERS: Final = {
-    "draft_model": "a smaller model with the same token ids",
-    "eagle": "an EAGLE draft head made for the target",
-    "eagle3": "an EAGLE-3 draft head made for the target (SafeAILab's or `speculators` layout)",
-    "gemma4_mtp": "an MTP assistant for a Gemma 4 target",
-    "ngram": "no model: the tokens that followed the same n-gram earlier (prompt lookup)",
+    "draft_model": "draft model: a smaller model with the same token ids",
+    "eagle": "EAGLE: a draft head made for the target",
+    "eagle3": "EAGLE-3: a draft head made for the target (SafeAILab's or `speculators` layout)",
+    "gemma4_mtp": "Gemma 4 MTP: an assistant made for a Gemma 4 target",
+    "ngram": "prompt lookup: the tokens that followed the same n-gram earlier; no model",
 }
 DEVICE_WORDS: Final = {
     "auto": "the GPU if it can be used, else the CPU; the default",
@@ -164,13 +164,14 @@ def support() -> str:
     """Models, drafters, formats and devices: README's table."""
     check_words("drafters", DRAFTERS, METHODS)
     check_words("devices", DEVICE_WORDS, DEVICES)
-    models = "; ".join(families())
+    models = ", ".join(families())
+    drafted = ", ".join(f"{DRAFTERS[name].partition(':')[0]} (`{name}`)" for name in METHODS)
     rows: list[tuple[str, str, str]] = [
         ("models", models, "[architectures](docs/loading.md#what-is-read)"),
-        ("drafters", code(METHODS), "[choosing a drafter](docs/choosing-a-drafter.md)"),
+        ("drafters", drafted, "[choosing a drafter](docs/choosing-a-drafter.md)"),
         (
-            "weight files",
-            f"safetensors with {', '.join(STORED_DTYPES)}",
+            "weights",
+            f"safetensors in {', '.join(STORED_DTYPES)}; what `paceline convert` wrote",
             "[loading](docs/loading.md)",
         ),
         (
