@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "array.h"
 #include "bindings.h"
 
 namespace paceline::python {
@@ -54,6 +55,12 @@ py::object logits_array(const RequestEvent& event, int32_t vocab_size) {
   py::array_t<float> array({num_rows, static_cast<py::ssize_t>(vocab_size)}, values.data(), base);
   array.attr("setflags")(py::arg("write") = false);
   return array;
+}
+
+// Shares ownership of the values: no copy.
+py::object device_array(const DeviceValues& values) {
+  if (values.data == nullptr) return py::none();
+  return py::cast(PyArray{.data = values.data, .shape = values.shape, .device = values.device});
 }
 
 // One list per token, of tuples (token id, logprob, rank).
@@ -143,6 +150,15 @@ void register_event(py::module_& module) {
           [](const PyRequestEvent& self) { return logits_array(self.event, self.vocab_size); },
           "Read-only float32 array [prompt_len, vocab_size] in the last event of a request with "
           "`score_prompt`, otherwise None. Shares the event's memory and outlives it.")
+      .def_property_readonly(
+          "device_logits",
+          [](const PyRequestEvent& self) { return device_array(self.event.device_logits); },
+          "The logits as an `Array`, with `keeps_logits_on_device`; otherwise None.")
+      .def_property_readonly(
+          "hidden_states",
+          [](const PyRequestEvent& self) { return device_array(self.event.hidden_states); },
+          "An `Array` [hidden_layers, prompt_len, hidden_size] in the last event of a request with "
+          "`hidden_layers`, otherwise None.")
       .def_property_readonly(
           "arrival_us", [](const PyRequestEvent& self) { return self.event.arrival_us; },
           "Steady clock in microseconds; last event only.")

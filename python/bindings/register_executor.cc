@@ -429,6 +429,30 @@ Raises:
 Returns:
     An empty string, or the violated invariant.
 )doc")
+      .def(
+          "while_idle",
+          [](PyExecutor& self, const py::function& body) {
+            return self.call([&](Executor& executor) {
+              return executor.while_idle([&] {
+                const py::gil_scoped_acquire acquire;
+                body();
+              });
+            });
+          },
+          py::arg("body"), R"doc(Calls a function while the device rests, for `update_models`.
+
+Requests that are added meanwhile wait until it has returned.
+
+Args:
+    body: Takes nothing. What it raises is raised here.
+
+Returns:
+    0; or, if requests run or wait, their number, and `body` was not called.
+
+Raises:
+    ValueError: Another executor uses the model too, or another call is under way.
+    RuntimeError: The executor is closed, or has failed with this error.
+)doc")
       .def_property_readonly(
           "vocab_size",
           [](PyExecutor& self) {

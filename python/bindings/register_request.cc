@@ -18,7 +18,8 @@ void register_request(py::module_& module) {
                        const std::vector<std::pair<int32_t, float>>& logit_bias,
                        std::vector<std::vector<int32_t>> bad_words,
                        std::vector<int32_t> allowed_token_ids, int32_t logprobs,
-                       int32_t prompt_logprobs, int32_t num_samples) {
+                       int32_t prompt_logprobs, int32_t num_samples,
+                       std::vector<int32_t> hidden_layers, bool keeps_logits_on_device) {
              Request request;
              request.prompt = std::move(prompt);
              request.sampling.temperature = temperature;
@@ -41,6 +42,8 @@ void register_request(py::module_& module) {
              request.sampling.prompt_logprobs = prompt_logprobs;
              request.score_prompt = score_prompt;
              request.num_samples = num_samples;
+             request.hidden_layers = std::move(hidden_layers);
+             request.keeps_logits_on_device = keeps_logits_on_device;
              return request;
            }),
            py::arg("prompt"), py::kw_only(), py::arg("temperature") = 1.0, py::arg("seed") = 0,
@@ -53,6 +56,8 @@ void register_request(py::module_& module) {
            py::arg("bad_words") = std::vector<std::vector<int32_t>>{},
            py::arg("allowed_token_ids") = std::vector<int32_t>{}, py::arg("logprobs") = -1,
            py::arg("prompt_logprobs") = -1, py::arg("num_samples") = 1,
+           py::arg("hidden_layers") = std::vector<int32_t>{},
+           py::arg("keeps_logits_on_device") = false,
            R"doc(Stores the values, which are checked when the request is added.
 
 Args:
@@ -77,6 +82,10 @@ Args:
         that of the emitted token. They are computed from the raw logits, before all of the above.
         At most the option max_logprobs; -1 = no logprobs.
     prompt_logprobs: The same for the prompt's tokens, except the first.
+    hidden_layers: Instead of generating, return the target's hidden states at every prompt
+        position: 0 = the input of the first layer, i = the output of the i-th layer, the number of
+        layers = the output of the final norm.
+    keeps_logits_on_device: With score_prompt: the logits stay on the device.
     num_samples: Independent samples, 1 to 128; sample i uses seed + i, modulo 2**64.
 )doc")
       .def_readonly("num_samples", &Request::num_samples, "Samples of the prompt.")

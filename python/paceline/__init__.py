@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     )
     from paceline.prompts import Prompt, TextPrompt, TokensPrompt
     from paceline.sampling import SamplingParams
+    from paceline.state_dict import BusyError
     from paceline.stream import RequestStream
     from paceline.tokenizer import Tokenizer
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "BusyError",
     "CompletionOutput",
     "DeviceError",
     "EngineConfig",
@@ -66,6 +68,7 @@ __all__ = [
 
 _MODULE_OF = {
     "LLM": "paceline.llm",
+    "BusyError": "paceline.state_dict",
     "RequestStream": "paceline.stream",
     "SamplingParams": "paceline.sampling",
     "SpeculativeConfig": "paceline.config",

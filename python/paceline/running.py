@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Never, Self
+from typing import TYPE_CHECKING, Any, Literal, Never, Self, overload
 
 from paceline import _core
 from paceline.chat_messages import Conversation
@@ -23,11 +23,13 @@ from paceline.limits import MAX_SEED
 from paceline.loader import LoadedModel, check_compatible
 from paceline.memory import group_max_bytes, memory_plan
 from paceline.outputs import RequestError, RequestOutput
+from paceline.prompt_values import check_layers, score_prompt
 from paceline.prompts import Prompt, Prompts, encode, encode_chats
 from paceline.reports import capabilities
 from paceline.request import Request, prepare_requests
 from paceline.sampling import SamplingParams
 from paceline.startup import executor_options, resolve_max_model_len
+from paceline.state_dict import update_weights
 from paceline.stream import RequestStream
 from paceline.tokenizer import Tokenizer, model_tokenizer
 
@@ -233,37 +235,81 @@ class RunningLLM:
         """
         return self._run(self._prepare(prompts, sampling_params))
 
-    def logits(self, prompt: Prompt) -> npt.NDArray[np.float32]:
+    @overload
+    def logits(
+        self, prompt: Prompt, *, on_device: Literal[False] = False
+    ) -> npt.NDArray[np.float32]: ...
+    @overload
+    def logits(self, prompt: Prompt, *, on_device: Literal[True]) -> _core.Array: ...
+    def logits(
+        self, prompt: Prompt, *, on_device: bool = False
+    ) -> npt.NDArray[np.float32] | _core.Array:
         """Computes the target's logits at every position of a prompt.
 
         Args:
             prompt: As for `generate`; at most `max_model_len` tokens.
+            on_device: Leave the logits in the memory of the LLM's device.
 
         Returns:
             float32 array [num_tokens, vocab_size]. Row i has the logits of the token after
-            position i.
+            position i. With `on_device` an object with `__dlpack__`, which
+            `torch.from_dlpack` and others take over without a copy; it owns its memory.
 
         Raises:
             ValueError: The prompt is not allowed.
+            paceline.OutOfMemoryError: There is no memory for the logits on the device.
             RuntimeError: The LLM is closed, was built before `fork` in the parent process, or
                 failed.
         """
-        _, token_ids = encode(
-            prompt, "prompt", self.target, max_model_len=self.max_model_len, spare=0
+        check_bool("on_device", on_device)
+        token_ids = self._encode_whole(prompt)
+        event = score_prompt(
+            self._dispatcher, token_ids, score_prompt=True, keeps_logits_on_device=on_device
         )
-        session = self._dispatcher.open()
-        try:
-            session.add_requests([_core.Request(token_ids, score_prompt=True)])
-            event = session.get()
-            while event.finish_reason is None:
-                event = session.get()
-        finally:
-            session.close()
-        if event.logits is None:
-            raise RuntimeError(
-                f"the logits were not computed: {event.error or event.finish_reason}"
-            )
+        if on_device:
+            assert event.device_logits is not None
+            return event.device_logits
+        assert event.logits is not None
         return event.logits.copy()
+
+    @overload
+    def hidden_states(
+        self, prompt: Prompt, layers: Sequence[int], *, on_device: Literal[False] = False
+    ) -> npt.NDArray[np.float32]: ...
+    @overload
+    def hidden_states(
+        self, prompt: Prompt, layers: Sequence[int], *, on_device: Literal[True]
+    ) -> _core.Array: ...
+    def hidden_states(
+        self, prompt: Prompt, layers: Sequence[int], *, on_device: bool = False
+    ) -> npt.NDArray[np.float32] | _core.Array:
+        """Computes the target's hidden states at every position of a prompt.
+
+        Args:
+            prompt: A string, or a sequence of token ids; at most `max_model_len` tokens.
+            layers: Which, with the indices of `output_hidden_states` in transformers: 0 = the
+                embeddings, i = the output of the i-th layer, and the number of layers = the output
+                of the final norm. Negative indices count from the end.
+            on_device: Leave them in the memory of the LLM's device.
+
+        Returns:
+            float32 array [len(layers), num_tokens, hidden_size], whatever the dtype of the weights.
+            The values do not depend on how the prompt is divided into chunks. With `on_device` an
+            object with `__dlpack__`, which `torch.from_dlpack` and others take over without a
+            copy; it owns its memory.
+
+        Raises:
+            ValueError: The prompt or a layer is not allowed.
+            paceline.OutOfMemoryError: There is no memory for the hidden states.
+            RuntimeError: The LLM is closed, was built before `fork` in the parent process, or
+                failed.
+        """
+        check_bool("on_device", on_device)
+        checked = check_layers(layers, len(self.target.config["layers"]))
+        token_ids = self._encode_whole(prompt)
+        states = score_prompt(self._dispatcher, token_ids, hidden_layers=checked).hidden_states
+        assert states is not None
+        return states if on_device else states.numpy()
 
     # ---- facts about the model -----------------------------------------------------------------
 
@@ -287,6 +333,41 @@ class RunningLLM:
             paceline.ModelFileError: The file states a value that is not allowed.
         """
         return default_params(self.target)
+
+    def update_weights(
+        self,
+        state_dict: Mapping[str, Any],
+        *,
+        draft_state_dict: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Replaces the weights in place, between requests; for example after a training step.
+
+        Names, shapes and dtypes are checked as for `from_state_dict`, for target and drafter,
+        before any weight changes. Values are converted to the dtype of the LLM's weights. From
+        tensors on the GPU to an LLM there, they do not pass through the host. Afterwards outputs
+        are those of a new LLM with these weights. Requests that other threads add meanwhile wait.
+
+        A drafter without a `draft_state_dict` keeps its weights; the parts that it shares with the
+        target change with it.
+
+        Args:
+            state_dict: All tensors of the target, by their names in Hugging Face checkpoints.
+            draft_state_dict: All tensors of the drafter; None = they do not change.
+
+        Raises:
+            paceline.ModelFileError: A tensor is missing, unknown, misshapen or cannot be read;
+                names it. No weight has changed.
+            paceline.BusyError: Requests run or wait, or an iterator of `stream` is open. No weight
+                has changed.
+            ValueError: There is no drafter for `draft_state_dict`, or another engine shares the
+                models (`from_loaded`). No weight has changed.
+            NotImplementedError: The LLM's models were not read from the layout of Hugging Face.
+            paceline.DeviceError: The device failed; the LLM is unusable.
+            RuntimeError: The LLM is closed, or was built before `fork` in the parent process.
+        """
+        self.target, self.draft = update_weights(
+            self._executor, self.target, self.draft, state_dict, draft_state_dict
+        )
 
     # ---- reports -------------------------------------------------------------------------------
 
@@ -379,6 +460,13 @@ class RunningLLM:
     def _executor(self) -> _core.Executor:
         self._dispatcher.check_running()
         return self._dispatcher.executor
+
+    def _encode_whole(self, prompt: Prompt) -> list[int]:
+        """The ids of a prompt to which no output is added."""
+        _, token_ids = encode(
+            prompt, "prompt", self.target, max_model_len=self.max_model_len, spare=0
+        )
+        return token_ids
 
     def _run(self, requests: list[Request]) -> RequestStream:
         """Numbers the outputs, which determines seeds, and queues the requests: all or none."""

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models from tensors in memory: `LLM.from_state_dict` and `LLM.from_module`."""
+"""Models from tensors in memory: `LLM.from_state_dict`, `from_module` and `update_weights`."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from paceline import _core
+from paceline._core import ModelFileError
 from paceline.checks import shorten
 from paceline.config import SpeculativeConfig
 from paceline.device import resolve_device
@@ -15,7 +18,12 @@ from paceline.loader import (
     load_pair,
     memory_config,
     memory_tokenizer,
+    open_checkpoint,
+    open_drafter,
 )
+from paceline.loader.binding import BoundTensor
+from paceline.loader.checkpoint import OpenedModel, widened
+from paceline.loader.state_dict import MemoryTensors
 
 Speculative = SpeculativeConfig | Mapping[str, Any] | str | None
 
@@ -105,6 +113,98 @@ def from_modules(
     """
     target = _of_module(module, "module", memory_tokenizer(tokenizer))
     return target, None if draft_module is None else _of_module(draft_module, "draft_module", None)
+
+
+class BusyError(RuntimeError):
+    """The weights cannot change now, because requests run or wait."""
+
+
+def update_weights(
+    executor: _core.Executor,
+    target: LoadedModel,
+    draft: LoadedModel | None,
+    state_dict: Mapping[str, Any],
+    draft_state_dict: Mapping[str, Any] | None,
+) -> tuple[LoadedModel, LoadedModel | None]:
+    """Replaces the weights of an engine's models in place; see `LLM.update_weights`.
+
+    Returns:
+        What is known of the two models with their new weights.
+
+    Raises:
+        Exception: As for `LLM.update_weights`.
+    """
+    if draft_state_dict is not None and draft is None:
+        raise ValueError(
+            "draft_state_dict is given, but the LLM has no drafter; allowed: None, or an LLM with "
+            "a drafter"
+        )
+    if draft_state_dict is not None and draft is not None and draft.model is target.model:
+        raise ValueError(
+            "draft_state_dict is given, but target and drafter are the same model; allowed: None"
+        )
+    opened = _reopen(target, state_dict, "state_dict")
+    updates = [(target.model, _named_tensors(opened))]
+    new_target = _renewed(target, opened)
+    new_draft = draft
+    if draft_state_dict is not None and draft is not None:
+        opened = _reopen(draft, draft_state_dict, "draft_state_dict", new_target)
+        updates.append((draft.model, _named_tensors(opened)))
+        new_draft = _renewed(draft, opened)
+    num_requests = executor.while_idle(lambda: _core.update_models(updates))
+    if num_requests > 0:
+        raise BusyError(
+            f"update_weights: {num_requests} request{' runs' if num_requests == 1 else 's run'} or "
+            "wait; no weight has changed; allowed: between requests, so wait for their outputs, or "
+            "close their streams, and call it again"
+        )
+    return new_target, new_draft
+
+
+def _reopen(
+    loaded: LoadedModel,
+    tensors: Mapping[str, Any],
+    name: str,
+    target: LoadedModel | None = None,
+) -> OpenedModel:
+    """Checks new tensors against the configuration that a model was loaded with."""
+    if loaded.hf_config is None:
+        raise NotImplementedError(
+            f"update_weights: {loaded.path} was not read from the layout of Hugging Face, whose "
+            "names the new tensors have; load the original checkpoint instead"
+        )
+    memory = StateDict(loaded.hf_config, tensors, name)
+    opened: OpenedModel
+    if target is None or loaded.method == "draft_model":
+        opened = open_checkpoint(memory, loaded.weight_dtype, is_drafter=True)
+    else:
+        opened = open_drafter(memory, target.as_target(), loaded.method)
+    if opened.config != loaded.config:
+        keys = [key for key in loaded.config if opened.config.get(key) != loaded.config[key]]
+        raise ModelFileError(
+            f"{name}: the tensors are those of another model than the one that was loaded (they "
+            f"differ in {', '.join(keys)}); expected tensors of the same form"
+        )
+    return opened
+
+
+def _named_tensors(opened: OpenedModel) -> list[tuple[str, _core.Tensor]]:
+    named = [(tensor.spec.name, _narrowed(opened, tensor)) for tensor in opened.tensors]
+    named += [(name, _core.Tensor(ids, name)) for name, ids in opened.ids.items()]
+    return named
+
+
+def _narrowed(opened: OpenedModel, tensor: BoundTensor) -> _core.Tensor:
+    if opened.is_narrowed(tensor):
+        return _core.Tensor(widened(tensor), tensor.source)
+    assert isinstance(tensor.shard, MemoryTensors)
+    return tensor.shard.tensor(tensor.source)
+
+
+def _renewed(loaded: LoadedModel, opened: OpenedModel) -> LoadedModel:
+    return dataclasses.replace(
+        loaded, stored_dtypes=opened.stored_dtypes, notes=opened.notes, is_dummy=False
+    )
 
 
 def _of_module(module: Any, name: str, tokenizer: Any) -> StateDict:

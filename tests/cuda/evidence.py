@@ -183,6 +183,9 @@ BENCHES = {
     ],
 }
 
+#: The Python tests that need a GPU.
+PYTHON_TESTS = [path.relative_to(ROOT) for path in ROOT.glob("tests/python/test_cuda*.py")]
+
 #: What `test` runs, in this order.
 PARTS = (*TESTS, "python", *BENCHES, "demos", "disk", "ops")
 
@@ -194,7 +197,7 @@ def run_part(part: str, env: dict[str, str], benches: dict[str, Any]) -> list[di
     if part == "python":
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         return [
-            run(part, [*command, "tests/python/test_cuda.py"], r"passed|failed|error", env, 400)
+            run(part, [*command, *sorted(map(str, PYTHON_TESTS))], r"passed|failed|error", env, 400)
         ]
     if part in BENCHES:
         figures, kernels = BUILD / "bench.json", BUILD / "trace.json"

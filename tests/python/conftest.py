@@ -23,8 +23,8 @@ from tiny_models import TinySpec, make
 
 @pytest.fixture(autouse=True)
 def auto_is_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes "auto" the CPU even on machines with a GPU, which test_cuda.py tests."""
-    if request.node.path.name != "test_cuda.py":
+    """Makes "auto" the CPU even on machines with a GPU, which the files test_cuda*.py test."""
+    if not request.node.path.name.startswith("test_cuda"):
         monkeypatch.setattr("paceline.device._auto_device", lambda: "cpu")
 
 

@@ -180,6 +180,12 @@ class PACELINE_API Executor {
   // empty string, or a description of the violation. For tests and self-checks.
   [[nodiscard]] std::string check_integrity();
 
+  // Runs `body` on the calling thread while the device rests, for update_models. Requests that are
+  // added meanwhile wait until it has returned. Returns 0; or, without running `body`, the number
+  // of requests that run or wait. Rethrows what `body` throws. Throws InvalidArgument while another
+  // call of while_idle runs, and for a model that another executor uses too.
+  [[nodiscard]] int64_t while_idle(const std::function<void()>& body);
+
   // The target's vocabulary size, which is the width of logits.
   [[nodiscard]] int32_t vocab_size() const;
   // As given; a value that was chosen because it was 0 is the one in effect.

@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include <paceline/device.h>
+
 namespace paceline {
 
 using RequestId = int64_t;
@@ -62,11 +64,25 @@ struct TokenLogprob {
   int32_t rank = 0;   // 1 + the number of more probable tokens
 };
 
+// float32 values that the engine leaves in memory of the target's device, row-major. They are
+// complete. The memory is freed with the last owner of `data`, which may outlive the engine.
+struct DeviceValues {
+  std::shared_ptr<float> data;  // null: none
+  std::vector<int64_t> shape;
+  Device device = Device::kCpu;
+};
+
 struct Request {
   std::vector<int32_t> prompt;  // token ids, at least one, each in [0, vocab_size)
   SamplingOptions sampling;
   // True: generates nothing and returns the target's logits at every prompt position.
   bool score_prompt = false;
+  // With score_prompt: the logits stay on the device of the target, as RequestEvent::device_logits.
+  bool keeps_logits_on_device = false;
+  // Not empty: generates nothing and returns hidden states of the target at every prompt position.
+  // 0 is the input of the first layer, i the output of the i-th layer, and the number of layers the
+  // output of the final norm.
+  std::vector<int32_t> hidden_layers;
   // Number of independent outputs, 1..128. The prompt is prefilled once where possible. Sample i is
   // bit for bit the output of a separate request with seed sampling.seed + i (modulo 2^64).
   int32_t num_samples = 1;
@@ -115,6 +131,10 @@ struct RequestEvent {
   int32_t num_cached_tokens = 0;
   // [prompt_len, vocab_size]; in the last event of a completed score_prompt only, otherwise null.
   std::shared_ptr<const std::vector<float>> logits;
+  DeviceValues device_logits;  // instead of `logits`, with keeps_logits_on_device
+  // [hidden_layers, prompt_len, hidden_size]; in the last event of a completed request with
+  // hidden_layers only.
+  DeviceValues hidden_states;
   int64_t arrival_us = 0;      // when the request was queued; in the last event only
   int64_t first_token_us = 0;  // of the first output token, 0 without one; in the last event only
   int64_t finish_us = 0;       // of this event; in the last event only

@@ -7,15 +7,28 @@
 #include <memory>
 #include <vector>
 
+#include <paceline/request.h>
+
 #include "wire/staged_inputs.h"
 
 namespace paceline {
 
-// The logits of a scored chunk, which the runner copies to the host.
+// The logits of a scored chunk, which the runner copies.
 struct ScoreCopy {
   int32_t first_logit_row = 0;
   int32_t num_rows = 0;
-  std::shared_ptr<std::vector<float>> destination;  // [prompt_len, vocab]
+  // [prompt_len, vocab], on the host or on the device: one of the two.
+  std::shared_ptr<std::vector<float>> destination;
+  DeviceValues device_destination;
+  int32_t destination_row = 0;
+};
+
+// The hidden states of a chunk, which the forward pass copies.
+struct HiddenCopy {
+  int32_t first_verify_row = 0;
+  int32_t num_rows = 0;
+  std::vector<int32_t> layers;  // see Request::hidden_layers
+  DeviceValues destination;     // [layers, prompt_len, hidden]
   int32_t destination_row = 0;
 };
 
@@ -28,6 +41,13 @@ struct Batch {
   StagedInputs inputs{};
   InputCapacity capacity;
   std::vector<ScoreCopy> score_copies;
+  std::vector<HiddenCopy> hidden_copies;
+
+  // Drops the copies, which own memory that may be large.
+  void drop_copies() {
+    score_copies.clear();
+    hidden_copies.clear();
+  }
 
   [[nodiscard]] const IterationCounts& counts() const { return *inputs.counts; }
 };

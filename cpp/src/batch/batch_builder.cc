@@ -132,7 +132,7 @@ void build_batch(const IterationPlan& plan, const BatchShape& shape, Batch& batc
   counts.num_seqs = static_cast<int32_t>(plan.sequences.size());
   batch.has_prefill = false;
   batch.has_logit_work = false;
-  batch.score_copies.clear();
+  batch.drop_copies();
   copy_all("block table entries", plan.table_writes, batch.capacity.table_writes,
            inputs.table_writes, counts.num_table_writes);
   copy_all("forks", plan.forks, batch.capacity.seqs, inputs.forks, counts.num_forks);
@@ -170,18 +170,29 @@ void build_batch(const IterationPlan& plan, const BatchShape& shape, Batch& batc
                   inputs.prefill_tokens + verify_row);
     }
     // Logits are needed for all rows of a verify window, the last row of a prompt and all rows of a
-    // score.
-    const int32_t skipped = planned.kind == RowKind::kPrefillFinal     ? planned.num_rows - 1
-                            : planned.kind == RowKind::kPrefillPartial ? planned.num_rows
-                                                                       : 0;
+    // score that returns them.
+    const bool is_score = planned.kind == RowKind::kScore;
+    const bool has_logits =
+        planned.kind != RowKind::kPrefillPartial && (!is_score || sequence.returns_logits());
+    const int32_t skipped = !has_logits                              ? planned.num_rows
+                            : planned.kind == RowKind::kPrefillFinal ? planned.num_rows - 1
+                                                                     : 0;
     PACELINE_CHECK(logit_row + planned.num_rows - skipped <= shape.max_logit_rows, logit_row, " + ",
                    planned.num_rows - skipped, " rows of logits; max_logit_rows is ",
                    shape.max_logit_rows);
-    if (planned.kind == RowKind::kScore) {
+    if (is_score && has_logits) {
       batch.score_copies.push_back({.first_logit_row = logit_row,
                                     .num_rows = planned.num_rows,
                                     .destination = sequence.logits,
+                                    .device_destination = sequence.device_logits,
                                     .destination_row = planned.start});
+    }
+    if (!sequence.hidden_layers.empty()) {
+      batch.hidden_copies.push_back({.first_verify_row = verify_row,
+                                     .num_rows = planned.num_rows,
+                                     .layers = sequence.hidden_layers,
+                                     .destination = sequence.hidden_states,
+                                     .destination_row = planned.start});
     }
     for (int32_t row = skipped; row < planned.num_rows; ++row) {
       inputs.logit_rows[logit_row++] = verify_row + row;

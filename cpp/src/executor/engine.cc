@@ -105,10 +105,16 @@ bool Engine::take_in() {
   {
     std::unique_lock lock(mutex_);
     const auto has_news = [&] {
-      return stops_ || wants_integrity_ || !incoming_.empty() || !cancellations_.empty();
+      if (stops_) return true;
+      if (is_held_) return !is_at_rest_;
+      return wants_integrity_ || !incoming_.empty() || !cancellations_.empty();
     };
     if (is_idle()) {
       is_idle_ = true;
+      if (is_held_) {
+        is_at_rest_ = true;
+        wake_caller_.notify_all();
+      }
       if (wants_integrity_ && incoming_.empty()) {
         std::string integrity = pool_.check_integrity();
         for (GroupId g = 0; g < static_cast<GroupId>(layout_.groups.size()); ++g) {
@@ -125,6 +131,7 @@ bool Engine::take_in() {
       interval_log_.resume(now_us());
     }
     if (stops_) return false;
+    if (is_held_) return true;
     while (!incoming_.empty()) {
       // The samples are always in incoming_ or in requests_, so an exception loses none.
       Samples& samples = requests_[incoming_.front().front()->id];
@@ -191,7 +198,7 @@ void Engine::read_oldest() {
     const bool is_delivered = apply(launch, results[i], logprobs, static_cast<int32_t>(i));
     statistics.add(launch, results[i], is_delivered);
   }
-  launched.batch.score_copies.clear();  // they own the logits, which may be large
+  launched.batch.drop_copies();
   std::erase_if(leaving_, [](const auto& sequence) { return sequence->launches_in_flight == 0; });
   publish_usage();
   const int64_t end = [&] {
@@ -271,7 +278,11 @@ void Engine::finish(Sequence& sequence, FinishReason reason, std::string error) 
   event.counters = std::move(sequence.counters);
   event.num_cached_tokens = sequence.num_cached_tokens;
   // If a score was cut short, some logits are missing, and launches in flight still write others.
-  if (reason == FinishReason::kLength) event.logits = sequence.logits;
+  if (reason == FinishReason::kLength) {
+    event.logits = sequence.logits;
+    event.device_logits = sequence.device_logits;
+    event.hidden_states = sequence.hidden_states;
+  }
   event.arrival_us = sequence.arrival_us;
   event.first_token_us = sequence.first_token_us;
   event.finish_us = now_us();

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <deque>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -42,7 +43,11 @@ struct EngineOptions {
   BatchShape shape;
   SchedulerOptions scheduler;
   int32_t max_model_len = 0;
+  // Of the target.
   int32_t vocab_size = 0;
+  int32_t hidden_size = 0;
+  int32_t num_layers = 0;
+  Device device = Device::kCpu;
   int32_t max_waiting_requests = 0;  // 0: no bound
   int32_t host_delay_max_us = 0;     // see ExecutorOptions
   bool poisons_freed_blocks = false;
@@ -67,6 +72,7 @@ class Engine {
   void reset_stats();
   [[nodiscard]] std::vector<KernelTime> trace_iteration(int32_t timeout_ms);
   [[nodiscard]] std::string check_integrity();
+  [[nodiscard]] int64_t while_idle(const std::function<void()>& body);
 
   // Block counts of every group, for the memory report.
   struct KvUsage {
@@ -100,6 +106,8 @@ class Engine {
   [[nodiscard]] SampleBounds sample_bounds() const {
     return {.max_model_len = options_.max_model_len,
             .vocab_size = options_.vocab_size,
+            .hidden_size = options_.hidden_size,
+            .device = options_.device,
             .num_draft_tokens = options_.shape.num_draft_tokens};
   }
   // Returns nullopt if the queue has no room for all.
@@ -175,6 +183,10 @@ class Engine {
   const int64_t start_us_;
   KvUsage usage_;
   bool is_idle_ = true;
+  // While a call of while_idle is under way: nothing is taken in; and, from then on until it ends,
+  // the device rests.
+  bool is_held_ = false;
+  bool is_at_rest_ = false;
   bool stops_ = false;
   bool wants_trace_ = false;
   std::optional<std::vector<KernelTime>> trace_;

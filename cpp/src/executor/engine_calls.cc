@@ -18,11 +18,12 @@ namespace paceline {
 void Engine::check_request(const Request& request) const {
   paceline::check_request(request, {.max_model_len = options_.max_model_len,
                                     .vocab_size = options_.vocab_size,
+                                    .num_layers = options_.num_layers,
                                     .max_logprobs = options_.shape.max_logprobs});
   const auto prompt_len = static_cast<int64_t>(request.prompt.size());
-  const auto limit = static_cast<int32_t>(std::min<int64_t>(
-      request.score_prompt ? prompt_len : prompt_len + request.sampling.max_tokens,
-      options_.max_model_len));
+  const auto limit = static_cast<int32_t>(
+      std::min<int64_t>(is_score(request) ? prompt_len : prompt_len + request.sampling.max_tokens,
+                        options_.max_model_len));
   if (!scheduler_.fits_alone(static_cast<int32_t>(prompt_len), limit)) {
     throw InvalidArgument(concat("a request of ", prompt_len, " prompt tokens and ", limit,
                                  " tokens in all needs more KV blocks than the whole pool of ",
@@ -166,6 +167,38 @@ std::string Engine::check_integrity() {
   wake_caller_.wait(lock, [&] { return integrity_.has_value() || failure_ != nullptr; });
   if (!integrity_.has_value()) std::rethrow_exception(failure_);
   return *integrity_;
+}
+
+int64_t Engine::while_idle(const std::function<void()>& body) {
+  std::unique_lock lock(mutex_);
+  if (failure_ != nullptr) std::rethrow_exception(failure_);
+  if (is_held_) {
+    throw InvalidArgument("another update of the weights is under way; wait until it has ended");
+  }
+  if (!open_.empty()) return static_cast<int64_t>(open_.size());
+  is_held_ = true;
+  const auto release = [&] {
+    is_held_ = is_at_rest_ = false;
+    wake_engine_.notify_one();
+  };
+  // Iterations that were launched ahead of the last result still read the weights.
+  wake_engine_.notify_one();
+  wake_caller_.wait(lock, [&] { return is_at_rest_ || failure_ != nullptr; });
+  if (failure_ != nullptr) {
+    release();
+    std::rethrow_exception(failure_);
+  }
+  lock.unlock();
+  try {
+    body();
+  } catch (...) {
+    lock.lock();
+    release();
+    throw;
+  }
+  lock.lock();
+  release();
+  return 0;
 }
 
 }  // namespace paceline

@@ -47,7 +47,7 @@ bool Engine::recover() {
   if (newest_launched_ >= 0) on_device([&] { runner_->wait(newest_launched_); });
   newest_read_ = newest_launched_;
   leaving_.clear();
-  for (InFlight& entry : ring_) entry.batch.score_copies.clear();
+  for (InFlight& entry : ring_) entry.batch.drop_copies();
   // If no request has begun, those that wait are the ones for which the memory does not suffice.
   const bool ends_all = std::none_of(requests_.begin(), requests_.end(), [](const auto& request) {
     return std::any_of(request.second.begin(), request.second.end(), has_begun);

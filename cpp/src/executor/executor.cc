@@ -28,19 +28,70 @@ std::string choose_kv_cache_bytes(ExecutorOptions& o, const Model& target, const
 
 }  // namespace
 
+// Counts an executor among those that use a model.
+class ModelLease {
+ public:
+  explicit ModelLease(const Model* model) : model_(model) {
+    if (model_ == nullptr) return;
+    const std::scoped_lock lock(model_->use.mutex);
+    if (model_->use.is_updating) {
+      throw InvalidArgument(concat("the weights of ", model_->config.name,
+                                   " are being updated; start the executor afterwards"));
+    }
+    ++model_->use.num_executors;
+  }
+  ~ModelLease() {
+    if (model_ == nullptr) return;
+    const std::scoped_lock lock(model_->use.mutex);
+    --model_->use.num_executors;
+  }
+  ModelLease(const ModelLease&) = delete;
+  ModelLease& operator=(const ModelLease&) = delete;
+
+  // Runs `body` while no other executor can start to use the model.
+  template <class Body>
+  auto alone(const Body& body) const {
+    if (model_ == nullptr) return body();
+    const auto set_updating = [&](bool is_updating) {
+      const std::scoped_lock lock(model_->use.mutex);
+      const int32_t num_executors = model_->use.num_executors;
+      if (is_updating && num_executors > 1) {
+        throw InvalidArgument(concat("the weights of ", model_->config.name, " are shared by ",
+                                     num_executors,
+                                     " engines; allowed: a model that one engine uses alone, so "
+                                     "close the others or load it for each"));
+      }
+      model_->use.is_updating = is_updating;
+    };
+    set_updating(true);
+    try {
+      const auto result = body();
+      set_updating(false);
+      return result;
+    } catch (...) {
+      set_updating(false);
+      throw;
+    }
+  }
+
+ private:
+  const Model* model_;
+};
+
 struct Executor::Impl {
   Impl(std::shared_ptr<const Model> target_model, std::shared_ptr<const Model> draft_model,
        const ExecutorOptions& executor_options, const Progress& progress)
       : target(std::move(target_model)),
         draft(std::move(draft_model)),
+        target_lease(target.get()),
+        draft_lease(draft == target ? nullptr : draft.get()),
         options(executor_options),
         kv_cache_rule(choose_kv_cache_bytes(options, *target, draft.get())),
         layout(plan_layout(options, *target, draft.get())) {
     std::unique_ptr<Runner> runner = make_runner(target, draft, layout, options, progress);
     workspace = runner->workspace_bytes();
     graph_bytes = runner->graph_bytes();
-    engine.emplace(engine_options(options, target->config.vocab_size, draft.get()), layout,
-                   std::move(runner));
+    engine.emplace(engine_options(options, *target, draft.get()), layout, std::move(runner));
     if (options.gpu_memory_utilization > 0) {
       check_gpu_memory_use(options, cuda_status().total_bytes, memory_report());
     }
@@ -54,6 +105,8 @@ struct Executor::Impl {
 
   std::shared_ptr<const Model> target;
   std::shared_ptr<const Model> draft;
+  ModelLease target_lease;
+  ModelLease draft_lease;  // of no model where it is the target
   ExecutorOptions options;
   std::string kv_cache_rule;
   KvLayout layout;
@@ -148,6 +201,14 @@ void Executor::reset_stats() {
 }
 std::string Executor::check_integrity() {
   return at_boundary([&] { return impl_->engine->check_integrity(); });
+}
+int64_t Executor::while_idle(const std::function<void()>& body) {
+  return at_boundary([&] {
+    return impl_->target_lease.alone([&] {
+      return impl_->draft_lease.alone(
+          [&] { return impl_->engine->while_idle([&] { call_back(body); }); });
+    });
+  });
 }
 int32_t Executor::vocab_size() const { return impl_->target->config.vocab_size; }
 const ExecutorOptions& Executor::options() const { return impl_->options; }

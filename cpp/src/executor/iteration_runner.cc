@@ -175,7 +175,16 @@ void IterationRunner<Ctx, Graph>::run_eagerly(const Batch& batch) {
   const IterationExtent extent = extent_of(batch);
   begin();
   if (batch.has_prefill) iteration_.begin_prefill(ctx_, extent);
-  iteration_.verify(ctx_, extent);
+  std::vector<HiddenCapture> captures;
+  for (const HiddenCopy& copy : batch.hidden_copies) {
+    const int64_t hidden = target_.config().hidden;
+    captures.push_back({.first_row = copy.first_verify_row,
+                        .num_rows = copy.num_rows,
+                        .layers = copy.layers,
+                        .to = copy.destination.data.get() + copy.destination_row * hidden,
+                        .layer_stride = copy.destination.shape[1] * hidden});
+  }
+  iteration_.verify(ctx_, extent, captures);
   copy_scores(batch);  // before the drafter overwrites the logits
   if (extent.num_first_rows > 0 || extent.num_drafting > 0) {
     iteration_.first_draft_pass(ctx_, extent);
@@ -213,9 +222,14 @@ template <class Ctx, class Graph>
 void IterationRunner<Ctx, Graph>::copy_scores(const Batch& batch) {
   const int64_t vocab = target_.config().vocab_size;
   for (const ScoreCopy& copy : batch.score_copies) {
-    copy_to_host(ctx_, copy.destination->data() + copy.destination_row * vocab,
-                 buffers_.logits + copy.first_logit_row * vocab,
-                 copy.num_rows * vocab * static_cast<int64_t>(sizeof(float)));
+    const float* const from = buffers_.logits + copy.first_logit_row * vocab;
+    const int64_t offset = copy.destination_row * vocab;
+    const int64_t bytes = copy.num_rows * vocab * static_cast<int64_t>(sizeof(float));
+    if (copy.device_destination.data != nullptr) {
+      copy_on_device(ctx_, copy.device_destination.data.get() + offset, from, bytes);
+    } else {
+      copy_to_host(ctx_, copy.destination->data() + offset, from, bytes);
+    }
   }
 }
 

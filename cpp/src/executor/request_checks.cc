@@ -100,10 +100,10 @@ void check_logprobs(const Request& request, int32_t max_logprobs) {
       throw InvalidArgument(
           concat(name, " is ", value, "; allowed: -1 (none) to ", max_logprobs, " (max_logprobs)"));
     }
-    if (request.score_prompt) {
+    if (is_score(request)) {
       throw InvalidArgument(concat(name, " is ", value,
-                                   ", but score_prompt returns all logits and emits nothing; "
-                                   "allowed with it: -1 (none)"));
+                                   ", but a request with score_prompt or hidden_layers emits "
+                                   "nothing; allowed with it: -1 (none)"));
     }
   };
   check("logprobs", request.sampling.logprobs);
@@ -117,7 +117,7 @@ void check_request(const Request& request, const RequestBounds& bounds) {
   if (prompt_len == 0) {
     throw InvalidArgument("prompt is empty; give at least one token id");
   }
-  const int64_t longest = bounds.max_model_len - (request.score_prompt ? 0 : 1);
+  const int64_t longest = bounds.max_model_len - (is_score(request) ? 0 : 1);
   if (prompt_len > longest) {
     throw InvalidArgument(concat("prompt has ", prompt_len, " tokens; max_model_len ",
                                  bounds.max_model_len, " allows at most ", longest,
@@ -134,9 +134,21 @@ void check_request(const Request& request, const RequestBounds& bounds) {
     throw InvalidArgument(
         concat("num_samples is ", request.num_samples, "; allowed: 1 to ", kMaxSamples));
   }
-  if (request.score_prompt && request.num_samples > 1) {
+  if (is_score(request) && request.num_samples > 1) {
     throw InvalidArgument(concat("num_samples is ", request.num_samples,
                                  ", but a scored prompt has no samples; set it to 1"));
+  }
+  for (size_t i = 0; i < request.hidden_layers.size(); ++i) {
+    const int32_t layer = request.hidden_layers[i];
+    if (layer < 0 || layer > bounds.num_layers) {
+      throw InvalidArgument(concat("hidden_layers[", i, "] is ", layer,
+                                   "; allowed: 0 (embeddings) to ", bounds.num_layers,
+                                   " (after the final norm)"));
+    }
+  }
+  if (request.keeps_logits_on_device && !request.score_prompt) {
+    throw InvalidArgument(
+        "keeps_logits_on_device is true and score_prompt false; set score_prompt, or leave it out");
   }
   check_sampling(request.sampling, bounds.vocab_size);
   check_logprobs(request, bounds.max_logprobs);

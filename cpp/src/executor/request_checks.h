@@ -13,8 +13,14 @@ namespace paceline {
 struct RequestBounds {
   int32_t max_model_len = 0;
   int32_t vocab_size = 0;
+  int32_t num_layers = 0;  // of the target
   int32_t max_logprobs = 0;
 };
+
+// Whether a request generates nothing and returns values at the positions of its prompt.
+[[nodiscard]] inline bool is_score(const Request& request) {
+  return request.score_prompt || !request.hidden_layers.empty();
+}
 
 // Checks everything except whether the blocks of the request fit the pool. Throws InvalidArgument.
 void check_request(const Request& request, const RequestBounds& bounds);

@@ -6,6 +6,8 @@
 
 #include "base/aligned_buffer.h"
 #include "base/clock.h"
+#include "device/device_memory.h"
+#include "executor/request_checks.h"
 
 namespace paceline {
 namespace {
@@ -27,6 +29,16 @@ std::unique_ptr<Sequence> sample_like(const Sequence& first, int32_t index) {
   return sample;
 }
 
+DeviceValues allocate_values(Device device, std::vector<int64_t> shape, const char* purpose) {
+  int64_t bytes = sizeof(float);
+  for (const int64_t size : shape) bytes = checked_mul(bytes, size);
+  auto buffer = std::make_shared<DeviceBuffer>(device_memory(device), bytes, purpose);
+  float* const data = reinterpret_cast<float*>(buffer->data());
+  return {.data = std::shared_ptr<float>(std::move(buffer), data),
+          .shape = std::move(shape),
+          .device = device};
+}
+
 }  // namespace
 
 Samples make_samples(Request request, const SampleBounds& bounds) {
@@ -35,7 +47,7 @@ Samples make_samples(Request request, const SampleBounds& bounds) {
   first->prompt_len = first->known_len();
   first->num_samples = request.num_samples;
   first->sampling = std::move(request.sampling);
-  first->is_score = request.score_prompt;
+  first->is_score = is_score(request);
   if (const std::vector<int32_t>& allowed = first->sampling.allowed_token_ids; !allowed.empty()) {
     first->allowed.assign(static_cast<size_t>((bounds.vocab_size + 31) / 32), 0);
     for (const int32_t token : allowed) {
@@ -47,9 +59,18 @@ Samples make_samples(Request request, const SampleBounds& bounds) {
           ? first->prompt_len
           : static_cast<int32_t>(std::min<int64_t>(
                 int64_t{first->prompt_len} + first->sampling.max_tokens, bounds.max_model_len));
-  if (first->is_score) {
+  if (request.score_prompt && request.keeps_logits_on_device) {
+    first->device_logits =
+        allocate_values(bounds.device, {first->prompt_len, bounds.vocab_size}, "logits");
+  } else if (request.score_prompt) {
     first->logits = std::make_shared<std::vector<float>>(
         static_cast<size_t>(checked_mul(first->prompt_len, bounds.vocab_size)));
+  }
+  if (!request.hidden_layers.empty()) {
+    const auto num_layers = static_cast<int64_t>(request.hidden_layers.size());
+    first->hidden_states = allocate_values(
+        bounds.device, {num_layers, first->prompt_len, bounds.hidden_size}, "hidden states");
+    first->hidden_layers = std::move(request.hidden_layers);
   }
   if (first->sampling.prompt_logprobs >= 0) {
     first->prompt_logprobs = std::make_shared<std::vector<std::vector<TokenLogprob>>>(

@@ -19,10 +19,13 @@ using Samples = std::vector<std::unique_ptr<Sequence>>;
 struct SampleBounds {
   int32_t max_model_len = 0;
   int32_t vocab_size = 0;
+  int32_t hidden_size = 0;
+  Device device = Device::kCpu;  // holds what a request leaves on the device
   int32_t num_draft_tokens = 0;  // k
 };
 
-// The request must have been checked. Its tokens and lists are moved, not copied.
+// The request must have been checked. Throws OutOfMemory where the memory of what it returns cannot
+// be allocated. Its tokens and lists are moved, not copied.
 [[nodiscard]] Samples make_samples(Request request, const SampleBounds& bounds);
 
 }  // namespace paceline

@@ -56,7 +56,7 @@ RunnerOptions runner_options(const ExecutorOptions& o, const Model* draft) {
 
 }  // namespace
 
-EngineOptions engine_options(const ExecutorOptions& o, int32_t vocab_size, const Model* draft) {
+EngineOptions engine_options(const ExecutorOptions& o, const Model& target, const Model* draft) {
   const IterationOptions iteration = iteration_options(o, draft);
   return {.shape = iteration.shape,
           .scheduler = {.max_num_seqs = o.max_num_seqs,
@@ -67,7 +67,10 @@ EngineOptions engine_options(const ExecutorOptions& o, int32_t vocab_size, const
                         .num_draft_tokens = o.speculative.num_speculative_tokens,
                         .max_in_flight = max_in_flight(o)},
           .max_model_len = o.max_model_len,
-          .vocab_size = vocab_size,
+          .vocab_size = target.config.vocab_size,
+          .hidden_size = target.config.hidden,
+          .num_layers = static_cast<int32_t>(target.config.layers.size()),
+          .device = target.device,
           .max_waiting_requests = o.max_waiting_requests,
           .host_delay_max_us = o.host_delay_max_us,
           .poisons_freed_blocks = o.poison_freed_blocks,

@@ -19,7 +19,7 @@ namespace paceline {
 [[nodiscard]] KvLayout plan_layout(const ExecutorOptions& options, const Model& target,
                                    const Model* draft);
 
-[[nodiscard]] EngineOptions engine_options(const ExecutorOptions& options, int32_t vocab_size,
+[[nodiscard]] EngineOptions engine_options(const ExecutorOptions& options, const Model& target,
                                            const Model* draft);
 
 // The bytes of the workspace that a runner of these models would allocate, without captured graphs.

@@ -155,7 +155,8 @@ void Iteration::process_logits(Ctx& ctx, const IterationExtent& extent,
 }
 
 template <class Ctx>
-void Iteration::verify(Ctx& ctx, const IterationExtent& extent) const {
+void Iteration::verify(Ctx& ctx, const IterationExtent& extent,
+                       std::span<const HiddenCapture> captures) const {
   const IterationBuffers& b = buffers_;
   const PassRows rows = with_extent(b.verify_rows, extent.num_verify_rows, extent.num_seqs,
                                     extent.verify_rows_per_seq);
@@ -165,11 +166,14 @@ void Iteration::verify(Ctx& ctx, const IterationExtent& extent) const {
       build(ctx, rows, b.verify_metadata[g], /*padded_rows=*/0);
     }
   }
-  target_.forward(ctx, rows, b.verify_metadata, b.activations, b.target_hidden);
+  HiddenTaps taps = b.target_hidden;
+  taps.captures = captures;
+  target_.forward(ctx, rows, b.verify_metadata, b.activations, taps);
   target_.logits(
       ctx, &b.staged.counts->num_all_logit_rows,
       std::min(extent.num_logit_rows + extent.num_prompt_rows, options_.shape.max_logit_rows),
       b.staged.logit_rows, b.activations, b.gathered, b.logits);
+  target_.capture_output(ctx, rows, b.activations, captures);
   if (extent.has_logit_work) {
     save_logits(ctx, extent);
     process_logits(ctx, extent, rows);
@@ -310,12 +314,14 @@ void Iteration::draft_step(Ctx& ctx, const IterationExtent& extent) const {
 }
 
 template void Iteration::begin_prefill<CpuContext>(CpuContext&, const IterationExtent&) const;
-template void Iteration::verify<CpuContext>(CpuContext&, const IterationExtent&) const;
+template void Iteration::verify<CpuContext>(CpuContext&, const IterationExtent&,
+                                            std::span<const HiddenCapture>) const;
 template void Iteration::first_draft_pass<CpuContext>(CpuContext&, const IterationExtent&) const;
 template void Iteration::draft_step<CpuContext>(CpuContext&, const IterationExtent&) const;
 #ifdef PACELINE_CUDA
 template void Iteration::begin_prefill<CudaContext>(CudaContext&, const IterationExtent&) const;
-template void Iteration::verify<CudaContext>(CudaContext&, const IterationExtent&) const;
+template void Iteration::verify<CudaContext>(CudaContext&, const IterationExtent&,
+                                             std::span<const HiddenCapture>) const;
 template void Iteration::first_draft_pass<CudaContext>(CudaContext&, const IterationExtent&) const;
 template void Iteration::draft_step<CudaContext>(CudaContext&, const IterationExtent&) const;
 #endif

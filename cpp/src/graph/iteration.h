@@ -127,9 +127,10 @@ class Iteration {
   // Runs first, in iterations with prefill rows only: makes forks and counts tokens for penalties.
   template <class Ctx>
   void begin_prefill(Ctx& ctx, const IterationExtent& extent) const;
-  // Staged inputs -> results and new sequence state.
+  // Staged inputs -> results and new sequence state. Captures: only where nothing is recorded.
   template <class Ctx>
-  void verify(Ctx& ctx, const IterationExtent& extent) const;
+  void verify(Ctx& ctx, const IterationExtent& extent,
+              std::span<const HiddenCapture> captures = {}) const;
   // Sequence state -> first draft of every drafting sequence, and the draft step's inputs.
   template <class Ctx>
   void first_draft_pass(Ctx& ctx, const IterationExtent& extent) const;

@@ -7,10 +7,28 @@
 #include "base/check.h"
 #include "device/cpu_context.h"
 #include "device/cuda_context.h"
+#include "device/device_memory.h"
 #include "metadata/pass_rows.h"
 #include "model/layer_ops.h"
 
 namespace paceline {
+namespace {
+
+// Copies the residual stream of the rows of all captures that have `layer`.
+template <class Ctx>
+void capture_layer(Ctx& ctx, std::span<const HiddenCapture> captures, int32_t layer,
+                   const float* residual, int64_t hidden) {
+  for (const HiddenCapture& capture : captures) {
+    for (size_t i = 0; i < capture.layers.size(); ++i) {
+      if (capture.layers[i] != layer) continue;
+      copy_on_device(ctx, capture.to + static_cast<int64_t>(i) * capture.layer_stride,
+                     residual + capture.first_row * hidden,
+                     capture.num_rows * hidden * static_cast<int64_t>(sizeof(float)));
+    }
+  }
+}
+
+}  // namespace
 
 void ActivationWidths::merge(const DecoderConfig& config) {
   hidden = std::max<int64_t>(hidden, config.hidden);
@@ -432,6 +450,7 @@ void Decoder::run_layers(Ctx& ctx, const PassRows& rows, std::span<const GroupMe
     const bool has_input = layer == 0 && first_input != nullptr;
     if (!has_input) add(layer > 0 ? &last : nullptr, lw.attn_norm, activations.normed);
     if (taps_layers) tap_layer(layer);
+    capture_layer(ctx, taps.captures, layer, activations.residual, c.hidden);
     attention(ctx, layer, has_input ? first_input : activations.normed, rows, groups, activations);
     const Branch attended = {.norm = lw.attn_post_norm, .scale = nullptr};
     add(&attended, lw.mlp_norm, activations.normed);
@@ -445,6 +464,25 @@ void Decoder::run_layers(Ctx& ctx, const PassRows& rows, std::span<const GroupMe
     last.scale = lw.scale;
   }
   add(&last, last_tap != nullptr ? w.final_norm : nullptr, last_tap);
+}
+
+template <class Ctx>
+void Decoder::capture_output(Ctx& ctx, const PassRows& rows, const Activations& activations,
+                             std::span<const HiddenCapture> captures) const {
+  const DecoderConfig& c = config();
+  const auto last = static_cast<int32_t>(c.layers.size());
+  const bool is_wanted = std::any_of(captures.begin(), captures.end(), [&](const auto& capture) {
+    return std::find(capture.layers.begin(), capture.layers.end(), last) != capture.layers.end();
+  });
+  if (!is_wanted) return;
+  normalise(ctx, row_count(rows), c,
+            {.x = activations.residual,
+             .x_stride = c.hidden,
+             .weight = weights().final_norm,
+             .y = activations.residual,
+             .y_stride = c.hidden,
+             .hidden = c.hidden});
+  capture_layer(ctx, captures, last, activations.residual, c.hidden);
 }
 
 template <class Ctx>
@@ -508,6 +546,8 @@ void Decoder::logits(Ctx& ctx, const int32_t* num_logit_rows, int32_t max_logit_
       const;                                                                                    \
   template void Decoder::forward<Ctx>(Ctx&, const PassRows&, std::span<const GroupMetadata>,    \
                                       const Activations&, const HiddenTaps&) const;             \
+  template void Decoder::capture_output<Ctx>(Ctx&, const PassRows&, const Activations&,         \
+                                             std::span<const HiddenCapture>) const;             \
   template void Decoder::output_rows<Ctx>(Ctx&, const int32_t*, int32_t, const int32_t*,        \
                                           const Activations&, float*) const;                    \
   template void Decoder::logits<Ctx>(Ctx&, const int32_t*, int32_t, const int32_t*,             \

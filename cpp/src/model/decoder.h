@@ -50,6 +50,17 @@ struct ActivationWidths {
 [[nodiscard]] Activations allocate_activations(DeviceArena& arena, int64_t rows,
                                                const ActivationWidths& widths, DType dtype);
 
+// The hidden states of some rows, which a forward pass copies for a request
+// (Request::hidden_layers). These copies are not recorded, so they occur in passes that run op by
+// op only.
+struct HiddenCapture {
+  int32_t first_row = 0;
+  int32_t num_rows = 0;
+  std::span<const int32_t> layers;
+  float* to = nullptr;       // the values of first_row for layers[0]
+  int64_t layer_stride = 0;  // elements from one layer to the next
+};
+
 // Hidden states that a forward pass stores for a draft head. Each copy is an op of the pass, so it
 // is captured with the pass.
 struct HiddenTaps {
@@ -58,6 +69,7 @@ struct HiddenTaps {
   // The layers whose input residual streams are stored, ascending, side by side; empty: the output
   // of the final norm is stored.
   std::span<const int32_t> aux_layers;
+  std::span<const HiddenCapture> captures;
 };
 
 // The weights of the target that a draft head shares.
@@ -95,6 +107,12 @@ class Decoder {
   void run_layers(Ctx& ctx, const PassRows& rows, std::span<const GroupMetadata> groups,
                   const Activations& activations, const void* first_input,
                   const HiddenTaps& taps) const;
+
+  // Copies the output of the final norm for the captures that have it. Writes over
+  // activations.residual, and so comes after `logits`.
+  template <class Ctx>
+  void capture_output(Ctx& ctx, const PassRows& rows, const Activations& activations,
+                      std::span<const HiddenCapture> captures) const;
 
   // Residual rows `row_index` -> activations.normed, after the final norm. `gathered` receives
   // those rows [max_logit_rows, hidden] before the norm.

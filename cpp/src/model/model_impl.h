@@ -3,10 +3,19 @@
 
 #include <paceline/model.h>
 
+#include <mutex>
+
 #include "model/decoder_config.h"
 #include "model/weights.h"
 
 namespace paceline {
+
+// Who uses the weights of a model. Executors read them all the time; an update needs them alone.
+struct ModelUse {
+  std::mutex mutex;
+  int32_t num_executors = 0;
+  bool is_updating = false;
+};
 
 // The definition of the opaque Model of the public headers.
 class Model {
@@ -15,6 +24,7 @@ class Model {
   Device device = Device::kCpu;  // device that holds the weights
   DecoderWeights weights;
   int32_t default_draft_tokens = 0;  // of a drafter: its folder's default k; 0: none is known
+  mutable ModelUse use;
 };
 
 }  // namespace paceline

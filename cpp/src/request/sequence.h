@@ -23,7 +23,8 @@ struct Sequence {
   int32_t num_samples = 1;        // number of samples of its request
   SamplingOptions sampling;       // includes the sample's own seed
   std::vector<uint32_t> allowed;  // one bit per token of the vocabulary; empty: all are allowed
-  bool is_score = false;
+  bool is_score = false;          // generates nothing and returns logits, hidden states or both
+  std::vector<int32_t> hidden_layers;  // see Request
   Phase phase = Phase::kWaiting;
 
   std::vector<int32_t> tokens;  // prompt and the output that the host has read
@@ -45,12 +46,19 @@ struct Sequence {
   int32_t launches_in_flight = 0;  // launches that still refer to this object
 
   SpeculationCounters counters;
-  std::shared_ptr<std::vector<float>> logits;  // is_score: [prompt_len, vocab]
+  // Of a score, where they are asked for: [prompt_len, vocab], on the host or on the device, and
+  // [hidden_layers, prompt_len, hidden].
+  std::shared_ptr<std::vector<float>> logits;
+  DeviceValues device_logits;
+  DeviceValues hidden_states;
   // Set with prompt_logprobs until they are delivered: [prompt_len - 1], filled as chunks are read.
   std::shared_ptr<std::vector<std::vector<TokenLogprob>>> prompt_logprobs;
   int64_t arrival_us = 0;
   int64_t first_token_us = 0;
 
+  [[nodiscard]] bool returns_logits() const {
+    return logits != nullptr || device_logits.data != nullptr;
+  }
   [[nodiscard]] int32_t known_len() const { return static_cast<int32_t>(tokens.size()); }
 };
 

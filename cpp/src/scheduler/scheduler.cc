@@ -13,8 +13,9 @@ namespace paceline {
 namespace {
 
 // Number of rows of logits besides those from which the sequence draws.
-int32_t score_rows(const PlannedSequence& rows) {
-  return rows.kind == RowKind::kScore ? rows.num_rows : rows.num_prompt_rows;
+int32_t score_rows(const Sequence& sequence, const PlannedSequence& rows) {
+  if (rows.kind != RowKind::kScore) return rows.num_prompt_rows;
+  return sequence.returns_logits() ? rows.num_rows : 0;
 }
 
 // Request ids ascend in order of arrival.
@@ -129,7 +130,7 @@ PlannedSequence Scheduler::next_rows(const Sequence& sequence, int32_t prefill_b
   rows.num_rows = std::min({left, options_.prefill_chunk_size, prefill_budget});
   if (sequence.is_score) {
     rows.kind = RowKind::kScore;
-    rows.num_rows = std::min(rows.num_rows, score_budget);
+    if (sequence.returns_logits()) rows.num_rows = std::min(rows.num_rows, score_budget);
   } else {
     const bool has_prompt_logprobs = sequence.prompt_logprobs != nullptr;
     if (has_prompt_logprobs) rows.num_rows = std::min(rows.num_rows, score_budget);
@@ -284,7 +285,7 @@ bool Scheduler::plan(IterationPlan& plan) {
     has_preempted |= num_preemptions_ != preemptions || reservation == Reservation::kStalled;
     if (reservation != Reservation::kReserved) continue;
     if (rows.kind != RowKind::kDecode) prefill_budget -= rows.num_rows;
-    score_budget -= score_rows(rows);
+    score_budget -= score_rows(*sequence, rows);
     launch(*sequence, rows, plan);
   }
 
@@ -310,7 +311,7 @@ bool Scheduler::plan(IterationPlan& plan) {
     remove_waiting(index);
     if (std::exchange(needs_empty_pool_, false)) alone_ = sequence;
     prefill_budget -= rows.num_rows;
-    score_budget -= score_rows(rows);
+    score_budget -= score_rows(*sequence, rows);
     launch(*sequence, rows, plan);
   }
 

@@ -237,7 +237,7 @@ def load_weights(opened: OpenedModel, *, device: str = "cpu", progress: bool = T
     ) as bar:
         for tensor in opened.tensors:
             if opened.is_narrowed(tensor):
-                builder.put_array(tensor.spec.name, _widened(tensor))
+                builder.put_array(tensor.spec.name, widened(tensor))
             else:
                 tensor.shard.put(builder, tensor.spec.name, tensor.source)
             bar.update(tensor.nbytes)
@@ -246,7 +246,7 @@ def load_weights(opened: OpenedModel, *, device: str = "cpu", progress: bool = T
     return builder.finish()
 
 
-def _widened(tensor: BoundTensor) -> npt.NDArray[np.float32]:
+def widened(tensor: BoundTensor) -> npt.NDArray[np.float32]:
     """A tensor stored as F16, in float32, from which the library rounds to bfloat16."""
     import numpy as np
 
