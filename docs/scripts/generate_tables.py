@@ -74,7 +74,6 @@ REASONS: Final = {
     "extra_args": "there are no plug-ins that could read it",
     "flat_logprobs": "logprobs are lists of dicts",
     "hf_overrides": "edit `config.json` in a copy of the folder",
-    "gpu_memory_utilization": "`kv_cache_bytes` sets the size of the KV pool",
     "hf_token": "set the environment variable `HF_TOKEN`",
     "kv_cache_dtype": "KV has the dtype of the weights",
     "kv_cache_memory_bytes": "it is named `kv_cache_bytes`",
@@ -100,6 +99,7 @@ DIFFERENCES: Final = {
     "LLM": {
         "block_size": "16 by default, 1 to 256",
         "dtype": '"float16" is refused: such checkpoints load as float32, which loses nothing',
+        "gpu_memory_utilization": "not set unless you set it; only on CUDA",
         "load_format": '"auto" or "dummy"',
         "max_logprobs": "0 to 64; -1 is refused",
         "max_model_len": "at most 4,096 unless you set it",

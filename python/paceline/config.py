@@ -498,6 +498,7 @@ class EngineArguments(TypedDict, total=False):
     max_num_batched_tokens: int | None
     prefill_chunk_size: int | None
     kv_cache_bytes: int | None
+    gpu_memory_utilization: float | None
     block_size: int
     num_threads: int | None
     seed: int
@@ -522,6 +523,8 @@ class EngineConfig:
         prefill_chunk_size: Maximum prompt tokens of one request in one iteration; None = limited
             only by max_num_batched_tokens.
         kv_cache_bytes: Bytes of the KV pool, all groups together; None = see `LLM`.
+        gpu_memory_utilization: Instead of kv_cache_bytes, on CUDA: the fraction of the GPU's memory
+            that the engine may use in all.
         block_size: Tokens per KV block, 1 to 256.
         num_threads: CPU threads, on device "cpu"; None = one per core that the process may use.
         seed: Seed of requests without one, 0 to 2**64 - 1.
@@ -538,6 +541,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     prefill_chunk_size: int | None = None
     kv_cache_bytes: int | None = None
+    gpu_memory_utilization: float | None = None
     block_size: int = 16
     num_threads: int | None = None
     seed: int = 0
@@ -556,6 +560,7 @@ class EngineConfig:
             self._check(key, 1, MAX_NUM_BATCHED_TOKENS, is_optional=True)
         self._check("kv_cache_bytes", 1, MAX_BYTES, is_optional=True)
         self._check("num_threads", 1, MAX_NUM_THREADS, is_optional=True)
+        self._check_gpu_memory_utilization()
         if self.chat_template is not None:
             from paceline.chat_template import read_given_template
 
@@ -565,3 +570,32 @@ class EngineConfig:
         value = getattr(self, key)
         if not (is_optional and value is None):
             object.__setattr__(self, key, check_int(key, value, low, high))
+
+    def _check_gpu_memory_utilization(self) -> None:
+        share = self.gpu_memory_utilization
+        if share is None:
+            return
+        key = "gpu_memory_utilization"
+        allowed = "a number above 0, at most 1, or None"
+        number = _check_finite(key, share, allowed)
+        if not 0 < number <= 1:
+            raise ValueError(f"{key} is {shorten(share)}; allowed: {allowed}")
+        if self.kv_cache_bytes is not None:
+            raise ValueError(
+                f"{key} is {shorten(share)} and kv_cache_bytes is {self.kv_cache_bytes}; allowed: "
+                "one of them, because both set the size of the KV pool"
+            )
+        object.__setattr__(self, key, number)
+
+    def check_on_device(self, device: str) -> None:
+        """Checks what depends on the device of the models, "cpu" or "cuda".
+
+        Raises:
+            ValueError: An argument is not allowed there.
+        """
+        if self.gpu_memory_utilization is not None and device != "cuda":
+            raise ValueError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}, but device is "
+                f"{device!r}; allowed: only with 'cuda'; kv_cache_bytes sets the size of the KV "
+                "pool on every device"
+            )

@@ -59,6 +59,7 @@ class LLM(RunningLLM):
         max_num_batched_tokens: int | None = None,
         prefill_chunk_size: int | None = None,
         kv_cache_bytes: int | None = None,
+        gpu_memory_utilization: float | None = None,
         block_size: int = 16,
         num_threads: int | None = None,
         seed: int = 0,
@@ -109,6 +110,10 @@ class LLM(RunningLLM):
                 now, and on CUDA at most 90 % of the memory that the weights leave free, minus 2
                 GiB. `memory_report()` states the size and the reason. If the pool cannot hold all
                 sequences at once, some wait, or are preempted and recomputed.
+            gpu_memory_utilization: Fraction of the GPU's memory, above 0 to 1, that this engine may
+                use for weights, workspace, CUDA graphs and KV pool together. The pool gets what the
+                others leave, but no more than max_num_seqs sequences can use. Only on CUDA, and
+                instead of kv_cache_bytes.
             block_size: Tokens per KV block.
             num_threads: CPU threads of the ops. None = all cores that the process may use.
             seed: Base seed for requests without a seed; see `generate`.
@@ -150,6 +155,7 @@ class LLM(RunningLLM):
             max_num_batched_tokens=max_num_batched_tokens,
             prefill_chunk_size=prefill_chunk_size,
             kv_cache_bytes=kv_cache_bytes,
+            gpu_memory_utilization=gpu_memory_utilization,
             block_size=block_size,
             num_threads=num_threads,
             seed=seed,
@@ -161,6 +167,7 @@ class LLM(RunningLLM):
             speculative = SpeculativeConfig.parse(speculative_config)
         check_max_num_batched_tokens(config, speculative)
         resolved = resolve_device(config.device)
+        config.check_on_device(resolved)
         sources = find_models(
             model,
             speculative,

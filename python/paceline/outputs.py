@@ -236,29 +236,52 @@ def speculative_metrics(
     Returns:
         The dict that `RequestMetrics.speculative_decoding` describes.
     """
-    num_steps = counters["num_iterations"]
-    num_drafted = counters["num_draft_tokens"]
-    num_accepted = counters["num_accepted_tokens"]
     histogram = [0] * (num_spec_tokens + 1)
     for row in histogram_by_draft_length.values():
         for num, count in enumerate(row):
             histogram[num] += count
     return {
-        "mean_acceptance_length": 1 + num_accepted / num_steps if num_steps else None,
-        "draft_acceptance_rate": num_accepted / num_drafted if num_drafted else None,
+        **acceptance(
+            num_steps=counters["num_iterations"],
+            num_drafted=counters["num_draft_tokens"],
+            num_accepted=counters["num_accepted_tokens"],
+            drafted_per_position=counters["drafted_per_position"],
+            accepted_per_position=counters["accepted_per_position"],
+        ),
         "acceptance_histogram": histogram,
         "acceptance_histogram_by_draft_length": {
             str(length): row for length, row in sorted(histogram_by_draft_length.items())
         },
+        "num_spec_tokens": num_spec_tokens,
+        "num_discarded_draft_tokens": counters["num_discarded_tokens"],
+    }
+
+
+def acceptance(
+    *,
+    num_steps: int,
+    num_drafted: int,
+    num_accepted: int,
+    drafted_per_position: Sequence[int],
+    accepted_per_position: Sequence[int],
+) -> dict[str, Any]:
+    """Returns counts of drafts and the rates that follow from them, with vLLM's names.
+
+    Args:
+        num_steps: Verify windows with drafts.
+        num_drafted: Drafts verified in them.
+        num_accepted: Drafts accepted.
+        drafted_per_position: [k] times that draft i was verified.
+        accepted_per_position: [k] times that draft i was accepted.
+    """
+    return {
+        "mean_acceptance_length": 1 + num_accepted / num_steps if num_steps else None,
+        "draft_acceptance_rate": num_accepted / num_drafted if num_drafted else None,
         "num_spec_steps": num_steps,
         "num_accepted_draft_tokens": num_accepted,
         "num_draft_tokens": num_drafted,
-        "num_spec_tokens": num_spec_tokens,
         "acceptance_per_position": [
             accepted / drafted if drafted else None
-            for accepted, drafted in zip(
-                counters["accepted_per_position"], counters["drafted_per_position"], strict=True
-            )
+            for accepted, drafted in zip(accepted_per_position, drafted_per_position, strict=True)
         ],
-        "num_discarded_draft_tokens": counters["num_discarded_tokens"],
     }

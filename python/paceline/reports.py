@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline import _core
@@ -25,6 +26,7 @@ from paceline.limits import (
     MAX_SPECULATIVE_TOKENS,
 )
 from paceline.loader import ARCHITECTURES
+from paceline.outputs import acceptance
 from paceline.sampling import SamplingParams
 
 
@@ -48,4 +50,60 @@ def capabilities() -> dict[str, Any]:
         "max_num_seqs": {"min": 1, "max": MAX_NUM_SEQS},
         "max_n": MAX_SAMPLES,
         "sampling_parameters": list(SamplingParams.__dataclass_fields__),
+    }
+
+
+def kv_groups(memory_report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns what names each KV group of an engine, from `_core.Executor.memory_report`."""
+    return [
+        {key: group[key] for key in ("owner", "kind", "window")}
+        for group in memory_report["groups"]
+    ]
+
+
+def engine_stats(
+    stats: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], num_spec_tokens: int | None
+) -> dict[str, Any]:
+    """Converts the counters of an engine to the dict that `LLM.stats` describes.
+
+    Args:
+        stats: The result of `_core.Executor.stats`.
+        groups: The result of `kv_groups`.
+        num_spec_tokens: k; None without speculative decoding.
+
+    Returns:
+        The dict.
+    """
+    used = stats["kv_num_slabs"] - stats["kv_free_slabs"]
+    same = (
+        "num_running",
+        "num_waiting",
+        "num_finished",
+        "num_failed",
+        "num_cancelled",
+        "num_prompt_tokens",
+        "num_iterations",
+        "num_preemptions",
+        "uptime_s",
+    )
+    return {
+        **{key: stats[key] for key in same},
+        "num_cached_tokens": stats["num_shared_tokens"],
+        "num_output_tokens": stats["num_emitted_tokens"],
+        "kv_cache_usage": used / stats["kv_num_slabs"] if stats["kv_num_slabs"] else 0.0,
+        "kv_groups": [
+            {**name, **group} for name, group in zip(groups, stats["kv_groups"], strict=True)
+        ],
+        "speculative_decoding": None
+        if num_spec_tokens is None
+        else {
+            "num_spec_tokens": num_spec_tokens,
+            **acceptance(
+                num_steps=stats["num_verify_windows"],
+                num_drafted=stats["num_draft_tokens"],
+                num_accepted=stats["num_accepted_tokens"],
+                drafted_per_position=stats["drafted_per_position"],
+                accepted_per_position=stats["accepted_per_position"],
+            ),
+        },
     }

@@ -25,7 +25,7 @@ from paceline.memory import group_max_bytes, memory_plan
 from paceline.outputs import RequestError, RequestOutput
 from paceline.prompt_values import check_layers, score_prompt
 from paceline.prompts import Prompt, Prompts, encode, encode_chats
-from paceline.reports import capabilities
+from paceline.reports import capabilities, engine_stats, kv_groups
 from paceline.request import Request, prepare_requests
 from paceline.sampling import SamplingParams
 from paceline.startup import executor_options, resolve_max_model_len
@@ -70,6 +70,7 @@ class RunningLLM:
             assert speculative is not None
             speculative = speculative.resolved(draft.method)
             check_compatible(target, draft)
+        config.check_on_device(target.model.device)
         self.config = config
         self.speculative_config = speculative
         self.target = target
@@ -84,6 +85,7 @@ class RunningLLM:
         try:
             with capture_progress(is_shown=show_progress) as report:
                 executor = _core.Executor(target.model, draft_model, options, report)
+            self._kv_groups = kv_groups(executor.memory_report())
             self._dispatcher = Dispatcher(executor)
             if _logger.isEnabledFor(logging.INFO):
                 _logger.info("%s", memory_plan(self.memory_report()))
@@ -409,6 +411,36 @@ class RunningLLM:
             )
         return {"device": self.target.model.device, **report}
 
+    def stats(self) -> dict[str, Any]:
+        """Counts what the engine has done since it started, and what it does now.
+
+        Takes the same time whatever has run, so it can be called often.
+
+        Returns:
+            A dict of plain JSON types:
+
+            - num_running, num_waiting: outputs that run and wait now.
+            - num_finished, num_failed, num_cancelled: outputs that have ended: with a stop token or
+              at their length, with an error, or by `close` or a stop string.
+            - num_prompt_tokens: prompt tokens that were computed; those that a preempted request
+              computes again count again.
+            - num_cached_tokens: prompt tokens whose KV was taken over instead.
+            - num_output_tokens: tokens delivered.
+            - num_iterations, num_preemptions.
+            - uptime_s: seconds since the engine started.
+            - kv_cache_usage: the fraction of the KV pool in use, 0 to 1. A small part always is.
+            - kv_groups: for each KV group its "owner" ("target" or "draft"), "kind" and "window" as
+              in `memory_report`; its blocks "held_blocks" by outputs, "quarantined_blocks" that
+              wait for iterations in flight, and "max_blocks" if it had the whole pool.
+            - speculative_decoding: None without it. Otherwise a dict with num_spec_tokens (k),
+              num_spec_steps, num_draft_tokens, num_accepted_draft_tokens, mean_acceptance_length,
+              draft_acceptance_rate and acceptance_per_position [k], as in `RequestMetrics`.
+
+        Raises:
+            RuntimeError: The LLM is closed, or was built before `fork` in the parent process.
+        """
+        return engine_stats(self._executor.stats(), self._kv_groups, self._num_speculative_tokens)
+
     def __repr__(self) -> str:
         speculative = "plain"
         if self.speculative_config is not None:
@@ -457,6 +489,11 @@ class RunningLLM:
     # ---- internals -----------------------------------------------------------------------------
 
     @property
+    def _num_speculative_tokens(self) -> int | None:
+        speculative = self.speculative_config
+        return None if speculative is None else speculative.num_speculative_tokens
+
+    @property
     def _executor(self) -> _core.Executor:
         self._dispatcher.check_running()
         return self._dispatcher.executor
@@ -480,9 +517,7 @@ class RunningLLM:
             stream = RequestStream(
                 self._dispatcher,
                 requests,
-                num_speculative_tokens=None
-                if self.speculative_config is None
-                else self.speculative_config.num_speculative_tokens,
+                num_speculative_tokens=self._num_speculative_tokens,
                 owner=self,
             )
             # After queueing, so that a refused call does not use up numbers.

@@ -62,6 +62,7 @@ def executor_options(
         "max_num_batched_tokens": config.max_num_batched_tokens or 0,
         "prefill_chunk_size": config.prefill_chunk_size or 0,
         "kv_cache_bytes": config.kv_cache_bytes or 0,
+        "gpu_memory_utilization": config.gpu_memory_utilization or 0.0,
         "block_size": config.block_size,
         "num_threads": config.num_threads or 0,
         "num_speculative_tokens": k,

@@ -7,8 +7,6 @@ Broken checkpoints are in test_loader_*.py, configurations in test_config.py.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 import json
 import re
 from collections.abc import Callable
@@ -28,7 +26,6 @@ from paceline import (
     SpeculativeConfig,
     _core,
 )
-from paceline.checks import _ADVICE
 from paceline.loader import load_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -68,7 +65,7 @@ def test_empty_prompt_says_which(llm: LLM) -> None:
 
 def test_prompt_without_tokens(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     class Tokenizer:
-        def encode(self, _: str) -> list[int]:
+        def encode(self, _: str, **__: Any) -> list[int]:
             return []
 
     with monkeypatch.context() as patched:
@@ -553,53 +550,3 @@ def test_a_drafter_is_checked_before_the_target_is_read(
     with pytest.raises(ModelNotFoundError, match="no such folder"):
         LLM(target_dir, speculative_config=config)
     refuses(lambda: LLM(target_dir, max_num_batched_tokens=3), "max_num_batched_tokens is 3")
-
-
-def test_arguments_of_other_engines(target_dir: Path) -> None:
-    allowed = "allowed: 1, because a model runs on one GPU"
-    refuses(
-        lambda: LLM(target_dir, tensor_parallel_size=2),
-        "tensor_parallel_size is 2",
-        allowed,
-        kind=NotImplementedError,
-    )
-    refuses(lambda: LLM(target_dir, tensor_parallel_size=0), "tensor_parallel_size is 0")
-
-
-def test_each_unknown_argument_of_vllm_gets_advice(llm: LLM, target_dir: Path) -> None:
-    calls: dict[str, Callable[..., object]] = {
-        "LLM": lambda **given: LLM(target_dir, **given),
-        "LLM.chat": lambda **given: llm.chat([{"role": "user", "content": "a"}], **given),
-        "LLM.generate": lambda **given: llm.generate("a", **given),
-        "SamplingParams": SamplingParams,
-    }
-    functions: dict[str, Callable[..., object]] = {
-        "LLM": LLM,
-        "LLM.chat": LLM.chat,
-        "LLM.generate": LLM.generate,
-        "SamplingParams": SamplingParams,
-    }
-    assert _ADVICE.keys() == calls.keys()
-    for owner, advice_of in _ADVICE.items():
-        known = ", ".join(list(inspect.signature(functions[owner]).parameters)[-3:-1])
-        for given, advice in advice_of.items():
-            part = f"{owner} has no parameter {given!r} in this version; it has: "
-            call = functools.partial(calls[owner], **{given: False})
-            refuses(call, part, f"{known}; {advice}", kind=TypeError)
-    loaded = load_checkpoint(target_dir)
-    part = "EngineConfig has no parameter 'enforce_eager' in this version; it has: device, "
-    refuses(
-        lambda: LLM.from_loaded(loaded, enforce_eager=True),  # type: ignore[call-arg]
-        part,
-        "leave it out, or use speculative_config=",
-        kind=TypeError,
-    )
-    for name in ("half", "float16"):
-        kind = NotImplementedError
-        refuses(
-            lambda name=name: LLM(target_dir, dtype=name),  # type: ignore[misc]
-            f"dtype '{name}' is not supported yet",
-            "'auto', 'float32', 'bfloat16'",
-            "float16 is loaded as float32",
-            kind=kind,
-        )
