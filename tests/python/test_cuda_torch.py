@@ -186,8 +186,8 @@ def test_an_update_equals_a_new_llm(driver: str, tmp_path: Path) -> None:
             llm.update_weights(load_tensors(path), draft_state_dict=load_tensors(draft))
             assert [generate(llm, temperature) for temperature in (0.0, 0.8)] == old
         with (
-            llm.stream(PROMPTS[0], SamplingParams(max_tokens=100)) as stream,
-            pytest.raises(BusyError, match="1 request runs or wait"),
+            llm.stream(PROMPTS * 40, SamplingParams(max_tokens=150)) as stream,
+            pytest.raises(BusyError, match="requests run or wait"),
         ):
             next(iter(stream))
             llm.update_weights(tensors)
