@@ -112,7 +112,7 @@ class ChatTemplates:
         template = _Template(source, text)
         variables = {
             "documents": None,
-            **self._special_tokens,
+            **self.special_tokens,
             **variables,
             "tools": tool_list,
             "add_generation_prompt": add_generation_prompt,
@@ -171,7 +171,7 @@ class ChatTemplates:
         return found
 
     @functools.cached_property
-    def _special_tokens(self) -> dict[str, str]:
+    def special_tokens(self) -> dict[str, str]:
         """The variables `bos_token`, `eos_token` and so on, as transformers passes them."""
         config = dict(self._config)
         if "added_tokens_decoder" not in config:  # else transformers does not read the other file

@@ -47,8 +47,6 @@ class Tokenizer:
 
     Attributes:
         name_or_path: The folder of `tokenizer.json`.
-        eos_token_id: The first of the checkpoint's end-of-sequence ids. None without any.
-        bos_token_id: The token id that starts a prompt. None if the checkpoint names none.
     """
 
     def __init__(
@@ -63,14 +61,14 @@ class Tokenizer:
 
         Args:
             info: The file.
-            eos_token_id: See the class.
-            bos_token_id: See the class.
+            eos_token_id: The end-of-sequence id, unless `tokenizer_config.json` names one.
+            bos_token_id: The id that starts a prompt, unless that file names one.
             chat_templates: The chat templates of the checkpoint. None = those beside the file.
         """
         self._info = info
         self.name_or_path = str(info.path.parent)
-        self.eos_token_id = eos_token_id
-        self.bos_token_id = bos_token_id
+        self._eos_token_id = eos_token_id
+        self._bos_token_id = bos_token_id
         self._chat_templates = chat_templates or ChatTemplates(info.path.parent)
 
     @property
@@ -224,14 +222,36 @@ class Tokenizer:
         return int(self._info.tokenizer.get_vocab_size(with_added_tokens=True))
 
     @property
+    def eos_token_id(self) -> int | None:
+        """The id of `eos_token` in `tokenizer_config.json`, else the checkpoint's first
+        end-of-sequence id; None without one. An output also ends at the checkpoint's other ones."""
+        return self._special_id("eos_token", self._eos_token_id)
+
+    @property
     def eos_token(self) -> str | None:
         """The token of `eos_token_id`."""
         return self._token(self.eos_token_id)
 
     @property
+    def bos_token_id(self) -> int | None:
+        """The id of `bos_token` in `tokenizer_config.json`, else the one that the checkpoint's
+        other files name; None without one."""
+        return self._special_id("bos_token", self._bos_token_id)
+
+    @property
     def bos_token(self) -> str | None:
         """The token of `bos_token_id`."""
         return self._token(self.bos_token_id)
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """The id of `pad_token` in `tokenizer_config.json`; None without one."""
+        return self._special_id("pad_token", None)
+
+    @property
+    def pad_token(self) -> str | None:
+        """The token of `pad_token_id`."""
+        return self._token(self.pad_token_id)
 
     @property
     def all_special_ids(self) -> list[int]:
@@ -249,6 +269,11 @@ class Tokenizer:
 
     def __repr__(self) -> str:
         return f"<Tokenizer {self.name_or_path!r}, {len(self)} tokens>"
+
+    def _special_id(self, name: str, fallback: int | None) -> int | None:
+        text = self._chat_templates.special_tokens.get(name)
+        index = None if text is None else self._info.tokenizer.token_to_id(text)
+        return fallback if index is None else index
 
     def _token(self, index: int | None) -> str | None:
         return None if index is None else self._info.tokenizer.id_to_token(index)

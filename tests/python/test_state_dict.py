@@ -197,7 +197,7 @@ def test_parameters_that_require_gradients() -> None:
         assert llm.target.model.arena() == expected
 
 
-def test_tokenizer_and_end_ids() -> None:
+def test_tokenizer_and_end_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import tokenizers
 
     path = make(FAMILIES["llama"])
@@ -205,8 +205,12 @@ def test_tokenizer_and_end_ids() -> None:
     with LLM(path, **ENGINE) as llm:
         expected = llm.generate("ab", SamplingParams(temperature=0.0, max_tokens=8))[0].outputs[0]
     given = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    # Settings in the working folder have nothing to do with a tokenizer in memory.
+    (tmp_path / "tokenizer_config.json").write_text('{"pad_token": "<eos>"}')
+    monkeypatch.chdir(tmp_path)
     for tokenizer in (path, str(path / "tokenizer.json"), given):
         with LLM.from_state_dict(config, tensors, tokenizer=tokenizer, **ENGINE) as llm:
+            assert llm.get_tokenizer().pad_token is None
             output = llm.generate("ab", SamplingParams(temperature=0.0, max_tokens=8))[0].outputs[0]
             assert (output.text, output.token_ids) == (expected.text, expected.token_ids)
     stop = {"eos_token_id": [expected.token_ids[2]]}

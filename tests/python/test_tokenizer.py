@@ -65,6 +65,18 @@ def test_ids_of_the_checkpoint(copy_of: Callable[..., Path]) -> None:
         assert tokenizer.bos_token == tokenizer.convert_ids_to_tokens(6)
 
 
+def test_special_tokens_that_the_tokenizers_settings_name(copy_of: Callable[..., Path]) -> None:
+    path = copy_of()
+    tiny_models.edit_config(path, eos_token_id=[4, 7], bos_token_id=6)
+    named = {"eos_token": "<eos>", "pad_token": {"content": "a"}, "bos_token": "not a token"}
+    (path / "tokenizer_config.json").write_text(json.dumps(named))
+    with LLM(path, **OPTIONS) as llm:
+        tokenizer = llm.get_tokenizer()
+    assert (tokenizer.eos_token_id, tokenizer.eos_token) == (0, "<eos>")
+    assert tokenizer.pad_token_id == tokenizer.convert_tokens_to_ids("a")
+    assert (tokenizer.bos_token_id, tokenizer.pad_token) == (6, "a")
+
+
 def test_what_a_tokenizer_refuses(tokenizer: Tokenizer) -> None:
     for call, part in (
         (lambda: tokenizer.encode(b"a"), "text is b'a' (bytes)"),

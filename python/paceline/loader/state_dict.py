@@ -197,4 +197,5 @@ def memory_tokenizer(tokenizer: object) -> TokenizerInfo | None:
             f"tokenizer is {tokenizer!r:.60} ({type(tokenizer).__name__}); allowed: None, the path "
             "of a tokenizer.json or of its folder, or a tokenizers.Tokenizer"
         )
-    return TokenizerInfo(Path("tokenizer"), contents.encode())
+    # Names no file. Its folder is no folder either, so that no file beside it is read.
+    return TokenizerInfo(Path("<tokenizer>", "tokenizer.json"), contents.encode())
