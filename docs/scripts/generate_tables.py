@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import paceline
-from paceline.config import DEVICES, DTYPES, LATER_METHODS, METHODS, SpeculativeConfig
+from paceline.config import DEVICES, DTYPES
 from paceline.loader import ARCHITECTURES
 from paceline.loader.binding import STORED_DTYPES
 from paceline.loader.families import is_same_family
+from paceline.speculative_config import LATER_METHODS, METHODS, SpeculativeConfig
 
 DOCS: Final = Path(__file__).resolve().parents[1]
 ROOT: Final = DOCS.parent

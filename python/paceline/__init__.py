@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         ModelNotFoundError,
         OutOfMemoryError,
     )
-    from paceline.config import EngineConfig, SpeculativeConfig
+    from paceline.config import EngineConfig
     from paceline.llm import LLM
     from paceline.outputs import (
         CompletionOutput,
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     )
     from paceline.prompts import Prompt, TextPrompt, TokensPrompt
     from paceline.sampling import SamplingParams
+    from paceline.speculative_config import SpeculativeConfig
     from paceline.state_dict import BusyError
     from paceline.stream import RequestStream
     from paceline.tokenizer import Tokenizer
@@ -71,7 +72,7 @@ _MODULE_OF = {
     "BusyError": "paceline.state_dict",
     "RequestStream": "paceline.stream",
     "SamplingParams": "paceline.sampling",
-    "SpeculativeConfig": "paceline.config",
+    "SpeculativeConfig": "paceline.speculative_config",
     "EngineConfig": "paceline.config",
     "CompletionOutput": "paceline.outputs",
     "Logprob": "paceline.outputs",

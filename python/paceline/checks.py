@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import operator
 import os
 import re
@@ -189,6 +190,26 @@ def check_bool(key: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{key} is {shorten(value)}; allowed: True or False")
     return value
+
+
+def check_finite(key: str, value: Any, allowed: str) -> float:
+    """Checks that a value is a finite number.
+
+    Args:
+        key: Its name, for the message.
+        value: The value.
+        allowed: The values allowed, for the message.
+
+    Raises:
+        ValueError: It is not a number, or infinite or NaN.
+    """
+    try:
+        is_finite = not isinstance(value, bool) and math.isfinite(value)
+    except (TypeError, OverflowError):  # no number, or an integer beyond all floats
+        is_finite = False
+    if not (is_finite and isinstance(value, int | float)):
+        raise ValueError(f"{key} is {shorten(value)}; allowed: {allowed}")
+    return float(value)
 
 
 def check_choice(

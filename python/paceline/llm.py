@@ -18,11 +18,12 @@ from paceline.checks import (
     check_unknown,
     shorten,
 )
-from paceline.config import LOAD_FORMATS, EngineArguments, EngineConfig, SpeculativeConfig
+from paceline.config import LOAD_FORMATS, EngineArguments, EngineConfig
 from paceline.device import resolve_device
 from paceline.loader import LoadedModel, StateDict, load_pair
 from paceline.running import RunningLLM
 from paceline.sources import find_models
+from paceline.speculative_config import SpeculativeConfig
 from paceline.startup import check_max_num_batched_tokens
 from paceline.state_dict import from_mappings, from_modules, load_state_dicts
 

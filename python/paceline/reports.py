@@ -7,16 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline import _core
-from paceline.config import (
-    DRAFT_DRIVERS,
-    DRAFT_POSITIONS,
-    DRAFT_SAMPLE_METHODS,
-    DTYPES,
-    LATER_METHODS,
-    LOAD_FORMATS,
-    METHODS,
-    REJECTION_SAMPLE_METHODS,
-)
+from paceline.config import DTYPES, LOAD_FORMATS
 from paceline.device import usable_devices
 from paceline.limits import (
     MAX_BLOCK_SIZE,
@@ -28,6 +19,14 @@ from paceline.limits import (
 from paceline.loader import ARCHITECTURES
 from paceline.outputs import acceptance
 from paceline.sampling import SamplingParams
+from paceline.speculative_config import (
+    DRAFT_DRIVERS,
+    DRAFT_POSITIONS,
+    DRAFT_SAMPLE_METHODS,
+    LATER_METHODS,
+    METHODS,
+    REJECTION_SAMPLE_METHODS,
+)
 
 
 def capabilities() -> dict[str, Any]:

@@ -15,7 +15,7 @@ from paceline import _core
 from paceline.chat_messages import Conversation
 from paceline.chat_template import ChatTemplates
 from paceline.checks import check_bool, check_unknown
-from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.config import EngineConfig
 from paceline.default_params import default_params
 from paceline.device import capture_progress
 from paceline.dispatcher import Dispatcher
@@ -28,6 +28,7 @@ from paceline.prompts import Prompt, Prompts, encode, encode_chats
 from paceline.reports import capabilities, engine_stats, kv_groups
 from paceline.request import Request, prepare_requests
 from paceline.sampling import SamplingParams
+from paceline.speculative_config import SpeculativeConfig
 from paceline.startup import executor_options, resolve_max_model_len
 from paceline.state_dict import update_weights
 from paceline.stream import RequestStream

@@ -11,11 +11,11 @@ from typing import TypedDict
 
 from paceline._core import ModelNotFoundError
 from paceline.checks import shorten
-from paceline.config import SpeculativeConfig
 from paceline.hub import fetch, find_folder, is_hub_id
 from paceline.loader import CheckpointFolder
 from paceline.loader.files import find
 from paceline.loader.speculators import CURE, Speculators, read_speculators
+from paceline.speculative_config import SpeculativeConfig
 
 
 class _Options(TypedDict):

@@ -6,8 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 from paceline import _core
-from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.config import EngineConfig
 from paceline.loader import LoadedModel
+from paceline.speculative_config import SpeculativeConfig
 
 
 def check_max_num_batched_tokens(

@@ -10,7 +10,6 @@ from typing import Any
 from paceline import _core
 from paceline._core import ModelFileError
 from paceline.checks import shorten
-from paceline.config import SpeculativeConfig
 from paceline.device import resolve_device
 from paceline.loader import (
     LoadedModel,
@@ -24,6 +23,7 @@ from paceline.loader import (
 from paceline.loader.binding import BoundTensor
 from paceline.loader.checkpoint import OpenedModel, widened
 from paceline.loader.state_dict import MemoryTensors
+from paceline.speculative_config import SpeculativeConfig
 
 Speculative = SpeculativeConfig | Mapping[str, Any] | str | None
 

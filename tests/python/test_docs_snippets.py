@@ -36,7 +36,7 @@ import paceline
 from hub_server import HubServer
 from markdown_pages import ROOT, Block, blocks, pages, prose
 from paceline.cli import build_parser
-from paceline.config import SpeculativeConfig
+from paceline.speculative_config import SpeculativeConfig
 from snippet_models import make_models
 
 RUNNER = ROOT / "tests/support/snippet_runner.py"

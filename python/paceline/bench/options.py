@@ -13,10 +13,10 @@ from paceline.bench.latency import Speculation
 from paceline.bench.models import config_names, is_config_name
 from paceline.bench.plot import PLOT_NEEDS
 from paceline.checks import check_path, parse_json, quoted, shorten
-from paceline.config import DRAFT_DRIVERS, SpeculativeConfig
 from paceline.console import integer, number
 from paceline.limits import MAX_NUM_SEQS, MAX_NUM_THREADS, MAX_TEMPERATURE
 from paceline.sampling import SamplingParams
+from paceline.speculative_config import DRAFT_DRIVERS, SpeculativeConfig
 
 # Keys of --sampling: the parameters that cost time.
 _SAMPLING: Final = (

@@ -30,10 +30,10 @@ from paceline.console import (
 from paceline.limits import MAX_NUM_SEQS
 
 if TYPE_CHECKING:
-    from paceline.config import SpeculativeConfig
     from paceline.llm import LLM
     from paceline.outputs import RequestOutput
     from paceline.sampling import SamplingParams
+    from paceline.speculative_config import SpeculativeConfig
 
 _RULE: Final = "-" * 50
 # Outputs that are generated at the same time, as in `LLM`.
@@ -100,10 +100,10 @@ def add_parser(commands: Any) -> None:
 
 
 def _run_generate(args: argparse.Namespace) -> int:
-    from paceline.config import SpeculativeConfig
     from paceline.llm import LLM
     from paceline.logprobs import needed_max_logprobs
     from paceline.memory import memory_plan
+    from paceline.speculative_config import SpeculativeConfig
 
     show_text = not args.json
     show_progress = show_text and not args.quiet

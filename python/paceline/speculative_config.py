@@ -1,0 +1,428 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration of speculative decoding, checked once and frozen.
+
+Every error names the key, the value and the values allowed. No value is silently rewritten.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+from paceline.checks import (
+    check_choice,
+    check_finite,
+    check_int,
+    check_path,
+    check_revision,
+    parse_json,
+    quoted,
+    shorten,
+)
+from paceline.limits import (
+    DEFAULT_DRAFT_PROPOSALS,
+    MAX_DRAFT_PROPOSALS,
+    MAX_PROMPT_LOOKUP,
+    MAX_SPECULATIVE_TOKENS,
+)
+
+METHODS: Final = ("draft_model", "eagle", "eagle3", "gemma4_mtp", "ngram")
+LATER_METHODS: Final = ("mtp", "suffix")
+REJECTION_SAMPLE_METHODS: Final = ("coupled", "standard", "block", "synthetic")
+DRAFT_SAMPLE_METHODS: Final = ("probabilistic", "greedy")
+DRAFT_DRIVERS: Final = ("unrolled", "replay", "while", "eager")
+DRAFT_POSITIONS: Final = ("last", "next")
+
+# Keys of SpeculativeConfig that users write under "x".
+_NESTED_KEYS: Final = (
+    "draft_driver",
+    "draft_stop_threshold",
+    "draft_position",
+    "draft_proposals",
+)
+
+# Those of REJECTION_SAMPLE_METHODS that compare the probabilities of drafter and target.
+_RATIO_METHODS: Final = ("standard", "block")
+
+# The length of the n-grams that are looked up, by default.
+DEFAULT_PROMPT_LOOKUP: Final = 5
+
+# Keys of vLLM that are not supported yet. Their error says so; that of unknown keys does not.
+_LATER_KEYS: Final = (
+    "attention_backend",
+    "draft_tensor_parallel_size",
+    "enable_adaptive_verification",
+    "enforce_eager",
+    "kv_cache_dtype",
+    "max_model_len",
+    "num_speculative_tokens_per_batch_size",
+    "parallel_drafting",
+    "quantization",
+    "synthetic_acceptance_rates",
+    "use_heterogeneous_vocab",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """How tokens are drafted and accepted. Keys are vLLM's; Paceline's own are nested under "x".
+
+    `method` and `model` may both be None where the model brings a drafter of its own: a folder of
+    `paceline convert`, or one of the `speculators` package. A configuration that sets nothing, such
+    as `{"method": None}`, means plain decoding.
+
+    Attributes:
+        method: "draft_model", "eagle", "eagle3", "gemma4_mtp" or "ngram". None: `LLM` reads it from
+            the checkpoint in `model`.
+        model: The drafter: a folder or a model of the hub, as for `LLM`; a path-like object becomes
+            a string. None with "ngram", which needs no model.
+        revision: Of a drafter on the hub: a branch, a tag or a commit. None = the default branch.
+        num_speculative_tokens: Tokens drafted in each iteration (k), 1 to 16. None, with a drafter
+            that the model brings: the default of its folder.
+        rejection_sample_method: "coupled" accepts a draft if it equals the token that the target
+            samples; the output is bit for bit that of plain decoding. "standard" (rejection
+            sampling) and "block" (block verification) follow the target's distribution, but the
+            tokens of a seed depend on the drafts; at temperature 0 the output is that of plain
+            decoding. They accept more drafts at temperatures above 0. "synthetic" does the work of
+            "coupled", then overrides the verdict so that the mean acceptance length is
+            `synthetic_acceptance_length`; it is for benches, and its output is meaningless.
+        synthetic_acceptance_length: "synthetic" only: tokens per iteration, bonus token included,
+            1 to k + 1.
+        draft_sample_method: "probabilistic": the drafter samples at the request's temperature. It
+            is the only choice for "coupled" and "synthetic", where drafter and target share noise.
+            "greedy": the drafter takes its most likely token. It is the only choice for "ngram"
+            with "standard" and "block", since tokens that are looked up have no distribution.
+            None = "probabilistic" where there is a choice.
+        prompt_lookup_min: "ngram" only: length of the shortest n-gram that is looked up. None =
+            `prompt_lookup_max`, or 5 if that is None too.
+        prompt_lookup_max: "ngram" only: length of the longest n-gram, which is tried first. None =
+            `prompt_lookup_min`.
+        draft_driver: Under "x". What repeats the draft step: "unrolled", "replay", "while" or
+            "eager". All give identical bits.
+        draft_stop_threshold: Under "x", 0 to below 1. Drafting for a sequence ends once the
+            drafter's probability of a draft falls below this. That draft is still verified, and the
+            output does not change. 0 = off; other values need draft_driver "while" and a method
+            other than "ngram".
+        draft_position: Under "x", "gemma4_mtp" only. The position of the queries of all drafts:
+            "last", the last position with KV of the target (None means this), or "next", that of
+            the newest token. Engines differ here. The keys are the same, so only acceptance can
+            change.
+        draft_proposals: Under "x", 1 to 256, only for "standard" and "block" with "probabilistic"
+            drafts (None = 64 there). Drafts are sampled from this many of the drafter's most likely
+            tokens. The output distribution is exact for any number. The engine keeps 8 bytes for
+            each, times k and `max_num_seqs`.
+    """
+
+    method: str | None = None
+    model: str | None = None
+    revision: str | None = None
+    num_speculative_tokens: int | None = None
+    rejection_sample_method: str = "coupled"
+    synthetic_acceptance_length: float | None = None
+    draft_sample_method: str | None = None
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
+    draft_driver: str = "unrolled"
+    draft_stop_threshold: float = 0.0
+    draft_position: str | None = None
+    draft_proposals: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.method is not None:
+            check_choice("speculative_config['method']", self.method, METHODS, LATER_METHODS)
+        self._check_model()
+        self._check_prompt_lookup()
+        k = self.num_speculative_tokens
+        if k is not None or not self.is_incomplete:
+            key = "speculative_config['num_speculative_tokens']"
+            k = check_int(key, k, 1, MAX_SPECULATIVE_TOKENS)
+            object.__setattr__(self, "num_speculative_tokens", k)
+        check_choice(
+            "speculative_config['rejection_sample_method']",
+            self.rejection_sample_method,
+            REJECTION_SAMPLE_METHODS,
+        )
+        self._check_synthetic_length(k)
+        self._check_draft_sampling()
+        self._check_draft_proposals()
+        check_choice("speculative_config['x']['draft_driver']", self.draft_driver, DRAFT_DRIVERS)
+        self._check_draft_stop()
+        self._check_draft_position()
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether the drafter is one that the model brings, see `completed`."""
+        return self.method is None and self.model is None
+
+    @property
+    def is_off(self) -> bool:
+        """Whether it sets nothing, which means plain decoding."""
+        return self == SpeculativeConfig()
+
+    @property
+    def k(self) -> int:
+        """`num_speculative_tokens` of a complete configuration.
+
+        Raises:
+            ValueError: It is incomplete.
+        """
+        if self.is_incomplete or self.num_speculative_tokens is None:
+            raise self._needs_drafter()
+        return self.num_speculative_tokens
+
+    def completed(
+        self, name: str, drafter: str | None = None, num_speculative_tokens: int | None = None
+    ) -> SpeculativeConfig | None:
+        """Returns the configuration for a model that may bring a drafter of its own.
+
+        Args:
+            name: The model, for messages.
+            drafter: The folder of its drafter; None: it brings none.
+            num_speculative_tokens: The default k of that drafter.
+
+        Returns:
+            The complete configuration; None: plain decoding.
+
+        Raises:
+            ValueError: A drafter is needed, and there is none.
+        """
+        if self.is_off:
+            return None
+        if not self.is_incomplete:
+            return self
+        if drafter is None:
+            raise self._needs_drafter(f", and {name} brings no drafter")
+        k = self.num_speculative_tokens or num_speculative_tokens
+        return dataclasses.replace(self, model=drafter, num_speculative_tokens=k)
+
+    def _needs_drafter(self, reason: str = "") -> ValueError:
+        return ValueError(
+            f"speculative_config has neither 'method' nor 'model'{reason}; methods of this "
+            f"version: {quoted(METHODS)}"
+        )
+
+    def _check_draft_sampling(self) -> None:
+        key = "speculative_config['draft_sample_method']"
+        has_probabilities = self.rejection_sample_method in _RATIO_METHODS
+        is_looked_up = has_probabilities and self.method == "ngram"
+        if self.draft_sample_method is None:
+            default = "greedy" if is_looked_up else "probabilistic"
+            object.__setattr__(self, "draft_sample_method", default)
+        elif self.draft_sample_method == "greedy" and not has_probabilities:
+            raise ValueError(
+                f"{key} is 'greedy'; "
+                f"with rejection_sample_method {self.rejection_sample_method!r} the drafter "
+                "samples with the target's noise, at the request's temperature; allowed: "
+                "'probabilistic' (at temperature 0 both are greedy)"
+            )
+        elif self.draft_sample_method == "probabilistic" and is_looked_up:
+            raise ValueError(
+                f"{key} is 'probabilistic', but method is 'ngram', whose drafts are looked up and "
+                f"have no distribution; allowed with rejection_sample_method "
+                f"{self.rejection_sample_method!r}: 'greedy'"
+            )
+        allowed = DRAFT_SAMPLE_METHODS if has_probabilities else DRAFT_SAMPLE_METHODS[:1]
+        check_choice(key, self.draft_sample_method, allowed)
+
+    def _check_draft_proposals(self) -> None:
+        key = "speculative_config['x']['draft_proposals']"
+        has_probabilities = (
+            self.rejection_sample_method in _RATIO_METHODS
+            and self.draft_sample_method == "probabilistic"
+        )
+        count = self.draft_proposals
+        if not has_probabilities:
+            if count is not None:
+                raise ValueError(
+                    f"{key} is {shorten(count)}, but rejection_sample_method is "
+                    f"{self.rejection_sample_method!r} and draft_sample_method "
+                    f"{self.draft_sample_method!r}; allowed: only with {quoted(_RATIO_METHODS)} "
+                    "and 'probabilistic'"
+                )
+            return
+        if count is None:
+            count = DEFAULT_DRAFT_PROPOSALS
+        object.__setattr__(self, "draft_proposals", check_int(key, count, 1, MAX_DRAFT_PROPOSALS))
+
+    def _check_draft_position(self) -> None:
+        key = "speculative_config['x']['draft_position']"
+        if self.draft_position is None:
+            if self.method == "gemma4_mtp":
+                object.__setattr__(self, "draft_position", DRAFT_POSITIONS[0])
+            return
+        check_choice(key, self.draft_position, DRAFT_POSITIONS)
+        # Without a method the checkpoint decides, see `resolved`.
+        if self.method not in (None, "gemma4_mtp"):
+            raise ValueError(
+                f"{key} is {self.draft_position!r}, but method is {self.method!r}, whose drafts "
+                "have one position each; allowed: only with 'gemma4_mtp', otherwise leave it out"
+            )
+
+    def _check_draft_stop(self) -> None:
+        key = "speculative_config['x']['draft_stop_threshold']"
+        allowed = "a number from 0 (off) to below 1"
+        threshold = check_finite(key, self.draft_stop_threshold, allowed)
+        if not 0 <= threshold < 1:
+            raise ValueError(f"{key} is {threshold}; allowed: {allowed}")
+        if threshold > 0 and self.method == "ngram":
+            raise ValueError(
+                f"{key} is {threshold}, but method is 'ngram', whose drafts have no probability; "
+                "allowed: 0 (off), or a method with a model"
+            )
+        if threshold > 0 and self.draft_driver != "while":
+            raise ValueError(
+                f"{key} is {threshold}, but draft_driver is {self.draft_driver!r}; allowed: only "
+                "with 'while', the only driver that can stop early"
+            )
+        object.__setattr__(self, "draft_stop_threshold", threshold)
+
+    def _check_model(self) -> None:
+        key = "speculative_config['model']"
+        if self.method == "ngram":
+            for name in ("model", "revision"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"speculative_config[{name!r}] is {shorten(getattr(self, name))}, but "
+                        "method 'ngram' looks drafts up in the sequence and has no model; allowed: "
+                        f"no {name!r}"
+                    )
+            return
+        if self.is_incomplete:
+            if self.revision is not None:
+                raise ValueError(
+                    f"speculative_config['revision'] is {shorten(self.revision)}, but 'model' is "
+                    "missing; allowed: only with a 'model' on the hub"
+                )
+            return
+        what = "the folder of the drafter, or its name on the hub"
+        if self.method is not None:
+            what += f", which method {self.method!r} needs"
+        model = check_path(key, self.model, what)
+        if isinstance(self.model, os.PathLike):
+            # A string such as "name" could be a model of the hub; a path is not.
+            model = os.path.join(os.curdir, model)
+        object.__setattr__(self, "model", model)
+        check_revision("speculative_config['revision']", self.revision)
+
+    def _check_prompt_lookup(self) -> None:
+        given = {"prompt_lookup_min": self.prompt_lookup_min}
+        given["prompt_lookup_max"] = self.prompt_lookup_max
+        for name, value in given.items():
+            if value is None:
+                continue
+            key = f"speculative_config['{name}']"
+            if self.method != "ngram":
+                raise ValueError(
+                    f"{key} is {shorten(value)}, but method is {self.method!r}; "
+                    "allowed: only with 'ngram'"
+                )
+            check_int(key, value, 1, MAX_PROMPT_LOOKUP)
+        if self.method != "ngram":
+            return
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        if low is None:
+            low = DEFAULT_PROMPT_LOOKUP if high is None else high
+        if high is None:
+            high = low
+        if low > high:
+            raise ValueError(
+                f"speculative_config['prompt_lookup_min'] is {low}; allowed: an integer from 1 to "
+                f"prompt_lookup_max = {high}"
+            )
+        object.__setattr__(self, "prompt_lookup_min", operator.index(low))
+        object.__setattr__(self, "prompt_lookup_max", operator.index(high))
+
+    def resolved(self, method: str) -> SpeculativeConfig:
+        """Returns this configuration with the method of the drafter's checkpoint.
+
+        Raises:
+            ValueError: The configuration names another method.
+        """
+        if self.method == method:
+            return self
+        if self.method is not None:
+            raise ValueError(
+                f"speculative_config['method'] is {self.method!r}, but the drafter is for "
+                f"{method!r}; allowed: {method!r}, or no 'method'"
+            )
+        return dataclasses.replace(self, method=method)
+
+    def _check_synthetic_length(self, k: int | None) -> None:
+        key = "speculative_config['synthetic_acceptance_length']"
+        value = self.synthetic_acceptance_length
+        if self.rejection_sample_method != "synthetic":
+            if value is not None:
+                raise ValueError(
+                    f"{key} is {shorten(value)}, but rejection_sample_method is "
+                    f"{self.rejection_sample_method!r}; allowed: only with 'synthetic'"
+                )
+            return
+        # Without k, `completed` checks again.
+        k = MAX_SPECULATIVE_TOKENS if k is None else k
+        allowed = f"a number from 1 to num_speculative_tokens + 1 = {k + 1}"
+        length = check_finite(key, value, allowed)
+        if not 1 <= length <= k + 1:
+            raise ValueError(f"{key} is {shorten(value)}; allowed: {allowed}")
+        object.__setattr__(self, "synthetic_acceptance_length", length)
+
+    @classmethod
+    def parse(cls, value: SpeculativeConfig | Mapping[str, Any] | str) -> SpeculativeConfig:
+        """Reads a configuration in any of the forms that users write.
+
+        Args:
+            value: A mapping with vLLM's keys, a JSON object with them, or a SpeculativeConfig.
+
+        Returns:
+            The checked configuration.
+
+        Raises:
+            ValueError: Invalid JSON, an unknown key or a value that is not allowed.
+            NotImplementedError: A key or value that other engines take and this version does not.
+        """
+        if isinstance(value, SpeculativeConfig):
+            return value
+        if isinstance(value, str):
+            value = parse_json("speculative_config", value)
+        if not isinstance(value, Mapping):
+            raise ValueError(
+                f"speculative_config is {shorten(value)} ({type(value).__name__}); "
+                "allowed: a mapping or a JSON object"
+            )
+        fields = [field.name for field in dataclasses.fields(cls) if field.name not in _NESTED_KEYS]
+        _check_keys("speculative_config", value, (*fields, "x"))
+        if "num_speculative_tokens" not in value:
+            # The method is checked first: if it does not exist, the missing k does not matter.
+            if value.get("method") is not None:
+                check_choice(
+                    "speculative_config['method']", value["method"], METHODS, LATER_METHODS
+                )
+            if not value or value.get("method") is not None or value.get("model") is not None:
+                raise ValueError(
+                    "speculative_config lacks 'num_speculative_tokens'; "
+                    f"allowed: an integer from 1 to {MAX_SPECULATIVE_TOKENS}"
+                )
+        arguments = {key: value[key] for key in fields if key in value}
+        nested = value.get("x", {})
+        if not isinstance(nested, Mapping):
+            raise ValueError(f"speculative_config['x'] is {shorten(nested)}; allowed: a mapping")
+        _check_keys("speculative_config['x']", nested, _NESTED_KEYS)
+        return cls(**arguments, **nested)
+
+
+def _check_keys(where: str, mapping: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
+    for key in mapping:
+        if key in allowed:
+            continue
+        if where == "speculative_config" and key in _LATER_KEYS:
+            raise NotImplementedError(
+                f"{where}: key {key!r} is not supported yet; this version has: {quoted(allowed)}"
+            )
+        hint = ""
+        if key == "tensor_parallel_size":
+            hint = "; the drafter's key 'draft_tensor_parallel_size' is not supported yet either"
+        elif where == "speculative_config" and key in _NESTED_KEYS:
+            hint = f"; it belongs under 'x': {{'x': {{{key!r}: ...}}}}"
+        raise ValueError(f"{where}: unknown key {shorten(key)}{hint}; allowed: {quoted(allowed)}")
