@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, Final, NoReturn
 
 from paceline.checks import check_path, shorten
-from paceline.commands import generate
+from paceline.commands import chat, generate
 from paceline.console import (
     EXIT_BROKEN_PIPE,
     EXIT_CODES,
@@ -83,6 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_VersionAction)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     generate.add_parser(commands)
+    chat.add_parser(commands)
     _add_convert(commands)
     _add_bench(commands)
     _add_doctor(commands)

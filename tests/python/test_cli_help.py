@@ -35,7 +35,9 @@ OPTIONS = {
 
 
 def test_the_commands_are_found() -> None:
-    assert {"paceline generate", "paceline convert", "paceline doctor"} < set(COMMANDS)
+    assert {"paceline generate", "paceline chat", "paceline convert", "paceline doctor"} < set(
+        COMMANDS
+    )
     assert {"paceline bench latency", "paceline bench plot"} < set(COMMANDS)
     assert len(OPTIONS) > 50
 

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 from paceline.commands.colors import COLOR_CHOICES, TokenColors, legend, wants_color
 from paceline.commands.options import (
+    add_chat_options,
     add_engine_options,
     add_model_options,
     add_sampling_options,
     choose_model,
+    download_arguments,
     engine_arguments,
     sampling_params,
 )
-from paceline.commands.prompt_input import Input, read_prompts
+from paceline.commands.prompt_input import Input, as_conversation, chat_prompt, read_prompts
 from paceline.commands.report import json_report, report_lines, total_lines
 from paceline.console import (
     EXIT_OK,
@@ -59,12 +61,13 @@ def add_parser(commands: Any) -> None:
         "--prompts-file",
         metavar="FILE",
         help="read the prompts from a file: one per line, or with the ending .jsonl one JSON "
-        'string or object per line, {"prompt": TEXT} or {"prompt_token_ids": [...]}; '
-        "- is standard input, one prompt per line; blank lines are "
+        'string or object per line, {"prompt": TEXT}, {"prompt_token_ids": [...]} or, with '
+        '--chat, {"messages": [...]}; - is standard input, one prompt per line; blank lines are '
         "skipped (default: none)",
     )
     add_model_options(parser)
-    add_sampling_options(parser, max_tokens=64, temperature=0.0)
+    add_chat_options(parser, is_always_chat=False)
+    add_sampling_options(parser, max_tokens=64)
     add_engine_options(parser)
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -108,6 +111,9 @@ def _run_generate(args: argparse.Namespace) -> int:
     show_text = not args.json
     show_progress = show_text and not args.quiet
     check_output()
+    for option, value in (("--system", args.system), ("--chat-template", args.chat_template)):
+        if value is not None and not args.chat:
+            raise ValueError(f"{option} needs --chat")
     prompts = read_prompts(args)
     if show_progress:
         check_output("".join(prompt for prompt in prompts if isinstance(prompt, str)))
@@ -128,6 +134,7 @@ def _run_generate(args: argparse.Namespace) -> int:
         speculative_config=speculative,
         show_progress=show_progress,
         **engine,
+        **download_arguments(args),
     ) as llm:
         if show_progress:
             tell(f"paceline: {memory_plan(llm.memory_report())}")
@@ -193,9 +200,9 @@ def _run_one(
     colors = [TokenColors() for _ in range(params.n)]
     texts = [""] * params.n
     output = None
-    with llm.stream([prompt], params) as stream:
+    with llm.stream([_encoded(llm, args, prompt)], params) as stream:
         if is_shown and not args.quiet:
-            _print_prompt(prompt)
+            _print_prompt(args, prompt)
         for chunk in stream:
             text = colors[chunk.sample].paint(chunk) if is_colored else chunk.text
             if is_streamed:
@@ -228,7 +235,7 @@ def _run_many(
     texts = [[""] * params.n for _ in prompts]
     outputs: list[RequestOutput | None] = [None] * len(prompts)
     with (
-        llm.stream(prompts, params) as stream,
+        llm.stream([_encoded(llm, args, prompt) for prompt in prompts], params) as stream,
         progress_bar(len(prompts), "Generating", "prompt", is_shown=not args.quiet) as bar,
     ):
         for chunk in stream:
@@ -242,7 +249,7 @@ def _run_many(
         for index, (prompt, of_prompt) in enumerate(zip(prompts, texts, strict=True)):
             if not args.quiet:
                 emit(f"{_RULE} prompt {index}")
-                _print_prompt(prompt)
+                _print_prompt(args, prompt)
             _print_texts(of_prompt)
     for index, output in enumerate(finished):
         if output.error is not None:
@@ -250,9 +257,17 @@ def _run_many(
     return finished
 
 
-def _print_prompt(prompt: Input) -> None:
+def _encoded(llm: LLM, args: argparse.Namespace, prompt: Input) -> Any:
+    """The prompt as `LLM.stream` takes it."""
+    if not args.chat:
+        return prompt
+    return chat_prompt(llm, as_conversation(prompt, args.system))
+
+
+def _print_prompt(args: argparse.Namespace, prompt: Input) -> None:
+    """Prints a prompt that is text; the output continues it, or answers on the next line."""
     if isinstance(prompt, str):
-        emit(prompt, end="", flush=True)
+        emit(prompt, end="\n" if args.chat else "", flush=True)
 
 
 def _print_texts(texts: Sequence[str]) -> None:

@@ -34,13 +34,25 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "-m",
         "--model",
+        metavar="DIR_OR_ID",
+        help="the target: a folder with a checkpoint, or a model of the Hugging Face Hub such as "
+        "org/name (default: none, a demo runs)",
+    )
+    group.add_argument(
+        "--revision",
+        metavar="NAME",
+        help="branch, tag or commit of a model of the hub (default: its default branch)",
+    )
+    group.add_argument(
+        "--cache-dir",
         metavar="DIR",
-        help="the target: a folder with a checkpoint (default: none, a demo runs)",
+        help="folder for what is downloaded from the hub (default: the hub's own, see `paceline "
+        "doctor`)",
     )
     group.add_argument(
         "--speculative-config",
         metavar="JSON",
-        help='the drafter, for example \'{"method": "draft_model", "model": DIR, '
+        help='the drafter, for example \'{"method": "draft_model", "model": DIR_OR_ID, '
         '"num_speculative_tokens": 4}\'; needs --model (default: none, plain decoding)',
     )
     group.add_argument(
@@ -58,10 +70,34 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_chat_options(parser: argparse.ArgumentParser, *, is_always_chat: bool) -> None:
+    """Adds the options of conversations."""
+    group = parser.add_argument_group("chat")
+    needs = "" if is_always_chat else "; needs --chat"
+    if not is_always_chat:
+        group.add_argument(
+            "--chat",
+            action="store_true",
+            help="a prompt is what a user says: the checkpoint's chat template turns it into the "
+            "model's input (default: off, the model continues the prompt as it is)",
+        )
+    group.add_argument(
+        "--system",
+        metavar="TEXT",
+        help=f"begin the conversation with this system message (default: none){needs}",
+    )
+    group.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help=f"Jinja template to use (default: none, the checkpoint's own){needs}",
+    )
+
+
 def add_sampling_options(
-    parser: argparse.ArgumentParser, *, max_tokens: int, temperature: float, is_chat: bool = False
+    parser: argparse.ArgumentParser, *, max_tokens: int, is_chat: bool = False
 ) -> None:
     """Adds the options that are `SamplingParams`; docs/sampling.md defines them."""
+    own = "the checkpoint's, else "  # of generation_config.json
     group = parser.add_argument_group("sampling")
     group.add_argument(
         "--max-tokens",
@@ -73,10 +109,10 @@ def add_sampling_options(
     group.add_argument(
         "--temperature",
         type=number,
-        default=temperature,
+        default=None if is_chat else 0.0,
         metavar="T",
         help=f"divides the logits, 0 to {MAX_TEMPERATURE:,.0f}; 0 = greedy "
-        f"(default: {temperature:g})",
+        f"(default: {own + '1' if is_chat else '0'})",
     )
     group.add_argument(
         "--seed",
@@ -262,8 +298,15 @@ def _token_ids(text: str) -> list[int]:
         ) from None
 
 
-def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """Reads the options of `add_sampling_options`."""
+def sampling_params(
+    args: argparse.Namespace, default: SamplingParams | None = None
+) -> SamplingParams:
+    """Reads the options of `add_sampling_options`.
+
+    Args:
+        args: The arguments.
+        default: What holds for options that are not given; None = `SamplingParams()`.
+    """
     from paceline.sampling import SamplingParams
 
     given = {
@@ -273,7 +316,7 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     }
     if args.logit_bias is not None:
         given["logit_bias"] = _parse_logit_bias(args.logit_bias)
-    return SamplingParams(**given)
+    return SamplingParams(**given) if default is None else dataclasses.replace(default, **given)
 
 
 def _parse_logit_bias(text: str) -> list[tuple[int, Any]]:
@@ -307,6 +350,11 @@ def choose_model(args: argparse.Namespace) -> tuple[str, dict[str, Any] | str | 
                     "name the drafter in --speculative-config"
                 )
         return args.model, args.speculative_config
+    for option, value in (("--revision", args.revision), ("--cache-dir", args.cache_dir)):
+        if value is not None:
+            raise ValueError(
+                f"{option} needs --model with a model of the hub; the demos ship with the package"
+            )
     if args.speculative_config is not None:
         raise ValueError("--speculative-config needs --model; --demo has its own drafter")
     from paceline.demo import find_demo
@@ -317,7 +365,7 @@ def choose_model(args: argparse.Namespace) -> tuple[str, dict[str, Any] | str | 
 
 
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Reads the options of `add_engine_options` as keyword arguments of `LLM`."""
+    """Reads the options of the engine and --chat-template as arguments of `LLM`."""
     # The demo's checkpoints are too small to gain from a GPU.
     is_demo = args.model is None
     return {
@@ -327,4 +375,10 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "kv_cache_bytes": args.kv_cache_bytes,
         "block_size": args.block_size,
         "num_threads": args.num_threads,
+        "chat_template": args.chat_template,
     }
+
+
+def download_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Reads the options of models of the hub as keyword arguments of `LLM`."""
+    return {"revision": args.revision, "cache_dir": args.cache_dir}

@@ -7,15 +7,18 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from paceline.checks import check_path, parse_json, shorten
 from paceline.prompts import check_prompt_text
 
-# A prompt or token ids.
-Input = str | list[int]
+if TYPE_CHECKING:
+    from paceline.llm import LLM
 
-_KEYS: Final = ("prompt", "prompt_token_ids")
+# A prompt, token ids, or with --chat the messages of a conversation.
+Input = str | list[int] | list[dict[str, Any]]
+
+_KEYS: Final = ("prompt", "prompt_token_ids", "messages")
 
 
 def read_prompts(args: argparse.Namespace) -> list[Input]:
@@ -48,7 +51,7 @@ def read_prompts(args: argparse.Namespace) -> list[Input]:
     text = _read(path, path)
     is_jsonl = path.endswith(".jsonl")
     listed = [
-        _from_line(f"{path}, line {number}", line, is_jsonl=is_jsonl)
+        _from_line(f"{path}, line {number}", line, is_jsonl=is_jsonl, is_chat=args.chat)
         for number, line in enumerate(text.splitlines() if is_jsonl else text.split("\n"), start=1)
         if line.strip()
     ]
@@ -73,7 +76,7 @@ def _read(name: str, path: str) -> str:
         raise ValueError(f"{name} is not UTF-8 at byte {error.start}") from None
 
 
-def _from_line(name: str, line: str, *, is_jsonl: bool) -> Input:
+def _from_line(name: str, line: str, *, is_jsonl: bool, is_chat: bool) -> Input:
     if not is_jsonl:
         line = line.removesuffix("\r")
         check_prompt_text(name, line)
@@ -82,18 +85,30 @@ def _from_line(name: str, line: str, *, is_jsonl: bool) -> Input:
     if isinstance(value, dict) and len(keys := [key for key in _KEYS if key in value]) == 1:
         (key,) = keys
         value = value[key]
+        if key == "messages":
+            return _messages(name, value, is_chat=is_chat)
         if key == "prompt_token_ids":
-            return _token_ids(name, value)
+            return _token_ids(name, value, is_chat=is_chat)
     if not isinstance(value, str):
         raise ValueError(
             f"{name} is {shorten(line)}; allowed: a string, or an object with one of the keys "
-            "prompt (text) and prompt_token_ids (integers)"
+            "prompt (text), prompt_token_ids (integers) and messages (with --chat)"
         )
     check_prompt_text(name, value)
     return value
 
 
-def _token_ids(name: str, value: Any) -> list[int]:
+def _messages(name: str, value: Any, *, is_chat: bool) -> list[dict[str, Any]]:
+    if not is_chat:
+        raise ValueError(f"{name} has messages; allowed: with --chat")
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise ValueError(f"{name}: messages is {shorten(value)}; allowed: a list of objects")
+    return value
+
+
+def _token_ids(name: str, value: Any, *, is_chat: bool) -> list[int]:
+    if is_chat:
+        raise ValueError(f"{name} has prompt_token_ids; allowed: without --chat")
     is_list = isinstance(value, list)
     if not is_list or not all(type(token) is int for token in value):
         raise ValueError(
@@ -101,3 +116,32 @@ def _token_ids(name: str, value: Any) -> list[int]:
         )
     token_ids: list[int] = value
     return token_ids
+
+
+def chat_prompt(llm: LLM, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Makes a prompt of a conversation with the chat template of the LLM.
+
+    Raises:
+        ValueError: There is no template, or it refuses the messages.
+    """
+    tokenizer = llm.get_tokenizer()
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    # The template writes the special tokens.
+    return {
+        "prompt": text,
+        "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False),
+    }
+
+
+def as_conversation(prompt: Input, system: str | None) -> list[dict[str, Any]]:
+    """Makes the messages of a conversation.
+
+    Args:
+        prompt: What the user says, or the messages.
+        system: A system message to begin with; None = none.
+    """
+    if isinstance(prompt, str):
+        messages: list[Any] = [{"role": "user", "content": prompt}]
+    else:
+        messages = list(prompt)
+    return messages if system is None else [{"role": "system", "content": system}, *messages]
