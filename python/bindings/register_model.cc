@@ -77,10 +77,9 @@ Raises:
 }  // namespace
 
 void register_model(py::module_& module) {
-  py::class_<PyModel, Holder<PyModel>>(
-      module, "Model",
-      "The weights and description of one decoder. Immutable; shared "
-      "by the executors that use it.")
+  py::class_<PyModel, Holder<PyModel>>(module, "Model",
+                                       "The weights and description of one decoder, shared "
+                                       "by the executors that use it.")
       .def_property_readonly(
           "weight_bytes", [](const PyModel& self) { return model_weight_bytes(*self.model); },
           "Bytes of all weights.")

@@ -2,8 +2,8 @@
 #pragma once
 
 // The weights of one decoder in one arena, in the form that the forward pass reads: q, k and v rows
-// in one matrix, gate and up rows in one matrix, norms and biases in float32. Immutable once
-// finished.
+// in one matrix, gate and up rows in one matrix, norms and biases in float32. Once finished,
+// only update_models writes to it.
 
 #include <cstddef>
 #include <cstdint>
