@@ -100,7 +100,7 @@ DIFFERENCES: Final = {
     "LLM": {
         "block_size": "16 by default, 1 to 256",
         "dtype": '"float16" is refused: such checkpoints load as float32, which loses nothing',
-        "gpu_memory_utilization": "not set unless you set it; only on CUDA",
+        "gpu_memory_utilization": "no default (see the KV pool above); only on CUDA",
         "load_format": '"auto" or "dummy"',
         "max_logprobs": "0 to 64; -1 is refused",
         "max_model_len": "at most 4,096 unless you set it",
