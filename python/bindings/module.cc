@@ -35,6 +35,7 @@ PYBIND11_MODULE(_core, module) {
   register_event(module);
   register_executor(module);
   register_limits(module);
+  register_log(module);
 
   module.def("version", &paceline::version, R"doc(Returns the version of the C++ library.
 

@@ -11,6 +11,7 @@ import os
 from typing import Any, Final, TypedDict
 
 from paceline.checks import (
+    check_bool,
     check_choice,
     check_finite,
     check_int,
@@ -88,6 +89,7 @@ class EngineArguments(TypedDict, total=False):
     seed: int
     max_logprobs: int
     chat_template: str | os.PathLike[str] | None
+    disable_log_stats: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,6 +118,7 @@ class EngineConfig:
             and no memory is allocated for them.
         chat_template: The text of the chat template that takes the place of the checkpoint's own;
             given as text or as the path of a file.
+        disable_log_stats: Whether the engine logs no lines of figures while requests run.
     """
 
     device: str = "auto"
@@ -131,6 +134,7 @@ class EngineConfig:
     seed: int = 0
     max_logprobs: int = 20
     chat_template: str | os.PathLike[str] | None = None
+    disable_log_stats: bool = False
 
     def __post_init__(self) -> None:
         check_device(self.device)
@@ -145,6 +149,7 @@ class EngineConfig:
         self._check("kv_cache_bytes", 1, MAX_BYTES, is_optional=True)
         self._check("num_threads", 1, MAX_NUM_THREADS, is_optional=True)
         self._check_gpu_memory_utilization()
+        check_bool("disable_log_stats", self.disable_log_stats)
         if self.chat_template is not None:
             from paceline.chat_template import read_given_template
 

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from paceline import lifetime
+from paceline import engine_log, lifetime
 
 if TYPE_CHECKING:
     from paceline import _core
@@ -243,6 +243,7 @@ class Dispatcher:
             while self._polling_thread not in (None, threading.get_ident()):
                 self.changed.wait()
         self.executor.close()
+        engine_log.forward_in_background()
 
     def abandon(self) -> None:
         """Makes the dispatcher unusable in a forked child; see `lifetime`."""
@@ -266,7 +267,9 @@ class Dispatcher:
                     for event in events:
                         self._deliver(event)
                 del events  # may hold arrays of logits
+                engine_log.forward_in_background()
         except BaseException as error:
+            engine_log.forward_in_background()
             with self.lock:
                 self._failure = error
                 self._end_sessions(error)

@@ -85,6 +85,10 @@ def _close_all() -> None:
         engines = list(_engines)
     for engine in engines:
         engine.close()
+    if engines:
+        from paceline import engine_log
+
+        engine_log.stop()
 
 
 def _abandon_all() -> None:

@@ -67,6 +67,7 @@ class LLM(RunningLLM):
         max_logprobs: int = 20,
         chat_template: str | os.PathLike[str] | None = None,
         tensor_parallel_size: int = 1,
+        disable_log_stats: bool = False,
         show_progress: bool = True,
         **unknown: Never,
     ) -> None:
@@ -124,6 +125,10 @@ class LLM(RunningLLM):
             chat_template: A Jinja template, as text or as the path of a file, that `chat` uses
                 instead of the checkpoint's own.
             tensor_parallel_size: Number of GPUs that a model is divided over. Only 1 is supported.
+            disable_log_stats: Log no figures while requests run. Otherwise the logger "paceline"
+                gets a line at level INFO after each 10 seconds of work: outputs that run and wait,
+                tokens per second, use of the KV pool, preemptions, and acceptance. It never gets
+                prompts.
             show_progress: Show progress bars while models are downloaded and loaded, and while CUDA
                 graphs are captured, if standard error is a terminal. (The logger "paceline" reports
                 the use of memory at level INFO.)
@@ -162,6 +167,7 @@ class LLM(RunningLLM):
             seed=seed,
             max_logprobs=max_logprobs,
             chat_template=chat_template,
+            disable_log_stats=disable_log_stats,
         )
         speculative = None
         if speculative_config is not None:

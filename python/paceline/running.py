@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Never, Self, overload
 
-from paceline import _core
+from paceline import _core, engine_log
 from paceline.chat_messages import Conversation
 from paceline.chat_template import ChatTemplates
 from paceline.checks import check_bool, check_unknown
@@ -82,12 +82,14 @@ class RunningLLM:
         draft_model = None if draft is None else draft.model
         self._num_outputs = 0  # of the requests so far
         self._numbering = threading.Lock()
+        engine_log.start()
         executor = None
         try:
             with capture_progress(is_shown=show_progress) as report:
                 executor = _core.Executor(target.model, draft_model, options, report)
             self._kv_groups = kv_groups(executor.memory_report())
             self._dispatcher = Dispatcher(executor)
+            engine_log.forward()
             if _logger.isEnabledFor(logging.INFO):
                 _logger.info("%s", memory_plan(self.memory_report()))
         except BaseException:

@@ -69,6 +69,8 @@ def executor_options(
         "num_speculative_tokens": k,
         "max_logprobs": config.max_logprobs,
     }
+    if config.disable_log_stats:
+        options["log_interval_s"] = 0.0
     if speculative is not None:
         options["accept_method"] = speculative.rejection_sample_method
         options["synthetic_acceptance_length"] = speculative.synthetic_acceptance_length or 0.0

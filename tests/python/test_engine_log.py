@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's log lines reach the logger "paceline" and can block nothing."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import LLM, SamplingParams, _core, running
+from test_llm_processes import run_script
+
+PROMPT = list(range(3, 30))
+LONG = SamplingParams(temperature=1.0, max_tokens=400, seed=0)
+
+
+@pytest.fixture
+def short_interval(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Makes the next LLM log after each so many seconds of work."""
+
+    def change(seconds: float) -> None:
+        original = running.executor_options
+
+        def changed(*arguments: Any, **named: Any) -> dict[str, Any]:
+            return {"log_interval_s": seconds} | original(*arguments, **named)
+
+        monkeypatch.setattr(running, "executor_options", changed)
+
+    return change
+
+
+@pytest.fixture
+def records(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    """Returns the messages at level INFO so far."""
+    _core.take_log_lines()  # of other tests
+    with caplog.at_level("INFO", logger="paceline"):
+        yield lambda: [record.getMessage() for record in caplog.records]
+
+
+def is_interval(message: str) -> bool:
+    return message.startswith("Running: ")
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end, "waited 10 seconds"
+        time.sleep(0.01)
+
+
+def test_lines_of_figures(
+    target_dir: Path,
+    speculative_config: dict[str, Any],
+    short_interval: Callable[[float], None],
+    records: Callable[[], list[str]],
+) -> None:
+    short_interval(0.02)
+    with LLM(target_dir, speculative_config=speculative_config, max_num_seqs=2) as llm:
+        starts = [message for message in records() if "The engine has started on cpu" in message]
+        assert len(starts) == 1 and "k = 4; a KV pool of" in starts[0]
+        assert not any(map(is_interval, records()))
+        llm.generate([PROMPT, PROMPT, PROMPT], LONG)
+        wait_for(lambda: any(map(is_interval, records())))
+    line = next(filter(is_interval, records()))
+    number = r"[0-9]+\.[0-9]"
+    assert re.fullmatch(
+        rf"Running: [12] samples, waiting: [01] samples, prompt throughput: {number} tokens/s, "
+        rf"generation throughput: {number} tokens/s, KV cache usage: {number}%, preemptions: 0"
+        rf"\. Speculative decoding: mean acceptance length: {number}[0-9], draft acceptance rate: "
+        rf"{number}%, accepted: {number} tokens/s, drafted: {number} tokens/s, acceptance per "
+        rf"position: (0\.[0-9]+, ){{3}}0\.[0-9]+",
+        line,
+    ), line
+    assert not any(str(PROMPT)[1:-1] in message for message in records())
+
+
+def test_lines_can_be_disabled(
+    target_dir: Path, short_interval: Callable[[float], None], records: Callable[[], list[str]]
+) -> None:
+    short_interval(0.001)
+    with LLM(target_dir, max_num_seqs=2, disable_log_stats=True) as llm:
+        assert llm._executor.options["log_interval_s"] == 0
+        llm.generate(PROMPT, LONG)
+    assert not any(map(is_interval, records()))
+    with LLM(target_dir, max_num_seqs=2) as llm:
+        assert llm._executor.options["log_interval_s"] == 0.001
+    with pytest.raises(ValueError, match="disable_log_stats is 1; allowed: True or False"):
+        LLM(target_dir, disable_log_stats=1)  # type: ignore[arg-type]
+
+
+def test_failures_are_logged(records: Callable[[], list[str]]) -> None:
+    """A line with a level reaches the logger at that level."""
+    from paceline import engine_log
+
+    lines = [(40, "the engine has failed"), (30, "the process ran out of memory")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_core, "take_log_lines", lambda: lines)
+        engine_log.forward()
+    assert records() == [line for _, line in lines]
+
+
+def test_closing_does_not_wait_for_handlers(
+    target_dir: Path, short_interval: Callable[[float], None]
+) -> None:
+    """A thread may close an engine while it holds a handler's lock, for example when the garbage
+    collector runs inside of the handler."""
+    short_interval(1e-6)  # a line each iteration
+    llm = LLM(target_dir, max_num_seqs=2)
+    logger = logging.getLogger("paceline")
+    handler = logging.StreamHandler(io.StringIO())
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    closing = threading.Thread(target=llm.close, daemon=True)
+    handler.acquire()
+    try:
+        stream = llm.stream(PROMPT, LONG)
+        for _ in range(5):
+            next(stream)
+        time.sleep(0.1)
+        closing.start()
+        closing.join(10)
+        assert not closing.is_alive()
+    finally:
+        handler.release()
+        closing.join(10)
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def test_exit_and_fork_while_an_engine_logs(target_dir: Path) -> None:
+    script = """
+    import logging
+    from paceline import running
+    original = running.executor_options
+    running.executor_options = lambda *a, **k: original(*a, **k) | {"log_interval_s": 1e-6}
+    logging.basicConfig(level=logging.INFO, format="%(process)d %(message)s")
+    llm = build()
+    stream = llm.stream([[1, 2, 3]] * 2, LONG)
+    next(iter(stream))
+    codes = []
+    for _ in range(5):
+        pid = os.fork()
+        if pid == 0:
+            with build() as child:
+                child.generate([[1, 2]], GREEDY)
+            os._exit(0)
+        codes.append(waited(pid))
+    print(codes)
+    # The process ends while requests run and lines are logged.
+    """
+    done = run_script(script, target_dir)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[0, 0, 0, 0, 0]", done.stderr
+    assert "Running: 2 samples" in done.stderr
+    assert "Traceback" not in done.stderr and "terminate" not in done.stderr
