@@ -65,7 +65,6 @@ REASONS: Final = {
     "best_of": "use `n`, and choose by `cumulative_logprob`",
     "cpu_offload_gb": "all weights stay on the device",
     "download_dir": "`cache_dir` is the hub cache's folder",
-    "disable_log_stats": "not supported yet",
     "draft_tensor_parallel_size": "a model runs on one GPU",
     "enable_adaptive_verification": "not supported yet",
     "enable_chunked_prefill": "prefill is always chunked; `prefill_chunk_size` sets the size",
@@ -99,6 +98,7 @@ REASONS: Final = {
 DIFFERENCES: Final = {
     "LLM": {
         "block_size": "16 by default, 1 to 256",
+        "disable_log_stats": "False by default: figures are logged at level INFO",
         "dtype": '"float16" is refused: such checkpoints load as float32, which loses nothing',
         "gpu_memory_utilization": "no default (see the KV pool above); only on CUDA",
         "load_format": '"auto" or "dummy"',

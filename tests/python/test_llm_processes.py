@@ -345,6 +345,7 @@ def exception_classes() -> list[type[Exception]]:
 
 def test_all_exceptions_are_found() -> None:
     assert {kind.__name__ for kind in exception_classes()} == {
+        "BusyError",
         "DeviceError",
         "InternalError",
         "ModelFileError",
