@@ -20,7 +20,7 @@ import pytest
 
 import sampling_jobs
 import tiny_models
-from paceline import LLM, SamplingParams, _core, cli
+from paceline import LLM, OutOfMemoryError, SamplingParams, _core, cli
 from paceline.demo import demo_names, find_demo
 from paceline.loader import load_checkpoint, load_dummy
 from paceline.loader.convert import convert
@@ -119,7 +119,8 @@ def test_auto_is_the_gpu(target: Path, caplog: pytest.LogCaptureFixture, gpu: An
     assert report["device"] == "cuda" and report["graph_bytes"] >= 0
     assert 0 < report["kv_pool_bytes"] < gpu["total_bytes"]
     assert "enough for 4 sequences" in report["kv_cache_rule"]
-    (message,) = [record.getMessage() for record in caplog.records]
+    started, message = (record.getMessage() for record in caplog.records)
+    assert started.startswith("The engine has started on cuda: 4 samples of up to 256 tokens")
     assert message.startswith("cuda memory in MiB: weights") and "graphs" in message
 
 
@@ -492,6 +493,18 @@ def test_generate_from_the_command_line(
     assert cli.main([*argv, "--max-tokens", "24", "--compare", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["configured"]["device"] == "cuda" and report["plain"]["is_same"] is True
+
+
+def test_gpu_memory_utilization(target: Path, draft: Path, gpu: Any) -> None:
+    share = 0.25
+    parts = ("target_weight", "draft_weight", "kv_pool", "workspace", "graph")
+    with open_llm(target, draft, 3, kv_cache_bytes=None, gpu_memory_utilization=share) as llm:
+        report = llm.memory_report()
+        assert sum(report[f"{part}_bytes"] for part in parts) <= share * gpu["total_bytes"]
+        assert "gpu_memory_utilization is 0.25, which allows" in report["kv_cache_rule"]
+        assert llm.generate("x", SamplingParams(max_tokens=2))[0].finished
+    with pytest.raises(OutOfMemoryError, match=r"gpu_memory_utilization is 0\.001, .*; raise gpu_"):
+        open_llm(target, draft, 3, kv_cache_bytes=None, gpu_memory_utilization=0.001)
 
 
 def test_bench(target: Path, tmp_path: Path) -> None:
