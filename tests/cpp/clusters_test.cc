@@ -15,6 +15,7 @@
 #include <gtest/gtest.h>
 
 #include "device/cpu_context.h"
+#include "support/failing_allocations.h"
 #include "support/op_checks.h"
 
 namespace paceline::testing {
@@ -62,6 +63,35 @@ TEST(SelectClusters, TakesTheBestInOrder) {
       }
     }
   }
+}
+
+// An op that runs out of memory would end its engine, so this one needs none.
+TEST(SelectClusters, AllocatesNothing) {
+  constexpr int32_t kNumClusters = 2048;
+  constexpr int32_t kTop = 32;
+  std::vector<float> scores(kNumClusters);
+  std::vector<int32_t> order(kNumClusters);
+  std::iota(order.begin(), order.end(), 0);
+  for (int32_t i = 0; i < kNumClusters; ++i) {
+    scores[static_cast<size_t>(i)] = static_cast<float>(i * 7919 % 512);
+  }
+  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
+    return scores[static_cast<size_t>(a)] > scores[static_cast<size_t>(b)];
+  });
+  std::vector<int32_t> clusters(kTop, -9);
+  CpuContext ctx = context_of(1);
+  const int32_t num_rows = 1;
+  is_test_thread = true;
+  fail_allocations(Side::kTest, 0);
+  EXPECT_NO_THROW(select_clusters(ctx, {.num_rows = &num_rows,
+                                        .max_rows = 1,
+                                        .scores = scores.data(),
+                                        .num_clusters = kNumClusters,
+                                        .top = kTop,
+                                        .clusters = clusters.data()}));
+  fault_side = Side::kNone;
+  order.resize(kTop);
+  EXPECT_EQ(clusters, order);
 }
 
 TEST(ClusterLogits, KnownAnswers) {

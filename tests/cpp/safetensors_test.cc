@@ -217,22 +217,23 @@ TEST_F(Safetensors, RefusesWrongLengthsAndPathsThatAreNoFile) {
               HasSubstr("the header length is 100000001 in a file of 100000009 bytes; allowed: at "
                         "most 100000000"));
 
-  const auto open_path = [&](const std::string& path, bool is_missing) {
+  const auto open_path = [&](const std::string& path, bool is_missing,
+                             const std::string& kind = "") {
     try {
       const SafetensorsFile file(path);
       ADD_FAILURE() << path << " was accepted";
     } catch (const ModelFileError& failure) {
       EXPECT_EQ(failure.is_missing(), is_missing) << failure.what();
-      EXPECT_THAT(failure.what(), HasSubstr(path));
+      EXPECT_THAT(failure.what(), HasSubstr(path + ": " + kind));
     }
   };
   open_path(folder_.file("absent.safetensors"), true);
   open_path(path_ + "/below-a-file", true);
-  open_path(folder_.path(), false);
-  open_path("/dev/null", false);
+  open_path(folder_.path(), false, "is a directory; allowed: a regular file");
+  open_path("/dev/null", false, "is a device");
   const std::string fifo = folder_.file("fifo");
   ASSERT_EQ(mkfifo(fifo.c_str(), 0600), 0);
-  open_path(fifo, false);
+  open_path(fifo, false, "is a FIFO");
   std::filesystem::create_symlink("/dev/zero", folder_.file("zeros"));
   open_path(folder_.file("zeros"), false);
 }

@@ -2,6 +2,7 @@
 // The whole engine on a GPU in bfloat16: speculative output equals plain output under any other
 // load. Skipped without a GPU, unless PACELINE_REQUIRE_GPU=1.
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -14,6 +15,7 @@
 #include <paceline/error.h>
 #include <paceline/executor.h>
 
+#include "support/errors.h"
 #include "support/gpu.h"
 #include "support/jobs.h"
 #include "support/logprob_checks.h"
@@ -26,6 +28,7 @@ namespace {
 using testing::apart;
 using testing::Job;
 using testing::make_gemma4;
+using testing::message_of;
 using testing::mix_logprobs;
 using testing::mix_sampling;
 using testing::most_shared_tokens;
@@ -424,6 +427,41 @@ TEST_F(CudaEngine, RefusesAModelOnTheHost) {
   ExecutorOptions late = options_of(2);
   late.device_lateness = 1;
   EXPECT_THROW(Executor(target, target, late), InvalidArgument);
+}
+
+// The pool takes what the utilization leaves, and all together stay below it.
+TEST_F(CudaEngine, StaysBelowTheUtilization) {
+  const auto target = model_of(shape_of({0, 0}), 3);
+  const auto draft = model_of(shape_of({0}), 4);
+  ExecutorOptions options = options_of(4);
+  options.kv_cache_bytes = 0;
+  options.max_model_len = 2048;
+  options.max_num_seqs = 1024;
+  options.max_num_batched_tokens = 1024 * 5;
+  const int64_t wanted = default_kv_cache_size(*target, draft.get(), options).bytes;
+  const auto total = static_cast<double>(cuda_status().total_bytes);
+  options.gpu_memory_utilization = 4.0 * (1 << 30) / total;
+  {
+    Executor executor(target, draft, options);
+    const MemoryReport report = executor.memory_report();
+    const int64_t used = report.target_weight_bytes + report.draft_weight_bytes +
+                         report.kv_pool_bytes + report.workspace_bytes + report.graph_bytes;
+    std::printf("of 4096 MiB: KV pool %.1f, workspace %.1f, graphs %.1f\n",
+                static_cast<double>(report.kv_pool_bytes) / (1 << 20),
+                static_cast<double>(report.workspace_bytes) / (1 << 20),
+                static_cast<double>(report.graph_bytes) / (1 << 20));
+    EXPECT_LE(used, int64_t{4} << 30);
+    EXPECT_LT(report.kv_pool_bytes, wanted);
+    // Only what is reserved for graphs, and the ends of buffers, remain unused.
+    EXPECT_GE(used - report.graph_bytes, (int64_t{3} << 30) - (int64_t{16} << 20));
+    std::mt19937_64 random(7);
+    for (const Outcome& outcome : run(executor, random_jobs(random, 8, 64, 0.8, 200, 100))) {
+      EXPECT_EQ(outcome.reason, FinishReason::kLength);
+    }
+  }
+  options.gpu_memory_utilization = 0.5 * (1 << 30) / total;
+  EXPECT_THAT(message_of<OutOfMemory>([&] { Executor(target, draft, options); }),
+              ::testing::HasSubstr("leaves no room for a KV pool"));
 }
 
 TEST_F(CudaEngine, SaysHowMuchMemoryIsMissing) {

@@ -19,6 +19,14 @@ namespace {
 // The most that one call asks for: the kernel gives at most 2 GiB.
 constexpr size_t kMaxReadBytes = size_t{1} << 30;
 
+// What a path that is no regular file leads to.
+const char* kind_of(mode_t mode) {
+  if (S_ISDIR(mode)) return "a directory";
+  if (S_ISFIFO(mode)) return "a FIFO";
+  if (S_ISSOCK(mode)) return "a socket";
+  return "a device";
+}
+
 [[noreturn]] void fail(const std::string& path, int code) {
   throw ModelFileError(concat(path, ": ", std::strerror(code), "; allowed: a readable file"),
                        /*is_missing=*/code == ENOENT || code == ENOTDIR);
@@ -37,8 +45,8 @@ RegularFile::RegularFile(const std::string& path) : path_(path) {
   if (code != 0 || !S_ISREG(status.st_mode)) close(std::exchange(descriptor_, -1));
   if (code != 0) fail(path, code);
   if (!S_ISREG(status.st_mode)) {
-    throw ModelFileError(concat(path, ": is ", S_ISDIR(status.st_mode) ? "a directory" : "a device",
-                                "; allowed: a regular file"));
+    throw ModelFileError(
+        concat(path, ": is ", kind_of(status.st_mode), "; allowed: a regular file"));
   }
   bytes_ = status.st_size;
 }

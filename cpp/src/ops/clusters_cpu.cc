@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <limits>
 #include <numeric>
-#include <vector>
+#include <span>
 
 #include "base/check.h"
 #include "base/vector_math.h"
@@ -48,17 +48,26 @@ void logits_of_cluster(const ClusterLogitsParams& p, int64_t row, int64_t rank) 
 void select_clusters(CpuContext&, const SelectClustersParams& p) {
   constexpr float kNegInf = -std::numeric_limits<float>::infinity();
   const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
-  std::vector<int32_t> order(static_cast<size_t>(p.num_clusters));
   for (int32_t row = 0; row < num_rows; ++row) {
     const float* const scores = p.scores + int64_t{row} * p.num_clusters;
     const auto score_of = [&](int32_t i) { return std::isnan(scores[i]) ? kNegInf : scores[i]; };
-    std::iota(order.begin(), order.end(), 0);
-    std::partial_sort(order.begin(), order.begin() + p.top, order.end(), [&](int32_t a, int32_t b) {
+    const auto is_better = [&](int32_t a, int32_t b) {
       const float score_a = score_of(a);
       const float score_b = score_of(b);
       return score_a != score_b ? score_a > score_b : a < b;
-    });
-    std::copy_n(order.begin(), p.top, p.clusters + int64_t{row} * p.top);
+    };
+    // A heap in the output, with the worst of the best so far at its front: an op allocates
+    // nothing.
+    const std::span<int32_t> best(p.clusters + int64_t{row} * p.top, static_cast<size_t>(p.top));
+    std::iota(best.begin(), best.end(), 0);
+    std::make_heap(best.begin(), best.end(), is_better);
+    for (int32_t i = p.top; i < p.num_clusters; ++i) {
+      if (!is_better(i, best.front())) continue;
+      std::pop_heap(best.begin(), best.end(), is_better);
+      best.back() = i;
+      std::push_heap(best.begin(), best.end(), is_better);
+    }
+    std::sort_heap(best.begin(), best.end(), is_better);
   }
 }
 
