@@ -22,6 +22,7 @@ from paceline import LLM, ModelFileError, ModelNotFoundError, SamplingParams
 from paceline.checks import check_revision
 from paceline.cli import exit_code_of
 from paceline.hub import find_folder, is_hub_id
+from paceline.loader.messages import model_name
 from tiny_models import TinySpec, copy_checkpoint, make, read_json, write_json
 
 K = {"num_speculative_tokens": 3}
@@ -78,6 +79,8 @@ def test_a_pair_from_the_hub_is_the_pair_of_the_folders(
     assert f"org/target: 5 files, 0.3 MB, of commit {commit[:12]}" in caplog.text
     folder = hub.cache / "models--org--target" / "snapshots" / commit
     assert all(path.is_symlink() for path in folder.iterdir()), "links to ../../blobs"
+    assert model_name(folder) == "org/target"
+    assert model_name(make(TinySpec())) == make(TinySpec()).name
     # Nothing is fetched again, and the newest commit is looked up by two requests for each model.
     fetched, num_requests = list(hub.fetched), len(hub.requests)
     assert tokens("org/target", "draft") == expected

@@ -24,7 +24,7 @@ from .family import Family
 from .folder import CheckpointFolder, Source, as_folder
 from .hf_config import HfConfig, parse_hf_config
 from .kinds import kind_of_config
-from .messages import quote, show
+from .messages import model_name, quote, show
 from .section import Section
 from .state_dict import StateDict
 from .tensor_source import read_tensor
@@ -230,7 +230,7 @@ def load_weights(opened: OpenedModel, *, device: str = "cpu", progress: bool = T
     builder = _core.ModelBuilder(json.dumps(opened.config), opened.weight_dtype, device)
     with tqdm(
         total=opened.nbytes,
-        desc=f"Loading {opened.path.name or opened.path}",
+        desc=f"Loading {model_name(opened.path)}",
         unit="B",
         unit_scale=True,
         disable=None if progress else True,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 # How many characters of a value, and how many names of a list, a message shows.
@@ -65,6 +66,13 @@ def name_some(names: Iterable[str]) -> str:
     text = ", ".join(map(quote, listed[:_MAX_NAMED]))
     more = len(listed) - _MAX_NAMED
     return f"{text} and {more} more" if more > 0 else text
+
+
+def model_name(path: Path) -> str:
+    """The name of a model in a line of progress: its folder's, or its name on the hub."""
+    if path.parent.name == "snapshots" and path.parents[1].name.startswith("models--"):
+        return path.parents[1].name.removeprefix("models--").replace("--", "/")
+    return path.name or str(path)
 
 
 def show_path(path: object) -> str:
