@@ -173,7 +173,7 @@ void build_batch(const IterationPlan& plan, const BatchShape& shape, Batch& batc
     // score that returns them.
     const bool is_score = planned.kind == RowKind::kScore;
     const bool has_logits =
-        planned.kind != RowKind::kPrefillPartial && (!is_score || sequence.returns_logits());
+        planned.kind != RowKind::kPrefillPartial && !(is_score && sequence.skips_logits);
     const int32_t skipped = !has_logits                              ? planned.num_rows
                             : planned.kind == RowKind::kPrefillFinal ? planned.num_rows - 1
                                                                      : 0;

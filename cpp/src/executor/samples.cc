@@ -48,6 +48,7 @@ Samples make_samples(Request request, const SampleBounds& bounds) {
   first->num_samples = request.num_samples;
   first->sampling = std::move(request.sampling);
   first->is_score = is_score(request);
+  first->skips_logits = first->is_score && !request.score_prompt;
   if (const std::vector<int32_t>& allowed = first->sampling.allowed_token_ids; !allowed.empty()) {
     first->allowed.assign(static_cast<size_t>((bounds.vocab_size + 31) / 32), 0);
     for (const int32_t token : allowed) {

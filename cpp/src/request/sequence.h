@@ -24,6 +24,7 @@ struct Sequence {
   SamplingOptions sampling;       // includes the sample's own seed
   std::vector<uint32_t> allowed;  // one bit per token of the vocabulary; empty: all are allowed
   bool is_score = false;          // generates nothing and returns logits, hidden states or both
+  bool skips_logits = false;      // a score that returns hidden states only
   std::vector<int32_t> hidden_layers;  // see Request
   Phase phase = Phase::kWaiting;
 
@@ -56,9 +57,6 @@ struct Sequence {
   int64_t arrival_us = 0;
   int64_t first_token_us = 0;
 
-  [[nodiscard]] bool returns_logits() const {
-    return logits != nullptr || device_logits.data != nullptr;
-  }
   [[nodiscard]] int32_t known_len() const { return static_cast<int32_t>(tokens.size()); }
 };
 

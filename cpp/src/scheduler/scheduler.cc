@@ -15,7 +15,7 @@ namespace {
 // Number of rows of logits besides those from which the sequence draws.
 int32_t score_rows(const Sequence& sequence, const PlannedSequence& rows) {
   if (rows.kind != RowKind::kScore) return rows.num_prompt_rows;
-  return sequence.returns_logits() ? rows.num_rows : 0;
+  return sequence.skips_logits ? 0 : rows.num_rows;
 }
 
 // Request ids ascend in order of arrival.
@@ -130,7 +130,7 @@ PlannedSequence Scheduler::next_rows(const Sequence& sequence, int32_t prefill_b
   rows.num_rows = std::min({left, options_.prefill_chunk_size, prefill_budget});
   if (sequence.is_score) {
     rows.kind = RowKind::kScore;
-    if (sequence.returns_logits()) rows.num_rows = std::min(rows.num_rows, score_budget);
+    if (!sequence.skips_logits) rows.num_rows = std::min(rows.num_rows, score_budget);
   } else {
     const bool has_prompt_logprobs = sequence.prompt_logprobs != nullptr;
     if (has_prompt_logprobs) rows.num_rows = std::min(rows.num_rows, score_budget);
