@@ -10,7 +10,13 @@ from typing import Any, Never
 
 import pytest
 
-from paceline import LLM, EngineConfig, SamplingParams
+from paceline import (
+    LLM,
+    EngineConfig,
+    RequestStream,
+    SamplingParams,
+    Tokenizer,
+)
 from paceline.config import EngineArguments
 
 
@@ -42,6 +48,24 @@ def test_llm_shows_names_defaults_and_types() -> None:
     assert set(EngineArguments.__annotations__) == set(EngineConfig.__dataclass_fields__)
     assert shown["tensor_parallel_size"] == 1 and shown["speculative_config"] is None
     assert list(defaults(LLM.generate)) == ["sampling_params", "use_tqdm"]
+
+
+@pytest.mark.parametrize("kind", [LLM, SamplingParams, RequestStream, Tokenizer])
+def test_every_parameter_has_a_name_and_a_type(kind: type[Any]) -> None:
+    functions = {kind.__name__: kind}
+    for name, member in inspect.getmembers(kind):
+        if not name.startswith("_") and inspect.isroutine(member):
+            functions[name] = member
+    for name, function in functions.items():
+        for parameter in list(inspect.signature(function).parameters.values()):
+            if parameter.name == "self":
+                continue
+            assert parameter.annotation is not parameter.empty, (name, parameter)
+            assert parameter.kind is not parameter.VAR_POSITIONAL, (name, parameter)
+            if parameter.kind is parameter.VAR_KEYWORD:
+                known = {"unknown": "Never", "engine": "Unpack[EngineArguments]"}
+                known["variables"] = "Any"  # of chat templates
+                assert parameter.annotation == known[parameter.name], (name, parameter)
 
 
 def test_unknown_keywords_are_listed() -> None:

@@ -124,6 +124,16 @@ def chat(llm: LLM) -> None:
     llm.chat("a")  # type: ignore[arg-type]
 
 
+def weights(config: dict[str, Any], tensors: dict[str, Any]) -> None:
+    llm = LLM.from_state_dict(config, tensors, max_num_seqs=2, seed=1)
+    assert_type(llm, LLM)
+    llm.update_weights(tensors)
+    print(
+        llm.hidden_states([1, 2], layers=[0]), llm.logits([1], on_device=True).__dlpack_device__()
+    )
+    LLM.from_state_dict(config, tensors, enforce_eager=True)  # type: ignore[call-arg]
+
+
 def facts(llm: LLM) -> None:
     tokenizer: Tokenizer = llm.get_tokenizer()
     assert_type(tokenizer.encode("a", add_special_tokens=False), list[int])
@@ -137,5 +147,6 @@ def facts(llm: LLM) -> None:
     assert_type(llm.max_model_len, int)
     assert_type(llm.memory_report(), dict[str, Any])
     assert_type(llm.capabilities(), dict[str, Any])
+    assert_type(llm.stats(), dict[str, Any])
     print(llm.logits([1, 2]).shape, llm.logits({"prompt": "a"}).mean())
     llm.close()
