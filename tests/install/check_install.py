@@ -68,6 +68,20 @@ def build_with_static_pkg_config(source: Path, prefix: Path) -> Path:
     return program
 
 
+def check_subdirectory(cmake: str, folder: Path) -> None:
+    """Configures a project that contains the sources: it has the targets of the package."""
+    folder.mkdir()
+    (folder / "main.cc").touch()
+    (folder / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.25)\nproject(parent LANGUAGES CXX)\n"
+        f"add_subdirectory({ROOT} paceline)\nadd_executable(program main.cc)\n"
+        "target_link_libraries(program PRIVATE paceline::paceline paceline::paceline_shared\n"
+        "  paceline::paceline_static)\n"
+        'if(TARGET c_api_test)\n  message(FATAL_ERROR "the tests are part of it")\nendif()\n'
+    )
+    run(cmake, "-S", folder, "-B", folder / "build", "-DBUILD_SHARED_LIBS=ON")
+
+
 def check_linkage(program: Path, shared: bool) -> None:
     """Checks that a program needs libpaceline.so exactly if it was linked with it."""
     if ("libpaceline.so" in run("readelf", "--dynamic", program)) != shared:
@@ -149,6 +163,7 @@ def main() -> None:
             check_output(str(PAGE), printed, expected[-1])
         print(f"{PAGE.name}: {len(outputs)} blocks of commands, the tokens of Python")
 
+        check_subdirectory(cmake, scratch / "subdirectory")
         include = f"-I{prefix / 'include'}"
         run("cc", *STRICT_C, include, sources / "c" / "main.c")
         programs = {
