@@ -96,15 +96,15 @@ gpu-sanitize: cuda
 
 lint: $(TEST_VENV)/.installed
 	export PATH="$(CURDIR)/$(TEST_VENV)/bin:$$PATH"
-	ruff check python tests examples
+	ruff check python tests examples docs/scripts
 	mypy
 
 format: $(TEST_VENV)/.installed
 	export PATH="$(CURDIR)/$(TEST_VENV)/bin:$$PATH"
 	find cpp cuda python/bindings tests examples \( -name '*.h' -o -name '*.c' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' \) \
 	  -print0 2>/dev/null | xargs -0 clang-format -i
-	ruff format python tests examples
-	ruff check --fix --select I python tests examples
+	ruff format python tests examples docs/scripts
+	ruff check --fix --select I python tests examples docs/scripts
 
 # pip writes into a log. A line says how far the build is: once a second on a terminal, where it
 # overwrites itself, and every 15 seconds elsewhere.
