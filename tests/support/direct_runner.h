@@ -107,6 +107,7 @@ class DirectRunner {
     s.sampling.temperature = temperature;
     s.sampling.seed = seed;
     s.is_score = is_score;
+    s.logits = std::make_shared<std::vector<float>>();  // so that scored rows have logits
     s.needs_reset = true;
     s.blocks = SequenceBlocks(static_cast<int32_t>(layout_.groups.size()));
     if (!s.blocks.reserve(pool_, limit, slot, plan_.table_writes)) {
