@@ -4,7 +4,7 @@
 #   make demo              install from source into .venv and generate with a demo
 #   make test              run all CPU tests: ctest, then pytest on the installed package, in .venv-test
 #   make bench             run the latency bench in .venv
-#   make wheel             build a manylinux wheel in dist/ and test it in an environment of its own
+#   make wheel             build a manylinux wheel in dist/ and use it as a new user would
 #   make docs              build the site of the documentation in build/site
 #   make cuda              build the CUDA backend (library, module and tests) in build/cuda-python
 #   make test-cuda-build   build the CUDA backend and test what needs no GPU
@@ -60,6 +60,8 @@ wheel: check-python
 	PATH="$(CURDIR)/$(WHEEL_VENV)/bin:$$PATH" $(WHEEL_VENV)/bin/auditwheel repair --wheel-dir dist build/wheel/*.whl
 	$(PINNED) $(WHEEL_VENV)/bin/python -m pip install --quiet --force-reinstall dist/*.whl
 	$(WHEEL_VENV)/bin/python -P tests/install/check_wheel.py dist/*.whl
+	$(PINNED) $(WHEEL_VENV)/bin/python -m pip install --quiet "$$(echo dist/*.whl)[bench]"
+	$(WHEEL_VENV)/bin/python -P tests/install/check_first_use.py
 
 # The package is installed first, because a ctest compares the C++ and C examples with it.
 test: $(TEST_VENV)/.installed check-gtest
