@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -20,7 +22,7 @@ from errors import raises
 from hub_server import HubServer, commit_of
 from paceline import LLM, ModelFileError, ModelNotFoundError, SamplingParams
 from paceline.checks import check_revision
-from paceline.cli import exit_code_of
+from paceline.cli import exit_code_of, main
 from paceline.hub import find_folder, is_hub_id
 from paceline.loader.messages import model_name
 from tiny_models import TinySpec, copy_checkpoint, make, read_json, write_json
@@ -187,6 +189,21 @@ def test_a_folder_needs_no_hub() -> None:
         "assert 'huggingface_hub' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_command_line(hub: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.dumps({"model": "draft", **K})
+    options = ["--json", "--max-tokens", "4", "--device", "cpu"]
+    arguments = ["generate", "ab", "--model", "org/target", "--speculative-config", config]
+    assert main([*arguments, *options]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["model"].startswith(str(hub.cache / "models--org--target"))
+    assert report["draft_model"].startswith(str(hub.cache / "models--draft"))
+    hub.status = 500
+    assert main(["generate", "ab", "--model", "org/revised", *options]) == 3
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.fullmatch(r"paceline: error: org/revised: .* failed: .*\n", captured.err)
 
 
 # ---- names -------------------------------------------------------------------------------------
