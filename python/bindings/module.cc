@@ -49,6 +49,20 @@ Returns:
     kernels use), "has_cuda" (bool) and "num_cores" (int: usable by this process).
 )doc");
   module.def(
+      "measure_arithmetic", &paceline::measure_arithmetic, py::call_guard<GilRelease>(),
+      py::arg("num_threads") = 0, py::arg("is_bfloat16") = false,
+      R"doc(Measures the arithmetic of the CPU's vector units, which limits decoding many sequences.
+
+Takes about a tenth of a second; releases the GIL.
+
+Args:
+    num_threads: Threads that compute; 0 = all cores.
+    is_bfloat16: Measure whatever multiplies bfloat16 weights fastest, instead of float32.
+
+Returns:
+    Operations per second; a multiply-add counts as two.
+)doc");
+  module.def(
       "measure_read_bandwidth", &paceline::measure_read_bandwidth, py::call_guard<GilRelease>(),
       py::arg("num_threads") = 0, py::arg("num_bytes") = 0,
       R"doc(Measures the bandwidth of reading the same bytes again and again, which limits decoding.

@@ -24,12 +24,16 @@ def config_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-class FixedSpeed(floor.ReadSpeed):
+class FixedSpeed(floor.Speed):
     """Reads at a fixed speed, and twice as fast what fits in a cache."""
 
-    def __init__(self, speed: float, cache_bytes: int = 0) -> None:
+    def __init__(self, speed: float, cache_bytes: int = 0, rate: float = 1e30) -> None:
         super().__init__("cpu", 1)
-        self.speed, self.cache_bytes = speed, cache_bytes
+        self.speed, self.cache_bytes, self.rate = speed, cache_bytes, rate
+
+    def arithmetic(self, *, is_bfloat16: bool) -> float:
+        assert not is_bfloat16  # the dtype of the weights
+        return self.rate
 
     def of(self, num_bytes: int) -> float:
         return self.speed * (2 if num_bytes <= self.cache_bytes else 1)
@@ -60,8 +64,28 @@ def test_the_passes_add_up(config_dir: Path) -> None:
     assert stopped.floor_ms == pytest.approx((one_pass + draft_pass / 2) / 1e9 * 1e3)
 
 
+def test_a_pass_takes_the_longer_of_reading_and_computing(config_dir: Path) -> None:
+    k, work = 3, latency.Workload(5, 4, 4)
+    model, row = measured(config_dir, iteration_ms=10.0, num_draft_tokens=k, workload=work)
+    computing = floor.with_floor(row, model, model, FixedSpeed(1e30, rate=1e9))
+    flops = floor.iteration_flops(model, model, k, work)
+    assert computing.floor_ms == pytest.approx(flops / 1e9 * 1e3)
+    # The target's four rows take longer than reading, the drafter's single rows do not.
+    target = floor.iteration_flops(model, None, k, work)
+    one_row = floor.iteration_flops(model, None, 0, work)
+    first = 2 * one_row - 5 * 2 * models.count_head_parameters(model.config)
+    one_pass = model.matrix_bytes + int(5 * models.kv_bytes_read(model.config, 6, 4))
+    rate, limit = 1e9, first / 1e9 * 1.01
+    mixed = floor.with_floor(row, model, model, FixedSpeed(one_pass / limit, rate=rate))
+    assert mixed.floor_ms == pytest.approx((target / rate + k * limit) * 1e3)
+    # Prompt lookup may find nothing: one row is certain.
+    lookup = floor.with_floor(row, model, None, FixedSpeed(1e30, rate=rate), may_stop_early=True)
+    assert lookup.floor_ms == pytest.approx(one_row / rate * 1e3)
+
+
 def test_a_gpu_also_computes(config_dir: Path) -> None:
-    model, row = measured(config_dir, iteration_ms=10.0, flops=int(790e12 * 4e-3))
+    model, row = measured(config_dir, iteration_ms=10.0)
+    flops = floor.iteration_flops(model, None, 0, row.workload)
 
     class OnGpu:
         device, weight_dtype = "cuda", "bfloat16"
@@ -69,33 +93,37 @@ def test_a_gpu_also_computes(config_dir: Path) -> None:
     loaded = replace(model.loaded, model=OnGpu())  # type: ignore[arg-type]
     gpu = replace(model, loaded=loaded)
     num_bytes = gpu.matrix_bytes + models.kv_bytes_read(gpu.config, 6, 2)
-    fast = floor.with_floor(row, gpu, None, FixedSpeed(num_bytes / 1e-3))
-    assert fast.floor_ms == pytest.approx(4.0, rel=1e-3)
+    fast = floor.with_floor(row, gpu, None, FixedSpeed(1e30))
+    assert fast.floor_ms == pytest.approx(flops / 790e12 * 1e3)
     slow = floor.with_floor(row, gpu, None, FixedSpeed(num_bytes / 10e-3))
     assert slow.floor_ms == pytest.approx(10.0) and slow.floor_share == pytest.approx(1.0)
 
 
 def test_each_size_is_read_at_its_own_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int]] = []
-    speeds = iter([10.0, 20.0, 30.0, 5.0, 40.0])
+    speeds = iter([9.0, 10.0, 8.0, 20.0, 20.0, 20.0, 30.0, 30.0, 30.0, 5.0, 40.0])
 
     def measure(num_threads: int, num_bytes: int) -> float:
         asked.append((num_threads, num_bytes))
         return next(speeds)
 
     monkeypatch.setattr(_core, "measure_read_bandwidth", measure)
-    speed = floor.ReadSpeed("cpu", 2)
+    speed = floor.Speed("cpu", 2)
     assert [speed.memory, speed.of(1 << 40), speed.of(1000), speed.of(1003)] == [10, 10, 20, 20]
     assert speed.of(33) == 30
     # Never more bytes than asked for: they could need a larger cache.
-    assert asked == [(2, 512 << 20), (2, 992), (2, 32)]
+    assert asked == [(2, 512 << 20)] * 3 + [(2, 992)] * 3 + [(2, 32)] * 3
+    rates = iter([7.0, 8.0])
+    monkeypatch.setattr(_core, "measure_arithmetic", lambda num_threads, is_bfloat16: next(rates))
+    assert speed.arithmetic(is_bfloat16=False) == speed.arithmetic(is_bfloat16=False) == 7
+    assert speed.arithmetic(is_bfloat16=True) == 8
     speed.forget()
     assert [speed.of(33), speed.of(33), speed.memory] == [30, 30, 40]  # the best so far
 
 
 def test_a_gpu_reads_at_one_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_core, "measure_cuda_read_bandwidth", lambda: 7.0)
-    speed = floor.ReadSpeed("cuda", 0)
+    speed = floor.Speed("cuda", 0)
     assert speed.memory == speed.of(5) == 7
 
 
@@ -109,3 +137,8 @@ def test_without_ops_there_is_no_floor(capsys: pytest.CaptureFixture[str]) -> No
 def test_this_machine_reads_faster_from_its_caches() -> None:
     in_cache, in_memory = (_core.measure_read_bandwidth(1, size) for size in (1 << 16, 1 << 28))
     assert in_cache > 1.2 * in_memory > 0
+
+
+def test_this_machine_computes() -> None:
+    plain, bfloat16 = (_core.measure_arithmetic(1, is_bfloat16) for is_bfloat16 in (False, True))
+    assert plain > 1e9 and bfloat16 > 0.5 * plain

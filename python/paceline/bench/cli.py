@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from paceline.bench.floor import ReadSpeed, with_floor
+from paceline.bench.floor import Speed, with_floor
 from paceline.bench.latency import Measurement, Speculation, Workload, can_trace, measure
 from paceline.bench.models import BenchModel, load, load_draft
 from paceline.bench.options import (
@@ -95,7 +95,7 @@ def run_latency(args: argparse.Namespace) -> int:
     is_json_alone = args.json == "-"
     command = getattr(args, "command_line", "paceline bench latency")
     setup = _set_up(args, started)
-    speed = ReadSpeed(setup.device, args.num_threads)
+    speed = Speed(setup.device, args.num_threads)
     run_id = uuid.uuid4().hex[:12]
     rows: list[tuple[str, Measurement]] = []
     variants = list(_variants(setup))
@@ -123,7 +123,10 @@ def run_latency(args: argparse.Namespace) -> int:
             is_first = not rows
             speed.forget()
             if not args.host_only:  # without ops there is no limit to compare with
-                may_stop_early = speculation is not None and speculation.draft_stop_threshold > 0
+                # Prompt lookup drafts nothing where it finds nothing.
+                may_stop_early = speculation is not None and (
+                    speculation.draft_stop_threshold > 0 or speculation.ngram_max > 0
+                )
                 results = [
                     with_floor(result, setup.target, drafter, speed, may_stop_early=may_stop_early)
                     for result in results

@@ -2,15 +2,16 @@
 """The least time that an iteration can take: the reads and the arithmetic that it cannot avoid.
 
 An iteration is one pass over the target and k passes over the drafter, one after the other. Each
-pass reads its matrices and its KV once. On the CPU, the time of a pass is measured by reading as
-many bytes again and again: a small drafter stays in the caches, where reads are faster than from
-memory. On CUDA, all bytes come from memory, and the arithmetic counts too, at the peak of a large
-matrix product. Without that, models that fit in a cache would read faster than the limit.
+pass reads its matrices and its KV once, and computes its rows. On the CPU, the bench measures how
+fast as many bytes are read again and again, since a small drafter stays in the caches, where reads
+are faster than from memory, and how fast the vector units compute; a pass takes the longer of both
+times. On CUDA, all bytes come from memory, and arithmetic runs at the rate of a large matrix
+product.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from paceline import _core
@@ -29,10 +30,12 @@ if TYPE_CHECKING:
 CUDA_BF16_FLOPS: Final = 790e12
 # The bandwidth of more bytes is that of memory.
 _MAX_READ_BYTES: Final = 512 << 20
+# Measurements of a number of bytes at its first use.
+_NUM_FIRST: Final = 3
 
 
-class ReadSpeed:
-    """How fast a device reads, by the number of bytes that it reads again and again.
+class Speed:
+    """How fast a device reads, by the number of bytes that it reads again and again, and computes.
 
     Each number is the best of all measurements, which are repeated beside every cell: machines have
     faster and slower moments.
@@ -62,6 +65,13 @@ class ReadSpeed:
             self._measure(key)
         return self._best[key]
 
+    def arithmetic(self, *, is_bfloat16: bool) -> float:
+        """Operations per second of the CPU with weights of a dtype; a multiply-add is two."""
+        key = -2 if is_bfloat16 else -1  # beside numbers of bytes
+        if key not in self._fresh:
+            self._keep(key, _core.measure_arithmetic(self._num_threads, is_bfloat16))
+        return self._best[key]
+
     def forget(self) -> None:
         """Makes the next use of each number measure it again."""
         self._fresh.clear()
@@ -74,10 +84,15 @@ class ReadSpeed:
         return max(num_bytes // step * step, 1)
 
     def _measure(self, key: int) -> None:
-        if self._device == "cuda":
-            speed = _core.measure_cuda_read_bandwidth()
-        else:
-            speed = _core.measure_read_bandwidth(self._num_threads, key)
+        """Measures a size, several times at first, since another process may disturb one."""
+        for _ in range(1 if key in self._best else _NUM_FIRST):
+            if self._device == "cuda":
+                speed = _core.measure_cuda_read_bandwidth()
+            else:
+                speed = _core.measure_read_bandwidth(self._num_threads, key)
+            self._keep(key, speed)
+
+    def _keep(self, key: int, speed: float) -> None:
         self._best[key] = max(speed, self._best.get(key, 0.0))
         self._fresh.add(key)
 
@@ -86,7 +101,7 @@ def with_floor(
     row: Measurement,
     target: BenchModel,
     draft: BenchModel | None,
-    speed: ReadSpeed,
+    speed: Speed,
     *,
     may_stop_early: bool = False,
 ) -> Measurement:
@@ -96,25 +111,61 @@ def with_floor(
         row: The measurement.
         target: Its target.
         draft: Its drafter, or None.
-        speed: How fast the device reads.
-        may_stop_early: Whether an iteration may draft fewer than k tokens, so that one pass of the
-            drafter is all that is certain.
+        speed: How fast the device is.
+        may_stop_early: Whether an iteration may draft fewer than k tokens, so that one row of the
+            target and one pass of the drafter are all that is certain.
 
     Returns:
         The measurement with `floor_ms` and `floor_share`.
     """
-    kv_bytes = iteration_kv_bytes(target, None, 0, row.workload)
-    passes = [(target.matrix_bytes + kv_bytes, 1)]
-    if draft is not None and row.num_draft_tokens > 0:
-        draft_kv = kv_bytes_read(draft.config, row.workload.mean_context, target.item_bytes)
-        num_bytes = draft.matrix_bytes + int(row.workload.concurrency * draft_kv)
-        passes.append((num_bytes, 1 if may_stop_early else row.num_draft_tokens))
-    seconds = sum(count * num_bytes / speed.of(num_bytes) for num_bytes, count in passes)
-    if target.model.device == "cuda" and target.model.weight_dtype == "bfloat16":
-        flops = iteration_flops(target, None, 0, row.workload) if may_stop_early else row.flops
-        seconds = max(seconds, flops / CUDA_BF16_FLOPS)
+    device, dtype = target.model.device, target.model.weight_dtype
+    k = row.num_draft_tokens
+    passes = _passes(target, draft, k, row.workload, may_stop_early=may_stop_early)
+    if device == "cpu":
+        rate = speed.arithmetic(is_bfloat16=dtype == "bfloat16")
+        seconds = sum(
+            max(part.num_bytes / speed.of(part.num_bytes), part.flops / rate) for part in passes
+        )
+    else:
+        seconds = sum(part.num_bytes / speed.of(part.num_bytes) for part in passes)
+        if dtype == "bfloat16":
+            seconds = max(seconds, sum(part.flops for part in passes) / CUDA_BF16_FLOPS)
     share = seconds * 1e3 / row.iteration_ms if row.iteration_ms > 0 else None
     return replace(row, floor_ms=seconds * 1e3, floor_share=share)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What one pass over a model reads and computes, for all sequences."""
+
+    num_bytes: int
+    flops: float
+
+
+def _passes(
+    target: BenchModel,
+    draft: BenchModel | None,
+    k: int,
+    workload: Workload,
+    *,
+    may_stop_early: bool,
+) -> list[_Pass]:
+    """The passes of an iteration; those that are certain, if drafting may stop early."""
+    # The cache, the drafter's too, holds elements of the target's weight dtype.
+    item = target.item_bytes
+
+    def one(model: BenchModel, rows: int, logit_rows: int) -> _Pass:
+        kv_bytes = workload.concurrency * kv_bytes_read(model.config, workload.mean_context, item)
+        return _Pass(
+            model.matrix_bytes + int(kv_bytes), _pass_flops(model, rows, logit_rows, workload)
+        )
+
+    num_verified = 1 if may_stop_early else k + 1
+    passes = [one(target, num_verified, num_verified)]
+    if draft is not None and k > 0:
+        passes.append(one(draft, 1 if may_stop_early else _num_first_rows(draft, k), 1))
+        passes += [one(draft, 1, 1)] * (0 if may_stop_early else k - 1)
+    return passes
 
 
 def iteration_kv_bytes(
@@ -134,18 +185,20 @@ def iteration_flops(
     target: BenchModel, draft: BenchModel | None, k: int, workload: Workload
 ) -> int:
     """Arithmetic of one iteration, for all sequences."""
-
-    def one(model: BenchModel, rows: int, logit_rows: int) -> float:
-        body = count_body_parameters(model.config)
-        head = count_head_parameters(model.config)
-        attention = attention_flops(model.config, workload.mean_context)
-        return float(rows * (2 * body + attention) + logit_rows * 2 * head)
-
-    total = one(target, k + 1, k + 1)
+    total = _pass_flops(target, k + 1, k + 1, workload)
     if draft is not None:
         # Each later draft step has one row per sequence; every pass computes one row of logits.
-        total += one(draft, _num_first_rows(draft, k) + k - 1, k)
-    return int(workload.concurrency * total)
+        total += _pass_flops(draft, _num_first_rows(draft, k) + k - 1, k, workload)
+    return int(total)
+
+
+def _pass_flops(model: BenchModel, rows: int, logit_rows: int, workload: Workload) -> float:
+    """Arithmetic of so many rows per sequence, for all sequences."""
+    body = count_body_parameters(model.config)
+    head = count_head_parameters(model.config)
+    attention = attention_flops(model.config, workload.mean_context)
+    one = rows * (2 * body + attention) + logit_rows * 2 * head
+    return float(workload.concurrency * one)
 
 
 def _num_first_rows(draft: BenchModel, k: int) -> int:

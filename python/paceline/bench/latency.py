@@ -96,7 +96,7 @@ class Measurement:
         floor_ms: Least time for the reads and the arithmetic; None before `with_floor`.
         floor_share: floor_ms over iteration_ms; 1 = at the limit of the machine.
         idle_us: Median time that the device was idle before an iteration.
-        idle_share: idle_us over the iteration time.
+        idle_share: idle_us over the sum of idle_us and the iteration time.
         host_us: Host work of one iteration: schedule, batch, blocks, ring.
         engine_start_s: Seconds to start the engine: memory and captured programs.
         first_token_s: Seconds from there to the first token of the engine's first request.
@@ -337,7 +337,7 @@ def _sum_up(
         floor_ms=None,
         floor_share=None,
         idle_us=idle_us,
-        idle_share=idle_us / 1000 / iteration_ms if iteration_ms > 0 else 0.0,
+        idle_share=idle_us / (idle_us + iteration_ms * 1000) if iteration_ms > 0 else 0.0,
         host_us=samples.host_us / max(samples.num_iterations, 1),
         engine_start_s=0.0,
         first_token_s=0.0,
