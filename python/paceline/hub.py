@@ -110,7 +110,7 @@ def find_folder(
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a string can be the name of a model on the hub; asks nobody."""
+    """Whether a string can be the name of a model on the hub; sends no request."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 

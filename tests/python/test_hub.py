@@ -92,7 +92,7 @@ def test_a_pair_from_the_hub_is_the_pair_of_the_folders(
     hub.stop()
     with hub.used(offline=True):
         assert tokens("org/target", "draft") == expected
-    with hub.used():  # the network is down, and nobody has said so
+    with hub.used():  # the network is down, but HF_HUB_OFFLINE is not set
         assert tokens("org/target", "draft") == expected
     assert "draft: from the cache" in caplog.text
     assert "failed: ConnectError" in caplog.text
