@@ -17,6 +17,7 @@ PRINTED = {
     "eagle3.py": "the tokens of plain decoding",
     "ngram_edit.py": "tokens an iteration",
     "stream.py": "--- first token after",
+    "torch_weights.py": "largest difference from torch: ",
 }
 
 
