@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         ModelNotFoundError,
         OutOfMemoryError,
     )
+    from paceline.async_llm import AsyncLLM
     from paceline.config import EngineConfig
     from paceline.llm import LLM
     from paceline.outputs import (
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BusyError",
     "CompletionOutput",
     "DeviceError",
@@ -69,6 +71,7 @@ __all__ = [
 
 _MODULE_OF = {
     "LLM": "paceline.llm",
+    "AsyncLLM": "paceline.async_llm",
     "BusyError": "paceline.state_dict",
     "RequestStream": "paceline.stream",
     "SamplingParams": "paceline.sampling",

@@ -79,6 +79,13 @@ class Session:
                 dispatcher.changed.notify_all()
         return ids
 
+    def put(self, item: _core.RequestEvent | BaseException) -> None:
+        """Receives an event, or why no event will come. The caller holds the dispatcher's lock."""
+        self._inbox.put(item)
+
+    def notify(self) -> None:
+        """Called by the polling thread, without the lock, after `put` for all events of a poll."""
+
     def check_usable(self) -> None:
         """Raises RuntimeError in a process that was forked from the one that built the LLM."""
         self._dispatcher.check_not_forked()
@@ -96,12 +103,16 @@ class Session:
             self._inbox.put(item)  # for other threads that wait
             lifetime.end_daemon_thread()
             raise item
-        if item.finish_reason is not None:
-            with self._dispatcher.lock:
-                num_open = self._open_samples.pop(item.id, 1) - 1
-                if num_open > 0:
-                    self._open_samples[item.id] = num_open
+        self.count_end(item)
         return item
+
+    def count_end(self, event: _core.RequestEvent) -> None:
+        """Notes that a sample has ended, if the event is its last one."""
+        if event.finish_reason is not None:
+            with self._dispatcher.lock:
+                num_open = self._open_samples.pop(event.id, 1) - 1
+                if num_open > 0:
+                    self._open_samples[event.id] = num_open
 
     def cancel(self, request_id: int, sample: int) -> None:
         """Cancels a sample unless it has ended. Its last event still follows."""
@@ -110,6 +121,15 @@ class Session:
             if request_id in dispatcher.sessions:
                 dispatcher.cancel_ignoring_failure(request_id, sample)
 
+    def discard(self, request_id: int) -> None:
+        """Cancels and forgets a request unless it has ended. No further event comes."""
+        dispatcher = self._dispatcher
+        with dispatcher.lock:
+            self._open_samples.pop(request_id, None)
+            # The dispatcher does not know a request that has ended.
+            if dispatcher.forget(request_id) is not None:
+                dispatcher.cancel_ignoring_failure(request_id)
+
     def close(self) -> None:
         """Cancels and forgets the requests that have not ended. Wakes the threads that wait in
         `get`. Closing twice is fine."""
@@ -117,12 +137,9 @@ class Session:
         if dispatcher.is_forked:
             return
         with dispatcher.lock:
-            self._inbox.put(SessionClosed())
-            for request_id in self._open_samples:
-                # The dispatcher does not know requests that have ended.
-                if dispatcher.forget(request_id) is not None:
-                    dispatcher.cancel_ignoring_failure(request_id)
-            self._open_samples.clear()
+            self.put(SessionClosed())
+            for request_id in list(self._open_samples):
+                self.discard(request_id)
 
 
 class Dispatcher:
@@ -263,9 +280,7 @@ class Dispatcher:
         try:
             while self._wait_for_work():
                 events = self.executor.poll(timeout_ms=_POLL_TIMEOUT_MS)
-                with self.lock:
-                    for event in events:
-                        self._deliver(event)
+                self._deliver_all(events)
                 del events  # may hold arrays of logits
                 engine_log.forward_in_background()
         except BaseException as error:
@@ -291,12 +306,19 @@ class Dispatcher:
         self._polling_thread = None
         self.changed.notify_all()
 
-    def _deliver(self, event: _core.RequestEvent) -> None:
-        """Hands an event over; the caller holds the lock."""
+    def _deliver_all(self, events: list[_core.RequestEvent]) -> None:
+        with self.lock:
+            sessions = dict.fromkeys(map(self._deliver, events))
+        for session in sessions:
+            if session is not None:
+                session.notify()
+
+    def _deliver(self, event: _core.RequestEvent) -> Session | None:
+        """Hands an event over and returns its session; the caller holds the lock."""
         session = self.sessions.get(event.id)
         # Without a session, the request was cancelled and its session closed.
         if session is None:
-            return
+            return None
         if event.finish_reason is not None:
             # Absent if the garbage collector has just closed the session in this thread.
             num_open = self.open_samples.get(event.id, 1) - 1
@@ -304,11 +326,12 @@ class Dispatcher:
                 self.forget(event.id)
             else:
                 self.open_samples[event.id] = num_open
-        session._inbox.put(event)
+        session.put(event)
+        return session
 
     def _end_sessions(self, cause: BaseException) -> None:
         """Tells every session that no event will come; the caller holds the lock."""
         for session in set(self.sessions.values()):
-            session._inbox.put(cause)
+            session.put(cause)
         self.sessions.clear()
         self.open_samples.clear()

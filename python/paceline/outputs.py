@@ -45,7 +45,8 @@ class CompletionOutput:
             `token_ids`: the token itself first, then the most probable tokens in descending order.
             A token that is both occurs once. None otherwise.
         finish_reason: "stop" (a stop token or a stop string), "length" (max_tokens or
-            max_model_len was reached) or "error". None while the completion is not finished.
+            max_model_len was reached), "abort" (`AsyncLLM.abort`) or "error". None while the
+            completion is not finished.
         stop_reason: The stop string, or the member of `stop_token_ids`, that ended the output. None
             otherwise, including at the checkpoint's own end-of-sequence tokens.
         cumulative_logprob: The sum of the logprobs of `token_ids`. None without `logprobs`.

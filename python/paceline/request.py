@@ -17,6 +17,7 @@ from paceline.outputs import (
     CompletionOutput,
     RequestMetrics,
     RequestOutput,
+    StreamChunk,
     TokenLogprobs,
     added_counters,
     speculative_metrics,
@@ -69,6 +70,7 @@ class Request:
         # Set when the request is queued.
         self.request_id = ""
         self.queued_at = 0.0  # time.monotonic()
+        self.is_aborted = False  # the caller has ended it
         self.token_ids: list[int] = []
         self.text_offsets: list[int] = []  # of `token_ids`; see `StreamChunk`
         self._num_characters = 0  # decoded so far, including text that is held back
@@ -182,6 +184,8 @@ class Request:
             return None  # after a stop string, later events of the engine do not matter
         if event.finish_reason not in ("error", "cancelled"):
             return None
+        if self.is_aborted and event.finish_reason == "cancelled":
+            return None
         return event.error or "the engine cancelled the request"
 
     def completion(self) -> CompletionOutput:
@@ -194,6 +198,8 @@ class Request:
             finish_reason = "stop"
         elif self.error is not None:
             finish_reason = "error"
+        elif finish_reason == "cancelled":
+            finish_reason = "abort"
         elif finish_reason == "stop" and self.token_ids[-1] in (self.params.stop_token_ids or ()):
             stop_reason = self.token_ids[-1]
         return CompletionOutput(
@@ -211,6 +217,57 @@ class Request:
             return None
         positions = zip(self.token_ids, self.logprobs, strict=True)
         return math.fsum(logprobs[token].logprob for token, logprobs in positions)
+
+
+class RequestGroup:
+    """The samples of one prompt while they run."""
+
+    def __init__(self, samples: Sequence[Request], num_speculative_tokens: int | None) -> None:
+        """Starts without output.
+
+        Args:
+            samples: All samples of the request, in order.
+            num_speculative_tokens: k; None without speculative decoding.
+        """
+        self.samples = samples
+        self._num_speculative_tokens = num_speculative_tokens
+
+    def take(self, event: _core.RequestEvent) -> StreamChunk | None:
+        """Adds an event of one of the samples.
+
+        Returns:
+            What it adds to the output; None for tokens that were in flight when a stop string was
+            found, which are counted but not returned.
+        """
+        request = self.samples[event.sample]
+        if request.stop_string is not None and event.finish_reason is None:
+            request.count(event)
+            return None
+        num_before = len(request.token_ids)
+        token_ids, text = request.push(event)
+        output = None
+        if event.finish_reason is not None:
+            request.finish(event)
+            if all(sample.is_finished for sample in self.samples):
+                output = request_output(self.samples, self._num_speculative_tokens)
+        return StreamChunk(
+            index=request.index,
+            text=text,
+            token_ids=token_ids,
+            finished=request.is_finished,
+            output=output,
+            logprobs=None if request.logprobs is None else request.logprobs[num_before:],
+            prompt_logprobs=request.take_prompt_logprobs(),
+            sample=request.sample,
+            num_drafted=event.num_drafted,
+            num_accepted=event.num_accepted,
+            text_offsets=request.text_offsets[num_before:],
+        )
+
+    def is_to_cancel(self, sample: int) -> bool:
+        """Whether a stop string has ended a sample that the engine still runs."""
+        request = self.samples[sample]
+        return request.stop_string is not None and not request.is_finished
 
 
 def request_output(samples: Sequence[Request], num_speculative_tokens: int | None) -> RequestOutput:
@@ -237,21 +294,31 @@ def request_output(samples: Sequence[Request], num_speculative_tokens: int | Non
     )
 
 
+def running_metrics(request: Request, num_output_tokens: int) -> RequestMetrics:
+    """Returns what is known of a request that has not ended.
+
+    Args:
+        request: One of its samples.
+        num_output_tokens: Number of tokens of all its samples.
+    """
+    return RequestMetrics(
+        num_prompt_tokens=len(request.prompt_token_ids),
+        num_output_tokens=num_output_tokens,
+        time_to_first_token_ms=None,
+        generation_time_ms=None,
+        total_time_ms=(time.monotonic() - request.queued_at) * 1e3,
+        mean_itl_ms=None,
+        tokens_per_second=None,
+        speculative_decoding=None,
+    )
+
+
 def _metrics(samples: Sequence[Request], k: int | None) -> RequestMetrics:
     num_prompt_tokens = len(samples[0].prompt_token_ids)
     num_output_tokens = sum(len(sample.token_ids) for sample in samples)
     events = [sample.last_event for sample in samples if sample.last_event is not None]
     if len(events) < len(samples):
-        return RequestMetrics(
-            num_prompt_tokens=num_prompt_tokens,
-            num_output_tokens=num_output_tokens,
-            time_to_first_token_ms=None,
-            generation_time_ms=None,
-            total_time_ms=(time.monotonic() - samples[0].queued_at) * 1e3,
-            mean_itl_ms=None,
-            tokens_per_second=None,
-            speculative_decoding=None,
-        )
+        return running_metrics(samples[0], num_output_tokens)
     arrival_us = events[0].arrival_us
     finish_us = max(event.finish_us for event in events)
     first_ms = generation_ms = itl_ms = rate = None

@@ -511,12 +511,7 @@ class RunningLLM:
     def _run(self, requests: list[Request]) -> RequestStream:
         """Numbers the outputs, which determines seeds, and queues the requests: all or none."""
         with self._numbering:
-            for number, request in enumerate(requests, self._num_outputs):
-                if request.sample == 0:
-                    seed = request.params.seed
-                    if seed is None:
-                        seed = (self.config.seed * 2**32 + number) & MAX_SEED
-                    request.sampling = {**request.sampling, "seed": seed}
+            self._set_seeds(requests, self._num_outputs)
             stream = RequestStream(
                 self._dispatcher,
                 requests,
@@ -526,6 +521,22 @@ class RunningLLM:
             # After queueing, so that a refused call does not use up numbers.
             self._num_outputs += len(requests)
         return stream
+
+    def _reserve_numbers(self, num_outputs: int) -> int:
+        """Takes numbers for outputs whose requests are queued later; returns the first."""
+        with self._numbering:
+            first = self._num_outputs
+            self._num_outputs += num_outputs
+        return first
+
+    def _set_seeds(self, requests: Sequence[Request], first_number: int) -> None:
+        """Gives requests without a seed the seeds that their numbers determine."""
+        for number, request in enumerate(requests, first_number):
+            if request.sample == 0:
+                seed = request.params.seed
+                if seed is None:
+                    seed = (self.config.seed * 2**32 + number) & MAX_SEED
+                request.sampling = {**request.sampling, "seed": seed}
 
     def _prepare(
         self,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from paceline.dispatcher import SessionClosed
 from paceline.outputs import StreamChunk
-from paceline.request import Request, request_output
+from paceline.request import Request, RequestGroup
 
 if TYPE_CHECKING:
     from paceline.dispatcher import Dispatcher
@@ -47,17 +47,17 @@ class RequestStream(Iterator[StreamChunk]):
         self._failure: Exception | None = None
         self._num_open = 0
         self._consuming = threading.Lock()
-        self._num_speculative_tokens = num_speculative_tokens
         self._owner: object | None = owner
-        self._requests: dict[int, list[Request]] = {}  # by id, then by sample
+        self._groups: dict[int, RequestGroup] = {}  # by id
         try:
             queued_at = time.monotonic()
             by_prompt = [request for request in requests if request.sample == 0]
             ids = self._session.add_requests([request.for_engine() for request in by_prompt])
             for request in requests:
                 if request.sample == 0:
-                    request_id = ids[len(self._requests)]
-                    samples = self._requests.setdefault(request_id, [])
+                    request_id = ids[len(self._groups)]
+                    samples: list[Request] = []
+                    self._groups[request_id] = RequestGroup(samples, num_speculative_tokens)
                 request.request_id, request.queued_at = str(request_id), queued_at
                 samples.append(request)
                 self._num_open += 1
@@ -97,38 +97,18 @@ class RequestStream(Iterator[StreamChunk]):
 
     def _next_chunk(self) -> StreamChunk:
         """Takes the next event; the caller holds `_consuming`."""
-        event = self._session.get()
-        request = self._requests[event.id][event.sample]
-        # Tokens that were in flight when a stop string was found are counted but not returned.
-        while request.stop_string is not None and event.finish_reason is None:
-            request.count(event)
+        while True:
             event = self._session.get()
-            request = self._requests[event.id][event.sample]
-        num_before = len(request.token_ids)
-        token_ids, text = request.push(event)
-        output = None
-        if event.finish_reason is not None:
+            group = self._groups[event.id]
+            chunk = group.take(event)
+            if chunk is not None:
+                break
+        if chunk.finished:
             self._num_open -= 1
-            request.finish(event)
-            samples = self._requests[event.id]
-            if all(sample.is_finished for sample in samples):
-                output = request_output(samples, self._num_speculative_tokens)
-        elif request.stop_string is not None:
+        elif group.is_to_cancel(event.sample):
             # The last event, which has the counters, then follows at once.
             self._session.cancel(event.id, event.sample)
-        return StreamChunk(
-            index=request.index,
-            text=text,
-            token_ids=token_ids,
-            finished=request.is_finished,
-            output=output,
-            logprobs=None if request.logprobs is None else request.logprobs[num_before:],
-            prompt_logprobs=request.take_prompt_logprobs(),
-            sample=request.sample,
-            num_drafted=event.num_drafted,
-            num_accepted=event.num_accepted,
-            text_offsets=request.text_offsets[num_before:],
-        )
+        return chunk
 
     def close(self) -> None:
         """Cancels the requests that still run and ends the iteration in all threads. Closing twice

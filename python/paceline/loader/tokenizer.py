@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 MAX_TOKENIZER_BYTES: Final = 512 << 20
 
 _MAX_NAMED: Final = 5
+# Shorter strings are tokenized in a few milliseconds.
+_MIN_UNLOCKED_CHARS: Final = 2048
 _MAX_REASON_CHARS: Final = 300
 
 
@@ -100,6 +102,17 @@ class TokenizerInfo:
         Raises:
             ModelFileError: The tokenizer fails on it.
         """
+        if len(text) >= _MIN_UNLOCKED_CHARS:
+            # Unlike `encode`, this lets other threads of Python run meanwhile. It starts threads,
+            # and fails if the system refuses them.
+            try:
+                (encoding,) = self.tokenizer.encode_batch_fast(
+                    [text], add_special_tokens=add_special_tokens
+                )
+                return list(encoding.ids)
+            except BaseException as error:
+                if not _is_failure(error):
+                    raise
         try:
             return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
         except BaseException as error:
@@ -120,12 +133,16 @@ class TokenizerInfo:
 
     def _raise_named(self, message: str, error: BaseException) -> NoReturn:
         """Raises an error of the tokenizers package as one that names the file."""
-        # A fault in its Rust code is a PanicException: no Exception, and of a class that the
-        # package does not export.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if not _is_failure(error):
             raise error
         reason = f"{error!s:.{_MAX_REASON_CHARS}}"
         raise ModelFileError(f"{self.path}: {message}: {reason}") from error
+
+
+def _is_failure(error: BaseException) -> bool:
+    # A fault in the package's Rust code is a PanicException: no Exception, and of a class that the
+    # package does not export.
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def read_tokenizer_file(path: Path) -> bytes:

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`AsyncLLM`: an `LLM` for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Never, Self
+
+from paceline.async_stream import ChunkStream, OutputStream
+from paceline.chat_messages import Conversation
+from paceline.checks import check_text, check_unknown, shorten
+from paceline.feeds import FeedSession
+from paceline.llm import LLM
+from paceline.prompts import Prompt, encode_chats
+from paceline.request import Request
+from paceline.sampling import SamplingParams
+from paceline.speculative_config import SpeculativeConfig
+from paceline.token_bound import min_num_tokens
+
+
+class AsyncLLM:
+    """An `LLM` whose methods are for asyncio. Nothing blocks the event loop.
+
+    Any number of tasks, in any number of event loops and threads, run in the same batch. Prompts
+    are rendered and tokenized in worker threads. An iteration of the engine wakes each event loop
+    at most once.
+
+    A request starts when its first output is awaited. It is cancelled, and its memory freed, when
+    the task that waits for it is cancelled, when its iterator is closed or deleted (as leaving an
+    `async for` does), and when its event loop is closed. A task that is slow delays no other one.
+
+    Example:
+        >>> async with AsyncLLM("path/to/model") as llm:
+        ...     async for output in llm.generate("def quicksort(", SamplingParams(max_tokens=64)):
+        ...         print(output.outputs[0].text)
+
+    Attributes:
+        llm: The `LLM` that runs the requests; its methods may be used at the same time.
+    """
+
+    llm: LLM
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        load_format: str = "auto",
+        revision: str | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int | None = None,
+        prefill_chunk_size: int | None = None,
+        kv_cache_bytes: int | None = None,
+        gpu_memory_utilization: float | None = None,
+        block_size: int = 16,
+        num_threads: int | None = None,
+        seed: int = 0,
+        max_logprobs: int = 20,
+        chat_template: str | os.PathLike[str] | None = None,
+        tensor_parallel_size: int = 1,
+        disable_log_stats: bool = False,
+        show_progress: bool = True,
+        **unknown: Never,
+    ) -> None:
+        """Loads the models and starts the engine, as `LLM` does, whose arguments it takes.
+
+        This takes long. In a running event loop, call it in a thread:
+        `await asyncio.to_thread(AsyncLLM, ...)`.
+
+        Raises:
+            Exception: As for `LLM`.
+        """
+        check_unknown("AsyncLLM", AsyncLLM.__init__, unknown)
+        llm = LLM(
+            model,
+            speculative_config=speculative_config,
+            device=device,
+            dtype=dtype,
+            load_format=load_format,
+            revision=revision,
+            cache_dir=cache_dir,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            prefill_chunk_size=prefill_chunk_size,
+            kv_cache_bytes=kv_cache_bytes,
+            gpu_memory_utilization=gpu_memory_utilization,
+            block_size=block_size,
+            num_threads=num_threads,
+            seed=seed,
+            max_logprobs=max_logprobs,
+            chat_template=chat_template,
+            tensor_parallel_size=tensor_parallel_size,
+            disable_log_stats=disable_log_stats,
+            show_progress=show_progress,
+        )
+        self._attach(llm, is_owner=True)
+
+    @classmethod
+    def from_llm(cls, llm: LLM) -> Self:
+        """Makes an `AsyncLLM` of an `LLM` that is loaded already.
+
+        Args:
+            llm: The LLM. It stays open when the `AsyncLLM` is closed, and several may share it.
+
+        Returns:
+            The AsyncLLM.
+
+        Raises:
+            ValueError: It is not an LLM.
+        """
+        if not isinstance(llm, LLM):
+            raise ValueError(f"llm is {shorten(llm)} ({type(llm).__name__}); allowed: an LLM")
+        made = cls.__new__(cls)
+        made._attach(llm, is_owner=False)
+        return made
+
+    def _attach(self, llm: LLM, *, is_owner: bool) -> None:
+        self.llm = llm
+        self._is_owner = is_owner
+        if llm.target.tokenizer is not None:
+            min_num_tokens(llm.target.tokenizer, "")  # reads the vocabulary, which blocks for long
+        self._session = FeedSession(llm._dispatcher, llm._num_speculative_tokens)
+
+    # ---- generating ----------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> OutputStream:
+        """Generates completions of a prompt and returns them while they grow.
+
+        Requests without a seed get the same seeds as those of `LLM.generate`, in the order in which
+        their first outputs are awaited.
+
+        Args:
+            prompt: One prompt, as for `LLM.generate`.
+            sampling_params: None = `LLM.get_default_sampling_params()`.
+            request_id: A name for `abort` and the outputs, which no other running request has. None
+                = the request gets one.
+
+        Returns:
+            An asynchronous iterator over `RequestOutput`. Each has the whole output so far; the
+            last one, whose `finished` is True, is what `LLM.generate` returns. There is at most one
+            for each iteration, and fewer if the task is slow.
+
+        Raises:
+            ValueError: request_id is not a string, or is empty. Everything else is checked when the
+                first output is awaited; see `AsyncStream`.
+        """
+        return OutputStream(
+            self, self._session, *self._plan(lambda: prompt, sampling_params, request_id)
+        )
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> ChunkStream:
+        """Generates completions of a prompt and returns each piece as soon as it is accepted.
+
+        Args:
+            prompt: As for `generate`.
+            sampling_params: As for `generate`.
+            request_id: As for `generate`.
+
+        Returns:
+            An asynchronous iterator over `StreamChunk`, one for each iteration and completion, as
+            `LLM.stream` returns. A failure of the engine is the `error` of the last one's output.
+
+        Raises:
+            ValueError: As for `generate`.
+        """
+        return ChunkStream(
+            self, self._session, *self._plan(lambda: prompt, sampling_params, request_id)
+        )
+
+    def chat(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        chat_template: str | os.PathLike[str] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> OutputStream:
+        """Generates the next message of a conversation and returns it while it grows.
+
+        Args:
+            messages: One conversation, as for `LLM.chat`.
+            sampling_params: As for `generate`.
+            request_id: As for `generate`.
+            chat_template: As for `LLM.chat`, as all below.
+            add_generation_prompt: See above.
+            continue_final_message: See above.
+            tools: See above.
+            chat_template_kwargs: See above.
+
+        Returns:
+            As for `generate`.
+
+        Raises:
+            ValueError: As for `generate`.
+        """
+        llm = self.llm
+
+        def render() -> Prompt:
+            texts = llm._chat_templates.render(
+                messages,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            if len(texts) != 1 or isinstance(messages[0], list | tuple):
+                raise ValueError(
+                    "messages is a list of conversations; allowed: one conversation. Start a task "
+                    "for each"
+                )
+            return encode_chats(texts, llm.target, llm.max_model_len)[0]
+
+        return OutputStream(self, self._session, *self._plan(render, sampling_params, request_id))
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request. Its iterator ends with the output so far and the finish_reason "abort".
+
+        Args:
+            request_id: The request's id. If no running request has it, nothing happens.
+
+        Raises:
+            ValueError: It is not a string.
+            RuntimeError: The LLM was built before `fork` in the parent process.
+        """
+        self._session.abort(check_text("request_id", request_id))
+
+    def close(self) -> None:
+        """Cancels all requests, whose tasks get RuntimeError, and closes the LLM unless it came
+        from `from_llm`. Closing twice is fine."""
+        self._session.close()
+        if self._is_owner:
+            self.llm.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await asyncio.to_thread(self.close)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_session"):
+            self._session.close()
+
+    def __repr__(self) -> str:
+        return f"<Async{repr(self.llm)[1:]}"
+
+    def __reduce__(self) -> Any:
+        return self.llm.__reduce__()
+
+    def _plan(
+        self,
+        make_prompt: Callable[[], Prompt],
+        sampling_params: SamplingParams | None,
+        request_id: str | None,
+    ) -> tuple[Callable[[], Callable[[], list[Request]]], str | None]:
+        """How to make the samples of a request: a call in the event loop, which takes numbers and
+        returns a call for a worker thread; and the request's name."""
+        if request_id is not None and not check_text("request_id", request_id):
+            raise ValueError("request_id is empty; allowed: a name, or None")
+        llm = self.llm
+
+        def number() -> Callable[[], list[Request]]:
+            if not isinstance(sampling_params, SamplingParams | None):
+                raise ValueError(
+                    f"sampling_params is {shorten(sampling_params)} "
+                    f"({type(sampling_params).__name__}); allowed: SamplingParams"
+                )
+            params = sampling_params or llm.get_default_sampling_params()
+            first = llm._reserve_numbers(params.n)
+
+            def prepare() -> list[Request]:
+                prompt = make_prompt()
+                # An element without a length would make the list a prompt.
+                is_scalar = not hasattr(prompt, "__len__") or getattr(prompt, "ndim", 1) == 0
+                requests = llm._prepare(prompt if is_scalar else [prompt], params)
+                llm._set_seeds(requests, first)
+                return requests
+
+            return prepare
+
+        return number, request_id
