@@ -137,7 +137,7 @@ class _Event:
 
     sample = num_drafted = num_accepted = 0
     arrival_us, first_token_us, finish_us = 1000, 0, 2000
-    num_cached_tokens = 0
+    num_cached_tokens = 7
     logits = None
 
     def __init__(self, id: int, token_ids: list[int], finish_reason: str | None, error: str = ""):
@@ -199,6 +199,7 @@ def test_a_failed_request_does_not_affect_others(llm: LLM, monkeypatch: pytest.M
     with pytest.raises(RequestError, match="prompt 1: broke") as error:
         llm.generate(["a", "b", "c"])
     assert [output.error for output in error.value.outputs] == [None, "broke", None]
+    assert all(output.num_cached_tokens == 7 for output in error.value.outputs)
     assert [output.outputs[0].finish_reason for output in error.value.outputs] == [
         "length",
         "error",

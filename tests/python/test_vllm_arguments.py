@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from errors import raises
-from paceline import LLM, SamplingParams
+from paceline import LLM, EngineConfig, SamplingParams
 from paceline.checks import _ADVICE
 from paceline.loader import load_checkpoint
+from paceline.startup import executor_options
 
 
 def refuses(call: Callable[[], Any], *parts: object, kind: type[Exception] = ValueError) -> None:
@@ -50,6 +51,8 @@ def test_gpu_memory_utilization_where_it_has_no_meaning(target_dir: Path) -> Non
     refuses(lambda: LLM(target_dir, gpu_memory_utilization=0.5), part)
     loaded = load_checkpoint(target_dir)
     refuses(lambda: LLM.from_loaded(loaded, gpu_memory_utilization=0.5), part)
+    config = EngineConfig(gpu_memory_utilization=0.5)  # test_cuda.py has what the engine does
+    assert executor_options(config, None, max_model_len=8)["gpu_memory_utilization"] == 0.5
 
 
 def test_each_unknown_argument_of_vllm_gets_advice(llm: LLM, target_dir: Path) -> None:
