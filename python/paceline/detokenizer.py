@@ -29,7 +29,7 @@ class IncrementalDetokenizer:
         decode: Callable[[Sequence[int]], str],
         prompt_token_ids: Sequence[int] = (),
         *,
-        is_silent: Callable[[int], bool] = lambda _: False,
+        silent: Mapping[int, bool] | None = None,
         joined: Mapping[int, str] | None = None,
     ) -> None:
         """Starts after a prompt.
@@ -37,12 +37,13 @@ class IncrementalDetokenizer:
         Args:
             decode: Converts token ids to text.
             prompt_token_ids: The prompt. Its last tokens are the context of the first output token.
-            is_silent: Whether a token has no text: it does not exist, or is left out.
+            silent: Whether each token has no text: it does not exist, or is left out. None = all
+                have text.
             joined: The text of each token that is not separated by a space from another one of
                 them directly before it. None = none.
         """
         self._decode = decode
-        self._is_silent = is_silent
+        self._silent = silent
         self._joined = joined or {}
         self._follows_joined = False
         # Context, then tokens whose text was returned, then tokens whose text is held back.
@@ -63,9 +64,12 @@ class IncrementalDetokenizer:
         Returns:
             The text that is now final; may be empty.
         """
-        if self._is_silent(token_id):
+        if self._silent is not None and self._silent[token_id]:
             return ""
-        follows_joined, self._follows_joined = self._follows_joined, token_id in self._joined
+        is_joined = False
+        if self._joined:
+            follows_joined, self._follows_joined = self._follows_joined, token_id in self._joined
+            is_joined = follows_joined and self._follows_joined
         self._token_ids.append(token_id)
         text = self._decode(self._token_ids)
         num_held = len(self._token_ids) - self._num_out
@@ -74,7 +78,7 @@ class IncrementalDetokenizer:
         if num_held < _MAX_HELD_TOKENS and len(text) <= self._num_characters:
             return ""
         new_text = self._release(text)
-        return self._joined[token_id] if follows_joined and self._follows_joined else new_text
+        return self._joined[token_id] if is_joined else new_text
 
     def flush(self) -> str:
         """Ends the text.

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -427,8 +426,8 @@ def make_detokenizer(
         return None
     skips = params.skip_special_tokens
     return IncrementalDetokenizer(
-        functools.partial(tokenizer.decode, skip_special_tokens=skips),
+        tokenizer.decode if skips else tokenizer.decode_all,
         prompt_token_ids,
-        is_silent=functools.partial(tokenizer.is_silent, skip_special_tokens=skips),
+        silent=tokenizer.silent(skip_special_tokens=skips),
         joined=None if skips or params.spaces_between_special_tokens else tokenizer.added_tokens,
     )

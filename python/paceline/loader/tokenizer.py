@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
@@ -25,6 +25,20 @@ _MAX_NAMED: Final = 5
 # Shorter strings are tokenized in a few milliseconds.
 _MIN_UNLOCKED_CHARS: Final = 2048
 _MAX_REASON_CHARS: Final = 300
+
+
+class _Silent(dict[int, bool]):
+    """Whether an id has no text. Remembers each answer, as it is asked for every output token."""
+
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+
+    def __missing__(self, token_id: int) -> bool:
+        is_silent = token_id in self._skipped or self._tokenizer.id_to_token(token_id) is None
+        self[token_id] = is_silent
+        return is_silent
 
 
 class TokenizerInfo:
@@ -90,11 +104,17 @@ class TokenizerInfo:
         decoder = self.tokenizer.get_added_tokens_decoder()
         return frozenset(index for index, token in decoder.items() if token.special)
 
-    def is_silent(self, token_id: int, *, skip_special_tokens: bool = True) -> bool:
-        """Whether `decode` gives no text for an id: no token has it, or it is left out."""
-        if skip_special_tokens and token_id in self.special_ids:
-            return True
-        return self.tokenizer.id_to_token(token_id) is None
+    def silent(self, *, skip_special_tokens: bool = True) -> Mapping[int, bool]:
+        """By id: whether `decode` gives no text, because no token has the id or it is left out."""
+        return self._silent_without_special if skip_special_tokens else self._silent_with_special
+
+    @cached_property
+    def _silent_without_special(self) -> Mapping[int, bool]:
+        return _Silent(self.tokenizer, self.special_ids)
+
+    @cached_property
+    def _silent_with_special(self) -> Mapping[int, bool]:
+        return _Silent(self.tokenizer, frozenset())
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a prompt, with the special tokens that the file puts around one.
@@ -130,6 +150,10 @@ class TokenizerInfo:
             )
         except BaseException as error:
             self._raise_named("the tokenizer cannot decode token ids", error)
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """`decode` with the text of special tokens."""
+        return self.decode(token_ids, skip_special_tokens=False)
 
     def _raise_named(self, message: str, error: BaseException) -> NoReturn:
         """Raises an error of the tokenizers package as one that names the file."""
