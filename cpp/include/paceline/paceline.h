@@ -70,10 +70,10 @@ typedef struct paceline_options {
   // Seconds of work between lines of figures in the log; 0 is 10, a negative number is off.
   double log_interval_s;
   int32_t num_speculative_tokens;  // drafts per iteration, k; 0 is the folder's default
-  int32_t plain_decoding;          // not 0: the engine leaves the folder's drafter alone
+  int32_t plain_decoding;          // not 0: the engine does not use the folder's drafter
   const char* accept_method;       // "coupled" (default), "standard" or "block"
-  int32_t greedy_drafts;  // not 0: drafts are the drafter's most likely tokens (samples_drafts is
-                          // false)
+  // Not 0: drafts are the drafter's most likely tokens (samples_drafts is false).
+  int32_t greedy_drafts;
   int32_t num_draft_proposals;   // tokens that a sampled draft is chosen from; 0 is 64
   double draft_stop_threshold;   // 0 is off; other values need draft_driver "while"
   int32_t ngram_min, ngram_max;  // prompt lookup instead of the drafter; both 0: off
