@@ -383,6 +383,17 @@ def test_convert(
     assert cli.main([*argv, "--num-speculative-tokens", "3"]) == 0
     assert str(out) in capsys.readouterr().out
     assert json.loads((out / "paceline.json").read_text())["num_speculative_tokens"] == 3
+    texts = []
+    for model in (target_dir, out):
+        argv_of_model = ["generate", PROMPT, "--model", str(model), "-q", "--max-tokens", "9"]
+        assert cli.main(argv_of_model) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    # The folder brings its drafter.
+    compared = ["generate", PROMPT, "--model", str(out), "--max-tokens", "9", "--compare"]
+    assert cli.main(compared) == 0
+    text = capsys.readouterr().out
+    assert "of at most 4" in text and "the same output" in text
     assert cli.main(argv) == 2
     assert "not empty" in capsys.readouterr().err
     assert cli.main(["convert", "no/such", str(tmp_path / "other")]) == 3

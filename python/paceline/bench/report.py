@@ -30,9 +30,9 @@ LEGEND: Final = """\
 sequences: requests at the same time. iteration, p99: median and 99th percentile of the iterations
 in which all requests decode. tokens per iter.: of one sequence, the acceptance length. tokens per
 s: all sequences. 1st token: mean time from queueing. reads, math: bytes and operations of an
-iteration. floor share: the least time for them / the time of the iteration; 100 % is the limit of
-the machine. idle: of the device. host: work of the host for an
-iteration. start: of the engine."""
+iteration. floor share: the least time for them, over the time of the iteration; 100 % is the limit
+of the machine. idle: of the device, before an iteration. host: its work for an iteration. start:
+of the engine."""
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ def _run_generate(args: argparse.Namespace) -> int:
     speculative = None
     if speculative_config is not None:
         speculative = SpeculativeConfig.parse(speculative_config)
-    if args.compare:
+    if args.compare and speculative is not None:
         _check_comparable(speculative, params)
     engine = engine_arguments(args) | {
         "max_num_seqs": min(len(prompts) * params.n, max(_MAX_CONCURRENT, params.n), MAX_NUM_SEQS),
@@ -136,6 +136,8 @@ def _run_generate(args: argparse.Namespace) -> int:
         **engine,
         **download_arguments(args),
     ) as llm:
+        if args.compare:  # again: a model may bring its own drafter
+            _check_comparable(llm.speculative_config, params)
         if show_progress:
             tell(f"paceline: {memory_plan(llm.memory_report())}")
         outputs = run(llm, args, prompts, params, is_shown=show_text)

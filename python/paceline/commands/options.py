@@ -35,8 +35,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "-m",
         "--model",
         metavar="DIR_OR_ID",
-        help="the target: a folder with a checkpoint, or a model of the Hugging Face Hub such as "
-        "org/name (default: none, a demo runs)",
+        help="the target: a folder with a checkpoint, a folder that `paceline convert` wrote, or a "
+        "model of the Hugging Face Hub such as org/name (default: none, a demo runs)",
     )
     group.add_argument(
         "--revision",
