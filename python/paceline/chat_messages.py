@@ -33,6 +33,22 @@ _ALLOWED_MESSAGES: Final = (
 )
 
 
+class TextParts(list[Any]):
+    """Content in parts. A template that takes it for a string fails instead of writing Python."""
+
+    def __repr__(self) -> str:
+        raise PartsAsText(
+            "it writes content as a string, but a message has a list of parts; allowed: content "
+            "as strings"
+        )
+
+    __str__ = __repr__
+
+
+class PartsAsText(Exception):
+    """A template writes content in parts as a string."""
+
+
 def list_conversations(messages: Conversation | Sequence[Conversation]) -> list[list[Any]]:
     """Checks one conversation or several, and copies them as plain data.
 
@@ -81,7 +97,10 @@ def _message(name: str, given: Any) -> dict[str, Any]:
     if len(message) == 1:
         raise ValueError(f"{name} is {shorten(message)}, which has no 'content'")
     check_text(f"{name}['role']", message["role"])
-    _check_content(f"{name}['content']", message.get("content"), message["role"])
+    content = message.get("content")
+    _check_content(f"{name}['content']", content, message["role"])
+    if isinstance(content, list) and message["role"] != "tool":
+        message["content"] = TextParts(content)
     reasoning = next(
         (message[key] for key in _REASONING_KEYS if message.get(key) is not None), None
     )

@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline._core import ModelFileError
-from paceline.chat_messages import Conversation, list_conversations, list_tools, plain_data
+from paceline.chat_messages import (
+    Conversation,
+    PartsAsText,
+    list_conversations,
+    list_tools,
+    plain_data,
+)
 from paceline.checks import check_bool, check_path, check_text, parse_json, quoted, shorten
 from paceline.loader.files import exists, read_file
 from paceline.loader.section import MAX_CONFIG_BYTES
@@ -359,6 +365,8 @@ class _Template:
             return render(self._template, variables)
         except RefusedMessages as error:
             raise ValueError(f"{self._source} refuses the messages: {_line(error)}") from None
+        except PartsAsText as error:
+            raise ValueError(f"{self._source} does not read parts: {error}") from None
         except LimitError as error:
             raise ValueError(f"{self._source} exceeds a limit: {_line(error)}") from None
         except RecursionError:

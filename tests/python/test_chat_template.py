@@ -322,6 +322,15 @@ def test_images_are_refused_by_name() -> None:
         apply("x", [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}])
 
 
+@pytest.mark.parametrize("use", ["{{ x }}", "{{ x | trim }}", "{{ 'a' ~ x }}", "{{ '%s' % x }}"])
+def test_parts_are_not_written_as_python(use: str) -> None:
+    message = {"role": "user", "content": [{"type": "text", "text": "a"}]}
+    template = "{% set x = messages[0].content %}"
+    with pytest.raises(ValueError, match=r"does not read parts: .*allowed: content as strings"):
+        apply(template + use, [message])
+    assert apply(template + "{{ x | tojson }}", [message]) == '[{"type": "text", "text": "a"}]'
+
+
 def get_time() -> str:
     return "now"
 
