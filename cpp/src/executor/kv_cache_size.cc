@@ -23,7 +23,9 @@ constexpr int64_t kMinBytes = int64_t{8} << 20;
 constexpr int64_t kCpuShare = 4;  // a quarter of free memory
 constexpr double kCudaShare = 0.9;
 constexpr int64_t kCudaReserveBytes = int64_t{2} << 30;   // for workspace and captured graphs
-constexpr int64_t kGraphReserveBytes = int64_t{1} << 30;  // with a known workspace
+// With a known workspace. On an H100, the graphs of a target of 64 layers and a draft model of 28
+// took 120 MiB with k = 4 and 64 sequences, and about this much with k = 16 and 1,024 sequences.
+constexpr int64_t kGraphReserveBytes = int64_t{1} << 30;
 
 // Saturating arithmetic: sizes beyond any machine's memory become the largest int64.
 int64_t times(int64_t a, int64_t b) {
