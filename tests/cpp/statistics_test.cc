@@ -28,10 +28,14 @@
 namespace paceline {
 namespace {
 
+using ::testing::_;
+using ::testing::AllOf;
+using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::MatchesRegex;
 using testing::message_of;
+using ::testing::Pair;
 using testing::small_engine_options;
 using testing::tiny_model;
 using testing::TinyModel;
@@ -230,8 +234,9 @@ TEST(Log, AnEngineTellsWhatItRunsWithAndItsFigures) {
     EXPECT_THAT(all[i].second, HasSubstr("waiting: 0 samples, prompt throughput: "));
   }
   EXPECT_THAT(all[1].second, HasSubstr("Running: 1 samples"));
-  EXPECT_THAT(all[1].second, HasSubstr("mean acceptance length: 3.00"));  // it drafts for itself
-  EXPECT_THAT(all[1].second, HasSubstr("acceptance per position: 1.000, 1.000"));
+  // It drafts for itself. On a busy machine the first interval may have been the prefill's.
+  EXPECT_THAT(all, Contains(Pair(_, AllOf(HasSubstr("mean acceptance length: 3.00"),
+                                          HasSubstr("acceptance per position: 1.000, 1.000")))));
 }
 
 TEST(Log, IsOffByOptionAndWithoutASink) {

@@ -67,15 +67,16 @@ def test_lines_of_figures(
         assert len(starts) == 1 and "k = 4; a KV pool of" in starts[0]
         assert not any(map(is_interval, records()))
         llm.generate([PROMPT, PROMPT, PROMPT], LONG)
-        wait_for(lambda: any(map(is_interval, records())))
-    line = next(filter(is_interval, records()))
+        # On a busy machine the first interval may have been the prefill's.
+        wait_for(lambda: any("Speculative" in message for message in records()))
+    line = next(message for message in records() if "Speculative" in message)
     number = r"[0-9]+\.[0-9]"
     assert re.fullmatch(
-        rf"Running: [12] samples, waiting: [01] samples, prompt throughput: {number} tokens/s, "
+        rf"Running: [0-2] samples, waiting: [01] samples, prompt throughput: {number} tokens/s, "
         rf"generation throughput: {number} tokens/s, KV cache usage: {number}%, preemptions: 0"
         rf"\. Speculative decoding: mean acceptance length: {number}[0-9], draft acceptance rate: "
         rf"{number}%, accepted: {number} tokens/s, drafted: {number} tokens/s, acceptance per "
-        rf"position: (0\.[0-9]+, ){{3}}0\.[0-9]+",
+        rf"position: ([01]\.[0-9]+, ){{3}}[01]\.[0-9]+",
         line,
     ), line
     assert not any(str(PROMPT)[1:-1] in message for message in records())
