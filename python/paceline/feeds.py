@@ -9,10 +9,11 @@ task takes the chunks that its feed has, so a slow one never holds up anything e
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 # Prompts are rendered and tokenized beside the event loop; the tokenizer releases the GIL.
 _NUM_WORKERS: Final = 2
+# Longest time that an event loop waits for the dispatcher's lock.
+_MAX_LOCK_WAIT_S: Final = 0.05
 
 
 class LoopBell:
@@ -144,18 +147,16 @@ class FeedSession(Session):
             RuntimeError: As for `check_open`.
         """
         self.check_open()
-        with self._dispatcher.lock:
-            bell = self._bells.get(id(loop))
-            if bell is None or bell.loop is not loop:
-                bell = self._bells[id(loop)] = LoopBell(loop)
-            feed = Feed(name or "", bell)
-            if name is not None:
-                if name in self._by_name:
-                    raise ValueError(
-                        f"request_id is {name!r}, which a running request has; allowed: an id that "
-                        "no running request has, or None"
-                    )
-                self._by_name[name] = feed
+        # Without the lock: only this thread runs the loop, and `setdefault` is atomic.
+        bell = self._bells.get(id(loop))
+        if bell is None or bell.loop is not loop:
+            bell = self._bells[id(loop)] = LoopBell(loop)
+        feed = Feed(name or "", bell)
+        if name is not None and self._by_name.setdefault(name, feed) is not feed:
+            raise ValueError(
+                f"request_id is {name!r}, which a running request has; allowed: an id that no "
+                "running request has, or None"
+            )
         return feed
 
     def start(self, feed: Feed, requests: Sequence[Request]) -> None:
@@ -188,19 +189,36 @@ class FeedSession(Session):
 
     def _name(self, feed: Feed, default: str) -> None:
         while not feed.name:
-            if default not in self._by_name:
+            if self._by_name.setdefault(default, feed) is feed:
                 feed.name = default
-                self._by_name[default] = feed
             default += "'"  # a caller has chosen this name
 
     def abort(self, name: str) -> None:
         """Ends a request. Its feed ends with the output so far. Unknown names are ignored."""
         self._dispatcher.check_not_forked()
+        feed = self._by_name.get(name)
+        if feed is not None and not feed.is_aborted:
+            feed.is_aborted = True
+            self._do_soon(self._abort, feed)
+
+    def _do_soon(self, action: Callable[[Feed], None], feed: Feed) -> None:
+        """Does something under the dispatcher's lock, in a worker if another thread keeps it.
+
+        A thread keeps it for long if it queues requests while the weights are updated.
+        """
+        lock = self._dispatcher.lock
+        if not lock.acquire(timeout=_MAX_LOCK_WAIT_S):
+            with contextlib.suppress(RuntimeError):  # the workers have ended, and so have requests
+                self.workers.submit(self._do, action, feed)
+            return
+        try:
+            action(feed)
+        finally:
+            lock.release()
+
+    def _do(self, action: Callable[[Feed], None], feed: Feed) -> None:
         with self._dispatcher.lock:
-            feed = self._by_name.get(name)
-            if feed is not None and not feed.is_aborted:
-                feed.is_aborted = True
-                self._abort(feed)
+            action(feed)
 
     def _abort(self, feed: Feed) -> None:
         if feed.engine_id is None or feed.group is None:
@@ -213,12 +231,14 @@ class FeedSession(Session):
         """Cancels and forgets the request of a feed, which nobody reads any more."""
         if self._dispatcher.is_forked:
             return
-        with self._dispatcher.lock:
-            feed.is_cancelled = True
-            if feed.engine_id is not None:
-                self._by_engine_id.pop(feed.engine_id, None)
-                self.discard(feed.engine_id)
-            self._forget_name(feed)
+        feed.is_cancelled = True
+        self._do_soon(self._cancel_feed, feed)
+
+    def _cancel_feed(self, feed: Feed) -> None:
+        if feed.engine_id is not None:
+            self._by_engine_id.pop(feed.engine_id, None)
+            self.discard(feed.engine_id)
+        self._forget_name(feed)
 
     def _forget_name(self, feed: Feed) -> None:
         if self._by_name.get(feed.name) is feed:

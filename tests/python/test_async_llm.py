@@ -473,6 +473,40 @@ def test_a_long_prompt_does_not_block_the_loop(monkeypatch: pytest.MonkeyPatch) 
     assert run(main()) < 0.5
 
 
+def test_a_lock_that_is_kept_does_not_block_the_loop(allm: AsyncLLM, llm: LLM) -> None:
+    """As while a thread adds requests and has to wait for an update of the weights."""
+
+    async def main() -> tuple[float, int, bool]:
+        running = allm.generate("a", LONG, "running")
+        await anext(running)
+        before = llm._executor.stats()["num_cancelled"]
+        is_kept, may_end = threading.Event(), threading.Event()
+
+        def keep() -> None:
+            with llm._dispatcher.lock:
+                is_kept.set()
+                may_end.wait(_TIMEOUT_S)
+
+        keeper = threading.Thread(target=keep)
+        keeper.start()
+        is_kept.wait()
+        start = time.perf_counter()
+        queued = asyncio.create_task(last(allm.generate("b", GREEDY)))
+        await asyncio.sleep(0.01)
+        await allm.abort("nobody")
+        await running.aclose()
+        duration = time.perf_counter() - start
+        was_waiting = not queued.done()
+        may_end.set()
+        keeper.join()
+        await queued
+        await idle(llm)
+        return duration, llm._executor.stats()["num_cancelled"] - before, was_waiting
+
+    duration, num_cancelled, was_waiting = run(main())
+    assert duration < 5 and num_cancelled == 1 and was_waiting
+
+
 def test_an_iteration_wakes_the_loop_once(
     allm: AsyncLLM, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
