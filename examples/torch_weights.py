@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights that are in memory: a torch module becomes the target, is trained further, and updated.
 
-    pip install 'paceline[torch]' transformers
-    python examples/torch_weights.py
+pip install 'paceline[torch]' transformers
+python examples/torch_weights.py
 """
 
 import torch
