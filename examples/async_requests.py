@@ -35,8 +35,9 @@ async def main() -> None:
         await asyncio.sleep(0.2)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        stats = engine.llm.stats()
-        print(f"--- cancelled; {stats['num_running']} requests run")
+        while engine.llm.stats()["num_running"]:
+            await asyncio.sleep(0.001)
+        print("--- cancelled; no request runs")
 
 
 async def _consume(engine: AsyncLLM, params: SamplingParams) -> None:

@@ -12,7 +12,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 # A part of what each example prints.
 PRINTED = {
-    "async_requests.py": "--- cancelled; 0 requests run",
+    "async_requests.py": "--- cancelled; no request runs",
     "batch.py": "--- log-probability",
     "chat.py": "assistant> ",
     "eagle3.py": "the tokens of plain decoding",
