@@ -2,7 +2,9 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <condition_variable>
 #include <cstddef>
+#include <exception>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -29,9 +31,11 @@ struct paceline_engine {
 
   paceline::ModelFolder folder;
   paceline::Executor executor;
-  // One thread at a time takes events from the executor, so that those of a sample stay in order.
-  std::timed_mutex poll_mutex;
-  std::vector<paceline::RequestEvent> events;  // the last ones taken
+
+  std::mutex mutex;  // of the fields below
+  std::condition_variable poll_ended;
+  bool is_polling = false;                     // a thread waits for events of the executor
+  std::vector<paceline::RequestEvent> events;  // the last ones that a thread has got
   size_t num_returned = 0;                     // of these
 };
 
@@ -294,6 +298,36 @@ paceline_event c_event(const RequestEvent& event) {
   return to;
 }
 
+// The next event; nullopt without one. One thread at a time takes events from the executor, so that
+// those of a sample stay in order.
+std::optional<RequestEvent> next_event(paceline_engine& engine, int32_t timeout_ms) {
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point deadline = Clock::now() + std::chrono::milliseconds(timeout_ms);
+  std::unique_lock lock(engine.mutex);
+  const auto may_poll = [&] { return !engine.is_polling; };
+  if (!engine.poll_ended.wait_until(lock, deadline, may_poll)) return std::nullopt;
+  if (engine.num_returned == engine.events.size()) {
+    engine.is_polling = true;
+    lock.unlock();
+    const auto rest = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
+    std::vector<RequestEvent> polled;
+    std::exception_ptr failure;
+    try {
+      polled = engine.executor.poll(static_cast<int32_t>(std::max<int64_t>(rest, 0)));
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    lock.lock();
+    engine.is_polling = false;
+    engine.poll_ended.notify_all();
+    if (failure != nullptr) std::rethrow_exception(failure);
+    engine.events = std::move(polled);
+    engine.num_returned = 0;
+  }
+  if (engine.num_returned == engine.events.size()) return std::nullopt;
+  return std::move(engine.events[engine.num_returned++]);
+}
+
 }  // namespace
 }  // namespace paceline
 
@@ -380,21 +414,9 @@ paceline_status paceline_poll(paceline_engine* engine, int32_t timeout_ms, pacel
     if (timeout_ms < 0) {
       throw InvalidArgument(concat("timeout_ms is ", timeout_ms, "; allowed: 0 or more"));
     }
-    using Clock = std::chrono::steady_clock;
-    const Clock::time_point deadline = Clock::now() + std::chrono::milliseconds(timeout_ms);
-    const std::unique_lock lock(engine->poll_mutex, deadline);
-    if (lock.owns_lock() && engine->num_returned == engine->events.size()) {
-      const auto rest =
-          std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
-      engine->events = engine->executor.poll(static_cast<int32_t>(std::max<int64_t>(rest, 0)));
-      engine->num_returned = 0;
-    }
-    if (!lock.owns_lock() || engine->num_returned == engine->events.size()) {
-      return fail(PACELINE_NO_EVENT, "no event within the timeout");
-    }
-    const RequestEvent& next = engine->events[engine->num_returned];
-    write_struct("paceline_event", c_event(next), event->size, *event);
-    ++engine->num_returned;
+    const std::optional<RequestEvent> next = next_event(*engine, timeout_ms);
+    if (!next.has_value()) return fail(PACELINE_NO_EVENT, "no event within the timeout");
+    write_struct("paceline_event", c_event(*next), event->size, *event);
     return PACELINE_OK;
   });
 }
