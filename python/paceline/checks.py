@@ -106,7 +106,7 @@ _ADVICE: Final = {
         "use_beam_search": "leave it out: there is no beam search",
     },
 }
-_ADVICE_OWNERS: Final = {"EngineConfig": "LLM"}
+_ADVICE_OWNERS: Final = {"AsyncLLM": "LLM", "EngineConfig": "LLM"}
 
 
 class _Shortener(reprlib.Repr):

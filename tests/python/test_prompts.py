@@ -14,7 +14,7 @@ import pytest
 
 from errors import raises
 from paceline import LLM, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
-from paceline.stream import RequestStream
+from paceline.request import request_output
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 
@@ -90,19 +90,15 @@ def test_outputs_name_their_request(llm: LLM) -> None:
 
 
 def test_cached_tokens_are_the_engines(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    events = []
-    original = RequestStream._next_chunk
+    events: list[Any] = []
 
-    def spy(stream: RequestStream) -> Any:
-        chunk = original(stream)
-        samples = next(iter(stream._requests.values()))
-        if chunk.output is not None:
-            events.extend(sample.last_event for sample in samples)
-        return chunk
+    def spy(samples: Any, num_speculative_tokens: int | None) -> RequestOutput:
+        events.extend(sample.last_event for sample in samples)
+        return request_output(samples, num_speculative_tokens)
 
-    monkeypatch.setattr(RequestStream, "_next_chunk", spy)
+    monkeypatch.setattr("paceline.request.request_output", spy)
     (output,) = llm.generate([[5] * 20], SamplingParams(n=2, max_tokens=2))
-    first, second = (event.num_cached_tokens for event in events if event is not None)
+    first, second = (event.num_cached_tokens for event in events)
     # The second completion takes over all but the last token; the first computes its own.
     assert (output.num_cached_tokens, first, second) == (first, 0, 19)
 

@@ -12,6 +12,7 @@ import pytest
 
 from paceline import (
     LLM,
+    AsyncLLM,
     EngineConfig,
     RequestStream,
     SamplingParams,
@@ -50,7 +51,13 @@ def test_llm_shows_names_defaults_and_types() -> None:
     assert list(defaults(LLM.generate)) == ["sampling_params", "use_tqdm"]
 
 
-@pytest.mark.parametrize("kind", [LLM, SamplingParams, RequestStream, Tokenizer])
+def test_async_llm_shows_names_and_defaults() -> None:
+    assert list(defaults(AsyncLLM.generate)) == ["sampling_params", "request_id"]
+    with pytest.raises(TypeError, match=r"AsyncLLM has no parameter 'swap_space'.*; leave it out"):
+        AsyncLLM("none", swap_space=4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM, SamplingParams, RequestStream, Tokenizer])
 def test_every_parameter_has_a_name_and_a_type(kind: type[Any]) -> None:
     functions = {kind.__name__: kind}
     for name, member in inspect.getmembers(kind):

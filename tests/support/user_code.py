@@ -9,6 +9,7 @@ from typing import Any, assert_type
 
 from paceline import (
     LLM,
+    AsyncLLM,
     CompletionOutput,
     EngineConfig,
     Logprob,
@@ -122,6 +123,20 @@ def chat(llm: LLM) -> None:
     assert_type(llm.chat(conversation, SamplingParams(seed=1)), list[RequestOutput])
     llm.chat([conversation, conversation], chat_template_kwargs={"enable_thinking": False})
     llm.chat("a")  # type: ignore[arg-type]
+
+
+async def serve(folder: str) -> None:
+    async with AsyncLLM(folder, max_num_seqs=4) as llm:
+        assert_type(llm, AsyncLLM)
+        async for output in llm.generate("a", SamplingParams(seed=1), request_id="first"):
+            assert_type(output, RequestOutput)
+        async for chunk in llm.stream({"prompt_token_ids": [1, 2]}):
+            assert_type(chunk, StreamChunk)
+        async for output in llm.chat([{"role": "user", "content": "a"}]):
+            print(output.outputs[0].text, output.finished)
+        await llm.abort("first")
+    AsyncLLM(folder, enforce_eager=True)  # type: ignore[arg-type]
+    AsyncLLM.from_llm(LLM(folder)).close()
 
 
 def weights(config: dict[str, Any], tensors: dict[str, Any]) -> None:
