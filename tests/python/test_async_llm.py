@@ -473,6 +473,26 @@ def test_a_long_prompt_does_not_block_the_loop(monkeypatch: pytest.MonkeyPatch) 
     assert run(main()) < 0.5
 
 
+def test_long_strings_have_the_same_tokens() -> None:
+    """They take another way through the tokenizers package, which may fail without threads."""
+    info = TokenizerInfo(find_demo("draft_model").target / "tokenizer.json")
+    text = "def grüße(x):  # 日本語 🙂<|endoftext|>\n\treturn x ** 2\n" * 100
+    original = info.tokenizer
+
+    class WithoutThreads:
+        encode = original.encode
+
+        def encode_batch_fast(self, *_: Any, **__: Any) -> Any:
+            raise RuntimeError("no threads")
+
+    for adds in (True, False):
+        expected = original.encode(text, add_special_tokens=adds).ids
+        info.tokenizer = original
+        assert info.encode(text, add_special_tokens=adds) == expected
+        info.tokenizer = WithoutThreads()  # type: ignore[assignment]
+        assert info.encode(text, add_special_tokens=adds) == expected
+
+
 def test_a_lock_that_is_kept_does_not_block_the_loop(allm: AsyncLLM, llm: LLM) -> None:
     """As while a thread adds requests and has to wait for an update of the weights."""
 
