@@ -172,7 +172,8 @@ def support() -> str:
         ("drafters", drafted, "[choosing a drafter](docs/choosing-a-drafter.md)"),
         (
             "weights",
-            f"safetensors in {', '.join(STORED_DTYPES)}; folders of `paceline convert`; tensors in memory (DLPack)",
+            f"safetensors in {', '.join(STORED_DTYPES)}; folders of `paceline convert`; "
+            "tensors in memory (DLPack)",
             "[loading](docs/loading.md)",
         ),
         (
