@@ -2,6 +2,7 @@
 #include "executor/statistics.h"
 
 #include <algorithm>
+#include <span>
 
 #include "base/reserve_more.h"
 #include "request/sequence.h"
@@ -30,6 +31,15 @@ void add_times(EngineCounts& a, const EngineCounts& b, int64_t factor) {
   for (const auto count : kCounts) a.*count += factor * b.*count;
   for (const auto counts : kPositionCounts) {
     for (size_t i = 0; i < (a.*counts).size(); ++i) (a.*counts)[i] += factor * (b.*counts)[i];
+  }
+}
+
+// Adds the windows of each length to every position that they reach.
+void add_per_position(PerPosition& counts, std::span<const int32_t> num_windows_by_length) {
+  int64_t num_longer = 0;
+  for (size_t i = counts.size(); i-- > 0;) {
+    num_longer += num_windows_by_length[i + 1];
+    counts[i] += num_longer;
   }
 }
 
@@ -67,8 +77,8 @@ void IterationStatistics::add(const PlannedSequence& launch, const SequenceResul
   ++counts.verify_windows;
   counts.draft_tokens += result.drafted_len;
   counts.accepted_tokens += result.accepted_len;
-  for (int32_t i = 0; i < result.drafted_len; ++i) ++counts.drafted_per_position[i];
-  for (int32_t i = 0; i < result.accepted_len; ++i) ++counts.accepted_per_position[i];
+  ++num_drafted[result.drafted_len];
+  ++num_accepted[result.accepted_len];
 }
 
 ExecutorStats EngineStatistics::stats(int32_t num_draft_tokens) const {
@@ -108,6 +118,8 @@ void EngineStatistics::add(const IterationStatistics& iteration, const Runner::T
     reserve_more(times_.num_prefill, 1);
   }
   add_times(counts_, iteration.counts, 1);
+  add_per_position(counts_.drafted_per_position, iteration.num_drafted);
+  add_per_position(counts_.accepted_per_position, iteration.num_accepted);
   ++counts_.iterations;
   if (!has_room) return;
   times_.us.push_back(timing.us);

@@ -44,7 +44,10 @@ struct EngineCounts {
 struct IterationStatistics {
   int32_t num_decoding = 0;  // sequences that emitted from a verify window
   int32_t num_prefill = 0;   // sequences with prefill or score rows
-  EngineCounts counts;
+  EngineCounts counts;       // without the counts per position
+  // Verify windows by the number of drafts that were verified, and accepted.
+  std::array<int32_t, kMaxDraftTokens + 1> num_drafted{};
+  std::array<int32_t, kMaxDraftTokens + 1> num_accepted{};
 
   // `is_delivered`: the sequence has not been cancelled or preempted since the launch.
   void add(const PlannedSequence& launch, const SequenceResult& result, bool is_delivered);
