@@ -71,23 +71,33 @@ class ChatTemplates:
     The files are read when the first conversation is rendered. Thread-safe.
     """
 
-    def __init__(self, folder: Path, default: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        default: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
         """Stores what is used later.
 
         Args:
             folder: The folder of the checkpoint.
             default: The text of the template that takes the place of the checkpoint's own.
+            settings: The keys of `tokenizer_config.json` for a tokenizer in memory, which has no
+                folder. None = the files in the folder.
         """
         self.folder = folder
         self._default = default
+        self._settings = settings
 
     @classmethod
     def of_model(
         cls, target: LoadedModel, default: str | os.PathLike[str] | None = None
     ) -> ChatTemplates:
         """The templates beside a model's tokenizer; for `default` see `read_given_template`."""
-        folder = target.path if target.tokenizer is None else target.tokenizer.path.parent
-        return cls(folder, None if default is None else str(default))
+        text = None if default is None else str(default)
+        if target.tokenizer is None:
+            return cls(target.path, text)
+        return cls(target.tokenizer.path.parent, text, target.tokenizer.settings)
 
     def render(
         self,
@@ -146,6 +156,11 @@ class ChatTemplates:
                 f"{self.folder} has several chat templates and none is called 'default'; "
                 f"chat_template= names one of them: {quoted(sorted(self._own))}"
             )
+        if self._settings is not None:
+            raise ValueError(
+                "the tokenizer in memory has no chat template; chat_template= gives one, as the "
+                "text or the file of a Jinja template; a tokenizer of transformers brings its own"
+            )
         raise ValueError(
             f"{self.folder} has no chat template: looked for {TEMPLATE_NAME}, 'chat_template' in "
             f"{CONFIG_NAME} and {OLD_TEMPLATE_NAME}; chat_template= gives one, as the text or the "
@@ -154,12 +169,14 @@ class ChatTemplates:
 
     @functools.cached_property
     def _config(self) -> dict[str, Any]:
-        return self._read_json(CONFIG_NAME)
+        return self._read_json(CONFIG_NAME) if self._settings is None else dict(self._settings)
 
     @functools.cached_property
     def _own(self) -> dict[str, tuple[str, str]]:
         """The checkpoint's templates by name: the file of each, and its text."""
         found: dict[str, tuple[str, str]] = {}
+        if self._settings is not None:
+            return _named_templates(self.folder, self._settings.get("chat_template"))
         path = self.folder / TEMPLATE_NAME
         if exists(path):
             found[_DEFAULT] = str(path), _read_template(path)
@@ -180,7 +197,9 @@ class ChatTemplates:
     def special_tokens(self) -> dict[str, str]:
         """The variables `bos_token`, `eos_token` and so on, as transformers passes them."""
         config = dict(self._config)
-        if "added_tokens_decoder" not in config:  # else transformers does not read the other file
+        if (
+            self._settings is None and "added_tokens_decoder" not in config
+        ):  # else transformers does not read the other file
             config |= self._read_json(SPECIAL_TOKENS_NAME)
         named = {
             key: value

@@ -273,7 +273,8 @@ class LLM(RunningLLM):
             config: What `config.json` holds, as a mapping or an object with `to_dict()`.
             state_dict: The tensors by name: float32, bfloat16 or float16.
             tokenizer: None (prompts are token ids and outputs have no text), the path of a
-                `tokenizer.json` or of its folder, or a `tokenizers.Tokenizer`.
+                `tokenizer.json` or of its folder, a `tokenizers.Tokenizer`, or a fast tokenizer of
+                transformers, whose chat template and special tokens are used too.
             generation_config: What `generation_config.json` holds, such as end-of-sequence ids;
                 None = those of `config`.
             draft_config: As `config`, for a drafter of any kind.

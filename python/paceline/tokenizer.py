@@ -69,7 +69,9 @@ class Tokenizer:
         self.name_or_path = str(info.path.parent)
         self._eos_token_id = eos_token_id
         self._bos_token_id = bos_token_id
-        self._chat_templates = chat_templates or ChatTemplates(info.path.parent)
+        self._chat_templates = chat_templates or ChatTemplates(
+            info.path.parent, settings=info.settings
+        )
 
     @property
     def backend_tokenizer(self) -> tokenizers.Tokenizer:

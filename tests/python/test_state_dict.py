@@ -222,6 +222,30 @@ def test_tokenizer_and_end_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         LLM.from_state_dict(config, tensors, tokenizer=3, **ENGINE)
 
 
+def test_a_tokenizer_of_transformers_brings_its_chat_templates() -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    path = make(FAMILIES["llama"])
+    talk = [{"role": "user", "content": "ab"}]
+    given = PreTrainedTokenizerFast(
+        tokenizer_file=str(path / "tokenizer.json"), bos_token="a", eos_token="b", pad_token="c"
+    )
+    own = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}{{ pad_token }}"
+    with LLM.from_state_dict(*of_folder(path), tokenizer=given, **ENGINE) as llm:
+        tokenizer = llm.get_tokenizer()
+        assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("a", "b", "c")
+        with pytest.raises(ValueError, match=r"^the tokenizer in memory has no chat template; chat"):
+            llm.chat(talk)
+    for template in (own, {"default": own, "tool_use": "{{ tools }}"}):
+        given.chat_template = template
+        expected = given.apply_chat_template(talk, tokenize=False)
+        assert expected == "aabbc"
+        with LLM.from_state_dict(*of_folder(path), tokenizer=given, **ENGINE) as llm:
+            (output,) = llm.chat(talk, SamplingParams(temperature=0.0, max_tokens=2))
+            assert output.prompt == expected
+            assert output.prompt_token_ids == given.encode(expected, add_special_tokens=False)
+
+
 # ---- capsules ----------------------------------------------------------------------------------
 
 

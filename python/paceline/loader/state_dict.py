@@ -178,7 +178,7 @@ def memory_tokenizer(tokenizer: object) -> TokenizerInfo | None:
 
     Args:
         tokenizer: None, a `tokenizer.json` or its folder, a `tokenizers.Tokenizer`, or a tokenizer
-            of transformers that has one.
+            of transformers that has one; its chat template and special tokens are used too.
 
     Raises:
         ValueError: It is of another type.
@@ -195,7 +195,12 @@ def memory_tokenizer(tokenizer: object) -> TokenizerInfo | None:
     if not isinstance(contents, str):
         raise ValueError(
             f"tokenizer is {tokenizer!r:.60} ({type(tokenizer).__name__}); allowed: None, the path "
-            "of a tokenizer.json or of its folder, or a tokenizers.Tokenizer"
+            "of a tokenizer.json or of its folder, a tokenizers.Tokenizer, or a fast tokenizer of "
+            "transformers"
         )
-    # Names no file. Its folder is no folder either, so that no file beside it is read.
-    return TokenizerInfo(Path("<tokenizer>", "tokenizer.json"), contents.encode())
+    settings = {
+        "chat_template": getattr(tokenizer, "chat_template", None),
+        **getattr(tokenizer, "special_tokens_map", {}),
+    }
+    # The path names no file.
+    return TokenizerInfo(Path("<tokenizer>", "tokenizer.json"), contents.encode(), settings)

@@ -50,14 +50,22 @@ class TokenizerInfo:
         path: The file.
         digest: SHA-256 of its contents.
         tokenizer: The `tokenizers.Tokenizer`.
+        settings: What takes the place of the other files in the folder of `path`: the keys of
+            `tokenizer_config.json`. None = those files.
     """
 
-    def __init__(self, path: Path, contents: bytes | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        contents: bytes | None = None,
+        settings: Mapping[str, object] | None = None,
+    ) -> None:
         """Reads the file.
 
         Args:
             path: The file.
             contents: Its contents where they were read already.
+            settings: The attribute.
 
         Raises:
             ModelNotFoundError: There is no such file.
@@ -67,6 +75,7 @@ class TokenizerInfo:
         from tokenizers import Tokenizer
 
         self.path = path
+        self.settings = settings
         if contents is None:
             contents = read_tokenizer_file(path)
         self.digest = hashlib.sha256(contents).digest()
