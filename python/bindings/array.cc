@@ -4,7 +4,6 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
-#include <optional>
 #include <utility>
 
 #include "device/device_memory.h"
@@ -26,7 +25,7 @@ struct Export {
   std::vector<int64_t> strides;
 };
 
-// The destructor of a capsule that nobody has read.
+// The destructor of a capsule that no consumer has read.
 template <class Managed>
 void drop_capsule(PyObject* capsule, const char* name) {
   if (PyCapsule_IsValid(capsule, name) == 0) return;

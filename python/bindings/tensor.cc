@@ -255,7 +255,7 @@ std::string PyTensor::read(int64_t first, int64_t count) const {
     copy(0, data_ + first * element_bytes_, count);
     return bytes;
   }
-  // Runs of elements that lie side by side: the last axis, or what is left of it.
+  // Runs of adjacent elements: the last axis, or the rest of it.
   const bool is_dense = strides_.back() == 1;
   for (int64_t done = 0; done < count;) {
     const int64_t run = is_dense ? std::min(count - done, shape_.back() - index.back()) : 1;

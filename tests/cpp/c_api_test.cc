@@ -542,7 +542,7 @@ TEST_F(CApi, StructuresOfOtherVersionsAreReadByTheirSize) {
   older.size = offsetof(paceline_sampling, top_k);
   EXPECT_THAT(run(older).at(0).tokens, SizeIs(3));
 
-  // Sizes that nobody has set.
+  // Sizes that the caller has not set.
   paceline_event event = {};
   for (const size_t size : {size_t{0}, size_t{7}, size_t{1} << 20}) {
     stats.size = older.size = event.size = size;

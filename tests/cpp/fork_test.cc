@@ -6,9 +6,7 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <map>
-#include <optional>
 #include <random>
 #include <set>
 

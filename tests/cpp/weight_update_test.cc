@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// New weights in place, the rest of the device that they need, and who owns the hidden states of
-// prompts.
+// Weight updates in place, the idle engine that they need, and the ownership of hidden states.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -10,7 +9,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>

@@ -96,8 +96,8 @@ struct ExecutorOptions {
   int32_t max_logprobs = 0;
   SpeculativeOptions speculative;
   DraftDriver draft_driver = DraftDriver::kUnrolled;
-  // While requests run, the engine sends a line of figures to the log sink (log.h) after each
-  // interval of so many seconds of work; 0 is off, at most 86,400.
+  // Seconds of work, up to 86,400, after which the engine sends the next line of figures to the log
+  // sink (log.h); 0 is off.
   double log_interval_s = 10;
 
   // For tests, 0..2, on the CPU only. With n > 0 the device runs iteration i only after iteration

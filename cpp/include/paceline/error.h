@@ -26,9 +26,8 @@ class PACELINE_API InvalidArgument : public Error {
   using Error::Error;
 };
 
-// A valid request for something that this build or version does not support; the message lists what
-// is supported.
-// NotImplementedError in Python.
+// A valid request for something that this build or version does not support. The message lists
+// what is supported. NotImplementedError in Python.
 class PACELINE_API Unsupported : public Error {
  public:
   using Error::Error;

@@ -6,7 +6,6 @@
 #include <cxxabi.h>
 
 #include <exception>
-#include <utility>
 
 namespace paceline {
 

@@ -68,7 +68,7 @@ void log_line(LogLevel level, std::string_view line) {
   } catch (const abi::__forced_unwind&) {
     throw;  // the thread ends
   } catch (...) {
-    return;  // the sink's own trouble
+    return;  // documented: exceptions of the sink are ignored
   }
 }
 

@@ -255,8 +255,7 @@ SamplingOptions sampling_options(const paceline_sampling& given, const ModelFold
           .min_p = given.min_p};
 }
 
-// ---- events and log
-// ------------------------------------------------------------------------------------
+// ---- events and log -----------------------------------------------------------------------------
 
 static_assert(PACELINE_FINISH_NONE == static_cast<int>(FinishReason::kNone));
 static_assert(PACELINE_FINISH_STOP == static_cast<int>(FinishReason::kStop));

@@ -18,7 +18,7 @@ namespace paceline {
 struct CpuContext;
 struct CudaContext;
 
-// A matrix whose elements lie apart; a vector is one row. Strides are in elements. `data` may have
+// A matrix with strides; a vector is one row. The strides are in elements. `data` may have
 // any alignment on the host, and that of its elements on a GPU.
 struct SourceMatrix {
   const std::byte* data;

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <string>
 
 #include "base/check.h"
 #include "executor/option_limits.h"

@@ -157,7 +157,7 @@ ModelFolder load_model_folder(const std::string& directory, Device device) {
       }
       if (draft) {
         folder.draft = load_model(directory, path, *draft, "draft", device);
-        // Nobody else has the model yet.
+        // No other owner has the model yet.
         std::const_pointer_cast<Model>(folder.draft)->default_draft_tokens =
             folder.num_speculative_tokens;
       }

@@ -10,7 +10,7 @@
 
 namespace paceline {
 
-// Who uses the weights of a model. Executors read them all the time; an update needs them alone.
+// The users of a model's weights. Executors read them all the time; an update excludes them.
 struct ModelUse {
   std::mutex mutex;
   int32_t num_executors = 0;
