@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from paceline.prompts import Prompt, TextPrompt, TokensPrompt
     from paceline.sampling import SamplingParams
     from paceline.speculative_config import SpeculativeConfig
-    from paceline.state_dict import BusyError
     from paceline.stream import RequestStream
     from paceline.tokenizer import Tokenizer
+    from paceline.weights import BusyError
 
     __version__: str
 
@@ -72,7 +72,7 @@ __all__ = [
 _MODULE_OF = {
     "LLM": "paceline.llm",
     "AsyncLLM": "paceline.async_llm",
-    "BusyError": "paceline.state_dict",
+    "BusyError": "paceline.weights",
     "RequestStream": "paceline.stream",
     "SamplingParams": "paceline.sampling",
     "SpeculativeConfig": "paceline.speculative_config",

@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Never, Self
 
+from paceline.async_feeds import FeedSession
 from paceline.async_stream import ChunkStream, OutputStream
 from paceline.chat_messages import Conversation
 from paceline.checks import check_text, check_unknown, shorten
-from paceline.feeds import FeedSession
 from paceline.llm import LLM
 from paceline.prompts import Prompt, encode_chats
 from paceline.request import Request
+from paceline.running_llm import internals
 from paceline.sampling import SamplingParams
 from paceline.speculative_config import SpeculativeConfig
 from paceline.token_bound import min_num_tokens
@@ -127,7 +128,10 @@ class AsyncLLM:
         self._is_owner = is_owner
         if llm.target.tokenizer is not None:
             min_num_tokens(llm.target.tokenizer, "")  # reads the vocabulary, which blocks for long
-        self._session = FeedSession(llm._dispatcher, llm._num_speculative_tokens)
+        shared = internals(llm)
+        self._requests = shared.requests
+        self._chat_templates = shared.chat_templates
+        self._session = FeedSession(shared.dispatcher, shared.num_speculative_tokens)
 
     # ---- generating ----------------------------------------------------------------------------
 
@@ -215,10 +219,10 @@ class AsyncLLM:
         Raises:
             ValueError: As for `generate`.
         """
-        llm = self.llm
+        llm, templates = self.llm, self._chat_templates
 
         def render() -> Prompt:
-            texts = llm._chat_templates.render(
+            texts = templates.render(
                 messages,
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
@@ -285,7 +289,7 @@ class AsyncLLM:
         returns a call for a worker thread; and the request's name."""
         if request_id is not None and not check_text("request_id", request_id):
             raise ValueError("request_id is empty; allowed: a name, or None")
-        llm = self.llm
+        llm, factory = self.llm, self._requests
 
         def number() -> Callable[[], list[Request]]:
             if not isinstance(sampling_params, SamplingParams | None):
@@ -294,14 +298,14 @@ class AsyncLLM:
                     f"({type(sampling_params).__name__}); allowed: SamplingParams"
                 )
             params = sampling_params or llm.get_default_sampling_params()
-            first = llm._reserve_numbers(params.n)
+            first = factory.reserve_numbers(params.n)
 
             def prepare() -> list[Request]:
                 prompt = make_prompt()
                 # An element without a length would make the list a prompt.
                 is_scalar = not hasattr(prompt, "__len__") or getattr(prompt, "ndim", 1) == 0
-                requests = llm._prepare(prompt if is_scalar else [prompt], params)
-                llm._set_seeds(requests, first)
+                requests = factory.prepare(prompt if is_scalar else [prompt], params)
+                factory.set_seeds(requests, first)
                 return requests
 
             return prepare

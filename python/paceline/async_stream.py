@@ -18,7 +18,7 @@ from paceline.outputs import (
 from paceline.request import running_metrics
 
 if TYPE_CHECKING:
-    from paceline.feeds import Feed, FeedSession
+    from paceline.async_feeds import Feed, FeedSession
     from paceline.request import Request
 
 _T = TypeVar("_T")

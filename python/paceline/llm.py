@@ -21,11 +21,11 @@ from paceline.checks import (
 from paceline.config import LOAD_FORMATS, EngineArguments, EngineConfig
 from paceline.device import resolve_device
 from paceline.loader import LoadedModel, StateDict, load_pair
-from paceline.running import RunningLLM
-from paceline.sources import find_models
+from paceline.model_sources import find_models
+from paceline.running_llm import RunningLLM
 from paceline.speculative_config import SpeculativeConfig
 from paceline.startup import check_max_num_batched_tokens
-from paceline.state_dict import from_mappings, from_modules, load_state_dicts
+from paceline.weights import from_mappings, from_modules, load_state_dicts
 
 
 class LLM(RunningLLM):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests: prepared from prompts and parameters, and turned from events into outputs."""
+"""Requests, and how the events of the engine become their outputs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.default_params import default_params
 from paceline.detokenizer import IncrementalDetokenizer
-from paceline.engine_sampling import engine_arguments
-from paceline.logprobs import LogprobReader, check_logprobs
+from paceline.logprobs import LogprobReader
 from paceline.outputs import (
     CompletionOutput,
     RequestMetrics,
@@ -21,13 +19,10 @@ from paceline.outputs import (
     added_counters,
     speculative_metrics,
 )
-from paceline.prompts import Prompts, encode, list_params, list_prompts
 from paceline.stop_strings import StopStringFilter
 
 if TYPE_CHECKING:
     from paceline import _core
-    from paceline.loader import LoadedModel
-    from paceline.loader.tokenizer import TokenizerInfo
     from paceline.sampling import SamplingParams
 
 
@@ -355,79 +350,4 @@ def _metrics(samples: Sequence[Request], k: int | None) -> RequestMetrics:
             histogram_by_draft_length,
             k,
         ),
-    )
-
-
-def prepare_requests(
-    prompts: Prompts,
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-    target: LoadedModel,
-    *,
-    max_model_len: int,
-    max_logprobs: int,
-) -> list[Request]:
-    """Checks and encodes the requests of a call, without queueing them.
-
-    Args:
-        prompts: As for `LLM.generate`.
-        sampling_params: As for `LLM.generate`.
-        target: The model that runs the requests.
-        max_model_len: Largest number of tokens of a request.
-        max_logprobs: Largest number of logprobs of a request.
-
-    Returns:
-        The samples of all prompts. Those of one prompt are adjacent and in order.
-
-    Raises:
-        ValueError: A prompt or a parameter is not allowed. The message says which.
-    """
-    listed = list_prompts(prompts)
-    if sampling_params is None:
-        sampling_params = default_params(target)
-    params = list_params(sampling_params, len(listed))
-    checked = []
-    for index, (prompt, param) in enumerate(zip(listed, params, strict=True)):
-        name = f"prompts[{index}]" if len(listed) > 1 else "prompt"
-        text, token_ids = encode(prompt, name, target, max_model_len=max_model_len, spare=1)
-        check_logprobs(param, max_logprobs)
-        checked.append((text, token_ids, param, engine_arguments(param, target)))
-    # Shared by all requests of the call, so that a token is decoded once.
-    logprobs = LogprobReader(target.tokenizer)
-    return [
-        Request(
-            index,
-            text,
-            token_ids,
-            param,
-            sampling=sampling,
-            detokenizer=make_detokenizer(target.tokenizer, token_ids, param),
-            logprobs=logprobs if param.detokenize else None,
-            sample=sample,
-        )
-        for index, (text, token_ids, param, sampling) in enumerate(checked)
-        for sample in range(param.n)
-    ]
-
-
-def make_detokenizer(
-    tokenizer: TokenizerInfo | None, prompt_token_ids: Sequence[int], params: SamplingParams
-) -> IncrementalDetokenizer | None:
-    """Makes what converts an output to text.
-
-    Args:
-        tokenizer: The model's tokenizer; None without one.
-        prompt_token_ids: The prompt.
-        params: Say which tokens have text.
-
-    Returns:
-        The detokenizer; None if the output has no text.
-    """
-    if tokenizer is None or not params.detokenize:
-        return None
-    skips = params.skip_special_tokens
-    return IncrementalDetokenizer(
-        tokenizer.decode if skips else tokenizer.decode_all,
-        prompt_token_ids,
-        silent=tokenizer.silent(skip_special_tokens=skips),
-        joined=None if skips or params.spaces_between_special_tokens else tokenizer.added_tokens,
     )

@@ -6,8 +6,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Never, Self, overload
 
@@ -19,20 +19,20 @@ from paceline.config import EngineConfig
 from paceline.default_params import default_params
 from paceline.device import capture_progress
 from paceline.dispatcher import Dispatcher
-from paceline.limits import MAX_SEED
 from paceline.loader import LoadedModel, check_compatible
 from paceline.memory import group_max_bytes, memory_plan
 from paceline.outputs import RequestError, RequestOutput
 from paceline.prompt_values import check_layers, score_prompt
 from paceline.prompts import Prompt, Prompts, encode, encode_chats
 from paceline.reports import capabilities, engine_stats, kv_groups
-from paceline.request import Request, prepare_requests
+from paceline.request import Request
+from paceline.request_factory import RequestFactory
 from paceline.sampling import SamplingParams
 from paceline.speculative_config import SpeculativeConfig
 from paceline.startup import executor_options, resolve_max_model_len
-from paceline.state_dict import update_weights
 from paceline.stream import RequestStream
 from paceline.tokenizer import Tokenizer, model_tokenizer
+from paceline.weights import update_weights
 
 if TYPE_CHECKING:
     import numpy as np
@@ -80,8 +80,12 @@ class RunningLLM:
         self._chat_templates = ChatTemplates.of_model(target, config.chat_template)
         options = executor_options(config, speculative, max_model_len=self.max_model_len)
         draft_model = None if draft is None else draft.model
-        self._num_outputs = 0  # of the requests so far
-        self._numbering = threading.Lock()
+        self._requests = RequestFactory(
+            target,
+            max_model_len=self.max_model_len,
+            max_logprobs=config.max_logprobs,
+            seed=config.seed,
+        )
         engine_log.start()
         executor = None
         try:
@@ -508,51 +512,50 @@ class RunningLLM:
         )
         return token_ids
 
-    def _run(self, requests: list[Request]) -> RequestStream:
-        """Numbers the outputs, which determines seeds, and queues the requests: all or none."""
-        with self._numbering:
-            self._set_seeds(requests, self._num_outputs)
-            stream = RequestStream(
-                self._dispatcher,
-                requests,
-                num_speculative_tokens=self._num_speculative_tokens,
-                owner=self,
-            )
-            # After queueing, so that a refused call does not use up numbers.
-            self._num_outputs += len(requests)
-        return stream
-
-    def _reserve_numbers(self, num_outputs: int) -> int:
-        """Takes numbers for outputs whose requests are queued later; returns the first."""
-        with self._numbering:
-            first = self._num_outputs
-            self._num_outputs += num_outputs
-        return first
-
-    def _set_seeds(self, requests: Sequence[Request], first_number: int) -> None:
-        """Gives requests without a seed the seeds that their numbers determine."""
-        for number, request in enumerate(requests, first_number):
-            if request.sample == 0:
-                seed = request.params.seed
-                if seed is None:
-                    seed = (self.config.seed * 2**32 + number) & MAX_SEED
-                request.sampling = {**request.sampling, "seed": seed}
-
     def _prepare(
         self,
         prompts: Prompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[Request]:
-        """Checks and encodes requests, without queueing them. The samples of a prompt are adjacent
-        and in order."""
+        """Makes the requests of a call, unless the LLM is closed or forked."""
         self._dispatcher.check_running()
-        return prepare_requests(
-            prompts,
-            sampling_params,
-            self.target,
-            max_model_len=self.max_model_len,
-            max_logprobs=self.config.max_logprobs,
+        return self._requests.prepare(prompts, sampling_params)
+
+    def _run(self, requests: list[Request]) -> RequestStream:
+        """Queues the requests of a call: all or none."""
+        return self._requests.queue(
+            requests,
+            lambda: RequestStream(
+                self._dispatcher,
+                requests,
+                num_speculative_tokens=self._num_speculative_tokens,
+                owner=self,
+            ),
         )
+
+
+@dataclass(frozen=True)
+class Internals:
+    """The parts of an `LLM` that `AsyncLLM` uses.
+
+    Attributes:
+        dispatcher: Delivers the events of the engine.
+        requests: Makes the requests.
+        chat_templates: Render conversations.
+        num_speculative_tokens: k; None without speculative decoding.
+    """
+
+    dispatcher: Dispatcher
+    requests: RequestFactory
+    chat_templates: ChatTemplates
+    num_speculative_tokens: int | None
+
+
+def internals(llm: RunningLLM) -> Internals:
+    """Returns the parts of an `LLM` for the package's own use."""
+    return Internals(
+        llm._dispatcher, llm._requests, llm._chat_templates, llm._num_speculative_tokens
+    )
 
 
 def _progress_bar(total: int, *, is_shown: bool | None) -> Any:

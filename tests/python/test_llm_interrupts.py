@@ -280,7 +280,7 @@ def test_a_ctrl_c_keeps_no_engine_in_its_traceback(loaded: LoadedModel) -> None:
             assert num_threads() > before
             raise KeyboardInterrupt
 
-        patch.setattr("paceline.running.Dispatcher", interrupt)
+        patch.setattr("paceline.running_llm.Dispatcher", interrupt)
         build(loaded)
     assert num_threads() == before
     assert any(frame.name == "_start" for frame in caught.traceback)

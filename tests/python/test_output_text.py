@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 import tiny_models
 from paceline import LLM, SamplingParams
 from paceline.loader.tokenizer import TokenizerInfo
-from paceline.request import make_detokenizer
+from paceline.request_factory import make_detokenizer
 
 SPECIAL = ["<eos>", "<pad>", "<end>"]
 
