@@ -40,20 +40,7 @@ constexpr int32_t kMaxModelLen = 96;
 // A folder with a target, itself as its drafter, and the end-of-sequence id 4.
 class CApi : public ::testing::Test {
  protected:
-  CApi() {
-    std::vector<test::WrittenTensor> tensors;
-    for (const auto& [name, values] : testing::tiny_values()) {
-      tensors.push_back(
-          {name, "F32", testing::tiny_shapes().at(name), testing::encode(values, DType::kFloat32)});
-    }
-    test::write_file(folder_.file("t"), test::safetensors_bytes(tensors, false));
-    const std::string model =
-        concat(R"({"weights": "t", "dtype": "float32", "config": )", testing::tiny_config(), "}");
-    test::write_file(folder_.file("paceline.json"),
-                     concat(R"({"format": "paceline-folder-1", "stop_token_ids": [4], "target": )",
-                            model, R"(, "draft": )", model, R"(, "num_speculative_tokens": )",
-                            kNumSpeculativeTokens, "}"));
-  }
+  CApi() { testing::write_tiny_folder(folder_, kNumSpeculativeTokens); }
   ~CApi() override { paceline_close(engine_); }
 
   static paceline_options options() {

@@ -22,29 +22,13 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using testing::message_of;
-using testing::tiny_config;
 using testing::tiny_model;
 using testing::TinyModel;
 
-// A folder whose drafter is the target again, with k = 3.
-test::TemporaryFolder& written_folder() {
-  static test::TemporaryFolder folder;
-  std::vector<test::WrittenTensor> tensors;
-  for (const auto& [name, values] : testing::tiny_values()) {
-    tensors.push_back(
-        {name, "F32", testing::tiny_shapes().at(name), testing::encode(values, DType::kFloat32)});
-  }
-  test::write_file(folder.file("model.safetensors"), test::safetensors_bytes(tensors, false));
-  const std::string part =
-      R"({"weights": "model.safetensors", "dtype": "float32", "config": )" + tiny_config() + "}";
-  test::write_file(folder.file("paceline.json"),
-                   R"({"format": "paceline-folder-1", "stop_token_ids": [4], "target": )" + part +
-                       R"(, "draft": )" + part + R"(, "num_speculative_tokens": 3})");
-  return folder;
-}
-
 TEST(DefaultOptions, WorkForAFolderWithADrafter) {
-  const ModelFolder folder = load_model_folder(written_folder().path());
+  const test::TemporaryFolder written;
+  testing::write_tiny_folder(written, 3);
+  const ModelFolder folder = load_model_folder(written.path());
   for (const ExecutorOptions& options : {recommended_options(folder), ExecutorOptions{}}) {
     Executor executor(folder.target, folder.draft, options);
     const ExecutorOptions& seen = executor.options();

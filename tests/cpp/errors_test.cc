@@ -43,23 +43,6 @@ using testing::TinyModel;
 
 static_assert(std::is_base_of_v<std::exception, Error>);
 
-// A folder with a target and no drafter, whose weights are those of tiny_config.
-struct WrittenFolder {
-  WrittenFolder() {
-    std::vector<test::WrittenTensor> tensors;
-    for (const auto& [name, values] : testing::tiny_values()) {
-      tensors.push_back(
-          {name, "F32", testing::tiny_shapes().at(name), testing::encode(values, DType::kFloat32)});
-    }
-    test::write_file(folder.file("target.safetensors"), test::safetensors_bytes(tensors, false));
-    test::write_file(folder.file("paceline.json"),
-                     R"({"format": "paceline-folder-1", "stop_token_ids": [0, 4], "target": )"
-                     R"({"weights": "target.safetensors", "dtype": "float32", "config": )" +
-                         tiny_config() + "}}");
-  }
-  test::TemporaryFolder folder;
-};
-
 TEST(Errors, EveryRefusalIsAnError) {
   const auto model = tiny_model(TinyModel{}, 3);
   ExecutorOptions options = small_engine_options(0);
@@ -140,8 +123,9 @@ TEST(Errors, LackOfMemoryIsAnErrorAtEachAllocation) {
                 nothing, [&] { (void)default_kv_cache_size(*model, model.get(), options); }),
             1);
 
-  const WrittenFolder written;
-  const std::string path = written.folder.path();
+  const test::TemporaryFolder written;
+  testing::write_tiny_folder(written, 0);
+  const std::string path = written.path();
   EXPECT_GT(fail_each_allocation(nothing, [&] { (void)load_model_folder(path); }), 100);
 
   std::optional<ModelBuilder> builder;

@@ -25,32 +25,15 @@ namespace {
 using test::safetensors_bytes;
 using test::TemporaryFolder;
 using test::write_file;
-using test::WrittenTensor;
 using testing::build_tiny;
 using ::testing::ElementsAre;
-using testing::encode;
 using ::testing::HasSubstr;
 using testing::message_of;
-using testing::tiny_config;
-using testing::tiny_shapes;
-using testing::tiny_values;
+using testing::tiny_part;
+using testing::tiny_safetensors;
 
 class Folder : public ::testing::Test {
  protected:
-  static std::string weights(DType stored, bool misalign = false) {
-    const std::string dtype = stored == DType::kFloat32    ? "F32"
-                              : stored == DType::kBFloat16 ? "BF16"
-                                                           : "F16";
-    std::vector<WrittenTensor> tensors;
-    for (const auto& [name, values] : tiny_values()) {
-      tensors.push_back({name, dtype, tiny_shapes().at(name), encode(values, stored)});
-    }
-    return safetensors_bytes(tensors, misalign);
-  }
-  static std::string part(std::string_view file, std::string_view dtype = "float32") {
-    return concat(R"({"weights": ")", file, R"(", "dtype": ")", dtype, R"(", "config": )",
-                  tiny_config(), "}");
-  }
   static std::string alone(std::string_view target, std::string_view rest = "") {
     return concat(R"({"format": "paceline-folder-1", "stop_token_ids": [0, 4], "target": )", target,
                   rest, "}");
@@ -68,8 +51,8 @@ TEST_F(Folder, GivesTheSameBytesAsPut) {
     for (DType stored : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
       if (dtype == DType::kBFloat16 && stored == DType::kFloat16) continue;
       for (bool misalign : {false, true}) {
-        write_file(folder_.file("target.safetensors"), weights(stored, misalign));
-        describe(alone(part("target.safetensors", dtype_name(dtype))));
+        write_file(folder_.file("target.safetensors"), tiny_safetensors(stored, misalign));
+        describe(alone(tiny_part("target.safetensors", dtype_name(dtype))));
         const ModelFolder folder = load_model_folder(folder_.path());
         const auto expected = build_tiny(stored, dtype);
         EXPECT_TRUE(
@@ -83,9 +66,10 @@ TEST_F(Folder, GivesTheSameBytesAsPut) {
 }
 
 TEST_F(Folder, ReadsADrafterAndLinksInside) {
-  write_file(folder_.file("t"), weights(DType::kFloat32));
+  write_file(folder_.file("t"), tiny_safetensors(DType::kFloat32));
   std::filesystem::create_symlink("t", folder_.file("link"));
-  describe(alone(part("t"), R"(, "num_speculative_tokens": 4, "draft": )" + part("link")));
+  describe(
+      alone(tiny_part("t"), R"(, "num_speculative_tokens": 4, "draft": )" + tiny_part("link")));
   const ModelFolder folder = load_model_folder(folder_.path() + "/");
   ASSERT_NE(folder.draft, nullptr);
   EXPECT_EQ(folder.num_speculative_tokens, 4);
@@ -94,10 +78,10 @@ TEST_F(Folder, ReadsADrafterAndLinksInside) {
 }
 
 TEST_F(Folder, RefusesHostileDescriptions) {
-  write_file(folder_.file("t"), weights(DType::kFloat32));
-  write_file(folder_.file("half"), weights(DType::kFloat16));
+  write_file(folder_.file("t"), tiny_safetensors(DType::kFloat32));
+  write_file(folder_.file("half"), tiny_safetensors(DType::kFloat16));
   const TemporaryFolder elsewhere;
-  write_file(elsewhere.file("t"), weights(DType::kFloat32));
+  write_file(elsewhere.file("t"), tiny_safetensors(DType::kFloat32));
   std::filesystem::create_symlink(elsewhere.file("t"), folder_.file("out"));
   std::filesystem::create_symlink("loop", folder_.file("loop"));
   std::filesystem::create_directory(folder_.file("d"));
@@ -108,38 +92,43 @@ TEST_F(Folder, RefusesHostileDescriptions) {
   write_file(folder_.file("more"), safetensors_bytes({{"x", "F32", {1}, "1234"}}));
   write_file(folder_.file("shape"),
              safetensors_bytes({{"embed.weight", "F32", {6, 5}, std::string(120, '\0')}}));
-  const std::string draft = R"(, "draft": )" + part("t");
+  const std::string draft = R"(, "draft": )" + tiny_part("t");
   const std::vector<std::pair<std::string, std::string>> table = {
       {"", "byte 0"},
       {"[]", "the top level is a list"},
       {"{}", "format is missing"},
-      {"{\"format\": \"paceline-folder-1\", \"target\": " + part("t") + "}", "stop_token_ids is m"},
+      {"{\"format\": \"paceline-folder-1\", \"target\": " + tiny_part("t") + "}",
+       "stop_token_ids is m"},
       {alone("1"), "target is 1; allowed: an object"},
       {alone("{}"), "target.weights is missing"},
-      {alone(part("t"), R"(, "x": 1)"), "x is an unknown key; allowed: format, target,"},
-      {alone(part("t"), R"(, "num_speculative_tokens": 3)"), "no such key without a draft"},
-      {alone(part("t"), R"(, "bos_token_id": 5)"), "bos_token_id is 5; allowed: an integer from 0"},
-      {alone(R"({"architecture": 1, )" + part("t").substr(1)), "target.architecture is 1"},
-      {alone(part("t"), draft), "num_speculative_tokens is missing"},
-      {alone(part("t"), draft + R"(, "num_speculative_tokens": 17)"), "is 17; allowed: an integer"},
-      {alone(part("t"), draft + R"(, "num_speculative_tokens": 0)"), "is 0; allowed: an integer"},
-      {alone(part("t", "float16")), "target.dtype is 'float16'; allowed: 'float32', 'bfloat16'"},
-      {alone(part("half", "bfloat16")), "use weight dtype float32"},
-      {alone(part("")), "target.weights is ''; allowed: the plain name"},
-      {alone(part(".")), "target.weights is '.'; allowed: the plain name"},
-      {alone(part("..")), "target.weights is '..'; allowed: the plain name"},
-      {alone(part("../t")), "target.weights is '../t'"},
-      {alone(part("d/t")), "target.weights is 'd/t'"},
-      {alone(part(elsewhere.file("t"))), "allowed: the plain name"},
-      {alone(part("t\\u0000")), "target.weights is 't\\x00'; allowed: the plain name"},
-      {alone(part("out")), "outside of"},
-      {alone(part("loop")), "/loop: "},
-      {alone(part("d")), "is a directory"},
-      {alone(part("paceline.json")), "the header length is"},
-      {alone(part("integers")), "'embed.weight' has dtype I8; allowed: F32, BF16, F16"},
-      {alone(part("few")), "33 of 34 weights of tiny are missing"},
-      {alone(part("more")), "no weight is named 'x'"},
-      {alone(part("shape")), "has shape [6, 5]; allowed: [5, 6]"},
+      {alone(tiny_part("t"), R"(, "x": 1)"), "x is an unknown key; allowed: format, target,"},
+      {alone(tiny_part("t"), R"(, "num_speculative_tokens": 3)"), "no such key without a draft"},
+      {alone(tiny_part("t"), R"(, "bos_token_id": 5)"),
+       "bos_token_id is 5; allowed: an integer from 0"},
+      {alone(R"({"architecture": 1, )" + tiny_part("t").substr(1)), "target.architecture is 1"},
+      {alone(tiny_part("t"), draft), "num_speculative_tokens is missing"},
+      {alone(tiny_part("t"), draft + R"(, "num_speculative_tokens": 17)"),
+       "is 17; allowed: an integer"},
+      {alone(tiny_part("t"), draft + R"(, "num_speculative_tokens": 0)"),
+       "is 0; allowed: an integer"},
+      {alone(tiny_part("t", "float16")),
+       "target.dtype is 'float16'; allowed: 'float32', 'bfloat16'"},
+      {alone(tiny_part("half", "bfloat16")), "use weight dtype float32"},
+      {alone(tiny_part("")), "target.weights is ''; allowed: the plain name"},
+      {alone(tiny_part(".")), "target.weights is '.'; allowed: the plain name"},
+      {alone(tiny_part("..")), "target.weights is '..'; allowed: the plain name"},
+      {alone(tiny_part("../t")), "target.weights is '../t'"},
+      {alone(tiny_part("d/t")), "target.weights is 'd/t'"},
+      {alone(tiny_part(elsewhere.file("t"))), "allowed: the plain name"},
+      {alone(tiny_part("t\\u0000")), "target.weights is 't\\x00'; allowed: the plain name"},
+      {alone(tiny_part("out")), "outside of"},
+      {alone(tiny_part("loop")), "/loop: "},
+      {alone(tiny_part("d")), "is a directory"},
+      {alone(tiny_part("paceline.json")), "the header length is"},
+      {alone(tiny_part("integers")), "'embed.weight' has dtype I8; allowed: F32, BF16, F16"},
+      {alone(tiny_part("few")), "33 of 34 weights of tiny are missing"},
+      {alone(tiny_part("more")), "no weight is named 'x'"},
+      {alone(tiny_part("shape")), "has shape [6, 5]; allowed: [5, 6]"},
   };
   for (const auto& [json, expected] : table) {
     describe(json);
@@ -147,11 +136,11 @@ TEST_F(Folder, RefusesHostileDescriptions) {
     EXPECT_THAT(message, HasSubstr(expected)) << json.substr(0, 120);
     EXPECT_THAT(message, HasSubstr(folder_.path())) << json.substr(0, 120);
   }
-  std::string json = alone(part("t"));
+  std::string json = alone(tiny_part("t"));
   json.replace(json.find("[0, 4]"), 6, "[0, 5]");
   describe(json);
   EXPECT_THAT(error(), HasSubstr("stop_token_ids[1] is 5; allowed: an integer from 0 to 4"));
-  json = alone(part("t"));
+  json = alone(tiny_part("t"));
   json.replace(json.find("\"window\": 9"), 11, "\"window\": 0");
   describe(json);
   EXPECT_THAT(error(), HasSubstr("paceline.json: target.config: decoder config: layers[1].att"));
@@ -169,7 +158,7 @@ TEST_F(Folder, SaysWhenSomethingIsMissing) {
   EXPECT_TRUE(is_missing(folder_.path()));
   EXPECT_TRUE(is_missing(folder_.file("no-folder")));
   EXPECT_THAT(error(), HasSubstr("paceline convert"));
-  describe(alone(part("t")));
+  describe(alone(tiny_part("t")));
   EXPECT_TRUE(is_missing(folder_.path()));
   EXPECT_THAT(error(), HasSubstr("/t: "));
   write_file(folder_.file("t"), "");

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Two tiny decoder descriptions that together use every switch, and the tensors of the first, for
-// tests that build models from descriptions.
+// Two tiny decoder descriptions that together use every switch, the tensors of the first, and
+// folders with them, for tests that build models from descriptions.
 
 #include <bit>
 #include <cstddef>
@@ -13,11 +13,13 @@
 #include <numeric>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <paceline/dtype.h>
 #include <paceline/model.h>
 
+#include "base/check.h"
 #include "base/float_types.h"
 #include "support/safetensors_writer.h"
 
@@ -154,6 +156,36 @@ inline std::shared_ptr<const Model> build_tiny(DType stored, DType weights) {
     builder.put(name, stored, tiny_shapes().at(name), {}, encode(values, stored).data());
   }
   return builder.finish();
+}
+
+// The tensors of tiny_config as a safetensors file, stored as kFloat32, kBFloat16 or kFloat16.
+inline std::string tiny_safetensors(DType stored = DType::kFloat32, bool misalign = false) {
+  const std::string dtype = stored == DType::kFloat32    ? "F32"
+                            : stored == DType::kBFloat16 ? "BF16"
+                                                         : "F16";
+  std::vector<test::WrittenTensor> tensors;
+  for (const auto& [name, values] : tiny_values()) {
+    tensors.push_back({name, dtype, tiny_shapes().at(name), encode(values, stored)});
+  }
+  return test::safetensors_bytes(tensors, misalign);
+}
+
+// tiny_config as the target or the drafter in a paceline.json.
+inline std::string tiny_part(std::string_view file, std::string_view dtype = "float32") {
+  return concat(R"({"weights": ")", file, R"(", "dtype": ")", dtype, R"(", "config": )",
+                tiny_config(), "}");
+}
+
+// Fills a folder with a target and the end-of-sequence id 4. If k > 0, the target is also its own
+// drafter, and k the folder's default.
+inline void write_tiny_folder(const test::TemporaryFolder& folder, int32_t k) {
+  const std::string part = tiny_part("model.safetensors");
+  const std::string draft =
+      k == 0 ? "" : concat(R"(, "draft": )", part, R"(, "num_speculative_tokens": )", k);
+  test::write_file(folder.file("model.safetensors"), tiny_safetensors());
+  test::write_file(folder.file("paceline.json"),
+                   concat(R"({"format": "paceline-folder-1", "stop_token_ids": [4], "target": )",
+                          part, draft, "}"));
 }
 
 }  // namespace paceline::testing
