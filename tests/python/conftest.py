@@ -17,7 +17,7 @@ import eagle_pair
 import tiny_models
 from assistant_models import AssistantSpec
 from eagle_models import EagleSpec
-from paceline import LLM
+from paceline import LLM, AsyncLLM
 from tiny_models import TinySpec, make
 
 
@@ -101,3 +101,12 @@ def plain_llm(target_dir: Path) -> Iterator[LLM]:
     """The target alone."""
     with LLM(target_dir, max_num_seqs=8, device="cpu") as llm:
         yield llm
+
+
+@pytest.fixture
+def allm(llm: LLM) -> Iterator[AsyncLLM]:
+    """An AsyncLLM with a drafter, on an LLM that other tests use too."""
+    made = AsyncLLM.from_llm(llm)
+    yield made
+    assert not made._session._by_name and not made._session._by_engine_id
+    made.close()

@@ -80,7 +80,6 @@ THOUGHTS = [
     *TALK[3:],
     {"role": "assistant", "content": "<think>\nyes\n</think>\n\nSure. "},
 ]
-BAD_TURNS = [*HELLO, *HELLO]
 STRING_ARGUMENTS = {"function": {"name": "f", "arguments": '{"a": 1}'}}
 
 

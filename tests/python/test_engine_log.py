@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from paceline import LLM, SamplingParams, _core, running_llm
+from paceline import LLM, SamplingParams, _core, engine_log, running_llm
 from test_llm_processes import run_script
 
 PROMPT = list(range(3, 30))
@@ -23,7 +23,7 @@ LONG = SamplingParams(temperature=1.0, max_tokens=400, seed=0)
 
 @pytest.fixture
 def short_interval(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Makes the next LLM log after each so many seconds of work."""
+    """Sets the seconds of work after which the next LLM logs a line."""
 
     def change(seconds: float) -> None:
         original = running_llm.executor_options
@@ -96,15 +96,12 @@ def test_lines_can_be_disabled(
         LLM(target_dir, disable_log_stats=1)  # type: ignore[arg-type]
 
 
-def test_failures_are_logged(records: Callable[[], list[str]]) -> None:
-    """A line with a level reaches the logger at that level."""
-    from paceline import engine_log
-
+def test_lines_keep_their_level(caplog: pytest.LogCaptureFixture) -> None:
     lines = [(40, "the engine has failed"), (30, "the process ran out of memory")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_core, "take_log_lines", lambda: lines)
         engine_log.forward()
-    assert records() == [line for _, line in lines]
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == lines
 
 
 def test_closing_does_not_wait_for_handlers(

@@ -15,6 +15,8 @@ from transformers import PreTrainedTokenizerFast
 import tiny_models
 from errors import raises
 from paceline import LLM, ModelFileError, SamplingParams, Tokenizer
+from paceline.demo import find_demo
+from paceline.loader import TokenizerInfo
 
 OPTIONS: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 64, "max_logprobs": 0}
 
@@ -149,3 +151,23 @@ def test_recommendations_that_are_not_allowed(copy_of: Callable[..., Path]) -> N
             ):
                 call()
         assert llm.generate("a", SamplingParams(max_tokens=1))  # nothing else is affected
+
+
+def test_long_strings_have_the_same_tokens() -> None:
+    """They take another way through the tokenizers package, which may fail without threads."""
+    info = TokenizerInfo(find_demo("draft_model").target / "tokenizer.json")
+    text = "def grüße(x):  # 日本語 🙂<|endoftext|>\n\treturn x ** 2\n" * 100
+    original = info.tokenizer
+
+    class WithoutThreads:
+        encode = original.encode
+
+        def encode_batch_fast(self, *_: Any, **__: Any) -> Any:
+            raise RuntimeError("no threads")
+
+    for adds in (True, False):
+        expected = original.encode(text, add_special_tokens=adds).ids
+        info.tokenizer = original
+        assert info.encode(text, add_special_tokens=adds) == expected
+        info.tokenizer = WithoutThreads()  # type: ignore[assignment]
+        assert info.encode(text, add_special_tokens=adds) == expected
