@@ -22,6 +22,13 @@ from paceline.chat_messages import (
     plain_data,
 )
 from paceline.checks import check_bool, check_path, check_text, parse_json, quoted, shorten
+from paceline.loader.chat_files import (
+    MORE_TEMPLATES,
+    OLD_TEMPLATE_NAME,
+    SPECIAL_TOKENS_NAME,
+    TEMPLATE_NAME,
+    TOKENIZER_CONFIG_NAME,
+)
 from paceline.loader.files import exists, read_file
 from paceline.loader.section import MAX_CONFIG_BYTES
 
@@ -32,12 +39,6 @@ if TYPE_CHECKING:
 
 MAX_TEMPLATE_BYTES: Final = 256 << 10
 _MAX_REASON_CHARS: Final = 500
-
-TEMPLATE_NAME: Final = "chat_template.jinja"
-MORE_TEMPLATES_NAME: Final = "additional_chat_templates"
-CONFIG_NAME: Final = "tokenizer_config.json"
-OLD_TEMPLATE_NAME: Final = "chat_template.json"
-SPECIAL_TOKENS_NAME: Final = "special_tokens_map.json"
 
 _DEFAULT: Final = "default"
 _TOOL_USE: Final = "tool_use"
@@ -163,13 +164,17 @@ class ChatTemplates:
             )
         raise ValueError(
             f"{self.folder} has no chat template: looked for {TEMPLATE_NAME}, 'chat_template' in "
-            f"{CONFIG_NAME} and {OLD_TEMPLATE_NAME}; chat_template= gives one, as the text or the "
-            "file of a Jinja template"
+            f"{TOKENIZER_CONFIG_NAME} and {OLD_TEMPLATE_NAME}; chat_template= gives one, as the text "
+            "or the file of a Jinja template"
         )
 
     @functools.cached_property
     def _config(self) -> dict[str, Any]:
-        return self._read_json(CONFIG_NAME) if self._settings is None else dict(self._settings)
+        return (
+            self._read_json(TOKENIZER_CONFIG_NAME)
+            if self._settings is None
+            else dict(self._settings)
+        )
 
     @functools.cached_property
     def _own(self) -> dict[str, tuple[str, str]]:
@@ -180,14 +185,14 @@ class ChatTemplates:
         path = self.folder / TEMPLATE_NAME
         if exists(path):
             found[_DEFAULT] = str(path), _read_template(path)
-        more = self.folder / MORE_TEMPLATES_NAME
+        more = self.folder / MORE_TEMPLATES
         if exists(more):
             for extra in sorted(more.glob("*.jinja")):
                 found[extra.stem] = str(extra), _read_template(extra)
         if found:
             return found
-        for name in (CONFIG_NAME, OLD_TEMPLATE_NAME):
-            config = self._config if name == CONFIG_NAME else self._read_json(name)
+        for name in (TOKENIZER_CONFIG_NAME, OLD_TEMPLATE_NAME):
+            config = self._config if name == TOKENIZER_CONFIG_NAME else self._read_json(name)
             named = _named_templates(self.folder / name, config.get("chat_template"))
             if named:
                 return named
@@ -197,9 +202,8 @@ class ChatTemplates:
     def special_tokens(self) -> dict[str, str]:
         """The variables `bos_token`, `eos_token` and so on, as transformers passes them."""
         config = dict(self._config)
-        if (
-            self._settings is None and "added_tokens_decoder" not in config
-        ):  # else transformers does not read the other file
+        # With that key, transformers does not read the other file.
+        if self._settings is None and "added_tokens_decoder" not in config:
             config |= self._read_json(SPECIAL_TOKENS_NAME)
         named = {
             key: value

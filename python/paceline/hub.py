@@ -18,16 +18,15 @@ from typing import Final, NoReturn
 
 from paceline._core import ModelFileError, ModelNotFoundError
 from paceline.checks import shorten
+from paceline.loader.chat_files import CHAT_NAMES, is_more_template
 from paceline.loader.converted import FOLDER_NAME
 from paceline.loader.files import exists, find
 from paceline.loader.folder import (
-    CHAT_NAMES,
     CONFIG_NAME,
     GENERATION_NAME,
     PICKLE_NAME,
     TOKENIZER_NAME,
     CheckpointFolder,
-    is_more_template,
 )
 from paceline.loader.messages import name_some
 from paceline.loader.section import MAX_CONFIG_BYTES

@@ -16,18 +16,12 @@ from typing import Any, Final
 
 from paceline.limits import MAX_SPECULATIVE_TOKENS
 
+from .chat_files import CHAT_NAMES, MORE_TEMPLATES, is_more_template
 from .checkpoint import Checkpoint, open_checkpoint
 from .converted import FOLDER_FORMAT, FOLDER_NAME
 from .drafter_checkpoint import DrafterCheckpoint, open_any_drafter
 from .families import check_dtype
-from .folder import (
-    CHAT_NAMES,
-    GENERATION_NAME,
-    MORE_TEMPLATES,
-    TOKENIZER_NAME,
-    CheckpointFolder,
-    is_more_template,
-)
+from .folder import GENERATION_NAME, TOKENIZER_NAME, CheckpointFolder
 from .pickles import convert_pickle
 from .tokenizer import TokenizerInfo, check_tokenizers
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import re
 import stat
 from functools import cached_property
 from pathlib import Path
@@ -23,25 +22,8 @@ from .weight_files import INDEX_NAME, WEIGHTS_NAME, WeightFiles, open_weights
 CONFIG_NAME: Final = "config.json"
 GENERATION_NAME: Final = "generation_config.json"
 TOKENIZER_NAME: Final = "tokenizer.json"
-# The files of chat templates and special tokens.
-CHAT_NAMES: Final = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-_GENERATION: Final = "the model's generation settings"
-# The folder of further chat templates.
-MORE_TEMPLATES: Final = "additional_chat_templates"
-_MORE_TEMPLATE: Final = re.compile(rf"{MORE_TEMPLATES}/\w[\w-]*\.jinja", re.ASCII)
-
-
-def is_more_template(name: str) -> bool:
-    """Whether a name, relative to the folder, is that of a further chat template."""
-    return _MORE_TEMPLATE.fullmatch(name) is not None
-
-
 PICKLE_NAME: Final = "pytorch_model.bin"
+_GENERATION: Final = "the model's generation settings"
 
 
 class CheckpointFolder:
