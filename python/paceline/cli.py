@@ -16,6 +16,7 @@ from typing import Any, Final, NoReturn
 
 from paceline.checks import check_path, shorten
 from paceline.commands import chat, generate
+from paceline.commands.options import add_hub_options
 from paceline.console import (
     EXIT_BROKEN_PIPE,
     EXIT_CODES,
@@ -177,10 +178,22 @@ def _add_convert(commands: Any) -> None:
         "library reads without Python. With --allow-pickle and the folder of an EAGLE drafter "
         "alone, converts that checkpoint to safetensors.",
     )
-    parser.add_argument("model", metavar="DIR", help="the target's checkpoint")
+    parser.add_argument(
+        "model",
+        metavar="DIR_OR_ID",
+        help="the target: the folder of a checkpoint, or a model of the Hugging Face Hub",
+    )
     parser.add_argument("out", metavar="OUT", help="the folder to write; must be new or empty")
     parser.add_argument(
-        "--draft", metavar="DIR", help="the drafter's checkpoint (default: none, no drafter)"
+        "--draft",
+        metavar="DIR_OR_ID",
+        help="the drafter, a folder or a model of the hub too (default: none, no drafter)",
+    )
+    add_hub_options(parser)
+    parser.add_argument(
+        "--draft-revision",
+        metavar="NAME",
+        help="as --revision, for --draft (default: its default branch)",
     )
     parser.add_argument(
         "--num-speculative-tokens",
@@ -210,18 +223,35 @@ def _add_convert(commands: Any) -> None:
 
 
 def _run_convert(args: argparse.Namespace) -> int:
-    from paceline.loader.convert import convert
+    from paceline.hub import find_folder
+    from paceline.loader.convert import check_options, convert
 
     if not args.quiet:
         check_output()
     check_path("model", args.model)
     check_path("out", args.out, "the folder to write")
+    check_options(args.out, args.num_speculative_tokens, args.dtype)  # before a download
+    target = find_folder(
+        check_path("model", args.model),
+        revision=args.revision,
+        cache_dir=args.cache_dir,
+        progress=not args.quiet,
+    )
+    draft = None
     if args.draft is not None:
-        check_path("--draft", args.draft)
+        draft = find_folder(
+            check_path("--draft", args.draft),
+            revision=args.draft_revision,
+            cache_dir=args.cache_dir,
+            progress=not args.quiet,
+            argument="--draft",
+        )
+    elif args.draft_revision is not None:
+        raise ValueError("--draft-revision needs --draft with a model of the hub")
     out = convert(
-        args.model,
+        target,
         args.out,
-        draft_dir=args.draft,
+        draft_dir=draft,
         num_speculative_tokens=args.num_speculative_tokens,
         dtype=args.dtype,
         allow_pickle=args.allow_pickle,

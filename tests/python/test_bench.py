@@ -164,7 +164,9 @@ def test_the_named_drafter_runs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_which_drafter(source: list[str], default: str) -> None:
     def chosen(*extra: str) -> tuple[str | None, str | None, list[latency.Speculation]]:
         argv = ["bench", "latency", *source, *extra]
-        return options.speculations(cli.build_parser().parse_args(argv))
+        config, speculations = options.speculations(cli.build_parser().parse_args(argv))
+        assert config is not None
+        return config.model, config.method, speculations
 
     draft, _, [speculation] = chosen()
     assert draft == default
@@ -185,7 +187,7 @@ def test_a_stop_threshold_goes_with_its_driver(config_dir: Path) -> None:
     x = {"draft_driver": "while", "draft_stop_threshold": 0.9}
     given = {"model": str(config_dir), "num_speculative_tokens": 2, "x": x}
     argv = ["bench", "latency", "--speculative-config", json.dumps(given), "--drivers", "while"]
-    _, _, [speculation] = options.speculations(cli.build_parser().parse_args(argv))
+    _, [speculation] = options.speculations(cli.build_parser().parse_args(argv))
     assert (speculation.draft_driver, speculation.draft_stop_threshold) == ("while", 0.9)
 
 

@@ -206,6 +206,48 @@ def test_command_line(hub: HubServer, capsys: pytest.CaptureFixture[str]) -> Non
     assert re.fullmatch(r"paceline: error: org/revised: .* failed: .*\n", captured.err)
 
 
+def test_convert_and_bench_on_the_command_line(
+    hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    arguments = ["convert", "org/revised", str(out), "--draft", "draft", "--revision", "v2", "-q"]
+    assert main([*arguments, "--num-speculative-tokens", "17"]) == 2
+    assert hub.fetched == []  # what is wrong is refused before a download
+    assert main(arguments) == 0
+    assert {name for name, _ in hub.fetched} == {"org/revised", "draft"}
+    with LLM(out, **ENGINE) as llm, LLM("org/revised", revision="v2", **ENGINE) as expected:
+        assert llm.draft is not None
+        prompt = ("ab", SamplingParams(temperature=0.0, max_tokens=8))
+        tokens = [one.generate(*prompt)[0].outputs[0].token_ids for one in (llm, expected)]
+        assert tokens[0] == tokens[1]
+    assert main(["convert", "org/none", str(tmp_path / "none")]) == 3
+    assert "org/none: no such folder, and " in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+    bench = ["bench", "latency", "--device", "cpu", "--host-only", "--concurrency", "1"]
+    bench += ["--input-len", "4", "--output-len", "4", "--rounds", "1", "--json", "-", "-q"]
+    config = json.dumps({"model": "draft", **K})
+    hub.fetched.clear()
+    cache = ["--cache-dir", str(tmp_path / "cache")]
+    assert main([*bench, "--config", "org/target", *cache]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["target"] == "target (dummy)"
+    assert [name for _, name in hub.fetched if name.endswith(".safetensors")] == []
+    assert main([*bench, "--model", "org/target", "--speculative-config", config]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["target"], report["draft"]) == ("target", "draft")
+    assert main([*bench, "--model", "nothing"]) == 3
+    assert "nothing: no such folder, and " in capsys.readouterr().err
+    refused = {
+        "--config nothing": "model is 'nothing'; allowed: a folder, a model of the Hugging Face",
+        "--config qwen3-8b --revision x": "the revision is 'x', but qwen3-8b is a configuration",
+        "--demo --revision x": "--revision needs --model or --config",
+    }
+    for options, message in refused.items():
+        assert main([*bench, *options.split()]) == 2
+        assert message in capsys.readouterr().err
+
+
 # ---- names -------------------------------------------------------------------------------------
 
 

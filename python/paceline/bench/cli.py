@@ -18,6 +18,7 @@ from paceline.bench.models import BenchModel, load, load_draft
 from paceline.bench.options import (
     add_latency_parser,
     check_can_write,
+    check_hub_options,
     parse_concurrency,
     parse_samplings,
     speculations,
@@ -165,7 +166,8 @@ def _row_name(variant: str, sampling: dict[str, Any]) -> str:
 def _set_up(args: argparse.Namespace, started: float) -> Setup:
     """Checks all arguments, then loads the models."""
     source, is_dummy = target_source(args)
-    draft_source, method, chosen = speculations(args)
+    check_hub_options(args)
+    config, chosen = speculations(args)
     device = resolve_device("cpu" if args.demo and args.device == "auto" else args.device)
     if args.trace is not None and not can_trace(device):
         raise NotImplementedError(
@@ -174,14 +176,16 @@ def _set_up(args: argparse.Namespace, started: float) -> Setup:
         )
     begin = time.monotonic()
     target = load(
-        source, dummy=is_dummy, dtype=args.dtype, device=device, show_progress=not args.quiet
-    )
+        source, dummy=is_dummy, dtype=args.dtype, device=device, show_progress=not args.quiet,
+        revision=args.revision, cache_dir=args.cache_dir,
+    )  # fmt: skip
     draft = None
-    if draft_source is not None:
+    if config is not None and config.model is not None:
         is_draft_dummy = is_dummy or args.draft_config is not None
         draft = load_draft(
-            draft_source, target, method=method, dummy=is_draft_dummy, dtype=args.dtype,
-            device=device, show_progress=not args.quiet,
+            config.model, target, method=config.method, dummy=is_draft_dummy, dtype=args.dtype,
+            device=device, show_progress=not args.quiet, revision=config.revision,
+            cache_dir=args.cache_dir,
         )  # fmt: skip
     end = time.monotonic()
     return Setup(target, draft, chosen, device, end - begin, end - started)

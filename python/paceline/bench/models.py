@@ -8,12 +8,14 @@ on some machines.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline import _core
 from paceline.checks import shorten
+from paceline.hub import find_folder
 
 if TYPE_CHECKING:
     from paceline.loader import LoadedModel
@@ -108,37 +110,40 @@ def load(
     dtype: str = "auto",
     device: str = "cpu",
     show_progress: bool = True,
+    revision: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
 ) -> BenchModel:
     """Makes a model ready to measure.
 
     Args:
-        source: A name of `config_names()`, or a folder in Hugging Face layout.
+        source: A name of `config_names()`, a folder in Hugging Face layout, or a model of the hub.
         dummy: Read only the folder's `config.json` and use dummy weights. Named configurations
             always have dummy weights.
         dtype: "auto", "float32" or "bfloat16".
         device: Device of the weights: "cpu" or "cuda".
         show_progress: Show a bar while weights are read, if standard error is a terminal.
+        revision: As for `LLM`.
+        cache_dir: As for `LLM`.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: Neither a known name nor a folder.
+        ValueError: Neither a known name nor a folder, and not the name of a model on the hub.
         paceline.ModelFileError: A file is damaged or incomplete.
+        Exception: As for `paceline.hub.find_folder`.
     """
     from paceline.loader import dummy_model, load_checkpoint, load_dummy
 
     if is_config_name(source):
+        _check_no_revision(source, revision)
         loaded = dummy_model(_named_config(source), source, dtype=dtype, device=device)
-    elif not Path(source).is_dir():
-        raise ValueError(
-            f"model is {shorten(source)}; allowed: a folder, or one of {', '.join(config_names())} "
-            "(dummy weights)"
-        )
-    elif dummy:
-        loaded = load_dummy(source, dtype=dtype, device=device)
     else:
-        loaded = load_checkpoint(source, dtype=dtype, device=device, progress=show_progress)
+        folder = _find(source, dummy, show_progress, revision, cache_dir)
+        if dummy:
+            loaded = load_dummy(folder, dtype=dtype, device=device)
+        else:
+            loaded = load_checkpoint(folder, dtype=dtype, device=device, progress=show_progress)
     return _bench_model(source, loaded)
 
 
@@ -151,6 +156,8 @@ def load_draft(
     dtype: str = "auto",
     device: str = "cpu",
     show_progress: bool = True,
+    revision: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
 ) -> BenchModel:
     """Makes a drafter ready to measure: a draft model or a draft head.
 
@@ -162,6 +169,8 @@ def load_draft(
         dtype: As for `load`; a draft head takes the target's.
         device: As for `load`.
         show_progress: As for `load`.
+        revision: As for `load`.
+        cache_dir: As for `load`.
 
     Returns:
         The drafter.
@@ -169,27 +178,64 @@ def load_draft(
     Raises:
         ValueError: As for `load`; or the drafter has another method or another target.
         paceline.ModelFileError: A file is damaged or incomplete.
+        Exception: As for `load`.
     """
     from paceline.loader import dummy_drafter, load_drafter, load_dummy_drafter
 
     if is_config_name(source):
+        _check_no_revision(source, revision)
         loaded = dummy_drafter(
             _named_config(source), target.loaded, source, method=method, device=device
         )
         if loaded is None:
             return load(source, dummy=dummy, dtype=dtype, device=device)
-    elif not Path(source).is_dir():
-        return load(source, dummy=dummy, dtype=dtype, device=device)  # refuses
-    elif dummy:
-        loaded = load_dummy_drafter(
-            source, target.loaded, method=method, dtype=dtype, device=device
-        )
     else:
-        loaded = load_drafter(
-            source, target.loaded, method=method, dtype=dtype, device=device,
-            progress=show_progress,
-        )  # fmt: skip
+        folder = _find(source, dummy, show_progress, revision, cache_dir)
+        if dummy:
+            loaded = load_dummy_drafter(
+                folder, target.loaded, method=method, dtype=dtype, device=device
+            )
+        else:
+            loaded = load_drafter(
+                folder, target.loaded, method=method, dtype=dtype, device=device,
+                progress=show_progress,
+            )  # fmt: skip
     return _bench_model(source, loaded)
+
+
+def _find(
+    source: str,
+    dummy: bool,
+    show_progress: bool,
+    revision: str | None,
+    cache_dir: str | os.PathLike[str] | None,
+) -> Path:
+    """The folder of a model, downloaded if need be.
+
+    Raises:
+        ValueError: It is no folder, and neither the name of a configuration nor that of a model.
+    """
+    # Old models of the hub have names without a slash, which would be mistyped configurations.
+    if dummy and not Path(source).is_dir() and "/" not in source:
+        raise ValueError(
+            f"model is {shorten(source)}; allowed: a folder, a model of the Hugging Face Hub such "
+            f"as organization/name, or one of {', '.join(config_names())} (dummy weights)"
+        )
+    return find_folder(
+        source,
+        revision=revision,
+        cache_dir=cache_dir,
+        needs_weights=not dummy,
+        progress=show_progress,
+    )
+
+
+def _check_no_revision(name: str, revision: str | None) -> None:
+    if revision is not None:
+        raise ValueError(
+            f"the revision is {shorten(revision)}, but {name} is a configuration that ships with "
+            "the package; allowed: a revision of a model on the hub"
+        )
 
 
 def _bench_model(source: str, loaded: LoadedModel) -> BenchModel:

@@ -13,6 +13,7 @@ from paceline.bench.latency import Speculation
 from paceline.bench.models import config_names, is_config_name
 from paceline.bench.plot import PLOT_NEEDS
 from paceline.checks import check_path, parse_json, quoted, shorten
+from paceline.commands.options import add_hub_options
 from paceline.console import integer, number
 from paceline.limits import MAX_NUM_SEQS, MAX_NUM_THREADS, MAX_TEMPERATURE
 from paceline.sampling import SamplingParams
@@ -56,14 +57,15 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     source = group.add_mutually_exclusive_group()
     source.add_argument(
         "--model",
-        metavar="DIR",
-        help="measure this checkpoint (default: none, a dummy pair)",
+        metavar="DIR_OR_ID",
+        help="measure this checkpoint: a folder, or a model of the Hugging Face Hub (default: "
+        "none, a dummy pair)",
     )
     source.add_argument(
         "--config",
-        metavar="DIR_OR_NAME",
-        help="measure dummy weights for this folder's config.json, or for a named configuration "
-        "(default: none)",
+        metavar="DIR_ID_OR_NAME",
+        help="measure dummy weights for the config.json of this folder or of this model of the "
+        "hub, or for a named configuration (default: none)",
     )
     source.add_argument(
         "--demo",
@@ -78,11 +80,12 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--draft-config",
-        metavar="DIR_OR_NAME",
-        help="a drafter with dummy weights for this folder's config.json, or for a named "
-        "configuration, instead of 'model' in --speculative-config (default: none; without "
-        "--speculative-config, k=4 and synthetic length 2.2)",
+        metavar="DIR_ID_OR_NAME",
+        help="a drafter with dummy weights for the config.json of this folder or of this model of "
+        "the hub, or for a named configuration, instead of 'model' in --speculative-config "
+        "(default: none; without --speculative-config, k=4 and synthetic length 2.2)",
     )
+    add_hub_options(group)
     group.add_argument(
         "--dtype",
         default="auto",
@@ -266,6 +269,12 @@ def check_can_write(option: str, path: str) -> None:
     )
 
 
+def check_hub_options(args: argparse.Namespace) -> None:
+    """Refuses options of models of the hub that could have no effect."""
+    if args.revision is not None and args.model is None and args.config is None:
+        raise ValueError("--revision needs --model or --config with a model of the hub")
+
+
 def target_source(args: argparse.Namespace) -> tuple[str, bool]:
     """The target's folder or name, and whether its weights are dummies."""
     if args.demo:
@@ -284,8 +293,8 @@ def target_source(args: argparse.Namespace) -> tuple[str, bool]:
 
 def speculations(
     args: argparse.Namespace,
-) -> tuple[str | None, str | None, list[Speculation]]:
-    """The drafter's folder or name, its method, and one `Speculation` per driver."""
+) -> tuple[SpeculativeConfig | None, list[Speculation]]:
+    """The configuration, and one `Speculation` per driver; None and none without a drafter."""
     default_draft, default_options = None, _DUMMY_SPECULATION
     if args.draft_config is not None:
         default_draft = args.draft_config
@@ -305,7 +314,7 @@ def speculations(
             "--speculative-config or --draft-config"
         )
     else:
-        return None, None, []
+        return None, []
     configs = [config]
     if args.drivers is not None:
         drivers = _parse_drivers(args.drivers)
@@ -313,7 +322,7 @@ def speculations(
             configs = [dataclasses.replace(config, draft_driver=driver) for driver in drivers]
         except ValueError as error:  # a stop threshold works with one driver only
             raise ValueError(f"drivers is {shorten(args.drivers)}: {error}") from None
-    return config.model, config.method, [_speculation(config) for config in configs]
+    return config, [_speculation(config) for config in configs]
 
 
 def _parse_speculative_config(

@@ -28,16 +28,8 @@ if TYPE_CHECKING:
 _DEFAULT_DEMO: Final = "draft_model"
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that name target and drafter."""
-    group = parser.add_argument_group("model")
-    group.add_argument(
-        "-m",
-        "--model",
-        metavar="DIR_OR_ID",
-        help="the target: a folder with a checkpoint, a folder that `paceline convert` wrote, or a "
-        "model of the Hugging Face Hub such as org/name (default: none, a demo runs)",
-    )
+def add_hub_options(group: argparse._ActionsContainer) -> None:
+    """Adds the options of models of the Hugging Face Hub."""
     group.add_argument(
         "--revision",
         metavar="NAME",
@@ -49,6 +41,19 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="folder for what is downloaded from the hub (default: the hub's own, see `paceline "
         "doctor`)",
     )
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that name target and drafter."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "-m",
+        "--model",
+        metavar="DIR_OR_ID",
+        help="the target: a folder with a checkpoint, a folder that `paceline convert` wrote, or a "
+        "model of the Hugging Face Hub such as org/name (default: none, a demo runs)",
+    )
+    add_hub_options(group)
     group.add_argument(
         "--speculative-config",
         metavar="JSON",

@@ -68,18 +68,8 @@ def convert(
         ValueError: An argument is wrong, the tokenizers differ, or `out_dir` is not empty.
         OSError: The folder cannot be written.
     """
-    check_dtype(dtype)
-    if (
-        isinstance(num_speculative_tokens, bool)
-        or not isinstance(num_speculative_tokens, int)
-        or not 1 <= num_speculative_tokens <= MAX_SPECULATIVE_TOKENS
-    ):
-        raise ValueError(
-            f"num_speculative_tokens is {num_speculative_tokens!r}; allowed: an integer from 1 to "
-            f"{MAX_SPECULATIVE_TOKENS}"
-        )
+    check_options(out_dir, num_speculative_tokens, dtype)
     out = Path(out_dir)
-    _check_out_dir(out)
     folder = CheckpointFolder(model_dir)
     if draft_dir is None and folder.has_only_pickle:
         if not allow_pickle:
@@ -109,6 +99,25 @@ def convert(
                 progress,
             ),
         )
+
+
+def check_options(out_dir: str | os.PathLike[str], num_speculative_tokens: int, dtype: str) -> None:
+    """Checks what `convert` can check before it looks at a model.
+
+    Raises:
+        ValueError: As for `convert`.
+    """
+    check_dtype(dtype)
+    if (
+        isinstance(num_speculative_tokens, bool)
+        or not isinstance(num_speculative_tokens, int)
+        or not 1 <= num_speculative_tokens <= MAX_SPECULATIVE_TOKENS
+    ):
+        raise ValueError(
+            f"num_speculative_tokens is {num_speculative_tokens!r}; allowed: an integer from 1 to "
+            f"{MAX_SPECULATIVE_TOKENS}"
+        )
+    _check_out_dir(Path(out_dir))
 
 
 def _open_draft(
