@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rooms of the sources include each other only as docs/architecture.md says."""
+"""The rooms of the C++ sources include each other only as docs/architecture.md says, and modules of
+the Python package import each other without cycles."""
 
 from __future__ import annotations
 
+import ast
 import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -95,3 +98,29 @@ def test_includes_follow_the_documented_layers() -> None:
 )
 def test_a_wrong_include_is_found(path: str, header: str) -> None:
     assert len(violations({path: f'#include "{header}"\n'}, documented_rooms())) == 1
+
+
+def imports_of(path: Path) -> list[str]:
+    """The names that a module imports when it is loaded, as dotted paths."""
+    package = path.relative_to(ROOT / "python").parent.parts
+    names = []
+    for node in ast.parse(path.read_text("utf-8")).body:
+        if isinstance(node, ast.ImportFrom):
+            above = package[: len(package) + 1 - node.level] if node.level else ()
+            base = ".".join([*above, *filter(None, [node.module])])
+            names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+    return names
+
+
+def test_imports_have_no_cycles() -> None:
+    modules = {
+        ".".join(path.relative_to(ROOT / "python").with_suffix("").parts): path
+        for path in (ROOT / "python" / "paceline").rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    assert "paceline.loader.load" in modules
+    graph = {name: {*imports_of(path)} & {*modules} for name, path in modules.items()}
+    assert "paceline.running_llm" in graph["paceline.llm"]
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
