@@ -73,7 +73,7 @@ class Feed:
         failure: Why no further chunk will come; None if there is no such reason.
         group: The request's samples; None until it is queued.
         engine_id: The request's id in the engine; None until it is queued.
-        is_cancelled: Whether nobody will read it any more.
+        is_cancelled: Whether the task reads no further chunks.
         is_aborted: Whether the caller wants the output so far.
     """
 
@@ -228,7 +228,7 @@ class FeedSession(Session):
             self.cancel(feed.engine_id, request.sample)
 
     def cancel_feed(self, feed: Feed) -> None:
-        """Cancels and forgets the request of a feed, which nobody reads any more."""
+        """Cancels and forgets the request of a feed whose task reads no further chunks."""
         if self._dispatcher.is_forked:
             return
         feed.is_cancelled = True

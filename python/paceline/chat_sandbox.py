@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Renders Jinja templates that nobody has checked: in a sandbox, with bounded work and memory.
+"""Renders Jinja templates that are not trusted: in a sandbox, with bounded work and memory.
 
-A chat template comes with a checkpoint, so it is a program of a stranger. Jinja's immutable sandbox
+A chat template comes with a checkpoint and is a program. Jinja's immutable sandbox
 keeps it away from Python's internals, and this file bounds what it does:
 
 - Every block of a template pays for its nodes whenever it runs, as metered WebAssembly does.

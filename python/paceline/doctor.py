@@ -47,7 +47,7 @@ def examine() -> dict[str, Any]:
 
 
 def describe_hub() -> dict[str, Any] | None:
-    """Where models of the Hugging Face Hub come from; asks nobody.
+    """Where models of the Hugging Face Hub come from; sends no request.
 
     Returns:
         A dict with "endpoint", "cache_dir", "is_offline" (whether HF_HUB_OFFLINE switches the

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forwards the log lines of engines to the logger "paceline".
 
-Engines leave their lines in native memory and never wait for Python. Whoever takes the lines of a
-running engine logs them in a thread that nobody waits for: a handler may hold its lock while it
-closes an engine.
+Engines leave their lines in native memory and never wait for Python. The lines of a running engine
+are logged in a thread of their own, for which no other thread waits: a handler may hold its lock
+while it closes an engine.
 """
 
 from __future__ import annotations

@@ -385,7 +385,7 @@ def _raise_named(model: HubModel, error: BaseException, missing: Iterable[str] =
     elif isinstance(error, GatedRepoError):
         message = f"{model}: access is restricted; ask for it at {page}, then {login}"
     elif isinstance(error, RepositoryNotFoundError) or status in (401, 403, 404):
-        # The hub answers 401 to whoever asks for a model that does not exist.
+        # To a user without a token, the hub answers 401 for a model that does not exist.
         message = (
             f"{model}: no such folder, and {constants.ENDPOINT} has no such model, or does not "
             f"show it to this user ({status}); check the name, and for a private model {login}"

@@ -69,7 +69,7 @@ def check_not_exiting() -> None:
 def end_daemon_thread() -> None:
     """Ends the calling thread without a traceback if it is a daemon thread of an exiting process.
 
-    Called where an engine that the exit has closed would raise an error that nobody waits for.
+    Called where an engine that the exit has closed would raise an error that no caller receives.
     """
     if _is_exiting and threading.current_thread().daemon:
         raise SystemExit  # threads end silently with it

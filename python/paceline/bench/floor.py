@@ -193,7 +193,7 @@ def iteration_flops(
 
 
 def _pass_flops(model: BenchModel, rows: int, logit_rows: int, workload: Workload) -> float:
-    """Arithmetic of so many rows per sequence, for all sequences."""
+    """Arithmetic of `rows` rows per sequence, for all sequences."""
     body = count_body_parameters(model.config)
     head = count_head_parameters(model.config)
     attention = attention_flops(model.config, workload.mean_context)
