@@ -230,7 +230,7 @@ class LLM(RunningLLM):
         speculative = None
         if speculative_config is not None:
             speculative = SpeculativeConfig.parse(speculative_config).completed("from_loaded")
-        needs_draft = speculative is not None and speculative.method != "ngram"
+        needs_draft = speculative is not None and speculative.has_model
         if needs_draft != (draft is not None):
             raise ValueError(
                 f"draft is {shorten(draft)} and speculative_config is "

@@ -163,6 +163,11 @@ class SpeculativeConfig:
         return self == SpeculativeConfig()
 
     @property
+    def has_model(self) -> bool:
+        """Whether a model drafts; prompt lookup has none."""
+        return self.method != "ngram"
+
+    @property
     def k(self) -> int:
         """`num_speculative_tokens` of a complete configuration.
 

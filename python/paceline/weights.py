@@ -51,7 +51,7 @@ def load_state_dicts(
     speculative = None
     if speculative_config is not None:
         speculative = SpeculativeConfig.parse(speculative_config)
-    needs_draft = speculative is not None and speculative.method != "ngram"
+    needs_draft = speculative is not None and speculative.has_model
     if needs_draft != (draft is not None):
         given = "no drafter" if draft is None else f"a drafter ({draft.path})"
         raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,11 +135,21 @@ def test_without_ops_there_is_no_floor(capsys: pytest.CaptureFixture[str]) -> No
     assert {(row["floor_ms"], row["floor_share"]) for row in rows} == {(None, None)}
 
 
+def best(measure: Callable[[], float]) -> float:
+    """The best of three, since other processes may take the core meanwhile."""
+    return max(measure() for _ in range(3))
+
+
 def test_this_machine_reads_faster_from_its_caches() -> None:
-    in_cache, in_memory = (_core.measure_read_bandwidth(1, size) for size in (1 << 16, 1 << 28))
+    in_cache, in_memory = (
+        best(lambda size=size: _core.measure_read_bandwidth(1, size)) for size in (1 << 16, 1 << 28)
+    )
     assert in_cache > 1.2 * in_memory > 0
 
 
 def test_this_machine_computes() -> None:
-    plain, bfloat16 = (_core.measure_arithmetic(1, is_bfloat16) for is_bfloat16 in (False, True))
+    plain, bfloat16 = (
+        best(lambda kind=kind: _core.measure_arithmetic(1, is_bfloat16=kind))
+        for kind in (False, True)
+    )
     assert plain > 1e9 and bfloat16 > 0.5 * plain
