@@ -14,7 +14,7 @@ from paceline.async_stream import ChunkStream, OutputStream
 from paceline.chat_messages import Conversation
 from paceline.checks import check_text, check_unknown, shorten
 from paceline.llm import LLM
-from paceline.prompts import Prompt, encode_chats
+from paceline.prompts import Prompt, check_prompt_type, encode_chats
 from paceline.request import Request
 from paceline.running_llm import internals
 from paceline.sampling import SamplingParams
@@ -140,6 +140,7 @@ class AsyncLLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        **unknown: Never,
     ) -> OutputStream:
         """Generates completions of a prompt and returns them while they grow.
 
@@ -160,7 +161,9 @@ class AsyncLLM:
         Raises:
             ValueError: request_id is not a string, or is empty. Everything else is checked when the
                 first output is awaited; see `AsyncStream`.
+            TypeError: An argument does not exist.
         """
+        check_unknown("AsyncLLM.generate", AsyncLLM.generate, unknown)
         return OutputStream(
             self, self._session, *self._plan(lambda: prompt, sampling_params, request_id)
         )
@@ -200,6 +203,7 @@ class AsyncLLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **unknown: Never,
     ) -> OutputStream:
         """Generates the next message of a conversation and returns it while it grows.
 
@@ -218,7 +222,9 @@ class AsyncLLM:
 
         Raises:
             ValueError: As for `generate`.
+            TypeError: An argument does not exist.
         """
+        check_unknown("AsyncLLM.chat", AsyncLLM.chat, unknown)
         llm, templates = self.llm, self._chat_templates
 
         def render() -> Prompt:
@@ -302,12 +308,23 @@ class AsyncLLM:
 
             def prepare() -> list[Request]:
                 prompt = make_prompt()
-                # An element without a length would make the list a prompt.
-                is_scalar = not hasattr(prompt, "__len__") or getattr(prompt, "ndim", 1) == 0
-                requests = factory.prepare(prompt if is_scalar else [prompt], params)
+                _check_is_one(prompt)
+                requests = factory.prepare([prompt], params)
                 factory.set_seeds(requests, first)
                 return requests
 
             return prepare
 
         return number, request_id
+
+
+def _check_is_one(prompt: object) -> None:
+    """Refuses a list of prompts, and what is no prompt."""
+    check_prompt_type("prompt", prompt)
+    if isinstance(prompt, list | tuple) and any(
+        isinstance(one, str | list | tuple | Mapping) for one in prompt[:1]
+    ):
+        raise ValueError(
+            f"prompt is {shorten(prompt)}, a list of prompts; allowed: one prompt. Start a task "
+            "for each; chat(messages) takes messages"
+        )

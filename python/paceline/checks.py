@@ -91,8 +91,8 @@ _ADVICE: Final = {
     "LLM.generate": {
         "lora_request": _LORA,
         "priority": "leave it out: requests run in the order in which they arrive",
-        "prompt_token_ids": "give prompts={'prompt_token_ids': ...}",
-        "tokenization_kwargs": "tokenize the prompt and give prompts={'prompt_token_ids': ...}",
+        "prompt_token_ids": "give a prompt {'prompt_token_ids': ...}",
+        "tokenization_kwargs": "tokenize the prompt and give a prompt {'prompt_token_ids': ...}",
     },
     "SamplingParams": {
         "beam_width": "leave it out: there is no beam search",
@@ -106,7 +106,12 @@ _ADVICE: Final = {
         "use_beam_search": "leave it out: there is no beam search",
     },
 }
-_ADVICE_OWNERS: Final = {"AsyncLLM": "LLM", "EngineConfig": "LLM"}
+_ADVICE_OWNERS: Final = {
+    "AsyncLLM": "LLM",
+    "AsyncLLM.chat": "LLM.chat",
+    "AsyncLLM.generate": "LLM.generate",
+    "EngineConfig": "LLM",
+}
 
 
 class _Shortener(reprlib.Repr):

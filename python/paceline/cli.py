@@ -7,6 +7,7 @@ EXIT_CODES has the exit codes. Every error is one line on standard error.
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import shlex
 import sys
@@ -64,6 +65,16 @@ class _Parser(argparse.ArgumentParser):
             emit(self.format_help(), end="")
         else:
             super().print_help(file)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuses unknown arguments where they occur, so that the message names that command."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = [option for action in self._actions for option in action.option_strings]
+            near = difflib.get_close_matches(unknown[0].split("=")[0], options, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return known, unknown
 
     def error(self, message: str) -> NoReturn:
         line = " ".join(message.splitlines())

@@ -43,6 +43,8 @@ _LATER_KEYS: Final = (
     "decoder_prompt",
     "token_type_ids",
 )
+_MESSAGE_KEYS: Final = ("role", "content", "messages")
+_FOR_CHATS: Final = "chat(messages) takes messages"
 _ALLOWED: Final = (
     "a string, a sequence of token ids, {'prompt': string} or {'prompt_token_ids': token ids}"
 )
@@ -71,7 +73,7 @@ def list_prompts(prompts: Prompts) -> list[Prompt]:
     if hasattr(first, "__len__") and getattr(first, "ndim", 1) > 0:
         listed: list[Prompt] = []
         for index, prompt in enumerate(prompts):
-            _check_prompt_type(f"prompts[{index}]", prompt)
+            check_prompt_type(f"prompts[{index}]", prompt)
             listed.append(prompt)  # type: ignore[arg-type]
         return listed
     return [prompts]  # type: ignore[list-item]
@@ -132,7 +134,7 @@ def encode(
     if isinstance(prompt, Mapping):
         return _encode_mapping(prompt, name, target, max_model_len=max_model_len, spare=spare)
     if not isinstance(prompt, str):
-        _check_prompt_type(name, prompt)
+        check_prompt_type(name, prompt)
         _check_num_tokens(name, len(prompt), target, max_model_len, spare)
         token_ids = _check_token_ids(prompt, name, target.vocab_size)
         if not token_ids:
@@ -195,7 +197,8 @@ def _encode_mapping(
                 f"{quoted(_KEYS)}"
             )
         if key not in _KEYS:
-            raise ValueError(f"{name} has the key {shorten(key)}; allowed: {quoted(_KEYS)}")
+            hint = f"; {_FOR_CHATS}" if key in _MESSAGE_KEYS else ""
+            raise ValueError(f"{name} has the key {shorten(key)}; allowed: {quoted(_KEYS)}{hint}")
     if not prompt:
         raise ValueError(f"{name} is empty; allowed: {_ALLOWED}")
     text = None
@@ -215,7 +218,12 @@ def _encode_mapping(
     return text, token_ids
 
 
-def _check_prompt_type(name: str, prompt: object) -> None:
+def check_prompt_type(name: str, prompt: object) -> None:
+    """Checks that a value may be one prompt; its elements are checked later.
+
+    Raises:
+        ValueError: It has a type that no prompt has.
+    """
     is_sequence = hasattr(prompt, "__len__") and hasattr(prompt, "__getitem__")
     if isinstance(prompt, _NO_PROMPTS) or not is_sequence or getattr(prompt, "ndim", 1) == 0:
         raise ValueError(

@@ -208,6 +208,10 @@ def _renewed(loaded: LoadedModel, opened: OpenedModel) -> LoadedModel:
 
 
 def _of_module(module: Any, name: str, tokenizer: Any) -> StateDict:
+    if hasattr(module, "_orig_mod"):
+        raise ValueError(
+            f"{name} is what torch.compile returned; expected the model itself: {name}._orig_mod"
+        )
     config = getattr(module, "config", None)
     to_state_dict = getattr(module, "state_dict", None)
     if config is None or not callable(to_state_dict):

@@ -122,7 +122,9 @@ def test_errors_reach_the_task(allm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) 
     async def main() -> None:
         for prompt, params, match in (
             ("", GREEDY, "prompt is empty"),
-            (5, GREEDY, r"prompts is 5 \(int\)"),
+            (5, GREEDY, r"^prompt is 5 \(int\)"),
+            (["a", "b"], GREEDY, r"a list of prompts; allowed: one prompt. Start a task for each"),
+            (HELLO, GREEDY, r"chat\(messages\) takes messages"),
             ("a", {"n": 1}, "sampling_params is {'n': 1}"),
             ("a", [GREEDY], "sampling_params is"),
             ("a" * 100_000, GREEDY, "tokens; allowed: at most"),

@@ -67,6 +67,19 @@ def test_usage_errors(argv: list[str], capsys: pytest.CaptureFixture[str]) -> No
     assert captured.err.startswith("paceline") and captured.err.endswith(" --help\n")
 
 
+def test_an_unknown_option_is_refused_by_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    commands = {
+        ("generate", "a", "--temprature", "1"): "temprature 1; did you mean --temperature?",
+        ("bench", "latency", "--xyzzy=3"): "xyzzy=3",
+    }
+    for argv, end in commands.items():
+        with pytest.raises(SystemExit):
+            cli.main(argv)
+        command = "paceline " + " ".join(argv[: 1 + (argv[0] == "bench")])
+        expected = f"{command}: error: unrecognized arguments: --{end}; see {command} --help\n"
+        assert capsys.readouterr().err == expected
+
+
 def test_generate(generate: list[str], llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=64)
     expected = llm.generate(PROMPT, params)[0].outputs[0].text

@@ -91,6 +91,16 @@ def test_a_conversation_from_a_pipe(
     assert captured.err == "" and "\x1b[" in captured.out
 
 
+def test_a_conversation_that_is_too_long(
+    model: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    give_input(monkeypatch, b"x" * 40)
+    assert cli.main(["chat", *model, "-q", "--max-model-len", "16"]) == EXIT_USAGE
+    error = capsys.readouterr().err
+    assert error.startswith("paceline: error: the prompt of messages has ")
+    assert "tokens; allowed: at most 15 (max_model_len is 16" in error
+
+
 def test_options_win_over_the_checkpoint(
     target_dir: Path, tmp_path: Path, template: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

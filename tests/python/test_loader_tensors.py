@@ -53,7 +53,7 @@ def test_unknown_prefix(copy_of: Callable[..., Path]) -> None:
 
     edit_tensors(path, rename)
     with raises(
-        ModelFileError, "'model.embed_tokens.weight'", "the file has 'decoder.", "allowed prefixes"
+        ModelFileError, "'model.embed_tokens.weight'", "there are 'decoder.", "allowed prefixes"
     ):
         open_checkpoint(path)
 

@@ -65,6 +65,7 @@ def test_a_list_may_mix_the_forms(llm: LLM) -> None:
         ({"prompt_token_ids": {"a": 1}}, ValueError, ("(dict)", "a sequence of token ids")),
         ({"prompt_token_ids": None}, ValueError, ("prompt['prompt_token_ids'] is None",)),
         ({"prompt_token_ids": [1, -1]}, ValueError, ("prompt['prompt_token_ids'][1] is",)),
+        ({"role": "user", "content": "a"}, ValueError, ("'role'", "chat(messages) takes messages")),
         ({"prompt_token_ids": [1], "prompt": 3}, ValueError, ("prompt['prompt'] is 3",)),
         (
             {"prompt": "a", "multi_modal_data": None},

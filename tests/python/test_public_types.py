@@ -55,6 +55,9 @@ def test_async_llm_shows_names_and_defaults() -> None:
     assert list(defaults(AsyncLLM.generate)) == ["sampling_params", "request_id"]
     with pytest.raises(TypeError, match=r"AsyncLLM has no parameter 'swap_space'.*; leave it out"):
         AsyncLLM("none", swap_space=4)  # type: ignore[arg-type]
+    for call in (AsyncLLM.generate, AsyncLLM.chat):
+        with pytest.raises(TypeError, match=r"has no parameter 'lora_request'.*; leave it out"):
+            call(None, "a", lora_request=None)  # type: ignore[arg-type, call-overload]
 
 
 @pytest.mark.parametrize("kind", [LLM, AsyncLLM, SamplingParams, RequestStream, Tokenizer])

@@ -391,6 +391,12 @@ def test_refused_arguments() -> None:
         )  # fmt: skip
     with pytest.raises(ValueError, match=r"^module is a Linear; expected a model of transformers"):
         LLM.from_module(torch.nn.Linear(2, 2), **ENGINE)
+    with pytest.raises(ValueError, match=r"the model itself: module\._orig_mod$"):
+        LLM.from_module(torch.compile(torch.nn.Linear(2, 2)), **ENGINE)
+    with pytest.raises(ValueError, match=r"^state_dict is [^\n]* \(Sequential\); expected"):
+        LLM.from_state_dict(config, torch.nn.Sequential(torch.nn.Linear(2, 2)), **ENGINE)
+    with pytest.raises(ModelFileError, match=r"; there are no tensors$"):
+        LLM.from_state_dict(config, {}, **ENGINE)
     with pytest.raises(TypeError, match="max_seqs"):
         LLM.from_state_dict(config, tensors, max_seqs=3, **ENGINE)
 

@@ -111,7 +111,7 @@ def run_latency(args: argparse.Namespace) -> int:
     with progress_bar(num_runs, "Measuring", "run", is_shown=not args.quiet) as bar:
         for c, (variant, drafter, speculation) in cells:
             workloads = [Workload(c, args.input_len, args.output_len, s) for s in samplings]
-            what = f"{variant} at {c} sequence{'' if c == 1 else 's'}"
+            what = f"{variant} at {_sequences(c)}"
             if bar.disable and not args.quiet:
                 tell(f"measuring {what} ...")
             bar.set_description(f"Measuring {what}")
@@ -152,11 +152,15 @@ def run_latency(args: argparse.Namespace) -> int:
         for speedup in measured["speedup"]:
             emit(
                 f"{speedup['configuration']} / plain tokens per second at "
-                f"{speedup['concurrency']} sequences: {speedup['ratio']:.2f}"
+                f"{_sequences(speedup['concurrency'])}: {speedup['ratio']:.2f}"
             )
     if args.plot is not None:
         draw(measured, args.plot)
     return 0
+
+
+def _sequences(count: int) -> str:
+    return f"{count} sequence{'' if count == 1 else 's'}"
 
 
 def _row_name(variant: str, sampling: dict[str, Any]) -> str:

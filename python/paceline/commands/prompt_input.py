@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline.checks import check_path, parse_json, shorten
-from paceline.prompts import check_prompt_text
+from paceline.prompts import Prompt, check_prompt_text, encode_chats
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -118,19 +118,16 @@ def _token_ids(name: str, value: Any, *, is_chat: bool) -> list[int]:
     return token_ids
 
 
-def chat_prompt(llm: LLM, messages: list[dict[str, Any]]) -> dict[str, Any]:
+def chat_prompt(llm: LLM, messages: list[dict[str, Any]]) -> Prompt:
     """Makes a prompt of a conversation with the chat template of the LLM.
 
     Raises:
-        ValueError: There is no template, or it refuses the messages.
+        ValueError: There is no template, it refuses the messages, or the prompt is too long.
     """
     tokenizer = llm.get_tokenizer()
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    # The template writes the special tokens.
-    return {
-        "prompt": text,
-        "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False),
-    }
+    (prompt,) = encode_chats([text], llm.target, llm.max_model_len)
+    return prompt
 
 
 def as_conversation(prompt: Input, system: str | None) -> list[dict[str, Any]]:

@@ -90,13 +90,15 @@ def bind(family: Family, weights: Weights, config_source: str) -> tuple[BoundTen
 def _raise_missing(missing: list[str], family: Family, weights: Weights) -> None:
     count = "1 tensor is" if len(missing) == 1 else f"{len(missing)} tensors are"
     hint = ""
-    if "fc.weight" in weights.owners:
+    if not weights.owners:
+        hint = "; there are no tensors"
+    elif "fc.weight" in weights.owners:
         hint = f"; with 'fc.weight' it is an EAGLE draft head and no target{CURE}"
     elif missing == [family.lm_head_names[0]] and family.tied_table is None:
         hint = '; a model that shares it with the embeddings says "tie_word_embeddings": true'
     elif missing[0].endswith("embed_tokens.weight") and len(missing) > 1:
         prefixes = ", ".join(map(repr, family.prefixes))
-        hint = f"; the file has {name_some(weights.owners)}; allowed prefixes: {prefixes}"
+        hint = f"; there are {name_some(weights.owners)}; allowed prefixes: {prefixes}"
     raise ModelFileError(
         f"{weights.where}: {count} missing: {name_some(missing)}, which {family.architecture} "
         f"needs{hint}"

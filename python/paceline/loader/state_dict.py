@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from paceline import _core
 from paceline._core import ModelFileError
+from paceline.checks import shorten
 
 from .messages import quote
 from .section import Section
@@ -40,7 +41,7 @@ class MemoryTensors:
         """
         if not isinstance(tensors, Mapping):
             raise ValueError(
-                f"{name} is {tensors!r:.60} ({type(tensors).__name__}); expected a mapping from "
+                f"{name} is {shorten(tensors)} ({type(tensors).__name__}); expected a mapping from "
                 "the names of Hugging Face checkpoints to tensors, such as module.state_dict()"
             )
         for key in tensors:
@@ -161,7 +162,7 @@ def memory_config(config: object, name: str) -> Section:
     values = to_dict() if callable(to_dict) else config
     if not isinstance(values, Mapping):
         raise ValueError(
-            f"{name} is {config!r:.60} ({type(config).__name__}); expected a mapping as in "
+            f"{name} is {shorten(config)} ({type(config).__name__}); expected a mapping as in "
             "config.json, or an object with to_dict()"
         )
     try:
@@ -194,9 +195,9 @@ def memory_tokenizer(tokenizer: object) -> TokenizerInfo | None:
     contents = to_str() if callable(to_str) else None
     if not isinstance(contents, str):
         raise ValueError(
-            f"tokenizer is {tokenizer!r:.60} ({type(tokenizer).__name__}); allowed: None, the path "
-            "of a tokenizer.json or of its folder, a tokenizers.Tokenizer, or a fast tokenizer of "
-            "transformers"
+            f"tokenizer is {shorten(tokenizer)} ({type(tokenizer).__name__}); allowed: None, the "
+            "path of a tokenizer.json or of its folder, a tokenizers.Tokenizer, or a fast "
+            "tokenizer of transformers"
         )
     settings = {
         "chat_template": getattr(tokenizer, "chat_template", None),
