@@ -26,7 +26,6 @@ MODEL: Final = "the folder of a checkpoint, or the name of a model on the hub"
 
 _MAX_REVISION: Final = 200
 _MAX_SHOWN: Final = 60
-_MAX_SHOWN_PATH: Final = 200
 # Python converts no integer of more than 4,300 digits to text.
 _MAX_SHOWN_BITS: Final = 4096
 

@@ -27,8 +27,7 @@ def by_bytes(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.from_file(str(path))
 
 
-@pytest.fixture(scope="module")
-def by_pieces() -> Tokenizer:
+def piece_tokenizer() -> Tokenizer:
     """A tokenizer like Gemma's: pieces with spaces and byte fallback. It drops a leading space."""
     pieces = ["<unk>", "▁", "▁Hello", "▁world", "a", "b"] + [f"<0x{i:02X}>" for i in range(256)]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
@@ -45,6 +44,11 @@ def by_pieces() -> Tokenizer:
         ]
     )
     return tokenizer
+
+
+@pytest.fixture(scope="module")
+def by_pieces() -> Tokenizer:
+    return piece_tokenizer()
 
 
 def decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:

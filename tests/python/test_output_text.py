@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
 import tiny_models
 from paceline import LLM, SamplingParams
 from paceline.loader.tokenizer import TokenizerInfo
 from paceline.request_factory import make_detokenizer
+from test_detokenizer import piece_tokenizer
 
 SPECIAL = ["<eos>", "<pad>", "<end>"]
 
@@ -40,24 +41,7 @@ def by_bytes(tmp_path_factory: pytest.TempPathFactory) -> TokenizerInfo:
 @pytest.fixture(scope="module")
 def by_pieces(tmp_path_factory: pytest.TempPathFactory) -> TokenizerInfo:
     """A tokenizer like Gemma's, which drops a leading space; its last three tokens are special."""
-    pieces = ["<unk>", "▁", "▁Hello", "▁world", "a", "b"] + [f"<0x{i:02X}>" for i in range(256)]
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab={piece: index for index, piece in enumerate(pieces)},
-            merges=[],
-            byte_fallback=True,
-            unk_token="<unk>",
-        )
-    )
-    tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    tokenizer = piece_tokenizer()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     return save(tokenizer, tmp_path_factory.mktemp("pieces"))
 
