@@ -98,6 +98,7 @@ def find_folder(
                 f"the revision of {argument} is {shorten(revision)}, but {shorten(str(model))} is "
                 "a folder; allowed: a revision of a model on the hub"
             )
+        _check_no_mistake(model)
         return Path(model)
     return fetch(
         model,
@@ -106,6 +107,19 @@ def find_folder(
         needs_weights=needs_weights,
         progress=progress,
     )
+
+
+def _check_no_mistake(model: str | os.PathLike[str]) -> None:
+    """Refuses an address, and a home folder that no shell has put in; neither is a folder."""
+    if not isinstance(model, str) or find(Path(model)) is not None:
+        return
+    advice = ""
+    if "://" in model:
+        advice = "give the name of a model on the hub without an address, such as organization/name"
+    elif model.startswith("~"):
+        advice = "~ means the home folder in a shell only; give the whole path"
+    if advice:
+        raise ModelNotFoundError(f"{shorten(model)}: no such folder; {advice}")
 
 
 def is_hub_id(name: str) -> bool:

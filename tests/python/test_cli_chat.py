@@ -194,7 +194,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_program() -> None:
     terminal.wait_for("leaves, Ctrl-C ends an answer")
     terminal.wait_for("> ")
     terminal.type("/help\n")
-    terminal.wait_for("there is no command /help")
+    terminal.wait_for("there is no command '/help'")
     terminal.wait_for("> ")
     terminal.type("def f(\n")
     terminal.wait_for("def f(", more=30)

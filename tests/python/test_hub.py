@@ -183,6 +183,21 @@ def test_progress_bars_are_hidden_on_request(
     assert seen == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("https://huggingface.co/org/model", "without an address, such as organization/name"),
+        ("hf://org/model", "without an address"),
+        ("~/models/model", "~ means the home folder in a shell only; give the whole path"),
+    ],
+)
+def test_mistaken_names(name: str, advice: str) -> None:
+    with raises(ModelNotFoundError, f"'{name}': no such folder; ", advice):
+        LLM(name)
+    with raises(ModelNotFoundError, f"'{name}': no such folder; ", advice):
+        LLM(make(TinySpec()), speculative_config={"model": name, **K}, **ENGINE)
+
+
 def test_a_folder_needs_no_hub() -> None:
     code = (
         f"import sys; from paceline import LLM; LLM({str(make(TinySpec()))!r}, **{ENGINE!r})\n"

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from paceline.checks import check_text
+from paceline.checks import check_text, shorten
 from paceline.commands.colors import COLOR_CHOICES, TokenColors, wants_color
 from paceline.commands.options import (
     add_chat_options,
@@ -100,7 +100,7 @@ def _converse(llm: LLM, args: argparse.Namespace, params: SamplingParams) -> Non
         if text == _NEW:
             messages = list(beginning)
         elif text.startswith("/") and is_interactive:
-            tell(f"paceline: there is no command {text.split()[0]}; {_HINT}")
+            tell(f"paceline: there is no command {shorten(text)}; {_HINT}")
         elif text:
             messages.append({"role": "user", "content": line})
             try:
