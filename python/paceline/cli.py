@@ -15,7 +15,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final, NoReturn
 
-from paceline.checks import check_path, shorten
+from paceline.bench import cli as bench
+from paceline.checks import MODEL, check_path, shorten
 from paceline.commands import chat, generate
 from paceline.commands.options import add_hub_options
 from paceline.console import (
@@ -97,7 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_parser(commands)
     chat.add_parser(commands)
     _add_convert(commands)
-    _add_bench(commands)
+    bench.add_parser(commands)
     _add_doctor(commands)
     return parser
 
@@ -178,7 +179,7 @@ def _message_of(error: BaseException) -> str:
     return " ".join(str(error).splitlines()) or type(error).__name__
 
 
-# ---- convert, bench, doctor --------------------------------------------------------------------
+# ---- convert, doctor ---------------------------------------------------------------------------
 
 
 def _add_convert(commands: Any) -> None:
@@ -239,11 +240,16 @@ def _run_convert(args: argparse.Namespace) -> int:
 
     if not args.quiet:
         check_output()
-    check_path("model", args.model)
+    # Everything that needs no download is checked before the first one.
+    check_path("model", args.model, MODEL)
     check_path("out", args.out, "the folder to write")
-    check_options(args.out, args.num_speculative_tokens, args.dtype)  # before a download
+    if args.draft is not None:
+        check_path("--draft", args.draft, MODEL)
+    elif args.draft_revision is not None:
+        raise ValueError("--draft-revision needs --draft with a model of the hub")
+    check_options(args.out, args.num_speculative_tokens, args.dtype)
     target = find_folder(
-        check_path("model", args.model),
+        args.model,
         revision=args.revision,
         cache_dir=args.cache_dir,
         progress=not args.quiet,
@@ -251,14 +257,12 @@ def _run_convert(args: argparse.Namespace) -> int:
     draft = None
     if args.draft is not None:
         draft = find_folder(
-            check_path("--draft", args.draft),
+            args.draft,
             revision=args.draft_revision,
             cache_dir=args.cache_dir,
             progress=not args.quiet,
             argument="--draft",
         )
-    elif args.draft_revision is not None:
-        raise ValueError("--draft-revision needs --draft with a model of the hub")
     out = convert(
         target,
         args.out,
@@ -271,17 +275,6 @@ def _run_convert(args: argparse.Namespace) -> int:
     if not args.quiet:
         emit(f"wrote {out}")
     return EXIT_OK
-
-
-def _add_bench(commands: Any) -> None:
-    """`paceline.bench.cli.add_parser(commands)` adds the parser and sets `run`."""
-    try:
-        from paceline.bench.cli import add_parser
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("paceline.bench"):
-            raise
-        return
-    add_parser(commands)
 
 
 def _add_doctor(commands: Any) -> None:
