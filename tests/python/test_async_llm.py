@@ -55,7 +55,10 @@ def test_outputs_grow(allm: AsyncLLM, llm: LLM) -> None:
         assert outputs.request_id == "mine"
         return [output async for output in outputs]
 
-    *partial, final = run(main())
+    for _ in range(50):  # on a busy machine, the first output that the task gets may be the last
+        *partial, final = run(main())
+        if partial:
+            break
     assert final.outputs == expected.outputs
     assert final.prompt_logprobs == expected.prompt_logprobs
     assert partial and all(not output.finished for output in partial)
