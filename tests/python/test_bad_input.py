@@ -6,7 +6,6 @@ Broken checkpoints are in test_loader_*.py, configurations in test_config.py.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from paceline import (
     SpeculativeConfig,
     _core,
 )
-from paceline.loader import load_checkpoint
+from paceline.loader import TokenizerInfo, load_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 OPTIONS = {"max_model_len": 64, "kv_cache_bytes": 8 << 20, "max_num_seqs": 2}
@@ -64,12 +63,8 @@ def test_empty_prompt_says_which(llm: LLM) -> None:
 
 
 def test_prompt_without_tokens(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Tokenizer:
-        def encode(self, _: str, **__: Any) -> list[int]:
-            return []
-
     with monkeypatch.context() as patched:
-        patched.setattr(llm, "target", dataclasses.replace(llm.target, tokenizer=Tokenizer()))
+        patched.setattr(TokenizerInfo, "encode", lambda *_, **__: [])
         refuses(
             lambda: llm.generate("ab"), "prompt is 'ab', for which the tokenizer of", "no token"
         )
