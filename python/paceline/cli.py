@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from typing import Any, Final, NoReturn
 
 from paceline.bench import cli as bench
-from paceline.checks import MODEL, check_path, shorten
+from paceline.checks import MODEL, check_path, check_revision, shorten
 from paceline.commands import chat, generate
-from paceline.commands.options import add_hub_options
+from paceline.commands.options import add_hub_options, download_arguments
 from paceline.console import (
     EXIT_BROKEN_PIPE,
     EXIT_CODES,
@@ -248,20 +248,16 @@ def _run_convert(args: argparse.Namespace) -> int:
     elif args.draft_revision is not None:
         raise ValueError("--draft-revision needs --draft with a model of the hub")
     check_options(args.out, args.num_speculative_tokens, args.dtype)
-    target = find_folder(
-        args.model,
-        revision=args.revision,
-        cache_dir=args.cache_dir,
-        progress=not args.quiet,
-    )
+    download = download_arguments(args)
+    check_revision("--draft-revision", args.draft_revision)
+    target = find_folder(args.model, progress=not args.quiet, **download)
     draft = None
     if args.draft is not None:
         draft = find_folder(
             args.draft,
-            revision=args.draft_revision,
-            cache_dir=args.cache_dir,
             progress=not args.quiet,
             argument="--draft",
+            **{**download, "revision": args.draft_revision},
         )
     out = convert(
         target,

@@ -274,7 +274,8 @@ class LLM(RunningLLM):
             state_dict: The tensors by name: float32, bfloat16 or float16.
             tokenizer: None (prompts are token ids and outputs have no text), the path of a
                 `tokenizer.json` or of its folder, a `tokenizers.Tokenizer`, or a fast tokenizer of
-                transformers, whose chat template and special tokens are used too.
+                transformers, whose chat template and special tokens are used too. It is also the
+                drafter's.
             generation_config: What `generation_config.json` holds, such as end-of-sequence ids;
                 None = those of `config`.
             draft_config: As `config`, for a drafter of any kind.

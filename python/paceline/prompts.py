@@ -175,6 +175,8 @@ def encode_chats(texts: Sequence[str], target: LoadedModel, max_model_len: int) 
     prompts: list[Prompt] = []
     for index, text in enumerate(texts):
         name = f"the prompt of messages[{index}]" if len(texts) > 1 else "the prompt of messages"
+        if not text:
+            raise ValueError(f"{name} is empty, because the chat template writes nothing for it")
         _, token_ids = encode(
             text,
             name,

@@ -83,6 +83,7 @@ def from_mappings(
     Raises:
         ValueError: An argument has a wrong type, or one of the drafter's two is missing.
     """
+    info = memory_tokenizer(tokenizer)
     target = StateDict(
         memory_config(config, "config"),
         state_dict,
@@ -90,7 +91,7 @@ def from_mappings(
         generation=None
         if generation_config is None
         else memory_config(generation_config, "generation_config"),
-        tokenizer=memory_tokenizer(tokenizer),
+        tokenizer=info,
     )
     if (draft_config is None) != (draft_state_dict is None):
         missing = "draft_config" if draft_config is None else "draft_state_dict"
@@ -100,7 +101,7 @@ def from_mappings(
     if draft_state_dict is None:
         return target, None
     drafter_config = memory_config(draft_config, "draft_config")
-    return target, StateDict(drafter_config, draft_state_dict, "draft_state_dict")
+    return target, StateDict(drafter_config, draft_state_dict, "draft_state_dict", tokenizer=info)
 
 
 def from_modules(
@@ -111,8 +112,9 @@ def from_modules(
     Raises:
         ValueError: A module has no configuration or no state_dict.
     """
-    target = _of_module(module, "module", memory_tokenizer(tokenizer))
-    return target, None if draft_module is None else _of_module(draft_module, "draft_module", None)
+    info = memory_tokenizer(tokenizer)
+    target = _of_module(module, "module", info)
+    return target, None if draft_module is None else _of_module(draft_module, "draft_module", info)
 
 
 class BusyError(RuntimeError):
@@ -216,8 +218,8 @@ def _of_module(module: Any, name: str, tokenizer: Any) -> StateDict:
     to_state_dict = getattr(module, "state_dict", None)
     if config is None or not callable(to_state_dict):
         raise ValueError(
-            f"{name} is a {type(module).__name__}; expected a model of transformers: a module with "
-            "config and state_dict()"
+            f"{name} is {shorten(module)} ({type(module).__name__}); expected a model of "
+            "transformers: a module with config and state_dict()"
         )
     section = memory_config(config, f"{name}.config")
     # A configuration that was never saved does not name the class.

@@ -114,7 +114,7 @@ def test_errors_name_the_argument(chatty: LLM, plain_llm: LLM) -> None:
         chatty.chat([HELLO, long])
     with pytest.raises(ValueError, match=r"^the prompt of messages has .*at most 255"):
         chatty.chat(long * 100)  # refused by its length
-    with pytest.raises(ValueError, match="the prompt of messages is empty"):
+    with pytest.raises(ValueError, match="messages is empty, because the chat template"):
         chatty.chat(HELLO, chat_template="{# #}")
     with pytest.raises(TypeError, match=r"'lora_request'.*it has: messages, sampling_params"):
         chatty.chat(HELLO, lora_request=None)  # type: ignore[call-arg]

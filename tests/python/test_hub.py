@@ -257,7 +257,10 @@ def test_convert_and_bench_on_the_command_line(
         "--config nothing": "model is 'nothing'; allowed: a folder, a model of the Hugging Face",
         "--config qwen3-8b --revision x": "the revision is 'x', but qwen3-8b is a configuration",
         "--demo --revision x": "--revision needs --model or --config",
+        "--config org/target --revision ../x": "--revision is '../x'; allowed: a branch, a tag",
     }
+    assert main(["convert", "org/target", str(tmp_path / "x"), "--draft-revision", "..", "-q"]) == 2
+    assert "--draft-revision is '..'; allowed: a branch" in capsys.readouterr().err
     for options, message in refused.items():
         assert main([*bench, *options.split()]) == 2
         assert message in capsys.readouterr().err

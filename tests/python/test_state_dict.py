@@ -222,6 +222,20 @@ def test_tokenizer_and_end_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         LLM.from_state_dict(config, tensors, tokenizer=3, **ENGINE)
 
 
+def test_a_drafter_in_memory_has_the_tokenizer_of_its_target(recwarn: Any) -> None:
+    target, draft = (make(TinySpec(vocab_size=size, tokenizer_size=100)) for size in (128, 112))
+    config, tensors = of_folder(target)
+    draft_config, draft_tensors = of_folder(draft)
+    params = SamplingParams(temperature=0.0, max_tokens=6)
+    with LLM.from_state_dict(
+        config, tensors, tokenizer=target, draft_config=draft_config,
+        draft_state_dict=draft_tensors, speculative_config={"num_speculative_tokens": 2}, **ENGINE,
+    ) as llm, LLM(target, **ENGINE) as plain:  # fmt: skip
+        tokens = [one.generate("ab", params)[0].outputs[0].token_ids for one in (llm, plain)]
+    assert tokens[0] == tokens[1]
+    assert not [warning for warning in recwarn if "tokenizer.json" in str(warning.message)]
+
+
 def test_a_tokenizer_of_transformers_brings_its_chat_templates() -> None:
     from transformers import PreTrainedTokenizerFast
 
@@ -389,7 +403,7 @@ def test_refused_arguments() -> None:
             config, tensors, speculative_config={"num_speculative_tokens": 2, "model": "x"},
             **ENGINE,
         )  # fmt: skip
-    with pytest.raises(ValueError, match=r"^module is a Linear; expected a model of transformers"):
+    with pytest.raises(ValueError, match=r"^module is Linear.* \(Linear\); expected a model of"):
         LLM.from_module(torch.nn.Linear(2, 2), **ENGINE)
     with pytest.raises(ValueError, match=r"the model itself: module\._orig_mod$"):
         LLM.from_module(torch.compile(torch.nn.Linear(2, 2)), **ENGINE)

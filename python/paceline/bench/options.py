@@ -13,7 +13,7 @@ from paceline.bench.latency import Speculation
 from paceline.bench.models import config_names, is_config_name
 from paceline.bench.plot import PLOT_NEEDS
 from paceline.checks import check_path, parse_json, quoted, shorten
-from paceline.commands.options import add_hub_options
+from paceline.commands.options import add_hub_options, download_arguments
 from paceline.console import integer, number
 from paceline.limits import MAX_NUM_SEQS, MAX_NUM_THREADS, MAX_TEMPERATURE
 from paceline.sampling import SamplingParams
@@ -270,7 +270,8 @@ def check_can_write(option: str, path: str) -> None:
 
 
 def check_hub_options(args: argparse.Namespace) -> None:
-    """Refuses options of models of the hub that could have no effect."""
+    """Refuses options of models of the hub that are malformed or could have no effect."""
+    download_arguments(args)  # checks them
     if args.revision is not None and args.model is None and args.config is None:
         raise ValueError("--revision needs --model or --config with a model of the hub")
 

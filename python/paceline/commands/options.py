@@ -7,7 +7,7 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Any, Final
 
-from paceline.checks import parse_json, shorten
+from paceline.checks import check_path, check_revision, parse_json, shorten
 from paceline.console import integer, number
 from paceline.limits import (
     MAX_BAD_WORD_TOKENS,
@@ -385,5 +385,12 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def download_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Reads the options of models of the hub as keyword arguments of `LLM`."""
+    """Reads the options of models of the hub as keyword arguments of `LLM` and `find_folder`.
+
+    Raises:
+        ValueError: One of them is malformed.
+    """
+    check_revision("--revision", args.revision)
+    if args.cache_dir is not None:
+        check_path("--cache-dir", args.cache_dir, "the folder of the hub's cache")
     return {"revision": args.revision, "cache_dir": args.cache_dir}
