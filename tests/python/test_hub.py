@@ -259,7 +259,10 @@ def test_convert_and_bench_on_the_command_line(
         "--demo --revision x": "--revision needs --model or --config",
         "--config org/target --revision ../x": "--revision is '../x'; allowed: a branch, a tag",
     }
-    assert main(["convert", "org/target", str(tmp_path / "x"), "--draft-revision", "..", "-q"]) == 2
+    convert = ["convert", "org/target", str(tmp_path / "x"), "-q", "--draft-revision"]
+    assert main([*convert, "v1"]) == 2
+    assert "--draft-revision needs --draft" in capsys.readouterr().err
+    assert main([*convert, "..", "--draft", "draft"]) == 2
     assert "--draft-revision is '..'; allowed: a branch" in capsys.readouterr().err
     for options, message in refused.items():
         assert main([*bench, *options.split()]) == 2
