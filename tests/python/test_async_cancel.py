@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from async_tasks import GREEDY, LONG, TIMEOUT_S, idle, last, run, until_running
+from async_tasks import GREEDY, LONG, LONGEST, TIMEOUT_S, idle, last, run, until_queued
 from paceline import LLM, AsyncLLM, RequestOutput, SamplingParams
 from paceline.loader import TokenizerInfo
 
 
 async def _cancel_task(allm: AsyncLLM) -> None:
-    task = asyncio.create_task(last(allm.generate("a", LONG)))
-    await until_running(allm.llm, 1)
+    task = asyncio.create_task(last(allm.generate("a", LONGEST)))
+    await until_queued(allm.llm, 1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

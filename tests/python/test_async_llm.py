@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from async_tasks import GREEDY, LONG, TIMEOUT_S, idle, last, run, until_running
+from async_tasks import GREEDY, LONG, LONGEST, TIMEOUT_S, idle, last, run, until_queued
 from paceline import LLM, AsyncLLM, RequestError, RequestOutput, SamplingParams
 from paceline.request import Request
 from test_llm_processes import assert_succeeds
@@ -196,9 +196,8 @@ def test_a_request_belongs_to_one_loop(allm: AsyncLLM) -> None:
 def test_close_ends_the_tasks(target_dir: Path, llm: LLM) -> None:
     async def main() -> None:
         allm = AsyncLLM(target_dir, device="cpu", max_model_len=512, show_progress=False)
-        params = SamplingParams(max_tokens=400, ignore_eos=True)
-        tasks = [asyncio.create_task(last(allm.generate("a", params))) for _ in range(4)]
-        await until_running(allm.llm, 4)
+        tasks = [asyncio.create_task(last(allm.generate("a", LONGEST))) for _ in range(4)]
+        await until_queued(allm.llm, 4)
         allm.close()
         allm.close()
         for task in tasks:
@@ -209,8 +208,8 @@ def test_close_ends_the_tasks(target_dir: Path, llm: LLM) -> None:
         assert "closed" in repr(allm) and repr(allm).startswith("<AsyncLLM")
         # One that shares its LLM leaves that open.
         shared = AsyncLLM.from_llm(llm)
-        task = asyncio.create_task(last(shared.generate("a", LONG)))
-        await until_running(llm, 1)
+        task = asyncio.create_task(last(shared.generate("a", LONGEST)))
+        await until_queued(llm, 1)
         shared.close()
         with pytest.raises(RuntimeError, match="this AsyncLLM was closed while"):
             await task

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from async_tasks import GREEDY, LONG, TIMEOUT_S, idle, last, run
+from async_tasks import GREEDY, LONGEST, TIMEOUT_S, idle, last, run
 from paceline import LLM, AsyncLLM, RequestOutput, SamplingParams
 from paceline.demo import find_demo
 from paceline.loader import TokenizerInfo
@@ -94,8 +94,7 @@ def test_a_lock_that_is_kept_does_not_block_the_loop(allm: AsyncLLM, llm: LLM) -
     """As while a thread adds requests and has to wait for an update of the weights."""
 
     async def main() -> tuple[float, int, bool]:
-        # Many samples, so that they do not end before the lock is free.
-        running = allm.generate("a", dataclasses.replace(LONG, n=64), "running")
+        running = allm.generate("a", LONGEST, "running")  # does not end before the lock is free
         await anext(running)
         before = llm._executor.stats()["num_cancelled"]
         is_kept, may_end = threading.Event(), threading.Event()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
@@ -12,6 +13,8 @@ from paceline import LLM, RequestOutput, SamplingParams
 T = TypeVar("T")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 LONG = SamplingParams(temperature=1.0, max_tokens=1500, seed=0)
+NUM_SAMPLES = 64
+LONGEST = dataclasses.replace(LONG, ignore_eos=True, n=NUM_SAMPLES)  # takes seconds
 
 TIMEOUT_S = 60
 
@@ -47,7 +50,10 @@ async def idle(llm: LLM) -> dict[str, Any]:
     return stats
 
 
-async def until_running(llm: LLM, count: int) -> None:
-    """Waits until the engine runs `count` outputs."""
-    while llm._executor.stats()["num_running"] < count:
+async def until_queued(llm: LLM, num_requests: int) -> None:
+    """Waits until the engine has `num_requests` requests with the parameters LONGEST."""
+    while True:
+        stats = llm._executor.stats()
+        if stats["num_running"] + stats["num_waiting"] == num_requests * NUM_SAMPLES:
+            return
         await asyncio.sleep(0.001)
