@@ -163,7 +163,7 @@ def _hub_rows(hub: dict[str, Any] | None) -> list[tuple[str, str]]:
     access = (
         "offline (HF_HUB_OFFLINE): only models in the cache load"
         if hub["is_offline"]
-        else f"online: {hub['endpoint']}, {token} a token"
+        else f"{hub['endpoint']}, {token} a token; not contacted now"
     )
     return [("hub", access), ("hub cache", hub["cache_dir"])]
 

@@ -459,7 +459,9 @@ def test_doctor_shows_extras_and_the_hub(tmp_path: Path) -> None:
     assert f"{'torch':<18}not installed; optional: pip install 'paceline[torch]'" in lines
     assert f"{'matplotlib':<18}3.9" in lines
     online = doctor.report_text(report | {"hub": hub | {"is_offline": False}})
-    assert f"online: {hub['endpoint']}, with a token" in online and "secret" not in online
+    assert (
+        f"{hub['endpoint']}, with a token; not contacted now" in online and "secret" not in online
+    )
     assert "huggingface_hub is missing" in doctor.report_text(report | {"hub": None})
 
 
