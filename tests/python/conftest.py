@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,17 @@ from assistant_models import AssistantSpec
 from eagle_models import EagleSpec
 from paceline import LLM, AsyncLLM
 from tiny_models import TinySpec, make
+
+
+@pytest.fixture(autouse=True, scope="session")
+def signals_are_not_ignored() -> None:
+    """Undoes what `nohup` and `&` of a shell do to the tests, and to the programs they start."""
+    for number, default in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, signal.SIG_DFL),
+    ):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, default)
 
 
 @pytest.fixture(autouse=True)

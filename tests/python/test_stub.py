@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import paceline
+from markdown_pages import blocks, pages
 
 pytest.importorskip("mypy")
 ROOT = Path(__file__).parents[2]
@@ -48,19 +49,16 @@ def test_stub_matches_the_module(tmp_path: Path) -> None:
     run("mypy.stubtest", "paceline._core", "--allowlist", "allowed", cwd=tmp_path)
 
 
-def python_of(page: Path) -> str:
-    """All Python code of a page; a later block may use the names of an earlier one."""
-    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
-    return "".join(blocks)
-
-
 def test_package_and_user_code_are_strictly_typed(tmp_path: Path) -> None:
-    snippets = tmp_path / "snippets"
-    snippets.mkdir()
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
-        if code := python_of(page):
-            (snippets / f"page_{page.stem.lower().replace('-', '_')}.py").write_text(code)
-    assert (snippets / "page_readme.py").is_file()
+    snippets = []
+    for page in pages():
+        # A later block may use the names of an earlier one.
+        code = [b.code for b in blocks(page) if b.language == "python" and b.how != "file"]
+        if code:
+            name = re.sub(r"[^a-z0-9]", "_", str(page).lower())
+            snippets.append(tmp_path / f"page_{name}.py")
+            snippets[-1].write_text("\n".join(code))
+    assert tmp_path / "page_readme_md.py" in snippets
     run(
         "mypy",
         "--config-file",
@@ -70,7 +68,7 @@ def test_package_and_user_code_are_strictly_typed(tmp_path: Path) -> None:
         "python/paceline",
         "tests/support/user_code.py",
         *map(str, sorted((ROOT / "examples").glob("*.py"))),
-        *map(str, sorted(snippets.glob("*.py"))),
+        *map(str, snippets),
         cwd=ROOT,
     )
 
