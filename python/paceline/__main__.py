@@ -1,9 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m paceline`: the command line."""
+"""The program `paceline`, also as `python -m paceline`."""
 
 import sys
 
-from paceline.cli import main
+
+def main() -> int:
+    """Runs the command line; a Ctrl-C while it is imported ends it as one later does."""
+    try:
+        from paceline import cli
+    except KeyboardInterrupt:
+        print("paceline: interrupted", file=sys.stderr)
+        return 130
+    return cli.main()
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -328,3 +328,20 @@ def test_an_error_of_the_system_names_the_file(
     monkeypatch.setattr("paceline.llm.load_pair", fail)
     assert cli.main(GENERATE) == cli.EXIT_MODEL
     assert capsys.readouterr().err == "paceline: error: some/config.json: Permission denied\n"
+
+
+def test_ctrl_c_while_the_command_line_is_imported() -> None:
+    code = """
+import sys
+from paceline.__main__ import main
+
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == "paceline.cli":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupting())
+sys.exit(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "paceline: interrupted\n")
