@@ -23,7 +23,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import evidence_tables
 import paceline
+from evidence_tables import rows_of, table
 from paceline.config import DEVICES, DTYPES
 from paceline.loader import ARCHITECTURES
 from paceline.loader.binding import STORED_DTYPES
@@ -120,12 +122,6 @@ DIFFERENCES: Final = {
         "seed": "-1 is refused; None = a seed of its own",
     },
 }
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Formats a table in Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
 def check_words(what: str, words: dict[str, str], names: Sequence[str]) -> None:
@@ -254,12 +250,11 @@ def vllm_command() -> str:
 
 def break_even() -> str:
     """The acceptance length from which on each pair of the GPU evidence is faster than plain."""
-    benches = json.loads((DOCS / "gpu-evidence.json").read_text())["benches"]
     rows = []
     for bench, words in PAIRS.items():
         plain: dict[int, float] = {}
         cells: dict[int, str] = {}
-        for row in benches[bench]["figures"]["rows"]:
+        for row in rows_of(bench):
             c, speed = row["workload"]["concurrency"], row["output_tokens_per_s"]
             if row["configuration"] == "plain":
                 plain[c] = speed
@@ -386,6 +381,10 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
     "demo-speed-h200": lambda: demo_speed("h200"),
     "draft-lengths": draft_lengths,
     "drafters": drafters,
+    "h200-drivers": evidence_tables.drivers,
+    "h200-kernels": evidence_tables.kernel_times,
+    "h200-latency": evidence_tables.latency,
+    "h200-sampling": evidence_tables.sampling,
     "support": support,
     "vllm-command": vllm_command,
     "vllm-first-token": vllm_first_token,

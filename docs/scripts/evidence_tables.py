@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of docs/performance.md from the benches in docs/gpu-evidence.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+EVIDENCE: Final = Path(__file__).resolve().parents[1] / "gpu-evidence.json"
+
+TARGETS: Final = {"qwen3-8b": "Qwen3-8B", "llama-3-8b": "Llama-3-8B", "gemma3-27b": "Gemma3-27B"}
+DRAFTERS: Final = {"qwen3-8b": "EAGLE-3", "llama-3-8b": "EAGLE", "gemma3-27b": "270M"}
+# The kernels of each row of the table of times; a name with "gemm" is a product.
+KERNELS: Final = {
+    "attention": ("paged_attention",),
+    "norms": ("rms_norm",),
+    "rotary embedding, KV append": ("qk_norm_rope_append",),
+    "activation": ("gated_activation",),
+    "draw": ("draw",),
+}
+
+Row = dict[str, Any]
+
+
+def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """A table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def bench(name: str) -> dict[str, Any]:
+    """The figures and the trace of one bench."""
+    found: dict[str, Any] = json.loads(EVIDENCE.read_text())["benches"][name]
+    return found
+
+
+def rows_of(name: str) -> list[Row]:
+    """The measured rows of one bench."""
+    rows: list[Row] = bench(name)["figures"]["rows"]
+    return rows
+
+
+def milliseconds(value: float) -> str:
+    """Three or four digits."""
+    return f"{value:.2f}" if value < 15 else f"{value:.1f}"
+
+
+def latency() -> str:
+    """Every pair, plain and with its drafter, by concurrency."""
+    lines = []
+    for name, target in TARGETS.items():
+        rows = [row for row in rows_of(name) if row["draft_driver"] in (None, "unrolled")]
+        for row in sorted(rows, key=lambda row: row["draft_driver"] is not None):
+            words = f"{target} plain"
+            if row["draft_driver"] is not None:
+                words = f"{target} + {DRAFTERS[name]}, k=3"
+            lines.append(
+                (
+                    words,
+                    row["workload"]["concurrency"],
+                    milliseconds(row["iteration_ms"]),
+                    milliseconds(row["iteration_p99_ms"]),
+                    f"{row['tokens_per_iteration']:.2f}",
+                    f"{row['output_tokens_per_s']:.0f}",
+                    f"{row['floor_share']:.0%}".replace("%", " %"),
+                    f"{row['idle_share']:.1%}".replace("%", " %"),
+                )
+            )
+    head = ("configuration", "c", "ms per iteration", "p99", "tokens per iteration", "tokens/s")
+    return table((*head, "share of the floor", "idle"), lines)
+
+
+def drivers() -> str:
+    """Milliseconds per iteration of the Gemma pair by draft driver."""
+    cells: dict[str, list[str]] = {}
+    for row in rows_of("gemma3-27b"):
+        if row["draft_driver"] is not None:
+            cells.setdefault(row["draft_driver"], []).append(f"{row['iteration_ms']:.2f}")
+    return table(("driver", "c = 1", "16", "64"), [(k, *v) for k, v in cells.items()])
+
+
+def sampling() -> str:
+    """Milliseconds per iteration by sampling, with what a drafted row adds to temperature 0."""
+    lines: dict[str, list[str]] = {}
+    greedy: dict[int, float] = {}
+    for row in rows_of("sampling"):
+        c, ms = row["workload"]["concurrency"], row["iteration_ms"]
+        values = row["workload"]["sampling"]
+        words = "plain" if row["draft_driver"] is None else "k=3"
+        words += f", T={values['temperature']:g}"
+        if "top_p" in values:
+            words += f", top_p {values['top_p']}"
+        cell = f"{ms:.3f}"
+        if row["draft_driver"] is not None:
+            greedy.setdefault(c, ms)
+            if values["temperature"] > 0:
+                cell += f" ({ms / greedy[c] - 1:+.1%})".replace("%", " %")
+        lines.setdefault(words, []).append(cell)
+    order = sorted(lines, key=lambda words: words.startswith("k="))
+    return table(("requests", "c = 1", "16", "64"), [(k, *lines[k]) for k in order])
+
+
+def kernel_times() -> str:
+    """Milliseconds of an iteration by kind of kernel, each kernel timed alone."""
+    columns: list[tuple[str, Row]] = []
+    for name, target in TARGETS.items():
+        traced = [
+            row
+            for row in bench(name)["trace"]["rows"]
+            if row["configuration"] in ("k=3", "k=3 unrolled")
+            and (name != "llama-3-8b" or row["concurrency"] == 64)
+        ]
+        pair = f"{target} + {DRAFTERS[name]}"
+        for i, row in enumerate(traced):
+            c = row["concurrency"]
+            columns.append((f"{pair}, c = {c}" if i == 0 else str(c), row))
+
+    def total(row: Row, kind: str) -> float:
+        kernels = row["kernels"]
+        if kind == "products":
+            kernels = [kernel for kernel in kernels if "gemm" in kernel["name"]]
+        elif kind != "all, one by one":
+            kernels = [kernel for kernel in kernels if kernel["name"] in KERNELS[kind]]
+        return sum(kernel["total_us"] for kernel in kernels) / 1e3
+
+    lines = [
+        (kind, *(f"{total(row, kind):.2f}" for _, row in columns))
+        for kind in ("products", *KERNELS, "all, one by one")
+    ]
+    graph = (f"{row['iteration_us'] / 1e3:.2f}" for _, row in columns)
+    lines.append(("the iteration in its graph", *graph))
+    return table(("kernels", *(words for words, _ in columns)), lines)
