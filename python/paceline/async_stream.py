@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
@@ -120,9 +121,9 @@ class AsyncStream(AsyncIterator[_T], Generic[_T]):
         await loop.run_in_executor(session.workers, lambda: session.start(feed, make()))
         return feed
 
+    @abstractmethod
     def _take(self, feed: Feed) -> _T:
         """Makes an item of the chunks of a feed, which has some. Sets `_is_done` with the last."""
-        raise NotImplementedError
 
     def _close(self) -> None:
         self._is_done = True

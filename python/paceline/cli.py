@@ -18,7 +18,7 @@ from typing import Any, Final, NoReturn
 from paceline.bench import cli as bench
 from paceline.checks import MODEL, check_path, check_revision, shorten
 from paceline.commands import chat, generate
-from paceline.commands.options import add_hub_options, download_arguments
+from paceline.commands.options import add_hub_options, add_quiet_option, download_arguments
 from paceline.console import (
     EXIT_BROKEN_PIPE,
     EXIT_CODES,
@@ -225,12 +225,7 @@ def _add_convert(commands: Any) -> None:
         help="read an EAGLE drafter's pytorch_model.bin: tensors only; needs torch: "
         "pip install 'paceline[torch]' (default: off)",
     )
-    parser.add_argument(
-        "-q",
-        "--quiet",
-        action="store_true",
-        help="print no progress bar and no message (default: off)",
-    )
+    add_quiet_option(parser, "print no progress bar and no message")
     parser.set_defaults(run=_run_convert)
 
 

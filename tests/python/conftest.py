@@ -81,6 +81,21 @@ def assistant(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
+@pytest.fixture
+def pair_of(
+    tmp_path: Path, draft_head: Callable[..., Path], assistant: Callable[..., Path]
+) -> Callable[[str], tuple[Path, Path]]:
+    """Writes a target and a drafter of a kind: "draft_model", "gemma4_mtp", or a draft head's."""
+
+    def write(kind: str) -> tuple[Path, Path]:
+        target = make(assistant_pair.TARGET if kind == "gemma4_mtp" else eagle_pair.TARGET)
+        if kind == "draft_model":
+            return target, tiny_models.perturbed_copy(target, tmp_path / "draft", noise=0.02)
+        return target, assistant() if kind == "gemma4_mtp" else draft_head(kind)
+
+    return write
+
+
 @pytest.fixture(scope="session")
 def target_dir() -> Path:
     """A tiny Gemma 3: sliding and full layers."""

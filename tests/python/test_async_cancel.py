@@ -132,7 +132,7 @@ def test_abort_ends_with_the_output_so_far(allm: AsyncLLM, llm: LLM) -> None:
         seen = await anext(running)
         await allm.abort("mine")
         await allm.abort("mine")
-        await allm.abort("nobody")
+        await allm.abort("unknown")
         outputs = [output async for output in running]
         # One that has not been queued yet.
         early = asyncio.create_task(last(allm.generate("a", LONG, "early")))

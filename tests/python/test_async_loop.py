@@ -110,7 +110,7 @@ def test_a_lock_that_is_kept_does_not_block_the_loop(allm: AsyncLLM, llm: LLM) -
         start = time.perf_counter()
         queued = asyncio.create_task(last(allm.generate("b", GREEDY)))
         await asyncio.sleep(0.01)
-        await allm.abort("nobody")
+        await allm.abort("unknown")
         await running.aclose()
         duration = time.perf_counter() - start
         was_waiting = not queued.done()

@@ -19,11 +19,10 @@ import torch
 
 import assistant_pair
 import dlpack_tensors
-import eagle_pair
 from dlpack_tensors import RawTensor
 from paceline import LLM, ModelFileError, SamplingParams
 from paceline.loader import load_pair
-from tiny_models import TinySpec, load_tensors, make, perturbed_copy, read_json
+from tiny_models import TinySpec, load_tensors, make, read_json
 
 FAMILIES = {
     "llama": TinySpec("llama", attention_bias=True, mlp_bias=True),
@@ -84,27 +83,16 @@ def test_module_equals_its_folder(family: str, dtype: str, tmp_path: Path) -> No
         assert loaded.weight_dtype == dtype
 
 
-def drafter_folder(kind: str, target: Path, tmp_path: Path, write: dict[str, Any]) -> Path:
-    if kind == "draft_model":
-        return perturbed_copy(target, tmp_path / "draft", noise=0.05)
-    if kind == "gemma4_mtp":
-        return Path(write["assistant"]())
-    return Path(write["draft_head"](kind))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["draft_model", "eagle", "eagle3", "speculators", "gemma4_mtp"])
 def test_drafters_equal_their_folders(
     kind: str,
     dtype: str,
     tmp_path: Path,
-    draft_head: Callable[..., Path],
-    assistant: Callable[..., Path],
+    pair_of: Callable[[str], tuple[Path, Path]],
 ) -> None:
-    spec = assistant_pair.TARGET if kind == "gemma4_mtp" else eagle_pair.TARGET
-    writers = {"draft_head": draft_head, "assistant": assistant}
-    drafter = drafter_folder(kind, make(spec), tmp_path, writers)
-    target_path = write_as(make(spec), tmp_path / "target-as", dtype)
+    target, drafter = pair_of(kind)
+    target_path = write_as(target, tmp_path / "target-as", dtype)
     draft_path = write_as(drafter, tmp_path / "draft-as", dtype)
     expected, expected_draft = load_pair(target_path, draft_path, progress=False)
     assert expected_draft is not None

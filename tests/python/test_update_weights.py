@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-import assistant_pair
 import eagle_pair
 from paceline import LLM, BusyError, ModelFileError, SamplingParams, _core
 from paceline.loader import load_checkpoint, load_pair
@@ -55,18 +54,13 @@ def test_as_a_new_llm(
     kind: str,
     dtype: str,
     tmp_path: Path,
-    draft_head: Callable[..., Path],
-    assistant: Callable[..., Path],
+    pair_of: Callable[[str], tuple[Path, Path]],
 ) -> None:
-    spec = assistant_pair.TARGET if kind == "gemma4_mtp" else eagle_pair.TARGET
-    path = make(spec)
     drafter: Path | None = None
-    if kind == "draft_model":
-        drafter = perturbed_copy(path, tmp_path / "draft", noise=0.02)
-    elif kind == "gemma4_mtp":
-        drafter = assistant()
-    elif kind != "ngram":
-        drafter = draft_head(kind)
+    if kind == "ngram":
+        path = make(eagle_pair.TARGET)
+    else:
+        path, drafter = pair_of(kind)
     config: dict[str, Any] = {"num_speculative_tokens": 3}
     config |= {"method": "ngram"} if drafter is None else {"model": str(drafter)}
     tensors = other(load_tensors(path))

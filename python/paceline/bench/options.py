@@ -13,7 +13,12 @@ from paceline.bench.latency import Speculation
 from paceline.bench.models import config_names, is_config_name
 from paceline.bench.plot import PLOT_NEEDS
 from paceline.checks import check_path, parse_json, quoted, shorten
-from paceline.commands.options import add_hub_options, download_arguments
+from paceline.commands.options import (
+    add_device_option,
+    add_hub_options,
+    add_quiet_option,
+    download_arguments,
+)
 from paceline.console import integer, number
 from paceline.limits import MAX_NUM_SEQS, MAX_NUM_THREADS, MAX_TEMPERATURE
 from paceline.sampling import SamplingParams
@@ -141,12 +146,7 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
-    group.add_argument(
-        "--device",
-        default="auto",
-        help="auto, cpu or cuda; auto is cuda if a GPU is usable, but cpu with --demo "
-        "(default: auto)",
-    )
+    add_device_option(group)
     group.add_argument(
         "--drivers",
         metavar="LIST",
@@ -188,7 +188,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         help="write the time of each kernel of one iteration, in which draft steps run one after "
         "another with every driver; needs --device cuda (default: none)",
     )
-    group.add_argument("-q", "--quiet", action="store_true", help="show no progress (default: off)")
+    add_quiet_option(group, "show no progress")
 
 
 def parse_concurrency(text: str) -> list[int]:

@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline.checks import check_text, shorten
-from paceline.commands.colors import COLOR_CHOICES, TokenColors, wants_color
+from paceline.commands.colors import TokenColors, wants_color
 from paceline.commands.options import (
     add_chat_options,
+    add_color_option,
     add_engine_options,
     add_model_options,
+    add_quiet_option,
     add_sampling_options,
     choose_model,
     download_arguments,
@@ -47,19 +49,8 @@ def add_parser(commands: Any) -> None:
     add_sampling_options(parser, max_tokens=1024, is_chat=True)
     add_engine_options(parser)
     output = parser.add_argument_group("output")
-    output.add_argument(
-        "--color",
-        choices=COLOR_CHOICES,
-        default="never",
-        help="colour the answers by where their tokens come from: auto (on a terminal, unless "
-        "NO_COLOR is set), always or never (default: never)",
-    )
-    output.add_argument(
-        "-q",
-        "--quiet",
-        action="store_true",
-        help="print the answers only, without progress and report (default: off)",
-    )
+    add_color_option(output, "each answer")
+    add_quiet_option(output, "print the answers only, without progress and report")
     parser.set_defaults(run=_run_chat)
 
 

@@ -8,11 +8,13 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from paceline.commands.colors import COLOR_CHOICES, TokenColors, legend, wants_color
+from paceline.commands.colors import TokenColors, legend, wants_color
 from paceline.commands.options import (
     add_chat_options,
+    add_color_option,
     add_engine_options,
     add_model_options,
+    add_quiet_option,
     add_sampling_options,
     choose_model,
     download_arguments,
@@ -70,13 +72,7 @@ def add_parser(commands: Any) -> None:
     add_sampling_options(parser, max_tokens=64)
     add_engine_options(parser)
     output = parser.add_argument_group("output")
-    output.add_argument(
-        "--color",
-        choices=COLOR_CHOICES,
-        default="never",
-        help="colour the output by where its tokens come from, with a legend in the report: auto "
-        "(on a terminal, unless NO_COLOR is set), always or never (default: never)",
-    )
+    add_color_option(output, "the output")
     output.add_argument(
         "--compare",
         action="store_true",
@@ -93,12 +89,7 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="print the output when it is complete (default: off)",
     )
-    output.add_argument(
-        "-q",
-        "--quiet",
-        action="store_true",
-        help="print the output only, without prompt, progress and report (default: off)",
-    )
+    add_quiet_option(output, "print the output only, without prompt, progress and report")
     parser.set_defaults(run=_run_generate)
 
 

@@ -8,6 +8,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline.checks import check_path, check_revision, parse_json, shorten
+from paceline.commands.colors import COLOR_CHOICES
 from paceline.console import integer, number
 from paceline.limits import (
     MAX_BAD_WORD_TOKENS,
@@ -249,15 +250,36 @@ def _add_stopping(group: Any) -> None:
     )
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that are arguments of `LLM`."""
-    group = parser.add_argument_group("engine")
+def add_device_option(group: argparse._ActionsContainer) -> None:
+    """Adds `--device`."""
     group.add_argument(
         "--device",
         default="auto",
         help="auto, cpu or cuda; auto is cuda if a GPU is usable, but cpu with a demo "
         "(default: auto)",
     )
+
+
+def add_color_option(group: argparse._ActionsContainer, what: str) -> None:
+    """Adds `--color`, for what it colours."""
+    group.add_argument(
+        "--color",
+        choices=COLOR_CHOICES,
+        default="never",
+        help=f"colour {what} by where its tokens come from: auto "
+        "(on a terminal, unless NO_COLOR is set), always or never (default: never)",
+    )
+
+
+def add_quiet_option(group: argparse._ActionsContainer, effect: str) -> None:
+    """Adds `-q`, with its effect."""
+    group.add_argument("-q", "--quiet", action="store_true", help=f"{effect} (default: off)")
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that are arguments of `LLM`."""
+    group = parser.add_argument_group("engine")
+    add_device_option(group)
     group.add_argument(
         "--dtype",
         default="auto",
