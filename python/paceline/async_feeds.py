@@ -46,15 +46,18 @@ class LoopBell:
             RuntimeError: The loop is closed.
         """
         self._ringing.extend(feeds)
-        # `_wake` resets this before it empties the queue, so no feed is left in it.
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            try:
+        try:
+            # A loop that is closed between the call and `_wake` drops `_wake` in silence.
+            if self.loop.is_closed():
+                raise RuntimeError("Event loop is closed")
+            # `_wake` resets this before it empties the queue, so no feed is left in it.
+            if not self._is_scheduled:
+                self._is_scheduled = True
                 self.loop.call_soon_threadsafe(self._wake)
-            except RuntimeError:
-                self._is_scheduled = False
-                self._ringing.clear()
-                raise
+        except RuntimeError:
+            self._is_scheduled = False
+            self._ringing.clear()
+            raise
 
     def _wake(self) -> None:
         self._is_scheduled = False

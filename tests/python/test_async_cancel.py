@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -116,11 +117,16 @@ def test_ending_early_frees_the_blocks(
     assert after <= before + 2
 
 
-def test_closing_the_loop_cancels(allm: AsyncLLM, llm: LLM) -> None:
+@pytest.mark.parametrize("has_pending_call", [False, True])
+def test_closing_the_loop_cancels(allm: AsyncLLM, llm: LLM, has_pending_call: bool) -> None:
+    """Also if an event came after the loop stopped, whose call the closing loop drops."""
     loop = asyncio.new_event_loop()
-    outputs = allm.generate("a", dataclasses.replace(LONG, n=8))
+    outputs = allm.generate("a", dataclasses.replace(LONG, ignore_eos=True, n=8))
     before = llm._executor.stats()["num_cancelled"]
     loop.run_until_complete(anext(outputs))
+    assert outputs._feed is not None
+    while has_pending_call and not outputs._feed.bell._is_scheduled:
+        time.sleep(0.001)
     loop.close()  # the next event finds it closed
     assert run(idle(llm))["num_cancelled"] == before + 8
     del outputs
