@@ -355,13 +355,10 @@ std::unique_ptr<GemmPlanner::Plan> GemmPlanner::best_plan(CudaContext& ctx, cons
                .max_rows = rows,
                .x = trial.x.data(),
                .x_stride = k,
-               .weight = weight,
-               .weight_dtype = DType::kBFloat16,
+               .weight = plain_matrix(weight, n, k, DType::kBFloat16),
                .bias = nullptr,
                .y = trial.ours.data(),
                .y_stride = n,
-               .n = n,
-               .k = k,
                .x_dtype = DType::kBFloat16,
                .y_dtype = trial.y_dtype});
   };
@@ -400,17 +397,18 @@ std::unique_ptr<GemmPlanner::Plan> GemmPlanner::best_plan(CudaContext& ctx, cons
 }
 
 bool GemmPlanner::run_library(CudaContext& ctx, const GemmParams& p) {
-  if (library_ == nullptr || p.bias != nullptr || p.x_stride != p.k || p.y_stride != p.n) {
+  if (library_ == nullptr || p.weight.format != WeightFormat::kPlain || p.bias != nullptr ||
+      p.x_stride != p.weight.k || p.y_stride != p.weight.n) {
     return false;
   }
   const int32_t padded = padded_rows(p.max_rows);
   if (!is_for_library(p.max_rows, padded)) return false;
-  const auto found = plans_.find(Key{padded, p.n, p.k, p.y_dtype});
+  const auto found = plans_.find(Key{padded, p.weight.n, p.weight.k, p.y_dtype});
   if (found == plans_.end() || found->second == nullptr) return false;
   const Plan& plan = *found->second;
-  plan.run(ctx, plan.algorithm, p.weight, p.x, p.y);
+  plan.run(ctx, plan.algorithm, p.weight.data, p.x, p.y);
   if (ctx.trace != nullptr) {
-    ctx.trace->label_next(concat("cublasLt gemm ", p.n, "x", p.k));
+    ctx.trace->label_next(concat("cublasLt gemm ", p.weight.n, "x", p.weight.k));
     ctx.trace->mark("cublasLt");
   }
   return true;

@@ -21,7 +21,7 @@ using TokenRows = Tile<RowsAre::kTokens, 1, weights>;
 // The number of tiles that the busiest SM computes.
 template <class Tile>
 int64_t num_waves(const CudaContext& ctx, const GemmParams& p) {
-  return (num_tiles<Tile>(p.n, p.max_rows) + ctx.num_sms - 1) / ctx.num_sms;
+  return (num_tiles<Tile>(p.weight.n, p.max_rows) + ctx.num_sms - 1) / ctx.num_sms;
 }
 
 // With enough tiles for two or three per SM, each ring takes a part of its shared memory; fewer
@@ -122,14 +122,14 @@ void launch_float(CudaContext& ctx, const GemmParams& p) {
                          .bias = p.bias,
                          .y = p.y,
                          .y_stride = p.y_stride,
-                         .n = p.n,
-                         .k = p.k,
+                         .n = p.weight.n,
+                         .k = p.weight.k,
                          .num_stages = 0,
                          .stage_bytes = 0,
                          .block_tokens = 0};
-  launch(ctx, "gemm_float", &gemm_float_kernel, dim3((p.n + 15) / 16, (p.max_rows + 15) / 16),
-         dim3(16, 16), 0, args, static_cast<const float*>(p.x), p.x_stride,
-         static_cast<const float*>(p.weight));
+  launch(ctx, "gemm_float", &gemm_float_kernel,
+         dim3((p.weight.n + 15) / 16, (p.max_rows + 15) / 16), dim3(16, 16), 0, args,
+         static_cast<const float*>(p.x), p.x_stride, reinterpret_cast<const float*>(p.weight.data));
 }
 
 }  // namespace
@@ -137,15 +137,15 @@ void launch_float(CudaContext& ctx, const GemmParams& p) {
 
 void gemm(CudaContext& ctx, const GemmParams& p) {
   if (p.max_rows <= 0) return;
-  if (ctx.trace != nullptr) ctx.trace->label_next(concat("gemm ", p.n, "x", p.k));
-  PACELINE_CHECK(p.x_dtype == p.weight_dtype, "on a GPU x has the dtype of the weights");
-  if (p.weight_dtype == DType::kFloat32) {
+  if (ctx.trace != nullptr) ctx.trace->label_next(concat("gemm ", p.weight.n, "x", p.weight.k));
+  PACELINE_CHECK(p.x_dtype == p.weight.dtype, "on a GPU x has the dtype of the weights");
+  if (p.weight.dtype == DType::kFloat32) {
     PACELINE_CHECK(p.y_dtype == DType::kFloat32, "float32 products have float32 outputs");
     return cuda::launch_float(ctx, p);
   }
-  PACELINE_CHECK(p.weight_dtype == DType::kBFloat16, "gemm weights are float32 or bfloat16");
-  if (p.k % 8 != 0 || p.x_stride % 8 != 0) {
-    throw Unsupported(concat("a product over ", p.k, " columns with rows ", p.x_stride,
+  PACELINE_CHECK(p.weight.dtype == DType::kBFloat16, "gemm weights are float32 or bfloat16");
+  if (p.weight.k % 8 != 0 || p.x_stride % 8 != 0) {
+    throw Unsupported(concat("a product over ", p.weight.k, " columns with rows ", p.x_stride,
                              " apart; on a GPU both must be multiples of 8"));
   }
   if (ctx.gemm->run_library(ctx, p)) return;

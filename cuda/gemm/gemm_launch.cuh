@@ -68,16 +68,16 @@ void launch_tile(CudaContext& ctx, const GemmParams& p, int32_t ring_bytes) {
       .bias = p.bias,
       .y = p.y,
       .y_stride = p.y_stride,
-      .n = p.n,
-      .k = p.k,
+      .n = p.weight.n,
+      .k = p.weight.k,
       .num_stages = num_stages,
       .stage_bytes = Tile::kSteps * (Tile::kWeightBytes + block_tokens * Tile::kRowBytes),
       .block_tokens = block_tokens};
   const dim3 grid((p.max_rows + block_tokens - 1) / block_tokens,
-                  (p.n + Tile::kWeights - 1) / Tile::kWeights);
+                  (p.weight.n + Tile::kWeights - 1) / Tile::kWeights);
   launch(ctx, "gemm", kernel, grid, dim3(Tile::kThreads), shared_bytes,
-         tensor_map(p.weight, p.n, p.k, p.k, Tile::kWeights),
-         tensor_map(p.x, p.max_rows, p.k, p.x_stride, block_tokens), args);
+         tensor_map(p.weight.data, p.weight.n, p.weight.k, p.weight.k, Tile::kWeights),
+         tensor_map(p.x, p.max_rows, p.weight.k, p.x_stride, block_tokens), args);
 }
 
 }  // namespace paceline::cuda

@@ -65,16 +65,22 @@ void bench_gemm(CpuContext& ctx, int32_t n, int32_t k, int num_matrices, int rep
   std::printf("%6s | %10s %10s %10s | %10s %10s %10s\n", "M", "cold us", "GFLOP/s", "GB/s",
               "warm us", "GFLOP/s", "GB/s");
   for (const int32_t m : {1, 2, 3, 4, 5, 6, 8, 16, 64}) {
-    GemmParams p = {.num_rows = &m, .max_rows = kMaxRows, .x = x.data(), .x_stride = k,
-                    .weight = weights, .weight_dtype = DType::kBFloat16, .bias = nullptr,
-                    .y = y.data(), .y_stride = n, .n = n, .k = k};
+    GemmParams p = {.num_rows = &m,
+                    .max_rows = kMaxRows,
+                    .x = x.data(),
+                    .x_stride = k,
+                    .weight = plain_matrix(weights, n, k, DType::kBFloat16),
+                    .bias = nullptr,
+                    .y = y.data(),
+                    .y_stride = n};
     const double flops = 2.0 * m * n * k;
     const double bytes = 2.0 * n * k;
     double seconds[2];
     for (int warm = 0; warm < 2; ++warm) {
       const int calls = std::max(num_matrices, static_cast<int>(0.02 * 1e11 / flops));
       seconds[warm] = best_seconds(repetitions, std::min(calls, 2000), [&](int i) {
-        p.weight = weights + (warm == 1 ? 0 : static_cast<size_t>(i % num_matrices) * elements);
+        p.weight.data = reinterpret_cast<const std::byte*>(
+            weights + (warm == 1 ? 0 : static_cast<size_t>(i % num_matrices) * elements));
         gemm(ctx, p);
       });
     }
@@ -107,14 +113,27 @@ void bench_attention(CpuContext& ctx, int32_t qo_heads, int32_t kv_heads, int32_
       std::vector<int32_t> slots(kMaxRows);
       std::vector<int32_t> ends(kMaxRows, keys);
       for (size_t i = 0; i < slots.size(); ++i) slots[i] = static_cast<int32_t>(i);
-      const PagedAttentionParams p = {
-          .num_rows = &rows, .max_rows = kMaxRows, .qkv = qkv.data(), .seq_slot = slots.data(),
-          .kv_begin = nullptr, .kv_end = ends.data(), .block_table = table.data(),
-          .block_table_stride = kMaxBlocks,
-          .kv = {.base = pool.get(), .block_bytes = 2 * part, .k_offset = 0, .v_offset = part,
-                 .block_size = kBlockSize, .dtype = dtype},
-          .scale = 0.1f, .soft_cap = 0.0f, .sinks = nullptr, .y = y.data(),
-          .num_qo_heads = qo_heads, .num_kv_heads = kv_heads, .head_dim = head_dim};
+      const PagedAttentionParams p = {.num_rows = &rows,
+                                      .max_rows = kMaxRows,
+                                      .qkv = qkv.data(),
+                                      .seq_slot = slots.data(),
+                                      .kv_begin = nullptr,
+                                      .kv_end = ends.data(),
+                                      .block_table = table.data(),
+                                      .block_table_stride = kMaxBlocks,
+                                      .kv = {.base = pool.get(),
+                                             .block_bytes = 2 * part,
+                                             .k_offset = 0,
+                                             .v_offset = part,
+                                             .block_size = kBlockSize,
+                                             .dtype = dtype},
+                                      .scale = 0.1f,
+                                      .soft_cap = 0.0f,
+                                      .sinks = nullptr,
+                                      .y = y.data(),
+                                      .num_qo_heads = qo_heads,
+                                      .num_kv_heads = kv_heads,
+                                      .head_dim = head_dim};
       const double seconds = best_seconds(repetitions, 50, [&](int) { paged_attention(ctx, p); });
       const double flops = 4.0 * rows * keys * qo_heads * head_dim;
       const double bytes = static_cast<double>(2 * part / kBlockSize) * rows * keys;
@@ -138,10 +157,17 @@ void bench_draw(CpuContext& ctx, int32_t vocab, int repetitions) {
     for (const float temperature : {0.0f, 1.0f}) {
       const std::vector<float> temperatures(kMaxRows, temperature);
       const double seconds = best_seconds(repetitions, 20, [&](int) {
-        draw(ctx, {.num_rows = &rows, .max_rows = kMaxRows, .logits = logits.data(),
-                   .logits_stride = vocab, .vocab_limit = vocab, .row_index = rows_of.data(),
-                   .seq_slot = rows_of.data(), .positions = rows_of.data(), .seeds = seeds.data(),
-                   .temperatures = temperatures.data(), .tokens = tokens.data()});
+        draw(ctx, {.num_rows = &rows,
+                   .max_rows = kMaxRows,
+                   .logits = logits.data(),
+                   .logits_stride = vocab,
+                   .vocab_limit = vocab,
+                   .row_index = rows_of.data(),
+                   .seq_slot = rows_of.data(),
+                   .positions = rows_of.data(),
+                   .seeds = seeds.data(),
+                   .temperatures = temperatures.data(),
+                   .tokens = tokens.data()});
       });
       std::printf("%6d %12.1f | %10.1f\n", rows, double{temperature}, seconds * 1e6);
     }

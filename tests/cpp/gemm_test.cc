@@ -60,13 +60,10 @@ TEST_P(GemmTest, MatchesReference) {
              .max_rows = max_rows,
              .x = x.data(),
              .x_stride = x_stride,
-             .weight = weight.bytes.data(),
-             .weight_dtype = c.dtype,
+             .weight = plain_matrix(weight.bytes.data(), c.n, c.k, c.dtype),
              .bias = c.has_bias ? bias.data() : nullptr,
              .y = y.data(),
-             .y_stride = y_stride,
-             .n = c.n,
-             .k = c.k});
+             .y_stride = y_stride});
   for (int64_t row = 0; row < max_rows; ++row) {
     for (int64_t column = 0; column < y_stride; ++column) {
       const float got = y[static_cast<size_t>(row * y_stride + column)];
@@ -123,13 +120,10 @@ bool is_gemm_fused() {
              .max_rows = 1,
              .x = x.data(),
              .x_stride = 32,
-             .weight = weight.data(),
-             .weight_dtype = DType::kFloat32,
+             .weight = plain_matrix(weight.data(), 1, 32, DType::kFloat32),
              .bias = nullptr,
              .y = &y,
-             .y_stride = 1,
-             .n = 1,
-             .k = 32});
+             .y_stride = 1});
   return y != 0x1p-11f;
 }
 
@@ -142,13 +136,10 @@ float gemm_alone(const float* x, const std::byte* weight, DType dtype, int32_t k
              .max_rows = 1,
              .x = x,
              .x_stride = k,
-             .weight = weight,
-             .weight_dtype = dtype,
+             .weight = plain_matrix(weight, 1, k, dtype),
              .bias = nullptr,
              .y = &y,
-             .y_stride = 1,
-             .n = 1,
-             .k = k});
+             .y_stride = 1});
   return y;
 }
 
@@ -220,13 +211,10 @@ TEST(Gemm, EveryTileFollowsTheLaneOrder) {
                      .max_rows = num_rows,
                      .x = x.data(),
                      .x_stride = k,
-                     .weight = weight.bytes.data(),
-                     .weight_dtype = dtype,
+                     .weight = plain_matrix(weight.bytes.data(), n, k, dtype),
                      .bias = nullptr,
                      .y = y.data(),
-                     .y_stride = n,
-                     .n = n,
-                     .k = k});
+                     .y_stride = n});
           for (int32_t row = 0; row < num_rows; ++row) {
             for (int32_t column = 0; column < n; ++column) {
               const float* const row_x = x.data() + int64_t{row} * k;
@@ -261,13 +249,10 @@ TEST(Gemm, RowBitsDependOnTheRowAlone) {
                    .max_rows = num_rows,
                    .x = x.data(),
                    .x_stride = k,
-                   .weight = weight.bytes.data(),
-                   .weight_dtype = dtype,
+                   .weight = plain_matrix(weight.bytes.data(), n, k, dtype),
                    .bias = bias.data(),
                    .y = y.data(),
-                   .y_stride = n,
-                   .n = n,
-                   .k = k});
+                   .y_stride = n});
         return y;
       };
       for (const int32_t num_rows : kBatchSizes) {

@@ -184,13 +184,10 @@ TEST_P(GemmOrder, EqualsOneAccumulatorInAscendingSteps) {
                      .max_rows = max_rows,
                      .x = x.data(),
                      .x_stride = k,
-                     .weight = weight.data(),
-                     .weight_dtype = DType::kBFloat16,
+                     .weight = plain_matrix(weight.data(), n, k, DType::kBFloat16),
                      .bias = added,
                      .y = y32.data(),
                      .y_stride = n,
-                     .n = n,
-                     .k = k,
                      .x_dtype = DType::kBFloat16,
                      .y_dtype = DType::kFloat32};
         y32.poison();

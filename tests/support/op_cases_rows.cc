@@ -94,13 +94,10 @@ OpInstance make_gemm(const GemmSpec& s, const Rows& rows, uint64_t seed) {
                          .max_rows = max_rows,
                          .x = at.raw(x),
                          .x_stride = x_stride,
-                         .weight = at.raw(weight),
-                         .weight_dtype = s.dtype,
+                         .weight = plain_matrix(at.raw(weight), s.n, s.k, s.dtype),
                          .bias = at.get<float>(bias),
                          .y = at.raw(y),
                          .y_stride = y_stride,
-                         .n = s.n,
-                         .k = s.k,
                          .x_dtype = activation_dtype(ctx, s.dtype),
                          .y_dtype = activation_dtype(ctx, s.y_dtype)});
   });

@@ -41,13 +41,10 @@ void project(Ctx& ctx, const RowCount& rows, const Projection& p) {
                            .max_rows = rows.max_rows,
                            .x = p.x,
                            .x_stride = p.k,
-                           .weight = p.weight,
-                           .weight_dtype = p.weight_dtype,
+                           .weight = plain_matrix(p.weight, p.n, p.k, p.weight_dtype),
                            .bias = p.bias,
                            .y = p.y,
                            .y_stride = p.n,
-                           .n = p.n,
-                           .k = p.k,
                            .x_dtype = p.x_dtype,
                            .y_dtype = p.y_dtype});
 }

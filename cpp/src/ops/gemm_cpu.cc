@@ -154,12 +154,12 @@ void run_columns(const GemmParams& p, int32_t num_rows, int32_t begin, int32_t e
   constexpr int32_t kMaxRows = TileShape<kIsa>::kRows;
   constexpr int32_t kMaxCols = TileShape<kIsa>::kCols;
   constexpr int64_t kBlockBytes = 512 << 10;  // bytes of x; half of a common L2
-  const int64_t fitting_rows = kBlockBytes / (int64_t{p.k} * 4) / kMaxRows * kMaxRows;
+  const int64_t fitting_rows = kBlockBytes / (int64_t{p.weight.k} * 4) / kMaxRows * kMaxRows;
   const int32_t block_rows = static_cast<int32_t>(
       std::clamp<int64_t>(fitting_rows, kMaxRows, std::max(num_rows, kMaxRows)));
-  const Weight* const weight = static_cast<const Weight*>(p.weight);
+  const Weight* const weight = reinterpret_cast<const Weight*>(p.weight.data);
   // Number of columns between the tile and its prefetch: enough to hide the latency of memory.
-  const int64_t column_bytes = int64_t{p.k} * static_cast<int64_t>(sizeof(Weight));
+  const int64_t column_bytes = int64_t{p.weight.k} * static_cast<int64_t>(sizeof(Weight));
   const int32_t ahead = static_cast<int32_t>((kPrefetchBytes + column_bytes * kMaxCols - 1) /
                                              (column_bytes * kMaxCols)) *
                         kMaxCols;
@@ -175,14 +175,15 @@ void run_columns(const GemmParams& p, int32_t num_rows, int32_t begin, int32_t e
         const int32_t rows = (block_end - row) / (num_tiles - tile);
         TileArgs args = {.x = static_cast<const float*>(p.x) + row * p.x_stride,
                          .x_stride = p.x_stride,
-                         .weight = weight + int64_t{column} * p.k,
-                         .k = p.k,
+                         .weight = weight + int64_t{column} * p.weight.k,
+                         .k = p.weight.k,
                          .bias = p.bias == nullptr ? nullptr : p.bias + column,
                          .y = static_cast<float*>(p.y) + row * p.y_stride + column,
                          .y_stride = p.y_stride,
                          .prefetch = nullptr};
         if (tile == 0 && column + ahead + kMaxCols <= end) {
-          args.prefetch = reinterpret_cast<const char*>(weight + (int64_t{column} + ahead) * p.k);
+          args.prefetch =
+              reinterpret_cast<const char*>(weight + (int64_t{column} + ahead) * p.weight.k);
         }
         if (is_wide) {
           run_tile<Weight, kIsa, kMaxCols>(rows, args);
@@ -214,8 +215,8 @@ constexpr int64_t kPackedElements = ThreadPool::kScratchBytes / sizeof(uint16_t)
     __builtin_cpu_init();
     return best_isa() == Isa::kAvx512 && __builtin_cpu_supports("avx512bf16") != 0;
   }();
-  return has_dot && p.weight_dtype == DType::kBFloat16 &&
-         (int64_t{p.k} + 31) * TileShape<Isa::kAvx512>::kRows <= kPackedElements;
+  return has_dot && p.weight.dtype == DType::kBFloat16 &&
+         (int64_t{p.weight.k} + 31) * TileShape<Isa::kAvx512>::kRows <= kPackedElements;
 }
 
 // Converts rows of x to bfloat16, padded with zeros behind K up to a multiple of 32.
@@ -311,16 +312,16 @@ void run_columns_dot(const GemmParams& p, int32_t num_rows, int32_t begin, int32
                      uint16_t* packed) {
   constexpr int32_t kMaxRows = TileShape<Isa::kAvx512>::kRows;
   constexpr int32_t kMaxCols = TileShape<Isa::kAvx512>::kCols;
-  const int32_t padded_k = (p.k + 31) / 32 * 32;
+  const int32_t padded_k = (p.weight.k + 31) / 32 * 32;
   const auto block_rows = static_cast<int32_t>(kPackedElements / padded_k / kMaxRows * kMaxRows);
-  const auto* const weight = static_cast<const uint16_t*>(p.weight);
-  const int64_t tile_bytes = int64_t{p.k} * 2 * kMaxCols;
+  const auto* const weight = reinterpret_cast<const uint16_t*>(p.weight.data);
+  const int64_t tile_bytes = int64_t{p.weight.k} * 2 * kMaxCols;
   const auto ahead =
       static_cast<int32_t>((kPrefetchBytes + tile_bytes - 1) / tile_bytes) * kMaxCols;
   for (int32_t block = 0; block < num_rows; block += block_rows) {
     const int32_t block_end = std::min(num_rows, block + block_rows);
     pack_rows(static_cast<const float*>(p.x) + block * p.x_stride, p.x_stride, block_end - block,
-              p.k, padded_k, packed);
+              p.weight.k, padded_k, packed);
     const int32_t num_tiles = (block_end - block + kMaxRows - 1) / kMaxRows;
     for (int32_t column = begin; column < end;) {
       const bool is_wide = column + kMaxCols <= end;
@@ -329,14 +330,15 @@ void run_columns_dot(const GemmParams& p, int32_t num_rows, int32_t begin, int32
         const int32_t rows = (block_end - row) / (num_tiles - tile);
         DotTileArgs args = {.x = packed + int64_t{row - block} * padded_k,
                             .padded_k = padded_k,
-                            .weight = weight + int64_t{column} * p.k,
-                            .k = p.k,
+                            .weight = weight + int64_t{column} * p.weight.k,
+                            .k = p.weight.k,
                             .bias = p.bias == nullptr ? nullptr : p.bias + column,
                             .y = static_cast<float*>(p.y) + row * p.y_stride + column,
                             .y_stride = p.y_stride,
                             .prefetch = nullptr};
         if (tile == 0 && column + ahead + kMaxCols <= end) {
-          args.prefetch = reinterpret_cast<const char*>(weight + (int64_t{column} + ahead) * p.k);
+          args.prefetch =
+              reinterpret_cast<const char*>(weight + (int64_t{column} + ahead) * p.weight.k);
         }
         is_wide ? run_dot_tile<kMaxCols>(rows, args) : run_dot_tile<1>(rows, args);
         row += rows;
@@ -367,12 +369,12 @@ RunColumns choose_isa() {
 void gemm(CpuContext& ctx, const GemmParams& p) {
   const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
   if (num_rows <= 0) return;
-  PACELINE_CHECK(p.weight_dtype == DType::kFloat32 || p.weight_dtype == DType::kBFloat16,
+  PACELINE_CHECK(p.weight.dtype == DType::kFloat32 || p.weight.dtype == DType::kBFloat16,
                  "gemm weights are float32 or bfloat16");
   PACELINE_CHECK(p.x_dtype == DType::kFloat32 && p.y_dtype == DType::kFloat32,
                  "the CPU computes in float32");
   const RunColumns run_plain =
-      p.weight_dtype == DType::kFloat32 ? choose_isa<float>() : choose_isa<uint16_t>();
+      p.weight.dtype == DType::kFloat32 ? choose_isa<float>() : choose_isa<uint16_t>();
 #if defined(__x86_64__)
   const bool is_dot = uses_dot(p);
   // A context without a pool is one of tests and tools.
@@ -392,8 +394,8 @@ void gemm(CpuContext& ctx, const GemmParams& p) {
   };
   // Fewer multiplications cost less than a fork and join.
   constexpr int64_t kMinParallelWork = 100 << 10;
-  if (ctx.num_threads == 1 || int64_t{num_rows} * p.n * p.k < kMinParallelWork) {
-    run(0, p.n);
+  if (ctx.num_threads == 1 || int64_t{num_rows} * p.weight.n * p.weight.k < kMinParallelWork) {
+    run(0, p.weight.n);
     return;
   }
   // Pieces are whole multiples of 16 columns, so that no two threads write the same cache line of
@@ -401,11 +403,12 @@ void gemm(CpuContext& ctx, const GemmParams& p) {
   constexpr int64_t kGrain = 16;
   // Splitting a shorter stream costs more than it evens out.
   constexpr int64_t kMinSplitBytes = 4 << 20;
-  const int64_t num_grains = (p.n + kGrain - 1) / kGrain;
-  const int64_t thread_bytes = int64_t{p.n} * p.k * dtype_bytes(p.weight_dtype) / ctx.num_threads;
+  const int64_t num_grains = (p.weight.n + kGrain - 1) / kGrain;
+  const int64_t thread_bytes =
+      int64_t{p.weight.n} * p.weight.k * dtype_bytes(p.weight.dtype) / ctx.num_threads;
   const int32_t pieces_per_thread = thread_bytes >= kMinSplitBytes ? 4 : 1;
   ctx.for_ranges(num_grains, pieces_per_thread, [&](int64_t begin, int64_t end) {
-    run(begin * kGrain, std::min<int64_t>(end * kGrain, p.n));
+    run(begin * kGrain, std::min<int64_t>(end * kGrain, p.weight.n));
   });
 }
 

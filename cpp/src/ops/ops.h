@@ -20,28 +20,26 @@
 
 #include "base/host_device.h"
 #include "base/philox.h"
+#include "ops/weight_matrix.h"
 
 namespace paceline {
 
 struct CpuContext;
 struct CudaContext;
 
-// y = x W^T (+ bias). Every output is one sum over K in one fixed lane order, on every path. With
-// bfloat16 weights, x may first be rounded to bfloat16 on machines that have a bfloat16 dot
-// product.
+// y = x W^T (+ bias). Every output is one sum over K in one fixed lane order, on every path (with
+// scales for parts of K, one sum for each part: WeightMatrix). With bfloat16 weights, x may first
+// be rounded to bfloat16 on machines that have a bfloat16 dot product.
 struct GemmParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
   const void* x;  // [max_rows, k] x_dtype, rows x_stride apart; on CUDA rows are 16 B aligned
   int64_t x_stride;
-  const void* weight;  // [n, k] row-major, weight_dtype, 64 B aligned base
-  DType weight_dtype;  // kFloat32 or kBFloat16
-  const float* bias;   // [n], or null
-  void* y;             // [max_rows, n] y_dtype, rows y_stride apart
+  WeightMatrix weight;  // [n, k]; k > 0, and multiples of 32 are fastest
+  const float* bias;    // [n], or null
+  void* y;              // [max_rows, n] y_dtype, rows y_stride apart
   int64_t y_stride;
-  int32_t n;
-  int32_t k;                        // > 0; multiples of 32 are fastest
-  DType x_dtype = DType::kFloat32;  // on CUDA the same as weight_dtype
+  DType x_dtype = DType::kFloat32;  // on CUDA the dtype of the weights
   DType y_dtype = DType::kFloat32;
 };
 void gemm(CpuContext&, const GemmParams&);

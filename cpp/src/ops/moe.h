@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The ops of a mixture of experts. A row of the pass has top_k places, one for each expert that it
+// chose, the best first. A (row, place) pair is an *expert row*: a row of its own in the products
+// of its expert. Expert rows are sorted by expert and, within an expert, by row; their order thus
+// depends on the whole batch, but no op lets their bits depend on it. The rules of ops.h hold.
+
+#include <cstdint>
+
+#include "ops/ops.h"
+#include "ops/weight_matrix.h"
+
+namespace paceline {
+
+// How the weights of the chosen experts follow from the router's logits.
+enum class RouterRule : uint8_t {
+  kSoftmaxOfChosen,  // GPT-OSS: the softmax over the chosen logits
+};
+
+// The top_k experts with the highest logits, best first; among equals the lower number first. NaN
+// counts as -inf.
+struct RouteExpertsParams {
+  const int32_t* num_rows;  // [1]
+  int32_t max_rows;
+  const float* logits;  // [max_rows, num_experts]
+  int32_t num_experts;
+  int32_t top_k;  // 1 to num_experts, at most kMaxTopK
+  RouterRule rule;
+  int32_t* experts;  // [max_rows, top_k]
+  float* weights;    // [max_rows, top_k]
+};
+inline constexpr int32_t kMaxExperts = 1024;
+inline constexpr int32_t kMaxTopK = 32;
+void route_experts(CpuContext&, const RouteExpertsParams&);
+void route_experts(CudaContext&, const RouteExpertsParams&);
+
+// The expert rows in the order of their experts.
+struct SortExpertRowsParams {
+  const int32_t* num_rows;  // [1] rows of the pass
+  int32_t max_rows;
+  const int32_t* experts;  // [max_rows, top_k]
+  int32_t num_experts;
+  int32_t top_k;
+  int32_t* expert_begin;  // [num_experts + 1] expert e has the expert rows [begin[e], begin[e + 1])
+  int32_t* source_row;    // [max_rows * top_k] the row of the pass of each expert row
+  int32_t* expert_row;    // [max_rows, top_k] the expert row of each place
+  // [2] counters of the pass's model, for reports: += experts that have rows; += 1. Null: none.
+  int64_t* counters;
+};
+void sort_expert_rows(CpuContext&, const SortExpertRowsParams&);
+void sort_expert_rows(CudaContext&, const SortExpertRowsParams&);
+
+// y = x W_e^T (+ bias_e) for every expert row, e being its expert. Each output is one sum in the
+// order of `gemm`, so that an expert row has the bits that `gemm` gives it alone.
+struct ExpertGemmParams {
+  const int32_t* expert_begin;  // [num_experts + 1]
+  int32_t max_rows;             // capacity in expert rows
+  const void* x;  // [*, k] x_dtype, rows x_stride apart; on CUDA rows are 16 B aligned
+  int64_t x_stride;
+  const int32_t* x_rows;  // [max_rows] row of x of each expert row; null: row i of row i
+  int32_t num_x_rows;     // capacity of x in rows
+  ExpertMatrices weight;
+  const float* bias;  // [num_experts, n], or null
+  void* y;            // [max_rows, n] y_dtype, rows y_stride apart
+  int64_t y_stride;
+  DType x_dtype = DType::kFloat32;  // on CUDA the dtype of the weights
+  DType y_dtype = DType::kFloat32;
+};
+void expert_gemm(CpuContext&, const ExpertGemmParams&);
+void expert_gemm(CudaContext&, const ExpertGemmParams&);
+
+// y = sum over the places of a row of weight * x[expert row], by fused multiply-adds in the order
+// of the places from 0, in float32.
+struct CombineExpertsParams {
+  const int32_t* num_rows;  // [1]
+  int32_t max_rows;
+  int32_t top_k;
+  const void* x;              // [max_rows * top_k, hidden] dtype
+  const int32_t* expert_row;  // [max_rows, top_k]
+  const float* weights;       // [max_rows, top_k]
+  void* y;                    // [max_rows, hidden] dtype
+  int32_t hidden;
+  DType dtype = DType::kFloat32;
+};
+void combine_experts(CpuContext&, const CombineExpertsParams&);
+void combine_experts(CudaContext&, const CombineExpertsParams&);
+
+}  // namespace paceline

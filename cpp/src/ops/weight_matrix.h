@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// A matrix of weights as the ops read it: plain numbers, or numbers of fewer bits with scales.
+
+#include <cstddef>
+#include <cstdint>
+
+#include <paceline/dtype.h>
+
+namespace paceline {
+
+enum class WeightFormat : uint8_t {
+  kPlain,  // elements of WeightMatrix::dtype
+  // float8 e4m3: one byte an element. A scale is a float for a tile of scale_rows x scale_cols
+  // elements; value = element * scale.
+  kFp8,
+  // OCP MXFP4: e2m1, two elements a byte, the lower column in the low four bits. A scale is a byte,
+  // 2^(byte - 127), for 32 columns of a row; value = element * scale.
+  kMxfp4,
+};
+
+inline constexpr int32_t kMxfp4Columns = 32;  // that share a scale
+
+// W, [n, k] row-major. Ops multiply values of `dtype`: scaled formats are converted to it first,
+// which is exact where every scale is a power of two. Otherwise the products are those of the
+// unscaled elements, and a scale multiplies their float32 sum:
+//   scale_cols >= k:  y = scale * sum over k + bias
+//   scale_cols < k:   y = fma(scale_b, sum over the columns of tile b, ...) from b = 0 up, + bias
+struct WeightMatrix {
+  const std::byte* data = nullptr;  // 64 B aligned base; a row takes row_bytes()
+  // kFp8: float [ceil(n / scale_rows), ceil(k / scale_cols)]; kMxfp4: uint8_t [n, k / 32]; else
+  // null.
+  const std::byte* scales = nullptr;
+  int32_t n = 0;
+  int32_t k = 0;                  // kMxfp4: a multiple of 32
+  DType dtype = DType::kFloat32;  // kFloat32 or kBFloat16
+  WeightFormat format = WeightFormat::kPlain;
+  int32_t scale_rows = 0;  // kFp8: a power of two
+  int32_t scale_cols = 0;  // kFp8: k (one scale a row), or a multiple of 32 below it
+  // kFp8: every scale is a power of two, and every element times its scale is a bfloat16.
+  bool has_exact_scales = false;
+
+  // Bytes of a row of `data`.
+  [[nodiscard]] constexpr int64_t row_bytes() const {
+    switch (format) {
+      case WeightFormat::kPlain:
+        return k * dtype_bytes(dtype);
+      case WeightFormat::kFp8:
+        return k;
+      case WeightFormat::kMxfp4:
+        return k / 2;
+    }
+    return 0;
+  }
+};
+
+[[nodiscard]] constexpr WeightMatrix plain_matrix(const void* data, int32_t n, int32_t k,
+                                                  DType dtype) {
+  return {.data = static_cast<const std::byte*>(data), .n = n, .k = k, .dtype = dtype};
+}
+
+// The same matrix of every expert of a mixture, one after the other.
+struct ExpertMatrices {
+  WeightMatrix first;  // of expert 0
+  int32_t num_experts = 0;
+  int64_t data_stride = 0;    // bytes from one expert's data to the next; a multiple of 64
+  int64_t scales_stride = 0;  // bytes from one expert's scales to the next
+};
+
+}  // namespace paceline
