@@ -287,6 +287,12 @@ TEST(ModelBuilder, RefusesMistakes) {
   EXPECT_THAT(put("embed.weight", {5, 6, 1}), HasSubstr("allowed: [5, 6]"));
   EXPECT_THAT(put("embed.weight", {5, 6}, {6}), HasSubstr("has 1 strides; allowed: 2"));
   EXPECT_THAT(put("embed.weight", {5, 6}, {}, DType::kFloat16), HasSubstr("float32"));
+  for (const DType dtype : {DType::kUInt8, DType::kFloat8E4M3}) {
+    EXPECT_EQ(dtype_bytes(dtype), 1);
+    EXPECT_THAT(put("embed.weight", {5, 6}, {}, dtype),
+                HasSubstr(concat("is ", dtype == DType::kUInt8 ? "uint8" : "float8_e4m3",
+                                 "; allowed: float32, bfloat16, float16")));
+  }
   EXPECT_EQ(put("final_norm.weight", {6}, {}, DType::kFloat16), "");  // norms are float32
   EXPECT_EQ(put("embed.weight", {5, 6}), "");
   EXPECT_THAT(put("embed.weight", {5, 6}), HasSubstr("'embed.weight' is put twice"));

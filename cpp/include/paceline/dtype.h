@@ -8,8 +8,17 @@
 
 namespace paceline {
 
-// Element types of weights and caches. Integers occur only in tables of token ids.
-enum class DType : uint8_t { kFloat32, kBFloat16, kFloat16, kInt32, kInt64 };
+// Element types of weights and caches. kInt32 and kInt64 occur only in tables of token ids; kUInt8
+// and kFloat8E4M3 only in tensors of weights that have scales (mxfp4, fp8), as they are stored.
+enum class DType : uint8_t {
+  kFloat32,
+  kBFloat16,
+  kFloat16,
+  kInt32,
+  kInt64,
+  kUInt8,
+  kFloat8E4M3,  // no infinity; 0x7f and 0xff are NaN
+};
 
 // Bytes of one element.
 [[nodiscard]] constexpr int64_t dtype_bytes(DType dtype) {
@@ -22,11 +31,14 @@ enum class DType : uint8_t { kFloat32, kBFloat16, kFloat16, kInt32, kInt64 };
     case DType::kBFloat16:
     case DType::kFloat16:
       return 2;
+    case DType::kUInt8:
+    case DType::kFloat8E4M3:
+      return 1;
   }
   return 0;
 }
 
-// "float32", "bfloat16", "float16", "int32" or "int64".
+// "float32", "bfloat16", "float16", "int32", "int64", "uint8" or "float8_e4m3".
 [[nodiscard]] PACELINE_API std::string_view dtype_name(DType dtype);
 
 // "float32", "bfloat16" or "float16" as a DType; throws InvalidArgument for any other name.

@@ -19,6 +19,10 @@ std::string_view dtype_name(DType dtype) {
       return "int32";
     case DType::kInt64:
       return "int64";
+    case DType::kUInt8:
+      return "uint8";
+    case DType::kFloat8E4M3:
+      return "float8_e4m3";
   }
   return "unknown";
 }

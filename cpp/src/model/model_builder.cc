@@ -127,10 +127,14 @@ struct ModelBuilder::Impl {
       throw InvalidArgument(concat(quoted(name), " has shape ", shape_text(shape),
                                    "; allowed: ", shape_text(named.dims())));
     }
-    const bool is_integer = dtype == DType::kInt32 || dtype == DType::kInt64;
-    if (is_integer != (named.dtype == DType::kInt32)) {
+    const bool is_token_table = named.dtype == DType::kInt32;
+    const bool is_allowed =
+        is_token_table
+            ? dtype == DType::kInt32 || dtype == DType::kInt64
+            : dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16;
+    if (!is_allowed) {
       throw InvalidArgument(concat(quoted(name), " is ", dtype_name(dtype), "; allowed: ",
-                                   is_integer ? "float32, bfloat16, float16" : "int32, int64"));
+                                   is_token_table ? "int32, int64" : "float32, bfloat16, float16"));
     }
     if (dtype == DType::kFloat16 && named.dtype == DType::kBFloat16) {
       throw InvalidArgument(concat(quoted(name),

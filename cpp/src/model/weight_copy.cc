@@ -117,7 +117,9 @@ void convert(const CpuContext& ctx, const SourceMatrix& source, DType from, std:
                                          [](uint16_t bits) { return fp16_to_float_bits(bits); });
     case DType::kInt32:
     case DType::kInt64:
-      PACELINE_CHECK(false, "integers are no weights");
+    case DType::kUInt8:
+    case DType::kFloat8E4M3:
+      PACELINE_CHECK(false, dtype_name(from));
   }
 }
 
