@@ -5,6 +5,7 @@
 
 #include <cuda_bf16.h>
 
+#include "base/check.h"
 #include "common/convert.cuh"
 #include "common/launch.cuh"
 #include "ops/ops.h"
@@ -164,6 +165,8 @@ void embed(CudaContext& ctx, const EmbedParams& p) {
 
 void gated_activation(CudaContext& ctx, const GatedActivationParams& p) {
   using namespace cuda;
+  PACELINE_CHECK(p.activation != Activation::kSwigluOai && !p.is_interleaved,
+                 "device cuda computes silu and gelu_tanh, of gates that lie before their ups");
   with_element_type(p.dtype, "gated activation", [&](auto element) {
     using T = decltype(element);
     const bool is_up_aligned = is_vector_aligned(p.up) && p.up_stride % kPerThread == 0;

@@ -238,6 +238,100 @@ TEST(GatedActivation, MatchesReference) {
   }
 }
 
+// Gates and ups at and beyond the limit, infinite and NaN.
+TEST(GatedActivation, SwigluOaiMatchesReference) {
+  TRACE_SEED();
+  constexpr float kAlpha = 1.702f;
+  constexpr float kLimit = 7.0f;
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  const float edges[][2] = {{7.0f, 7.0f},   {7.5f, -7.5f},  {kInf, -kInf}, {-150.0f, 150.0f},
+                            {0.0f, kInf},   {kNan, 1.0f},   {1.0f, kNan},  {-7.5f, -1.0f},
+                            {-1e-6f, 3.0f}, {-88.0f, -8.0f}};
+  for (const int32_t intermediate : {10, 16, 33, 2880}) {
+    Random random(46);
+    const int32_t num_rows = 5;
+    const int64_t count = int64_t{num_rows} * intermediate;
+    std::vector<float> gates = random.normals(count, 5.0f);
+    std::vector<float> ups = random.normals(count, 5.0f);
+    for (size_t i = 0; i < std::size(edges); ++i) {
+      gates[gates.size() - 1 - i] = edges[i][0];
+      ups[ups.size() - 1 - i] = edges[i][1];
+    }
+    for (const bool is_interleaved : {false, true}) {
+      std::vector<float> x(gates.size() * 2);
+      for (size_t i = 0; i < gates.size(); ++i) {
+        const size_t row = i / static_cast<size_t>(intermediate);
+        const size_t column = i % static_cast<size_t>(intermediate);
+        float* const of_row = x.data() + row * 2 * static_cast<size_t>(intermediate);
+        of_row[is_interleaved ? 2 * column : column] = gates[i];
+        of_row[is_interleaved ? 2 * column + 1 : column + static_cast<size_t>(intermediate)] =
+            ups[i];
+      }
+      std::vector<float> y(gates.size());
+      CpuContext ctx = context_of(2);
+      gated_activation(ctx, {.num_rows = &num_rows,
+                             .max_rows = num_rows,
+                             .x = x.data(),
+                             .y = y.data(),
+                             .intermediate = intermediate,
+                             .activation = Activation::kSwigluOai,
+                             .alpha = kAlpha,
+                             .limit = kLimit,
+                             .is_interleaved = is_interleaved});
+      for (size_t i = 0; i < gates.size(); ++i) {
+        if (std::isnan(gates[i]) || std::isnan(ups[i])) {
+          ASSERT_TRUE(std::isnan(y[i])) << "gate " << gates[i] << " up " << ups[i];
+          continue;
+        }
+        const double gate = std::min<double>(gates[i], kLimit);
+        const double up = std::clamp<double>(ups[i], -kLimit, kLimit);
+        const double want = (up + 1) * gate / (1 + std::exp(-double{kAlpha} * gate));
+        ASSERT_TRUE(is_near(y[i], want, 1e-30, 2e-6))
+            << "gate " << gates[i] << " up " << ups[i] << " interleaved " << is_interleaved;
+      }
+    }
+  }
+}
+
+// With any activation, a row of alternating elements has the bits of one of two halves.
+TEST(GatedActivation, InterleavedGivesTheBitsOfHalves) {
+  TRACE_SEED();
+  Random random(47);
+  for (const Activation activation :
+       {Activation::kSilu, Activation::kGeluTanh, Activation::kSwigluOai}) {
+    for (const int32_t intermediate : {1, 15, 16, 33, 64}) {
+      const int32_t num_rows = 3;
+      const std::vector<float> halves = random.normals(int64_t{2} * num_rows * intermediate, 5.0f);
+      std::vector<float> interleaved(halves.size());
+      for (int32_t row = 0; row < num_rows; ++row) {
+        for (int32_t i = 0; i < 2 * intermediate; ++i) {
+          const int32_t to = 2 * (i % intermediate) + i / intermediate;
+          interleaved[static_cast<size_t>(row * 2 * intermediate + to)] =
+              halves[static_cast<size_t>(row * 2 * intermediate + i)];
+        }
+      }
+      std::vector<float> expected(static_cast<size_t>(num_rows * intermediate));
+      std::vector<float> y(expected.size());
+      CpuContext ctx = context_of(1);
+      GatedActivationParams params = {.num_rows = &num_rows,
+                                      .max_rows = num_rows,
+                                      .x = halves.data(),
+                                      .y = expected.data(),
+                                      .intermediate = intermediate,
+                                      .activation = activation,
+                                      .alpha = 1.702f,
+                                      .limit = 7.0f};
+      gated_activation(ctx, params);
+      params.x = interleaved.data();
+      params.y = y.data();
+      params.is_interleaved = true;
+      gated_activation(ctx, params);
+      ASSERT_TRUE(same_bits(y.data(), expected.data(), std::ssize(expected))) << intermediate;
+    }
+  }
+}
+
 TEST(GatherRows, CopiesRowsInAnyOrder) {
   TRACE_SEED();
   Random random(6);

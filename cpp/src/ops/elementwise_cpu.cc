@@ -35,25 +35,82 @@ struct ScaleKernel {
   }
 };
 
+// Sixteen gates and ups of a row at once. The comparisons keep a NaN.
+template <Activation kActivation>
+[[gnu::always_inline]] inline V16 gate_up(const V16& gate, const V16& up, float alpha,
+                                          float limit) {
+  if constexpr (kActivation == Activation::kSilu) {
+    return gate / (1.0f + exp(-gate)) * up;
+  } else if constexpr (kActivation == Activation::kGeluTanh) {
+    const V16 inner = 0.7978845608f * (gate + 0.044715f * gate * gate * gate);
+    return 0.5f * gate * (1.0f + tanh(inner)) * up;
+  } else {
+    static_assert(kActivation == Activation::kSwigluOai);
+    const V16 high = broadcast(limit);
+    const V16 low = -high;
+    const V16 g = gate > high ? high : gate;
+    V16 u = up > high ? high : up;
+    u = u < low ? low : u;
+    return g / (1.0f + exp(-alpha * g)) * (u + 1.0f);
+  }
+}
+
 template <Activation kActivation>
 struct GateKernel {
-  [[gnu::always_inline]] static V16 gate_up(const V16& gate, const V16& up) {
-    if constexpr (kActivation == Activation::kSilu) {
-      return gate / (1.0f + exp(-gate)) * up;
-    } else {
-      const V16 inner = 0.7978845608f * (gate + 0.044715f * gate * gate * gate);
-      return 0.5f * gate * (1.0f + tanh(inner)) * up;
-    }
-  }
-  [[gnu::always_inline]] static void run(const float* gate, const float* up, float* y, int32_t n) {
+  [[gnu::always_inline]] static void run(const float* gate, const float* up, float* y, int32_t n,
+                                         float alpha, float limit) {
     int32_t i = 0;
-    for (; i + 16 <= n; i += 16) store(y + i, gate_up(load(gate + i), load(up + i)));
+    for (; i + 16 <= n; i += 16) {
+      store(y + i, gate_up<kActivation>(load(gate + i), load(up + i), alpha, limit));
+    }
     if (i < n) {
       const int32_t count = n - i;
-      store_first(y + i, gate_up(load_first(gate + i, count), load_first(up + i, count)), count);
+      store_first(y + i,
+                  gate_up<kActivation>(load_first(gate + i, count), load_first(up + i, count),
+                                       alpha, limit),
+                  count);
     }
   }
 };
+
+// Gates in the even elements of x, ups in the odd ones.
+template <Activation kActivation>
+struct InterleavedGateKernel {
+  [[gnu::always_inline]] static V16 gate_up_of(const V16& a, const V16& b, float alpha,
+                                               float limit) {
+    constexpr V16i kEven = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+    constexpr V16i kOdd = kEven + 1;
+    return gate_up<kActivation>(__builtin_shuffle(a, b, kEven), __builtin_shuffle(a, b, kOdd),
+                                alpha, limit);
+  }
+  [[gnu::always_inline]] static void run(const float* x, float* y, int32_t n, float alpha,
+                                         float limit) {
+    int32_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+      store(y + i, gate_up_of(load(x + 2 * i), load(x + 2 * i + 16), alpha, limit));
+    }
+    if (i < n) {
+      float padded[32] = {};
+      for (int32_t j = 0; j < 2 * (n - i); ++j) padded[j] = x[2 * i + j];
+      store_first(y + i, gate_up_of(load(padded), load(padded + 16), alpha, limit), n - i);
+    }
+  }
+};
+
+template <Activation kActivation>
+void activate_row(const GatedActivationParams& p, int64_t row) {
+  const auto* const x = static_cast<const float*>(p.x);
+  float* const y = static_cast<float*>(p.y) + row * p.intermediate;
+  if (p.is_interleaved) {
+    run_best_isa<InterleavedGateKernel<kActivation>>(x + row * 2 * p.intermediate, y,
+                                                     p.intermediate, p.alpha, p.limit);
+    return;
+  }
+  const float* const gate = x + row * (p.up == nullptr ? 2 : 1) * p.intermediate;
+  const float* const up =
+      p.up == nullptr ? gate + p.intermediate : static_cast<const float*>(p.up) + row * p.up_stride;
+  run_best_isa<GateKernel<kActivation>>(gate, up, y, p.intermediate, p.alpha, p.limit);
+}
 
 struct SoftCapKernel {
   [[gnu::always_inline]] static void run(float* logits, float cap, int32_t n) {
@@ -93,18 +150,16 @@ void embed(CpuContext& ctx, const EmbedParams& p) {
 void gated_activation(CpuContext& ctx, const GatedActivationParams& p) {
   const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
   PACELINE_CHECK(p.dtype == DType::kFloat32, "the CPU computes in float32");
+  PACELINE_CHECK(!p.is_interleaved || p.up == nullptr, "an interleaved x holds both factors");
   // An exponential costs about as much as moving a few dozen bytes, so each element counts as 32.
   for_rows(ctx, num_rows, int64_t{p.intermediate} * 32, [&](int32_t row) {
-    const int64_t x_stride = (p.up == nullptr ? int64_t{2} : int64_t{1}) * p.intermediate;
-    const float* const gate = static_cast<const float*>(p.x) + row * x_stride;
-    const float* const up = p.up == nullptr ? gate + p.intermediate
-                                            : static_cast<const float*>(p.up) + row * p.up_stride;
-    float* const y = static_cast<float*>(p.y) + int64_t{row} * p.intermediate;
     switch (p.activation) {
       case Activation::kSilu:
-        return run_best_isa<GateKernel<Activation::kSilu>>(gate, up, y, p.intermediate);
+        return activate_row<Activation::kSilu>(p, row);
       case Activation::kGeluTanh:
-        return run_best_isa<GateKernel<Activation::kGeluTanh>>(gate, up, y, p.intermediate);
+        return activate_row<Activation::kGeluTanh>(p, row);
+      case Activation::kSwigluOai:
+        return activate_row<Activation::kSwigluOai>(p, row);
     }
   });
 }

@@ -88,10 +88,16 @@ struct RmsNormParams {
 void rms_norm(CpuContext&, const RmsNormParams&);
 void rms_norm(CudaContext&, const RmsNormParams&);
 
-enum class Activation : uint8_t { kSilu, kGeluTanh };
+enum class Activation : uint8_t {
+  kSilu,
+  kGeluTanh,
+  // GPT-OSS: with g = min(gate, limit) and u = clamp(up, -limit, limit),
+  // y = (u + 1) * g * sigmoid(alpha * g). NaN stays NaN.
+  kSwigluOai,
+};
 
-// y = activation(gate) * up. Each row of x holds gate and then up; or x holds only the gate, and
-// `up` points to the other factor.
+// y = activation(gate) * up, or what the activation says. Each row of x holds gate and then up; or
+// their elements in turn; or only the gate, and `up` points to the other factor.
 struct GatedActivationParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
@@ -103,6 +109,10 @@ struct GatedActivationParams {
   DType dtype = DType::kFloat32;  // dtype of x, up and y
   const void* up = nullptr;       // [max_rows, intermediate], rows up_stride apart; or null
   int64_t up_stride = 0;
+  float alpha = 0;  // of kSwigluOai
+  float limit = 0;  // of kSwigluOai, > 0
+  // gate is in the even and up in the odd elements of x; without `up`
+  bool is_interleaved = false;
 };
 void gated_activation(CpuContext&, const GatedActivationParams&);
 void gated_activation(CudaContext&, const GatedActivationParams&);
