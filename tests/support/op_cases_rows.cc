@@ -417,6 +417,7 @@ OpInstance make_list_attention(const ListSpec& s, const Rows& rows, uint64_t see
                                               .block_size = s.block_size,
                                               .dtype = s.dtype},
                                        .scale = 1.0f / std::sqrt(static_cast<float>(s.head_dim)),
+                                       .sinks = nullptr,
                                        .y = at.raw(y),
                                        .num_qo_heads = s.num_qo_heads,
                                        .num_kv_heads = s.num_kv_heads,

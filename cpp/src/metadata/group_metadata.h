@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <variant>
 
+#include "base/overloaded.h"
 #include "metadata/pass_rows.h"
 #include "wire/limits.h"
 #include "wire/sequence_state.h"
@@ -119,14 +120,17 @@ void advance_window_list(CudaContext&, const AdvanceWindowListParams&);
 // Calls the `build` op of the metadata's kind.
 template <class Ctx>
 void build(Ctx& ctx, const PassRows& rows, const GroupMetadata& metadata, int32_t padded_rows) {
-  if (const auto* full = std::get_if<FullMetadata>(&metadata)) {
-    ctx.run(build_full, BuildFullParams{rows, *full, padded_rows});
-  } else if (const auto* sliding = std::get_if<SlidingMetadata>(&metadata)) {
-    ctx.run(build_sliding, BuildSlidingParams{rows, *sliding, padded_rows});
-  } else {
-    ctx.run(build_window_list,
-            BuildWindowListParams{rows, std::get<WindowListMetadata>(metadata), padded_rows});
-  }
+  std::visit(Overloaded{[&](const FullMetadata& full) {
+                          ctx.run(build_full, BuildFullParams{rows, full, padded_rows});
+                        },
+                        [&](const SlidingMetadata& sliding) {
+                          ctx.run(build_sliding, BuildSlidingParams{rows, sliding, padded_rows});
+                        },
+                        [&](const WindowListMetadata& list) {
+                          ctx.run(build_window_list,
+                                  BuildWindowListParams{rows, list, padded_rows});
+                        }},
+             metadata);
 }
 
 // The group's part of the fused advance.

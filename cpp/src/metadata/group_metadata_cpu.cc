@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "base/overloaded.h"
 #include "device/cpu_context.h"
 #include "metadata/group_metadata.h"
 #include "metadata/metadata_rows.h"
@@ -54,23 +55,28 @@ void advance_window_list(CpuContext&, const AdvanceWindowListParams& p) {
 }
 
 AdvanceGroup advance_group(const GroupMetadata& metadata) {
-  AdvanceGroup group{};
-  if (const auto* full = std::get_if<FullMetadata>(&metadata)) {
-    group.slot_mapping = full->slot_mapping;
-    group.kv_end = full->kv_end;
-    group.table = full->table;
-  } else if (const auto* sliding = std::get_if<SlidingMetadata>(&metadata)) {
-    group.slot_mapping = sliding->slot_mapping;
-    group.kv_begin = sliding->kv_begin;
-    group.kv_end = sliding->kv_end;
-    group.window = sliding->window;
-    group.table = sliding->table;
-  } else {
-    const auto& list = std::get<WindowListMetadata>(metadata);
-    group.slot_mapping = list.slot_mapping;
-    group.table = list.table;
-  }
-  return group;
+  return std::visit(Overloaded{[](const FullMetadata& full) -> AdvanceGroup {
+                                 return {.slot_mapping = full.slot_mapping,
+                                         .kv_begin = nullptr,
+                                         .kv_end = full.kv_end,
+                                         .window = 0,
+                                         .table = full.table};
+                               },
+                               [](const SlidingMetadata& sliding) -> AdvanceGroup {
+                                 return {.slot_mapping = sliding.slot_mapping,
+                                         .kv_begin = sliding.kv_begin,
+                                         .kv_end = sliding.kv_end,
+                                         .window = sliding.window,
+                                         .table = sliding.table};
+                               },
+                               [](const WindowListMetadata& list) -> AdvanceGroup {
+                                 return {.slot_mapping = list.slot_mapping,
+                                         .kv_begin = nullptr,
+                                         .kv_end = nullptr,
+                                         .window = 0,
+                                         .table = list.table};
+                               }},
+                    metadata);
 }
 
 const int64_t* slot_mapping(const GroupMetadata& metadata) {

@@ -202,6 +202,7 @@ void Decoder::attention(Ctx& ctx, int32_t layer, const void* input, const PassRo
                                                 .window = list->window,
                                                 .kv = kv_[layer],
                                                 .scale = a.scale,
+                                                .sinks = nullptr,
                                                 .y = activations.attention,
                                                 .num_qo_heads = a.num_qo_heads,
                                                 .num_kv_heads = a.num_kv_heads,

@@ -353,8 +353,8 @@ void list_attention(CpuContext& ctx, const ListAttentionParams& p) {
   auto locations_of = [&](int32_t row) -> SlotLocations {
     return {p.window_slots + int64_t{row} * p.window};
   };
-  attend_rows<ListAttentionParams, SlotLocations>(ctx, p, /*sinks=*/nullptr, /*soft_cap=*/0.0f,
-                                                  range_of, locations_of);
+  attend_rows<ListAttentionParams, SlotLocations>(ctx, p, p.sinks, /*soft_cap=*/0.0f, range_of,
+                                                  locations_of);
 }
 
 }  // namespace paceline

@@ -251,7 +251,8 @@ struct ListAttentionParams {
   int32_t window;
   KvLayerView kv;
   float scale;
-  void* y;  // [max_rows, num_qo_heads * head_dim] dtype
+  const float* sinks;  // as in PagedAttentionParams
+  void* y;             // [max_rows, num_qo_heads * head_dim] dtype
   int32_t num_qo_heads;
   int32_t num_kv_heads;
   int32_t head_dim;
