@@ -15,7 +15,9 @@ namespace paceline {
 
 // How the weights of the chosen experts follow from the router's logits.
 enum class RouterRule : uint8_t {
-  kSoftmaxOfChosen,  // GPT-OSS: the softmax over the chosen logits
+  // GPT-OSS: the softmax over the chosen logits, exp(logit - best logit) over the sum of these in
+  // the order of the places. Where the best logit is infinite, every weight is NaN.
+  kSoftmaxOfChosen,
 };
 
 // The top_k experts with the highest logits, best first; among equals the lower number first. NaN

@@ -1,0 +1,291 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CPU ops of a mixture of experts.
+
+#include "ops/moe.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <numeric>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "device/cpu_context.h"
+#include "ops/ops.h"
+#include "support/op_checks.h"
+
+namespace paceline::testing {
+namespace {
+
+struct Routing {
+  std::vector<int32_t> experts;
+  std::vector<float> weights;
+};
+
+Routing route(const std::vector<float>& logits, int32_t num_rows, int32_t num_experts,
+              int32_t top_k, int num_threads = 1) {
+  const auto count = static_cast<size_t>(num_rows) * static_cast<size_t>(top_k);
+  Routing routing = {.experts = std::vector<int32_t>(count, -7),
+                     .weights = std::vector<float>(count, -7.0f)};
+  CpuContext ctx = context_of(num_threads);
+  route_experts(ctx, {.num_rows = &num_rows,
+                      .max_rows = num_rows,
+                      .logits = logits.data(),
+                      .num_experts = num_experts,
+                      .top_k = top_k,
+                      .rule = RouterRule::kSoftmaxOfChosen,
+                      .experts = routing.experts.data(),
+                      .weights = routing.weights.data()});
+  return routing;
+}
+
+struct Sorted {
+  std::vector<int32_t> expert_begin;
+  std::vector<int32_t> source_row;
+  std::vector<int32_t> expert_row;
+};
+
+// `spare_rows` are capacity that the pass does not use.
+Sorted sort(const std::vector<int32_t>& experts, int32_t num_rows, int32_t num_experts,
+            int32_t top_k, int32_t spare_rows = 0, int64_t* counters = nullptr) {
+  const int32_t max_rows = num_rows + spare_rows;
+  const auto count = static_cast<size_t>(max_rows) * static_cast<size_t>(top_k);
+  std::vector<int32_t> stale = experts;
+  stale.resize(count, std::numeric_limits<int32_t>::max());
+  Sorted sorted = {.expert_begin = std::vector<int32_t>(static_cast<size_t>(num_experts) + 1, -7),
+                   .source_row = std::vector<int32_t>(count, -7),
+                   .expert_row = std::vector<int32_t>(count, -7)};
+  CpuContext ctx = context_of(1);
+  sort_expert_rows(ctx, {.num_rows = &num_rows,
+                         .max_rows = max_rows,
+                         .experts = stale.data(),
+                         .num_experts = num_experts,
+                         .top_k = top_k,
+                         .expert_begin = sorted.expert_begin.data(),
+                         .source_row = sorted.source_row.data(),
+                         .expert_row = sorted.expert_row.data(),
+                         .counters = counters});
+  return sorted;
+}
+
+// --- route_experts -------------------------------------------------------------------------------
+
+void expect_routing(const std::vector<float>& logits, int32_t num_rows, int32_t num_experts,
+                    int32_t top_k) {
+  const Routing routing = route(logits, num_rows, num_experts, top_k, /*num_threads=*/2);
+  for (int32_t row = 0; row < num_rows; ++row) {
+    std::vector<double> of_row(static_cast<size_t>(num_experts));
+    for (int32_t e = 0; e < num_experts; ++e) {
+      const double logit = logits[static_cast<size_t>(row * num_experts + e)];
+      of_row[static_cast<size_t>(e)] = std::isnan(logit) ? -kInf : logit;
+    }
+    std::vector<int32_t> order(of_row.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
+      return of_row[static_cast<size_t>(a)] > of_row[static_cast<size_t>(b)];
+    });
+    double sum = 0;
+    for (int32_t i = 0; i < top_k; ++i) {
+      sum += std::exp(of_row[static_cast<size_t>(order[static_cast<size_t>(i)])] -
+                      of_row[static_cast<size_t>(order[0])]);
+    }
+    for (int32_t i = 0; i < top_k; ++i) {
+      const auto at = static_cast<size_t>(row * top_k + i);
+      const int32_t expert = order[static_cast<size_t>(i)];
+      ASSERT_EQ(routing.experts[at], expert) << "row " << row << " place " << i;
+      const double difference =
+          of_row[static_cast<size_t>(expert)] - of_row[static_cast<size_t>(order[0])];
+      // The difference is rounded before its exponential is taken.
+      const double bound = 1e-6 - 2 * kFloatEpsilon * std::max(difference, -200.0);
+      ASSERT_TRUE(is_near(routing.weights[at], std::exp(difference) / sum, 1e-37, bound))
+          << "row " << row << " place " << i << " of " << top_k << " of " << num_experts;
+    }
+  }
+}
+
+TEST(RouteExperts, MatchesReference) {
+  TRACE_SEED();
+  Random random(100);
+  for (int32_t round = 0; round < 200; ++round) {
+    const int32_t num_experts = random.one_of({1, 2, 3, 4, 8, 31, 32, 33, 128, 1000, kMaxExperts});
+    const int32_t most = std::min(num_experts, kMaxTopK);
+    const int32_t top_k = random.one_of({1, most, std::min(4, most), 1 + random.below(most)});
+    const int32_t num_rows = random.one_of({0, 1, 2, 7, 300});
+    std::vector<float> logits = random.normals(int64_t{num_rows} * num_experts, 3.0f);
+    const int32_t kind = random.below(4);
+    for (float& logit : logits) {
+      if (kind == 1) logit = std::round(logit);  // ties, among them of -0 and 0
+      if (kind == 2 && random.one_in(3)) logit = random.one_in(2) ? kNan : -kInf;
+      if (kind == 3) logit *= 100.0f;
+    }
+    SCOPED_TRACE(::testing::Message() << "round " << round << " kind " << kind);
+    ASSERT_NO_FATAL_FAILURE(expect_routing(logits, num_rows, num_experts, top_k));
+  }
+}
+
+TEST(RouteExperts, EqualLogitsGoToTheLowerNumber) {
+  const Routing routing = route({1, 2, 2, 1, 2, 0, 0, 0, 0, 0}, 2, 5, 4);
+  EXPECT_EQ(routing.experts, (std::vector<int32_t>{1, 2, 4, 0, 0, 1, 2, 3}));
+  for (size_t i = 4; i < 8; ++i) EXPECT_EQ(routing.weights[i], 0.25f);
+}
+
+TEST(RouteExperts, NanIsTheWorstLogit) {
+  const Routing routing = route({kNan, -kInf, 3, kNan, -1}, 1, 5, 4);
+  EXPECT_EQ(routing.experts, (std::vector<int32_t>{2, 4, 0, 1}));
+  EXPECT_EQ(routing.weights[2], 0.0f);
+  EXPECT_EQ(routing.weights[3], 0.0f);
+}
+
+TEST(RouteExperts, WeightsAreNanWhereTheBestLogitIsInfinite) {
+  for (const std::vector<float>& logits :
+       {std::vector<float>{kNan, kNan, kNan}, {-kInf, -kInf, -kInf}, {0, kInf, 1}}) {
+    const Routing routing = route(logits, 1, 3, 2);
+    EXPECT_TRUE(std::isnan(routing.weights[0]) && std::isnan(routing.weights[1]));
+    EXPECT_EQ(routing.experts[0], logits[1] == kInf ? 1 : 0);
+  }
+}
+
+// --- sort_expert_rows ----------------------------------------------------------------------------
+
+// Random distinct experts for every row.
+std::vector<int32_t> random_experts(Random& random, int32_t num_rows, int32_t num_experts,
+                                    int32_t top_k) {
+  return route(random.normals(int64_t{num_rows} * num_experts), num_rows, num_experts, top_k)
+      .experts;
+}
+
+TEST(SortExpertRows, SortsByExpertAndThenByRow) {
+  TRACE_SEED();
+  Random random(101);
+  for (int32_t round = 0; round < 100; ++round) {
+    const int32_t num_experts = random.one_of({1, 3, 32, 128, kMaxExperts});
+    const int32_t most = std::min(num_experts, kMaxTopK);
+    const int32_t top_k = random.one_of({1, most, std::min(4, most)});
+    const int32_t num_rows = random.one_of({0, 1, 5, 64, 2048});
+    const int32_t spare_rows = random.below(3);
+    const std::vector<int32_t> experts = random_experts(random, num_rows, num_experts, top_k);
+    const auto count = static_cast<size_t>(num_rows * top_k);
+    std::vector<std::pair<int32_t, int32_t>> pairs;  // expert, row
+    for (size_t i = 0; i < count; ++i) {
+      pairs.emplace_back(experts[i], static_cast<int32_t>(i) / top_k);
+    }
+    std::sort(pairs.begin(), pairs.end());
+    int64_t counters[] = {1000, 10};
+    const Sorted sorted = sort(experts, num_rows, num_experts, top_k, spare_rows, counters);
+    int32_t num_hit = 0;
+    for (int32_t e = 0; e <= num_experts; ++e) {
+      const auto first = std::lower_bound(pairs.begin(), pairs.end(), std::pair{e, 0});
+      ASSERT_EQ(sorted.expert_begin[static_cast<size_t>(e)], first - pairs.begin()) << e;
+      num_hit += first != pairs.end() && first->first == e ? 1 : 0;
+    }
+    for (size_t i = 0; i < count; ++i) {
+      ASSERT_EQ(sorted.source_row[i], pairs[i].second) << i;
+      const auto at = static_cast<size_t>(sorted.expert_row[i]);
+      ASSERT_EQ(pairs[at], (std::pair{experts[i], static_cast<int32_t>(i) / top_k})) << i;
+    }
+    for (size_t i = count; i < sorted.source_row.size(); ++i) {  // rows that the pass lacks
+      ASSERT_EQ(sorted.source_row[i], -7);
+      ASSERT_EQ(sorted.expert_row[i], -7);
+    }
+    ASSERT_EQ(counters[0], 1000 + num_hit);
+    ASSERT_EQ(counters[1], 11);
+  }
+}
+
+TEST(SortExpertRows, TakesEveryRowToOneExpert) {
+  const Sorted sorted = sort(std::vector<int32_t>(2048, 5), 2048, 32, 1);
+  std::vector<int32_t> rows(2048);
+  std::iota(rows.begin(), rows.end(), 0);
+  EXPECT_EQ(sorted.source_row, rows);
+  EXPECT_EQ(sorted.expert_row, rows);
+  for (int32_t e = 0; e <= 32; ++e) {
+    EXPECT_EQ(sorted.expert_begin[static_cast<size_t>(e)], e <= 5 ? 0 : 2048);
+  }
+}
+
+// --- combine_experts -----------------------------------------------------------------------------
+
+struct Combination {
+  int32_t num_rows = 0;
+  int32_t top_k = 0;
+  int32_t hidden = 0;
+  std::vector<float> x;
+  std::vector<int32_t> expert_row;
+  std::vector<float> weights;
+};
+
+Combination random_combination(Random& random, int32_t num_rows, int32_t top_k, int32_t hidden) {
+  Combination c = {.num_rows = num_rows, .top_k = top_k, .hidden = hidden};
+  c.x = random.normals(int64_t{num_rows} * top_k * hidden);
+  c.expert_row.resize(static_cast<size_t>(num_rows * top_k));
+  std::iota(c.expert_row.begin(), c.expert_row.end(), 0);
+  std::shuffle(c.expert_row.begin(), c.expert_row.end(), random.engine());
+  for (size_t i = 0; i < c.expert_row.size(); ++i) {
+    c.weights.push_back(std::fabs(random.normal()));
+  }
+  return c;
+}
+
+std::vector<float> combine(const Combination& c, int num_threads = 2) {
+  std::vector<float> y(static_cast<size_t>(c.num_rows * c.hidden));
+  CpuContext ctx = context_of(num_threads);
+  combine_experts(ctx, {.num_rows = &c.num_rows,
+                        .max_rows = c.num_rows,
+                        .top_k = c.top_k,
+                        .x = c.x.data(),
+                        .expert_row = c.expert_row.data(),
+                        .weights = c.weights.data(),
+                        .y = y.data(),
+                        .hidden = c.hidden});
+  return y;
+}
+
+TEST(CombineExperts, SumsPlacesInOrderByFusedMultiplyAdds) {
+  TRACE_SEED();
+  Random random(102);
+  for (const int32_t hidden : {1, 16, 63, 64, 200, 2880}) {
+    for (const int32_t top_k : {1, 2, 4, 32}) {
+      for (const int32_t num_rows : {0, 1, 9}) {
+        const Combination c = random_combination(random, num_rows, top_k, hidden);
+        const std::vector<float> y = combine(c);
+        int64_t num_reversed = 0;  // sums that differ when places are added in the reverse order
+        for (int32_t row = 0; row < num_rows; ++row) {
+          for (int32_t i = 0; i < hidden; ++i) {
+            float sum = 0;
+            float reversed = 0;
+            double exact = 0;
+            double magnitude = 0;
+            for (int32_t place = 0; place < top_k; ++place) {
+              const auto term = [&](int32_t at) {
+                const auto j = static_cast<size_t>(row * top_k + at);
+                return std::pair{c.weights[j],
+                                 c.x[static_cast<size_t>(c.expert_row[j] * hidden + i)]};
+              };
+              const auto [weight, x] = term(place);
+              sum = std::fma(weight, x, sum);
+              exact += double{weight} * x;
+              magnitude += std::fabs(double{weight} * x);
+              const auto [last_weight, last_x] = term(top_k - 1 - place);
+              reversed = std::fma(last_weight, last_x, reversed);
+            }
+            const float got = y[static_cast<size_t>(row * hidden + i)];
+            ASSERT_EQ(got, sum) << "row " << row << " column " << i << " top_k " << top_k;
+            ASSERT_TRUE(is_near(got, exact, top_k * kFloatEpsilon * magnitude, 0.0));
+            num_reversed += got != reversed ? 1 : 0;
+          }
+        }
+        if (top_k >= 4 && int64_t{num_rows} * hidden >= 1000) {
+          ASSERT_GT(num_reversed, 0);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace paceline::testing
