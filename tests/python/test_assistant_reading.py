@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import eagle_models
-import tiny_models
 from assistant_models import AssistantSpec
 from assistant_pair import CENTROIDS, DENSE, ORDERING, TARGET, opened
 from eagle_models import EagleSpec
@@ -22,6 +21,7 @@ from paceline import LLM
 from paceline._core import ModelFileError
 from paceline.loader import detect_method, open_checkpoint
 from paceline.loader.convert import convert
+from tiny_configs import to_old_spelling
 from tiny_models import (
     FULL,
     SLIDING,
@@ -85,7 +85,7 @@ def test_both_spellings_give_the_same_description(
     new = read_json(path / "config.json")
     assert "per_layer_config" in new["text_config"]
     before = opened(path, target)
-    text = tiny_models.to_old_spelling(new["text_config"])
+    text = to_old_spelling(new["text_config"])
     assert "per_layer_config" not in text and text["global_head_dim"] == 32
     write_json(path / "config.json", new | {"text_config": text})
     after = opened(path, target)

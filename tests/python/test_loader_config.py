@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-import tiny_models
 from errors import raises
 from hf_configs import GEMMA3, GEMMA4, LLAMA, LLAMA3_ROPE, QWEN3
 from paceline import loader
 from paceline._core import ModelFileError
 from paceline.loader import families, hf_config
 from paceline.loader.rope import RopeSettings, inverse_frequencies
+from tiny_configs import to_old_spelling
 from tiny_models import FULL, SLIDING, TinySpec, make, read_json
 
 # As published, without the keys that the text part does not use.
@@ -264,7 +264,7 @@ def test_gemma4_defaults_are_those_of_transformers() -> None:
 @pytest.mark.parametrize("k_eq_v", [False, True])
 def test_both_spellings_of_gemma4_give_the_same_description(k_eq_v: bool) -> None:
     new = read_json(make(TinySpec("gemma4", k_eq_v=k_eq_v)) / "config.json")
-    old = tiny_models.to_old_spelling(new)
+    old = to_old_spelling(new)
     assert "per_layer_config" in new and "global_head_dim" not in new
     assert "per_layer_config" not in old and old["global_head_dim"] == 32
     assert loader.decoder_config(old) == loader.decoder_config(new)
@@ -277,7 +277,7 @@ def test_both_spellings_of_gemma4_give_the_same_description(k_eq_v: bool) -> Non
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_both_spellings_give_the_same_description(family: str, rope: str) -> None:
     new = read_json(make(TinySpec(family, rope=rope)) / "config.json")
-    old = tiny_models.to_old_spelling(new)
+    old = to_old_spelling(new)
     assert "rope_parameters" in new
     assert "rope_parameters" not in old
     assert loader.decoder_config(old) == loader.decoder_config(new)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiny_models import FULL, SLIDING, save_tensors, to_old_spelling, write_json
+from tiny_configs import FULL, SLIDING, to_old_spelling
+from tiny_models import save_tensors, write_json
 
 # The classes of transformers; True: those of the 12B model's assistant.
 _CLASSES = {

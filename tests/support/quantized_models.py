@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrices of fewer bits with scales, as published checkpoints store them, for tests.
+
+    tensors = quantize(tensors, "fp8_block")       # as the tensors of such a checkpoint
+    plain = dequantize(tensors)                    # the values that they stand for
+
+`make(TinySpec(quantization="fp8_block"))` of `tiny_models` writes a whole checkpoint, and
+`plain_copy` the checkpoint of its values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+# "mxfp4": the experts of GPT-OSS; the others: the Linears of dense layers, with a scale for each
+# 128 x 128 block, for each row, or one.
+METHODS = ("mxfp4", "fp8_block", "fp8_row", "fp8_tensor")
+BLOCK = 128
+MXFP4_COLUMNS = 32
+MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FP8_MAX = 448.0
+
+_LINEAR = re.compile(r"(.*\.layers|layers)\.\d+\.(self_attn|mlp)\.\w+_proj\.weight")
+_EXPERTS = re.compile(r".*mlp\.experts\.\w+_proj")
+
+
+def quantize(
+    tensors: Mapping[str, torch.Tensor], method: str, *, exact_scales: bool = False
+) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint, with the matrices that a method concerns in its format.
+
+    Args:
+        tensors: Of a checkpoint without scales.
+        method: One of `METHODS`.
+        exact_scales: Scales of fp8 are powers of two.
+
+    Returns:
+        The tensors. Scales of fp8 have the dtype of the matrix.
+    """
+    quantized: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if method == "mxfp4" and _EXPERTS.fullmatch(name):
+            # As transformers has it the matrix is [E, columns, rows].
+            blocks, scales = to_mxfp4(tensor.transpose(1, 2))
+            quantized |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        elif method != "mxfp4" and _LINEAR.fullmatch(name):
+            scale_name = "weight_scale_inv" if method == "fp8_block" else "weight_scale"
+            weight, scales = to_fp8(tensor, method, exact_scales=exact_scales)
+            quantized |= {name: weight, name.removesuffix("weight") + scale_name: scales}
+        else:
+            quantized[name] = tensor
+    return quantized
+
+
+def quantization_config(method: str) -> dict[str, Any]:
+    """The value of "quantization_config", as in published files."""
+    if method == "mxfp4":
+        return {
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+            "quant_method": "mxfp4",
+        }
+    if method == "fp8_block":
+        return {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": [BLOCK, BLOCK],
+        }
+    by_row = method == "fp8_row"
+    common = {"actorder": None, "block_structure": None, "group_size": None, "num_bits": 8}
+    inputs = {"dynamic": True, "strategy": "token" if by_row else "tensor", "type": "float"}
+    weights = {"dynamic": False, "strategy": "channel" if by_row else "tensor", "type": "float"}
+    symmetric = {"observer": None, "observer_kwargs": {}, "symmetric": True}
+    return {
+        "config_groups": {
+            "group_0": {
+                "input_activations": common | inputs | symmetric,
+                "output_activations": None,
+                "targets": ["Linear"],
+                "weights": common | weights | symmetric,
+            }
+        },
+        "format": "float-quantized" if by_row else "naive-quantized",
+        "global_compression_ratio": None,
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }
+
+
+def to_mxfp4(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks uint8 [..., columns / 32, 16] and scales uint8 [..., columns / 32] of matrices."""
+    import torch
+
+    values = matrices.float().unflatten(-1, (-1, MXFP4_COLUMNS))
+    largest = values.abs().amax(-1, keepdim=True).clamp(min=2.0**-120)
+    exponent = torch.floor(torch.log2(largest)) - 2  # 6 is the largest value, 4 its power of two
+    scaled = (values.abs() * torch.exp2(-exponent)).unsqueeze(-1)
+    code = (scaled - torch.tensor(MXFP4_VALUES)).abs().argmin(-1) + 8 * (values < 0)
+    low, high = code[..., 0::2], code[..., 1::2]
+    blocks = (low | (high << 4)).to(torch.uint8).contiguous()
+    return blocks, (exponent.squeeze(-1) + 127).to(torch.uint8).contiguous()
+
+
+def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The matrices of `to_mxfp4`, float32; every value is exact in bfloat16, too."""
+    import torch
+
+    table = torch.tensor([*MXFP4_VALUES, *(-value for value in MXFP4_VALUES)])
+    codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2).long()
+    return (table[codes] * torch.exp2(scales.float() - 127).unsqueeze(-1)).flatten(-2)
+
+
+def to_fp8(
+    matrix: torch.Tensor, method: str, *, exact_scales: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The e4m3 elements of a matrix and their scales, in the shape of the method."""
+    import torch
+
+    values = matrix.float()
+    rows, columns = values.shape
+    if method == "fp8_tensor":
+        largest = values.abs().amax().reshape(1)
+    elif method == "fp8_row":
+        largest = values.abs().amax(1, keepdim=True)
+    else:
+        padded = torch.zeros(-(-rows // BLOCK) * BLOCK, -(-columns // BLOCK) * BLOCK)
+        padded[:rows, :columns] = values.abs()
+        largest = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).amax((1, 3))
+    scales = largest.clamp(min=1e-12) / FP8_MAX
+    if exact_scales:
+        scales = torch.exp2(torch.ceil(torch.log2(scales)))
+    scales = scales.to(matrix.dtype)
+    scaled = values / _spread(scales.float(), rows, columns)
+    return scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scales
+
+
+def from_fp8(matrix: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The values of `to_fp8`, float32: each product is rounded once."""
+    rows, columns = matrix.shape
+    return matrix.float() * _spread(scales.float(), rows, columns)
+
+
+def _spread(scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Scales as a matrix that multiplies one of rows x columns."""
+    if scales.numel() == 1 or tuple(scales.shape) == (rows, 1):
+        return scales
+    return scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+
+
+def dequantize(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint without scales: float32 values, the others as they are."""
+    import torch
+
+    plain: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith(("_scales", ".weight_scale", ".weight_scale_inv")):
+            continue
+        if name.endswith("_blocks"):
+            name = name.removesuffix("_blocks")
+            values = from_mxfp4(tensor, tensors[f"{name}_scales"])
+            plain[name] = values.transpose(1, 2).contiguous()
+        elif tensor.dtype == torch.float8_e4m3fn:
+            scales = next(
+                tensors[f"{name}_{kind}"]
+                for kind in ("scale", "scale_inv")
+                if f"{name}_{kind}" in tensors
+            )
+            plain[name] = from_fp8(tensor, scales)
+        else:
+            plain[name] = tensor
+    return plain
