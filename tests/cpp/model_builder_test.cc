@@ -144,33 +144,34 @@ TEST(ModelBuilder, PlacesEveryTensorForEveryPairOfDtypes) {
       EXPECT_EQ(model_weight_bytes(*model),
                 static_cast<int64_t>(model_weight_arena(*model).size()));
       expect_rows(weights.embed, dtype, {"embed.weight"});
-      expect_rows(weights.lm_head, dtype, {"lm_head.weight"});
+      expect_rows(weights.lm_head.weight.data, dtype, {"lm_head.weight"});
       expect_vector(weights.final_norm, {"final_norm.weight"});
       for (int i : {0, 1}) {
         const LayerWeights& layer = weights.layers[i];
         const auto name = [&](const char* rest) { return concat("layers.", i, ".", rest); };
         expect_vector(layer.attn_norm, {name("attn_norm.weight")});
-        expect_rows(layer.qkv, dtype,
+        expect_rows(layer.qkv.weight.data, dtype,
                     {name("attn.q.weight"), name("attn.k.weight"), name("attn.v.weight")});
-        expect_rows(layer.o, dtype, {name("attn.o.weight")});
+        expect_rows(layer.o.weight.data, dtype, {name("attn.o.weight")});
         expect_vector(layer.attn_post_norm, {name("attn_post_norm.weight")});
         expect_vector(layer.mlp_norm, {name("mlp_norm.weight")});
-        expect_rows(layer.gate_up, dtype, {name("mlp.gate.weight"), name("mlp.up.weight")});
-        expect_rows(layer.down, dtype, {name("mlp.down.weight")});
+        expect_rows(layer.gate_up.weight.data, dtype,
+                    {name("mlp.gate.weight"), name("mlp.up.weight")});
+        expect_rows(layer.down.weight.data, dtype, {name("mlp.down.weight")});
         expect_vector(layer.mlp_post_norm, {name("mlp_post_norm.weight")});
         if (i == 0) {
-          for (const float* absent : {layer.qkv_bias, layer.q_norm, layer.k_norm, layer.o_bias,
-                                      layer.gate_up_bias, layer.down_bias}) {
+          for (const float* absent : {layer.qkv.bias, layer.q_norm, layer.k_norm, layer.o.bias,
+                                      layer.gate_up.bias, layer.down.bias}) {
             EXPECT_EQ(absent, nullptr);
           }
         } else {
-          expect_vector(layer.qkv_bias,
+          expect_vector(layer.qkv.bias,
                         {name("attn.q.bias"), name("attn.k.bias"), name("attn.v.bias")});
           expect_vector(layer.q_norm, {name("attn.q_norm.weight")});
           expect_vector(layer.k_norm, {name("attn.k_norm.weight")});
-          expect_vector(layer.o_bias, {name("attn.o.bias")});
-          expect_vector(layer.gate_up_bias, {name("mlp.gate.bias"), name("mlp.up.bias")});
-          expect_vector(layer.down_bias, {name("mlp.down.bias")});
+          expect_vector(layer.o.bias, {name("attn.o.bias")});
+          expect_vector(layer.gate_up.bias, {name("mlp.gate.bias"), name("mlp.up.bias")});
+          expect_vector(layer.down.bias, {name("mlp.down.bias")});
         }
       }
     }
@@ -184,7 +185,7 @@ TEST(ModelBuilder, TiesTheHeadAndDropsPostNorms) {
   EXPECT_THAT(builder.missing(), SizeIs(tiny_shapes().size() - 5));
   builder.fill_dummy(1);
   const auto model = builder.finish();
-  EXPECT_EQ(model->weights.lm_head, model->weights.embed);
+  EXPECT_EQ(model->weights.lm_head.weight.data, model->weights.embed);
   EXPECT_EQ(model->weights.layers[1].attn_post_norm, nullptr);
   EXPECT_EQ(model->weights.layers[1].mlp_post_norm, nullptr);
 }
@@ -351,13 +352,13 @@ TEST(DummyWeights, AreNormalAndNeutral) {
   const auto [least, most] = std::minmax_element(embed, embed + count);
   EXPECT_LT(*least, -0.08f);
   EXPECT_GT(*most, 0.08f);
-  EXPECT_NE(std::memcmp(model->weights.embed, model->weights.lm_head, 4096), 0);
+  EXPECT_NE(std::memcmp(model->weights.embed, model->weights.lm_head.weight.data, 4096), 0);
 
   const LayerWeights& layer = model->weights.layers[1];
   for (const float* norm : {model->weights.final_norm, layer.attn_norm, layer.mlp_post_norm}) {
     EXPECT_TRUE(std::all_of(norm, norm + 31, [](float w) { return w == 0; }));  // (1 + 0)
   }
-  EXPECT_TRUE(std::all_of(layer.qkv_bias, layer.qkv_bias + 10, [](float b) { return b == 0; }));
+  EXPECT_TRUE(std::all_of(layer.qkv.bias, layer.qkv.bias + 10, [](float b) { return b == 0; }));
   ModelBuilder plain(tiny_config({{"\"norm_weight_offset\": 1", "\"norm_weight_offset\": 0"}}),
                      DType::kBFloat16);
   plain.fill_dummy(7);
@@ -397,7 +398,7 @@ TEST(DummyWeights, LeavePutTensorsAlone) {
   builder.put(name, DType::kFloat32, tiny_shapes().at(name), {}, tiny_values().at(name).data());
   builder.fill_dummy(0);
   const auto model = builder.finish();
-  const auto* qkv = reinterpret_cast<const float*>(model->weights.layers[0].qkv);
+  const auto* qkv = reinterpret_cast<const float*>(model->weights.layers[0].qkv.weight.data);
   EXPECT_EQ(std::memcmp(qkv + 16 * 6, tiny_values().at(name).data(), 8 * 6 * 4), 0);
   EXPECT_LT(std::abs(qkv[16 * 6 - 1]), 0.1f);
   EXPECT_NE(qkv[16 * 6 - 1], 0);

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "model/visit_weights.h"
+
 namespace paceline {
 
 void plan_products(CudaContext& ctx, GemmPlanner& planner, const BatchShape& shape,
@@ -16,54 +18,28 @@ void plan_products(CudaContext& ctx, GemmPlanner& planner, const BatchShape& sha
     std::vector<const void*> weights;
   };
   std::vector<Products> all;
-  const auto add = [&](const std::byte* weight, int64_t n, int64_t k, int32_t max_rows,
-                       DType y_dtype) {
+  const auto add = [&](const WeightMatrix& weight, int32_t max_rows, DType y_dtype) {
     auto found = std::find_if(all.begin(), all.end(), [&](const Products& p) {
-      return p.n == n && p.k == k && p.y_dtype == y_dtype;
+      return p.n == weight.n && p.k == weight.k && p.y_dtype == y_dtype;
     });
     if (found == all.end()) {
-      found = all.insert(found, {.n = static_cast<int32_t>(n),
-                                 .k = static_cast<int32_t>(k),
-                                 .y_dtype = y_dtype,
-                                 .max_rows = 0,
-                                 .weights = {}});
+      found = all.insert(
+          found, {.n = weight.n, .k = weight.k, .y_dtype = y_dtype, .max_rows = 0, .weights = {}});
     }
     found->max_rows = std::max(found->max_rows, max_rows);
-    found->weights.push_back(weight);
+    found->weights.push_back(weight.data);
   };
   const auto add_all = [&](const Decoder& decoder, int32_t max_rows, int32_t max_logit_rows) {
     const DecoderWeights& weights = decoder.weights();
-    if (weights.dtype != DType::kBFloat16) return;
-    const DecoderConfig& c = decoder.config();
-    const int64_t per_layer = c.per_layer_inputs.size;
-    for (size_t layer = 0; layer < c.layers.size(); ++layer) {
-      const AttentionConfig& a = c.layers[layer].attention;
-      const MlpConfig& m = c.layers[layer].mlp;
-      const LayerWeights& w = weights.layers[layer];
-      const int64_t q = int64_t{a.num_qo_heads} * a.head_dim;
-      add(w.qkv, qkv_rows(a), c.qkv_inputs(layer), max_rows, DType::kBFloat16);
-      add(w.o, c.hidden, q, max_rows, DType::kBFloat16);
-      add(w.gate_up, 2 * int64_t{m.intermediate}, c.hidden, max_rows, DType::kBFloat16);
-      add(w.down, c.hidden, m.intermediate, max_rows, DType::kBFloat16);
-      if (per_layer > 0) {
-        add(w.per_layer_gate, per_layer, c.hidden, max_rows, DType::kBFloat16);
-        add(w.per_layer_proj, c.hidden, per_layer, max_rows, DType::kBFloat16);
-      }
-    }
-    if (per_layer > 0) {
-      add(weights.per_layer_proj, per_layer * static_cast<int64_t>(c.layers.size()), c.hidden,
-          max_rows, DType::kBFloat16);
-    }
-    const DraftHeadWeights& head = weights.head;
-    if (c.drafter) add(head.fc, c.hidden, c.drafter->fc_width(), max_rows, DType::kFloat32);
-    if (head.centroids != nullptr) {
-      add(head.centroids, c.drafter->centroids.count, c.hidden, max_logit_rows, DType::kFloat32);
-    } else {
-      add(decoder.lm_head(), c.lm_head_rows(), c.hidden, max_logit_rows, DType::kFloat32);
-    }
-    if (head.feedback != nullptr) {
-      add(head.feedback, c.drafter->target_hidden, c.hidden, max_logit_rows, DType::kFloat32);
-    }
+    for_each_linear(decoder.config(), weights, [&](const Linear& own, const LinearShape& shape) {
+      const bool is_lm_head = &own == &weights.lm_head;
+      // With centroids, the rows of the LM head are looked up.
+      if (is_lm_head && weights.head.centroids.is_present()) return;
+      const WeightMatrix& weight = is_lm_head ? decoder.lm_head().weight : own.weight;
+      if (weight.dtype != DType::kBFloat16 || weight.format != WeightFormat::kPlain) return;
+      add(weight, shape.rows == LinearRows::kPass ? max_rows : max_logit_rows,
+          shape.has_float_output ? DType::kFloat32 : DType::kBFloat16);
+    });
   };
   add_all(target, shape.max_verify_rows, shape.max_logit_rows);
   if (drafter != nullptr) {

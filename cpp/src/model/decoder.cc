@@ -118,9 +118,9 @@ Decoder::Decoder(std::shared_ptr<const Model> model, const KvLayout& layout, KvO
       layer_to_group_(layout.layer_to_group(role)),
       rope_offset_(rope_offset),
       embed_(weights().embed != nullptr ? weights().embed : shared.embed),
-      lm_head_(weights().lm_head != nullptr ? weights().lm_head : shared.lm_head) {
+      lm_head_(weights().lm_head.is_present() ? weights().lm_head : shared.lm_head) {
   const DecoderConfig& c = config();
-  PACELINE_CHECK(embed_ != nullptr && lm_head_ != nullptr, c.name,
+  PACELINE_CHECK(embed_ != nullptr && lm_head_.is_present(), c.name,
                  " needs the embedding or lm_head of a target");
   PACELINE_CHECK(layer_to_group_.size() == c.layers.size());
   for (size_t layer = 0; layer < c.layers.size(); ++layer) {
@@ -157,21 +157,12 @@ void Decoder::attention(Ctx& ctx, int32_t layer, const void* input, const PassRo
                         const Activations& activations) const {
   const DecoderConfig& c = config();
   const AttentionConfig& a = c.layers[layer].attention;
-  const DecoderWeights& w = model_->weights;
-  const LayerWeights& lw = w.layers[layer];
-  const int32_t qkv_width = qkv_rows(a);
-  const int32_t q_width = a.num_qo_heads * a.head_dim;
+  const LayerWeights& lw = weights().layers[layer];
   const GroupMetadata& metadata = groups[layer_to_group_[layer]];
-  const auto num_inputs = static_cast<int32_t>(c.qkv_inputs(static_cast<size_t>(layer)));
 
-  project(ctx, row_count(rows),
+  project(ctx, row_count(rows), lw.qkv,
           {.x = input,
-           .weight = lw.qkv,
-           .bias = lw.qkv_bias,
            .y = activations.qkv,
-           .n = qkv_width,
-           .k = num_inputs,
-           .weight_dtype = w.dtype,
            .x_dtype = activations.dtype,
            .y_dtype = activations.dtype});
   ctx.run(qk_norm_rope_append, QkNormRopeAppendParams{.num_rows = rows.num_rows,
@@ -237,14 +228,9 @@ void Decoder::attention(Ctx& ctx, int32_t layer, const void* input, const PassRo
                                  .max_rows_per_seq = rows.max_rows_per_seq,
                                  .kv_inputs = kv_inputs(a)});
   }
-  project(ctx, row_count(rows),
+  project(ctx, row_count(rows), lw.o,
           {.x = activations.attention,
-           .weight = lw.o,
-           .bias = lw.o_bias,
            .y = activations.branch,
-           .n = c.hidden,
-           .k = q_width,
-           .weight_dtype = w.dtype,
            .x_dtype = activations.dtype,
            .y_dtype = activations.dtype});
 }
@@ -252,18 +238,11 @@ void Decoder::attention(Ctx& ctx, int32_t layer, const void* input, const PassRo
 template <class Ctx>
 void Decoder::mlp(Ctx& ctx, int32_t layer, const PassRows& rows,
                   const Activations& activations) const {
-  const DecoderConfig& c = config();
-  const MlpConfig& m = c.layers[layer].mlp;
-  const DecoderWeights& w = model_->weights;
-  const LayerWeights& lw = w.layers[layer];
-  project(ctx, row_count(rows),
+  const MlpConfig& m = config().layers[layer].mlp;
+  const LayerWeights& lw = weights().layers[layer];
+  project(ctx, row_count(rows), lw.gate_up,
           {.x = activations.normed,
-           .weight = lw.gate_up,
-           .bias = lw.gate_up_bias,
            .y = activations.gate_up,
-           .n = 2 * m.intermediate,
-           .k = c.hidden,
-           .weight_dtype = w.dtype,
            .x_dtype = activations.dtype,
            .y_dtype = activations.dtype});
   ctx.run(gated_activation, GatedActivationParams{.num_rows = rows.num_rows,
@@ -273,14 +252,9 @@ void Decoder::mlp(Ctx& ctx, int32_t layer, const PassRows& rows,
                                                   .intermediate = m.intermediate,
                                                   .activation = m.activation,
                                                   .dtype = activations.dtype});
-  project(ctx, row_count(rows),
+  project(ctx, row_count(rows), lw.down,
           {.x = activations.activated,
-           .weight = lw.down,
-           .bias = lw.down_bias,
            .y = activations.branch,
-           .n = c.hidden,
-           .k = m.intermediate,
-           .weight_dtype = w.dtype,
            .x_dtype = activations.dtype,
            .y_dtype = activations.dtype});
 }
@@ -292,7 +266,6 @@ void Decoder::make_per_layer_inputs(Ctx& ctx, const PassRows& rows,
   const PerLayerInputsConfig& inputs = c.per_layer_inputs;
   const DecoderWeights& w = model_->weights;
   const auto num_layers = static_cast<int32_t>(c.layers.size());
-  const int32_t width = num_layers * inputs.size;
   // Converts the embeddings to the dtype of activations, without a norm.
   ctx.run(rms_norm, RmsNormParams{.num_rows = rows.num_rows,
                                   .max_rows = rows.capacity,
@@ -306,13 +279,9 @@ void Decoder::make_per_layer_inputs(Ctx& ctx, const PassRows& rows,
                                   .y_stride = c.hidden,
                                   .hidden = c.hidden,
                                   .y_dtype = activations.dtype});
-  project(ctx, row_count(rows),
+  project(ctx, row_count(rows), w.per_layer_proj,
           {.x = activations.normed,
-           .weight = w.per_layer_proj,
            .y = activations.per_layer,
-           .n = width,
-           .k = c.hidden,
-           .weight_dtype = w.dtype,
            .x_dtype = activations.dtype,
            .y_dtype = activations.dtype});
   ctx.run(per_layer_inputs, PerLayerInputsParams{.num_rows = rows.num_rows,
@@ -338,16 +307,11 @@ void Decoder::per_layer_branch(Ctx& ctx, int32_t layer, const PassRows& rows,
                                const Activations& activations) const {
   const DecoderConfig& c = config();
   const PerLayerInputsConfig& inputs = c.per_layer_inputs;
-  const DecoderWeights& w = model_->weights;
-  const LayerWeights& lw = w.layers[layer];
+  const LayerWeights& lw = weights().layers[layer];
   const auto num_layers = static_cast<int64_t>(c.layers.size());
-  project(ctx, row_count(rows),
+  project(ctx, row_count(rows), lw.per_layer_gate,
           {.x = activations.normed,
-           .weight = lw.per_layer_gate,
            .y = activations.gate_up,
-           .n = inputs.size,
-           .k = c.hidden,
-           .weight_dtype = w.dtype,
            .x_dtype = activations.dtype,
            .y_dtype = activations.dtype});
   const int64_t offset = int64_t{layer} * inputs.size * dtype_bytes(activations.dtype);
@@ -361,13 +325,9 @@ void Decoder::per_layer_branch(Ctx& ctx, int32_t layer, const PassRows& rows,
                                 .dtype = activations.dtype,
                                 .up = static_cast<const std::byte*>(activations.per_layer) + offset,
                                 .up_stride = num_layers * inputs.size});
-  project(ctx, row_count(rows),
+  project(ctx, row_count(rows), lw.per_layer_proj,
           {.x = activations.activated,
-           .weight = lw.per_layer_proj,
            .y = activations.branch,
-           .n = c.hidden,
-           .k = inputs.size,
-           .weight_dtype = w.dtype,
            .x_dtype = activations.dtype,
            .y_dtype = activations.dtype});
 }
@@ -525,15 +485,10 @@ void Decoder::logits(Ctx& ctx, const int32_t* num_logit_rows, int32_t max_logit_
                      const int32_t* row_index, const Activations& activations, float* gathered,
                      float* logits) const {
   const DecoderConfig& c = config();
-  const DecoderWeights& w = model_->weights;
   output_rows(ctx, num_logit_rows, max_logit_rows, row_index, activations, gathered);
-  project(ctx, {.num_rows = num_logit_rows, .max_rows = max_logit_rows},
+  project(ctx, {.num_rows = num_logit_rows, .max_rows = max_logit_rows}, lm_head_,
           {.x = activations.normed,
-           .weight = lm_head_,
            .y = logits,
-           .n = c.num_logits(),
-           .k = c.hidden,
-           .weight_dtype = w.dtype,
            .x_dtype = activations.dtype,
            .y_dtype = DType::kFloat32});
   cap_logits(ctx, {.num_rows = num_logit_rows, .max_rows = max_logit_rows}, c, logits);

@@ -74,7 +74,7 @@ struct HiddenTaps {
 // The weights of the target that a draft head shares.
 struct SharedWeights {
   const std::byte* embed = nullptr;
-  const std::byte* lm_head = nullptr;
+  Linear lm_head;
 };
 
 class Decoder {
@@ -88,7 +88,7 @@ class Decoder {
   [[nodiscard]] const DecoderConfig& config() const { return model_->config; }
   [[nodiscard]] const DecoderWeights& weights() const { return model_->weights; }
   // The lm_head of the decoder, its own or shared.
-  [[nodiscard]] const std::byte* lm_head() const { return lm_head_; }
+  [[nodiscard]] const Linear& lm_head() const { return lm_head_; }
   [[nodiscard]] SharedWeights shareable_weights() const { return {embed_, lm_head_}; }
 
   // Token ids of `rows` -> residual stream after the last layer, in activations.residual (before
@@ -149,7 +149,7 @@ class Decoder {
   std::vector<KvLayerView> kv_;   // by layer
   std::vector<RopeTable> ropes_;  // by DecoderConfig::ropes
   const std::byte* embed_;
-  const std::byte* lm_head_;
+  Linear lm_head_;
 };
 
 // The KV shapes of a decoder's layers, as plan_kv_layout takes them.

@@ -9,6 +9,7 @@
 #include "base/aligned_buffer.h"
 #include "base/check.h"
 #include "base/json.h"
+#include "model/visit_weights.h"
 
 namespace paceline {
 namespace {
@@ -294,41 +295,43 @@ constexpr double kMaxFrequency = 1e6;  // times kMaxPosition it is far below FLT
   return drafter;
 }
 
-// Keeps the matrices in float32 so far below 2^63 bytes that norms, biases and alignment cannot
-// overflow either. Code that lays weights out may then add sizes without checks.
-void check_weight_bytes(const DecoderConfig& config) {
-  constexpr int64_t kMaxBytes = int64_t{1} << 60;
-  int64_t total = 0;
-  const auto add = [&](int64_t rows, int64_t cols) {
+// Counts weights in float32, and refuses so many that code which adds the sizes of regions could
+// overflow: 2^60 bytes leave room for alignment.
+class ByteLimit {
+ public:
+  explicit ByteLimit(const DecoderConfig& config) : config_(config) {}
+
+  void linear(const Linear&, const LinearShape& shape) {
+    if (shape.is_owned) add(shape.num_rows(), shape.cols);
+  }
+  void vector(const float*, VectorKind, const std::vector<WeightPart>& parts) {
+    for (const WeightPart& part : parts) add(part.rows, 1);
+  }
+  void table(const std::byte*, const WeightPart& part, int64_t cols) { add(part.rows, cols); }
+  void tokens(const int32_t*, const WeightPart& part, bool) { add(part.rows, 1); }
+
+ private:
+  void add(int64_t rows, int64_t cols) {
+    constexpr int64_t kMaxBytes = int64_t{1} << 60;
     const int64_t bytes = checked_mul(checked_mul(rows, cols), 4);
-    if (bytes > kMaxBytes - total) {
-      throw InvalidArgument(concat("decoder config: layers is a list of ", config.layers.size(),
-                                   ", hidden_size is ", config.hidden, " and vocab_size is ",
-                                   config.vocab_size, ": the weights take more than ", kMaxBytes,
+    if (bytes > kMaxBytes - total_) {
+      throw InvalidArgument(concat("decoder config: layers is a list of ", config_.layers.size(),
+                                   ", hidden_size is ", config_.hidden, " and vocab_size is ",
+                                   config_.vocab_size, ": the weights take more than ", kMaxBytes,
                                    " bytes; allowed: smaller sizes or fewer layers"));
     }
-    total += bytes;
-  };
-  add(config.vocab_size, config.embed_width());
-  if (!config.ties_lm_head) add(config.lm_head_rows(), config.hidden);
-  const int64_t per_layer_size = config.per_layer_inputs.size;
-  const int64_t per_layer_width = per_layer_size * static_cast<int64_t>(config.layers.size());
-  add(config.per_layer_inputs.vocab_size, per_layer_width);
-  add(per_layer_width, config.hidden);
-  if (config.drafter) {
-    // fc and, for Gemma 4 MTP, feedback and the centroids.
-    add(config.drafter->fc_width() + 1, config.hidden);
-    add(int64_t{config.drafter->target_hidden} + config.drafter->centroids.count, config.hidden);
-    add(config.lm_head_rows(), 1);  // draft_to_target or token_ordering
-    // The first layer's attention may be twice as wide.
-    add(qkv_rows(config.layers.front().attention), config.hidden);
+    total_ += bytes;
   }
-  for (const LayerConfig& layer : config.layers) {
-    const int64_t q_size = int64_t{layer.attention.num_qo_heads} * layer.attention.head_dim;
-    add(qkv_rows(layer.attention) + q_size, config.hidden);  // q, k, v and o
-    add(int64_t{3} * layer.mlp.intermediate, config.hidden);
-    add(2 * per_layer_size, config.hidden);
-  }
+
+  const DecoderConfig& config_;
+  int64_t total_ = 0;
+};
+
+void check_weight_bytes(const DecoderConfig& config) {
+  DecoderWeights no_weights;
+  size_weights(config, no_weights);
+  ByteLimit limit(config);
+  visit_weights(config, no_weights, limit);
 }
 
 }  // namespace

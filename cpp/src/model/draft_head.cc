@@ -31,16 +31,9 @@ DraftHead::DraftHead(std::shared_ptr<const Model> model, const Decoder& target,
 template <class Ctx>
 void DraftHead::run_fc(Ctx& ctx, const PassRows& rows, const void* x,
                        const Activations& activations) const {
-  const DecoderConfig& c = config();
-  const auto width = static_cast<int32_t>(drafter().fc_width());
-  project(ctx, row_count(rows),
+  project(ctx, row_count(rows), decoder_.weights().head.fc,
           {.x = x,
-           .weight = decoder_.weights().head.fc,
-           .bias = decoder_.weights().head.fc_bias,
            .y = activations.residual,
-           .n = c.hidden,
-           .k = width,
-           .weight_dtype = decoder_.weights().dtype,
            .x_dtype = activations.dtype,
            .y_dtype = DType::kFloat32});
 }
@@ -155,13 +148,9 @@ void DraftHead::cluster_rows(Ctx& ctx, const int32_t* num_rows, int32_t max_rows
   const DecoderConfig& c = config();
   const CentroidsConfig& centroids = drafter().centroids;
   const DecoderWeights& w = decoder_.weights();
-  project(ctx, {.num_rows = num_rows, .max_rows = max_rows},
+  project(ctx, {.num_rows = num_rows, .max_rows = max_rows}, w.head.centroids,
           {.x = activations.normed,
-           .weight = w.head.centroids,
            .y = output.centroid_scores,
-           .n = centroids.count,
-           .k = c.hidden,
-           .weight_dtype = w.dtype,
            .x_dtype = activations.dtype,
            .y_dtype = DType::kFloat32});
   ctx.run(select_clusters, SelectClustersParams{.num_rows = num_rows,
@@ -177,12 +166,12 @@ void DraftHead::cluster_rows(Ctx& ctx, const int32_t* num_rows, int32_t max_rows
                                               .top = centroids.top,
                                               .token_ordering = w.head.token_ordering,
                                               .cluster_size = drafter().cluster_size(),
-                                              .weight = decoder_.lm_head(),
+                                              .weight = decoder_.lm_head().weight.data,
                                               .logits = output.logits,
                                               .tokens = output.tokens,
                                               .hidden = c.hidden,
                                               .x_dtype = activations.dtype,
-                                              .weight_dtype = w.dtype});
+                                              .weight_dtype = decoder_.lm_head().weight.dtype});
   cap_logits(ctx, {.num_rows = num_rows, .max_rows = max_rows}, c, output.logits);
 }
 
@@ -198,16 +187,11 @@ void DraftHead::logits(Ctx& ctx, const int32_t* num_rows, int32_t max_rows,
   } else {
     decoder_.logits(ctx, num_rows, max_rows, row_index, activations, feedback, output.logits);
   }
-  if (const std::byte* weight = decoder_.weights().head.feedback; weight != nullptr) {
+  if (const Linear& linear = decoder_.weights().head.feedback; linear.is_present()) {
     // Projects the output of the final norm, in activations.normed, back to the target's width.
-    const int32_t width = drafter().target_hidden;
-    project(ctx, {.num_rows = num_rows, .max_rows = max_rows},
+    project(ctx, {.num_rows = num_rows, .max_rows = max_rows}, linear,
             {.x = activations.normed,
-             .weight = weight,
              .y = feedback,
-             .n = width,
-             .k = c.hidden,
-             .weight_dtype = decoder_.weights().dtype,
              .x_dtype = activations.dtype,
              .y_dtype = DType::kFloat32});
   }

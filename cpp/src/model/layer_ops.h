@@ -8,6 +8,7 @@
 
 #include "metadata/pass_rows.h"
 #include "model/decoder_config.h"
+#include "model/linear.h"
 #include "ops/ops.h"
 
 namespace paceline {
@@ -22,29 +23,25 @@ struct RowCount {
   return {.num_rows = rows.num_rows, .max_rows = rows.capacity};
 }
 
-// y = x W^T (+ bias) over contiguous rows.
+// The operands of a product over contiguous rows.
 struct Projection {
-  const void* x;                // [max_rows, k] x_dtype
-  const std::byte* weight;      // [n, k] weight_dtype
-  const float* bias = nullptr;  // [n], or null
-  void* y;                      // [max_rows, n] y_dtype
-  int32_t n;
-  int32_t k;
-  DType weight_dtype;
+  const void* x;  // [max_rows, k] x_dtype
+  void* y;        // [max_rows, n] y_dtype
   DType x_dtype;
   DType y_dtype;
 };
 
+// y = x W^T (+ bias).
 template <class Ctx>
-void project(Ctx& ctx, const RowCount& rows, const Projection& p) {
+void project(Ctx& ctx, const RowCount& rows, const Linear& linear, const Projection& p) {
   ctx.run(gemm, GemmParams{.num_rows = rows.num_rows,
                            .max_rows = rows.max_rows,
                            .x = p.x,
-                           .x_stride = p.k,
-                           .weight = plain_matrix(p.weight, p.n, p.k, p.weight_dtype),
-                           .bias = p.bias,
+                           .x_stride = linear.weight.k,
+                           .weight = linear.weight,
+                           .bias = linear.bias,
                            .y = p.y,
-                           .y_stride = p.n,
+                           .y_stride = linear.weight.n,
                            .x_dtype = p.x_dtype,
                            .y_dtype = p.y_dtype});
 }

@@ -13,8 +13,8 @@
 
 #include <paceline/dtype.h>
 
-#include "base/aligned_buffer.h"
 #include "model/decoder_config.h"
+#include "model/visit_weights.h"
 #include "model/weights.h"
 
 namespace paceline {
@@ -39,59 +39,27 @@ struct NamedWeight {
   [[nodiscard]] std::span<const int64_t> dims() const { return std::span(shape).first(rank); }
 };
 
-// One tensor of a region: `rows` rows of a matrix, or elements of a vector.
-struct WeightPart {
-  std::string name;
-  int64_t rows;
-};
-
-// Hands out aligned regions of the arena in order. The caller of lay_out runs it twice: first
-// without a base to learn the size, then with one to set the pointers. Size and layout thus cannot
-// disagree.
+// Hands out aligned regions of the arena in the order in which visit_weights visits. The caller of
+// lay_out runs it twice: first without a base to learn the size, then with one to set the pointers.
+// Size and layout thus cannot disagree.
 class Carver final {
  public:
   Carver(DType dtype, std::byte* base) : dtype_(dtype), base_(base) {}
 
   // The rows of all parts follow each other.
-  const std::byte* matrix(const std::vector<WeightPart>& parts, int64_t cols) {
-    const int64_t begin = open();
-    for (const WeightPart& part : parts) {
-      add({.name = part.name, .shape = {part.rows, cols}, .rank = 2, .dtype = dtype_});
-    }
-    return base_ == nullptr ? nullptr : base_ + begin;
-  }
-  const float* vector(const std::vector<WeightPart>& parts, DummyKind dummy) {
-    const int64_t begin = open();
-    for (const WeightPart& part : parts) {
-      add({.name = part.name, .shape = {part.rows, 0}, .rank = 1, .dummy = dummy});
-    }
-    return base_ == nullptr ? nullptr : reinterpret_cast<const float*>(base_ + begin);
-  }
-
-  const int32_t* tokens(const std::string& name, int64_t count, bool is_optional) {
-    const int64_t begin = open();
-    add({.name = name,
-         .shape = {count, 0},
-         .rank = 1,
-         .dtype = DType::kInt32,
-         .dummy = DummyKind::kSpreadTokens,
-         .is_optional = is_optional});
-    return base_ == nullptr ? nullptr : reinterpret_cast<const int32_t*>(base_ + begin);
-  }
+  void linear(Linear& linear, const LinearShape& shape);
+  void vector(const float*& vector, VectorKind kind, const std::vector<WeightPart>& parts);
+  void table(const std::byte*& table, const WeightPart& part, int64_t cols);
+  void tokens(const int32_t*& tokens, const WeightPart& part, bool is_optional);
 
   [[nodiscard]] int64_t bytes() const { return bytes_; }
   [[nodiscard]] std::vector<NamedWeight> take_named_weights() { return std::move(named_weights_); }
 
  private:
-  int64_t open() {
-    return bytes_ = (bytes_ + kWeightAlignment - 1) / kWeightAlignment * kWeightAlignment;
-  }
-  void add(NamedWeight named) {
-    named.offset = bytes_;
-    // No sum overflows: parse_decoder_config bounds the bytes of a whole model.
-    bytes_ += checked_mul(named.elements(), dtype_bytes(named.dtype));
-    named_weights_.push_back(std::move(named));
-  }
+  // Begins a region. Its address is null without a base.
+  const std::byte* open();
+  void add(NamedWeight named);
+  void add_matrix(const WeightPart& part, int64_t cols);
 
   DType dtype_;
   std::byte* base_;

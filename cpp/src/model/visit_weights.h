@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The weights that a decoder has, in the order of their arena. Every shape stands here and nowhere
+// else: the layout, the limit on bytes, the plans of products and the cost table visit this list.
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/check.h"
+#include "model/decoder_config.h"
+#include "model/linear.h"
+#include "model/weights.h"
+
+namespace paceline {
+
+// Several tensors of a checkpoint lie one after the other in one region of the arena: each has
+// `rows` rows of the matrix, or elements of the vector.
+struct WeightPart {
+  std::string name;  // canonical, without ".weight" or ".bias"
+  int64_t rows;
+};
+
+// The rows that a product is computed for.
+enum class LinearRows : uint8_t {
+  kPass,    // all rows of a pass
+  kLogits,  // rows whose logits are computed
+};
+
+struct LinearShape {
+  std::string name;  // of the product, e.g. "layers.0.attn.qkv"
+  std::vector<WeightPart> parts;
+  int64_t cols;
+  ShardAxis shard = ShardAxis::kNone;
+  LinearRows rows = LinearRows::kPass;
+  bool has_float_output = false;  // float32; otherwise the dtype of the activations
+  // false: the matrix is the embedding table or belongs to the target. The model has no tensors
+  // for it.
+  bool is_owned = true;
+
+  // Rows of the whole matrix.
+  [[nodiscard]] int64_t num_rows() const {
+    int64_t rows_so_far = 0;
+    for (const WeightPart& part : parts) rows_so_far += part.rows;
+    return rows_so_far;
+  }
+};
+
+// What a vector of floats is.
+enum class VectorKind : uint8_t { kNorm, kBias, kScale };
+
+// `visit` has the members
+//   linear(Linear&, const LinearShape&)
+//   vector(const float*&, VectorKind, const std::vector<WeightPart>&)
+//   table(const std::byte*&, const WeightPart&, int64_t cols)     rows are looked up by token
+//   tokens(const int32_t*&, const WeightPart&, bool is_optional)  ids of tokens
+// where the first argument is the member of `weights`, const if those are.
+template <class Layer, class Visitor>
+void visit_layer_weights(const DecoderConfig& config, size_t index, Layer& weights,
+                         Visitor& visit) {
+  const LayerConfig& layer = config.layers[index];
+  const std::string name = concat("layers.", index, ".");
+  const AttentionConfig& attention = layer.attention;
+  const int64_t hidden = config.hidden;
+  const int64_t head_dim = attention.head_dim;
+  const int64_t q_size = attention.num_qo_heads * head_dim;
+  const int64_t kv_size = attention.num_kv_heads * head_dim;
+  const int64_t intermediate = layer.mlp.intermediate;
+  const auto norm = [&](auto& vector, const char* which, int64_t size) {
+    visit.vector(vector, VectorKind::kNorm, {{name + which, size}});
+  };
+  const auto linear = [&](auto& matrix, const char* which, std::vector<WeightPart> parts,
+                          int64_t cols, ShardAxis shard) {
+    visit.linear(matrix,
+                 {.name = name + which, .parts = std::move(parts), .cols = cols, .shard = shard});
+  };
+  const auto bias = [&](auto& matrix, const std::vector<WeightPart>& parts) {
+    visit.vector(matrix.bias, VectorKind::kBias, parts);
+  };
+
+  const bool has_attn_norm = index > 0 || !config.drafter || config.drafter->has_attn_norm;
+  if (has_attn_norm) norm(weights.attn_norm, "attn_norm", hidden);
+  const KvInputs inputs = kv_inputs(attention);
+  std::vector<WeightPart> qkv = {{name + "attn.q", q_size}};
+  if (inputs != KvInputs::kNone) qkv.push_back({name + "attn.k", kv_size});
+  if (inputs == KvInputs::kKeysAndValues) qkv.push_back({name + "attn.v", kv_size});
+  linear(weights.qkv, "attn.qkv", qkv, config.qkv_inputs(index), ShardAxis::kRows);
+  if (attention.has_qkv_bias) bias(weights.qkv, qkv);
+  if (attention.has_qk_norm) {
+    norm(weights.q_norm, "attn.q_norm", head_dim);
+    if (inputs != KvInputs::kNone) norm(weights.k_norm, "attn.k_norm", head_dim);
+  }
+  const std::vector<WeightPart> o = {{name + "attn.o", hidden}};
+  linear(weights.o, "attn.o", o, q_size, ShardAxis::kColumns);
+  if (attention.has_o_bias) bias(weights.o, o);
+  if (config.has_post_norms) norm(weights.attn_post_norm, "attn_post_norm", hidden);
+
+  norm(weights.mlp_norm, "mlp_norm", hidden);
+  const std::vector<WeightPart> gate_up = {{name + "mlp.gate", intermediate},
+                                           {name + "mlp.up", intermediate}};
+  const std::vector<WeightPart> down = {{name + "mlp.down", hidden}};
+  linear(weights.gate_up, "mlp.gate_up", gate_up, hidden, ShardAxis::kRows);
+  linear(weights.down, "mlp.down", down, intermediate, ShardAxis::kColumns);
+  if (layer.mlp.has_bias) {
+    bias(weights.gate_up, gate_up);
+    bias(weights.down, down);
+  }
+  if (config.has_post_norms) norm(weights.mlp_post_norm, "mlp_post_norm", hidden);
+
+  if (const int64_t size = config.per_layer_inputs.size; size > 0) {
+    linear(weights.per_layer_gate, "per_layer.gate", {{name + "per_layer.gate", size}}, hidden,
+           ShardAxis::kNone);
+    linear(weights.per_layer_proj, "per_layer.proj", {{name + "per_layer.proj", hidden}}, size,
+           ShardAxis::kNone);
+    norm(weights.per_layer_norm, "per_layer.norm", hidden);
+  }
+  if (config.has_layer_scale) {
+    visit.vector(weights.scale, VectorKind::kScale, {{name + "scale", 1}});
+  }
+}
+
+// The weights of a draft head besides its layers.
+template <class Head, class Visitor>
+void visit_head_weights(const DecoderConfig& config, Head& weights, Visitor& visit) {
+  const DrafterConfig& drafter = *config.drafter;
+  const auto norm = [&](auto& vector, std::string name, int64_t size) {
+    visit.vector(vector, VectorKind::kNorm, {{std::move(name), size}});
+  };
+  const int64_t fc_width = drafter.fc_width();
+  const std::vector<WeightPart> fc = {{"fc", config.hidden}};
+  visit.linear(weights.fc, {.name = "fc", .parts = fc, .cols = fc_width, .has_float_output = true});
+  if (drafter.has_fc_bias) visit.vector(weights.fc.bias, VectorKind::kBias, fc);
+  if (drafter.norm_before_fc) norm(weights.fc_input_norm, "fc_input_norm", fc_width);
+  for (size_t i = 0; i < weights.fc_norms.size(); ++i) {
+    norm(weights.fc_norms[i], concat("fc_norm.", i), drafter.target_hidden);
+  }
+  if (drafter.kind == DrafterKind::kEagle3) {
+    norm(weights.hidden_norm, "layers.0.hidden_norm", config.hidden);
+  }
+  if (drafter.kind == DrafterKind::kGemma4Mtp) {
+    visit.linear(weights.feedback, {.name = "feedback",
+                                    .parts = {{"feedback", drafter.target_hidden}},
+                                    .cols = config.hidden,
+                                    .rows = LinearRows::kLogits,
+                                    .has_float_output = true});
+  }
+  if (const CentroidsConfig& centroids = drafter.centroids; centroids.count > 0) {
+    visit.linear(weights.centroids, {.name = "centroids",
+                                     .parts = {{"centroids", centroids.count}},
+                                     .cols = config.hidden,
+                                     .rows = LinearRows::kLogits,
+                                     .has_float_output = true});
+    visit.tokens(weights.token_ordering, {"token_ordering", drafter.draft_vocab_size},
+                 /*is_optional=*/false);
+  } else if (drafter.owns_lm_head) {
+    // Without this table, row i of an LM head over the whole vocabulary is that of token i.
+    visit.tokens(weights.draft_to_target, {"draft_to_target", drafter.draft_vocab_size},
+                 /*is_optional=*/drafter.draft_vocab_size == config.vocab_size);
+  }
+}
+
+// `weights`: DecoderWeights, const or not, whose vectors have the sizes that `config` asks for.
+template <class Weights, class Visitor>
+void visit_weights(const DecoderConfig& config, Weights& weights, Visitor& visit) {
+  const DrafterConfig* drafter = config.drafter ? &*config.drafter : nullptr;
+  if (drafter == nullptr || drafter->owns_embedding) {
+    visit.table(weights.embed, {"embed", config.vocab_size}, config.hidden);
+  }
+  visit.linear(weights.lm_head,
+               {.name = "lm_head",
+                .parts = {{"lm_head", config.lm_head_rows()}},
+                .cols = config.hidden,
+                .shard = ShardAxis::kRows,
+                .rows = LinearRows::kLogits,
+                .has_float_output = true,
+                .is_owned = drafter != nullptr ? drafter->owns_lm_head : !config.ties_lm_head});
+  if (drafter == nullptr || drafter->has_final_norm) {
+    visit.vector(weights.final_norm, VectorKind::kNorm, {{"final_norm", config.hidden}});
+  }
+  if (const PerLayerInputsConfig& inputs = config.per_layer_inputs; inputs.size > 0) {
+    const int64_t width = inputs.size * static_cast<int64_t>(config.layers.size());
+    visit.table(weights.per_layer_embed, {"per_layer.embed", inputs.vocab_size}, width);
+    visit.linear(
+        weights.per_layer_proj,
+        {.name = "per_layer.proj", .parts = {{"per_layer.proj", width}}, .cols = config.hidden});
+    visit.vector(weights.per_layer_norm, VectorKind::kNorm, {{"per_layer.norm", inputs.size}});
+  }
+  for (size_t i = 0; i < config.layers.size(); ++i) {
+    visit_layer_weights(config, i, weights.layers[i], visit);
+  }
+  if (drafter != nullptr) visit_head_weights(config, weights.head, visit);
+}
+
+// The visitor that sees matrices of products only.
+template <class Function>
+struct LinearVisitor {
+  const Function& f;
+  void linear(auto& linear, const LinearShape& shape) { f(linear, shape); }
+  void vector(const auto&, VectorKind, const std::vector<WeightPart>&) {}
+  void table(const auto&, const WeightPart&, int64_t) {}
+  void tokens(const auto&, const WeightPart&, bool) {}
+};
+
+// Calls f(linear, shape) for every matrix of products. An lm_head that the target owns has no data.
+template <class Weights, class Function>
+void for_each_linear(const DecoderConfig& config, Weights& weights, const Function& f) {
+  LinearVisitor<Function> visitor{f};
+  visit_weights(config, weights, visitor);
+}
+
+// Gives the vectors of `weights` the sizes that `config` asks for.
+void size_weights(const DecoderConfig& config, DecoderWeights& weights);
+
+}  // namespace paceline
