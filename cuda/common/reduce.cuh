@@ -42,6 +42,17 @@ __device__ __forceinline__ float block_sum(float value, float (&partials)[kMaxWa
   return tree_sum<kMaxWarps>(partials);
 }
 
+// The sum over the lanes up to this one.
+template <class T>
+__device__ __forceinline__ T sum_up_to_lane(T value, int32_t lane) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const T lower = __shfl_up_sync(kAllLanes, value, step);
+    if (lane >= step) value += lower;
+  }
+  return value;
+}
+
 // The maximum over the warp, in every lane.
 __device__ __forceinline__ uint64_t warp_max(uint64_t value) {
   const auto high = static_cast<uint32_t>(value >> 32);

@@ -55,17 +55,24 @@ __device__ __forceinline__ float times_sigmoid(float x, float exponent) {
 }
 
 template <Activation kActivation>
-__device__ __forceinline__ float activate(float gate) {
+__device__ __forceinline__ float gate_up(float gate, float up, float alpha, float limit) {
   if constexpr (kActivation == Activation::kSilu) {
-    return times_sigmoid(gate, gate);
-  } else {
+    return times_sigmoid(gate, gate) * up;
+  } else if constexpr (kActivation == Activation::kGeluTanh) {
     // (1 + tanh(z)) / 2 = sigmoid(2 z), and nothing cancels for large negative z.
     const float inner = 0.7978845608f * (gate + 0.044715f * gate * gate * gate);
-    return times_sigmoid(gate, 2.0f * inner);
+    return times_sigmoid(gate, 2.0f * inner) * up;
+  } else {
+    static_assert(kActivation == Activation::kSwigluOai);
+    // Comparisons keep a NaN, which fminf would replace.
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : up;
+    up = up < -limit ? -limit : up;
+    return times_sigmoid(gate, alpha * gate) * (up + 1.0f);
   }
 }
 
-template <class T, bool kIsVector, Activation kActivation>
+template <class T, bool kIsVector, Activation kActivation, bool kIsInterleaved>
 __global__ void __launch_bounds__(kThreads)
     gated_activation_kernel(const __grid_constant__ GatedActivationParams p) {
   let_successor_start();
@@ -74,17 +81,30 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t first = first_element();
   const int32_t count = p.intermediate - first;
   if (row >= *p.num_rows || count <= 0) return;
-  const bool is_fused = p.up == nullptr;
-  const T* const row_gate =
-      static_cast<const T*>(p.x) + int64_t{row} * (is_fused ? 2 : 1) * p.intermediate + first;
-  const T* const row_up = is_fused ? row_gate + p.intermediate
-                                   : static_cast<const T*>(p.up) + row * p.up_stride + first;
   float gate[kPerThread];
   float up[kPerThread];
-  load_first<kIsVector>(row_gate, count, gate);
-  load_first<kIsVector>(row_up, count, up);
+  if constexpr (kIsInterleaved) {
+    float both[2 * kPerThread];
+    load_first<kIsVector>(static_cast<const T*>(p.x) + (int64_t{row} * p.intermediate + first) * 2,
+                          2 * count, both);
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i) gate[i] = activate<kActivation>(gate[i]) * up[i];
+    for (int i = 0; i < kPerThread; ++i) {
+      gate[i] = both[2 * i];
+      up[i] = both[2 * i + 1];
+    }
+  } else {
+    const bool is_fused = p.up == nullptr;
+    const T* const row_gate =
+        static_cast<const T*>(p.x) + int64_t{row} * (is_fused ? 2 : 1) * p.intermediate + first;
+    const T* const row_up = is_fused ? row_gate + p.intermediate
+                                     : static_cast<const T*>(p.up) + row * p.up_stride + first;
+    load_first<kIsVector>(row_gate, count, gate);
+    load_first<kIsVector>(row_up, count, up);
+  }
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    gate[i] = gate_up<kActivation>(gate[i], up[i], p.alpha, p.limit);
+  }
   store_first<kIsVector>(gate, count, static_cast<T*>(p.y) + int64_t{row} * p.intermediate + first);
 }
 
@@ -143,11 +163,17 @@ bool takes_vectors(int32_t n, const Pointers*... pointers) {
   return n % kPerThread == 0 && (is_vector_aligned(pointers) && ...);
 }
 
-template <class T, bool kIsVector>
+template <class T, bool kIsVector, bool kIsInterleaved>
 auto gated_activation_kernel_of(Activation activation) {
-  return activation == Activation::kSilu
-             ? gated_activation_kernel<T, kIsVector, Activation::kSilu>
-             : gated_activation_kernel<T, kIsVector, Activation::kGeluTanh>;
+  switch (activation) {
+    case Activation::kSilu:
+      return gated_activation_kernel<T, kIsVector, Activation::kSilu, kIsInterleaved>;
+    case Activation::kGeluTanh:
+      return gated_activation_kernel<T, kIsVector, Activation::kGeluTanh, kIsInterleaved>;
+    case Activation::kSwigluOai:
+      return gated_activation_kernel<T, kIsVector, Activation::kSwigluOai, kIsInterleaved>;
+  }
+  throw InternalError("unknown activation");
 }
 
 }  // namespace
@@ -165,16 +191,18 @@ void embed(CudaContext& ctx, const EmbedParams& p) {
 
 void gated_activation(CudaContext& ctx, const GatedActivationParams& p) {
   using namespace cuda;
-  PACELINE_CHECK(p.activation != Activation::kSwigluOai && !p.is_interleaved,
-                 "device cuda computes silu and gelu_tanh, of gates that lie before their ups");
+  PACELINE_CHECK(!p.is_interleaved || p.up == nullptr, "an interleaved x holds both factors");
   with_element_type(p.dtype, "gated activation", [&](auto element) {
     using T = decltype(element);
-    const bool is_up_aligned = is_vector_aligned(p.up) && p.up_stride % kPerThread == 0;
-    const auto kernel = takes_vectors(p.intermediate, p.x, p.y) && is_up_aligned
-                            ? gated_activation_kernel_of<T, true>(p.activation)
-                            : gated_activation_kernel_of<T, false>(p.activation);
-    launch(ctx, "gated_activation", kernel, grid_of(p.max_rows, p.intermediate), dim3(kThreads), 0,
-           p);
+    const bool is_vector = takes_vectors(p.intermediate, p.x, p.y) && is_vector_aligned(p.up) &&
+                           p.up_stride % kPerThread == 0;
+    const auto kernel_of = is_vector
+                               ? (p.is_interleaved ? gated_activation_kernel_of<T, true, true>
+                                                   : gated_activation_kernel_of<T, true, false>)
+                               : (p.is_interleaved ? gated_activation_kernel_of<T, false, true>
+                                                   : gated_activation_kernel_of<T, false, false>);
+    launch(ctx, "gated_activation", kernel_of(p.activation), grid_of(p.max_rows, p.intermediate),
+           dim3(kThreads), 0, p);
   });
 }
 

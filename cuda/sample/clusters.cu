@@ -22,11 +22,6 @@ constexpr int32_t kLogitsPerWarp = 4;  // loads in flight for each lane
 constexpr int32_t kLogitsPerBlock = kLogitThreads / 32 * kLogitsPerWarp;
 constexpr int32_t kPerLane = 8;  // elements of a row that a lane loads at once
 
-// NaN becomes -inf, and -0 becomes 0.
-__device__ __forceinline__ float comparable(float score) {
-  return fmaxf(score, __int_as_float(static_cast<int>(0xff800000u))) + 0.0f;
-}
-
 // A cluster's rank is the number of clusters before it: no sort, no order of arrival. Each block
 // ranks kSelectThreads clusters of a row against all of them.
 __global__ void __launch_bounds__(kSelectThreads)

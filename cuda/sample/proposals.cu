@@ -62,16 +62,6 @@ struct Row {
   }
 };
 
-// The sum over the lanes up to this one.
-__device__ __forceinline__ uint32_t sum_up_to_lane(uint32_t value, int32_t lane) {
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const uint32_t lower = __shfl_up_sync(kAllLanes, value, step);
-    if (lane >= step) value += lower;
-  }
-  return value;
-}
-
 // The selected keys: all above `lowest`, and the first `num_equal` of those equal to it.
 struct Selection {
   uint32_t lowest;

@@ -43,13 +43,11 @@ TEST(DecoderConfig, ReadsEveryKey) {
   EXPECT_EQ(config.ropes[1].scale, 1.5f);
   ASSERT_THAT(config.layers, SizeIs(2));
   const AttentionConfig& full = config.layers[0].attention;
-  EXPECT_EQ(full.kind, KvKind::kFull);
-  EXPECT_EQ(full.window, 0);
+  EXPECT_EQ(full.kind, KvKind(FullKv{}));
   EXPECT_EQ(full.num_qo_heads, 4);
   EXPECT_FALSE(full.has_qk_norm || full.has_qkv_bias || full.has_o_bias);
   const AttentionConfig& sliding = config.layers[1].attention;
-  EXPECT_EQ(sliding.kind, KvKind::kSliding);
-  EXPECT_EQ(sliding.window, 9);
+  EXPECT_EQ(sliding.kind, KvKind(SlidingKv{9}));
   EXPECT_EQ(sliding.num_kv_heads, 1);
   EXPECT_EQ(sliding.head_dim, 2);
   EXPECT_EQ(sliding.scale, 0.25f);

@@ -30,7 +30,7 @@ constexpr int64_t kGib = int64_t{1} << 30;
 // Layers of 2 heads of 16: 256 bytes a token and layer as float32, 128 as bfloat16.
 KvLayerShape full() { return {.num_kv_heads = 2, .head_dim = 16}; }
 KvLayerShape sliding(int32_t window) {
-  return {.kind = KvKind::kSliding, .window = window, .num_kv_heads = 2, .head_dim = 16};
+  return {.kind = SlidingKv{window}, .num_kv_heads = 2, .head_dim = 16};
 }
 KvLayerShape reader() { return {.num_kv_heads = 2, .head_dim = 16, .source = 0}; }
 

@@ -64,7 +64,8 @@ TEST(KvLayout, GroupsEqualLayersOfEachModel) {
   const auto describe = [&](GroupId g) {
     const KvGroup& group = layout.groups[g];
     return std::string(kv_owner_name(group.owner)) + " " + std::string(kv_kind_name(group.kind)) +
-           " " + std::to_string(group.window) + " x" + std::to_string(group.layers.size());
+           " " + std::to_string(reported_window(group.kind)) + " x" +
+           std::to_string(group.layers.size());
   };
   EXPECT_EQ(describe(0), "target sliding 1024 x52");
   EXPECT_EQ(describe(1), "target full 0 x10");
@@ -153,7 +154,6 @@ TEST(KvLayout, NamesTheArgumentAndItsRange) {
                   {"target layer 1", "num_kv_heads is 0", "1.."});
   expect_contains(plan({full(1, -2)}, 16, 1 << 20), {"target layer 0", "head_dim is -2"});
   expect_contains(plan({sliding(0, 1, 8)}, 16, 1 << 20), {"target layer 0", "window", "is 0"});
-  expect_contains(plan({{KvKind::kFull, 4, 1, 8}}, 16, 1 << 20), {"window is 4", "'full'", "0"});
   expect_contains(message_of<InvalidArgument>([] {
                     const std::vector<KvLayerShape> target = {full(1, 8)};
                     const std::vector<KvLayerShape> draft = {full(1, 8), full(1, 0)};

@@ -30,8 +30,8 @@ namespace {
 // A full group and one that slides over 12 keys, in blocks of 4 tokens.
 KvLayout small_layout(int64_t num_slabs = 40) {
   const std::vector<KvLayerShape> target = {
-      {.kind = KvKind::kFull, .num_kv_heads = 1, .head_dim = 8},
-      {.kind = KvKind::kSliding, .window = 12, .num_kv_heads = 1, .head_dim = 8}};
+      {.kind = FullKv{}, .num_kv_heads = 1, .head_dim = 8},
+      {.kind = SlidingKv{12}, .num_kv_heads = 1, .head_dim = 8}};
   KvLayout layout = plan_kv_layout(target, {}, 4, DType::kFloat32, 1 << 20);
   layout.slab_bytes = layout.groups[0].block_bytes;  // one block of either
   layout.num_slabs = num_slabs;

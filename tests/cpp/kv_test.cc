@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The pool and the blocks of a sequence, one behaviour a test. tests/property has random sequences
 // of operations.
+#include "base/overloaded.h"
 #include "kv/kv_layout.h"
 #include "kv/sequence_blocks.h"
 #include "kv/slab_pool.h"
@@ -443,7 +444,11 @@ TEST(PeakBlocks, IsTheMostThatAnyAlignmentTouches) {
       std::vector<int64_t> most;
       for (const KvGroup& group : layout.groups) {
         const int32_t span =
-            group.kind == KvKind::kFull ? num_tokens : std::min(num_tokens, group.window + slack);
+            std::visit(Overloaded{[&](const FullKv&) { return num_tokens; },
+                                  [&](const SlidingKv& sliding) {
+                                    return std::min(num_tokens, sliding.window + slack);
+                                  }},
+                       group.kind);
         int64_t touched = 0;
         for (int32_t begin = 0; begin + span <= num_tokens; ++begin) {
           touched = std::max<int64_t>(touched, (begin + span - 1) / 4 - begin / 4 + 1);

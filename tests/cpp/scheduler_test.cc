@@ -21,8 +21,7 @@ constexpr int32_t kBlockSize = 8;
 
 // One full group of 64 bytes a token; the pool has room for `num_tokens` tokens.
 KvLayout layout_for(int32_t num_tokens) {
-  const std::vector<KvLayerShape> layers = {
-      {.kind = KvKind::kFull, .num_kv_heads = 1, .head_dim = 8}};
+  const std::vector<KvLayerShape> layers = {{.kind = FullKv{}, .num_kv_heads = 1, .head_dim = 8}};
   // The planner wants eight slabs at least; small pools are cut to exactly what a test needs.
   KvLayout layout = plan_kv_layout(layers, {}, kBlockSize, DType::kFloat32, 1 << 20);
   const int64_t blocks = (num_tokens + kBlockSize - 1) / kBlockSize;

@@ -84,8 +84,7 @@ TEST(SchedulerSimulation, WhatLackedBlocksAloneIsRecomputedAlone) {
                     .num_draft_tokens = 3,
                     .max_in_flight = 4};
   script.block_size = 2;
-  script.target = {
-      {KvKind::kSliding, 2, 1, 24}, {KvKind::kFull, 0, 1, 40}, {KvKind::kFull, 0, 1, 24}};
+  script.target = {{SlidingKv{2}, 1, 24}, {FullKv{}, 1, 40}, {FullKv{}, 1, 24}};
   script.num_slabs = 16;
   script.requests = {
       {.arrival = 12, .prompt_len = 1, .max_tokens = 6, .acceptance = 0},

@@ -19,6 +19,7 @@
 #include "kv/kv_layout.h"
 #include "kv/sequence_blocks.h"
 #include "kv/slab_pool.h"
+#include "support/kv_layers.h"
 
 namespace paceline::testing {
 
@@ -259,8 +260,7 @@ class KvMachine {
   // Whether a query at `position` or later sees anything of block i.
   bool is_seen(GroupId g, int32_t i, int32_t position) const {
     const KvGroup& group = layout_.groups[g];
-    return group.kind != KvKind::kSliding ||
-           (i + 1) * group.block_size - 1 >= position - group.window + 1;
+    return (i + 1) * group.block_size - 1 >= first_visible(group.kind, position);
   }
 
   // The host learns that `known` tokens are committed.
@@ -269,12 +269,11 @@ class KvMachine {
     sequence.known = std::max(sequence.known, known);
     for (GroupId g = 0; g < num_groups_; ++g) {
       const KvGroup& group = layout_.groups[g];
-      if (group.kind != KvKind::kSliding) continue;
       std::vector<BlockId>& table = sequence.tables[g];
       int32_t& i = sequence.num_released[g];
       // The last token of block i is older than the oldest key that the next query sees.
       while (i < static_cast<int32_t>(table.size()) &&
-             (i + 1) * group.block_size - 1 < sequence.known - group.window + 1) {
+             (i + 1) * group.block_size - 1 < first_visible(group.kind, sequence.known)) {
         disown(s, g, table[i]);
         table[i++] = kNullBlock;
       }

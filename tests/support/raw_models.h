@@ -18,6 +18,7 @@
 #include <paceline/model.h>
 
 #include "model/decoder_config.h"
+#include "support/kv_layers.h"
 #include "support/tiny_models.h"
 
 namespace paceline::testing {
@@ -309,8 +310,7 @@ inline Vector attend(const AttentionConfig& a, const Vector& q, const Rows& k, c
                      size_t last) {
   const auto head_dim = static_cast<size_t>(a.head_dim);
   const auto group = static_cast<size_t>(a.num_qo_heads / a.num_kv_heads);
-  const auto window = static_cast<size_t>(a.kind == KvKind::kSliding ? a.window : 1 << 30);
-  const size_t begin = last + 1 > window ? last + 1 - window : 0;
+  const auto begin = static_cast<size_t>(first_visible(a.kind, static_cast<int32_t>(last)));
   Vector out(q.size());
   for (size_t h = 0; h < static_cast<size_t>(a.num_qo_heads); ++h) {
     Vector weights;

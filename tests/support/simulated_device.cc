@@ -7,6 +7,8 @@
 #include <tuple>
 #include <utility>
 
+#include "support/kv_layers.h"
+
 namespace paceline::testing {
 namespace {
 
@@ -19,10 +21,6 @@ std::span<const BlockCopy> block_copies(const Batch& batch) {
 }
 
 constexpr int32_t kVocab = 50'000;
-
-int32_t first_visible(const KvGroup& group, int32_t position) {
-  return group.kind == KvKind::kSliding ? std::max(0, position - group.window + 1) : 0;
-}
 
 }  // namespace
 
@@ -308,7 +306,8 @@ void SimulatedDevice::read(const Slot& slot, KvOwner owner, int32_t begin, int32
                            int32_t first_draft) const {
   for (size_t g = 0; g < layout_.groups.size(); ++g) {
     if (layout_.groups[g].owner != owner) continue;
-    for (int32_t position = first_visible(layout_.groups[g], begin); position < end; ++position) {
+    for (int32_t position = first_visible(layout_.groups[g].kind, begin); position < end;
+         ++position) {
       const uint64_t found = cells_[g][cell(slot, g, position, "reads")];
       require((found | 1) == (content(slot, position) | 1), "request ", slot.owner.request,
               ", sample ", slot.owner.sample, ": position ", position, " of group ", g,

@@ -34,8 +34,8 @@ class Random {
 KvLayerShape make_layer(Random& random) {
   // Head sizes of different groups make blocks of different bytes, of which slabs hold 1 to 15.
   const int32_t head_dim = random.pick({8, 16, 24, 40});
-  if (random.percent(50)) return {KvKind::kFull, 0, 1, head_dim};
-  return {KvKind::kSliding, random.between(1, 24), 1, head_dim};
+  if (random.percent(50)) return {FullKv{}, 1, head_dim};
+  return {SlidingKv{random.between(1, 24)}, 1, head_dim};
 }
 
 SchedulerOptions make_options(Random& random) {
@@ -54,8 +54,8 @@ SchedulerOptions make_options(Random& random) {
 // A long request among short ones: where the pool has just what it needs, the short ones leave its
 // blocks scattered.
 void make_one_long(Random& random, SimulationScript& script) {
-  for (KvLayerShape& layer : script.target) layer = {KvKind::kFull, 0, 1, layer.head_dim};
-  for (KvLayerShape& layer : script.draft) layer = {KvKind::kFull, 0, 1, layer.head_dim};
+  for (KvLayerShape& layer : script.target) layer = {FullKv{}, 1, layer.head_dim};
+  for (KvLayerShape& layer : script.draft) layer = {FullKv{}, 1, layer.head_dim};
   for (SimulatedRequest& request : script.requests) {
     request.prompt_len = random.between(1, 12);
     request.max_tokens = random.between(1, 10);
@@ -175,8 +175,8 @@ std::string SimulationScript::text() const {
   for (size_t g = 0; g < planned.groups.size(); ++g) {
     const KvGroup& group = planned.groups[g];
     out << "  group " << g << ": " << kv_owner_name(group.owner) << ", " << kv_kind_name(group.kind)
-        << ", window " << group.window << ", " << planned.blocks_per_slab(static_cast<GroupId>(g))
-        << " blocks a slab\n";
+        << ", window " << reported_window(group.kind) << ", "
+        << planned.blocks_per_slab(static_cast<GroupId>(g)) << " blocks a slab\n";
   }
   for (size_t i = 0; i < requests.size(); ++i) {
     const SimulatedRequest& r = requests[i];

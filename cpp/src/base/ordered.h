@@ -22,6 +22,11 @@ namespace paceline {
   return value;
 }
 
+// A score as comparisons see it: NaN becomes -inf, and -0 becomes 0.
+[[nodiscard]] PACELINE_HOST_DEVICE inline float comparable(float score) {
+  return score != score ? float_of(0xff800000u) : score + 0.0f;
+}
+
 // -0 and 0 stay different, and no float maps to 0. The function inverts all bits of negative
 // numbers and the sign bit of others, without a branch, so that loops vectorise.
 [[nodiscard]] PACELINE_HOST_DEVICE inline uint32_t to_ordered(float value) {

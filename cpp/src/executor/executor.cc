@@ -141,7 +141,7 @@ MemoryReport Executor::Impl::memory_report() {
     const KvGroup& group = layout.groups[g];
     report.groups.push_back({.owner = std::string(kv_owner_name(group.owner)),
                              .kind = std::string(kv_kind_name(group.kind)),
-                             .window = group.window,
+                             .window = reported_window(group.kind),
                              .num_layers = static_cast<int32_t>(group.layers.size()),
                              .num_kv_heads = group.num_kv_heads,
                              .head_dim = group.head_dim,

@@ -11,6 +11,7 @@
 
 #include "base/boundary.h"
 #include "base/check.h"
+#include "base/overloaded.h"
 #include "executor/default_options.h"
 #include "executor/setup.h"
 #include "model/decoder.h"
@@ -22,7 +23,7 @@ namespace {
 constexpr int64_t kMinBytes = int64_t{8} << 20;
 constexpr int64_t kCpuShare = 4;  // a quarter of free memory
 constexpr double kCudaShare = 0.9;
-constexpr int64_t kCudaReserveBytes = int64_t{2} << 30;   // for workspace and captured graphs
+constexpr int64_t kCudaReserveBytes = int64_t{2} << 30;  // for workspace and captured graphs
 // With a known workspace. On an H100, the graphs of a target of 64 layers and a draft model of 28
 // took 120 MiB with k = 4 and 64 sequences, and about this much with k = 16 and 1,024 sequences.
 constexpr int64_t kGraphReserveBytes = int64_t{1} << 30;
@@ -70,10 +71,13 @@ KvCacheSize size_on_cpu(std::span<const KvLayerShape> layers, DType dtype, const
       4 * int64_t{o.prefill_chunk_size > 0 ? o.prefill_chunk_size : o.max_num_batched_tokens};
   int64_t wanted = 0;
   for (const KvLayerShape& layer : layers) {
-    int64_t tokens = full_tokens;
-    if (layer.kind == KvKind::kSliding) {
-      tokens = std::min(num_seqs * (layer.window + extra_tokens(o)) + prefill_tokens, most_tokens);
-    }
+    const int64_t tokens =
+        std::visit(Overloaded{[&](const FullKv&) { return full_tokens; },
+                              [&](const SlidingKv& sliding) {
+                                const int64_t held = num_seqs * (sliding.window + extra_tokens(o));
+                                return std::min(held + prefill_tokens, most_tokens);
+                              }},
+                   layer.kind);
     wanted = plus(wanted, times(token_bytes(layer, dtype), tokens));
   }
   wanted = with_spare_slabs(wanted);

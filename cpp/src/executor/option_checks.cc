@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "base/check.h"
+#include "base/overloaded.h"
 #include "executor/option_limits.h"
 #include "model/model_impl.h"
 #include "speculate/speculator.h"
@@ -76,7 +77,10 @@ void check_gpu_memory_utilization(const ExecutorOptions& o, Device device) {
 // Whether a sliding layer caps its attention scores.
 bool has_capped_window(const DecoderConfig& config) {
   return std::any_of(config.layers.begin(), config.layers.end(), [](const auto& layer) {
-    return layer.attention.kind == KvKind::kSliding && layer.attention.soft_cap > 0;
+    return layer.attention.soft_cap > 0 &&
+           std::visit(Overloaded{[](const FullKv&) { return false; },
+                                 [](const SlidingKv&) { return true; }},
+                      layer.attention.kind);
   });
 }
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "base/overloaded.h"
 #include "device/cpu_context.h"
 #include "device/cuda_context.h"
 #include "metadata/pass_rows.h"
@@ -307,9 +308,11 @@ void Iteration::draft_step(Ctx& ctx, const IterationExtent& extent) const {
   ctx.run(advance_draft_step, params);
   for (size_t g = 0; g < layout_.groups.size(); ++g) {
     if (!is_drafted_from(g)) continue;
-    if (const auto* list = std::get_if<WindowListMetadata>(&b.step_metadata[g])) {
-      ctx.run(advance_window_list, AdvanceWindowListParams{rows, *list});
-    }
+    std::visit(Overloaded{[](const FullMetadata&) {}, [](const SlidingMetadata&) {},
+                          [&](const WindowListMetadata& list) {
+                            ctx.run(advance_window_list, AdvanceWindowListParams{rows, list});
+                          }},
+               b.step_metadata[g]);
   }
 }
 

@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "base/check.h"
+#include "base/overloaded.h"
 #include "graph/iteration.h"
 #include "graph/iteration_ring.h"
 #include "metadata/pass_rows.h"
@@ -37,24 +38,30 @@ PassRows allocate_rows(DeviceArena& arena, int32_t capacity, const int32_t* num_
 GroupMetadata allocate_metadata(DeviceArena& arena, const KvGroup& group, const BlockTable& table,
                                 int32_t capacity, bool use_window_lists) {
   auto* slots = arena.allocate<int64_t>(capacity, "metadata");
-  if (group.kind == KvKind::kFull) {
-    return FullMetadata{.slot_mapping = slots,
-                        .kv_end = arena.allocate<int32_t>(capacity, "metadata"),
-                        .table = table};
-  }
-  if (use_window_lists) {
-    return WindowListMetadata{
-        .slot_mapping = slots,
-        .window_slots = arena.allocate<int64_t>(int64_t{capacity} * group.window, "window lists"),
-        .window_count = arena.allocate<int32_t>(capacity, "metadata"),
-        .window = group.window,
-        .table = table};
-  }
-  return SlidingMetadata{.slot_mapping = slots,
-                         .kv_begin = arena.allocate<int32_t>(capacity, "metadata"),
-                         .kv_end = arena.allocate<int32_t>(capacity, "metadata"),
-                         .window = group.window,
+  return std::visit(
+      Overloaded{[&](const FullKv&) -> GroupMetadata {
+                   return FullMetadata{.slot_mapping = slots,
+                                       .kv_end = arena.allocate<int32_t>(capacity, "metadata"),
+                                       .table = table};
+                 },
+                 [&](const SlidingKv& sliding) -> GroupMetadata {
+                   const int32_t window = sliding.window;
+                   if (use_window_lists) {
+                     return WindowListMetadata{
+                         .slot_mapping = slots,
+                         .window_slots =
+                             arena.allocate<int64_t>(int64_t{capacity} * window, "window lists"),
+                         .window_count = arena.allocate<int32_t>(capacity, "metadata"),
+                         .window = window,
                          .table = table};
+                   }
+                   return SlidingMetadata{.slot_mapping = slots,
+                                          .kv_begin = arena.allocate<int32_t>(capacity, "metadata"),
+                                          .kv_end = arena.allocate<int32_t>(capacity, "metadata"),
+                                          .window = window,
+                                          .table = table};
+                 }},
+      group.kind);
 }
 
 StagedInputs allocate_staged(DeviceArena& arena, const InputCapacity& capacity) {

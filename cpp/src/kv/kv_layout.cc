@@ -2,6 +2,7 @@
 #include "kv/kv_layout.h"
 
 #include "base/check.h"
+#include "base/overloaded.h"
 #include "wire/blocks.h"
 
 #include <algorithm>
@@ -46,23 +47,16 @@ void check_range(const std::string& name, int64_t value, int64_t lowest, int64_t
 void check_shape(const KvLayerShape& shape, const std::string& layer) {
   check_range(concat(layer, ": num_kv_heads"), shape.num_kv_heads, 1, kMaxExtent);
   check_range(concat(layer, ": head_dim"), shape.head_dim, 1, kMaxExtent);
-  switch (shape.kind) {
-    case KvKind::kFull:
-      if (shape.window != 0) {
-        throw InvalidArgument(concat(layer, ": window is ", shape.window, " but its kind is '",
-                                     kv_kind_name(shape.kind), "'; allowed: 0; make the kind '",
-                                     kv_kind_name(KvKind::kSliding), "' or the window 0"));
-      }
-      break;
-    case KvKind::kSliding:
-      check_range(concat(layer, ": window of a sliding layer"), shape.window, 1,
-                  std::numeric_limits<int32_t>::max());
-      break;
-  }
+  std::visit(Overloaded{[](const FullKv&) {},
+                        [&](const SlidingKv& sliding) {
+                          check_range(concat(layer, ": window of a sliding layer"), sliding.window,
+                                      1, std::numeric_limits<int32_t>::max());
+                        }},
+             shape.kind);
 }
 
 [[nodiscard]] std::string shape_text(const KvLayerShape& shape) {
-  return concat("kind '", kv_kind_name(shape.kind), "', window ", shape.window, ", ",
+  return concat("kind '", kv_kind_name(shape.kind), "', window ", reported_window(shape.kind), ", ",
                 shape.num_kv_heads, " KV heads of ", shape.head_dim);
 }
 
@@ -84,8 +78,8 @@ void check_source(const KvLayerShape& reader, const std::string& name, KvOwner s
                                  ", which has no cache and reads that of layer ", source.source,
                                  "; allowed: a layer with a cache of its own"));
   }
-  if (reader.kind != source.kind || reader.window != source.window ||
-      reader.num_kv_heads != source.num_kv_heads || reader.head_dim != source.head_dim) {
+  if (reader.kind != source.kind || reader.num_kv_heads != source.num_kv_heads ||
+      reader.head_dim != source.head_dim) {
     throw InvalidArgument(concat(name, " with ", shape_text(reader), " reads the KV cache of ",
                                  source_name, " with ", shape_text(source),
                                  "; allowed: a layer of the same shape"));
@@ -122,7 +116,7 @@ void group_layers(std::span<const KvLayerShape> shapes, std::span<const KvLayerS
       continue;
     }
     const auto same = [&](const KvGroup& group) {
-      return group.owner == owner && group.kind == shape.kind && group.window == shape.window &&
+      return group.owner == owner && group.kind == shape.kind &&
              group.num_kv_heads == shape.num_kv_heads && group.head_dim == shape.head_dim;
     };
     auto group = std::find_if(groups.begin(), groups.end(), same);
@@ -130,7 +124,6 @@ void group_layers(std::span<const KvLayerShape> shapes, std::span<const KvLayerS
       KvGroup created;
       created.owner = owner;
       created.kind = shape.kind;
-      created.window = shape.window;
       created.num_kv_heads = shape.num_kv_heads;
       created.head_dim = shape.head_dim;
       created.block_size = block_size;
@@ -244,14 +237,16 @@ SlabChoice choose_slab(const std::vector<BlockChoice>& blocks, int64_t kv_cache_
 
 }  // namespace
 
-std::string_view kv_kind_name(KvKind kind) {
-  switch (kind) {
-    case KvKind::kFull:
-      return "full";
-    case KvKind::kSliding:
-      return "sliding";
-  }
-  return "unknown";
+std::string_view kv_kind_name(const KvKind& kind) {
+  return std::visit(Overloaded{[](const FullKv&) -> std::string_view { return "full"; },
+                               [](const SlidingKv&) -> std::string_view { return "sliding"; }},
+                    kind);
+}
+
+int32_t reported_window(const KvKind& kind) {
+  return std::visit(Overloaded{[](const FullKv&) { return 0; },
+                               [](const SlidingKv& sliding) { return sliding.window; }},
+                    kind);
 }
 
 std::string_view kv_owner_name(KvOwner owner) {

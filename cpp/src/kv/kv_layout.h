@@ -10,6 +10,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <variant>
 #include <vector>
 
 #include <paceline/dtype.h>
@@ -22,17 +23,28 @@ inline constexpr int32_t kMaxBlockSize = 256;  // tokens
 // Alignment of the address of every block within the pool.
 inline constexpr int64_t kKvAlignment = 64;
 
-enum class KvKind : uint8_t { kFull, kSliding };
+// The kinds of attention, by the keys that a query sees. Code that depends on the kind visits it
+// with an Overloaded that has an answer for each.
+struct FullKv {  // every key up to the query's own
+  [[nodiscard]] bool operator==(const FullKv&) const = default;
+};
+struct SlidingKv {
+  int32_t window = 0;  // number of keys, the query's own included
+
+  [[nodiscard]] bool operator==(const SlidingKv&) const = default;
+};
+using KvKind = std::variant<FullKv, SlidingKv>;
+
 enum class KvOwner : uint8_t { kTarget, kDraft };
 
-[[nodiscard]] std::string_view kv_kind_name(KvKind kind);
+[[nodiscard]] std::string_view kv_kind_name(const KvKind& kind);
+// The window as reports and messages state it: 0 for full attention.
+[[nodiscard]] int32_t reported_window(const KvKind& kind);
 [[nodiscard]] std::string_view kv_owner_name(KvOwner owner);
 
 // The KV requirements of one attention layer.
 struct KvLayerShape {
-  KvKind kind = KvKind::kFull;
-  // kSliding: number of keys visible to a query, including its own; otherwise 0.
-  int32_t window = 0;
+  KvKind kind;
   int32_t num_kv_heads = 0;
   int32_t head_dim = 0;
   // The layer whose cache this layer reads (a reader has no cache of its own): one of the same
@@ -42,11 +54,10 @@ struct KvLayerShape {
   bool reads_target = false;
 };
 
-// Layers of one model that share kind, window, heads, head size and owner.
+// Layers of one model that share kind (with its window), heads, head size and owner.
 struct KvGroup {
   KvOwner owner = KvOwner::kTarget;
-  KvKind kind = KvKind::kFull;
-  int32_t window = 0;
+  KvKind kind;
   int32_t num_kv_heads = 0;
   int32_t head_dim = 0;
   int32_t block_size = 0;  // tokens

@@ -70,7 +70,6 @@ std::vector<KvLayerShape> kv_layer_shapes(const DecoderConfig& config) {
   std::vector<KvLayerShape> shapes;
   for (const LayerConfig& layer : config.layers) {
     shapes.push_back({.kind = layer.attention.kind,
-                      .window = layer.attention.window,
                       .num_kv_heads = layer.attention.num_kv_heads,
                       .head_dim = layer.attention.head_dim,
                       .source = layer.attention.kv_source});
@@ -86,7 +85,7 @@ std::vector<KvLayerShape> draft_kv_layer_shapes(const DecoderConfig& draft,
     if (!draft.layers[layer].attention.reads_target) continue;
     for (size_t source = target.layers.size(); source-- > 0;) {
       const AttentionConfig& owner = target.layers[source].attention;
-      if (owner.kind != reader.kind || owner.kv_source >= 0) continue;
+      if (owner.kind.index() != reader.kind.index() || owner.kv_source >= 0) continue;
       reader.source = static_cast<int32_t>(source);
       reader.reads_target = true;
       break;
@@ -104,7 +103,7 @@ std::vector<KvLayerShape> draft_kv_layer_shapes(const DecoderConfig& draft,
         refuse("whose layer ", reader.source, " has ", name, " ", actual, " and not ", expected);
       }
     };
-    check("window", reader.window, owner.window);
+    check("window", reported_window(reader.kind), reported_window(owner.kind));
     check("num_kv_heads", reader.num_kv_heads, owner.num_kv_heads);
     check("head_dim", reader.head_dim, owner.head_dim);
   }

@@ -89,15 +89,24 @@ constexpr double kMaxFrequency = 1e6;  // times kMaxPosition it is far below FLT
     source.refuse(concat("a layer with KV of its own; layer ", index, " reads that of layer ",
                          owner.kv_source));
   }
-  if (reader.kind != owner.kind || reader.window != owner.window ||
-      reader.num_kv_heads != owner.num_kv_heads || reader.head_dim != owner.head_dim) {
-    source.refuse(concat("a layer of the same kind, window, num_kv_heads and head_dim; layer ",
-                         index, " has '", kv_kind_name(owner.kind), "', ", owner.window, ", ",
-                         owner.num_kv_heads, " and ", owner.head_dim, ", this one '",
-                         kv_kind_name(reader.kind), "', ", reader.window, ", ", reader.num_kv_heads,
-                         " and ", reader.head_dim));
+  if (reader.kind != owner.kind || reader.num_kv_heads != owner.num_kv_heads ||
+      reader.head_dim != owner.head_dim) {
+    source.refuse(concat(
+        "a layer of the same kind, window, num_kv_heads and head_dim; layer ", index, " has '",
+        kv_kind_name(owner.kind), "', ", reported_window(owner.kind), ", ", owner.num_kv_heads,
+        " and ", owner.head_dim, ", this one '", kv_kind_name(reader.kind), "', ",
+        reported_window(reader.kind), ", ", reader.num_kv_heads, " and ", reader.head_dim));
   }
   return index;
+}
+
+// The "kind" and the "window" of a layer's attention.
+[[nodiscard]] KvKind read_kv_kind(const Json& json) {
+  const Json kind = json.at("kind");
+  if (kind.as_string() == "sliding") return SlidingKv{read_int(json, "window", 1, kMaxPosition)};
+  if (kind.as_string() != "full") kind.refuse("'full', 'sliding'");
+  static_cast<void>(read_int(json, "window", 0, 0));
+  return FullKv{};
 }
 
 [[nodiscard]] AttentionConfig read_attention(const Json& json, const std::vector<RopeConfig>& ropes,
@@ -110,14 +119,7 @@ constexpr double kMaxFrequency = 1e6;  // times kMaxPosition it is far below FLT
                                                          "reads_target"};
   json.check_keys(kKeys, kOptional);
   AttentionConfig attention;
-  const Json kind = json.at("kind");
-  if (kind.as_string() == "sliding") {
-    attention.kind = KvKind::kSliding;
-  } else if (kind.as_string() != "full") {
-    kind.refuse("'full', 'sliding'");
-  }
-  const bool is_sliding = attention.kind == KvKind::kSliding;
-  attention.window = read_int(json, "window", is_sliding ? 1 : 0, is_sliding ? kMaxPosition : 0);
+  attention.kind = read_kv_kind(json);
   attention.num_qo_heads = read_int(json, "num_qo_heads", 1, kMaxHeads);
   attention.num_kv_heads = read_int(json, "num_kv_heads", 1, attention.num_qo_heads);
   if (attention.num_qo_heads % attention.num_kv_heads != 0) {

@@ -24,8 +24,7 @@ struct RopeConfig {
 };
 
 struct AttentionConfig {
-  KvKind kind = KvKind::kFull;
-  int32_t window = 0;  // kSliding only: keys visible to a query, itself included
+  KvKind kind;
   int32_t num_qo_heads = 0;
   int32_t num_kv_heads = 0;  // divides num_qo_heads
   int32_t head_dim = 0;      // even

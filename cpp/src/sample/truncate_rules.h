@@ -36,11 +36,6 @@ inline constexpr int32_t kMaxDigitValues = 1 << 11;
 // may be many where tokens are banned.
 inline constexpr uint32_t kNoLogitKey = 0x007fffffu;
 
-// A logit as the comparisons see it: NaN becomes -inf, and -0 becomes 0.
-[[nodiscard]] PACELINE_HOST_DEVICE inline float comparable(float logit) {
-  return logit != logit ? from_ordered(kNoLogitKey) : logit + 0.0f;
-}
-
 // The truncation parameters of a row; the temperature is 0 if nothing is to be done.
 struct RowLimits {
   float temperature;

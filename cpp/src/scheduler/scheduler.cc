@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/overloaded.h"
 #include "request/sequence.h"
 #include "scheduler/iteration_plan.h"
 #include "wire/batch_shape.h"
@@ -205,11 +206,13 @@ bool Scheduler::admit(Sequence& sequence, const PlannedSequence& rows, const Seq
                                 sequence.known_len());
   std::vector<int64_t> counts = peak_blocks(layout, soon, window_slack());
   for (size_t g = 0; parent != nullptr && g < counts.size(); ++g) {
+    const KvGroup& group = layout.groups[g];
     // Shared blocks are already allocated. In a sliding group they do not last: it moves on to
     // blocks of the fork's own.
-    if (layout.groups[g].kind == KvKind::kFull) {
-      counts[g] -= rows.start / layout.groups[g].block_size;
-    }
+    counts[g] -= std::visit(
+        Overloaded{[&](const FullKv&) -> int64_t { return rows.start / group.block_size; },
+                   [](const SlidingKv&) -> int64_t { return 0; }},
+        group.kind);
   }
   if (!pool_.can_allocate(counts)) return false;
   sequence.seq_slot = free_seq_slots_.back();
