@@ -6,6 +6,7 @@
 
 #include <cstdlib>
 #include <random>
+#include <set>
 
 #include "device/cpu_context.h"
 #include "device/device_arena.h"
@@ -24,12 +25,13 @@ using testing::tiny_config_json;
 using testing::TinyModel;
 
 constexpr int32_t kMaxSeqs = 12;
-constexpr int32_t kMaxLen = 200;
+constexpr int32_t kMaxLen = 420;  // beyond three windows of 128
 
 // The draft side of an iteration on hand-made state, without any model.
 struct Bench {
   Bench(int32_t k, int32_t block_size, bool use_window_lists, std::vector<int32_t> windows)
-      : config(parse_decoder_config(tiny_config_json({.windows = std::move(windows)}))),
+      : windows(windows),
+        config(parse_decoder_config(tiny_config_json({.windows = std::move(windows)}))),
         layout(plan_kv_layout(kv_layer_shapes(config), kv_layer_shapes(config), block_size,
                               DType::kFloat32, 64 << 20)),
         options{.shape = {.max_seqs = kMaxSeqs,
@@ -42,7 +44,8 @@ struct Bench {
         buffers(allocate_iteration_buffers(arena, options, layout, config, &config)),
         fresh(allocate_iteration_buffers(arena, options, layout, config, &config)) {}
 
-  DecoderConfig config;
+  std::vector<int32_t> windows;  // by layer; 0: full attention
+  DecoderConfig config;          // of the target and of the drafter
   KvLayout layout;
   IterationOptions options;
   DeviceArena arena;
@@ -77,13 +80,13 @@ void randomize(Bench& bench, std::mt19937_64& random) {
         known = edge(b.block_tables[0].block_size);
         break;
       case 1:
-        known = edge(8);
+        known = edge(std::max(bench.windows[random() % bench.windows.size()], 8));
         break;
       case 2:
         known = kMaxLen - static_cast<int32_t>(random() % 20);
         break;
       default:
-        known = static_cast<int32_t>(2 + random() % 150);
+        known = static_cast<int32_t>(2 + random() % 300);
         break;
     }
     s.known_len[slot] = std::clamp(known, 2, kMaxLen);
@@ -222,9 +225,12 @@ TEST(Metadata, AdvanceEqualsBuild) {
     std::mt19937_64 random(seed);
     const auto k = static_cast<int32_t>(1 + random() % 16);
     const int32_t block_size = std::array{8, 16, 32, 3}[random() % 4];
-    const std::vector<int32_t> windows =
-        random() % 2 == 0 ? std::vector<int32_t>{8, 0, 31} : std::vector<int32_t>{1, 16, 0};
+    // The last is GPT-OSS 20B for 120B: two groups on each side.
+    const std::vector<int32_t> windows = std::array<std::vector<int32_t>, 3>{
+        {{8, 0, 31}, {1, 16, 0}, {128, 0, 128, 0}}}[random() % 3];
     Bench bench(k, block_size, random() % 2 == 0, windows);
+    const size_t num_groups = std::set<int32_t>(windows.begin(), windows.end()).size();
+    ASSERT_EQ(bench.layout.groups.size(), 2 * num_groups);
     for (size_t i = 0; i < 15 && !HasFatalFailure(); ++i) {
       SCOPED_TRACE("steps " + std::to_string(i % kSteps.size()));
       randomize(bench, random);
