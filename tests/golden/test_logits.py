@@ -58,7 +58,7 @@ SPECS = [
     *(
         TinySpec(family, seed=7, rope=rope, old_spelling=old, head_dim=32)
         for family in ("llama", "qwen3", "gemma3")
-        for rope in ("default", "linear", "llama3")
+        for rope in ("default", "linear", "llama3", "yarn")
         for old in (False, True)
     ),
     # Windows: one key, smaller than the prompt, as long as it, one more, larger.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from errors import raises
-from hf_configs import GEMMA3, GEMMA4, LLAMA, LLAMA3_ROPE, QWEN3
+from hf_configs import GEMMA3, GEMMA4, GPT_OSS_ROPE, LLAMA, LLAMA3_ROPE, QWEN3, YARN_ROPE
 from paceline import loader
 from paceline._core import ModelFileError
 from paceline.loader import families, hf_config
@@ -273,7 +273,7 @@ def test_both_spellings_of_gemma4_give_the_same_description(k_eq_v: bool) -> Non
         loader.decoder_config(new | old | {"global_head_dim": 64, "attention_k_eq_v": False})
 
 
-@pytest.mark.parametrize("rope", ["default", "linear", "llama3"])
+@pytest.mark.parametrize("rope", ["default", "linear", "llama3", "yarn"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_both_spellings_give_the_same_description(family: str, rope: str) -> None:
     new = read_json(make(TinySpec(family, rope=rope)) / "config.json")
@@ -339,7 +339,7 @@ def test_model_type_stands_in_for_architectures() -> None:
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 256])
-@pytest.mark.parametrize("theta", [10_000.0, 500_000.0, 1_000_000.0, 123_456.7])
+@pytest.mark.parametrize("theta", [10_000.0, 150_000.0, 500_000.0, 1_000_000.0, 123_456.7])
 @pytest.mark.parametrize(
     "scaling",
     [
@@ -348,12 +348,19 @@ def test_model_type_stands_in_for_architectures() -> None:
         {"rope_type": "linear", "factor": 3.0},
         LLAMA3_ROPE,
         LLAMA3_ROPE | {"factor": 32.0, "original_max_position_embeddings": 100},
+        GPT_OSS_ROPE,
+        YARN_ROPE,
+        # A factor without effect; no original length; limits beyond the head.
+        YARN_ROPE | {"factor": 1.0, "beta_fast": 4.5, "beta_slow": 4.5, "truncate": False},
+        {"rope_type": "yarn", "factor": 7.3, "attention_factor": 1.1, "mscale": 0.0},
+        YARN_ROPE | {"original_max_position_embeddings": 1, "mscale": 0.7, "mscale_all_dim": 1.3},
     ],
     ids=lambda scaling: f"{scaling['rope_type']}{scaling.get('factor', '')}",
 )
 def test_frequencies_equal_transformers(
     scaling: dict[str, Any], theta: float, head_dim: int
 ) -> None:
+    import torch
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -365,20 +372,51 @@ def test_frequencies_equal_transformers(
         max_position_embeddings=131_072,
         rope_parameters=scaling | {"rope_theta": theta},
     )
+    scale = 1.0
     if scaling["rope_type"] == "default":
         expected = LlamaRotaryEmbedding(config).inv_freq.numpy()
     else:
-        expected = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config)[0].numpy()
-    seen = loader.decoder_config(
-        LLAMA | {"head_dim": head_dim, "rope_parameters": scaling | {"rope_theta": theta}}
-    )["ropes"][0]["inv_freq"]
-    values = np.array(seen, np.float32)
-    assert [float(value) for value in values] == seen, "not float32 values"
+        frequencies, scale = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config)
+        expected = frequencies.numpy()
+    rope = loader.decoder_config(
+        LLAMA
+        | {
+            "head_dim": head_dim,
+            "max_position_embeddings": 131_072,
+            "rope_parameters": scaling | {"rope_theta": theta},
+        }
+    )["ropes"][0]
+    values = np.array(rope["inv_freq"], np.float32)
+    assert [float(value) for value in values] == rope["inv_freq"], "not float32 values"
+    assert rope["scale"] == float(np.float32(scale))
     # torch's float32 power is sometimes off by one unit; llama3's blend amplifies that.
     np.testing.assert_allclose(values, expected, rtol=5e-7, atol=0)
-    # With the bases of published models nearly all values have the same bits.
+    # All other values have the same bits.
+    powers = (theta ** (torch.arange(0, head_dim, 2).float() / head_dim)).numpy()
+    plain = inverse_frequencies(RopeSettings(theta=theta), head_dim)
+    is_same_power = np.array(plain, np.float32) == np.float32(1.0) / powers
+    np.testing.assert_array_equal(values[is_same_power], expected[is_same_power])
+    # With the bases of published models nearly all do.
     if theta != 123_456.7:
-        assert (values == expected).mean() >= 0.9
+        assert is_same_power.mean() >= 0.9
+
+
+def test_frequencies_of_gpt_oss() -> None:
+    values = LLAMA | {"head_dim": 64, "rope_theta": 150_000.0, "rope_scaling": GPT_OSS_ROPE}
+    (rope,) = loader.decoder_config(values)["ropes"]
+    expected = {
+        0: 1.0,
+        1: 0.689044,
+        7: 0.0737446,
+        8: 0.0508133,
+        9: 0.0317057,
+        12: 0.00679496,
+        17: 0.000129319,
+        18: 3.83088e-05,
+        31: 3.02351e-07,
+    }
+    assert {i: rope["inv_freq"][i] for i in expected} == pytest.approx(expected, rel=5e-6)
+    assert rope["scale"] == float(np.float32(1.3465735903))
 
 
 def test_frequencies_by_hand() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from errors import raises
-from hf_configs import GEMMA3, GEMMA4, LLAMA, LLAMA3_ROPE, QWEN3
+from hf_configs import GEMMA3, GEMMA4, LLAMA, LLAMA3_ROPE, QWEN3, YARN_ROPE
 from paceline import loader
 from paceline._core import ModelFileError, ModelNotFoundError
 from paceline.loader import section
@@ -142,6 +142,26 @@ def test_bad_key(key: str, value: Any, expected: str, copy_of: Callable[..., Pat
         ),
         (
             LLAMA,
+            {"rope_scaling": YARN_ROPE | {"beta_fast": 0.5}},
+            ('"rope_scaling.beta_fast" is 0.5', 'from "beta_slow" (1.0)'),
+        ),
+        (
+            LLAMA,
+            {"rope_scaling": YARN_ROPE | {"factor": None}},
+            ('"rope_scaling.factor" is null', "above 0"),
+        ),
+        (
+            LLAMA,
+            {"rope_scaling": YARN_ROPE, "rope_theta": 1.0},
+            ('"rope_scaling" says "yarn"', '("rope_theta") is 1.0', "above 1"),
+        ),
+        (
+            LLAMA,
+            {"rope_scaling": YARN_ROPE, "original_max_position_embeddings": 4096},
+            ('"original_max_position_embeddings" is 4096', "expected 32768", "rope_scaling.orig"),
+        ),
+        (
+            LLAMA,
             {"rope_theta": 10_000.0, "rope_parameters": {"rope_theta": 5.0}},
             ('"rope_parameters.rope_theta" is 5.0', '"rope_theta" is 10000.0', "the same value"),
         ),
@@ -193,8 +213,8 @@ def test_bad_combination(
         *(
             (LLAMA, {key: {"rope_type": kind, "factor": 2.0}}, (f'"{key}.rope_type"', kind, known))
             for key in ("rope_scaling", "rope_parameters")
-            for kind in ("yarn", "dynamic", "longrope", "proportional")
-            for known in ("supported: default, linear, llama3",)
+            for kind in ("dynamic", "longrope", "proportional")
+            for known in ("supported: default, linear, llama3, yarn",)
         ),
         (LLAMA, {"partial_rotary_factor": 0.5}, ('"partial_rotary_factor" is 0.5', "1.0")),
         (LLAMA, {"hidden_act": "relu"}, ('"hidden_act" is "relu"', "silu", "gelu_pytorch_tanh")),
@@ -213,6 +233,11 @@ def test_bad_combination(
             GEMMA3,
             {"layer_types": ["linear_attention"] * 7},
             ('"layer_types"[0]', "linear_attention", FULL),
+        ),
+        (
+            GEMMA3,
+            {"rope_parameters": {FULL: YARN_ROPE | {"truncate": False}}},
+            ('"rope_parameters.full_attention.truncate" is false', "true"),
         ),
         (GEMMA3, {"attn_logit_softcapping": 50.0}, ('"attn_logit_softcapping" is 50.0', "null")),
         (
@@ -249,6 +274,11 @@ LIMITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         LLAMA,
         {"rope_scaling": {"rope_type": "linear", "factor": 1e-40}},
         "ropes[0].inv_freq[0] is inf; allowed: a finite number",
+    ),
+    (
+        LLAMA,
+        {"rope_scaling": YARN_ROPE | {"factor": 1e30, "mscale": 3e38, "mscale_all_dim": 1e-30}},
+        "ropes[0].scale is inf; allowed: a finite number",
     ),
     (LLAMA, {"rope_parameters": {"rope_theta": 1e-45}}, "ropes[0].inv_freq[7] is inf; allowed"),
     (GEMMA3, {"sliding_window": 2**31 - 1}, "layers[0].attention.window is 2147483647; allowed"),

@@ -258,7 +258,7 @@ def describe(
         "has_post_norms": has_post_norms,
         **optional,
         "ropes": [
-            {"inv_freq": inverse_frequencies(rope, head_dim), "scale": 1.0}
+            {"inv_freq": inverse_frequencies(rope, head_dim), "scale": rope.scale}
             for rope, head_dim in distinct
         ],
         "layers": described,

@@ -25,6 +25,7 @@ _KEYS: Final[dict[str, tuple[str, ...]]] = {
     "logit_soft_cap": ("final_logit_softcapping",),
     "ropes": _ROPE_KEYS,
     "inv_freq": _ROPE_KEYS,
+    "ropes.scale": _ROPE_KEYS,
     "layers": ("num_hidden_layers",),
     "window": ("sliding_window",),
     "num_qo_heads": ("num_attention_heads",),
@@ -55,10 +56,11 @@ def check_description(config: Mapping[str, Any], sections: Sequence[Section]) ->
     """
     for i, rope in enumerate(config["ropes"]):
         # Infinity is no JSON, so the library could not name its key.
-        for j, frequency in enumerate(rope["inv_freq"]):
-            if not math.isfinite(frequency):
-                name = f"ropes[{i}].inv_freq[{j}]"
-                raise _error(name, f"{name} is {frequency}; allowed: a finite number", sections)
+        named = {f"inv_freq[{j}]": value for j, value in enumerate(rope["inv_freq"])}
+        for key, value in (named | {"scale": rope["scale"]}).items():
+            if not math.isfinite(value):
+                name = f"ropes[{i}].{key}"
+                raise _error(name, f"{name} is {value}; allowed: a finite number", sections)
     try:
         _core.check_decoder_config(json.dumps(config))
     except ValueError as error:

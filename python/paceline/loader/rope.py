@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from paceline._core import ModelFileError
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-ROPE_TYPES: Final = ("default", "linear", "llama3")
+ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
 GEMMA4_ROPE_TYPES: Final = ("default", "proportional")
 
 
@@ -27,13 +27,18 @@ class RopeSettings:
     """One rotary embedding as the file describes it, in one spelling.
 
     Attributes:
-        rope_type: "default", "linear", "llama3" or "proportional".
+        rope_type: "default", "linear", "llama3", "yarn" or "proportional".
         theta: The base of the frequencies.
         factor: The divisor of the frequencies; 1 for "default".
         low_freq_factor: "llama3" only, else 0.
         high_freq_factor: "llama3" only, else 0.
-        original_max_position: "llama3" only, else 0.
+        original_max_position: "llama3" and "yarn" only, else 0.
         partial: "proportional" only: the part of the head that is rotated, else 1.
+        beta_fast: "yarn" only: pairs that turn more often within the original positions keep their
+            frequency; else 0.
+        beta_slow: "yarn" only: pairs that turn less often have theirs divided; else 0.
+        truncate: "yarn" only: the limits between such pairs are rounded to whole pairs.
+        scale: "yarn" only: the factor on cosines and sines, a float32 value; else 1.
     """
 
     rope_type: str = "default"
@@ -43,6 +48,10 @@ class RopeSettings:
     high_freq_factor: float = 0.0
     original_max_position: int = 0
     partial: float = 1.0
+    beta_fast: float = 0.0
+    beta_slow: float = 0.0
+    truncate: bool = False
+    scale: float = 1.0
 
 
 def inverse_frequencies(rope: RopeSettings, head_dim: int) -> list[float]:
@@ -72,7 +81,9 @@ def _inverse_frequencies(rope: RopeSettings, head_dim: int) -> npt.NDArray[np.fl
     exponents = np.arange(0, head_dim, 2, dtype=np.int64).astype(np.float32) / np.float32(head_dim)
     powers = np.power(np.float64(np.float32(rope.theta)), exponents.astype(np.float64))
     inv_freq = np.float32(1.0) / powers.astype(np.float32)
-    if rope.rope_type == "linear":
+    if rope.rope_type == "yarn":
+        inv_freq = _yarn(rope, head_dim, powers.astype(np.float32))
+    elif rope.rope_type == "linear":
         inv_freq = inv_freq / np.float32(rope.factor)
     elif rope.rope_type == "llama3":
         # torch divides a number by a tensor as the number times the tensor's reciprocal.
@@ -96,12 +107,40 @@ def _inverse_frequencies(rope: RopeSettings, head_dim: int) -> npt.NDArray[np.fl
     return inv_freq
 
 
-def read_rope(text: Section, default_theta: float) -> RopeSettings:
+def _yarn(
+    rope: RopeSettings, head_dim: int, powers: npt.NDArray[np.float32]
+) -> npt.NDArray[np.float32]:
+    """Blends frequencies with divided ones; a ramp from `low` to `high` decides by pair."""
+    import numpy as np
+
+    def pair_that_turns(rotations: float) -> float:
+        turns = rope.original_max_position / (rotations * 2 * math.pi)
+        return (head_dim * math.log(turns)) / (2 * math.log(rope.theta))
+
+    low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    one = np.float32(1.0)
+    ramp = (np.arange(head_dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low)
+    kept = one - np.clip(ramp, np.float32(0.0), one)
+    divided = one / (np.float32(rope.factor) * powers)
+    blend: npt.NDArray[np.float32] = divided * (one - kept) + (one / powers) * kept
+    return blend
+
+
+def read_rope(
+    text: Section, default_theta: float, default: RopeSettings | None = None
+) -> RopeSettings:
     """The rotary embedding of a model whose layers share one.
 
     Args:
         text: The decoder's part of the configuration.
         default_theta: The base that applies where the file names none.
+        default: The settings that apply where the file describes none; their base is the one that
+            the file names, else `default_theta`. None: no scaling.
 
     Raises:
         ModelFileError: A key has a wrong value, or two keys contradict each other.
@@ -112,7 +151,11 @@ def read_rope(text: Section, default_theta: float) -> RopeSettings:
         # One object per layer type, in a model with one type of layer.
         _check_nested(parameters)
         parameters = parameters.section(FULL) or Section({}, text.source, parameters.name(FULL))
-    return _rope(text, parameters, text.section("rope_scaling"), "rope_theta", default_theta)
+    scaling = text.section("rope_scaling")
+    if default is not None and parameters is None and (scaling is None or not scaling.values):
+        _check_whole_head(text)
+        return replace(default, theta=text.number("rope_theta", default_theta))
+    return _rope(text, parameters, scaling, "rope_theta", default_theta)
 
 
 def read_rope_by_layer_type(
@@ -239,10 +282,6 @@ def _rope_section(text: Section, section: Section, theta: float) -> RopeSettings
     factor = section.number("factor")
     if rope_type == "linear":
         return RopeSettings(rope_type, theta, factor)
-    low = section.number("low_freq_factor")
-    high = section.number("high_freq_factor")
-    if high <= low:
-        raise section.error("high_freq_factor", f'a number above "low_freq_factor" ({low})')
     # transformers uses the model's own limit by default.
     original = section.integer(
         "original_max_position_embeddings",
@@ -250,7 +289,64 @@ def _rope_section(text: Section, section: Section, theta: float) -> RopeSettings
         if text.has("max_position_embeddings")
         else REQUIRED,
     )
+    if rope_type == "yarn":
+        return _yarn_section(text, section, theta, factor, original)
+    low = section.number("low_freq_factor")
+    high = section.number("high_freq_factor")
+    if high <= low:
+        raise section.error("high_freq_factor", f'a number above "low_freq_factor" ({low})')
     return RopeSettings(rope_type, theta, factor, low, high, original)
+
+
+def _yarn_section(
+    text: Section, section: Section, theta: float, factor: float, original: int
+) -> RopeSettings:
+    key = "original_max_position_embeddings"
+    if text.has(key) and text.integer(key) != original:
+        # transformers prefers the outer one.
+        raise text.error(key, f'{original}, as "{section.name(key)}" says, or one of the two keys')
+    if theta <= 1.0:
+        raise ModelFileError(
+            f'{section.source}: key "{section.path}" says "yarn", but the base of the frequencies '
+            f'("rope_theta") is {theta}; expected a number above 1'
+        )
+    fast = section.number("beta_fast", 32.0)
+    slow = section.number("beta_slow", 1.0)
+    if fast < slow:
+        raise section.error("beta_fast", f'a number from "beta_slow" ({slow})')
+    truncate = section.boolean("truncate", True)
+    if not truncate and section.path.endswith(LAYER_TYPES):
+        raise section.refusal("truncate", "true (transformers ignores the key of one layer type)")
+    mscale = section.number("mscale", 0.0, allow_zero=True)
+    mscale_all = section.number("mscale_all_dim", 0.0, allow_zero=True)
+    if section.has("attention_factor"):
+        scale = section.number("attention_factor")
+    elif mscale and mscale_all:
+        scale = _yarn_scale(factor, mscale) / _yarn_scale(factor, mscale_all)
+    else:
+        scale = _yarn_scale(factor)
+    return RopeSettings(
+        "yarn",
+        theta,
+        factor,
+        original_max_position=original,
+        beta_fast=fast,
+        beta_slow=slow,
+        truncate=truncate,
+        scale=_round_to_float32(scale),
+    )
+
+
+def _round_to_float32(value: float) -> float:
+    """To nearest; infinite values are refused with the description."""
+    import numpy as np
+
+    with np.errstate(all="ignore"):
+        return float(np.float32(value))
+
+
+def _yarn_scale(factor: float, mscale: float = 1.0) -> float:
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _check_whole_head(section: Section) -> None:
