@@ -50,18 +50,45 @@ std::shared_ptr<std::byte> map_memory(size_t bytes) {
   return {static_cast<std::byte*>(memory), [](std::byte* p) { std::free(p); }};
 }
 
-void bench_gemm(CpuContext& ctx, int32_t n, int32_t k, int num_matrices, int repetitions) {
+struct BenchFormat {
+  const char* name;
+  WeightFormat format = WeightFormat::kPlain;
+  int32_t scale_rows = 0;
+  int32_t scale_cols = 0;  // 0: K
+  bool has_exact_scales = false;
+};
+
+void bench_gemm(CpuContext& ctx, const BenchFormat& format, int32_t n, int32_t k, int num_matrices,
+                int repetitions) {
   constexpr int32_t kMaxRows = 64;
-  const size_t elements = static_cast<size_t>(n) * static_cast<size_t>(k);
-  const auto arena = map_memory(elements * 2 * static_cast<size_t>(num_matrices));
-  auto* const weights = reinterpret_cast<uint16_t*>(arena.get());
+  WeightMatrix matrix = plain_matrix(nullptr, n, k, DType::kBFloat16);
+  matrix.format = format.format;
+  matrix.scale_rows = format.scale_rows;
+  matrix.scale_cols = format.scale_cols == 0 ? k : format.scale_cols;
+  matrix.has_exact_scales = format.has_exact_scales;
+  const int64_t matrix_bytes = matrix.row_bytes() * n;
+  const auto arena = map_memory(static_cast<size_t>(matrix_bytes) * num_matrices);
   std::mt19937 random(1);
-  for (size_t i = 0; i < elements * static_cast<size_t>(num_matrices); ++i) {
-    weights[i] = static_cast<uint16_t>(0x3c00u + (random() & 0x80ffu));
+  if (format.format == WeightFormat::kPlain) {
+    auto* const weights = reinterpret_cast<uint16_t*>(arena.get());
+    for (int64_t i = 0; i < matrix_bytes / 2 * num_matrices; ++i) {
+      weights[i] = static_cast<uint16_t>(0x3c00u + (random() & 0x80ffu));
+    }
+  } else {
+    auto* const weights = reinterpret_cast<uint8_t*>(arena.get());
+    for (int64_t i = 0; i < matrix_bytes * num_matrices; ++i) {
+      weights[i] = static_cast<uint8_t>(random() % 0x77);
+    }
   }
+  // Scales of every matrix: 2^-7, as float or as byte.
+  const std::vector<float> float_scales(static_cast<size_t>(n) * (k / 128 + 1), 0x1p-7f);
+  const std::vector<uint8_t> byte_scales(static_cast<size_t>(n) * (k / kMxfp4Columns), 120);
+  matrix.scales = format.format == WeightFormat::kFp8
+                      ? reinterpret_cast<const std::byte*>(float_scales.data())
+                      : reinterpret_cast<const std::byte*>(byte_scales.data());
   std::vector<float> x(static_cast<size_t>(kMaxRows) * static_cast<size_t>(k), 0.25f);
   std::vector<float> y(static_cast<size_t>(kMaxRows) * static_cast<size_t>(n));
-  std::printf("\ngemm bf16 N=%d K=%d, %d matrices cold\n", n, k, num_matrices);
+  std::printf("\ngemm %s N=%d K=%d, %d matrices cold\n", format.name, n, k, num_matrices);
   std::printf("%6s | %10s %10s %10s | %10s %10s %10s\n", "M", "cold us", "GFLOP/s", "GB/s",
               "warm us", "GFLOP/s", "GB/s");
   for (const int32_t m : {1, 2, 3, 4, 5, 6, 8, 16, 64}) {
@@ -69,18 +96,17 @@ void bench_gemm(CpuContext& ctx, int32_t n, int32_t k, int num_matrices, int rep
                     .max_rows = kMaxRows,
                     .x = x.data(),
                     .x_stride = k,
-                    .weight = plain_matrix(weights, n, k, DType::kBFloat16),
+                    .weight = matrix,
                     .bias = nullptr,
                     .y = y.data(),
                     .y_stride = n};
     const double flops = 2.0 * m * n * k;
-    const double bytes = 2.0 * n * k;
+    const auto bytes = static_cast<double>(matrix_bytes);
     double seconds[2];
     for (int warm = 0; warm < 2; ++warm) {
       const int calls = std::max(num_matrices, static_cast<int>(0.02 * 1e11 / flops));
       seconds[warm] = best_seconds(repetitions, std::min(calls, 2000), [&](int i) {
-        p.weight.data = reinterpret_cast<const std::byte*>(
-            weights + (warm == 1 ? 0 : static_cast<size_t>(i % num_matrices) * elements));
+        p.weight.data = arena.get() + (warm == 1 ? 0 : i % num_matrices * matrix_bytes);
         gemm(ctx, p);
       });
     }
@@ -183,9 +209,18 @@ int main(int argc, char** argv) {
   paceline::CpuContext ctx{.num_threads = num_threads, .threads = &threads};
   std::printf("threads %d, read bandwidth %.1f GB/s\n", ctx.num_threads,
               paceline::measure_read_bandwidth(ctx.num_threads) / 1e9);
-  paceline::bench_gemm(ctx, 4096, 4096, 6, 5);
-  paceline::bench_gemm(ctx, 256, 256, 1, 5);
-  paceline::bench_gemm(ctx, 1536, 256, 1, 5);
+  const paceline::BenchFormat bf16 = {"bf16"};
+  paceline::bench_gemm(ctx, bf16, 4096, 4096, 6, 5);
+  using paceline::WeightFormat;
+  for (const paceline::BenchFormat& format :
+       {paceline::BenchFormat{"mxfp4", WeightFormat::kMxfp4},
+        {"fp8, 128x128 powers of two", WeightFormat::kFp8, 128, 128, true},
+        {"fp8, a scale a row", WeightFormat::kFp8, 1},
+        {"fp8, 128x128", WeightFormat::kFp8, 128, 128}}) {
+    paceline::bench_gemm(ctx, format, 4096, 4096, 12, 5);
+  }
+  paceline::bench_gemm(ctx, bf16, 256, 256, 1, 5);
+  paceline::bench_gemm(ctx, bf16, 1536, 256, 1, 5);
   paceline::bench_attention(ctx, 32, 8, 128, paceline::DType::kBFloat16, 5);
   paceline::bench_attention(ctx, 4, 2, 64, paceline::DType::kFloat32, 5);
   paceline::bench_draw(ctx, 151936, 5);

@@ -33,7 +33,7 @@ class ThreadPool {
   ThreadPool& operator=(const ThreadPool&) = delete;
 
   static constexpr int64_t kMaxParts = 65535;
-  static constexpr size_t kScratchBytes = 512 << 10;
+  static constexpr size_t kScratchBytes = 1 << 20;
 
   // Calls body(part) for every part in [0, num_parts), num_parts <= kMaxParts, and returns when all
   // calls have returned. Bodies must not throw.

@@ -20,7 +20,8 @@ enum class WeightFormat : uint8_t {
   kMxfp4,
 };
 
-inline constexpr int32_t kMxfp4Columns = 32;  // that share a scale
+inline constexpr int32_t kMxfp4Columns = 32;           // that share a scale
+inline constexpr int32_t kMaxScaledColumns = 1 << 17;  // of a matrix with scales
 
 // W, [n, k] row-major. Ops multiply values of `dtype`: scaled formats are converted to it first,
 // which is exact where every scale is a power of two. Otherwise the products are those of the

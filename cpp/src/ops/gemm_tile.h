@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The tile of a product on the CPU: some rows of x against some rows of W. Both operands are
+// contiguous along K, so an output is a dot product: sixteen partial sums, where lane l takes k =
+// l, l + 16, l + 32, ... in ascending order (zeros pad the last vector), and then sum_lanes' fixed
+// tree. Every tile size below computes exactly that; only the number of outputs computed together
+// differs. Hence a row's bits depend on that row alone. On machines with a fused multiply-add,
+// every step is one: the compiler contracts x * w + acc, and the test
+// Gemm.EveryTileFollowsTheLaneOrder checks it for each tile shape, bit for bit.
+
+#include <cstdint>
+
+#include "base/vector_math.h"
+
+namespace paceline {
+
+// The tile for each instruction set. The registers (32 of 16 floats, 16 of 8, or 16 of 4) must hold
+// kRows * kCols accumulators of sixteen floats, kCols vectors of W and one of x.
+template <Isa kIsa>
+struct TileShape;
+template <>
+struct TileShape<Isa::kAvx512> {
+  static constexpr int kRows = 6;
+  static constexpr int kCols = 4;
+};
+template <>
+struct TileShape<Isa::kAvx2> {
+  static constexpr int kRows = 3;
+  static constexpr int kCols = 2;
+};
+template <>
+struct TileShape<Isa::kBaseline> {
+  static constexpr int kRows = 2;
+  static constexpr int kCols = 1;
+};
+
+inline constexpr int64_t kPrefetchLine = 64;
+
+template <class X, class W>
+struct TileArgs {
+  const X* x;
+  int64_t x_stride;
+  const W* weight;  // the tile's first row of W; rows are k apart
+  int32_t k;
+  const float* bias;  // at the tile's first column, or null
+  float* y;
+  int64_t y_stride;
+  const char* prefetch;  // null: no prefetch
+};
+
+// x in float32; W in float32 or bfloat16, which is widened.
+template <class W, int kRows, int kCols>
+struct TileKernel {
+  [[gnu::always_inline]] static void run(const TileArgs<float, W>* args) {
+    const float* const x = args->x;
+    const int64_t x_stride = args->x_stride;
+    const W* const w = args->weight;
+    const int64_t k = args->k;
+    V16 acc[kRows][kCols] = {};
+    auto step = [&](int64_t offset) __attribute__((always_inline)) {
+      V16 wv[kCols];
+      for (int c = 0; c < kCols; ++c) wv[c] = load(w + c * k + offset);
+      for (int r = 0; r < kRows; ++r) {
+        const V16 xv = load(x + r * x_stride + offset);
+        for (int c = 0; c < kCols; ++c) acc[r][c] += xv * wv[c];
+      }
+    };
+    int64_t offset = 0;
+    const char* prefetch = args->prefetch;
+    if (prefetch != nullptr) {
+      // Prefetches as many bytes as the tile itself reads.
+      constexpr int kLines = 32 * sizeof(W) * kCols / kPrefetchLine;
+      for (; offset + 32 <= k; offset += 32) {
+        for (int i = 0; i < kLines; ++i) __builtin_prefetch(prefetch + i * kPrefetchLine, 0, 2);
+        prefetch += kLines * kPrefetchLine;
+        step(offset);
+        step(offset + 16);
+      }
+    }
+    for (; offset + 16 <= k; offset += 16) step(offset);
+    if (offset < k) {
+      const int32_t tail = static_cast<int32_t>(k - offset);
+      for (int r = 0; r < kRows; ++r) {
+        for (int c = 0; c < kCols; ++c) {
+          V16 xv = load_first(x + r * x_stride + offset, tail);
+          V16 wv = load_first(w + c * k + offset, tail);
+          // GCC contracts only within a basic block. In this straight-line code, unlike in the loop
+          // above, it moved the multiplication of some tiles to another block; the asm statements
+          // keep it here.
+          asm volatile("" : "+m"(xv), "+m"(wv));
+          V16 sum = acc[r][c] + xv * wv;
+          asm volatile("" : "+m"(sum));
+          acc[r][c] = sum;
+        }
+      }
+    }
+    for (int r = 0; r < kRows; ++r) {
+      float* const y = args->y + r * args->y_stride;
+      if constexpr (kCols == 4) {
+        const Sums4 sums = sum_lanes(acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
+        for (int c = 0; c < 4; ++c) {
+          y[c] = args->bias == nullptr ? sums.sum[c] : sums.sum[c] + args->bias[c];
+        }
+      } else {
+        for (int c = 0; c < kCols; ++c) {
+          const float sum = sum_lanes(acc[r][c]);
+          y[c] = args->bias == nullptr ? sum : sum + args->bias[c];
+        }
+      }
+    }
+  }
+};
+
+}  // namespace paceline
