@@ -211,7 +211,10 @@ struct NamedAttention {
 const NamedAttention kAttentions[] = {
     {"qwen3-8b", {.num_qo_heads = 32, .num_kv_heads = 8, .head_dim = 128}},
     {"gemma3-27b", {.num_qo_heads = 32, .num_kv_heads = 16, .head_dim = 128, .window = 1024}},
-    {"gemma3-270m", {.num_qo_heads = 4, .num_kv_heads = 1, .head_dim = 256, .window = 512}}};
+    {"gemma3-270m", {.num_qo_heads = 4, .num_kv_heads = 1, .head_dim = 256, .window = 512}},
+    {"gpt-oss", {.num_qo_heads = 64, .num_kv_heads = 8, .head_dim = 64, .has_sinks = true}},
+    {"gpt-oss-w128",
+     {.num_qo_heads = 64, .num_kv_heads = 8, .head_dim = 64, .window = 128, .has_sinks = true}}};
 constexpr int32_t kContexts[] = {256, 768, 4096};
 
 void bench_attention(Bench& bench) {

@@ -443,6 +443,7 @@ INSTANTIATE_TEST_SUITE_P(
                       AttentionSpec{4, 1, 256, 16, 512}, AttentionSpec{4, 1, 512, 16},
                       AttentionSpec{4, 2, 128, 24, 100, 5.0f, true},
                       AttentionSpec{4, 2, 64, 1, 0, 0.0f, true},
+                      AttentionSpec{16, 2, 64, 16, 128, 0.0f, true},
                       AttentionSpec{8, 2, 128, 16, 0, 0.0f, false, DType::kFloat32},
                       AttentionSpec{4, 2, 64, 24, 100, 5.0f, true, DType::kFloat32}),
     [](const auto& info) { return attention_name(info.param); });

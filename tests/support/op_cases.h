@@ -197,6 +197,7 @@ struct ListSpec {
   int32_t window = 0;
   DType dtype = DType::kBFloat16;
   KvInputs kv_inputs = KvInputs::kKeysAndValues;
+  bool has_sinks = false;
 };
 struct GatherSpec {
   int32_t hidden = 0;

@@ -280,6 +280,10 @@ std::vector<OpCase> attention_op_cases() {
   add_attention(cases, {4, 2, 512, 24, 128, 5.0f, true, kB});
   add_attention(cases, {6, 2, 128, 16, 0, 0.0f, false, kB});  // a group of three
   add_attention(cases, {4, 2, 64, 24, 100, 5.0f, true, kF, KvInputs::kKeysAndValues, true});
+  // GPT-OSS: groups of eight, in a window and not, and its own number of heads.
+  add_attention(cases, {16, 2, 64, 16, 0, 0.0f, true, kB});
+  add_attention(cases, {16, 2, 64, 16, 128, 0.0f, true, kB});
+  add_attention(cases, {64, 8, 64, 16, 128, 0.0f, true, kB});
   for (const KvInputs inputs : {KvInputs::kKeys, KvInputs::kNone}) {
     add_attention(cases, {8, 1, 256, 16, 512, 0.0f, false, kB, inputs});
     add_attention(cases, {8, 2, 512, 16, 0, 0.0f, false, kB, inputs});

@@ -398,6 +398,10 @@ OpInstance make_list_attention(const ListSpec& s, const Rows& rows, uint64_t see
         std::fill_n(to, 2 * part, kNan);
         Stream(seed, kKeys).fill(to + 2 * part, (num_blocks - 1) * 2 * part);
       }));
+  const Handle sinks =
+      s.has_sinks
+          ? op.add(normal_constant("sinks", Element::kF32, s.num_qo_heads, seed, kBias, 2.0f))
+          : kNoArray;
   const Handle y =
       op.add(output_array("y", Element::kF32, element, rows.max_rows * y_width, y_width));
   const int32_t max_rows = rows.max_rows;
@@ -417,7 +421,7 @@ OpInstance make_list_attention(const ListSpec& s, const Rows& rows, uint64_t see
                                               .block_size = s.block_size,
                                               .dtype = s.dtype},
                                        .scale = 1.0f / std::sqrt(static_cast<float>(s.head_dim)),
-                                       .sinks = nullptr,
+                                       .sinks = at.get<float>(sinks),
                                        .y = at.raw(y),
                                        .num_qo_heads = s.num_qo_heads,
                                        .num_kv_heads = s.num_kv_heads,

@@ -203,6 +203,8 @@ void add_lists(TableBuilder& table) {
               ListSpec{8, 1, 128, 24, 512, dtype});
     table.add("list_attention_4x1_d256_w8" + dtype_suffix(dtype), make_list_attention,
               ListSpec{4, 1, 256, 16, 8, dtype});
+    table.add("list_attention_16x2_d64_w128_sinks" + dtype_suffix(dtype), make_list_attention,
+              ListSpec{16, 2, 64, 16, 128, dtype, KvInputs::kKeysAndValues, /*has_sinks=*/true});
   }
 }
 
