@@ -11,6 +11,7 @@
 
 #include "bindings.h"
 #include "model/decoder_config.h"
+#include "model/linear_costs.h"
 
 namespace paceline::python {
 namespace {
@@ -57,7 +58,40 @@ PyModelFolder load_folder(const std::string& directory, const std::string& devic
   return result;
 }
 
-void register_config_check(py::module_& module) {
+std::string_view shard_axis_name(ShardAxis axis) {
+  switch (axis) {
+    case ShardAxis::kNone:
+      return "none";
+    case ShardAxis::kRows:
+      return "rows";
+    case ShardAxis::kColumns:
+      return "columns";
+  }
+  return "none";
+}
+
+py::list linear_costs_to_list(const std::string& config_json, const std::string& weight_dtype) {
+  const DType dtype = parse_dtype(weight_dtype);
+  std::vector<LinearCost> costs;
+  {
+    const GilRelease release;
+    costs = linear_costs(parse_decoder_config(config_json), dtype);
+  }
+  py::list list;
+  for (const LinearCost& cost : costs) {
+    py::dict entry;
+    entry["name"] = cost.name;
+    entry["rows"] = cost.rows;
+    entry["cols"] = cost.cols;
+    entry["bytes"] = cost.bytes;
+    entry["is_for_logits"] = cost.is_for_logits;
+    entry["shard_axis"] = shard_axis_name(cost.shard);
+    list.append(std::move(entry));
+  }
+  return list;
+}
+
+void register_config_functions(py::module_& module) {
   module.def(
       "check_decoder_config",
       [](const std::string& config_json) {
@@ -68,6 +102,22 @@ void register_config_check(py::module_& module) {
 
 Args:
     config_json: The canonical decoder description (docs/model-format.md).
+
+Raises:
+    ValueError: A key of the description that is missing, unknown or not allowed.
+)doc");
+  module.def("linear_costs", &linear_costs_to_list, py::arg("config_json"), py::arg("weight_dtype"),
+             R"doc(Lists the matrix products of a decoder, without allocating anything.
+
+Args:
+    config_json: The canonical decoder description (docs/model-format.md).
+    weight_dtype: "float32" or "bfloat16", of the plain matrices.
+
+Returns:
+    One dict for each matrix, those that a draft head takes from its target included: "name"; "rows"
+    and "cols", whose product is the number of multiply-adds for one row; "bytes" that a product
+    reads; "is_for_logits", whether it is computed only for rows whose logits are needed; and
+    "shard_axis", "rows", "columns" or "none": how the matrix would be split over several devices.
 
 Raises:
     ValueError: A key of the description that is missing, unknown or not allowed.
@@ -137,7 +187,7 @@ Raises:
     NotImplementedError: There is no such device; says why.
     paceline.OutOfMemoryError: The weights could not be allocated.
 )doc");
-  register_config_check(module);
+  register_config_functions(module);
 }
 
 }  // namespace paceline::python

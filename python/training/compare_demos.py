@@ -41,7 +41,7 @@ def draft_cost(demo: Demo) -> str:
         return "none"
     target = load(str(demo.target), dummy=False)
     draft = load_draft(str(demo.draft), target, method=demo.name, dummy=False)
-    return f"{draft.matrix_bytes / target.matrix_bytes:.1%}"
+    return f"{draft.costs.all_bytes / target.costs.all_bytes:.1%}"
 
 
 def row(demo: Demo, num_drafts: int, texts: Sequence[str], device: str, plain: float) -> str:

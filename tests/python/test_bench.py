@@ -16,6 +16,7 @@ import tiny_models
 from paceline import _core, cli
 from paceline.bench import cli as bench_cli
 from paceline.bench import floor, latency, models, options
+from paceline.bench.costs import MatrixCosts, attention_flops, kv_bytes_read, matrix_costs
 from paceline.demo import demo_paths
 from paceline.loader import decoder_config, drafter_config
 from paceline.loader.drafters import Target
@@ -231,11 +232,11 @@ def test_draft_heads_that_ship_as_configurations() -> None:
     eagle3 = described("qwen3-8b", "qwen3-8b-eagle3")
     # fc, the layer with its doubled qkv input, and 32,000 rows of lm_head.
     layer = 6144 * 8192 + 4096 * 4096 + 3 * 4096 * 12288
-    assert models.count_matrix_parameters(eagle3) == 4096 * 12288 + layer + 32000 * 4096
+    assert matrix_costs(eagle3, "bfloat16").parameters == 4096 * 12288 + layer + 32000 * 4096
     assert eagle3["drafter"]["aux_layers"] == [2, 18, 33]
     eagle = described("llama-3-8b", "llama-3-8b-eagle")
     layer = (4096 + 2 * 1024 + 4096) * 4096 + 3 * 4096 * 14336
-    assert models.count_matrix_parameters(eagle) == 2 * 4096**2 + layer + 128256 * 4096
+    assert matrix_costs(eagle, "bfloat16").parameters == 2 * 4096**2 + layer + 128256 * 4096
 
 
 def test_samplings(config_dir: Path, tmp_path: Path) -> None:
@@ -418,27 +419,30 @@ def test_named_configurations(
 ) -> None:
     assert models.is_config_name(name)
     config = decoder_config(models._named_config(name), "bfloat16", name)
-    assert models.count_matrix_parameters(config) == num_parameters
+    costs = matrix_costs(config, "bfloat16")
+    assert (costs.parameters, costs.all_bytes) == (num_parameters, 2 * num_parameters)
     kinds = [layer["attention"]["kind"] for layer in config["layers"]]
     assert (len(kinds), kinds.count("full")) == (num_layers, num_full)
-    assert models.kv_bytes_read(config, 1, 2) == kv_bytes_per_token
+    assert kv_bytes_read(config, 1, 2) == kv_bytes_per_token
 
 
 def test_a_window_bounds_what_is_read() -> None:
     config = decoder_config(models._named_config("gemma3-270m"), "bfloat16")
     layer_bytes = 2 * 1 * 256 * 2
-    assert models.kv_bytes_read(config, 1000, 2) == layer_bytes * (15 * 512 + 3 * 1000)
-    assert models.attention_flops(config, 1000) == 4 * 4 * 256 * (15 * 512 + 3 * 1000)
+    assert kv_bytes_read(config, 1000, 2) == layer_bytes * (15 * 512 + 3 * 1000)
+    assert attention_flops(config, 1000) == 4 * 4 * 256 * (15 * 512 + 3 * 1000)
 
 
 def test_bytes_and_arithmetic_of_an_iteration(config_dir: Path) -> None:
     model = models.load(str(config_dir), dummy=True)
-    body = models.count_body_parameters(model.config)
-    lm_head = 128 * 64
-    assert body + lm_head == models.count_matrix_parameters(model.config)
+    body, lm_head = model.costs.row_parameters, model.costs.logit_parameters
+    assert lm_head == 128 * 64
+    # In each of three layers q, k, v and o of 4, 2, 2 and 4 heads, and an MLP.
+    assert body == 3 * (64 * 12 * 16 + 3 * 64 * 96)
+    assert model.costs.all_bytes == 4 * (body + lm_head)
     workload = latency.Workload(concurrency=5, input_len=20, output_len=8)
     assert workload.mean_context == 24
-    attention = models.attention_flops(model.config, 24)
+    attention = attention_flops(model.config, 24)
     plain = floor.iteration_flops(model, None, 0, workload)
     assert plain == 5 * (2 * body + attention + 2 * lm_head)
     k = 3
@@ -447,9 +451,17 @@ def test_bytes_and_arithmetic_of_an_iteration(config_dir: Path) -> None:
         k + 1
     )  # target: k + 1 verified; drafter: 2 in the first pass, then 1 in each of k - 1
     assert speculative == 5 * (rows * (2 * body + attention) + (k + 1 + k) * 2 * lm_head)
-    kv = models.kv_bytes_read(model.config, 24, 4)
+    kv = kv_bytes_read(model.config, 24, 4)
     assert kv == 2 * 2 * 16 * 4 * (8 + 8 + 24)
     assert floor.iteration_kv_bytes(model, model, k, workload) == 5 * (1 + k) * kv
+
+
+class CostedModel(models.BenchModel):
+    """A model with other costs than its own."""
+
+    @property
+    def costs(self) -> MatrixCosts:  # type: ignore[override]
+        return MatrixCosts(shared_bytes=2000, row_parameters=700, logit_parameters=300)
 
 
 @pytest.mark.parametrize(
@@ -460,19 +472,12 @@ def test_rows_of_a_drafter(config_dir: Path, kind: str, num_rows: int) -> None:
     # With k = 3: rows of the first pass, then one row in each of two more.
     model = models.load(str(config_dir), dummy=True)
     workload = latency.Workload(concurrency=5, input_len=20, output_len=8)
-    draft_head = {
-        "kind": kind,
-        "draft_vocab_size": 100,
-        "target_hidden_size": 64,
-        "aux_layers": [1],
-    }
-    drafter = {} if kind == "draft_model" else {"drafter": draft_head}
-    config = model.config | drafter
-    draft = replace(model, loaded=replace(model.loaded, config=config))
+    drafter = {} if kind == "draft_model" else {"drafter": {"kind": kind}}
+    draft = CostedModel("draft", replace(model.loaded, config=model.config | drafter))
     alone = floor.iteration_flops(model, None, 3, workload)
     added = floor.iteration_flops(model, draft, 3, workload) - alone
-    row = 2 * models.count_body_parameters(config) + models.attention_flops(config, 24)
-    assert added == 5 * (num_rows * row + 3 * 2 * models.count_head_parameters(config))
+    row = 2 * 700 + attention_flops(model.config, 24)
+    assert added == 5 * (num_rows * row + 3 * 2 * 300)
     # Prompt lookup verifies and computes nothing else.
     assert alone == 4 * floor.iteration_flops(model, None, 0, workload)
 

@@ -15,13 +15,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from paceline import _core
-from paceline.bench.models import (
-    BenchModel,
-    attention_flops,
-    count_body_parameters,
-    count_head_parameters,
-    kv_bytes_read,
-)
+from paceline.bench.costs import attention_flops, kv_bytes_read
+from paceline.bench.models import BenchModel
 
 if TYPE_CHECKING:
     from paceline.bench.latency import Measurement, Workload
@@ -157,7 +152,7 @@ def _passes(
     def one(model: BenchModel, rows: int, logit_rows: int) -> _Pass:
         kv_bytes = workload.concurrency * kv_bytes_read(model.config, workload.mean_context, item)
         return _Pass(
-            model.matrix_bytes + int(kv_bytes), _pass_flops(model, rows, logit_rows, workload)
+            model.costs.all_bytes + int(kv_bytes), _pass_flops(model, rows, logit_rows, workload)
         )
 
     num_verified = 1 if may_stop_early else k + 1
@@ -194,10 +189,9 @@ def iteration_flops(
 
 def _pass_flops(model: BenchModel, rows: int, logit_rows: int, workload: Workload) -> float:
     """Arithmetic of `rows` rows per sequence, for all sequences."""
-    body = count_body_parameters(model.config)
-    head = count_head_parameters(model.config)
+    costs = model.costs
     attention = attention_flops(model.config, workload.mean_context)
-    one = rows * (2 * body + attention) + logit_rows * 2 * head
+    one = rows * (2 * costs.row_parameters + attention) + logit_rows * 2 * costs.logit_parameters
     return float(workload.concurrency * one)
 
 

@@ -317,7 +317,7 @@ def _sum_up(
     runs, times = samples.runs, samples.iteration_ms
     iteration_ms = statistics.median(times) if times else 0.0
     idle_us = statistics.median(samples.idle_us) if times else 0.0
-    weight_bytes = target.matrix_bytes + (draft.matrix_bytes * k if draft is not None else 0)
+    weight_bytes = target.costs.all_bytes + (draft.costs.all_bytes * k if draft is not None else 0)
     kv_bytes = iteration_kv_bytes(target, draft, k, workload)
     num_bytes = weight_bytes + kv_bytes
     return Measurement(

@@ -7,6 +7,7 @@ on some machines.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline import _core
+from paceline.bench.costs import MatrixCosts, matrix_costs
 from paceline.checks import shorten
 from paceline.hub import find_folder
 
@@ -45,14 +47,14 @@ class BenchModel:
         """The canonical description."""
         return self.loaded.config
 
-    @property
-    def matrix_bytes(self) -> int:
-        """Bytes of the matrices that one forward pass reads, including the lm_head."""
-        return count_matrix_parameters(self.config) * self.item_bytes
+    @functools.cached_property
+    def costs(self) -> MatrixCosts:
+        """What the matrices cost that a pass reads and computes with."""
+        return matrix_costs(self.config, self.model.weight_dtype)
 
     @property
     def item_bytes(self) -> int:
-        """Bytes per element of the matrices."""
+        """Bytes per element of plain matrices; of the target also those of the KV cache."""
         return 4 if self.model.weight_dtype == "float32" else 2
 
 
@@ -248,113 +250,3 @@ def _named_config(name: str) -> dict[str, Any]:
         return DUMMY_SHAPES[name]
     config: dict[str, Any] = json.loads((_CONFIG_DIR / f"{name}.json").read_text("utf-8"))
     return config
-
-
-def count_body_parameters(config: dict[str, Any]) -> int:
-    """Counts the matrix parameters of all layers, without embeddings, lm_head and norms.
-
-    Args:
-        config: A canonical description (docs/model-format.md).
-
-    Returns:
-        Parameters that one token's forward pass multiplies with before the lm_head.
-    """
-    hidden = config["hidden_size"]
-    total = 0
-    for layer in config["layers"]:
-        attention = layer["attention"]
-        q_width = attention["num_qo_heads"] * attention["head_dim"]
-        kv_width = attention["num_kv_heads"] * attention["head_dim"] * _num_kv_matrices(attention)
-        total += hidden * (2 * q_width + kv_width) + 3 * hidden * layer["mlp"]["intermediate"]
-    inputs = config.get("per_layer_inputs")
-    if inputs is not None:
-        # Each layer has its part of the projection, a gate and a projection back.
-        total += 3 * hidden * inputs["size"] * len(config["layers"])
-    drafter = config.get("drafter")
-    if drafter is not None:
-        first = config["layers"][0]["attention"]
-        heads = first["num_qo_heads"] + 2 * first["num_kv_heads"]
-        if drafter["kind"] == "eagle3":
-            # q, k and v of the first layer are twice as wide.
-            total += hidden * heads * first["head_dim"]
-            total += hidden * len(drafter["aux_layers"]) * drafter["target_hidden_size"]
-        elif drafter["kind"] == "gemma4_mtp":
-            # fc, and the projection of the hidden state that is fed back.
-            total += 3 * hidden * drafter["target_hidden_size"]
-        else:
-            total += 2 * hidden * hidden
-    return int(total)
-
-
-def _num_kv_matrices(attention: dict[str, Any]) -> int:
-    if "kv_source" in attention or attention.get("reads_target", False):
-        return 0
-    return 1 if attention.get("k_eq_v", False) else 2
-
-
-def count_head_parameters(config: dict[str, Any]) -> int:
-    """Counts the parameters of the lm_head, own or shared, that one token's logits need.
-
-    Args:
-        config: A canonical description.
-    """
-    drafter = config.get("drafter")
-    rows = config["vocab_size"] if drafter is None else drafter["draft_vocab_size"]
-    centroids = None if drafter is None else drafter.get("centroids")
-    if centroids is not None:
-        rows = centroids["count"] + centroids["top"] * (rows // centroids["count"])
-    return int(rows * config["hidden_size"])
-
-
-def count_matrix_parameters(config: dict[str, Any]) -> int:
-    """Counts the matrix parameters that one token's forward pass multiplies with.
-
-    Args:
-        config: A canonical description (docs/model-format.md).
-
-    Returns:
-        Parameters of all projections and of the lm_head, without embedding lookups and norms.
-    """
-    return count_body_parameters(config) + count_head_parameters(config)
-
-
-def kv_bytes_read(config: dict[str, Any], context: float, item_bytes: int) -> float:
-    """Computes the bytes of KV that one pass reads for one sequence.
-
-    Args:
-        config: A canonical description.
-        context: Tokens before those that are computed.
-        item_bytes: Bytes per element of the cache.
-
-    Returns:
-        The sum over layers of min(context, window) tokens' keys and values.
-    """
-    total = 0.0
-    for layer in config["layers"]:
-        attention = layer["attention"]
-        tokens = _visible(attention, context)
-        total += tokens * 2 * attention["num_kv_heads"] * attention["head_dim"] * item_bytes
-    return total
-
-
-def attention_flops(config: dict[str, Any], context: float) -> float:
-    """Counts the operations of one row's attention scores and their sums over values.
-
-    Args:
-        config: A canonical description.
-        context: Tokens that the row sees without windows.
-
-    Returns:
-        Multiply-adds times two, summed over layers.
-    """
-    total = 0.0
-    for layer in config["layers"]:
-        attention = layer["attention"]
-        tokens = _visible(attention, context)
-        total += 4 * tokens * attention["num_qo_heads"] * attention["head_dim"]
-    return total
-
-
-def _visible(attention: dict[str, Any], context: float) -> float:
-    window = float(attention["window"])
-    return min(context, window) if window > 0 else context

@@ -86,9 +86,9 @@ def report(
         "device": setup.device,
         "device_name": status["name"] if setup.device == "cuda" else None,
         "target": target.name,
-        "target_matrix_bytes": target.matrix_bytes,
+        "target_matrix_bytes": target.costs.all_bytes,
         "draft": None if draft is None else draft.name,
-        "draft_matrix_bytes": None if draft is None else draft.matrix_bytes,
+        "draft_matrix_bytes": None if draft is None else draft.costs.all_bytes,
         "weight_dtype": target.model.weight_dtype,
         "accept_method": None if speculation is None else speculation.accept_method,
         "synthetic_acceptance_length": None
@@ -169,12 +169,12 @@ def write_json(path: str, value: dict[str, Any]) -> None:
 def print_head(setup: Setup, read_bandwidth: float, first: Measurement, name_width: int) -> None:
     """Prints what is measured, and the heading of the table."""
     target, draft = setup.target, setup.draft
-    emit(f"target {target.name}: {target.matrix_bytes / 1e6:.1f} MB of matrices")
+    emit(f"target {target.name}: {target.costs.all_bytes / 1e6:.1f} MB of matrices")
     if draft is not None and setup.speculations:
         speculation = setup.speculations[0]
         length = speculation.synthetic_acceptance_length
         judged = speculation.accept_method + (f" length {length}" if length else "")
-        emit(f"draft  {draft.name}: {draft.matrix_bytes / 1e6:.1f} MB of matrices, {judged}")
+        emit(f"draft  {draft.name}: {draft.costs.all_bytes / 1e6:.1f} MB of matrices, {judged}")
     emit(f"read bandwidth of {machine_name(setup.device)}: {read_bandwidth / 1e9:.1f} GB/s")
     emit(
         f"start to first token: {first.start_to_first_token_s:.2f} s, of it models "

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a pass over a model reads and computes, by its canonical description."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paceline import _core
+
+
+@dataclass(frozen=True)
+class MatrixCosts:
+    """The matrices of a model. Embedding lookups, norms and biases are left out.
+
+    Attributes:
+        shared_bytes: Bytes of the matrices that every pass reads, the lm_head among them.
+        row_parameters: Parameters that every row of a pass is multiplied with.
+        logit_parameters: Parameters that rows whose logits are needed are multiplied with as well:
+            those of the lm_head, own or shared.
+    """
+
+    shared_bytes: int
+    row_parameters: int
+    logit_parameters: int
+
+    @property
+    def parameters(self) -> int:
+        """Parameters that a row whose logits are needed is multiplied with."""
+        return self.row_parameters + self.logit_parameters
+
+    @property
+    def all_bytes(self) -> int:
+        """Bytes of all matrices."""
+        return self.shared_bytes
+
+
+def matrix_costs(config: Mapping[str, Any], weight_dtype: str) -> MatrixCosts:
+    """Adds up the matrices of a model.
+
+    Args:
+        config: A canonical description (docs/model-format.md).
+        weight_dtype: The dtype of plain matrices: "float32" or "bfloat16".
+
+    Raises:
+        ValueError: The description is not allowed.
+    """
+    parameters = {False: 0, True: 0}
+    num_bytes = 0
+    for matrix in _core.linear_costs(json.dumps(config), weight_dtype):
+        parameters[matrix["is_for_logits"]] += matrix["rows"] * matrix["cols"]
+        num_bytes += matrix["bytes"]
+    return MatrixCosts(num_bytes, parameters[False], parameters[True])
+
+
+def kv_bytes_read(config: Mapping[str, Any], context: float, item_bytes: int) -> float:
+    """Computes the bytes of KV that one pass reads for one sequence.
+
+    Args:
+        config: A canonical description.
+        context: Tokens before those that are computed.
+        item_bytes: Bytes per element of the cache.
+
+    Returns:
+        The sum over layers of min(context, window) tokens' keys and values.
+    """
+    total = 0.0
+    for layer in config["layers"]:
+        attention = layer["attention"]
+        tokens = _visible(attention, context)
+        total += tokens * 2 * attention["num_kv_heads"] * attention["head_dim"] * item_bytes
+    return total
+
+
+def attention_flops(config: Mapping[str, Any], context: float) -> float:
+    """Counts the operations of one row's attention scores and their sums over values.
+
+    Args:
+        config: A canonical description.
+        context: Tokens that the row sees without windows.
+
+    Returns:
+        Multiply-adds times two, summed over layers.
+    """
+    total = 0.0
+    for layer in config["layers"]:
+        attention = layer["attention"]
+        tokens = _visible(attention, context)
+        total += 4 * tokens * attention["num_qo_heads"] * attention["head_dim"]
+    return total
+
+
+def _visible(attention: Mapping[str, Any], context: float) -> float:
+    window = float(attention["window"])
+    return min(context, window) if window > 0 else context
