@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CPU ops of a mixture of experts.
+// The CPU ops on the rows of a mixture of experts: which experts they choose, the order of expert
+// rows, and the sum over the places of a row.
 
 #include "ops/moe.h"
 
@@ -16,62 +17,11 @@
 #include <gtest/gtest.h>
 
 #include "device/cpu_context.h"
-#include "ops/ops.h"
+#include "support/expert_rows.h"
 #include "support/op_checks.h"
 
 namespace paceline::testing {
 namespace {
-
-struct Routing {
-  std::vector<int32_t> experts;
-  std::vector<float> weights;
-};
-
-Routing route(const std::vector<float>& logits, int32_t num_rows, int32_t num_experts,
-              int32_t top_k, int num_threads = 1) {
-  const auto count = static_cast<size_t>(num_rows) * static_cast<size_t>(top_k);
-  Routing routing = {.experts = std::vector<int32_t>(count, -7),
-                     .weights = std::vector<float>(count, -7.0f)};
-  CpuContext ctx = context_of(num_threads);
-  route_experts(ctx, {.num_rows = &num_rows,
-                      .max_rows = num_rows,
-                      .logits = logits.data(),
-                      .num_experts = num_experts,
-                      .top_k = top_k,
-                      .rule = RouterRule::kSoftmaxOfChosen,
-                      .experts = routing.experts.data(),
-                      .weights = routing.weights.data()});
-  return routing;
-}
-
-struct Sorted {
-  std::vector<int32_t> expert_begin;
-  std::vector<int32_t> source_row;
-  std::vector<int32_t> expert_row;
-};
-
-// `spare_rows` are capacity that the pass does not use.
-Sorted sort(const std::vector<int32_t>& experts, int32_t num_rows, int32_t num_experts,
-            int32_t top_k, int32_t spare_rows = 0, int64_t* counters = nullptr) {
-  const int32_t max_rows = num_rows + spare_rows;
-  const auto count = static_cast<size_t>(max_rows) * static_cast<size_t>(top_k);
-  std::vector<int32_t> stale = experts;
-  stale.resize(count, std::numeric_limits<int32_t>::max());
-  Sorted sorted = {.expert_begin = std::vector<int32_t>(static_cast<size_t>(num_experts) + 1, -7),
-                   .source_row = std::vector<int32_t>(count, -7),
-                   .expert_row = std::vector<int32_t>(count, -7)};
-  CpuContext ctx = context_of(1);
-  sort_expert_rows(ctx, {.num_rows = &num_rows,
-                         .max_rows = max_rows,
-                         .experts = stale.data(),
-                         .num_experts = num_experts,
-                         .top_k = top_k,
-                         .expert_begin = sorted.expert_begin.data(),
-                         .source_row = sorted.source_row.data(),
-                         .expert_row = sorted.expert_row.data(),
-                         .counters = counters});
-  return sorted;
-}
 
 // --- route_experts -------------------------------------------------------------------------------
 
@@ -151,13 +101,6 @@ TEST(RouteExperts, WeightsAreNanWhereTheBestLogitIsInfinite) {
 }
 
 // --- sort_expert_rows ----------------------------------------------------------------------------
-
-// Random distinct experts for every row.
-std::vector<int32_t> random_experts(Random& random, int32_t num_rows, int32_t num_experts,
-                                    int32_t top_k) {
-  return route(random.normals(int64_t{num_rows} * num_experts), num_rows, num_experts, top_k)
-      .experts;
-}
 
 TEST(SortExpertRows, SortsByExpertAndThenByRow) {
   TRACE_SEED();
