@@ -31,6 +31,7 @@ from paceline.loader import ARCHITECTURES
 from paceline.loader.binding import STORED_DTYPES
 from paceline.loader.families import is_same_family
 from paceline.speculative_config import LATER_METHODS, METHODS, SpeculativeConfig
+from paceline.vllm_arguments import ADVICE, LEAVE_OUT
 
 DOCS: Final = Path(__file__).resolve().parents[1]
 ROOT: Final = DOCS.parent
@@ -60,41 +61,6 @@ PAIRS: Final = {
     "qwen3-8b": "Qwen3-8B + EAGLE-3",
     "llama-3-8b": "Llama-3-8B + EAGLE",
     "gemma3-27b": "Gemma3-27B + 270M draft model",
-}
-# Why vLLM's arguments that Paceline lacks are refused.
-REASONS: Final = {
-    "attention_backend": "there is one backend per device",
-    "best_of": "use `n`, and choose by `cumulative_logprob`",
-    "cpu_offload_gb": "all weights stay on the device",
-    "download_dir": "`cache_dir` is the hub cache's folder",
-    "draft_tensor_parallel_size": "a model runs on one GPU",
-    "enable_adaptive_verification": "not supported yet",
-    "enable_chunked_prefill": "prefill is always chunked; `prefill_chunk_size` sets the size",
-    "enable_lora": "adapters are not supported yet",
-    "enable_prefix_caching": "there is no prefix cache yet",
-    "enforce_eager": '`"x": {"draft_driver": "eager"}` captures no graphs',
-    "extra_args": "there are no plug-ins that could read it",
-    "flat_logprobs": "logprobs are lists of dicts",
-    "hf_overrides": "edit `config.json` in a copy of the folder",
-    "hf_token": "set the environment variable `HF_TOKEN`",
-    "kv_cache_dtype": "KV has the dtype of the weights",
-    "kv_cache_memory_bytes": "it is named `kv_cache_bytes`",
-    "logits_processors": "see `logit_bias`, `bad_words` and `allowed_token_ids`",
-    "max_model_len": "the drafter uses the target's length",
-    "num_speculative_tokens_per_batch_size": "k is the same for every batch size",
-    "output_kind": "`generate` returns complete outputs, `stream` returns pieces",
-    "parallel_drafting": "not supported yet",
-    "pipeline_parallel_size": "a model runs on one GPU",
-    "quantization": "quantised weights are not supported yet",
-    "skip_tokenizer_init": "a folder without `tokenizer.json` takes token ids",
-    "structured_outputs": "grammars are not supported yet",
-    "swap_space": "preempted requests are recomputed, not swapped out",
-    "synthetic_acceptance_rates": "`synthetic_acceptance_length` sets the mean",
-    "tokenizer": "the tokenizer is `tokenizer.json` in the model's folder",
-    "tokenizer_mode": "the tokenizers package is the only mode",
-    "truncate_prompt_tokens": "a prompt is never cut; cut the token ids yourself",
-    "trust_remote_code": "no code of a checkpoint is ever run",
-    "use_heterogeneous_vocab": "the drafter must have the target's token ids",
 }
 # vLLM's arguments that exist here with another meaning or a narrower one.
 DIFFERENCES: Final = {
@@ -347,7 +313,12 @@ def _names_table(what: str, ours: Sequence[str]) -> str:
     different = DIFFERENCES[what]
     same = code([name for name in names if name in ours and name not in different])
     rows = [(f"`{name}`", different[name]) for name in names if name in ours and name in different]
-    rows += [(f"`{name}`", f"refused: {REASONS[name]}") for name in names if name not in ours]
+    advice = ADVICE[what]
+    rows += [
+        (f"`{name}`", f"refused: {advice[name].removeprefix(LEAVE_OUT)}")
+        for name in names
+        if name not in ours
+    ]
     parts = [f"The same as in vLLM: {same}.", table(("vLLM", "here"), rows)]
     own = code([name for name in ours if name not in names])
     if own:

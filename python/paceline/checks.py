@@ -17,6 +17,8 @@ import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
+from paceline.vllm_arguments import advice_end
+
 # Linux: bytes of one name and of a whole path.
 _MAX_NAME_BYTES: Final = 255
 _MAX_PATH_BYTES: Final = 4095
@@ -32,85 +34,6 @@ _MAX_SHOWN_BITS: Final = 4096
 
 # Parameters that are not for callers.
 _NO_KEYWORDS: Final = ("self", "unknown")
-
-# What to do instead of giving a parameter of vLLM, by the owner of the parameter.
-_GRAPHS: Final = "leave it out: CUDA graphs need no setting, and they never change the output"
-_PARALLEL: Final = "leave it out: a model runs on one GPU"
-_LORA: Final = "leave it out: LoRA adapters are not supported; merge them into the checkpoint"
-_NO_PREFIX_CACHE: Final = "leave it out: there is no cache of prefixes across requests"
-_QUANTIZED: Final = "leave it out: weights are bfloat16 or float32, and the KV has their type"
-_STRUCTURED: Final = "leave it out: structured output is not supported"
-_MULTI_MODAL: Final = "leave it out: models read text only"
-_ADVICE: Final = {
-    "LLM": {
-        "async_scheduling": "leave it out: scheduling always overlaps with the device",
-        "compilation_config": _GRAPHS,
-        "cpu_offload_gb": "leave it out: weights and KV stay on the device",
-        "disable_custom_all_reduce": _PARALLEL,
-        "distributed_executor_backend": _PARALLEL,
-        "download_dir": "cache_dir names the folder for files from the hub",
-        "enable_chunked_prefill": "leave it out: prefill is always chunked; prefill_chunk_size "
-        "limits a chunk",
-        "enable_lora": _LORA,
-        "enable_prefix_caching": _NO_PREFIX_CACHE,
-        "enforce_eager": "leave it out, or use speculative_config={'x': {'draft_driver': 'eager'}} "
-        "to look for errors",
-        "generation_config": "leave it out: llm.get_default_sampling_params() reads the file, and "
-        "SamplingParams() does not",
-        "guided_decoding_backend": _STRUCTURED,
-        "hf_overrides": "change config.json in a copy of the checkpoint",
-        "hf_token": "set the environment variable HF_TOKEN",
-        "kv_cache_dtype": _QUANTIZED,
-        "kv_cache_memory_bytes": "kv_cache_bytes sets the size of the KV pool",
-        "limit_mm_per_prompt": _MULTI_MODAL,
-        "max_lora_rank": _LORA,
-        "max_seq_len_to_capture": _GRAPHS,
-        "mm_processor_kwargs": _MULTI_MODAL,
-        "num_gpu_blocks_override": "kv_cache_bytes sets the size of the KV pool",
-        "num_speculative_tokens": "speculative_config={'num_speculative_tokens': ...} sets it",
-        "pipeline_parallel_size": _PARALLEL,
-        "quantization": _QUANTIZED,
-        "skip_tokenizer_init": "leave it out, or set SamplingParams(detokenize=False)",
-        "speculative_model": "speculative_config={'model': ...} names the drafter",
-        "structured_outputs_config": _STRUCTURED,
-        "swap_space": "leave it out: a preempted sequence is recomputed, not swapped out",
-        "task": "leave it out: every model generates",
-        "runner": "leave it out: every model generates",
-        "tokenizer": "leave it out: the tokenizer is tokenizer.json in the model's folder",
-        "tokenizer_mode": "leave it out: the tokenizer is tokenizer.json in the model's folder",
-        "tokenizer_revision": "leave it out: the tokenizer has the model's revision",
-        "trust_remote_code": "leave it out: no code of a checkpoint is ever run",
-    },
-    "LLM.chat": {
-        "chat_template_content_format": "leave it out: a template gets strings and text parts as "
-        "they are given",
-        "lora_request": _LORA,
-        "mm_processor_kwargs": _MULTI_MODAL,
-    },
-    "LLM.generate": {
-        "lora_request": _LORA,
-        "priority": "leave it out: requests run in the order in which they arrive",
-        "prompt_token_ids": "give a prompt {'prompt_token_ids': ...}",
-        "tokenization_kwargs": "tokenize the prompt and give a prompt {'prompt_token_ids': ...}",
-    },
-    "SamplingParams": {
-        "beam_width": "leave it out: there is no beam search",
-        "best_of": "n gives the number of outputs, and logprobs what is needed to choose",
-        "guided_decoding": _STRUCTURED,
-        "length_penalty": "leave it out: there is no beam search",
-        "logits_processors": "logit_bias, bad_words and allowed_token_ids change logits",
-        "max_new_tokens": "the name is max_tokens",
-        "structured_outputs": _STRUCTURED,
-        "truncate_prompt_tokens": "shorten the prompt itself",
-        "use_beam_search": "leave it out: there is no beam search",
-    },
-}
-_ADVICE_OWNERS: Final = {
-    "AsyncLLM": "LLM",
-    "AsyncLLM.chat": "LLM.chat",
-    "AsyncLLM.generate": "LLM.generate",
-    "EngineConfig": "LLM",
-}
 
 
 class _Shortener(reprlib.Repr):
@@ -364,13 +287,8 @@ def check_keywords(owner: str, given: Iterable[str], allowed: Sequence[str]) -> 
         if key not in allowed:
             raise TypeError(
                 f"{owner} has no parameter {shorten(key)} in this version; "
-                f"it has: {', '.join(allowed)}{_advice(owner, key)}"
+                f"it has: {', '.join(allowed)}{advice_end(owner, key)}"
             )
-
-
-def _advice(owner: str, key: str) -> str:
-    advice = _ADVICE.get(_ADVICE_OWNERS.get(owner, owner), {}).get(key)
-    return "" if advice is None else f"; {advice}"
 
 
 def check_unknown(owner: str, function: Callable[..., object], unknown: Iterable[str]) -> None:

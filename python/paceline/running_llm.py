@@ -435,7 +435,7 @@ class RunningLLM:
             - num_output_tokens: tokens delivered.
             - num_iterations, num_preemptions.
             - uptime_s: seconds since the engine started.
-            - kv_cache_usage: the fraction of the KV pool in use, 0 to 1. A small part always is.
+            - kv_cache_usage: the fraction of the KV pool in use, 0 to 1.
             - kv_groups: for each KV group its "owner" ("target" or "draft"), "kind" and "window" as
               in `memory_report`; its blocks "held_blocks" by outputs, "quarantined_blocks" that
               wait for iterations in flight, and "max_blocks" if it had the whole pool.

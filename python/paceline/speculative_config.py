@@ -28,6 +28,7 @@ from paceline.limits import (
     MAX_PROMPT_LOOKUP,
     MAX_SPECULATIVE_TOKENS,
 )
+from paceline.vllm_arguments import advice_end
 
 METHODS: Final = ("draft_model", "eagle", "eagle3", "gemma4_mtp", "ngram")
 LATER_METHODS: Final = ("mtp", "suffix")
@@ -49,21 +50,6 @@ _RATIO_METHODS: Final = ("standard", "block")
 
 # The length of the n-grams that are looked up, by default.
 DEFAULT_PROMPT_LOOKUP: Final = 5
-
-# Keys of vLLM that are not supported yet. Their error says so; that of unknown keys does not.
-_LATER_KEYS: Final = (
-    "attention_backend",
-    "draft_tensor_parallel_size",
-    "enable_adaptive_verification",
-    "enforce_eager",
-    "kv_cache_dtype",
-    "max_model_len",
-    "num_speculative_tokens_per_batch_size",
-    "parallel_drafting",
-    "quantization",
-    "synthetic_acceptance_rates",
-    "use_heterogeneous_vocab",
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -421,9 +407,11 @@ def _check_keys(where: str, mapping: Mapping[str, Any], allowed: tuple[str, ...]
     for key in mapping:
         if key in allowed:
             continue
-        if where == "speculative_config" and key in _LATER_KEYS:
+        advice = advice_end(where, key)
+        if advice:
             raise NotImplementedError(
                 f"{where}: key {key!r} is not supported yet; this version has: {quoted(allowed)}"
+                f"{advice}"
             )
         hint = ""
         if key == "tensor_parallel_size":

@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -370,4 +371,5 @@ if __name__ == "__main__":
         sys.exit(test(arguments.parts or list(PARTS)))
     if arguments.what == "sanitize":
         sys.exit(sanitize(arguments.parts or list(SANITIZERS)))
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
     sys.exit({"check": check, "files": files}[arguments.what]())

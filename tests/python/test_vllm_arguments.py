@@ -13,9 +13,9 @@ import pytest
 
 from errors import raises
 from paceline import LLM, EngineConfig, SamplingParams
-from paceline.checks import _ADVICE
 from paceline.loader import load_checkpoint
 from paceline.startup import executor_options
+from paceline.vllm_arguments import ADVICE
 
 
 def refuses(call: Callable[[], Any], *parts: object, kind: type[Exception] = ValueError) -> None:
@@ -68,13 +68,21 @@ def test_each_unknown_argument_of_vllm_gets_advice(llm: LLM, target_dir: Path) -
         "LLM.generate": LLM.generate,
         "SamplingParams": SamplingParams,
     }
-    assert _ADVICE.keys() == calls.keys()
-    for owner, advice_of in _ADVICE.items():
+    assert ADVICE.keys() == {*calls, "speculative_config"}
+    for owner in calls:
         known = ", ".join(list(inspect.signature(functions[owner]).parameters)[-3:-1])
-        for given, advice in advice_of.items():
+        for given, advice in ADVICE[owner].items():
             part = f"{owner} has no parameter {given!r} in this version; it has: "
             call = functools.partial(calls[owner], **{given: False})
-            refuses(call, part, f"{known}; {advice}", kind=TypeError)
+            refuses(call, part, f"{known}; {advice.replace('`', '')}", kind=TypeError)
+    for given, advice in ADVICE["speculative_config"].items():
+        part = f"speculative_config: key {given!r} is not supported yet; this version has: "
+        refuses(
+            functools.partial(LLM, target_dir, speculative_config={"method": "ngram", given: 1}),
+            part,
+            f"'x'; {advice.replace('`', '')}",
+            kind=NotImplementedError,
+        )
     loaded = load_checkpoint(target_dir)
     part = "EngineConfig has no parameter 'enforce_eager' in this version; it has: device, "
     refuses(

@@ -40,7 +40,7 @@ struct MemoryReport {
   std::string
       kv_cache_rule;  // why the pool has its size: "as given", or the reason for the default
   int64_t kv_slab_bytes = 0;
-  int64_t kv_num_slabs = 0;
+  int64_t kv_num_slabs = 0;  // one is reserved, for padding rows
   int64_t kv_free_slabs = 0;
   int64_t workspace_bytes = 0;  // the sum of `workspace`
   // By purpose, such as "activations", "logits", "block tables" and, with kStandard or kBlock and
@@ -81,7 +81,8 @@ struct ExecutorStats {
     int64_t max_blocks = 0;          // if the group had the whole pool
   };
   std::vector<KvGroup> kv_groups;  // in the order of MemoryReport::groups
-  int64_t kv_num_slabs = 0;        // of the pool; a slab serves one group at a time
+  // Slabs of the pool, without the reserved one; a slab serves one group at a time.
+  int64_t kv_num_slabs = 0;
   int64_t kv_free_slabs = 0;
 };
 

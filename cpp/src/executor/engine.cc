@@ -349,7 +349,7 @@ void Engine::log_interval() {
     num_running = statistics_.num_running();
     num_waiting = statistics_.num_waiting();
   }
-  const auto num_slabs = static_cast<double>(layout_.num_slabs);
+  const auto num_slabs = static_cast<double>(layout_.num_usable_slabs());
   const double kv_usage = 1 - static_cast<double>(pool_.num_free_slabs()) / num_slabs;
   log_made(LogLevel::kInfo, [&] {
     return interval_log_.line(counts, num_running, num_waiting, kv_usage,

@@ -122,13 +122,13 @@ ExecutorStats Engine::stats() {
   const std::scoped_lock lock(mutex_);
   ExecutorStats stats = statistics_.stats(options_.shape.num_draft_tokens);
   stats.uptime_s = static_cast<double>(now_us() - start_us_) * 1e-6;
-  stats.kv_num_slabs = layout_.num_slabs;
+  stats.kv_num_slabs = layout_.num_usable_slabs();
   stats.kv_free_slabs = usage_.free_slabs;
   for (size_t g = 0; g < layout_.groups.size(); ++g) {
-    const int64_t blocks_per_slab = layout_.slab_bytes / layout_.groups[g].block_bytes;
+    const int64_t blocks_per_slab = layout_.blocks_per_slab(static_cast<GroupId>(g));
     stats.kv_groups.push_back({.held_blocks = usage_.held_blocks[g],
                                .quarantined_blocks = usage_.quarantined_blocks[g],
-                               .max_blocks = layout_.num_slabs * blocks_per_slab});
+                               .max_blocks = stats.kv_num_slabs * blocks_per_slab});
   }
   return stats;
 }

@@ -92,6 +92,8 @@ struct KvLayout {
     const std::vector<GroupId>& groups_read = layer_to_group(model);
     return std::find(groups_read.begin(), groups_read.end(), group) != groups_read.end();
   }
+  // The slabs that sequences can use.
+  [[nodiscard]] int64_t num_usable_slabs() const { return num_slabs - 1; }
   [[nodiscard]] int64_t blocks_per_slab(GroupId group) const {
     return slab_bytes / groups[group].block_bytes;
   }

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to do instead of giving an argument of vLLM that Paceline lacks.
+
+The errors for such arguments end with this advice, and the tables of docs/from-vllm.md show it.
+Code is in backticks, which errors leave out.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+#: The beginning of advice that is a reason; the tables, which say "refused", leave it out.
+LEAVE_OUT: Final = "leave it out: "
+
+_GRAPHS: Final = f"{LEAVE_OUT}CUDA graphs need no setting, and they never change the output"
+_ONE_GPU: Final = f"{LEAVE_OUT}a model runs on one GPU"
+_LORA: Final = f"{LEAVE_OUT}LoRA adapters are not supported; merge them into the checkpoint"
+_MULTI_MODAL: Final = f"{LEAVE_OUT}models read text only"
+_STRUCTURED: Final = f"{LEAVE_OUT}structured output is not supported"
+_BEAMS: Final = f"{LEAVE_OUT}there is no beam search"
+_GENERATES: Final = f"{LEAVE_OUT}every model generates"
+_TOKENIZER: Final = f"{LEAVE_OUT}the tokenizer is `tokenizer.json` in the model's folder"
+_FORMAT: Final = f"{LEAVE_OUT}the checkpoint's `config.json` says how its weights are stored"
+_KV_DTYPE: Final = f"{LEAVE_OUT}the KV has the dtype in which the model computes"
+
+#: By owner and argument.
+ADVICE: Final[dict[str, dict[str, str]]] = {
+    "LLM": {
+        "async_scheduling": f"{LEAVE_OUT}scheduling always overlaps with the device",
+        "compilation_config": _GRAPHS,
+        "cpu_offload_gb": f"{LEAVE_OUT}weights and KV stay on the device",
+        "disable_custom_all_reduce": _ONE_GPU,
+        "distributed_executor_backend": _ONE_GPU,
+        "download_dir": "`cache_dir` names the folder for files from the hub",
+        "enable_chunked_prefill": f"{LEAVE_OUT}prefill is always chunked; `prefill_chunk_size` "
+        "limits a chunk",
+        "enable_lora": _LORA,
+        "enable_prefix_caching": f"{LEAVE_OUT}there is no cache of prefixes across requests",
+        "enforce_eager": "leave it out, or use "
+        "`speculative_config={'x': {'draft_driver': 'eager'}}` to look for errors",
+        "generation_config": f"{LEAVE_OUT}`llm.get_default_sampling_params()` reads the file, and "
+        "`SamplingParams()` does not",
+        "guided_decoding_backend": _STRUCTURED,
+        "hf_overrides": "change `config.json` in a copy of the checkpoint",
+        "hf_token": "set the environment variable `HF_TOKEN`",
+        "kv_cache_dtype": _KV_DTYPE,
+        "kv_cache_memory_bytes": "`kv_cache_bytes` sets the size of the KV pool",
+        "limit_mm_per_prompt": _MULTI_MODAL,
+        "max_lora_rank": _LORA,
+        "max_seq_len_to_capture": _GRAPHS,
+        "mm_processor_kwargs": _MULTI_MODAL,
+        "num_gpu_blocks_override": "`kv_cache_bytes` sets the size of the KV pool",
+        "num_speculative_tokens": "`speculative_config={'num_speculative_tokens': ...}` sets it",
+        "pipeline_parallel_size": _ONE_GPU,
+        "quantization": _FORMAT,
+        "runner": _GENERATES,
+        "skip_tokenizer_init": "leave it out, or set `SamplingParams(detokenize=False)`",
+        "speculative_model": "`speculative_config={'model': ...}` names the drafter",
+        "structured_outputs_config": _STRUCTURED,
+        "swap_space": f"{LEAVE_OUT}a preempted sequence is recomputed, not swapped out",
+        "task": _GENERATES,
+        "tokenizer": _TOKENIZER,
+        "tokenizer_mode": _TOKENIZER,
+        "tokenizer_revision": f"{LEAVE_OUT}the tokenizer has the model's revision",
+        "trust_remote_code": f"{LEAVE_OUT}no code of a checkpoint is ever run",
+    },
+    "LLM.chat": {
+        "chat_template_content_format": f"{LEAVE_OUT}a template gets strings and text parts as "
+        "they are given",
+        "lora_request": _LORA,
+        "mm_processor_kwargs": _MULTI_MODAL,
+    },
+    "LLM.generate": {
+        "lora_request": _LORA,
+        "priority": f"{LEAVE_OUT}requests run in the order in which they arrive",
+        "prompt_token_ids": "give a prompt `{'prompt_token_ids': ...}`",
+        "tokenization_kwargs": "tokenize the prompt and give a prompt `{'prompt_token_ids': ...}`",
+    },
+    "SamplingParams": {
+        "beam_width": _BEAMS,
+        "best_of": "`n` gives the number of outputs; choose by `cumulative_logprob`",
+        "extra_args": f"{LEAVE_OUT}there are no plug-ins that could read it",
+        "flat_logprobs": f"{LEAVE_OUT}logprobs are lists of dicts",
+        "guided_decoding": _STRUCTURED,
+        "length_penalty": _BEAMS,
+        "logits_processors": "`logit_bias`, `bad_words` and `allowed_token_ids` change logits",
+        "max_new_tokens": "the name is `max_tokens`",
+        "output_kind": f"{LEAVE_OUT}`generate` returns complete outputs, `stream` returns pieces",
+        "structured_outputs": _STRUCTURED,
+        "truncate_prompt_tokens": "shorten the prompt itself",
+        "use_beam_search": _BEAMS,
+    },
+    "speculative_config": {
+        "attention_backend": f"{LEAVE_OUT}there is one backend per device",
+        "draft_tensor_parallel_size": _ONE_GPU,
+        "enable_adaptive_verification": f"{LEAVE_OUT}k is the same in every iteration",
+        "enforce_eager": "`'x': {'draft_driver': 'eager'}` captures no graphs",
+        "kv_cache_dtype": _KV_DTYPE,
+        "max_model_len": f"{LEAVE_OUT}the drafter uses the target's length",
+        "num_speculative_tokens_per_batch_size": f"{LEAVE_OUT}k is the same for every batch size",
+        "parallel_drafting": f"{LEAVE_OUT}drafts are made one after another",
+        "quantization": _FORMAT,
+        "synthetic_acceptance_rates": "`synthetic_acceptance_length` sets the mean",
+        "use_heterogeneous_vocab": f"{LEAVE_OUT}the drafter must have the target's token ids",
+    },
+}
+_SAME: Final = {
+    "AsyncLLM": "LLM",
+    "AsyncLLM.chat": "LLM.chat",
+    "AsyncLLM.generate": "LLM.generate",
+    "EngineConfig": "LLM",
+}
+
+
+def advice_end(owner: str, argument: str) -> str:
+    """The end of an error about an argument that does not exist.
+
+    Args:
+        owner: What has no such argument, as in the error.
+        argument: The argument.
+
+    Returns:
+        "; " and the advice; "" if there is none.
+    """
+    advice = ADVICE.get(_SAME.get(owner, owner), {}).get(argument)
+    return "" if advice is None else f"; {advice.replace('`', '')}"
