@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "base/check.h"
 #include "base/ordered.h"
@@ -21,16 +22,11 @@ constexpr int32_t kMaxSortWarps = 32;
 constexpr int32_t kMaxCounts = 11264;  // of a block's shared memory: 44 KB
 constexpr int32_t kLoadsAhead = 4;     // of a lane
 
-// A warp takes a row. Lane l holds the logits of the experts l, l + 32, ... and, at the end, the
-// result of place l.
-template <int kPerLane>
-__global__ void __launch_bounds__(kRouteWarps * 32)
-    route_experts_kernel(const __grid_constant__ RouteExpertsParams p) {
-  let_successor_start();
-  wait_for_predecessor();
+// A warp chooses the experts of one row below max_rows. Lane l holds the logits of the experts l,
+// l + 32, ... and, at the end, the result of place l.
+template <int32_t kPerLane>
+__device__ __forceinline__ void route_row(const RouteExpertsParams& p, int32_t row) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
-  const int32_t row = static_cast<int32_t>(blockIdx.x * kRouteWarps + threadIdx.x / 32);
-  if (row >= p.max_rows) return;
   const int32_t num_rows = *p.num_rows;
   const float* const logits = p.logits + int64_t{row} * p.num_experts;
   uint32_t keys[kPerLane];  // 0: no expert, or already chosen
@@ -72,6 +68,15 @@ __global__ void __launch_bounds__(kRouteWarps * 32)
   p.weights[int64_t{row} * p.top_k + lane] = own / sum;
 }
 
+template <int32_t kPerLane>
+__global__ void __launch_bounds__(kRouteWarps * 32)
+    route_experts_kernel(const __grid_constant__ RouteExpertsParams p) {
+  let_successor_start();
+  wait_for_predecessor();
+  const int32_t row = static_cast<int32_t>(blockIdx.x * kRouteWarps + threadIdx.x / 32);
+  if (row < p.max_rows) route_row<kPerLane>(p, row);
+}
+
 // Calls run(place, expert) for the places [begin, end) of a warp, 32 at a time in ascending order;
 // lanes without a place get the expert -1. All lanes get the same `begin` and `end`.
 template <class Run>
@@ -92,24 +97,26 @@ __device__ __forceinline__ void for_places(const int32_t* experts, int32_t begin
   }
 }
 
-// A counting sort by one block. Each warp takes a stretch of the places and has its own counts, so
-// that the expert rows of an expert are in the order of the places.
-__global__ void __launch_bounds__(kMaxSortWarps * 32)
-    sort_expert_rows_kernel(const __grid_constant__ SortExpertRowsParams p) {
-  // By expert: a count for each warp, which becomes the number of places in the stretches before;
-  // then the number of all, which becomes the first expert row. The odd distance keeps the lanes in
-  // different banks, whether they visit warps or experts.
+// The counts of a counting sort by one block. Each warp takes a stretch of the places and has its
+// own counts, so that the expert rows of an expert are in the order of the places. By expert: a
+// count for each warp, which becomes the number of places in the stretches before; then the number
+// of all, which becomes the first expert row. The odd distance keeps the lanes in different banks,
+// whether they visit warps or experts.
+__device__ __forceinline__ int32_t* cleared_counts(int32_t num_experts) {
   extern __shared__ int32_t counts[];
-  const int32_t thread = static_cast<int32_t>(threadIdx.x);
-  const int32_t lane = thread % 32;
-  const int32_t warp = thread / 32;
+  const int32_t num_threads = static_cast<int32_t>(blockDim.x);
+  const int32_t size = num_experts * (num_threads / 32 + 1);
+  for (int32_t i = static_cast<int32_t>(threadIdx.x); i < size; i += num_threads) counts[i] = 0;
+  __syncthreads();
+  return counts;
+}
+
+__device__ __forceinline__ void sort_places(const SortExpertRowsParams& p, int32_t* counts) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
+  const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
   const int32_t num_threads = static_cast<int32_t>(blockDim.x);
   const int32_t num_warps = num_threads / 32;
   const int32_t stride = num_warps + 1;
-  let_successor_start();
-  for (int32_t i = thread; i < p.num_experts * stride; i += num_threads) counts[i] = 0;
-  __syncthreads();
-  wait_for_predecessor();
   const int32_t num_places = min(*p.num_rows, p.max_rows) * p.top_k;
   const int32_t per_warp = (num_places + num_threads - 1) / num_threads * 32;
   const int32_t begin = warp * per_warp;
@@ -170,40 +177,103 @@ __global__ void __launch_bounds__(kMaxSortWarps * 32)
   });
 }
 
+__global__ void __launch_bounds__(kMaxSortWarps * 32)
+    sort_expert_rows_kernel(const __grid_constant__ SortExpertRowsParams p) {
+  let_successor_start();
+  int32_t* const counts = cleared_counts(p.num_experts);
+  wait_for_predecessor();
+  sort_places(p, counts);
+}
+
+// Warps of a block that also routes: as many as have registers for the logits.
+constexpr int32_t max_warps_of(int32_t logits_per_lane) {
+  return logits_per_lane <= 4 ? kMaxSortWarps : 16;
+}
+
+// Both for no more rows than warps.
+template <int32_t kPerLane>
+__global__ void __launch_bounds__(max_warps_of(kPerLane) * 32)
+    route_and_sort_kernel(const __grid_constant__ RouteAndSortParams p) {
+  let_successor_start();
+  int32_t* const counts = cleared_counts(p.sort.num_experts);
+  wait_for_predecessor();
+  const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
+  if (warp < p.route.max_rows) route_row<kPerLane>(p.route, warp);
+  __syncthreads();  // the chosen experts are visible
+  sort_places(p.sort, counts);
+}
+
 // As many warps as have room for their counts: 32 up to 341 experts, 8 for 1024.
-int32_t sort_warps(int32_t num_experts) {
-  int32_t num_warps = kMaxSortWarps;
+int32_t sort_warps(int32_t num_experts, int32_t max_warps) {
+  int32_t num_warps = max_warps;
   while ((num_warps + 1) * num_experts > kMaxCounts) num_warps /= 2;
   return num_warps;
 }
 static_assert(9 * kMaxExperts <= kMaxCounts);
+
+// Calls run(number) with the number of logits that a lane holds, as a constant.
+template <class Run>
+void with_logits_per_lane(int32_t num_experts, Run run) {
+  if (num_experts <= 32) return run(std::integral_constant<int32_t, 1>());
+  if (num_experts <= 128) return run(std::integral_constant<int32_t, 4>());
+  run(std::integral_constant<int32_t, kMaxExperts / 32>());
+}
+
+void check_params(const RouteExpertsParams& p) {
+  PACELINE_CHECK(p.num_experts > 0 && p.num_experts <= kMaxExperts, "num_experts ", p.num_experts,
+                 " is not in 1 to ", kMaxExperts);
+  PACELINE_CHECK(p.top_k > 0 && p.top_k <= std::min(p.num_experts, kMaxTopK), "top_k ", p.top_k,
+                 " is not in 1 to ", std::min(p.num_experts, kMaxTopK));
+  PACELINE_CHECK(p.rule == RouterRule::kSoftmaxOfChosen, "unknown router rule");
+}
+
+void check_params(const SortExpertRowsParams& p) {
+  PACELINE_CHECK(p.num_experts > 0 && p.num_experts <= kMaxExperts, "num_experts ", p.num_experts,
+                 " is not in 1 to ", kMaxExperts);
+}
+
+// Launches a kernel of one block that sorts.
+template <class Params>
+void launch_sort(CudaContext& ctx, const char* name, void (*kernel)(Params), int32_t num_experts,
+                 int32_t num_warps, const Params& p) {
+  const auto bytes = static_cast<size_t>((num_warps + 1) * num_experts) * sizeof(int32_t);
+  launch(ctx, name, kernel, dim3(1), dim3(static_cast<unsigned>(num_warps * 32)), bytes, p);
+}
 
 }  // namespace
 }  // namespace cuda
 
 void route_experts(CudaContext& ctx, const RouteExpertsParams& p) {
   using namespace cuda;
-  PACELINE_CHECK(p.num_experts > 0 && p.num_experts <= kMaxExperts, "num_experts ", p.num_experts,
-                 " is not in 1 to ", kMaxExperts);
-  PACELINE_CHECK(p.top_k > 0 && p.top_k <= std::min(p.num_experts, kMaxTopK), "top_k ", p.top_k,
-                 " is not in 1 to ", std::min(p.num_experts, kMaxTopK));
-  PACELINE_CHECK(p.rule == RouterRule::kSoftmaxOfChosen, "unknown router rule");
-  const auto kernel = p.num_experts <= 32    ? route_experts_kernel<1>
-                      : p.num_experts <= 128 ? route_experts_kernel<4>
-                                             : route_experts_kernel<kMaxExperts / 32>;
-  launch(ctx, "route_experts", kernel,
-         dim3(static_cast<unsigned>((p.max_rows + kRouteWarps - 1) / kRouteWarps)),
-         dim3(kRouteWarps * 32), 0, p);
+  check_params(p);
+  const dim3 grid(static_cast<unsigned>((p.max_rows + kRouteWarps - 1) / kRouteWarps));
+  with_logits_per_lane(p.num_experts, [&](auto per_lane) {
+    launch(ctx, "route_experts", route_experts_kernel<per_lane()>, grid, dim3(kRouteWarps * 32), 0,
+           p);
+  });
 }
 
 void sort_expert_rows(CudaContext& ctx, const SortExpertRowsParams& p) {
   using namespace cuda;
-  PACELINE_CHECK(p.num_experts > 0 && p.num_experts <= kMaxExperts, "num_experts ", p.num_experts,
-                 " is not in 1 to ", kMaxExperts);
-  const int32_t num_warps = sort_warps(p.num_experts);
-  const auto bytes = static_cast<size_t>((num_warps + 1) * p.num_experts) * sizeof(int32_t);
-  launch(ctx, "sort_expert_rows", sort_expert_rows_kernel, dim3(1),
-         dim3(static_cast<unsigned>(num_warps * 32)), bytes, p);
+  check_params(p);
+  launch_sort(ctx, "sort_expert_rows", sort_expert_rows_kernel, p.num_experts,
+              sort_warps(p.num_experts, kMaxSortWarps), p);
+}
+
+void route_and_sort(CudaContext& ctx, const RouteAndSortParams& p) {
+  using namespace cuda;
+  check_params(p.route);
+  check_params(p.sort);
+  with_logits_per_lane(p.route.num_experts, [&](auto per_lane) {
+    const int32_t num_warps = sort_warps(p.sort.num_experts, max_warps_of(per_lane()));
+    if (p.route.max_rows <= num_warps) {
+      launch_sort(ctx, "route_and_sort", route_and_sort_kernel<per_lane()>, p.sort.num_experts,
+                  num_warps, p);
+      return;
+    }
+    route_experts(ctx, p.route);
+    sort_expert_rows(ctx, p.sort);
+  });
 }
 
 }  // namespace paceline

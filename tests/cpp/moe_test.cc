@@ -151,6 +151,42 @@ TEST(SortExpertRows, TakesEveryRowToOneExpert) {
   }
 }
 
+TEST(RouteAndSort, IsBoth) {
+  Random random(102);
+  const int32_t num_rows = 40;
+  const std::vector<float> logits = random.normals(int64_t{num_rows} * 32);
+  const Routing routing = route(logits, num_rows, 32, 4);
+  const Sorted sorted = sort(routing.experts, num_rows, 32, 4);
+  Routing routing_of_both = {.experts = std::vector<int32_t>(160), .weights = {}};
+  routing_of_both.weights.resize(160);
+  Sorted sorted_of_both = {.expert_begin = std::vector<int32_t>(33),
+                           .source_row = std::vector<int32_t>(160),
+                           .expert_row = std::vector<int32_t>(160)};
+  CpuContext ctx = context_of(1);
+  route_and_sort(ctx, {.route = {.num_rows = &num_rows,
+                                 .max_rows = num_rows,
+                                 .logits = logits.data(),
+                                 .num_experts = 32,
+                                 .top_k = 4,
+                                 .rule = RouterRule::kSoftmaxOfChosen,
+                                 .experts = routing_of_both.experts.data(),
+                                 .weights = routing_of_both.weights.data()},
+                       .sort = {.num_rows = &num_rows,
+                                .max_rows = num_rows,
+                                .experts = routing_of_both.experts.data(),
+                                .num_experts = 32,
+                                .top_k = 4,
+                                .expert_begin = sorted_of_both.expert_begin.data(),
+                                .source_row = sorted_of_both.source_row.data(),
+                                .expert_row = sorted_of_both.expert_row.data(),
+                                .counters = nullptr}});
+  EXPECT_EQ(routing_of_both.experts, routing.experts);
+  EXPECT_EQ(routing_of_both.weights, routing.weights);
+  EXPECT_EQ(sorted_of_both.expert_begin, sorted.expert_begin);
+  EXPECT_EQ(sorted_of_both.source_row, sorted.source_row);
+  EXPECT_EQ(sorted_of_both.expert_row, sorted.expert_row);
+}
+
 // --- combine_experts -----------------------------------------------------------------------------
 
 struct Combination {

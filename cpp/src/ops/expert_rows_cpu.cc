@@ -119,6 +119,11 @@ void sort_expert_rows(CpuContext&, const SortExpertRowsParams& p) {
   }
 }
 
+void route_and_sort(CpuContext& ctx, const RouteAndSortParams& p) {
+  route_experts(ctx, p.route);
+  sort_expert_rows(ctx, p.sort);
+}
+
 void combine_experts(CpuContext& ctx, const CombineExpertsParams& p) {
   PACELINE_CHECK(p.dtype == DType::kFloat32, "the CPU computes in float32");
   const int32_t num_rows = std::min(*p.num_rows, p.max_rows);

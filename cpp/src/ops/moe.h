@@ -53,6 +53,14 @@ struct SortExpertRowsParams {
 void sort_expert_rows(CpuContext&, const SortExpertRowsParams&);
 void sort_expert_rows(CudaContext&, const SortExpertRowsParams&);
 
+// Both, the second with the experts that the first chose: one kernel where rows are few.
+struct RouteAndSortParams {
+  RouteExpertsParams route;
+  SortExpertRowsParams sort;
+};
+void route_and_sort(CpuContext&, const RouteAndSortParams&);
+void route_and_sort(CudaContext&, const RouteAndSortParams&);
+
 // y = x W_e^T (+ bias_e) for every expert row, e being its expert. Each output is one sum in the
 // order of `gemm`, so that an expert row has the bits that `gemm` gives it alone.
 struct ExpertGemmParams {
