@@ -22,6 +22,7 @@ using testing::Edit;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using testing::message_of;
+using testing::mixture_config;
 using testing::shared_config;
 using ::testing::SizeIs;
 using testing::tiny_config;
@@ -54,10 +55,11 @@ TEST(DecoderConfig, ReadsEveryKey) {
   EXPECT_EQ(sliding.soft_cap, 50);
   EXPECT_EQ(sliding.rope, 1);
   EXPECT_TRUE(sliding.has_qk_norm && sliding.has_qkv_bias && sliding.has_o_bias);
-  EXPECT_EQ(config.layers[0].mlp.activation, Activation::kSilu);
-  EXPECT_EQ(config.layers[1].mlp.activation, Activation::kGeluTanh);
-  EXPECT_EQ(config.layers[1].mlp.intermediate, 3);
-  EXPECT_TRUE(config.layers[1].mlp.has_bias);
+  EXPECT_EQ(std::get<DenseMlp>(config.layers[0].mlp).activation, Activation::kSilu);
+  const auto& mlp = std::get<DenseMlp>(config.layers[1].mlp);
+  EXPECT_EQ(mlp.activation, Activation::kGeluTanh);
+  EXPECT_EQ(mlp.intermediate, 3);
+  EXPECT_TRUE(mlp.has_bias);
 }
 
 TEST(DecoderConfig, ReadsOptionalKeys) {
@@ -85,6 +87,110 @@ TEST(DecoderConfig, ReadsOptionalKeys) {
   EXPECT_EQ(reader.kv_source, 1);
   EXPECT_EQ(kv_inputs(reader), KvInputs::kNone);
   EXPECT_EQ(qkv_rows(reader), 4);
+}
+
+TEST(DecoderConfig, ReadsMixturesAndFormats) {
+  const DecoderConfig config = parse_decoder_config(mixture_config());
+  const AttentionConfig& attention = config.layers[0].attention;
+  EXPECT_TRUE(attention.has_sinks);
+  EXPECT_EQ(attention.qkv.format, WeightFormat::kFp8);
+  EXPECT_EQ(attention.qkv.scales, Fp8Scales::kBlock);
+  EXPECT_EQ(attention.o.format, WeightFormat::kFp8);
+  EXPECT_EQ(attention.o.scales, Fp8Scales::kRow);
+  const auto& mixture = std::get<MoeMlp>(config.layers[0].mlp);
+  EXPECT_EQ(mixture.num_experts, 6);
+  EXPECT_EQ(mixture.top_k, 3);
+  EXPECT_EQ(mixture.router, RouterRule::kSoftmaxOfChosen);
+  EXPECT_TRUE(mixture.has_router_bias && mixture.is_interleaved && !mixture.is_transposed);
+  EXPECT_EQ(mixture.expert.intermediate, 96);
+  EXPECT_EQ(mixture.expert.activation, Activation::kSwigluOai);
+  EXPECT_EQ(mixture.expert.alpha, 1.702f);
+  EXPECT_EQ(mixture.expert.limit, 7);
+  EXPECT_TRUE(mixture.expert.has_bias);
+  EXPECT_EQ(mixture.expert.gate_up.format, WeightFormat::kMxfp4);
+  EXPECT_EQ(mixture.expert.down.format, WeightFormat::kMxfp4);
+
+  const AttentionConfig& plain = config.layers[1].attention;
+  EXPECT_FALSE(plain.has_sinks);
+  EXPECT_EQ(plain.qkv.format, WeightFormat::kPlain);
+  EXPECT_EQ(plain.o.format, WeightFormat::kPlain);
+  const auto& dense = std::get<DenseMlp>(config.layers[1].mlp);
+  EXPECT_EQ(dense.alpha, 1.5f);
+  EXPECT_EQ(dense.limit, 6);
+  EXPECT_EQ(dense.gate_up.format, WeightFormat::kFp8);
+  EXPECT_EQ(dense.gate_up.scales, Fp8Scales::kTensor);
+  EXPECT_EQ(dense.down.format, WeightFormat::kMxfp4);
+}
+
+TEST(DecoderConfig, RefusesMixturesAndFormatsThatCannotBe) {
+  const std::vector<std::pair<Edit, std::string>> table = {
+      {{"\"num_experts\": 6", "\"num_experts\": 0"},
+       "layers[0].mlp.num_experts is 0; allowed: an integer from 1 to 1024"},
+      {{"\"num_experts\": 6", "\"num_experts\": 1025"}, "num_experts is 1025"},
+      {{"\"num_experts\": 6, ", ""}, "layers[0].mlp.num_experts is missing"},
+      {{"\"top_k\": 3", "\"top_k\": 7"},
+       "layers[0].mlp.top_k is 7; allowed: an integer from 1 to 6"},
+      {{"\"num_experts\": 6, \"top_k\": 3", "\"num_experts\": 64, \"top_k\": 33"},
+       "layers[0].mlp.top_k is 33; allowed: an integer from 1 to 32"},
+      {{"\"intermediate\": 96", "\"intermediate\": 80"},
+       "layers[0].mlp.down.format is 'mxfp4'; allowed: a format only where intermediate is a "
+       "multiple of 32; it is 80"},
+      {{"\"hidden_size\": 160", "\"hidden_size\": 72"},
+       "layers[0].attention.qkv.format is 'fp8'; allowed: a format only where hidden_size is a "
+       "multiple of 32; it is 72"},
+      {{"\"num_qo_heads\": 10, \"num_kv_heads\": 2", "\"num_qo_heads\": 9, \"num_kv_heads\": 3"},
+       "layers[0].attention.o.format is 'fp8'; allowed: a format only where num_qo_heads * "
+       "head_dim is a multiple of 32; it is 144"},
+      {{"\"intermediate\": 64", "\"intermediate\": 131104"},
+       "layers[1].mlp.down.format is 'mxfp4'; allowed: a format only where intermediate is at "
+       "most 131072; it is 131104"},
+      {{"\"softmax_of_chosen\"", "\"softmax\""},
+       "layers[0].mlp.router is 'softmax'; allowed: 'softmax_of_chosen'"},
+      {{"\"swiglu_oai\"", "\"swiglu\""},
+       "layers[0].mlp.activation is 'swiglu'; allowed: 'silu', 'gelu_tanh', 'swiglu_oai'"},
+      {{"\"swiglu_oai\"", "\"silu\""},
+       "layers[0].mlp.alpha is 1.702; allowed: no such key where activation is 'silu'"},
+      {{"\"alpha\": 1.702, ", ""}, "layers[0].mlp.alpha is missing"},
+      {{"\"limit\": 7.0", "\"limit\": 0"}, "layers[0].mlp.limit is 0; allowed: a number above 0"},
+      {{"\"interleaved\": true", "\"transposed\": true"},
+       "layers[0].mlp.gate_up is an object of 1 keys; allowed: no such key with transposed"},
+      {{"\"gate_up\": {\"format\": \"mxfp4\"}", "\"gate_up\": {\"format\": \"fp8\"}"},
+       "layers[0].mlp.gate_up.format is 'fp8'; allowed: 'mxfp4'"},
+      {{"\"format\": \"fp8\", \"scales\": \"row\"", "\"format\": \"nf4\""},
+       "layers[0].attention.o.format is 'nf4'; allowed: 'mxfp4', 'fp8'"},
+      {{", \"scales\": \"row\"", ""}, "layers[0].attention.o.scales is missing"},
+      {{"\"row\"", "\"column\""},
+       "layers[0].attention.o.scales is 'column'; allowed: 'tensor', 'row', [128, 128]"},
+      {{"[128, 128]", "[128, 64]"}, "layers[0].attention.qkv.scales[1] is 64; allowed: 128"},
+      {{"[128, 128]", "[128]"}, "layers[0].attention.qkv.scales is a list of 1; allowed: 'tensor'"},
+      {{"{\"format\": \"mxfp4\"}", "{\"format\": \"mxfp4\", \"scales\": \"row\"}"},
+       "layers[0].mlp.gate_up.scales is an unknown key; allowed: format"},
+      {{"\"has_bias\": false, \"gate_up\"",
+        "\"has_bias\": false, \"interleaved\": true, \"gate_up\""},
+       "layers[1].mlp.interleaved is an unknown key"},
+      {{"\"has_sinks\": true", "\"has_sinks\": 1"}, "layers[0].attention.has_sinks is 1"},
+  };
+  for (const auto& [edit, expected] : table) {
+    const std::string message =
+        message_of<InvalidArgument>([&] { (void)parse_decoder_config(mixture_config({edit})); });
+    EXPECT_THAT(message, HasSubstr(expected)) << edit.from << " -> " << edit.to;
+  }
+  const Edit plain_experts = {
+      "\"gate_up\": {\"format\": \"mxfp4\"}, \"down\": {\"format\": \"mxfp4\"}",
+      "\"transposed\": true"};
+  const Edit plain_qkv = {"\"qkv\": {\"format\": \"fp8\", \"scales\": [128, 128]},", ""};
+  EXPECT_THAT(message_of<InvalidArgument>([&] {
+                (void)parse_decoder_config(mixture_config(
+                    {{"\"intermediate\": 96", "\"intermediate\": 100"}, plain_experts}));
+              }),
+              HasSubstr("layers[0].mlp.intermediate is 100; allowed: a multiple of 8"));
+  EXPECT_THAT(
+      message_of<InvalidArgument>([&] {
+        (void)parse_decoder_config(
+            mixture_config({{"\"hidden_size\": 160", "\"hidden_size\": 36"}, plain_qkv}));
+      }),
+      HasSubstr("layers[0].mlp.num_experts is 6; allowed: no such key unless hidden_size is "
+                "a multiple of 8; it is 36"));
 }
 
 TEST(DecoderConfig, RefusesReadersAndInputsThatCannotBe) {

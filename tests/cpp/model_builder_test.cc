@@ -148,6 +148,7 @@ TEST(ModelBuilder, PlacesEveryTensorForEveryPairOfDtypes) {
       expect_vector(weights.final_norm, {"final_norm.weight"});
       for (int i : {0, 1}) {
         const LayerWeights& layer = weights.layers[i];
+        const auto& mlp = std::get<DenseMlpWeights>(layer.mlp);
         const auto name = [&](const char* rest) { return concat("layers.", i, ".", rest); };
         expect_vector(layer.attn_norm, {name("attn_norm.weight")});
         expect_rows(layer.qkv.weight.data, dtype,
@@ -155,13 +156,13 @@ TEST(ModelBuilder, PlacesEveryTensorForEveryPairOfDtypes) {
         expect_rows(layer.o.weight.data, dtype, {name("attn.o.weight")});
         expect_vector(layer.attn_post_norm, {name("attn_post_norm.weight")});
         expect_vector(layer.mlp_norm, {name("mlp_norm.weight")});
-        expect_rows(layer.gate_up.weight.data, dtype,
+        expect_rows(mlp.gate_up.weight.data, dtype,
                     {name("mlp.gate.weight"), name("mlp.up.weight")});
-        expect_rows(layer.down.weight.data, dtype, {name("mlp.down.weight")});
+        expect_rows(mlp.down.weight.data, dtype, {name("mlp.down.weight")});
         expect_vector(layer.mlp_post_norm, {name("mlp_post_norm.weight")});
         if (i == 0) {
           for (const float* absent : {layer.qkv.bias, layer.q_norm, layer.k_norm, layer.o.bias,
-                                      layer.gate_up.bias, layer.down.bias}) {
+                                      mlp.gate_up.bias, mlp.down.bias}) {
             EXPECT_EQ(absent, nullptr);
           }
         } else {
@@ -170,8 +171,8 @@ TEST(ModelBuilder, PlacesEveryTensorForEveryPairOfDtypes) {
           expect_vector(layer.q_norm, {name("attn.q_norm.weight")});
           expect_vector(layer.k_norm, {name("attn.k_norm.weight")});
           expect_vector(layer.o.bias, {name("attn.o.bias")});
-          expect_vector(layer.gate_up.bias, {name("mlp.gate.bias"), name("mlp.up.bias")});
-          expect_vector(layer.down.bias, {name("mlp.down.bias")});
+          expect_vector(mlp.gate_up.bias, {name("mlp.gate.bias"), name("mlp.up.bias")});
+          expect_vector(mlp.down.bias, {name("mlp.down.bias")});
         }
       }
     }

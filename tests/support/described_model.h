@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Two tiny decoder descriptions that together use every switch, the tensors of the first, and
+// Tiny decoder descriptions that together use every key, the tensors of the first, and
 // folders with them, for tests that build models from descriptions.
 
 #include <bit>
@@ -31,6 +31,11 @@ struct Edit {
   std::string from;
   std::string to;
 };
+inline void apply_edit(std::string& json, const Edit& edit) {
+  const size_t at = json.find(edit.from);
+  if (at == std::string::npos) throw std::logic_error("no " + edit.from);
+  json.replace(at, edit.from.size(), edit.to);
+}
 inline std::string tiny_config(const std::vector<Edit>& edits = {}) {
   std::string json = R"({
     "format": "paceline-decoder-1", "name": "tiny", "vocab_size": 5, "hidden_size": 6,
@@ -46,11 +51,7 @@ inline std::string tiny_config(const std::vector<Edit>& edits = {}) {
          "head_dim": 2, "scale": 0.25, "soft_cap": 50, "rope": 1, "has_qk_norm": true,
          "has_qkv_bias": true, "has_o_bias": true},
        "mlp": {"intermediate": 3, "activation": "gelu_tanh", "has_bias": true}}]})";
-  for (const Edit& edit : edits) {
-    const size_t at = json.find(edit.from);
-    if (at == std::string::npos) throw std::logic_error("no " + edit.from);
-    json.replace(at, edit.from.size(), edit.to);
-  }
+  for (const Edit& edit : edits) apply_edit(json, edit);
   return json;
 }
 
@@ -72,6 +73,34 @@ inline std::string shared_config(const std::vector<Edit>& edits = {}) {
        "\"has_bias\": false}}]}"}};
   all.insert(all.end(), edits.begin(), edits.end());
   return tiny_config(all);
+}
+
+// A mixture of experts in layer 0 and every format: mxfp4 with and without experts, and fp8 with
+// scales for tiles, rows and whole tensors.
+inline std::string mixture_config(const std::vector<Edit>& edits = {}) {
+  std::string json = R"({
+    "format": "paceline-decoder-1", "name": "mixture", "vocab_size": 11, "hidden_size": 160,
+    "max_position": 128, "norm_eps": 1e-5, "norm_weight_offset": 0, "embed_scale": 1,
+    "logit_soft_cap": 0, "ties_lm_head": false, "has_post_norms": false,
+    "ropes": [{"inv_freq": [1, 0.5, 0.25, 0.125, 1, 0.5, 0.25, 0.125], "scale": 1.25}],
+    "layers": [
+      {"attention": {"kind": "sliding", "window": 9, "num_qo_heads": 10, "num_kv_heads": 2,
+         "head_dim": 16, "scale": 0.25, "soft_cap": 0, "rope": 0, "has_qk_norm": false,
+         "has_qkv_bias": true, "has_o_bias": true, "has_sinks": true,
+         "qkv": {"format": "fp8", "scales": [128, 128]},
+         "o": {"format": "fp8", "scales": "row"}},
+       "mlp": {"num_experts": 6, "top_k": 3, "intermediate": 96, "activation": "swiglu_oai",
+         "alpha": 1.702, "limit": 7.0, "has_bias": true, "router": "softmax_of_chosen",
+         "has_router_bias": true, "interleaved": true,
+         "gate_up": {"format": "mxfp4"}, "down": {"format": "mxfp4"}}},
+      {"attention": {"kind": "full", "window": 0, "num_qo_heads": 4, "num_kv_heads": 2,
+         "head_dim": 16, "scale": 0.25, "soft_cap": 0, "rope": 0, "has_qk_norm": false,
+         "has_qkv_bias": false, "has_o_bias": false},
+       "mlp": {"intermediate": 64, "activation": "swiglu_oai", "alpha": 1.5, "limit": 6,
+         "has_bias": false, "gate_up": {"format": "fp8", "scales": "tensor"},
+         "down": {"format": "mxfp4"}}}]})";
+  for (const Edit& edit : edits) apply_edit(json, edit);
+  return json;
 }
 
 // Every tensor of tiny_config by the table of docs/model-format.md, written out by hand.

@@ -172,7 +172,7 @@ inline std::map<std::string, std::vector<int64_t>> tensor_shapes(const DecoderCo
       inputs("v", kv);
     }
     shapes[name + "attn.o.weight"] = {hidden, q};
-    const int64_t intermediate = c.layers[i].mlp.intermediate;
+    const int64_t intermediate = std::get<DenseMlp>(c.layers[i].mlp).intermediate;
     shapes[name + "mlp.gate.weight"] = {intermediate, hidden};
     shapes[name + "mlp.up.weight"] = {intermediate, hidden};
     shapes[name + "mlp.down.weight"] = {hidden, intermediate};
@@ -352,7 +352,7 @@ inline void finish_layer(const RawModel& m, size_t index, const Vector& attended
     const double g = gate[d];
     gate[d] =
         up[d] *
-        (c.layers[index].mlp.activation == Activation::kSilu
+        (std::get<DenseMlp>(c.layers[index].mlp).activation == Activation::kSilu
              ? g / (1 + std::exp(-g))
              : 0.5 * g *
                    (1 + std::tanh(std::sqrt(2 / std::acos(-1.0)) * (g + 0.044715 * g * g * g))));

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "base/overloaded.h"
 #include "model/visit_weights.h"
 
 namespace paceline {
@@ -31,7 +32,7 @@ void plan_products(CudaContext& ctx, GemmPlanner& planner, const BatchShape& sha
   };
   const auto add_all = [&](const Decoder& decoder, int32_t max_rows, int32_t max_logit_rows) {
     const DecoderWeights& weights = decoder.weights();
-    for_each_linear(decoder.config(), weights, [&](const Linear& own, const LinearShape& shape) {
+    const auto add_linear = [&](const Linear& own, const LinearShape& shape) {
       const bool is_lm_head = &own == &weights.lm_head;
       // With centroids, the rows of the LM head are looked up.
       if (is_lm_head && weights.head.centroids.is_present()) return;
@@ -39,7 +40,10 @@ void plan_products(CudaContext& ctx, GemmPlanner& planner, const BatchShape& sha
       if (weight.dtype != DType::kBFloat16 || weight.format != WeightFormat::kPlain) return;
       add(weight, shape.rows == LinearRows::kPass ? max_rows : max_logit_rows,
           shape.has_float_output ? DType::kFloat32 : DType::kBFloat16);
-    });
+    };
+    // The library has no products by expert.
+    const auto skip = [](const ExpertLinears&, const LinearShape&) {};
+    for_each_linear(decoder.config(), weights, Overloaded{add_linear, skip});
   };
   add_all(target, shape.max_verify_rows, shape.max_logit_rows);
   if (drafter != nullptr) {

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "base/check.h"
+#include "base/overloaded.h"
 #include "device/cpu_context.h"
 #include "device/cuda_context.h"
 #include "device/device_memory.h"
@@ -42,7 +43,11 @@ void ActivationWidths::merge(const DecoderConfig& config) {
     const int64_t head_dim = a.head_dim;
     qkv = std::max<int64_t>(qkv, qkv_rows(a));
     attention = std::max(attention, a.num_qo_heads * head_dim);
-    gate_up = std::max<int64_t>(gate_up, 2 * int64_t{layer.mlp.intermediate});
+    std::visit(Overloaded{[&](const DenseMlp& mlp) {
+                            gate_up = std::max(gate_up, 2 * int64_t{mlp.intermediate});
+                          },
+                          [](const MoeMlp&) {}},
+               layer.mlp);
   }
   // The gates of per-layer inputs use the buffers of the MLP.
   const int64_t size = config.per_layer_inputs.size;
@@ -122,6 +127,11 @@ Decoder::Decoder(std::shared_ptr<const Model> model, const KvLayout& layout, KvO
   PACELINE_CHECK(embed_ != nullptr && lm_head_.is_present(), c.name,
                  " needs the embedding or lm_head of a target");
   PACELINE_CHECK(layer_to_group_.size() == c.layers.size());
+  for (const LayerConfig& layer : c.layers) {
+    if (std::holds_alternative<MoeMlp>(layer.mlp)) {
+      throw Unsupported(concat(c.name, " has a mixture of experts, which this build cannot run"));
+    }
+  }
   for (size_t layer = 0; layer < c.layers.size(); ++layer) {
     const KvGroup& group = layout.groups[layer_to_group_[layer]];
     const int64_t k_offset = layout.layer_index(role)[layer] * group.layer_bytes;
@@ -192,7 +202,7 @@ void Decoder::attention(Ctx& ctx, int32_t layer, const void* input, const PassRo
                                                 .window = list->window,
                                                 .kv = kv_[layer],
                                                 .scale = a.scale,
-                                                .sinks = nullptr,
+                                                .sinks = lw.sinks,
                                                 .y = activations.attention,
                                                 .num_qo_heads = a.num_qo_heads,
                                                 .num_kv_heads = a.num_kv_heads,
@@ -215,7 +225,7 @@ void Decoder::attention(Ctx& ctx, int32_t layer, const void* input, const PassRo
                                  .kv = kv_[layer],
                                  .scale = a.scale,
                                  .soft_cap = a.soft_cap,
-                                 .sinks = nullptr,
+                                 .sinks = lw.sinks,
                                  .y = activations.attention,
                                  .num_qo_heads = a.num_qo_heads,
                                  .num_kv_heads = a.num_kv_heads,
@@ -237,9 +247,19 @@ void Decoder::attention(Ctx& ctx, int32_t layer, const void* input, const PassRo
 template <class Ctx>
 void Decoder::mlp(Ctx& ctx, int32_t layer, const PassRows& rows,
                   const Activations& activations) const {
-  const MlpConfig& m = config().layers[layer].mlp;
   const LayerWeights& lw = weights().layers[layer];
-  project(ctx, row_count(rows), lw.gate_up,
+  std::visit(
+      Overloaded{[&](const DenseMlp& m) {
+                   dense_mlp(ctx, m, std::get<DenseMlpWeights>(lw.mlp), rows, activations);
+                 },
+                 [](const MoeMlp&) { PACELINE_CHECK(false, "the constructor refuses mixtures"); }},
+      config().layers[layer].mlp);
+}
+
+template <class Ctx>
+void Decoder::dense_mlp(Ctx& ctx, const DenseMlp& m, const DenseMlpWeights& w, const PassRows& rows,
+                        const Activations& activations) const {
+  project(ctx, row_count(rows), w.gate_up,
           {.x = activations.normed,
            .y = activations.gate_up,
            .x_dtype = activations.dtype,
@@ -250,8 +270,10 @@ void Decoder::mlp(Ctx& ctx, int32_t layer, const PassRows& rows,
                                                   .y = activations.activated,
                                                   .intermediate = m.intermediate,
                                                   .activation = m.activation,
-                                                  .dtype = activations.dtype});
-  project(ctx, row_count(rows), lw.down,
+                                                  .dtype = activations.dtype,
+                                                  .alpha = m.alpha,
+                                                  .limit = m.limit});
+  project(ctx, row_count(rows), w.down,
           {.x = activations.activated,
            .y = activations.branch,
            .x_dtype = activations.dtype,

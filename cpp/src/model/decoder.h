@@ -136,6 +136,9 @@ class Decoder {
                  std::span<const GroupMetadata> groups, const Activations& activations) const;
   template <class Ctx>
   void mlp(Ctx& ctx, int32_t layer, const PassRows& rows, const Activations& activations) const;
+  template <class Ctx>
+  void dense_mlp(Ctx& ctx, const DenseMlp& mlp, const DenseMlpWeights& weights,
+                 const PassRows& rows, const Activations& activations) const;
   // For models with per-layer inputs: the inputs of all layers, and the branch of one layer.
   template <class Ctx>
   void make_per_layer_inputs(Ctx& ctx, const PassRows& rows, const Activations& activations) const;

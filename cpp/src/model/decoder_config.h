@@ -10,10 +10,13 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <variant>
 #include <vector>
 
 #include "kv/kv_layout.h"
+#include "ops/moe.h"
 #include "ops/ops.h"
+#include "ops/weight_matrix.h"
 
 namespace paceline {
 
@@ -21,6 +24,19 @@ namespace paceline {
 struct RopeConfig {
   std::vector<float> inv_freq;  // [head_dim / 2]
   float scale = 1.0f;
+};
+
+// The scales of an fp8 matrix in a checkpoint.
+enum class Fp8Scales : uint8_t {
+  kTensor,  // one for the matrix
+  kRow,
+  kBlock,  // one for each tile of kFp8Block x kFp8Block elements
+};
+inline constexpr int32_t kFp8Block = 128;
+
+struct MatrixFormat {
+  WeightFormat format = WeightFormat::kPlain;
+  Fp8Scales scales = Fp8Scales::kTensor;  // kFp8
 };
 
 struct AttentionConfig {
@@ -40,6 +56,10 @@ struct AttentionConfig {
   // A reader in a drafter: it reads the KV of the target's last layer of the same kind that has its
   // own KV.
   bool reads_target = false;
+  bool has_sinks =
+      false;  // each query head has a further logit in its softmax sum, without a value
+  MatrixFormat qkv;
+  MatrixFormat o;
 };
 
 // What the qkv projection of a layer yields beside q.
@@ -54,11 +74,29 @@ struct AttentionConfig {
          attention.head_dim;
 }
 
-struct MlpConfig {
+struct DenseMlp {
   int32_t intermediate = 0;
   Activation activation = Activation::kSilu;
+  float alpha = 0;        // kSwigluOai
+  float limit = 0;        // kSwigluOai
   bool has_bias = false;  // of gate, up and down
+  MatrixFormat gate_up;
+  MatrixFormat down;
 };
+
+// A mixture of experts: a router gives every row its top_k experts, and the row's output is the sum
+// of theirs, by weight.
+struct MoeMlp {
+  int32_t num_experts = 0;  // at most kMaxExperts
+  int32_t top_k = 0;        // at most num_experts and kMaxTopK
+  DenseMlp expert;          // each of them
+  RouterRule router = RouterRule::kSoftmaxOfChosen;
+  bool has_router_bias = false;
+  bool is_interleaved = false;  // rows of gate and up alternate, gate first
+  bool is_transposed = false;   // a checkpoint stores the experts' matrices [in, out]
+};
+
+using MlpConfig = std::variant<DenseMlp, MoeMlp>;
 
 // A small input for every layer, computed from the token and its embedding x:
 //   P = scale * (rms_norm(proj_scale * proj x) + embed_scale * table[token])   [layers, size]

@@ -24,4 +24,11 @@ struct Linear {
   [[nodiscard]] bool is_present() const { return weight.data != nullptr; }
 };
 
+// The same matrix of every expert of a mixture, with its bias.
+struct ExpertLinears {
+  ExpertMatrices weight;
+  const float* bias = nullptr;  // [num_experts, n], or null
+  ShardAxis shard = ShardAxis::kNone;
+};
+
 }  // namespace paceline

@@ -1,25 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "model/linear_costs.h"
 
+#include "base/overloaded.h"
 #include "model/visit_weights.h"
+#include "model/weight_layout.h"
 
 namespace paceline {
 
 std::vector<LinearCost> linear_costs(const DecoderConfig& config, DType dtype) {
   DecoderWeights weights;
-  size_weights(config, weights);
+  Carver shapes(dtype, /*base=*/nullptr);
+  lay_out(config, shapes, weights);
   std::vector<LinearCost> costs;
-  for_each_linear(config, weights, [&](const Linear&, const LinearShape& shape) {
+  const auto add = [&](WeightMatrix matrix, const LinearShape& shape) {
     // With centroids, a product reads the rows of the chosen clusters only.
-    const bool is_lm_head = shape.name == "lm_head";
-    const int64_t rows = is_lm_head ? config.num_logits() : shape.num_rows();
+    if (shape.name == "lm_head") matrix.n = config.num_logits();
     costs.push_back({.name = shape.name,
-                     .rows = rows,
-                     .cols = shape.cols,
-                     .bytes = rows * shape.cols * dtype_bytes(dtype),
+                     .rows = matrix.n,
+                     .cols = matrix.k,
+                     .bytes = matrix.bytes(),
                      .is_for_logits = shape.rows == LinearRows::kLogits,
-                     .shard = shape.shard});
-  });
+                     .shard = shape.shard,
+                     .num_experts = shape.num_experts()});
+  };
+  const auto add_linear = [&](const Linear& linear, const LinearShape& shape) {
+    add(linear.weight, shape);
+  };
+  const auto add_experts = [&](const ExpertLinears& experts, const LinearShape& shape) {
+    add(experts.weight.first, shape);
+  };
+  for_each_linear(config, weights, Overloaded{add_linear, add_experts});
   return costs;
 }
 

@@ -47,6 +47,15 @@ constexpr std::string_view kTokenMap = "draft_to_target";
   return source;
 }
 
+void check_kind(const NamedWeight& named) {
+  const bool is_flat = named.kind == WeightKind::kNumbers && named.rank <= 2;
+  if (is_flat || named.kind == WeightKind::kTokens) return;
+  throw Unsupported(
+      concat(quoted(named.name),
+             " belongs to a mixture of experts or has a format, "
+             "which this build cannot load; supported: dense models without formats"));
+}
+
 }  // namespace
 
 struct ModelBuilder::Impl {
@@ -255,6 +264,7 @@ std::vector<std::string> ModelBuilder::missing() const {
 void ModelBuilder::fill_dummy(uint64_t seed) {
   at_boundary([&] {
     Impl& impl = open(impl_);
+    for (const NamedWeight& named : impl.named_weights) check_kind(named);
     fill_dummy_weights(impl.ctx, seed, impl.named_weights, *impl.model);
   });
 }

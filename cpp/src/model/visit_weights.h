@@ -8,9 +8,11 @@
 #include <cstdint>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "base/check.h"
+#include "base/overloaded.h"
 #include "model/decoder_config.h"
 #include "model/linear.h"
 #include "model/weights.h"
@@ -20,8 +22,9 @@ namespace paceline {
 // Several tensors of a checkpoint lie one after the other in one region of the arena: each has
 // `rows` rows of the matrix, or elements of the vector.
 struct WeightPart {
-  std::string name;  // canonical, without ".weight" or ".bias"
+  std::string name;  // canonical, without ".weight", ".scales" or ".bias"
   int64_t rows;
+  int32_t num_experts = 0;  // above 0: one tensor has as many rows for each expert
 };
 
 // The rows that a product is computed for.
@@ -37,6 +40,8 @@ struct LinearShape {
   ShardAxis shard = ShardAxis::kNone;
   LinearRows rows = LinearRows::kPass;
   bool has_float_output = false;  // float32; otherwise the dtype of the activations
+  MatrixFormat format = {};
+  bool is_transposed = false;  // of experts: the tensors are [num_experts, cols, rows]
   // false: the matrix is the embedding table or belongs to the target. The model has no tensors
   // for it.
   bool is_owned = true;
@@ -47,17 +52,74 @@ struct LinearShape {
     for (const WeightPart& part : parts) rows_so_far += part.rows;
     return rows_so_far;
   }
+  // 0: the matrix is no expert's.
+  [[nodiscard]] int32_t num_experts() const { return parts.front().num_experts; }
 };
 
 // What a vector of floats is.
-enum class VectorKind : uint8_t { kNorm, kBias, kScale };
+enum class VectorKind : uint8_t { kNorm, kBias, kSinks, kScale };
 
-// `visit` has the members
+// A visitor has the members
 //   linear(Linear&, const LinearShape&)
+//   experts(ExpertLinears&, const LinearShape&)
 //   vector(const float*&, VectorKind, const std::vector<WeightPart>&)
 //   table(const std::byte*&, const WeightPart&, int64_t cols)     rows are looked up by token
 //   tokens(const int32_t*&, const WeightPart&, bool is_optional)  ids of tokens
 // where the first argument is the member of `weights`, const if those are.
+
+// `name` ends with "mlp.".
+template <class Weights, class Visitor>
+void visit_mlp_weights(const DenseMlp& mlp, const std::string& name, int64_t hidden,
+                       Weights& weights, Visitor& visit) {
+  const std::vector<WeightPart> gate_up = {{name + "gate", mlp.intermediate},
+                                           {name + "up", mlp.intermediate}};
+  const std::vector<WeightPart> down = {{name + "down", hidden}};
+  visit.linear(weights.gate_up, {.name = name + "gate_up",
+                                 .parts = gate_up,
+                                 .cols = hidden,
+                                 .shard = ShardAxis::kRows,
+                                 .format = mlp.gate_up});
+  visit.linear(weights.down, {.name = name + "down",
+                              .parts = down,
+                              .cols = mlp.intermediate,
+                              .shard = ShardAxis::kColumns,
+                              .format = mlp.down});
+  if (mlp.has_bias) {
+    visit.vector(weights.gate_up.bias, VectorKind::kBias, gate_up);
+    visit.vector(weights.down.bias, VectorKind::kBias, down);
+  }
+}
+
+template <class Weights, class Visitor>
+void visit_mlp_weights(const MoeMlp& mlp, const std::string& name, int64_t hidden, Weights& weights,
+                       Visitor& visit) {
+  const std::vector<WeightPart> router = {{name + "router", mlp.num_experts}};
+  const DenseMlp& expert = mlp.expert;
+  const std::vector<WeightPart> gate_up = {
+      {name + "experts.gate_up", 2 * int64_t{expert.intermediate}, mlp.num_experts}};
+  const std::vector<WeightPart> down = {{name + "experts.down", hidden, mlp.num_experts}};
+  visit.linear(
+      weights.router,
+      {.name = name + "router", .parts = router, .cols = hidden, .has_float_output = true});
+  if (mlp.has_router_bias) visit.vector(weights.router.bias, VectorKind::kBias, router);
+  visit.experts(weights.gate_up, {.name = name + "experts.gate_up",
+                                  .parts = gate_up,
+                                  .cols = hidden,
+                                  .shard = ShardAxis::kRows,
+                                  .format = expert.gate_up,
+                                  .is_transposed = mlp.is_transposed});
+  visit.experts(weights.down, {.name = name + "experts.down",
+                               .parts = down,
+                               .cols = expert.intermediate,
+                               .shard = ShardAxis::kColumns,
+                               .format = expert.down,
+                               .is_transposed = mlp.is_transposed});
+  if (expert.has_bias) {
+    visit.vector(weights.gate_up.bias, VectorKind::kBias, gate_up);
+    visit.vector(weights.down.bias, VectorKind::kBias, down);
+  }
+}
+
 template <class Layer, class Visitor>
 void visit_layer_weights(const DecoderConfig& config, size_t index, Layer& weights,
                          Visitor& visit) {
@@ -68,14 +130,16 @@ void visit_layer_weights(const DecoderConfig& config, size_t index, Layer& weigh
   const int64_t head_dim = attention.head_dim;
   const int64_t q_size = attention.num_qo_heads * head_dim;
   const int64_t kv_size = attention.num_kv_heads * head_dim;
-  const int64_t intermediate = layer.mlp.intermediate;
   const auto norm = [&](auto& vector, const char* which, int64_t size) {
     visit.vector(vector, VectorKind::kNorm, {{name + which, size}});
   };
   const auto linear = [&](auto& matrix, const char* which, std::vector<WeightPart> parts,
-                          int64_t cols, ShardAxis shard) {
-    visit.linear(matrix,
-                 {.name = name + which, .parts = std::move(parts), .cols = cols, .shard = shard});
+                          int64_t cols, ShardAxis shard, const MatrixFormat& format) {
+    visit.linear(matrix, {.name = name + which,
+                          .parts = std::move(parts),
+                          .cols = cols,
+                          .shard = shard,
+                          .format = format});
   };
   const auto bias = [&](auto& matrix, const std::vector<WeightPart>& parts) {
     visit.vector(matrix.bias, VectorKind::kBias, parts);
@@ -87,34 +151,38 @@ void visit_layer_weights(const DecoderConfig& config, size_t index, Layer& weigh
   std::vector<WeightPart> qkv = {{name + "attn.q", q_size}};
   if (inputs != KvInputs::kNone) qkv.push_back({name + "attn.k", kv_size});
   if (inputs == KvInputs::kKeysAndValues) qkv.push_back({name + "attn.v", kv_size});
-  linear(weights.qkv, "attn.qkv", qkv, config.qkv_inputs(index), ShardAxis::kRows);
+  linear(weights.qkv, "attn.qkv", qkv, config.qkv_inputs(index), ShardAxis::kRows, attention.qkv);
   if (attention.has_qkv_bias) bias(weights.qkv, qkv);
   if (attention.has_qk_norm) {
     norm(weights.q_norm, "attn.q_norm", head_dim);
     if (inputs != KvInputs::kNone) norm(weights.k_norm, "attn.k_norm", head_dim);
   }
+  if (attention.has_sinks) {
+    visit.vector(weights.sinks, VectorKind::kSinks,
+                 {{name + "attn.sinks", attention.num_qo_heads}});
+  }
   const std::vector<WeightPart> o = {{name + "attn.o", hidden}};
-  linear(weights.o, "attn.o", o, q_size, ShardAxis::kColumns);
+  linear(weights.o, "attn.o", o, q_size, ShardAxis::kColumns, attention.o);
   if (attention.has_o_bias) bias(weights.o, o);
   if (config.has_post_norms) norm(weights.attn_post_norm, "attn_post_norm", hidden);
 
   norm(weights.mlp_norm, "mlp_norm", hidden);
-  const std::vector<WeightPart> gate_up = {{name + "mlp.gate", intermediate},
-                                           {name + "mlp.up", intermediate}};
-  const std::vector<WeightPart> down = {{name + "mlp.down", hidden}};
-  linear(weights.gate_up, "mlp.gate_up", gate_up, hidden, ShardAxis::kRows);
-  linear(weights.down, "mlp.down", down, intermediate, ShardAxis::kColumns);
-  if (layer.mlp.has_bias) {
-    bias(weights.gate_up, gate_up);
-    bias(weights.down, down);
-  }
+  std::visit(Overloaded{[&](const DenseMlp& mlp) {
+                          visit_mlp_weights(mlp, name + "mlp.", hidden,
+                                            std::get<DenseMlpWeights>(weights.mlp), visit);
+                        },
+                        [&](const MoeMlp& mlp) {
+                          visit_mlp_weights(mlp, name + "mlp.", hidden,
+                                            std::get<MoeMlpWeights>(weights.mlp), visit);
+                        }},
+             layer.mlp);
   if (config.has_post_norms) norm(weights.mlp_post_norm, "mlp_post_norm", hidden);
 
   if (const int64_t size = config.per_layer_inputs.size; size > 0) {
     linear(weights.per_layer_gate, "per_layer.gate", {{name + "per_layer.gate", size}}, hidden,
-           ShardAxis::kNone);
+           ShardAxis::kNone, {});
     linear(weights.per_layer_proj, "per_layer.proj", {{name + "per_layer.proj", hidden}}, size,
-           ShardAxis::kNone);
+           ShardAxis::kNone, {});
     norm(weights.per_layer_norm, "per_layer.norm", hidden);
   }
   if (config.has_layer_scale) {
@@ -162,7 +230,7 @@ void visit_head_weights(const DecoderConfig& config, Head& weights, Visitor& vis
   }
 }
 
-// `weights`: DecoderWeights, const or not, whose vectors have the sizes that `config` asks for.
+// `weights`: DecoderWeights, const or not, after size_weights.
 template <class Weights, class Visitor>
 void visit_weights(const DecoderConfig& config, Weights& weights, Visitor& visit) {
   const DrafterConfig* drafter = config.drafter ? &*config.drafter : nullptr;
@@ -199,19 +267,21 @@ template <class Function>
 struct LinearVisitor {
   const Function& f;
   void linear(auto& linear, const LinearShape& shape) { f(linear, shape); }
+  void experts(auto& experts, const LinearShape& shape) { f(experts, shape); }
   void vector(const auto&, VectorKind, const std::vector<WeightPart>&) {}
   void table(const auto&, const WeightPart&, int64_t) {}
   void tokens(const auto&, const WeightPart&, bool) {}
 };
 
-// Calls f(linear, shape) for every matrix of products. An lm_head that the target owns has no data.
+// Calls f(linear, shape) for every Linear and every ExpertLinears. An lm_head that the target owns
+// has no data.
 template <class Weights, class Function>
 void for_each_linear(const DecoderConfig& config, Weights& weights, const Function& f) {
   LinearVisitor<Function> visitor{f};
   visit_weights(config, weights, visitor);
 }
 
-// Gives the vectors of `weights` the sizes that `config` asks for.
+// Gives the vectors of `weights` the sizes, and the MLPs the kinds, that `config` asks for.
 void size_weights(const DecoderConfig& config, DecoderWeights& weights);
 
 }  // namespace paceline

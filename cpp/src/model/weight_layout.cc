@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "model/weight_layout.h"
 
+#include <algorithm>
+
 #include "base/aligned_buffer.h"
 
 namespace paceline {
@@ -11,6 +13,7 @@ namespace {
     case VectorKind::kNorm:
       return DummyKind::kNeutralNorm;
     case VectorKind::kBias:
+    case VectorKind::kSinks:
       return DummyKind::kZero;
     case VectorKind::kScale:
       return DummyKind::kOne;
@@ -24,10 +27,38 @@ namespace {
       return ".weight";
     case VectorKind::kBias:
       return ".bias";
+    case VectorKind::kSinks:
     case VectorKind::kScale:
       return "";
   }
   return "";
+}
+
+[[nodiscard]] int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The most rows, a power of two, that tiles of scales can have without reaching over the first row
+// of a part.
+[[nodiscard]] int32_t block_scale_rows(const std::vector<WeightPart>& parts) {
+  int32_t rows = kFp8Block;
+  int64_t first_row = 0;
+  for (const WeightPart& part : parts) {
+    while (first_row % rows != 0) rows /= 2;
+    first_row += part.rows;
+  }
+  return rows;
+}
+
+// The matrix of a shape, without data.
+[[nodiscard]] WeightMatrix matrix_of(const LinearShape& shape, DType dtype) {
+  WeightMatrix matrix = plain_matrix(/*data=*/nullptr, static_cast<int32_t>(shape.num_rows()),
+                                     static_cast<int32_t>(shape.cols), dtype);
+  matrix.format = shape.format.format;
+  if (matrix.format == WeightFormat::kFp8) {
+    const bool is_block = shape.format.scales == Fp8Scales::kBlock;
+    matrix.scale_rows = is_block ? block_scale_rows(shape.parts) : 1;
+    matrix.scale_cols = is_block ? std::min(kFp8Block, matrix.k) : matrix.k;
+  }
+  return matrix;
 }
 
 }  // namespace
@@ -40,7 +71,7 @@ const std::byte* Carver::open() {
 void Carver::add(NamedWeight named) {
   named.offset = bytes_;
   // No sum overflows: parse_decoder_config bounds the bytes of a whole model.
-  bytes_ += checked_mul(named.elements(), dtype_bytes(named.dtype));
+  bytes_ += checked_mul(named.arena_elements(), dtype_bytes(named.dtype));
   named_weights_.push_back(std::move(named));
 }
 
@@ -49,21 +80,97 @@ void Carver::add_matrix(const WeightPart& part, int64_t cols) {
 }
 
 void Carver::linear(Linear& linear, const LinearShape& shape) {
-  linear.weight = plain_matrix(/*data=*/nullptr, static_cast<int32_t>(shape.num_rows()),
-                               static_cast<int32_t>(shape.cols), dtype_);
   linear.shard = shape.shard;
+  linear.weight = matrix_of(shape, dtype_);
   if (!shape.is_owned) return;
   linear.weight.data = open();
-  for (const WeightPart& part : shape.parts) add_matrix(part, shape.cols);
+  for (const WeightPart& part : shape.parts) add_elements(part, shape);
+  if (shape.format.format == WeightFormat::kPlain) return;
+  linear.weight.scales = open();
+  for (const WeightPart& part : shape.parts) add_scales(part, linear.weight, shape.format);
+}
+
+void Carver::experts(ExpertLinears& experts, const LinearShape& shape) {
+  const WeightPart& part = shape.parts.front();
+  WeightMatrix& first = experts.weight.first;
+  experts.shard = shape.shard;
+  first = matrix_of(shape, dtype_);
+  experts.weight.num_experts = shape.num_experts();
+  experts.weight.data_stride = first.n * first.row_bytes();
+  experts.weight.scales_stride = first.scales_bytes();
+  first.data = open();
+  add_elements(part, shape);
+  if (shape.format.format == WeightFormat::kPlain) return;
+  first.scales = open();
+  add_scales(part, first, shape.format);
+}
+
+void Carver::add_elements(const WeightPart& part, const LinearShape& shape) {
+  NamedWeight named = {.name = part.name + ".weight", .dtype = dtype_};
+  const auto add_dim = [&](int64_t size) { named.shape[named.rank++] = size; };
+  if (part.num_experts > 0) add_dim(part.num_experts);
+  switch (shape.format.format) {
+    case WeightFormat::kPlain:
+      if (shape.is_transposed) named.kind = WeightKind::kTransposed;
+      add_dim(shape.is_transposed ? shape.cols : part.rows);
+      add_dim(shape.is_transposed ? part.rows : shape.cols);
+      break;
+    case WeightFormat::kFp8:
+      named.dtype = DType::kFloat8E4M3;
+      named.kind = WeightKind::kCodes;
+      add_dim(part.rows);
+      add_dim(shape.cols);
+      break;
+    case WeightFormat::kMxfp4:
+      named.dtype = DType::kUInt8;
+      named.kind = WeightKind::kCodes;
+      add_dim(part.rows);
+      add_dim(shape.cols / kMxfp4Columns);
+      add_dim(kMxfp4Columns / 2);
+      break;
+  }
+  add(std::move(named));
+}
+
+void Carver::add_scales(const WeightPart& part, const WeightMatrix& matrix,
+                        const MatrixFormat& format) {
+  NamedWeight named = {.name = part.name + ".scales"};
+  const auto add_dim = [&](int64_t size) { named.shape[named.rank++] = size; };
+  if (part.num_experts > 0) add_dim(part.num_experts);
+  if (matrix.format == WeightFormat::kMxfp4) {
+    named.dtype = DType::kUInt8;
+    named.kind = WeightKind::kMxfp4Scales;
+    add_dim(part.rows);
+    add_dim(matrix.num_scale_cols());
+    return add(std::move(named));
+  }
+  named.kind = WeightKind::kFp8Scales;
+  named.arena_rows = divide_up(part.rows, matrix.scale_rows);
+  switch (format.scales) {
+    case Fp8Scales::kTensor:
+      add_dim(1);
+      named.repeats = part.rows;
+      break;
+    case Fp8Scales::kRow:
+      add_dim(part.rows);
+      add_dim(1);
+      break;
+    case Fp8Scales::kBlock:
+      add_dim(divide_up(part.rows, kFp8Block));
+      add_dim(matrix.num_scale_cols());
+      named.repeats = kFp8Block / matrix.scale_rows;
+      break;
+  }
+  add(std::move(named));
 }
 
 void Carver::vector(const float*& vector, VectorKind kind, const std::vector<WeightPart>& parts) {
   vector = reinterpret_cast<const float*>(open());
   for (const WeightPart& part : parts) {
-    add({.name = part.name + vector_suffix(kind),
-         .shape = {part.rows, 0},
-         .rank = 1,
-         .dummy = dummy_kind(kind)});
+    NamedWeight named = {.name = part.name + vector_suffix(kind), .dummy = dummy_kind(kind)};
+    if (part.num_experts > 0) named.shape[named.rank++] = part.num_experts;
+    named.shape[named.rank++] = part.rows;
+    add(std::move(named));
   }
 }
 
@@ -75,15 +182,22 @@ void Carver::table(const std::byte*& table, const WeightPart& part, int64_t cols
 void Carver::tokens(const int32_t*& tokens, const WeightPart& part, bool is_optional) {
   tokens = reinterpret_cast<const int32_t*>(open());
   add({.name = part.name,
-       .shape = {part.rows, 0},
+       .shape = {part.rows},
        .rank = 1,
        .dtype = DType::kInt32,
+       .kind = WeightKind::kTokens,
        .dummy = DummyKind::kSpreadTokens,
        .is_optional = is_optional});
 }
 
 void size_weights(const DecoderConfig& config, DecoderWeights& weights) {
   weights.layers.resize(config.layers.size());
+  for (size_t i = 0; i < config.layers.size(); ++i) {
+    auto& mlp = weights.layers[i].mlp;
+    std::visit(Overloaded{[&](const DenseMlp&) { mlp.emplace<DenseMlpWeights>(); },
+                          [&](const MoeMlp&) { mlp.emplace<MoeMlpWeights>(); }},
+               config.layers[i].mlp);
+  }
   const bool has_fc_norms = config.drafter && config.drafter->has_fc_norm;
   weights.head.fc_norms.resize(has_fc_norms ? config.drafter->aux_layers.size() : 0);
 }

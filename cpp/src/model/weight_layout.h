@@ -24,18 +24,43 @@ inline constexpr int64_t kWeightAlignment = 64;  // bytes, of every region of th
 // The values that fill_dummy gives a weight.
 enum class DummyKind : uint8_t { kNormal, kNeutralNorm, kOne, kZero, kSpreadTokens };
 
+// How the elements of a tensor lie in the arena.
+enum class WeightKind : uint8_t {
+  kNumbers,      // row-major, converted to `dtype`
+  kTokens,       // ids of tokens
+  kTransposed,   // numbers, [experts, cols, rows] in the tensor and [experts, rows, cols] here
+  kCodes,        // elements of a scaled format, byte for byte
+  kMxfp4Scales,  // byte for byte; 255 means NaN
+  // Numbers, [rows, cols]: the first rows of scales in the tensor come `repeats` times each, until
+  // there are `arena_rows`.
+  kFp8Scales,
+};
+
 // One tensor of the canonical names, and its location in the arena.
 struct NamedWeight {
   std::string name;
-  std::array<int64_t, 2> shape = {};  // a vector has the first only
+  std::array<int64_t, 4> shape = {};  // the first `rank`
   size_t rank = 0;
-  DType dtype = DType::kFloat32;
+  DType dtype = DType::kFloat32;  // in the arena
+  WeightKind kind = WeightKind::kNumbers;
   DummyKind dummy = DummyKind::kNormal;
   int64_t offset = 0;        // bytes from the start of the arena
   bool is_optional = false;  // the model is complete without it
   bool is_filled = false;
+  int64_t repeats = 1;     // kFp8Scales
+  int64_t arena_rows = 0;  // kFp8Scales
 
-  [[nodiscard]] int64_t elements() const { return rank == 2 ? shape[0] * shape[1] : shape[0]; }
+  [[nodiscard]] int64_t elements() const {
+    int64_t count = 1;
+    for (const int64_t size : dims()) count *= size;
+    return count;
+  }
+  // Elements in the arena.
+  [[nodiscard]] int64_t arena_elements() const {
+    return kind == WeightKind::kFp8Scales ? arena_rows * scale_cols() : elements();
+  }
+  // kFp8Scales: the scales of a row.
+  [[nodiscard]] int64_t scale_cols() const { return rank == 2 ? shape[1] : 1; }
   [[nodiscard]] std::span<const int64_t> dims() const { return std::span(shape).first(rank); }
 };
 
@@ -48,6 +73,7 @@ class Carver final {
 
   // The rows of all parts follow each other.
   void linear(Linear& linear, const LinearShape& shape);
+  void experts(ExpertLinears& experts, const LinearShape& shape);
   void vector(const float*& vector, VectorKind kind, const std::vector<WeightPart>& parts);
   void table(const std::byte*& table, const WeightPart& part, int64_t cols);
   void tokens(const int32_t*& tokens, const WeightPart& part, bool is_optional);
@@ -60,6 +86,8 @@ class Carver final {
   const std::byte* open();
   void add(NamedWeight named);
   void add_matrix(const WeightPart& part, int64_t cols);
+  void add_elements(const WeightPart& part, const LinearShape& shape);
+  void add_scales(const WeightPart& part, const WeightMatrix& matrix, const MatrixFormat& format);
 
   DType dtype_;
   std::byte* base_;

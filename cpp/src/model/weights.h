@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <variant>
 #include <vector>
 
 #include <paceline/dtype.h>
@@ -17,6 +18,17 @@
 
 namespace paceline {
 
+struct DenseMlpWeights {
+  Linear gate_up;  // gate rows, then up rows
+  Linear down;
+};
+
+struct MoeMlpWeights {
+  Linear router;          // to the experts' logits
+  ExpertLinears gate_up;  // gate rows, then up rows; or in turn (MoeMlp::is_interleaved)
+  ExpertLinears down;
+};
+
 // All pointers are 64 B aligned and point into DecoderWeights::arena. visit_weights.h has the
 // shapes of the matrices.
 struct LayerWeights {
@@ -24,12 +36,12 @@ struct LayerWeights {
   Linear qkv;                        // q rows, k rows, v rows
   const float* q_norm = nullptr;     // [head_dim], or null
   const float* k_norm = nullptr;     // [head_dim], or null; always null in a reader
+  const float* sinks = nullptr;      // [num_qo_heads], or null
   Linear o;
-  const float* attn_post_norm = nullptr;  // [hidden], or null
-  const float* mlp_norm = nullptr;        // [hidden]
-  Linear gate_up;                         // gate rows, then up rows
-  Linear down;
-  const float* mlp_post_norm = nullptr;  // [hidden], or null
+  const float* attn_post_norm = nullptr;             // [hidden], or null
+  const float* mlp_norm = nullptr;                   // [hidden]
+  std::variant<DenseMlpWeights, MoeMlpWeights> mlp;  // of the kind of LayerConfig::mlp
+  const float* mlp_post_norm = nullptr;              // [hidden], or null
   // In models with per-layer inputs, else absent.
   Linear per_layer_gate;
   Linear per_layer_proj;

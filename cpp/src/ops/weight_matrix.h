@@ -54,6 +54,22 @@ struct WeightMatrix {
     }
     return 0;
   }
+
+  // Scales along n and along k; 0 without scales.
+  [[nodiscard]] constexpr int64_t num_scale_rows() const {
+    if (format == WeightFormat::kPlain) return 0;
+    return format == WeightFormat::kMxfp4 ? n : (n + scale_rows - 1) / scale_rows;
+  }
+  [[nodiscard]] constexpr int64_t num_scale_cols() const {
+    if (format == WeightFormat::kPlain) return 0;
+    return format == WeightFormat::kMxfp4 ? k / kMxfp4Columns : (k + scale_cols - 1) / scale_cols;
+  }
+  [[nodiscard]] constexpr int64_t scales_bytes() const {
+    const int64_t bytes = format == WeightFormat::kFp8 ? 4 : 1;
+    return num_scale_rows() * num_scale_cols() * bytes;
+  }
+  // Bytes of all elements and scales.
+  [[nodiscard]] constexpr int64_t bytes() const { return n * row_bytes() + scales_bytes(); }
 };
 
 [[nodiscard]] constexpr WeightMatrix plain_matrix(const void* data, int32_t n, int32_t k,

@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// The key "drafter" of a decoder description.
+
+#include <array>
+#include <optional>
+#include <span>
+
+#include "model/config_reading.h"
+
+namespace paceline {
+namespace {
+
+[[nodiscard]] std::vector<int32_t> read_aux_layers(const Json& json) {
+  if (json.kind() != JsonKind::kList || json.size() < 1 || json.size() > kMaxAuxLayers) {
+    json.refuse(concat("a list of 1 to ", kMaxAuxLayers, " layers of the target"));
+  }
+  std::vector<int32_t> layers;
+  for (const Json& layer : json.elements()) {
+    layers.push_back(static_cast<int32_t>(layer.as_int(0, kMaxLayers - 1)));
+    if (layers.size() > 1 && layers.back() <= layers[layers.size() - 2]) {
+      layer.refuse("layers in ascending order");
+    }
+  }
+  return layers;
+}
+
+[[nodiscard]] CentroidsConfig read_centroids(const Json& json, int32_t num_tokens) {
+  constexpr std::array<std::string_view, 2> kKeys = {"count", "top"};
+  json.check_keys(kKeys);
+  CentroidsConfig centroids;
+  centroids.count = read_int(json, "count", 1, num_tokens);
+  if (num_tokens % centroids.count != 0) {
+    json.at("count").refuse(concat("divisors of draft_vocab_size, ", num_tokens));
+  }
+  centroids.top = read_int(json, "top", 1, centroids.count);
+  return centroids;
+}
+
+}  // namespace
+
+DrafterConfig read_drafter(const Json& json, int32_t hidden, int32_t vocab_size) {
+  constexpr std::array<std::string_view, 12> kKeys = {
+      "kind",           "target_hidden_size", "norm_before_residual", "norm_before_fc",
+      "fc_norm",        "norm_output",        "has_fc_bias",          "has_attn_norm",
+      "has_final_norm", "owns_embedding",     "owns_lm_head",         "draft_vocab_size"};
+  constexpr std::array<std::string_view, 1> kEagle3Keys = {"aux_layers"};
+  constexpr std::array<std::string_view, 1> kGemma4MtpKeys = {"centroids"};
+  DrafterConfig drafter;
+  const Json kind = json.at("kind");
+  std::span<const std::string_view> optional;
+  if (kind.as_string() == "eagle3") {
+    drafter.kind = DrafterKind::kEagle3;
+    optional = kEagle3Keys;
+  } else if (kind.as_string() == "gemma4_mtp") {
+    drafter.kind = DrafterKind::kGemma4Mtp;
+    optional = kGemma4MtpKeys;
+  } else if (kind.as_string() != "eagle") {
+    kind.refuse("'eagle', 'eagle3', 'gemma4_mtp'");
+  }
+  const bool is_eagle3 = drafter.kind == DrafterKind::kEagle3;
+  const bool is_gemma4_mtp = drafter.kind == DrafterKind::kGemma4Mtp;
+  json.check_keys(kKeys, optional);
+  drafter.target_hidden = read_int(json, "target_hidden_size", 1, kMaxHidden);
+  if (drafter.kind == DrafterKind::kEagle && drafter.target_hidden != hidden) {
+    json.at("target_hidden_size")
+        .refuse(concat(hidden,
+                       ", the hidden_size of this draft head: kind 'eagle' feeds its own "
+                       "output back instead of the target's"));
+  }
+  if (is_eagle3) drafter.aux_layers = read_aux_layers(json.at("aux_layers"));
+  // For keys that only EAGLE-3 may set.
+  const auto read_eagle3_bool = [&](const char* key) {
+    const bool value = json.at(key).as_bool();
+    if (value && !is_eagle3) {
+      json.at(key).refuse(concat("false where kind is '", kind.as_string(), "'"));
+    }
+    return value;
+  };
+  drafter.norm_before_residual = read_eagle3_bool("norm_before_residual");
+  drafter.norm_before_fc = read_eagle3_bool("norm_before_fc");
+  drafter.has_fc_norm = read_eagle3_bool("fc_norm");
+  if (drafter.has_fc_norm && drafter.norm_before_fc) {
+    json.at("fc_norm").refuse("false where norm_before_fc is true");
+  }
+  drafter.norm_output = read_eagle3_bool("norm_output");
+  drafter.has_fc_bias = json.at("has_fc_bias").as_bool();
+  // For keys that only EAGLE may leave false.
+  const auto read_needed_bool = [&](const char* key) {
+    const bool value = json.at(key).as_bool();
+    if (!value && drafter.kind != DrafterKind::kEagle) {
+      json.at(key).refuse(concat("true where kind is '", kind.as_string(), "'"));
+    }
+    return value;
+  };
+  drafter.has_attn_norm = read_needed_bool("has_attn_norm");
+  drafter.has_final_norm = read_needed_bool("has_final_norm");
+  drafter.owns_embedding = json.at("owns_embedding").as_bool();
+  drafter.owns_lm_head = json.at("owns_lm_head").as_bool();
+  drafter.draft_vocab_size = read_int(json, "draft_vocab_size", 1, kMaxVocab);
+  if (!drafter.owns_lm_head && drafter.draft_vocab_size != vocab_size) {
+    json.at("draft_vocab_size")
+        .refuse(concat(vocab_size, ", the vocab_size, where owns_lm_head is false"));
+  }
+  if (is_gemma4_mtp) {
+    // It uses the target's embeddings, in the target's width.
+    if (drafter.owns_embedding)
+      json.at("owns_embedding").refuse("false where kind is 'gemma4_mtp'");
+    if (!drafter.owns_lm_head) json.at("owns_lm_head").refuse("true where kind is 'gemma4_mtp'");
+    if (const std::optional<Json> centroids = json.find("centroids")) {
+      drafter.centroids = read_centroids(*centroids, drafter.draft_vocab_size);
+    }
+  }
+  return drafter;
+}
+
+}  // namespace paceline

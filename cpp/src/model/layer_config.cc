@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// The key "layers" of a decoder description: attention, MLPs and the formats of their matrices.
+
+#include <algorithm>
+#include <array>
+#include <optional>
+
+#include "model/config_reading.h"
+
+namespace paceline {
+namespace {
+
+// Rows of experts' matrices then begin at 16 bytes and matrices at 64 bytes, without padding.
+constexpr int32_t kExpertAlignment = 8;
+
+// The index of an earlier layer that has KV of its own, of the same shape.
+[[nodiscard]] int32_t read_kv_source(const Json& source, const AttentionConfig& reader,
+                                     const std::vector<LayerConfig>& earlier) {
+  const auto num_earlier = static_cast<int64_t>(earlier.size());
+  if (num_earlier == 0) source.refuse("no such key in the first layer");
+  const auto index = static_cast<int32_t>(source.as_int(0, num_earlier - 1));
+  const AttentionConfig& owner = earlier[static_cast<size_t>(index)].attention;
+  if (owner.kv_source >= 0) {
+    source.refuse(concat("a layer with KV of its own; layer ", index, " reads that of layer ",
+                         owner.kv_source));
+  }
+  if (reader.kind != owner.kind || reader.num_kv_heads != owner.num_kv_heads ||
+      reader.head_dim != owner.head_dim) {
+    source.refuse(concat(
+        "a layer of the same kind, window, num_kv_heads and head_dim; layer ", index, " has '",
+        kv_kind_name(owner.kind), "', ", reported_window(owner.kind), ", ", owner.num_kv_heads,
+        " and ", owner.head_dim, ", this one '", kv_kind_name(reader.kind), "', ",
+        reported_window(reader.kind), ", ", reader.num_kv_heads, " and ", reader.head_dim));
+  }
+  return index;
+}
+
+// The "kind" and the "window" of a layer's attention.
+[[nodiscard]] KvKind read_kv_kind(const Json& json) {
+  const Json kind = json.at("kind");
+  if (kind.as_string() == "sliding") return SlidingKv{read_int(json, "window", 1, kMaxPosition)};
+  if (kind.as_string() != "full") kind.refuse("'full', 'sliding'");
+  static_cast<void>(read_int(json, "window", 0, 0));
+  return FullKv{};
+}
+
+[[nodiscard]] Fp8Scales read_scales(const Json& json) {
+  if (json.kind() == JsonKind::kString) {
+    if (json.as_string() == "tensor") return Fp8Scales::kTensor;
+    if (json.as_string() == "row") return Fp8Scales::kRow;
+  } else if (json.kind() == JsonKind::kList && json.size() == 2) {
+    for (const Json& size : json.elements()) {
+      static_cast<void>(size.as_int(kFp8Block, kFp8Block));
+    }
+    return Fp8Scales::kBlock;
+  }
+  json.refuse(concat("'tensor', 'row', [", kFp8Block, ", ", kFp8Block, "]"));
+}
+
+// The format of the matrix behind `key`, which has as many columns as `width` says; plain without
+// the key.
+struct Width {
+  std::string_view name;
+  int64_t columns;
+};
+[[nodiscard]] MatrixFormat read_format(const Json& object, std::string_view key, const Width& width,
+                                       bool is_of_experts) {
+  const std::optional<Json> json = object.find(key);
+  if (!json) return {};
+  const Json name = json->at("format");
+  MatrixFormat format;
+  if (name.as_string() == "mxfp4") {
+    format.format = WeightFormat::kMxfp4;
+    constexpr std::array<std::string_view, 1> kKeys = {"format"};
+    json->check_keys(kKeys);
+  } else if (name.as_string() == "fp8" && !is_of_experts) {
+    format.format = WeightFormat::kFp8;
+    constexpr std::array<std::string_view, 2> kKeys = {"format", "scales"};
+    json->check_keys(kKeys);
+    format.scales = read_scales(json->at("scales"));
+  } else {
+    name.refuse(is_of_experts ? "'mxfp4'" : "'mxfp4', 'fp8'");
+  }
+  if (width.columns % kMxfp4Columns != 0) {
+    name.refuse(concat("a format only where ", width.name, " is a multiple of ", kMxfp4Columns,
+                       "; it is ", width.columns));
+  }
+  if (width.columns > kMaxScaledColumns) {
+    name.refuse(concat("a format only where ", width.name, " is at most ", kMaxScaledColumns,
+                       "; it is ", width.columns));
+  }
+  return format;
+}
+
+[[nodiscard]] AttentionConfig read_attention(const Json& json, const DecoderConfig& config) {
+  constexpr std::array<std::string_view, 11> kKeys = {
+      "kind",     "window", "num_qo_heads", "num_kv_heads", "head_dim",  "scale",
+      "soft_cap", "rope",   "has_qk_norm",  "has_qkv_bias", "has_o_bias"};
+  constexpr std::array<std::string_view, 7> kOptional = {
+      "has_v_norm", "k_eq_v", "kv_source", "reads_target", "has_sinks", "qkv", "o"};
+  const std::vector<RopeConfig>& ropes = config.ropes;
+  const bool reads_target = config.drafter && config.drafter->kind == DrafterKind::kGemma4Mtp;
+  json.check_keys(kKeys, kOptional);
+  AttentionConfig attention;
+  attention.kind = read_kv_kind(json);
+  attention.num_qo_heads = read_int(json, "num_qo_heads", 1, kMaxHeads);
+  attention.num_kv_heads = read_int(json, "num_kv_heads", 1, attention.num_qo_heads);
+  if (attention.num_qo_heads % attention.num_kv_heads != 0) {
+    json.at("num_kv_heads").refuse(concat("divisors of num_qo_heads, ", attention.num_qo_heads));
+  }
+  attention.head_dim = read_int(json, "head_dim", 2, kMaxHeadDim);
+  if (attention.head_dim % 2 != 0) json.at("head_dim").refuse("an even number");
+  attention.scale = read_positive(json.at("scale"));
+  attention.soft_cap = read_cap(json.at("soft_cap"));
+  attention.rope = read_int(json, "rope", 0, static_cast<int64_t>(ropes.size()) - 1);
+  const size_t num_frequencies = ropes[static_cast<size_t>(attention.rope)].inv_freq.size();
+  if (num_frequencies != static_cast<size_t>(attention.head_dim / 2)) {
+    json.at("rope").refuse(concat("a rope with ", attention.head_dim / 2,
+                                  " inv_freq, head_dim / 2;"
+                                  " this one has ",
+                                  num_frequencies));
+  }
+  attention.has_qk_norm = json.at("has_qk_norm").as_bool();
+  attention.has_qkv_bias = json.at("has_qkv_bias").as_bool();
+  attention.has_o_bias = json.at("has_o_bias").as_bool();
+  attention.has_v_norm = read_switch(json, "has_v_norm");
+  attention.k_eq_v = read_switch(json, "k_eq_v");
+  if (const std::optional<Json> source = json.find("kv_source")) {
+    attention.kv_source = read_kv_source(*source, attention, config.layers);
+    // These keys describe a layer's own KV, so with a kv_source they can only be a mistake.
+    for (const std::string_view key : {"has_v_norm", "k_eq_v"}) {
+      if (read_switch(json, key)) json.at(key).refuse("false where there is a kv_source");
+    }
+  }
+  attention.reads_target = read_switch(json, "reads_target");
+  if (attention.reads_target != reads_target) {
+    const Json where = attention.reads_target ? json.at("reads_target") : json;
+    where.refuse(reads_target ? "reads_target true in every layer of a drafter of kind "
+                                "'gemma4_mtp'"
+                              : "false outside of a drafter of kind 'gemma4_mtp'");
+  }
+  for (const std::string_view key : {"has_v_norm", "k_eq_v"}) {
+    if (reads_target && read_switch(json, key)) json.at(key).refuse("false with reads_target");
+  }
+  if (reads_target && attention.kv_source >= 0) {
+    json.at("kv_source").refuse("no such key with reads_target");
+  }
+  attention.has_sinks = read_switch(json, "has_sinks");
+  const size_t index = config.layers.size();
+  attention.qkv = read_format(json, "qkv", {"hidden_size", config.qkv_inputs(index)},
+                              /*is_of_experts=*/false);
+  attention.o = read_format(
+      json, "o", {"num_qo_heads * head_dim", int64_t{attention.num_qo_heads} * attention.head_dim},
+      /*is_of_experts=*/false);
+  return attention;
+}
+
+// The keys that a dense MLP and an expert share.
+[[nodiscard]] DenseMlp read_gated_unit(const Json& json, int32_t hidden, bool is_expert) {
+  DenseMlp mlp;
+  mlp.intermediate = read_int(json, "intermediate", 1, kMaxIntermediate);
+  const Json activation = json.at("activation");
+  mlp.activation = read_activation(activation, /*allows_swiglu_oai=*/true);
+  if (mlp.activation == Activation::kSwigluOai) {
+    mlp.alpha = read_positive(json.at("alpha"));
+    mlp.limit = read_positive(json.at("limit"));
+  } else {
+    for (const std::string_view key : {"alpha", "limit"}) {
+      if (const std::optional<Json> number = json.find(key)) {
+        number->refuse(concat("no such key where activation is ", quoted(activation.as_string())));
+      }
+    }
+  }
+  mlp.has_bias = json.at("has_bias").as_bool();
+  mlp.gate_up = read_format(json, "gate_up", {"hidden_size", hidden}, is_expert);
+  mlp.down = read_format(json, "down", {"intermediate", mlp.intermediate}, is_expert);
+  return mlp;
+}
+
+[[nodiscard]] MoeMlp read_mixture(const Json& json, int32_t hidden) {
+  constexpr std::array<std::string_view, 7> kKeys = {"num_experts",    "top_k",    "intermediate",
+                                                     "activation",     "has_bias", "router",
+                                                     "has_router_bias"};
+  constexpr std::array<std::string_view, 6> kOptional = {"alpha",      "limit",   "interleaved",
+                                                         "transposed", "gate_up", "down"};
+  json.check_keys(kKeys, kOptional);
+  MoeMlp mlp;
+  mlp.num_experts = read_int(json, "num_experts", 1, kMaxExperts);
+  mlp.top_k = read_int(json, "top_k", 1, std::min(mlp.num_experts, kMaxTopK));
+  if (hidden % kExpertAlignment != 0) {
+    json.at("num_experts")
+        .refuse(concat("no such key unless hidden_size is a multiple of ", kExpertAlignment,
+                       "; it is ", hidden));
+  }
+  mlp.expert = read_gated_unit(json, hidden, /*is_expert=*/true);
+  if (mlp.expert.intermediate % kExpertAlignment != 0) {
+    json.at("intermediate").refuse(concat("a multiple of ", kExpertAlignment));
+  }
+  const Json router = json.at("router");
+  if (router.as_string() != "softmax_of_chosen") router.refuse("'softmax_of_chosen'");
+  mlp.router = RouterRule::kSoftmaxOfChosen;
+  mlp.has_router_bias = json.at("has_router_bias").as_bool();
+  mlp.is_interleaved = read_switch(json, "interleaved");
+  mlp.is_transposed = read_switch(json, "transposed");
+  for (const std::string_view key : {"gate_up", "down"}) {
+    if (mlp.is_transposed && json.find(key)) {
+      json.at(key).refuse("no such key with transposed, which is for plain tensors");
+    }
+  }
+  return mlp;
+}
+
+[[nodiscard]] MlpConfig read_mlp(const Json& json, const DecoderConfig& config) {
+  if (json.find("num_experts") || json.find("top_k")) return read_mixture(json, config.hidden);
+  constexpr std::array<std::string_view, 3> kKeys = {"intermediate", "activation", "has_bias"};
+  constexpr std::array<std::string_view, 4> kOptional = {"alpha", "limit", "gate_up", "down"};
+  json.check_keys(kKeys, kOptional);
+  return read_gated_unit(json, config.hidden, /*is_expert=*/false);
+}
+
+}  // namespace
+
+Activation read_activation(const Json& activation, bool allows_swiglu_oai) {
+  const std::string_view name = activation.as_string();
+  if (name == "silu") return Activation::kSilu;
+  if (name == "gelu_tanh") return Activation::kGeluTanh;
+  if (name == "swiglu_oai" && allows_swiglu_oai) return Activation::kSwigluOai;
+  activation.refuse(allows_swiglu_oai ? "'silu', 'gelu_tanh', 'swiglu_oai'"
+                                      : "'silu', 'gelu_tanh'");
+}
+
+LayerConfig read_layer(const Json& json, const DecoderConfig& config) {
+  constexpr std::array<std::string_view, 2> kKeys = {"attention", "mlp"};
+  json.check_keys(kKeys);
+  return {.attention = read_attention(json.at("attention"), config),
+          .mlp = read_mlp(json.at("mlp"), config)};
+}
+
+}  // namespace paceline

@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where the tensors of mixtures and of scaled formats lie in the arena.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "base/check.h"
+#include "model/visit_weights.h"
+#include "model/weight_layout.h"
+#include "support/described_model.h"
+
+namespace paceline {
+namespace {
+
+using ::testing::ElementsAre;
+using testing::mixture_config;
+
+// Name, shape and place of every tensor of a mixture and of scaled formats, written out by hand.
+TEST(WeightLayout, GivesTensorsOfFormatsTheirShapesAndScales) {
+  const DecoderConfig config = parse_decoder_config(mixture_config());
+  DecoderWeights weights;
+  Carver counting(DType::kBFloat16, /*base=*/nullptr);
+  lay_out(config, counting, weights);
+  std::vector<std::byte> arena(static_cast<size_t>(counting.bytes()));
+  Carver carver(DType::kBFloat16, arena.data());
+  lay_out(config, carver, weights);
+  std::map<std::string, NamedWeight> named;
+  for (NamedWeight& weight : carver.take_named_weights()) named[weight.name] = std::move(weight);
+  const auto expect = [&](const std::string& name, const std::vector<int64_t>& shape, DType dtype,
+                          WeightKind kind, int64_t bytes) {
+    SCOPED_TRACE(name);
+    ASSERT_TRUE(named.contains(name));
+    const NamedWeight& weight = named[name];
+    EXPECT_THAT(weight.dims(), ::testing::ElementsAreArray(shape));
+    EXPECT_EQ(weight.dtype, dtype);
+    EXPECT_EQ(weight.kind, kind);
+    EXPECT_EQ(weight.arena_elements() * dtype_bytes(dtype), bytes);
+  };
+  const auto offset_of = [&](const void* data) {
+    return static_cast<const std::byte*>(data) - arena.data();
+  };
+  constexpr DType kCode = DType::kFloat8E4M3;
+  // q has 160 rows and k 32: tiles of 32 rows lie in one part, and a scale for 128 comes four
+  // times.
+  expect("layers.0.attn.q.weight", {160, 160}, kCode, WeightKind::kCodes, 160 * 160);
+  expect("layers.0.attn.k.weight", {32, 160}, kCode, WeightKind::kCodes, 32 * 160);
+  expect("layers.0.attn.q.scales", {2, 2}, DType::kFloat32, WeightKind::kFp8Scales, 5 * 2 * 4);
+  expect("layers.0.attn.v.scales", {1, 2}, DType::kFloat32, WeightKind::kFp8Scales, 1 * 2 * 4);
+  EXPECT_EQ(named["layers.0.attn.q.scales"].repeats, 4);
+  expect("layers.0.attn.o.scales", {160, 1}, DType::kFloat32, WeightKind::kFp8Scales, 160 * 4);
+  EXPECT_EQ(named["layers.0.attn.o.scales"].repeats, 1);
+  expect("layers.0.attn.sinks", {10}, DType::kFloat32, WeightKind::kNumbers, 40);
+  expect("layers.0.mlp.router.weight", {6, 160}, DType::kBFloat16, WeightKind::kNumbers, 1920);
+  expect("layers.0.mlp.router.bias", {6}, DType::kFloat32, WeightKind::kNumbers, 24);
+  expect("layers.0.mlp.experts.gate_up.weight", {6, 192, 5, 16}, DType::kUInt8, WeightKind::kCodes,
+         6 * 192 * 80);
+  expect("layers.0.mlp.experts.gate_up.scales", {6, 192, 5}, DType::kUInt8,
+         WeightKind::kMxfp4Scales, 6 * 192 * 5);
+  expect("layers.0.mlp.experts.gate_up.bias", {6, 192}, DType::kFloat32, WeightKind::kNumbers,
+         6 * 192 * 4);
+  expect("layers.0.mlp.experts.down.weight", {6, 160, 3, 16}, DType::kUInt8, WeightKind::kCodes,
+         6 * 160 * 48);
+  expect("layers.0.mlp.experts.down.bias", {6, 160}, DType::kFloat32, WeightKind::kNumbers,
+         6 * 160 * 4);
+  expect("layers.1.mlp.gate.scales", {1}, DType::kFloat32, WeightKind::kFp8Scales, 64 * 4);
+  EXPECT_EQ(named["layers.1.mlp.gate.scales"].repeats, 64);
+  expect("layers.1.mlp.down.weight", {160, 2, 16}, DType::kUInt8, WeightKind::kCodes, 160 * 32);
+  expect("layers.1.mlp.down.scales", {160, 2}, DType::kUInt8, WeightKind::kMxfp4Scales, 320);
+  EXPECT_EQ(named.size(), 38U);
+
+  const LayerWeights& layer = weights.layers[0];
+  const WeightMatrix& qkv = layer.qkv.weight;
+  EXPECT_EQ(offset_of(qkv.data), named["layers.0.attn.q.weight"].offset);
+  EXPECT_EQ(offset_of(qkv.scales), named["layers.0.attn.q.scales"].offset);
+  EXPECT_EQ(named["layers.0.attn.k.scales"].offset, named["layers.0.attn.q.scales"].offset + 40);
+  EXPECT_EQ(std::tuple(qkv.n, qkv.k, qkv.scale_rows, qkv.scale_cols),
+            std::tuple(224, 160, 32, 128));
+  EXPECT_EQ(qkv.dtype, DType::kBFloat16);
+  EXPECT_EQ(qkv.bytes(), 224 * 160 + 7 * 2 * 4);
+  const WeightMatrix& o = layer.o.weight;
+  EXPECT_EQ(std::tuple(o.scale_rows, o.scale_cols), std::tuple(1, 160));
+  EXPECT_EQ(offset_of(layer.sinks), named["layers.0.attn.sinks"].offset);
+  const auto& mixture = std::get<MoeMlpWeights>(layer.mlp);
+  EXPECT_EQ(offset_of(mixture.router.bias), named["layers.0.mlp.router.bias"].offset);
+  const ExpertMatrices& gate_up = mixture.gate_up.weight;
+  EXPECT_EQ(gate_up.num_experts, 6);
+  EXPECT_EQ(std::tuple(gate_up.first.n, gate_up.first.k), std::tuple(192, 160));
+  EXPECT_EQ(gate_up.data_stride, 192 * 80);
+  EXPECT_EQ(gate_up.scales_stride, 192 * 5);
+  EXPECT_EQ(offset_of(gate_up.first.scales), named["layers.0.mlp.experts.gate_up.scales"].offset);
+  EXPECT_EQ(offset_of(mixture.down.bias), named["layers.0.mlp.experts.down.bias"].offset);
+
+  std::vector<std::string> linears;
+  for_each_linear(config, weights, [&](const auto& linear, const LinearShape& shape) {
+    static_cast<void>(linear);
+    linears.push_back(concat(shape.name, " ", shape.num_experts()));
+  });
+  EXPECT_THAT(linears,
+              ElementsAre("lm_head 0", "layers.0.attn.qkv 0", "layers.0.attn.o 0",
+                          "layers.0.mlp.router 0", "layers.0.mlp.experts.gate_up 6",
+                          "layers.0.mlp.experts.down 6", "layers.1.attn.qkv 0", "layers.1.attn.o 0",
+                          "layers.1.mlp.gate_up 0", "layers.1.mlp.down 0"));
+}
+
+TEST(WeightLayout, TransposesPlainExperts) {
+  const DecoderConfig config = parse_decoder_config(mixture_config(
+      {{"\"interleaved\": true,", "\"transposed\": true"},
+       {"\"gate_up\": {\"format\": \"mxfp4\"}, \"down\": {\"format\": \"mxfp4\"}", ""}}));
+  DecoderWeights weights;
+  Carver carver(DType::kFloat32, /*base=*/nullptr);
+  lay_out(config, carver, weights);
+  for (const NamedWeight& named : carver.take_named_weights()) {
+    if (named.name == "layers.0.mlp.experts.gate_up.weight") {
+      EXPECT_THAT(named.dims(), ElementsAre(6, 160, 192));
+      EXPECT_EQ(named.kind, WeightKind::kTransposed);
+    } else if (named.name == "layers.0.mlp.experts.down.weight") {
+      EXPECT_THAT(named.dims(), ElementsAre(6, 96, 160));
+      EXPECT_EQ(named.kind, WeightKind::kTransposed);
+    } else {
+      EXPECT_NE(named.kind, WeightKind::kTransposed) << named.name;
+    }
+  }
+  const ExpertMatrices& down = std::get<MoeMlpWeights>(weights.layers[0].mlp).down.weight;
+  EXPECT_EQ(std::tuple(down.first.n, down.first.k), std::tuple(160, 96));
+  EXPECT_EQ(down.data_stride, 160 * 96 * 4);
+}
+
+}  // namespace
+}  // namespace paceline
