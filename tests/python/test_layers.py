@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CUDA_ROOMS = {
     "common": "device",
     "attention": "ops",
+    "moe": "ops",
     "elementwise": "ops",
     "fork": "ops",
     "gemm": "ops",
