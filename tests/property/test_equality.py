@@ -2,9 +2,9 @@
 """Speculative output == plain output over the whole matrix: tokens, and logprobs bit for bit.
 
 Axes: family x drafter x k x block size x prefill chunk x batch x driver x early stop of drafting x
-position of drafts x device lateness x temperature x window lists x size of the KV pool x neighbours
-that are cancelled at random x samples per request. The reference runs every sample as a separate
-plain request. Assistants of Gemma 4 draft for its targets only.
+position of drafts x device lateness x temperature x truncation, penalties and bias x window lists x
+size of the KV pool x neighbours that are cancelled at random x samples per request. The reference
+runs every sample as a separate plain request. Assistants of Gemma 4 draft for its targets only.
 
 Level 1 (CI) runs a pairwise cover of all axes and 200 random cells; PACELINE_TEST_LEVEL=3 runs
 20,000 random cells, of more than a hundred million, which takes an hour or two.
@@ -78,6 +78,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "draft_position": ("last", "next"),
     "lateness": (0, 1, 2),
     "temperature": (0.0, 0.7, 1.0),
+    "has_sampling": (False, True),
     "use_window_lists": (False, True),
     "is_tight": (False, True),
     "has_neighbours": (False, True),
@@ -102,6 +103,7 @@ class Cell:
     draft_position: str
     lateness: int
     temperature: float
+    has_sampling: bool
     use_window_lists: bool
     is_tight: bool
     has_neighbours: bool
@@ -196,12 +198,30 @@ class Job:
     stop: tuple[int, ...]
     logprobs: int  # -1: none
     prompt_logprobs: int
+    sampling: dict[str, Any]
+
+
+def random_sampling(rng: random.Random) -> dict[str, Any]:
+    """Truncation, penalties and bias of a request; for a third of them none."""
+    if rng.random() < 1 / 3:
+        return {}
+    choices: dict[str, tuple[Any, ...]] = {
+        "top_k": (1, 5, 40),
+        "top_p": (0.3, 0.9),
+        "min_p": (0.02, 0.2),
+        "repetition_penalty": (0.9, 1.3),
+        "presence_penalty": (-0.4, 0.8),
+        "frequency_penalty": (-0.2, 0.5),
+        "logit_bias": ([(1 + rng.randrange(VOCAB - 1), 2.0), (0, -3.0)],),
+    }
+    return {name: rng.choice(of) for name, of in choices.items() if rng.random() < 0.4}
 
 
 @functools.cache
-def jobs(batch: int) -> tuple[Job, ...]:
+def jobs(batch: int, has_sampling: bool) -> tuple[Job, ...]:
     rng = random.Random(batch)
     asks = random.Random(-batch)
+    samples = random.Random(f"sampling {batch}")
     return tuple(
         Job(
             prompt=tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 50))),
@@ -210,6 +230,7 @@ def jobs(batch: int) -> tuple[Job, ...]:
             stop=(rng.randrange(VOCAB),) if rng.random() < 0.3 else (),
             logprobs=asks.choice((-1, -1, 0, MAX_LOGPROBS)),
             prompt_logprobs=asks.choice((-1, -1, 0, MAX_LOGPROBS)),
+            sampling=random_sampling(samples) if has_sampling else {},
         )
         for _ in range(batch)
     )
@@ -254,7 +275,7 @@ def run(
         request = executor.add_request(
             list(job.prompt), temperature=temperature, seed=job.seed, max_tokens=job.max_tokens,
             stop_token_ids=list(job.stop), logprobs=job.logprobs,
-            prompt_logprobs=job.prompt_logprobs, num_samples=num_samples,
+            prompt_logprobs=job.prompt_logprobs, num_samples=num_samples, **job.sampling,
         )  # fmt: skip
         assert request is not None
         return request
@@ -289,7 +310,9 @@ def run(
 def tight_bytes(cell: Cell, target: LoadedModel, draft: _core.Model | None) -> int:
     """Returns the bytes of a pool that holds the longest job and hardly another one."""
     low, high = 1 << 15, 1 << 26
-    longest = max(jobs(cell.batch), key=lambda job: len(job.prompt) + job.max_tokens)
+    longest = max(
+        jobs(cell.batch, cell.has_sampling), key=lambda job: len(job.prompt) + job.max_tokens
+    )
     extra = 60 if cell.has_neighbours else 0
     while high - low > low // 16:
         middle = (low + high) // 2
@@ -334,8 +357,8 @@ def options(cell: Cell, kv_cache_bytes: int) -> dict[str, Any]:
 
 @functools.cache
 def plain_outcomes(
-    family: str, dtype: str, batch: int, temperature: float, use_window_lists: bool,
-    num_samples: int,
+    family: str, dtype: str, batch: int, temperature: float, has_sampling: bool,
+    use_window_lists: bool, num_samples: int,
 ) -> tuple[Outcome, ...]:  # fmt: skip
     """The reference: no drafter, one thread, a pool for all jobs, one sample per request."""
     executor = _core.Executor(
@@ -350,8 +373,9 @@ def plain_outcomes(
             "max_logprobs": MAX_LOGPROBS,
         },
     )
+    work = as_separate_requests(jobs(batch, has_sampling), num_samples)
     try:
-        return tuple(run(executor, as_separate_requests(jobs(batch), num_samples), temperature))
+        return tuple(run(executor, work, temperature))
     finally:
         executor.close()
 
@@ -367,14 +391,14 @@ def check(cell: Cell, **acceptance: Any) -> None:
     is_model = cell.drafter != "ngram"
     draft = model(cell.family, cell.drafter, cell.dtype).model if is_model else None
     expected = plain_outcomes(
-        cell.family, cell.dtype, cell.batch, cell.temperature, cell.use_window_lists,
-        cell.num_samples,
+        cell.family, cell.dtype, cell.batch, cell.temperature, cell.has_sampling,
+        cell.use_window_lists, cell.num_samples,
     )  # fmt: skip
     kv_cache_bytes = tight_bytes(cell, target, draft) if cell.is_tight else 32 << 20
     executor = _core.Executor(target.model, draft, options(cell, kv_cache_bytes) | acceptance)
     try:
         actual = run(
-            executor, jobs(cell.batch), cell.temperature,
+            executor, jobs(cell.batch, cell.has_sampling), cell.temperature,
             neighbours=5 if cell.has_neighbours else 0, num_samples=cell.num_samples,
         )  # fmt: skip
         assert executor.check_integrity() == ""
@@ -389,7 +413,8 @@ def check(cell: Cell, **acceptance: Any) -> None:
         assert got.prompt_logprobs == want.prompt_logprobs, f"job {i} of {cell}"
         totals["drafted"] += got.drafted
         totals["accepted"] += got.accepted
-        if cell.drafter == "self":
+        # The drafter's draws see no penalties and no bias.
+        if cell.drafter == "self" and not cell.has_sampling:
             assert got.accepted == got.drafted, (
                 f"job {i} of {cell}: a draft of the target itself was rejected"
             )
