@@ -6,6 +6,7 @@
 
 #include <limits>
 
+#include "gemm/expert_launch.h"
 #include "gemm/gemm_launch.cuh"
 #include "gemm/gemm_planner.h"
 
@@ -84,54 +85,6 @@ void launch_for_rows(CudaContext& ctx, const GemmParams& p) {
                   TokenRows<128>>(ctx, p);
 }
 
-// --- float32, for tests ----------------------------------------------------------------------
-
-// A block computes 16 x 16 outputs; each thread walks K in ascending order with one accumulator.
-__global__ void gemm_float_kernel(const GemmArgs args, const float* x, int64_t x_stride,
-                                  const float* weight) {
-  constexpr int32_t kSide = 16;
-  __shared__ float x_tile[kSide][kSide];
-  __shared__ float w_tile[kSide][kSide + 1];
-  let_successor_start();
-  wait_for_predecessor();
-  const int32_t num_rows = min(*args.num_rows, args.max_rows);
-  const int32_t tx = static_cast<int32_t>(threadIdx.x);
-  const int32_t ty = static_cast<int32_t>(threadIdx.y);
-  const int32_t row = static_cast<int32_t>(blockIdx.y) * kSide + ty;
-  const int32_t first_column = static_cast<int32_t>(blockIdx.x) * kSide;
-  float sum = 0;
-  for (int32_t k = 0; k < args.k; k += kSide) {
-    const bool is_inside = k + tx < args.k;
-    x_tile[ty][tx] = row < num_rows && is_inside ? x[row * x_stride + k + tx] : 0.0f;
-    w_tile[ty][tx] = first_column + ty < args.n && is_inside
-                         ? weight[int64_t{first_column + ty} * args.k + k + tx]
-                         : 0.0f;
-    __syncthreads();
-    for (int32_t i = 0; i < kSide; ++i) sum = __fmaf_rn(x_tile[ty][i], w_tile[tx][i], sum);
-    __syncthreads();
-  }
-  const int32_t column = first_column + tx;
-  if (row >= num_rows || column >= args.n) return;
-  const float bias = args.bias != nullptr ? args.bias[column] : 0.0f;
-  static_cast<float*>(args.y)[row * args.y_stride + column] = sum + bias;
-}
-
-void launch_float(CudaContext& ctx, const GemmParams& p) {
-  const GemmArgs args = {.num_rows = p.num_rows,
-                         .max_rows = p.max_rows,
-                         .bias = p.bias,
-                         .y = p.y,
-                         .y_stride = p.y_stride,
-                         .n = p.weight.n,
-                         .k = p.weight.k,
-                         .num_stages = 0,
-                         .stage_bytes = 0,
-                         .block_tokens = 0};
-  launch(ctx, "gemm_float", &gemm_float_kernel,
-         dim3((p.weight.n + 15) / 16, (p.max_rows + 15) / 16), dim3(16, 16), 0, args,
-         static_cast<const float*>(p.x), p.x_stride, reinterpret_cast<const float*>(p.weight.data));
-}
-
 }  // namespace
 }  // namespace cuda
 
@@ -139,11 +92,23 @@ void gemm(CudaContext& ctx, const GemmParams& p) {
   if (p.max_rows <= 0) return;
   if (ctx.trace != nullptr) ctx.trace->label_next(concat("gemm ", p.weight.n, "x", p.weight.k));
   PACELINE_CHECK(p.x_dtype == p.weight.dtype, "on a GPU x has the dtype of the weights");
-  if (p.weight.dtype == DType::kFloat32) {
-    PACELINE_CHECK(p.y_dtype == DType::kFloat32, "float32 products have float32 outputs");
-    return cuda::launch_float(ctx, p);
+  if (p.weight.dtype == DType::kFloat32 || p.weight.format != WeightFormat::kPlain) {
+    return cuda::launch_any_format(ctx,
+                                   {.expert_begin = nullptr,
+                                    .max_rows = p.max_rows,
+                                    .x = p.x,
+                                    .x_stride = p.x_stride,
+                                    .x_rows = nullptr,
+                                    .num_x_rows = p.max_rows,
+                                    .weight = {.first = p.weight, .num_experts = 1},
+                                    .bias = p.bias,
+                                    .y = p.y,
+                                    .y_stride = p.y_stride,
+                                    .x_dtype = p.x_dtype,
+                                    .y_dtype = p.y_dtype},
+                                   p.num_rows);
   }
-  PACELINE_CHECK(p.weight.dtype == DType::kBFloat16, "gemm weights are float32 or bfloat16");
+  PACELINE_CHECK(p.weight.dtype == DType::kBFloat16, "products are of float32 or bfloat16");
   if (p.weight.k % 8 != 0 || p.x_stride % 8 != 0) {
     throw Unsupported(concat("a product over ", p.weight.k, " columns with rows ", p.x_stride,
                              " apart; on a GPU both must be multiples of 8"));

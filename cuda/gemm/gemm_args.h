@@ -24,8 +24,9 @@ struct GemmArgs {
 enum class RowsAre : uint8_t { kWeights, kTokens };
 
 // The outputs of one block: `groups` warpgroups of 64 rows each by `columns`. A stage of the ring
-// holds `steps` times 64 columns of K.
-template <RowsAre rows_are, int32_t groups, int32_t columns, int32_t steps = 1>
+// holds `steps` times 64 columns of K, with weights of `weight_bits` bits each.
+template <RowsAre rows_are, int32_t groups, int32_t columns, int32_t steps = 1,
+          int32_t weight_bits = 16>
 struct Tile {
   static constexpr int32_t kGroups = groups;
   static constexpr int32_t kGroupRows = 64;
@@ -38,7 +39,7 @@ struct Tile {
 
   static constexpr int32_t kDepth = 64;  // columns of K in one 128-byte row
   static constexpr int32_t kRowBytes = kDepth * 2;
-  static constexpr int32_t kWeightBytes = kWeights * kRowBytes;
+  static constexpr int32_t kWeightBytes = kWeights * kDepth * weight_bits / 8;
   static constexpr int32_t kTokenBytes = kTokens * kRowBytes;
   static constexpr int32_t kStageBytes = kSteps * (kWeightBytes + kTokenBytes);
 

@@ -73,22 +73,18 @@ struct StagedTile {
     }
   }
 
-  // Writes the part of the tile that is inside y. Call after all threads have stored their parts.
-  __device__ __forceinline__ void write(const GemmArgs& args, int32_t first_token,
-                                        int32_t first_column) const {
-    const int32_t num_rows = min(*args.num_rows, args.max_rows);
-    const int32_t num_tokens = min(num_rows - first_token, args.block_tokens);
-    const int32_t num_columns = min(args.n - first_column, Tile::kWeights);
-    Out* const y = static_cast<Out*>(args.y) + int64_t{first_token} * args.y_stride + first_column;
-    const bool is_aligned =
-        args.y_stride % kVector == 0 && reinterpret_cast<uintptr_t>(y) % 16 == 0;
+  // Writes the first tokens and columns of the tile to y, which points to the first of them. Call
+  // after all threads have stored their parts.
+  __device__ __forceinline__ void write(Out* y, int64_t y_stride, int32_t num_tokens,
+                                        int32_t num_columns) const {
+    const bool is_aligned = y_stride % kVector == 0 && reinterpret_cast<uintptr_t>(y) % 16 == 0;
     constexpr int32_t kPieces = Tile::kWeights / kVector;  // of one token
     for (int32_t i = static_cast<int32_t>(threadIdx.x); i < num_tokens * kPieces;
          i += Tile::kConsumers) {
       const int32_t token = i / kPieces;
       const int32_t begin = i % kPieces * kVector;
       const Out* const from = data + token * kPitch + begin;
-      Out* const to = y + token * args.y_stride + begin;
+      Out* const to = y + token * y_stride + begin;
       if (is_aligned && begin + kVector <= num_columns) {
         *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
       } else {

@@ -179,7 +179,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
                  : 0.0f;
     });
     asm volatile("bar.sync 1, %0;" ::"n"(Tile::kConsumers) : "memory");
-    staged.write(args, first_token, first_column);
+    const int32_t num_rows = min(*args.num_rows, args.max_rows);
+    staged.write(static_cast<Out*>(args.y) + int64_t{first_token} * args.y_stride + first_column,
+                 args.y_stride, min(num_rows - first_token, args.block_tokens),
+                 min(args.n - first_column, Tile::kWeights));
   }
 }
 

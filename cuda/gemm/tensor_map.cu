@@ -28,25 +28,43 @@ EncodeTiled encode_tiled() {
   return function;
 }
 
+// Rank: the number of dimensions, the innermost first; pitch: bytes, without the innermost one.
+template <size_t kRank>
+CUtensorMap encode(CUtensorMapDataType type, const void* data,
+                   const std::array<cuuint64_t, kRank>& extent,
+                   const std::array<cuuint64_t, kRank - 1>& pitch,
+                   const std::array<cuuint32_t, kRank>& box, CUtensorMapSwizzle swizzle) {
+  CUtensorMap map;
+  std::array<cuuint32_t, kRank> steps;
+  steps.fill(1);
+  const CUresult status =
+      encode_tiled()(&map, type, kRank, const_cast<void*>(data), extent.data(), pitch.data(),
+                     box.data(), steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  PACELINE_CHECK(status == CUDA_SUCCESS, "tensor map of [", extent[1], ", ", extent[0], "] pitch ",
+                 pitch[0], " at ", data, ": CUresult ", static_cast<int>(status));
+  return map;
+}
+
 }  // namespace
 
 CUtensorMap tensor_map(const void* data, int32_t rows, int32_t columns, int64_t stride,
                        int32_t box_rows) {
   constexpr cuuint32_t kBoxColumns = 64;
-  CUtensorMap map;
-  const std::array<cuuint64_t, 2> extent = {static_cast<cuuint64_t>(columns),
-                                            static_cast<cuuint64_t>(rows)};
-  const std::array<cuuint64_t, 1> pitch = {static_cast<cuuint64_t>(stride) * 2};
-  const std::array<cuuint32_t, 2> box = {kBoxColumns, static_cast<cuuint32_t>(box_rows)};
-  const std::array<cuuint32_t, 2> steps = {1, 1};
-  const CUresult status =
-      encode_tiled()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(data),
-                     extent.data(), pitch.data(), box.data(), steps.data(),
-                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  PACELINE_CHECK(status == CUDA_SUCCESS, "tensor map of [", rows, ", ", columns, "] stride ",
-                 stride, " at ", data, ": CUresult ", static_cast<int>(status));
-  return map;
+  return encode<2>(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, data,
+                   {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)},
+                   {static_cast<cuuint64_t>(stride) * 2},
+                   {kBoxColumns, static_cast<cuuint32_t>(box_rows)}, CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
+CUtensorMap byte_map(const void* data, int32_t matrices, int64_t stride, int32_t rows,
+                     int64_t row_bytes, int32_t box_rows, int32_t box_bytes) {
+  return encode<3>(CU_TENSOR_MAP_DATA_TYPE_UINT8, data,
+                   {static_cast<cuuint64_t>(row_bytes), static_cast<cuuint64_t>(rows),
+                    static_cast<cuuint64_t>(matrices)},
+                   {static_cast<cuuint64_t>(row_bytes), static_cast<cuuint64_t>(stride)},
+                   {static_cast<cuuint32_t>(box_bytes), static_cast<cuuint32_t>(box_rows), 1},
+                   box_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 }  // namespace paceline::cuda

@@ -12,4 +12,10 @@ namespace paceline::cuda {
 CUtensorMap tensor_map(const void* data, int32_t rows, int32_t columns, int64_t stride,
                        int32_t box_rows);
 
+// Describes `matrices` matrices of [rows, row_bytes] bytes, `stride` bytes apart, to the copy
+// engine. It copies boxes of box_rows x box_bytes of one matrix to shared memory in the swizzle
+// that spans box_bytes, which is 64 or 128. Row bytes and stride are multiples of 16.
+CUtensorMap byte_map(const void* data, int32_t matrices, int64_t stride, int32_t rows,
+                     int64_t row_bytes, int32_t box_rows, int32_t box_bytes);
+
 }  // namespace paceline::cuda

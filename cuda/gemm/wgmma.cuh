@@ -10,11 +10,9 @@
 
 #include <cstdint>
 
-namespace paceline::cuda {
+#include "common/mma.cuh"
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
+namespace paceline::cuda {
 
 // --- mbarrier --------------------------------------------------------------------------------
 
@@ -76,6 +74,23 @@ __device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int32
       ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
       "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
+}
+
+// Copies the box at (byte, row, matrix) of a three-dimensional map of bytes.
+__device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int32_t byte,
+                                         int32_t row, int32_t matrix, uint64_t* barrier,
+                                         uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(to)),
+      "l"(map), "r"(byte), "r"(row), "r"(matrix), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
+// Orders this thread's earlier writes to shared memory (cp.async that has completed, too) before
+// what the tensor cores read: they access it through another proxy.
+__device__ __forceinline__ void fence_shared_for_wgmma() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // --- wgmma -----------------------------------------------------------------------------------

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Products of weights of any format, of one matrix or of a mixture's. A product of one matrix is a
+// mixture of one expert: p.expert_begin is null, and the rows are [0, *num_rows). A mixture does
+// not read num_rows.
+
+#include <cstdint>
+
+#include "ops/moe.h"
+
+namespace paceline {
+
+struct CudaContext;
+
+namespace cuda {
+
+// Launches the kernel for the format and dtype of the weights.
+void launch_any_format(CudaContext& ctx, const ExpertGemmParams& p, const int32_t* num_rows);
+
+// bfloat16, on tensor cores; every format is compiled in a file of its own.
+template <WeightFormat format>
+void launch_expert_gemm(CudaContext& ctx, const ExpertGemmParams& p, const int32_t* num_rows);
+template <>
+void launch_expert_gemm<WeightFormat::kPlain>(CudaContext&, const ExpertGemmParams&,
+                                              const int32_t*);
+template <>
+void launch_expert_gemm<WeightFormat::kFp8>(CudaContext&, const ExpertGemmParams&, const int32_t*);
+template <>
+void launch_expert_gemm<WeightFormat::kMxfp4>(CudaContext&, const ExpertGemmParams&,
+                                              const int32_t*);
+
+// float32: a plain kernel, for tests.
+void launch_float_gemm(CudaContext& ctx, const ExpertGemmParams& p, const int32_t* num_rows);
+
+}  // namespace cuda
+}  // namespace paceline
