@@ -28,8 +28,8 @@ import paceline
 from evidence_tables import rows_of, table
 from paceline.config import DEVICES, DTYPES
 from paceline.loader import ARCHITECTURES
-from paceline.loader.binding import STORED_DTYPES
 from paceline.loader.families import is_same_family
+from paceline.loader.formats import PLAIN_DTYPES
 from paceline.speculative_config import LATER_METHODS, METHODS, SpeculativeConfig
 from paceline.vllm_arguments import ADVICE, LEAVE_OUT
 
@@ -43,6 +43,7 @@ FAMILIES: Final = {
     "Qwen3ForCausalLM": "Qwen3",
     "Gemma3ForCausalLM": "Gemma 3",
     "Gemma4ForCausalLM": "Gemma 4 (dense)",
+    "GptOssForCausalLM": "GPT-OSS",
 }
 DRAFTERS: Final = {
     "draft_model": "draft model: a smaller model with the same token ids",
@@ -134,8 +135,8 @@ def support() -> str:
         ("drafters", drafted, "[choosing a drafter](docs/choosing-a-drafter.md)"),
         (
             "weights",
-            f"safetensors in {', '.join(STORED_DTYPES)}; folders of `paceline convert`; "
-            "tensors in memory (DLPack)",
+            f"safetensors in {', '.join(PLAIN_DTYPES)}, fp8 and, for GPT-OSS, mxfp4; "
+            "folders of `paceline convert`; tensors in memory (DLPack)",
             "[loading](docs/loading.md)",
         ),
         (

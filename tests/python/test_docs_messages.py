@@ -139,7 +139,7 @@ CASES: dict[str, Callable[[Path], object]] = {
     "other_target": lambda folder: llm(GEMMA4, speculative_config=drafted(HEAD)),
     "pickle": pickled,
     "quantised": lambda folder: llm(
-        copy(TARGET, folder, quantization_config={"quant_method": "fp8"})
+        copy(TARGET, folder, quantization_config={"quant_method": "awq"})
     ),
     "small_pool": lambda folder: llm(kv_cache_bytes=1000),
     "tensor_parallel": lambda folder: llm(tensor_parallel_size=2),

@@ -21,7 +21,7 @@ from tiny_models import FULL, SLIDING, write_json
 ALL_ARCHITECTURES = (
     "LlamaForCausalLM, Qwen3ForCausalLM, Gemma3ForCausalLM, Gemma3ForConditionalGeneration, "
     "Gemma3TextModel, Gemma4ForCausalLM, Gemma4ForConditionalGeneration, Gemma4TextModel, "
-    "Gemma4UnifiedForCausalLM, Gemma4UnifiedForConditionalGeneration"
+    "Gemma4UnifiedForCausalLM, Gemma4UnifiedForConditionalGeneration, GptOssForCausalLM"
 )
 
 
@@ -218,11 +218,6 @@ def test_bad_combination(
         ),
         (LLAMA, {"partial_rotary_factor": 0.5}, ('"partial_rotary_factor" is 0.5', "1.0")),
         (LLAMA, {"hidden_act": "relu"}, ('"hidden_act" is "relu"', "silu", "gelu_pytorch_tanh")),
-        (
-            LLAMA,
-            {"quantization_config": {"quant_method": "awq"}},
-            ('"quantization_config"', "awq", "BF16, F16 or F32"),
-        ),
         (QWEN3, {"use_sliding_window": True}, ('"use_sliding_window" is true', "false")),
         (
             QWEN3,

@@ -30,6 +30,14 @@ GEMMA4 = {
     "head_dim": 16,
     "hidden_size_per_layer_input": 0,
 }
+# Published files have every size, though transformers has defaults.
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,

@@ -10,10 +10,9 @@ from typing import Final
 from paceline._core import ModelFileError
 
 from .family import LM_HEADS, Family, TensorSpec
+from .formats import FP8_DTYPE, PLAIN_DTYPES
 from .messages import name_some, quote
 from .tensor_source import TensorSource, Weights
-
-STORED_DTYPES: Final = ("BF16", "F16", "F32")
 
 # The cure, in messages, for a drafter that was given as the target.
 CURE: Final = ": name it in speculative_config['model'], or after --draft of `paceline convert`"
@@ -27,7 +26,7 @@ class BoundTensor:
         spec: The tensor that the model needs.
         shard: What holds it.
         source: Its full name there.
-        dtype: The stored dtype: "BF16", "F16" or "F32".
+        dtype: The stored dtype, as safetensors spells it.
         nbytes: The size as stored, in bytes.
     """
 
@@ -70,11 +69,8 @@ def bind(family: Family, weights: Weights, config_source: str) -> tuple[BoundTen
             missing.append(source)
             continue
         dtype, shape, nbytes = shard.info(source)
-        if dtype not in STORED_DTYPES:
-            raise NotImplementedError(
-                f"{shard.path}: tensor {quote(source)} is stored as {dtype}, which Paceline does "
-                f"not support; supported: {', '.join(STORED_DTYPES)}"
-            )
+        if dtype not in spec.dtypes:
+            raise _wrong_dtype(f"{shard.path}: tensor {quote(source)}", dtype, spec, config_source)
         if tuple(shape) != spec.shape:
             raise ModelFileError(
                 f"{shard.path}: tensor {quote(source)} has shape {list(shape)}; expected "
@@ -87,6 +83,21 @@ def bind(family: Family, weights: Weights, config_source: str) -> tuple[BoundTen
     return tuple(bound)
 
 
+def _wrong_dtype(tensor: str, dtype: str, spec: TensorSpec, config_source: str) -> Exception:
+    if spec.dtypes != PLAIN_DTYPES:
+        return ModelFileError(
+            f"{tensor} is stored as {dtype}; expected {' or '.join(spec.dtypes)}, because key "
+            f'"quantization_config" of {config_source} gives its matrix scales'
+        )
+    hint = ""
+    if dtype == FP8_DTYPE:
+        hint = f' ({dtype} only where "quantization_config" of {config_source} gives it scales)'
+    return NotImplementedError(
+        f"{tensor} is stored as {dtype}, which Paceline does not support; supported: "
+        f"{', '.join(PLAIN_DTYPES)}{hint}"
+    )
+
+
 def _raise_missing(missing: list[str], family: Family, weights: Weights) -> None:
     count = "1 tensor is" if len(missing) == 1 else f"{len(missing)} tensors are"
     hint = ""
@@ -96,6 +107,10 @@ def _raise_missing(missing: list[str], family: Family, weights: Weights) -> None
         hint = f"; with 'fc.weight' it is an EAGLE draft head and no target{CURE}"
     elif missing == [family.lm_head_names[0]] and family.tied_table is None:
         hint = '; a model that shares it with the embeddings says "tie_word_embeddings": true'
+    elif f"{missing[0]}_blocks" in weights.owners:
+        hint = '; for its "_blocks" the configuration needs a "quantization_config" (mxfp4)'
+    elif missing[0].removesuffix("_blocks") in weights.owners:
+        hint = '; without "_blocks" the configuration may have no "quantization_config"'
     elif missing[0].endswith("embed_tokens.weight") and len(missing) > 1:
         prefixes = ", ".join(map(repr, family.prefixes))
         hint = f"; there are {name_some(weights.owners)}; allowed prefixes: {prefixes}"

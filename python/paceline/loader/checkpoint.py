@@ -22,6 +22,7 @@ from .drafters import Target
 from .families import ARCHITECTURES, check_dtype, translate
 from .family import Family
 from .folder import CheckpointFolder, Source, as_folder
+from .formats import PLAIN_DTYPES
 from .hf_config import HfConfig, parse_hf_config
 from .kinds import kind_of_config
 from .messages import model_name, quote, show
@@ -135,8 +136,8 @@ def open_checkpoint(source: Source, dtype: str = "auto", *, is_drafter: bool = F
     Args:
         source: The folder: `config.json` and `model.safetensors`, or shards with
             `model.safetensors.index.json`.
-        dtype: "float32", "bfloat16", or "auto": bfloat16 when every matrix is stored as BF16, else
-            float32.
+        dtype: "float32", "bfloat16", or "auto": bfloat16 when every matrix without scales is stored
+            as BF16, else float32.
         is_drafter: It is a draft model, whose end-of-sequence ids are not used.
 
     Returns:
@@ -255,8 +256,10 @@ def widened(tensor: BoundTensor) -> npt.NDArray[np.float32]:
 
 
 def _choose_dtype(dtype: str, tensors: Iterable[BoundTensor]) -> tuple[str, list[str]]:
-    """The weight dtype, and notes about the choice."""
-    matrices = [tensor for tensor in tensors if tensor.spec.is_matrix]
+    """The weight dtype, and notes about the choice; matrices with scales do not count."""
+    matrices = [
+        tensor for tensor in tensors if tensor.spec.is_matrix and tensor.dtype in PLAIN_DTYPES
+    ]
     stored = {tensor.dtype for tensor in matrices}
     names = " and ".join(sorted(stored))
     if dtype == "auto":

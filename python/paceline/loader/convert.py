@@ -25,7 +25,7 @@ from .folder import GENERATION_NAME, TOKENIZER_NAME, CheckpointFolder
 from .pickles import convert_pickle
 from .tokenizer import TokenizerInfo, check_tokenizers
 
-_ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2}
+_ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "U8": 1}
 
 
 def convert(

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from paceline._core import ModelFileError
 
+from .formats import NO_FORMATS, LayerFormats
 from .hf_config import HfConfig
 from .layer_types import SLIDING
 from .rope import RopeSettings, inverse_frequencies
@@ -48,7 +49,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Layer:
-    """Settings that may differ from layer to layer; only Gemma 4 uses the last three.
+    """Settings that may differ from layer to layer.
 
     Attributes:
         layer_type: One of `LAYER_TYPES`.
@@ -58,6 +59,7 @@ class Layer:
         k_eq_v: Values are the keys before norm and rotation.
         kv_source: The earlier layer whose KV this layer reads; None: it has its own.
         reads_target: In a drafter: the layer reads the KV of a layer of the target.
+        formats: The formats of its Linears.
     """
 
     layer_type: str
@@ -67,6 +69,7 @@ class Layer:
     k_eq_v: bool = False
     kv_source: int | None = None
     reads_target: bool = False
+    formats: LayerFormats = NO_FORMATS
 
     @property
     def owns_kv(self) -> bool:
@@ -80,6 +83,23 @@ def same_layers(sizes: Sizes, layer_types: tuple[str, ...]) -> tuple[Layer, ...]
         Layer(layer_type, sizes.kv_heads, sizes.head_dim, sizes.intermediate)
         for layer_type in layer_types
     )
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The mixture of experts in every layer of GPT-OSS.
+
+    Attributes:
+        experts: How many experts there are.
+        top_k: How many of them a token uses.
+        alpha: Of the activation, like the next.
+        limit: The largest gate and the largest magnitude of an up.
+    """
+
+    experts: int
+    top_k: int
+    alpha: float
+    limit: float
 
 
 @dataclass(frozen=True)
@@ -148,10 +168,12 @@ def read_sizes(
     )
 
 
-def check_common(hf: HfConfig, *, may_be_bidirectional_in_images: bool = False) -> None:
+def check_common(
+    hf: HfConfig, *, may_be_bidirectional_in_images: bool = False, may_have_scales: bool = False
+) -> None:
     """Refuses settings that no family here supports."""
     for section in (hf.top, hf.text):
-        if section.has("quantization_config"):
+        if section.has("quantization_config") and not may_have_scales:
             raise section.refusal("quantization_config", "none (weights in BF16, F16 or F32)")
         for key in ("is_encoder_decoder", "add_cross_attention"):
             if section.boolean(key, False):
@@ -194,6 +216,8 @@ def describe(
     has_v_norm: bool = False,
     has_post_norms: bool = False,
     has_layer_scale: bool = False,
+    has_sinks: bool = False,
+    mixture: Mixture | None = None,
     per_layer_inputs: PerLayerInputs | None = None,
     norm_weight_offset: float = 0.0,
     embed_scale: float = 1.0,
@@ -226,10 +250,15 @@ def describe(
             attention["has_v_norm"] = True
         if layer.k_eq_v:
             attention["k_eq_v"] = True
+        if has_sinks:
+            attention["has_sinks"] = True
+        attention |= layer.formats.entries("qkv", "o")
         mlp = {
             "intermediate": layer.intermediate,
             "activation": activation,
             "has_bias": mlp_bias,
+            **({} if mixture is None else _mixture_entries(mixture, layer)),
+            **layer.formats.entries("gate_up", "down"),
         }
         described.append({"attention": attention, "mlp": mlp})
     optional: dict[str, Any] = {}
@@ -263,6 +292,21 @@ def describe(
         ],
         "layers": described,
     }
+
+
+def _mixture_entries(mixture: Mixture, layer: Layer) -> dict[str, Any]:
+    entries: dict[str, Any] = {
+        "num_experts": mixture.experts,
+        "top_k": mixture.top_k,
+        "router": "softmax_of_chosen",
+        "has_router_bias": True,
+        "alpha": mixture.alpha,
+        "limit": mixture.limit,
+        "interleaved": True,
+    }
+    if layer.formats.gate_up is None:
+        entries["transposed"] = True
+    return entries
 
 
 def round_to_float32(value: float) -> float:

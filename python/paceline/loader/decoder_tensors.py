@@ -5,8 +5,17 @@ from __future__ import annotations
 
 from typing import Final
 
-from .decoder import Layer, PerLayerInputs, Sizes
+from .decoder import Layer, Mixture, PerLayerInputs, Sizes
 from .family import TensorSpec
+from .formats import (
+    FP8_DTYPE,
+    MXFP4_COLUMNS,
+    MXFP4_DTYPE,
+    PLAIN_DTYPES,
+    SCALE_DTYPES,
+    Dim,
+    MatrixFormat,
+)
 
 # Tensors of a layer: canonical name, name in the checkpoint.
 LINEARS: Final = (
@@ -49,18 +58,15 @@ def decoder_tensors(
     attention_bias: bool = False,
     mlp_bias: bool = False,
     has_layer_scale: bool = False,
+    has_sinks: bool = False,
+    mixture: Mixture | None = None,
     per_layer_inputs: PerLayerInputs | None = None,
 ) -> tuple[TensorSpec, ...]:
     """Lists every tensor, in the order in which the model is filled."""
     hidden = (sizes.hidden, "hidden_size")
     vocab = (sizes.vocab, "vocab_size")
 
-    def spec(name: str, source: str, *dims: tuple[int, str]) -> TensorSpec:
-        return TensorSpec(
-            name, source, tuple(size for size, _ in dims), ", ".join(key for _, key in dims)
-        )
-
-    specs = [spec("embed.weight", "embed_tokens.weight", vocab, hidden)]
+    specs = [_spec("embed.weight", "embed_tokens.weight", vocab, hidden)]
     size = width = (0, "")
     if per_layer_inputs is not None:
         size = (per_layer_inputs.size, "hidden_size_per_layer_input")
@@ -70,9 +76,9 @@ def decoder_tensors(
         )
         rows = (per_layer_inputs.vocab, "vocab_size_per_layer_input")
         specs += [
-            spec("per_layer.embed.weight", "embed_tokens_per_layer.weight", rows, width),
-            spec("per_layer.proj.weight", "per_layer_model_projection.weight", width, hidden),
-            spec("per_layer.norm.weight", "per_layer_projection_norm.weight", size),
+            _spec("per_layer.embed.weight", "embed_tokens_per_layer.weight", rows, width),
+            _spec("per_layer.proj.weight", "per_layer_model_projection.weight", width, hidden),
+            _spec("per_layer.norm.weight", "per_layer_projection_norm.weight", size),
         ]
     for i, layer in enumerate(layers):
         ours, theirs = f"layers.{i}.", f"layers.{i}."
@@ -92,35 +98,92 @@ def decoder_tensors(
             "mlp.up": (intermediate, hidden),
             "mlp.down": (hidden, intermediate),
         }
-        absent: set[str] = set()
+        absent: set[str] = set() if mixture is None else {"mlp.gate", "mlp.up", "mlp.down"}
         if layer.k_eq_v:
-            absent = {"attn.v"}
+            absent |= {"attn.v"}
         if not layer.owns_kv:
-            absent = {"attn.k", "attn.v", "attn.k_norm.weight"}
-        specs += [spec(ours + name, theirs + source, hidden) for name, source in norms]
+            absent |= {"attn.k", "attn.v", "attn.k_norm.weight"}
+        specs += [_spec(ours + name, theirs + source, hidden) for name, source in norms]
         if has_qk_norm:
             specs += [
-                spec(ours + name, theirs + source, head_dim)
+                _spec(ours + name, theirs + source, head_dim)
                 for name, source in QK_NORMS
                 if name not in absent
             ]
         for name, source in LINEARS:
             if name in absent:
                 continue
-            rows, columns = out_in[name]
-            specs.append(spec(f"{ours}{name}.weight", f"{theirs}{source}.weight", rows, columns))
+            specs += _matrix(
+                f"{ours}{name}", f"{theirs}{source}", *out_in[name], layer.formats.of(name)
+            )
+            rows, _ = out_in[name]
             if mlp_bias if name.startswith("mlp.") else attention_bias:
-                specs.append(spec(f"{ours}{name}.bias", f"{theirs}{source}.bias", rows))
+                specs.append(_spec(f"{ours}{name}.bias", f"{theirs}{source}.bias", rows))
+        if has_sinks:
+            heads = (sizes.qo_heads, "num_attention_heads")
+            specs.append(_spec(f"{ours}attn.sinks", f"{theirs}self_attn.sinks", heads))
+        if mixture is not None:
+            specs += _mixture(f"{ours}mlp.", f"{theirs}mlp.", mixture, layer, hidden, intermediate)
         if per_layer_inputs is not None:
             for (name, source), dims in (
                 (_PER_LAYER_GATE, (size, hidden)),
                 (_PER_LAYER_PROJ, (hidden, size)),
                 (_PER_LAYER_NORM, (hidden,)),
             ):
-                specs.append(spec(ours + name, theirs + source, *dims))
+                specs.append(_spec(ours + name, theirs + source, *dims))
         if has_layer_scale:
-            specs.append(spec(f"{ours}scale", f"{theirs}layer_scalar", (1, "1")))
-    specs.append(spec("final_norm.weight", "norm.weight", hidden))
+            specs.append(_spec(f"{ours}scale", f"{theirs}layer_scalar", (1, "1")))
+    specs.append(_spec("final_norm.weight", "norm.weight", hidden))
     if not ties_lm_head:
-        specs.append(spec("lm_head.weight", "lm_head.weight", vocab, hidden))
+        specs.append(_spec("lm_head.weight", "lm_head.weight", vocab, hidden))
     return tuple(specs)
+
+
+def _spec(name: str, source: str, *dims: Dim, dtypes: tuple[str, ...] = PLAIN_DTYPES) -> TensorSpec:
+    return TensorSpec(
+        name, source, tuple(size for size, _ in dims), ", ".join(key for _, key in dims), dtypes
+    )
+
+
+def _matrix(
+    name: str, source: str, rows: Dim, columns: Dim, format: MatrixFormat | None
+) -> list[TensorSpec]:
+    """The matrix of a Linear, and its scales."""
+    if format is None:
+        return [_spec(f"{name}.weight", f"{source}.weight", rows, columns)]
+    scales = format.scale_dims(rows, columns)
+    return [
+        _spec(f"{name}.weight", f"{source}.weight", rows, columns, dtypes=(FP8_DTYPE,)),
+        _spec(f"{name}.scales", f"{source}.{format.suffix}", *scales, dtypes=SCALE_DTYPES),
+    ]
+
+
+def _mixture(
+    ours: str, theirs: str, mixture: Mixture, layer: Layer, hidden: Dim, intermediate: Dim
+) -> list[TensorSpec]:
+    """The router and the experts of a layer."""
+    experts = (mixture.experts, "num_local_experts")
+    wide = (2 * intermediate[0], f"2 * {intermediate[1]}")
+    specs = [
+        _spec(f"{ours}router.weight", f"{theirs}router.weight", experts, hidden),
+        _spec(f"{ours}router.bias", f"{theirs}router.bias", experts),
+    ]
+    for name, rows, columns, format in (
+        ("gate_up", wide, hidden, layer.formats.gate_up),
+        ("down", hidden, intermediate, layer.formats.down),
+    ):
+        canonical, source = f"{ours}experts.{name}", f"{theirs}experts.{name}_proj"
+        if format is None:
+            # x @ W, not x @ W^T.
+            specs.append(_spec(f"{canonical}.weight", source, experts, columns, rows))
+        else:
+            size, keys = columns
+            scales = (experts, rows, (size // MXFP4_COLUMNS, f"{keys} / {MXFP4_COLUMNS}"))
+            block = (MXFP4_COLUMNS // 2, f"{MXFP4_COLUMNS // 2}")
+            u8 = (MXFP4_DTYPE,)
+            specs += [
+                _spec(f"{canonical}.weight", f"{source}_blocks", *scales, block, dtypes=u8),
+                _spec(f"{canonical}.scales", f"{source}_scales", *scales, dtypes=u8),
+            ]
+        specs.append(_spec(f"{canonical}.bias", f"{source}_bias", experts, rows))
+    return specs

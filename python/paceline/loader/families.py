@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Families of Hugging Face checkpoints as canonical decoder descriptions and tensor names.
 
-Only this file and `gemma4.py` know the names of families of targets. Their result is the
-description and the tensor names of `docs/model-format.md`, and no later code depends on the family.
+Only this file, `gemma4.py` and `gpt_oss.py` know the names of families of targets. Their result is
+the description and the tensor names of `docs/model-format.md`, and no later code depends on the
+family.
 """
 
 from __future__ import annotations
@@ -24,8 +25,16 @@ from .decoder_tensors import SANDWICH_NORMS, decoder_tensors
 from .description import check_description
 from .family import Family
 from .gemma4 import GEMMA4_ARCHITECTURES, gemma4
+from .gpt_oss import gpt_oss
 from .hf_config import HfConfig, parse_hf_config
 from .layer_types import FULL, SLIDING, read_layer_types
+from .quantization import (
+    DENSE_METHODS,
+    check_plain_lm_head,
+    input_scales,
+    read_quantization,
+    with_formats,
+)
 from .rope import read_rope, read_rope_by_layer_type
 
 DTYPES: Final = ("auto", "float32", "bfloat16")
@@ -94,7 +103,9 @@ def _all_alike(
     text = hf.text
     ties = text.boolean("tie_word_embeddings", False)
     attention_bias = text.boolean("attention_bias", False)
-    layers = same_layers(sizes, (FULL,) * sizes.layers)
+    quantization = read_quantization(hf, DENSE_METHODS)
+    check_plain_lm_head(quantization, ties_lm_head=ties)
+    layers = with_formats(same_layers(sizes, (FULL,) * sizes.layers), quantization, _PREFIXES)
     config = describe(
         name,
         sizes,
@@ -116,17 +127,24 @@ def _all_alike(
         attention_bias=attention_bias,
         mlp_bias=mlp_bias,
     )
-    return Family(name, hf.architecture, config, tensors, _PREFIXES)
+    return Family(
+        name,
+        hf.architecture,
+        config,
+        tensors,
+        _PREFIXES,
+        ignored_sources=input_scales(tensors),
+    )
 
 
 def _llama(hf: HfConfig) -> Family:
-    check_common(hf)
+    check_common(hf, may_have_scales=True)
     sizes = read_sizes(hf.text, max_position=2048, eps=1e-6)
     return _all_alike("llama", hf, sizes, mlp_bias=hf.text.boolean("mlp_bias", False))
 
 
 def _qwen3(hf: HfConfig) -> Family:
-    check_common(hf)
+    check_common(hf, may_have_scales=True)
     text = hf.text
     if text.boolean("use_sliding_window", False):
         raise text.refusal("use_sliding_window", "false")
@@ -143,7 +161,7 @@ def _qwen3(hf: HfConfig) -> Family:
 
 
 def _gemma3(hf: HfConfig) -> Family:
-    check_common(hf)
+    check_common(hf, may_have_scales=True)
     text = hf.text
     # Published files of the larger sizes leave out every key that has its default.
     sizes = read_sizes(
@@ -159,7 +177,9 @@ def _gemma3(hf: HfConfig) -> Family:
         "tie_word_embeddings", True
     )
     attention_bias = text.boolean("attention_bias", False)
-    layers = same_layers(sizes, layer_types)
+    quantization = read_quantization(hf, DENSE_METHODS)
+    check_plain_lm_head(quantization, ties_lm_head=ties)
+    layers = with_formats(same_layers(sizes, layer_types), quantization, _PREFIXES)
     config = describe(
         "gemma3",
         sizes,
@@ -191,6 +211,7 @@ def _gemma3(hf: HfConfig) -> Family:
         tensors,
         _PREFIXES,
         ignored_prefixes=_VISION_PREFIXES,
+        ignored_sources=input_scales(tensors),
         rounds_embed_scale=True,
     )
 
@@ -202,6 +223,7 @@ _FAMILIES: Final[dict[str, Callable[[HfConfig], Family]]] = {
     "Gemma3ForConditionalGeneration": _gemma3,
     "Gemma3TextModel": _gemma3,
     **dict.fromkeys(GEMMA4_ARCHITECTURES, gemma4),
+    "GptOssForCausalLM": gpt_oss,
 }
 
 # The "model_type" of each supported architecture.
@@ -212,6 +234,7 @@ ARCHITECTURES: Final[dict[str, str]] = {
     "Gemma3ForConditionalGeneration": "gemma3",
     "Gemma3TextModel": "gemma3_text",
     **GEMMA4_ARCHITECTURES,
+    "GptOssForCausalLM": "gpt_oss",
 }
 
 

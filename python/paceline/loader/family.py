@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from .decoder import round_to_bfloat16
+from .formats import PLAIN_DTYPES
 
 # Names that the lm_head of a target may have.
 LM_HEADS: Final = ("lm_head.weight", "language_model.lm_head.weight")
@@ -21,17 +22,19 @@ class TensorSpec:
         source: The name in the checkpoint, after the prefix; the lm_head has no prefix.
         shape: The required shape.
         shape_keys: The shape in terms of keys of `config.json`, for messages.
+        dtypes: The dtypes that it may be stored in.
     """
 
     name: str
     source: str
     shape: tuple[int, ...]
     shape_keys: str
+    dtypes: tuple[str, ...] = PLAIN_DTYPES
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it has the weight dtype in memory; norms and biases are always float32."""
-        return len(self.shape) == 2
+        """Whether it is a matrix or one for each expert; norms and biases are always float32."""
+        return self.name.endswith(".weight") and len(self.shape) > 1
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Family:
     """A decoder of one family, translated.
 
     Attributes:
-        name: "llama", "qwen3", "gemma3" or "gemma4"; for a draft head, its kind.
+        name: "llama", "qwen3", "gemma3", "gemma4" or "gpt_oss"; for a draft head, its kind.
         architecture: The class name in `config.json`.
         config: The canonical description, for float32 weights; see `config_for`.
         tensors: Every tensor the model needs.

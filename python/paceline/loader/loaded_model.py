@@ -24,7 +24,7 @@ class LoadedModel:
     Attributes:
         path: The checkpoint's folder, or the name of the argument that had the tensors.
         model: The weights; shared by every executor that uses them.
-        family: "llama", "qwen3", "gemma3" or "gemma4"; for a draft head, its kind.
+        family: "llama", "qwen3", "gemma3", "gemma4" or "gpt_oss"; for a draft head, its kind.
         architecture: The class name in `config.json`.
         config: The canonical description of `docs/model-format.md`.
         weight_dtype: The dtype of matrices: "float32" or "bfloat16".

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The formats of matrices with scales, and the tensors that they are stored in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+# Stored dtypes of matrices without scales, and of all vectors.
+PLAIN_DTYPES: Final = ("BF16", "F16", "F32")
+# Stored dtypes of scales of fp8.
+SCALE_DTYPES: Final = ("F32", "BF16")
+# Stored dtypes of elements.
+FP8_DTYPE: Final = "F8_E4M3"
+MXFP4_DTYPE: Final = "U8"
+
+FP8_BLOCK: Final = 128
+MXFP4_COLUMNS: Final = 32
+
+# A size of a tensor, and the keys of the configuration that it follows from.
+Dim = tuple[int, str]
+
+
+@dataclass(frozen=True)
+class MatrixFormat:
+    """The format of a matrix with scales.
+
+    Attributes:
+        name: "fp8" or "mxfp4".
+        scales: "fp8" only: what has a scale of its own: "tensor", "row" or "block".
+        suffix: "fp8" only: the name of the scales in the checkpoint, beside "weight".
+    """
+
+    name: str
+    scales: str = ""
+    suffix: str = ""
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """The format in a canonical description."""
+        if self.name == "mxfp4":
+            return {"format": "mxfp4"}
+        scales = [FP8_BLOCK, FP8_BLOCK] if self.scales == "block" else self.scales
+        return {"format": "fp8", "scales": scales}
+
+    def scale_dims(self, rows: Dim, columns: Dim) -> Sequence[Dim]:
+        """The shape of the scales of an fp8 matrix."""
+        if self.scales == "tensor":
+            return ((1, "1"),)
+        if self.scales == "row":
+            return (rows, (1, "1"))
+        return tuple(_num_blocks(dim) for dim in (rows, columns))
+
+
+def _num_blocks(dim: Dim) -> Dim:
+    size, keys = dim
+    shown = f"({keys})" if " " in keys else keys
+    return -(-size // FP8_BLOCK), f"{shown} / {FP8_BLOCK} rounded up"
+
+
+@dataclass(frozen=True)
+class LayerFormats:
+    """The formats of a layer's Linears; None: no scales.
+
+    Attributes:
+        qkv: Of q, k and v.
+        o: Of o.
+        gate_up: Of gate and up.
+        down: Of down.
+    """
+
+    qkv: MatrixFormat | None = None
+    o: MatrixFormat | None = None
+    gate_up: MatrixFormat | None = None
+    down: MatrixFormat | None = None
+
+    def of(self, name: str) -> MatrixFormat | None:
+        """The format of one matrix by its canonical name in the layer, such as "attn.q"."""
+        return {
+            "attn.o": self.o,
+            "mlp.gate": self.gate_up,
+            "mlp.up": self.gate_up,
+            "mlp.down": self.down,
+        }.get(name, self.qkv)
+
+    def entries(self, *names: str) -> dict[str, Any]:
+        """Those of some Linears that have scales, by name, in a canonical description."""
+        found = {name: getattr(self, name) for name in names}
+        return {name: format.entry for name, format in found.items() if format is not None}
+
+
+NO_FORMATS: Final = LayerFormats()

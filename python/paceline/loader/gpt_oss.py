@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPT-OSS family: a mixture of experts in every layer, sinks, alternating windows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from paceline._core import ModelFileError
+
+from .decoder import Mixture, check_common, describe, read_sizes, round_to_float32, same_layers
+from .decoder_tensors import decoder_tensors
+from .family import Family
+from .formats import MXFP4_COLUMNS, NO_FORMATS, LayerFormats
+from .hf_config import HfConfig
+from .layer_types import FULL, SLIDING, read_layer_types
+from .quantization import Quantization, read_quantization
+from .rope import RopeSettings, read_rope
+from .section import Section
+
+# The default of transformers, which is that of the published files.
+_ROPE: Final = RopeSettings(
+    "yarn",
+    150_000.0,
+    32.0,
+    original_max_position=4096,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    scale=round_to_float32(1.3465735902799727),  # 0.1 ln(32) + 1
+)
+_PREFIXES: Final = ("model.", "")
+
+
+def gpt_oss(hf: HfConfig) -> Family:
+    """Translates a target.
+
+    Raises:
+        ModelFileError: A key is missing or has a wrong value.
+        NotImplementedError: The model needs something that Paceline does not support.
+    """
+    check_common(hf, may_have_scales=True)
+    text = hf.text
+    sizes = read_sizes(
+        text, vocab=201_088, heads=64, kv_heads=8, head_dim=64, max_position=131_072, eps=1e-5
+    )
+    layer_types = read_layer_types(text, sizes.layers, 2)
+    window = text.integer("sliding_window", 128) if SLIDING in layer_types else 0
+    if text.text("hidden_act", "silu") != "silu":
+        raise text.refusal("hidden_act", "silu (with swiglu_alpha and swiglu_limit)")
+    mixture = _read_mixture(text)
+    formats = NO_FORMATS
+    quantization = read_quantization(hf, ("mxfp4",))
+    if quantization is not None:
+        _check_experts(text, quantization, sizes.layers)
+        formats = LayerFormats(gate_up=quantization.format, down=quantization.format)
+    layers = tuple(replace(layer, formats=formats) for layer in same_layers(sizes, layer_types))
+    ties = text.boolean("tie_word_embeddings", False)
+    attention_bias = text.boolean("attention_bias", True)
+    rope = read_rope(text, 150_000.0, _ROPE)
+    config = describe(
+        "gpt_oss",
+        sizes,
+        layers,
+        window=window,
+        ropes={FULL: rope, SLIDING: rope},
+        attention_scale=sizes.head_dim**-0.5,
+        activation="swiglu_oai",
+        ties_lm_head=ties,
+        attention_bias=attention_bias,
+        mlp_bias=True,
+        has_sinks=True,
+        mixture=mixture,
+    )
+    tensors = decoder_tensors(
+        sizes,
+        layers,
+        ties_lm_head=ties,
+        attention_bias=attention_bias,
+        has_sinks=True,
+        mixture=mixture,
+    )
+    return Family("gpt_oss", hf.architecture, config, tensors, _PREFIXES)
+
+
+def _read_mixture(text: Section) -> Mixture:
+    experts = _same_fact(text, "num_local_experts", "num_experts", 128)
+    top_k = _same_fact(text, "num_experts_per_tok", "experts_per_token", 4)
+    if top_k > experts:
+        raise ModelFileError(
+            f'{text.source}: key "{text.name("num_experts_per_tok")}" is {top_k}; expected an '
+            f'integer from 1 to "{text.name("num_local_experts")}" ({experts})'
+        )
+    return Mixture(
+        experts, top_k, text.number("swiglu_alpha", 1.702), text.number("swiglu_limit", 7.0)
+    )
+
+
+def _same_fact(text: Section, key: str, other: str, default: int) -> int:
+    """A number that files state under one of two keys, or under both."""
+    if not text.has(key) and text.has(other):
+        return text.integer(other)
+    value = text.integer(key, default)
+    if text.has(other) and text.integer(other) != value:
+        raise text.error(other, f'{value}, as "{text.name(key)}" says, or one of the two keys')
+    return value
+
+
+def _check_experts(text: Section, quantization: Quantization, num_layers: int) -> None:
+    """Refuses mxfp4 experts that the format does not fit, or that only some layers have."""
+    for key in ("hidden_size", "intermediate_size"):
+        if text.integer(key) % MXFP4_COLUMNS != 0:
+            raise text.error(key, f"a multiple of {MXFP4_COLUMNS}, as mxfp4 needs it")
+    for i in range(num_layers):
+        if quantization.excludes(f"layers.{i}.mlp.experts", _PREFIXES):
+            raise quantization.section.refusal(
+                quantization.excluded_key, "a list without the experts of any layer"
+            )

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The key "quantization_config" of configuration files: which matrices have scales, and which.
+
+Products run on the values that a checkpoint stands for, so the settings of inputs, such as
+"activation_scheme" and "input_activations", change nothing, and scales of inputs are not read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from paceline._core import ModelFileError
+
+from .decoder import Layer
+from .family import TensorSpec
+from .formats import FP8_BLOCK, FP8_DTYPE, LayerFormats, MatrixFormat
+from .hf_config import HfConfig
+from .messages import quote, show
+from .section import Section
+
+KEY: Final = "quantization_config"
+DENSE_METHODS: Final = ("fp8", "compressed-tensors")
+
+# Bounds on the time of matching: patterns come with the checkpoint, and each way in which one can
+# fail to match is tried.
+_MAX_PATTERNS: Final = 8
+_MAX_PATTERN_CHARS: Final = 200
+_MAX_REPEATS: Final = 2
+_MAX_GROUPS: Final = 2
+_MAX_CHOICES: Final = 8
+
+# Linears that are joined in memory, by the name of their format.
+_JOINED: Final = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What the key says.
+
+    Attributes:
+        section: The key's object.
+        format: The format of the matrices that have one.
+        excluded_key: The key that lists modules without scales.
+        names: Paths of such modules in the file; with `has_parts` also their first or last parts.
+        has_parts: As transformers reads "modules_to_not_convert".
+        wildcards: Such paths with "*" for a part.
+        patterns: Regular expressions of paths.
+    """
+
+    section: Section
+    format: MatrixFormat
+    excluded_key: str
+    names: frozenset[str]
+    has_parts: bool = False
+    wildcards: tuple[tuple[str, ...], ...] = ()
+    patterns: tuple[re.Pattern[str], ...] = ()
+
+    def excludes(self, module: str, prefixes: Sequence[str]) -> bool:
+        """Whether a module has no scales.
+
+        Args:
+            module: Its path after the prefix, such as "layers.0.mlp.up_proj".
+            prefixes: Prefixes that the path may have in the file.
+        """
+        return any(self._excludes(prefix + module) for prefix in prefixes)
+
+    def _excludes(self, path: str) -> bool:
+        if path in self.names or any(pattern.match(path) for pattern in self.patterns):
+            return True
+        if not self.has_parts:
+            return False
+        parts = path.split(".")
+        ends = [end for n in range(1, len(parts)) for end in (parts[:n], parts[n:])]
+        if any(".".join(end) in self.names for end in ends):
+            return True
+        return any(
+            len(end) == len(wildcard)
+            and all(ours in ("*", theirs) for ours, theirs in zip(wildcard, end, strict=True))
+            for wildcard in self.wildcards
+            for end in (*ends, parts)
+        )
+
+
+def read_quantization(hf: HfConfig, methods: Sequence[str]) -> Quantization | None:
+    """Reads the key.
+
+    Args:
+        hf: The configuration.
+        methods: The methods that the family has; "fp8", "compressed-tensors", "mxfp4".
+
+    Returns:
+        What it says; None without the key.
+
+    Raises:
+        ModelFileError: A key has a wrong type.
+        NotImplementedError: Another method, or a setting that is not supported.
+    """
+    section = hf.top.section(KEY) or hf.text.section(KEY)
+    if section is None:
+        return None
+    method = section.text("quant_method")
+    if method not in methods:
+        raise section.refusal("quant_method", ", ".join(methods))
+    if method == "fp8":
+        return _read_fp8(section)
+    if method == "mxfp4":
+        return _with_paths(section, MatrixFormat("mxfp4"), "modules_to_not_convert")
+    return _read_compressed_tensors(section)
+
+
+def _read_fp8(section: Section) -> Quantization:
+    _check(section, "fmt", "e4m3", default="e4m3")
+    _check(section, "activation_scheme", "dynamic", "static", default="dynamic")
+    _check(section, "scale_fmt", "float", "ue8m0", default="float")
+    _check(section, "modules_to_convert", None, [])
+    # Absent or null, it means one scale a matrix to some programs and 128 x 128 to others.
+    _check(section, "weight_block_size", [FP8_BLOCK, FP8_BLOCK])
+    key = "modules_to_not_convert"
+    if not section.has(key) and section.has("ignored_layers"):
+        key = "ignored_layers"
+    return _with_paths(section, MatrixFormat("fp8", "block", "weight_scale_inv"), key)
+
+
+def _read_compressed_tensors(section: Section) -> Quantization:
+    formats = ("float-quantized", "naive-quantized")
+    _check(section, "format", *formats)
+    _check(section, "kv_cache_scheme", None)
+    _check(section, "transform_config", None, {})
+    sparsity = section.section("sparsity_config")
+    if sparsity is not None:
+        _check(sparsity, "format", "dense", default="dense")
+    groups = section.section("config_groups")
+    if groups is None or not groups.values:
+        raise section.error("config_groups", "an object with one group of modules")
+    if len(groups.values) > 1:
+        raise section.refusal("config_groups", "one group of modules")
+    (name,) = groups.values
+    group = groups.section(name)
+    if group is None:
+        raise groups.error(name, "an object with targets and weights")
+    _check(group, "targets", ["Linear"])
+    _check(group, "format", *formats, default=formats[0])
+    _check(group, "output_activations", None)
+    weights = group.section("weights")
+    if weights is None:
+        raise group.error("weights", "an object with num_bits, type and strategy")
+    _check(weights, "num_bits", 8)
+    _check(weights, "type", "float")
+    _check(weights, "symmetric", True, default=True)
+    _check(weights, "dynamic", False, default=False)
+    _check(weights, "strategy", "tensor", "channel")
+    scales = {"tensor": "tensor", "channel": "row"}[weights.text("strategy")]
+    names = section.strings("ignore") or []
+    return Quantization(
+        section,
+        MatrixFormat("fp8", scales, "weight_scale"),
+        "ignore",
+        frozenset(name for name in names if not name.startswith("re:")),
+        patterns=_patterns(section, [name[3:] for name in names if name.startswith("re:")]),
+    )
+
+
+def _check(section: Section, key: str, *allowed: object, default: object = None) -> None:
+    """Refuses a value that is none of those allowed."""
+    value = section.values.get(key)
+    if value is None:
+        value = default
+    if not any(type(value) is type(other) and value == other for other in allowed):
+        raise section.refusal(key, " or ".join(map(show, allowed)))
+
+
+def _with_paths(section: Section, format: MatrixFormat, key: str) -> Quantization:
+    names = section.strings(key) or []
+    for name in names:
+        if not re.fullmatch(r"[\w*.-]+", name):
+            raise section.refusal(key, "paths of modules, whose parts are names or *")
+    wildcards = [tuple(name.split(".")) for name in names if "*" in name]
+    if len(wildcards) > _MAX_PATTERNS:
+        raise section.refusal(key, f"at most {_MAX_PATTERNS} paths with *")
+    return Quantization(
+        section, format, key, frozenset(names), has_parts=True, wildcards=tuple(wildcards)
+    )
+
+
+def _is_fast(pattern: str) -> bool:
+    """Whether a regular expression fails on a path of 60 characters after at most 50,000 steps."""
+    if len(pattern) > _MAX_PATTERN_CHARS:
+        return False
+    # Without escaped characters, sets and the marks of plain groups.
+    rest = re.sub(r"\[[^]]*\]", "_", re.sub(r"\\.", "_", pattern)).replace("(?:", "(")
+    return (
+        "(?" not in rest
+        and re.search(r"\)[*+?{]", rest) is None
+        and len(re.findall(r"[*+?{]", rest)) <= _MAX_REPEATS
+        and rest.count("(") <= _MAX_GROUPS
+        and rest.count("|") <= _MAX_CHOICES
+    )
+
+
+def _patterns(section: Section, patterns: Sequence[str]) -> tuple[re.Pattern[str], ...]:
+    """Compiles regular expressions that a hostile file cannot make slow."""
+    if len(patterns) > _MAX_PATTERNS:
+        raise section.refusal("ignore", f"at most {_MAX_PATTERNS} regular expressions")
+    compiled: list[re.Pattern[str]] = []
+    for pattern in patterns:
+        if not _is_fast(pattern):
+            raise NotImplementedError(
+                f'{section.source}: key "{section.name("ignore")}" has the regular expression '
+                f"{quote(pattern)}, which Paceline does not support; supported: up to "
+                f"{_MAX_PATTERN_CHARS} characters with at most {_MAX_REPEATS} repetitions (*, +, "
+                f"?, {{}}), none of them of a group, {_MAX_GROUPS} groups and {_MAX_CHOICES} |"
+            )
+        try:
+            compiled.append(re.compile(pattern))
+        except (re.error, OverflowError) as error:
+            raise ModelFileError(
+                f'{section.source}: key "{section.name("ignore")}" has {quote(pattern)} after '
+                f'"re:"; expected a regular expression ({error!s:.80})'
+            ) from None
+    return tuple(compiled)
+
+
+def with_formats(
+    layers: Sequence[Layer], quantization: Quantization | None, prefixes: Sequence[str]
+) -> tuple[Layer, ...]:
+    """Layers of dense decoders with the formats of their Linears.
+
+    Args:
+        layers: The layers.
+        quantization: What the file says.
+        prefixes: Prefixes that paths of modules may have in the file.
+
+    Raises:
+        NotImplementedError: Linears that are joined in memory do not have the same format.
+    """
+    if quantization is None:
+        return tuple(layers)
+    found: list[Layer] = []
+    for i, layer in enumerate(layers):
+        formats: dict[str, MatrixFormat | None] = {}
+        for name, modules in _JOINED.items():
+            excluded = [
+                module
+                for module in modules
+                if quantization.excludes(f"layers.{i}.{module}", prefixes)
+            ]
+            if excluded and len(excluded) < len(modules):
+                section = quantization.section
+                raise NotImplementedError(
+                    f'{section.source}: key "{section.name(quantization.excluded_key)}" leaves '
+                    f"out {', '.join(excluded)} of layer {i}; supported: all or none of "
+                    f"{', '.join(modules)}"
+                )
+            formats[name] = None if excluded else quantization.format
+        found.append(replace(layer, formats=LayerFormats(**formats)))
+    return tuple(found)
+
+
+def input_scales(tensors: Sequence[TensorSpec]) -> frozenset[str]:
+    """The scales of inputs that fp8 checkpoints may have, which are not used."""
+    return frozenset(
+        spec.source.removesuffix("weight") + "input_scale"
+        for spec in tensors
+        if spec.dtypes == (FP8_DTYPE,)
+    )
+
+
+def check_plain_lm_head(quantization: Quantization | None, *, ties_lm_head: bool) -> None:
+    """Refuses an lm_head with scales.
+
+    "fp8" of transformers always leaves it out; "compressed-tensors" names what it leaves out.
+
+    Raises:
+        NotImplementedError: The lm_head is not left out.
+    """
+    if quantization is None or ties_lm_head or quantization.excluded_key != "ignore":
+        return
+    if not quantization.excludes("lm_head", ("", "language_model.")):
+        raise quantization.section.refusal("ignore", 'a list with "lm_head"')
