@@ -96,6 +96,9 @@ __global__ void __launch_bounds__(kThreads)
     reinterpret_cast<int32_t*>(p.counts)[thread] = word;
   }
   if (thread == 0) in_entry(p.completion, entry_bytes)->begin_ns = begin_ns;
+  if (thread < kNumModels && p.experts[thread] != nullptr) {
+    p.experts[thread][0] = p.experts[thread][1] = 0;
+  }
   __syncthreads();
   fetch_staged_arrays(p, entry_bytes, count_words);
   if (counts.num_resets > 0) {  // uniform over the block, so __syncthreads is allowed
@@ -150,11 +153,16 @@ __global__ void __launch_bounds__(kThreads)
       p.inputs.counts->num_seqs * static_cast<int32_t>(sizeof(SequenceResult) / 4);
   for (auto i = static_cast<int32_t>(threadIdx.x); i < num_words; i += kThreads) to[i] = from[i];
   if (p.logprobs != nullptr) publish_logprobs(p, entry_bytes);
+  volatile CompletionRecord* const completion = in_entry(p.completion, entry_bytes);
+  const auto thread = static_cast<int32_t>(threadIdx.x);
+  if (thread < kNumModels && p.experts[thread] != nullptr) {
+    completion->experts[thread].experts_hit = p.experts[thread][0];
+    completion->experts[thread].layers = p.experts[thread][1];
+  }
   __threadfence_system();
   __syncthreads();
-  if (threadIdx.x != 0) return;
+  if (thread != 0) return;
   *p.ring.counter = iteration + 1;
-  volatile CompletionRecord* const completion = in_entry(p.completion, entry_bytes);
   completion->end_ns = global_ns();
   __threadfence_system();
   completion->iteration = iteration;

@@ -70,6 +70,10 @@ py::dict stats_to_dict(const ExecutorStats& stats) {
   dict["num_accepted_tokens"] = stats.num_accepted_tokens;
   dict["drafted_per_position"] = stats.drafted_per_position;
   dict["accepted_per_position"] = stats.accepted_per_position;
+  dict["num_target_mixture_layers"] = stats.num_target_mixture_layers;
+  dict["num_target_experts_hit"] = stats.num_target_experts_hit;
+  dict["num_draft_mixture_layers"] = stats.num_draft_mixture_layers;
+  dict["num_draft_experts_hit"] = stats.num_draft_experts_hit;
   dict["host_us"] = stats.host_us;
   dict["uptime_s"] = stats.uptime_s;
   dict["num_running"] = stats.num_running;
@@ -94,6 +98,10 @@ py::dict times_to_dict(const IterationTimes& times) {
   dict["idle_us"] = times.idle_us;
   dict["num_decoding"] = times.num_decoding;
   dict["num_prefill"] = times.num_prefill;
+  dict["target_mixture_layers"] = times.target_mixture_layers;
+  dict["target_experts_hit"] = times.target_experts_hit;
+  dict["draft_mixture_layers"] = times.draft_mixture_layers;
+  dict["draft_experts_hit"] = times.draft_experts_hit;
   return dict;
 }
 
@@ -371,7 +379,9 @@ Takes the same time whatever has run.
 
 Returns:
     A dict with the fields of `ExecutorStats`. "kv_groups" has one dict for each group of
-    `memory_report()`, and "host_us" is in microseconds.
+    `memory_report()`, and "host_us" is in microseconds. For a target with a mixture of experts,
+    "num_target_mixture_layers" counts the mixture layers that ran, and "num_target_experts_hit" adds
+    up the experts that had rows in them; the same for a drafter. They are 0 for other models.
 )doc")
       .def(
           "iteration_times",
@@ -379,12 +389,13 @@ Returns:
             return times_to_dict(
                 self.call([](Executor& executor) { return executor.iteration_times(); }));
           },
-          R"doc(Returns the times of iterations since the start or the last `reset_stats()`.
+          R"doc(Returns times and counts of iterations since the start or the last `reset_stats()`.
 
 Returns:
     A dict of lists with one entry for each iteration, for at most 65,536: "us" and "idle_us" are
     microseconds in which the device worked and was idle before; "num_decoding" and "num_prefill"
-    count sequences.
+    count sequences. For models with a mixture of experts, "target_mixture_layers" and
+    "target_experts_hit", and the same for "draft", are counts as in `stats()`; else zeros.
 )doc")
       .def(
           "reset_stats",

@@ -85,6 +85,8 @@ py::list linear_costs_to_list(const std::string& config_json, const std::string&
     entry["cols"] = cost.cols;
     entry["bytes"] = cost.bytes;
     entry["is_for_logits"] = cost.is_for_logits;
+    entry["num_experts"] = cost.num_experts;
+    entry["top_k"] = cost.top_k;
     entry["shard_axis"] = shard_axis_name(cost.shard);
     list.append(std::move(entry));
   }
@@ -116,8 +118,10 @@ Args:
 Returns:
     One dict for each matrix, those that a draft head takes from its target included: "name"; "rows"
     and "cols", whose product is the number of multiply-adds for one row; "bytes" that a product
-    reads; "is_for_logits", whether it is computed only for rows whose logits are needed; and
-    "shard_axis", "rows", "columns" or "none": how the matrix would be split over several devices.
+    reads; "is_for_logits", whether it is computed only for rows whose logits are needed;
+    "num_experts", if above 0, of how many experts the entry describes one, and "top_k", how many of
+    them a row chooses; and "shard_axis", "rows", "columns" or "none": how the matrix would be split
+    over several devices.
 
 Raises:
     ValueError: A key of the description that is missing, unknown or not allowed.

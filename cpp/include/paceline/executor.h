@@ -70,6 +70,13 @@ struct ExecutorStats {
   int64_t num_accepted_tokens = 0;
   std::vector<int64_t> drafted_per_position;   // [k] number of times that draft i was verified
   std::vector<int64_t> accepted_per_position;  // [k] number of times that draft i was accepted
+  // For a model with a mixture of experts, else 0: mixture layers that ran in its passes, and the
+  // experts that had rows in them, added up. Divide the second by the first for the experts that a
+  // layer reads.
+  int64_t num_target_mixture_layers = 0;
+  int64_t num_target_experts_hit = 0;
+  int64_t num_draft_mixture_layers = 0;
+  int64_t num_draft_experts_hit = 0;
   double host_us = 0;  // host time of all iterations: scheduling, batches, blocks, ring
 
   double uptime_s = 0;      // since the executor started; reset_stats() does not reset it
@@ -86,13 +93,17 @@ struct ExecutorStats {
   int64_t kv_free_slabs = 0;
 };
 
-// Times of iterations, one entry for each, for the first 65,536 since the start or the last
-// reset_stats().
+// Times and counts of iterations, one entry for each, for the first 65,536 since the start or the
+// last reset_stats().
 struct IterationTimes {
-  std::vector<float> us;              // device time
-  std::vector<float> idle_us;         // idle time of the device before the iteration
-  std::vector<int32_t> num_decoding;  // decoding sequences
-  std::vector<int32_t> num_prefill;   // prefilling sequences
+  std::vector<float> us;                       // device time
+  std::vector<float> idle_us;                  // idle time of the device before the iteration
+  std::vector<int32_t> num_decoding;           // decoding sequences
+  std::vector<int32_t> num_prefill;            // prefilling sequences
+  std::vector<int32_t> target_mixture_layers;  // as in ExecutorStats, as all below
+  std::vector<int32_t> target_experts_hit;
+  std::vector<int32_t> draft_mixture_layers;
+  std::vector<int32_t> draft_experts_hit;
 };
 
 // All launches of one kernel in one iteration.

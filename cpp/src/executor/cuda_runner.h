@@ -55,6 +55,9 @@ class CudaRunner final : public Runner {
     return runner_->logprobs(iteration);
   }
   [[nodiscard]] Timing timing(int64_t iteration) override { return runner_->timing(iteration); }
+  [[nodiscard]] std::array<ExpertCounts, kNumModels> experts(int64_t iteration) override {
+    return runner_->experts(iteration);
+  }
   void poison(GroupId group, BlockId block) override;
   [[nodiscard]] std::map<std::string, int64_t, std::less<>> workspace_bytes() const override {
     return arena_.bytes_by_purpose();

@@ -198,6 +198,7 @@ void Engine::read_oldest() {
     const bool is_delivered = apply(launch, results[i], logprobs, static_cast<int32_t>(i));
     statistics.add(launch, results[i], is_delivered);
   }
+  statistics.add(runner_->experts(iteration));
   launched.batch.drop_copies();
   std::erase_if(leaving_, [](const auto& sequence) { return sequence->launches_in_flight == 0; });
   publish_usage();

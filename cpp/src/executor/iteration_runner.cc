@@ -60,15 +60,22 @@ IterationRunner<Ctx, Graph>::IterationRunner(Ctx& ctx, DeviceMemory& memory, Dev
 }
 
 template <class Ctx, class Graph>
+ExpertCounters IterationRunner<Ctx, Graph>::expert_counters() const {
+  const Decoder* const draft = decoder_of(speculator_);
+  return {target_.expert_counters(), draft != nullptr ? draft->expert_counters() : nullptr};
+}
+
+template <class Ctx, class Graph>
 void IterationRunner<Ctx, Graph>::begin() {
-  ctx_.run(begin_iteration, ring_.begin_params(buffers_.staged, buffers_.sequences,
-                                               buffers_.sampling, buffers_.block_tables));
+  ctx_.run(begin_iteration,
+           ring_.begin_params(buffers_.staged, buffers_.sequences, buffers_.sampling,
+                              buffers_.block_tables, expert_counters()));
 }
 
 template <class Ctx, class Graph>
 void IterationRunner<Ctx, Graph>::end() {
   ctx_.run(end_iteration, ring_.end_params(buffers_.staged, buffers_.sampling, buffers_.results,
-                                           buffers_.logprobs.entries));
+                                           buffers_.logprobs.entries, expert_counters()));
 }
 
 template <class Ctx, class Graph>
@@ -257,6 +264,11 @@ Runner::Timing IterationRunner<Ctx, Graph>::timing(int64_t iteration) const {
     timing.idle_us = static_cast<float>(record.begin_ns - last_end_ns) * 1e-3f;
   }
   return timing;
+}
+
+template <class Ctx, class Graph>
+std::array<ExpertCounts, kNumModels> IterationRunner<Ctx, Graph>::experts(int64_t iteration) const {
+  return std::to_array(ring_.completion(iteration).experts);
 }
 
 template <class Ctx, class Graph>

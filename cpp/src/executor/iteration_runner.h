@@ -8,6 +8,7 @@
 // in their context and graph types. The Runner decides on which thread this runs and who waits for
 // it.
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -50,6 +51,7 @@ class IterationRunner {
   [[nodiscard]] std::span<const SequenceResult> results(int64_t iteration) const;
   [[nodiscard]] std::span<const TokenLogprob> logprobs(int64_t iteration) const;
   [[nodiscard]] Runner::Timing timing(int64_t iteration) const;
+  [[nodiscard]] std::array<ExpertCounts, kNumModels> experts(int64_t iteration) const;
 
   [[nodiscard]] const IterationOptions& options() const { return options_.iteration; }
   [[nodiscard]] const IterationRing& ring() const { return ring_; }
@@ -76,6 +78,7 @@ class IterationRunner {
 
   [[nodiscard]] Graphs capture_graphs(const IterationExtent& extent);
   [[nodiscard]] const Graphs& graphs_of(int32_t num_seqs, bool has_logit_work) const;
+  [[nodiscard]] ExpertCounters expert_counters() const;
   void begin();
   void end();
   void run_eagerly(const Batch& batch);

@@ -3,6 +3,7 @@
 
 // The one virtual interface: the calls that the executor makes to a device, once per iteration.
 
+#include <array>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -12,6 +13,7 @@
 
 #include "batch/batch.h"
 #include "graph/iteration.h"
+#include "graph/iteration_ring.h"
 #include "kv/kv_layout.h"
 #include "wire/blocks.h"
 #include "wire/sequence_result.h"
@@ -59,6 +61,10 @@ class Runner {
     float idle_us = 0;
   };
   [[nodiscard]] virtual Timing timing(int64_t iteration) = 0;
+
+  // What a completed iteration counted, by model: the target, the drafter. Zeros for models without
+  // a mixture of experts.
+  [[nodiscard]] virtual std::array<ExpertCounts, kNumModels> experts(int64_t) { return {}; }
 
   // Launches an iteration without prefill rows, times each of its kernels, and waits for it.
   [[nodiscard]] virtual std::vector<KernelTime> launch_traced(const Batch&) {

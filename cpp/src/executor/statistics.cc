@@ -16,15 +16,38 @@ constexpr size_t kMaxIterationSamples = 65536;
 using PerPosition = std::array<int64_t, kMaxDraftTokens>;
 
 // All counts of EngineCounts, for sums and differences.
-constexpr std::array kCounts = {
-    &EngineCounts::iterations,    &EngineCounts::finished,        &EngineCounts::failed,
-    &EngineCounts::cancelled,     &EngineCounts::preemptions,     &EngineCounts::prompt_tokens,
-    &EngineCounts::shared_tokens, &EngineCounts::emitted_tokens,  &EngineCounts::verify_windows,
-    &EngineCounts::draft_tokens,  &EngineCounts::accepted_tokens, &EngineCounts::host_us};
+constexpr std::array kCounts = {&EngineCounts::iterations,
+                                &EngineCounts::finished,
+                                &EngineCounts::failed,
+                                &EngineCounts::cancelled,
+                                &EngineCounts::preemptions,
+                                &EngineCounts::prompt_tokens,
+                                &EngineCounts::shared_tokens,
+                                &EngineCounts::emitted_tokens,
+                                &EngineCounts::verify_windows,
+                                &EngineCounts::draft_tokens,
+                                &EngineCounts::accepted_tokens,
+                                &EngineCounts::target_mixture_layers,
+                                &EngineCounts::target_experts_hit,
+                                &EngineCounts::draft_mixture_layers,
+                                &EngineCounts::draft_experts_hit,
+                                &EngineCounts::host_us};
 constexpr std::array kPositionCounts = {&EngineCounts::drafted_per_position,
                                         &EngineCounts::accepted_per_position};
 static_assert(sizeof(EngineCounts) ==
               kCounts.size() * sizeof(int64_t) + kPositionCounts.size() * sizeof(PerPosition));
+
+// Counts that IterationTimes has for each iteration.
+struct TimedCount {
+  std::vector<int32_t> IterationTimes::* times;
+  int64_t EngineCounts::* count;
+};
+constexpr TimedCount kTimedCounts[] = {
+    {&IterationTimes::target_mixture_layers, &EngineCounts::target_mixture_layers},
+    {&IterationTimes::target_experts_hit, &EngineCounts::target_experts_hit},
+    {&IterationTimes::draft_mixture_layers, &EngineCounts::draft_mixture_layers},
+    {&IterationTimes::draft_experts_hit, &EngineCounts::draft_experts_hit},
+};
 
 // Adds `factor` times `b` to `a`.
 void add_times(EngineCounts& a, const EngineCounts& b, int64_t factor) {
@@ -81,6 +104,14 @@ void IterationStatistics::add(const PlannedSequence& launch, const SequenceResul
   ++num_accepted[result.accepted_len];
 }
 
+void IterationStatistics::add(const std::array<ExpertCounts, kNumModels>& experts) {
+  const auto& [target, draft] = experts;
+  counts.target_mixture_layers += target.layers;
+  counts.target_experts_hit += target.experts_hit;
+  counts.draft_mixture_layers += draft.layers;
+  counts.draft_experts_hit += draft.experts_hit;
+}
+
 ExecutorStats EngineStatistics::stats(int32_t num_draft_tokens) const {
   const EngineCounts counts = counts_.since(at_reset_);
   const auto per_position = [&](const PerPosition& all) {
@@ -99,6 +130,10 @@ ExecutorStats EngineStatistics::stats(int32_t num_draft_tokens) const {
           .num_accepted_tokens = counts.accepted_tokens,
           .drafted_per_position = per_position(counts.drafted_per_position),
           .accepted_per_position = per_position(counts.accepted_per_position),
+          .num_target_mixture_layers = counts.target_mixture_layers,
+          .num_target_experts_hit = counts.target_experts_hit,
+          .num_draft_mixture_layers = counts.draft_mixture_layers,
+          .num_draft_experts_hit = counts.draft_experts_hit,
           .host_us = static_cast<double>(counts.host_us),
           .num_running = num_running_,
           .num_waiting = num_waiting_};
@@ -116,6 +151,7 @@ void EngineStatistics::add(const IterationStatistics& iteration, const Runner::T
     reserve_more(times_.idle_us, 1);
     reserve_more(times_.num_decoding, 1);
     reserve_more(times_.num_prefill, 1);
+    for (const auto& [times, count] : kTimedCounts) reserve_more(times_.*times, 1);
   }
   add_times(counts_, iteration.counts, 1);
   add_per_position(counts_.drafted_per_position, iteration.num_drafted);
@@ -126,6 +162,9 @@ void EngineStatistics::add(const IterationStatistics& iteration, const Runner::T
   times_.idle_us.push_back(timing.idle_us);
   times_.num_decoding.push_back(iteration.num_decoding);
   times_.num_prefill.push_back(iteration.num_prefill);
+  for (const auto& [times, count] : kTimedCounts) {
+    (times_.*times).push_back(static_cast<int32_t>(iteration.counts.*count));
+  }
 }
 
 void EngineStatistics::add_end(FinishReason reason) {

@@ -32,6 +32,10 @@ struct EngineCounts {
   int64_t verify_windows = 0;
   int64_t draft_tokens = 0;
   int64_t accepted_tokens = 0;
+  int64_t target_mixture_layers = 0;
+  int64_t target_experts_hit = 0;
+  int64_t draft_mixture_layers = 0;
+  int64_t draft_experts_hit = 0;
   int64_t host_us = 0;
   std::array<int64_t, kMaxDraftTokens> drafted_per_position{};
   std::array<int64_t, kMaxDraftTokens> accepted_per_position{};
@@ -51,6 +55,7 @@ struct IterationStatistics {
 
   // `is_delivered`: the sequence has not been cancelled or preempted since the launch.
   void add(const PlannedSequence& launch, const SequenceResult& result, bool is_delivered);
+  void add(const std::array<ExpertCounts, kNumModels>& experts);
 };
 
 // Not thread-safe.

@@ -69,7 +69,8 @@ IterationRing::IterationRing(DeviceMemory& memory, const BatchShape& shape, cons
   lists_ = arena.allocate<int32_t>(capacity_.list_words, "iteration ring");
   data_ = memory_.allocate_shared(entry_bytes_ * num_entries_, "the iteration ring");
   for (int32_t e = 0; e < num_entries_; ++e) {
-    reinterpret_cast<CompletionRecord*>(entry(e) + completion_offset_)->iteration = -1;
+    auto* const record = reinterpret_cast<CompletionRecord*>(entry(e) + completion_offset_);
+    *record = {.begin_ns = 0, .end_ns = 0, .experts = {}, .iteration = -1};
   }
 }
 
@@ -88,7 +89,8 @@ StagedInputs IterationRing::inputs(int64_t iteration) const {
 BeginIterationParams IterationRing::begin_params(const StagedInputs& staged,
                                                  const SequenceState& sequences,
                                                  const SamplingState& sampling,
-                                                 const std::vector<BlockTable>& tables) const {
+                                                 const std::vector<BlockTable>& tables,
+                                                 const ExpertCounters& experts) const {
   BeginIterationParams params{
       .ring = position(),
       .completion = reinterpret_cast<CompletionRecord*>(entry(0) + completion_offset_),
@@ -98,7 +100,8 @@ BeginIterationParams IterationRing::begin_params(const StagedInputs& staged,
       .sequences = sequences,
       .sampling = sampling,
       .lists = lists_,
-      .tables = {}};
+      .tables = {},
+      .experts = {experts[0], experts[1]}};
   const IterationCounts counts{};
   int32_t num_copies = 0;
   visit_staged_arrays(capacity_, [&](auto array, int32_t, auto count, int32_t extra) {
@@ -120,7 +123,8 @@ BeginIterationParams IterationRing::begin_params(const StagedInputs& staged,
 EndIterationParams IterationRing::end_params(const StagedInputs& staged,
                                              const SamplingState& sampling,
                                              const SequenceResult* results,
-                                             const TokenLogprob* logprobs) const {
+                                             const TokenLogprob* logprobs,
+                                             const ExpertCounters& experts) const {
   return {.ring = position(),
           .completion = reinterpret_cast<CompletionRecord*>(entry(0) + completion_offset_),
           .results_to = reinterpret_cast<SequenceResult*>(entry(0) + results_offset_),
@@ -129,7 +133,8 @@ EndIterationParams IterationRing::end_params(const StagedInputs& staged,
           .logprobs = logprobs,
           .row_entries = row_entries_,
           .inputs = staged,
-          .num_logprobs = sampling.num_logprobs};
+          .num_logprobs = sampling.num_logprobs,
+          .experts = {experts[0], experts[1]}};
 }
 
 bool IterationRing::is_complete(int64_t iteration) const {

@@ -9,6 +9,7 @@
 // itself to find the entry. So one captured graph serves all iterations, and the host neither
 // copies nor waits between them.
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 
@@ -29,11 +30,23 @@ namespace paceline {
 struct CpuContext;
 struct CudaContext;
 
+constexpr int32_t kNumModels = 2;  // the target and the drafter
+
+// What the passes of an iteration over a model with a mixture of experts counted.
+struct ExpertCounts {
+  int64_t experts_hit;  // experts that had rows, summed over layers and passes
+  int64_t layers;       // mixture layers that ran
+};
+
+// SortExpertRowsParams::counters of the target and of the drafter; null without a mixture.
+using ExpertCounters = std::array<int64_t*, kNumModels>;
+
 // Written by the device.
 struct CompletionRecord {
-  uint64_t begin_ns;  // device clock when the first op ran
-  uint64_t end_ns;    // device clock when the last op ran
-  int64_t iteration;  // written last; -1 before the first use
+  uint64_t begin_ns;                 // device clock when the first op ran
+  uint64_t end_ns;                   // device clock when the last op ran
+  ExpertCounts experts[kNumModels];  // zeros without a mixture
+  int64_t iteration;                 // written last; -1 before the first use
 };
 
 // Locates the entry of the running iteration, which is entry iteration % num_entries.
@@ -52,8 +65,8 @@ struct StagedCopy {
   int32_t item_words;   // words of an element
 };
 
-// Copies the iteration's inputs, resets the state of sequences that start, and writes new entries
-// of block tables.
+// Copies the iteration's inputs, resets the counters of experts and the state of sequences that
+// start, and writes new entries of block tables.
 struct BeginIterationParams {
   RingPosition ring;
   CompletionRecord* completion;  // in entry 0
@@ -64,11 +77,12 @@ struct BeginIterationParams {
   SamplingState sampling;
   int32_t* lists;  // [max_list_words] a GPU copies the lists here before it applies them
   BlockTable tables[kMaxKvGroups];
+  int64_t* experts[kNumModels];  // see ExpertCounters
 };
 void begin_iteration(CpuContext&, const BeginIterationParams&);
 void begin_iteration(CudaContext&, const BeginIterationParams&);
 
-// Writes the results, the requested logprobs and the completion record.
+// Writes the results, the requested logprobs, the counters of experts and the completion record.
 struct EndIterationParams {
   RingPosition ring;
   CompletionRecord* completion;   // in entry 0
@@ -79,6 +93,7 @@ struct EndIterationParams {
   int32_t row_entries;            // 1 + max_logprobs
   StagedInputs inputs;            // the device's copy
   const int32_t* num_logprobs;    // [max_seqs] by sequence slot; below 0: none requested
+  int64_t* experts[kNumModels];   // see ExpertCounters
 };
 void end_iteration(CpuContext&, const EndIterationParams&);
 void end_iteration(CudaContext&, const EndIterationParams&);
@@ -102,12 +117,14 @@ class IterationRing {
   [[nodiscard]] BeginIterationParams begin_params(const StagedInputs& staged,
                                                   const SequenceState& sequences,
                                                   const SamplingState& sampling,
-                                                  const std::vector<BlockTable>& tables) const;
+                                                  const std::vector<BlockTable>& tables,
+                                                  const ExpertCounters& experts) const;
   // `logprobs` is null if logprobs are off.
   [[nodiscard]] EndIterationParams end_params(const StagedInputs& staged,
                                               const SamplingState& sampling,
                                               const SequenceResult* results,
-                                              const TokenLogprob* logprobs) const;
+                                              const TokenLogprob* logprobs,
+                                              const ExpertCounters& experts) const;
 
   // What the device has written. Results and logprobs are valid only for a complete iteration.
   [[nodiscard]] bool is_complete(int64_t iteration) const;

@@ -34,6 +34,9 @@ void copy_rows(const EndIterationParams& p, int64_t first_row, int64_t num_rows)
 
 void begin_iteration(CpuContext&, const BeginIterationParams& p) {
   in_entry(p.completion, p.ring)->begin_ns = now_ns();
+  for (int64_t* const counters : p.experts) {
+    if (counters != nullptr) counters[0] = counters[1] = 0;
+  }
   *p.counts = *in_entry(p.entry.counts, p.ring);
   const auto* const count_words = reinterpret_cast<const int32_t*>(p.counts);
   for (const StagedCopy& copy : p.copies) {
@@ -65,6 +68,10 @@ void end_iteration(CpuContext&, const EndIterationParams& p) {
     copy_rows(p, counts.num_logit_rows, counts.num_prompt_rows);
   }
   CompletionRecord* const completion = in_entry(p.completion, p.ring);
+  for (int32_t model = 0; model < kNumModels; ++model) {
+    const int64_t* const counters = p.experts[model];
+    if (counters != nullptr) completion->experts[model] = {counters[0], counters[1]};
+  }
   const int64_t iteration = (*p.ring.counter)++;
   completion->end_ns = now_ns();
   std::atomic_ref(completion->iteration).store(iteration, std::memory_order_release);

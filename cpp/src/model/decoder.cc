@@ -142,6 +142,10 @@ Decoder::Decoder(std::shared_ptr<const Model> model, const KvLayout& layout, KvO
                    .block_size = group.block_size,
                    .dtype = group.dtype});
   }
+  const bool has_mixture = std::any_of(c.layers.begin(), c.layers.end(), [](const auto& layer) {
+    return std::holds_alternative<MoeMlp>(layer.mlp);
+  });
+  if (has_mixture) expert_counters_ = arena.allocate<int64_t>(2, "expert counters");
   const int64_t num_positions = int64_t{max_positions} + rope_offset;
   for (const RopeConfig& rope : c.ropes) {
     const auto half = static_cast<int64_t>(rope.inv_freq.size());

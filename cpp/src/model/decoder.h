@@ -86,6 +86,9 @@ class Decoder {
           const SharedWeights& shared = {}, int32_t rope_offset = 0);
 
   [[nodiscard]] const DecoderConfig& config() const { return model_->config; }
+  // [2] what passes over a mixture count (SortExpertRowsParams::counters), on the device; null
+  // without a mixture.
+  [[nodiscard]] int64_t* expert_counters() const { return expert_counters_; }
   [[nodiscard]] const DecoderWeights& weights() const { return model_->weights; }
   // The lm_head of the decoder, its own or shared.
   [[nodiscard]] const Linear& lm_head() const { return lm_head_; }
@@ -151,6 +154,7 @@ class Decoder {
   int32_t rope_offset_;
   std::vector<KvLayerView> kv_;   // by layer
   std::vector<RopeTable> ropes_;  // by DecoderConfig::ropes
+  int64_t* expert_counters_ = nullptr;
   const std::byte* embed_;
   Linear lm_head_;
 };

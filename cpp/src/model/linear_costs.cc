@@ -21,7 +21,8 @@ std::vector<LinearCost> linear_costs(const DecoderConfig& config, DType dtype) {
                      .bytes = matrix.bytes(),
                      .is_for_logits = shape.rows == LinearRows::kLogits,
                      .shard = shape.shard,
-                     .num_experts = shape.num_experts()});
+                     .num_experts = shape.num_experts(),
+                     .top_k = shape.top_k});
   };
   const auto add_linear = [&](const Linear& linear, const LinearShape& shape) {
     add(linear.weight, shape);

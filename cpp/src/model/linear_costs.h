@@ -22,7 +22,10 @@ struct LinearCost {
   int64_t bytes = 0;           // that a product reads, scales included
   bool is_for_logits = false;  // computed only for rows whose logits are needed
   ShardAxis shard = ShardAxis::kNone;
-  int32_t num_experts = 0;  // above 0: rows, cols and bytes are those of one of so many experts
+  // Above 0: rows, cols and bytes are those of one of so many experts, of which a row chooses
+  // top_k.
+  int32_t num_experts = 0;
+  int32_t top_k = 0;
 };
 
 // Every matrix whose product a pass computes, those that a draft head takes from its target

@@ -41,6 +41,7 @@ struct LinearShape {
   LinearRows rows = LinearRows::kPass;
   bool has_float_output = false;  // float32; otherwise the dtype of the activations
   MatrixFormat format = {};
+  int32_t top_k = 0;           // of experts: how many a row chooses
   bool is_transposed = false;  // of experts: the tensors are [num_experts, cols, rows]
   // false: the matrix is the embedding table or belongs to the target. The model has no tensors
   // for it.
@@ -107,12 +108,14 @@ void visit_mlp_weights(const MoeMlp& mlp, const std::string& name, int64_t hidde
                                   .cols = hidden,
                                   .shard = ShardAxis::kRows,
                                   .format = expert.gate_up,
+                                  .top_k = mlp.top_k,
                                   .is_transposed = mlp.is_transposed});
   visit.experts(weights.down, {.name = name + "experts.down",
                                .parts = down,
                                .cols = expert.intermediate,
                                .shard = ShardAxis::kColumns,
                                .format = expert.down,
+                               .top_k = mlp.top_k,
                                .is_transposed = mlp.is_transposed});
   if (expert.has_bias) {
     visit.vector(weights.gate_up.bias, VectorKind::kBias, gate_up);
