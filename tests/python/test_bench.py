@@ -39,7 +39,7 @@ ROW_KEYS = {
     "output_tokens_per_s", "time_to_first_token_ms", "tokens_per_iteration", "num_draft_tokens",
     "weight_bytes", "kv_bytes", "iteration_bytes", "flops", "gb_per_s", "floor_ms", "floor_share",
     "idle_us", "idle_share", "host_us", "engine_start_s", "first_token_s",
-    "start_to_first_token_s",
+    "start_to_first_token_s", "target_experts", "draft_experts",
 }  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from paceline.bench.options import (
 from paceline.bench.plot import PLOT_NEEDS, check_can_plot, draw, read_report
 from paceline.bench.report import (
     COLUMNS,
+    EXPERTS_LEGEND,
     LEGEND,
     Setup,
     print_head,
@@ -139,7 +140,7 @@ def run_latency(args: argparse.Namespace) -> int:
                     if is_first:
                         print_head(setup, speed.memory, results[0], name_width)
                     for name, row in new_rows:
-                        print_row(name, row, name_width)
+                        print_row(setup, name, row, name_width)
             measured = report(run_id, command, setup, speed.memory, rows)
             if args.json is not None and not is_json_alone:
                 write_json(args.json, measured)
@@ -149,6 +150,8 @@ def run_latency(args: argparse.Namespace) -> int:
         emit(json.dumps(measured))
     else:
         emit(LEGEND)
+        if setup.has_mixture:
+            emit(EXPERTS_LEGEND)
         for speedup in measured["speedup"]:
             emit(
                 f"{speedup['configuration']} / plain tokens per second at "

@@ -16,15 +16,21 @@ class MatrixCosts:
     """The matrices of a model. Embedding lookups, norms and biases are left out.
 
     Attributes:
-        shared_bytes: Bytes of the matrices that every pass reads, the lm_head among them.
-        row_parameters: Parameters that every row of a pass is multiplied with.
+        shared_bytes: Bytes of the matrices that every pass reads: all but those of experts. The
+            lm_head is one of them.
+        row_parameters: Parameters that every row of a pass is multiplied with; of a mixture's
+            experts those that a row chooses.
         logit_parameters: Parameters that rows whose logits are needed are multiplied with as well:
             those of the lm_head, own or shared.
+        expert_bytes: Bytes of one expert of every mixture layer, added up; 0 without a mixture.
+        num_experts: Experts of a mixture layer; 0 without a mixture.
     """
 
     shared_bytes: int
     row_parameters: int
     logit_parameters: int
+    expert_bytes: int = 0
+    num_experts: int = 0
 
     @property
     def parameters(self) -> int:
@@ -33,8 +39,16 @@ class MatrixCosts:
 
     @property
     def all_bytes(self) -> int:
-        """Bytes of all matrices."""
-        return self.shared_bytes
+        """Bytes of all matrices, those of all experts included."""
+        return self.shared_bytes + self.num_experts * self.expert_bytes
+
+    def pass_bytes(self, experts: float | None) -> int:
+        """Bytes of the matrices that a pass reads.
+
+        Args:
+            experts: Experts of a mixture layer that have rows, on average; None without a mixture.
+        """
+        return self.shared_bytes + int((experts or 0.0) * self.expert_bytes)
 
 
 def matrix_costs(config: Mapping[str, Any], weight_dtype: str) -> MatrixCosts:
@@ -48,11 +62,17 @@ def matrix_costs(config: Mapping[str, Any], weight_dtype: str) -> MatrixCosts:
         ValueError: The description is not allowed.
     """
     parameters = {False: 0, True: 0}
-    num_bytes = 0
+    shared_bytes = expert_bytes = num_experts = 0
     for matrix in _core.linear_costs(json.dumps(config), weight_dtype):
-        parameters[matrix["is_for_logits"]] += matrix["rows"] * matrix["cols"]
-        num_bytes += matrix["bytes"]
-    return MatrixCosts(num_bytes, parameters[False], parameters[True])
+        uses = matrix["top_k"] if matrix["num_experts"] else 1
+        parameters[matrix["is_for_logits"]] += uses * matrix["rows"] * matrix["cols"]
+        if matrix["num_experts"]:
+            # All mixture layers of the supported families have the same number of experts.
+            num_experts = matrix["num_experts"]
+            expert_bytes += matrix["bytes"]
+        else:
+            shared_bytes += matrix["bytes"]
+    return MatrixCosts(shared_bytes, parameters[False], parameters[True], expert_bytes, num_experts)
 
 
 def kv_bytes_read(config: Mapping[str, Any], context: float, item_bytes: int) -> float:

@@ -2,7 +2,8 @@
 """The least time that an iteration can take: the reads and the arithmetic that it cannot avoid.
 
 An iteration is one pass over the target and k passes over the drafter, one after the other. Each
-pass reads its matrices and its KV once, and computes its rows. On the CPU, the bench measures how
+pass reads its matrices and its KV once, and computes its rows. Of a mixture of experts it reads
+those that had rows, which the engine has counted. On the CPU, the bench measures how
 fast as many bytes are read again and again, since a small drafter stays in the caches, where reads
 are faster than from memory, and how fast the vector units compute; a pass takes the longer of both
 times. On CUDA, all bytes come from memory, and arithmetic runs at the rate of a large matrix
@@ -114,8 +115,7 @@ def with_floor(
         The measurement with `floor_ms` and `floor_share`.
     """
     device, dtype = target.model.device, target.model.weight_dtype
-    k = row.num_draft_tokens
-    passes = _passes(target, draft, k, row.workload, may_stop_early=may_stop_early)
+    passes = _passes(target, draft, row, may_stop_early=may_stop_early)
     if device == "cpu":
         rate = speed.arithmetic(is_bfloat16=dtype == "bfloat16")
         seconds = sum(
@@ -140,26 +140,32 @@ class _Pass:
 def _passes(
     target: BenchModel,
     draft: BenchModel | None,
-    k: int,
-    workload: Workload,
+    row: Measurement,
     *,
     may_stop_early: bool,
 ) -> list[_Pass]:
-    """The passes of an iteration; those that are certain, if drafting may stop early."""
+    """The passes of an iteration; those that are certain, if drafting may stop early.
+
+    A pass over a mixture reads the experts that had rows. Their number is the mean over the passes
+    of its model, since the engine counts those of an iteration together.
+    """
+    k, workload = row.num_draft_tokens, row.workload
     # The cache, the drafter's too, holds elements of the target's weight dtype.
     item = target.item_bytes
 
-    def one(model: BenchModel, rows: int, logit_rows: int) -> _Pass:
+    def one(model: BenchModel, experts: float | None, rows: int, logit_rows: int) -> _Pass:
         kv_bytes = workload.concurrency * kv_bytes_read(model.config, workload.mean_context, item)
         return _Pass(
-            model.costs.all_bytes + int(kv_bytes), _pass_flops(model, rows, logit_rows, workload)
+            model.costs.pass_bytes(experts) + int(kv_bytes),
+            _pass_flops(model, rows, logit_rows, workload),
         )
 
     num_verified = 1 if may_stop_early else k + 1
-    passes = [one(target, num_verified, num_verified)]
+    passes = [one(target, row.target_experts, num_verified, num_verified)]
     if draft is not None and k > 0:
-        passes.append(one(draft, 1 if may_stop_early else _num_first_rows(draft, k), 1))
-        passes += [one(draft, 1, 1)] * (0 if may_stop_early else k - 1)
+        num_first = 1 if may_stop_early else _num_first_rows(draft, k)
+        passes.append(one(draft, row.draft_experts, num_first, 1))
+        passes += [one(draft, row.draft_experts, 1, 1)] * (0 if may_stop_early else k - 1)
     return passes
 
 

@@ -88,7 +88,11 @@ class Measurement:
         tokens_per_iteration: The acceptance length: tokens that one request emits in one decoding
             iteration, bonus included.
         num_draft_tokens: k; 0 = plain.
-        weight_bytes: Weights that one iteration reads: target once, drafter k times.
+        target_experts: Experts that had rows, on average over the mixture layers of the target in
+            iterations in which all requests decode; None without a mixture.
+        draft_experts: The same of the drafter, over all its passes.
+        weight_bytes: Weights that one iteration reads: target once, drafter k times; of a mixture
+            the experts that had rows.
         kv_bytes: KV that one iteration reads at the mean context of the run.
         iteration_bytes: Both together.
         flops: Multiply-adds times two of one iteration, matrices and attention, all rows.
@@ -113,6 +117,8 @@ class Measurement:
     time_to_first_token_ms: float
     tokens_per_iteration: float
     num_draft_tokens: int
+    target_experts: float | None
+    draft_experts: float | None
     weight_bytes: int
     kv_bytes: int
     iteration_bytes: int
@@ -273,6 +279,19 @@ class _Run:
 
 
 @dataclass
+class _Experts:
+    """Mixture layers that ran, and the experts that had rows in them, added up."""
+
+    num_layers: int = 0
+    num_hit: int = 0
+
+    @property
+    def mean(self) -> float | None:
+        """Experts a layer; None if no mixture layer ran."""
+        return self.num_hit / self.num_layers if self.num_layers > 0 else None
+
+
+@dataclass
 class _Samples:
     """The results of the runs of a workload.
 
@@ -282,6 +301,8 @@ class _Samples:
         idle_us: Idle time of the device before each of those.
         host_us: Host work of all iterations together.
         num_iterations: Number of all iterations.
+        target_experts: Counts of the target's mixture layers in the former.
+        draft_experts: Counts of the drafter's.
     """
 
     runs: list[_Run] = field(default_factory=list)
@@ -289,6 +310,8 @@ class _Samples:
     idle_us: list[float] = field(default_factory=list)
     host_us: float = 0.0
     num_iterations: int = 0
+    target_experts: _Experts = field(default_factory=_Experts)
+    draft_experts: _Experts = field(default_factory=_Experts)
 
     def add(
         self, run: _Run, stats: Mapping[str, Any], times: Mapping[str, Any], workload: Workload
@@ -297,12 +320,18 @@ class _Samples:
         self.runs.append(run)
         self.host_us += stats["host_us"]
         self.num_iterations += stats["num_iterations"]
-        for us, idle_us, num_decoding, num_prefill in zip(
-            times["us"], times["idle_us"], times["num_decoding"], times["num_prefill"], strict=True
+        for i, (num_decoding, num_prefill) in enumerate(
+            zip(times["num_decoding"], times["num_prefill"], strict=True)
         ):
             if num_decoding == workload.concurrency and num_prefill == 0:
-                self.iteration_ms.append(us / 1000)
-                self.idle_us.append(idle_us)
+                self.iteration_ms.append(times["us"][i] / 1000)
+                self.idle_us.append(times["idle_us"][i])
+                for model, experts in (
+                    ("target", self.target_experts),
+                    ("draft", self.draft_experts),
+                ):
+                    experts.num_layers += times[f"{model}_mixture_layers"][i]
+                    experts.num_hit += times[f"{model}_experts_hit"][i]
 
 
 def _sum_up(
@@ -317,7 +346,10 @@ def _sum_up(
     runs, times = samples.runs, samples.iteration_ms
     iteration_ms = statistics.median(times) if times else 0.0
     idle_us = statistics.median(samples.idle_us) if times else 0.0
-    weight_bytes = target.costs.all_bytes + (draft.costs.all_bytes * k if draft is not None else 0)
+    target_experts, draft_experts = samples.target_experts.mean, samples.draft_experts.mean
+    weight_bytes = target.costs.pass_bytes(target_experts)
+    if draft is not None:
+        weight_bytes += k * draft.costs.pass_bytes(draft_experts)
     kv_bytes = iteration_kv_bytes(target, draft, k, workload)
     num_bytes = weight_bytes + kv_bytes
     return Measurement(
@@ -329,6 +361,8 @@ def _sum_up(
         time_to_first_token_ms=statistics.fmean(run.first_token_ms for run in runs),
         tokens_per_iteration=statistics.fmean(run.tokens_per_iteration for run in runs),
         num_draft_tokens=k,
+        target_experts=target_experts,
+        draft_experts=draft_experts,
         weight_bytes=weight_bytes,
         kv_bytes=kv_bytes,
         iteration_bytes=num_bytes,

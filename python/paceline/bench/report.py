@@ -25,6 +25,8 @@ COLUMNS: Final = (
     ("math", "GFLOP", 8), ("reads", "GB/s", 7), ("floor", "share", 6), ("idle", "share", 6),
     ("host", "us", 8), ("start", "s", 7),
 )  # fmt: skip
+# Follows with a mixture of experts.
+_EXPERTS: Final = ("experts", "per layer", 11)
 
 LEGEND: Final = """\
 sequences: requests at the same time. iteration, p99: median and 99th percentile of the iterations
@@ -33,6 +35,9 @@ s: all sequences. 1st token: mean time from queueing. reads, math: bytes and ope
 iteration. floor share: the least time for them, over the time of the iteration; 100 % is the limit
 of the machine. idle: of the device, before an iteration. host: its work for an iteration. start:
 of the engine."""
+EXPERTS_LEGEND: Final = """\
+experts: those of a mixture layer that had rows and were read, on average: of the target, and after
+a stroke of the drafter. reads and floor share follow from them."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,12 @@ class Setup:
     device: str
     model_build_s: float
     seconds_before: float
+
+    @property
+    def has_mixture(self) -> bool:
+        """Whether the target or the drafter is a mixture of experts."""
+        models = (self.target,) if self.draft is None else (self.target, self.draft)
+        return any(model.costs.num_experts > 0 for model in models)
 
 
 def report(
@@ -180,26 +191,43 @@ def print_head(setup: Setup, read_bandwidth: float, first: Measurement, name_wid
         f"start to first token: {first.start_to_first_token_s:.2f} s, of it models "
         f"{setup.model_build_s:.2f} s, engine {first.engine_start_s:.2f} s"
     )
-    _print_cells([name for name, _, _ in COLUMNS], name_width)
-    _print_cells([unit for _, unit, _ in COLUMNS], name_width)
+    columns = _columns(setup)
+    _print_cells([name for name, _, _ in columns], columns, name_width)
+    _print_cells([unit for _, unit, _ in columns], columns, name_width)
 
 
-def print_row(name: str, row: Measurement, name_width: int) -> None:
+def _columns(setup: Setup) -> tuple[tuple[str, str, int], ...]:
+    return (*COLUMNS, _EXPERTS) if setup.has_mixture else COLUMNS
+
+
+def _experts_cell(row: Measurement) -> str:
+    target, draft = (
+        "-" if experts is None else f"{experts:.1f}"
+        for experts in (row.target_experts, row.draft_experts)
+    )
+    return target if row.draft_experts is None else f"{target} / {draft}"
+
+
+def print_row(setup: Setup, name: str, row: Measurement, name_width: int) -> None:
     """Prints a row. Without a floor nothing was read, and so there is no speed of reading."""
     has_floor = row.floor_share is not None
     share = f"{row.floor_share:.0%}" if has_floor else "-"
     speed = f"{row.gb_per_s:.1f}" if has_floor else "-"
-    cells = (
+    cells: list[object] = [
         name, row.workload.concurrency, f"{row.iteration_ms:.3f}", f"{row.iteration_p99_ms:.3f}",
         f"{row.tokens_per_iteration:.2f}", f"{row.output_tokens_per_s:.1f}",
         f"{row.time_to_first_token_ms:.1f}", f"{row.iteration_bytes / 1e9:.3f}",
         f"{row.flops / 1e9:.1f}", speed, share, f"{row.idle_share:.1%}",
         f"{row.host_us:.1f}", f"{row.engine_start_s:.2f}",
-    )  # fmt: skip
-    _print_cells(cells, name_width)
+    ]  # fmt: skip
+    if setup.has_mixture:
+        cells.append(_experts_cell(row))
+    _print_cells(cells, _columns(setup), name_width)
 
 
-def _print_cells(cells: Sequence[object], name_width: int) -> None:
-    first, *others = zip(cells, COLUMNS, strict=True)
+def _print_cells(
+    cells: Sequence[object], columns: Sequence[tuple[str, str, int]], name_width: int
+) -> None:
+    first, *others = zip(cells, columns, strict=True)
     line = [f"{first[0]:<{name_width}}", *(f"{cell:>{width}}" for cell, (_, _, width) in others)]
     emit(" ".join(line), flush=True)
