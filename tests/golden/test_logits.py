@@ -1,14 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logits against transformers, in float32, on tiny random checkpoints of every family.
-
-The bar is 2e-4 of the largest logit: a few hundred float32 roundings through a handful of layers
-are an order of magnitude below it, and any wrong fact about a model (a norm's offset, a window off
-by one, a frequency, a head mapped wrongly) is several above.
-"""
+"""Logits against transformers, in float32, on tiny random checkpoints of every dense family."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from logits_golden import PROMPT_TOKENS, assert_close, check_that_it_shows, logits_of, prompt_of
 from tiny_models import (
     FULL,
     SLIDING,
@@ -29,9 +24,6 @@ from tiny_models import (
     save_tensors,
     write_json,
 )
-
-RELATIVE_TOLERANCE = 2e-4
-PROMPT_TOKENS = 45
 
 pytestmark = pytest.mark.golden
 
@@ -113,26 +105,26 @@ SPECS = [
 @pytest.mark.parametrize("spec", SPECS, ids=describe)
 def test_logits_equal_transformers(spec: TinySpec) -> None:
     path = make(spec)
-    prompt = _prompt(spec)
+    prompt = prompt_of(spec)
     # float32 arithmetic on the stored weights of any dtype, as in the reference.
-    _assert_close(_logits(path, prompt), reference_logits(path, prompt))
+    assert_close(logits_of(path, prompt), reference_logits(path, prompt))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gemma4"])
 @pytest.mark.parametrize("length", [1, 2, 17])
 def test_short_prompts(family: str, length: int) -> None:
     spec = TinySpec(family, seed=20)
-    prompt = _prompt(spec)[:length]
-    _assert_close(_logits(make(spec), prompt), reference_logits(make(spec), prompt))
+    prompt = prompt_of(spec)[:length]
+    assert_close(logits_of(make(spec), prompt), reference_logits(make(spec), prompt))
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma4"])
 @pytest.mark.parametrize("chunk", [1, 16, 45])
-def test_chunked_prefill_gives_the_same_logits(family: str, chunk: int) -> None:
+def test_chunked_prefill_gives_the_samelogits_of(family: str, chunk: int) -> None:
     spec = TinySpec(family, seed=21)
-    prompt = _prompt(spec)
-    whole = _logits(make(spec), prompt)
-    chunked = _logits(make(spec), prompt, prefill_chunk_size=chunk)
+    prompt = prompt_of(spec)
+    whole = logits_of(make(spec), prompt)
+    chunked = logits_of(make(spec), prompt, prefill_chunk_size=chunk)
     np.testing.assert_array_equal(chunked, whole)
 
 
@@ -163,8 +155,8 @@ def test_prefixes_of_gemma3(prefix: str, architecture: str, tmp_path: Path) -> N
         config["architectures"] = [architecture]
     save_tensors(path, tensors)
     write_json(path / "config.json", config)
-    prompt = _prompt(TinySpec("gemma3"))
-    np.testing.assert_array_equal(_logits(path, prompt), _logits(plain, prompt))
+    prompt = prompt_of(TinySpec("gemma3"))
+    np.testing.assert_array_equal(logits_of(path, prompt), logits_of(plain, prompt))
 
 
 @pytest.mark.parametrize(
@@ -199,16 +191,18 @@ def test_prefixes_of_gemma4(prefix: str, architecture: str, tmp_path: Path) -> N
         config["architectures"] = [architecture]
     save_tensors(path, tensors)
     write_json(path / "config.json", config)
-    np.testing.assert_array_equal(_logits(path, _prompt(spec)), _logits(plain, _prompt(spec)))
+    np.testing.assert_array_equal(
+        logits_of(path, prompt_of(spec)), logits_of(plain, prompt_of(spec))
+    )
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma4"])
 def test_bfloat16_weights_stay_close(family: str) -> None:
     """In bfloat16 embedding factors are rounded too; only gross errors show at this tolerance."""
     spec = TinySpec(family, seed=23, dtype="bfloat16", hidden_size=72)
-    prompt = _prompt(spec)
+    prompt = prompt_of(spec)
     expected = reference_logits(make(spec), prompt)
-    seen = _logits(make(spec), prompt, dtype="auto")
+    seen = logits_of(make(spec), prompt, dtype="auto")
     assert np.abs(seen - expected).max() <= 0.1 * np.abs(expected).max()
 
 
@@ -294,65 +288,10 @@ WRONG_FACTS_OF_GEMMA4: dict[str, Callable[[dict[str, Any]], None]] = {
 def test_a_wrong_fact_of_gemma4_shows(fact: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `test_a_wrong_fact_shows`, for the switches that only Gemma 4 has."""
     spec = TinySpec("gemma4", seed=1, logit_soft_cap=8.0)
-    _check_that_it_shows(spec, WRONG_FACTS_OF_GEMMA4[fact], monkeypatch)
+    check_that_it_shows(spec, WRONG_FACTS_OF_GEMMA4[fact], monkeypatch)
 
 
 @pytest.mark.parametrize("fact", WRONG_FACTS)
 def test_a_wrong_fact_shows(fact: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A description that is wrong in one fact differs by more than ten times the tolerance."""
-    _check_that_it_shows(TinySpec("gemma3", seed=1), WRONG_FACTS[fact], monkeypatch)
-
-
-def _check_that_it_shows(
-    spec: TinySpec, change: Callable[[dict[str, Any]], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from paceline.loader.family import Family
-
-    original = Family.config_for
-
-    def config_for(family: Family, weight_dtype: str) -> dict[str, Any]:
-        config = copy.deepcopy(original(family, weight_dtype))
-        change(config)
-        return config
-
-    prompt = _prompt(spec)
-    expected = reference_logits(make(spec), prompt)
-    monkeypatch.setattr(Family, "config_for", config_for)
-    difference = np.abs(_logits(make(spec), prompt) - expected).max()
-    assert difference > 10 * RELATIVE_TOLERANCE * np.abs(expected).max()
-
-
-def _prompt(spec: TinySpec) -> list[int]:
-    generator = np.random.default_rng(spec.seed)
-    return [int(token) for token in generator.integers(0, spec.vocab_size, PROMPT_TOKENS)]
-
-
-def _logits(
-    path: Path, prompt: list[int], *, dtype: str = "float32", prefill_chunk_size: int | None = None
-) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
-    from paceline import LLM
-
-    with LLM(
-        path,
-        device="cpu",
-        dtype=dtype,
-        max_num_seqs=2,
-        kv_cache_bytes=8 << 20,
-        prefill_chunk_size=prefill_chunk_size,
-        show_progress=False,
-    ) as llm:
-        return llm.logits(prompt)
-
-
-def _assert_close(seen: np.ndarray, expected: np.ndarray) -> None:
-    """Reports NaN first, then the largest difference with its index."""
-    assert seen.shape == expected.shape
-    assert seen.dtype == np.float32
-    assert np.isfinite(seen).all(), f"not finite at {np.argwhere(~np.isfinite(seen))[:5].tolist()}"
-    difference = np.abs(seen - expected)
-    row, column = np.unravel_index(int(difference.argmax()), difference.shape)
-    bar = RELATIVE_TOLERANCE * float(np.abs(expected).max())
-    assert difference[row, column] <= bar, (
-        f"logits[{row}, {column}] is {seen[row, column]}, transformers has "
-        f"{expected[row, column]}; they may differ by {bar:.3g}"
-    )
+    check_that_it_shows(TinySpec("gemma3", seed=1), WRONG_FACTS[fact], monkeypatch)

@@ -49,7 +49,10 @@ class TargetReference:
         from transformers import AutoModelForCausalLM
 
         model: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="eager"
+            directory,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            experts_implementation="eager",  # the others have no float64
         )
         self.model = model.double().eval().requires_grad_(False)
         self.embedding: Tensor = self.model.get_input_embeddings().weight
