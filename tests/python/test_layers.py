@@ -17,10 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 CUDA_ROOMS = {
     "common": "device",
     "attention": "ops",
-    "moe": "ops",
     "elementwise": "ops",
     "fork": "ops",
     "gemm": "ops",
+    "moe": "ops",
     "norm": "ops",
     "rope": "ops",
 }

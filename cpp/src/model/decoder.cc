@@ -11,6 +11,7 @@
 #include "device/device_memory.h"
 #include "metadata/pass_rows.h"
 #include "model/layer_ops.h"
+#include "ops/moe.h"
 
 namespace paceline {
 namespace {
@@ -27,6 +28,22 @@ void capture_layer(Ctx& ctx, std::span<const HiddenCapture> captures, int32_t la
                      capture.num_rows * hidden * static_cast<int64_t>(sizeof(float)));
     }
   }
+}
+
+[[nodiscard]] ExpertActivations allocate_expert_activations(DeviceArena& arena, int64_t rows,
+                                                            const ActivationWidths& widths,
+                                                            DType dtype) {
+  if (widths.top_k == 0) return {};
+  const auto ints = [&](int64_t count) { return arena.allocate<int32_t>(count, "activations"); };
+  const auto floats = [&](int64_t count) { return arena.allocate<float>(count, "activations"); };
+  return {.logits = floats(rows * widths.num_experts),
+          .experts = ints(rows * widths.top_k),
+          .weights = floats(rows * widths.top_k),
+          .expert_begin = ints(widths.num_experts + 1),
+          .source_row = ints(rows * widths.top_k),
+          .expert_row = ints(rows * widths.top_k),
+          .output = arena.allocate<std::byte>(rows * widths.expert_output * dtype_bytes(dtype),
+                                              "activations")};
 }
 
 }  // namespace
@@ -46,7 +63,13 @@ void ActivationWidths::merge(const DecoderConfig& config) {
     std::visit(Overloaded{[&](const DenseMlp& mlp) {
                             gate_up = std::max(gate_up, 2 * int64_t{mlp.intermediate});
                           },
-                          [](const MoeMlp&) {}},
+                          [&](const MoeMlp& mlp) {
+                            const int64_t places = mlp.top_k;
+                            gate_up = std::max(gate_up, places * 2 * mlp.expert.intermediate);
+                            num_experts = std::max<int64_t>(num_experts, mlp.num_experts);
+                            top_k = std::max(top_k, places);
+                            expert_output = std::max(expert_output, places * config.hidden);
+                          }},
                layer.mlp);
   }
   // The gates of per-layer inputs use the buffers of the MLP.
@@ -68,6 +91,7 @@ Activations allocate_activations(DeviceArena& arena, int64_t rows, const Activat
           .gate_up = buffer(widths.gate_up),
           .activated = buffer(widths.gate_up / 2),
           .per_layer = widths.per_layer > 0 ? buffer(widths.per_layer) : nullptr,
+          .experts = allocate_expert_activations(arena, rows, widths, dtype),
           .dtype = dtype};
 }
 
@@ -127,10 +151,10 @@ Decoder::Decoder(std::shared_ptr<const Model> model, const KvLayout& layout, KvO
   PACELINE_CHECK(embed_ != nullptr && lm_head_.is_present(), c.name,
                  " needs the embedding or lm_head of a target");
   PACELINE_CHECK(layer_to_group_.size() == c.layers.size());
-  for (const LayerConfig& layer : c.layers) {
-    if (std::holds_alternative<MoeMlp>(layer.mlp)) {
-      throw Unsupported(concat(c.name, " has a mixture of experts, which this build cannot run"));
-    }
+  if (std::any_of(c.layers.begin(), c.layers.end(), [](const LayerConfig& layer) {
+        return std::holds_alternative<MoeMlp>(layer.mlp);
+      })) {
+    expert_counters_ = arena.allocate<int64_t>(2, "expert counters");
   }
   for (size_t layer = 0; layer < c.layers.size(); ++layer) {
     const KvGroup& group = layout.groups[layer_to_group_[layer]];
@@ -252,12 +276,13 @@ template <class Ctx>
 void Decoder::mlp(Ctx& ctx, int32_t layer, const PassRows& rows,
                   const Activations& activations) const {
   const LayerWeights& lw = weights().layers[layer];
-  std::visit(
-      Overloaded{[&](const DenseMlp& m) {
-                   dense_mlp(ctx, m, std::get<DenseMlpWeights>(lw.mlp), rows, activations);
-                 },
-                 [](const MoeMlp&) { PACELINE_CHECK(false, "the constructor refuses mixtures"); }},
-      config().layers[layer].mlp);
+  std::visit(Overloaded{[&](const DenseMlp& m) {
+                          dense_mlp(ctx, m, std::get<DenseMlpWeights>(lw.mlp), rows, activations);
+                        },
+                        [&](const MoeMlp& m) {
+                          mixture(ctx, m, std::get<MoeMlpWeights>(lw.mlp), rows, activations);
+                        }},
+             config().layers[layer].mlp);
 }
 
 template <class Ctx>
@@ -282,6 +307,70 @@ void Decoder::dense_mlp(Ctx& ctx, const DenseMlp& m, const DenseMlpWeights& w, c
            .y = activations.branch,
            .x_dtype = activations.dtype,
            .y_dtype = activations.dtype});
+}
+
+template <class Ctx>
+void Decoder::mixture(Ctx& ctx, const MoeMlp& m, const MoeMlpWeights& w, const PassRows& rows,
+                      const Activations& activations) const {
+  const ExpertActivations& a = activations.experts;
+  const DType dtype = activations.dtype;
+  const int32_t max_expert_rows = rows.capacity * m.top_k;
+  project(ctx, row_count(rows), w.router,
+          {.x = activations.normed, .y = a.logits, .x_dtype = dtype, .y_dtype = DType::kFloat32});
+  ctx.run(route_and_sort, RouteAndSortParams{.route = {.num_rows = rows.num_rows,
+                                                       .max_rows = rows.capacity,
+                                                       .logits = a.logits,
+                                                       .num_experts = m.num_experts,
+                                                       .top_k = m.top_k,
+                                                       .rule = m.router,
+                                                       .experts = a.experts,
+                                                       .weights = a.weights},
+                                             .sort = {.num_rows = rows.num_rows,
+                                                      .max_rows = rows.capacity,
+                                                      .experts = a.experts,
+                                                      .num_experts = m.num_experts,
+                                                      .top_k = m.top_k,
+                                                      .expert_begin = a.expert_begin,
+                                                      .source_row = a.source_row,
+                                                      .expert_row = a.expert_row,
+                                                      .counters = expert_counters_}});
+  const auto multiply = [&](const ExpertLinears& linears, const void* x, const int32_t* x_rows,
+                            int32_t num_x_rows, void* y) {
+    const WeightMatrix& first = linears.weight.first;
+    ctx.run(expert_gemm, ExpertGemmParams{.expert_begin = a.expert_begin,
+                                          .max_rows = max_expert_rows,
+                                          .x = x,
+                                          .x_stride = first.k,
+                                          .x_rows = x_rows,
+                                          .num_x_rows = num_x_rows,
+                                          .weight = linears.weight,
+                                          .bias = linears.bias,
+                                          .y = y,
+                                          .y_stride = first.n,
+                                          .x_dtype = dtype,
+                                          .y_dtype = dtype});
+  };
+  multiply(w.gate_up, activations.normed, a.source_row, rows.capacity, activations.gate_up);
+  ctx.run(gated_activation, GatedActivationParams{.num_rows = a.expert_begin + m.num_experts,
+                                                  .max_rows = max_expert_rows,
+                                                  .x = activations.gate_up,
+                                                  .y = activations.activated,
+                                                  .intermediate = m.expert.intermediate,
+                                                  .activation = m.expert.activation,
+                                                  .dtype = dtype,
+                                                  .alpha = m.expert.alpha,
+                                                  .limit = m.expert.limit,
+                                                  .is_interleaved = m.is_interleaved});
+  multiply(w.down, activations.activated, /*x_rows=*/nullptr, max_expert_rows, a.output);
+  ctx.run(combine_experts, CombineExpertsParams{.num_rows = rows.num_rows,
+                                                .max_rows = rows.capacity,
+                                                .top_k = m.top_k,
+                                                .x = a.output,
+                                                .expert_row = a.expert_row,
+                                                .weights = a.weights,
+                                                .y = activations.branch,
+                                                .hidden = config().hidden,
+                                                .dtype = dtype});
 }
 
 template <class Ctx>

@@ -20,6 +20,18 @@
 
 namespace paceline {
 
+// Scratch buffers of a mixture of experts; null in models without one. Expert rows are those of
+// ops/moe.h.
+struct ExpertActivations {
+  float* logits;          // [rows, num_experts] of the router
+  int32_t* experts;       // [rows, top_k]
+  float* weights;         // [rows, top_k]
+  int32_t* expert_begin;  // [num_experts + 1]
+  int32_t* source_row;    // [rows * top_k]
+  int32_t* expert_row;    // [rows, top_k]
+  void* output;           // [rows * top_k, hidden] dtype of the activations
+};
+
 // Scratch buffers of one forward pass, shared by all passes and models and sized for the largest.
 struct Activations {
   float* residual;  // [rows, hidden]
@@ -28,9 +40,10 @@ struct Activations {
   void* qkv;     // [rows, qkv_rows(attention)]
   void* attention;  // [rows, num_qo_heads * head_dim]
   void* branch;     // [rows, hidden] output of a branch before it joins the residual
-  void* gate_up;    // [rows, 2 * intermediate]
-  void* activated;  // [rows, intermediate]
+  void* gate_up;    // [rows, 2 * intermediate], or as many for each expert row
+  void* activated;  // [rows, intermediate], or as many for each expert row
   void* per_layer;  // [rows, layers * per_layer_inputs.size], valid for the whole pass; or null
+  ExpertActivations experts;
   DType dtype;
 };
 
@@ -40,8 +53,12 @@ struct ActivationWidths {
   int64_t normed = 0;
   int64_t qkv = 0;
   int64_t attention = 0;
-  int64_t gate_up = 0;
+  int64_t gate_up = 0;  // of all places of a row
   int64_t per_layer = 0;
+  // Of mixtures of experts, else 0.
+  int64_t num_experts = 0;
+  int64_t top_k = 0;
+  int64_t expert_output = 0;  // of all places of a row
 
   void merge(const DecoderConfig& config);
 };
@@ -94,6 +111,9 @@ class Decoder {
   [[nodiscard]] const Linear& lm_head() const { return lm_head_; }
   [[nodiscard]] SharedWeights shareable_weights() const { return {embed_, lm_head_}; }
 
+  // [2] as SortExpertRowsParams::counters, over all passes; null without a mixture of experts.
+  [[nodiscard]] int64_t* expert_counters() const { return expert_counters_; }
+
   // Token ids of `rows` -> residual stream after the last layer, in activations.residual (before
   // the final norm). `groups` is indexed by GroupId.
   template <class Ctx>
@@ -142,6 +162,9 @@ class Decoder {
   template <class Ctx>
   void dense_mlp(Ctx& ctx, const DenseMlp& mlp, const DenseMlpWeights& weights,
                  const PassRows& rows, const Activations& activations) const;
+  template <class Ctx>
+  void mixture(Ctx& ctx, const MoeMlp& mlp, const MoeMlpWeights& weights, const PassRows& rows,
+               const Activations& activations) const;
   // For models with per-layer inputs: the inputs of all layers, and the branch of one layer.
   template <class Ctx>
   void make_per_layer_inputs(Ctx& ctx, const PassRows& rows, const Activations& activations) const;
@@ -157,6 +180,7 @@ class Decoder {
   int64_t* expert_counters_ = nullptr;
   const std::byte* embed_;
   Linear lm_head_;
+  int64_t* expert_counters_ = nullptr;
 };
 
 // The KV shapes of a decoder's layers, as plan_kv_layout takes them.

@@ -33,27 +33,39 @@ constexpr size_t kMissingNamed = 8;  // in the message about missing weights
 
 constexpr std::string_view kTokenMap = "draft_to_target";
 
-[[nodiscard]] SourceMatrix source_matrix(const NamedWeight& named, std::span<const int64_t> shape,
+// A tensor of any rank as a matrix: all its rows, one after the other.
+[[nodiscard]] SourceMatrix source_matrix(std::span<const int64_t> shape,
                                          std::span<const int64_t> strides, const void* data) {
   SourceMatrix source = {.data = static_cast<const std::byte*>(data),
-                         .rows = named.rank == 2 ? shape[0] : 1,
+                         .rows = 1,
                          .cols = shape.back(),
                          .row_stride = shape.back(),
                          .col_stride = 1};
+  for (const int64_t size : shape.first(shape.size() - 1)) source.rows *= size;
   if (!strides.empty()) {
-    source.row_stride = named.rank == 2 ? strides[0] : 0;
+    source.row_stride = shape.size() > 1 ? strides[shape.size() - 2] : 0;
     source.col_stride = strides.back();
   }
   return source;
 }
 
+// Refuses strides with which the rows of a tensor do not follow each other at one distance.
+void check_strides(std::string_view name, std::span<const int64_t> shape,
+                   std::span<const int64_t> strides) {
+  for (size_t i = 0; i + 2 < strides.size(); ++i) {
+    if (strides[i] != strides[i + 1] * shape[i + 1]) {
+      throw InvalidArgument(concat(quoted(name), " has strides ", shape_text(strides),
+                                   "; allowed: strides[", i, "] = strides[", i + 1, "] * ",
+                                   shape[i + 1], ", so that its rows follow each other"));
+    }
+  }
+}
+
 void check_kind(const NamedWeight& named) {
-  const bool is_flat = named.kind == WeightKind::kNumbers && named.rank <= 2;
-  if (is_flat || named.kind == WeightKind::kTokens) return;
-  throw Unsupported(
-      concat(quoted(named.name),
-             " belongs to a mixture of experts or has a format, "
-             "which this build cannot load; supported: dense models without formats"));
+  if (named.kind == WeightKind::kNumbers || named.kind == WeightKind::kTokens) return;
+  throw Unsupported(concat(quoted(named.name),
+                           " has a format or is transposed, which this build cannot load; "
+                           "supported: plain tensors"));
 }
 
 }  // namespace
@@ -169,6 +181,7 @@ struct ModelBuilder::Impl {
       throw InvalidArgument(concat(quoted(name), " has ", strides.size(),
                                    " strides; allowed: ", shape.size(), ", or none for row-major"));
     }
+    check_strides(name, shape, strides);
     if (data == nullptr) throw InvalidArgument(concat(quoted(name), " has a null data pointer"));
     return named;
   }
@@ -223,7 +236,7 @@ void ModelBuilder::put(std::string_view name, DType dtype, std::span<const int64
   at_boundary([&] {
     Impl& impl = open(impl_);
     NamedWeight& named = impl.checked_weight(name, dtype, shape, strides, data);
-    const SourceMatrix matrix = source_matrix(named, shape, strides, data);
+    const SourceMatrix matrix = source_matrix(shape, strides, data);
     if (named.dtype == DType::kInt32) {
       impl.write_tokens(named, impl.tokens_of(named, matrix, dtype, source));
     } else {
@@ -300,7 +313,7 @@ void update_models(std::span<const ModelUpdate> updates) {
       for (const NamedTensor& t : update.tensors) {
         NamedWeight& named = impl.checked_weight(t.name, t.dtype, t.shape, t.strides, t.data);
         named.is_filled = true;
-        const SourceMatrix source = source_matrix(named, t.shape, t.strides, t.data);
+        const SourceMatrix source = source_matrix(t.shape, t.strides, t.data);
         writes.push_back(
             {.impl = &impl, .named = &named, .source = source, .tensor = &t, .tokens = {}});
         if (named.dtype == DType::kInt32) {

@@ -1,0 +1,224 @@
+// SPDX-License-Identifier: Apache-2.0
+// Mixtures of experts and attention sinks in a whole model. Each model here is made so that its
+// hidden states must have the bits of a plain model.
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include <paceline/executor.h>
+#include <paceline/model.h>
+
+#include "base/check.h"
+#include "cpp/engine_options.h"
+
+namespace paceline {
+namespace {
+
+using testing::small_engine_options;
+
+constexpr int32_t kHidden = 16;
+constexpr int32_t kIntermediate = 24;
+
+std::string description(const std::string& mlp, const std::string& sinks) {
+  std::string layers;
+  for (const char* kind : {"\"sliding\", \"window\": 6", "\"full\", \"window\": 0"}) {
+    layers += concat(layers.empty() ? "" : ",", R"({"attention": {"kind": )", kind,
+                     R"(, "num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 4, "scale": 0.5,
+                     "soft_cap": 0, "rope": 0, "has_qk_norm": false, "has_qkv_bias": false,
+                     "has_o_bias": false)",
+                     sinks, R"(}, "mlp": {"intermediate": 24, "activation": "swiglu_oai",
+                     "alpha": 1.7, "limit": 2, "has_bias": true)",
+                     mlp, "}}");
+  }
+  return concat(R"({"format": "paceline-decoder-1", "name": "mixture", "vocab_size": 32,
+    "hidden_size": 16, "max_position": 256, "norm_eps": 1e-5, "norm_weight_offset": 0,
+    "embed_scale": 40, "logit_soft_cap": 0, "ties_lm_head": false, "has_post_norms": false,
+    "ropes": [{"inv_freq": [1, 0.5], "scale": 1}], "layers": [)",
+                layers, "]}");
+}
+
+std::string mixture(int32_t num_experts, int32_t top_k, const char* more = "") {
+  return concat(", \"num_experts\": ", num_experts, ", \"top_k\": ", top_k,
+                ", \"router\": \"softmax_of_chosen\", \"has_router_bias\": true", more);
+}
+
+std::vector<float> random_values(uint64_t seed, int64_t count) {
+  std::mt19937_64 random(seed);
+  std::normal_distribution<float> normal(0, 0.5f);
+  std::vector<float> values(static_cast<size_t>(count));
+  for (float& value : values) value = normal(random);
+  return values;
+}
+
+// The MLP of `layer`, of one expert.
+struct Mlp {
+  std::vector<float> gate_up;  // [2 * intermediate, hidden]
+  std::vector<float> gate_up_bias;
+  std::vector<float> down;
+  std::vector<float> down_bias;
+};
+Mlp random_mlp(uint64_t seed) {
+  return {.gate_up = random_values(4 * seed, int64_t{2} * kIntermediate * kHidden),
+          .gate_up_bias = random_values(4 * seed + 1, 2 * kIntermediate),
+          .down = random_values(4 * seed + 2, int64_t{kHidden} * kIntermediate),
+          .down_bias = random_values(4 * seed + 3, kHidden)};
+}
+
+// Rows of gate and up in turn.
+std::vector<float> interleaved(const std::vector<float>& rows, int64_t width) {
+  std::vector<float> out;
+  for (int64_t i = 0; i < kIntermediate; ++i) {
+    for (const int64_t row : {i, kIntermediate + i}) {
+      out.insert(out.end(), rows.begin() + row * width, rows.begin() + (row + 1) * width);
+    }
+  }
+  return out;
+}
+
+void put(ModelBuilder& builder, const std::string& name, const std::vector<int64_t>& shape,
+         const std::vector<float>& values) {
+  builder.put(name, DType::kFloat32, shape, {}, values.data());
+}
+
+// Everything but the MLPs.
+void put_rest(ModelBuilder& builder) {
+  uint64_t seed = 1000;
+  const auto matrix = [&](const std::string& name, int64_t rows, int64_t cols) {
+    put(builder, name + ".weight", {rows, cols}, random_values(++seed, rows * cols));
+  };
+  matrix("embed", 32, kHidden);
+  matrix("lm_head", 32, kHidden);
+  for (int64_t layer = 0; layer < 2; ++layer) {
+    const std::string name = concat("layers.", layer, ".attn.");
+    matrix(name + "q", 16, kHidden);
+    matrix(name + "k", 8, kHidden);
+    matrix(name + "v", 8, kHidden);
+    matrix(name + "o", kHidden, 16);
+  }
+  builder.fill_dummy(1);  // norms
+}
+
+std::shared_ptr<const Model> dense_model(const std::string& sinks = "",
+                                         const std::vector<float>& sink_values = {}) {
+  ModelBuilder builder(description("", sinks), DType::kFloat32);
+  for (int64_t layer = 0; layer < 2; ++layer) {
+    const std::string name = concat("layers.", layer, ".mlp.");
+    const Mlp mlp = random_mlp(static_cast<uint64_t>(layer));
+    constexpr int64_t kRows = kIntermediate;
+    for (const auto& [part, first] : {std::pair("gate", int64_t{0}), std::pair("up", kRows)}) {
+      const auto begin = mlp.gate_up.begin() + first * kHidden;
+      put(builder, name + part + ".weight", {kRows, kHidden}, {begin, begin + kRows * kHidden});
+      const auto bias = mlp.gate_up_bias.begin() + first;
+      put(builder, name + part + ".bias", {kRows}, {bias, bias + kRows});
+    }
+    put(builder, name + "down.weight", {kHidden, kRows}, mlp.down);
+    put(builder, name + "down.bias", {kHidden}, mlp.down_bias);
+    if (!sinks.empty()) put(builder, concat("layers.", layer, ".attn.sinks"), {4}, sink_values);
+  }
+  put_rest(builder);
+  return builder.finish();
+}
+
+// Experts are the dense model's MLP where `is_copy` says so, otherwise other random ones. Every row
+// has the router's logits `router_bias`.
+std::shared_ptr<const Model> mixture_model(const std::vector<bool>& is_copy, int32_t top_k,
+                                           const std::vector<float>& router_bias,
+                                           bool is_interleaved) {
+  const auto num_experts = static_cast<int64_t>(is_copy.size());
+  ModelBuilder builder(description(mixture(static_cast<int32_t>(num_experts), top_k,
+                                           is_interleaved ? ", \"interleaved\": true" : ""),
+                                   ""),
+                       DType::kFloat32);
+  for (int64_t layer = 0; layer < 2; ++layer) {
+    Mlp all;
+    for (int64_t expert = 0; expert < num_experts; ++expert) {
+      Mlp mlp = random_mlp(static_cast<uint64_t>(is_copy[expert] ? layer : 10 + expert));
+      if (is_interleaved) {
+        mlp.gate_up = interleaved(mlp.gate_up, kHidden);
+        mlp.gate_up_bias = interleaved(mlp.gate_up_bias, 1);
+      }
+      const auto append = [](std::vector<float>& to, const std::vector<float>& from) {
+        to.insert(to.end(), from.begin(), from.end());
+      };
+      append(all.gate_up, mlp.gate_up);
+      append(all.gate_up_bias, mlp.gate_up_bias);
+      append(all.down, mlp.down);
+      append(all.down_bias, mlp.down_bias);
+    }
+    const std::string name = concat("layers.", layer, ".mlp.");
+    constexpr int64_t kRows = 2 * kIntermediate;
+    put(builder, name + "router.weight", {num_experts, kHidden},
+        std::vector<float>(static_cast<size_t>(num_experts * kHidden)));
+    put(builder, name + "router.bias", {num_experts}, router_bias);
+    put(builder, name + "experts.gate_up.weight", {num_experts, kRows, kHidden}, all.gate_up);
+    put(builder, name + "experts.gate_up.bias", {num_experts, kRows}, all.gate_up_bias);
+    put(builder, name + "experts.down.weight", {num_experts, kHidden, kIntermediate}, all.down);
+    put(builder, name + "experts.down.bias", {num_experts, kHidden}, all.down_bias);
+  }
+  put_rest(builder);
+  return builder.finish();
+}
+
+// The residual stream that enters layer 1, and the output of the final norm, of a prompt.
+std::vector<float> hidden_states(const std::shared_ptr<const Model>& model,
+                                 bool use_window_lists = false) {
+  ExecutorOptions options = small_engine_options(0);
+  options.use_window_lists = use_window_lists;
+  Executor executor(model, nullptr, options);
+  Request request;
+  for (int32_t i = 0; i < 40; ++i) request.prompt.push_back(i * 7 % 32);
+  request.hidden_layers = {1, 2};
+  EXPECT_TRUE(executor.add_request(std::move(request)).has_value());
+  for (;;) {
+    for (const RequestEvent& event : executor.poll(1000)) {
+      EXPECT_EQ(event.error, "");
+      if (event.finish_reason == FinishReason::kNone) continue;
+      const float* data = event.hidden_states.data.get();
+      return {data, data + int64_t{2} * 40 * kHidden};
+    }
+  }
+}
+
+TEST(Mixture, OfOneExpertEqualsItsMlp) {
+  const std::vector<float> expected = hidden_states(dense_model());
+  EXPECT_EQ(hidden_states(mixture_model({true}, 1, {3}, false)), expected);
+  EXPECT_EQ(hidden_states(mixture_model({true}, 1, {3}, true)), expected);
+}
+
+TEST(Mixture, OfTwoEqualExpertsThatShareTheWeightEqualsTheirMlp) {
+  const std::vector<float> expected = hidden_states(dense_model());
+  for (const bool is_interleaved : {false, true}) {
+    EXPECT_EQ(hidden_states(
+                  mixture_model({false, true, false, true}, 2, {1, 2, 1.5f, 2}, is_interleaved)),
+              expected);
+    // Another expert has a part in the sum.
+    EXPECT_NE(hidden_states(
+                  mixture_model({false, true, false, true}, 2, {1, 2, 2.5f, 2}, is_interleaved)),
+              expected);
+  }
+}
+
+TEST(Sinks, AddToTheSumOfTheSoftmaxInEveryKindOfAttention) {
+  const std::string sinks = ", \"has_sinks\": true";
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  for (const bool use_window_lists : {false, true}) {
+    const std::vector<float> expected = hidden_states(dense_model(), use_window_lists);
+    const auto with_sinks = [&](float sink) {
+      return hidden_states(dense_model(sinks, std::vector<float>(4, sink)), use_window_lists);
+    };
+    EXPECT_EQ(with_sinks(-kInfinity), expected);
+    EXPECT_NE(with_sinks(0), expected);
+    for (const float value : with_sinks(50)) EXPECT_TRUE(std::isfinite(value));
+  }
+}
+
+}  // namespace
+}  // namespace paceline
