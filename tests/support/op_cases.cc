@@ -18,6 +18,8 @@ constexpr double kF32Bound = 1e-5;
 
 int64_t element_bytes(Element element) {
   switch (element) {
+    case Element::kU8:
+      return 1;
     case Element::kBf16:
       return 2;
     case Element::kF32:

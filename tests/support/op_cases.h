@@ -26,7 +26,7 @@
 
 namespace paceline::testing {
 
-enum class Element : uint8_t { kF32, kBf16, kI32, kI64, kU64 };
+enum class Element : uint8_t { kF32, kBf16, kU8, kI32, kI64, kU64 };
 [[nodiscard]] int64_t element_bytes(Element element);
 [[nodiscard]] constexpr bool is_float(Element element) {
   return element == Element::kF32 || element == Element::kBf16;
@@ -171,6 +171,7 @@ struct GatedSpec {
   Activation activation = Activation::kSilu;
   DType dtype = DType::kBFloat16;
   int32_t up_stride = 0;  // 0: up follows gate
+  bool is_interleaved = false;
 };
 struct PerLayerSpec {
   int32_t num_layers = 0;
@@ -475,6 +476,7 @@ template <class T>
   OpArray array{.name = std::move(name), .role = role};
   array.cpu = array.cuda = std::is_same_v<T, int32_t>   ? Element::kI32
                            : std::is_same_v<T, int64_t> ? Element::kI64
+                           : std::is_same_v<T, uint8_t> ? Element::kU8
                                                         : Element::kU64;
   array.count = static_cast<int64_t>(values.size());
   array.compare = Compare::kExact;

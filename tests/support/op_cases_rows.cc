@@ -212,6 +212,10 @@ OpInstance make_gated(const GatedSpec& s, const Rows& rows, uint64_t seed) {
         Stream(seed, kX, static_cast<uint64_t>(id)).fill(to, width, 3.0f);
         const float edges[] = {-150.0f, 150.0f, 0.0f, -1e-6f, -88.0f, 88.0f};
         if (id < 6) to[0] = edges[id];
+        if (id < 6 && s.activation == Activation::kSwigluOai && !has_up) {
+          const float ups[] = {7.0f, -150.0f, 150.0f, -1.0f, -7.0f, 0.0f};
+          to[s.is_interleaved ? 1 : s.intermediate] = ups[id];
+        }
       }));
   const Handle y = op.add(output_array("y", Element::kF32, element,
                                        int64_t{rows.max_rows} * s.intermediate, s.intermediate));
@@ -225,7 +229,10 @@ OpInstance make_gated(const GatedSpec& s, const Rows& rows, uint64_t seed) {
                                                 .activation = s.activation,
                                                 .dtype = activation_dtype(ctx, s.dtype),
                                                 .up = at.raw(up),
-                                                .up_stride = s.up_stride});
+                                                .up_stride = s.up_stride,
+                                                .alpha = 1.702f,
+                                                .limit = 7.0f,
+                                                .is_interleaved = s.is_interleaved});
   });
   return op;
 }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "support/op_cases.h"
+#include "support/op_cases_moe.h"
 
 namespace paceline::testing {
 namespace {
@@ -76,6 +77,20 @@ void add_element_ops(TableBuilder& table) {
         table.add("gated_" + std::string(is_silu ? "silu_" : "gelu_") +
                       std::to_string(intermediate) + suffix,
                   make_gated, GatedSpec{intermediate, activation, dtype}, intermediate == 2048);
+      }
+    }
+    // Experts': clamped, or with gates and ups that alternate.
+    for (const int32_t intermediate : {1, 33, 250, 2880}) {
+      for (const auto& [activation, name] : {std::pair{Activation::kSilu, "silu_"},
+                                             {Activation::kGeluTanh, "gelu_"},
+                                             {Activation::kSwigluOai, "swiglu_oai_"}}) {
+        for (const bool is_interleaved : {false, true}) {
+          if (activation != Activation::kSwigluOai && !is_interleaved) continue;
+          table.add("gated_" + std::string(name) + (is_interleaved ? "interleaved_" : "") +
+                        std::to_string(intermediate) + suffix,
+                    make_gated, GatedSpec{intermediate, activation, dtype, 0, is_interleaved},
+                    intermediate >= 250);
+        }
       }
     }
     // Per-layer inputs: the gate and one layer's part of them.
@@ -527,6 +542,7 @@ const std::vector<RowWiseCase>& row_wise_cases() {
     add_logprobs(table);
     add_rejection_ops(table);
     add_clusters(table);
+    for (RowWiseCase& c : moe_row_wise_cases()) table.cases.push_back(std::move(c));
     return table.cases;
   }();
   return cases;
@@ -551,7 +567,8 @@ const std::vector<OpCase>& op_cases() {
         add({in_room.c_str(), c.num_in_room, c.roomy_rows});
       }
     }
-    for (auto* const of_sequences : {attention_op_cases, state_op_cases, fork_op_cases}) {
+    for (auto* const of_sequences :
+         {attention_op_cases, state_op_cases, fork_op_cases, moe_op_cases}) {
       for (OpCase& c : of_sequences()) all.push_back(std::move(c));
     }
     return all;

@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Builders of the ops on the rows of a mixture of experts.
+
+#include "support/op_cases_moe.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "base/float_types.h"
+#include "support/expert_arrays.h"
+#include "support/row_arrays.h"
+
+namespace paceline::testing {
+namespace {
+
+// What output arrays hold before an op. No op computes this NaN.
+[[nodiscard]] bool is_poison(const std::byte* bytes, int64_t size) {
+  return std::all_of(bytes, bytes + size, [](std::byte b) { return b == std::byte{0xff}; });
+}
+
+// The first element that only one of the backends has written, or that `agree(want, got)` refuses;
+// or an empty string. NaN agrees with NaN.
+template <class Agree>
+std::string first_difference(const OpArray& array, const std::vector<std::byte>& cpu,
+                             const std::vector<std::byte>& cuda, const Agree& agree) {
+  const int64_t size = element_bytes(array.cuda);
+  for (int64_t i = 0; i < array.count; ++i) {
+    const bool is_left = is_poison(cpu.data() + 4 * i, 4);
+    if (is_left != is_poison(cuda.data() + size * i, size)) {
+      return array.name + "[" + std::to_string(i) + "] is " + (is_left ? "" : "not ") + "written";
+    }
+    const double want = float_at(array.cpu, cpu.data(), i);
+    const double got = float_at(array.cuda, cuda.data(), i);
+    if (std::isnan(want) ? std::isnan(got) : agree(want, got)) continue;
+    return array.name + "[" + std::to_string(i) + "] is " + std::to_string(got) + ", the CPU has " +
+           std::to_string(want);
+  }
+  return "";
+}
+
+// The arrays of a case of route_experts.
+struct RouteArrays {
+  RouteArrays(OpInstance& op, const RouteSpec& spec, const Rows& rows, uint64_t seed)
+      : s(spec), max_rows(rows.max_rows), num_rows(add_num_rows(op, rows)) {
+    logits = op.add(row_array(
+        "logits", Element::kF32, Element::kF32, rows, s.num_experts,
+        [=](int64_t id, float* to) { fill_logits(spec.logits, spec.num_experts, id, seed, to); }));
+    const int64_t count = int64_t{rows.max_rows} * s.top_k;
+    experts = op.add(output_array("experts", Element::kI32, Element::kI32, count, s.top_k));
+    OpArray out = output_array("weights", Element::kF32, Element::kF32, count, s.top_k);
+    out.compare = Compare::kByCase;
+    weights = op.add(out);
+    op.check = [out, at = static_cast<size_t>(weights)](const ArrayBytes& cpu,
+                                                        const ArrayBytes& cuda, int64_t*) {
+      return first_difference(out, cpu[at], cuda[at], [](double want, double got) {
+        return is_near(want, got, 1e-30 + 1e-5 * want);
+      });
+    };
+  }
+  [[nodiscard]] RouteExpertsParams params(const Addresses& at) const {
+    return {.num_rows = at.get<int32_t>(num_rows),
+            .max_rows = max_rows,
+            .logits = at.get<float>(logits),
+            .num_experts = s.num_experts,
+            .top_k = s.top_k,
+            .rule = RouterRule::kSoftmaxOfChosen,
+            .experts = at.get<int32_t>(experts),
+            .weights = at.get<float>(weights)};
+  }
+
+  RouteSpec s;
+  int32_t max_rows;
+  Handle num_rows;
+  Handle logits = kNoArray;
+  Handle experts = kNoArray;
+  Handle weights = kNoArray;
+};
+
+// What sort_expert_rows writes.
+struct SortArrays {
+  SortArrays(OpInstance& op, const SortSpec& spec, const Rows& rows)
+      : s(spec), max_rows(rows.max_rows) {
+    const auto output = [&](const char* name, int64_t count) {
+      return op.add(output_array(name, Element::kI32, Element::kI32, count, 0));
+    };
+    const int64_t capacity = int64_t{rows.max_rows} * s.top_k;
+    expert_begin = output("expert_begin", s.num_experts + 1);
+    source_row = output("source_row", capacity);
+    expert_row = output("expert_row", capacity);
+    if (s.has_counters) {
+      counters = op.add(int_array<int64_t>("counters", Role::kInOut, {(int64_t{1} << 40) - 1, 5}));
+    }
+  }
+  [[nodiscard]] SortExpertRowsParams params(const Addresses& at, Handle num_rows,
+                                            Handle experts) const {
+    return {.num_rows = at.get<int32_t>(num_rows),
+            .max_rows = max_rows,
+            .experts = at.get<int32_t>(experts),
+            .num_experts = s.num_experts,
+            .top_k = s.top_k,
+            .expert_begin = at.get<int32_t>(expert_begin),
+            .source_row = at.get<int32_t>(source_row),
+            .expert_row = at.get<int32_t>(expert_row),
+            .counters = at.get<int64_t>(counters)};
+  }
+
+  SortSpec s;
+  int32_t max_rows;
+  Handle expert_begin = kNoArray;
+  Handle source_row = kNoArray;
+  Handle expert_row = kNoArray;
+  Handle counters = kNoArray;
+};
+
+}  // namespace
+
+OpInstance make_route(const RouteSpec& s, const Rows& rows, uint64_t seed) {
+  OpInstance op;
+  const RouteArrays arrays(op, s, rows, seed);
+  op.set_run([arrays](auto& ctx, const Addresses& at) { route_experts(ctx, arrays.params(at)); });
+  return op;
+}
+
+OpInstance make_route_and_sort(const RouteSpec& s, const Rows& rows, uint64_t seed) {
+  OpInstance op;
+  const RouteArrays routed(op, s, rows, seed);
+  const SortArrays sorted(op, {.num_experts = s.num_experts, .top_k = s.top_k}, rows);
+  op.set_run([routed, sorted](auto& ctx, const Addresses& at) {
+    route_and_sort(ctx,
+                   RouteAndSortParams{.route = routed.params(at),
+                                      .sort = sorted.params(at, routed.num_rows, routed.experts)});
+  });
+  return op;
+}
+
+OpInstance make_sort(const SortSpec& s, const Rows& rows, uint64_t seed) {
+  OpInstance op;
+  const ExpertRows routing = expert_rows_of(s.routed, s.num_experts, s.top_k, rows, seed);
+  const Handle num_rows = add_num_rows(op, rows);
+  const Handle experts = op.add(int_array("experts", Role::kInput, routing.experts));
+  const SortArrays sorted(op, s, rows);
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    sort_expert_rows(ctx, sorted.params(at, num_rows, experts));
+  });
+  return op;
+}
+
+OpInstance make_combine(const CombineSpec& s, const Rows& rows, uint64_t seed) {
+  OpInstance op;
+  const Element element = element_of(s.dtype);
+  // Expert rows in any order: here that of random experts.
+  const ExpertRows routing = expert_rows_of(Routed::kRandom, 2 * s.top_k, s.top_k, rows, seed);
+  const Handle num_rows = add_num_rows(op, rows);
+  const Handle x = op.add(expert_row_values("x", element, rows, routing, s.hidden, s.hidden, seed));
+  const Handle expert_row = op.add(int_array("expert_row", Role::kInput, routing.expert_row));
+  const Handle weights = op.add(
+      row_array("weights", Element::kF32, Element::kF32, rows, s.top_k, [=](int64_t id, float* to) {
+        Stream(seed, kPlaceWeights, static_cast<uint64_t>(id)).fill(to, s.top_k);
+        if (id % 5 == 4) to[s.top_k - 1] = 0.0f;
+      }));
+  OpArray out =
+      output_array("y", Element::kF32, element, int64_t{rows.max_rows} * s.hidden, s.hidden);
+  out.compare = Compare::kByCase;
+  const Handle y = op.add(out);
+  const int32_t max_rows = rows.max_rows;
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    combine_experts(ctx, CombineExpertsParams{.num_rows = at.get<int32_t>(num_rows),
+                                              .max_rows = max_rows,
+                                              .top_k = s.top_k,
+                                              .x = at.raw(x),
+                                              .expert_row = at.get<int32_t>(expert_row),
+                                              .weights = at.get<float>(weights),
+                                              .y = at.raw(y),
+                                              .hidden = s.hidden,
+                                              .dtype = activation_dtype(ctx, s.dtype)});
+  });
+  // Fused multiply-adds in a fixed order leave nothing open.
+  op.check = [out, y](const ArrayBytes& cpu, const ArrayBytes& cuda, int64_t*) {
+    return first_difference(
+        out, cpu[static_cast<size_t>(y)], cuda[static_cast<size_t>(y)],
+        [&](double want, double got) {
+          const auto value = static_cast<float>(want);
+          return got == (out.cuda == Element::kBf16 ? bf16_to_float(float_to_bf16(value)) : value);
+        });
+  };
+  return op;
+}
+
+}  // namespace paceline::testing
