@@ -151,11 +151,6 @@ Decoder::Decoder(std::shared_ptr<const Model> model, const KvLayout& layout, KvO
   PACELINE_CHECK(embed_ != nullptr && lm_head_.is_present(), c.name,
                  " needs the embedding or lm_head of a target");
   PACELINE_CHECK(layer_to_group_.size() == c.layers.size());
-  if (std::any_of(c.layers.begin(), c.layers.end(), [](const LayerConfig& layer) {
-        return std::holds_alternative<MoeMlp>(layer.mlp);
-      })) {
-    expert_counters_ = arena.allocate<int64_t>(2, "expert counters");
-  }
   for (size_t layer = 0; layer < c.layers.size(); ++layer) {
     const KvGroup& group = layout.groups[layer_to_group_[layer]];
     const int64_t k_offset = layout.layer_index(role)[layer] * group.layer_bytes;

@@ -111,9 +111,6 @@ class Decoder {
   [[nodiscard]] const Linear& lm_head() const { return lm_head_; }
   [[nodiscard]] SharedWeights shareable_weights() const { return {embed_, lm_head_}; }
 
-  // [2] as SortExpertRowsParams::counters, over all passes; null without a mixture of experts.
-  [[nodiscard]] int64_t* expert_counters() const { return expert_counters_; }
-
   // Token ids of `rows` -> residual stream after the last layer, in activations.residual (before
   // the final norm). `groups` is indexed by GroupId.
   template <class Ctx>
@@ -180,7 +177,6 @@ class Decoder {
   int64_t* expert_counters_ = nullptr;
   const std::byte* embed_;
   Linear lm_head_;
-  int64_t* expert_counters_ = nullptr;
 };
 
 // The KV shapes of a decoder's layers, as plan_kv_layout takes them.
