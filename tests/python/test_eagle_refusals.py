@@ -30,10 +30,13 @@ def test_another_hidden_size(draft_head: Callable[..., Path]) -> None:
         opened(path)
 
 
-def test_another_hidden_size_by_the_width_of_fc(draft_head: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("target", [TARGET, TinySpec("gpt_oss", num_layers=8)])
+def test_another_hidden_size_by_the_width_of_fc(
+    target: TinySpec, draft_head: Callable[..., Path]
+) -> None:
     path = draft_head("eagle3", target=replace(TARGET, hidden_size=48))
     with raises(ValueError, "'fc.weight' has 144 columns", "hidden size of 64", "a multiple"):
-        opened(path)
+        opened(path, target)
 
 
 def test_another_hidden_size_by_the_number_of_states(draft_head: Callable[..., Path]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from errors import raises
-from hf_configs import GEMMA3, GEMMA4, LLAMA
+from hf_configs import GEMMA3, GEMMA4, GPT_OSS, LLAMA
 from paceline import loader
 from paceline._core import ModelFileError, ModelNotFoundError
 from paceline.loader.checkpoint import open_checkpoint
@@ -22,9 +22,11 @@ from paceline.loader.convert import convert
 from paceline.loader.files import read_file
 from paceline.loader.tokenizer import TokenizerInfo
 from paceline.loader.weight_files import RawShard
+from quantized_models import quantization_config
 from tiny_models import FULL, SLIDING, TinySpec, edit_config, make, read_json, write_json
 
 MEGABYTE = "x" * 10**6
+FP8, ROWS, MXFP4 = map(quantization_config, ("fp8_block", "fp8_row", "mxfp4"))
 # No error message is longer, including the paths of a test.
 MAX_MESSAGE = 1200
 
@@ -221,6 +223,14 @@ LONG: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (LLAMA, {"rope_scaling": {"rope_type": MEGABYTE}}),
     (LLAMA, {"rope_parameters": {FULL: {}, MEGABYTE: {}}}),
     (LLAMA, {"quantization_config": {"bits": MEGABYTE}}),
+    (LLAMA, {"quantization_config": {"quant_method": MEGABYTE}}),
+    (LLAMA, {"quantization_config": FP8 | {"weight_block_size": [128] * 10**5}}),
+    (LLAMA, {"quantization_config": FP8 | {"modules_to_not_convert": ["k_proj", MEGABYTE + "|"]}}),
+    (LLAMA, {"quantization_config": ROWS | {"config_groups": {MEGABYTE: MEGABYTE}}}),
+    (LLAMA, {"quantization_config": ROWS | {"ignore": ["re:" + MEGABYTE]}}),
+    (LLAMA, {"quantization_config": ROWS | {"ignore": [f"m.{i}" for i in range(10**5)]}}),
+    (GPT_OSS, {"experts_per_token": MEGABYTE}),
+    (GPT_OSS, {"quantization_config": MXFP4 | {"modules_to_not_convert": ["mlp"] * 10**5}}),
     (GEMMA3, {"layer_types": [MEGABYTE] * 7}),
     (GEMMA4, {"per_layer_config": {MEGABYTE: {}}}),
     (GEMMA4, {"per_layer_config": {"9" * 10**6: {}}}),
