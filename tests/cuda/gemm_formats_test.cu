@@ -1,0 +1,373 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Products of weights with scales, and products by expert, have the bits of the reference of
+// gemm_order_test.cu on dequantised weights: at every number of rows, with every routing. Scales
+// that are not powers of two multiply the reference's sums. PACELINE_SEED overrides the seed.
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <ostream>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "ops/moe.h"
+#include "ops/ops.h"
+#include "support/cuda_fixture.h"
+#include "support/gemm_reference.cuh"
+#include "support/seed.h"
+
+namespace paceline::testing {
+namespace {
+
+enum class Scales : uint8_t {
+  kNone,
+  kPowers,      // as checkpoints have them
+  kWidePowers,  // also such that the kernels need a second multiplication
+  kAny          // not powers of two, so they multiply sums
+};
+
+struct Format {
+  const char* name;
+  WeightFormat format;
+  Scales scales = Scales::kNone;
+  int32_t scale_rows = 1;
+  int32_t scale_cols = 0;  // 0: all of K
+};
+constexpr Format kPlain = {"plain", WeightFormat::kPlain};
+constexpr Format kMxfp4 = {"mxfp4", WeightFormat::kMxfp4, Scales::kPowers};
+constexpr Format kMxfp4Wide = {"mxfp4_wide", WeightFormat::kMxfp4, Scales::kWidePowers};
+constexpr Format kFp8Row = {"fp8_row", WeightFormat::kFp8, Scales::kAny};
+constexpr Format kFp8Block = {"fp8_block", WeightFormat::kFp8, Scales::kAny, 128, 128};
+constexpr Format kFp8Joined = {"fp8_joined", WeightFormat::kFp8, Scales::kAny, 32, 128};
+constexpr Format kFp8RowPowers = {"fp8_row_powers", WeightFormat::kFp8, Scales::kPowers};
+constexpr Format kFp8BlockPowers = {"fp8_block_powers", WeightFormat::kFp8, Scales::kPowers, 128,
+                                    128};
+constexpr Format kFp8Wide = {"fp8_wide", WeightFormat::kFp8, Scales::kWidePowers, 64, 128};
+
+// Random elements; without the NaN of fp8.
+__global__ void fill_elements(uint8_t* to, int64_t count, uint64_t seed, bool is_fp8) {
+  const int64_t step = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += step) {
+    const auto byte = static_cast<uint8_t>(mix(mix(seed) + static_cast<uint64_t>(i)));
+    to[i] = is_fp8 && (byte & 0x7f) == 0x7f ? static_cast<uint8_t>(byte & 0x80) : byte;
+  }
+}
+
+// The values that products multiply: elements times scales; elements alone where scales is null.
+__global__ void dequantize(const uint8_t* from, const float* scales, WeightMatrix w,
+                           int64_t matrix_bytes, int64_t matrix_scales, int32_t num_matrices,
+                           __nv_bfloat16* to) {
+  const int64_t elements = int64_t{w.n} * w.k;
+  const int64_t step = int64_t{gridDim.x} * blockDim.x;
+  const int32_t tiles = (w.k + w.scale_cols - 1) / w.scale_cols;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < num_matrices * elements;
+       i += step) {
+    const int64_t matrix = i / elements;
+    const auto row = static_cast<int32_t>(i % elements / w.k);
+    const auto column = static_cast<int32_t>(i % elements % w.k);
+    const uint8_t* const bytes = from + matrix * matrix_bytes;
+    float value;
+    if (w.format == WeightFormat::kMxfp4) {
+      const uint8_t byte = bytes[i % elements / 2];
+      const int bits = column % 2 == 0 ? byte & 15 : byte >> 4;
+      const float magnitudes[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+      value = (bits & 8) != 0 ? -magnitudes[bits & 7] : magnitudes[bits & 7];
+    } else {
+      const int byte = bytes[i % elements];
+      const int exponent = byte >> 3 & 15;
+      const auto mantissa = static_cast<float>(exponent == 0 ? byte & 7 : 8 + (byte & 7));
+      value = ldexpf((byte & 0x80) != 0 ? -mantissa : mantissa, max(exponent, 1) - 10);
+    }
+    if (scales != nullptr) {
+      value *= scales[matrix * matrix_scales + int64_t{row / w.scale_rows} * tiles +
+                      column / w.scale_cols];
+    }
+    to[i] = __float2bfloat16_rn(value);
+  }
+}
+
+__global__ void add_bias(float* y, const float* bias, int64_t count, int32_t n) {
+  const int64_t step = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += step) {
+    y[i] += bias[i % n];
+  }
+}
+
+// Matrices of a format, and what they are dequantised.
+struct Weights {
+  ExpertMatrices matrices;
+  DeviceVector<uint8_t> data;
+  DeviceVector<uint8_t> scale_bytes;  // mxfp4
+  DeviceVector<float> scales;
+  DeviceVector<__nv_bfloat16> values;
+  int64_t matrix_scales = 0;
+
+  Weights(CudaTestContext& ctx, const Format& format, int32_t num_matrices, int32_t n, int32_t k) {
+    WeightMatrix& w = matrices.first;
+    w = plain_matrix(nullptr, n, k, DType::kBFloat16);
+    w.format = format.format;
+    matrices.num_experts = num_matrices;
+    values = DeviceVector<__nv_bfloat16>(int64_t{num_matrices} * n * k);
+    if (format.format == WeightFormat::kPlain) {
+      fill_normal<<<1024, 256, 0, ctx.stream()>>>(values.data(), values.size(), base_seed() + 1,
+                                                  0.02f);
+      w.data = reinterpret_cast<const std::byte*>(values.data());
+      matrices.data_stride = int64_t{n} * k * 2;
+      return;
+    }
+    const bool is_fp8 = format.format == WeightFormat::kFp8;
+    w.scale_rows = format.scale_rows;
+    w.scale_cols = !is_fp8 ? kMxfp4Columns : format.scale_cols == 0 ? k : format.scale_cols;
+    w.has_exact_scales = is_fp8 && format.scales != Scales::kAny;
+    const int64_t matrix_bytes = n * w.row_bytes();
+    matrices.data_stride = (matrix_bytes + 63) / 64 * 64;
+    data = DeviceVector<uint8_t>(num_matrices * matrices.data_stride);
+    fill_elements<<<1024, 256, 0, ctx.stream()>>>(data.data(), data.size(), base_seed() + 1,
+                                                  is_fp8);
+    w.data = reinterpret_cast<const std::byte*>(data.data());
+    matrix_scales =
+        int64_t{(n + w.scale_rows - 1) / w.scale_rows} * ((k + w.scale_cols - 1) / w.scale_cols);
+    std::mt19937_64 random(base_seed() + 2);
+    const auto between = [&](int low, int high) {
+      return low + static_cast<int>(random() % static_cast<uint64_t>(high - low + 1));
+    };
+    std::vector<float> host(static_cast<size_t>(num_matrices * matrix_scales));
+    std::vector<uint8_t> bytes(host.size());
+    for (size_t i = 0; i < host.size(); ++i) {
+      // Elements of fp8 are up to 448, and products must stay in the range of float32.
+      const int exponent = format.scales == Scales::kWidePowers ? between(is_fp8 ? -30 : -127, 40)
+                                                                : between(-12, is_fp8 ? 0 : 1);
+      host[i] = std::ldexp(1.0f, exponent);
+      bytes[i] = static_cast<uint8_t>(exponent + 127);
+      if (format.scales == Scales::kAny)
+        host[i] *= 1.0f + static_cast<float>(between(1, 999)) / 999;
+    }
+    scales = DeviceVector<float>(host);
+    if (is_fp8) {
+      w.scales = reinterpret_cast<const std::byte*>(scales.data());
+      matrices.scales_stride = matrix_scales * 4;
+    } else {
+      scale_bytes = DeviceVector<uint8_t>(bytes);
+      w.scales = reinterpret_cast<const std::byte*>(scale_bytes.data());
+      matrices.scales_stride = matrix_scales;
+    }
+    dequantize<<<1024, 256, 0, ctx.stream()>>>(
+        data.data(), format.scales == Scales::kAny ? nullptr : scales.data(), w,
+        matrices.data_stride, matrix_scales, num_matrices, values.data());
+    ctx.synchronize();
+  }
+
+  [[nodiscard]] ReferenceExtras extras(int32_t matrix) const {
+    const WeightMatrix& w = matrices.first;
+    if (w.format != WeightFormat::kFp8 || w.has_exact_scales) return {};
+    return {.scales = scales.data() + matrix * matrix_scales,
+            .scale_rows = w.scale_rows,
+            .part = w.scale_cols};
+  }
+};
+
+std::vector<float> random_bias(int64_t count) {
+  std::vector<float> bias(static_cast<size_t>(count));
+  Stream(base_seed(), 3).fill(bias.data(), count);
+  return bias;
+}
+
+// --- One matrix ----------------------------------------------------------------------------------
+
+struct DenseCase {
+  Format format;
+  int32_t n;
+  int32_t k;
+};
+void PrintTo(const DenseCase& c, std::ostream* out) {
+  *out << c.format.name << " N" << c.n << " K" << c.k;
+}
+
+class GemmFormats : public GemmComparison, public ::testing::WithParamInterface<DenseCase> {};
+
+constexpr int32_t kMostRows = 1025;
+constexpr int32_t kNumRows[] = {1, 7, 16, 17, 32, 33, 64, 65, 128, 130, 300, kMostRows};
+
+TEST_P(GemmFormats, EqualTheReferenceOnDequantizedWeights) {
+  TRACE_SEED();
+  CudaTestContext& ctx = cuda_test_context();
+  const auto [format, n, k] = GetParam();
+  const int64_t outputs = int64_t{kMostRows} * n;
+  const Weights weights(ctx, format, 1, n, k);
+  DeviceVector<__nv_bfloat16> x(int64_t{kMostRows} * k);
+  const DeviceVector<float> bias(random_bias(n));
+  DeviceVector<float> reference(outputs);
+  DeviceVector<float> y32(outputs);
+  DeviceVector<__nv_bfloat16> y16(outputs);
+  fill_normal<<<1024, 256, 0, ctx.stream()>>>(x.data(), x.size(), base_seed(), 1.0f);
+  reference_gemm<<<dim3((n + 31) / 32, (kMostRows + 15) / 16), 128, 0, ctx.stream()>>>(
+      x.data(), weights.values.data(), reference.data(), kMostRows, n, k, weights.extras(0));
+  ctx.synchronize();
+  int64_t num_different = 0;
+  for (const int32_t num_rows : kNumRows) {
+    const DeviceVector<int32_t> num_rows_at(std::vector<int32_t>{num_rows});
+    for (const int32_t max_rows : {num_rows, std::min(num_rows + 70, kMostRows)}) {
+      const float* const added = max_rows == num_rows ? bias.data() : nullptr;
+      GemmParams p{.num_rows = num_rows_at.data(),
+                   .max_rows = max_rows,
+                   .x = x.data(),
+                   .x_stride = k,
+                   .weight = weights.matrices.first,
+                   .bias = added,
+                   .y = y32.data(),
+                   .y_stride = n,
+                   .x_dtype = DType::kBFloat16,
+                   .y_dtype = DType::kFloat32};
+      y32.poison();
+      y16.poison();
+      gemm(ctx.context(), p);
+      p.y = y16.data();
+      p.y_dtype = DType::kBFloat16;
+      gemm(ctx.context(), p);
+      ctx.synchronize();
+      num_different += count(y32, reference, added, num_rows, n, format.name);
+      num_different += count(y16, reference, added, num_rows, n, format.name);
+      const int64_t tail = std::min<int64_t>(outputs - int64_t{num_rows} * n, 4 * int64_t{n});
+      EXPECT_TRUE(is_untouched_beyond(y32, int64_t{num_rows} * n, tail)) << num_rows << " rows";
+      EXPECT_TRUE(is_untouched_beyond(y16, int64_t{num_rows} * n, tail)) << num_rows << " rows";
+    }
+  }
+  EXPECT_EQ(num_different, 0);
+  EXPECT_TRUE(y32.are_guards_intact());
+  EXPECT_TRUE(y16.are_guards_intact());
+}
+
+// Shapes of models, then tails of N, and tails of K in a stage of 128 columns and a step of 16.
+INSTANTIATE_TEST_SUITE_P(
+    Shapes, GemmFormats,
+    ::testing::Values(DenseCase{kMxfp4, 5760, 2880}, DenseCase{kMxfp4, 2880, 2880},
+                      DenseCase{kMxfp4, 97, 2848}, DenseCase{kMxfp4, 4001, 352},
+                      DenseCase{kMxfp4, 1, 32}, DenseCase{kMxfp4Wide, 640, 1024},
+                      DenseCase{kFp8Row, 6144, 4096}, DenseCase{kFp8Row, 97, 144},
+                      DenseCase{kFp8Block, 4096, 12288}, DenseCase{kFp8Block, 321, 1360},
+                      DenseCase{kFp8Block, 130, 112}, DenseCase{kFp8Joined, 1120, 2880},
+                      DenseCase{kFp8RowPowers, 640, 1024}, DenseCase{kFp8BlockPowers, 4096, 4096},
+                      DenseCase{kFp8BlockPowers, 321, 1360}, DenseCase{kFp8Wide, 1000, 656}));
+
+// --- Mixtures ------------------------------------------------------------------------------------
+
+enum class Routing : uint8_t { kRandom, kOneExpert, kLastExpert, kNobody };
+
+struct MixtureCase {
+  Format format;
+  int32_t num_experts;
+  int32_t n;
+  int32_t k;
+  int32_t num_rows;  // expert rows
+  Routing routing = Routing::kRandom;
+};
+void PrintTo(const MixtureCase& c, std::ostream* out) {
+  *out << c.format.name << " E" << c.num_experts << " N" << c.n << " K" << c.k << ", " << c.num_rows
+       << " rows, routing " << static_cast<int>(c.routing);
+}
+
+class ExpertGemm : public GemmComparison, public ::testing::WithParamInterface<MixtureCase> {};
+
+TEST_P(ExpertGemm, EqualsTheReferenceOfEveryExpert) {
+  TRACE_SEED();
+  CudaTestContext& ctx = cuda_test_context();
+  const auto [format, num_experts, n, k, num_rows, routing] = GetParam();
+  const Weights weights(ctx, format, num_experts, n, k);
+  std::mt19937_64 random(base_seed() + 4);
+  std::vector<int32_t> begin(static_cast<size_t>(num_experts) + 1);
+  for (int32_t row = 0; row < num_rows && routing != Routing::kNobody; ++row) {
+    const int32_t expert = routing == Routing::kOneExpert ? num_experts / 2
+                           : routing == Routing::kLastExpert
+                               ? num_experts - 1
+                               : static_cast<int32_t>(random() % num_experts);
+    ++begin[static_cast<size_t>(expert) + 1];
+  }
+  for (int32_t e = 0; e < num_experts; ++e) begin[e + 1] += begin[e];
+  const int32_t routed = begin.back();
+  const int32_t num_x_rows = num_rows / 4 + 1;
+  std::vector<int32_t> sources(static_cast<size_t>(num_rows));
+  for (int32_t& source : sources) source = static_cast<int32_t>(random() % num_x_rows);
+  const DeviceVector<int32_t> expert_begin(begin);
+  const DeviceVector<int32_t> x_rows(sources);
+  const DeviceVector<float> bias(random_bias(int64_t{num_experts} * n));
+  const int64_t outputs = int64_t{num_rows} * n;
+  DeviceVector<__nv_bfloat16> x(int64_t{num_rows} * k);
+  DeviceVector<float> reference(outputs);
+  DeviceVector<float> y32(outputs);
+  DeviceVector<__nv_bfloat16> y16(outputs);
+  fill_normal<<<1024, 256, 0, ctx.stream()>>>(x.data(), x.size(), base_seed(), 1.0f);
+  int64_t num_different = 0;
+  for (const bool is_gathered : {true, false}) {
+    for (int32_t e = 0; e < num_experts; ++e) {
+      const int32_t first = begin[e];
+      const int32_t rows = begin[e + 1] - first;
+      if (rows == 0) continue;
+      ReferenceExtras extras = weights.extras(e);
+      if (is_gathered) extras.x_rows = x_rows.data() + first;
+      reference_gemm<<<dim3((n + 31) / 32, (rows + 15) / 16), 128, 0, ctx.stream()>>>(
+          is_gathered ? x.data() : x.data() + int64_t{first} * k,
+          weights.values.data() + int64_t{e} * n * k, reference.data() + int64_t{first} * n, rows,
+          n, k, extras);
+      if (is_gathered) {
+        add_bias<<<256, 256, 0, ctx.stream()>>>(reference.data() + int64_t{first} * n,
+                                                bias.data() + int64_t{e} * n, int64_t{rows} * n, n);
+      }
+    }
+    ExpertGemmParams p{.expert_begin = expert_begin.data(),
+                       .max_rows = num_rows,
+                       .x = x.data(),
+                       .x_stride = k,
+                       .x_rows = is_gathered ? x_rows.data() : nullptr,
+                       .num_x_rows = is_gathered ? num_x_rows : num_rows,
+                       .weight = weights.matrices,
+                       .bias = is_gathered ? bias.data() : nullptr,
+                       .y = y32.data(),
+                       .y_stride = n,
+                       .x_dtype = DType::kBFloat16,
+                       .y_dtype = DType::kFloat32};
+    y32.poison();
+    y16.poison();
+    expert_gemm(ctx.context(), p);
+    p.y = y16.data();
+    p.y_dtype = DType::kBFloat16;
+    expert_gemm(ctx.context(), p);
+    ctx.synchronize();
+    num_different += count(y32, reference, nullptr, routed, n, format.name);
+    num_different += count(y16, reference, nullptr, routed, n, format.name);
+    const int64_t tail = outputs - int64_t{routed} * n;
+    EXPECT_TRUE(is_untouched_beyond(y32, int64_t{routed} * n, tail));
+    EXPECT_TRUE(is_untouched_beyond(y16, int64_t{routed} * n, tail));
+  }
+  EXPECT_EQ(num_different, 0);
+  EXPECT_TRUE(y32.are_guards_intact());
+  EXPECT_TRUE(y16.are_guards_intact());
+}
+
+// Every width of a tile in every format, tails of N and K, experts without rows, more experts than
+// a warp has lanes, and all rows to one expert.
+INSTANTIATE_TEST_SUITE_P(
+    Mixtures, ExpertGemm,
+    ::testing::Values(
+        MixtureCase{kMxfp4, 32, 5760, 2880, 16}, MixtureCase{kMxfp4, 32, 704, 2880, 256},
+        MixtureCase{kMxfp4, 32, 704, 2880, 1024}, MixtureCase{kMxfp4, 32, 704, 2880, 8192},
+        MixtureCase{kMxfp4, 5, 97, 352, 60}, MixtureCase{kMxfp4, 128, 160, 352, 4000},
+        MixtureCase{kMxfp4, 1000, 64, 96, 300},
+        MixtureCase{kMxfp4, 33, 96, 96, 500, Routing::kLastExpert},
+        MixtureCase{kMxfp4, 32, 320, 2880, 700, Routing::kOneExpert},
+        MixtureCase{kMxfp4, 32, 96, 96, 64, Routing::kNobody},
+        MixtureCase{kMxfp4, 1, 320, 352, 200}, MixtureCase{kMxfp4Wide, 4, 160, 352, 40},
+        MixtureCase{kPlain, 32, 704, 2880, 100}, MixtureCase{kPlain, 8, 97, 328, 200},
+        MixtureCase{kPlain, 4, 320, 136, 600},
+        MixtureCase{kPlain, 16, 97, 328, 300, Routing::kOneExpert},
+        MixtureCase{kFp8Row, 8, 321, 656, 50}, MixtureCase{kFp8Row, 4, 321, 656, 900},
+        MixtureCase{kFp8Block, 8, 321, 656, 50}, MixtureCase{kFp8Block, 8, 321, 656, 200},
+        MixtureCase{kFp8Block, 4, 321, 656, 900}, MixtureCase{kFp8BlockPowers, 8, 321, 656, 200}));
+
+}  // namespace
+}  // namespace paceline::testing
