@@ -34,7 +34,7 @@ ThreadPool::ThreadPool(int32_t num_threads) {
     // bytes are not written, so those that no op uses take no memory.
     scratch_.reserve(num_workers + 1);
     while (scratch_.size() <= num_workers) {
-      scratch_.push_back(std::make_unique_for_overwrite<std::byte[]>(kScratchBytes));
+      scratch_.push_back(std::make_unique_for_overwrite<std::byte[]>(kScratchBytes + kScratchAlignment));
     }
   } catch (const std::system_error& error) {
     const size_t num_started = workers_.size();
@@ -68,7 +68,8 @@ std::byte* ThreadPool::scratch() const {
   for (size_t i = 0; i < workers_.size(); ++i) {
     if (workers_[i].get_id() == self) index = i + 1;
   }
-  return scratch_[index].get();
+  const auto address = reinterpret_cast<uintptr_t>(scratch_[index].get());
+  return scratch_[index].get() + (kScratchAlignment - address % kScratchAlignment);
 }
 
 bool ThreadPool::claim_and_do(uint32_t generation) {

@@ -34,6 +34,7 @@ class ThreadPool {
 
   static constexpr int64_t kMaxParts = 65535;
   static constexpr size_t kScratchBytes = 1 << 20;
+  static constexpr size_t kScratchAlignment = 64;
 
   // Calls body(part) for every part in [0, num_parts), num_parts <= kMaxParts, and returns when all
   // calls have returned. Bodies must not throw.
@@ -44,8 +45,9 @@ class ThreadPool {
         [](const void* erased, int64_t part) { (*static_cast<const Body*>(erased))(part); }, &body);
   }
 
-  // kScratchBytes of the calling thread, which is a worker or the owner. Allocated with the pool,
-  // because a worker that runs out of memory in a body would end the process.
+  // kScratchBytes of the calling thread, which is a worker or the owner, aligned to
+  // kScratchAlignment. Allocated with the pool, because a worker that runs out of memory in a body
+  // would end the process.
   [[nodiscard]] std::byte* scratch() const;
 
  private:

@@ -7,9 +7,12 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
+#include <optional>
 #include <type_traits>
 
 #include "base/check.h"
+#include "base/float_types.h"
 #include "base/vector_math.h"
 
 namespace paceline {
@@ -26,15 +29,17 @@ struct RowArgs {
   int32_t k;
   int32_t scale_cols;
   void* to;
-  // kFp8: each tile is row `index` of the tiles of num_rows rows, which are together in `to`.
-  int32_t index;
-  int32_t num_rows;
   bool is_scaled;  // elements are multiplied by their scales
   const char* prefetch;
 };
 
+[[gnu::always_inline]] inline B16 load_bytes(const uint8_t* from) {
+  return *reinterpret_cast<const B16Any*>(from);
+}
+
+// In two steps, because GCC 12 converts from 8 to 32 bits element by element.
 [[gnu::always_inline]] inline V16u widen(const B16& bytes) {
-  return __builtin_convertvector(bytes, V16u);
+  return __builtin_convertvector(__builtin_convertvector(bytes, H16), V16u);
 }
 
 // The vector code of e4m3_to_float and e2m1_to_float: one element in each lane.
@@ -72,20 +77,19 @@ struct Fp8Row {
     for (int32_t begin = 0, tile = 0; begin < args->k; begin += args->scale_cols, ++tile) {
       const int32_t count = std::min(args->scale_cols, args->k - begin);
       const uint8_t* const from = args->from + begin;
-      Value* const to = static_cast<Value*>(args->to) + int64_t{begin} * args->num_rows +
-                        int64_t{count} * args->index;
+      Value* const to = static_cast<Value*>(args->to) + begin;
       const V16 scale = broadcast(args->is_scaled ? scales[tile] : 1.0f);
       const char* const prefetch = args->prefetch == nullptr ? nullptr : args->prefetch + begin;
       int32_t i = 0;
       for (; i + 16 <= count; i += 16) {
         if (i % 64 == 0 && prefetch != nullptr) __builtin_prefetch(prefetch + i, 0, 2);
-        store_value(to + i, e4m3_values(widen(*reinterpret_cast<const B16Any*>(from + i))) * scale);
+        store_value(to + i, e4m3_values(widen(load_bytes(from + i))) * scale);
       }
       if (i < count) {
         uint8_t padded[16] = {};
         for (int32_t j = 0; j < count - i; ++j) padded[j] = from[i + j];
         Value values[16];
-        store_value(values, e4m3_values(widen(*reinterpret_cast<const B16Any*>(padded))) * scale);
+        store_value(values, e4m3_values(widen(load_bytes(padded))) * scale);
         for (int32_t j = 0; j < count - i; ++j) to[i + j] = values[j];
       }
     }
@@ -102,7 +106,7 @@ struct Mxfp4Row {
     const int32_t num_blocks = args->k / kMxfp4Columns;
     for (int32_t block = 0; block < num_blocks; ++block) {
       if (block % 4 == 0 && prefetch != nullptr) __builtin_prefetch(prefetch + block * 16, 0, 2);
-      const B16 bytes = *reinterpret_cast<const B16Any*>(from + int64_t{block} * 16);
+      const B16 bytes = load_bytes(from + int64_t{block} * 16);
       const B16 low = bytes & 0xf;
       const B16 high = bytes >> 4;
       constexpr B16 kFirst = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
@@ -118,6 +122,11 @@ struct Mxfp4Row {
 };
 
 #if defined(__x86_64__)
+#define PACELINE_AVX512_TARGET gnu::target("avx512f,avx512bw,avx512dq,avx512vl")
+
+// Without a mask, GCC 12 warns of its own headers.
+constexpr __mmask32 kAllLanes = 0xffffffffu;
+
 // The sixteen values of an element for each scale, as bfloat16.
 using Mxfp4Table = std::array<std::array<uint16_t, 16>, 256>;
 constexpr Mxfp4Table kMxfp4Table = [] {
@@ -141,8 +150,7 @@ constexpr Mxfp4Table kMxfp4Table = [] {
 }();
 
 // A look-up in the scale's table takes a third of the instructions of Mxfp4Row.
-[[gnu::target("avx512f,avx512bw,avx512dq,avx512vl"), gnu::noinline]] void mxfp4_row_avx512(
-    const RowArgs& args) {
+[[PACELINE_AVX512_TARGET, gnu::noinline]] void mxfp4_row_avx512(const RowArgs& args) {
   const auto* const scales = reinterpret_cast<const uint8_t*>(args.scales);
   const uint8_t* const from = args.from;
   auto* const to = static_cast<uint16_t*>(args.to);
@@ -150,7 +158,6 @@ constexpr Mxfp4Table kMxfp4Table = [] {
   const int32_t num_blocks = args.k / kMxfp4Columns;
   for (int32_t block = 0; block < num_blocks; ++block) {
     if (block % 4 == 0 && prefetch != nullptr) __builtin_prefetch(prefetch + block * 16, 0, 2);
-    // Masks that select every lane: without one, GCC 12 warns of its own headers.
     const __m512i table = _mm512_maskz_broadcast_i64x4(
         0xff,
         _mm256_loadu_si256(reinterpret_cast<const __m256i*>(kMxfp4Table[scales[block]].data())));
@@ -159,27 +166,99 @@ constexpr Mxfp4Table kMxfp4Table = [] {
     // The low five bits of a 16-bit lane are the index, of which the table repeats the highest.
     const __m512i index = _mm512_or_si512(bytes, _mm512_maskz_slli_epi32(0xffff, bytes, 12));
     _mm512_storeu_si512(to + int64_t{block} * kMxfp4Columns,
-                        _mm512_maskz_permutexvar_epi16(0xffffffffu, index, table));
+                        _mm512_maskz_permutexvar_epi16(kAllLanes, index, table));
   }
+}
+
+// The exponents of scales whose products with every element but zero and NaN are normal bfloat16.
+constexpr int kMinExponent = -117;
+constexpr int kMaxExponent = 119;
+
+// The exponent of a scale of Fp8Row that is such a power of two.
+[[nodiscard]] std::optional<int> normal_exponent(float scale) {
+  const auto bits = std::bit_cast<uint32_t>(scale);
+  const int exponent = static_cast<int>(bits >> 23) - 127;
+  const bool is_power_of_two = bits << 9 == 0 && bits >> 31 == 0;
+  if (!is_power_of_two || exponent < kMinExponent || exponent > kMaxExponent) return std::nullopt;
+  return exponent;
+}
+
+// Thirty-two elements of e4m3 times 2^exponent as bfloat16.
+[[PACELINE_AVX512_TARGET, gnu::always_inline]] inline __m512i e4m3_times_power(__m512i bits,
+                                                                               __m512i offset,
+                                                                               __m512i table) {
+  const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi16(0x7f));
+  const __m512i normal = _mm512_add_epi16(_mm512_maskz_slli_epi16(kAllLanes, magnitude, 4), offset);
+  const __mmask32 is_subnormal = _mm512_testn_epi16_mask(bits, _mm512_set1_epi16(0x78));
+  const __mmask32 is_nan = _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x7f));
+  const __m512i value =
+      _mm512_mask_permutexvar_epi16(normal, is_subnormal | is_nan, magnitude, table);
+  const __m512i sign = _mm512_and_si512(_mm512_maskz_slli_epi16(kAllLanes, bits, 8),
+                                        _mm512_set1_epi16(static_cast<int16_t>(0x8000)));
+  return _mm512_or_si512(value, sign);
+}
+
+[[PACELINE_AVX512_TARGET, gnu::noinline]] void fp8_tile_avx512(const uint8_t* from, uint16_t* to,
+                                                               int32_t count, int exponent,
+                                                               const char* prefetch) {
+  // The subnormal elements, which magnitudes 0 to 7 select, and NaN, of which the magnitude selects
+  // lane 31.
+  alignas(64) static constexpr uint16_t kValues[32] = {
+      0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60, 0, 0, 0, 0, 0, 0, 0, 0,
+      0, 0,      0,      0,      0,      0,      0,      0,      0, 0, 0, 0, 0, 0, 0, 0x7fc0};
+  constexpr __mmask32 kSubnormals = 0xfe;
+  const __m512i shift = _mm512_set1_epi16(static_cast<int16_t>(exponent << 7));
+  const __m512i offset = _mm512_add_epi16(shift, _mm512_set1_epi16(120 << 7));
+  const __m512i values = _mm512_load_si512(kValues);
+  const __m512i table = _mm512_mask_add_epi16(values, kSubnormals, values, shift);
+  int32_t i = 0;
+  for (; i + 32 <= count; i += 32) {
+    if (i % 64 == 0 && prefetch != nullptr) __builtin_prefetch(prefetch + i, 0, 2);
+    const __m512i bits = _mm512_maskz_cvtepu8_epi16(
+        kAllLanes, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i)));
+    _mm512_storeu_si512(to + i, e4m3_times_power(bits, offset, table));
+  }
+  if (i < count) {
+    const __mmask32 mask = (1u << (count - i)) - 1;
+    const __m512i bits =
+        _mm512_maskz_cvtepu8_epi16(kAllLanes, _mm256_maskz_loadu_epi8(mask, from + i));
+    _mm512_mask_storeu_epi16(to + i, mask, e4m3_times_power(bits, offset, table));
+  }
+}
+
+// Whether all scales of the row are powers of two that fp8_tile_avx512 takes.
+[[nodiscard]] bool fp8_row_avx512(const RowArgs& args) {
+  const auto* const scales = reinterpret_cast<const float*>(args.scales);
+  for (int32_t begin = 0, tile = 0; begin < args.k; begin += args.scale_cols, ++tile) {
+    const std::optional<int> exponent = args.is_scaled ? normal_exponent(scales[tile]) : 0;
+    if (!exponent) return false;
+    const int32_t count = std::min(args.scale_cols, args.k - begin);
+    fp8_tile_avx512(args.from + begin, static_cast<uint16_t*>(args.to) + begin, count, *exponent,
+                    args.prefetch == nullptr ? nullptr : args.prefetch + begin);
+  }
+  return true;
 }
 #endif
 
 template <class Value>
 void dequantize_row(WeightFormat format, const RowArgs& args) {
-  if (format == WeightFormat::kFp8) return run_best_isa<Fp8Row<Value>>(&args);
 #if defined(__x86_64__)
   if constexpr (std::is_same_v<Value, uint16_t>) {
-    if (best_isa() == Isa::kAvx512) return mxfp4_row_avx512(args);
+    if (best_isa() == Isa::kAvx512) {
+      if (format == WeightFormat::kMxfp4) return mxfp4_row_avx512(args);
+      if (fp8_row_avx512(args)) return;
+    }
   }
 #endif
+  if (format == WeightFormat::kFp8) return run_best_isa<Fp8Row<Value>>(&args);
   run_best_isa<Mxfp4Row<Value>>(&args);
 }
 
 }  // namespace
 
-float fp8_scale(const WeightMatrix& weight, int32_t row, int32_t tile) {
+const float* fp8_scales(const WeightMatrix& weight, int32_t row) {
   const int64_t num_tiles = (weight.k + weight.scale_cols - 1) / weight.scale_cols;
-  return reinterpret_cast<const float*>(weight.scales)[row / weight.scale_rows * num_tiles + tile];
+  return reinterpret_cast<const float*>(weight.scales) + row / weight.scale_rows * num_tiles;
 }
 
 template <class Value>
@@ -187,26 +266,19 @@ void dequantize_rows(const WeightMatrix& weight, int32_t row, int32_t num_rows, 
                      const std::byte* prefetch) {
   PACELINE_CHECK(weight.format != WeightFormat::kPlain, "plain rows have no scales");
   const bool is_fp8 = weight.format == WeightFormat::kFp8;
-  const bool is_exact = has_exact_values(weight);
-  const int32_t scale_cols = is_fp8 ? std::min(weight.k, weight.scale_cols) : kMxfp4Columns;
-  const int64_t scale_bytes = (weight.k + scale_cols - 1) / scale_cols *
-                              static_cast<int64_t>(is_fp8 ? sizeof(float) : sizeof(uint8_t));
   const int64_t row_bytes = weight.row_bytes();
-  for (int32_t i = 0; i < num_rows; ++i) {
-    const int64_t scale_row = is_fp8 ? (row + i) / weight.scale_rows : row + i;
+  for (int32_t i = row; i < row + num_rows; ++i) {
     dequantize_row<Value>(
-        weight.format,
-        {.from = reinterpret_cast<const uint8_t*>(weight.data) + (row + i) * row_bytes,
-         .scales = weight.scales + scale_row * scale_bytes,
-         .k = weight.k,
-         .scale_cols = scale_cols,
-         .to = is_exact ? to + int64_t{i} * weight.k : to,
-         .index = is_exact ? 0 : i,
-         .num_rows = is_exact ? 1 : num_rows,
-         .is_scaled = is_exact,
-         .prefetch = prefetch == nullptr
-                         ? nullptr
-                         : reinterpret_cast<const char*>(prefetch) + i * row_bytes});
+        weight.format, {.from = reinterpret_cast<const uint8_t*>(weight.data) + i * row_bytes,
+                        .scales = is_fp8 ? reinterpret_cast<const std::byte*>(fp8_scales(weight, i))
+                                         : weight.scales + i * int64_t{weight.k / kMxfp4Columns},
+                        .k = weight.k,
+                        .scale_cols = weight.scale_cols,
+                        .to = to + int64_t{i - row} * weight.k,
+                        .is_scaled = has_exact_values(weight),
+                        .prefetch = prefetch == nullptr ? nullptr
+                                                        : reinterpret_cast<const char*>(prefetch) +
+                                                              (i - row) * row_bytes});
   }
 }
 

@@ -16,9 +16,8 @@ namespace paceline {
 }
 
 // Writes rows [row, row + num_rows) to `to`, whose elements are float (weight.dtype kFloat32) or
-// the bits of a bfloat16 (kBFloat16). With exact values, rows follow each other. Otherwise the
-// tiles of scale_cols columns do: `to` has tile 0 of every row, row after row, then tile 1 of every
-// row. prefetch: null, or memory that is fetched meanwhile, as many bytes as the rows have.
+// the bits of a bfloat16 (kBFloat16): elements times their scales, or just elements, as above.
+// prefetch: null, or memory that is fetched meanwhile, as many bytes as the rows have.
 template <class Value>
 void dequantize_rows(const WeightMatrix& weight, int32_t row, int32_t num_rows, Value* to,
                      const std::byte* prefetch);
@@ -27,7 +26,7 @@ extern template void dequantize_rows(const WeightMatrix&, int32_t, int32_t, floa
 extern template void dequantize_rows(const WeightMatrix&, int32_t, int32_t, uint16_t*,
                                      const std::byte*);
 
-// The scale of column tile `tile` in a row of a kFp8 matrix.
-[[nodiscard]] float fp8_scale(const WeightMatrix& weight, int32_t row, int32_t tile);
+// The scales of a row of a kFp8 matrix, one for each scale_cols columns.
+[[nodiscard]] const float* fp8_scales(const WeightMatrix& weight, int32_t row);
 
 }  // namespace paceline

@@ -71,7 +71,10 @@ struct WideningTiles {
   }
   template <int kRows, int kCols>
   static void run(const TileArgs<X, W>& args) {
-    if constexpr (kRows <= kMaxRows) Compiled<TileKernel<W, kRows, kCols>, kIsa>::run(&args);
+    if constexpr (kRows <= kMaxRows) {
+      if (args.scales == nullptr) return Compiled<TileKernel<W, kRows, kCols>, kIsa>::run(&args);
+      Compiled<ScaledTileKernel<W, kRows, kCols>, kIsa>::run(&args);
+    }
   }
 };
 
@@ -103,7 +106,7 @@ struct DotTiles {
   }
   template <int kRows, int kCols>
   static void run(const TileArgs<X, W>& args) {
-    dot_tile<kRows, kCols>(args);
+    args.scales == nullptr ? dot_tile<kRows, kCols>(args) : scaled_dot_tile<kRows, kCols>(args);
   }
 };
 #endif
@@ -123,48 +126,6 @@ void run_tile(int32_t rows, const TileArgs<typename Tiles::X, typename Tiles::W>
       return Tiles::template run<5, kCols>(args);
     case 6:
       return Tiles::template run<6, kCols>(args);
-  }
-}
-
-// total = fma(scale of the column, sum, total) for the outputs of a tile.
-template <int kOutputs, int kCols>
-struct AddScaledSums {
-  [[gnu::always_inline]] static void run(const float* sums, const float* scales, float* totals) {
-    for (int i = 0; i < kOutputs; ++i) {
-      totals[i] = __builtin_fmaf(scales[i % kCols], sums[i], totals[i]);
-    }
-  }
-};
-
-// A tile of a W whose scales multiply sums. args.weight: dequantize_rows' tiles of scale_cols.
-template <class Tiles, int kCols>
-void run_scaled_tile(const WeightMatrix& weight, int32_t column, int32_t rows,
-                     TileArgs<typename Tiles::X, typename Tiles::W> args) {
-  constexpr int kOutputs = Tiles::kMaxRows * kCols;
-  float totals[kOutputs] = {};
-  float sums[kOutputs] = {};
-  float scales[kCols];
-  const float* const bias = args.bias;
-  float* const y = args.y;
-  const int64_t y_stride = args.y_stride;
-  args.bias = nullptr;
-  args.y = sums;
-  args.y_stride = kCols;
-  const int32_t step = std::min(weight.k, weight.scale_cols);
-  for (int32_t begin = 0, tile = 0; begin < weight.k; begin += step, ++tile) {
-    args.k = std::min(step, weight.k - begin);
-    run_tile<Tiles, kCols>(rows, args);
-    args.x += args.k;
-    args.weight += int64_t{args.k} * kCols;
-    for (int c = 0; c < kCols; ++c) scales[c] = fp8_scale(weight, column + c, tile);
-    Compiled<AddScaledSums<kOutputs, kCols>, Tiles::kIsa>::run(
-        static_cast<const float*>(sums), static_cast<const float*>(scales), &totals[0]);
-  }
-  for (int32_t r = 0; r < rows; ++r) {
-    for (int c = 0; c < kCols; ++c) {
-      const float total = totals[r * kCols + c];
-      y[r * y_stride + c] = bias == nullptr ? total : total + bias[c];
-    }
   }
 }
 
@@ -202,6 +163,9 @@ void run_columns(const GemmColumns& p, int32_t begin, int32_t end, std::byte* sc
         tile_weight = dequantized;
         prefetch = nullptr;
       }
+      const float* scales[kMaxCols];
+      for (int32_t c = 0; c < num_columns && !has_values; ++c)
+        scales[c] = fp8_scales(weight, column + c);
       int32_t row = block;
       for (int32_t tile = 0; tile < num_tiles; ++tile) {
         const int32_t rows = (block_end - row) / (num_tiles - tile);
@@ -213,14 +177,10 @@ void run_columns(const GemmColumns& p, int32_t begin, int32_t end, std::byte* sc
             .bias = p.bias == nullptr ? nullptr : p.bias + column,
             .y = p.y + row * p.y_stride + column,
             .y_stride = p.y_stride,
-            .prefetch = tile == 0 ? reinterpret_cast<const char*>(prefetch) : nullptr};
-        if (has_values) {
-          is_wide ? run_tile<Tiles, kMaxCols>(rows, args) : run_tile<Tiles, 1>(rows, args);
-        } else if (is_wide) {
-          run_scaled_tile<Tiles, kMaxCols>(weight, column, rows, args);
-        } else {
-          run_scaled_tile<Tiles, 1>(weight, column, rows, args);
-        }
+            .prefetch = tile == 0 ? reinterpret_cast<const char*>(prefetch) : nullptr,
+            .scales = has_values ? nullptr : scales,
+            .scale_cols = weight.scale_cols};
+        is_wide ? run_tile<Tiles, kMaxCols>(rows, args) : run_tile<Tiles, 1>(rows, args);
         row += rows;
       }
       column += num_columns;

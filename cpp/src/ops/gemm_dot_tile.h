@@ -63,6 +63,17 @@ template <bool kIsWhole, int kRows, int kCols>
   }
 }
 
+// A tile of __m512 as one of V16, which are the same.
+template <int kRows, int kCols>
+[[PACELINE_DOT_TARGET, gnu::always_inline]] inline void store_dots(
+    const DotTileArgs& args, const __m512 (&acc)[kRows][kCols]) {
+  V16 lanes[kRows][kCols];
+  for (int r = 0; r < kRows; ++r) {
+    for (int c = 0; c < kCols; ++c) lanes[r][c] = reinterpret_cast<V16>(acc[r][c]);
+  }
+  store_sums(args, lanes);
+}
+
 template <int kRows, int kCols>
 [[PACELINE_DOT_TARGET, gnu::noinline]] void dot_tile(const DotTileArgs& args) {
   const int64_t k = args.k;
@@ -78,15 +89,29 @@ template <int kRows, int kCols>
   }
   for (; offset + 32 <= k; offset += 32) dot_step<true>(args, offset, 0, acc);
   if (offset < k) dot_step<false>(args, offset, (1u << (k - offset)) - 1, acc);
-  for (int r = 0; r < kRows; ++r) {
-    float* const y = args.y + r * args.y_stride;
+  store_dots(args, acc);
+}
+
+// The same with scales that multiply sums.
+template <int kRows, int kCols>
+[[PACELINE_DOT_TARGET, gnu::noinline]] void scaled_dot_tile(const DotTileArgs& args) {
+  const int64_t k = args.k;
+  __m512 totals[kRows][kCols] = {};
+  int64_t offset = 0;
+  for (int32_t tile = 0; offset < k; ++tile) {
+    const int64_t end = std::min<int64_t>(k, offset + args.scale_cols);
+    __m512 acc[kRows][kCols] = {};
+    for (; offset + 32 <= end; offset += 32) dot_step<true>(args, offset, 0, acc);
+    if (offset < end) dot_step<false>(args, offset, (1u << (end - offset)) - 1, acc);
+    offset = end;
     for (int c = 0; c < kCols; ++c) {
-      // A copy: a reference to an accumulator would keep all of them in memory.
-      const V16 lanes = reinterpret_cast<V16>(acc[r][c]);
-      const float sum = sum_lanes(lanes);
-      y[c] = args.bias == nullptr ? sum : sum + args.bias[c];
+      const __m512 scale = _mm512_set1_ps(args.scales[c][tile]);
+      for (int r = 0; r < kRows; ++r) {
+        totals[r][c] = _mm512_fmadd_ps(scale, acc[r][c], totals[r][c]);
+      }
     }
   }
+  store_dots(args, totals);
 }
 
 }  // namespace paceline

@@ -9,6 +9,7 @@
 // every step is one: the compiler contracts x * w + acc, and the test
 // Gemm.EveryTileFollowsTheLaneOrder checks it for each tile shape, bit for bit.
 
+#include <algorithm>
 #include <cstdint>
 
 #include "base/vector_math.h"
@@ -47,7 +48,53 @@ struct TileArgs {
   float* y;
   int64_t y_stride;
   const char* prefetch;  // null: no prefetch
+  // Where scales multiply sums: those of each column's row, one for scale_cols columns of K. Each
+  // lane is then fma(scale, its sum over those columns, the lane), in ascending order.
+  const float* const* scales;
+  int32_t scale_cols;  // a multiple of 32, or k
 };
+
+// Writes the tile's outputs from their lanes.
+template <int kRows, int kCols, class Args>
+[[gnu::always_inline]] inline void store_sums(const Args& args, const V16 (&lanes)[kRows][kCols]) {
+  for (int r = 0; r < kRows; ++r) {
+    float* const y = args.y + r * args.y_stride;
+    // Copies: a reference to an accumulator would keep all of them in memory.
+    if constexpr (kCols == 4) {
+      const V16 a = lanes[r][0], b = lanes[r][1], c = lanes[r][2], d = lanes[r][3];
+      const Sums4 sums = sum_lanes(a, b, c, d);
+      for (int i = 0; i < 4; ++i) {
+        y[i] = args.bias == nullptr ? sums.sum[i] : sums.sum[i] + args.bias[i];
+      }
+    } else {
+      for (int c = 0; c < kCols; ++c) {
+        const V16 a = lanes[r][c];
+        const float sum = sum_lanes(a);
+        y[c] = args.bias == nullptr ? sum : sum + args.bias[c];
+      }
+    }
+  }
+}
+
+// Adds the products of the last k - offset columns, fewer than 16.
+template <class W, int kRows, int kCols>
+[[gnu::always_inline]] inline void add_tail(const TileArgs<float, W>& args, int64_t offset,
+                                            V16 (&acc)[kRows][kCols]) {
+  const auto tail = static_cast<int32_t>(args.k - offset);
+  for (int r = 0; r < kRows; ++r) {
+    for (int c = 0; c < kCols; ++c) {
+      V16 xv = load_first(args.x + r * args.x_stride + offset, tail);
+      V16 wv = load_first(args.weight + int64_t{c} * args.k + offset, tail);
+      // GCC contracts only within a basic block. In this straight-line code, unlike in the loop of
+      // a kernel, it moved the multiplication of some tiles to another block; the asm statements
+      // keep it here.
+      asm volatile("" : "+m"(xv), "+m"(wv));
+      V16 sum = acc[r][c] + xv * wv;
+      asm volatile("" : "+m"(sum));
+      acc[r][c] = sum;
+    }
+  }
+}
 
 // x in float32; W in float32 or bfloat16, which is widened.
 template <class W, int kRows, int kCols>
@@ -79,36 +126,40 @@ struct TileKernel {
       }
     }
     for (; offset + 16 <= k; offset += 16) step(offset);
-    if (offset < k) {
-      const int32_t tail = static_cast<int32_t>(k - offset);
-      for (int r = 0; r < kRows; ++r) {
-        for (int c = 0; c < kCols; ++c) {
-          V16 xv = load_first(x + r * x_stride + offset, tail);
-          V16 wv = load_first(w + c * k + offset, tail);
-          // GCC contracts only within a basic block. In this straight-line code, unlike in the loop
-          // above, it moved the multiplication of some tiles to another block; the asm statements
-          // keep it here.
-          asm volatile("" : "+m"(xv), "+m"(wv));
-          V16 sum = acc[r][c] + xv * wv;
-          asm volatile("" : "+m"(sum));
-          acc[r][c] = sum;
+    if (offset < k) add_tail<W>(*args, offset, acc);
+    store_sums(*args, acc);
+  }
+};
+
+// The same with scales that multiply sums.
+template <class W, int kRows, int kCols>
+struct ScaledTileKernel {
+  [[gnu::always_inline]] static void run(const TileArgs<float, W>* args) {
+    const float* const x = args->x;
+    const int64_t x_stride = args->x_stride;
+    const W* const w = args->weight;
+    const int64_t k = args->k;
+    V16 totals[kRows][kCols] = {};
+    int64_t offset = 0;
+    for (int32_t tile = 0; offset < k; ++tile) {
+      const int64_t end = std::min<int64_t>(k, offset + args->scale_cols);
+      V16 acc[kRows][kCols] = {};
+      for (; offset + 16 <= end; offset += 16) {
+        V16 wv[kCols];
+        for (int c = 0; c < kCols; ++c) wv[c] = load(w + c * k + offset);
+        for (int r = 0; r < kRows; ++r) {
+          const V16 xv = load(x + r * x_stride + offset);
+          for (int c = 0; c < kCols; ++c) acc[r][c] += xv * wv[c];
         }
       }
-    }
-    for (int r = 0; r < kRows; ++r) {
-      float* const y = args->y + r * args->y_stride;
-      if constexpr (kCols == 4) {
-        const Sums4 sums = sum_lanes(acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
-        for (int c = 0; c < 4; ++c) {
-          y[c] = args->bias == nullptr ? sums.sum[c] : sums.sum[c] + args->bias[c];
-        }
-      } else {
-        for (int c = 0; c < kCols; ++c) {
-          const float sum = sum_lanes(acc[r][c]);
-          y[c] = args->bias == nullptr ? sum : sum + args->bias[c];
-        }
+      if (offset < end) add_tail<W>(*args, offset, acc);
+      offset = end;
+      for (int c = 0; c < kCols; ++c) {
+        const V16 scale = broadcast(args->scales[c][tile]);
+        for (int r = 0; r < kRows; ++r) totals[r][c] += scale * acc[r][c];
       }
     }
+    store_sums(*args, totals);
   }
 };
 
