@@ -6,6 +6,7 @@
 
 #include "base/check.h"
 #include "base/start_thread.h"
+#include "executor/dtypes.h"
 
 namespace paceline {
 namespace {
@@ -22,8 +23,8 @@ CpuRunner::CpuRunner(std::shared_ptr<const Model> target, std::shared_ptr<const 
     : options_(options),
       threads_(options.num_threads),
       context_{.num_threads = options.num_threads, .threads = &threads_},
-      runner_(context_, host_memory(), arena_, std::move(target), std::move(draft), layout,
-              options.runner, DType::kFloat32),
+      runner_(context_, host_memory(), arena_, target, draft, layout, options.runner,
+              activation_dtype(*target, draft.get())),
       launches_(static_cast<size_t>(options.runner.max_in_flight) + 1) {
   const DeviceBuffer& pool = runner_.kv_pool();
   if (options.poison_pool) fill_nan({pool.data(), static_cast<size_t>(pool.bytes())});

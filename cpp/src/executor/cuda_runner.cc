@@ -14,6 +14,7 @@
 #include "common/kernel_trace.h"
 #include "common/status.h"
 #include "executor/cuda_products.h"
+#include "executor/dtypes.h"
 #include "model/model_impl.h"
 
 namespace paceline {
@@ -23,17 +24,6 @@ using cuda::check;
 
 constexpr int64_t kWorkspaceBytes = int64_t{256} << 20;
 constexpr int32_t kNumCounters = 1 << 17;
-
-// Activations have the dtype of the weights, so target and drafter must agree on it.
-DType activation_dtype(const Model& target, const Model* draft) {
-  const DType dtype = target.weights.dtype;
-  if (draft != nullptr && draft->weights.dtype != dtype) {
-    throw Unsupported(concat("the target's weights are ", dtype_name(dtype),
-                             " and the drafter's are ", dtype_name(draft->weights.dtype),
-                             "; on a GPU both must have the same dtype: set dtype for both"));
-  }
-  return dtype;
-}
 
 // Products round their rows up.
 RunnerOptions with_padding(RunnerOptions options) {

@@ -13,6 +13,7 @@
 #include "base/check.h"
 #include "base/overloaded.h"
 #include "executor/default_options.h"
+#include "executor/dtypes.h"
 #include "executor/setup.h"
 #include "model/decoder.h"
 #include "model/model_impl.h"
@@ -218,7 +219,7 @@ KvCacheSize default_kv_cache_size(const Model& target, const Model* draft,
     const std::vector<KvLayerShape> draft_layers =
         draft != nullptr ? draft_kv_layer_shapes(draft->config, target.config)
                          : std::vector<KvLayerShape>{};
-    return default_kv_cache_size(kv_layer_shapes(target.config), draft_layers, target.weights.dtype,
+    return default_kv_cache_size(kv_layer_shapes(target.config), draft_layers, kv_dtype(target),
                                  target.device, options, memory);
   });
 }

@@ -7,6 +7,7 @@
 
 #include "base/check.h"
 #include "executor/cpu_runner.h"
+#include "executor/dtypes.h"
 #ifdef PACELINE_CUDA
 #include "executor/cuda_runner.h"
 #endif
@@ -91,7 +92,7 @@ int64_t workspace_bytes(const ExecutorOptions& given, const Model& target, const
   }
 #endif
   return count_workspace<CpuContext, CpuGraph>(shared_target, shared_draft, layout, runner,
-                                               DType::kFloat32);
+                                               activation_dtype(target, draft));
 }
 
 std::unique_ptr<Runner> make_runner(const std::shared_ptr<const Model>& target,
@@ -125,7 +126,7 @@ KvLayout plan_layout(const ExecutorOptions& o, const Model& target, const Model*
       draft != nullptr ? draft_kv_layer_shapes(draft->config, target.config)
                        : std::vector<KvLayerShape>{};
   KvLayout layout = plan_kv_layout(kv_layer_shapes(target.config), draft_shapes, o.block_size,
-                                   target.weights.dtype, o.kv_cache_bytes);
+                                   kv_dtype(target), o.kv_cache_bytes);
   if (layout.groups.size() > kMaxKvGroups) {
     throw Unsupported(concat("target and drafter have ", layout.groups.size(),
                              " KV groups, one for each kind, window and shape of a layer's KV; "
