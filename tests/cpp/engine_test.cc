@@ -77,6 +77,7 @@ TEST(Engine, SpeculativeEqualsPlain) {
                     : random() % 2 == 0 ? std::vector<int32_t>{8, 0, 8}
                                         : std::vector<int32_t>{20, 20, 0};
     shape.is_gemma = random() % 2 == 0;
+    shape.has_sinks = seed % 3 == 0;
     std::mt19937_64 switches(seed);
     if (switches() % 3 == 0) make_gemma4(shape, switches);
     TinyModel draft_shape = shape;

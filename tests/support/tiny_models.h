@@ -31,6 +31,7 @@ struct TinyModel {
   std::vector<int32_t> windows = {8, 0};  // by layer; 0 = full attention
   bool is_gemma = true;                   // post norms, q/k norms, (1 + w), gelu, tied head
   bool has_bias = false;
+  bool has_sinks = false;
   int32_t nan_token = -1;  // its embedding is NaN
   // On top of is_gemma: plain norm weights, v norms, layer scales, scores unscaled, logits capped,
   // a quarter of a full layer's pairs rotated. The fields below are for it alone.
@@ -129,7 +130,8 @@ inline std::string tiny_config_json(const TinyModel& m) {
         << R"(,"scale":)"
         << (m.is_gemma4 ? 1.0 : 1.0 / std::sqrt(static_cast<double>(layer.head_dim)))
         << R"(,"soft_cap":0,"rope":)" << (slides ? 0 : 1) << R"(,"has_qk_norm":)"
-        << boolean(m.is_gemma) << R"(,"has_qkv_bias":)" << boolean(m.has_bias);
+        << boolean(m.is_gemma) << R"(,"has_qkv_bias":)" << boolean(m.has_bias) << R"(,"has_sinks":)"
+        << boolean(m.has_sinks);
     if (layer.kv_source >= 0) {
       out << R"(,"kv_source":)" << layer.kv_source;
     } else {
@@ -206,6 +208,7 @@ inline std::shared_ptr<const Model> tiny_model(const TinyModel& m, uint64_t seed
       if (has_k) put(layer + "attn.k.bias", {kv_rows});
       if (has_v) put(layer + "attn.v.bias", {kv_rows});
     }
+    if (m.has_sinks) put(layer + "attn.sinks", {m.num_qo_heads});
     put(layer + "attn.o.weight", {m.hidden, q_rows});
     put(layer + "mlp.gate.weight", {its.intermediate, m.hidden});
     put(layer + "mlp.up.weight", {its.intermediate, m.hidden});
