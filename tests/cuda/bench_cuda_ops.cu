@@ -23,6 +23,7 @@
 
 #include "support/cuda_fixture.h"
 #include "support/op_cases.h"
+#include "support/op_cases_moe.h"
 #include "support/seed.h"
 
 namespace paceline::testing {
@@ -282,6 +283,12 @@ void bench_small_ops(Bench& bench) {
           1);
     };
   };
+  // Of the places of rows that each choose four experts.
+  const auto swiglu_of_experts = [](const Rows& rows) {
+    return make_gated(
+        {.intermediate = 2880, .activation = Activation::kSwigluOai, .is_interleaved = true},
+        first_rows(4 * rows.claimed, 4 * rows.max_rows), 1);
+  };
   const std::pair<const char*, Make> ops[] = {
       {"embed/4096", [](const Rows& rows) { return make_embed({4096, 1000}, rows, 1); }},
       {"rms_norm/4096/plain", norm(NormKind::kPlain)},
@@ -309,7 +316,18 @@ void bench_small_ops(Bench& bench) {
       {"clusters_select/2048",
        [](const Rows& rows) { return make_select_clusters({2048, 32}, rows, 1); }},
       {"clusters_logits/256",
-       [](const Rows& rows) { return make_cluster_logits({256, 2048, 128, 32}, rows, 1); }}};
+       [](const Rows& rows) { return make_cluster_logits({256, 2048, 128, 32}, rows, 1); }},
+      // The router's choice in GPT-OSS 20B and 120B, and the ends of an expert's MLP.
+      {"route/4of32", [](const Rows& rows) { return make_route({32, 4}, rows, 1); }},
+      {"route/4of128", [](const Rows& rows) { return make_route({128, 4}, rows, 1); }},
+      {"sort/4of32", [](const Rows& rows) { return make_sort({32, 4}, rows, 1); }},
+      {"sort/4of128", [](const Rows& rows) { return make_sort({128, 4}, rows, 1); }},
+      {"route_and_sort/4of32",
+       [](const Rows& rows) { return make_route_and_sort({32, 4}, rows, 1); }},
+      {"route_and_sort/4of128",
+       [](const Rows& rows) { return make_route_and_sort({128, 4}, rows, 1); }},
+      {"gated_swiglu_oai/4x2880", swiglu_of_experts},
+      {"combine/4x2880", [](const Rows& rows) { return make_combine({2880, 4}, rows, 1); }}};
   constexpr int32_t kRows[] = {1, 4, 64, 256};
   bool has_header = false;
   for (const auto& [name, make] : ops) {
