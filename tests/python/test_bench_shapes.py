@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shapes of GPT-OSS and of weights with scales that ship as configurations, by their sizes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.bench import models
+from paceline.bench.costs import kv_bytes_read, matrix_costs
+from paceline.loader import decoder_config, drafter_config, families
+from paceline.loader.drafters import Target
+from paceline.loader.hf_config import parse_hf_config
+
+STORED_BYTES = {"BF16": 2, "U8": 1, "F8_E4M3": 1, "F32": 4}
+
+
+def named(name: str) -> dict[str, Any]:
+    return decoder_config(models._named_config(name), "bfloat16", name)
+
+
+def stored(name: str) -> tuple[int, int]:
+    """The bytes of a checkpoint's tensors, and its parameters, as the loader expects them."""
+    hf_config = parse_hf_config(models._named_config(name), name, families.ARCHITECTURES)
+    num_bytes = num_parameters = 0
+    for spec in families.translate(hf_config).tensors:
+        size = math.prod(spec.shape)
+        num_bytes += size * STORED_BYTES[spec.dtypes[0]]
+        if not spec.name.endswith(".scales"):
+            num_parameters += size * (2 if spec.dtypes == ("U8",) else 1)  # two values a byte
+    return num_bytes, num_parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "num_bytes", "num_parameters"),
+    [
+        ("gpt-oss-20b", 13_761_264_768, 20_914_757_184),
+        ("gpt-oss-120b", 65_248_815_744, 116_829_156_672),
+        ("qwen3-8b", 2 * 8_190_735_360, 8_190_735_360),
+        ("llama-3-8b", 2 * 8_030_261_248, 8_030_261_248),
+    ],
+)
+def test_sizes_of_checkpoints(name: str, num_bytes: int, num_parameters: int) -> None:
+    assert stored(name) == (num_bytes, num_parameters)
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"), [("qwen3-8b-fp8", "qwen3-8b"), ("llama-3-8b-fp8", "llama-3-8b")]
+)
+def test_fp8_shapes_have_the_parameters_of_the_plain_ones(name: str, plain: str) -> None:
+    assert stored(name)[1] == stored(plain)[1]
+    scaled, whole = matrix_costs(named(name), "bfloat16"), matrix_costs(named(plain), "bfloat16")
+    assert (scaled.row_parameters, scaled.logit_parameters) == (
+        whole.row_parameters,
+        whole.logit_parameters,
+    )
+    # A byte for each parameter of the layers, and float scales; the lm_head is as it was.
+    num_scale_bytes = scaled.all_bytes - whole.row_parameters - 2 * whole.logit_parameters
+    rows_and_blocks = {
+        # q, k, v, o, gate, up and down in blocks of 128 x 128.
+        "qwen3-8b-fp8": 36 * (32 * (32 + 8 + 8 + 32) + 3 * 96 * 32),
+        "llama-3-8b-fp8": 32 * (4096 + 1024 + 1024 + 4096 + 2 * 14336 + 4096),
+    }
+    assert num_scale_bytes == 4 * rows_and_blocks[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_layers", "num_experts", "active", "kv_bytes"),
+    [
+        ("gpt-oss-20b", 24, 32, 3_608_307_264, 49_152),
+        ("gpt-oss-120b", 36, 128, 5_132_849_472, 73_728),
+    ],
+)
+def test_what_a_token_of_gpt_oss_reads(
+    name: str, num_layers: int, num_experts: int, active: int, kv_bytes: int
+) -> None:
+    config = named(name)
+    costs = matrix_costs(config, "bfloat16")
+    # The published number has norms, biases and sinks: of attention, the router and four experts.
+    vectors = 2 * 2880 + (4096 + 2 * 512 + 2880) + 64 + num_experts + 4 * (5760 + 2880)
+    assert costs.parameters + num_layers * vectors + 2880 == active
+    # 17 bytes for 32 values.
+    expert = (5760 + 2880) * 2880 * 17 // 32
+    assert (costs.expert_bytes, costs.num_experts) == (num_layers * expert, num_experts)
+    attention = 2880 * (4096 + 2 * 512) + 4096 * 2880
+    shared = num_layers * (attention + num_experts * 2880) + 201_088 * 2880
+    assert costs.shared_bytes == 2 * shared
+    assert costs.pass_bytes(4.0) == costs.shared_bytes + 4 * num_layers * expert
+    assert kv_bytes_read(config, 1, 2) == kv_bytes
+    # Sliding layers read at most 128 tokens.
+    assert kv_bytes_read(config, 1000, 2) == kv_bytes / 2 * (1000 + 128)
+
+
+def test_the_draft_head_of_gpt_oss() -> None:
+    config = named("gpt-oss-20b")
+    target = Target(Path("gpt-oss-20b"), "GptOssForCausalLM", config, "bfloat16")
+    head = models._named_config("gpt-oss-20b-eagle3")
+    described = drafter_config(head, target, source="gpt-oss-20b-eagle3")
+    assert described["drafter"]["aux_layers"] == [2, 12, 21]
+    assert described["drafter"]["norm_before_fc"] is True
+    # fc, the layer with its doubled qkv input, and 64,000 rows of lm_head.
+    layer = (4096 + 2 * 512) * 5760 + 2880 * 4096 + 3 * 2880 * 2880
+    parameters = matrix_costs(described, "bfloat16").parameters
+    assert parameters == 2880 * 8640 + layer + 64_000 * 2880
+    assert 2 * parameters / 2**30 == pytest.approx(0.513, abs=1e-3)
