@@ -122,6 +122,36 @@ def test_one_norm_before_fc(draft_head: Callable[..., Path]) -> None:
     assert (tensor.source, tensor.spec.shape) == ("input_norm.weight", (192,))
 
 
+@pytest.mark.parametrize(
+    ("has_input_norm", "draft_ids", "theta"), [(True, 64, 10_000.0), (False, 32, 500_000.0)]
+)
+def test_published_layouts_for_gpt_oss(
+    has_input_norm: bool, draft_ids: int, theta: float, draft_head: Callable[..., Path]
+) -> None:
+    """With a norm before fc and more draft ids, and the older ones without it."""
+    target = TinySpec("gpt_oss", seed=42, num_layers=8, quantization="mxfp4")
+    path = draft_head(
+        "speculators",
+        target=target,
+        norm_before_fc=has_input_norm,
+        norm_before_residual=True,
+        draft_vocab_size=draft_ids,
+        rope_theta=theta,
+    )
+    checkpoint = opened(path, target)
+    drafter = checkpoint.config["drafter"]
+    assert (drafter["norm_before_fc"], drafter["draft_vocab_size"]) == (has_input_norm, draft_ids)
+    assert (drafter["norm_before_residual"], drafter["aux_layers"]) == (True, [2, 4, 5])
+    sources = [tensor.source for tensor in checkpoint.tensors]
+    assert ("input_norm.weight" in sources) is has_input_norm
+    # The drafter's own rope, without the target's YaRN; no sinks, and a dense MLP.
+    (rope,) = checkpoint.config["ropes"]
+    assert rope["scale"] == 1.0
+    assert rope["inv_freq"][1] == pytest.approx(theta ** (-2 / 16), rel=1e-6)
+    (layer,) = checkpoint.config["layers"]
+    assert "has_sinks" not in layer["attention"] and "num_experts" not in layer["mlp"]
+
+
 def test_absent_flags(draft_head: Callable[..., Path]) -> None:
     """An absent norm_before_residual is false in SafeAILab's files and true in others."""
     path = draft_head("speculators", norm_before_residual=None)

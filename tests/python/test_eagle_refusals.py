@@ -51,6 +51,19 @@ def test_another_hidden_size_as_stated(draft_head: Callable[..., Path]) -> None:
         opened(path)
 
 
+@pytest.mark.parametrize("norm_before_fc", [True, False])
+def test_another_hidden_size_than_that_of_gpt_oss(
+    norm_before_fc: bool, draft_head: Callable[..., Path]
+) -> None:
+    spec = TinySpec("gpt_oss", seed=42, num_layers=8)
+    path = draft_head(
+        "speculators", target=replace(spec, hidden_size=96), norm_before_fc=norm_before_fc
+    )
+    seen = ('"target_hidden_size" is 96', "has a hidden size of 64")
+    with raises(ValueError, str(path / "config.json"), "made for another target", *seen):
+        opened(path, spec)
+
+
 def test_borrowed_embeddings_of_another_width(draft_head: Callable[..., Path]) -> None:
     path = draft_head("speculators", hidden_size=48, owns_embedding=False)
     with raises(ValueError, '"transformer_layer_config.hidden_size" is 48', "64", "embeddings"):

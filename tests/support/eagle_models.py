@@ -153,7 +153,7 @@ def config_json(spec: EagleSpec, target: Mapping[str, Any]) -> dict[str, Any]:
     if spec.layout == "eagle3":
         return layer | flags | {"architectures": ["LlamaForCausalLMEagle3"]}
     return flags | {
-        "architectures": ["Eagle3Speculator"],
+        "architectures": ["Eagle3DraftModel" if spec.norm_before_fc else "Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "norm_before_fc": spec.norm_before_fc,
         "fc_norm": spec.fc_norm,
