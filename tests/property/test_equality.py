@@ -46,6 +46,8 @@ TARGETS = {
     "gemma4_large": tiny_models.TinySpec(
         "gemma4", k_eq_v=True, shared_layers=0, per_layer_size=0, logit_soft_cap=30.0
     ),
+    "gpt_oss": tiny_models.TinySpec("gpt_oss", num_experts=4, top_k=2),
+    "gpt_oss_large": tiny_models.TinySpec("gpt_oss", num_layers=4),
 }
 # An lm_head without clusters and with them.
 ASSISTANTS = {
@@ -55,8 +57,9 @@ ASSISTANTS = {
 
 AXES: dict[str, tuple[Any, ...]] = {
     "family": tuple(TARGETS),
-    # A noisy copy agrees often, a model of the same family with other weights seldom. EAGLE draft
-    # heads and assistants are random too, and prompt lookup is right by accident.
+    # A noisy copy agrees often, a smaller model of the same family with other weights seldom. EAGLE
+    # draft heads and assistants are random too, and prompt lookup is right by accident. "other
+    # family" has a dense drafter for mixtures, and a mixture for Llama.
     "drafter": (
         "self",
         "noisy",
@@ -180,11 +183,23 @@ def model(family: str, variant: str, dtype: str) -> LoadedModel:
     elif variant == "noisy":
         path = scratch() / f"{family}-noisy"
         if not path.exists():
-            tiny_models.perturbed_copy(tiny_models.make(spec), path, noise=0.03, seed=1)
+            plain = tiny_models.make(spec)
+            if spec.quantization is not None:
+                plain = tiny_models.plain_copy(plain)
+            tiny_models.perturbed_copy(plain, path, noise=0.03, seed=1)
     elif variant == "same_family":
-        path = tiny_models.make(replace(spec, seed=8, hidden_size=32, heads=2, kv_heads=1))
+        small = {"hidden_size": 32, "heads": 2, "kv_heads": 1, "num_experts": 4, "top_k": 2}
+        if spec.family == "gpt_oss":
+            small["num_layers"] = 2
+        path = tiny_models.make(replace(spec, seed=8, **small))
     else:
-        others = {"llama": "gemma4", "qwen3": "llama", "gemma3": "qwen3", "gemma4": "gemma3"}
+        others = {
+            "llama": "gpt_oss",
+            "qwen3": "llama",
+            "gemma3": "qwen3",
+            "gemma4": "gemma3",
+            "gpt_oss": "gemma4",
+        }
         other = others[spec.family]
         path = tiny_models.make(tiny_models.TinySpec(other, seed=9, vocab_size=VOCAB))
     return load_checkpoint(path, dtype=dtype, progress=False)
