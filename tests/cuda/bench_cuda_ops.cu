@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/cuda_bench.cuh"
 #include "support/cuda_fixture.h"
 #include "support/op_cases.h"
 #include "support/op_cases_moe.h"
@@ -28,180 +29,6 @@
 
 namespace paceline::testing {
 namespace {
-
-constexpr int64_t kColdBytes = int64_t{400} << 20;  // a rotation; eight times the L2 of an H200
-constexpr int kMinLaunches = 20;
-constexpr int kMaxCopies = 320;
-constexpr int kReplays = 5;
-
-// Random bits give the power draw, and so the clock, of real weights.
-__global__ void fill_random_bf16(uint16_t* to, int64_t count) {
-  const int64_t step = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += step) {
-    uint64_t z = static_cast<uint64_t>(i) * 0x9E3779B97F4A7C15u;
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-    z ^= z >> 31;
-    // Sign and mantissa are random, the exponent is one of four: 2^-7 .. 2^-4.
-    to[i] = static_cast<uint16_t>((z & 0x807f) | (0x3c00 + (z >> 20 & 3) * 0x80));
-  }
-}
-
-struct Record {
-  std::string name;   // "gemm/qwen3-8b/qkv"
-  std::string point;  // "m=16"
-  double us = 0;
-  double rate = 0;
-  const char* unit = "";
-};
-
-class Bench {
- public:
-  explicit Bench(std::string filter) : filter_(std::move(filter)) {}
-
-  [[nodiscard]] bool wants(const std::string& name) const {
-    return name.find(filter_) != std::string::npos;
-  }
-  const std::vector<Record>& records() const { return records_; }
-  void record(Record r) { records_.push_back(std::move(r)); }
-
-  // At least `bytes` of random bfloat16, which are small numbers when read as float32. A larger
-  // request replaces the buffer.
-  std::byte* arena(int64_t bytes) {
-    if (arena_.size() < bytes) {
-      arena_ = DeviceVector<std::byte>();
-      arena_ = DeviceVector<std::byte>(bytes);
-      fill_random_bf16<<<2048, 256>>>(reinterpret_cast<uint16_t*>(arena_.data()), bytes / 2);
-      check_cuda(cudaDeviceSynchronize(), "fill");
-    }
-    return arena_.data();
-  }
-
-  // Microseconds per call of enqueue(i), i = 0, 1, ... `launches` - 1, in one graph.
-  double median_us(int launches, const std::function<void(int)>& enqueue) {
-    enqueue(0);  // keeps the setup of the first call out of the graph
-    ctx_.synchronize();
-    const CapturedGraph graph(ctx_, [&] {
-      for (int i = 0; i < launches; ++i) enqueue(i);
-    });
-    cudaEvent_t start = nullptr;
-    cudaEvent_t stop = nullptr;
-    check_cuda(cudaEventCreate(&start), "event");
-    check_cuda(cudaEventCreate(&stop), "event");
-    graph.launch();
-    std::vector<double> times;
-    for (int i = 0; i < kReplays; ++i) {
-      check_cuda(cudaEventRecord(start, ctx_.stream()), "event");
-      graph.launch();
-      check_cuda(cudaEventRecord(stop, ctx_.stream()), "event");
-      check_cuda(cudaEventSynchronize(stop), "replay");
-      float ms = 0;
-      check_cuda(cudaEventElapsedTime(&ms, start, stop), "event");
-      times.push_back(1e3 * ms / launches);
-    }
-    cudaEventDestroy(start);
-    cudaEventDestroy(stop);
-    std::nth_element(times.begin(), times.begin() + kReplays / 2, times.end());
-    return times[kReplays / 2];
-  }
-
-  // Times the instance with the array `rotated` at one of several cold addresses.
-  double cold_us(const OpInstance& op, const char* rotated) {
-    const Handle handle = op.find(rotated);
-    const OpArray& array = op.arrays[static_cast<size_t>(handle)];
-    const int64_t bytes = (array.count * element_bytes(array.cuda) + 255) / 256 * 256;
-    const int copies =
-        static_cast<int>(std::clamp<int64_t>((kColdBytes + bytes - 1) / bytes, 1, kMaxCopies));
-    std::byte* const at = arena(bytes * copies);
-    OpInstance rest = op;  // owns all arrays but the rotated one
-    rest.arrays[static_cast<size_t>(handle)].count = 0;
-    const DeviceInstance device(rest, nullptr, /*has_values=*/false);
-    Addresses addresses = device.addresses();
-    for (size_t i = 0; i < op.arrays.size(); ++i) {
-      if (!is_float(rest.arrays[i].cuda) || rest.arrays[i].count == 0) continue;
-      const int64_t halves = rest.arrays[i].count * element_bytes(rest.arrays[i].cuda) / 2;
-      fill_random_bf16<<<256, 256>>>(addresses.get<uint16_t>(static_cast<Handle>(i)), halves);
-    }
-    check_cuda(cudaDeviceSynchronize(), "fill");
-    return median_us(std::max(copies, kMinLaunches), [&](int i) {
-      addresses.set(handle, at + i % copies * bytes);
-      device.enqueue(ctx_, addresses);
-    });
-  }
-
-  double warm_us(const OpInstance& op) {
-    const DeviceInstance device(op);
-    return median_us(2 * kMinLaunches, [&](int) { device.enqueue(ctx_); });
-  }
-
- private:
-  std::string filter_;
-  CudaTestContext& ctx_ = cuda_test_context();
-  DeviceVector<std::byte> arena_;
-  std::vector<Record> records_;
-};
-
-// --- gemm ----------------------------------------------------------------------------------------
-
-struct NamedGemm {
-  const char* name;
-  int32_t n;
-  int32_t k;
-  bool is_lm_head = false;
-};
-constexpr NamedGemm kGemms[] = {{"qwen3-8b/qkv", 6144, 4096},
-                                {"qwen3-8b/o", 4096, 4096},
-                                {"qwen3-8b/gate_up", 24576, 4096},
-                                {"qwen3-8b/down", 4096, 12288},
-                                {"qwen3-8b/lm_head", 151936, 4096, true},
-                                {"gemma3-27b/qkv", 8192, 5376},
-                                {"gemma3-27b/o", 5376, 4096},
-                                {"gemma3-27b/gate_up", 43008, 5376},
-                                {"gemma3-27b/down", 5376, 21504},
-                                {"gemma3-27b/lm_head", 262144, 5376, true},
-                                {"gemma3-270m/qkv", 1536, 640},
-                                {"gemma3-270m/o", 640, 1024},
-                                {"gemma3-270m/gate_up", 4096, 640},
-                                {"gemma3-270m/down", 640, 2048},
-                                {"gemma3-270m/lm_head", 262144, 640, true}};
-constexpr int32_t kGemmRows[] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048};
-constexpr int32_t kMostRowsInTbs = 64;  // above, arithmetic bounds
-
-void bench_gemms(Bench& bench) {
-  bool has_header = false;
-  for (const NamedGemm& shape : kGemms) {
-    const std::string name = std::string("gemm/") + shape.name;
-    if (!bench.wants(name)) continue;
-    if (!has_header) {
-      std::printf(
-          "gemm, bfloat16, cold weights; below us: TB/s of weights to %d rows, then "
-          "TFLOP/s\n%-20s",
-          kMostRowsInTbs, "rows");
-      for (const int32_t m : kGemmRows) std::printf("%8d", m);
-      std::printf("\n");
-      has_header = true;
-    }
-    std::string us_line;
-    std::string rate_line;
-    for (const int32_t m : kGemmRows) {
-      if (shape.is_lm_head && m > 256) continue;  // no batch has that many logit rows
-      const GemmSpec spec{.n = shape.n,
-                          .k = shape.k,
-                          .y_dtype = shape.is_lm_head ? DType::kFloat32 : DType::kBFloat16};
-      const double us = bench.cold_us(make_gemm(spec, first_rows(m, m), 1), "weight");
-      const bool is_bytes = m <= kMostRowsInTbs;
-      const double elements = static_cast<double>(shape.n) * shape.k;
-      const double rate = (is_bytes ? 2.0 * elements : 2.0 * elements * m) / us * 1e-6;
-      bench.record({name, "m=" + std::to_string(m), us, rate, is_bytes ? "TB/s" : "TFLOP/s"});
-      char text[32];
-      std::snprintf(text, sizeof(text), "%8.1f", us);
-      us_line += text;
-      std::snprintf(text, sizeof(text), is_bytes ? "%8.2f" : "%8.0f", rate);
-      rate_line += text;
-    }
-    std::printf("%-20s%s\n%-20s%s\n", shape.name, us_line.c_str(), "", rate_line.c_str());
-    std::fflush(stdout);
-  }
-}
 
 // --- attention -----------------------------------------------------------------------------------
 
@@ -402,7 +229,7 @@ int run(int argc, char** argv) {
   if (is_table) {
     bench_table(bench);
   } else {
-    bench_gemms(bench);
+    bench_products(bench);
     bench_attention(bench);
     bench_small_ops(bench);
   }

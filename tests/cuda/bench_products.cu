@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The products of bench_cuda_ops: plain ones, those of weights with scales, and those by expert.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "cuda/cuda_bench.cuh"
+#include "ops/moe.h"
+#include "support/expert_arrays.h"
+#include "support/op_cases.h"
+
+namespace paceline::testing {
+namespace {
+
+// --- gemm ----------------------------------------------------------------------------------------
+
+struct NamedGemm {
+  const char* name;
+  int32_t n;
+  int32_t k;
+  bool is_lm_head = false;
+};
+constexpr NamedGemm kGemms[] = {{"qwen3-8b/qkv", 6144, 4096},
+                                {"qwen3-8b/o", 4096, 4096},
+                                {"qwen3-8b/gate_up", 24576, 4096},
+                                {"qwen3-8b/down", 4096, 12288},
+                                {"qwen3-8b/lm_head", 151936, 4096, true},
+                                {"gemma3-27b/qkv", 8192, 5376},
+                                {"gemma3-27b/o", 5376, 4096},
+                                {"gemma3-27b/gate_up", 43008, 5376},
+                                {"gemma3-27b/down", 5376, 21504},
+                                {"gemma3-27b/lm_head", 262144, 5376, true},
+                                {"gemma3-270m/qkv", 1536, 640},
+                                {"gemma3-270m/o", 640, 1024},
+                                {"gemma3-270m/gate_up", 4096, 640},
+                                {"gemma3-270m/down", 640, 2048},
+                                {"gemma3-270m/lm_head", 262144, 640, true},
+                                {"gpt-oss-20b/qkv", 5120, 2880},
+                                {"gpt-oss-20b/o", 2880, 4096},
+                                {"gpt-oss-20b/router", 32, 2880},
+                                {"gpt-oss-20b/lm_head", 201088, 2880, true}};
+constexpr int32_t kGemmRows[] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048};
+constexpr int32_t kMostRowsInTbs = 64;  // above, arithmetic bounds
+
+void bench_gemms(Bench& bench) {
+  bool has_header = false;
+  for (const NamedGemm& shape : kGemms) {
+    const std::string name = std::string("gemm/") + shape.name;
+    if (!bench.wants(name)) continue;
+    if (!has_header) {
+      std::printf(
+          "gemm, bfloat16, cold weights; below us: TB/s of weights to %d rows, then "
+          "TFLOP/s\n%-20s",
+          kMostRowsInTbs, "rows");
+      for (const int32_t m : kGemmRows) std::printf("%8d", m);
+      std::printf("\n");
+      has_header = true;
+    }
+    std::string us_line;
+    std::string rate_line;
+    for (const int32_t m : kGemmRows) {
+      if (shape.is_lm_head && m > 256) continue;  // no batch has that many logit rows
+      const GemmSpec spec{.n = shape.n,
+                          .k = shape.k,
+                          .y_dtype = shape.is_lm_head ? DType::kFloat32 : DType::kBFloat16};
+      const double us = bench.cold_us(make_gemm(spec, first_rows(m, m), 1), "weight");
+      const bool is_bytes = m <= kMostRowsInTbs;
+      const double elements = static_cast<double>(shape.n) * shape.k;
+      const double rate = (is_bytes ? 2.0 * elements : 2.0 * elements * m) / us * 1e-6;
+      bench.record({name, "m=" + std::to_string(m), us, rate, is_bytes ? "TB/s" : "TFLOP/s"});
+      char text[32];
+      std::snprintf(text, sizeof(text), "%8.1f", us);
+      us_line += text;
+      std::snprintf(text, sizeof(text), is_bytes ? "%8.2f" : "%8.0f", rate);
+      rate_line += text;
+    }
+    std::printf("%-20s%s\n%-20s%s\n", shape.name, us_line.c_str(), "", rate_line.c_str());
+    std::fflush(stdout);
+  }
+}
+
+// --- Weights with scales, and experts ------------------------------------------------------------
+
+struct ScaledProduct {
+  const char* name;
+  WeightFormat format;
+  int32_t n;
+  int32_t k;
+  int32_t scale_cols = 0;   // kFp8: 128 for tiles of 128 rows, 0 for a scale a row
+  int32_t num_experts = 0;  // 0: one matrix, a product of `gemm`
+  bool is_gathered = false;
+};
+constexpr int32_t kTopK = 4;
+constexpr WeightFormat kMxfp4 = WeightFormat::kMxfp4;
+constexpr WeightFormat kFp8 = WeightFormat::kFp8;
+constexpr ScaledProduct kScaledProducts[] = {
+    {"gemm/qwen3-8b-fp8/qkv", kFp8, 6144, 4096, 128},
+    {"gemm/qwen3-8b-fp8/o", kFp8, 4096, 4096, 128},
+    {"gemm/qwen3-8b-fp8/gate_up", kFp8, 24576, 4096, 128},
+    {"gemm/qwen3-8b-fp8/down", kFp8, 4096, 12288, 128},
+    {"gemm/llama-3-8b-fp8/gate_up", kFp8, 28672, 4096},
+    {"gemm/llama-3-8b-fp8/down", kFp8, 4096, 14336},
+    {"expert_gemm/gpt-oss-20b/gate_up", kMxfp4, 5760, 2880, 0, 32, true},
+    {"expert_gemm/gpt-oss-20b/down", kMxfp4, 2880, 2880, 0, 32},
+    {"expert_gemm/gpt-oss-120b/gate_up", kMxfp4, 5760, 2880, 0, 128, true},
+    {"expert_gemm/gpt-oss-120b/down", kMxfp4, 2880, 2880, 0, 128}};
+
+// An instance to time: all arrays but the integers keep what the bench fills them with.
+struct TimedProduct {
+  OpInstance op;
+  int64_t bytes = 0;         // of the weights and scales of matrices that have rows
+  int64_t weight_bytes = 0;  // of these, without scales
+  int64_t rows = 0;          // of y
+};
+
+TimedProduct make_timed(const ScaledProduct& s, int32_t m) {
+  TimedProduct timed;
+  OpInstance& op = timed.op;
+  const bool is_mixture = s.num_experts > 0;
+  WeightMatrix w = {.n = s.n, .k = s.k, .dtype = DType::kBFloat16, .format = s.format};
+  int64_t num_scales = int64_t{s.n} * (s.k / kMxfp4Columns);
+  int64_t scale_bytes = num_scales;
+  if (s.format == WeightFormat::kFp8) {
+    w.scale_rows = s.scale_cols == 0 ? 1 : 128;
+    w.scale_cols = s.scale_cols == 0 ? s.k : s.scale_cols;
+    num_scales = int64_t{s.n / w.scale_rows} * ((s.k + w.scale_cols - 1) / w.scale_cols);
+    scale_bytes = num_scales * 4;
+  }
+  const int32_t num_matrices = std::max(s.num_experts, 1);
+  const int64_t matrix_bytes = s.n * w.row_bytes();
+  const Rows batch = first_rows(m, m);
+  const ExpertRows routed = is_mixture
+                                ? expert_rows_of(Routed::kRandom, s.num_experts, kTopK, batch, 1)
+                                : ExpertRows{.expert_begin = {0, m}};
+  timed.rows = is_mixture ? int64_t{m} * kTopK : m;
+  int32_t hit = 0;
+  for (int32_t e = 0; e < num_matrices; ++e) {
+    if (routed.expert_begin[e + 1] > routed.expert_begin[e]) ++hit;
+  }
+  timed.weight_bytes = hit * matrix_bytes;
+  timed.bytes = timed.weight_bytes + hit * scale_bytes;
+
+  const Handle begin = op.add(int_array("expert_begin", Role::kInput, routed.expert_begin));
+  const Handle num_rows = op.add(int_array<int32_t>("num_rows", Role::kInput, {m}));
+  const Handle x_rows =
+      s.is_gathered ? op.add(int_array("x_rows", Role::kInput, routed.source_row)) : kNoArray;
+  const auto add = [&](const char* name, Role role, Element element, int64_t count) {
+    return op.add({.name = name, .role = role, .cpu = element, .cuda = element, .count = count});
+  };
+  const int64_t x_count = s.is_gathered ? m : timed.rows;
+  const Handle x = add("x", Role::kInput, Element::kBf16, x_count * s.k);
+  // The bench rotates it, so that it needs no content here.
+  const Handle weight = add("weight", Role::kInput, Element::kU8, num_matrices * matrix_bytes);
+  const Handle scales =
+      s.format == WeightFormat::kMxfp4
+          ? op.add(int_array(
+                "scales", Role::kInput,
+                std::vector<uint8_t>(static_cast<size_t>(num_matrices * num_scales), uint8_t{120})))
+          : add("scales", Role::kInput, Element::kF32, num_matrices * num_scales);
+  const Handle y = add("y", Role::kOutput, Element::kBf16, timed.rows * s.n);
+  op.run_cuda = [=, rows = timed.rows](CudaContext& ctx, const Addresses& at) {
+    WeightMatrix matrix = w;
+    matrix.data = at.raw(weight);
+    matrix.scales = at.raw(scales);
+    if (!is_mixture) {
+      gemm(ctx, {.num_rows = at.get<int32_t>(num_rows),
+                 .max_rows = m,
+                 .x = at.raw(x),
+                 .x_stride = s.k,
+                 .weight = matrix,
+                 .bias = nullptr,
+                 .y = at.raw(y),
+                 .y_stride = s.n,
+                 .x_dtype = DType::kBFloat16,
+                 .y_dtype = DType::kBFloat16});
+      return;
+    }
+    expert_gemm(ctx, {.expert_begin = at.get<int32_t>(begin),
+                      .max_rows = static_cast<int32_t>(rows),
+                      .x = at.raw(x),
+                      .x_stride = s.k,
+                      .x_rows = at.get<int32_t>(x_rows),
+                      .num_x_rows = static_cast<int32_t>(x_count),
+                      .weight = {.first = matrix,
+                                 .num_experts = num_matrices,
+                                 .data_stride = matrix_bytes,
+                                 .scales_stride = scale_bytes},
+                      .bias = nullptr,
+                      .y = at.raw(y),
+                      .y_stride = s.n,
+                      .x_dtype = DType::kBFloat16,
+                      .y_dtype = DType::kBFloat16});
+  };
+  return timed;
+}
+
+void bench_scaled(Bench& bench) {
+  bool has_header = false;
+  for (const ScaledProduct& s : kScaledProducts) {
+    if (!bench.wants(s.name)) continue;
+    if (!has_header) {
+      std::printf(
+          "\nweights with scales, cold (scales are not); below us: TB/s of the weights and scales "
+          "that rows\nneed to %d rows, then TFLOP/s. By expert: of rows of a pass, the best %d of "
+          "random experts\n%-32s",
+          kMostRowsInTbs, kTopK, "rows");
+      for (const int32_t m : kGemmRows) std::printf("%8d", m);
+      std::printf("\n");
+      has_header = true;
+    }
+    std::string us_line;
+    std::string rate_line;
+    for (const int32_t m : kGemmRows) {
+      const TimedProduct timed = make_timed(s, m);
+      const double us = bench.cold_us(timed.op, "weight", timed.weight_bytes);
+      const bool is_bytes = m <= kMostRowsInTbs;
+      const double flops = 2.0 * s.n * s.k * static_cast<double>(timed.rows);
+      const double rate = (is_bytes ? static_cast<double>(timed.bytes) : flops) / us * 1e-6;
+      bench.record({s.name, "m=" + std::to_string(m), us, rate, is_bytes ? "TB/s" : "TFLOP/s"});
+      char text[32];
+      std::snprintf(text, sizeof(text), "%8.1f", us);
+      us_line += text;
+      std::snprintf(text, sizeof(text), is_bytes ? "%8.2f" : "%8.0f", rate);
+      rate_line += text;
+    }
+    std::printf("%-32s%s\n%-32s%s\n", s.name, us_line.c_str(), "", rate_line.c_str());
+    std::fflush(stdout);
+  }
+}
+
+}  // namespace
+
+void bench_products(Bench& bench) {
+  bench_gemms(bench);
+  bench_scaled(bench);
+}
+
+}  // namespace paceline::testing
