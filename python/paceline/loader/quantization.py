@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key "quantization_config" of configuration files: which matrices have scales, and which.
+"""The key "quantization_config" of configuration files: which matrices have scales of what form.
 
 Products run on the values that a checkpoint stands for, so the settings of inputs, such as
 "activation_scheme" and "input_activations", change nothing, and scales of inputs are not read.
