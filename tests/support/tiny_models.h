@@ -5,6 +5,7 @@
 // drafters with a chosen acceptance rate.
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <memory>
@@ -41,7 +42,23 @@ struct TinyModel {
   bool k_eq_v = false;         // full layers have no v
   int32_t num_shared = 0;      // last layers that read KV where they can, with MLPs twice as wide
   int32_t per_layer_size = 0;  // of per-layer inputs; 0: none
+  // Every MLP is a mixture with biases, as in GPT-OSS; 0: dense. Not with is_gemma.
+  int32_t num_experts = 0;
+  int32_t top_k = 2;
+  bool is_interleaved = true;
+  float router_bias_scale = 1;  // a large one sends every row to the same experts
 };
+
+[[nodiscard]] inline bool has_o_bias(const TinyModel& m) { return m.has_bias && m.num_experts > 0; }
+
+// Makes a mixture of a shape, with biases and sinks, as GPT-OSS is.
+inline void make_mixture(TinyModel& m, std::mt19937_64& random) {
+  m.is_gemma = false;
+  m.has_bias = m.has_sinks = true;
+  m.num_experts = std::array{1, 4, 8, 40}[random() % 4];
+  m.top_k = static_cast<int32_t>(1 + random() % static_cast<uint64_t>(std::min(4, m.num_experts)));
+  m.is_interleaved = random() % 3 != 0;
+}
 
 // Makes a Gemma 4 of a shape, with switches at random and its layers twice over, so that some of
 // the second half read the KV of the first.
@@ -120,6 +137,7 @@ inline std::string tiny_config_json(const TinyModel& m) {
     out << "]}";
   }
   out << R"(],"layers":[)";
+  const bool is_mixture = m.num_experts > 0;
   const std::vector<TinyLayer> layers = tiny_layers(m);
   for (size_t i = 0; i < layers.size(); ++i) {
     const TinyLayer& layer = layers[i];
@@ -130,7 +148,8 @@ inline std::string tiny_config_json(const TinyModel& m) {
         << R"(,"scale":)"
         << (m.is_gemma4 ? 1.0 : 1.0 / std::sqrt(static_cast<double>(layer.head_dim)))
         << R"(,"soft_cap":0,"rope":)" << (slides ? 0 : 1) << R"(,"has_qk_norm":)"
-        << boolean(m.is_gemma) << R"(,"has_qkv_bias":)" << boolean(m.has_bias) << R"(,"has_sinks":)"
+        << boolean(m.is_gemma) << R"(,"has_qkv_bias":)" << boolean(m.has_bias)
+        << R"(,"has_o_bias":)" << boolean(has_o_bias(m)) << R"(,"has_sinks":)"
         << boolean(m.has_sinks);
     if (layer.kv_source >= 0) {
       out << R"(,"kv_source":)" << layer.kv_source;
@@ -138,8 +157,16 @@ inline std::string tiny_config_json(const TinyModel& m) {
       out << R"(,"has_v_norm":)" << boolean(m.is_gemma4) << R"(,"k_eq_v":)"
           << boolean(!layer.has_v);
     }
-    out << R"(,"has_o_bias":false},"mlp":{"intermediate":)" << layer.intermediate
-        << R"(,"activation":")" << (m.is_gemma ? "gelu_tanh" : "silu") << R"(","has_bias":false}})";
+    out << R"(},"mlp":{"intermediate":)" << layer.intermediate;
+    if (is_mixture) {
+      out << R"(,"activation":"swiglu_oai","alpha":1.702,"limit":7,"has_bias":true,"num_experts":)"
+          << m.num_experts << R"(,"top_k":)" << m.top_k
+          << R"(,"router":"softmax_of_chosen","has_router_bias":true,"interleaved":)"
+          << boolean(m.is_interleaved) << "}}";
+    } else {
+      out << R"(,"activation":")" << (m.is_gemma ? "gelu_tanh" : "silu")
+          << R"(","has_bias":false}})";
+    }
   }
   out << "]}";
   return out.str();
@@ -163,11 +190,14 @@ inline std::shared_ptr<const Model> tiny_model(const TinyModel& m, uint64_t seed
     for (const int64_t extent : shape) count *= extent;
     const bool is_norm = name.find("norm") != std::string::npos;
     const bool is_scale = name.ends_with(".scale");
-    const float std_dev = is_norm || is_scale ? 0.1f : 0.25f;
+    const float std_dev = is_norm || is_scale ? 0.1f : name.ends_with(".sinks") ? 1.0f : 0.25f;
     const float mean = is_norm ? 1.0f - config.norm_weight_offset : is_scale ? 0.9f : 0.0f;
     std::vector<float> values(static_cast<size_t>(count));
     for (float& value : values) {
       value = mean + std_dev * (normal(weights) + noise * normal(noises));
+    }
+    if (name.ends_with("router.bias")) {
+      for (float& value : values) value *= m.router_bias_scale;
     }
     if (name == "embed.weight" && m.nan_token >= 0) {
       std::fill_n(values.begin() + int64_t{m.nan_token} * m.hidden, m.hidden, std::nanf(""));
@@ -210,9 +240,20 @@ inline std::shared_ptr<const Model> tiny_model(const TinyModel& m, uint64_t seed
     }
     if (m.has_sinks) put(layer + "attn.sinks", {m.num_qo_heads});
     put(layer + "attn.o.weight", {m.hidden, q_rows});
-    put(layer + "mlp.gate.weight", {its.intermediate, m.hidden});
-    put(layer + "mlp.up.weight", {its.intermediate, m.hidden});
-    put(layer + "mlp.down.weight", {m.hidden, its.intermediate});
+    if (has_o_bias(m)) put(layer + "attn.o.bias", {m.hidden});
+    if (m.num_experts > 0) {
+      put(layer + "mlp.router.weight", {m.num_experts, m.hidden});
+      put(layer + "mlp.router.bias", {m.num_experts});
+      const std::string experts = layer + "mlp.experts.";
+      put(experts + "gate_up.weight", {m.num_experts, 2 * its.intermediate, m.hidden});
+      put(experts + "gate_up.bias", {m.num_experts, 2 * its.intermediate});
+      put(experts + "down.weight", {m.num_experts, m.hidden, its.intermediate});
+      put(experts + "down.bias", {m.num_experts, m.hidden});
+    } else {
+      put(layer + "mlp.gate.weight", {its.intermediate, m.hidden});
+      put(layer + "mlp.up.weight", {its.intermediate, m.hidden});
+      put(layer + "mlp.down.weight", {m.hidden, its.intermediate});
+    }
     if (per_layer_size > 0) {
       put(layer + "per_layer.gate.weight", {per_layer_size, m.hidden});
       put(layer + "per_layer.proj.weight", {m.hidden, per_layer_size});

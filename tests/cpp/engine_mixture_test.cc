@@ -1,0 +1,204 @@
+// SPDX-License-Identifier: Apache-2.0
+// The whole engine on tiny mixtures of experts with sinks: speculative output equals plain output
+// with drafters of every kind, whatever the routing.
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <iterator>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include <paceline/executor.h>
+
+#include "cpp/engine_options.h"
+#include "support/draft_head_checks.h"
+#include "support/jobs.h"
+#include "support/raw_models.h"
+#include "support/tiny_models.h"
+
+namespace paceline {
+namespace {
+
+using testing::all_heads;
+using testing::Job;
+using testing::make_mixture;
+using testing::mix_sampling;
+using testing::Outcome;
+using testing::Pick;
+using testing::random_jobs;
+using testing::random_raw_head;
+using testing::run;
+using testing::seed_from_env;
+using testing::small_engine_options;
+using testing::Tally;
+using testing::tiny_model;
+using testing::TinyModel;
+
+// Windows and full attention alternate, as in GPT-OSS.
+const TinyModel kMixture{.windows = {8, 0, 8, 0},
+                         .is_gemma = false,
+                         .has_bias = true,
+                         .has_sinks = true,
+                         .num_experts = 8,
+                         .top_k = 3};
+
+TEST(EngineMixture, SelfDraftAcceptsEverything) {
+  for (const bool is_interleaved : {true, false}) {
+    TinyModel shape = kMixture;
+    shape.is_interleaved = is_interleaved;
+    const auto model = tiny_model(shape, 7);
+    for (const double temperature : {0.0, 1.0}) {
+      for (const int32_t k : {1, 3, 16}) {
+        std::mt19937_64 random(11);
+        Executor executor(model, model, small_engine_options(k));
+        for (const Outcome& outcome : run(executor, random_jobs(random, 12, 64, temperature))) {
+          EXPECT_EQ(outcome.counters.num_accepted_tokens, outcome.counters.num_draft_tokens);
+        }
+        EXPECT_EQ(executor.check_integrity(), "");
+      }
+    }
+  }
+}
+
+// What drafts for a target.
+enum class DraftedWith : uint8_t { kItself, kOtherMixture, kDense, kHead, kNgram };
+
+std::shared_ptr<const Model> drafter_of(DraftedWith with, const TinyModel& target, uint64_t seed,
+                                        std::mt19937_64& random) {
+  TinyModel other{.hidden = 16, .num_qo_heads = 2, .num_kv_heads = 1, .windows = {5, 0, 12}};
+  switch (with) {
+    case DraftedWith::kItself:
+      return tiny_model(target, seed, 0.02f, seed + 2);
+    case DraftedWith::kOtherMixture:
+      make_mixture(other, random);
+      return tiny_model(other, seed + 1);
+    case DraftedWith::kDense:
+      other.is_gemma = random() % 2 == 0;
+      return tiny_model(other, seed + 1);
+    case DraftedWith::kHead: {
+      const auto heads = all_heads();
+      return random_raw_head(heads[random() % heads.size()], seed + 1).build();
+    }
+    case DraftedWith::kNgram:
+      return nullptr;
+  }
+  return nullptr;
+}
+
+TEST(EngineMixture, SpeculativeEqualsPlain) {
+  const uint64_t first_seed = seed_from_env(1);
+  Tally tally;
+  for (uint64_t seed = first_seed; seed < first_seed + 40; ++seed) {
+    SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    const Pick pick{random};
+    // Half of them often agree with the target.
+    constexpr DraftedWith kAll[] = {DraftedWith::kItself, DraftedWith::kOtherMixture,
+                                    DraftedWith::kItself, DraftedWith::kDense,
+                                    DraftedWith::kItself, DraftedWith::kHead,
+                                    DraftedWith::kItself, DraftedWith::kNgram};
+    const DraftedWith with = kAll[seed % std::size(kAll)];
+    // Heads read hidden states and KV of layers that these windows have.
+    TinyModel shape{.windows = with == DraftedWith::kHead ? std::vector<int32_t>{8, 0, 20}
+                                                          : std::vector<int32_t>{8, 0, 8}};
+    make_mixture(shape, random);
+    // A mixture drafts for a dense model, too.
+    if (with == DraftedWith::kOtherMixture && random() % 2 == 0) shape.num_experts = 0;
+    const auto target = tiny_model(shape, seed);
+    const auto drafter = drafter_of(with, shape, seed, random);
+    const double temperature = pick(0.0, 0.7, 1.0);
+    std::vector<Job> jobs = random_jobs(random, pick(1, 7, 24), 64, temperature, 60, 60);
+    if (random() % 2 == 0) mix_sampling(jobs, random, 64);
+
+    const bool use_window_lists = random() % 4 == 0;
+    ExecutorOptions options = small_engine_options(0);
+    options.use_window_lists = use_window_lists;
+    Executor plain(target, nullptr, options);
+    const std::vector<Outcome> expected = run(plain, jobs);
+
+    const auto k = static_cast<int32_t>(1 + random() % 16);
+    options = small_engine_options(k);
+    if (with == DraftedWith::kNgram) {
+      options.speculative.ngram_min = 1;
+      options.speculative.ngram_max = 3;
+    }
+    options.block_size = pick(8, 16, 32);
+    options.prefill_chunk_size = pick(0, 16, 3);
+    options.draft_driver = pick(DraftDriver::kUnrolled, DraftDriver::kReplay, DraftDriver::kEager,
+                                DraftDriver::kWhile);
+    options.device_lateness = pick(0, 1, 2);
+    options.use_window_lists = use_window_lists;
+    options.poison_freed_blocks = true;
+    options.num_threads = pick(1, 2);
+    if (random() % 2 == 0) options.kv_cache_bytes = 300 << 10;  // forces preemption
+    Executor speculative(target, drafter, options);
+    const std::vector<Job> neighbours =
+        random() % 2 == 0 ? random_jobs(random, 6, 64, temperature) : std::vector<Job>{};
+    const std::vector<Outcome> actual = run(speculative, jobs, neighbours, seed);
+    for (size_t i = 0; i < jobs.size(); ++i) {
+      ASSERT_EQ(actual[i].tokens, expected[i].tokens) << "job " << i << " k " << k;
+      ASSERT_EQ(actual[i].reason, expected[i].reason);
+    }
+    EXPECT_EQ(speculative.check_integrity(), "");
+    tally.add(speculative, actual);
+  }
+  tally.expect_all();
+}
+
+// A chunk of 2,048 rows spreads over all experts, or goes to a few of them; either way the output
+// is that of small chunks.
+TEST(EngineMixture, AChunkTakesAnyRouting) {
+  for (const bool goes_together : {false, true}) {
+    TinyModel shape = kMixture;
+    shape.num_experts = 128;
+    shape.top_k = 4;
+    shape.windows = {8, 0};
+    shape.max_position = 2304;
+    if (goes_together) shape.router_bias_scale = 100;
+    const auto model = tiny_model(shape, 9);
+    std::mt19937_64 random(12);
+    Job job{.prompt = {}, .sampling = {.max_tokens = 8}};
+    for (int32_t i = 0; i < 2048; ++i) job.prompt.push_back(static_cast<int32_t>(random() % 64));
+    std::vector<Outcome> outcomes;
+    for (const int32_t chunk : {2048, 100}) {
+      ExecutorOptions options = small_engine_options(0);
+      options.max_model_len = 2304;
+      options.max_num_batched_tokens = 2048 + 8;
+      options.prefill_chunk_size = chunk;
+      options.num_threads = 2;
+      Executor executor(model, nullptr, options);
+      outcomes.push_back(run(executor, {job}).front());
+      if (chunk < 2048) continue;
+      const int32_t num_hit = executor.iteration_times().target_experts_hit.front();
+      EXPECT_TRUE(goes_together ? num_hit <= 2 * 16 : num_hit >= 2 * 100) << num_hit;
+    }
+    EXPECT_EQ(outcomes[0].tokens, outcomes[1].tokens);
+  }
+}
+
+TEST(EngineMixture, BadLogitsEndOneRequestOnly) {
+  TinyModel shape = kMixture;
+  const auto sound = tiny_model(shape, 3);
+  shape.nan_token = 63;
+  const auto broken = tiny_model(shape, 3);
+  std::mt19937_64 random(5);
+  std::vector<Job> jobs = random_jobs(random, 8, 63, 0.0);  // none contains token 63
+  for (Job& job : jobs) job.sampling.bad_words = {{63}};    // nor draws it
+  Executor reference(sound, nullptr, small_engine_options(0));
+  const std::vector<Outcome> expected = run(reference, jobs);
+  for (const int32_t k : {0, 3}) {
+    std::vector<Job> all = jobs;
+    all.push_back({.prompt = {1, 63, 2}, .sampling = {.max_tokens = 20}});
+    Executor executor(broken, k > 0 ? broken : nullptr, small_engine_options(k));
+    const std::vector<Outcome> actual = run(executor, all);
+    EXPECT_EQ(actual.back().reason, FinishReason::kError);
+    for (size_t i = 0; i < jobs.size(); ++i) EXPECT_EQ(actual[i].tokens, expected[i].tokens);
+    EXPECT_EQ(executor.check_integrity(), "");
+  }
+}
+
+}  // namespace
+}  // namespace paceline
