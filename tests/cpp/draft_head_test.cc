@@ -16,6 +16,7 @@
 
 #include "cpp/engine_options.h"
 #include "executor/engine.h"
+#include "model/kv_shapes.h"
 #include "speculate/row_ops.h"
 #include "support/acceptance.h"
 #include "support/direct_runner.h"

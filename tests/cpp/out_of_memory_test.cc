@@ -17,6 +17,7 @@
 
 #include "executor/cpu_runner.h"
 #include "executor/engine.h"
+#include "model/kv_shapes.h"
 #include "support/failing_allocations.h"
 #include "support/host_batch.h"
 #include "support/tiny_models.h"

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "model/linear_costs.h"
 #include "model/visit_weights.h"
 #include "model/weight_layout.h"
 #include "support/described_model.h"
@@ -109,6 +110,22 @@ TEST(WeightLayout, GivesTensorsOfFormatsTheirShapesAndScales) {
                           "layers.0.mlp.router 0", "layers.0.mlp.experts.gate_up 6",
                           "layers.0.mlp.experts.down 6", "layers.1.attn.qkv 0", "layers.1.attn.o 0",
                           "layers.1.mlp.gate_up 0", "layers.1.mlp.down 0"));
+}
+
+TEST(LinearCosts, AreThoseOfTheFormats) {
+  const std::vector<LinearCost> costs =
+      linear_costs(parse_decoder_config(mixture_config()), DType::kBFloat16);
+  std::map<std::string, std::tuple<int64_t, int64_t, int64_t, int32_t>> by_name;
+  for (const LinearCost& cost : costs) {
+    by_name[cost.name] = {cost.rows, cost.cols, cost.bytes, cost.num_experts};
+  }
+  EXPECT_EQ(by_name["layers.0.attn.qkv"], std::tuple(224, 160, 224 * 160 + 14 * 4, 0));
+  EXPECT_EQ(by_name["layers.0.mlp.router"], std::tuple(6, 160, 6 * 160 * 2, 0));
+  // Of one expert.
+  EXPECT_EQ(by_name["layers.0.mlp.experts.down"], std::tuple(160, 96, 160 * (48 + 3), 6));
+  EXPECT_EQ(by_name["layers.1.mlp.gate_up"], std::tuple(128, 160, 128 * 160 + 128 * 4, 0));
+  EXPECT_EQ(by_name["layers.1.mlp.down"], std::tuple(160, 64, 160 * (32 + 2), 0));
+  EXPECT_EQ(by_name.size(), 10U);
 }
 
 TEST(WeightLayout, TransposesPlainExperts) {

@@ -11,6 +11,7 @@
 
 #include "executor/cpu_runner.h"
 #include "executor/engine.h"
+#include "model/kv_shapes.h"
 #include "speculate/row_ops.h"
 #include "support/acceptance.h"
 #include "support/tiny_models.h"

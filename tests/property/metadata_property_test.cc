@@ -12,6 +12,7 @@
 #include "device/device_arena.h"
 #include "graph/iteration.h"
 #include "metadata/pass_rows.h"
+#include "model/kv_shapes.h"
 #include "speculate/row_ops.h"
 #include "support/seed.h"
 #include "support/tiny_models.h"

@@ -16,6 +16,7 @@
 #endif
 #include "kv/kv_layout.h"
 #include "kv/sequence_blocks.h"
+#include "model/kv_shapes.h"
 #include "wire/batch_shape.h"
 #include "wire/blocks.h"
 #include "wire/sequence_result.h"

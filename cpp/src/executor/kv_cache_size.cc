@@ -15,7 +15,7 @@
 #include "executor/default_options.h"
 #include "executor/dtypes.h"
 #include "executor/setup.h"
-#include "model/decoder.h"
+#include "model/kv_shapes.h"
 #include "model/model_impl.h"
 
 namespace paceline {

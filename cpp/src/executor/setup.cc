@@ -13,6 +13,7 @@
 #endif
 #include "executor/null_runner.h"
 #include "graph/iteration_ring.h"
+#include "model/kv_shapes.h"
 #include "model/model_impl.h"
 #include "speculate/speculator.h"
 #include "wire/limits.h"

@@ -14,57 +14,12 @@
 #include "kv/kv_layout.h"
 #include "metadata/group_metadata.h"
 #include "metadata/pass_rows.h"
+#include "model/activations.h"
 #include "model/model_impl.h"
 #include "ops/ops.h"
 #include "wire/blocks.h"
 
 namespace paceline {
-
-// Scratch buffers of a mixture of experts; null in models without one. Expert rows are those of
-// ops/moe.h.
-struct ExpertActivations {
-  float* logits;          // [rows, num_experts] of the router
-  int32_t* experts;       // [rows, top_k]
-  float* weights;         // [rows, top_k]
-  int32_t* expert_begin;  // [num_experts + 1]
-  int32_t* source_row;    // [rows * top_k]
-  int32_t* expert_row;    // [rows, top_k]
-  void* output;           // [rows * top_k, hidden] dtype of the activations
-};
-
-// Scratch buffers of one forward pass, shared by all passes and models and sized for the largest.
-struct Activations {
-  float* residual;  // [rows, hidden]
-  void* normed;  // [rows, normed] dtype, as all below: output of a norm, or the concatenated input
-                 // of a draft head's fc or attention
-  void* qkv;     // [rows, qkv_rows(attention)]
-  void* attention;  // [rows, num_qo_heads * head_dim]
-  void* branch;     // [rows, hidden] output of a branch before it joins the residual
-  void* gate_up;    // [rows, 2 * intermediate], or as many for each expert row
-  void* activated;  // [rows, intermediate], or as many for each expert row
-  void* per_layer;  // [rows, layers * per_layer_inputs.size], valid for the whole pass; or null
-  ExpertActivations experts;
-  DType dtype;
-};
-
-// Widths of the Activations buffers: maxima over layers and, after merge, over models.
-struct ActivationWidths {
-  int64_t hidden = 0;
-  int64_t normed = 0;
-  int64_t qkv = 0;
-  int64_t attention = 0;
-  int64_t gate_up = 0;  // of all places of a row
-  int64_t per_layer = 0;
-  // Of mixtures of experts, else 0.
-  int64_t num_experts = 0;
-  int64_t top_k = 0;
-  int64_t expert_output = 0;  // of all places of a row
-
-  void merge(const DecoderConfig& config);
-};
-
-[[nodiscard]] Activations allocate_activations(DeviceArena& arena, int64_t rows,
-                                               const ActivationWidths& widths, DType dtype);
 
 // The hidden states of some rows, which a forward pass copies for a request
 // (Request::hidden_layers). These copies are not recorded, so they occur in passes that run op by
@@ -178,13 +133,5 @@ class Decoder {
   const std::byte* embed_;
   Linear lm_head_;
 };
-
-// The KV shapes of a decoder's layers, as plan_kv_layout takes them.
-[[nodiscard]] std::vector<KvLayerShape> kv_layer_shapes(const DecoderConfig& config);
-
-// The KV shapes of a drafter, whose layers may read the target's KV. Throws InvalidArgument, naming
-// the layer, if a layer finds no KV to read.
-[[nodiscard]] std::vector<KvLayerShape> draft_kv_layer_shapes(const DecoderConfig& draft,
-                                                              const DecoderConfig& target);
 
 }  // namespace paceline

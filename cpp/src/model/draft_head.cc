@@ -8,6 +8,7 @@
 #include "device/cpu_context.h"
 #include "device/cuda_context.h"
 #include "metadata/pass_rows.h"
+#include "model/kv_shapes.h"
 #include "model/layer_ops.h"
 
 namespace paceline {

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The scratch buffers of a forward pass.
+
+#include <cstdint>
+
+#include <paceline/dtype.h>
+
+#include "device/device_arena.h"
+#include "model/decoder_config.h"
+
+namespace paceline {
+
+// Scratch buffers of a mixture of experts; null in models without one. Expert rows are those of
+// ops/moe.h.
+struct ExpertActivations {
+  float* logits;          // [rows, num_experts] of the router
+  int32_t* experts;       // [rows, top_k]
+  float* weights;         // [rows, top_k]
+  int32_t* expert_begin;  // [num_experts + 1]
+  int32_t* source_row;    // [rows * top_k]
+  int32_t* expert_row;    // [rows, top_k]
+  void* output;           // [rows * top_k, hidden] dtype of the activations
+};
+
+// Scratch buffers of one forward pass, shared by all passes and models and sized for the largest.
+struct Activations {
+  float* residual;  // [rows, hidden]
+  void* normed;  // [rows, normed] dtype, as all below: output of a norm, or the concatenated input
+                 // of a draft head's fc or attention
+  void* qkv;     // [rows, qkv_rows(attention)]
+  void* attention;  // [rows, num_qo_heads * head_dim]
+  void* branch;     // [rows, hidden] output of a branch before it joins the residual
+  void* gate_up;    // [rows, 2 * intermediate], or as many for each expert row
+  void* activated;  // [rows, intermediate], or as many for each expert row
+  void* per_layer;  // [rows, layers * per_layer_inputs.size], valid for the whole pass; or null
+  ExpertActivations experts;
+  DType dtype;
+};
+
+// Widths of the Activations buffers: maxima over layers and, after merge, over models.
+struct ActivationWidths {
+  int64_t hidden = 0;
+  int64_t normed = 0;
+  int64_t qkv = 0;
+  int64_t attention = 0;
+  int64_t gate_up = 0;  // of all places of a row
+  int64_t per_layer = 0;
+  // Of mixtures of experts, else 0.
+  int64_t num_experts = 0;
+  int64_t top_k = 0;
+  int64_t expert_output = 0;  // of all places of a row
+
+  void merge(const DecoderConfig& config);
+};
+
+[[nodiscard]] Activations allocate_activations(DeviceArena& arena, int64_t rows,
+                                               const ActivationWidths& widths, DType dtype);
+
+}  // namespace paceline

@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// The MLP of a layer: dense, or a mixture of experts.
+
+#include <variant>
+
+#include "base/overloaded.h"
+#include "device/cpu_context.h"
+#include "device/cuda_context.h"
+#include "model/decoder.h"
+#include "model/layer_ops.h"
+#include "ops/moe.h"
+
+namespace paceline {
+
+template <class Ctx>
+void Decoder::mlp(Ctx& ctx, int32_t layer, const PassRows& rows,
+                  const Activations& activations) const {
+  const LayerWeights& lw = weights().layers[layer];
+  std::visit(Overloaded{[&](const DenseMlp& m) {
+                          dense_mlp(ctx, m, std::get<DenseMlpWeights>(lw.mlp), rows, activations);
+                        },
+                        [&](const MoeMlp& m) {
+                          mixture(ctx, m, std::get<MoeMlpWeights>(lw.mlp), rows, activations);
+                        }},
+             config().layers[layer].mlp);
+}
+
+template <class Ctx>
+void Decoder::dense_mlp(Ctx& ctx, const DenseMlp& m, const DenseMlpWeights& w, const PassRows& rows,
+                        const Activations& activations) const {
+  project(ctx, row_count(rows), w.gate_up,
+          {.x = activations.normed,
+           .y = activations.gate_up,
+           .x_dtype = activations.dtype,
+           .y_dtype = activations.dtype});
+  ctx.run(gated_activation, GatedActivationParams{.num_rows = rows.num_rows,
+                                                  .max_rows = rows.capacity,
+                                                  .x = activations.gate_up,
+                                                  .y = activations.activated,
+                                                  .intermediate = m.intermediate,
+                                                  .activation = m.activation,
+                                                  .dtype = activations.dtype,
+                                                  .alpha = m.alpha,
+                                                  .limit = m.limit});
+  project(ctx, row_count(rows), w.down,
+          {.x = activations.activated,
+           .y = activations.branch,
+           .x_dtype = activations.dtype,
+           .y_dtype = activations.dtype});
+}
+
+template <class Ctx>
+void Decoder::mixture(Ctx& ctx, const MoeMlp& m, const MoeMlpWeights& w, const PassRows& rows,
+                      const Activations& activations) const {
+  const ExpertActivations& a = activations.experts;
+  const DType dtype = activations.dtype;
+  const int32_t max_expert_rows = rows.capacity * m.top_k;
+  project(ctx, row_count(rows), w.router,
+          {.x = activations.normed, .y = a.logits, .x_dtype = dtype, .y_dtype = DType::kFloat32});
+  ctx.run(route_and_sort, RouteAndSortParams{.route = {.num_rows = rows.num_rows,
+                                                       .max_rows = rows.capacity,
+                                                       .logits = a.logits,
+                                                       .num_experts = m.num_experts,
+                                                       .top_k = m.top_k,
+                                                       .rule = m.router,
+                                                       .experts = a.experts,
+                                                       .weights = a.weights},
+                                             .sort = {.num_rows = rows.num_rows,
+                                                      .max_rows = rows.capacity,
+                                                      .experts = a.experts,
+                                                      .num_experts = m.num_experts,
+                                                      .top_k = m.top_k,
+                                                      .expert_begin = a.expert_begin,
+                                                      .source_row = a.source_row,
+                                                      .expert_row = a.expert_row,
+                                                      .counters = expert_counters_}});
+  const auto multiply = [&](const ExpertLinears& linears, const void* x, const int32_t* x_rows,
+                            int32_t num_x_rows, void* y) {
+    const WeightMatrix& first = linears.weight.first;
+    ctx.run(expert_gemm, ExpertGemmParams{.expert_begin = a.expert_begin,
+                                          .max_rows = max_expert_rows,
+                                          .x = x,
+                                          .x_stride = first.k,
+                                          .x_rows = x_rows,
+                                          .num_x_rows = num_x_rows,
+                                          .weight = linears.weight,
+                                          .bias = linears.bias,
+                                          .y = y,
+                                          .y_stride = first.n,
+                                          .x_dtype = dtype,
+                                          .y_dtype = dtype});
+  };
+  multiply(w.gate_up, activations.normed, a.source_row, rows.capacity, activations.gate_up);
+  ctx.run(gated_activation, GatedActivationParams{.num_rows = a.expert_begin + m.num_experts,
+                                                  .max_rows = max_expert_rows,
+                                                  .x = activations.gate_up,
+                                                  .y = activations.activated,
+                                                  .intermediate = m.expert.intermediate,
+                                                  .activation = m.expert.activation,
+                                                  .dtype = dtype,
+                                                  .alpha = m.expert.alpha,
+                                                  .limit = m.expert.limit,
+                                                  .is_interleaved = m.is_interleaved});
+  multiply(w.down, activations.activated, /*x_rows=*/nullptr, max_expert_rows, a.output);
+  ctx.run(combine_experts, CombineExpertsParams{.num_rows = rows.num_rows,
+                                                .max_rows = rows.capacity,
+                                                .top_k = m.top_k,
+                                                .x = a.output,
+                                                .expert_row = a.expert_row,
+                                                .weights = a.weights,
+                                                .y = activations.branch,
+                                                .hidden = config().hidden,
+                                                .dtype = dtype});
+}
+
+template void Decoder::mlp<CpuContext>(CpuContext&, int32_t, const PassRows&,
+                                       const Activations&) const;
+#ifdef PACELINE_CUDA
+template void Decoder::mlp<CudaContext>(CudaContext&, int32_t, const PassRows&,
+                                        const Activations&) const;
+#endif
+
+}  // namespace paceline

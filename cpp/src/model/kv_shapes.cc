@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "model/kv_shapes.h"
+
+#include "base/check.h"
+
+namespace paceline {
+
+std::vector<KvLayerShape> kv_layer_shapes(const DecoderConfig& config) {
+  std::vector<KvLayerShape> shapes;
+  for (const LayerConfig& layer : config.layers) {
+    shapes.push_back({.kind = layer.attention.kind,
+                      .num_kv_heads = layer.attention.num_kv_heads,
+                      .head_dim = layer.attention.head_dim,
+                      .source = layer.attention.kv_source});
+  }
+  return shapes;
+}
+
+std::vector<KvLayerShape> draft_kv_layer_shapes(const DecoderConfig& draft,
+                                                const DecoderConfig& target) {
+  std::vector<KvLayerShape> shapes = kv_layer_shapes(draft);
+  for (size_t layer = 0; layer < shapes.size(); ++layer) {
+    KvLayerShape& reader = shapes[layer];
+    if (!draft.layers[layer].attention.reads_target) continue;
+    for (size_t source = target.layers.size(); source-- > 0;) {
+      const AttentionConfig& owner = target.layers[source].attention;
+      if (owner.kind.index() != reader.kind.index() || owner.kv_source >= 0) continue;
+      reader.source = static_cast<int32_t>(source);
+      reader.reads_target = true;
+      break;
+    }
+    const auto refuse = [&](const auto&... reason) {
+      throw InvalidArgument(concat("layer ", layer, " of the drafter ", draft.name, ", of kind '",
+                                   kv_kind_name(reader.kind), "', reads the KV of the target ",
+                                   target.name, ", ", reason...,
+                                   "; use the target that the drafter was trained for"));
+    };
+    if (reader.source < 0) refuse("which has no layer of that kind with KV of its own");
+    const AttentionConfig& owner = target.layers[static_cast<size_t>(reader.source)].attention;
+    const auto check = [&](const char* name, int32_t expected, int32_t actual) {
+      if (expected != actual) {
+        refuse("whose layer ", reader.source, " has ", name, " ", actual, " and not ", expected);
+      }
+    };
+    check("window", reported_window(reader.kind), reported_window(owner.kind));
+    check("num_kv_heads", reader.num_kv_heads, owner.num_kv_heads);
+    check("head_dim", reader.head_dim, owner.head_dim);
+  }
+  return shapes;
+}
+
+}  // namespace paceline
