@@ -28,6 +28,7 @@ namespace {
 using testing::apart;
 using testing::Job;
 using testing::make_gemma4;
+using testing::make_mixture;
 using testing::message_of;
 using testing::mix_logprobs;
 using testing::mix_sampling;
@@ -93,8 +94,13 @@ TEST_F(CudaEngine, SelfDraftAcceptsEverything) {
   gemma4.k_eq_v = true;
   gemma4.num_shared = 2;
   gemma4.per_layer_size = 8;
+  TinyModel gpt_oss = shape_of({128, 0, 128, 0});
+  gpt_oss.is_gemma = false;
+  gpt_oss.has_bias = gpt_oss.has_sinks = true;
+  gpt_oss.num_experts = 8;
+  gpt_oss.top_k = 4;
   for (const TinyModel& shape :
-       {shape_of({0, 0}), shape_of({8, 200}), shape_of({8, 0, 130}), gemma4}) {
+       {shape_of({0, 0}), shape_of({8, 200}), shape_of({8, 0, 130}), gemma4, gpt_oss}) {
     const auto model = model_of(shape, 7);
     for (const double temperature : {0.0, 1.0}) {
       for (const int32_t k : {1, 3, 8, 16}) {
@@ -121,7 +127,9 @@ TEST_F(CudaEngine, SpeculativeEqualsPlain) {
     shape.is_gemma = random() % 2 == 0;
     shape.num_kv_heads = pick(1, 2, 4);
     std::mt19937_64 switches(seed);
-    if (switches() % 3 == 0) make_gemma4(shape, switches);
+    const uint64_t family = switches() % 4;
+    if (family == 0) make_gemma4(shape, switches);
+    if (family == 1) make_mixture(shape, switches);
     TinyModel draft_shape = shape;
     const bool is_other = random() % 3 == 0;
     if (is_other) {
@@ -132,7 +140,9 @@ TEST_F(CudaEngine, SpeculativeEqualsPlain) {
                               .max_position = 2048,
                               .windows = {5, 0, 130},
                               .is_gemma = random() % 2 == 0};
-      if (switches() % 3 == 0) make_gemma4(draft_shape, switches);
+      const uint64_t draft_family = switches() % 4;
+      if (draft_family == 0) make_gemma4(draft_shape, switches);
+      if (draft_family == 1) make_mixture(draft_shape, switches);
     }
     const auto target = model_of(shape, seed);
     const auto draft =
