@@ -23,6 +23,7 @@ namespace {
 
 using testing::all_heads;
 using testing::Job;
+using testing::make_mixture;
 using testing::mix_sampling;
 using testing::Oracle;
 using testing::oracle_head;
@@ -37,6 +38,7 @@ using testing::run;
 using testing::seed_from_env;
 using testing::Tally;
 using testing::tiny_config_json;
+using testing::tiny_model;
 using testing::TinyModel;
 
 class CudaDraftHead : public testing::GpuTest {};
@@ -54,6 +56,13 @@ RawModel raw_target(bool is_gemma, uint64_t seed) {
 
 std::shared_ptr<const Model> on_gpu(const RawModel& raw) {
   return raw.build(DType::kBFloat16, Device::kCuda);
+}
+
+std::shared_ptr<const Model> mixture_on_gpu(uint64_t seed) {
+  TinyModel shape{.head_dim = kHeadDim, .windows = {8, 0, kWindow}};
+  std::mt19937_64 switches(seed);
+  make_mixture(shape, switches);
+  return tiny_model(shape, seed, 0, 0, DType::kBFloat16, Device::kCuda);
 }
 
 ExecutorOptions options_of(int32_t k) {
@@ -206,7 +215,8 @@ TEST_F(CudaDraftHead, SpeculativeEqualsPlain) {
     const bool is_ngram = which >= heads.size();
     const bool is_oracle = !is_ngram && random() % 2 == 0;
     const RawModel raw = is_oracle ? oracle_target(false) : raw_target(random() % 2 == 0, seed);
-    const auto target = on_gpu(raw);
+    const bool is_mixture = !is_oracle && seed % 3 == 0;
+    const auto target = is_mixture ? mixture_on_gpu(seed) : on_gpu(raw);
     std::shared_ptr<const Model> head;
     if (is_oracle) {
       head = on_gpu(oracle_head({.kind = pick(DrafterKind::kEagle, DrafterKind::kEagle3)}, raw));
