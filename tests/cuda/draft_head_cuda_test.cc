@@ -215,7 +215,7 @@ TEST_F(CudaDraftHead, SpeculativeEqualsPlain) {
     const bool is_ngram = which >= heads.size();
     const bool is_oracle = !is_ngram && random() % 2 == 0;
     const RawModel raw = is_oracle ? oracle_target(false) : raw_target(random() % 2 == 0, seed);
-    const bool is_mixture = !is_oracle && seed % 3 == 0;
+    const bool is_mixture = !is_oracle && random() % 3 == 0;
     const auto target = is_mixture ? mixture_on_gpu(seed) : on_gpu(raw);
     std::shared_ptr<const Model> head;
     if (is_oracle) {
