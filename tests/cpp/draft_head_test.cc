@@ -24,6 +24,7 @@
 #include "support/jobs.h"
 #include "support/oracle.h"
 #include "support/raw_models.h"
+#include "support/reference_model.h"
 #include "wire/batch_shape.h"
 #include "wire/sequence_state.h"
 

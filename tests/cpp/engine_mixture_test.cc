@@ -4,8 +4,12 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <functional>
 #include <iterator>
+#include <list>
 #include <memory>
 #include <random>
 #include <string>
@@ -14,15 +18,26 @@
 #include <paceline/executor.h>
 
 #include "cpp/engine_options.h"
+#include "device/program.h"
+#include "executor/cpu_runner.h"
+#include "ops/moe.h"
+#include "ops/ops.h"
+#include "support/direct_runner.h"
 #include "support/draft_head_checks.h"
+#include "support/invariance.h"
 #include "support/jobs.h"
 #include "support/raw_models.h"
+#include "support/reference_model.h"
 #include "support/tiny_models.h"
 
 namespace paceline {
 namespace {
 
+namespace reference = testing::reference;
+
 using testing::all_heads;
+using testing::by_windows;
+using testing::DirectRunner;
 using testing::Job;
 using testing::make_mixture;
 using testing::mix_sampling;
@@ -30,12 +45,17 @@ using testing::Outcome;
 using testing::Pick;
 using testing::random_jobs;
 using testing::random_raw_head;
+using testing::random_raw_model;
+using testing::random_tokens;
+using testing::RawModel;
 using testing::run;
 using testing::seed_from_env;
 using testing::small_engine_options;
 using testing::Tally;
+using testing::tiny_config_json;
 using testing::tiny_model;
 using testing::TinyModel;
+using testing::Trace;
 
 // Windows and full attention alternate, as in GPT-OSS.
 const TinyModel kMixture{.windows = {8, 0, 8, 0},
@@ -197,6 +217,97 @@ TEST(EngineMixture, BadLogitsEndOneRequestOnly) {
     EXPECT_EQ(actual.back().reason, FinishReason::kError);
     for (size_t i = 0; i < jobs.size(); ++i) EXPECT_EQ(actual[i].tokens, expected[i].tokens);
     EXPECT_EQ(executor.check_integrity(), "");
+  }
+}
+
+constexpr int32_t kPrefilled = 20;
+
+// The logits of the positions of `tokens` from kPrefilled on, from recorded programs that `plant`
+// has changed.
+std::vector<std::vector<float>> logits_of(const std::shared_ptr<const Model>& model,
+                                          const std::vector<int32_t>& tokens,
+                                          const std::function<void(Program&)>& plant) {
+  const Trace trace = by_windows(model, tokens, kPrefilled, 4, {}, [&](DirectRunner& direct) {
+    for (Program* const program : dynamic_cast<CpuRunner&>(direct.runner()).programs()) {
+      plant(*program);
+    }
+  });
+  return {trace.logits.begin() + kPrefilled, trace.logits.end()};
+}
+
+// The largest difference from the reference, relative to the logits' RMS.
+double error_of(const std::vector<std::vector<float>>& logits, const reference::Rows& expected) {
+  double largest = 0;
+  double squares = 0;
+  int64_t count = 0;
+  for (size_t position = 0; position < expected.size(); ++position) {
+    for (size_t i = 0; i < expected[position].size(); ++i, ++count) {
+      const double want = expected[position][i];
+      largest = std::max(largest, std::fabs(double{logits[position][i]} - want));
+      squares += want * want;
+    }
+  }
+  return largest / std::sqrt(squares / static_cast<double>(count));
+}
+
+TEST(EngineMixture, LogitsMatchTheReferenceAndPlantedFaultsGoRed) {
+  constexpr double kBound = 1e-4;
+  const auto sound = [](Program&) {};
+  const auto scales_sinks = [](Program& program) {
+    static std::list<std::vector<float>> all;
+    for (auto* p : program.params_of<PagedAttentionParams>(paged_attention)) {
+      std::vector<float>& scaled = all.emplace_back(p->sinks, p->sinks + p->num_qo_heads);
+      for (float& sink : scaled) sink *= p->scale;
+      p->sinks = scaled.data();
+    }
+  };
+  const auto drops_sinks = [](Program& program) {
+    for (auto* p : program.params_of<PagedAttentionParams>(paged_attention)) p->sinks = nullptr;
+  };
+  const auto swaps_interleave = [](Program& program) {
+    for (auto* p : program.params_of<GatedActivationParams>(gated_activation)) {
+      p->is_interleaved = !p->is_interleaved;
+    }
+  };
+  const auto lowers_limit = [](Program& program) {
+    for (auto* p : program.params_of<GatedActivationParams>(gated_activation)) p->limit = 1;
+  };
+  // A place has the weight of the next one.
+  const auto shifts_places = [](Program& program) {
+    for (auto* p : program.params_of<CombineExpertsParams>(combine_experts)) ++p->weights;
+  };
+  // An output has the bias of the one before.
+  const auto takes_other_bias = [](Program& program) {
+    for (auto* p : program.params_of<ExpertGemmParams>(expert_gemm)) {
+      if (p->x_rows == nullptr) --p->bias;
+    }
+  };
+  // Each expert's matrix begins a row earlier than that of the one before it.
+  const auto starts_early = [](Program& program) {
+    for (auto* p : program.params_of<ExpertGemmParams>(expert_gemm)) {
+      p->weight.data_stride -= p->weight.first.row_bytes();
+    }
+  };
+  for (const uint64_t seed : {1, 2, 3}) {
+    TinyModel shape = kMixture;
+    shape.is_interleaved = seed != 2;
+    const RawModel raw = random_raw_model(tiny_config_json(shape), seed);
+    const auto model = raw.build();
+    std::mt19937_64 random(seed);
+    const std::vector<int32_t> tokens = random_tokens(random, 60, 64);
+    reference::Rows expected = reference::run_target(raw, tokens).logits;
+    expected.erase(expected.begin(), expected.begin() + kPrefilled);
+    const auto error = [&](const std::function<void(Program&)>& plant) {
+      return error_of(logits_of(model, tokens, plant), expected);
+    };
+    EXPECT_LT(error(sound), kBound);
+    EXPECT_GT(error(scales_sinks), 100 * kBound);
+    EXPECT_GT(error(drops_sinks), 100 * kBound);
+    EXPECT_GT(error(swaps_interleave), 100 * kBound);
+    EXPECT_GT(error(lowers_limit), 100 * kBound);
+    EXPECT_GT(error(shifts_places), 100 * kBound);
+    EXPECT_GT(error(takes_other_bias), 100 * kBound);
+    EXPECT_GT(error(starts_early), 100 * kBound);
   }
 }
 

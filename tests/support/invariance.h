@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <random>
 #include <vector>
@@ -63,11 +64,14 @@ inline Trace by_chunks(const std::shared_ptr<const Model>& model,
 }
 
 // A prefill of the first part, then verify windows of width k+1 whose drafts are the true tokens.
+// `prepare` may change the runner first.
 inline Trace by_windows(const std::shared_ptr<const Model>& model,
                         const std::vector<int32_t>& tokens, int32_t first, int32_t k,
-                        DirectOptions options) {
+                        DirectOptions options,
+                        const std::function<void(DirectRunner&)>& prepare = {}) {
   options.num_draft_tokens = k;
   DirectRunner direct(model, nullptr, options);
+  if (prepare) prepare(direct);
   const auto length = static_cast<int32_t>(tokens.size());
   direct.start(0, {tokens.begin(), tokens.begin() + first}, length + 20, 0, 0);
   Trace trace;

@@ -1,0 +1,375 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// A second implementation of decoders and draft heads in double precision, written from the
+// equations.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "base/overloaded.h"
+#include "model/decoder_config.h"
+#include "support/kv_layers.h"
+#include "support/raw_models.h"
+
+namespace paceline::testing {
+namespace reference {
+
+using Vector = std::vector<double>;
+using Rows = std::vector<Vector>;
+
+inline Vector linear(const RawTensor& weight, const Vector& x) {
+  const auto n = static_cast<size_t>(weight.shape[0]);
+  const auto k = static_cast<size_t>(weight.shape[1]);
+  Vector y(n);
+  for (size_t i = 0; i < n; ++i) {
+    for (size_t j = 0; j < k; ++j) y[i] += double{weight.values[i * k + j]} * x[j];
+  }
+  return y;
+}
+
+inline Vector rms(const DecoderConfig& c, const RawTensor& weight, const Vector& x) {
+  double squares = 0;
+  for (const double value : x) squares += value * value;
+  const double factor = 1 / std::sqrt(squares / static_cast<double>(x.size()) + c.norm_eps);
+  Vector y(x.size());
+  for (size_t i = 0; i < x.size(); ++i) {
+    y[i] = x[i] * factor * (double{weight.values[i]} + c.norm_weight_offset);
+  }
+  return y;
+}
+
+inline Vector join(Vector a, const Vector& b) {
+  a.insert(a.end(), b.begin(), b.end());
+  return a;
+}
+
+inline Vector add(Vector a, const Vector& b) {
+  for (size_t i = 0; i < a.size(); ++i) a[i] += b[i];
+  return a;
+}
+
+inline Vector embedding(const RawModel& m, double scale, int32_t token) {
+  const RawTensor& table = m.at("embed.weight");
+  const auto hidden = static_cast<size_t>(table.shape[1]);
+  Vector x(hidden);
+  for (size_t i = 0; i < hidden; ++i) {
+    x[i] = scale * table.values[static_cast<size_t>(token) * hidden + i];
+  }
+  return x;
+}
+
+inline void rotate(const RopeConfig& rope, size_t position, double* head, size_t head_dim) {
+  for (size_t i = 0; i < head_dim / 2; ++i) {
+    const double angle = static_cast<double>(position) * rope.inv_freq[i];
+    const double a = head[i];
+    const double b = head[i + head_dim / 2];
+    head[i] = (a * std::cos(angle) - b * std::sin(angle)) * rope.scale;
+    head[i + head_dim / 2] = (b * std::cos(angle) + a * std::sin(angle)) * rope.scale;
+  }
+}
+
+// q, k or v of layer `index`; q and k are normed and rotated to `position`.
+inline Vector project(const RawModel& m, size_t index, const std::string& which, const Vector& x,
+                      size_t position) {
+  const DecoderConfig& c = m.config;
+  const AttentionConfig& a = c.layers[index].attention;
+  const std::string name = "layers." + std::to_string(index) + ".attn." + which;
+  const auto head_dim = static_cast<size_t>(a.head_dim);
+  Vector y = linear(m.at(name + ".weight"), x);
+  if (a.has_qkv_bias) {
+    const RawTensor& bias = m.at(name + ".bias");
+    for (size_t i = 0; i < y.size(); ++i) y[i] += bias.values[i];
+  }
+  for (size_t h = 0; which != "v" && h < y.size() / head_dim; ++h) {
+    if (a.has_qk_norm) {
+      const Vector head(y.begin() + static_cast<int64_t>(h * head_dim),
+                        y.begin() + static_cast<int64_t>((h + 1) * head_dim));
+      const Vector normed = rms(c, m.at(name + "_norm.weight"), head);
+      std::copy(normed.begin(), normed.end(), y.begin() + static_cast<int64_t>(h * head_dim));
+    }
+    rotate(c.ropes[static_cast<size_t>(a.rope)], position, y.data() + h * head_dim, head_dim);
+  }
+  return y;
+}
+
+// Attention of one row over the last keys of a window that ends with key `last`. `sinks`: of the
+// layer, or null.
+inline Vector attend(const AttentionConfig& a, const Vector& q, const Rows& k, const Rows& v,
+                     size_t last, const RawTensor* sinks = nullptr) {
+  const auto head_dim = static_cast<size_t>(a.head_dim);
+  const auto group = static_cast<size_t>(a.num_qo_heads / a.num_kv_heads);
+  const auto begin = static_cast<size_t>(first_visible(a.kind, static_cast<int32_t>(last)));
+  Vector out(q.size());
+  for (size_t h = 0; h < static_cast<size_t>(a.num_qo_heads); ++h) {
+    Vector weights;
+    double highest = -1e300;
+    for (size_t j = begin; j <= last; ++j) {
+      double score = 0;
+      for (size_t d = 0; d < head_dim; ++d) {
+        score += q[h * head_dim + d] * k[j][h / group * head_dim + d];
+      }
+      weights.push_back(score * a.scale);
+      highest = std::max(highest, weights.back());
+    }
+    double sum = sinks != nullptr ? std::exp(sinks->values[h] - highest) : 0;
+    for (double& weight : weights) {
+      weight = std::exp(weight - highest);
+      sum += weight;
+    }
+    for (size_t j = begin; j <= last; ++j) {
+      for (size_t d = 0; d < head_dim; ++d) {
+        out[h * head_dim + d] += weights[j - begin] / sum * v[j][h / group * head_dim + d];
+      }
+    }
+  }
+  return out;
+}
+
+inline double gated(const DenseMlp& mlp, double gate, double up) {
+  switch (mlp.activation) {
+    case Activation::kSilu:
+      return up * gate / (1 + std::exp(-gate));
+    case Activation::kGeluTanh: {
+      const double inner = std::sqrt(2 / std::acos(-1.0)) * (gate + 0.044715 * gate * gate * gate);
+      return up * 0.5 * gate * (1 + std::tanh(inner));
+    }
+    case Activation::kSwigluOai: {
+      const double limit = mlp.limit;
+      const double g = std::min(gate, limit);
+      const double u = std::clamp(up, -limit, limit);
+      return (u + 1) * g / (1 + std::exp(-mlp.alpha * g));
+    }
+  }
+  return 0;
+}
+
+inline Vector dense_mlp(const RawModel& m, const std::string& name, const DenseMlp& mlp,
+                        const Vector& x) {
+  Vector gate = linear(m.at(name + "gate.weight"), x);
+  const Vector up = linear(m.at(name + "up.weight"), x);
+  for (size_t i = 0; i < gate.size(); ++i) gate[i] = gated(mlp, gate[i], up[i]);
+  return linear(m.at(name + "down.weight"), gate);
+}
+
+// The matrix and bias of one expert.
+inline Vector expert_linear(const RawModel& m, const std::string& name, size_t expert,
+                            const Vector& x) {
+  const auto part = [&](const RawTensor& all) {
+    const auto size = static_cast<int64_t>(all.values.size()) / all.shape[0];
+    const auto begin = all.values.begin() + static_cast<int64_t>(expert) * size;
+    return RawTensor{.shape = {all.shape.begin() + 1, all.shape.end()},
+                     .values = {begin, begin + size}};
+  };
+  Vector y = linear(part(m.at(name + ".weight")), x);
+  const RawTensor bias = part(m.at(name + ".bias"));
+  for (size_t i = 0; i < y.size(); ++i) y[i] += bias.values[i];
+  return y;
+}
+
+inline Vector mixture(const RawModel& m, const std::string& name, const MoeMlp& moe,
+                      const Vector& x) {
+  Vector logits = linear(m.at(name + "router.weight"), x);
+  for (size_t e = 0; e < logits.size(); ++e) logits[e] += m.at(name + "router.bias").values[e];
+  std::vector<size_t> order(logits.size());
+  for (size_t e = 0; e < order.size(); ++e) order[e] = e;
+  std::stable_sort(order.begin(), order.end(),
+                   [&](size_t a, size_t b) { return logits[a] > logits[b]; });
+  order.resize(static_cast<size_t>(moe.top_k));
+  double sum = 0;
+  for (const size_t e : order) sum += std::exp(logits[e] - logits[order[0]]);
+  Vector y(x.size());
+  for (const size_t e : order) {
+    const Vector both = expert_linear(m, name + "experts.gate_up", e, x);
+    Vector inner(both.size() / 2);
+    for (size_t i = 0; i < inner.size(); ++i) {
+      inner[i] = moe.is_interleaved ? gated(moe.expert, both[2 * i], both[2 * i + 1])
+                                    : gated(moe.expert, both[i], both[inner.size() + i]);
+    }
+    const Vector out = expert_linear(m, name + "experts.down", e, inner);
+    const double weight = std::exp(logits[e] - logits[order[0]]) / sum;
+    for (size_t i = 0; i < y.size(); ++i) y[i] += weight * out[i];
+  }
+  return y;
+}
+
+// Layer `index` after its attention, for one row.
+inline void finish_layer(const RawModel& m, size_t index, const Vector& attended,
+                         Vector& residual) {
+  const DecoderConfig& c = m.config;
+  const std::string name = "layers." + std::to_string(index) + ".";
+  Vector branch = linear(m.at(name + "attn.o.weight"), attended);
+  if (c.layers[index].attention.has_o_bias) {
+    const RawTensor& bias = m.at(name + "attn.o.bias");
+    for (size_t i = 0; i < branch.size(); ++i) branch[i] += bias.values[i];
+  }
+  if (c.has_post_norms) branch = rms(c, m.at(name + "attn_post_norm.weight"), branch);
+  residual = add(residual, branch);
+  const Vector x = rms(c, m.at(name + "mlp_norm.weight"), residual);
+  branch = std::visit(
+      Overloaded{[&](const DenseMlp& mlp) { return dense_mlp(m, name + "mlp.", mlp, x); },
+                 [&](const MoeMlp& moe) { return mixture(m, name + "mlp.", moe, x); }},
+      c.layers[index].mlp);
+  if (c.has_post_norms) branch = rms(c, m.at(name + "mlp_post_norm.weight"), branch);
+  residual = add(residual, branch);
+}
+
+// Layer `index` for rows at positions 0, 1, 2, ...; `inputs` is what its attention reads. Stores
+// its keys and values.
+inline void layer(const RawModel& m, size_t index, const Rows& inputs, Rows& residual, Rows& k,
+                  Rows& v) {
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    k.push_back(project(m, index, "k", inputs[i], i));
+    v.push_back(project(m, index, "v", inputs[i], i));
+  }
+  const AttentionConfig& a = m.config.layers[index].attention;
+  const RawTensor* const sinks =
+      a.has_sinks ? &m.at("layers." + std::to_string(index) + ".attn.sinks") : nullptr;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const Vector q = project(m, index, "q", inputs[i], i);
+    finish_layer(m, index, attend(a, q, k, v, i, sinks), residual[i]);
+  }
+}
+
+struct TargetStates {
+  std::vector<Rows> entering;  // by layer: the residual streams
+  std::vector<Rows> keys;      // by layer
+  std::vector<Rows> values;
+  Rows normed;  // the output after the final norm
+  Rows logits;
+};
+
+inline const RawTensor& lm_head_of(const RawModel& target) {
+  return target.at(target.config.ties_lm_head ? "embed.weight" : "lm_head.weight");
+}
+
+inline TargetStates run_target(const RawModel& m, const std::vector<int32_t>& tokens) {
+  const DecoderConfig& c = m.config;
+  TargetStates states;
+  Rows residual;
+  for (const int32_t token : tokens) residual.push_back(embedding(m, c.embed_scale, token));
+  for (size_t index = 0; index < c.layers.size(); ++index) {
+    states.entering.push_back(residual);
+    Rows inputs;
+    for (const Vector& row : residual) {
+      inputs.push_back(rms(c, m.at("layers." + std::to_string(index) + ".attn_norm.weight"), row));
+    }
+    layer(m, index, inputs, residual, states.keys.emplace_back(), states.values.emplace_back());
+  }
+  for (const Vector& row : residual) {
+    states.normed.push_back(rms(c, m.at("final_norm.weight"), row));
+    states.logits.push_back(linear(lm_head_of(m), states.normed.back()));
+  }
+  return states;
+}
+
+// The logits of Gemma 4 MTP at its draft step `step`, the newest token being number `newest`;
+// models.md 3.5, line by line. Tokens outside the chosen clusters have -inf. `ahead`: positions
+// past the last key that q is rotated to.
+inline Vector run_mtp(const RawModel& m, const RawModel& target, const TargetStates& states,
+                      const std::vector<int32_t>& tokens, size_t newest, size_t step,
+                      size_t ahead) {
+  const DecoderConfig& c = m.config;
+  const DrafterConfig& d = *c.drafter;
+  Vector hidden = states.normed[newest - 1];
+  Vector y;
+  for (size_t s = 0; s <= step; ++s) {
+    const Vector e = embedding(target, c.embed_scale, tokens[newest + s]);
+    Vector x = linear(m.at("fc.weight"), join(e, hidden));
+    for (size_t index = 0; index < c.layers.size(); ++index) {
+      const AttentionConfig& a = c.layers[index].attention;
+      size_t source = target.config.layers.size() - 1;
+      while (target.config.layers[source].attention.kind != a.kind) --source;
+      const Vector input = rms(c, m.at("layers." + std::to_string(index) + ".attn_norm.weight"), x);
+      const Vector q = project(m, index, "q", input, newest - 1 + ahead);
+      finish_layer(m, index, attend(a, q, states.keys[source], states.values[source], newest - 1),
+                   x);
+    }
+    y = rms(c, m.at("final_norm.weight"), x);
+    hidden = linear(m.at("feedback.weight"), y);
+  }
+  Vector logits = linear(m.at("lm_head.weight"), y);
+  if (d.centroids.count == 0) return logits;
+  const Vector scores = linear(m.at("centroids.weight"), y);
+  std::vector<size_t> clusters(scores.size());
+  for (size_t i = 0; i < clusters.size(); ++i) clusters[i] = i;
+  std::sort(clusters.begin(), clusters.end(),
+            [&](size_t i, size_t j) { return scores[i] > scores[j]; });
+  const auto size = static_cast<size_t>(d.cluster_size());
+  for (size_t rank = static_cast<size_t>(d.centroids.top); rank < clusters.size(); ++rank) {
+    for (size_t i = 0; i < size; ++i) {
+      const int64_t token = m.token_ordering[clusters[rank] * size + i];
+      logits[static_cast<size_t>(token)] = -std::numeric_limits<double>::infinity();
+    }
+  }
+  return logits;
+}
+
+// The draft head's logits for the row of pair `num_pairs - 1`. Pair i is (tokens[i + 1], hidden
+// state i): the target's for the first `num_first`, then the head's own outputs.
+// models.md 3.1 and 3.2, line by line.
+inline Vector run_head(const RawModel& m, const RawModel& target, const TargetStates& states,
+                       const std::vector<int32_t>& tokens, size_t num_first, size_t num_pairs) {
+  const DecoderConfig& c = m.config;
+  const DrafterConfig& d = *c.drafter;
+  const RawModel& table = d.owns_embedding ? m : target;
+  Rows feedback;  // by step
+  Rows out;
+  for (size_t count = num_first; count <= num_pairs; ++count) {
+    Rows inputs;
+    Rows residual;
+    for (size_t i = 0; i < count; ++i) {
+      const Vector e = embedding(table, c.embed_scale, tokens[i + 1]);
+      const bool is_first = i < num_first;
+      if (d.kind == DrafterKind::kEagle) {
+        Vector x = linear(m.at("fc.weight"),
+                          join(e, is_first ? states.normed[i] : feedback[i - num_first]));
+        for (size_t j = 0; d.has_fc_bias && j < x.size(); ++j) x[j] += m.at("fc.bias").values[j];
+        inputs.push_back(x);
+        residual.push_back(x);
+        continue;
+      }
+      Vector g;
+      if (is_first) {
+        Vector aux;
+        for (size_t part = 0; part < d.aux_layers.size(); ++part) {
+          Vector r = states.entering[static_cast<size_t>(d.aux_layers[part])][i];
+          if (d.has_fc_norm) r = rms(c, m.at("fc_norm." + std::to_string(part) + ".weight"), r);
+          aux = join(aux, r);
+        }
+        if (d.norm_before_fc) aux = rms(c, m.at("fc_input_norm.weight"), aux);
+        g = linear(m.at("fc.weight"), aux);
+        for (size_t j = 0; d.has_fc_bias && j < g.size(); ++j) g[j] += m.at("fc.bias").values[j];
+      } else {
+        g = feedback[i - num_first];
+      }
+      const Vector n = rms(c, m.at("layers.0.hidden_norm.weight"), g);
+      inputs.push_back(join(rms(c, m.at("layers.0.attn_norm.weight"), e), n));
+      residual.push_back(d.norm_before_residual ? n : g);
+    }
+    for (size_t index = 0; index < c.layers.size(); ++index) {
+      if (index > 0) {
+        inputs.clear();
+        for (const Vector& row : residual) {
+          inputs.push_back(
+              rms(c, m.at("layers." + std::to_string(index) + ".attn_norm.weight"), row));
+        }
+      }
+      Rows k;
+      Rows v;
+      layer(m, index, inputs, residual, k, v);
+    }
+    out = residual;
+    feedback.push_back(d.norm_output ? rms(c, m.at("final_norm.weight"), out.back()) : out.back());
+  }
+  const Vector u = d.has_final_norm ? rms(c, m.at("final_norm.weight"), out.back()) : out.back();
+  return linear(d.owns_lm_head ? m.at("lm_head.weight") : lm_head_of(target), u);
+}
+
+}  // namespace reference
+}  // namespace paceline::testing
