@@ -38,8 +38,8 @@ namespace {
 
 constexpr int32_t kSupportedCapability = 90;
 
-// A thread fills 8 elements from 128 random bits. The CPU's version is in
-// model_builder.cc and gives the same values.
+// A thread fills 8 elements from 128 random bits. The CPU's version is in dummy_weights.cc and
+// gives the same values.
 template <class Value>
 __global__ void fill_from_quantiles_kernel(Value* out, int64_t elements, uint64_t seed,
                                            uint32_t salt, const Value* quantiles) {
@@ -228,6 +228,9 @@ class CudaMemory final : public DeviceMemory {
                             static_cast<size_t>(from.rows * from.cols * dtype_bytes(to_dtype)),
                             cudaMemcpyDeviceToDevice, stream_),
             "copying a weight");
+    } else if (dtype_bytes(to_dtype) == 1) {
+      PACELINE_CHECK(from_dtype == to_dtype, dtype_name(from_dtype));
+      launch_convert<uint8_t, uint8_t>(from, to, KeepBits());
     } else if (to_dtype == DType::kBFloat16) {
       if (from_dtype == DType::kBFloat16) {
         launch_convert<uint16_t, uint16_t>(from, to, KeepBits());
@@ -258,14 +261,17 @@ class CudaMemory final : public DeviceMemory {
     constexpr int32_t kThreads = 256;
     const auto blocks = static_cast<uint32_t>(
         std::clamp<int64_t>((elements / 8 + kThreads - 1) / kThreads, 1, 132 * 16));
-    if (dtype == DType::kBFloat16) {
+    const auto launch = [&]<class Value>() {
       fill_from_quantiles_kernel<<<blocks, kThreads, 0, stream_>>>(
-          reinterpret_cast<uint16_t*>(to), elements, seed, salt,
-          reinterpret_cast<const uint16_t*>(table.data()));
+          reinterpret_cast<Value*>(to), elements, seed, salt,
+          reinterpret_cast<const Value*>(table.data()));
+    };
+    if (dtype_bytes(dtype) == 1) {
+      launch.template operator()<uint8_t>();
+    } else if (dtype == DType::kBFloat16) {
+      launch.template operator()<uint16_t>();
     } else {
-      fill_from_quantiles_kernel<<<blocks, kThreads, 0, stream_>>>(
-          reinterpret_cast<float*>(to), elements, seed, salt,
-          reinterpret_cast<const float*>(table.data()));
+      launch.template operator()<float>();
     }
     check(cudaGetLastError(), "fill_from_quantiles");
     synchronize(stream_, "fill_from_quantiles");

@@ -24,7 +24,16 @@ struct Device {
   int32_t id;
 };
 
-enum TypeCode : uint8_t { kInt = 0, kUInt = 1, kFloat = 2, kBFloat = 4, kBool = 6 };
+enum TypeCode : uint8_t {
+  kInt = 0,
+  kUInt = 1,
+  kFloat = 2,
+  kBFloat = 4,
+  kBool = 6,
+  kFloat8E4M3 = 10,
+  kFloat8E5M2 = 12,
+  kFloat8E8M0 = 14
+};
 
 struct DataType {
   uint8_t code;

@@ -57,10 +57,13 @@ void put_array(PyModelBuilder& self, const std::string& name, const py::array& a
     dtype = DType::kFloat16;
   } else if (array.dtype().equal(py::dtype("int32"))) {
     dtype = DType::kInt32;
+  } else if (array.dtype().equal(py::dtype("uint8"))) {
+    dtype = DType::kUInt8;
   } else if (!array.dtype().equal(py::dtype("float32"))) {
-    throw py::value_error("tensor " + quoted(name) + ": the array's dtype is " +
-                          py::str(array.dtype()).cast<std::string>() +
-                          "; allowed: float32, float16 (token ids: int32) in native byte order");
+    throw py::value_error(
+        "tensor " + quoted(name) + ": the array's dtype is " +
+        py::str(array.dtype()).cast<std::string>() +
+        "; allowed: float32, float16 (token ids: int32; mxfp4: uint8) in native byte order");
   }
   if ((array.flags() & py::detail::npy_api::NPY_ARRAY_ALIGNED_) == 0) {
     throw py::value_error("tensor " + quoted(name) + ": the array is not aligned; copy it first");
@@ -82,17 +85,16 @@ void put_array(PyModelBuilder& self, const std::string& name, const py::array& a
 
 // The runtime's name of a file's dtype.
 DType stored_dtype(const PySafetensorsFile& file, const std::string& name, std::string_view dtype) {
-  if (dtype == "F32") {
-    return DType::kFloat32;
-  }
-  if (dtype == "BF16") {
-    return DType::kBFloat16;
-  }
-  if (dtype == "F16") {
-    return DType::kFloat16;
+  static constexpr std::pair<const char*, DType> kDtypes[] = {{"F32", DType::kFloat32},
+                                                              {"BF16", DType::kBFloat16},
+                                                              {"F16", DType::kFloat16},
+                                                              {"U8", DType::kUInt8},
+                                                              {"F8_E4M3", DType::kFloat8E4M3}};
+  for (const auto& [known, stored] : kDtypes) {
+    if (dtype == known) return stored;
   }
   throw ModelFileError(file.path + ": tensor " + quoted(name) + " has dtype " + std::string(dtype) +
-                       "; allowed: F32, BF16, F16");
+                       "; allowed: F32, BF16, F16, U8, F8_E4M3");
 }
 
 void put_tensor(PyModelBuilder& self, const std::string& name, const PySafetensorsFile& file,
@@ -153,6 +155,8 @@ Raises:
       .def("put_tensor", &put_tensor, py::arg("name"), py::arg("file"), py::arg("tensor"),
            R"doc(Copies one tensor out of a file, converting its dtype.
 
+Tensors of a format (docs/model-format.md) are copied as they are.
+
 Args:
     name: The canonical name.
     file: The file.
@@ -177,7 +181,7 @@ Raises:
 
 Args:
     name: The canonical name.
-    array: float32 or float16, any strides; int32 for token ids.
+    array: float32 or float16, any strides; int32 for token ids; uint8 for mxfp4.
 
 Raises:
     ValueError: An unknown name, a second put, or a wrong shape or dtype (seen and expected).
@@ -195,7 +199,8 @@ Raises:
           },
           py::arg("seed"), R"doc(Fills every weight that was not put, for benches.
 
-Matrices and embeddings become normal with standard deviation 0.02, norms neutral, biases 0.
+Matrices and embeddings become normal with standard deviation 0.02, in fp8 and mxfp4 about so;
+norms neutral, biases 0.
 
 Args:
     seed: Same seed, same weights.

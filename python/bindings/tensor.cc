@@ -56,6 +56,12 @@ std::string dtype_text(const dlpack::DataType& dtype) {
       return "BF" + bits;
     case dlpack::kBool:
       return "BOOL";
+    case dlpack::kFloat8E4M3:
+      return "F8_E4M3";
+    case dlpack::kFloat8E5M2:
+      return "F8_E5M2";
+    case dlpack::kFloat8E8M0:
+      return "F8_E8M0";
     default:
       return "DLPack type " + std::to_string(dtype.code) + " of " + bits + " bits";
   }
@@ -208,11 +214,10 @@ NamedTensor PyTensor::named(const std::string& weight) const {
                         .strides = strides_,
                         .data = data_,
                         .device = device_};
-  static constexpr std::pair<const char*, DType> kDtypes[] = {{"F32", DType::kFloat32},
-                                                              {"BF16", DType::kBFloat16},
-                                                              {"F16", DType::kFloat16},
-                                                              {"I32", DType::kInt32},
-                                                              {"I64", DType::kInt64}};
+  static constexpr std::pair<const char*, DType> kDtypes[] = {
+      {"F32", DType::kFloat32},       {"BF16", DType::kBFloat16}, {"F16", DType::kFloat16},
+      {"I32", DType::kInt32},         {"I64", DType::kInt64},     {"U8", DType::kUInt8},
+      {"F8_E4M3", DType::kFloat8E4M3}};
   for (const auto& [name, dtype] : kDtypes) {
     if (dtype_ == name) {
       tensor.dtype = dtype;
@@ -220,7 +225,7 @@ NamedTensor PyTensor::named(const std::string& weight) const {
     }
   }
   throw ModelFileError(
-      refusal(" is stored as " + dtype_ + "; expected F32, BF16, F16, I32 or I64"));
+      refusal(" is stored as " + dtype_ + "; expected F32, BF16, F16, I32, I64, U8 or F8_E4M3"));
 }
 
 std::string PyTensor::read(int64_t first, int64_t count) const {

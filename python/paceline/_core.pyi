@@ -132,7 +132,10 @@ class ModelBuilder:
     def put_array(
         self,
         name: str,
-        array: npt.NDArray[np.float32] | npt.NDArray[np.float16] | npt.NDArray[np.int32],
+        array: npt.NDArray[np.float32]
+        | npt.NDArray[np.float16]
+        | npt.NDArray[np.int32]
+        | npt.NDArray[np.uint8],
     ) -> None: ...
     def missing(self) -> list[str]: ...
     def fill_dummy(self, seed: int) -> None: ...

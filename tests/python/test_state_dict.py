@@ -283,7 +283,8 @@ REFUSED = {
     "lanes": ({"dtype": (2, 32, 4)}, r"has elements of 4 lanes; expected single numbers"),
     "version": ({"version": (2, 0)}, r"comes as DLPack 2\.0; expected version 1 or 0"),
     "float64": ({"dtype": (2, 64, 1)}, r"is stored as F64, which Paceline does not support"),
-    "float8": ({"dtype": (10, 8, 1)}, r"is stored as DLPack type 10 of 8 bits"),
+    "float8": ({"dtype": (10, 8, 1)}, r"is stored as F8_E4M3, which Paceline does not support"),
+    "float4": ({"dtype": (17, 4, 1)}, r"is stored as DLPack type 17 of 4 bits"),
 }
 
 

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "base/check.h"
 #include "base/float_types.h"
 #include "base/philox.h"
 #include "model/weight_copy.h"
@@ -35,6 +36,50 @@ constexpr int64_t kQuantiles = 1 << 16;
   return quantiles;
 }
 
+// The scale of dummy fp8 weights: no power of two, as in checkpoints, and 448 times it is beyond
+// all quantiles.
+constexpr float kFp8Scale = 0.0002f;
+constexpr uint8_t kMxfp4Scale = 127 - 6;  // 2^-6: the elements are up to 6 * 2^-6 = 0.094
+
+// The element of a format with this many magnitudes, below the sign bit, that is nearest to
+// `value`.
+[[nodiscard]] uint8_t nearest_element(float value, int num_magnitudes, float (*decode)(uint8_t)) {
+  int nearest = 0;
+  for (int i = 1; i < num_magnitudes; ++i) {
+    const auto distance = [&](int bits) {
+      return std::fabs(decode(static_cast<uint8_t>(bits)) - std::fabs(value));
+    };
+    if (distance(i) < distance(nearest)) nearest = i;
+  }
+  return static_cast<uint8_t>(std::signbit(value) ? nearest + num_magnitudes : nearest);
+}
+
+// A table of bytes of weights that are about as the quantiles.
+[[nodiscard]] std::vector<uint8_t> fp8_quantiles(const std::vector<float>& quantiles) {
+  std::vector<uint8_t> bytes(quantiles.size());
+  std::transform(quantiles.begin(), quantiles.end(), bytes.begin(), [](float value) {
+    constexpr int kMagnitudes = 0x7f;  // without NaN
+    const uint8_t element = nearest_element(value / kFp8Scale, kMagnitudes, e4m3_to_float);
+    return element < kMagnitudes ? element : static_cast<uint8_t>(element - kMagnitudes + 0x80);
+  });
+  return bytes;
+}
+
+// A byte has two elements, each of which depends on eight of the sixteen bits that select it.
+[[nodiscard]] std::vector<uint8_t> mxfp4_quantiles(const std::vector<float>& quantiles) {
+  std::vector<uint8_t> bytes(quantiles.size());
+  const auto element = [&](size_t slice) {
+    const float value = quantiles[slice * 256 + 128];
+    return nearest_element(value / e8m0_to_float(kMxfp4Scale), /*num_magnitudes=*/8, e2m1_to_float);
+  };
+  std::array<uint8_t, 256> elements;
+  for (size_t slice = 0; slice < elements.size(); ++slice) elements[slice] = element(slice);
+  for (size_t i = 0; i < bytes.size(); ++i) {
+    bytes[i] = static_cast<uint8_t>(elements[i % 256] | elements[i / 256] << 4);
+  }
+  return bytes;
+}
+
 // Elements are a function of (seed, salt, index) alone, so any split over threads gives the same.
 template <class Value>
 void draw(const CpuContext& ctx, const std::vector<Value>& quantiles, uint64_t seed, uint32_t salt,
@@ -58,9 +103,18 @@ void draw(const CpuContext& ctx, const std::vector<Value>& quantiles, uint64_t s
   });
 }
 
-void fill(float value, int64_t elements, std::byte* out, DeviceMemory& memory) {
-  const std::vector<float> values(static_cast<size_t>(elements), value);
+template <class Value>
+void fill(Value value, int64_t elements, std::byte* out, DeviceMemory& memory) {
+  const std::vector<Value> values(static_cast<size_t>(elements), value);
   memory.upload(out, values.data(), elements * static_cast<int64_t>(sizeof(value)));
+}
+
+// Draws the elements of a weight from quantiles in its dtype.
+template <class Value>
+void draw_weight(const CpuContext& ctx, const std::vector<Value>& quantiles, uint64_t seed,
+                 uint32_t salt, const NamedWeight& named, std::byte* out, DeviceMemory& memory) {
+  if (memory.is_host_memory()) return draw(ctx, quantiles, seed, salt, named.elements(), out);
+  memory.fill_from_quantiles(out, named.elements(), named.dtype, seed, salt, quantiles.data());
 }
 
 }  // namespace
@@ -70,33 +124,51 @@ void fill_dummy_weights(const CpuContext& ctx, uint64_t seed,
   const std::vector<float> quantiles = normal_quantiles(kDummyStd);
   std::vector<uint16_t> bf16_quantiles(quantiles.size());
   std::transform(quantiles.begin(), quantiles.end(), bf16_quantiles.begin(), float_to_bf16);
+  // Tables of bytes, made for the first weight that needs one.
+  std::vector<uint8_t> fp8_bytes;
+  std::vector<uint8_t> mxfp4_bytes;
+  const auto fill_matrix = [&](const NamedWeight& named, uint32_t salt, std::byte* out,
+                               DeviceMemory& memory) {
+    const auto draw_from = [&](const auto& table) {
+      draw_weight(ctx, table, seed, salt, named, out, memory);
+    };
+    switch (named.kind) {
+      case WeightKind::kTokens:
+        PACELINE_CHECK(false, "token ids are no matrix");
+      case WeightKind::kNumbers:
+      case WeightKind::kTransposed:
+        return named.dtype == DType::kBFloat16 ? draw_from(bf16_quantiles) : draw_from(quantiles);
+      case WeightKind::kCodes:
+        if (named.dtype == DType::kUInt8) {
+          if (mxfp4_bytes.empty()) mxfp4_bytes = mxfp4_quantiles(quantiles);
+          return draw_from(mxfp4_bytes);
+        }
+        if (fp8_bytes.empty()) fp8_bytes = fp8_quantiles(quantiles);
+        return draw_from(fp8_bytes);
+      case WeightKind::kMxfp4Scales:
+        return fill(kMxfp4Scale, named.elements(), out, memory);
+      case WeightKind::kFp8Scales:
+        return fill(kFp8Scale, named.arena_elements(), out, memory);
+    }
+  };
   for (size_t i = 0; i < named_weights.size(); ++i) {
     NamedWeight& named = named_weights[i];
     if (named.is_filled || named.is_optional) continue;
     std::byte* out = model.weights.arena.data() + named.offset;
     DeviceMemory& memory = model.weights.arena.memory();
-    const bool is_bf16 = named.dtype == DType::kBFloat16;
     const auto salt = static_cast<uint32_t>(i);
     switch (named.dummy) {
       case DummyKind::kNormal:
-        if (!memory.is_host_memory()) {
-          const void* table = is_bf16 ? static_cast<const void*>(bf16_quantiles.data())
-                                      : static_cast<const void*>(quantiles.data());
-          memory.fill_from_quantiles(out, named.elements(), named.dtype, seed, salt, table);
-        } else if (is_bf16) {
-          draw(ctx, bf16_quantiles, seed, salt, named.elements(), out);
-        } else {
-          draw(ctx, quantiles, seed, salt, named.elements(), out);
-        }
+        fill_matrix(named, salt, out, memory);
         break;
       case DummyKind::kNeutralNorm:
-        fill(1 - model.config.norm_weight_offset, named.elements(), out, memory);
+        fill(1.0f - model.config.norm_weight_offset, named.elements(), out, memory);
         break;
       case DummyKind::kOne:
-        fill(1, named.elements(), out, memory);
+        fill(1.0f, named.elements(), out, memory);
         break;
       case DummyKind::kZero:
-        fill(0, named.elements(), out, memory);
+        fill(0.0f, named.elements(), out, memory);
         break;
       case DummyKind::kSpreadTokens: {
         std::vector<int32_t> tokens(static_cast<size_t>(named.elements()));

@@ -17,8 +17,10 @@
 #include "model/decoder_config.h"
 #include "model/dummy_weights.h"
 #include "model/model_impl.h"
+#include "model/visit_weights.h"
 #include "model/weight_copy.h"
 #include "model/weight_layout.h"
+#include "model/weight_scales.h"
 
 namespace paceline {
 namespace {
@@ -34,39 +36,70 @@ constexpr size_t kMissingNamed = 8;  // in the message about missing weights
 constexpr std::string_view kTokenMap = "draft_to_target";
 
 // A tensor of any rank as a matrix: all its rows, one after the other.
-[[nodiscard]] SourceMatrix source_matrix(std::span<const int64_t> shape,
-                                         std::span<const int64_t> strides, const void* data) {
-  SourceMatrix source = {.data = static_cast<const std::byte*>(data),
-                         .rows = 1,
-                         .cols = shape.back(),
-                         .row_stride = shape.back(),
-                         .col_stride = 1};
-  for (const int64_t size : shape.first(shape.size() - 1)) source.rows *= size;
+[[nodiscard]] SourceTensor source_tensor(const NamedWeight& named, std::span<const int64_t> strides,
+                                         const void* data) {
+  const std::span<const int64_t> shape = named.dims();
+  SourceTensor source = {.matrix = {.data = static_cast<const std::byte*>(data),
+                                    .rows = 1,
+                                    .cols = shape.back(),
+                                    .row_stride = shape.back(),
+                                    .col_stride = 1}};
+  SourceMatrix& matrix = source.matrix;
   if (!strides.empty()) {
-    source.row_stride = shape.size() > 1 ? strides[shape.size() - 2] : 0;
-    source.col_stride = strides.back();
+    matrix.row_stride = shape.size() > 1 ? strides[shape.size() - 2] : 0;
+    matrix.col_stride = strides.back();
+  }
+  if (named.kind == WeightKind::kTransposed) {
+    source.num_matrices = shape[0];
+    source.matrix_stride = strides.empty() ? shape[1] * shape[2] : strides[0];
+    matrix.rows = shape[1];
+    std::swap(matrix.rows, matrix.cols);
+    std::swap(matrix.row_stride, matrix.col_stride);
+  } else {
+    for (const int64_t size : shape.first(shape.size() - 1)) matrix.rows *= size;
   }
   return source;
 }
 
 // Refuses strides with which the rows of a tensor do not follow each other at one distance.
-void check_strides(std::string_view name, std::span<const int64_t> shape,
-                   std::span<const int64_t> strides) {
+void check_strides(const NamedWeight& named, std::span<const int64_t> strides) {
+  const std::span<const int64_t> shape = named.dims();
+  if (!strides.empty() && strides.size() != shape.size()) {
+    throw InvalidArgument(concat(quoted(named.name), " has ", strides.size(),
+                                 " strides; allowed: ", shape.size(), ", or none for row-major"));
+  }
+  if (named.kind == WeightKind::kTransposed) return;  // copied expert by expert
   for (size_t i = 0; i + 2 < strides.size(); ++i) {
     if (strides[i] != strides[i + 1] * shape[i + 1]) {
-      throw InvalidArgument(concat(quoted(name), " has strides ", shape_text(strides),
+      throw InvalidArgument(concat(quoted(named.name), " has strides ", shape_text(strides),
                                    "; allowed: strides[", i, "] = strides[", i + 1, "] * ",
                                    shape[i + 1], ", so that its rows follow each other"));
     }
   }
 }
 
-void check_kind(const NamedWeight& named) {
-  if (named.kind == WeightKind::kNumbers || named.kind == WeightKind::kTokens) return;
-  throw Unsupported(concat(quoted(named.name),
-                           " has a format or is transposed, which this build cannot load; "
-                           "supported: plain tensors"));
+// The dtypes that a tensor may be stored in.
+[[nodiscard]] std::vector<DType> stored_dtypes(const NamedWeight& named) {
+  switch (named.kind) {
+    case WeightKind::kNumbers:
+    case WeightKind::kTransposed:
+      return {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+    case WeightKind::kTokens:
+      return {DType::kInt32, DType::kInt64};
+    case WeightKind::kCodes:
+    case WeightKind::kMxfp4Scales:
+      return {named.dtype};
+    case WeightKind::kFp8Scales:
+      return {DType::kFloat32, DType::kBFloat16};
+  }
+  return {};
 }
+
+// What a tensor holds besides numbers that are copied as they are, converted and checked.
+struct CheckedValues {
+  std::vector<int32_t> tokens;  // kTokens
+  std::vector<float> scales;    // kFp8Scales, as they lie in the arena
+};
 
 }  // namespace
 
@@ -148,14 +181,11 @@ struct ModelBuilder::Impl {
       throw InvalidArgument(concat(quoted(name), " has shape ", shape_text(shape),
                                    "; allowed: ", shape_text(named.dims())));
     }
-    const bool is_token_table = named.dtype == DType::kInt32;
-    const bool is_allowed =
-        is_token_table
-            ? dtype == DType::kInt32 || dtype == DType::kInt64
-            : dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16;
-    if (!is_allowed) {
-      throw InvalidArgument(concat(quoted(name), " is ", dtype_name(dtype), "; allowed: ",
-                                   is_token_table ? "int32, int64" : "float32, bfloat16, float16"));
+    const std::vector<DType> allowed = stored_dtypes(named);
+    if (std::ranges::find(allowed, dtype) == allowed.end()) {
+      std::string list;
+      for (const DType one : allowed) list += concat(list.empty() ? "" : ", ", dtype_name(one));
+      throw InvalidArgument(concat(quoted(name), " is ", dtype_name(dtype), "; allowed: ", list));
     }
     if (dtype == DType::kFloat16 && named.dtype == DType::kBFloat16) {
       throw InvalidArgument(concat(quoted(name),
@@ -166,42 +196,90 @@ struct ModelBuilder::Impl {
     return named;
   }
 
-  void write_tokens(const NamedWeight& named, const std::vector<int32_t>& tokens) {
-    const DeviceBuffer& arena = model->weights.arena;
-    arena.memory().upload(arena.data() + named.offset, tokens.data(),
-                          static_cast<int64_t>(tokens.size() * sizeof(int32_t)));
-  }
-
   // Checks a tensor as ModelBuilder::put does. Returns the weight that it fills.
   [[nodiscard]] NamedWeight& checked_weight(std::string_view name, DType dtype,
                                             std::span<const int64_t> shape,
                                             std::span<const int64_t> strides, const void* data) {
     NamedWeight& named = unfilled_weight(name, dtype, shape);
-    if (!strides.empty() && strides.size() != shape.size()) {
-      throw InvalidArgument(concat(quoted(name), " has ", strides.size(),
-                                   " strides; allowed: ", shape.size(), ", or none for row-major"));
-    }
-    check_strides(name, shape, strides);
+    check_strides(named, strides);
     if (data == nullptr) throw InvalidArgument(concat(quoted(name), " has a null data pointer"));
     return named;
   }
 
-  // The token ids of a tensor that checked_weight has accepted.
-  [[nodiscard]] std::vector<int32_t> tokens_of(const NamedWeight& named, const SourceMatrix& source,
-                                               DType dtype, Device device) const {
+  // Checks the values of a tensor that checked_weight has accepted.
+  [[nodiscard]] CheckedValues checked_values(NamedWeight& named, const SourceTensor& source,
+                                             DType dtype, Device device) const {
+    CheckedValues values;
+    if (named.kind != WeightKind::kTokens && named.kind != WeightKind::kMxfp4Scales &&
+        named.kind != WeightKind::kFp8Scales) {
+      return values;
+    }
     std::vector<std::byte> bytes;
-    return read_tokens(named.name,
-                       device == Device::kCpu ? source : download_matrix(source, dtype, bytes),
-                       dtype, model->config.vocab_size);
+    const SourceMatrix matrix =
+        device == Device::kCpu ? source.matrix : download_matrix(source.matrix, dtype, bytes);
+    if (named.kind == WeightKind::kTokens) {
+      values.tokens = read_tokens(named.name, matrix, dtype, model->config.vocab_size);
+    } else if (named.kind == WeightKind::kMxfp4Scales) {
+      check_mxfp4_scales(named, matrix);
+    } else {
+      values.scales = read_fp8_scales(named, matrix, dtype);
+      named.has_exact_scales = are_exact_scales(values.scales);
+    }
+    return values;
   }
 
-  void write(const NamedWeight& named, const SourceMatrix& source, DType dtype, Device device) {
+  void write(const NamedWeight& named, const SourceTensor& source, DType dtype, Device device,
+             const CheckedValues& values) {
     const DeviceBuffer& arena = model->weights.arena;
-    if (device == Device::kCpu) {
+    const auto upload = [&](const auto& elements) {
+      arena.memory().upload(arena.data() + named.offset, elements.data(),
+                            static_cast<int64_t>(elements.size() * sizeof(elements[0])));
+    };
+    if (named.kind == WeightKind::kTokens) {
+      upload(values.tokens);
+    } else if (named.kind == WeightKind::kFp8Scales) {
+      upload(values.scales);
+    } else if (device == Device::kCpu) {
       copy_weight(ctx, source, dtype, named, arena);
     } else {
       copy_device_weight(ctx, source, dtype, named, arena);
     }
+  }
+
+  // The same for a row-major tensor that is read in pieces.
+  void read(NamedWeight& named, DType dtype, const ReadBytes& read_bytes) {
+    const DeviceBuffer& arena = model->weights.arena;
+    if (named.kind == WeightKind::kTokens || named.kind == WeightKind::kFp8Scales) {
+      std::vector<std::byte> bytes(static_cast<size_t>(named.elements() * dtype_bytes(dtype)));
+      read_bytes(0, bytes);
+      const SourceTensor source = source_tensor(named, /*strides=*/{}, bytes.data());
+      const CheckedValues values = checked_values(named, source, dtype, Device::kCpu);
+      return write(named, source, dtype, Device::kCpu, values);
+    }
+    if (named.kind != WeightKind::kMxfp4Scales)
+      return copy_weight(ctx, read_bytes, dtype, named, arena);
+    const auto checked_read = [&](int64_t first, std::span<std::byte> to) {
+      read_bytes(first, to);
+      check_mxfp4_scales(named, first, to);
+    };
+    copy_weight(ctx, checked_read, dtype, named, arena);
+  }
+
+  // Calls f(matrix, name of its first scales, whether all of its scales are exact) for every matrix
+  // of fp8 weights.
+  template <class Function>
+  void for_each_fp8_matrix(const Function& f) {
+    const auto visit = [&](Linear& linear, const LinearShape& shape) {
+      if (linear.weight.format != WeightFormat::kFp8) return;
+      const auto is_exact = [&](const WeightPart& part) {
+        return named_weights[by_name.at(part.name + ".scales")].has_exact_scales;
+      };
+      f(linear.weight, shape.parts.front().name + ".scales",
+        std::ranges::all_of(shape.parts, is_exact));
+    };
+    // Experts have no format with such scales.
+    const auto skip = [](const ExpertLinears&, const LinearShape&) {};
+    for_each_linear(model->config, model->weights, Overloaded{visit, skip});
   }
 
   ThreadPool threads{build_info().num_cores};
@@ -236,12 +314,9 @@ void ModelBuilder::put(std::string_view name, DType dtype, std::span<const int64
   at_boundary([&] {
     Impl& impl = open(impl_);
     NamedWeight& named = impl.checked_weight(name, dtype, shape, strides, data);
-    const SourceMatrix matrix = source_matrix(shape, strides, data);
-    if (named.dtype == DType::kInt32) {
-      impl.write_tokens(named, impl.tokens_of(named, matrix, dtype, source));
-    } else {
-      impl.write(named, matrix, dtype, source);
-    }
+    const SourceTensor tensor = source_tensor(named, strides, data);
+    const CheckedValues values = impl.checked_values(named, tensor, dtype, source);
+    impl.write(named, tensor, dtype, source, values);
     named.is_filled = true;
   });
 }
@@ -254,18 +329,7 @@ void ModelBuilder::put(std::string_view name, DType dtype, std::span<const int64
     };
     Impl& impl = open(impl_);
     NamedWeight& named = impl.unfilled_weight(name, dtype, shape);
-    if (named.dtype == DType::kInt32) {
-      std::vector<std::byte> bytes(static_cast<size_t>(named.elements() * dtype_bytes(dtype)));
-      read(0, bytes);
-      const SourceMatrix source = {.data = bytes.data(),
-                                   .rows = 1,
-                                   .cols = named.elements(),
-                                   .row_stride = named.elements(),
-                                   .col_stride = 1};
-      impl.write_tokens(named, impl.tokens_of(named, source, dtype, Device::kCpu));
-    } else {
-      copy_weight(impl.ctx, read, dtype, named, impl.model->weights.arena);
-    }
+    impl.read(named, dtype, read);
     named.is_filled = true;
   });
 }
@@ -277,7 +341,6 @@ std::vector<std::string> ModelBuilder::missing() const {
 void ModelBuilder::fill_dummy(uint64_t seed) {
   at_boundary([&] {
     Impl& impl = open(impl_);
-    for (const NamedWeight& named : impl.named_weights) check_kind(named);
     fill_dummy_weights(impl.ctx, seed, impl.named_weights, *impl.model);
   });
 }
@@ -286,6 +349,9 @@ std::shared_ptr<const Model> ModelBuilder::finish() {
   return at_boundary([&] {
     Impl& impl = open(impl_);
     impl.check_complete();
+    impl.for_each_fp8_matrix([](WeightMatrix& matrix, const std::string&, bool is_exact) {
+      matrix.has_exact_scales = is_exact;
+    });
     impl.model->weights.arena.memory().finish();
     if (!impl.is_filled(kTokenMap)) impl.model->weights.head.draft_to_target = nullptr;
     std::shared_ptr<const Model> model = std::move(impl.model);
@@ -299,9 +365,9 @@ void update_models(std::span<const ModelUpdate> updates) {
     struct Write {
       ModelBuilder::Impl* impl;
       const NamedWeight* named;
-      SourceMatrix source;
+      SourceTensor source;
       const NamedTensor* tensor;
-      std::vector<int32_t> tokens;  // of a table of token ids
+      CheckedValues values;
     };
     std::vector<std::unique_ptr<ModelBuilder::Impl>> impls;
     std::vector<Write> writes;
@@ -313,12 +379,12 @@ void update_models(std::span<const ModelUpdate> updates) {
       for (const NamedTensor& t : update.tensors) {
         NamedWeight& named = impl.checked_weight(t.name, t.dtype, t.shape, t.strides, t.data);
         named.is_filled = true;
-        const SourceMatrix source = source_matrix(t.shape, t.strides, t.data);
-        writes.push_back(
-            {.impl = &impl, .named = &named, .source = source, .tensor = &t, .tokens = {}});
-        if (named.dtype == DType::kInt32) {
-          writes.back().tokens = impl.tokens_of(named, source, t.dtype, t.device);
-        }
+        const SourceTensor source = source_tensor(named, t.strides, t.data);
+        writes.push_back({.impl = &impl,
+                          .named = &named,
+                          .source = source,
+                          .tensor = &t,
+                          .values = impl.checked_values(named, source, t.dtype, t.device)});
       }
       impl.check_complete();
       const bool has_map = update.model->weights.head.draft_to_target != nullptr;
@@ -327,13 +393,19 @@ void update_models(std::span<const ModelUpdate> updates) {
                                      ", but the model was loaded ", has_map ? "with" : "without",
                                      " it; allowed: an update of the same form"));
       }
+      // Captured graphs have the products of the scales that were loaded.
+      impl.for_each_fp8_matrix(
+          [](const WeightMatrix& matrix, const std::string& name, bool is_exact) {
+            if (matrix.has_exact_scales == is_exact) return;
+            throw InvalidArgument(concat(quoted(name), is_exact ? " has" : " does not have",
+                                         " only powers of two as scales, but the model was loaded ",
+                                         is_exact ? "with others" : "with such",
+                                         "; allowed: an update of the same form"));
+          });
     }
     for (const Write& write : writes) {
-      if (write.named->dtype == DType::kInt32) {
-        write.impl->write_tokens(*write.named, write.tokens);
-      } else {
-        write.impl->write(*write.named, write.source, write.tensor->dtype, write.tensor->device);
-      }
+      write.impl->write(*write.named, write.source, write.tensor->dtype, write.tensor->device,
+                        write.values);
     }
     for (const auto& impl : impls) impl->model->weights.arena.memory().finish();
   });

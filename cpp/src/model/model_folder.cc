@@ -80,6 +80,8 @@ auto with_name(const std::string& name, Step step) {
   if (name == "F16") return DType::kFloat16;
   if (name == "I32") return DType::kInt32;
   if (name == "I64") return DType::kInt64;
+  if (name == "U8") return DType::kUInt8;
+  if (name == "F8_E4M3") return DType::kFloat8E4M3;
   return std::nullopt;
 }
 
@@ -104,8 +106,9 @@ auto with_name(const std::string& name, Step step) {
       const StoredTensor tensor = *file.find(name);
       const std::optional<DType> stored = stored_dtype(tensor.dtype);
       if (!stored) {
-        throw InvalidArgument(concat(quoted(name), " has dtype ", tensor.dtype,
-                                     "; allowed: F32, BF16, F16 (token ids: I32, I64)"));
+        throw InvalidArgument(
+            concat(quoted(name), " has dtype ", tensor.dtype,
+                   "; allowed: F32, BF16, F16 (token ids: I32, I64; formats: U8, F8_E4M3)"));
       }
       builder.put(name, *stored, tensor.shape,
                   [&](int64_t first, std::span<std::byte> to) { file.read(tensor, first, to); });

@@ -83,13 +83,26 @@ void convert(const CpuContext& ctx, const SourceMatrix& source, std::byte* out,
   });
 }
 
+// The bytes that a thread copies at once.
+constexpr int64_t kPieceBytes = 256 << 10;
+
 template <class Value>
 void copy(const CpuContext& ctx, const SourceMatrix& source, std::byte* out) {
-  if (source.col_stride != 1) {
-    convert<Value, Value>(ctx, source, out, [](Value value) { return value; });
-    return;
-  }
   constexpr auto kBytes = static_cast<int64_t>(sizeof(Value));
+  if (source.col_stride != 1) {
+    return convert<Value, Value>(ctx, source, out, [](Value value) { return value; });
+  }
+  if (source.row_stride == source.cols) {
+    const int64_t bytes = source.rows * source.cols * kBytes;
+    const auto copy_bytes = [&](int64_t begin, int64_t end) {
+      std::memcpy(out + begin, source.data + begin, static_cast<size_t>(end - begin));
+    };
+    if (bytes <= kPieceBytes) return copy_bytes(0, bytes);
+    const int64_t num_pieces = (bytes + kPieceBytes - 1) / kPieceBytes;
+    return ctx.for_ranges(num_pieces, /*pieces_per_thread=*/4, [&](int64_t begin, int64_t end) {
+      copy_bytes(begin * kPieceBytes, std::min(end * kPieceBytes, bytes));
+    });
+  }
   for_rows(ctx, source.rows, source.cols, [&](int64_t row) {
     std::memcpy(out + row * source.cols * kBytes, source.data + row * source.row_stride * kBytes,
                 static_cast<size_t>(source.cols * kBytes));
@@ -99,6 +112,10 @@ void copy(const CpuContext& ctx, const SourceMatrix& source, std::byte* out) {
 // The pairs that put() lets through; float16 to bfloat16 is not one of them.
 void convert(const CpuContext& ctx, const SourceMatrix& source, DType from, std::byte* out,
              DType to) {
+  if (dtype_bytes(to) == 1) {
+    PACELINE_CHECK(from == to, dtype_name(from));
+    return copy<uint8_t>(ctx, source, out);
+  }
   if (to == DType::kBFloat16) {
     PACELINE_CHECK(from != DType::kFloat16);
     if (from == DType::kBFloat16) return copy<uint16_t>(ctx, source, out);
@@ -123,8 +140,8 @@ void convert(const CpuContext& ctx, const SourceMatrix& source, DType from, std:
   }
 }
 
-// The elements that a thread reads at once: few enough to stay in its cache until it converts them.
-constexpr int64_t kPieceElements = 1 << 15;
+// The elements that a thread reads at once when it converts them: few enough to stay in its cache.
+constexpr int64_t kConvertedElements = 1 << 15;
 
 // The first exception of bodies that run on several threads, which must not throw.
 class FirstException {
@@ -155,18 +172,19 @@ void read_elements(const CpuContext& ctx, const ModelBuilder::ReadBytes& read, D
                    int64_t first, int64_t count, std::byte* out, DType to) {
   const int64_t in_bytes = dtype_bytes(from);
   const int64_t out_bytes = dtype_bytes(to);
+  const int64_t piece_elements = from == to ? kPieceBytes / in_bytes : kConvertedElements;
   FirstException failure;
   const auto read_pieces = [&](int64_t begin, int64_t end) {
     failure.run([&] {
       std::unique_ptr<std::byte[]> buffer;
       if (from != to) {
-        const int64_t longest = std::min(kPieceElements, count - begin * kPieceElements);
+        const int64_t longest = std::min(piece_elements, count - begin * piece_elements);
         buffer =
             std::make_unique_for_overwrite<std::byte[]>(static_cast<size_t>(longest * in_bytes));
       }
       for (int64_t piece = begin; piece < end; ++piece) {
-        const int64_t element = piece * kPieceElements;
-        const int64_t length = std::min(kPieceElements, count - element);
+        const int64_t element = piece * piece_elements;
+        const int64_t length = std::min(piece_elements, count - element);
         std::byte* const target = out + element * out_bytes;
         std::byte* const into = from == to ? target : buffer.get();
         read((first + element) * in_bytes, {into, static_cast<size_t>(length * in_bytes)});
@@ -177,13 +195,52 @@ void read_elements(const CpuContext& ctx, const ModelBuilder::ReadBytes& read, D
       }
     });
   };
-  const int64_t num_pieces = (count + kPieceElements - 1) / kPieceElements;
+  const int64_t num_pieces = (count + piece_elements - 1) / piece_elements;
   if (count < kParallelElements) {
     read_pieces(0, num_pieces);
   } else {
     ctx.for_ranges(num_pieces, /*pieces_per_thread=*/4, read_pieces);
   }
   failure.rethrow();
+}
+
+// Converts a matrix to `out` in memory of the arena.
+void copy_matrix(const CpuContext& ctx, const SourceMatrix& source, DType from, DType to,
+                 std::byte* out, DeviceMemory& memory) {
+  if (memory.is_host_memory()) return convert(ctx, source, from, out, to);
+  const int64_t row_bytes = source.cols * dtype_bytes(to);
+  for (int64_t row = 0; row < source.rows;) {
+    const std::span<std::byte> staging = memory.staging();
+    const auto capacity = static_cast<int64_t>(staging.size());
+    SourceMatrix piece = source;
+    if (row_bytes <= capacity) {
+      piece.rows = std::min(source.rows - row, capacity / row_bytes);
+      piece.data += row * source.row_stride * dtype_bytes(from);
+      convert(ctx, piece, from, staging.data(), to);
+      memory.upload_staged(out + row * row_bytes, piece.rows * row_bytes);
+      row += piece.rows;
+    } else {  // a row longer than the buffer, of an embedding of unheard-of width
+      std::vector<std::byte> whole(static_cast<size_t>(row_bytes));
+      piece.rows = 1;
+      piece.data += row * source.row_stride * dtype_bytes(from);
+      convert(ctx, piece, from, whole.data(), to);
+      memory.upload(out + row * row_bytes, whole.data(), row_bytes);
+      ++row;
+    }
+  }
+}
+
+// Calls body(matrix, where it begins in the arena) for every matrix of a tensor.
+template <class Body>
+void for_matrices(const SourceTensor& source, DType from, const NamedWeight& named,
+                  const DeviceBuffer& arena, const Body& body) {
+  const SourceMatrix& first = source.matrix;
+  for (int64_t i = 0; i < source.num_matrices; ++i) {
+    SourceMatrix matrix = first;
+    matrix.data += i * source.matrix_stride * dtype_bytes(from);
+    body(matrix,
+         arena.data() + named.offset + i * first.rows * first.cols * dtype_bytes(named.dtype));
+  }
 }
 
 }  // namespace
@@ -219,31 +276,11 @@ std::vector<int32_t> read_tokens(std::string_view name, const SourceMatrix& sour
   return tokens;
 }
 
-void copy_weight(const CpuContext& ctx, const SourceMatrix& source, DType from,
+void copy_weight(const CpuContext& ctx, const SourceTensor& source, DType from,
                  const NamedWeight& named, const DeviceBuffer& arena) {
-  std::byte* to = arena.data() + named.offset;
-  DeviceMemory& memory = arena.memory();
-  if (memory.is_host_memory()) return convert(ctx, source, from, to, named.dtype);
-  const int64_t row_bytes = source.cols * dtype_bytes(named.dtype);
-  for (int64_t row = 0; row < source.rows;) {
-    const std::span<std::byte> staging = memory.staging();
-    const auto capacity = static_cast<int64_t>(staging.size());
-    SourceMatrix piece = source;
-    if (row_bytes <= capacity) {
-      piece.rows = std::min(source.rows - row, capacity / row_bytes);
-      piece.data += row * source.row_stride * dtype_bytes(from);
-      convert(ctx, piece, from, staging.data(), named.dtype);
-      memory.upload_staged(to + row * row_bytes, piece.rows * row_bytes);
-      row += piece.rows;
-    } else {  // a row longer than the buffer, of an embedding of unheard-of width
-      std::vector<std::byte> whole(static_cast<size_t>(row_bytes));
-      piece.rows = 1;
-      piece.data += row * source.row_stride * dtype_bytes(from);
-      convert(ctx, piece, from, whole.data(), named.dtype);
-      memory.upload(to + row * row_bytes, whole.data(), row_bytes);
-      ++row;
-    }
-  }
+  for_matrices(source, from, named, arena, [&](const SourceMatrix& matrix, std::byte* out) {
+    copy_matrix(ctx, matrix, from, named.dtype, out, arena.memory());
+  });
 }
 
 SourceMatrix download_matrix(const SourceMatrix& source, DType dtype,
@@ -262,14 +299,14 @@ SourceMatrix download_matrix(const SourceMatrix& source, DType dtype,
   return host;
 }
 
-void copy_device_weight(const CpuContext& ctx, const SourceMatrix& source, DType from,
+void copy_device_weight(const CpuContext& ctx, const SourceTensor& source, DType from,
                         const NamedWeight& named, const DeviceBuffer& arena) {
   DeviceMemory& memory = arena.memory();
-  if (!memory.is_host_memory()) {
-    return memory.convert(arena.data() + named.offset, named.dtype, source, from);
-  }
-  std::vector<std::byte> bytes;
-  copy_weight(ctx, download_matrix(source, from, bytes), from, named, arena);
+  for_matrices(source, from, named, arena, [&](const SourceMatrix& matrix, std::byte* out) {
+    if (!memory.is_host_memory()) return memory.convert(out, named.dtype, matrix, from);
+    std::vector<std::byte> bytes;
+    copy_matrix(ctx, download_matrix(matrix, from, bytes), from, named.dtype, out, memory);
+  });
 }
 
 void copy_weight(const CpuContext& ctx, const ModelBuilder::ReadBytes& read, DType from,
@@ -277,6 +314,22 @@ void copy_weight(const CpuContext& ctx, const ModelBuilder::ReadBytes& read, DTy
   std::byte* to = arena.data() + named.offset;
   DeviceMemory& memory = arena.memory();
   const int64_t elements = named.elements();
+  if (named.kind == WeightKind::kTransposed) {
+    // One expert at a time: its matrix is read whole and then transposed.
+    const int64_t rows = named.shape[2];
+    const int64_t cols = named.shape[1];
+    const auto bytes = static_cast<size_t>(rows * cols * dtype_bytes(from));
+    const auto matrix = std::make_unique_for_overwrite<std::byte[]>(bytes);
+    for (int64_t expert = 0; expert < named.shape[0]; ++expert) {
+      const int64_t first = expert * rows * cols;
+      read_elements(ctx, read, from, first, rows * cols, matrix.get(), from);
+      copy_matrix(
+          ctx,
+          {.data = matrix.get(), .rows = rows, .cols = cols, .row_stride = 1, .col_stride = rows},
+          from, named.dtype, to + first * dtype_bytes(named.dtype), memory);
+    }
+    return;
+  }
   if (memory.is_host_memory()) {
     return read_elements(ctx, read, from, /*first=*/0, elements, to, named.dtype);
   }

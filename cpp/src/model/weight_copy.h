@@ -32,6 +32,13 @@ void for_rows(const CpuContext& ctx, int64_t rows, int64_t row_elements, const B
   });
 }
 
+// A tensor as one matrix or, where it has one for each expert and they are transposed, as several.
+struct SourceTensor {
+  SourceMatrix matrix;  // the first; its rows are those of the arena
+  int64_t num_matrices = 1;
+  int64_t matrix_stride = 0;  // elements from one to the next
+};
+
 // The token ids in `source`, int32 or int64. Throws InvalidArgument unless each is a token of the
 // vocabulary and occurs once.
 [[nodiscard]] std::vector<int32_t> read_tokens(std::string_view name, const SourceMatrix& source,
@@ -39,7 +46,7 @@ void for_rows(const CpuContext& ctx, int64_t rows, int64_t row_elements, const B
 
 // Converts a tensor into the arena: directly where that is host memory, otherwise through the
 // staging buffer.
-void copy_weight(const CpuContext& ctx, const SourceMatrix& source, DType from,
+void copy_weight(const CpuContext& ctx, const SourceTensor& source, DType from,
                  const NamedWeight& named, const DeviceBuffer& arena);
 
 // The same for a row-major tensor that `read` gives in pieces, to several threads at once. Rethrows
@@ -49,7 +56,7 @@ void copy_weight(const CpuContext& ctx, const ModelBuilder::ReadBytes& read, DTy
 
 // Converts a tensor in the memory of a GPU into the arena. Where the arena is there too, nothing
 // passes through the host.
-void copy_device_weight(const CpuContext& ctx, const SourceMatrix& source, DType from,
+void copy_device_weight(const CpuContext& ctx, const SourceTensor& source, DType from,
                         const NamedWeight& named, const DeviceBuffer& arena);
 
 // Copies a matrix out of the memory of a GPU; its strides stay as they are. `source.data` of the

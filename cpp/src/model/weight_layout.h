@@ -47,8 +47,9 @@ struct NamedWeight {
   int64_t offset = 0;        // bytes from the start of the arena
   bool is_optional = false;  // the model is complete without it
   bool is_filled = false;
-  int64_t repeats = 1;     // kFp8Scales
-  int64_t arena_rows = 0;  // kFp8Scales
+  int64_t repeats = 1;            // kFp8Scales
+  int64_t arena_rows = 0;         // kFp8Scales
+  bool has_exact_scales = false;  // kFp8Scales, once filled (are_exact_scales)
 
   [[nodiscard]] int64_t elements() const {
     int64_t count = 1;
