@@ -199,6 +199,25 @@ def test_speculation_changes_no_token(
     assert min(times["us"]) > 0
 
 
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_experts_that_have_rows_are_counted(driver: str, tmp_path: Path) -> None:
+    source = tiny_models.make(spec("gpt_oss"))
+    path = tiny_models.with_fixed_routing(source, tmp_path / "fixed", [0, 3, 5, 6])
+    with open_llm(path, path, 3, x={"draft_driver": driver}) as llm:
+        generate(llm, 0.0)
+        times, stats = llm._executor.iteration_times(), llm._executor.stats()
+    num_iterations = stats["num_iterations"]
+    # Two layers of the target, and of each of three draft passes where sequences draft.
+    assert times["target_mixture_layers"] == [2] * num_iterations
+    assert set(times["draft_mixture_layers"]) <= {0, 2, 2 * 3}
+    for model in ("target", "draft"):
+        layers, hit = times[f"{model}_mixture_layers"], times[f"{model}_experts_hit"]
+        assert stats[f"num_{model}_mixture_layers"] == sum(layers)
+        # A pass without rows hits none.
+        assert stats[f"num_{model}_experts_hit"] == sum(hit) >= 4 * 2 * num_iterations // 2
+        assert all(seen in range(0, 4 * ran + 1, 4) for seen, ran in zip(hit, layers, strict=True))
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_other_families(family: str, draft: Path) -> None:
     path = tiny_models.make(spec(family))

@@ -219,6 +219,26 @@ def perturbed_copy(directory: Path, out: Path, noise: float, seed: int = 0) -> P
     return out
 
 
+def with_fixed_routing(directory: Path, out: Path, experts: Sequence[int]) -> Path:
+    """A copy of a mixture in which every row of every layer chooses the same experts.
+
+    Args:
+        directory: The checkpoint.
+        out: The folder to write.
+        experts: As many as a row chooses.
+    """
+    copy_checkpoint(directory, out)
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if name.endswith("router.bias"):
+                tensor.zero_()
+                tensor[list(experts)] = 1e4
+
+    edit_tensors(out, change)
+    return out
+
+
 def write_tokenizer(
     path: Path, size: int = 128, *, rename: Mapping[int, str] | None = None
 ) -> None:
