@@ -18,6 +18,10 @@
 
 #include "base/check.h"
 #include "cpp/engine_options.h"
+#include "device/counting_memory.h"
+#include "device/device_arena.h"
+#include "model/activations.h"
+#include "model/decoder_config.h"
 
 namespace paceline {
 namespace {
@@ -167,7 +171,8 @@ std::shared_ptr<const Model> mixture_model(const std::vector<bool>& is_copy, int
   return builder.finish();
 }
 
-// The residual stream that enters layer 1, and the output of the final norm, of a prompt.
+// The residual stream that enters layer 1, which is the work of layer 0, and the output of the
+// final norm, of a prompt.
 std::vector<float> hidden_states(const std::shared_ptr<const Model>& model,
                                  bool use_window_lists = false) {
   ExecutorOptions options = small_engine_options(0);
@@ -206,6 +211,29 @@ TEST(Mixture, OfTwoEqualExpertsThatShareTheWeightEqualsTheirMlp) {
   }
 }
 
+TEST(Mixture, HasActivationsForEveryPlace) {
+  ActivationWidths widths;
+  widths.merge(parse_decoder_config(description("", "")));
+  EXPECT_EQ(widths.gate_up, 2 * kIntermediate);
+  EXPECT_EQ(widths.top_k, 0);
+  // Both models of an engine use the same buffers.
+  widths.merge(parse_decoder_config(description(mixture(6, 3), "")));
+  widths.merge(parse_decoder_config(description(mixture(8, 2), "")));
+  EXPECT_EQ(widths.gate_up, 3 * 2 * kIntermediate);
+  EXPECT_EQ(widths.expert_output, 3 * kHidden);
+  EXPECT_EQ(widths.num_experts, 8);
+  EXPECT_EQ(widths.top_k, 3);
+  CountingMemory memory;
+  DeviceArena arena(memory);
+  static_cast<void>(allocate_activations(arena, /*rows=*/10, widths, DType::kFloat32));
+  // residual, normed, branch; qkv, attention; gate_up, activated; experts' outputs; the logits,
+  // numbers, weights and rows of the experts; and rounding of each buffer.
+  const int64_t per_row = 3 * kHidden + 32 + 16 + 3 * 3 * kIntermediate + 3 * kHidden + 8 + 4 * 3;
+  const int64_t bytes = arena.bytes_by_purpose().find("activations")->second;
+  EXPECT_GE(bytes, (10 * per_row + 9) * 4);
+  EXPECT_LT(bytes, (10 * per_row + 9) * 4 + 14 * 256);
+}
+
 TEST(Sinks, AddToTheSumOfTheSoftmaxInEveryKindOfAttention) {
   const std::string sinks = ", \"has_sinks\": true";
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -215,7 +243,13 @@ TEST(Sinks, AddToTheSumOfTheSoftmaxInEveryKindOfAttention) {
       return hidden_states(dense_model(sinks, std::vector<float>(4, sink)), use_window_lists);
     };
     EXPECT_EQ(with_sinks(-kInfinity), expected);
-    EXPECT_NE(with_sinks(0), expected);
+    // The sliding layer alone, and then both layers.
+    const auto first_half = [](const std::vector<float>& all) {
+      return std::vector<float>(all.begin(), all.begin() + std::ssize(all) / 2);
+    };
+    const std::vector<float> with_zeros = with_sinks(0);
+    EXPECT_NE(first_half(with_zeros), first_half(expected));
+    EXPECT_NE(with_zeros, expected);
     for (const float value : with_sinks(50)) EXPECT_TRUE(std::isfinite(value));
   }
 }
