@@ -47,7 +47,9 @@ TARGETS = {
         "gemma4", k_eq_v=True, shared_layers=0, per_layer_size=0, logit_soft_cap=30.0
     ),
     "gpt_oss": tiny_models.TinySpec("gpt_oss", num_experts=4, top_k=2),
-    "gpt_oss_large": tiny_models.TinySpec("gpt_oss", num_layers=4),
+    "gpt_oss_large": tiny_models.TinySpec("gpt_oss", num_layers=4, quantization="mxfp4"),
+    # q, k and v are rows of one matrix, and each has scales of its own.
+    "qwen3_fp8": tiny_models.TinySpec("qwen3", quantization="fp8_block"),
 }
 # An lm_head without clusters and with them.
 ASSISTANTS = {
