@@ -7,8 +7,10 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <memory>
 #include <new>
 #include <random>
+#include <utility>
 
 #include "common/device_calls.h"
 #include "support/gpu.h"
@@ -45,6 +47,7 @@ using testing::DirectOptions;
 using testing::DirectRunner;
 using testing::expect_same_bits;
 using testing::make_gemma4;
+using testing::make_mixture;
 using testing::random_tokens;
 using testing::same_logprobs;
 using testing::seed_from_env;
@@ -54,24 +57,30 @@ using testing::Trace;
 
 class Cuda : public testing::GpuTest {};
 
-TinyModel small_shape(std::mt19937_64& random) {
+TinyModel small_shape(std::mt19937_64& random, bool is_mixture = false) {
   TinyModel shape{.hidden = 64, .head_dim = 64, .intermediate = 96, .windows = {8, 0, 200}};
   shape.is_gemma = random() % 2 == 0;
   shape.num_kv_heads = std::array{1, 2, 4}[random() % 3];
   shape.has_bias = random() % 3 == 0;
   if (random() % 3 == 0) shape.head_dim = 128;
   if (random() % 6 == 0) shape.head_dim = 256;
-  if (random() % 3 == 0) make_gemma4(shape, random);
+  if (is_mixture) {
+    make_mixture(shape, random);
+  } else if (random() % 3 == 0) {
+    make_gemma4(shape, random);
+  }
   return shape;
 }
 
 TEST_F(Cuda, SameBitsOnEveryPath) {
   const uint64_t first_seed = seed_from_env(1);
-  for (uint64_t seed = first_seed; seed < first_seed + 8; ++seed) {
+  for (uint64_t seed = first_seed; seed < first_seed + 12; ++seed) {
     SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
     std::mt19937_64 random(seed);
     const DType dtype = seed % 4 == 0 ? DType::kFloat32 : DType::kBFloat16;
-    const auto model = tiny_model(small_shape(random), seed, 0, 0, dtype, Device::kCuda);
+    const bool is_mixture = seed % 3 == 0;
+    const auto model =
+        tiny_model(small_shape(random, is_mixture), seed, 0, 0, dtype, Device::kCuda);
     const auto length = static_cast<int32_t>(260 + random() % 60);  // across attention chunks
     const std::vector<int32_t> tokens = random_tokens(random, length, 64);
     DirectOptions options;
@@ -95,20 +104,28 @@ TEST_F(Cuda, SameBitsOnEveryPath) {
   }
 }
 
-// Two devices get the same random traffic, one captured, one eager.
+// Two devices get the same random traffic, one captured, one eager. The rows of a mixture choose
+// other experts in every iteration.
 TEST_F(Cuda, GraphEqualsEager) {
   const uint64_t first_seed = seed_from_env(1);
   constexpr int32_t kSlots = 9;
   constexpr int32_t kMaxLen = 384;
   int64_t num_compared = 0;
   int64_t num_rated = 0;
-  for (const DraftDriver driver :
-       {DraftDriver::kUnrolled, DraftDriver::kReplay, DraftDriver::kWhile}) {
+  int64_t num_rerouted = 0;
+  using Cell = std::pair<DraftDriver, bool>;
+  for (const auto& [driver, is_mixture] : {Cell{DraftDriver::kUnrolled, false},
+                                           {DraftDriver::kReplay, false},
+                                           {DraftDriver::kWhile, false},
+                                           {DraftDriver::kUnrolled, true},
+                                           {DraftDriver::kWhile, true}}) {
     const uint64_t seed = first_seed + static_cast<uint64_t>(driver);
-    SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
+    SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed) + (is_mixture ? " mixture" : ""));
     std::mt19937_64 random(seed);
-    TinyModel shape = small_shape(random);
+    TinyModel shape = small_shape(random, is_mixture);
+    if (is_mixture) shape.num_experts = 40;
     const auto target = tiny_model(shape, seed, 0, 0, DType::kBFloat16, Device::kCuda);
+    const size_t num_layers = shape.windows.size();
     shape.windows = {40, 0};
     const auto draft = tiny_model(shape, seed, 0.02f, seed + 1, DType::kBFloat16, Device::kCuda);
     DirectOptions options;
@@ -125,6 +142,7 @@ TEST_F(Cuda, GraphEqualsEager) {
     const int32_t width = options.num_draft_tokens + 1;
     enum class State { kFree, kDecoding };
     std::vector<State> states(kSlots, State::kFree);
+    int64_t last_hit = 0;
     for (int iteration = 0; iteration < 400; ++iteration) {
       std::vector<int32_t> batch;
       for (int32_t slot = 0; slot < kSlots; ++slot) {
@@ -166,6 +184,13 @@ TEST_F(Cuda, GraphEqualsEager) {
         if (a.outcome != SequenceOutcome::kRunning) states[captured.slot_of_row(i)] = State::kFree;
         ++num_compared;
       }
+      const ExpertCounts counts = captured.runner().experts(captured.last_batch().iteration)[0];
+      const ExpertCounts of_eager = eager.runner().experts(eager.last_batch().iteration)[0];
+      ASSERT_EQ(counts.layers, is_mixture ? static_cast<int64_t>(num_layers) : 0);
+      ASSERT_EQ(counts.layers, of_eager.layers);
+      ASSERT_EQ(counts.experts_hit, of_eager.experts_hit);
+      num_rerouted += counts.experts_hit != last_hit ? 1 : 0;
+      last_hit = counts.experts_hit;
       const IterationBuffers& ca = captured.buffers();
       const IterationBuffers& ea = eager.buffers();
       const int64_t num_drafts = int64_t{kSlots} * options.num_draft_tokens;
@@ -178,17 +203,24 @@ TEST_F(Cuda, GraphEqualsEager) {
     }
     ASSERT_EQ(captured.pool_bytes(), eager.pool_bytes());
   }
-  EXPECT_GT(num_compared, 3000);
-  EXPECT_GT(num_rated, 1000);
+  EXPECT_GT(num_compared, 5000);
+  EXPECT_GT(num_rated, 1600);
+  EXPECT_GT(num_rerouted, 400);  // of 800 iterations of mixtures
 }
 
 TEST_F(Cuda, NothingAllocatesAndNothingWaits) {
   std::mt19937_64 random(5);
-  const TinyModel shape{.hidden = 64, .head_dim = 64, .intermediate = 96, .windows = {8, 0}};
-  const auto model = tiny_model(shape, 3, 0, 0, DType::kBFloat16, Device::kCuda);
-  for (const DraftDriver driver :
-       {DraftDriver::kUnrolled, DraftDriver::kReplay, DraftDriver::kWhile}) {
-    SCOPED_TRACE("driver " + std::to_string(static_cast<int>(driver)));
+  TinyModel shape{.hidden = 64, .head_dim = 64, .intermediate = 96, .windows = {8, 0}};
+  const auto dense = tiny_model(shape, 3, 0, 0, DType::kBFloat16, Device::kCuda);
+  make_mixture(shape, random);
+  const auto mixture = tiny_model(shape, 3, 0, 0, DType::kBFloat16, Device::kCuda);
+  using Cell = std::pair<DraftDriver, std::shared_ptr<const Model>>;
+  for (const auto& [driver, model] : {Cell{DraftDriver::kUnrolled, dense},
+                                      {DraftDriver::kReplay, dense},
+                                      {DraftDriver::kWhile, dense},
+                                      {DraftDriver::kUnrolled, mixture}}) {
+    SCOPED_TRACE("driver " + std::to_string(static_cast<int>(driver)) +
+                 (model == mixture ? " mixture" : ""));
     DirectOptions options;
     options.driver = driver;
     options.max_seqs = 5;
