@@ -42,6 +42,7 @@ LEAST_COMPARED = 40  # iterations of all sequences together
 LLAMA = TinySpec("llama", seed=3, num_layers=8)
 QWEN3 = TinySpec("qwen3", seed=3, num_layers=8)
 GEMMA3 = TinySpec("gemma3", seed=3, num_layers=6)
+GPT_OSS = TinySpec("gpt_oss", seed=3, num_layers=8)
 
 CASES: dict[str, tuple[TinySpec, EagleSpec]] = {
     "eagle": (LLAMA, EagleSpec("eagle")),
@@ -79,6 +80,23 @@ CASES: dict[str, tuple[TinySpec, EagleSpec]] = {
     "speculators, narrow, two states": (
         LLAMA,
         EagleSpec("speculators", hidden_size=48, aux_layers=(1, 6), num_aux=2),
+    ),
+    # The two published layouts of draft heads for GPT-OSS-20B.
+    "speculators on gpt-oss, one norm before fc": (
+        GPT_OSS,
+        EagleSpec(
+            "speculators",
+            norm_before_residual=True,
+            norm_before_fc=True,
+            rope_theta=10_000.0,
+            draft_vocab_size=64,
+        ),
+    ),
+    "speculators on gpt-oss, fewer draft ids": (
+        GPT_OSS,
+        EagleSpec(
+            "speculators", norm_before_residual=True, rope_theta=500_000.0, draft_vocab_size=32
+        ),
     ),
 }
 

@@ -100,6 +100,20 @@ def test_the_engine_counts_every_pass(tmp_path: Path) -> None:
     assert stats["num_target_experts_hit"] > 2 * 3 * (iterations - 3)
 
 
+def test_uniform_routing_hits_as_many_experts_as_chance_does(tmp_path: Path) -> None:
+    """Dummy weights route nearly uniformly: E (1 - (1 - k / E)^T) experts have rows."""
+    spec = replace(GPT_OSS, num_experts=32, top_k=4, num_layers=4, vocab_size=512)
+    source = tiny_models.make(replace(spec, tokenizer_size=0))
+    config = tmp_path / "config.json"
+    config.write_text((source / "config.json").read_text())
+    target = models.load(str(tmp_path), dummy=True)
+    for c in (1, 4, 16):
+        work = latency.Workload(c, 4, 40, {"temperature": 1.0})
+        (row,) = latency.measure(target, None, None, [work], rounds=2)
+        expected = 32 * (1 - (1 - 4 / 32) ** c)
+        assert row.target_experts == pytest.approx(expected, rel=0.1), c
+
+
 def test_reports_have_the_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tiny_models.with_fixed_routing(tiny_models.make(GPT_OSS), tmp_path / "fixed", [1, 4, 6])
     out = tmp_path / "bench.json"
