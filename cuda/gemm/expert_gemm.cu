@@ -10,11 +10,7 @@ namespace cuda {
 template <>
 void launch_expert_gemm<WeightFormat::kPlain>(CudaContext& ctx, const ExpertGemmParams& p,
                                               const int32_t* num_rows) {
-  constexpr WeightFormat kFormat = WeightFormat::kPlain;
-  const int32_t rows = rows_to_expect(p);
-  if (rows <= 16) return launch_expert_shape<ExpertShape<kFormat, 1, 16>>(ctx, p, num_rows);
-  if (rows <= 64) return launch_expert_shape<ExpertShape<kFormat, 1, 64>>(ctx, p, num_rows);
-  launch_expert_shape<ExpertShape<kFormat, 1, 128>>(ctx, p, num_rows);
+  launch_expert_format<WeightFormat::kPlain>(ctx, p, num_rows);
 }
 
 void launch_any_format(CudaContext& ctx, const ExpertGemmParams& p, const int32_t* num_rows) {

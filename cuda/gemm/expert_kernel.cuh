@@ -45,6 +45,7 @@ struct ExpertGemmArgs {
   int32_t n;
   int32_t k;
   int32_t num_stages;
+  uint64_t weight_policy;  // of L2
 };
 
 template <WeightFormat format>
@@ -122,14 +123,14 @@ class TokenCopier {
 // Announces and requests a stage's weights; called by one thread.
 template <class Shape>
 __device__ __forceinline__ void request_weights(const Ring<Shape>& ring, const CUtensorMap* map,
-                                                int32_t block, int32_t stage,
-                                                const ExpertTile& tile) {
+                                                const ExpertTile& tile, int32_t block,
+                                                int32_t stage, uint64_t policy) {
   barrier_expect(&ring.full[stage], ring.arriving_bytes);
 #pragma unroll
   for (int32_t box = 0; box < Shape::kBoxes; ++box) {
     copy_box(ring.weights(stage) + box * Shape::kWeights * Shape::kBoxBytes, map,
              (block * Shape::kBoxes + box) * Shape::kBoxBytes, tile.column_tile * Shape::kWeights,
-             tile.expert, &ring.full[stage], kEvictFirst);
+             tile.expert, &ring.full[stage], policy);
   }
 }
 
@@ -154,7 +155,7 @@ __device__ __forceinline__ void produce(const Ring<Shape>& ring, const CUtensorM
     // The first round finds the stages empty.
     if (block >= ring.num_stages) barrier_wait(&ring.empty[stage], parity);
     if (thread == 0 && block >= num_requested) {
-      request_weights<Shape>(ring, map, block, stage, tile);
+      request_weights<Shape>(ring, map, tile, block, stage, args.weight_policy);
     }
     copier.copy(ring.tokens(stage), block);
     cp_async_commit();
@@ -235,10 +236,8 @@ __device__ __forceinline__ void consume(const Ring<Shape>& ring, int32_t num_blo
       if constexpr (!Shape::kIsPlain) {
         const WeightFragments<Shape::kFormat> fragments(row_in_tile);
         const auto load = [&]<bool kIsTwice>() {
-          fragments.template load<kIsTwice>(
-              a[half], ring.weights(stage), half, [&](int32_t i, int32_t piece) {
-                return scales.template of<kIsTwice>(i, block, half, piece);
-              });
+          fragments.template load<kIsTwice>(a[half], ring.weights(stage), half,
+                                            scales.template multipliers<kIsTwice>(block, half));
         };
         is_twice ? load.template operator()<true>() : load.template operator()<false>();
       }
@@ -288,12 +287,17 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   __shared__ uint64_t full[kMaxStages];
   __shared__ uint64_t empty[kMaxStages];
   __shared__ bool has_large_scale;
-  const Ring<Shape> ring = {.data = reinterpret_cast<std::byte*>(
-                                (reinterpret_cast<uintptr_t>(storage) + 1023) & ~uintptr_t{1023}),
-                            .full = full,
-                            .empty = empty,
-                            .num_stages = args.num_stages,
-                            .arriving_bytes = Shape::kSteps * Shape::kWeightBytes};
+  const Ring<Shape> ring = {
+      // Aligned for the swizzle. The sum of a shared array and an offset is in shared memory for
+      // the
+      // compiler; from a pointer made of an integer it would load by slower instructions.
+      .data = storage + (-shared_address(storage) & 1023u),
+      .full = full,
+      .empty = empty,
+      .num_stages = args.num_stages,
+      .arriving_bytes = Shape::kSteps * Shape::kWeightBytes};
+  // Two sets of accumulators of two wide warpgroups; the producers give them some registers.
+  constexpr bool kMovesRegisters = kHasTileSums && Shape::kThreads == 384;
   const bool is_mixture = args.rows.expert_begin != nullptr;
   const int32_t num_blocks = (args.k + Shape::kStageDepth - 1) / Shape::kStageDepth;
   const auto thread = static_cast<int32_t>(threadIdx.x);
@@ -319,10 +323,11 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     if (tile.num_rows == 0) return;
   }
   if (thread >= Shape::kConsumers) {
+    if constexpr (kMovesRegisters) give_registers<88>();
     const int32_t num_ahead = min(args.num_stages, num_blocks);
     if (thread == Shape::kConsumers) {
       for (int32_t block = 0; block < num_ahead; ++block) {
-        request_weights<Shape>(ring, &weight_map, block, block, tile);
+        request_weights<Shape>(ring, &weight_map, tile, block, block, args.weight_policy);
       }
     }
     if (!is_mixture) {
@@ -333,6 +338,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     return;
   }
 
+  if constexpr (kMovesRegisters) take_registers<208>();
   Accumulators<Shape> sums = {};
   const int32_t lane = thread % 32;
   const int32_t row_in_tile = thread / 32 * 16 + lane / 4;

@@ -72,19 +72,21 @@ class WeightScales<WeightFormat::kMxfp4> {
     return is_large;
   }
 
-  // The multiplier of row `row_in_tile + 8 i` in 32 columns of stage `stage`.
+  // What multiplies a half of stage `stage`: of(i, piece) is for row `row_in_tile + 8 i` and the
+  // half's 32 columns `piece`.
   template <bool kIsTwice>
-  __device__ __forceinline__ Multiplier of(int32_t i, int32_t stage, int32_t half,
-                                           int32_t piece) const {
-    // A bfloat16 2^e has the bits (e + 127) << 7; the scale is 2^(byte - 127), or 2^-127, which is
-    // subnormal.
-    constexpr uint32_t kOne = 0x00800080u;
-    const uint32_t byte = row_[i * row_step_ + 4 * stage + 2 * half + piece];
-    if constexpr (kIsTwice) {
-      return {.first = twice(Bits::kPower), .second = byte == 0 ? kOne / 2 : byte * kOne};
-    } else {
-      return {.first = byte * kOne + 126 * kOne, .second = 0};
-    }
+  __device__ __forceinline__ auto multipliers(int32_t stage, int32_t half) const {
+    return [this, at = 4 * stage + 2 * half](int32_t i, int32_t piece) -> Multiplier {
+      // A bfloat16 2^e has the bits (e + 127) << 7; the scale is 2^(byte - 127), or 2^-127, which
+      // is subnormal.
+      constexpr uint32_t kOne = 0x00800080u;
+      const uint32_t byte = row_[i * row_step_ + at + piece];
+      if constexpr (kIsTwice) {
+        return {.first = twice(Bits::kPower), .second = byte == 0 ? kOne / 2 : byte * kOne};
+      } else {
+        return {.first = byte * kOne + 126 * kOne, .second = 0};
+      }
+    };
   }
 
  private:
@@ -130,14 +132,9 @@ class WeightScales<WeightFormat::kFp8> {
   }
 
   template <bool kIsTwice>
-  __device__ __forceinline__ Multiplier of(int32_t i, int32_t stage, int32_t /*half*/,
-                                           int32_t /*piece*/) const {
-    using Bits = ElementBits<WeightFormat::kFp8>;
-    const float value = is_in_values_ ? scale(i, stage) : 1.0f;
-    if (kIsTwice && fabsf(value) > Bits::kMaxScale) {
-      return {.first = twice(Bits::kPower), .second = twice(value)};
-    }
-    return {.first = twice(value * Bits::kPower), .second = twice(1.0f)};
+  __device__ __forceinline__ auto multipliers(int32_t stage, int32_t /*half*/) const {
+    return [low = multiplier<kIsTwice>(0, stage), high = multiplier<kIsTwice>(1, stage)](
+               int32_t i, int32_t /*piece*/) { return i == 0 ? low : high; };
   }
 
   // The scale of row `row_in_tile + 8 i` in stage `stage`.
@@ -149,6 +146,16 @@ class WeightScales<WeightFormat::kFp8> {
   static constexpr __host__ __device__ int32_t num_table_rows(int32_t tile_rows,
                                                               const ScaleArgs& args) {
     return (tile_rows + (1 << args.row_shift) - 1) >> args.row_shift;
+  }
+
+  template <bool kIsTwice>
+  __device__ __forceinline__ Multiplier multiplier(int32_t i, int32_t stage) const {
+    using Bits = ElementBits<WeightFormat::kFp8>;
+    const float value = is_in_values_ ? scale(i, stage) : 1.0f;
+    if (kIsTwice && fabsf(value) > Bits::kMaxScale) {
+      return {.first = twice(Bits::kPower), .second = twice(value)};
+    }
+    return {.first = twice(value * Bits::kPower), .second = twice(1.0f)};
   }
 
   float* table_;

@@ -62,6 +62,7 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
 // --- Bulk tensor copy ------------------------------------------------------------------------
 
 // Cache policies as 64-bit operands: weights are read once and evicted first, activations last.
+inline constexpr uint64_t kEvictNormal = 0x1000000000000000ull;
 inline constexpr uint64_t kEvictFirst = 0x12F0000000000000ull;
 inline constexpr uint64_t kEvictLast = 0x14F0000000000000ull;
 
@@ -113,6 +114,17 @@ __device__ __forceinline__ uint64_t tile_descriptor(const void* tile) {
   constexpr uint64_t kGroupStride = uint64_t{1024 >> 4} << 32;
   constexpr uint64_t kIgnored = uint64_t{1} << 16;  // the leading offset, with this swizzle
   return kSwizzle128 | kGroupStride | kIgnored | ((shared_address(tile) & 0x3FFFFu) >> 4);
+}
+
+// Changes the registers of each thread of the calling warpgroup, a multiple of 8. The warpgroups of
+// a block share those that it was launched with.
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
 // Added to a descriptor: the same tile 16 columns (32 bytes) further on.
