@@ -17,6 +17,7 @@
 #include "base/check.h"
 #include "support/described_model.h"
 #include "support/errors.h"
+#include "support/format_tensors.h"
 #include "support/safetensors_writer.h"
 
 namespace paceline {
@@ -63,6 +64,40 @@ TEST_F(Folder, GivesTheSameBytesAsPut) {
       }
     }
   }
+}
+
+// The tensors of a description with every format, as a folder's file.
+std::string format_safetensors(const testing::FormatTensors& tensors) {
+  std::vector<test::WrittenTensor> written;
+  for (const auto& [name, t] : tensors) {
+    const std::string_view dtype = t.dtype == DType::kUInt8        ? "U8"
+                                   : t.dtype == DType::kFloat8E4M3 ? "F8_E4M3"
+                                   : t.dtype == DType::kFloat32    ? "F32"
+                                                                   : "BF16";
+    written.push_back({name, std::string(dtype), t.shape, t.bytes});
+  }
+  return safetensors_bytes(written);
+}
+
+TEST_F(Folder, ReadsFormats) {
+  const std::string config = testing::mixture_config();
+  testing::FormatTensors tensors = testing::format_tensors(config, 1);
+  ModelBuilder builder(config, DType::kBFloat16);
+  testing::put_all(builder, tensors);
+  const auto expected = builder.finish();
+  const std::string part =
+      concat(R"({"weights": "t", "dtype": "bfloat16", "config": )", config, "}");
+  describe(
+      concat(R"({"format": "paceline-folder-1", "stop_token_ids": [], "target": )", part, "}"));
+  write_file(folder_.file("t"), format_safetensors(tensors));
+  const ModelFolder folder = load_model_folder(folder_.path());
+  EXPECT_TRUE(
+      std::ranges::equal(model_weight_arena(*folder.target), model_weight_arena(*expected)));
+
+  tensors.at("layers.0.mlp.experts.down.scales").bytes[3] = '\xff';
+  write_file(folder_.file("t"), format_safetensors(tensors));
+  EXPECT_THAT(error(), HasSubstr(folder_.file("t") +
+                                 ": 'layers.0.mlp.experts.down.scales'[0, 1, 0] is 255"));
 }
 
 TEST_F(Folder, ReadsADrafterAndLinksInside) {
