@@ -38,6 +38,7 @@ namespace reference = testing::reference;
 using testing::all_heads;
 using testing::by_windows;
 using testing::DirectRunner;
+using testing::expect_same_bits;
 using testing::Job;
 using testing::make_mixture;
 using testing::mix_sampling;
@@ -58,7 +59,8 @@ using testing::TinyModel;
 using testing::Trace;
 
 // Windows and full attention alternate, as in GPT-OSS.
-const TinyModel kMixture{.windows = {8, 0, 8, 0},
+const TinyModel kMixture{.intermediate = 64,
+                         .windows = {8, 0, 8, 0},
                          .is_gemma = false,
                          .has_bias = true,
                          .has_sinks = true,
@@ -288,9 +290,26 @@ TEST(EngineMixture, LogitsMatchTheReferenceAndPlantedFaultsGoRed) {
       p->weight.data_stride -= p->weight.first.row_bytes();
     }
   };
+  // A scale of the last expert is twice as large, in every row.
+  const auto doubles_scale = [](Program& program) {
+    static std::list<std::vector<std::byte>> all;
+    for (auto* p : program.params_of<ExpertGemmParams>(expert_gemm)) {
+      const ExpertMatrices& experts = p->weight;
+      const int64_t size = experts.num_experts * experts.scales_stride;
+      std::vector<std::byte>& scales =
+          all.emplace_back(experts.first.scales, experts.first.scales + size);
+      const int64_t per_row = experts.first.k / kMxfp4Columns;
+      for (int64_t at = size - experts.scales_stride; at < size; at += per_row) {
+        scales[static_cast<size_t>(at)] =
+            static_cast<std::byte>(std::to_integer<int>(scales[static_cast<size_t>(at)]) + 1);
+      }
+      p->weight.first.scales = scales.data();
+    }
+  };
   for (const uint64_t seed : {1, 2, 3}) {
     TinyModel shape = kMixture;
     shape.is_interleaved = seed != 2;
+    shape.is_mxfp4 = seed == 3;
     const RawModel raw = random_raw_model(tiny_config_json(shape), seed);
     const auto model = raw.build();
     std::mt19937_64 random(seed);
@@ -308,6 +327,26 @@ TEST(EngineMixture, LogitsMatchTheReferenceAndPlantedFaultsGoRed) {
     EXPECT_GT(error(shifts_places), 100 * kBound);
     EXPECT_GT(error(takes_other_bias), 100 * kBound);
     EXPECT_GT(error(starts_early), 100 * kBound);
+    if (shape.is_mxfp4) {
+      EXPECT_GT(error(doubles_scale), 100 * kBound);
+    }
+  }
+}
+
+// The scales of mxfp4 are powers of two, so its values are exact.
+TEST(EngineMixture, Mxfp4ExpertsGiveTheBitsOfPlainOnes) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    TinyModel shape = kMixture;
+    shape.is_mxfp4 = true;
+    const RawModel raw = random_raw_model(tiny_config_json(shape), 4);
+    shape.is_mxfp4 = false;
+    RawModel plain = raw;
+    plain.json = tiny_config_json(shape);
+    plain.config = parse_decoder_config(plain.json);
+    std::mt19937_64 random(4);
+    const std::vector<int32_t> tokens = random_tokens(random, 60, 64);
+    expect_same_bits(by_windows(raw.build(dtype), tokens, 20, 4, {}),
+                     by_windows(plain.build(dtype), tokens, 20, 4, {}));
   }
 }
 

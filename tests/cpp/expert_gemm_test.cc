@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <ostream>
 #include <string>
 #include <vector>
 
@@ -40,6 +41,8 @@ constexpr Format kFormats[] = {{"float32", kF},
                                {"fp8, tiles", kB, WeightFormat::kFp8, 8, 64},
                                {"fp8, tiles in float32", kF, WeightFormat::kFp8, 8, 64}};
 
+void PrintTo(const Format& f, std::ostream* out) { *out << f.name; }
+
 std::string test_name(const ::testing::TestParamInfo<Format>& info) {
   std::string name = info.param.name;
   std::erase(name, ',');
@@ -66,7 +69,9 @@ Matrices random_matrices(Random& random, const Format& f, int32_t num_experts, i
   Matrices m;
   WeightMatrix& first = m.experts.first;
   first = {.n = n, .k = k, .dtype = f.dtype, .format = f.format, .scale_rows = f.scale_rows};
-  first.scale_cols = f.format != WeightFormat::kFp8 ? 0 : f.scale_cols > 0 ? f.scale_cols : k;
+  first.scale_cols = f.format != WeightFormat::kFp8 ? 0
+                     : f.scale_cols > 0             ? std::min(f.scale_cols, k)
+                                                    : k;
   first.has_exact_scales = f.has_exact_scales;
   m.experts.num_experts = num_experts;
   m.experts.data_stride = (n * first.row_bytes() + 63) / 64 * 64 + 64;

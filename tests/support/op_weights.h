@@ -69,7 +69,7 @@ class WeightArrays {
     m = {.n = n, .k = k, .dtype = spec.dtype, .format = spec.format};
     if (spec.format == WeightFormat::kFp8) {
       m.scale_rows = spec.scale_rows;
-      m.scale_cols = spec.scale_cols > 0 ? spec.scale_cols : k;
+      m.scale_cols = spec.scale_cols > 0 ? std::min(spec.scale_cols, k) : k;
       m.has_exact_scales = spec.has_exact_scales;
     }
     if (spec.format == WeightFormat::kPlain) {

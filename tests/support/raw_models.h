@@ -19,6 +19,7 @@
 
 #include "base/overloaded.h"
 #include "model/decoder_config.h"
+#include "support/mxfp4_weights.h"
 #include "support/tiny_models.h"
 
 namespace paceline::testing {
@@ -27,6 +28,11 @@ struct RawTensor {
   std::vector<int64_t> shape;
   std::vector<float> values;
 };
+
+[[nodiscard]] inline bool has_mxfp4_experts(const DecoderConfig& config) {
+  const auto* const mixture = std::get_if<MoeMlp>(&config.layers[0].mlp);
+  return mixture != nullptr && mixture->expert.gate_up.format == WeightFormat::kMxfp4;
+}
 
 struct RawModel {
   std::string json;
@@ -41,7 +47,11 @@ struct RawModel {
                                                    Device device = Device::kCpu) const {
     ModelBuilder builder(json, dtype, device);
     for (const auto& [name, tensor] : tensors) {
-      builder.put(name, DType::kFloat32, tensor.shape, {}, tensor.values.data());
+      if (has_mxfp4_experts(config) && is_expert_matrix(name)) {
+        put_mxfp4(builder, name, tensor.shape, tensor.values);
+      } else {
+        builder.put(name, DType::kFloat32, tensor.shape, {}, tensor.values.data());
+      }
     }
     const auto put_tokens = [&](const char* name, const std::vector<int64_t>& tokens) {
       if (tokens.empty()) return;
@@ -210,6 +220,9 @@ inline RawModel random_raw_model(std::string json, uint64_t seed) {
     for (int64_t i = 0; i < count; ++i) {
       tensor.values.push_back((is_norm ? 1.0f - model.config.norm_weight_offset : 0.0f) +
                               std_dev * normal(random));
+    }
+    if (has_mxfp4_experts(model.config) && is_expert_matrix(name)) {
+      tensor.values = mxfp4_values(to_mxfp4(tensor.values));
     }
   }
   return model;

@@ -18,6 +18,7 @@
 
 #include "model/decoder_config.h"
 #include "model/model_impl.h"
+#include "support/mxfp4_weights.h"
 
 namespace paceline::testing {
 
@@ -46,6 +47,7 @@ struct TinyModel {
   int32_t num_experts = 0;
   int32_t top_k = 2;
   bool is_interleaved = true;
+  bool is_mxfp4 = false;  // the experts' matrices; hidden and intermediate are multiples of 32
   float router_bias_scale = 1;  // a large one sends every row to the same experts
 };
 
@@ -58,6 +60,12 @@ inline void make_mixture(TinyModel& m, std::mt19937_64& random) {
   m.num_experts = std::array{1, 4, 8, 40}[random() % 4];
   m.top_k = static_cast<int32_t>(1 + random() % static_cast<uint64_t>(std::min(4, m.num_experts)));
   m.is_interleaved = random() % 3 != 0;
+  m.is_mxfp4 = m.hidden % 32 == 0 && random() % 2 == 0;
+  if (m.is_mxfp4) m.intermediate = 64;
+}
+
+[[nodiscard]] inline bool is_expert_matrix(const std::string& name) {
+  return name.find(".experts.") != std::string::npos && name.ends_with(".weight");
 }
 
 // Makes a Gemma 4 of a shape, with switches at random and its layers twice over, so that some of
@@ -162,7 +170,9 @@ inline std::string tiny_config_json(const TinyModel& m) {
       out << R"(,"activation":"swiglu_oai","alpha":1.702,"limit":7,"has_bias":true,"num_experts":)"
           << m.num_experts << R"(,"top_k":)" << m.top_k
           << R"(,"router":"softmax_of_chosen","has_router_bias":true,"interleaved":)"
-          << boolean(m.is_interleaved) << "}}";
+          << boolean(m.is_interleaved);
+      if (m.is_mxfp4) out << R"(,"gate_up":{"format":"mxfp4"},"down":{"format":"mxfp4"})";
+      out << "}}";
     } else {
       out << R"(,"activation":")" << (m.is_gemma ? "gelu_tanh" : "silu")
           << R"(","has_bias":false}})";
@@ -202,7 +212,11 @@ inline std::shared_ptr<const Model> tiny_model(const TinyModel& m, uint64_t seed
     if (name == "embed.weight" && m.nan_token >= 0) {
       std::fill_n(values.begin() + int64_t{m.nan_token} * m.hidden, m.hidden, std::nanf(""));
     }
-    builder.put(name, DType::kFloat32, shape, {}, values.data());
+    if (m.is_mxfp4 && is_expert_matrix(name)) {
+      put_mxfp4(builder, name, shape, values);
+    } else {
+      builder.put(name, DType::kFloat32, shape, {}, values.data());
+    }
   };
   put("embed.weight", {m.vocab_size, m.hidden});
   if (!m.is_gemma) put("lm_head.weight", {m.vocab_size, m.hidden});
