@@ -20,7 +20,7 @@ from paceline.loader import (
     open_checkpoint,
     open_drafter,
 )
-from paceline.loader.binding import BoundTensor
+from paceline.loader.binding import BoundTensor, value_error
 from paceline.loader.checkpoint import OpenedModel, widened
 from paceline.loader.state_dict import MemoryTensors
 from paceline.speculative_config import SpeculativeConfig
@@ -147,13 +147,18 @@ def update_weights(
         )
     opened = _reopen(target, state_dict, "state_dict")
     updates = [(target.model, _named_tensors(opened))]
+    tensors = opened.tensors
     new_target = _renewed(target, opened)
     new_draft = draft
     if draft_state_dict is not None and draft is not None:
         opened = _reopen(draft, draft_state_dict, "draft_state_dict", new_target)
         updates.append((draft.model, _named_tensors(opened)))
+        tensors += opened.tensors
         new_draft = _renewed(draft, opened)
-    num_requests = executor.while_idle(lambda: _core.update_models(updates))
+    try:
+        num_requests = executor.while_idle(lambda: _core.update_models(updates))
+    except ValueError as error:
+        raise value_error(error, tensors) from None
     if num_requests > 0:
         raise BusyError(
             f"update_weights: {num_requests} request{' runs' if num_requests == 1 else 's run'} or "

@@ -12,6 +12,7 @@ import pytest
 import tiny_models
 from paceline import _core
 from paceline.loader import load_checkpoint
+from paceline.loader.checkpoint import open_checkpoint
 from paceline.loader.convert import convert
 from tiny_models import TinySpec, describe, make, read_json
 
@@ -30,6 +31,12 @@ SPECS = [
     TinySpec("gemma4", dtype="bfloat16", hidden_size=72),
     TinySpec("gemma4", k_eq_v=True, shared_layers=2, attention_bias=True, tied=False),
     TinySpec("qwen3", vocab_size=131, hidden_size=70, intermediate_size=33, dtype="float16"),
+    TinySpec("gpt_oss", dtype="bfloat16"),
+    TinySpec("gpt_oss", quantization="mxfp4", dtype="bfloat16", shards=2),
+    # More rows and columns than a block, and parts of q, k and v that are smaller.
+    TinySpec("qwen3", quantization="fp8_block", dtype="bfloat16", intermediate_size=288),
+    TinySpec("llama", quantization="fp8_row"),
+    TinySpec("gemma3", quantization="fp8_tensor", exact_scales=True),
 ]
 
 
@@ -99,20 +106,25 @@ def test_description_is_that_of_the_loader(tmp_path: Path) -> None:
     assert written["embed_scale"] == 8.5, "rounded to bfloat16"
 
 
-def test_safetensors_package_reads_what_is_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", [None, "fp8_row", "mxfp4"])
+def test_safetensors_package_reads_what_is_written(
+    quantization: str | None, tmp_path: Path
+) -> None:
     """An independent reader: the header is valid and the values are those of the source."""
     import torch
     from safetensors.torch import load_file
 
-    path = make(TinySpec("qwen3", dtype="bfloat16", shards=2))
+    family = "gpt_oss" if quantization == "mxfp4" else "qwen3"
+    path = make(TinySpec(family, dtype="bfloat16", shards=2, quantization=quantization))
     out = convert(path, tmp_path / "out", progress=False)
     written = load_file(out / "target.safetensors")
     source = tiny_models.load_tensors(path)
-    assert len(written) == len(source)
-    assert torch.equal(
-        written["layers.1.attn.k.weight"], source["model.layers.1.self_attn.k_proj.weight"]
-    )
-    assert torch.equal(written["final_norm.weight"], source["model.norm.weight"])
+    specs = open_checkpoint(path).tensors
+    assert len(written) == len(source) == len(specs)
+    for tensor in specs:
+        ours, theirs = written[tensor.spec.name], source[tensor.source]
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
 def test_empty_folder_is_taken(tmp_path: Path) -> None:

@@ -13,9 +13,12 @@ import pytest
 
 from errors import raises
 from hf_configs import GEMMA3, GEMMA4, LLAMA, QWEN3
-from paceline import loader
+from paceline import LLM, loader
 from paceline._core import ModelFileError
 from paceline.loader.checkpoint import open_checkpoint
+from paceline.loader.convert import convert
+from paceline.loader.section import Section
+from paceline.loader.state_dict import StateDict
 from quantized_models import (
     METHODS,
     dequantize,
@@ -25,7 +28,7 @@ from quantized_models import (
     to_fp8,
     to_mxfp4,
 )
-from tiny_models import TinySpec, edit_config, edit_tensors, load_tensors, make
+from tiny_models import TinySpec, edit_config, edit_tensors, load_tensors, make, read_json
 
 FP8_METHODS = METHODS[1:]
 BLOCK = {"format": "fp8", "scales": [128, 128]}
@@ -328,6 +331,7 @@ def test_a_hostile_expression_is_not_slow() -> None:
 
 
 UP = "model.layers.0.mlp.up_proj"
+LAYER = "model.layers.1."
 
 
 @pytest.mark.parametrize(
@@ -368,6 +372,85 @@ def test_refused_tensors(method: str, edit: Any, parts: Any, copy_of: Callable[.
     edit_tensors(path, edit)
     with raises(ModelFileError, path / "model.safetensors", *parts):
         open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "canonical", "value", "parts"),
+    [
+        (
+            "mxfp4",
+            "mlp.experts.down_proj_scales",
+            "mlp.experts.down.scales",
+            255,
+            ("[0, 0, 5] is 255, which is NaN", "0 to 254"),
+        ),
+        (
+            "fp8_block",
+            "mlp.up_proj.weight_scale_inv",
+            "mlp.up.scales",
+            float("-inf"),
+            ("[5, 0] is -inf", "finite scales"),
+        ),
+        (
+            "fp8_row",
+            "self_attn.k_proj.weight_scale",
+            "attn.k.scales",
+            float("inf"),
+            ("[5, 0] is inf", "finite scales"),
+        ),
+        (
+            "fp8_tensor",
+            "mlp.down_proj.weight_scale",
+            "mlp.down.scales",
+            float("nan"),
+            ("[0] is nan", "finite scales"),
+        ),
+    ],
+)
+def test_scales_that_are_no_numbers(
+    method: str,
+    name: str,
+    canonical: str,
+    value: float,
+    parts: tuple[str, ...],
+    copy_of: Callable[..., Path],
+) -> None:
+    """The same in a folder, in memory and in a converted folder, whose names are canonical."""
+    family = "gpt_oss" if method == "mxfp4" else "qwen3"
+    spec = TinySpec(family, quantization=method, intermediate_size=768, num_layers=2)
+    path = copy_of(spec)
+
+    def spoil(tensors: dict[str, Any]) -> None:
+        scales = tensors[f"{LAYER}{name}"]
+        scales.view(-1)[min(5, scales.numel() - 1)] = value
+
+    edit_tensors(path, spoil)
+    shown = f"tensor '{LAYER}{name}'"
+    with raises(ModelFileError, f"{path / 'model.safetensors'}: {shown}", *parts):
+        loader.load_checkpoint(path, progress=False)
+    tensors = load_tensors(path)
+    with raises(ModelFileError, f"state_dict: {shown}", *parts):
+        loader.load_checkpoint(
+            StateDict(Section(read_json(path / "config.json"), "config"), tensors, "state_dict"),
+            progress=False,
+        )
+    out = convert(path, path.parent / "out", progress=False)
+    shown = f"'layers.1.{canonical}'"
+    with raises(ModelFileError, f"{out / 'target.safetensors'}: {shown}", *parts):
+        loader.load_checkpoint(out, progress=False)
+
+
+def test_an_update_with_a_scale_that_is_no_number_changes_nothing() -> None:
+    path = make(TinySpec("qwen3", quantization="fp8_row"))
+    tensors = load_tensors(path)
+    tensors[f"{LAYER}mlp.up_proj.weight_scale"][3] = float("nan")
+    with LLM(
+        path, device="cpu", max_num_seqs=2, kv_cache_bytes=8 << 20, show_progress=False
+    ) as llm:
+        before = llm.target.model.arena()
+        with raises(ModelFileError, "state_dict: tensor", "weight_scale'[3, 0] is nan"):
+            llm.update_weights(tensors)
+        assert llm.target.model.arena() == before
 
 
 def test_scales_that_the_configuration_does_not_name(copy_of: Callable[..., Path]) -> None:

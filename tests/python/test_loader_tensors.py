@@ -141,7 +141,7 @@ def test_unsupported_stored_dtype(copy_of: Callable[..., Path]) -> None:
         open_checkpoint(path)
 
 
-@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gemma4"])
 @pytest.mark.parametrize("prefix", ["model.", "language_model.model.", "model.language_model.", ""])
 def test_prefixes(family: str, prefix: str) -> None:
     checkpoint = open_checkpoint(make(TinySpec(family, prefix=prefix)))

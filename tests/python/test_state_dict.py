@@ -6,6 +6,7 @@ The reference is the loader of folders, which other tests compare with transform
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -30,6 +31,14 @@ FAMILIES = {
     "gemma3": TinySpec("gemma3"),
     "gemma4": TinySpec("gemma4"),
     "gemma4_dense": TinySpec("gemma4", k_eq_v=True, shared_layers=0, per_layer_size=0),
+    "gpt_oss": TinySpec("gpt_oss"),
+}
+# With scales: as the tensors of files, not as modules of transformers.
+SCALED = {
+    "mxfp4": TinySpec("gpt_oss", quantization="mxfp4"),
+    "fp8_block": TinySpec("qwen3", quantization="fp8_block", dtype="bfloat16"),
+    "fp8_row": TinySpec("llama", quantization="fp8_row"),
+    "fp8_tensor": TinySpec("gemma3", quantization="fp8_tensor", dtype="bfloat16"),
 }
 ENGINE: dict[str, Any] = {
     "device": "cpu", "max_num_seqs": 2, "max_model_len": 64, "kv_cache_bytes": 8 << 20,
@@ -81,6 +90,23 @@ def test_module_equals_its_folder(family: str, dtype: str, tmp_path: Path) -> No
         assert loaded.model.arena() == expected.model.arena()
         assert (loaded.config, loaded.weight_dtype) == (expected.config, expected.weight_dtype)
         assert loaded.weight_dtype == dtype
+
+
+@pytest.mark.parametrize("format", SCALED)
+def test_formats_with_scales_equal_their_folders(format: str) -> None:
+    path = make(SCALED[format])
+    expected, _ = load_pair(path, progress=False)
+    with LLM.from_state_dict(*of_folder(path), **ENGINE) as llm:
+        arena = llm.target.model.arena()
+        assert arena == expected.model.arena()
+        assert llm.target.config == expected.config
+        # Other weights in the same format, and back again.
+        other = load_tensors(make(dataclasses.replace(SCALED[format], seed=1)))
+        llm.update_weights(other)
+        renewed, _ = load_pair(make(dataclasses.replace(SCALED[format], seed=1)), progress=False)
+        assert llm.target.model.arena() == renewed.model.arena() != arena
+        llm.update_weights(load_tensors(path))
+        assert llm.target.model.arena() == arena
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

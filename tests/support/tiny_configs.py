@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-FAMILIES = ("llama", "qwen3", "gemma3", "gemma4")
+FAMILIES = ("llama", "qwen3", "gemma3", "gemma4", "gpt_oss")
 
 _CLASSES = {
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
@@ -33,7 +33,7 @@ class TinySpec:
     """A tiny checkpoint.
 
     Attributes:
-        family: One of `FAMILIES`, or "gpt_oss".
+        family: One of `FAMILIES`.
         seed: The seed of the weights.
         vocab_size: Rows of the embedding table; more than `tokenizer_size` makes padding rows.
         hidden_size: Width.

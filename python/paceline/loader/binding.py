@@ -83,6 +83,22 @@ def bind(family: Family, weights: Weights, config_source: str) -> tuple[BoundTen
     return tuple(bound)
 
 
+def value_error(error: ValueError, tensors: Iterable[BoundTensor]) -> ValueError:
+    """The library's error about a value of a tensor, with the tensor's file and its name there.
+
+    Args:
+        error: The error, which begins with the canonical name of the tensor.
+        tensors: The tensors that it may be about.
+    """
+    message = str(error)
+    found = [tensor for tensor in tensors if message.startswith(f"'{tensor.spec.name}'")]
+    if len(found) != 1:
+        return error
+    (tensor,) = found
+    rest = message[len(tensor.spec.name) + 2 :]
+    return ModelFileError(f"{tensor.shard.path}: tensor {quote(tensor.source)}{rest}")
+
+
 def _wrong_dtype(tensor: str, dtype: str, spec: TensorSpec, config_source: str) -> Exception:
     if spec.dtypes != PLAIN_DTYPES:
         return ModelFileError(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from paceline._core import ModelFileError
 
+from .binding import value_error
 from .checkpoint import OpenedModel, load_weights, open_checkpoint
 from .converted_model import ConvertedModel, open_converted
 from .drafter_checkpoint import open_any_drafter
@@ -175,10 +176,10 @@ def _fill(opened: OpenedModel, *, device: str, progress: bool) -> _core.Model:
     except ModelFileError:
         raise
     except ValueError as error:
-        # The tensors of a checkpoint were checked before; those of a converted folder are not.
-        if not isinstance(opened, ConvertedModel):
-            raise
-        raise ModelFileError(f"{opened.weights_path}: {error}") from None
+        # The values of tensors were not checked before, and nothing of a converted folder's.
+        if isinstance(opened, ConvertedModel):
+            raise ModelFileError(f"{opened.weights_path}: {error}") from None
+        raise value_error(error, opened.tensors) from None
 
 
 def _load(
