@@ -11,9 +11,10 @@ import pytest
 
 from paceline.bench import models
 from paceline.bench.costs import kv_bytes_read, matrix_costs
-from paceline.loader import decoder_config, drafter_config, families
+from paceline.loader import decoder_config, drafter_config, families, open_checkpoint
 from paceline.loader.drafters import Target
 from paceline.loader.hf_config import parse_hf_config
+from tiny_models import TinySpec, describe, make
 
 STORED_BYTES = {"BF16": 2, "U8": 1, "F8_E4M3": 1, "F32": 4}
 
@@ -92,6 +93,31 @@ def test_what_a_token_of_gpt_oss_reads(
     assert kv_bytes_read(config, 1, 2) == kv_bytes
     # Sliding layers read at most 128 tokens.
     assert kv_bytes_read(config, 1000, 2) == kv_bytes / 2 * (1000 + 128)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        TinySpec("gpt_oss", seed=32),
+        TinySpec("gpt_oss", seed=32, quantization="mxfp4"),
+        # q, k and v begin within blocks of 128 rows, so memory holds more scales than the file.
+        TinySpec("llama", seed=32, hidden_size=192, heads=6, head_dim=32, quantization="fp8_block"),
+        TinySpec("qwen3", seed=32, quantization="fp8_row"),
+    ],
+    ids=describe,
+)
+def test_costs_are_the_bytes_in_memory(spec: TinySpec) -> None:
+    model = models.load(str(make(spec)), dummy=False, show_progress=False)
+    tensors = open_checkpoint(make(spec), "auto").tensors
+    embeddings = spec.vocab_size * spec.hidden_size
+    vectors = sum(
+        math.prod(tensor.spec.shape)
+        for tensor in tensors
+        if not tensor.spec.name.endswith(".scales") and not tensor.spec.is_matrix
+    )
+    expected = model.costs.all_bytes + 4 * (embeddings + vectors)
+    padding = model.model.weight_bytes - expected
+    assert 0 <= padding < 64 * len(tensors)  # every region begins at a multiple of 64 bytes
 
 
 def test_the_draft_head_of_gpt_oss() -> None:
