@@ -13,12 +13,11 @@
 // multiplication by a power of two makes it the element, or the element times its scale;
 // `mul.bf16x2` does not flush subnormals. NaN, which e4m3 has and e2m1 does not, becomes 480.
 //
-// To move the bits of two neighbours in K (kBits each, the lower column first), one byte
-// permutation makes a register of the bytes
-//   [low, low, high, high]
-// where `low` and `high` have their element in the highest bits. Then the signs are in bits 15 and
-// 31, and the other bits of the elements, which the lower byte of each half has in bits 6 and
-// below, are where they belong after a shift to the left: by 2 (e2m1) or 4 (e4m3).
+// To move the bits of two neighbours in K, one byte permutation makes a register of the bytes
+//   [low, sign of low, high, sign of high]
+// where `low` (of the lower column) and `high` have their element in the highest bits, and a sign
+// fills all bits of its byte. After a shift to the left, by 2 (e2m1) or 4 (e4m3), the exponents and
+// mantissas are where they belong, and bits 15 and 31 are still signs; a mask clears the rest.
 
 #include <cuda_bf16.h>
 
@@ -43,6 +42,14 @@ __device__ __forceinline__ uint32_t multiply_pair(uint32_t pair, uint32_t by) {
   return product;
 }
 
+// Byte i of the result is byte s % 8 of (high, low), s being the selector's i-th four bits; or, if
+// s >= 8, the sign of that byte in all bits.
+__device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selectors) {
+  uint32_t bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selectors));
+  return bytes;
+}
+
 // Both halves of the register are `value`, which is a bfloat16.
 __device__ __forceinline__ uint32_t twice(float value) {
   return __byte_perm(__float_as_uint(value), 0, 0x3232);
@@ -53,7 +60,7 @@ struct ElementBits;
 template <>
 struct ElementBits<WeightFormat::kFp8> {
   static constexpr int32_t kShift = 4;
-  static constexpr uint32_t kMask = 0x07f007f0u;
+  static constexpr uint32_t kMask = 0x87f087f0u;
   static constexpr float kPower = 0x1p120f;
   // The largest scale whose product with kPower is a bfloat16.
   static constexpr float kMaxScale = 0x1p7f;
@@ -61,16 +68,17 @@ struct ElementBits<WeightFormat::kFp8> {
 template <>
 struct ElementBits<WeightFormat::kMxfp4> {
   static constexpr int32_t kShift = 2;
-  static constexpr uint32_t kMask = 0x01c001c0u;
+  static constexpr uint32_t kMask = 0x81c081c0u;
   static constexpr float kPower = 0x1p126f;
   static constexpr uint32_t kMaxScaleByte = 128;  // 2
 };
 
-// Two elements from the bytes described above.
-template <WeightFormat format>
-__device__ __forceinline__ uint32_t expand_pair(uint32_t bytes) {
+// Two elements from the bytes described above, each times `by`.
+template <WeightFormat format, bool kIsTwice>
+__device__ __forceinline__ uint32_t convert_pair(uint32_t bytes, const Multiplier& by) {
   using Bits = ElementBits<format>;
-  return (bytes & 0x80008000u) | ((bytes << Bits::kShift) & Bits::kMask);
+  const uint32_t pair = multiply_pair((bytes << Bits::kShift) & Bits::kMask, by.first);
+  return kIsTwice ? multiply_pair(pair, by.second) : pair;
 }
 
 // Reads the operand of a thread from a stage of the ring. A stage has 128 columns of K. `load`
@@ -93,8 +101,8 @@ class WeightFragments<WeightFormat::kMxfp4> {
     const int32_t row = first_row + lane / 4;
     first_ = row * kRowBytes;
     swizzle_ = row / 2 % 4;  // the same 8 rows further on
-    // Byte t of the word shifted by 4 twice, and of the word itself twice.
-    select_ = 0x4400u + 0x1111u * static_cast<uint32_t>(lane % 4);
+    // Byte t of the word shifted by 4 and its sign, byte t of the word itself and its sign.
+    select_ = 0xc480u + 0x1111u * static_cast<uint32_t>(lane % 4);
   }
 
   // of(i, piece): the multiplier of row `row + 8 i` for the half's piece 0 or 1.
@@ -120,9 +128,8 @@ class WeightFragments<WeightFormat::kMxfp4> {
  private:
   template <bool kIsTwice>
   __device__ __forceinline__ uint32_t convert(uint32_t word, const Multiplier& by) const {
-    const uint32_t bytes = __byte_perm(word << 4, word, select_);
-    const uint32_t pair = multiply_pair(expand_pair<WeightFormat::kMxfp4>(bytes), by.first);
-    return kIsTwice ? multiply_pair(pair, by.second) : pair;
+    return convert_pair<WeightFormat::kMxfp4, kIsTwice>(permute_bytes(word << 4, word, select_),
+                                                        by);
   }
 
   int32_t first_;
@@ -143,7 +150,7 @@ class WeightFragments<WeightFormat::kFp8> {
     const int32_t row = first_row + lane / 4;
     first_ = row * kRowBytes + lane % 4 / 2 * 4;
     swizzle_ = row % 8;  // the same 8 rows further on
-    select_ = lane % 2 == 0 ? 0x1100u : 0x3322u;
+    select_ = lane % 2 == 0 ? 0x9180u : 0xb3a2u;
   }
 
   // of(i, piece): the multiplier of row `row + 8 i` for the half's 32 columns 0 or 1.
@@ -166,9 +173,7 @@ class WeightFragments<WeightFormat::kFp8> {
  private:
   template <bool kIsTwice>
   __device__ __forceinline__ uint32_t convert(uint32_t word, const Multiplier& by) const {
-    const uint32_t bytes = __byte_perm(word, 0, select_);
-    const uint32_t pair = multiply_pair(expand_pair<WeightFormat::kFp8>(bytes), by.first);
-    return kIsTwice ? multiply_pair(pair, by.second) : pair;
+    return convert_pair<WeightFormat::kFp8, kIsTwice>(permute_bytes(word, 0, select_), by);
   }
 
   int32_t first_;
