@@ -132,10 +132,24 @@ inline constexpr int64_t kMaxRowId = 1024;  // exclusive
 
 // --- shapes ------------------------------------------------------------------------------------
 
+// The weights of a product (op_weights.h).
+struct WeightSpec {
+  DType dtype = DType::kBFloat16;
+  WeightFormat format = WeightFormat::kPlain;
+  int32_t scale_rows = 0;  // of kFp8
+  int32_t scale_cols = 0;  // of kFp8; 0: k
+  bool has_exact_scales = false;
+  // The same values as plain numbers. Only of formats that are exact.
+  bool is_dequantized = false;
+
+  // Whether every value is a number of `dtype`.
+  [[nodiscard]] bool is_exact() const { return format == WeightFormat::kMxfp4 || has_exact_scales; }
+};
+
 struct GemmSpec {
   int32_t n = 0;
   int32_t k = 0;
-  DType dtype = DType::kBFloat16;  // of weights and x
+  WeightSpec weight = {};  // x has its dtype
   DType y_dtype = DType::kBFloat16;
   bool has_bias = false;
   int32_t x_padding = 0;

@@ -11,6 +11,7 @@
 
 #include "base/philox.h"
 #include "support/op_cases.h"
+#include "support/op_weights.h"
 #include "support/row_arrays.h"
 
 namespace paceline::testing {
@@ -77,16 +78,15 @@ OpInstance make_gemm(const GemmSpec& s, const Rows& rows, uint64_t seed) {
   OpInstance op;
   const int64_t x_stride = s.k + s.x_padding;
   const int64_t y_stride = s.n + s.y_padding;
-  const Element element = element_of(s.dtype);
+  const DType dtype = s.weight.dtype;
   const Handle num_rows = add_num_rows(op, rows);
-  const Handle x = op.add(normal_rows("x", element, rows, s.k, x_stride, seed, kX));
-  const Handle weight = op.add(normal_constant("weight", element, int64_t{s.n} * s.k, seed, kWeight,
-                                               1.0f / std::sqrt(static_cast<float>(s.k))));
+  const Handle x = op.add(normal_rows("x", element_of(dtype), rows, s.k, x_stride, seed, kX));
+  const WeightArrays weight(op, s.weight, s.n, s.k, seed);
   const Handle bias =
       s.has_bias ? op.add(normal_constant("bias", Element::kF32, s.n, seed, kBias)) : kNoArray;
   OpArray out =
       output_array("y", Element::kF32, element_of(s.y_dtype), rows.max_rows * y_stride, y_stride);
-  if (s.dtype == DType::kBFloat16) out.rms_bound = std::max(out.rms_bound, kTensorCoreBound);
+  if (dtype == DType::kBFloat16) out.rms_bound = std::max(out.rms_bound, kTensorCoreBound);
   const Handle y = op.add(std::move(out));
   const int32_t max_rows = rows.max_rows;
   op.set_run([=](auto& ctx, const Addresses& at) {
@@ -94,11 +94,11 @@ OpInstance make_gemm(const GemmSpec& s, const Rows& rows, uint64_t seed) {
                          .max_rows = max_rows,
                          .x = at.raw(x),
                          .x_stride = x_stride,
-                         .weight = plain_matrix(at.raw(weight), s.n, s.k, s.dtype),
+                         .weight = weight.matrix(at),
                          .bias = at.get<float>(bias),
                          .y = at.raw(y),
                          .y_stride = y_stride,
-                         .x_dtype = activation_dtype(ctx, s.dtype),
+                         .x_dtype = activation_dtype(ctx, dtype),
                          .y_dtype = activation_dtype(ctx, s.y_dtype)});
   });
   return op;

@@ -8,6 +8,7 @@
 
 #include "support/op_cases.h"
 #include "support/op_cases_moe.h"
+#include "support/op_weights.h"
 
 namespace paceline::testing {
 namespace {
@@ -32,36 +33,57 @@ class TableBuilder {
 
 void add_gemms(TableBuilder& table) {
   const auto add = [&](const GemmSpec& s, bool is_invariance_case) {
-    table.add("gemm_n" + std::to_string(s.n) + "_k" + std::to_string(s.k) + dtype_suffix(s.dtype) +
-                  "_to" + dtype_suffix(s.y_dtype) + (s.has_bias ? "_bias" : "") +
-                  (s.x_padding + s.y_padding > 0 ? "_strided" : ""),
+    table.add("gemm_n" + std::to_string(s.n) + "_k" + std::to_string(s.k) +
+                  weight_suffix(s.weight) + "_to" + dtype_suffix(s.y_dtype) +
+                  (s.has_bias ? "_bias" : "") + (s.x_padding + s.y_padding > 0 ? "_strided" : ""),
               make_gemm, s, is_invariance_case);
   };
   constexpr DType kB = DType::kBFloat16;
   constexpr DType kF = DType::kFloat32;
-  add({1, 8, kB, kB}, false);
-  add({1, 4096, kB, kF}, false);
-  add({7, 64, kB, kB, true, 8, 3}, false);
-  add({33, 72, kB, kF, true, 0, 1}, false);
-  add({97, 72, kB, kB}, true);
-  add({100, 40, kB, kB, false, 4096, 5000}, false);
-  add({130, 136, kB, kB, true}, false);
-  add({256, 256, kB, kF}, false);
-  add({1000, 640, kB, kB, true}, false);
-  add({1536, 640, kB, kB}, true);
-  add({2048, 2048, kB, kB}, false);
-  add({512, 4096, kB, kB}, true);
-  add({512, 4096, kB, kF, true}, true);
-  add({4096, 512, kB, kB, true}, true);
-  add({4096, 512, kB, kF}, true);
-  add({4096, 2568, kB, kB}, true);
-  add({4096, 2568, kB, kF}, true);
-  add({1, 1, kF, kF, false, 3}, false);
-  add({37, 33, kF, kF, true, 3, 5}, true);
-  add({64, 64, kF, kF}, false);
-  add({300, 100, kF, kF}, true);
-  add({130, 1000, kF, kF, true, 4096, 7}, false);
-  add({512, 2048, kF, kF}, true);
+  add({1, 8, {kB}, kB}, false);
+  add({1, 4096, {kB}, kF}, false);
+  add({7, 64, {kB}, kB, true, 8, 3}, false);
+  add({33, 72, {kB}, kF, true, 0, 1}, false);
+  add({97, 72, {kB}, kB}, true);
+  add({100, 40, {kB}, kB, false, 4096, 5000}, false);
+  add({130, 136, {kB}, kB, true}, false);
+  add({256, 256, {kB}, kF}, false);
+  add({1000, 640, {kB}, kB, true}, false);
+  add({1536, 640, {kB}, kB}, true);
+  add({2048, 2048, {kB}, kB}, false);
+  add({512, 4096, {kB}, kB}, true);
+  add({512, 4096, {kB}, kF, true}, true);
+  add({4096, 512, {kB}, kB, true}, true);
+  add({4096, 512, {kB}, kF}, true);
+  add({4096, 2568, {kB}, kB}, true);
+  add({4096, 2568, {kB}, kF}, true);
+  add({1, 1, {kF}, kF, false, 3}, false);
+  add({37, 33, {kF}, kF, true, 3, 5}, true);
+  add({64, 64, {kF}, kF}, false);
+  add({300, 100, {kF}, kF}, true);
+  add({130, 1000, {kF}, kF, true, 4096, 7}, false);
+  add({512, 2048, {kF}, kF}, true);
+
+  // Weights with scales: ragged shapes, then those of GPT-OSS (2880 is no multiple of 128), of
+  // Qwen3-8B in fp8 with scales for tiles, and of Llama-3-8B with scales for rows.
+  constexpr WeightFormat kFp8 = WeightFormat::kFp8;
+  constexpr WeightSpec kMxfp4 = {kB, WeightFormat::kMxfp4};
+  constexpr WeightSpec kRows = {kB, kFp8, 1};
+  constexpr WeightSpec kTiles = {kB, kFp8, 128, 128};
+  constexpr WeightSpec kJoined = {kB, kFp8, 32, 128};
+  constexpr WeightSpec kPowersOfTwo = {kB, kFp8, 64, 128, /*has_exact_scales=*/true};
+  for (const WeightSpec& weight : {kMxfp4, kRows, kTiles, kJoined, kPowersOfTwo}) {
+    add({7, 64, weight, kB, true, 8, 3}, false);
+    add({33, 96, weight, kF, true, 0, 1}, false);
+    add({130, 288, weight, kB}, true);
+    add({320, 2880, weight, kB, true}, true);
+  }
+  add({5760, 2880, kMxfp4, kB, true}, false);
+  add({6144, 4096, kTiles, kB}, false);
+  add({512, 12288, kTiles, kB}, true);
+  add({6144, 4096, kRows, kB}, false);
+  add({512, 14336, kRows, kB}, true);
+  add({4096, 4096, kPowersOfTwo, kF}, false);
 }
 
 void add_element_ops(TableBuilder& table) {

@@ -16,19 +16,6 @@
 
 namespace paceline::testing {
 
-struct WeightSpec {
-  DType dtype = DType::kBFloat16;
-  WeightFormat format = WeightFormat::kPlain;
-  int32_t scale_rows = 0;  // of kFp8
-  int32_t scale_cols = 0;  // of kFp8; 0: k
-  bool has_exact_scales = false;
-  // The same values as plain numbers. Only of formats that are exact.
-  bool is_dequantized = false;
-
-  // Whether every value is a number of `dtype`.
-  [[nodiscard]] bool is_exact() const { return format == WeightFormat::kMxfp4 || has_exact_scales; }
-};
-
 [[nodiscard]] inline std::string weight_suffix(const WeightSpec& s) {
   const std::string dtype = s.dtype == DType::kFloat32 ? "_f32" : "_bf16";
   const std::string plain = s.is_dequantized ? "_plain" : "";
