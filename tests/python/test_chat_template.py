@@ -128,6 +128,8 @@ CASES = [
     Case("harmony", TALK, tools=[WEATHER, NOTHING], kwargs={"builtin_tools": ["browser", "x"]}),
     Case("harmony", TOOL_TALK, tools=[WEATHER]),
     Case("harmony", [{"role": "developer", "content": "Short."}, *TOOL_TALK[1:5]], prompt=False),
+    Case("harmony", [*HELLO, {"role": "assistant", "content": "I call it.", "tool_calls": [CALL]},
+                     TOOL_TALK[3]], kwargs={"model_identity": "You are brief."}),
     Case(
         "harmony",
         [*HELLO, {"role": "assistant", "reasoning": "hm", "content": "Hi"}],
