@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Times the CPU ops: GEMM out of memory ("cold": rotating through several weight matrices) and out
-// of cache ("warm": one matrix), attention of decode rows, and draws. Usage: bench_ops
-// [num_threads]. Each figure is the best of several repetitions. BENCH_SMALL_PAGES=1 keeps the
-// weights off huge pages.
+// of cache ("warm": one matrix), products by expert, attention of decode rows, and draws. Usage:
+// bench_ops [num_threads]. Each figure is the best of several repetitions. BENCH_SMALL_PAGES=1
+// keeps the weights off huge pages.
 
 #include <sys/mman.h>
 
@@ -15,6 +15,7 @@
 #include <functional>
 #include <memory>
 #include <new>
+#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
@@ -23,6 +24,7 @@
 
 #include "base/float_types.h"
 #include "device/cpu_context.h"
+#include "ops/moe.h"
 #include "ops/ops.h"
 
 namespace paceline {
@@ -113,6 +115,81 @@ void bench_gemm(CpuContext& ctx, const BenchFormat& format, int32_t n, int32_t k
     std::printf("%6d | %10.1f %10.1f %10.1f | %10.1f %10.1f %10.1f\n", m, seconds[0] * 1e6,
                 flops / seconds[0] / 1e9, bytes / seconds[0] / 1e9, seconds[1] * 1e6,
                 flops / seconds[1] / 1e9, bytes / seconds[1] / 1e9);
+  }
+}
+
+// Rows that go to random experts, or all to the same ones.
+void bench_experts(CpuContext& ctx, const BenchFormat& format, int32_t num_experts, int32_t n,
+                   int32_t k, int repetitions) {
+  constexpr int32_t kMaxRows = 256;
+  constexpr int32_t kTopK = 4;
+  constexpr int kRoutings = 8;
+  WeightMatrix matrix = plain_matrix(nullptr, n, k, DType::kBFloat16);
+  matrix.format = format.format;
+  const int64_t matrix_bytes = matrix.row_bytes() * n;
+  const auto arena = map_memory(static_cast<size_t>(matrix_bytes) * num_experts);
+  std::fill_n(reinterpret_cast<uint16_t*>(arena.get()), matrix_bytes / 2 * num_experts,
+              uint16_t{0x3c21});
+  const std::vector<uint8_t> scales(static_cast<size_t>(n) * (k / kMxfp4Columns), 120);
+  matrix.data = arena.get();
+  matrix.scales = reinterpret_cast<const std::byte*>(scales.data());
+  std::vector<float> x(static_cast<size_t>(kMaxRows) * static_cast<size_t>(k), 0.25f);
+  std::vector<float> y(static_cast<size_t>(kMaxRows * kTopK) * static_cast<size_t>(n));
+  std::printf("\nexpert_gemm %s, %d of %d experts, N=%d K=%d\n%6s %10s | %10s %10s %10s %10s\n",
+              format.name, kTopK, num_experts, n, k, "rows", "", "hit", "us", "GFLOP/s", "GB/s");
+  for (const int32_t rows : {1, 4, 16, 64, 256}) {
+    for (const bool goes_together : {false, true}) {
+      std::mt19937 random(2);
+      struct Routing {
+        std::vector<int32_t> begin, source, place;
+      };
+      std::vector<Routing> routings(kRoutings);
+      double num_hit = 0;
+      for (Routing& r : routings) {
+        std::vector<int32_t> experts(static_cast<size_t>(num_experts));
+        std::iota(experts.begin(), experts.end(), 0);
+        std::vector<int32_t> chosen;
+        for (int32_t row = 0; row < rows; ++row) {
+          if (row == 0 || !goes_together) std::shuffle(experts.begin(), experts.end(), random);
+          chosen.insert(chosen.end(), experts.begin(), experts.begin() + kTopK);
+        }
+        r.begin.resize(static_cast<size_t>(num_experts) + 1);
+        r.source.resize(chosen.size());
+        r.place.resize(chosen.size());
+        int64_t counters[2] = {};
+        sort_expert_rows(ctx, {.num_rows = &rows,
+                               .max_rows = rows,
+                               .experts = chosen.data(),
+                               .num_experts = num_experts,
+                               .top_k = kTopK,
+                               .expert_begin = r.begin.data(),
+                               .source_row = r.source.data(),
+                               .expert_row = r.place.data(),
+                               .counters = counters});
+        num_hit += static_cast<double>(counters[0]) / kRoutings;
+      }
+      const double seconds = best_seconds(repetitions * kRoutings, 1, [&](int i) {
+        const Routing& r = routings[static_cast<size_t>(i % kRoutings)];
+        expert_gemm(ctx, {.expert_begin = r.begin.data(),
+                          .max_rows = rows * kTopK,
+                          .x = x.data(),
+                          .x_stride = k,
+                          .x_rows = r.source.data(),
+                          .num_x_rows = rows,
+                          .weight = {.first = matrix,
+                                     .num_experts = num_experts,
+                                     .data_stride = matrix_bytes,
+                                     .scales_stride = 0},
+                          .bias = nullptr,
+                          .y = y.data(),
+                          .y_stride = n});
+      });
+      const double flops = 2.0 * rows * kTopK * n * k;
+      std::printf("%6d %10s | %10.1f %10.1f %10.1f %10.1f\n", rows,
+                  goes_together ? "together" : "random", num_hit, seconds * 1e6,
+                  flops / seconds / 1e9,
+                  num_hit * static_cast<double>(matrix_bytes) / seconds / 1e9);
+    }
   }
 }
 
@@ -219,6 +296,8 @@ int main(int argc, char** argv) {
         {"fp8, 128x128", WeightFormat::kFp8, 128, 128}}) {
     paceline::bench_gemm(ctx, format, 4096, 4096, 12, 5);
   }
+  paceline::bench_experts(ctx, bf16, 32, 2880, 2880, 3);
+  paceline::bench_experts(ctx, {"mxfp4", WeightFormat::kMxfp4}, 32, 2880, 2880, 3);
   paceline::bench_gemm(ctx, bf16, 256, 256, 1, 5);
   paceline::bench_gemm(ctx, bf16, 1536, 256, 1, 5);
   paceline::bench_attention(ctx, 32, 8, 128, paceline::DType::kBFloat16, 5);
