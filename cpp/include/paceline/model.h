@@ -30,7 +30,8 @@ class PACELINE_API ModelBuilder {
  public:
   // Allocates the weights.
   // config_json: the decoder description (docs/model-format.md).
-  // weight_dtype: kFloat32 or kBFloat16, of matrices; norms and biases are always float32.
+  // weight_dtype: kFloat32 or kBFloat16, of plain matrices, and of the values that products in
+  // another format multiply; norms and biases are always float32.
   // device: holds the weights; executors of the model run there.
   // Throws InvalidArgument naming the key of the description, Unsupported without that device,
   // OutOfMemory naming the size in MiB, and DeviceError when no thread can be started.
@@ -43,7 +44,8 @@ class PACELINE_API ModelBuilder {
   // row-major. data: in memory of `source`, where it is complete and stays as it is until put
   // returns; on the host at any alignment. From a GPU to a model on that GPU, nothing passes
   // through the host. dtype: kFloat32, kBFloat16 or kFloat16 (which bfloat16 weights refuse);
-  // kInt32 or kInt64 for token ids. Throws InvalidArgument for an unknown name, a second put, and a
+  // kInt32 or kInt64 for token ids; kUInt8 or kFloat8E4M3 for tensors of a format, as
+  // docs/model-format.md says. Throws InvalidArgument for an unknown name, a second put, and a
   // wrong shape or dtype.
   void put(std::string_view name, DType dtype, std::span<const int64_t> shape,
            std::span<const int64_t> strides, const void* data, Device source = Device::kCpu);
