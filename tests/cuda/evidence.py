@@ -184,13 +184,31 @@ BENCHES = {
         "--drivers",
         "unrolled,replay,while",
     ],
+    "qwen3-8b-fp8": ["--config", "qwen3-8b-fp8", *speculative("eagle3", "qwen3-8b-eagle3", 2.34)],
+    "gpt-oss-20b": ["--config", "gpt-oss-20b", *speculative("eagle3", "gpt-oss-20b-eagle3", 2.61)],
+    "gpt-oss-120b": ["--config", "gpt-oss-120b", *speculative("draft_model", "gpt-oss-20b", 2.3)],
 }
+
+#: Full-size checkpoints that "disk" writes to the local disk and loads, with their pages cached.
+ON_DISK = ("qwen3-8b", "gpt-oss-20b")
 
 #: The Python tests that need a GPU.
 PYTHON_TESTS = [path.relative_to(ROOT) for path in ROOT.glob("tests/python/test_cuda*.py")]
 
 #: What `test` runs, in this order.
 PARTS = (*TESTS, "python", *BENCHES, "demos", "disk", "ops")
+
+
+def load_from_disk(name: str, env: dict[str, str]) -> list[dict[str, Any]]:
+    """Writes a checkpoint of a bench configuration, and runs the bench on it."""
+    with tempfile.TemporaryDirectory() as scratch:
+        maker = [sys.executable, str(ROOT / "tests" / "cuda" / "make_checkpoint.py")]
+        made = run(f"disk: make {name}", [*maker, name, scratch], r"\S", env, 200)
+        command = [sys.executable, "-m", "paceline", "bench", "latency", "--device", "cuda"]
+        command += ["--model", scratch, "--concurrency", "1", "--rounds", "1"]
+        command += ["--output-len", "64"]
+        loaded = run(f"disk: first token of {name}", command, r"start to|plain", env, 200)
+    return [made, loaded]
 
 
 def run_part(part: str, env: dict[str, str], benches: dict[str, Any]) -> list[dict[str, Any]]:
@@ -219,14 +237,7 @@ def run_part(part: str, env: dict[str, str], benches: dict[str, Any]) -> list[di
         script = str(ROOT / "python" / "training" / "compare_demos.py")
         return [run(part, [sys.executable, script, "--device", "cuda"], r"^\|", env, 120)]
     if part == "disk":
-        # Loads a full-size checkpoint from the local disk, with its pages cached.
-        with tempfile.TemporaryDirectory() as scratch:
-            maker = [sys.executable, str(ROOT / "tests" / "cuda" / "make_checkpoint.py")]
-            made = run("disk: make", [*maker, "qwen3-8b", scratch], r"\S", env, 200)
-            command = [sys.executable, "-m", "paceline", "bench", "latency", "--device", "cuda"]
-            command += ["--model", scratch, "--concurrency", "1", "--rounds", "1"]
-            command += ["--output-len", "64"]
-            return [made, run("disk: first token", command, r"start to|plain", env, 200)]
+        return [result for name in ON_DISK for result in load_from_disk(name, env)]
     command = [str(BUILD / "bench_cuda_ops"), "--json", str(BUILD / "ops.json")]
     return [run(part, command, r"\S", env, 120)]
 

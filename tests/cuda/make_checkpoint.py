@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes a full-size checkpoint of a bench configuration with random weights, to measure loading.
 
-    make_checkpoint.py qwen3-8b FOLDER
+    make_checkpoint.py gpt-oss-20b FOLDER
 
-Weights are bfloat16, normal with standard deviation 0.02, in shards of about 4 GB. Needs torch and
-a GPU.
+Weights without scales are bfloat16, normal with standard deviation 0.02. Elements of fp8 and mxfp4
+are random bits, with scales that give a similar spread. Shards have about 4 GB. Needs torch, and
+takes minutes without a GPU.
 """
 
 from __future__ import annotations
@@ -17,9 +18,39 @@ from pathlib import Path
 import torch
 
 from paceline.loader.families import ARCHITECTURES, translate
+from paceline.loader.family import TensorSpec
 from paceline.loader.hf_config import parse_hf_config
 
 SHARD_BYTES = 4 << 30
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def dtype_of(tensor: TensorSpec) -> str:
+    """The dtype that published checkpoints store it in."""
+    if tensor.name.endswith(".scales") and "BF16" in tensor.dtypes:
+        return "BF16"
+    return tensor.dtypes[0]
+
+
+def size_of(tensor: TensorSpec) -> int:
+    """Its bytes in the file."""
+    return torch.Size(tensor.shape).numel() * (2 if dtype_of(tensor) == "BF16" else 1)
+
+
+def random_bytes(tensor: TensorSpec) -> bytes:
+    """Values for the file, of mean 0 and a standard deviation of about 0.02."""
+    is_scale = tensor.name.endswith(".scales")
+    if dtype_of(tensor) == "U8":
+        # The elements of mxfp4 have a standard deviation of 3, so a scale is about 2^-7.
+        low, high = (119, 122) if is_scale else (0, 256)
+        values = torch.randint(low, high, tensor.shape, device=DEVICE, dtype=torch.uint8)
+    elif dtype_of(tensor) == "F8_E4M3":
+        values = torch.randn(tensor.shape, device=DEVICE, dtype=torch.bfloat16) * 100
+        values = values.clamp(-448, 448).to(torch.float8_e4m3fn)
+    else:
+        values = torch.randn(tensor.shape, device=DEVICE, dtype=torch.bfloat16)
+        values = values.abs() * 1e-4 + 1e-4 if is_scale else values * 0.02
+    return values.view(torch.uint8).cpu().numpy().tobytes()
 
 
 def main(name: str, folder: Path) -> None:
@@ -34,30 +65,33 @@ def main(name: str, folder: Path) -> None:
     family = translate(parse_hf_config(config, name, ARCHITECTURES))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    shards: list[list[tuple[str, tuple[int, ...]]]] = [[]]
+    shards: list[list[tuple[str, TensorSpec]]] = [[]]
     size = 0
     for tensor in family.tensors:
         prefix = "" if tensor.source in family.lm_head_names else family.prefixes[0]
-        size += 2 * torch.Size(tensor.shape).numel()
+        size += size_of(tensor)
         if size > SHARD_BYTES:
             shards.append([])
             size = 0
-        shards[-1].append((prefix + tensor.source, tensor.shape))
+        shards[-1].append((prefix + tensor.source, tensor))
     weight_map = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         header = {}
         end = 0
-        for key, shape in shard:
-            begin, end = end, end + 2 * torch.Size(shape).numel()
-            header[key] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
+        for key, tensor in shard:
+            begin, end = end, end + size_of(tensor)
+            header[key] = {
+                "dtype": dtype_of(tensor),
+                "shape": list(tensor.shape),
+                "data_offsets": [begin, end],
+            }
             weight_map[key] = file
         text = json.dumps(header).encode()
         with open(folder / file, "wb") as out:
             out.write(struct.pack("<Q", len(text)) + text)
-            for _, shape in shard:
-                values = torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02
-                out.write(values.view(torch.uint8).cpu().numpy().tobytes())
+            for _, tensor in shard:
+                out.write(random_bytes(tensor))
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
