@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from errors import raises
-from hf_configs import GEMMA3, GEMMA4, LLAMA, LLAMA3_ROPE, QWEN3, YARN_ROPE
+from hf_configs import GEMMA3, GEMMA4, GPT_OSS, LLAMA, LLAMA3_ROPE, QWEN3, YARN_ROPE
 from paceline import loader
 from paceline._core import ModelFileError, ModelNotFoundError
 from paceline.loader import section
 from paceline.loader.checkpoint import open_checkpoint
+from quantized_models import quantization_config
 from tiny_models import FULL, SLIDING, write_json
 
 ALL_ARCHITECTURES = (
@@ -276,6 +277,16 @@ LIMITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "ropes[0].scale is inf; allowed: a finite number",
     ),
     (LLAMA, {"rope_parameters": {"rope_theta": 1e-45}}, "ropes[0].inv_freq[7] is inf; allowed"),
+    (
+        LLAMA | {"hidden_size": 72, "head_dim": 16},
+        {"quantization_config": quantization_config("fp8_row")},
+        "layers[0].attention.qkv.format is 'fp8'; allowed: a format only where hidden_size is a",
+    ),
+    (
+        GPT_OSS | {"num_local_experts": 64},
+        {"num_experts_per_tok": 33},
+        "layers[0].mlp.top_k is 33; allowed: an integer from 1 to 32",
+    ),
     (GEMMA3, {"sliding_window": 2**31 - 1}, "layers[0].attention.window is 2147483647; allowed"),
     (
         GEMMA4,

@@ -318,6 +318,19 @@ def test_wrong_settings(value: dict[str, Any], parts: Any) -> None:
         loader.decoder_config(with_key(value), source="here.json")
 
 
+def test_two_keys_that_contradict_each_other() -> None:
+    text = {key: value for key, value in with_key(FP8, GEMMA3).items() if key != "architectures"}
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    twice = loader.decoder_config(config | {"quantization_config": FP8})
+    assert twice == loader.decoder_config(config)
+    with raises(
+        ModelFileError,
+        'here.json: key "text_config.quantization_config" is {',
+        'the same as "quantization_config", or one of the two keys',
+    ):
+        loader.decoder_config(config | {"quantization_config": compressed()}, source="here.json")
+
+
 def test_families_without_scales() -> None:
     with raises(NotImplementedError, '"quantization_config" is {', "none (weights in BF16"):
         loader.decoder_config(with_key(FP8, GEMMA4))

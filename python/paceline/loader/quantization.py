@@ -100,10 +100,13 @@ def read_quantization(hf: HfConfig, methods: Sequence[str]) -> Quantization | No
         What it says; None without the key.
 
     Raises:
-        ModelFileError: A key has a wrong type.
+        ModelFileError: A key has a wrong type, or two of them contradict each other.
         NotImplementedError: Another method, or a setting that is not supported.
     """
-    section = hf.top.section(KEY) or hf.text.section(KEY)
+    section, inner = hf.top.section(KEY), hf.text.section(KEY)
+    if section is not None and inner is not None and section.values != inner.values:
+        raise hf.text.error(KEY, f'the same as "{section.path}", or one of the two keys')
+    section = section or inner
     if section is None:
         return None
     method = section.text("quant_method")
