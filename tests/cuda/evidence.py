@@ -189,25 +189,31 @@ BENCHES = {
     "gpt-oss-120b": ["--config", "gpt-oss-120b", *speculative("draft_model", "gpt-oss-20b", 2.3)],
 }
 
-#: Full-size checkpoints that "disk" writes to the local disk and loads, with their pages cached.
-ON_DISK = ("qwen3-8b", "gpt-oss-20b")
+#: Full-size checkpoints that a part writes and loads, with their pages cached, and the folder that
+#: they are written to. The disk of a GPU machine may be too small for the largest.
+CHECKPOINTS = {
+    "disk": (("qwen3-8b", "gpt-oss-20b"), None),
+    "memory": (("gpt-oss-120b",), "/dev/shm"),
+}
 
 #: The Python tests that need a GPU.
 PYTHON_TESTS = [path.relative_to(ROOT) for path in ROOT.glob("tests/python/test_cuda*.py")]
 
 #: What `test` runs, in this order.
-PARTS = (*TESTS, "python", *BENCHES, "demos", "disk", "ops")
+PARTS = (*TESTS, "python", *BENCHES, "demos", *CHECKPOINTS, "ops")
 
 
-def load_from_disk(name: str, env: dict[str, str]) -> list[dict[str, Any]]:
+def load_checkpoint(
+    part: str, name: str, folder: str | None, env: dict[str, str]
+) -> list[dict[str, Any]]:
     """Writes a checkpoint of a bench configuration, and runs the bench on it."""
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
         maker = [sys.executable, str(ROOT / "tests" / "cuda" / "make_checkpoint.py")]
-        made = run(f"disk: make {name}", [*maker, name, scratch], r"\S", env, 200)
+        made = run(f"{part}: make {name}", [*maker, name, scratch], r"\S", env, 300)
         command = [sys.executable, "-m", "paceline", "bench", "latency", "--device", "cuda"]
         command += ["--model", scratch, "--concurrency", "1", "--rounds", "1"]
         command += ["--output-len", "64"]
-        loaded = run(f"disk: first token of {name}", command, r"start to|plain", env, 200)
+        loaded = run(f"{part}: first token of {name}", command, r"start to|plain", env, 200)
     return [made, loaded]
 
 
@@ -236,8 +242,9 @@ def run_part(part: str, env: dict[str, str], benches: dict[str, Any]) -> list[di
     if part == "demos":
         script = str(ROOT / "python" / "training" / "compare_demos.py")
         return [run(part, [sys.executable, script, "--device", "cuda"], r"^\|", env, 120)]
-    if part == "disk":
-        return [result for name in ON_DISK for result in load_from_disk(name, env)]
+    if part in CHECKPOINTS:
+        names, folder = CHECKPOINTS[part]
+        return [result for name in names for result in load_checkpoint(part, name, folder, env)]
     command = [str(BUILD / "bench_cuda_ops"), "--json", str(BUILD / "ops.json")]
     return [run(part, command, r"\S", env, 120)]
 
@@ -265,8 +272,9 @@ def test(parts: list[str]) -> int:
 
 #: Parts of the op table for racecheck. racecheck follows every access to shared memory and takes
 #: minutes where the other tools take seconds, so it runs part by part. Ops that pass over all ids
-#: in shared memory several times (NARROWED) run with few rows and ids, plus the cases in MORE for
-#: what those leave out. Running parts at the same time does not finish sooner.
+#: in shared memory several times, and products by expert (NARROWED), run with few rows and ids,
+#: plus the cases in MORE for what those leave out. Running parts at the same time does not finish
+#: sooner.
 OPS = (
     "gemm",
     "attention",
@@ -300,7 +308,7 @@ REST = "*:-" + cases_of(*OPS, "large")
 #: The other tools take the ops of a mixture of experts apart: their cases of real shapes take the
 #: CPU as long as all other cases.
 MIXTURES = cases_of("route", "sort", "combine", "expert_gemm", "mixture")
-NARROWED = ("truncate", "proposals", "softmax_sums", "logprobs")
+NARROWED = ("truncate", "proposals", "softmax_sums", "logprobs", "expert_gemm", "mixture")
 #: truncate and logprobs: more rows than clusters can run at once (at most 33 on 132
 #: multiprocessors), so that some clusters take a second row and overwrite their shared memory;
 #: limits of all kinds, since the first three rows of `mixed` have none. proposals: a second round
@@ -309,6 +317,8 @@ MORE = {
     "truncate": ("mixed*_v1003_rows16of16", "top_k_top_p_v64_rows70of130"),
     "logprobs": ("emitted_n20_v33_rows70of130", "prompt_n20_v33_rows70of130"),
     "proposals": ("*_v5004_rows1of1",),
+    "expert_gemm": ("*_rows70of130",),
+    "mixture": ("*_rows70of130",),
 }
 #: Shapes of real models, of which smaller cases run the same blocks.
 REAL_SHAPES = {
@@ -316,16 +326,17 @@ REAL_SHAPES = {
     "expert_gemm": "*_n5760_*:*_n2880_*",
     "mixture": "*_h2880_*",
 }
-LARGE = "-" + ":".join(f"*_v{vocab}_rows3of8" for vocab in (5004, 40000, 128000, 151936, 262144))
+LARGE = ":".join(f"*_v{vocab}_rows3of8" for vocab in (5004, 40000, 128000, 151936, 262144))
 
 
 def racecheck_filter(op: str) -> str:
     """Returns the test filter of one op for racecheck."""
-    if op not in NARROWED:
-        left_out = f":-{REAL_SHAPES[op]}" if op in REAL_SHAPES else ""
-        return cases_of(op) + left_out
-    cases = f"*MatchesTheCpu/{op}_"
-    return ":".join(cases + name for name in ("*_rows3of8", *MORE.get(op, ()))) + LARGE
+    wanted, left_out = cases_of(op), [REAL_SHAPES[op]] if op in REAL_SHAPES else []
+    if op in NARROWED:
+        cases = f"*MatchesTheCpu/{op}_"
+        wanted = ":".join(cases + name for name in ("*_rows3of8", *MORE.get(op, ())))
+        left_out.append(LARGE)
+    return wanted + (":-" + ":".join(left_out) if left_out else "")
 
 
 RACECHECK = {op: racecheck_filter(op) for op in reversed(OPS)}
