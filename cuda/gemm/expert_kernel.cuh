@@ -176,11 +176,11 @@ __device__ __forceinline__ void produce(const Ring<Shape>& ring, const CUtensorM
   }
 }
 
-// The products of 64 columns of K, begun but not awaited. a: the weights, if they pass through
-// registers.
-template <class Shape>
+// The products of 64 columns of K with the first kTokens tokens, begun but not awaited. a: the
+// weights, if they pass through registers.
+template <class Shape, int32_t kTokens>
 __device__ __forceinline__ void multiply_half(const Ring<Shape>& ring, int32_t stage, int32_t half,
-                                              const uint32_t (&a)[16], Accumulators<Shape>& sums) {
+                                              const uint32_t (&a)[16], float (&sums)[kTokens / 2]) {
   const uint64_t tokens = tile_descriptor(ring.tokens(stage) + half * Shape::kTokenBytes);
   pin(sums);
   wgmma_begin();
@@ -190,12 +190,12 @@ __device__ __forceinline__ void multiply_half(const Ring<Shape>& ring, int32_t s
                                              group * Shape::kGroupRows * Shape::kRowBytes);
 #pragma unroll
     for (int32_t i = 0; i < Shape::kDepth / 16; ++i) {
-      wgmma<Shape::kTokens>(sums, weights + i * kNext16Columns, tokens + i * kNext16Columns);
+      wgmma<kTokens>(sums, weights + i * kNext16Columns, tokens + i * kNext16Columns);
     }
   } else {
 #pragma unroll
     for (int32_t i = 0; i < Shape::kDepth / 16; ++i) {
-      wgmma<Shape::kTokens>(sums, a + 4 * i, tokens + i * kNext16Columns);
+      wgmma<kTokens>(sums, a + 4 * i, tokens + i * kNext16Columns);
     }
   }
   wgmma_commit();
@@ -203,23 +203,23 @@ __device__ __forceinline__ void multiply_half(const Ring<Shape>& ring, int32_t s
 }
 
 // The accumulators of rows g (i = 0) and g + 8 (i = 1) of a thread.
-template <class Shape, class Function>
-__device__ __forceinline__ void for_each_sum(Accumulators<Shape>& sums, const Function& function) {
+template <int kCount, class Function>
+__device__ __forceinline__ void for_each_sum(float (&sums)[kCount], const Function& function) {
 #pragma unroll
-  for (int32_t j = 0; j < Shape::kTokens / 2; ++j) function(j / 2 % 2, j, sums[j]);
+  for (int32_t j = 0; j < kCount; ++j) function(j / 2 % 2, j, sums[j]);
 }
 
 struct NoScales {};
 
-// Multiplies the stages as they arrive; called by a warpgroup. With kHasTileSums, `sums` collects
-// the sums of 128 columns times their scales.
-template <class Shape, bool kHasTileSums, class Scales>
+// Multiplies the stages as they arrive with their first kTokens tokens; called by a warpgroup. With
+// kHasTileSums, `sums` collects the sums of 128 columns times their scales.
+template <class Shape, int32_t kTokens, bool kHasTileSums, class Scales>
 __device__ __forceinline__ void consume(const Ring<Shape>& ring, int32_t num_blocks,
                                         const Scales& scales, bool is_twice, int32_t row_in_tile,
-                                        Accumulators<Shape>& sums) {
+                                        float (&sums)[kTokens / 2]) {
   uint32_t a[2][16] = {};
-  Accumulators<Shape> parts = {};
-  Accumulators<Shape>& running = kHasTileSums ? parts : sums;
+  float parts[kTokens / 2] = {};
+  float (&running)[kTokens / 2] = kHasTileSums ? parts : sums;
   int32_t stage = 0;
   uint32_t parity = 0;
   int32_t previous = -1;
@@ -241,13 +241,13 @@ __device__ __forceinline__ void consume(const Ring<Shape>& ring, int32_t num_blo
         };
         is_twice ? load.template operator()<true>() : load.template operator()<false>();
       }
-      multiply_half<Shape>(ring, stage, half, a[half], running);
+      multiply_half<Shape, kTokens>(ring, stage, half, a[half], running);
     }
     if constexpr (kHasTileSums) {
       wgmma_wait<0>();
       pin(parts);
       const float by[2] = {scales.scale(0, block), scales.scale(1, block)};
-      for_each_sum<Shape>(parts, [&](int32_t i, int32_t j, float& part) {
+      for_each_sum(parts, [&](int32_t i, int32_t j, float& part) {
         sums[j] = __fmaf_rn(by[i], part, sums[j]);
         part = 0.0f;
       });
@@ -342,8 +342,29 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   Accumulators<Shape> sums = {};
   const int32_t lane = thread % 32;
   const int32_t row_in_tile = thread / 32 * 16 + lane / 4;
+  const auto multiply = [&](const auto& scales) {
+    if (!is_mixture) {
+      wait_for_predecessor();
+      tile = find_tile(args.rows, Shape::kTokens);
+    }
+    const int32_t first_row = thread / 32 * 16;
+    if constexpr (Shape::kTokens >= 64) {
+      // The last rows of an expert often fill less than half of a tile.
+      constexpr int32_t kHalf = Shape::kTokens / 2;
+      if (tile.num_rows <= kHalf) {
+        float low[kHalf / 2] = {};
+        consume<Shape, kHalf, kHasTileSums>(ring, num_blocks, scales, has_large_scale, first_row,
+                                            low);
+#pragma unroll
+        for (int32_t i = 0; i < kHalf / 2; ++i) sums[i] = low[i];
+        return;
+      }
+    }
+    consume<Shape, Shape::kTokens, kHasTileSums>(ring, num_blocks, scales, has_large_scale,
+                                                 first_row, sums);
+  };
   if constexpr (Shape::kIsPlain) {
-    consume<Shape, false>(ring, num_blocks, NoScales{}, false, 0, sums);
+    multiply(NoScales{});
   } else {
     using Scales = WeightScales<Shape::kFormat>;
     const Scales scales(ring.data + args.num_stages * Shape::kStageBytes, args.scales, row_in_tile);
@@ -353,18 +374,13 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       has_large_scale = true;
     }
     asm volatile("bar.sync 1, %0;" ::"n"(Shape::kConsumers) : "memory");
-    consume<Shape, kHasTileSums>(ring, num_blocks, scales, has_large_scale, thread / 32 * 16, sums);
+    multiply(scales);
     if constexpr (Shape::kFormat == WeightFormat::kFp8 && !kHasTileSums) {
       if (args.scales.use == ScaleUse::kRowSums) {
         const float by[2] = {scales.scale(0, 0), scales.scale(1, 0)};
-        for_each_sum<Shape>(sums,
-                            [&](int32_t i, int32_t, float& sum) { sum = __fmul_rn(by[i], sum); });
+        for_each_sum(sums, [&](int32_t i, int32_t, float& sum) { sum = __fmul_rn(by[i], sum); });
       }
     }
-  }
-  if (!is_mixture) {
-    wait_for_predecessor();
-    tile = find_tile(args.rows, Shape::kTokens);
   }
   asm volatile("bar.sync 1, %0;" ::"n"(Shape::kConsumers) : "memory");
   if (args.is_y_float) {

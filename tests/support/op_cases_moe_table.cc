@@ -26,7 +26,11 @@ constexpr WeightSpec kFp8Exact = {.dtype = kB,
                                   .scale_rows = 64,
                                   .scale_cols = 128,
                                   .has_exact_scales = true};
-constexpr WeightSpec kFormats[] = {kPlainF32, kPlainBf16, kMxfp4, kFp8Rows, kFp8Tiles, kFp8Exact};
+constexpr WeightSpec kMxfp4F32 = {.dtype = kF, .format = WeightFormat::kMxfp4};
+constexpr WeightSpec kFp8TilesF32 = {
+    .dtype = kF, .format = WeightFormat::kFp8, .scale_rows = 128, .scale_cols = 128};
+constexpr WeightSpec kFormats[] = {kPlainF32, kPlainBf16, kMxfp4,    kFp8Rows,
+                                   kFp8Tiles, kFp8Exact,  kMxfp4F32, kFp8TilesF32};
 
 // GPT-OSS: 2,880 wide throughout, the best 4 of 32 or 128 experts. The matrices of experts overlap.
 constexpr int32_t kHidden = 2880;
