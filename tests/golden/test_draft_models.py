@@ -44,7 +44,7 @@ def scratch() -> Path:
 
 @functools.cache
 def target_reference() -> TargetReference:
-    return TargetReference(tiny_models.plain_copy(tiny_models.make(TARGET)))
+    return TargetReference(tiny_models.make(TARGET))
 
 
 @functools.cache
@@ -57,8 +57,7 @@ class DraftModelReference:
 
     def __init__(self, directory: Path) -> None:
         self.target = target_reference()
-        is_plain = "quantization_config" not in tiny_models.read_json(directory / "config.json")
-        self.model = TargetReference(directory if is_plain else tiny_models.plain_copy(directory))
+        self.model = TargetReference(directory)
 
     def draft(self, tokens: Sequence[int], k: int, states: Any) -> list[Draft]:
         """Drafts k tokens greedily; the target's states are not used."""

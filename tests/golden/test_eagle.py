@@ -42,7 +42,7 @@ LEAST_COMPARED = 40  # iterations of all sequences together
 LLAMA = TinySpec("llama", seed=3, num_layers=8)
 QWEN3 = TinySpec("qwen3", seed=3, num_layers=8)
 GEMMA3 = TinySpec("gemma3", seed=3, num_layers=6)
-GPT_OSS = TinySpec("gpt_oss", seed=3, num_layers=8)
+GPT_OSS = TinySpec("gpt_oss", seed=3, num_layers=8, quantization="mxfp4")
 
 CASES: dict[str, tuple[TinySpec, EagleSpec]] = {
     "eagle": (LLAMA, EagleSpec("eagle")),

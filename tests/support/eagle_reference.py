@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tiny_models import load_tensors, read_json
+from tiny_models import load_tensors, plain_copy, read_json
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,11 @@ class TargetReference:
     """A target in transformers, float64."""
 
     def __init__(self, directory: Path) -> None:
-        """Loads the target."""
+        """Loads the target; of matrices with scales, the values that they stand for."""
         from transformers import AutoModelForCausalLM
 
+        if "quantization_config" in read_json(directory / "config.json"):
+            directory = plain_copy(directory)
         model: Any = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=torch.float32,
