@@ -162,6 +162,7 @@ TESTS = (
     "expert_bits_test",
     "runner_test",
     "engine_cuda_test",
+    "engine_mixture_cuda_test",
     "draft_head_cuda_test",
 )
 

@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+// The whole engine on a GPU on mixtures of experts with the heads, biases and sinks of GPT-OSS, in
+// bfloat16 and mxfp4. Skipped without a GPU, unless PACELINE_REQUIRE_GPU=1.
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <memory>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <paceline/executor.h>
+
+#include "support/gpu.h"
+#include "support/jobs.h"
+#include "support/raw_models.h"
+#include "support/tiny_models.h"
+
+namespace paceline {
+namespace {
+
+using testing::Job;
+using testing::Outcome;
+using testing::random_jobs;
+using testing::random_raw_model;
+using testing::RawModel;
+using testing::run;
+using testing::tiny_config_json;
+using testing::tiny_model;
+using testing::TinyModel;
+
+class CudaMixture : public testing::GpuTest {};
+
+TinyModel mixture_of(std::vector<int32_t> windows, bool is_mxfp4) {
+  return {.hidden = 64,
+          .num_qo_heads = 8,
+          .num_kv_heads = 1,
+          .head_dim = 64,
+          .intermediate = 96,
+          .max_position = 2304,
+          .windows = std::move(windows),
+          .is_gemma = false,
+          .has_bias = true,
+          .has_sinks = true,
+          .num_experts = 32,
+          .top_k = 4,
+          .is_mxfp4 = is_mxfp4};
+}
+
+std::shared_ptr<const Model> model_of(const TinyModel& shape, uint64_t seed) {
+  return tiny_model(shape, seed, 0, 0, DType::kBFloat16, Device::kCuda);
+}
+
+ExecutorOptions options_of(int32_t k) {
+  ExecutorOptions options;
+  options.max_model_len = 700;
+  options.max_num_seqs = 64;
+  options.max_num_batched_tokens = 64 * 17;
+  options.kv_cache_bytes = 256 << 20;
+  options.speculative.num_speculative_tokens = k;
+  return options;
+}
+
+TEST_F(CudaMixture, SelfDraftAcceptsEverything) {
+  for (const bool is_mxfp4 : {false, true}) {
+    const auto model = model_of(mixture_of({128, 0, 128, 0}, is_mxfp4), 7);
+    for (const double temperature : {0.0, 1.0}) {
+      for (const int32_t k : {1, 3, 8, 16}) {
+        std::mt19937_64 random(11);
+        Executor executor(model, model, options_of(k));
+        int64_t num_drafts = 0;
+        for (const Outcome& outcome :
+             run(executor, random_jobs(random, 20, 64, temperature, 300, 300))) {
+          EXPECT_EQ(outcome.counters.num_accepted_tokens, outcome.counters.num_draft_tokens);
+          num_drafts += outcome.counters.num_draft_tokens;
+        }
+        EXPECT_GT(num_drafts, 500);
+        EXPECT_EQ(executor.check_integrity(), "");
+      }
+    }
+  }
+}
+
+// A chunk of 2,048 rows spreads over all experts, or goes to a few of them.
+TEST_F(CudaMixture, AChunkTakesAnyRouting) {
+  for (const bool goes_together : {false, true}) {
+    TinyModel shape = mixture_of({128, 0}, /*is_mxfp4=*/goes_together);
+    shape.num_experts = 128;
+    if (goes_together) shape.router_bias_scale = 100;
+    const auto model = model_of(shape, 9);
+    std::mt19937_64 random(12);
+    Job job{.prompt = {}, .sampling = {.max_tokens = 40}};
+    for (int32_t i = 0; i < 2048; ++i) job.prompt.push_back(static_cast<int32_t>(random() % 64));
+    std::vector<Outcome> outcomes;
+    for (const int32_t chunk : {2048, 100}) {
+      ExecutorOptions options = options_of(chunk == 100 ? 3 : 0);
+      options.max_model_len = 2304;
+      options.max_num_batched_tokens = 2048 + 64 * 4;
+      options.prefill_chunk_size = chunk;
+      Executor executor(model, chunk == 100 ? model : nullptr, options);
+      outcomes.push_back(run(executor, {job}).front());
+      if (chunk < 2048) continue;
+      const int32_t num_hit = executor.iteration_times().target_experts_hit.front();
+      EXPECT_TRUE(goes_together ? num_hit <= 2 * 16 : num_hit >= 2 * 100) << num_hit;
+    }
+    EXPECT_EQ(outcomes[0].tokens, outcomes[1].tokens);
+  }
+}
+
+// NaN logits of the router still choose experts, whose other rows keep their bits.
+TEST_F(CudaMixture, BadLogitsEndOneRequestOnly) {
+  for (const bool is_mxfp4 : {false, true}) {
+    TinyModel shape = mixture_of({8, 0, 130}, is_mxfp4);
+    const auto sound = model_of(shape, 3);
+    shape.nan_token = 63;
+    const auto broken = model_of(shape, 3);
+    std::mt19937_64 random(5);
+    std::vector<Job> jobs = random_jobs(random, 12, 63, 0.0, 200, 60);  // none contains token 63
+    for (Job& job : jobs) job.sampling.bad_words = {{63}};              // nor draws it
+    Executor reference(sound, nullptr, options_of(0));
+    const std::vector<Outcome> expected = run(reference, jobs);
+    for (const int32_t k : {0, 3}) {
+      std::vector<Job> all = jobs;
+      all.push_back({.prompt = {1, 63, 2}, .sampling = {.max_tokens = 20}});
+      Executor executor(broken, k > 0 ? broken : nullptr, options_of(k));
+      const std::vector<Outcome> actual = run(executor, all);
+      EXPECT_EQ(actual.back().reason, FinishReason::kError);
+      for (size_t i = 0; i < jobs.size(); ++i) EXPECT_EQ(actual[i].tokens, expected[i].tokens);
+      EXPECT_EQ(executor.check_integrity(), "");
+    }
+  }
+}
+
+// The scales of mxfp4 are powers of two, so its values are exact. The prompt is long enough for the
+// products of many rows.
+TEST_F(CudaMixture, Mxfp4ExpertsGiveTheBitsOfPlainOnes) {
+  TinyModel shape = mixture_of({8, 0}, /*is_mxfp4=*/true);
+  const RawModel raw = random_raw_model(tiny_config_json(shape), 4);
+  shape.is_mxfp4 = false;
+  RawModel plain = raw;
+  plain.json = tiny_config_json(shape);
+  plain.config = parse_decoder_config(plain.json);
+  std::mt19937_64 random(4);
+  std::vector<int32_t> prompt(600);
+  for (int32_t& token : prompt) token = static_cast<int32_t>(random() % 64);
+  std::vector<std::vector<float>> scores;
+  for (const RawModel& each : {raw, plain}) {
+    const auto model = each.build(DType::kBFloat16, Device::kCuda);
+    for (const int32_t chunk : {0, 7}) {
+      ExecutorOptions options = options_of(0);
+      options.prefill_chunk_size = chunk;
+      Executor executor(model, nullptr, options);
+      (void)executor.add_request({.prompt = prompt, .score_prompt = true}).value();
+      for (bool is_done = false; !is_done;) {
+        for (const RequestEvent& event : executor.poll(100)) {
+          if (event.finish_reason == FinishReason::kNone) continue;
+          scores.push_back(*event.logits);
+          is_done = true;
+        }
+      }
+    }
+  }
+  for (size_t i = 1; i < scores.size(); ++i) EXPECT_EQ(scores[i], scores[0]);
+}
+
+}  // namespace
+}  // namespace paceline
