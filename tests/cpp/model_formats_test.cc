@@ -99,6 +99,7 @@ TEST(ModelFormats, EveryWayOfPuttingGivesTheSameBytes) {
     const std::vector<std::byte> want = model_weight_arena(*build(json, tensors));
     ModelBuilder read(json, DType::kBFloat16);
     ModelBuilder strided(json, DType::kBFloat16);
+    ModelBuilder sliced(json, DType::kBFloat16);
     for (const auto& [name, t] : tensors) {
       read.put(name, t.dtype, t.shape, [&](int64_t first, std::span<std::byte> to) {
         std::memcpy(to.data(), t.bytes.data() + first, to.size());
@@ -116,7 +117,23 @@ TEST(ModelFormats, EveryWayOfPuttingGivesTheSameBytes) {
         std::memcpy(apart.data() + 3 * i * size, t.bytes.data() + i * size, size);
       }
       strided.put(name, t.dtype, t.shape, strides, apart.data());
+      // Only the outermost axis, of rows or of experts, lies apart.
+      const int64_t inner = testing::product(t.shape) / t.shape[0];
+      std::vector<int64_t> sliced_strides(t.shape.size());
+      step = 1;
+      for (size_t axis = t.shape.size(); axis-- > 0; step *= t.shape[axis]) {
+        sliced_strides[axis] = step;
+      }
+      sliced_strides[0] = inner + 7;
+      std::string slices(static_cast<size_t>((inner + 7) * t.shape[0]) * size, '\xff');
+      for (int64_t i = 0; i < t.shape[0]; ++i) {
+        std::memcpy(slices.data() + static_cast<size_t>(i * (inner + 7)) * size,
+                    t.bytes.data() + static_cast<size_t>(i * inner) * size,
+                    static_cast<size_t>(inner) * size);
+      }
+      sliced.put(name, t.dtype, t.shape, sliced_strides, slices.data());
     }
+    EXPECT_TRUE(model_weight_arena(*sliced.finish()) == want);
     EXPECT_TRUE(model_weight_arena(*read.finish()) == want);
     EXPECT_TRUE(model_weight_arena(*strided.finish()) == want);
   }
@@ -245,12 +262,27 @@ TEST(ModelFormats, RefusesMistakes) {
                             std::vector<int64_t>{4, 2}, scales.data());
               }),
               HasSubstr("[0, 0] is 255"));
-  EXPECT_THAT(message_of<InvalidArgument>([&] {
-                builder.put("layers.0.mlp.experts.gate_up.scales", DType::kUInt8,
-                            std::vector<int64_t>{6, 192, 5}, std::vector<int64_t>{1000, 5, 1},
-                            scales.data());
-              }),
-              HasSubstr("strides[0] = strides[1] * 192"));
+  // Experts that lie apart, too; but rows and blocks may not both.
+  std::vector<uint8_t> apart(6 * 1000, 120);
+  apart[3 * 1000 + 7 * 5 + 2] = 255;
+  const auto put_experts = [&](const std::vector<int64_t>& strides) {
+    return message_of<InvalidArgument>([&] {
+      builder.put("layers.0.mlp.experts.gate_up.scales", DType::kUInt8,
+                  std::vector<int64_t>{6, 192, 5}, strides, apart.data());
+    });
+  };
+  EXPECT_THAT(put_experts({1000, 5, 1}), HasSubstr("'[3, 7, 2] is 255"));
+  EXPECT_THAT(put_experts({1000, 5}), HasSubstr("has 2 strides; allowed: 3"));
+  apart[3 * 1000 + 7 * 5 + 2] = 120;
+  EXPECT_EQ(put_experts({1000, 5, 1}), "");
+  EXPECT_THAT(
+      message_of<InvalidArgument>([&] {
+        builder.put("layers.0.mlp.experts.gate_up.weight", DType::kUInt8,
+                    std::vector<int64_t>{6, 192, 5, 16}, std::vector<int64_t>{1, 6, 1152, 5760},
+                    apart.data());
+      }),
+      HasSubstr("'layers.0.mlp.experts.gate_up.weight' of shape [6, 192, 5, 16] has strides "
+                "[1, 6, 1152, 5760], which"));
 }
 
 std::vector<NamedTensor> named_tensors(const FormatTensors& tensors) {

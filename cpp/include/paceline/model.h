@@ -61,8 +61,9 @@ class PACELINE_API ModelBuilder {
   [[nodiscard]] std::vector<std::string> missing() const;
 
   // Fills every weight that was not put: matrices and embeddings from a normal distribution with
-  // standard deviation 0.02, norms with their neutral value, biases with 0. The same seed gives the
-  // same weights on every device. For benches ("load_format: dummy").
+  // standard deviation 0.02 (in fp8 and mxfp4: with elements near such values), norms with their
+  // neutral value, biases with 0. The same seed gives the same weights on every device. For benches
+  // ("load_format: dummy").
   void fill_dummy(uint64_t seed);
 
   // Returns the model and empties the builder. Throws InvalidArgument listing missing names.
@@ -93,8 +94,9 @@ struct ModelUpdate {
 // Overwrites all weights of the models in place; addresses stay as they are, so captured graphs
 // stay valid. While it runs, no executor may use the models (Executor::while_idle).
 // Throws InvalidArgument as ModelBuilder::put and finish do, before it writes anything; also where
-// one of model and tensors has the optional "draft_to_target" and the other has not. A DeviceError
-// leaves the weights partly written.
+// one of model and tensors has the optional "draft_to_target" and the other has not, and where only
+// one has fp8 scales of a matrix that are all powers of two, because captured graphs compute those
+// products in another order. A DeviceError leaves the weights partly written.
 PACELINE_API void update_models(std::span<const ModelUpdate> updates);
 
 // Bytes of all weights; dtype of the matrices; rows of the embedding table; positions that the

@@ -35,47 +35,58 @@ constexpr size_t kMissingNamed = 8;  // in the message about missing weights
 
 constexpr std::string_view kTokenMap = "draft_to_target";
 
-// A tensor of any rank as a matrix: all its rows, one after the other.
+// A tensor of any rank as matrices. The columns are its last axis; the other axes become rows and,
+// where those do not follow each other at one distance, matrices. Throws InvalidArgument when that
+// is not enough.
 [[nodiscard]] SourceTensor source_tensor(const NamedWeight& named, std::span<const int64_t> strides,
                                          const void* data) {
-  const std::span<const int64_t> shape = named.dims();
-  SourceTensor source = {.matrix = {.data = static_cast<const std::byte*>(data),
-                                    .rows = 1,
-                                    .cols = shape.back(),
-                                    .row_stride = shape.back(),
-                                    .col_stride = 1}};
-  SourceMatrix& matrix = source.matrix;
-  if (!strides.empty()) {
-    matrix.row_stride = shape.size() > 1 ? strides[shape.size() - 2] : 0;
-    matrix.col_stride = strides.back();
-  }
-  if (named.kind == WeightKind::kTransposed) {
-    source.num_matrices = shape[0];
-    source.matrix_stride = strides.empty() ? shape[1] * shape[2] : strides[0];
-    matrix.rows = shape[1];
-    std::swap(matrix.rows, matrix.cols);
-    std::swap(matrix.row_stride, matrix.col_stride);
-  } else {
-    for (const int64_t size : shape.first(shape.size() - 1)) matrix.rows *= size;
-  }
-  return source;
-}
-
-// Refuses strides with which the rows of a tensor do not follow each other at one distance.
-void check_strides(const NamedWeight& named, std::span<const int64_t> strides) {
   const std::span<const int64_t> shape = named.dims();
   if (!strides.empty() && strides.size() != shape.size()) {
     throw InvalidArgument(concat(quoted(named.name), " has ", strides.size(),
                                  " strides; allowed: ", shape.size(), ", or none for row-major"));
   }
-  if (named.kind == WeightKind::kTransposed) return;  // copied expert by expert
-  for (size_t i = 0; i + 2 < strides.size(); ++i) {
-    if (strides[i] != strides[i + 1] * shape[i + 1]) {
-      throw InvalidArgument(concat(quoted(named.name), " has strides ", shape_text(strides),
-                                   "; allowed: strides[", i, "] = strides[", i + 1, "] * ",
-                                   shape[i + 1], ", so that its rows follow each other"));
+  if (data == nullptr) {
+    throw InvalidArgument(concat(quoted(named.name), " has a null data pointer"));
+  }
+  struct Axis {
+    int64_t size;
+    int64_t stride;
+  };
+  std::vector<Axis> axes(shape.size());
+  int64_t step = 1;
+  for (size_t i = shape.size(); i-- > 0; step *= shape[i]) {
+    axes[i] = {shape[i], strides.empty() ? step : strides[i]};
+  }
+  Axis cols = axes.back();
+  axes.pop_back();
+  std::vector<Axis> outer = {{1, 0}};
+  for (const Axis& axis : axes) {
+    Axis& last = outer.back();
+    if (last.size == 1) {
+      last = axis;
+    } else if (axis.size > 1 && last.stride == axis.size * axis.stride &&
+               named.kind != WeightKind::kTransposed) {
+      last = {last.size * axis.size, axis.stride};
+    } else if (axis.size > 1 || named.kind == WeightKind::kTransposed) {
+      outer.push_back(axis);
     }
   }
+  if (outer.size() > 2) {
+    throw InvalidArgument(concat(quoted(named.name), " of shape ", shape_text(shape),
+                                 " has strides ", shape_text(strides),
+                                 ", which leave its axes too far apart; copy it to row-major "
+                                 "order first"));
+  }
+  Axis rows = outer.back();
+  const Axis matrices = outer.size() == 2 ? outer.front() : Axis{1, 0};
+  if (named.kind == WeightKind::kTransposed) std::swap(rows, cols);
+  return {.matrix = {.data = static_cast<const std::byte*>(data),
+                     .rows = rows.size,
+                     .cols = cols.size,
+                     .row_stride = rows.stride,
+                     .col_stride = cols.stride},
+          .num_matrices = matrices.size,
+          .matrix_stride = matrices.stride};
 }
 
 // The dtypes that a tensor may be stored in.
@@ -196,34 +207,27 @@ struct ModelBuilder::Impl {
     return named;
   }
 
-  // Checks a tensor as ModelBuilder::put does. Returns the weight that it fills.
-  [[nodiscard]] NamedWeight& checked_weight(std::string_view name, DType dtype,
-                                            std::span<const int64_t> shape,
-                                            std::span<const int64_t> strides, const void* data) {
-    NamedWeight& named = unfilled_weight(name, dtype, shape);
-    check_strides(named, strides);
-    if (data == nullptr) throw InvalidArgument(concat(quoted(name), " has a null data pointer"));
-    return named;
-  }
-
-  // Checks the values of a tensor that checked_weight has accepted.
+  // Checks the values of a tensor that unfilled_weight has accepted.
   [[nodiscard]] CheckedValues checked_values(NamedWeight& named, const SourceTensor& source,
                                              DType dtype, Device device) const {
-    CheckedValues values;
+    CheckedValues values;  // tokens and fp8 scales are one matrix
     if (named.kind != WeightKind::kTokens && named.kind != WeightKind::kMxfp4Scales &&
         named.kind != WeightKind::kFp8Scales) {
       return values;
     }
-    std::vector<std::byte> bytes;
-    const SourceMatrix matrix =
-        device == Device::kCpu ? source.matrix : download_matrix(source.matrix, dtype, bytes);
-    if (named.kind == WeightKind::kTokens) {
-      values.tokens = read_tokens(named.name, matrix, dtype, model->config.vocab_size);
-    } else if (named.kind == WeightKind::kMxfp4Scales) {
-      check_mxfp4_scales(named, matrix);
-    } else {
-      values.scales = read_fp8_scales(named, matrix, dtype);
-      named.has_exact_scales = are_exact_scales(values.scales);
+    for (int64_t i = 0; i < source.num_matrices; ++i) {
+      std::vector<std::byte> bytes;
+      SourceMatrix matrix = source.matrix;
+      matrix.data += i * source.matrix_stride * dtype_bytes(dtype);
+      if (device != Device::kCpu) matrix = download_matrix(matrix, dtype, bytes);
+      if (named.kind == WeightKind::kTokens) {
+        values.tokens = read_tokens(named.name, matrix, dtype, model->config.vocab_size);
+      } else if (named.kind == WeightKind::kMxfp4Scales) {
+        check_mxfp4_scales(named, i * matrix.rows * matrix.cols, matrix);
+      } else {
+        values.scales = read_fp8_scales(named, matrix, dtype);
+        named.has_exact_scales = are_exact_scales(values.scales);
+      }
     }
     return values;
   }
@@ -313,7 +317,7 @@ void ModelBuilder::put(std::string_view name, DType dtype, std::span<const int64
                        std::span<const int64_t> strides, const void* data, Device source) {
   at_boundary([&] {
     Impl& impl = open(impl_);
-    NamedWeight& named = impl.checked_weight(name, dtype, shape, strides, data);
+    NamedWeight& named = impl.unfilled_weight(name, dtype, shape);
     const SourceTensor tensor = source_tensor(named, strides, data);
     const CheckedValues values = impl.checked_values(named, tensor, dtype, source);
     impl.write(named, tensor, dtype, source, values);
@@ -377,7 +381,7 @@ void update_models(std::span<const ModelUpdate> updates) {
           std::make_unique<ModelBuilder::Impl>(std::const_pointer_cast<Model>(update.model)));
       ModelBuilder::Impl& impl = *impls.back();
       for (const NamedTensor& t : update.tensors) {
-        NamedWeight& named = impl.checked_weight(t.name, t.dtype, t.shape, t.strides, t.data);
+        NamedWeight& named = impl.unfilled_weight(t.name, t.dtype, t.shape);
         named.is_filled = true;
         const SourceTensor source = source_tensor(named, t.strides, t.data);
         writes.push_back({.impl = &impl,

@@ -42,16 +42,22 @@ void check_mxfp4_scales(const NamedWeight& named, int64_t first,
   refuse_mxfp4_scale(named, first + (static_cast<const std::byte*>(found) - scales.data()));
 }
 
-void check_mxfp4_scales(const NamedWeight& named, const SourceMatrix& source) {
-  for (int64_t row = 0; row < source.rows; ++row) {
+void check_mxfp4_scales(const NamedWeight& named, int64_t first, const SourceMatrix& source) {
+  const auto span_of = [](const std::byte* data, int64_t count) {
+    return std::span(data, static_cast<size_t>(count));
+  };
+  if (source.col_stride == 1 && source.row_stride == source.cols) {
+    return check_mxfp4_scales(named, first, span_of(source.data, source.rows * source.cols));
+  }
+  for (int64_t row = 0; row < source.rows; ++row, first += source.cols) {
     const std::byte* const scales = source.data + row * source.row_stride;
     if (source.col_stride == 1) {
-      check_mxfp4_scales(named, row * source.cols, {scales, static_cast<size_t>(source.cols)});
+      check_mxfp4_scales(named, first, span_of(scales, source.cols));
       continue;
     }
     for (int64_t col = 0; col < source.cols; ++col) {
       if (scales[col * source.col_stride] == kNanScale) {
-        refuse_mxfp4_scale(named, row * source.cols + col);
+        refuse_mxfp4_scale(named, first + col);
       }
     }
   }

@@ -16,9 +16,9 @@
 namespace paceline {
 
 // Throws InvalidArgument, which names the tensor and the index, when a scale is NaN. `first`: the
-// element of the tensor that scales[0] is.
+// element of the tensor that the first of `scales` is.
 void check_mxfp4_scales(const NamedWeight& named, int64_t first, std::span<const std::byte> scales);
-void check_mxfp4_scales(const NamedWeight& named, const SourceMatrix& source);
+void check_mxfp4_scales(const NamedWeight& named, int64_t first, const SourceMatrix& source);
 
 // The scales of a tensor in host memory as they lie in the arena, [arena_rows, scale_cols]. Throws
 // InvalidArgument, which names the tensor and the index, when a scale is NaN or infinite.
