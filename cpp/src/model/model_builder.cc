@@ -6,6 +6,8 @@
 #include <paceline/version.h>
 
 #include <algorithm>
+#include <array>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 
@@ -49,36 +51,36 @@ constexpr std::string_view kTokenMap = "draft_to_target";
     throw InvalidArgument(concat(quoted(named.name), " has a null data pointer"));
   }
   struct Axis {
-    int64_t size;
-    int64_t stride;
+    int64_t size = 1;
+    int64_t stride = 0;
   };
-  std::vector<Axis> axes(shape.size());
+  std::array<Axis, std::tuple_size_v<decltype(NamedWeight::shape)>> axes;
   int64_t step = 1;
   for (size_t i = shape.size(); i-- > 0; step *= shape[i]) {
     axes[i] = {shape[i], strides.empty() ? step : strides[i]};
   }
-  Axis cols = axes.back();
-  axes.pop_back();
-  std::vector<Axis> outer = {{1, 0}};
-  for (const Axis& axis : axes) {
-    Axis& last = outer.back();
+  Axis cols = axes[shape.size() - 1];
+  std::array<Axis, axes.size()> outer;
+  size_t num_outer = 1;
+  for (const Axis& axis : std::span(axes).first(shape.size() - 1)) {
+    Axis& last = outer[num_outer - 1];
     if (last.size == 1) {
       last = axis;
     } else if (axis.size > 1 && last.stride == axis.size * axis.stride &&
                named.kind != WeightKind::kTransposed) {
       last = {last.size * axis.size, axis.stride};
     } else if (axis.size > 1 || named.kind == WeightKind::kTransposed) {
-      outer.push_back(axis);
+      outer[num_outer++] = axis;
     }
   }
-  if (outer.size() > 2) {
+  if (num_outer > 2) {
     throw InvalidArgument(concat(quoted(named.name), " of shape ", shape_text(shape),
                                  " has strides ", shape_text(strides),
                                  ", which leave its axes too far apart; copy it to row-major "
                                  "order first"));
   }
-  Axis rows = outer.back();
-  const Axis matrices = outer.size() == 2 ? outer.front() : Axis{1, 0};
+  Axis rows = outer[num_outer - 1];
+  const Axis matrices = num_outer == 2 ? outer[0] : Axis{};
   if (named.kind == WeightKind::kTransposed) std::swap(rows, cols);
   return {.matrix = {.data = static_cast<const std::byte*>(data),
                      .rows = rows.size,
@@ -90,18 +92,20 @@ constexpr std::string_view kTokenMap = "draft_to_target";
 }
 
 // The dtypes that a tensor may be stored in.
-[[nodiscard]] std::vector<DType> stored_dtypes(const NamedWeight& named) {
+[[nodiscard]] std::span<const DType> stored_dtypes(const NamedWeight& named) {
+  static constexpr std::array kNumbers = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+  static constexpr std::array kIntegers = {DType::kInt32, DType::kInt64};
   switch (named.kind) {
     case WeightKind::kNumbers:
     case WeightKind::kTransposed:
-      return {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+      return kNumbers;
     case WeightKind::kTokens:
-      return {DType::kInt32, DType::kInt64};
+      return kIntegers;
     case WeightKind::kCodes:
     case WeightKind::kMxfp4Scales:
-      return {named.dtype};
+      return {&named.dtype, 1};
     case WeightKind::kFp8Scales:
-      return {DType::kFloat32, DType::kBFloat16};
+      return std::span(kNumbers).first(2);
   }
   return {};
 }
@@ -192,7 +196,7 @@ struct ModelBuilder::Impl {
       throw InvalidArgument(concat(quoted(name), " has shape ", shape_text(shape),
                                    "; allowed: ", shape_text(named.dims())));
     }
-    const std::vector<DType> allowed = stored_dtypes(named);
+    const std::span<const DType> allowed = stored_dtypes(named);
     if (std::ranges::find(allowed, dtype) == allowed.end()) {
       std::string list;
       for (const DType one : allowed) list += concat(list.empty() ? "" : ", ", dtype_name(one));
