@@ -16,6 +16,7 @@
 #include "device/cpu_context.h"
 #include "ops/ops.h"
 #include "support/expert_rows.h"
+#include "support/failing_allocations.h"
 #include "support/op_checks.h"
 
 namespace paceline::testing {
@@ -238,16 +239,25 @@ class Mixture {
         down_(random_matrices(random, format, shape.num_experts, shape.hidden, shape.intermediate)),
         down_bias_(random.normals(int64_t{shape.num_experts} * shape.hidden, 0.1f)) {}
 
-  // x and the result: [num_rows, hidden].
-  [[nodiscard]] std::vector<float> run(const std::vector<float>& x, int num_threads) const {
+  // x and the result: [num_rows, hidden]. Allocations of the ops fail on `side`.
+  [[nodiscard]] std::vector<float> run(const std::vector<float>& x, int num_threads,
+                                       Side side = Side::kNone) const {
     const auto num_rows = static_cast<int32_t>(std::ssize(x) / s_.hidden);
     const int32_t num_expert_rows = num_rows * s_.top_k;
     std::vector<float> logits(static_cast<size_t>(num_rows * s_.num_experts));
     std::vector<float> gate_up(static_cast<size_t>(num_expert_rows * 2 * s_.intermediate));
     std::vector<float> activated(static_cast<size_t>(num_expert_rows * s_.intermediate));
     std::vector<float> expert_out(static_cast<size_t>(num_expert_rows * s_.hidden));
+    const auto num_places = static_cast<size_t>(num_expert_rows);
+    Routing routing = {.experts = std::vector<int32_t>(num_places),
+                       .weights = std::vector<float>(num_places)};
+    Sorted sorted = {.expert_begin = std::vector<int32_t>(static_cast<size_t>(s_.num_experts) + 1),
+                     .source_row = std::vector<int32_t>(num_places),
+                     .expert_row = std::vector<int32_t>(num_places)};
     std::vector<float> y(x.size());
     CpuContext ctx = context_of(num_threads);
+    is_test_thread = true;
+    fail_allocations(side, 0);
     gemm(ctx, {.num_rows = &num_rows,
                .max_rows = num_rows,
                .x = x.data(),
@@ -256,8 +266,23 @@ class Mixture {
                .bias = router_bias_.data(),
                .y = logits.data(),
                .y_stride = s_.num_experts});
-    const Routing routing = route(logits, num_rows, s_.num_experts, s_.top_k, num_threads);
-    const Sorted sorted = sort(routing.experts, num_rows, s_.num_experts, s_.top_k);
+    route_and_sort(ctx, {.route = {.num_rows = &num_rows,
+                                   .max_rows = num_rows,
+                                   .logits = logits.data(),
+                                   .num_experts = s_.num_experts,
+                                   .top_k = s_.top_k,
+                                   .rule = RouterRule::kSoftmaxOfChosen,
+                                   .experts = routing.experts.data(),
+                                   .weights = routing.weights.data()},
+                         .sort = {.num_rows = &num_rows,
+                                  .max_rows = num_rows,
+                                  .experts = routing.experts.data(),
+                                  .num_experts = s_.num_experts,
+                                  .top_k = s_.top_k,
+                                  .expert_begin = sorted.expert_begin.data(),
+                                  .source_row = sorted.source_row.data(),
+                                  .expert_row = sorted.expert_row.data(),
+                                  .counters = nullptr}});
     expert_gemm(ctx, {.expert_begin = sorted.expert_begin.data(),
                       .max_rows = num_expert_rows,
                       .x = x.data(),
@@ -295,6 +320,7 @@ class Mixture {
                           .weights = routing.weights.data(),
                           .y = y.data(),
                           .hidden = s_.hidden});
+    fault_side = Side::kNone;
     return y;
   }
 
@@ -336,6 +362,22 @@ TEST_P(MixtureTest, RowBitsDependOnTheRowAlone) {
         ASSERT_TRUE(same_bits(alone.data(), y.data() + int64_t{row} * hidden, hidden))
             << "row " << row << " of " << num_rows << ", " << shape.num_experts << " experts";
       }
+    }
+  }
+}
+
+// An op that runs out of memory would end its engine, so these need none, on any thread.
+TEST_P(MixtureTest, AllocatesNothing) {
+  TRACE_SEED();
+  Random random(106);
+  const MixtureShape shape = {.hidden = 128, .num_experts = 32, .top_k = 4, .intermediate = 96};
+  const Mixture mixture(random, shape, GetParam());
+  for (const int32_t num_rows : {1, 100}) {
+    const std::vector<float> x = random.normals(int64_t{num_rows} * shape.hidden);
+    const std::vector<float> expected = mixture.run(x, 2);
+    for (const Side side : {Side::kTest, Side::kEngine}) {
+      EXPECT_EQ(mixture.run(x, 2, side), expected);
+      EXPECT_EQ(num_faults, 0);
     }
   }
 }
