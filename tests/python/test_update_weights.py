@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,40 @@ def test_as_a_new_llm(
         # And back again; a drafter without new weights keeps its own.
         llm.update_weights(load_tensors(path))
         assert run(llm)[0] == old[0]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        TinySpec("gpt_oss", quantization="mxfp4", tied=False),
+        TinySpec("gpt_oss", tied=False),  # experts' matrices are transposed
+        TinySpec("qwen3", quantization="fp8_block", tied=False, hidden_size=160),
+        TinySpec("llama", quantization="fp8_tensor", tied=False),
+    ],
+    ids=["mxfp4", "experts", "fp8_block", "fp8_tensor"],
+)
+def test_experts_and_formats(spec: TinySpec) -> None:
+    path, later = make(spec), make(replace(spec, seed=1))
+    with LLM(later, device="cpu", **ENGINE) as new:
+        expected, arena = run(new), new.target.model.arena()
+    with LLM(path, device="cpu", **ENGINE) as llm:
+        old = run(llm)
+        assert old != expected
+        llm.update_weights(load_tensors(later))
+        assert llm.target.model.arena() == arena and run(llm) == expected
+        bad = load_tensors(path)
+        if spec.quantization == "mxfp4":
+            bad["model.layers.1.mlp.experts.down_proj_scales"][3, 2, 1] = 255
+            expect = pytest.raises(ModelFileError, match=r"down_proj_scales.*\[3, 2, 1\] is 255")
+        elif spec.quantization is not None:
+            scales = "weight_scale" + ("_inv" if spec.quantization == "fp8_block" else "")
+            bad[f"model.layers.1.self_attn.o_proj.{scales}"].fill_(float("inf"))
+            expect = pytest.raises(ModelFileError, match=r"o_proj\.weight_scale.* is inf")
+        else:
+            return
+        with expect:
+            llm.update_weights(bad)
+        assert llm.target.model.arena() == arena
 
 
 def test_dummy_weights_become_real() -> None:
