@@ -194,7 +194,7 @@ FP8 = TinySpec(
 )
 FP8_SPECS = [
     replace(spec, quantization=method, exact_scales=is_exact)
-    for spec in (FP8, replace(FP8, family="qwen3"))
+    for spec in (FP8, replace(FP8, family="qwen3"), replace(FP8, family="gemma3"))
     for method in ("fp8_block", "fp8_row", "fp8_tensor")
     for is_exact in (False, True)
 ]
