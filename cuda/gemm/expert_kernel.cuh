@@ -286,7 +286,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   extern __shared__ __align__(1024) std::byte storage[];
   __shared__ uint64_t full[kMaxStages];
   __shared__ uint64_t empty[kMaxStages];
-  __shared__ bool has_large_scale;
+  __shared__ int32_t has_large_scale;
   const Ring<Shape> ring = {
       // Aligned for the swizzle. The sum of a shared array and an offset is in shared memory for
       // the
@@ -302,13 +302,14 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const int32_t num_blocks = (args.k + Shape::kStageDepth - 1) / Shape::kStageDepth;
   const auto thread = static_cast<int32_t>(threadIdx.x);
 
+  if (thread == Shape::kConsumers) prefetch_map(&weight_map);
   if (thread == 0) {
     for (int32_t stage = 0; stage < args.num_stages; ++stage) {
       barrier_init(&full[stage], 1 + Shape::kProducerWarps);
       barrier_init(&empty[stage], Shape::kGroups * 4);
     }
     barrier_init_fence();
-    has_large_scale = false;
+    has_large_scale = 0;
   }
   __syncthreads();
   let_successor_start();
@@ -353,14 +354,14 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       constexpr int32_t kHalf = Shape::kTokens / 2;
       if (tile.num_rows <= kHalf) {
         float low[kHalf / 2] = {};
-        consume<Shape, kHalf, kHasTileSums>(ring, num_blocks, scales, has_large_scale, first_row,
-                                            low);
+        consume<Shape, kHalf, kHasTileSums>(ring, num_blocks, scales, has_large_scale != 0,
+                                            first_row, low);
 #pragma unroll
         for (int32_t i = 0; i < kHalf / 2; ++i) sums[i] = low[i];
         return;
       }
     }
-    consume<Shape, Shape::kTokens, kHasTileSums>(ring, num_blocks, scales, has_large_scale,
+    consume<Shape, Shape::kTokens, kHasTileSums>(ring, num_blocks, scales, has_large_scale != 0,
                                                  first_row, sums);
   };
   if constexpr (Shape::kIsPlain) {
@@ -371,7 +372,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     const int32_t first_row = tile.column_tile * Shape::kWeights;
     if (scales.copy(args.scales, tile.expert, first_row, min(args.n - first_row, Shape::kWeights),
                     Shape::kWeights, thread, Shape::kConsumers)) {
-      has_large_scale = true;
+      atomicOr(&has_large_scale, 1);
     }
     asm volatile("bar.sync 1, %0;" ::"n"(Shape::kConsumers) : "memory");
     multiply(scales);

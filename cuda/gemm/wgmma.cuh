@@ -66,6 +66,11 @@ inline constexpr uint64_t kEvictNormal = 0x1000000000000000ull;
 inline constexpr uint64_t kEvictFirst = 0x12F0000000000000ull;
 inline constexpr uint64_t kEvictLast = 0x14F0000000000000ull;
 
+// Fetches a map for the copies to come.
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // Copies the box at (column, row) of a two-dimensional map. Elements beyond the tensor arrive as
 // zeros and count towards the barrier's bytes.
 __device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int32_t column,

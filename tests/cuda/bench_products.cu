@@ -46,6 +46,28 @@ constexpr NamedGemm kGemms[] = {{"qwen3-8b/qkv", 6144, 4096},
 constexpr int32_t kGemmRows[] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048};
 constexpr int32_t kMostRowsInTbs = 64;  // above, arithmetic bounds
 
+// The lines of a product: microseconds, and below them rates.
+class Points {
+ public:
+  void add(Bench& bench, const std::string& name, int32_t rows, double us, double rate) {
+    const bool is_bytes = rows <= kMostRowsInTbs;
+    bench.record({name, "m=" + std::to_string(rows), us, rate, is_bytes ? "TB/s" : "TFLOP/s"});
+    char text[32];
+    std::snprintf(text, sizeof(text), "%8.1f", us);
+    us_ += text;
+    std::snprintf(text, sizeof(text), is_bytes ? "%8.2f" : "%8.0f", rate);
+    rates_ += text;
+  }
+  void print(const char* name, int width) const {
+    std::printf("%-*s%s\n%-*s%s\n", width, name, us_.c_str(), width, "", rates_.c_str());
+    std::fflush(stdout);
+  }
+
+ private:
+  std::string us_;
+  std::string rates_;
+};
+
 void bench_gemms(Bench& bench) {
   bool has_header = false;
   for (const NamedGemm& shape : kGemms) {
@@ -60,8 +82,7 @@ void bench_gemms(Bench& bench) {
       std::printf("\n");
       has_header = true;
     }
-    std::string us_line;
-    std::string rate_line;
+    Points points;
     for (const int32_t m : kGemmRows) {
       if (shape.is_lm_head && m > 256) continue;  // no batch has that many logit rows
       const GemmSpec spec{.n = shape.n,
@@ -71,15 +92,9 @@ void bench_gemms(Bench& bench) {
       const bool is_bytes = m <= kMostRowsInTbs;
       const double elements = static_cast<double>(shape.n) * shape.k;
       const double rate = (is_bytes ? 2.0 * elements : 2.0 * elements * m) / us * 1e-6;
-      bench.record({name, "m=" + std::to_string(m), us, rate, is_bytes ? "TB/s" : "TFLOP/s"});
-      char text[32];
-      std::snprintf(text, sizeof(text), "%8.1f", us);
-      us_line += text;
-      std::snprintf(text, sizeof(text), is_bytes ? "%8.2f" : "%8.0f", rate);
-      rate_line += text;
+      points.add(bench, name, m, us, rate);
     }
-    std::printf("%-20s%s\n%-20s%s\n", shape.name, us_line.c_str(), "", rate_line.c_str());
-    std::fflush(stdout);
+    points.print(shape.name, 20);
   }
 }
 
@@ -212,23 +227,16 @@ void bench_scaled(Bench& bench) {
       std::printf("\n");
       has_header = true;
     }
-    std::string us_line;
-    std::string rate_line;
+    Points points;
     for (const int32_t m : kGemmRows) {
       const TimedProduct timed = make_timed(s, m);
       const double us = bench.cold_us(timed.op, "weight", timed.weight_bytes);
       const bool is_bytes = m <= kMostRowsInTbs;
       const double flops = 2.0 * s.n * s.k * static_cast<double>(timed.rows);
       const double rate = (is_bytes ? static_cast<double>(timed.bytes) : flops) / us * 1e-6;
-      bench.record({s.name, "m=" + std::to_string(m), us, rate, is_bytes ? "TB/s" : "TFLOP/s"});
-      char text[32];
-      std::snprintf(text, sizeof(text), "%8.1f", us);
-      us_line += text;
-      std::snprintf(text, sizeof(text), is_bytes ? "%8.2f" : "%8.0f", rate);
-      rate_line += text;
+      points.add(bench, s.name, m, us, rate);
     }
-    std::printf("%-32s%s\n%-32s%s\n", s.name, us_line.c_str(), "", rate_line.c_str());
-    std::fflush(stdout);
+    points.print(s.name, 32);
   }
 }
 
