@@ -28,7 +28,9 @@ inline constexpr int32_t kMaxScaledColumns = 1 << 17;  // of a matrix with scale
 // unscaled elements, and a scale multiplies their float32 sum:
 //   scale_cols >= k:  y = scale * sum over k + bias
 //   scale_cols < k:   y = fma(scale_b, sum over the columns of tile b, ...) from b = 0 up, + bias
-// On the CPU, whose sums have sixteen lanes, that is how each lane is computed.
+// On the CPU, whose sums have sixteen lanes, that is how each lane is computed. On CUDA rows of
+// data take a multiple of 16 bytes, scale_cols is k or 128, and in bfloat16 a NaN of e4m3 counts as
+// 480.
 struct WeightMatrix {
   const std::byte* data = nullptr;  // 64 B aligned base; a row takes row_bytes()
   // kFp8: float [ceil(n / scale_rows), ceil(k / scale_cols)]; kMxfp4: uint8_t [n, k / 32]; else
