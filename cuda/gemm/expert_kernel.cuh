@@ -28,7 +28,6 @@
 #include "gemm/weight_scales.cuh"
 #include "gemm/wgmma.cuh"
 #include "gemm/wgmma_products.cuh"
-#include "gemm/wgmma_register_products.cuh"
 
 namespace paceline::cuda {
 

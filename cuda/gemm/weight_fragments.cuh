@@ -83,7 +83,7 @@ __device__ __forceinline__ uint32_t convert_pair(uint32_t bytes, const Multiplie
 
 // Reads the operand of a thread from a stage of the ring. A stage has 128 columns of K. `load`
 // fills the registers of four products of 16 columns each: a[4 i] to a[4 i + 3] are those of
-// product i (wgmma_register_products.cuh).
+// product i (wgmma_products.cuh).
 template <WeightFormat format>
 class WeightFragments;
 
