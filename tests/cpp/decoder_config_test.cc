@@ -311,5 +311,26 @@ TEST(DecoderConfig, RefusesWeightsThatOverflowBytes) {
                         "vocab_size is 5: the weights take more than"));
 }
 
+TEST(DecoderConfig, CountsEveryExpert) {
+  const std::string config =
+      mixture_config({{"\"hidden_size\": 160", "\"hidden_size\": 1048576"},
+                      {"\"num_experts\": 6", "\"num_experts\": 1024"},
+                      {"\"intermediate\": 96", "\"intermediate\": 16777216"},
+                      {"\"qkv\": {\"format\": \"fp8\", \"scales\": [128, 128]},", ""},
+                      {"\"gate_up\": {\"format\": \"mxfp4\"}, \"down\": {\"format\": \"mxfp4\"}",
+                       "\"transposed\": true"}});
+  const size_t begin = config.find("{\"attention\"");
+  const std::string layer =
+      config.substr(begin, config.rfind(",", config.rfind("{\"attention\"")) - begin);
+  const auto parse = [&](int num_layers) {
+    std::string layers = layer;
+    for (int i = 1; i < num_layers; ++i) layers += "," + layer;
+    (void)parse_decoder_config(config.substr(0, begin) + layers + "]}");
+  };
+  parse(5);  // of 3 * 2^56 bytes each as float32, and little more
+  EXPECT_THAT(message_of<InvalidArgument>([&] { parse(6); }),
+              HasSubstr("the weights take more than 1152921504606846976 bytes"));
+}
+
 }  // namespace
 }  // namespace paceline
