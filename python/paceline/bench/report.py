@@ -36,8 +36,8 @@ iteration. floor share: the least time for them, over the time of the iteration;
 of the machine. idle: of the device, before an iteration. host: its work for an iteration. start:
 of the engine."""
 EXPERTS_LEGEND: Final = """\
-experts: those of a mixture layer that had rows and were read, on average: of the target, and after
-a stroke of the drafter. reads and floor share follow from them."""
+experts: mean number of experts of a mixture layer that had rows and were read; the target's, then
+the drafter's after a slash. reads and floor share follow from them."""
 
 
 @dataclass(frozen=True)
