@@ -24,6 +24,7 @@
 
 #include "base/boundary.h"
 #include "cpp/engine_options.h"
+#include "device/host_bytes.h"
 #include "support/described_model.h"
 #include "support/errors.h"
 #include "support/failing_allocations.h"
@@ -160,6 +161,25 @@ TEST(Errors, LackOfMemoryIsAnErrorAtEachAllocation) {
   EXPECT_GT(fail_each_allocation(nothing, [&] { (void)executor->memory_report(); }), 5);
   EXPECT_EQ(executor->check_integrity(), "");
   EXPECT_GT(fail_each_allocation(nothing, [&] { (void)executor->stats(); }), 0);
+}
+
+TEST(Errors, WeightsThatMemoryCannotHold) {
+  constexpr int64_t kMib = int64_t{1} << 20;
+  const auto message = [](int64_t bytes, const HostBytes& host) {
+    return message_of<OutOfMemory>([&] { check_fits(bytes, "weights of m", host); });
+  };
+  HostBytes host = {.available = 5 * kMib, .swap = 2 * kMib};
+  check_fits(7 * kMib, "weights of m", host);
+  EXPECT_THAT(message(8 * kMib, host),
+              HasSubstr("8 MiB for the weights of m, but this machine has 7 MiB"));
+  host.group_limit = 6 * kMib;
+  host.group_use = 6 * kMib;  // of cached files, maybe
+  check_fits(6 * kMib, "weights of m", host);
+  EXPECT_THAT(message(7 * kMib, host),
+              HasSubstr("but the control group of this process is limited to 6 MiB; free memory"));
+  check_fits(int64_t{1} << 60, "weights of m", {});  // nothing is known
+  EXPECT_GT(host_bytes().available.value_or(0), 0);
+  EXPECT_THAT(message(int64_t{1} << 60, host_bytes()), HasSubstr("MiB for the weights of m, but"));
 }
 
 TEST(Errors, ForeignExceptionsAreTranslated) {

@@ -5,9 +5,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import pytest
+
+from paceline.bench.models import DUMMY_SHAPES
 from paceline.demo import demo_paths
+from paceline.loader import dummy_model
 
 PROLOGUE = """
 import resource, sys
@@ -120,3 +125,14 @@ def test_ops_need_no_memory_that_the_llm_does_not_have() -> None:
     first, last = run(GENERATE_WITHOUT_MEMORY, target)
     assert first == "length"
     assert last == "then length"
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_written() -> None:
+    # The system would grant this and then end the process, or refuse it without a number.
+    config = DUMMY_SHAPES["gemma3-101m"] | {"vocab_size": 2**23, "hidden_size": 2**16}
+    begin = time.monotonic()
+    with pytest.raises(
+        MemoryError, match=r"MiB for the weights of \S+, but .* [0-9]+ MiB; free mem"
+    ):
+        dummy_model(config, "large")
+    assert time.monotonic() - begin < 5

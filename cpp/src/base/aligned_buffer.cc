@@ -13,8 +13,8 @@ AlignedBuffer::AlignedBuffer(int64_t bytes, std::string_view purpose) {
   void* data = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE,
                     MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (data == MAP_FAILED) {
-    throw OutOfMemory(concat("out of memory: ", purpose, " needs ", bytes >> 20,
-                             " MiB that this machine does not have free"));
+    throw OutOfMemory(concat("out of memory: ", bytes >> 20, " MiB for the ", purpose,
+                             ", which the system does not grant"));
   }
   madvise(data, static_cast<size_t>(bytes), MADV_HUGEPAGE);  // a hint: failure changes nothing
   data_ = static_cast<std::byte*>(data);

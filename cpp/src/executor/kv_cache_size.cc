@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
-#include <fstream>
 #include <limits>
 #include <string>
 #include <vector>
@@ -12,6 +11,7 @@
 #include "base/boundary.h"
 #include "base/check.h"
 #include "base/overloaded.h"
+#include "device/host_bytes.h"
 #include "executor/default_options.h"
 #include "executor/dtypes.h"
 #include "executor/setup.h"
@@ -148,35 +148,6 @@ KvCacheSize size_on_cuda(std::span<const KvLayerShape> layers, DType dtype,
                  tokens_per_seq, " tokens would take ", wanted)};
 }
 
-std::optional<int64_t> read_number(const char* path) {
-  std::ifstream file(path);
-  int64_t number = 0;
-  if (!(file >> number)) return std::nullopt;  // no such file, or "max"
-  return number;
-}
-
-// Memory that the process can still allocate within its control group.
-std::optional<int64_t> free_host_bytes() {
-  std::optional<int64_t> free;
-  std::ifstream meminfo("/proc/meminfo");
-  for (std::string line; std::getline(meminfo, line);) {
-    constexpr std::string_view kKey = "MemAvailable:";
-    if (line.starts_with(kKey)) free = std::stoll(line.substr(kKey.size())) * 1024;
-  }
-  constexpr std::array<std::array<const char*, 2>, 2> kControlGroups = {
-      {{"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"},
-       {"/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes"}}};
-  for (const auto& [limit_path, usage_path] : kControlGroups) {
-    const std::optional<int64_t> limit = read_number(limit_path);
-    const std::optional<int64_t> usage = read_number(usage_path);
-    if (!limit || !usage) continue;
-    const int64_t room = std::max(*limit - *usage, int64_t{0});
-    free = free ? std::min(*free, room) : room;
-  }
-  return free;
-}
-
 }  // namespace
 
 KvCacheSize default_kv_cache_size(std::span<const KvLayerShape> target,
@@ -209,7 +180,7 @@ KvCacheSize default_kv_cache_size(const Model& target, const Model* draft,
     DeviceBytes memory = {.free = free_bytes};
     if (!free_bytes) {
       memory.free = target.device == Device::kCuda ? std::optional(cuda_status().free_bytes)
-                                                   : free_host_bytes();
+                                                   : host_bytes().room();
     }
     if (options.gpu_memory_utilization > 0) {
       memory.total = cuda_status().total_bytes;

@@ -16,6 +16,7 @@
 #include "base/json.h"
 #include "device/cpu_context.h"
 #include "device/device_memory.h"
+#include "device/host_bytes.h"
 #include "model/decoder_config.h"
 #include "model/dummy_weights.h"
 #include "model/model_impl.h"
@@ -131,8 +132,9 @@ struct ModelBuilder::Impl {
     weights.dtype = weight_dtype;
     Carver counting(weight_dtype, /*base=*/nullptr);
     lay_out(model->config, counting, weights);
-    weights.arena =
-        DeviceBuffer(device_memory(device), counting.bytes(), "weights of " + model->config.name);
+    const std::string purpose = "weights of " + model->config.name;
+    if (device == Device::kCpu) check_fits(counting.bytes(), purpose, host_bytes());
+    weights.arena = DeviceBuffer(device_memory(device), counting.bytes(), purpose);
     Carver carving(weight_dtype, weights.arena.data());
     lay_out(model->config, carving, weights);
     PACELINE_CHECK(carving.bytes() == counting.bytes());
