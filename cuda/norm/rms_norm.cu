@@ -10,23 +10,15 @@
 #include "common/convert.cuh"
 #include "common/launch.cuh"
 #include "common/reduce.cuh"
+#include "norm/register_rows.cuh"
 #include "ops/ops.h"
 
 namespace paceline {
 namespace cuda {
 namespace {
 
-constexpr int32_t kPerVector = 8;
-constexpr int32_t kMaxRegisterThreads = 512;
-constexpr int32_t kMaxRegisterVectors = 2;  // of a thread
-constexpr int32_t kMaxRegisterHidden = kPerVector * kMaxRegisterVectors * kMaxRegisterThreads;
 constexpr int32_t kLoopThreads = 512;
 constexpr int32_t kPerLayerThreads = 256;
-
-__device__ __forceinline__ float norm_factor(float sum_of_squares, float inverse_hidden,
-                                             float eps) {
-  return rsqrtf(sum_of_squares * inverse_hidden + eps);
-}
 
 // Rows of whole aligned vectors, kept in registers between the passes.
 template <class X, class Y, int kVectors>
@@ -197,13 +189,6 @@ __global__ void __launch_bounds__(kPerLayerThreads)
   }
 }
 
-bool fits_registers(const RmsNormParams& p) {
-  return p.hidden <= kMaxRegisterHidden && p.hidden % kPerVector == 0 &&
-         p.x_stride % kPerVector == 0 && p.y_stride % kPerVector == 0 && is_vector_aligned(p.x) &&
-         is_vector_aligned(p.y) && is_vector_aligned(p.residual) && is_vector_aligned(p.weight) &&
-         is_vector_aligned(p.x_weight);
-}
-
 template <class X, class Y>
 void launch_rms_norm(CudaContext& ctx, const RmsNormParams& p) {
   const dim3 grid(static_cast<unsigned>(p.max_rows));
@@ -211,12 +196,10 @@ void launch_rms_norm(CudaContext& ctx, const RmsNormParams& p) {
     launch(ctx, "rms_norm", rms_norm_in_loops<X, Y>, grid, dim3(kLoopThreads), 0, p);
     return;
   }
-  const int32_t num_vectors = p.hidden / kPerVector;
-  const int32_t per_thread = num_vectors <= kMaxRegisterThreads ? 1 : 2;
-  const int32_t num_warps = std::max((num_vectors + 32 * per_thread - 1) / (32 * per_thread), 1);
+  const RegisterRows rows = register_rows(p.hidden);
   launch(ctx, "rms_norm",
-         per_thread == 1 ? rms_norm_in_registers<X, Y, 1> : rms_norm_in_registers<X, Y, 2>, grid,
-         dim3(static_cast<unsigned>(num_warps * 32)), 0, p);
+         rows.vectors == 1 ? rms_norm_in_registers<X, Y, 1> : rms_norm_in_registers<X, Y, 2>, grid,
+         dim3(rows.threads), 0, p);
 }
 
 }  // namespace

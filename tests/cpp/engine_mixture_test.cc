@@ -276,7 +276,9 @@ TEST(EngineMixture, LogitsMatchTheReferenceAndPlantedFaultsGoRed) {
   };
   // A place has the weight of the next one.
   const auto shifts_places = [](Program& program) {
-    for (auto* p : program.params_of<CombineExpertsParams>(combine_experts)) ++p->weights;
+    for (auto* p : program.params_of<CombineAndNormParams>(combine_and_norm)) {
+      ++p->combine.weights;
+    }
   };
   // An output has the bias of the one before.
   const auto takes_other_bias = [](Program& program) {

@@ -154,7 +154,9 @@ void bench_small_ops(Bench& bench) {
       {"route_and_sort/4of128",
        [](const Rows& rows) { return make_route_and_sort({128, 4}, rows, 1); }},
       {"gated_swiglu_oai/4x2880", swiglu_of_experts},
-      {"combine/4x2880", [](const Rows& rows) { return make_combine({2880, 4}, rows, 1); }}};
+      {"combine/4x2880", [](const Rows& rows) { return make_combine({2880, 4}, rows, 1); }},
+      {"combine_and_norm/4x2880",
+       [](const Rows& rows) { return make_combine_and_norm({2880, 4}, rows, 1); }}};
   constexpr int32_t kRows[] = {1, 4, 64, 256};
   bool has_header = false;
   for (const auto& [name, make] : ops) {

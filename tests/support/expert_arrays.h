@@ -18,7 +18,14 @@
 namespace paceline::testing {
 
 // Purposes of random streams.
-enum ExpertPurpose : uint64_t { kExpertX = 301, kExpertBias, kChoice, kPlaceWeights };
+enum ExpertPurpose : uint64_t {
+  kExpertX = 301,
+  kExpertBias,
+  kChoice,
+  kPlaceWeights,
+  kExpertResidual,
+  kExpertNorm,
+};
 
 // The different experts of row `id`.
 inline std::vector<int32_t> experts_of_row(Routed routed, int32_t num_experts, int32_t top_k,

@@ -116,6 +116,46 @@ struct SortArrays {
   Handle counters = kNoArray;
 };
 
+// The arrays of a case of combine_experts.
+struct CombineArrays {
+  CombineArrays(OpInstance& op, const CombineSpec& spec, const Rows& rows, uint64_t seed)
+      : s(spec), max_rows(rows.max_rows), num_rows(add_num_rows(op, rows)) {
+    const Element element = element_of(s.dtype);
+    // Expert rows in any order: here that of random experts.
+    const ExpertRows routing = expert_rows_of(Routed::kRandom, 2 * s.top_k, s.top_k, rows, seed);
+    x = op.add(expert_row_values("x", element, rows, routing, s.hidden, s.hidden, seed));
+    expert_row = op.add(int_array("expert_row", Role::kInput, routing.expert_row));
+    weights = op.add(row_array(
+        "weights", Element::kF32, Element::kF32, rows, s.top_k, [=](int64_t id, float* to) {
+          Stream(seed, kPlaceWeights, static_cast<uint64_t>(id)).fill(to, spec.top_k);
+          if (id % 5 == 4) to[spec.top_k - 1] = 0.0f;
+        }));
+    OpArray out =
+        output_array("y", Element::kF32, element, int64_t{rows.max_rows} * s.hidden, s.hidden);
+    out.compare = Compare::kByCase;
+    y = op.add(out);
+  }
+  [[nodiscard]] CombineExpertsParams params(const Addresses& at, DType dtype) const {
+    return {.num_rows = at.get<int32_t>(num_rows),
+            .max_rows = max_rows,
+            .top_k = s.top_k,
+            .x = at.raw(x),
+            .expert_row = at.get<int32_t>(expert_row),
+            .weights = at.get<float>(weights),
+            .y = at.raw(y),
+            .hidden = s.hidden,
+            .dtype = dtype};
+  }
+
+  CombineSpec s;
+  int32_t max_rows;
+  Handle num_rows;
+  Handle x = kNoArray;
+  Handle expert_row = kNoArray;
+  Handle weights = kNoArray;
+  Handle y = kNoArray;
+};
+
 }  // namespace
 
 OpInstance make_route(const RouteSpec& s, const Rows& rows, uint64_t seed) {
@@ -151,42 +191,60 @@ OpInstance make_sort(const SortSpec& s, const Rows& rows, uint64_t seed) {
 
 OpInstance make_combine(const CombineSpec& s, const Rows& rows, uint64_t seed) {
   OpInstance op;
-  const Element element = element_of(s.dtype);
-  // Expert rows in any order: here that of random experts.
-  const ExpertRows routing = expert_rows_of(Routed::kRandom, 2 * s.top_k, s.top_k, rows, seed);
-  const Handle num_rows = add_num_rows(op, rows);
-  const Handle x = op.add(expert_row_values("x", element, rows, routing, s.hidden, s.hidden, seed));
-  const Handle expert_row = op.add(int_array("expert_row", Role::kInput, routing.expert_row));
-  const Handle weights = op.add(
-      row_array("weights", Element::kF32, Element::kF32, rows, s.top_k, [=](int64_t id, float* to) {
-        Stream(seed, kPlaceWeights, static_cast<uint64_t>(id)).fill(to, s.top_k);
-        if (id % 5 == 4) to[s.top_k - 1] = 0.0f;
-      }));
-  OpArray out =
-      output_array("y", Element::kF32, element, int64_t{rows.max_rows} * s.hidden, s.hidden);
-  out.compare = Compare::kByCase;
-  const Handle y = op.add(out);
-  const int32_t max_rows = rows.max_rows;
+  const CombineArrays arrays(op, s, rows, seed);
   op.set_run([=](auto& ctx, const Addresses& at) {
-    combine_experts(ctx, CombineExpertsParams{.num_rows = at.get<int32_t>(num_rows),
-                                              .max_rows = max_rows,
-                                              .top_k = s.top_k,
-                                              .x = at.raw(x),
-                                              .expert_row = at.get<int32_t>(expert_row),
-                                              .weights = at.get<float>(weights),
-                                              .y = at.raw(y),
-                                              .hidden = s.hidden,
-                                              .dtype = activation_dtype(ctx, s.dtype)});
+    combine_experts(ctx, arrays.params(at, activation_dtype(ctx, s.dtype)));
   });
   // Fused multiply-adds in a fixed order leave nothing open.
-  op.check = [out, y](const ArrayBytes& cpu, const ArrayBytes& cuda, int64_t*) {
-    return first_difference(
-        out, cpu[static_cast<size_t>(y)], cuda[static_cast<size_t>(y)],
-        [&](double want, double got) {
-          const auto value = static_cast<float>(want);
-          return got == (out.cuda == Element::kBf16 ? bf16_to_float(float_to_bf16(value)) : value);
-        });
+  const auto y = static_cast<size_t>(arrays.y);
+  op.check = [out = op.arrays[y], y](const ArrayBytes& cpu, const ArrayBytes& cuda, int64_t*) {
+    return first_difference(out, cpu[y], cuda[y], [&](double want, double got) {
+      const auto value = static_cast<float>(want);
+      return got == (out.cuda == Element::kBf16 ? bf16_to_float(float_to_bf16(value)) : value);
+    });
   };
+  return op;
+}
+
+OpInstance make_combine_and_norm(const CombineSpec& s, const Rows& rows, uint64_t seed) {
+  OpInstance op;
+  const CombineArrays arrays(op, s, rows, seed);
+  OpArray sum = row_array(
+      "residual", Element::kF32, Element::kF32, rows, s.hidden, [=](int64_t id, float* to) {
+        Stream(seed, kExpertResidual, static_cast<uint64_t>(id)).fill(to, s.hidden);
+      });
+  sum.role = Role::kInOut;
+  OpArray out = output_array("normed", Element::kF32, element_of(s.dtype),
+                             int64_t{rows.max_rows} * s.hidden, s.hidden);
+  sum.rms_bound = out.rms_bound;  // what is added to it has been rounded
+  const Handle residual = op.add(std::move(sum));
+  Handle weight = kNoArray;
+  Handle normed = kNoArray;
+  if (!s.only_adds) {
+    OpArray scale = float_array("weight", Element::kF32, Element::kF32, s.hidden,
+                                [=](float* to) { Stream(seed, kExpertNorm).fill(to, s.hidden); });
+    scale.is_constant = true;
+    weight = op.add(std::move(scale));
+    normed = op.add(std::move(out));
+  }
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    const DType dtype = activation_dtype(ctx, s.dtype);
+    const CombineExpertsParams combine = arrays.params(at, dtype);
+    combine_and_norm(ctx, CombineAndNormParams{.combine = combine,
+                                               .norm = {.num_rows = combine.num_rows,
+                                                        .max_rows = combine.max_rows,
+                                                        .x = combine.y,
+                                                        .x_stride = s.hidden,
+                                                        .residual = at.get<float>(residual),
+                                                        .weight = at.get<float>(weight),
+                                                        .weight_offset = 0.0f,
+                                                        .eps = 1e-5f,
+                                                        .y = at.raw(normed),
+                                                        .y_stride = s.hidden,
+                                                        .hidden = s.hidden,
+                                                        .x_dtype = dtype,
+                                                        .y_dtype = dtype}});
+  });
   return op;
 }
 

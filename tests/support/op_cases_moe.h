@@ -49,6 +49,7 @@ struct CombineSpec {
   int32_t hidden = 0;
   int32_t top_k = 0;
   DType dtype = DType::kBFloat16;
+  bool only_adds = false;  // of make_combine_and_norm: to the residual
 };
 // From the router's logits to the combined rows.
 struct MixtureSpec {
@@ -74,6 +75,8 @@ struct MixtureSpec {
 [[nodiscard]] OpInstance make_gemms_of_expert_rows(const ExpertGemmSpec& spec, const Rows& rows,
                                                    uint64_t seed);
 [[nodiscard]] OpInstance make_combine(const CombineSpec& spec, const Rows& rows, uint64_t seed);
+[[nodiscard]] OpInstance make_combine_and_norm(const CombineSpec& spec, const Rows& rows,
+                                               uint64_t seed);
 [[nodiscard]] OpInstance make_mixture(const MixtureSpec& spec, const Rows& rows, uint64_t seed);
 
 [[nodiscard]] std::vector<RowWiseCase> moe_row_wise_cases();

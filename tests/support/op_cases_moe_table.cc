@@ -196,12 +196,26 @@ std::vector<RowWiseCase> moe_row_wise_cases() {
     }
   }
   for (const DType dtype : {kF, kB}) {
-    for (const auto& [hidden, top_k] :
-         {std::pair{1, 1}, {37, 3}, {64, 1}, {640, 2}, {1003, 4}, {2880, 4}, {2880, 8}, {96, 32}}) {
+    for (const auto& [hidden, top_k] : {std::pair{1, 1},
+                                        {37, 3},
+                                        {64, 1},
+                                        {640, 2},
+                                        {1003, 4},
+                                        {2880, 4},
+                                        {2880, 8},
+                                        {5376, 2},
+                                        {96, 32}}) {
       cases.push_back(row_wise("combine_h" + std::to_string(hidden) + "_of" +
                                    std::to_string(top_k) + (dtype == kF ? "_f32" : "_bf16"),
                                make_combine, CombineSpec{hidden, top_k, dtype},
                                hidden == 1003 || hidden == 2880));
+      for (const bool only_adds : {false, true}) {
+        cases.push_back(row_wise(
+            "combine_and_" + std::string(only_adds ? "add_h" : "norm_h") + std::to_string(hidden) +
+                "_of" + std::to_string(top_k) + (dtype == kF ? "_f32" : "_bf16"),
+            make_combine_and_norm, CombineSpec{hidden, top_k, dtype, only_adds},
+            hidden == 1003 || hidden == 2880));
+      }
     }
   }
   for (const ExpertGemmCase& c : expert_gemm_cases()) {

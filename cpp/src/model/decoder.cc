@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 
 #include "base/check.h"
 #include "base/overloaded.h"
@@ -11,6 +12,7 @@
 #include "device/device_memory.h"
 #include "metadata/pass_rows.h"
 #include "model/layer_ops.h"
+#include "ops/moe.h"
 
 namespace paceline {
 namespace {
@@ -273,24 +275,30 @@ void Decoder::run_layers(Ctx& ctx, const PassRows& rows, std::span<const GroupMe
   struct Branch {
     const float* norm;   // norm after the branch, or null
     const float* scale;  // scale of the residual after the branch is added, or null
+    std::optional<CombineExpertsParams> places = std::nullopt;  // what remains to be summed to it
   };
   const auto add = [&](const Branch* branch, const float* weight, void* y) {
     const bool has_branch = branch != nullptr;
-    ctx.run(rms_norm, RmsNormParams{.num_rows = rows.num_rows,
-                                    .max_rows = rows.capacity,
-                                    .x = has_branch ? activations.branch : activations.residual,
-                                    .x_stride = c.hidden,
-                                    .residual = has_branch ? activations.residual : nullptr,
-                                    .weight = weight,
-                                    .weight_offset = c.norm_weight_offset,
-                                    .eps = c.norm_eps,
-                                    .y = y,
-                                    .y_stride = c.hidden,
-                                    .hidden = c.hidden,
-                                    .x_weight = has_branch ? branch->norm : nullptr,
-                                    .residual_scale = has_branch ? branch->scale : nullptr,
-                                    .x_dtype = has_branch ? activations.dtype : DType::kFloat32,
-                                    .y_dtype = activations.dtype});
+    const RmsNormParams norm = {.num_rows = rows.num_rows,
+                                .max_rows = rows.capacity,
+                                .x = has_branch ? activations.branch : activations.residual,
+                                .x_stride = c.hidden,
+                                .residual = has_branch ? activations.residual : nullptr,
+                                .weight = weight,
+                                .weight_offset = c.norm_weight_offset,
+                                .eps = c.norm_eps,
+                                .y = y,
+                                .y_stride = c.hidden,
+                                .hidden = c.hidden,
+                                .x_weight = has_branch ? branch->norm : nullptr,
+                                .residual_scale = has_branch ? branch->scale : nullptr,
+                                .x_dtype = has_branch ? activations.dtype : DType::kFloat32,
+                                .y_dtype = activations.dtype};
+    if (has_branch && branch->places.has_value()) {
+      ctx.run(combine_and_norm, CombineAndNormParams{.combine = *branch->places, .norm = norm});
+    } else {
+      ctx.run(rms_norm, norm);
+    }
   };
   // At this point the residual stream is the input of the layer.
   const auto tap_layer = [&](int32_t layer) {
@@ -318,8 +326,8 @@ void Decoder::run_layers(Ctx& ctx, const PassRows& rows, std::span<const GroupMe
     attention(ctx, layer, has_input ? first_input : activations.normed, rows, groups, activations);
     const Branch attended = {.norm = lw.attn_post_norm, .scale = nullptr};
     add(&attended, lw.mlp_norm, activations.normed);
-    mlp(ctx, layer, rows, activations);
-    last = {.norm = lw.mlp_post_norm, .scale = nullptr};
+    last = {
+        .norm = lw.mlp_post_norm, .scale = nullptr, .places = mlp(ctx, layer, rows, activations)};
     if (has_per_layer) {
       add(&last, /*weight=*/nullptr, activations.normed);
       per_layer_branch(ctx, layer, rows, activations);

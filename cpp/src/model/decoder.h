@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -16,6 +17,7 @@
 #include "metadata/pass_rows.h"
 #include "model/activations.h"
 #include "model/model_impl.h"
+#include "ops/moe.h"
 #include "ops/ops.h"
 #include "wire/blocks.h"
 
@@ -109,14 +111,19 @@ class Decoder {
   template <class Ctx>
   void attention(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
                  std::span<const GroupMetadata> groups, const Activations& activations) const;
+  // Its output is activations.branch. A mixture leaves its last op to the caller, who may join it
+  // with the norm that follows.
   template <class Ctx>
-  void mlp(Ctx& ctx, int32_t layer, const PassRows& rows, const Activations& activations) const;
+  [[nodiscard]] std::optional<CombineExpertsParams> mlp(Ctx& ctx, int32_t layer,
+                                                        const PassRows& rows,
+                                                        const Activations& activations) const;
   template <class Ctx>
   void dense_mlp(Ctx& ctx, const DenseMlp& mlp, const DenseMlpWeights& weights,
                  const PassRows& rows, const Activations& activations) const;
   template <class Ctx>
-  void mixture(Ctx& ctx, const MoeMlp& mlp, const MoeMlpWeights& weights, const PassRows& rows,
-               const Activations& activations) const;
+  [[nodiscard]] CombineExpertsParams mixture(Ctx& ctx, const MoeMlp& mlp,
+                                             const MoeMlpWeights& weights, const PassRows& rows,
+                                             const Activations& activations) const;
   // For models with per-layer inputs: the inputs of all layers, and the branch of one layer.
   template <class Ctx>
   void make_per_layer_inputs(Ctx& ctx, const PassRows& rows, const Activations& activations) const;

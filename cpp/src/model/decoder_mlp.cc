@@ -2,6 +2,7 @@
 
 // The MLP of a layer: dense, or a mixture of experts.
 
+#include <optional>
 #include <variant>
 
 #include "base/overloaded.h"
@@ -14,16 +15,19 @@
 namespace paceline {
 
 template <class Ctx>
-void Decoder::mlp(Ctx& ctx, int32_t layer, const PassRows& rows,
-                  const Activations& activations) const {
+std::optional<CombineExpertsParams> Decoder::mlp(Ctx& ctx, int32_t layer, const PassRows& rows,
+                                                 const Activations& activations) const {
+  using Rest = std::optional<CombineExpertsParams>;
   const LayerWeights& lw = weights().layers[layer];
-  std::visit(Overloaded{[&](const DenseMlp& m) {
-                          dense_mlp(ctx, m, std::get<DenseMlpWeights>(lw.mlp), rows, activations);
-                        },
-                        [&](const MoeMlp& m) {
-                          mixture(ctx, m, std::get<MoeMlpWeights>(lw.mlp), rows, activations);
-                        }},
-             config().layers[layer].mlp);
+  return std::visit(
+      Overloaded{[&](const DenseMlp& m) -> Rest {
+                   dense_mlp(ctx, m, std::get<DenseMlpWeights>(lw.mlp), rows, activations);
+                   return std::nullopt;
+                 },
+                 [&](const MoeMlp& m) -> Rest {
+                   return mixture(ctx, m, std::get<MoeMlpWeights>(lw.mlp), rows, activations);
+                 }},
+      config().layers[layer].mlp);
 }
 
 template <class Ctx>
@@ -51,8 +55,8 @@ void Decoder::dense_mlp(Ctx& ctx, const DenseMlp& m, const DenseMlpWeights& w, c
 }
 
 template <class Ctx>
-void Decoder::mixture(Ctx& ctx, const MoeMlp& m, const MoeMlpWeights& w, const PassRows& rows,
-                      const Activations& activations) const {
+CombineExpertsParams Decoder::mixture(Ctx& ctx, const MoeMlp& m, const MoeMlpWeights& w,
+                                      const PassRows& rows, const Activations& activations) const {
   const ExpertActivations& a = activations.experts;
   const DType dtype = activations.dtype;
   const int32_t max_expert_rows = rows.capacity * m.top_k;
@@ -103,22 +107,24 @@ void Decoder::mixture(Ctx& ctx, const MoeMlp& m, const MoeMlpWeights& w, const P
                                                   .limit = m.expert.limit,
                                                   .is_interleaved = m.is_interleaved});
   multiply(w.down, activations.activated, /*x_rows=*/nullptr, max_expert_rows, a.output);
-  ctx.run(combine_experts, CombineExpertsParams{.num_rows = rows.num_rows,
-                                                .max_rows = rows.capacity,
-                                                .top_k = m.top_k,
-                                                .x = a.output,
-                                                .expert_row = a.expert_row,
-                                                .weights = a.weights,
-                                                .y = activations.branch,
-                                                .hidden = config().hidden,
-                                                .dtype = dtype});
+  return {.num_rows = rows.num_rows,
+          .max_rows = rows.capacity,
+          .top_k = m.top_k,
+          .x = a.output,
+          .expert_row = a.expert_row,
+          .weights = a.weights,
+          .y = activations.branch,
+          .hidden = config().hidden,
+          .dtype = dtype};
 }
 
-template void Decoder::mlp<CpuContext>(CpuContext&, int32_t, const PassRows&,
-                                       const Activations&) const;
+template std::optional<CombineExpertsParams> Decoder::mlp<CpuContext>(CpuContext&, int32_t,
+                                                                      const PassRows&,
+                                                                      const Activations&) const;
 #ifdef PACELINE_CUDA
-template void Decoder::mlp<CudaContext>(CudaContext&, int32_t, const PassRows&,
-                                        const Activations&) const;
+template std::optional<CombineExpertsParams> Decoder::mlp<CudaContext>(CudaContext&, int32_t,
+                                                                       const PassRows&,
+                                                                       const Activations&) const;
 #endif
 
 }  // namespace paceline

@@ -131,4 +131,9 @@ void combine_experts(CpuContext& ctx, const CombineExpertsParams& p) {
            [&](int32_t row) { run_best_isa<CombineKernel>(&p, int64_t{row}); });
 }
 
+void combine_and_norm(CpuContext& ctx, const CombineAndNormParams& p) {
+  combine_experts(ctx, p.combine);
+  rms_norm(ctx, p.norm);
+}
+
 }  // namespace paceline

@@ -96,4 +96,13 @@ struct CombineExpertsParams {
 void combine_experts(CpuContext&, const CombineExpertsParams&);
 void combine_experts(CudaContext&, const CombineExpertsParams&);
 
+// Both, the second with the y of the first as its x, and with a residual. That y may stay
+// unwritten: a backend may do both at once.
+struct CombineAndNormParams {
+  CombineExpertsParams combine;
+  RmsNormParams norm;
+};
+void combine_and_norm(CpuContext&, const CombineAndNormParams&);
+void combine_and_norm(CudaContext&, const CombineAndNormParams&);
+
 }  // namespace paceline
