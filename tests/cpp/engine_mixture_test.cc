@@ -61,6 +61,7 @@ using testing::Trace;
 // Windows and full attention alternate, as in GPT-OSS.
 const TinyModel kMixture{.intermediate = 64,
                          .windows = {8, 0, 8, 0},
+                         .rope_scale = 1.35,
                          .is_gemma = false,
                          .has_bias = true,
                          .has_sinks = true,
@@ -266,6 +267,12 @@ TEST(EngineMixture, LogitsMatchTheReferenceAndPlantedFaultsGoRed) {
   const auto drops_sinks = [](Program& program) {
     for (auto* p : program.params_of<PagedAttentionParams>(paged_attention)) p->sinks = nullptr;
   };
+  // As if YaRN's factor were that of q alone.
+  const auto scales_once = [](Program& program) {
+    for (auto* p : program.params_of<PagedAttentionParams>(paged_attention)) {
+      p->scale /= static_cast<float>(kMixture.rope_scale);
+    }
+  };
   const auto swaps_interleave = [](Program& program) {
     for (auto* p : program.params_of<GatedActivationParams>(gated_activation)) {
       p->is_interleaved = !p->is_interleaved;
@@ -324,6 +331,7 @@ TEST(EngineMixture, LogitsMatchTheReferenceAndPlantedFaultsGoRed) {
     EXPECT_LT(error(sound), kBound);
     EXPECT_GT(error(scales_sinks), 100 * kBound);
     EXPECT_GT(error(drops_sinks), 100 * kBound);
+    EXPECT_GT(error(scales_once), 100 * kBound);
     EXPECT_GT(error(swaps_interleave), 100 * kBound);
     EXPECT_GT(error(lowers_limit), 100 * kBound);
     EXPECT_GT(error(shifts_places), 100 * kBound);

@@ -31,6 +31,7 @@ struct TinyModel {
   int32_t intermediate = 48;
   int32_t max_position = 512;
   std::vector<int32_t> windows = {8, 0};  // by layer; 0 = full attention
+  double rope_scale = 1;                  // of rotated q and k, as with YaRN
   bool is_gemma = true;                   // post norms, q/k norms, (1 + w), gelu, tied head
   bool has_bias = false;
   bool has_sinks = false;
@@ -134,7 +135,7 @@ inline std::string tiny_config_json(const TinyModel& m) {
   }
   out << R"(,"ropes":[)";
   for (int rope = 0; rope < 2; ++rope) {
-    out << (rope > 0 ? "," : "") << R"({"scale":1.0,"inv_freq":[)";
+    out << (rope > 0 ? "," : "") << R"({"scale":)" << m.rope_scale << R"(,"inv_freq":[)";
     const double theta = rope == 0 ? 1e4 : 1e5;
     const bool is_partial = m.is_gemma4 && rope == 1;
     const int32_t head_dim = is_partial && m.full_head_dim > 0 ? m.full_head_dim : m.head_dim;
