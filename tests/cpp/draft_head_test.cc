@@ -15,6 +15,7 @@
 #include <paceline/executor.h>
 
 #include "cpp/engine_options.h"
+#include "cpp/equality_checks.h"
 #include "executor/engine.h"
 #include "model/kv_shapes.h"
 #include "speculate/row_ops.h"
@@ -33,6 +34,7 @@ namespace {
 
 using testing::all_heads;
 using testing::DirectRunner;
+using testing::expect_equals_plain;
 using testing::Job;
 using testing::llama_of;
 using testing::mix_sampling;
@@ -338,40 +340,22 @@ TEST(DraftHead, SpeculativeEqualsPlain) {
     std::vector<Job> jobs = random_jobs(random, pick(1, 7, 24), 64, temperature, 60, 60);
     if (random() % 2 == 0) mix_sampling(jobs, random, 64);
 
-    const bool use_window_lists = random() % 4 == 0;
-    ExecutorOptions options = small_engine_options(0);
-    options.use_window_lists = use_window_lists;
-    Executor plain(target, nullptr, options);
-    const std::vector<Outcome> expected = run(plain, jobs);
-
-    const auto k = static_cast<int32_t>(1 + random() % 16);
-    options = small_engine_options(k);
-    if (head != nullptr && head->config.drafter->kind == DrafterKind::kGemma4Mtp) {
-      options.speculative.draft_position = pick(DraftPosition::kLast, DraftPosition::kNext);
-    }
-    if (is_ngram) {
-      options.speculative.ngram_min = pick(1, 2);
-      options.speculative.ngram_max = pick(2, 4);
-    }
-    options.block_size = pick(8, 16, 32);
-    options.prefill_chunk_size = pick(0, 16, 3);
-    options.draft_driver = pick(DraftDriver::kUnrolled, DraftDriver::kReplay, DraftDriver::kEager,
-                                DraftDriver::kWhile);
-    options.device_lateness = pick(0, 1, 2);
-    options.use_window_lists = use_window_lists;
-    options.poison_freed_blocks = true;
-    options.num_threads = pick(1, 2);
-    if (random() % 2 == 0) options.kv_cache_bytes = (is_oracle ? 600 : 260) << 10;
-    Executor speculative(target, head, options);
-    const std::vector<Job> neighbours =
-        random() % 2 == 0 ? random_jobs(random, 6, 64, temperature) : std::vector<Job>{};
-    const std::vector<Outcome> actual = run(speculative, jobs, neighbours, seed);
-    for (size_t i = 0; i < jobs.size(); ++i) {
-      ASSERT_EQ(actual[i].tokens, expected[i].tokens) << "job " << i << " k " << k;
-      ASSERT_EQ(actual[i].reason, expected[i].reason);
-    }
-    EXPECT_EQ(speculative.check_integrity(), "");
-    tally.add(speculative, actual);
+    const auto choose = [&](ExecutorOptions& options) {
+      if (head != nullptr && head->config.drafter->kind == DrafterKind::kGemma4Mtp) {
+        options.speculative.draft_position = pick(DraftPosition::kLast, DraftPosition::kNext);
+      }
+      if (is_ngram) {
+        options.speculative.ngram_min = pick(1, 2);
+        options.speculative.ngram_max = pick(2, 4);
+      }
+    };
+    expect_equals_plain({.target = target,
+                         .drafter = head,
+                         .jobs = jobs,
+                         .temperature = temperature,
+                         .small_pool_bytes = (is_oracle ? 600 : 260) << 10,
+                         .choose = choose},
+                        random, seed, tally);
   }
   tally.expect_all();
 }

@@ -18,6 +18,7 @@
 #include <paceline/executor.h>
 
 #include "cpp/engine_options.h"
+#include "cpp/equality_checks.h"
 #include "device/program.h"
 #include "executor/cpu_runner.h"
 #include "ops/moe.h"
@@ -26,6 +27,7 @@
 #include "support/draft_head_checks.h"
 #include "support/invariance.h"
 #include "support/jobs.h"
+#include "support/mixture_checks.h"
 #include "support/raw_models.h"
 #include "support/reference_model.h"
 #include "support/tiny_models.h"
@@ -38,6 +40,9 @@ namespace reference = testing::reference;
 using testing::all_heads;
 using testing::by_windows;
 using testing::DirectRunner;
+using testing::expect_a_chunk_takes_any_routing;
+using testing::expect_bad_logits_end_one_request;
+using testing::expect_equals_plain;
 using testing::expect_same_bits;
 using testing::Job;
 using testing::make_mixture;
@@ -136,43 +141,22 @@ TEST(EngineMixture, SpeculativeEqualsPlain) {
     std::vector<Job> jobs = random_jobs(random, pick(1, 7, 24), 64, temperature, 60, 60);
     if (random() % 2 == 0) mix_sampling(jobs, random, 64);
 
-    const bool use_window_lists = random() % 4 == 0;
-    ExecutorOptions options = small_engine_options(0);
-    options.use_window_lists = use_window_lists;
-    Executor plain(target, nullptr, options);
-    const std::vector<Outcome> expected = run(plain, jobs);
-
-    const auto k = static_cast<int32_t>(1 + random() % 16);
-    options = small_engine_options(k);
-    if (with == DraftedWith::kNgram) {
+    const auto choose = [&](ExecutorOptions& options) {
+      if (with != DraftedWith::kNgram) return;
       options.speculative.ngram_min = 1;
       options.speculative.ngram_max = 3;
-    }
-    options.block_size = pick(8, 16, 32);
-    options.prefill_chunk_size = pick(0, 16, 3);
-    options.draft_driver = pick(DraftDriver::kUnrolled, DraftDriver::kReplay, DraftDriver::kEager,
-                                DraftDriver::kWhile);
-    options.device_lateness = pick(0, 1, 2);
-    options.use_window_lists = use_window_lists;
-    options.poison_freed_blocks = true;
-    options.num_threads = pick(1, 2);
-    if (random() % 2 == 0) options.kv_cache_bytes = 300 << 10;  // forces preemption
-    Executor speculative(target, drafter, options);
-    const std::vector<Job> neighbours =
-        random() % 2 == 0 ? random_jobs(random, 6, 64, temperature) : std::vector<Job>{};
-    const std::vector<Outcome> actual = run(speculative, jobs, neighbours, seed);
-    for (size_t i = 0; i < jobs.size(); ++i) {
-      ASSERT_EQ(actual[i].tokens, expected[i].tokens) << "job " << i << " k " << k;
-      ASSERT_EQ(actual[i].reason, expected[i].reason);
-    }
-    EXPECT_EQ(speculative.check_integrity(), "");
-    tally.add(speculative, actual);
+    };
+    expect_equals_plain({.target = target,
+                         .drafter = drafter,
+                         .jobs = jobs,
+                         .temperature = temperature,
+                         .small_pool_bytes = 300 << 10,
+                         .choose = choose},
+                        random, seed, tally);
   }
   tally.expect_all();
 }
 
-// A chunk of 2,048 rows spreads over all experts, or goes to a few of them; either way the output
-// is that of small chunks.
 TEST(EngineMixture, AChunkTakesAnyRouting) {
   for (const bool goes_together : {false, true}) {
     TinyModel shape = kMixture;
@@ -181,24 +165,12 @@ TEST(EngineMixture, AChunkTakesAnyRouting) {
     shape.windows = {8, 0};
     shape.max_position = 2304;
     if (goes_together) shape.router_bias_scale = 100;
-    const auto model = tiny_model(shape, 9);
-    std::mt19937_64 random(12);
-    Job job{.prompt = {}, .sampling = {.max_tokens = 8}};
-    for (int32_t i = 0; i < 2048; ++i) job.prompt.push_back(static_cast<int32_t>(random() % 64));
-    std::vector<Outcome> outcomes;
-    for (const int32_t chunk : {2048, 100}) {
-      ExecutorOptions options = small_engine_options(0);
-      options.max_model_len = 2304;
-      options.max_num_batched_tokens = 2048 + 8;
-      options.prefill_chunk_size = chunk;
+    const auto options_of = [](int32_t k) {
+      ExecutorOptions options = small_engine_options(k);
       options.num_threads = 2;
-      Executor executor(model, nullptr, options);
-      outcomes.push_back(run(executor, {job}).front());
-      if (chunk < 2048) continue;
-      const int32_t num_hit = executor.iteration_times().target_experts_hit.front();
-      EXPECT_TRUE(goes_together ? num_hit <= 2 * 16 : num_hit >= 2 * 100) << num_hit;
-    }
-    EXPECT_EQ(outcomes[0].tokens, outcomes[1].tokens);
+      return options;
+    };
+    expect_a_chunk_takes_any_routing(tiny_model(shape, 9), nullptr, goes_together, 8, options_of);
   }
 }
 
@@ -208,19 +180,8 @@ TEST(EngineMixture, BadLogitsEndOneRequestOnly) {
   shape.nan_token = 63;
   const auto broken = tiny_model(shape, 3);
   std::mt19937_64 random(5);
-  std::vector<Job> jobs = random_jobs(random, 8, 63, 0.0);  // none contains token 63
-  for (Job& job : jobs) job.sampling.bad_words = {{63}};    // nor draws it
-  Executor reference(sound, nullptr, small_engine_options(0));
-  const std::vector<Outcome> expected = run(reference, jobs);
-  for (const int32_t k : {0, 3}) {
-    std::vector<Job> all = jobs;
-    all.push_back({.prompt = {1, 63, 2}, .sampling = {.max_tokens = 20}});
-    Executor executor(broken, k > 0 ? broken : nullptr, small_engine_options(k));
-    const std::vector<Outcome> actual = run(executor, all);
-    EXPECT_EQ(actual.back().reason, FinishReason::kError);
-    for (size_t i = 0; i < jobs.size(); ++i) EXPECT_EQ(actual[i].tokens, expected[i].tokens);
-    EXPECT_EQ(executor.check_integrity(), "");
-  }
+  expect_bad_logits_end_one_request(sound, broken, random_jobs(random, 8, 63, 0.0),
+                                    small_engine_options);
 }
 
 constexpr int32_t kPrefilled = 20;

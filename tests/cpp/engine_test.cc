@@ -18,12 +18,14 @@
 #include <paceline/executor.h>
 
 #include "cpp/engine_options.h"
+#include "cpp/equality_checks.h"
 #include "support/jobs.h"
 #include "support/tiny_models.h"
 
 namespace paceline {
 namespace {
 
+using testing::expect_equals_plain;
 using ::testing::HasSubstr;
 using testing::Job;
 using testing::make_gemma4;
@@ -98,38 +100,14 @@ TEST(Engine, SpeculativeEqualsPlain) {
     std::vector<Job> jobs = random_jobs(random, num_jobs, 64, temperature, 60, 60);
     if (random() % 2 == 0) mix_sampling(jobs, random, 64);
 
-    // Window lists sum over their keys in another order, so plain and speculative must both use
-    // them.
-    const bool use_window_lists = random() % 4 == 0;
-    ExecutorOptions options = small_engine_options(0);
-    options.use_window_lists = use_window_lists;
-    Executor plain(target, nullptr, options);
-    const std::vector<Outcome> expected = run(plain, jobs);
-    EXPECT_EQ(plain.check_integrity(), "");
-
-    const auto k = static_cast<int32_t>(1 + random() % 16);
-    options = small_engine_options(k);
-    options.block_size = pick(8, 16, 32);
-    options.prefill_chunk_size = pick(0, 16);
-    options.draft_driver = pick(DraftDriver::kUnrolled, DraftDriver::kReplay, DraftDriver::kEager,
-                                DraftDriver::kWhile);
-    options.device_lateness = pick(0, 1, 2);
-    options.use_window_lists = use_window_lists;
-    options.poison_freed_blocks = true;
-    options.num_threads = pick(1, 2);
-    // Forces preemption. Heads of two sizes have larger slabs, and the pool has eight at least.
+    // Heads of two sizes have larger slabs, and the pool has eight at least.
     const bool is_large = shape.is_gemma4 || draft_shape.is_gemma4;
-    if (random() % 2 == 0) options.kv_cache_bytes = (is_large ? 600 : 300) << 10;
-    Executor speculative(target, draft, options);
-    const std::vector<Job> neighbours =
-        random() % 2 == 0 ? random_jobs(random, 6, 64, temperature) : std::vector<Job>{};
-    const std::vector<Outcome> actual = run(speculative, jobs, neighbours, seed);
-    for (size_t i = 0; i < jobs.size(); ++i) {
-      EXPECT_EQ(actual[i].tokens, expected[i].tokens) << "job " << i << " k " << k;
-      EXPECT_EQ(actual[i].reason, expected[i].reason);
-    }
-    EXPECT_EQ(speculative.check_integrity(), "");
-    tally.add(speculative, actual);
+    expect_equals_plain({.target = target,
+                         .drafter = draft,
+                         .jobs = jobs,
+                         .temperature = temperature,
+                         .small_pool_bytes = (is_large ? 600 : 300) << 10},
+                        random, seed, tally);
   }
   // The runs must meet accepted and rejected drafts, and preemption.
   tally.expect_all();

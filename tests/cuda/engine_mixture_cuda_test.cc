@@ -15,13 +15,15 @@
 
 #include "support/gpu.h"
 #include "support/jobs.h"
+#include "support/mixture_checks.h"
 #include "support/raw_models.h"
 #include "support/tiny_models.h"
 
 namespace paceline {
 namespace {
 
-using testing::Job;
+using testing::expect_a_chunk_takes_any_routing;
+using testing::expect_bad_logits_end_one_request;
 using testing::Outcome;
 using testing::random_jobs;
 using testing::random_raw_model;
@@ -83,33 +85,16 @@ TEST_F(CudaMixture, SelfDraftAcceptsEverything) {
   }
 }
 
-// A chunk of 2,048 rows spreads over all experts, or goes to a few of them.
 TEST_F(CudaMixture, AChunkTakesAnyRouting) {
   for (const bool goes_together : {false, true}) {
     TinyModel shape = mixture_of({128, 0}, /*is_mxfp4=*/goes_together);
     shape.num_experts = 128;
     if (goes_together) shape.router_bias_scale = 100;
     const auto model = model_of(shape, 9);
-    std::mt19937_64 random(12);
-    Job job{.prompt = {}, .sampling = {.max_tokens = 40}};
-    for (int32_t i = 0; i < 2048; ++i) job.prompt.push_back(static_cast<int32_t>(random() % 64));
-    std::vector<Outcome> outcomes;
-    for (const int32_t chunk : {2048, 100}) {
-      ExecutorOptions options = options_of(chunk == 100 ? 3 : 0);
-      options.max_model_len = 2304;
-      options.max_num_batched_tokens = 2048 + 64 * 4;
-      options.prefill_chunk_size = chunk;
-      Executor executor(model, chunk == 100 ? model : nullptr, options);
-      outcomes.push_back(run(executor, {job}).front());
-      if (chunk < 2048) continue;
-      const int32_t num_hit = executor.iteration_times().target_experts_hit.front();
-      EXPECT_TRUE(goes_together ? num_hit <= 2 * 16 : num_hit >= 2 * 100) << num_hit;
-    }
-    EXPECT_EQ(outcomes[0].tokens, outcomes[1].tokens);
+    expect_a_chunk_takes_any_routing(model, model, goes_together, 40, options_of);
   }
 }
 
-// NaN logits of the router still choose experts, whose other rows keep their bits.
 TEST_F(CudaMixture, BadLogitsEndOneRequestOnly) {
   for (const bool is_mxfp4 : {false, true}) {
     TinyModel shape = mixture_of({8, 0, 130}, is_mxfp4);
@@ -117,19 +102,8 @@ TEST_F(CudaMixture, BadLogitsEndOneRequestOnly) {
     shape.nan_token = 63;
     const auto broken = model_of(shape, 3);
     std::mt19937_64 random(5);
-    std::vector<Job> jobs = random_jobs(random, 12, 63, 0.0, 200, 60);  // none contains token 63
-    for (Job& job : jobs) job.sampling.bad_words = {{63}};              // nor draws it
-    Executor reference(sound, nullptr, options_of(0));
-    const std::vector<Outcome> expected = run(reference, jobs);
-    for (const int32_t k : {0, 3}) {
-      std::vector<Job> all = jobs;
-      all.push_back({.prompt = {1, 63, 2}, .sampling = {.max_tokens = 20}});
-      Executor executor(broken, k > 0 ? broken : nullptr, options_of(k));
-      const std::vector<Outcome> actual = run(executor, all);
-      EXPECT_EQ(actual.back().reason, FinishReason::kError);
-      for (size_t i = 0; i < jobs.size(); ++i) EXPECT_EQ(actual[i].tokens, expected[i].tokens);
-      EXPECT_EQ(executor.check_integrity(), "");
-    }
+    expect_bad_logits_end_one_request(sound, broken, random_jobs(random, 12, 63, 0.0, 200, 60),
+                                      options_of);
   }
 }
 

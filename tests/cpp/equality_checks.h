@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include <paceline/executor.h>
+
+#include "cpp/engine_options.h"
+#include "support/jobs.h"
+
+namespace paceline::testing {
+
+struct SpeculativeRun {
+  std::shared_ptr<const Model> target;
+  std::shared_ptr<const Model> drafter;  // or null
+  std::vector<Job> jobs;
+  double temperature = 0;        // of neighbours
+  int64_t small_pool_bytes = 0;  // forces preemption
+  // Sets the options of the drafter that differ from the defaults.
+  std::function<void(ExecutorOptions&)> choose = [](ExecutorOptions&) {};
+};
+
+// Speculative output equals plain output with random values of every option that must not change
+// it: k, block size, chunks, driver, lateness, threads and the size of the pool, with or without
+// neighbours.
+inline void expect_equals_plain(const SpeculativeRun& run_of, std::mt19937_64& random,
+                                uint64_t seed, Tally& tally) {
+  const Pick pick{random};
+  // Window lists sum over their keys in another order, so plain and speculative must both use them.
+  const bool use_window_lists = random() % 4 == 0;
+  ExecutorOptions options = small_engine_options(0);
+  options.use_window_lists = use_window_lists;
+  Executor plain(run_of.target, nullptr, options);
+  const std::vector<Outcome> expected = run(plain, run_of.jobs);
+  EXPECT_EQ(plain.check_integrity(), "");
+
+  const auto k = static_cast<int32_t>(1 + random() % 16);
+  options = small_engine_options(k);
+  run_of.choose(options);
+  options.block_size = pick(8, 16, 32);
+  options.prefill_chunk_size = pick(0, 16, 3);
+  options.draft_driver =
+      pick(DraftDriver::kUnrolled, DraftDriver::kReplay, DraftDriver::kEager, DraftDriver::kWhile);
+  options.device_lateness = pick(0, 1, 2);
+  options.use_window_lists = use_window_lists;
+  options.poison_freed_blocks = true;
+  options.num_threads = pick(1, 2);
+  if (random() % 2 == 0) options.kv_cache_bytes = run_of.small_pool_bytes;
+  Executor speculative(run_of.target, run_of.drafter, options);
+  const std::vector<Job> neighbours =
+      random() % 2 == 0 ? random_jobs(random, 6, 64, run_of.temperature) : std::vector<Job>{};
+  const std::vector<Outcome> actual = run(speculative, run_of.jobs, neighbours, seed);
+  for (size_t i = 0; i < actual.size(); ++i) {
+    ASSERT_EQ(actual[i].tokens, expected[i].tokens) << "job " << i << " k " << k;
+    ASSERT_EQ(actual[i].reason, expected[i].reason) << "job " << i << " k " << k;
+  }
+  EXPECT_EQ(speculative.check_integrity(), "");
+  tally.add(speculative, actual);
+}
+
+}  // namespace paceline::testing
