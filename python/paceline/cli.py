@@ -72,6 +72,7 @@ class _Parser(argparse.ArgumentParser):
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             options = [option for action in self._actions for option in action.option_strings]
+            options = [option for option in options if option != "--help"]  # named in any case
             near = difflib.get_close_matches(unknown[0].split("=")[0], options, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")

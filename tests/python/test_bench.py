@@ -124,6 +124,14 @@ def test_report_alone(config_dir: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert report["draft"] is None and report["speedup"] == []
 
 
+def test_dummy_weights_are_announced(config_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for quiet in ([], ["--quiet"]):
+        assert bench("--config", str(config_dir), "--concurrency", "1", *quiet) == 0
+        err = capsys.readouterr().err
+        assert err.startswith("" if quiet else f"making dummy weights of {config_dir} ...\n")
+        assert (err == "") == bool(quiet)
+
+
 def test_checkpoint_with_a_dummy_drafter(
     target_dir: Path, config_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -356,6 +364,7 @@ def test_a_failed_engine_ends_the_command(
         (["--device", "gpu"], "device is 'gpu'"),
         (["--drivers", "unrolled,magic"], "drivers is 'unrolled,magic'"),
         (["--config", "nonesuch"], "model is 'nonesuch'"),
+        (["--config", "gpt-oss-20b-eagle3"], "it is a draft head (eagle3) and no target"),
         (["--model", "qwen3-8b"], "use --config qwen3-8b"),
         (["--speculative-config", "{"], "not valid JSON"),
         (["--speculative-config", '{"model": "a"}'], "num_speculative_tokens"),
@@ -388,7 +397,9 @@ def test_refusals(
 ) -> None:
     def load(source: str, **_: Any) -> models.BenchModel:
         # Only the name can be refused here.
-        assert "nonesuch" in source, "loaded before all arguments were checked"
+        assert source in ("nonesuch", "gpt-oss-20b-eagle3"), (
+            "loaded before all arguments were checked"
+        )
         return models.load(source, dummy=True)
 
     monkeypatch.setattr(bench_cli, "load", load)

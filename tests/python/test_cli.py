@@ -71,6 +71,7 @@ def test_an_unknown_option_is_refused_by_its_command(capsys: pytest.CaptureFixtu
     commands = {
         ("generate", "a", "--temprature", "1"): "temprature 1; did you mean --temperature?",
         ("bench", "latency", "--xyzzy=3"): "xyzzy=3",
+        ("doctor", "--model=m"): "model=m",
     }
     for argv, end in commands.items():
         with pytest.raises(SystemExit):

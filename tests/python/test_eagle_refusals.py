@@ -41,7 +41,9 @@ def test_another_hidden_size_by_the_width_of_fc(
 
 def test_another_hidden_size_by_the_number_of_states(draft_head: Callable[..., Path]) -> None:
     path = draft_head("eagle3", target=replace(TARGET, hidden_size=128))
-    with raises(ValueError, "384 columns", "6 hidden states", "64 wide", "3 layers, [2, 4, 5]"):
+    with raises(
+        ValueError, "384 columns", "6 times the hidden size of", "(64)", "3 layers, [2, 4, 5]"
+    ):
         opened(path)
 
 
@@ -165,7 +167,7 @@ CONTRADICTIONS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "number of layers": (
         "speculators",
         {"eagle_aux_hidden_state_layer_ids": [1, 2]},
-        ("192 columns", "3 hidden states", "names 2 layers, [1, 2]"),
+        ("192 columns", "3 times the hidden size", "names 2 layers, [1, 2]"),
     ),
     "no list": (
         "speculators",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from paceline import _core
 from paceline.bench.costs import MatrixCosts, matrix_costs
 from paceline.checks import shorten
+from paceline.console import tell
 from paceline.hub import find_folder
 
 if TYPE_CHECKING:
@@ -123,7 +124,8 @@ def load(
             always have dummy weights.
         dtype: "auto", "float32" or "bfloat16".
         device: Device of the weights: "cpu" or "cuda".
-        show_progress: Show a bar while weights are read, if standard error is a terminal.
+        show_progress: Say that dummy weights are made; show a bar while weights are read, if
+            standard error is a terminal.
         revision: As for `LLM`.
         cache_dir: As for `LLM`.
 
@@ -139,10 +141,12 @@ def load(
 
     if is_config_name(source):
         _check_no_revision(source, revision)
+        _tell_dummy(source, is_shown=show_progress)
         loaded = dummy_model(_named_config(source), source, dtype=dtype, device=device)
     else:
         folder = _find(source, dummy, show_progress, revision, cache_dir)
         if dummy:
+            _tell_dummy(source, is_shown=show_progress)
             loaded = load_dummy(folder, dtype=dtype, device=device)
         else:
             loaded = load_checkpoint(folder, dtype=dtype, device=device, progress=show_progress)
@@ -190,7 +194,9 @@ def load_draft(
             _named_config(source), target.loaded, source, method=method, device=device
         )
         if loaded is None:
-            return load(source, dummy=dummy, dtype=dtype, device=device)
+            return load(
+                source, dummy=dummy, dtype=dtype, device=device, show_progress=show_progress
+            )
     else:
         folder = _find(source, dummy, show_progress, revision, cache_dir)
         if dummy:
@@ -203,6 +209,12 @@ def load_draft(
                 progress=show_progress,
             )  # fmt: skip
     return _bench_model(source, loaded)
+
+
+def _tell_dummy(source: str, *, is_shown: bool) -> None:
+    """A line before what may take minutes."""
+    if is_shown:
+        tell(f"making dummy weights of {source} ...")
 
 
 def _find(

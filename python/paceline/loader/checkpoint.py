@@ -185,9 +185,13 @@ def read_hf_config(folder: CheckpointFolder | StateDict) -> HfConfig:
         NotImplementedError: The architecture is not supported; the message says so if it is a draft
             head's.
     """
-    config = folder.config
+    return parse_target_config(folder.config, folder.generation)
+
+
+def parse_target_config(config: Section, generation: Section | None = None) -> HfConfig:
+    """The same from the objects of both files; raises what they do."""
     try:
-        return parse_hf_config(config.values, config.source, ARCHITECTURES, folder.generation)
+        return parse_hf_config(config.values, config.source, ARCHITECTURES, generation)
     except NotImplementedError as error:
         kind = kind_of_config(config)
         if kind is None:

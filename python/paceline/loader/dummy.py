@@ -10,12 +10,12 @@ from typing import Any
 
 from paceline import _core
 
-from .checkpoint import check_end_ids, read_hf_config
+from .checkpoint import check_end_ids, parse_target_config, read_hf_config
 from .converted_model import part_for
 from .drafter_checkpoint import DRAFT_MODEL, drafter_config
-from .families import ARCHITECTURES, check_dtype, translate
+from .families import check_dtype, translate
 from .folder import CheckpointFolder, Source, as_folder
-from .hf_config import HfConfig, parse_hf_config
+from .hf_config import HfConfig
 from .kinds import kind_of_config
 from .loaded_model import LoadedModel
 from .section import Section
@@ -80,7 +80,7 @@ def dummy_model(
         ValueError: As for `load_dummy`.
         MemoryError: There is not enough memory for the weights.
     """
-    hf = parse_hf_config(hf_config, name, ARCHITECTURES)
+    hf = parse_target_config(Section(hf_config, name))
     return _make_up(hf, Path(name), None, dtype, device, seed)
 
 

@@ -285,9 +285,9 @@ def _choose_aux_layers(top: Section, facts: Facts, target: Target, notes: list[s
         if columns // target.hidden_size != len(chosen):
             where = f'key "{key}" names' if named is not None else "it takes"
             raise ValueError(
-                f"{top.source}: 'fc.weight' has {columns} columns, which are "
-                f"{columns // target.hidden_size} hidden states of {target.path} "
-                f"({target.hidden_size} wide), but {where} {len(chosen)} layers, {show(chosen)}"
+                f"{top.source}: 'fc.weight' has {columns} columns, "
+                f"{columns // target.hidden_size} times the hidden size of {target.path} "
+                f"({target.hidden_size}), but {where} {len(chosen)} layers, {show(chosen)}"
             )
     default = "" if named is not None else " by default"
     is_ascending = all(a < b for a, b in itertools.pairwise(chosen))
