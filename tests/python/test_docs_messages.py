@@ -16,7 +16,9 @@ import pytest
 from hub_server import HubServer
 from markdown_pages import blocks
 from paceline import LLM, SamplingParams
+from paceline.bench.models import DUMMY_SHAPES
 from paceline.demo import demo_paths
+from paceline.loader import dummy_model
 
 PAGE = Path("docs/troubleshooting.md")
 QUOTED = {block.why: block.code for block in blocks(PAGE) if block.how == "message"}
@@ -126,6 +128,9 @@ CASES: dict[str, Callable[[Path], object]] = {
     "head_as_target": lambda folder: llm(ASSISTANT),
     "hub_offline": lambda folder: from_hub("Qwen/Qwen3-8B", offline=True),
     "hub_unknown": lambda folder: from_hub("Qwen/Qwen3-8b-typo"),
+    "large_weights": lambda folder: dummy_model(
+        DUMMY_SHAPES["gemma3-101m"] | {"vocab_size": 2**23, "hidden_size": 2**16}, "large"
+    ),
     "logprobs": lambda folder: with_llm(
         lambda engine: engine.generate("x", SamplingParams(logprobs=30))
     ),
@@ -163,7 +168,7 @@ def test_every_quoted_message_has_a_case() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # newer versions of Python warn of forks
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_quoted_message_is_raised(name: str, tmp_path: Path) -> None:
-    with pytest.raises((ValueError, TypeError, RuntimeError, OSError)) as caught:
+    with pytest.raises((ValueError, TypeError, RuntimeError, OSError, MemoryError)) as caught:
         CASES[name](tmp_path)
     assert matches(QUOTED[name], str(caught.value)), f"{caught.value}\n\nquoted: {QUOTED[name]}"
 
