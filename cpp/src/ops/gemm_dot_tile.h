@@ -63,15 +63,14 @@ template <bool kIsWhole, int kRows, int kCols>
   }
 }
 
-// A tile of __m512 as one of V16, which are the same.
 template <int kRows, int kCols>
 [[PACELINE_DOT_TARGET, gnu::always_inline]] inline void store_dots(
     const DotTileArgs& args, const __m512 (&acc)[kRows][kCols]) {
-  V16 lanes[kRows][kCols];
   for (int r = 0; r < kRows; ++r) {
-    for (int c = 0; c < kCols; ++c) lanes[r][c] = reinterpret_cast<V16>(acc[r][c]);
+    V16 lanes[kCols];  // copies: references to accumulators would keep all of them in memory
+    for (int c = 0; c < kCols; ++c) lanes[c] = reinterpret_cast<V16>(acc[r][c]);
+    store_sums(args, r, lanes);
   }
-  store_sums(args, lanes);
 }
 
 template <int kRows, int kCols>

@@ -54,24 +54,19 @@ struct TileArgs {
   int32_t scale_cols;  // a multiple of 32, or k
 };
 
-// Writes the tile's outputs from their lanes.
-template <int kRows, int kCols, class Args>
-[[gnu::always_inline]] inline void store_sums(const Args& args, const V16 (&lanes)[kRows][kCols]) {
-  for (int r = 0; r < kRows; ++r) {
-    float* const y = args.y + r * args.y_stride;
-    // Copies: a reference to an accumulator would keep all of them in memory.
-    if constexpr (kCols == 4) {
-      const V16 a = lanes[r][0], b = lanes[r][1], c = lanes[r][2], d = lanes[r][3];
-      const Sums4 sums = sum_lanes(a, b, c, d);
-      for (int i = 0; i < 4; ++i) {
-        y[i] = args.bias == nullptr ? sums.sum[i] : sums.sum[i] + args.bias[i];
-      }
-    } else {
-      for (int c = 0; c < kCols; ++c) {
-        const V16 a = lanes[r][c];
-        const float sum = sum_lanes(a);
-        y[c] = args.bias == nullptr ? sum : sum + args.bias[c];
-      }
+// Writes the outputs of row `r` of a tile from their lanes.
+template <int kCols, class Args>
+[[gnu::always_inline]] inline void store_sums(const Args& args, int r, const V16 (&lanes)[kCols]) {
+  float* const y = args.y + r * args.y_stride;
+  if constexpr (kCols == 4) {
+    const Sums4 sums = sum_lanes(lanes[0], lanes[1], lanes[2], lanes[3]);
+    for (int i = 0; i < 4; ++i) {
+      y[i] = args.bias == nullptr ? sums.sum[i] : sums.sum[i] + args.bias[i];
+    }
+  } else {
+    for (int c = 0; c < kCols; ++c) {
+      const float sum = sum_lanes(lanes[c]);
+      y[c] = args.bias == nullptr ? sum : sum + args.bias[c];
     }
   }
 }
@@ -127,7 +122,7 @@ struct TileKernel {
     }
     for (; offset + 16 <= k; offset += 16) step(offset);
     if (offset < k) add_tail<W>(*args, offset, acc);
-    store_sums(*args, acc);
+    for (int r = 0; r < kRows; ++r) store_sums(*args, r, acc[r]);
   }
 };
 
@@ -159,7 +154,7 @@ struct ScaledTileKernel {
         for (int r = 0; r < kRows; ++r) totals[r][c] += scale * acc[r][c];
       }
     }
-    store_sums(*args, totals);
+    for (int r = 0; r < kRows; ++r) store_sums(*args, r, totals[r]);
   }
 };
 
