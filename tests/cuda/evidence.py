@@ -221,7 +221,7 @@ def load_checkpoint(
 def run_part(part: str, env: dict[str, str], benches: dict[str, Any]) -> list[dict[str, Any]]:
     """Runs one of PARTS; adds the figures of a bench to `benches`."""
     if part in TESTS:
-        return [run(part, [str(BUILD / part), "--gtest_brief=1"], GTEST, env, 300)]
+        return [run(part, [str(BUILD / part), "--gtest_brief=1"], GTEST, env, 500)]
     if part == "python":
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         return [
