@@ -166,18 +166,18 @@ TEST(Errors, LackOfMemoryIsAnErrorAtEachAllocation) {
 TEST(Errors, WeightsThatMemoryCannotHold) {
   constexpr int64_t kMib = int64_t{1} << 20;
   const auto message = [](int64_t bytes, const HostBytes& host) {
-    return message_of<OutOfMemory>([&] { check_fits(bytes, "weights of m", host); });
+    return message_of<OutOfMemory>([&] { check_fits(bytes, "the weights of m", host); });
   };
   HostBytes host = {.available = 5 * kMib, .swap = 2 * kMib};
-  check_fits(7 * kMib, "weights of m", host);
+  check_fits(7 * kMib, "the weights of m", host);
   EXPECT_THAT(message(8 * kMib, host),
               HasSubstr("8 MiB for the weights of m, but this machine has 7 MiB"));
   host.group_limit = 6 * kMib;
   host.group_use = 6 * kMib;  // of cached files, maybe
-  check_fits(6 * kMib, "weights of m", host);
+  check_fits(6 * kMib, "the weights of m", host);
   EXPECT_THAT(message(7 * kMib, host),
               HasSubstr("but the control group of this process is limited to 6 MiB; free memory"));
-  check_fits(int64_t{1} << 60, "weights of m", {});  // nothing is known
+  check_fits(int64_t{1} << 60, "the weights of m", {});  // nothing is known
   EXPECT_GT(host_bytes().available.value_or(0), 0);
   EXPECT_THAT(message(int64_t{1} << 60, host_bytes()), HasSubstr("MiB for the weights of m, but"));
 }

@@ -13,7 +13,7 @@ AlignedBuffer::AlignedBuffer(int64_t bytes, std::string_view purpose) {
   void* data = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE,
                     MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (data == MAP_FAILED) {
-    throw OutOfMemory(concat("out of memory: ", bytes >> 20, " MiB for the ", purpose,
+    throw OutOfMemory(concat("out of memory: ", bytes >> 20, " MiB for ", purpose,
                              ", which the system does not grant"));
   }
   madvise(data, static_cast<size_t>(bytes), MADV_HUGEPAGE);  // a hint: failure changes nothing

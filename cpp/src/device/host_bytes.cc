@@ -53,8 +53,8 @@ HostBytes host_bytes() {
 
 void check_fits(int64_t bytes, std::string_view purpose, const HostBytes& host) {
   const auto refuse = [&](int64_t room, std::string_view owner) {
-    throw OutOfMemory(concat("out of memory: ", bytes >> 20, " MiB for the ", purpose, ", but ",
-                             owner, " ", room >> 20,
+    throw OutOfMemory(concat("out of memory: ", bytes >> 20, " MiB for ", purpose, ", but ", owner,
+                             " ", room >> 20,
                              " MiB; free memory, or use a smaller model or a larger machine"));
   };
   if (host.available && bytes > *host.available + host.swap) {

@@ -132,7 +132,7 @@ struct ModelBuilder::Impl {
     weights.dtype = weight_dtype;
     Carver counting(weight_dtype, /*base=*/nullptr);
     lay_out(model->config, counting, weights);
-    const std::string purpose = "weights of " + model->config.name;
+    const std::string purpose = "the weights of " + model->config.name;
     if (device == Device::kCpu) check_fits(counting.bytes(), purpose, host_bytes());
     weights.arena = DeviceBuffer(device_memory(device), counting.bytes(), purpose);
     Carver carving(weight_dtype, weights.arena.data());
