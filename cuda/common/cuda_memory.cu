@@ -177,11 +177,11 @@ class CudaMemory final : public DeviceMemory {
       check(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
       const auto free_mib = static_cast<int64_t>(free_bytes >> 20);
       const int64_t wanted_mib = (bytes >> 20) + 1;
-      throw OutOfMemory(concat("out of GPU memory: ", purpose, " needs ", wanted_mib, " MiB, ",
-                               free_mib, " of ", total_bytes >> 20,
-                               " MiB are free: ", std::max<int64_t>(wanted_mib - free_mib, 1),
-                               " MiB are missing; lower kv_cache_bytes, max_num_seqs or "
-                               "max_num_batched_tokens, or free memory on the GPU"));
+      throw OutOfMemory(concat(
+          "out of GPU memory: ", wanted_mib, " MiB for ", purpose, ", but ", free_mib, " of ",
+          total_bytes >> 20, " MiB are free: ", std::max<int64_t>(wanted_mib - free_mib, 1),
+          " MiB are missing; lower kv_cache_bytes, max_num_seqs or "
+          "max_num_batched_tokens, use a smaller model, or free memory on the GPU"));
     }
     check(status, "cudaMalloc");
     check(cudaMemsetAsync(data, 0, static_cast<size_t>(bytes), stream_), "cudaMemset");
