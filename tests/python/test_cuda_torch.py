@@ -8,6 +8,7 @@ those of `cuda_tensors`, and those of torch too where it has CUDA.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ import pytest
 import torch
 
 from cuda_tensors import on_gpu
-from dlpack_tensors import BF16, F16, F32, I64, RawTensor
-from paceline import LLM, BusyError, SamplingParams, _core
+from dlpack_tensors import BF16, F8_E4M3, F16, F32, I64, U8, RawTensor
+from paceline import LLM, BusyError, ModelFileError, SamplingParams, _core
 from paceline.loader import (
     StateDict,
     decoder_config,
     load_checkpoint,
+    load_dummy,
     load_pair,
     memory_config,
 )
@@ -29,7 +31,10 @@ from test_cuda import MAX_MODEL_LEN, PROMPTS, generate, gpu, open_llm, random_pr
 from tiny_models import load_tensors, make, perturbed_copy, read_json
 
 __all__ = ["gpu"]  # the fixture that skips or fails
-CODES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.int64: I64}
+CODES = {
+    torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.int64: I64,
+    torch.uint8: U8, torch.float8_e4m3fn: F8_E4M3,
+}  # fmt: skip
 ENGINE: dict[str, Any] = {
     "max_num_seqs": 8, "max_model_len": MAX_MODEL_LEN, "kv_cache_bytes": 64 << 20,
     "show_progress": False,
@@ -41,8 +46,8 @@ def to_gpu(tensors: dict[str, torch.Tensor], **changes: Any) -> dict[str, RawTen
 
 
 def raw(tensor: torch.Tensor, **changes: Any) -> RawTensor:
-    bits = tensor.view(torch.int16) if tensor.element_size() == 2 else tensor
-    return on_gpu(bits.numpy(), CODES[tensor.dtype], **changes)
+    bits = {1: torch.uint8, 2: torch.int16}.get(tensor.element_size(), tensor.dtype)
+    return on_gpu(tensor.view(bits).numpy(), CODES[tensor.dtype], **changes)
 
 
 def other(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -77,6 +82,37 @@ def test_weights_of_the_gpu_equal_the_folder(family: str, dtype: str) -> None:
     for given in (to_gpu(tensors), to_gpu(tensors, padding=3, version=None), tensors):
         assert arena(config, given, "cuda") == expected
     assert arena(config, to_gpu(tensors), "cpu") == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "quantization", "exact_scales"),
+    [
+        ("gpt_oss", None, False),  # experts' matrices are transposed
+        ("gpt_oss", "mxfp4", True),
+        ("qwen3", "fp8_block", False),
+        ("llama", "fp8_row", True),
+        ("gemma3", "fp8_tensor", False),
+    ],
+)
+def test_formats_on_the_gpu_equal_the_cpu(
+    family: str, quantization: str | None, exact_scales: bool
+) -> None:
+    path = make(replace(spec(family), quantization=quantization, exact_scales=exact_scales))
+    config, tensors = read_json(path / "config.json"), load_tensors(path)
+    expected = load_checkpoint(path, device="cpu", progress=False).model.arena()
+    assert load_checkpoint(path, device="cuda", progress=False).model.arena() == expected
+    for given in (to_gpu(tensors), to_gpu(tensors, padding=3, version=None), tensors):
+        assert arena(config, given, "cuda") == expected
+    assert arena(config, to_gpu(tensors), "cpu") == expected
+    dummies = [bytes(load_dummy(path, device=d).model.arena()) for d in ("cpu", "cuda")]
+    assert dummies[0] == dummies[1]
+    if quantization is None:
+        return
+    scales = next(name for name in sorted(tensors, reverse=True) if "_scale" in name)
+    tensors[scales] = tensors[scales].clone()
+    tensors[scales].flatten()[-1] = 255 if quantization == "mxfp4" else float("inf")
+    with pytest.raises(ModelFileError, match=rf"{scales}.*\] is (255|inf)"):
+        arena(config, to_gpu(tensors), "cuda")
 
 
 def test_streams_views_and_ownership() -> None:

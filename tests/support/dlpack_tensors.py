@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 F32, BF16, F16, I64 = (2, 32, 1), (4, 16, 1), (2, 16, 1), (0, 64, 1)
+U8, F8_E4M3 = (1, 8, 1), (10, 8, 1)
 
 
 class _Tensor(ctypes.Structure):
