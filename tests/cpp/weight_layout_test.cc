@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "model/linear.h"
 #include "model/linear_costs.h"
 #include "model/visit_weights.h"
 #include "model/weight_layout.h"
@@ -126,6 +127,19 @@ TEST(LinearCosts, AreThoseOfTheFormats) {
   EXPECT_EQ(by_name["layers.1.mlp.gate_up"], std::tuple(128, 160, 128 * 160 + 128 * 4, 0));
   EXPECT_EQ(by_name["layers.1.mlp.down"], std::tuple(160, 64, 160 * (32 + 2), 0));
   EXPECT_EQ(by_name.size(), 10U);
+}
+
+TEST(WeightLayout, LinearsHaveTheirShardAxis) {
+  const DecoderConfig config = parse_decoder_config(mixture_config());
+  DecoderWeights weights;
+  Carver carver(DType::kBFloat16, /*base=*/nullptr);
+  lay_out(config, carver, weights);
+  const std::map<std::string, ShardAxis> axes = {
+      {"qkv", ShardAxis::kRows},     {"o", ShardAxis::kColumns},    {"router", ShardAxis::kNone},
+      {"gate_up", ShardAxis::kRows}, {"down", ShardAxis::kColumns}, {"lm_head", ShardAxis::kRows}};
+  for_each_linear(config, weights, [&](const auto& linear, const LinearShape& shape) {
+    EXPECT_EQ(linear.shard, axes.at(shape.name.substr(shape.name.rfind('.') + 1))) << shape.name;
+  });
 }
 
 TEST(WeightLayout, TransposesPlainExperts) {
