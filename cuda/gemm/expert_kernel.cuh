@@ -287,9 +287,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   __shared__ uint64_t empty[kMaxStages];
   __shared__ int32_t has_large_scale;
   const Ring<Shape> ring = {
-      // Aligned for the swizzle. The sum of a shared array and an offset is in shared memory for
-      // the
-      // compiler; from a pointer made of an integer it would load by slower instructions.
+      // Aligned for the swizzle. The compiler sees that the sum of a shared array and an offset is
+      // in shared memory; from a pointer made of an integer it would load by slower instructions.
       .data = storage + (-shared_address(storage) & 1023u),
       .full = full,
       .empty = empty,

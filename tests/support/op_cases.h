@@ -23,6 +23,7 @@
 #include "device/cpu_context.h"
 #include "device/cuda_context.h"
 #include "ops/ops.h"
+#include "support/weight_spec.h"
 
 namespace paceline::testing {
 
@@ -131,20 +132,6 @@ inline constexpr int64_t kMaxRowId = 1024;  // exclusive
 [[nodiscard]] Rows first_rows(int32_t num_rows, int32_t max_rows);
 
 // --- shapes ------------------------------------------------------------------------------------
-
-// The weights of a product (op_weights.h).
-struct WeightSpec {
-  DType dtype = DType::kBFloat16;
-  WeightFormat format = WeightFormat::kPlain;
-  int32_t scale_rows = 0;  // of kFp8
-  int32_t scale_cols = 0;  // of kFp8; 0: k
-  bool has_exact_scales = false;
-  // The same values as plain numbers. Only of formats that are exact.
-  bool is_dequantized = false;
-
-  // Whether every value is a number of `dtype`.
-  [[nodiscard]] bool is_exact() const { return format == WeightFormat::kMxfp4 || has_exact_scales; }
-};
 
 struct GemmSpec {
   int32_t n = 0;

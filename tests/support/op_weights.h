@@ -13,23 +13,9 @@
 
 #include "ops/weight_matrix.h"
 #include "support/op_cases.h"
+#include "support/weight_spec.h"
 
 namespace paceline::testing {
-
-[[nodiscard]] inline std::string weight_suffix(const WeightSpec& s) {
-  const std::string dtype = s.dtype == DType::kFloat32 ? "_f32" : "_bf16";
-  const std::string plain = s.is_dequantized ? "_plain" : "";
-  switch (s.format) {
-    case WeightFormat::kPlain:
-      return dtype;
-    case WeightFormat::kMxfp4:
-      return "_mxfp4" + dtype + plain;
-    case WeightFormat::kFp8:
-      return "_fp8_" + std::to_string(s.scale_rows) + "x" + std::to_string(s.scale_cols) +
-             (s.has_exact_scales ? "_exact" : "") + dtype + plain;
-  }
-  return "";
-}
 
 // The values of the bits, from the definitions of OCP MX and of float8 e4m3.
 [[nodiscard]] inline float e2m1_value(int32_t bits) {
