@@ -203,8 +203,7 @@ TEST_P(GemmFormats, EqualTheReferenceOnDequantizedWeights) {
   DeviceVector<__nv_bfloat16> x(int64_t{kMostRows} * k);
   const DeviceVector<float> bias(random_bias(n));
   DeviceVector<float> reference(outputs);
-  DeviceVector<float> y32(outputs);
-  DeviceVector<__nv_bfloat16> y16(outputs);
+  GemmOutputs y(outputs);
   fill_normal<<<1024, 256, 0, ctx.stream()>>>(x.data(), x.size(), base_seed(), 1.0f);
   reference_gemm<<<dim3((n + 31) / 32, (kMostRows + 15) / 16), 128, 0, ctx.stream()>>>(
       x.data(), weights.values.data(), reference.data(), kMostRows, n, k, weights.extras(0));
@@ -214,33 +213,20 @@ TEST_P(GemmFormats, EqualTheReferenceOnDequantizedWeights) {
     const DeviceVector<int32_t> num_rows_at(std::vector<int32_t>{num_rows});
     for (const int32_t max_rows : {num_rows, std::min(num_rows + 70, kMostRows)}) {
       const float* const added = max_rows == num_rows ? bias.data() : nullptr;
-      GemmParams p{.num_rows = num_rows_at.data(),
-                   .max_rows = max_rows,
-                   .x = x.data(),
-                   .x_stride = k,
-                   .weight = weights.matrices.first,
-                   .bias = added,
-                   .y = y32.data(),
-                   .y_stride = n,
-                   .x_dtype = DType::kBFloat16,
-                   .y_dtype = DType::kFloat32};
-      y32.poison();
-      y16.poison();
-      gemm(ctx.context(), p);
-      p.y = y16.data();
-      p.y_dtype = DType::kBFloat16;
-      gemm(ctx.context(), p);
-      ctx.synchronize();
-      num_different += count(y32, reference, added, num_rows, n, format.name);
-      num_different += count(y16, reference, added, num_rows, n, format.name);
+      const GemmParams p{.num_rows = num_rows_at.data(),
+                         .max_rows = max_rows,
+                         .x = x.data(),
+                         .x_stride = k,
+                         .weight = weights.matrices.first,
+                         .bias = added,
+                         .y_stride = n,
+                         .x_dtype = DType::kBFloat16};
       const int64_t tail = std::min<int64_t>(outputs - int64_t{num_rows} * n, 4 * int64_t{n});
-      EXPECT_TRUE(is_untouched_beyond(y32, int64_t{num_rows} * n, tail)) << num_rows << " rows";
-      EXPECT_TRUE(is_untouched_beyond(y16, int64_t{num_rows} * n, tail)) << num_rows << " rows";
+      num_different += count_both(p, y, reference, added, num_rows, n, tail, format.name);
     }
   }
   EXPECT_EQ(num_different, 0);
-  EXPECT_TRUE(y32.are_guards_intact());
-  EXPECT_TRUE(y16.are_guards_intact());
+  expect_intact_guards(y);
 }
 
 // Shapes of models, then tails of N, and tails of K in a stage of 128 columns and a step of 16.
@@ -299,8 +285,7 @@ TEST_P(ExpertGemm, EqualsTheReferenceOfEveryExpert) {
   const int64_t outputs = int64_t{num_rows} * n;
   DeviceVector<__nv_bfloat16> x(int64_t{num_rows} * k);
   DeviceVector<float> reference(outputs);
-  DeviceVector<float> y32(outputs);
-  DeviceVector<__nv_bfloat16> y16(outputs);
+  GemmOutputs y(outputs);
   fill_normal<<<1024, 256, 0, ctx.stream()>>>(x.data(), x.size(), base_seed(), 1.0f);
   int64_t num_different = 0;
   for (const bool is_gathered : {true, false}) {
@@ -319,34 +304,21 @@ TEST_P(ExpertGemm, EqualsTheReferenceOfEveryExpert) {
                                                 bias.data() + int64_t{e} * n, int64_t{rows} * n, n);
       }
     }
-    ExpertGemmParams p{.expert_begin = expert_begin.data(),
-                       .max_rows = num_rows,
-                       .x = x.data(),
-                       .x_stride = k,
-                       .x_rows = is_gathered ? x_rows.data() : nullptr,
-                       .num_x_rows = is_gathered ? num_x_rows : num_rows,
-                       .weight = weights.matrices,
-                       .bias = is_gathered ? bias.data() : nullptr,
-                       .y = y32.data(),
-                       .y_stride = n,
-                       .x_dtype = DType::kBFloat16,
-                       .y_dtype = DType::kFloat32};
-    y32.poison();
-    y16.poison();
-    expert_gemm(ctx.context(), p);
-    p.y = y16.data();
-    p.y_dtype = DType::kBFloat16;
-    expert_gemm(ctx.context(), p);
-    ctx.synchronize();
-    num_different += count(y32, reference, nullptr, routed, n, format.name);
-    num_different += count(y16, reference, nullptr, routed, n, format.name);
-    const int64_t tail = outputs - int64_t{routed} * n;
-    EXPECT_TRUE(is_untouched_beyond(y32, int64_t{routed} * n, tail));
-    EXPECT_TRUE(is_untouched_beyond(y16, int64_t{routed} * n, tail));
+    const ExpertGemmParams p{.expert_begin = expert_begin.data(),
+                             .max_rows = num_rows,
+                             .x = x.data(),
+                             .x_stride = k,
+                             .x_rows = is_gathered ? x_rows.data() : nullptr,
+                             .num_x_rows = is_gathered ? num_x_rows : num_rows,
+                             .weight = weights.matrices,
+                             .bias = is_gathered ? bias.data() : nullptr,
+                             .y_stride = n,
+                             .x_dtype = DType::kBFloat16};
+    num_different +=
+        count_both(p, y, reference, nullptr, routed, n, outputs - int64_t{routed} * n, format.name);
   }
   EXPECT_EQ(num_different, 0);
-  EXPECT_TRUE(y32.are_guards_intact());
-  EXPECT_TRUE(y16.are_guards_intact());
+  expect_intact_guards(y);
 }
 
 // Every width of a tile in every format, tails of N and K, experts without rows, more experts than

@@ -44,8 +44,7 @@ TEST_P(GemmOrder, EqualsOneAccumulatorInAscendingSteps) {
   DeviceVector<__nv_bfloat16> weight(int64_t{n} * k);
   DeviceVector<float> bias(n);
   DeviceVector<float> reference(outputs);
-  DeviceVector<float> y32(outputs);
-  DeviceVector<__nv_bfloat16> y16(outputs);
+  GemmOutputs y(outputs);
   fill_normal<<<1024, 256, 0, ctx.stream()>>>(x.data(), x.size(), base_seed(), 1.0f);
   fill_normal<<<1024, 256, 0, ctx.stream()>>>(weight.data(), weight.size(), base_seed() + 1, 0.02f);
   std::vector<float> host_bias(static_cast<size_t>(n));
@@ -64,30 +63,18 @@ TEST_P(GemmOrder, EqualsOneAccumulatorInAscendingSteps) {
     for (const int32_t max_rows : {num_rows, std::min(num_rows + 70, kMaxRows), kMaxRows}) {
       for (const bool has_bias : {false, true}) {
         const float* const added = has_bias ? bias.data() : nullptr;
-        GemmParams p{.num_rows = num_rows_at.data(),
-                     .max_rows = max_rows,
-                     .x = x.data(),
-                     .x_stride = k,
-                     .weight = plain_matrix(weight.data(), n, k, DType::kBFloat16),
-                     .bias = added,
-                     .y = y32.data(),
-                     .y_stride = n,
-                     .x_dtype = DType::kBFloat16,
-                     .y_dtype = DType::kFloat32};
-        y32.poison();
-        y16.poison();
+        const GemmParams p{.num_rows = num_rows_at.data(),
+                           .max_rows = max_rows,
+                           .x = x.data(),
+                           .x_stride = k,
+                           .weight = plain_matrix(weight.data(), n, k, DType::kBFloat16),
+                           .bias = added,
+                           .y_stride = n,
+                           .x_dtype = DType::kBFloat16};
         ctx.poison_workspace();
-        gemm(ctx.context(), p);
-        p.y = y16.data();
-        p.y_dtype = DType::kBFloat16;
-        gemm(ctx.context(), p);
-        ctx.synchronize();
-        num_different += count(y32, reference, added, num_rows, n, "float32");
-        num_different += count(y16, reference, added, num_rows, n, "bfloat16");
-        num_compared += 2 * int64_t{num_rows} * n;
         const int64_t tail = std::min<int64_t>(outputs - int64_t{num_rows} * n, 4 * int64_t{n});
-        EXPECT_TRUE(is_untouched_beyond(y32, int64_t{num_rows} * n, tail)) << num_rows << " rows";
-        EXPECT_TRUE(is_untouched_beyond(y16, int64_t{num_rows} * n, tail)) << num_rows << " rows";
+        num_different += count_both(p, y, reference, added, num_rows, n, tail, "plain");
+        num_compared += 2 * int64_t{num_rows} * n;
       }
     }
   }
@@ -95,8 +82,7 @@ TEST_P(GemmOrder, EqualsOneAccumulatorInAscendingSteps) {
               static_cast<long long>(num_compared));
   EXPECT_EQ(num_different, 0);
   EXPECT_TRUE(ctx.are_counters_zero());
-  EXPECT_TRUE(y32.are_guards_intact());
-  EXPECT_TRUE(y16.are_guards_intact());
+  expect_intact_guards(y);
 }
 
 // With 132 SMs the shapes and row counts select every tile of gemm.cu: products of models, then

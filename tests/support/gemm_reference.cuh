@@ -14,6 +14,8 @@
 #include <cstdio>
 #include <vector>
 
+#include "ops/moe.h"
+#include "ops/ops.h"
 #include "support/cuda_fixture.h"
 
 namespace paceline::testing {
@@ -124,6 +126,17 @@ __global__ void count_differences(const T* y, const float* reference, const floa
   }
 }
 
+// The outputs of a product in both dtypes that it writes.
+struct GemmOutputs {
+  explicit GemmOutputs(int64_t count) : y32(count), y16(count) {}
+
+  DeviceVector<float> y32;
+  DeviceVector<__nv_bfloat16> y16;
+};
+
+inline void run_product(CudaContext& ctx, const GemmParams& p) { gemm(ctx, p); }
+inline void run_product(CudaContext& ctx, const ExpertGemmParams& p) { expert_gemm(ctx, p); }
+
 // Compares outputs on the device.
 class GemmComparison : public GpuTest {
  protected:
@@ -150,6 +163,35 @@ class GemmComparison : public GpuTest {
                   static_cast<long long>(at / n), static_cast<long long>(at % n));
     }
     return number;
+  }
+
+  // Computes the product `p` with outputs of both dtypes, and counts those that differ. The product
+  // must leave the `tail` outputs beyond the rows alone. `added`: the bias that the reference
+  // lacks.
+  template <class Params>
+  int64_t count_both(Params p, GemmOutputs& y, const DeviceVector<float>& reference,
+                     const float* added, int32_t num_rows, int32_t n, int64_t tail,
+                     const char* what) {
+    CudaTestContext& ctx = cuda_test_context();
+    y.y32.poison();
+    y.y16.poison();
+    p.y = y.y32.data();
+    p.y_dtype = DType::kFloat32;
+    run_product(ctx.context(), p);
+    p.y = y.y16.data();
+    p.y_dtype = DType::kBFloat16;
+    run_product(ctx.context(), p);
+    ctx.synchronize();
+    const int64_t outputs = int64_t{num_rows} * n;
+    EXPECT_TRUE(is_untouched_beyond(y.y32, outputs, tail)) << what << ", " << num_rows << " rows";
+    EXPECT_TRUE(is_untouched_beyond(y.y16, outputs, tail)) << what << ", " << num_rows << " rows";
+    return count(y.y32, reference, added, num_rows, n, what) +
+           count(y.y16, reference, added, num_rows, n, what);
+  }
+
+  static void expect_intact_guards(const GemmOutputs& y) {
+    EXPECT_TRUE(y.y32.are_guards_intact());
+    EXPECT_TRUE(y.y16.are_guards_intact());
   }
 
   // Whether the op wrote beyond the rows of y, which the test filled with poison.
