@@ -34,7 +34,8 @@ ThreadPool::ThreadPool(int32_t num_threads) {
     // bytes are not written, so those that no op uses take no memory.
     scratch_.reserve(num_workers + 1);
     while (scratch_.size() <= num_workers) {
-      scratch_.push_back(std::make_unique_for_overwrite<std::byte[]>(kScratchBytes + kScratchAlignment));
+      scratch_.push_back(
+          std::make_unique_for_overwrite<std::byte[]>(kScratchBytes + kScratchAlignment));
     }
   } catch (const std::system_error& error) {
     const size_t num_started = workers_.size();
