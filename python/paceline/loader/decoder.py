@@ -92,8 +92,8 @@ class Mixture:
     Attributes:
         experts: How many experts there are.
         top_k: How many of them a token uses.
-        alpha: Of the activation, like the next.
-        limit: The largest gate and the largest magnitude of an up.
+        alpha: The factor in the sigmoid of the activation.
+        limit: The upper limit of gates, and of the magnitudes of ups.
     """
 
     experts: int

@@ -176,7 +176,7 @@ def _fill(opened: OpenedModel, *, device: str, progress: bool) -> _core.Model:
     except ModelFileError:
         raise
     except ValueError as error:
-        # The values of tensors were not checked before, and nothing of a converted folder's.
+        # Values of tensors are first checked here, and a converted folder is checked only here.
         if isinstance(opened, ConvertedModel):
             raise ModelFileError(f"{opened.weights_path}: {error}") from None
         raise value_error(error, opened.tensors) from None

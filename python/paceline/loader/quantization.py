@@ -24,8 +24,8 @@ from .section import Section
 KEY: Final = "quantization_config"
 DENSE_METHODS: Final = ("fp8", "compressed-tensors")
 
-# Bounds on the time of matching: patterns come with the checkpoint, and each way in which one can
-# fail to match is tried.
+# Bounds on the time of matching: patterns come with the checkpoint, and matching tries every
+# alternative before it fails.
 _MAX_PATTERNS: Final = 8
 _MAX_PATTERN_CHARS: Final = 200
 _MAX_REPEATS: Final = 2
@@ -124,7 +124,7 @@ def _read_fp8(section: Section) -> Quantization:
     _check(section, "activation_scheme", "dynamic", "static", default="dynamic")
     _check(section, "scale_fmt", "float", "ue8m0", default="float")
     _check(section, "modules_to_convert", None, [])
-    # Absent or null, it means one scale a matrix to some programs and 128 x 128 to others.
+    # Without a value, some programs read one scale per matrix and others one per 128 x 128 block.
     _check(section, "weight_block_size", [FP8_BLOCK, FP8_BLOCK])
     key = "modules_to_not_convert"
     if not section.has(key) and section.has("ignored_layers"):
@@ -219,7 +219,7 @@ def _patterns(section: Section, patterns: Sequence[str]) -> tuple[re.Pattern[str
                 f'{section.source}: key "{section.name("ignore")}" has the regular expression '
                 f"{quote(pattern)}, which Paceline does not support; supported: up to "
                 f"{_MAX_PATTERN_CHARS} characters with at most {_MAX_REPEATS} repetitions (*, +, "
-                f"?, {{}}), none of them of a group, {_MAX_GROUPS} groups and {_MAX_CHOICES} |"
+                f"?, {{}}) but no repeated group, {_MAX_GROUPS} groups and {_MAX_CHOICES} |"
             )
         try:
             compiled.append(re.compile(pattern))
