@@ -199,8 +199,8 @@ Raises:
           },
           py::arg("seed"), R"doc(Fills every weight that was not put, for benches.
 
-Matrices and embeddings become normal with standard deviation 0.02, in fp8 and mxfp4 about so;
-norms neutral, biases 0.
+Matrices and embeddings get normal values with standard deviation 0.02, in fp8 and mxfp4 the
+elements nearest to such values; norms get their neutral value, biases 0.
 
 Args:
     seed: Same seed, same weights.
