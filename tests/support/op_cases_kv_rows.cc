@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Builders of the ops whose rows are independent and that write or read the KV cache.
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <numeric>
+#include <type_traits>
+
+#include "base/philox.h"
+#include "support/op_cases.h"
+#include "support/op_weights.h"
+#include "support/row_arrays.h"
+#include "support/row_values.h"
+
+namespace paceline::testing {
+
+OpInstance make_rope(const RopeSpec& s, const Rows& rows, uint64_t seed) {
+  constexpr int32_t kMaxPositions = 777;
+  OpInstance op;
+  const Element element = element_of(s.dtype);
+  const int64_t width =
+      int64_t{qkv_heads(s.num_qo_heads, s.num_kv_heads, s.kv_inputs)} * s.head_dim;
+  const int64_t half = s.head_dim / 2;
+  const int64_t num_positions = kMaxPositions + s.position_offset;  // of the tables
+  const auto is_inert = [](int64_t id) { return id % 13 == 6; };
+  // Every row has its own KV slot, past the null block.
+  const int32_t num_blocks =
+      1 + (static_cast<int32_t>(kMaxRowId) + s.block_size - 1) / s.block_size;
+  const int64_t part = int64_t{s.block_size} * s.num_kv_heads * s.head_dim;
+  const int64_t gap = 64;  // elements before, between and behind K and V: other layers'
+  const int64_t block = 2 * part + 3 * gap;
+
+  const Handle num_rows = add_num_rows(op, rows);
+  OpArray fused = normal_rows("qkv", element, rows, width, width, seed, kX,
+                              /*varies_in_scale=*/s.has_norms);
+  fused.role = Role::kInOut;
+  const Handle qkv = op.add(std::move(fused));
+  const Handle positions = op.add(row_ints<int32_t>("positions", rows, [&](int64_t id) -> int32_t {
+    if (id < 2) return id == 0 ? 0 : kMaxPositions - 1;
+    return is_inert(id) ? 0 : static_cast<int32_t>(id_hash(seed, id) % kMaxPositions);
+  }));
+  const auto slot_of = [&](int64_t id) -> int64_t { return is_inert(id) ? 0 : s.block_size + id; };
+  const Handle slots = s.kv_inputs == KvInputs::kNone
+                           ? kNoArray
+                           : op.add(row_ints<int64_t>("slot_mapping", rows, slot_of));
+  Handle q_norm = kNoArray;
+  Handle k_norm = kNoArray;
+  if (s.has_norms) {
+    q_norm = op.add(normal_constant("q_norm", Element::kF32, s.head_dim, seed, kWeight));
+    k_norm = op.add(normal_constant("k_norm", Element::kF32, s.head_dim, seed, kXWeight));
+  }
+  const auto table = [=](bool is_sin) {
+    return [=](float* to) {
+      for (int64_t position = 0; position < num_positions; ++position) {
+        for (int64_t i = 0; i < half; ++i) {
+          const double exponent = -static_cast<double>(i) / static_cast<double>(half);
+          const double angle = static_cast<double>(position) * std::pow(10000.0, exponent);
+          *to++ = static_cast<float>(is_sin ? std::sin(angle) : std::cos(angle));
+        }
+      }
+    };
+  };
+  const auto add_table = [&](const char* name, bool is_sin) {
+    OpArray angles =
+        float_array(name, Element::kF32, Element::kF32, num_positions * half, table(is_sin));
+    angles.is_constant = true;
+    return op.add(std::move(angles));
+  };
+  const Handle cos = add_table("cos", false);
+  const Handle sin = add_table("sin", true);
+  const int64_t pool_count = num_blocks * block;
+  OpArray kv = float_array("pool", element, element, pool_count,
+                           [=](float* to) { std::fill_n(to, pool_count, kNan); });
+  kv.role = Role::kInOut;
+  kv.num_ignored = block;
+  if (s.block_size == 1) {  // a row of the pool is the slot of one row
+    kv.row_length = block;
+    for (const int64_t id : rows.ids) kv.row_at.push_back(is_inert(id) ? 0 : id + 1);
+  }
+  const Handle pool = op.add(std::move(kv));
+  const int32_t max_rows = rows.max_rows;
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    const int64_t bytes = element_bytes(element);
+    qk_norm_rope_append(ctx, QkNormRopeAppendParams{.num_rows = at.get<int32_t>(num_rows),
+                                                    .max_rows = max_rows,
+                                                    .qkv = at.raw(qkv),
+                                                    .positions = at.get<int32_t>(positions),
+                                                    .slot_mapping = at.get<int64_t>(slots),
+                                                    .q_norm = at.get<float>(q_norm),
+                                                    .k_norm = at.get<float>(k_norm),
+                                                    .norm_weight_offset = 1.0f,
+                                                    .norm_eps = 1e-6f,
+                                                    .rope_cos = at.get<float>(cos),
+                                                    .rope_sin = at.get<float>(sin),
+                                                    .kv = {.base = at.raw(pool),
+                                                           .block_bytes = block * bytes,
+                                                           .k_offset = gap * bytes,
+                                                           .v_offset = (2 * gap + part) * bytes,
+                                                           .block_size = s.block_size,
+                                                           .dtype = s.dtype},
+                                                    .num_qo_heads = s.num_qo_heads,
+                                                    .num_kv_heads = s.num_kv_heads,
+                                                    .head_dim = s.head_dim,
+                                                    .qkv_dtype = activation_dtype(ctx, s.dtype),
+                                                    .kv_inputs = s.kv_inputs,
+                                                    .has_v_norm = s.has_v_norm,
+                                                    .position_offset = s.position_offset});
+  });
+  return op;
+}
+
+OpInstance make_list_attention(const ListSpec& s, const Rows& rows, uint64_t seed) {
+  OpInstance op;
+  const Element element = element_of(s.dtype);
+  const int64_t width =
+      int64_t{qkv_heads(s.num_qo_heads, s.num_kv_heads, s.kv_inputs)} * s.head_dim;
+  const int64_t y_width = int64_t{s.num_qo_heads} * s.head_dim;
+  const int64_t q_width = y_width;
+  const int32_t num_blocks = 2 + 700 / s.block_size;
+  const int64_t part = int64_t{s.block_size} * s.num_kv_heads * s.head_dim;
+  const Handle num_rows = add_num_rows(op, rows);
+  const Handle qkv =
+      op.add(row_array("qkv", Element::kF32, element, rows, width,
+                       [=](int64_t id, float* to) {  // its own k and v stay NaN
+                         Stream(seed, kX, static_cast<uint64_t>(id)).fill(to, q_width);
+                       }));
+  const auto count_of = [=](int64_t id) -> int32_t {
+    const int32_t counts[] = {s.window, 0, 1, 127, 128, 129};
+    return std::min(s.window, counts[id % 6]);
+  };
+  // Behind the valid entries lie stale ones of earlier lists: the null block, all NaN.
+  std::vector<int64_t> lists(static_cast<size_t>(int64_t{rows.max_rows} * s.window), 0);
+  for (size_t i = 0; i < rows.ids.size(); ++i) {
+    Stream stream(seed, kIndex, static_cast<uint64_t>(rows.ids[i]));
+    for (int32_t at = 0; at < count_of(rows.ids[i]); ++at) {
+      lists[i * static_cast<size_t>(s.window) + static_cast<size_t>(at)] =
+          s.block_size + stream.below((num_blocks - 1) * s.block_size);
+    }
+  }
+  const Handle slots = op.add(int_array("window_slots", Role::kInput, lists));
+  const Handle counts = op.add(row_ints<int32_t>("window_count", rows, count_of));
+  const Handle pool =
+      op.add(float_array("pool", element, element, num_blocks * 2 * part, [=](float* to) {
+        std::fill_n(to, 2 * part, kNan);
+        Stream(seed, kKeys).fill(to + 2 * part, (num_blocks - 1) * 2 * part);
+      }));
+  const Handle sinks =
+      s.has_sinks
+          ? op.add(normal_constant("sinks", Element::kF32, s.num_qo_heads, seed, kBias, 2.0f))
+          : kNoArray;
+  const Handle y =
+      op.add(output_array("y", Element::kF32, element, rows.max_rows * y_width, y_width));
+  const int32_t max_rows = rows.max_rows;
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    const int64_t part_bytes = part * element_bytes(element);
+    list_attention(ctx,
+                   ListAttentionParams{.num_rows = at.get<int32_t>(num_rows),
+                                       .max_rows = max_rows,
+                                       .qkv = at.raw(qkv),
+                                       .window_slots = at.get<int64_t>(slots),
+                                       .window_count = at.get<int32_t>(counts),
+                                       .window = s.window,
+                                       .kv = {.base = at.raw(pool),
+                                              .block_bytes = 2 * part_bytes,
+                                              .k_offset = 0,
+                                              .v_offset = part_bytes,
+                                              .block_size = s.block_size,
+                                              .dtype = s.dtype},
+                                       .scale = 1.0f / std::sqrt(static_cast<float>(s.head_dim)),
+                                       .sinks = at.get<float>(sinks),
+                                       .y = at.raw(y),
+                                       .num_qo_heads = s.num_qo_heads,
+                                       .num_kv_heads = s.num_kv_heads,
+                                       .head_dim = s.head_dim,
+                                       .dtype = activation_dtype(ctx, s.dtype),
+                                       .kv_inputs = s.kv_inputs});
+  });
+  return op;
+}
+
+}  // namespace paceline::testing
