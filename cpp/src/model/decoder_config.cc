@@ -42,8 +42,8 @@ namespace {
   return inputs;
 }
 
-// Counts weights as float32, whatever their format, and refuses so many that code which adds the
-// sizes of regions could overflow: 2^60 bytes leave room for alignment.
+// Refuses a model whose weights would take more than 2^60 bytes in float32. Each weight counts as
+// float32, whatever its format. So sums of the sizes of regions, with their alignment, fit int64.
 class ByteLimit {
  public:
   explicit ByteLimit(const DecoderConfig& config) : config_(config) {}

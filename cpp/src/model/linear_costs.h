@@ -22,10 +22,9 @@ struct LinearCost {
   int64_t bytes = 0;           // that a product reads, scales included
   bool is_for_logits = false;  // computed only for rows whose logits are needed
   ShardAxis shard = ShardAxis::kNone;
-  // Above 0: rows, cols and bytes are those of one of so many experts, of which a row chooses
-  // top_k.
+  // Of a mixture: the number of experts; rows, cols and bytes are those of one expert. Else 0.
   int32_t num_experts = 0;
-  int32_t top_k = 0;
+  int32_t top_k = 0;  // experts that a row chooses; 0 outside of a mixture
 };
 
 // Every matrix whose product a pass computes, those that a draft head takes from its target
