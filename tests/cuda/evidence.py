@@ -25,8 +25,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "cuda-python" / "tests"
@@ -59,6 +60,21 @@ def sampling(*values: dict[str, float]) -> list[str]:
 
 BENCH = ["-m", "paceline", "bench", "latency", "--device", "cuda", "--concurrency", "1,16,64"]
 BENCH += ["--input-len", "256", "--output-len", "512", "--rounds", "1"]
+
+
+class Share(NamedTuple):
+    """One of several processes that share the cases of a test."""
+
+    arguments: tuple[str, ...] = ()  # added to the command
+    variables: tuple[tuple[str, str], ...] = ()  # added to the environment
+
+
+def shards(count: int) -> list[Share]:
+    """Returns the shares of a GoogleTest binary whose cases `count` processes divide."""
+    return [
+        Share((), (("GTEST_TOTAL_SHARDS", str(count)), ("GTEST_SHARD_INDEX", str(index))))
+        for index in range(count)
+    ]
 
 
 def covered_files() -> list[str]:
@@ -100,25 +116,47 @@ def machine() -> dict[str, str]:
 
 
 def run(
-    title: str, command: list[str], summary: str, env: dict[str, str], limit: float
+    title: str,
+    command: list[str],
+    summary: str,
+    env: dict[str, str],
+    limit: float,
+    shares: Sequence[Share] = (Share(),),
 ) -> dict[str, Any]:
-    """Runs a command for at most `limit` seconds; records output lines that match `summary`."""
+    """Runs a command for at most `limit` seconds; records output lines that match `summary`.
+
+    With several shares the command runs once for each of them, side by side. The exit code is the
+    first that is not zero.
+    """
     start = time.monotonic()
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=env, text=True, timeout=limit,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        output, code = done.stdout, done.returncode
-    except subprocess.TimeoutExpired as expired:
-        raw = expired.stdout or b""
-        output, code = raw.decode() if isinstance(raw, bytes) else raw, 124
+    lines, code = [], 0
+    with tempfile.TemporaryDirectory() as folder:
+        processes = []
+        for index, share in enumerate(shares):
+            log = Path(folder, f"{index}.log")
+            with log.open("w") as stream:
+                process = subprocess.Popen(
+                    [*command, *share.arguments], cwd=ROOT, env={**env, **dict(share.variables)},
+                    stdout=stream, stderr=subprocess.STDOUT,
+                )  # fmt: skip
+            processes.append((process, log))
+        for process, log in processes:
+            try:
+                done = process.wait(max(0.0, start + limit - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                done = 124
+            output = log.read_text(errors="replace")
+            lines += [line.strip() for line in output.splitlines() if re.search(summary, line)]
+            code = code or done
+            if done != 0:
+                print(output[:3000], "\n[...]\n", output[-5000:])
     seconds = round(time.monotonic() - start, 1)
-    lines = [line.strip() for line in output.splitlines() if re.search(summary, line)]
-    if code != 0:
-        print(output[:3000], "\n[...]\n", output[-5000:])
     print("\n".join([f"== {title}: exit {code}, {seconds} s", *lines[-40:]]), flush=True)
     shown = [Path(part).name if part.startswith("/") else part for part in command]
+    for share in shares:
+        shown += [argument for argument in share.arguments if argument not in shown]
     return {
         "title": title,
         "command": " ".join(shown),
@@ -165,6 +203,9 @@ TESTS = (
     "engine_mixture_cuda_test",
     "draft_head_cuda_test",
 )
+
+#: Tests that spend most of their time in the CPU's twin of an op: their cases run side by side.
+SHARDS = {"op_parity_test": 8, "expert_bits_test": 4}
 
 BENCHES = {
     "qwen3-8b": ["--config", "qwen3-8b", *speculative("eagle3", "qwen3-8b-eagle3", 2.34)],
@@ -221,12 +262,12 @@ def load_checkpoint(
 def run_part(part: str, env: dict[str, str], benches: dict[str, Any]) -> list[dict[str, Any]]:
     """Runs one of PARTS; adds the figures of a bench to `benches`."""
     if part in TESTS:
-        return [run(part, [str(BUILD / part), "--gtest_brief=1"], GTEST, env, 500)]
+        shares = shards(SHARDS.get(part, 1))
+        return [run(part, [str(BUILD / part), "--gtest_brief=1"], GTEST, env, 500, shares)]
     if part == "python":
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-        return [
-            run(part, [*command, *sorted(map(str, PYTHON_TESTS))], r"passed|failed|error", env, 400)
-        ]
+        shares = [Share((str(path),)) for path in sorted(PYTHON_TESTS)]
+        return [run(part, command, r"passed|failed|error", env, 400, shares)]
     if part in BENCHES:
         figures, kernels = BUILD / "bench.json", BUILD / "trace.json"
         command = [sys.executable, *BENCH, *BENCHES[part]]
