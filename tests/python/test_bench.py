@@ -15,8 +15,9 @@ import eagle_models
 import tiny_models
 from paceline import _core, cli
 from paceline.bench import cli as bench_cli
-from paceline.bench import floor, latency, models, options
+from paceline.bench import floor, latency, models, options, runs
 from paceline.bench.costs import MatrixCosts, attention_flops, kv_bytes_read, matrix_costs
+from paceline.bench.workload import Speculation, Workload
 from paceline.demo import demo_paths
 from paceline.loader import decoder_config, drafter_config
 from paceline.loader.drafters import Target
@@ -171,7 +172,7 @@ def test_the_named_drafter_runs(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_which_drafter(source: list[str], default: str) -> None:
-    def chosen(*extra: str) -> tuple[str | None, str | None, list[latency.Speculation]]:
+    def chosen(*extra: str) -> tuple[str | None, str | None, list[Speculation]]:
         argv = ["bench", "latency", *source, *extra]
         config, speculations = options.speculations(cli.build_parser().parse_args(argv))
         assert config is not None
@@ -180,10 +181,10 @@ def test_which_drafter(source: list[str], default: str) -> None:
     draft, _, [speculation] = chosen()
     assert draft == default
     is_dummy = source != ["--demo"]
-    assert speculation == latency.Speculation(4, *(("synthetic", 2.2) if is_dummy else ()))
+    assert speculation == Speculation(4, *(("synthetic", 2.2) if is_dummy else ()))
     k2 = {"num_speculative_tokens": 2}
     assert chosen("--speculative-config", json.dumps(k2)) == (
-        default, None, [latency.Speculation(2)]
+        default, None, [Speculation(2)]
     )  # fmt: skip
     if "--draft-config" not in source:
         named = json.dumps({"model": "elsewhere", **k2})
@@ -323,11 +324,11 @@ def broken_dir(tmp_path: Path) -> Path:
 
 def test_a_failed_request_is_no_measurement(broken_dir: Path) -> None:
     model = models.load(str(broken_dir), dummy=False)
-    workload = latency.Workload(2, 4, 6)
+    workload = Workload(2, 4, 6)
     steps = (
-        lambda executor: latency._first_token_seconds(executor, workload, 128),
-        lambda executor: latency._run_once(executor, workload, 128, seed=1),
-        lambda executor: latency._trace(executor, workload, 128),
+        lambda executor: runs.first_token_seconds(executor, workload, 128),
+        lambda executor: runs.run_once(executor, workload, 128, seed=1),
+        lambda executor: runs.trace(executor, workload, 128),
     )
     for step in steps:
         executor = latency.make_executor(model, None, None, workload)
@@ -451,7 +452,7 @@ def test_bytes_and_arithmetic_of_an_iteration(config_dir: Path) -> None:
     # In each of three layers q, k, v and o of 4, 2, 2 and 4 heads, and an MLP.
     assert body == 3 * (64 * 12 * 16 + 3 * 64 * 96)
     assert model.costs.all_bytes == 4 * (body + lm_head)
-    workload = latency.Workload(concurrency=5, input_len=20, output_len=8)
+    workload = Workload(concurrency=5, input_len=20, output_len=8)
     assert workload.mean_context == 24
     attention = attention_flops(model.config, 24)
     plain = floor.iteration_flops(model, None, 0, workload)
@@ -482,7 +483,7 @@ class CostedModel(models.BenchModel):
 def test_rows_of_a_drafter(config_dir: Path, kind: str, num_rows: int) -> None:
     # With k = 3: rows of the first pass, then one row in each of two more.
     model = models.load(str(config_dir), dummy=True)
-    workload = latency.Workload(concurrency=5, input_len=20, output_len=8)
+    workload = Workload(concurrency=5, input_len=20, output_len=8)
     drafter = {} if kind == "draft_model" else {"drafter": {"kind": kind}}
     draft = CostedModel("draft", replace(model.loaded, config=model.config | drafter))
     alone = floor.iteration_flops(model, None, 3, workload)
@@ -497,22 +498,20 @@ def test_workloads_take_turns_on_one_engine(
     config_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = models.load(str(config_dir), dummy=True)
-    workloads = [latency.Workload(2, 4, 6, {"temperature": t}) for t in (0.0, 1.0)]
+    workloads = [Workload(2, 4, 6, {"temperature": t}) for t in (0.0, 1.0)]
     order = []
-    run_once = latency._run_once
+    run_once = latency.run_once
 
-    def spy(
-        executor: _core.Executor, workload: latency.Workload, vocab: int, *, seed: int
-    ) -> latency._Run:
-        order.append((seed, workload))
-        return run_once(executor, workload, vocab, seed=seed)
+    def spy(executor: _core.Executor, workload: Workload, *args: Any, **kwargs: Any) -> runs.Run:
+        order.append((kwargs["seed"], workload))
+        return run_once(executor, workload, *args, **kwargs)
 
-    monkeypatch.setattr(latency, "_run_once", spy)
+    monkeypatch.setattr(latency, "run_once", spy)
     rows = latency.measure(model, None, None, workloads, rounds=2)
     assert order == [(seed, workload) for seed in (0, 1, 2) for workload in workloads]
     assert [row.workload for row in rows] == workloads
     assert all(row.iteration_ms > 0 and row.host_us > 0 for row in rows)
     assert rows[0].engine_start_s == rows[1].engine_start_s > 0
-    for wrong in ([], [workloads[0], latency.Workload(2, 4, 7)]):
+    for wrong in ([], [workloads[0], Workload(2, 4, 7)]):
         with pytest.raises(ValueError, match="at least one, and all of one concurrency"):
             latency.measure(model, None, None, wrong)

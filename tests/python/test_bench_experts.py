@@ -13,6 +13,7 @@ import tiny_models
 from paceline import _core, cli
 from paceline.bench import floor, latency, models
 from paceline.bench.costs import kv_bytes_read
+from paceline.bench.workload import Speculation, Workload
 from tiny_models import TinySpec
 
 GPT_OSS = TinySpec("gpt_oss", seed=31, num_experts=8, top_k=3)
@@ -26,20 +27,20 @@ def quick_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def measured(
-    folder: Path | str, work: latency.Workload, k: int = 0, draft: Path | None = None
+    folder: Path | str, work: Workload, k: int = 0, draft: Path | None = None
 ) -> tuple[models.BenchModel, latency.Measurement]:
     target = models.load(str(folder), dummy=False, show_progress=False)
     drafter = speculation = None
     if draft is not None:
         drafter = models.load(str(draft), dummy=False, show_progress=False)
-        speculation = latency.Speculation(k)
+        speculation = Speculation(k)
     (row,) = latency.measure(target, drafter, speculation, [work], rounds=1)
     return target, row
 
 
 def test_only_experts_that_have_rows_are_counted(tmp_path: Path) -> None:
     path = tiny_models.with_fixed_routing(tiny_models.make(GPT_OSS), tmp_path / "fixed", [1, 4, 6])
-    work = latency.Workload(5, 9, 12)
+    work = Workload(5, 9, 12)
     target, row = measured(path, work)
     assert (row.target_experts, row.draft_experts) == (3.0, None)
     costs = target.costs
@@ -61,7 +62,7 @@ def test_the_experts_of_target_and_drafter_are_counted_apart(tmp_path: Path) -> 
     path = tiny_models.with_fixed_routing(tiny_models.make(GPT_OSS), tmp_path / "target", [1, 4, 6])
     small = tiny_models.make(replace(GPT_OSS, num_layers=3, num_experts=6, top_k=2))
     draft = tiny_models.with_fixed_routing(small, tmp_path / "draft", [0, 5])
-    target, row = measured(path, latency.Workload(3, 9, 12), k=3, draft=draft)
+    target, row = measured(path, Workload(3, 9, 12), k=3, draft=draft)
     assert (row.target_experts, row.draft_experts) == (3.0, 2.0)
     draft_costs = models.load(str(draft), dummy=False).costs
     expected = target.costs.pass_bytes(3.0) + 3 * draft_costs.pass_bytes(2.0)
@@ -77,8 +78,8 @@ def test_the_engine_counts_every_pass(tmp_path: Path) -> None:
     """Layers and experts of all iterations, prompts included, as `stats()` adds them up."""
     path = tiny_models.with_fixed_routing(tiny_models.make(GPT_OSS), tmp_path / "fixed", [1, 4, 6])
     target = models.load(str(path), dummy=False)
-    work = latency.Workload(2, 9, 12)
-    executor = latency.make_executor(target, target, latency.Speculation(3), work)
+    work = Workload(2, 9, 12)
+    executor = latency.make_executor(target, target, Speculation(3), work)
     try:
         assert executor.add_requests([_core.Request([1, 2, 3], max_tokens=12, temperature=0.0)], [])
         while not any(event.finish_reason for event in executor.poll(1000)):
@@ -108,7 +109,7 @@ def test_uniform_routing_hits_as_many_experts_as_chance_does(tmp_path: Path) -> 
     config.write_text((source / "config.json").read_text())
     target = models.load(str(tmp_path), dummy=True)
     for c in (1, 4, 16):
-        work = latency.Workload(c, 4, 40, {"temperature": 1.0})
+        work = Workload(c, 4, 40, {"temperature": 1.0})
         (row,) = latency.measure(target, None, None, [work], rounds=2)
         expected = 32 * (1 - (1 - 4 / 32) ** c)
         assert row.target_experts == pytest.approx(expected, rel=0.04), c

@@ -15,6 +15,7 @@ import pytest
 import tiny_models
 from paceline import _core, cli
 from paceline.bench import costs, floor, latency, models
+from paceline.bench.workload import Workload
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ class FixedSpeed(floor.Speed):
 
 def measured(config_dir: Path, **changes: Any) -> tuple[models.BenchModel, latency.Measurement]:
     model = models.load(str(config_dir), dummy=True)
-    [row] = latency.measure(model, None, None, [latency.Workload(1, 4, 4)], rounds=1)
+    [row] = latency.measure(model, None, None, [Workload(1, 4, 4)], rounds=1)
     assert row.floor_ms is None and row.start_to_first_token_s is None
     return model, replace(row, **changes)
 
@@ -66,7 +67,7 @@ def test_the_passes_add_up(config_dir: Path) -> None:
 
 
 def test_a_pass_takes_the_longer_of_reading_and_computing(config_dir: Path) -> None:
-    k, work = 3, latency.Workload(5, 4, 4)
+    k, work = 3, Workload(5, 4, 4)
     model, row = measured(config_dir, iteration_ms=10.0, num_draft_tokens=k, workload=work)
     computing = floor.with_floor(row, model, model, FixedSpeed(1e30, rate=1e9))
     flops = floor.iteration_flops(model, model, k, work)

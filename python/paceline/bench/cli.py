@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from paceline.bench.floor import Speed, with_floor
-from paceline.bench.latency import Measurement, Speculation, Workload, can_trace, measure
+from paceline.bench.latency import Measurement, can_trace, measure
 from paceline.bench.models import BenchModel, load, load_draft
 from paceline.bench.options import (
     add_latency_parser,
@@ -36,6 +36,7 @@ from paceline.bench.report import (
     trace_table,
     write_json,
 )
+from paceline.bench.workload import Speculation, Workload
 from paceline.checks import check_int, check_path
 from paceline.console import check_output, emit, progress_bar, tell
 from paceline.device import resolve_device

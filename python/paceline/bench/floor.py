@@ -20,7 +20,8 @@ from paceline.bench.costs import attention_flops, kv_bytes_read
 from paceline.bench.models import BenchModel
 
 if TYPE_CHECKING:
-    from paceline.bench.latency import Measurement, Workload
+    from paceline.bench.latency import Measurement
+    from paceline.bench.workload import Workload
 
 #: Dense bfloat16 operations per second of an H200 in a large matrix product.
 CUDA_BF16_FLOPS: Final = 790e12

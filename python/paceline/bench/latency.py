@@ -1,77 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures iterations: time, tokens, acceptance, and their share of the machine's limits.
 
-Prompts are random token ids, and all requests start at once. The iteration time is the median over
-the iterations in which every request decodes. Throughput is counted from a request's first token to
-its last. `paceline.bench.floor` has the least time that an iteration can take.
+Unless `Requests` say otherwise, prompts are random token ids, and all requests start at once. The
+iteration time is the median over the iterations in which every request decodes. Throughput is
+counted from a request's first token to its last. `paceline.bench.floor` has the least time that an
+iteration can take.
 """
 
 from __future__ import annotations
 
-import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from paceline import _core
 from paceline.bench.floor import iteration_flops, iteration_kv_bytes
 from paceline.bench.models import BenchModel
+from paceline.bench.runs import Requests, Run, first_token_seconds, run_once, trace
+from paceline.bench.workload import Speculation, Workload
 from paceline.device import capture_progress
 
 _MIN_BATCHED_TOKENS: Final = {"cpu": 512, "cuda": 2048}
-
-
-@dataclass(frozen=True)
-class Workload:
-    """The requests of a measurement.
-
-    Attributes:
-        concurrency: Number of requests, all at once.
-        input_len: Prompt tokens of each request.
-        output_len: Tokens that each request generates.
-        sampling: Sampling parameters, in the names of `SamplingParams`; empty = greedy.
-    """
-
-    concurrency: int
-    input_len: int
-    output_len: int
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def mean_context(self) -> float:
-        """Tokens that precede those of an iteration, averaged over the run."""
-        return self.input_len + self.output_len / 2
-
-
-@dataclass(frozen=True)
-class Speculation:
-    """How tokens are drafted and accepted.
-
-    Attributes:
-        num_speculative_tokens: k.
-        accept_method: "coupled", "standard", "block" or "synthetic".
-        synthetic_acceptance_length: Mean tokens per iteration, for "synthetic".
-        draft_driver: "unrolled", "replay", "while" or "eager".
-        draft_stop_threshold: See `SpeculativeConfig`.
-        ngram_min: Shortest n-gram of prompt lookup; 0 = there is a drafter.
-        ngram_max: Longest one.
-        draft_position: See `SpeculativeConfig`; None = the drafter has no such choice.
-        samples_drafts: Whether drafts are sampled; False only with "standard" and "block".
-        num_draft_proposals: Tokens that drafts are sampled from, with these two; 0 = 64.
-    """
-
-    num_speculative_tokens: int
-    accept_method: str = "coupled"
-    synthetic_acceptance_length: float = 0.0
-    draft_driver: str = "unrolled"
-    draft_stop_threshold: float = 0.0
-    ngram_min: int = 0
-    ngram_max: int = 0
-    draft_position: str | None = None
-    samples_drafts: bool = True
-    num_draft_proposals: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,6 +58,7 @@ class Measurement:
         start_to_first_token_s: Seconds from the start of the process to that token, as if this
             engine had been the first; None if the start is unknown.
         kernels: The result of `Executor.trace_iteration`, if requested.
+        runs: The runs, except for the warm-up.
     """
 
     workload: Workload
@@ -133,11 +85,12 @@ class Measurement:
     first_token_s: float
     start_to_first_token_s: float | None
     kernels: list[dict[str, Any]] | None = None
+    runs: Sequence[Run] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Converts to plain JSON types, without `kernels`."""
-        values = asdict(self)
-        del values["kernels"]
+        """Converts to plain JSON types, without `kernels` and `runs`."""
+        values = asdict(replace(self, kernels=None, runs=()))
+        del values["kernels"], values["runs"]
         return values
 
 
@@ -199,6 +152,7 @@ def measure(
     use_null_device: bool = False,
     seconds_before: float | None = None,
     is_traced: bool = False,
+    requests: Requests | None = None,
     show_progress: bool = False,
     after_run: Callable[[], object] = lambda: None,
 ) -> list[Measurement]:
@@ -219,6 +173,9 @@ def measure(
         seconds_before: Seconds from the start of the process until the models were loaded; None =
             unknown.
         is_traced: Also time the kernels of one iteration of each workload; needs `can_trace()`.
+        requests: The requests of a run; None = one for each sequence of the workload, with random
+            ids. With prompts, the workload's `input_len` is their mean length, for the floor. The
+            warm-up runs at most as many requests as run at the same time.
         show_progress: As for `make_executor`.
         after_run: Is called after each run, of which each workload has `rounds` + 1.
 
@@ -234,26 +191,31 @@ def measure(
             f"workloads are {list(workloads)}; allowed: at least one, and all of one concurrency, "
             "input_len and output_len; measure others in a separate call"
         )
+    requests = requests or Requests()
+    count = workloads[0].concurrency
+    warm_up = replace(
+        requests, count=min(count, count if requests.count is None else requests.count)
+    )
     vocab = min(m.config["vocab_size"] for m in ([target] if draft is None else [target, draft]))
     begin = time.monotonic()
+    longest = max(map(len, requests.prompts), default=workloads[0].input_len)
     executor = make_executor(
-        target, draft, speculation, workloads[0], num_threads=num_threads,
-        use_null_device=use_null_device, show_progress=show_progress,
+        target, draft, speculation, replace(workloads[0], input_len=longest),
+        num_threads=num_threads, use_null_device=use_null_device, show_progress=show_progress,
     )  # fmt: skip
     engine_start_s = time.monotonic() - begin
     samples = [_Samples() for _ in workloads]
     try:
-        first_token_s = _first_token_seconds(executor, workloads[0], vocab)
+        first_token_s = first_token_seconds(executor, workloads[0], vocab)
         for workload in workloads:
-            _run_once(executor, workload, vocab, seed=0)
+            run_once(executor, workload, vocab, seed=0, requests=warm_up)
             after_run()
         for seed in range(1, rounds + 1):
             for workload, sample in zip(workloads, samples, strict=True):
-                executor.reset_stats()
-                run = _run_once(executor, workload, vocab, seed=seed)
-                sample.add(run, executor.stats(), executor.iteration_times(), workload)
+                run = run_once(executor, workload, vocab, seed=seed, requests=requests)
+                sample.add(run, workload.concurrency)
                 after_run()
-        kernels = [_trace(executor, w, vocab) if is_traced else None for w in workloads]
+        kernels = [trace(executor, w, vocab) if is_traced else None for w in workloads]
     finally:
         executor.close()
     before = seconds_before
@@ -269,13 +231,6 @@ def measure(
         )
         for workload, sample, kernels_of_one in zip(workloads, samples, kernels, strict=True)
     ]
-
-
-@dataclass(frozen=True)
-class _Run:
-    tokens_per_s: float
-    first_token_ms: float
-    tokens_per_iteration: float
 
 
 @dataclass
@@ -305,7 +260,7 @@ class _Samples:
         draft_experts: Counts of the drafter's.
     """
 
-    runs: list[_Run] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
     iteration_ms: list[float] = field(default_factory=list)
     idle_us: list[float] = field(default_factory=list)
     host_us: float = 0.0
@@ -313,17 +268,16 @@ class _Samples:
     target_experts: _Experts = field(default_factory=_Experts)
     draft_experts: _Experts = field(default_factory=_Experts)
 
-    def add(
-        self, run: _Run, stats: Mapping[str, Any], times: Mapping[str, Any], workload: Workload
-    ) -> None:
-        """Adds a run and the engine's statistics of it."""
+    def add(self, run: Run, concurrency: int) -> None:
+        """Adds a run of a workload with this concurrency."""
         self.runs.append(run)
-        self.host_us += stats["host_us"]
-        self.num_iterations += stats["num_iterations"]
+        self.host_us += run.stats["host_us"]
+        self.num_iterations += run.stats["num_iterations"]
+        times = run.times
         for i, (num_decoding, num_prefill) in enumerate(
             zip(times["num_decoding"], times["num_prefill"], strict=True)
         ):
-            if num_decoding == workload.concurrency and num_prefill == 0:
+            if num_decoding == concurrency and num_prefill == 0:
                 self.iteration_ms.append(times["us"][i] / 1000)
                 self.idle_us.append(times["idle_us"][i])
                 for model, experts in (
@@ -376,106 +330,8 @@ def _sum_up(
         engine_start_s=0.0,
         first_token_s=0.0,
         start_to_first_token_s=None,
+        runs=tuple(runs),
     )
-
-
-def _queue(
-    executor: _core.Executor, count: int, workload: Workload, vocab: int, rng: random.Random
-) -> list[int]:
-    """Queues requests that can start in the same iteration, and returns their ids."""
-    requests = [
-        _core.Request(
-            [rng.randrange(vocab) for _ in range(workload.input_len)],
-            seed=rng.randrange(2**32),
-            max_tokens=workload.output_len,
-            **{"temperature": 0.0, **workload.sampling},
-        )
-        for _ in range(count)
-    ]
-    ids: list[int] = []
-    is_queued = executor.add_requests(requests, ids)
-    assert is_queued  # the queue has no bound
-    return ids
-
-
-def _has_ended(event: _core.RequestEvent, *, is_cancelled: bool = False) -> bool:
-    """Whether this is a request's last event.
-
-    Raises:
-        RuntimeError: The request ended neither by its length nor, with `is_cancelled`, by
-            cancellation, so that its times are meaningless.
-    """
-    reason = event.finish_reason
-    if reason is None:
-        return False
-    if reason == "length" or (is_cancelled and reason == "cancelled"):
-        return True
-    raise RuntimeError(
-        f"a request of the bench ended by {reason}: {event.error or 'the engine gives no reason'}"
-    )
-
-
-def _first_token_seconds(executor: _core.Executor, workload: Workload, vocab: int) -> float:
-    """Runs one request; returns the seconds from its arrival to its first token."""
-    begin = time.monotonic()
-    seconds = None
-    (request,) = _queue(executor, 1, workload, vocab, random.Random(-1))
-    while True:
-        for event in executor.poll(1000):
-            if seconds is None and event.token_ids:
-                seconds = time.monotonic() - begin
-                executor.cancel(request)
-            if _has_ended(event, is_cancelled=True):
-                assert seconds is not None  # it is cancelled after its first token
-                return seconds
-
-
-def _run_once(executor: _core.Executor, workload: Workload, vocab: int, *, seed: int) -> _Run:
-    rng = random.Random(seed)
-    ids = set(_queue(executor, workload.concurrency, workload, vocab, rng))
-    last = []
-    decode_events = 0
-    decode_tokens = 0
-    seen = set()
-    while ids:
-        for event in executor.poll(1000):
-            if event.token_ids and event.id in seen:
-                decode_events += 1
-                decode_tokens += len(event.token_ids)
-            seen.add(event.id)
-            if _has_ended(event):
-                ids.discard(event.id)
-                last.append(event)
-    begin = max(event.first_token_us for event in last)
-    end = max(event.finish_us for event in last)
-    # First tokens are not counted, and neither is the time before them.
-    num_tokens = workload.concurrency * (workload.output_len - 1)
-    span = statistics.fmean(event.finish_us - event.first_token_us for event in last)
-    return _Run(
-        tokens_per_s=num_tokens / max(span, 1) * 1e6 if end > begin else 0.0,
-        first_token_ms=statistics.fmean(e.first_token_us - e.arrival_us for e in last) / 1000,
-        tokens_per_iteration=decode_tokens / max(decode_events, 1),
-    )
-
-
-def _trace(executor: _core.Executor, workload: Workload, vocab: int) -> list[dict[str, Any]]:
-    """Times the kernels of an iteration in which all requests decode."""
-    rng = random.Random(0)
-    ids = set(_queue(executor, workload.concurrency, workload, vocab, rng))
-    without_token = set(ids)
-    kernels: list[dict[str, Any]] | None = None
-    while ids:
-        for event in executor.poll(1000):
-            if event.token_ids:
-                without_token.discard(event.id)
-            if _has_ended(event, is_cancelled=kernels is not None):
-                ids.discard(event.id)
-                without_token.discard(event.id)
-        if kernels is None and not without_token:
-            kernels = executor.trace_iteration()
-            for request in ids:
-                executor.cancel(request)
-    return kernels or []
 
 
 def _kv_bytes(models: Sequence[BenchModel], workload: Workload) -> int:

@@ -9,9 +9,9 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
-from paceline.bench.latency import Speculation
 from paceline.bench.models import config_names, is_config_name
 from paceline.bench.plot import PLOT_NEEDS
+from paceline.bench.workload import Speculation
 from paceline.checks import check_path, parse_json, quoted, shorten
 from paceline.commands.options import (
     add_device_option,

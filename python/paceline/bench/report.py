@@ -14,8 +14,9 @@ from typing import Any, Final
 
 from paceline import _core
 from paceline.bench.floor import CUDA_BF16_FLOPS
-from paceline.bench.latency import Measurement, Speculation
+from paceline.bench.latency import Measurement
 from paceline.bench.models import BenchModel
+from paceline.bench.workload import Speculation
 from paceline.console import emit
 
 # Two lines of heading and the width of each column; the first one is as wide as its longest entry.
