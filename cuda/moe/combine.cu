@@ -30,6 +30,10 @@ __device__ __forceinline__ bool sum_places(const CombineExpertsParams& p, int32_
   const T* const x = static_cast<const T*>(p.x) + first;
 #pragma unroll
   for (float& value : sum) value = 0.0f;
+  if (p.base != nullptr) {
+    load_first<kIsVector>(static_cast<const T*>(p.base) + int64_t{row} * p.hidden + first, count,
+                          sum);
+  }
   for (int32_t place = 0; place < p.top_k; place += kPlacesAhead) {
     int64_t at[kPlacesAhead];
     float weight[kPlacesAhead];
@@ -138,7 +142,8 @@ __global__ void __launch_bounds__(kMaxRegisterThreads)
 bool is_one_kernel(const CombineAndNormParams& p) {
   const bool is_plain_norm = p.norm.x_weight == nullptr && p.norm.residual_scale == nullptr &&
                              (p.norm.weight != nullptr || p.norm.y == nullptr);
-  return is_plain_norm && fits_registers(p.norm) && is_vector_aligned(p.combine.x);
+  return is_plain_norm && fits_registers(p.norm) && is_vector_aligned(p.combine.x) &&
+         is_vector_aligned(p.combine.base);
 }
 
 }  // namespace
@@ -149,8 +154,8 @@ void combine_experts(CudaContext& ctx, const CombineExpertsParams& p) {
   constexpr int32_t kPerBlock = kThreads * kPerVector;
   const dim3 grid(static_cast<unsigned>(p.max_rows),
                   static_cast<unsigned>((p.hidden + kPerBlock - 1) / kPerBlock));
-  const bool is_vector =
-      p.hidden % kPerVector == 0 && is_vector_aligned(p.x) && is_vector_aligned(p.y);
+  const bool is_vector = p.hidden % kPerVector == 0 && is_vector_aligned(p.x) &&
+                         is_vector_aligned(p.y) && is_vector_aligned(p.base);
   with_element_type(p.dtype, "combine_experts", [&](auto element) {
     using T = decltype(element);
     launch(ctx, "combine_experts",

@@ -11,6 +11,7 @@
 #include "base/ordered.h"
 #include "common/launch.cuh"
 #include "common/reduce.cuh"
+#include "moe/sigmoid_routing.h"
 #include "ops/moe.h"
 
 namespace paceline {
@@ -219,13 +220,7 @@ void with_logits_per_lane(int32_t num_experts, Run run) {
   run(std::integral_constant<int32_t, kMaxExperts / 32>());
 }
 
-void check_params(const RouteExpertsParams& p) {
-  PACELINE_CHECK(p.num_experts > 0 && p.num_experts <= kMaxExperts, "num_experts ", p.num_experts,
-                 " is not in 1 to ", kMaxExperts);
-  PACELINE_CHECK(p.top_k > 0 && p.top_k <= std::min(p.num_experts, kMaxTopK), "top_k ", p.top_k,
-                 " is not in 1 to ", std::min(p.num_experts, kMaxTopK));
-  PACELINE_CHECK(p.rule == RouterRule::kSoftmaxOfChosen, "unknown router rule");
-}
+void check_params(const RouteExpertsParams& p) { check_routing(p); }
 
 void check_params(const SortExpertRowsParams& p) {
   PACELINE_CHECK(p.num_experts > 0 && p.num_experts <= kMaxExperts, "num_experts ", p.num_experts,
@@ -246,6 +241,7 @@ void launch_sort(CudaContext& ctx, const char* name, void (*kernel)(Params), int
 void route_experts(CudaContext& ctx, const RouteExpertsParams& p) {
   using namespace cuda;
   check_params(p);
+  if (p.rule == RouterRule::kSigmoid) return route_by_sigmoid(ctx, p);
   const dim3 grid(static_cast<unsigned>((p.max_rows + kRouteWarps - 1) / kRouteWarps));
   with_logits_per_lane(p.num_experts, [&](auto per_lane) {
     launch(ctx, "route_experts", route_experts_kernel<per_lane()>, grid, dim3(kRouteWarps * 32), 0,
@@ -264,6 +260,11 @@ void route_and_sort(CudaContext& ctx, const RouteAndSortParams& p) {
   using namespace cuda;
   check_params(p.route);
   check_params(p.sort);
+  if (p.route.rule == RouterRule::kSigmoid) {
+    route_by_sigmoid(ctx, p.route);
+    sort_expert_rows(ctx, p.sort);
+    return;
+  }
   with_logits_per_lane(p.route.num_experts, [&](auto per_lane) {
     const int32_t num_warps = sort_warps(p.sort.num_experts, max_warps_of(per_lane()));
     if (p.route.max_rows <= num_warps) {

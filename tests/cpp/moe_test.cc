@@ -15,6 +15,7 @@
 #include <vector>
 
 #include <gtest/gtest.h>
+#include <paceline/error.h>
 
 #include "device/cpu_context.h"
 #include "support/expert_rows.h"
@@ -51,7 +52,8 @@ void expect_routing(const std::vector<float>& logits, int32_t num_rows, int32_t 
       const double difference =
           of_row[static_cast<size_t>(expert)] - of_row[static_cast<size_t>(order[0])];
       // The difference is rounded before its exponential is taken.
-      const double bound = 1e-6 - 2 * kFloatEpsilon * std::max(difference, -200.0);
+      const double bound =
+          1e-6 + 0.5 * top_k * kFloatEpsilon - 2 * kFloatEpsilon * std::max(difference, -200.0);
       ASSERT_TRUE(is_near(routing.weights[at], std::exp(difference) / sum, 1e-37, bound))
           << "row " << row << " place " << i << " of " << top_k << " of " << num_experts;
     }
@@ -98,6 +100,169 @@ TEST(RouteExperts, WeightsAreNanWhereTheBestLogitIsInfinite) {
     EXPECT_TRUE(std::isnan(routing.weights[0]) && std::isnan(routing.weights[1]));
     EXPECT_EQ(routing.experts[0], logits[1] == kInf ? 1 : 0);
   }
+}
+
+double sigmoid(double logit) { return 1 / (1 + std::exp(-logit)); }
+
+// A row of RouterRule::kSigmoid in double precision, from the equations. `is_clear` is false where
+// float32 cannot tell candidates apart, or may tell sums apart that are equal.
+struct SigmoidReference {
+  std::vector<int32_t> experts;
+  std::vector<double> weights;
+  bool is_clear = true;
+};
+SigmoidReference route_by_sigmoid(const float* logits, const std::vector<float>& correction,
+                                  int32_t top_k, const SigmoidRouting& routing) {
+  const auto num_experts = std::ssize(correction);
+  std::vector<double> choice(correction.size());
+  for (size_t e = 0; e < choice.size(); ++e) {
+    choice[e] = sigmoid(std::isnan(logits[e]) ? -kInf : logits[e]) + double{correction[e]};
+  }
+  SigmoidReference reference;
+  // The best numbers of a list, best first.
+  const auto best_of = [&](const std::vector<double>& values, int64_t count, bool may_tie) {
+    std::vector<int32_t> order(values.size());
+    std::iota(order.begin(), order.end(), 0);
+    const auto value = [&](int32_t i) { return values[static_cast<size_t>(i)]; };
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int32_t a, int32_t b) { return value(a) > value(b); });
+    for (int64_t i = 0; i < count && i + 1 < std::ssize(order); ++i) {
+      const double above = value(order[static_cast<size_t>(i)]);
+      const double below = value(order[static_cast<size_t>(i) + 1]);
+      const bool is_tie = above == below && may_tie;
+      if (!is_tie && above - below < 1e-6) reference.is_clear = false;
+    }
+    order.resize(static_cast<size_t>(count));
+    return order;
+  };
+  const int64_t size = num_experts / routing.num_groups;
+  if (routing.num_groups > 1) {
+    std::vector<double> sums;
+    for (int64_t begin = 0; begin < num_experts; begin += size) {
+      std::vector<double> group(choice.begin() + begin, choice.begin() + begin + size);
+      std::sort(group.rbegin(), group.rend());
+      sums.push_back(group[0] + group[1]);
+    }
+    const std::vector<int32_t> groups = best_of(sums, routing.top_groups, /*may_tie=*/false);
+    for (int64_t e = 0; e < num_experts; ++e) {
+      const bool is_open = std::find(groups.begin(), groups.end(), e / size) != groups.end();
+      if (!is_open) choice[static_cast<size_t>(e)] = -kInf;
+    }
+  }
+  reference.experts = best_of(choice, top_k, /*may_tie=*/true);
+  double sum = 1e-20;
+  for (const int32_t e : reference.experts) {
+    reference.weights.push_back(sigmoid(std::isnan(logits[e]) ? -kInf : logits[e]));
+    sum += reference.weights.back();
+  }
+  for (double& weight : reference.weights) {
+    weight = weight / (routing.normalises ? sum : 1) * routing.scale;
+  }
+  return reference;
+}
+
+TEST(RouteBySigmoid, MatchesReference) {
+  TRACE_SEED();
+  Random random(103);
+  int64_t num_clear = 0;
+  int64_t num_moved = 0;  // rows whose experts are not those of the best logits
+  int64_t num_rows_of_all = 0;
+  for (int32_t round = 0; round < 200; ++round) {
+    const int32_t num_groups = random.one_of({1, 1, 2, 4, 8, kMaxExpertGroups});
+    const int32_t size = random.one_of({2, 3, 8, 32});
+    const int32_t num_experts = num_groups * size;
+    const SigmoidRouting routing = {.num_groups = num_groups,
+                                    .top_groups = 1 + random.below(num_groups),
+                                    .normalises = random.one_in(2),
+                                    .scale = random.one_of({1.0f, 1.8f, 2.5f})};
+    const int32_t most = std::min(routing.top_groups * size, kMaxTopK);
+    const int32_t top_k = random.one_of({1, most, std::min(4, most), 1 + random.below(most)});
+    const int32_t num_rows = random.one_of({0, 1, 2, 7, 100});
+    std::vector<float> logits = random.normals(int64_t{num_rows} * num_experts, 3.0f);
+    std::vector<float> correction = random.normals(num_experts, 0.2f);
+    const int32_t kind = random.below(4);
+    if (kind == 1) {  // ties
+      for (float& logit : logits) logit = std::round(logit);
+      for (float& value : correction) value = std::round(4 * value) / 4;
+    }
+    for (float& logit : logits) {
+      if (kind == 2 && random.one_in(3)) logit = random.one_of({kNan, -kInf, kInf});
+      if (kind == 3) logit *= 30.0f;
+    }
+    const Routing got =
+        route(logits, num_rows, num_experts, top_k, /*num_threads=*/2, routing, correction);
+    SCOPED_TRACE(::testing::Message() << "round " << round << " kind " << kind);
+    for (int32_t row = 0; row < num_rows; ++row) {
+      const float* const of_row = logits.data() + int64_t{row} * num_experts;
+      const SigmoidReference want = route_by_sigmoid(of_row, correction, top_k, routing);
+      ++num_rows_of_all;
+      if (!want.is_clear) continue;
+      ++num_clear;
+      const SigmoidReference plain = route_by_sigmoid(of_row, std::vector<float>(correction.size()),
+                                                      top_k, {.scale = routing.scale});
+      num_moved += plain.experts != want.experts ? 1 : 0;
+      for (int32_t i = 0; i < top_k; ++i) {
+        const auto at = static_cast<size_t>(row * top_k + i);
+        const auto place = static_cast<size_t>(i);
+        ASSERT_EQ(got.experts[at], want.experts[place]) << "row " << row << " place " << i;
+        // Scores below the normal numbers are 0, and their sum may be 1e-20.
+        ASSERT_TRUE(is_near(got.weights[at], want.weights[place], 1e-17, 2e-6))
+            << "row " << row << " place " << i << ": " << got.weights[at] << " for "
+            << want.weights[place];
+      }
+    }
+  }
+  EXPECT_GT(num_clear, num_rows_of_all * 9 / 10);
+  EXPECT_GT(num_moved, num_clear / 4);
+}
+
+TEST(RouteBySigmoid, TheCorrectionChoosesAndDoesNotWeigh) {
+  const Routing routing = route({0, 0, 0, 0}, 1, 4, 2, 1, {.scale = 2}, {0, 0.25f, 0.25f, 0.5f});
+  EXPECT_EQ(routing.experts, (std::vector<int32_t>{3, 1}));
+  EXPECT_EQ(routing.weights, (std::vector<float>{1, 1}));
+}
+
+TEST(RouteBySigmoid, ChoosesWithinTheBestGroups) {
+  // Group 1 has the best expert. Groups 0 and 2 have the best sums of two, the same; their third
+  // experts, which are good in group 1, count for nothing.
+  const std::vector<float> correction = {0.2f, 0.2f, -1, 0.375f, 0, 0.375f, 0.2f, 0.2f, -9};
+  const std::vector<float> logits(9);
+  EXPECT_EQ(route(logits, 1, 9, 4, 1, {.num_groups = 3, .top_groups = 2}, correction).experts,
+            (std::vector<int32_t>{3, 5, 0, 1}));
+  EXPECT_EQ(route(logits, 1, 9, 3, 1, {.num_groups = 3, .top_groups = 1}, correction).experts,
+            (std::vector<int32_t>{3, 5, 4}));
+  // A chosen group's worst expert comes before the best of the others.
+  EXPECT_EQ(route(logits, 1, 9, 6, 1, {.num_groups = 3, .top_groups = 2}, correction).experts,
+            (std::vector<int32_t>{3, 5, 0, 1, 4, 2}));
+}
+
+TEST(RouteBySigmoid, RowsAreInvariant) {
+  Random random(104);
+  const SigmoidRouting routing = {
+      .num_groups = 8, .top_groups = 4, .normalises = true, .scale = 2.5f};
+  const std::vector<float> logits = random.normals(int64_t{40} * 64);
+  const std::vector<float> correction = random.normals(64);
+  const Routing all = route(logits, 40, 64, 6, 2, routing, correction);
+  for (int32_t row = 0; row < 40; ++row) {
+    const std::vector<float> own(logits.begin() + row * 64, logits.begin() + (row + 1) * 64);
+    const Routing alone = route(own, 1, 64, 6, 1, routing, correction);
+    for (int32_t i = 0; i < 6; ++i) {
+      const auto at = static_cast<size_t>(row * 6 + i);
+      ASSERT_EQ(all.experts[at], alone.experts[static_cast<size_t>(i)]);
+      ASSERT_EQ(all.weights[at], alone.weights[static_cast<size_t>(i)]);
+    }
+  }
+}
+
+TEST(RouteBySigmoid, RefusesGroupsThatDoNotFit) {
+  const auto refuses = [](int32_t top_k, const SigmoidRouting& routing) {
+    const std::vector<float> twelve(12);
+    EXPECT_THROW((void)route(twelve, 1, 12, top_k, 1, routing, twelve), InternalError);
+  };
+  refuses(2, {.num_groups = 5});
+  refuses(2, {.num_groups = 3, .top_groups = 4});
+  refuses(5, {.num_groups = 3, .top_groups = 1});
+  refuses(2, {.num_groups = 12, .top_groups = 12});
 }
 
 // --- sort_expert_rows ----------------------------------------------------------------------------
@@ -196,6 +361,7 @@ struct Combination {
   std::vector<float> x;
   std::vector<int32_t> expert_row;
   std::vector<float> weights;
+  std::vector<float> base = {};  // empty: none
 };
 
 Combination random_combination(Random& random, int32_t num_rows, int32_t top_k, int32_t hidden) {
@@ -211,7 +377,8 @@ Combination random_combination(Random& random, int32_t num_rows, int32_t top_k, 
 }
 
 std::vector<float> combine(const Combination& c, int num_threads = 2) {
-  std::vector<float> y(static_cast<size_t>(c.num_rows * c.hidden));
+  std::vector<float> y = c.base;
+  y.resize(static_cast<size_t>(c.num_rows * c.hidden));
   CpuContext ctx = context_of(num_threads);
   combine_experts(ctx, {.num_rows = &c.num_rows,
                         .max_rows = c.num_rows,
@@ -220,7 +387,8 @@ std::vector<float> combine(const Combination& c, int num_threads = 2) {
                         .expert_row = c.expert_row.data(),
                         .weights = c.weights.data(),
                         .y = y.data(),
-                        .hidden = c.hidden});
+                        .hidden = c.hidden,
+                        .base = c.base.empty() ? nullptr : y.data()});
   return y;
 }
 
@@ -261,6 +429,26 @@ TEST(CombineExperts, SumsPlacesInOrderByFusedMultiplyAdds) {
         if (top_k >= 4 && int64_t{num_rows} * hidden >= 1000) {
           ASSERT_GT(num_reversed, 0);
         }
+      }
+    }
+  }
+}
+
+TEST(CombineExperts, BeginsWithTheBase) {
+  Random random(105);
+  for (const int32_t hidden : {7, 64, 200}) {
+    Combination c = random_combination(random, 5, 3, hidden);
+    c.base = random.normals(int64_t{5} * hidden);
+    const std::vector<float> y = combine(c);
+    for (int32_t row = 0; row < 5; ++row) {
+      for (int32_t i = 0; i < hidden; ++i) {
+        const auto at = static_cast<size_t>(row * hidden + i);
+        float sum = c.base[at];
+        for (int32_t place = 0; place < 3; ++place) {
+          const auto j = static_cast<size_t>(row * 3 + place);
+          sum = std::fma(c.weights[j], c.x[static_cast<size_t>(c.expert_row[j] * hidden + i)], sum);
+        }
+        ASSERT_EQ(y[at], sum) << "row " << row << " column " << i;
       }
     }
   }

@@ -1,14 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// The vectorised exp and tanh of the CPU ops against double precision.
+// The vectorised exp and tanh of the CPU ops, and the sigmoid that backends share, against double
+// precision.
 
 #include "base/vector_math.h"
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <cstdio>
+#include <vector>
 
 #include <gtest/gtest.h>
 
+#include "base/sigmoid.h"
 #include "support/op_checks.h"
 
 namespace paceline::testing {
@@ -19,6 +23,12 @@ struct ExpKernel {
 };
 struct TanhKernel {
   [[gnu::always_inline]] static void run(const float* x, float* y) { store(y, tanh(load(x))); }
+};
+
+struct SigmoidKernel {
+  [[gnu::always_inline]] static void run(const float* x, float* y, int32_t count) {
+    for (int32_t i = 0; i < count; ++i) y[i] = sigmoid_same_bits(x[i]);
+  }
 };
 
 double ulps(float got, double want) {
@@ -62,6 +72,27 @@ TEST(VectorMath, ExpAndTanhOfSpecialValues) {
   for (int i = 0; i < 16; ++i) {
     EXPECT_TRUE(is_near(out[i], std::tanh(in[i]), 0.0, 3e-7)) << "tanh(" << in[i] << ")";
   }
+}
+
+// Contracted or vectorised code may not change a bit, as a GPU computes the same.
+TEST(VectorMath, SigmoidHasTheSameBitsOnEveryInstructionSet) {
+  std::vector<float> in = {0.0f, -0.0f, -kInf, kInf, kNan, -86.99f, -87.0f, 87.0f, 1e-30f, 100.0f};
+  for (double x = -86.9; x < 89; x += 0.000731) in.push_back(static_cast<float>(x));
+  const auto count = static_cast<int32_t>(in.size());
+  std::vector<float> out(in.size());
+  std::vector<float> baseline(in.size());
+  run_best_isa<SigmoidKernel>(static_cast<const float*>(in.data()), out.data(), count);
+  Compiled<SigmoidKernel, Isa::kBaseline>::run(static_cast<const float*>(in.data()),
+                                               baseline.data(), count);
+  EXPECT_EQ(out, baseline);
+  const std::vector<float> special = {0.5f, 0.5f, 0.0f, 1.0f, 0.0f};
+  EXPECT_EQ(std::vector<float>(out.begin(), out.begin() + 5), special);
+  double worst = 0.0;
+  for (size_t i = 8; i < in.size(); ++i) {
+    worst = std::max(worst, ulps(out[i], 1 / (1 + std::exp(-double{in[i]}))));
+  }
+  EXPECT_LE(worst, 4.0);
+  std::printf("worst error: sigmoid %.2f ulp\n", worst);
 }
 
 }  // namespace

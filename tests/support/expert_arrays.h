@@ -24,6 +24,8 @@ enum ExpertPurpose : uint64_t {
   kChoice,
   kPlaceWeights,
   kExpertResidual,
+  kExpertBase,
+  kRouterCorrection,
   kExpertNorm,
 };
 

@@ -49,17 +49,30 @@ struct RouteArrays {
     logits = op.add(row_array(
         "logits", Element::kF32, Element::kF32, rows, s.num_experts,
         [=](int64_t id, float* to) { fill_logits(spec.logits, spec.num_experts, id, seed, to); }));
+    const bool is_exact = s.rule == RouterRule::kSigmoid;
+    if (is_exact) {
+      OpArray values = float_array("correction", Element::kF32, Element::kF32, s.num_experts,
+                                   [=](float* to) { fill_correction(spec, seed, to); });
+      values.is_constant = true;
+      correction = op.add(std::move(values));
+    }
     const int64_t count = int64_t{rows.max_rows} * s.top_k;
     experts = op.add(output_array("experts", Element::kI32, Element::kI32, count, s.top_k));
     OpArray out = output_array("weights", Element::kF32, Element::kF32, count, s.top_k);
     out.compare = Compare::kByCase;
     weights = op.add(out);
-    op.check = [out, at = static_cast<size_t>(weights)](const ArrayBytes& cpu,
-                                                        const ArrayBytes& cuda, int64_t*) {
-      return first_difference(out, cpu[at], cuda[at], [](double want, double got) {
-        return is_near(want, got, 1e-30 + 1e-5 * want);
+    op.check = [out, is_exact, at = static_cast<size_t>(weights)](
+                   const ArrayBytes& cpu, const ArrayBytes& cuda, int64_t*) {
+      return first_difference(out, cpu[at], cuda[at], [&](double want, double got) {
+        return is_exact ? want == got : is_near(want, got, 1e-30 + 1e-5 * want);
       });
     };
+  }
+  // Corrections of ties are few, so that corrected scores tie, too.
+  static void fill_correction(const RouteSpec& spec, uint64_t seed, float* to) {
+    Stream(seed, kRouterCorrection).fill(to, spec.num_experts, 0.3f);
+    if (spec.logits != LogitKind::kTies) return;
+    for (int32_t e = 0; e < spec.num_experts; ++e) to[e] = std::round(to[e] * 2) / 2;
   }
   [[nodiscard]] RouteExpertsParams params(const Addresses& at) const {
     return {.num_rows = at.get<int32_t>(num_rows),
@@ -67,15 +80,18 @@ struct RouteArrays {
             .logits = at.get<float>(logits),
             .num_experts = s.num_experts,
             .top_k = s.top_k,
-            .rule = RouterRule::kSoftmaxOfChosen,
+            .rule = s.rule,
             .experts = at.get<int32_t>(experts),
-            .weights = at.get<float>(weights)};
+            .weights = at.get<float>(weights),
+            .sigmoid = s.sigmoid,
+            .correction = at.get<float>(correction)};
   }
 
   RouteSpec s;
   int32_t max_rows;
   Handle num_rows;
   Handle logits = kNoArray;
+  Handle correction = kNoArray;
   Handle experts = kNoArray;
   Handle weights = kNoArray;
 };
@@ -132,6 +148,12 @@ struct CombineArrays {
         }));
     OpArray out =
         output_array("y", Element::kF32, element, int64_t{rows.max_rows} * s.hidden, s.hidden);
+    if (s.has_base) {
+      out = row_array("y", Element::kF32, element, rows, s.hidden, [=](int64_t id, float* to) {
+        Stream(seed, kExpertBase, static_cast<uint64_t>(id)).fill(to, spec.hidden);
+      });
+      out.role = Role::kInOut;
+    }
     out.compare = Compare::kByCase;
     y = op.add(out);
   }
@@ -144,7 +166,8 @@ struct CombineArrays {
             .weights = at.get<float>(weights),
             .y = at.raw(y),
             .hidden = s.hidden,
-            .dtype = dtype};
+            .dtype = dtype,
+            .base = s.has_base ? at.raw(y) : nullptr};
   }
 
   CombineSpec s;

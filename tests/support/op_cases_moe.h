@@ -16,6 +16,8 @@ struct RouteSpec {
   int32_t num_experts = 0;
   int32_t top_k = 0;
   LogitKind logits = LogitKind::kPlain;  // kHoles: rows without a valid logit have NaN weights
+  RouterRule rule = RouterRule::kSoftmaxOfChosen;
+  SigmoidRouting sigmoid = {};
 };
 
 // Where the rows of a batch go.
@@ -50,6 +52,7 @@ struct CombineSpec {
   int32_t top_k = 0;
   DType dtype = DType::kBFloat16;
   bool only_adds = false;  // of make_combine_and_norm: to the residual
+  bool has_base = false;   // which is y
 };
 // From the router's logits to the combined rows.
 struct MixtureSpec {

@@ -3,6 +3,7 @@
 // The table of op cases of a mixture of experts.
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -193,6 +194,50 @@ std::vector<RowWiseCase> moe_row_wise_cases() {
       cases.push_back(row_wise("route_" + name, make_route, spec, is_invariance_case));
       cases.push_back(
           row_wise("route_and_sort_" + name, make_route_and_sort, spec, is_invariance_case));
+    }
+  }
+  // The best experts by their sigmoids, of the best groups: experts, experts that are chosen,
+  // groups, groups that are chosen.
+  for (const auto& [num_experts, top_k, num_groups, top_groups] :
+       {std::array{1, 1, 1, 1},
+        {64, 4, 1, 1},
+        {33, 7, 1, 1},
+        {256, 8, 8, 4},
+        {16, 4, 4, 2},
+        {6, 3, 3, 2},
+        {100, 5, 5, 1},
+        {64, 32, 32, 16},
+        {kMaxExperts, kMaxTopK, 32, 1}}) {
+    for (const auto& [logits, suffix] : kLogits) {
+      const RouteSpec spec = {.num_experts = num_experts,
+                              .top_k = top_k,
+                              .logits = logits,
+                              .rule = RouterRule::kSigmoid,
+                              .sigmoid = {.num_groups = num_groups,
+                                          .top_groups = top_groups,
+                                          .normalises = num_experts != 33,
+                                          .scale = 1.8f}};
+      std::string name = "by_sigmoid_" + std::to_string(top_k) + "of" + std::to_string(num_experts);
+      if (num_groups > 1) {
+        name += "_groups" + std::to_string(top_groups) + "of" + std::to_string(num_groups);
+      }
+      const bool is_invariance_case = num_experts == 64 || num_experts == 256;
+      cases.push_back(row_wise("route_" + name + suffix, make_route, spec, is_invariance_case));
+      if (num_experts == 256) {
+        cases.push_back(row_wise("route_and_sort_" + name + suffix, make_route_and_sort, spec,
+                                 is_invariance_case));
+      }
+    }
+  }
+  for (const DType dtype : {kF, kB}) {
+    for (const auto& [hidden, top_k] : {std::pair{37, 3}, {2048, 4}, {7168, 8}}) {
+      CombineSpec spec = {.hidden = hidden, .top_k = top_k, .dtype = dtype, .has_base = true};
+      const std::string name = "with_base_h" + std::to_string(hidden) + "_of" +
+                               std::to_string(top_k) + (dtype == kF ? "_f32" : "_bf16");
+      cases.push_back(row_wise("combine_" + name, make_combine, spec, true));
+      cases.push_back(row_wise("combine_and_norm_" + name, make_combine_and_norm, spec, true));
+      spec.only_adds = true;
+      cases.push_back(row_wise("combine_and_add_" + name, make_combine_and_norm, spec, true));
     }
   }
   for (const DType dtype : {kF, kB}) {

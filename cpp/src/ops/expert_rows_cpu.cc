@@ -7,10 +7,12 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <utility>
 
 #include "base/check.h"
+#include "base/sigmoid.h"
 #include "base/vector_math.h"
 #include "device/cpu_context.h"
 #include "ops/for_rows.h"
@@ -19,21 +21,94 @@
 namespace paceline {
 namespace {
 
-// The best experts of a row, with their logits in place of weights.
-void choose_experts(const RouteExpertsParams& p, const float* logits, int32_t* experts,
-                    float* chosen) {
+// Groups of experts, one bit for each. Without groups all experts are one group.
+struct ExpertGroups {
+  uint32_t open = 1;  // those whose experts can be chosen
+  int32_t size = 0;
+};
+
+// The best experts of a row in open groups, with their scores.
+void choose_experts(const float* scores, const ExpertGroups& groups, int32_t num_experts,
+                    int32_t top_k, int32_t* experts, float* chosen) {
   int32_t num_chosen = 0;
-  for (int32_t e = 0; e < p.num_experts; ++e) {
-    const float logit = std::isnan(logits[e]) ? -std::numeric_limits<float>::infinity() : logits[e];
-    // Experts come in ascending order, so one that equals another stays behind it.
-    if (num_chosen == p.top_k && !(logit > chosen[p.top_k - 1])) continue;
-    int32_t place = num_chosen < p.top_k ? num_chosen++ : p.top_k - 1;
-    for (; place > 0 && logit > chosen[place - 1]; --place) {
-      experts[place] = experts[place - 1];
-      chosen[place] = chosen[place - 1];
+  for (int32_t begin = 0, group = 0; begin < num_experts; begin += groups.size, ++group) {
+    if ((groups.open >> group & 1) == 0) continue;
+    for (int32_t e = begin; e < begin + groups.size; ++e) {
+      const float score =
+          std::isnan(scores[e]) ? -std::numeric_limits<float>::infinity() : scores[e];
+      // Experts come in ascending order, so one that equals another stays behind it.
+      if (num_chosen == top_k && !(score > chosen[top_k - 1])) continue;
+      int32_t place = num_chosen < top_k ? num_chosen++ : top_k - 1;
+      for (; place > 0 && score > chosen[place - 1]; --place) {
+        experts[place] = experts[place - 1];
+        chosen[place] = chosen[place - 1];
+      }
+      experts[place] = e;
+      chosen[place] = score;
     }
-    experts[place] = e;
-    chosen[place] = logit;
+  }
+}
+
+void route_by_softmax(const RouteExpertsParams& p, int32_t row, int32_t* experts, float* weights) {
+  const float* const logits = p.logits + int64_t{row} * p.num_experts;
+  choose_experts(logits, {.size = p.num_experts}, p.num_experts, p.top_k, experts, weights);
+  const float best = weights[0];
+  float sum = 0;
+  for (int32_t place = 0; place < p.top_k; ++place) {
+    weights[place] = exp_one(weights[place] - best);
+    sum += weights[place];
+  }
+  for (int32_t place = 0; place < p.top_k; ++place) weights[place] /= sum;
+}
+
+// The groups with the highest sums of their two best experts.
+[[nodiscard]] uint32_t best_groups(const SigmoidRouting& routing, const float* choice,
+                                   int32_t size) {
+  std::array<float, kMaxExpertGroups> sums;
+  for (int32_t group = 0; group < routing.num_groups; ++group) {
+    std::array<int32_t, 2> experts;
+    std::array<float, 2> best;
+    choose_experts(choice + int64_t{group} * size, {.size = size}, size, 2, experts.data(),
+                   best.data());
+    sums[static_cast<size_t>(group)] = best[0] + best[1];
+  }
+  std::array<int32_t, kMaxExpertGroups> groups;
+  std::array<float, kMaxExpertGroups> chosen;
+  choose_experts(sums.data(), {.size = routing.num_groups}, routing.num_groups, routing.top_groups,
+                 groups.data(), chosen.data());
+  uint32_t open = 0;
+  for (int32_t i = 0; i < routing.top_groups; ++i) {
+    open |= uint32_t{1} << groups[static_cast<size_t>(i)];
+  }
+  return open;
+}
+
+struct SigmoidKernel {
+  [[gnu::always_inline]] static void run(const float* logits, float* scores, int32_t count) {
+    for (int32_t i = 0; i < count; ++i) scores[i] = sigmoid_same_bits(logits[i]);
+  }
+};
+
+void route_by_sigmoid(const RouteExpertsParams& p, int32_t row, int32_t* experts, float* weights) {
+  const SigmoidRouting& routing = p.sigmoid;
+  std::array<float, kMaxExperts> scores;
+  std::array<float, kMaxExperts> choice;
+  run_best_isa<SigmoidKernel>(p.logits + int64_t{row} * p.num_experts, scores.data(),
+                              p.num_experts);
+  for (int32_t e = 0; e < p.num_experts; ++e) {
+    choice[static_cast<size_t>(e)] = scores[static_cast<size_t>(e)] + p.correction[e];
+  }
+  ExpertGroups groups = {.size = p.num_experts / routing.num_groups};
+  if (routing.num_groups > 1) groups.open = best_groups(routing, choice.data(), groups.size);
+  choose_experts(choice.data(), groups, p.num_experts, p.top_k, experts, weights);
+  float sum = 0;
+  for (int32_t place = 0; place < p.top_k; ++place) {
+    weights[place] = scores[static_cast<size_t>(experts[place])];
+    sum += weights[place];
+  }
+  for (int32_t place = 0; place < p.top_k; ++place) {
+    if (routing.normalises) weights[place] /= sum + 1e-20f;
+    weights[place] *= routing.scale;
   }
 }
 
@@ -42,12 +117,15 @@ struct CombineKernel {
     const CombineExpertsParams& p = *params;
     const auto* const x = static_cast<const float*>(p.x);
     float* const y = static_cast<float*>(p.y) + row * p.hidden;
+    const float* const base =
+        p.base != nullptr ? static_cast<const float*>(p.base) + row * p.hidden : nullptr;
     const int32_t* const expert_row = p.expert_row + row * p.top_k;
     const float* const weights = p.weights + row * p.top_k;
     constexpr int32_t kColumns = 64;  // whose sums stay in registers
     int32_t first = 0;
     for (; first + kColumns <= p.hidden; first += kColumns) {
       float sums[kColumns] = {};
+      if (base != nullptr) std::memcpy(sums, base + first, sizeof(sums));
       for (int32_t place = 0; place < p.top_k; ++place) {
         const float* const from = x + int64_t{expert_row[place]} * p.hidden + first;
         for (int32_t i = 0; i < kColumns; ++i) {
@@ -57,7 +135,7 @@ struct CombineKernel {
       for (int32_t i = 0; i < kColumns; ++i) y[first + i] = sums[i];
     }
     for (; first < p.hidden; ++first) {
-      float sum = 0;
+      float sum = base != nullptr ? base[first] : 0;
       for (int32_t place = 0; place < p.top_k; ++place) {
         sum = std::fma(weights[place], x[int64_t{expert_row[place]} * p.hidden + first], sum);
       }
@@ -68,27 +146,33 @@ struct CombineKernel {
 
 }  // namespace
 
-void route_experts(CpuContext& ctx, const RouteExpertsParams& p) {
-  PACELINE_CHECK(p.num_experts <= kMaxExperts && p.top_k >= 1 && p.top_k <= kMaxTopK &&
-                     p.top_k <= p.num_experts,
+void check_routing(const RouteExpertsParams& p) {
+  PACELINE_CHECK(p.num_experts >= 1 && p.num_experts <= kMaxExperts && p.top_k >= 1 &&
+                     p.top_k <= kMaxTopK && p.top_k <= p.num_experts,
                  p.top_k, " of ", p.num_experts, " experts");
+  if (p.rule == RouterRule::kSoftmaxOfChosen) return;
+  const auto [num_groups, top_groups, normalises, scale] = p.sigmoid;
+  PACELINE_CHECK(p.correction != nullptr, "no correction");
+  PACELINE_CHECK(num_groups >= 1 && num_groups <= kMaxExpertGroups && top_groups >= 1 &&
+                     top_groups <= num_groups && p.num_experts % num_groups == 0,
+                 top_groups, " of ", num_groups, " groups of ", p.num_experts, " experts");
+  const int32_t size = p.num_experts / num_groups;
+  PACELINE_CHECK((num_groups == 1 || size >= 2) && top_groups * size >= p.top_k, p.top_k,
+                 " experts of ", top_groups, " groups of ", size);
+}
+
+void route_experts(CpuContext& ctx, const RouteExpertsParams& p) {
+  check_routing(p);
   const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
   // A comparison counts as moving 16 bytes.
   for_rows(ctx, num_rows, int64_t{p.num_experts} * 16, [&](int32_t row) {
     int32_t* const experts = p.experts + int64_t{row} * p.top_k;
     float* const weights = p.weights + int64_t{row} * p.top_k;
-    choose_experts(p, p.logits + int64_t{row} * p.num_experts, experts, weights);
     switch (p.rule) {
-      case RouterRule::kSoftmaxOfChosen: {
-        const float best = weights[0];
-        float sum = 0;
-        for (int32_t place = 0; place < p.top_k; ++place) {
-          weights[place] = exp_one(weights[place] - best);
-          sum += weights[place];
-        }
-        for (int32_t place = 0; place < p.top_k; ++place) weights[place] /= sum;
-        return;
-      }
+      case RouterRule::kSoftmaxOfChosen:
+        return route_by_softmax(p, row, experts, weights);
+      case RouterRule::kSigmoid:
+        return route_by_sigmoid(p, row, experts, weights);
     }
   });
 }

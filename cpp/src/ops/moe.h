@@ -13,15 +13,32 @@
 
 namespace paceline {
 
-// How the weights of the chosen experts follow from the router's logits.
+// How the chosen experts and their weights follow from the router's logits. NaN counts as -inf.
+// Among equals the lower number comes first.
 enum class RouterRule : uint8_t {
-  // GPT-OSS: the softmax over the chosen logits, exp(logit - best logit) over the sum of these in
-  // the order of the places. Where the best logit is infinite, every weight is NaN.
+  // GPT-OSS: the experts with the highest logits. Their weights are the softmax over the chosen
+  // logits, exp(logit - best logit) over the sum of these in the order of the places. Where the
+  // best logit is infinite, every weight is NaN.
   kSoftmaxOfChosen,
+  // DeepSeek-V3: the experts with the highest score + correction, the score being the sigmoid of
+  // the logit. Their weights are the scores alone, as SigmoidRouting says. Both backends compute
+  // the same bits.
+  kSigmoid,
 };
 
-// The top_k experts with the highest logits, best first; among equals the lower number first. NaN
-// counts as -inf.
+// The settings of RouterRule::kSigmoid.
+struct SigmoidRouting {
+  // The experts are num_groups groups of the same size, in order. Only those of the top_groups best
+  // groups can be chosen. A group is as good as the sum of its two highest score + correction, of
+  // which it has two where there are several groups.
+  int32_t num_groups = 1;   // divides num_experts; at most kMaxExpertGroups
+  int32_t top_groups = 1;   // at most num_groups; the groups have at least top_k experts
+  bool normalises = false;  // weight = score / (sum of the chosen in the order of places + 1e-20)
+  float scale = 1.0f;       // the last factor of every weight
+};
+inline constexpr int32_t kMaxExpertGroups = 32;
+
+// The top_k best experts, best first.
 struct RouteExpertsParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
@@ -29,11 +46,15 @@ struct RouteExpertsParams {
   int32_t num_experts;
   int32_t top_k;  // 1 to num_experts, at most kMaxTopK
   RouterRule rule;
-  int32_t* experts;  // [max_rows, top_k]
-  float* weights;    // [max_rows, top_k]
+  int32_t* experts;                   // [max_rows, top_k]
+  float* weights;                     // [max_rows, top_k]
+  SigmoidRouting sigmoid = {};        // kSigmoid
+  const float* correction = nullptr;  // [num_experts], kSigmoid
 };
 inline constexpr int32_t kMaxExperts = 1024;
 inline constexpr int32_t kMaxTopK = 32;
+// Throws InternalError where the rule does not fit the experts.
+void check_routing(const RouteExpertsParams& p);
 void route_experts(CpuContext&, const RouteExpertsParams&);
 void route_experts(CudaContext&, const RouteExpertsParams&);
 
@@ -80,8 +101,8 @@ struct ExpertGemmParams {
 void expert_gemm(CpuContext&, const ExpertGemmParams&);
 void expert_gemm(CudaContext&, const ExpertGemmParams&);
 
-// y = sum over the places of a row of weight * x[expert row], by fused multiply-adds in the order
-// of the places from 0, in float32.
+// y = base + sum over the places of a row of weight * x[expert row], by fused multiply-adds in the
+// order of the places from base, in float32.
 struct CombineExpertsParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
@@ -92,6 +113,7 @@ struct CombineExpertsParams {
   void* y;                    // [max_rows, hidden] dtype
   int32_t hidden;
   DType dtype = DType::kFloat32;
+  const void* base = nullptr;  // [max_rows, hidden] dtype, may be y; null: 0
 };
 void combine_experts(CpuContext&, const CombineExpertsParams&);
 void combine_experts(CudaContext&, const CombineExpertsParams&);
