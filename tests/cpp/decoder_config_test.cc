@@ -21,6 +21,7 @@ namespace {
 using testing::Edit;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using testing::latent_config;
 using testing::message_of;
 using testing::mixture_config;
 using testing::shared_config;
@@ -43,11 +44,11 @@ TEST(DecoderConfig, ReadsEveryKey) {
   EXPECT_THAT(config.ropes[0].inv_freq, ElementsAre(1, 0.5f));
   EXPECT_EQ(config.ropes[1].scale, 1.5f);
   ASSERT_THAT(config.layers, SizeIs(2));
-  const AttentionConfig& full = config.layers[0].attention;
+  const auto& full = std::get<MultiHeadAttention>(config.layers[0].attention);
   EXPECT_EQ(full.kind, KvKind(FullKv{}));
   EXPECT_EQ(full.num_qo_heads, 4);
   EXPECT_FALSE(full.has_qk_norm || full.has_qkv_bias || full.has_o_bias);
-  const AttentionConfig& sliding = config.layers[1].attention;
+  const auto& sliding = std::get<MultiHeadAttention>(config.layers[1].attention);
   EXPECT_EQ(sliding.kind, KvKind(SlidingKv{9}));
   EXPECT_EQ(sliding.num_kv_heads, 1);
   EXPECT_EQ(sliding.head_dim, 2);
@@ -66,9 +67,10 @@ TEST(DecoderConfig, ReadsOptionalKeys) {
   const DecoderConfig plain = parse_decoder_config(tiny_config());
   EXPECT_FALSE(plain.has_layer_scale);
   EXPECT_EQ(plain.per_layer_inputs.size, 0);
-  EXPECT_EQ(plain.layers[0].attention.kv_source, -1);
-  EXPECT_EQ(kv_inputs(plain.layers[0].attention), KvInputs::kKeysAndValues);
-  EXPECT_EQ(qkv_rows(plain.layers[0].attention), 32);
+  const auto& owner = std::get<MultiHeadAttention>(plain.layers[0].attention);
+  EXPECT_EQ(owner.kv_source, -1);
+  EXPECT_EQ(kv_inputs(owner), KvInputs::kKeysAndValues);
+  EXPECT_EQ(qkv_rows(owner), 32);
 
   const DecoderConfig config = parse_decoder_config(shared_config());
   EXPECT_TRUE(config.has_layer_scale);
@@ -79,11 +81,11 @@ TEST(DecoderConfig, ReadsOptionalKeys) {
   EXPECT_EQ(config.per_layer_inputs.scale, 0.75f);
   EXPECT_EQ(config.per_layer_inputs.activation, Activation::kGeluTanh);
   ASSERT_THAT(config.layers, SizeIs(3));
-  const AttentionConfig& full = config.layers[0].attention;
+  const auto& full = std::get<MultiHeadAttention>(config.layers[0].attention);
   EXPECT_TRUE(full.has_v_norm && full.k_eq_v);
   EXPECT_EQ(kv_inputs(full), KvInputs::kKeys);
   EXPECT_EQ(qkv_rows(full), 24);
-  const AttentionConfig& reader = config.layers[2].attention;
+  const auto& reader = std::get<MultiHeadAttention>(config.layers[2].attention);
   EXPECT_EQ(reader.kv_source, 1);
   EXPECT_EQ(kv_inputs(reader), KvInputs::kNone);
   EXPECT_EQ(qkv_rows(reader), 4);
@@ -91,7 +93,7 @@ TEST(DecoderConfig, ReadsOptionalKeys) {
 
 TEST(DecoderConfig, ReadsMixturesAndFormats) {
   const DecoderConfig config = parse_decoder_config(mixture_config());
-  const AttentionConfig& attention = config.layers[0].attention;
+  const auto& attention = std::get<MultiHeadAttention>(config.layers[0].attention);
   EXPECT_TRUE(attention.has_sinks);
   EXPECT_EQ(attention.qkv.format, WeightFormat::kFp8);
   EXPECT_EQ(attention.qkv.scales, Fp8Scales::kBlock);
@@ -110,7 +112,7 @@ TEST(DecoderConfig, ReadsMixturesAndFormats) {
   EXPECT_EQ(mixture.expert.gate_up.format, WeightFormat::kMxfp4);
   EXPECT_EQ(mixture.expert.down.format, WeightFormat::kMxfp4);
 
-  const AttentionConfig& plain = config.layers[1].attention;
+  const auto& plain = std::get<MultiHeadAttention>(config.layers[1].attention);
   EXPECT_FALSE(plain.has_sinks);
   EXPECT_EQ(plain.qkv.format, WeightFormat::kPlain);
   EXPECT_EQ(plain.o.format, WeightFormat::kPlain);
@@ -120,6 +122,78 @@ TEST(DecoderConfig, ReadsMixturesAndFormats) {
   EXPECT_EQ(dense.gate_up.format, WeightFormat::kFp8);
   EXPECT_EQ(dense.gate_up.scales, Fp8Scales::kTensor);
   EXPECT_EQ(dense.down.format, WeightFormat::kMxfp4);
+}
+
+TEST(DecoderConfig, ReadsLatentAttention) {
+  const DecoderConfig config = parse_decoder_config(latent_config());
+  EXPECT_TRUE(config.ropes[0].is_interleaved && !config.ropes[1].is_interleaved);
+  const auto& lora = std::get<LatentAttention>(config.layers[0].attention);
+  EXPECT_EQ(lora.num_qo_heads, 4);
+  EXPECT_EQ(lora.q_lora_rank, 96);
+  EXPECT_EQ(lora.kv_lora_rank, 24);
+  EXPECT_EQ(lora.qk_nope_head_dim, 12);
+  EXPECT_EQ(lora.qk_rope_head_dim, 8);
+  EXPECT_EQ(lora.v_head_dim, 16);
+  EXPECT_EQ(lora.scale, 0.25f);
+  EXPECT_EQ(lora.norm_eps, 1e-6f);
+  EXPECT_EQ(lora.rope, 0);
+  EXPECT_EQ(lora.qkv_a.scales, Fp8Scales::kBlock);
+  EXPECT_EQ(lora.q_b.format, WeightFormat::kMxfp4);
+  EXPECT_EQ(lora.o.scales, Fp8Scales::kRow);
+  EXPECT_EQ(lora.q_rows(), 80);
+  EXPECT_EQ(lora.qkv_a_rows(), 96 + 32);
+  EXPECT_EQ(lora.entry_width(), 32);
+  EXPECT_EQ(lora.kv_b_rows(), 112);
+  const auto& plain = std::get<LatentAttention>(config.layers[1].attention);
+  EXPECT_EQ(plain.q_lora_rank, 0);
+  EXPECT_EQ(plain.norm_eps, 1e-5f);
+  EXPECT_EQ(plain.rope, 1);
+  EXPECT_EQ(plain.qkv_a.format, WeightFormat::kPlain);
+  EXPECT_EQ(plain.qkv_a_rows(), 39 + 26);
+}
+
+TEST(DecoderConfig, RefusesLatentAttentionThatCannotBe) {
+  const std::string kv_source = R"("latent_norm_eps": 1e-5, "kv_source": 0)";
+  const std::vector<std::pair<Edit, std::string>> table = {
+      {{"\"q_lora_rank\": 96, ", ""},
+       "layers[0].attention.q_b is an object of 1 keys; allowed: no such key"},
+      {{"\"q_lora_rank\": 96", "\"q_lora_rank\": 0"}, "q_lora_rank is 0; allowed: an integer from"},
+      {{"\"q_lora_rank\": 96", "\"q_lora_rank\": 80"},
+       "q_b.format is 'mxfp4'; allowed: a format only where q_lora_rank is a multiple of 32"},
+      {{"\"kv_lora_rank\": 24,", ""}, "layers[0].attention.kv_lora_rank is missing"},
+      {{"\"kv_lora_rank\": 24", "\"kv_lora_rank\": 5000"}, "kv_lora_rank is 5000; allowed: an int"},
+      {{"\"qk_rope_head_dim\": 6", "\"qk_rope_head_dim\": 7"}, "7; allowed: an even number"},
+      {{"\"rope\": 1", "\"rope\": 0"},
+       "layers[1].attention.rope is 0; allowed: a rope with 3 inv_freq, qk_rope_head_dim / 2; this "
+       "one has 4"},
+      {{"\"qk_nope_head_dim\": 7", "\"qk_nope_head_dim\": 0"}, "qk_nope_head_dim is 0; allowed"},
+      {{"\"v_head_dim\": 5", "\"v_head_dim\": 0"}, "layers[1].attention.v_head_dim is 0; allowed"},
+      {{"\"latent_norm_eps\": 1e-6", "\"latent_norm_eps\": 0"}, "latent_norm_eps is 0; allowed"},
+      {{"\"latent_norm_eps\": 1e-5", kv_source},
+       "layers[1].attention.kv_source is an unknown key; allowed: kind, num_qo_heads"},
+      {{"\"kind\": \"latent\"", "\"kind\": \"mla\""},
+       "layers[0].attention.kind is 'mla'; allowed: 'full', 'sliding', 'latent'"},
+  };
+  for (const auto& [edit, expected] : table) {
+    EXPECT_THAT(message_of<InvalidArgument>([&, &change = edit] {
+                  static_cast<void>(parse_decoder_config(latent_config({change})));
+                }),
+                HasSubstr(expected));
+  }
+  const std::string heads = R"("kind": "full", "window": 0, "num_qo_heads": 2, "num_kv_heads": 1,
+    "head_dim": 8, "scale": 1, "soft_cap": 0, "rope": 0, "has_qk_norm": false,
+    "has_qkv_bias": false, "has_o_bias": false, "kv_source": 0},
+    "mlp": {"intermediate": 64, "activation": "silu", "has_bias": false}}]})";
+  const auto with_heads = [&](const std::vector<Edit>& edits) {
+    std::string json = latent_config();
+    json = json.substr(0, json.rfind("\"kind\"")) + heads;
+    for (const Edit& edit : edits) testing::apply_edit(json, edit);
+    return message_of<InvalidArgument>([&] { static_cast<void>(parse_decoder_config(json)); });
+  };
+  EXPECT_THAT(with_heads({{", \"kv_source\": 0", ""}}),
+              HasSubstr("layers[1].attention.rope is 0; allowed: a rope that is not interleaved"));
+  EXPECT_THAT(with_heads({{", \"interleaved\": true", ""}, {"\"scale\": 1.25", "\"scale\": 1"}}),
+              HasSubstr("layers[1].attention.kv_source is 0; allowed: a layer of the same kind"));
 }
 
 TEST(DecoderConfig, RefusesMixturesAndFormatsThatCannotBe) {

@@ -11,6 +11,7 @@
 #include <numeric>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "support/errors.h"
@@ -21,6 +22,7 @@ namespace {
 
 using testing::expect_contains;
 using testing::full;
+using testing::latent;
 using testing::message_of;
 using testing::sliding;
 
@@ -42,7 +44,8 @@ void expect_sound_layout(const KvLayout& layout, int64_t kv_cache_bytes) {
   EXPECT_GT(layout.pool_bytes + layout.slab_bytes, kv_cache_bytes);
   EXPECT_GE(layout.num_slabs, 8);
   for (const KvGroup& group : layout.groups) {
-    EXPECT_EQ(group.layer_bytes, 2 * int64_t{group.block_size} * group.num_kv_heads *
+    const int64_t parts = std::holds_alternative<LatentKv>(group.kind) ? 1 : 2;
+    EXPECT_EQ(group.layer_bytes, parts * int64_t{group.block_size} * group.num_kv_heads *
                                      group.head_dim * dtype_bytes(group.dtype));
     EXPECT_EQ(group.content_bytes, static_cast<int64_t>(group.layers.size()) * group.layer_bytes);
     EXPECT_TRUE(std::is_sorted(group.layers.begin(), group.layers.end()));
@@ -78,6 +81,30 @@ TEST(KvLayout, GroupsEqualLayersOfEachModel) {
   EXPECT_EQ(layout.groups[1].layers, (std::vector<int32_t>{5, 11, 17, 23, 29, 35, 41, 47, 53, 59}));
 }
 
+TEST(KvLayout, LatentLayersStoreOneEntryPerToken) {
+  const std::vector<KvLayerShape> target = {latent(24, 32), full(1, 32), latent(24, 32),
+                                            latent(16, 32)};
+  const KvLayout layout =
+      plan_kv_layout(target, std::vector{latent(24, 32)}, 16, DType::kBFloat16, 1 << 20);
+  ASSERT_EQ(layout.groups.size(), 4u);
+  EXPECT_EQ(layout.target_layer_to_group, (std::vector<GroupId>{0, 1, 0, 2}));
+  EXPECT_EQ(layout.draft_layer_to_group, (std::vector<GroupId>{3}));
+  EXPECT_EQ(layout.groups[0].layer_bytes, 16 * 32 * 2);  // values are a part of the key
+  EXPECT_EQ(layout.groups[0].content_bytes, 2 * 16 * 32 * 2);
+  EXPECT_EQ(layout.groups[1].layer_bytes, 2 * 16 * 32 * 2);
+  EXPECT_EQ(kv_kind_name(layout.groups[0].kind), "latent");
+  EXPECT_EQ(reported_window(layout.groups[0].kind), 0);
+
+  const auto plan = [](const KvLayerShape& layer) {
+    return message_of<InvalidArgument>([&] {
+      static_cast<void>(plan_kv_layout(std::vector{layer}, {}, 16, DType::kFloat32, 1 << 20));
+    });
+  };
+  expect_contains(plan(latent(33, 32)),
+                  {"target layer 0: rank of a latent layer is 33; allowed: 1..32"});
+  expect_contains(plan({LatentKv{16}, 2, 32}), {"num_kv_heads of a latent layer is 2"});
+}
+
 TEST(KvLayout, DoesNotPadWhileTheLeastCommonMultipleIsSmall) {
   const int64_t bytes = int64_t{20} << 30;
   const KvLayout layout = plan_kv_layout(kGemma27b, kGemma270m, 16, DType::kBFloat16, bytes);
@@ -106,7 +133,9 @@ TEST(KvLayout, SoundForAwkwardModelsAndPools) {
       {std::vector<KvLayerShape>(31, full(13, 254)), std::vector<KvLayerShape>(7, full(11, 106))},
       {kGemma27b, kGemma270m},
       {kGemma270m, {}},
-      {kGemma270m, kGemma270m}};
+      {kGemma270m, kGemma270m},
+      {std::vector<KvLayerShape>(47, latent(512, 576)), {latent(512, 576)}},
+      {{latent(20, 26), full(1, 26), latent(24, 26)}, {latent(20, 26)}}};
   for (const auto& [target, draft] : models) {
     for (int32_t block_size : {1, 16, 17, 256}) {
       for (int64_t bytes : {int64_t{1} << 28, (int64_t{5} << 30) + 12345, int64_t{140} << 30}) {

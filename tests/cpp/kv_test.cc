@@ -445,6 +445,7 @@ TEST(PeakBlocks, IsTheMostThatAnyAlignmentTouches) {
       for (const KvGroup& group : layout.groups) {
         const int32_t span =
             std::visit(Overloaded{[&](const FullKv&) { return num_tokens; },
+                                  [&](const LatentKv&) { return num_tokens; },
                                   [&](const SlidingKv& sliding) {
                                     return std::min(num_tokens, sliding.window + slack);
                                   }},

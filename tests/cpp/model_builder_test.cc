@@ -37,6 +37,7 @@ using test::bytes_of;
 using testing::build_tiny;
 using testing::encode;
 using ::testing::HasSubstr;
+using testing::latent_config;
 using testing::message_of;
 using ::testing::Not;
 using testing::shared_config;
@@ -83,8 +84,16 @@ TEST(ModelBuilder, AsksOnlyForWhatALayerHas) {
   builder.fill_dummy(1);
   const auto model = builder.finish();
   EXPECT_EQ(*model->weights.layers[2].scale, 1.0f);  // neutral
-  EXPECT_EQ(model->weights.layers[2].k_norm, nullptr);
+  EXPECT_EQ(std::get<MultiHeadAttentionWeights>(model->weights.layers[2].attention).k_norm,
+            nullptr);
   EXPECT_EQ(model->weights.layers[2].per_layer_norm[0], 0.0f);  // neutral where norms add 1
+}
+
+TEST(ModelBuilder, RefusesLatentAttentionOnAGpu) {
+  EXPECT_THAT(message_of<Unsupported>([] {
+                static_cast<void>(ModelBuilder(latent_config(), DType::kBFloat16, Device::kCuda));
+              }),
+              HasSubstr("layer 0 of latent has latent attention, which has no CUDA kernels yet"));
 }
 
 TEST(ModelBuilder, ReadsInPiecesTheSameAsAtOnce) {
@@ -148,12 +157,13 @@ TEST(ModelBuilder, PlacesEveryTensorForEveryPairOfDtypes) {
       expect_vector(weights.final_norm, {"final_norm.weight"});
       for (int i : {0, 1}) {
         const LayerWeights& layer = weights.layers[i];
+        const auto& attention = std::get<MultiHeadAttentionWeights>(layer.attention);
         const auto& mlp = std::get<DenseMlpWeights>(layer.mlp);
         const auto name = [&](const char* rest) { return concat("layers.", i, ".", rest); };
         expect_vector(layer.attn_norm, {name("attn_norm.weight")});
-        expect_rows(layer.qkv.weight.data, dtype,
+        expect_rows(attention.qkv.weight.data, dtype,
                     {name("attn.q.weight"), name("attn.k.weight"), name("attn.v.weight")});
-        expect_rows(layer.o.weight.data, dtype, {name("attn.o.weight")});
+        expect_rows(attention.o.weight.data, dtype, {name("attn.o.weight")});
         expect_vector(layer.attn_post_norm, {name("attn_post_norm.weight")});
         expect_vector(layer.mlp_norm, {name("mlp_norm.weight")});
         expect_rows(mlp.gate_up.weight.data, dtype,
@@ -161,16 +171,16 @@ TEST(ModelBuilder, PlacesEveryTensorForEveryPairOfDtypes) {
         expect_rows(mlp.down.weight.data, dtype, {name("mlp.down.weight")});
         expect_vector(layer.mlp_post_norm, {name("mlp_post_norm.weight")});
         if (i == 0) {
-          for (const float* absent : {layer.qkv.bias, layer.q_norm, layer.k_norm, layer.o.bias,
-                                      mlp.gate_up.bias, mlp.down.bias}) {
+          for (const float* absent : {attention.qkv.bias, attention.q_norm, attention.k_norm,
+                                      attention.o.bias, mlp.gate_up.bias, mlp.down.bias}) {
             EXPECT_EQ(absent, nullptr);
           }
         } else {
-          expect_vector(layer.qkv.bias,
+          expect_vector(attention.qkv.bias,
                         {name("attn.q.bias"), name("attn.k.bias"), name("attn.v.bias")});
-          expect_vector(layer.q_norm, {name("attn.q_norm.weight")});
-          expect_vector(layer.k_norm, {name("attn.k_norm.weight")});
-          expect_vector(layer.o.bias, {name("attn.o.bias")});
+          expect_vector(attention.q_norm, {name("attn.q_norm.weight")});
+          expect_vector(attention.k_norm, {name("attn.k_norm.weight")});
+          expect_vector(attention.o.bias, {name("attn.o.bias")});
           expect_vector(mlp.gate_up.bias, {name("mlp.gate.bias"), name("mlp.up.bias")});
           expect_vector(mlp.down.bias, {name("mlp.down.bias")});
         }
@@ -359,7 +369,8 @@ TEST(DummyWeights, AreNormalAndNeutral) {
   for (const float* norm : {model->weights.final_norm, layer.attn_norm, layer.mlp_post_norm}) {
     EXPECT_TRUE(std::all_of(norm, norm + 31, [](float w) { return w == 0; }));  // (1 + 0)
   }
-  EXPECT_TRUE(std::all_of(layer.qkv.bias, layer.qkv.bias + 10, [](float b) { return b == 0; }));
+  const float* const bias = std::get<MultiHeadAttentionWeights>(layer.attention).qkv.bias;
+  EXPECT_TRUE(std::all_of(bias, bias + 10, [](float b) { return b == 0; }));
   ModelBuilder plain(tiny_config({{"\"norm_weight_offset\": 1", "\"norm_weight_offset\": 0"}}),
                      DType::kBFloat16);
   plain.fill_dummy(7);
@@ -399,7 +410,8 @@ TEST(DummyWeights, LeavePutTensorsAlone) {
   builder.put(name, DType::kFloat32, tiny_shapes().at(name), {}, tiny_values().at(name).data());
   builder.fill_dummy(0);
   const auto model = builder.finish();
-  const auto* qkv = reinterpret_cast<const float*>(model->weights.layers[0].qkv.weight.data);
+  const auto* qkv = reinterpret_cast<const float*>(
+      std::get<MultiHeadAttentionWeights>(model->weights.layers[0].attention).qkv.weight.data);
   EXPECT_EQ(std::memcmp(qkv + 16 * 6, tiny_values().at(name).data(), 8 * 6 * 4), 0);
   EXPECT_LT(std::abs(qkv[16 * 6 - 1]), 0.1f);
   EXPECT_NE(qkv[16 * 6 - 1], 0);

@@ -158,8 +158,9 @@ TEST(ModelFormats, LargeTensorsAreReadInPieces) {
 TEST(ModelFormats, ScalesAreExactIfAllArePowersOfTwo) {
   const auto flags = [](const Model& model) {
     const LayerWeights& layer = model.weights.layers[0];
+    const auto& attention = std::get<MultiHeadAttentionWeights>(layer.attention);
     return std::vector<bool>{
-        layer.qkv.weight.has_exact_scales, layer.o.weight.has_exact_scales,
+        attention.qkv.weight.has_exact_scales, attention.o.weight.has_exact_scales,
         std::get<DenseMlpWeights>(model.weights.layers[1].mlp).gate_up.weight.has_exact_scales};
   };
   const auto with_scale = [](const std::string& name, float scale) {

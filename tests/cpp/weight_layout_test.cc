@@ -24,6 +24,7 @@ namespace paceline {
 namespace {
 
 using ::testing::ElementsAre;
+using testing::latent_config;
 using testing::mixture_config;
 
 // Name, shape and place of every tensor of a mixture and of scaled formats, written out by hand.
@@ -80,7 +81,8 @@ TEST(WeightLayout, GivesTensorsOfFormatsTheirShapesAndScales) {
   EXPECT_EQ(named.size(), 38U);
 
   const LayerWeights& layer = weights.layers[0];
-  const WeightMatrix& qkv = layer.qkv.weight;
+  const auto& attention = std::get<MultiHeadAttentionWeights>(layer.attention);
+  const WeightMatrix& qkv = attention.qkv.weight;
   EXPECT_EQ(offset_of(qkv.data), named["layers.0.attn.q.weight"].offset);
   EXPECT_EQ(offset_of(qkv.scales), named["layers.0.attn.q.scales"].offset);
   EXPECT_EQ(named["layers.0.attn.k.scales"].offset, named["layers.0.attn.q.scales"].offset + 40);
@@ -88,9 +90,9 @@ TEST(WeightLayout, GivesTensorsOfFormatsTheirShapesAndScales) {
             std::tuple(224, 160, 32, 128));
   EXPECT_EQ(qkv.dtype, DType::kBFloat16);
   EXPECT_EQ(qkv.bytes(), 224 * 160 + 7 * 2 * 4);
-  const WeightMatrix& o = layer.o.weight;
+  const WeightMatrix& o = attention.o.weight;
   EXPECT_EQ(std::tuple(o.scale_rows, o.scale_cols), std::tuple(1, 160));
-  EXPECT_EQ(offset_of(layer.sinks), named["layers.0.attn.sinks"].offset);
+  EXPECT_EQ(offset_of(attention.sinks), named["layers.0.attn.sinks"].offset);
   const auto& mixture = std::get<MoeMlpWeights>(layer.mlp);
   EXPECT_EQ(offset_of(mixture.router.bias), named["layers.0.mlp.router.bias"].offset);
   const ExpertMatrices& gate_up = mixture.gate_up.weight;
@@ -140,6 +142,44 @@ TEST(WeightLayout, LinearsHaveTheirShardAxis) {
   for_each_linear(config, weights, [&](const auto& linear, const LinearShape& shape) {
     EXPECT_EQ(linear.shard, axes.at(shape.name.substr(shape.name.rfind('.') + 1))) << shape.name;
   });
+}
+
+TEST(WeightLayout, LatentAttention) {
+  const DecoderConfig config = parse_decoder_config(latent_config());
+  DecoderWeights weights;
+  Carver carver(DType::kBFloat16, /*base=*/nullptr);
+  lay_out(config, carver, weights);
+  std::map<std::string, std::vector<int64_t>> shapes;
+  for (const NamedWeight& named : carver.take_named_weights()) {
+    if (!named.name.starts_with("layers.")) continue;
+    shapes[named.name] = {named.dims().begin(), named.dims().end()};
+  }
+  const std::map<std::string, std::vector<int64_t>> expected = {
+      {"layers.0.attn_norm.weight", {160}},      {"layers.0.attn.q_a.weight", {96, 160}},
+      {"layers.0.attn.q_a.scales", {1, 2}},      {"layers.0.attn.q_a_norm.weight", {96}},
+      {"layers.0.attn.q_b.weight", {80, 3, 16}}, {"layers.0.attn.q_b.scales", {80, 3}},
+      {"layers.0.attn.kv_a.weight", {32, 160}},  {"layers.0.attn.kv_a.scales", {1, 2}},
+      {"layers.0.attn.kv_a_norm.weight", {24}},  {"layers.0.attn.kv_b.weight", {112, 24}},
+      {"layers.0.attn.o.weight", {160, 64}},     {"layers.0.attn.o.scales", {160, 1}},
+      {"layers.0.mlp_norm.weight", {160}},       {"layers.0.mlp.gate.weight", {64, 160}},
+      {"layers.0.mlp.up.weight", {64, 160}},     {"layers.0.mlp.down.weight", {160, 64}},
+      {"layers.1.attn_norm.weight", {160}},      {"layers.1.attn.q.weight", {39, 160}},
+      {"layers.1.attn.kv_a.weight", {26, 160}},  {"layers.1.attn.kv_a_norm.weight", {20}},
+      {"layers.1.attn.kv_b.weight", {36, 20}},   {"layers.1.attn.o.weight", {160, 15}},
+      {"layers.1.mlp_norm.weight", {160}},       {"layers.1.mlp.gate.weight", {64, 160}},
+      {"layers.1.mlp.up.weight", {64, 160}},     {"layers.1.mlp.down.weight", {160, 64}},
+  };
+  EXPECT_EQ(shapes, expected);
+
+  const auto& attention = std::get<LatentAttentionWeights>(weights.layers[0].attention);
+  EXPECT_EQ(std::tuple(attention.qkv_a.weight.n, attention.qkv_a.weight.k), std::tuple(128, 160));
+  EXPECT_EQ(std::tuple(attention.kv_b.weight.n, attention.kv_b.weight.k), std::tuple(112, 24));
+  std::vector<std::string> by_head;
+  for_each_linear(config, weights, [&](const auto& linear, const LinearShape& shape) {
+    static_cast<void>(linear);
+    if (shape.is_by_head) by_head.push_back(shape.name);
+  });
+  EXPECT_THAT(by_head, ElementsAre("layers.0.attn.kv_b", "layers.1.attn.kv_b"));
 }
 
 TEST(WeightLayout, TransposesPlainExperts) {

@@ -103,6 +103,28 @@ inline std::string mixture_config(const std::vector<Edit>& edits = {}) {
   return json;
 }
 
+// Latent attention with a q_lora_rank and formats in layer 0, and without them in layer 1.
+inline std::string latent_config(const std::vector<Edit>& edits = {}) {
+  std::string json = R"({
+    "format": "paceline-decoder-1", "name": "latent", "vocab_size": 11, "hidden_size": 160,
+    "max_position": 128, "norm_eps": 1e-5, "norm_weight_offset": 0, "embed_scale": 1,
+    "logit_soft_cap": 0, "ties_lm_head": false, "has_post_norms": false,
+    "ropes": [{"inv_freq": [1, 0.5, 0.25, 0.125], "scale": 1.25, "interleaved": true},
+              {"inv_freq": [1, 0.5, 0.25], "scale": 1}],
+    "layers": [
+      {"attention": {"kind": "latent", "num_qo_heads": 4, "q_lora_rank": 96, "kv_lora_rank": 24,
+         "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16, "scale": 0.25,
+         "rope": 0, "latent_norm_eps": 1e-6, "qkv_a": {"format": "fp8", "scales": [128, 128]},
+         "q_b": {"format": "mxfp4"}, "o": {"format": "fp8", "scales": "row"}},
+       "mlp": {"intermediate": 64, "activation": "silu", "has_bias": false}},
+      {"attention": {"kind": "latent", "num_qo_heads": 3, "kv_lora_rank": 20,
+         "qk_nope_head_dim": 7, "qk_rope_head_dim": 6, "v_head_dim": 5, "scale": 0.5,
+         "rope": 1, "latent_norm_eps": 1e-5},
+       "mlp": {"intermediate": 64, "activation": "silu", "has_bias": false}}]})";
+  for (const Edit& edit : edits) apply_edit(json, edit);
+  return json;
+}
+
 // Every tensor of tiny_config by the table of docs/model-format.md, written out by hand.
 inline const std::map<std::string, std::vector<int64_t>>& tiny_shapes() {
   static const std::map<std::string, std::vector<int64_t>> shapes = {

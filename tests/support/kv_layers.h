@@ -16,11 +16,14 @@ inline KvLayerShape full(int32_t heads, int32_t dim) { return {FullKv{}, heads, 
 inline KvLayerShape sliding(int32_t window, int32_t heads, int32_t dim) {
   return {SlidingKv{window}, heads, dim};
 }
+inline KvLayerShape latent(int32_t rank, int32_t entry_width) {
+  return {LatentKv{rank}, 1, entry_width};
+}
 
 // The first position that a query at `position` sees.
 inline int32_t first_visible(const KvKind& kind, int32_t position) {
   return std::visit(
-      Overloaded{[](const FullKv&) { return 0; },
+      Overloaded{[](const FullKv&) { return 0; }, [](const LatentKv&) { return 0; },
                  [&](const SlidingKv& seen) { return std::max(0, position - seen.window + 1); }},
       kind);
 }

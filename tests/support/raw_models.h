@@ -158,7 +158,7 @@ inline std::map<std::string, std::vector<int64_t>> tensor_shapes(const DecoderCo
     if (d->centroids.count > 0) shapes["centroids.weight"] = {d->centroids.count, hidden};
   }
   for (size_t i = 0; i < c.layers.size(); ++i) {
-    const AttentionConfig& a = c.layers[i].attention;
+    const auto& a = std::get<MultiHeadAttention>(c.layers[i].attention);
     const std::string name = "layers." + std::to_string(i) + ".";
     const int64_t q = int64_t{a.num_qo_heads} * a.head_dim;
     const int64_t kv = int64_t{a.num_kv_heads} * a.head_dim;

@@ -74,11 +74,15 @@ inline void rotate(const RopeConfig& rope, size_t position, double* head, size_t
   }
 }
 
+inline const MultiHeadAttention& attention_of(const RawModel& m, size_t index) {
+  return std::get<MultiHeadAttention>(m.config.layers[index].attention);
+}
+
 // q, k or v of layer `index`; q and k are normed and rotated to `position`.
 inline Vector project(const RawModel& m, size_t index, const std::string& which, const Vector& x,
                       size_t position) {
   const DecoderConfig& c = m.config;
-  const AttentionConfig& a = c.layers[index].attention;
+  const MultiHeadAttention& a = attention_of(m, index);
   const std::string name = "layers." + std::to_string(index) + ".attn." + which;
   const auto head_dim = static_cast<size_t>(a.head_dim);
   Vector y = linear(m.at(name + ".weight"), x);
@@ -100,7 +104,7 @@ inline Vector project(const RawModel& m, size_t index, const std::string& which,
 
 // Attention of one row over the last keys of a window that ends with key `last`. `sinks`: of the
 // layer, or null.
-inline Vector attend(const AttentionConfig& a, const Vector& q, const Rows& k, const Rows& v,
+inline Vector attend(const MultiHeadAttention& a, const Vector& q, const Rows& k, const Rows& v,
                      size_t last, const RawTensor* sinks = nullptr) {
   const auto head_dim = static_cast<size_t>(a.head_dim);
   const auto group = static_cast<size_t>(a.num_qo_heads / a.num_kv_heads);
@@ -204,7 +208,7 @@ inline void finish_layer(const RawModel& m, size_t index, const Vector& attended
   const DecoderConfig& c = m.config;
   const std::string name = "layers." + std::to_string(index) + ".";
   Vector branch = linear(m.at(name + "attn.o.weight"), attended);
-  if (c.layers[index].attention.has_o_bias) {
+  if (attention_of(m, index).has_o_bias) {
     const RawTensor& bias = m.at(name + "attn.o.bias");
     for (size_t i = 0; i < branch.size(); ++i) branch[i] += bias.values[i];
   }
@@ -227,7 +231,7 @@ inline void layer(const RawModel& m, size_t index, const Rows& inputs, Rows& res
     k.push_back(project(m, index, "k", inputs[i], i));
     v.push_back(project(m, index, "v", inputs[i], i));
   }
-  const AttentionConfig& a = m.config.layers[index].attention;
+  const MultiHeadAttention& a = attention_of(m, index);
   const RawTensor* const sinks =
       a.has_sinks ? &m.at("layers." + std::to_string(index) + ".attn.sinks") : nullptr;
   for (size_t i = 0; i < inputs.size(); ++i) {
@@ -282,9 +286,9 @@ inline Vector run_mtp(const RawModel& m, const RawModel& target, const TargetSta
     const Vector e = embedding(target, c.embed_scale, tokens[newest + s]);
     Vector x = linear(m.at("fc.weight"), join(e, hidden));
     for (size_t index = 0; index < c.layers.size(); ++index) {
-      const AttentionConfig& a = c.layers[index].attention;
+      const MultiHeadAttention& a = attention_of(m, index);
       size_t source = target.config.layers.size() - 1;
-      while (target.config.layers[source].attention.kind != a.kind) --source;
+      while (attention_of(target, source).kind != a.kind) --source;
       const Vector input = rms(c, m.at("layers." + std::to_string(index) + ".attn_norm.weight"), x);
       const Vector q = project(m, index, "q", input, newest - 1 + ahead);
       finish_layer(m, index, attend(a, q, states.keys[source], states.values[source], newest - 1),

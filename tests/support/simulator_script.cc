@@ -34,7 +34,10 @@ class Random {
 KvLayerShape make_layer(Random& random) {
   // Head sizes of different groups make blocks of different bytes, of which slabs hold 1 to 15.
   const int32_t head_dim = random.pick({8, 16, 24, 40});
-  if (random.percent(50)) return {FullKv{}, 1, head_dim};
+  if (random.percent(50)) {
+    if (head_dim == 24) return {LatentKv{head_dim - 8}, 1, head_dim};
+    return {FullKv{}, 1, head_dim};
+  }
   return {SlidingKv{random.between(1, 24)}, 1, head_dim};
 }
 

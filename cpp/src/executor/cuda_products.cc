@@ -33,6 +33,7 @@ void plan_products(CudaContext& ctx, GemmPlanner& planner, const BatchShape& sha
   const auto add_all = [&](const Decoder& decoder, int32_t max_rows, int32_t max_logit_rows) {
     const DecoderWeights& weights = decoder.weights();
     const auto add_linear = [&](const Linear& own, const LinearShape& shape) {
+      if (shape.is_by_head) return;  // the library has no such products
       const bool is_lm_head = &own == &weights.lm_head;
       // With centroids, the rows of the LM head are looked up.
       if (is_lm_head && weights.head.centroids.is_present()) return;

@@ -44,10 +44,10 @@ int64_t plus(int64_t a, int64_t b) {
 // Adds spare slabs, since each group may leave one partly empty.
 int64_t with_spare_slabs(int64_t bytes) { return std::max(plus(bytes, bytes / 8), kMinBytes); }
 
-// Bytes of K and V of one token; 0 for a layer that reads another layer's KV.
+// Bytes that one token stores; 0 for a layer that reads another layer's KV.
 int64_t token_bytes(const KvLayerShape& layer, DType dtype) {
   if (layer.source >= 0) return 0;
-  return int64_t{2} * layer.num_kv_heads * layer.head_dim * dtype_bytes(dtype);
+  return int64_t{kv_parts(layer.kind)} * layer.num_kv_heads * layer.head_dim * dtype_bytes(dtype);
 }
 
 std::string mib(int64_t bytes) {
@@ -74,6 +74,7 @@ KvCacheSize size_on_cpu(std::span<const KvLayerShape> layers, DType dtype, const
   for (const KvLayerShape& layer : layers) {
     const int64_t tokens =
         std::visit(Overloaded{[&](const FullKv&) { return full_tokens; },
+                              [&](const LatentKv&) { return full_tokens; },
                               [&](const SlidingKv& sliding) {
                                 const int64_t held = num_seqs * (sliding.window + extra_tokens(o));
                                 return std::min(held + prefill_tokens, most_tokens);

@@ -77,10 +77,12 @@ void check_gpu_memory_utilization(const ExecutorOptions& o, Device device) {
 // Whether a sliding layer caps its attention scores.
 bool has_capped_window(const DecoderConfig& config) {
   return std::any_of(config.layers.begin(), config.layers.end(), [](const auto& layer) {
-    return layer.attention.soft_cap > 0 &&
-           std::visit(Overloaded{[](const FullKv&) { return false; },
-                                 [](const SlidingKv&) { return true; }},
-                      layer.attention.kind);
+    return std::visit(Overloaded{[](const MultiHeadAttention& attention) {
+                                   return attention.soft_cap > 0 &&
+                                          std::holds_alternative<SlidingKv>(attention.kind);
+                                 },
+                                 [](const LatentAttention&) { return false; }},
+                      layer.attention);
   });
 }
 

@@ -38,12 +38,13 @@ PassRows allocate_rows(DeviceArena& arena, int32_t capacity, const int32_t* num_
 GroupMetadata allocate_metadata(DeviceArena& arena, const KvGroup& group, const BlockTable& table,
                                 int32_t capacity, bool use_window_lists) {
   auto* slots = arena.allocate<int64_t>(capacity, "metadata");
+  const auto full = [&]() -> GroupMetadata {
+    return FullMetadata{.slot_mapping = slots,
+                        .kv_end = arena.allocate<int32_t>(capacity, "metadata"),
+                        .table = table};
+  };
   return std::visit(
-      Overloaded{[&](const FullKv&) -> GroupMetadata {
-                   return FullMetadata{.slot_mapping = slots,
-                                       .kv_end = arena.allocate<int32_t>(capacity, "metadata"),
-                                       .table = table};
-                 },
+      Overloaded{[&](const FullKv&) { return full(); }, [&](const LatentKv&) { return full(); },
                  [&](const SlidingKv& sliding) -> GroupMetadata {
                    const int32_t window = sliding.window;
                    if (use_window_lists) {

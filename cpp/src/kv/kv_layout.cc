@@ -51,6 +51,12 @@ void check_shape(const KvLayerShape& shape, const std::string& layer) {
                         [&](const SlidingKv& sliding) {
                           check_range(concat(layer, ": window of a sliding layer"), sliding.window,
                                       1, std::numeric_limits<int32_t>::max());
+                        },
+                        [&](const LatentKv& latent) {
+                          check_range(concat(layer, ": num_kv_heads of a latent layer"),
+                                      shape.num_kv_heads, 1, 1);
+                          check_range(concat(layer, ": rank of a latent layer"), latent.rank, 1,
+                                      shape.head_dim);
                         }},
              shape.kind);
 }
@@ -128,8 +134,8 @@ void group_layers(std::span<const KvLayerShape> shapes, std::span<const KvLayerS
       created.head_dim = shape.head_dim;
       created.block_size = block_size;
       created.dtype = dtype;
-      created.layer_bytes =
-          2 * int64_t{block_size} * shape.num_kv_heads * shape.head_dim * dtype_bytes(dtype);
+      created.layer_bytes = kv_parts(shape.kind) * int64_t{block_size} * shape.num_kv_heads *
+                            shape.head_dim * dtype_bytes(dtype);
       group = groups.insert(groups.end(), std::move(created));
     }
     layer_index.push_back(static_cast<int32_t>(group->layers.size()));
@@ -239,13 +245,21 @@ SlabChoice choose_slab(const std::vector<BlockChoice>& blocks, int64_t kv_cache_
 
 std::string_view kv_kind_name(const KvKind& kind) {
   return std::visit(Overloaded{[](const FullKv&) -> std::string_view { return "full"; },
-                               [](const SlidingKv&) -> std::string_view { return "sliding"; }},
+                               [](const SlidingKv&) -> std::string_view { return "sliding"; },
+                               [](const LatentKv&) -> std::string_view { return "latent"; }},
                     kind);
 }
 
 int32_t reported_window(const KvKind& kind) {
   return std::visit(Overloaded{[](const FullKv&) { return 0; },
-                               [](const SlidingKv& sliding) { return sliding.window; }},
+                               [](const SlidingKv& sliding) { return sliding.window; },
+                               [](const LatentKv&) { return 0; }},
+                    kind);
+}
+
+int32_t kv_parts(const KvKind& kind) {
+  return std::visit(Overloaded{[](const FullKv&) { return 2; }, [](const SlidingKv&) { return 2; },
+                               [](const LatentKv&) { return 1; }},
                     kind);
 }
 

@@ -23,8 +23,8 @@ inline constexpr int32_t kMaxBlockSize = 256;  // tokens
 // Alignment of the address of every block within the pool.
 inline constexpr int64_t kKvAlignment = 64;
 
-// The kinds of attention, by the keys that a query sees. Code that depends on the kind visits it
-// with an Overloaded that has an answer for each.
+// The kinds of KV groups: what a token stores and which keys a query sees (docs/kv-groups.md). Code
+// that depends on the kind visits it with an Overloaded that has an answer for each.
 struct FullKv {  // every key up to the query's own
   [[nodiscard]] bool operator==(const FullKv&) const = default;
 };
@@ -33,7 +33,14 @@ struct SlidingKv {
 
   [[nodiscard]] bool operator==(const SlidingKv&) const = default;
 };
-using KvKind = std::variant<FullKv, SlidingKv>;
+struct LatentKv {  // every entry up to the query's own
+  // An entry is a key whose first `rank` elements are the value, too. There is one KV head, and
+  // head_dim is the width of an entry.
+  int32_t rank = 0;
+
+  [[nodiscard]] bool operator==(const LatentKv&) const = default;
+};
+using KvKind = std::variant<FullKv, SlidingKv, LatentKv>;
 
 enum class KvOwner : uint8_t { kTarget, kDraft };
 
@@ -41,6 +48,10 @@ enum class KvOwner : uint8_t { kTarget, kDraft };
 // The window as reports and messages state it: 0 for full attention.
 [[nodiscard]] int32_t reported_window(const KvKind& kind);
 [[nodiscard]] std::string_view kv_owner_name(KvOwner owner);
+
+// What a token stores in a layer of this kind, in units of [num_kv_heads, head_dim]: K and V, or
+// one entry.
+[[nodiscard]] int32_t kv_parts(const KvKind& kind);
 
 // The KV requirements of one attention layer.
 struct KvLayerShape {
@@ -64,7 +75,9 @@ struct KvGroup {
   DType dtype = DType::kFloat32;
   std::vector<int32_t> layers;  // layer numbers of the owner, ascending, without readers; the i-th
                                 // is at i * layer_bytes in a block
-  int64_t layer_bytes = 0;    // K and then V of one layer in a block, each [block_size, heads, dim]
+  // One layer in a block: K and then V, each [block_size, heads, dim]; or the entries of LatentKv,
+  // [block_size, dim].
+  int64_t layer_bytes = 0;
   int64_t content_bytes = 0;  // layers * layer_bytes
   int64_t block_bytes = 0;    // allocated bytes: content plus padding, a multiple of kKvAlignment
 };

@@ -18,13 +18,12 @@ int64_t blocks_of(int64_t num_tokens, int32_t block_size) {
 // Number of blocks wholly below the keys that a query at `position` sees in the group.
 int32_t num_passed_blocks(const KvGroup& group, int32_t position) {
   return std::visit(
-      Overloaded{[](const FullKv&) -> int32_t { return 0; },
-                 [&](const SlidingKv& sliding) -> int32_t {
-                   const int64_t first_visible = int64_t{position} - sliding.window + 1;
-                   return first_visible <= 0
-                              ? 0
-                              : static_cast<int32_t>(first_visible / group.block_size);
-                 }},
+      Overloaded{
+          [](const FullKv&) -> int32_t { return 0; }, [](const LatentKv&) -> int32_t { return 0; },
+          [&](const SlidingKv& sliding) -> int32_t {
+            const int64_t first_visible = int64_t{position} - sliding.window + 1;
+            return first_visible <= 0 ? 0 : static_cast<int32_t>(first_visible / group.block_size);
+          }},
       group.kind);
 }
 
@@ -168,14 +167,14 @@ std::vector<int64_t> peak_blocks(const KvLayout& layout, int32_t num_tokens, int
   counts.reserve(layout.groups.size());
   for (const KvGroup& group : layout.groups) {
     const int64_t all = blocks_of(num_tokens, group.block_size);
-    counts.push_back(
-        std::visit(Overloaded{[&](const FullKv&) { return all; },
-                              [&](const SlidingKv& sliding) {
-                                // Worst alignment: the span begins with the last token of a block.
-                                const int64_t span = int64_t{sliding.window} + window_slack;
-                                return std::min(all, 1 + blocks_of(span - 1, group.block_size));
-                              }},
-                   group.kind));
+    counts.push_back(std::visit(
+        Overloaded{[&](const FullKv&) { return all; }, [&](const LatentKv&) { return all; },
+                   [&](const SlidingKv& sliding) {
+                     // Worst alignment: the span begins with the last token of a block.
+                     const int64_t span = int64_t{sliding.window} + window_slack;
+                     return std::min(all, 1 + blocks_of(span - 1, group.block_size));
+                   }},
+        group.kind));
   }
   return counts;
 }

@@ -29,7 +29,8 @@ struct BlockTable {
   int32_t block_size;  // tokens
 };
 
-// Inert rows: slot_mapping 0, kv_end 0.
+// Every position up to the row's own is visible: full and latent groups. Inert rows: slot_mapping
+// 0, kv_end 0.
 struct FullMetadata {
   int64_t* slot_mapping;  // [capacity] block * block_size + offset of the row's own token
   int32_t* kv_end;        // [capacity] position + 1

@@ -35,10 +35,19 @@ void ActivationWidths::merge(const DecoderConfig& config) {
       config.drafter ? 2 * int64_t{std::max(config.hidden, config.embed_width())} : config.hidden;
   normed = std::max(normed, joined);
   for (const LayerConfig& layer : config.layers) {
-    const AttentionConfig& a = layer.attention;
-    const int64_t head_dim = a.head_dim;
-    qkv = std::max<int64_t>(qkv, qkv_rows(a));
-    attention = std::max(attention, a.num_qo_heads * head_dim);
+    std::visit(Overloaded{[&](const MultiHeadAttention& a) {
+                            qkv = std::max<int64_t>(qkv, qkv_rows(a));
+                            attention = std::max(attention, a.num_qo_heads * int64_t{a.head_dim});
+                          },
+                          [&](const LatentAttention& a) {
+                            const int64_t heads = a.num_qo_heads;
+                            qkv = std::max(qkv, a.qkv_a_rows());
+                            attention = std::max(attention, heads * a.v_head_dim);
+                            latent_q = std::max(latent_q, a.q_lora_rank > 0 ? a.q_rows() : 0);
+                            absorbed_q = std::max(absorbed_q, heads * a.entry_width());
+                            mean_latents = std::max(mean_latents, heads * a.kv_lora_rank);
+                          }},
+               layer.attention);
     std::visit(Overloaded{[&](const DenseMlp& mlp) {
                             gate_up = std::max(gate_up, 2 * int64_t{mlp.intermediate});
                           },
@@ -62,6 +71,7 @@ Activations allocate_activations(DeviceArena& arena, int64_t rows, const Activat
   const auto buffer = [&](int64_t width) -> void* {
     return arena.allocate<std::byte>(rows * width * dtype_bytes(dtype), "activations");
   };
+  const auto optional = [&](int64_t width) { return width > 0 ? buffer(width) : nullptr; };
   return {.residual = arena.allocate<float>(rows * widths.hidden, "activations"),
           .normed = buffer(widths.normed),
           .qkv = buffer(widths.qkv),
@@ -69,7 +79,10 @@ Activations allocate_activations(DeviceArena& arena, int64_t rows, const Activat
           .branch = buffer(widths.hidden),
           .gate_up = buffer(widths.gate_up),
           .activated = buffer(widths.gate_up / 2),
-          .per_layer = widths.per_layer > 0 ? buffer(widths.per_layer) : nullptr,
+          .latent_q = optional(widths.latent_q),
+          .absorbed_q = optional(widths.absorbed_q),
+          .mean_latents = optional(widths.mean_latents),
+          .per_layer = optional(widths.per_layer),
           .experts = allocate_expert_activations(arena, rows, widths, dtype),
           .dtype = dtype};
 }

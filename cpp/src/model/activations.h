@@ -29,12 +29,17 @@ struct Activations {
   float* residual;  // [rows, hidden]
   void* normed;  // [rows, normed] dtype, as all below: output of a norm, or the concatenated input
                  // of a draft head's fc or attention
-  void* qkv;     // [rows, qkv_rows(attention)]
-  void* attention;  // [rows, num_qo_heads * head_dim]
-  void* branch;     // [rows, hidden] output of a branch before it joins the residual
-  void* gate_up;    // [rows, 2 * intermediate], or as many for each expert row
+  void* qkv;     // [rows, qkv_rows(attention)], or as many as LatentAttention::qkv_a has rows
+  void*
+      attention;  // [rows, num_qo_heads * head_dim], of latent attention num_qo_heads * v_head_dim
+  void* branch;   // [rows, hidden] output of a branch before it joins the residual
+  void* gate_up;  // [rows, 2 * intermediate], or as many for each expert row
   void* activated;  // [rows, intermediate], or as many for each expert row
-  void* per_layer;  // [rows, layers * per_layer_inputs.size], valid for the whole pass; or null
+  // In models with latent attention, else null.
+  void* latent_q;    // [rows, num_qo_heads, qk_nope_head_dim + qk_rope_head_dim] before absorption
+  void* absorbed_q;  // [rows, num_qo_heads, kv_lora_rank + qk_rope_head_dim]
+  void* mean_latents;  // [rows, num_qo_heads, kv_lora_rank] output of attention before V_h
+  void* per_layer;     // [rows, layers * per_layer_inputs.size], valid for the whole pass; or null
   ExpertActivations experts;
   DType dtype;
 };
@@ -45,6 +50,9 @@ struct ActivationWidths {
   int64_t normed = 0;
   int64_t qkv = 0;
   int64_t attention = 0;
+  int64_t latent_q = 0;
+  int64_t absorbed_q = 0;
+  int64_t mean_latents = 0;
   int64_t gate_up = 0;  // of all places of a row
   int64_t per_layer = 0;
   // Of mixtures of experts, else 0.

@@ -55,6 +55,13 @@ Decoder::Decoder(std::shared_ptr<const Model> model, const KvLayout& layout, KvO
                    .block_size = group.block_size,
                    .dtype = group.dtype});
   }
+  if (std::any_of(c.layers.begin(), c.layers.end(), [](const auto& layer) {
+        return std::holds_alternative<LatentAttention>(layer.attention);
+      })) {
+    throw Unsupported(concat(c.name,
+                             " has latent attention, which no op computes yet; supported: "
+                             "attention of kind 'full' and 'sliding'"));
+  }
   const bool has_mixture = std::any_of(c.layers.begin(), c.layers.end(), [](const auto& layer) {
     return std::holds_alternative<MoeMlp>(layer.mlp);
   });
@@ -75,93 +82,6 @@ Decoder::Decoder(std::shared_ptr<const Model> model, const KvLayout& layout, KvO
     ropes_.push_back({arena.allocate_copy<float>(cos, "rotary tables"),
                       arena.allocate_copy<float>(sin, "rotary tables")});
   }
-}
-
-template <class Ctx>
-void Decoder::attention(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
-                        std::span<const GroupMetadata> groups,
-                        const Activations& activations) const {
-  const DecoderConfig& c = config();
-  const AttentionConfig& a = c.layers[layer].attention;
-  const LayerWeights& lw = weights().layers[layer];
-  const GroupMetadata& metadata = groups[layer_to_group_[layer]];
-
-  project(ctx, row_count(rows), lw.qkv,
-          {.x = input,
-           .y = activations.qkv,
-           .x_dtype = activations.dtype,
-           .y_dtype = activations.dtype});
-  ctx.run(qk_norm_rope_append, QkNormRopeAppendParams{.num_rows = rows.num_rows,
-                                                      .max_rows = rows.capacity,
-                                                      .qkv = activations.qkv,
-                                                      .positions = rows.positions,
-                                                      .slot_mapping = slot_mapping(metadata),
-                                                      .q_norm = lw.q_norm,
-                                                      .k_norm = lw.k_norm,
-                                                      .norm_weight_offset = c.norm_weight_offset,
-                                                      .norm_eps = c.norm_eps,
-                                                      .rope_cos = ropes_[a.rope].cos,
-                                                      .rope_sin = ropes_[a.rope].sin,
-                                                      .kv = kv_[layer],
-                                                      .num_qo_heads = a.num_qo_heads,
-                                                      .num_kv_heads = a.num_kv_heads,
-                                                      .head_dim = a.head_dim,
-                                                      .qkv_dtype = activations.dtype,
-                                                      .kv_inputs = kv_inputs(a),
-                                                      .has_v_norm = a.has_v_norm,
-                                                      .position_offset = rope_offset_});
-  const auto attend = [&](const int32_t* kv_begin, const int32_t* kv_end, const BlockTable& table) {
-    ctx.run(paged_attention, PagedAttentionParams{.num_rows = rows.num_rows,
-                                                  .max_rows = rows.capacity,
-                                                  .qkv = activations.qkv,
-                                                  .seq_slot = rows.seq_slot,
-                                                  .kv_begin = kv_begin,
-                                                  .kv_end = kv_end,
-                                                  .block_table = table.blocks,
-                                                  .block_table_stride = table.stride,
-                                                  .kv = kv_[layer],
-                                                  .scale = a.scale,
-                                                  .soft_cap = a.soft_cap,
-                                                  .sinks = lw.sinks,
-                                                  .y = activations.attention,
-                                                  .num_qo_heads = a.num_qo_heads,
-                                                  .num_kv_heads = a.num_kv_heads,
-                                                  .head_dim = a.head_dim,
-                                                  .dtype = activations.dtype,
-                                                  .num_seqs = rows.num_seqs,
-                                                  .row_indptr = rows.row_indptr,
-                                                  .max_seqs = rows.max_seqs,
-                                                  .max_rows_per_seq = rows.max_rows_per_seq,
-                                                  .kv_inputs = kv_inputs(a)});
-  };
-  std::visit(Overloaded{[&](const FullMetadata& full) { attend(nullptr, full.kv_end, full.table); },
-                        [&](const SlidingMetadata& sliding) {
-                          attend(sliding.kv_begin, sliding.kv_end, sliding.table);
-                        },
-                        [&](const WindowListMetadata& list) {
-                          ctx.run(list_attention,
-                                  ListAttentionParams{.num_rows = rows.num_rows,
-                                                      .max_rows = rows.capacity,
-                                                      .qkv = activations.qkv,
-                                                      .window_slots = list.window_slots,
-                                                      .window_count = list.window_count,
-                                                      .window = list.window,
-                                                      .kv = kv_[layer],
-                                                      .scale = a.scale,
-                                                      .sinks = lw.sinks,
-                                                      .y = activations.attention,
-                                                      .num_qo_heads = a.num_qo_heads,
-                                                      .num_kv_heads = a.num_kv_heads,
-                                                      .head_dim = a.head_dim,
-                                                      .dtype = activations.dtype,
-                                                      .kv_inputs = kv_inputs(a)});
-                        }},
-             metadata);
-  project(ctx, row_count(rows), lw.o,
-          {.x = activations.attention,
-           .y = activations.branch,
-           .x_dtype = activations.dtype,
-           .y_dtype = activations.dtype});
 }
 
 template <class Ctx>

@@ -14,17 +14,20 @@ namespace {
 
 [[nodiscard]] RopeConfig read_rope(const Json& json) {
   constexpr std::array<std::string_view, 2> kKeys = {"inv_freq", "scale"};
-  json.check_keys(kKeys);
+  constexpr std::array<std::string_view, 1> kOptional = {"interleaved"};
+  json.check_keys(kKeys, kOptional);
   RopeConfig rope;
   const Json frequencies = json.at("inv_freq");
   if (frequencies.kind() != JsonKind::kList || frequencies.size() < 1 ||
       frequencies.size() > kMaxHeadDim / 2) {
-    frequencies.refuse(concat("a list of 1 to ", kMaxHeadDim / 2, " numbers, head_dim / 2"));
+    frequencies.refuse(
+        concat("a list of 1 to ", kMaxHeadDim / 2, " numbers, one for each pair of elements"));
   }
   for (const Json& frequency : frequencies.elements()) {
     rope.inv_freq.push_back(read_float(frequency, 0, kMaxFrequency));
   }
   rope.scale = read_positive(json.at("scale"));
+  rope.is_interleaved = read_switch(json, "interleaved");
   return rope;
 }
 

@@ -20,10 +20,12 @@
 
 namespace paceline {
 
-// Rotary embedding, split-half: angle = position * inv_freq[i]; cos and sin times `scale`.
+// Rotary embedding: angle = position * inv_freq[i]; cos and sin times `scale`. Pair i consists of
+// elements i and i + head_dim / 2 (split halves) or, interleaved, of 2i and 2i + 1.
 struct RopeConfig {
   std::vector<float> inv_freq;  // [head_dim / 2]
   float scale = 1.0f;
+  bool is_interleaved = false;
 };
 
 // The scales of an fp8 matrix in a checkpoint.
@@ -39,8 +41,9 @@ struct MatrixFormat {
   Fp8Scales scales = Fp8Scales::kTensor;  // kFp8
 };
 
-struct AttentionConfig {
-  KvKind kind;
+// K and V of their own for every KV head.
+struct MultiHeadAttention {
+  KvKind kind;  // FullKv or SlidingKv
   int32_t num_qo_heads = 0;
   int32_t num_kv_heads = 0;  // divides num_qo_heads
   int32_t head_dim = 0;      // even
@@ -63,16 +66,53 @@ struct AttentionConfig {
 };
 
 // What the qkv projection of a layer yields beside q.
-[[nodiscard]] constexpr KvInputs kv_inputs(const AttentionConfig& attention) {
+[[nodiscard]] constexpr KvInputs kv_inputs(const MultiHeadAttention& attention) {
   if (attention.kv_source >= 0 || attention.reads_target) return KvInputs::kNone;
   return attention.k_eq_v ? KvInputs::kKeys : KvInputs::kKeysAndValues;
 }
 
 // Rows of a layer's qkv projection.
-[[nodiscard]] constexpr int32_t qkv_rows(const AttentionConfig& attention) {
+[[nodiscard]] constexpr int32_t qkv_rows(const MultiHeadAttention& attention) {
   return qkv_heads(attention.num_qo_heads, attention.num_kv_heads, kv_inputs(attention)) *
          attention.head_dim;
 }
+
+// Latent attention (MLA). An entry of the KV cache, which all heads share, is a row's latent and
+// its rotated key: [norm(c) ; rope(k)] with [c ; k] = kv_a x. With one matrix K_h
+// [qk_nope_head_dim, kv_lora_rank] and one V_h [v_head_dim, kv_lora_rank] for each head, from kv_b,
+// head h scores an entry with the absorbed query [K_h^T q_nope ; rope(q_rope)], and its output is
+// V_h times the weighted sum of latents. q = q_b norm(q_a x) or, without a q_lora_rank, q x.
+struct LatentAttention {
+  int32_t num_qo_heads = 0;
+  int32_t q_lora_rank = 0;  // 0: q is projected from x
+  int32_t kv_lora_rank = 0;
+  int32_t qk_nope_head_dim = 0;  // the first elements of a head of q, which are not rotated
+  int32_t qk_rope_head_dim = 0;  // even; the rest of a head of q, and the rotated key
+  int32_t v_head_dim = 0;
+  float scale = 0;     // scores are multiplied by it; > 0
+  float norm_eps = 0;  // of the norms of q_a x and of c
+  int32_t rope = 0;    // index into DecoderConfig::ropes
+  MatrixFormat qkv_a;  // q_a (or q) rows, then kv_a rows
+  MatrixFormat q_b;
+  MatrixFormat o;
+
+  // Rows of q_b, or of q.
+  [[nodiscard]] constexpr int64_t q_rows() const {
+    return int64_t{num_qo_heads} * (qk_nope_head_dim + qk_rope_head_dim);
+  }
+  // Elements of a row of qkv_a: q_a x (or q x), c and k.
+  [[nodiscard]] constexpr int64_t qkv_a_rows() const {
+    return (q_lora_rank > 0 ? q_lora_rank : q_rows()) + entry_width();
+  }
+  // Elements of an entry and of an absorbed query.
+  [[nodiscard]] constexpr int32_t entry_width() const { return kv_lora_rank + qk_rope_head_dim; }
+  // Rows of kv_b: those of K_h and then those of V_h, head by head.
+  [[nodiscard]] constexpr int64_t kv_b_rows() const {
+    return int64_t{num_qo_heads} * (qk_nope_head_dim + v_head_dim);
+  }
+};
+
+using AttentionConfig = std::variant<MultiHeadAttention, LatentAttention>;
 
 struct DenseMlp {
   int32_t intermediate = 0;
@@ -179,7 +219,7 @@ struct DecoderConfig {
   std::vector<LayerConfig> layers;
   std::optional<DrafterConfig> drafter;  // of a draft head only
 
-  // Columns of a layer's qkv projection.
+  // Columns of the first projection of a layer's attention.
   [[nodiscard]] int64_t qkv_inputs(size_t layer) const {
     const bool is_wide = layer == 0 && drafter && drafter->kind == DrafterKind::kEagle3;
     return is_wide ? int64_t{2} * hidden : hidden;

@@ -1,17 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "model/kv_shapes.h"
 
+#include <variant>
+
 #include "base/check.h"
+#include "base/overloaded.h"
 
 namespace paceline {
 
 std::vector<KvLayerShape> kv_layer_shapes(const DecoderConfig& config) {
   std::vector<KvLayerShape> shapes;
   for (const LayerConfig& layer : config.layers) {
-    shapes.push_back({.kind = layer.attention.kind,
-                      .num_kv_heads = layer.attention.num_kv_heads,
-                      .head_dim = layer.attention.head_dim,
-                      .source = layer.attention.kv_source});
+    shapes.push_back(std::visit(Overloaded{[](const MultiHeadAttention& attention) -> KvLayerShape {
+                                             return {.kind = attention.kind,
+                                                     .num_kv_heads = attention.num_kv_heads,
+                                                     .head_dim = attention.head_dim,
+                                                     .source = attention.kv_source};
+                                           },
+                                           [](const LatentAttention& attention) -> KvLayerShape {
+                                             return {.kind = LatentKv{attention.kv_lora_rank},
+                                                     .num_kv_heads = 1,
+                                                     .head_dim = attention.entry_width()};
+                                           }},
+                                layer.attention));
   }
   return shapes;
 }
@@ -19,12 +30,17 @@ std::vector<KvLayerShape> kv_layer_shapes(const DecoderConfig& config) {
 std::vector<KvLayerShape> draft_kv_layer_shapes(const DecoderConfig& draft,
                                                 const DecoderConfig& target) {
   std::vector<KvLayerShape> shapes = kv_layer_shapes(draft);
+  const std::vector<KvLayerShape> owners = kv_layer_shapes(target);
   for (size_t layer = 0; layer < shapes.size(); ++layer) {
     KvLayerShape& reader = shapes[layer];
-    if (!draft.layers[layer].attention.reads_target) continue;
-    for (size_t source = target.layers.size(); source-- > 0;) {
-      const AttentionConfig& owner = target.layers[source].attention;
-      if (owner.kind.index() != reader.kind.index() || owner.kv_source >= 0) continue;
+    const bool reads_target = std::visit(
+        Overloaded{[](const MultiHeadAttention& attention) { return attention.reads_target; },
+                   [](const LatentAttention&) { return false; }},
+        draft.layers[layer].attention);
+    if (!reads_target) continue;
+    for (size_t source = owners.size(); source-- > 0;) {
+      const KvLayerShape& owner = owners[source];
+      if (owner.kind.index() != reader.kind.index() || owner.source >= 0) continue;
       reader.source = static_cast<int32_t>(source);
       reader.reads_target = true;
       break;
@@ -36,7 +52,7 @@ std::vector<KvLayerShape> draft_kv_layer_shapes(const DecoderConfig& draft,
                                    "; use the target that the drafter was trained for"));
     };
     if (reader.source < 0) refuse("which has no layer of that kind with KV of its own");
-    const AttentionConfig& owner = target.layers[static_cast<size_t>(reader.source)].attention;
+    const KvLayerShape& owner = owners[static_cast<size_t>(reader.source)];
     const auto check = [&](const char* name, int32_t expected, int32_t actual) {
       if (expected != actual) {
         refuse("whose layer ", reader.source, " has ", name, " ", actual, " and not ", expected);

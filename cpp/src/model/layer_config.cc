@@ -15,12 +15,17 @@ namespace {
 constexpr int32_t kExpertAlignment = 8;
 
 // The index of an earlier layer that has KV of its own, of the same shape.
-[[nodiscard]] int32_t read_kv_source(const Json& source, const AttentionConfig& reader,
+[[nodiscard]] int32_t read_kv_source(const Json& source, const MultiHeadAttention& reader,
                                      const std::vector<LayerConfig>& earlier) {
   const auto num_earlier = static_cast<int64_t>(earlier.size());
   if (num_earlier == 0) source.refuse("no such key in the first layer");
   const auto index = static_cast<int32_t>(source.as_int(0, num_earlier - 1));
-  const AttentionConfig& owner = earlier[static_cast<size_t>(index)].attention;
+  const MultiHeadAttention* const found =
+      std::get_if<MultiHeadAttention>(&earlier[static_cast<size_t>(index)].attention);
+  if (found == nullptr) {
+    source.refuse(concat("a layer of the same kind; layer ", index, " has latent attention"));
+  }
+  const MultiHeadAttention& owner = *found;
   if (owner.kv_source >= 0) {
     source.refuse(concat("a layer with KV of its own; layer ", index, " reads that of layer ",
                          owner.kv_source));
@@ -36,11 +41,10 @@ constexpr int32_t kExpertAlignment = 8;
   return index;
 }
 
-// The "kind" and the "window" of a layer's attention.
+// The "kind" and the "window" of a layer's multi-head attention.
 [[nodiscard]] KvKind read_kv_kind(const Json& json) {
   const Json kind = json.at("kind");
   if (kind.as_string() == "sliding") return SlidingKv{read_int(json, "window", 1, kMaxPosition)};
-  if (kind.as_string() != "full") kind.refuse("'full', 'sliding'");
   static_cast<void>(read_int(json, "window", 0, 0));
   return FullKv{};
 }
@@ -93,16 +97,73 @@ struct Width {
   return format;
 }
 
-[[nodiscard]] AttentionConfig read_attention(const Json& json, const DecoderConfig& config) {
+// The index of a rope with a frequency for each pair of `width` elements; `name` is that of the
+// width.
+[[nodiscard]] int32_t read_rope_index(const Json& json, const std::vector<RopeConfig>& ropes,
+                                      int32_t width, std::string_view name,
+                                      bool allows_interleaved) {
+  const int32_t index = read_int(json, "rope", 0, static_cast<int64_t>(ropes.size()) - 1);
+  const RopeConfig& rope = ropes[static_cast<size_t>(index)];
+  if (rope.inv_freq.size() != static_cast<size_t>(width / 2)) {
+    json.at("rope").refuse(concat("a rope with ", width / 2, " inv_freq, ", name,
+                                  " / 2; this one has ", rope.inv_freq.size()));
+  }
+  if (rope.is_interleaved && !allows_interleaved) {
+    json.at("rope").refuse("a rope that is not interleaved, unless kind is 'latent'");
+  }
+  return index;
+}
+
+[[nodiscard]] LatentAttention read_latent_attention(const Json& json, const DecoderConfig& config) {
+  constexpr std::array<std::string_view, 9> kKeys = {
+      "kind",       "num_qo_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+      "v_head_dim", "scale",        "rope",         "latent_norm_eps"};
+  constexpr std::array<std::string_view, 4> kOptional = {"q_lora_rank", "qkv_a", "q_b", "o"};
+  if (config.drafter && config.drafter->kind == DrafterKind::kGemma4Mtp) {
+    json.at("kind").refuse("'full', 'sliding' in a drafter of kind 'gemma4_mtp'");
+  }
+  json.check_keys(kKeys, kOptional);
+  LatentAttention attention;
+  attention.num_qo_heads = read_int(json, "num_qo_heads", 1, kMaxHeads);
+  if (json.find("q_lora_rank")) {
+    attention.q_lora_rank = read_int(json, "q_lora_rank", 1, kMaxHidden);
+  }
+  attention.kv_lora_rank = read_int(json, "kv_lora_rank", 1, kMaxHeadDim);
+  attention.qk_nope_head_dim = read_int(json, "qk_nope_head_dim", 1, kMaxHeadDim);
+  attention.qk_rope_head_dim = read_int(json, "qk_rope_head_dim", 2, kMaxHeadDim);
+  if (attention.qk_rope_head_dim % 2 != 0) {
+    json.at("qk_rope_head_dim").refuse("an even number");
+  }
+  attention.v_head_dim = read_int(json, "v_head_dim", 1, kMaxHeadDim);
+  attention.scale = read_positive(json.at("scale"));
+  attention.norm_eps = read_positive(json.at("latent_norm_eps"));
+  attention.rope = read_rope_index(json, config.ropes, attention.qk_rope_head_dim,
+                                   "qk_rope_head_dim", /*allows_interleaved=*/true);
+  attention.qkv_a =
+      read_format(json, "qkv_a", {"hidden_size", config.qkv_inputs(config.layers.size())},
+                  /*is_of_experts=*/false);
+  if (attention.q_lora_rank == 0 && json.find("q_b")) {
+    json.at("q_b").refuse("no such key without a q_lora_rank");
+  }
+  attention.q_b = read_format(json, "q_b", {"q_lora_rank", attention.q_lora_rank},
+                              /*is_of_experts=*/false);
+  attention.o = read_format(
+      json, "o",
+      {"num_qo_heads * v_head_dim", int64_t{attention.num_qo_heads} * attention.v_head_dim},
+      /*is_of_experts=*/false);
+  return attention;
+}
+
+[[nodiscard]] MultiHeadAttention read_multi_head_attention(const Json& json,
+                                                           const DecoderConfig& config) {
   constexpr std::array<std::string_view, 11> kKeys = {
       "kind",     "window", "num_qo_heads", "num_kv_heads", "head_dim",  "scale",
       "soft_cap", "rope",   "has_qk_norm",  "has_qkv_bias", "has_o_bias"};
   constexpr std::array<std::string_view, 7> kOptional = {
       "has_v_norm", "k_eq_v", "kv_source", "reads_target", "has_sinks", "qkv", "o"};
-  const std::vector<RopeConfig>& ropes = config.ropes;
   const bool reads_target = config.drafter && config.drafter->kind == DrafterKind::kGemma4Mtp;
   json.check_keys(kKeys, kOptional);
-  AttentionConfig attention;
+  MultiHeadAttention attention;
   attention.kind = read_kv_kind(json);
   attention.num_qo_heads = read_int(json, "num_qo_heads", 1, kMaxHeads);
   attention.num_kv_heads = read_int(json, "num_kv_heads", 1, attention.num_qo_heads);
@@ -113,14 +174,8 @@ struct Width {
   if (attention.head_dim % 2 != 0) json.at("head_dim").refuse("an even number");
   attention.scale = read_positive(json.at("scale"));
   attention.soft_cap = read_cap(json.at("soft_cap"));
-  attention.rope = read_int(json, "rope", 0, static_cast<int64_t>(ropes.size()) - 1);
-  const size_t num_frequencies = ropes[static_cast<size_t>(attention.rope)].inv_freq.size();
-  if (num_frequencies != static_cast<size_t>(attention.head_dim / 2)) {
-    json.at("rope").refuse(concat("a rope with ", attention.head_dim / 2,
-                                  " inv_freq, head_dim / 2;"
-                                  " this one has ",
-                                  num_frequencies));
-  }
+  attention.rope = read_rope_index(json, config.ropes, attention.head_dim, "head_dim",
+                                   /*allows_interleaved=*/false);
   attention.has_qk_norm = json.at("has_qk_norm").as_bool();
   attention.has_qkv_bias = json.at("has_qkv_bias").as_bool();
   attention.has_o_bias = json.at("has_o_bias").as_bool();
@@ -154,6 +209,15 @@ struct Width {
       json, "o", {"num_qo_heads * head_dim", int64_t{attention.num_qo_heads} * attention.head_dim},
       /*is_of_experts=*/false);
   return attention;
+}
+
+[[nodiscard]] AttentionConfig read_attention(const Json& json, const DecoderConfig& config) {
+  const Json kind = json.at("kind");
+  if (kind.as_string() == "latent") return read_latent_attention(json, config);
+  if (kind.as_string() == "full" || kind.as_string() == "sliding") {
+    return read_multi_head_attention(json, config);
+  }
+  kind.refuse("'full', 'sliding', 'latent'");
 }
 
 // The keys that a dense MLP and an expert share.

@@ -14,6 +14,7 @@
 #include "base/boundary.h"
 #include "base/check.h"
 #include "base/json.h"
+#include "base/overloaded.h"
 #include "device/cpu_context.h"
 #include "device/device_memory.h"
 #include "device/host_bytes.h"
@@ -111,6 +112,22 @@ constexpr std::string_view kTokenMap = "draft_to_target";
   return {};
 }
 
+// Throws Unsupported where the device has no kernels for a layer.
+void check_device(const DecoderConfig& config, Device device) {
+  if (device != Device::kCuda) return;
+  for (size_t layer = 0; layer < config.layers.size(); ++layer) {
+    std::visit(
+        Overloaded{[](const MultiHeadAttention&) {},
+                   [&](const LatentAttention&) {
+                     throw Unsupported(concat(
+                         "layer ", layer, " of ", config.name,
+                         " has latent attention, which has no CUDA kernels yet; supported on "
+                         "a GPU: attention of kind 'full' and 'sliding'; use device 'cpu'"));
+                   }},
+        config.layers[layer].attention);
+  }
+}
+
 // What a tensor holds besides numbers that are copied as they are, converted and checked.
 struct CheckedValues {
   std::vector<int32_t> tokens;  // kTokens
@@ -128,6 +145,7 @@ struct ModelBuilder::Impl {
           concat("weight_dtype is ", dtype_name(weight_dtype), "; allowed: float32, bfloat16"));
     }
     model->config = parse_decoder_config(config_json);
+    check_device(model->config, device);
     DecoderWeights& weights = model->weights;
     weights.dtype = weight_dtype;
     Carver counting(weight_dtype, /*base=*/nullptr);

@@ -41,6 +41,8 @@ struct LinearShape {
   LinearRows rows = LinearRows::kPass;
   bool has_float_output = false;  // float32; otherwise the dtype of the activations
   MatrixFormat format = {};
+  // Each head uses rows of its own: the ops of ops/latent.h multiply by the matrix, not `gemm`.
+  bool is_by_head = false;
   int32_t top_k = 0;           // of experts: how many a row chooses
   bool is_transposed = false;  // of experts: the tensors are [num_experts, cols, rows]
   // false: the matrix is the embedding table or belongs to the target. The model has no tensors
@@ -123,73 +125,122 @@ void visit_mlp_weights(const MoeMlp& mlp, const std::string& name, int64_t hidde
   }
 }
 
-template <class Layer, class Visitor>
-void visit_layer_weights(const DecoderConfig& config, size_t index, Layer& weights,
-                         Visitor& visit) {
-  const LayerConfig& layer = config.layers[index];
-  const std::string name = concat("layers.", index, ".");
-  const AttentionConfig& attention = layer.attention;
-  const int64_t hidden = config.hidden;
-  const int64_t head_dim = attention.head_dim;
-  const int64_t q_size = attention.num_qo_heads * head_dim;
-  const int64_t kv_size = attention.num_kv_heads * head_dim;
-  const auto norm = [&](auto& vector, const char* which, int64_t size) {
+// Calls the visitor for the weights of one layer, whose names begin with `name`.
+template <class Visitor>
+struct LayerVisitor {
+  std::string name;  // e.g. "layers.3."
+  Visitor& visit;
+
+  void norm(auto& vector, const char* which, int64_t size) const {
     visit.vector(vector, VectorKind::kNorm, {{name + which, size}});
-  };
-  const auto linear = [&](auto& matrix, const char* which, std::vector<WeightPart> parts,
-                          int64_t cols, ShardAxis shard, const MatrixFormat& format) {
+  }
+  void bias(auto& matrix, const std::vector<WeightPart>& parts) const {
+    visit.vector(matrix.bias, VectorKind::kBias, parts);
+  }
+  void linear(auto& matrix, const char* which, std::vector<WeightPart> parts, int64_t cols,
+              ShardAxis shard, const MatrixFormat& format, bool is_by_head = false) const {
     visit.linear(matrix, {.name = name + which,
                           .parts = std::move(parts),
                           .cols = cols,
                           .shard = shard,
-                          .format = format});
-  };
-  const auto bias = [&](auto& matrix, const std::vector<WeightPart>& parts) {
-    visit.vector(matrix.bias, VectorKind::kBias, parts);
-  };
+                          .format = format,
+                          .is_by_head = is_by_head});
+  }
+};
 
-  const bool has_attn_norm = index > 0 || !config.drafter || config.drafter->has_attn_norm;
-  if (has_attn_norm) norm(weights.attn_norm, "attn_norm", hidden);
-  const KvInputs inputs = kv_inputs(attention);
-  std::vector<WeightPart> qkv = {{name + "attn.q", q_size}};
-  if (inputs != KvInputs::kNone) qkv.push_back({name + "attn.k", kv_size});
-  if (inputs == KvInputs::kKeysAndValues) qkv.push_back({name + "attn.v", kv_size});
-  linear(weights.qkv, "attn.qkv", qkv, config.qkv_inputs(index), ShardAxis::kRows, attention.qkv);
-  if (attention.has_qkv_bias) bias(weights.qkv, qkv);
+// `inputs`: DecoderConfig::qkv_inputs.
+template <class Weights, class Visitor>
+void visit_attention_weights(const MultiHeadAttention& attention, int64_t hidden, int64_t inputs,
+                             Weights& weights, const LayerVisitor<Visitor>& layer) {
+  const int64_t head_dim = attention.head_dim;
+  const int64_t q_size = attention.num_qo_heads * head_dim;
+  const int64_t kv_size = attention.num_kv_heads * head_dim;
+  const KvInputs has = kv_inputs(attention);
+  std::vector<WeightPart> qkv = {{layer.name + "attn.q", q_size}};
+  if (has != KvInputs::kNone) qkv.push_back({layer.name + "attn.k", kv_size});
+  if (has == KvInputs::kKeysAndValues) qkv.push_back({layer.name + "attn.v", kv_size});
+  layer.linear(weights.qkv, "attn.qkv", qkv, inputs, ShardAxis::kRows, attention.qkv);
+  if (attention.has_qkv_bias) layer.bias(weights.qkv, qkv);
   if (attention.has_qk_norm) {
-    norm(weights.q_norm, "attn.q_norm", head_dim);
-    if (inputs != KvInputs::kNone) norm(weights.k_norm, "attn.k_norm", head_dim);
+    layer.norm(weights.q_norm, "attn.q_norm", head_dim);
+    if (has != KvInputs::kNone) layer.norm(weights.k_norm, "attn.k_norm", head_dim);
   }
   if (attention.has_sinks) {
-    visit.vector(weights.sinks, VectorKind::kSinks,
-                 {{name + "attn.sinks", attention.num_qo_heads}});
+    layer.visit.vector(weights.sinks, VectorKind::kSinks,
+                       {{layer.name + "attn.sinks", attention.num_qo_heads}});
   }
-  const std::vector<WeightPart> o = {{name + "attn.o", hidden}};
-  linear(weights.o, "attn.o", o, q_size, ShardAxis::kColumns, attention.o);
-  if (attention.has_o_bias) bias(weights.o, o);
-  if (config.has_post_norms) norm(weights.attn_post_norm, "attn_post_norm", hidden);
+  const std::vector<WeightPart> o = {{layer.name + "attn.o", hidden}};
+  layer.linear(weights.o, "attn.o", o, q_size, ShardAxis::kColumns, attention.o);
+  if (attention.has_o_bias) layer.bias(weights.o, o);
+}
 
-  norm(weights.mlp_norm, "mlp_norm", hidden);
+template <class Weights, class Visitor>
+void visit_attention_weights(const LatentAttention& attention, int64_t hidden, int64_t inputs,
+                             Weights& weights, const LayerVisitor<Visitor>& layer) {
+  const std::string name = layer.name + "attn.";
+  const int64_t q_rank = attention.q_lora_rank;
+  const std::vector<WeightPart> qkv_a = {
+      q_rank > 0 ? WeightPart{name + "q_a", q_rank} : WeightPart{name + "q", attention.q_rows()},
+      {name + "kv_a", attention.entry_width()}};
+  // Every device needs whole entries, and q_a x as a whole.
+  layer.linear(weights.qkv_a, "attn.qkv_a", qkv_a, inputs, ShardAxis::kNone, attention.qkv_a);
+  if (q_rank > 0) {
+    layer.norm(weights.q_a_norm, "attn.q_a_norm", q_rank);
+    layer.linear(weights.q_b, "attn.q_b", {{name + "q_b", attention.q_rows()}}, q_rank,
+                 ShardAxis::kRows, attention.q_b);
+  }
+  layer.norm(weights.kv_a_norm, "attn.kv_a_norm", attention.kv_lora_rank);
+  layer.linear(weights.kv_b, "attn.kv_b", {{name + "kv_b", attention.kv_b_rows()}},
+               attention.kv_lora_rank, ShardAxis::kRows, /*format=*/{}, /*is_by_head=*/true);
+  layer.linear(weights.o, "attn.o", {{name + "o", hidden}},
+               int64_t{attention.num_qo_heads} * attention.v_head_dim, ShardAxis::kColumns,
+               attention.o);
+}
+
+template <class Layer, class Visitor>
+void visit_layer_weights(const DecoderConfig& config, size_t index, Layer& weights,
+                         Visitor& visit) {
+  const LayerConfig& layer = config.layers[index];
+  const int64_t hidden = config.hidden;
+  const LayerVisitor<Visitor> its = {.name = concat("layers.", index, "."), .visit = visit};
+
+  const bool has_attn_norm = index > 0 || !config.drafter || config.drafter->has_attn_norm;
+  if (has_attn_norm) its.norm(weights.attn_norm, "attn_norm", hidden);
+  const int64_t inputs = config.qkv_inputs(index);
+  std::visit(Overloaded{[&](const MultiHeadAttention& attention) {
+                          visit_attention_weights(
+                              attention, hidden, inputs,
+                              std::get<MultiHeadAttentionWeights>(weights.attention), its);
+                        },
+                        [&](const LatentAttention& attention) {
+                          visit_attention_weights(
+                              attention, hidden, inputs,
+                              std::get<LatentAttentionWeights>(weights.attention), its);
+                        }},
+             layer.attention);
+  if (config.has_post_norms) its.norm(weights.attn_post_norm, "attn_post_norm", hidden);
+
+  its.norm(weights.mlp_norm, "mlp_norm", hidden);
   std::visit(Overloaded{[&](const DenseMlp& mlp) {
-                          visit_mlp_weights(mlp, name + "mlp.", hidden,
+                          visit_mlp_weights(mlp, its.name + "mlp.", hidden,
                                             std::get<DenseMlpWeights>(weights.mlp), visit);
                         },
                         [&](const MoeMlp& mlp) {
-                          visit_mlp_weights(mlp, name + "mlp.", hidden,
+                          visit_mlp_weights(mlp, its.name + "mlp.", hidden,
                                             std::get<MoeMlpWeights>(weights.mlp), visit);
                         }},
              layer.mlp);
-  if (config.has_post_norms) norm(weights.mlp_post_norm, "mlp_post_norm", hidden);
+  if (config.has_post_norms) its.norm(weights.mlp_post_norm, "mlp_post_norm", hidden);
 
   if (const int64_t size = config.per_layer_inputs.size; size > 0) {
-    linear(weights.per_layer_gate, "per_layer.gate", {{name + "per_layer.gate", size}}, hidden,
-           ShardAxis::kNone, {});
-    linear(weights.per_layer_proj, "per_layer.proj", {{name + "per_layer.proj", hidden}}, size,
-           ShardAxis::kNone, {});
-    norm(weights.per_layer_norm, "per_layer.norm", hidden);
+    its.linear(weights.per_layer_gate, "per_layer.gate", {{its.name + "per_layer.gate", size}},
+               hidden, ShardAxis::kNone, {});
+    its.linear(weights.per_layer_proj, "per_layer.proj", {{its.name + "per_layer.proj", hidden}},
+               size, ShardAxis::kNone, {});
+    its.norm(weights.per_layer_norm, "per_layer.norm", hidden);
   }
   if (config.has_layer_scale) {
-    visit.vector(weights.scale, VectorKind::kScale, {{name + "scale", 1}});
+    visit.vector(weights.scale, VectorKind::kScale, {{its.name + "scale", 1}});
   }
 }
 
@@ -284,7 +335,8 @@ void for_each_linear(const DecoderConfig& config, Weights& weights, const Functi
   visit_weights(config, weights, visitor);
 }
 
-// Gives the vectors of `weights` the sizes, and the MLPs the kinds, that `config` asks for.
+// Gives the vectors of `weights` the sizes, and attention and MLPs the kinds, that `config` asks
+// for.
 void size_weights(const DecoderConfig& config, DecoderWeights& weights);
 
 }  // namespace paceline

@@ -193,6 +193,12 @@ void Carver::tokens(const int32_t*& tokens, const WeightPart& part, bool is_opti
 void size_weights(const DecoderConfig& config, DecoderWeights& weights) {
   weights.layers.resize(config.layers.size());
   for (size_t i = 0; i < config.layers.size(); ++i) {
+    auto& attention = weights.layers[i].attention;
+    std::visit(
+        Overloaded{
+            [&](const MultiHeadAttention&) { attention.emplace<MultiHeadAttentionWeights>(); },
+            [&](const LatentAttention&) { attention.emplace<LatentAttentionWeights>(); }},
+        config.layers[i].attention);
     auto& mlp = weights.layers[i].mlp;
     std::visit(Overloaded{[&](const DenseMlp&) { mlp.emplace<DenseMlpWeights>(); },
                           [&](const MoeMlp&) { mlp.emplace<MoeMlpWeights>(); }},

@@ -29,15 +29,29 @@ struct MoeMlpWeights {
   ExpertLinears down;
 };
 
+struct MultiHeadAttentionWeights {
+  Linear qkv;                     // q rows, k rows, v rows
+  const float* q_norm = nullptr;  // [head_dim], or null
+  const float* k_norm = nullptr;  // [head_dim], or null; always null in a reader
+  const float* sinks = nullptr;   // [num_qo_heads], or null
+  Linear o;
+};
+
+struct LatentAttentionWeights {
+  Linear qkv_a;                      // q_a rows (or q rows), then kv_a rows
+  const float* q_a_norm = nullptr;   // [q_lora_rank], or null
+  Linear q_b;                        // absent without a q_lora_rank
+  const float* kv_a_norm = nullptr;  // [kv_lora_rank]
+  Linear kv_b;  // the rows of K_h and then those of V_h, head by head; the ops on heads read it
+  Linear o;
+};
+
 // All pointers are 64 B aligned and point into DecoderWeights::arena. visit_weights.h has the
 // shapes of the matrices.
 struct LayerWeights {
   const float* attn_norm = nullptr;  // [hidden], or null in some draft heads
-  Linear qkv;                        // q rows, k rows, v rows
-  const float* q_norm = nullptr;     // [head_dim], or null
-  const float* k_norm = nullptr;     // [head_dim], or null; always null in a reader
-  const float* sinks = nullptr;      // [num_qo_heads], or null
-  Linear o;
+  // Of the kind of LayerConfig::attention.
+  std::variant<MultiHeadAttentionWeights, LatentAttentionWeights> attention;
   const float* attn_post_norm = nullptr;             // [hidden], or null
   const float* mlp_norm = nullptr;                   // [hidden]
   std::variant<DenseMlpWeights, MoeMlpWeights> mlp;  // of the kind of LayerConfig::mlp

@@ -211,6 +211,7 @@ bool Scheduler::admit(Sequence& sequence, const PlannedSequence& rows, const Seq
     // blocks of the fork's own.
     counts[g] -= std::visit(
         Overloaded{[&](const FullKv&) -> int64_t { return rows.start / group.block_size; },
+                   [&](const LatentKv&) -> int64_t { return rows.start / group.block_size; },
                    [](const SlidingKv&) -> int64_t { return 0; }},
         group.kind);
   }
