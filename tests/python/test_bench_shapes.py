@@ -42,6 +42,7 @@ def stored(name: str) -> tuple[int, int]:
         ("gpt-oss-120b", 65_248_815_744, 116_829_156_672),
         ("qwen3-8b", 2 * 8_190_735_360, 8_190_735_360),
         ("llama-3-8b", 2 * 8_030_261_248, 8_030_261_248),
+        ("gemma4-12b", 2 * 11_907_350_320, 11_907_350_320),
     ],
 )
 def test_sizes_of_checkpoints(name: str, num_bytes: int, num_parameters: int) -> None:
@@ -132,3 +133,15 @@ def test_the_draft_head_of_gpt_oss() -> None:
     parameters = matrix_costs(described, "bfloat16").parameters
     assert parameters == 2880 * 8640 + layer + 64_000 * 2880
     assert 2 * parameters / 2**30 == pytest.approx(0.513, abs=1e-3)
+
+
+def test_the_assistant_of_gemma4() -> None:
+    config = named("gemma4-12b")
+    # A full layer has one KV head of 512 whose keys are its values, in memory too; a sliding one 8.
+    assert kv_bytes_read(config, 1, 2) == 344_064
+    assert kv_bytes_read(config, 5000, 2) == 16_384 * 5000 + (344_064 - 16_384) * 1024
+    target = Target(Path("gemma4-12b"), "Gemma4UnifiedForCausalLM", config, "bfloat16")
+    assistant = models._named_config("gemma4-12b-assistant")
+    described = drafter_config(assistant, target, source="gemma4-12b-assistant")
+    step = matrix_costs(described, "bfloat16").all_bytes / 2**20
+    assert step == pytest.approx(806.5, abs=0.1)  # as published
