@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`paceline bench`: `latency` measures plain and speculative decoding, `plot` draws a report."""
+"""`paceline bench`: `latency` and `pairs` measure, `plot` draws what they have measured."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from paceline.bench.options import (
     speculations,
     target_source,
 )
-from paceline.bench.plot import PLOT_NEEDS, check_can_plot, draw, read_report
+from paceline.bench.pairs.command import run_pairs
+from paceline.bench.pairs.options import add_pairs_parser
+from paceline.bench.pairs.plot import draw as draw_pairs
+from paceline.bench.plot import PLOT_NEEDS, check_can_plot, draw, is_pairs_report, read_report
 from paceline.bench.report import (
     COLUMNS,
     EXPERTS_LEGEND,
@@ -51,11 +54,12 @@ def add_parser(commands: Any) -> None:
     )
     kinds = bench.add_subparsers(dest="kind", required=True, metavar="KIND")
     add_latency_parser(kinds).set_defaults(run=run_latency)
+    add_pairs_parser(kinds).set_defaults(run=run_pairs)
     plot = kinds.add_parser(
         "plot",
-        help="draw a report of `latency --json FILE`",
-        description="Draws time and tokens per second against concurrency, as `latency --plot` "
-        "does, from a report that `latency --json FILE` wrote.",
+        help="draw a report of `latency --json FILE` or `pairs --json FILE`",
+        description="Draws what `latency --plot` or `pairs --plot` draws, from a report that "
+        "--json FILE wrote.",
     )
     plot.add_argument("report", metavar="REPORT", help="the JSON file of the report")
     plot.add_argument(
@@ -70,7 +74,8 @@ def run_plot(args: argparse.Namespace) -> int:
     check_path("REPORT", args.report, "a file with a report")
     check_can_write("--out", args.out)
     check_can_plot("--out", args.out)
-    draw(read_report(args.report), args.out)
+    stored = read_report(args.report)
+    (draw_pairs if is_pairs_report(stored) else draw)(stored, args.out)
     emit(f"wrote {args.out}")
     return 0
 

@@ -323,7 +323,7 @@ def speculations(
             configs = [dataclasses.replace(config, draft_driver=driver) for driver in drivers]
         except ValueError as error:  # a stop threshold works with one driver only
             raise ValueError(f"drivers is {shorten(args.drivers)}: {error}") from None
-    return config, [_speculation(config) for config in configs]
+    return config, [speculation_of(config) for config in configs]
 
 
 def _parse_speculative_config(
@@ -355,7 +355,8 @@ def _check_names_no_drafter(values: dict[str, Any], draft_config: str) -> None:
         )
 
 
-def _speculation(config: SpeculativeConfig) -> Speculation:
+def speculation_of(config: SpeculativeConfig) -> Speculation:
+    """What the engine is told of a complete configuration."""
     return Speculation(
         config.k,
         config.rejection_sample_method,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws a report of `paceline bench latency`; needs matplotlib, the extra [bench]."""
+"""Reads reports of benches and draws those of `latency`; needs matplotlib, the extra [bench]."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ from paceline.checks import shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _SUFFIXES: Final = (".png", ".svg", ".pdf")
 PLOT_NEEDS: Final = (
     f"the ending is {', '.join(_SUFFIXES)}; needs matplotlib: pip install 'paceline[bench]'"
 )
+# What a report of `latency` and one of `pairs` need for a figure.
 _ROW_KEYS: Final = (
     "configuration", "workload", "iteration_ms", "output_tokens_per_s", "tokens_per_iteration",
     "floor_ms", "num_draft_tokens",
+)  # fmt: skip
+_PAIR_KEYS: Final = (
+    "pair", "temperature", "max_concurrency", "output_throughput", "median_itl_ms", "floor_share",
 )  # fmt: skip
 
 
@@ -42,7 +47,7 @@ def check_can_plot(option: str, path: str) -> None:
 
 
 def read_report(path: str) -> dict[str, Any]:
-    """Reads what `paceline bench latency --json FILE` wrote.
+    """Reads what `paceline bench latency --json FILE` or `paceline bench pairs` with it wrote.
 
     Raises:
         ValueError: It is no such file.
@@ -51,8 +56,10 @@ def read_report(path: str) -> dict[str, Any]:
     try:
         report = json.loads(Path(path).read_bytes())
         rows = report["rows"]
+        is_of_pairs = is_pairs_report(report)
         is_report = bool(rows) and all(
-            all(key in row for key in _ROW_KEYS) and row["workload"]["concurrency"] >= 1
+            all(key in row for key in (_PAIR_KEYS if is_of_pairs else _ROW_KEYS))
+            and (row["max_concurrency"] if is_of_pairs else row["workload"]["concurrency"]) >= 1
             for row in rows
         )
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -60,10 +67,15 @@ def read_report(path: str) -> dict[str, Any]:
     if not is_report:
         raise ValueError(
             f"{shorten(path, 200)} is not a report; allowed: a file that `paceline bench latency "
-            "--json FILE` wrote"
+            "--json FILE` or `paceline bench pairs --json FILE` wrote"
         )
     result: dict[str, Any] = report
     return result
+
+
+def is_pairs_report(report: dict[str, Any]) -> bool:
+    """Whether a report is one of `paceline bench pairs`."""
+    return report.get("bench") == "pairs"
 
 
 def draw(report: dict[str, Any], path: str) -> None:
@@ -92,8 +104,17 @@ def draw(report: dict[str, Any], path: str) -> None:
         _line(time_axes, with_floor, _floor_time, color, f"floor of {name}", is_floor=True)
         _line(rate_axes, with_floor, _floor_rate, color, f"limit of {name}", is_floor=True)
     concurrency = sorted({row["workload"]["concurrency"] for row in rows})
-    _label(time_axes, concurrency, "time of an iteration", "ms (median)")
-    _label(rate_axes, concurrency, "output of all sequences", "tokens per second")
+    prepare_axes(time_axes, concurrency, "time of an iteration", "ms (median)")
+    prepare_axes(rate_axes, concurrency, "output of all sequences", "tokens per second")
+    save(figure, report, path)
+
+
+def save(figure: Figure, report: dict[str, Any], path: str) -> None:
+    """Writes a figure with the title of its report.
+
+    Raises:
+        OSError: It cannot be written.
+    """
     figure.suptitle(title_of(report), fontsize=9, parse_math=False)
     try:
         figure.savefig(path, dpi=150)
@@ -103,9 +124,7 @@ def draw(report: dict[str, Any], path: str) -> None:
 
 def title_of(report: dict[str, Any]) -> str:
     """Model, machine, date and command; older reports lack some of them."""
-    models = str(report.get("target"))
-    if report.get("draft") is not None:
-        models += f" + {report['draft']}"
+    models = " + ".join(str(report[key]) for key in ("target", "draft") if report.get(key))
     machine = report.get("machine") or report.get("device_name") or report.get("device")
     facts = [models, report.get("weight_dtype"), machine, report.get("date")]
     lines = [", ".join(str(fact) for fact in facts if fact)]
@@ -154,7 +173,18 @@ def _line(
     )
 
 
-def _label(axes: Axes, concurrency: list[int], title: str, unit: str) -> None:
+def prepare_axes(
+    axes: Axes, concurrency: list[int], title: str, unit: str, *, has_legend: bool = True
+) -> None:
+    """Scales and labels axes over concurrency, whose lines are drawn.
+
+    Args:
+        axes: The axes.
+        concurrency: The ticks.
+        title: What is shown.
+        unit: Its unit.
+        has_legend: Whether the axes get a legend.
+    """
     from matplotlib.ticker import LogLocator
 
     axes.set_xscale("log", base=2)
@@ -167,4 +197,5 @@ def _label(axes: Axes, concurrency: list[int], title: str, unit: str) -> None:
     axes.set_xlabel("sequences at the same time")
     axes.set_ylabel(unit)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    if has_legend:
+        axes.legend(fontsize=8)

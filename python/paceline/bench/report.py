@@ -193,8 +193,8 @@ def print_head(setup: Setup, read_bandwidth: float, first: Measurement, name_wid
         f"{setup.model_build_s:.2f} s, engine {first.engine_start_s:.2f} s"
     )
     columns = _columns(setup)
-    _print_cells([name for name, _, _ in columns], columns, name_width)
-    _print_cells([unit for _, unit, _ in columns], columns, name_width)
+    print_cells([name for name, _, _ in columns], columns, name_width)
+    print_cells([unit for _, unit, _ in columns], columns, name_width)
 
 
 def _columns(setup: Setup) -> tuple[tuple[str, str, int], ...]:
@@ -223,12 +223,13 @@ def print_row(setup: Setup, name: str, row: Measurement, name_width: int) -> Non
     ]  # fmt: skip
     if setup.has_mixture:
         cells.append(_experts_cell(row))
-    _print_cells(cells, _columns(setup), name_width)
+    print_cells(cells, _columns(setup), name_width)
 
 
-def _print_cells(
+def print_cells(
     cells: Sequence[object], columns: Sequence[tuple[str, str, int]], name_width: int
 ) -> None:
+    """Prints a line of a table; a column is two lines of heading and a width."""
     first, *others = zip(cells, columns, strict=True)
     line = [f"{first[0]:<{name_width}}", *(f"{cell:>{width}}" for cell, (_, _, width) in others)]
     emit(" ".join(line), flush=True)

@@ -14,6 +14,8 @@ from paceline.prompts import Prompt, check_prompt_text, encode_chats
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
+    from paceline.loader import LoadedModel
+    from paceline.tokenizer import Tokenizer
 
 # A prompt, token ids, or with --chat the messages of a conversation.
 Input = str | list[int] | list[dict[str, Any]]
@@ -124,9 +126,25 @@ def chat_prompt(llm: LLM, messages: list[dict[str, Any]]) -> Prompt:
     Raises:
         ValueError: There is no template, it refuses the messages, or the prompt is too long.
     """
-    tokenizer = llm.get_tokenizer()
+    return render_chat(llm.get_tokenizer(), llm.target, llm.max_model_len, messages)
+
+
+def render_chat(
+    tokenizer: Tokenizer, target: LoadedModel, max_model_len: int, messages: list[dict[str, Any]]
+) -> Prompt:
+    """Makes a prompt of a conversation with a target's chat template.
+
+    Args:
+        tokenizer: The target's.
+        target: The target.
+        max_model_len: Maximum tokens of a sequence.
+        messages: The conversation.
+
+    Raises:
+        ValueError: As for `chat_prompt`.
+    """
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    (prompt,) = encode_chats([text], llm.target, llm.max_model_len)
+    (prompt,) = encode_chats([text], target, max_model_len)
     return prompt
 
 

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs `paceline bench pairs`."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from paceline.bench.floor import Speed, with_floor
+from paceline.bench.latency import measure
+from paceline.bench.models import BenchModel, load, load_draft
+from paceline.bench.options import speculation_of
+from paceline.bench.pairs.known import Pair, imposed_length
+from paceline.bench.pairs.options import PairsOptions, parse_options, speculative_config
+from paceline.bench.pairs.plot import draw
+from paceline.bench.pairs.report import (
+    PairRow,
+    Unmeasured,
+    legend,
+    print_head,
+    print_row,
+    print_unmeasured,
+    report,
+)
+from paceline.bench.report import write_json
+from paceline.bench.runs import Requests
+from paceline.bench.workload import Workload
+from paceline.chat_template import ChatTemplates
+from paceline.commands.prompt_input import Input, as_conversation, render_chat
+from paceline.console import (
+    EXIT_OK,
+    EXIT_OUT_OF_MEMORY,
+    check_output,
+    emit,
+    progress_bar,
+    tell,
+)
+from paceline.device import resolve_device
+from paceline.loader import LoadedModel
+from paceline.prompts import encode
+from paceline.tokenizer import model_tokenizer
+
+# Fewer requests than these would say nothing about a percentile.
+_MIN_PROMPTS: Final = 8
+# Runs of a row: the warm-up, and the one that counts.
+_RUNS: Final = 2
+
+
+def run_pairs(args: argparse.Namespace) -> int:
+    """Measures, prints the rows and returns the exit code."""
+    options = parse_options(args)
+    check_output()
+    device = resolve_device(args.device)
+    is_json_alone = args.json == "-"
+    command = getattr(args, "command_line", "paceline bench pairs")
+    name_width = max(len(pair.name) for pair in options.pairs)
+    speed = Speed(device, args.num_threads)
+    rows: list[dict[str, Any]] = []
+    unmeasured: list[Unmeasured] = []
+    measured: dict[str, Any] = {}
+    num_runs = _RUNS * len(options.pairs) * len(options.temperatures) * len(options.concurrency)
+    with progress_bar(num_runs, "Measuring", "run", is_shown=not args.quiet) as bar:
+        for pair in options.pairs:
+            for result in _measure_pair(pair, options, args, device, speed, bar):
+                is_first = not rows and not unmeasured
+                if isinstance(result, PairRow):
+                    rows.append(result.as_dict())
+                else:
+                    unmeasured.append(result)
+                if not is_json_alone:
+                    with bar.external_write_mode(sys.stdout):
+                        if is_first:
+                            print_head(device, name_width)
+                        if isinstance(result, PairRow):
+                            print_row(rows[-1], name_width)
+                        else:
+                            print_unmeasured(result, name_width)
+                measured = report(command, device, speed.memory, rows, unmeasured)
+                if args.json is not None and not is_json_alone:
+                    write_json(args.json, measured)
+    if is_json_alone:
+        emit(json.dumps(measured))
+    elif rows:
+        emit(legend(rows))
+    if not rows:
+        return EXIT_OUT_OF_MEMORY
+    if args.plot is not None:
+        draw(measured, args.plot)
+    return EXIT_OK
+
+
+def _measure_pair(
+    pair: Pair,
+    options: PairsOptions,
+    args: argparse.Namespace,
+    device: str,
+    speed: Speed,
+    bar: Any,
+) -> Iterator[PairRow | Unmeasured]:
+    """Measures all rows of a pair; whatever does not fit into memory is not measured."""
+    cells = list(itertools.product(options.temperatures, options.concurrency))
+    # A reason is yielded after its `except`, whose traceback keeps models alive.
+    reason = None
+    try:
+        target, draft = _load_pair(pair, device, is_quiet=args.quiet)
+    except MemoryError as error:
+        reason = str(error)
+    if reason is not None:
+        bar.update(_RUNS * len(cells))
+        yield Unmeasured(pair.name, None, None, reason)
+        return
+    prompts = _encode_prompts(pair, options.prompts, target.loaded, args)
+    for temperature, c in cells:
+        what = f"{pair.name} at T={temperature:g}, c={c}"
+        if bar.disable and not args.quiet:
+            tell(f"measuring {what} ...")
+        bar.set_description(f"Measuring {what}")
+        try:
+            row = _measure_row(
+                pair, target, draft, temperature, c, prompts, args, speed, bar.update
+            )
+        except MemoryError as error:
+            reason = str(error)
+        else:
+            yield row
+            continue
+        yield Unmeasured(pair.name, temperature, c, reason)
+
+
+def _load_pair(pair: Pair, device: str, *, is_quiet: bool) -> tuple[BenchModel, BenchModel]:
+    target = load(pair.target, dummy=pair.is_dummy, device=device, show_progress=not is_quiet)
+    draft = load_draft(
+        pair.drafter, target, method=pair.method, dummy=pair.is_dummy, device=device,
+        show_progress=not is_quiet,
+    )  # fmt: skip
+    return target, draft
+
+
+def _measure_row(
+    pair: Pair,
+    target: BenchModel,
+    draft: BenchModel,
+    temperature: float,
+    concurrency: int,
+    prompts: Sequence[Sequence[int]],
+    args: argparse.Namespace,
+    speed: Speed,
+    after_run: Any,
+) -> PairRow:
+    imposed = imposed_length(pair.name, temperature, concurrency) if pair.is_dummy else None
+    config = speculative_config(
+        replace(pair, method=draft.loaded.method),
+        None if imposed is None else imposed.tokens,
+        args.rejection_sample_method,
+    )
+    count = args.num_prompts or max(concurrency, len(prompts) or _MIN_PROMPTS)
+    input_len = round(statistics.fmean(map(len, prompts))) if prompts else args.input_len
+    workload = Workload(concurrency, input_len, args.output_len, {"temperature": temperature})
+    eos = () if pair.is_dummy else target.loaded.eos_token_ids
+    speculation = speculation_of(config)
+    [row] = measure(
+        target, draft, speculation, [workload], num_threads=args.num_threads, rounds=1,
+        requests=Requests(count, prompts, eos), show_progress=not args.quiet, after_run=after_run,
+    )  # fmt: skip
+    speed.forget()
+    row = with_floor(row, target, draft, speed)
+    return PairRow(pair, config, imposed, row)
+
+
+def _encode_prompts(
+    pair: Pair, prompts: Sequence[Input], target: LoadedModel, args: argparse.Namespace
+) -> list[list[int]]:
+    """The prompts of a pair as token ids, with room for the output; none with dummy weights."""
+    num_tokens = args.output_len + (args.input_len if pair.is_dummy else 1)
+    if num_tokens > target.max_position:
+        raise ValueError(
+            f"output_len is {args.output_len}, so requests have {num_tokens} tokens or more, but "
+            f"the target of {pair.name} was made for {target.max_position}; use a smaller "
+            f"--output-len{' or --input-len' if pair.is_dummy else ''}"
+        )
+    if pair.is_dummy:
+        return []
+    templates = ChatTemplates.of_model(target) if args.chat else None
+    encoded = []
+    for index, prompt in enumerate(prompts):
+        given: Any = prompt
+        if templates is not None:
+            given = render_chat(
+                model_tokenizer(target, templates), target, target.max_position,
+                as_conversation(prompt, None),
+            )  # fmt: skip
+        _, token_ids = encode(
+            given, f"prompt {index} of --prompts-file", target,
+            max_model_len=target.max_position, spare=args.output_len,
+        )  # fmt: skip
+        encoded.append(token_ids)
+    return encoded
