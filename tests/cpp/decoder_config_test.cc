@@ -18,6 +18,7 @@
 namespace paceline {
 namespace {
 
+using testing::deepseek_config;
 using testing::Edit;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -196,6 +197,68 @@ TEST(DecoderConfig, RefusesLatentAttentionThatCannotBe) {
               HasSubstr("layers[1].attention.kv_source is 0; allowed: a layer of the same kind"));
 }
 
+TEST(DecoderConfig, ReadsSigmoidRoutersAndSharedExperts) {
+  const DecoderConfig config = parse_decoder_config(deepseek_config());
+  const auto& mixture = std::get<MoeMlp>(config.layers[0].mlp);
+  EXPECT_EQ(mixture.router, RouterRule::kSigmoid);
+  EXPECT_EQ(mixture.sigmoid.num_groups, 3);
+  EXPECT_EQ(mixture.sigmoid.top_groups, 2);
+  EXPECT_TRUE(mixture.sigmoid.normalises);
+  EXPECT_EQ(mixture.sigmoid.scale, 2.5f);
+  EXPECT_TRUE(mixture.is_per_expert);
+  EXPECT_EQ(mixture.expert.intermediate, 96);
+  ASSERT_TRUE(mixture.shared);
+  EXPECT_EQ(mixture.shared->intermediate, 40);
+  EXPECT_EQ(mixture.shared->activation, Activation::kGeluTanh);
+  EXPECT_TRUE(mixture.shared->has_bias);
+
+  const DecoderConfig plain = parse_decoder_config(deepseek_config(
+      {{R"("num_groups": 3, "top_groups": 2, "normalises_weights": true, "weight_scale": 2.5,
+         "per_expert": true, "shared": {"intermediate": 40, "activation": "gelu_tanh",
+         "has_bias": true},)",
+        ""}}));
+  const auto& defaults = std::get<MoeMlp>(plain.layers[0].mlp);
+  EXPECT_EQ(defaults.sigmoid.num_groups, 1);
+  EXPECT_EQ(defaults.sigmoid.top_groups, 1);
+  EXPECT_FALSE(defaults.sigmoid.normalises || defaults.is_per_expert || defaults.shared);
+  EXPECT_EQ(defaults.sigmoid.scale, 1);
+}
+
+TEST(DecoderConfig, RefusesRoutersThatCannotBe) {
+  const std::vector<std::pair<Edit, std::string>> table = {
+      {{"\"num_groups\": 3", "\"num_groups\": 4"},
+       "layers[0].mlp.num_groups is 4; allowed: divisors of num_experts, 6, with at least two "
+       "experts to a group"},
+      {{"\"num_groups\": 3", "\"num_groups\": 6"}, "num_groups is 6; allowed: divisors"},
+      {{"\"num_groups\": 3", "\"num_groups\": 33"}, "allowed: an integer from 1 to 32"},
+      {{"\"num_groups\": 3, ", ""}, "layers[0].mlp.num_groups is missing"},
+      {{"\"top_groups\": 2, ", ""}, "layers[0].mlp.top_groups is missing"},
+      {{"\"top_groups\": 2", "\"top_groups\": 4"}, "allowed: an integer from 1 to 3"},
+      {{"\"top_groups\": 2", "\"top_groups\": 1"},
+       "layers[0].mlp.top_groups is 1; allowed: groups that together have top_k experts, 3; a "
+       "group has 2"},
+      {{"\"weight_scale\": 2.5", "\"weight_scale\": 0"}, "layers[0].mlp.weight_scale is 0"},
+      {{"\"normalises_weights\": true", "\"normalises_weights\": 1"},
+       "layers[0].mlp.normalises_weights is 1; allowed: true or false"},
+      {{"\"sigmoid\"", "\"softmax_of_chosen\""},
+       "layers[0].mlp.num_groups is 3; allowed: no such key where router is 'softmax_of_chosen'"},
+      {{"\"sigmoid\"", "\"sqrtsoftplus\""},
+       "layers[0].mlp.router is 'sqrtsoftplus'; allowed: 'softmax_of_chosen', 'sigmoid'"},
+      {{"\"has_bias\": false, \"router\"", "\"has_bias\": true, \"router\""},
+       "layers[0].mlp.has_bias is true; allowed: false with per_expert"},
+      {{"\"per_expert\": true", "\"per_expert\": true, \"interleaved\": true"},
+       "layers[0].mlp.interleaved is true; allowed: false with per_expert"},
+      {{"\"intermediate\": 40", "\"intermediate\": 0"}, "layers[0].mlp.shared.intermediate is 0"},
+      {{"\"intermediate\": 40", "\"intermediate\": 40, \"top_k\": 2"},
+       "layers[0].mlp.shared.top_k is an unknown key"},
+  };
+  for (const auto& [edit, expected] : table) {
+    const std::string message =
+        message_of<InvalidArgument>([&] { (void)parse_decoder_config(deepseek_config({edit})); });
+    EXPECT_THAT(message, HasSubstr(expected)) << edit.from << " -> " << edit.to;
+  }
+}
+
 TEST(DecoderConfig, RefusesMixturesAndFormatsThatCannotBe) {
   const std::vector<std::pair<Edit, std::string>> table = {
       {{"\"num_experts\": 6", "\"num_experts\": 0"},
@@ -219,7 +282,7 @@ TEST(DecoderConfig, RefusesMixturesAndFormatsThatCannotBe) {
        "layers[1].mlp.down.format is 'mxfp4'; allowed: a format only where intermediate is at "
        "most 131072; it is 131104"},
       {{"\"softmax_of_chosen\"", "\"softmax\""},
-       "layers[0].mlp.router is 'softmax'; allowed: 'softmax_of_chosen'"},
+       "layers[0].mlp.router is 'softmax'; allowed: 'softmax_of_chosen', 'sigmoid'"},
       {{"\"swiglu_oai\"", "\"swiglu\""},
        "layers[0].mlp.activation is 'swiglu'; allowed: 'silu', 'gelu_tanh', 'swiglu_oai'"},
       {{"\"swiglu_oai\"", "\"silu\""},

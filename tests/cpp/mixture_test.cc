@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <functional>
@@ -22,14 +23,28 @@
 #include "device/device_arena.h"
 #include "model/activations.h"
 #include "model/decoder_config.h"
+#include "support/raw_models.h"
+#include "support/reference_model.h"
+#include "support/tiny_models.h"
 
 namespace paceline {
 namespace {
 
+namespace reference = testing::reference;
+using testing::make_mixture;
+using testing::random_raw_model;
+using testing::RawModel;
 using testing::small_engine_options;
+using testing::tiny_config_json;
+using testing::TinyModel;
 
 constexpr int32_t kHidden = 16;
 constexpr int32_t kIntermediate = 24;
+
+// What description says about every MLP, and what takes its place in models of DeepSeek-V3's kind.
+const std::string kDenseMlp = R"("activation": "swiglu_oai", "alpha": 1.7, "limit": 2,
+                     "has_bias": true)";
+const std::string kSilu = R"("activation": "silu", "has_bias": false)";
 
 std::string description(const std::string& mlp, const std::string& sinks) {
   std::string layers;
@@ -38,9 +53,7 @@ std::string description(const std::string& mlp, const std::string& sinks) {
                      R"(, "num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 4, "scale": 0.5,
                      "soft_cap": 0, "rope": 0, "has_qk_norm": false, "has_qkv_bias": false,
                      "has_o_bias": false)",
-                     sinks, R"(}, "mlp": {"intermediate": 24, "activation": "swiglu_oai",
-                     "alpha": 1.7, "limit": 2, "has_bias": true)",
-                     mlp, "}}");
+                     sinks, R"(}, "mlp": {"intermediate": 24, )", kDenseMlp, mlp, "}}");
   }
   return concat(R"({"format": "paceline-decoder-1", "name": "mixture", "vocab_size": 32,
     "hidden_size": 16, "max_position": 256, "norm_eps": 1e-5, "norm_weight_offset": 0,
@@ -171,23 +184,103 @@ std::shared_ptr<const Model> mixture_model(const std::vector<bool>& is_copy, int
   return builder.finish();
 }
 
+// A mixture of DeepSeek-V3's kind, whose experts' tensors are their own if `is_per_expert`. The
+// dense model's MLP is the shared expert or, with `is_in_experts`, every expert; the other is zero.
+std::shared_ptr<const Model> deepseek_model(bool is_per_expert, bool is_in_experts) {
+  constexpr int64_t kNumExperts = 4;
+  constexpr int64_t kRows = kIntermediate;
+  std::string json = description(
+      concat(R"(, "num_experts": 4, "top_k": 1, "router": "sigmoid", "has_router_bias": true,
+             "num_groups": 2, "top_groups": 1, "normalises_weights": true,
+             "per_expert": )",
+             is_per_expert ? "true" : "false",
+             R"(, "shared": {"intermediate": 24, "activation": "silu", "has_bias": false})"),
+      "");
+  for (size_t at = 0; (at = json.find(kDenseMlp, at)) != std::string::npos;) {
+    json.replace(at, kDenseMlp.size(), kSilu);
+  }
+  ModelBuilder builder(json, DType::kFloat32);
+  for (int64_t layer = 0; layer < 2; ++layer) {
+    const std::string name = concat("layers.", layer, ".mlp.");
+    const Mlp mlp = random_mlp(static_cast<uint64_t>(layer));
+    const Mlp zero = {.gate_up = std::vector<float>(mlp.gate_up.size()),
+                      .down = std::vector<float>(mlp.down.size())};
+    put(builder, name + "router.weight", {kNumExperts, kHidden},
+        random_values(70, kNumExperts * kHidden));
+    put(builder, name + "router.bias", {kNumExperts}, random_values(71, kNumExperts));
+    put(builder, name + "router.correction.bias", {kNumExperts}, random_values(72, kNumExperts));
+    const auto put_unit = [&](const Mlp& from, const std::string& gate, const std::string& up,
+                              const std::string& down) {
+      const auto middle = from.gate_up.begin() + kRows * kHidden;
+      put(builder, gate, {kRows, kHidden}, {from.gate_up.begin(), middle});
+      put(builder, up, {kRows, kHidden}, {middle, from.gate_up.end()});
+      put(builder, down, {kHidden, kRows}, from.down);
+    };
+    const Mlp& shared = is_in_experts ? zero : mlp;
+    const Mlp& expert = is_in_experts ? mlp : zero;
+    put_unit(shared, name + "shared.gate.weight", name + "shared.up.weight",
+             name + "shared.down.weight");
+    Mlp all;
+    for (int64_t e = 0; e < kNumExperts; ++e) {
+      const auto own = [&](const char* which) {
+        return concat(name, "experts.", which, ".", e, ".weight");
+      };
+      if (is_per_expert) put_unit(expert, own("gate"), own("up"), own("down"));
+      all.gate_up.insert(all.gate_up.end(), expert.gate_up.begin(), expert.gate_up.end());
+      all.down.insert(all.down.end(), expert.down.begin(), expert.down.end());
+    }
+    if (is_per_expert) continue;
+    put(builder, name + "experts.gate_up.weight", {kNumExperts, 2 * kRows, kHidden}, all.gate_up);
+    put(builder, name + "experts.down.weight", {kNumExperts, kHidden, kRows}, all.down);
+  }
+  put_rest(builder);
+  return builder.finish();
+}
+
+// The dense model with that MLP.
+std::shared_ptr<const Model> dense_silu_model() {
+  std::string json = description("", "");
+  for (size_t at = 0; (at = json.find(kDenseMlp, at)) != std::string::npos;) {
+    json.replace(at, kDenseMlp.size(), kSilu);
+  }
+  ModelBuilder builder(json, DType::kFloat32);
+  for (int64_t layer = 0; layer < 2; ++layer) {
+    const std::string name = concat("layers.", layer, ".mlp.");
+    const Mlp mlp = random_mlp(static_cast<uint64_t>(layer));
+    const auto middle = mlp.gate_up.begin() + int64_t{kIntermediate} * kHidden;
+    put(builder, name + "gate.weight", {kIntermediate, kHidden}, {mlp.gate_up.begin(), middle});
+    put(builder, name + "up.weight", {kIntermediate, kHidden}, {middle, mlp.gate_up.end()});
+    put(builder, name + "down.weight", {kHidden, kIntermediate}, mlp.down);
+  }
+  put_rest(builder);
+  return builder.finish();
+}
+
+// The prompt of hidden_states.
+std::vector<int32_t> prompt_of(int32_t vocab_size) {
+  std::vector<int32_t> prompt;
+  for (int32_t i = 0; i < 40; ++i) prompt.push_back(i * 7 % vocab_size);
+  return prompt;
+}
+
 // The residual stream that enters layer 1, which is the work of layer 0, and the output of the
-// final norm, of a prompt.
+// final norm, of a prompt. `last`: the number of layers.
 std::vector<float> hidden_states(const std::shared_ptr<const Model>& model,
-                                 bool use_window_lists = false) {
+                                 bool use_window_lists = false, int32_t last = 2,
+                                 int32_t hidden = kHidden) {
   ExecutorOptions options = small_engine_options(0);
   options.use_window_lists = use_window_lists;
   Executor executor(model, nullptr, options);
   Request request;
-  for (int32_t i = 0; i < 40; ++i) request.prompt.push_back(i * 7 % 32);
-  request.hidden_layers = {1, 2};
+  request.prompt = prompt_of(32);
+  request.hidden_layers = {1, last};
   EXPECT_TRUE(executor.add_request(std::move(request)).has_value());
   for (;;) {
     for (const RequestEvent& event : executor.poll(1000)) {
       EXPECT_EQ(event.error, "");
       if (event.finish_reason == FinishReason::kNone) continue;
       const float* data = event.hidden_states.data.get();
-      return {data, data + int64_t{2} * 40 * kHidden};
+      return {data, data + int64_t{2} * 40 * hidden};
     }
   }
 }
@@ -211,6 +304,44 @@ TEST(Mixture, OfTwoEqualExpertsThatShareTheWeightEqualsTheirMlp) {
   }
 }
 
+TEST(Mixture, WithAnExpertOrASharedExpertOfZerosEqualsTheOther) {
+  const std::vector<float> expected = hidden_states(dense_silu_model());
+  for (const bool is_per_expert : {false, true}) {
+    for (const bool is_in_experts : {false, true}) {
+      EXPECT_EQ(hidden_states(deepseek_model(is_per_expert, is_in_experts)), expected);
+    }
+  }
+}
+
+// Whole models of random shapes against the equations in double precision.
+TEST(Mixture, MatchesReference) {
+  int32_t num_deepseek = 0;
+  for (uint64_t seed = 1; seed <= 24; ++seed) {
+    std::mt19937_64 random(seed);
+    TinyModel shape{.vocab_size = 32, .windows = {8, 0, 8}};
+    make_mixture(shape, random);
+    num_deepseek += shape.is_deepseek ? 1 : 0;
+    const RawModel raw = random_raw_model(tiny_config_json(shape), seed);
+    const std::vector<float> got =
+        hidden_states(raw.build(), /*use_window_lists=*/false, /*last=*/3, shape.hidden);
+    const reference::TargetStates want = reference::run_target(raw, prompt_of(32));
+    int64_t num_far = 0;
+    for (size_t row = 0; row < 40; ++row) {
+      double worst = 0;
+      for (size_t i = 0; i < static_cast<size_t>(shape.hidden); ++i) {
+        const size_t at = row * static_cast<size_t>(shape.hidden) + i;
+        const size_t half = got.size() / 2;
+        worst = std::max(worst, std::fabs(got[at] - want.entering[1][row][i]) / 10);
+        worst = std::max(worst, std::fabs(got[half + at] - want.normed[row][i]));
+      }
+      num_far += worst > 1e-4 ? 1 : 0;
+    }
+    // A row whose experts are almost equally good may choose another.
+    EXPECT_LE(num_far, 1) << "seed " << seed;
+  }
+  EXPECT_GE(num_deepseek, 8);
+}
+
 TEST(Mixture, HasActivationsForEveryPlace) {
   ActivationWidths widths;
   widths.merge(parse_decoder_config(description("", "")));
@@ -223,6 +354,13 @@ TEST(Mixture, HasActivationsForEveryPlace) {
   EXPECT_EQ(widths.expert_output, 3 * kHidden);
   EXPECT_EQ(widths.num_experts, 8);
   EXPECT_EQ(widths.top_k, 3);
+  // A shared expert is computed in the buffers of the others.
+  ActivationWidths with_shared;
+  with_shared.merge(parse_decoder_config(
+      description(mixture(4, 2, R"(, "shared": {"intermediate": 100, "activation": "silu",
+                                   "has_bias": false})"),
+                  "")));
+  EXPECT_EQ(with_shared.gate_up, 200);
   CountingMemory memory;
   DeviceArena arena(memory);
   static_cast<void>(allocate_activations(arena, /*rows=*/10, widths, DType::kFloat32));

@@ -23,6 +23,7 @@
 namespace paceline {
 namespace {
 
+using testing::deepseek_config;
 using ::testing::ElementsAre;
 using testing::latent_config;
 using testing::mixture_config;
@@ -180,6 +181,50 @@ TEST(WeightLayout, LatentAttention) {
     if (shape.is_by_head) by_head.push_back(shape.name);
   });
   EXPECT_THAT(by_head, ElementsAre("layers.0.attn.kv_b", "layers.1.attn.kv_b"));
+}
+
+// The tensors of an expert are joined by lying side by side, in the order of the experts.
+TEST(WeightLayout, JoinsTheTensorsOfEveryExpert) {
+  const DecoderConfig config = parse_decoder_config(deepseek_config());
+  DecoderWeights weights;
+  Carver carver(DType::kBFloat16, /*base=*/nullptr);
+  lay_out(config, carver, weights);
+  std::map<std::string, NamedWeight> named;
+  for (NamedWeight& weight : carver.take_named_weights()) named[weight.name] = weight;
+  const std::string experts = "layers.0.mlp.experts.";
+  const auto offset = [&](const std::string& name) {
+    EXPECT_TRUE(named.contains(name)) << name;
+    return named[name].offset;
+  };
+  for (int64_t e = 0; e < 6; ++e) {
+    const std::string gate = concat(experts, "gate.", e);
+    EXPECT_THAT(named[gate + ".weight"].dims(), ElementsAre(96, 5, 16));
+    EXPECT_THAT(named[gate + ".scales"].dims(), ElementsAre(96, 5));
+    EXPECT_THAT(named[concat(experts, "down.", e, ".weight")].dims(), ElementsAre(160, 3, 16));
+    const int64_t first = offset(gate + ".weight");
+    EXPECT_EQ(first, offset(experts + "gate.0.weight") + e * 192 * 80);
+    EXPECT_EQ(offset(concat(experts, "up.", e, ".weight")), first + 96 * 80);
+    EXPECT_EQ(offset(concat(experts, "up.", e, ".scales")),
+              offset(experts + "gate.0.scales") + e * 192 * 5 + 96 * 5);
+  }
+  const auto& mixture = std::get<MoeMlpWeights>(weights.layers[0].mlp);
+  EXPECT_EQ(mixture.gate_up.weight.num_experts, 6);
+  EXPECT_EQ(mixture.gate_up.weight.data_stride, 192 * 80);
+  EXPECT_EQ(mixture.gate_up.weight.scales_stride, 192 * 5);
+  const NamedWeight& correction = named["layers.0.mlp.router.correction.bias"];
+  EXPECT_THAT(correction.dims(), ElementsAre(6));
+  EXPECT_EQ(correction.dummy, DummyKind::kZero);
+  EXPECT_EQ(mixture.shared.gate_up.weight.n, 80);
+  EXPECT_EQ(mixture.shared.down.weight.k, 40);
+  EXPECT_THAT(named["layers.0.mlp.shared.down.weight"].dims(), ElementsAre(160, 40));
+  EXPECT_THAT(named["layers.0.mlp.shared.up.bias"].dims(), ElementsAre(40));
+
+  std::map<std::string, LinearCost> costs;
+  for (const LinearCost& cost : linear_costs(config, DType::kBFloat16)) costs[cost.name] = cost;
+  EXPECT_EQ(costs["layers.0.mlp.experts.gate_up"].rows, 192);
+  EXPECT_EQ(costs["layers.0.mlp.experts.gate_up"].num_experts, 6);
+  EXPECT_EQ(costs["layers.0.mlp.shared.gate_up"].bytes, 80 * 160 * 2);
+  EXPECT_EQ(costs["layers.0.mlp.shared.gate_up"].num_experts, 0);
 }
 
 TEST(WeightLayout, TransposesPlainExperts) {

@@ -125,6 +125,20 @@ inline std::string latent_config(const std::vector<Edit>& edits = {}) {
   return json;
 }
 
+// mixture_config with the mixture of DeepSeek-V3.
+inline std::string deepseek_config(const std::vector<Edit>& edits = {}) {
+  std::vector<Edit> all = {
+      {R"("activation": "swiglu_oai",
+         "alpha": 1.702, "limit": 7.0, "has_bias": true, "router": "softmax_of_chosen",
+         "has_router_bias": true, "interleaved": true,)",
+       R"("activation": "silu", "has_bias": false, "router": "sigmoid", "has_router_bias": false,
+         "num_groups": 3, "top_groups": 2, "normalises_weights": true, "weight_scale": 2.5,
+         "per_expert": true, "shared": {"intermediate": 40, "activation": "gelu_tanh",
+         "has_bias": true},)"}};
+  all.insert(all.end(), edits.begin(), edits.end());
+  return mixture_config(all);
+}
+
 // Every tensor of tiny_config by the table of docs/model-format.md, written out by hand.
 inline const std::map<std::string, std::vector<int64_t>>& tiny_shapes() {
   static const std::map<std::string, std::vector<int64_t>> shapes = {

@@ -30,7 +30,7 @@ struct RawTensor {
 };
 
 [[nodiscard]] inline bool has_mxfp4_experts(const DecoderConfig& config) {
-  const auto* const mixture = std::get_if<MoeMlp>(&config.layers[0].mlp);
+  const auto* const mixture = std::get_if<MoeMlp>(&config.layers.back().mlp);
   return mixture != nullptr && mixture->expert.gate_up.format == WeightFormat::kMxfp4;
 }
 
@@ -184,22 +184,13 @@ inline std::map<std::string, std::vector<int64_t>> tensor_shapes(const DecoderCo
     shapes[name + "attn.o.weight"] = {hidden, q};
     if (a.has_o_bias) shapes[name + "attn.o.bias"] = {hidden};
     if (a.has_sinks) shapes[name + "attn.sinks"] = {a.num_qo_heads};
-    std::visit(Overloaded{[&](const DenseMlp& m) {
-                            shapes[name + "mlp.gate.weight"] = {m.intermediate, hidden};
-                            shapes[name + "mlp.up.weight"] = {m.intermediate, hidden};
-                            shapes[name + "mlp.down.weight"] = {hidden, m.intermediate};
-                          },
-                          [&](const MoeMlp& m) {
-                            const int64_t width = 2 * int64_t{m.expert.intermediate};
-                            shapes[name + "mlp.router.weight"] = {m.num_experts, hidden};
-                            shapes[name + "mlp.router.bias"] = {m.num_experts};
-                            const std::string experts = name + "mlp.experts.";
-                            shapes[experts + "gate_up.weight"] = {m.num_experts, width, hidden};
-                            shapes[experts + "gate_up.bias"] = {m.num_experts, width};
-                            shapes[experts + "down.weight"] = {m.num_experts, hidden, width / 2};
-                            shapes[experts + "down.bias"] = {m.num_experts, hidden};
-                          }},
-               c.layers[i].mlp);
+    const std::vector<NamedShape> of_mlp = std::visit(
+        Overloaded{[&](const DenseMlp& m) {
+                     return dense_mlp_shapes(m.intermediate, name + "mlp.", hidden);
+                   },
+                   [&](const MoeMlp& m) { return mixture_shapes(m, name + "mlp.", hidden); }},
+        c.layers[i].mlp);
+    shapes.insert(of_mlp.begin(), of_mlp.end());
   }
   return shapes;
 }

@@ -161,43 +161,105 @@ inline Vector dense_mlp(const RawModel& m, const std::string& name, const DenseM
   return linear(m.at(name + "down.weight"), gate);
 }
 
-// The matrix and bias of one expert.
-inline Vector expert_linear(const RawModel& m, const std::string& name, size_t expert,
+// The product of one expert. `per_expert`: names of its tensors where each expert has its own, rows
+// of the first before those of the second.
+inline Vector expert_linear(const RawModel& m, const std::string& name, bool has_bias,
+                            const std::vector<std::string>& per_expert, size_t expert,
                             const Vector& x) {
+  Vector y;
+  for (const std::string& own : per_expert) {
+    y = join(y, linear(m.at(own + "." + std::to_string(expert) + ".weight"), x));
+  }
+  if (!per_expert.empty()) return y;
   const auto part = [&](const RawTensor& all) {
     const auto size = static_cast<int64_t>(all.values.size()) / all.shape[0];
     const auto begin = all.values.begin() + static_cast<int64_t>(expert) * size;
     return RawTensor{.shape = {all.shape.begin() + 1, all.shape.end()},
                      .values = {begin, begin + size}};
   };
-  Vector y = linear(part(m.at(name + ".weight")), x);
+  y = linear(part(m.at(name + ".weight")), x);
+  if (!has_bias) return y;
   const RawTensor bias = part(m.at(name + ".bias"));
   for (size_t i = 0; i < y.size(); ++i) y[i] += bias.values[i];
   return y;
 }
 
+// The numbers of the best `count` values, best first.
+inline std::vector<size_t> best_of(const Vector& values, int32_t count) {
+  std::vector<size_t> order(values.size());
+  for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+  std::stable_sort(order.begin(), order.end(),
+                   [&](size_t a, size_t b) { return values[a] > values[b]; });
+  order.resize(static_cast<size_t>(count));
+  return order;
+}
+
+// The weight of every expert; 0 where it is not chosen.
+inline Vector expert_weights(const RawModel& m, const std::string& name, const MoeMlp& moe,
+                             const Vector& x) {
+  Vector logits = linear(m.at(name + "router.weight"), x);
+  for (size_t e = 0; moe.has_router_bias && e < logits.size(); ++e) {
+    logits[e] += m.at(name + "router.bias").values[e];
+  }
+  Vector weights(logits.size());
+  double sum = 0;
+  if (moe.router == RouterRule::kSoftmaxOfChosen) {
+    const std::vector<size_t> chosen = best_of(logits, moe.top_k);
+    for (const size_t e : chosen) sum += std::exp(logits[e] - logits[chosen[0]]);
+    for (const size_t e : chosen) weights[e] = std::exp(logits[e] - logits[chosen[0]]) / sum;
+    return weights;
+  }
+  Vector scores(logits.size());
+  Vector choice(logits.size());
+  for (size_t e = 0; e < logits.size(); ++e) {
+    scores[e] = 1 / (1 + std::exp(-logits[e]));
+    choice[e] = scores[e] + m.at(name + "router.correction.bias").values[e];
+  }
+  const auto size = logits.size() / static_cast<size_t>(moe.sigmoid.num_groups);
+  Vector groups;
+  for (size_t begin = 0; moe.sigmoid.num_groups > 1 && begin < choice.size(); begin += size) {
+    const Vector group(choice.begin() + static_cast<int64_t>(begin),
+                       choice.begin() + static_cast<int64_t>(begin + size));
+    groups.push_back(0);
+    for (const size_t e : best_of(group, 2)) groups.back() += group[e];
+  }
+  if (!groups.empty()) {
+    const std::vector<size_t> best = best_of(groups, moe.sigmoid.top_groups);
+    for (size_t e = 0; e < choice.size(); ++e) {
+      const bool is_open = std::find(best.begin(), best.end(), e / size) != best.end();
+      if (!is_open) choice[e] = -std::numeric_limits<double>::infinity();
+    }
+  }
+  const std::vector<size_t> chosen = best_of(choice, moe.top_k);
+  for (const size_t e : chosen) sum += scores[e];
+  for (const size_t e : chosen) {
+    weights[e] = scores[e] / (moe.sigmoid.normalises ? sum : 1) * moe.sigmoid.scale;
+  }
+  return weights;
+}
+
 inline Vector mixture(const RawModel& m, const std::string& name, const MoeMlp& moe,
                       const Vector& x) {
-  Vector logits = linear(m.at(name + "router.weight"), x);
-  for (size_t e = 0; e < logits.size(); ++e) logits[e] += m.at(name + "router.bias").values[e];
-  std::vector<size_t> order(logits.size());
-  for (size_t e = 0; e < order.size(); ++e) order[e] = e;
-  std::stable_sort(order.begin(), order.end(),
-                   [&](size_t a, size_t b) { return logits[a] > logits[b]; });
-  order.resize(static_cast<size_t>(moe.top_k));
-  double sum = 0;
-  for (const size_t e : order) sum += std::exp(logits[e] - logits[order[0]]);
+  const Vector weights = expert_weights(m, name, moe, x);
   Vector y(x.size());
-  for (const size_t e : order) {
-    const Vector both = expert_linear(m, name + "experts.gate_up", e, x);
+  if (moe.shared) y = dense_mlp(m, name + "shared.", *moe.shared, x);
+  const std::string experts = name + "experts.";
+  std::vector<std::string> gate_up;
+  std::vector<std::string> down;
+  if (moe.is_per_expert) {
+    gate_up = {experts + "gate", experts + "up"};
+    down = {experts + "down"};
+  }
+  for (size_t e = 0; e < weights.size(); ++e) {
+    if (weights[e] == 0) continue;
+    const Vector both = expert_linear(m, experts + "gate_up", moe.expert.has_bias, gate_up, e, x);
     Vector inner(both.size() / 2);
     for (size_t i = 0; i < inner.size(); ++i) {
       inner[i] = moe.is_interleaved ? gated(moe.expert, both[2 * i], both[2 * i + 1])
                                     : gated(moe.expert, both[i], both[inner.size() + i]);
     }
-    const Vector out = expert_linear(m, name + "experts.down", e, inner);
-    const double weight = std::exp(logits[e] - logits[order[0]]) / sum;
-    for (size_t i = 0; i < y.size(); ++i) y[i] += weight * out[i];
+    const Vector out = expert_linear(m, experts + "down", moe.expert.has_bias, down, e, inner);
+    for (size_t i = 0; i < y.size(); ++i) y[i] += weights[e] * out[i];
   }
   return y;
 }

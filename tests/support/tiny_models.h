@@ -12,6 +12,7 @@
 #include <random>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <paceline/model.h>
@@ -50,23 +51,83 @@ struct TinyModel {
   bool is_interleaved = true;
   bool is_mxfp4 = false;  // the experts' matrices; hidden and intermediate are multiples of 32
   float router_bias_scale = 1;  // a large one sends every row to the same experts
+  // Mixtures are those of DeepSeek-V3 instead: sigmoid scores with a correction, SwiGLU without
+  // biases. The fields below are for it alone.
+  bool is_deepseek = false;
+  int32_t num_groups = 1;
+  int32_t top_groups = 1;
+  int32_t shared_intermediate = 0;  // 0: no shared expert
+  int32_t num_dense = 0;            // the first layers, which have no mixture
+  bool is_per_expert = false;       // the tensors of the experts
 };
 
 [[nodiscard]] inline bool has_o_bias(const TinyModel& m) { return m.has_bias && m.num_experts > 0; }
 
-// Makes a mixture of a shape, with biases and sinks, as GPT-OSS is.
+// Makes a mixture of a shape: as GPT-OSS is, with biases and sinks, or as DeepSeek-V3 is.
 inline void make_mixture(TinyModel& m, std::mt19937_64& random) {
   m.is_gemma = false;
-  m.has_bias = m.has_sinks = true;
+  m.is_deepseek = random() % 2 == 0;
+  m.has_bias = m.has_sinks = !m.is_deepseek;
   m.num_experts = std::array{1, 4, 8, 40}[random() % 4];
   m.top_k = static_cast<int32_t>(1 + random() % static_cast<uint64_t>(std::min(4, m.num_experts)));
   m.is_interleaved = random() % 3 != 0;
   m.is_mxfp4 = m.hidden % 32 == 0 && random() % 2 == 0;
   if (m.is_mxfp4) m.intermediate = 64;
+  if (!m.is_deepseek) return;
+  if (m.num_experts >= 4 && random() % 3 != 0) {
+    m.num_groups = random() % 2 == 0 ? 2 : m.num_experts / 2;
+    const int32_t fewest = (m.top_k * m.num_groups + m.num_experts - 1) / m.num_experts;
+    m.top_groups =
+        fewest + static_cast<int32_t>(random() % static_cast<uint64_t>(m.num_groups - fewest + 1));
+  }
+  m.shared_intermediate = std::array{0, 24, 200}[random() % 3];
+  m.num_dense = static_cast<int32_t>(random() % 2);
+  m.is_per_expert = random() % 2 == 0;
+  if (m.is_per_expert) m.is_interleaved = false;
 }
 
 [[nodiscard]] inline bool is_expert_matrix(const std::string& name) {
   return name.find(".experts.") != std::string::npos && name.ends_with(".weight");
+}
+
+using NamedShape = std::pair<std::string, std::vector<int64_t>>;
+
+// The tensors of an MLP whose names begin with `name`.
+inline std::vector<NamedShape> dense_mlp_shapes(int64_t intermediate, const std::string& name,
+                                                int64_t hidden) {
+  return {{name + "gate.weight", {intermediate, hidden}},
+          {name + "up.weight", {intermediate, hidden}},
+          {name + "down.weight", {hidden, intermediate}}};
+}
+inline std::vector<NamedShape> mixture_shapes(const MoeMlp& m, const std::string& name,
+                                              int64_t hidden) {
+  const int64_t num_experts = m.num_experts;
+  const int64_t intermediate = m.expert.intermediate;
+  const std::string experts = name + "experts.";
+  std::vector<NamedShape> shapes = {{name + "router.weight", {num_experts, hidden}}};
+  if (m.has_router_bias) shapes.push_back({name + "router.bias", {num_experts}});
+  if (m.router == RouterRule::kSigmoid) {
+    shapes.push_back({name + "router.correction.bias", {num_experts}});
+  }
+  for (int64_t e = 0; m.is_per_expert && e < num_experts; ++e) {
+    const std::string suffix = "." + std::to_string(e) + ".weight";
+    shapes.push_back({experts + "gate" + suffix, {intermediate, hidden}});
+    shapes.push_back({experts + "up" + suffix, {intermediate, hidden}});
+    shapes.push_back({experts + "down" + suffix, {hidden, intermediate}});
+  }
+  const auto joined = [&](const std::string& which, int64_t rows, int64_t cols) {
+    if (m.is_per_expert) return;
+    shapes.push_back({experts + which + ".weight", {num_experts, rows, cols}});
+    if (m.expert.has_bias) shapes.push_back({experts + which + ".bias", {num_experts, rows}});
+  };
+  joined("gate_up", 2 * intermediate, hidden);
+  joined("down", hidden, intermediate);
+  if (m.shared) {
+    for (NamedShape& shape : dense_mlp_shapes(m.shared->intermediate, name + "shared.", hidden)) {
+      shapes.push_back(std::move(shape));
+    }
+  }
+  return shapes;
 }
 
 // Makes a Gemma 4 of a shape, with switches at random and its layers twice over, so that some of
@@ -91,6 +152,7 @@ struct TinyLayer {
   int32_t intermediate;
   int32_t kv_source;  // -1: none
   bool has_v;
+  bool is_mixture;
 };
 
 inline std::vector<TinyLayer> tiny_layers(const TinyModel& m) {
@@ -104,7 +166,8 @@ inline std::vector<TinyLayer> tiny_layers(const TinyModel& m) {
                        .head_dim = m.head_dim,
                        .intermediate = m.intermediate,
                        .kv_source = -1,
-                       .has_v = !(m.is_gemma4 && m.k_eq_v && is_full)};
+                       .has_v = !(m.is_gemma4 && m.k_eq_v && is_full),
+                       .is_mixture = m.num_experts > 0 && !(m.is_deepseek && i < m.num_dense)};
     if (m.is_gemma4 && is_full && m.full_head_dim > 0) layer.head_dim = m.full_head_dim;
     if (m.is_gemma4 && is_full && m.full_kv_heads > 0) layer.num_kv_heads = m.full_kv_heads;
     for (int32_t j = 0; i >= first_shared && j < first_shared; ++j) {
@@ -146,7 +209,6 @@ inline std::string tiny_config_json(const TinyModel& m) {
     out << "]}";
   }
   out << R"(],"layers":[)";
-  const bool is_mixture = m.num_experts > 0;
   const std::vector<TinyLayer> layers = tiny_layers(m);
   for (size_t i = 0; i < layers.size(); ++i) {
     const TinyLayer& layer = layers[i];
@@ -167,11 +229,22 @@ inline std::string tiny_config_json(const TinyModel& m) {
           << boolean(!layer.has_v);
     }
     out << R"(},"mlp":{"intermediate":)" << layer.intermediate;
-    if (is_mixture) {
-      out << R"(,"activation":"swiglu_oai","alpha":1.702,"limit":7,"has_bias":true,"num_experts":)"
-          << m.num_experts << R"(,"top_k":)" << m.top_k
-          << R"(,"router":"softmax_of_chosen","has_router_bias":true,"interleaved":)"
-          << boolean(m.is_interleaved);
+    if (layer.is_mixture) {
+      out << R"(,"num_experts":)" << m.num_experts << R"(,"top_k":)" << m.top_k
+          << R"(,"interleaved":)" << boolean(m.is_interleaved);
+      if (m.is_deepseek) {
+        out << R"(,"activation":"silu","has_bias":false,"router":"sigmoid","has_router_bias":false)"
+            << R"(,"num_groups":)" << m.num_groups << R"(,"top_groups":)" << m.top_groups
+            << R"(,"normalises_weights":true,"weight_scale":1.8,"per_expert":)"
+            << boolean(m.is_per_expert);
+        if (m.shared_intermediate > 0) {
+          out << R"(,"shared":{"intermediate":)" << m.shared_intermediate
+              << R"(,"activation":"silu","has_bias":false})";
+        }
+      } else {
+        out << R"(,"activation":"swiglu_oai","alpha":1.702,"limit":7,"has_bias":true)"
+            << R"(,"router":"softmax_of_chosen","has_router_bias":true)";
+      }
       if (m.is_mxfp4) out << R"(,"gate_up":{"format":"mxfp4"},"down":{"format":"mxfp4"})";
       out << "}}";
     } else {
@@ -256,18 +329,16 @@ inline std::shared_ptr<const Model> tiny_model(const TinyModel& m, uint64_t seed
     if (m.has_sinks) put(layer + "attn.sinks", {m.num_qo_heads});
     put(layer + "attn.o.weight", {m.hidden, q_rows});
     if (has_o_bias(m)) put(layer + "attn.o.bias", {m.hidden});
-    if (m.num_experts > 0) {
-      put(layer + "mlp.router.weight", {m.num_experts, m.hidden});
-      put(layer + "mlp.router.bias", {m.num_experts});
-      const std::string experts = layer + "mlp.experts.";
-      put(experts + "gate_up.weight", {m.num_experts, 2 * its.intermediate, m.hidden});
-      put(experts + "gate_up.bias", {m.num_experts, 2 * its.intermediate});
-      put(experts + "down.weight", {m.num_experts, m.hidden, its.intermediate});
-      put(experts + "down.bias", {m.num_experts, m.hidden});
+    if (its.is_mixture) {
+      const auto& mixture = std::get<MoeMlp>(config.layers[i].mlp);
+      for (const auto& [name, shape] : mixture_shapes(mixture, layer + "mlp.", m.hidden)) {
+        put(name, shape);
+      }
     } else {
-      put(layer + "mlp.gate.weight", {its.intermediate, m.hidden});
-      put(layer + "mlp.up.weight", {its.intermediate, m.hidden});
-      put(layer + "mlp.down.weight", {m.hidden, its.intermediate});
+      for (const auto& [name, shape] :
+           dense_mlp_shapes(its.intermediate, layer + "mlp.", m.hidden)) {
+        put(name, shape);
+      }
     }
     if (per_layer_size > 0) {
       put(layer + "per_layer.gate.weight", {per_layer_size, m.hidden});

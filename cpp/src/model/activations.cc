@@ -54,6 +54,9 @@ void ActivationWidths::merge(const DecoderConfig& config) {
                           [&](const MoeMlp& mlp) {
                             const int64_t places = mlp.top_k;
                             gate_up = std::max(gate_up, places * 2 * mlp.expert.intermediate);
+                            if (mlp.shared) {
+                              gate_up = std::max(gate_up, 2 * int64_t{mlp.shared->intermediate});
+                            }
                             num_experts = std::max<int64_t>(num_experts, mlp.num_experts);
                             top_k = std::max(top_k, places);
                             expert_output = std::max(expert_output, places * config.hidden);

@@ -130,10 +130,14 @@ struct MoeMlp {
   int32_t num_experts = 0;  // at most kMaxExperts
   int32_t top_k = 0;        // at most num_experts and kMaxTopK
   DenseMlp expert;          // each of them
+  // A further expert that every row visits. The sum begins with its output.
+  std::optional<DenseMlp> shared;
   RouterRule router = RouterRule::kSoftmaxOfChosen;
+  SigmoidRouting sigmoid;  // kSigmoid
   bool has_router_bias = false;
   bool is_interleaved = false;  // rows of gate and up alternate, gate first
   bool is_transposed = false;   // a checkpoint stores the experts' matrices [in, out]
+  bool is_per_expert = false;   // a checkpoint has a gate, an up and a down tensor for each expert
 };
 
 using MlpConfig = std::variant<DenseMlp, MoeMlp>;

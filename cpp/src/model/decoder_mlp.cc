@@ -60,6 +60,8 @@ CombineExpertsParams Decoder::mixture(Ctx& ctx, const MoeMlp& m, const MoeMlpWei
   const ExpertActivations& a = activations.experts;
   const DType dtype = activations.dtype;
   const int32_t max_expert_rows = rows.capacity * m.top_k;
+  // First, because it uses the buffers of the experts.
+  if (m.shared) dense_mlp(ctx, *m.shared, w.shared, rows, activations);
   project(ctx, row_count(rows), w.router,
           {.x = activations.normed, .y = a.logits, .x_dtype = dtype, .y_dtype = DType::kFloat32});
   ctx.run(route_and_sort, RouteAndSortParams{.route = {.num_rows = rows.num_rows,
@@ -69,7 +71,9 @@ CombineExpertsParams Decoder::mixture(Ctx& ctx, const MoeMlp& m, const MoeMlpWei
                                                        .top_k = m.top_k,
                                                        .rule = m.router,
                                                        .experts = a.experts,
-                                                       .weights = a.weights},
+                                                       .weights = a.weights,
+                                                       .sigmoid = m.sigmoid,
+                                                       .correction = w.correction},
                                              .sort = {.num_rows = rows.num_rows,
                                                       .max_rows = rows.capacity,
                                                       .experts = a.experts,
@@ -115,7 +119,8 @@ CombineExpertsParams Decoder::mixture(Ctx& ctx, const MoeMlp& m, const MoeMlpWei
           .weights = a.weights,
           .y = activations.branch,
           .hidden = config().hidden,
-          .dtype = dtype};
+          .dtype = dtype,
+          .base = m.shared ? activations.branch : nullptr};
 }
 
 template std::optional<CombineExpertsParams> Decoder::mlp<CpuContext>(CpuContext&, int32_t,

@@ -242,12 +242,52 @@ struct Width {
   return mlp;
 }
 
+[[nodiscard]] DenseMlp read_dense(const Json& json, int32_t hidden) {
+  constexpr std::array<std::string_view, 3> kKeys = {"intermediate", "activation", "has_bias"};
+  constexpr std::array<std::string_view, 4> kOptional = {"alpha", "limit", "gate_up", "down"};
+  json.check_keys(kKeys, kOptional);
+  return read_gated_unit(json, hidden, /*is_expert=*/false);
+}
+
+[[nodiscard]] RouterRule read_router(const Json& router) {
+  if (router.as_string() == "softmax_of_chosen") return RouterRule::kSoftmaxOfChosen;
+  if (router.as_string() == "sigmoid") return RouterRule::kSigmoid;
+  router.refuse("'softmax_of_chosen', 'sigmoid'");
+}
+
+[[nodiscard]] SigmoidRouting read_sigmoid_routing(const Json& json, const MoeMlp& mlp) {
+  SigmoidRouting routing;
+  if (json.find("num_groups") || json.find("top_groups")) {
+    routing.num_groups = read_int(json, "num_groups", 1, kMaxExpertGroups);
+    const int32_t size = mlp.num_experts / routing.num_groups;
+    if (size * routing.num_groups != mlp.num_experts || (size < 2 && routing.num_groups > 1)) {
+      json.at("num_groups")
+          .refuse(concat("divisors of num_experts, ", mlp.num_experts,
+                         ", with at least two experts to a group"));
+    }
+    routing.top_groups = read_int(json, "top_groups", 1, routing.num_groups);
+    if (routing.top_groups * size < mlp.top_k) {
+      json.at("top_groups")
+          .refuse(concat("groups that together have top_k experts, ", mlp.top_k, "; a group has ",
+                         size));
+    }
+  }
+  routing.normalises = read_switch(json, "normalises_weights");
+  if (const std::optional<Json> scale = json.find("weight_scale")) {
+    routing.scale = read_positive(*scale);
+  }
+  return routing;
+}
+
 [[nodiscard]] MoeMlp read_mixture(const Json& json, int32_t hidden) {
   constexpr std::array<std::string_view, 7> kKeys = {"num_experts",    "top_k",    "intermediate",
                                                      "activation",     "has_bias", "router",
                                                      "has_router_bias"};
-  constexpr std::array<std::string_view, 6> kOptional = {"alpha",      "limit",   "interleaved",
-                                                         "transposed", "gate_up", "down"};
+  constexpr std::array<std::string_view, 4> kOfSigmoid = {"num_groups", "top_groups",
+                                                          "normalises_weights", "weight_scale"};
+  constexpr std::array<std::string_view, 12> kOptional = {
+      "alpha",       "limit",       "interleaved", "transposed",  "gate_up",    "down",
+      kOfSigmoid[0], kOfSigmoid[1], kOfSigmoid[2], kOfSigmoid[3], "per_expert", "shared"};
   json.check_keys(kKeys, kOptional);
   MoeMlp mlp;
   mlp.num_experts = read_int(json, "num_experts", 1, kMaxExperts);
@@ -261,26 +301,40 @@ struct Width {
   if (mlp.expert.intermediate % kExpertAlignment != 0) {
     json.at("intermediate").refuse(concat("a multiple of ", kExpertAlignment));
   }
-  const Json router = json.at("router");
-  if (router.as_string() != "softmax_of_chosen") router.refuse("'softmax_of_chosen'");
-  mlp.router = RouterRule::kSoftmaxOfChosen;
+  mlp.router = read_router(json.at("router"));
+  switch (mlp.router) {
+    case RouterRule::kSoftmaxOfChosen:
+      for (const std::string_view key : kOfSigmoid) {
+        if (const std::optional<Json> value = json.find(key)) {
+          value->refuse("no such key where router is 'softmax_of_chosen'");
+        }
+      }
+      break;
+    case RouterRule::kSigmoid:
+      mlp.sigmoid = read_sigmoid_routing(json, mlp);
+      break;
+  }
   mlp.has_router_bias = json.at("has_router_bias").as_bool();
   mlp.is_interleaved = read_switch(json, "interleaved");
   mlp.is_transposed = read_switch(json, "transposed");
+  mlp.is_per_expert = read_switch(json, "per_expert");
   for (const std::string_view key : {"gate_up", "down"}) {
     if (mlp.is_transposed && json.find(key)) {
       json.at(key).refuse("no such key with transposed, which is for plain tensors");
     }
+  }
+  for (const std::string_view key : {"interleaved", "transposed", "has_bias"}) {
+    if (mlp.is_per_expert && read_switch(json, key)) json.at(key).refuse("false with per_expert");
+  }
+  if (const std::optional<Json> shared = json.find("shared")) {
+    mlp.shared = read_dense(*shared, hidden);
   }
   return mlp;
 }
 
 [[nodiscard]] MlpConfig read_mlp(const Json& json, const DecoderConfig& config) {
   if (json.find("num_experts") || json.find("top_k")) return read_mixture(json, config.hidden);
-  constexpr std::array<std::string_view, 3> kKeys = {"intermediate", "activation", "has_bias"};
-  constexpr std::array<std::string_view, 4> kOptional = {"alpha", "limit", "gate_up", "down"};
-  json.check_keys(kKeys, kOptional);
-  return read_gated_unit(json, config.hidden, /*is_expert=*/false);
+  return read_dense(json, config.hidden);
 }
 
 }  // namespace

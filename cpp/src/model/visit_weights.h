@@ -24,7 +24,9 @@ namespace paceline {
 struct WeightPart {
   std::string name;  // canonical, without ".weight", ".scales" or ".bias"
   int64_t rows;
-  int32_t num_experts = 0;  // above 0: one tensor has as many rows for each expert
+  // Above 0: one tensor has as many rows for each expert; or each expert has a tensor of its own
+  // (LinearShape::is_per_expert), with its number after the name.
+  int32_t num_experts = 0;
 };
 
 // The rows that a product is computed for.
@@ -45,6 +47,7 @@ struct LinearShape {
   bool is_by_head = false;
   int32_t top_k = 0;           // of experts: how many a row chooses
   bool is_transposed = false;  // of experts: the tensors are [num_experts, cols, rows]
+  bool is_per_expert = false;  // of experts: the parts of an expert follow each other
   // false: the matrix is the embedding table or belongs to the target. The model has no tensors
   // for it.
   bool is_owned = true;
@@ -70,7 +73,7 @@ enum class VectorKind : uint8_t { kNorm, kBias, kSinks, kScale };
 //   tokens(const int32_t*&, const WeightPart&, bool is_optional)  ids of tokens
 // where the first argument is the member of `weights`, const if those are.
 
-// `name` ends with "mlp.".
+// `name` ends with "mlp." or "mlp.shared.".
 template <class Weights, class Visitor>
 void visit_mlp_weights(const DenseMlp& mlp, const std::string& name, int64_t hidden,
                        Weights& weights, Visitor& visit) {
@@ -98,30 +101,43 @@ void visit_mlp_weights(const MoeMlp& mlp, const std::string& name, int64_t hidde
                        Visitor& visit) {
   const std::vector<WeightPart> router = {{name + "router", mlp.num_experts}};
   const DenseMlp& expert = mlp.expert;
-  const std::vector<WeightPart> gate_up = {
-      {name + "experts.gate_up", 2 * int64_t{expert.intermediate}, mlp.num_experts}};
+  const int64_t intermediate = expert.intermediate;
+  std::vector<WeightPart> gate_up = {{name + "experts.gate_up", 2 * intermediate, mlp.num_experts}};
+  if (mlp.is_per_expert) {
+    gate_up = {{name + "experts.gate", intermediate, mlp.num_experts},
+               {name + "experts.up", intermediate, mlp.num_experts}};
+  }
   const std::vector<WeightPart> down = {{name + "experts.down", hidden, mlp.num_experts}};
   visit.linear(
       weights.router,
       {.name = name + "router", .parts = router, .cols = hidden, .has_float_output = true});
   if (mlp.has_router_bias) visit.vector(weights.router.bias, VectorKind::kBias, router);
+  if (mlp.router == RouterRule::kSigmoid) {
+    visit.vector(weights.correction, VectorKind::kBias,
+                 {{name + "router.correction", mlp.num_experts}});
+  }
   visit.experts(weights.gate_up, {.name = name + "experts.gate_up",
                                   .parts = gate_up,
                                   .cols = hidden,
                                   .shard = ShardAxis::kRows,
                                   .format = expert.gate_up,
                                   .top_k = mlp.top_k,
-                                  .is_transposed = mlp.is_transposed});
+                                  .is_transposed = mlp.is_transposed,
+                                  .is_per_expert = mlp.is_per_expert});
   visit.experts(weights.down, {.name = name + "experts.down",
                                .parts = down,
                                .cols = expert.intermediate,
                                .shard = ShardAxis::kColumns,
                                .format = expert.down,
                                .top_k = mlp.top_k,
-                               .is_transposed = mlp.is_transposed});
+                               .is_transposed = mlp.is_transposed,
+                               .is_per_expert = mlp.is_per_expert});
   if (expert.has_bias) {
     visit.vector(weights.gate_up.bias, VectorKind::kBias, gate_up);
     visit.vector(weights.down.bias, VectorKind::kBias, down);
+  }
+  if (mlp.shared) {
+    visit_mlp_weights(*mlp.shared, name + "shared.", hidden, weights.shared, visit);
   }
 }
 

@@ -91,18 +91,26 @@ void Carver::linear(Linear& linear, const LinearShape& shape) {
 }
 
 void Carver::experts(ExpertLinears& experts, const LinearShape& shape) {
-  const WeightPart& part = shape.parts.front();
   WeightMatrix& first = experts.weight.first;
   experts.shard = shape.shard;
   first = matrix_of(shape, dtype_);
   experts.weight.num_experts = shape.num_experts();
   experts.weight.data_stride = first.n * first.row_bytes();
   experts.weight.scales_stride = first.scales_bytes();
+  std::vector<WeightPart> tensors = shape.parts;
+  if (shape.is_per_expert) {
+    tensors.clear();
+    for (int32_t expert = 0; expert < shape.num_experts(); ++expert) {
+      for (const WeightPart& part : shape.parts) {
+        tensors.push_back({concat(part.name, ".", expert), part.rows});
+      }
+    }
+  }
   first.data = open();
-  add_elements(part, shape);
+  for (const WeightPart& tensor : tensors) add_elements(tensor, shape);
   if (shape.format.format == WeightFormat::kPlain) return;
   first.scales = open();
-  add_scales(part, first, shape.format);
+  for (const WeightPart& tensor : tensors) add_scales(tensor, first, shape.format);
 }
 
 void Carver::add_elements(const WeightPart& part, const LinearShape& shape) {

@@ -24,9 +24,11 @@ struct DenseMlpWeights {
 };
 
 struct MoeMlpWeights {
-  Linear router;          // to the experts' logits
+  Linear router;                      // to the experts' logits
+  const float* correction = nullptr;  // [num_experts], RouterRule::kSigmoid
   ExpertLinears gate_up;  // gate rows, then up rows; or in turn (MoeMlp::is_interleaved)
   ExpertLinears down;
+  DenseMlpWeights shared;  // absent without MoeMlp::shared
 };
 
 struct MultiHeadAttentionWeights {
