@@ -231,6 +231,10 @@ BENCHES = {
     "gpt-oss-120b": ["--config", "gpt-oss-120b", *speculative("draft_model", "gpt-oss-20b", 2.3)],
 }
 
+#: A short table of `paceline bench pairs`.
+PAIRS = ["--pairs", "gpt-oss-20b+eagle3,qwen3-8b+eagle3", "--concurrency", "1,16"]
+PAIRS += ["--output-len", "64"]
+
 #: Full-size checkpoints that a part writes and loads, with their pages cached, and the folder that
 #: they are written to. The disk of a GPU machine may be too small for the largest.
 CHECKPOINTS = {
@@ -242,7 +246,7 @@ CHECKPOINTS = {
 PYTHON_TESTS = [path.relative_to(ROOT) for path in ROOT.glob("tests/python/test_cuda*.py")]
 
 #: What `test` runs, in this order.
-PARTS = (*TESTS, "python", *BENCHES, "demos", *CHECKPOINTS, "ops")
+PARTS = (*TESTS, "python", *BENCHES, "pairs", "demos", *CHECKPOINTS, "ops")
 
 
 def load_checkpoint(
@@ -280,6 +284,15 @@ def run_part(part: str, env: dict[str, str], benches: dict[str, Any]) -> list[di
         }
         for path in (figures, kernels):
             path.unlink(missing_ok=True)
+        return [result]
+    if part == "pairs":
+        figures = BUILD / "pairs.json"
+        command = [sys.executable, "-m", "paceline", "bench", "pairs", "--device", "cuda", *PAIRS]
+        result = run(part, [*command, "--json", str(figures)], r"\S", env, 300)
+        if figures.exists():
+            text = figures.read_text().replace(f"{ROOT}/", "")
+            benches[part] = {"figures": json.loads(text), "trace": None}
+            figures.unlink()
         return [result]
     if part == "demos":
         script = str(ROOT / "python" / "training" / "compare_demos.py")

@@ -105,7 +105,7 @@ def test_dummy_pairs(
         # While a request runs, all of its time is before or after its first token.
         spans = row["mean_ttft_ms"] + 15 * row["mean_tpot_ms"]
         assert spans == pytest.approx(row["mean_e2el_ms"])
-        assert 0 < row["median_ttft_ms"] <= row["p99_ttft_ms"] < row["mean_e2el_ms"]
+        assert 0 < row["median_ttft_ms"] <= row["p99_ttft_ms"]
         busy = row["mean_e2el_ms"] * 8 / row["max_concurrency"] / 1e3
         assert busy <= row["duration"] * 1.001
         accepted, windows = row["spec_decode_accepted_tokens"], row["spec_decode_num_drafts"]
