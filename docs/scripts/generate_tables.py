@@ -44,6 +44,8 @@ FAMILIES: Final = {
     "Gemma3ForCausalLM": "Gemma 3",
     "Gemma4ForCausalLM": "Gemma 4 (dense)",
     "GptOssForCausalLM": "GPT-OSS",
+    "Glm4MoeLiteForCausalLM": "GLM-4.7-Flash",
+    "DeepseekV3ForCausalLM": "DeepSeek-V3",
 }
 DRAFTERS: Final = {
     "draft_model": "draft model: a smaller model with the same token ids",

@@ -38,6 +38,8 @@ GPT_OSS = {
     "intermediate_size": 96,
     "num_hidden_layers": 3,
 }
+GLM = {"architectures": ["Glm4MoeLiteForCausalLM"], "num_hidden_layers": 3}
+DEEPSEEK_V3 = {"architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 4}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,

@@ -9,6 +9,8 @@ from typing import Any
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 FAMILIES = ("llama", "qwen3", "gemma3", "gemma4", "gpt_oss")
+# Families with latent attention and sigmoid routers.
+DEEPSEEK = ("glm4_moe_lite", "deepseek_v3")
 
 _CLASSES = {
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
@@ -17,6 +19,8 @@ _CLASSES = {
     "gemma4": ("Gemma4TextConfig", "Gemma4ForCausalLM"),
     "gemma4_unified": ("Gemma4UnifiedTextConfig", "Gemma4UnifiedForCausalLM"),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM"),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
 }
 _THETA = {
     "llama": 500_000.0,
@@ -24,8 +28,53 @@ _THETA = {
     "gemma3": 1_000_000.0,
     "gemma4": 1_000_000.0,
     "gpt_oss": 150_000.0,
+    "glm4_moe_lite": 1_000_000.0,
+    "deepseek_v3": 10_000.0,
 }
-_EPS = {"llama": 1e-5, "qwen3": 1e-6, "gemma3": 1e-6, "gemma4": 1e-6, "gpt_oss": 1e-5}
+_EPS = {
+    "llama": 1e-5,
+    "qwen3": 1e-6,
+    "gemma3": 1e-6,
+    "gemma4": 1e-6,
+    "gpt_oss": 1e-5,
+    "glm4_moe_lite": 1e-5,
+    "deepseek_v3": 1e-6,
+}
+
+
+@dataclass(frozen=True)
+class TinyLatent:
+    """Latent attention and the mixtures of `DEEPSEEK`.
+
+    Attributes:
+        q_rank: The rank of q_a; None: there is one matrix q.
+        kv_rank: Elements of a latent.
+        nope: Elements of a head that are not rotated.
+        rope: Those that are.
+        v: Elements of a head's output.
+        interleaved: Pairs that are rotated are side by side.
+        groups: Groups of experts.
+        top_groups: Those that a token may use.
+        shared: Experts that the shared expert is wide.
+        dense_layers: First layers without a mixture.
+        expert_size: Width of each expert.
+        normalises: Weights are divided by their sum.
+        scale: The last factor of weights.
+    """
+
+    q_rank: int | None = 24
+    kv_rank: int = 32
+    nope: int = 24
+    rope: int = 8
+    v: int = 20
+    interleaved: bool = True
+    groups: int = 1
+    top_groups: int = 1
+    shared: int = 1
+    dense_layers: int = 1
+    expert_size: int = 40
+    normalises: bool = True
+    scale: float = 1.8
 
 
 @dataclass(frozen=True)
@@ -33,7 +82,7 @@ class TinySpec:
     """A tiny checkpoint.
 
     Attributes:
-        family: One of `FAMILIES`.
+        family: One of `FAMILIES` and `DEEPSEEK`.
         seed: The seed of the weights.
         vocab_size: Rows of the embedding table; more than `tokenizer_size` makes padding rows.
         hidden_size: Width.
@@ -61,9 +110,11 @@ class TinySpec:
         per_layer_size: Of a layer's own input; 0: none.
         partial_rotary: The rotated part of a full layer's head.
         unified: The architecture of the 12B model; `per_layer_size` counts as 0.
-        num_experts: GPT-OSS only, as the next two: experts of a layer.
+        num_experts: GPT-OSS and `DEEPSEEK` only, as the next: experts of a layer.
         top_k: Experts of a token.
-        swiglu_limit: The limit on gates and ups, which many values of tiny models exceed.
+        latent: `DEEPSEEK` only: what those families have.
+        swiglu_limit: GPT-OSS only: the limit on gates and ups, which many values of tiny models
+            exceed.
         quantization: None, or one of `quantized_models.METHODS`: the matrices that it concerns are
             stored in fewer bits. `reference_logits` computes with the values that they stand for.
         exact_scales: Their scales are powers of two; those of "mxfp4" always are.
@@ -103,6 +154,7 @@ class TinySpec:
     unified: bool = False
     num_experts: int = 8
     top_k: int = 4
+    latent: TinyLatent = TinyLatent()
     swiglu_limit: float = 2.0
     quantization: str | None = None
     exact_scales: bool = False
@@ -169,6 +221,9 @@ def hf_config(spec: TinySpec) -> Any:
             "swiglu_limit": spec.swiglu_limit,
             "rope_parameters": rope,
         }
+    elif spec.family in DEEPSEEK:
+        del values["head_dim"]  # another name of qk_rope_head_dim
+        values |= {"rope_parameters": rope, **_deepseek_values(spec)}
     else:
         values |= {"num_hidden_layers": spec.num_layers or 2, "rope_parameters": rope}
         if spec.family == "llama":
@@ -193,6 +248,33 @@ def _layer_types(spec: TinySpec) -> tuple[str, ...]:
         FULL if (i + 1) % 3 == 0 or (is_last_full and i + 1 == count) else SLIDING
         for i in range(count)
     )
+
+
+def _deepseek_values(spec: TinySpec) -> dict[str, Any]:
+    latent = spec.latent
+    num_layers = spec.num_layers or 3
+    values: dict[str, Any] = {
+        "num_hidden_layers": num_layers,
+        "num_key_value_heads": spec.heads,
+        "q_lora_rank": latent.q_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_nope_head_dim": latent.nope,
+        "qk_rope_head_dim": latent.rope,
+        "v_head_dim": latent.v,
+        "rope_interleave": latent.interleaved,
+        "n_routed_experts": spec.num_experts,
+        "num_experts_per_tok": spec.top_k,
+        "n_group": latent.groups,
+        "topk_group": latent.top_groups,
+        "n_shared_experts": latent.shared,
+        "moe_intermediate_size": latent.expert_size,
+        "norm_topk_prob": latent.normalises,
+        "routed_scaling_factor": latent.scale,
+    }
+    if spec.family == "deepseek_v3":
+        return values | {"first_k_dense_replace": latent.dense_layers}
+    types = ["dense"] * latent.dense_layers + ["sparse"] * (num_layers - latent.dense_layers)
+    return values | {"mlp_layer_types": types}
 
 
 def _gemma4_values(spec: TinySpec, num_layers: int) -> dict[str, Any]:
@@ -232,6 +314,16 @@ def _rope_scaling(kind: str, spec: TinySpec) -> dict[str, Any]:
             "truncate": False,
             "original_max_position_embeddings": 4096,
         }
+    if kind == "yarn" and spec.family in DEEPSEEK:
+        # As DeepSeek-V3, but with two values of mscale that differ.
+        return {
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 0.8,
+            "mscale_all_dim": 1.2,
+            "original_max_position_embeddings": 64,
+        }
     if kind == "yarn":
         # With the defaults of all other keys, as Qwen3 documents it.
         return {"factor": 4.0, "original_max_position_embeddings": 512}
@@ -270,6 +362,9 @@ def to_old_spelling(config: Mapping[str, Any]) -> dict[str, Any]:
         # transformers 5 ignores "type" in a Gemma 3 file; published files have "rope_type".
         if whole.get("rope_type") == "linear" and SLIDING not in rope:
             old["rope_scaling"] = {"type": "linear", "factor": whole["factor"]}
+    mlp_types = old.pop("mlp_layer_types", None)
+    if mlp_types is not None:
+        old["first_k_dense_replace"] = mlp_types.count("dense")
     layer_types = old.pop("layer_types", None)
     if layer_types is not None and SLIDING in layer_types and old.get("model_type") != "gpt_oss":
         pattern = layer_types.index(FULL) + 1

@@ -29,11 +29,16 @@ from quantized_models import dequantize, quantization_config, quantize
 from tiny_configs import FAMILIES as FAMILIES
 from tiny_configs import FULL as FULL
 from tiny_configs import SLIDING as SLIDING
+from tiny_configs import TinyLatent as TinyLatent
 from tiny_configs import TinySpec, classes, hf_config, is_tied, to_old_spelling
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
+
+# The end of the name of what a sigmoid router adds to scores; published files have it in float32.
+_CORRECTION = "e_score_correction_bias"
 
 
 def make(spec: TinySpec) -> Path:
@@ -67,8 +72,10 @@ def write(spec: TinySpec, directory: Path) -> None:
     model = _random_model(spec)
     dtype = getattr(torch, spec.dtype)
     tensors = {
-        _file_name(name, spec.prefix): tensor.to(dtype).contiguous()
-        for name, tensor in model.state_dict().items()
+        _file_name(name, spec.prefix): tensor.to(
+            torch.float32 if name.endswith(_CORRECTION) else dtype
+        ).contiguous()
+        for name, tensor in split_experts(model.state_dict()).items()
         if not (name == "lm_head.weight" and is_tied(spec))
     }
     config = _config_json(model, spec)
@@ -79,6 +86,24 @@ def write(spec: TinySpec, directory: Path) -> None:
     write_json(directory / "config.json", config)
     if spec.tokenizer_size:
         write_tokenizer(directory / "tokenizer.json", spec.tokenizer_size)
+
+
+def split_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of each expert apart where files have them so, unlike models in memory."""
+    split: dict[str, torch.Tensor] = {}
+    is_split = any(name.endswith(_CORRECTION) for name in tensors)
+    for name, tensor in tensors.items():
+        if not (is_split and ".experts." in name):
+            split[name] = tensor
+            continue
+        base, which = name.rsplit(".", 1)
+        for i, matrix in enumerate(tensor):
+            parts = {"down_proj": matrix}
+            if which == "gate_up_proj":
+                gate, up = matrix.chunk(2)
+                parts = {"gate_proj": gate, "up_proj": up}
+            split |= {f"{base}.{i}.{part}.weight": value for part, value in parts.items()}
+    return split
 
 
 def _random_model(spec: TinySpec) -> Any:
@@ -114,6 +139,11 @@ def _random_model(spec: TinySpec) -> Any:
                     zlib.crc32(f"{spec.seed} {name}".encode())
                 )
                 buffer.copy_(0.8 + 0.15 * torch.randn(buffer.shape, generator=generator))
+            if name.endswith(_CORRECTION):
+                generator = torch.Generator().manual_seed(
+                    zlib.crc32(f"{spec.seed} {name}".encode())
+                )
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     return model
 
 

@@ -273,6 +273,37 @@ def describe(
             "scale": round_to_float32(2.0**-0.5),
             "activation": activation,
         }
+    return write_description(
+        name,
+        sizes,
+        [
+            {"inv_freq": inverse_frequencies(rope, head_dim), "scale": rope.scale}
+            for rope, head_dim in distinct
+        ],
+        described,
+        ties_lm_head=ties_lm_head,
+        has_post_norms=has_post_norms,
+        norm_weight_offset=norm_weight_offset,
+        embed_scale=embed_scale,
+        logit_soft_cap=logit_soft_cap,
+        optional=optional,
+    )
+
+
+def write_description(
+    name: str,
+    sizes: Sizes,
+    ropes: list[dict[str, Any]],
+    layers: list[dict[str, Any]],
+    *,
+    ties_lm_head: bool,
+    has_post_norms: bool = False,
+    norm_weight_offset: float = 0.0,
+    embed_scale: float = 1.0,
+    logit_soft_cap: float = 0.0,
+    optional: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Writes the canonical description around ropes and layers that are written already."""
     return {
         "format": "paceline-decoder-1",
         "name": name,
@@ -285,13 +316,29 @@ def describe(
         "logit_soft_cap": logit_soft_cap,
         "ties_lm_head": ties_lm_head,
         "has_post_norms": has_post_norms,
-        **optional,
-        "ropes": [
-            {"inv_freq": inverse_frequencies(rope, head_dim), "scale": rope.scale}
-            for rope, head_dim in distinct
-        ],
-        "layers": described,
+        **(optional or {}),
+        "ropes": ropes,
+        "layers": layers,
     }
+
+
+def same_fact(text: Section, key: str, other: str, default: int) -> int:
+    """A number that files state under one of two keys, or under both."""
+    if not text.has(key) and text.has(other):
+        return text.integer(other)
+    value = text.integer(key, default)
+    if text.has(other) and text.integer(other) != value:
+        raise text.error(other, f'{value}, as "{text.name(key)}" says, or one of the two keys')
+    return value
+
+
+def check_top_k(text: Section, key: str, top_k: int, experts_key: str, experts: int) -> None:
+    """Refuses more experts for a token than there are."""
+    if top_k > experts:
+        raise ModelFileError(
+            f'{text.source}: key "{text.name(key)}" is {top_k}; expected an '
+            f'integer from 1 to "{text.name(experts_key)}" ({experts})'
+        )
 
 
 def _mixture_entries(mixture: Mixture, layer: Layer) -> dict[str, Any]:

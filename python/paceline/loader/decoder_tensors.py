@@ -66,7 +66,7 @@ def decoder_tensors(
     hidden = (sizes.hidden, "hidden_size")
     vocab = (sizes.vocab, "vocab_size")
 
-    specs = [_spec("embed.weight", "embed_tokens.weight", vocab, hidden)]
+    specs = [tensor_spec("embed.weight", "embed_tokens.weight", vocab, hidden)]
     size = width = (0, "")
     if per_layer_inputs is not None:
         size = (per_layer_inputs.size, "hidden_size_per_layer_input")
@@ -76,9 +76,11 @@ def decoder_tensors(
         )
         rows = (per_layer_inputs.vocab, "vocab_size_per_layer_input")
         specs += [
-            _spec("per_layer.embed.weight", "embed_tokens_per_layer.weight", rows, width),
-            _spec("per_layer.proj.weight", "per_layer_model_projection.weight", width, hidden),
-            _spec("per_layer.norm.weight", "per_layer_projection_norm.weight", size),
+            tensor_spec("per_layer.embed.weight", "embed_tokens_per_layer.weight", rows, width),
+            tensor_spec(
+                "per_layer.proj.weight", "per_layer_model_projection.weight", width, hidden
+            ),
+            tensor_spec("per_layer.norm.weight", "per_layer_projection_norm.weight", size),
         ]
     for i, layer in enumerate(layers):
         ours, theirs = f"layers.{i}.", f"layers.{i}."
@@ -103,10 +105,10 @@ def decoder_tensors(
             absent |= {"attn.v"}
         if not layer.owns_kv:
             absent |= {"attn.k", "attn.v", "attn.k_norm.weight"}
-        specs += [_spec(ours + name, theirs + source, hidden) for name, source in norms]
+        specs += [tensor_spec(ours + name, theirs + source, hidden) for name, source in norms]
         if has_qk_norm:
             specs += [
-                _spec(ours + name, theirs + source, head_dim)
+                tensor_spec(ours + name, theirs + source, head_dim)
                 for name, source in QK_NORMS
                 if name not in absent
             ]
@@ -118,10 +120,10 @@ def decoder_tensors(
             )
             rows, _ = out_in[name]
             if mlp_bias if name.startswith("mlp.") else attention_bias:
-                specs.append(_spec(f"{ours}{name}.bias", f"{theirs}{source}.bias", rows))
+                specs.append(tensor_spec(f"{ours}{name}.bias", f"{theirs}{source}.bias", rows))
         if has_sinks:
             heads = (sizes.qo_heads, "num_attention_heads")
-            specs.append(_spec(f"{ours}attn.sinks", f"{theirs}self_attn.sinks", heads))
+            specs.append(tensor_spec(f"{ours}attn.sinks", f"{theirs}self_attn.sinks", heads))
         if mixture is not None:
             specs += _mixture(f"{ours}mlp.", f"{theirs}mlp.", mixture, layer, hidden, intermediate)
         if per_layer_inputs is not None:
@@ -130,16 +132,19 @@ def decoder_tensors(
                 (_PER_LAYER_PROJ, (hidden, size)),
                 (_PER_LAYER_NORM, (hidden,)),
             ):
-                specs.append(_spec(ours + name, theirs + source, *dims))
+                specs.append(tensor_spec(ours + name, theirs + source, *dims))
         if has_layer_scale:
-            specs.append(_spec(f"{ours}scale", f"{theirs}layer_scalar", (1, "1")))
-    specs.append(_spec("final_norm.weight", "norm.weight", hidden))
+            specs.append(tensor_spec(f"{ours}scale", f"{theirs}layer_scalar", (1, "1")))
+    specs.append(tensor_spec("final_norm.weight", "norm.weight", hidden))
     if not ties_lm_head:
-        specs.append(_spec("lm_head.weight", "lm_head.weight", vocab, hidden))
+        specs.append(tensor_spec("lm_head.weight", "lm_head.weight", vocab, hidden))
     return tuple(specs)
 
 
-def _spec(name: str, source: str, *dims: Dim, dtypes: tuple[str, ...] = PLAIN_DTYPES) -> TensorSpec:
+def tensor_spec(
+    name: str, source: str, *dims: Dim, dtypes: tuple[str, ...] = PLAIN_DTYPES
+) -> TensorSpec:
+    """A tensor, its shape given by sizes with the keys that they follow from."""
     return TensorSpec(
         name, source, tuple(size for size, _ in dims), ", ".join(key for _, key in dims), dtypes
     )
@@ -150,11 +155,11 @@ def _matrix(
 ) -> list[TensorSpec]:
     """The matrix of a Linear, and its scales."""
     if format is None:
-        return [_spec(f"{name}.weight", f"{source}.weight", rows, columns)]
+        return [tensor_spec(f"{name}.weight", f"{source}.weight", rows, columns)]
     scales = format.scale_dims(rows, columns)
     return [
-        _spec(f"{name}.weight", f"{source}.weight", rows, columns, dtypes=(FP8_DTYPE,)),
-        _spec(f"{name}.scales", f"{source}.{format.suffix}", *scales, dtypes=SCALE_DTYPES),
+        tensor_spec(f"{name}.weight", f"{source}.weight", rows, columns, dtypes=(FP8_DTYPE,)),
+        tensor_spec(f"{name}.scales", f"{source}.{format.suffix}", *scales, dtypes=SCALE_DTYPES),
     ]
 
 
@@ -165,8 +170,8 @@ def _mixture(
     experts = (mixture.experts, "num_local_experts")
     wide = (2 * intermediate[0], f"2 * {intermediate[1]}")
     specs = [
-        _spec(f"{ours}router.weight", f"{theirs}router.weight", experts, hidden),
-        _spec(f"{ours}router.bias", f"{theirs}router.bias", experts),
+        tensor_spec(f"{ours}router.weight", f"{theirs}router.weight", experts, hidden),
+        tensor_spec(f"{ours}router.bias", f"{theirs}router.bias", experts),
     ]
     for name, rows, columns, format in (
         ("gate_up", wide, hidden, layer.formats.gate_up),
@@ -175,15 +180,15 @@ def _mixture(
         canonical, source = f"{ours}experts.{name}", f"{theirs}experts.{name}_proj"
         if format is None:
             # x @ W, not x @ W^T.
-            specs.append(_spec(f"{canonical}.weight", source, experts, columns, rows))
+            specs.append(tensor_spec(f"{canonical}.weight", source, experts, columns, rows))
         else:
             size, keys = columns
             scales = (experts, rows, (size // MXFP4_COLUMNS, f"{keys} / {MXFP4_COLUMNS}"))
             block = (MXFP4_COLUMNS // 2, f"{MXFP4_COLUMNS // 2}")
             u8 = (MXFP4_DTYPE,)
             specs += [
-                _spec(f"{canonical}.weight", f"{source}_blocks", *scales, block, dtypes=u8),
-                _spec(f"{canonical}.scales", f"{source}_scales", *scales, dtypes=u8),
+                tensor_spec(f"{canonical}.weight", f"{source}_blocks", *scales, block, dtypes=u8),
+                tensor_spec(f"{canonical}.scales", f"{source}_scales", *scales, dtypes=u8),
             ]
-        specs.append(_spec(f"{canonical}.bias", f"{source}_bias", experts, rows))
+        specs.append(tensor_spec(f"{canonical}.bias", f"{source}_bias", experts, rows))
     return specs

@@ -32,9 +32,24 @@ _KEYS: Final[dict[str, tuple[str, ...]]] = {
     "num_kv_heads": ("num_key_value_heads", "num_global_key_value_heads"),
     "head_dim": ("head_dim", "global_head_dim"),
     "scale": ("query_pre_attn_scalar", "head_dim"),
-    "intermediate": ("intermediate_size",),
-    "num_experts": ("num_local_experts", "num_experts"),
+    "intermediate": ("intermediate_size", "moe_intermediate_size"),
+    "shared.intermediate": ("n_shared_experts", "moe_intermediate_size"),
+    "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
     "top_k": ("num_experts_per_tok", "experts_per_token"),
+    "num_groups": ("n_group",),
+    "top_groups": ("topk_group",),
+    "weight_scale": ("routed_scaling_factor",),
+    **{
+        key: (key,)
+        for key in (
+            "q_lora_rank",
+            "kv_lora_rank",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "v_head_dim",
+            "latent_norm_eps",
+        )
+    },
     "alpha": ("swiglu_alpha",),
     "limit": ("swiglu_limit",),
     "format": ("quantization_config",),

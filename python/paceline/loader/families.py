@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Families of Hugging Face checkpoints as canonical decoder descriptions and tensor names.
 
-Only this file, `gemma4.py` and `gpt_oss.py` know the names of families of targets. Their result is
-the description and the tensor names of `docs/model-format.md`, and no later code depends on the
-family.
+Only this file, `gemma4.py`, `gpt_oss.py` and `deepseek.py` know the names of families of targets.
+Their result is the description and the tensor names of `docs/model-format.md`, and no later code
+depends on the family.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from .decoder import (
     same_layers,
 )
 from .decoder_tensors import SANDWICH_NORMS, decoder_tensors
+from .deepseek import deepseek_v3, glm4_moe_lite
 from .description import check_description
 from .family import Family
 from .gemma4 import GEMMA4_ARCHITECTURES, gemma4
@@ -224,6 +225,8 @@ _FAMILIES: Final[dict[str, Callable[[HfConfig], Family]]] = {
     "Gemma3TextModel": _gemma3,
     **dict.fromkeys(GEMMA4_ARCHITECTURES, gemma4),
     "GptOssForCausalLM": gpt_oss,
+    "Glm4MoeLiteForCausalLM": glm4_moe_lite,
+    "DeepseekV3ForCausalLM": deepseek_v3,
 }
 
 # The "model_type" of each supported architecture.
@@ -235,6 +238,8 @@ ARCHITECTURES: Final[dict[str, str]] = {
     "Gemma3TextModel": "gemma3_text",
     **GEMMA4_ARCHITECTURES,
     "GptOssForCausalLM": "gpt_oss",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
 }
 
 

@@ -6,9 +6,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from paceline._core import ModelFileError
-
-from .decoder import Mixture, check_common, describe, read_sizes, round_to_float32, same_layers
+from .decoder import (
+    Mixture,
+    check_common,
+    check_top_k,
+    describe,
+    read_sizes,
+    round_to_float32,
+    same_fact,
+    same_layers,
+)
 from .decoder_tensors import decoder_tensors
 from .family import Family
 from .formats import MXFP4_COLUMNS, NO_FORMATS, LayerFormats
@@ -83,26 +90,12 @@ def gpt_oss(hf: HfConfig) -> Family:
 
 
 def _read_mixture(text: Section) -> Mixture:
-    experts = _same_fact(text, "num_local_experts", "num_experts", 128)
-    top_k = _same_fact(text, "num_experts_per_tok", "experts_per_token", 4)
-    if top_k > experts:
-        raise ModelFileError(
-            f'{text.source}: key "{text.name("num_experts_per_tok")}" is {top_k}; expected an '
-            f'integer from 1 to "{text.name("num_local_experts")}" ({experts})'
-        )
+    experts = same_fact(text, "num_local_experts", "num_experts", 128)
+    top_k = same_fact(text, "num_experts_per_tok", "experts_per_token", 4)
+    check_top_k(text, "num_experts_per_tok", top_k, "num_local_experts", experts)
     return Mixture(
         experts, top_k, text.number("swiglu_alpha", 1.702), text.number("swiglu_limit", 7.0)
     )
-
-
-def _same_fact(text: Section, key: str, other: str, default: int) -> int:
-    """A number that files state under one of two keys, or under both."""
-    if not text.has(key) and text.has(other):
-        return text.integer(other)
-    value = text.integer(key, default)
-    if text.has(other) and text.integer(other) != value:
-        raise text.error(other, f'{value}, as "{text.name(key)}" says, or one of the two keys')
-    return value
 
 
 def _check_experts(text: Section, quantization: Quantization, num_layers: int) -> None:

@@ -39,6 +39,7 @@ class RopeSettings:
         beta_slow: "yarn" only: pairs that turn less often have theirs divided; else 0.
         truncate: "yarn" only: the limits between such pairs are rounded to whole pairs.
         scale: "yarn" only: the factor on cosines and sines, a float32 value; else 1.
+        mscale_all_dim: "yarn" only: what scales the scores of latent attention; see `score_factor`.
     """
 
     rope_type: str = "default"
@@ -52,6 +53,12 @@ class RopeSettings:
     beta_slow: float = 0.0
     truncate: bool = False
     scale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+    @property
+    def score_factor(self) -> float:
+        """The factor on the scores of latent attention; other attention has none."""
+        return _yarn_scale(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
 
 def inverse_frequencies(rope: RopeSettings, head_dim: int) -> list[float]:
@@ -334,6 +341,7 @@ def _yarn_section(
         beta_slow=slow,
         truncate=truncate,
         scale=_round_to_float32(scale),
+        mscale_all_dim=mscale_all,
     )
 
 
