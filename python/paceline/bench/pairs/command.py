@@ -61,6 +61,7 @@ def run_pairs(args: argparse.Namespace) -> int:
     command = getattr(args, "command_line", "paceline bench pairs")
     name_width = max(len(pair.name) for pair in options.pairs)
     speed = Speed(device, args.num_threads)
+    read_bandwidth = speed.memory  # now, since models may leave no memory to measure in
     rows: list[dict[str, Any]] = []
     unmeasured: list[Unmeasured] = []
     measured: dict[str, Any] = {}
@@ -71,6 +72,7 @@ def run_pairs(args: argparse.Namespace) -> int:
                 is_first = not rows and not unmeasured
                 if isinstance(result, PairRow):
                     rows.append(result.as_dict())
+                    read_bandwidth = speed.memory
                 else:
                     unmeasured.append(result)
                 if not is_json_alone:
@@ -81,7 +83,7 @@ def run_pairs(args: argparse.Namespace) -> int:
                             print_row(rows[-1], name_width)
                         else:
                             print_unmeasured(result, name_width)
-                measured = report(command, device, speed.memory, rows, unmeasured)
+                measured = report(command, device, read_bandwidth, rows, unmeasured)
                 if args.json is not None and not is_json_alone:
                     write_json(args.json, measured)
     if is_json_alone:

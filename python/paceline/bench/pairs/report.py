@@ -145,7 +145,7 @@ class Unmeasured:
 def report(
     command: str,
     device: str,
-    read_bandwidth: float | None,
+    read_bandwidth: float,
     rows: Sequence[Mapping[str, Any]],
     unmeasured: Sequence[Unmeasured],
 ) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def report(
     Args:
         command: The command line.
         device: "cpu" or "cuda".
-        read_bandwidth: Bytes per second from memory; None before the first row.
+        read_bandwidth: Bytes per second from memory.
         rows: `PairRow.as_dict()` of each row.
         unmeasured: What was not measured.
     """
@@ -166,7 +166,7 @@ def report(
         "version": _core.version(),
         "build": _core.build_info(),
         "device": device,
-        "read_bandwidth_gb_per_s": None if read_bandwidth is None else read_bandwidth / 1e9,
+        "read_bandwidth_gb_per_s": read_bandwidth / 1e9,
         "rows": list(rows),
         "not_measured": [entry.as_dict() for entry in unmeasured],
     }
