@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <utility>
 
 #include "attention/attention_common.cuh"
 #include "attention/paged_attention_kernel.cuh"
@@ -15,33 +14,6 @@
 namespace paceline {
 namespace cuda::paged {
 namespace {
-
-// As `launch`, with blocks of kThreads threads; `cluster_blocks` neighbours in z form a cluster.
-template <class... Params, class... Args>
-void launch_clusters(CudaContext& ctx, const char* name, void (*kernel)(Params...), dim3 grid,
-                     int32_t cluster_blocks, size_t shared_bytes, Args&&... args) {
-  if (cluster_blocks == 1) {
-    launch(ctx, name, kernel, grid, dim3(kThreads), shared_bytes, std::forward<Args>(args)...);
-    return;
-  }
-  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = 1;
-  attributes[1].val.clusterDim.y = 1;
-  attributes[1].val.clusterDim.z = static_cast<uint32_t>(cluster_blocks);
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = ctx.stream;
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  check(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...), name);
-  if (ctx.trace != nullptr) ctx.trace->mark(name);
-}
 
 template <int kHeadDim, int kMTiles>
 void run_tiles(CudaContext& ctx, const PagedAttentionParams& p) {
@@ -89,7 +61,8 @@ void run_tiles(CudaContext& ctx, const PagedAttentionParams& p) {
   launch_clusters(ctx, "paged_attention", kKernel,
                   dim3(static_cast<uint32_t>(tiles), static_cast<uint32_t>(p.num_kv_heads),
                        static_cast<uint32_t>(splits)),
-                  plan.cluster_blocks, S::kSharedBytes, p, plan);
+                  dim3(kThreads), dim3(1, 1, static_cast<uint32_t>(plan.cluster_blocks)),
+                  S::kSharedBytes, p, plan);
 }
 
 // Runs the smallest tile that holds the rows of a sequence, or the largest tile.

@@ -33,23 +33,36 @@ __device__ __forceinline__ void let_successor_start() {
 #endif
 }
 
-// Enqueues kernel(args...) on the context's stream. An empty grid launches nothing.
+// Enqueues kernel(args...) on the context's stream, with neighbouring blocks in clusters. An empty
+// grid launches nothing.
 template <class... Params, class... Args>
-void launch(CudaContext& ctx, const char* name, void (*kernel)(Params...), dim3 grid, dim3 block,
-            size_t shared_bytes, Args&&... args) {
+void launch_clusters(CudaContext& ctx, const char* name, void (*kernel)(Params...), dim3 grid,
+                     dim3 block, dim3 cluster, size_t shared_bytes, Args&&... args) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = cluster.x;
+  attributes[1].val.clusterDim.y = cluster.y;
+  attributes[1].val.clusterDim.z = cluster.z;
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = ctx.stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = cluster.x * cluster.y * cluster.z > 1 ? 2 : 1;
   check(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...), name);
   if (ctx.trace != nullptr) ctx.trace->mark(name);
+}
+
+// The same without clusters.
+template <class... Params, class... Args>
+void launch(CudaContext& ctx, const char* name, void (*kernel)(Params...), dim3 grid, dim3 block,
+            size_t shared_bytes, Args&&... args) {
+  launch_clusters(ctx, name, kernel, grid, block, dim3(1), shared_bytes,
+                  std::forward<Args>(args)...);
 }
 
 // Raises the limit of dynamic shared memory of a kernel; CUDA requires this above 48 KB.

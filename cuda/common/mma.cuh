@@ -64,20 +64,33 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// A barrier for all threads of the cluster that have not exited. Their writes to global and shared
-// memory before it are visible to all of them after it. Without a cluster, a barrier of the block.
-__device__ __forceinline__ void cluster_barrier() {
+// A barrier for all threads of the cluster that have not exited, in two parts. A thread's writes to
+// global and shared memory before it arrives are visible to all threads after they have waited.
+// Without a cluster, a barrier of the block.
+__device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_barrier() {
+  cluster_arrive();
+  cluster_wait();
+}
+
+// The address of the shared variable `of` in block `rank` of the cluster, for instructions.
+__device__ __forceinline__ uint32_t cluster_address(const void* of, int32_t rank) {
+  uint32_t address;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(address)
+               : "r"(shared_address(of)), "r"(rank));
+  return address;
 }
 
 // Stores to the copy of the shared variable `to` in block `rank` of the cluster.
 __device__ __forceinline__ void store_to_cluster(int32_t* to, int32_t rank, int32_t value) {
-  uint32_t address;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-               : "=r"(address)
-               : "r"(shared_address(to)), "r"(rank));
-  asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+  asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(cluster_address(to, rank)), "r"(value)
+               : "memory");
 }
 
 // The address of the shared variable `of` in block `rank` of the cluster.

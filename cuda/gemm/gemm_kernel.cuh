@@ -22,13 +22,6 @@ namespace paceline::cuda {
 
 inline constexpr int32_t kMaxStages = 12;
 
-// Keeps the compiler from moving accumulators across asynchronous products.
-template <int kCount>
-__device__ __forceinline__ void pin(float (&values)[kCount]) {
-#pragma unroll
-  for (float& value : values) asm volatile("" : "+f"(value)::"memory");
-}
-
 // The ring of a block. Each stage holds tiles of weights, then tiles of tokens.
 template <class Tile>
 struct Ring {

@@ -26,9 +26,11 @@ __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
 __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
-               : "memory");
+  barrier_arrive(shared_address(barrier));
 }
 
 // Arrives, and announces the bytes that copies will deliver.
@@ -40,7 +42,8 @@ __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes
 }
 
 // Whether the phase of that parity is over; may wait for a limited time before it returns false.
-__device__ __forceinline__ bool barrier_try_wait(uint64_t* barrier, uint32_t parity) {
+// `barrier` is an address in shared memory.
+__device__ __forceinline__ bool barrier_try_wait(uint32_t barrier, uint32_t parity) {
   uint32_t is_over;
   asm volatile(
       "{\n"
@@ -49,14 +52,56 @@ __device__ __forceinline__ bool barrier_try_wait(uint64_t* barrier, uint32_t par
       "selp.u32 %0, 1, 0, over;\n"
       "}\n"
       : "=r"(is_over)
-      : "r"(shared_address(barrier)), "r"(parity)
+      : "r"(barrier), "r"(parity)
       : "memory");
   return is_over != 0;
 }
 
-__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   while (!barrier_try_wait(barrier, parity)) {
   }
+}
+__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
+  barrier_wait(shared_address(barrier), parity);
+}
+
+// As barrier_wait; what other blocks of the cluster have sent is visible, too.
+__device__ __forceinline__ void barrier_wait_for_cluster(uint64_t* barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred over;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 over, [%0], %1;\n"
+      "@!over bra again;\n"
+      "}\n" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// --- Messages between blocks of a cluster ------------------------------------------------------
+
+// They store to shared memory of another block, or set bits there. Their bytes count towards an
+// mbarrier of that block, so that nobody waits but the receiver. `to` and `barrier` are cluster
+// addresses.
+__device__ __forceinline__ void send(uint32_t to, float2 values, uint32_t barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+          to),
+      "f"(values.x), "f"(values.y), "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void send(uint32_t to, int32_t value, uint32_t barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];" ::"r"(to),
+      "r"(value), "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void send_bits(uint32_t to, uint32_t bits, uint32_t barrier) {
+  asm volatile(
+      "red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.or.b32 "
+      "[%0], %1, [%2];" ::"r"(to),
+      "r"(bits), "r"(barrier)
+      : "memory");
 }
 
 // --- Bulk tensor copy ------------------------------------------------------------------------
@@ -112,13 +157,23 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+// Keeps the compiler from moving accumulators across asynchronous products.
+template <int kCount>
+__device__ __forceinline__ void pin(float (&values)[kCount]) {
+#pragma unroll
+  for (float& value : values) asm volatile("" : "+f"(value)::"memory");
+}
+
 // Describes a K-major tile with rows of 128 bytes in the 128-byte swizzle, 1,024-byte aligned:
 // groups of 8 rows are 1,024 bytes apart.
-__device__ __forceinline__ uint64_t tile_descriptor(const void* tile) {
+__device__ __forceinline__ uint64_t tile_descriptor(uint32_t tile) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   constexpr uint64_t kGroupStride = uint64_t{1024 >> 4} << 32;
   constexpr uint64_t kIgnored = uint64_t{1} << 16;  // the leading offset, with this swizzle
-  return kSwizzle128 | kGroupStride | kIgnored | ((shared_address(tile) & 0x3FFFFu) >> 4);
+  return kSwizzle128 | kGroupStride | kIgnored | ((tile & 0x3FFFFu) >> 4);
+}
+__device__ __forceinline__ uint64_t tile_descriptor(const void* tile) {
+  return tile_descriptor(shared_address(tile));
 }
 
 // Changes the registers of each thread of the calling warpgroup, a multiple of 8. The warpgroups of

@@ -5,12 +5,11 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
 #include "base/check.h"
-#include "base/ordered.h"
 #include "common/launch.cuh"
 #include "common/reduce.cuh"
+#include "moe/route_row.cuh"
 #include "moe/sigmoid_routing.h"
 #include "ops/moe.h"
 
@@ -23,50 +22,12 @@ constexpr int32_t kMaxSortWarps = 32;
 constexpr int32_t kMaxCounts = 11264;  // of a block's shared memory: 44 KB
 constexpr int32_t kLoadsAhead = 4;     // of a lane
 
-// A warp chooses the experts of one row below max_rows. Lane l holds the logits of the experts l,
-// l + 32, ... and, at the end, the result of place l.
+// A warp chooses the experts of one row below max_rows.
 template <int32_t kPerLane>
 __device__ __forceinline__ void route_row(const RouteExpertsParams& p, int32_t row) {
-  const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
   const int32_t num_rows = *p.num_rows;
-  const float* const logits = p.logits + int64_t{row} * p.num_experts;
-  uint32_t keys[kPerLane];  // 0: no expert, or already chosen
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    const int32_t expert = lane + 32 * i;
-    keys[i] = expert < p.num_experts ? to_ordered(comparable(logits[expert])) : 0;
-  }
-  if (row >= num_rows) return;
-
-  int32_t own_expert = 0;
-  float own_logit = 0.0f;
-  for (int32_t place = 0; place < p.top_k; ++place) {
-    uint32_t best = keys[0];
-    int32_t expert = lane;
-#pragma unroll
-    for (int i = 1; i < kPerLane; ++i) {
-      if (keys[i] <= best) continue;
-      best = keys[i];
-      expert = lane + 32 * i;
-    }
-    const uint32_t highest = __reduce_max_sync(kAllLanes, best);
-    expert = __reduce_min_sync(kAllLanes, best == highest ? expert : kMaxExperts);
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      if (lane + 32 * i == expert) keys[i] = 0;
-    }
-    if (lane == place) {
-      own_expert = expert;
-      own_logit = from_ordered(highest);
-    }
-  }
-  const float best = __shfl_sync(kAllLanes, own_logit, 0);
-  const float own = expf(own_logit - best);
-  float sum = 0.0f;
-  for (int32_t place = 0; place < p.top_k; ++place) sum += __shfl_sync(kAllLanes, own, place);
-  if (lane >= p.top_k) return;
-  p.experts[int64_t{row} * p.top_k + lane] = own_expert;
-  p.weights[int64_t{row} * p.top_k + lane] = own / sum;
+  const RowKeys<kPerLane> keys(p.logits + int64_t{row} * p.num_experts, p.num_experts);
+  if (row < num_rows) write_choices(p, row, choose(keys, p.top_k));
 }
 
 template <int32_t kPerLane>
@@ -211,21 +172,6 @@ int32_t sort_warps(int32_t num_experts, int32_t max_warps) {
   return num_warps;
 }
 static_assert(9 * kMaxExperts <= kMaxCounts);
-
-// Calls run(number) with the number of logits that a lane holds, as a constant.
-template <class Run>
-void with_logits_per_lane(int32_t num_experts, Run run) {
-  if (num_experts <= 32) return run(std::integral_constant<int32_t, 1>());
-  if (num_experts <= 128) return run(std::integral_constant<int32_t, 4>());
-  run(std::integral_constant<int32_t, kMaxExperts / 32>());
-}
-
-void check_params(const RouteExpertsParams& p) { check_routing(p); }
-
-void check_params(const SortExpertRowsParams& p) {
-  PACELINE_CHECK(p.num_experts > 0 && p.num_experts <= kMaxExperts, "num_experts ", p.num_experts,
-                 " is not in 1 to ", kMaxExperts);
-}
 
 // Launches a kernel of one block that sorts.
 template <class Params>

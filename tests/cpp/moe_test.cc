@@ -352,6 +352,57 @@ TEST(RouteAndSort, IsBoth) {
   EXPECT_EQ(sorted_of_both.expert_row, sorted.expert_row);
 }
 
+TEST(RunRouter, IsItsProductAndThenBoth) {
+  Random random(103);
+  const int32_t num_rows = 9;
+  const int32_t k = 24;
+  const std::vector<float> x = random.normals(int64_t{num_rows} * k);
+  const std::vector<float> weight = random.normals(int64_t{6} * k);
+  const std::vector<float> bias = random.normals(6);
+  std::vector<float> logits(static_cast<size_t>(num_rows * 6));
+  CpuContext ctx = context_of(1);
+  const GemmParams product = {.num_rows = &num_rows,
+                              .max_rows = num_rows,
+                              .x = x.data(),
+                              .x_stride = k,
+                              .weight = plain_matrix(weight.data(), 6, k, DType::kFloat32),
+                              .bias = bias.data(),
+                              .y = logits.data(),
+                              .y_stride = 6};
+  gemm(ctx, product);
+  const Routing routing = route(logits, num_rows, 6, 2);
+  const Sorted sorted = sort(routing.experts, num_rows, 6, 2);
+  std::fill(logits.begin(), logits.end(), kNan);
+  std::vector<int32_t> experts(18);
+  std::vector<float> weights(18);
+  std::vector<int32_t> expert_begin(7);
+  std::vector<int32_t> source_row(18);
+  std::vector<int32_t> expert_row(18);
+  run_router(ctx, {.product = product,
+                   .route = {.num_rows = &num_rows,
+                             .max_rows = num_rows,
+                             .logits = logits.data(),
+                             .num_experts = 6,
+                             .top_k = 2,
+                             .rule = RouterRule::kSoftmaxOfChosen,
+                             .experts = experts.data(),
+                             .weights = weights.data()},
+                   .sort = {.num_rows = &num_rows,
+                            .max_rows = num_rows,
+                            .experts = experts.data(),
+                            .num_experts = 6,
+                            .top_k = 2,
+                            .expert_begin = expert_begin.data(),
+                            .source_row = source_row.data(),
+                            .expert_row = expert_row.data(),
+                            .counters = nullptr}});
+  EXPECT_EQ(experts, routing.experts);
+  EXPECT_EQ(weights, routing.weights);
+  EXPECT_EQ(expert_begin, sorted.expert_begin);
+  EXPECT_EQ(source_row, sorted.source_row);
+  EXPECT_EQ(expert_row, sorted.expert_row);
+}
+
 // --- combine_experts -----------------------------------------------------------------------------
 
 struct Combination {

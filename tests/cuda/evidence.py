@@ -346,6 +346,7 @@ OPS = (
     "reject",
     "logprobs",
     "route",
+    "router",
     "sort",
     "combine",
     "expert_gemm",
@@ -362,7 +363,7 @@ def cases_of(*ops: str) -> str:
 REST = "*:-" + cases_of(*OPS, "large")
 #: The other tools take the ops of a mixture of experts apart: their cases of real shapes take the
 #: CPU as long as all other cases.
-MIXTURES = cases_of("route", "sort", "combine", "expert_gemm", "mixture")
+MIXTURES = cases_of("route", "router", "sort", "combine", "expert_gemm", "mixture")
 NARROWED = ("truncate", "proposals", "softmax_sums", "logprobs", "expert_gemm", "mixture")
 #: truncate and logprobs: more rows than clusters can run at once (at most 33 on 132
 #: multiprocessors), so that some clusters take a second row and overwrite their shared memory;
@@ -380,6 +381,7 @@ REAL_SHAPES = {
     "attention": "*_64x8_*",
     "expert_gemm": "*_n5760_*:*_n2880_*",
     "mixture": "*_h2880_*",
+    "router": "*_k2880_*:*_k4096_*",
 }
 LARGE = ":".join(f"*_v{vocab}_rows3of8" for vocab in (5004, 40000, 128000, 151936, 262144))
 

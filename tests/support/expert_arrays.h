@@ -27,6 +27,9 @@ enum ExpertPurpose : uint64_t {
   kExpertBase,
   kRouterCorrection,
   kExpertNorm,
+  kRouterX,
+  kRouterWeight,
+  kRouterBias,
 };
 
 // The different experts of row `id`.

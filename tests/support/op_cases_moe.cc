@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <utility>
 
@@ -42,13 +43,19 @@ std::string first_difference(const OpArray& array, const std::vector<std::byte>&
   return "";
 }
 
+// The logits of a case of route_experts.
+OpArray logits_array(const RouteSpec& s, const Rows& rows, uint64_t seed) {
+  return row_array(
+      "logits", Element::kF32, Element::kF32, rows, s.num_experts,
+      [=](int64_t id, float* to) { fill_logits(s.logits, s.num_experts, id, seed, to); });
+}
+
 // The arrays of a case of route_experts.
 struct RouteArrays {
-  RouteArrays(OpInstance& op, const RouteSpec& spec, const Rows& rows, uint64_t seed)
+  RouteArrays(OpInstance& op, const RouteSpec& spec, const Rows& rows, uint64_t seed,
+              OpArray logits_of_rows)
       : s(spec), max_rows(rows.max_rows), num_rows(add_num_rows(op, rows)) {
-    logits = op.add(row_array(
-        "logits", Element::kF32, Element::kF32, rows, s.num_experts,
-        [=](int64_t id, float* to) { fill_logits(spec.logits, spec.num_experts, id, seed, to); }));
+    logits = op.add(std::move(logits_of_rows));
     const bool is_exact = s.rule == RouterRule::kSigmoid;
     if (is_exact) {
       OpArray values = float_array("correction", Element::kF32, Element::kF32, s.num_experts,
@@ -179,23 +186,148 @@ struct CombineArrays {
   Handle y = kNoArray;
 };
 
+// The arrays of a case of run_router.
+struct RouterArrays {
+  RouterArrays(OpInstance& op, const RouterSpec& spec, const Rows& rows, uint64_t seed)
+      : s(spec),
+        x(op.add(x_array(spec, rows, seed))),
+        weight(op.add(weight_array(spec, seed))),
+        bias(spec.has_bias ? op.add(bias_array(spec, seed)) : kNoArray),
+        routed(op,
+               {.num_experts = spec.num_experts,
+                .top_k = spec.top_k,
+                .logits = spec.logits,
+                .rule = spec.rule,
+                .sigmoid = spec.sigmoid},
+               rows, seed, unwritten_logits(spec, rows)),
+        sorted(op, {.num_experts = spec.num_experts, .top_k = spec.top_k}, rows) {}
+  template <class Ctx>
+  [[nodiscard]] RouterParams params(const Ctx& ctx, const Addresses& at) const {
+    const RouteExpertsParams route = routed.params(at);
+    return {.product = {.num_rows = route.num_rows,
+                        .max_rows = route.max_rows,
+                        .x = at.raw(x),
+                        .x_stride = s.k + s.x_padding,
+                        .weight = plain_matrix(at.raw(weight), s.num_experts, s.k, s.dtype),
+                        .bias = at.get<float>(bias),
+                        .y = at.get<float>(routed.logits),
+                        .y_stride = s.num_experts,
+                        .x_dtype = activation_dtype(ctx, s.dtype),
+                        .y_dtype = DType::kFloat32},
+            .route = route,
+            .sort = sorted.params(at, routed.num_rows, routed.experts)};
+  }
+
+  RouterSpec s;
+  Handle x;
+  Handle weight;
+  Handle bias;
+  RouteArrays routed;
+  SortArrays sorted;
+
+ private:
+  // Small integers.
+  static OpArray x_array(const RouterSpec& s, const Rows& rows, uint64_t seed) {
+    constexpr float kInfinity = std::numeric_limits<float>::infinity();
+    return row_array("x", Element::kF32, element_of(s.dtype), rows, s.k + s.x_padding,
+                     [=](int64_t id, float* to) {
+                       Stream stream(seed, kRouterX, static_cast<uint64_t>(id));
+                       if (s.is_rounded) return stream.fill(to, s.k);
+                       for (int32_t i = 0; i < s.k; ++i) {
+                         to[i] = static_cast<float>(stream.below(5) - 2);
+                       }
+                       if (s.logits == LogitKind::kHoles && id % 5 == 3) {
+                         to[id % s.k] = std::numeric_limits<float>::quiet_NaN();
+                       }
+                       if (s.logits == LogitKind::kInfinite && id % 5 == 1) {
+                         to[id % s.k] = id % 2 == 0 ? kInfinity : -kInfinity;
+                       }
+                     });
+  }
+  // Multiples of 1/64. With ties, neighbouring experts have the same.
+  static OpArray weight_array(const RouterSpec& s, uint64_t seed) {
+    OpArray array = float_array(
+        "weight", element_of(s.dtype), element_of(s.dtype), int64_t{s.num_experts} * s.k,
+        [=](float* to) {
+          for (int32_t e = 0; e < s.num_experts; ++e, to += s.k) {
+            Stream stream(seed, kRouterWeight,
+                          static_cast<uint64_t>(s.logits == LogitKind::kTies ? e / 2 : e));
+            if (s.is_rounded) {
+              stream.fill(to, s.k, 1.0f / std::sqrt(static_cast<float>(s.k)));
+              continue;
+            }
+            for (int32_t i = 0; i < s.k; ++i) {
+              to[i] = static_cast<float>(stream.below(17) - 8) / 64.0f;
+            }
+          }
+        });
+    array.is_constant = true;
+    return array;
+  }
+  static OpArray bias_array(const RouterSpec& s, uint64_t seed) {
+    OpArray array =
+        float_array("bias", Element::kF32, Element::kF32, s.num_experts, [=](float* to) {
+          constexpr float kInfinity = std::numeric_limits<float>::infinity();
+          Stream stream(seed, kRouterBias);
+          for (int32_t e = 0; e < s.num_experts; ++e) {
+            to[e] = s.is_rounded                   ? stream.normal()
+                    : s.logits == LogitKind::kTies ? static_cast<float>(e / 2 % 3)
+                                                   : static_cast<float>(stream.below(65)) / 16;
+            if (s.logits == LogitKind::kHoles && stream.one_in(3)) {
+              to[e] = stream.one_in(2) ? std::numeric_limits<float>::quiet_NaN() : -kInfinity;
+            }
+            if (s.logits == LogitKind::kInfinite && stream.one_in(s.num_experts / 3 + 1)) {
+              to[e] = kInfinity;
+            }
+          }
+        });
+    array.is_constant = true;
+    return array;
+  }
+  static OpArray unwritten_logits(const RouterSpec& s, const Rows& rows) {
+    OpArray array = output_array("logits", Element::kF32, Element::kF32,
+                                 int64_t{rows.max_rows} * s.num_experts, 0);
+    array.compare = Compare::kByCase;  // only what follows from them is compared
+    return array;
+  }
+};
+
 }  // namespace
 
 OpInstance make_route(const RouteSpec& s, const Rows& rows, uint64_t seed) {
   OpInstance op;
-  const RouteArrays arrays(op, s, rows, seed);
+  const RouteArrays arrays(op, s, rows, seed, logits_array(s, rows, seed));
   op.set_run([arrays](auto& ctx, const Addresses& at) { route_experts(ctx, arrays.params(at)); });
   return op;
 }
 
 OpInstance make_route_and_sort(const RouteSpec& s, const Rows& rows, uint64_t seed) {
   OpInstance op;
-  const RouteArrays routed(op, s, rows, seed);
+  const RouteArrays routed(op, s, rows, seed, logits_array(s, rows, seed));
   const SortArrays sorted(op, {.num_experts = s.num_experts, .top_k = s.top_k}, rows);
   op.set_run([routed, sorted](auto& ctx, const Addresses& at) {
     route_and_sort(ctx,
                    RouteAndSortParams{.route = routed.params(at),
                                       .sort = sorted.params(at, routed.num_rows, routed.experts)});
+  });
+  return op;
+}
+
+OpInstance make_router(const RouterSpec& s, const Rows& rows, uint64_t seed) {
+  OpInstance op;
+  const RouterArrays arrays(op, s, rows, seed);
+  op.set_run([arrays](auto& ctx, const Addresses& at) { run_router(ctx, arrays.params(ctx, at)); });
+  return op;
+}
+
+OpInstance make_router_by_ops(const RouterSpec& s, const Rows& rows, uint64_t seed) {
+  OpInstance op;
+  const RouterArrays arrays(op, s, rows, seed);
+  op.set_run([arrays](auto& ctx, const Addresses& at) {
+    const RouterParams p = arrays.params(ctx, at);
+    gemm(ctx, p.product);
+    route_experts(ctx, p.route);
+    sort_expert_rows(ctx, p.sort);
   });
   return op;
 }

@@ -208,6 +208,11 @@ void route_and_sort(CpuContext& ctx, const RouteAndSortParams& p) {
   sort_expert_rows(ctx, p.sort);
 }
 
+void run_router(CpuContext& ctx, const RouterParams& p) {
+  gemm(ctx, p.product);
+  route_and_sort(ctx, {.route = p.route, .sort = p.sort});
+}
+
 void combine_experts(CpuContext& ctx, const CombineExpertsParams& p) {
   PACELINE_CHECK(p.dtype == DType::kFloat32, "the CPU computes in float32");
   const int32_t num_rows = std::min(*p.num_rows, p.max_rows);

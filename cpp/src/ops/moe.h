@@ -82,6 +82,16 @@ struct RouteAndSortParams {
 void route_and_sort(CpuContext&, const RouteAndSortParams&);
 void route_and_sort(CudaContext&, const RouteAndSortParams&);
 
+// The router of a mixture: `gemm`, then route_and_sort with its y as the logits. That y may stay
+// unwritten: a backend may do everything at once.
+struct RouterParams {
+  GemmParams product;  // [num_experts, k]; y is route.logits, float32 and contiguous
+  RouteExpertsParams route;
+  SortExpertRowsParams sort;
+};
+void run_router(CpuContext&, const RouterParams&);
+void run_router(CudaContext&, const RouterParams&);
+
 // y = x W_e^T (+ bias_e) for every expert row, e being its expert. Each output is one sum in the
 // order of `gemm`, so that an expert row has the bits that `gemm` gives it alone.
 struct ExpertGemmParams {
