@@ -251,13 +251,16 @@ __global__ void __launch_bounds__(kThreads, 1)
       .num_stages = plan.num_stages,
       .row_bytes = plan.tile_rows * kRowBytes,
       .num_blocks = (p.product.weight.k + kDepth - 1) / kDepth};
-  if (thread < plan.num_stages) {
-    barrier_init(&shared.full[thread], 2);  // weights and rows
-    barrier_init(&shared.empty[thread], kProductWarps);
-    barrier_init_fence();
-  } else if (thread == kThreads - 1) {
-    barrier_init(&shared.has_logits, 1);
-    barrier_init(&shared.has_choices, 1);
+  if (lane == 0) {  // an initialisation takes a warp for itself
+#pragma unroll 1
+    for (int32_t i = warp; i < plan.num_stages; i += kWarps) {
+      barrier_init(&shared.full[i], 2);  // weights and rows
+      barrier_init(&shared.empty[i], kProductWarps);
+    }
+    if (warp == kWarps - 1) {
+      barrier_init(&shared.has_logits, 1);
+      barrier_init(&shared.has_choices, 1);
+    }
     barrier_init_fence();
   }
   for (int32_t i = thread; i < kRowWords * Shared::kExperts; i += kThreads) shared.rows_of[i] = 0;
@@ -341,28 +344,45 @@ constexpr int32_t next_power_of_two(int32_t value) {
   return power;
 }
 
-// The division of a pass that one cluster can take: with the fewest experts a block, and with tiles
-// of 16 rows as long as there are blocks for them.
-std::optional<RouterPlan> router_plan(int32_t num_experts, int32_t top_k, int32_t max_rows) {
-  if (num_experts > kMaxRouted || max_rows > kMaxRows || max_rows * top_k > kMaxPlaces ||
-      max_rows <= 0) {
+// What a stage costs a block, in bytes: those that arrive after the predecessor, at about 64 a
+// clock, or twice those that the products read from shared memory, at 128 a clock. A tile of 64
+// rows is read whatever the rows are, and weights arrive earlier as far as the ring has room.
+double stage_cost(const RouterPlan& plan, int32_t k) {
+  const int32_t num_blocks = (k + kDepth - 1) / kDepth;
+  const double in_ring = 190 << 10;
+  const double stage_bytes = (plan.weights + plan.tile_rows) * kRowBytes;
+  const double early = std::min(in_ring / (stage_bytes * num_blocks), 1.0);
+  const double arriving = plan.tile_rows + (1.0 - early) * plan.weights;
+  return std::max(arriving, (kTileRows + plan.weights) / 2.0) * kRowBytes;
+}
+
+// The cheapest division of a pass that one cluster can take, of equals that with the fewest experts
+// a block. Tiles have 16 rows as long as there are blocks for them.
+std::optional<RouterPlan> router_plan(const RouterParams& p) {
+  const int32_t num_experts = p.route.num_experts;
+  const int32_t max_rows = p.route.max_rows;
+  if (num_experts > kMaxRouted || max_rows > kMaxRows || max_rows <= 0 ||
+      max_rows * p.route.top_k > kMaxPlaces) {
     return std::nullopt;
   }
+  std::optional<RouterPlan> best;
   for (const int32_t weights : {16, 32, 64}) {
     const int32_t experts = next_power_of_two((num_experts + weights - 1) / weights);
-    if (experts > kMaxBlocks || max_rows > kMaxBlocks / experts * kTileRows) continue;
+    const bool is_too_wide = weights > 16 && weights / 2 >= num_experts;
+    if (is_too_wide || experts > kMaxBlocks || max_rows > kMaxBlocks / experts * kTileRows)
+      continue;
     const int32_t tiles = std::min(next_power_of_two((max_rows + 15) / 16), kMaxBlocks / experts);
-    const int32_t tile_rows = ((max_rows + tiles - 1) / tiles + 7) / 8 * 8;
-    int32_t owners_log = 0;
-    while (max_rows > kRowsOfOneBlock && 1 << owners_log < experts) ++owners_log;
-    return RouterPlan{.weights = weights,
-                      .experts = experts,
-                      .tiles = tiles,
-                      .tile_rows = tile_rows,
-                      .num_stages = 0,
-                      .owners_log = owners_log};
+    RouterPlan plan = {.weights = weights,
+                       .experts = experts,
+                       .tiles = tiles,
+                       .tile_rows = ((max_rows + tiles - 1) / tiles + 7) / 8 * 8,
+                       .num_stages = 0,
+                       .owners_log = 0};
+    while (max_rows > kRowsOfOneBlock && 1 << plan.owners_log < experts) ++plan.owners_log;
+    const int32_t k = p.product.weight.k;
+    if (!best.has_value() || stage_cost(plan, k) < stage_cost(*best, k)) best = plan;
   }
-  return std::nullopt;
+  return best;
 }
 
 template <int32_t kWeights, int32_t kPerLane>
@@ -397,7 +417,7 @@ void launch_router(CudaContext& ctx, const RouterParams& p, RouterPlan plan) {
 using LaunchRouter = void (*)(CudaContext&, const RouterParams&, RouterPlan);
 
 LaunchRouter router_of(int32_t weights, int32_t num_experts) {
-  if (num_experts <= 32) return &launch_router<16, 1>;
+  if (num_experts <= 32) return weights == 16 ? &launch_router<16, 1> : &launch_router<32, 1>;
   if (num_experts <= 128) {
     return weights == 16   ? &launch_router<16, 4>
            : weights == 32 ? &launch_router<32, 4>
@@ -419,8 +439,7 @@ void run_router(CudaContext& ctx, const RouterParams& p) {
                         weight.format == WeightFormat::kPlain && weight.dtype == DType::kBFloat16 &&
                         p.product.x_dtype == weight.dtype && weight.k % 8 == 0 &&
                         p.product.x_stride % 8 == 0;
-  const std::optional<RouterPlan> plan =
-      router_plan(p.route.num_experts, p.route.top_k, p.route.max_rows);
+  const std::optional<RouterPlan> plan = router_plan(p);
   if (!is_plain || !plan.has_value()) {
     gemm(ctx, p.product);
     route_and_sort(ctx, {.route = p.route, .sort = p.sort});
