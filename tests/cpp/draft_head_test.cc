@@ -133,6 +133,10 @@ std::vector<Oracle> all_oracles() {
   for (const bool reads_hidden : {false, true}) {
     oracles.push_back({.reads_hidden = reads_hidden});
     oracles.push_back({.kind = DrafterKind::kGemma4Mtp, .reads_hidden = reads_hidden});
+    for (const bool norm_output : {false, true}) {
+      oracles.push_back(
+          {.kind = DrafterKind::kMtp, .reads_hidden = reads_hidden, .norm_output = norm_output});
+    }
     for (const bool is_reduced : {false, true}) {
       for (size_t part = 0; part < 3; ++part) {
         oracles.push_back({.kind = DrafterKind::kEagle3,
@@ -262,7 +266,8 @@ TEST(DraftHead, PlantedOffByOnesGoRed) {
       p->advances_positions = true;
     }
   };
-  for (const auto kind : {DrafterKind::kEagle, DrafterKind::kEagle3, DrafterKind::kGemma4Mtp}) {
+  for (const auto kind :
+       {DrafterKind::kEagle, DrafterKind::kEagle3, DrafterKind::kMtp, DrafterKind::kGemma4Mtp}) {
     const Oracle by_token{.kind = kind, .is_reduced = kind == DrafterKind::kEagle3};
     Oracle by_hidden = by_token;
     by_hidden.reads_hidden = true;
@@ -323,8 +328,8 @@ TEST(DraftHead, SpeculativeEqualsPlain) {
     const bool is_gemma = random() % 2 == 0;
     // Oracles in some cases, since random draft heads are rarely right.
     const bool is_oracle = !is_ngram && random() % 2 == 0;
-    const Oracle oracle{
-        .kind = pick(DrafterKind::kEagle, DrafterKind::kEagle3, DrafterKind::kGemma4Mtp)};
+    const Oracle oracle{.kind = pick(DrafterKind::kEagle, DrafterKind::kEagle3, DrafterKind::kMtp,
+                                     DrafterKind::kGemma4Mtp)};
     const RawModel raw =
         is_oracle ? oracle_target(false)
                   : random_raw_model(
@@ -426,19 +431,21 @@ TEST(DraftHead, MismatchesAreRefusedWithBothValues) {
          }),
          {"is a draft head"});
   // Layers that find no KV to read.
-  constexpr auto kMtp = DrafterKind::kGemma4Mtp;
-  EXPECT_EQ(refusal({.decoder = llama_of({20, 0}), .kind = kMtp}), "");
-  expect(refusal({.decoder = llama_of({0}), .kind = kMtp, .target_hidden = 48}), {"48", "32"});
-  expect(refusal({.decoder = llama_of({20, 12}), .kind = kMtp}),
+  constexpr auto kGemma4Mtp = DrafterKind::kGemma4Mtp;
+  EXPECT_EQ(refusal({.decoder = llama_of({20, 0}), .kind = kGemma4Mtp}), "");
+  expect(refusal({.decoder = llama_of({0}), .kind = kGemma4Mtp, .target_hidden = 48}),
+         {"48", "32"});
+  expect(refusal({.decoder = llama_of({20, 12}), .kind = kGemma4Mtp}),
          {"layer 1 of the drafter", "'sliding'", "layer 2 has window 20", "12"});
-  TinyDraftHead reader{.decoder = llama_of({0}), .kind = kMtp};
+  TinyDraftHead reader{.decoder = llama_of({0}), .kind = kGemma4Mtp};
   reader.decoder.head_dim = 32;
   expect(refusal(reader), {"layer 0 of the drafter", "'full'", "layer 1 has head_dim 16", "32"});
   expect(message([&] {
            const auto slides =
                random_raw_model(tiny_config_json({.windows = {20}, .is_gemma = false}), 1).build();
            Executor executor(
-               slides, random_raw_head({.decoder = llama_of({20, 0}), .kind = kMtp}, 2).build(),
+               slides,
+               random_raw_head({.decoder = llama_of({20, 0}), .kind = kGemma4Mtp}, 2).build(),
                small_engine_options(3));
          }),
          {"layer 1 of the drafter", "'full'", "no layer of that kind with KV of its own"});
@@ -448,13 +455,22 @@ TEST(DraftHead, MismatchesAreRefusedWithBothValues) {
            Executor executor(target, random_raw_head({.kind = kEagle3}, 2).build(), options);
          }),
          {"draft_position", "'next'", "'last'"});
-  expect(refusal({.decoder = llama_of({0}), .kind = kMtp, .num_centroids = 7, .top_centroids = 1}),
-         {"count", "7", "divisors of draft_vocab_size, 64"});
-  expect(refusal({.decoder = llama_of({0}), .kind = kMtp, .owns_embedding = true}),
+  expect(
+      refusal(
+          {.decoder = llama_of({0}), .kind = kGemma4Mtp, .num_centroids = 7, .top_centroids = 1}),
+      {"count", "7", "divisors of draft_vocab_size, 64"});
+  expect(refusal({.decoder = llama_of({0}), .kind = kGemma4Mtp, .owns_embedding = true}),
          {"owns_embedding", "gemma4_mtp"});
   // Configs that contradict themselves.
   expect(refusal({.target_hidden = 48}), {"target_hidden_size", "48", "32"});
   expect(refusal({.norm_output = true}), {"norm_output", "eagle"});
+  constexpr auto kMtp = DrafterKind::kMtp;
+  EXPECT_EQ(refusal({.kind = kMtp, .fc_norm = true, .norm_output = true}), "");
+  expect(refusal({.kind = kMtp}), {"fc_norm is false", "true where kind is 'mtp'"});
+  expect(refusal({.kind = kMtp, .target_hidden = 48, .fc_norm = true}),
+         {"target_hidden_size", "48", "32", "'mtp'"});
+  expect(refusal({.kind = kMtp, .norm_before_fc = true, .fc_norm = true}),
+         {"norm_before_fc", "false where kind is 'mtp'"});
   expect(refusal({.kind = kEagle3, .draft_vocab_size = 40}), {"draft_vocab_size", "40", "64"});
   expect(refusal({.kind = kEagle3, .aux_layers = {2, 1}}), {"aux_layers", "ascending"});
   // Tokens of the map.

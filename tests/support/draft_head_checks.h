@@ -37,8 +37,16 @@ inline std::vector<TinyDraftHead> all_heads(int32_t head_dim = 16, int32_t windo
   TinyModel reader = llama_of({window, window, 0});
   reader.hidden = 48;
   reader.is_gemma = true;
+  TinyModel mixture = llama;
+  mixture.num_experts = 8;
+  mixture.top_k = 3;
+  mixture.is_deepseek = true;
+  mixture.is_per_expert = true;
+  mixture.is_interleaved = false;
+  mixture.shared_intermediate = 24;
   constexpr auto kEagle3 = DrafterKind::kEagle3;
-  constexpr auto kMtp = DrafterKind::kGemma4Mtp;
+  constexpr auto kMtp = DrafterKind::kMtp;
+  constexpr auto kGemma4Mtp = DrafterKind::kGemma4Mtp;
   std::vector<TinyDraftHead> heads = {
       {.decoder = llama},
       {.decoder = deep, .has_fc_bias = true},
@@ -59,9 +67,12 @@ inline std::vector<TinyDraftHead> all_heads(int32_t head_dim = 16, int32_t windo
        .has_fc_bias = true,
        .owns_lm_head = true,
        .draft_vocab_size = 50},
-      {.decoder = llama_of({window, 0}), .kind = kMtp},
-      {.decoder = reader, .kind = kMtp},
-      {.decoder = reader, .kind = kMtp, .num_centroids = 8, .top_centroids = 3},
+      {.decoder = llama_of({window, 0}), .kind = kGemma4Mtp},
+      {.decoder = reader, .kind = kGemma4Mtp},
+      {.decoder = reader, .kind = kGemma4Mtp, .num_centroids = 8, .top_centroids = 3},
+      {.decoder = mixture, .kind = kMtp, .fc_norm = true, .norm_output = true},
+      {.decoder = mixture, .kind = kMtp, .fc_norm = true, .owns_lm_head = true},
+      {.decoder = deep, .kind = kMtp, .fc_norm = true, .norm_output = true, .owns_embedding = true},
   };
   for (TinyDraftHead& head : heads) head.decoder.head_dim = head_dim;
   return heads;

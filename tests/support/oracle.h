@@ -80,6 +80,7 @@ inline RawModel oracle_head(const Oracle& o, const RawModel& target) {
   TinyDraftHead shape{.kind = o.kind,
                       .target_hidden = kOracleVocab,
                       .norm_before_residual = o.norm_before_residual,
+                      .fc_norm = o.kind == DrafterKind::kMtp,
                       .norm_output = o.norm_output,
                       .owns_lm_head = o.is_reduced || is_mtp,
                       .draft_vocab_size = o.is_reduced ? kOracleDraftVocab : kOracleVocab};

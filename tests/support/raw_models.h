@@ -95,11 +95,13 @@ inline std::string head_config_json(const TinyDraftHead& head) {
   const auto boolean = [](bool value) { return value ? "true" : "false"; };
   const bool is_eagle3 = head.kind == DrafterKind::kEagle3;
   const bool is_mtp = head.kind == DrafterKind::kGemma4Mtp;
+  const bool is_eagle = head.kind == DrafterKind::kEagle;
   std::ostringstream out;
   out << R"(,"drafter":{"kind":")"
       << (is_mtp      ? "gemma4_mtp"
           : is_eagle3 ? "eagle3"
-                      : "eagle")
+          : is_eagle  ? "eagle"
+                      : "mtp")
       << R"(","target_hidden_size":)" << head.target_hidden;
   if (is_eagle3) {
     out << R"(,"aux_layers":[)";
@@ -112,7 +114,7 @@ inline std::string head_config_json(const TinyDraftHead& head) {
       << R"(,"norm_before_fc":)" << boolean(head.norm_before_fc) << R"(,"fc_norm":)"
       << boolean(head.fc_norm) << R"(,"norm_output":)" << boolean(head.norm_output)
       << R"(,"has_fc_bias":)" << boolean(head.has_fc_bias) << R"(,"has_attn_norm":)"
-      << boolean(is_eagle3 || is_mtp) << R"(,"has_final_norm":)" << boolean(is_eagle3 || is_mtp)
+      << boolean(!is_eagle) << R"(,"has_final_norm":)" << boolean(!is_eagle)
       << R"(,"owns_embedding":)" << boolean(head.owns_embedding) << R"(,"owns_lm_head":)"
       << boolean(head.owns_lm_head || is_mtp) << R"(,"draft_vocab_size":)" << head.draft_vocab_size;
   if (head.num_centroids > 0) {
@@ -150,7 +152,7 @@ inline std::map<std::string, std::vector<int64_t>> tensor_shapes(const DecoderCo
     shapes["fc.weight"] = {hidden, width};
     if (d->has_fc_bias) shapes["fc.bias"] = {hidden};
     if (d->norm_before_fc) shapes["fc_input_norm.weight"] = {width};
-    for (size_t i = 0; d->has_fc_norm && i < d->aux_layers.size(); ++i) {
+    for (size_t i = 0; i < d->num_fc_norms(); ++i) {
       shapes["fc_norm." + std::to_string(i) + ".weight"] = {d->target_hidden};
     }
     if (d->kind == DrafterKind::kEagle3) shapes["layers.0.hidden_norm.weight"] = {hidden};

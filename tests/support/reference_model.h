@@ -378,7 +378,7 @@ inline Vector run_mtp(const RawModel& m, const RawModel& target, const TargetSta
 
 // The draft head's logits for the row of pair `num_pairs - 1`. Pair i is (tokens[i + 1], hidden
 // state i): the target's for the first `num_first`, then the head's own outputs.
-// models.md 3.1 and 3.2, line by line.
+// models.md 3.1, 3.2 and 3.3, line by line.
 inline Vector run_head(const RawModel& m, const RawModel& target, const TargetStates& states,
                        const std::vector<int32_t>& tokens, size_t num_first, size_t num_pairs) {
   const DecoderConfig& c = m.config;
@@ -392,11 +392,16 @@ inline Vector run_head(const RawModel& m, const RawModel& target, const TargetSt
     for (size_t i = 0; i < count; ++i) {
       const Vector e = embedding(table, c.embed_scale, tokens[i + 1]);
       const bool is_first = i < num_first;
-      if (d.kind == DrafterKind::kEagle) {
-        Vector x = linear(m.at("fc.weight"),
-                          join(e, is_first ? states.normed[i] : feedback[i - num_first]));
+      if (d.kind != DrafterKind::kEagle3) {
+        Vector half = e;
+        Vector h = is_first ? states.normed[i] : feedback[i - num_first];
+        if (d.kind == DrafterKind::kMtp) {
+          half = rms(c, m.at("fc_norm.0.weight"), e);
+          h = rms(c, m.at("fc_norm.1.weight"), h);
+        }
+        Vector x = linear(m.at("fc.weight"), join(half, h));
         for (size_t j = 0; d.has_fc_bias && j < x.size(); ++j) x[j] += m.at("fc.bias").values[j];
-        inputs.push_back(x);
+        inputs.push_back(d.has_attn_norm ? rms(c, m.at("layers.0.attn_norm.weight"), x) : x);
         residual.push_back(x);
         continue;
       }

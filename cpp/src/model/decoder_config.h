@@ -160,7 +160,7 @@ struct LayerConfig {
   MlpConfig mlp;
 };
 
-enum class DrafterKind : uint8_t { kEagle, kEagle3, kGemma4Mtp };
+enum class DrafterKind : uint8_t { kEagle, kEagle3, kMtp, kGemma4Mtp };
 
 // An LM head over clusters of tokens. Each cluster has a centroid, and only the tokens of the
 // clusters with the best centroid scores get a logit.
@@ -175,6 +175,8 @@ struct CentroidsConfig {
 //   EAGLE:   x = fc([E[t] ; h]), then layers; h is the target's output after its final norm.
 //   EAGLE-3: g = fc(residual streams of the target entering aux_layers), and the first layer's
 //            attention reads [attn_norm(E[t]) ; hidden_norm(g)], twice as wide.
+//   MTP, of DeepSeek-V3 and GLM: x = fc([norm(E[t]) ; norm(h)]), then layers; h is the target's
+//            output after its final norm.
 //   Gemma 4 MTP: x = fc([E[t] ; h]), E[t] being the target's and h its output after its final norm,
 //            then layers that all read the target's KV.
 // A draft step takes the output of the previous step as h or g: the residual stream after the last
@@ -186,8 +188,9 @@ struct DrafterConfig {
   std::vector<int32_t> aux_layers;    // kEagle3: of the target, in the order of fc's input
   bool norm_before_residual = false;  // kEagle3: the residual stream starts from hidden_norm(g)
   bool norm_before_fc = false;        // kEagle3: one norm over all of fc's input
-  bool has_fc_norm = false;           // kEagle3: a norm over each layer's part of fc's input
-  bool norm_output = false;           // kEagle3: a step passes on the final norm of its output
+  // kEagle3: a norm over each layer's part of fc's input; kMtp: norms over both halves.
+  bool has_fc_norm = false;
+  bool norm_output = false;  // kEagle3, kMtp: a step passes on the final norm of its output
   bool has_fc_bias = false;
   bool has_attn_norm = false;    // of the first layer
   bool has_final_norm = false;   // before the lm_head
@@ -201,6 +204,11 @@ struct DrafterConfig {
     const int64_t parts =
         kind == DrafterKind::kEagle3 ? static_cast<int64_t>(aux_layers.size()) : 2;
     return parts * target_hidden;
+  }
+  // Norms over parts of fc's input, each of them target_hidden wide.
+  [[nodiscard]] size_t num_fc_norms() const {
+    if (!has_fc_norm) return 0;
+    return kind == DrafterKind::kEagle3 ? aux_layers.size() : 2;
   }
   // The number of tokens of a cluster.
   [[nodiscard]] int32_t cluster_size() const { return draft_vocab_size / centroids.count; }

@@ -40,7 +40,8 @@ void DraftHead::run_fc(Ctx& ctx, const PassRows& rows, const void* x,
 }
 
 // [embedding ; hidden] -> fc -> the residual stream, and activations.normed as input of the
-// attention. Both parts have the target's width, which with EAGLE is also the draft head's.
+// attention. Both parts have the target's width, which but for Gemma 4 MTP is also the draft
+// head's.
 template <class Ctx>
 void DraftHead::join_pair(Ctx& ctx, const PassRows& rows, const Activations& activations,
                           const DraftHeadInput& input) const {
@@ -60,11 +61,32 @@ void DraftHead::join_pair(Ctx& ctx, const PassRows& rows, const Activations& act
                                       .x_dtype = x_dtype,
                                       .y_dtype = activations.dtype});
   };
-  copy(activations.residual, DType::kFloat32, nullptr, 0, width, part);
-  if (input.feedback != nullptr) {
+  const std::vector<const float*>& norms = decoder_.weights().head.fc_norms;
+  const auto normalise_half = [&](const void* x, DType x_dtype, int64_t x_stride, int32_t half) {
+    normalise(ctx, row_count(rows), c,
+              {.x = x,
+               .x_stride = x_stride,
+               .weight = norms[static_cast<size_t>(half)],
+               .y = element(activations.normed, int64_t{half} * part, activations.dtype),
+               .y_stride = width,
+               .hidden = part,
+               .x_dtype = x_dtype,
+               .y_dtype = activations.dtype});
+  };
+  // Hidden states of the target are gathered first; the norm then works in place.
+  void* const hidden = element(activations.normed, part, activations.dtype);
+  if (norms.empty()) {
+    copy(activations.residual, DType::kFloat32, nullptr, 0, width, part);
+  } else {
+    normalise_half(activations.residual, DType::kFloat32, part, 0);
+  }
+  if (input.feedback == nullptr) {
+    copy(input.target_hidden, activations.dtype, input.hidden_rows, part, width, part);
+    if (!norms.empty()) normalise_half(hidden, activations.dtype, width, 1);
+  } else if (norms.empty()) {
     copy(input.feedback, DType::kFloat32, nullptr, part, width, part);
   } else {
-    copy(input.target_hidden, activations.dtype, input.hidden_rows, part, width, part);
+    normalise_half(input.feedback, DType::kFloat32, part, 1);
   }
   run_fc(ctx, rows, activations.normed, activations);
   // If the first attention has a norm, run_layers computes its input instead.

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A drafter that works on its target's hidden states: EAGLE, EAGLE-3 and Gemma 4 MTP (DrafterConfig
-// has their equations). A row at position i combines the token at i + 1 with the hidden state at i,
-// and predicts the token at i + 2. Like Decoder it only sequences op calls.
+// A drafter that works on its target's hidden states: EAGLE, EAGLE-3, MTP and Gemma 4 MTP
+// (DrafterConfig has their equations). A row at position i combines the token at i + 1 with the
+// hidden state at i, and predicts the token at i + 2. Like Decoder it only sequences op calls.
 
 #include <cstdint>
 #include <memory>
@@ -60,7 +60,7 @@ class DraftHead {
               const Activations& activations, const DraftHeadOutput& output) const;
 
  private:
-  // The input of EAGLE and of Gemma 4 MTP: [embedding ; hidden].
+  // The input of all kinds but EAGLE-3: [embedding ; hidden], normalised in MTP.
   template <class Ctx>
   void join_pair(Ctx& ctx, const PassRows& rows, const Activations& activations,
                  const DraftHeadInput& input) const;

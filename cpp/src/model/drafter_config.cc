@@ -52,38 +52,41 @@ DrafterConfig read_drafter(const Json& json, int32_t hidden, int32_t vocab_size)
   if (kind.as_string() == "eagle3") {
     drafter.kind = DrafterKind::kEagle3;
     optional = kEagle3Keys;
+  } else if (kind.as_string() == "mtp") {
+    drafter.kind = DrafterKind::kMtp;
   } else if (kind.as_string() == "gemma4_mtp") {
     drafter.kind = DrafterKind::kGemma4Mtp;
     optional = kGemma4MtpKeys;
   } else if (kind.as_string() != "eagle") {
-    kind.refuse("'eagle', 'eagle3', 'gemma4_mtp'");
+    kind.refuse("'eagle', 'eagle3', 'mtp', 'gemma4_mtp'");
   }
   const bool is_eagle3 = drafter.kind == DrafterKind::kEagle3;
+  const bool is_mtp = drafter.kind == DrafterKind::kMtp;
   const bool is_gemma4_mtp = drafter.kind == DrafterKind::kGemma4Mtp;
   json.check_keys(kKeys, optional);
   drafter.target_hidden = read_int(json, "target_hidden_size", 1, kMaxHidden);
-  if (drafter.kind == DrafterKind::kEagle && drafter.target_hidden != hidden) {
+  if ((drafter.kind == DrafterKind::kEagle || is_mtp) && drafter.target_hidden != hidden) {
     json.at("target_hidden_size")
-        .refuse(concat(hidden,
-                       ", the hidden_size of this draft head: kind 'eagle' feeds its own "
-                       "output back instead of the target's"));
+        .refuse(concat(hidden, ", the hidden_size of this draft head: kind '", kind.as_string(),
+                       "' feeds its own output back instead of the target's"));
   }
   if (is_eagle3) drafter.aux_layers = read_aux_layers(json.at("aux_layers"));
-  // For keys that only EAGLE-3 may set.
-  const auto read_eagle3_bool = [&](const char* key) {
+  // For keys that only some kinds may set.
+  const auto read_bool_of = [&](bool may_be_true, const char* key) {
     const bool value = json.at(key).as_bool();
-    if (value && !is_eagle3) {
+    if (value && !may_be_true) {
       json.at(key).refuse(concat("false where kind is '", kind.as_string(), "'"));
     }
     return value;
   };
-  drafter.norm_before_residual = read_eagle3_bool("norm_before_residual");
-  drafter.norm_before_fc = read_eagle3_bool("norm_before_fc");
-  drafter.has_fc_norm = read_eagle3_bool("fc_norm");
+  drafter.norm_before_residual = read_bool_of(is_eagle3, "norm_before_residual");
+  drafter.norm_before_fc = read_bool_of(is_eagle3, "norm_before_fc");
+  drafter.has_fc_norm = read_bool_of(is_eagle3 || is_mtp, "fc_norm");
+  if (is_mtp && !drafter.has_fc_norm) json.at("fc_norm").refuse("true where kind is 'mtp'");
   if (drafter.has_fc_norm && drafter.norm_before_fc) {
     json.at("fc_norm").refuse("false where norm_before_fc is true");
   }
-  drafter.norm_output = read_eagle3_bool("norm_output");
+  drafter.norm_output = read_bool_of(is_eagle3 || is_mtp, "norm_output");
   drafter.has_fc_bias = json.at("has_fc_bias").as_bool();
   // For keys that only EAGLE may leave false.
   const auto read_needed_bool = [&](const char* key) {

@@ -212,8 +212,7 @@ void size_weights(const DecoderConfig& config, DecoderWeights& weights) {
                           [&](const MoeMlp&) { mlp.emplace<MoeMlpWeights>(); }},
                config.layers[i].mlp);
   }
-  const bool has_fc_norms = config.drafter && config.drafter->has_fc_norm;
-  weights.head.fc_norms.resize(has_fc_norms ? config.drafter->aux_layers.size() : 0);
+  weights.head.fc_norms.resize(config.drafter ? config.drafter->num_fc_norms() : 0);
 }
 
 void lay_out(const DecoderConfig& config, Carver& carver, DecoderWeights& weights) {

@@ -70,7 +70,7 @@ struct DraftHeadWeights {
   Linear fc;
   Linear feedback;                       // to the target's width; absent but in Gemma 4 MTP
   const float* fc_input_norm = nullptr;  // [fc_width], or null
-  std::vector<const float*> fc_norms;    // one norm [target_hidden] per aux layer, or empty
+  std::vector<const float*> fc_norms;    // norms [target_hidden] of parts of fc's input, or empty
   const float* hidden_norm = nullptr;    // [hidden], or null
   // [draft_vocab_size] target token of each row of the lm_head; null: row and token are equal.
   const int32_t* draft_to_target = nullptr;

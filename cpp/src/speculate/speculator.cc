@@ -12,14 +12,16 @@
 namespace paceline {
 namespace {
 
-bool is_mtp(const DecoderConfig& draft) { return draft.drafter->kind == DrafterKind::kGemma4Mtp; }
+bool is_gemma4_mtp(const DecoderConfig& draft) {
+  return draft.drafter->kind == DrafterKind::kGemma4Mtp;
+}
 
 }  // namespace
 
 SpecTraits traits_for(const DecoderConfig* draft, const NgramOptions& ngram) {
   if (draft != nullptr) {
     if (!draft->drafter) return DraftModelSpeculator::kTraits;
-    return is_mtp(*draft) ? MtpSpeculator::kTraits : EagleSpeculator::kTraits;
+    return is_gemma4_mtp(*draft) ? Gemma4MtpSpeculator::kTraits : EagleSpeculator::kTraits;
   }
   return ngram.max_tokens > 0 ? NgramSpeculator::kTraits : NoSpeculator::kTraits;
 }
@@ -32,9 +34,9 @@ Speculator make_speculator(std::shared_ptr<const Model> draft, const NgramOption
                            DraftPosition draft_position, const Decoder& target,
                            const KvLayout& layout, std::byte* kv_pool, int32_t max_positions,
                            DeviceArena& arena) {
-  if (draft != nullptr && draft->config.drafter && is_mtp(draft->config)) {
+  if (draft != nullptr && draft->config.drafter && is_gemma4_mtp(draft->config)) {
     const int32_t rope_offset = draft_position == DraftPosition::kNext ? 1 : 0;
-    return MtpSpeculator{
+    return Gemma4MtpSpeculator{
         DraftHead(std::move(draft), target, layout, kv_pool, max_positions, arena, rope_offset)};
   }
   if (draft != nullptr && draft->config.drafter) {
@@ -57,7 +59,7 @@ const Decoder* decoder_of(const Speculator& speculator) {
 
 const DraftHead* draft_head_of(const Speculator& speculator) {
   if (const auto* head = std::get_if<EagleSpeculator>(&speculator)) return &head->head;
-  if (const auto* mtp = std::get_if<MtpSpeculator>(&speculator)) return &mtp->head;
+  if (const auto* mtp = std::get_if<Gemma4MtpSpeculator>(&speculator)) return &mtp->head;
   return nullptr;
 }
 

@@ -49,8 +49,8 @@ struct DraftModelSpeculator {
   Decoder decoder;
 };
 
-// EAGLE and EAGLE-3: a draft head on the target's hidden states. Its first pass runs over the rows
-// of the verify pass, because KV that the draft head computed from its own hidden states is
+// EAGLE, EAGLE-3 and MTP: a draft head on the target's hidden states. Its first pass runs over the
+// rows of the verify pass, because KV that the draft head computed from its own hidden states is
 // overwritten by KV from the target's.
 struct EagleSpeculator {
   static constexpr SpecTraits kTraits{.drafts = true,
@@ -65,7 +65,7 @@ struct EagleSpeculator {
 
 // Gemma 4 MTP: a draft head whose layers have no KV of their own and read the target's KV, up to
 // the token before the newest. Therefore its rows stay at one position while it drafts.
-struct MtpSpeculator {
+struct Gemma4MtpSpeculator {
   static constexpr SpecTraits kTraits{.drafts = true,
                                       .takes_target_hidden = true,
                                       .feeds_hidden_back = true,
@@ -81,8 +81,8 @@ struct NgramSpeculator {
   int32_t max_tokens = 0;
 };
 
-using Speculator = std::variant<NoSpeculator, DraftModelSpeculator, EagleSpeculator, MtpSpeculator,
-                                NgramSpeculator>;
+using Speculator = std::variant<NoSpeculator, DraftModelSpeculator, EagleSpeculator,
+                                Gemma4MtpSpeculator, NgramSpeculator>;
 
 static_assert(!NoSpeculator::kTraits.drafts);
 static_assert(NgramSpeculator::kTraits.first_rows == FirstRows::kNone);
