@@ -66,7 +66,7 @@ __device__ __forceinline__ float exp2_approx(float x) {
 
 // A barrier for all threads of the cluster that have not exited, in two parts. A thread's writes to
 // global and shared memory before it arrives are visible to all threads after they have waited.
-// Without a cluster, a barrier of the block.
+// Without a cluster, the second part is a barrier of the block.
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 }

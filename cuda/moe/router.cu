@@ -244,8 +244,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const bool is_first_block = first_rank + rank_in_tile == 0;
   const RouterRing<kWeights> ring = {
       // Dynamic shared memory is aligned to 16 bytes only; the swizzle needs 1,024.
-      .data = reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>(ring_storage) + 1023) &
-                                           ~uintptr_t{1023}),
+      .data = ring_storage + (-shared_address(ring_storage) & 1023u),
       .full = shared.full,
       .empty = shared.empty,
       .num_stages = plan.num_stages,
@@ -265,7 +264,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   for (int32_t i = thread; i < kRowWords * Shared::kExperts; i += kThreads) shared.rows_of[i] = 0;
   __syncthreads();
-  cluster_arrive();  // other blocks may send
+  // Other blocks may send. Without a cluster the wait would be a barrier of the block, which the
+  // thread that requests weights would reach too late.
+  const bool is_cluster = gridDim.x * gridDim.y > 1;
+  if (is_cluster) cluster_arrive();
 
   // Weights do not depend on the predecessor.
   if (warp == kWeightWarp && lane == 0) {
@@ -273,7 +275,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   if (warp == kRowWarp && lane == 0) prefetch_map(&row_map);
   __syncwarp();
-  cluster_wait();
+  if (is_cluster) cluster_wait();
   wait_for_predecessor();
   if (warp == kRowWarp && lane == 0) {
     ring.produce(&row_map, first_row, ring.kWeightBytes, ring.row_bytes);

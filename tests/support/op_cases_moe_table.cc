@@ -214,6 +214,7 @@ std::vector<RouterCase> router_cases() {
   add({.num_experts = 32, .top_k = 4, .k = kHidden}, "");
   add({.num_experts = 128, .top_k = 4, .k = kHidden}, "");
   add({.num_experts = 256, .top_k = 8, .k = 4096}, "");
+  add({.num_experts = 8, .top_k = 2, .k = 4096}, "");
   return cases;
 }
 
