@@ -28,8 +28,8 @@ using testing::TinyModel;
 
 struct SelfDraft {
   explicit SelfDraft(int32_t k, bool use_window_lists = false, int32_t lateness = 0,
-                     std::vector<int32_t> windows = {8, 0, 24}) {
-    model = tiny_model(TinyModel{.windows = std::move(windows)}, 5);
+                     std::vector<int32_t> windows = {8, 0, 24}, int32_t kv_lora_rank = 0) {
+    model = tiny_model(TinyModel{.windows = std::move(windows), .kv_lora_rank = kv_lora_rank}, 5);
     layout = plan_kv_layout(kv_layer_shapes(model->config), kv_layer_shapes(model->config), 8,
                             DType::kFloat32, 8 << 20);
     const int32_t max_in_flight = std::max(2, lateness + 1);
@@ -74,15 +74,18 @@ double self_draft_acceptance(const SelfDraft& setup, const std::function<void(Pr
 void sound(Program&) {}
 
 TEST(PlantedFault, SkippedAdvanceOfOneGroup) {
-  const SelfDraft setup(6);
-  EXPECT_EQ(self_draft_acceptance(setup, sound), 1.0);
-  EXPECT_LT(self_draft_acceptance(setup,
-                                  [](Program& program) {
-                                    for (AdvanceParams* p : program.params_of(advance_draft_step)) {
-                                      --p->num_groups;
-                                    }
-                                  }),
-            1.0);
+  // The last group is a sliding one and then a latent one.
+  for (const SelfDraft& setup : {SelfDraft(6), SelfDraft(6, false, 0, {8, 24, 0}, 24)}) {
+    EXPECT_EQ(self_draft_acceptance(setup, sound), 1.0);
+    EXPECT_LT(
+        self_draft_acceptance(setup,
+                              [](Program& program) {
+                                for (AdvanceParams* p : program.params_of(advance_draft_step)) {
+                                  --p->num_groups;
+                                }
+                              }),
+        1.0);
+  }
 }
 
 TEST(PlantedFault, StaleWindowList) {

@@ -20,6 +20,7 @@ using testing::by_windows;
 using testing::DirectOptions;
 using testing::expect_same_bits;
 using testing::make_gemma4;
+using testing::make_latent;
 using testing::make_mixture;
 using testing::random_tokens;
 using testing::tiny_model;
@@ -28,7 +29,7 @@ using testing::Trace;
 
 TEST(RowInvariance, SameBitsOnEveryPath) {
   const uint64_t first_seed = testing::seed_from_env(1);
-  for (uint64_t seed = first_seed; seed < first_seed + 22; ++seed) {
+  for (uint64_t seed = first_seed; seed < first_seed + 28; ++seed) {
     SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
     std::mt19937_64 random(seed);
     TinyModel shape{.windows = {8, 0, 40}};
@@ -37,7 +38,9 @@ TEST(RowInvariance, SameBitsOnEveryPath) {
     shape.has_sinks = seed % 4 < 2;
     shape.num_kv_heads = seed % 2 == 0 ? 1 : 4;
     std::mt19937_64 switches(seed);
-    if (seed - first_seed >= 16) {
+    if (seed - first_seed >= 22) {
+      make_latent(shape, switches);
+    } else if (seed - first_seed >= 16) {
       make_mixture(shape, switches);
     } else if (seed - first_seed >= 10) {
       make_gemma4(shape, switches);

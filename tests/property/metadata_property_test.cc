@@ -30,9 +30,11 @@ constexpr int32_t kMaxLen = 420;  // beyond three windows of 128
 
 // The draft side of an iteration on hand-made state, without any model.
 struct Bench {
-  Bench(int32_t k, int32_t block_size, bool use_window_lists, std::vector<int32_t> windows)
+  Bench(int32_t k, int32_t block_size, bool use_window_lists, std::vector<int32_t> windows,
+        bool is_latent)
       : windows(windows),
-        config(parse_decoder_config(tiny_config_json({.windows = std::move(windows)}))),
+        config(parse_decoder_config(
+            tiny_config_json({.windows = std::move(windows), .kv_lora_rank = is_latent ? 24 : 0}))),
         layout(plan_kv_layout(kv_layer_shapes(config), kv_layer_shapes(config), block_size,
                               DType::kFloat32, 64 << 20)),
         options{.shape = {.max_seqs = kMaxSeqs,
@@ -229,7 +231,8 @@ TEST(Metadata, AdvanceEqualsBuild) {
     // The last is GPT-OSS 20B for 120B: two groups on each side.
     const std::vector<int32_t> windows = std::array<std::vector<int32_t>, 3>{
         {{8, 0, 31}, {1, 16, 0}, {128, 0, 128, 0}}}[random() % 3];
-    Bench bench(k, block_size, random() % 2 == 0, windows);
+    const bool use_window_lists = random() % 2 == 0;
+    Bench bench(k, block_size, use_window_lists, windows, /*is_latent=*/seed % 3 == 0);
     const size_t num_groups = std::set<int32_t>(windows.begin(), windows.end()).size();
     ASSERT_EQ(bench.layout.groups.size(), 2 * num_groups);
     for (size_t i = 0; i < 15 && !HasFatalFailure(); ++i) {

@@ -164,16 +164,17 @@ class DirectRunner {
     return rows;
   }
 
-  // K and V bytes of one position in every layer of a group.
+  // What one position stores in every layer of a group.
   [[nodiscard]] std::vector<std::byte> kv_of(int32_t slot, GroupId g, int32_t position) const {
     const KvGroup& group = layout_.groups[g];
     const BlockId block = sequences_[slot]->blocks.table(g)[position / group.block_size];
     const int64_t token_bytes =
         int64_t{group.num_kv_heads} * group.head_dim * dtype_bytes(group.dtype);
     std::vector<std::byte> bytes;
-    for (size_t layer = 0; layer < group.layers.size() * 2; ++layer) {  // K and V alternate
+    const int32_t parts = kv_parts(group.kind);  // K and V alternate
+    for (size_t part = 0; part < group.layers.size() * parts; ++part) {
       const std::byte* at = kv_pool_ + block * group.block_bytes +
-                            static_cast<int64_t>(layer) * group.layer_bytes / 2 +
+                            static_cast<int64_t>(part) * group.layer_bytes / parts +
                             position % group.block_size * token_bytes;
       const std::vector<std::byte> token = download(at, token_bytes);
       bytes.insert(bytes.end(), token.begin(), token.end());

@@ -160,32 +160,40 @@ inline std::map<std::string, std::vector<int64_t>> tensor_shapes(const DecoderCo
     if (d->centroids.count > 0) shapes["centroids.weight"] = {d->centroids.count, hidden};
   }
   for (size_t i = 0; i < c.layers.size(); ++i) {
-    const auto& a = std::get<MultiHeadAttention>(c.layers[i].attention);
     const std::string name = "layers." + std::to_string(i) + ".";
-    const int64_t q = int64_t{a.num_qo_heads} * a.head_dim;
-    const int64_t kv = int64_t{a.num_kv_heads} * a.head_dim;
     if (i > 0 || d == nullptr || d->has_attn_norm) shapes[name + "attn_norm.weight"] = {hidden};
     shapes[name + "mlp_norm.weight"] = {hidden};
     if (c.has_post_norms) {
       shapes[name + "attn_post_norm.weight"] = {hidden};
       shapes[name + "mlp_post_norm.weight"] = {hidden};
     }
-    if (a.has_qk_norm) {
-      shapes[name + "attn.q_norm.weight"] = {a.head_dim};
-      if (!a.reads_target) shapes[name + "attn.k_norm.weight"] = {a.head_dim};
-    }
-    const auto inputs = [&](const std::string& which, int64_t rows) {
-      shapes[name + "attn." + which + ".weight"] = {rows, c.qkv_inputs(i)};
-      if (a.has_qkv_bias) shapes[name + "attn." + which + ".bias"] = {rows};
-    };
-    inputs("q", q);
-    if (!a.reads_target) {
-      inputs("k", kv);
-      inputs("v", kv);
-    }
-    shapes[name + "attn.o.weight"] = {hidden, q};
-    if (a.has_o_bias) shapes[name + "attn.o.bias"] = {hidden};
-    if (a.has_sinks) shapes[name + "attn.sinks"] = {a.num_qo_heads};
+    std::visit(Overloaded{[&](const MultiHeadAttention& a) {
+                            const int64_t q = int64_t{a.num_qo_heads} * a.head_dim;
+                            const int64_t kv = int64_t{a.num_kv_heads} * a.head_dim;
+                            if (a.has_qk_norm) {
+                              shapes[name + "attn.q_norm.weight"] = {a.head_dim};
+                              if (!a.reads_target) {
+                                shapes[name + "attn.k_norm.weight"] = {a.head_dim};
+                              }
+                            }
+                            const auto inputs = [&](const std::string& which, int64_t rows) {
+                              shapes[name + "attn." + which + ".weight"] = {rows, c.qkv_inputs(i)};
+                              if (a.has_qkv_bias) shapes[name + "attn." + which + ".bias"] = {rows};
+                            };
+                            inputs("q", q);
+                            if (!a.reads_target) {
+                              inputs("k", kv);
+                              inputs("v", kv);
+                            }
+                            shapes[name + "attn.o.weight"] = {hidden, q};
+                            if (a.has_o_bias) shapes[name + "attn.o.bias"] = {hidden};
+                            if (a.has_sinks) shapes[name + "attn.sinks"] = {a.num_qo_heads};
+                          },
+                          [&](const LatentAttention&) {
+                            const std::vector<NamedShape> of_layer = latent_shapes(c, i);
+                            shapes.insert(of_layer.begin(), of_layer.end());
+                          }},
+               c.layers[i].attention);
     const std::vector<NamedShape> of_mlp = std::visit(
         Overloaded{[&](const DenseMlp& m) {
                      return dense_mlp_shapes(m.intermediate, name + "mlp.", hidden);

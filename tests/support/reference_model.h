@@ -33,15 +33,18 @@ inline Vector linear(const RawTensor& weight, const Vector& x) {
   return y;
 }
 
-inline Vector rms(const DecoderConfig& c, const RawTensor& weight, const Vector& x) {
+inline Vector rms(const DecoderConfig& c, const RawTensor& weight, const Vector& x, double eps) {
   double squares = 0;
   for (const double value : x) squares += value * value;
-  const double factor = 1 / std::sqrt(squares / static_cast<double>(x.size()) + c.norm_eps);
+  const double factor = 1 / std::sqrt(squares / static_cast<double>(x.size()) + eps);
   Vector y(x.size());
   for (size_t i = 0; i < x.size(); ++i) {
     y[i] = x[i] * factor * (double{weight.values[i]} + c.norm_weight_offset);
   }
   return y;
+}
+inline Vector rms(const DecoderConfig& c, const RawTensor& weight, const Vector& x) {
+  return rms(c, weight, x, c.norm_eps);
 }
 
 inline Vector join(Vector a, const Vector& b) {
@@ -67,10 +70,12 @@ inline Vector embedding(const RawModel& m, double scale, int32_t token) {
 inline void rotate(const RopeConfig& rope, size_t position, double* head, size_t head_dim) {
   for (size_t i = 0; i < head_dim / 2; ++i) {
     const double angle = static_cast<double>(position) * rope.inv_freq[i];
-    const double a = head[i];
-    const double b = head[i + head_dim / 2];
-    head[i] = (a * std::cos(angle) - b * std::sin(angle)) * rope.scale;
-    head[i + head_dim / 2] = (b * std::cos(angle) + a * std::sin(angle)) * rope.scale;
+    double& first = head[rope.is_interleaved ? 2 * i : i];
+    double& second = head[rope.is_interleaved ? 2 * i + 1 : i + head_dim / 2];
+    const double a = first;
+    const double b = second;
+    first = (a * std::cos(angle) - b * std::sin(angle)) * rope.scale;
+    second = (b * std::cos(angle) + a * std::sin(angle)) * rope.scale;
   }
 }
 
@@ -270,7 +275,7 @@ inline void finish_layer(const RawModel& m, size_t index, const Vector& attended
   const DecoderConfig& c = m.config;
   const std::string name = "layers." + std::to_string(index) + ".";
   Vector branch = linear(m.at(name + "attn.o.weight"), attended);
-  if (attention_of(m, index).has_o_bias) {
+  if (m.tensors.contains(name + "attn.o.bias")) {
     const RawTensor& bias = m.at(name + "attn.o.bias");
     for (size_t i = 0; i < branch.size(); ++i) branch[i] += bias.values[i];
   }
@@ -285,10 +290,67 @@ inline void finish_layer(const RawModel& m, size_t index, const Vector& attended
   residual = add(residual, branch);
 }
 
+// Latent attention as it is defined, with keys and values for every head: the output of all heads
+// for rows at positions 0, 1, 2, ...
+inline Rows latent_attention(const RawModel& m, size_t index, const Rows& inputs) {
+  const DecoderConfig& c = m.config;
+  const auto& a = std::get<LatentAttention>(c.layers[index].attention);
+  const RopeConfig& rope = c.ropes[static_cast<size_t>(a.rope)];
+  const std::string name = "layers." + std::to_string(index) + ".attn.";
+  const auto nope = static_cast<size_t>(a.qk_nope_head_dim);
+  const auto rotated = static_cast<size_t>(a.qk_rope_head_dim);
+  const auto v_dim = static_cast<size_t>(a.v_head_dim);
+  const auto part = [](const Vector& from, size_t begin, size_t size) {
+    const auto at = from.begin() + static_cast<int64_t>(begin);
+    return Vector(at, at + static_cast<int64_t>(size));
+  };
+  Rows keys_and_values;  // k_nope and v of every head
+  Rows shared_keys;
+  Rows out;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const Vector& x = inputs[i];
+    const auto rank = static_cast<size_t>(a.kv_lora_rank);
+    const Vector kv = linear(m.at(name + "kv_a.weight"), x);
+    keys_and_values.push_back(
+        linear(m.at(name + "kv_b.weight"),
+               rms(c, m.at(name + "kv_a_norm.weight"), part(kv, 0, rank), a.norm_eps)));
+    Vector& shared = shared_keys.emplace_back(part(kv, rank, rotated));
+    rotate(rope, i, shared.data(), rotated);
+    const Vector q = a.q_lora_rank > 0
+                         ? linear(m.at(name + "q_b.weight"),
+                                  rms(c, m.at(name + "q_a_norm.weight"),
+                                      linear(m.at(name + "q_a.weight"), x), a.norm_eps))
+                         : linear(m.at(name + "q.weight"), x);
+    Vector& y = out.emplace_back();
+    for (size_t h = 0; h < static_cast<size_t>(a.num_qo_heads); ++h) {
+      Vector head = part(q, h * (nope + rotated), nope + rotated);
+      rotate(rope, i, head.data() + nope, rotated);
+      double sum = 0;
+      Vector mean(v_dim);
+      for (size_t j = 0; j <= i; ++j) {
+        const Vector own = part(keys_and_values[j], h * (nope + v_dim), nope + v_dim);
+        double score = 0;
+        for (size_t d = 0; d < nope; ++d) score += head[d] * own[d];
+        for (size_t d = 0; d < rotated; ++d) score += head[nope + d] * shared_keys[j][d];
+        const double weight = std::exp(score * a.scale);
+        sum += weight;
+        for (size_t d = 0; d < v_dim; ++d) mean[d] += weight * own[nope + d];
+      }
+      for (const double value : mean) y.push_back(value / sum);
+    }
+  }
+  return out;
+}
+
 // Layer `index` for rows at positions 0, 1, 2, ...; `inputs` is what its attention reads. Stores
-// its keys and values.
+// its keys and values, but for latent attention.
 inline void layer(const RawModel& m, size_t index, const Rows& inputs, Rows& residual, Rows& k,
                   Rows& v) {
+  if (std::holds_alternative<LatentAttention>(m.config.layers[index].attention)) {
+    const Rows attended = latent_attention(m, index, inputs);
+    for (size_t i = 0; i < inputs.size(); ++i) finish_layer(m, index, attended[i], residual[i]);
+    return;
+  }
   for (size_t i = 0; i < inputs.size(); ++i) {
     k.push_back(project(m, index, "k", inputs[i], i));
     v.push_back(project(m, index, "v", inputs[i], i));

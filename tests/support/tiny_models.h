@@ -59,7 +59,25 @@ struct TinyModel {
   int32_t shared_intermediate = 0;  // 0: no shared expert
   int32_t num_dense = 0;            // the first layers, which have no mixture
   bool is_per_expert = false;       // the tensors of the experts
+  // Full layers have latent attention; 0: they do not. The fields below are for it alone. Not with
+  // is_gemma4.
+  int32_t kv_lora_rank = 0;
+  int32_t q_lora_rank = 0;      // 0: q is projected from the hidden state
+  bool has_paired_rope = true;  // pairs of adjacent elements
 };
+
+// Of tiny models with latent attention: no two are equal, and none fills whole vectors.
+inline constexpr int32_t kTinyNopeDim = 12;
+inline constexpr int32_t kTinyRopeDim = 8;
+inline constexpr int32_t kTinyValueDim = 10;
+inline constexpr double kTinyLatentEps = 1e-2;  // far from norm_eps
+
+// Makes the full layers of a shape latent.
+inline void make_latent(TinyModel& m, std::mt19937_64& random) {
+  m.kv_lora_rank = std::array{24, 56, 120}[random() % 3];
+  m.q_lora_rank = random() % 2 == 0 ? 0 : 24;
+  m.has_paired_rope = random() % 3 != 0;
+}
 
 [[nodiscard]] inline bool has_o_bias(const TinyModel& m) { return m.has_bias && m.num_experts > 0; }
 
@@ -153,6 +171,7 @@ struct TinyLayer {
   int32_t kv_source;  // -1: none
   bool has_v;
   bool is_mixture;
+  bool is_latent;
 };
 
 inline std::vector<TinyLayer> tiny_layers(const TinyModel& m) {
@@ -167,7 +186,8 @@ inline std::vector<TinyLayer> tiny_layers(const TinyModel& m) {
                        .intermediate = m.intermediate,
                        .kv_source = -1,
                        .has_v = !(m.is_gemma4 && m.k_eq_v && is_full),
-                       .is_mixture = m.num_experts > 0 && !(m.is_deepseek && i < m.num_dense)};
+                       .is_mixture = m.num_experts > 0 && !(m.is_deepseek && i < m.num_dense),
+                       .is_latent = is_full && m.kv_lora_rank > 0};
     if (m.is_gemma4 && is_full && m.full_head_dim > 0) layer.head_dim = m.full_head_dim;
     if (m.is_gemma4 && is_full && m.full_kv_heads > 0) layer.num_kv_heads = m.full_kv_heads;
     for (int32_t j = 0; i >= first_shared && j < first_shared; ++j) {
@@ -208,25 +228,42 @@ inline std::string tiny_config_json(const TinyModel& m) {
     }
     out << "]}";
   }
+  if (m.kv_lora_rank > 0) {
+    out << R"(,{"scale":)" << m.rope_scale << R"(,"interleaved":)" << boolean(m.has_paired_rope)
+        << R"(,"inv_freq":[)";
+    for (int i = 0; i < kTinyRopeDim / 2; ++i) {
+      out << (i > 0 ? "," : "") << std::pow(1e4, -2.0 * i / kTinyRopeDim);
+    }
+    out << "]}";
+  }
   out << R"(],"layers":[)";
   const std::vector<TinyLayer> layers = tiny_layers(m);
   for (size_t i = 0; i < layers.size(); ++i) {
     const TinyLayer& layer = layers[i];
     const bool slides = layer.window > 0;
-    out << (i > 0 ? "," : "") << R"({"attention":{"kind":")" << (slides ? "sliding" : "full")
-        << R"(","window":)" << layer.window << R"(,"num_qo_heads":)" << m.num_qo_heads
-        << R"(,"num_kv_heads":)" << layer.num_kv_heads << R"(,"head_dim":)" << layer.head_dim
-        << R"(,"scale":)"
-        << (m.is_gemma4 ? 1.0 : 1.0 / std::sqrt(static_cast<double>(layer.head_dim)))
-        << R"(,"soft_cap":0,"rope":)" << (slides ? 0 : 1) << R"(,"has_qk_norm":)"
-        << boolean(m.is_gemma) << R"(,"has_qkv_bias":)" << boolean(m.has_bias)
-        << R"(,"has_o_bias":)" << boolean(has_o_bias(m)) << R"(,"has_sinks":)"
-        << boolean(m.has_sinks);
-    if (layer.kv_source >= 0) {
-      out << R"(,"kv_source":)" << layer.kv_source;
+    out << (i > 0 ? "," : "");
+    if (layer.is_latent) {
+      out << R"({"attention":{"kind":"latent","num_qo_heads":)" << m.num_qo_heads
+          << R"(,"kv_lora_rank":)" << m.kv_lora_rank << R"(,"qk_nope_head_dim":)" << kTinyNopeDim
+          << R"(,"qk_rope_head_dim":)" << kTinyRopeDim << R"(,"v_head_dim":)" << kTinyValueDim
+          << R"(,"scale":)" << 1.0 / std::sqrt(kTinyNopeDim + kTinyRopeDim)
+          << R"(,"rope":2,"latent_norm_eps":)" << kTinyLatentEps;
+      if (m.q_lora_rank > 0) out << R"(,"q_lora_rank":)" << m.q_lora_rank;
     } else {
-      out << R"(,"has_v_norm":)" << boolean(m.is_gemma4) << R"(,"k_eq_v":)"
-          << boolean(!layer.has_v);
+      out << R"({"attention":{"kind":")" << (slides ? "sliding" : "full") << R"(","window":)"
+          << layer.window << R"(,"num_qo_heads":)" << m.num_qo_heads << R"(,"num_kv_heads":)"
+          << layer.num_kv_heads << R"(,"head_dim":)" << layer.head_dim << R"(,"scale":)"
+          << (m.is_gemma4 ? 1.0 : 1.0 / std::sqrt(static_cast<double>(layer.head_dim)))
+          << R"(,"soft_cap":0,"rope":)" << (slides ? 0 : 1) << R"(,"has_qk_norm":)"
+          << boolean(m.is_gemma) << R"(,"has_qkv_bias":)" << boolean(m.has_bias)
+          << R"(,"has_o_bias":)" << boolean(has_o_bias(m)) << R"(,"has_sinks":)"
+          << boolean(m.has_sinks);
+      if (layer.kv_source >= 0) {
+        out << R"(,"kv_source":)" << layer.kv_source;
+      } else {
+        out << R"(,"has_v_norm":)" << boolean(m.is_gemma4) << R"(,"k_eq_v":)"
+            << boolean(!layer.has_v);
+      }
     }
     out << R"(},"mlp":{"intermediate":)" << layer.intermediate;
     if (layer.is_mixture) {
@@ -254,6 +291,28 @@ inline std::string tiny_config_json(const TinyModel& m) {
   }
   out << "]}";
   return out.str();
+}
+
+// Names and shapes of the tensors of latent attention in a layer.
+inline std::vector<NamedShape> latent_shapes(const DecoderConfig& config, size_t layer) {
+  const auto& a = std::get<LatentAttention>(config.layers[layer].attention);
+  const std::string name = "layers." + std::to_string(layer) + ".attn.";
+  const int64_t heads = a.num_qo_heads;
+  const int64_t q_rows = heads * (a.qk_nope_head_dim + a.qk_rope_head_dim);
+  const int64_t rank = a.kv_lora_rank;
+  std::vector<NamedShape> shapes = {
+      {name + "kv_a.weight", {rank + a.qk_rope_head_dim, config.qkv_inputs(layer)}},
+      {name + "kv_a_norm.weight", {rank}},
+      {name + "kv_b.weight", {heads * (a.qk_nope_head_dim + a.v_head_dim), rank}},
+      {name + "o.weight", {config.hidden, heads * a.v_head_dim}}};
+  if (a.q_lora_rank > 0) {
+    shapes.push_back({name + "q_a.weight", {a.q_lora_rank, config.qkv_inputs(layer)}});
+    shapes.push_back({name + "q_a_norm.weight", {a.q_lora_rank}});
+    shapes.push_back({name + "q_b.weight", {q_rows, a.q_lora_rank}});
+  } else {
+    shapes.push_back({name + "q.weight", {q_rows, config.qkv_inputs(layer)}});
+  }
+  return shapes;
 }
 
 // Weights are normal with std 0.25 (norms near neutral), so that logits are far from uniform. The
@@ -315,20 +374,26 @@ inline std::shared_ptr<const Model> tiny_model(const TinyModel& m, uint64_t seed
     if (m.is_gemma) {
       put(layer + "attn_post_norm.weight", {m.hidden});
       put(layer + "mlp_post_norm.weight", {m.hidden});
-      put(layer + "attn.q_norm.weight", {its.head_dim});
-      if (has_k) put(layer + "attn.k_norm.weight", {its.head_dim});
     }
-    put(layer + "attn.q.weight", {q_rows, m.hidden});
-    if (has_k) put(layer + "attn.k.weight", {kv_rows, m.hidden});
-    if (has_v) put(layer + "attn.v.weight", {kv_rows, m.hidden});
-    if (m.has_bias) {
-      put(layer + "attn.q.bias", {q_rows});
-      if (has_k) put(layer + "attn.k.bias", {kv_rows});
-      if (has_v) put(layer + "attn.v.bias", {kv_rows});
+    if (its.is_latent) {
+      for (const auto& [name, shape] : latent_shapes(config, i)) put(name, shape);
+    } else {
+      if (m.is_gemma) {
+        put(layer + "attn.q_norm.weight", {its.head_dim});
+        if (has_k) put(layer + "attn.k_norm.weight", {its.head_dim});
+      }
+      put(layer + "attn.q.weight", {q_rows, m.hidden});
+      if (has_k) put(layer + "attn.k.weight", {kv_rows, m.hidden});
+      if (has_v) put(layer + "attn.v.weight", {kv_rows, m.hidden});
+      if (m.has_bias) {
+        put(layer + "attn.q.bias", {q_rows});
+        if (has_k) put(layer + "attn.k.bias", {kv_rows});
+        if (has_v) put(layer + "attn.v.bias", {kv_rows});
+      }
+      if (m.has_sinks) put(layer + "attn.sinks", {m.num_qo_heads});
+      put(layer + "attn.o.weight", {m.hidden, q_rows});
+      if (has_o_bias(m)) put(layer + "attn.o.bias", {m.hidden});
     }
-    if (m.has_sinks) put(layer + "attn.sinks", {m.num_qo_heads});
-    put(layer + "attn.o.weight", {m.hidden, q_rows});
-    if (has_o_bias(m)) put(layer + "attn.o.bias", {m.hidden});
     if (its.is_mixture) {
       const auto& mixture = std::get<MoeMlp>(config.layers[i].mlp);
       for (const auto& [name, shape] : mixture_shapes(mixture, layer + "mlp.", m.hidden)) {

@@ -48,19 +48,13 @@ Decoder::Decoder(std::shared_ptr<const Model> model, const KvLayout& layout, KvO
   for (size_t layer = 0; layer < c.layers.size(); ++layer) {
     const KvGroup& group = layout.groups[layer_to_group_[layer]];
     const int64_t k_offset = layout.layer_index(role)[layer] * group.layer_bytes;
+    const int64_t v_offset = k_offset + group.layer_bytes * (kv_parts(group.kind) - 1) / 2;
     kv_.push_back({.base = kv_pool,
                    .block_bytes = group.block_bytes,
                    .k_offset = k_offset,
-                   .v_offset = k_offset + group.layer_bytes / 2,
+                   .v_offset = v_offset,
                    .block_size = group.block_size,
                    .dtype = group.dtype});
-  }
-  if (std::any_of(c.layers.begin(), c.layers.end(), [](const auto& layer) {
-        return std::holds_alternative<LatentAttention>(layer.attention);
-      })) {
-    throw Unsupported(concat(c.name,
-                             " has latent attention, which no op computes yet; supported: "
-                             "attention of kind 'full' and 'sliding'"));
   }
   const bool has_mixture = std::any_of(c.layers.begin(), c.layers.end(), [](const auto& layer) {
     return std::holds_alternative<MoeMlp>(layer.mlp);

@@ -2,6 +2,7 @@
 
 // The attention of a layer: multi-head or latent.
 
+#include <type_traits>
 #include <variant>
 
 #include "base/check.h"
@@ -10,6 +11,7 @@
 #include "device/cuda_context.h"
 #include "model/decoder.h"
 #include "model/layer_ops.h"
+#include "ops/latent.h"
 
 namespace paceline {
 
@@ -21,7 +23,11 @@ void Decoder::attention(Ctx& ctx, int32_t layer, const void* input, const PassRo
                           multi_head_attention(ctx, layer, input, rows, groups, activations);
                         },
                         [&](const LatentAttention&) {
-                          PACELINE_CHECK(false, "the constructor refuses latent attention");
+                          if constexpr (std::is_same_v<Ctx, CpuContext>) {
+                            latent_attention(ctx, layer, input, rows, groups, activations);
+                          } else {
+                            PACELINE_CHECK(false, "ModelBuilder refuses it on a GPU");
+                          }
                         }},
              config().layers[layer].attention);
 }
@@ -111,6 +117,91 @@ void Decoder::multi_head_attention(Ctx& ctx, int32_t layer, const void* input, c
            .y = activations.branch,
            .x_dtype = activations.dtype,
            .y_dtype = activations.dtype});
+}
+
+template <class Ctx>
+void Decoder::latent_attention(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
+                               std::span<const GroupMetadata> groups,
+                               const Activations& activations) const {
+  const DecoderConfig& c = config();
+  const auto& a = std::get<LatentAttention>(c.layers[layer].attention);
+  const auto& w = std::get<LatentAttentionWeights>(weights().layers[layer].attention);
+  const auto* const metadata = std::get_if<FullMetadata>(&groups[layer_to_group_[layer]]);
+  PACELINE_CHECK(metadata != nullptr, "a latent group has the metadata of a full one");
+  const DType dtype = activations.dtype;
+  const LatentRope rope = {.positions = rows.positions,
+                           .cos = ropes_[a.rope].cos,
+                           .sin = ropes_[a.rope].sin,
+                           .position_offset = rope_offset_,
+                           .is_interleaved = c.ropes[a.rope].is_interleaved};
+  const LatentHeads heads = {.kv_b = w.kv_b.weight,
+                             .num_heads = a.num_qo_heads,
+                             .qk_nope_head_dim = a.qk_nope_head_dim,
+                             .v_head_dim = a.v_head_dim};
+  const bool has_q_a = a.q_lora_rank > 0;
+
+  project(ctx, row_count(rows), w.qkv_a,
+          {.x = input, .y = activations.qkv, .x_dtype = dtype, .y_dtype = dtype});
+  ctx.run(append_latents, AppendLatentsParams{.num_rows = rows.num_rows,
+                                              .max_rows = rows.capacity,
+                                              .qkv_a = activations.qkv,
+                                              .q_width = w.qkv_a.weight.n - a.entry_width(),
+                                              .slot_mapping = metadata->slot_mapping,
+                                              .q_norm = w.q_a_norm,
+                                              .latent_norm = w.kv_a_norm,
+                                              .norm_weight_offset = c.norm_weight_offset,
+                                              .norm_eps = a.norm_eps,
+                                              .rope = rope,
+                                              .entries = kv_[layer],
+                                              .kv_lora_rank = a.kv_lora_rank,
+                                              .qk_rope_head_dim = a.qk_rope_head_dim,
+                                              .dtype = dtype});
+  if (has_q_a) {
+    project(ctx, row_count(rows), w.q_b,
+            {.x = activations.qkv,
+             .x_stride = w.qkv_a.weight.n,
+             .y = activations.latent_q,
+             .x_dtype = dtype,
+             .y_dtype = dtype});
+  }
+  ctx.run(absorb_queries,
+          AbsorbQueriesParams{.num_rows = rows.num_rows,
+                              .max_rows = rows.capacity,
+                              .q = has_q_a ? activations.latent_q : activations.qkv,
+                              .q_stride = has_q_a ? w.q_b.weight.n : w.qkv_a.weight.n,
+                              .heads = heads,
+                              .rope = rope,
+                              .y = activations.absorbed_q,
+                              .qk_rope_head_dim = a.qk_rope_head_dim,
+                              .dtype = dtype});
+  ctx.run(paceline::latent_attention,
+          LatentAttentionParams{.num_rows = rows.num_rows,
+                                .max_rows = rows.capacity,
+                                .q = activations.absorbed_q,
+                                .seq_slot = rows.seq_slot,
+                                .kv_end = metadata->kv_end,
+                                .block_table = metadata->table.blocks,
+                                .block_table_stride = metadata->table.stride,
+                                .entries = kv_[layer],
+                                .scale = a.scale,
+                                .y = activations.mean_latents,
+                                .num_heads = a.num_qo_heads,
+                                .kv_lora_rank = a.kv_lora_rank,
+                                .qk_rope_head_dim = a.qk_rope_head_dim,
+                                .dtype = dtype,
+                                .num_seqs = rows.num_seqs,
+                                .row_indptr = rows.row_indptr,
+                                .max_seqs = rows.max_seqs,
+                                .max_rows_per_seq = rows.max_rows_per_seq});
+  ctx.run(project_values, ProjectValuesParams{.num_rows = rows.num_rows,
+                                              .max_rows = rows.capacity,
+                                              .x = activations.mean_latents,
+                                              .heads = heads,
+                                              .y = activations.attention,
+                                              .dtype = dtype});
+  project(
+      ctx, row_count(rows), w.o,
+      {.x = activations.attention, .y = activations.branch, .x_dtype = dtype, .y_dtype = dtype});
 }
 
 template void Decoder::attention<CpuContext>(CpuContext&, int32_t, const void*, const PassRows&,

@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "model/config_reading.h"
+#include "ops/latent.h"
 
 namespace paceline {
 namespace {
@@ -128,7 +129,7 @@ struct Width {
   if (json.find("q_lora_rank")) {
     attention.q_lora_rank = read_int(json, "q_lora_rank", 1, kMaxHidden);
   }
-  attention.kv_lora_rank = read_int(json, "kv_lora_rank", 1, kMaxHeadDim);
+  attention.kv_lora_rank = read_int(json, "kv_lora_rank", 1, kMaxLatentRank);
   attention.qk_nope_head_dim = read_int(json, "qk_nope_head_dim", 1, kMaxHeadDim);
   attention.qk_rope_head_dim = read_int(json, "qk_rope_head_dim", 2, kMaxHeadDim);
   if (attention.qk_rope_head_dim % 2 != 0) {

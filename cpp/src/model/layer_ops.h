@@ -25,8 +25,9 @@ struct RowCount {
 
 // The operands of a product over contiguous rows.
 struct Projection {
-  const void* x;  // [max_rows, k] x_dtype
-  void* y;        // [max_rows, n] y_dtype
+  const void* x;         // [max_rows, k] x_dtype
+  int64_t x_stride = 0;  // elements between rows of x; 0: k
+  void* y;               // [max_rows, n] y_dtype
   DType x_dtype;
   DType y_dtype;
 };
@@ -37,7 +38,7 @@ void project(Ctx& ctx, const RowCount& rows, const Linear& linear, const Project
   ctx.run(gemm, GemmParams{.num_rows = rows.num_rows,
                            .max_rows = rows.max_rows,
                            .x = p.x,
-                           .x_stride = linear.weight.k,
+                           .x_stride = p.x_stride > 0 ? p.x_stride : linear.weight.k,
                            .weight = linear.weight,
                            .bias = linear.bias,
                            .y = p.y,

@@ -16,13 +16,14 @@
 #include "base/check.h"
 #include "base/vector_math.h"
 #include "device/cpu_context.h"
+#include "ops/latent.h"
 #include "ops/ops.h"
 
 namespace paceline {
 namespace {
 
 constexpr int32_t kChunk = kAttentionChunk;
-constexpr int32_t kMaxHeadDim = 1024;
+constexpr int32_t kMaxValueDim = 1024;
 constexpr int32_t kMaxHeadsAtOnce = 4;  // 4 heads x 4 keys (or 4 vectors of V) of accumulators
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 static_assert(kChunk % 16 == 0);
@@ -31,8 +32,9 @@ static_assert(kChunk % 16 == 0);
 struct HeadGroup {
   const float* q;      // [num_heads, head_dim]
   const float* sinks;  // [num_heads], or null
-  float* y;            // [num_heads, head_dim]
-  int32_t head_dim;
+  float* y;            // [num_heads, value_dim]
+  int32_t head_dim;    // of queries and keys
+  int32_t value_dim;
   float scale;
   float soft_cap;
 };
@@ -83,16 +85,16 @@ template <class Kv, int kHeads>
 template <class Kv, int kHeads, int kVectors>
 [[gnu::always_inline]] inline void accumulate_values(const Kv* const* values, int32_t first,
                                                      int32_t last, const float (*weights)[kChunk],
-                                                     int32_t head_dim, int32_t d,
+                                                     int32_t value_dim, int32_t d,
                                                      const float* running_factor,
                                                      const float* chunk_factor, float* running) {
   V16 acc[kHeads][kVectors] = {};
   for (int32_t j = first; j < last; ++j) {
     V16 value[kVectors];
     for (int i = 0; i < kVectors; ++i) {
-      // Only a call for one vector can reach past head_dim.
+      // Only a call for one vector can reach past value_dim.
       value[i] =
-          kVectors == 1 ? load_up_to(values[j] + d, head_dim - d) : load(values[j] + d + 16 * i);
+          kVectors == 1 ? load_up_to(values[j] + d, value_dim - d) : load(values[j] + d + 16 * i);
     }
     for (int h = 0; h < kHeads; ++h) {
       const V16 weight = broadcast(weights[h][j]);
@@ -101,7 +103,7 @@ template <class Kv, int kHeads, int kVectors>
   }
   for (int h = 0; h < kHeads; ++h) {
     for (int i = 0; i < kVectors; ++i) {
-      float* const to = running + h * kMaxHeadDim + d + 16 * i;
+      float* const to = running + h * kMaxValueDim + d + 16 * i;
       store(to, load(to) * running_factor[h] + acc[h][i] * chunk_factor[h]);
     }
   }
@@ -112,8 +114,8 @@ template <class Kv, int kHeads, int kVectors>
 template <class Kv, int kHeads, class Locate>
 [[gnu::always_inline]] inline void attend(const HeadGroup& group, int32_t begin, int32_t end,
                                           const Locate& locate) {
-  const int32_t head_dim = group.head_dim;
-  alignas(64) float running[kHeads * kMaxHeadDim];
+  const int32_t value_dim = group.value_dim;
+  alignas(64) float running[kHeads * kMaxValueDim];
   alignas(64) float scores[kHeads][kChunk];
   const Kv* keys[kChunk];
   const Kv* values[kChunk];
@@ -122,7 +124,7 @@ template <class Kv, int kHeads, class Locate>
   for (int h = 0; h < kHeads; ++h) {
     running_max[h] = kNegInf;
     running_sum[h] = 0.0f;
-    std::fill_n(running + h * kMaxHeadDim, (head_dim + 15) / 16 * 16, 0.0f);
+    std::fill_n(running + h * kMaxValueDim, (value_dim + 15) / 16 * 16, 0.0f);
   }
   for (int32_t chunk = begin / kChunk * kChunk; chunk < end; chunk += kChunk) {
     const int32_t first = std::max(begin - chunk, 0);
@@ -158,12 +160,12 @@ template <class Kv, int kHeads, class Locate>
       running_max[h] = new_max;
     }
     int32_t d = 0;
-    for (; d + 64 <= head_dim; d += 64) {
-      accumulate_values<Kv, kHeads, 4>(values, first, last, scores, head_dim, d, running_factor,
+    for (; d + 64 <= value_dim; d += 64) {
+      accumulate_values<Kv, kHeads, 4>(values, first, last, scores, value_dim, d, running_factor,
                                        chunk_factor, running);
     }
-    for (; d < head_dim; d += 16) {
-      accumulate_values<Kv, kHeads, 1>(values, first, last, scores, head_dim, d, running_factor,
+    for (; d < value_dim; d += 16) {
+      accumulate_values<Kv, kHeads, 1>(values, first, last, scores, value_dim, d, running_factor,
                                        chunk_factor, running);
     }
   }
@@ -176,8 +178,8 @@ template <class Kv, int kHeads, class Locate>
       sum = sum * factor + exp_one(group.sinks[h] - new_max);
     }
     const float inverse = begin < end ? factor / sum : 0.0f;  // no visible key: zero
-    for (int32_t d = 0; d < head_dim; ++d) {
-      group.y[h * head_dim + d] = running[h * kMaxHeadDim + d] * inverse;
+    for (int32_t d = 0; d < value_dim; ++d) {
+      group.y[h * value_dim + d] = running[h * kMaxValueDim + d] * inverse;
     }
   }
 }
@@ -257,7 +259,7 @@ void attend_group(HeadGroup group, int32_t num_heads, int32_t begin, int32_t end
         break;
     }
     group.q += int64_t{heads} * group.head_dim;
-    group.y += int64_t{heads} * group.head_dim;
+    group.y += int64_t{heads} * group.value_dim;
     if (group.sinks != nullptr) group.sinks += heads;
     num_heads -= heads;
   }
@@ -268,54 +270,89 @@ struct KeyRange {
   int32_t end;
 };
 
-// The shared part of both ops. range_of(row) returns the visible keys (end 0: inert row), and
-// locations_of(row) where they are stored.
-template <class Params, class KvLocations, class RangeOf, class LocationsOf>
-void attend_rows(const CpuContext& ctx, const Params& p, const float* sinks, float soft_cap,
-                 const RangeOf& range_of, const LocationsOf& locations_of) {
-  const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
-  PACELINE_CHECK(p.head_dim > 0 && p.head_dim <= kMaxHeadDim, "head_dim ", p.head_dim,
-                 " is not in 1..", kMaxHeadDim);
+// What the ops have in common. Queries are at q, q_stride apart from row to row, the heads of a row
+// one after the other.
+struct AttentionRows {
+  int32_t num_rows;
+  const float* q;
+  int64_t q_stride;
+  const float* sinks;  // or null
+  float* y;            // [num_rows, num_qo_heads * value_dim]
+  const KvLayerView* kv;
+  int32_t num_qo_heads;
+  int32_t num_kv_heads;
+  int32_t head_dim;
+  int32_t value_dim;
+  float scale;
+  float soft_cap;
+  // Query heads that one call of the walk over keys takes; all of them read the same KV head.
+  int32_t heads_per_item;
+};
+
+template <class Params>
+[[nodiscard]] AttentionRows multi_head_rows(const Params& p, float soft_cap) {
   PACELINE_CHECK(p.num_kv_heads > 0 && p.num_qo_heads % p.num_kv_heads == 0, "num_qo_heads ",
                  p.num_qo_heads, " is not a multiple of num_kv_heads ", p.num_kv_heads);
   PACELINE_CHECK(p.dtype == DType::kFloat32, "the CPU computes in float32");
-  PACELINE_CHECK(p.kv.dtype == DType::kFloat32 || p.kv.dtype == DType::kBFloat16,
+  return {.num_rows = std::min(*p.num_rows, p.max_rows),
+          .q = static_cast<const float*>(p.qkv),
+          .q_stride = int64_t{qkv_heads(p.num_qo_heads, p.num_kv_heads, p.kv_inputs)} * p.head_dim,
+          .sinks = p.sinks,
+          .y = static_cast<float*>(p.y),
+          .kv = &p.kv,
+          .num_qo_heads = p.num_qo_heads,
+          .num_kv_heads = p.num_kv_heads,
+          .head_dim = p.head_dim,
+          .value_dim = p.head_dim,
+          .scale = p.scale,
+          .soft_cap = soft_cap,
+          .heads_per_item = p.num_qo_heads / p.num_kv_heads};
+}
+
+// The shared part of all ops. range_of(row) returns the visible keys (end 0: inert row), and
+// locations_of(row) where they are stored.
+template <class KvLocations, class RangeOf, class LocationsOf>
+void attend_rows(const CpuContext& ctx, const AttentionRows& p, const RangeOf& range_of,
+                 const LocationsOf& locations_of) {
+  PACELINE_CHECK(p.value_dim > 0 && p.value_dim <= p.head_dim && p.value_dim <= kMaxValueDim,
+                 "values of ", p.value_dim, " elements are not in 1..", kMaxValueDim);
+  PACELINE_CHECK(p.kv->dtype == DType::kFloat32 || p.kv->dtype == DType::kBFloat16,
                  "KV caches are float32 or bfloat16");
   const int32_t heads_per_group = p.num_qo_heads / p.num_kv_heads;
-  const int64_t row_heads = qkv_heads(p.num_qo_heads, p.num_kv_heads, p.kv_inputs);
+  const int32_t items_per_row = (p.num_qo_heads + p.heads_per_item - 1) / p.heads_per_item;
   auto attend_one = [&](int64_t item) {
-    const int32_t row = static_cast<int32_t>(item / p.num_kv_heads);
-    const int32_t kv_head = static_cast<int32_t>(item % p.num_kv_heads);
-    const int64_t first_head = int64_t{kv_head} * heads_per_group;
-    const HeadGroup group = {
-        .q = static_cast<const float*>(p.qkv) + (row * row_heads + first_head) * p.head_dim,
-        .sinks = sinks == nullptr ? nullptr : sinks + first_head,
-        .y = static_cast<float*>(p.y) + (int64_t{row} * p.num_qo_heads + first_head) * p.head_dim,
-        .head_dim = p.head_dim,
-        .scale = p.scale,
-        .soft_cap = soft_cap};
+    const int32_t row = static_cast<int32_t>(item / items_per_row);
+    const int32_t first_head = static_cast<int32_t>(item % items_per_row) * p.heads_per_item;
+    const int32_t num_heads = std::min(p.heads_per_item, p.num_qo_heads - first_head);
+    const HeadGroup group = {.q = p.q + row * p.q_stride + int64_t{first_head} * p.head_dim,
+                             .sinks = p.sinks == nullptr ? nullptr : p.sinks + first_head,
+                             .y = p.y + (int64_t{row} * p.num_qo_heads + first_head) * p.value_dim,
+                             .head_dim = p.head_dim,
+                             .value_dim = p.value_dim,
+                             .scale = p.scale,
+                             .soft_cap = p.soft_cap};
     const KeyRange range = range_of(row);
     if (range.begin >= range.end) {
-      std::fill_n(group.y, int64_t{heads_per_group} * p.head_dim, 0.0f);
+      std::fill_n(group.y, int64_t{num_heads} * p.value_dim, 0.0f);
       return;
     }
     auto attend_as = [&]<class Kv>() {
-      const Locator<Kv, KvLocations> locate = {.kv = &p.kv,
+      const Locator<Kv, KvLocations> locate = {.kv = p.kv,
                                                .locations = locations_of(row),
                                                .num_kv_heads = p.num_kv_heads,
-                                               .kv_head = kv_head,
+                                               .kv_head = first_head / heads_per_group,
                                                .head_dim = p.head_dim};
-      attend_group(group, heads_per_group, range.begin, range.end, locate);
+      attend_group(group, num_heads, range.begin, range.end, locate);
     };
-    if (p.kv.dtype == DType::kFloat32) {
+    if (p.kv->dtype == DType::kFloat32) {
       attend_as.template operator()<float>();
     } else {
       attend_as.template operator()<uint16_t>();
     }
   };
-  const int64_t num_items = int64_t{num_rows} * p.num_kv_heads;
+  const int64_t num_items = int64_t{p.num_rows} * items_per_row;
   int64_t num_keys = 0;
-  for (int32_t row = 0; row < num_rows; ++row) {
+  for (int32_t row = 0; row < p.num_rows; ++row) {
     num_keys += std::max(range_of(row).end - range_of(row).begin, 0);
   }
   // Fewer multiplications cost less than a fork and join.
@@ -342,8 +379,34 @@ void paged_attention(CpuContext& ctx, const PagedAttentionParams& p) {
   auto locations_of = [&](int32_t row) -> BlockLocations {
     return {p.block_table + p.seq_slot[row] * p.block_table_stride};
   };
-  attend_rows<PagedAttentionParams, BlockLocations>(ctx, p, p.sinks, p.soft_cap, range_of,
-                                                    locations_of);
+  attend_rows<BlockLocations>(ctx, multi_head_rows(p, p.soft_cap), range_of, locations_of);
+}
+
+void latent_attention(CpuContext& ctx, const LatentAttentionParams& p) {
+  PACELINE_CHECK(p.dtype == DType::kFloat32, "the CPU computes in float32");
+  const int32_t width = p.kv_lora_rank + p.qk_rope_head_dim;
+  // The latent of an entry is both the begin of its key and its value.
+  PACELINE_CHECK(p.entries.v_offset == p.entries.k_offset, "entries have no values of their own");
+  const AttentionRows rows = {.num_rows = std::min(*p.num_rows, p.max_rows),
+                              .q = static_cast<const float*>(p.q),
+                              .q_stride = int64_t{p.num_heads} * width,
+                              .sinks = nullptr,
+                              .y = static_cast<float*>(p.y),
+                              .kv = &p.entries,
+                              .num_qo_heads = p.num_heads,
+                              .num_kv_heads = 1,
+                              .head_dim = width,
+                              .value_dim = p.kv_lora_rank,
+                              .scale = p.scale,
+                              .soft_cap = 0,
+                              .heads_per_item = kMaxHeadsAtOnce};
+  auto range_of = [&](int32_t row) -> KeyRange {
+    return {.begin = 0, .end = p.seq_slot[row] < 0 ? 0 : p.kv_end[row]};
+  };
+  auto locations_of = [&](int32_t row) -> BlockLocations {
+    return {p.block_table + p.seq_slot[row] * p.block_table_stride};
+  };
+  attend_rows<BlockLocations>(ctx, rows, range_of, locations_of);
 }
 
 void list_attention(CpuContext& ctx, const ListAttentionParams& p) {
@@ -353,8 +416,7 @@ void list_attention(CpuContext& ctx, const ListAttentionParams& p) {
   auto locations_of = [&](int32_t row) -> SlotLocations {
     return {p.window_slots + int64_t{row} * p.window};
   };
-  attend_rows<ListAttentionParams, SlotLocations>(ctx, p, p.sinks, /*soft_cap=*/0.0f, range_of,
-                                                  locations_of);
+  attend_rows<SlotLocations>(ctx, multi_head_rows(p, /*soft_cap=*/0.0f), range_of, locations_of);
 }
 
 }  // namespace paceline

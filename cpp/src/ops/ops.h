@@ -148,8 +148,8 @@ void per_layer_inputs(CudaContext&, const PerLayerInputsParams&);
 struct KvLayerView {
   std::byte* base;  // start of the pool; 64 B aligned
   int64_t block_bytes;
-  int64_t k_offset;  // bytes inside a block
-  int64_t v_offset;
+  int64_t k_offset;    // bytes inside a block
+  int64_t v_offset;    // with latent entries: k_offset
   int32_t block_size;  // tokens
   DType dtype;         // kFloat32 or kBFloat16 (written round-to-nearest-even)
 };

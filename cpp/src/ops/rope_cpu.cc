@@ -1,92 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 
 #include <algorithm>
-#include <cmath>
 
 #include "base/check.h"
-#include "base/float_types.h"
 #include "base/vector_math.h"
 #include "device/cpu_context.h"
+#include "ops/head_math.h"
 #include "ops/ops.h"
 
 namespace paceline {
 namespace {
 
 constexpr int32_t kMaxHeadDim = 1024;
-
-// 1 / sqrt(mean(x^2) + eps) of a head.
-[[gnu::always_inline]] inline float inverse_rms(const float* in, float eps, int32_t head_dim) {
-  V16 squares = {};
-  int32_t d = 0;
-  for (; d + 16 <= head_dim; d += 16) {
-    const V16 value = load(in + d);
-    squares += value * value;
-  }
-  if (d < head_dim) {
-    const V16 value = load_first(in + d, head_dim - d);
-    squares += value * value;
-  }
-  return 1.0f / std::sqrt(sum_lanes(squares) / static_cast<float>(head_dim) + eps);
-}
-
-// RMS norm of one head from `in` to `out`, which may be the same; a copy if there is no weight.
-[[gnu::always_inline]] inline void norm_head(const float* in, const float* weight,
-                                             float weight_offset, float eps, float* out,
-                                             int32_t head_dim) {
-  if (weight == nullptr) {
-    if (in != out) std::copy_n(in, head_dim, out);
-    return;
-  }
-  const float factor = inverse_rms(in, eps, head_dim);
-  int32_t d = 0;
-  for (; d + 16 <= head_dim; d += 16) {
-    store(out + d, load(in + d) * factor * (load(weight + d) + weight_offset));
-  }
-  for (; d < head_dim; ++d) out[d] = in[d] * factor * (weight[d] + weight_offset);
-}
-
-// The RMS norm without a weight.
-[[gnu::always_inline]] inline void norm_head_unweighted(const float* in, float eps, float* out,
-                                                        int32_t head_dim) {
-  const float factor = inverse_rms(in, eps, head_dim);
-  int32_t d = 0;
-  for (; d + 16 <= head_dim; d += 16) store(out + d, load(in + d) * factor);
-  for (; d < head_dim; ++d) out[d] = in[d] * factor;
-}
-
-// Split halves: element d is paired with d + head_dim / 2.
-[[gnu::always_inline]] inline void rotate_head(const float* cos, const float* sin, float* head,
-                                               int32_t head_dim) {
-  const int32_t half = head_dim / 2;
-  int32_t d = 0;
-  for (; d + 16 <= half; d += 16) {
-    const V16 a = load(head + d);
-    const V16 b = load(head + half + d);
-    const V16 c = load(cos + d);
-    const V16 s = load(sin + d);
-    store(head + d, a * c - b * s);
-    store(head + half + d, b * c + a * s);
-  }
-  if (d < half) {
-    const int32_t count = half - d;
-    const V16 a = load_first(head + d, count);
-    const V16 b = load_first(head + half + d, count);
-    const V16 c = load_first(cos + d, count);
-    const V16 s = load_first(sin + d, count);
-    store_first(head + d, a * c - b * s, count);
-    store_first(head + half + d, b * c + a * s, count);
-  }
-}
-
-[[gnu::always_inline]] inline void append_head(const float* head, DType dtype, std::byte* to,
-                                               int32_t head_dim) {
-  if (dtype == DType::kFloat32) {
-    std::copy_n(head, head_dim, reinterpret_cast<float*>(to));
-  } else {
-    std::transform(head, head + head_dim, reinterpret_cast<uint16_t*>(to),
-                   [](float value) { return float_to_bf16(value); });
-  }
-}
 
 struct RowKernel {
   [[gnu::always_inline]] static void run(const QkNormRopeAppendParams* p, int32_t row) {
