@@ -13,25 +13,30 @@
 
 namespace paceline::cuda {
 
-// The logits of a row as ordered bits. Lane l holds the experts l, l + 32, ...
+// What decides the choice of a row, as ordered bits. Lane l holds the experts l, l + 32, ...; 0: no
+// expert, one that cannot be chosen, or already chosen.
 template <int32_t kPerLane>
 struct RowKeys {
-  __device__ __forceinline__ RowKeys(const float* logits, int32_t num_experts) {
-    const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      const int32_t expert = lane + 32 * i;
-      keys[i] = expert < num_experts ? to_ordered(comparable(logits[expert])) : 0;
-    }
-  }
-
-  uint32_t keys[kPerLane];  // 0: no expert, or already chosen
+  uint32_t keys[kPerLane];
 };
+
+// The logits alone.
+template <int32_t kPerLane>
+__device__ __forceinline__ RowKeys<kPerLane> logit_keys(const float* logits, int32_t num_experts) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
+  RowKeys<kPerLane> row;
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    const int32_t expert = lane + 32 * i;
+    row.keys[i] = expert < num_experts ? to_ordered(comparable(logits[expert])) : 0;
+  }
+  return row;
+}
 
 // What a row chose for one of its places.
 struct Choice {
   int32_t expert;
-  float logit;
+  float value;  // of the expert's key
 };
 
 // Chooses the experts of a row; every lane of the warp calls it. Lane l gets the choice of place l.
@@ -59,12 +64,12 @@ __device__ __forceinline__ Choice choose(RowKeys<kPerLane> row, int32_t top_k) {
   return own;
 }
 
-// Writes a row's choices and their weights; every lane of the warp calls it.
+// Writes a row's choices and their weights, the softmax of logits; every lane of the warp calls it.
 __device__ __forceinline__ void write_choices(const RouteExpertsParams& p, int32_t row,
                                               const Choice& own) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
-  const float best = __shfl_sync(kAllLanes, own.logit, 0);
-  const float weight = expf(own.logit - best);
+  const float best = __shfl_sync(kAllLanes, own.value, 0);
+  const float weight = expf(own.value - best);
   float sum = 0.0f;
   for (int32_t place = 0; place < p.top_k; ++place) sum += __shfl_sync(kAllLanes, weight, place);
   if (lane >= p.top_k) return;

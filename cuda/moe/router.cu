@@ -25,6 +25,7 @@
 #include "gemm/wgmma.cuh"
 #include "gemm/wgmma_products.cuh"
 #include "moe/route_row.cuh"
+#include "moe/sigmoid_row.cuh"
 #include "ops/moe.h"
 
 namespace paceline {
@@ -322,18 +323,26 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
 
+  const bool is_sigmoid = p.route.rule == RouterRule::kSigmoid;
+  const Corrections<kPerLane> corrections(p.route.correction, is_sigmoid ? p.route.num_experts : 0);
   barrier_wait_for_cluster(&shared.has_logits, 0);
   const uint32_t has_choices = cluster_address(&shared.has_choices, 0);
   for (int32_t slot = warp; slot < num_own; slot += kWarps) {
     const int32_t row = first_row + (slot << plan.owners_log) + rank_in_tile;
-    const RowKeys<kPerLane> keys(shared.logits + slot * Shared::kExperts, p.route.num_experts);
-    const Choice own = choose(keys, p.route.top_k);
+    const float* const logits = shared.logits + slot * Shared::kExperts;
+    const Choice own = choose(is_sigmoid ? sigmoid_keys(p.route, logits, corrections)
+                                         : logit_keys<kPerLane>(logits, p.route.num_experts),
+                              p.route.top_k);
     if (lane < p.route.top_k) {
       send(cluster_address(&shared.chosen[row * p.route.top_k + lane], 0), own.expert, has_choices);
       send_bits(cluster_address(&shared.rows_of[row / 32 * Shared::kExperts + own.expert], 0),
                 1u << row % 32, has_choices);
     }
-    write_choices(p.route, row, own);
+    if (is_sigmoid) {
+      write_sigmoid_choices(p.route, row, logits, own);
+    } else {
+      write_choices(p.route, row, own);
+    }
   }
   if (!is_first_block) return;
   barrier_wait_for_cluster(&shared.has_choices, 0);
@@ -437,8 +446,7 @@ void run_router(CudaContext& ctx, const RouterParams& p) {
   PACELINE_CHECK(weight.n == p.route.num_experts && p.product.y == p.route.logits &&
                      p.product.y_stride == weight.n && p.product.y_dtype == DType::kFloat32,
                  "the logits of a router are its product");
-  const bool is_plain = p.route.rule == RouterRule::kSoftmaxOfChosen &&
-                        weight.format == WeightFormat::kPlain && weight.dtype == DType::kBFloat16 &&
+  const bool is_plain = weight.format == WeightFormat::kPlain && weight.dtype == DType::kBFloat16 &&
                         p.product.x_dtype == weight.dtype && weight.k % 8 == 0 &&
                         p.product.x_stride % 8 == 0;
   const std::optional<RouterPlan> plan = router_plan(p);

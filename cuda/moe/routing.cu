@@ -26,7 +26,7 @@ constexpr int32_t kLoadsAhead = 4;     // of a lane
 template <int32_t kPerLane>
 __device__ __forceinline__ void route_row(const RouteExpertsParams& p, int32_t row) {
   const int32_t num_rows = *p.num_rows;
-  const RowKeys<kPerLane> keys(p.logits + int64_t{row} * p.num_experts, p.num_experts);
+  const auto keys = logit_keys<kPerLane>(p.logits + int64_t{row} * p.num_experts, p.num_experts);
   if (row < num_rows) write_choices(p, row, choose(keys, p.top_k));
 }
 

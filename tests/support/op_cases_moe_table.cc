@@ -203,13 +203,23 @@ std::vector<RouterCase> router_cases() {
   add({.num_experts = 32, .top_k = 4, .k = 96, .has_bias = false, .x_padding = 8}, "");
   add({.num_experts = 32, .top_k = kMaxTopK, .k = 64}, "");
   add({.num_experts = 32, .top_k = 4, .k = 100, .dtype = kF}, "");
-  add({.num_experts = 64,
-       .top_k = 4,
-       .k = 128,
-       .has_bias = false,
-       .rule = RouterRule::kSigmoid,
-       .sigmoid = {.normalises = true, .scale = 1.8f}},
-      "_by_sigmoid");
+  for (const auto& [logits, suffix] : kLogits) {
+    if (logits == LogitKind::kPeaked) continue;
+    for (const auto& [num_experts, top_k, num_groups] :
+         {std::tuple{20, 3, 4}, {64, 4, 1}, {256, 8, 8}}) {
+      add({.num_experts = num_experts,
+           .top_k = top_k,
+           .k = 128,
+           .logits = logits,
+           .has_bias = num_experts != 64 || logits != LogitKind::kPlain,
+           .rule = RouterRule::kSigmoid,
+           .sigmoid = {.num_groups = num_groups,
+                       .top_groups = (num_groups + 1) / 2,
+                       .normalises = num_experts != 20,
+                       .scale = 1.8f}},
+          std::string("_by_sigmoid") + suffix);
+    }
+  }
   // More columns than the ring of a block has room for.
   add({.num_experts = 32, .top_k = 4, .k = kHidden}, "");
   add({.num_experts = 128, .top_k = 4, .k = kHidden}, "");
