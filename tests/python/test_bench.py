@@ -445,6 +445,18 @@ def test_a_window_bounds_what_is_read() -> None:
     assert attention_flops(config, 1000) == 4 * 4 * 256 * (15 * 512 + 3 * 1000)
 
 
+def test_latent_attention_reads_one_entry_per_token() -> None:
+    attention = {
+        "kind": "latent",
+        "num_qo_heads": 20,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+    }
+    config = {"layers": [{"attention": attention}] * 47}  # GLM-4.7-Flash
+    assert kv_bytes_read(config, 1, 2) == 54_144
+    assert attention_flops(config, 1000) == 47 * 1000 * 20 * 2 * (576 + 512)
+
+
 def test_bytes_and_arithmetic_of_an_iteration(config_dir: Path) -> None:
     model = models.load(str(config_dir), dummy=True)
     body, lm_head = model.costs.row_parameters, model.costs.logit_parameters

@@ -23,11 +23,11 @@ namespace paceline {
 struct MemoryReport {
   struct Group {
     std::string owner;   // "target" or "draft"
-    std::string kind;    // "full" or "sliding"
-    int32_t window = 0;  // keys that a query sees, its own included; 0 for full
+    std::string kind;    // "full", "sliding" or "latent"
+    int32_t window = 0;  // keys that a query sees, its own included; 0 for all
     int32_t num_layers = 0;
     int32_t num_kv_heads = 0;
-    int32_t head_dim = 0;
+    int32_t head_dim = 0;            // of a latent group, the width of an entry
     int32_t block_size = 0;          // tokens
     int64_t block_bytes = 0;         // padding included
     int64_t padding_bytes = 0;       // per block, lost to slab alignment

@@ -84,14 +84,21 @@ def kv_bytes_read(config: Mapping[str, Any], context: float, item_bytes: int) ->
         item_bytes: Bytes per element of the cache.
 
     Returns:
-        The sum over layers of min(context, window) tokens' keys and values.
+        The sum over layers of what min(context, window) tokens store.
     """
     total = 0.0
     for layer in config["layers"]:
         attention = layer["attention"]
         tokens = _visible(attention, context)
-        total += tokens * 2 * attention["num_kv_heads"] * attention["head_dim"] * item_bytes
+        total += tokens * kv_elements(attention) * item_bytes
     return total
+
+
+def kv_elements(attention: Mapping[str, Any]) -> int:
+    """Counts the elements that one token stores in a layer: keys and values, or a latent entry."""
+    if attention["kind"] == "latent":
+        return int(attention["kv_lora_rank"] + attention["qk_rope_head_dim"])
+    return int(2 * attention["num_kv_heads"] * attention["head_dim"])
 
 
 def attention_flops(config: Mapping[str, Any], context: float) -> float:
@@ -108,10 +115,14 @@ def attention_flops(config: Mapping[str, Any], context: float) -> float:
     for layer in config["layers"]:
         attention = layer["attention"]
         tokens = _visible(attention, context)
-        total += 4 * tokens * attention["num_qo_heads"] * attention["head_dim"]
+        if attention["kind"] == "latent":  # an entry is a key, and its latent is the value
+            widths = 2 * attention["kv_lora_rank"] + attention["qk_rope_head_dim"]
+        else:
+            widths = 2 * attention["head_dim"]
+        total += 2 * tokens * attention["num_qo_heads"] * widths
     return total
 
 
 def _visible(attention: Mapping[str, Any], context: float) -> float:
-    window = float(attention["window"])
+    window = float(attention.get("window", 0))  # latent attention sees all entries
     return min(context, window) if window > 0 else context

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from paceline import _core
+from paceline.bench.costs import kv_elements
 from paceline.bench.floor import iteration_flops, iteration_kv_bytes
 from paceline.bench.models import BenchModel
 from paceline.bench.runs import Requests, Run, first_token_seconds, run_once, trace
@@ -339,7 +340,7 @@ def _kv_bytes(models: Sequence[BenchModel], workload: Workload) -> int:
     tokens = workload.concurrency * (workload.input_len + workload.output_len + 64)
     item = max(model.item_bytes for model in models)
     per_token = sum(
-        2 * layer["attention"]["num_kv_heads"] * layer["attention"]["head_dim"] * item
+        kv_elements(layer["attention"]) * item
         for model in models
         for layer in model.config["layers"]
     )
