@@ -364,17 +364,18 @@ REST = "*:-" + cases_of(*OPS, "large")
 #: The other tools take the ops of a mixture of experts apart: their cases of real shapes take the
 #: CPU as long as all other cases.
 MIXTURES = cases_of("route", "router", "sort", "combine", "expert_gemm", "mixture")
-NARROWED = ("truncate", "proposals", "softmax_sums", "logprobs", "expert_gemm", "mixture")
+NARROWED = ("truncate", "proposals", "softmax_sums", "logprobs", "expert_gemm", "mixture", "router")
 #: truncate and logprobs: more rows than clusters can run at once (at most 33 on 132
 #: multiprocessors), so that some clusters take a second row and overwrite their shared memory;
 #: limits of all kinds, since the first three rows of `mixed` have none. proposals: a second round
-#: of ids.
+#: of ids. router: rows that the blocks of a cluster share.
 MORE = {
     "truncate": ("mixed*_v1003_rows16of16", "top_k_top_p_v64_rows70of130"),
     "logprobs": ("emitted_n20_v33_rows70of130", "prompt_n20_v33_rows70of130"),
     "proposals": ("*_v5004_rows1of1",),
     "expert_gemm": ("*_rows70of130",),
     "mixture": ("*_rows70of130",),
+    "router": ("*_rows70of130", "*_k136_*_rows256of256"),
 }
 #: Shapes of real models, of which smaller cases run the same blocks.
 REAL_SHAPES = {
