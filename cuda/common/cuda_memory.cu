@@ -18,6 +18,7 @@
 #include "base/philox.h"
 #include "common/device_calls.h"
 #include "common/launch.cuh"
+#include "common/pack_rows.h"
 #include "device/device_memory.h"
 
 namespace paceline {
@@ -41,12 +42,12 @@ constexpr int32_t kSupportedCapability = 90;
 // A thread fills 8 elements from 128 random bits. The CPU's version is in dummy_weights.cc and
 // gives the same values.
 template <class Value>
-__global__ void fill_from_quantiles_kernel(Value* out, int64_t elements, uint64_t seed,
+__global__ void fill_from_quantiles_kernel(Value* out, int64_t first, int64_t count, uint64_t seed,
                                            uint32_t salt, const Value* quantiles) {
-  const int64_t num_blocks = (elements + 7) / 8;
+  const int64_t num_blocks = (count + 7) / 8;
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t block = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; block < num_blocks;
-       block += stride) {
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < num_blocks; i += stride) {
+    const int64_t block = first / 8 + i;
     const NoiseKey key = {.seed = seed,
                           .stream = NoiseStream::kSynthetic,
                           .position = static_cast<uint32_t>(block >> 32),
@@ -55,9 +56,9 @@ __global__ void fill_from_quantiles_kernel(Value* out, int64_t elements, uint64_
     philox_words(key, static_cast<uint32_t>(block), words);
 #pragma unroll
     for (int32_t word = 0; word < 4; ++word) {
-      const int64_t at = block * 8 + word * 2;
-      if (at < elements) out[at] = quantiles[words[word] & 0xffffu];
-      if (at + 1 < elements) out[at + 1] = quantiles[words[word] >> 16];
+      const int64_t at = i * 8 + word * 2;
+      if (at < count) out[at] = quantiles[words[word] & 0xffffu];
+      if (at + 1 < count) out[at + 1] = quantiles[words[word] >> 16];
     }
   }
 }
@@ -150,9 +151,9 @@ class Staging {
     data_ = nullptr;
   }
 
- private:
   static constexpr size_t kHalfBytes = size_t{32} << 20;
 
+ private:
   std::byte* data_ = nullptr;
   std::array<cudaEvent_t, 2> copied_ = {};
   size_t half_ = 0;
@@ -218,6 +219,18 @@ class CudaMemory final : public DeviceMemory {
   void finish() override {
     synchronize(stream_, "loading weights");  // of all threads
     staging_of_thread().release();
+    scratch_of_thread() = DeviceBuffer();
+  }
+
+  std::span<std::byte> scratch() override {
+    DeviceBuffer& scratch = scratch_of_thread();
+    if (scratch.data() == nullptr) {
+      scratch = DeviceBuffer(*this, Staging::kHalfBytes, "packing weights");
+    }
+    return {scratch.data(), Staging::kHalfBytes};
+  }
+  void pack(const PackedTensor& to, int64_t first, int64_t count, const std::byte* from) override {
+    pack_rows(stream_, to, first, count, from);
   }
 
   void convert(std::byte* to, DType to_dtype, const SourceMatrix& from, DType from_dtype) override {
@@ -253,18 +266,16 @@ class CudaMemory final : public DeviceMemory {
   }
   uintptr_t stream() const override { return reinterpret_cast<uintptr_t>(stream_); }
 
-  void fill_from_quantiles(std::byte* to, int64_t elements, DType dtype, uint64_t seed,
-                           uint32_t salt, const void* quantiles) override {
-    constexpr int64_t kQuantiles = int64_t{1} << 16;
-    const DeviceBuffer table(*this, kQuantiles * dtype_bytes(dtype), "quantiles");
-    upload(table.data(), quantiles, table.bytes());
+  void fill_from_quantiles(std::byte* to, int64_t first, int64_t count, DType dtype, uint64_t seed,
+                           uint32_t salt, const std::byte* quantiles) override {
+    PACELINE_CHECK(first % 8 == 0, first);
     constexpr int32_t kThreads = 256;
     const auto blocks = static_cast<uint32_t>(
-        std::clamp<int64_t>((elements / 8 + kThreads - 1) / kThreads, 1, 132 * 16));
+        std::clamp<int64_t>((count / 8 + kThreads - 1) / kThreads, 1, 132 * 16));
     const auto launch = [&]<class Value>() {
       fill_from_quantiles_kernel<<<blocks, kThreads, 0, stream_>>>(
-          reinterpret_cast<Value*>(to), elements, seed, salt,
-          reinterpret_cast<const Value*>(table.data()));
+          reinterpret_cast<Value*>(to), first, count, seed, salt,
+          reinterpret_cast<const Value*>(quantiles));
     };
     if (dtype_bytes(dtype) == 1) {
       launch.template operator()<uint8_t>();
@@ -291,6 +302,11 @@ class CudaMemory final : public DeviceMemory {
   static Staging& staging_of_thread() {
     thread_local Staging staging;
     return staging;
+  }
+
+  static DeviceBuffer& scratch_of_thread() {
+    thread_local DeviceBuffer scratch;
+    return scratch;
   }
 
   cudaStream_t stream_ = nullptr;

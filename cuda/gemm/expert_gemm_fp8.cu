@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-#include "gemm/expert_launch.cuh"
+#include "gemm/packed_launch.cuh"
 
 namespace paceline::cuda {
 
@@ -8,9 +8,9 @@ template <>
 void launch_expert_gemm<WeightFormat::kFp8>(CudaContext& ctx, const ExpertGemmParams& p,
                                             const int32_t* num_rows) {
   if (scale_args(p.weight).use == ScaleUse::kTileSums) {
-    launch_expert_format<WeightFormat::kFp8, true>(ctx, p, num_rows);
+    launch_packed_format<WeightFormat::kFp8, true>(ctx, p, num_rows);
   } else {
-    launch_expert_format<WeightFormat::kFp8>(ctx, p, num_rows);
+    launch_packed_format<WeightFormat::kFp8>(ctx, p, num_rows);
   }
 }
 

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-#include "gemm/expert_launch.cuh"
+#include "gemm/packed_launch.cuh"
 
 namespace paceline::cuda {
 
 template <>
 void launch_expert_gemm<WeightFormat::kMxfp4>(CudaContext& ctx, const ExpertGemmParams& p,
                                               const int32_t* num_rows) {
-  launch_expert_format<WeightFormat::kMxfp4>(ctx, p, num_rows);
+  launch_packed_format<WeightFormat::kMxfp4>(ctx, p, num_rows);
 }
 
 }  // namespace paceline::cuda

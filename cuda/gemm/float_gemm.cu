@@ -2,7 +2,9 @@
 
 // Products in float32, of weights of any format, dense and by expert. For tests: a plain kernel.
 
+#include "common/launch.cuh"
 #include "gemm/expert_launch.cuh"
+#include "gemm/packed_elements.cuh"
 
 namespace paceline::cuda {
 namespace {
@@ -27,7 +29,7 @@ __device__ __forceinline__ float weight_value(const std::byte* matrix, const std
     const auto bits = static_cast<uint32_t>(reinterpret_cast<const uint8_t*>(matrix)[at]);
     // The bits of the element as those of a float, which thereby has 2^-120 times its value.
     const float value =
-        __uint_as_float((bits & 0x80) << 24 | (bits & 0x7f) << 20) * ElementBits<format>::kPower;
+        __uint_as_float((bits & 0x80) << 24 | (bits & 0x7f) << 20) * PackedElements<format>::kPower;
     if (args.use != ScaleUse::kValues) return value;
     return value *
            reinterpret_cast<const float*>(
@@ -36,7 +38,7 @@ __device__ __forceinline__ float weight_value(const std::byte* matrix, const std
     const auto byte = static_cast<uint32_t>(reinterpret_cast<const uint8_t*>(matrix)[at / 2]);
     const uint32_t bits = column % 2 == 0 ? byte & 0xf : byte >> 4;
     const float value =
-        __uint_as_float((bits & 8) << 28 | (bits & 7) << 22) * ElementBits<format>::kPower;
+        __uint_as_float((bits & 8) << 28 | (bits & 7) << 22) * PackedElements<format>::kPower;
     const uint32_t scale =
         reinterpret_cast<const uint8_t*>(scales)[int64_t{row} * args.columns + column / 32];
     return value * __uint_as_float(scale == 0 ? 1u << 22 : scale << 23);

@@ -73,6 +73,38 @@ struct StagedTile {
     }
   }
 
+  // Stores the sums of 16 weights of the tile from `first_row` for the first kSums / 4 groups of 8
+  // tokens, in the layout in which a product leaves them in a warp.
+  template <int32_t kSums, class BiasOf>
+  __device__ __forceinline__ void put_weight_rows(const float (&sums)[kSums], int32_t first_row,
+                                                  const BiasOf& bias_of) const {
+    const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
+    const float low = bias_of(first_row + lane / 4);
+    const float high = bias_of(first_row + lane / 4 + 8);
+    Out* const rows = data + first_row;
+    // bfloat16 is stored by matrices: weights 0-7 and 8-15 for eight tokens, then for the next
+    // eight.
+    constexpr int32_t kInMatrices = sizeof(Out) == 2 ? kSums / 8 * 2 : 0;
+    if constexpr (kInMatrices > 0) {
+      Out* const to = rows + (lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 8;
+#pragma unroll
+      for (int32_t j = 0; j < kInMatrices; j += 2) {
+        const float* const s = sums + 4 * j;
+        const uint32_t matrices[4] = {pack(s[0] + low, s[1] + low), pack(s[2] + high, s[3] + high),
+                                      pack(s[4] + low, s[5] + low), pack(s[6] + high, s[7] + high)};
+        store_matrices_transposed(to + 8 * j * kPitch, matrices);
+      }
+    }
+#pragma unroll
+    for (int32_t j = kInMatrices; j < kSums / 4; ++j) {
+      Out* const to = rows + (8 * j + 2 * (lane % 4)) * kPitch + lane / 4;
+      to[0] = to_out<Out>(sums[4 * j] + low);
+      to[kPitch] = to_out<Out>(sums[4 * j + 1] + low);
+      to[8] = to_out<Out>(sums[4 * j + 2] + high);
+      to[kPitch + 8] = to_out<Out>(sums[4 * j + 3] + high);
+    }
+  }
+
   // Writes the first tokens and columns of the tile to y, which points to the first of them. Call
   // after all threads have stored their parts.
   __device__ __forceinline__ void write(Out* y, int64_t y_stride, int32_t num_tokens,
@@ -94,37 +126,6 @@ struct StagedTile {
   }
 
  private:
-  // Stores the sums of 16 rows of the tile from `first_row`, in the layout in which a product
-  // leaves them in a warp.
-  template <class BiasOf>
-  __device__ __forceinline__ void put_weight_rows(const Accumulators<Tile>& sums, int32_t first_row,
-                                                  const BiasOf& bias_of) const {
-    const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
-    const float low = bias_of(first_row + lane / 4);
-    const float high = bias_of(first_row + lane / 4 + 8);
-    // bfloat16 is stored by matrices: weights 0-7 and 8-15 for eight tokens, then for the next
-    // eight.
-    constexpr int32_t kInMatrices = sizeof(Out) == 2 ? Tile::kColumns / 16 * 2 : 0;
-    if constexpr (kInMatrices > 0) {
-      Out* const to = data + (lane / 16 * 8 + lane % 8) * kPitch + first_row + lane / 8 % 2 * 8;
-#pragma unroll
-      for (int32_t j = 0; j < kInMatrices; j += 2) {
-        const float* const s = sums + 4 * j;
-        const uint32_t matrices[4] = {pack(s[0] + low, s[1] + low), pack(s[2] + high, s[3] + high),
-                                      pack(s[4] + low, s[5] + low), pack(s[6] + high, s[7] + high)};
-        store_matrices_transposed(to + 8 * j * kPitch, matrices);
-      }
-    }
-#pragma unroll
-    for (int32_t j = kInMatrices; j < Tile::kColumns / 8; ++j) {
-      Out* const to = data + (8 * j + 2 * (lane % 4)) * kPitch + first_row + lane / 4;
-      to[0] = to_out<Out>(sums[4 * j] + low);
-      to[kPitch] = to_out<Out>(sums[4 * j + 1] + low);
-      to[8] = to_out<Out>(sums[4 * j + 2] + high);
-      to[kPitch + 8] = to_out<Out>(sums[4 * j + 3] + high);
-    }
-  }
-
   template <class BiasOf>
   __device__ __forceinline__ void put_token_rows(const Accumulators<Tile>& sums, int32_t first_row,
                                                  const BiasOf& bias_of) const {

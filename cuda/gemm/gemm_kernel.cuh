@@ -84,17 +84,21 @@ __device__ __forceinline__ void consume(const Ring<Tile>& ring, int32_t num_bloc
                                         Accumulators<Tile>& sums) {
   constexpr int32_t kRowStep = Tile::kWeightsAreRows ? Tile::kWeightBytes : Tile::kTokenBytes;
   constexpr int32_t kColumnStep = Tile::kWeightsAreRows ? Tile::kTokenBytes : Tile::kWeightBytes;
-  const int32_t group = static_cast<int32_t>(threadIdx.x) / 128;
+  // Addresses in shared memory, the same for the whole warp.
+  const uint32_t group = uniform(threadIdx.x / 128);
+  const uint32_t data = uniform(shared_address(ring.data));
+  const uint32_t full = uniform(shared_address(ring.full));
+  const uint32_t empty = uniform(shared_address(ring.empty));
   int32_t stage = 0;
   uint32_t parity = 0;
   int32_t previous = -1;
   for (int32_t block = 0; block < num_blocks; ++block) {
-    barrier_wait(&ring.full[stage], parity);
-    const std::byte* const weights = ring.weights(stage);
-    const std::byte* const tokens = ring.tokens(stage);
-    const std::byte* const rows =
+    barrier_wait(full + stage * static_cast<uint32_t>(sizeof(uint64_t)), parity);
+    const uint32_t weights = uniform(data + stage * Tile::kStageBytes);
+    const uint32_t tokens = weights + Tile::kSteps * Tile::kWeightBytes;
+    const uint32_t rows =
         (Tile::kWeightsAreRows ? weights : tokens) + group * Tile::kGroupRows * Tile::kRowBytes;
-    const std::byte* const columns = Tile::kWeightsAreRows ? tokens : weights;
+    const uint32_t columns = Tile::kWeightsAreRows ? tokens : weights;
     pin(sums);
     wgmma_begin();
 #pragma unroll
@@ -110,7 +114,9 @@ __device__ __forceinline__ void consume(const Ring<Tile>& ring, int32_t num_bloc
     pin(sums);
     // The products of the previous block are done, so its stage can be filled again.
     wgmma_wait<1>();
-    if (previous >= 0 && threadIdx.x % 32 == 0) barrier_arrive(&ring.empty[previous]);
+    if (previous >= 0 && threadIdx.x % 32 == 0) {
+      barrier_arrive(empty + previous * static_cast<uint32_t>(sizeof(uint64_t)));
+    }
     previous = stage;
     if (++stage == ring.num_stages) {
       stage = 0;

@@ -33,6 +33,12 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
   barrier_arrive(shared_address(barrier));
 }
 
+// Arrives when all copies that the calling thread has begun with cp.async have.
+__device__ __forceinline__ void arrive_after_copies(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
 // Arrives, and announces the bytes that copies will deliver.
 __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes) {
   asm volatile(
@@ -162,6 +168,13 @@ template <int kCount>
 __device__ __forceinline__ void pin(float (&values)[kCount]) {
 #pragma unroll
   for (float& value : values) asm volatile("" : "+f"(value)::"memory");
+}
+
+// The value of the first lane. The compiler then knows that all lanes have the same, and computes
+// descriptors in uniform registers, as the products need them; else it moves each there on its way,
+// which takes longer than a small product. The whole warp calls it.
+__device__ __forceinline__ uint32_t uniform(uint32_t value) {
+  return __shfl_sync(0xffffffffu, value, 0);
 }
 
 // Describes a K-major tile with rows of 128 bytes in the 128-byte swizzle, 1,024-byte aligned:

@@ -18,12 +18,14 @@ __device__ __forceinline__ void wgmma(float (&d)[kColumns / 2], uint64_t a, uint
 //   a[0]: row 16 w + g,     columns 2 t, 2 t + 1      a[2]: the same row, columns 2 t + 8, 2 t + 9
 //   a[1]: row 16 w + g + 8, columns 2 t, 2 t + 1      a[3]: the same row, columns 2 t + 8, 2 t + 9
 // The lower column is in the lower half (PTX ISA, wgmma "register fragments", m64k16).
-template <int kColumns>
+// Without kAdds, d = a b^T.
+template <int kColumns, int kAdds = 1>
 __device__ __forceinline__ void wgmma(float (&d)[kColumns / 2], const uint32_t* a, uint64_t b);
 
 // The first registers of d, by their numbers in the instruction.
 #define PACELINE_NUMBERS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define PACELINE_NUMBERS_16 PACELINE_NUMBERS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define PACELINE_NUMBERS_24 PACELINE_NUMBERS_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define PACELINE_NUMBERS_32 \
   PACELINE_NUMBERS_16       \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -50,6 +52,7 @@ __device__ __forceinline__ void wgmma(float (&d)[kColumns / 2], const uint32_t* 
       "+f"(d[i + 6]), "+f"(d[i + 7])
 #define PACELINE_OPERANDS_8 PACELINE_EIGHT(0)
 #define PACELINE_OPERANDS_16 PACELINE_OPERANDS_8, PACELINE_EIGHT(8)
+#define PACELINE_OPERANDS_24 PACELINE_OPERANDS_16, PACELINE_EIGHT(16)
 #define PACELINE_OPERANDS_32 PACELINE_OPERANDS_16, PACELINE_EIGHT(16), PACELINE_EIGHT(24)
 #define PACELINE_OPERANDS_48 PACELINE_OPERANDS_32, PACELINE_EIGHT(32), PACELINE_EIGHT(40)
 #define PACELINE_OPERANDS_64 PACELINE_OPERANDS_48, PACELINE_EIGHT(48), PACELINE_EIGHT(56)
@@ -76,21 +79,28 @@ PACELINE_WGMMA_SHARED(160, 80, 80, 81)
 PACELINE_WGMMA_SHARED(192, 96, 96, 97)
 PACELINE_WGMMA_SHARED(224, 112, 112, 113)
 
-#define PACELINE_WGMMA_REGISTERS(columns, sums, a0, a1, a2, a3, number_b)                   \
-  template <>                                                                               \
-  __device__ __forceinline__ void wgmma<columns>(float (&d)[sums], const uint32_t* a,       \
-                                                 uint64_t b) {                              \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns                               \
-                 "k16.f32.bf16.bf16 {" PACELINE_NUMBERS_##sums                              \
-                 "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #number_b ", 1, 1, 1, 0;" \
-                 : PACELINE_OPERANDS_##sums                                                 \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                     \
+// adds: 1, or 0 for a product that does not read d.
+#define PACELINE_WGMMA_ADDS(columns, sums, adds, a0, a1, a2, a3, number_b)                         \
+  template <>                                                                                      \
+  __device__ __forceinline__ void wgmma<columns, adds>(float (&d)[sums], const uint32_t* a,        \
+                                                       uint64_t b) {                               \
+    asm volatile(                                                                                  \
+        "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32.bf16.bf16 {" PACELINE_NUMBERS_##sums \
+        "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #number_b ", " #adds ", 1, 1, 0;"         \
+        : PACELINE_OPERANDS_##sums                                                                 \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                     \
   }
+#define PACELINE_WGMMA_REGISTERS(columns, sums, a0, a1, a2, a3, number_b) \
+  PACELINE_WGMMA_ADDS(columns, sums, 1, a0, a1, a2, a3, number_b)         \
+  PACELINE_WGMMA_ADDS(columns, sums, 0, a0, a1, a2, a3, number_b)
 PACELINE_WGMMA_REGISTERS(16, 8, 8, 9, 10, 11, 12)
 PACELINE_WGMMA_REGISTERS(32, 16, 16, 17, 18, 19, 20)
+PACELINE_WGMMA_REGISTERS(48, 24, 24, 25, 26, 27, 28)
 PACELINE_WGMMA_REGISTERS(64, 32, 32, 33, 34, 35, 36)
+PACELINE_WGMMA_REGISTERS(96, 48, 48, 49, 50, 51, 52)
 PACELINE_WGMMA_REGISTERS(128, 64, 64, 65, 66, 67, 68)
 
+#undef PACELINE_WGMMA_ADDS
 #undef PACELINE_WGMMA_REGISTERS
 #undef PACELINE_WGMMA_SHARED
 #undef PACELINE_OPERANDS_112
@@ -99,6 +109,7 @@ PACELINE_WGMMA_REGISTERS(128, 64, 64, 65, 66, 67, 68)
 #undef PACELINE_OPERANDS_64
 #undef PACELINE_OPERANDS_48
 #undef PACELINE_OPERANDS_32
+#undef PACELINE_OPERANDS_24
 #undef PACELINE_OPERANDS_16
 #undef PACELINE_OPERANDS_8
 #undef PACELINE_EIGHT
@@ -108,6 +119,7 @@ PACELINE_WGMMA_REGISTERS(128, 64, 64, 65, 66, 67, 68)
 #undef PACELINE_NUMBERS_64
 #undef PACELINE_NUMBERS_48
 #undef PACELINE_NUMBERS_32
+#undef PACELINE_NUMBERS_24
 #undef PACELINE_NUMBERS_16
 #undef PACELINE_NUMBERS_8
 

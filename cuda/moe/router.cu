@@ -54,11 +54,6 @@ constexpr int32_t kMaxSharedBytes = 227 << 10;
 // Up to this many rows, one block chooses for all of them: that takes one exchange less.
 constexpr int32_t kRowsOfOneBlock = 16;
 
-// The value of the first lane, in all lanes.
-__device__ __forceinline__ uint32_t uniform(uint32_t value) {
-  return __shfl_sync(kAllLanes, value, 0);
-}
-
 // How a pass is divided.
 struct RouterPlan {
   int32_t weights;     // experts of a block
@@ -124,9 +119,6 @@ struct RouterRing {
   // product has some of what follows it in shared memory as its last rows; nothing reads their
   // sums.
   __device__ __forceinline__ void consume(float (&sums)[kWeights / 2]) const {
-    // From one lane, so that the compiler knows that all lanes have the same addresses. It then
-    // computes descriptors in uniform registers, as the products need them; else it moves each
-    // there on its way, which takes longer than a product.
     const uint32_t data_at = uniform(shared_address(data));
     const uint32_t full_at = uniform(shared_address(full));
     const uint32_t empty_at = uniform(shared_address(empty));

@@ -70,12 +70,14 @@ std::string_view shard_axis_name(ShardAxis axis) {
   return "none";
 }
 
-py::list linear_costs_to_list(const std::string& config_json, const std::string& weight_dtype) {
+py::list linear_costs_to_list(const std::string& config_json, const std::string& weight_dtype,
+                              const std::string& device_name) {
   const DType dtype = parse_dtype(weight_dtype);
+  const Device device = parse_device(device_name);
   std::vector<LinearCost> costs;
   {
     const GilRelease release;
-    costs = linear_costs(parse_decoder_config(config_json), dtype);
+    costs = linear_costs(parse_decoder_config(config_json), dtype, device);
   }
   py::list list;
   for (const LinearCost& cost : costs) {
@@ -109,16 +111,18 @@ Raises:
     ValueError: A key of the description that is missing, unknown or not allowed.
 )doc");
   module.def("linear_costs", &linear_costs_to_list, py::arg("config_json"), py::arg("weight_dtype"),
+             py::arg("device") = "cpu",
              R"doc(Lists the matrix products of a decoder, without allocating anything.
 
 Args:
     config_json: The canonical decoder description (docs/model-format.md).
     weight_dtype: "float32" or "bfloat16", of the plain matrices.
+    device: "cpu" or "cuda", which holds the weights.
 
 Returns:
     One dict for each matrix, those that a draft head takes from its target included: "name"; "rows"
     and "cols", whose product is the number of multiply-adds for one row; "bytes" that a product
-    reads; "is_for_logits", whether it is computed only for rows whose logits are needed;
+    reads, with scales and with the padding that fp8 and mxfp4 have on a GPU; "is_for_logits", whether it is computed only for rows whose logits are needed;
     "num_experts", if above 0, of how many experts the entry describes one, and "top_k", how many of
     them a row chooses; and "shard_axis", "rows", "columns" or "none": how the matrix would be split
     over several devices.

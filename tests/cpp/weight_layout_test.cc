@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the tensors of mixtures and of scaled formats lie in the arena.
+// Where the tensors of mixtures and of scaled formats lie in the arena, row-major and packed.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <map>
+#include <random>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -19,6 +22,7 @@
 #include "model/visit_weights.h"
 #include "model/weight_layout.h"
 #include "support/described_model.h"
+#include "support/packed_weights.h"
 
 namespace paceline {
 namespace {
@@ -32,10 +36,10 @@ using testing::mixture_config;
 TEST(WeightLayout, GivesTensorsOfFormatsTheirShapesAndScales) {
   const DecoderConfig config = parse_decoder_config(mixture_config());
   DecoderWeights weights;
-  Carver counting(DType::kBFloat16, /*base=*/nullptr);
+  Carver counting(DType::kBFloat16, Device::kCpu, /*base=*/nullptr);
   lay_out(config, counting, weights);
   std::vector<std::byte> arena(static_cast<size_t>(counting.bytes()));
-  Carver carver(DType::kBFloat16, arena.data());
+  Carver carver(DType::kBFloat16, Device::kCpu, arena.data());
   lay_out(config, carver, weights);
   std::map<std::string, NamedWeight> named;
   for (NamedWeight& weight : carver.take_named_weights()) named[weight.name] = std::move(weight);
@@ -118,7 +122,7 @@ TEST(WeightLayout, GivesTensorsOfFormatsTheirShapesAndScales) {
 
 TEST(LinearCosts, AreThoseOfTheFormats) {
   const std::vector<LinearCost> costs =
-      linear_costs(parse_decoder_config(mixture_config()), DType::kBFloat16);
+      linear_costs(parse_decoder_config(mixture_config()), DType::kBFloat16, Device::kCpu);
   std::map<std::string, std::tuple<int64_t, int64_t, int64_t, int32_t>> by_name;
   for (const LinearCost& cost : costs) {
     by_name[cost.name] = {cost.rows, cost.cols, cost.bytes, cost.num_experts};
@@ -135,7 +139,7 @@ TEST(LinearCosts, AreThoseOfTheFormats) {
 TEST(WeightLayout, LinearsHaveTheirShardAxis) {
   const DecoderConfig config = parse_decoder_config(mixture_config());
   DecoderWeights weights;
-  Carver carver(DType::kBFloat16, /*base=*/nullptr);
+  Carver carver(DType::kBFloat16, Device::kCpu, /*base=*/nullptr);
   lay_out(config, carver, weights);
   const std::map<std::string, ShardAxis> axes = {
       {"qkv", ShardAxis::kRows},     {"o", ShardAxis::kColumns},    {"router", ShardAxis::kNone},
@@ -148,7 +152,7 @@ TEST(WeightLayout, LinearsHaveTheirShardAxis) {
 TEST(WeightLayout, LatentAttention) {
   const DecoderConfig config = parse_decoder_config(latent_config());
   DecoderWeights weights;
-  Carver carver(DType::kBFloat16, /*base=*/nullptr);
+  Carver carver(DType::kBFloat16, Device::kCpu, /*base=*/nullptr);
   lay_out(config, carver, weights);
   std::map<std::string, std::vector<int64_t>> shapes;
   for (const NamedWeight& named : carver.take_named_weights()) {
@@ -187,7 +191,7 @@ TEST(WeightLayout, LatentAttention) {
 TEST(WeightLayout, JoinsTheTensorsOfEveryExpert) {
   const DecoderConfig config = parse_decoder_config(deepseek_config());
   DecoderWeights weights;
-  Carver carver(DType::kBFloat16, /*base=*/nullptr);
+  Carver carver(DType::kBFloat16, Device::kCpu, /*base=*/nullptr);
   lay_out(config, carver, weights);
   std::map<std::string, NamedWeight> named;
   for (NamedWeight& weight : carver.take_named_weights()) named[weight.name] = weight;
@@ -220,7 +224,8 @@ TEST(WeightLayout, JoinsTheTensorsOfEveryExpert) {
   EXPECT_THAT(named["layers.0.mlp.shared.up.bias"].dims(), ElementsAre(40));
 
   std::map<std::string, LinearCost> costs;
-  for (const LinearCost& cost : linear_costs(config, DType::kBFloat16)) costs[cost.name] = cost;
+  for (const LinearCost& cost : linear_costs(config, DType::kBFloat16, Device::kCpu))
+    costs[cost.name] = cost;
   EXPECT_EQ(costs["layers.0.mlp.experts.gate_up"].rows, 192);
   EXPECT_EQ(costs["layers.0.mlp.experts.gate_up"].num_experts, 6);
   EXPECT_EQ(costs["layers.0.mlp.shared.gate_up"].bytes, 80 * 160 * 2);
@@ -232,7 +237,7 @@ TEST(WeightLayout, TransposesPlainExperts) {
       {{"\"interleaved\": true,", "\"transposed\": true"},
        {"\"gate_up\": {\"format\": \"mxfp4\"}, \"down\": {\"format\": \"mxfp4\"}", ""}}));
   DecoderWeights weights;
-  Carver carver(DType::kFloat32, /*base=*/nullptr);
+  Carver carver(DType::kFloat32, Device::kCpu, /*base=*/nullptr);
   lay_out(config, carver, weights);
   for (const NamedWeight& named : carver.take_named_weights()) {
     if (named.name == "layers.0.mlp.experts.gate_up.weight") {
@@ -248,6 +253,137 @@ TEST(WeightLayout, TransposesPlainExperts) {
   const ExpertMatrices& down = std::get<MoeMlpWeights>(weights.layers[0].mlp).down.weight;
   EXPECT_EQ(std::tuple(down.first.n, down.first.k), std::tuple(160, 96));
   EXPECT_EQ(down.data_stride, 160 * 96 * 4);
+}
+
+// On a GPU, matrices of bfloat16 models with scales lie packed: in tiles of 16 x 64, padded.
+TEST(WeightLayout, IsPackedOnAGpu) {
+  const DecoderConfig config = parse_decoder_config(mixture_config());
+  const auto layout = [&](DType dtype, DecoderWeights& weights) {
+    Carver carver(dtype, Device::kCuda, /*base=*/nullptr);
+    lay_out(config, carver, weights);
+    std::map<std::string, NamedWeight> named;
+    for (NamedWeight& weight : carver.take_named_weights()) named[weight.name] = std::move(weight);
+    return named;
+  };
+  DecoderWeights weights;
+  std::map<std::string, NamedWeight> named = layout(DType::kBFloat16, weights);
+  const WeightMatrix& qkv =
+      std::get<MultiHeadAttentionWeights>(weights.layers[0].attention).qkv.weight;
+  EXPECT_TRUE(qkv.is_packed());
+  EXPECT_EQ(qkv.data_bytes(), 14 * 3 * 1024);  // 224 x 160
+  EXPECT_EQ(qkv.scales_bytes(), 7 * 2 * 4);
+  const NamedWeight& k = named.at("layers.0.attn.k.weight");
+  ASSERT_TRUE(k.packed);
+  EXPECT_EQ(k.offset, named.at("layers.0.attn.q.weight").offset);
+  EXPECT_EQ(std::tuple(k.packed->first_row, k.packed->num_rows, k.packed->row_bytes),
+            std::tuple(160, 32, 160));
+  EXPECT_EQ(k.packed->kind, PackedKind::kFp8);
+  EXPECT_FALSE(named.at("layers.0.attn.k.scales").packed);
+  EXPECT_EQ(named.at("layers.0.attn.q.scales").offset, k.offset + qkv.data_bytes());
+  const ExpertMatrices& gate_up =
+      std::get<MoeMlpWeights>(weights.layers[0].mlp).gate_up.weight;  // 6 of 192 x 160
+  EXPECT_EQ(gate_up.data_stride, 12 * 3 * 512);
+  EXPECT_EQ(gate_up.scales_stride, 12 * 3 * 32);
+  const NamedWeight& elements = named.at("layers.0.mlp.experts.gate_up.weight");
+  const NamedWeight& scales = named.at("layers.0.mlp.experts.gate_up.scales");
+  ASSERT_TRUE(elements.packed && scales.packed);
+  EXPECT_EQ(elements.packed->kind, PackedKind::kMxfp4);
+  EXPECT_EQ(elements.packed->matrix_stride, gate_up.data_stride);
+  EXPECT_EQ(scales.offset, elements.offset + 6 * gate_up.data_stride);
+  EXPECT_EQ(scales.packed->kind, PackedKind::kMxfp4Scales);
+  EXPECT_EQ(std::tuple(scales.packed->row_bytes, scales.packed->matrix_stride),
+            std::tuple(5, gate_up.scales_stride));
+  EXPECT_EQ(named.at("layers.0.mlp.experts.down.weight").offset,
+            scales.offset + 6 * gate_up.scales_stride);
+  std::map<std::string, int64_t> bytes;
+  for (const LinearCost& cost : linear_costs(config, DType::kBFloat16, Device::kCuda)) {
+    bytes[cost.name] = cost.bytes;
+  }
+  EXPECT_EQ(bytes.at("layers.0.attn.qkv"), 14 * 3 * 1024 + 7 * 2 * 4);
+  EXPECT_EQ(bytes.at("layers.0.mlp.experts.gate_up"), 12 * 3 * (512 + 32));
+  for (const auto& [name, weight] : layout(DType::kFloat32, weights)) {
+    EXPECT_FALSE(weight.packed) << name;
+  }
+}
+
+// So do the tensors of every expert.
+TEST(WeightLayout, PacksTheTensorsOfEveryExpert) {
+  DecoderWeights weights;
+  Carver carver(DType::kBFloat16, Device::kCuda, /*base=*/nullptr);
+  lay_out(parse_decoder_config(deepseek_config()), carver, weights);
+  std::map<std::string, NamedWeight> named;
+  for (NamedWeight& weight : carver.take_named_weights()) named[weight.name] = weight;
+  const std::string experts = "layers.0.mlp.experts.";
+  constexpr int64_t kTiles = 12 * 3;  // of 192 x 160
+  for (int64_t e = 0; e < 6; ++e) {
+    for (const auto& [suffix, bytes] : {std::pair{".weight", 512}, {".scales", 32}}) {
+      const NamedWeight& gate = named.at(concat(experts, "gate.", e, suffix));
+      const NamedWeight& up = named.at(concat(experts, "up.", e, suffix));
+      ASSERT_TRUE(gate.packed && up.packed);
+      const int64_t first = named.at(concat(experts, "gate.0", suffix)).offset;
+      EXPECT_EQ(gate.offset, first + e * kTiles * bytes);
+      EXPECT_EQ(up.offset, gate.offset);
+      EXPECT_EQ(std::tuple(gate.packed->first_row, gate.packed->num_rows), std::tuple(0, 96));
+      EXPECT_EQ(std::tuple(up.packed->first_row, up.packed->num_rows), std::tuple(96, 96));
+    }
+  }
+  EXPECT_EQ(named.at(experts + "down.0.weight").offset,
+            named.at(experts + "gate.0.scales").offset + 6 * kTiles * 32);
+}
+
+// The packer that tests compare a GPU's with.
+
+uint32_t word_at(const std::vector<uint8_t>& bytes, size_t word) {
+  uint32_t bits = 0;
+  std::memcpy(&bits, bytes.data() + 4 * word, sizeof(bits));
+  return bits;
+}
+
+// Single elements of a tile, at the places of cuda/gemm/packed_weights.h.
+TEST(PackedReference, HasTheDocumentedBits) {
+  const auto mxfp4 = [](int64_t row, int64_t col, int32_t element) {
+    std::vector<uint8_t> rows(16 * 32);
+    rows[static_cast<size_t>(row * 32 + col / 2)] =
+        static_cast<uint8_t>(col % 2 == 0 ? element : element << 4);
+    return testing::packed(PackedKind::kMxfp4, rows, 32);
+  };
+  const auto fp8 = [](int64_t row, int64_t col, uint8_t element) {
+    std::vector<uint8_t> rows(16 * 64);
+    rows[static_cast<size_t>(row * 64 + col)] = element;
+    return testing::packed(PackedKind::kFp8, rows, 64);
+  };
+  EXPECT_EQ(word_at(mxfp4(0, 0, 15), 0), 0x81c0u);                // a0 of lane 0
+  EXPECT_EQ(word_at(mxfp4(9, 23, 15), 7 * 4 + 1), 0x10380000u);   // a1 of lane 7, step 1
+  EXPECT_EQ(word_at(mxfp4(3, 40, 10), 12 * 4 + 2), 0x0202u);      // a2: sign 9, exponent 01
+  EXPECT_EQ(word_at(mxfp4(12, 63, 6), 19 * 4 + 3), 0x28000000u);  // a3: exponent 13 and 11
+  EXPECT_EQ(word_at(mxfp4(12, 63, 9), 19 * 4 + 3), 0x44000000u);  // a3: sign 14, mantissa 10
+  EXPECT_EQ(word_at(fp8(8, 0, 0xff), 1), 0x87f0u);                // a1 of lane 0
+  EXPECT_EQ(word_at(fp8(0, 41, 0x88), 128), 0x08080000u);         // a2: sign 11, exponent 0001
+  EXPECT_EQ(word_at(fp8(5, 30, 0x77), 23 * 4 + 2), 0x7007u);      // a2: exponent 1110
+  std::vector<uint8_t> scales(16 * 2);
+  scales[10 * 2 + 1] = 77;
+  EXPECT_EQ(testing::packed(PackedKind::kMxfp4Scales, scales, 2)[2 * 4 + 3], 77);
+}
+
+TEST(PackedReference, UnpacksWhatItPacked) {
+  std::mt19937_64 random(1);
+  for (const PackedKind kind : {PackedKind::kFp8, PackedKind::kMxfp4, PackedKind::kMxfp4Scales}) {
+    for (const int64_t rows : {1, 8, 15, 16, 17, 40, 70}) {
+      for (const int64_t row_bytes : {1, 2, 16, 31, 32, 33, 64, 80, 90, 160}) {
+        std::vector<uint8_t> bytes(static_cast<size_t>(rows * row_bytes));
+        for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random());
+        const std::vector<uint8_t> packed = testing::packed(kind, bytes, row_bytes);
+        EXPECT_EQ(testing::unpacked(kind, packed, rows, row_bytes), bytes);
+        // No bit is lost, and padding is zero: there are as many ones.
+        const auto num_ones = [](const std::vector<uint8_t>& all) {
+          int64_t ones = 0;
+          for (const uint8_t byte : all) ones += std::popcount(byte);
+          return ones;
+        };
+        EXPECT_EQ(num_ones(packed), num_ones(bytes));
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -136,17 +136,19 @@ TimedProduct make_timed(const ScaledProduct& s, int32_t m) {
   TimedProduct timed;
   OpInstance& op = timed.op;
   const bool is_mixture = s.num_experts > 0;
-  WeightMatrix w = {.n = s.n, .k = s.k, .dtype = DType::kBFloat16, .format = s.format};
-  int64_t num_scales = int64_t{s.n} * (s.k / kMxfp4Columns);
-  int64_t scale_bytes = num_scales;
+  // Any bits are weights, packed or not.
+  WeightMatrix w = {.n = s.n,
+                    .k = s.k,
+                    .dtype = DType::kBFloat16,
+                    .format = s.format,
+                    .layout = layout_on(Device::kCuda, s.format, DType::kBFloat16)};
   if (s.format == WeightFormat::kFp8) {
     w.scale_rows = s.scale_cols == 0 ? 1 : 128;
     w.scale_cols = s.scale_cols == 0 ? s.k : s.scale_cols;
-    num_scales = int64_t{s.n / w.scale_rows} * ((s.k + w.scale_cols - 1) / w.scale_cols);
-    scale_bytes = num_scales * 4;
   }
   const int32_t num_matrices = std::max(s.num_experts, 1);
-  const int64_t matrix_bytes = s.n * w.row_bytes();
+  const int64_t matrix_bytes = w.data_bytes();
+  const int64_t scale_bytes = w.scales_bytes();
   const Rows batch = first_rows(m, m);
   const ExpertRows routed = is_mixture
                                 ? expert_rows_of(Routed::kRandom, s.num_experts, kTopK, batch, 1)
@@ -172,10 +174,10 @@ TimedProduct make_timed(const ScaledProduct& s, int32_t m) {
   const Handle weight = add("weight", Role::kInput, Element::kU8, num_matrices * matrix_bytes);
   const Handle scales =
       s.format == WeightFormat::kMxfp4
-          ? op.add(int_array(
-                "scales", Role::kInput,
-                std::vector<uint8_t>(static_cast<size_t>(num_matrices * num_scales), uint8_t{120})))
-          : add("scales", Role::kInput, Element::kF32, num_matrices * num_scales);
+          ? op.add(int_array("scales", Role::kInput,
+                             std::vector<uint8_t>(static_cast<size_t>(num_matrices * scale_bytes),
+                                                  uint8_t{120})))
+          : add("scales", Role::kInput, Element::kF32, num_matrices * scale_bytes / 4);
   const Handle y = add("y", Role::kOutput, Element::kBf16, timed.rows * s.n);
   op.run_cuda = [=, rows = timed.rows](CudaContext& ctx, const Addresses& at) {
     WeightMatrix matrix = w;

@@ -2,8 +2,8 @@
 """Records GPU test results with the sources, since continuous integration has no GPU.
 
     evidence.py test [PART ...]              run GPU tests and benches; write docs/gpu-evidence.json
-    evidence.py sanitize [TOOL[:PART] ...]   run compute-sanitizer over the op table; write
-                                             docs/gpu-sanitizer.json
+    evidence.py sanitize [TOOL[:PART] ...]   run compute-sanitizer over the op table and the packing
+                                             of weights; write docs/gpu-sanitizer.json
     evidence.py check                        report evidence of other sources as STALE
     evidence.py files                        print the files that evidence covers, with hashes
 
@@ -195,6 +195,7 @@ GTEST = r"^\[=+\]|^\[  PASSED|^\[  FAILED|drafts accepted|outputs differ"
 
 
 TESTS = (
+    "packed_weights_test",
     "gemm_order_test",
     "op_parity_test",
     "expert_bits_test",
@@ -399,17 +400,21 @@ def racecheck_filter(op: str) -> str:
 
 RACECHECK = {op: racecheck_filter(op) for op in reversed(OPS)}
 HALVES = {"others": f"*:-{MIXTURES}:{cases_of('large')}", "mixtures": MIXTURES}
+#: The part of every tool that packs weights.
+PACKING = "packing"
 SANITIZERS = {
-    "memcheck": HALVES,
-    "initcheck": HALVES,
-    "synccheck": HALVES,
-    "racecheck": {"rest": REST, **RACECHECK},
+    "memcheck": {PACKING: "", **HALVES},
+    "initcheck": {PACKING: "", **HALVES},
+    "synccheck": {PACKING: "", **HALVES},
+    "racecheck": {PACKING: "", "rest": REST, **RACECHECK},
 }
 SANITIZER_PARTS = [f"{tool}:{part}" for tool, parts in SANITIZERS.items() for part in parts]
 
 
 def sanitize(wanted: list[str]) -> int:
-    """Runs compute-sanitizer over the op table; keeps the earlier results of all other parts.
+    """Runs compute-sanitizer over the op table and the packing of weights.
+
+    Keeps the earlier results of all other parts.
 
     Args:
         wanted: Tools, or parts of a tool as "tool:part".
@@ -424,8 +429,12 @@ def sanitize(wanted: list[str]) -> int:
     for title in titles:
         tool, part = title.split(":")
         command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
-        command += [str(BUILD / "op_parity_test"), "--gtest_brief=1"]
-        command += [f"--gtest_filter=Table/OpParity.{SANITIZERS[tool][part]}"]
+        if part == PACKING:
+            command += [str(BUILD / "packed_weights_test"), "--gtest_filter=PackedRows.MayBeLong"]
+        else:
+            command += [str(BUILD / "op_parity_test")]
+            command += [f"--gtest_filter=Table/OpParity.{SANITIZERS[tool][part]}"]
+        command += ["--gtest_brief=1"]
         summary = r"ERROR SUMMARY|RACECHECK SUMMARY|" + GTEST
         result = run(title, command, summary, env, 300)
         kept = [r for r in kept if r["title"] != title]

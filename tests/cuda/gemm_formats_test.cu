@@ -16,10 +16,12 @@
 #include <string>
 #include <vector>
 
+#include "device/device_memory.h"
 #include "ops/moe.h"
 #include "ops/ops.h"
 #include "support/cuda_fixture.h"
 #include "support/gemm_reference.cuh"
+#include "support/packed_weights.h"
 #include "support/seed.h"
 
 namespace paceline::testing {
@@ -99,7 +101,24 @@ __global__ void add_bias(float* y, const float* bias, int64_t count, int32_t n) 
   }
 }
 
-// Matrices of a format, and what they are dequantised.
+// Matrices of `n` rows, one after the other, packed.
+DeviceVector<uint8_t> packed_on_gpu(PackedKind kind, const DeviceVector<uint8_t>& rows,
+                                    int32_t num_matrices, int32_t n, int64_t row_bytes) {
+  const int64_t bytes = packed_bytes(kind, n, row_bytes);
+  DeviceVector<uint8_t> packed(num_matrices * bytes);
+  packed.fill_bytes(0);
+  const PackedTensor to = {.matrix = reinterpret_cast<std::byte*>(packed.data()),
+                           .matrix_stride = bytes,
+                           .num_rows = n,
+                           .row_bytes = row_bytes,
+                           .kind = kind};
+  cuda_memory().pack(to, 0, int64_t{num_matrices} * n,
+                     reinterpret_cast<const std::byte*>(rows.data()));
+  cuda_memory().finish();
+  return packed;
+}
+
+// Matrices of a format, packed as a model has them on a GPU, and what they are dequantised.
 struct Weights {
   ExpertMatrices matrices;
   DeviceVector<uint8_t> data;
@@ -126,11 +145,15 @@ struct Weights {
     w.scale_cols = !is_fp8 ? kMxfp4Columns : format.scale_cols == 0 ? k : format.scale_cols;
     w.has_exact_scales = is_fp8 && format.scales != Scales::kAny;
     const int64_t matrix_bytes = n * w.row_bytes();
-    matrices.data_stride = (matrix_bytes + 63) / 64 * 64;
-    data = DeviceVector<uint8_t>(num_matrices * matrices.data_stride);
-    fill_elements<<<1024, 256, 0, ctx.stream()>>>(data.data(), data.size(), base_seed() + 1,
+    const DeviceVector<uint8_t> rows(num_matrices * matrix_bytes);
+    fill_elements<<<1024, 256, 0, ctx.stream()>>>(rows.data(), rows.size(), base_seed() + 1,
                                                   is_fp8);
+    ctx.synchronize();
+    data = packed_on_gpu(is_fp8 ? PackedKind::kFp8 : PackedKind::kMxfp4, rows, num_matrices, n,
+                         w.row_bytes());
+    w.layout = layout_on(Device::kCuda, w.format, w.dtype);
     w.data = reinterpret_cast<const std::byte*>(data.data());
+    matrices.data_stride = w.data_bytes();
     matrix_scales =
         int64_t{(n + w.scale_rows - 1) / w.scale_rows} * ((k + w.scale_cols - 1) / w.scale_cols);
     std::mt19937_64 random(base_seed() + 2);
@@ -153,13 +176,14 @@ struct Weights {
       w.scales = reinterpret_cast<const std::byte*>(scales.data());
       matrices.scales_stride = matrix_scales * 4;
     } else {
-      scale_bytes = DeviceVector<uint8_t>(bytes);
+      scale_bytes = packed_on_gpu(PackedKind::kMxfp4Scales, DeviceVector<uint8_t>(bytes),
+                                  num_matrices, n, w.num_scale_cols());
       w.scales = reinterpret_cast<const std::byte*>(scale_bytes.data());
-      matrices.scales_stride = matrix_scales;
+      matrices.scales_stride = w.scales_bytes();
     }
     dequantize<<<1024, 256, 0, ctx.stream()>>>(
-        data.data(), format.scales == Scales::kAny ? nullptr : scales.data(), w,
-        matrices.data_stride, matrix_scales, num_matrices, values.data());
+        rows.data(), format.scales == Scales::kAny ? nullptr : scales.data(), w, matrix_bytes,
+        matrix_scales, num_matrices, values.data());
     ctx.synchronize();
   }
 

@@ -195,7 +195,7 @@ class DeviceInstance {
       std::shared_ptr<DeviceVector<std::byte>> memory;
       if (is_cached) memory = (*constants)[array.name];
       if (memory == nullptr) {
-        memory = std::make_shared<DeviceVector<std::byte>>(array.count * element_bytes(array.cuda));
+        memory = std::make_shared<DeviceVector<std::byte>>(cuda_bytes(array));
         if (has_values || !is_float(array.cuda)) memory->upload(initial_bytes(array, true));
         if (is_cached) (*constants)[array.name] = memory;
       }

@@ -38,7 +38,7 @@ inline FormatTensors format_tensors(const std::string& json, uint64_t seed,
                                     bool has_exact_scales = false) {
   const DecoderConfig config = parse_decoder_config(json);
   DecoderWeights weights;
-  Carver carver(DType::kBFloat16, /*base=*/nullptr);
+  Carver carver(DType::kBFloat16, Device::kCpu, /*base=*/nullptr);
   lay_out(config, carver, weights);
   std::mt19937_64 random(seed);
   const auto below = [&](int n) { return static_cast<int>(random() % static_cast<uint64_t>(n)); };

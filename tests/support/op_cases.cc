@@ -32,6 +32,10 @@ int64_t element_bytes(Element element) {
   return 0;
 }
 
+int64_t cuda_bytes(const OpArray& array) {
+  return array.cuda_bits ? array.num_cuda_bytes : array.count * element_bytes(array.cuda);
+}
+
 double float_at(Element element, const std::byte* bytes, int64_t index) {
   if (element == Element::kF32) {
     float value;
@@ -50,6 +54,7 @@ std::vector<std::byte> initial_bytes(const OpArray& array, bool is_cuda) {
     // All ones is a NaN, but as an integer it is -1, which ops do write.
     return std::vector<std::byte>(size, is_float(element) ? std::byte{0xff} : std::byte{0xa5});
   }
+  if (is_cuda && array.cuda_bits) return array.cuda_bits();
   if (!is_float(element)) return array.bits;
   std::vector<float> values(static_cast<size_t>(array.count));
   array.values(values.data());

@@ -65,7 +65,12 @@ struct OpArray {
   bool is_constant = false;                 // the same for all rows that a case is made for
   std::function<void(float*)> values = {};  // writes all of a float array
   std::vector<std::byte> bits = {};         // all of an integer array
+  // What the CUDA op sees instead of an integer array, where that is laid out otherwise.
+  std::function<std::vector<std::byte>()> cuda_bits = {};
+  int64_t num_cuda_bytes = 0;  // of cuda_bits
 };
+// Bytes of the array as the CUDA op sees it.
+[[nodiscard]] int64_t cuda_bytes(const OpArray& array);
 
 // The array's first content as a backend sees it. Floats that a GPU holds as bfloat16 are rounded
 // to it for the CPU too.

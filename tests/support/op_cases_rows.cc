@@ -37,7 +37,7 @@ OpInstance make_gemm(const GemmSpec& s, const Rows& rows, uint64_t seed) {
                          .max_rows = max_rows,
                          .x = at.raw(x),
                          .x_stride = x_stride,
-                         .weight = weight.matrix(at),
+                         .weight = weight.matrix(ctx, at),
                          .bias = at.get<float>(bias),
                          .y = at.raw(y),
                          .y_stride = y_stride,

@@ -9,10 +9,12 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "ops/weight_matrix.h"
 #include "support/op_cases.h"
+#include "support/packed_weights.h"
 #include "support/weight_spec.h"
 
 namespace paceline::testing {
@@ -30,7 +32,8 @@ namespace paceline::testing {
   return bits & 0x80 ? -magnitude : magnitude;
 }
 
-// The arrays "weight" and "scales" of an instance, and the matrices in them.
+// The arrays "weight" and "scales" of an instance, and the matrices in them. A CUDA op sees them in
+// the layout that weights have on a GPU.
 class WeightArrays {
  public:
   // Outputs are about as large as x. With a `shift`, the matrix of an expert begins that many rows
@@ -49,9 +52,12 @@ class WeightArrays {
       add_plain(op, name, shift, [=](float* to, int64_t count) {
         Stream(seed, kBits).fill(to, count, 1.0f / std::sqrt(static_cast<float>(k)));
       });
+      on_cuda_ = experts_;
       return;
     }
     experts_.data_stride = stride_of(m.row_bytes(), shift);
+    on_cuda_ = experts_;
+    on_cuda_.first.layout = layout_on(Device::kCuda, m.format, m.dtype);
     std::vector<uint8_t> data(static_cast<size_t>(data_bytes(m.row_bytes())));
     Stream stream(seed, kBits);
     for (uint8_t& byte : data) {
@@ -66,21 +72,28 @@ class WeightArrays {
     }
     if (spec.is_dequantized) {
       dequantize(op, name, data, shift);
+      on_cuda_ = experts_;
     } else {
       OpArray array = int_array(name, Role::kInput, data);
       array.is_constant = true;
+      const PackedKind kind =
+          m.format == WeightFormat::kFp8 ? PackedKind::kFp8 : PackedKind::kMxfp4;
+      pack_for_cuda(array, kind, m.row_bytes(), experts_.data_stride, shift, on_cuda_.data_stride);
       data_ = op.add(std::move(array));
     }
   }
 
-  [[nodiscard]] ExpertMatrices experts(const Addresses& at) const {
-    ExpertMatrices experts = experts_;
+  // As an op of this context sees them.
+  template <class Ctx>
+  [[nodiscard]] ExpertMatrices experts(const Ctx&, const Addresses& at) const {
+    ExpertMatrices experts = std::is_same_v<Ctx, CudaContext> ? on_cuda_ : experts_;
     experts.first.data = at.raw(data_);
     experts.first.scales = at.raw(scales_);
     return experts;
   }
-  [[nodiscard]] WeightMatrix matrix(const Addresses& at, int32_t expert = 0) const {
-    const ExpertMatrices all = experts(at);
+  template <class Ctx>
+  [[nodiscard]] WeightMatrix matrix(const Ctx& ctx, const Addresses& at, int32_t expert = 0) const {
+    const ExpertMatrices all = experts(ctx, at);
     WeightMatrix matrix = all.first;
     matrix.data += expert * all.data_stride;
     if (matrix.scales != nullptr) matrix.scales += expert * all.scales_stride;
@@ -95,6 +108,33 @@ class WeightArrays {
   }
   [[nodiscard]] int64_t data_bytes(int64_t row_bytes) const {
     return (experts_.num_experts - 1) * experts_.data_stride + experts_.first.n * row_bytes;
+  }
+
+  // Lets a CUDA op see the rows of an array packed, if its matrices are: those of each expert, or
+  // with a shift those of all experts as one matrix. Sets the bytes from one expert to the next.
+  void pack_for_cuda(OpArray& array, PackedKind kind, int64_t row_bytes, int64_t stride,
+                     int32_t shift, int64_t& cuda_stride) {
+    cuda_stride = stride;
+    if (!on_cuda_.first.is_packed()) return;
+    if (shift % kPackedRows != 0 || (shift > 0 && experts_.first.n % kPackedRows != 0)) {
+      throw std::logic_error("a shift of packed matrices is one of whole tiles");
+    }
+    const int64_t num_experts = experts_.num_experts;
+    const int64_t n = experts_.first.n + (shift > 0 ? (num_experts - 1) * shift : 0);
+    const int64_t matrix_bytes = packed_bytes(kind, n, row_bytes);
+    cuda_stride = shift > 0 ? packed_bytes(kind, shift, row_bytes) : matrix_bytes;
+    const int64_t num_matrices = shift > 0 ? 1 : num_experts;
+    array.num_cuda_bytes = num_matrices * matrix_bytes;
+    array.cuda_bits = [=, rows = array.bits] {
+      std::vector<std::byte> all(static_cast<size_t>(num_matrices * matrix_bytes));
+      for (int64_t i = 0; i < num_matrices; ++i) {
+        const auto* const from = reinterpret_cast<const uint8_t*>(rows.data()) + i * stride;
+        auto* const to = reinterpret_cast<uint8_t*>(all.data()) + i * matrix_bytes;
+        pack_into(kind, {from, static_cast<size_t>(n * row_bytes)}, row_bytes, /*first_row=*/0,
+                  {to, static_cast<size_t>(matrix_bytes)});
+      }
+      return all;
+    };
   }
 
   template <class Fill>
@@ -122,6 +162,8 @@ class WeightArrays {
     scale_bits_ = scales;
     OpArray array = int_array(name + "_scales", Role::kInput, scales);
     array.is_constant = true;
+    pack_for_cuda(array, PackedKind::kMxfp4Scales, per_row, experts_.scales_stride, shift,
+                  on_cuda_.scales_stride);
     scales_ = op.add(std::move(array));
   }
 
@@ -129,7 +171,7 @@ class WeightArrays {
     const WeightMatrix& m = experts_.first;
     const int64_t num_scales = int64_t{(m.n + m.scale_rows - 1) / m.scale_rows} *
                                ((m.k + m.scale_cols - 1) / m.scale_cols);
-    experts_.scales_stride = num_scales * 4;
+    experts_.scales_stride = on_cuda_.scales_stride = num_scales * 4;
     // Random bits of e4m3 have an RMS of about 120.
     const float middle = 1.0f / (120.0f * std::sqrt(static_cast<float>(m.k)));
     Stream stream(seed, kScales);
@@ -190,6 +232,7 @@ class WeightArrays {
   }
 
   ExpertMatrices experts_;
+  ExpertMatrices on_cuda_;
   std::vector<uint8_t> scale_bits_;  // of kMxfp4
   std::vector<float> fp8_scales_;
   Handle data_ = kNoArray;

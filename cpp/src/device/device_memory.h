@@ -13,6 +13,8 @@
 #include <paceline/device.h>
 #include <paceline/dtype.h>
 
+#include "device/packed_tiles.h"
+
 namespace paceline {
 
 struct CpuContext;
@@ -55,6 +57,16 @@ class DeviceMemory {
   virtual void upload_staged(std::byte* to, int64_t bytes) = 0;
   virtual void finish() = 0;
 
+  // Memory of this device, of the calling thread and as large as staging(), that rows pass through
+  // on their way to pack(); until finish(). Throws OutOfMemory.
+  [[nodiscard]] virtual std::span<std::byte> scratch() = 0;
+  // Writes rows [first, first + count) of a tensor, counted over all of its matrices, which lie
+  // row-major at `from` in memory of this device; `from` is aligned to 16 bytes. Other rows of the
+  // matrices stay as they are. Runs behind the uploads so far; `finish` waits for it. Only for
+  // memory that is not the host's.
+  virtual void pack(const PackedTensor& to, int64_t first, int64_t count,
+                    const std::byte* from) = 0;
+
   // Converts a matrix in memory of this device to row-major elements of another dtype, and waits
   // for it. The pairs of dtypes, and the bits, are those of the host's copy_weight. Only for memory
   // that is not the host's.
@@ -64,10 +76,11 @@ class DeviceMemory {
   // has enqueued is waited for. Only for memory that is not the host's.
   [[nodiscard]] virtual uintptr_t stream() const = 0;
 
-  // Fills `to` with elements that Philox draws from 65,536 quantiles, the same on every device; for
-  // ModelBuilder::fill_dummy.
-  virtual void fill_from_quantiles(std::byte* to, int64_t elements, DType dtype, uint64_t seed,
-                                   uint32_t salt, const void* quantiles) = 0;
+  // Fills `to` with elements [first, first + count) of those that Philox draws from 65,536
+  // quantiles in memory of this device, the same on every device, and waits for it; for
+  // ModelBuilder::fill_dummy. `first` is a multiple of 8.
+  virtual void fill_from_quantiles(std::byte* to, int64_t first, int64_t count, DType dtype,
+                                   uint64_t seed, uint32_t salt, const std::byte* quantiles) = 0;
 };
 
 [[nodiscard]] DeviceMemory& host_memory();

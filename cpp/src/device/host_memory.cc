@@ -30,9 +30,12 @@ class HostMemory final : public DeviceMemory {
   std::span<std::byte> staging() override { refuse(); }
   void upload_staged(std::byte*, int64_t) override { refuse(); }
   void finish() override {}
+  std::span<std::byte> scratch() override { refuse(); }
+  void pack(const PackedTensor&, int64_t, int64_t, const std::byte*) override { refuse(); }
   void convert(std::byte*, DType, const SourceMatrix&, DType) override { refuse(); }
   uintptr_t stream() const override { refuse(); }
-  void fill_from_quantiles(std::byte*, int64_t, DType, uint64_t, uint32_t, const void*) override {
+  void fill_from_quantiles(std::byte*, int64_t, int64_t, DType, uint64_t, uint32_t,
+                           const std::byte*) override {
     refuse();
   }
 

@@ -46,16 +46,17 @@ namespace {
 }
 
 // Refuses a model whose weights would take more than 2^60 bytes in float32. Each weight counts as
-// float32, whatever its format. So sums of the sizes of regions, with their alignment, fit int64.
+// float32, whatever its format, with the padding of packed ones. So sums of the sizes of regions,
+// with their alignment, fit int64.
 class ByteLimit {
  public:
   explicit ByteLimit(const DecoderConfig& config) : config_(config) {}
 
   void linear(const Linear&, const LinearShape& shape) {
-    if (shape.is_owned) add(shape.num_rows(), shape.cols);
+    if (shape.is_owned) add_matrices(1, shape);
   }
   void experts(const ExpertLinears&, const LinearShape& shape) {
-    add(checked_mul(shape.num_experts(), shape.num_rows()), shape.cols);
+    add_matrices(shape.num_experts(), shape);
   }
   void vector(const float*, VectorKind, const std::vector<WeightPart>& parts) {
     for (const WeightPart& part : parts) add(part.rows, std::max(part.num_experts, 1));
@@ -64,6 +65,15 @@ class ByteLimit {
   void tokens(const int32_t*, const WeightPart& part, bool) { add(part.rows, 1); }
 
  private:
+  void add_matrices(int64_t count, const LinearShape& shape) {
+    int64_t rows = shape.num_rows();
+    int64_t cols = shape.cols;
+    if (shape.format.format != WeightFormat::kPlain) {
+      rows = (rows + kPackedRows - 1) / kPackedRows * kPackedRows;
+      cols = (cols + kPackedColumns - 1) / kPackedColumns * kPackedColumns;
+    }
+    add(checked_mul(count, rows), cols);
+  }
   void add(int64_t rows, int64_t cols) {
     constexpr int64_t kMaxBytes = int64_t{1} << 60;
     const int64_t bytes = checked_mul(checked_mul(rows, cols), 4);

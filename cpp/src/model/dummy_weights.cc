@@ -9,6 +9,7 @@
 #include "base/check.h"
 #include "base/float_types.h"
 #include "base/philox.h"
+#include "model/arena_target.h"
 #include "model/weight_copy.h"
 
 namespace paceline {
@@ -112,9 +113,35 @@ void fill(Value value, int64_t elements, std::byte* out, DeviceMemory& memory) {
 // Draws the elements of a weight from quantiles in its dtype.
 template <class Value>
 void draw_weight(const CpuContext& ctx, const std::vector<Value>& quantiles, uint64_t seed,
-                 uint32_t salt, const NamedWeight& named, std::byte* out, DeviceMemory& memory) {
-  if (memory.is_host_memory()) return draw(ctx, quantiles, seed, salt, named.elements(), out);
-  memory.fill_from_quantiles(out, named.elements(), named.dtype, seed, salt, quantiles.data());
+                 uint32_t salt, const NamedWeight& named, const DeviceBuffer& arena) {
+  const ArenaTarget target(named, arena);
+  DeviceMemory& memory = arena.memory();
+  const int64_t elements = named.elements();
+  if (memory.is_host_memory()) {
+    return draw(ctx, quantiles, seed, salt, elements, target.at(0));
+  }
+  const DeviceBuffer table(memory, std::ssize(quantiles) * dtype_bytes(named.dtype), "quantiles");
+  memory.upload(table.data(), quantiles.data(), table.bytes());
+  const int64_t most = target.is_packed() ? target.elements_in(memory.scratch().size()) : elements;
+  for (int64_t first = 0; first < elements; first += most) {
+    const int64_t count = std::min(most, elements - first);
+    target.write(first, count, [&](std::byte* to) {
+      memory.fill_from_quantiles(to, first, count, named.dtype, seed, salt, table.data());
+    });
+  }
+}
+
+// Gives all scales of an mxfp4 weight the same value.
+void fill_mxfp4_scales(const CpuContext& ctx, uint8_t value, const NamedWeight& named,
+                       const DeviceBuffer& arena) {
+  const std::vector<uint8_t> scales(static_cast<size_t>(named.elements()), value);
+  const int64_t cols = named.dims().back();
+  const SourceTensor source = {.matrix = {.data = reinterpret_cast<const std::byte*>(scales.data()),
+                                          .rows = named.elements() / cols,
+                                          .cols = cols,
+                                          .row_stride = cols,
+                                          .col_stride = 1}};
+  copy_weight(ctx, source, named.dtype, named, arena);
 }
 
 }  // namespace
@@ -127,10 +154,10 @@ void fill_dummy_weights(const CpuContext& ctx, uint64_t seed,
   // Tables of bytes, made for the first weight that needs one.
   std::vector<uint8_t> fp8_bytes;
   std::vector<uint8_t> mxfp4_bytes;
-  const auto fill_matrix = [&](const NamedWeight& named, uint32_t salt, std::byte* out,
-                               DeviceMemory& memory) {
+  const DeviceBuffer& arena = model.weights.arena;
+  const auto fill_matrix = [&](const NamedWeight& named, uint32_t salt, std::byte* out) {
     const auto draw_from = [&](const auto& table) {
-      draw_weight(ctx, table, seed, salt, named, out, memory);
+      draw_weight(ctx, table, seed, salt, named, arena);
     };
     switch (named.kind) {
       case WeightKind::kTokens:
@@ -146,20 +173,20 @@ void fill_dummy_weights(const CpuContext& ctx, uint64_t seed,
         if (fp8_bytes.empty()) fp8_bytes = fp8_quantiles(quantiles);
         return draw_from(fp8_bytes);
       case WeightKind::kMxfp4Scales:
-        return fill(kMxfp4Scale, named.elements(), out, memory);
+        return fill_mxfp4_scales(ctx, kMxfp4Scale, named, arena);
       case WeightKind::kFp8Scales:
-        return fill(kFp8Scale, named.arena_elements(), out, memory);
+        return fill(kFp8Scale, named.arena_elements(), out, arena.memory());
     }
   };
   for (size_t i = 0; i < named_weights.size(); ++i) {
     NamedWeight& named = named_weights[i];
     if (named.is_filled || named.is_optional) continue;
-    std::byte* out = model.weights.arena.data() + named.offset;
-    DeviceMemory& memory = model.weights.arena.memory();
+    std::byte* out = arena.data() + named.offset;
+    DeviceMemory& memory = arena.memory();
     const auto salt = static_cast<uint32_t>(i);
     switch (named.dummy) {
       case DummyKind::kNormal:
-        fill_matrix(named, salt, out, memory);
+        fill_matrix(named, salt, out);
         break;
       case DummyKind::kNeutralNorm:
         fill(1.0f - model.config.norm_weight_offset, named.elements(), out, memory);

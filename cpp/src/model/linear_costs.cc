@@ -7,9 +7,9 @@
 
 namespace paceline {
 
-std::vector<LinearCost> linear_costs(const DecoderConfig& config, DType dtype) {
+std::vector<LinearCost> linear_costs(const DecoderConfig& config, DType dtype, Device device) {
   DecoderWeights weights;
-  Carver shapes(dtype, /*base=*/nullptr);
+  Carver shapes(dtype, device, /*base=*/nullptr);
   lay_out(config, shapes, weights);
   std::vector<LinearCost> costs;
   const auto add = [&](WeightMatrix matrix, const LinearShape& shape) {

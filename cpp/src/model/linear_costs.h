@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include <paceline/device.h>
 #include <paceline/dtype.h>
 
 #include "model/decoder_config.h"
@@ -19,7 +20,7 @@ struct LinearCost {
   std::string name;  // e.g. "layers.0.attn.qkv"
   int64_t rows = 0;  // outputs that are computed for a row of x, a multiply-add for each of `cols`
   int64_t cols = 0;
-  int64_t bytes = 0;           // that a product reads, scales included
+  int64_t bytes = 0;           // that a product reads, scales and padding included
   bool is_for_logits = false;  // computed only for rows whose logits are needed
   ShardAxis shard = ShardAxis::kNone;
   // Of a mixture: the number of experts; rows, cols and bytes are those of one expert. Else 0.
@@ -29,6 +30,7 @@ struct LinearCost {
 
 // Every matrix whose product a pass computes, those that a draft head takes from its target
 // included. `dtype`: of plain matrices.
-[[nodiscard]] std::vector<LinearCost> linear_costs(const DecoderConfig& config, DType dtype);
+[[nodiscard]] std::vector<LinearCost> linear_costs(const DecoderConfig& config, DType dtype,
+                                                   Device device);
 
 }  // namespace paceline

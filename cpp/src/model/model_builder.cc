@@ -148,12 +148,12 @@ struct ModelBuilder::Impl {
     check_device(model->config, device);
     DecoderWeights& weights = model->weights;
     weights.dtype = weight_dtype;
-    Carver counting(weight_dtype, /*base=*/nullptr);
+    Carver counting(weight_dtype, device, /*base=*/nullptr);
     lay_out(model->config, counting, weights);
     const std::string purpose = "the weights of " + model->config.name;
     if (device == Device::kCpu) check_fits(counting.bytes(), purpose, host_bytes());
     weights.arena = DeviceBuffer(device_memory(device), counting.bytes(), purpose);
-    Carver carving(weight_dtype, weights.arena.data());
+    Carver carving(weight_dtype, device, weights.arena.data());
     lay_out(model->config, carving, weights);
     PACELINE_CHECK(carving.bytes() == counting.bytes());
     named_weights = carving.take_named_weights();
@@ -163,7 +163,7 @@ struct ModelBuilder::Impl {
   // Fills the weights of an existing model again.
   explicit Impl(std::shared_ptr<Model> filled) : model(std::move(filled)) {
     DecoderWeights layout;  // its pointers, without a base, are of no use
-    Carver carving(model->weights.dtype, /*base=*/nullptr);
+    Carver carving(model->weights.dtype, model->device, /*base=*/nullptr);
     lay_out(model->config, carving, layout);
     PACELINE_CHECK(carving.bytes() == model->weights.arena.bytes());
     named_weights = carving.take_named_weights();
@@ -430,6 +430,10 @@ void update_models(std::span<const ModelUpdate> updates) {
                                          is_exact ? "with others" : "with such",
                                          "; allowed: an update of the same form"));
           });
+    }
+    // After the first write nothing fails for want of memory.
+    for (const Write& write : writes) {
+      if (write.named->packed) (void)write.impl->model->weights.arena.memory().scratch();
     }
     for (const Write& write : writes) {
       write.impl->write(*write.named, write.source, write.tensor->dtype, write.tensor->device,

@@ -13,6 +13,7 @@
 #include "base/check.h"
 #include "base/float_types.h"
 #include "base/json.h"
+#include "model/arena_target.h"
 
 namespace paceline {
 namespace {
@@ -204,42 +205,56 @@ void read_elements(const CpuContext& ctx, const ModelBuilder::ReadBytes& read, D
   failure.rethrow();
 }
 
-// Converts a matrix to `out` in memory of the arena.
+// Converts a matrix of a tensor to its elements from `first`.
 void copy_matrix(const CpuContext& ctx, const SourceMatrix& source, DType from, DType to,
-                 std::byte* out, DeviceMemory& memory) {
-  if (memory.is_host_memory()) return convert(ctx, source, from, out, to);
-  const int64_t row_bytes = source.cols * dtype_bytes(to);
+                 int64_t first, const ArenaTarget& target) {
+  DeviceMemory& memory = target.memory();
+  if (memory.is_host_memory()) return convert(ctx, source, from, target.at(first), to);
   for (int64_t row = 0; row < source.rows;) {
     const std::span<std::byte> staging = memory.staging();
-    const auto capacity = static_cast<int64_t>(staging.size());
+    const int64_t at = first + row * source.cols;
     SourceMatrix piece = source;
-    if (row_bytes <= capacity) {
-      piece.rows = std::min(source.rows - row, capacity / row_bytes);
-      piece.data += row * source.row_stride * dtype_bytes(from);
+    piece.data += row * source.row_stride * dtype_bytes(from);
+    piece.rows = std::min(source.rows - row, target.elements_in(staging.size()) / source.cols);
+    if (piece.rows > 0) {
       convert(ctx, piece, from, staging.data(), to);
-      memory.upload_staged(out + row * row_bytes, piece.rows * row_bytes);
+      target.upload_staged(at, piece.rows * source.cols);
       row += piece.rows;
     } else {  // a row longer than the buffer, of an embedding of unheard-of width
+      const int64_t row_bytes = source.cols * dtype_bytes(to);
       std::vector<std::byte> whole(static_cast<size_t>(row_bytes));
       piece.rows = 1;
-      piece.data += row * source.row_stride * dtype_bytes(from);
       convert(ctx, piece, from, whole.data(), to);
-      memory.upload(out + row * row_bytes, whole.data(), row_bytes);
+      memory.upload(target.at(at), whole.data(), row_bytes);
       ++row;
     }
   }
 }
 
-// Calls body(matrix, where it begins in the arena) for every matrix of a tensor.
+// Converts a matrix of a tensor, which is in memory of the arena's device, to its elements from
+// `first`.
+void convert_on_device(const SourceMatrix& source, DType from, DType to, int64_t first,
+                       const ArenaTarget& target) {
+  DeviceMemory& memory = target.memory();
+  const int64_t most =
+      target.is_packed() ? target.elements_in(memory.scratch().size()) / source.cols : source.rows;
+  SourceMatrix piece = source;
+  for (int64_t row = 0; row < source.rows; row += piece.rows) {
+    piece.data = source.data + row * source.row_stride * dtype_bytes(from);
+    piece.rows = std::min(source.rows - row, most);
+    target.write(first + row * source.cols, piece.rows * source.cols,
+                 [&](std::byte* out) { memory.convert(out, to, piece, from); });
+  }
+}
+
+// Calls body(matrix, its first element) for every matrix of a tensor.
 template <class Body>
-void for_matrices(const SourceTensor& source, DType from, const NamedWeight& named,
-                  const DeviceBuffer& arena, const Body& body) {
+void for_matrices(const SourceTensor& source, DType from, const Body& body) {
   const SourceMatrix& first = source.matrix;
   for (int64_t i = 0; i < source.num_matrices; ++i) {
     SourceMatrix matrix = first;
     matrix.data += i * source.matrix_stride * dtype_bytes(from);
-    body(matrix,
-         arena.data() + named.offset + i * first.rows * first.cols * dtype_bytes(named.dtype));
+    body(matrix, i * first.rows * first.cols);
   }
 }
 
@@ -278,8 +293,9 @@ std::vector<int32_t> read_tokens(std::string_view name, const SourceMatrix& sour
 
 void copy_weight(const CpuContext& ctx, const SourceTensor& source, DType from,
                  const NamedWeight& named, const DeviceBuffer& arena) {
-  for_matrices(source, from, named, arena, [&](const SourceMatrix& matrix, std::byte* out) {
-    copy_matrix(ctx, matrix, from, named.dtype, out, arena.memory());
+  const ArenaTarget target(named, arena);
+  for_matrices(source, from, [&](const SourceMatrix& matrix, int64_t first) {
+    copy_matrix(ctx, matrix, from, named.dtype, first, target);
   });
 }
 
@@ -301,18 +317,20 @@ SourceMatrix download_matrix(const SourceMatrix& source, DType dtype,
 
 void copy_device_weight(const CpuContext& ctx, const SourceTensor& source, DType from,
                         const NamedWeight& named, const DeviceBuffer& arena) {
-  DeviceMemory& memory = arena.memory();
-  for_matrices(source, from, named, arena, [&](const SourceMatrix& matrix, std::byte* out) {
-    if (!memory.is_host_memory()) return memory.convert(out, named.dtype, matrix, from);
+  const ArenaTarget target(named, arena);
+  for_matrices(source, from, [&](const SourceMatrix& matrix, int64_t first) {
+    if (!arena.memory().is_host_memory()) {
+      return convert_on_device(matrix, from, named.dtype, first, target);
+    }
     std::vector<std::byte> bytes;
-    copy_matrix(ctx, download_matrix(matrix, from, bytes), from, named.dtype, out, memory);
+    copy_matrix(ctx, download_matrix(matrix, from, bytes), from, named.dtype, first, target);
   });
 }
 
 void copy_weight(const CpuContext& ctx, const ModelBuilder::ReadBytes& read, DType from,
                  const NamedWeight& named, const DeviceBuffer& arena) {
-  std::byte* to = arena.data() + named.offset;
-  DeviceMemory& memory = arena.memory();
+  const ArenaTarget target(named, arena);
+  DeviceMemory& memory = target.memory();
   const int64_t elements = named.elements();
   if (named.kind == WeightKind::kTransposed) {
     // One expert at a time: its matrix is read whole and then transposed.
@@ -326,20 +344,18 @@ void copy_weight(const CpuContext& ctx, const ModelBuilder::ReadBytes& read, DTy
       copy_matrix(
           ctx,
           {.data = matrix.get(), .rows = rows, .cols = cols, .row_stride = 1, .col_stride = rows},
-          from, named.dtype, to + first * dtype_bytes(named.dtype), memory);
+          from, named.dtype, first, target);
     }
     return;
   }
   if (memory.is_host_memory()) {
-    return read_elements(ctx, read, from, /*first=*/0, elements, to, named.dtype);
+    return read_elements(ctx, read, from, /*first=*/0, elements, target.at(0), named.dtype);
   }
-  const int64_t out_bytes = dtype_bytes(named.dtype);
   for (int64_t first = 0; first < elements;) {
     const std::span<std::byte> staging = memory.staging();
-    const int64_t count =
-        std::min(elements - first, static_cast<int64_t>(staging.size()) / out_bytes);
+    const int64_t count = std::min(elements - first, target.elements_in(staging.size()));
     read_elements(ctx, read, from, first, count, staging.data(), named.dtype);
-    memory.upload_staged(to + first * out_bytes, count * out_bytes);
+    target.upload_staged(first, count);
     first += count;
   }
 }

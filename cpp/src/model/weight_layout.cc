@@ -49,10 +49,11 @@ namespace {
 }
 
 // The matrix of a shape, without data.
-[[nodiscard]] WeightMatrix matrix_of(const LinearShape& shape, DType dtype) {
+[[nodiscard]] WeightMatrix matrix_of(const LinearShape& shape, DType dtype, Device device) {
   WeightMatrix matrix = plain_matrix(/*data=*/nullptr, static_cast<int32_t>(shape.num_rows()),
                                      static_cast<int32_t>(shape.cols), dtype);
   matrix.format = shape.format.format;
+  matrix.layout = layout_on(device, matrix.format, dtype);
   if (matrix.format == WeightFormat::kFp8) {
     const bool is_block = shape.format.scales == Fp8Scales::kBlock;
     matrix.scale_rows = is_block ? block_scale_rows(shape.parts) : 1;
@@ -65,13 +66,26 @@ namespace {
 
 const std::byte* Carver::open() {
   bytes_ = (bytes_ + kWeightAlignment - 1) / kWeightAlignment * kWeightAlignment;
+  region_ = bytes_;
   return base_ == nullptr ? nullptr : base_ + bytes_;
 }
 
-void Carver::add(NamedWeight named) {
-  named.offset = bytes_;
+template <class AddPart>
+void Carver::for_parts(const LinearShape& shape, Place place, const AddPart& add_part) {
+  for (const WeightPart& part : shape.parts) {
+    add_part(part, place);
+    place.first_row += part.rows;
+  }
+}
+
+void Carver::close(bool is_packed, int64_t bytes) {
+  if (is_packed) bytes_ = region_ + bytes;
+}
+
+void Carver::add(NamedWeight named, int64_t begin) {
+  named.offset = named.packed ? region_ + begin : bytes_;
   // No sum overflows: parse_decoder_config bounds the bytes of a whole model.
-  bytes_ += checked_mul(named.arena_elements(), dtype_bytes(named.dtype));
+  if (!named.packed) bytes_ += checked_mul(named.arena_elements(), dtype_bytes(named.dtype));
   named_weights_.push_back(std::move(named));
 }
 
@@ -81,39 +95,55 @@ void Carver::add_matrix(const WeightPart& part, int64_t cols) {
 
 void Carver::linear(Linear& linear, const LinearShape& shape) {
   linear.shard = shape.shard;
-  linear.weight = matrix_of(shape, dtype_);
+  WeightMatrix& weight = linear.weight;
+  weight = matrix_of(shape, dtype_, device_);
   if (!shape.is_owned) return;
-  linear.weight.data = open();
-  for (const WeightPart& part : shape.parts) add_elements(part, shape);
-  if (shape.format.format == WeightFormat::kPlain) return;
-  linear.weight.scales = open();
-  for (const WeightPart& part : shape.parts) add_scales(part, linear.weight, shape.format);
+  weight.data = open();
+  for_parts(shape, {}, [&](const WeightPart& part, const Place& place) {
+    add_elements(part, shape, weight, place);
+  });
+  close(weight.is_packed(), weight.data_bytes());
+  if (weight.format == WeightFormat::kPlain) return;
+  weight.scales = open();
+  for_parts(shape, {}, [&](const WeightPart& part, const Place& place) {
+    add_scales(part, weight, shape.format, place);
+  });
+  close(weight.has_packed_scales(), weight.scales_bytes());
 }
 
 void Carver::experts(ExpertLinears& experts, const LinearShape& shape) {
-  WeightMatrix& first = experts.weight.first;
+  ExpertMatrices& all = experts.weight;
+  WeightMatrix& first = all.first;
   experts.shard = shape.shard;
-  first = matrix_of(shape, dtype_);
-  experts.weight.num_experts = shape.num_experts();
-  experts.weight.data_stride = first.n * first.row_bytes();
-  experts.weight.scales_stride = first.scales_bytes();
-  std::vector<WeightPart> tensors = shape.parts;
-  if (shape.is_per_expert) {
-    tensors.clear();
-    for (int32_t expert = 0; expert < shape.num_experts(); ++expert) {
-      for (const WeightPart& part : shape.parts) {
-        tensors.push_back({concat(part.name, ".", expert), part.rows});
-      }
+  first = matrix_of(shape, dtype_, device_);
+  all.num_experts = shape.num_experts();
+  all.data_stride = first.data_bytes();
+  all.scales_stride = first.scales_bytes();
+  const auto for_tensors = [&](int64_t stride, const auto& add_tensor) {
+    if (!shape.is_per_expert) {
+      return for_parts(shape, {.matrix_stride = stride}, add_tensor);
     }
-  }
+    for (int32_t expert = 0; expert < all.num_experts; ++expert) {
+      for_parts(shape, {.begin = expert * stride}, [&](const WeightPart& part, const Place& place) {
+        add_tensor(WeightPart{concat(part.name, ".", expert), part.rows}, place);
+      });
+    }
+  };
   first.data = open();
-  for (const WeightPart& tensor : tensors) add_elements(tensor, shape);
-  if (shape.format.format == WeightFormat::kPlain) return;
+  for_tensors(all.data_stride, [&](const WeightPart& part, const Place& place) {
+    add_elements(part, shape, first, place);
+  });
+  close(first.is_packed(), all.num_experts * all.data_stride);
+  if (first.format == WeightFormat::kPlain) return;
   first.scales = open();
-  for (const WeightPart& tensor : tensors) add_scales(tensor, first, shape.format);
+  for_tensors(all.scales_stride, [&](const WeightPart& part, const Place& place) {
+    add_scales(part, first, shape.format, place);
+  });
+  close(first.has_packed_scales(), all.num_experts * all.scales_stride);
 }
 
-void Carver::add_elements(const WeightPart& part, const LinearShape& shape) {
+void Carver::add_elements(const WeightPart& part, const LinearShape& shape,
+                          const WeightMatrix& matrix, const Place& place) {
   NamedWeight named = {.name = part.name + ".weight", .dtype = dtype_};
   const auto add_dim = [&](int64_t size) { named.shape[named.rank++] = size; };
   if (part.num_experts > 0) add_dim(part.num_experts);
@@ -137,11 +167,19 @@ void Carver::add_elements(const WeightPart& part, const LinearShape& shape) {
       add_dim(kMxfp4Columns / 2);
       break;
   }
-  add(std::move(named));
+  if (matrix.is_packed()) {
+    named.packed = {
+        .matrix_stride = place.matrix_stride,
+        .first_row = place.first_row,
+        .num_rows = part.rows,
+        .row_bytes = matrix.row_bytes(),
+        .kind = matrix.format == WeightFormat::kFp8 ? PackedKind::kFp8 : PackedKind::kMxfp4};
+  }
+  add(std::move(named), place.begin);
 }
 
 void Carver::add_scales(const WeightPart& part, const WeightMatrix& matrix,
-                        const MatrixFormat& format) {
+                        const MatrixFormat& format, const Place& place) {
   NamedWeight named = {.name = part.name + ".scales"};
   const auto add_dim = [&](int64_t size) { named.shape[named.rank++] = size; };
   if (part.num_experts > 0) add_dim(part.num_experts);
@@ -150,7 +188,14 @@ void Carver::add_scales(const WeightPart& part, const WeightMatrix& matrix,
     named.kind = WeightKind::kMxfp4Scales;
     add_dim(part.rows);
     add_dim(matrix.num_scale_cols());
-    return add(std::move(named));
+    if (matrix.has_packed_scales()) {
+      named.packed = {.matrix_stride = place.matrix_stride,
+                      .first_row = place.first_row,
+                      .num_rows = part.rows,
+                      .row_bytes = matrix.num_scale_cols(),
+                      .kind = PackedKind::kMxfp4Scales};
+    }
+    return add(std::move(named), place.begin);
   }
   named.kind = WeightKind::kFp8Scales;
   named.arena_rows = divide_up(part.rows, matrix.scale_rows);

@@ -6,13 +6,16 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include <paceline/device.h>
 #include <paceline/dtype.h>
 
+#include "device/packed_tiles.h"
 #include "model/decoder_config.h"
 #include "model/visit_weights.h"
 #include "model/weights.h"
@@ -44,7 +47,9 @@ struct NamedWeight {
   DType dtype = DType::kFloat32;  // in the arena
   WeightKind kind = WeightKind::kNumbers;
   DummyKind dummy = DummyKind::kNormal;
-  int64_t offset = 0;        // bytes from the start of the arena
+  int64_t offset = 0;  // bytes from the start of the arena; of a packed tensor, of its first matrix
+  // Of a tensor that is packed in the arena: where its rows go. `matrix` is null.
+  std::optional<PackedTensor> packed = {};
   bool is_optional = false;  // the model is complete without it
   bool is_filled = false;
   int64_t repeats = 1;            // kFp8Scales
@@ -56,7 +61,7 @@ struct NamedWeight {
     for (const int64_t size : dims()) count *= size;
     return count;
   }
-  // Elements in the arena.
+  // Elements in the arena, if they are not packed.
   [[nodiscard]] int64_t arena_elements() const {
     return kind == WeightKind::kFp8Scales ? arena_rows * scale_cols() : elements();
   }
@@ -70,7 +75,8 @@ struct NamedWeight {
 // Size and layout thus cannot disagree.
 class Carver final {
  public:
-  Carver(DType dtype, std::byte* base) : dtype_(dtype), base_(base) {}
+  Carver(DType dtype, Device device, std::byte* base)
+      : dtype_(dtype), device_(device), base_(base) {}
 
   // The rows of all parts follow each other.
   void linear(Linear& linear, const LinearShape& shape);
@@ -85,14 +91,31 @@ class Carver final {
  private:
   // Begins a region. Its address is null without a base.
   const std::byte* open();
-  void add(NamedWeight named);
+  // Ends the region at `bytes`, if what is in it is packed.
+  void close(bool is_packed, int64_t bytes);
+  // begin: of the place, if the tensor is packed.
+  void add(NamedWeight named, int64_t begin = 0);
   void add_matrix(const WeightPart& part, int64_t cols);
-  void add_elements(const WeightPart& part, const LinearShape& shape);
-  void add_scales(const WeightPart& part, const WeightMatrix& matrix, const MatrixFormat& format);
+
+  // Where rows go in a region of packed matrices.
+  struct Place {
+    int64_t begin = 0;          // bytes from the region to the first matrix
+    int64_t first_row = 0;      // in each matrix
+    int64_t matrix_stride = 0;  // bytes from one matrix to the next
+  };
+  // Calls add_part(part, its place) for the parts of a matrix.
+  template <class AddPart>
+  static void for_parts(const LinearShape& shape, Place place, const AddPart& add_part);
+  void add_elements(const WeightPart& part, const LinearShape& shape, const WeightMatrix& matrix,
+                    const Place& place);
+  void add_scales(const WeightPart& part, const WeightMatrix& matrix, const MatrixFormat& format,
+                  const Place& place);
 
   DType dtype_;
+  Device device_;
   std::byte* base_;
   int64_t bytes_ = 0;
+  int64_t region_ = 0;  // where the last region begins
   std::vector<NamedWeight> named_weights_;
 };
 

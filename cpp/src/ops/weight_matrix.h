@@ -6,7 +6,10 @@
 #include <cstddef>
 #include <cstdint>
 
+#include <paceline/device.h>
 #include <paceline/dtype.h>
+
+#include "device/packed_tiles.h"
 
 namespace paceline {
 
@@ -20,10 +23,26 @@ enum class WeightFormat : uint8_t {
   kMxfp4,
 };
 
+// Where the elements lie.
+enum class WeightLayout : uint8_t {
+  kRowMajor,
+  // kFp8 and kMxfp4, as the bfloat16 products of a GPU read them: in tiles of kPackedRows rows and
+  // kPackedColumns columns, padded with zeros, those of the same rows one after the other. So lie
+  // the scales of kMxfp4; those of kFp8 stay row-major.
+  kPacked,
+};
+
 inline constexpr int32_t kMxfp4Columns = 32;           // that share a scale
 inline constexpr int32_t kMaxScaledColumns = 1 << 17;  // of a matrix with scales
 
-// W, [n, k] row-major. Ops multiply values of `dtype`: scaled formats are converted to it first,
+// Bytes of a tile of elements, and of a tile of the scales of kMxfp4.
+[[nodiscard]] constexpr int32_t packed_tile_bytes(WeightFormat format) {
+  return packed_tile(format == WeightFormat::kMxfp4 ? PackedKind::kMxfp4 : PackedKind::kFp8)
+      .bytes();
+}
+inline constexpr int32_t kPackedScaleBytes = packed_tile(PackedKind::kMxfp4Scales).bytes();
+
+// W, [n, k]. Ops multiply values of `dtype`: scaled formats are converted to it first,
 // which is exact where every scale is a power of two. Otherwise the products are those of the
 // unscaled elements, and a scale multiplies their float32 sum:
 //   scale_cols >= k:  y = scale * sum over k + bias
@@ -32,20 +51,36 @@ inline constexpr int32_t kMaxScaledColumns = 1 << 17;  // of a matrix with scale
 // data take a multiple of 16 bytes, scale_cols is k or 128, and in bfloat16 a NaN of e4m3 counts as
 // 480.
 struct WeightMatrix {
-  const std::byte* data = nullptr;  // 64 B aligned base; a row takes row_bytes()
-  // kFp8: float [ceil(n / scale_rows), ceil(k / scale_cols)]; kMxfp4: uint8_t [n, k / 32]; else
-  // null.
+  const std::byte* data = nullptr;  // 64 B aligned; row-major, a row takes row_bytes()
+  // kFp8: float [ceil(n / scale_rows), ceil(k / scale_cols)]; kMxfp4: uint8_t [n, k / 32], or
+  // packed; else null.
   const std::byte* scales = nullptr;
   int32_t n = 0;
   int32_t k = 0;                  // kMxfp4: a multiple of 32
   DType dtype = DType::kFloat32;  // kFloat32 or kBFloat16
   WeightFormat format = WeightFormat::kPlain;
-  int32_t scale_rows = 0;  // kFp8: a power of two
+  WeightLayout layout = WeightLayout::kRowMajor;  // kPacked: not of kPlain
+  int32_t scale_rows = 0;                         // kFp8: a power of two
   int32_t scale_cols = 0;  // kFp8: k (one scale a row), or a multiple of 32 below it
   // kFp8: every scale is a power of two, and every element times its scale is a bfloat16.
   bool has_exact_scales = false;
 
-  // Bytes of a row of `data`.
+  [[nodiscard]] constexpr bool is_packed() const { return layout == WeightLayout::kPacked; }
+  [[nodiscard]] constexpr bool has_packed_scales() const {
+    return is_packed() && format == WeightFormat::kMxfp4;
+  }
+  // Tiles of a packed matrix along n and along k, and in all.
+  [[nodiscard]] constexpr int64_t packed_tile_rows() const {
+    return (int64_t{n} + kPackedRows - 1) / kPackedRows;
+  }
+  [[nodiscard]] constexpr int64_t packed_tile_cols() const {
+    return (int64_t{k} + kPackedColumns - 1) / kPackedColumns;
+  }
+  [[nodiscard]] constexpr int64_t packed_tiles() const {
+    return packed_tile_rows() * packed_tile_cols();
+  }
+
+  // Bytes of a row of row-major elements.
   [[nodiscard]] constexpr int64_t row_bytes() const {
     switch (format) {
       case WeightFormat::kPlain:
@@ -67,17 +102,29 @@ struct WeightMatrix {
     if (format == WeightFormat::kPlain) return 0;
     return format == WeightFormat::kMxfp4 ? k / kMxfp4Columns : (k + scale_cols - 1) / scale_cols;
   }
+  // Bytes of all elements, padding included.
+  [[nodiscard]] constexpr int64_t data_bytes() const {
+    return is_packed() ? packed_tiles() * packed_tile_bytes(format) : n * row_bytes();
+  }
+  // Bytes of all scales, padding included.
   [[nodiscard]] constexpr int64_t scales_bytes() const {
+    if (has_packed_scales()) return packed_tiles() * kPackedScaleBytes;
     const int64_t bytes = format == WeightFormat::kFp8 ? 4 : 1;
     return num_scale_rows() * num_scale_cols() * bytes;
   }
-  // Bytes of all elements and scales.
-  [[nodiscard]] constexpr int64_t bytes() const { return n * row_bytes() + scales_bytes(); }
+  [[nodiscard]] constexpr int64_t bytes() const { return data_bytes() + scales_bytes(); }
 };
 
 [[nodiscard]] constexpr WeightMatrix plain_matrix(const void* data, int32_t n, int32_t k,
                                                   DType dtype) {
   return {.data = static_cast<const std::byte*>(data), .n = n, .k = k, .dtype = dtype};
+}
+
+// The layout of weights in the memory of a device.
+[[nodiscard]] constexpr WeightLayout layout_on(Device device, WeightFormat format, DType dtype) {
+  const bool is_packed = device == Device::kCuda && dtype == DType::kBFloat16;
+  return is_packed && format != WeightFormat::kPlain ? WeightLayout::kPacked
+                                                     : WeightLayout::kRowMajor;
 }
 
 // The same matrix of every expert of a mixture, one after the other.

@@ -51,19 +51,20 @@ class MatrixCosts:
         return self.shared_bytes + int((experts or 0.0) * self.expert_bytes)
 
 
-def matrix_costs(config: Mapping[str, Any], weight_dtype: str) -> MatrixCosts:
+def matrix_costs(config: Mapping[str, Any], weight_dtype: str, device: str = "cpu") -> MatrixCosts:
     """Adds up the matrices of a model.
 
     Args:
         config: A canonical description (docs/model-format.md).
         weight_dtype: The dtype of plain matrices: "float32" or "bfloat16".
+        device: "cpu" or "cuda", which holds the weights.
 
     Raises:
         ValueError: The description is not allowed.
     """
     parameters = {False: 0, True: 0}
     shared_bytes = expert_bytes = num_experts = 0
-    for matrix in _core.linear_costs(json.dumps(config), weight_dtype):
+    for matrix in _core.linear_costs(json.dumps(config), weight_dtype, device):
         uses = matrix["top_k"] if matrix["num_experts"] else 1
         parameters[matrix["is_for_logits"]] += uses * matrix["rows"] * matrix["cols"]
         if matrix["num_experts"]:

@@ -51,7 +51,7 @@ class BenchModel:
     @functools.cached_property
     def costs(self) -> MatrixCosts:
         """What the matrices cost that a pass reads and computes with."""
-        return matrix_costs(self.config, self.model.weight_dtype)
+        return matrix_costs(self.config, self.model.weight_dtype, self.model.device)
 
     @property
     def item_bytes(self) -> int:

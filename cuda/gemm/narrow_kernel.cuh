@@ -1,0 +1,528 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Products y = x W_e^T of few rows with packed weights of 4 or 8 bits, e being the expert of the
+// rows. Such a product is bound by reading weights and by converting them.
+//
+// Every warp computes 16 or 32 rows of weights with all tokens of its block, by `mma.sync`. Each
+// output is the sum that gemm_kernel.cuh computes: K in steps of 16, ascending, in one float32
+// accumulator; so the bits are equal.
+//
+// - A lane copies the weights that it will convert into shared memory of its own (`cp.async`), four
+//   groups of 128 columns ahead. No other thread reads them, so warps do not wait for each other,
+//   and many small warps keep as many bytes in flight as large tiles would.
+// - The warps share the tokens, in chunks of 512 columns with one barrier a chunk. Only rows that
+//   exist are copied; the others are stale, and so are only outputs that are not written.
+// - A scale too large for one multiplication is rare: the warp notices it at the end, and the block
+//   computes its tile again with two.
+
+#include <cuda_bf16.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/launch.cuh"
+#include "common/mma.cuh"
+#include "common/reduce.cuh"
+#include "gemm/expert_tiles.cuh"
+#include "gemm/packed_args.h"
+#include "gemm/packed_elements.cuh"
+#include "gemm/packed_weights.h"
+
+namespace paceline::cuda {
+
+// `warps` of 16 * row_tiles rows of weights by at most 8 * token_tiles tokens.
+template <WeightFormat format, int32_t row_tiles, int32_t token_tiles, int32_t warps,
+          int32_t chunk_slots = 2>
+struct NarrowShape {
+  static constexpr WeightFormat kFormat = format;
+  static constexpr int32_t kRowTiles = row_tiles;
+  static constexpr int32_t kTokenTiles = token_tiles;
+  static constexpr int32_t kThreads = 32 * warps;
+  static constexpr int32_t kTokens = 8 * token_tiles;
+  static constexpr int32_t kWarpRows = kPackedRows * row_tiles;
+  static constexpr int32_t kRows = kWarpRows * warps;
+
+  // A group is what a warp requests and waits for at once: two packed tiles along k of each of its
+  // row tiles, which are 128 columns. It holds one group in registers, and four are in flight.
+  static constexpr int32_t kTileBytes = packed_tile_bytes(format);
+  static constexpr bool kHasScaleBytes = format == WeightFormat::kMxfp4;
+  // Every lane has its own copy of the word of scales that lanes with the same rows share.
+  static constexpr int32_t kSlotTileBytes = kTileBytes + (kHasScaleBytes ? 128 : 0);
+  static constexpr int32_t kSlotBytes = 2 * row_tiles * kSlotTileBytes;
+  static constexpr int32_t kSlots = 4;
+  static constexpr int32_t kGroupStep = 1;  // from one group of a warp to its next
+
+  // A chunk of the tokens has the columns of four groups. One is in use and one in flight.
+  static constexpr int32_t kChunkGroups = kSlots;
+  static constexpr int32_t kChunkColumns = kChunkGroups * 2 * kPackedColumns;
+  static constexpr int32_t kChunkRowBytes = kChunkColumns * 2;
+  static constexpr int32_t kChunkBytes = kTokens * kChunkRowBytes;
+  static constexpr int32_t kChunkSlots = chunk_slots;
+  static constexpr int32_t kTokensBytes = chunk_slots * kChunkBytes;
+  static constexpr int32_t kWarpBytes = kSlots * kSlotBytes;
+  static constexpr int32_t kSharedBytes = kTokensBytes + warps * kWarpBytes;
+
+  // Copies of a thread that may be in flight when a group or a chunk must have arrived: every step
+  // commits one group, and both have three commits behind them (compute_tile).
+  static constexpr int32_t kPending = 3;
+};
+
+__device__ __forceinline__ void copy_weights_16(uint32_t to, const void* from, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "l"(policy)
+               : "memory");
+}
+
+__device__ __forceinline__ void copy_weights_4(uint32_t to, const void* from, uint64_t policy) {
+  asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 4, %2;" ::"r"(to), "l"(from),
+               "l"(policy)
+               : "memory");
+}
+
+// A lane's words of a group.
+template <class Shape>
+struct LaneGroup {
+  static constexpr int32_t kParts = Shape::kTileBytes / 512;  // of 16 bytes
+  uint4 words[Shape::kRowTiles][2][kParts];
+  uint32_t scales[Shape::kRowTiles][2];  // of kMxfp4
+};
+
+// Where the weights of a lane come from, and where they lie in shared memory.
+template <class Shape>
+class LaneWeights {
+ public:
+  __device__ __forceinline__ LaneWeights(const PackedArgs& args, int32_t expert, int32_t first_row,
+                                         uint32_t shared, int32_t first_group = 0)
+      : policy_(args.weight_policy), num_tiles_((args.k + kPackedColumns - 1) / kPackedColumns) {
+    const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
+    const int32_t last_tile = (args.n - 1) / kPackedRows;
+    shared_ = shared + static_cast<uint32_t>(lane) * 16;
+    shared_scales_ = shared + static_cast<uint32_t>(lane) * 4;
+#pragma unroll
+    for (int32_t r = 0; r < Shape::kRowTiles; ++r) {
+      // A tile behind the last one reads the last one; its outputs are not written.
+      const int64_t tile =
+          int64_t{min(first_row / kPackedRows + r, last_tile)} * num_tiles_ + 2 * first_group;
+      data_[r] = args.data + expert * args.data_stride + tile * Shape::kTileBytes + lane * 16;
+      if constexpr (Shape::kHasScaleBytes) {
+        scales_[r] = args.scales.scales + expert * args.scales.expert_stride +
+                     tile * kPackedScaleBytes + lane / 4 * 4;
+      }
+    }
+  }
+
+  // Requests the next group, if there is one. Commits nothing.
+  __device__ __forceinline__ void request(int32_t group, int32_t slot) {
+#pragma unroll
+    for (int32_t t = 0; t < 2; ++t) {
+      if (2 * group + t >= num_tiles_) break;
+#pragma unroll
+      for (int32_t r = 0; r < Shape::kRowTiles; ++r) {
+        const uint32_t at = offset(slot, r, t);
+#pragma unroll
+        for (int32_t part = 0; part < LaneGroup<Shape>::kParts; ++part) {
+          copy_weights_16(shared_ + at + part * 512, data_[r] + t * Shape::kTileBytes + part * 512,
+                          policy_);
+        }
+        if constexpr (Shape::kHasScaleBytes) {
+          copy_weights_4(shared_scales_ + at + Shape::kTileBytes,
+                         scales_[r] + t * kPackedScaleBytes, policy_);
+        }
+      }
+    }
+#pragma unroll
+    for (int32_t r = 0; r < Shape::kRowTiles; ++r) {
+      data_[r] += Shape::kGroupStep * 2 * Shape::kTileBytes;
+      if constexpr (Shape::kHasScaleBytes) scales_[r] += Shape::kGroupStep * 2 * kPackedScaleBytes;
+    }
+  }
+
+  __device__ __forceinline__ void load(int32_t slot, LaneGroup<Shape>& group) const {
+#pragma unroll
+    for (int32_t t = 0; t < 2; ++t) {
+#pragma unroll
+      for (int32_t r = 0; r < Shape::kRowTiles; ++r) {
+        const uint32_t at = offset(slot, r, t);
+#pragma unroll
+        for (int32_t part = 0; part < LaneGroup<Shape>::kParts; ++part) {
+          group.words[r][t][part] = load_shared_16(shared_ + at + part * 512);
+        }
+        if constexpr (Shape::kHasScaleBytes) {
+          group.scales[r][t] = load_shared_4(shared_scales_ + at + Shape::kTileBytes);
+        }
+      }
+    }
+  }
+
+  // Packed tiles along k.
+  __device__ __forceinline__ int32_t num_tiles() const { return num_tiles_; }
+
+ private:
+  __device__ __forceinline__ static uint32_t offset(int32_t slot, int32_t row_tile, int32_t tile) {
+    return static_cast<uint32_t>(slot * Shape::kSlotBytes +
+                                 (2 * row_tile + tile) * Shape::kSlotTileBytes);
+  }
+
+  uint64_t policy_;
+  int32_t num_tiles_;
+  uint32_t shared_;
+  uint32_t shared_scales_;
+  const std::byte* data_[Shape::kRowTiles];
+  const std::byte* scales_[Shape::kHasScaleBytes ? Shape::kRowTiles : 1];
+};
+
+// Copies chunks of the tokens of a block; a thread always copies the same piece of the same rows.
+template <class Shape>
+class ChunkCopier {
+ public:
+  __device__ __forceinline__ ChunkCopier(const PackedArgs& args, const ExpertTile& tile,
+                                         uint32_t shared)
+      : x_(args.x), stride_(args.x_stride), k_(args.k), shared_(shared) {
+    const auto thread = static_cast<int32_t>(threadIdx.x);
+    piece_ = thread % kPieces;
+    first_row_ = thread / kPieces;
+#pragma unroll
+    for (int32_t i = 0; i < kRows; ++i) {
+      const int32_t row = first_row_ + i * kRowStep;
+      const int32_t of_y = tile.first_row + row;
+      rows_[i] = row >= tile.num_rows ? -1 : args.x_rows != nullptr ? args.x_rows[of_y] : of_y;
+    }
+  }
+
+  __device__ __forceinline__ void request(int32_t chunk) const {
+    const int32_t column = chunk * Shape::kChunkColumns + piece_ * 8;
+    // The last packed tile has columns up to a multiple of 64; tokens are zero beyond K.
+    if (column >= (k_ + kPackedColumns - 1) / kPackedColumns * kPackedColumns) return;
+    const bool is_inside = column < k_;
+    const uint32_t to =
+        shared_ + static_cast<uint32_t>(chunk % Shape::kChunkSlots * Shape::kChunkBytes);
+#pragma unroll
+    for (int32_t i = 0; i < kRows; ++i) {
+      if (rows_[i] < 0) continue;
+      const int32_t row = first_row_ + i * kRowStep;
+      const auto at =
+          static_cast<uint32_t>(row * Shape::kChunkRowBytes + (piece_ ^ (row % 8)) * 16);
+      cp_async_16(to + at, x_ + rows_[i] * stride_ + (is_inside ? column : 0), is_inside);
+    }
+  }
+
+ private:
+  static constexpr int32_t kPieces = Shape::kChunkRowBytes / 16;
+  static constexpr int32_t kRowStep = Shape::kThreads / kPieces;
+  static constexpr int32_t kRows = Shape::kTokens / kRowStep;
+  static_assert(kRowStep > 0 && kRows * kRowStep == Shape::kTokens);
+
+  const __nv_bfloat16* x_;
+  int64_t stride_;
+  int32_t k_;
+  uint32_t shared_;
+  int32_t piece_;
+  int32_t first_row_;
+  int32_t rows_[kRows];  // of x; -1: none
+};
+
+// The scales of kFp8 that a lane needs, read one tile of 128 columns ahead.
+template <class Shape>
+class LaneScales {
+ public:
+  __device__ __forceinline__ LaneScales(const ScaleArgs& args, int32_t expert, int32_t first_row,
+                                        int32_t n)
+      : columns_(args.columns) {
+    const auto* const table =
+        reinterpret_cast<const float*>(args.scales + expert * args.expert_stride);
+    const int32_t group = static_cast<int32_t>(threadIdx.x) % 32 / 4;
+#pragma unroll
+    for (int32_t i = 0; i < 2 * Shape::kRowTiles; ++i) {
+      const int32_t row = min(first_row + group + 8 * i, n - 1);
+      rows_[i] = table + int64_t{row >> args.row_shift} * args.columns;
+      next_[i] = __ldg(rows_[i]);
+    }
+  }
+
+  // Makes the scales of tile `column` current.
+  __device__ __forceinline__ void advance(int32_t column) {
+    const int32_t next = min(column + 1, columns_ - 1);
+#pragma unroll
+    for (int32_t i = 0; i < 2 * Shape::kRowTiles; ++i) {
+      now_[i] = next_[i];
+      next_[i] = __ldg(rows_[i] + next);
+    }
+  }
+
+  // Of row g (half 0) or g + 8 (half 1) of row tile r.
+  __device__ __forceinline__ float of(int32_t r, int32_t half) const { return now_[2 * r + half]; }
+
+ private:
+  int32_t columns_;
+  const float* rows_[2 * Shape::kRowTiles];
+  float now_[2 * Shape::kRowTiles];
+  float next_[2 * Shape::kRowTiles];
+};
+
+// The operands of a row tile for step `step` (0 to 3) of a packed tile.
+template <class Shape, bool kIsTwice>
+__device__ __forceinline__ void convert_step(const uint4 (&words)[LaneGroup<Shape>::kParts],
+                                             int32_t step, const RowMultipliers (&by)[2],
+                                             uint32_t (&a)[4]) {
+  if constexpr (Shape::kFormat == WeightFormat::kMxfp4) {
+    const uint4& w = words[0];
+    const uint32_t word = step == 0 ? w.x : step == 1 ? w.y : step == 2 ? w.z : w.w;
+    PackedElements<WeightFormat::kMxfp4>::convert<kIsTwice>(word, by[step / 2], a);
+  } else {
+    const uint4& w = words[step / 2];
+    PackedElements<WeightFormat::kFp8>::convert<kIsTwice>(
+        step % 2 == 0 ? w.x : w.z, step % 2 == 0 ? w.y : w.w, by[step / 2], a);
+  }
+}
+
+template <class Shape>
+using WarpSums = float[Shape::kRowTiles][Shape::kTokenTiles][4];
+
+// Multiplies tile t of a group. tokens: the shared address of the chunk of tokens; first_step: the
+// tile's first step in the chunk.
+template <class Shape, bool kIsTwice>
+__device__ __forceinline__ void multiply_tile(const LaneGroup<Shape>& group, int32_t t,
+                                              const RowMultipliers (&by)[Shape::kRowTiles][2],
+                                              uint32_t tokens, int32_t first_step,
+                                              WarpSums<Shape>& sums) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
+  constexpr bool kHasPairs = Shape::kTokenTiles > 1;
+  static_assert(!kHasPairs || Shape::kTokenTiles % 2 == 0);
+  uint32_t b[4];
+#pragma unroll
+  for (int32_t step = 0; step < 4; ++step) {
+    uint32_t a[Shape::kRowTiles][4];
+#pragma unroll
+    for (int32_t r = 0; r < Shape::kRowTiles; ++r) {
+      convert_step<Shape, kIsTwice>(group.words[r][t], step, by[r], a[r]);
+    }
+    if constexpr (kHasPairs) {
+      // A load of four matrices: both halves of a step for two tiles of tokens.
+      const int32_t piece = (first_step + step) * 2 + lane / 8 % 2;
+#pragma unroll
+      for (int32_t j = 0; j < Shape::kTokenTiles; j += 2) {
+        const int32_t row = j * 8 + lane / 16 * 8 + lane % 8;
+        ldmatrix_x4(b, tokens + static_cast<uint32_t>(row * Shape::kChunkRowBytes +
+                                                      (piece ^ (lane % 8)) * 16));
+#pragma unroll
+        for (int32_t r = 0; r < Shape::kRowTiles; ++r) {
+          mma_16x8x16(sums[r][j], a[r], b[0], b[1]);
+          mma_16x8x16(sums[r][j + 1], a[r], b[2], b[3]);
+        }
+      }
+    } else {
+      // Both halves of two steps.
+      if (step % 2 == 0) {
+        const int32_t piece = (first_step + step) * 2 + lane / 8;
+        ldmatrix_x4(b, tokens + static_cast<uint32_t>(lane % 8 * Shape::kChunkRowBytes +
+                                                      (piece ^ (lane % 8)) * 16));
+      }
+#pragma unroll
+      for (int32_t r = 0; r < Shape::kRowTiles; ++r) {
+        mma_16x8x16(sums[r][0], a[r], b[step % 2 * 2], b[step % 2 * 2 + 1]);
+      }
+    }
+  }
+}
+
+// Multiplies the sums of rows by their scales.
+template <class Shape>
+__device__ __forceinline__ void multiply_by_scales(const LaneScales<Shape>& scales,
+                                                   WarpSums<Shape>& sums) {
+#pragma unroll
+  for (int32_t r = 0; r < Shape::kRowTiles; ++r) {
+#pragma unroll
+    for (int32_t j = 0; j < Shape::kTokenTiles; ++j) {
+#pragma unroll
+      for (int32_t e = 0; e < 4; ++e) {
+        sums[r][j][e] = __fmul_rn(scales.of(r, e / 2), sums[r][j][e]);
+      }
+    }
+  }
+}
+
+// Computes the sums of the tile, from the first request on. The first `num_requested` groups have
+// been requested and committed. Without kIsTwice it returns whether a scale was too large, and then
+// the sums are wrong. All threads of the block call it.
+template <class Shape, bool kHasTileSums, bool kIsTwice>
+__device__ __forceinline__ bool compute_sums(const PackedArgs& args, LaneWeights<Shape>& weights,
+                                             const ChunkCopier<Shape>& tokens,
+                                             LaneScales<Shape>& scales, uint32_t shared,
+                                             WarpSums<Shape>& sums) {
+  constexpr bool kIsFp8 = Shape::kFormat == WeightFormat::kFp8;
+  const int32_t num_tiles = weights.num_tiles();
+  const int32_t num_groups = (num_tiles + 1) / 2;
+  const int32_t num_chunks = (num_groups + Shape::kChunkGroups - 1) / Shape::kChunkGroups;
+  WarpSums<Shape> parts = {};  // of a group
+  uint32_t scale_bits = 0;     // of all bytes
+  bool is_large = false;
+  tokens.request(0);
+  cp_async_commit();
+  cp_async_wait<0>();
+  LaneGroup<Shape> now;
+  weights.load(0, now);
+  weights.request(Shape::kSlots, 0);
+  cp_async_commit();
+  for (int32_t chunk = 0; chunk < num_chunks; ++chunk) {
+    cp_async_wait<Shape::kPending>();
+    __syncthreads();
+    if (chunk + 1 < num_chunks) tokens.request(chunk + 1);
+    const uint32_t chunk_at = shared + static_cast<uint32_t>(chunk % 2 * Shape::kChunkBytes);
+#pragma unroll
+    for (int32_t i = 0; i < Shape::kChunkGroups; ++i) {
+      const int32_t group = chunk * Shape::kChunkGroups + i;
+      if (group >= num_groups) break;
+      // The next group goes to registers, and another one is requested in its place.
+      constexpr int32_t kSlots = Shape::kSlots;
+      LaneGroup<Shape> next;
+      cp_async_wait<Shape::kPending>();
+      weights.load((i + 1) % kSlots, next);
+      weights.request(group + 1 + kSlots, (i + 1) % kSlots);
+      cp_async_commit();
+
+      if constexpr (kIsFp8) scales.advance(group);
+#pragma unroll
+      for (int32_t t = 0; t < 2; ++t) {
+        if (t == 1 && 2 * group + 1 >= num_tiles) break;
+        RowMultipliers by[Shape::kRowTiles][2];
+#pragma unroll
+        for (int32_t r = 0; r < Shape::kRowTiles; ++r) {
+          if constexpr (kIsFp8) {
+            const bool is_value = !kHasTileSums && args.scales.use == ScaleUse::kValues;
+            const float low = is_value ? scales.of(r, 0) : 1.0f;
+            const float high = is_value ? scales.of(r, 1) : 1.0f;
+            is_large |=
+                fmaxf(fabsf(low), fabsf(high)) > PackedElements<WeightFormat::kFp8>::kMaxScale;
+            by[r][0] = by[r][1] = fp8_multipliers<kIsTwice>(low, high);
+          } else {
+            scale_bits |= now.scales[r][t];
+            by[r][0] = mxfp4_multipliers<kIsTwice>(now.scales[r][t], 0);
+            by[r][1] = mxfp4_multipliers<kIsTwice>(now.scales[r][t], 1);
+          }
+        }
+        multiply_tile<Shape, kIsTwice>(now, t, by, chunk_at, (2 * i + t) * 4,
+                                       kHasTileSums ? parts : sums);
+      }
+      if constexpr (kHasTileSums) {
+#pragma unroll
+        for (int32_t r = 0; r < Shape::kRowTiles; ++r) {
+#pragma unroll
+          for (int32_t j = 0; j < Shape::kTokenTiles; ++j) {
+#pragma unroll
+            for (int32_t e = 0; e < 4; ++e) {
+              sums[r][j][e] = __fmaf_rn(scales.of(r, e / 2), parts[r][j][e], sums[r][j][e]);
+              parts[r][j][e] = 0.0f;
+            }
+          }
+        }
+      }
+      now = next;
+    }
+  }
+  if constexpr (kIsFp8 && !kHasTileSums) {
+    if (args.scales.use == ScaleUse::kRowSums) multiply_by_scales<Shape>(scales, sums);
+  }
+  // Bytes of 128 and more; 128 alone would not be too large.
+  if constexpr (!kIsFp8) is_large = (scale_bits & 0x80808080u) != 0;
+  return is_large;
+}
+
+// Stores one output, with its bias.
+__device__ __forceinline__ void store_output(const PackedArgs& args, int64_t at, float value) {
+  if (args.is_y_float) {
+    static_cast<float*>(args.y)[at] = value;
+  } else {
+    static_cast<__nv_bfloat16*>(args.y)[at] = __float2bfloat16_rn(value);
+  }
+}
+
+template <class Shape>
+__device__ __forceinline__ void write_sums(const PackedArgs& args, const ExpertTile& tile,
+                                           int32_t first_row, const WarpSums<Shape>& sums) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
+  const float* const bias =
+      args.bias != nullptr ? args.bias + int64_t{tile.expert} * args.n : nullptr;
+#pragma unroll
+  for (int32_t r = 0; r < Shape::kRowTiles; ++r) {
+#pragma unroll
+    for (int32_t half = 0; half < 2; ++half) {
+      const int32_t column = first_row + r * kPackedRows + half * 8 + lane / 4;
+      if (column >= args.n) continue;
+      const float add = bias != nullptr ? bias[column] : 0.0f;
+#pragma unroll
+      for (int32_t j = 0; j < Shape::kTokenTiles; ++j) {
+#pragma unroll
+        for (int32_t e = 0; e < 2; ++e) {
+          const int32_t row = j * 8 + lane % 4 * 2 + e;
+          if (row >= tile.num_rows) continue;
+          store_output(args, (tile.first_row + row) * args.y_stride + column,
+                       __fadd_rn(sums[r][j][2 * half + e], add));
+        }
+      }
+    }
+  }
+}
+
+template <class Shape, bool kHasTileSums>
+__global__ void __launch_bounds__(Shape::kThreads)
+    narrow_gemm_kernel(const __grid_constant__ PackedArgs args) {
+  extern __shared__ __align__(128) std::byte storage[];
+  const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
+  const uint32_t tokens_at = shared_address(storage);
+  const uint32_t weights_at =
+      tokens_at + static_cast<uint32_t>(Shape::kTokensBytes + warp * Shape::kWarpBytes);
+  const bool is_mixture = args.rows.expert_begin != nullptr;
+  let_successor_start();
+  ExpertTile tile = {.expert = 0,
+                     .column_tile = column_tile_of(args.rows, Shape::kTokens),
+                     .first_row = 0,
+                     .num_rows = 0};
+  if (is_mixture) {
+    wait_for_predecessor();
+    tile = find_tile(args.rows, Shape::kTokens);
+    if (tile.num_rows == 0) return;
+  }
+  const int32_t first_row = tile.column_tile * Shape::kRows + warp * Shape::kWarpRows;
+  LaneWeights<Shape> weights(args, tile.expert, first_row, weights_at);
+  const auto request_first = [&] {
+#pragma unroll
+    for (int32_t slot = 0; slot < Shape::kSlots; ++slot) {
+      weights.request(slot, slot);
+      cp_async_commit();
+    }
+  };
+  request_first();
+  if (!is_mixture) {
+    wait_for_predecessor();
+    tile = find_tile(args.rows, Shape::kTokens);
+    if (tile.num_rows == 0) {
+      cp_async_wait<0>();
+      return;
+    }
+  }
+  const ChunkCopier<Shape> tokens(args, tile, tokens_at);
+  LaneScales<Shape> scales(args.scales, tile.expert, first_row, args.n);
+  WarpSums<Shape> sums = {};
+  const bool is_large =
+      compute_sums<Shape, kHasTileSums, false>(args, weights, tokens, scales, tokens_at, sums);
+  if constexpr (!kHasTileSums) {
+    if (__syncthreads_or(is_large ? 1 : 0) != 0) {
+      weights = LaneWeights<Shape>(args, tile.expert, first_row, weights_at);
+      scales = LaneScales<Shape>(args.scales, tile.expert, first_row, args.n);
+      request_first();
+#pragma unroll
+      for (auto& of_tile : sums) {
+#pragma unroll
+        for (auto& four : of_tile) {
+#pragma unroll
+          for (float& sum : four) sum = 0.0f;
+        }
+      }
+      compute_sums<Shape, kHasTileSums, true>(args, weights, tokens, scales, tokens_at, sums);
+    }
+  }
+  write_sums<Shape>(args, tile, first_row, sums);
+}
+
+}  // namespace paceline::cuda

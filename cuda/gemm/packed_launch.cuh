@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Chooses and launches the kernels of packed weights. docs/kernels.md has the measurements.
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "gemm/expert_launch.cuh"
+#include "gemm/narrow_kernel.cuh"
+#include "gemm/parts_kernel.cuh"
+#include "gemm/split_kernel.cuh"
+#include "gemm/wgmma.cuh"
+#include "gemm/wide_kernel.cuh"
+
+namespace paceline::cuda {
+
+// Blocks of a kernel whose tiles have `weights` by `tokens` outputs.
+inline int64_t num_packed_blocks(const ExpertGemmParams& p, int32_t weights, int32_t tokens) {
+  return max_row_tiles(p.expert_begin != nullptr, p.weight.num_experts, p.max_rows, tokens) *
+         ((p.weight.first.n + weights - 1) / weights);
+}
+
+// Launches `kernel`, whose tiles have `weights` by `tokens` outputs.
+inline void launch_packed(CudaContext& ctx, const ExpertGemmParams& p, const int32_t* num_rows,
+                          void (*kernel)(PackedArgs), int32_t weights, int32_t tokens,
+                          int32_t threads, int32_t shared_bytes, int32_t num_stages = 0) {
+  const WeightMatrix& w = p.weight.first;
+  launch(ctx, "expert_gemm", kernel,
+         dim3(static_cast<uint32_t>(num_packed_blocks(p, weights, tokens))), dim3(threads),
+         static_cast<size_t>(shared_bytes),
+         PackedArgs{.rows = expert_rows(p, num_rows, weights),
+                    .scales = scale_args(p.weight),
+                    .data = w.data,
+                    .data_stride = p.weight.data_stride,
+                    .x = static_cast<const __nv_bfloat16*>(p.x),
+                    .x_stride = p.x_stride,
+                    .x_rows = p.x_rows,
+                    .bias = p.bias,
+                    .y = p.y,
+                    .y_stride = p.y_stride,
+                    .is_y_float = p.y_dtype == DType::kFloat32,
+                    .n = w.n,
+                    .k = w.k,
+                    .num_stages = num_stages,
+                    .weight_policy = rows_to_expect(p) > tokens ? kEvictNormal : kEvictFirst});
+}
+
+// Allows `kernel` the shared memory that it needs, once for each kernel of a type.
+template <auto kernel>
+void allow_packed_bytes(int32_t bytes) {
+  static const bool is_allowed = [&] {
+    allow_shared_bytes(kernel, static_cast<size_t>(bytes), "expert_gemm");
+    return true;
+  }();
+  static_cast<void>(is_allowed);
+}
+
+template <class Shape, bool kHasTileSums>
+void launch_narrow(CudaContext& ctx, const ExpertGemmParams& p, const int32_t* num_rows) {
+  constexpr auto kernel = &narrow_gemm_kernel<Shape, kHasTileSums>;
+  allow_packed_bytes<kernel>(Shape::kSharedBytes);
+  launch_packed(ctx, p, num_rows, kernel, Shape::kRows, Shape::kTokens, Shape::kThreads,
+                Shape::kSharedBytes);
+}
+
+template <class Shape, bool kHasTileSums>
+void launch_split(CudaContext& ctx, const ExpertGemmParams& p, const int32_t* num_rows) {
+  constexpr auto kernel = &split_gemm_kernel<Shape, kHasTileSums>;
+  allow_packed_bytes<kernel>(Shape::kSharedBytes);
+  launch_packed(ctx, p, num_rows, kernel, Shape::kRows, Shape::kTokens, Shape::kThreads,
+                Shape::kSharedBytes);
+}
+
+template <class Shape>
+void launch_parts(CudaContext& ctx, const ExpertGemmParams& p, const int32_t* num_rows) {
+  constexpr auto kernel = &parts_gemm_kernel<Shape>;
+  allow_packed_bytes<kernel>(Shape::kSharedBytes);
+  launch_packed(ctx, p, num_rows, kernel, Shape::kRows, Shape::kTokens, Shape::kThreads,
+                Shape::kSharedBytes);
+}
+
+// Up to Shape::kBlocks blocks share a multiprocessor.
+template <class Shape, bool kHasTileSums>
+void launch_wide(CudaContext& ctx, const ExpertGemmParams& p, const int32_t* num_rows) {
+  constexpr auto kernel = &wide_gemm_kernel<Shape, kHasTileSums>;
+  allow_packed_bytes<kernel>(kMaxWideBytes);
+  // A block that has a multiprocessor to itself keeps more bytes in flight.
+  const bool is_alone = num_packed_blocks(p, Shape::kWeights, Shape::kTokens) <= ctx.num_sms;
+  constexpr int32_t kBarrierBytes = 2 << 10;  // and what CUDA takes of each block's share
+  const int32_t num_stages = Shape::stages_in(
+      std::min(kMaxWideBytes, (227 << 10) / (is_alone ? 1 : Shape::kBlocks) - kBarrierBytes));
+  launch_packed(ctx, p, num_rows, kernel, Shape::kWeights, Shape::kTokens, Shape::kThreads,
+                Shape::shared_bytes(num_stages), num_stages);
+}
+
+// Row tiles of 16 weights that a pass is expected to compute, for each multiprocessor.
+inline int64_t row_tiles_per_sm(const CudaContext& ctx, const ExpertGemmParams& p) {
+  const int32_t hit = p.expert_begin == nullptr ? 1 : std::min(p.weight.num_experts, p.max_rows);
+  return p.weight.first.packed_tile_rows() * hit / ctx.num_sms;
+}
+
+// At most 16 rows, or in a mixture twice the mean of an expert's rows.
+template <WeightFormat format, bool kHasTileSums>
+void launch_few_rows(CudaContext& ctx, const ExpertGemmParams& p, const int32_t* num_rows) {
+  constexpr bool kIsMxfp4 = format == WeightFormat::kMxfp4;
+  const int64_t row_tiles = row_tiles_per_sm(ctx, p);
+  const bool is_narrow = rows_to_expect(p) <= 8;
+  // Few warps on a multiprocessor are bound by the latency of their own instructions.
+  if (p.expert_begin == nullptr && row_tiles < 5) {
+    if constexpr (kHasTileSums) {
+      return is_narrow ? launch_parts<PartsShape<1>>(ctx, p, num_rows)
+                       : launch_parts<PartsShape<2>>(ctx, p, num_rows);
+    } else {
+      return is_narrow ? launch_split<SplitShape<format, 1>, kHasTileSums>(ctx, p, num_rows)
+                       : launch_split<SplitShape<format, 2>, kHasTileSums>(ctx, p, num_rows);
+    }
+  }
+  if (!is_narrow) {
+    using Shape = NarrowShape<format, kIsMxfp4 ? 2 : 1, 2, 4>;
+    return launch_narrow<Shape, kHasTileSums>(ctx, p, num_rows);
+  }
+  if (row_tiles < 16) {
+    return launch_narrow<NarrowShape<format, 1, 1, 2>, kHasTileSums>(ctx, p, num_rows);
+  }
+  if (kIsMxfp4 && row_tiles >= 64) {
+    return launch_narrow<NarrowShape<format, kIsMxfp4 ? 2 : 1, 1, 4>, kHasTileSums>(ctx, p,
+                                                                                    num_rows);
+  }
+  launch_narrow<NarrowShape<format, 1, 1, 4>, kHasTileSums>(ctx, p, num_rows);
+}
+
+// Launches a product of packed weights.
+template <WeightFormat format, bool kHasTileSums = false>
+void launch_packed_format(CudaContext& ctx, const ExpertGemmParams& p, const int32_t* num_rows) {
+  const int32_t rows = rows_to_expect(p);
+  if (rows <= 16) return launch_few_rows<format, kHasTileSums>(ctx, p, num_rows);
+  if constexpr (format == WeightFormat::kMxfp4) {
+    // A tile has room for one and a half times the mean, which a random routing seldom exceeds.
+    if (rows <= 44) return launch_wide<WideShape<format, 2, 32, 3, 2>, false>(ctx, p, num_rows);
+    if (rows <= 72) return launch_wide<WideShape<format, 2, 48, 2, 2>, false>(ctx, p, num_rows);
+    launch_wide<WideShape<format, 2, 128>, false>(ctx, p, num_rows);
+  } else {
+    if (rows <= 32) {
+      return launch_wide<WideShape<format, 1, 32, 3, 2>, kHasTileSums>(ctx, p, num_rows);
+    }
+    if (rows <= 64) {
+      return launch_wide<WideShape<format, 1, 64, 2>, kHasTileSums>(ctx, p, num_rows);
+    }
+    // Tiles of twice the weights read tokens half as often, where they leave no multiprocessor
+    // idle.
+    if (num_packed_blocks(p, 128, 128) >= ctx.num_sms) {
+      return launch_wide<WideShape<format, 2, 128, 1, 4, kHasTileSums>, kHasTileSums>(ctx, p,
+                                                                                      num_rows);
+    }
+    launch_wide<WideShape<format, 1, 128>, kHasTileSums>(ctx, p, num_rows);
+  }
+}
+
+}  // namespace paceline::cuda

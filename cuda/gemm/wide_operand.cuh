@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// A lane's part of the packed weights of a stage, and its conversion to the register operand of
+// `wgmma` m64k16. Warp w of a warpgroup has row tile w.
+
+#include <cstdint>
+
+#include "common/mma.cuh"
+#include "common/reduce.cuh"
+#include "gemm/packed_elements.cuh"
+#include "gemm/wide_ring.cuh"
+
+namespace paceline::cuda {
+
+template <class Shape, bool kHasTileSums>
+class StageOperand {
+ public:
+  static constexpr bool kIsFp8 = Shape::kFormat == WeightFormat::kFp8;
+  using Elements = PackedElements<Shape::kFormat>;
+
+  // row_tile: of the calling warp in the block's tile; has_values: kFp8, the scales are part of the
+  // values (ScaleUse::kValues).
+  __device__ __forceinline__ StageOperand(int32_t row_tile, bool has_values)
+      : has_values_(has_values) {
+    const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
+    weights_at_ = static_cast<uint32_t>(row_tile * Shape::kRowTileBytes + lane * 16);
+    scales_at_ = static_cast<uint32_t>(row_tile * 64 + lane / 4 * 4);
+  }
+
+  // Reads a part of a stage; `weights` is its shared address.
+  __device__ __forceinline__ void read(uint32_t weights, int32_t part) {
+    // A read of kMxfp4 has 64 columns, which may be two parts.
+    if (!kIsFp8 && part * Shape::kSteps % 4 != 0) return;
+#pragma unroll
+    for (int32_t i = 0; i < kPieces; ++i) {
+      const int32_t piece = part * Shape::kSteps / (kIsFp8 ? 2 : 4) + i;
+      pieces_[i] = load_shared_16(weights + weights_at_ + static_cast<uint32_t>(piece * 512));
+    }
+  }
+
+  // Reads the scales of a stage.
+  __device__ __forceinline__ void read_scales(uint32_t scales) {
+    // kMxfp4: of the first and of the last 64 columns; kFp8: of row g and of row g + 8.
+    scales_[0] = load_shared_4(scales + scales_at_);
+    scales_[1] = load_shared_4(scales + scales_at_ + 32);
+    if constexpr (kHasTileSums) return;
+    if constexpr (kIsFp8) {
+      if (!has_values_) scales_[0] = scales_[1] = __float_as_uint(1.0f);
+      const float most = fmaxf(fabsf(scale(0)), fabsf(scale(1)));
+      is_twice_ = __any_sync(kAllLanes, most > Elements::kMaxScale);
+    } else {
+      // A byte from 128 may be above kMaxScaleByte, which is 128.
+      static_assert(Elements::kMaxScaleByte == 128);
+      is_twice_ = __any_sync(kAllLanes, ((scales_[0] | scales_[1]) & 0x80808080u) != 0);
+    }
+  }
+
+  // The operands of the part that has been read.
+  __device__ __forceinline__ void convert(int32_t part, uint32_t (&a)[4 * Shape::kSteps]) const {
+    if (!kHasTileSums && is_twice_) {
+      convert<true>(part, a);
+    } else {
+      convert<false>(part, a);
+    }
+  }
+
+  // kFp8: the scale of row g (0) or row g + 8 (1).
+  __device__ __forceinline__ float scale(int32_t i) const { return __uint_as_float(scales_[i]); }
+
+ private:
+  static constexpr int32_t kPieces = kIsFp8 ? Shape::kSteps / 2 : 1;  // of a part
+
+  template <bool kIsTwice>
+  __device__ __forceinline__ void convert(int32_t part, uint32_t (&a)[4 * Shape::kSteps]) const {
+#pragma unroll
+    for (int32_t i = 0; i < Shape::kSteps; ++i) {
+      const int32_t step = (part * Shape::kSteps + i) % 4;  // of 64 columns
+      const RowMultipliers by = multipliers<kIsTwice>(part * Shape::kSteps / 4, step / 2);
+      uint32_t to[4];
+      if constexpr (kIsFp8) {
+        const uint4& two = pieces_[i / 2];
+        Elements::template convert<kIsTwice>(step % 2 == 0 ? two.x : two.z,
+                                             step % 2 == 0 ? two.y : two.w, by, to);
+      } else {
+        const uint4& four = pieces_[0];
+        const uint32_t word = step == 0 ? four.x : step == 1 ? four.y : step == 2 ? four.z : four.w;
+        Elements::template convert<kIsTwice>(word, by, to);
+      }
+#pragma unroll
+      for (int32_t j = 0; j < 4; ++j) a[4 * i + j] = to[j];
+    }
+  }
+
+  // Of the 32 columns `group` (0 or 1) of 64 columns `half`.
+  template <bool kIsTwice>
+  __device__ __forceinline__ RowMultipliers multipliers(int32_t half, int32_t group) const {
+    if constexpr (!kIsFp8) {
+      return mxfp4_multipliers<kIsTwice>(scales_[half], group);
+    } else if constexpr (kHasTileSums) {
+      return fp8_multipliers<false>(1.0f, 1.0f);
+    } else {
+      return fp8_multipliers<kIsTwice>(scale(0), scale(1));
+    }
+  }
+
+  bool has_values_;
+  bool is_twice_ = false;  // the same in all lanes of the warp
+  uint32_t weights_at_;
+  uint32_t scales_at_;
+  uint4 pieces_[kPieces];
+  uint32_t scales_[2];
+};
+
+}  // namespace paceline::cuda

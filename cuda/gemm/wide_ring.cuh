@@ -1,0 +1,263 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The ring of a block of wide_kernel.cuh, and the warps that fill it. A stage has 128 columns of K:
+// tokens, packed weights and their scales.
+
+#include <cuda_bf16.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "common/mma.cuh"
+#include "gemm/expert_tiles.cuh"
+#include "gemm/gemm_epilogue.cuh"
+#include "gemm/packed_args.h"
+#include "gemm/packed_weights.h"
+#include "gemm/token_copier.cuh"
+#include "gemm/wgmma.cuh"
+
+namespace paceline::cuda {
+
+inline constexpr int32_t kMaxWideStages = 16;
+inline constexpr int32_t kMaxWideBytes = 226 << 10;  // of 227 KB; barriers take their share
+
+// 64 * groups weights by at most `tokens` tokens. `blocks` of a multiprocessor must have enough
+// registers. `steps`: see kSteps.
+template <WeightFormat format, int32_t groups, int32_t tokens, int32_t blocks = 1,
+          int32_t steps = 4, bool moves_registers = false>
+struct WideShape {
+  static constexpr WeightFormat kFormat = format;
+  static constexpr int32_t kGroups = groups;
+  static constexpr int32_t kBlocks = blocks;
+  static constexpr int32_t kTokens = tokens;
+  static constexpr int32_t kWeights = 64 * groups;
+  static constexpr int32_t kRowTiles = kWeights / kPackedRows;
+  static constexpr int32_t kStageDepth = 2 * kPackedColumns;
+
+  // Of a stage: two tiles of 64 columns for each row tile; a word of scales for each row.
+  static constexpr int32_t kRowTileBytes = 2 * packed_tile_bytes(format);
+  static constexpr int32_t kWeightBytes = kRowTiles * kRowTileBytes;
+  static constexpr int32_t kTokenBytes = tokens * 128;  // of 64 columns
+  static constexpr int32_t kTileBytes = 2 * kTokenBytes + kWeightBytes;
+  static constexpr int32_t kScaleBytes = kWeights * 4;
+  static constexpr int32_t kStageBytes = kTileBytes + kScaleBytes;
+  static_assert(tokens % 16 == 0 && kTileBytes % 1024 == 0);
+
+  static constexpr int32_t kConsumers = groups * 128;
+  static constexpr int32_t kTokenWarps = tokens <= 32 ? 1 : 2;
+  // A warp for the weights; where the warpgroups move registers, they must be whole.
+  static constexpr bool kMovesRegisters = moves_registers;
+  static constexpr int32_t kProducers = moves_registers ? 128 : 32 * (kTokenWarps + 1);
+  static constexpr int32_t kThreads = kConsumers + kProducers;
+  // Arrivals at a full stage: the announcement of the weights, the lanes that copy scales, and the
+  // warps that copy tokens.
+  static constexpr int32_t kArrivals = 1 + 32 + kTokenWarps;
+  // Stages whose tokens are in flight before a warp waits for the oldest.
+  static constexpr int32_t kStagesAhead = tokens <= 64 ? 3 : 2;
+  static constexpr int32_t kStagedBytes = tokens * (kWeights + 4) * 4;
+  static constexpr int32_t kMinStages =
+      std::max(kStagesAhead + 2, (kStagedBytes + kTileBytes - 1) / kTileBytes);
+
+  // Products of 16 columns of K whose operand is converted at once: a part of a stage.
+  static constexpr int32_t kSteps = steps;
+  static constexpr int32_t kParts = 8 / steps;
+  static_assert(steps == 2 || steps == 4);
+
+  static constexpr bool kWeightsAreRows = true;  // for StagedTile
+  static constexpr int32_t kColumns = tokens;
+
+  // Stages that fit `bytes` of shared memory.
+  static constexpr int32_t stages_in(int32_t bytes) {
+    return std::clamp((bytes - 1024) / kStageBytes, kMinStages, kMaxWideStages);
+  }
+  static constexpr int32_t shared_bytes(int32_t num_stages) {
+    return 1024 + num_stages * kStageBytes;
+  }
+  static_assert(shared_bytes(kMinStages) <= kMaxWideBytes);
+};
+
+// Shared addresses of a ring: tokens and weights stage by stage, then the scales of all stages.
+template <class Shape>
+struct WideRing {
+  uint32_t data;
+  uint32_t scale_data;
+  uint64_t* full;   // one phase per filling: all bytes of the stage have arrived
+  uint64_t* empty;  // one phase per use: every warp of the consumers has read the stage
+  int32_t num_stages;
+
+  __device__ __forceinline__ uint32_t tokens(int32_t stage) const {
+    return data + static_cast<uint32_t>(stage * Shape::kTileBytes);
+  }
+  __device__ __forceinline__ uint32_t weights(int32_t stage) const {
+    return tokens(stage) + 2 * Shape::kTokenBytes;
+  }
+  __device__ __forceinline__ uint32_t scales(int32_t stage) const {
+    return scale_data + static_cast<uint32_t>(stage * Shape::kScaleBytes);
+  }
+};
+
+// Walks the stages of a ring.
+struct RingPlace {
+  int32_t stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void next(int32_t num_stages) {
+    if (++stage == num_stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+__device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, uint32_t bytes,
+                                          uint64_t* barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
+__device__ __forceinline__ void cp_async_4(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
+// Copies the scales of a tile, stage by stage; one object for each lane of a warp. A stage has
+//   kMxfp4: for each row tile, the 32 bytes of its first and of its second tile of 64 columns
+//   kFp8:   for each row, a float
+// A row tile behind the last one has the scales of the last one.
+template <class Shape>
+class ScaleCopier {
+ public:
+  __device__ __forceinline__ ScaleCopier(const PackedArgs& args, const ExpertTile& tile,
+                                         int32_t lane)
+      : lane_(lane) {
+    const std::byte* const table = args.scales.scales + tile.expert * args.scales.expert_stride;
+    if constexpr (kIsBytes) {
+      tile_cols_ = (args.k + kPackedColumns - 1) / kPackedColumns;
+      const int32_t last = (args.n - 1) / kPackedRows;
+#pragma unroll
+      for (int32_t i = 0; i < kCount; ++i) {
+        const int32_t row_tile = tile.column_tile * Shape::kRowTiles + (lane + 32 * i) / 4;
+        from_[i] =
+            table + int64_t{min(row_tile, last)} * tile_cols_ * kPackedScaleBytes + lane % 4 * 16;
+      }
+    } else {
+      is_needed_ = args.scales.use == ScaleUse::kValues || args.scales.use == ScaleUse::kTileSums;
+      columns_ = args.scales.columns;
+#pragma unroll
+      for (int32_t i = 0; i < kCount; ++i) {
+        const int32_t row = tile.column_tile * Shape::kWeights + lane + 32 * i;
+        from_[i] = table + int64_t{min(row, args.n - 1) >> args.scales.row_shift} * columns_ * 4;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void copy(uint32_t to, int32_t block) const {
+    if constexpr (kIsBytes) {
+      // Scales of columns beyond K are zero.
+      const bool is_inside = 2 * block + lane_ % 4 / 2 < tile_cols_;
+      const int32_t at = is_inside ? block * 2 * kPackedScaleBytes : 0;
+#pragma unroll
+      for (int32_t i = 0; i < kCount; ++i) {
+        if (lane_ + 32 * i < Shape::kRowTiles * 4) {
+          cp_async_16(to + static_cast<uint32_t>((lane_ + 32 * i) * 16), from_[i] + at, is_inside);
+        }
+      }
+    } else {
+      if (!is_needed_) return;
+      const int32_t at = min(block, columns_ - 1) * 4;
+#pragma unroll
+      for (int32_t i = 0; i < kCount; ++i) {
+        cp_async_4(to + static_cast<uint32_t>((lane_ + 32 * i) * 4), from_[i] + at);
+      }
+    }
+  }
+
+ private:
+  static constexpr bool kIsBytes = Shape::kFormat == WeightFormat::kMxfp4;
+  static constexpr int32_t kCount =
+      kIsBytes ? (Shape::kRowTiles * 4 + 31) / 32 : Shape::kWeights / 32;
+
+  int32_t lane_;
+  int32_t tile_cols_ = 0;   // kMxfp4
+  int32_t columns_ = 0;     // kFp8
+  bool is_needed_ = false;  // kFp8
+  const std::byte* from_[kCount];
+};
+
+// Fills the ring with weights and scales; called by a warp.
+template <class Shape>
+__device__ __forceinline__ void produce_weights(const WideRing<Shape>& ring, const PackedArgs& args,
+                                                const ExpertTile& tile, int32_t num_blocks) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
+  const ScaleCopier<Shape> scales(args, tile, lane);
+  const int32_t tile_cols = (args.k + kPackedColumns - 1) / kPackedColumns;
+  const int64_t row_bytes = int64_t{tile_cols} * (Shape::kRowTileBytes / 2);
+  const int32_t first = tile.column_tile * Shape::kRowTiles;
+  // A row tile behind the last one reads the last one; its outputs are not written.
+  const int32_t last = (args.n - 1) / kPackedRows - first;
+  const std::byte* from = args.data + tile.expert * args.data_stride + first * row_bytes;
+  RingPlace place;
+  place.parity = 1;
+  for (int32_t block = 0; block < num_blocks; ++block) {
+    // The first round finds the stages empty.
+    if (block >= ring.num_stages) barrier_wait(&ring.empty[place.stage], place.parity);
+    uint64_t* const full = &ring.full[place.stage];
+    if (lane == 0) {
+      // A last stage of 64 columns leaves its second half as it is: any bits are finite elements,
+      // and the tokens are zero.
+      const uint32_t bytes =
+          2 * block + 2 <= tile_cols ? Shape::kRowTileBytes : Shape::kRowTileBytes / 2;
+      barrier_expect(full, Shape::kRowTiles * bytes);
+      const uint32_t to = ring.weights(place.stage);
+#pragma unroll
+      for (int32_t i = 0; i < Shape::kRowTiles; ++i) {
+        copy_bulk(to + static_cast<uint32_t>(i * Shape::kRowTileBytes),
+                  from + min(i, last) * row_bytes, bytes, full, args.weight_policy);
+      }
+      from += Shape::kRowTileBytes;
+    }
+    __syncwarp();
+    scales.copy(ring.scales(place.stage), block);
+    arrive_after_copies(full);
+    place.next(ring.num_stages);
+  }
+}
+
+// Fills the ring with tokens; called by all threads of the token warps.
+template <class Shape>
+__device__ __forceinline__ void produce_tokens(const WideRing<Shape>& ring, const PackedArgs& args,
+                                               const ExpertTile& tile, int32_t thread,
+                                               int32_t num_blocks) {
+  const TokenCopier<Shape> copier(args.x, args.x_stride, args.x_rows, args.k, tile, thread);
+  // The tokens of this warp have arrived in the stage.
+  const auto arrive = [&](int32_t stage) {
+    fence_shared_for_wgmma();
+    __syncwarp();
+    if (thread % 32 == 0) barrier_arrive(&ring.full[stage]);
+  };
+  RingPlace place;
+  place.parity = 1;
+  RingPlace oldest;  // the stage whose tokens have been in flight longest
+  for (int32_t block = 0; block < num_blocks; ++block) {
+    if (block >= ring.num_stages) barrier_wait(&ring.empty[place.stage], place.parity);
+    copier.copy(ring.tokens(place.stage), block);
+    cp_async_commit();
+    if (block >= Shape::kStagesAhead) {
+      cp_async_wait<Shape::kStagesAhead>();
+      arrive(oldest.stage);
+      oldest.next(ring.num_stages);
+    }
+    place.next(ring.num_stages);
+  }
+  cp_async_wait<0>();
+  for (int32_t left = min(Shape::kStagesAhead, num_blocks); left > 0; --left) {
+    arrive(oldest.stage);
+    oldest.next(ring.num_stages);
+  }
+}
+
+}  // namespace paceline::cuda
