@@ -32,6 +32,8 @@ SPECS = [
     TinySpec("gemma4", k_eq_v=True, shared_layers=2, attention_bias=True, tied=False),
     TinySpec("qwen3", vocab_size=131, hidden_size=70, intermediate_size=33, dtype="float16"),
     TinySpec("gpt_oss", dtype="bfloat16"),
+    TinySpec("glm4_moe_lite", dtype="bfloat16", shards=2),
+    TinySpec("deepseek_v3", latent=tiny_models.TinyLatent(q_rank=None, groups=4, top_groups=2)),
     TinySpec("gpt_oss", quantization="mxfp4", dtype="bfloat16", shards=2),
     # More rows and columns than a block, and parts of q, k and v that are smaller.
     TinySpec("qwen3", quantization="fp8_block", dtype="bfloat16", intermediate_size=288),
