@@ -209,6 +209,12 @@ def _add_convert(commands: Any) -> None:
         help="as --revision, for --draft (default: its default branch)",
     )
     parser.add_argument(
+        "--method",
+        metavar="NAME",
+        help="mtp: the target's own MTP layer drafts; or the method of --draft (default: none, or "
+        "what --draft holds)",
+    )
+    parser.add_argument(
         "--num-speculative-tokens",
         type=integer,
         default=4,
@@ -261,6 +267,7 @@ def _run_convert(args: argparse.Namespace) -> int:
         draft_dir=draft,
         num_speculative_tokens=args.num_speculative_tokens,
         dtype=args.dtype,
+        method=args.method,
         allow_pickle=args.allow_pickle,
         progress=not args.quiet,
     )

@@ -190,6 +190,7 @@ class LLM(RunningLLM):
                 sources.target,
                 sources.draft,
                 method=None if speculative is None else speculative.method,
+                draft_feedback=None if speculative is None else speculative.draft_feedback,
                 dtype=config.dtype,
                 device=resolved,
                 load_format=load_format,

@@ -84,6 +84,8 @@ def find_models(
         )
     elif speculative is not None:
         speculative = speculative.completed(str(folder.path))
+    if speculative is not None and speculative.method == "mtp" and speculative.model is None:
+        return ModelSources(target, target, speculative)
     if speculative is None or speculative.model is None:
         return ModelSources(target, None, speculative)
     if speculative.model == str(folder.path):
@@ -92,6 +94,11 @@ def find_models(
     draft = find_folder(
         speculative.model, revision=speculative.revision, argument=argument, **options
     )
+    if speculative.method == "mtp" and not draft.samefile(target.path):
+        raise ValueError(
+            f"{argument} is {shorten(speculative.model)}, but method 'mtp' drafts with a layer in "
+            f"the target's own files, {target.path}; allowed: no 'model'"
+        )
     return ModelSources(target, CheckpointFolder(draft), speculative)
 
 

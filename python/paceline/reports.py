@@ -21,6 +21,7 @@ from paceline.outputs import acceptance
 from paceline.sampling import SamplingParams
 from paceline.speculative_config import (
     DRAFT_DRIVERS,
+    DRAFT_FEEDBACKS,
     DRAFT_POSITIONS,
     DRAFT_SAMPLE_METHODS,
     LATER_METHODS,
@@ -40,6 +41,7 @@ def capabilities() -> dict[str, Any]:
         "max_draft_proposals": MAX_DRAFT_PROPOSALS,
         "draft_drivers": list(DRAFT_DRIVERS),
         "draft_positions": list(DRAFT_POSITIONS),
+        "draft_feedbacks": list(DRAFT_FEEDBACKS),
         "architectures": sorted(ARCHITECTURES),
         "devices": usable_devices(),
         "has_cuda": _core.build_info()["has_cuda"],

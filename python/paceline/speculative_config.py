@@ -30,18 +30,20 @@ from paceline.limits import (
 )
 from paceline.vllm_arguments import advice_end
 
-METHODS: Final = ("draft_model", "eagle", "eagle3", "gemma4_mtp", "ngram")
-LATER_METHODS: Final = ("mtp", "suffix")
+METHODS: Final = ("draft_model", "eagle", "eagle3", "mtp", "gemma4_mtp", "ngram")
+LATER_METHODS: Final = ("suffix",)
 REJECTION_SAMPLE_METHODS: Final = ("coupled", "standard", "block", "synthetic")
 DRAFT_SAMPLE_METHODS: Final = ("probabilistic", "greedy")
 DRAFT_DRIVERS: Final = ("unrolled", "replay", "while", "eager")
 DRAFT_POSITIONS: Final = ("last", "next")
+DRAFT_FEEDBACKS: Final = ("normed", "raw")
 
 # Keys of SpeculativeConfig that users write under "x".
 _NESTED_KEYS: Final = (
     "draft_driver",
     "draft_stop_threshold",
     "draft_position",
+    "draft_feedback",
     "draft_proposals",
 )
 
@@ -61,10 +63,11 @@ class SpeculativeConfig:
     as `{"method": None}`, means plain decoding.
 
     Attributes:
-        method: "draft_model", "eagle", "eagle3", "gemma4_mtp" or "ngram". None: `LLM` reads it from
-            the checkpoint in `model`.
+        method: "draft_model", "eagle", "eagle3", "mtp", "gemma4_mtp" or "ngram". None: `LLM` reads
+            it from the checkpoint in `model`.
         model: The drafter: a folder or a model of the hub, as for `LLM`; a path-like object becomes
-            a string. None with "ngram", which needs no model.
+            a string. None with "ngram", which needs no model, and with "mtp", whose layer is in the
+            target's own files.
         revision: Of a drafter on the hub: a branch, a tag or a commit. None = the default branch.
         num_speculative_tokens: Tokens drafted in each iteration (k), 1 to 16. None, with a drafter
             that the model brings: the default of its folder.
@@ -96,6 +99,10 @@ class SpeculativeConfig:
             "last", the last position with KV of the target (None means this), or "next", that of
             the newest token. Engines differ here. The keys are the same, so only acceptance can
             change.
+        draft_feedback: Under "x", "mtp" only. The hidden state that a draft step passes to the next
+            one: "normed", after the layer's last norm (None means this, except that a folder of
+            `paceline convert` may say otherwise), or "raw", before it. Engines differ here. The
+            first draft is the same, so only the acceptance of later ones can change.
         draft_proposals: Under "x", 1 to 256, only for "standard" and "block" with "probabilistic"
             drafts (None = 64 there). Drafts are sampled from this many of the drafter's most likely
             tokens. The output distribution is exact for any number. The engine keeps 8 bytes for
@@ -114,6 +121,7 @@ class SpeculativeConfig:
     draft_driver: str = "unrolled"
     draft_stop_threshold: float = 0.0
     draft_position: str | None = None
+    draft_feedback: str | None = None
     draft_proposals: int | None = None
 
     def __post_init__(self) -> None:
@@ -137,6 +145,7 @@ class SpeculativeConfig:
         check_choice("speculative_config['x']['draft_driver']", self.draft_driver, DRAFT_DRIVERS)
         self._check_draft_stop()
         self._check_draft_position()
+        self._check_draft_feedback()
 
     @property
     def is_incomplete(self) -> bool:
@@ -252,6 +261,18 @@ class SpeculativeConfig:
                 "have one position each; allowed: only with 'gemma4_mtp', otherwise leave it out"
             )
 
+    def _check_draft_feedback(self) -> None:
+        key = "speculative_config['x']['draft_feedback']"
+        if self.draft_feedback is None:
+            return
+        check_choice(key, self.draft_feedback, DRAFT_FEEDBACKS)
+        # Without a method the checkpoint decides, see `resolved`.
+        if self.method not in (None, "mtp"):
+            raise ValueError(
+                f"{key} is {self.draft_feedback!r}, but method is {self.method!r}; allowed: only "
+                "with 'mtp', otherwise leave it out"
+            )
+
     def _check_draft_stop(self) -> None:
         key = "speculative_config['x']['draft_stop_threshold']"
         allowed = "a number from 0 (off) to below 1"
@@ -286,6 +307,13 @@ class SpeculativeConfig:
                 raise ValueError(
                     f"speculative_config['revision'] is {shorten(self.revision)}, but 'model' is "
                     "missing; allowed: only with a 'model' on the hub"
+                )
+            return
+        if self.method == "mtp" and self.model is None:
+            if self.revision is not None:
+                raise ValueError(
+                    f"speculative_config['revision'] is {shorten(self.revision)}, but method 'mtp' "
+                    "drafts with a layer of the target; allowed: no 'revision'"
                 )
             return
         what = "the folder of the drafter, or its name on the hub"

@@ -22,6 +22,7 @@ from paceline.loader import (
 )
 from paceline.loader.binding import BoundTensor, value_error
 from paceline.loader.checkpoint import OpenedModel, widened
+from paceline.loader.drafters import MTP, with_feedback
 from paceline.loader.state_dict import MemoryTensors
 from paceline.speculative_config import SpeculativeConfig
 
@@ -51,18 +52,21 @@ def load_state_dicts(
     speculative = None
     if speculative_config is not None:
         speculative = SpeculativeConfig.parse(speculative_config)
+    if speculative is not None and speculative.method == "mtp" and draft is None:
+        draft = target  # its own layer
     needs_draft = speculative is not None and speculative.has_model
     if needs_draft != (draft is not None):
         given = "no drafter" if draft is None else f"a drafter ({draft.path})"
         raise ValueError(
             f"speculative_config is {shorten(speculative_config)} and there is {given}; allowed: "
             'both, such as {"num_speculative_tokens": 3} with a drafter, or neither, except that '
-            "method 'ngram' has no drafter"
+            "methods 'mtp' and 'ngram' have no drafter of their own"
         )
     loaded, drafter = load_pair(
         target,
         draft,
         method=None if speculative is None else speculative.method,
+        draft_feedback=None if speculative is None else speculative.draft_feedback,
         dtype=dtype,
         device=resolve_device(device),
         progress=progress,
@@ -186,6 +190,11 @@ def _reopen(
         opened = open_checkpoint(memory, loaded.weight_dtype, is_drafter=True)
     else:
         opened = open_drafter(memory, target.as_target(), loaded.method)
+        if loaded.method == MTP:
+            feedback = "normed" if loaded.config["drafter"]["norm_output"] else "raw"
+            config = with_feedback(opened.family.config, feedback, name)
+            family = dataclasses.replace(opened.family, config=config)
+            opened = dataclasses.replace(opened, family=family)
     if opened.config != loaded.config:
         keys = [key for key in loaded.config if opened.config.get(key) != loaded.config[key]]
         raise ModelFileError(

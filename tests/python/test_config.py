@@ -92,6 +92,7 @@ def test_methods_with_a_model(method: str) -> None:
     refuses({"method": method, "num_speculative_tokens": 1}, ValueError, "'model'", repr(method))
 
 
+MTP = {"method": "mtp", "num_speculative_tokens": 3}
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 4}
 
 
@@ -126,12 +127,36 @@ def test_ngram_refusals() -> None:
     refuses({"method": "ngram"}, ValueError, "lacks 'num_speculative_tokens'")
 
 
-@pytest.mark.parametrize("method", ["mtp", "suffix"])
 @pytest.mark.parametrize("has_k", [True, False])
-def test_methods_that_are_not_supported_yet(method: str, has_k: bool) -> None:
-    config = {"method": method} | ({"num_speculative_tokens": 2} if has_k else {})
-    there = ("'draft_model'", "'eagle'", "'eagle3'", "'gemma4_mtp'", "'ngram'")
-    refuses(config, NotImplementedError, f"'{method}'", *there)
+def test_methods_that_are_not_supported_yet(has_k: bool) -> None:
+    config = {"method": "suffix"} | ({"num_speculative_tokens": 2} if has_k else {})
+    there = ("'draft_model'", "'eagle'", "'eagle3'", "'mtp'", "'gemma4_mtp'", "'ngram'")
+    refuses(config, NotImplementedError, "'suffix'", *there)
+
+
+def test_an_mtp_layer_needs_no_model() -> None:
+    config = SpeculativeConfig.parse(MTP)
+    assert (config.model, config.k, config.is_incomplete) == (None, 3, False)
+    refuses(MTP | {"revision": "main"}, ValueError, "['revision'] is 'main'", "no 'revision'")
+    refuses({"method": "mtp"}, ValueError, "lacks 'num_speculative_tokens'")
+    refuses(MTP | {"prompt_lookup_max": 4}, ValueError, "method is 'mtp'", "only with 'ngram'")
+
+
+def test_draft_feedback() -> None:
+    assert SpeculativeConfig.parse(MTP).draft_feedback is None
+    for feedback in ("normed", "raw"):
+        nested = {"x": {"draft_feedback": feedback}}
+        assert SpeculativeConfig.parse(MTP | nested).draft_feedback == feedback
+        parts = (f"['draft_feedback'] is '{feedback}'", "'draft_model'", "'mtp'", "leave it out")
+        refuses(GOOD | nested, ValueError, *parts)
+    for wrong in ("before", "", 0, True):
+        parts = ("['draft_feedback']", repr(wrong), "'normed', 'raw'")
+        refuses(MTP | {"x": {"draft_feedback": wrong}}, ValueError, *parts)
+    unnamed = {key: value for key, value in GOOD.items() if key != "method"}
+    config = SpeculativeConfig.parse(unnamed | {"x": {"draft_feedback": "raw"}})
+    assert config.resolved("mtp").draft_feedback == "raw"
+    with pytest.raises(ValueError, match=r"draft_feedback.*'raw'.*'eagle3'.*'mtp'"):
+        config.resolved("eagle3")
 
 
 @pytest.mark.parametrize("method", ["Draft_Model", "", "dflash2", 3])

@@ -354,7 +354,7 @@ def test_description_without_weights(layout: str, draft_head: Callable[..., Path
 def test_description_without_weights_needs_a_kind(draft_head: Callable[..., Path]) -> None:
     target = target_of(make(TARGET))
     hf_config = read_json(draft_head("eagle") / "config.json")
-    with raises(ValueError, "method is None", "None", "'eagle', 'eagle3', 'gemma4_mtp'"):
+    with raises(ValueError, "method is None", "None", "'eagle', 'eagle3', 'mtp', 'gemma4_mtp'"):
         drafter_config(hf_config, target)
     with raises(ValueError, "'draft_model'"):
         drafter_config(hf_config, target, method="draft_model")

@@ -413,9 +413,11 @@ def test_reports_are_plain_data(llm: LLM) -> None:
     abilities = json.loads(json.dumps(llm.capabilities()))
     assert abilities["draft_sample_methods"] == ["probabilistic", "greedy"]
     assert abilities["max_draft_proposals"] == 256
-    assert abilities["methods"] == ["draft_model", "eagle", "eagle3", "gemma4_mtp", "ngram"]
-    assert abilities["later_methods"] == ["mtp", "suffix"]
+    methods = ["draft_model", "eagle", "eagle3", "mtp", "gemma4_mtp", "ngram"]
+    assert abilities["methods"] == methods
+    assert abilities["later_methods"] == ["suffix"]
     assert abilities["draft_positions"] == ["last", "next"]
+    assert abilities["draft_feedbacks"] == ["normed", "raw"]
     assert abilities["max_num_speculative_tokens"] == 16
     assert abilities["configured"]["num_speculative_tokens"] == K
     assert "Gemma3ForCausalLM" in abilities["architectures"]

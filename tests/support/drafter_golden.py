@@ -50,7 +50,7 @@ def greedy_sequences(
 
 
 def run(
-    target: TinySpec,
+    target: TinySpec | Path,
     sequences: Sequences,
     config: dict[str, Any] | None,
     capability: tuple[str, Any] | None = None,
@@ -59,7 +59,7 @@ def run(
     """Generates all sequences at temperature 0.
 
     Args:
-        target: The target.
+        target: The target, or its folder.
         sequences: Their prompts are used.
         config: The speculative_config.
         capability: A key that `capabilities()["configured"]` must have, with its value.
@@ -74,7 +74,7 @@ def run(
     options = {"max_num_seqs": NUM_PROMPTS, "kv_cache_bytes": 16 << 20} | engine
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
     with LLM(
-        tiny_models.make(target),
+        target if isinstance(target, Path) else tiny_models.make(target),
         dtype="float32",
         speculative_config=config,
         show_progress=False,

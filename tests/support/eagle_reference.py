@@ -306,7 +306,7 @@ def simulate(
 
 
 def overfit(
-    reference: EagleReference,
+    reference: Any,
     texts: Sequence[Sequence[int]],
     *,
     steps: int,
@@ -319,7 +319,7 @@ def overfit(
     sequence.
 
     Args:
-        reference: The draft head.
+        reference: The draft head: an `EagleReference`, or another with its methods.
         texts: Tokens.
         steps: The number of steps of Adam.
         rate: The learning rate.

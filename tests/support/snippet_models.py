@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 import eagle_models
+import mtp_models
 import tiny_models
 from paceline.demo import demo_paths
 from tiny_models import TinySpec
@@ -25,6 +26,7 @@ DRAFTERS = {
     "google/gemma-3-270m-it": "draft_model",
     "google/gemma-4-E4B-it-assistant": "gemma4_mtp",
 }
+_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 def make_models(folder: Path) -> dict[str, Path]:
@@ -47,7 +49,7 @@ def make_models(folder: Path) -> dict[str, Path]:
             made[name] = model
     # A draft head in the speculators layout names its verifier, so that it can be loaded alone.
     _name_verifier(made["RedHatAI/Qwen3-8B-speculator.eagle3"], "Qwen/Qwen3-8B")
-    return made | _make_gpt_oss(folder)
+    return made | _make_gpt_oss(folder) | _make_glm(folder)
 
 
 def _name_verifier(draft_head: Path, name: str) -> None:
@@ -58,18 +60,26 @@ def _name_verifier(draft_head: Path, name: str) -> None:
     config.write_text(json.dumps(values))
 
 
+def _make_glm(folder: Path) -> dict[str, Path]:
+    """A tiny GLM-4.7-Flash with its MTP layer."""
+    name = "zai-org/GLM-4.7-Flash"
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    path = mtp_models.write(TinySpec("glm4_moe_lite"), folder / name)
+    (path / "chat_template.jinja").write_text(_TEMPLATE)
+    return {name: path}
+
+
 def _make_gpt_oss(folder: Path) -> dict[str, Path]:
     """Tiny GPT-OSS models with mxfp4 experts, and the draft head of the smaller one."""
     names = {
         "openai/gpt-oss-20b": TinySpec("gpt_oss", num_layers=8, quantization="mxfp4"),
         "openai/gpt-oss-120b": TinySpec("gpt_oss", num_experts=16, quantization="mxfp4"),
     }
-    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     made = {}
     for name, spec in names.items():
         made[name] = folder / name
         tiny_models.write(spec, made[name])
-        (made[name] / "chat_template.jinja").write_text(template)
+        (made[name] / "chat_template.jinja").write_text(_TEMPLATE)
     head = "RedHatAI/gpt-oss-20b-speculator.eagle3"
     made[head] = folder / head
     eagle_models.write(

@@ -83,6 +83,20 @@ def bind(family: Family, weights: Weights, config_source: str) -> tuple[BoundTen
     return tuple(bound)
 
 
+def same_bytes(shard: TensorSource, name: str, other: TensorSource, other_name: str) -> bool:
+    """Whether two tensors have the same dtype, shape and bytes."""
+    if shard.is_same(name, other, other_name):
+        return True
+    dtype, shape, nbytes = shard.info(name)
+    other_dtype, other_shape, other_nbytes = other.info(other_name)
+    if (dtype, tuple(shape), nbytes) != (other_dtype, tuple(other_shape), other_nbytes):
+        return False
+    return all(
+        ours == theirs
+        for ours, theirs in zip(shard.chunks(name), other.chunks(other_name), strict=True)
+    )
+
+
 def value_error(error: ValueError, tensors: Iterable[BoundTensor]) -> ValueError:
     """The library's error about a value of a tensor, with the tensor's file and its name there.
 
@@ -171,24 +185,7 @@ def _check_tied_copy(
     name: str, shard: TensorSource, table: BoundTensor, config_source: str
 ) -> None:
     """Refuses a tied lm_head that is neither the embeddings nor a copy of them."""
-    if shard.is_same(name, table.shard, table.source):
-        return
-    dtype, shape, nbytes = shard.info(name)
-    same = (dtype, tuple(shape), nbytes) == (
-        table.dtype,
-        table.spec.shape,
-        table.nbytes,
-    )
-    if same:
-        same = all(
-            ours == theirs
-            for ours, theirs in zip(
-                shard.chunks(name),
-                table.shard.chunks(table.source),
-                strict=True,
-            )
-        )
-    if not same:
+    if not same_bytes(shard, name, table.shard, table.source):
         raise ModelFileError(
             f"{shard.path}: tensor {quote(name)} differs from {table.source!r}, but key "
             f'"tie_word_embeddings" of {config_source} is true; expected no such tensor, a copy, '

@@ -19,7 +19,8 @@ from paceline.limits import MAX_SPECULATIVE_TOKENS
 from .chat_files import CHAT_NAMES, MORE_TEMPLATES, is_more_template
 from .checkpoint import Checkpoint, open_checkpoint
 from .converted import FOLDER_FORMAT, FOLDER_NAME
-from .drafter_checkpoint import DrafterCheckpoint, open_any_drafter
+from .drafter_checkpoint import DrafterCheckpoint, open_any_drafter, open_drafter
+from .drafters import MTP
 from .families import check_dtype
 from .folder import GENERATION_NAME, TOKENIZER_NAME, CheckpointFolder
 from .pickles import convert_pickle
@@ -35,6 +36,7 @@ def convert(
     num_speculative_tokens: int = 4,
     dtype: str = "auto",
     *,
+    method: str | None = None,
     allow_pickle: bool = False,
     progress: bool = True,
 ) -> Path:
@@ -55,6 +57,8 @@ def convert(
             head or an assistant of Gemma 4.
         num_speculative_tokens: The folder's default number of drafts, 1 to 16.
         dtype: The dtype of matrices once the folder is read: "float32", "bfloat16" or "auto".
+        method: "mtp": the target's MTP layer is the drafter; or that of the drafter in `draft_dir`,
+            as for `load_drafter`.
         allow_pickle: Read the weights of an EAGLE draft head from a `pytorch_model.bin`: tensors
             only, with torch, which must be installed.
         progress: Show a progress bar where standard error is a terminal.
@@ -69,6 +73,12 @@ def convert(
         OSError: The folder cannot be written.
     """
     check_options(out_dir, num_speculative_tokens, dtype)
+    if method is not None and (draft_dir is None) != (method == MTP):
+        raise ValueError(
+            f"method is {method!r:.80} and draft_dir {str(draft_dir)!r:.80}; allowed: {MTP!r} "
+            "without a draft_dir, whose layer is in the target's files, or the method of a drafter "
+            "in draft_dir"
+        )
     out = Path(out_dir)
     folder = CheckpointFolder(model_dir)
     if draft_dir is None and folder.has_only_pickle:
@@ -87,7 +97,9 @@ def convert(
                 beside = next(parent for parent in out.absolute().parents if parent.is_dir())
                 staged = tempfile.TemporaryDirectory(prefix=".paceline-", dir=beside)
                 source = convert_pickle(source, Path(stack.enter_context(staged)))
-            draft = _open_draft(source, target, tokenizer, dtype)
+            draft = _open_draft(source, target, tokenizer, dtype, method)
+        elif method == MTP:
+            draft = open_drafter(folder, target.as_target(), MTP)
         return _fill(
             out,
             lambda partial: _write_folder(
@@ -121,10 +133,14 @@ def check_options(out_dir: str | os.PathLike[str], num_speculative_tokens: int, 
 
 
 def _open_draft(
-    source: CheckpointFolder, target: Checkpoint, tokenizer: TokenizerInfo | None, dtype: str
+    source: CheckpointFolder,
+    target: Checkpoint,
+    tokenizer: TokenizerInfo | None,
+    dtype: str,
+    method: str | None,
 ) -> Checkpoint | DrafterCheckpoint:
     """Opens a drafter of any kind and checks that it fits the target."""
-    draft = open_any_drafter(source, target.as_target(), dtype=dtype)
+    draft = open_any_drafter(source, target.as_target(), method=method, dtype=dtype)
     if isinstance(draft, DrafterCheckpoint) and (tokenizer is None or source.tokenizer is None):
         return draft
     check_tokenizers(

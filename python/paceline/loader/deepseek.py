@@ -203,7 +203,7 @@ def _translate(name: str, hf: HfConfig, defaults: _Defaults) -> Family:
         ignored_prefixes=tuple(
             f"{prefix}layers.{sizes.layers + i}."
             for prefix in _PREFIXES
-            for i in range(_num_mtp_layers(text))
+            for i in range(num_mtp_layers(text)[1])
         ),
     )
 
@@ -303,9 +303,11 @@ def _read_rope(text: Section) -> RopeSettings:
     return rope
 
 
-def _num_mtp_layers(text: Section) -> int:
-    keys = [key for key in ("num_nextn_predict_layers", "num_mtp_layers") if text.has(key)]
-    return text.integer(keys[0], low=0, high=MAX_LAYERS) if keys else 1
+def num_mtp_layers(text: Section) -> tuple[str, int]:
+    """The layers after the last one, which predict further tokens, and the key that counts them."""
+    keys = ("num_nextn_predict_layers", "num_mtp_layers")
+    key = next((key for key in keys if text.has(key)), keys[0])
+    return key, text.integer(key, 1, low=0, high=MAX_LAYERS)
 
 
 def _describe_mixture(experts: _Experts, activation: str) -> dict[str, Any]:

@@ -12,13 +12,14 @@ from paceline._core import ModelFileError
 from .binding import BoundTensor, bind
 from .checkpoint import Checkpoint, OpenedModel, open_checkpoint
 from .drafter_ids import read_map, read_ordering
-from .drafters import GEMMA4_MTP, KINDS, Target
+from .drafters import GEMMA4_MTP, KINDS, MTP, Target
 from .eagle import translate_eagle
 from .eagle_facts import guess_facts, read_facts
 from .folder import Source, as_folder
 from .gemma4_assistant import CENTROIDS, PRE_PROJECTION, translate_assistant
 from .kinds import kind_of_config, kind_of_tensors
 from .messages import quote
+from .mtp import check_has_mtp, translate_mtp
 from .section import Section
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class DrafterCheckpoint(OpenedModel):
     """A draft head whose files were checked against a target; only its token ids were read yet.
 
     Attributes:
-        kind: "eagle", "eagle3" or "gemma4_mtp".
+        kind: "eagle", "eagle3", "mtp" or "gemma4_mtp".
         draft_to_target: int32 [draft_vocab_size], the target's token id of each row of the lm_head;
             None: row i is token id i.
         token_ordering: int32 [draft_vocab_size], token ids cluster by cluster; None without
@@ -62,7 +63,8 @@ def detect_method(source: Source, method: str | None = None) -> str:
         method: The method that the user named, or None.
 
     Returns:
-        "draft_model", "eagle", "eagle3" or "gemma4_mtp".
+        "draft_model", "eagle", "eagle3", "mtp" or "gemma4_mtp". A target's MTP layer drafts only
+        where `method` says so.
 
     Raises:
         ModelNotFoundError: The folder or a file is missing.
@@ -75,6 +77,9 @@ def detect_method(source: Source, method: str | None = None) -> str:
     top = folder.config
     stated = kind_of_config(top)
     folder.check_no_pickle()
+    if method == MTP and stated is None:
+        check_has_mtp(top)
+        return MTP
     seen, sign = kind_of_tensors(folder.weights.owners)
     if stated is not None and seen is not None and stated != seen:
         raise ModelFileError(
@@ -145,6 +150,10 @@ def open_drafter(source: Source, target: Target, method: str | None = None) -> D
         tensors = bind(family, weights, top.source)
         if CENTROIDS in owners:
             token_ordering = read_ordering(owners, target.vocab_size)
+    elif kind == MTP:
+        notes = []
+        family, layer = translate_mtp(top, target, weights)
+        tensors = bind(family, layer, top.source)
     else:
         facts = read_facts({name: tuple(shard.info(name)[1]) for name, shard in owners.items()})
         family, notes = translate_eagle(kind, top, facts, target)
@@ -201,6 +210,8 @@ def drafter_config(
         )
     if kind == GEMMA4_MTP:
         family, _ = translate_assistant(top, target)
+    elif kind == MTP:
+        family, _ = translate_mtp(top, target, None)
     else:
         family, _ = translate_eagle(kind, top, guess_facts(kind, top, target), target)
     return dict(family.config)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts that all draft heads share: `eagle.py` and `gemma4_assistant.py` translate them.
+"""The parts that draft heads share: `eagle.py`, `mtp.py` and `gemma4_assistant.py` translate them.
 
 A draft head is trained for one target and uses parts of it, such as its embeddings. Translating one
 therefore needs a `Target`.
@@ -17,9 +17,10 @@ from .section import Section
 
 EAGLE: Final = "eagle"
 EAGLE3: Final = "eagle3"
+MTP: Final = "mtp"
 GEMMA4_MTP: Final = "gemma4_mtp"
 # Kinds of draft heads.
-KINDS: Final = (EAGLE, EAGLE3, GEMMA4_MTP)
+KINDS: Final = (EAGLE, EAGLE3, MTP, GEMMA4_MTP)
 
 
 @dataclass(frozen=True)
@@ -91,3 +92,26 @@ def take_positions(config: dict[str, Any], sizes: Sizes, target: Target, notes: 
             f"{target.config['max_position']}; beyond its own, fewer drafts may be accepted"
         )
     config["max_position"] = target.config["max_position"]
+
+
+def with_feedback(config: Mapping[str, Any], feedback: str | None, where: object) -> dict[str, Any]:
+    """The description of an MTP layer whose draft steps pass on another hidden state.
+
+    Args:
+        config: The description.
+        feedback: "normed", after the last norm, or "raw", before it; None: as it says.
+        where: What the drafter was read from, for messages.
+
+    Raises:
+        ValueError: It is another drafter.
+    """
+    if feedback is None:
+        return dict(config)
+    kind = config.get("drafter", {}).get("kind")
+    if kind != MTP:
+        found = "a draft model" if kind is None else f"a drafter for {kind!r}"
+        raise ValueError(
+            f"speculative_config['x']['draft_feedback'] is {feedback!r}, but {where} is {found}; "
+            f"allowed: only with {MTP!r}, otherwise leave it out"
+        )
+    return {**config, "drafter": {**config["drafter"], "norm_output": feedback == "normed"}}

@@ -13,6 +13,7 @@ from paceline import _core
 from .checkpoint import check_end_ids, parse_target_config, read_hf_config
 from .converted_model import part_for
 from .drafter_checkpoint import DRAFT_MODEL, drafter_config
+from .drafters import with_feedback
 from .families import check_dtype, translate
 from .folder import CheckpointFolder, Source, as_folder
 from .hf_config import HfConfig
@@ -90,6 +91,7 @@ def dummy_drafter(
     name: str,
     *,
     method: str | None = None,
+    draft_feedback: str | None = None,
     device: str = "cpu",
     seed: int = 0,
 ) -> LoadedModel | None:
@@ -99,7 +101,9 @@ def dummy_drafter(
         hf_config: The object in a `config.json`.
         target: The target; its weight dtype becomes the draft head's.
         name: Its name in messages; also the draft head's `path`.
-        method: "eagle", "eagle3" or "gemma4_mtp"; None: the one that the configuration names.
+        method: "eagle", "eagle3", "mtp" or "gemma4_mtp"; None: the one that the configuration
+            names.
+        draft_feedback: As for `load_pair`.
         device: As for `load_dummy`.
         seed: As for `load_dummy`.
 
@@ -116,6 +120,7 @@ def dummy_drafter(
     if kind is None or kind == DRAFT_MODEL:
         return None
     config = drafter_config(hf_config, target.as_target(), method=method, source=name)
+    config = with_feedback(config, draft_feedback, name)
     return _fill(
         config,
         target.weight_dtype,
@@ -133,6 +138,7 @@ def load_dummy_drafter(
     target: LoadedModel,
     *,
     method: str | None = None,
+    draft_feedback: str | None = None,
     dtype: str = "auto",
     device: str = "cpu",
     seed: int = 0,
@@ -142,8 +148,9 @@ def load_dummy_drafter(
     Args:
         source: A folder with the drafter's `config.json`; weight files are not opened.
         target: The target.
-        method: "draft_model", "eagle", "eagle3" or "gemma4_mtp"; None: the one that the
-            configuration names, else a draft model. EAGLE-1 has to be named.
+        method: "draft_model", "eagle", "eagle3", "mtp" or "gemma4_mtp"; None: the one that the
+            configuration names, else a draft model. EAGLE-1 and MTP have to be named.
+        draft_feedback: As for `load_pair`.
         dtype: For a draft model, as for `load_dummy`; a draft head takes the target's.
         device: As for `load_dummy`.
         seed: As for `load_dummy`.
@@ -160,9 +167,23 @@ def load_dummy_drafter(
     """
     folder = as_folder(source)
     if isinstance(folder, CheckpointFolder) and folder.is_converted:
-        return _made_up_part(folder, dtype, device, seed, is_drafter=True, method=method)
+        return _made_up_part(
+            folder,
+            dtype,
+            device,
+            seed,
+            is_drafter=True,
+            method=method,
+            draft_feedback=draft_feedback,
+        )
     drafter = dummy_drafter(
-        folder.config.values, target, str(folder.path), method=method, device=device, seed=seed
+        folder.config.values,
+        target,
+        str(folder.path),
+        method=method,
+        draft_feedback=draft_feedback,
+        device=device,
+        seed=seed,
     )
     if drafter is not None:
         return drafter
@@ -185,11 +206,12 @@ def _made_up_part(
     *,
     is_drafter: bool = False,
     method: str | None = None,
+    draft_feedback: str | None = None,
 ) -> LoadedModel:
     """Makes the target or the drafter of a folder of `paceline convert` with dummy weights."""
     part = part_for(folder, dtype, is_drafter=is_drafter, method=method)
     return _fill(
-        part.config,
+        with_feedback(part.config, draft_feedback, folder.path),
         part.dtype,
         device,
         seed,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from paceline._core import ModelFileError
@@ -11,7 +12,7 @@ from .binding import value_error
 from .checkpoint import OpenedModel, load_weights, open_checkpoint
 from .converted_model import ConvertedModel, open_converted
 from .drafter_checkpoint import open_any_drafter
-from .drafters import Target
+from .drafters import Target, with_feedback
 from .dummy import load_dummy, load_dummy_drafter
 from .folder import CheckpointFolder, Source, as_folder
 from .loaded_model import LoadedModel
@@ -69,7 +70,8 @@ def load_drafter(
     Args:
         source: The drafter's folder.
         target: The target. A draft head is checked against it and takes its dtype.
-        method: "draft_model", "eagle", "eagle3" or "gemma4_mtp"; None: the checkpoint decides.
+        method: "draft_model", "eagle", "eagle3", "mtp" or "gemma4_mtp"; None: the checkpoint
+            decides, which never says "mtp".
         dtype: For a draft model, as for `load_checkpoint`.
         device: The device of the weights: "cpu" or "cuda"; the target's.
         progress: Show a progress bar where standard error is a terminal.
@@ -95,6 +97,7 @@ def load_pair(
     draft_source: Source | None = None,
     *,
     method: str | None = None,
+    draft_feedback: str | None = None,
     dtype: str = "auto",
     device: str = "cpu",
     load_format: str = "auto",
@@ -109,6 +112,7 @@ def load_pair(
         source: The target's folder.
         draft_source: The drafter's folder; None: no drafter.
         method: As for `load_drafter`.
+        draft_feedback: Of an MTP layer: "normed" or "raw"; None: as its description says.
         dtype: As for `load_checkpoint`.
         device: The device of the weights: "cpu" or "cuda".
         load_format: "auto", or "dummy" for dummy weights, as `load_dummy` makes them.
@@ -133,13 +137,20 @@ def load_pair(
         if draft_folder is None:
             return target, None
         return target, load_dummy_drafter(
-            draft_folder, target, method=method, dtype=dtype, device=device
+            draft_folder,
+            target,
+            method=method,
+            draft_feedback=draft_feedback,
+            dtype=dtype,
+            device=device,
         )
     opened = _open_target(folder, dtype)
     tokenizer = folder.tokenizer
     if draft_folder is None:
         return _load(opened, tokenizer, device=device, progress=progress), None
     draft = _open_drafter(draft_folder, opened.as_target(), method, dtype)
+    config = with_feedback(draft.family.config, draft_feedback, draft.path)
+    draft = dataclasses.replace(draft, family=dataclasses.replace(draft.family, config=config))
     draft_tokenizer = draft_folder.tokenizer
     if tokenizer is not None and draft_tokenizer is not None:
         check_tokenizers(

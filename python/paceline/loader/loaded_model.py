@@ -66,7 +66,7 @@ class LoadedModel:
 
     @property
     def method(self) -> str:
-        """The method it is a drafter for: "draft_model", "eagle", "eagle3" or "gemma4_mtp"."""
+        """The method it is a drafter for: "draft_model", or the kind of a draft head."""
         drafter = self.config.get("drafter")
         return DRAFT_MODEL if drafter is None else str(drafter["kind"])
 

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MTP layers (method "mtp") as canonical descriptions and tensor names.
+
+GLM-4.7-Flash and DeepSeek-V3 have one layer after the last one of the decoder. It predicts one
+token more than the target does, and drafts any number when it reads its own output. It is in the
+target's own files, and uses the target's embeddings and lm_head where they hold copies of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Final
+
+from paceline._core import ModelFileError
+
+from .binding import same_bytes
+from .deepseek import num_mtp_layers
+from .description import check_description
+from .drafters import MTP, Target, made_for_another
+from .families import ARCHITECTURES, translate
+from .family import Family, TensorSpec
+from .hf_config import HfConfig, parse_hf_config
+from .section import Section
+from .tensor_source import TensorSource, Weights
+
+MTP_ARCHITECTURES: Final = ("Glm4MoeLiteForCausalLM", "DeepseekV3ForCausalLM")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerWeights:
+    """The tensors of one layer: `Weights`, with those of the decoder left out.
+
+    Attributes:
+        where: See `Weights.where`.
+        owners: See `Weights.owners`.
+    """
+
+    where: str
+    owners: Mapping[str, TensorSource]
+
+
+def check_has_mtp(top: Section) -> HfConfig:
+    """The configuration of a target with one MTP layer.
+
+    Raises:
+        NotImplementedError: It is of another family, or has another number of such layers.
+        ModelFileError: A key has a wrong type.
+    """
+    hf = parse_hf_config(top.values, top.source, ARCHITECTURES)
+    if hf.architecture not in MTP_ARCHITECTURES:
+        raise NotImplementedError(
+            f"{top.source}: method {MTP!r} needs a target with an MTP layer, but it is "
+            f"{hf.architecture!r}; supported: {', '.join(MTP_ARCHITECTURES)}"
+        )
+    key, count = num_mtp_layers(hf.text)
+    if count != 1:
+        raise hf.text.refusal(key, "1 layer")
+    return hf
+
+
+def translate_mtp(
+    top: Section, target: Target, weights: Weights | None
+) -> tuple[Family, LayerWeights]:
+    """Translates the MTP layer of a target.
+
+    Args:
+        top: The target's configuration.
+        target: The target that it must fit: the one whose configuration this is.
+        weights: The target's tensors; None: there are none, and the layer shares embeddings and
+            lm_head.
+
+    Returns:
+        The description with the tensors it needs, and the tensors of the layer.
+
+    Raises:
+        ValueError: It is a layer of another target; names both values.
+        ModelFileError: A key has a wrong value, or the files do not have the layer.
+        NotImplementedError: It needs something that Paceline does not support.
+    """
+    hf = check_has_mtp(top)
+    whole = translate(hf)
+    _check_target(top, hf, whole, target)
+    number = target.num_layers
+    layer = f"layers.{number}."
+    owners = {} if weights is None else weights.owners
+    prefixes = [p for p in whole.prefixes if any(name.startswith(p + layer) for name in owners)]
+    prefix = (prefixes or whole.prefixes)[0]
+    if weights is not None and not prefixes:
+        raise ModelFileError(
+            f"{weights.where}: there are no tensors {prefix + layer + '*'!r}, the MTP layer that "
+            f"method {MTP!r} needs; expected a checkpoint with it, as published (transformers "
+            "leaves it out when it saves a model)"
+        )
+    found = {name: source for name, source in owners.items() if name.startswith(prefix + layer)}
+    # Copies of the target's tables are left where they are.
+    copies = {
+        "embed.weight": (f"{prefix}{layer}embed_tokens.weight", f"{prefix}embed_tokens.weight"),
+        "lm_head.weight": (f"{prefix}{layer}shared_head.head.weight", "lm_head.weight"),
+    }
+    owned = {
+        name: source
+        for name, (source, original) in copies.items()
+        if source in found and not _is_copy(owners, source, original)
+    }
+    config = dict(whole.config)
+    config |= {
+        "name": MTP,
+        "ties_lm_head": False,
+        "layers": [whole.config["layers"][-1]],
+        "drafter": {
+            "kind": MTP,
+            "target_hidden_size": target.hidden_size,
+            "norm_before_residual": False,
+            "norm_before_fc": False,
+            "fc_norm": True,
+            "norm_output": True,
+            "has_fc_bias": False,
+            "has_attn_norm": True,
+            "has_final_norm": True,
+            "owns_embedding": "embed.weight" in owned,
+            "owns_lm_head": "lm_head.weight" in owned,
+            "draft_vocab_size": target.vocab_size,
+        },
+    }
+    check_description(config, (hf.text, top))
+    family = Family(
+        MTP,
+        hf.architecture,
+        config,
+        _tensors(whole, number, owned, prefix),
+        prefixes=(prefix,),
+        ignored_sources=frozenset(
+            source.removeprefix(prefix) for name, (source, _) in copies.items() if name not in owned
+        ),
+        lm_head_names=(copies["lm_head.weight"][0],),
+    )
+    return family, LayerWeights("" if weights is None else weights.where, found)
+
+
+def _check_target(top: Section, hf: HfConfig, whole: Family, target: Target) -> None:
+    made_for = made_for_another(top)
+    if target.architecture != hf.architecture:
+        raise ValueError(
+            f"{made_for} it is the layer of {hf.architecture!r}, but {target.path} is "
+            f"{target.architecture!r}"
+        )
+    for key, ours, theirs in (
+        ("hidden_size", whole.config["hidden_size"], target.hidden_size),
+        ("vocab_size", whole.config["vocab_size"], target.vocab_size),
+        ("num_hidden_layers", len(whole.config["layers"]), target.num_layers),
+    ):
+        if ours != theirs:
+            raise ValueError(
+                f'{made_for} key "{hf.text.name(key)}" is {ours}, but that of {target.path} is '
+                f"{theirs}"
+            )
+
+
+def _is_copy(owners: Mapping[str, TensorSource], name: str, original: str) -> bool:
+    return original in owners and same_bytes(owners[name], name, owners[original], original)
+
+
+def _tensors(
+    whole: Family, number: int, owned: Mapping[str, str], prefix: str
+) -> tuple[TensorSpec, ...]:
+    """The tensors of the last layer under the number of this one, and what only this one has."""
+    hidden = int(whole.config["hidden_size"])
+    vocab = int(whole.config["vocab_size"])
+    last, layer = f"layers.{number - 1}.", f"layers.{number}."
+    specs = [
+        TensorSpec(name, f"{layer}{source}", shape, keys)
+        for name, source, shape, keys in (
+            ("fc.weight", "eh_proj.weight", (hidden, 2 * hidden), "hidden_size, 2 * hidden_size"),
+            ("fc_norm.0.weight", "enorm.weight", (hidden,), "hidden_size"),
+            ("fc_norm.1.weight", "hnorm.weight", (hidden,), "hidden_size"),
+            ("final_norm.weight", "shared_head.norm.weight", (hidden,), "hidden_size"),
+        )
+    ]
+    specs += [
+        TensorSpec(name, source.removeprefix(prefix), (vocab, hidden), "vocab_size, hidden_size")
+        for name, source in owned.items()
+    ]
+    specs += [
+        dataclasses.replace(
+            spec,
+            name=spec.name.replace(last, "layers.0.", 1),
+            source=spec.source.replace(last, layer, 1),
+        )
+        for spec in whole.tensors
+        if spec.name.startswith(last)
+    ]
+    return tuple(specs)
