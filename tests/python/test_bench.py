@@ -25,6 +25,7 @@ from paceline.loader.drafters import Target
 # Of --speculative-config.
 NAMED = '{"model": "a", "num_speculative_tokens": 2}'
 LOOKED_UP = '{"method": "ngram", "num_speculative_tokens": 2}'
+OWN_LAYER = '{"method": "mtp", "num_speculative_tokens": 2}'
 STOPPING = json.dumps(
     {
         "model": "a",
@@ -378,6 +379,10 @@ def test_a_failed_engine_ends_the_command(
             "--draft-config is 'gemma3-10m', but method is 'ngram'",
         ),
         (
+            ["--draft-config", "gemma3-10m", "--speculative-config", OWN_LAYER],
+            "--draft-config is 'gemma3-10m', but method is 'mtp'",
+        ),
+        (
             ["--drivers", "replay", "--speculative-config", STOPPING],
             "drivers is 'replay': speculative_config['x']['draft_stop_threshold'] is 0.9",
         ),
@@ -490,7 +495,13 @@ class CostedModel(models.BenchModel):
 
 @pytest.mark.parametrize(
     ("kind", "num_rows"),
-    [("draft_model", 2 + 2), ("eagle", 4 + 2), ("eagle3", 4 + 2), ("gemma4_mtp", 1 + 2)],
+    [
+        ("draft_model", 2 + 2),
+        ("eagle", 4 + 2),
+        ("eagle3", 4 + 2),
+        ("mtp", 4 + 2),
+        ("gemma4_mtp", 1 + 2),
+    ],
 )
 def test_rows_of_a_drafter(config_dir: Path, kind: str, num_rows: int) -> None:
     # With k = 3: rows of the first pass, then one row in each of two more.

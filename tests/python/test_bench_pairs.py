@@ -278,6 +278,7 @@ def test_known_pairs() -> None:
 @pytest.mark.parametrize(
     ("name", "temperature", "c", "length", "source"),
     [
+        ("glm-4.7-flash+mtp", 1, 1, 2.07, "published for T=1, c=1"),
         ("gpt-oss-20b+eagle3", 0, 16, 2.60, "published for T=0, c=16"),
         ("gpt-oss-20b+eagle3", 1, 64, 2.11, "published for T=1, c=64"),
         ("llama-3-8b+eagle", 0, 1, 1.89, "published for T=0, c=1"),
@@ -321,7 +322,7 @@ def test_which_pairs(tmp_path: Path) -> None:
     [
         (
             ["--pairs", "qwen"],
-            "--pairs has the pair 'qwen'; allowed: a list of gpt-oss-20b+eagle3,",
+            "--pairs has the pair 'qwen'; allowed: a list of glm-4.7-flash+mtp,",
         ),
         (["--pairs", ""], "--pairs has the pair ''"),
         (

@@ -147,3 +147,17 @@ def test_the_assistant_of_gemma4() -> None:
     described = drafter_config(assistant, target, source="gemma4-12b-assistant")
     step = matrix_costs(described, "bfloat16").all_bytes / 2**20
     assert step == pytest.approx(806.5, abs=0.1)  # as published
+
+
+def test_glm_and_its_mtp_layer() -> None:
+    config = named("glm-4.7-flash")
+    costs = matrix_costs(config, "bfloat16")
+    assert costs.parameters == pytest.approx(3_579_571_840, rel=1e-4)  # without norms
+    assert (costs.num_experts, costs.expert_bytes) == (64, 46 * 18_874_368)
+    assert kv_bytes_read(config, 1, 2) == 54_144
+    target = Target(Path("glm-4.7-flash"), "Glm4MoeLiteForCausalLM", config, "bfloat16")
+    source = models._named_config("glm-4.7-flash")
+    layer = drafter_config(source, target, method="mtp", source="glm-4.7-flash")
+    step = matrix_costs(layer, "bfloat16")
+    assert 2 * step.parameters / 2**30 == pytest.approx(0.735, abs=1e-3)
+    assert 2 * step.logit_parameters / 2**30 == pytest.approx(0.591, abs=1e-3)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import mtp_models
 from errors import raises
 from paceline import LLM, ModelFileError, SamplingParams
+from paceline.cli import main
 from paceline.loader import load_checkpoint, load_pair
 from paceline.loader.checkpoint import open_checkpoint
 from paceline.loader.convert import convert
@@ -164,6 +166,17 @@ def test_tensors_in_memory_and_updates(with_layer: Callable[..., Path], tmp_path
         assert generate(llm) == expected
     with LLM(tmp_path / "other", speculative_config=raw, **ENGINE) as llm:
         assert generate(llm) == updated
+
+
+def test_the_bench_drafts_with_the_layer(tmp_path: Path) -> None:
+    argv = ["bench", "latency", "--config", str(make(SPEC)), "--device", "cpu", "--quiet"]
+    argv += ["--concurrency", "2", "--input-len", "8", "--output-len", "8", "--rounds", "1"]
+    argv += ["--json", str(tmp_path / "rows.json"), "--speculative-config"]
+    for config in (MTP, MTP | {"x": {"draft_feedback": "raw"}}):
+        (tmp_path / "rows.json").unlink(missing_ok=True)
+        assert main([*argv, json.dumps(config)]) == 0
+        rows = read_json(tmp_path / "rows.json")["rows"]
+        assert [row["configuration"] for row in rows] == ["plain", f"k={K}"]
 
 
 # ---- refusals -----------------------------------------------------------------------------------

@@ -193,12 +193,16 @@ def _set_up(args: argparse.Namespace, started: float) -> Setup:
         revision=args.revision, cache_dir=args.cache_dir,
     )  # fmt: skip
     draft = None
-    if config is not None and config.model is not None:
+    if config is not None and config.has_model:
         is_draft_dummy = is_dummy or args.draft_config is not None
+        # An MTP layer is in the target's files.
+        draft_source, revision = config.model, config.revision
+        if draft_source is None:
+            draft_source, revision = source, args.revision
         draft = load_draft(
-            config.model, target, method=config.method, dummy=is_draft_dummy, dtype=args.dtype,
-            device=device, show_progress=not args.quiet, revision=config.revision,
-            cache_dir=args.cache_dir,
+            draft_source, target, method=config.method, draft_feedback=config.draft_feedback,
+            dummy=is_draft_dummy, dtype=args.dtype, device=device, show_progress=not args.quiet,
+            revision=revision, cache_dir=args.cache_dir,
         )  # fmt: skip
     end = time.monotonic()
     return Setup(target, draft, chosen, device, end - begin, end - started)

@@ -158,6 +158,7 @@ def load_draft(
     target: BenchModel,
     *,
     method: str | None,
+    draft_feedback: str | None = None,
     dummy: bool,
     dtype: str = "auto",
     device: str = "cpu",
@@ -170,7 +171,9 @@ def load_draft(
     Args:
         source: As for `load`.
         target: Its target.
-        method: "draft_model", "eagle", "eagle3" or "gemma4_mtp"; None = that of its configuration.
+        method: "draft_model", "eagle", "eagle3", "mtp" or "gemma4_mtp"; None = that of its
+            configuration.
+        draft_feedback: Of an MTP layer, as in `SpeculativeConfig`.
         dummy: As for `load`.
         dtype: As for `load`; a draft head takes the target's.
         device: As for `load`.
@@ -191,8 +194,9 @@ def load_draft(
     if is_config_name(source):
         _check_no_revision(source, revision)
         loaded = dummy_drafter(
-            _named_config(source), target.loaded, source, method=method, device=device
-        )
+            _named_config(source), target.loaded, source, method=method,
+            draft_feedback=draft_feedback, device=device,
+        )  # fmt: skip
         if loaded is None:
             return load(
                 source, dummy=dummy, dtype=dtype, device=device, show_progress=show_progress
@@ -201,12 +205,13 @@ def load_draft(
         folder = _find(source, dummy, show_progress, revision, cache_dir)
         if dummy:
             loaded = load_dummy_drafter(
-                folder, target.loaded, method=method, dtype=dtype, device=device
-            )
+                folder, target.loaded, method=method, draft_feedback=draft_feedback, dtype=dtype,
+                device=device,
+            )  # fmt: skip
         else:
             loaded = load_drafter(
-                folder, target.loaded, method=method, dtype=dtype, device=device,
-                progress=show_progress,
+                folder, target.loaded, method=method, draft_feedback=draft_feedback, dtype=dtype,
+                device=device, progress=show_progress,
             )  # fmt: skip
     return _bench_model(source, loaded)
 

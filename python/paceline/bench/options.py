@@ -335,7 +335,7 @@ def _parse_speculative_config(
         return SpeculativeConfig.parse(values)  # refuses
     if args.draft_config is not None:
         _check_names_no_drafter(values, args.draft_config)
-    if default_draft is not None and values.get("method") != "ngram":
+    if default_draft is not None and values.get("method") not in ("ngram", "mtp"):
         values = {"model": default_draft} | values
     return SpeculativeConfig.parse(values)
 
@@ -347,6 +347,11 @@ def _check_names_no_drafter(values: dict[str, Any], draft_config: str) -> None:
         raise ValueError(
             f"{given}, but method is 'ngram', which looks drafts up in the sequence and needs no "
             "model; leave out --draft-config, or name another method"
+        )
+    if values.get("method") == "mtp":
+        raise ValueError(
+            f"{given}, but method is 'mtp', whose layer is the target's; leave out --draft-config, "
+            "or name another method"
         )
     if "model" in values:
         raise ValueError(

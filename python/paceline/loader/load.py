@@ -61,6 +61,7 @@ def load_drafter(
     target: LoadedModel,
     *,
     method: str | None = None,
+    draft_feedback: str | None = None,
     dtype: str = "auto",
     device: str = "cpu",
     progress: bool = True,
@@ -72,6 +73,7 @@ def load_drafter(
         target: The target. A draft head is checked against it and takes its dtype.
         method: "draft_model", "eagle", "eagle3", "mtp" or "gemma4_mtp"; None: the checkpoint
             decides, which never says "mtp".
+        draft_feedback: As for `load_pair`.
         dtype: For a draft model, as for `load_checkpoint`.
         device: The device of the weights: "cpu" or "cuda"; the target's.
         progress: Show a progress bar where standard error is a terminal.
@@ -88,7 +90,7 @@ def load_drafter(
         MemoryError: There is not enough memory for the weights.
     """
     folder = as_folder(source)
-    opened = _open_drafter(folder, target.as_target(), method, dtype)
+    opened = _open_drafter(folder, target.as_target(), method, draft_feedback, dtype)
     return _load(opened, folder.tokenizer, device=device, progress=progress)
 
 
@@ -148,9 +150,7 @@ def load_pair(
     tokenizer = folder.tokenizer
     if draft_folder is None:
         return _load(opened, tokenizer, device=device, progress=progress), None
-    draft = _open_drafter(draft_folder, opened.as_target(), method, dtype)
-    config = with_feedback(draft.family.config, draft_feedback, draft.path)
-    draft = dataclasses.replace(draft, family=dataclasses.replace(draft.family, config=config))
+    draft = _open_drafter(draft_folder, opened.as_target(), method, draft_feedback, dtype)
     draft_tokenizer = draft_folder.tokenizer
     if tokenizer is not None and draft_tokenizer is not None:
         check_tokenizers(
@@ -174,11 +174,19 @@ def _open_target(folder: CheckpointFolder | StateDict, dtype: str) -> OpenedMode
 
 
 def _open_drafter(
-    folder: CheckpointFolder | StateDict, target: Target, method: str | None, dtype: str
+    folder: CheckpointFolder | StateDict,
+    target: Target,
+    method: str | None,
+    draft_feedback: str | None,
+    dtype: str,
 ) -> OpenedModel:
+    draft: OpenedModel
     if isinstance(folder, CheckpointFolder) and folder.is_converted:
-        return open_converted(folder, dtype, is_drafter=True, method=method)
-    return open_any_drafter(folder, target, method=method, dtype=dtype)
+        draft = open_converted(folder, dtype, is_drafter=True, method=method)
+    else:
+        draft = open_any_drafter(folder, target, method=method, dtype=dtype)
+    config = with_feedback(draft.family.config, draft_feedback, draft.path)
+    return dataclasses.replace(draft, family=dataclasses.replace(draft.family, config=config))
 
 
 def _fill(opened: OpenedModel, *, device: str, progress: bool) -> _core.Model:

@@ -105,13 +105,15 @@ def _measure_pair(
     speed: Speed,
     bar: Any,
 ) -> Iterator[PairRow | Unmeasured]:
-    """Measures all rows of a pair; whatever does not fit into memory is not measured."""
+    """Measures all rows of a pair; what does not fit into memory, or needs what the device does not
+    have, is not measured.
+    """
     cells = list(itertools.product(options.temperatures, options.concurrency))
     # A reason is yielded after its `except`, whose traceback keeps models alive.
     reason = None
     try:
         target, draft = _load_pair(pair, device, is_quiet=args.quiet)
-    except MemoryError as error:
+    except (MemoryError, NotImplementedError) as error:
         reason = str(error)
     if reason is not None:
         bar.update(_RUNS * len(cells))
@@ -127,7 +129,7 @@ def _measure_pair(
             row = _measure_row(
                 pair, target, draft, temperature, c, prompts, args, speed, bar.update
             )
-        except MemoryError as error:
+        except (MemoryError, NotImplementedError) as error:
             reason = str(error)
         else:
             yield row

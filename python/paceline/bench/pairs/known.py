@@ -27,7 +27,7 @@ class Pair:
     Attributes:
         name: Its name in options and tables.
         target: The target: a folder, a model of the hub, or the name of a configuration.
-        drafter: The drafter, in the same way.
+        drafter: The drafter, in the same way; the target itself for its MTP layer.
         method: As in `SpeculativeConfig`; None = that of the drafter's configuration.
         is_dummy: Whether the weights are dummies.
     """
@@ -63,6 +63,7 @@ _ASSUMED: Final = "assumed"
 PAIRS: Final = {
     pair.name: pair
     for pair in (
+        Pair("glm-4.7-flash+mtp", "glm-4.7-flash", "glm-4.7-flash", "mtp"),
         Pair("gpt-oss-20b+eagle3", "gpt-oss-20b", "gpt-oss-20b-eagle3", "eagle3"),
         Pair("llama-3-8b+eagle", "llama-3-8b", "llama-3-8b-eagle", "eagle"),
         Pair("qwen3-8b+eagle3", "qwen3-8b", "qwen3-8b-eagle3", "eagle3"),
@@ -74,6 +75,7 @@ PAIRS: Final = {
 
 # Of a pair: for each of TEMPERATURES the lengths at CONCURRENCIES.
 _PUBLISHED: Final[Mapping[str, Mapping[int, tuple[float, float, float]]]] = {
+    "glm-4.7-flash+mtp": {0: (2.19, 2.17, 2.16), 1: (2.07, 2.02, 2.03)},
     "gpt-oss-20b+eagle3": {0: (2.61, 2.60, 2.61), 1: (2.14, 2.13, 2.11)},
     "llama-3-8b+eagle": {0: (1.89, 2.00, 1.99), 1: (1.91, 1.99, 1.94)},
     "qwen3-8b+eagle3": {0: (2.34, 2.34, 2.31), 1: (2.29, 2.28, 2.27)},
