@@ -153,7 +153,7 @@ def open_checkpoint(source: Source, dtype: str = "auto", *, is_drafter: bool = F
     check_dtype(dtype)
     folder = as_folder(source)
     hf = read_hf_config(folder)
-    family = translate(hf)
+    family = translate(hf).for_tensors(folder.weights.owners)
     tensors = bind(family, folder.weights, hf.source)
     weight_dtype, notes = _choose_dtype(dtype, tensors)
     vocab_size = family.config["vocab_size"]

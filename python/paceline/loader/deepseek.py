@@ -188,24 +188,32 @@ def _translate(name: str, hf: HfConfig, defaults: _Defaults) -> Family:
         "latent_norm_eps": latent.eps,
     }
     dense = {"intermediate": sizes.intermediate, "activation": activation, "has_bias": False}
-    mixture = _describe_mixture(experts, activation)
-    layers = [
-        {"attention": attention, "mlp": dense if mlp_type == _DENSE else mixture}
-        for mlp_type in mlp_types
-    ]
-    return Family(
-        name,
-        hf.architecture,
-        write_description(name, sizes, [entry], layers, ties_lm_head=ties),
-        tuple(_tensors(sizes, latent, experts, mlp_types, ties_lm_head=ties)),
-        _PREFIXES,
-        # The layers that predict further tokens are drafters.
-        ignored_prefixes=tuple(
-            f"{prefix}layers.{sizes.layers + i}."
-            for prefix in _PREFIXES
-            for i in range(num_mtp_layers(text)[1])
-        ),
+    # The layers that predict further tokens are drafters.
+    num_more = num_mtp_layers(text)[1]
+    ignored = tuple(
+        f"{prefix}layers.{sizes.layers + i}." for prefix in _PREFIXES for i in range(num_more)
     )
+
+    def family(joined: Family | None, *, is_joined: bool) -> Family:
+        mixture = _describe_mixture(experts, activation, is_joined=is_joined)
+        layers = [
+            {"attention": attention, "mlp": dense if mlp_type == _DENSE else mixture}
+            for mlp_type in mlp_types
+        ]
+        tensors = _tensors(
+            sizes, latent, experts, mlp_types, ties_lm_head=ties, is_joined=is_joined
+        )
+        return Family(
+            name,
+            hf.architecture,
+            write_description(name, sizes, [entry], layers, ties_lm_head=ties),
+            tuple(tensors),
+            _PREFIXES,
+            ignored_prefixes=ignored,
+            joined=joined,
+        )
+
+    return family(family(None, is_joined=True), is_joined=False)
 
 
 def _read_sizes(text: Section, defaults: _Defaults) -> Sizes:
@@ -310,7 +318,7 @@ def num_mtp_layers(text: Section) -> tuple[str, int]:
     return key, text.integer(key, 1, low=0, high=MAX_LAYERS)
 
 
-def _describe_mixture(experts: _Experts, activation: str) -> dict[str, Any]:
+def _describe_mixture(experts: _Experts, activation: str, *, is_joined: bool) -> dict[str, Any]:
     mixture: dict[str, Any] = {
         "num_experts": experts.count,
         "top_k": experts.top_k,
@@ -323,8 +331,9 @@ def _describe_mixture(experts: _Experts, activation: str) -> dict[str, Any]:
         "top_groups": experts.top_groups,
         "normalises_weights": experts.normalises,
         "weight_scale": experts.scale,
-        "per_expert": True,
     }
+    if not is_joined:
+        mixture["per_expert"] = True
     if experts.shared:
         mixture["shared"] = {
             "intermediate": experts.shared * experts.intermediate,
@@ -341,6 +350,7 @@ def _tensors(
     mlp_types: tuple[str, ...],
     *,
     ties_lm_head: bool,
+    is_joined: bool,
 ) -> Iterator[TensorSpec]:
     hidden = (sizes.hidden, "hidden_size")
     vocab = (sizes.vocab, "vocab_size")
@@ -355,7 +365,7 @@ def _tensors(
             intermediate = (sizes.intermediate, "intermediate_size")
             yield from _mlp_tensors(ours, theirs, "", hidden, intermediate)
         else:
-            yield from _mixture_tensors(ours, theirs, experts, hidden)
+            yield from _mixture_tensors(ours, theirs, experts, hidden, is_joined=is_joined)
     yield tensor_spec("final_norm.weight", "norm.weight", hidden)
     if not ties_lm_head:
         yield tensor_spec("lm_head.weight", "lm_head.weight", vocab, hidden)
@@ -411,7 +421,7 @@ def _mlp_tensors(
 
 
 def _mixture_tensors(
-    ours: str, theirs: str, experts: _Experts, hidden: Dim
+    ours: str, theirs: str, experts: _Experts, hidden: Dim, *, is_joined: bool
 ) -> Iterator[TensorSpec]:
     count = (experts.count, experts.key)
     intermediate = (experts.intermediate, "moe_intermediate_size")
@@ -419,7 +429,13 @@ def _mixture_tensors(
     yield tensor_spec(
         f"{ours}router.correction.bias", f"{theirs}gate.e_score_correction_bias", count
     )
-    for i in range(experts.count):
+    if is_joined:
+        wide = (2 * experts.intermediate, "2 * moe_intermediate_size")
+        for name, dims in (("gate_up", (wide, hidden)), ("down", (hidden, intermediate))):
+            yield tensor_spec(
+                f"{ours}experts.{name}.weight", f"{theirs}experts.{name}_proj", count, *dims
+            )
+    for i in () if is_joined else range(experts.count):
         yield from _mlp_tensors(
             f"{ours}experts.", f"{theirs}experts.{i}.", f".{i}", hidden, intermediate
         )

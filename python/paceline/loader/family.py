@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -52,6 +53,8 @@ class Family:
         ignored_sources: Unused tensors of the decoder, as `TensorSpec.source`.
         rounds_embed_scale: Whether factors on embeddings are rounded to the weight dtype.
         lm_head_names: Names that the lm_head may have.
+        joined: The same decoder with one tensor for a matrix of all experts, as transformers has
+            it in memory; None: there is no such form, or this is it.
     """
 
     name: str
@@ -63,6 +66,14 @@ class Family:
     ignored_sources: frozenset[str] = frozenset()
     rounds_embed_scale: bool = False
     lm_head_names: tuple[str, ...] = LM_HEADS
+    joined: Family | None = None
+
+    def for_tensors(self, names: Iterable[str]) -> Family:
+        """This decoder, in the form that the tensors of a checkpoint have."""
+        if self.joined is None:
+            return self
+        ends = tuple(f".{spec.source}" for spec in self.joined.tensors if ".experts." in spec.name)
+        return self.joined if any(f".{name}".endswith(ends) for name in names) else self
 
     @property
     def tied_table(self) -> str | None:
