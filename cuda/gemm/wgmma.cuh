@@ -163,11 +163,12 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Keeps the compiler from moving accumulators across asynchronous products.
+// Keeps the compiler from moving accumulators across asynchronous products. (With a loop over
+// references, it puts the accumulators of some kernels into local memory.)
 template <int kCount>
 __device__ __forceinline__ void pin(float (&values)[kCount]) {
 #pragma unroll
-  for (float& value : values) asm volatile("" : "+f"(value)::"memory");
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(values[i])::"memory");
 }
 
 // The value of the first lane. The compiler then knows that all lanes have the same, and computes
