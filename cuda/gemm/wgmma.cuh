@@ -71,45 +71,6 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
   barrier_wait(shared_address(barrier), parity);
 }
 
-// As barrier_wait; what other blocks of the cluster have sent is visible, too.
-__device__ __forceinline__ void barrier_wait_for_cluster(uint64_t* barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred over;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 over, [%0], %1;\n"
-      "@!over bra again;\n"
-      "}\n" ::"r"(shared_address(barrier)),
-      "r"(parity)
-      : "memory");
-}
-
-// --- Messages between blocks of a cluster ------------------------------------------------------
-
-// They store to shared memory of another block, or set bits there. Their bytes count towards an
-// mbarrier of that block, so that nobody waits but the receiver. `to` and `barrier` are cluster
-// addresses.
-__device__ __forceinline__ void send(uint32_t to, float2 values, uint32_t barrier) {
-  asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
-          to),
-      "f"(values.x), "f"(values.y), "r"(barrier)
-      : "memory");
-}
-__device__ __forceinline__ void send(uint32_t to, int32_t value, uint32_t barrier) {
-  asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];" ::"r"(to),
-      "r"(value), "r"(barrier)
-      : "memory");
-}
-__device__ __forceinline__ void send_bits(uint32_t to, uint32_t bits, uint32_t barrier) {
-  asm volatile(
-      "red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx::bytes.or.b32 "
-      "[%0], %1, [%2];" ::"r"(to),
-      "r"(bits), "r"(barrier)
-      : "memory");
-}
-
 // --- Bulk tensor copy ------------------------------------------------------------------------
 
 // Cache policies as 64-bit operands: weights are read once and evicted first, activations last.

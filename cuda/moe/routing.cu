@@ -223,4 +223,9 @@ void route_and_sort(CudaContext& ctx, const RouteAndSortParams& p) {
   });
 }
 
+void run_router(CudaContext& ctx, const RouterParams& p) {
+  gemm(ctx, p.product);
+  route_and_sort(ctx, {.route = p.route, .sort = p.sort});
+}
+
 }  // namespace paceline

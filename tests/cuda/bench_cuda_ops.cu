@@ -116,15 +116,10 @@ void bench_small_ops(Bench& bench) {
         {.intermediate = 2880, .activation = Activation::kSwigluOai, .is_interleaved = true},
         first_rows(4 * rows.claimed, 4 * rows.max_rows), 1);
   };
-  // Of GPT-OSS 20B and 120B: its product too, in one op and in three.
+  // Of GPT-OSS 20B and 120B, with its product.
   const auto router_of = [](int32_t num_experts) {
     return [num_experts](const Rows& rows) {
       return make_router({.num_experts = num_experts, .top_k = 4, .k = 2880}, rows, 1);
-    };
-  };
-  const auto router_by_ops_of = [](int32_t num_experts) {
-    return [num_experts](const Rows& rows) {
-      return make_router_by_ops({.num_experts = num_experts, .top_k = 4, .k = 2880}, rows, 1);
     };
   };
   const std::pair<const char*, Make> ops[] = {
@@ -166,8 +161,6 @@ void bench_small_ops(Bench& bench) {
        [](const Rows& rows) { return make_route_and_sort({128, 4}, rows, 1); }},
       {"router/4of32", router_of(32)},
       {"router/4of128", router_of(128)},
-      {"router_by_ops/4of32", router_by_ops_of(32)},
-      {"router_by_ops/4of128", router_by_ops_of(128)},
       {"gated_swiglu_oai/4x2880", swiglu_of_experts},
       {"combine/4x2880", [](const Rows& rows) { return make_combine({2880, 4}, rows, 1); }},
       {"combine_and_norm/4x2880",

@@ -347,7 +347,6 @@ OPS = (
     "reject",
     "logprobs",
     "route",
-    "router",
     "sort",
     "combine",
     "expert_gemm",
@@ -365,25 +364,23 @@ REST = "*:-" + cases_of(*OPS, "large")
 #: The other tools take the ops of a mixture of experts apart: their cases of real shapes take the
 #: CPU as long as all other cases.
 MIXTURES = cases_of("route", "router", "sort", "combine", "expert_gemm", "mixture")
-NARROWED = ("truncate", "proposals", "softmax_sums", "logprobs", "expert_gemm", "mixture", "router")
+NARROWED = ("truncate", "proposals", "softmax_sums", "logprobs", "expert_gemm", "mixture")
 #: truncate and logprobs: more rows than clusters can run at once (at most 33 on 132
 #: multiprocessors), so that some clusters take a second row and overwrite their shared memory;
 #: limits of all kinds, since the first three rows of `mixed` have none. proposals: a second round
-#: of ids. router: rows that the blocks of a cluster share.
+#: of ids.
 MORE = {
     "truncate": ("mixed*_v1003_rows16of16", "top_k_top_p_v64_rows70of130"),
     "logprobs": ("emitted_n20_v33_rows70of130", "prompt_n20_v33_rows70of130"),
     "proposals": ("*_v5004_rows1of1",),
     "expert_gemm": ("*_rows70of130",),
     "mixture": ("*_rows70of130",),
-    "router": ("*_rows70of130", "*_k136_*_rows256of256"),
 }
 #: Shapes of real models, of which smaller cases run the same blocks.
 REAL_SHAPES = {
     "attention": "*_64x8_*",
     "expert_gemm": "*_n5760_*:*_n2880_*",
     "mixture": "*_h2880_*",
-    "router": "*_k2880_*:*_k4096_*",
 }
 LARGE = ":".join(f"*_v{vocab}_rows3of8" for vocab in (5004, 40000, 128000, 151936, 262144))
 

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Mixtures on a GPU, bit for bit: an expert row has the bits that `gemm` gives it alone; weights in
-// a format whose scales are exact give the bits of the plain weights that they stand for; and a
-// router computes what the three ops compute that it consists of. Every shape of the op table is
-// tried.
+// Mixtures on a GPU, bit for bit: an expert row has the bits that `gemm` gives it alone, and
+// weights in a format whose scales are exact give the bits of the plain weights that they stand
+// for. Every shape of the op table is tried.
 
 #include <gtest/gtest.h>
 
@@ -78,37 +77,6 @@ TEST_P(ExactFormatBits, AreThoseOfPlainWeights) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Table, ExactFormatBits, ::testing::ValuesIn(exact_cases()),
-                         [](const auto& info) { return info.param.name; });
-
-class RouterBits : public GpuTest, public ::testing::WithParamInterface<RouterCase> {};
-
-// Rounded sums show the order of additions: a logit with another bit changes a weight.
-TEST_P(RouterBits, AreThoseOfItsOps) {
-  TRACE_SEED();
-  CudaTestContext& ctx = cuda_test_context();
-  RouterSpec spec = GetParam().spec;
-  spec.is_rounded = spec.logits == LogitKind::kPlain;
-  for (const int32_t num_rows : {1, 4, 15, 16, 17, 40, 64, 65, 100, 128, 129, 200, 256}) {
-    for (const int32_t max_rows : {num_rows, num_rows + 13}) {
-      const Rows rows = first_rows(num_rows, max_rows);
-      const OpInstance fused = make_router(spec, rows, base_seed());
-      const OpInstance by_ops = make_router_by_ops(spec, rows, base_seed());
-      const DeviceInstance of_fused(fused);
-      const DeviceInstance of_ops(by_ops);
-      of_fused.run(ctx);
-      of_ops.run(ctx);
-      EXPECT_EQ(of_fused.broken_guard(), "");
-      for (const char* const name :
-           {"experts", "weights", "expert_begin", "source_row", "expert_row", "counters"}) {
-        const auto at = static_cast<size_t>(fused.find(name));
-        ASSERT_TRUE(of_fused.download(at) == of_ops.download(at))
-            << name << " of " << num_rows << " rows, max_rows " << max_rows;
-      }
-    }
-  }
-}
-
-INSTANTIATE_TEST_SUITE_P(Table, RouterBits, ::testing::ValuesIn(router_cases()),
                          [](const auto& info) { return info.param.name; });
 
 }  // namespace

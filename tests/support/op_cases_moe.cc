@@ -232,7 +232,6 @@ struct RouterArrays {
     return row_array("x", Element::kF32, element_of(s.dtype), rows, s.k + s.x_padding,
                      [=](int64_t id, float* to) {
                        Stream stream(seed, kRouterX, static_cast<uint64_t>(id));
-                       if (s.is_rounded) return stream.fill(to, s.k);
                        for (int32_t i = 0; i < s.k; ++i) {
                          to[i] = static_cast<float>(stream.below(5) - 2);
                        }
@@ -252,10 +251,6 @@ struct RouterArrays {
           for (int32_t e = 0; e < s.num_experts; ++e, to += s.k) {
             Stream stream(seed, kRouterWeight,
                           static_cast<uint64_t>(s.logits == LogitKind::kTies ? e / 2 : e));
-            if (s.is_rounded) {
-              stream.fill(to, s.k, 1.0f / std::sqrt(static_cast<float>(s.k)));
-              continue;
-            }
             for (int32_t i = 0; i < s.k; ++i) {
               to[i] = static_cast<float>(stream.below(17) - 8) / 64.0f;
             }
@@ -270,9 +265,8 @@ struct RouterArrays {
           constexpr float kInfinity = std::numeric_limits<float>::infinity();
           Stream stream(seed, kRouterBias);
           for (int32_t e = 0; e < s.num_experts; ++e) {
-            to[e] = s.is_rounded                   ? stream.normal()
-                    : s.logits == LogitKind::kTies ? static_cast<float>(e / 2 % 3)
-                                                   : static_cast<float>(stream.below(65)) / 16;
+            to[e] = s.logits == LogitKind::kTies ? static_cast<float>(e / 2 % 3)
+                                                 : static_cast<float>(stream.below(65)) / 16;
             if (s.logits == LogitKind::kHoles && stream.one_in(3)) {
               to[e] = stream.one_in(2) ? std::numeric_limits<float>::quiet_NaN() : -kInfinity;
             }
@@ -317,18 +311,6 @@ OpInstance make_router(const RouterSpec& s, const Rows& rows, uint64_t seed) {
   OpInstance op;
   const RouterArrays arrays(op, s, rows, seed);
   op.set_run([arrays](auto& ctx, const Addresses& at) { run_router(ctx, arrays.params(ctx, at)); });
-  return op;
-}
-
-OpInstance make_router_by_ops(const RouterSpec& s, const Rows& rows, uint64_t seed) {
-  OpInstance op;
-  const RouterArrays arrays(op, s, rows, seed);
-  op.set_run([arrays](auto& ctx, const Addresses& at) {
-    const RouterParams p = arrays.params(ctx, at);
-    gemm(ctx, p.product);
-    route_experts(ctx, p.route);
-    sort_expert_rows(ctx, p.sort);
-  });
   return op;
 }
 

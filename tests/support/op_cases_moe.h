@@ -29,11 +29,10 @@ struct RouterSpec {
   int32_t k = 0;
   DType dtype = DType::kBFloat16;
   // kPlain, kTies, kHoles or kInfinite. Every sum is exact in any order, so that backends agree in
-  // the choice of experts; unless `is_rounded`.
+  // the choice of experts.
   LogitKind logits = LogitKind::kPlain;
   bool has_bias = true;
   int32_t x_padding = 0;
-  bool is_rounded = false;
   RouterRule rule = RouterRule::kSoftmaxOfChosen;
   SigmoidRouting sigmoid = {};
 };
@@ -88,11 +87,8 @@ struct MixtureSpec {
 // A row has its experts and weights; the order of the expert rows depends on the batch.
 [[nodiscard]] OpInstance make_route_and_sort(const RouteSpec& spec, const Rows& rows,
                                              uint64_t seed);
-// The same of run_router. The logits may stay unwritten.
+// The same of run_router.
 [[nodiscard]] OpInstance make_router(const RouterSpec& spec, const Rows& rows, uint64_t seed);
-// The same arrays; gemm, route_experts and sort_expert_rows compute them.
-[[nodiscard]] OpInstance make_router_by_ops(const RouterSpec& spec, const Rows& rows,
-                                            uint64_t seed);
 [[nodiscard]] OpInstance make_sort(const SortSpec& spec, const Rows& rows, uint64_t seed);
 // A row is one of the pass; of its expert rows, that of place id % top_k stands for it.
 [[nodiscard]] OpInstance make_expert_gemm(const ExpertGemmSpec& spec, const Rows& rows,
@@ -108,14 +104,6 @@ struct MixtureSpec {
 [[nodiscard]] std::vector<RowWiseCase> moe_row_wise_cases();
 // Sorting, whose results depend on the batch, and the large batches of real shapes.
 [[nodiscard]] std::vector<OpCase> moe_op_cases();
-
-// Routers of the table, for tests that compare them with the ops that they consist of.
-struct RouterCase {
-  std::string name;
-  RouterSpec spec;
-};
-inline void PrintTo(const RouterCase& c, std::ostream* out) { *out << c.name; }
-[[nodiscard]] std::vector<RouterCase> router_cases();
 
 // The products of experts in the table, for tests that compare them with other products.
 struct ExpertGemmCase {

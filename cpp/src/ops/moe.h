@@ -82,8 +82,7 @@ struct RouteAndSortParams {
 void route_and_sort(CpuContext&, const RouteAndSortParams&);
 void route_and_sort(CudaContext&, const RouteAndSortParams&);
 
-// The router of a mixture: `gemm`, then route_and_sort with its y as the logits. That y may stay
-// unwritten: a backend may do everything at once.
+// The router of a mixture: `gemm`, then route_and_sort with its y as the logits.
 struct RouterParams {
   GemmParams product;  // [num_experts, k]; y is route.logits, float32 and contiguous
   RouteExpertsParams route;
