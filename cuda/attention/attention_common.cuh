@@ -19,7 +19,8 @@
 namespace paceline::cuda {
 
 inline constexpr int32_t kAttentionThreads = 128;
-inline constexpr int32_t kMaxPlainHeadDim = 512;
+inline constexpr int32_t kMaxPlainHeadDim = 640;  // of queries and keys
+inline constexpr int32_t kMaxPlainValueDim = 512;
 inline constexpr float kLog2E = 1.4426950408889634f;
 
 static_assert(kAttentionChunk == kAttentionThreads);
@@ -78,6 +79,7 @@ struct PlainAttention {
   int32_t num_qo_heads;
   int32_t num_kv_heads;
   int32_t head_dim;
+  int32_t value_dim;
   int32_t row_heads;  // of qkv
 };
 
@@ -123,7 +125,7 @@ template <class T, class Kv, class Keys>
 __global__ void __launch_bounds__(kAttentionThreads)
     plain_attention_kernel(const __grid_constant__ PlainAttention a,
                            const __grid_constant__ Keys keys) {
-  constexpr int32_t kColumns = kMaxPlainHeadDim / kAttentionThreads;
+  constexpr int32_t kColumns = kMaxPlainValueDim / kAttentionThreads;
   __shared__ float q[kMaxPlainHeadDim];
   __shared__ float weights[kAttentionChunk];
   __shared__ const Kv* values[kAttentionChunk];
@@ -134,11 +136,11 @@ __global__ void __launch_bounds__(kAttentionThreads)
   const int32_t head = static_cast<int32_t>(blockIdx.y);
   if (row >= min(*a.num_rows, a.max_rows)) return;
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
-  T* const y = static_cast<T*>(a.y) + (int64_t{row} * a.num_qo_heads + head) * a.head_dim;
+  T* const y = static_cast<T*>(a.y) + (int64_t{row} * a.num_qo_heads + head) * a.value_dim;
   const int32_t begin = keys.begin(row);
   const int32_t end = keys.end(row);
   if (end <= begin) {
-    for (int32_t d = thread; d < a.head_dim; d += kAttentionThreads) store_as(y + d, 0.0f);
+    for (int32_t d = thread; d < a.value_dim; d += kAttentionThreads) store_as(y + d, 0.0f);
     return;
   }
   const T* const row_q =
@@ -193,7 +195,7 @@ __global__ void __launch_bounds__(kAttentionThreads)
     const int32_t last = min(end - chunk, kAttentionChunk);
     for (int32_t i = 0; i < kColumns; ++i) {
       const int32_t d = thread + i * kAttentionThreads;
-      if (d >= a.head_dim) break;
+      if (d >= a.value_dim) break;
       float sum = 0.0f;
       for (int32_t j = first; j < last; ++j) {
         sum = __fmaf_rn(weights[j], to_float(values[j][d]), sum);
@@ -207,7 +209,7 @@ __global__ void __launch_bounds__(kAttentionThreads)
       final_factor(running_max, running_sum, a.sinks == nullptr ? nullptr : a.sinks + head);
   for (int32_t i = 0; i < kColumns; ++i) {
     const int32_t d = thread + i * kAttentionThreads;
-    if (d < a.head_dim) store_as(y + d, __fmul_rn(running[i], factor));
+    if (d < a.value_dim) store_as(y + d, __fmul_rn(running[i], factor));
   }
 }
 
@@ -224,11 +226,12 @@ void check_attention_params(const Params& p) {
 
 // Throws Unsupported for head sizes and dtypes that the plain kernel does not support.
 template <class Keys, class Params>
-void run_plain_attention(CudaContext& ctx, const char* name, const Params& p, float soft_cap,
-                         const float* sinks, const Keys& keys) {
-  if (p.head_dim > kMaxPlainHeadDim) {
-    throw Unsupported(
-        concat(name, ": head_dim ", p.head_dim, " on a GPU; it can be 1 to ", kMaxPlainHeadDim));
+void run_plain_attention(CudaContext& ctx, const char* name, const Params& p, int32_t value_dim,
+                         float soft_cap, const float* sinks, const Keys& keys) {
+  if (p.head_dim > kMaxPlainHeadDim || value_dim > kMaxPlainValueDim) {
+    throw Unsupported(concat(name, ": keys of ", p.head_dim, " and values of ", value_dim,
+                             " elements on a GPU; they can have 1 to ", kMaxPlainHeadDim,
+                             " and 1 to ", kMaxPlainValueDim));
   }
   const PlainAttention a = {.num_rows = p.num_rows,
                             .max_rows = p.max_rows,
@@ -241,6 +244,7 @@ void run_plain_attention(CudaContext& ctx, const char* name, const Params& p, fl
                             .num_qo_heads = p.num_qo_heads,
                             .num_kv_heads = p.num_kv_heads,
                             .head_dim = p.head_dim,
+                            .value_dim = value_dim,
                             .row_heads = qkv_heads(p.num_qo_heads, p.num_kv_heads, p.kv_inputs)};
   const auto run = [&](void (*kernel)(PlainAttention, Keys)) {
     launch(ctx, name, kernel, dim3(p.max_rows, p.num_qo_heads), dim3(kAttentionThreads), 0, a,

@@ -9,7 +9,7 @@ void list_attention(CudaContext& ctx, const ListAttentionParams& p) {
   PACELINE_CHECK(p.window >= 0, "window ", p.window, " is negative");
   const cuda::ListKeys keys = {
       .window_slots = p.window_slots, .window_count = p.window_count, .window = p.window};
-  cuda::run_plain_attention(ctx, "list_attention", p, /*soft_cap=*/0.0f, p.sinks, keys);
+  cuda::run_plain_attention(ctx, "list_attention", p, p.head_dim, /*soft_cap=*/0.0f, p.sinks, keys);
 }
 
 }  // namespace paceline

@@ -28,6 +28,7 @@ namespace {
 using testing::apart;
 using testing::Job;
 using testing::make_gemma4;
+using testing::make_latent;
 using testing::make_mixture;
 using testing::message_of;
 using testing::mix_logprobs;
@@ -94,8 +95,17 @@ TEST_F(CudaEngine, SelfDraftAcceptsEverything) {
   gemma4.k_eq_v = true;
   gemma4.num_shared = 2;
   gemma4.per_layer_size = 8;
-  for (const TinyModel& shape :
-       {shape_of({0, 0}), shape_of({8, 200}), shape_of({8, 0, 130}), gemma4}) {
+  // The shape that has a kernel of its own, and one that has not.
+  TinyModel latent = shape_of({0, 8, 0});
+  latent.is_gemma = false;
+  latent.kv_lora_rank = 512;
+  latent.qk_rope_head_dim = 64;
+  latent.q_lora_rank = 24;
+  TinyModel small_latent = latent;
+  small_latent.kv_lora_rank = 56;
+  small_latent.q_lora_rank = 0;
+  for (const TinyModel& shape : {shape_of({0, 0}), shape_of({8, 200}), shape_of({8, 0, 130}),
+                                 gemma4, latent, small_latent}) {
     const auto model = model_of(shape, 7);
     for (const double temperature : {0.0, 1.0}) {
       for (const int32_t k : {1, 3, 8, 16}) {
@@ -125,6 +135,7 @@ TEST_F(CudaEngine, SpeculativeEqualsPlain) {
     const uint64_t family = switches() % 4;
     if (family == 0) make_gemma4(shape, switches);
     if (family == 1) make_mixture(shape, switches);
+    if (family == 2) make_latent(shape, switches);
     TinyModel draft_shape = shape;
     const bool is_other = random() % 3 == 0;
     if (is_other) {

@@ -444,6 +444,11 @@ INSTANTIATE_TEST_SUITE_P(
                       AttentionSpec{4, 2, 128, 24, 100, 5.0f, true},
                       AttentionSpec{4, 2, 64, 1, 0, 0.0f, true},
                       AttentionSpec{16, 2, 64, 16, 128, 0.0f, true},
+                      AttentionSpec{.num_qo_heads = 20,
+                                    .num_kv_heads = 1,
+                                    .head_dim = 576,
+                                    .kv_inputs = KvInputs::kNone,
+                                    .value_dim = 512},
                       AttentionSpec{8, 2, 128, 16, 0, 0.0f, false, DType::kFloat32},
                       AttentionSpec{4, 2, 64, 24, 100, 5.0f, true, DType::kFloat32}),
     [](const auto& info) { return attention_name(info.param); });

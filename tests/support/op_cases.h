@@ -356,6 +356,9 @@ struct AttentionSpec {
   DType dtype = DType::kBFloat16;  // of qkv, and of the cache but for the last field
   KvInputs kv_inputs = KvInputs::kKeysAndValues;
   bool has_bf16_cache = false;  // beside a qkv of float32
+  // Latent attention: a value is this many of the first elements of its key; 0: keys and values are
+  // two things. With kv_inputs kNone and one KV head.
+  int32_t value_dim = 0;
 };
 // Rows at positions [length - num_rows, length) of sequence `id`, then inert ones.
 struct AttentionSequence {

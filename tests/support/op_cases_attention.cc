@@ -9,6 +9,7 @@
 #include <numeric>
 #include <type_traits>
 
+#include "ops/latent.h"
 #include "support/op_cases.h"
 
 namespace paceline::testing {
@@ -78,7 +79,8 @@ OpInstance make_attention(const AttentionSpec& s, const AttentionBatch& batch, u
   const Element kv_element = element_of(kv_dtype);
   const int64_t width =
       int64_t{qkv_heads(s.num_qo_heads, s.num_kv_heads, s.kv_inputs)} * s.head_dim;
-  const int64_t y_width = int64_t{s.num_qo_heads} * s.head_dim;
+  const int64_t q_width = int64_t{s.num_qo_heads} * s.head_dim;
+  const int64_t y_width = s.value_dim > 0 ? int64_t{s.num_qo_heads} * s.value_dim : q_width;
   const int64_t token = int64_t{s.num_kv_heads} * s.head_dim;
   const int64_t part = token * s.block_size;
   const int64_t gap = 64;
@@ -124,7 +126,7 @@ OpInstance make_attention(const AttentionSpec& s, const AttentionBatch& batch, u
         const int32_t position = sequence.length - sequence.num_rows + r;
         if (r >= sequence.num_rows) continue;  // inert rows may hold anything
         Stream(seed, kQuery, static_cast<uint64_t>(sequence.id), static_cast<uint64_t>(position))
-            .fill(to, y_width);
+            .fill(to, q_width);
       }
     }
   });
@@ -146,6 +148,7 @@ OpInstance make_attention(const AttentionSpec& s, const AttentionBatch& batch, u
         float* const key = to + b * block + gap + at % s.block_size * token;
         const auto id = static_cast<uint64_t>(sequence.id);
         Stream(seed, kKey, id, static_cast<uint64_t>(at)).fill(key, token);
+        if (s.value_dim > 0) continue;  // the memory of values must not be read
         Stream(seed, kValue, id, static_cast<uint64_t>(at)).fill(key + part + gap, token);
       }
     }
@@ -162,6 +165,33 @@ OpInstance make_attention(const AttentionSpec& s, const AttentionBatch& batch, u
   const int64_t table_stride = placement.table_stride;
   op.set_run([=](auto& ctx, const Addresses& at) {
     const int64_t bytes = element_bytes(kv_element);
+    if (s.value_dim > 0) {
+      latent_attention(
+          ctx, LatentAttentionParams{.num_rows = at.get<int32_t>(num_rows),
+                                     .max_rows = max_rows,
+                                     .q = at.raw(qkv),
+                                     .seq_slot = at.get<int32_t>(slots),
+                                     .kv_end = at.get<int32_t>(ends),
+                                     .block_table = at.get<int32_t>(table),
+                                     .block_table_stride = table_stride,
+                                     .entries = {.base = at.raw(pool),
+                                                 .block_bytes = block * bytes,
+                                                 .k_offset = gap * bytes,
+                                                 .v_offset = gap * bytes,
+                                                 .block_size = s.block_size,
+                                                 .dtype = kv_dtype},
+                                     .scale = 1.0f / std::sqrt(static_cast<float>(s.head_dim)),
+                                     .y = at.raw(y),
+                                     .num_heads = s.num_qo_heads,
+                                     .kv_lora_rank = s.value_dim,
+                                     .qk_rope_head_dim = s.head_dim - s.value_dim,
+                                     .dtype = activation_dtype(ctx, s.dtype),
+                                     .num_seqs = at.get<int32_t>(num_seqs_at),
+                                     .row_indptr = at.get<int32_t>(row_indptr),
+                                     .max_seqs = max_seqs,
+                                     .max_rows_per_seq = max_rows_per_seq});
+      return;
+    }
     paged_attention(ctx,
                     PagedAttentionParams{.num_rows = at.get<int32_t>(num_rows),
                                          .max_rows = max_rows,
@@ -205,6 +235,7 @@ void add_attention(std::vector<OpCase>& cases, const AttentionSpec& s) {
       (s.kv_inputs == KvInputs::kKeys   ? "_keys"
        : s.kv_inputs == KvInputs::kNone ? "_q"
                                         : "") +
+      (s.value_dim > 0 ? "_v" + std::to_string(s.value_dim) : "") +
       (s.dtype == DType::kFloat32 ? "_f32" : "_bf16") + (s.has_bf16_cache ? "_cache_bf16" : "");
   const auto add = [&](const char* batch_name, const AttentionBatch& batch) {
     cases.push_back({name + "_" + batch_name,
@@ -284,6 +315,24 @@ std::vector<OpCase> attention_op_cases() {
   add_attention(cases, {16, 2, 64, 16, 0, 0.0f, true, kB});
   add_attention(cases, {16, 2, 64, 16, 128, 0.0f, true, kB});
   add_attention(cases, {64, 8, 64, 16, 128, 0.0f, true, kB});
+  // Latent attention: GLM-4.7-Flash's 20 heads and other numbers of them, and other widths.
+  const auto latent = [&](int32_t num_heads, int32_t width, int32_t rank, int32_t block_size,
+                          DType dtype, bool has_bf16_cache = false) {
+    add_attention(cases, {.num_qo_heads = num_heads,
+                          .num_kv_heads = 1,
+                          .head_dim = width,
+                          .block_size = block_size,
+                          .dtype = dtype,
+                          .kv_inputs = KvInputs::kNone,
+                          .has_bf16_cache = has_bf16_cache,
+                          .value_dim = rank});
+  };
+  latent(20, 576, 512, 16, kB);
+  latent(16, 576, 512, 1, kB);
+  latent(5, 576, 512, 256, kB);
+  latent(20, 576, 512, 16, kF);
+  latent(3, 576, 512, 16, kF, true);
+  latent(3, 56, 40, 24, kB);
   for (const KvInputs inputs : {KvInputs::kKeys, KvInputs::kNone}) {
     add_attention(cases, {8, 1, 256, 16, 512, 0.0f, false, kB, inputs});
     add_attention(cases, {8, 2, 512, 16, 0, 0.0f, false, kB, inputs});

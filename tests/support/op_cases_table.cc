@@ -8,6 +8,7 @@
 
 #include "support/op_case_table.h"
 #include "support/op_cases.h"
+#include "support/op_cases_latent.h"
 #include "support/op_cases_moe.h"
 #include "support/op_weights.h"
 
@@ -301,6 +302,7 @@ const std::vector<RowWiseCase>& row_wise_cases() {
     add_sampling_ops(table);
     add_clusters(table);
     for (RowWiseCase& c : moe_row_wise_cases()) table.cases.push_back(std::move(c));
+    for (RowWiseCase& c : latent_row_wise_cases()) table.cases.push_back(std::move(c));
     return table.cases;
   }();
   return cases;

@@ -64,11 +64,11 @@ struct TinyModel {
   int32_t kv_lora_rank = 0;
   int32_t q_lora_rank = 0;      // 0: q is projected from the hidden state
   bool has_paired_rope = true;  // pairs of adjacent elements
+  int32_t qk_rope_head_dim = 8;
 };
 
-// Of tiny models with latent attention: no two are equal, and none fills whole vectors.
+// Of tiny models with latent attention: neither fills whole vectors.
 inline constexpr int32_t kTinyNopeDim = 12;
-inline constexpr int32_t kTinyRopeDim = 8;
 inline constexpr int32_t kTinyValueDim = 10;
 inline constexpr double kTinyLatentEps = 1e-2;  // far from norm_eps
 
@@ -231,8 +231,8 @@ inline std::string tiny_config_json(const TinyModel& m) {
   if (m.kv_lora_rank > 0) {
     out << R"(,{"scale":)" << m.rope_scale << R"(,"interleaved":)" << boolean(m.has_paired_rope)
         << R"(,"inv_freq":[)";
-    for (int i = 0; i < kTinyRopeDim / 2; ++i) {
-      out << (i > 0 ? "," : "") << std::pow(1e4, -2.0 * i / kTinyRopeDim);
+    for (int i = 0; i < m.qk_rope_head_dim / 2; ++i) {
+      out << (i > 0 ? "," : "") << std::pow(1e4, -2.0 * i / m.qk_rope_head_dim);
     }
     out << "]}";
   }
@@ -245,8 +245,8 @@ inline std::string tiny_config_json(const TinyModel& m) {
     if (layer.is_latent) {
       out << R"({"attention":{"kind":"latent","num_qo_heads":)" << m.num_qo_heads
           << R"(,"kv_lora_rank":)" << m.kv_lora_rank << R"(,"qk_nope_head_dim":)" << kTinyNopeDim
-          << R"(,"qk_rope_head_dim":)" << kTinyRopeDim << R"(,"v_head_dim":)" << kTinyValueDim
-          << R"(,"scale":)" << 1.0 / std::sqrt(kTinyNopeDim + kTinyRopeDim)
+          << R"(,"qk_rope_head_dim":)" << m.qk_rope_head_dim << R"(,"v_head_dim":)" << kTinyValueDim
+          << R"(,"scale":)" << 1.0 / std::sqrt(kTinyNopeDim + m.qk_rope_head_dim)
           << R"(,"rope":2,"latent_norm_eps":)" << kTinyLatentEps;
       if (m.q_lora_rank > 0) out << R"(,"q_lora_rank":)" << m.q_lora_rank;
     } else {

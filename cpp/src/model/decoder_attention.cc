@@ -2,7 +2,6 @@
 
 // The attention of a layer: multi-head or latent.
 
-#include <type_traits>
 #include <variant>
 
 #include "base/check.h"
@@ -23,11 +22,7 @@ void Decoder::attention(Ctx& ctx, int32_t layer, const void* input, const PassRo
                           multi_head_attention(ctx, layer, input, rows, groups, activations);
                         },
                         [&](const LatentAttention&) {
-                          if constexpr (std::is_same_v<Ctx, CpuContext>) {
-                            latent_attention(ctx, layer, input, rows, groups, activations);
-                          } else {
-                            PACELINE_CHECK(false, "ModelBuilder refuses it on a GPU");
-                          }
+                          latent_attention(ctx, layer, input, rows, groups, activations);
                         }},
              config().layers[layer].attention);
 }

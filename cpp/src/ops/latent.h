@@ -20,6 +20,9 @@
 namespace paceline {
 
 inline constexpr int32_t kMaxLatentRank = 1024;  // of kv_lora_rank
+// What latent_attention takes on a GPU.
+inline constexpr int32_t kMaxCudaLatentRank = 512;
+inline constexpr int32_t kMaxCudaEntryWidth = 640;
 
 // A rotary embedding of `width` elements at positions[row] + position_offset.
 struct LatentRope {

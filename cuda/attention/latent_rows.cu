@@ -1,0 +1,276 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// The ops around latent_attention. Every sum has one order whatever the number of rows, so rows are
+// invariant.
+
+#include <cuda_bf16.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "common/convert.cuh"
+#include "common/launch.cuh"
+#include "common/reduce.cuh"
+#include "ops/latent.h"
+
+namespace paceline {
+namespace cuda {
+namespace {
+
+// --- append_latents: one block per row -----------------------------------------------------------
+
+constexpr int32_t kAppendThreads = 256;
+constexpr int32_t kAppendWarps = kAppendThreads / 32;
+
+// 1 / sqrt(mean(x^2) + eps); every thread of the block calls it.
+template <class T>
+__device__ __forceinline__ float inverse_rms(const T* x, int32_t size, float eps,
+                                             float (&partials)[kAppendWarps]) {
+  float squares = 0.0f;
+  for (int32_t i = static_cast<int32_t>(threadIdx.x); i < size; i += kAppendThreads) {
+    const float value = widen(x[i]);
+    squares = __fmaf_rn(value, value, squares);
+  }
+  return rsqrtf(block_sum(squares, partials) / static_cast<float>(size) + eps);
+}
+
+// The two elements of pair `pair`.
+struct Pair {
+  int32_t first;
+  int32_t second;
+};
+__device__ __forceinline__ Pair pair_of(const LatentRope& rope, int32_t pair, int32_t width) {
+  return rope.is_interleaved ? Pair{2 * pair, 2 * pair + 1} : Pair{pair, pair + width / 2};
+}
+
+// Pair `pair` of `from`, rotated to the position of the row, goes to `to`.
+template <class From, class To>
+__device__ __forceinline__ void rotate_pair(const LatentRope& rope, int32_t row, int32_t pair,
+                                            int32_t width, const From* from, To* to) {
+  const int64_t position = rope.positions[row] + rope.position_offset;
+  const float cos = rope.cos[position * (width / 2) + pair];
+  const float sin = rope.sin[position * (width / 2) + pair];
+  const Pair at = pair_of(rope, pair, width);
+  const float a = widen(from[at.first]);
+  const float b = widen(from[at.second]);
+  narrow(__fsub_rn(__fmul_rn(a, cos), __fmul_rn(b, sin)), to + at.first);
+  narrow(__fadd_rn(__fmul_rn(b, cos), __fmul_rn(a, sin)), to + at.second);
+}
+
+template <class T, class Kv>
+__global__ void __launch_bounds__(kAppendThreads)
+    append_latents_kernel(const __grid_constant__ AppendLatentsParams p) {
+  __shared__ float q_partials[kAppendWarps];
+  __shared__ float latent_partials[kAppendWarps];
+  let_successor_start();
+  wait_for_predecessor();
+  const int32_t row = static_cast<int32_t>(blockIdx.x);
+  if (row >= *p.num_rows) return;
+  const auto thread = static_cast<int32_t>(threadIdx.x);
+  const int32_t rank = p.kv_lora_rank;
+  const int32_t width = rank + p.qk_rope_head_dim;
+  T* const q = static_cast<T*>(p.qkv_a) + int64_t{row} * (p.q_width + width);
+  if (p.q_norm != nullptr) {
+    const float factor = inverse_rms(q, p.q_width, p.norm_eps, q_partials);
+    for (int32_t i = thread; i < p.q_width; i += kAppendThreads) {
+      narrow(widen(q[i]) * factor * (p.q_norm[i] + p.norm_weight_offset), q + i);
+    }
+  }
+  const int64_t slot = p.slot_mapping[row];
+  // Skip the null block: no kernel reads it, and rows would race on it.
+  if (slot < p.entries.block_size) return;
+  const T* const c = q + p.q_width;
+  const int64_t block = slot / p.entries.block_size;
+  std::byte* const base = p.entries.base + block * p.entries.block_bytes + p.entries.k_offset;
+  Kv* const entry = reinterpret_cast<Kv*>(base) + (slot - block * p.entries.block_size) * width;
+  const float factor = inverse_rms(c, rank, p.norm_eps, latent_partials);
+  for (int32_t i = thread; i < rank; i += kAppendThreads) {
+    narrow(widen(c[i]) * factor * (p.latent_norm[i] + p.norm_weight_offset), entry + i);
+  }
+  for (int32_t pair = thread; pair < p.qk_rope_head_dim / 2; pair += kAppendThreads) {
+    rotate_pair(p.rope, row, pair, p.qk_rope_head_dim, c + rank, entry + rank);
+  }
+}
+
+// --- absorb_queries ------------------------------------------------------------------------------
+
+constexpr int32_t kTileRows = 8;  // rows of a block
+
+// A block computes 64 columns of a head for a tile of rows. A thread has 8 columns and every 16th
+// row of K_h; the 16 sums of an output are then added in ascending order. The last block of a head
+// along y rotates instead.
+constexpr int32_t kAbsorbThreads = 128;
+constexpr int32_t kAbsorbColumns = 64;
+constexpr int32_t kThreadColumns = 8;
+constexpr int32_t kColumnThreads = kAbsorbColumns / kThreadColumns;
+constexpr int32_t kParts = kAbsorbThreads / kColumnThreads;
+
+template <class T, bool kIsVector>
+__global__ void __launch_bounds__(kAbsorbThreads)
+    absorb_queries_kernel(const __grid_constant__ AbsorbQueriesParams p) {
+  __shared__ float sums[kParts][kTileRows][kAbsorbColumns];
+  let_successor_start();
+  wait_for_predecessor();
+  const auto head = static_cast<int32_t>(blockIdx.x);
+  const int32_t first_row = static_cast<int32_t>(blockIdx.z) * kTileRows;
+  const int32_t num_rows = min(*p.num_rows, p.max_rows) - first_row;
+  if (num_rows <= 0) return;
+  const auto thread = static_cast<int32_t>(threadIdx.x);
+  const int32_t rows = min(num_rows, kTileRows);
+  const int32_t nope = p.heads.qk_nope_head_dim;
+  const int32_t rope = p.qk_rope_head_dim;
+  const int32_t rank = p.heads.kv_b.k;
+  const int64_t y_stride = int64_t{p.heads.num_heads} * (rank + rope);
+  const T* const q =
+      static_cast<const T*>(p.q) + first_row * p.q_stride + int64_t{head} * (nope + rope);
+  T* const y = static_cast<T*>(p.y) + first_row * y_stride + int64_t{head} * (rank + rope);
+  if (blockIdx.y == gridDim.y - 1) {
+    for (int32_t i = thread; i < rows * (rope / 2); i += kAbsorbThreads) {
+      const int32_t row = i / (rope / 2);
+      rotate_pair(p.rope, first_row + row, i % (rope / 2), rope, q + row * p.q_stride + nope,
+                  y + row * y_stride + rank);
+    }
+    return;
+  }
+  const int32_t part = thread / kColumnThreads;
+  const int32_t first_column = static_cast<int32_t>(blockIdx.y) * kAbsorbColumns;
+  const int32_t own_column = thread % kColumnThreads * kThreadColumns;
+  const int32_t column = first_column + own_column;
+  const T* const weight = reinterpret_cast<const T*>(p.heads.kv_b.data) +
+                          int64_t{head} * (nope + p.heads.v_head_dim) * rank + column;
+  float acc[kTileRows][kThreadColumns] = {};
+#pragma unroll 4
+  for (int32_t k = part; k < nope; k += kParts) {
+    float w[kThreadColumns];
+    load_first<kIsVector>(weight + int64_t{k} * rank, rank - column, w);
+#pragma unroll
+    for (int32_t row = 0; row < kTileRows; ++row) {
+      // Rows beyond the last one repeat it, and their sums are dropped.
+      const float x = widen(q[min(row, rows - 1) * p.q_stride + k]);
+#pragma unroll
+      for (int32_t i = 0; i < kThreadColumns; ++i) acc[row][i] = __fmaf_rn(x, w[i], acc[row][i]);
+    }
+  }
+#pragma unroll
+  for (int32_t row = 0; row < kTileRows; ++row) {
+#pragma unroll
+    for (int32_t i = 0; i < kThreadColumns; ++i) sums[part][row][own_column + i] = acc[row][i];
+  }
+  __syncthreads();
+  for (int32_t i = thread; i < rows * kAbsorbColumns; i += kAbsorbThreads) {
+    const int32_t row = i / kAbsorbColumns;
+    const int32_t at = i % kAbsorbColumns;
+    if (first_column + at >= rank) continue;
+    float sum = sums[0][row][at];
+#pragma unroll
+    for (int32_t other = 1; other < kParts; ++other) sum = __fadd_rn(sum, sums[other][row][at]);
+    narrow(sum, y + row * y_stride + first_column + at);
+  }
+}
+
+// --- project_values ------------------------------------------------------------------------------
+
+// A warp computes one column of a head, a row of V_h, for a tile of rows: a lane has 8 elements of
+// every 256.
+constexpr int32_t kProjectWarps = 8;
+constexpr int32_t kLaneElements = 8;
+
+template <class T, bool kIsVector>
+__global__ void __launch_bounds__(kProjectWarps * 32)
+    project_values_kernel(const __grid_constant__ ProjectValuesParams p) {
+  let_successor_start();
+  wait_for_predecessor();
+  const auto head = static_cast<int32_t>(blockIdx.x);
+  const auto lane = static_cast<int32_t>(threadIdx.x % 32);
+  const int32_t column =
+      static_cast<int32_t>(blockIdx.y) * kProjectWarps + static_cast<int32_t>(threadIdx.x / 32);
+  const int32_t first_row = static_cast<int32_t>(blockIdx.z) * kTileRows;
+  const int32_t num_rows = min(*p.num_rows, p.max_rows) - first_row;
+  const int32_t v_dim = p.heads.v_head_dim;
+  if (num_rows <= 0 || column >= v_dim) return;
+  const int32_t rows = min(num_rows, kTileRows);
+  const int32_t rank = p.heads.kv_b.k;
+  const int64_t x_stride = int64_t{p.heads.num_heads} * rank;
+  const T* const x = static_cast<const T*>(p.x) + first_row * x_stride + int64_t{head} * rank;
+  const int64_t weight_row =
+      int64_t{head} * (p.heads.qk_nope_head_dim + v_dim) + p.heads.qk_nope_head_dim + column;
+  const T* const weight = reinterpret_cast<const T*>(p.heads.kv_b.data) + weight_row * rank;
+  float acc[kTileRows] = {};
+  for (int32_t k = lane * kLaneElements; k < rank; k += 32 * kLaneElements) {
+    float w[kLaneElements];
+    load_first<kIsVector>(weight + k, rank - k, w);
+#pragma unroll
+    for (int32_t row = 0; row < kTileRows; ++row) {
+      float values[kLaneElements];
+      load_first<kIsVector>(x + min(row, rows - 1) * x_stride + k, rank - k, values);
+#pragma unroll
+      for (int32_t i = 0; i < kLaneElements; ++i) acc[row] = __fmaf_rn(values[i], w[i], acc[row]);
+    }
+  }
+#pragma unroll
+  for (int32_t row = 0; row < kTileRows; ++row) {
+    const float sum = warp_sum(acc[row]);
+    if (row < rows && lane == 0) {
+      narrow(sum, static_cast<T*>(p.y) +
+                      ((int64_t{first_row} + row) * p.heads.num_heads + head) * v_dim + column);
+    }
+  }
+}
+
+void check_heads(const LatentHeads& heads, DType dtype) {
+  PACELINE_CHECK(heads.kv_b.format == WeightFormat::kPlain, "kv_b has a format");
+  PACELINE_CHECK(heads.kv_b.dtype == dtype, "kv_b is ", dtype_name(heads.kv_b.dtype), " and x ",
+                 dtype_name(dtype));
+}
+
+[[nodiscard]] constexpr uint32_t tiles(int32_t count, int32_t size) {
+  return static_cast<uint32_t>((count + size - 1) / size);
+}
+
+}  // namespace
+}  // namespace cuda
+
+void append_latents(CudaContext& ctx, const AppendLatentsParams& p) {
+  PACELINE_CHECK(p.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim ", p.qk_rope_head_dim, " is odd");
+  cuda::with_element_type(p.dtype, "qkv_a", [&](auto element) {
+    cuda::with_element_type(p.entries.dtype, "KV cache", [&](auto kv_element) {
+      cuda::launch(ctx, "append_latents",
+                   cuda::append_latents_kernel<decltype(element), decltype(kv_element)>,
+                   dim3(static_cast<uint32_t>(p.max_rows)), dim3(cuda::kAppendThreads), 0, p);
+    });
+  });
+}
+
+void absorb_queries(CudaContext& ctx, const AbsorbQueriesParams& p) {
+  cuda::check_heads(p.heads, p.dtype);
+  const int32_t rank = p.heads.kv_b.k;
+  const dim3 grid(static_cast<uint32_t>(p.heads.num_heads),
+                  cuda::tiles(rank, cuda::kAbsorbColumns) + 1,
+                  cuda::tiles(p.max_rows, cuda::kTileRows));
+  cuda::with_element_type(p.dtype, "q", [&](auto element) {
+    using T = decltype(element);
+    const bool is_vector = cuda::is_vector_aligned(p.heads.kv_b.data) && rank % 8 == 0;
+    cuda::launch(
+        ctx, "absorb_queries",
+        is_vector ? cuda::absorb_queries_kernel<T, true> : cuda::absorb_queries_kernel<T, false>,
+        grid, dim3(cuda::kAbsorbThreads), 0, p);
+  });
+}
+
+void project_values(CudaContext& ctx, const ProjectValuesParams& p) {
+  cuda::check_heads(p.heads, p.dtype);
+  const dim3 grid(static_cast<uint32_t>(p.heads.num_heads),
+                  cuda::tiles(p.heads.v_head_dim, cuda::kProjectWarps),
+                  cuda::tiles(p.max_rows, cuda::kTileRows));
+  cuda::with_element_type(p.dtype, "x", [&](auto element) {
+    using T = decltype(element);
+    const bool is_vector = cuda::is_vector_aligned(p.heads.kv_b.data) &&
+                           cuda::is_vector_aligned(p.x) && p.heads.kv_b.k % 8 == 0;
+    cuda::launch(
+        ctx, "project_values",
+        is_vector ? cuda::project_values_kernel<T, true> : cuda::project_values_kernel<T, false>,
+        grid, dim3(cuda::kProjectWarps * 32), 0, p);
+  });
+}
+
+}  // namespace paceline

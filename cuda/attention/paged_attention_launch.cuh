@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Divides an instance of the paged attention kernel into blocks and launches it.
+
+#include <algorithm>
+#include <cstdint>
+
+#include "attention/attention_common.cuh"
+#include "attention/paged_attention_kernel.cuh"
+#include "attention/paged_attention_shape.cuh"
+#include "common/launch.cuh"
+
+namespace paceline::cuda::paged {
+
+// Checks what the kernel requires of the arguments, and makes every row its own sequence where
+// sequences are not given. Throws InternalError.
+inline void prepare(PagedAttentionParams& p) {
+  PACELINE_CHECK(p.kv.block_bytes % 16 == 0 && p.kv.k_offset % 16 == 0 && p.kv.v_offset % 16 == 0,
+                 "K and V must be 16 B aligned; block_bytes ", p.kv.block_bytes, ", k_offset ",
+                 p.kv.k_offset, ", v_offset ", p.kv.v_offset);
+  PACELINE_CHECK(reinterpret_cast<uintptr_t>(p.qkv) % 16 == 0 &&
+                     reinterpret_cast<uintptr_t>(p.y) % 16 == 0 &&
+                     reinterpret_cast<uintptr_t>(p.kv.base) % 16 == 0,
+                 "qkv, y and the KV pool must be 16 B aligned");
+  if (p.max_seqs == 0 || p.row_indptr == nullptr) {
+    // Every row is its own sequence.
+    p.row_indptr = nullptr;
+    p.max_seqs = p.max_rows;
+    p.max_rows_per_seq = 1;
+  }
+  PACELINE_CHECK(p.row_indptr == nullptr || p.num_seqs != nullptr, "row_indptr without num_seqs");
+  PACELINE_CHECK(p.max_seqs >= 0 && p.max_rows_per_seq >= 0, "max_seqs ", p.max_seqs,
+                 ", max_rows_per_seq ", p.max_rows_per_seq);
+}
+
+template <int kHeadDim, int kMTiles, int kValueDim>
+void run_tiles(CudaContext& ctx, const char* name, const PagedAttentionParams& p) {
+  using S = Shape<kHeadDim, kMTiles, kValueDim>;
+  constexpr auto* kKernel = &paged_attention_kernel<kHeadDim, kMTiles, kValueDim>;
+  static const bool is_allowed = [] {
+    allow_shared_bytes(kKernel, S::kSharedBytes, "paged_attention_kernel");
+    return true;
+  }();
+  static_cast<void>(is_allowed);
+
+  const int64_t heads_per_group = p.num_qo_heads / p.num_kv_heads;
+  const int64_t packed_rows = p.max_rows_per_seq * heads_per_group;
+  const int64_t tiles_per_seq = (packed_rows + S::kRows - 1) / S::kRows;
+  int64_t tiles = p.max_seqs * tiles_per_seq;
+  if (p.row_indptr != nullptr) {
+    // An upper bound for every batch: each sequence rounds up at most once.
+    tiles = std::min(tiles, p.max_rows * heads_per_group / S::kRows + p.max_seqs);
+  }
+  Plan plan = {.tiles_per_seq = static_cast<int32_t>(tiles_per_seq),
+               .partials = nullptr,
+               .counters = nullptr,
+               .chunk_capacity = 0,
+               .partial_rows = static_cast<int32_t>(std::min<int64_t>(packed_rows, S::kRows)),
+               .cluster_blocks = 1};
+
+  // Enough splits to give every SM two blocks. Each block decides on the device whether its tile is
+  // split: one block takes a tile whose chunks exceed the workspace.
+  const int64_t blocks = tiles * p.num_kv_heads;
+  const int64_t max_chunks = (int64_t{ctx.max_model_len} + kChunk - 1) / kChunk;
+  int64_t splits = blocks == 0 ? 1 : std::min(2 * int64_t{ctx.num_sms} / blocks, max_chunks);
+  if (splits > 1 && blocks <= ctx.num_counters && ctx.workspace != nullptr) {
+    const int64_t chunk_bytes =
+        partial_floats(plan.partial_rows, kValueDim) * static_cast<int64_t>(sizeof(float));
+    const int64_t capacity = std::min(ctx.workspace_bytes / (blocks * chunk_bytes), max_chunks + 1);
+    plan.partials = reinterpret_cast<float*>(ctx.workspace);
+    plan.counters = ctx.counters;
+    plan.chunk_capacity = static_cast<int32_t>(capacity);
+    if (capacity < 2) splits = 1;
+  } else {
+    splits = 1;
+  }
+  plan.cluster_blocks = splits >= 16 ? 8 : splits >= 8 ? 4 : splits >= 2 ? 2 : 1;
+  splits = splits / plan.cluster_blocks * plan.cluster_blocks;
+  launch_clusters(ctx, name, kKernel,
+                  dim3(static_cast<uint32_t>(tiles), static_cast<uint32_t>(p.num_kv_heads),
+                       static_cast<uint32_t>(splits)),
+                  dim3(kThreads), dim3(1, 1, static_cast<uint32_t>(plan.cluster_blocks)),
+                  S::kSharedBytes, p, plan);
+}
+
+// Runs the smallest tile that holds the rows of a sequence, or the largest tile.
+template <int kHeadDim, int kMaxMTiles, int kValueDim = kHeadDim>
+void run_head_dim(CudaContext& ctx, const char* name, const PagedAttentionParams& p) {
+  const int64_t packed_rows = int64_t{p.max_rows_per_seq} * (p.num_qo_heads / p.num_kv_heads);
+  if constexpr (kMaxMTiles >= 4) {
+    if (packed_rows > 32) return run_tiles<kHeadDim, 4, kValueDim>(ctx, name, p);
+  }
+  if constexpr (kMaxMTiles >= 2) {
+    if (packed_rows > 16) return run_tiles<kHeadDim, 2, kValueDim>(ctx, name, p);
+  }
+  run_tiles<kHeadDim, 1, kValueDim>(ctx, name, p);
+}
+
+}  // namespace paceline::cuda::paged
