@@ -89,11 +89,12 @@ TEST(ModelBuilder, AsksOnlyForWhatALayerHas) {
   EXPECT_EQ(model->weights.layers[2].per_layer_norm[0], 0.0f);  // neutral where norms add 1
 }
 
-TEST(ModelBuilder, RefusesLatentAttentionOnAGpu) {
-  EXPECT_THAT(message_of<Unsupported>([] {
-                static_cast<void>(ModelBuilder(latent_config(), DType::kBFloat16, Device::kCuda));
-              }),
-              HasSubstr("layer 0 of latent has latent attention, which has no CUDA kernels yet"));
+TEST(ModelBuilder, RefusesWideLatentAttentionOnAGpu) {
+  const std::string wide = latent_config({{"\"kv_lora_rank\": 24", "\"kv_lora_rank\": 520"}});
+  EXPECT_THAT(message_of<Unsupported>(
+                  [&] { static_cast<void>(ModelBuilder(wide, DType::kBFloat16, Device::kCuda)); }),
+              HasSubstr("layer 0 of latent has latent attention with kv_lora_rank 520 and "
+                        "qk_rope_head_dim 8; supported on a GPU: kv_lora_rank up to 512"));
 }
 
 TEST(ModelBuilder, ReadsInPiecesTheSameAsAtOnce) {

@@ -25,6 +25,7 @@
 #include "model/weight_copy.h"
 #include "model/weight_layout.h"
 #include "model/weight_scales.h"
+#include "ops/latent.h"
 
 namespace paceline {
 namespace {
@@ -116,15 +117,20 @@ constexpr std::string_view kTokenMap = "draft_to_target";
 void check_device(const DecoderConfig& config, Device device) {
   if (device != Device::kCuda) return;
   for (size_t layer = 0; layer < config.layers.size(); ++layer) {
-    std::visit(
-        Overloaded{[](const MultiHeadAttention&) {},
-                   [&](const LatentAttention&) {
-                     throw Unsupported(concat(
-                         "layer ", layer, " of ", config.name,
-                         " has latent attention, which has no CUDA kernels yet; supported on "
-                         "a GPU: attention of kind 'full' and 'sliding'; use device 'cpu'"));
-                   }},
-        config.layers[layer].attention);
+    std::visit(Overloaded{[](const MultiHeadAttention&) {},
+                          [&](const LatentAttention& attention) {
+                            if (attention.kv_lora_rank <= kMaxCudaLatentRank &&
+                                attention.entry_width() <= kMaxCudaEntryWidth) {
+                              return;
+                            }
+                            throw Unsupported(concat(
+                                "layer ", layer, " of ", config.name,
+                                " has latent attention with kv_lora_rank ", attention.kv_lora_rank,
+                                " and qk_rope_head_dim ", attention.qk_rope_head_dim,
+                                "; supported on a GPU: kv_lora_rank up to ", kMaxCudaLatentRank,
+                                ", and up to ", kMaxCudaEntryWidth, " for both together"));
+                          }},
+               config.layers[layer].attention);
   }
 }
 
