@@ -15,6 +15,7 @@ with 1.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import datetime
 import hashlib
 import json
@@ -315,14 +316,25 @@ def test(parts: list[str]) -> int:
         kept = earlier["results"]
         benches = earlier["benches"]
     gone = {result["title"].split(":")[0] for result in kept} - set(PARTS)
-    code = 0
-    for part in parts:
-        results = run_part(part, env, benches)
+
+    def record(part: str, results: list[dict[str, Any]]) -> int:
+        nonlocal kept
         kept = [r for r in kept if r["title"].split(":")[0] not in (part, *gone)]
         kept += [{**r, "date": today(), "source_hash": source_hash()} for r in results]
         order = {name: rank for rank, name in enumerate(PARTS)}
         kept.sort(key=lambda r: order.get(r["title"].split(":")[0], len(order)))
-        code = write(TEST_FILE, kept, {"benches": benches})  # now, in case a later part times out
+        return write(TEST_FILE, kept, {"benches": benches})  # now, in case a later part times out
+
+    code = 0
+    # Tests measure nothing, so they run at the same time; benches have the machine to themselves.
+    tests = [part for part in parts if part in (*TESTS, "python")]
+    with concurrent.futures.ThreadPoolExecutor(len(tests) or 1) as pool:
+        running = {pool.submit(run_part, part, env, benches): part for part in tests}
+        for done in concurrent.futures.as_completed(running):
+            code = record(running[done], done.result())
+    for part in parts:
+        if part not in tests:
+            code = record(part, run_part(part, env, benches))
     return code
 
 

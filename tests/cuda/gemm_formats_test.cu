@@ -258,12 +258,14 @@ INSTANTIATE_TEST_SUITE_P(
     Shapes, GemmFormats,
     ::testing::Values(DenseCase{kMxfp4, 5760, 2880}, DenseCase{kMxfp4, 2880, 2880},
                       DenseCase{kMxfp4, 97, 2848}, DenseCase{kMxfp4, 4001, 352},
-                      DenseCase{kMxfp4, 1, 32}, DenseCase{kMxfp4Wide, 640, 1024},
-                      DenseCase{kFp8Row, 6144, 4096}, DenseCase{kFp8Row, 97, 144},
-                      DenseCase{kFp8Block, 4096, 12288}, DenseCase{kFp8Block, 321, 1360},
-                      DenseCase{kFp8Block, 130, 112}, DenseCase{kFp8Joined, 1120, 2880},
-                      DenseCase{kFp8RowPowers, 640, 1024}, DenseCase{kFp8BlockPowers, 4096, 4096},
-                      DenseCase{kFp8BlockPowers, 321, 1360}, DenseCase{kFp8Wide, 1000, 656}));
+                      DenseCase{kMxfp4, 1, 32}, DenseCase{kMxfp4, 11000, 96},
+                      DenseCase{kMxfp4Wide, 640, 1024}, DenseCase{kFp8Row, 6144, 4096},
+                      DenseCase{kFp8Row, 97, 144}, DenseCase{kFp8Block, 4096, 12288},
+                      DenseCase{kFp8Block, 321, 1360}, DenseCase{kFp8Block, 130, 112},
+                      DenseCase{kFp8Joined, 1120, 2880}, DenseCase{kFp8RowPowers, 640, 1024},
+                      DenseCase{kFp8RowPowers, 11000, 144}, DenseCase{kFp8Block, 11000, 272},
+                      DenseCase{kFp8BlockPowers, 4096, 4096}, DenseCase{kFp8BlockPowers, 321, 1360},
+                      DenseCase{kFp8Wide, 1000, 656}));
 
 // --- Mixtures ------------------------------------------------------------------------------------
 
