@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 
 #include "gemm/expert_launch.cuh"
 #include "gemm/narrow_kernel.cuh"
@@ -142,19 +143,25 @@ void launch_packed_format(CudaContext& ctx, const ExpertGemmParams& p, const int
     if (rows <= 72) return launch_wide<WideShape<format, 2, 48, 2, 2>, false>(ctx, p, num_rows);
     launch_wide<WideShape<format, 2, 128>, false>(ctx, p, num_rows);
   } else {
-    if (rows <= 32) {
-      return launch_wide<WideShape<format, 1, 32, 3, 2>, kHasTileSums>(ctx, p, num_rows);
+    // The tile that leaves the busiest multiprocessor the least to do, at what a tile takes over
+    // 4,096 columns, in microseconds.
+    const auto cost = [&](int32_t weights, int32_t tokens, double us) {
+      const int64_t blocks = num_packed_blocks(p, weights, tokens);
+      return us * static_cast<double>((blocks + ctx.num_sms - 1) / ctx.num_sms);
+    };
+    const double costs[] = {cost(64, 32, 17.0), cost(64, 64, 17.5), cost(128, 64, 25.5),
+                            cost(128, 128, 41.0)};
+    switch (std::min_element(std::begin(costs), std::end(costs)) - std::begin(costs)) {
+      case 0:
+        return launch_wide<WideShape<format, 1, 32, 3, 2>, kHasTileSums>(ctx, p, num_rows);
+      case 1:
+        return launch_wide<WideShape<format, 1, 64, 2>, kHasTileSums>(ctx, p, num_rows);
+      case 2:
+        return launch_wide<WideShape<format, 2, 64>, kHasTileSums>(ctx, p, num_rows);
+      default:
+        return launch_wide<WideShape<format, 2, 128, 1, 2, kHasTileSums>, kHasTileSums>(ctx, p,
+                                                                                        num_rows);
     }
-    if (rows <= 64) {
-      return launch_wide<WideShape<format, 1, 64, 2>, kHasTileSums>(ctx, p, num_rows);
-    }
-    // Tiles of twice the weights read tokens half as often, where they leave no multiprocessor
-    // idle.
-    if (num_packed_blocks(p, 128, 128) >= ctx.num_sms) {
-      return launch_wide<WideShape<format, 2, 128, 1, 4, kHasTileSums>, kHasTileSums>(ctx, p,
-                                                                                      num_rows);
-    }
-    launch_wide<WideShape<format, 1, 128>, kHasTileSums>(ctx, p, num_rows);
   }
 }
 
