@@ -12,7 +12,7 @@ import pytest
 
 import mtp_models
 from errors import raises
-from paceline import LLM, ModelFileError, SamplingParams
+from paceline import LLM, ModelFileError, SamplingParams, _core
 from paceline.cli import main
 from paceline.loader import load_checkpoint, load_pair
 from paceline.loader.checkpoint import open_checkpoint
@@ -120,6 +120,12 @@ def test_a_converted_folder_has_the_layer_as_its_drafter(
     assert read_json(folder / "paceline.json")["draft"]["config"]["drafter"]["kind"] == "mtp"
     for config in (None, MTP, MTP | {"x": {"draft_feedback": "raw"}}):
         assert outputs(folder, config) == plain
+    # The library reads the same weights without Python.
+    _, draft = load_pair(path, path, method="mtp", progress=False)
+    read = _core.load_model_folder(str(folder))
+    assert draft is not None and read.draft is not None
+    assert bytes(read.draft.arena()) == bytes(draft.model.arena())
+    assert read.num_speculative_tokens == 2
     with LLM(folder, **ENGINE) as llm:
         assert llm.capabilities()["configured"]["method"] == "mtp"
         assert llm.capabilities()["configured"]["num_speculative_tokens"] == 2
