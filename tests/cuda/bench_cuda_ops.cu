@@ -42,7 +42,20 @@ const NamedAttention kAttentions[] = {
     {"gemma3-270m", {.num_qo_heads = 4, .num_kv_heads = 1, .head_dim = 256, .window = 512}},
     {"gpt-oss", {.num_qo_heads = 64, .num_kv_heads = 8, .head_dim = 64, .has_sinks = true}},
     {"gpt-oss-w128",
-     {.num_qo_heads = 64, .num_kv_heads = 8, .head_dim = 64, .window = 128, .has_sinks = true}}};
+     {.num_qo_heads = 64, .num_kv_heads = 8, .head_dim = 64, .window = 128, .has_sinks = true}},
+    // Latent attention; four rows are 80 queries against one stream of entries, or 64.
+    {"glm-4.7-flash",
+     {.num_qo_heads = 20,
+      .num_kv_heads = 1,
+      .head_dim = 576,
+      .kv_inputs = KvInputs::kNone,
+      .value_dim = 512}},
+    {"latent-16",
+     {.num_qo_heads = 16,
+      .num_kv_heads = 1,
+      .head_dim = 576,
+      .kv_inputs = KvInputs::kNone,
+      .value_dim = 512}}};
 constexpr int32_t kContexts[] = {256, 768, 4096};
 
 void bench_attention(Bench& bench) {
@@ -68,8 +81,8 @@ void bench_attention(Bench& bench) {
           const double us = bench.cold_us(make_attention(spec, batch, 1), "pool");
           const int32_t visible =
               spec.window == 0 ? context : std::min(context, spec.window + rows - 1);
-          const double bytes =
-              4.0 * num_seqs * visible * spec.num_kv_heads * spec.head_dim;  // 2 B, K and V
+          const int32_t parts = spec.value_dim > 0 ? 1 : 2;  // entries, or K and V
+          const double bytes = 2.0 * parts * num_seqs * visible * spec.num_kv_heads * spec.head_dim;
           const double rate = bytes / us * 1e-6;
           bench.record({name,
                         "seqs=" + std::to_string(num_seqs) + " rows=" + std::to_string(rows) +
