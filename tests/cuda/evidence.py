@@ -278,8 +278,8 @@ def run_part(part: str, env: dict[str, str], benches: dict[str, Any]) -> list[di
         return [run(part, [str(BUILD / part), "--gtest_brief=1"], GTEST, env, 500, shares)]
     if part == "python":
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-        names = python_tests(command, env)
-        shares = [Share(tuple(names[i::PYTHON_SHARES])) for i in range(PYTHON_SHARES)]
+        tests = python_tests(command, env)
+        shares = [Share(tuple(tests[i::PYTHON_SHARES])) for i in range(PYTHON_SHARES)]
         result = run(part, command, r"passed|failed|error", env, 400, shares)
         paths = [str(path) for path in sorted(PYTHON_TESTS)]
         return [{**result, "command": " ".join(["pytest", *paths])}]
