@@ -70,6 +70,21 @@ def test_the_output_is_that_of_plain_decoding(
     assert outputs(path, MTP | {"num_speculative_tokens": 16}, prefill_chunk_size=2) == plain
 
 
+def test_preempted_sequences_keep_their_tokens(with_layer: Callable[..., Path]) -> None:
+    path = with_layer()
+    prompts = [[i, i + 1, i + 2] for i in range(8)]
+    params = SamplingParams(temperature=1.0, seed=7, max_tokens=60)
+    engine: dict[str, Any] = {"device": "cpu", "max_num_seqs": 8, "max_model_len": 96}
+    with LLM(path, show_progress=False, kv_cache_bytes=8 << 20, **engine) as llm:
+        plain = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    small = {"kv_cache_bytes": 100 << 10, "block_size": 4}
+    config = MTP | {"num_speculative_tokens": 5}
+    with LLM(path, show_progress=False, speculative_config=config, **small, **engine) as llm:
+        assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == plain
+        assert llm.stats()["num_preemptions"] > 5
+        assert llm._executor.check_integrity() == ""
+
+
 @pytest.mark.parametrize(("tables", "owns"), [("copies", False), ("own", True), ("none", False)])
 def test_copies_of_tables_are_shared(
     tables: str, owns: bool, with_layer: Callable[..., Path]
