@@ -77,7 +77,8 @@ ExecutorOptions options_of(int32_t k) {
 
 TEST_F(CudaDraftHead, OraclesAreAlwaysRight) {
   uint64_t cell = 0;
-  for (const auto kind : {DrafterKind::kEagle, DrafterKind::kEagle3, DrafterKind::kGemma4Mtp}) {
+  for (const auto kind :
+       {DrafterKind::kEagle, DrafterKind::kEagle3, DrafterKind::kMtp, DrafterKind::kGemma4Mtp}) {
     for (const bool reads_hidden : {false, true}) {
       for (const double temperature : {0.0, 1.0}) {
         // Sampled tokens do not depend on the previous token only.
@@ -117,7 +118,8 @@ TEST_F(CudaDraftHead, OraclesAreAlwaysRight) {
 // drawn at a wrong position, or judged by another token's distribution, is accepted only by
 // accident.
 TEST_F(CudaDraftHead, OraclesAreKeptByTheirLaws) {
-  for (const auto kind : {DrafterKind::kEagle, DrafterKind::kEagle3, DrafterKind::kGemma4Mtp}) {
+  for (const auto kind :
+       {DrafterKind::kEagle, DrafterKind::kEagle3, DrafterKind::kMtp, DrafterKind::kGemma4Mtp}) {
     for (const auto method : {AcceptMethod::kStandard, AcceptMethod::kBlock}) {
       const bool is_reduced = kind == DrafterKind::kEagle3;
       const RawModel raw = oracle_target(is_reduced);
