@@ -207,6 +207,8 @@ TESTS = (
 #: Tests that spend most of their time in the CPU's twin of an op: their cases run side by side.
 SHARDS = {"op_parity_test": 8, "expert_bits_test": 4}
 PYTHON_SHARES = 6
+#: Tests that compare the free memory of the GPU before and after.
+MEASURING = ("runner_test",)
 
 BENCHES = {
     "qwen3-8b": ["--config", "qwen3-8b", *speculative("eagle3", "qwen3-8b-eagle3", 2.34)],
@@ -335,8 +337,8 @@ def test(parts: list[str]) -> int:
         return write(TEST_FILE, kept, {"benches": benches})  # now, in case a later part times out
 
     code = 0
-    # Tests measure nothing, so they run at the same time; benches have the machine to themselves.
-    tests = [part for part in parts if part in (*TESTS, "python")]
+    # Tests run at the same time. What measures, times or free memory, has the machine to itself.
+    tests = [part for part in parts if part in (*TESTS, "python") and part not in MEASURING]
     with concurrent.futures.ThreadPoolExecutor(len(tests) or 1) as pool:
         running = {pool.submit(run_part, part, env, benches): part for part in tests}
         for done in concurrent.futures.as_completed(running):

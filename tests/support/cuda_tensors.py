@@ -47,6 +47,8 @@ class GpuMemory:
             _driver().cuMemcpyHtoD_v2(ctypes.c_uint64(address.value), contents, size),
             "cuMemcpyHtoD",
         )
+        # It may return while the last bytes are on their way, and other streams do not wait for it.
+        _check(_driver().cuCtxSynchronize(), "cuCtxSynchronize")
         self.address = address.value
 
 
