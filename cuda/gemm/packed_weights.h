@@ -30,15 +30,3 @@
 // Its scales are those of a row-major matrix.
 
 #include "ops/weight_matrix.h"
-
-namespace paceline::cuda {
-
-// Tiles along n and along k.
-[[nodiscard]] constexpr int64_t packed_tile_rows(const WeightMatrix& w) {
-  return w.packed_tile_rows();
-}
-[[nodiscard]] constexpr int64_t packed_tile_cols(const WeightMatrix& w) {
-  return w.packed_tile_cols();
-}
-
-}  // namespace paceline::cuda

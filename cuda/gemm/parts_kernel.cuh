@@ -103,7 +103,7 @@ class ThreadSums {
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads)
     parts_gemm_kernel(const __grid_constant__ PackedArgs args) {
-  extern __shared__ __align__(128) std::byte storage[];
+  extern __shared__ __align__(1024) std::byte storage[];
   constexpr int32_t kRoundsAhead = Shape::kChunkSlots - 1;
   auto* const parts = reinterpret_cast<float*>(storage + Shape::kPartsAt);
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;

@@ -375,7 +375,7 @@ __device__ __forceinline__ void multiply_operands(const PackedArgs& args, uint32
 template <class Shape, bool kHasTileSums>
 __global__ void __launch_bounds__(Shape::kThreads)
     split_gemm_kernel(const __grid_constant__ PackedArgs args) {
-  extern __shared__ __align__(128) std::byte storage[];
+  extern __shared__ __align__(1024) std::byte storage[];
   __shared__ uint64_t full[Shape::kSlots];
   __shared__ uint64_t empty[Shape::kSlots];
   const SlotBarriers barriers = {.full = full, .empty = empty};

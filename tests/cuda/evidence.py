@@ -95,10 +95,15 @@ def source_hash() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment of the commands: it requires a GPU and has the path of cuBLASLt."""
+    """Returns the environment of the commands: it requires a GPU and has the path of cuBLASLt.
+
+    The caller's PYTHONPATH stays, for packages that the machine has in another version than
+    tests/constraints.txt.
+    """
     env = dict(os.environ)
     env["PACELINE_REQUIRE_GPU"] = "1"
-    env["PYTHONPATH"] = str(ROOT / "python")
+    paths = [str(ROOT / "python"), os.environ.get("PYTHONPATH", "")]
+    env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     sys.path.insert(0, str(ROOT / "python"))
     from paceline.device import find_cublaslt
 

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of all Python tests."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import re
+from pathlib import Path
+
+import pytest
+
+CONSTRAINTS = Path(__file__).parent / "constraints.txt"
+
+
+@functools.cache
+def difference_from_pinned(package: str) -> str:
+    """Says how the installed version of a package differs from the pinned one, or nothing."""
+    found = re.search(rf"^{package}==(\S+)", CONSTRAINTS.read_text(), re.MULTILINE)
+    assert found is not None, f"{CONSTRAINTS} does not pin {package}"
+    installed = importlib.metadata.version(package)
+    if installed == found[1]:
+        return ""
+    return (
+        f"{package} {installed} is installed, and tests/constraints.txt has {found[1]}: other "
+        "versions compute other logits. Put the pinned one in front of it with PYTHONPATH"
+    )
+
+
+@pytest.fixture(autouse=True)
+def transformers_is_pinned(request: pytest.FixtureRequest) -> None:
+    """Fails comparisons with another version of transformers before they confuse anyone."""
+    if request.node.get_closest_marker("golden"):
+        difference = difference_from_pinned("transformers")
+        assert not difference, difference
