@@ -12,13 +12,15 @@ import _thread
 import os
 import queue
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from paceline import engine_log, lifetime
 
 if TYPE_CHECKING:
     from paceline import _core
+
+T = TypeVar("T")
 
 # Longest wait inside the executor. It limits how long closing takes; events arrive at once.
 _POLL_TIMEOUT_MS: Final = 50
@@ -196,6 +198,19 @@ class Dispatcher:
         if self._is_closed:
             lifetime.end_daemon_thread()
             raise RuntimeError("this LLM is closed")
+
+    def call(self, function: Callable[[_core.Executor], T]) -> T:
+        """Calls a function with the executor.
+
+        Raises:
+            RuntimeError: As `check_running`, also if another thread closes the executor meanwhile.
+        """
+        self.check_running()
+        try:
+            return function(self.executor)
+        except RuntimeError:
+            self.check_running()
+            raise
 
     def check_not_forked(self) -> None:
         """Raises RuntimeError in a process that was forked from the one that built the LLM."""

@@ -411,7 +411,7 @@ class RunningLLM:
             under "groups" one dict per KV group, whose "max_bytes" is what all sequences together
             can hold in it; and under "kv_cache_rule" the reason for the size of the pool.
         """
-        report = self._executor.memory_report()
+        report = self._dispatcher.call(lambda executor: executor.memory_report())
         for group in report["groups"]:
             group["max_bytes"] = group_max_bytes(
                 group, max_num_seqs=self.config.max_num_seqs, max_model_len=self.max_model_len
@@ -446,7 +446,8 @@ class RunningLLM:
         Raises:
             RuntimeError: The LLM is closed, or was built before `fork` in the parent process.
         """
-        return engine_stats(self._executor.stats(), self._kv_groups, self._num_speculative_tokens)
+        stats = self._dispatcher.call(lambda executor: executor.stats())
+        return engine_stats(stats, self._kv_groups, self._num_speculative_tokens)
 
     def __repr__(self) -> str:
         speculative = "plain"

@@ -301,6 +301,17 @@ def test_a_daemon_thread_that_generates_does_not_abort_the_exit(target_dir: Path
     )
 
 
+def test_closing_while_another_thread_calls_says_so(target_dir: Path) -> None:
+    with LLM(target_dir, max_model_len=64) as llm:
+
+        def call(executor: Any) -> Any:
+            llm.close()  # as another thread would, after this one has checked
+            return executor.stats()
+
+        with pytest.raises(RuntimeError, match=r"^this LLM is closed$"):
+            llm._dispatcher.call(call)
+
+
 def test_a_daemon_thread_in_native_code_does_not_abort_the_exit() -> None:
     assert_succeeds(
         """
