@@ -59,7 +59,7 @@ __device__ __forceinline__ void multiply_stages(const WideRing<Shape>& ring, int
   RingPlace place;
   int32_t previous = -1;
   const uint64_t descriptor = tile_descriptor(ring.tokens(0));
-  // Behind the last stage it reads a stage that nobody writes, and its operand is not used.
+  // After the last stage (`is_stage` is false) it does not wait: what it reads is not used.
   const auto begin = [&](bool is_stage) {
     if (is_stage) barrier_wait(&ring.full[place.stage], place.parity);
     operand.read(ring.weights(place.stage), 0);

@@ -3,7 +3,6 @@
 
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <functional>
@@ -17,12 +16,10 @@
 #include "cpp/engine_options.h"
 #include "cpp/equality_checks.h"
 #include "device/program.h"
-#include "executor/cpu_runner.h"
 #include "ops/latent.h"
 #include "ops/ops.h"
-#include "support/direct_runner.h"
-#include "support/invariance.h"
 #include "support/jobs.h"
+#include "support/planted_faults.h"
 #include "support/raw_models.h"
 #include "support/reference_model.h"
 #include "support/tiny_models.h"
@@ -32,19 +29,20 @@ namespace {
 
 namespace reference = testing::reference;
 
-using testing::by_windows;
-using testing::DirectRunner;
 using testing::expect_equals_plain;
 using testing::Job;
+using testing::kPlantPrefilled;
 using testing::make_latent;
 using testing::make_mixture;
 using testing::mix_sampling;
 using testing::Outcome;
 using testing::Pick;
+using testing::planted_logits;
 using testing::random_jobs;
 using testing::random_raw_model;
 using testing::random_tokens;
 using testing::RawModel;
+using testing::relative_error;
 using testing::run;
 using testing::seed_from_env;
 using testing::small_engine_options;
@@ -52,7 +50,6 @@ using testing::Tally;
 using testing::tiny_config_json;
 using testing::tiny_model;
 using testing::TinyModel;
-using testing::Trace;
 
 const TinyModel kLatent{.windows = {0, 8, 0},
                         .rope_scale = 1.35,
@@ -106,36 +103,6 @@ TEST(EngineLatent, SpeculativeEqualsPlain) {
                         random, seed, tally);
   }
   tally.expect_all();
-}
-
-constexpr int32_t kPrefilled = 20;
-
-// The logits of the positions of `tokens` from kPrefilled on, from recorded programs that `plant`
-// has changed.
-std::vector<std::vector<float>> logits_of(const std::shared_ptr<const Model>& model,
-                                          const std::vector<int32_t>& tokens,
-                                          const std::function<void(Program&)>& plant) {
-  const Trace trace = by_windows(model, tokens, kPrefilled, 4, {}, [&](DirectRunner& direct) {
-    for (Program* const program : dynamic_cast<CpuRunner&>(direct.runner()).programs()) {
-      plant(*program);
-    }
-  });
-  return {trace.logits.begin() + kPrefilled, trace.logits.end()};
-}
-
-// The largest difference from the reference, relative to the logits' RMS.
-double error_of(const std::vector<std::vector<float>>& logits, const reference::Rows& expected) {
-  double largest = 0;
-  double squares = 0;
-  int64_t count = 0;
-  for (size_t position = 0; position < expected.size(); ++position) {
-    for (size_t i = 0; i < expected[position].size(); ++i, ++count) {
-      const double want = expected[position][i];
-      largest = std::max(largest, std::fabs(double{logits[position][i]} - want));
-      squares += want * want;
-    }
-  }
-  return largest / std::sqrt(squares / static_cast<double>(count));
 }
 
 TEST(EngineLatent, LogitsMatchTheReferenceAndPlantedFaultsGoRed) {
@@ -201,11 +168,11 @@ TEST(EngineLatent, LogitsMatchTheReferenceAndPlantedFaultsGoRed) {
     std::mt19937_64 random(seed);
     const std::vector<int32_t> tokens = random_tokens(random, 60, 64);
     reference::Rows expected = reference::run_target(raw, tokens).logits;
-    expected.erase(expected.begin(), expected.begin() + kPrefilled);
-    EXPECT_LT(error_of(logits_of(model, tokens, [](Program&) {}), expected), kBound);
+    expected.erase(expected.begin(), expected.begin() + kPlantPrefilled);
+    EXPECT_LT(relative_error(planted_logits(model, tokens, [](Program&) {}), expected), kBound);
     for (const Fault& fault : faults) {
       if (seed == 2 && std::string(fault.name).starts_with("q_a")) continue;
-      EXPECT_GT(error_of(logits_of(model, tokens, fault.plant), expected), 100 * kBound)
+      EXPECT_GT(relative_error(planted_logits(model, tokens, fault.plant), expected), 100 * kBound)
           << fault.name;
     }
   }
