@@ -42,11 +42,14 @@ COVERED = ("cpp", "cuda", "python/bindings", "tests/cuda", "tests/support", "CMa
 SOURCE_SUFFIXES = (".h", ".cc", ".cu", ".cuh", ".txt", ".json")
 
 
-def speculative(method: str, model: str, length: float) -> list[str]:
-    """Bench options for k=3 and a synthetic acceptance length, since the weights are random."""
+def speculative(method: str, model: str | None, length: float) -> list[str]:
+    """Bench options for k=3 and a synthetic acceptance length, since the weights are random.
+
+    `model` is None for a drafter in the target's own folder.
+    """
     config = {
         "method": method,
-        "model": model,
+        **({} if model is None else {"model": model}),
         "num_speculative_tokens": 3,
         "rejection_sample_method": "synthetic",
         "synthetic_acceptance_length": length,
@@ -210,7 +213,12 @@ TESTS = (
 )
 
 #: Tests that spend most of their time in the CPU's twin of an op: their cases run side by side.
-SHARDS = {"op_parity_test": 8, "expert_bits_test": 4}
+SHARDS = {
+    "op_parity_test": 8,
+    "expert_bits_test": 4,
+    "engine_cuda_test": 4,
+    "draft_head_cuda_test": 3,
+}
 PYTHON_SHARES = 6
 #: Tests that compare the free memory of the GPU before and after.
 MEASURING = ("runner_test",)
@@ -237,6 +245,7 @@ BENCHES = {
     "qwen3-8b-fp8": ["--config", "qwen3-8b-fp8", *speculative("eagle3", "qwen3-8b-eagle3", 2.34)],
     "gpt-oss-20b": ["--config", "gpt-oss-20b", *speculative("eagle3", "gpt-oss-20b-eagle3", 2.61)],
     "gpt-oss-120b": ["--config", "gpt-oss-120b", *speculative("draft_model", "gpt-oss-20b", 2.3)],
+    "glm-4.7-flash": ["--config", "glm-4.7-flash", *speculative("mtp", None, 2.19)],
 }
 
 #: A short table of `paceline bench pairs`.
