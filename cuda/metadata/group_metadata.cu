@@ -116,6 +116,10 @@ void build_window_list(CudaContext& ctx, const BuildWindowListParams& p) {
                dim3(cuda::num_blocks(num_rows * 32)), dim3(cuda::kThreads), 0, p);
 }
 
+void build_compressed(CudaContext& ctx, const BuildCompressedParams& p) {
+  cuda::launch_build(ctx, "build_compressed", p);
+}
+
 void advance_draft_step(CudaContext& ctx, const AdvanceParams& p) {
   const int32_t num_threads =
       std::clamp((p.rows.capacity + 31) / 32 * 32, 32, cuda::kMaxStepThreads);

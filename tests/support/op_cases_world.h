@@ -28,6 +28,7 @@ inline constexpr int32_t kMaxLen = 200;
 inline constexpr int32_t kTokens = 30;  // few, so that drafts and stop tokens are hit by accident
 inline constexpr int32_t kWindow = 24;
 inline constexpr int32_t kListWindow = 7;
+inline constexpr int32_t kTokensPerEntry = 4;
 
 [[nodiscard]] inline int32_t vocab_size_of(const StateSpec& s) {
   return (kTokens - 1) * s.spread + 1;
@@ -124,29 +125,34 @@ class World {
             .max_rows_per_seq = 1};
   }
 
-  // The metadata of a full, a sliding and a list group, for `capacity` rows.
+  // The metadata of a full, a sliding, a list and a compressed group, for `capacity` rows.
   struct MetadataHandles {
-    Handle tables[3], slots[3], sliding_begin, full_end, sliding_end, list_slots, list_count;
+    Handle tables[4], slots[4], sliding_begin, full_end, sliding_end, list_slots, list_count;
+    Handle entry_end;
     int64_t table_stride;
     int32_t block_size;
 
     [[nodiscard]] std::vector<GroupMetadata> at(const Addresses& at) const {
-      const auto table = [&](int i) {
-        return BlockTable{
-            .blocks = at.get<int32_t>(tables[i]), .stride = table_stride, .block_size = block_size};
+      const auto table = [&](int i, int32_t tokens_per_entry = 1) {
+        return BlockTable{.blocks = at.get<int32_t>(tables[i]),
+                          .stride = table_stride,
+                          .block_size = block_size,
+                          .tokens_per_entry = tokens_per_entry};
       };
       return {FullMetadata{at.get<int64_t>(slots[0]), at.get<int32_t>(full_end), table(0)},
               SlidingMetadata{at.get<int64_t>(slots[1]), at.get<int32_t>(sliding_begin),
                               at.get<int32_t>(sliding_end), kWindow, table(1)},
               WindowListMetadata{at.get<int64_t>(slots[2]), at.get<int64_t>(list_slots),
-                                 at.get<int32_t>(list_count), kListWindow, table(2)}};
+                                 at.get<int32_t>(list_count), kListWindow, table(2)},
+              CompressedMetadata{at.get<int64_t>(slots[3]), at.get<int32_t>(entry_end),
+                                 table(3, kTokensPerEntry)}};
     }
   };
   MetadataHandles metadata(int32_t capacity) {
     MetadataHandles m;
     m.block_size = s_.block_size;
     m.table_stride = (kMaxLen + s_.block_size - 1) / s_.block_size + 2;
-    for (int g = 0; g < 3; ++g) {
+    for (int g = 0; g < 4; ++g) {
       std::vector<int32_t> blocks(static_cast<size_t>(max_slots_ * m.table_stride));
       for (int32_t& block : blocks) block = 1 + stream_.below(1 << 28);
       m.tables[g] = ints("table", blocks);
@@ -157,6 +163,7 @@ class World {
     m.sliding_end = poison("sliding.kv_end", capacity);
     m.list_slots = poison("window_slots", capacity * kListWindow, Element::kI64);
     m.list_count = poison("window_count", capacity);
+    m.entry_end = poison("entry_end", capacity);
     return m;
   }
 

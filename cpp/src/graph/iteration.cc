@@ -311,7 +311,8 @@ void Iteration::draft_step(Ctx& ctx, const IterationExtent& extent) const {
     std::visit(Overloaded{[](const FullMetadata&) {}, [](const SlidingMetadata&) {},
                           [&](const WindowListMetadata& list) {
                             ctx.run(advance_window_list, AdvanceWindowListParams{rows, list});
-                          }},
+                          },
+                          [](const CompressedMetadata&) {}},
                b.step_metadata[g]);
   }
 }

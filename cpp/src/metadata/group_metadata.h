@@ -26,7 +26,9 @@ struct CudaContext;
 struct BlockTable {
   int32_t* blocks;     // [max_seqs, stride]
   int64_t stride;      // blocks of the longest sequence
-  int32_t block_size;  // tokens
+  int32_t block_size;  // tokens, or entries of a compressed group
+  // Tokens that have one entry together; 1 in all but compressed groups.
+  int32_t tokens_per_entry = 1;
 };
 
 // Every position up to the row's own is visible: full and latent groups. Inert rows: slot_mapping
@@ -56,7 +58,18 @@ struct WindowListMetadata {
   BlockTable table;
 };
 
-using GroupMetadata = std::variant<FullMetadata, SlidingMetadata, WindowListMetadata>;
+// Of compressed groups, where table.tokens_per_entry tokens have one entry. Entry e is visible from
+// the position of its last token on, and the row at that position writes it. Inert rows:
+// slot_mapping and entry_end 0.
+struct CompressedMetadata {
+  // [capacity] slot of the entry that the row completes; 0, in the null block: it completes none
+  int64_t* slot_mapping;
+  int32_t* entry_end;  // [capacity] (position + 1) / tokens_per_entry: one past the last visible
+  BlockTable table;
+};
+
+using GroupMetadata =
+    std::variant<FullMetadata, SlidingMetadata, WindowListMetadata, CompressedMetadata>;
 
 struct BuildFullParams {
   PassRows rows;
@@ -82,11 +95,19 @@ struct BuildWindowListParams {
 void build_window_list(CpuContext&, const BuildWindowListParams&);
 void build_window_list(CudaContext&, const BuildWindowListParams&);
 
+struct BuildCompressedParams {
+  PassRows rows;
+  CompressedMetadata metadata;
+  int32_t padded_rows;
+};
+void build_compressed(CpuContext&, const BuildCompressedParams&);
+void build_compressed(CudaContext&, const BuildCompressedParams&);
+
 // One group's part of the fused advance. Null pointers: the kind has no such field.
 struct AdvanceGroup {
   int64_t* slot_mapping;  // [capacity]
   int32_t* kv_begin;      // [capacity] or null
-  int32_t* kv_end;        // [capacity] or null
+  int32_t* kv_end;        // [capacity] or null; entry_end of a compressed group
   int32_t window;         // with kv_begin
   BlockTable table;
 };
@@ -121,17 +142,20 @@ void advance_window_list(CudaContext&, const AdvanceWindowListParams&);
 // Calls the `build` op of the metadata's kind.
 template <class Ctx>
 void build(Ctx& ctx, const PassRows& rows, const GroupMetadata& metadata, int32_t padded_rows) {
-  std::visit(Overloaded{[&](const FullMetadata& full) {
-                          ctx.run(build_full, BuildFullParams{rows, full, padded_rows});
-                        },
-                        [&](const SlidingMetadata& sliding) {
-                          ctx.run(build_sliding, BuildSlidingParams{rows, sliding, padded_rows});
-                        },
-                        [&](const WindowListMetadata& list) {
-                          ctx.run(build_window_list,
-                                  BuildWindowListParams{rows, list, padded_rows});
-                        }},
-             metadata);
+  std::visit(
+      Overloaded{[&](const FullMetadata& full) {
+                   ctx.run(build_full, BuildFullParams{rows, full, padded_rows});
+                 },
+                 [&](const SlidingMetadata& sliding) {
+                   ctx.run(build_sliding, BuildSlidingParams{rows, sliding, padded_rows});
+                 },
+                 [&](const WindowListMetadata& list) {
+                   ctx.run(build_window_list, BuildWindowListParams{rows, list, padded_rows});
+                 },
+                 [&](const CompressedMetadata& compressed) {
+                   ctx.run(build_compressed, BuildCompressedParams{rows, compressed, padded_rows});
+                 }},
+      metadata);
 }
 
 // The group's part of the fused advance.

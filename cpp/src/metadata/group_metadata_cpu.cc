@@ -36,6 +36,12 @@ void build_window_list(CpuContext&, const BuildWindowListParams& p) {
   });
 }
 
+void build_compressed(CpuContext&, const BuildCompressedParams& p) {
+  for_each_row(p.rows, p.padded_rows, [&](int32_t row, int32_t seq_slot, int32_t position) {
+    build_row(p.metadata, row, seq_slot, position);
+  });
+}
+
 void advance_draft_step(CpuContext&, const AdvanceParams& p) {
   const int32_t step = *p.current_draft_step;
   if (step + 1 >= p.sequences.num_draft_tokens) {  // that was the last one
@@ -75,6 +81,13 @@ AdvanceGroup advance_group(const GroupMetadata& metadata) {
                                          .kv_end = nullptr,
                                          .window = 0,
                                          .table = list.table};
+                               },
+                               [](const CompressedMetadata& compressed) -> AdvanceGroup {
+                                 return {.slot_mapping = compressed.slot_mapping,
+                                         .kv_begin = nullptr,
+                                         .kv_end = compressed.entry_end,
+                                         .window = 0,
+                                         .table = compressed.table};
                                }},
                     metadata);
 }

@@ -11,10 +11,24 @@
 
 namespace paceline {
 
+// `entry`: a position, or in compressed groups the number of an entry.
 PACELINE_HOST_DEVICE inline int64_t slot_of(const BlockTable& table, int32_t seq_slot,
-                                            int32_t position) {
-  const int32_t block = table.blocks[seq_slot * table.stride + position / table.block_size];
-  return static_cast<int64_t>(block) * table.block_size + position % table.block_size;
+                                            int32_t entry) {
+  const int32_t block = table.blocks[seq_slot * table.stride + entry / table.block_size];
+  return static_cast<int64_t>(block) * table.block_size + entry % table.block_size;
+}
+
+// The slot that the row at `position` writes; 0 if it completes no entry.
+PACELINE_HOST_DEVICE inline int64_t written_slot(const BlockTable& table, int32_t seq_slot,
+                                                 int32_t position) {
+  if (table.tokens_per_entry == 1) return slot_of(table, seq_slot, position);
+  if ((position + 1) % table.tokens_per_entry != 0) return 0;
+  return slot_of(table, seq_slot, position / table.tokens_per_entry);
+}
+
+// One past the last entry that the row at `position` sees.
+PACELINE_HOST_DEVICE inline int32_t visible_end(const BlockTable& table, int32_t position) {
+  return table.tokens_per_entry == 1 ? position + 1 : (position + 1) / table.tokens_per_entry;
 }
 
 PACELINE_HOST_DEVICE inline int32_t window_begin(int32_t position, int32_t window) {
@@ -39,6 +53,13 @@ PACELINE_HOST_DEVICE inline void build_row(const SlidingMetadata& m, int32_t row
   m.slot_mapping[row] = is_live ? slot_of(m.table, seq_slot, position) : 0;
   m.kv_begin[row] = is_live ? window_begin(position, m.window) : 0;
   m.kv_end[row] = is_live ? position + 1 : 0;
+}
+
+PACELINE_HOST_DEVICE inline void build_row(const CompressedMetadata& m, int32_t row,
+                                           int32_t seq_slot, int32_t position) {
+  const bool is_live = seq_slot >= 0;
+  m.slot_mapping[row] = is_live ? written_slot(m.table, seq_slot, position) : 0;
+  m.entry_end[row] = is_live ? visible_end(m.table, position) : 0;
 }
 
 // Worker `worker` of `num_workers` writes its share of the row's list; worker 0 also writes the
@@ -74,11 +95,13 @@ PACELINE_HOST_DEVICE inline bool advance_row(const AdvanceParams& p, int32_t row
   p.rows.token_ids[row] = is_live ? token : 0;
   for (int32_t g = 0; g < p.num_groups; ++g) {
     const AdvanceGroup& group = p.groups[g];
-    group.slot_mapping[row] = is_live ? slot_of(group.table, seq_slot, position) : 0;
+    group.slot_mapping[row] = is_live ? written_slot(group.table, seq_slot, position) : 0;
     if (group.kv_begin != nullptr) {
       group.kv_begin[row] = is_live ? window_begin(position, group.window) : 0;
     }
-    if (group.kv_end != nullptr) group.kv_end[row] = is_live ? position + 1 : 0;
+    if (group.kv_end != nullptr) {
+      group.kv_end[row] = is_live ? visible_end(group.table, position) : 0;
+    }
   }
   return is_live;
 }

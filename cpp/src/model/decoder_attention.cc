@@ -105,6 +105,9 @@ void Decoder::multi_head_attention(Ctx& ctx, int32_t layer, const void* input, c
                                                       .head_dim = a.head_dim,
                                                       .dtype = activations.dtype,
                                                       .kv_inputs = kv_inputs(a)});
+                        },
+                        [](const CompressedMetadata&) {
+                          PACELINE_CHECK(false, "keys and values are not in a compressed group");
                         }},
              metadata);
   project(ctx, row_count(rows), w.o,
