@@ -24,6 +24,7 @@
 #include "cuda/cuda_bench.cuh"
 #include "support/cuda_fixture.h"
 #include "support/op_cases.h"
+#include "support/op_cases_latent.h"
 #include "support/op_cases_moe.h"
 #include "support/seed.h"
 
@@ -42,20 +43,7 @@ const NamedAttention kAttentions[] = {
     {"gemma3-270m", {.num_qo_heads = 4, .num_kv_heads = 1, .head_dim = 256, .window = 512}},
     {"gpt-oss", {.num_qo_heads = 64, .num_kv_heads = 8, .head_dim = 64, .has_sinks = true}},
     {"gpt-oss-w128",
-     {.num_qo_heads = 64, .num_kv_heads = 8, .head_dim = 64, .window = 128, .has_sinks = true}},
-    // Latent attention; four rows are 80 queries against one stream of entries, or 64.
-    {"glm-4.7-flash",
-     {.num_qo_heads = 20,
-      .num_kv_heads = 1,
-      .head_dim = 576,
-      .kv_inputs = KvInputs::kNone,
-      .value_dim = 512}},
-    {"latent-16",
-     {.num_qo_heads = 16,
-      .num_kv_heads = 1,
-      .head_dim = 576,
-      .kv_inputs = KvInputs::kNone,
-      .value_dim = 512}}};
+     {.num_qo_heads = 64, .num_kv_heads = 8, .head_dim = 64, .window = 128, .has_sinks = true}}};
 constexpr int32_t kContexts[] = {256, 768, 4096};
 
 void bench_attention(Bench& bench) {
@@ -81,8 +69,7 @@ void bench_attention(Bench& bench) {
           const double us = bench.cold_us(make_attention(spec, batch, 1), "pool");
           const int32_t visible =
               spec.window == 0 ? context : std::min(context, spec.window + rows - 1);
-          const int32_t parts = spec.value_dim > 0 ? 1 : 2;  // entries, or K and V
-          const double bytes = 2.0 * parts * num_seqs * visible * spec.num_kv_heads * spec.head_dim;
+          const double bytes = 4.0 * num_seqs * visible * spec.num_kv_heads * spec.head_dim;
           const double rate = bytes / us * 1e-6;
           bench.record({name,
                         "seqs=" + std::to_string(num_seqs) + " rows=" + std::to_string(rows) +
@@ -93,6 +80,58 @@ void bench_attention(Bench& bench) {
         std::printf("\n");
         std::fflush(stdout);
       }
+    }
+  }
+}
+
+// --- latent attention ----------------------------------------------------------------------------
+
+// GLM-4.7-Flash has 20 heads: four rows are 80 queries against one stream of entries. With 16 heads
+// they are 64.
+constexpr int32_t kLatentHeads[] = {20, 16};
+constexpr int32_t kLatentContexts[] = {512, 1024, 8192};
+
+void bench_latent_attention(Bench& bench) {
+  struct Load {
+    int32_t num_seqs;
+    int32_t rows;  // of each sequence, the last ones of the context
+  };
+  // Draft steps and verify windows; at the end a prompt.
+  constexpr Load kLoads[] = {{1, 1}, {1, 4}, {16, 1}, {16, 4}, {64, 1}, {64, 4}, {1, 512}};
+  bool has_header = false;
+  for (const int32_t heads : kLatentHeads) {
+    const std::string name = "latent/attention/" + std::to_string(heads);
+    if (!bench.wants(name)) continue;
+    if (!has_header) {
+      std::printf(
+          "\nlatent attention, bfloat16, cold caches: MB of visible entries, us, TB/s\n"
+          "%-8s%6s%6s%9s",
+          "heads", "seqs", "rows", "queries");
+      for (const int32_t context : kLatentContexts) std::printf("%18d        ", context);
+      std::printf("\n");
+      has_header = true;
+    }
+    const AttentionSpec spec = {.num_qo_heads = heads,
+                                .num_kv_heads = 1,
+                                .head_dim = 576,
+                                .kv_inputs = KvInputs::kNone,
+                                .value_dim = 512};
+    for (const auto& [num_seqs, rows] : kLoads) {
+      std::printf("%-8d%6d%6d%9d", heads, num_seqs, rows, rows * heads);
+      for (const int32_t context : kLatentContexts) {
+        AttentionBatch batch{.max_model_len = 16384};
+        for (int32_t i = 0; i < num_seqs; ++i) batch.sequences.push_back({i, context, rows, 0});
+        const double us = bench.cold_us(make_attention(spec, batch, 1), "pool");
+        const double bytes = 2.0 * num_seqs * context * spec.head_dim;
+        const double rate = bytes / us * 1e-6;
+        bench.record({name,
+                      "seqs=" + std::to_string(num_seqs) + " rows=" + std::to_string(rows) +
+                          " context=" + std::to_string(context),
+                      us, rate, "TB/s"});
+        std::printf("%9.1f%10.1f%7.2f", bytes * 1e-6, us, rate);
+      }
+      std::printf("\n");
+      std::fflush(stdout);
     }
   }
 }
@@ -123,6 +162,13 @@ void bench_small_ops(Bench& bench) {
           1);
     };
   };
+  // The products over the heads of GLM-4.7-Flash, before latent attention and behind it.
+  const LatentSpec latent = {.num_heads = 20,
+                             .qk_nope_head_dim = 192,
+                             .qk_rope_head_dim = 64,
+                             .v_head_dim = 256,
+                             .kv_lora_rank = 512,
+                             .q_width = 768};
   // Of the places of rows that each choose four experts.
   const auto swiglu_of_experts = [](const Rows& rows) {
     return make_gated(
@@ -177,7 +223,12 @@ void bench_small_ops(Bench& bench) {
       {"gated_swiglu_oai/4x2880", swiglu_of_experts},
       {"combine/4x2880", [](const Rows& rows) { return make_combine({2880, 4}, rows, 1); }},
       {"combine_and_norm/4x2880",
-       [](const Rows& rows) { return make_combine_and_norm({2880, 4}, rows, 1); }}};
+       [](const Rows& rows) { return make_combine_and_norm({2880, 4}, rows, 1); }},
+      {"latent/append", [=](const Rows& rows) { return make_append_latents(latent, rows, 1); }},
+      {"latent/absorb_queries",
+       [=](const Rows& rows) { return make_absorb_queries(latent, rows, 1); }},
+      {"latent/project_values",
+       [=](const Rows& rows) { return make_project_values(latent, rows, 1); }}};
   constexpr int32_t kRows[] = {1, 4, 16, 64, 128, 256};
   bool has_header = false;
   for (const auto& [name, make] : ops) {
@@ -254,6 +305,7 @@ int run(int argc, char** argv) {
   } else {
     bench_products(bench);
     bench_attention(bench);
+    bench_latent_attention(bench);
     bench_small_ops(bench);
   }
   if (json != nullptr) write_json(bench, json);

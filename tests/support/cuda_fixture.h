@@ -105,7 +105,7 @@ class DeviceVector {
 // A context as an engine makes it.
 class CudaTestContext {
  public:
-  static constexpr int64_t kWorkspaceBytes = int64_t{64} << 20;
+  static constexpr int64_t kWorkspaceBytes = int64_t{256} << 20;
   static constexpr int32_t kNumCounters = 65536;
 
   CudaTestContext() : workspace_(kWorkspaceBytes), counters_(kNumCounters) {
