@@ -63,11 +63,12 @@ __device__ __forceinline__ float gate_up(float gate, float up, float alpha, floa
     const float inner = 0.7978845608f * (gate + 0.044715f * gate * gate * gate);
     return times_sigmoid(gate, 2.0f * inner) * up;
   } else {
-    static_assert(kActivation == Activation::kSwigluOai);
+    static_assert(kActivation == Activation::kSwigluOai || kActivation == Activation::kClampedSilu);
     // Comparisons keep a NaN, which fminf would replace.
     gate = gate > limit ? limit : gate;
     up = up > limit ? limit : up;
     up = up < -limit ? -limit : up;
+    if constexpr (kActivation == Activation::kClampedSilu) return times_sigmoid(gate, gate) * up;
     return times_sigmoid(gate, alpha * gate) * (up + 1.0f);
   }
 }
@@ -172,6 +173,8 @@ auto gated_activation_kernel_of(Activation activation) {
       return gated_activation_kernel<T, kIsVector, Activation::kGeluTanh, kIsInterleaved>;
     case Activation::kSwigluOai:
       return gated_activation_kernel<T, kIsVector, Activation::kSwigluOai, kIsInterleaved>;
+    case Activation::kClampedSilu:
+      return gated_activation_kernel<T, kIsVector, Activation::kClampedSilu, kIsInterleaved>;
   }
   throw InternalError("unknown activation");
 }

@@ -21,7 +21,7 @@ __device__ __forceinline__ int32_t first_lane_with(uint32_t value, uint32_t own)
 
 // One bit for each group whose experts can be chosen. `keys` are those of a lane's experts.
 template <int32_t kPerLane>
-__device__ __forceinline__ uint32_t best_groups(const SigmoidRouting& routing, int32_t size,
+__device__ __forceinline__ uint32_t best_groups(const ScoreRouting& routing, int32_t size,
                                                 int32_t lane, const uint32_t (&keys)[kPerLane]) {
   uint32_t own_sum = 0;  // 0: no group, or already chosen
   for (int32_t group = 0; group < routing.num_groups; ++group) {
@@ -77,13 +77,13 @@ __device__ __forceinline__ RowKeys<kPerLane> sigmoid_keys(
     if (expert >= p.num_experts) continue;
     row.keys[i] = to_ordered(comparable(sigmoid_same_bits(logits[expert]) + corrections.values[i]));
   }
-  if (p.sigmoid.num_groups == 1) return row;
-  const int32_t size = p.num_experts / p.sigmoid.num_groups;
-  const uint32_t open = best_groups(p.sigmoid, size, lane, row.keys);
+  if (p.scoring.num_groups == 1) return row;
+  const int32_t size = p.num_experts / p.scoring.num_groups;
+  const uint32_t open = best_groups(p.scoring, size, lane, row.keys);
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     const int32_t group = (lane + 32 * i) / size;
-    if (group < p.sigmoid.num_groups && (open >> group & 1u) == 0) row.keys[i] = 0;
+    if (group < p.scoring.num_groups && (open >> group & 1u) == 0) row.keys[i] = 0;
   }
   return row;
 }
@@ -96,9 +96,9 @@ __device__ __forceinline__ void write_sigmoid_choices(const RouteExpertsParams& 
   float sum = 0.0f;
   for (int32_t place = 0; place < p.top_k; ++place) sum += __shfl_sync(kAllLanes, weight, place);
   if (lane >= p.top_k) return;
-  if (p.sigmoid.normalises) weight /= sum + 1e-20f;
+  if (p.scoring.normalises) weight /= sum + 1e-20f;
   p.experts[int64_t{row} * p.top_k + lane] = own.expert;
-  p.weights[int64_t{row} * p.top_k + lane] = weight * p.sigmoid.scale;
+  p.weights[int64_t{row} * p.top_k + lane] = weight * p.scoring.scale;
 }
 
 }  // namespace paceline::cuda

@@ -201,10 +201,10 @@ TEST(DecoderConfig, ReadsSigmoidRoutersAndSharedExperts) {
   const DecoderConfig config = parse_decoder_config(deepseek_config());
   const auto& mixture = std::get<MoeMlp>(config.layers[0].mlp);
   EXPECT_EQ(mixture.router, RouterRule::kSigmoid);
-  EXPECT_EQ(mixture.sigmoid.num_groups, 3);
-  EXPECT_EQ(mixture.sigmoid.top_groups, 2);
-  EXPECT_TRUE(mixture.sigmoid.normalises);
-  EXPECT_EQ(mixture.sigmoid.scale, 2.5f);
+  EXPECT_EQ(mixture.scoring.num_groups, 3);
+  EXPECT_EQ(mixture.scoring.top_groups, 2);
+  EXPECT_TRUE(mixture.scoring.normalises);
+  EXPECT_EQ(mixture.scoring.scale, 2.5f);
   EXPECT_TRUE(mixture.is_per_expert);
   EXPECT_EQ(mixture.expert.intermediate, 96);
   ASSERT_TRUE(mixture.shared);
@@ -218,10 +218,10 @@ TEST(DecoderConfig, ReadsSigmoidRoutersAndSharedExperts) {
          "has_bias": true},)",
         ""}}));
   const auto& defaults = std::get<MoeMlp>(plain.layers[0].mlp);
-  EXPECT_EQ(defaults.sigmoid.num_groups, 1);
-  EXPECT_EQ(defaults.sigmoid.top_groups, 1);
-  EXPECT_FALSE(defaults.sigmoid.normalises || defaults.is_per_expert || defaults.shared);
-  EXPECT_EQ(defaults.sigmoid.scale, 1);
+  EXPECT_EQ(defaults.scoring.num_groups, 1);
+  EXPECT_EQ(defaults.scoring.top_groups, 1);
+  EXPECT_FALSE(defaults.scoring.normalises || defaults.is_per_expert || defaults.shared);
+  EXPECT_EQ(defaults.scoring.scale, 1);
 }
 
 TEST(DecoderConfig, RefusesRoutersThatCannotBe) {

@@ -112,7 +112,7 @@ struct SigmoidReference {
   bool is_clear = true;
 };
 SigmoidReference route_by_sigmoid(const float* logits, const std::vector<float>& correction,
-                                  int32_t top_k, const SigmoidRouting& routing) {
+                                  int32_t top_k, const ScoreRouting& routing) {
   const auto num_experts = std::ssize(correction);
   std::vector<double> choice(correction.size());
   for (size_t e = 0; e < choice.size(); ++e) {
@@ -171,10 +171,10 @@ TEST(RouteBySigmoid, MatchesReference) {
     const int32_t num_groups = random.one_of({1, 1, 2, 4, 8, kMaxExpertGroups});
     const int32_t size = random.one_of({2, 3, 8, 32});
     const int32_t num_experts = num_groups * size;
-    const SigmoidRouting routing = {.num_groups = num_groups,
-                                    .top_groups = 1 + random.below(num_groups),
-                                    .normalises = random.one_in(2),
-                                    .scale = random.one_of({1.0f, 1.8f, 2.5f})};
+    const ScoreRouting routing = {.num_groups = num_groups,
+                                  .top_groups = 1 + random.below(num_groups),
+                                  .normalises = random.one_in(2),
+                                  .scale = random.one_of({1.0f, 1.8f, 2.5f})};
     const int32_t most = std::min(routing.top_groups * size, kMaxTopK);
     const int32_t top_k = random.one_of({1, most, std::min(4, most), 1 + random.below(most)});
     const int32_t num_rows = random.one_of({0, 1, 2, 7, 100});
@@ -238,7 +238,7 @@ TEST(RouteBySigmoid, ChoosesWithinTheBestGroups) {
 
 TEST(RouteBySigmoid, RowsAreInvariant) {
   Random random(104);
-  const SigmoidRouting routing = {
+  const ScoreRouting routing = {
       .num_groups = 8, .top_groups = 4, .normalises = true, .scale = 2.5f};
   const std::vector<float> logits = random.normals(int64_t{40} * 64);
   const std::vector<float> correction = random.normals(64);
@@ -255,7 +255,7 @@ TEST(RouteBySigmoid, RowsAreInvariant) {
 }
 
 TEST(RouteBySigmoid, RefusesGroupsThatDoNotFit) {
-  const auto refuses = [](int32_t top_k, const SigmoidRouting& routing) {
+  const auto refuses = [](int32_t top_k, const ScoreRouting& routing) {
     const std::vector<float> twelve(12);
     EXPECT_THROW((void)route(twelve, 1, 12, top_k, 1, routing, twelve), InternalError);
   };

@@ -21,7 +21,7 @@ struct Routing {
 
 // With a correction for every expert the rule is kSigmoid, without one kSoftmaxOfChosen.
 inline Routing route(const std::vector<float>& logits, int32_t num_rows, int32_t num_experts,
-                     int32_t top_k, int num_threads = 1, const SigmoidRouting& sigmoid = {},
+                     int32_t top_k, int num_threads = 1, const ScoreRouting& scoring = {},
                      const std::vector<float>& correction = {}) {
   const auto count = static_cast<size_t>(num_rows) * static_cast<size_t>(top_k);
   Routing routing = {.experts = std::vector<int32_t>(count, -7),
@@ -36,7 +36,7 @@ inline Routing route(const std::vector<float>& logits, int32_t num_rows, int32_t
                  .rule = correction.empty() ? RouterRule::kSoftmaxOfChosen : RouterRule::kSigmoid,
                  .experts = routing.experts.data(),
                  .weights = routing.weights.data(),
-                 .sigmoid = sigmoid,
+                 .scoring = scoring,
                  .correction = correction.empty() ? nullptr : correction.data()});
   return routing;
 }

@@ -74,7 +74,7 @@ inline FormatTensors format_tensors(const std::string& json, uint64_t seed,
         }
         tensor.bytes = encode(values, scale_dtype);
         break;
-      case WeightKind::kTokens:
+      case WeightKind::kIds:
         throw std::logic_error("no tokens here");
     }
     tensors[named.name] = std::move(tensor);

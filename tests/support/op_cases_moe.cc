@@ -90,7 +90,7 @@ struct RouteArrays {
             .rule = s.rule,
             .experts = at.get<int32_t>(experts),
             .weights = at.get<float>(weights),
-            .sigmoid = s.sigmoid,
+            .scoring = s.scoring,
             .correction = at.get<float>(correction)};
   }
 
@@ -198,7 +198,7 @@ struct RouterArrays {
                 .top_k = spec.top_k,
                 .logits = spec.logits,
                 .rule = spec.rule,
-                .sigmoid = spec.sigmoid},
+                .scoring = spec.scoring},
                rows, seed, unwritten_logits(spec, rows)),
         sorted(op, {.num_experts = spec.num_experts, .top_k = spec.top_k}, rows) {}
   template <class Ctx>

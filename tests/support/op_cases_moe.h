@@ -19,7 +19,7 @@ struct RouteSpec {
   int32_t top_k = 0;
   LogitKind logits = LogitKind::kPlain;  // kHoles: rows without a valid logit have NaN weights
   RouterRule rule = RouterRule::kSoftmaxOfChosen;
-  SigmoidRouting sigmoid = {};
+  ScoreRouting scoring = {};
 };
 
 // A router, from its rows to the order of the expert rows.
@@ -34,7 +34,7 @@ struct RouterSpec {
   bool has_bias = true;
   int32_t x_padding = 0;
   RouterRule rule = RouterRule::kSoftmaxOfChosen;
-  SigmoidRouting sigmoid = {};
+  ScoreRouting scoring = {};
 };
 
 // Where the rows of a batch go.

@@ -184,7 +184,7 @@ std::vector<RowWiseCase> moe_row_wise_cases() {
                    .top_k = 4,
                    .k = 128,
                    .rule = RouterRule::kSigmoid,
-                   .sigmoid = {.num_groups = 8, .top_groups = 4, .scale = 1.8f}}}) {
+                   .scoring = {.num_groups = 8, .top_groups = 4, .scale = 1.8f}}}) {
     cases.push_back(row_wise("router_" + std::to_string(spec.top_k) + "of" +
                                  std::to_string(spec.num_experts) + "_k" + std::to_string(spec.k),
                              make_router, spec, spec.logits == LogitKind::kPlain));
@@ -228,7 +228,7 @@ std::vector<RowWiseCase> moe_row_wise_cases() {
                               .top_k = top_k,
                               .logits = logits,
                               .rule = RouterRule::kSigmoid,
-                              .sigmoid = {.num_groups = num_groups,
+                              .scoring = {.num_groups = num_groups,
                                           .top_groups = top_groups,
                                           .normalises = num_experts != 33,
                                           .scale = 1.8f}};

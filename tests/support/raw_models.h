@@ -192,6 +192,9 @@ inline std::map<std::string, std::vector<int64_t>> tensor_shapes(const DecoderCo
                           [&](const LatentAttention&) {
                             const std::vector<NamedShape> of_layer = latent_shapes(c, i);
                             shapes.insert(of_layer.begin(), of_layer.end());
+                          },
+                          [](const CompressedAttention&) {
+                            throw std::logic_error("no raw model has compressed attention");
                           }},
                c.layers[i].attention);
     const std::vector<NamedShape> of_mlp = std::visit(

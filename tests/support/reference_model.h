@@ -154,6 +154,11 @@ inline double gated(const DenseMlp& mlp, double gate, double up) {
       const double u = std::clamp(up, -limit, limit);
       return (u + 1) * g / (1 + std::exp(-mlp.alpha * g));
     }
+    case Activation::kClampedSilu: {
+      const double limit = mlp.limit;
+      const double g = std::min(gate, limit);
+      return std::clamp(up, -limit, limit) * g / (1 + std::exp(-g));
+    }
   }
   return 0;
 }
@@ -217,19 +222,20 @@ inline Vector expert_weights(const RawModel& m, const std::string& name, const M
   Vector scores(logits.size());
   Vector choice(logits.size());
   for (size_t e = 0; e < logits.size(); ++e) {
-    scores[e] = 1 / (1 + std::exp(-logits[e]));
+    scores[e] = moe.router == RouterRule::kSigmoid ? 1 / (1 + std::exp(-logits[e]))
+                                                   : std::sqrt(std::log1p(std::exp(logits[e])));
     choice[e] = scores[e] + m.at(name + "router.correction.bias").values[e];
   }
-  const auto size = logits.size() / static_cast<size_t>(moe.sigmoid.num_groups);
+  const auto size = logits.size() / static_cast<size_t>(moe.scoring.num_groups);
   Vector groups;
-  for (size_t begin = 0; moe.sigmoid.num_groups > 1 && begin < choice.size(); begin += size) {
+  for (size_t begin = 0; moe.scoring.num_groups > 1 && begin < choice.size(); begin += size) {
     const Vector group(choice.begin() + static_cast<int64_t>(begin),
                        choice.begin() + static_cast<int64_t>(begin + size));
     groups.push_back(0);
     for (const size_t e : best_of(group, 2)) groups.back() += group[e];
   }
   if (!groups.empty()) {
-    const std::vector<size_t> best = best_of(groups, moe.sigmoid.top_groups);
+    const std::vector<size_t> best = best_of(groups, moe.scoring.top_groups);
     for (size_t e = 0; e < choice.size(); ++e) {
       const bool is_open = std::find(best.begin(), best.end(), e / size) != best.end();
       if (!is_open) choice[e] = -std::numeric_limits<double>::infinity();
@@ -238,7 +244,7 @@ inline Vector expert_weights(const RawModel& m, const std::string& name, const M
   const std::vector<size_t> chosen = best_of(choice, moe.top_k);
   for (const size_t e : chosen) sum += scores[e];
   for (const size_t e : chosen) {
-    weights[e] = scores[e] / (moe.sigmoid.normalises ? sum : 1) * moe.sigmoid.scale;
+    weights[e] = scores[e] / (moe.scoring.normalises ? sum : 1) * moe.scoring.scale;
   }
   return weights;
 }

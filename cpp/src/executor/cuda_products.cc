@@ -33,14 +33,25 @@ void plan_products(CudaContext& ctx, GemmPlanner& planner, const BatchShape& sha
   const auto add_all = [&](const Decoder& decoder, int32_t max_rows, int32_t max_logit_rows) {
     const DecoderWeights& weights = decoder.weights();
     const auto add_linear = [&](const Linear& own, const LinearShape& shape) {
-      if (shape.is_by_head) return;  // the library has no such products
+      // The library has no products by head or by group.
+      if (shape.is_by_head || shape.num_groups > 1) return;
       const bool is_lm_head = &own == &weights.lm_head;
       // With centroids, the rows of the LM head are looked up.
       if (is_lm_head && weights.head.centroids.is_present()) return;
       const WeightMatrix& weight = is_lm_head ? decoder.lm_head().weight : own.weight;
       if (weight.dtype != DType::kBFloat16 || weight.format != WeightFormat::kPlain) return;
-      add(weight, shape.rows == LinearRows::kPass ? max_rows : max_logit_rows,
-          shape.has_float_output ? DType::kFloat32 : DType::kBFloat16);
+      const auto rows_of = [&] {
+        switch (shape.rows) {
+          case LinearRows::kPass:
+            return max_rows;
+          case LinearRows::kStreams:
+            return max_rows * decoder.config().streams.count;
+          case LinearRows::kLogits:
+            return max_logit_rows;
+        }
+        return max_rows;
+      };
+      add(weight, rows_of(), shape.has_float_output ? DType::kFloat32 : DType::kBFloat16);
     };
     // The library has no products by expert.
     const auto skip = [](const ExpertLinears&, const LinearShape&) {};

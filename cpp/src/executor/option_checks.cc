@@ -81,7 +81,8 @@ bool has_capped_window(const DecoderConfig& config) {
                                    return attention.soft_cap > 0 &&
                                           std::holds_alternative<SlidingKv>(attention.kind);
                                  },
-                                 [](const LatentAttention&) { return false; }},
+                                 [](const LatentAttention&) { return false; },
+                                 [](const CompressedAttention&) { return false; }},
                       layer.attention);
   });
 }

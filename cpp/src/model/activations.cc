@@ -46,6 +46,10 @@ void ActivationWidths::merge(const DecoderConfig& config) {
                             latent_q = std::max(latent_q, a.q_lora_rank > 0 ? a.q_rows() : 0);
                             absorbed_q = std::max(absorbed_q, heads * a.entry_width());
                             mean_latents = std::max(mean_latents, heads * a.kv_lora_rank);
+                          },
+                          [&](const CompressedAttention& a) {
+                            qkv = std::max(qkv, a.qkv_a_rows());
+                            attention = std::max(attention, a.q_rows());
                           }},
                layer.attention);
     std::visit(Overloaded{[&](const DenseMlp& mlp) {

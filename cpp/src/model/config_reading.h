@@ -63,8 +63,17 @@ inline constexpr double kMaxFrequency = 1e6;  // times kMaxPosition it is far be
   return value && value->as_bool();
 }
 
-// 'silu' and 'gelu_tanh', and in an MLP 'swiglu_oai'.
-[[nodiscard]] Activation read_activation(const Json& activation, bool allows_swiglu_oai);
+// 'silu' and 'gelu_tanh', and in an MLP 'swiglu_oai' and 'clamped_silu'.
+[[nodiscard]] Activation read_activation(const Json& activation, bool allows_limits);
+
+// The format of the matrix behind `key`, which has as many columns as `width` says; plain without
+// the key.
+struct Width {
+  std::string_view name;
+  int64_t columns;
+};
+[[nodiscard]] MatrixFormat read_format(const Json& object, std::string_view key, const Width& width,
+                                       bool is_of_experts);
 
 // The next layer of `config`, whose other keys but the layers after it have been read.
 [[nodiscard]] LayerConfig read_layer(const Json& json, const DecoderConfig& config);

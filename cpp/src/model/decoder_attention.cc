@@ -23,6 +23,9 @@ void Decoder::attention(Ctx& ctx, int32_t layer, const void* input, const PassRo
                         },
                         [&](const LatentAttention&) {
                           latent_attention(ctx, layer, input, rows, groups, activations);
+                        },
+                        [&](const CompressedAttention&) {
+                          PACELINE_CHECK(false, "a model with compressed attention has no KV");
                         }},
              config().layers[layer].attention);
 }

@@ -8,6 +8,7 @@
 #include "base/aligned_buffer.h"
 #include "model/config_reading.h"
 #include "model/visit_weights.h"
+#include "ops/streams.h"
 
 namespace paceline {
 namespace {
@@ -41,8 +42,29 @@ namespace {
   inputs.embed_scale = read_positive(json.at("embed_scale"));
   inputs.proj_scale = read_positive(json.at("proj_scale"));
   inputs.scale = read_positive(json.at("scale"));
-  inputs.activation = read_activation(json.at("activation"), /*allows_swiglu_oai=*/false);
+  inputs.activation = read_activation(json.at("activation"), /*allows_limits=*/false);
   return inputs;
+}
+
+[[nodiscard]] StreamsConfig read_streams_config(const Json& json, const DecoderConfig& config) {
+  constexpr std::array<std::string_view, 3> kKeys = {"count", "sinkhorn_iterations", "eps"};
+  json.check_keys(kKeys);
+  StreamsConfig streams;
+  streams.count = read_int(json, "count", 2, kMaxStreams);
+  streams.sinkhorn_iterations = read_int(json, "sinkhorn_iterations", 1, kMaxSinkhornIterations);
+  streams.eps = read_positive(json.at("eps"));
+  // Streams are read and written by ops of their own, which know none of these.
+  const auto refuse = [&](const char* key) { json.refuse(concat("no such key with ", key)); };
+  if (config.has_post_norms) refuse("has_post_norms");
+  if (config.has_layer_scale) refuse("has_layer_scale");
+  if (config.per_layer_inputs.size > 0) refuse("per_layer_inputs");
+  if (config.norm_weight_offset != 0) refuse("a norm_weight_offset other than 0");
+  if (config.drafter && config.drafter->kind != DrafterKind::kMtp) {
+    refuse("a drafter of another kind than 'mtp'");
+  }
+  if (config.drafter && config.drafter->norm_output) refuse("norm_output in the drafter");
+  if (config.drafter && config.drafter->has_fc_bias) refuse("has_fc_bias in the drafter");
+  return streams;
 }
 
 // Refuses a model whose weights would take more than 2^60 bytes in float32. Each weight counts as
@@ -62,7 +84,11 @@ class ByteLimit {
     for (const WeightPart& part : parts) add(part.rows, std::max(part.num_experts, 1));
   }
   void table(const std::byte*, const WeightPart& part, int64_t cols) { add(part.rows, cols); }
+  void floats(const float*, const WeightPart& part, int64_t cols) { add(part.rows, cols); }
   void tokens(const int32_t*, const WeightPart& part, bool) { add(part.rows, 1); }
+  void experts_of_tokens(const int32_t*, const WeightPart& part, int32_t top_k, int32_t) {
+    add(part.rows, top_k);
+  }
 
  private:
   void add_matrices(int64_t count, const LinearShape& shape) {
@@ -107,8 +133,8 @@ DecoderConfig parse_decoder_config(std::string_view json) {
       "max_position",   "norm_eps",     "norm_weight_offset", "embed_scale",
       "logit_soft_cap", "ties_lm_head", "has_post_norms",     "ropes",
       "layers"};
-  constexpr std::array<std::string_view, 3> kOptional = {"has_layer_scale", "per_layer_inputs",
-                                                         "drafter"};
+  constexpr std::array<std::string_view, 4> kOptional = {"has_layer_scale", "per_layer_inputs",
+                                                         "drafter", "streams"};
   root.check_keys(kKeys, kOptional);
   if (root.at("format").as_string() != "paceline-decoder-1") {
     root.at("format").refuse("'paceline-decoder-1'");
@@ -140,6 +166,14 @@ DecoderConfig parse_decoder_config(std::string_view json) {
     if (config.ties_lm_head) {
       root.at("ties_lm_head").refuse("false with a drafter, whose owns_lm_head says whose it is");
     }
+  }
+
+  if (const std::optional<Json> streams = root.find("streams")) {
+    config.streams = read_streams_config(*streams, config);
+  }
+  if (config.streams.count == 1 && config.drafter &&
+      config.drafter->fc.format != WeightFormat::kPlain) {
+    root.at("drafter").at("fc").refuse("no such key without streams");
   }
 
   const Json ropes = root.at("ropes");

@@ -112,13 +112,85 @@ struct LatentAttention {
   }
 };
 
-using AttentionConfig = std::variant<MultiHeadAttention, LatentAttention>;
+// Groups of tokens_per_entry tokens as one entry of the KV cache (docs/kv-groups.md). Each token
+// projects a value and a gate for each element of the entry, and the entry is their weighted mean.
+struct CompressorConfig {
+  int32_t tokens_per_entry = 0;
+  // An entry also covers the tokens of the entry before it, with elements of their own: a token
+  // projects twice as many values and gates, first those for the next entry, then those for its
+  // own.
+  bool overlaps = false;
+};
+
+// Chooses the entries that a row sees: those with the highest scores, at most top_k of the visible
+// ones. It has entries of its own, of head_dim elements, which are made like those of the
+// compressor, and its own queries.
+struct IndexerConfig {
+  int32_t num_heads = 0;
+  int32_t head_dim = 0;  // the last rope_head_dim of its elements are rotated
+  int32_t top_k = 0;
+  MatrixFormat q;
+};
+
+// Compressed attention (DeepSeek-V4). A token has one vector for all heads, its key and its value
+// alike: norm(kv x), the last rope_head_dim elements of which are rotated. A row sees the last
+// `window` of them and, with a compressor, entries that stand for tokens_per_entry tokens each. Its
+// queries are q_b norm(q_a x), each head divided by its root mean square and rotated like keys;
+// every head has a sink. The output of a head is rotated back. The heads are o_groups groups in
+// order, o_a multiplies each with a matrix of its own, and o_b all of that.
+struct CompressedAttention {
+  int32_t num_qo_heads = 0;   // a multiple of o_groups
+  int32_t head_dim = 0;       // even
+  int32_t rope_head_dim = 0;  // even, at most head_dim
+  int32_t q_lora_rank = 0;
+  int32_t window = 0;
+  int32_t o_groups = 0;
+  int32_t o_lora_rank = 0;  // elements that o_a makes of a group
+  float scale = 0;          // scores are multiplied by it; > 0
+  int32_t rope = 0;         // index into DecoderConfig::ropes
+  MatrixFormat qkv_a;       // q_a rows, then kv rows
+  MatrixFormat q_b;
+  MatrixFormat o_a;
+  MatrixFormat o_b;
+  std::optional<CompressorConfig> compressor;
+  std::optional<IndexerConfig> indexer;  // only with a compressor
+
+  // Elements of all heads.
+  [[nodiscard]] constexpr int64_t q_rows() const { return int64_t{num_qo_heads} * head_dim; }
+  // Elements of a row of qkv_a: q_a x, then kv x.
+  [[nodiscard]] constexpr int64_t qkv_a_rows() const { return int64_t{q_lora_rank} + head_dim; }
+  // Elements that o_a reads of a group, and that it makes of all groups.
+  [[nodiscard]] constexpr int64_t o_group_width() const { return q_rows() / o_groups; }
+  [[nodiscard]] constexpr int64_t o_a_rows() const { return int64_t{o_groups} * o_lora_rank; }
+  // Values, or gates, that a token projects for entries, and for the indexer's.
+  [[nodiscard]] constexpr int32_t entry_inputs() const {
+    return compressor ? head_dim * (compressor->overlaps ? 2 : 1) : 0;
+  }
+  [[nodiscard]] constexpr int32_t index_inputs() const {
+    return indexer ? indexer->head_dim * (compressor->overlaps ? 2 : 1) : 0;
+  }
+  // What a token stores for the compressor: values and gates, then the indexer's.
+  [[nodiscard]] constexpr int32_t tail_width() const {
+    return 2 * (entry_inputs() + index_inputs());
+  }
+  // Elements of a row of CompressedAttentionWeights::compress: the tail, then the indexer's weights
+  // of its heads.
+  [[nodiscard]] constexpr int32_t compress_rows() const {
+    return tail_width() + (indexer ? indexer->num_heads : 0);
+  }
+  // Elements of all heads of the indexer.
+  [[nodiscard]] constexpr int64_t index_q_rows() const {
+    return indexer ? int64_t{indexer->num_heads} * indexer->head_dim : 0;
+  }
+};
+
+using AttentionConfig = std::variant<MultiHeadAttention, LatentAttention, CompressedAttention>;
 
 struct DenseMlp {
   int32_t intermediate = 0;
   Activation activation = Activation::kSilu;
   float alpha = 0;        // kSwigluOai
-  float limit = 0;        // kSwigluOai
+  float limit = 0;        // kSwigluOai, kClampedSilu
   bool has_bias = false;  // of gate, up and down
   MatrixFormat gate_up;
   MatrixFormat down;
@@ -133,7 +205,9 @@ struct MoeMlp {
   // A further expert that every row visits. The sum begins with its output.
   std::optional<DenseMlp> shared;
   RouterRule router = RouterRule::kSoftmaxOfChosen;
-  SigmoidRouting sigmoid;  // kSigmoid
+  ScoreRouting scoring;  // of rules with scores
+  // kSqrtSoftplus: a table has the experts of each token, instead of a correction.
+  bool has_token_experts = false;
   bool has_router_bias = false;
   bool is_interleaved = false;  // rows of gate and up alternate, gate first
   bool is_transposed = false;   // a checkpoint stores the experts' matrices [in, out]
@@ -153,6 +227,13 @@ struct PerLayerInputsConfig {
   float proj_scale = 1;
   float scale = 1;
   Activation activation = Activation::kGeluTanh;
+};
+
+// Several residual streams that layers mix (ops/streams.h). They begin as copies of the embedding.
+struct StreamsConfig {
+  int32_t count = 1;  // 1: the residual stream is one, and nothing is mixed
+  int32_t sinkhorn_iterations = 0;
+  float eps = 0;
 };
 
 struct LayerConfig {
@@ -177,11 +258,13 @@ struct CentroidsConfig {
 //            attention reads [attn_norm(E[t]) ; hidden_norm(g)], twice as wide.
 //   MTP, of DeepSeek-V3 and GLM: x = fc([norm(E[t]) ; norm(h)]), then layers; h is the target's
 //            output after its final norm.
+//   MTP, of DeepSeek-V4: x_s = fc norm(E[t]) + fc_hidden norm(h_s) for each residual stream s, then
+//            layers; h_s are the target's streams after its last layer.
 //   Gemma 4 MTP: x = fc([E[t] ; h]), E[t] being the target's and h its output after its final norm,
 //            then layers that all read the target's KV.
-// A draft step takes the output of the previous step as h or g: the residual stream after the last
-// layer or, for Gemma 4 MTP, the product of DraftHeadWeights::feedback with the final norm's
-// output.
+// A draft step takes the output of the previous step as h or g: the residual stream (all of them)
+// after the last layer or, for Gemma 4 MTP, the product of DraftHeadWeights::feedback with the
+// final norm's output.
 struct DrafterConfig {
   DrafterKind kind = DrafterKind::kEagle;
   int32_t target_hidden = 0;
@@ -197,6 +280,7 @@ struct DrafterConfig {
   bool owns_embedding = false;   // otherwise it uses the target's
   bool owns_lm_head = false;     // otherwise it uses the target's
   int32_t draft_vocab_size = 0;  // rows of the lm_head; see DecoderWeights::draft_to_target
+  MatrixFormat fc;               // of fc and fc_hidden, with several residual streams
   CentroidsConfig centroids;     // kGemma4Mtp
 
   // Width of fc's input.
@@ -227,6 +311,7 @@ struct DecoderConfig {
   bool has_post_norms = false;   // Gemma's sandwich: norms after attention and after the MLP
   bool has_layer_scale = false;  // the end of a layer multiplies the residual stream by a number
   PerLayerInputsConfig per_layer_inputs;
+  StreamsConfig streams;
   std::vector<RopeConfig> ropes;
   std::vector<LayerConfig> layers;
   std::optional<DrafterConfig> drafter;  // of a draft head only
@@ -236,6 +321,8 @@ struct DecoderConfig {
     const bool is_wide = layer == 0 && drafter && drafter->kind == DrafterKind::kEagle3;
     return is_wide ? int64_t{2} * hidden : hidden;
   }
+  // Elements of all residual streams of a row.
+  [[nodiscard]] int64_t residual_width() const { return int64_t{streams.count} * hidden; }
   // Columns of the embedding table.
   [[nodiscard]] int32_t embed_width() const {
     const bool is_other = drafter && drafter->kind == DrafterKind::kGemma4Mtp;

@@ -46,6 +46,7 @@ DrafterConfig read_drafter(const Json& json, int32_t hidden, int32_t vocab_size)
       "has_final_norm", "owns_embedding",     "owns_lm_head",         "draft_vocab_size"};
   constexpr std::array<std::string_view, 1> kEagle3Keys = {"aux_layers"};
   constexpr std::array<std::string_view, 1> kGemma4MtpKeys = {"centroids"};
+  constexpr std::array<std::string_view, 1> kMtpKeys = {"fc"};
   DrafterConfig drafter;
   const Json kind = json.at("kind");
   std::span<const std::string_view> optional;
@@ -54,6 +55,7 @@ DrafterConfig read_drafter(const Json& json, int32_t hidden, int32_t vocab_size)
     optional = kEagle3Keys;
   } else if (kind.as_string() == "mtp") {
     drafter.kind = DrafterKind::kMtp;
+    optional = kMtpKeys;
   } else if (kind.as_string() == "gemma4_mtp") {
     drafter.kind = DrafterKind::kGemma4Mtp;
     optional = kGemma4MtpKeys;
@@ -69,6 +71,9 @@ DrafterConfig read_drafter(const Json& json, int32_t hidden, int32_t vocab_size)
     json.at("target_hidden_size")
         .refuse(concat(hidden, ", the hidden_size of this draft head: kind '", kind.as_string(),
                        "' feeds its own output back instead of the target's"));
+  }
+  if (is_mtp) {
+    drafter.fc = read_format(json, "fc", {"hidden_size", hidden}, /*is_of_experts=*/false);
   }
   if (is_eagle3) drafter.aux_layers = read_aux_layers(json.at("aux_layers"));
   // For keys that only some kinds may set.

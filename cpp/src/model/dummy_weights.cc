@@ -110,6 +110,15 @@ void fill(Value value, int64_t elements, std::byte* out, DeviceMemory& memory) {
   memory.upload(out, values.data(), elements * static_cast<int64_t>(sizeof(value)));
 }
 
+template <class IdOf>
+void fill_ids(const NamedWeight& named, std::byte* out, DeviceMemory& memory, const IdOf& id_of) {
+  std::vector<int32_t> ids(static_cast<size_t>(named.elements()));
+  for (size_t i = 0; i < ids.size(); ++i) {
+    ids[i] = static_cast<int32_t>(id_of(static_cast<int64_t>(i)));
+  }
+  memory.upload(out, ids.data(), named.elements() * 4);
+}
+
 // Draws the elements of a weight from quantiles in its dtype.
 template <class Value>
 void draw_weight(const CpuContext& ctx, const std::vector<Value>& quantiles, uint64_t seed,
@@ -160,8 +169,8 @@ void fill_dummy_weights(const CpuContext& ctx, uint64_t seed,
       draw_weight(ctx, table, seed, salt, named, arena);
     };
     switch (named.kind) {
-      case WeightKind::kTokens:
-        PACELINE_CHECK(false, "token ids are no matrix");
+      case WeightKind::kIds:
+        PACELINE_CHECK(false, "ids are no matrix");
       case WeightKind::kNumbers:
       case WeightKind::kTransposed:
         return named.dtype == DType::kBFloat16 ? draw_from(bf16_quantiles) : draw_from(quantiles);
@@ -197,15 +206,13 @@ void fill_dummy_weights(const CpuContext& ctx, uint64_t seed,
       case DummyKind::kZero:
         fill(0.0f, named.elements(), out, memory);
         break;
-      case DummyKind::kSpreadTokens: {
-        std::vector<int32_t> tokens(static_cast<size_t>(named.elements()));
-        for (size_t token = 0; token < tokens.size(); ++token) {
-          tokens[token] = static_cast<int32_t>(static_cast<int64_t>(token) *
-                                               model.config.vocab_size / named.elements());
-        }
-        memory.upload(out, tokens.data(), named.elements() * 4);
+      case DummyKind::kSpreadIds:
+        fill_ids(named, out, memory,
+                 [&](int64_t index) { return index * model.config.vocab_size / named.elements(); });
         break;
-      }
+      case DummyKind::kCycledIds:
+        fill_ids(named, out, memory, [&](int64_t index) { return index % named.num_experts; });
+        break;
     }
     named.is_filled = true;
   }

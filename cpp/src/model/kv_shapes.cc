@@ -21,6 +21,10 @@ std::vector<KvLayerShape> kv_layer_shapes(const DecoderConfig& config) {
                                              return {.kind = LatentKv{attention.kv_lora_rank},
                                                      .num_kv_heads = 1,
                                                      .head_dim = attention.entry_width()};
+                                           },
+                                           [&](const CompressedAttention&) -> KvLayerShape {
+                                             throw Unsupported(
+                                                 concat(config.name, " has compressed attention"));
                                            }},
                                 layer.attention));
   }
@@ -35,7 +39,8 @@ std::vector<KvLayerShape> draft_kv_layer_shapes(const DecoderConfig& draft,
     KvLayerShape& reader = shapes[layer];
     const bool reads_target = std::visit(
         Overloaded{[](const MultiHeadAttention& attention) { return attention.reads_target; },
-                   [](const LatentAttention&) { return false; }},
+                   [](const LatentAttention&) { return false; },
+                   [](const CompressedAttention&) { return false; }},
         draft.layers[layer].attention);
     if (!reads_target) continue;
     for (size_t source = owners.size(); source-- > 0;) {

@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "model/config_reading.h"
+#include "ops/compressed.h"
 #include "ops/latent.h"
 
 namespace paceline {
@@ -24,7 +25,10 @@ constexpr int32_t kExpertAlignment = 8;
   const MultiHeadAttention* const found =
       std::get_if<MultiHeadAttention>(&earlier[static_cast<size_t>(index)].attention);
   if (found == nullptr) {
-    source.refuse(concat("a layer of the same kind; layer ", index, " has latent attention"));
+    const bool is_latent =
+        std::holds_alternative<LatentAttention>(earlier[static_cast<size_t>(index)].attention);
+    source.refuse(concat("a layer of the same kind; layer ", index, " has ",
+                         is_latent ? "latent" : "compressed", " attention"));
   }
   const MultiHeadAttention& owner = *found;
   if (owner.kv_source >= 0) {
@@ -50,54 +54,6 @@ constexpr int32_t kExpertAlignment = 8;
   return FullKv{};
 }
 
-[[nodiscard]] Fp8Scales read_scales(const Json& json) {
-  if (json.kind() == JsonKind::kString) {
-    if (json.as_string() == "tensor") return Fp8Scales::kTensor;
-    if (json.as_string() == "row") return Fp8Scales::kRow;
-  } else if (json.kind() == JsonKind::kList && json.size() == 2) {
-    for (const Json& size : json.elements()) {
-      static_cast<void>(size.as_int(kFp8Block, kFp8Block));
-    }
-    return Fp8Scales::kBlock;
-  }
-  json.refuse(concat("'tensor', 'row', [", kFp8Block, ", ", kFp8Block, "]"));
-}
-
-// The format of the matrix behind `key`, which has as many columns as `width` says; plain without
-// the key.
-struct Width {
-  std::string_view name;
-  int64_t columns;
-};
-[[nodiscard]] MatrixFormat read_format(const Json& object, std::string_view key, const Width& width,
-                                       bool is_of_experts) {
-  const std::optional<Json> json = object.find(key);
-  if (!json) return {};
-  const Json name = json->at("format");
-  MatrixFormat format;
-  if (name.as_string() == "mxfp4") {
-    format.format = WeightFormat::kMxfp4;
-    constexpr std::array<std::string_view, 1> kKeys = {"format"};
-    json->check_keys(kKeys);
-  } else if (name.as_string() == "fp8" && !is_of_experts) {
-    format.format = WeightFormat::kFp8;
-    constexpr std::array<std::string_view, 2> kKeys = {"format", "scales"};
-    json->check_keys(kKeys);
-    format.scales = read_scales(json->at("scales"));
-  } else {
-    name.refuse(is_of_experts ? "'mxfp4'" : "'mxfp4', 'fp8'");
-  }
-  if (width.columns % kMxfp4Columns != 0) {
-    name.refuse(concat("a format only where ", width.name, " is a multiple of ", kMxfp4Columns,
-                       "; it is ", width.columns));
-  }
-  if (width.columns > kMaxScaledColumns) {
-    name.refuse(concat("a format only where ", width.name, " is at most ", kMaxScaledColumns,
-                       "; it is ", width.columns));
-  }
-  return format;
-}
-
 // The index of a rope with a frequency for each pair of `width` elements; `name` is that of the
 // width.
 [[nodiscard]] int32_t read_rope_index(const Json& json, const std::vector<RopeConfig>& ropes,
@@ -110,7 +66,8 @@ struct Width {
                                   " / 2; this one has ", rope.inv_freq.size()));
   }
   if (rope.is_interleaved && !allows_interleaved) {
-    json.at("rope").refuse("a rope that is not interleaved, unless kind is 'latent'");
+    json.at("rope").refuse(
+        "a rope that is not interleaved, unless kind is 'latent' or 'compressed'");
   }
   return index;
 }
@@ -152,6 +109,74 @@ struct Width {
       json, "o",
       {"num_qo_heads * v_head_dim", int64_t{attention.num_qo_heads} * attention.v_head_dim},
       /*is_of_experts=*/false);
+  return attention;
+}
+
+[[nodiscard]] CompressorConfig read_compressor(const Json& json) {
+  constexpr std::array<std::string_view, 2> kKeys = {"tokens_per_entry", "overlaps"};
+  json.check_keys(kKeys);
+  return {.tokens_per_entry = read_int(json, "tokens_per_entry", 2, kMaxTokensPerEntry),
+          .overlaps = json.at("overlaps").as_bool()};
+}
+
+[[nodiscard]] IndexerConfig read_indexer(const Json& json, const CompressedAttention& attention) {
+  constexpr std::array<std::string_view, 3> kKeys = {"num_heads", "head_dim", "top_k"};
+  constexpr std::array<std::string_view, 1> kOptional = {"q"};
+  json.check_keys(kKeys, kOptional);
+  IndexerConfig indexer;
+  indexer.num_heads = read_int(json, "num_heads", 1, kMaxHeads);
+  // Rows of projections then begin at 16 bytes.
+  if (indexer.num_heads % 4 != 0) json.at("num_heads").refuse("a multiple of 4");
+  indexer.head_dim = read_int(json, "head_dim", attention.rope_head_dim, kMaxCompressedHeadDim);
+  if (indexer.head_dim % 2 != 0) json.at("head_dim").refuse("an even number");
+  indexer.top_k = read_int(json, "top_k", 1, kMaxIndexTopK);
+  indexer.q = read_format(json, "q", {"q_lora_rank", attention.q_lora_rank},
+                          /*is_of_experts=*/false);
+  return indexer;
+}
+
+[[nodiscard]] CompressedAttention read_compressed_attention(const Json& json,
+                                                            const DecoderConfig& config) {
+  constexpr std::array<std::string_view, 10> kKeys = {
+      "kind",   "num_qo_heads", "head_dim",    "rope_head_dim", "q_lora_rank",
+      "window", "o_groups",     "o_lora_rank", "scale",         "rope"};
+  constexpr std::array<std::string_view, 6> kOptional = {"compressor", "indexer", "qkv_a",
+                                                         "q_b",        "o_a",     "o_b"};
+  if (config.drafter && config.drafter->kind == DrafterKind::kGemma4Mtp) {
+    json.at("kind").refuse("'full', 'sliding' in a drafter of kind 'gemma4_mtp'");
+  }
+  json.check_keys(kKeys, kOptional);
+  CompressedAttention attention;
+  attention.num_qo_heads = read_int(json, "num_qo_heads", 1, kMaxHeads);
+  attention.head_dim = read_int(json, "head_dim", 2, kMaxCompressedHeadDim);
+  attention.rope_head_dim = read_int(json, "rope_head_dim", 2, attention.head_dim);
+  for (const char* const key : {"head_dim", "rope_head_dim"}) {
+    if (json.at(key).as_int(2, kMaxHeadDim) % 2 != 0) json.at(key).refuse("an even number");
+  }
+  attention.q_lora_rank = read_int(json, "q_lora_rank", 1, kMaxHidden);
+  attention.window = read_int(json, "window", 1, kMaxPosition);
+  attention.o_groups = read_int(json, "o_groups", 1, attention.num_qo_heads);
+  if (attention.num_qo_heads % attention.o_groups != 0) {
+    json.at("o_groups").refuse(concat("divisors of num_qo_heads, ", attention.num_qo_heads));
+  }
+  attention.o_lora_rank = read_int(json, "o_lora_rank", 1, kMaxHidden);
+  attention.scale = read_positive(json.at("scale"));
+  attention.rope = read_rope_index(json, config.ropes, attention.rope_head_dim, "rope_head_dim",
+                                   /*allows_interleaved=*/true);
+  const auto format = [&](std::string_view key, const char* width, int64_t columns) {
+    return read_format(json, key, {width, columns}, /*is_of_experts=*/false);
+  };
+  attention.qkv_a = format("qkv_a", "hidden_size", config.hidden);
+  attention.q_b = format("q_b", "q_lora_rank", attention.q_lora_rank);
+  attention.o_a = format("o_a", "num_qo_heads * head_dim / o_groups", attention.o_group_width());
+  attention.o_b = format("o_b", "o_groups * o_lora_rank", attention.o_a_rows());
+  if (const std::optional<Json> compressor = json.find("compressor")) {
+    attention.compressor = read_compressor(*compressor);
+  }
+  if (const std::optional<Json> indexer = json.find("indexer")) {
+    if (!attention.compressor) indexer->refuse("no such key without a compressor");
+    attention.indexer = read_indexer(*indexer, attention);
+  }
   return attention;
 }
 
@@ -215,10 +240,11 @@ struct Width {
 [[nodiscard]] AttentionConfig read_attention(const Json& json, const DecoderConfig& config) {
   const Json kind = json.at("kind");
   if (kind.as_string() == "latent") return read_latent_attention(json, config);
+  if (kind.as_string() == "compressed") return read_compressed_attention(json, config);
   if (kind.as_string() == "full" || kind.as_string() == "sliding") {
     return read_multi_head_attention(json, config);
   }
-  kind.refuse("'full', 'sliding', 'latent'");
+  kind.refuse("'full', 'sliding', 'latent', 'compressed'");
 }
 
 // The keys that a dense MLP and an expert share.
@@ -226,17 +252,17 @@ struct Width {
   DenseMlp mlp;
   mlp.intermediate = read_int(json, "intermediate", 1, kMaxIntermediate);
   const Json activation = json.at("activation");
-  mlp.activation = read_activation(activation, /*allows_swiglu_oai=*/true);
-  if (mlp.activation == Activation::kSwigluOai) {
-    mlp.alpha = read_positive(json.at("alpha"));
-    mlp.limit = read_positive(json.at("limit"));
-  } else {
-    for (const std::string_view key : {"alpha", "limit"}) {
-      if (const std::optional<Json> number = json.find(key)) {
-        number->refuse(concat("no such key where activation is ", quoted(activation.as_string())));
-      }
+  mlp.activation = read_activation(activation, /*allows_limits=*/true);
+  const auto read_of = [&](bool is_used, const char* key) {
+    if (is_used) return read_positive(json.at(key));
+    if (const std::optional<Json> number = json.find(key)) {
+      number->refuse(concat("no such key where activation is ", quoted(activation.as_string())));
     }
-  }
+    return 0.0f;
+  };
+  const bool is_oai = mlp.activation == Activation::kSwigluOai;
+  mlp.alpha = read_of(is_oai, "alpha");
+  mlp.limit = read_of(is_oai || mlp.activation == Activation::kClampedSilu, "limit");
   mlp.has_bias = json.at("has_bias").as_bool();
   mlp.gate_up = read_format(json, "gate_up", {"hidden_size", hidden}, is_expert);
   mlp.down = read_format(json, "down", {"intermediate", mlp.intermediate}, is_expert);
@@ -253,11 +279,12 @@ struct Width {
 [[nodiscard]] RouterRule read_router(const Json& router) {
   if (router.as_string() == "softmax_of_chosen") return RouterRule::kSoftmaxOfChosen;
   if (router.as_string() == "sigmoid") return RouterRule::kSigmoid;
-  router.refuse("'softmax_of_chosen', 'sigmoid'");
+  if (router.as_string() == "sqrt_softplus") return RouterRule::kSqrtSoftplus;
+  router.refuse("'softmax_of_chosen', 'sigmoid', 'sqrt_softplus'");
 }
 
-[[nodiscard]] SigmoidRouting read_sigmoid_routing(const Json& json, const MoeMlp& mlp) {
-  SigmoidRouting routing;
+[[nodiscard]] ScoreRouting read_score_routing(const Json& json, const MoeMlp& mlp) {
+  ScoreRouting routing;
   if (json.find("num_groups") || json.find("top_groups")) {
     routing.num_groups = read_int(json, "num_groups", 1, kMaxExpertGroups);
     const int32_t size = mlp.num_experts / routing.num_groups;
@@ -284,11 +311,11 @@ struct Width {
   constexpr std::array<std::string_view, 7> kKeys = {"num_experts",    "top_k",    "intermediate",
                                                      "activation",     "has_bias", "router",
                                                      "has_router_bias"};
-  constexpr std::array<std::string_view, 4> kOfSigmoid = {"num_groups", "top_groups",
-                                                          "normalises_weights", "weight_scale"};
-  constexpr std::array<std::string_view, 12> kOptional = {
-      "alpha",       "limit",       "interleaved", "transposed",  "gate_up",    "down",
-      kOfSigmoid[0], kOfSigmoid[1], kOfSigmoid[2], kOfSigmoid[3], "per_expert", "shared"};
+  constexpr std::array<std::string_view, 5> kOfScores = {
+      "num_groups", "top_groups", "normalises_weights", "weight_scale", "has_token_experts"};
+  constexpr std::array<std::string_view, 13> kOptional = {
+      "alpha",      "limit",      "interleaved", "transposed", "gate_up",    "down",  "per_expert",
+      kOfScores[0], kOfScores[1], kOfScores[2],  kOfScores[3], kOfScores[4], "shared"};
   json.check_keys(kKeys, kOptional);
   MoeMlp mlp;
   mlp.num_experts = read_int(json, "num_experts", 1, kMaxExperts);
@@ -305,15 +332,22 @@ struct Width {
   mlp.router = read_router(json.at("router"));
   switch (mlp.router) {
     case RouterRule::kSoftmaxOfChosen:
-      for (const std::string_view key : kOfSigmoid) {
+      for (const std::string_view key : kOfScores) {
         if (const std::optional<Json> value = json.find(key)) {
           value->refuse("no such key where router is 'softmax_of_chosen'");
         }
       }
       break;
     case RouterRule::kSigmoid:
-      mlp.sigmoid = read_sigmoid_routing(json, mlp);
+    case RouterRule::kSqrtSoftplus:
+      mlp.scoring = read_score_routing(json, mlp);
+      mlp.has_token_experts = read_switch(json, "has_token_experts");
       break;
+  }
+  if (mlp.has_token_experts &&
+      (mlp.router != RouterRule::kSqrtSoftplus || mlp.scoring.num_groups > 1)) {
+    json.at("has_token_experts")
+        .refuse("true only where router is 'sqrt_softplus', without groups");
   }
   mlp.has_router_bias = json.at("has_router_bias").as_bool();
   mlp.is_interleaved = read_switch(json, "interleaved");
@@ -340,13 +374,14 @@ struct Width {
 
 }  // namespace
 
-Activation read_activation(const Json& activation, bool allows_swiglu_oai) {
+Activation read_activation(const Json& activation, bool allows_limits) {
   const std::string_view name = activation.as_string();
   if (name == "silu") return Activation::kSilu;
   if (name == "gelu_tanh") return Activation::kGeluTanh;
-  if (name == "swiglu_oai" && allows_swiglu_oai) return Activation::kSwigluOai;
-  activation.refuse(allows_swiglu_oai ? "'silu', 'gelu_tanh', 'swiglu_oai'"
-                                      : "'silu', 'gelu_tanh'");
+  if (name == "swiglu_oai" && allows_limits) return Activation::kSwigluOai;
+  if (name == "clamped_silu" && allows_limits) return Activation::kClampedSilu;
+  activation.refuse(allows_limits ? "'silu', 'gelu_tanh', 'swiglu_oai', 'clamped_silu'"
+                                  : "'silu', 'gelu_tanh'");
 }
 
 LayerConfig read_layer(const Json& json, const DecoderConfig& config) {

@@ -25,8 +25,8 @@ struct RowCount {
 
 // The operands of a product over contiguous rows.
 struct Projection {
-  const void* x;         // [max_rows, k] x_dtype
-  int64_t x_stride = 0;  // elements between rows of x; 0: k
+  const void* x;         // [max_rows, num_groups * k] x_dtype
+  int64_t x_stride = 0;  // elements between rows of x; 0: num_groups * k
   void* y;               // [max_rows, n] y_dtype
   DType x_dtype;
   DType y_dtype;
@@ -35,16 +35,19 @@ struct Projection {
 // y = x W^T (+ bias).
 template <class Ctx>
 void project(Ctx& ctx, const RowCount& rows, const Linear& linear, const Projection& p) {
-  ctx.run(gemm, GemmParams{.num_rows = rows.num_rows,
-                           .max_rows = rows.max_rows,
-                           .x = p.x,
-                           .x_stride = p.x_stride > 0 ? p.x_stride : linear.weight.k,
-                           .weight = linear.weight,
-                           .bias = linear.bias,
-                           .y = p.y,
-                           .y_stride = linear.weight.n,
-                           .x_dtype = p.x_dtype,
-                           .y_dtype = p.y_dtype});
+  ctx.run(gemm,
+          GemmParams{.num_rows = rows.num_rows,
+                     .max_rows = rows.max_rows,
+                     .x = p.x,
+                     .x_stride =
+                         p.x_stride > 0 ? p.x_stride : int64_t{linear.num_groups} * linear.weight.k,
+                     .weight = linear.weight,
+                     .bias = linear.bias,
+                     .y = p.y,
+                     .y_stride = linear.weight.n,
+                     .x_dtype = p.x_dtype,
+                     .y_dtype = p.y_dtype,
+                     .num_groups = linear.num_groups});
 }
 
 // y = rms_norm(x), with no residual.

@@ -20,6 +20,7 @@ struct Linear {
   WeightMatrix weight;          // data is null in a model that has no such matrix
   const float* bias = nullptr;  // [n], or null
   ShardAxis shard = ShardAxis::kNone;
+  int32_t num_groups = 1;  // GemmParams::num_groups
 
   [[nodiscard]] bool is_present() const { return weight.data != nullptr; }
 };

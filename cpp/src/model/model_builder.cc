@@ -102,7 +102,7 @@ constexpr std::string_view kTokenMap = "draft_to_target";
     case WeightKind::kNumbers:
     case WeightKind::kTransposed:
       return kNumbers;
-    case WeightKind::kTokens:
+    case WeightKind::kIds:
       return kIntegers;
     case WeightKind::kCodes:
     case WeightKind::kMxfp4Scales:
@@ -129,6 +129,11 @@ void check_device(const DecoderConfig& config, Device device) {
                                 " and qk_rope_head_dim ", attention.qk_rope_head_dim,
                                 "; supported on a GPU: kv_lora_rank up to ", kMaxCudaLatentRank,
                                 ", and up to ", kMaxCudaEntryWidth, " for both together"));
+                          },
+                          [&](const CompressedAttention&) {
+                            throw Unsupported(concat("layer ", layer, " of ", config.name,
+                                                     " has compressed attention; supported on a "
+                                                     "GPU: full, sliding and latent attention"));
                           }},
                config.layers[layer].attention);
   }
@@ -136,8 +141,8 @@ void check_device(const DecoderConfig& config, Device device) {
 
 // What a tensor holds besides numbers that are copied as they are, converted and checked.
 struct CheckedValues {
-  std::vector<int32_t> tokens;  // kTokens
-  std::vector<float> scales;    // kFp8Scales, as they lie in the arena
+  std::vector<int32_t> ids;   // kIds
+  std::vector<float> scales;  // kFp8Scales, as they lie in the arena
 };
 
 }  // namespace
@@ -240,8 +245,8 @@ struct ModelBuilder::Impl {
   // Checks the values of a tensor that unfilled_weight has accepted.
   [[nodiscard]] CheckedValues checked_values(NamedWeight& named, const SourceTensor& source,
                                              DType dtype, Device device) const {
-    CheckedValues values;  // tokens and fp8 scales are one matrix
-    if (named.kind != WeightKind::kTokens && named.kind != WeightKind::kMxfp4Scales &&
+    CheckedValues values;  // ids and fp8 scales are one matrix
+    if (named.kind != WeightKind::kIds && named.kind != WeightKind::kMxfp4Scales &&
         named.kind != WeightKind::kFp8Scales) {
       return values;
     }
@@ -250,8 +255,8 @@ struct ModelBuilder::Impl {
       SourceMatrix matrix = source.matrix;
       matrix.data += i * source.matrix_stride * dtype_bytes(dtype);
       if (device != Device::kCpu) matrix = download_matrix(matrix, dtype, bytes);
-      if (named.kind == WeightKind::kTokens) {
-        values.tokens = read_tokens(named.name, matrix, dtype, model->config.vocab_size);
+      if (named.kind == WeightKind::kIds) {
+        values.ids = read_ids(named, matrix, dtype, model->config.vocab_size);
       } else if (named.kind == WeightKind::kMxfp4Scales) {
         check_mxfp4_scales(named, i * matrix.rows * matrix.cols, matrix);
       } else {
@@ -269,8 +274,8 @@ struct ModelBuilder::Impl {
       arena.memory().upload(arena.data() + named.offset, elements.data(),
                             static_cast<int64_t>(elements.size() * sizeof(elements[0])));
     };
-    if (named.kind == WeightKind::kTokens) {
-      upload(values.tokens);
+    if (named.kind == WeightKind::kIds) {
+      upload(values.ids);
     } else if (named.kind == WeightKind::kFp8Scales) {
       upload(values.scales);
     } else if (device == Device::kCpu) {
@@ -283,7 +288,7 @@ struct ModelBuilder::Impl {
   // The same for a row-major tensor that is read in pieces.
   void read(NamedWeight& named, DType dtype, const ReadBytes& read_bytes) {
     const DeviceBuffer& arena = model->weights.arena;
-    if (named.kind == WeightKind::kTokens || named.kind == WeightKind::kFp8Scales) {
+    if (named.kind == WeightKind::kIds || named.kind == WeightKind::kFp8Scales) {
       std::vector<std::byte> bytes(static_cast<size_t>(named.elements() * dtype_bytes(dtype)));
       read_bytes(0, bytes);
       const SourceTensor source = source_tensor(named, /*strides=*/{}, bytes.data());

@@ -16,6 +16,7 @@
 #include "model/decoder_config.h"
 #include "model/linear.h"
 #include "model/weights.h"
+#include "ops/streams.h"
 
 namespace paceline {
 
@@ -31,8 +32,9 @@ struct WeightPart {
 
 // The rows that a product is computed for.
 enum class LinearRows : uint8_t {
-  kPass,    // all rows of a pass
-  kLogits,  // rows whose logits are computed
+  kPass,     // all rows of a pass
+  kStreams,  // every residual stream of these rows
+  kLogits,   // rows whose logits are computed
 };
 
 struct LinearShape {
@@ -45,6 +47,7 @@ struct LinearShape {
   MatrixFormat format = {};
   // Each head uses rows of its own: the ops of ops/latent.h multiply by the matrix, not `gemm`.
   bool is_by_head = false;
+  int32_t num_groups = 1;      // GemmParams::num_groups; cols are those that a group reads
   int32_t top_k = 0;           // of experts: how many a row chooses
   bool is_transposed = false;  // of experts: the tensors are [num_experts, cols, rows]
   bool is_per_expert = false;  // of experts: the parts of an expert follow each other
@@ -70,7 +73,9 @@ enum class VectorKind : uint8_t { kNorm, kBias, kSinks, kScale };
 //   experts(ExpertLinears&, const LinearShape&)
 //   vector(const float*&, VectorKind, const std::vector<WeightPart>&)
 //   table(const std::byte*&, const WeightPart&, int64_t cols)     rows are looked up by token
+//   floats(const float*&, const WeightPart&, int64_t cols)        a float32 matrix outside products
 //   tokens(const int32_t*&, const WeightPart&, bool is_optional)  ids of tokens
+//   experts_of_tokens(const int32_t*&, const WeightPart&, int32_t top_k, int32_t num_experts)
 // where the first argument is the member of `weights`, const if those are.
 
 // `name` ends with "mlp." or "mlp.shared.".
@@ -97,8 +102,8 @@ void visit_mlp_weights(const DenseMlp& mlp, const std::string& name, int64_t hid
 }
 
 template <class Weights, class Visitor>
-void visit_mlp_weights(const MoeMlp& mlp, const std::string& name, int64_t hidden, Weights& weights,
-                       Visitor& visit) {
+void visit_mlp_weights(const MoeMlp& mlp, const std::string& name, int64_t hidden,
+                       int64_t vocab_size, Weights& weights, Visitor& visit) {
   const std::vector<WeightPart> router = {{name + "router", mlp.num_experts}};
   const DenseMlp& expert = mlp.expert;
   const int64_t intermediate = expert.intermediate;
@@ -112,7 +117,10 @@ void visit_mlp_weights(const MoeMlp& mlp, const std::string& name, int64_t hidde
       weights.router,
       {.name = name + "router", .parts = router, .cols = hidden, .has_float_output = true});
   if (mlp.has_router_bias) visit.vector(weights.router.bias, VectorKind::kBias, router);
-  if (mlp.router == RouterRule::kSigmoid) {
+  if (mlp.has_token_experts) {
+    visit.experts_of_tokens(weights.token_experts, {name + "router.token_experts", vocab_size},
+                            mlp.top_k, mlp.num_experts);
+  } else if (mlp.router != RouterRule::kSoftmaxOfChosen) {
     visit.vector(weights.correction, VectorKind::kBias,
                  {{name + "router.correction", mlp.num_experts}});
   }
@@ -213,6 +221,63 @@ void visit_attention_weights(const LatentAttention& attention, int64_t hidden, i
                attention.o);
 }
 
+template <class Weights, class Visitor>
+void visit_attention_weights(const CompressedAttention& attention, int64_t hidden, int64_t inputs,
+                             Weights& weights, const LayerVisitor<Visitor>& layer) {
+  const std::string name = layer.name + "attn.";
+  const int64_t q_rank = attention.q_lora_rank;
+  // Every device needs whole entries, and q_a x as a whole.
+  layer.linear(weights.qkv_a, "attn.qkv_a",
+               {{name + "q_a", q_rank}, {name + "kv", attention.head_dim}}, inputs,
+               ShardAxis::kNone, attention.qkv_a);
+  layer.norm(weights.q_norm, "attn.q_a_norm", q_rank);
+  layer.norm(weights.kv_norm, "attn.kv_norm", attention.head_dim);
+  layer.linear(weights.q_b, "attn.q_b", {{name + "q_b", attention.q_rows()}}, q_rank,
+               ShardAxis::kRows, attention.q_b);
+  layer.visit.vector(weights.sinks, VectorKind::kSinks, {{name + "sinks", attention.num_qo_heads}});
+  layer.visit.linear(weights.o_a, {.name = name + "o_a",
+                                   .parts = {{name + "o_a", attention.o_a_rows()}},
+                                   .cols = attention.o_group_width(),
+                                   .shard = ShardAxis::kRows,
+                                   .format = attention.o_a,
+                                   .num_groups = attention.o_groups});
+  layer.linear(weights.o_b, "attn.o_b", {{name + "o_b", hidden}}, attention.o_a_rows(),
+               ShardAxis::kColumns, attention.o_b);
+  if (!attention.compressor) return;
+  const int64_t width = attention.entry_inputs();
+  std::vector<WeightPart> compress = {{name + "compressor.kv", width},
+                                      {name + "compressor.gate", width}};
+  if (attention.indexer) {
+    compress.push_back({name + "indexer.kv", attention.index_inputs()});
+    compress.push_back({name + "indexer.gate", attention.index_inputs()});
+    compress.push_back({name + "indexer.weights", attention.indexer->num_heads});
+  }
+  layer.visit.linear(weights.compress, {.name = name + "compress",
+                                        .parts = std::move(compress),
+                                        .cols = inputs,
+                                        .has_float_output = true});
+  const int64_t tokens = attention.compressor->tokens_per_entry;
+  layer.visit.floats(weights.position_bias, {name + "compressor.position_bias", tokens}, width);
+  layer.norm(weights.entry_norm, "attn.compressor.norm", attention.head_dim);
+  if (!attention.indexer) return;
+  layer.linear(weights.index_q, "attn.indexer.q", {{name + "indexer.q", attention.index_q_rows()}},
+               q_rank, ShardAxis::kNone, attention.indexer->q);
+  layer.visit.floats(weights.index_position_bias, {name + "indexer.position_bias", tokens},
+                     attention.index_inputs());
+  layer.norm(weights.index_norm, "attn.indexer.norm", attention.indexer->head_dim);
+}
+
+// Nothing with one residual stream. `name` ends with "mix".
+template <class Weights, class Visitor>
+void visit_stream_mix(const DecoderConfig& config, const std::string& name, bool is_end,
+                      Weights& weights, Visitor& visit) {
+  if (config.streams.count == 1) return;
+  const int32_t width = mix_width(config.streams.count, is_end);
+  visit.floats(weights.weight, {name + ".weight", width}, config.residual_width());
+  visit.vector(weights.base, VectorKind::kBias, {{name, width}});
+  visit.vector(weights.scale, VectorKind::kScale, {{name + ".scale", is_end ? 1 : 3}});
+}
+
 template <class Layer, class Visitor>
 void visit_layer_weights(const DecoderConfig& config, size_t index, Layer& weights,
                          Visitor& visit) {
@@ -223,17 +288,21 @@ void visit_layer_weights(const DecoderConfig& config, size_t index, Layer& weigh
   const bool has_attn_norm = index > 0 || !config.drafter || config.drafter->has_attn_norm;
   if (has_attn_norm) its.norm(weights.attn_norm, "attn_norm", hidden);
   const int64_t inputs = config.qkv_inputs(index);
-  std::visit(Overloaded{[&](const MultiHeadAttention& attention) {
-                          visit_attention_weights(
-                              attention, hidden, inputs,
-                              std::get<MultiHeadAttentionWeights>(weights.attention), its);
-                        },
-                        [&](const LatentAttention& attention) {
-                          visit_attention_weights(
-                              attention, hidden, inputs,
-                              std::get<LatentAttentionWeights>(weights.attention), its);
-                        }},
-             layer.attention);
+  std::visit(
+      Overloaded{
+          [&](const MultiHeadAttention& attention) {
+            visit_attention_weights(attention, hidden, inputs,
+                                    std::get<MultiHeadAttentionWeights>(weights.attention), its);
+          },
+          [&](const LatentAttention& attention) {
+            visit_attention_weights(attention, hidden, inputs,
+                                    std::get<LatentAttentionWeights>(weights.attention), its);
+          },
+          [&](const CompressedAttention& attention) {
+            visit_attention_weights(attention, hidden, inputs,
+                                    std::get<CompressedAttentionWeights>(weights.attention), its);
+          }},
+      layer.attention);
   if (config.has_post_norms) its.norm(weights.attn_post_norm, "attn_post_norm", hidden);
 
   its.norm(weights.mlp_norm, "mlp_norm", hidden);
@@ -242,7 +311,7 @@ void visit_layer_weights(const DecoderConfig& config, size_t index, Layer& weigh
                                             std::get<DenseMlpWeights>(weights.mlp), visit);
                         },
                         [&](const MoeMlp& mlp) {
-                          visit_mlp_weights(mlp, its.name + "mlp.", hidden,
+                          visit_mlp_weights(mlp, its.name + "mlp.", hidden, config.vocab_size,
                                             std::get<MoeMlpWeights>(weights.mlp), visit);
                         }},
              layer.mlp);
@@ -258,6 +327,8 @@ void visit_layer_weights(const DecoderConfig& config, size_t index, Layer& weigh
   if (config.has_layer_scale) {
     visit.vector(weights.scale, VectorKind::kScale, {{its.name + "scale", 1}});
   }
+  visit_stream_mix(config, its.name + "attn_mix", /*is_end=*/false, weights.attn_mix, visit);
+  visit_stream_mix(config, its.name + "mlp_mix", /*is_end=*/false, weights.mlp_mix, visit);
 }
 
 // The weights of a draft head besides its layers.
@@ -267,9 +338,22 @@ void visit_head_weights(const DecoderConfig& config, Head& weights, Visitor& vis
   const auto norm = [&](auto& vector, std::string name, int64_t size) {
     visit.vector(vector, VectorKind::kNorm, {{std::move(name), size}});
   };
-  const int64_t fc_width = drafter.fc_width();
+  const bool has_streams = config.streams.count > 1;
+  const int64_t fc_width = has_streams ? config.hidden : drafter.fc_width();
   const std::vector<WeightPart> fc = {{"fc", config.hidden}};
-  visit.linear(weights.fc, {.name = "fc", .parts = fc, .cols = fc_width, .has_float_output = true});
+  visit.linear(weights.fc, {.name = "fc",
+                            .parts = fc,
+                            .cols = fc_width,
+                            .has_float_output = true,
+                            .format = drafter.fc});
+  if (has_streams) {
+    visit.linear(weights.fc_hidden, {.name = "fc_hidden",
+                                     .parts = {{"fc_hidden", config.hidden}},
+                                     .cols = config.hidden,
+                                     .rows = LinearRows::kStreams,
+                                     .has_float_output = true,
+                                     .format = drafter.fc});
+  }
   if (drafter.has_fc_bias) visit.vector(weights.fc.bias, VectorKind::kBias, fc);
   if (drafter.norm_before_fc) norm(weights.fc_input_norm, "fc_input_norm", fc_width);
   for (size_t i = 0; i < weights.fc_norms.size(); ++i) {
@@ -318,6 +402,7 @@ void visit_weights(const DecoderConfig& config, Weights& weights, Visitor& visit
   if (drafter == nullptr || drafter->has_final_norm) {
     visit.vector(weights.final_norm, VectorKind::kNorm, {{"final_norm", config.hidden}});
   }
+  visit_stream_mix(config, "end_mix", /*is_end=*/true, weights.end_mix, visit);
   if (const PerLayerInputsConfig& inputs = config.per_layer_inputs; inputs.size > 0) {
     const int64_t width = inputs.size * static_cast<int64_t>(config.layers.size());
     visit.table(weights.per_layer_embed, {"per_layer.embed", inputs.vocab_size}, width);
@@ -340,6 +425,8 @@ struct LinearVisitor {
   void experts(auto& experts, const LinearShape& shape) { f(experts, shape); }
   void vector(const auto&, VectorKind, const std::vector<WeightPart>&) {}
   void table(const auto&, const WeightPart&, int64_t) {}
+  void floats(const auto&, const WeightPart&, int64_t) {}
+  void experts_of_tokens(const auto&, const WeightPart&, int32_t, int32_t) {}
   void tokens(const auto&, const WeightPart&, bool) {}
 };
 

@@ -260,35 +260,47 @@ void for_matrices(const SourceTensor& source, DType from, const Body& body) {
 
 }  // namespace
 
-std::vector<int32_t> read_tokens(std::string_view name, const SourceMatrix& source, DType dtype,
-                                 int32_t vocab_size) {
-  std::vector<int32_t> tokens;
-  tokens.reserve(static_cast<size_t>(source.cols));
-  std::vector<int64_t> row_of(static_cast<size_t>(vocab_size), -1);
-  for (int64_t i = 0; i < source.cols; ++i) {
-    const std::byte* from = source.data + i * source.col_stride * dtype_bytes(dtype);
-    int64_t token = 0;
+std::vector<int32_t> read_ids(const NamedWeight& named, const SourceMatrix& source, DType dtype,
+                              int32_t vocab_size) {
+  const bool is_of_experts = named.num_experts > 0;
+  const int32_t limit = is_of_experts ? named.num_experts : vocab_size;
+  const int64_t row_ids = named.dims().back();
+  std::vector<int32_t> ids;
+  ids.reserve(static_cast<size_t>(source.rows * source.cols));
+  std::vector<int64_t> last_index(static_cast<size_t>(limit), -1);  // of each id
+  for (int64_t i = 0; i < source.rows * source.cols; ++i) {
+    const int64_t element =
+        i / source.cols * source.row_stride + i % source.cols * source.col_stride;
+    const std::byte* from = source.data + element * dtype_bytes(dtype);
+    int64_t id = 0;
     if (dtype == DType::kInt64) {
-      std::memcpy(&token, from, sizeof(token));
+      std::memcpy(&id, from, sizeof(id));
     } else {
       int32_t narrow = 0;
       std::memcpy(&narrow, from, sizeof(narrow));
-      token = narrow;
+      id = narrow;
     }
-    if (token < 0 || token >= vocab_size) {
-      throw InvalidArgument(concat(quoted(name), "[", i, "] is ", token, "; allowed: 0 to ",
-                                   vocab_size - 1, " (tokens of the target, not offsets)"));
+    const auto place = [&](int64_t index) {
+      return named.rank == 1 ? concat("[", index, "]")
+                             : concat("[", index / row_ids, ", ", index % row_ids, "]");
+    };
+    if (id < 0 || id >= limit) {
+      throw InvalidArgument(
+          concat(quoted(named.name), place(i), " is ", id, "; allowed: 0 to ", limit - 1,
+                 is_of_experts ? " (experts)" : " (tokens of the target, not offsets)"));
     }
-    // Two rows of one token would share their noise, so their draw would not follow the softmax.
-    int64_t& row = row_of[static_cast<size_t>(token)];
-    if (row >= 0) {
-      throw InvalidArgument(concat(quoted(name), "[", row, "] and [", i, "] are both ", token,
-                                   "; allowed: each token once"));
+    // Two rows of an lm_head with one token would share their noise, so their draw would not follow
+    // the softmax. A row of experts has them all at once.
+    int64_t& last = last_index[static_cast<size_t>(id)];
+    if (last >= i / row_ids * row_ids) {
+      throw InvalidArgument(concat(quoted(named.name), place(last), " and ", place(i), " are both ",
+                                   id, "; allowed: each ",
+                                   is_of_experts ? "expert once in a row" : "token once"));
     }
-    row = i;
-    tokens.push_back(static_cast<int32_t>(token));
+    last = i;
+    ids.push_back(static_cast<int32_t>(id));
   }
-  return tokens;
+  return ids;
 }
 
 void copy_weight(const CpuContext& ctx, const SourceTensor& source, DType from,

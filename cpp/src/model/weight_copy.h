@@ -39,10 +39,11 @@ struct SourceTensor {
   int64_t matrix_stride = 0;  // elements from one to the next
 };
 
-// The token ids in `source`, int32 or int64. Throws InvalidArgument unless each is a token of the
-// vocabulary and occurs once.
-[[nodiscard]] std::vector<int32_t> read_tokens(std::string_view name, const SourceMatrix& source,
-                                               DType dtype, int32_t vocab_size);
+// The ids in the tensor `source` of a weight of the kind kIds, int32 or int64. Throws
+// InvalidArgument unless each is an expert or a token of the vocabulary, and occurs once in its
+// row.
+[[nodiscard]] std::vector<int32_t> read_ids(const NamedWeight& named, const SourceMatrix& source,
+                                            DType dtype, int32_t vocab_size);
 
 // Converts a tensor into the arena: directly where that is host memory, otherwise through the
 // staging buffer.

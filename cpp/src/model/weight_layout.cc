@@ -95,6 +95,7 @@ void Carver::add_matrix(const WeightPart& part, int64_t cols) {
 
 void Carver::linear(Linear& linear, const LinearShape& shape) {
   linear.shard = shape.shard;
+  linear.num_groups = shape.num_groups;
   WeightMatrix& weight = linear.weight;
   weight = matrix_of(shape, dtype_, device_);
   if (!shape.is_owned) return;
@@ -232,15 +233,32 @@ void Carver::table(const std::byte*& table, const WeightPart& part, int64_t cols
   add_matrix(part, cols);
 }
 
+void Carver::floats(const float*& matrix, const WeightPart& part, int64_t cols) {
+  matrix = reinterpret_cast<const float*>(open());
+  add({.name = part.name, .shape = {part.rows, cols}, .rank = 2});
+}
+
 void Carver::tokens(const int32_t*& tokens, const WeightPart& part, bool is_optional) {
   tokens = reinterpret_cast<const int32_t*>(open());
   add({.name = part.name,
        .shape = {part.rows},
        .rank = 1,
        .dtype = DType::kInt32,
-       .kind = WeightKind::kTokens,
-       .dummy = DummyKind::kSpreadTokens,
+       .kind = WeightKind::kIds,
+       .dummy = DummyKind::kSpreadIds,
        .is_optional = is_optional});
+}
+
+void Carver::experts_of_tokens(const int32_t*& table, const WeightPart& part, int32_t top_k,
+                               int32_t num_experts) {
+  table = reinterpret_cast<const int32_t*>(open());
+  add({.name = part.name,
+       .shape = {part.rows, top_k},
+       .rank = 2,
+       .dtype = DType::kInt32,
+       .kind = WeightKind::kIds,
+       .dummy = DummyKind::kCycledIds,
+       .num_experts = num_experts});
 }
 
 void size_weights(const DecoderConfig& config, DecoderWeights& weights) {
@@ -250,7 +268,8 @@ void size_weights(const DecoderConfig& config, DecoderWeights& weights) {
     std::visit(
         Overloaded{
             [&](const MultiHeadAttention&) { attention.emplace<MultiHeadAttentionWeights>(); },
-            [&](const LatentAttention&) { attention.emplace<LatentAttentionWeights>(); }},
+            [&](const LatentAttention&) { attention.emplace<LatentAttentionWeights>(); },
+            [&](const CompressedAttention&) { attention.emplace<CompressedAttentionWeights>(); }},
         config.layers[i].attention);
     auto& mlp = weights.layers[i].mlp;
     std::visit(Overloaded{[&](const DenseMlp&) { mlp.emplace<DenseMlpWeights>(); },

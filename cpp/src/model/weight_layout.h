@@ -25,12 +25,12 @@ namespace paceline {
 inline constexpr int64_t kWeightAlignment = 64;  // bytes, of every region of the arena
 
 // The values that fill_dummy gives a weight.
-enum class DummyKind : uint8_t { kNormal, kNeutralNorm, kOne, kZero, kSpreadTokens };
+enum class DummyKind : uint8_t { kNormal, kNeutralNorm, kOne, kZero, kSpreadIds, kCycledIds };
 
 // How the elements of a tensor lie in the arena.
 enum class WeightKind : uint8_t {
   kNumbers,      // row-major, converted to `dtype`
-  kTokens,       // ids of tokens
+  kIds,          // of tokens or experts
   kTransposed,   // numbers, [experts, cols, rows] in the tensor and [experts, rows, cols] here
   kCodes,        // elements of a scaled format, byte for byte
   kMxfp4Scales,  // byte for byte; 255 means NaN
@@ -52,6 +52,7 @@ struct NamedWeight {
   std::optional<PackedTensor> packed = {};
   bool is_optional = false;  // the model is complete without it
   bool is_filled = false;
+  int32_t num_experts = 0;        // kIds: ids of so many experts; 0: of tokens
   int64_t repeats = 1;            // kFp8Scales
   int64_t arena_rows = 0;         // kFp8Scales
   bool has_exact_scales = false;  // kFp8Scales, once filled (are_exact_scales)
@@ -83,7 +84,10 @@ class Carver final {
   void experts(ExpertLinears& experts, const LinearShape& shape);
   void vector(const float*& vector, VectorKind kind, const std::vector<WeightPart>& parts);
   void table(const std::byte*& table, const WeightPart& part, int64_t cols);
+  void floats(const float*& matrix, const WeightPart& part, int64_t cols);
   void tokens(const int32_t*& tokens, const WeightPart& part, bool is_optional);
+  void experts_of_tokens(const int32_t*& table, const WeightPart& part, int32_t top_k,
+                         int32_t num_experts);
 
   [[nodiscard]] int64_t bytes() const { return bytes_; }
   [[nodiscard]] std::vector<NamedWeight> take_named_weights() { return std::move(named_weights_); }

@@ -24,8 +24,9 @@ struct DenseMlpWeights {
 };
 
 struct MoeMlpWeights {
-  Linear router;                      // to the experts' logits
-  const float* correction = nullptr;  // [num_experts], RouterRule::kSigmoid
+  Linear router;                           // to the experts' logits
+  const float* correction = nullptr;       // [num_experts], of router rules with scores; or null
+  const int32_t* token_experts = nullptr;  // [vocab_size, top_k], or null
   ExpertLinears gate_up;  // gate rows, then up rows; or in turn (MoeMlp::is_interleaved)
   ExpertLinears down;
   DenseMlpWeights shared;  // absent without MoeMlp::shared
@@ -48,12 +49,39 @@ struct LatentAttentionWeights {
   Linear o;
 };
 
+struct CompressedAttentionWeights {
+  Linear qkv_a;                    // q_a rows, then kv rows
+  const float* q_norm = nullptr;   // [q_lora_rank]
+  const float* kv_norm = nullptr;  // [head_dim]
+  Linear q_b;
+  const float* sinks = nullptr;  // [num_qo_heads]
+  Linear o_a;                    // a product with o_groups groups
+  Linear o_b;
+  // With a compressor, else absent. The rows of `compress` are values and gates for entries, those
+  // for the indexer's, and the weights of the indexer's heads.
+  Linear compress;
+  const float* position_bias = nullptr;  // [tokens_per_entry, entry_inputs]
+  const float* entry_norm = nullptr;     // [head_dim]
+  // With an indexer, else absent.
+  Linear index_q;
+  const float* index_position_bias = nullptr;  // [tokens_per_entry, index_inputs]
+  const float* index_norm = nullptr;           // [IndexerConfig::head_dim]
+};
+
+// What MixStreamsParams reads; null with one residual stream.
+struct StreamMixWeights {
+  const float* weight = nullptr;
+  const float* base = nullptr;
+  const float* scale = nullptr;
+};
+
 // All pointers are 64 B aligned and point into DecoderWeights::arena. visit_weights.h has the
 // shapes of the matrices.
 struct LayerWeights {
   const float* attn_norm = nullptr;  // [hidden], or null in some draft heads
   // Of the kind of LayerConfig::attention.
-  std::variant<MultiHeadAttentionWeights, LatentAttentionWeights> attention;
+  std::variant<MultiHeadAttentionWeights, LatentAttentionWeights, CompressedAttentionWeights>
+      attention;
   const float* attn_post_norm = nullptr;             // [hidden], or null
   const float* mlp_norm = nullptr;                   // [hidden]
   std::variant<DenseMlpWeights, MoeMlpWeights> mlp;  // of the kind of LayerConfig::mlp
@@ -63,11 +91,14 @@ struct LayerWeights {
   Linear per_layer_proj;
   const float* per_layer_norm = nullptr;  // [hidden]
   const float* scale = nullptr;           // [1] scale of the residual stream, or null
+  StreamMixWeights attn_mix;
+  StreamMixWeights mlp_mix;
 };
 
 // The weights of a draft head (DrafterConfig) besides its layers.
 struct DraftHeadWeights {
   Linear fc;
+  Linear fc_hidden;                      // MTP with several residual streams, else absent
   Linear feedback;                       // to the target's width; absent but in Gemma 4 MTP
   const float* fc_input_norm = nullptr;  // [fc_width], or null
   std::vector<const float*> fc_norms;    // norms [target_hidden] of parts of fc's input, or empty
@@ -86,6 +117,7 @@ struct DecoderWeights {
   const std::byte* embed = nullptr;
   Linear lm_head;  // over `embed` when tied; absent in a draft head that uses the target's
   const float* final_norm = nullptr;  // [hidden], or null in some draft heads
+  StreamMixWeights end_mix;
   // In models with per-layer inputs, else absent; width = layers * per_layer_inputs.size.
   const std::byte* per_layer_embed = nullptr;  // [per_layer_inputs.vocab_size, width]
   Linear per_layer_proj;                       // to `width`

@@ -31,12 +31,13 @@ template <Activation kActivation>
     const V16 inner = 0.7978845608f * (gate + 0.044715f * gate * gate * gate);
     return 0.5f * gate * (1.0f + tanh(inner)) * up;
   } else {
-    static_assert(kActivation == Activation::kSwigluOai);
+    static_assert(kActivation == Activation::kSwigluOai || kActivation == Activation::kClampedSilu);
     const V16 high = broadcast(limit);
     const V16 low = -high;
     const V16 g = gate > high ? high : gate;
     V16 u = up > high ? high : up;
     u = u < low ? low : u;
+    if constexpr (kActivation == Activation::kClampedSilu) return g / (1.0f + exp(-g)) * u;
     return g / (1.0f + exp(-alpha * g)) * (u + 1.0f);
   }
 }
@@ -146,6 +147,8 @@ void gated_activation(CpuContext& ctx, const GatedActivationParams& p) {
         return activate_row<Activation::kGeluTanh>(p, row);
       case Activation::kSwigluOai:
         return activate_row<Activation::kSwigluOai>(p, row);
+      case Activation::kClampedSilu:
+        return activate_row<Activation::kClampedSilu>(p, row);
     }
   });
 }

@@ -62,8 +62,7 @@ void route_by_softmax(const RouteExpertsParams& p, int32_t row, int32_t* experts
 }
 
 // The groups with the highest sums of their two best experts.
-[[nodiscard]] uint32_t best_groups(const SigmoidRouting& routing, const float* choice,
-                                   int32_t size) {
+[[nodiscard]] uint32_t best_groups(const ScoreRouting& routing, const float* choice, int32_t size) {
   std::array<float, kMaxExpertGroups> sums;
   for (int32_t group = 0; group < routing.num_groups; ++group) {
     std::array<int32_t, 2> experts;
@@ -83,24 +82,40 @@ void route_by_softmax(const RouteExpertsParams& p, int32_t row, int32_t* experts
   return open;
 }
 
-struct SigmoidKernel {
+template <RouterRule kRule>
+struct ScoreKernel {
   [[gnu::always_inline]] static void run(const float* logits, float* scores, int32_t count) {
-    for (int32_t i = 0; i < count; ++i) scores[i] = sigmoid_same_bits(logits[i]);
+    for (int32_t i = 0; i < count; ++i) {
+      scores[i] = kRule == RouterRule::kSigmoid ? sigmoid_same_bits(logits[i])
+                                                : sqrt_softplus_same_bits(logits[i]);
+    }
   }
 };
 
-void route_by_sigmoid(const RouteExpertsParams& p, int32_t row, int32_t* experts, float* weights) {
-  const SigmoidRouting& routing = p.sigmoid;
+// The experts that a table has for the token of a row.
+void copy_token_experts(const RouteExpertsParams& p, int32_t row, int32_t* experts) {
+  const int32_t token = p.token_ids[row];
+  const int64_t known = token >= 0 && token < p.vocab_size ? token : 0;
+  std::copy_n(p.token_experts + known * p.top_k, p.top_k, experts);
+}
+
+template <RouterRule kRule>
+void route_by_score(const RouteExpertsParams& p, int32_t row, int32_t* experts, float* weights) {
+  const ScoreRouting& routing = p.scoring;
   std::array<float, kMaxExperts> scores;
   std::array<float, kMaxExperts> choice;
-  run_best_isa<SigmoidKernel>(p.logits + int64_t{row} * p.num_experts, scores.data(),
-                              p.num_experts);
-  for (int32_t e = 0; e < p.num_experts; ++e) {
-    choice[static_cast<size_t>(e)] = scores[static_cast<size_t>(e)] + p.correction[e];
+  run_best_isa<ScoreKernel<kRule>>(p.logits + int64_t{row} * p.num_experts, scores.data(),
+                                   p.num_experts);
+  if (p.token_experts != nullptr) {
+    copy_token_experts(p, row, experts);
+  } else {
+    for (int32_t e = 0; e < p.num_experts; ++e) {
+      choice[static_cast<size_t>(e)] = scores[static_cast<size_t>(e)] + p.correction[e];
+    }
+    ExpertGroups groups = {.size = p.num_experts / routing.num_groups};
+    if (routing.num_groups > 1) groups.open = best_groups(routing, choice.data(), groups.size);
+    choose_experts(choice.data(), groups, p.num_experts, p.top_k, experts, weights);
   }
-  ExpertGroups groups = {.size = p.num_experts / routing.num_groups};
-  if (routing.num_groups > 1) groups.open = best_groups(routing, choice.data(), groups.size);
-  choose_experts(choice.data(), groups, p.num_experts, p.top_k, experts, weights);
   float sum = 0;
   for (int32_t place = 0; place < p.top_k; ++place) {
     weights[place] = scores[static_cast<size_t>(experts[place])];
@@ -150,8 +165,14 @@ void check_routing(const RouteExpertsParams& p) {
   PACELINE_CHECK(p.num_experts >= 1 && p.num_experts <= kMaxExperts && p.top_k >= 1 &&
                      p.top_k <= kMaxTopK && p.top_k <= p.num_experts,
                  p.top_k, " of ", p.num_experts, " experts");
+  if (p.token_experts != nullptr) {
+    PACELINE_CHECK(p.rule == RouterRule::kSqrtSoftplus && p.token_ids != nullptr &&
+                       p.vocab_size >= 1 && p.scoring.num_groups == 1,
+                   "experts by token for ", p.vocab_size, " tokens");
+    return;
+  }
   if (p.rule == RouterRule::kSoftmaxOfChosen) return;
-  const auto [num_groups, top_groups, normalises, scale] = p.sigmoid;
+  const auto [num_groups, top_groups, normalises, scale] = p.scoring;
   PACELINE_CHECK(p.correction != nullptr, "no correction");
   PACELINE_CHECK(num_groups >= 1 && num_groups <= kMaxExpertGroups && top_groups >= 1 &&
                      top_groups <= num_groups && p.num_experts % num_groups == 0,
@@ -172,7 +193,9 @@ void route_experts(CpuContext& ctx, const RouteExpertsParams& p) {
       case RouterRule::kSoftmaxOfChosen:
         return route_by_softmax(p, row, experts, weights);
       case RouterRule::kSigmoid:
-        return route_by_sigmoid(p, row, experts, weights);
+        return route_by_score<RouterRule::kSigmoid>(p, row, experts, weights);
+      case RouterRule::kSqrtSoftplus:
+        return route_by_score<RouterRule::kSqrtSoftplus>(p, row, experts, weights);
     }
   });
 }

@@ -21,13 +21,15 @@ enum class RouterRule : uint8_t {
   // best logit is infinite, every weight is NaN.
   kSoftmaxOfChosen,
   // DeepSeek-V3: the experts with the highest score + correction, the score being the sigmoid of
-  // the logit. Their weights are the scores alone, as SigmoidRouting says. Both backends compute
+  // the logit. Their weights are the scores alone, as ScoreRouting says. Both backends compute
   // the same bits.
   kSigmoid,
+  // DeepSeek-V4: the same with the score sqrt(log(1 + exp(logit))).
+  kSqrtSoftplus,
 };
 
-// The settings of RouterRule::kSigmoid.
-struct SigmoidRouting {
+// The settings of the rules that have scores.
+struct ScoreRouting {
   // The experts are num_groups groups of the same size, in order. Only those of the top_groups best
   // groups can be chosen. A group is as good as the sum of its two highest score + correction, of
   // which it has two where there are several groups.
@@ -38,7 +40,7 @@ struct SigmoidRouting {
 };
 inline constexpr int32_t kMaxExpertGroups = 32;
 
-// The top_k best experts, best first.
+// The top_k best experts, best first, or those of a table.
 struct RouteExpertsParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
@@ -48,8 +50,14 @@ struct RouteExpertsParams {
   RouterRule rule;
   int32_t* experts;                   // [max_rows, top_k]
   float* weights;                     // [max_rows, top_k]
-  SigmoidRouting sigmoid = {};        // kSigmoid
-  const float* correction = nullptr;  // [num_experts], kSigmoid
+  ScoreRouting scoring = {};          // of rules with scores
+  const float* correction = nullptr;  // [num_experts], of rules with scores and without a table
+  // A table of experts by token, of kSqrtSoftplus without groups: the experts of a row are those of
+  // its token, in the order of the table; rows whose token is outside [0, vocab_size) have those of
+  // token 0. Their weights are the scores as above.
+  const int32_t* token_experts = nullptr;  // [vocab_size, top_k], or null
+  const int32_t* token_ids = nullptr;      // [max_rows], with a table
+  int32_t vocab_size = 0;                  // with a table
 };
 inline constexpr int32_t kMaxExperts = 1024;
 inline constexpr int32_t kMaxTopK = 32;

@@ -27,13 +27,16 @@ namespace paceline {
 struct CpuContext;
 struct CudaContext;
 
-// y = x W^T (+ bias). Every output is one sum over K in one fixed lane order, on every path (with
-// scales for parts of K, one sum for each part: WeightMatrix). With bfloat16 weights, x may first
-// be rounded to bfloat16 on machines that have a bfloat16 dot product.
+// y = x W^T (+ bias). With groups, the outputs of group g, [g n / num_groups, (g + 1) n /
+// num_groups), read the inputs [g k, (g + 1) k) of a row of x. Every output is one sum over K in
+// one fixed lane order, on every path (with scales for parts of K, one sum for each part:
+// WeightMatrix). With bfloat16 weights, x may first be rounded to bfloat16 on machines that have a
+// bfloat16 dot product.
 struct GemmParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
-  const void* x;  // [max_rows, k] x_dtype, rows x_stride apart; on CUDA rows are 16 B aligned
+  const void* x;  // [max_rows, num_groups * k] x_dtype, rows x_stride apart; on CUDA rows are 16 B
+                  // aligned
   int64_t x_stride;
   WeightMatrix weight;  // [n, k]; k > 0, and multiples of 32 are fastest
   const float* bias;    // [n], or null
@@ -41,6 +44,7 @@ struct GemmParams {
   int64_t y_stride;
   DType x_dtype = DType::kFloat32;  // on CUDA the dtype of the weights
   DType y_dtype = DType::kFloat32;
+  int32_t num_groups = 1;  // divides n
 };
 void gemm(CpuContext&, const GemmParams&);
 void gemm(CudaContext&, const GemmParams&);
@@ -94,6 +98,8 @@ enum class Activation : uint8_t {
   // GPT-OSS: with g = min(gate, limit) and u = clamp(up, -limit, limit),
   // y = (u + 1) * g * sigmoid(alpha * g). NaN stays NaN.
   kSwigluOai,
+  // DeepSeek-V4: with the same g and u, y = g * sigmoid(g) * u. NaN stays NaN.
+  kClampedSilu,
 };
 
 // y = activation(gate) * up, or what the activation says. Each row of x holds gate and then up; or
@@ -110,7 +116,7 @@ struct GatedActivationParams {
   const void* up = nullptr;       // [max_rows, intermediate], rows up_stride apart; or null
   int64_t up_stride = 0;
   float alpha = 0;  // of kSwigluOai
-  float limit = 0;  // of kSwigluOai, > 0
+  float limit = 0;  // of kSwigluOai and kClampedSilu, > 0
   // gate is in the even and up in the odd elements of x; without `up`
   bool is_interleaved = false;
 };
