@@ -110,6 +110,12 @@ template <class T>
   return load(padded);
 }
 
+// Sixteen elements, of which `num_left` exist; the others are zero.
+template <class T>
+[[gnu::always_inline]] inline V16 load_up_to(const T* from, int32_t num_left) {
+  return num_left >= 16 ? load(from) : load_first(from, num_left);
+}
+
 [[gnu::always_inline]] inline void store_first(float* to, const V16& value, int32_t count) {
   float padded[16];
   store(padded, value);

@@ -13,6 +13,7 @@
 
 #include "base/float_types.h"
 #include "base/vector_math.h"
+#include "ops/latent.h"
 
 namespace paceline {
 
@@ -88,6 +89,17 @@ namespace paceline {
     const float b = head[2 * i + 1];
     head[2 * i] = a * cos[i] - b * sin[i];
     head[2 * i + 1] = b * cos[i] + a * sin[i];
+  }
+}
+
+// Rotates a head by the angles of `position`, a position of a row.
+[[gnu::always_inline]] inline void rotate_to(const LatentRope& rope, int64_t position, float* head,
+                                             int32_t head_dim) {
+  const int64_t at = (position + rope.position_offset) * (head_dim / 2);
+  if (rope.is_interleaved) {
+    rotate_head_interleaved(rope.cos + at, rope.sin + at, head, head_dim);
+  } else {
+    rotate_head(rope.cos + at, rope.sin + at, head, head_dim);
   }
 }
 

@@ -18,18 +18,6 @@ namespace {
 
 constexpr int32_t kMaxEntryWidth = 8192;  // of append_latents, which keeps an entry on the stack
 
-[[gnu::always_inline]] inline void rotate(const LatentRope& rope, int32_t row, float* head,
-                                          int32_t width) {
-  const int64_t position = rope.positions[row] + rope.position_offset;
-  const float* const cos = rope.cos + position * (width / 2);
-  const float* const sin = rope.sin + position * (width / 2);
-  if (rope.is_interleaved) {
-    rotate_head_interleaved(cos, sin, head, width);
-  } else {
-    rotate_head(cos, sin, head, width);
-  }
-}
-
 struct AppendKernel {
   [[gnu::always_inline]] static void run(const AppendLatentsParams* p, int32_t row) {
     const int32_t rank = p->kv_lora_rank;
@@ -46,7 +34,7 @@ struct AppendKernel {
     float entry[kMaxEntryWidth];
     norm_head(c, p->latent_norm, p->norm_weight_offset, p->norm_eps, entry, rank);
     std::copy(c + rank, c + width, entry + rank);
-    rotate(p->rope, row, entry + rank, p->qk_rope_head_dim);
+    rotate_to(p->rope, p->rope.positions[row], entry + rank, p->qk_rope_head_dim);
     std::byte* const block = entries.base + slot / entries.block_size * entries.block_bytes;
     const int64_t entry_bytes = width * dtype_bytes(entries.dtype);
     append_head(entry, entries.dtype,
@@ -57,7 +45,7 @@ struct AppendKernel {
 struct RotateKernel {
   [[gnu::always_inline]] static void run(const LatentRope* rope, int32_t row, float* head,
                                          int32_t width) {
-    rotate(*rope, row, head, width);
+    rotate_to(*rope, rope->positions[row], head, width);
   }
 };
 
