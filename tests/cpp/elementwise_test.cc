@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -239,7 +240,7 @@ TEST(GatedActivation, MatchesReference) {
 }
 
 // Gates and ups at and beyond the limit, infinite and NaN.
-TEST(GatedActivation, SwigluOaiMatchesReference) {
+TEST(GatedActivation, ActivationsWithALimitMatchReference) {
   TRACE_SEED();
   constexpr float kAlpha = 1.702f;
   constexpr float kLimit = 7.0f;
@@ -258,7 +259,10 @@ TEST(GatedActivation, SwigluOaiMatchesReference) {
       gates[gates.size() - 1 - i] = edges[i][0];
       ups[ups.size() - 1 - i] = edges[i][1];
     }
-    for (const bool is_interleaved : {false, true}) {
+    for (const auto& [activation, is_interleaved] :
+         {std::pair(Activation::kSwigluOai, false), std::pair(Activation::kSwigluOai, true),
+          std::pair(Activation::kClampedSilu, false)}) {
+      const bool is_oai = activation == Activation::kSwigluOai;
       std::vector<float> x(gates.size() * 2);
       for (size_t i = 0; i < gates.size(); ++i) {
         const size_t row = i / static_cast<size_t>(intermediate);
@@ -275,7 +279,7 @@ TEST(GatedActivation, SwigluOaiMatchesReference) {
                              .x = x.data(),
                              .y = y.data(),
                              .intermediate = intermediate,
-                             .activation = Activation::kSwigluOai,
+                             .activation = activation,
                              .alpha = kAlpha,
                              .limit = kLimit,
                              .is_interleaved = is_interleaved});
@@ -286,7 +290,8 @@ TEST(GatedActivation, SwigluOaiMatchesReference) {
         }
         const double gate = std::min<double>(gates[i], kLimit);
         const double up = std::clamp<double>(ups[i], -kLimit, kLimit);
-        const double want = (up + 1) * gate / (1 + std::exp(-double{kAlpha} * gate));
+        const double want =
+            (is_oai ? up + 1 : up) * gate / (1 + std::exp(-(is_oai ? double{kAlpha} : 1) * gate));
         ASSERT_TRUE(is_near(y[i], want, 1e-30, 2e-6))
             << "gate " << gates[i] << " up " << ups[i] << " interleaved " << is_interleaved;
       }
@@ -298,8 +303,8 @@ TEST(GatedActivation, SwigluOaiMatchesReference) {
 TEST(GatedActivation, InterleavedGivesTheBitsOfHalves) {
   TRACE_SEED();
   Random random(47);
-  for (const Activation activation :
-       {Activation::kSilu, Activation::kGeluTanh, Activation::kSwigluOai}) {
+  for (const Activation activation : {Activation::kSilu, Activation::kGeluTanh,
+                                      Activation::kSwigluOai, Activation::kClampedSilu}) {
     for (const int32_t intermediate : {1, 15, 16, 33, 64}) {
       const int32_t num_rows = 3;
       const std::vector<float> halves = random.normals(int64_t{2} * num_rows * intermediate, 5.0f);

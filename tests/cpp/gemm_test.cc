@@ -106,6 +106,45 @@ std::vector<GemmCase> gemm_cases() {
 }
 INSTANTIATE_TEST_SUITE_P(Cases, GemmTest, ::testing::ValuesIn(gemm_cases()));
 
+TEST(Gemm, GroupsReadInputsOfTheirOwn) {
+  TRACE_SEED();
+  Random random(5);
+  constexpr int32_t kRows = 3;
+  constexpr int32_t kGroups = 4;
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    for (const int32_t group_n : {5, 16, 300}) {
+      constexpr int32_t kK = 96;
+      const std::vector<float> x = random.normals(kRows * kGroups * kK);
+      const TypedArray weight = typed_array(dtype, random.normals(kGroups * group_n * kK));
+      const std::vector<float> bias = random.normals(kGroups * group_n);
+      std::vector<float> together(static_cast<size_t>(kRows * kGroups * group_n));
+      std::vector<float> one_by_one = together;
+      CpuContext ctx = context_of(2);
+      GemmParams p = {.num_rows = &kRows,
+                      .max_rows = kRows,
+                      .x = x.data(),
+                      .x_stride = kGroups * kK,
+                      .weight = plain_matrix(weight.bytes.data(), kGroups * group_n, kK, dtype),
+                      .bias = bias.data(),
+                      .y = together.data(),
+                      .y_stride = kGroups * group_n};
+      p.num_groups = kGroups;
+      gemm(ctx, p);
+      for (int32_t group = 0; group < kGroups; ++group) {
+        const int64_t first = int64_t{group} * group_n;
+        p.num_groups = 1;
+        p.x = x.data() + group * kK;
+        p.weight =
+            plain_matrix(weight.bytes.data() + first * kK * dtype_bytes(dtype), group_n, kK, dtype);
+        p.bias = bias.data() + first;
+        p.y = one_by_one.data() + first;
+        gemm(ctx, p);
+      }
+      EXPECT_TRUE(same_bits(together.data(), one_by_one.data(), std::ssize(together)));
+    }
+  }
+}
+
 // Whether gemm was compiled to fused multiply-adds (it is not for SSE2, nor below -O2).
 bool is_gemm_fused() {
   std::vector<float> x(32, 0.0f);

@@ -102,23 +102,29 @@ TEST(RouteExperts, WeightsAreNanWhereTheBestLogitIsInfinite) {
   }
 }
 
-double sigmoid(double logit) { return 1 / (1 + std::exp(-logit)); }
+double score(RouterRule rule, double logit) {
+  if (std::isnan(logit)) return 0;
+  if (rule == RouterRule::kSigmoid) return 1 / (1 + std::exp(-logit));
+  if (logit <= -87) return 0;
+  return std::sqrt(std::max(logit, 0.0) + std::log1p(std::exp(-std::fabs(logit))));
+}
 
-// A row of RouterRule::kSigmoid in double precision, from the equations. `is_clear` is false where
+// A row of a rule with scores in double precision, from the equations. `is_clear` is false where
 // float32 cannot tell candidates apart, or may tell sums apart that are equal.
-struct SigmoidReference {
+struct ScoreReference {
   std::vector<int32_t> experts;
   std::vector<double> weights;
   bool is_clear = true;
 };
-SigmoidReference route_by_sigmoid(const float* logits, const std::vector<float>& correction,
-                                  int32_t top_k, const ScoreRouting& routing) {
+ScoreReference route_by_score(RouterRule rule, const float* logits,
+                              const std::vector<float>& correction, int32_t top_k,
+                              const ScoreRouting& routing) {
   const auto num_experts = std::ssize(correction);
   std::vector<double> choice(correction.size());
   for (size_t e = 0; e < choice.size(); ++e) {
-    choice[e] = sigmoid(std::isnan(logits[e]) ? -kInf : logits[e]) + double{correction[e]};
+    choice[e] = score(rule, logits[e]) + double{correction[e]};
   }
-  SigmoidReference reference;
+  ScoreReference reference;
   // The best numbers of a list, best first.
   const auto best_of = [&](const std::vector<double>& values, int64_t count, bool may_tie) {
     std::vector<int32_t> order(values.size());
@@ -152,7 +158,7 @@ SigmoidReference route_by_sigmoid(const float* logits, const std::vector<float>&
   reference.experts = best_of(choice, top_k, /*may_tie=*/true);
   double sum = 1e-20;
   for (const int32_t e : reference.experts) {
-    reference.weights.push_back(sigmoid(std::isnan(logits[e]) ? -kInf : logits[e]));
+    reference.weights.push_back(score(rule, logits[e]));
     sum += reference.weights.back();
   }
   for (double& weight : reference.weights) {
@@ -161,7 +167,7 @@ SigmoidReference route_by_sigmoid(const float* logits, const std::vector<float>&
   return reference;
 }
 
-TEST(RouteBySigmoid, MatchesReference) {
+TEST(RouteByScore, MatchesReference) {
   TRACE_SEED();
   Random random(103);
   int64_t num_clear = 0;
@@ -180,26 +186,28 @@ TEST(RouteBySigmoid, MatchesReference) {
     const int32_t num_rows = random.one_of({0, 1, 2, 7, 100});
     std::vector<float> logits = random.normals(int64_t{num_rows} * num_experts, 3.0f);
     std::vector<float> correction = random.normals(num_experts, 0.2f);
+    const RouterRule rule = random.one_of({RouterRule::kSigmoid, RouterRule::kSqrtSoftplus});
     const int32_t kind = random.below(4);
     if (kind == 1) {  // ties
       for (float& logit : logits) logit = std::round(logit);
       for (float& value : correction) value = std::round(4 * value) / 4;
     }
     for (float& logit : logits) {
-      if (kind == 2 && random.one_in(3)) logit = random.one_of({kNan, -kInf, kInf});
+      if (kind == 2 && random.one_in(3))
+        logit = random.one_of({kNan, -kInf, rule == RouterRule::kSigmoid ? kInf : kNan});
       if (kind == 3) logit *= 30.0f;
     }
     const Routing got =
-        route(logits, num_rows, num_experts, top_k, /*num_threads=*/2, routing, correction);
+        route(logits, num_rows, num_experts, top_k, /*num_threads=*/2, routing, correction, rule);
     SCOPED_TRACE(::testing::Message() << "round " << round << " kind " << kind);
     for (int32_t row = 0; row < num_rows; ++row) {
       const float* const of_row = logits.data() + int64_t{row} * num_experts;
-      const SigmoidReference want = route_by_sigmoid(of_row, correction, top_k, routing);
+      const ScoreReference want = route_by_score(rule, of_row, correction, top_k, routing);
       ++num_rows_of_all;
       if (!want.is_clear) continue;
       ++num_clear;
-      const SigmoidReference plain = route_by_sigmoid(of_row, std::vector<float>(correction.size()),
-                                                      top_k, {.scale = routing.scale});
+      const ScoreReference plain = route_by_score(
+          rule, of_row, std::vector<float>(correction.size()), top_k, {.scale = routing.scale});
       num_moved += plain.experts != want.experts ? 1 : 0;
       for (int32_t i = 0; i < top_k; ++i) {
         const auto at = static_cast<size_t>(row * top_k + i);
@@ -214,6 +222,41 @@ TEST(RouteBySigmoid, MatchesReference) {
   }
   EXPECT_GT(num_clear, num_rows_of_all * 9 / 10);
   EXPECT_GT(num_moved, num_clear / 4);
+}
+
+TEST(RouteByScore, ATableChoosesTheExpertsOfATokenAndScoresWeighThem) {
+  const std::vector<float> logits = {0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3};
+  const std::vector<int32_t> table = {3, 0, 1, 2};  // of tokens 0 and 1
+  const std::vector<int32_t> tokens = {1, 0, 2};    // token 2 is outside
+  constexpr int32_t kRows = 3;
+  std::vector<int32_t> experts(6);
+  std::vector<float> weights(6);
+  CpuContext ctx = context_of(1);
+  RouteExpertsParams p = {.num_rows = &kRows,
+                          .max_rows = kRows,
+                          .logits = logits.data(),
+                          .num_experts = 4,
+                          .top_k = 2,
+                          .rule = RouterRule::kSqrtSoftplus,
+                          .experts = experts.data(),
+                          .weights = weights.data(),
+                          .scoring = {.normalises = true, .scale = 1.5f},
+                          .token_experts = table.data(),
+                          .token_ids = tokens.data(),
+                          .vocab_size = 2};
+  route_experts(ctx, p);
+  EXPECT_EQ(experts, (std::vector<int32_t>{1, 2, 3, 0, 3, 0}));
+  for (size_t row = 0; row < kRows; ++row) {
+    const auto of = [&](size_t place) {
+      return score(RouterRule::kSqrtSoftplus,
+                   logits[static_cast<size_t>(experts[2 * row + place])]);
+    };
+    for (const size_t place : {0, 1}) {
+      EXPECT_NEAR(weights[2 * row + place], of(place) / (of(0) + of(1)) * 1.5, 1e-6);
+    }
+  }
+  p.rule = RouterRule::kSigmoid;
+  EXPECT_THROW(route_experts(ctx, p), InternalError);
 }
 
 TEST(RouteBySigmoid, TheCorrectionChoosesAndDoesNotWeigh) {

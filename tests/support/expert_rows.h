@@ -19,25 +19,25 @@ struct Routing {
   std::vector<float> weights;
 };
 
-// With a correction for every expert the rule is kSigmoid, without one kSoftmaxOfChosen.
+// With a correction for every expert the rule is `scored`, without one kSoftmaxOfChosen.
 inline Routing route(const std::vector<float>& logits, int32_t num_rows, int32_t num_experts,
                      int32_t top_k, int num_threads = 1, const ScoreRouting& scoring = {},
-                     const std::vector<float>& correction = {}) {
+                     const std::vector<float>& correction = {},
+                     RouterRule scored = RouterRule::kSigmoid) {
   const auto count = static_cast<size_t>(num_rows) * static_cast<size_t>(top_k);
   Routing routing = {.experts = std::vector<int32_t>(count, -7),
                      .weights = std::vector<float>(count, -7.0f)};
   CpuContext ctx = context_of(num_threads);
-  route_experts(ctx,
-                {.num_rows = &num_rows,
-                 .max_rows = num_rows,
-                 .logits = logits.data(),
-                 .num_experts = num_experts,
-                 .top_k = top_k,
-                 .rule = correction.empty() ? RouterRule::kSoftmaxOfChosen : RouterRule::kSigmoid,
-                 .experts = routing.experts.data(),
-                 .weights = routing.weights.data(),
-                 .scoring = scoring,
-                 .correction = correction.empty() ? nullptr : correction.data()});
+  route_experts(ctx, {.num_rows = &num_rows,
+                      .max_rows = num_rows,
+                      .logits = logits.data(),
+                      .num_experts = num_experts,
+                      .top_k = top_k,
+                      .rule = correction.empty() ? RouterRule::kSoftmaxOfChosen : scored,
+                      .experts = routing.experts.data(),
+                      .weights = routing.weights.data(),
+                      .scoring = scoring,
+                      .correction = correction.empty() ? nullptr : correction.data()});
   return routing;
 }
 

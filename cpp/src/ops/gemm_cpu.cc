@@ -16,6 +16,9 @@ void gemm(CpuContext& ctx, const GemmParams& p) {
   if (num_rows <= 0) return;
   PACELINE_CHECK(p.x_dtype == DType::kFloat32 && p.y_dtype == DType::kFloat32,
                  "the CPU computes in float32");
+  const int32_t n = p.weight.n;
+  PACELINE_CHECK(p.num_groups >= 1 && n % p.num_groups == 0, n, " outputs of ", p.num_groups,
+                 " groups");
   const GemmColumns columns = {.num_rows = num_rows,
                                .x = static_cast<const float*>(p.x),
                                .x_stride = p.x_stride,
@@ -24,11 +27,22 @@ void gemm(CpuContext& ctx, const GemmParams& p) {
                                .y = static_cast<float*>(p.y),
                                .y_stride = p.y_stride};
   const GemmScratch scratch(ctx);
-  const int32_t n = p.weight.n;
+  const int32_t group_n = n / p.num_groups;
+  // Columns of several groups are pieces with an x of their own.
+  const auto multiply = [&](int32_t begin, int32_t end) {
+    while (begin < end) {
+      const int32_t group = begin / group_n;
+      const int32_t piece_end = std::min(end, (group + 1) * group_n);
+      GemmColumns piece = columns;
+      piece.x += int64_t{group} * p.weight.k;
+      gemm_columns(piece, begin, piece_end, scratch.of_thread());
+      begin = piece_end;
+    }
+  };
   // Fewer multiplications cost less than a fork and join.
   constexpr int64_t kMinParallelWork = 100 << 10;
   if (ctx.num_threads == 1 || int64_t{num_rows} * n * p.weight.k < kMinParallelWork) {
-    gemm_columns(columns, 0, n, scratch.of_thread());
+    multiply(0, n);
     return;
   }
   // Each thread has a few pieces, so that an interrupted thread does not delay the others.
@@ -38,8 +52,8 @@ void gemm(CpuContext& ctx, const GemmParams& p) {
   const int64_t thread_bytes = n * p.weight.row_bytes() / ctx.num_threads;
   const int32_t pieces_per_thread = thread_bytes >= kMinSplitBytes ? 4 : 1;
   ctx.for_ranges(num_grains, pieces_per_thread, [&](int64_t begin, int64_t end) {
-    gemm_columns(columns, static_cast<int32_t>(begin * kGemmGrain),
-                 static_cast<int32_t>(std::min<int64_t>(end * kGemmGrain, n)), scratch.of_thread());
+    multiply(static_cast<int32_t>(begin * kGemmGrain),
+             static_cast<int32_t>(std::min<int64_t>(end * kGemmGrain, n)));
   });
 }
 
