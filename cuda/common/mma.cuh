@@ -68,6 +68,20 @@ __device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t (&to)[4], uint32
                : "memory");
 }
 
+// The reverse of ldmatrix_x4_transposed: the fragments of four 8x8 matrices go to memory as their
+// transposes, whose rows are the matrices' columns.
+__device__ __forceinline__ void stmatrix_x4_transposed(uint32_t to, uint32_t r0, uint32_t r1,
+                                                       uint32_t r2, uint32_t r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+               "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+               : "memory");
+}
+__device__ __forceinline__ void stmatrix_x2_transposed(uint32_t to, uint32_t r0, uint32_t r1) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(r0),
+               "r"(r1)
+               : "memory");
+}
+
 // d += a b: a is 16x16 (rows by k), b 16x8 (k by columns), d 16x8. With g = lane / 4, t = lane % 4,
 // d[0], d[1] are row g, columns 2 t, 2 t + 1, and d[2], d[3] those of row g + 8.
 __device__ __forceinline__ void mma_16x8x16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,

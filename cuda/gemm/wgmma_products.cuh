@@ -13,6 +13,12 @@ namespace paceline::cuda {
 template <int kColumns>
 __device__ __forceinline__ void wgmma(float (&d)[kColumns / 2], uint64_t a, uint64_t b);
 
+// The same with a stored by columns: the 64 elements of a column lie side by side, as rows of 128
+// bytes in the 128-byte swizzle, and its descriptor is tile_descriptor's. 16 columns are 2,048
+// bytes. Without kAdds, d = a b^T.
+template <int kColumns, int kAdds>
+__device__ __forceinline__ void wgmma_by_columns(float (&d)[kColumns / 2], uint64_t a, uint64_t b);
+
 // The rows in registers, d as above. With g = lane / 4 and t = lane % 4, a thread of warp w holds
 // two neighbours in K in each register of a:
 //   a[0]: row 16 w + g,     columns 2 t, 2 t + 1      a[2]: the same row, columns 2 t + 8, 2 t + 9
@@ -25,10 +31,14 @@ __device__ __forceinline__ void wgmma(float (&d)[kColumns / 2], const uint32_t* 
 // The first registers of d, by their numbers in the instruction.
 #define PACELINE_NUMBERS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define PACELINE_NUMBERS_16 PACELINE_NUMBERS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define PACELINE_NUMBERS_20 PACELINE_NUMBERS_16 ", %16, %17, %18, %19"
 #define PACELINE_NUMBERS_24 PACELINE_NUMBERS_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define PACELINE_NUMBERS_32 \
   PACELINE_NUMBERS_16       \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define PACELINE_NUMBERS_40 \
+  PACELINE_NUMBERS_32       \
+  ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define PACELINE_NUMBERS_48 \
   PACELINE_NUMBERS_32       \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
@@ -52,8 +62,11 @@ __device__ __forceinline__ void wgmma(float (&d)[kColumns / 2], const uint32_t* 
       "+f"(d[i + 6]), "+f"(d[i + 7])
 #define PACELINE_OPERANDS_8 PACELINE_EIGHT(0)
 #define PACELINE_OPERANDS_16 PACELINE_OPERANDS_8, PACELINE_EIGHT(8)
+#define PACELINE_OPERANDS_20 \
+  PACELINE_OPERANDS_16, "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19])
 #define PACELINE_OPERANDS_24 PACELINE_OPERANDS_16, PACELINE_EIGHT(16)
 #define PACELINE_OPERANDS_32 PACELINE_OPERANDS_16, PACELINE_EIGHT(16), PACELINE_EIGHT(24)
+#define PACELINE_OPERANDS_40 PACELINE_OPERANDS_32, PACELINE_EIGHT(32)
 #define PACELINE_OPERANDS_48 PACELINE_OPERANDS_32, PACELINE_EIGHT(32), PACELINE_EIGHT(40)
 #define PACELINE_OPERANDS_64 PACELINE_OPERANDS_48, PACELINE_EIGHT(48), PACELINE_EIGHT(56)
 #define PACELINE_OPERANDS_80 PACELINE_OPERANDS_64, PACELINE_EIGHT(64), PACELINE_EIGHT(72)
@@ -72,6 +85,7 @@ __device__ __forceinline__ void wgmma(float (&d)[kColumns / 2], const uint32_t* 
   }
 PACELINE_WGMMA_SHARED(16, 8, 8, 9)
 PACELINE_WGMMA_SHARED(32, 16, 16, 17)
+PACELINE_WGMMA_SHARED(40, 20, 20, 21)
 PACELINE_WGMMA_SHARED(64, 32, 32, 33)
 PACELINE_WGMMA_SHARED(96, 48, 48, 49)
 PACELINE_WGMMA_SHARED(128, 64, 64, 65)
@@ -80,6 +94,23 @@ PACELINE_WGMMA_SHARED(192, 96, 96, 97)
 PACELINE_WGMMA_SHARED(224, 112, 112, 113)
 
 // adds: 1, or 0 for a product that does not read d.
+#define PACELINE_WGMMA_BY_COLUMNS(columns, sums, adds, number_a, number_b)                      \
+  template <>                                                                                   \
+  __device__ __forceinline__ void wgmma_by_columns<columns, adds>(float (&d)[sums], uint64_t a, \
+                                                                  uint64_t b) {                 \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns                                   \
+                 "k16.f32.bf16.bf16 {" PACELINE_NUMBERS_##sums "}, %" #number_a ", %" #number_b \
+                                                               ", " #adds ", 1, 1, 1, 0;"       \
+                 : PACELINE_OPERANDS_##sums                                                     \
+                 : "l"(a), "l"(b));                                                             \
+  }
+PACELINE_WGMMA_BY_COLUMNS(32, 16, 1, 16, 17)
+PACELINE_WGMMA_BY_COLUMNS(32, 16, 0, 16, 17)
+PACELINE_WGMMA_BY_COLUMNS(64, 32, 1, 32, 33)
+PACELINE_WGMMA_BY_COLUMNS(64, 32, 0, 32, 33)
+PACELINE_WGMMA_BY_COLUMNS(80, 40, 1, 40, 41)
+PACELINE_WGMMA_BY_COLUMNS(80, 40, 0, 40, 41)
+
 #define PACELINE_WGMMA_ADDS(columns, sums, adds, a0, a1, a2, a3, number_b)                         \
   template <>                                                                                      \
   __device__ __forceinline__ void wgmma<columns, adds>(float (&d)[sums], const uint32_t* a,        \
@@ -103,13 +134,16 @@ PACELINE_WGMMA_REGISTERS(128, 64, 64, 65, 66, 67, 68)
 #undef PACELINE_WGMMA_ADDS
 #undef PACELINE_WGMMA_REGISTERS
 #undef PACELINE_WGMMA_SHARED
+#undef PACELINE_WGMMA_BY_COLUMNS
 #undef PACELINE_OPERANDS_112
 #undef PACELINE_OPERANDS_96
 #undef PACELINE_OPERANDS_80
 #undef PACELINE_OPERANDS_64
 #undef PACELINE_OPERANDS_48
+#undef PACELINE_OPERANDS_40
 #undef PACELINE_OPERANDS_32
 #undef PACELINE_OPERANDS_24
+#undef PACELINE_OPERANDS_20
 #undef PACELINE_OPERANDS_16
 #undef PACELINE_OPERANDS_8
 #undef PACELINE_EIGHT
@@ -118,8 +152,10 @@ PACELINE_WGMMA_REGISTERS(128, 64, 64, 65, 66, 67, 68)
 #undef PACELINE_NUMBERS_80
 #undef PACELINE_NUMBERS_64
 #undef PACELINE_NUMBERS_48
+#undef PACELINE_NUMBERS_40
 #undef PACELINE_NUMBERS_32
 #undef PACELINE_NUMBERS_24
+#undef PACELINE_NUMBERS_20
 #undef PACELINE_NUMBERS_16
 #undef PACELINE_NUMBERS_8
 

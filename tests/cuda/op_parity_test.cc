@@ -358,10 +358,12 @@ TEST_P(AttentionInvariance, RowBitsDependOnTheRowAlone) {
   TRACE_SEED();
   fresh_context();
   Stream stream(base_seed(), 1001);
-  constexpr int32_t kLengths[] = {1100, 300, 129, 18, 640};
+  // Three segments of latent attention.
+  const int32_t longest = GetParam().value_dim > 0 ? 2300 : 1100;
+  const int32_t lengths[] = {longest, 300, 129, 18, 640};
   constexpr int32_t kNumSequences = 5;
   for (int32_t id = 0; id < kNumSequences; ++id) {
-    const int32_t length = kLengths[id];
+    const int32_t length = lengths[id];
     std::vector<int32_t> positions = {0, 1, 15, 16, 31, 63, 64, 127, 128, 129, 255, 256, 500};
     for (int32_t j = 1; j <= 17; ++j) positions.push_back(length - j);
     for (const int32_t position : positions) {
@@ -384,11 +386,11 @@ TEST_P(AttentionInvariance, RowBitsDependOnTheRowAlone) {
   for (const int32_t rows : {1, 2, 3, 4, 5, 8, 9, 16, 17}) {
     AttentionBatch together;
     for (int32_t id = 0; id < kNumSequences; ++id) {
-      const AttentionSequence window = {id, kLengths[id], rows, 0};
+      const AttentionSequence window = {id, lengths[id], rows, 0};
       together.sequences.push_back(window);
       run(vary({.sequences = {window}}), false, "verify window");
       // Inert rows at the end: drafts that do not exist.
-      run(vary({.sequences = {{id, kLengths[id], rows, 17 - rows}}}), false,
+      run(vary({.sequences = {{id, lengths[id], rows, 17 - rows}}}), false,
           "window with inert rows");
       if (HasFatalFailure()) return;
     }
@@ -403,7 +405,7 @@ TEST_P(AttentionInvariance, RowBitsDependOnTheRowAlone) {
         mixed.sequences.push_back({100 + i, length, is_ended ? 0 : 1 + stream.below(most),
                                    is_ended ? 1 + stream.below(3) : 0});
         if (i < kNumSequences && i < crowd - 1) {
-          mixed.sequences.push_back({i, kLengths[i], rows, stream.below(2)});
+          mixed.sequences.push_back({i, lengths[i], rows, stream.below(2)});
         }
       }
       run(vary(mixed), false, "in a crowd");
@@ -413,10 +415,10 @@ TEST_P(AttentionInvariance, RowBitsDependOnTheRowAlone) {
   for (int trial = 0; trial < 8; ++trial) {
     for (int32_t id = 0; id < kNumSequences; ++id) {
       // A prompt in chunks, each in its own batch with other rows.
-      for (int32_t at = 0; at < kLengths[id];) {
+      for (int32_t at = 0; at < lengths[id];) {
         const int32_t wanted =
-            trial == 0 ? kLengths[id] : 1 + stream.below(1 << (3 + stream.below(8)));
-        const int32_t rows = std::min(kLengths[id] - at, wanted);
+            trial == 0 ? lengths[id] : 1 + stream.below(1 << (3 + stream.below(8)));
+        const int32_t rows = std::min(lengths[id] - at, wanted);
         AttentionBatch batch = {.sequences = {{id, at + rows, rows, 0}}};
         if (stream.one_in(2)) batch.sequences.push_back({77, 50, 1 + stream.below(20), 0});
         if (stream.one_in(2)) batch.sequences.insert(batch.sequences.begin(), {78, 200, 5, 1});
@@ -445,6 +447,11 @@ INSTANTIATE_TEST_SUITE_P(
                       AttentionSpec{4, 2, 64, 1, 0, 0.0f, true},
                       AttentionSpec{16, 2, 64, 16, 128, 0.0f, true},
                       AttentionSpec{.num_qo_heads = 20,
+                                    .num_kv_heads = 1,
+                                    .head_dim = 576,
+                                    .kv_inputs = KvInputs::kNone,
+                                    .value_dim = 512},
+                      AttentionSpec{.num_qo_heads = 16,
                                     .num_kv_heads = 1,
                                     .head_dim = 576,
                                     .kv_inputs = KvInputs::kNone,

@@ -286,6 +286,17 @@ void add_attention(std::vector<OpCase>& cases, const AttentionSpec& s) {
                 .extra_seqs = 10,
                 .extra_rows_per_seq = 400,
                 .max_model_len = 40000});
+  if (s.value_dim != 512 || s.dtype != DType::kBFloat16) return;
+  // Latent attention on tensor cores. Its chunks have 64 entries, and 16 chunks are a segment: long
+  // contexts, the edges of both, and the bounds by which a context is divided into single chunks,
+  // into segments, and not at all.
+  const std::vector<AttentionSequence> edges = {{0, 4100, 4, 0}, {1, 64, 4, 0},   {2, 65, 3, 1},
+                                                {3, 1023, 4, 0}, {4, 1024, 4, 0}, {5, 1025, 4, 0},
+                                                {6, 2048, 1, 3}, {7, 1, 0, 4},    {8, 2051, 4, 0}};
+  add("long", {.sequences = {{0, 8192, 4, 0}}});
+  add("edges", {.sequences = edges});
+  add("edges_of_60", {.sequences = edges, .extra_seqs = 51, .max_model_len = 8192});
+  add("edges_undivided", {.sequences = edges, .extra_rows = 2000, .extra_seqs = 200});
 }
 
 }  // namespace
@@ -330,6 +341,8 @@ std::vector<OpCase> attention_op_cases() {
   latent(20, 576, 512, 16, kB);
   latent(16, 576, 512, 1, kB);
   latent(5, 576, 512, 256, kB);
+  latent(24, 576, 512, 24, kB);  // tiles that end within a row
+  latent(84, 576, 512, 64, kB);  // a row has two tiles
   latent(20, 576, 512, 16, kF);
   latent(3, 576, 512, 16, kF, true);
   latent(3, 56, 40, 24, kB);

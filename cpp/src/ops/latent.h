@@ -81,8 +81,8 @@ struct AbsorbQueriesParams {
 void absorb_queries(CpuContext&, const AbsorbQueriesParams&);
 void absorb_queries(CudaContext&, const AbsorbQueriesParams&);
 
-// Softmax attention of each row over the entries [0, kv_end) of its sequence, in the chunks of
-// paged_attention: y is the weighted sum of latents. Rows are as in PagedAttentionParams.
+// Softmax attention of each row over the entries [0, kv_end) of its sequence, in chunks at absolute
+// positions: y is the weighted sum of latents. Rows are as in PagedAttentionParams.
 struct LatentAttentionParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
