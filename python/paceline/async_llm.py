@@ -225,17 +225,66 @@ class AsyncLLM:
             TypeError: An argument does not exist.
         """
         check_unknown("AsyncLLM.chat", AsyncLLM.chat, unknown)
+        render = self._renderer(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return OutputStream(self, self._session, *self._plan(render, sampling_params, request_id))
+
+    def stream_chat(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        chat_template: str | os.PathLike[str] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **unknown: Never,
+    ) -> ChunkStream:
+        """Generates the next message of a conversation and returns each piece as soon as it is
+        accepted.
+
+        Args:
+            messages: As for `chat`, as all below.
+            sampling_params: See above.
+            request_id: See above.
+            chat_template: See above.
+            add_generation_prompt: See above.
+            continue_final_message: See above.
+            tools: See above.
+            chat_template_kwargs: See above.
+
+        Returns:
+            As for `stream`.
+
+        Raises:
+            ValueError: As for `generate`.
+            TypeError: An argument does not exist.
+        """
+        check_unknown("AsyncLLM.stream_chat", AsyncLLM.stream_chat, unknown)
+        render = self._renderer(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return ChunkStream(self, self._session, *self._plan(render, sampling_params, request_id))
+
+    def _renderer(self, messages: Conversation, **rendering: Any) -> Callable[[], Prompt]:
+        """A call that makes a prompt of a conversation, for a worker thread."""
         llm, templates = self.llm, self._chat_templates
 
         def render() -> Prompt:
-            texts = templates.render(
-                messages,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                chat_template_kwargs=chat_template_kwargs,
-            )
+            texts = templates.render(messages, **rendering)
             if len(texts) != 1 or isinstance(messages[0], list | tuple):
                 raise ValueError(
                     "messages is a list of conversations; allowed: one conversation. Start a task "
@@ -243,7 +292,7 @@ class AsyncLLM:
                 )
             return encode_chats(texts, llm.target, llm.max_model_len)[0]
 
-        return OutputStream(self, self._session, *self._plan(render, sampling_params, request_id))
+        return render
 
     async def abort(self, request_id: str) -> None:
         """Ends a request. Its iterator ends with the output so far and the finish_reason "abort".
@@ -256,6 +305,11 @@ class AsyncLLM:
             RuntimeError: The LLM was built before `fork` in the parent process.
         """
         self._session.abort(check_text("request_id", request_id))
+
+    def close_requests(self) -> None:
+        """Cancels all requests, whose tasks get RuntimeError, and takes no new ones. The LLM stays
+        open."""
+        self._session.close()
 
     def close(self) -> None:
         """Cancels all requests, whose tasks get RuntimeError, and closes the LLM unless it came

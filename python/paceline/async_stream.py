@@ -67,6 +67,12 @@ class AsyncStream(AsyncIterator[_T], Generic[_T]):
         """The request's id. If the caller gave it none, it is "" until the request is queued."""
         return (self._given_name or "") if self._feed is None else self._feed.name
 
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt as token ids; empty until the request is queued."""
+        group = None if self._feed is None else self._feed.group
+        return [] if group is None else group.samples[0].prompt_token_ids
+
     async def __anext__(self) -> _T:
         """Waits for the next item.
 
@@ -92,6 +98,28 @@ class AsyncStream(AsyncIterator[_T], Generic[_T]):
         if item is None:
             raise StopAsyncIteration
         return item
+
+    async def start(self) -> None:
+        """Starts the request unless it has started; otherwise, the first item starts it.
+
+        Returns when the request is queued, so that errors in it are known before its output.
+
+        Raises:
+            Exception: As for the first item.
+        """
+        if self._is_waiting:
+            raise RuntimeError("another task waits for the next item of this request")
+        if self._feed is not None or self._is_done:
+            return
+        self._is_waiting = True
+        try:
+            self._session.check_usable()
+            await self._start()
+        except BaseException:
+            self._close()
+            raise
+        finally:
+            self._is_waiting = False
 
     async def _next(self) -> _T | None:
         self._session.check_usable()

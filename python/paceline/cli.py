@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `paceline generate | chat | convert | bench | doctor`.
+"""The command line: `paceline generate | chat | convert | serve | bench | doctor`.
 
 EXIT_CODES has the exit codes. Every error is one line on standard error.
 """
@@ -17,7 +17,7 @@ from typing import Any, Final, NoReturn
 
 from paceline.bench import cli as bench
 from paceline.checks import MODEL, check_path, check_revision, shorten
-from paceline.commands import chat, generate
+from paceline.commands import chat, generate, serve
 from paceline.commands.options import add_hub_options, add_quiet_option, download_arguments
 from paceline.console import (
     EXIT_BROKEN_PIPE,
@@ -41,6 +41,7 @@ from paceline.console import (
     signals_as_errors,
     tell,
 )
+from paceline.vllm_arguments import flag_advice
 
 _MAX_MESSAGE: Final = 500
 
@@ -75,6 +76,8 @@ class _Parser(argparse.ArgumentParser):
             options = [option for option in options if option != "--help"]  # named in any case
             near = difflib.get_close_matches(unknown[0].split("=")[0], options, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
+            if self.prog.endswith(" serve"):
+                hint = flag_advice(unknown[0].split("=")[0]) or hint
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return known, unknown
 
@@ -99,6 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_parser(commands)
     chat.add_parser(commands)
     _add_convert(commands)
+    serve.add_parser(commands)
     bench.add_parser(commands)
     _add_doctor(commands)
     return parser

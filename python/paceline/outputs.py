@@ -178,6 +178,9 @@ class StreamChunk:
         text_offsets: For each of `token_ids`, the number of characters of the output before the
             text of that token. A character of several tokens belongs to the last one. Where a stop
             string cuts the text, offsets may lie beyond its end.
+        finish_reason: In the last chunk of the output, as in `CompletionOutput`. None in all other
+            chunks.
+        stop_reason: Likewise.
     """
 
     index: int
@@ -191,6 +194,8 @@ class StreamChunk:
     num_drafted: int = 0
     num_accepted: int = 0
     text_offsets: list[int] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
 
 
 class RequestError(RuntimeError):

@@ -182,20 +182,25 @@ class Request:
             return None
         return event.error or "the engine cancelled the request"
 
+    @property
+    def reasons(self) -> tuple[str | None, str | int | None]:
+        """The finish reason and the stop reason; None and None while the output is not finished."""
+        if self.last_event is None:
+            return None, None
+        if self.stop_string is not None:
+            return "stop", self.stop_string
+        if self.error is not None:
+            return "error", None
+        finish_reason = self.last_event.finish_reason
+        if finish_reason == "cancelled":
+            return "abort", None
+        if finish_reason == "stop" and self.token_ids[-1] in (self.params.stop_token_ids or ()):
+            return "stop", self.token_ids[-1]
+        return finish_reason, None
+
     def completion(self) -> CompletionOutput:
         """Returns the output so far; later tokens do not change it."""
-        finish_reason: str | None = None
-        stop_reason: str | int | None = None
-        if self.last_event is not None:
-            finish_reason, stop_reason = self.last_event.finish_reason, self.stop_string
-        if stop_reason is not None:
-            finish_reason = "stop"
-        elif self.error is not None:
-            finish_reason = "error"
-        elif finish_reason == "cancelled":
-            finish_reason = "abort"
-        elif finish_reason == "stop" and self.token_ids[-1] in (self.params.stop_token_ids or ()):
-            stop_reason = self.token_ids[-1]
+        finish_reason, stop_reason = self.reasons
         return CompletionOutput(
             text="".join(self.text_parts),
             token_ids=list(self.token_ids),
@@ -240,8 +245,11 @@ class RequestGroup:
         num_before = len(request.token_ids)
         token_ids, text = request.push(event)
         output = None
+        finish_reason: str | None = None
+        stop_reason: str | int | None = None
         if event.finish_reason is not None:
             request.finish(event)
+            finish_reason, stop_reason = request.reasons
             if all(sample.is_finished for sample in self.samples):
                 output = request_output(self.samples, self._num_speculative_tokens)
         return StreamChunk(
@@ -256,6 +264,8 @@ class RequestGroup:
             num_drafted=event.num_drafted,
             num_accepted=event.num_accepted,
             text_offsets=request.text_offsets[num_before:],
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
         )
 
     def is_to_cancel(self, sample: int) -> bool:

@@ -22,6 +22,8 @@ _GENERATES: Final = f"{LEAVE_OUT}every model generates"
 _TOKENIZER: Final = f"{LEAVE_OUT}the tokenizer is `tokenizer.json` in the model's folder"
 _FORMAT: Final = f"{LEAVE_OUT}the checkpoint's `config.json` says how its weights are stored"
 _KV_DTYPE: Final = f"{LEAVE_OUT}the KV has the dtype in which the model computes"
+_NO_CORS: Final = f"{LEAVE_OUT}pages of other hosts may not use the server"
+_NO_TLS: Final = f"{LEAVE_OUT}the server speaks plain HTTP; put a proxy with TLS before it"
 
 #: By owner and argument.
 ADVICE: Final[dict[str, dict[str, str]]] = {
@@ -106,10 +108,38 @@ ADVICE: Final[dict[str, dict[str, str]]] = {
         "use_heterogeneous_vocab": f"{LEAVE_OUT}the drafter must have the target's token ids",
     },
 }
+#: By flag of `vllm serve`; those that are arguments of its `LLM` are above.
+_FLAG_ADVICE: Final[dict[str, str]] = {
+    "allow_credentials": _NO_CORS,
+    "allowed_headers": _NO_CORS,
+    "allowed_methods": _NO_CORS,
+    "allowed_origins": _NO_CORS,
+    "chat_template_content_format": f"{LEAVE_OUT}a template gets strings and text parts as "
+    "they are given",
+    "disable_log_requests": f"{LEAVE_OUT}requests are not logged; `--access-log` logs them",
+    "disable_uvicorn_access_log": f"{LEAVE_OUT}requests are not logged; `--access-log` logs them",
+    "enable_auto_tool_choice": f"{LEAVE_OUT}tool calls are not parsed",
+    "enable_log_requests": "`--access-log` logs requests, without prompts",
+    "enable_per_request_metrics": f"{LEAVE_OUT}responses have `metrics` in any case",
+    "enable_request_id_headers": f"{LEAVE_OUT}the id of a response is in its body",
+    "lora_modules": _LORA,
+    "middleware": f"{LEAVE_OUT}put a proxy before the server",
+    "per_request_spec_decode_metrics": f"{LEAVE_OUT}responses have "
+    "`metrics.speculative_decoding` in any case",
+    "reasoning_parser": f"{LEAVE_OUT}the output is text as the model writes it",
+    "return_tokens_as_token_ids": "requests have the field `return_tokens_as_token_ids`",
+    "root_path": f"{LEAVE_OUT}put a proxy before the server",
+    "ssl_ca_certs": _NO_TLS,
+    "ssl_certfile": _NO_TLS,
+    "ssl_keyfile": _NO_TLS,
+    "tool_call_parser": f"{LEAVE_OUT}tool calls are not parsed",
+    "uvicorn_log_level": "`--log-level` sets it",
+}
 _SAME: Final = {
     "AsyncLLM": "LLM",
     "AsyncLLM.chat": "LLM.chat",
     "AsyncLLM.generate": "LLM.generate",
+    "AsyncLLM.stream_chat": "LLM.chat",
     "EngineConfig": "LLM",
 }
 
@@ -126,3 +156,17 @@ def advice_end(owner: str, argument: str) -> str:
     """
     advice = ADVICE.get(_SAME.get(owner, owner), {}).get(argument)
     return "" if advice is None else f"; {advice.replace('`', '')}"
+
+
+def flag_advice(flag: str) -> str:
+    """The end of an error about a flag of `vllm serve` that `paceline serve` lacks.
+
+    Args:
+        flag: The flag, such as --enforce-eager or --no-enable-prefix-caching.
+
+    Returns:
+        As for `advice_end`.
+    """
+    name = flag.lstrip("-").replace("-", "_").removeprefix("no_")
+    advice = _FLAG_ADVICE.get(name)
+    return advice_end("LLM", name) if advice is None else f"; {advice.replace('`', '')}"

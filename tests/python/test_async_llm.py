@@ -104,6 +104,46 @@ def test_chat_is_that_of_llm(allm: AsyncLLM, llm: LLM) -> None:
     assert output.prompt == "Helloglad" and output.outputs == expected.outputs
 
 
+def test_a_chat_is_streamed(allm: AsyncLLM, llm: LLM) -> None:
+    template = "{% for m in messages %}{{ m.content }}{{ mood }}{% endfor %}"
+    options: Any = {"chat_template": template, "chat_template_kwargs": {"mood": "glad"}}
+    params = SamplingParams(seed=1, max_tokens=16, n=2)
+    (expected,) = llm.chat(HELLO, params, **options)
+
+    async def main() -> None:
+        with pytest.raises(TypeError, match="stream_chat has no parameter 'documents'"):
+            allm.stream_chat(HELLO, documents=[])  # type: ignore[arg-type]
+        stream = allm.stream_chat(HELLO, params, **options)
+        assert stream.prompt_token_ids == []
+        await stream.start()
+        await stream.start()  # changes nothing
+        assert stream.prompt_token_ids == expected.prompt_token_ids
+        chunks = [chunk async for chunk in stream]
+        for one in expected.outputs:
+            own = [chunk for chunk in chunks if chunk.sample == one.index]
+            assert "".join(chunk.text for chunk in own) == one.text
+            assert [chunk.finish_reason for chunk in own[:-1]] == [None] * (len(own) - 1)
+            assert own[-1].finish_reason == one.finish_reason and own[-1].finished
+            assert own[-1].stop_reason == one.stop_reason
+
+    run(main())
+
+
+def test_starting_raises_the_errors_of_a_request(allm: AsyncLLM, llm: LLM) -> None:
+    async def main() -> None:
+        stream = allm.stream([10**6], GREEDY)
+        with pytest.raises(ValueError, match="is token id 1000000"):
+            await stream.start()
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+        running = allm.stream("a", LONG)
+        await running.start()
+        await running.aclose()
+        await idle(llm)
+
+    run(main())
+
+
 def test_seeds_are_those_of_generate(target_dir: Path) -> None:
     params = SamplingParams(max_tokens=6)
     options: Any = {"device": "cpu", "seed": 3, "max_model_len": 64, "show_progress": False}

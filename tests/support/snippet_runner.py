@@ -37,7 +37,13 @@ def run_python(code: str, name: str, namespace: dict[str, Any]) -> tuple[str, st
 
 def run_shell(code: str, folder: Path) -> tuple[str, str | None]:
     """Runs a block in bash, where `paceline` is this interpreter's; returns output and error."""
-    script = f'set -euo pipefail\npaceline() {{ "{sys.executable}" -m paceline "$@"; }}\n{code}'
+    # A program, not a function: a signal to a command in the background has to reach it.
+    programs = folder / ".programs"
+    programs.mkdir(exist_ok=True)
+    program = programs / "paceline"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m paceline "$@"\n')
+    program.chmod(0o755)
+    script = f'PATH="{programs}:$PATH"\nset -euo pipefail\n{code}'
     done = subprocess.run(
         ["bash", "-c", script],
         cwd=folder,

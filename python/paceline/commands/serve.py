@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`paceline serve`: an HTTP server with OpenAI's API."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import logging
+import os
+import shlex
+from typing import TYPE_CHECKING, Any, Final
+
+from paceline.checks import check_finite, check_int, check_text, shorten
+from paceline.commands.options import (
+    add_engine_options,
+    add_model_options,
+    add_quiet_option,
+    choose_model,
+    download_arguments,
+    engine_arguments,
+)
+from paceline.console import EXIT_OK, integer, number, tell
+from paceline.limits import MAX_INT, MAX_LOGPROBS, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
+
+if TYPE_CHECKING:
+    import socket
+
+    from paceline.async_llm import AsyncLLM
+
+_LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+_MAX_TIMEOUT_S: Final = 86_400
+_DEMO_NAME: Final = "paceline-demo"
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `serve` to the command line's subparsers."""
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP with OpenAI's API",
+        description="Serves a model with OpenAI's API. Each option is also an environment "
+        "variable, PACELINE_ and its name in capitals, such as PACELINE_MAX_NUM_SEQS, and a key of "
+        "the file of --config; the command line comes first, then the environment. Without a "
+        "model a demo is served, which only continues Python code. SIGTERM ends the server once "
+        "its requests have ended.",
+    )
+    parser.add_argument(
+        "model_tag", nargs="?", metavar="MODEL", help="the same as --model (default: none)"
+    )
+    _add_server_options(parser.add_argument_group("server"))
+    add_model_options(parser)
+    add_engine_options(parser)
+    _add_engine_options(parser.add_argument_group("engine of a server"))
+    add_quiet_option(parser, "print no progress bar and no message")
+    parser.set_defaults(run=functools.partial(_run_serve, parser))
+
+
+def _add_server_options(group: Any) -> None:
+    group.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML file with options, such as max-num-seqs: 32 (default: none)",
+    )
+    group.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="name or address to listen on; others than this machine's own need --api-key "
+        "(default: 127.0.0.1)",
+    )
+    group.add_argument(
+        "--port",
+        type=integer,
+        default=8000,
+        metavar="N",
+        help="port, 0 to 65535; 0 = a free one (default: 8000)",
+    )
+    group.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="what clients must send as a bearer token; better given in PACELINE_API_KEY, which "
+        "other users of the machine do not see (default: none)",
+    )
+    group.add_argument(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="names of the model in the API; responses have the first (default: the model as it "
+        "was given)",
+    )
+    group.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja template to use (default: none, the checkpoint's own)",
+    )
+    group.add_argument(
+        "--max-queue",
+        type=integer,
+        metavar="N",
+        help="outputs that may wait, N >= 0; beyond, requests get 429 (default: 4 times "
+        "--max-num-seqs)",
+    )
+    group.add_argument(
+        "--max-body-bytes",
+        type=integer,
+        default=8 * 2**20,
+        metavar="N",
+        help="largest body of a request in bytes, N >= 1024 (default: 8388608)",
+    )
+    group.add_argument(
+        "--read-timeout",
+        type=number,
+        default=30.0,
+        metavar="S",
+        help="seconds in which the headers, and the body, of a request must arrive, above 0 "
+        "(default: 30)",
+    )
+    group.add_argument(
+        "--drain-timeout",
+        type=number,
+        default=60.0,
+        metavar="S",
+        help="seconds that requests may go on after SIGTERM, S >= 0 (default: 60)",
+    )
+    group.add_argument(
+        "--log-level",
+        choices=_LOG_LEVELS,
+        default="info",
+        help="debug, info, warning or error (default: info)",
+    )
+    group.add_argument("--access-log", action="store_true", help="log each request (default: off)")
+
+
+def _add_engine_options(group: Any) -> None:
+    for flag, kind, default, metavar, text in (
+        (
+            "--max-num-seqs",
+            integer,
+            64,
+            "N",
+            f"outputs that run at the same time, 1 to {MAX_NUM_SEQS} (default: 64)",
+        ),
+        (
+            "--max-num-batched-tokens",
+            integer,
+            None,
+            "N",
+            f"token budget of an iteration, 1 to {MAX_NUM_BATCHED_TOKENS} (default: by device and "
+            "--max-num-seqs)",
+        ),
+        (
+            "--prefill-chunk-size",
+            integer,
+            None,
+            "N",
+            "prompt tokens of a request in one iteration at most, N >= 1 (default: by the budget)",
+        ),
+        (
+            "--gpu-memory-utilization",
+            number,
+            None,
+            "X",
+            "share of the GPU's memory that may be used, above 0 to 1 (default: none, the rule of "
+            "--kv-cache-bytes)",
+        ),
+        ("--load-format", str, "auto", "NAME", "auto or dummy (default: auto)"),
+        (
+            "--seed",
+            integer,
+            0,
+            "N",
+            "from which requests without a seed get theirs, 0 to 2**64 - 1 (default: 0)",
+        ),
+        (
+            "--max-logprobs",
+            integer,
+            20,
+            "N",
+            f"logprobs that a request may ask for, 0 to {MAX_LOGPROBS} (default: 20)",
+        ),
+    ):
+        group.add_argument(flag, type=kind, default=default, metavar=metavar, help=text)
+    group.add_argument(
+        "-tp",
+        "--tensor-parallel-size",
+        type=integer,
+        default=1,
+        metavar="N",
+        help="GPUs of the model, N >= 1; this version has 1 (default: 1)",
+    )
+    group.add_argument(
+        "--disable-log-stats",
+        action="store_true",
+        help="log no figures at intervals (default: off)",
+    )
+
+
+def _run_serve(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    for package in ("fastapi", "uvicorn", "yaml"):
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(
+                f"`paceline serve` needs the package {package}: pip install 'paceline[server]'"
+            )
+    from paceline.server.settings import read_options
+
+    words = shlex.split(args.command_line)
+    args = read_options(parser, words[words.index("serve") + 1 :], os.environ)
+    _check(args)
+    model, speculative_config = choose_model(args)
+    logging.basicConfig(
+        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    from paceline.server.run import is_loopback, open_socket
+
+    with open_socket(args.host, args.port) as opened:
+        if args.api_key is None and not is_loopback(opened):
+            raise ValueError(
+                f"--host is {args.host}, which other machines can reach; allowed without an "
+                "--api-key (or PACELINE_API_KEY): 127.0.0.1"
+            )
+        from paceline.async_llm import AsyncLLM
+
+        allm = AsyncLLM(
+            model,
+            speculative_config=speculative_config,
+            show_progress=not args.quiet,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            prefill_chunk_size=args.prefill_chunk_size,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            load_format=args.load_format,
+            seed=args.seed,
+            max_logprobs=args.max_logprobs,
+            tensor_parallel_size=args.tensor_parallel_size,
+            disable_log_stats=args.disable_log_stats,
+            **engine_arguments(args),
+            **download_arguments(args),
+        )
+        try:
+            _serve(args, allm, opened)
+        finally:
+            allm.close()
+    return EXIT_OK
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Checks what can be wrong before a model is loaded."""
+    if args.model_tag is not None and args.model not in (None, args.model_tag):
+        raise ValueError(
+            f"the model is {shorten(args.model_tag)} and --model is {shorten(args.model)}; "
+            "allowed: one of them"
+        )
+    args.model = args.model or args.model_tag
+    check_int("--port", args.port, 0, 65535)
+    check_int("--max-num-seqs", args.max_num_seqs, 1, MAX_NUM_SEQS)
+    if args.max_queue is not None:
+        check_int("--max-queue", args.max_queue, 0, MAX_INT)
+    check_int("--max-body-bytes", args.max_body_bytes, 1024, MAX_INT)
+    for name, least in (("read_timeout", 0.001), ("drain_timeout", 0.0)):
+        option, value = "--" + name.replace("_", "-"), getattr(args, name)
+        allowed = f"seconds from {least:g} to {_MAX_TIMEOUT_S}"
+        if not least <= check_finite(option, value, allowed) <= _MAX_TIMEOUT_S:
+            raise ValueError(f"{option} is {value:g}; allowed: {allowed}")
+    if args.api_key is not None and not (args.api_key.isascii() and args.api_key.isprintable()):
+        raise ValueError("--api-key has other characters than printable ASCII")
+    if args.api_key == "":
+        raise ValueError("--api-key is empty; allowed: a key, or leave it out")
+    for name in args.served_model_name or ():
+        check_text("--served-model-name", name)
+
+
+def _serve(args: argparse.Namespace, allm: AsyncLLM, opened: socket.socket) -> None:
+    from paceline.server.run import Server
+    from paceline.server.service import Limits, Service
+
+    names = args.served_model_name or [args.model or _DEMO_NAME]
+    limits = Limits(
+        max_queue=args.max_queue,
+        max_body_bytes=args.max_body_bytes,
+        read_timeout_s=args.read_timeout,
+    )
+    service = Service(allm, names, limits=limits, api_key=args.api_key)
+    host, port = opened.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+
+    def on_ready() -> None:
+        if not args.quiet:
+            tell(f"paceline: serving {names[0]} at http://{shown}:{port}/v1")
+
+    server = Server(
+        service,
+        opened,
+        drain_timeout_s=args.drain_timeout,
+        on_ready=on_ready,
+        has_access_log=args.access_log,
+    )
+    try:
+        server.run(handles_signals=True)
+    finally:
+        service.close()

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routes of the server."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, Final
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+import paceline
+from paceline.async_stream import ChunkStream
+from paceline.server import tokens
+from paceline.server.bodies import ClientGone, parse_object
+from paceline.server.connection import EventStream, JsonResponse, error_response, until_gone
+from paceline.server.errors import ApiError, as_api_error
+from paceline.server.fields import (
+    CHAT_FIELDS,
+    COMPLETION_FIELDS,
+    MAX_MESSAGES,
+    read_chat,
+    read_completion,
+)
+from paceline.server.generation import Generation
+from paceline.server.guard import App, Guard
+from paceline.server.service import Service
+from paceline.server.shapes import ChatShape, CompletionShape, Shape
+
+_CLIENT_GONE: Final = 499  # nobody reads it
+
+
+def make_app(service: Service) -> App:
+    """Makes the ASGI application that serves a model."""
+    # Its pages would load scripts from other hosts.
+    app = FastAPI(title="Paceline", docs_url=None, redoc_url=None, openapi_url=None)
+    _add_errors(app)
+    _add_facts(app, service)
+    _add_generation(app, service)
+    return Guard(app, service)
+
+
+def _add_errors(app: FastAPI) -> None:
+    async def on_error(_: Request, error: Exception) -> Response:
+        return error_response(as_api_error(error))
+
+    async def on_gone(_: Request, __: Exception) -> Response:
+        return Response(status_code=_CLIENT_GONE)
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return error_response(ApiError(error.status_code, message, headers=error.headers))
+
+    for kind in (ApiError, ValueError, RuntimeError, MemoryError, Exception):
+        app.add_exception_handler(kind, on_error)
+    app.add_exception_handler(ClientGone, on_gone)
+    app.add_exception_handler(HTTPException, on_http_error)
+
+
+def _add_facts(app: FastAPI, service: Service) -> None:
+    llm = service.allm.llm
+
+    def card(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "paceline",
+            "root": str(llm.target.path),
+            "parent": None,
+            "max_model_len": llm.max_model_len,
+        }
+
+    @app.get("/health")
+    async def health() -> Response:
+        if service.is_draining:
+            raise ApiError(503, "the server is about to end")
+        service.check_running()
+        return Response()
+
+    @app.get("/version")
+    async def version() -> Response:
+        return JsonResponse({"version": paceline.__version__})
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JsonResponse({"object": "list", "data": [card(name) for name in service.names]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        service.check_model(name)
+        return JsonResponse(card(name))
+
+    @app.get("/v1/capabilities")
+    async def capabilities() -> Response:
+        served = {
+            "models": list(service.names),
+            "max_model_len": llm.max_model_len,
+            "max_outputs": service.admission.limit,
+            "max_body_bytes": service.limits.max_body_bytes,
+            "max_messages": MAX_MESSAGES,
+            "fields": {
+                "/v1/completions": sorted(COMPLETION_FIELDS),
+                "/v1/chat/completions": sorted(CHAT_FIELDS),
+            },
+        }
+        return JsonResponse(llm.capabilities() | {"server": served})
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        given = parse_object(await request.body())
+        return JsonResponse(await service.in_worker(lambda: tokens.tokenize(service, given)))
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        given = parse_object(await request.body())
+        return JsonResponse(await service.in_worker(lambda: tokens.detokenize(service, given)))
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    allm = service.allm
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        given = parse_object(await request.body())
+        call = read_completion(given, service.completion_params, service.check_model)
+        streams = [allm.stream(prompt, call.wishes.params) for prompt in call.prompts]
+        return await _generate(service, request, streams, CompletionShape(call.wishes))
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        given = parse_object(await request.body())
+        call = read_chat(given, service.chat_params, service.check_model)
+        stream = allm.stream_chat(call.messages, call.wishes.params, **call.template_arguments)
+        return await _generate(service, request, [stream], ChatShape(call.wishes))
+
+
+async def _generate(
+    service: Service, request: Request, streams: Sequence[ChunkStream], shape: Shape
+) -> Response:
+    """Runs prompts and makes the response."""
+    num_outputs = len(streams) * shape.wishes.params.n
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(
+            service.admission.admit(num_outputs, "prompt" if len(streams) > 1 else "n")
+        )
+        generation = Generation(streams, service.names[0], shape)
+        stack.push_async_callback(generation.close)
+        await until_gone(request.receive, generation.start())
+        if not shape.wishes.is_streamed:
+            return JsonResponse(await until_gone(request.receive, generation.whole()))
+        return EventStream(generation.events(), stack.pop_all().aclose)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the bodies of requests: bounded in bytes, time and depth, and every field by name."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import json
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
+from typing import Any, Final, NoReturn
+
+from paceline.checks import check_text, shorten
+from paceline.server.errors import ApiError, refusal
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+MAX_JSON_DEPTH: Final = 64
+
+
+class ClientGone(Exception):
+    """The client has closed the connection."""
+
+
+async def read_body(receive: Receive, *, max_bytes: int, timeout_s: float) -> bytes:
+    """Reads the body of a request.
+
+    Args:
+        receive: The connection.
+        max_bytes: Largest body.
+        timeout_s: Longest time for all of it.
+
+    Raises:
+        ApiError: 408 or 413.
+        ClientGone: The connection was closed.
+    """
+    parts: list[bytes] = []
+    num_bytes = 0
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                parts.append(message.get("body", b""))
+                num_bytes += len(parts[-1])
+                if num_bytes > max_bytes:
+                    raise too_large(max_bytes)
+                if not message.get("more_body", False):
+                    return b"".join(parts)
+    except TimeoutError:
+        raise ApiError(
+            408,
+            f"the body of the request did not arrive within {timeout_s:g} s; send it faster, or "
+            "start the server with a longer --read-timeout",
+            headers={"connection": "close"},
+        ) from None
+
+
+def too_large(max_bytes: int) -> ApiError:
+    """Makes the error for a body of more than `max_bytes`."""
+    return ApiError(
+        413,
+        f"the body of the request is too long; allowed: {max_bytes} bytes. Send less, or start the "
+        "server with a larger --max-body-bytes",
+        headers={"connection": "close"},
+    )
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Parses the JSON object of a request.
+
+    Raises:
+        ApiError: It is invalid, has a key twice, NaN or Infinity, or more than MAX_JSON_DEPTH
+            levels.
+    """
+    try:
+        value = json.loads(body, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except RecursionError:
+        raise _too_deep() from None
+    except UnicodeDecodeError as error:
+        raise refusal(f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise refusal(f"the body is not valid JSON: {error}") from None
+    except ValueError:
+        raise refusal("the body has an integer of thousands of digits") from None
+    if not isinstance(value, dict):
+        raise refusal(f"the body is {shorten(value)}; allowed: a JSON object")
+    _check_depth(value)
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise refusal(f"the body has the key {shorten(twice)} twice in an object; allowed: once")
+    return made
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise refusal(f"the body has {name}, which is not JSON; allowed: finite numbers")
+
+
+def _check_depth(value: dict[str, Any]) -> None:
+    level: list[Any] = [value]
+    for _ in range(MAX_JSON_DEPTH):
+        level = [
+            child
+            for each in level
+            for child in (each.values() if isinstance(each, dict) else each)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _too_deep() -> ApiError:
+    return refusal(f"the body is nested too deeply; allowed: {MAX_JSON_DEPTH} levels")
+
+
+class Fields:
+    """The fields of a request, each of which is taken once. One that is null counts as absent."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        """Starts with all fields."""
+        self._names = list(given)
+        self._given = {name: value for name, value in given.items() if value is not None}
+
+    def take(self, name: str) -> Any:
+        """Takes a field; None if it is absent."""
+        return self._given.pop(name, None)
+
+    def take_bool(self, name: str, default: bool = False) -> bool:
+        """Takes a switch."""
+        value = self._given.pop(name, default)
+        if not isinstance(value, bool):
+            raise refusal(f"{name} is {shorten(value)}; allowed: true or false", name)
+        return value
+
+    def take_text(self, name: str) -> str | None:
+        """Takes a string; None if it is absent."""
+        value = self._given.pop(name, None)
+        return None if value is None else check_text(name, value)
+
+    def take_object(self, name: str) -> dict[str, Any] | None:
+        """Takes an object; None if it is absent."""
+        value = self._given.pop(name, None)
+        if value is not None and not isinstance(value, dict):
+            raise refusal(f"{name} is {shorten(value)}; allowed: an object", name)
+        return value
+
+    def take_all(self, names: Collection[str]) -> dict[str, Any]:
+        """Takes those of several fields that are there."""
+        return {name: self._given.pop(name) for name in names if name in self._given}
+
+    def finish(
+        self, allowed: Collection[str], refused: Mapping[str, tuple[str, tuple[Any, ...]]]
+    ) -> None:
+        """Refuses what was not taken.
+
+        Args:
+            allowed: All fields that the route takes.
+            refused: Fields that others have: what to do instead, and the values that are the same
+                as leaving the field out.
+
+        Raises:
+            ApiError: A field is left.
+        """
+        for name in self._names:
+            if name not in allowed and name not in refused:
+                near = difflib.get_close_matches(name[:100], allowed, n=1)
+                hint = f" Did you mean {near[0]}?" if near else ""
+                raise refusal(
+                    f"unknown field {shorten(name)}; allowed: {', '.join(sorted(allowed))}.{hint}",
+                    name[:100],
+                )
+        for name, value in self._given.items():
+            advice, neutral = refused[name]
+            # `1 == True`, but they are different values of JSON.
+            if not any(value == one and type(value) is type(one) for one in neutral):
+                raise refusal(f"{name} is not supported: {advice}", name)

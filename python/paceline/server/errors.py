@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors in the form of OpenAI's API."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from paceline._core import DeviceError, InternalError, ModelFileError
+from paceline.checks import shorten
+from paceline.outputs import RequestError
+
+_TYPES: Final = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+_MAX_MESSAGE: Final = 2000
+
+
+class ApiError(Exception):
+    """What a client gets instead of a result.
+
+    Attributes:
+        status: The HTTP status.
+        message: What was given, what is allowed, what to do.
+        param: The field of the request; None if no single one is at fault.
+        code: A name for programs; None if the status says all.
+        headers: Further headers of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """Returns the JSON of the response."""
+        fallback = "server_error" if self.status >= 500 else "invalid_request_error"
+        message = self.message
+        if len(message) > _MAX_MESSAGE:
+            message = message[:_MAX_MESSAGE] + "..."
+        return {
+            "error": {
+                "message": message,
+                "type": _TYPES.get(self.status, fallback),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+def refusal(message: str, param: str | None = None) -> ApiError:
+    """Makes the error for a request that is malformed, or asks for what there is not."""
+    return ApiError(400, message, param=param)
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """Converts an error of the package.
+
+    Args:
+        error: What a call has raised.
+
+    Returns:
+        400 for a value that is not allowed; 500 if the request failed; 503 if the engine did.
+    """
+    if isinstance(error, ApiError):
+        return error
+    message = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, RequestError | InternalError | ModelFileError | MemoryError):
+        return ApiError(500, message)
+    if isinstance(error, ValueError | NotImplementedError):
+        return refusal(message, _param_of(message))
+    if isinstance(error, DeviceError | RuntimeError):
+        return ApiError(503, message)
+    return ApiError(500, f"internal error: {type(error).__name__}: {shorten(message, 200)}")
+
+
+def _param_of(message: str) -> str | None:
+    """The field that a message of the package begins with; such messages are "NAME is ..."."""
+    found = re.match(r"([a-z]\w*)(\[['\w]+\])* (is|has|and|are) ", message)
+    return None if found is None else found[1]

@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fields of completions and chats, and what they mean for the engine.
+
+`SamplingParams` checks the sampling parameters, so each limit has one place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Final
+
+from paceline.checks import check_int, shorten
+from paceline.limits import MAX_LOGPROBS
+from paceline.sampling import SamplingParams
+from paceline.server.bodies import Fields
+from paceline.server.errors import refusal
+
+MAX_MESSAGES: Final = 4096
+_MAX_USER: Final = 512
+_ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+
+# The names of `SamplingParams` that mean the same here.
+_SAMPLING: Final = (
+    "n",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "bad_words",
+    "allowed_token_ids",
+    "max_tokens",
+    "min_tokens",
+    "stop",
+    "include_stop_str_in_output",
+    "stop_token_ids",
+    "ignore_eos",
+    "seed",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+)
+_COMMON: Final = (
+    *_SAMPLING,
+    "model",
+    "stream",
+    "stream_options",
+    "logit_bias",
+    "logprobs",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "user",
+)
+COMPLETION_FIELDS: Final = (*_COMMON, "prompt")
+CHAT_FIELDS: Final = (
+    *_COMMON,
+    "messages",
+    "max_completion_tokens",
+    "top_logprobs",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+)
+
+_STRUCTURED: Final = "there is no structured output; check the text yourself"
+_BEAMS: Final = "there is no beam search; leave it out"
+_LEAVE: Final = "leave it out"
+# By field: what to do instead, and the values that are the same as leaving it out.
+_REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
+    "best_of": ("n gives the number of outputs", ()),
+    "cache_salt": ("there is no cache of prefixes across requests; leave it out", ()),
+    "guided_choice": (_STRUCTURED, ()),
+    "guided_decoding_backend": (_STRUCTURED, ()),
+    "guided_grammar": (_STRUCTURED, ()),
+    "guided_json": (_STRUCTURED, ()),
+    "guided_regex": (_STRUCTURED, ()),
+    "kv_transfer_params": (_LEAVE, ()),
+    "length_penalty": (_BEAMS, (1.0, 1)),
+    "logits_processors": ("logit_bias, bad_words and allowed_token_ids change logits", ()),
+    "metadata": ("the server stores nothing; leave it out", ()),
+    "priority": ("requests run in the order in which they arrive; leave it out", (0,)),
+    "prompt_logprobs": ("LLM.generate has it; over HTTP only logprobs of the output", ()),
+    "response_format": (_STRUCTURED, ({"type": "text"},)),
+    "service_tier": (_LEAVE, ("auto", "default")),
+    "speculative": (
+        "the server's --speculative-config holds for all requests; leave it out",
+        (),
+    ),
+    "store": ("the server stores nothing; leave it out", (False,)),
+    "structured_outputs": (_STRUCTURED, ()),
+    "truncate_prompt_tokens": ("shorten the prompt itself", ()),
+    "use_beam_search": (_BEAMS, (False,)),
+    "vllm_xargs": (_LEAVE, ()),
+}
+_TOOLS: Final = "tool calls are not parsed; describe the tools in a message"
+_REFUSED_IN_COMPLETIONS: Final = _REFUSED | {
+    "add_special_tokens": ("give the prompt as token ids, which /tokenize makes", (True,)),
+    "echo": ("put the prompt before the text yourself", (False,)),
+    "messages": ("send them to /v1/chat/completions", ()),
+    "prompt_embeds": ("models read text and token ids only", ()),
+    "suffix": ("models continue the prompt only; leave it out", ("",)),
+}
+_REFUSED_IN_CHATS: Final = _REFUSED | {
+    "add_special_tokens": ("the chat template writes the special tokens", (False,)),
+    "audio": ("models read and write text only", ()),
+    "chat_template": ("the server's --chat-template or the checkpoint's own is used", ()),
+    "documents": ("give them in chat_template_kwargs if the template reads them", ()),
+    "echo": ("put the prompt before the text yourself", (False,)),
+    "function_call": (_TOOLS, ("none",)),
+    "functions": (_TOOLS, ()),
+    "include_reasoning": ("the output is text as the model writes it; leave it out", ()),
+    "mm_processor_kwargs": ("models read text only", ()),
+    "modalities": ("models write text only", (["text"],)),
+    "parallel_tool_calls": (_TOOLS, (True, False)),
+    "prediction": ("the server's --speculative-config names the drafter; leave it out", ()),
+    "prompt": ("send it to /v1/completions", ()),
+    "reasoning_effort": (
+        "give chat_template_kwargs, such as {'reasoning_effort': 'low'}, if the template reads it",
+        (),
+    ),
+    "tool_choice": (_TOOLS, ("none", "auto")),
+    "tools": (_TOOLS, ([],)),
+    "verbosity": (_LEAVE, ()),
+    "web_search_options": (_LEAVE, ()),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Wishes:
+    """What completions and chats have in common.
+
+    Attributes:
+        params: The sampling parameters.
+        is_streamed: Whether the output is sent while it grows.
+        includes_usage: Whether a stream ends with the usage.
+        has_continuous_usage: Whether each chunk has the usage so far.
+        returns_token_ids: Whether token ids are sent with the text.
+        shows_ids: Whether logprobs name tokens "token_id:ID".
+    """
+
+    params: SamplingParams
+    is_streamed: bool
+    includes_usage: bool
+    has_continuous_usage: bool
+    returns_token_ids: bool
+    shows_ids: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class CompletionCall:
+    """A request to /v1/completions.
+
+    Attributes:
+        prompts: Strings or lists of token ids, at least one.
+        wishes: All else.
+    """
+
+    prompts: list[Any]
+    wishes: Wishes
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatCall:
+    """A request to /v1/chat/completions.
+
+    Attributes:
+        messages: The conversation.
+        template_arguments: Keyword arguments of `ChatTemplates.render`.
+        wishes: All else.
+    """
+
+    messages: list[Any]
+    template_arguments: dict[str, Any]
+    wishes: Wishes
+
+
+def read_completion(
+    given: dict[str, Any], default: SamplingParams, check_model: Callable[[str | None], None]
+) -> CompletionCall:
+    """Reads the body of a request to /v1/completions.
+
+    Args:
+        given: The body.
+        default: What holds for parameters that are not given.
+        check_model: Raises an error for a model that is not served.
+
+    Raises:
+        ApiError: A field is unknown, not supported or malformed.
+        ValueError: Likewise.
+    """
+    fields = Fields(given)
+    check_model(fields.take_text("model"))
+    prompts = _prompts(fields.take("prompt"))
+    num_logprobs = fields.take("logprobs")
+    if num_logprobs is not None:
+        num_logprobs = check_int("logprobs", num_logprobs, 0, MAX_LOGPROBS)
+    wishes = _wishes(fields, default, num_logprobs)
+    fields.finish(COMPLETION_FIELDS, _REFUSED_IN_COMPLETIONS)
+    return CompletionCall(prompts, wishes)
+
+
+def read_chat(
+    given: dict[str, Any], default: SamplingParams, check_model: Callable[[str | None], None]
+) -> ChatCall:
+    """Reads the body of a request to /v1/chat/completions; see `read_completion`."""
+    fields = Fields(given)
+    check_model(fields.take_text("model"))
+    messages, arguments = take_conversation(fields)
+    wants_logprobs = fields.take_bool("logprobs")
+    num_logprobs = fields.take("top_logprobs")
+    if num_logprobs is not None:
+        num_logprobs = check_int("top_logprobs", num_logprobs, 0, MAX_LOGPROBS)
+        if num_logprobs > 0 and not wants_logprobs:
+            raise refusal(
+                f"top_logprobs is {num_logprobs}, but logprobs is not true; allowed: both, or none",
+                "top_logprobs",
+            )
+    most = fields.take("max_completion_tokens")
+    if most is not None:
+        given_most = fields.take("max_tokens")
+        if given_most is not None and given_most != most:
+            raise refusal(
+                f"max_completion_tokens is {shorten(most)} and max_tokens is "
+                f"{shorten(given_most)}; allowed: one of them",
+                "max_completion_tokens",
+            )
+        most = check_int("max_completion_tokens", most, 1, 2**31 - 1)
+    wishes = _wishes(
+        fields, default, (num_logprobs or 0) if wants_logprobs else None, max_tokens=most
+    )
+    fields.finish(CHAT_FIELDS, _REFUSED_IN_CHATS)
+    return ChatCall(messages, arguments, wishes)
+
+
+def take_conversation(fields: Fields) -> tuple[list[Any], dict[str, Any]]:
+    """Takes the messages of a conversation and the keyword arguments for its template."""
+    messages = fields.take("messages")
+    if not isinstance(messages, list) or not messages:
+        raise refusal(
+            f"messages is {shorten(messages)}; allowed: a list of at least one message "
+            '{"role": ..., "content": ...}',
+            "messages",
+        )
+    if len(messages) > MAX_MESSAGES:
+        raise refusal(
+            f"messages has {len(messages)} entries; allowed: at most {MAX_MESSAGES}", "messages"
+        )
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise refusal(
+                f"messages[{index}] is {shorten(message)}; allowed: an object", "messages"
+            )
+        role = message.get("role")
+        if role is not None and role not in _ROLES:
+            raise refusal(
+                f"messages[{index}]['role'] is {shorten(role)}; allowed: {', '.join(_ROLES)}",
+                "messages",
+            )
+    continues = fields.take_bool("continue_final_message")
+    return messages, {
+        "add_generation_prompt": fields.take_bool("add_generation_prompt", not continues),
+        "continue_final_message": continues,
+        "chat_template_kwargs": fields.take_object("chat_template_kwargs"),
+    }
+
+
+def _wishes(
+    fields: Fields, default: SamplingParams, num_logprobs: int | None, **given: Any
+) -> Wishes:
+    parameters = fields.take_all(_SAMPLING) | {
+        name: value for name, value in given.items() if value is not None
+    }
+    biases = fields.take_object("logit_bias")
+    if biases is not None:
+        parameters["logit_bias"] = _biases(biases)
+    params = dataclasses.replace(default, logprobs=num_logprobs, **parameters)
+    is_streamed = fields.take_bool("stream")
+    options = fields.take_object("stream_options")
+    if options is not None and not is_streamed:
+        raise refusal(
+            "stream_options is given, but stream is not true; allowed: both, or none",
+            "stream_options",
+        )
+    shown = Fields(options or {})
+    has_continuous_usage = shown.take_bool("continuous_usage_stats")
+    includes_usage = shown.take_bool("include_usage")
+    shown.finish(("include_usage", "continuous_usage_stats"), {})
+    if len(fields.take_text("user") or "") > _MAX_USER:
+        raise refusal(f"user is too long; allowed: {_MAX_USER} characters", "user")
+    return Wishes(
+        params=params,
+        is_streamed=is_streamed,
+        includes_usage=includes_usage,
+        has_continuous_usage=has_continuous_usage,
+        returns_token_ids=fields.take_bool("return_token_ids"),
+        shows_ids=fields.take_bool("return_tokens_as_token_ids"),
+    )
+
+
+def _biases(given: dict[str, Any]) -> list[tuple[int, Any]]:
+    """Keys of JSON are strings."""
+    pairs = []
+    for key, value in given.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise refusal(
+                f"logit_bias has the key {shorten(key)}; allowed: token ids", "logit_bias"
+            )
+        pairs.append((int(key), value))
+    return pairs
+
+
+def _prompts(given: Any) -> list[Any]:
+    """Makes a list of prompts; their elements are checked when they are encoded."""
+    allowed = "a string, a list of token ids, or a list of those"
+    if isinstance(given, str):
+        return [given]
+    if not isinstance(given, list) or not given:
+        raise refusal(f"prompt is {shorten(given)}; allowed: {allowed}", "prompt")
+    if isinstance(given[0], str | list):
+        for index, one in enumerate(given):
+            if not isinstance(one, str | list) or not one:
+                raise refusal(f"prompt[{index}] is {shorten(one)}; allowed: {allowed}", "prompt")
+        return given
+    return [given]

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the prompts of a request and makes its response."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from paceline.outputs import RequestError, RequestOutput, StreamChunk
+from paceline.server.connection import END, event
+from paceline.server.errors import as_api_error
+from paceline.server.shapes import Shape, metrics_of, usage, usage_of
+
+if TYPE_CHECKING:
+    from paceline.async_stream import ChunkStream
+
+
+class Generation:
+    """The prompts of one request and their outputs."""
+
+    def __init__(self, streams: Sequence[ChunkStream], model: str, shape: Shape) -> None:
+        """Starts nothing.
+
+        Args:
+            streams: For each prompt its output.
+            model: The name of the model in responses.
+            shape: The JSON of the route.
+        """
+        self._shape = shape
+        self._wishes = shape.wishes
+        self._streams = streams
+        self._outputs: list[RequestOutput | None] = [None] * len(streams)
+        self._id = shape.id_prefix + uuid.uuid4().hex
+        self._model = model
+        self._created = int(time.time())
+
+    async def start(self) -> None:
+        """Queues all prompts; errors in them are raised here."""
+        # One after another, so that requests without a seed get their seeds in order.
+        for stream in self._streams:
+            await stream.start()
+
+    async def close(self) -> None:
+        """Ends what still runs."""
+        for stream in self._streams:
+            await stream.aclose()
+
+    async def whole(self) -> dict[str, Any]:
+        """Waits for all outputs and returns the response.
+
+        Raises:
+            RequestError: The engine failed to complete a prompt.
+        """
+        offsets: dict[tuple[int, int], list[int]] = {}
+        async with contextlib.aclosing(_merged(self._streams)) as chunks:
+            async for index, chunk in chunks:
+                if chunk.logprobs is not None:
+                    offsets.setdefault((index, chunk.sample), []).extend(chunk.text_offsets)
+                self._note(index, chunk)
+        outputs = [output for output in self._outputs if output is not None]
+        choices = []
+        for index, output in enumerate(outputs):
+            for one in output.outputs:
+                choice = self._shape.whole(one, output.prompt_token_ids)
+                of_text = choice["logprobs"]
+                if of_text is not None and "text_offset" in of_text:
+                    of_text["text_offset"] = offsets.get((index, one.index), [])
+                choices.append({"index": self._choice_index(index, one.index)} | choice)
+        response = self._head(self._shape.name) | {
+            "choices": choices,
+            "usage": usage_of(outputs),
+            "metrics": metrics_of(outputs),
+        }
+        if self._wishes.returns_token_ids and len(outputs) == 1:
+            response["prompt_token_ids"] = outputs[0].prompt_token_ids
+        return response
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yields the response as server-sent events, one for each iteration and output.
+
+        An error ends it: it is the last event but one.
+        """
+        try:
+            async with contextlib.aclosing(_merged(self._streams)) as chunks:
+                async for piece in self._pieces(chunks):
+                    yield event(piece)
+        except Exception as error:
+            yield event(as_api_error(error).body())
+        yield END
+
+    async def _pieces(
+        self, chunks: AsyncIterator[tuple[int, StreamChunk]]
+    ) -> AsyncIterator[dict[str, Any]]:
+        head = self._head(self._shape.chunk_name)
+        wishes = self._wishes
+        num_prompt = sum(len(stream.prompt_token_ids) for stream in self._streams)
+        num_output = 0
+        begun: set[int] = set()
+        async for index, chunk in chunks:
+            self._note(index, chunk)
+            num_output += len(chunk.token_ids)
+            number = self._choice_index(index, chunk.sample)
+            prompt_token_ids = self._streams[index].prompt_token_ids
+            choice = self._shape.chunk(chunk, prompt_token_ids, is_first=number not in begun)
+            piece = head | {"choices": [{"index": number} | choice]}
+            if wishes.returns_token_ids and not begun and len(self._streams) == 1:
+                piece["prompt_token_ids"] = prompt_token_ids
+            begun.add(number)
+            if wishes.has_continuous_usage:
+                piece["usage"] = usage(num_prompt, num_output, 0)
+            yield piece
+        if wishes.includes_usage:
+            outputs = [output for output in self._outputs if output is not None]
+            yield head | {
+                "choices": [],
+                "usage": usage_of(outputs),
+                "metrics": metrics_of(outputs),
+            }
+
+    def _note(self, index: int, chunk: StreamChunk) -> None:
+        """Keeps the output of a prompt; raises its error."""
+        if chunk.output is not None:
+            self._outputs[index] = chunk.output
+            if chunk.output.error is not None:
+                raise RequestError(chunk.output.error, [chunk.output])
+
+    def _choice_index(self, prompt: int, sample: int) -> int:
+        return prompt * self._wishes.params.n + sample
+
+    def _head(self, name: str) -> dict[str, Any]:
+        return {"id": self._id, "object": name, "created": self._created, "model": self._model}
+
+
+async def _merged(
+    streams: Sequence[ChunkStream],
+) -> AsyncGenerator[tuple[int, StreamChunk]]:
+    """Yields the chunks of several streams as they come, with the index of their stream."""
+    try:
+        if len(streams) == 1:
+            async for chunk in streams[0]:
+                yield 0, chunk
+            return
+        inbox: asyncio.Queue[tuple[int, StreamChunk | BaseException | None]] = asyncio.Queue()
+        tasks = [
+            asyncio.create_task(_forward(index, stream, inbox))
+            for index, stream in enumerate(streams)
+        ]
+        try:
+            num_open = len(tasks)
+            while num_open > 0:
+                index, item = await inbox.get()
+                if item is None:
+                    num_open -= 1
+                elif isinstance(item, BaseException):
+                    raise item
+                else:
+                    yield index, item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    finally:
+        for stream in streams:
+            await stream.aclose()
+
+
+async def _forward(
+    index: int,
+    stream: ChunkStream,
+    inbox: asyncio.Queue[tuple[int, StreamChunk | BaseException | None]],
+) -> None:
+    try:
+        async for chunk in stream:
+            inbox.put_nowait((index, chunk))
+        inbox.put_nowait((index, None))
+    except Exception as error:
+        inbox.put_nowait((index, error))

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every request passes before its route: key, host, limits, and the reading of its body."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Final
+
+from paceline.checks import shorten
+from paceline.server.bodies import ClientGone, Receive, read_body, too_large
+from paceline.server.connection import Send, error_response
+from paceline.server.errors import ApiError
+from paceline.server.service import Service
+
+Scope = MutableMapping[str, Any]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+# Of the path and all headers.
+MAX_HEADER_BYTES: Final = 16 * 2**10
+# Needs no key: for those who watch whether the server lives.
+_OPEN_PATHS: Final = ("/health",)
+# These hold outputs, so they are refused while the server is full, before their body is read.
+GENERATING_PATHS: Final = ("/v1/completions", "/v1/chat/completions")
+# How long, and how much, of a refused body is read, so that its client gets the answer.
+_DISCARD_S: Final = 2.0
+_DISCARD_BYTES: Final = 64 * 2**20
+
+
+class Guard:
+    """An ASGI application around another one. Refuses by default: each path but /health needs the
+    key."""
+
+    def __init__(self, app: App, service: Service) -> None:
+        """Takes the application that has the routes."""
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request."""
+        limits = self._service.limits
+        body = b""
+        try:
+            headers = {key: value for key, value in scope["headers"]}
+            self._check(scope, headers)
+            if scope["method"] == "POST":
+                body = await read_body(
+                    receive, max_bytes=limits.max_body_bytes, timeout_s=limits.read_timeout_s
+                )
+        except ClientGone:
+            return
+        except ApiError as error:
+            await _refuse(error, scope, receive, send)
+            return
+
+        is_given = scope["method"] != "POST"
+
+        async def receive_again() -> MutableMapping[str, Any]:
+            nonlocal is_given
+            if is_given:
+                return await receive()
+            is_given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self._app(scope, receive_again, send)
+
+    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        """Checks all that is known without the body."""
+        path = scope["path"]
+        num_bytes = len(scope["raw_path"]) + len(scope["query_string"])
+        num_bytes += sum(len(key) + len(value) for key, value in scope["headers"])
+        if num_bytes > MAX_HEADER_BYTES:
+            raise ApiError(
+                431,
+                f"the path and the headers have {num_bytes} bytes; allowed: {MAX_HEADER_BYTES}",
+                headers={"connection": "close"},
+            )
+        if path in _OPEN_PATHS:
+            return
+        self._check_key(headers)
+        if scope["method"] != "POST":
+            return
+        kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+        # A page of another site can send other types without asking the browser's user.
+        if kind != b"application/json":
+            raise ApiError(
+                415, f"content-type is {shorten(kind.decode('latin-1'))}; allowed: application/json"
+            )
+        limit = self._service.limits.max_body_bytes
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length[:20]) > limit:
+            raise too_large(limit)
+        if path in GENERATING_PATHS:
+            if self._service.is_draining:
+                raise ApiError(503, "the server is about to end; send the request to another one")
+            self._service.admission.check()
+
+    def _check_key(self, headers: dict[bytes, bytes]) -> None:
+        key = self._service.api_key
+        if key is None:
+            _check_host(headers.get(b"host", b"").decode("latin-1"))
+            return
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer" or not secrets.compare_digest(given, key.encode()):
+            raise ApiError(
+                401,
+                "the API key is missing or wrong; send the header 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+
+
+def _check_host(host: str) -> None:
+    """Refuses names of other hosts: a web page could have its own name lead to this machine."""
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+    name = name.strip("[]").lower()
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(name)
+        return
+    if name != "localhost":
+        raise ApiError(
+            403,
+            f"the header host is {shorten(host)}; allowed without an API key: localhost, or an "
+            "address. Start the server with --api-key",
+        )
+
+
+async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Sends an error at once, and then reads on for a while: a connection that is closed while its
+    client still writes loses the answer."""
+    response = error_response(error)
+    await send(
+        {
+            "type": "http.response.start",
+            "status": error.status,
+            "headers": response.raw_headers,
+        }
+    )
+    is_head = scope["method"] == "HEAD"
+    body = b"" if is_head else response.body
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+    if scope["method"] == "POST":
+        num_bytes, is_more = 0, True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DISCARD_S):
+                while is_more and num_bytes < _DISCARD_BYTES:
+                    message = await receive()
+                    num_bytes += len(message.get("body", b""))
+                    is_more = message.get("more_body", False)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the routes share: the model, its names and the limits of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from paceline.checks import shorten
+from paceline.running_llm import internals
+from paceline.server.admission import Admission
+from paceline.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from paceline.async_llm import AsyncLLM
+
+_T = TypeVar("_T")
+
+DEFAULT_MAX_BODY_BYTES: Final = 8 * 2**20
+DEFAULT_READ_TIMEOUT_S: Final = 30.0
+#: --max-queue is this many times --max-num-seqs unless it is given.
+QUEUE_FACTOR: Final = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The limits of the server.
+
+    Attributes:
+        max_queue: Outputs that may wait while `max_num_seqs` run; None = QUEUE_FACTOR times that.
+        max_body_bytes: Largest body of a request.
+        read_timeout_s: Longest time for the headers, and for the body, of a request.
+    """
+
+    max_queue: int | None = None
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    read_timeout_s: float = DEFAULT_READ_TIMEOUT_S
+
+
+class Service:
+    """A model that is served.
+
+    Attributes:
+        allm: Runs requests.
+        names: The names of the model; responses have the first.
+        limits: The limits of the server.
+        api_key: What clients must send; None = nothing.
+        admission: Counts the outputs.
+        completion_params: The sampling parameters of completions that have none.
+        chat_params: Those of chats.
+        chat_templates: Render conversations.
+        created: When the server started, in seconds since 1970.
+        is_draining: Whether the server ends once all requests have ended.
+    """
+
+    def __init__(
+        self,
+        allm: AsyncLLM,
+        names: Sequence[str],
+        *,
+        limits: Limits | None = None,
+        api_key: str | None = None,
+    ) -> None:
+        """Takes a model that is loaded.
+
+        Args:
+            allm: The model.
+            names: See the class.
+            limits: See the class; None = the defaults.
+            api_key: See the class.
+
+        Raises:
+            paceline.ModelFileError: The checkpoint states sampling parameters that are not allowed.
+        """
+        llm = allm.llm
+        self.allm = allm
+        self.names = tuple(names)
+        self.limits = limits or Limits()
+        self.api_key = api_key
+        running = llm.config.max_num_seqs
+        waiting = self.limits.max_queue
+        self.admission = Admission(
+            running + (QUEUE_FACTOR * running if waiting is None else waiting)
+        )
+        self.completion_params = llm.get_default_sampling_params()
+        generation = llm.target.generation_config
+        self.chat_params = self.completion_params
+        if generation is None or not generation.has("max_new_tokens"):
+            self.chat_params = dataclasses.replace(self.completion_params, max_tokens=None)
+        self.created = int(time.time())
+        self.is_draining = False
+        self.chat_templates = internals(llm).chat_templates
+        self._dispatcher = internals(llm).dispatcher
+        self._workers = ThreadPoolExecutor(2, thread_name_prefix="paceline-server")
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError 404 if a request names another model; None = it names none."""
+        if name is not None and name not in self.names:
+            raise ApiError(
+                404,
+                f"model is {shorten(name)}; allowed: {', '.join(map(repr, self.names))}, or none",
+                param="model",
+                code="model_not_found",
+            )
+
+    def check_running(self) -> None:
+        """Raises RuntimeError, or the engine's error, if no request can run."""
+        self._dispatcher.check_running()
+
+    async def in_worker(self, call: Callable[[], _T]) -> _T:
+        """Makes a call in another thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._workers, call)
+
+    def close(self) -> None:
+        """Ends the threads. The model stays open."""
+        self._workers.shutdown(wait=False)

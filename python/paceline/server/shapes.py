@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The JSON of completions and chats, whole and in chunks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.outputs import (
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    StreamChunk,
+    TokenLogprobs,
+)
+from paceline.server.fields import Wishes
+
+
+class Shape(ABC):
+    """The JSON of one route.
+
+    Attributes:
+        id_prefix: Begins the id of a response.
+        name: The "object" of a whole response.
+        chunk_name: The "object" of a chunk.
+    """
+
+    id_prefix: str
+    name: str
+    chunk_name: str
+
+    def __init__(self, wishes: Wishes) -> None:
+        """Takes what the request asks for."""
+        self.wishes = wishes
+
+    @abstractmethod
+    def whole(self, output: CompletionOutput, prompt_token_ids: list[int]) -> dict[str, Any]:
+        """Makes a choice of a whole response, without its index."""
+
+    @abstractmethod
+    def chunk(
+        self, chunk: StreamChunk, prompt_token_ids: list[int], *, is_first: bool
+    ) -> dict[str, Any]:
+        """Makes a choice of a chunk, without its index."""
+
+    def finish(
+        self, choice: dict[str, Any], part: CompletionOutput | StreamChunk
+    ) -> dict[str, Any]:
+        """Adds what all choices have."""
+        choice["finish_reason"] = part.finish_reason
+        choice["stop_reason"] = part.stop_reason
+        if self.wishes.returns_token_ids:
+            choice["token_ids"] = part.token_ids
+        return choice
+
+    def text_of(self, token: int, logprob: Logprob) -> str:
+        """The name of a token in logprobs."""
+        if self.wishes.shows_ids or logprob.decoded_token is None:
+            return f"token_id:{token}"
+        return logprob.decoded_token
+
+
+class CompletionShape(Shape):
+    """/v1/completions."""
+
+    id_prefix = "cmpl-"
+    name = chunk_name = "text_completion"
+
+    def whole(self, output: CompletionOutput, prompt_token_ids: list[int]) -> dict[str, Any]:
+        """See `Shape`."""
+        choice: dict[str, Any] = {
+            "text": output.text,
+            "logprobs": self._logprobs(output.logprobs, None),
+        }
+        if self.wishes.returns_token_ids:
+            choice["prompt_token_ids"] = prompt_token_ids
+        return self.finish(choice, output)
+
+    def chunk(
+        self, chunk: StreamChunk, prompt_token_ids: list[int], *, is_first: bool
+    ) -> dict[str, Any]:
+        """See `Shape`."""
+        choice: dict[str, Any] = {
+            "text": chunk.text,
+            "logprobs": self._logprobs(chunk.logprobs, chunk.text_offsets),
+        }
+        if self.wishes.returns_token_ids and is_first:
+            choice["prompt_token_ids"] = prompt_token_ids
+        return self.finish(choice, chunk)
+
+    def _logprobs(
+        self, positions: list[TokenLogprobs] | None, offsets: list[int] | None
+    ) -> dict[str, Any] | None:
+        if positions is None:
+            return None
+        own = [next(iter(position.items())) for position in positions]
+        best = None
+        if self.wishes.params.logprobs:
+            best = [
+                {self.text_of(token, one): one.logprob for token, one in position.items()}
+                for position in positions
+            ]
+        return {
+            "tokens": [self.text_of(token, one) for token, one in own],
+            "token_logprobs": [one.logprob for _, one in own],
+            "top_logprobs": best,
+            "text_offset": offsets,
+        }
+
+
+class ChatShape(Shape):
+    """/v1/chat/completions."""
+
+    id_prefix = "chatcmpl-"
+    name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+
+    def whole(self, output: CompletionOutput, prompt_token_ids: list[int]) -> dict[str, Any]:
+        """See `Shape`."""
+        choice = {
+            "message": {"role": "assistant", "content": output.text},
+            "logprobs": self._logprobs(output.logprobs),
+        }
+        return self.finish(choice, output)
+
+    def chunk(
+        self, chunk: StreamChunk, prompt_token_ids: list[int], *, is_first: bool
+    ) -> dict[str, Any]:
+        """See `Shape`."""
+        delta = {"role": "assistant"} if is_first else {}
+        choice = {
+            "delta": delta | {"content": chunk.text},
+            "logprobs": self._logprobs(chunk.logprobs),
+        }
+        return self.finish(choice, chunk)
+
+    def _logprobs(self, positions: list[TokenLogprobs] | None) -> dict[str, Any] | None:
+        if positions is None:
+            return None
+        num_best = self.wishes.params.logprobs or 0
+        content = []
+        for position in positions:
+            (token, own), *_ = position.items()
+            # By rank; the token itself, which comes first, may be among the best or not.
+            best = sorted(position.items(), key=lambda item: item[1].rank)[:num_best]
+            content.append(
+                self._entry(token, own)
+                | {"top_logprobs": [self._entry(other, one) for other, one in best]}
+            )
+        return {"content": content}
+
+    def _entry(self, token: int, logprob: Logprob) -> dict[str, Any]:
+        text = self.text_of(token, logprob)
+        return {"token": text, "logprob": logprob.logprob, "bytes": list(text.encode())}
+
+
+def usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, Any]:
+    """Makes the usage of a request."""
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
+
+
+def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Sums the usage of the prompts of a request."""
+    return usage(
+        sum(len(output.prompt_token_ids) for output in outputs),
+        sum(len(one.token_ids) for output in outputs for one in output.outputs),
+        sum(output.num_cached_tokens for output in outputs),
+    )
+
+
+def metrics_of(outputs: Sequence[RequestOutput]) -> dict[str, Any] | None:
+    """Makes the metrics of a request; None if it has several prompts."""
+    if len(outputs) != 1:
+        return None
+    metrics: RequestMetrics = outputs[0].metrics
+    return {
+        "time_to_first_token_ms": metrics.time_to_first_token_ms,
+        "generation_time_ms": metrics.generation_time_ms,
+        "total_time_ms": metrics.total_time_ms,
+        "mean_itl_ms": metrics.mean_itl_ms,
+        "tokens_per_second": metrics.tokens_per_second,
+        "speculative_decoding": metrics.speculative_decoding,
+    }

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of `paceline serve`: command line before environment before file; and its processes."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import cli
+from paceline.console import EXIT_OK, EXIT_USAGE
+from paceline.server.settings import read_options
+from running_server import JSON, read_events
+
+
+def serve_parser() -> argparse.ArgumentParser:
+    (commands,) = (
+        action
+        for action in cli.build_parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    parser = commands.choices["serve"]
+    assert isinstance(parser, argparse.ArgumentParser)
+    return parser
+
+
+def read(*arguments: str, **environment: str) -> argparse.Namespace:
+    return read_options(serve_parser(), arguments, environment)
+
+
+def test_the_command_line_comes_before_environment_and_file(tmp_path: Path) -> None:
+    config = tmp_path / "serve.yaml"
+    config.write_text(
+        "model: from-file\nmax-num-seqs: 3\nmax_queue: 5\nport: 1\naccess-log: true\n"
+        "served-model-name: [a, b]\nread-timeout: 1.5\n"
+        "speculative-config:\n  method: ngram\n  num_speculative_tokens: 2\n"
+    )
+    args = read("--config", str(config), "--port", "3", PACELINE_PORT="2", PACELINE_MAX_QUEUE="6")
+    assert (args.model, args.max_num_seqs, args.max_queue, args.port) == ("from-file", 3, 6, 3)
+    assert args.access_log is True and args.served_model_name == ["a", "b"]
+    assert args.read_timeout == 1.5 and args.seed == 0 and args.host == "127.0.0.1"
+    assert json.loads(args.speculative_config) == {"method": "ngram", "num_speculative_tokens": 2}
+    # The file itself, and what it has, can come from the environment.
+    args = read(PACELINE_CONFIG=str(config), PACELINE_ACCESS_LOG="false", PACELINE_MODEL="other")
+    assert args.access_log is False and args.model == "other" and args.max_num_seqs == 3
+    assert read(PACELINE_SERVED_MODEL_NAME="x y").served_model_name == ["x", "y"]
+
+
+def test_each_option_has_a_variable() -> None:
+    values = {"log_level": "debug"}
+    parser = serve_parser()
+    for action in parser._actions:
+        if action.dest in ("help", "config", "model_tag"):
+            continue
+        text = "1" if action.nargs == 0 else values.get(action.dest, "7")
+        read_value = getattr(read(**{f"PACELINE_{action.dest.upper()}": text}), action.dest)
+        # The default, which is not what was given, would be wrong.
+        expected: Any = True if action.nargs == 0 else text
+        if action.type is not None:
+            expected = action.type(text)  # type: ignore[operator]
+        assert read_value == ([expected] if action.nargs == "+" else expected), action.dest
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("max-num-seq: 3", "unknown key 'max-num-seq'; did you mean max-num-seqs"),
+        ("config: x", "unknown key 'config'"),
+        ("max-num-seqs: many", "max-num-seqs: 'many' is not an integer"),
+        ("max-num-seqs: [1]", "allowed: a number or a text"),
+        ("access-log: 7", "allowed: true or false"),
+        ("log-level: loud", "allowed: debug, info, warning, error"),
+        ("served-model-name: {}", "allowed: one value or several"),
+        ("- a", "allowed: one option in each line"),
+        ("a: [", "is not valid YAML"),
+        ("x: !!python/object/apply:os.system [ls]", "is not valid YAML"),
+    ],
+)
+def test_a_wrong_file_is_refused(content: str, message: str, tmp_path: Path) -> None:
+    config = tmp_path / "serve.yaml"
+    config.write_text(content)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read("--config", str(config))
+
+
+def test_a_wrong_variable_is_refused() -> None:
+    with pytest.raises(ValueError, match="the environment variable PACELINE_PORT: 'x' is not an"):
+        read(PACELINE_PORT="x")
+
+
+def serve(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "paceline", "serve", "--max-model-len", "512", *arguments],
+        env=inherited | environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def port_of(process: subprocess.Popen[str]) -> int:
+    assert process.stderr is not None
+    for line in process.stderr:
+        found = re.search(r"paceline: serving (\S+) at http://127\.0\.0\.1:(\d+)/v1", line)
+        if found:
+            return int(found[2])
+    raise AssertionError("the server did not start")
+
+
+def test_a_process_serves_and_drains() -> None:
+    """Without a model it serves a demo. SIGTERM lets a stream end, and the exit code is 0."""
+    with serve("--port", "0", PACELINE_API_KEY="k") as process:
+        try:
+            connection = http.client.HTTPConnection("127.0.0.1", port_of(process), timeout=30)
+            body = {
+                "model": "paceline-demo",
+                "prompt": "def f",
+                "max_tokens": 500,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+                "n": 16,
+                "stream_options": {"include_usage": True},
+            }
+            headers = JSON | {"authorization": "Bearer k"}
+            connection.request("POST", "/v1/completions", json.dumps(body), headers)
+            response = connection.getresponse()
+            assert response.status == 200
+            process.send_signal(signal.SIGTERM)
+            *_, end = read_events(response)
+            assert end["usage"]["completion_tokens"] == 16 * 500
+            assert process.wait(30) == EXIT_OK
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--host", "0.0.0.0"), "allowed without an --api-key"),
+        (("--port", "70000"), "--port is 70000; allowed: an integer from 0 to 65535"),
+        (("--max-num-seqs", "0"), "--max-num-seqs is 0"),
+        (("--drain-timeout", "-1"), "--drain-timeout is -1"),
+        (("a", "--model", "b"), "allowed: one of them"),
+        (("--host", "no host"), "allowed: a name or an address"),
+        (("--config", "nonesuch.yaml"), "nonesuch.yaml: No such file"),
+    ],
+)
+def test_wrong_options_are_refused(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["serve", *arguments]) != EXIT_OK
+    assert message in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert cli.main(["serve", "--port", str(port)]) == EXIT_USAGE
+    assert "choose another --host or --port" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "advice"),
+    [
+        ("--enforce-eager", "draft_driver"),
+        ("--no-enable-prefix-caching", "no cache of prefixes"),
+        ("--tool-call-parser=hermes", "tool calls are not parsed"),
+        ("--max-num-sqs=3", "did you mean --max-num-seqs"),
+    ],
+)
+def test_a_flag_of_vllm_gets_advice(
+    flag: str, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "m", flag])
+    assert advice in capsys.readouterr().err
