@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "attention/latent_products.cuh"
 #include "common/convert.cuh"
 #include "common/launch.cuh"
 #include "common/reduce.cuh"
@@ -94,6 +95,57 @@ __global__ void __launch_bounds__(kAppendThreads)
 
 // --- absorb_queries ------------------------------------------------------------------------------
 
+// Rotates the rest of a head's queries, for the rows from first_row on; called by a block.
+template <class T>
+__device__ __forceinline__ void rotate_queries(const AbsorbQueriesParams& p, int32_t head,
+                                               int32_t first_row, int32_t rows) {
+  const int32_t nope = p.heads.qk_nope_head_dim;
+  const int32_t rope = p.qk_rope_head_dim;
+  const int32_t rank = p.heads.kv_b.k;
+  for (int32_t i = static_cast<int32_t>(threadIdx.x); i < rows * (rope / 2);
+       i += static_cast<int32_t>(blockDim.x)) {
+    const int64_t row = first_row + i / (rope / 2);
+    const T* const q =
+        static_cast<const T*>(p.q) + row * p.q_stride + int64_t{head} * (nope + rope) + nope;
+    T* const y = static_cast<T*>(p.y) + (row * p.heads.num_heads + head) * (rank + rope) + rank;
+    rotate_pair(p.rope, static_cast<int32_t>(row), i % (rope / 2), rope, q, y);
+  }
+}
+
+// On tensor cores. Grid: x heads, y tiles of columns and one block that rotates, z tiles of rows.
+template <int32_t kRows>
+__global__ void __launch_bounds__(kHeadThreads)
+    absorb_queries_tile_kernel(const __grid_constant__ AbsorbQueriesParams p) {
+  extern __shared__ __align__(128) std::byte shared[];
+  let_successor_start();
+  const auto head = static_cast<int32_t>(blockIdx.x);
+  const int32_t first_row = static_cast<int32_t>(blockIdx.z) * kRows;
+  const auto count_rows = [&] { return min(min(*p.num_rows, p.max_rows) - first_row, kRows); };
+  if (blockIdx.y == gridDim.y - 1) {
+    wait_for_predecessor();
+    rotate_queries<__nv_bfloat16>(p, head, first_row, count_rows());
+    return;
+  }
+  const int32_t nope = p.heads.qk_nope_head_dim;
+  const int32_t rope = p.qk_rope_head_dim;
+  const int32_t rank = p.heads.kv_b.k;
+  const int32_t column = static_cast<int32_t>(blockIdx.y) * kHeadColumns;
+  const int64_t y_stride = int64_t{p.heads.num_heads} * (rank + rope);
+  const HeadProduct product = {
+      .weights = reinterpret_cast<const __nv_bfloat16*>(p.heads.kv_b.data) +
+                 int64_t{head} * (nope + p.heads.v_head_dim) * rank + column,
+      .weight_stride = rank,
+      .x = static_cast<const __nv_bfloat16*>(p.q) + first_row * p.q_stride +
+           int64_t{head} * (nope + rope),
+      .x_stride = p.q_stride,
+      .y = static_cast<__nv_bfloat16*>(p.y) + first_row * y_stride + int64_t{head} * (rank + rope) +
+           column,
+      .y_stride = y_stride,
+      .depth = nope};
+  multiply_head<true, kRows>(product, count_rows, shared_address(shared));
+}
+
+// Any sizes and types.
 constexpr int32_t kTileRows = 8;  // rows of a block
 
 // A block computes 64 columns of a head for a tile of rows. A thread has 8 columns and every 16th
@@ -120,18 +172,14 @@ __global__ void __launch_bounds__(kAbsorbThreads)
   const int32_t nope = p.heads.qk_nope_head_dim;
   const int32_t rope = p.qk_rope_head_dim;
   const int32_t rank = p.heads.kv_b.k;
+  if (blockIdx.y == gridDim.y - 1) {
+    rotate_queries<T>(p, head, first_row, rows);
+    return;
+  }
   const int64_t y_stride = int64_t{p.heads.num_heads} * (rank + rope);
   const T* const q =
       static_cast<const T*>(p.q) + first_row * p.q_stride + int64_t{head} * (nope + rope);
   T* const y = static_cast<T*>(p.y) + first_row * y_stride + int64_t{head} * (rank + rope);
-  if (blockIdx.y == gridDim.y - 1) {
-    for (int32_t i = thread; i < rows * (rope / 2); i += kAbsorbThreads) {
-      const int32_t row = i / (rope / 2);
-      rotate_pair(p.rope, first_row + row, i % (rope / 2), rope, q + row * p.q_stride + nope,
-                  y + row * y_stride + rank);
-    }
-    return;
-  }
   const int32_t part = thread / kColumnThreads;
   const int32_t first_column = static_cast<int32_t>(blockIdx.y) * kAbsorbColumns;
   const int32_t own_column = thread % kColumnThreads * kThreadColumns;
@@ -170,6 +218,34 @@ __global__ void __launch_bounds__(kAbsorbThreads)
 
 // --- project_values ------------------------------------------------------------------------------
 
+// On tensor cores. Grid: x heads, y tiles of columns, z tiles of rows.
+template <int32_t kRows>
+__global__ void __launch_bounds__(kHeadThreads)
+    project_values_tile_kernel(const __grid_constant__ ProjectValuesParams p) {
+  extern __shared__ __align__(128) std::byte shared[];
+  let_successor_start();
+  const auto head = static_cast<int32_t>(blockIdx.x);
+  const int32_t first_row = static_cast<int32_t>(blockIdx.z) * kRows;
+  const auto count_rows = [&] { return min(min(*p.num_rows, p.max_rows) - first_row, kRows); };
+  const int32_t nope = p.heads.qk_nope_head_dim;
+  const int32_t v_dim = p.heads.v_head_dim;
+  const int32_t rank = p.heads.kv_b.k;
+  const int32_t column = static_cast<int32_t>(blockIdx.y) * kHeadColumns;
+  const int64_t x_stride = int64_t{p.heads.num_heads} * rank;
+  const int64_t y_stride = int64_t{p.heads.num_heads} * v_dim;
+  const int64_t weight_row = int64_t{head} * (nope + v_dim) + nope + column;
+  const HeadProduct product = {
+      .weights = reinterpret_cast<const __nv_bfloat16*>(p.heads.kv_b.data) + weight_row * rank,
+      .weight_stride = rank,
+      .x = static_cast<const __nv_bfloat16*>(p.x) + first_row * x_stride + int64_t{head} * rank,
+      .x_stride = x_stride,
+      .y = static_cast<__nv_bfloat16*>(p.y) + first_row * y_stride + int64_t{head} * v_dim + column,
+      .y_stride = y_stride,
+      .depth = rank};
+  multiply_head<false, kRows>(product, count_rows, shared_address(shared));
+}
+
+// Any sizes and types.
 // A warp computes one column of a head, a row of V_h, for a tile of rows: a lane has 8 elements of
 // every 256.
 constexpr int32_t kProjectWarps = 8;
@@ -227,6 +303,42 @@ void check_heads(const LatentHeads& heads, DType dtype) {
   return static_cast<uint32_t>((count + size - 1) / size);
 }
 
+constexpr int32_t kFewRows = 16;
+constexpr int32_t kManyRows = 64;
+
+// Whether the kernels on tensor cores take products of `depth` by `columns` for each head, with
+// rows of x and y that are these numbers of elements apart.
+[[nodiscard]] bool fits_tiles(DType dtype, const LatentHeads& heads, int32_t depth, int32_t columns,
+                              const void* x, int64_t x_stride, const void* y) {
+  return dtype == DType::kBFloat16 && depth % kHeadSlice == 0 && columns % kHeadColumns == 0 &&
+         head_shared_bytes(kManyRows, depth) <= kMaxHeadBytes && x_stride % 8 == 0 &&
+         is_vector_aligned(heads.kv_b.data) && is_vector_aligned(x) && is_vector_aligned(y);
+}
+
+template <auto* kKernel, int32_t kRows, class Params>
+void launch_tile(CudaContext& ctx, const char* name, uint32_t column_tiles, int32_t depth,
+                 const Params& p) {
+  static const bool is_allowed = [&] {
+    allow_shared_bytes(kKernel, kMaxHeadBytes, name);
+    return true;
+  }();
+  static_cast<void>(is_allowed);
+  launch(ctx, name, kKernel,
+         dim3(static_cast<uint32_t>(p.heads.num_heads), column_tiles, tiles(p.max_rows, kRows)),
+         dim3(kHeadThreads), static_cast<size_t>(head_shared_bytes(kRows, depth)), p);
+}
+
+// Launches the kernel for few rows or the one for many.
+template <auto* kFew, auto* kMany, class Params>
+void launch_tiles(CudaContext& ctx, const char* name, uint32_t column_tiles, int32_t depth,
+                  const Params& p) {
+  if (p.max_rows <= kFewRows) {
+    launch_tile<kFew, kFewRows>(ctx, name, column_tiles, depth, p);
+  } else {
+    launch_tile<kMany, kManyRows>(ctx, name, column_tiles, depth, p);
+  }
+}
+
 }  // namespace
 }  // namespace cuda
 
@@ -244,6 +356,13 @@ void append_latents(CudaContext& ctx, const AppendLatentsParams& p) {
 void absorb_queries(CudaContext& ctx, const AbsorbQueriesParams& p) {
   cuda::check_heads(p.heads, p.dtype);
   const int32_t rank = p.heads.kv_b.k;
+  const int32_t nope = p.heads.qk_nope_head_dim;
+  if (cuda::fits_tiles(p.dtype, p.heads, nope, rank, p.q, p.q_stride, p.y) &&
+      p.qk_rope_head_dim % 8 == 0) {
+    return cuda::launch_tiles<&cuda::absorb_queries_tile_kernel<cuda::kFewRows>,
+                              &cuda::absorb_queries_tile_kernel<cuda::kManyRows>>(
+        ctx, "absorb_queries", cuda::tiles(rank, cuda::kHeadColumns) + 1, nope, p);
+  }
   const dim3 grid(static_cast<uint32_t>(p.heads.num_heads),
                   cuda::tiles(rank, cuda::kAbsorbColumns) + 1,
                   cuda::tiles(p.max_rows, cuda::kTileRows));
@@ -259,6 +378,13 @@ void absorb_queries(CudaContext& ctx, const AbsorbQueriesParams& p) {
 
 void project_values(CudaContext& ctx, const ProjectValuesParams& p) {
   cuda::check_heads(p.heads, p.dtype);
+  const int32_t rank = p.heads.kv_b.k;
+  if (cuda::fits_tiles(p.dtype, p.heads, rank, p.heads.v_head_dim, p.x,
+                       int64_t{p.heads.num_heads} * rank, p.y)) {
+    return cuda::launch_tiles<&cuda::project_values_tile_kernel<cuda::kFewRows>,
+                              &cuda::project_values_tile_kernel<cuda::kManyRows>>(
+        ctx, "project_values", cuda::tiles(p.heads.v_head_dim, cuda::kHeadColumns), rank, p);
+  }
   const dim3 grid(static_cast<uint32_t>(p.heads.num_heads),
                   cuda::tiles(p.heads.v_head_dim, cuda::kProjectWarps),
                   cuda::tiles(p.max_rows, cuda::kTileRows));
