@@ -57,7 +57,7 @@ def test_the_command_line_comes_before_environment_and_file(tmp_path: Path) -> N
 
 
 def test_each_option_has_a_variable() -> None:
-    values = {"log_level": "debug"}
+    values = {"log_level": "debug", "metrics_compat": "vllm"}
     parser = serve_parser()
     for action in parser._actions:
         if action.dest in ("help", "config", "model_tag"):

@@ -28,7 +28,11 @@ class RunningServer:
         self.llm = llm
         self.allm = AsyncLLM.from_llm(llm)
         self.service = Service(
-            self.allm, ["served", "alias"], limits=Limits(**limits), api_key=api_key
+            self.allm,
+            ["served", "alias"],
+            limits=Limits(**limits),
+            api_key=api_key,
+            has_vllm_metrics=True,
         )
         opened = open_socket("127.0.0.1", 0)
         self.port = opened.getsockname()[1]

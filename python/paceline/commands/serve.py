@@ -127,6 +127,13 @@ def _add_server_options(group: Any) -> None:
         default="info",
         help="debug, info, warning or error (default: info)",
     )
+    group.add_argument(
+        "--metrics-compat",
+        choices=("none", "vllm"),
+        default="none",
+        help="vllm: /metrics has the figures that vLLM has under vLLM's names too; or none "
+        "(default: none)",
+    )
     group.add_argument("--access-log", action="store_true", help="log each request (default: off)")
 
 
@@ -195,7 +202,7 @@ def _add_engine_options(group: Any) -> None:
 
 
 def _run_serve(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    for package in ("fastapi", "uvicorn", "yaml"):
+    for package in ("fastapi", "prometheus_client", "uvicorn", "yaml"):
         if importlib.util.find_spec(package) is None:
             raise ValueError(
                 f"`paceline serve` needs the package {package}: pip install 'paceline[server]'"
@@ -278,7 +285,13 @@ def _serve(args: argparse.Namespace, allm: AsyncLLM, opened: socket.socket) -> N
         max_body_bytes=args.max_body_bytes,
         read_timeout_s=args.read_timeout,
     )
-    service = Service(allm, names, limits=limits, api_key=args.api_key)
+    service = Service(
+        allm,
+        names,
+        limits=limits,
+        api_key=args.api_key,
+        has_vllm_metrics=args.metrics_compat == "vllm",
+    )
     host, port = opened.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
 

@@ -26,6 +26,7 @@ from paceline.server.fields import (
 )
 from paceline.server.generation import Generation
 from paceline.server.guard import App, Guard
+from paceline.server.metrics import CONTENT_TYPE
 from paceline.server.service import Service
 from paceline.server.shapes import ChatShape, CompletionShape, Shape
 
@@ -80,6 +81,10 @@ def _add_facts(app: FastAPI, service: Service) -> None:
             raise ApiError(503, "the server is about to end")
         service.check_running()
         return Response()
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics(), media_type=CONTENT_TYPE)
 
     @app.get("/version")
     async def version() -> Response:
@@ -147,7 +152,7 @@ async def _generate(
         stack.enter_context(
             service.admission.admit(num_outputs, "prompt" if len(streams) > 1 else "n")
         )
-        generation = Generation(streams, service.names[0], shape)
+        generation = Generation(streams, service.names[0], shape, service.figures)
         stack.push_async_callback(generation.close)
         await until_gone(request.receive, generation.start())
         if not shape.wishes.is_streamed:

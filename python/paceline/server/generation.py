@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.outputs import RequestError, RequestOutput, StreamChunk
 from paceline.server.connection import END, event
 from paceline.server.errors import as_api_error
+from paceline.server.metrics import RequestFigures
 from paceline.server.shapes import Shape, metrics_of, usage, usage_of
 
 if TYPE_CHECKING:
@@ -22,14 +23,19 @@ if TYPE_CHECKING:
 class Generation:
     """The prompts of one request and their outputs."""
 
-    def __init__(self, streams: Sequence[ChunkStream], model: str, shape: Shape) -> None:
+    def __init__(
+        self, streams: Sequence[ChunkStream], model: str, shape: Shape, figures: RequestFigures
+    ) -> None:
         """Starts nothing.
 
         Args:
             streams: For each prompt its output.
             model: The name of the model in responses.
             shape: The JSON of the route.
+            figures: Counts the outputs.
         """
+        self._figures = figures
+        self._clocks = [figures.clock() for _ in streams]
         self._shape = shape
         self._wishes = shape.wishes
         self._streams = streams
@@ -123,7 +129,9 @@ class Generation:
 
     def _note(self, index: int, chunk: StreamChunk) -> None:
         """Keeps the output of a prompt; raises its error."""
+        self._clocks[index].note(chunk)
         if chunk.output is not None:
+            self._figures.count(chunk.output)
             self._outputs[index] = chunk.output
             if chunk.output.error is not None:
                 raise RequestError(chunk.output.error, [chunk.output])

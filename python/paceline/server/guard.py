@@ -25,6 +25,17 @@ MAX_HEADER_BYTES: Final = 16 * 2**10
 _OPEN_PATHS: Final = ("/health",)
 # These hold outputs, so they are refused while the server is full, before their body is read.
 GENERATING_PATHS: Final = ("/v1/completions", "/v1/chat/completions")
+# Those that responses are counted for; the rest is "other".
+_ROUTES: Final = (
+    *_OPEN_PATHS,
+    *GENERATING_PATHS,
+    "/v1/models",
+    "/v1/capabilities",
+    "/metrics",
+    "/version",
+    "/tokenize",
+    "/detokenize",
+)
 # How long, and how much, of a refused body is read, so that its client gets the answer.
 _DISCARD_S: Final = 2.0
 _DISCARD_BYTES: Final = 64 * 2**20
@@ -42,6 +53,16 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request."""
         limits = self._service.limits
+        counts = self._service.figures.num_responses
+        route = scope["path"] if scope["path"] in _ROUTES else "other"
+        send_uncounted = send
+
+        async def send_counted(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                counts[route, message["status"]] += 1
+            await send_uncounted(message)
+
+        send = send_counted
         body = b""
         try:
             headers = {key: value for key, value in scope["headers"]}

@@ -11,9 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from paceline.checks import shorten
+from paceline.reports import kv_groups
 from paceline.running_llm import internals
 from paceline.server.admission import Admission
 from paceline.server.errors import ApiError
+from paceline.server.metrics import RequestFigures, exposition
 
 if TYPE_CHECKING:
     from paceline.async_llm import AsyncLLM
@@ -52,6 +54,7 @@ class Service:
         admission: Counts the outputs.
         completion_params: The sampling parameters of completions that have none.
         chat_params: Those of chats.
+        figures: What the server measures of its requests.
         chat_templates: Render conversations.
         created: When the server started, in seconds since 1970.
         is_draining: Whether the server ends once all requests have ended.
@@ -64,6 +67,7 @@ class Service:
         *,
         limits: Limits | None = None,
         api_key: str | None = None,
+        has_vllm_metrics: bool = False,
     ) -> None:
         """Takes a model that is loaded.
 
@@ -72,6 +76,7 @@ class Service:
             names: See the class.
             limits: See the class; None = the defaults.
             api_key: See the class.
+            has_vllm_metrics: Whether /metrics has vLLM's names too.
 
         Raises:
             paceline.ModelFileError: The checkpoint states sampling parameters that are not allowed.
@@ -94,6 +99,9 @@ class Service:
         self.created = int(time.time())
         self.is_draining = False
         self.chat_templates = internals(llm).chat_templates
+        self.figures = RequestFigures()
+        self._has_vllm_metrics = has_vllm_metrics
+        self._groups = kv_groups(llm.memory_report())
         self._dispatcher = internals(llm).dispatcher
         self._workers = ThreadPoolExecutor(2, thread_name_prefix="paceline-server")
 
@@ -110,6 +118,18 @@ class Service:
     def check_running(self) -> None:
         """Raises RuntimeError, or the engine's error, if no request can run."""
         self._dispatcher.check_running()
+
+    def metrics(self) -> bytes:
+        """Returns all figures in the text format of Prometheus; see `check_running`."""
+        return exposition(
+            self.names[0],
+            self._dispatcher.call(lambda executor: executor.stats()),
+            self._groups,
+            self.figures,
+            num_open=self.admission.num_open,
+            is_speculative=self.allm.llm.speculative_config is not None,
+            has_vllm_names=self._has_vllm_metrics,
+        )
 
     async def in_worker(self, call: Callable[[], _T]) -> _T:
         """Makes a call in another thread."""

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures for Prometheus: those of the engine, read when asked for, and those of requests."""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+import paceline
+from paceline.outputs import RequestOutput, StreamChunk
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+_PREFIX: Final = "paceline_"
+_VLLM_PREFIX: Final = "vllm:"
+_SECONDS: Final = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 1000.0),
+)
+
+
+class Times:
+    """A histogram of seconds. For one thread."""
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        self._counts = [0] * (len(_SECONDS) + 1)
+        self._total = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Adds a time."""
+        self._counts[bisect.bisect_left(_SECONDS, seconds)] += 1
+        self._total += seconds
+
+    def buckets(self) -> tuple[list[tuple[str, float]], float]:
+        """Returns the cumulative counts by upper bound, and the sum."""
+        bounds = [*map(str, _SECONDS), "+Inf"]
+        counts = itertools.accumulate(map(float, self._counts))
+        return list(zip(bounds, counts, strict=True)), self._total
+
+
+class RequestFigures:
+    """What the server measures of its requests. For one event loop.
+
+    Attributes:
+        first_token: Time to the first token.
+        inter_token: Time between two chunks of an output.
+        per_token: A request's mean time per token after the first chunk.
+        whole: Time of a whole request.
+        num_finished: Outputs by finish reason.
+        num_responses: Responses by route and status.
+    """
+
+    def __init__(self) -> None:
+        """Starts at zero."""
+        self.first_token = Times()
+        self.inter_token = Times()
+        self.per_token = Times()
+        self.whole = Times()
+        self.num_finished: collections.Counter[str] = collections.Counter()
+        self.num_responses: collections.Counter[tuple[str, int]] = collections.Counter()
+
+    def clock(self) -> ChunkClock:
+        """Returns what measures the chunks of one prompt."""
+        return ChunkClock(self.inter_token)
+
+    def count(self, output: RequestOutput) -> None:
+        """Adds a prompt whose outputs have ended."""
+        metrics = output.metrics
+        for times, milliseconds in (
+            (self.first_token, metrics.time_to_first_token_ms),
+            (self.per_token, metrics.mean_itl_ms),
+            (self.whole, metrics.total_time_ms),
+        ):
+            if milliseconds is not None:
+                times.observe(milliseconds / 1e3)
+        for one in output.outputs:
+            self.num_finished[one.finish_reason or "none"] += 1
+
+
+class ChunkClock:
+    """Measures the times between the chunks of each output of one prompt."""
+
+    def __init__(self, times: Times) -> None:
+        """Takes the histogram to which it adds."""
+        self._times = times
+        self._last: dict[int, float] = {}  # by sample
+
+    def note(self, chunk: StreamChunk) -> None:
+        """Notes that a chunk has come."""
+        if not chunk.token_ids:
+            return
+        now = time.monotonic()
+        before = self._last.get(chunk.sample)
+        if before is not None:
+            self._times.observe(now - before)
+        self._last[chunk.sample] = now
+
+
+class _Families:
+    """Collects metrics under Paceline's names and, if wanted, those of vLLM."""
+
+    def __init__(self, model: str, *, has_vllm_names: bool) -> None:
+        self.made: list[Metric] = []
+        self._model = model
+        self._has_vllm_names = has_vllm_names
+
+    def add(
+        self,
+        kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        name: str,
+        text: str,
+        values: float | Iterable[tuple[Mapping[str, str], float]],
+        vllm: str | None = None,
+    ) -> None:
+        """Adds counters or gauges: one value, or one for each set of labels."""
+        listed = [({}, values)] if isinstance(values, int | float) else list(values)
+        for full_name, label in self._names(name, vllm):
+            labels = [label, *(listed[0][0] if listed else {})]
+            family = kind(full_name, text, labels=labels)
+            for further, value in listed:
+                family.add_metric([self._model, *further.values()], value)
+            self.made.append(family)
+
+    def add_times(self, name: str, text: str, times: Times, vllm: str | None = None) -> None:
+        """Adds a histogram."""
+        buckets, total = times.buckets()
+        for full_name, label in self._names(name, vllm):
+            family = HistogramMetricFamily(full_name, text, labels=[label])
+            family.add_metric([self._model], buckets, total)
+            self.made.append(family)
+
+    def _names(self, name: str, vllm: str | None) -> Iterator[tuple[str, str]]:
+        """The full names of a metric, each with its label for the model."""
+        yield _PREFIX + name, "model"
+        if self._has_vllm_names and vllm is not None:
+            yield _VLLM_PREFIX + vllm, "model_name"
+
+
+def exposition(
+    model: str,
+    engine: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    figures: RequestFigures,
+    *,
+    num_open: int,
+    is_speculative: bool,
+    has_vllm_names: bool,
+) -> bytes:
+    """Writes all figures in the text format of Prometheus.
+
+    Args:
+        model: The name of the model.
+        engine: The result of `_core.Executor.stats`.
+        groups: What names each KV group.
+        figures: Those of requests.
+        num_open: Outputs that the server holds.
+        is_speculative: Whether there is a drafter; without one its figures are absent.
+        has_vllm_names: Also write those that vLLM has under vLLM's names.
+    """
+    families = _Families(model, has_vllm_names=has_vllm_names)
+    _add_engine(families, engine, groups)
+    if is_speculative:
+        _add_drafts(families, engine)
+    _add_requests(families, figures, num_open)
+    registry = CollectorRegistry()
+    registry.register(_Made(families.made))
+    return generate_latest(registry)
+
+
+class _Made(Collector):
+    def __init__(self, made: list[Metric]) -> None:
+        self._made = made
+
+    def collect(self) -> Iterable[Metric]:
+        return self._made
+
+
+def _add_engine(
+    families: _Families, engine: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> None:
+    counter, gauge = CounterMetricFamily, GaugeMetricFamily
+    for name, key, text, vllm in (
+        ("prompt_tokens", "num_prompt_tokens", "Prompt tokens computed.", "prompt_tokens"),
+        (
+            "cached_prompt_tokens",
+            "num_shared_tokens",
+            "Prompt tokens whose KV was taken over instead of being computed.",
+            None,
+        ),
+        ("generation_tokens", "num_emitted_tokens", "Tokens delivered.", "generation_tokens"),
+        ("iterations", "num_iterations", "Iterations.", None),
+        ("preemptions", "num_preemptions", "Preemptions.", "num_preemptions"),
+        ("outputs_failed", "num_failed", "Outputs that ended with an error.", None),
+        ("outputs_cancelled", "num_cancelled", "Outputs that were cancelled.", None),
+    ):
+        families.add(counter, name, text, engine[key], vllm)
+    families.add(
+        gauge, "outputs_running", "Outputs that run.", engine["num_running"], "num_requests_running"
+    )
+    families.add(
+        gauge,
+        "outputs_waiting",
+        "Outputs that wait.",
+        engine["num_waiting"],
+        "num_requests_waiting",
+    )
+    slabs = engine["kv_num_slabs"]
+    used = (slabs - engine["kv_free_slabs"]) / slabs if slabs else 0.0
+    families.add(
+        gauge, "kv_cache_usage_ratio", "Share of the KV pool in use.", used, "kv_cache_usage_perc"
+    )
+    named = [
+        (
+            {
+                "group": str(i),
+                "owner": name["owner"],
+                "kind": name["kind"],
+                "window": str(name["window"]),
+            },
+            group,
+        )
+        for i, (name, group) in enumerate(zip(groups, engine["kv_groups"], strict=True))
+    ]
+    for state in ("held", "quarantined", "max"):
+        families.add(
+            gauge,
+            f"kv_group_{state}_blocks",
+            f"Blocks of a KV group: {state}.",
+            [(labels, group[f"{state}_blocks"]) for labels, group in named],
+        )
+    families.add(gauge, "uptime_seconds", "Since the engine started.", engine["uptime_s"])
+    families.add(gauge, "info", "The version.", [({"version": paceline.__version__}, 1)])
+
+
+def _add_drafts(families: _Families, engine: Mapping[str, Any]) -> None:
+    for name, key, text in (
+        ("num_drafts", "num_verify_windows", "Iterations of outputs with drafts."),
+        ("num_draft_tokens", "num_draft_tokens", "Drafts verified."),
+        ("num_accepted_tokens", "num_accepted_tokens", "Drafts accepted."),
+    ):
+        full = f"spec_decode_{name}"
+        families.add(CounterMetricFamily, full, text, engine[key], full)
+    for name, key, text in (
+        ("num_draft_tokens_per_pos", "drafted_per_position", "Drafts verified, by position."),
+        ("num_accepted_tokens_per_pos", "accepted_per_position", "Drafts accepted, by position."),
+    ):
+        full = f"spec_decode_{name}"
+        counts = [({"position": str(i)}, count) for i, count in enumerate(engine[key])]
+        families.add(CounterMetricFamily, full, text, counts, full)
+
+
+def _add_requests(families: _Families, figures: RequestFigures, num_open: int) -> None:
+    families.add(GaugeMetricFamily, "outputs_open", "Outputs that the server holds.", num_open)
+    families.add(
+        CounterMetricFamily,
+        "outputs_finished",
+        "Outputs of requests to the server that have ended, by reason.",
+        [({"finished_reason": key}, count) for key, count in figures.num_finished.items()],
+        "request_success",
+    )
+    families.add(
+        CounterMetricFamily,
+        "http_responses",
+        "Responses, by route and status.",
+        [
+            ({"route": route, "status": str(status)}, count)
+            for (route, status), count in figures.num_responses.items()
+        ],
+    )
+    for name, times, text, vllm in (
+        (
+            "time_to_first_token_seconds",
+            figures.first_token,
+            "From queueing to the first token.",
+            "time_to_first_token_seconds",
+        ),
+        (
+            "inter_token_latency_seconds",
+            figures.inter_token,
+            "Between two chunks of an output.",
+            "inter_token_latency_seconds",
+        ),
+        (
+            "time_per_output_token_seconds",
+            figures.per_token,
+            "Mean of a request, after its first chunk.",
+            "request_time_per_output_token_seconds",
+        ),
+        (
+            "e2e_request_latency_seconds",
+            figures.whole,
+            "From queueing to the end.",
+            "e2e_request_latency_seconds",
+        ),
+    ):
+        families.add_times(name, text, times, vllm)

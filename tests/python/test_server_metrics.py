@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""/metrics: the engine's figures, those of requests, and vLLM's names for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from paceline import LLM
+from running_server import RunningServer
+
+COMPLETIONS = "/v1/completions"
+BODY = {"prompt": "abc", "max_tokens": 40, "ignore_eos": True, "seed": 1}
+
+
+@pytest.fixture
+def server(llm: LLM) -> Iterator[RunningServer]:
+    with RunningServer(llm) as server:
+        yield server
+
+
+def figures(server: RunningServer) -> dict[str, float]:
+    """All samples: the name with its labels except that of the model, and the value."""
+    with server.send("/metrics") as response:
+        assert response.status == 200
+        text = response.read().decode()
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("model", None) or labels.pop("model_name", None) == "served"
+            shown = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
+            found[f"{sample.name}{{{shown}}}" if shown else sample.name] = sample.value
+    return found
+
+
+def test_figures_are_those_of_the_engine(server: RunningServer) -> None:
+    before = figures(server)
+    events = server.events(COMPLETIONS, BODY | {"n": 2})
+    server.result(COMPLETIONS, BODY)
+    assert server.ask(COMPLETIONS, {"prompt": 7})[0] == 400
+    assert server.ask("/nonesuch")[0] == 404
+    server.wait_until_idle()
+    after = figures(server)
+
+    def rise(name: str) -> float:
+        return after[name] - before.get(name, 0.0)
+
+    assert rise("paceline_generation_tokens_total") == 120
+    assert rise("paceline_outputs_finished_total{finished_reason=length}") == 3
+    assert after["paceline_outputs_open"] == after["paceline_outputs_running"] == 0
+    assert rise("paceline_time_to_first_token_seconds_count") == 2
+    assert rise("paceline_e2e_request_latency_seconds_count") == 2
+    # Each output has a time less than it has chunks.
+    streamed = sum(bool(event["choices"][0]["text"]) for event in events)
+    assert streamed - 2 <= rise("paceline_inter_token_latency_seconds_count") < 120
+    assert rise(f"paceline_http_responses_total{{route={COMPLETIONS},status=200}}") == 2
+    assert rise(f"paceline_http_responses_total{{route={COMPLETIONS},status=400}}") == 1
+    assert rise("paceline_http_responses_total{route=other,status=404}") == 1
+
+    engine: dict[str, Any] = server.llm._executor.stats()
+    for name, key in (
+        ("num_drafts", "num_verify_windows"),
+        ("num_draft_tokens", "num_draft_tokens"),
+        ("num_accepted_tokens", "num_accepted_tokens"),
+    ):
+        for prefix in ("paceline_", "vllm:"):
+            assert after[f"{prefix}spec_decode_{name}_total"] == engine[key] > 0
+    for position, count in enumerate(engine["accepted_per_position"]):
+        name = f"vllm:spec_decode_num_accepted_tokens_per_pos_total{{position={position}}}"
+        assert after[name] == count
+    # vLLM's names for the same.
+    for vllm, own in (
+        ("generation_tokens_total", "generation_tokens_total"),
+        ("num_requests_running", "outputs_running"),
+        ("kv_cache_usage_perc", "kv_cache_usage_ratio"),
+        (
+            "request_success_total{finished_reason=length}",
+            "outputs_finished_total{finished_reason=length}",
+        ),
+        ("inter_token_latency_seconds_count", "inter_token_latency_seconds_count"),
+    ):
+        assert after[f"vllm:{vllm}"] == after[f"paceline_{own}"]
+    groups = server.llm.stats()["kv_groups"]
+    for i, group in enumerate(groups):
+        labels = f"group={i},kind={group['kind']},owner={group['owner']},window={group['window']}"
+        assert after[f"paceline_kv_group_max_blocks{{{labels}}}"] == group["max_blocks"]
+
+
+def test_figures_of_drafts_are_absent_without_a_drafter(plain_llm: LLM) -> None:
+    with RunningServer(plain_llm) as server:
+        names = figures(server)
+    assert not [name for name in names if "spec_decode" in name]
+    assert "paceline_generation_tokens_total" in names
