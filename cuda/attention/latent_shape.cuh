@@ -140,10 +140,12 @@ __device__ __forceinline__ bool find_tile(const PagedAttentionParams& p, const P
     return paged::find_tile(p.row_indptr, num_seqs, p.num_qo_heads, rows, plan.num_tiles - 1 - at,
                             tile);
   }
-  if (at >= num_seqs) return false;
+  // Loads come before the branch on another one: the way to the first entry is a chain of
+  // latencies.
   const int32_t first = p.row_indptr[at];
-  *tile = {.first_row = first, .num_rows = p.row_indptr[at + 1] - first, .index = 0};
-  return tile->num_rows > 0;
+  const int32_t end = p.row_indptr[at + 1];
+  *tile = {.first_row = first, .num_rows = end - first, .index = 0};
+  return at < num_seqs && end > first;
 }
 
 // Weights and factors below this power of two are zero.

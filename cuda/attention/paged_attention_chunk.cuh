@@ -63,7 +63,7 @@ __device__ __forceinline__ void score_keys(SliceRing<S>& ring, uint32_t q_shared
                                            const ThreadPosition& at, Scores<S>& s) {
   const int32_t lane = at.lane;
 #pragma unroll
-  for (int32_t slice = 0; slice < S::kKeySlices; ++slice) {
+  for (int32_t slice = 0; slice < S::kSlices; ++slice) {
     const uint32_t keys = ring.next();
 #pragma unroll
     for (int32_t k = 0; k < S::kSlice / 16; ++k) {

@@ -40,11 +40,11 @@
 
 namespace paceline::cuda::paged {
 
-template <int kHeadDim, int kMTiles, int kValueDim>
-__global__ void __launch_bounds__(kThreads, (Shape<kHeadDim, kMTiles, kValueDim>::kMinBlocks))
+template <int kHeadDim, int kMTiles>
+__global__ void __launch_bounds__(kThreads, (Shape<kHeadDim, kMTiles>::kMinBlocks))
     paged_attention_kernel(const __grid_constant__ PagedAttentionParams p,
                            const __grid_constant__ Plan plan) {
-  using S = Shape<kHeadDim, kMTiles, kValueDim>;
+  using S = Shape<kHeadDim, kMTiles>;
   extern __shared__ __align__(1024) std::byte shared[];
   __shared__ int32_t row_begin[S::kRows];
   __shared__ int32_t row_end[S::kRows];
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads, (Shape<kHeadDim, kMTiles, kValueDim>
 
   PerRow<S, float> running_max;
   PerRow<S, float> running_sum;
-  Products<S> running[S::kValueSlices];
+  Products<S> running[S::kSlices];
 #pragma unroll
   for (int32_t m = 0; m < kMTiles; ++m) {
 #pragma unroll
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kThreads, (Shape<kHeadDim, kMTiles, kValueDim>
       running_sum[m][half] = 0.0f;
     }
 #pragma unroll
-    for (int32_t slice = 0; slice < S::kValueSlices; ++slice) {
+    for (int32_t slice = 0; slice < S::kSlices; ++slice) {
 #pragma unroll
       for (int32_t n = 0; n < S::kWarpColumnTiles; ++n) {
 #pragma unroll
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kThreads, (Shape<kHeadDim, kMTiles, kValueDim>
       }
     }
   }
-  const int64_t chunk_floats = partial_floats(plan.partial_rows, S::kValueDim);
+  const int64_t chunk_floats = partial_floats(plan.partial_rows, S::kHeadDim);
   const int64_t tile_index = int64_t{blockIdx.x} * gridDim.y + blockIdx.y;
   const Partials<S> partials = {
       .data = plan.partials + tile_index * plan.chunk_capacity * chunk_floats,
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, (Shape<kHeadDim, kMTiles, kValueDim>
     float* const partial = partials.chunk(chunk - chunks.first);
     PerRow<S, MergeWeights> merge;
 #pragma unroll
-    for (int32_t slice = 0; slice < S::kValueSlices; ++slice) {
+    for (int32_t slice = 0; slice < S::kSlices; ++slice) {
       const uint32_t values = ring.next();  // its barrier also publishes P and the sums
       if (slice == 0) {
 #pragma unroll
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kThreads, (Shape<kHeadDim, kMTiles, kValueDim>
 #pragma unroll
           for (int32_t half = 0; half < 2; ++half) {
             take_sum<S>(chunks.num_splits, packed_row(m, half, at), results, chunk_max[m][half],
-                        view, at, partial + plan.partial_rows * kValueDim, running_max[m][half],
+                        view, at, partial + plan.partial_rows * kHeadDim, running_max[m][half],
                         running_sum[m][half], merge[m][half]);
           }
         }

@@ -34,10 +34,10 @@ inline void prepare(PagedAttentionParams& p) {
                  ", max_rows_per_seq ", p.max_rows_per_seq);
 }
 
-template <int kHeadDim, int kMTiles, int kValueDim>
+template <int kHeadDim, int kMTiles>
 void run_tiles(CudaContext& ctx, const char* name, const PagedAttentionParams& p) {
-  using S = Shape<kHeadDim, kMTiles, kValueDim>;
-  constexpr auto* kKernel = &paged_attention_kernel<kHeadDim, kMTiles, kValueDim>;
+  using S = Shape<kHeadDim, kMTiles>;
+  constexpr auto* kKernel = &paged_attention_kernel<kHeadDim, kMTiles>;
   static const bool is_allowed = [] {
     allow_shared_bytes(kKernel, S::kSharedBytes, "paged_attention_kernel");
     return true;
@@ -66,7 +66,7 @@ void run_tiles(CudaContext& ctx, const char* name, const PagedAttentionParams& p
   int64_t splits = blocks == 0 ? 1 : std::min(2 * int64_t{ctx.num_sms} / blocks, max_chunks);
   if (splits > 1 && blocks <= ctx.num_counters && ctx.workspace != nullptr) {
     const int64_t chunk_bytes =
-        partial_floats(plan.partial_rows, kValueDim) * static_cast<int64_t>(sizeof(float));
+        partial_floats(plan.partial_rows, kHeadDim) * static_cast<int64_t>(sizeof(float));
     const int64_t capacity = std::min(ctx.workspace_bytes / (blocks * chunk_bytes), max_chunks + 1);
     plan.partials = reinterpret_cast<float*>(ctx.workspace);
     plan.counters = ctx.counters;
@@ -85,16 +85,16 @@ void run_tiles(CudaContext& ctx, const char* name, const PagedAttentionParams& p
 }
 
 // Runs the smallest tile that holds the rows of a sequence, or the largest tile.
-template <int kHeadDim, int kMaxMTiles, int kValueDim = kHeadDim>
+template <int kHeadDim, int kMaxMTiles>
 void run_head_dim(CudaContext& ctx, const char* name, const PagedAttentionParams& p) {
   const int64_t packed_rows = int64_t{p.max_rows_per_seq} * (p.num_qo_heads / p.num_kv_heads);
   if constexpr (kMaxMTiles >= 4) {
-    if (packed_rows > 32) return run_tiles<kHeadDim, 4, kValueDim>(ctx, name, p);
+    if (packed_rows > 32) return run_tiles<kHeadDim, 4>(ctx, name, p);
   }
   if constexpr (kMaxMTiles >= 2) {
-    if (packed_rows > 16) return run_tiles<kHeadDim, 2, kValueDim>(ctx, name, p);
+    if (packed_rows > 16) return run_tiles<kHeadDim, 2>(ctx, name, p);
   }
-  run_tiles<kHeadDim, 1, kValueDim>(ctx, name, p);
+  run_tiles<kHeadDim, 1>(ctx, name, p);
 }
 
 }  // namespace paceline::cuda::paged

@@ -135,11 +135,11 @@ class SliceRing {
         loader_.enter();
         loader_.look_up(load_chunk_ + chunk_step_);
       }
-      const bool is_value = load_item_ >= S::kKeySlices;
-      const int32_t slice = is_value ? load_item_ - S::kKeySlices : load_item_;
+      const bool is_value = load_item_ >= S::kSlices;
+      const int32_t slice = is_value ? load_item_ - S::kSlices : load_item_;
       loader_.copy(stages_ + load_stage_ * S::kSliceBytes,
                    (is_value ? kv_.v_offset : kv_.k_offset) + slice * (S::kSlice * 2));
-      if (++load_item_ == S::kKeySlices + S::kValueSlices) {
+      if (++load_item_ == 2 * S::kSlices) {
         load_item_ = 0;
         load_chunk_ += chunk_step_;
       }

@@ -28,7 +28,7 @@ struct Partials {
     return data + index * chunk_floats;
   }
   __device__ __forceinline__ float* sums(float* chunk) const {
-    return chunk + num_rows * S::kValueDim;
+    return chunk + num_rows * S::kHeadDim;
   }
 };
 
@@ -69,7 +69,7 @@ __device__ __forceinline__ void take_products(int32_t num_splits, int32_t packed
                                               float (&running)[S::kWarpColumnTiles][4]) {
   if (num_splits > 1) {
     if (!view.rows.is_live(packed)) return;
-    float* const to = partial + packed * S::kValueDim + slice * S::kSlice +
+    float* const to = partial + packed * S::kHeadDim + slice * S::kSlice +
                       at.warp * S::kWarpColumns + at.quad_lane * 2;
 #pragma unroll
     for (int32_t n = 0; n < S::kWarpColumnTiles; ++n) {
@@ -91,7 +91,7 @@ __device__ __forceinline__ void take_products(int32_t num_splits, int32_t packed
 template <class S>
 __device__ __forceinline__ void store_running(const PerRow<S, float>& running_max,
                                               const PerRow<S, float>& running_sum,
-                                              const Products<S> (&running)[S::kValueSlices],
+                                              const Products<S> (&running)[S::kSlices],
                                               const float* sinks, const TileOutput<S>& output,
                                               const ThreadPosition& at) {
 #pragma unroll
@@ -105,7 +105,7 @@ __device__ __forceinline__ void store_running(const PerRow<S, float>& running_ma
                        sinks == nullptr ? nullptr : sinks + output.rows.head[packed]);
       __nv_bfloat16* const to = output.of(packed) + at.warp * S::kWarpColumns + at.quad_lane * 2;
 #pragma unroll
-      for (int32_t slice = 0; slice < S::kValueSlices; ++slice) {
+      for (int32_t slice = 0; slice < S::kSlices; ++slice) {
 #pragma unroll
         for (int32_t n = 0; n < S::kWarpColumnTiles; ++n) {
           const float y0 = __fmul_rn(running[slice][m][n][2 * half], factor);
@@ -187,7 +187,7 @@ template <class S>
 __device__ __forceinline__ void merge_partials(const Partials<S>& partials, int32_t first_chunk,
                                                int32_t cluster_rank, int32_t cluster_blocks,
                                                const float* sinks, const TileOutput<S>& output) {
-  constexpr int32_t kRowThreads = S::kValueDim / 4;
+  constexpr int32_t kRowThreads = S::kHeadDim / 4;
   constexpr int32_t kRowsAtOnce = kThreads / kRowThreads;
   const TileRows& rows = output.rows;
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
@@ -198,7 +198,7 @@ __device__ __forceinline__ void merge_partials(const Partials<S>& partials, int3
     const int32_t row_first_chunk = rows.begin[packed] / kChunk;
     const int32_t row_chunks = (rows.end[packed] - 1) / kChunk + 1 - row_first_chunk;
     float* const first = partials.chunk(row_first_chunk - first_chunk);
-    merge_row(first + packed * S::kValueDim + column, partials.sums(first) + packed * 2,
+    merge_row(first + packed * S::kHeadDim + column, partials.sums(first) + packed * 2,
               partials.chunk_floats, row_chunks,
               sinks == nullptr ? nullptr : sinks + rows.head[packed], output.of(packed) + column);
   }

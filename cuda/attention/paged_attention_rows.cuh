@@ -152,16 +152,16 @@ struct TileOutput {
   __device__ __forceinline__ __nv_bfloat16* of(int32_t packed) const {
     const int64_t head = int64_t{kv_head} * heads_per_group + rows.head[packed];
     return static_cast<__nv_bfloat16*>(p.y) +
-           (int64_t{rows.index[packed]} * p.num_qo_heads + head) * S::kValueDim;
+           (int64_t{rows.index[packed]} * p.num_qo_heads + head) * S::kHeadDim;
   }
 
   // Rows that exist but see no key become zero.
   __device__ __forceinline__ void zero_inert_rows() const {
-    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < S::kRows * S::kValueUnits;
+    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < S::kRows * S::kHeadUnits;
          i += kThreads) {
-      const int32_t packed = i / S::kValueUnits;
+      const int32_t packed = i / S::kHeadUnits;
       if (rows.index[packed] < 0 || rows.is_live(packed)) continue;
-      reinterpret_cast<uint4*>(of(packed))[i % S::kValueUnits] = make_uint4(0, 0, 0, 0);
+      reinterpret_cast<uint4*>(of(packed))[i % S::kHeadUnits] = make_uint4(0, 0, 0, 0);
     }
   }
 };

@@ -23,21 +23,16 @@ inline constexpr int32_t kMergeBatch = 16;  // chunks whose loads are in flight 
 
 // The layout of one instance of the kernel. The numbers of stages and of blocks per SM keep about
 // 100 KB of loads in flight on every SM.
-// Keys have head_dim columns and values value_dim; in latent attention a value is the first columns
-// of its key.
-template <int head_dim, int m_tiles, int value_dim = head_dim>
+template <int head_dim, int m_tiles>
 struct Shape {
   static constexpr int32_t kHeadDim = head_dim;
-  static constexpr int32_t kValueDim = value_dim;
   static constexpr int32_t kMTiles = m_tiles;  // MMA tiles of 16 packed rows
   static constexpr int32_t kRows = 16 * kMTiles;
   static constexpr int32_t kHeadUnits = kHeadDim / 8;  // of 16 bytes
-  static constexpr int32_t kValueUnits = kValueDim / 8;
   // Columns of a stage of the ring.
-  static constexpr int32_t kSlice = kHeadDim == kValueDim ? std::min(kHeadDim, 128) : 64;
-  static constexpr int32_t kKeySlices = kHeadDim / kSlice;
-  static constexpr int32_t kValueSlices = kValueDim / kSlice;
-  static_assert(kHeadDim % kSlice == 0 && kValueDim % kSlice == 0);
+  static constexpr int32_t kSlice = std::min(kHeadDim, 128);
+  static constexpr int32_t kSlices = kHeadDim / kSlice;  // of K, and of V
+  static_assert(kHeadDim % kSlice == 0);
   static constexpr int32_t kSliceUnits = kSlice / 8;  // of 16 bytes
   static constexpr int32_t kWarpColumns = kSlice / kWarps;
   static constexpr int32_t kWarpColumnTiles = kWarpColumns / 8;
@@ -66,8 +61,8 @@ struct Plan {
 };
 
 // Floats of the (max, sum, accumulator) of one chunk, a multiple of 16 bytes.
-__host__ __device__ constexpr int64_t partial_floats(int64_t rows, int64_t value_dim) {
-  return (rows * (value_dim + 2) + 3) / 4 * 4;
+__host__ __device__ constexpr int64_t partial_floats(int64_t rows, int64_t head_dim) {
+  return (rows * (head_dim + 2) + 3) / 4 * 4;
 }
 
 // Byte offset of a 16 byte unit: units of a row are permuted so that eight rows of the same unit,
