@@ -241,7 +241,7 @@ def test_values_that_mean_nothing_are_taken(server: RunningServer) -> None:
 
 def test_an_unknown_field_gets_a_hint(server: RunningServer) -> None:
     _, answer = server.ask(COMPLETIONS, {"prompt": "a", "max_token": 3})
-    assert "Did you mean max_tokens?" in answer["error"]["message"]
+    assert "did you mean max_tokens?" in answer["error"]["message"]
     assert answer["error"]["type"] == "invalid_request_error"
 
 

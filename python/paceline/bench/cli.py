@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`paceline bench`: `latency` and `pairs` measure, `plot` draws what they have measured."""
+"""`paceline bench`: `latency`, `pairs` and `serve` measure, `plot` draws reports."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ from paceline.bench.report import (
     trace_table,
     write_json,
 )
+from paceline.bench.serve.command import run_serve
+from paceline.bench.serve.options import add_serve_parser
 from paceline.bench.workload import Speculation, Workload
 from paceline.checks import check_int, check_path
 from paceline.console import check_output, emit, progress_bar, tell
@@ -49,12 +51,13 @@ def add_parser(commands: Any) -> None:
     """Adds `bench` to the command line's subparsers."""
     bench = commands.add_parser(
         "bench",
-        help="measure this machine, or draw what was measured",
-        description="Measures this machine, or draws what was measured.",
+        help="measure this machine or a server, or draw what was measured",
+        description="Measures this machine or a server, or draws what was measured.",
     )
     kinds = bench.add_subparsers(dest="kind", required=True, metavar="KIND")
     add_latency_parser(kinds).set_defaults(run=run_latency)
     add_pairs_parser(kinds).set_defaults(run=run_pairs)
+    add_serve_parser(kinds).set_defaults(run=run_serve)
     plot = kinds.add_parser(
         "plot",
         help="draw a report of `latency --json FILE` or `pairs --json FILE`",

@@ -170,7 +170,7 @@ def trace_table(run_id: str, setup: Setup, rows: list[tuple[str, Measurement]]) 
     }
 
 
-def write_json(path: str, value: dict[str, Any]) -> None:
+def write_json(path: str, value: Any) -> None:
     """Writes a file; an OSError names it."""
     try:
         Path(path).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

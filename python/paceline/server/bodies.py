@@ -171,9 +171,9 @@ class Fields:
         for name in self._names:
             if name not in allowed and name not in refused:
                 near = difflib.get_close_matches(name[:100], allowed, n=1)
-                hint = f" Did you mean {near[0]}?" if near else ""
+                hint = f"; did you mean {near[0]}?" if near else ""
                 raise refusal(
-                    f"unknown field {shorten(name)}; allowed: {', '.join(sorted(allowed))}.{hint}",
+                    f"unknown field {shorten(name)}{hint}; allowed: {', '.join(sorted(allowed))}",
                     name[:100],
                 )
         for name, value in self._given.items():
