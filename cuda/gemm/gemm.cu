@@ -4,7 +4,12 @@
 
 #include <cuda_bf16.h>
 
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <limits>
+
+#include <paceline/error.h>
 
 #include "gemm/expert_launch.h"
 #include "gemm/gemm_launch.cuh"
@@ -85,11 +90,48 @@ void launch_for_rows(CudaContext& ctx, const GemmParams& p) {
                   TokenRows<128>>(ctx, p);
 }
 
+// Whether one launch computes all groups: the tiles of packed weights, of up to 128 rows, know the
+// columns of x that they read.
+bool takes_groups(const GemmParams& p) {
+  return p.weight.is_packed() && p.weight.dtype == DType::kBFloat16 &&
+         p.weight.n / p.num_groups % 128 == 0;
+}
+
+// The product of one group.
+GemmParams group_of(const GemmParams& all, int32_t group) {
+  GemmParams p = all;
+  WeightMatrix& w = p.weight;
+  w.n = all.weight.n / all.num_groups;
+  const int64_t first = int64_t{group} * w.n;
+  if ((w.is_packed() && w.n % kPackedRows != 0) ||
+      (w.format == WeightFormat::kFp8 && w.n % w.scale_rows != 0)) {
+    throw Unsupported(concat("groups of ", w.n,
+                             " rows of weights with scales; on a GPU they must be a multiple of ",
+                             std::max(kPackedRows, w.scale_rows)));
+  }
+  const int64_t tiles = first / kPackedRows * w.packed_tile_cols();
+  w.data += w.is_packed() ? tiles * packed_tile_bytes(w.format) : first * w.row_bytes();
+  if (w.format == WeightFormat::kFp8) {
+    w.scales += first / w.scale_rows * w.num_scale_cols() * static_cast<int64_t>(sizeof(float));
+  } else if (w.format == WeightFormat::kMxfp4) {
+    w.scales += w.is_packed() ? tiles * kPackedScaleBytes : first * w.num_scale_cols();
+  }
+  p.x = static_cast<const std::byte*>(all.x) + int64_t{group} * w.k * dtype_bytes(all.x_dtype);
+  if (all.bias != nullptr) p.bias = all.bias + first;
+  p.y = static_cast<std::byte*>(all.y) + first * dtype_bytes(all.y_dtype);
+  p.num_groups = 1;
+  return p;
+}
+
 }  // namespace
 }  // namespace cuda
 
 void gemm(CudaContext& ctx, const GemmParams& p) {
   if (p.max_rows <= 0) return;
+  if (p.num_groups > 1 && !cuda::takes_groups(p)) {
+    for (int32_t group = 0; group < p.num_groups; ++group) gemm(ctx, cuda::group_of(p, group));
+    return;
+  }
   if (ctx.trace != nullptr) ctx.trace->label_next(concat("gemm ", p.weight.n, "x", p.weight.k));
   PACELINE_CHECK(p.x_dtype == p.weight.dtype, "on a GPU x has the dtype of the weights");
   if (p.weight.dtype == DType::kFloat32 || p.weight.format != WeightFormat::kPlain) {
@@ -105,7 +147,8 @@ void gemm(CudaContext& ctx, const GemmParams& p) {
                                     .y = p.y,
                                     .y_stride = p.y_stride,
                                     .x_dtype = p.x_dtype,
-                                    .y_dtype = p.y_dtype},
+                                    .y_dtype = p.y_dtype,
+                                    .num_groups = p.num_groups},
                                    p.num_rows);
   }
   PACELINE_CHECK(p.weight.dtype == DType::kBFloat16, "products are of float32 or bfloat16");

@@ -125,7 +125,10 @@ class ChunkCopier {
  public:
   __device__ __forceinline__ ChunkCopier(const PackedArgs& args, const ExpertTile& tile,
                                          uint32_t shared)
-      : x_(args.x), stride_(args.x_stride), k_(args.k), shared_(shared) {
+      : x_(args.x_of(tile.column_tile * Shape::kRows)),
+        stride_(args.x_stride),
+        k_(args.k),
+        shared_(shared) {
     const auto thread = static_cast<int32_t>(threadIdx.x);
     piece_ = thread % kPieces;
     first_row_ = thread / kPieces;

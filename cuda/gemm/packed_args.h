@@ -26,8 +26,15 @@ struct PackedArgs {
   bool is_y_float;  // else bfloat16
   int32_t n;
   int32_t k;
+  // Not 0: the weights are groups of so many rows, and group g reads the columns of x from g k on.
+  int32_t group_rows;
   int32_t num_stages;      // of the ring of wide_kernel.cuh
   uint64_t weight_policy;  // of L2
+
+  // What the tile of weights from `first_row` on reads.
+  __device__ __forceinline__ const __nv_bfloat16* x_of(int32_t first_row) const {
+    return group_rows == 0 ? x : x + int64_t{first_row / group_rows} * k;
+  }
 };
 
 }  // namespace paceline::cuda

@@ -44,6 +44,7 @@ inline void launch_packed(CudaContext& ctx, const ExpertGemmParams& p, const int
                     .is_y_float = p.y_dtype == DType::kFloat32,
                     .n = w.n,
                     .k = w.k,
+                    .group_rows = p.num_groups > 1 ? w.n / p.num_groups : 0,
                     .num_stages = num_stages,
                     .weight_policy = rows_to_expect(p) > tokens ? kEvictNormal : kEvictFirst});
 }

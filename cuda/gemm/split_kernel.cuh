@@ -216,12 +216,13 @@ __device__ __forceinline__ void copy_tokens(const PackedArgs& args, const Expert
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
   const int32_t num_tiles = (args.k + kPackedColumns - 1) / kPackedColumns;
   const int32_t num_groups = (num_tiles + Shape::kGroupTiles - 1) / Shape::kGroupTiles;
+  const __nv_bfloat16* const x = args.x_of(first_row);
   const __nv_bfloat16* rows[Shape::kTokens];
 #pragma unroll
   for (int32_t row = 0; row < Shape::kTokens; ++row) {
     const int32_t of_y = tile.first_row + min(row, max(tile.num_rows - 1, 0));
     const int64_t source = args.x_rows != nullptr ? args.x_rows[of_y] : of_y;
-    rows[row] = args.x + source * args.x_stride + lane * 8;
+    rows[row] = x + source * args.x_stride + lane * 8;
   }
   const int32_t scale_row = min(first_row + lane, args.n - 1) >> args.scales.row_shift;
   const float* const scales =

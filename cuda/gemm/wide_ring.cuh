@@ -232,7 +232,8 @@ template <class Shape>
 __device__ __forceinline__ void produce_tokens(const WideRing<Shape>& ring, const PackedArgs& args,
                                                const ExpertTile& tile, int32_t thread,
                                                int32_t num_blocks) {
-  const TokenCopier<Shape> copier(args.x, args.x_stride, args.x_rows, args.k, tile, thread);
+  const TokenCopier<Shape> copier(args.x_of(tile.column_tile * Shape::kWeights), args.x_stride,
+                                  args.x_rows, args.k, tile, thread);
   // The tokens of this warp have arrived in the stage.
   const auto arrive = [&](int32_t stage) {
     fence_shared_for_wgmma();

@@ -146,6 +146,7 @@ struct GemmSpec {
   bool has_bias = false;
   int32_t x_padding = 0;
   int32_t y_padding = 0;
+  int32_t num_groups = 1;
 };
 struct EmbedSpec {
   int32_t hidden = 0;

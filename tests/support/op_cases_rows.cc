@@ -19,11 +19,12 @@ namespace paceline::testing {
 
 OpInstance make_gemm(const GemmSpec& s, const Rows& rows, uint64_t seed) {
   OpInstance op;
-  const int64_t x_stride = s.k + s.x_padding;
+  const int64_t x_width = int64_t{s.num_groups} * s.k;
+  const int64_t x_stride = x_width + s.x_padding;
   const int64_t y_stride = s.n + s.y_padding;
   const DType dtype = s.weight.dtype;
   const Handle num_rows = add_num_rows(op, rows);
-  const Handle x = op.add(normal_rows("x", element_of(dtype), rows, s.k, x_stride, seed, kX));
+  const Handle x = op.add(normal_rows("x", element_of(dtype), rows, x_width, x_stride, seed, kX));
   const WeightArrays weight(op, s.weight, s.n, s.k, seed);
   const Handle bias =
       s.has_bias ? op.add(normal_constant("bias", Element::kF32, s.n, seed, kBias)) : kNoArray;
@@ -42,7 +43,8 @@ OpInstance make_gemm(const GemmSpec& s, const Rows& rows, uint64_t seed) {
                          .y = at.raw(y),
                          .y_stride = y_stride,
                          .x_dtype = activation_dtype(ctx, dtype),
-                         .y_dtype = activation_dtype(ctx, s.y_dtype)});
+                         .y_dtype = activation_dtype(ctx, s.y_dtype),
+                         .num_groups = s.num_groups});
   });
   return op;
 }
@@ -145,6 +147,8 @@ OpInstance make_gated(const GatedSpec& s, const Rows& rows, uint64_t seed) {
   OpInstance op;
   const Element element = element_of(s.dtype);
   const bool has_up = s.up_stride > 0;
+  const bool has_limit =
+      s.activation == Activation::kSwigluOai || s.activation == Activation::kClampedSilu;
   const int64_t width = (has_up ? int64_t{1} : int64_t{2}) * s.intermediate;
   const Handle num_rows = add_num_rows(op, rows);
   const Handle up =
@@ -155,7 +159,7 @@ OpInstance make_gated(const GatedSpec& s, const Rows& rows, uint64_t seed) {
         Stream(seed, kX, static_cast<uint64_t>(id)).fill(to, width, 3.0f);
         const float edges[] = {-150.0f, 150.0f, 0.0f, -1e-6f, -88.0f, 88.0f};
         if (id < 6) to[0] = edges[id];
-        if (id < 6 && s.activation == Activation::kSwigluOai && !has_up) {
+        if (id < 6 && has_limit && !has_up) {
           const float ups[] = {7.0f, -150.0f, 150.0f, -1.0f, -7.0f, 0.0f};
           to[s.is_interleaved ? 1 : s.intermediate] = ups[id];
         }

@@ -114,6 +114,7 @@ struct ExpertGemmParams {
   int64_t y_stride;
   DType x_dtype = DType::kFloat32;  // on CUDA the dtype of the weights
   DType y_dtype = DType::kFloat32;
+  int32_t num_groups = 1;  // of a single matrix, as in GemmParams; not of expert_gemm
 };
 void expert_gemm(CpuContext&, const ExpertGemmParams&);
 void expert_gemm(CudaContext&, const ExpertGemmParams&);
