@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "attention/latent_products.cuh"
+#include "attention/rope_pairs.cuh"
 #include "common/convert.cuh"
 #include "common/launch.cuh"
 #include "common/reduce.cuh"
@@ -33,29 +34,6 @@ __device__ __forceinline__ float inverse_rms(const T* x, int32_t size, float eps
     squares = __fmaf_rn(value, value, squares);
   }
   return rsqrtf(block_sum(squares, partials) / static_cast<float>(size) + eps);
-}
-
-// The two elements of pair `pair`.
-struct Pair {
-  int32_t first;
-  int32_t second;
-};
-__device__ __forceinline__ Pair pair_of(const LatentRope& rope, int32_t pair, int32_t width) {
-  return rope.is_interleaved ? Pair{2 * pair, 2 * pair + 1} : Pair{pair, pair + width / 2};
-}
-
-// Pair `pair` of `from`, rotated to the position of the row, goes to `to`.
-template <class From, class To>
-__device__ __forceinline__ void rotate_pair(const LatentRope& rope, int32_t row, int32_t pair,
-                                            int32_t width, const From* from, To* to) {
-  const int64_t position = rope.positions[row] + rope.position_offset;
-  const float cos = rope.cos[position * (width / 2) + pair];
-  const float sin = rope.sin[position * (width / 2) + pair];
-  const Pair at = pair_of(rope, pair, width);
-  const float a = widen(from[at.first]);
-  const float b = widen(from[at.second]);
-  narrow(__fsub_rn(__fmul_rn(a, cos), __fmul_rn(b, sin)), to + at.first);
-  narrow(__fadd_rn(__fmul_rn(b, cos), __fmul_rn(a, sin)), to + at.second);
 }
 
 template <class T, class Kv>

@@ -10,7 +10,7 @@
 #include "common/launch.cuh"
 #include "common/reduce.cuh"
 #include "moe/route_row.cuh"
-#include "moe/sigmoid_routing.h"
+#include "moe/scored_routing.h"
 #include "ops/moe.h"
 
 namespace paceline {
@@ -187,7 +187,7 @@ void launch_sort(CudaContext& ctx, const char* name, void (*kernel)(Params), int
 void route_experts(CudaContext& ctx, const RouteExpertsParams& p) {
   using namespace cuda;
   check_params(p);
-  if (p.rule == RouterRule::kSigmoid) return route_by_sigmoid(ctx, p);
+  if (p.rule != RouterRule::kSoftmaxOfChosen) return route_by_score(ctx, p);
   const dim3 grid(static_cast<unsigned>((p.max_rows + kRouteWarps - 1) / kRouteWarps));
   with_logits_per_lane(p.num_experts, [&](auto per_lane) {
     launch(ctx, "route_experts", route_experts_kernel<per_lane()>, grid, dim3(kRouteWarps * 32), 0,
@@ -206,8 +206,8 @@ void route_and_sort(CudaContext& ctx, const RouteAndSortParams& p) {
   using namespace cuda;
   check_params(p.route);
   check_params(p.sort);
-  if (p.route.rule == RouterRule::kSigmoid) {
-    route_by_sigmoid(ctx, p.route);
+  if (p.route.rule != RouterRule::kSoftmaxOfChosen) {
+    route_by_score(ctx, p.route);
     sort_expert_rows(ctx, p.sort);
     return;
   }

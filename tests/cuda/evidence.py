@@ -388,6 +388,11 @@ OPS = (
     "combine",
     "expert_gemm",
     "mixture",
+    "compress",
+    "compressed",
+    "index",
+    "choose",
+    "streams",
 )
 
 

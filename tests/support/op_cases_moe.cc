@@ -8,12 +8,15 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <numeric>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "base/float_types.h"
 #include "support/expert_arrays.h"
 #include "support/row_arrays.h"
+#include "support/row_values.h"
 
 namespace paceline::testing {
 namespace {
@@ -56,8 +59,23 @@ struct RouteArrays {
               OpArray logits_of_rows)
       : s(spec), max_rows(rows.max_rows), num_rows(add_num_rows(op, rows)) {
     logits = op.add(std::move(logits_of_rows));
-    const bool is_exact = s.rule == RouterRule::kSigmoid;
-    if (is_exact) {
+    const bool is_exact = s.rule != RouterRule::kSoftmaxOfChosen;
+    if (s.vocab_size > 0) {
+      token_ids = op.add(row_ints<int32_t>("token_ids", rows, [&](int64_t id) -> int32_t {
+        const int32_t edges[] = {0, s.vocab_size - 1, s.vocab_size, -1, kMinInt, kMaxInt};
+        return id < 6 ? edges[id]
+                      : Stream(seed, kIndex, static_cast<uint64_t>(id)).below(s.vocab_size);
+      }));
+      std::vector<int32_t> experts_of_tokens;
+      for (int32_t token = 0; token < s.vocab_size; ++token) {
+        std::vector<int32_t> all(static_cast<size_t>(s.num_experts));
+        std::iota(all.begin(), all.end(), 0);
+        Stream stream(seed, kOrdering, static_cast<uint64_t>(token));
+        shuffle(all, stream);
+        experts_of_tokens.insert(experts_of_tokens.end(), all.begin(), all.begin() + s.top_k);
+      }
+      token_experts = op.add(int_array("token_experts", Role::kInput, experts_of_tokens));
+    } else if (is_exact) {
       OpArray values = float_array("correction", Element::kF32, Element::kF32, s.num_experts,
                                    [=](float* to) { fill_correction(spec, seed, to); });
       values.is_constant = true;
@@ -91,7 +109,10 @@ struct RouteArrays {
             .experts = at.get<int32_t>(experts),
             .weights = at.get<float>(weights),
             .scoring = s.scoring,
-            .correction = at.get<float>(correction)};
+            .correction = at.get<float>(correction),
+            .token_experts = at.get<int32_t>(token_experts),
+            .token_ids = at.get<int32_t>(token_ids),
+            .vocab_size = s.vocab_size};
   }
 
   RouteSpec s;
@@ -99,6 +120,8 @@ struct RouteArrays {
   Handle num_rows;
   Handle logits = kNoArray;
   Handle correction = kNoArray;
+  Handle token_ids = kNoArray;
+  Handle token_experts = kNoArray;
   Handle experts = kNoArray;
   Handle weights = kNoArray;
 };

@@ -20,6 +20,7 @@ struct RouteSpec {
   LogitKind logits = LogitKind::kPlain;  // kHoles: rows without a valid logit have NaN weights
   RouterRule rule = RouterRule::kSoftmaxOfChosen;
   ScoreRouting scoring = {};
+  int32_t vocab_size = 0;  // not 0: experts by token
 };
 
 // A router, from its rows to the order of the expert rows.

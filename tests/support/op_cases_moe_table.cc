@@ -211,7 +211,7 @@ std::vector<RowWiseCase> moe_row_wise_cases() {
           row_wise("route_and_sort_" + name, make_route_and_sort, spec, is_invariance_case));
     }
   }
-  // The best experts by their sigmoids, of the best groups: experts, experts that are chosen,
+  // The best experts by their scores, of the best groups: experts, experts that are chosen,
   // groups, groups that are chosen.
   for (const auto& [num_experts, top_k, num_groups, top_groups] :
        {std::array{1, 1, 1, 1},
@@ -223,24 +223,45 @@ std::vector<RowWiseCase> moe_row_wise_cases() {
         {100, 5, 5, 1},
         {64, 32, 32, 16},
         {kMaxExperts, kMaxTopK, 32, 1}}) {
+    for (const auto& [rule, rule_name] : {std::pair{RouterRule::kSigmoid, "by_sigmoid_"},
+                                          {RouterRule::kSqrtSoftplus, "by_softplus_"}}) {
+      for (const auto& [logits, suffix] : kLogits) {
+        const RouteSpec spec = {.num_experts = num_experts,
+                                .top_k = top_k,
+                                .logits = logits,
+                                .rule = rule,
+                                .scoring = {.num_groups = num_groups,
+                                            .top_groups = top_groups,
+                                            .normalises = num_experts != 33,
+                                            .scale = 1.8f}};
+        std::string name = rule_name + std::to_string(top_k) + "of" + std::to_string(num_experts);
+        if (num_groups > 1) {
+          name += "_groups" + std::to_string(top_groups) + "of" + std::to_string(num_groups);
+        }
+        const bool is_invariance_case = num_experts == 64 || num_experts == 256;
+        cases.push_back(row_wise("route_" + name + suffix, make_route, spec, is_invariance_case));
+        if (num_experts == 256) {
+          cases.push_back(row_wise("route_and_sort_" + name + suffix, make_route_and_sort, spec,
+                                   is_invariance_case));
+        }
+      }
+    }
+  }
+  // Experts by token.
+  for (const auto& [num_experts, top_k, vocab_size] :
+       {std::array{1, 1, 1}, {256, 6, 211}, {kMaxExperts, kMaxTopK, 37}}) {
     for (const auto& [logits, suffix] : kLogits) {
       const RouteSpec spec = {.num_experts = num_experts,
                               .top_k = top_k,
                               .logits = logits,
-                              .rule = RouterRule::kSigmoid,
-                              .scoring = {.num_groups = num_groups,
-                                          .top_groups = top_groups,
-                                          .normalises = num_experts != 33,
-                                          .scale = 1.8f}};
-      std::string name = "by_sigmoid_" + std::to_string(top_k) + "of" + std::to_string(num_experts);
-      if (num_groups > 1) {
-        name += "_groups" + std::to_string(top_groups) + "of" + std::to_string(num_groups);
-      }
-      const bool is_invariance_case = num_experts == 64 || num_experts == 256;
-      cases.push_back(row_wise("route_" + name + suffix, make_route, spec, is_invariance_case));
+                              .rule = RouterRule::kSqrtSoftplus,
+                              .scoring = {.normalises = true, .scale = 1.5f},
+                              .vocab_size = vocab_size};
+      const std::string name =
+          "by_token_" + std::to_string(top_k) + "of" + std::to_string(num_experts) + suffix;
+      cases.push_back(row_wise("route_" + name, make_route, spec, num_experts == 256));
       if (num_experts == 256) {
-        cases.push_back(row_wise("route_and_sort_" + name + suffix, make_route_and_sort, spec,
-                                 is_invariance_case));
+        cases.push_back(row_wise("route_and_sort_" + name, make_route_and_sort, spec, true));
       }
     }
   }

@@ -8,8 +8,10 @@
 
 #include "support/op_case_table.h"
 #include "support/op_cases.h"
+#include "support/op_cases_compressed.h"
 #include "support/op_cases_latent.h"
 #include "support/op_cases_moe.h"
+#include "support/op_cases_streams.h"
 #include "support/op_weights.h"
 
 namespace paceline::testing {
@@ -19,7 +21,8 @@ void add_gemms(TableBuilder& table) {
   const auto add = [&](const GemmSpec& s, bool is_invariance_case) {
     table.add("gemm_n" + std::to_string(s.n) + "_k" + std::to_string(s.k) +
                   weight_suffix(s.weight) + "_to" + dtype_suffix(s.y_dtype) +
-                  (s.has_bias ? "_bias" : "") + (s.x_padding + s.y_padding > 0 ? "_strided" : ""),
+                  (s.has_bias ? "_bias" : "") + (s.x_padding + s.y_padding > 0 ? "_strided" : "") +
+                  (s.num_groups > 1 ? "_groups" + std::to_string(s.num_groups) : ""),
               make_gemm, s, is_invariance_case);
   };
   constexpr DType kB = DType::kBFloat16;
@@ -68,6 +71,26 @@ void add_gemms(TableBuilder& table) {
   add({6144, 4096, kRows, kB}, false);
   add({512, 14336, kRows, kB}, true);
   add({4096, 4096, kPowersOfTwo, kF}, false);
+
+  // Groups: a launch for all of them, where they are packed and of whole tiles, or one for each.
+  const auto add_groups = [&](int32_t num_groups, int32_t rows, int32_t k, const WeightSpec& weight,
+                              DType y_dtype) {
+    add({.n = num_groups * rows,
+         .k = k,
+         .weight = weight,
+         .y_dtype = y_dtype,
+         .has_bias = rows != 1024,
+         .x_padding = rows == 1024 ? 0 : 8,
+         .num_groups = num_groups},
+        rows >= 128);
+  };
+  constexpr WeightSpec kExactTiles = {kB, kFp8, 128, 128, /*has_exact_scales=*/true};
+  for (const WeightSpec& weight :
+       {WeightSpec{kB}, WeightSpec{kF}, kMxfp4, kRows, kTiles, kExactTiles}) {
+    add_groups(3, 128, 288, weight, weight.dtype);
+    add_groups(2, weight.scale_rows == 128 ? 256 : 48, 64, weight, kF);
+  }
+  add_groups(8, 1024, 4096, kExactTiles, kB);  // DeepSeek-V4's
 }
 
 void add_element_ops(TableBuilder& table) {
@@ -89,9 +112,12 @@ void add_element_ops(TableBuilder& table) {
     for (const int32_t intermediate : {1, 33, 250, 2880}) {
       for (const auto& [activation, name] : {std::pair{Activation::kSilu, "silu_"},
                                              {Activation::kGeluTanh, "gelu_"},
-                                             {Activation::kSwigluOai, "swiglu_oai_"}}) {
+                                             {Activation::kSwigluOai, "swiglu_oai_"},
+                                             {Activation::kClampedSilu, "clamped_silu_"}}) {
+        const bool has_limit =
+            activation == Activation::kSwigluOai || activation == Activation::kClampedSilu;
         for (const bool is_interleaved : {false, true}) {
-          if (activation != Activation::kSwigluOai && !is_interleaved) continue;
+          if (!has_limit && !is_interleaved) continue;
           table.add("gated_" + std::string(name) + (is_interleaved ? "interleaved_" : "") +
                         std::to_string(intermediate) + suffix,
                     make_gated, GatedSpec{intermediate, activation, dtype, 0, is_interleaved},
@@ -301,8 +327,10 @@ const std::vector<RowWiseCase>& row_wise_cases() {
     add_lists(table);
     add_sampling_ops(table);
     add_clusters(table);
-    for (RowWiseCase& c : moe_row_wise_cases()) table.cases.push_back(std::move(c));
-    for (RowWiseCase& c : latent_row_wise_cases()) table.cases.push_back(std::move(c));
+    for (auto* const of_rooms : {moe_row_wise_cases, latent_row_wise_cases,
+                                 compressed_row_wise_cases, streams_row_wise_cases}) {
+      for (RowWiseCase& c : of_rooms()) table.cases.push_back(std::move(c));
+    }
     return table.cases;
   }();
   return cases;

@@ -6,7 +6,7 @@
 
 namespace paceline::cuda {
 
-// route_experts for RouterRule::kSigmoid, whose parameters have been checked.
-void route_by_sigmoid(CudaContext& ctx, const RouteExpertsParams& p);
+// route_experts for rules with scores and for tables, whose parameters have been checked.
+void route_by_score(CudaContext& ctx, const RouteExpertsParams& p);
 
 }  // namespace paceline::cuda

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// The choice of a row's experts by the sigmoids of its logits, by one warp. Lane l holds the
+// The choice of a row's experts by the scores of its logits, by one warp. Lane l holds the
 // experts l, l + 32, ..., the group l and, at the end, the result of place l.
 
 #include <cstdint>
@@ -13,6 +13,13 @@
 #include "ops/moe.h"
 
 namespace paceline::cuda {
+
+// The score of a logit.
+template <RouterRule kRule>
+__device__ __forceinline__ float score_of(float logit) {
+  static_assert(kRule != RouterRule::kSoftmaxOfChosen);
+  return kRule == RouterRule::kSigmoid ? sigmoid_same_bits(logit) : sqrt_softplus_same_bits(logit);
+}
 
 // The lowest lane that has `value`.
 __device__ __forceinline__ int32_t first_lane_with(uint32_t value, uint32_t own) {
@@ -65,9 +72,10 @@ struct Corrections {
 };
 
 // Corrected scores; every lane of the warp calls it.
-template <int32_t kPerLane>
-__device__ __forceinline__ RowKeys<kPerLane> sigmoid_keys(
-    const RouteExpertsParams& p, const float* logits, const Corrections<kPerLane>& corrections) {
+template <RouterRule kRule, int32_t kPerLane>
+__device__ __forceinline__ RowKeys<kPerLane> score_keys(const RouteExpertsParams& p,
+                                                        const float* logits,
+                                                        const Corrections<kPerLane>& corrections) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
   RowKeys<kPerLane> row;
 #pragma unroll
@@ -75,7 +83,7 @@ __device__ __forceinline__ RowKeys<kPerLane> sigmoid_keys(
     const int32_t expert = lane + 32 * i;
     row.keys[i] = 0;
     if (expert >= p.num_experts) continue;
-    row.keys[i] = to_ordered(comparable(sigmoid_same_bits(logits[expert]) + corrections.values[i]));
+    row.keys[i] = to_ordered(comparable(score_of<kRule>(logits[expert]) + corrections.values[i]));
   }
   if (p.scoring.num_groups == 1) return row;
   const int32_t size = p.num_experts / p.scoring.num_groups;
@@ -88,16 +96,18 @@ __device__ __forceinline__ RowKeys<kPerLane> sigmoid_keys(
   return row;
 }
 
-// Writes a row's choices and their weights, from their scores; every lane of the warp calls it.
-__device__ __forceinline__ void write_sigmoid_choices(const RouteExpertsParams& p, int32_t row,
-                                                      const float* logits, const Choice& own) {
+// Writes a row's choices and their weights, from their scores; every lane of the warp calls it,
+// lane l with the expert of place l.
+template <RouterRule kRule>
+__device__ __forceinline__ void write_scored_choices(const RouteExpertsParams& p, int32_t row,
+                                                     const float* logits, int32_t expert) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
-  float weight = lane < p.top_k ? sigmoid_same_bits(logits[own.expert]) : 0.0f;
+  float weight = lane < p.top_k ? score_of<kRule>(logits[expert]) : 0.0f;
   float sum = 0.0f;
   for (int32_t place = 0; place < p.top_k; ++place) sum += __shfl_sync(kAllLanes, weight, place);
   if (lane >= p.top_k) return;
   if (p.scoring.normalises) weight /= sum + 1e-20f;
-  p.experts[int64_t{row} * p.top_k + lane] = own.expert;
+  p.experts[int64_t{row} * p.top_k + lane] = expert;
   p.weights[int64_t{row} * p.top_k + lane] = weight * p.scoring.scale;
 }
 

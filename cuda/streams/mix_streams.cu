@@ -1,0 +1,227 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// The mix of residual streams: dot products of a whole row with the rows of a small matrix, then
+// factors by sigmoid and Sinkhorn's iterations. A cluster of eight blocks takes four rows; each
+// block has an eighth of the columns, and reads the weights of these once for all four rows. A sum
+// is over ascending columns in a lane, then over the lanes and then over the blocks in order, so
+// rows are invariant.
+
+#include <algorithm>
+#include <cstdint>
+
+#include "common/convert.cuh"
+#include "common/launch.cuh"
+#include "common/mma.cuh"
+#include "common/reduce.cuh"
+#include "ops/streams.h"
+
+namespace paceline {
+namespace cuda {
+namespace {
+
+constexpr int32_t kThreads = 256;
+constexpr int32_t kWarps = kThreads / 32;
+constexpr int32_t kBlocks = 8;    // of a cluster
+constexpr int32_t kRows = 4;      // of a cluster
+constexpr int32_t kPerLane = 4;   // columns that a lane takes at once
+constexpr int32_t kStrip = 1024;  // columns that a block takes at once
+constexpr int32_t kMaxMixWidth = mix_width(kMaxStreams, false);
+static_assert(kRows <= kBlocks && kRows <= kWarps && kMaxMixWidth < kThreads);
+
+__device__ __forceinline__ float sigmoid(float x) { return __fdiv_rn(1.0f, 1.0f + expf(-x)); }
+
+// Element j of the vector that lane i holds.
+template <int kMaxCount>
+struct Matrix {
+  float of_row[kMaxCount];
+  int32_t count;  // rows, and columns
+  float eps;
+
+  __device__ __forceinline__ void divide_by_rows() {
+    float sum = eps;
+#pragma unroll
+    for (int j = 0; j < kMaxCount; ++j) {
+      if (j < count) sum = __fadd_rn(sum, of_row[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < kMaxCount; ++j) of_row[j] = __fdividef(of_row[j], sum);
+  }
+  // Every lane of the warp calls it.
+  __device__ __forceinline__ void divide_by_columns() {
+#pragma unroll
+    for (int j = 0; j < kMaxCount; ++j) {
+      float sum = eps;
+#pragma unroll
+      for (int i = 0; i < kMaxCount; ++i) {
+        const float other = __shfl_sync(kAllLanes, of_row[j], i);
+        if (i < count) sum = __fadd_rn(sum, other);
+      }
+      of_row[j] = __fdividef(of_row[j], sum);
+    }
+  }
+};
+
+// Writes the mix of a row. `products` are those of the row with the weights, then its sum of
+// squares. One warp calls it; lane i has stream i.
+template <int kMaxCount>
+__device__ __forceinline__ void write_mix(const MixStreamsParams& p, int32_t row,
+                                          const float* products) {
+  const auto lane = static_cast<int32_t>(threadIdx.x) % 32;
+  const int32_t count = p.num_streams;
+  const int32_t width = mix_width(count, p.is_end);
+  const int32_t stream = min(lane, count - 1);  // lanes without a stream repeat the last one
+  const float squares = __fdiv_rn(products[width], static_cast<float>(count * p.hidden));
+  const float factor = rsqrtf(squares + p.norm_eps);
+  const auto logit = [&](int32_t at, int32_t scale) {
+    return __fmaf_rn(__fmul_rn(products[at], factor), p.scale[scale], p.base[at]);
+  };
+  float* const mix = p.mix + int64_t{row} * width;
+  if (lane < count) mix[lane] = __fadd_rn(sigmoid(logit(lane, 0)), p.eps);
+  if (p.is_end) return;
+  if (lane < count) mix[count + lane] = __fmul_rn(2.0f, sigmoid(logit(count + lane, 1)));
+  Matrix<kMaxCount> c = {.of_row = {}, .count = count, .eps = p.eps};
+  float highest = negative_infinity();
+#pragma unroll
+  for (int j = 0; j < kMaxCount; ++j) {
+    if (j < count) c.of_row[j] = logit(2 * count + stream * count + j, 2);
+    if (j < count) highest = fmaxf(highest, c.of_row[j]);
+  }
+  float sum = 0.0f;
+#pragma unroll
+  for (int j = 0; j < kMaxCount; ++j) {
+    if (j < count) c.of_row[j] = expf(__fsub_rn(c.of_row[j], highest));
+    if (j < count) sum = __fadd_rn(sum, c.of_row[j]);
+  }
+#pragma unroll
+  for (int j = 0; j < kMaxCount; ++j) {
+    if (j < count) c.of_row[j] = __fadd_rn(__fdiv_rn(c.of_row[j], sum), p.eps);
+  }
+  c.divide_by_columns();
+  for (int32_t i = 1; i < p.sinkhorn_iterations; ++i) {
+    c.divide_by_rows();
+    c.divide_by_columns();
+  }
+#pragma unroll
+  for (int j = 0; j < kMaxCount; ++j) {
+    if (lane < count && j < count) mix[2 * count + lane * count + j] = c.of_row[j];
+  }
+}
+
+// A warp has every kWarps-th row of the weights, kPerWarp at most.
+template <bool kIsVector, int kPerWarp, int kMaxCount>
+__global__ void __launch_bounds__(kThreads)
+    mix_streams_kernel(const __grid_constant__ MixStreamsParams p) {
+  __shared__ __align__(16) float x[kRows][kStrip];
+  __shared__ float products[kRows][kMaxMixWidth + 1];  // of this block's columns
+  __shared__ float totals[kMaxMixWidth + 1];           // of the row that this block completes
+  let_successor_start();
+  wait_for_predecessor();
+  const auto rank = static_cast<int32_t>(blockIdx.x);
+  const int32_t first_row = static_cast<int32_t>(blockIdx.y) * kRows;
+  const int32_t rows = min(min(*p.num_rows, p.max_rows) - first_row, kRows);
+  if (rows <= 0) return;  // all blocks of the cluster
+  const auto thread = static_cast<int32_t>(threadIdx.x);
+  const int32_t lane = thread % 32;
+  const int32_t warp = thread / 32;
+  const int32_t size = p.num_streams * p.hidden;
+  const int32_t width = mix_width(p.num_streams, p.is_end);
+  const int32_t per_block = ((size + kBlocks - 1) / kBlocks + kPerLane - 1) / kPerLane * kPerLane;
+  const int32_t begin = min(rank * per_block, size);
+  const int32_t end = min(begin + per_block, size);
+  float sums[kPerWarp][kRows] = {};
+  float squares = 0.0f;
+  for (int32_t strip = begin; strip < end; strip += kStrip) {
+    const int32_t count = min(end - strip, kStrip);
+    __syncthreads();
+    for (int32_t i = thread * kPerLane; i < kRows * kStrip; i += kThreads * kPerLane) {
+      const int32_t row = i / kStrip;
+      const int32_t column = i % kStrip;
+      float values[kPerLane];
+      load_first<kIsVector>(p.x + int64_t{first_row + row} * size + strip + column,
+                            row < rows ? count - column : 0, values);
+      store_vector(values, &x[row][column]);
+    }
+    __syncthreads();
+#pragma unroll 2
+    for (int32_t column = lane * kPerLane; column < count; column += 32 * kPerLane) {
+      float w[kPerWarp][kPerLane];
+#pragma unroll
+      for (int i = 0; i < kPerWarp; ++i) {
+        const int32_t at = warp + i * kWarps;
+        load_first<kIsVector>(p.weight + int64_t{at} * size + strip + column,
+                              at < width ? count - column : 0, w[i]);
+      }
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) {
+        float values[kPerLane];
+        load_vector(&x[row][column], values);
+#pragma unroll
+        for (int i = 0; i < kPerWarp; ++i) {
+#pragma unroll
+          for (int j = 0; j < kPerLane; ++j) {
+            sums[i][row] = __fmaf_rn(values[j], w[i][j], sums[i][row]);
+          }
+        }
+      }
+    }
+    if (warp < kRows) {
+      for (int32_t column = lane * kPerLane; column < count; column += 32 * kPerLane) {
+        float values[kPerLane];
+        load_vector(&x[warp][column], values);
+#pragma unroll
+        for (const float value : values) squares = __fmaf_rn(value, value, squares);
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kPerWarp; ++i) {
+    const int32_t at = warp + i * kWarps;
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      const float sum = warp_sum(sums[i][row]);
+      if (lane == 0 && at < width) products[row][at] = sum;
+    }
+  }
+  squares = warp_sum(squares);
+  if (warp < kRows && lane == 0) products[warp][width] = squares;
+  cluster_barrier();
+  // Block i completes row i.
+  if (rank < rows) {
+    if (thread <= width) {
+      float total = *in_cluster(&products[rank][thread], 0);
+#pragma unroll
+      for (int32_t block = 1; block < kBlocks; ++block) {
+        total = __fadd_rn(total, *in_cluster(&products[rank][thread], block));
+      }
+      totals[thread] = total;
+    }
+    __syncthreads();
+    if (warp == 0) write_mix<kMaxCount>(p, first_row + rank, totals);
+  }
+  cluster_barrier();  // no block exits while others read its shared memory
+}
+
+}  // namespace
+}  // namespace cuda
+
+void mix_streams(CudaContext& ctx, const MixStreamsParams& p) {
+  using namespace cuda;
+  PACELINE_CHECK(p.num_streams >= 1 && p.num_streams <= kMaxStreams, p.num_streams, " streams");
+  const bool is_vector = p.num_streams * p.hidden % kPerLane == 0 && is_vector_aligned(p.x) &&
+                         is_vector_aligned(p.weight);
+  const auto run = [&](void (*kernel)(MixStreamsParams)) {
+    launch_clusters(ctx, "mix_streams", kernel,
+                    dim3(kBlocks, static_cast<uint32_t>((p.max_rows + kRows - 1) / kRows)),
+                    dim3(kThreads), dim3(kBlocks), 0, p);
+  };
+  constexpr int kMost = (kMaxMixWidth + kWarps - 1) / kWarps;
+  if (p.num_streams <= 4) {
+    constexpr int kFew = mix_width(4, false) / kWarps;
+    run(is_vector ? mix_streams_kernel<true, kFew, 4> : mix_streams_kernel<false, kFew, 4>);
+  } else {
+    run(is_vector ? mix_streams_kernel<true, kMost, kMaxStreams>
+                  : mix_streams_kernel<false, kMost, kMaxStreams>);
+  }
+}
+
+}  // namespace paceline
