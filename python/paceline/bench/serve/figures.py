@@ -106,7 +106,7 @@ def draft_figures(
             per_position[int(position)] = value / drafts
     return {
         "spec_decode_acceptance_rate": accepted / drafted * 100,
-        "spec_decode_acceptance_length": 1 + accepted / drafted,
+        "spec_decode_acceptance_length": 1 + accepted / drafts,
         "spec_decode_num_drafts": int(drafts),
         "spec_decode_draft_tokens": int(drafted),
         "spec_decode_accepted_tokens": int(accepted),

@@ -55,7 +55,7 @@ async def run_load(
     limit = (
         contextlib.nullcontext()
         if load.max_concurrency is None
-        else asyncio.Semaphore(99 + load.max_concurrency)
+        else asyncio.Semaphore(load.max_concurrency)
     )
 
     async def ask(question: Question) -> Answer:
