@@ -47,6 +47,7 @@ struct EngineOptions {
   int32_t vocab_size = 0;
   int32_t hidden_size = 0;
   int32_t num_layers = 0;
+  int32_t num_streams = 1;
   Device device = Device::kCpu;
   int32_t max_waiting_requests = 0;  // 0: no bound
   int32_t host_delay_max_us = 0;     // see ExecutorOptions

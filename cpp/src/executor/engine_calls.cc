@@ -19,6 +19,7 @@ void Engine::check_request(const Request& request) const {
   paceline::check_request(request, {.max_model_len = options_.max_model_len,
                                     .vocab_size = options_.vocab_size,
                                     .num_layers = options_.num_layers,
+                                    .num_streams = options_.num_streams,
                                     .max_logprobs = options_.shape.max_logprobs});
   const auto prompt_len = static_cast<int64_t>(request.prompt.size());
   const auto limit = static_cast<int32_t>(

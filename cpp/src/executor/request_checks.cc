@@ -145,6 +145,11 @@ void check_request(const Request& request, const RequestBounds& bounds) {
                                    "; allowed: 0 (embeddings) to ", bounds.num_layers,
                                    " (after the final norm)"));
     }
+    if (bounds.num_streams > 1 && layer < bounds.num_layers) {
+      throw InvalidArgument(
+          concat("hidden_layers[", i, "] is ", layer, ", where this model has ", bounds.num_streams,
+                 " residual streams; allowed: ", bounds.num_layers, " (after the final norm)"));
+    }
   }
   if (request.keeps_logits_on_device && !request.score_prompt) {
     throw InvalidArgument(

@@ -13,7 +13,8 @@ namespace paceline {
 struct RequestBounds {
   int32_t max_model_len = 0;
   int32_t vocab_size = 0;
-  int32_t num_layers = 0;  // of the target
+  int32_t num_layers = 0;   // of the target
+  int32_t num_streams = 1;  // of the target
   int32_t max_logprobs = 0;
 };
 

@@ -72,6 +72,7 @@ EngineOptions engine_options(const ExecutorOptions& o, const Model& target, cons
           .vocab_size = target.config.vocab_size,
           .hidden_size = target.config.hidden,
           .num_layers = static_cast<int32_t>(target.config.layers.size()),
+          .num_streams = target.config.streams.count,
           .device = target.device,
           .max_waiting_requests = o.max_waiting_requests,
           .host_delay_max_us = o.host_delay_max_us,

@@ -200,7 +200,7 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
   b.activations =
       allocate_activations(arena, padded(draft != nullptr ? first_capacity : shape.max_verify_rows),
                            widths, activation_dtype);
-  b.gathered = arena.allocate<float>(shape.max_logit_rows * widths.hidden, "logits");
+  b.gathered = arena.allocate<float>(shape.max_logit_rows * widths.residual, "logits");
   b.logits = arena.allocate<float>(
       padded(shape.max_logit_rows) *
           std::max(target.num_logits(), draft != nullptr ? draft->num_logits() : 0),
@@ -212,7 +212,7 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
   if (draft != nullptr && draft->drafter) {
     const DrafterConfig& drafter = *draft->drafter;
     const auto num_parts = static_cast<int32_t>(std::max<size_t>(drafter.aux_layers.size(), 1));
-    const int32_t width = num_parts * target.hidden;
+    const auto width = static_cast<int32_t>(num_parts * target.residual_width());
     b.target_hidden = {
         .data = arena.allocate<std::byte>(
             padded(first_capacity) * width * dtype_bytes(activation_dtype), "hidden states"),
@@ -224,7 +224,8 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
     // It cannot share b.gathered, since it carries state from one draft step to the next.
     DraftHeadOutput& output = b.draft_output;
     output.feedback = arena.allocate<float>(
-        padded(shape.max_seqs) * std::max(draft->hidden, draft->embed_width()), "hidden states");
+        padded(shape.max_seqs) * std::max<int64_t>(draft->residual_width(), draft->embed_width()),
+        "hidden states");
     if (const CentroidsConfig& centroids = drafter.centroids; centroids.count > 0) {
       output.centroid_scores =
           arena.allocate<float>(padded(shape.max_seqs) * centroids.count, "logits");

@@ -5,6 +5,7 @@
 #include <variant>
 
 #include "base/overloaded.h"
+#include "ops/streams.h"
 
 namespace paceline {
 namespace {
@@ -34,6 +35,12 @@ void ActivationWidths::merge(const DecoderConfig& config) {
   const int64_t joined =
       config.drafter ? 2 * int64_t{std::max(config.hidden, config.embed_width())} : config.hidden;
   normed = std::max(normed, joined);
+  residual = std::max(residual, config.residual_width());
+  if (config.streams.count > 1) {
+    mix = std::max<int64_t>(mix, mix_width(config.streams.count, /*is_end=*/false));
+    // A draft head norms all streams before it multiplies them.
+    if (config.drafter) normed = std::max(normed, config.residual_width());
+  }
   for (const LayerConfig& layer : config.layers) {
     std::visit(Overloaded{[&](const MultiHeadAttention& a) {
                             qkv = std::max<int64_t>(qkv, qkv_rows(a));
@@ -79,7 +86,14 @@ Activations allocate_activations(DeviceArena& arena, int64_t rows, const Activat
     return arena.allocate<std::byte>(rows * width * dtype_bytes(dtype), "activations");
   };
   const auto optional = [&](int64_t width) { return width > 0 ? buffer(width) : nullptr; };
-  return {.residual = arena.allocate<float>(rows * widths.hidden, "activations"),
+  const auto floats = [&](int64_t width) {
+    return arena.allocate<float>(rows * width, "activations");
+  };
+  const bool has_streams = widths.mix > 0;
+  return {.residual = floats(widths.residual),
+          .embedded = has_streams ? floats(widths.hidden) : nullptr,
+          .mix = has_streams ? floats(widths.mix) : nullptr,
+          .num_stream_rows = has_streams ? arena.allocate<int32_t>(1, "activations") : nullptr,
           .normed = buffer(widths.normed),
           .qkv = buffer(widths.qkv),
           .attention = buffer(widths.attention),

@@ -26,7 +26,11 @@ struct ExpertActivations {
 
 // Scratch buffers of one forward pass, shared by all passes and models and sized for the largest.
 struct Activations {
-  float* residual;  // [rows, hidden]
+  float* residual;  // [rows, residual_width]
+  // In models with several residual streams, else null.
+  float* embedded;           // [rows, hidden]
+  float* mix;                // [rows, mix_width]
+  int32_t* num_stream_rows;  // [1] rows of products with every stream
   void* normed;  // [rows, normed] dtype, as all below: output of a norm, or the concatenated input
                  // of a draft head's fc or attention
   void* qkv;     // [rows, qkv_rows(attention)], or as many as LatentAttention::qkv_a has rows
@@ -47,6 +51,8 @@ struct Activations {
 // Widths of the Activations buffers: maxima over layers and, after merge, over models.
 struct ActivationWidths {
   int64_t hidden = 0;
+  int64_t residual = 0;
+  int64_t mix = 0;  // 0: no model has several residual streams
   int64_t normed = 0;
   int64_t qkv = 0;
   int64_t attention = 0;

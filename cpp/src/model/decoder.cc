@@ -12,7 +12,8 @@
 #include "device/device_memory.h"
 #include "metadata/pass_rows.h"
 #include "model/layer_ops.h"
-#include "ops/moe.h"
+#include "model/residual.h"
+#include "ops/streams.h"
 
 namespace paceline {
 namespace {
@@ -160,15 +161,30 @@ void Decoder::embed_tokens(Ctx& ctx, const PassRows& rows, const Activations& ac
                              .table = embed_,
                              .table_dtype = weights().dtype,
                              .scale = c.embed_scale,
-                             .y = activations.residual,
+                             .y = single_residual(activations),
                              .vocab_size = c.vocab_size,
                              .hidden = c.embed_width()});
+}
+
+template <class Ctx>
+void Decoder::spread_embeddings(Ctx& ctx, const PassRows& rows, const Activations& activations,
+                                bool adds) const {
+  const DecoderConfig& c = config();
+  if (c.streams.count == 1) return;
+  ctx.run(spread_streams, SpreadStreamsParams{.num_rows = rows.num_rows,
+                                              .max_rows = rows.capacity,
+                                              .x = activations.embedded,
+                                              .y = activations.residual,
+                                              .num_streams = c.streams.count,
+                                              .hidden = c.hidden,
+                                              .adds = adds});
 }
 
 template <class Ctx>
 void Decoder::forward(Ctx& ctx, const PassRows& rows, std::span<const GroupMetadata> groups,
                       const Activations& activations, const HiddenTaps& taps) const {
   embed_tokens(ctx, rows, activations);
+  spread_embeddings(ctx, rows, activations, /*adds=*/false);
   if (config().per_layer_inputs.size > 0) make_per_layer_inputs(ctx, rows, activations);
   run_layers(ctx, rows, groups, activations, /*first_input=*/nullptr, taps);
 }
@@ -182,74 +198,43 @@ void Decoder::run_layers(Ctx& ctx, const PassRows& rows, std::span<const GroupMe
   const bool has_per_layer = c.per_layer_inputs.size > 0;
   const bool taps_layers = taps.data != nullptr && !taps.aux_layers.empty();
   void* const last_tap = taps.aux_layers.empty() ? taps.data : nullptr;
-  // Each norm first adds the output of the previous branch to the residual: normalised if the model
-  // has norms after its branches, and with the residual scaled at the end of a layer. The first
-  // norm has no branch to add. The last one only adds, unless its output is tapped. Without a
-  // weight, y is a copy.
-  struct Branch {
-    const float* norm;   // norm after the branch, or null
-    const float* scale;  // scale of the residual after the branch is added, or null
-    std::optional<CombineExpertsParams> places = std::nullopt;  // what remains to be summed to it
-  };
-  const auto add = [&](const Branch* branch, const float* weight, void* y) {
-    const bool has_branch = branch != nullptr;
-    const RmsNormParams norm = {.num_rows = rows.num_rows,
-                                .max_rows = rows.capacity,
-                                .x = has_branch ? activations.branch : activations.residual,
-                                .x_stride = c.hidden,
-                                .residual = has_branch ? activations.residual : nullptr,
-                                .weight = weight,
-                                .weight_offset = c.norm_weight_offset,
-                                .eps = c.norm_eps,
-                                .y = y,
-                                .y_stride = c.hidden,
-                                .hidden = c.hidden,
-                                .x_weight = has_branch ? branch->norm : nullptr,
-                                .residual_scale = has_branch ? branch->scale : nullptr,
-                                .x_dtype = has_branch ? activations.dtype : DType::kFloat32,
-                                .y_dtype = activations.dtype};
-    if (has_branch && branch->places.has_value()) {
-      ctx.run(combine_and_norm, CombineAndNormParams{.combine = *branch->places, .norm = norm});
-    } else {
-      ctx.run(rms_norm, norm);
-    }
-  };
+  const Residual<Ctx> residual(ctx, row_count(rows), c, activations);
   // At this point the residual stream is the input of the layer.
   const auto tap_layer = [&](int32_t layer) {
     const auto found = std::find(taps.aux_layers.begin(), taps.aux_layers.end(), layer);
     if (found == taps.aux_layers.end()) return;
-    const int64_t offset = (found - taps.aux_layers.begin()) * int64_t{c.hidden};
-    ctx.run(copy_rows, CopyRowsParams{.num_rows = rows.num_rows,
-                                      .max_rows = rows.capacity,
-                                      .row_index = nullptr,
-                                      .x = activations.residual,
-                                      .x_stride = c.hidden,
-                                      .y = static_cast<std::byte*>(taps.data) +
-                                           offset * dtype_bytes(activations.dtype),
-                                      .y_stride = taps.width,
-                                      .width = c.hidden,
-                                      .y_dtype = activations.dtype});
+    const int64_t offset = (found - taps.aux_layers.begin()) * c.residual_width();
+    residual.copy_to(static_cast<std::byte*>(taps.data) + offset * dtype_bytes(activations.dtype),
+                     taps.width);
   };
   Branch last = {};
   for (int32_t layer = 0; layer < static_cast<int32_t>(c.layers.size()); ++layer) {
     const LayerWeights& lw = w.layers[layer];
     const bool has_input = layer == 0 && first_input != nullptr;
-    if (!has_input) add(layer > 0 ? &last : nullptr, lw.attn_norm, activations.normed);
+    if (!has_input) {
+      residual.join(layer > 0 ? &last : nullptr,
+                    {.norm = lw.attn_norm, .y = activations.normed, .mix = lw.attn_mix});
+    }
     if (taps_layers) tap_layer(layer);
     capture_layer(ctx, taps.captures, layer, activations.residual, c.hidden);
     attention(ctx, layer, has_input ? first_input : activations.normed, rows, groups, activations);
     const Branch attended = {.norm = lw.attn_post_norm, .scale = nullptr};
-    add(&attended, lw.mlp_norm, activations.normed);
+    residual.join(&attended, {.norm = lw.mlp_norm, .y = activations.normed, .mix = lw.mlp_mix});
     last = {
         .norm = lw.mlp_post_norm, .scale = nullptr, .places = mlp(ctx, layer, rows, activations)};
     if (has_per_layer) {
-      add(&last, /*weight=*/nullptr, activations.normed);
+      residual.join(&last, {.y = activations.normed});
       per_layer_branch(ctx, layer, rows, activations);
       last = {.norm = lw.per_layer_norm, .scale = nullptr};
     }
     last.scale = lw.scale;
   }
-  add(&last, last_tap != nullptr ? w.final_norm : nullptr, last_tap);
+  if (c.streams.count > 1) {
+    residual.join(&last, {});
+    if (last_tap != nullptr) residual.copy_to(last_tap, taps.width);
+  } else {
+    residual.join(&last, {.norm = last_tap != nullptr ? w.final_norm : nullptr, .y = last_tap});
+  }
 }
 
 template <class Ctx>
@@ -261,14 +246,10 @@ void Decoder::capture_output(Ctx& ctx, const PassRows& rows, const Activations& 
     return std::find(capture.layers.begin(), capture.layers.end(), last) != capture.layers.end();
   });
   if (!is_wanted) return;
-  normalise(ctx, row_count(rows), c,
-            {.x = activations.residual,
-             .x_stride = c.hidden,
-             .weight = weights().final_norm,
-             .y = activations.residual,
-             .y_stride = c.hidden,
-             .hidden = c.hidden});
-  capture_layer(ctx, captures, last, activations.residual, c.hidden);
+  float* const output = single_residual(activations);
+  Residual<Ctx>(ctx, row_count(rows), c, activations)
+      .finish(weights(), activations.residual, output, DType::kFloat32);
+  capture_layer(ctx, captures, last, output, c.hidden);
 }
 
 template <class Ctx>
@@ -282,16 +263,10 @@ void Decoder::output_rows(Ctx& ctx, const int32_t* num_logit_rows, int32_t max_l
                                         .row_index = row_index,
                                         .x = activations.residual,
                                         .y = gathered,
-                                        .hidden = c.hidden});
+                                        .hidden = static_cast<int32_t>(c.residual_width())});
   if (w.final_norm != nullptr) {
-    normalise(ctx, {.num_rows = num_logit_rows, .max_rows = max_logit_rows}, c,
-              {.x = gathered,
-               .x_stride = c.hidden,
-               .weight = w.final_norm,
-               .y = activations.normed,
-               .y_stride = c.hidden,
-               .hidden = c.hidden,
-               .y_dtype = activations.dtype});
+    Residual<Ctx>(ctx, {.num_rows = num_logit_rows, .max_rows = max_logit_rows}, c, activations)
+        .finish(w, gathered, activations.normed, activations.dtype);
   } else {
     ctx.run(copy_rows, CopyRowsParams{.num_rows = num_logit_rows,
                                       .max_rows = max_logit_rows,
@@ -320,18 +295,20 @@ void Decoder::logits(Ctx& ctx, const int32_t* num_logit_rows, int32_t max_logit_
 }
 
 // Instantiates every member template for one context.
-#define PACELINE_INSTANTIATE_DECODER(Ctx)                                                       \
-  template void Decoder::embed_tokens<Ctx>(Ctx&, const PassRows&, const Activations&) const;    \
-  template void Decoder::run_layers<Ctx>(Ctx&, const PassRows&, std::span<const GroupMetadata>, \
-                                         const Activations&, const void*, const HiddenTaps&)    \
-      const;                                                                                    \
-  template void Decoder::forward<Ctx>(Ctx&, const PassRows&, std::span<const GroupMetadata>,    \
-                                      const Activations&, const HiddenTaps&) const;             \
-  template void Decoder::capture_output<Ctx>(Ctx&, const PassRows&, const Activations&,         \
-                                             std::span<const HiddenCapture>) const;             \
-  template void Decoder::output_rows<Ctx>(Ctx&, const int32_t*, int32_t, const int32_t*,        \
-                                          const Activations&, float*) const;                    \
-  template void Decoder::logits<Ctx>(Ctx&, const int32_t*, int32_t, const int32_t*,             \
+#define PACELINE_INSTANTIATE_DECODER(Ctx)                                                        \
+  template void Decoder::embed_tokens<Ctx>(Ctx&, const PassRows&, const Activations&) const;     \
+  template void Decoder::spread_embeddings<Ctx>(Ctx&, const PassRows&, const Activations&, bool) \
+      const;                                                                                     \
+  template void Decoder::run_layers<Ctx>(Ctx&, const PassRows&, std::span<const GroupMetadata>,  \
+                                         const Activations&, const void*, const HiddenTaps&)     \
+      const;                                                                                     \
+  template void Decoder::forward<Ctx>(Ctx&, const PassRows&, std::span<const GroupMetadata>,     \
+                                      const Activations&, const HiddenTaps&) const;              \
+  template void Decoder::capture_output<Ctx>(Ctx&, const PassRows&, const Activations&,          \
+                                             std::span<const HiddenCapture>) const;              \
+  template void Decoder::output_rows<Ctx>(Ctx&, const int32_t*, int32_t, const int32_t*,         \
+                                          const Activations&, float*) const;                     \
+  template void Decoder::logits<Ctx>(Ctx&, const int32_t*, int32_t, const int32_t*,              \
                                      const Activations&, float*, float*) const;
 PACELINE_INSTANTIATE_DECODER(CpuContext)
 #ifdef PACELINE_CUDA

@@ -40,7 +40,8 @@ struct HiddenTaps {
   void* data = nullptr;  // [rows, width] dtype of the activations; null: nothing is stored
   int32_t width = 0;
   // The layers whose input residual streams are stored, ascending, side by side; empty: the output
-  // of the final norm is stored.
+  // of the final norm is stored, or in models with several residual streams these, after the last
+  // layer.
   std::span<const int32_t> aux_layers;
   std::span<const HiddenCapture> captures;
 };
@@ -68,30 +69,35 @@ class Decoder {
   [[nodiscard]] const Linear& lm_head() const { return lm_head_; }
   [[nodiscard]] SharedWeights shareable_weights() const { return {embed_, lm_head_}; }
 
-  // Token ids of `rows` -> residual stream after the last layer, in activations.residual (before
-  // the final norm). `groups` is indexed by GroupId.
+  // Token ids of `rows` -> residual stream (or streams) after the last layer, in
+  // activations.residual (before the final norm). `groups` is indexed by GroupId.
   template <class Ctx>
   void forward(Ctx& ctx, const PassRows& rows, std::span<const GroupMetadata> groups,
                const Activations& activations, const HiddenTaps& taps = {}) const;
 
-  // The parts of forward, for draft heads. embed_tokens: token ids -> activations.residual.
+  // The parts of forward, for draft heads. embed_tokens: token ids -> activations.residual, or
+  // activations.embedded with several residual streams. spread_embeddings, which does something
+  // with several streams only: activations.embedded to, or added to, every stream.
   // run_layers: the layers, where the attention of the first layer reads `first_input` [rows,
   // DecoderConfig::qkv_inputs] (dtype of the activations; null: the norm of the residual stream).
   template <class Ctx>
   void embed_tokens(Ctx& ctx, const PassRows& rows, const Activations& activations) const;
+  template <class Ctx>
+  void spread_embeddings(Ctx& ctx, const PassRows& rows, const Activations& activations,
+                         bool adds) const;
   template <class Ctx>
   void run_layers(Ctx& ctx, const PassRows& rows, std::span<const GroupMetadata> groups,
                   const Activations& activations, const void* first_input,
                   const HiddenTaps& taps) const;
 
   // Copies the output of the final norm for the captures that have it. Writes over
-  // activations.residual, and so comes after `logits`.
+  // activations.residual (with several streams activations.embedded), and so comes after `logits`.
   template <class Ctx>
   void capture_output(Ctx& ctx, const PassRows& rows, const Activations& activations,
                       std::span<const HiddenCapture> captures) const;
 
   // Residual rows `row_index` -> activations.normed, after the final norm. `gathered` receives
-  // those rows [max_logit_rows, hidden] before the norm.
+  // those rows [max_logit_rows, residual_width] before the norm.
   template <class Ctx>
   void output_rows(Ctx& ctx, const int32_t* num_logit_rows, int32_t max_logit_rows,
                    const int32_t* row_index, const Activations& activations, float* gathered) const;
@@ -102,6 +108,10 @@ class Decoder {
               float* logits) const;
 
  private:
+  // [rows, hidden] float32, where one vector a row goes.
+  [[nodiscard]] float* single_residual(const Activations& activations) const {
+    return config().streams.count > 1 ? activations.embedded : activations.residual;
+  }
   struct RopeTable {
     const float* cos;  // [max_positions, head_dim / 2]
     const float* sin;

@@ -10,6 +10,7 @@
 #include "metadata/pass_rows.h"
 #include "model/kv_shapes.h"
 #include "model/layer_ops.h"
+#include "ops/streams.h"
 
 namespace paceline {
 namespace {
@@ -30,13 +31,10 @@ DraftHead::DraftHead(std::shared_ptr<const Model> model, const Decoder& target,
 }
 
 template <class Ctx>
-void DraftHead::run_fc(Ctx& ctx, const PassRows& rows, const void* x,
+void DraftHead::run_fc(Ctx& ctx, const PassRows& rows, const void* x, float* y,
                        const Activations& activations) const {
   project(ctx, row_count(rows), decoder_.weights().head.fc,
-          {.x = x,
-           .y = activations.residual,
-           .x_dtype = activations.dtype,
-           .y_dtype = DType::kFloat32});
+          {.x = x, .y = y, .x_dtype = activations.dtype, .y_dtype = DType::kFloat32});
 }
 
 // [embedding ; hidden] -> fc -> the residual stream, and activations.normed as input of the
@@ -88,11 +86,50 @@ void DraftHead::join_pair(Ctx& ctx, const PassRows& rows, const Activations& act
   } else {
     normalise_half(input.feedback, DType::kFloat32, part, 1);
   }
-  run_fc(ctx, rows, activations.normed, activations);
+  run_fc(ctx, rows, activations.normed, activations.residual, activations);
   // If the first attention has a norm, run_layers computes its input instead.
   if (!drafter().has_attn_norm) {
     copy(activations.residual, DType::kFloat32, nullptr, 0, c.hidden, c.hidden);
   }
+}
+
+// fc norm(embedding) + fc_hidden norm(hidden of a stream) -> every residual stream.
+template <class Ctx>
+void DraftHead::join_streams(Ctx& ctx, const PassRows& rows, const Activations& activations,
+                             const DraftHeadInput& input) const {
+  const DecoderConfig& c = config();
+  const DraftHeadWeights& w = decoder_.weights().head;
+  const DType dtype = activations.dtype;
+  const bool has_feedback = input.feedback != nullptr;
+  normalise(ctx, row_count(rows), c,
+            {.x = activations.embedded,
+             .x_stride = c.hidden,
+             .weight = w.fc_norms[0],
+             .y = activations.normed,
+             .y_stride = c.hidden,
+             .hidden = c.hidden,
+             .y_dtype = dtype});
+  run_fc(ctx, rows, activations.normed, activations.embedded, activations);
+  ctx.run(norm_streams, NormStreamsParams{.num_rows = rows.num_rows,
+                                          .max_rows = rows.capacity,
+                                          .row_index = has_feedback ? nullptr : input.hidden_rows,
+                                          .x = has_feedback ? input.feedback : input.target_hidden,
+                                          .weight = w.fc_norms[1],
+                                          .eps = c.norm_eps,
+                                          .y = activations.normed,
+                                          .num_streams = c.streams.count,
+                                          .hidden = c.hidden,
+                                          .num_stream_rows = activations.num_stream_rows,
+                                          .x_dtype = has_feedback ? DType::kFloat32 : dtype,
+                                          .y_dtype = dtype});
+  project(ctx,
+          {.num_rows = activations.num_stream_rows, .max_rows = rows.capacity * c.streams.count},
+          w.fc_hidden,
+          {.x = activations.normed,
+           .y = activations.residual,
+           .x_dtype = dtype,
+           .y_dtype = DType::kFloat32});
+  decoder_.spread_embeddings(ctx, rows, activations, /*adds=*/true);
 }
 
 // Writes the first layer's input [norm(embedding) ; norm(g)] to activations.normed, and the
@@ -130,7 +167,7 @@ void DraftHead::join_eagle3(Ctx& ctx, const PassRows& rows, const Activations& a
       void* const part = element(aux, static_cast<int64_t>(i) * d.target_hidden, dtype);
       norm(part, dtype, fc_width, w.fc_norms[i], d.target_hidden, part, dtype, fc_width);
     }
-    run_fc(ctx, rows, aux, activations);
+    run_fc(ctx, rows, aux, activations.residual, activations);
     g = activations.residual;
   }
   norm(g, DType::kFloat32, c.hidden, w.hidden_norm, c.hidden,
@@ -157,6 +194,8 @@ void DraftHead::forward(Ctx& ctx, const PassRows& rows, std::span<const GroupMet
   const bool is_eagle3 = drafter().kind == DrafterKind::kEagle3;
   if (is_eagle3) {
     join_eagle3(ctx, rows, activations, input);
+  } else if (config().streams.count > 1) {
+    join_streams(ctx, rows, activations, input);
   } else {
     join_pair(ctx, rows, activations, input);
   }
@@ -236,6 +275,11 @@ void check_draft_head(const Model& model, const Model& target) {
     throw InvalidArgument(concat("the drafter ", c.name, " was made for a target of hidden size ",
                                  d.target_hidden, " and the target ", t.name, " has ", t.hidden,
                                  "; use the target that the drafter was trained for"));
+  }
+  if (c.streams.count != t.streams.count) {
+    throw InvalidArgument(concat(
+        "the drafter ", c.name, " has ", c.streams.count, " residual streams and the target ",
+        t.name, " has ", t.streams.count, "; use the target that the drafter was trained for"));
   }
   static_cast<void>(draft_kv_layer_shapes(c, t));
   const auto num_layers = static_cast<int32_t>(t.layers.size());

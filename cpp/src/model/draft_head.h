@@ -60,16 +60,22 @@ class DraftHead {
               const Activations& activations, const DraftHeadOutput& output) const;
 
  private:
-  // The input of all kinds but EAGLE-3: [embedding ; hidden], normalised in MTP.
+  // The input of all kinds but EAGLE-3, with one residual stream: [embedding ; hidden], normalised
+  // in MTP.
   template <class Ctx>
   void join_pair(Ctx& ctx, const PassRows& rows, const Activations& activations,
                  const DraftHeadInput& input) const;
+  // The same with several residual streams: each is the embedding's product plus its own.
+  template <class Ctx>
+  void join_streams(Ctx& ctx, const PassRows& rows, const Activations& activations,
+                    const DraftHeadInput& input) const;
   template <class Ctx>
   void join_eagle3(Ctx& ctx, const PassRows& rows, const Activations& activations,
                    const DraftHeadInput& input) const;
-  // activations.residual = fc(x).
+  // y = fc(x), float32.
   template <class Ctx>
-  void run_fc(Ctx& ctx, const PassRows& rows, const void* x, const Activations& activations) const;
+  void run_fc(Ctx& ctx, const PassRows& rows, const void* x, float* y,
+              const Activations& activations) const;
 
   // Computes the logits of the tokens in the clusters with the highest centroid scores.
   template <class Ctx>
