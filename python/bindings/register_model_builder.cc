@@ -85,16 +85,15 @@ void put_array(PyModelBuilder& self, const std::string& name, const py::array& a
 
 // The runtime's name of a file's dtype.
 DType stored_dtype(const PySafetensorsFile& file, const std::string& name, std::string_view dtype) {
-  static constexpr std::pair<const char*, DType> kDtypes[] = {{"F32", DType::kFloat32},
-                                                              {"BF16", DType::kBFloat16},
-                                                              {"F16", DType::kFloat16},
-                                                              {"U8", DType::kUInt8},
-                                                              {"F8_E4M3", DType::kFloat8E4M3}};
+  static constexpr std::pair<const char*, DType> kDtypes[] = {
+      {"F32", DType::kFloat32}, {"BF16", DType::kBFloat16}, {"F16", DType::kFloat16},
+      {"I32", DType::kInt32},   {"I64", DType::kInt64},     {"U8", DType::kUInt8},
+      {"I8", DType::kUInt8},    {"F8_E8M0", DType::kUInt8}, {"F8_E4M3", DType::kFloat8E4M3}};
   for (const auto& [known, stored] : kDtypes) {
     if (dtype == known) return stored;
   }
   throw ModelFileError(file.path + ": tensor " + quoted(name) + " has dtype " + std::string(dtype) +
-                       "; allowed: F32, BF16, F16, U8, F8_E4M3");
+                       "; allowed: F32, BF16, F16, I32, I64, U8, I8, F8_E8M0, F8_E4M3");
 }
 
 void put_tensor(PyModelBuilder& self, const std::string& name, const PySafetensorsFile& file,

@@ -215,17 +215,17 @@ NamedTensor PyTensor::named(const std::string& weight) const {
                         .data = data_,
                         .device = device_};
   static constexpr std::pair<const char*, DType> kDtypes[] = {
-      {"F32", DType::kFloat32},       {"BF16", DType::kBFloat16}, {"F16", DType::kFloat16},
-      {"I32", DType::kInt32},         {"I64", DType::kInt64},     {"U8", DType::kUInt8},
-      {"F8_E4M3", DType::kFloat8E4M3}};
+      {"F32", DType::kFloat32}, {"BF16", DType::kBFloat16}, {"F16", DType::kFloat16},
+      {"I32", DType::kInt32},   {"I64", DType::kInt64},     {"U8", DType::kUInt8},
+      {"I8", DType::kUInt8},    {"F8_E8M0", DType::kUInt8}, {"F8_E4M3", DType::kFloat8E4M3}};
   for (const auto& [name, dtype] : kDtypes) {
     if (dtype_ == name) {
       tensor.dtype = dtype;
       return tensor;
     }
   }
-  throw ModelFileError(
-      refusal(" is stored as " + dtype_ + "; expected F32, BF16, F16, I32, I64, U8 or F8_E4M3"));
+  throw ModelFileError(refusal(" is stored as " + dtype_ +
+                               "; expected F32, BF16, F16, I32, I64, U8, I8, F8_E8M0 or F8_E4M3"));
 }
 
 std::string PyTensor::read(int64_t first, int64_t count) const {

@@ -46,6 +46,14 @@ constexpr std::string_view kTokenMap = "draft_to_target";
 [[nodiscard]] SourceTensor source_tensor(const NamedWeight& named, std::span<const int64_t> strides,
                                          const void* data) {
   const std::span<const int64_t> shape = named.dims();
+  std::vector<int64_t> split_strides;
+  if (named.dtype == DType::kUInt8 && named.kind == WeightKind::kCodes && !strides.empty() &&
+      strides.size() + 1 == shape.size()) {  // has_joined_blocks
+    split_strides.assign(strides.begin(), strides.end() - 1);
+    split_strides.push_back(strides.back() * shape.back());
+    split_strides.push_back(strides.back());
+    strides = split_strides;
+  }
   if (!strides.empty() && strides.size() != shape.size()) {
     throw InvalidArgument(concat(quoted(named.name), " has ", strides.size(),
                                  " strides; allowed: ", shape.size(), ", or none for row-major"));
@@ -94,10 +102,20 @@ constexpr std::string_view kTokenMap = "draft_to_target";
           .matrix_stride = matrices.stride};
 }
 
+// Whether a tensor of the elements of mxfp4 has the bytes of a row without an axis for blocks.
+[[nodiscard]] bool has_joined_blocks(const NamedWeight& named, std::span<const int64_t> shape) {
+  const std::span<const int64_t> dims = named.dims();
+  if (named.kind != WeightKind::kCodes || named.dtype != DType::kUInt8) return false;
+  const size_t rank = dims.size() - 1;
+  return shape.size() == rank && std::ranges::equal(shape.first(rank - 1), dims.first(rank - 1)) &&
+         shape.back() == dims[rank - 1] * dims[rank];
+}
+
 // The dtypes that a tensor may be stored in.
 [[nodiscard]] std::span<const DType> stored_dtypes(const NamedWeight& named) {
   static constexpr std::array kNumbers = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
   static constexpr std::array kIntegers = {DType::kInt32, DType::kInt64};
+  static constexpr std::array kScales = {DType::kFloat32, DType::kBFloat16, DType::kUInt8};
   switch (named.kind) {
     case WeightKind::kNumbers:
     case WeightKind::kTransposed:
@@ -108,7 +126,7 @@ constexpr std::string_view kTokenMap = "draft_to_target";
     case WeightKind::kMxfp4Scales:
       return {&named.dtype, 1};
     case WeightKind::kFp8Scales:
-      return std::span(kNumbers).first(2);
+      return kScales;
   }
   return {};
 }
@@ -223,7 +241,7 @@ struct ModelBuilder::Impl {
     NamedWeight& named = named_weights[found->second];
     if (named.is_filled)
       throw InvalidArgument(concat(quoted(name), " is put twice; allowed: once"));
-    if (!std::ranges::equal(shape, named.dims())) {
+    if (!std::ranges::equal(shape, named.dims()) && !has_joined_blocks(named, shape)) {
       throw InvalidArgument(concat(quoted(name), " has shape ", shape_text(shape),
                                    "; allowed: ", shape_text(named.dims())));
     }

@@ -80,7 +80,8 @@ auto with_name(const std::string& name, Step step) {
   if (name == "F16") return DType::kFloat16;
   if (name == "I32") return DType::kInt32;
   if (name == "I64") return DType::kInt64;
-  if (name == "U8") return DType::kUInt8;
+  // Elements of mxfp4 are also stored as I8, and scales as F8_E8M0: the same bytes.
+  if (name == "U8" || name == "I8" || name == "F8_E8M0") return DType::kUInt8;
   if (name == "F8_E4M3") return DType::kFloat8E4M3;
   return std::nullopt;
 }
@@ -108,7 +109,7 @@ auto with_name(const std::string& name, Step step) {
       if (!stored) {
         throw InvalidArgument(
             concat(quoted(name), " has dtype ", tensor.dtype,
-                   "; allowed: F32, BF16, F16 (token ids: I32, I64; formats: U8, F8_E4M3)"));
+                   "; allowed: F32, BF16, F16 (ids: I32, I64; formats: U8, I8, F8_E8M0, F8_E4M3)"));
       }
       builder.put(name, *stored, tensor.shape,
                   [&](int64_t first, std::span<std::byte> to) { file.read(tensor, first, to); });

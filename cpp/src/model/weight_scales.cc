@@ -74,6 +74,8 @@ std::vector<float> read_fp8_scales(const NamedWeight& named, const SourceMatrix&
     float scale = 0;
     if (dtype == DType::kFloat32) {
       std::memcpy(&scale, from, sizeof(scale));
+    } else if (dtype == DType::kUInt8) {  // e8m0, where 255 is NaN
+      scale = e8m0_to_float(static_cast<uint8_t>(*from));
     } else {
       PACELINE_CHECK(dtype == DType::kBFloat16, dtype_name(dtype));
       uint16_t bits = 0;
