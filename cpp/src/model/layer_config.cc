@@ -119,7 +119,8 @@ constexpr int32_t kExpertAlignment = 8;
           .overlaps = json.at("overlaps").as_bool()};
 }
 
-[[nodiscard]] IndexerConfig read_indexer(const Json& json, const CompressedAttention& attention) {
+[[nodiscard]] IndexerConfig read_indexer(const Json& json, const CompressedAttention& attention,
+                                         int32_t max_position) {
   constexpr std::array<std::string_view, 3> kKeys = {"num_heads", "head_dim", "top_k"};
   constexpr std::array<std::string_view, 1> kOptional = {"q"};
   json.check_keys(kKeys, kOptional);
@@ -130,6 +131,11 @@ constexpr int32_t kExpertAlignment = 8;
   indexer.head_dim = read_int(json, "head_dim", attention.rope_head_dim, kMaxCompressedHeadDim);
   if (indexer.head_dim % 2 != 0) json.at("head_dim").refuse("an even number");
   indexer.top_k = read_int(json, "top_k", 1, kMaxIndexTopK);
+  const int32_t num_entries = max_position / attention.compressor->tokens_per_entry;
+  if (indexer.top_k > num_entries) {
+    json.at("top_k").refuse(
+        concat("1 to ", num_entries, ", the entries of max_position (", max_position, ") tokens"));
+  }
   indexer.q = read_format(json, "q", {"q_lora_rank", attention.q_lora_rank},
                           /*is_of_experts=*/false);
   return indexer;
@@ -175,7 +181,7 @@ constexpr int32_t kExpertAlignment = 8;
   }
   if (const std::optional<Json> indexer = json.find("indexer")) {
     if (!attention.compressor) indexer->refuse("no such key without a compressor");
-    attention.indexer = read_indexer(*indexer, attention);
+    attention.indexer = read_indexer(*indexer, attention, config.max_position);
   }
   return attention;
 }

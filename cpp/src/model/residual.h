@@ -8,7 +8,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <type_traits>
 
+#include "base/check.h"
+#include "device/cpu_context.h"
 #include "metadata/pass_rows.h"
 #include "model/activations.h"
 #include "model/decoder_config.h"
@@ -19,6 +22,16 @@
 #include "ops/streams.h"
 
 namespace paceline {
+
+// The GPU has no kernels for several streams yet, and ModelBuilder refuses such models there.
+template <class Ctx, class Call>
+void run_stream_op(Ctx& ctx, const Call& call) {
+  if constexpr (std::is_same_v<Ctx, CpuContext>) {
+    call(ctx);
+  } else {
+    PACELINE_CHECK(false, "several residual streams");
+  }
+}
 
 // A branch whose output, in activations.branch, joins the residual.
 struct Branch {
@@ -105,14 +118,16 @@ class Residual {
   void join_streams(const Branch* branch, const BranchInput& next) const {
     if (branch != nullptr) {
       if (branch->places.has_value()) ctx_.run(combine_experts, *branch->places);
-      ctx_.run(write_streams, WriteStreamsParams{.num_rows = rows_.num_rows,
-                                                 .max_rows = rows_.max_rows,
-                                                 .x = activations_.branch,
-                                                 .mix = activations_.mix,
-                                                 .y = activations_.residual,
-                                                 .num_streams = config_.streams.count,
-                                                 .hidden = config_.hidden,
-                                                 .x_dtype = activations_.dtype});
+      run_stream_op(ctx_, [&](auto& its) {
+        its.run(write_streams, WriteStreamsParams{.num_rows = rows_.num_rows,
+                                                  .max_rows = rows_.max_rows,
+                                                  .x = activations_.branch,
+                                                  .mix = activations_.mix,
+                                                  .y = activations_.residual,
+                                                  .num_streams = config_.streams.count,
+                                                  .hidden = config_.hidden,
+                                                  .x_dtype = activations_.dtype});
+      });
     }
     if (next.y == nullptr) return;
     mix(next.mix, activations_.residual, /*is_end=*/false);
@@ -120,34 +135,39 @@ class Residual {
   }
 
   void mix(const StreamMixWeights& weights, const float* x, bool is_end) const {
-    ctx_.run(mix_streams,
-             MixStreamsParams{.num_rows = rows_.num_rows,
-                              .max_rows = rows_.max_rows,
-                              .x = x,
-                              .weight = weights.weight,
-                              .base = weights.base,
-                              .scale = weights.scale,
-                              .mix = activations_.mix,
-                              .num_streams = config_.streams.count,
-                              .hidden = config_.hidden,
-                              .is_end = is_end,
-                              .sinkhorn_iterations = config_.streams.sinkhorn_iterations,
-                              .norm_eps = config_.norm_eps,
-                              .eps = config_.streams.eps});
+    run_stream_op(ctx_, [&](auto& its) {
+      its.run(mix_streams,
+              MixStreamsParams{.num_rows = rows_.num_rows,
+                               .max_rows = rows_.max_rows,
+                               .x = x,
+                               .weight = weights.weight,
+                               .base = weights.base,
+                               .scale = weights.scale,
+                               .mix = activations_.mix,
+                               .num_streams = config_.streams.count,
+                               .hidden = config_.hidden,
+                               .is_end = is_end,
+                               .sinkhorn_iterations = config_.streams.sinkhorn_iterations,
+                               .norm_eps = config_.norm_eps,
+                               .eps = config_.streams.eps});
+    });
   }
 
   void read(const float* x, const float* norm, bool is_end, void* y, DType y_dtype) const {
-    ctx_.run(read_streams, ReadStreamsParams{.num_rows = rows_.num_rows,
-                                             .max_rows = rows_.max_rows,
-                                             .x = x,
-                                             .mix = activations_.mix,
-                                             .mix_stride = mix_width(config_.streams.count, is_end),
-                                             .weight = norm,
-                                             .eps = config_.norm_eps,
-                                             .y = y,
-                                             .num_streams = config_.streams.count,
-                                             .hidden = config_.hidden,
-                                             .y_dtype = y_dtype});
+    run_stream_op(ctx_, [&](auto& its) {
+      its.run(read_streams,
+              ReadStreamsParams{.num_rows = rows_.num_rows,
+                                .max_rows = rows_.max_rows,
+                                .x = x,
+                                .mix = activations_.mix,
+                                .mix_stride = mix_width(config_.streams.count, is_end),
+                                .weight = norm,
+                                .eps = config_.norm_eps,
+                                .y = y,
+                                .num_streams = config_.streams.count,
+                                .hidden = config_.hidden,
+                                .y_dtype = y_dtype});
+    });
   }
 
   Ctx& ctx_;

@@ -273,7 +273,7 @@ void visit_stream_mix(const DecoderConfig& config, const std::string& name, bool
                       Weights& weights, Visitor& visit) {
   if (config.streams.count == 1) return;
   const int32_t width = mix_width(config.streams.count, is_end);
-  visit.floats(weights.weight, {name + ".weight", width}, config.residual_width());
+  visit.floats(weights.weight, {name + ".matrix", width}, config.residual_width());
   visit.vector(weights.base, VectorKind::kBias, {{name, width}});
   visit.vector(weights.scale, VectorKind::kScale, {{name + ".scale", is_end ? 1 : 3}});
 }

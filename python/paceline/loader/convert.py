@@ -26,7 +26,17 @@ from .folder import GENERATION_NAME, TOKENIZER_NAME, CheckpointFolder
 from .pickles import convert_pickle
 from .tokenizer import TokenizerInfo, check_tokenizers
 
-_ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "U8": 1}
+_ITEM_BYTES: Final = {
+    "I64": 8,
+    "F32": 4,
+    "I32": 4,
+    "BF16": 2,
+    "F16": 2,
+    "F8_E4M3": 1,
+    "F8_E8M0": 1,
+    "U8": 1,
+    "I8": 1,
+}
 
 
 def convert(

@@ -194,7 +194,7 @@ def _translate(name: str, hf: HfConfig, defaults: _Defaults) -> Family:
         f"{prefix}layers.{sizes.layers + i}." for prefix in _PREFIXES for i in range(num_more)
     )
 
-    def family(joined: Family | None, *, is_joined: bool) -> Family:
+    def family(others: tuple[Family, ...], *, is_joined: bool) -> Family:
         mixture = _describe_mixture(experts, activation, is_joined=is_joined)
         layers = [
             {"attention": attention, "mlp": dense if mlp_type == _DENSE else mixture}
@@ -210,10 +210,10 @@ def _translate(name: str, hf: HfConfig, defaults: _Defaults) -> Family:
             tuple(tensors),
             _PREFIXES,
             ignored_prefixes=ignored,
-            joined=joined,
+            others=others,
         )
 
-    return family(family(None, is_joined=True), is_joined=False)
+    return family((family((), is_joined=True),), is_joined=False)
 
 
 def _read_sizes(text: Section, defaults: _Defaults) -> Sizes:

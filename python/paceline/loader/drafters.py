@@ -114,4 +114,10 @@ def with_feedback(config: Mapping[str, Any], feedback: str | None, where: object
             f"speculative_config['x']['draft_feedback'] is {feedback!r}, but {where} is {found}; "
             f"allowed: only with {MTP!r}, otherwise leave it out"
         )
+    if feedback == "normed" and "streams" in config:
+        raise ValueError(
+            f"speculative_config['x']['draft_feedback'] is {feedback!r}, but the drafter of "
+            f"{where} passes on several residual streams, which have no norm; allowed: 'raw', or "
+            "leave it out"
+        )
     return {**config, "drafter": {**config["drafter"], "norm_output": feedback == "normed"}}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Families of Hugging Face checkpoints as canonical decoder descriptions and tensor names.
 
-Only this file, `gemma4.py`, `gpt_oss.py` and `deepseek.py` know the names of families of targets.
-Their result is the description and the tensor names of `docs/model-format.md`, and no later code
-depends on the family.
+Only this file, `gemma4.py`, `gpt_oss.py`, `deepseek.py` and `deepseek_v4.py` know the names of
+families of targets. Their result is the description and the tensor names of
+`docs/model-format.md`, and no later code depends on the family.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .decoder import (
 )
 from .decoder_tensors import SANDWICH_NORMS, decoder_tensors
 from .deepseek import deepseek_v3, glm4_moe_lite
+from .deepseek_v4 import deepseek_v4
 from .description import check_description
 from .family import Family
 from .gemma4 import GEMMA4_ARCHITECTURES, gemma4
@@ -227,6 +228,7 @@ _FAMILIES: Final[dict[str, Callable[[HfConfig], Family]]] = {
     "GptOssForCausalLM": gpt_oss,
     "Glm4MoeLiteForCausalLM": glm4_moe_lite,
     "DeepseekV3ForCausalLM": deepseek_v3,
+    "DeepseekV4ForCausalLM": deepseek_v4,
 }
 
 # The "model_type" of each supported architecture.
@@ -240,6 +242,7 @@ ARCHITECTURES: Final[dict[str, str]] = {
     "GptOssForCausalLM": "gpt_oss",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "DeepseekV4ForCausalLM": "deepseek_v4",
 }
 
 

@@ -43,8 +43,8 @@ class Family:
     """A decoder of one family, translated.
 
     Attributes:
-        name: "llama", "qwen3", "gemma3", "gemma4", "gpt_oss", "glm4_moe_lite" or "deepseek_v3"; for
-            a draft head, its kind.
+        name: "llama", "qwen3", "gemma3", "gemma4", "gpt_oss", "glm4_moe_lite", "deepseek_v3" or
+            "deepseek_v4"; for a draft head, its kind.
         architecture: The class name in `config.json`.
         config: The canonical description, for float32 weights; see `config_for`.
         tensors: Every tensor the model needs.
@@ -53,8 +53,8 @@ class Family:
         ignored_sources: Unused tensors of the decoder, as `TensorSpec.source`.
         rounds_embed_scale: Whether factors on embeddings are rounded to the weight dtype.
         lm_head_names: Names that the lm_head may have.
-        joined: The same decoder with one tensor for a matrix of all experts, as transformers has
-            it in memory; None: there is no such form, or this is it.
+        others: The same decoder with other names of tensors, such as one tensor for a matrix of all
+            experts, as transformers has it in memory.
     """
 
     name: str
@@ -66,14 +66,21 @@ class Family:
     ignored_sources: frozenset[str] = frozenset()
     rounds_embed_scale: bool = False
     lm_head_names: tuple[str, ...] = LM_HEADS
-    joined: Family | None = None
+    others: tuple[Family, ...] = ()
 
     def for_tensors(self, names: Iterable[str]) -> Family:
         """This decoder, in the form that the tensors of a checkpoint have."""
-        if self.joined is None:
+        if not self.others:
             return self
-        ends = tuple(f".{spec.source}" for spec in self.joined.tensors if ".experts." in spec.name)
-        return self.joined if any(f".{name}".endswith(ends) for name in names) else self
+        known = frozenset(names)
+
+        def num_found(family: Family) -> int:
+            return sum(
+                any(prefix + spec.source in known for prefix in family.prefixes)
+                for spec in family.tensors
+            )
+
+        return max((self, *self.others), key=num_found)
 
     @property
     def tied_table(self) -> str | None:

@@ -9,13 +9,16 @@ target's own files, and uses the target's embeddings and lm_head where they hold
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Container, Mapping
+from typing import Any, Final
 
 from paceline._core import ModelFileError
 
+from . import deepseek_v4
 from .binding import same_bytes
+from .decoder_tensors import tensor_spec
 from .deepseek import num_mtp_layers
+from .deepseek_v4_tensors import PUBLISHED, end_mix, layer_tensors, matrix
 from .description import check_description
 from .drafters import MTP, Target, made_for_another
 from .families import ARCHITECTURES, translate
@@ -24,7 +27,13 @@ from .hf_config import HfConfig, parse_hf_config
 from .section import Section
 from .tensor_source import TensorSource, Weights
 
-MTP_ARCHITECTURES: Final = ("Glm4MoeLiteForCausalLM", "DeepseekV3ForCausalLM")
+MTP_ARCHITECTURES: Final = (
+    "Glm4MoeLiteForCausalLM",
+    "DeepseekV3ForCausalLM",
+    deepseek_v4.ARCHITECTURE,
+)
+# In published files of DeepSeek-V4.
+_V4_LAYER: Final = "mtp."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,17 +90,15 @@ def translate_mtp(
     hf = check_has_mtp(top)
     whole = translate(hf)
     _check_target(top, hf, whole, target)
+    if hf.architecture == deepseek_v4.ARCHITECTURE:
+        return _translate_v4(top, hf, whole, target, weights)
     number = target.num_layers
     layer = f"layers.{number}."
     owners = {} if weights is None else weights.owners
     prefixes = [p for p in whole.prefixes if any(name.startswith(p + layer) for name in owners)]
     prefix = (prefixes or whole.prefixes)[0]
     if weights is not None and not prefixes:
-        raise ModelFileError(
-            f"{weights.where}: there are no tensors {prefix + layer + '*'!r}, the MTP layer that "
-            f"method {MTP!r} needs; expected a checkpoint with it, as published (transformers "
-            "leaves it out when it saves a model)"
-        )
+        raise _missing_layer(weights.where, prefix + layer)
     found = {name: source for name, source in owners.items() if name.startswith(prefix + layer)}
     # Copies of the target's tables are left where they are.
     copies = {
@@ -103,26 +110,7 @@ def translate_mtp(
         for name, (source, original) in copies.items()
         if source in found and not _is_copy(owners, source, original)
     }
-    config = dict(whole.config)
-    config |= {
-        "name": MTP,
-        "ties_lm_head": False,
-        "layers": [whole.config["layers"][-1]],
-        "drafter": {
-            "kind": MTP,
-            "target_hidden_size": target.hidden_size,
-            "norm_before_residual": False,
-            "norm_before_fc": False,
-            "fc_norm": True,
-            "norm_output": True,
-            "has_fc_bias": False,
-            "has_attn_norm": True,
-            "has_final_norm": True,
-            "owns_embedding": "embed.weight" in owned,
-            "owns_lm_head": "lm_head.weight" in owned,
-            "draft_vocab_size": target.vocab_size,
-        },
-    }
+    config = _describe(whole, whole.config["layers"][-1], target, owned, norm_output=True)
     check_description(config, (hf.text, top))
     family = Family(
         MTP,
@@ -136,6 +124,87 @@ def translate_mtp(
         lm_head_names=(copies["lm_head.weight"][0],),
     )
     return family, LayerWeights("" if weights is None else weights.where, found)
+
+
+def _describe(
+    whole: Family,
+    layer: Mapping[str, Any],
+    target: Target,
+    owned: Container[str],
+    *,
+    norm_output: bool,
+) -> dict[str, Any]:
+    return {
+        **whole.config,
+        "name": MTP,
+        "ties_lm_head": False,
+        "layers": [layer],
+        "drafter": {
+            "kind": MTP,
+            "target_hidden_size": target.hidden_size,
+            "norm_before_residual": False,
+            "norm_before_fc": False,
+            "fc_norm": True,
+            "norm_output": norm_output,
+            "has_fc_bias": False,
+            "has_attn_norm": True,
+            "has_final_norm": True,
+            "owns_embedding": "embed.weight" in owned,
+            "owns_lm_head": "lm_head.weight" in owned,
+            "draft_vocab_size": target.vocab_size,
+        },
+    }
+
+
+def _translate_v4(
+    top: Section, hf: HfConfig, whole: Family, target: Target, weights: Weights | None
+) -> tuple[Family, LayerWeights]:
+    """Translates `mtp.0` of DeepSeek-V4, which shares embeddings and lm_head with its target."""
+    layer = f"{_V4_LAYER}0."
+    where = "" if weights is None else weights.where
+    found: dict[str, TensorSource] = {}
+    if weights is not None:
+        found = {name: s for name, s in weights.owners.items() if name.startswith(_V4_LAYER)}
+        others = sorted(name for name in found if not name.startswith(layer))
+        if others:
+            raise ModelFileError(
+                f"{where}: tensor {others[0]!r} is of another MTP layer than {layer + '*'!r}; "
+                f'method {MTP!r} needs a checkpoint with one, as "num_nextn_predict_layers" of '
+                f"{hf.source} says"
+            )
+        if not found:
+            raise _missing_layer(where, layer)
+    description, shape, described, formats = deepseek_v4.describe_mtp_layer(hf)
+    config = _describe(whole, description, target, (), norm_output=False)
+    if formats.dense is not None:
+        config["drafter"]["fc"] = formats.dense.entry
+    check_description(config, (hf.text, top))
+    hidden = (shape.hidden, "hidden_size")
+    specs = [
+        tensor_spec(f"{name}.weight", f"{layer}{source}.weight", hidden)
+        for name, source in (("fc_norm.0", "enorm"), ("fc_norm.1", "hnorm"), ("final_norm", "norm"))
+    ]
+    for name, source in (("fc", "e_proj"), ("fc_hidden", "h_proj")):
+        specs += matrix(formats, PUBLISHED, name, layer, source, hidden, hidden)
+    specs += end_mix(shape, PUBLISHED, layer)
+    specs += layer_tensors(shape, described, formats, PUBLISHED, "layers.0.", layer)
+    family = Family(
+        MTP,
+        hf.architecture,
+        config,
+        tuple(specs),
+        (PUBLISHED.prefix,),
+        lm_head_names=(PUBLISHED.lm_head,),
+    )
+    return family, LayerWeights(where, found)
+
+
+def _missing_layer(where: str, layer: str) -> ModelFileError:
+    return ModelFileError(
+        f"{where}: there are no tensors {layer + '*'!r}, the MTP layer that method {MTP!r} needs; "
+        "expected a checkpoint with it, as published (transformers leaves it out when it saves a "
+        "model)"
+    )
 
 
 def _check_target(top: Section, hf: HfConfig, whole: Family, target: Target) -> None:

@@ -237,6 +237,48 @@ def read_rope_of_gemma4(
     return ropes
 
 
+def read_rope_of_deepseek_v4(text: Section) -> tuple[RopeSettings, RopeSettings]:
+    """The rotary embeddings of DeepSeek-V4: of layers without a compressor, and of others.
+
+    Scaling belongs to the second one. In the older spelling it is in "rope_scaling", in the newer
+    one in "rope_parameters", perhaps with an object for each of the two, "main" and "compress".
+
+    Args:
+        text: The decoder's part of the configuration.
+
+    Raises:
+        ModelFileError: A key has a wrong value, or two keys contradict each other.
+        NotImplementedError: Another kind of scaling.
+    """
+    key, old_key = "rope_parameters", "rope_scaling"
+    parameters, old = text.section(key), text.section(old_key)
+    if parameters is not None and old is not None and parameters.values != old.values:
+        raise text.error(old_key, f'the same as "{text.name(key)}", or one of the two keys')
+    scaling = parameters or old or Section({}, text.source, text.name(key))
+    main = Section({}, text.source, scaling.name("main"))
+    if scaling.has("main") or scaling.has("compress"):
+        main = scaling.section("main") or main
+        scaling = scaling.section("compress") or Section({}, text.source, scaling.name("compress"))
+        theta = scaling.number("rope_theta", text.number("compress_rope_theta", 160_000.0))
+    else:
+        # A "rope_theta" beside the scaling is that of the other layers.
+        theta = text.number("compress_rope_theta", 160_000.0)
+    if main.text("rope_type", "default") != "default":
+        raise main.refusal("rope_type", "default")
+    plain = RopeSettings(theta=main.number("rope_theta", text.number("rope_theta", 10_000.0)))
+    type_key = "rope_type" if scaling.has("rope_type") else "type"
+    rope_type = scaling.text(type_key, "default")
+    if rope_type == "default":
+        return plain, RopeSettings(theta=theta)
+    if rope_type != "yarn":
+        raise scaling.refusal(type_key, "default, yarn")
+    original = scaling.integer("original_max_position_embeddings")
+    settings = _yarn_section(text, scaling, theta, scaling.number("factor"), original)
+    # Unlike that of other models, this YaRN scales nothing but frequencies.
+    scale = scaling.number("attention_factor", 1.0)
+    return plain, replace(settings, scale=_round_to_float32(scale), mscale_all_dim=0.0)
+
+
 def _check_nested(parameters: Section) -> None:
     for key in parameters.values:
         if key not in LAYER_TYPES:
