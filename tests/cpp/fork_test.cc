@@ -360,7 +360,7 @@ TEST(Fork, BlocksAreCopiedAndNothingElse) {
 }
 
 TEST(Fork, HistoryTablesAndSeenTokensAreCopiedBetweenSequenceSlots) {
-  constexpr int32_t kSlots = 6;
+  constexpr int32_t kSlots = 7;
   constexpr int32_t kStride = 40;
   constexpr int32_t kVocab = 70;
   constexpr std::array kBlockSizes = {8, 1, 16};
@@ -370,17 +370,22 @@ TEST(Fork, HistoryTablesAndSeenTokensAreCopiedBetweenSequenceSlots) {
         {.parent_seq_slot = 4, .seq_slot = 0, .num_tokens = 17},  // adjusts
         {.parent_seq_slot = 4, .seq_slot = 2, .num_tokens = 39},  // does not
         {.parent_seq_slot = 1, .seq_slot = 3, .num_tokens = 8},
+        // From the prefix cache, whose tables the host writes; adjusts.
+        {.parent_seq_slot = -1, .seq_slot = 6, .num_tokens = 24, .first_token = 5},
         {.parent_seq_slot = 1, .seq_slot = 5, .num_tokens = 8}};  // beyond max_forks
-    const int32_t num_made = std::min(claimed, 3);
+    const int32_t num_made = std::min(claimed, 4);
+    std::vector<int32_t> adopted(40);
+    for (int32_t& token : adopted) token = static_cast<int32_t>(random() % (kVocab + 5));
     std::vector<int32_t> history(kSlots * kStride);
     for (int32_t& token : history) token = static_cast<int32_t>(random() % (kVocab + 5));
     SamplingArrays sampling(kSlots, kVocab);
-    sampling.adjusts = {1, 1, 0, 1, 0, 1};
+    sampling.adjusts = {1, 1, 0, 1, 0, 1, 1};
     sampling.seen[0] = 1;  // must stay
     std::vector<std::vector<int32_t>> tables(kBlockSizes.size());
     ForkSequencesParams params{.num_forks = &claimed,
-                               .max_forks = 3,
+                               .max_forks = 4,
                                .forks = forks.data(),
+                               .adopted_tokens = adopted.data(),
                                .sequences = {},
                                .sampling = sampling.state(),
                                .tables = {},
@@ -400,13 +405,16 @@ TEST(Fork, HistoryTablesAndSeenTokensAreCopiedBetweenSequenceSlots) {
     for (int32_t i = 0; i < num_made; ++i) {
       const SequenceFork& fork = forks[static_cast<size_t>(i)];
       for (int32_t at = 0; at < fork.num_tokens; ++at) {
-        const int32_t token = history[static_cast<size_t>(fork.parent_seq_slot * kStride + at)];
+        const bool has_parent = fork.parent_seq_slot >= 0;
+        const int32_t token =
+            has_parent ? history[static_cast<size_t>(fork.parent_seq_slot * kStride + at)]
+                       : adopted[static_cast<size_t>(fork.first_token + at)];
         expected_history[static_cast<size_t>(fork.seq_slot * kStride + at)] = token;
         if (token < kVocab && sampling.adjusts[static_cast<size_t>(fork.seq_slot)] != 0) {
           expected_seen[static_cast<size_t>(fork.seq_slot * mask_words(kVocab) + token / 32)] |=
               uint32_t{1} << token % 32;
         }
-        for (size_t g = 0; g < kBlockSizes.size(); ++g) {
+        for (size_t g = 0; has_parent && g < kBlockSizes.size(); ++g) {
           const int32_t index = at / kBlockSizes[g];
           if ((index + 1) * kBlockSizes[g] > fork.num_tokens) continue;  // not wholly below
           expected_tables[g][static_cast<size_t>(fork.seq_slot * kStride + index)] =

@@ -53,22 +53,29 @@ TEST(SchedulerSimulation, InvariantsHoldForAllSeeds) {
     sum.num_self_preemptions += report.num_self_preemptions;
     sum.num_stalls += report.num_stalls;
     sum.num_forks += report.num_forks;
+    sum.num_ticks += report.num_ticks;
+    sum.num_adoptions += report.num_adoptions;
+    sum.num_evicted += report.num_evicted;
     sum.num_cancelled += report.num_cancelled;
     sum.num_stopped += report.num_stopped;
     sum.num_window_releases += report.num_window_releases;
     sum.longest_wait = std::max(sum.longest_wait, report.longest_wait);
     sum.longest_stall = std::max(sum.longest_stall, report.longest_stall);
   }
-  std::cout << num_seeds << " seeds: " << sum.num_iterations << " iterations, "
-            << sum.num_preemptions << " preemptions, " << sum.num_self_preemptions
-            << " of the oldest, " << sum.num_stalls << " stalls, longest " << sum.longest_stall
-            << ", " << sum.num_forks << " forks, " << sum.num_cancelled << " cancelled, "
-            << sum.num_stopped << " stopped, " << sum.num_window_releases
-            << " blocks out of windows, longest wait " << sum.longest_wait << " of its bound\n";
+  std::cout << num_seeds << " seeds: " << sum.num_ticks << " ticks, " << sum.num_iterations
+            << " iterations, " << sum.num_adoptions << " hits of the prefix cache, "
+            << sum.num_evicted << " blocks evicted, " << sum.num_preemptions << " preemptions, "
+            << sum.num_self_preemptions << " of the oldest, " << sum.num_stalls
+            << " stalls, longest " << sum.longest_stall << ", " << sum.num_forks << " forks, "
+            << sum.num_cancelled << " cancelled, " << sum.num_stopped << " stopped, "
+            << sum.num_window_releases << " blocks out of windows, longest wait "
+            << sum.longest_wait << " of its bound\n";
   if (is_single) return;
+  EXPECT_GE(sum.num_ticks, 200'000) << "integrity of pool and prefix cache is checked in each";
   // All kinds of events must really have happened.
-  for (const int64_t count : {sum.num_preemptions, sum.num_stalls, sum.num_forks, sum.num_cancelled,
-                              sum.num_stopped, sum.num_window_releases}) {
+  for (const int64_t count :
+       {sum.num_preemptions, sum.num_stalls, sum.num_forks, sum.num_adoptions, sum.num_evicted,
+        sum.num_cancelled, sum.num_stopped, sum.num_window_releases}) {
     EXPECT_GT(count, 0);
   }
 }
@@ -102,7 +109,8 @@ TEST(SchedulerSimulation, SeesAndShrinksPlantedFaults) {
   for (const SimulatedFault fault :
        {SimulatedFault::kCompletesEarly, SimulatedFault::kDropsTableWrite,
         SimulatedFault::kDropsBlockCopy, SimulatedFault::kKeepsCancelled,
-        SimulatedFault::kAppendsTwice, SimulatedFault::kAdvancesTooFar}) {
+        SimulatedFault::kAppendsTwice, SimulatedFault::kAdvancesTooFar,
+        SimulatedFault::kNoLookahead, SimulatedFault::kCachesEnd}) {
     uint64_t seed = 1;
     while (seed < 200 && simulate(make_script(seed), fault).violation.empty()) ++seed;
     ASSERT_LT(seed, 200u) << "fault " << static_cast<int32_t>(fault) << " goes unseen";

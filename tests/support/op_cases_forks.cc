@@ -96,6 +96,7 @@ OpInstance make_fork(const ForkSpec& s, uint64_t seed) {
   const int32_t num_slots = num_listed + num_parents;
   const std::vector<int32_t> slots = shuffled(stream, num_slots);  // the parents' come first
   std::vector<int32_t> forks;
+  std::vector<int32_t> adopted;
   const int32_t edge = s.block_sizes.front();
   for (int32_t i = 0; i < num_listed; ++i) {
     const int32_t lengths[] = {0,
@@ -106,9 +107,17 @@ OpInstance make_fork(const ForkSpec& s, uint64_t seed) {
                                s.max_model_len,
                                stream.below(s.max_model_len)};
     const int32_t num_tokens = std::clamp(lengths[stream.below(7)], 0, s.max_model_len);
-    forks.insert(forks.end(), {slots[static_cast<size_t>(stream.below(num_parents))],
-                               slots[static_cast<size_t>(num_parents + i)], num_tokens});
+    // Every third has no parent: its history comes from the host.
+    const int32_t parent = slots[static_cast<size_t>(stream.below(num_parents))];
+    const bool has_parent = i % 3 != 1;
+    forks.insert(forks.end(),
+                 {has_parent ? parent : -1, slots[static_cast<size_t>(num_parents + i)], num_tokens,
+                  has_parent ? 0 : static_cast<int32_t>(adopted.size())});
+    if (has_parent) continue;
+    const std::vector<int32_t> tokens = random_ints(stream, num_tokens, s.vocab_size + 3);
+    adopted.insert(adopted.end(), tokens.begin(), tokens.end());
   }
+  if (adopted.empty()) adopted.push_back(0);
   SamplingArrays arrays(num_slots, s.vocab_size);
   for (int32_t slot = 0; slot < num_slots; ++slot) {
     if (!stream.one_in(3)) arrays.adjusts[static_cast<size_t>(slot)] = 1;
@@ -117,6 +126,7 @@ OpInstance make_fork(const ForkSpec& s, uint64_t seed) {
   }
   const Handle num = op.add(int_array<int32_t>("num_forks", Role::kInput, {s.claimed}));
   const Handle list = op.add(int_array("forks", Role::kInput, forks));
+  const Handle tokens = op.add(int_array("adopted_tokens", Role::kInput, adopted));
   // Some ids are outside the vocabulary: they enter the history, not `seen`.
   const Handle history = op.add(
       int_array("history", Role::kInOut,
@@ -132,6 +142,7 @@ OpInstance make_fork(const ForkSpec& s, uint64_t seed) {
     ForkSequencesParams params{.num_forks = at.get<int32_t>(num),
                                .max_forks = s.max_forks,
                                .forks = at.get<SequenceFork>(list),
+                               .adopted_tokens = at.get<int32_t>(tokens),
                                .sequences = {},
                                .sampling = sampling.at(at),
                                .tables = {},

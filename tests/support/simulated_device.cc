@@ -25,7 +25,8 @@ constexpr int32_t kVocab = 50'000;
 }  // namespace
 
 SimulatedOutput::SimulatedOutput(const SimulatedRequest& request, int32_t sample)
-    : prompt_salt_(mix(request.salt)),
+    : segments_(request.segments),
+      prompt_salt_(mix(request.salt)),
       salt_(mix(request.salt + static_cast<uint64_t>(sample) + 1)),
       acceptance_(request.acceptance),
       prompt_len_(request.prompt_len),
@@ -34,11 +35,23 @@ SimulatedOutput::SimulatedOutput(const SimulatedRequest& request, int32_t sample
   if (request.can_stop && !request.is_score) {
     end_len_ = prompt_len_ + 1 + static_cast<int32_t>(mix(salt_) % request.max_tokens);
   }
+  uint64_t prefix = 1;
+  for (int32_t p = 0; p <= limit_; ++p) {
+    prefix = mix(prefix + static_cast<uint64_t>(token(p)));
+    prefixes_.push_back((prefix | 2) & ~uint64_t{1});
+  }
+}
+
+uint64_t SimulatedOutput::salt_at(int32_t position) const {
+  if (position >= prompt_len_) return salt_;
+  for (const SimulatedSegment& segment : segments_) {
+    if (position < segment.end) return segment.salt;
+  }
+  return prompt_salt_;
 }
 
 int32_t SimulatedOutput::token(int32_t position) const {
-  const uint64_t salt = position < prompt_len_ ? prompt_salt_ : salt_;
-  return static_cast<int32_t>(mix(salt ^ static_cast<uint64_t>(position)) % kVocab);
+  return static_cast<int32_t>(mix(salt_at(position) ^ static_cast<uint64_t>(position)) % kVocab);
 }
 
 int32_t SimulatedOutput::num_right(int32_t known_len, int32_t k) const {
@@ -142,8 +155,15 @@ void SimulatedDevice::write_tables(const Launched& launched) {
 void SimulatedDevice::fork_slots(const Launched& launched) {
   const StagedInputs& in = launched.batch->inputs;
   for (const SequenceFork& fork : std::span(in.forks, static_cast<size_t>(in.counts->num_forks))) {
-    const Slot& parent = slots_.at(static_cast<size_t>(fork.parent_seq_slot));
     Slot& child = slots_.at(static_cast<size_t>(fork.seq_slot));
+    if (fork.parent_seq_slot < 0) {
+      for (int32_t p = 0; p < fork.num_tokens; ++p) {
+        require(in.adopted_tokens[fork.first_token + p] == child.owner.output->token(p), "request ",
+                child.owner.request, " adopts another token at position ", p);
+      }
+      continue;
+    }
+    const Slot& parent = slots_.at(static_cast<size_t>(fork.parent_seq_slot));
     require(parent.owner.request == child.owner.request, "a sample of request ",
             child.owner.request, " forks from request ", parent.owner.request);
     require(fork.num_tokens < child.owner.output->prompt_len(), "a fork takes over ",
@@ -297,7 +317,7 @@ void SimulatedDevice::write(Slot& slot, KvOwner owner, int32_t begin, int32_t en
     if (layout_.groups[g].owner != owner) continue;
     for (int32_t position = begin; position < end; ++position) {
       cells_[g][cell(slot, g, position, "writes")] =
-          content(slot, position) | (position < first_wrong ? 1 : 0);
+          content(slot, owner, position) | (position < first_wrong ? 1 : 0);
     }
   }
 }
@@ -309,7 +329,7 @@ void SimulatedDevice::read(const Slot& slot, KvOwner owner, int32_t begin, int32
     for (int32_t position = first_visible(layout_.groups[g].kind, begin); position < end;
          ++position) {
       const uint64_t found = cells_[g][cell(slot, g, position, "reads")];
-      require((found | 1) == (content(slot, position) | 1), "request ", slot.owner.request,
+      require((found | 1) == (content(slot, owner, position) | 1), "request ", slot.owner.request,
               ", sample ", slot.owner.sample, ": position ", position, " of group ", g,
               found == 0 ? " has never been written" : " holds the KV of another token");
       require(position >= first_draft || (found & 1) != 0, "request ", slot.owner.request,
@@ -338,12 +358,9 @@ size_t SimulatedDevice::cell(const Slot& slot, size_t group, int32_t position,
   return block * static_cast<size_t>(block_size) + static_cast<size_t>(position % block_size);
 }
 
-uint64_t SimulatedDevice::content(const Slot& slot, int32_t position) {
-  // All samples have the KV of the prompt in common but for its last token (scheduler.cc says why).
-  const bool is_shared = position < slot.owner.output->prompt_len() - 1;
-  const auto writer = static_cast<uint64_t>(is_shared ? 0 : slot.owner.sample + 1);
-  return static_cast<uint64_t>(slot.owner.request + 1) << 40 | writer << 24 |
-         static_cast<uint64_t>(position) << 1;
+uint64_t SimulatedDevice::content(const Slot& slot, KvOwner owner, int32_t position) const {
+  const bool looks_ahead = owner == KvOwner::kDraft && script_.first_rows == FirstRows::kWindow;
+  return slot.owner.output->prefix(position + (looks_ahead ? 1 : 0));
 }
 
 }  // namespace paceline::testing

@@ -4,8 +4,8 @@
 // The device of the simulator: executes the batches of build_batch on a model of the
 // per-sequence state and of the contents of every KV block, without any arithmetic.
 //
-// A cell of a block holds which token's KV was written there: whose, at which position, and whether
-// that token is part of the true output or a draft that will be rejected. A block that becomes
+// A cell of a block holds which KV was written there: after which tokens, and whether the last one
+// is part of the true output or a draft that will be rejected. A block that becomes
 // reusable loses its contents and gets a new generation; table entries carry the generation that
 // the block had when they were made. So an access through an entry whose block has been given back
 // is seen, even if another sequence has written there since.
@@ -41,6 +41,10 @@ class SimulatedOutput {
   SimulatedOutput(const SimulatedRequest& request, int32_t sample);
 
   [[nodiscard]] int32_t token(int32_t position) const;
+  // Of all tokens up to this position: even, as good as unique, and not 0.
+  [[nodiscard]] uint64_t prefix(int32_t position) const {
+    return prefixes_.at(static_cast<size_t>(position));
+  }
   // Right drafts after `known_len` tokens, of k.
   [[nodiscard]] int32_t num_right(int32_t known_len, int32_t k) const;
   // Drafts that the drafter makes after `known_len` tokens, of k; fewer than k where it stops
@@ -51,6 +55,10 @@ class SimulatedOutput {
   [[nodiscard]] int32_t prompt_len() const { return prompt_len_; }
 
  private:
+  [[nodiscard]] uint64_t salt_at(int32_t position) const;
+
+  std::vector<SimulatedSegment> segments_;
+  std::vector<uint64_t> prefixes_;
   uint64_t prompt_salt_;
   uint64_t salt_;
   int32_t acceptance_;
@@ -122,7 +130,7 @@ class SimulatedDevice {
   // Cell of a position, which must lie in a block that the sequence still has.
   [[nodiscard]] size_t cell(const Slot& slot, size_t group, int32_t position,
                             const char* verb) const;
-  [[nodiscard]] static uint64_t content(const Slot& slot, int32_t position);
+  [[nodiscard]] uint64_t content(const Slot& slot, KvOwner owner, int32_t position) const;
   [[nodiscard]] uint32_t& generation(GroupId group, BlockId block) {
     return generations_[static_cast<size_t>(group)][static_cast<size_t>(block)];
   }

@@ -135,9 +135,11 @@ void SimulationChecks::check_plan(const IterationPlan& plan) {
 void SimulationChecks::check_limits(const IterationPlan& plan) const {
   int32_t num_rows = 0;
   int32_t num_score_rows = 0;
+  int32_t num_adopted = 0;
   std::vector<bool> is_taken(static_cast<size_t>(options_.max_num_seqs));
   for (const PlannedSequence& launch : plan.sequences) {
     num_rows += launch.num_rows;
+    num_adopted += launch.num_adopted;
     const bool is_score = launch.kind == RowKind::kScore;
     num_score_rows += is_score ? launch.num_rows : launch.num_prompt_rows;
     require(launch.kind == RowKind::kDecode ||
@@ -148,6 +150,7 @@ void SimulationChecks::check_limits(const IterationPlan& plan) const {
     is_taken[slot] = true;
   }
   require(num_rows <= options_.max_num_batched_tokens, "a plan has ", num_rows, " rows");
+  require(num_adopted <= options_.max_adopted_tokens, "a plan adopts ", num_adopted, " tokens");
   require(num_score_rows <= options_.max_score_rows, "a plan scores ", num_score_rows, " rows");
   require(scheduler_.num_running() <= options_.max_num_seqs, scheduler_.num_running(),
           " sequences run");

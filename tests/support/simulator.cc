@@ -24,7 +24,7 @@ class Simulation {
  public:
   Simulation(const SimulationScript& script, SimulatedFault fault)
       : script_(script),
-        options_(script.options),
+        options_(with_fault(script.options, fault)),
         fault_(fault),
         layout_(script.layout()),
         pool_(layout_),
@@ -39,7 +39,8 @@ class Simulation {
               .num_draft_tokens = options_.num_draft_tokens,
               .first_rows = script.first_rows,
               .max_prompt_rows = options_.max_score_rows,
-              .max_logprobs = 1};
+              .max_logprobs = 1,
+              .max_adopted_tokens = options_.max_adopted_tokens};
     for (InFlight& entry : ring_) entry.batch.emplace(shape_);
     pool_.set_on_reusable([this](GroupId g, BlockId b) { device_.become_reusable(g, b); });
   }
@@ -59,7 +60,14 @@ class Simulation {
     require(scheduler_.num_waiting_requests() == 0, "requests are counted as waiting in the end");
   }
 
-  [[nodiscard]] const SimulationReport& report() const { return report_; }
+  [[nodiscard]] SimulationReport report() const {
+    SimulationReport report = report_;
+    for (GroupId g = 0; g < static_cast<GroupId>(layout_.groups.size()); ++g) {
+      const PrefixCache* cache = scheduler_.prefix_cache();
+      report.num_evicted += cache != nullptr ? cache->counts(g).evicted_blocks : 0;
+    }
+    return report;
+  }
   [[nodiscard]] int64_t now() const { return now_; }
 
  private:
@@ -68,6 +76,11 @@ class Simulation {
     std::optional<HostBatch> batch;
     std::vector<SimulatedSequence*> rows;
   };
+
+  static SchedulerOptions with_fault(SchedulerOptions options, SimulatedFault fault) {
+    if (fault == SimulatedFault::kNoLookahead) options.kv_lookahead = 0;
+    return options;
+  }
 
   [[nodiscard]] int64_t in_flight() const { return newest_launched_ - newest_read_; }
   [[nodiscard]] bool is_over() const {
@@ -89,6 +102,10 @@ class Simulation {
               "work is waiting, but nothing can be launched");
     }
     checks_.check_blocks();
+    if (const PrefixCache* cache = scheduler_.prefix_cache()) {
+      const std::string broken = cache->check_integrity();
+      require(broken.empty(), broken);
+    }
     ++now_;
     const bool is_idle = live_.empty() && in_flight() == 0;
     if (is_idle && next_request_ < script_.requests.size()) {
@@ -181,6 +198,9 @@ class Simulation {
     build_batch(entry.plan, shape_, batch);
     check_prompt_rows(entry);
     report_.num_forks += static_cast<int64_t>(entry.plan.forks.size());
+    for (const PlannedSequence& launch : entry.plan.sequences) {
+      report_.num_adoptions += launch.num_adopted > 0 ? 1 : 0;
+    }
     IterationCounts& counts = *batch.inputs.counts;
     if (fault_ == SimulatedFault::kDropsTableWrite && counts.num_table_writes > 0) {
       --counts.num_table_writes;
@@ -255,6 +275,14 @@ class Simulation {
       sequence.prompt_logprobs = nullptr;
       require_all_rated(live, sequence.prompt_len - 1);
     }
+    if (fault_ == SimulatedFault::kAdvancesTooFar) {
+      sequence.blocks.release_below(pool_, sequence.known_len() + 1, newest_launched_);
+    }
+    const int64_t num_held = sequence.blocks.num_held();
+    scheduler_.advance(
+        sequence, launch,
+        fault_ == SimulatedFault::kCachesEnd ? SequenceOutcome::kRunning : result.outcome);
+    report_.num_window_releases += num_held - sequence.blocks.num_held();
     if (result.outcome != SequenceOutcome::kRunning) {
       require(sequence.known_len() == live.output.end_len(), "request ", live.owner.request,
               ", sample ", live.owner.sample, " ends after ", sequence.known_len(), " of ",
@@ -266,14 +294,7 @@ class Simulation {
     if (launch.kind == RowKind::kScore && launch.start + launch.num_rows == sequence.prompt_len) {
       require_all_rated(live, sequence.prompt_len);
       finish(live);
-      return;
     }
-    if (fault_ == SimulatedFault::kAdvancesTooFar) {
-      sequence.blocks.release_below(pool_, sequence.known_len() + 1, newest_launched_);
-    }
-    const int64_t num_held = sequence.blocks.num_held();
-    scheduler_.advance(sequence, launch);
-    report_.num_window_releases += num_held - sequence.blocks.num_held();
   }
 
   static void require_all_rated(const SimulatedSequence& live, int32_t count) {
@@ -325,7 +346,7 @@ class Simulation {
   }
 
   const SimulationScript& script_;
-  const SchedulerOptions& options_;
+  const SchedulerOptions options_;
   const SimulatedFault fault_;
   const KvLayout layout_;
   SlabPool pool_;

@@ -21,6 +21,12 @@
 
 namespace paceline::testing {
 
+// Tokens of a prompt up to `end` that other requests may have, too.
+struct SimulatedSegment {
+  int32_t end = 0;
+  uint64_t salt = 0;
+};
+
 struct SimulatedRequest {
   int64_t arrival = 0;  // tick
   int32_t prompt_len = 1;
@@ -28,11 +34,12 @@ struct SimulatedRequest {
   int32_t num_samples = 1;
   bool is_score = false;
   bool has_prompt_logprobs = false;
-  bool can_stop = false;          // samples may end before max_tokens
-  int64_t cancel_tick = -1;       // -1: never
-  int32_t cancelled_sample = -1;  // -1: all of them
-  int32_t acceptance = 50;        // percent: probability of each draft to be right
-  uint64_t salt = 0;              // of its tokens, drafts and stops
+  bool can_stop = false;                   // samples may end before max_tokens
+  int64_t cancel_tick = -1;                // -1: never
+  int32_t cancelled_sample = -1;           // -1: all of them
+  int32_t acceptance = 50;                 // percent: probability of each draft to be right
+  uint64_t salt = 0;                       // of its tokens, drafts and stops
+  std::vector<SimulatedSegment> segments;  // the prompt begins with these, by end
 
   [[nodiscard]] int32_t limit() const { return is_score ? prompt_len : prompt_len + max_tokens; }
 };
@@ -63,6 +70,8 @@ enum class SimulatedFault : uint8_t {
   kKeepsCancelled,   // a cancelled sequence keeps its blocks
   kAppendsTwice,     // the last token of a result is read twice
   kAdvancesTooFar,   // blocks leave a window while the next query still sees them
+  kNoLookahead,      // the prefix cache ignores the token after a block
+  kCachesEnd,        // the prefix cache learns of blocks that the drafter has not reached
 };
 
 struct SimulationReport {
@@ -74,6 +83,8 @@ struct SimulationReport {
   int64_t num_self_preemptions = 0;  // of the oldest sequence, alone and scattered
   int64_t num_stalls = 0;
   int64_t num_forks = 0;
+  int64_t num_adoptions = 0;  // sequences that began with blocks of the prefix cache
+  int64_t num_evicted = 0;    // blocks
   int64_t num_cancelled = 0;
   int64_t num_stopped = 0;
   int64_t num_window_releases = 0;  // entries that reserve left null, or that advance released

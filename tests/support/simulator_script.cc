@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "kv/slab_pool.h"
+#include "support/simulated_device.h"
 #include "support/simulator.h"
 
 namespace paceline::testing {
@@ -51,6 +52,7 @@ SchedulerOptions make_options(Random& random) {
   options.prefill_chunk_size =
       std::min(random.pick({1, 3, 8, 16, 100}), options.max_num_batched_tokens);
   options.max_score_rows = random.pick({1, 4, 16, 64});
+  options.enable_prefix_caching = random.percent(75);
   return options;
 }
 
@@ -96,6 +98,26 @@ std::vector<SimulatedRequest> make_requests(Random& random) {
   std::stable_sort(requests.begin(), requests.end(),
                    [](const auto& a, const auto& b) { return a.arrival < b.arrival; });
   return requests;
+}
+
+// Lets prompts begin with the tokens of earlier requests, with or without their output.
+void share_prefixes(Random& random, std::vector<SimulatedRequest>& requests) {
+  const bool is_much = random.percent(50);
+  for (size_t i = 1; i < requests.size(); ++i) {
+    if (!random.percent(is_much ? 90 : 40)) continue;
+    const size_t other_index = static_cast<size_t>(random.between(0, static_cast<int32_t>(i) - 1));
+    const SimulatedRequest& other = requests[other_index];
+    SimulatedRequest& request = requests[i];
+    if (random.percent(30)) request.prompt_len = other.limit();
+    std::vector<SimulatedSegment> segments = other.segments;
+    std::erase_if(segments, [&](const auto& s) { return s.end > other.prompt_len; });
+    segments.push_back({.end = other.prompt_len, .salt = mix(other.salt)});
+    const auto sample = static_cast<uint64_t>(random.between(0, other.num_samples - 1));
+    segments.push_back({.end = other.limit(), .salt = mix(other.salt + sample + 1)});
+    const int32_t end = random.between(1, other.limit() + 8);
+    for (SimulatedSegment& segment : segments) segment.end = std::min(segment.end, end);
+    request.segments = segments;
+  }
 }
 
 // The fewest slabs with which every request fits alone.
@@ -144,6 +166,7 @@ std::vector<SimulationScript> smaller(const SimulationScript& script) {
       change([](SimulatedRequest& r) { r.prompt_len = (r.prompt_len + 1) / 2; });
       change([](SimulatedRequest& r) { --r.prompt_len; });
     }
+    if (!request.segments.empty()) change([](SimulatedRequest& r) { r.segments.clear(); });
     if (request.max_tokens > 1) {
       change([](SimulatedRequest& r) { r.max_tokens = (r.max_tokens + 1) / 2; });
       change([](SimulatedRequest& r) { --r.max_tokens; });
@@ -172,8 +195,9 @@ std::string SimulationScript::text() const {
       << options.prefill_chunk_size << ", max_score_rows " << options.max_score_rows
       << ", num_draft_tokens " << options.num_draft_tokens << ", max_in_flight "
       << options.max_in_flight << ", first_rows " << static_cast<int32_t>(first_rows)
-      << ", block_size " << block_size << ", num_slabs " << num_slabs << ", percent_early "
-      << percent_early << "\n";
+      << ", prefix cache " << options.enable_prefix_caching << ", max_adopted_tokens "
+      << options.max_adopted_tokens << ", block_size " << block_size << ", num_slabs " << num_slabs
+      << ", percent_early " << percent_early << "\n";
   const KvLayout planned = layout();
   for (size_t g = 0; g < planned.groups.size(); ++g) {
     const KvGroup& group = planned.groups[g];
@@ -192,6 +216,7 @@ std::string SimulationScript::text() const {
     }
     if (r.has_prompt_logprobs) out << ", prompt logprobs";
     if (r.can_stop) out << ", stops";
+    for (const SimulatedSegment& s : r.segments) out << ", to " << s.end << " as " << s.salt % 1000;
     if (r.cancel_tick >= 0) {
       out << ", sample " << r.cancelled_sample << " cancelled at tick " << r.cancel_tick;
     }
@@ -219,6 +244,13 @@ SimulationScript make_script(uint64_t seed) {
   script.requests = make_requests(random);
   const bool scatters = random.percent(25);
   if (scatters) make_one_long(random, script);
+  share_prefixes(random, script.requests);
+  script.options.kv_lookahead = script.first_rows == FirstRows::kWindow ? 1 : 0;
+  int32_t longest = 0;
+  for (const SimulatedRequest& request : script.requests) {
+    longest = std::max(longest, request.limit());
+  }
+  script.options.max_adopted_tokens = longest + random.pick({0, 5, 100});
   script.num_slabs = fewest_slabs(script);
   if (!scatters && random.percent(60)) {
     script.num_slabs += random.between(1, static_cast<int32_t>(script.num_slabs));

@@ -59,8 +59,13 @@ struct ExecutorStats {
   int64_t num_failed = 0;
   int64_t num_cancelled = 0;
   int64_t num_preemptions = 0;
-  int64_t num_prompt_tokens = 0;   // prompt tokens computed, those of recomputed prompts again
-  int64_t num_shared_tokens = 0;   // prompt tokens whose KV forks took over instead of computing it
+  int64_t num_prompt_tokens = 0;  // prompt tokens computed, those of recomputed prompts again
+  // Prompt tokens whose KV was taken over from another sample or the prefix cache instead of
+  // computed.
+  int64_t num_shared_tokens = 0;
+  // Prompt tokens that the prefix cache was asked for, and those among them that it had.
+  int64_t num_prefix_query_tokens = 0;
+  int64_t num_prefix_hit_tokens = 0;
   int64_t num_emitted_tokens = 0;  // tokens that events have delivered
   // Verify windows with drafts among those that emitted these tokens, the drafts verified in them,
   // and the drafts accepted. The mean acceptance length is 1 + num_accepted_tokens /
@@ -85,6 +90,9 @@ struct ExecutorStats {
   struct KvGroup {
     int64_t held_blocks = 0;         // held by running sequences
     int64_t quarantined_blocks = 0;  // released, but iterations in flight may still use them
+    int64_t cached_blocks = 0;       // held by no sequence, but their KV can be taken over
+    int64_t hit_blocks = 0;          // blocks that sequences took over from the prefix cache
+    int64_t evicted_blocks = 0;      // cached blocks whose KV made room for other blocks
     int64_t max_blocks = 0;          // if the group had the whole pool
   };
   std::vector<KvGroup> kv_groups;  // in the order of MemoryReport::groups

@@ -126,8 +126,8 @@ struct RequestEvent {
   int32_t num_drafted = 0;       // drafts that this iteration verified
   int32_t num_accepted = 0;      // verified drafts that it accepted
   SpeculationCounters counters;  // totals of the sample; in the last event only
-  // Prompt tokens whose KV was taken over from another sample of the request instead of being
-  // computed; in the last event only. 0 for a sample that was preempted and computed anew.
+  // Prompt tokens whose KV was taken over from the prefix cache or from another sample of the
+  // request, instead of being computed, when the sample first ran; in the last event only.
   int32_t num_cached_tokens = 0;
   // [prompt_len, vocab_size]; in the last event of a completed score_prompt only, otherwise null.
   std::shared_ptr<const std::vector<float>> logits;

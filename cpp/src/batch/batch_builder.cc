@@ -115,6 +115,27 @@ void add_prompt_rows(const IterationPlan& plan, const BatchShape& shape, StagedI
   }
 }
 
+// Appends the sequences that begin with blocks of the prefix cache to the forks.
+void add_adoptions(const IterationPlan& plan, Batch& batch) {
+  StagedInputs& inputs = batch.inputs;
+  IterationCounts& counts = *inputs.counts;
+  for (const PlannedSequence& planned : plan.sequences) {
+    if (planned.num_adopted == 0) continue;
+    const int32_t first = counts.num_adopted_tokens;
+    PACELINE_CHECK(counts.num_forks < batch.capacity.seqs &&
+                       first + planned.num_adopted <= batch.capacity.adopted_tokens,
+                   first, " + ", planned.num_adopted, " adopted tokens; the ring entry holds ",
+                   batch.capacity.adopted_tokens);
+    inputs.forks[counts.num_forks++] = {.parent_seq_slot = -1,
+                                        .seq_slot = planned.sequence->seq_slot,
+                                        .num_tokens = planned.num_adopted,
+                                        .first_token = first};
+    std::copy_n(planned.sequence->tokens.begin(), planned.num_adopted,
+                inputs.adopted_tokens + first);
+    counts.num_adopted_tokens += planned.num_adopted;
+  }
+}
+
 template <class T>
 void copy_all(const char* what, const std::vector<T>& from, int32_t capacity, T* to,
               int32_t& count) {
@@ -138,6 +159,7 @@ void build_batch(const IterationPlan& plan, const BatchShape& shape, Batch& batc
   copy_all("forks", plan.forks, batch.capacity.seqs, inputs.forks, counts.num_forks);
   copy_all("block copies", plan.block_copies, batch.capacity.block_copies, inputs.block_copies,
            counts.num_block_copies);
+  add_adoptions(plan, batch);
   PACELINE_CHECK(counts.num_seqs <= shape.max_seqs, counts.num_seqs, " sequences; max_seqs is ",
                  shape.max_seqs);
 

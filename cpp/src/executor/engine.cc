@@ -56,6 +56,7 @@ Engine::Engine(const EngineOptions& options, const KvLayout& layout, std::unique
     pool_.set_on_reusable([this](GroupId group, BlockId block) { runner_->poison(group, block); });
   }
   publish_usage();
+  prefix_counts_at_reset_ = usage_.prefix_counts;
   thread_ = start_thread("the thread of the engine", [this] { loop(); });
 }
 
@@ -117,6 +118,9 @@ bool Engine::take_in() {
       }
       if (wants_integrity_ && incoming_.empty()) {
         std::string integrity = pool_.check_integrity();
+        if (const PrefixCache* cache = scheduler_.prefix_cache(); cache && integrity.empty()) {
+          integrity = cache->check_integrity();
+        }
         for (GroupId g = 0; g < static_cast<GroupId>(layout_.groups.size()); ++g) {
           if (integrity.empty() && pool_.num_held(g) + pool_.num_quarantined(g) > 0) {
             integrity = concat("the engine is idle, but group ", g, " holds ", pool_.num_held(g),
@@ -132,6 +136,7 @@ bool Engine::take_in() {
     }
     if (stops_) return false;
     if (is_held_) return true;
+    if (std::exchange(forgets_prefixes_, false)) scheduler_.forget_prefixes();
     while (!incoming_.empty()) {
       // The samples are always in incoming_ or in requests_, so an exception loses none.
       Samples& samples = requests_[incoming_.front().front()->id];
@@ -243,6 +248,7 @@ bool Engine::apply(const PlannedSequence& launch, const SequenceResult& result,
                          .num_drafted = result.drafted_len,
                          .num_accepted = result.accepted_len});
   }
+  scheduler_.advance(sequence, launch, result.outcome);
   if (has_ended) {
     finish(sequence, reason_of(result.outcome),
            result.outcome == SequenceOutcome::kNoLogits
@@ -256,9 +262,7 @@ bool Engine::apply(const PlannedSequence& launch, const SequenceResult& result,
   }
   if (launch.kind == RowKind::kScore && launch.start + launch.num_rows == sequence.prompt_len) {
     finish(sequence, FinishReason::kLength);
-    return true;
   }
-  scheduler_.advance(sequence, launch);
   return true;
 }
 
@@ -328,9 +332,15 @@ void Engine::publish_usage() {
   const auto num_groups = static_cast<GroupId>(layout_.groups.size());
   usage_.held_blocks.resize(num_groups);
   usage_.quarantined_blocks.resize(num_groups);
+  usage_.cached_blocks.resize(num_groups);
+  usage_.prefix_counts.resize(num_groups);
   for (GroupId g = 0; g < num_groups; ++g) {
     usage_.held_blocks[g] = pool_.num_held(g);
     usage_.quarantined_blocks[g] = pool_.num_quarantined(g);
+    usage_.cached_blocks[g] = pool_.num_cached(g);
+    if (const PrefixCache* cache = scheduler_.prefix_cache()) {
+      usage_.prefix_counts[g] = cache->counts(g);
+    }
   }
   usage_.free_slabs = pool_.num_free_slabs();
 }

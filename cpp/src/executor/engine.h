@@ -79,6 +79,8 @@ class Engine {
   struct KvUsage {
     std::vector<int64_t> held_blocks;
     std::vector<int64_t> quarantined_blocks;
+    std::vector<int64_t> cached_blocks;
+    std::vector<PrefixCache::GroupCounts> prefix_counts;
     int64_t free_slabs = 0;
   };
   [[nodiscard]] KvUsage kv_usage();
@@ -183,11 +185,13 @@ class Engine {
   EngineStatistics statistics_;
   const int64_t start_us_;
   KvUsage usage_;
+  std::vector<PrefixCache::GroupCounts> prefix_counts_at_reset_;
   bool is_idle_ = true;
   // While a call of while_idle is under way: nothing is taken in; and, from then on until it ends,
   // the device rests.
   bool is_held_ = false;
   bool is_at_rest_ = false;
+  bool forgets_prefixes_ = false;  // a call has ended, so the weights may have changed
   bool stops_ = false;
   bool wants_trace_ = false;
   std::optional<std::vector<KernelTime>> trace_;

@@ -127,8 +127,13 @@ ExecutorStats Engine::stats() {
   stats.kv_free_slabs = usage_.free_slabs;
   for (size_t g = 0; g < layout_.groups.size(); ++g) {
     const int64_t blocks_per_slab = layout_.blocks_per_slab(static_cast<GroupId>(g));
+    const PrefixCache::GroupCounts& hits = usage_.prefix_counts[g];
+    const PrefixCache::GroupCounts& at_reset = prefix_counts_at_reset_[g];
     stats.kv_groups.push_back({.held_blocks = usage_.held_blocks[g],
                                .quarantined_blocks = usage_.quarantined_blocks[g],
+                               .cached_blocks = usage_.cached_blocks[g],
+                               .hit_blocks = hits.hit_blocks - at_reset.hit_blocks,
+                               .evicted_blocks = hits.evicted_blocks - at_reset.evicted_blocks,
                                .max_blocks = stats.kv_num_slabs * blocks_per_slab});
   }
   return stats;
@@ -142,6 +147,7 @@ IterationTimes Engine::iteration_times() {
 void Engine::reset_stats() {
   const std::scoped_lock lock(mutex_);
   statistics_.reset();
+  prefix_counts_at_reset_ = usage_.prefix_counts;
 }
 
 Engine::KvUsage Engine::kv_usage() {
@@ -180,6 +186,7 @@ int64_t Engine::while_idle(const std::function<void()>& body) {
   is_held_ = true;
   const auto release = [&] {
     is_held_ = is_at_rest_ = false;
+    forgets_prefixes_ = true;
     wake_engine_.notify_one();
   };
   // Iterations that were launched ahead of the last result still read the weights.

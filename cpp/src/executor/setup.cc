@@ -24,6 +24,16 @@ namespace {
 // Rows that scored prompts and prompt logprobs may add to the logits buffer of an iteration.
 constexpr int32_t kMaxScoreRows = 64;
 
+// Tokens that sequences may take over from the prefix cache in an iteration, or the length of one
+// sequence if that is more.
+constexpr int32_t kAdoptedTokens = 1 << 16;
+
+int32_t max_adopted_tokens(const ExecutorOptions& o) {
+  if (!o.enable_prefix_caching) return 0;
+  const int64_t all = int64_t{o.max_num_seqs} * o.max_model_len;
+  return static_cast<int32_t>(std::min<int64_t>(all, std::max(kAdoptedTokens, o.max_model_len)));
+}
+
 IterationOptions iteration_options(const ExecutorOptions& o, const Model* draft) {
   const int32_t k = o.speculative.num_speculative_tokens;
   const NgramOptions ngram = {.min_tokens = o.speculative.ngram_min,
@@ -35,7 +45,8 @@ IterationOptions iteration_options(const ExecutorOptions& o, const Model* draft)
                     .num_draft_tokens = k,
                     .first_rows = traits.first_rows,
                     .max_prompt_rows = o.max_logprobs > 0 ? kMaxScoreRows : 0,
-                    .max_logprobs = o.max_logprobs},
+                    .max_logprobs = o.max_logprobs,
+                    .max_adopted_tokens = max_adopted_tokens(o)},
           .max_model_len = o.max_model_len,
           .accept_method = o.speculative.accept_method,
           .synthetic_acceptance_length = o.speculative.synthetic_acceptance_length,
@@ -67,7 +78,10 @@ EngineOptions engine_options(const ExecutorOptions& o, const Model& target, cons
                                                                        : o.max_num_batched_tokens,
                         .max_score_rows = kMaxScoreRows,
                         .num_draft_tokens = o.speculative.num_speculative_tokens,
-                        .max_in_flight = max_in_flight(o)},
+                        .max_in_flight = max_in_flight(o),
+                        .enable_prefix_caching = o.enable_prefix_caching,
+                        .kv_lookahead = iteration.shape.first_rows == FirstRows::kWindow ? 1 : 0,
+                        .max_adopted_tokens = max_adopted_tokens(o)},
           .max_model_len = o.max_model_len,
           .vocab_size = target.config.vocab_size,
           .hidden_size = target.config.hidden,

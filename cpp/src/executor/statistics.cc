@@ -23,6 +23,8 @@ constexpr std::array kCounts = {&EngineCounts::iterations,
                                 &EngineCounts::preemptions,
                                 &EngineCounts::prompt_tokens,
                                 &EngineCounts::shared_tokens,
+                                &EngineCounts::queried_tokens,
+                                &EngineCounts::hit_tokens,
                                 &EngineCounts::emitted_tokens,
                                 &EngineCounts::verify_windows,
                                 &EngineCounts::draft_tokens,
@@ -124,6 +126,8 @@ ExecutorStats EngineStatistics::stats(int32_t num_draft_tokens) const {
           .num_preemptions = counts.preemptions,
           .num_prompt_tokens = counts.prompt_tokens,
           .num_shared_tokens = counts.shared_tokens,
+          .num_prefix_query_tokens = counts.queried_tokens,
+          .num_prefix_hit_tokens = counts.hit_tokens,
           .num_emitted_tokens = counts.emitted_tokens,
           .num_verify_windows = counts.verify_windows,
           .num_draft_tokens = counts.draft_tokens,
@@ -189,6 +193,8 @@ void EngineStatistics::set_load(const Scheduler& scheduler) {
   num_waiting_ = scheduler.num_waiting();
   counts_.preemptions = scheduler.num_preemptions();
   counts_.shared_tokens = scheduler.num_shared_tokens();
+  counts_.queried_tokens = scheduler.num_queried_tokens();
+  counts_.hit_tokens = scheduler.num_hit_tokens();
 }
 
 }  // namespace paceline

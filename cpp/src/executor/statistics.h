@@ -28,6 +28,8 @@ struct EngineCounts {
   int64_t preemptions = 0;
   int64_t prompt_tokens = 0;
   int64_t shared_tokens = 0;
+  int64_t queried_tokens = 0;
+  int64_t hit_tokens = 0;
   int64_t emitted_tokens = 0;
   int64_t verify_windows = 0;
   int64_t draft_tokens = 0;

@@ -102,6 +102,7 @@ void Iteration::fork(Ctx& ctx, const IterationExtent& extent) const {
   ForkSequencesParams forks{.num_forks = &b.staged.counts->num_forks,
                             .max_forks = extent.num_forks,
                             .forks = b.staged.forks,
+                            .adopted_tokens = b.staged.adopted_tokens,
                             .sequences = b.sequences,
                             .sampling = b.sampling,
                             .tables = {},

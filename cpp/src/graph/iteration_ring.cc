@@ -23,7 +23,8 @@ int32_t max_table_writes(const BatchShape& shape, const KvLayout& layout, int32_
   int64_t all = 0;
   for (const KvGroup& group : layout.groups) {
     const int64_t ahead = 4 * (int64_t{shape.num_draft_tokens} + 2);
-    reached += (shape.max_verify_rows + shape.max_seqs * ahead) / group.block_size +
+    reached += (shape.max_verify_rows + shape.max_adopted_tokens + shape.max_seqs * ahead) /
+                   group.block_size +
                int64_t{4} * shape.max_seqs;
     all += int64_t{shape.max_seqs} * (max_model_len / group.block_size + 1);
   }
@@ -41,7 +42,8 @@ InputCapacity input_capacity(const BatchShape& shape, const KvLayout& layout, in
           .prompt_rows = shape.max_prompt_rows,
           .list_words = shape.max_seqs * (kMostListWords + mask_words(vocab_size)),
           .block_copies = shape.max_seqs * static_cast<int32_t>(layout.groups.size()),
-          .table_writes = max_table_writes(shape, layout, max_model_len)};
+          .table_writes = max_table_writes(shape, layout, max_model_len),
+          .adopted_tokens = shape.max_adopted_tokens};
 }
 
 IterationRing::IterationRing(DeviceMemory& memory, const BatchShape& shape, const KvLayout& layout,

@@ -15,7 +15,15 @@ int64_t blocks_of(int64_t num_tokens, int32_t block_size) {
   return (num_tokens + block_size - 1) / block_size;
 }
 
-// Number of blocks wholly below the keys that a query at `position` sees in the group.
+}  // namespace
+
+int32_t block_tokens(const KvGroup& group) {
+  return std::visit(Overloaded{[&](const FullKv&) { return group.block_size; },
+                               [&](const LatentKv&) { return group.block_size; },
+                               [&](const SlidingKv&) { return group.block_size; }},
+                    group.kind);
+}
+
 int32_t num_passed_blocks(const KvGroup& group, int32_t position) {
   return std::visit(
       Overloaded{
@@ -26,8 +34,6 @@ int32_t num_passed_blocks(const KvGroup& group, int32_t position) {
           }},
       group.kind);
 }
-
-}  // namespace
 
 SequenceBlocks::SequenceBlocks(int32_t num_groups)
     : groups_(static_cast<size_t>(num_groups)), missing_(static_cast<size_t>(num_groups)) {}
@@ -65,6 +71,41 @@ void SequenceBlocks::fork(SlabPool& pool, const SequenceBlocks& parent, int32_t 
       const bool is_shared = i >= group.num_released;
       if (is_shared) pool.share(static_cast<GroupId>(g), parent.groups_[g].table[i]);
       group.table.push_back(is_shared ? parent.groups_[g].table[i] : kNullBlock);
+    }
+  }
+}
+
+void SequenceBlocks::adopt(SlabPool& pool, std::span<const std::vector<BlockId>> tables,
+                           int32_t num_tokens) {
+  PACELINE_CHECK(groups_.size() == tables.size() && num_held() == 0, "a sequence with ", num_held(),
+                 " blocks adopts those of ", tables.size(), " groups");
+  for (size_t g = 0; g < groups_.size(); ++g) groups_[g].table = tables[g];
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    Group& group = groups_[g];
+    group.num_released = num_passed_blocks(pool.layout().groups[g], num_tokens);
+    for (auto i = static_cast<size_t>(group.num_released); i < group.table.size(); ++i) {
+      pool.adopt(static_cast<GroupId>(g), group.table[i]);
+    }
+  }
+}
+
+void SequenceBlocks::return_adopted(SlabPool& pool) {
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    Group& group = groups_[g];
+    for (auto i = group.table.size(); i > static_cast<size_t>(group.num_released); --i) {
+      pool.return_adopted(static_cast<GroupId>(g), group.table[i - 1]);
+    }
+    group.table.clear();
+    group.num_released = 0;
+  }
+}
+
+void SequenceBlocks::append_writes(int32_t seq_slot, std::vector<TableWrite>& writes) const {
+  reserve_more(writes, static_cast<size_t>(num_held()));
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    const Group& group = groups_[g];
+    for (auto i = group.num_released; i < static_cast<int32_t>(group.table.size()); ++i) {
+      writes.push_back({seq_slot, static_cast<GroupId>(g), i, group.table[static_cast<size_t>(i)]});
     }
   }
 }
@@ -139,11 +180,16 @@ void SequenceBlocks::release_below(SlabPool& pool, int32_t first_query_position,
 }
 
 void SequenceBlocks::release_all(SlabPool& pool, int64_t newest_launched) {
-  for (size_t g = 0; g < groups_.size(); ++g) {
-    Group& group = groups_[g];
-    for (size_t i = static_cast<size_t>(group.num_released); i < group.table.size(); ++i) {
-      pool.release(static_cast<GroupId>(g), group.table[i], newest_launched);
+  size_t longest = 0;
+  for (const Group& group : groups_) longest = std::max(longest, group.table.size());
+  for (size_t i = longest; i > 0; --i) {
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      const Group& group = groups_[g];
+      if (i > group.table.size() || i <= static_cast<size_t>(group.num_released)) continue;
+      pool.release(static_cast<GroupId>(g), group.table[i - 1], newest_launched);
     }
+  }
+  for (Group& group : groups_) {
     group.table.clear();
     group.num_released = 0;
   }

@@ -12,6 +12,9 @@
 // num_tokens. The fork has its own block for the one that contains num_tokens, and the device
 // copies the parent's block into it.
 //
+// Or it may begin with blocks of a PrefixCache (`adopt`). These end at a multiple of every group's
+// block, are full, and are never written again either.
+//
 // The class is move-only, since a copy would release the same blocks twice. The destructor releases
 // nothing: call release_all first. Not thread-safe.
 
@@ -23,6 +26,12 @@
 #include "wire/blocks.h"
 
 namespace paceline {
+
+// Tokens that a block of the group covers.
+[[nodiscard]] int32_t block_tokens(const KvGroup& group);
+
+// Number of blocks wholly below the keys that a query at `position` sees in the group.
+[[nodiscard]] int32_t num_passed_blocks(const KvGroup& group, int32_t position);
 
 class SequenceBlocks {
  public:
@@ -47,6 +56,14 @@ class SequenceBlocks {
   void append_copies(const KvLayout& layout, const SequenceBlocks& parent, int32_t num_tokens,
                      std::vector<BlockCopy>& copies) const;
 
+  // Call before the first reserve. Takes the blocks of a PrefixCache's match,
+  // PrefixCache::blocks_of, which hold the KV of the first `num_tokens` tokens.
+  void adopt(SlabPool& pool, std::span<const std::vector<BlockId>> tables, int32_t num_tokens);
+  // Takes back an adopt that no launched iteration has used, and nothing else has followed.
+  void return_adopted(SlabPool& pool);
+  // Appends the table entries of all held blocks.
+  void append_writes(int32_t seq_slot, std::vector<TableWrite>& writes) const;
+
   // Makes every group cover positions [first needed, num_tokens): allocates the missing blocks in
   // all groups or in none. On success appends the new entries to `writes` and returns true;
   // otherwise nothing changes. Blocks of a sliding group below its released watermark stay
@@ -60,7 +77,8 @@ class SequenceBlocks {
   // of a (re)started sequence. Writes no table entry: the device's table keeps the stale ids.
   void release_below(SlabPool& pool, int32_t first_query_position, int64_t newest_launched);
 
-  // Releases all blocks, and for shared blocks its own hold; the object is then as new.
+  // Releases all blocks, and for shared blocks its own hold; the object is then as new. The last
+  // blocks of all groups go first, so that a prefix stays cached longer than what follows it.
   void release_all(SlabPool& pool, int64_t newest_launched);
 
   // Block ids by logical index; kNullBlock where released. [groups][blocks]

@@ -12,17 +12,10 @@
 namespace paceline {
 namespace {
 
-constexpr GroupId kUnowned = -1;
-constexpr GroupId kReserved = -2;  // slab 0
-constexpr int32_t kNoSlab = -1;
-constexpr int32_t kWordBits = 64;
-
 // A dead head of the quarantine shorter than this is not worth moving the rest for.
 constexpr size_t kMinCompaction = 256;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-uint64_t bit(int32_t index) { return uint64_t{1} << (index % kWordBits); }
 
 }  // namespace
 
@@ -46,15 +39,18 @@ SlabPool::SlabPool(const KvLayout& layout) : layout_(layout), first_free_slab_(k
   words_per_slab_ = divide_up(most_blocks, kWordBits);
   used_.assign(static_cast<size_t>(layout_.num_slabs * words_per_slab_), 0);
   quarantined_.assign(used_.size(), 0);
+  known_.assign(used_.size(), 0);
+  links_.resize(used_.size() * kWordBits);
+  release_tag_.assign(used_.size() * kWordBits, -1);
   more_holders_.assign(used_.size() * kWordBits, 0);
   slabs_.resize(static_cast<size_t>(layout_.num_slabs));
   free_all_slabs();
 }
 
 void SlabPool::free_all_slabs() {
-  std::fill(slabs_.begin(), slabs_.end(), Slab{kUnowned, 0, kNoSlab, kNoSlab});
+  std::fill(slabs_.begin(), slabs_.end(), Slab{kUnowned, 0, kNoSlab, kNoSlab, 0, kUnowned});
   slabs_[0].owner = kReserved;
-  first_free_slab_ = kNoSlab;
+  first_free_slab_ = first_cached_slab_ = last_cached_slab_ = kNoSlab;
   for (auto slab = static_cast<int32_t>(layout_.num_slabs) - 1; slab > 0; --slab) {
     slabs_[slab].next = std::exchange(first_free_slab_, slab);
   }
@@ -63,28 +59,36 @@ void SlabPool::free_all_slabs() {
 
 void SlabPool::reset(int64_t completed) {
   for (int32_t slab = 1; on_reusable_ && slab < static_cast<int32_t>(slabs_.size()); ++slab) {
-    const GroupId owner = slabs_[slab].owner;
+    const GroupId owner =
+        slabs_[slab].owner == kUnowned ? slabs_[slab].content : slabs_[slab].owner;
     if (owner == kUnowned) continue;
     const int32_t blocks_per_slab = groups_[owner].blocks_per_slab;
     for (int32_t index = 0; index < blocks_per_slab; ++index) {
-      if ((used(slab)[index / kWordBits] & bit(index)) == 0) continue;
-      on_reusable_(owner, slab * blocks_per_slab + index);
+      const BlockId block = slab * blocks_per_slab + index;
+      const size_t at = block_index(owner, block);
+      if (get(used_, at) || get(known_, at)) on_reusable_(owner, block);
     }
   }
   for (Group& group : groups_) {
     group.num_held = 0;
     group.num_quarantined = 0;
     group.num_free = 0;
+    group.num_cached = 0;
+    group.num_known = 0;
+    group.cached = {};
     std::fill(group.first_slab.begin(), group.first_slab.end(), kNoSlab);
     std::fill(group.nonempty.begin(), group.nonempty.end(), 0);
   }
   std::fill(used_.begin(), used_.end(), 0);
   std::fill(quarantined_.begin(), quarantined_.end(), 0);
+  std::fill(known_.begin(), known_.end(), 0);
+  std::fill(release_tag_.begin(), release_tag_.end(), -1);
   std::fill(more_holders_.begin(), more_holders_.end(), 0);
   num_more_holders_ = 0;
   free_all_slabs();
   quarantine_.clear();
   quarantine_head_ = 0;
+  num_quarantined_ = 0;
   newest_tag_ = completed;
   completed_ = completed;
 }
@@ -116,6 +120,7 @@ std::optional<BlockId> SlabPool::allocate(GroupId group_id) {
   PACELINE_CHECK(group_id >= 0 && group_id < static_cast<GroupId>(groups_.size()), "group is ",
                  group_id);
   Group& group = groups_[group_id];
+  if (group.num_free == 0) make_room(group_id);
   int32_t slab = kNoSlab;
   if (group.num_free > 0) {
     size_t word = 0;
@@ -134,9 +139,10 @@ std::optional<BlockId> SlabPool::allocate(GroupId group_id) {
 
   // Bits past blocks_per_slab look free, but a lower bit is free too, since num_free > 0.
   uint64_t* const words = used(slab);
+  const uint64_t* const known = known_.data() + int64_t{slab} * words_per_slab_;
   int32_t word = 0;
-  while (~words[word] == 0) ++word;
-  const int32_t index = word * kWordBits + std::countr_one(words[word]);
+  while (~(words[word] | known[word]) == 0) ++word;
+  const int32_t index = word * kWordBits + std::countr_one(words[word] | known[word]);
   words[word] |= bit(index);
 
   --group.num_free;
@@ -150,20 +156,25 @@ bool SlabPool::can_allocate(std::span<const int64_t> counts) const {
                  " groups");
   int64_t num_slabs = 0;
   for (size_t g = 0; g < groups_.size(); ++g) {
-    const int64_t missing = std::max<int64_t>(0, counts[g] - groups_[g].num_free);
+    const int64_t room = groups_[g].num_free + groups_[g].cached.size;
+    const int64_t missing = std::max<int64_t>(0, counts[g] - room);
     num_slabs += divide_up(missing, groups_[g].blocks_per_slab);
   }
   return num_slabs <= num_free_slabs_;
 }
 
-bool SlabPool::fits_alone(std::span<const int64_t> counts) const {
+int64_t SlabPool::num_slabs_for(std::span<const int64_t> counts) const {
   PACELINE_CHECK(counts.size() == groups_.size(), counts.size(), " counts for ", groups_.size(),
                  " groups");
   int64_t num_slabs = 0;
   for (size_t g = 0; g < groups_.size(); ++g) {
     num_slabs += divide_up(counts[g], groups_[g].blocks_per_slab);
   }
-  return num_slabs <= layout_.num_slabs - 1;
+  return num_slabs;
+}
+
+bool SlabPool::fits_alone(std::span<const int64_t> counts) const {
+  return num_slabs_for(counts) <= layout_.num_slabs - 1;
 }
 
 int32_t SlabPool::check_held(GroupId group_id, BlockId block, const char* verb) const {
@@ -197,23 +208,33 @@ void SlabPool::share(GroupId group_id, BlockId block) {
 }
 
 void SlabPool::make_reusable(GroupId group_id, BlockId block) {
-  Group& group = groups_[group_id];
-  const int32_t slab = block / group.blocks_per_slab;
-  const int32_t index = block % group.blocks_per_slab;
+  const int32_t slab = block / groups_[group_id].blocks_per_slab;
+  const int32_t index = block % groups_[group_id].blocks_per_slab;
   used(slab)[index / kWordBits] &= ~bit(index);
   quarantined(slab)[index / kWordBits] &= ~bit(index);
+  if (get(known_, block_index(group_id, block))) {
+    ++slabs_[slab].num_cached;
+    ++groups_[group_id].num_cached;
+    slabs_[slab].content = group_id;
+    append_cached(group_id, block);
+    if (slabs_[slab].num_free + slabs_[slab].num_cached == groups_[group_id].blocks_per_slab) {
+      disown(slab);
+    }
+    return;
+  }
+  add_empty(group_id, slab);
+  if (on_reusable_) on_reusable_(group_id, block);
+}
 
+// Counts one more empty block in a slab that the group owns.
+void SlabPool::add_empty(GroupId group_id, int32_t slab) {
+  Group& group = groups_[group_id];
   Slab& entry = slabs_[slab];
   if (entry.num_free > 0) unlink(slab);
   ++group.num_free;
-  if (++entry.num_free < group.blocks_per_slab) {
-    link(slab);
-  } else {
-    group.num_free -= group.blocks_per_slab;
-    entry = Slab{kUnowned, 0, kNoSlab, std::exchange(first_free_slab_, slab)};
-    ++num_free_slabs_;
-  }
-  if (on_reusable_) on_reusable_(group_id, block);
+  ++entry.num_free;
+  if (entry.num_free < group.blocks_per_slab) link(slab);
+  if (entry.num_free + entry.num_cached == group.blocks_per_slab) disown(slab);
 }
 
 void SlabPool::release(GroupId group_id, BlockId block, int64_t newest_launched) {
@@ -227,16 +248,21 @@ void SlabPool::release(GroupId group_id, BlockId block, int64_t newest_launched)
     return;
   }
   Group& group = groups_[group_id];
+  int64_t& tag = release_tag_[block_index(group_id, block)];
+  // Adopted from quarantine, and released again before another launch: its entry is still there.
+  const bool is_listed = tag == newest_launched && tag > completed_;
+  tag = newest_launched;
   if (newest_launched <= completed_) {
     --group.num_held;
     make_reusable(group_id, block);
     return;
   }
-  quarantine_.push_back({newest_launched, group_id, block});
+  if (!is_listed) quarantine_.push_back({newest_launched, group_id, block});
   const int32_t index = block % group.blocks_per_slab;
   quarantined(slab)[index / kWordBits] |= bit(index);
   --group.num_held;
   ++group.num_quarantined;
+  ++num_quarantined_;
 }
 
 void SlabPool::release_unused(GroupId group_id, BlockId block) {
@@ -252,7 +278,9 @@ void SlabPool::complete(int64_t iteration) {
   while (quarantine_head_ < quarantine_.size() &&
          quarantine_[quarantine_head_].newest_launched <= completed_) {
     const Quarantined entry = quarantine_[quarantine_head_++];
+    if (is_passed_over(entry)) continue;
     --groups_[entry.group].num_quarantined;
+    --num_quarantined_;
     make_reusable(entry.group, entry.block);
   }
   drop_completed_entries();
@@ -281,165 +309,10 @@ int32_t SlabPool::num_holders(GroupId group_id, BlockId block) const {
 
 int64_t SlabPool::num_quarantined(GroupId group) const { return groups_.at(group).num_quarantined; }
 
-int64_t SlabPool::num_quarantined() const {
-  return static_cast<int64_t>(quarantine_.size() - quarantine_head_);
-}
+int64_t SlabPool::num_quarantined() const { return num_quarantined_; }
 
 int64_t SlabPool::num_free_slabs() const { return num_free_slabs_; }
 
 const KvLayout& SlabPool::layout() const { return layout_; }
-
-std::string SlabPool::check_integrity() const {
-  struct Totals {
-    int64_t slabs = 0;
-    int64_t held = 0;
-    int64_t quarantined = 0;
-    int64_t free = 0;
-    int64_t with_room = 0;
-  };
-  std::vector<Totals> totals(groups_.size());
-  int64_t num_unowned = 0;
-  int64_t num_more_holders = 0;
-
-  for (size_t s = 0; s < slabs_.size(); ++s) {
-    const Slab& slab = slabs_[s];
-    const uint64_t* const used = used_.data() + s * words_per_slab_;
-    const uint64_t* const quarantined = quarantined_.data() + s * words_per_slab_;
-    int32_t num_used = 0;
-    int32_t num_quarantined = 0;
-    int32_t end = 0;  // one past the last used block
-    for (int32_t w = 0; w < words_per_slab_; ++w) {
-      if ((quarantined[w] & ~used[w]) != 0) {
-        return concat("slab ", s, ": a block is in quarantine but not in use");
-      }
-      num_used += std::popcount(used[w]);
-      num_quarantined += std::popcount(quarantined[w]);
-      if (used[w] != 0) end = (w + 1) * kWordBits - std::countl_zero(used[w]);
-      const uint16_t* const more = more_holders_.data() + (s * words_per_slab_ + w) * kWordBits;
-      for (int32_t index = 0; index < kWordBits; ++index) {
-        num_more_holders += more[index];
-        if (more[index] > 0 && (used[w] & ~quarantined[w] & bit(index)) == 0) {
-          return concat("slab ", s, ": ", more[index],
-                        " extra holders of a block that is not held, at index ",
-                        w * kWordBits + index);
-        }
-      }
-    }
-    if ((slab.owner == kReserved) != (s == 0)) {
-      return concat("slab ", s, ": only slab 0 is reserved, owner is ", slab.owner);
-    }
-    if (slab.owner < 0) {
-      if (num_used != 0 || slab.num_free != 0) {
-        return concat("slab ", s, ": has ", num_used, " blocks in use but no owner");
-      }
-      num_unowned += slab.owner == kUnowned;
-      continue;
-    }
-    if (slab.owner >= static_cast<GroupId>(groups_.size())) {
-      return concat("slab ", s, ": owner is ", slab.owner);
-    }
-    const int32_t blocks_per_slab = groups_[slab.owner].blocks_per_slab;
-    if (end > blocks_per_slab) return concat("slab ", s, ": a block beyond the slab is in use");
-    if (num_used == 0) return concat("slab ", s, ": empty but not given back");
-    if (slab.num_free + num_used != blocks_per_slab) {
-      return concat("slab ", s, ": free ", slab.num_free, " + held ", num_used - num_quarantined,
-                    " + quarantined ", num_quarantined, " != ", blocks_per_slab);
-    }
-    Totals& total = totals[slab.owner];
-    ++total.slabs;
-    total.held += num_used - num_quarantined;
-    total.quarantined += num_quarantined;
-    total.free += slab.num_free;
-    total.with_room += slab.num_free > 0;
-  }
-
-  if (num_more_holders != num_more_holders_) {
-    return concat("holders beyond the first: counted ", num_more_holders_, ", found ",
-                  num_more_holders);
-  }
-
-  for (size_t g = 0; g < groups_.size(); ++g) {
-    const Group& group = groups_[g];
-    const Totals& total = totals[g];
-    if (group.num_held != total.held || group.num_quarantined != total.quarantined ||
-        group.num_free != total.free ||
-        group.num_free + group.num_held + group.num_quarantined !=
-            total.slabs * group.blocks_per_slab) {
-      return concat("group ", g, ": counts free ", group.num_free, ", held ", group.num_held,
-                    ", quarantined ", group.num_quarantined, "; found ", total.free, ", ",
-                    total.held, ", ", total.quarantined);
-    }
-    // Each slab records its list and its predecessor, so no slab is visited twice.
-    int64_t num_listed = 0;
-    for (int32_t num_free = 0; num_free < group.blocks_per_slab; ++num_free) {
-      const int32_t first = group.first_slab[num_free];
-      if ((first != kNoSlab) != ((group.nonempty[num_free / kWordBits] & bit(num_free)) != 0)) {
-        return concat("group ", g, ": list of slabs with ", num_free, " free is mismarked");
-      }
-      int32_t prev = kNoSlab;
-      for (int32_t s = first; s != kNoSlab; s = slabs_[s].next) {
-        if (s < 0 || s >= static_cast<int32_t>(slabs_.size())) {
-          return concat("group ", g, ": slab ", s, " is listed");
-        }
-        const Slab& slab = slabs_[s];
-        if (slab.owner != static_cast<GroupId>(g) || slab.num_free != num_free || num_free == 0 ||
-            slab.prev != prev) {
-          return concat("group ", g, ": slab ", s, " is in the wrong list");
-        }
-        prev = s;
-        ++num_listed;
-      }
-    }
-    if (num_listed != total.with_room) {
-      return concat("group ", g, ": ", num_listed, " slabs listed, ", total.with_room,
-                    " have room");
-    }
-  }
-
-  int64_t num_chained = 0;
-  for (int32_t s = first_free_slab_; s != kNoSlab; s = slabs_[s].next) {
-    if (s < 0 || s >= static_cast<int32_t>(slabs_.size()) || slabs_[s].owner != kUnowned) {
-      return concat("slab ", s, " is in the free list but not free");
-    }
-    if (++num_chained > num_unowned) return "the list of free slabs has a cycle";
-  }
-  if (num_chained != num_unowned || num_chained != num_free_slabs_) {
-    return concat("free slabs: ", num_chained, " listed, ", num_unowned, " unowned, counted ",
-                  num_free_slabs_);
-  }
-
-  std::vector<uint64_t> unlisted = quarantined_;
-  int64_t num_bits = 0;
-  for (const Totals& total : totals) num_bits += total.quarantined;
-  int64_t tag = completed_;
-  for (size_t i = quarantine_head_; i < quarantine_.size(); ++i) {
-    const Quarantined& entry = quarantine_[i];
-    // The first entry is newer than completed_, the others at least as new as their predecessor.
-    if (entry.newest_launched < tag + (i == quarantine_head_)) {
-      return concat("quarantine: iteration ", entry.newest_launched, " after ", tag);
-    }
-    tag = entry.newest_launched;
-    if (entry.group < 0 || entry.group >= static_cast<GroupId>(groups_.size())) {
-      return concat("quarantine: group is ", entry.group);
-    }
-    const int32_t blocks_per_slab = groups_[entry.group].blocks_per_slab;
-    const int32_t slab = entry.block / blocks_per_slab;
-    const int32_t index = entry.block % blocks_per_slab;
-    if (entry.block <= 0 || slab >= static_cast<int32_t>(slabs_.size()) ||
-        slabs_[slab].owner != entry.group) {
-      return concat("quarantine: group ", entry.group, " does not own block ", entry.block);
-    }
-    uint64_t& word = unlisted[slab * words_per_slab_ + index / kWordBits];
-    if ((word & bit(index)) == 0) {
-      return concat("quarantine: block ", entry.block, " of group ", entry.group,
-                    " is listed twice or not marked");
-    }
-    word &= ~bit(index);
-  }
-  if (num_bits != num_quarantined()) {
-    return concat("quarantine: ", num_quarantined(), " listed, ", num_bits, " marked");
-  }
-  return {};
-}
 
 }  // namespace paceline

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// A fork is a sequence that takes over the first positions of another sequence, its parent. Before
+// A fork is a sequence that takes over the first positions of another sequence, its parent, or of
+// the prefix cache. Before
 // the first row of the iteration in which the fork begins, these ops copy to it: the KV of blocks
 // that the two cannot share, the block tables, the token history, and the set of tokens that
 // penalties consider.
@@ -37,13 +38,15 @@ void copy_blocks(CudaContext&, const CopyBlocksParams&);
 // group, the block table entries of blocks that lie wholly below num_tokens. That includes entries
 // of blocks that a sliding window has passed, which nothing reads. For sequence slots that adjust
 // logits it also marks those tokens as seen. All of them are prompt tokens, so there is no output
-// to count.
+// to count. Of a fork without a parent the tokens come from adopted_tokens, and its block table is
+// already written.
 struct ForkSequencesParams {
-  const int32_t* num_forks;   // [1]
-  int32_t max_forks;          // upper bound of num_forks
-  const SequenceFork* forks;  // [max_forks] sequence slots are distinct, and none is a parent
-  SequenceState sequences;    // history is read and written
-  SamplingState sampling;     // adjusts is read; seen is written
+  const int32_t* num_forks;       // [1]
+  int32_t max_forks;              // upper bound of num_forks
+  const SequenceFork* forks;      // [max_forks] sequence slots are distinct, and none is a parent
+  const int32_t* adopted_tokens;  // histories of forks without a parent
+  SequenceState sequences;        // history is read and written
+  SamplingState sampling;         // adjusts is read; seen is written
   BlockTable tables[kMaxKvGroups];
   int32_t num_tables;
 };

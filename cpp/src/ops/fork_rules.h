@@ -22,7 +22,9 @@ PACELINE_HOST_DEVICE inline void fork_sequence(const ForkSequencesParams& p, int
                                                const Mark& mark) {
   const SequenceFork fork = p.forks[i];
   const SequenceState& s = p.sequences;
-  const int32_t* from = s.history + fork.parent_seq_slot * s.history_stride;
+  const bool has_parent = fork.parent_seq_slot >= 0;
+  const int32_t* from = has_parent ? s.history + fork.parent_seq_slot * s.history_stride
+                                   : p.adopted_tokens + fork.first_token;
   int32_t* to = s.history + fork.seq_slot * s.history_stride;
   const bool is_counted = p.sampling.adjusts[fork.seq_slot] != 0;
   uint32_t* seen = p.sampling.seen + int64_t{fork.seq_slot} * mask_words(p.sampling.vocab_size);
@@ -33,7 +35,7 @@ PACELINE_HOST_DEVICE inline void fork_sequence(const ForkSequencesParams& p, int
       mark(seen + token / 32, uint32_t{1} << token % 32);
     }
   }
-  for (int32_t g = 0; g < p.num_tables; ++g) {
+  for (int32_t g = 0; has_parent && g < p.num_tables; ++g) {
     const BlockTable& table = p.tables[g];
     const int32_t* parent = table.blocks + fork.parent_seq_slot * table.stride;
     int32_t* child = table.blocks + fork.seq_slot * table.stride;

@@ -11,6 +11,7 @@
 
 #include <paceline/request.h>
 
+#include "kv/prefix_cache.h"
 #include "kv/sequence_blocks.h"
 
 namespace paceline {
@@ -35,8 +36,12 @@ struct Sequence {
   int32_t seq_slot = -1;          // row of the device's per-sequence state while the sequence runs
   bool needs_reset = false;       // the next launch must initialise the sequence slot
   int32_t num_prefilled = 0;      // tokens whose prefill has been launched, or taken over by a fork
-  int32_t num_cached_tokens = 0;  // of these, taken over when the sequence was last admitted
-  int64_t newest_prefill = -1;    // iteration of the newest launch that prefilled
+                                  // or from the prefix cache
+  int32_t num_cached_tokens = 0;  // prompt tokens taken over when the sequence was first admitted
+  // Tokens whose KV is known to be complete in all groups, and where the prefix cache has them.
+  int32_t num_computed = 0;
+  PrefixCache::Cursor cached_to;
+  int64_t newest_prefill = -1;  // iteration of the newest launch that prefilled
   SequenceBlocks blocks;
 
   // Incremented by preemption. Results of launches from an earlier epoch are dropped, since

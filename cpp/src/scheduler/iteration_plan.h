@@ -20,6 +20,9 @@ struct PlannedSequence {
   int32_t start = 0;     // prefill kinds only: position of the first row
   int32_t num_rows = 0;  // rows in the verify pass
   bool resets_state = false;
+  // Prefill kinds only: tokens that the sequence takes over from the prefix cache in this
+  // iteration, whose history the device gets from the host.
+  int32_t num_adopted = 0;
   // Prefill kinds only: number of leading rows that compute logprobs of the token after them, for
   // prompt_logprobs.
   int32_t num_prompt_rows = 0;

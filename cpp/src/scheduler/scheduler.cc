@@ -33,6 +33,7 @@ int32_t num_forkable(const Sequence& sequence) { return sequence.prompt_len - 1;
 
 Scheduler::Scheduler(const SchedulerOptions& options, SlabPool& pool)
     : options_(options), pool_(pool) {
+  if (options.enable_prefix_caching) cache_.emplace(pool, options.kv_lookahead);
   free_all_slots();
 }
 
@@ -51,6 +52,7 @@ void Scheduler::reset(int64_t completed) {
   free_all_slots();
   newest_planned_ = completed;
   pool_.reset(completed);
+  if (cache_.has_value()) cache_->reset();
 }
 
 int32_t Scheduler::window_slack() const {
@@ -70,6 +72,8 @@ void Scheduler::add(Sequence& sequence) {
   sequence.phase = Sequence::Phase::kWaiting;
   sequence.seq_slot = -1;
   sequence.num_prefilled = 0;
+  sequence.num_computed = 0;
+  sequence.cached_to = {};
   sequence.blocks = SequenceBlocks(static_cast<int32_t>(pool_.layout().groups.size()));
   // A preempted sequence returns to its position in the queue.
   const auto position =
@@ -196,8 +200,53 @@ Scheduler::Reservation Scheduler::reserve_blocks(Sequence& sequence, const Plann
   return Reservation::kReserved;
 }
 
+int32_t Scheduler::num_adoptable(const Sequence& sequence) const {
+  // All rows of a scored prompt, and of one whose logprobs are wanted, have results. An adopted
+  // sequence would not be compact where it runs alone because its blocks were scattered.
+  if (!cache_.has_value() || sequence.is_score || sequence.prompt_logprobs != nullptr ||
+      needs_empty_pool_) {
+    return 0;
+  }
+  // Output tokens that a penalty counts are counted as their rows are computed.
+  const SamplingOptions& s = sequence.sampling;
+  const bool counts_output = s.presence_penalty != 0 || s.frequency_penalty != 0;
+  const int32_t most =
+      counts_output ? std::min(sequence.prompt_len, sequence.known_len()) : sequence.known_len();
+  // The last known token's row draws the next one.
+  return most - 1;
+}
+
+bool Scheduler::admit_next(Sequence& sequence, const Sequence* parent, Budget& budget,
+                           IterationPlan& plan) {
+  PrefixCache::Match match;
+  const int32_t num_adoptable = parent == nullptr ? this->num_adoptable(sequence) : 0;
+  if (num_adoptable > 0) match = cache_->find(sequence.tokens, num_adoptable);
+  if (match.num_tokens > budget.adopted) return false;
+  // Cached blocks may lie in more slabs than new ones would take. If there is no room beside them,
+  // there may be without them.
+  for (;;) {
+    sequence.num_prefilled = parent != nullptr ? num_forkable(sequence) : match.num_tokens;
+    PlannedSequence rows = next_rows(sequence, budget.prefill, budget.score);
+    rows.num_adopted = match.num_tokens;
+    if (rows.num_rows > 0 && admit(sequence, rows, parent, match, plan)) {
+      budget.prefill -= rows.num_rows;
+      budget.score -= score_rows(sequence, rows);
+      budget.adopted -= match.num_tokens;
+      if (num_adoptable > 0) {
+        num_queried_tokens_ += std::min(sequence.prompt_len, sequence.known_len());
+        num_hit_tokens_ += std::min(match.num_tokens, sequence.prompt_len);
+      }
+      launch(sequence, rows, plan);
+      return true;
+    }
+    sequence.num_prefilled = 0;
+    if (rows.num_rows == 0 || match.num_tokens == 0) return false;
+    match = {};
+  }
+}
+
 bool Scheduler::admit(Sequence& sequence, const PlannedSequence& rows, const Sequence* parent,
-                      IterationPlan& plan) {
+                      const PrefixCache::Match& match, IterationPlan& plan) {
   const KvLayout& layout = pool_.layout();
   // All known tokens must fit, not only this chunk; otherwise the admission would soon cause a
   // preemption.
@@ -205,33 +254,57 @@ bool Scheduler::admit(Sequence& sequence, const PlannedSequence& rows, const Seq
   const int32_t soon = std::max(std::min(sequence.limit, sequence.known_len() + 2 * (k + 1) + k),
                                 sequence.known_len());
   std::vector<int64_t> counts = peak_blocks(layout, soon, window_slack());
-  for (size_t g = 0; parent != nullptr && g < counts.size(); ++g) {
+  for (size_t g = 0; g < counts.size(); ++g) {
     const KvGroup& group = layout.groups[g];
-    // Shared blocks are already allocated. In a sliding group they do not last: it moves on to
-    // blocks of the fork's own.
+    // Blocks that a fork shares or that come from the cache are already allocated. In a sliding
+    // group they do not last: it moves on to blocks of the sequence's own.
     counts[g] -= std::visit(
         Overloaded{[&](const FullKv&) -> int64_t { return rows.start / group.block_size; },
                    [&](const LatentKv&) -> int64_t { return rows.start / group.block_size; },
                    [](const SlidingKv&) -> int64_t { return 0; }},
         group.kind);
   }
-  if (!pool_.can_allocate(counts)) return false;
+  if (match.num_tokens > 0) {
+    sequence.blocks.adopt(pool_, cache_->blocks_of(match), match.num_tokens);
+  }
+  if (!pool_.can_allocate(counts)) {
+    sequence.blocks.return_adopted(pool_);
+    return false;
+  }
+  most_slabs_ =
+      std::max(running_.empty() ? 0 : most_slabs_,
+               pool_.num_slabs_for(peak_blocks(
+                   layout, std::max(sequence.limit, sequence.known_len()), window_slack())));
+  pool_.keep_free_slabs(most_slabs_);
   sequence.seq_slot = free_seq_slots_.back();
+  sequence.blocks.append_writes(sequence.seq_slot, plan.table_writes);
   if (parent != nullptr) sequence.blocks.fork(pool_, parent->blocks, rows.start);
   if (!sequence.blocks.reserve(pool_, tokens_to_reserve(sequence, rows), sequence.seq_slot,
                                plan.table_writes)) {
-    sequence.blocks.release_all(pool_, newest_planned_);
+    std::erase_if(plan.table_writes,
+                  [&](const TableWrite& write) { return write.seq_slot == sequence.seq_slot; });
+    if (parent != nullptr) {
+      sequence.blocks.release_all(pool_, newest_planned_);
+    } else {
+      sequence.blocks.return_adopted(pool_);
+    }
     sequence.seq_slot = -1;
     return false;
+  }
+  if (match.num_tokens > 0) {
+    cache_->count_hit(sequence.blocks, match.num_tokens);
+    sequence.num_computed = match.num_tokens;
+    sequence.cached_to = match.end;
   }
   if (parent != nullptr) {
     sequence.blocks.append_copies(layout, parent->blocks, rows.start, plan.block_copies);
     plan.forks.push_back({.parent_seq_slot = parent->seq_slot,
                           .seq_slot = sequence.seq_slot,
                           .num_tokens = rows.start});
-    num_shared_tokens_ += rows.start;
   }
-  sequence.num_cached_tokens = rows.start;
+  const int32_t num_shared = std::min(rows.start, sequence.prompt_len);
+  num_shared_tokens_ += num_shared;
+  if (sequence.epoch == 0) sequence.num_cached_tokens = num_shared;
   free_seq_slots_.pop_back();
   sequence.phase = Sequence::Phase::kPrefill;
   sequence.needs_reset = true;
@@ -265,10 +338,11 @@ bool Scheduler::plan(IterationPlan& plan) {
   plan.block_copies.clear();
   const int32_t width = options_.num_draft_tokens + 1;
 
-  int32_t prefill_budget = options_.max_num_batched_tokens;
-  int32_t score_budget = options_.max_score_rows;
+  Budget budget{.prefill = options_.max_num_batched_tokens,
+                .score = options_.max_score_rows,
+                .adopted = options_.max_adopted_tokens};
   for (const Sequence* sequence : running_) {
-    if (sequence->phase == Sequence::Phase::kDecode) prefill_budget -= width;
+    if (sequence->phase == Sequence::Phase::kDecode) budget.prefill -= width;
   }
 
   // Oldest first, so that a preempted sequence has not been planned yet. It has no rows in this
@@ -282,14 +356,14 @@ bool Scheduler::plan(IterationPlan& plan) {
         sequence->num_prefilled == sequence->known_len()) {
       continue;  // a scored prompt whose rows have all been launched
     }
-    const PlannedSequence rows = next_rows(*sequence, prefill_budget, score_budget);
+    const PlannedSequence rows = next_rows(*sequence, budget.prefill, budget.score);
     if (rows.num_rows == 0) continue;
     const int64_t preemptions = num_preemptions_;
     const Reservation reservation = reserve_blocks(*sequence, rows, plan);
     has_preempted |= num_preemptions_ != preemptions || reservation == Reservation::kStalled;
     if (reservation != Reservation::kReserved) continue;
-    if (rows.kind != RowKind::kDecode) prefill_budget -= rows.num_rows;
-    score_budget -= score_rows(*sequence, rows);
+    if (rows.kind != RowKind::kDecode) budget.prefill -= rows.num_rows;
+    budget.score -= score_rows(*sequence, rows);
     launch(*sequence, rows, plan);
   }
 
@@ -306,17 +380,9 @@ bool Scheduler::plan(IterationPlan& plan) {
       ++index;  // other sequences need not wait for its prompt
       continue;
     }
-    sequence->num_prefilled = parent.sequence != nullptr ? num_forkable(*sequence) : 0;
-    const PlannedSequence rows = next_rows(*sequence, prefill_budget, score_budget);
-    if (rows.num_rows == 0 || !admit(*sequence, rows, parent.sequence, plan)) {
-      sequence->num_prefilled = 0;
-      break;
-    }
+    if (!admit_next(*sequence, parent.sequence, budget, plan)) break;
     remove_waiting(index);
     if (std::exchange(needs_empty_pool_, false)) alone_ = sequence;
-    prefill_budget -= rows.num_rows;
-    score_budget -= score_rows(*sequence, rows);
-    launch(*sequence, rows, plan);
   }
 
   // Preemption may have undone reservations made earlier in this call, for sequences that are no
@@ -330,7 +396,22 @@ bool Scheduler::plan(IterationPlan& plan) {
   return true;
 }
 
-void Scheduler::advance(Sequence& sequence, const PlannedSequence& launch) {
+void Scheduler::advance(Sequence& sequence, const PlannedSequence& launch,
+                        SequenceOutcome outcome) {
+  const bool is_running = outcome == SequenceOutcome::kRunning;
+  const bool is_decode = launch.kind == RowKind::kDecode;
+  if (launch.kind == RowKind::kPrefillPartial) {
+    sequence.num_computed = launch.start + launch.num_rows;
+  } else if (launch.kind != RowKind::kScore && outcome != SequenceOutcome::kNoLogits &&
+             (is_running || !is_decode)) {
+    // The newest token has no KV yet. If a window ends its sequence, the drafter does not follow;
+    // in a chunk it does, since others may fork from it.
+    sequence.num_computed = sequence.known_len() - 1;
+  }
+  if (cache_.has_value() && launch.kind != RowKind::kScore) {
+    cache_->extend(sequence.cached_to, sequence.tokens, sequence.num_computed, sequence.blocks);
+  }
+  if (!is_running) return;
   // Below every position that a later launch can query: the drafter goes back to the token before
   // the newest one. As a launch emits at least one token before it drafts, known_len - 1 would do;
   // the one position more costs at most a block.
@@ -339,6 +420,10 @@ void Scheduler::advance(Sequence& sequence, const PlannedSequence& launch) {
           ? sequence.known_len() - 2
           : launch.start + launch.num_rows;
   if (first_query > 0) sequence.blocks.release_below(pool_, first_query, newest_planned_);
+}
+
+void Scheduler::forget_prefixes() {
+  if (cache_.has_value()) cache_->clear();
 }
 
 void Scheduler::finish(Sequence& sequence) {

@@ -12,16 +12,23 @@
 // no sibling to fork from (all have ended, are preempted, or have windows that moved on) prefills
 // the prompt itself; its output is the same.
 //
+// A sequence without such a sibling begins with the longest prefix of its tokens that the prefix
+// cache has, and computes at least the last known token. The cache learns of blocks when results
+// are read, so it has only KV that the device has written.
+//
 // The scheduler plans ahead of results: it plans a decoding sequence for the most tokens that it
 // may have by then, and stops planning it once it must have finished. Host only; not thread-safe.
 
 #include <cstdint>
 #include <deque>
+#include <optional>
 #include <vector>
 
+#include "kv/prefix_cache.h"
 #include "kv/slab_pool.h"
 #include "request/sequence.h"
 #include "scheduler/iteration_plan.h"
+#include "wire/sequence_result.h"
 
 namespace paceline {
 
@@ -33,6 +40,12 @@ struct SchedulerOptions {
   int32_t max_score_rows = 0;
   int32_t num_draft_tokens = 0;  // k
   int32_t max_in_flight = 0;     // maximum iterations launched but not read, including the next
+  bool enable_prefix_caching = false;
+  // 1 if the drafter's KV at a position depends on the next token, too; else 0.
+  int32_t kv_lookahead = 0;
+  // Maximum tokens that the sequences of one iteration take over from the prefix cache; at least
+  // the length of the longest sequence.
+  int32_t max_adopted_tokens = 0;
 };
 
 class Scheduler {
@@ -50,9 +63,11 @@ class Scheduler {
   // now: there is no work, or all of it waits for iterations in flight.
   [[nodiscard]] bool plan(IterationPlan& plan);
 
-  // The caller has read the results of a launch into sequence.tokens. Releases the blocks that have
-  // left every sliding window.
-  void advance(Sequence& sequence, const PlannedSequence& launch);
+  // The caller has read the results of a launch into sequence.tokens; `outcome` is part of them.
+  // Adds what has been computed to the prefix cache, and releases the blocks that have left every
+  // sliding window. A sequence that has ended needs `finish`, too.
+  void advance(Sequence& sequence, const PlannedSequence& launch,
+               SequenceOutcome outcome = SequenceOutcome::kRunning);
 
   // The sequence has finished, was cancelled or has failed. Releases its sequence slot and blocks.
   void finish(Sequence& sequence);
@@ -61,6 +76,9 @@ class Scheduler {
   // the newest being `completed`, has completed. Works from any state that an exception has left,
   // and allocates nothing. The sequences may be added again.
   void reset(int64_t completed);
+
+  // Empties the prefix cache, for weights that have changed.
+  void forget_prefixes();
 
   // Tells the scheduler that the device has completed all iterations up to this one.
   void complete(int64_t iteration) { pool_.complete(iteration); }
@@ -71,12 +89,27 @@ class Scheduler {
   // Number of requests with at least one waiting sample.
   [[nodiscard]] int64_t num_waiting_requests() const { return num_waiting_requests_; }
   [[nodiscard]] int64_t num_preemptions() const { return num_preemptions_; }
-  // Number of prompt tokens that forks did not have to prefill.
+  // Number of prompt tokens that forks and hits of the prefix cache did not have to prefill.
   [[nodiscard]] int64_t num_shared_tokens() const { return num_shared_tokens_; }
+  // Of the sequences admitted: prompt tokens that the prefix cache was asked for, and those that it
+  // had.
+  [[nodiscard]] int64_t num_queried_tokens() const { return num_queried_tokens_; }
+  [[nodiscard]] int64_t num_hit_tokens() const { return num_hit_tokens_; }
+  // Null if it is switched off.
+  [[nodiscard]] const PrefixCache* prefix_cache() const {
+    return cache_.has_value() ? &*cache_ : nullptr;
+  }
 
  private:
   // Result of an attempt to reserve the blocks of a running sequence.
   enum class Reservation : uint8_t { kReserved, kStalled, kPreemptedItself };
+
+  // What the rest of a plan may still have.
+  struct Budget {
+    int32_t prefill = 0;  // rows
+    int32_t score = 0;    // rows
+    int32_t adopted = 0;  // tokens
+  };
 
   // The sequence from which a waiting sample may fork in the planned iteration.
   struct Parent {
@@ -93,9 +126,14 @@ class Scheduler {
                                           const PlannedSequence& rows) const;
   [[nodiscard]] Reservation reserve_blocks(Sequence& sequence, const PlannedSequence& rows,
                                            IterationPlan& plan);
-  // `parent`: the sequence to fork from, or null.
+  // Tokens that the sequence may take over from the prefix cache.
+  [[nodiscard]] int32_t num_adoptable(const Sequence& sequence) const;
+  // Finds what each first row of the sequence may follow, and admits it there.
+  [[nodiscard]] bool admit_next(Sequence& sequence, const Sequence* parent, Budget& budget,
+                                IterationPlan& plan);
+  // `parent`: the sequence to fork from, or null. `match`: without a parent, what it adopts.
   [[nodiscard]] bool admit(Sequence& sequence, const PlannedSequence& rows, const Sequence* parent,
-                           IterationPlan& plan);
+                           const PrefixCache::Match& match, IterationPlan& plan);
   void launch(Sequence& sequence, PlannedSequence rows, IterationPlan& plan);
   void preempt(Sequence& sequence);
   void release(Sequence& sequence);
@@ -104,6 +142,7 @@ class Scheduler {
 
   SchedulerOptions options_;
   SlabPool& pool_;
+  std::optional<PrefixCache> cache_;
   std::vector<Sequence*> running_;  // by arrival; samples of a request are adjacent
   std::deque<Sequence*> waiting_;   // in the same order
   std::vector<int32_t> free_seq_slots_;
@@ -115,6 +154,10 @@ class Scheduler {
   int64_t newest_planned_ = -1;
   int64_t num_preemptions_ = 0;
   int64_t num_shared_tokens_ = 0;
+  int64_t num_queried_tokens_ = 0;
+  int64_t num_hit_tokens_ = 0;
+  // The most slabs that a sequence of those that run may need.
+  int64_t most_slabs_ = 0;
   int64_t num_waiting_requests_ = 0;
 };
 

@@ -32,8 +32,9 @@ struct BatchShape {
   int32_t max_logit_rows = 0;
   int32_t num_draft_tokens = 0;  // k
   FirstRows first_rows = FirstRows::kNone;
-  int32_t max_prompt_rows = 0;  // most rows for prompt logprobs, part of max_logit_rows
-  int32_t max_logprobs = 0;     // see ExecutorOptions; 0: no logprobs are computed
+  int32_t max_prompt_rows = 0;     // most rows for prompt logprobs, part of max_logit_rows
+  int32_t max_logprobs = 0;        // see ExecutorOptions; 0: no logprobs are computed
+  int32_t max_adopted_tokens = 0;  // most tokens that sequences take over from the prefix cache
 
   // Rows of a decoding sequence in the drafter's first pass.
   [[nodiscard]] int32_t first_rows_per_decode() const {

@@ -30,10 +30,14 @@ struct BlockCopy {
 
 // A planned sequence that starts from the first positions of another one. The device copies history
 // and block tables from one sequence slot to the other, and the blocks that are shared in part.
+//
+// Or one that takes over a prefix from the prefix cache: the host sends its history, and the table
+// entries are among the iteration's TableWrites.
 struct SequenceFork {
-  int32_t parent_seq_slot;
+  int32_t parent_seq_slot;  // -1: none, the prefix comes from the cache
   int32_t seq_slot;
-  int32_t num_tokens;  // positions [0, num_tokens); the fork's first row is at num_tokens
+  int32_t num_tokens;       // positions [0, num_tokens); the fork's first row is at num_tokens
+  int32_t first_token = 0;  // without a parent: index of the history in adopted_tokens
 };
 
 }  // namespace paceline

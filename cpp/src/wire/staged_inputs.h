@@ -30,6 +30,7 @@ struct IterationCounts {
   int32_t num_forks;  // 0 without prefill rows: a fork starts with one
   int32_t num_block_copies;
   int32_t num_table_writes;
+  int32_t num_adopted_tokens;
 };
 
 struct StagedInputs {
@@ -48,6 +49,7 @@ struct StagedInputs {
                              // starts again
   SequenceFork* forks;       // [max_seqs]
   BlockCopy* block_copies;   // [max_block_copies] copies that the forks need
+  int32_t* adopted_tokens;   // [max_adopted_tokens] histories of forks without a parent
 
   // Only the ring has these arrays: the first op applies them, and the device has no copy. Null in
   // the device's struct.
@@ -65,6 +67,7 @@ struct InputCapacity {
   int32_t list_words = 0;
   int32_t block_copies = 0;
   int32_t table_writes = 0;
+  int32_t adopted_tokens = 0;
 };
 
 // Calls visit(array, capacity, count, extra) for every array that the device copies. `array` is a
@@ -86,8 +89,9 @@ void visit_staged_arrays(const InputCapacity& c, const Visit& visit) {
   visit(&Inputs::reset_seq_slots, c.seqs, &Counts::num_resets, 0);
   visit(&Inputs::forks, c.seqs, &Counts::num_forks, 0);
   visit(&Inputs::block_copies, c.block_copies, &Counts::num_block_copies, 0);
+  visit(&Inputs::adopted_tokens, c.adopted_tokens, &Counts::num_adopted_tokens, 0);
 }
-inline constexpr int32_t kNumStagedArrays = 13;
+inline constexpr int32_t kNumStagedArrays = 14;
 
 // Does the same for the arrays that only the ring has.
 template <class Visit>

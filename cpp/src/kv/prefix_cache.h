@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// Finds the KV of earlier sequences that begin with the same tokens. docs/prefix-cache.md describes
+// the rules.
+//
+// The index is a tree. A node stands for block_size tokens after those of its parent, so the path
+// to it stands for all tokens from the start. It is found by a hash over its parent and its tokens,
+// and the tokens are compared, so a collision cannot give the KV of other tokens. A node has the
+// block of each group that ends with its tokens.
+//
+// With `lookahead` 1 the KV of the drafter at position i depends on token i + 1. The tokens of all
+// nodes are then shifted by one, and a first node has one more: the path to a node of depth d
+// stands for the first (d + 1) * block_size + lookahead tokens, and its blocks hold the KV of the
+// first (d + 1) * block_size.
+//
+// What a kind of group sees decides which blocks a hit needs. A group that sees everything needs
+// the block of every node, so a node without that block is removed, with all below it. A sliding
+// group needs the blocks of the last window only.
+//
+// Host only: handles ids, never memory. Not thread-safe.
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kv/sequence_blocks.h"
+#include "kv/slab_pool.h"
+#include "wire/blocks.h"
+
+namespace paceline {
+
+class PrefixCache {
+ public:
+  // A node that may have been removed since.
+  struct Cursor {
+    int32_t node = 0;  // 0: the root
+    uint32_t generation = 0;
+  };
+  struct Match {
+    int32_t num_tokens = 0;  // whose KV is cached in all groups
+    Cursor end;
+  };
+  struct GroupCounts {
+    int64_t hit_blocks = 0;      // adopted
+    int64_t evicted_blocks = 0;  // cached blocks that were forgotten to make room
+  };
+
+  // Registers itself with the pool, which must outlive it.
+  PrefixCache(SlabPool& pool, int32_t lookahead);
+  PrefixCache(const PrefixCache&) = delete;
+  PrefixCache& operator=(const PrefixCache&) = delete;
+
+  // The longest prefix of `tokens`, of at most max_tokens, that every group can serve.
+  [[nodiscard]] Match find(std::span<const int32_t> tokens, int32_t max_tokens);
+  // The blocks of a match that queries after it see, for SequenceBlocks::adopt: [groups][blocks],
+  // kNullBlock where no query sees the block. Valid until the next call.
+  [[nodiscard]] const std::vector<std::vector<BlockId>>& blocks_of(const Match& match);
+  // A sequence runs with the blocks of a match for `num_tokens`.
+  void count_hit(const SequenceBlocks& blocks, int32_t num_tokens);
+
+  // Adds the full blocks among the first `num_computed` tokens of a sequence, whose KV is complete
+  // in all groups. `cursor` is where its last call ended, at first the root or the end of the match
+  // that it began with.
+  void extend(Cursor& cursor, std::span<const int32_t> tokens, int32_t num_computed,
+              const SequenceBlocks& blocks);
+
+  // Forgets everything; the KV of new weights differs. Blocks stay with their holders.
+  void clear();
+  // The same after SlabPool::reset. Allocates nothing.
+  void reset();
+
+  [[nodiscard]] const GroupCounts& counts(GroupId group) const { return counts_.at(group); }
+  [[nodiscard]] int64_t num_nodes() const { return num_nodes_; }
+
+  // Checks the tree, its hash table and that pool and tree know the same blocks. Returns an empty
+  // string, or a description of what is broken. O(nodes + blocks).
+  [[nodiscard]] std::string check_integrity() const;
+
+ private:
+  friend class PrefixCacheTestPeer;  // plants corruption to prove that check_integrity detects it
+
+  static constexpr int32_t kRoot = 0;
+  static constexpr int32_t kNone = -1;
+
+  struct Node {
+    int32_t parent = kNone;
+    int32_t depth = -1;
+    int32_t first_child = kNone;
+    int32_t prev_sibling = kNone;
+    int32_t next_sibling = kNone;
+    int32_t next_in_bucket = kNone;  // or the next free node
+    uint32_t generation = 0;
+    uint64_t hash = 0;
+  };
+  struct Group {
+    int32_t nodes_per_block = 1;
+    bool sees_all = true;
+    std::vector<int32_t> node_of;  // [blocks] kNone: unknown
+  };
+
+  [[nodiscard]] std::span<const int32_t> key(std::span<const int32_t> tokens, int32_t depth) const;
+  [[nodiscard]] uint64_t hash_of(int32_t parent, std::span<const int32_t> key) const;
+  [[nodiscard]] std::span<const int32_t> key_of(int32_t node) const;
+  [[nodiscard]] int32_t child(int32_t parent, std::span<const int32_t> key) const;
+  [[nodiscard]] bool is_current(const Cursor& cursor) const {
+    return nodes_[static_cast<size_t>(cursor.node)].generation == cursor.generation;
+  }
+  [[nodiscard]] BlockId& block(int32_t node, size_t group) {
+    return blocks_[static_cast<size_t>(node) * groups_.size() + group];
+  }
+  [[nodiscard]] BlockId block(int32_t node, size_t group) const {
+    return blocks_[static_cast<size_t>(node) * groups_.size() + group];
+  }
+  [[nodiscard]] bool has_blocks(int32_t node) const;
+  // Returns kNone if the tree is full.
+  int32_t create(int32_t parent, std::span<const int32_t> key);
+  void attach(int32_t node, const SequenceBlocks& blocks);
+  void evict(GroupId group, BlockId block);
+  void drop_block(int32_t node, size_t group);
+  void remove_subtree(int32_t node);
+  void remove_leaf(int32_t node);
+  void remove_bare_leaves(int32_t node);  // the node and its ancestors, while they are bare leaves
+  void grow_buckets();
+
+  SlabPool& pool_;
+  const int32_t block_size_;
+  const int32_t lookahead_;
+  int32_t nodes_per_hit_ = 1;  // hits end at a multiple of this many nodes
+  int64_t max_nodes_ = 0;
+  std::vector<Group> groups_;
+  std::vector<GroupCounts> counts_;
+  std::vector<Node> nodes_;       // 0 is the root
+  std::vector<int32_t> tokens_;   // [nodes, block_size + lookahead]
+  std::vector<BlockId> blocks_;   // [nodes, groups]
+  std::vector<int32_t> buckets_;  // first node by hash; a power of two
+  int32_t first_free_node_ = kNone;
+  int64_t num_nodes_ = 0;                           // without the root
+  std::vector<int32_t> runs_;                       // scratch of find: [groups]
+  std::vector<std::vector<BlockId>> match_blocks_;  // of blocks_of
+};
+
+}  // namespace paceline
