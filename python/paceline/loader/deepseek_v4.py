@@ -251,12 +251,15 @@ def _read_shape(text: Section, sizes: Sizes) -> V4Shape:
 def _read_rope_dim(text: Section, head_dim: int) -> int:
     """The elements of a head that are rotated, in either spelling."""
     key, part_key = "qk_rope_head_dim", "partial_rotary_factor"
-    part = int(head_dim * text.number(part_key, 64 / 512))
-    if not text.has(key):
-        return part
-    dim = text.integer(key, high=head_dim)
-    if text.has(part_key) and dim != part:
-        raise text.error(key, f'{part}, as "{text.name(part_key)}" says, or one of the two keys')
+    dim = part = int(head_dim * text.number(part_key, 64 / 512))
+    if text.has(key):
+        dim = text.integer(key, high=head_dim)
+        if text.has(part_key) and dim != part:
+            raise text.error(
+                key, f'{part}, as "{text.name(part_key)}" says, or one of the two keys'
+            )
+    if dim < 2 or dim % 2 != 0:
+        raise text.error(key if text.has(key) else part_key, "an even number of rotated elements")
     return dim
 
 
