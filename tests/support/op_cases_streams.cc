@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -139,6 +140,67 @@ OpInstance make_write_streams(const StreamsSpec& s, const Rows& rows, uint64_t s
   return op;
 }
 
+OpInstance make_join_streams(const StreamsSpec& s, const Rows& rows, uint64_t seed) {
+  OpInstance op;
+  const Element element = element_of(s.dtype);
+  const int64_t size = int64_t{s.num_streams} * s.hidden;
+  const int32_t width = mix_width(s.num_streams, s.is_end);
+  const Handle num_rows = add_num_rows(op, rows);
+  const Handle branch =
+      s.adds ? op.add(normal_rows("branch", element, rows, s.hidden, s.hidden, seed, kUp))
+             : kNoArray;
+  const Handle x = add_streams(op, "x", s.adds ? Role::kInOut : Role::kInput, s, rows, seed);
+  const Handle mix = add_mix(op, s, rows, seed);
+  op.arrays[static_cast<size_t>(mix)].role = Role::kInOut;
+  const Handle weight = op.add(normal_constant("weight", Element::kF32, width * size, seed, kWeight,
+                                               1.0f / std::sqrt(static_cast<float>(size))));
+  const Handle base = op.add(normal_constant("base", Element::kF32, width, seed, kBias));
+  const Handle scale = op.add(normal_constant("scale", Element::kF32, 3, seed, kNoise));
+  const Handle norm = op.add(normal_constant("norm", Element::kF32, s.hidden, seed, kXWeight));
+  const int32_t max_rows = rows.max_rows;
+  const Handle y =
+      op.add(output_array("y", Element::kF32, element, int64_t{max_rows} * s.hidden, s.hidden));
+  op.set_run([=](auto& ctx, const Addresses& at) {
+    JoinStreamsParams p = {.write = std::nullopt,
+                           .mix = {.num_rows = at.get<int32_t>(num_rows),
+                                   .max_rows = max_rows,
+                                   .x = at.get<float>(x),
+                                   .weight = at.get<float>(weight),
+                                   .base = at.get<float>(base),
+                                   .scale = at.get<float>(scale),
+                                   .mix = at.get<float>(mix),
+                                   .num_streams = s.num_streams,
+                                   .hidden = s.hidden,
+                                   .is_end = s.is_end,
+                                   .sinkhorn_iterations = 20,
+                                   .norm_eps = 1e-6f,
+                                   .eps = 1e-6f},
+                           .read = {.num_rows = at.get<int32_t>(num_rows),
+                                    .max_rows = max_rows,
+                                    .x = at.get<float>(x),
+                                    .mix = at.get<float>(mix),
+                                    .mix_stride = width,
+                                    .weight = at.get<float>(norm),
+                                    .eps = 1e-6f,
+                                    .y = at.raw(y),
+                                    .num_streams = s.num_streams,
+                                    .hidden = s.hidden,
+                                    .y_dtype = activation_dtype(ctx, s.dtype)}};
+    if (s.adds) {
+      p.write = {.num_rows = at.get<int32_t>(num_rows),
+                 .max_rows = max_rows,
+                 .x = at.raw(branch),
+                 .mix = at.get<float>(mix),
+                 .y = at.get<float>(x),
+                 .num_streams = s.num_streams,
+                 .hidden = s.hidden,
+                 .x_dtype = activation_dtype(ctx, s.dtype)};
+    }
+    join_streams(ctx, p);
+  });
+  return op;
+}
+
 OpInstance make_norm_streams(const StreamsSpec& s, const Rows& rows, uint64_t seed) {
   OpInstance op;
   const Element element = element_of(s.dtype);
@@ -188,8 +250,15 @@ OpInstance make_norm_streams(const StreamsSpec& s, const Rows& rows, uint64_t se
 
 std::vector<RowWiseCase> streams_row_wise_cases() {
   TableBuilder table;
-  for (const auto& [num_streams, hidden] :
-       {std::pair{4, 4096}, {4, 64}, {2, 33}, {3, 40}, {8, 100}, {5, 1003}, {4, 9216}}) {
+  for (const auto& [num_streams, hidden] : {std::pair{4, 4096},
+                                            {4, 64},
+                                            {4, 1056},
+                                            {4, 8192},
+                                            {2, 33},
+                                            {3, 40},
+                                            {8, 100},
+                                            {5, 1003},
+                                            {4, 9216}}) {
     const bool is_invariance_case = hidden == 4096 || hidden == 1003;
     const std::string shape = std::to_string(num_streams) + "x" + std::to_string(hidden);
     StreamsSpec s = {.num_streams = num_streams, .hidden = hidden, .dtype = DType::kFloat32};
@@ -209,6 +278,16 @@ std::vector<RowWiseCase> streams_row_wise_cases() {
       s.is_end = false;
       table.add("streams_write_" + shape + dtype_suffix(dtype), make_write_streams, s,
                 is_invariance_case);
+      for (const auto& [adds, is_end] : {std::pair{true, false}, {false, false}, {false, true}}) {
+        s.adds = adds;
+        s.is_end = is_end;
+        table.add("streams_join_" +
+                      std::string(adds     ? "branch_"
+                                  : is_end ? "end_"
+                                           : "") +
+                      shape + dtype_suffix(dtype),
+                  make_join_streams, s, is_invariance_case);
+      }
       for (const bool has_index : {false, true}) {
         s.has_index = has_index;
         table.add(

@@ -28,6 +28,9 @@ struct StreamsSpec {
                                            uint64_t seed);
 [[nodiscard]] OpInstance make_write_streams(const StreamsSpec& spec, const Rows& rows,
                                             uint64_t seed);
+// A branch joins if the spec adds.
+[[nodiscard]] OpInstance make_join_streams(const StreamsSpec& spec, const Rows& rows,
+                                           uint64_t seed);
 [[nodiscard]] OpInstance make_norm_streams(const StreamsSpec& spec, const Rows& rows,
                                            uint64_t seed);
 [[nodiscard]] std::vector<RowWiseCase> streams_row_wise_cases();

@@ -6,11 +6,14 @@
 //
 //   mix_streams -> read_streams -> the branch -> write_streams
 //
+// and join_streams is write_streams of a branch and the first two of the next one.
+//
 // With S streams, the mix of a row is S * (2 + S) factors: `pre` [S] of what the branch reads,
 // `post` [S] of its output, and a matrix C [S, S], whose element [i][j] says how much of stream i
 // the new stream j keeps. At the end of a model the mix is `pre` alone.
 
 #include <cstdint>
+#include <optional>
 
 #include <paceline/dtype.h>
 
@@ -98,6 +101,19 @@ struct WriteStreamsParams {
 };
 void write_streams(CpuContext&, const WriteStreamsParams&);
 void write_streams(CudaContext&, const WriteStreamsParams&);
+
+// write_streams, unless there is no branch yet, then mix_streams and read_streams, all of the same
+// rows and streams; the mix that is read is the one that has just been made. It replaces the mix of
+// the branch that joins.
+struct JoinStreamsParams {
+  std::optional<WriteStreamsParams> write;
+  MixStreamsParams mix;
+  ReadStreamsParams read;
+};
+// Throws InternalError where the parts do not fit each other.
+void check_join(const JoinStreamsParams& p);
+void join_streams(CpuContext&, const JoinStreamsParams&);
+void join_streams(CudaContext&, const JoinStreamsParams&);
 
 // y[i][s] = rms_norm(x[row_index[i]][s]) for every stream s, for a draft head that multiplies each
 // stream by the same matrix: *num_stream_rows = *num_rows * num_streams says for how many rows.

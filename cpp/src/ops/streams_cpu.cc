@@ -178,6 +178,28 @@ void write_streams(CpuContext& ctx, const WriteStreamsParams& p) {
            [&](int32_t row) { run_best_isa<WriteKernel>(&p, int64_t{row}); });
 }
 
+void check_join(const JoinStreamsParams& p) {
+  const MixStreamsParams& mix = p.mix;
+  const ReadStreamsParams& read = p.read;
+  PACELINE_CHECK(read.x == mix.x && read.mix == mix.mix && read.num_streams == mix.num_streams &&
+                     read.hidden == mix.hidden && read.max_rows == mix.max_rows &&
+                     read.mix_stride == mix_width(mix.num_streams, mix.is_end),
+                 "streams are read by another mix");
+  if (!p.write) return;
+  const WriteStreamsParams& write = *p.write;
+  PACELINE_CHECK(write.y == mix.x && write.mix == mix.mix && !mix.is_end &&
+                     write.num_streams == mix.num_streams && write.hidden == mix.hidden &&
+                     write.max_rows == mix.max_rows,
+                 "a branch joins other streams");
+}
+
+void join_streams(CpuContext& ctx, const JoinStreamsParams& p) {
+  check_join(p);
+  if (p.write) write_streams(ctx, *p.write);
+  mix_streams(ctx, p.mix);
+  read_streams(ctx, p.read);
+}
+
 void norm_streams(CpuContext& ctx, const NormStreamsParams& p) {
   check_streams(p.num_streams);
   PACELINE_CHECK(p.x_dtype == DType::kFloat32 && p.y_dtype == DType::kFloat32,

@@ -1,0 +1,309 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// write_streams, mix_streams and read_streams in one kernel, for four streams. A cluster of eight
+// blocks takes four rows; each block has an eighth of the columns of all streams, which it keeps in
+// shared memory from the write to the read. Sums are over ascending columns in a lane, over the
+// lanes, and then over the warps and the blocks in order, so rows are invariant.
+
+#include <cuda_bf16.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/convert.cuh"
+#include "common/launch.cuh"
+#include "common/mma.cuh"
+#include "common/reduce.cuh"
+#include "ops/streams.h"
+#include "streams/mix_row.cuh"
+
+namespace paceline {
+namespace cuda {
+namespace {
+
+constexpr int32_t kStreams = 4;
+constexpr int32_t kWidth = mix_width(kStreams, /*is_end=*/false);
+constexpr int32_t kBlocks = 8;  // of a cluster
+constexpr int32_t kRows = 4;    // of a cluster
+constexpr int32_t kWorkers = 256;
+constexpr int32_t kWorkerWarps = kWorkers / 32;
+constexpr int32_t kThreads = kWorkers + 32;  // a further warp makes the mix while others read
+constexpr int32_t kPerThread = 4;            // columns
+constexpr int32_t kPerWarp = kWidth / kWorkerWarps;
+constexpr int32_t kMaxColumns = 1024;                  // of a block and a stream
+constexpr int32_t kWarpsOfRow = kWorkerWarps / kRows;  // of what the branch reads
+constexpr int32_t kMaxPieces = kMaxColumns / (32 * kWarpsOfRow * kPerThread);  // of a lane
+static_assert(kRows <= kBlocks && kPerWarp * kWorkerWarps == kWidth);
+
+struct JoinArgs {
+  const int32_t* num_rows;
+  int32_t max_rows;
+  int32_t hidden;
+  const void* branch;  // or null
+  float* streams;      // with a branch: updated
+  MixStreamsParams mix;
+  const float* norm;
+  float norm_eps;
+  void* y;
+};
+
+__device__ __forceinline__ void prefetch_to_l2(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+
+struct Shared {
+  float products[kRows][kWidth + 1];  // of the block's columns, then the sum of squares
+  float totals[kWidth + 1];           // of the row whose mix this block makes
+  float squares[kRows][kWarpsOfRow];  // of what the branch reads, of the block's columns
+};
+
+template <class X, class Y>
+__global__ void __launch_bounds__(kThreads)
+    join_streams_kernel(const __grid_constant__ JoinArgs a) {
+  extern __shared__ __align__(16) float x[];  // [kRows, kStreams, columns]
+  __shared__ Shared shared;
+  let_successor_start();
+  const auto rank = static_cast<int32_t>(blockIdx.x);
+  const int32_t first_row = static_cast<int32_t>(blockIdx.y) * kRows;
+  const auto thread = static_cast<int32_t>(threadIdx.x);
+  const int32_t lane = thread % 32;
+  const int32_t warp = thread / 32;
+  const int32_t columns = a.hidden / kBlocks;
+  const int32_t first_column = rank * columns;
+  const int32_t width = mix_width(kStreams, a.mix.is_end);
+  const int32_t vectors = columns / kPerThread;  // of a stream
+  // Weights are constants: they come to L2 while the previous kernel still runs.
+  constexpr int32_t kLine = 32;  // floats of 128 bytes
+  const int32_t lines = columns / kLine;
+  for (int32_t i = thread; i < width * kStreams * lines; i += kThreads) {
+    const int32_t part = i / lines;  // a stream's part of a row of weights
+    prefetch_to_l2(a.mix.weight + int64_t{part} * a.hidden + first_column + i % lines * kLine);
+  }
+  wait_for_predecessor();
+  const int32_t rows = min(min(*a.num_rows, a.max_rows) - first_row, kRows);
+  if (rows <= 0) return;  // all blocks of the cluster
+
+  // The new streams.
+  for (int32_t i = thread; i < kRows * vectors; i += kThreads) {
+    const int32_t row = i / vectors;
+    const int32_t column = i % vectors * kPerThread;
+    float values[kStreams][kPerThread] = {};
+    if (row < rows) {
+      const int64_t at = int64_t{first_row + row} * kStreams * a.hidden + first_column + column;
+      const float* const from = a.mix.x + at;
+      float before[kStreams][kPerThread];
+#pragma unroll
+      for (int s = 0; s < kStreams; ++s) load_vector(from + int64_t{s} * a.hidden, before[s]);
+      if (a.branch != nullptr) {
+        float branch[kPerThread];
+        load_vector(static_cast<const X*>(a.branch) + int64_t{first_row + row} * a.hidden +
+                        first_column + column,
+                    branch);
+        const float* const mix = a.mix.mix + int64_t{first_row + row} * kWidth;
+#pragma unroll
+        for (int j = 0; j < kStreams; ++j) {
+          const float post = mix[kStreams + j];
+#pragma unroll
+          for (int e = 0; e < kPerThread; ++e) values[j][e] = __fmul_rn(post, branch[e]);
+#pragma unroll
+          for (int s = 0; s < kStreams; ++s) {
+            const float keep = mix[2 * kStreams + s * kStreams + j];
+#pragma unroll
+            for (int e = 0; e < kPerThread; ++e) {
+              values[j][e] = __fmaf_rn(keep, before[s][e], values[j][e]);
+            }
+          }
+          store_vector(values[j], a.streams + at + int64_t{j} * a.hidden);
+        }
+      } else {
+#pragma unroll
+        for (int s = 0; s < kStreams; ++s) {
+#pragma unroll
+          for (int e = 0; e < kPerThread; ++e) values[s][e] = before[s][e];
+        }
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < kStreams; ++s) {
+      store_vector(values[s], x + (row * kStreams + s) * columns + column);
+    }
+  }
+  __syncthreads();
+
+  // Products with the weights: a warp has every eighth row of them.
+  if (warp < kWorkerWarps) {
+    float sums[kPerWarp][kRows] = {};
+    float squares = 0.0f;
+    for (int s = 0; s < kStreams; ++s) {
+#pragma unroll 4
+      for (int32_t column = lane * kPerThread; column < columns; column += 32 * kPerThread) {
+        float w[kPerWarp][kPerThread] = {};
+#pragma unroll
+        for (int i = 0; i < kPerWarp; ++i) {
+          const int32_t at = warp + i * kWorkerWarps;
+          if (at < width) {
+            load_vector(
+                a.mix.weight + (int64_t{at} * kStreams + s) * a.hidden + first_column + column,
+                w[i]);
+          }
+        }
+#pragma unroll
+        for (int row = 0; row < kRows; ++row) {
+          float values[kPerThread];
+          load_vector(x + (row * kStreams + s) * columns + column, values);
+#pragma unroll
+          for (int i = 0; i < kPerWarp; ++i) {
+#pragma unroll
+            for (int e = 0; e < kPerThread; ++e) {
+              sums[i][row] = __fmaf_rn(values[e], w[i][e], sums[i][row]);
+            }
+          }
+          if (row == warp) {
+#pragma unroll
+            for (const float value : values) squares = __fmaf_rn(value, value, squares);
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kPerWarp; ++i) {
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) {
+        const float sum = warp_sum(sums[i][row]);
+        const int32_t at = warp + i * kWorkerWarps;
+        if (lane == 0 && at < width) shared.products[row][at] = sum;
+      }
+    }
+    squares = warp_sum(squares);
+    if (warp < kRows && lane == 0) shared.products[warp][width] = squares;
+  }
+  cluster_barrier();
+  const auto total_of = [&](int32_t row, int32_t at) {
+    float total = *in_cluster(&shared.products[row][at], 0);
+#pragma unroll
+    for (int32_t block = 1; block < kBlocks; ++block) {
+      total = __fadd_rn(total, *in_cluster(&shared.products[row][at], block));
+    }
+    return total;
+  };
+
+  if (warp == kWorkerWarps) {
+    // Block i makes the mix of row i.
+    cluster_arrive();
+    if (rank < rows) {
+      if (lane <= width) shared.totals[lane] = total_of(rank, lane);
+      __syncwarp();
+      write_mix<kStreams>(a.mix, first_row + rank, shared.totals);
+    }
+    cluster_wait();
+    cluster_barrier();
+    return;
+  }
+
+  // What the branch reads: two warps have a row, and every block computes `pre` for itself.
+  const int32_t row = warp % kRows;
+  const int32_t first = (warp / kRows * 32 + lane) * kPerThread;
+  constexpr int32_t kStep = kWarpsOfRow * 32 * kPerThread;
+  float pre[kStreams];
+  {
+    const float total = total_of(row, lane < kStreams ? lane : width);
+    const float mean =
+        __fdiv_rn(__shfl_sync(kAllLanes, total, kStreams), static_cast<float>(kStreams * a.hidden));
+    const float product = __fmul_rn(total, rsqrtf(mean + a.mix.norm_eps));
+    const int32_t stream = min(lane, kStreams - 1);
+    const float own =
+        __fadd_rn(sigmoid(__fmaf_rn(product, a.mix.scale[0], a.mix.base[stream])), a.mix.eps);
+#pragma unroll
+    for (int s = 0; s < kStreams; ++s) pre[s] = __shfl_sync(kAllLanes, own, s);
+  }
+  float values[kMaxPieces][kPerThread];
+  float squares = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kMaxPieces; ++i) {
+    const int32_t column = first + i * kStep;
+    if (column >= columns) break;
+#pragma unroll
+    for (int s = 0; s < kStreams; ++s) {
+      float of_stream[kPerThread];
+      load_vector(x + (row * kStreams + s) * columns + column, of_stream);
+#pragma unroll
+      for (int e = 0; e < kPerThread; ++e) {
+        values[i][e] = s == 0 ? __fmul_rn(pre[0], of_stream[e])
+                              : __fmaf_rn(pre[s], of_stream[e], values[i][e]);
+      }
+    }
+#pragma unroll
+    for (const float value : values[i]) squares = __fmaf_rn(value, value, squares);
+  }
+  squares = warp_sum(squares);
+  if (lane == 0) shared.squares[row][warp / kRows] = squares;
+  cluster_barrier();
+  constexpr int32_t kParts = kBlocks * kWarpsOfRow;
+  static_assert(kParts <= 32);
+  const float part =
+      lane < kParts ? *in_cluster(&shared.squares[row][lane / kBlocks], lane % kBlocks) : 0.0f;
+  const float mean = __fdiv_rn(warp_sum(part), static_cast<float>(a.hidden));
+  cluster_arrive();
+  const float factor = rsqrtf(mean + a.norm_eps);
+  if (row < rows) {
+    Y* const y = static_cast<Y*>(a.y) + int64_t{first_row + row} * a.hidden + first_column;
+#pragma unroll
+    for (int i = 0; i < kMaxPieces; ++i) {
+      const int32_t column = first + i * kStep;
+      if (column >= columns) break;
+      float weights[kPerThread];
+      load_vector(a.norm + first_column + column, weights);
+#pragma unroll
+      for (int e = 0; e < kPerThread; ++e) values[i][e] *= factor * weights[e];
+      store_vector(values[i], y + column);
+    }
+  }
+  cluster_wait();  // no block exits while others read its shared memory
+}
+
+bool takes_join(const JoinStreamsParams& p) {
+  const MixStreamsParams& mix = p.mix;
+  return mix.num_streams == kStreams && mix.hidden % (kBlocks * kPerThread) == 0 &&
+         mix.hidden <= kBlocks * kMaxColumns && is_vector_aligned(mix.x) &&
+         is_vector_aligned(mix.weight) && is_vector_aligned(p.read.weight) &&
+         is_vector_aligned(p.read.y) && (!p.write || is_vector_aligned(p.write->x));
+}
+
+}  // namespace
+}  // namespace cuda
+
+void join_streams(CudaContext& ctx, const JoinStreamsParams& p) {
+  using namespace cuda;
+  check_join(p);
+  if (!takes_join(p)) {
+    if (p.write) write_streams(ctx, *p.write);
+    mix_streams(ctx, p.mix);
+    read_streams(ctx, p.read);
+    return;
+  }
+  const JoinArgs args = {.num_rows = p.mix.num_rows,
+                         .max_rows = p.mix.max_rows,
+                         .hidden = p.mix.hidden,
+                         .branch = p.write ? p.write->x : nullptr,
+                         .streams = p.write ? p.write->y : nullptr,
+                         .mix = p.mix,
+                         .norm = p.read.weight,
+                         .norm_eps = p.read.eps,
+                         .y = p.read.y};
+  const auto shared_bytes = static_cast<size_t>(kRows * kStreams * (p.mix.hidden / kBlocks)) * 4;
+  with_element_type(p.write ? p.write->x_dtype : DType::kFloat32, "a branch", [&](auto x_element) {
+    with_element_type(p.read.y_dtype, "the input of a branch", [&](auto y_element) {
+      constexpr auto* kKernel = &join_streams_kernel<decltype(x_element), decltype(y_element)>;
+      static const bool is_allowed = [] {
+        allow_shared_bytes(kKernel, size_t{kRows} * kStreams * kMaxColumns * 4, "join_streams");
+        return true;
+      }();
+      static_cast<void>(is_allowed);
+      launch_clusters(ctx, "join_streams", kKernel,
+                      dim3(kBlocks, static_cast<uint32_t>((args.max_rows + kRows - 1) / kRows)),
+                      dim3(kThreads), dim3(kBlocks), shared_bytes, args);
+    });
+  });
+}
+
+}  // namespace paceline
