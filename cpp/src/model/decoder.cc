@@ -171,15 +171,13 @@ void Decoder::spread_embeddings(Ctx& ctx, const PassRows& rows, const Activation
                                 bool adds) const {
   const DecoderConfig& c = config();
   if (c.streams.count == 1) return;
-  run_stream_op(ctx, [&](auto& its) {
-    its.run(spread_streams, SpreadStreamsParams{.num_rows = rows.num_rows,
-                                                .max_rows = rows.capacity,
-                                                .x = activations.embedded,
-                                                .y = activations.residual,
-                                                .num_streams = c.streams.count,
-                                                .hidden = c.hidden,
-                                                .adds = adds});
-  });
+  ctx.run(spread_streams, SpreadStreamsParams{.num_rows = rows.num_rows,
+                                              .max_rows = rows.capacity,
+                                              .x = activations.embedded,
+                                              .y = activations.residual,
+                                              .num_streams = c.streams.count,
+                                              .hidden = c.hidden,
+                                              .adds = adds});
 }
 
 template <class Ctx>

@@ -111,21 +111,18 @@ void DraftHead::join_streams(Ctx& ctx, const PassRows& rows, const Activations& 
              .hidden = c.hidden,
              .y_dtype = dtype});
   run_fc(ctx, rows, activations.normed, activations.embedded, activations);
-  run_stream_op(ctx, [&](auto& its) {
-    its.run(norm_streams,
-            NormStreamsParams{.num_rows = rows.num_rows,
-                              .max_rows = rows.capacity,
-                              .row_index = has_feedback ? nullptr : input.hidden_rows,
-                              .x = has_feedback ? input.feedback : input.target_hidden,
-                              .weight = w.fc_norms[1],
-                              .eps = c.norm_eps,
-                              .y = activations.normed,
-                              .num_streams = c.streams.count,
-                              .hidden = c.hidden,
-                              .num_stream_rows = activations.num_stream_rows,
-                              .x_dtype = has_feedback ? DType::kFloat32 : dtype,
-                              .y_dtype = dtype});
-  });
+  ctx.run(norm_streams, NormStreamsParams{.num_rows = rows.num_rows,
+                                          .max_rows = rows.capacity,
+                                          .row_index = has_feedback ? nullptr : input.hidden_rows,
+                                          .x = has_feedback ? input.feedback : input.target_hidden,
+                                          .weight = w.fc_norms[1],
+                                          .eps = c.norm_eps,
+                                          .y = activations.normed,
+                                          .num_streams = c.streams.count,
+                                          .hidden = c.hidden,
+                                          .num_stream_rows = activations.num_stream_rows,
+                                          .x_dtype = has_feedback ? DType::kFloat32 : dtype,
+                                          .y_dtype = dtype});
   project(ctx,
           {.num_rows = activations.num_stream_rows, .max_rows = rows.capacity * c.streams.count},
           w.fc_hidden,

@@ -8,10 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
-#include <type_traits>
 
-#include "base/check.h"
-#include "device/cpu_context.h"
 #include "metadata/pass_rows.h"
 #include "model/activations.h"
 #include "model/decoder_config.h"
@@ -22,16 +19,6 @@
 #include "ops/streams.h"
 
 namespace paceline {
-
-// The GPU has no kernels for several streams yet, and ModelBuilder refuses such models there.
-template <class Ctx, class Call>
-void run_stream_op(Ctx& ctx, const Call& call) {
-  if constexpr (std::is_same_v<Ctx, CpuContext>) {
-    call(ctx);
-  } else {
-    PACELINE_CHECK(false, "several residual streams");
-  }
-}
 
 // A branch whose output, in activations.branch, joins the residual.
 struct Branch {
@@ -56,9 +43,9 @@ class Residual {
       : ctx_(ctx), rows_(rows), config_(config), activations_(activations) {}
 
   // Adds a branch (null: there is none yet) and computes the input of the next one. One op, or two
-  // for several streams.
+  // where the places of experts join several streams.
   void join(const Branch* branch, const BranchInput& next) const {
-    if (config_.streams.count > 1) return join_streams(branch, next);
+    if (config_.streams.count > 1) return join_several(branch, next);
     const bool has_branch = branch != nullptr;
     const RmsNormParams norm = {.num_rows = rows_.num_rows,
                                 .max_rows = rows_.max_rows,
@@ -110,64 +97,67 @@ class Residual {
                         .hidden = config_.hidden,
                         .y_dtype = y_dtype});
     }
-    mix(weights.end_mix, x, /*is_end=*/true);
-    read(x, weights.final_norm, /*is_end=*/true, y, y_dtype);
+    ctx_.run(join_streams,
+             JoinStreamsParams{.write = std::nullopt,
+                               .mix = mix(weights.end_mix, x, /*is_end=*/true),
+                               .read = read(x, weights.final_norm, /*is_end=*/true, y, y_dtype)});
   }
 
  private:
-  void join_streams(const Branch* branch, const BranchInput& next) const {
+  void join_several(const Branch* branch, const BranchInput& next) const {
+    std::optional<WriteStreamsParams> write;
     if (branch != nullptr) {
       if (branch->places.has_value()) ctx_.run(combine_experts, *branch->places);
-      run_stream_op(ctx_, [&](auto& its) {
-        its.run(write_streams, WriteStreamsParams{.num_rows = rows_.num_rows,
-                                                  .max_rows = rows_.max_rows,
-                                                  .x = activations_.branch,
-                                                  .mix = activations_.mix,
-                                                  .y = activations_.residual,
-                                                  .num_streams = config_.streams.count,
-                                                  .hidden = config_.hidden,
-                                                  .x_dtype = activations_.dtype});
-      });
+      write = {.num_rows = rows_.num_rows,
+               .max_rows = rows_.max_rows,
+               .x = activations_.branch,
+               .mix = activations_.mix,
+               .y = activations_.residual,
+               .num_streams = config_.streams.count,
+               .hidden = config_.hidden,
+               .x_dtype = activations_.dtype};
     }
-    if (next.y == nullptr) return;
-    mix(next.mix, activations_.residual, /*is_end=*/false);
-    read(activations_.residual, next.norm, /*is_end=*/false, next.y, activations_.dtype);
+    if (next.y == nullptr) {
+      if (write) ctx_.run(write_streams, *write);
+      return;
+    }
+    const float* const x = activations_.residual;
+    ctx_.run(join_streams, JoinStreamsParams{.write = write,
+                                             .mix = mix(next.mix, x, /*is_end=*/false),
+                                             .read = read(x, next.norm, /*is_end=*/false, next.y,
+                                                          activations_.dtype)});
   }
 
-  void mix(const StreamMixWeights& weights, const float* x, bool is_end) const {
-    run_stream_op(ctx_, [&](auto& its) {
-      its.run(mix_streams,
-              MixStreamsParams{.num_rows = rows_.num_rows,
-                               .max_rows = rows_.max_rows,
-                               .x = x,
-                               .weight = weights.weight,
-                               .base = weights.base,
-                               .scale = weights.scale,
-                               .mix = activations_.mix,
-                               .num_streams = config_.streams.count,
-                               .hidden = config_.hidden,
-                               .is_end = is_end,
-                               .sinkhorn_iterations = config_.streams.sinkhorn_iterations,
-                               .norm_eps = config_.norm_eps,
-                               .eps = config_.streams.eps});
-    });
+  [[nodiscard]] MixStreamsParams mix(const StreamMixWeights& weights, const float* x,
+                                     bool is_end) const {
+    return {.num_rows = rows_.num_rows,
+            .max_rows = rows_.max_rows,
+            .x = x,
+            .weight = weights.weight,
+            .base = weights.base,
+            .scale = weights.scale,
+            .mix = activations_.mix,
+            .num_streams = config_.streams.count,
+            .hidden = config_.hidden,
+            .is_end = is_end,
+            .sinkhorn_iterations = config_.streams.sinkhorn_iterations,
+            .norm_eps = config_.norm_eps,
+            .eps = config_.streams.eps};
   }
 
-  void read(const float* x, const float* norm, bool is_end, void* y, DType y_dtype) const {
-    run_stream_op(ctx_, [&](auto& its) {
-      its.run(read_streams,
-              ReadStreamsParams{.num_rows = rows_.num_rows,
-                                .max_rows = rows_.max_rows,
-                                .x = x,
-                                .mix = activations_.mix,
-                                .mix_stride = mix_width(config_.streams.count, is_end),
-                                .weight = norm,
-                                .eps = config_.norm_eps,
-                                .y = y,
-                                .num_streams = config_.streams.count,
-                                .hidden = config_.hidden,
-                                .y_dtype = y_dtype});
-    });
+  [[nodiscard]] ReadStreamsParams read(const float* x, const float* norm, bool is_end, void* y,
+                                       DType y_dtype) const {
+    return {.num_rows = rows_.num_rows,
+            .max_rows = rows_.max_rows,
+            .x = x,
+            .mix = activations_.mix,
+            .mix_stride = mix_width(config_.streams.count, is_end),
+            .weight = norm,
+            .eps = config_.norm_eps,
+            .y = y,
+            .num_streams = config_.streams.count,
+            .hidden = config_.hidden,
+            .y_dtype = y_dtype};
   }
 
   Ctx& ctx_;
