@@ -139,6 +139,13 @@ class ChatTemplates:
             for conversation in conversations
         ]
 
+    def find_text(self, *, has_tools: bool = False) -> str | None:
+        """Returns the text of the template that `render` uses; None if there is none."""
+        try:
+            return self._choose(None, has_tools=has_tools)[1]
+        except ValueError:
+            return None
+
     # ---- files ---------------------------------------------------------------------------------
 
     def _choose(self, given: str | os.PathLike[str] | None, *, has_tools: bool) -> tuple[str, str]:

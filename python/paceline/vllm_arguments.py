@@ -118,7 +118,7 @@ _FLAG_ADVICE: Final[dict[str, str]] = {
     "they are given",
     "disable_log_requests": f"{LEAVE_OUT}requests are not logged; `--access-log` logs them",
     "disable_uvicorn_access_log": f"{LEAVE_OUT}requests are not logged; `--access-log` logs them",
-    "enable_auto_tool_choice": f"{LEAVE_OUT}tool calls are not parsed",
+    "enable_auto_tool_choice": f"{LEAVE_OUT}tool calls are read in any case",
     "enable_log_requests": "`--access-log` logs requests, without prompts",
     "enable_per_request_metrics": f"{LEAVE_OUT}responses have `metrics` in any case",
     "enable_request_id_headers": f"{LEAVE_OUT}the id of a response is in its body",
@@ -126,13 +126,12 @@ _FLAG_ADVICE: Final[dict[str, str]] = {
     "middleware": f"{LEAVE_OUT}put a proxy before the server",
     "per_request_spec_decode_metrics": f"{LEAVE_OUT}responses have "
     "`metrics.speculative_decoding` in any case",
-    "reasoning_parser": f"{LEAVE_OUT}the output is text as the model writes it",
+    "reasoning_parser": f"{LEAVE_OUT}`--tool-call-parser` names the format of reasoning too",
     "return_tokens_as_token_ids": "requests have the field `return_tokens_as_token_ids`",
     "root_path": f"{LEAVE_OUT}put a proxy before the server",
     "ssl_ca_certs": _NO_TLS,
     "ssl_certfile": _NO_TLS,
     "ssl_keyfile": _NO_TLS,
-    "tool_call_parser": f"{LEAVE_OUT}tool calls are not parsed",
     "uvicorn_log_level": "`--log-level` sets it",
 }
 _SAME: Final = {

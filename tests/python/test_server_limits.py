@@ -151,7 +151,27 @@ MALFORMED: list[tuple[str | int, tuple[str, Any]]] = [
     ("messages", chat(messages=[{"role": "user", "content": [{"type": "dance"}]}])),
     ("messages", chat(messages=[{"role": "user", "content": "a"}] * 4097)),
     ("tools", chat(tools=[{"type": "function", "function": {"name": "f"}}])),
+    ("tools", chat(tools={})),
+    ("tools", chat(tools=[7])),
+    ("tools", chat(tools=[{"type": "function", "function": {"name": "a b"}}])),
+    ("tools", chat(tools=[{"type": "function", "function": {"name": "f", "parameters": 1}}])),
+    ("tools", chat(tools=[{"type": "function", "function": {"name": "f"}}] * 129)),
     ("tool_choice", chat(tool_choice="required")),
+    ("tool_choice", chat(tool_choice={"type": "function", "function": {"name": "f"}})),
+    ("parallel_tool_calls", chat(parallel_tool_calls=1)),
+    ("messages", chat(messages=[{"role": "assistant", "tool_calls": 7}])),
+    ("messages", chat(messages=[{"role": "assistant", "tool_calls": [{"function": {}}]}])),
+    (
+        "messages",
+        chat(
+            messages=[
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}],
+                }
+            ]
+        ),
+    ),
     ("chat_template", chat(chat_template="{{ 1 }}")),
     ("chat_template_kwargs", chat(chat_template_kwargs=[])),
     ("chat_template_kwargs", chat(chat_template_kwargs={"messages": []})),

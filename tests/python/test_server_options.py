@@ -57,7 +57,7 @@ def test_the_command_line_comes_before_environment_and_file(tmp_path: Path) -> N
 
 
 def test_each_option_has_a_variable() -> None:
-    values = {"log_level": "debug", "metrics_compat": "vllm"}
+    values = {"log_level": "debug", "metrics_compat": "vllm", "tool_call_parser": "none"}
     parser = serve_parser()
     for action in parser._actions:
         if action.dest in ("help", "config", "model_tag"):
@@ -175,7 +175,7 @@ def test_a_port_in_use_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("--enforce-eager", "draft_driver"),
         ("--no-enable-prefix-caching", "no cache of prefixes"),
-        ("--tool-call-parser=hermes", "tool calls are not parsed"),
+        ("--enable-auto-tool-choice", "tool calls are read in any case"),
         ("--max-num-sqs=3", "did you mean --max-num-seqs"),
     ],
 )

@@ -24,7 +24,14 @@ JSON = {"content-type": "application/json"}
 class RunningServer:
     """Serves an LLM until the `with` block ends. The LLM stays open."""
 
-    def __init__(self, llm: LLM, *, api_key: str | None = None, **limits: Any) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        *,
+        api_key: str | None = None,
+        tool_call_parser: str = "auto",
+        **limits: Any,
+    ) -> None:
         self.llm = llm
         self.allm = AsyncLLM.from_llm(llm)
         self.service = Service(
@@ -33,6 +40,7 @@ class RunningServer:
             limits=Limits(**limits),
             api_key=api_key,
             has_vllm_metrics=True,
+            tool_call_parser=tool_call_parser,
         )
         opened = open_socket("127.0.0.1", 0)
         self.port = opened.getsockname()[1]

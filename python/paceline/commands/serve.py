@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from paceline.async_llm import AsyncLLM
 
+_PARSERS: Final = ("auto", "none", "hermes", "llama3_json", "gemma4", "openai")
 _LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 _MAX_TIMEOUT_S: Final = 86_400
 _DEMO_NAME: Final = "paceline-demo"
@@ -91,6 +92,13 @@ def _add_server_options(group: Any) -> None:
         "--chat-template",
         metavar="FILE",
         help="Jinja template to use (default: none, the checkpoint's own)",
+    )
+    group.add_argument(
+        "--tool-call-parser",
+        choices=_PARSERS,
+        default="auto",
+        help="format in which the model writes tool calls and reasoning: hermes, llama3_json, "
+        "gemma4, openai, none, or auto, as the chat template tells (default: auto)",
     )
     group.add_argument(
         "--max-queue",
@@ -291,6 +299,7 @@ def _serve(args: argparse.Namespace, allm: AsyncLLM, opened: socket.socket) -> N
         limits=limits,
         api_key=args.api_key,
         has_vllm_metrics=args.metrics_compat == "vllm",
+        tool_call_parser=args.tool_call_parser,
     )
     host, port = opened.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host

@@ -107,6 +107,7 @@ def _add_facts(app: FastAPI, service: Service) -> None:
             "max_outputs": service.admission.limit,
             "max_body_bytes": service.limits.max_body_bytes,
             "max_messages": MAX_MESSAGES,
+            "tool_call_parser": None if service.text_format is None else service.text_format.name,
             "fields": {
                 "/v1/completions": sorted(COMPLETION_FIELDS),
                 "/v1/chat/completions": sorted(CHAT_FIELDS),
@@ -138,9 +139,9 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         given = parse_object(await request.body())
-        call = read_chat(given, service.chat_params, service.check_model)
+        call = read_chat(given, service.chat_params, service.check_model, service.text_format)
         stream = allm.stream_chat(call.messages, call.wishes.params, **call.template_arguments)
-        return await _generate(service, request, [stream], ChatShape(call.wishes))
+        return await _generate(service, request, [stream], ChatShape(call.wishes, call.make_reader))
 
 
 async def _generate(

@@ -15,6 +15,8 @@ from paceline.limits import MAX_LOGPROBS
 from paceline.sampling import SamplingParams
 from paceline.server.bodies import Fields
 from paceline.server.errors import refusal
+from paceline.server.formats import FORMATS, Format, Reader
+from paceline.server.tools import check_tool_calls, check_tools
 
 MAX_MESSAGES: Final = 4096
 _MAX_USER: Final = 512
@@ -62,6 +64,9 @@ CHAT_FIELDS: Final = (
     "add_generation_prompt",
     "continue_final_message",
     "chat_template_kwargs",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
 )
 
 _STRUCTURED: Final = "there is no structured output; check the text yourself"
@@ -94,7 +99,7 @@ _REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "use_beam_search": (_BEAMS, (False,)),
     "vllm_xargs": (_LEAVE, ()),
 }
-_TOOLS: Final = "tool calls are not parsed; describe the tools in a message"
+_TOOLS: Final = "the fields tools and tool_choice have taken its place"
 _REFUSED_IN_COMPLETIONS: Final = _REFUSED | {
     "add_special_tokens": ("give the prompt as token ids, which /tokenize makes", (True,)),
     "echo": ("put the prompt before the text yourself", (False,)),
@@ -113,15 +118,12 @@ _REFUSED_IN_CHATS: Final = _REFUSED | {
     "include_reasoning": ("the output is text as the model writes it; leave it out", ()),
     "mm_processor_kwargs": ("models read text only", ()),
     "modalities": ("models write text only", (["text"],)),
-    "parallel_tool_calls": (_TOOLS, (True, False)),
     "prediction": ("the server's --speculative-config names the drafter; leave it out", ()),
     "prompt": ("send it to /v1/completions", ()),
     "reasoning_effort": (
         "give chat_template_kwargs, such as {'reasoning_effort': 'low'}, if the template reads it",
         (),
     ),
-    "tool_choice": (_TOOLS, ("none", "auto")),
-    "tools": (_TOOLS, ([],)),
     "verbosity": (_LEAVE, ()),
     "web_search_options": (_LEAVE, ()),
 }
@@ -168,11 +170,14 @@ class ChatCall:
     Attributes:
         messages: The conversation.
         template_arguments: Keyword arguments of `ChatTemplates.render`.
+        make_reader: Makes what divides the text of an output into content, reasoning and calls;
+            None = it is content.
         wishes: All else.
     """
 
     messages: list[Any]
     template_arguments: dict[str, Any]
+    make_reader: Callable[[], Reader] | None
     wishes: Wishes
 
 
@@ -202,12 +207,37 @@ def read_completion(
 
 
 def read_chat(
-    given: dict[str, Any], default: SamplingParams, check_model: Callable[[str | None], None]
+    given: dict[str, Any],
+    default: SamplingParams,
+    check_model: Callable[[str | None], None],
+    text_format: Format | None,
 ) -> ChatCall:
-    """Reads the body of a request to /v1/chat/completions; see `read_completion`."""
+    """Reads the body of a request to /v1/chat/completions.
+
+    Args:
+        given: As for `read_completion`.
+        default: As for `read_completion`.
+        check_model: As for `read_completion`.
+        text_format: How the model writes reasoning and calls; None = unknown.
+
+    Raises:
+        ApiError: As for `read_completion`.
+        ValueError: As for `read_completion`.
+    """
     fields = Fields(given)
     check_model(fields.take_text("model"))
     messages, arguments = take_conversation(fields)
+    tools = take_tools(fields, text_format)
+    arguments["tools"] = tools
+    make_reader = None
+    if text_format is not None and (tools is not None or text_format.is_always_read):
+        is_whole = not arguments["continue_final_message"]
+        # Who asks for special tokens wants the text as it is.
+        if is_whole and (tools is not None or given.get("skip_special_tokens") is not False):
+            make_reader = text_format.make
+        if make_reader is not None and text_format.is_always_read:
+            default = dataclasses.replace(default, skip_special_tokens=False)
+            fields.take("skip_special_tokens")
     wants_logprobs = fields.take_bool("logprobs")
     num_logprobs = fields.take("top_logprobs")
     if num_logprobs is not None:
@@ -231,7 +261,7 @@ def read_chat(
         fields, default, (num_logprobs or 0) if wants_logprobs else None, max_tokens=most
     )
     fields.finish(CHAT_FIELDS, _REFUSED_IN_CHATS)
-    return ChatCall(messages, arguments, wishes)
+    return ChatCall(messages, arguments, make_reader, wishes)
 
 
 def take_conversation(fields: Fields) -> tuple[list[Any], dict[str, Any]]:
@@ -258,12 +288,46 @@ def take_conversation(fields: Fields) -> tuple[list[Any], dict[str, Any]]:
                 f"messages[{index}]['role'] is {shorten(role)}; allowed: {', '.join(_ROLES)}",
                 "messages",
             )
+        messages[index] = check_tool_calls(f"messages[{index}]", message)
     continues = fields.take_bool("continue_final_message")
     return messages, {
         "add_generation_prompt": fields.take_bool("add_generation_prompt", not continues),
         "continue_final_message": continues,
         "chat_template_kwargs": fields.take_object("chat_template_kwargs"),
     }
+
+
+def take_tools(fields: Fields, text_format: Format | None) -> list[Any] | None:
+    """Takes the tools of a conversation; None if the model is to call none.
+
+    Raises:
+        ApiError: They are malformed, or calls could not be read.
+    """
+    tools = check_tools(fields.take("tools"))
+    choice = fields.take("tool_choice")
+    is_parallel = fields.take_bool("parallel_tool_calls", True)
+    if choice not in (None, "none", "auto"):
+        raise refusal(
+            f"tool_choice is {shorten(choice)}; allowed: 'auto' or 'none', because there is no "
+            "structured output that would make the model call a tool",
+            "tool_choice",
+        )
+    if tools is None or choice == "none":
+        return None
+    if text_format is None:
+        raise refusal(
+            "tools is given, but this model's chat template tells no format of calls that this "
+            f"version reads; leave it out, or start the server with --tool-call-parser, one of "
+            f"{', '.join(FORMATS)}",
+            "tools",
+        )
+    if not is_parallel:
+        raise refusal(
+            "parallel_tool_calls is false; allowed: true, because the model decides how many "
+            "tools it calls",
+            "parallel_tool_calls",
+        )
+    return tools
 
 
 def _wishes(

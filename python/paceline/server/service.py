@@ -15,6 +15,7 @@ from paceline.reports import kv_groups
 from paceline.running_llm import internals
 from paceline.server.admission import Admission
 from paceline.server.errors import ApiError
+from paceline.server.formats import FORMATS, format_of
 from paceline.server.metrics import RequestFigures, exposition
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class Service:
         chat_params: Those of chats.
         figures: What the server measures of its requests.
         chat_templates: Render conversations.
+        text_format: How the model writes reasoning and calls; None = unknown.
         created: When the server started, in seconds since 1970.
         is_draining: Whether the server ends once all requests have ended.
     """
@@ -68,6 +70,7 @@ class Service:
         limits: Limits | None = None,
         api_key: str | None = None,
         has_vllm_metrics: bool = False,
+        tool_call_parser: str = "auto",
     ) -> None:
         """Takes a model that is loaded.
 
@@ -77,6 +80,7 @@ class Service:
             limits: See the class; None = the defaults.
             api_key: See the class.
             has_vllm_metrics: Whether /metrics has vLLM's names too.
+            tool_call_parser: A name of `FORMATS`, "none", or "auto": as the chat template tells.
 
         Raises:
             paceline.ModelFileError: The checkpoint states sampling parameters that are not allowed.
@@ -99,6 +103,9 @@ class Service:
         self.created = int(time.time())
         self.is_draining = False
         self.chat_templates = internals(llm).chat_templates
+        self.text_format = FORMATS.get(tool_call_parser)
+        if tool_call_parser == "auto":
+            self.text_format = format_of(self.chat_templates.find_text(has_tools=True) or "")
         self.figures = RequestFigures()
         self._has_vllm_metrics = has_vllm_metrics
         self._groups = kv_groups(llm.memory_report())

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import collections
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from paceline.outputs import (
@@ -16,6 +18,7 @@ from paceline.outputs import (
     TokenLogprobs,
 )
 from paceline.server.fields import Wishes
+from paceline.server.formats import Part, Reader
 
 
 class Shape(ABC):
@@ -117,24 +120,62 @@ class ChatShape(Shape):
     name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
+    def __init__(self, wishes: Wishes, make_reader: Callable[[], Reader] | None = None) -> None:
+        """Takes what the request asks for.
+
+        Args:
+            wishes: See `Shape`.
+            make_reader: See `ChatCall`.
+        """
+        super().__init__(wishes)
+        self._make_reader = make_reader
+        self._readers: dict[int, Reader] = {}  # of a stream, by sample
+        self._num_calls: collections.Counter[int] = collections.Counter()  # likewise
+
     def whole(self, output: CompletionOutput, prompt_token_ids: list[int]) -> dict[str, Any]:
         """See `Shape`."""
-        choice = {
-            "message": {"role": "assistant", "content": output.text},
-            "logprobs": self._logprobs(output.logprobs),
-        }
-        return self.finish(choice, output)
+        message: dict[str, Any] = {"role": "assistant", "content": output.text}
+        calls: list[dict[str, Any]] = []
+        if self._make_reader is not None:
+            reader = self._make_reader()
+            parts = reader.push(output.text) + reader.finish()
+            text, reasoning, calls = _divide(parts)
+            message["content"] = text or (None if calls else "")
+            message |= {"reasoning": reasoning} if reasoning else {}
+            message |= {"tool_calls": calls} if calls else {}
+        choice = self.finish(
+            {"message": message, "logprobs": self._logprobs(output.logprobs)}, output
+        )
+        return _with_calls(choice, has_calls=bool(calls))
 
     def chunk(
         self, chunk: StreamChunk, prompt_token_ids: list[int], *, is_first: bool
     ) -> dict[str, Any]:
         """See `Shape`."""
-        delta = {"role": "assistant"} if is_first else {}
-        choice = {
-            "delta": delta | {"content": chunk.text},
-            "logprobs": self._logprobs(chunk.logprobs),
-        }
-        return self.finish(choice, chunk)
+        delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
+        delta |= {"content": chunk.text} if self._make_reader is None else self._read(chunk)
+        choice = {"delta": delta, "logprobs": self._logprobs(chunk.logprobs)}
+        choice = self.finish(choice, chunk)
+        return _with_calls(choice, has_calls=self._num_calls[chunk.sample] > 0)
+
+    def _read(self, chunk: StreamChunk) -> dict[str, Any]:
+        """What a chunk adds to a message."""
+        assert self._make_reader is not None
+        reader = self._readers.get(chunk.sample)
+        if reader is None:
+            reader = self._readers[chunk.sample] = self._make_reader()
+        parts = reader.push(chunk.text) + (reader.finish() if chunk.finished else [])
+        text, reasoning, calls = _divide(parts)
+        delta: dict[str, Any] = {"reasoning": reasoning} if reasoning else {}
+        if calls:
+            first = self._num_calls[chunk.sample]
+            delta["tool_calls"] = [
+                {"index": index} | call for index, call in enumerate(calls, first)
+            ]
+            self._num_calls[chunk.sample] += len(calls)
+        if text or not delta:
+            delta["content"] = text
+        return delta
 
     def _logprobs(self, positions: list[TokenLogprobs] | None) -> dict[str, Any] | None:
         if positions is None:
@@ -154,6 +195,27 @@ class ChatShape(Shape):
     def _entry(self, token: int, logprob: Logprob) -> dict[str, Any]:
         text = self.text_of(token, logprob)
         return {"token": text, "logprob": logprob.logprob, "bytes": list(text.encode())}
+
+
+def _divide(parts: Iterable[Part]) -> tuple[str, str, list[dict[str, Any]]]:
+    """The content, the reasoning, and the calls in OpenAI's form."""
+    text = {"content": "", "reasoning": ""}
+    calls = []
+    for part in parts:
+        if part.kind == "call":
+            function = {"name": part.name, "arguments": part.text}
+            calls.append(
+                {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+            )
+        else:
+            text[part.kind] += part.text
+    return text["content"], text["reasoning"], calls
+
+
+def _with_calls(choice: dict[str, Any], *, has_calls: bool) -> dict[str, Any]:
+    if has_calls and choice["finish_reason"] == "stop":
+        choice["finish_reason"] = "tool_calls"
+    return choice
 
 
 def usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, Any]:

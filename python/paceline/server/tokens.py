@@ -9,6 +9,7 @@ from paceline.checks import check_text, shorten
 from paceline.server.bodies import Fields
 from paceline.server.errors import refusal
 from paceline.server.fields import take_conversation
+from paceline.server.tools import check_tools
 
 if TYPE_CHECKING:
     from paceline.server.service import Service
@@ -22,10 +23,10 @@ _ALLOWED: Final = (
     "add_generation_prompt",
     "continue_final_message",
     "chat_template_kwargs",
+    "tools",
 )
 _REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "chat_template": ("the server's --chat-template or the checkpoint's own is used", ()),
-    "tools": ("tool calls are not parsed; describe the tools in a message", ([],)),
 }
 
 
@@ -39,6 +40,7 @@ def tokenize(service: Service, given: dict[str, Any]) -> dict[str, Any]:
     adds_special = fields.take_bool("add_special_tokens", prompt is not None)
     if prompt is None:
         messages, arguments = take_conversation(fields)
+        arguments["tools"] = check_tools(fields.take("tools"))
         fields.finish(_ALLOWED, _REFUSED)
         (prompt,) = service.chat_templates.render(messages, **arguments)
     fields.finish(_ALLOWED, _REFUSED)

@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How families write reasoning and tool calls, and readers that take the text piece by piece.
+
+A reader gives the same parts however the text is divided. What is not a call after all, such as
+JSON that is broken, is content.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal, NamedTuple
+
+from paceline.server.gemma_calls import read_gemma_call
+
+
+class Part(NamedTuple):
+    """A part of an output.
+
+    Attributes:
+        kind: "content", "reasoning" or "call".
+        text: The text; of a call, its arguments as JSON.
+        name: The function of a call.
+    """
+
+    kind: Literal["content", "reasoning", "call"]
+    text: str
+    name: str = ""
+
+
+class Reader(ABC):
+    """Divides the text of one output into parts."""
+
+    @abstractmethod
+    def push(self, text: str) -> list[Part]:
+        """Takes the next piece and returns what is certain by now."""
+
+    @abstractmethod
+    def finish(self) -> list[Part]:
+        """Returns the rest, when the output has ended."""
+
+
+# ---- tags: Hermes, Qwen, Gemma 4 -----------------------------------------------------------------
+
+ReadCall = Callable[[str], Part | None]
+
+
+class TagReader(Reader):
+    """Calls between tags, and reasoning between others."""
+
+    def __init__(
+        self, call_tags: tuple[str, str], read_call: ReadCall, thought_tags: tuple[str, str] | None
+    ) -> None:
+        """Starts outside of all tags.
+
+        Args:
+            call_tags: Before and after a call.
+            read_call: Reads what is between them; None if it is no call.
+            thought_tags: Before and after reasoning; None if there are none.
+        """
+        self._call_tags = call_tags
+        self._read_call = read_call
+        self._thought_tags = thought_tags
+        self._opening = [call_tags[0], *([thought_tags[0]] if thought_tags else [])]
+        self._open: str | None = None  # the tag that the text is behind
+        self._text = ""  # not given yet
+        self._space = ""  # whitespace, which is dropped before a call
+
+    def push(self, text: str) -> list[Part]:
+        """See `Reader`."""
+        self._text += text
+        parts: list[Part] = []
+        while self._step(parts):
+            pass
+        return parts
+
+    def _step(self, parts: list[Part]) -> bool:
+        """Takes what is certain from the text; returns whether more may be."""
+        if self._open is None:
+            found = [(self._text.find(tag), tag) for tag in self._opening if tag in self._text]
+            if found:
+                at, tag = min(found)
+                self._add_content(parts, self._text[:at])
+                self._text = self._text[at + len(tag) :]
+                self._open = tag
+                return True
+            kept = _held_back(self._text, self._opening)
+            self._add_content(parts, self._text[: len(self._text) - kept])
+            self._text = self._text[len(self._text) - kept :]
+            return False
+        is_call = self._open == self._call_tags[0]
+        closing = self._call_tags[1] if is_call else self._thought_tags[1]  # type: ignore[index]
+        at = self._text.find(closing)
+        if not is_call:
+            end = len(self._text) - _held_back(self._text, [closing]) if at < 0 else at
+            if end:
+                parts.append(Part("reasoning", self._text[:end]))
+        if at < 0:
+            self._text = self._text if is_call else self._text[end:]
+            return False
+        if is_call:
+            self._add_call(parts, self._text[:at], closing)
+        self._text = self._text[at + len(closing) :]
+        self._open = None
+        return True
+
+    def _add_content(self, parts: list[Part], text: str) -> None:
+        text = self._space + text
+        bare = text.rstrip()
+        self._space = text[len(bare) :]
+        if bare:
+            parts.append(Part("content", bare))
+
+    def _add_call(self, parts: list[Part], text: str, closing: str) -> None:
+        call = self._read_call(text)
+        if call is None:
+            self._add_content(parts, self._call_tags[0] + text + closing)
+        else:
+            self._space = ""
+            parts.append(call)
+
+    def finish(self) -> list[Part]:
+        """See `Reader`."""
+        parts: list[Part] = []
+        rest, self._text = self._text, ""
+        if self._open is None:
+            rest = self._space + rest
+            if rest:
+                parts.append(Part("content", rest))
+        elif self._open == self._call_tags[0]:
+            # An end-of-sequence token may take the place of the closing tag.
+            self._add_call(parts, rest, "")
+        elif rest:
+            parts.append(Part("reasoning", rest))
+        return parts
+
+
+def _held_back(text: str, tags: list[str]) -> int:
+    """The length of the longest end of a text that may be the beginning of a tag."""
+    longest = 0
+    for tag in tags:
+        for length in range(min(len(tag) - 1, len(text)), longest, -1):
+            if text.endswith(tag[:length]):
+                longest = length
+                break
+    return longest
+
+
+def read_json_call(text: str) -> Part | None:
+    """Reads {"name": ..., "arguments": {...}}; Llama 3 calls the latter "parameters"."""
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return _as_call(call)
+
+
+def _as_call(call: Any) -> Part | None:
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return None
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if isinstance(arguments, str):
+        return Part("call", arguments, call["name"])
+    if not isinstance(arguments, dict):
+        return None
+    return Part("call", json.dumps(arguments, ensure_ascii=False), call["name"])
+
+
+# ---- Llama 3 -------------------------------------------------------------------------------------
+
+
+class JsonReader(Reader):
+    """An output that is calls as JSON, from its first character on, or text."""
+
+    _TAG: Final = "<|python_tag|>"
+
+    def __init__(self) -> None:
+        """Starts at the beginning."""
+        self._text = ""
+        self._is_text = False
+
+    def push(self, text: str) -> list[Part]:
+        """See `Reader`."""
+        if self._is_text:
+            return [Part("content", text)] if text else []
+        self._text += text
+        begin = self._text.lstrip()
+        if not begin or begin[0] == "{" or self._TAG.startswith(begin[: len(self._TAG)]):
+            return []
+        self._is_text = True
+        text, self._text = self._text, ""
+        return [Part("content", text)]
+
+    def finish(self) -> list[Part]:
+        """See `Reader`."""
+        calls: list[Part] = []
+        rest = self._text.strip().removeprefix(self._TAG).strip()
+        decoder = json.JSONDecoder()
+        while rest:
+            try:
+                value, end = decoder.raw_decode(rest)
+            except (ValueError, RecursionError):
+                value, end = None, 0
+            call = _as_call(value)
+            if call is None:
+                return [Part("content", self._text)]
+            calls.append(call)
+            rest = rest[end:].lstrip().removeprefix(";").lstrip()
+        if not calls and self._text:
+            return [Part("content", self._text)]
+        return calls
+
+
+# ---- GPT-OSS -------------------------------------------------------------------------------------
+
+
+class HarmonyReader(Reader):
+    """Messages in channels: analysis is reasoning, and messages to functions are calls."""
+
+    _MARKS: Final = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>",
+                     "<|call|>", "<|return|>")  # fmt: skip
+    _MARK: Final = re.compile("|".join(map(re.escape, _MARKS)))
+    _RECIPIENT: Final = re.compile(r"to=(?:functions\.)?([\w.-]+)")
+
+    def __init__(self) -> None:
+        """Starts in a header: the prompt ends with the beginning of a message."""
+        self._text = ""
+        self._header = ""
+        self._is_body = False
+        self._has_begun = False
+        self._arguments = ""
+
+    def push(self, text: str) -> list[Part]:
+        """See `Reader`."""
+        self._text += text
+        parts: list[Part] = []
+        while mark := self._MARK.search(self._text):
+            self._take(parts, self._text[: mark.start()])
+            self._text = self._text[mark.end() :]
+            self._pass(parts, mark[0])
+        end = len(self._text) - _held_back(self._text, list(self._MARKS))
+        self._take(parts, self._text[:end])
+        self._text = self._text[end:]
+        return parts
+
+    def finish(self) -> list[Part]:
+        """See `Reader`."""
+        parts: list[Part] = []
+        self._take(parts, self._text)
+        self._text = ""
+        self._end(parts)
+        if not self._has_begun and self._header:  # no message: the model has left the format
+            parts.append(Part("content", self._header))
+        return parts
+
+    def _take(self, parts: list[Part], text: str) -> None:
+        """Takes text between two marks."""
+        if not text:
+            return
+        if not self._is_body:
+            self._header += text
+        elif self._recipient is not None:
+            self._arguments += text
+        elif "analysis" in self._header:
+            parts.append(Part("reasoning", text))
+        else:
+            parts.append(Part("content", text))
+
+    def _pass(self, parts: list[Part], mark: str) -> None:
+        if mark == "<|message|>":
+            self._is_body = self._has_begun = True
+        elif mark in ("<|channel|>", "<|constrain|>") and not self._is_body:
+            self._header += " "
+        else:
+            self._end(parts)
+
+    def _end(self, parts: list[Part]) -> None:
+        """Ends a message."""
+        recipient = self._recipient
+        if self._is_body and recipient is not None:
+            parts.append(Part("call", self._arguments.strip() or "{}", recipient))
+        if self._is_body:
+            self._header = ""
+        self._is_body = False
+        self._arguments = ""
+
+    @property
+    def _recipient(self) -> str | None:
+        found = self._RECIPIENT.search(self._header)
+        return None if found is None else found[1]
+
+
+# ---- which one -----------------------------------------------------------------------------------
+
+
+class Format(NamedTuple):
+    """How a family writes.
+
+    Attributes:
+        name: Its name, vLLM's where there is one.
+        make: Makes a reader for one output.
+        is_always_read: Whether it is there without tools too. Its tags are special tokens.
+    """
+
+    name: str
+    make: Callable[[], Reader]
+    is_always_read: bool
+
+
+def _gemma_reader() -> Reader:
+    return TagReader(
+        ("<|tool_call>", "<tool_call|>"),
+        lambda text: None if (call := read_gemma_call(text)) is None else Part("call", *call),
+        ("<|channel>", "<channel|>"),
+    )
+
+
+FORMATS: Final[Mapping[str, Format]] = {
+    one.name: one
+    for one in (
+        Format(
+            "hermes",
+            lambda: TagReader(("<tool_call>", "</tool_call>"), read_json_call, None),
+            False,
+        ),
+        Format("llama3_json", JsonReader, False),
+        Format("gemma4", _gemma_reader, True),
+        Format("openai", HarmonyReader, True),
+    )
+}
+
+
+def format_of(template: str) -> Format | None:
+    """Finds the format in which a chat template writes calls; None for an unknown one."""
+    if "<|channel|>" in template:
+        return FORMATS["openai"]
+    if "<|tool_call>" in template:
+        return FORMATS["gemma4"]
+    if "<tool_call>" in template and "<function=" not in template:
+        return FORMATS["hermes"]
+    if "<|start_header_id|>" in template and "tools" in template:
+        return FORMATS["llama3_json"]
+    return None

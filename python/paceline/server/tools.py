@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks the tools of a request, and the calls in its messages."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, Final
+
+from paceline.checks import shorten
+from paceline.server.errors import refusal
+
+MAX_TOOLS: Final = 128
+_NAME: Final = re.compile(r"[\w.-]{1,64}", re.ASCII)
+
+
+def check_tools(tools: Any) -> list[Any] | None:
+    """Checks tools in OpenAI's form.
+
+    Returns:
+        The tools; None if there are none.
+
+    Raises:
+        ApiError: They are malformed.
+    """
+    if tools is None or tools == []:
+        return None
+    allowed = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
+    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+        raise refusal(
+            f"tools is {shorten(tools)}; allowed: a list of at most {MAX_TOOLS} of {allowed}",
+            "tools",
+        )
+    for index, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or tool.get("type") != "function":
+            raise refusal(f"tools[{index}] is {shorten(tool)}; allowed: {allowed}", "tools")
+        name = function.get("name")
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise refusal(
+                f"tools[{index}] has the name {shorten(name)}; allowed: 1 to 64 letters, digits, "
+                "'_', '-' and '.'",
+                "tools",
+            )
+        if not isinstance(function.get("parameters", {}), dict):
+            raise refusal(
+                f"tools[{index}] has parameters {shorten(function['parameters'])}; allowed: a JSON "
+                "schema, which is an object",
+                "tools",
+            )
+    return tools
+
+
+def check_tool_calls(name: str, message: dict[str, Any]) -> dict[str, Any]:
+    """Checks the calls of a message and makes objects of their arguments, as templates expect.
+
+    Args:
+        name: The name of the message in errors.
+        message: The message, which is not changed.
+
+    Returns:
+        The message for the template.
+
+    Raises:
+        ApiError: A call is malformed.
+    """
+    calls = message.get("tool_calls")
+    if calls is None:
+        return message
+    if not isinstance(calls, list):
+        raise refusal(f"{name}['tool_calls'] is {shorten(calls)}; allowed: a list", "messages")
+    made = []
+    for index, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise refusal(
+                f"{name}['tool_calls'][{index}] is {shorten(call)}; allowed: "
+                '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}',
+                "messages",
+            )
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError):
+                arguments = None
+        if not isinstance(arguments, dict):
+            raise refusal(
+                f"{name}['tool_calls'][{index}] has arguments "
+                f"{shorten(function.get('arguments'))}; allowed: an object, or one as JSON",
+                "messages",
+            )
+        made.append(call | {"function": function | {"arguments": arguments}})
+    return message | {"tool_calls": made}
