@@ -17,12 +17,14 @@ ROOT = Path(__file__).resolve().parents[2]
 CUDA_ROOMS = {
     "common": "device",
     "attention": "ops",
+    "compressed": "ops",
     "elementwise": "ops",
     "fork": "ops",
     "gemm": "ops",
     "moe": "ops",
     "norm": "ops",
     "rope": "ops",
+    "streams": "ops",
 }
 
 
