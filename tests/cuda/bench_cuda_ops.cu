@@ -24,8 +24,10 @@
 #include "cuda/cuda_bench.cuh"
 #include "support/cuda_fixture.h"
 #include "support/op_cases.h"
+#include "support/op_cases_compressed.h"
 #include "support/op_cases_latent.h"
 #include "support/op_cases_moe.h"
+#include "support/op_cases_streams.h"
 #include "support/seed.h"
 
 namespace paceline::testing {
@@ -169,6 +171,45 @@ void bench_small_ops(Bench& bench) {
                              .v_head_dim = 256,
                              .kv_lora_rank = 512,
                              .q_width = 768};
+  // DeepSeek-V4-Flash, at a context of 32k; rows are verify windows of four.
+  const WindowEntrySpec v4_heads = {
+      .num_heads = 64, .head_dim = 512, .rope_head_dim = 64, .q_width = 1024};
+  const auto v4_rotate = [v4_heads](bool is_inverse) {
+    return [v4_heads, is_inverse](const Rows& rows) {
+      WindowEntrySpec spec = v4_heads;
+      spec.has_norm = !is_inverse;
+      spec.is_inverse = is_inverse;
+      return make_rotate_heads(spec, rows, 1);
+    };
+  };
+  const auto v4_compress = [](bool overlaps) {
+    return [overlaps](const Rows& rows) {
+      return make_compress({.dim = 512,
+                            .index_dim = overlaps ? 128 : 0,
+                            .rope_head_dim = 64,
+                            .tokens_per_entry = overlaps ? 4 : 128,
+                            .overlaps = overlaps},
+                           rows, 1);
+    };
+  };
+  const EntriesSpec v4_index = {.num_heads = 64,
+                                .head_dim = 128,
+                                .num_entries = 8192,
+                                .top_k = 512,
+                                .rows_per_seq = 4,
+                                .sees_all = true};
+  const auto v4_attention = [](int32_t num_entries, int32_t top_k) {
+    return [num_entries, top_k](const Rows& rows) {
+      return make_compressed_attention({.num_heads = 64,
+                                        .head_dim = 512,
+                                        .num_entries = std::max(num_entries, 1),
+                                        .top_k = top_k,
+                                        .has_entries = num_entries > 0,
+                                        .sees_all = true},
+                                       rows, 1);
+    };
+  };
+  const StreamsSpec v4_streams = {.num_streams = 4, .hidden = 4096, .adds = true};
   // Of the places of rows that each choose four experts.
   const auto swiglu_of_experts = [](const Rows& rows) {
     return make_gated(
@@ -224,6 +265,26 @@ void bench_small_ops(Bench& bench) {
       {"combine/4x2880", [](const Rows& rows) { return make_combine({2880, 4}, rows, 1); }},
       {"combine_and_norm/4x2880",
        [](const Rows& rows) { return make_combine_and_norm({2880, 4}, rows, 1); }},
+      {"v4/join_streams", [=](const Rows& rows) { return make_join_streams(v4_streams, rows, 1); }},
+      {"v4/append_window_entries",
+       [=](const Rows& rows) { return make_append_window_entries(v4_heads, rows, 1); }},
+      {"v4/rotate_heads", v4_rotate(false)},
+      {"v4/rotate_heads/inverse", v4_rotate(true)},
+      {"v4/append_tail", [](const Rows& rows) { return make_append_tail({.dim = 2560}, rows, 1); }},
+      {"v4/compress/4", v4_compress(true)},
+      {"v4/compress/128", v4_compress(false)},
+      {"v4/index_scores/8192",
+       [=](const Rows& rows) { return make_index_scores(v4_index, rows, 1); }},
+      {"v4/choose_entries/8192",
+       [=](const Rows& rows) { return make_choose_entries(v4_index, rows, 1); }},
+      {"v4/attention/window", v4_attention(0, 0)},
+      {"v4/attention/512of8192", v4_attention(8192, 512)},
+      {"v4/attention/256", v4_attention(256, 0)},
+      {"v4/route",
+       [](const Rows& rows) {
+         return make_route({.num_experts = 256, .top_k = 6, .rule = RouterRule::kSqrtSoftplus},
+                           rows, 1);
+       }},
       {"latent/append", [=](const Rows& rows) { return make_append_latents(latent, rows, 1); }},
       {"latent/absorb_queries",
        [=](const Rows& rows) { return make_absorb_queries(latent, rows, 1); }},

@@ -14,17 +14,13 @@
 #include "ops/compressed.h"
 #include "support/row_arrays.h"
 #include "support/row_values.h"
+#include "support/store_arrays.h"
 
 namespace paceline::testing {
 namespace {
 
 constexpr int32_t kMaxPositions = 2048;
 constexpr int32_t kOffset = 1;
-constexpr int32_t kSequences = 3;
-constexpr int64_t kGap = 64;  // elements before and behind what an op sees of a block
-
-bool is_inert(int64_t id) { return id % 13 == 6; }
-
 // A number of a row in [0, count).
 int32_t number_of(uint64_t seed, uint64_t purpose, int64_t id, int32_t count) {
   return Stream(seed, purpose, static_cast<uint64_t>(id)).below(count);
@@ -70,113 +66,21 @@ struct RopeArrays {
   Handle sin;
 };
 
-// What the sequences store: blocks in any order, NaN but for their entries.
-struct StoreArrays {
-  StoreArrays(OpInstance& op, const std::string& name, Element element, int32_t length,
-              int64_t entry_width, int32_t entries_of_block, uint64_t seed, Purpose purpose)
-      : width(entry_width), block_size(entries_of_block), bytes(element_bytes(element)) {
-    stride = (length + block_size - 1) / block_size + 2;
-    block = block_size * width + 2 * kGap;
-    const auto num_blocks = static_cast<int32_t>(1 + kSequences * stride);
-    // Blocks that must not be followed are the null block.
-    std::vector<int32_t> blocks(static_cast<size_t>(kSequences * stride), 0);
-    std::vector<int32_t> free(static_cast<size_t>(num_blocks - 1));
-    std::iota(free.begin(), free.end(), 1);
-    Stream stream(seed, kOrdering, static_cast<uint64_t>(purpose));
-    shuffle(free, stream);
-    for (int32_t seq = 0; seq < kSequences; ++seq) {
-      for (int64_t b = 0; b < (length + block_size - 1) / block_size; ++b) {
-        blocks[static_cast<size_t>(seq * stride + b)] = free.back();
-        free.pop_back();
-      }
-    }
-    table = op.add(int_array(name + " table", Role::kInput, blocks));
-    const auto fill = [=, *this](float* to) {
-      std::fill_n(to, num_blocks * block, kNan);
-      for (int32_t seq = 0; seq < kSequences; ++seq) {
-        for (int32_t entry = 0; entry < length; ++entry) {
-          const int32_t at = blocks[static_cast<size_t>(seq * stride + entry / block_size)];
-          Stream(seed, purpose, static_cast<uint64_t>(seq), static_cast<uint64_t>(entry))
-              .fill(to + at * block + kGap + entry % block_size * width, width);
-        }
-      }
-    };
-    OpArray values = float_array(name, element, element, num_blocks * block, fill);
-    values.is_constant = true;
-    pool = op.add(std::move(values));
-    dtype = element == Element::kF32 ? DType::kFloat32 : DType::kBFloat16;
-  }
-  [[nodiscard]] KvLayerView view(const Addresses& at) const {
-    return {.base = at.raw(pool),
-            .block_bytes = block * bytes,
-            .k_offset = kGap * bytes,
-            .v_offset = kGap * bytes,
-            .block_size = block_size,
-            .dtype = dtype};
-  }
-  [[nodiscard]] BlockTable blocks(const Addresses& at) const {
-    return {.blocks = at.get<int32_t>(table), .stride = stride, .block_size = block_size};
-  }
-
-  int64_t width;
-  int32_t block_size;
-  int64_t bytes;
-  int64_t stride = 0;
-  int64_t block = 0;
-  DType dtype = DType::kFloat32;
-  Handle table = kNoArray;
-  Handle pool = kNoArray;
-};
-
-// A store that an op writes: every row has its own slot, past the null block.
-struct WrittenStore {
-  WrittenStore(OpInstance& op, const std::string& name, Element element, int64_t entry_width,
-               int32_t entries_of_block, const Rows& rows)
-      : width(entry_width), block_size(entries_of_block), bytes(element_bytes(element)) {
-    block = block_size * width + 2 * kGap;
-    const int64_t count = (1 + (kMaxRowId + block_size - 1) / block_size) * block;
-    OpArray entries = float_array(name, element, element, count,
-                                  [=](float* to) { std::fill_n(to, count, kNan); });
-    entries.role = Role::kInOut;
-    entries.num_ignored = block;
-    if (block_size == 1) {  // a row of the pool is the slot of one row
-      entries.row_length = block;
-      for (const int64_t id : rows.ids) entries.row_at.push_back(is_inert(id) ? 0 : id + 1);
-    }
-    pool = op.add(std::move(entries));
-    dtype = element == Element::kF32 ? DType::kFloat32 : DType::kBFloat16;
-  }
-  [[nodiscard]] KvLayerView view(const Addresses& at) const {
-    return {.base = at.raw(pool),
-            .block_bytes = block * bytes,
-            .k_offset = kGap * bytes,
-            .v_offset = kGap * bytes,
-            .block_size = block_size,
-            .dtype = dtype};
-  }
-
-  int64_t width;
-  int32_t block_size;
-  int64_t bytes;
-  int64_t block = 0;
-  DType dtype = DType::kFloat32;
-  Handle pool = kNoArray;
-};
-
 Handle add_slots(OpInstance& op, const char* name, const Rows& rows, int32_t block_size) {
   return op.add(row_ints<int64_t>(
       name, rows, [&](int64_t id) -> int64_t { return is_inert(id) ? 0 : block_size + id; }));
 }
 
 // The sequences of rows whose sequences do not matter otherwise.
-Handle add_seq_slots(OpInstance& op, const Rows& rows, bool has_sequences) {
+Handle add_seq_slots(OpInstance& op, const Rows& rows, bool is_one) {
   return op.add(row_ints<int32_t>("seq_slot", rows, [&](int64_t id) -> int32_t {
-    return is_inert(id) ? -1 : has_sequences ? 1 : static_cast<int32_t>(id % kSequences);
+    return is_inert(id) ? -1 : is_one ? 1 : static_cast<int32_t>(id % kSequences);
   }));
 }
 
 // How many entries a row sees: none, all, as many as are chosen or one more, or any number.
 int32_t visible_entries(const EntriesSpec& s, uint64_t seed, int64_t id) {
+  if (s.sees_all) return s.num_entries;
   if (is_inert(id)) return 0;
   const int32_t edges[] = {s.num_entries, 0, 1, s.top_k, s.top_k + 1, s.num_entries - 1};
   const int32_t any = number_of(seed, kBias, id, s.num_entries + 1);
@@ -185,13 +89,14 @@ int32_t visible_entries(const EntriesSpec& s, uint64_t seed, int64_t id) {
 
 // Pieces of the rows as sequences.
 struct SequenceArrays {
-  SequenceArrays(OpInstance& op, const Rows& rows, uint64_t seed) {
+  SequenceArrays(OpInstance& op, const Rows& rows, int32_t rows_per_seq, uint64_t seed) {
     const auto count = static_cast<int32_t>(rows.ids.size());
     std::vector<int32_t> indptr = {0};
     Stream stream(seed, kNoise, static_cast<uint64_t>(count));
     while (indptr.back() < count) {
-      const int32_t most = stream.one_in(3) ? 100 : 5;
-      indptr.push_back(std::min(indptr.back() + stream.below(most), count));
+      const int32_t any = stream.below(stream.one_in(3) ? 100 : 5);
+      const int32_t own = rows_per_seq > 0 ? rows_per_seq : any;
+      indptr.push_back(std::min(indptr.back() + own, count));
       max_rows_per_seq = std::max(max_rows_per_seq, indptr.back() - indptr[indptr.size() - 2]);
     }
     const auto seqs = static_cast<int32_t>(indptr.size()) - 1;
@@ -368,7 +273,7 @@ OpInstance make_index_scores(const EntriesSpec& s, const Rows& rows, uint64_t se
   const Handle q = op.add(normal_rows("q", element, rows, width, width, seed, kX));
   const Handle weights = op.add(
       normal_rows("weights", Element::kF32, rows, s.num_heads, weights_stride, seed, kWeight));
-  const Handle seq_slots = add_seq_slots(op, rows, s.has_sequences);
+  const Handle seq_slots = add_seq_slots(op, rows, s.rows_per_seq != 0);
   const Handle ends = op.add(row_ints<int32_t>(
       "entry_end", rows, [&](int64_t id) { return visible_entries(s, seed, id); }));
   const StoreArrays keys(op, "keys", element, s.num_entries, s.head_dim, s.block_size, seed, kKeys);
@@ -377,7 +282,7 @@ OpInstance make_index_scores(const EntriesSpec& s, const Rows& rows, uint64_t se
       output_array("scores", Element::kF32, Element::kF32, max_rows * scores_stride, scores_stride);
   out.rms_bound = kTensorCoreBound;
   const Handle scores = op.add(std::move(out));
-  SequenceArrays sequences(op, rows, seed);
+  const SequenceArrays sequences(op, rows, s.rows_per_seq, seed);
   op.set_run([=](auto& ctx, const Addresses& at) {
     IndexScoresParams p = {.num_rows = at.get<int32_t>(num_rows),
                            .max_rows = max_rows,
@@ -395,7 +300,7 @@ OpInstance make_index_scores(const EntriesSpec& s, const Rows& rows, uint64_t se
                            .scores = at.get<float>(scores),
                            .scores_stride = scores_stride,
                            .dtype = activation_dtype(ctx, s.dtype)};
-    if (s.has_sequences) {
+    if (s.rows_per_seq != 0) {
       p.num_seqs = at.get<int32_t>(sequences.num_seqs);
       p.row_indptr = at.get<int32_t>(sequences.row_indptr);
       p.max_seqs = sequences.max_seqs;

@@ -44,12 +44,15 @@ struct EntriesSpec {
   int32_t window = 128;     // of compressed_attention
   int32_t block_size = 16;
   DType dtype = DType::kBFloat16;
-  // Rows belong to sequences of several rows, and those to one sequence slot.
-  bool has_sequences = false;
+  // Not 0: rows belong to sequences of so many rows, or with kAnyRows of any number of them, all
+  // in one sequence slot.
+  int32_t rows_per_seq = 0;
   bool has_entries = true;               // of compressed_attention
   LogitKind scores = LogitKind::kPlain;  // of choose_entries
   bool has_sinks = true;
+  bool sees_all = false;  // every row sees all entries; for benches
 };
+inline constexpr int32_t kAnyRows = -1;
 
 [[nodiscard]] OpInstance make_append_window_entries(const WindowEntrySpec& spec, const Rows& rows,
                                                     uint64_t seed);

@@ -111,7 +111,7 @@ void add_entries(TableBuilder& table, DType dtype) {
        .top_k = 5,
        .block_size = 1,
        .dtype = dtype,
-       .has_sequences = true},
+       .rows_per_seq = kAnyRows},
       {.num_heads = 3, .head_dim = 40, .num_entries = 200, .top_k = 7, .dtype = dtype},
       {.num_heads = 4,
        .head_dim = 33,
@@ -119,10 +119,10 @@ void add_entries(TableBuilder& table, DType dtype) {
        .top_k = 1,
        .block_size = 24,
        .dtype = dtype,
-       .has_sequences = true}};
+       .rows_per_seq = kAnyRows}};
   for (const EntriesSpec& s : scored) {
     table.add("index_scores_" + std::to_string(s.num_heads) + "x" + std::to_string(s.head_dim) +
-                  "_n" + std::to_string(s.num_entries) + (s.has_sequences ? "_together" : "") +
+                  "_n" + std::to_string(s.num_entries) + (s.rows_per_seq != 0 ? "_together" : "") +
                   dtype_suffix(dtype),
               make_index_scores, s, true);
   }
