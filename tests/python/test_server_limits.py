@@ -38,6 +38,10 @@ def chat(**fields: Any) -> tuple[str, Any]:
     return CHATS, {"messages": [{"role": "user", "content": "a"}], **fields}
 
 
+def responses(**fields: Any) -> tuple[str, Any]:
+    return "/v1/responses", {"input": "a", **fields}
+
+
 def raw(text: str | bytes) -> tuple[str, Any]:
     return COMPLETIONS, text.encode() if isinstance(text, str) else text
 
@@ -209,7 +213,31 @@ MALFORMED: list[tuple[str | int, tuple[str, Any]]] = [
     (413, raw(b" " * (MAX_BODY + 1))),
     (404, completion(model="other")),
     (404, ("/v1/nonesuch", {})),
-    (404, ("/v1/responses", {})),
+    (404, ("/v1/embeddings", {})),
+    ("input", responses(input=None)),
+    ("input", responses(input=[])),
+    ("input", responses(input=7)),
+    ("input", responses(input=[7])),
+    ("input", responses(input=[{"role": "wizard", "content": "a"}])),
+    ("input", responses(input=[{"role": "user", "content": 7}])),
+    ("input", responses(input=[{"role": "user", "content": [{"type": "input_image"}]}])),
+    ("input", responses(input=[{"type": "web_search_call"}])),
+    ("input", responses(input=[{"type": "function_call", "name": 7}])),
+    ("input", responses(input=[{"type": "function_call_output"}])),
+    ("input", responses(input="\ud800")),
+    ("input", responses(input=[{"role": "user", "content": "a"}] * 4097)),
+    ("instructions", responses(instructions=7)),
+    ("max_output_tokens", responses(max_output_tokens=0)),
+    ("max_tokens", responses(max_tokens=5)),
+    ("n", responses(n=2)),
+    ("store", responses(store=True)),
+    ("previous_response_id", responses(previous_response_id="resp_1")),
+    ("text", responses(text={"format": {"type": "json_object"}})),
+    ("reasoning", responses(reasoning={"effort": "low"})),
+    ("truncation", responses(truncation="auto")),
+    ("tools", responses(tools=[{"type": "web_search"}])),
+    ("tools", responses(tools=[{"type": "function", "name": "f"}])),
+    ("metadata", responses(metadata=7)),
     (405, ("/v1/models", {})),
 ]
 

@@ -21,12 +21,15 @@ from paceline.server.fields import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
     MAX_MESSAGES,
+    Wishes,
     read_chat,
     read_completion,
 )
 from paceline.server.generation import Generation
 from paceline.server.guard import App, Guard
 from paceline.server.metrics import CONTENT_TYPE
+from paceline.server.response_fields import RESPONSE_FIELDS, read_response
+from paceline.server.responses import ResponseRun
 from paceline.server.service import Service
 from paceline.server.shapes import ChatShape, CompletionShape, Shape
 
@@ -111,6 +114,7 @@ def _add_facts(app: FastAPI, service: Service) -> None:
             "fields": {
                 "/v1/completions": sorted(COMPLETION_FIELDS),
                 "/v1/chat/completions": sorted(CHAT_FIELDS),
+                "/v1/responses": sorted(RESPONSE_FIELDS),
             },
         }
         return JsonResponse(llm.capabilities() | {"server": served})
@@ -136,6 +140,15 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         streams = [allm.stream(prompt, call.wishes.params) for prompt in call.prompts]
         return await _generate(service, request, streams, CompletionShape(call.wishes))
 
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        given = parse_object(await request.body())
+        call = read_response(given, service.chat_params, service.check_model, service.text_format)
+        chat = call.chat
+        stream = allm.stream_chat(chat.messages, chat.wishes.params, **chat.template_arguments)
+        run = ResponseRun(stream, call, service.names[0], service.figures)
+        return await _run(service, request, run, chat.wishes, param="input", num_prompts=1)
+
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         given = parse_object(await request.body())
@@ -148,14 +161,25 @@ async def _generate(
     service: Service, request: Request, streams: Sequence[ChunkStream], shape: Shape
 ) -> Response:
     """Runs prompts and makes the response."""
-    num_outputs = len(streams) * shape.wishes.params.n
+    run = Generation(streams, service.names[0], shape, service.figures)
+    param = "prompt" if len(streams) > 1 else "n"
+    return await _run(service, request, run, shape.wishes, param=param, num_prompts=len(streams))
+
+
+async def _run(
+    service: Service,
+    request: Request,
+    run: Generation | ResponseRun,
+    wishes: Wishes,
+    *,
+    param: str,
+    num_prompts: int,
+) -> Response:
+    """Admits a request and runs it; `param` is the field that says how many outputs it has."""
     async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(
-            service.admission.admit(num_outputs, "prompt" if len(streams) > 1 else "n")
-        )
-        generation = Generation(streams, service.names[0], shape, service.figures)
-        stack.push_async_callback(generation.close)
-        await until_gone(request.receive, generation.start())
-        if not shape.wishes.is_streamed:
-            return JsonResponse(await until_gone(request.receive, generation.whole()))
-        return EventStream(generation.events(), stack.pop_all().aclose)
+        stack.enter_context(service.admission.admit(num_prompts * wishes.params.n, param))
+        stack.push_async_callback(run.close)
+        await until_gone(request.receive, run.start())
+        if not wishes.is_streamed:
+            return JsonResponse(await until_gone(request.receive, run.whole()))
+        return EventStream(run.events(), stack.pop_all().aclose)

@@ -151,9 +151,21 @@ class Fields:
             raise refusal(f"{name} is {shorten(value)}; allowed: an object", name)
         return value
 
-    def take_all(self, names: Collection[str]) -> dict[str, Any]:
-        """Takes those of several fields that are there."""
-        return {name: self._given.pop(name) for name in names if name in self._given}
+    def peek(self, name: str) -> Any:
+        """Returns a field without taking it; None if it is absent."""
+        return self._given.get(name)
+
+    def replace(self, name: str, value: Any) -> None:
+        """Puts another value in the place of a field."""
+        self._given[name] = value
+
+    def take_sampling(self, names: Collection[str]) -> dict[str, Any]:
+        """Takes sampling parameters, and logit_bias, whose keys are strings in JSON."""
+        parameters = {name: self._given.pop(name) for name in names if name in self._given}
+        biases = self.take_object("logit_bias")
+        if biases is not None:
+            parameters["logit_bias"] = [(_token_id(key), bias) for key, bias in biases.items()]
+        return parameters
 
     def finish(
         self, allowed: Collection[str], refused: Mapping[str, tuple[str, tuple[Any, ...]]]
@@ -181,3 +193,9 @@ class Fields:
             # `1 == True`, but they are different values of JSON.
             if not any(value == one and type(value) is type(one) for one in neutral):
                 raise refusal(f"{name} is not supported: {advice}", name)
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) <= 10):
+        raise refusal(f"logit_bias has the key {shorten(key)}; allowed: token ids", "logit_bias")
+    return int(key)

@@ -20,10 +20,10 @@ from paceline.server.tools import check_tool_calls, check_tools
 
 MAX_MESSAGES: Final = 4096
 _MAX_USER: Final = 512
-_ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
 # The names of `SamplingParams` that mean the same here.
-_SAMPLING: Final = (
+SAMPLING: Final = (
     "n",
     "temperature",
     "top_k",
@@ -45,7 +45,7 @@ _SAMPLING: Final = (
     "spaces_between_special_tokens",
 )
 _COMMON: Final = (
-    *_SAMPLING,
+    *SAMPLING,
     "model",
     "stream",
     "stream_options",
@@ -73,7 +73,7 @@ _STRUCTURED: Final = "there is no structured output; check the text yourself"
 _BEAMS: Final = "there is no beam search; leave it out"
 _LEAVE: Final = "leave it out"
 # By field: what to do instead, and the values that are the same as leaving it out.
-_REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
+REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "best_of": ("n gives the number of outputs", ()),
     "cache_salt": ("there is no cache of prefixes across requests; leave it out", ()),
     "guided_choice": (_STRUCTURED, ()),
@@ -100,14 +100,14 @@ _REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "vllm_xargs": (_LEAVE, ()),
 }
 _TOOLS: Final = "the fields tools and tool_choice have taken its place"
-_REFUSED_IN_COMPLETIONS: Final = _REFUSED | {
+_REFUSED_IN_COMPLETIONS: Final = REFUSED | {
     "add_special_tokens": ("give the prompt as token ids, which /tokenize makes", (True,)),
     "echo": ("put the prompt before the text yourself", (False,)),
     "messages": ("send them to /v1/chat/completions", ()),
     "prompt_embeds": ("models read text and token ids only", ()),
     "suffix": ("models continue the prompt only; leave it out", ("",)),
 }
-_REFUSED_IN_CHATS: Final = _REFUSED | {
+_REFUSED_IN_CHATS: Final = REFUSED | {
     "add_special_tokens": ("the chat template writes the special tokens", (False,)),
     "audio": ("models read and write text only", ()),
     "chat_template": ("the server's --chat-template or the checkpoint's own is used", ()),
@@ -230,14 +230,10 @@ def read_chat(
     tools = take_tools(fields, text_format)
     arguments["tools"] = tools
     make_reader = None
-    if text_format is not None and (tools is not None or text_format.is_always_read):
-        is_whole = not arguments["continue_final_message"]
-        # Who asks for special tokens wants the text as it is.
-        if is_whole and (tools is not None or given.get("skip_special_tokens") is not False):
-            make_reader = text_format.make
-        if make_reader is not None and text_format.is_always_read:
-            default = dataclasses.replace(default, skip_special_tokens=False)
-            fields.take("skip_special_tokens")
+    if not arguments["continue_final_message"]:
+        make_reader, default = choose_reader(
+            fields, default, text_format, has_tools=tools is not None
+        )
     wants_logprobs = fields.take_bool("logprobs")
     num_logprobs = fields.take("top_logprobs")
     if num_logprobs is not None:
@@ -266,35 +262,46 @@ def read_chat(
 
 def take_conversation(fields: Fields) -> tuple[list[Any], dict[str, Any]]:
     """Takes the messages of a conversation and the keyword arguments for its template."""
-    messages = fields.take("messages")
-    if not isinstance(messages, list) or not messages:
-        raise refusal(
-            f"messages is {shorten(messages)}; allowed: a list of at least one message "
-            '{"role": ..., "content": ...}',
-            "messages",
-        )
-    if len(messages) > MAX_MESSAGES:
-        raise refusal(
-            f"messages has {len(messages)} entries; allowed: at most {MAX_MESSAGES}", "messages"
-        )
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise refusal(
-                f"messages[{index}] is {shorten(message)}; allowed: an object", "messages"
-            )
-        role = message.get("role")
-        if role is not None and role not in _ROLES:
-            raise refusal(
-                f"messages[{index}]['role'] is {shorten(role)}; allowed: {', '.join(_ROLES)}",
-                "messages",
-            )
-        messages[index] = check_tool_calls(f"messages[{index}]", message)
+    messages = check_conversation(fields.take("messages"), "messages")
     continues = fields.take_bool("continue_final_message")
     return messages, {
         "add_generation_prompt": fields.take_bool("add_generation_prompt", not continues),
         "continue_final_message": continues,
         "chat_template_kwargs": fields.take_object("chat_template_kwargs"),
     }
+
+
+def check_conversation(messages: Any, param: str) -> list[Any]:
+    """Checks messages, and makes objects of the arguments of their calls.
+
+    Args:
+        messages: The messages.
+        param: The field that they come from.
+
+    Raises:
+        ApiError: One is malformed.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise refusal(
+            f"messages is {shorten(messages)}; allowed: a list of at least one message "
+            '{"role": ..., "content": ...}',
+            param,
+        )
+    if len(messages) > MAX_MESSAGES:
+        raise refusal(
+            f"messages has {len(messages)} entries; allowed: at most {MAX_MESSAGES}", param
+        )
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise refusal(f"messages[{index}] is {shorten(message)}; allowed: an object", param)
+        role = message.get("role")
+        if role is not None and role not in ROLES:
+            raise refusal(
+                f"messages[{index}]['role'] is {shorten(role)}; allowed: {', '.join(ROLES)}",
+                param,
+            )
+        messages[index] = check_tool_calls(f"messages[{index}]", message, param)
+    return messages
 
 
 def take_tools(fields: Fields, text_format: Format | None) -> list[Any] | None:
@@ -330,15 +337,31 @@ def take_tools(fields: Fields, text_format: Format | None) -> list[Any] | None:
     return tools
 
 
+def choose_reader(
+    fields: Fields, default: SamplingParams, text_format: Format | None, *, has_tools: bool
+) -> tuple[Callable[[], Reader] | None, SamplingParams]:
+    """Chooses how the text of a message is divided.
+
+    Returns:
+        The `make_reader` of `ChatCall`, and the default parameters, with which the marks of the
+        format are in the text.
+    """
+    # Who asks for special tokens wants the text as it is.
+    wants_marks = fields.peek("skip_special_tokens") is False
+    if text_format is None or not (has_tools or (text_format.is_always_read and not wants_marks)):
+        return None, default
+    if text_format.is_always_read:
+        fields.take("skip_special_tokens")
+        default = dataclasses.replace(default, skip_special_tokens=False)
+    return text_format.make, default
+
+
 def _wishes(
     fields: Fields, default: SamplingParams, num_logprobs: int | None, **given: Any
 ) -> Wishes:
-    parameters = fields.take_all(_SAMPLING) | {
+    parameters = fields.take_sampling(SAMPLING) | {
         name: value for name, value in given.items() if value is not None
     }
-    biases = fields.take_object("logit_bias")
-    if biases is not None:
-        parameters["logit_bias"] = _biases(biases)
     params = dataclasses.replace(default, logprobs=num_logprobs, **parameters)
     is_streamed = fields.take_bool("stream")
     options = fields.take_object("stream_options")
@@ -351,8 +374,7 @@ def _wishes(
     has_continuous_usage = shown.take_bool("continuous_usage_stats")
     includes_usage = shown.take_bool("include_usage")
     shown.finish(("include_usage", "continuous_usage_stats"), {})
-    if len(fields.take_text("user") or "") > _MAX_USER:
-        raise refusal(f"user is too long; allowed: {_MAX_USER} characters", "user")
+    take_user(fields)
     return Wishes(
         params=params,
         is_streamed=is_streamed,
@@ -363,16 +385,12 @@ def _wishes(
     )
 
 
-def _biases(given: dict[str, Any]) -> list[tuple[int, Any]]:
-    """Keys of JSON are strings."""
-    pairs = []
-    for key, value in given.items():
-        if not (key.isascii() and key.isdigit() and len(key) <= 10):
-            raise refusal(
-                f"logit_bias has the key {shorten(key)}; allowed: token ids", "logit_bias"
-            )
-        pairs.append((int(key), value))
-    return pairs
+def take_user(fields: Fields) -> str | None:
+    """Takes the name of a user, which has no effect."""
+    user = fields.take_text("user")
+    if user is not None and len(user) > _MAX_USER:
+        raise refusal(f"user is too long; allowed: {_MAX_USER} characters", "user")
+    return user
 
 
 def _prompts(given: Any) -> list[Any]:

@@ -24,7 +24,7 @@ MAX_HEADER_BYTES: Final = 16 * 2**10
 # Needs no key: for those who watch whether the server lives.
 _OPEN_PATHS: Final = ("/health",)
 # These hold outputs, so they are refused while the server is full, before their body is read.
-GENERATING_PATHS: Final = ("/v1/completions", "/v1/chat/completions")
+GENERATING_PATHS: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 # Those that responses are counted for; the rest is "other".
 _ROUTES: Final = (
     *_OPEN_PATHS,

@@ -51,12 +51,13 @@ def check_tools(tools: Any) -> list[Any] | None:
     return tools
 
 
-def check_tool_calls(name: str, message: dict[str, Any]) -> dict[str, Any]:
+def check_tool_calls(name: str, message: dict[str, Any], param: str) -> dict[str, Any]:
     """Checks the calls of a message and makes objects of their arguments, as templates expect.
 
     Args:
         name: The name of the message in errors.
         message: The message, which is not changed.
+        param: The field of the request that it comes from.
 
     Returns:
         The message for the template.
@@ -68,7 +69,7 @@ def check_tool_calls(name: str, message: dict[str, Any]) -> dict[str, Any]:
     if calls is None:
         return message
     if not isinstance(calls, list):
-        raise refusal(f"{name}['tool_calls'] is {shorten(calls)}; allowed: a list", "messages")
+        raise refusal(f"{name}['tool_calls'] is {shorten(calls)}; allowed: a list", param)
     made = []
     for index, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
@@ -76,7 +77,7 @@ def check_tool_calls(name: str, message: dict[str, Any]) -> dict[str, Any]:
             raise refusal(
                 f"{name}['tool_calls'][{index}] is {shorten(call)}; allowed: "
                 '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}',
-                "messages",
+                param,
             )
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
@@ -88,7 +89,7 @@ def check_tool_calls(name: str, message: dict[str, Any]) -> dict[str, Any]:
             raise refusal(
                 f"{name}['tool_calls'][{index}] has arguments "
                 f"{shorten(function.get('arguments'))}; allowed: an object, or one as JSON",
-                "messages",
+                param,
             )
         made.append(call | {"function": function | {"arguments": arguments}})
     return message | {"tool_calls": made}

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fields of /v1/responses, and the conversation that its items make."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Final
+
+from paceline.checks import check_int, check_text, shorten
+from paceline.limits import MAX_INT
+from paceline.sampling import SamplingParams
+from paceline.server.bodies import Fields
+from paceline.server.errors import refusal
+from paceline.server.fields import (
+    REFUSED,
+    ROLES,
+    SAMPLING,
+    ChatCall,
+    Wishes,
+    check_conversation,
+    choose_reader,
+    take_tools,
+    take_user,
+)
+from paceline.server.formats import Format
+
+# Outputs of a response have one choice, and its length another name.
+_SAMPLING: Final = tuple(name for name in SAMPLING if name not in ("n", "max_tokens"))
+RESPONSE_FIELDS: Final = (
+    *_SAMPLING,
+    "model",
+    "input",
+    "instructions",
+    "max_output_tokens",
+    "stream",
+    "logit_bias",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "chat_template_kwargs",
+    "metadata",
+    "user",
+)
+_STORES: Final = "the server stores nothing; send the whole conversation in input"
+_REFUSED: Final = {name: REFUSED[name] for name in REFUSED if name != "metadata"} | {
+    "background": ("a response is made while its client waits", (False,)),
+    "conversation": (_STORES, ()),
+    "include": ("there is nothing to include", ([],)),
+    "max_tokens": ("the name is max_output_tokens", ()),
+    "max_tool_calls": ("the client calls the tools; leave it out", ()),
+    "messages": ("send them as input, or to /v1/chat/completions", ()),
+    "n": ("a response has one output; send several requests", (1,)),
+    "previous_response_id": (_STORES, ()),
+    "prompt": ("there are no stored prompts; send input", ()),
+    "prompt_cache_key": ("leave it out", ()),
+    "reasoning": (
+        "give chat_template_kwargs, such as {'reasoning_effort': 'low'}, if the template reads it",
+        ({}, {"effort": None}, {"effort": None, "summary": None}),
+    ),
+    "safety_identifier": ("leave it out", ()),
+    "stream_options": ("a stream has its usage in any case; leave it out", ({},)),
+    "text": (
+        "there is no structured output; check the text yourself",
+        ({}, {"format": {"type": "text"}}),
+    ),
+    "top_logprobs": ("/v1/chat/completions has logprobs", (0,)),
+    "truncation": ("shorten the input itself", ("disabled",)),
+}
+_TEXT_PARTS: Final = ("input_text", "output_text", "text")
+
+
+@dataclasses.dataclass(frozen=True)
+class ResponseCall:
+    """A request to /v1/responses.
+
+    Attributes:
+        chat: The conversation, its tools and the sampling parameters.
+        shown: Fields that the response repeats.
+    """
+
+    chat: ChatCall
+    shown: dict[str, Any]
+
+
+def read_response(
+    given: dict[str, Any],
+    default: SamplingParams,
+    check_model: Callable[[str | None], None],
+    text_format: Format | None,
+) -> ResponseCall:
+    """Reads the body of a request to /v1/responses; see `fields.read_chat`."""
+    fields = Fields(given)
+    check_model(fields.take_text("model"))
+    instructions = fields.take_text("instructions")
+    messages = _conversation(fields.take("input"))
+    if instructions is not None:
+        messages.insert(0, {"role": "system", "content": instructions})
+    shown_tools = fields.peek("tools") or []
+    fields.replace("tools", _chat_tools(shown_tools))
+    shown_choice = fields.peek("tool_choice") or "auto"
+    tools = take_tools(fields, text_format)
+    arguments = {
+        "chat_template_kwargs": fields.take_object("chat_template_kwargs"),
+        "tools": tools,
+    }
+    make_reader, default = choose_reader(fields, default, text_format, has_tools=tools is not None)
+    most = fields.take("max_output_tokens")
+    if most is not None:
+        most = check_int("max_output_tokens", most, 1, MAX_INT)
+        default = dataclasses.replace(default, max_tokens=most)
+    params = dataclasses.replace(default, **fields.take_sampling(_SAMPLING))
+    metadata = fields.take_object("metadata") or {}
+    shown = {
+        "instructions": instructions,
+        "max_output_tokens": most,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "tools": shown_tools,
+        "tool_choice": shown_choice,
+        "metadata": metadata,
+        "user": take_user(fields),
+    }
+    wishes = Wishes(params, fields.take_bool("stream"), True, False, False, False)
+    fields.finish(RESPONSE_FIELDS, _REFUSED)
+    return ResponseCall(
+        ChatCall(check_conversation(messages, "input"), arguments, make_reader, wishes), shown
+    )
+
+
+def _chat_tools(tools: Any) -> Any:
+    """Makes tools of chats, whose function is an object of its own; others are checked later."""
+    if not isinstance(tools, list):
+        return tools
+    made = []
+    for index, tool in enumerate(tools):
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            raise refusal(
+                f"tools[{index}] is {shorten(tool)}; allowed: "
+                '{"type": "function", "name": ..., "parameters": {...}}',
+                "tools",
+            )
+        function = {key: value for key, value in tool.items() if key not in ("type", "strict")}
+        made.append({"type": "function", "function": function})
+    return made
+
+
+def _conversation(given: Any) -> list[dict[str, Any]]:
+    """Makes messages of the items of an input."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": check_text("input", given)}]
+    if not isinstance(given, list) or not given:
+        raise refusal(
+            f"input is {shorten(given)}; allowed: a string, or a list of at least one item",
+            "input",
+        )
+    messages: list[dict[str, Any]] = []
+    reasoning = ""  # of the next message of the assistant
+    for index, item in enumerate(given):
+        name = f"input[{index}]"
+        if not isinstance(item, dict):
+            raise refusal(f"{name} is {shorten(item)}; allowed: an object", "input")
+        kind = item.get("type", "message")
+        if kind == "reasoning":
+            reasoning += _text(f"{name}['content']", item.get("content") or [], ("reasoning_text",))
+            continue
+        if kind == "message":
+            if item.get("role") not in ROLES:
+                raise refusal(
+                    f"{name}['role'] is {shorten(item.get('role'))}; allowed: {', '.join(ROLES)}",
+                    "input",
+                )
+            content = item.get("content")
+            message = {"role": item.get("role"), "content": _text(name, content, _TEXT_PARTS)}
+        elif kind == "function_call":
+            call = {
+                "id": item.get("call_id"),
+                "type": "function",
+                "function": {"name": item.get("name"), "arguments": item.get("arguments", "{}")},
+            }
+            before = messages[-1] if messages else {}
+            if before.get("role") == "assistant" and not reasoning:
+                before["tool_calls"] = [*before.get("tool_calls", []), call]
+                continue
+            message = {"role": "assistant", "content": None, "tool_calls": [call]}
+        elif kind == "function_call_output":
+            text = _text(f"{name}['output']", item.get("output"), _TEXT_PARTS)
+            message = {"role": "tool", "tool_call_id": item.get("call_id"), "content": text}
+        else:
+            raise refusal(
+                f"{name} has type {shorten(kind)}; allowed: 'message', 'function_call', "
+                "'function_call_output' and 'reasoning'",
+                "input",
+            )
+        if reasoning and message["role"] == "assistant":
+            message["reasoning_content"], reasoning = reasoning, ""
+        messages.append(message)
+    return messages
+
+
+def _text(name: str, content: Any, kinds: tuple[str, ...]) -> str:
+    """The text of a content: a string, or parts of it."""
+    if isinstance(content, str):
+        return check_text(name, content)
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        if not isinstance(part, dict) or part.get("type") not in kinds:
+            raise refusal(
+                f"{name} has {shorten(part)}; allowed: a string, or parts "
+                f'{{"type": {kinds[0]!r}, "text": ...}}',
+                "input",
+            )
+        texts.append(check_text(f"{name}['text']", part.get("text")))
+    return "".join(texts)
