@@ -19,6 +19,7 @@ from paceline.bench.options import (
     add_latency_parser,
     check_can_write,
     check_hub_options,
+    check_num_layers,
     parse_concurrency,
     parse_samplings,
     speculations,
@@ -183,6 +184,7 @@ def _set_up(args: argparse.Namespace, started: float) -> Setup:
     """Checks all arguments, then loads the models."""
     source, is_dummy = target_source(args)
     check_hub_options(args)
+    check_num_layers(args)
     config, chosen = speculations(args)
     device = resolve_device("cpu" if args.demo and args.device == "auto" else args.device)
     if args.trace is not None and not can_trace(device):
@@ -193,19 +195,19 @@ def _set_up(args: argparse.Namespace, started: float) -> Setup:
     begin = time.monotonic()
     target = load(
         source, dummy=is_dummy, dtype=args.dtype, device=device, show_progress=not args.quiet,
-        revision=args.revision, cache_dir=args.cache_dir,
+        revision=args.revision, cache_dir=args.cache_dir, num_layers=args.num_layers,
     )  # fmt: skip
     draft = None
     if config is not None and config.has_model:
         is_draft_dummy = is_dummy or args.draft_config is not None
         # An MTP layer is in the target's files.
-        draft_source, revision = config.model, config.revision
+        draft_source, revision, kept = config.model, config.revision, None
         if draft_source is None:
-            draft_source, revision = source, args.revision
+            draft_source, revision, kept = source, args.revision, args.num_layers
         draft = load_draft(
             draft_source, target, method=config.method, draft_feedback=config.draft_feedback,
             dummy=is_draft_dummy, dtype=args.dtype, device=device, show_progress=not args.quiet,
-            revision=revision, cache_dir=args.cache_dir,
+            revision=revision, cache_dir=args.cache_dir, num_layers=kept,
         )  # fmt: skip
     end = time.monotonic()
     return Setup(target, draft, chosen, device, end - begin, end - started)

@@ -85,18 +85,26 @@ def kv_bytes_read(config: Mapping[str, Any], context: float, item_bytes: int) ->
         item_bytes: Bytes per element of the cache.
 
     Returns:
-        The sum over layers of what min(context, window) tokens store.
+        The sum over layers of what min(context, window) tokens store, and of compressed entries:
+        those that are attended to, and the keys of the indexer for all of them.
     """
     total = 0.0
     for layer in config["layers"]:
         attention = layer["attention"]
-        tokens = _visible(attention, context)
-        total += tokens * kv_elements(attention) * item_bytes
+        elements = _visible(attention, context) * kv_elements(attention)
+        entries = _entries(attention, context)
+        elements += _attended_entries(attention, context) * attention.get("head_dim", 0)
+        elements += entries * attention.get("indexer", {}).get("head_dim", 0)
+        total += elements * item_bytes
     return total
 
 
 def kv_elements(attention: Mapping[str, Any]) -> int:
-    """Counts the elements that one token stores in a layer: keys and values, or a latent entry."""
+    """Counts the elements that one token stores in a layer: keys and values, or an entry that is
+    both. Compressed entries and what they are made of are left out.
+    """
+    if attention["kind"] == "compressed":
+        return int(attention["head_dim"])
     if attention["kind"] == "latent":
         return int(attention["kv_lora_rank"] + attention["qk_rope_head_dim"])
     return int(2 * attention["num_kv_heads"] * attention["head_dim"])
@@ -116,12 +124,30 @@ def attention_flops(config: Mapping[str, Any], context: float) -> float:
     for layer in config["layers"]:
         attention = layer["attention"]
         tokens = _visible(attention, context)
+        tokens += _attended_entries(attention, context)
+        indexer = attention.get("indexer")
+        if indexer is not None:
+            entries = _entries(attention, context)
+            total += 2 * entries * indexer["num_heads"] * indexer["head_dim"]
         if attention["kind"] == "latent":  # an entry is a key, and its latent is the value
             widths = 2 * attention["kv_lora_rank"] + attention["qk_rope_head_dim"]
         else:
             widths = 2 * attention["head_dim"]
         total += 2 * tokens * attention["num_qo_heads"] * widths
     return total
+
+
+def _entries(attention: Mapping[str, Any], context: float) -> float:
+    """The compressed entries that a row can see."""
+    compressor = attention.get("compressor")
+    return 0.0 if compressor is None else context // compressor["tokens_per_entry"]
+
+
+def _attended_entries(attention: Mapping[str, Any], context: float) -> float:
+    """Those that it attends to."""
+    entries = _entries(attention, context)
+    indexer = attention.get("indexer")
+    return entries if indexer is None else min(entries, indexer["top_k"])
 
 
 def _visible(attention: Mapping[str, Any], context: float) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -23,6 +24,8 @@ from paceline.hub import find_folder
 if TYPE_CHECKING:
     from paceline.loader import LoadedModel
 
+# Keys of configurations with an entry for each layer.
+_PER_LAYER_KEYS: Final = ("layer_types", "mlp_layer_types", "compress_ratios")
 _CONFIG_DIR: Final = Path(__file__).parent / "configs"
 
 
@@ -115,6 +118,7 @@ def load(
     show_progress: bool = True,
     revision: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
+    num_layers: int | None = None,
 ) -> BenchModel:
     """Makes a model ready to measure.
 
@@ -128,24 +132,31 @@ def load(
             standard error is a terminal.
         revision: As for `LLM`.
         cache_dir: As for `LLM`.
+        num_layers: Keep the first layers only, this many; None: all. Needs dummy weights.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: Neither a known name nor a folder, and not the name of a model on the hub.
+        ValueError: Neither a known name nor a folder, and not the name of a model on the hub; or
+            the model has fewer layers than `num_layers`.
         paceline.ModelFileError: A file is damaged or incomplete.
         Exception: As for `paceline.hub.find_folder`.
     """
-    from paceline.loader import dummy_model, load_checkpoint, load_dummy
+    from paceline.loader import CheckpointFolder, dummy_model, load_checkpoint, load_dummy
 
     if is_config_name(source):
         _check_no_revision(source, revision)
         _tell_dummy(source, is_shown=show_progress)
-        loaded = dummy_model(_named_config(source), source, dtype=dtype, device=device)
+        config = first_layers(_named_config(source), num_layers, source)
+        loaded = dummy_model(config, source, dtype=dtype, device=device)
     else:
         folder = _find(source, dummy, show_progress, revision, cache_dir)
-        if dummy:
+        if num_layers is not None:
+            _tell_dummy(source, is_shown=show_progress)
+            config = first_layers(CheckpointFolder(folder).config.values, num_layers, source)
+            loaded = dummy_model(config, source, dtype=dtype, device=device)
+        elif dummy:
             _tell_dummy(source, is_shown=show_progress)
             loaded = load_dummy(folder, dtype=dtype, device=device)
         else:
@@ -165,6 +176,7 @@ def load_draft(
     show_progress: bool = True,
     revision: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
+    num_layers: int | None = None,
 ) -> BenchModel:
     """Makes a drafter ready to measure: a draft model or a draft head.
 
@@ -180,6 +192,8 @@ def load_draft(
         show_progress: As for `load`.
         revision: As for `load`.
         cache_dir: As for `load`.
+        num_layers: The layers that were kept of the target that `source` is; for an MTP layer,
+            which is always kept.
 
     Returns:
         The drafter.
@@ -189,12 +203,23 @@ def load_draft(
         paceline.ModelFileError: A file is damaged or incomplete.
         Exception: As for `load`.
     """
-    from paceline.loader import dummy_drafter, load_drafter, load_dummy_drafter
+    from paceline.loader import (
+        CheckpointFolder,
+        dummy_drafter,
+        load_drafter,
+        load_dummy_drafter,
+    )
 
-    if is_config_name(source):
-        _check_no_revision(source, revision)
+    is_named = is_config_name(source)
+    if is_named or num_layers is not None:
+        if is_named:
+            _check_no_revision(source, revision)
+            config = _named_config(source)
+        else:
+            folder = _find(source, dummy, show_progress, revision, cache_dir)
+            config = dict(CheckpointFolder(folder).config.values)
         loaded = dummy_drafter(
-            _named_config(source), target.loaded, source, method=method,
+            first_layers(config, num_layers, source), target.loaded, source, method=method,
             draft_feedback=draft_feedback, device=device,
         )  # fmt: skip
         if loaded is None:
@@ -214,6 +239,38 @@ def load_draft(
                 device=device, progress=show_progress,
             )  # fmt: skip
     return _bench_model(source, loaded)
+
+
+def first_layers(config: Mapping[str, Any], num_layers: int | None, source: str) -> dict[str, Any]:
+    """The configuration of a model with its first layers only.
+
+    Args:
+        config: The object in a `config.json`.
+        num_layers: How many layers to keep; None: all.
+        source: The model, for messages.
+
+    Raises:
+        ValueError: It does not have so many, or does not say how many it has.
+    """
+    if num_layers is None:
+        return dict(config)
+    nested = config.get("text_config")
+    text: Mapping[str, Any] = nested if isinstance(nested, dict) else config
+    count = text.get("num_hidden_layers")
+    if not isinstance(count, int) or not 1 <= num_layers <= count:
+        raise ValueError(
+            f"--num-layers is {num_layers}, but {source} has {count} layers "
+            f'("num_hidden_layers"); allowed: 1 to {count}'
+        )
+    # Lists with an entry for each layer may go on with those of MTP layers.
+    cut = {
+        key: [*value[:num_layers], *value[count:]]
+        if key in _PER_LAYER_KEYS and isinstance(value, list)
+        else value
+        for key, value in text.items()
+    }
+    cut["num_hidden_layers"] = num_layers
+    return cut if text is config else {**config, "text_config": cut}
 
 
 def _tell_dummy(source: str, *, is_shown: bool) -> None:

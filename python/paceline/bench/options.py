@@ -12,7 +12,7 @@ from typing import Any, Final
 from paceline.bench.models import config_names, is_config_name
 from paceline.bench.plot import PLOT_NEEDS
 from paceline.bench.workload import Speculation
-from paceline.checks import check_path, parse_json, quoted, shorten
+from paceline.checks import check_int, check_path, parse_json, quoted, shorten
 from paceline.commands.options import (
     add_device_option,
     add_hub_options,
@@ -89,6 +89,13 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
         help="a drafter with dummy weights for the config.json of this folder or of this model of "
         "the hub, or for a named configuration, instead of 'model' in --speculative-config "
         "(default: none; without --speculative-config, k=4 and synthetic length 2.2)",
+    )
+    group.add_argument(
+        "--num-layers",
+        type=integer,
+        metavar="N",
+        help="with --config: keep the first N layers and the drafter, for models that do not fit "
+        "the machine (default: all)",
     )
     add_hub_options(group)
     group.add_argument(
@@ -274,6 +281,18 @@ def check_hub_options(args: argparse.Namespace) -> None:
     download_arguments(args)  # checks them
     if args.revision is not None and args.model is None and args.config is None:
         raise ValueError("--revision needs --model or --config with a model of the hub")
+
+
+def check_num_layers(args: argparse.Namespace) -> None:
+    """Refuses --num-layers without dummy weights, or below 1."""
+    if args.num_layers is None:
+        return
+    check_int("num_layers", args.num_layers, 1)
+    if args.config is None:
+        raise ValueError(
+            f"--num-layers is {args.num_layers}, but it needs --config, whose weights are dummies: "
+            "a checkpoint is measured as a whole"
+        )
 
 
 def target_source(args: argparse.Namespace) -> tuple[str, bool]:
