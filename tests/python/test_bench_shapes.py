@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from errors import raises
 from paceline.bench import models
 from paceline.bench.costs import kv_bytes_read, matrix_costs
 from paceline.loader import decoder_config, drafter_config, families, open_checkpoint
@@ -161,3 +162,41 @@ def test_glm_and_its_mtp_layer() -> None:
     step = matrix_costs(layer, "bfloat16")
     assert 2 * step.parameters / 2**30 == pytest.approx(0.735, abs=1e-3)
     assert 2 * step.logit_parameters / 2**30 == pytest.approx(0.591, abs=1e-3)
+
+
+def test_deepseek_v4_and_its_mtp_layer() -> None:
+    config = named("deepseek-v4-flash")
+    costs = matrix_costs(config, "bfloat16")
+    assert costs.num_experts == 256
+    # Scales of fp8 are float32 in memory and a byte each in the file; of fp4 they are bytes.
+    assert costs.expert_bytes == 43 * 13_369_344
+    assert costs.pass_bytes(6) == pytest.approx(10.447 * 2**30, rel=3e-3)
+    # Two layers see a window alone; 21 see 512 of the entries of 4 tokens as well, whose index keys
+    # they read all; 20 all entries of 128 tokens.
+    context = 4096
+    elements = 43 * 128 * 512 + 21 * (512 * 512 + 1024 * 128) + 20 * 32 * 512
+    assert kv_bytes_read(config, context, 2) == 2 * elements
+    target = Target(Path("deepseek-v4-flash"), "DeepseekV4ForCausalLM", config, "bfloat16")
+    source = models._named_config("deepseek-v4-flash")
+    layer = drafter_config(source, target, method="mtp", source="deepseek-v4-flash")
+    step = matrix_costs(layer, "bfloat16")
+    assert step.pass_bytes(6) == pytest.approx(1.2205 * 2**30, rel=3e-3)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v4-flash", "gpt-oss-20b", "gemma3-27b", "gemma4-12b"])
+def test_the_first_layers_of_a_shape(name: str) -> None:
+    whole = named(name)["layers"]
+    cut = models.first_layers(models._named_config(name), 6, name)
+    assert decoder_config(cut)["layers"] == whole[:6]
+    with raises(ValueError, "--num-layers is 99", f"{name} has {len(whole)} layers", "allowed: 1"):
+        models.first_layers(models._named_config(name), 99, name)
+
+
+def test_the_first_layers_keep_the_drafter() -> None:
+    source = models.first_layers(models._named_config("deepseek-v4-flash"), 3, "cut")
+    target = Target(Path("cut"), "DeepseekV4ForCausalLM", decoder_config(source), "bfloat16")
+    whole = models._named_config("deepseek-v4-flash")
+    of_whole = Target(Path("x"), "DeepseekV4ForCausalLM", decoder_config(whole), "bfloat16")
+    assert drafter_config(source, target, method="mtp") == drafter_config(
+        whole, of_whole, method="mtp"
+    )

@@ -15,7 +15,7 @@
 
 namespace paceline {
 
-// One matrix of products, y = x W^T.
+// One matrix of products, y = x W^T, or one that mixes residual streams (in float32).
 struct LinearCost {
   std::string name;  // e.g. "layers.0.attn.qkv"
   int64_t rows = 0;  // outputs that are computed for a row of x, a multiply-add for each of `cols`
