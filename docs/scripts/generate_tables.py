@@ -46,12 +46,13 @@ FAMILIES: Final = {
     "GptOssForCausalLM": "GPT-OSS",
     "Glm4MoeLiteForCausalLM": "GLM-4.7-Flash",
     "DeepseekV3ForCausalLM": "DeepSeek-V3",
+    "DeepseekV4ForCausalLM": "DeepSeek-V4",
 }
 DRAFTERS: Final = {
     "draft_model": "draft model: a smaller model with the same token ids",
     "eagle": "EAGLE: a draft head made for the target",
     "eagle3": "EAGLE-3: a draft head made for the target (SafeAILab's or `speculators` layout)",
-    "mtp": "MTP: the layer of a GLM-4.7-Flash or DeepSeek-V3 that predicts one token more",
+    "mtp": "MTP: the layer of a GLM-4.7-Flash or DeepSeek model that predicts one token more",
     "gemma4_mtp": "Gemma 4 MTP: an assistant made for a Gemma 4 target",
     "ngram": "prompt lookup: the tokens that followed the same n-gram earlier; no model",
 }
