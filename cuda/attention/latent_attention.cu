@@ -8,7 +8,6 @@
 
 #include "attention/attention_common.cuh"
 #include "attention/latent_kernel.cuh"
-#include "attention/latent_merge.cuh"
 #include "attention/paged_attention_launch.cuh"
 #include "ops/latent.h"
 
@@ -37,7 +36,9 @@ void run(CudaContext& ctx, const char* name, const PagedAttentionParams& p) {
   // One block a multiprocessor. Each block decides on the device how its tile's context is split.
   const int64_t max_chunks = (int64_t{ctx.max_model_len} + kChunk - 1) / kChunk;
   const int64_t splits =
-      std::clamp<int64_t>(ctx.num_sms / tiles, 1, std::max<int64_t>(max_chunks, 1));
+      tiles > ctx.num_counters
+          ? 1
+          : std::clamp<int64_t>(ctx.num_sms / tiles, 1, std::max<int64_t>(max_chunks, 1));
   const int64_t blocks = std::min<int64_t>(tiles, ctx.num_sms);
   constexpr int64_t kStateBytes = S::kStateFloats * int64_t{sizeof(float)};
   // Contexts of several segments that one block takes need room for a total.
@@ -50,16 +51,10 @@ void run(CudaContext& ctx, const char* name, const PagedAttentionParams& p) {
                      .splits = static_cast<int32_t>(splits),
                      .capacity = static_cast<int32_t>(std::min(room, max_chunks)),
                      .states = reinterpret_cast<float*>(ctx.workspace + total_bytes),
-                     .totals = reinterpret_cast<float*>(ctx.workspace)};
+                     .totals = reinterpret_cast<float*>(ctx.workspace),
+                     .counters = ctx.counters};
   launch(ctx, name, kKernel, dim3(static_cast<uint32_t>(blocks), static_cast<uint32_t>(splits)),
          dim3(kThreads), S::kSharedBytes, p, plan);
-  if (splits == 1) return;
-  // Few tiles need all multiprocessors for the merge.
-  const int32_t slices = tiles <= 3 ? 1 : tiles <= 6 ? 2 : tiles <= 12 ? 4 : kValueSlices;
-  launch(ctx, "latent_merge", &latent_merge_kernel<S>,
-         dim3(static_cast<uint32_t>(tiles),
-              static_cast<uint32_t>(S::kRowTiles * (kValueSlices / slices))),
-         dim3(kMergeThreads), 0, p, plan, slices);
 }
 
 }  // namespace
@@ -110,8 +105,12 @@ void latent_attention(CudaContext& ctx, const LatentAttentionParams& latent) {
   }
   cuda::paged::prepare(p);
   PACELINE_CHECK(p.scale > 0.0f, "scale ", p.scale, " is not positive");
-  // The narrowest tile that holds all rows of a sequence, or the widest one.
   const int64_t packed_rows = int64_t{p.max_rows_per_seq} * p.num_qo_heads;
+  // The narrowest tile that holds all rows of a sequence, or the widest one. Batches that leave
+  // most multiprocessors idle even with 8 chunks a sequence take narrow tiles, which end earlier,
+  // though each of them reads the entries.
+  const int64_t narrow_tiles = p.max_seqs * ((packed_rows + 31) / 32);
+  if (8 * narrow_tiles <= ctx.num_sms) return cuda::latent::run<32>(ctx, kName, p);
   if (packed_rows <= 32) return cuda::latent::run<32>(ctx, kName, p);
   if (packed_rows <= 64) return cuda::latent::run<64>(ctx, kName, p);
   cuda::latent::run<80>(ctx, kName, p);

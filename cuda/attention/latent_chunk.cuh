@@ -30,22 +30,11 @@ struct SharedArrays {
   alignas(16) float keep[S::kRows];      // factor of the segment's accumulators
   alignas(16) float normal[S::kRows];    // 1 / sum
   alignas(16) uint32_t rescales[4];      // by warps that own maxima: whether any keep is below 1
+  uint64_t landed[S::kSlots];
   uint64_t full[S::kSlots];
   uint64_t empty[S::kSlots];
+  const std::byte* addresses[2][kChunk];
 };
-
-// A barrier of `count` threads, by its number; 0 is __syncthreads.
-template <int32_t kCount>
-__device__ __forceinline__ void sync_threads(int32_t number) {
-  asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(kCount) : "memory");
-}
-template <int32_t kCount>
-__device__ __forceinline__ void arrive_threads(int32_t number) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(number), "n"(kCount) : "memory");
-}
-inline constexpr int32_t kConsumerBarrier = 1;
-inline constexpr int32_t kGroupBarrier = 2;  // + group
-inline constexpr int32_t kDoneBarrier = 4;   // + group: the other group's products are done
 
 // The position of a thread of a warpgroup.
 struct Position {
@@ -96,9 +85,8 @@ __device__ __forceinline__ void score(const Ring& ring, const RingPlace<S>& plac
   const uint32_t own_queries = uniform(queries + static_cast<uint32_t>(group_row<S>(at, 0) * 128));
 #pragma unroll
   for (int32_t slice = 0; slice < kSlices; ++slice) {
-    const RingPlace<S> of_slice = place.after(slice);
+    const RingPlace<S> of_slice = place.of_slice(slice);
     barrier_wait(&ring.full[of_slice.slot], of_slice.parity);
-    fence_shared_for_wgmma();
     const uint64_t entries =
         tile_descriptor(ring.slots + static_cast<uint32_t>(of_slice.slot * kSliceBytes));
     const uint64_t q = tile_descriptor(own_queries + slice * S::kQSliceBytes);
@@ -260,7 +248,7 @@ __device__ __forceinline__ void add_values(const Ring& ring, const RingPlace<S>&
   const uint64_t p = tile_descriptor(weights);
 #pragma unroll
   for (int32_t i = 0; i < kGroupSlices; ++i) {
-    const RingPlace<S> of_slice = place.after(2 * i + at.group);
+    const RingPlace<S> of_slice = place.of_slice(2 * i + at.group);
     const uint64_t values =
         tile_descriptor(uniform(ring.slots + static_cast<uint32_t>(of_slice.slot * kSliceBytes)));
     float fresh[S::kRows / 2];

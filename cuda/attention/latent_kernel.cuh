@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "attention/latent_chunk.cuh"
+#include "attention/latent_merge.cuh"
 #include "attention/latent_ring.cuh"
 #include "attention/latent_shape.cuh"
 #include "common/launch.cuh"
@@ -39,13 +40,7 @@ __device__ __forceinline__ void load_queries(const PagedAttentionParams& p, cons
   fence_shared_for_wgmma();
 }
 
-__device__ __forceinline__ __nv_bfloat16* output_of(const PagedAttentionParams& p,
-                                                    const TileRows& rows, int32_t packed) {
-  const int64_t row = int64_t{rows.index[packed]} * p.num_qo_heads + rows.head[packed];
-  return static_cast<__nv_bfloat16*>(p.y) + row * kRank;
-}
-
-// Stores a piece's state for latent_merge_kernel.
+// Stores a piece's state for merge_states.
 template <class S>
 __device__ __forceinline__ void store_state(const State<S>& state, const Position& at, float* to) {
 #pragma unroll
@@ -214,7 +209,7 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Plan
       fence_shared_for_wgmma();
       sync_threads<kConsumers>(kConsumerBarrier);
       if (at.group == 0 && at.lane == 0) {
-        barrier_arrive(&ring.empty[of_chunk.after(kValueSlices).slot]);  // scored by both groups
+        barrier_arrive(&ring.empty[of_chunk.of_slice(kValueSlices).slot]);  // scored by both groups
       }
       add_values<S>(ring, of_chunk, at, shared, weights, state);
       if (chunk + 1 < end || !is_last_piece) {
@@ -232,7 +227,11 @@ __device__ __forceinline__ void attend(const PagedAttentionParams& p, const Plan
                       plan.totals + int64_t{block} * S::kStateFloats, total, state);
     }
   }
-  if (!work.stores_states) store_results<S>(p, rows, state, at, shared, memory);
+  if (work.stores_states) {
+    merge_states<S>(p, plan, work, tile, rows, at, reinterpret_cast<float4*>(memory));
+  } else {
+    store_results<S>(p, rows, state, at, shared, memory);
+  }
 }
 
 template <class S>
@@ -248,11 +247,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   const TileRows rows = {.begin = row_begin, .end = row_end, .index = row_index, .head = row_head};
   // Aligned for the swizzle.
   std::byte* const memory = storage + (-shared_address(storage) & 1023u);
-  const Ring ring = {
-      .slots = shared_address(memory) + S::kRingOffset, .full = shared.full, .empty = shared.empty};
+  const Ring ring = {.slots = shared_address(memory) + S::kRingOffset,
+                     .landed = shared.landed,
+                     .full = shared.full,
+                     .empty = shared.empty,
+                     .addresses = shared.addresses};
   const auto thread = static_cast<int32_t>(threadIdx.x);
   if (thread < S::kSlots) {
-    barrier_init(&shared.full[thread], kProducers);
+    barrier_init(&shared.landed[thread], kCopiers);
+    barrier_init(&shared.full[thread], 1);
     barrier_init(&shared.empty[thread], 4);
   }
   barrier_init_fence();
@@ -279,7 +282,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (thread >= kConsumers) {
     give_registers<40>();
     for_each_tile([&](int32_t, const TileKeys& keys, const Work& work) {
-      produce<S>(p, work, keys, split, ring, place);
+      if (thread < kConsumers + kCopiers) {
+        produce<S>(p, work, keys, split, ring, place);
+      } else if (thread < kConsumers + kCopiers + 32) {
+        announce<S>(work, split, ring, place);
+      }
     });
   } else {
     take_registers<232>();

@@ -1,22 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Merges the states that blocks of latent_attention_kernel have stored: chunks into segments, and
-// segments into the results, in ascending order and by the operations of that kernel.
+// Merges the states that the blocks of a tile have stored: chunks into segments, and segments into
+// the results, in ascending order and by the operations of the registers. All blocks of the tile
+// wait for each other, and then each merges a part of the values. They may wait, since the launch
+// has at most one block for each multiprocessor.
 
 #include <cuda_bf16.h>
 
 #include <cstdint>
 
-#include "attention/latent_kernel.cuh"
+#include "attention/latent_chunk.cuh"
 #include "attention/latent_shape.cuh"
 #include "common/launch.cuh"
 
 namespace paceline::cuda::latent {
 
-inline constexpr int32_t kMergers = 4;  // states or segments merged side by side
-inline constexpr int32_t kMergeThreads = kMergers * 128;
 inline constexpr int32_t kMergeBatch = 8;  // states whose loads are in flight together
+
+__device__ __forceinline__ __nv_bfloat16* output_of(const PagedAttentionParams& p,
+                                                    const TileRows& rows, int32_t packed) {
+  const int64_t row = int64_t{rows.index[packed]} * p.num_qo_heads + rows.head[packed];
+  return static_cast<__nv_bfloat16*>(p.y) + row * kRank;
+}
 
 // What a thread merges: four accumulators of two rows, and those rows' maxima and sums.
 struct Part {
@@ -36,90 +42,104 @@ struct Part {
     values[2] = merged(values[2], part.z, low.keep, low.take);
     values[3] = merged(values[3], part.w, high.keep, high.take);
   }
+  [[nodiscard]] __device__ __forceinline__ float4 all_values() const {
+    return make_float4(values[0], values[1], values[2], values[3]);
+  }
+  [[nodiscard]] __device__ __forceinline__ float4 max_sums() const {
+    return make_float4(max[0], sum[0], max[1], sum[1]);
+  }
 };
 
-// Grid: x tiles, y row tiles times groups of `slices` slices of the values.
-template <class S>
-__global__ void __launch_bounds__(kMergeThreads)
-    latent_merge_kernel(const __grid_constant__ PagedAttentionParams p,
-                        const __grid_constant__ Plan plan, int32_t slices) {
-  __shared__ int32_t row_begin[S::kRows];
-  __shared__ int32_t row_end[S::kRows];
-  __shared__ int32_t row_index[S::kRows];
-  __shared__ int32_t row_head[S::kRows];
-  __shared__ float4 values[kMergers][128];
-  __shared__ float4 max_sums[kMergers][128];
-  const TileRows rows = {.begin = row_begin, .end = row_end, .index = row_index, .head = row_head};
-  let_successor_start();
-  wait_for_predecessor();
-  const auto at = static_cast<int32_t>(blockIdx.x);
-  Tile tile;
-  if (!find_tile(p, plan, S::kRows, at, &tile)) return;
-  const int32_t num_rows = min(*p.num_rows, p.max_rows);
-  const TileKeys keys = paged::read_rows<S>(p, tile, num_rows, p.num_qo_heads, rows);
-  const Work work = divide(plan, keys.end);
-  if (!work.stores_states) return;
+// Returns once all blocks of the tile have stored their states. The counter counts arrivals, then
+// departures; the last block sets it to zero.
+__device__ __forceinline__ void wait_for_states(int32_t* counter, int32_t num_splits) {
+  __threadfence();
+  sync_threads<kConsumers>(kConsumerBarrier);
+  if (threadIdx.x == 0) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+    int32_t count;
+    do {
+      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
+    } while (count < num_splits);
+    if (atomicAdd(counter, 1) == 2 * num_splits - 1) *counter = 0;
+  }
+  sync_threads<kConsumers>(kConsumerBarrier);
+}
 
-  const auto thread = static_cast<int32_t>(threadIdx.x);
-  const int32_t merger = thread / 128;
-  const int32_t lane = thread % 32;
-  const int32_t warp = thread % 128 / 32;
-  const int32_t row_tile = static_cast<int32_t>(blockIdx.y) % S::kRowTiles;
-  const int32_t first_slice = static_cast<int32_t>(blockIdx.y) / S::kRowTiles * slices;
+// The pieces [begin, begin + count) of a segment, merged.
+template <class S>
+__device__ __forceinline__ Part merge_segment(const float* states, int32_t begin, int32_t count,
+                                              int32_t offset, int32_t row) {
+  Part part;
+  if (count <= 0) return part;
+  const float* const from = states + int64_t{begin} * S::kStateFloats;
+#pragma unroll 1
+  for (int32_t done = 0; done < count; done += kMergeBatch) {
+    float4 loaded[kMergeBatch];
+    float4 loaded_sums[kMergeBatch];
+#pragma unroll
+    for (int32_t i = 0; i < kMergeBatch; ++i) {
+      // Beyond the last state the last one is loaded again, and dropped below.
+      const float* const state = from + int64_t{min(done + i, count - 1)} * S::kStateFloats;
+      loaded[i] = __ldcg(reinterpret_cast<const float4*>(state + offset));
+      loaded_sums[i] = __ldcg(reinterpret_cast<const float4*>(state + S::kStateValues + 2 * row));
+    }
+#pragma unroll
+    for (int32_t i = 0; i < kMergeBatch; ++i) {
+      if (done + i < count) part.add(loaded[i], loaded_sums[i]);
+    }
+  }
+  return part;
+}
+
+// Merges this block's part of a tile's states and writes its results; called by both consumer
+// warpgroups. `exchange` is room for 256 float4.
+template <class S>
+__device__ __forceinline__ void merge_states(const PagedAttentionParams& p, const Plan& plan,
+                                             const Work& work, int32_t tile, const TileRows& rows,
+                                             const Position& at, float4* exchange) {
+  const int32_t split = static_cast<int32_t>(blockIdx.y);
+  wait_for_states(plan.counters + tile, work.num_splits);
   const float* const states =
-      plan.states + int64_t{at} * plan.capacity * static_cast<int64_t>(S::kStateFloats);
-  const int32_t row = 8 * row_tile + 2 * (lane % 4);
+      plan.states + int64_t{tile} * plan.capacity * static_cast<int64_t>(S::kStateFloats);
   // Pieces of a segment.
   const int32_t of_segment = kSegmentChunks / work.piece_chunks;
   const int32_t num_segments = (work.num_pieces + of_segment - 1) / of_segment;
-
-  for (int32_t slice = first_slice; slice < first_slice + slices; ++slice) {
-    const int32_t offset = state_at<S>(slice, row_tile, warp, lane);
+  // The warpgroups take segments by turns; if there is one, they take different parts of it.
+  const bool shares = num_segments > 1;
+  constexpr int32_t kUnits = kValueSlices * S::kRowTiles;
+  const int32_t step = shares ? work.num_splits : work.num_splits * kGroups;
+  for (int32_t unit = shares ? split : split * kGroups + at.group; unit < kUnits; unit += step) {
+    const int32_t row_tile = unit % S::kRowTiles;
+    const int32_t slice = unit / S::kRowTiles;
+    const int32_t offset = state_at<S>(slice, row_tile, at.warp, at.lane);
+    const int32_t row = 8 * row_tile + 2 * at.quad_lane;
     Part result;
-    for (int32_t first = 0; first < num_segments; first += kMergers) {
-      const int32_t segment = first + merger;
-      const int32_t begin = segment * of_segment;
-      const int32_t count = min(of_segment, work.num_pieces - begin);
-      Part part;
-      if (count > 0) {
-        const float* const from = states + int64_t{begin} * S::kStateFloats;
-        for (int32_t done = 0; done < count; done += kMergeBatch) {
-          float4 loaded[kMergeBatch];
-          float4 loaded_sums[kMergeBatch];
-#pragma unroll
-          for (int32_t i = 0; i < kMergeBatch; ++i) {
-            // Beyond the last state the last one is loaded again, and dropped below.
-            const float* const state = from + int64_t{min(done + i, count - 1)} * S::kStateFloats;
-            loaded[i] = __ldcg(reinterpret_cast<const float4*>(state + offset));
-            loaded_sums[i] =
-                __ldcg(reinterpret_cast<const float4*>(state + S::kStateValues + 2 * row));
-          }
-#pragma unroll
-          for (int32_t i = 0; i < kMergeBatch; ++i) {
-            if (done + i < count) part.add(loaded[i], loaded_sums[i]);
-          }
+    for (int32_t first = 0; first < num_segments; first += kGroups) {
+      const int32_t begin = (first + (shares ? at.group : 0)) * of_segment;
+      const Part part =
+          merge_segment<S>(states, begin, min(of_segment, work.num_pieces - begin), offset, row);
+      if (shares) {
+        if (at.group == 1) {
+          exchange[at.thread] = part.all_values();
+          exchange[128 + at.thread] = part.max_sums();
         }
+        sync_threads<kConsumers>(kConsumerBarrier);
       }
-      values[merger][thread % 128] =
-          make_float4(part.values[0], part.values[1], part.values[2], part.values[3]);
-      max_sums[merger][thread % 128] =
-          make_float4(part.max[0], part.sum[0], part.max[1], part.sum[1]);
-      __syncthreads();
-      if (merger == 0) {
-        for (int32_t i = 0; i < min(kMergers, num_segments - first); ++i) {
-          result.add(values[i][thread], max_sums[i][thread]);
-        }
+      result.add(part.all_values(), part.max_sums());
+      if (shares) {
+        if (first + 1 < num_segments) result.add(exchange[at.thread], exchange[128 + at.thread]);
+        sync_threads<kConsumers>(kConsumerBarrier);
       }
-      __syncthreads();
     }
-    if (merger != 0) continue;
+    if (shares && at.group == 1) continue;
 #pragma unroll
     for (int32_t e = 0; e < 2; ++e) {
       if (rows.index[row + e] < 0) continue;
       const bool is_live = rows.is_live(row + e);
       const float normal = __fdiv_rn(1.0f, result.sum[e]);
       __nv_bfloat16* const y =
-          output_of(p, rows, row + e) + slice * kSliceColumns + warp * 16 + lane / 4;
+          output_of(p, rows, row + e) + slice * kSliceColumns + at.warp * 16 + at.quad_row;
       store_as(y, is_live ? __fmul_rn(result.values[e], normal) : 0.0f);
       store_as(y + 8, is_live ? __fmul_rn(result.values[e + 2], normal) : 0.0f);
     }

@@ -3,6 +3,10 @@
 
 // The ring of slices of the latent attention kernel and the warps that fill it. A slice is copied
 // once, and is an operand of the scores' product and then of the values'.
+//
+// What cp.async has written must be fenced before tensor cores read it. A fence takes longer than
+// the products of a slice, so one warp announces slices: it waits for the copies, fences them, and
+// tells the warpgroups that multiply, which need no fence.
 
 #include <cstddef>
 #include <cstdint>
@@ -14,9 +18,11 @@
 namespace paceline::cuda::latent {
 
 struct Ring {
-  uint32_t slots;   // address of the first one
-  uint64_t* full;   // [slots] kProducers arrivals
-  uint64_t* empty;  // [slots] one arrival of each warp of one group
+  uint32_t slots;                         // address of the first one
+  uint64_t* landed;                       // [slots] an arrival of each copier
+  uint64_t* full;                         // [slots] one arrival: landed and fenced
+  uint64_t* empty;                        // [slots] one arrival of each warp of one group
+  const std::byte* (*addresses)[kChunk];  // [2] of the entries of a chunk; null: no row sees it
 };
 
 // A place in the ring, which goes round and round.
@@ -30,50 +36,99 @@ struct RingPlace {
     const bool wraps = slot + count >= S::kSlots;
     return {wraps ? slot + count - S::kSlots : slot + count, wraps ? parity ^ 1u : parity};
   }
+  // The place of a slice of the chunk that begins here. The slice that is no part of the values is
+  // first, since its slot is free first.
+  __device__ __forceinline__ RingPlace of_slice(int32_t slice) const {
+    return after(slice == kValueSlices ? 0 : slice + 1);
+  }
 };
 
-// Copies the entries of this block's pieces; called by all threads of the producer warpgroup. Eight
-// lanes copy the 128 bytes of an entry. Entries that no row sees are not read and become zero.
+// Walks the chunks of this block's pieces.
+struct ChunkWalk {
+  int32_t piece;
+  int32_t chunk;
+  int32_t end;
+
+  __device__ __forceinline__ ChunkWalk(const Work& work, int32_t split)
+      : piece(split), chunk(work.first_chunk(split)), end(work.end_chunk(split)) {}
+  __device__ __forceinline__ bool is_over(const Work& work) const {
+    return piece >= work.num_pieces;
+  }
+  __device__ __forceinline__ void advance(const Work& work) {
+    if (++chunk < end) return;
+    piece += work.num_splits;
+    chunk = work.first_chunk(piece);
+    end = work.end_chunk(piece);
+  }
+};
+
+// Copies the entries of this block's pieces; called by the copiers. Eight lanes copy the 128 bytes
+// of an entry. Entries that no row sees are not read and become zero.
 template <class S>
 __device__ __forceinline__ void produce(const PagedAttentionParams& p, const Work& work,
                                         const TileKeys& keys, int32_t split, const Ring& ring,
                                         RingPlace<S>& place) {
-  constexpr int32_t kCopies = kChunk / (kProducers / 8);  // of a thread for a slice
+  constexpr int32_t kStep = kCopiers / 8;
+  constexpr int32_t kCopies = kChunk / kStep;  // of a thread for a slice
   const int32_t thread = static_cast<int32_t>(threadIdx.x) - kConsumers;
   const int32_t first = thread / 8;
   const int32_t unit = thread % 8;
   const int32_t* const blocks = p.block_table + keys.seq_slot * p.block_table_stride;
-  const std::byte* const base = p.kv.base + p.kv.k_offset + unit * 16;
-  // Entries are 16 apart, so all of a thread's have the same place in the swizzle.
-  static_assert(kProducers / 8 % 8 == 0);
+  // Entries are a multiple of 8 apart, so all of a thread's have the same place in the swizzle.
+  static_assert(kStep % 8 == 0);
   const uint32_t to = static_cast<uint32_t>(first * 128 + (unit ^ (first % 8)) * 16);
-  for (int32_t piece = split; piece < work.num_pieces; piece += work.num_splits) {
-    const int32_t end = work.end_chunk(piece);
-    for (int32_t chunk = work.first_chunk(piece); chunk < end; ++chunk) {
-      const std::byte* from[kCopies];
+  // The block of the thread's entry of a chunk; read a chunk ahead, since memory takes long.
+  const auto block_of = [&](const ChunkWalk& walk) {
+    const int32_t key = walk.chunk * kChunk + thread;
+    return !walk.is_over(work) && key < keys.end ? blocks[key / p.kv.block_size] : -1;
+  };
+  ChunkWalk walk(work, split);
+  int32_t block = block_of(walk);
+  int32_t buffer = 0;
+  while (!walk.is_over(work)) {
+    const int32_t key = walk.chunk * kChunk + thread;
+    // Two buffers: what a thread writes here was read two chunks ago.
+    ring.addresses[buffer][thread] =
+        key < keys.end ? p.kv.base + p.kv.k_offset + int64_t{block} * p.kv.block_bytes +
+                             int64_t{key % p.kv.block_size} * (kWidth * 2)
+                       : nullptr;
+    sync_threads<kCopiers>(kCopierBarrier);
+    const std::byte* from[kCopies];
+#pragma unroll
+    for (int32_t i = 0; i < kCopies; ++i) from[i] = ring.addresses[buffer][first + i * kStep];
+    buffer ^= 1;
+    walk.advance(work);
+    block = block_of(walk);
+#pragma unroll 1
+    for (int32_t at = 0; at < kSlices; ++at) {
+      // The order of RingPlace::of_slice.
+      const int32_t byte = (at == 0 ? kValueSlices : at - 1) * (kSliceColumns * 2) + unit * 16;
+      barrier_wait(&ring.empty[place.slot], place.parity ^ 1u);
+      const uint32_t slot = ring.slots + static_cast<uint32_t>(place.slot * kSliceBytes) + to;
 #pragma unroll
       for (int32_t i = 0; i < kCopies; ++i) {
-        const int32_t key = chunk * kChunk + first + i * (kProducers / 8);
-        from[i] = nullptr;
-        if (key < keys.end) {
-          const int32_t index = key / p.kv.block_size;
-          from[i] = base + int64_t{blocks[index]} * p.kv.block_bytes +
-                    int64_t{key - index * p.kv.block_size} * (kWidth * 2);
-        }
+        const bool is_live = from[i] != nullptr;
+        cp_async_16(slot + static_cast<uint32_t>(i * kStep * 128),
+                    is_live ? from[i] + byte : p.kv.base, is_live);
       }
+      arrive_after_copies(&ring.landed[place.slot]);
+      place = place.after(1);
+    }
+  }
+}
+
+// Announces the slices of this block's pieces; called by one warp.
+template <class S>
+__device__ __forceinline__ void announce(const Work& work, int32_t split, const Ring& ring,
+                                         RingPlace<S>& place) {
+  const auto lane = static_cast<int32_t>(threadIdx.x) % 32;
+  for (ChunkWalk walk(work, split); !walk.is_over(work); walk.advance(work)) {
 #pragma unroll 1
-      for (int32_t slice = 0; slice < kSlices; ++slice) {
-        barrier_wait(&ring.empty[place.slot], place.parity ^ 1u);
-        const uint32_t slot = ring.slots + static_cast<uint32_t>(place.slot * kSliceBytes) + to;
-#pragma unroll
-        for (int32_t i = 0; i < kCopies; ++i) {
-          const bool is_live = from[i] != nullptr;
-          cp_async_16(slot + static_cast<uint32_t>(i * (kProducers / 8) * 128),
-                      is_live ? from[i] + slice * 128 : base, is_live);
-        }
-        arrive_after_copies(&ring.full[place.slot]);
-        place = place.after(1);
-      }
+    for (int32_t at = 0; at < kSlices; ++at) {
+      barrier_wait(&ring.landed[place.slot], place.parity);
+      fence_shared_for_wgmma();
+      if (lane == 0) barrier_arrive(&ring.full[place.slot]);
+      place = place.after(1);
     }
   }
 }

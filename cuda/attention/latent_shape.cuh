@@ -38,14 +38,15 @@ inline constexpr int32_t kValueSlices = kRank / kSliceColumns;
 inline constexpr int32_t kSliceBytes = kChunk * kSliceColumns * 2;
 static_assert(kSliceColumns * 2 == 128);
 
-// Two warpgroups multiply, one copies.
+// Two warpgroups multiply. Of a third, two warps copy and one tells the others of what has arrived.
 inline constexpr int32_t kGroups = 2;
 inline constexpr int32_t kConsumers = 128 * kGroups;
-inline constexpr int32_t kProducers = 128;
-inline constexpr int32_t kThreads = kConsumers + kProducers;
+inline constexpr int32_t kCopiers = kChunk;  // each looks up the address of one entry of a chunk
+inline constexpr int32_t kThreads = kConsumers + 128;
+static_assert(kCopiers % 32 == 0 && kCopiers + 32 <= kThreads - kConsumers);
 inline constexpr int32_t kGroupSlices = kValueSlices / kGroups;
 inline constexpr int32_t kMaxSlots = 24;
-inline constexpr int32_t kMaxSharedBytes = (227 << 10) - 5120;  // the rest are static arrays
+inline constexpr int32_t kMaxSharedBytes = (227 << 10) - 6144;  // the rest are static arrays
 
 // `rows` packed rows (row of the sequence x head) of one sequence.
 template <int32_t rows>
@@ -77,9 +78,10 @@ struct Plan {
   int32_t num_tiles;      // of the largest batch
   int32_t tiles_per_seq;  // 1: a tile is a sequence; else tiles of all sequences are counted
   int32_t splits;
-  int32_t capacity;  // states of a tile in the workspace
-  float* states;     // [num_tiles, capacity] where splits > 1
-  float* totals;     // [blocks] a state of each block
+  int32_t capacity;   // states of a tile in the workspace
+  float* states;      // [num_tiles, capacity] where splits > 1
+  float* totals;      // [blocks] a state of each block
+  int32_t* counters;  // [num_tiles] where splits > 1
 };
 
 // How a tile's chunks are divided. Block `split` takes pieces split, split + num_splits, ...
@@ -88,7 +90,7 @@ struct Work {
   int32_t piece_chunks;
   int32_t num_pieces;
   int32_t num_splits;
-  bool stores_states;  // pieces are merged by latent_merge_kernel, not by the block
+  bool stores_states;  // pieces are merged by merge_states
 
   __device__ __forceinline__ int32_t first_chunk(int32_t piece) const {
     return piece * piece_chunks;
@@ -99,8 +101,7 @@ struct Work {
 };
 
 // Pieces are segments, or single chunks where those end earlier by the estimate below, in tenths of
-// the time of a chunk: storing a state takes 0.7, merging 2 and 0.05 a state (of a multiprocessor's
-// share of all tiles').
+// the time of a chunk: storing a state takes 0.7, merging 2 and 1/60 for each state of all tiles.
 __device__ __forceinline__ Work divide(const Plan& plan, int32_t num_keys) {
   const int32_t chunks = (num_keys + kChunk - 1) / kChunk;
   const int32_t segments = (chunks + kSegmentChunks - 1) / kSegmentChunks;
@@ -114,7 +115,7 @@ __device__ __forceinline__ Work divide(const Plan& plan, int32_t num_keys) {
   const bool can_split = segments > 1 && segments <= plan.capacity;
   const int32_t of_segments =
       can_split ? rounds(segments) * (10 * kSegmentChunks + 7) + 20 : 10 * chunks;
-  const int32_t of_chunks = rounds(chunks) * 17 + 20 + chunks * plan.num_tiles / 20;
+  const int32_t of_chunks = rounds(chunks) * 17 + 20 + chunks * plan.num_tiles / 6;
   if (chunks <= plan.capacity && of_chunks < of_segments) {
     work.piece_chunks = 1;
     work.num_pieces = chunks;
@@ -147,6 +148,20 @@ __device__ __forceinline__ bool find_tile(const PagedAttentionParams& p, const P
   *tile = {.first_row = first, .num_rows = end - first, .index = 0};
   return at < num_seqs && end > first;
 }
+
+// A barrier of `count` threads, by its number; 0 is __syncthreads.
+template <int32_t kCount>
+__device__ __forceinline__ void sync_threads(int32_t number) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(kCount) : "memory");
+}
+template <int32_t kCount>
+__device__ __forceinline__ void arrive_threads(int32_t number) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(number), "n"(kCount) : "memory");
+}
+inline constexpr int32_t kConsumerBarrier = 1;
+inline constexpr int32_t kGroupBarrier = 2;  // + group
+inline constexpr int32_t kDoneBarrier = 4;   // + group: the other group's products are done
+inline constexpr int32_t kCopierBarrier = 6;
 
 // Weights and factors below this power of two are zero.
 inline constexpr float kLeastPower = -40.0f;
