@@ -3,6 +3,7 @@
 #
 #   docker build --target cpu -t paceline:cpu .
 #   docker run --rm paceline:cpu generate "def read_lines(path):"
+#   docker run --rm -p 8000:8000 -e PACELINE_API_KEY=secret paceline:cpu serve --host 0.0.0.0
 #
 #   docker build --target cuda -t paceline:cuda .
 #   docker run --rm --gpus all -v /path/to/model:/model paceline:cuda generate --model /model "Once upon a time"
@@ -14,7 +15,7 @@ FROM debian:bookworm-slim AS cpu-build
 RUN apt-get update && apt-get install -y --no-install-recommends g++ python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 COPY . /src
-RUN python3 -m venv /opt/paceline && /opt/paceline/bin/pip install --no-cache-dir /src
+RUN python3 -m venv /opt/paceline && /opt/paceline/bin/pip install --no-cache-dir '/src[server]'
 
 FROM debian:bookworm-slim AS cpu
 RUN apt-get update && apt-get install -y --no-install-recommends ca-certificates libstdc++6 python3 \
@@ -30,7 +31,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends g++ python3 pyt
     && rm -rf /var/lib/apt/lists/*
 COPY . /src
 RUN python3 -m venv /opt/paceline \
-    && CMAKE_ARGS=-DPACELINE_CUDA=ON /opt/paceline/bin/pip install --no-cache-dir /src nvidia-cublas
+    && CMAKE_ARGS=-DPACELINE_CUDA=ON /opt/paceline/bin/pip install --no-cache-dir '/src[server]' nvidia-cublas
 
 # cuBLASLt comes from NVIDIA's Python package; the CUDA runtime is part of the module.
 FROM nvidia/cuda:13.0.1-base-ubuntu24.04 AS cuda

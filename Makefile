@@ -60,7 +60,7 @@ wheel: check-python
 	PATH="$(CURDIR)/$(WHEEL_VENV)/bin:$$PATH" $(WHEEL_VENV)/bin/auditwheel repair --wheel-dir dist build/wheel/*.whl
 	$(PINNED) $(WHEEL_VENV)/bin/python -m pip install --quiet --force-reinstall dist/*.whl
 	$(WHEEL_VENV)/bin/python -P tests/install/check_wheel.py dist/*.whl
-	$(PINNED) $(WHEEL_VENV)/bin/python -m pip install --quiet "$$(echo dist/*.whl)[bench]"
+	$(PINNED) $(WHEEL_VENV)/bin/python -m pip install --quiet "$$(echo dist/*.whl)[bench,server]"
 	$(WHEEL_VENV)/bin/python -P tests/install/check_first_use.py
 
 # The package is installed first, because a ctest compares the C++ and C examples with it.

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import urllib.request
 from pathlib import Path
 
 from paceline.demo import demo_paths
@@ -43,6 +44,38 @@ def run(*command: str | Path, env: dict[str, str]) -> str:
         shown = " ".join(map(str, command))
         sys.exit(f"{shown} exited with {done.returncode}:\n{done.stdout}{done.stderr}")
     return done.stdout
+
+
+def check_server(paceline: Path, pair: list[str], expected: str, env: dict[str, str]) -> None:
+    """Serves a pair, measures the server, and compares its text with that of `generate`."""
+    command = [paceline, "serve", *pair, "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as server:
+        try:
+            assert server.stderr is not None
+            lines = iter(server.stderr.readline, "")
+            url = next(line.split()[-1] for line in lines if line.startswith("paceline: serving"))
+            body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 64}
+            request = urllib.request.Request(
+                f"{url}/completions",
+                json.dumps(body).encode(),
+                {"content-type": "application/json"},
+            )
+            with urllib.request.urlopen(request, timeout=60) as response:
+                text = json.load(response)["choices"][0]["text"]
+            assert expected.strip().endswith(text.strip()), (expected, text)
+            base = (
+                "--base-url",
+                url.removesuffix("/v1"),
+                "--num-prompts",
+                "2",
+                "--output-len",
+                "4",
+            )
+            run(paceline, "bench", "serve", *base, env=env)
+            server.terminate()
+            assert server.wait(60) == 0
+        finally:
+            server.kill()
 
 
 def main() -> None:
@@ -84,8 +117,9 @@ def main() -> None:
                 "--plot", "chart.png", env=env,
             )  # fmt: skip
             assert Path("chart.png").read_bytes().startswith(b"\x89PNG")
+            check_server(paceline, pair(str(target), str(draft)), from_folder, env)
         os.chdir("/")
-    print("doctor, folders, hub, chat, stream and chart: all work in a new installation")
+    print("doctor, folders, hub, chat, stream, chart and server: all work in a new installation")
 
 
 if __name__ == "__main__":

@@ -266,7 +266,11 @@ def runs_in(words: list[str], line: str) -> bool:
     words = " ".join(words).split()
 
     def is_same(word: str, other: str) -> bool:
-        return word == other or other.endswith(f"/{word}") or (word == "." and other == "/src")
+        return (
+            word == other
+            or other.endswith(f"/{word}")
+            or (word == "." and other.partition("[")[0] == "/src")
+        )
 
     return all(any(is_same(word, other) for other in rest) for word in words)
 

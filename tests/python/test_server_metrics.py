@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from paceline import LLM
 from running_server import RunningServer
 
 COMPLETIONS = "/v1/completions"
+DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana" / "paceline.json"
 BODY = {"prompt": "abc", "max_tokens": 40, "ignore_eos": True, "seed": 1}
 
 
@@ -88,6 +92,17 @@ def test_figures_are_those_of_the_engine(server: RunningServer) -> None:
     for i, group in enumerate(groups):
         labels = f"group={i},kind={group['kind']},owner={group['owner']},window={group['window']}"
         assert after[f"paceline_kv_group_max_blocks{{{labels}}}"] == group["max_blocks"]
+
+
+def test_the_dashboard_asks_for_figures_that_exist(server: RunningServer) -> None:
+    server.result(COMPLETIONS, BODY)
+    names = {name.partition("{")[0] for name in figures(server)}
+    dashboard = json.loads(DASHBOARD.read_text())
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked += [variable["query"] for variable in dashboard["templating"]["list"]]
+    found = {name for text in asked for name in re.findall(r"paceline_\w+", text)}
+    assert len(found) > 15 and found <= names
+    assert not re.findall(r"https?://", DASHBOARD.read_text())
 
 
 def test_figures_of_drafts_are_absent_without_a_drafter(plain_llm: LLM) -> None:
