@@ -18,6 +18,7 @@ py::dict memory_report_to_dict(const MemoryReport& report) {
     entry["num_kv_heads"] = group.num_kv_heads;
     entry["head_dim"] = group.head_dim;
     entry["block_size"] = group.block_size;
+    entry["tokens_per_entry"] = group.tokens_per_entry;
     entry["block_bytes"] = group.block_bytes;
     entry["padding_bytes"] = group.padding_bytes;
     entry["held_blocks"] = group.held_blocks;

@@ -67,7 +67,7 @@ TEST(KvLayout, GroupsEqualLayersOfEachModel) {
   const auto describe = [&](GroupId g) {
     const KvGroup& group = layout.groups[g];
     return std::string(kv_owner_name(group.owner)) + " " + std::string(kv_kind_name(group.kind)) +
-           " " + std::to_string(reported_window(group.kind)) + " x" +
+           " " + std::to_string(kv_window(group.kind)) + " x" +
            std::to_string(group.layers.size());
   };
   EXPECT_EQ(describe(0), "target sliding 1024 x52");
@@ -93,7 +93,7 @@ TEST(KvLayout, LatentLayersStoreOneEntryPerToken) {
   EXPECT_EQ(layout.groups[0].content_bytes, 2 * 16 * 32 * 2);
   EXPECT_EQ(layout.groups[1].layer_bytes, 2 * 16 * 32 * 2);
   EXPECT_EQ(kv_kind_name(layout.groups[0].kind), "latent");
-  EXPECT_EQ(reported_window(layout.groups[0].kind), 0);
+  EXPECT_EQ(kv_window(layout.groups[0].kind), 0);
 
   const auto plan = [](const KvLayerShape& layer) {
     return message_of<InvalidArgument>([&] {

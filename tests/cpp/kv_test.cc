@@ -443,13 +443,8 @@ TEST(PeakBlocks, IsTheMostThatAnyAlignmentTouches) {
     for (int32_t slack = 0; slack < 20; ++slack) {
       std::vector<int64_t> most;
       for (const KvGroup& group : layout.groups) {
-        const int32_t span =
-            std::visit(Overloaded{[&](const FullKv&) { return num_tokens; },
-                                  [&](const LatentKv&) { return num_tokens; },
-                                  [&](const SlidingKv& sliding) {
-                                    return std::min(num_tokens, sliding.window + slack);
-                                  }},
-                       group.kind);
+        const int32_t window = kv_window(group.kind);
+        const int32_t span = window == 0 ? num_tokens : std::min(num_tokens, window + slack);
         int64_t touched = 0;
         for (int32_t begin = 0; begin + span <= num_tokens; ++begin) {
           touched = std::max<int64_t>(touched, (begin + span - 1) / 4 - begin / 4 + 1);

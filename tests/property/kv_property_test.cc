@@ -38,6 +38,13 @@ KvLayout many_blocks_per_slab() {
                  {full(1, 2), slides, slides, slides}, 24);
 }
 
+// The stores of a layer with a compressor, at two ratios.
+KvLayout entries_of_several_tokens() {
+  return planned(
+      {window_entries(12, 8), tail(8, 32), compressed(4, 8, 4), tail(7, 16), compressed(7, 8)},
+      {window_entries(12, 8), full(1, 8)}, 20);
+}
+
 void run_seeds(const KvLayout& layout, int64_t num_operations) {
   const uint64_t first_seed = seed_from_env(20250601);
   const uint64_t num_seeds = test_level() >= 3 ? 5 : 1;
@@ -55,6 +62,8 @@ void run_seeds(const KvLayout& layout, int64_t num_operations) {
 }
 
 TEST(KvProperty, AMillionRandomOperations) { run_seeds(few_blocks_per_slab(), 1'000'000); }
+
+TEST(KvProperty, EntriesOfSeveralTokens) { run_seeds(entries_of_several_tokens(), 100'000); }
 
 TEST(KvProperty, SlabsOfManyBlocks) { run_seeds(many_blocks_per_slab(), 100'000); }
 

@@ -11,9 +11,11 @@
 #include "device/cpu_context.h"
 #include "device/device_arena.h"
 #include "graph/iteration.h"
+#include "metadata/metadata_rows.h"
 #include "metadata/pass_rows.h"
 #include "model/kv_shapes.h"
 #include "speculate/row_ops.h"
+#include "support/kv_layers.h"
 #include "support/seed.h"
 #include "support/tiny_models.h"
 #include "wire/batch_shape.h"
@@ -35,8 +37,8 @@ struct Bench {
       : windows(windows),
         config(parse_decoder_config(
             tiny_config_json({.windows = std::move(windows), .kv_lora_rank = is_latent ? 24 : 0}))),
-        layout(plan_kv_layout(kv_layer_shapes(config), kv_layer_shapes(config), block_size,
-                              DType::kFloat32, 64 << 20)),
+        layout(plan_kv_layout(shapes_of(config), shapes_of(config), block_size, DType::kFloat32,
+                              64 << 20)),
         options{.shape = {.max_seqs = kMaxSeqs,
                           .max_verify_rows = 64,
                           .max_logit_rows = 64,
@@ -46,6 +48,14 @@ struct Bench {
                 .use_window_lists = use_window_lists},
         buffers(allocate_iteration_buffers(arena, options, layout, config, &config)),
         fresh(allocate_iteration_buffers(arena, options, layout, config, &config)) {}
+
+  // The layers, and the stores of DeepSeek-V4's layers at its two ratios: 4 with overlap, and 128.
+  static std::vector<KvLayerShape> shapes_of(const DecoderConfig& config) {
+    std::vector<KvLayerShape> shapes = kv_layer_shapes(config);
+    shapes.insert(shapes.end(), {testing::tail(8, 24), testing::compressed(4, 16, 8),
+                                 testing::tail(128, 16), testing::compressed(128, 16)});
+    return shapes;
+  }
 
   std::vector<int32_t> windows;  // by layer; 0: full attention
   DecoderConfig config;          // of the target and of the drafter
@@ -137,6 +147,10 @@ void expect_equal(const GroupMetadata& actual, const GroupMetadata& expected, in
     same(sliding->slot_mapping, e.slot_mapping, "slot_mapping");
     same(sliding->kv_begin, e.kv_begin, "kv_begin");
     same(sliding->kv_end, e.kv_end, "kv_end");
+  } else if (const auto* compressed = std::get_if<CompressedMetadata>(&actual)) {
+    const auto& e = std::get<CompressedMetadata>(expected);
+    same(compressed->slot_mapping, e.slot_mapping, "slot_mapping");
+    same(compressed->entry_end, e.entry_end, "entry_end");
   } else {
     const auto& list = std::get<WindowListMetadata>(actual);
     const auto& e = std::get<WindowListMetadata>(expected);
@@ -234,7 +248,7 @@ TEST(Metadata, AdvanceEqualsBuild) {
     const bool use_window_lists = random() % 2 == 0;
     Bench bench(k, block_size, use_window_lists, windows, /*is_latent=*/seed % 3 == 0);
     const size_t num_groups = std::set<int32_t>(windows.begin(), windows.end()).size();
-    ASSERT_EQ(bench.layout.groups.size(), 2 * num_groups);
+    ASSERT_EQ(bench.layout.groups.size(), 2 * (num_groups + 4));
     for (size_t i = 0; i < 15 && !HasFatalFailure(); ++i) {
       SCOPED_TRACE("steps " + std::to_string(i % kSteps.size()));
       randomize(bench, random);
@@ -243,6 +257,56 @@ TEST(Metadata, AdvanceEqualsBuild) {
     if (HasFailure()) return;
   }
   for (const int64_t live : num_live) EXPECT_GT(live, 25000);
+}
+
+// The definition of a compressed group, at every position modulo 4 and 128: an entry is written by
+// the row of its last token and visible from that row on, after 1 to 16 advances as after `build`.
+TEST(Metadata, EntriesAreVisibleOnceTheirLastTokenIs) {
+  for (const int32_t ratio : {4, 128}) {
+    const int32_t block_size = 3;
+    std::vector<int32_t> blocks(512 / ratio / block_size + 1);
+    for (size_t i = 0; i < blocks.size(); ++i) blocks[i] = static_cast<int32_t>(7 * i + 2);
+    int64_t slot = 0;
+    int32_t entry_end = 0;
+    const CompressedMetadata metadata{.slot_mapping = &slot,
+                                      .entry_end = &entry_end,
+                                      .table = {.blocks = blocks.data(),
+                                                .stride = static_cast<int64_t>(blocks.size()),
+                                                .block_size = block_size,
+                                                .tokens_per_entry = ratio}};
+    const auto check = [&](int32_t position) {
+      int32_t num_complete = 0;
+      for (int32_t entry = 0; entry < 512; ++entry) {
+        if ((entry + 1) * ratio - 1 <= position) ++num_complete;
+      }
+      EXPECT_EQ(entry_end, num_complete) << "position " << position;
+      const int32_t last = num_complete - 1;
+      const bool completes = last >= 0 && (last + 1) * ratio - 1 == position;
+      const int64_t block = completes ? blocks[static_cast<size_t>(last / block_size)] : 0;
+      EXPECT_EQ(slot, completes ? block * block_size + last % block_size : 0);
+    };
+    for (int32_t start = 0; start < 3 * ratio; ++start) {
+      build_row(metadata, 0, 0, start);
+      check(start);
+      int32_t num_rows = 1, token = 5, position = start, seq_slot = 0, drawn = 5, limit = 500;
+      int32_t step = 0;
+      AdvanceParams advance{.current_draft_step = &step,
+                            .rows = {.num_rows = &num_rows,
+                                     .token_ids = &token,
+                                     .positions = &position,
+                                     .seq_slot = &seq_slot,
+                                     .capacity = 1},
+                            .drawn = &drawn,
+                            .sequences = {.limit = &limit, .num_draft_tokens = 17},
+                            .groups = {advance_group(metadata)},
+                            .num_groups = 1};
+      CpuContext ctx;
+      for (int32_t j = 1; j <= 16 && !::testing::Test::HasFailure(); ++j) {
+        advance_draft_step(ctx, advance);
+        check(start + j);
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -5,9 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <variant>
 
-#include "base/overloaded.h"
 #include "kv/kv_layout.h"
 
 namespace paceline::testing {
@@ -20,12 +18,28 @@ inline KvLayerShape latent(int32_t rank, int32_t entry_width) {
   return {LatentKv{rank}, 1, entry_width};
 }
 
-// The first position that a query at `position` sees.
+inline KvLayerShape window_entries(int32_t window, int32_t width) {
+  return {WindowEntryKv{window}, 1, width};
+}
+inline KvLayerShape tail(int32_t window, int32_t width) { return {TailKv{window}, 1, width}; }
+inline KvLayerShape compressed(int32_t tokens_per_entry, int32_t width, int32_t index_dim = 0) {
+  return {CompressedKv{tokens_per_entry, index_dim}, 1, width};
+}
+
+// The first position whose token a query at `position` sees.
 inline int32_t first_visible(const KvKind& kind, int32_t position) {
-  return std::visit(
-      Overloaded{[](const FullKv&) { return 0; }, [](const LatentKv&) { return 0; },
-                 [&](const SlidingKv& seen) { return std::max(0, position - seen.window + 1); }},
-      kind);
+  const int32_t window = kv_window(kind);
+  return window == 0 ? 0 : std::max(0, position - window + 1);
+}
+
+// Of the tokens before position `num_tokens`, the number of those that complete an entry.
+inline int32_t num_entries(const KvKind& kind, int32_t num_tokens) {
+  return num_tokens / tokens_per_entry(kind);
+}
+
+// Whether the token at `position` is the last one of an entry.
+inline bool completes_entry(const KvKind& kind, int32_t position) {
+  return num_entries(kind, position + 1) > num_entries(kind, position);
 }
 
 }  // namespace paceline::testing

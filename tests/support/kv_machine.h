@@ -162,9 +162,8 @@ class KvMachine {
     std::vector<int64_t> counts;
     std::vector<size_t> ends;
     for (GroupId g = 0; g < num_groups_; ++g) {
-      const int32_t block_size = layout_.groups[g].block_size;
       const auto size = sequence.tables[g].size();
-      const auto wanted = static_cast<size_t>((num_tokens + block_size - 1) / block_size);
+      const auto wanted = static_cast<size_t>(blocks_for(g, num_tokens));
       ends.push_back(std::max(size, wanted));
       counts.push_back(static_cast<int64_t>(ends[g] - size));
     }
@@ -207,7 +206,7 @@ class KvMachine {
     KvSequence& child = sequences_[s];
     bool is_possible = true;
     for (GroupId g = 0; g < num_groups_; ++g) {
-      for (int32_t i = 0; i * layout_.groups[g].block_size < num_tokens; ++i) {
+      for (int32_t i = 0; i < blocks_for(g, num_tokens); ++i) {
         is_possible &= !is_seen(g, i, num_tokens) || sequences_[parent].tables[g].at(i) != 0;
       }
     }
@@ -221,8 +220,7 @@ class KvMachine {
     child.blocks.fork(pool_, sequences_[parent].blocks, num_tokens);
     child.known = num_tokens;
     for (GroupId g = 0; g < num_groups_; ++g) {
-      const int32_t block_size = layout_.groups[g].block_size;
-      for (int32_t i = 0; (i + 1) * block_size <= num_tokens; ++i) {
+      for (int32_t i = 0; last_token(g, i) < num_tokens; ++i) {
         const bool is_shared = is_seen(g, i, num_tokens);
         const BlockId block = is_shared ? sequences_[parent].tables[g][i] : kNullBlock;
         child.tables[g].push_back(block);
@@ -242,9 +240,10 @@ class KvMachine {
     child.blocks.append_copies(layout_, sequences_[parent].blocks, num_tokens, copies_);
     size_t at = 0;
     for (GroupId g = 0; g < num_groups_; ++g) {
-      const int32_t block_size = layout_.groups[g].block_size;
-      if (num_tokens % block_size == 0) continue;
-      const auto index = static_cast<size_t>(num_tokens / block_size);
+      // The last block that has any entry, unless its last token is among them.
+      const int32_t last = blocks_for(g, num_tokens) - 1;
+      if (last < 0 || last_token(g, last) < num_tokens) continue;
+      const auto index = static_cast<size_t>(last);
       require(at < copies_.size() && copies_[at].group == g &&
                   copies_[at].source == sequences_[parent].tables[g][index] &&
                   copies_[at].destination == child.tables[g][index],
@@ -259,8 +258,20 @@ class KvMachine {
 
   // Whether a query at `position` or later sees anything of block i.
   bool is_seen(GroupId g, int32_t i, int32_t position) const {
+    return last_token(g, i) >= first_visible(layout_.groups[g].kind, position);
+  }
+
+  // The last token whose entry is in block i.
+  int32_t last_token(GroupId g, int32_t i) const {
     const KvGroup& group = layout_.groups[g];
-    return (i + 1) * group.block_size - 1 >= first_visible(group.kind, position);
+    return (i + 1) * group.block_size * tokens_per_entry(group.kind) - 1;
+  }
+
+  // The number of blocks with entries of the first num_tokens tokens.
+  int32_t blocks_for(GroupId g, int32_t num_tokens) const {
+    const KvGroup& group = layout_.groups[g];
+    const int32_t entries = num_entries(group.kind, num_tokens);
+    return (entries + group.block_size - 1) / group.block_size;
   }
 
   // The host learns that `known` tokens are committed.
@@ -273,7 +284,7 @@ class KvMachine {
       int32_t& i = sequence.num_released[g];
       // The last token of block i is older than the oldest key that the next query sees.
       while (i < static_cast<int32_t>(table.size()) &&
-             (i + 1) * group.block_size - 1 < first_visible(group.kind, sequence.known)) {
+             last_token(g, i) < first_visible(group.kind, sequence.known)) {
         disown(s, g, table[i]);
         table[i++] = kNullBlock;
       }
@@ -339,9 +350,8 @@ class KvMachine {
     const int32_t num_tokens = draw(1, kMaxTokens);
     int64_t num_needed = 0;
     for (GroupId g = 0; g < num_groups_; ++g) {
-      const int32_t block_size = layout_.groups[g].block_size;
       const int64_t per_slab = layout_.blocks_per_slab(g);
-      num_needed += ((num_tokens + block_size - 1) / block_size + per_slab - 1) / per_slab;
+      num_needed += (blocks_for(g, num_tokens) + per_slab - 1) / per_slab;
     }
     const bool is_admitted = grow(other, num_tokens);
     require(is_admitted || num_needed > num_free, "refused ", num_needed, " of ", num_free,

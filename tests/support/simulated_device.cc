@@ -169,7 +169,9 @@ void SimulatedDevice::fork_slots(const Launched& launched) {
     require(fork.num_tokens < child.owner.output->prompt_len(), "a fork takes over ",
             fork.num_tokens, " of ", child.owner.output->prompt_len(), " prompt tokens");
     for (size_t g = 0; g < layout_.groups.size(); ++g) {
-      const auto num_whole = static_cast<size_t>(fork.num_tokens / layout_.groups[g].block_size);
+      const KvGroup& group = layout_.groups[g];
+      const auto num_whole =
+          static_cast<size_t>(num_entries(group.kind, fork.num_tokens) / group.block_size);
       require(parent.tables[g].size() >= num_whole, "the parent has ", parent.tables[g].size(),
               " of ", num_whole, " blocks to share in group ", g);
       if (child.tables[g].size() < num_whole) child.tables[g].resize(num_whole);
@@ -316,6 +318,7 @@ void SimulatedDevice::write(Slot& slot, KvOwner owner, int32_t begin, int32_t en
   for (size_t g = 0; g < layout_.groups.size(); ++g) {
     if (layout_.groups[g].owner != owner) continue;
     for (int32_t position = begin; position < end; ++position) {
+      if (!completes_entry(layout_.groups[g].kind, position)) continue;
       cells_[g][cell(slot, g, position, "writes")] =
           content(slot, owner, position) | (position < first_wrong ? 1 : 0);
     }
@@ -328,6 +331,7 @@ void SimulatedDevice::read(const Slot& slot, KvOwner owner, int32_t begin, int32
     if (layout_.groups[g].owner != owner) continue;
     for (int32_t position = first_visible(layout_.groups[g].kind, begin); position < end;
          ++position) {
+      if (!completes_entry(layout_.groups[g].kind, position)) continue;
       const uint64_t found = cells_[g][cell(slot, g, position, "reads")];
       require((found | 1) == (content(slot, owner, position) | 1), "request ", slot.owner.request,
               ", sample ", slot.owner.sample, ": position ", position, " of group ", g,
@@ -343,7 +347,8 @@ size_t SimulatedDevice::cell(const Slot& slot, size_t group, int32_t position,
                              const char* verb) const {
   const std::vector<Entry>& table = slot.tables[group];
   const int32_t block_size = layout_.groups[group].block_size;
-  const auto index = static_cast<size_t>(position / block_size);
+  const int32_t entry = num_entries(layout_.groups[group].kind, position);
+  const auto index = static_cast<size_t>(entry / block_size);
   const auto where = [&](const char* what) {
     return concat("request ", slot.owner.request, ", sample ", slot.owner.sample, " ", verb,
                   " position ", position, " of group ", group, ", ", what);
@@ -355,7 +360,7 @@ size_t SimulatedDevice::cell(const Slot& slot, size_t group, int32_t position,
   if (generations_[group][block] != table[index].generation) {
     throw SimulationViolation(where("whose block has been given back"));
   }
-  return block * static_cast<size_t>(block_size) + static_cast<size_t>(position % block_size);
+  return block * static_cast<size_t>(block_size) + static_cast<size_t>(entry % block_size);
 }
 
 uint64_t SimulatedDevice::content(const Slot& slot, KvOwner owner, int32_t position) const {

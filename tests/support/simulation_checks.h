@@ -37,8 +37,10 @@
 //    those that run adds to its bound.
 // 8. Everything ends: all iterations together are bounded by twice the sum of all work.
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "kv/slab_pool.h"
@@ -78,15 +80,31 @@ struct SimulatedSequence {
   }
   SimulatedSequence(const SimulatedSequence&) = delete;
 
-  // Counts the blocks that others take in a plan, from its own admission on.
+  // Counts the blocks that others take in a plan, from its own admission on: those after its own
+  // blocks. If it is admitted without any, as its first tokens complete no entry, those of
+  // prefilling sequences that arrived later.
   void take_allocations(const IterationPlan& plan, bool is_admitted) {
-    bool counts = !is_admitted;
     if (is_admitted) num_taken_by_others = 0;
-    for (const TableWrite& write : plan.table_writes) {
-      const bool is_own = write.seq_slot == sequence.seq_slot;
-      counts |= is_own;
-      if (counts && !is_own && write.block != kNullBlock) ++num_taken_by_others;
+    const std::vector<TableWrite>& writes = plan.table_writes;
+    const auto is_own = [&](const TableWrite& write) {
+      return write.seq_slot == sequence.seq_slot;
+    };
+    auto from = writes.begin();
+    if (is_admitted) from = std::find_if(writes.begin(), writes.end(), is_own);
+    if (from == writes.end()) {
+      for (const PlannedSequence& other : plan.sequences) {
+        const bool is_later = std::pair(other.sequence->id, other.sequence->sample) >
+                              std::pair(sequence.id, sequence.sample);
+        if (!is_later || other.kind == RowKind::kDecode) continue;
+        num_taken_by_others +=
+            std::count_if(writes.begin(), writes.end(), [&](const TableWrite& write) {
+              return write.seq_slot == other.sequence->seq_slot && write.block != kNullBlock;
+            });
+      }
     }
+    num_taken_by_others += std::count_if(from, writes.end(), [&](const TableWrite& write) {
+      return !is_own(write) && write.block != kNullBlock;
+    });
   }
 };
 

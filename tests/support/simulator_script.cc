@@ -37,9 +37,13 @@ KvLayerShape make_layer(Random& random) {
   const int32_t head_dim = random.pick({8, 16, 24, 40});
   if (random.percent(50)) {
     if (head_dim == 24) return {LatentKv{head_dim - 8}, 1, head_dim};
+    if (head_dim == 8) return {CompressedKv{random.pick({2, 3, 4, 16}), 8}, 1, head_dim};
     return {FullKv{}, 1, head_dim};
   }
-  return {SlidingKv{random.between(1, 24)}, 1, head_dim};
+  const int32_t window = random.between(1, 24);
+  if (head_dim == 24) return {TailKv{window}, 1, head_dim};
+  if (head_dim == 16) return {WindowEntryKv{window}, 1, head_dim};
+  return {SlidingKv{window}, 1, head_dim};
 }
 
 SchedulerOptions make_options(Random& random) {
@@ -202,7 +206,7 @@ std::string SimulationScript::text() const {
   for (size_t g = 0; g < planned.groups.size(); ++g) {
     const KvGroup& group = planned.groups[g];
     out << "  group " << g << ": " << kv_owner_name(group.owner) << ", " << kv_kind_name(group.kind)
-        << ", window " << reported_window(group.kind) << ", "
+        << ", window " << kv_window(group.kind) << ", "
         << planned.blocks_per_slab(static_cast<GroupId>(g)) << " blocks a slab\n";
   }
   for (size_t i = 0; i < requests.size(); ++i) {

@@ -22,13 +22,15 @@ namespace paceline {
 // Bytes by purpose.
 struct MemoryReport {
   struct Group {
-    std::string owner;   // "target" or "draft"
-    std::string kind;    // "full", "sliding" or "latent"
+    std::string owner;  // "target" or "draft"
+    // "full", "sliding" or "latent"; of compressed attention "window", "tail" and "compressed"
+    std::string kind;
     int32_t window = 0;  // keys that a query sees, its own included; 0 for all
     int32_t num_layers = 0;
     int32_t num_kv_heads = 0;
-    int32_t head_dim = 0;            // of a latent group, the width of an entry
-    int32_t block_size = 0;          // tokens
+    int32_t head_dim = 0;            // where there are no keys and values, the width of an entry
+    int32_t block_size = 0;          // tokens, or entries of several tokens
+    int32_t tokens_per_entry = 0;    // 1 but in compressed groups
     int64_t block_bytes = 0;         // padding included
     int64_t padding_bytes = 0;       // per block, lost to slab alignment
     int64_t held_blocks = 0;         // held by running sequences

@@ -141,11 +141,12 @@ MemoryReport Executor::Impl::memory_report() {
     const KvGroup& group = layout.groups[g];
     report.groups.push_back({.owner = std::string(kv_owner_name(group.owner)),
                              .kind = std::string(kv_kind_name(group.kind)),
-                             .window = reported_window(group.kind),
+                             .window = kv_window(group.kind),
                              .num_layers = static_cast<int32_t>(group.layers.size()),
                              .num_kv_heads = group.num_kv_heads,
                              .head_dim = group.head_dim,
                              .block_size = group.block_size,
+                             .tokens_per_entry = tokens_per_entry(group.kind),
                              .block_bytes = group.block_bytes,
                              .padding_bytes = group.block_bytes - group.content_bytes,
                              .held_blocks = usage.held_blocks[g],

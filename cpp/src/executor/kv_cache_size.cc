@@ -10,7 +10,6 @@
 
 #include "base/boundary.h"
 #include "base/check.h"
-#include "base/overloaded.h"
 #include "device/host_bytes.h"
 #include "executor/default_options.h"
 #include "executor/dtypes.h"
@@ -44,10 +43,10 @@ int64_t plus(int64_t a, int64_t b) {
 // Adds spare slabs, since each group may leave one partly empty.
 int64_t with_spare_slabs(int64_t bytes) { return std::max(plus(bytes, bytes / 8), kMinBytes); }
 
-// Bytes that one token stores; 0 for a layer that reads another layer's KV.
-int64_t token_bytes(const KvLayerShape& layer, DType dtype) {
+// Bytes that so many tokens store; 0 for a layer that reads another layer's KV.
+int64_t layer_bytes(const KvLayerShape& layer, DType dtype, int64_t num_tokens) {
   if (layer.source >= 0) return 0;
-  return int64_t{kv_parts(layer.kind)} * layer.num_kv_heads * layer.head_dim * dtype_bytes(dtype);
+  return times(entry_bytes(layer, dtype), num_tokens / tokens_per_entry(layer.kind));
 }
 
 std::string mib(int64_t bytes) {
@@ -56,31 +55,36 @@ std::string mib(int64_t bytes) {
   return text.data();
 }
 
-// Tokens that a sequence holds beyond a window, for two iterations in flight and block edges.
-int64_t extra_tokens(const ExecutorOptions& o) {
-  return 4 * (int64_t{o.speculative.num_speculative_tokens} + 1) + 2 * int64_t{o.block_size};
+// Tokens that a sequence holds beyond its length or a window, for two iterations in flight and
+// block edges.
+int64_t extra_tokens(const ExecutorOptions& o, int32_t tokens_per_entry = 1) {
+  return 4 * (int64_t{o.speculative.num_speculative_tokens} + 1) +
+         2 * int64_t{o.block_size} * tokens_per_entry;
+}
+
+// Tokens that all sequences hold in a layer that sees all positions.
+int64_t all_tokens(const KvLayerShape& layer, const ExecutorOptions& o) {
+  return times(o.max_num_seqs, o.max_model_len + extra_tokens(o, tokens_per_entry(layer.kind)));
+}
+
+// Tokens that all sequences hold in a layer with a window.
+int64_t window_tokens(int32_t window, const ExecutorOptions& o) {
+  // The scheduler reserves this much: two iterations in flight advance the window, and the blocks
+  // behind it can be reused two iterations later.
+  const int64_t prefill_tokens =
+      4 * int64_t{o.prefill_chunk_size > 0 ? o.prefill_chunk_size : o.max_num_batched_tokens};
+  const int64_t held = o.max_num_seqs * (window + extra_tokens(o));
+  return std::min(held + prefill_tokens, times(o.max_num_seqs, o.max_model_len));
 }
 
 KvCacheSize size_on_cpu(std::span<const KvLayerShape> layers, DType dtype, const ExecutorOptions& o,
                         std::optional<int64_t> free_bytes) {
   const int64_t num_seqs = o.max_num_seqs;
-  const int64_t most_tokens = times(num_seqs, o.max_model_len);
-  const int64_t full_tokens = times(num_seqs, o.max_model_len + extra_tokens(o));
-  // The scheduler reserves this much: two iterations in flight advance the window, and the blocks
-  // behind it can be reused two iterations later.
-  const int64_t prefill_tokens =
-      4 * int64_t{o.prefill_chunk_size > 0 ? o.prefill_chunk_size : o.max_num_batched_tokens};
   int64_t wanted = 0;
   for (const KvLayerShape& layer : layers) {
-    const int64_t tokens =
-        std::visit(Overloaded{[&](const FullKv&) { return full_tokens; },
-                              [&](const LatentKv&) { return full_tokens; },
-                              [&](const SlidingKv& sliding) {
-                                const int64_t held = num_seqs * (sliding.window + extra_tokens(o));
-                                return std::min(held + prefill_tokens, most_tokens);
-                              }},
-                   layer.kind);
-    wanted = plus(wanted, times(token_bytes(layer, dtype), tokens));
+    const int32_t window = kv_window(layer.kind);
+    const int64_t tokens = window == 0 ? all_tokens(layer, o) : window_tokens(window, o);
+    wanted = plus(wanted, layer_bytes(layer, dtype, tokens));
   }
   wanted = with_spare_slabs(wanted);
   if (!free_bytes || wanted <= *free_bytes / kCpuShare) {
@@ -122,12 +126,16 @@ KvCacheSize size_by_utilization(const ExecutorOptions& o, const DeviceBytes& mem
 KvCacheSize size_on_cuda(std::span<const KvLayerShape> layers, DType dtype,
                          const ExecutorOptions& o, const DeviceBytes& memory) {
   const int64_t free_bytes = memory.free.value_or(0);
-  int64_t bytes_per_token = 0;
-  for (const KvLayerShape& layer : layers) bytes_per_token += token_bytes(layer, dtype);
   const int64_t tokens_per_seq = o.max_model_len + extra_tokens(o);
-  // This counts every layer as if it held all tokens.
-  const int64_t wanted =
-      with_spare_slabs(times(bytes_per_token, times(o.max_num_seqs, tokens_per_seq)));
+  // This counts every layer as if it held all tokens, but for the tails, which are far larger than
+  // what they are compressed to.
+  int64_t wanted = 0;
+  for (const KvLayerShape& layer : layers) {
+    const auto* const tail = std::get_if<TailKv>(&layer.kind);
+    const int64_t tokens = tail == nullptr ? all_tokens(layer, o) : window_tokens(tail->window, o);
+    wanted = plus(wanted, layer_bytes(layer, dtype, tokens));
+  }
+  wanted = with_spare_slabs(wanted);
   if (o.gpu_memory_utilization > 0) return size_by_utilization(o, memory, wanted);
   const int64_t available =
       static_cast<int64_t>(static_cast<double>(free_bytes) * kCudaShare) - kCudaReserveBytes;

@@ -43,6 +43,13 @@ GroupMetadata allocate_metadata(DeviceArena& arena, const KvGroup& group, const 
                         .kv_end = arena.allocate<int32_t>(capacity, "metadata"),
                         .table = table};
   };
+  const auto sliding_entries = [&](int32_t window) -> GroupMetadata {
+    return SlidingMetadata{.slot_mapping = slots,
+                           .kv_begin = arena.allocate<int32_t>(capacity, "metadata"),
+                           .kv_end = arena.allocate<int32_t>(capacity, "metadata"),
+                           .window = window,
+                           .table = table};
+  };
   return std::visit(
       Overloaded{[&](const FullKv&) { return full(); }, [&](const LatentKv&) { return full(); },
                  [&](const SlidingKv& sliding) -> GroupMetadata {
@@ -56,11 +63,15 @@ GroupMetadata allocate_metadata(DeviceArena& arena, const KvGroup& group, const 
                          .window = window,
                          .table = table};
                    }
-                   return SlidingMetadata{.slot_mapping = slots,
-                                          .kv_begin = arena.allocate<int32_t>(capacity, "metadata"),
-                                          .kv_end = arena.allocate<int32_t>(capacity, "metadata"),
-                                          .window = window,
-                                          .table = table};
+                   return sliding_entries(window);
+                 },
+                 [&](const WindowEntryKv& entries) { return sliding_entries(entries.window); },
+                 [&](const TailKv& tail) { return sliding_entries(tail.window); },
+                 [&](const CompressedKv&) -> GroupMetadata {
+                   return CompressedMetadata{
+                       .slot_mapping = slots,
+                       .entry_end = arena.allocate<int32_t>(capacity, "metadata"),
+                       .table = table};
                  }},
       group.kind);
 }
@@ -173,12 +184,13 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
       allocate_rows(arena, first_capacity, &b.staged.counts->num_seqs, b.staged.first_indptr);
   b.step_rows = allocate_rows(arena, shape.max_seqs, /*num_seqs=*/nullptr, b.identity);
   for (const KvGroup& group : layout.groups) {
-    const int64_t stride =
-        (int64_t{options.max_model_len} + group.block_size - 1) / group.block_size;
+    // At least one: ops may compute addresses of entries that are not there.
+    const int64_t stride = std::max(num_blocks(group, options.max_model_len), 1);
     const BlockTable table{
         .blocks = arena.allocate<int32_t>(stride * shape.max_seqs, "block tables"),
         .stride = stride,
-        .block_size = group.block_size};
+        .block_size = group.block_size,
+        .tokens_per_entry = tokens_per_entry(group.kind)};
     b.block_tables.push_back(table);
     const auto id = static_cast<GroupId>(b.block_tables.size() - 1);
     const bool is_drafted_from = layout.is_read_by(KvOwner::kDraft, id);

@@ -47,22 +47,46 @@ void check_range(const std::string& name, int64_t value, int64_t lowest, int64_t
 void check_shape(const KvLayerShape& shape, const std::string& layer) {
   check_range(concat(layer, ": num_kv_heads"), shape.num_kv_heads, 1, kMaxExtent);
   check_range(concat(layer, ": head_dim"), shape.head_dim, 1, kMaxExtent);
+  const auto check_window = [&](int32_t window) {
+    check_range(concat(layer, ": window of a ", kv_kind_name(shape.kind), " layer"), window, 1,
+                std::numeric_limits<int32_t>::max());
+  };
+  const auto check_one_head = [&] {
+    check_range(concat(layer, ": num_kv_heads of a ", kv_kind_name(shape.kind), " layer"),
+                shape.num_kv_heads, 1, 1);
+  };
   std::visit(Overloaded{[](const FullKv&) {},
-                        [&](const SlidingKv& sliding) {
-                          check_range(concat(layer, ": window of a sliding layer"), sliding.window,
-                                      1, std::numeric_limits<int32_t>::max());
-                        },
+                        [&](const SlidingKv& sliding) { check_window(sliding.window); },
                         [&](const LatentKv& latent) {
-                          check_range(concat(layer, ": num_kv_heads of a latent layer"),
-                                      shape.num_kv_heads, 1, 1);
+                          check_one_head();
                           check_range(concat(layer, ": rank of a latent layer"), latent.rank, 1,
                                       shape.head_dim);
+                        },
+                        [&](const WindowEntryKv& entries) {
+                          check_one_head();
+                          check_window(entries.window);
+                        },
+                        [&](const TailKv& tail) {
+                          check_one_head();
+                          check_window(tail.window);
+                        },
+                        [&](const CompressedKv& compressed) {
+                          check_one_head();
+                          check_range(concat(layer, ": tokens_per_entry of a compressed layer"),
+                                      compressed.tokens_per_entry, 1, kMaxExtent);
+                          check_range(concat(layer, ": index_dim of a compressed layer"),
+                                      compressed.index_dim, 0, kMaxExtent);
                         }},
              shape.kind);
 }
 
+// The dtype of what a layer stores, where `dtype` is that of KV.
+[[nodiscard]] DType stored_dtype(const KvKind& kind, DType dtype) {
+  return std::holds_alternative<TailKv>(kind) ? DType::kFloat32 : dtype;
+}
+
 [[nodiscard]] std::string shape_text(const KvLayerShape& shape) {
-  return concat("kind '", kv_kind_name(shape.kind), "', window ", reported_window(shape.kind), ", ",
+  return concat("kind '", kv_kind_name(shape.kind), "', window ", kv_window(shape.kind), ", ",
                 shape.num_kv_heads, " KV heads of ", shape.head_dim);
 }
 
@@ -133,9 +157,8 @@ void group_layers(std::span<const KvLayerShape> shapes, std::span<const KvLayerS
       created.num_kv_heads = shape.num_kv_heads;
       created.head_dim = shape.head_dim;
       created.block_size = block_size;
-      created.dtype = dtype;
-      created.layer_bytes = kv_parts(shape.kind) * int64_t{block_size} * shape.num_kv_heads *
-                            shape.head_dim * dtype_bytes(dtype);
+      created.dtype = stored_dtype(shape.kind, dtype);
+      created.layer_bytes = block_size * entry_bytes(shape, dtype);
       group = groups.insert(groups.end(), std::move(created));
     }
     layer_index.push_back(static_cast<int32_t>(group->layers.size()));
@@ -244,23 +267,56 @@ SlabChoice choose_slab(const std::vector<BlockChoice>& blocks, int64_t kv_cache_
 }  // namespace
 
 std::string_view kv_kind_name(const KvKind& kind) {
-  return std::visit(Overloaded{[](const FullKv&) -> std::string_view { return "full"; },
-                               [](const SlidingKv&) -> std::string_view { return "sliding"; },
-                               [](const LatentKv&) -> std::string_view { return "latent"; }},
+  return std::visit(
+      Overloaded{[](const FullKv&) -> std::string_view { return "full"; },
+                 [](const SlidingKv&) -> std::string_view { return "sliding"; },
+                 [](const LatentKv&) -> std::string_view { return "latent"; },
+                 [](const WindowEntryKv&) -> std::string_view { return "window"; },
+                 [](const TailKv&) -> std::string_view { return "tail"; },
+                 [](const CompressedKv&) -> std::string_view { return "compressed"; }},
+      kind);
+}
+
+int32_t kv_window(const KvKind& kind) {
+  return std::visit(Overloaded{[](const FullKv&) { return 0; },
+                               [](const SlidingKv& sliding) { return sliding.window; },
+                               [](const LatentKv&) { return 0; },
+                               [](const WindowEntryKv& entries) { return entries.window; },
+                               [](const TailKv& tail) { return tail.window; },
+                               [](const CompressedKv&) { return 0; }},
                     kind);
 }
 
-int32_t reported_window(const KvKind& kind) {
-  return std::visit(Overloaded{[](const FullKv&) { return 0; },
-                               [](const SlidingKv& sliding) { return sliding.window; },
-                               [](const LatentKv&) { return 0; }},
-                    kind);
+int32_t tokens_per_entry(const KvKind& kind) {
+  return std::visit(
+      Overloaded{[](const FullKv&) { return 1; }, [](const SlidingKv&) { return 1; },
+                 [](const LatentKv&) { return 1; }, [](const WindowEntryKv&) { return 1; },
+                 [](const TailKv&) { return 1; },
+                 [](const CompressedKv& c) { return c.tokens_per_entry; }},
+      kind);
 }
 
 int32_t kv_parts(const KvKind& kind) {
-  return std::visit(Overloaded{[](const FullKv&) { return 2; }, [](const SlidingKv&) { return 2; },
-                               [](const LatentKv&) { return 1; }},
-                    kind);
+  return std::visit(
+      Overloaded{[](const FullKv&) { return 2; }, [](const SlidingKv&) { return 2; },
+                 [](const LatentKv&) { return 1; }, [](const WindowEntryKv&) { return 1; },
+                 [](const TailKv&) { return 1; }, [](const CompressedKv&) { return 1; }},
+      kind);
+}
+
+int64_t entry_bytes(const KvLayerShape& shape, DType dtype) {
+  int64_t elements = int64_t{kv_parts(shape.kind)} * shape.num_kv_heads * shape.head_dim;
+  if (const auto* const c = std::get_if<CompressedKv>(&shape.kind)) elements += c->index_dim;
+  return elements * dtype_bytes(stored_dtype(shape.kind, dtype));
+}
+
+int32_t num_blocks(const KvGroup& group, int64_t num_tokens) {
+  const int64_t entries = num_tokens / tokens_per_entry(group.kind);
+  return static_cast<int32_t>((entries + group.block_size - 1) / group.block_size);
+}
+
+int32_t num_whole_blocks(const KvGroup& group, int64_t num_tokens) {
+  return static_cast<int32_t>(num_tokens / tokens_per_entry(group.kind) / group.block_size);
 }
 
 std::string_view kv_owner_name(KvOwner owner) {

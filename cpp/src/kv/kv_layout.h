@@ -4,6 +4,9 @@
 // How the KV cache of a target and its drafter is divided: every attention layer belongs to exactly
 // one KvGroup (or reads one), and all groups share one pool of bytes. The layout is planned once at
 // start and is plain data afterwards. It knows neither memory nor sequences.
+//
+// A layer of compressed attention has up to three *stores*, each with a group of its own kind
+// (model/kv_shapes.h). Every store counts here as a layer.
 
 #include <algorithm>
 #include <cstdint>
@@ -19,7 +22,7 @@
 
 namespace paceline {
 
-inline constexpr int32_t kMaxBlockSize = 256;  // tokens
+inline constexpr int32_t kMaxBlockSize = 256;  // tokens, or entries of CompressedKv
 // Alignment of the address of every block within the pool.
 inline constexpr int64_t kKvAlignment = 64;
 
@@ -40,20 +43,39 @@ struct LatentKv {  // every entry up to the query's own
 
   [[nodiscard]] bool operator==(const LatentKv&) const = default;
 };
-using KvKind = std::variant<FullKv, SlidingKv, LatentKv>;
+// The stores of a layer of compressed attention. Each has one KV head.
+struct WindowEntryKv {  // every entry of the window
+  int32_t window = 0;   // as in SlidingKv; an entry is both key and value, head_dim wide
+
+  [[nodiscard]] bool operator==(const WindowEntryKv&) const = default;
+};
+struct TailKv {        // what compressed entries are made of, head_dim float32 values a token
+  int32_t window = 0;  // number of tokens that an entry is made of, the last one included
+
+  [[nodiscard]] bool operator==(const TailKv&) const = default;
+};
+struct CompressedKv {  // every entry whose tokens are all at or below the query's position
+  int32_t tokens_per_entry = 0;
+  int32_t index_dim = 0;  // elements of the indexer's key, which an entry has besides head_dim
+
+  [[nodiscard]] bool operator==(const CompressedKv&) const = default;
+};
+using KvKind = std::variant<FullKv, SlidingKv, LatentKv, WindowEntryKv, TailKv, CompressedKv>;
 
 enum class KvOwner : uint8_t { kTarget, kDraft };
 
 [[nodiscard]] std::string_view kv_kind_name(const KvKind& kind);
-// The window as reports and messages state it: 0 for full attention.
-[[nodiscard]] int32_t reported_window(const KvKind& kind);
+// The number of keys that a query sees; 0: all up to its own position.
+[[nodiscard]] int32_t kv_window(const KvKind& kind);
+// Tokens that have one entry together: 1 but in compressed groups.
+[[nodiscard]] int32_t tokens_per_entry(const KvKind& kind);
 [[nodiscard]] std::string_view kv_owner_name(KvOwner owner);
 
-// What a token stores in a layer of this kind, in units of [num_kv_heads, head_dim]: K and V, or
-// one entry.
+// What an entry stores in a layer of this kind, in units of [num_kv_heads, head_dim]: K and V, or
+// one vector. The indexer's key comes in addition.
 [[nodiscard]] int32_t kv_parts(const KvKind& kind);
 
-// The KV requirements of one attention layer.
+// The KV requirements of one attention layer, or of one of its stores.
 struct KvLayerShape {
   KvKind kind;
   int32_t num_kv_heads = 0;
@@ -64,6 +86,8 @@ struct KvLayerShape {
   // true: `source` is a layer of the target; false: an earlier layer of the same model.
   bool reads_target = false;
 };
+// Bytes of one entry, in the dtype of KV or, of TailKv, in float32.
+[[nodiscard]] int64_t entry_bytes(const KvLayerShape& shape, DType dtype);
 
 // Layers of one model that share kind (with its window), heads, head size and owner.
 struct KvGroup {
@@ -71,16 +95,20 @@ struct KvGroup {
   KvKind kind;
   int32_t num_kv_heads = 0;
   int32_t head_dim = 0;
-  int32_t block_size = 0;  // tokens
+  int32_t block_size = 0;  // tokens, or entries of CompressedKv
   DType dtype = DType::kFloat32;
   std::vector<int32_t> layers;  // layer numbers of the owner, ascending, without readers; the i-th
                                 // is at i * layer_bytes in a block
-  // One layer in a block: K and then V, each [block_size, heads, dim]; or the entries of LatentKv,
-  // [block_size, dim].
+  // One layer in a block: K and then V, each [block_size, heads, dim]; or entries, [block_size,
+  // dim], and then the indexer's keys of CompressedKv, [block_size, index_dim].
   int64_t layer_bytes = 0;
   int64_t content_bytes = 0;  // layers * layer_bytes
   int64_t block_bytes = 0;    // allocated bytes: content plus padding, a multiple of kKvAlignment
 };
+
+// The number of blocks that num_tokens tokens need, and of those that they fill.
+[[nodiscard]] int32_t num_blocks(const KvGroup& group, int64_t num_tokens);
+[[nodiscard]] int32_t num_whole_blocks(const KvGroup& group, int64_t num_tokens);
 
 struct KvLayout {
   std::vector<KvGroup> groups;                 // the target's groups first

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "base/check.h"
-#include "base/overloaded.h"
 
 namespace paceline {
 namespace {
@@ -30,10 +29,7 @@ PrefixCache::PrefixCache(SlabPool& pool, int32_t lookahead)
                    " and ", block_size_);
     Group group;
     group.nodes_per_block = block_tokens(kv_group) / block_size_;
-    group.sees_all = std::visit(
-        Overloaded{[](const FullKv&) { return true; }, [](const LatentKv&) { return true; },
-                   [](const SlidingKv&) { return false; }},
-        kv_group.kind);
+    group.sees_all = kv_window(kv_group.kind) == 0;
     const int64_t num_blocks = layout.pool_bytes / kv_group.block_bytes;
     group.node_of.assign(static_cast<size_t>(num_blocks), kNone);
     nodes_per_hit_ = std::lcm(nodes_per_hit_, group.nodes_per_block);

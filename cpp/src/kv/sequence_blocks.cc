@@ -2,37 +2,21 @@
 #include "kv/sequence_blocks.h"
 
 #include "base/check.h"
-#include "base/overloaded.h"
 #include "base/reserve_more.h"
 #include "wire/blocks.h"
 
 #include <algorithm>
 
 namespace paceline {
-namespace {
-
-int64_t blocks_of(int64_t num_tokens, int32_t block_size) {
-  return (num_tokens + block_size - 1) / block_size;
-}
-
-}  // namespace
 
 int32_t block_tokens(const KvGroup& group) {
-  return std::visit(Overloaded{[&](const FullKv&) { return group.block_size; },
-                               [&](const LatentKv&) { return group.block_size; },
-                               [&](const SlidingKv&) { return group.block_size; }},
-                    group.kind);
+  return group.block_size * tokens_per_entry(group.kind);
 }
 
 int32_t num_passed_blocks(const KvGroup& group, int32_t position) {
-  return std::visit(
-      Overloaded{
-          [](const FullKv&) -> int32_t { return 0; }, [](const LatentKv&) -> int32_t { return 0; },
-          [&](const SlidingKv& sliding) -> int32_t {
-            const int64_t first_visible = int64_t{position} - sliding.window + 1;
-            return first_visible <= 0 ? 0 : static_cast<int32_t>(first_visible / group.block_size);
-          }},
-      group.kind);
+  const int32_t window = kv_window(group.kind);
+  const int64_t first_visible = window == 0 ? 0 : int64_t{position} - window + 1;
+  return first_visible <= 0 ? 0 : num_whole_blocks(group, first_visible);
 }
 
 SequenceBlocks::SequenceBlocks(int32_t num_groups)
@@ -45,9 +29,9 @@ int64_t SequenceBlocks::num_missing(const Group& group, int64_t num_blocks) cons
 
 bool SequenceBlocks::can_fork(const KvLayout& layout, int32_t num_tokens) const {
   for (size_t g = 0; g < groups_.size(); ++g) {
-    const int64_t num_blocks = blocks_of(num_tokens, layout.groups[g].block_size);
+    const int64_t num_needed = num_blocks(layout.groups[g], num_tokens);
     if (groups_[g].num_released > num_passed_blocks(layout.groups[g], num_tokens) ||
-        static_cast<int64_t>(groups_[g].table.size()) < num_blocks) {
+        static_cast<int64_t>(groups_[g].table.size()) < num_needed) {
       return false;
     }
   }
@@ -61,11 +45,12 @@ void SequenceBlocks::fork(SlabPool& pool, const SequenceBlocks& parent, int32_t 
   PACELINE_CHECK(parent.can_fork(layout, num_tokens), "the parent lacks blocks below ", num_tokens);
   // Allocates all memory first, so that no block is shared and then lost.
   for (size_t g = 0; g < groups_.size(); ++g) {
-    groups_[g].table.reserve(static_cast<size_t>(num_tokens / layout.groups[g].block_size) + 1);
+    const int32_t num_whole = num_whole_blocks(layout.groups[g], num_tokens);
+    groups_[g].table.reserve(static_cast<size_t>(num_whole) + 1);
   }
   for (size_t g = 0; g < groups_.size(); ++g) {
     Group& group = groups_[g];
-    const int32_t num_whole = num_tokens / layout.groups[g].block_size;
+    const int32_t num_whole = num_whole_blocks(layout.groups[g], num_tokens);
     group.num_released = num_passed_blocks(layout.groups[g], num_tokens);
     for (int32_t i = 0; i < num_whole; ++i) {
       const bool is_shared = i >= group.num_released;
@@ -113,9 +98,8 @@ void SequenceBlocks::append_writes(int32_t seq_slot, std::vector<TableWrite>& wr
 void SequenceBlocks::append_copies(const KvLayout& layout, const SequenceBlocks& parent,
                                    int32_t num_tokens, std::vector<BlockCopy>& copies) const {
   for (size_t g = 0; g < groups_.size(); ++g) {
-    const int32_t block_size = layout.groups[g].block_size;
-    if (num_tokens % block_size == 0) continue;
-    const auto index = static_cast<size_t>(num_tokens / block_size);
+    const auto index = static_cast<size_t>(num_whole_blocks(layout.groups[g], num_tokens));
+    if (index == static_cast<size_t>(num_blocks(layout.groups[g], num_tokens))) continue;
     copies.push_back({.group = static_cast<GroupId>(g),
                       .source = parent.groups_[g].table.at(index),
                       .destination = groups_[g].table.at(index)});
@@ -129,10 +113,10 @@ bool SequenceBlocks::reserve(SlabPool& pool, int32_t num_tokens, int32_t seq_slo
                  " groups, the pool ", kv_groups.size());
   size_t num_entries = 0;
   for (size_t g = 0; g < groups_.size(); ++g) {
-    const int64_t num_blocks = blocks_of(num_tokens, kv_groups[g].block_size);
-    missing_[g] = num_missing(groups_[g], num_blocks);
+    const int64_t num_needed = num_blocks(kv_groups[g], num_tokens);
+    missing_[g] = num_missing(groups_[g], num_needed);
     const auto size = static_cast<int64_t>(groups_[g].table.size());
-    num_entries += static_cast<size_t>(std::max<int64_t>(0, num_blocks - size));
+    num_entries += static_cast<size_t>(std::max<int64_t>(0, num_needed - size));
   }
   if (num_entries == 0) return true;
   if (!pool.can_allocate(missing_)) return false;
@@ -140,15 +124,15 @@ bool SequenceBlocks::reserve(SlabPool& pool, int32_t num_tokens, int32_t seq_slo
   // Allocates all memory first: nothing after this point throws, so no block can be lost.
   reserve_more(writes, num_entries);
   for (size_t g = 0; g < groups_.size(); ++g) {
-    const int64_t num_blocks = blocks_of(num_tokens, kv_groups[g].block_size);
+    const int64_t num_needed = num_blocks(kv_groups[g], num_tokens);
     const auto size = static_cast<int64_t>(groups_[g].table.size());
-    if (num_blocks > size) reserve_more(groups_[g].table, static_cast<size_t>(num_blocks - size));
+    if (num_needed > size) reserve_more(groups_[g].table, static_cast<size_t>(num_needed - size));
   }
 
   for (size_t g = 0; g < groups_.size(); ++g) {
     Group& group = groups_[g];
-    const int64_t num_blocks = blocks_of(num_tokens, kv_groups[g].block_size);
-    for (auto i = static_cast<int32_t>(group.table.size()); i < num_blocks; ++i) {
+    const int64_t num_needed = num_blocks(kv_groups[g], num_tokens);
+    for (auto i = static_cast<int32_t>(group.table.size()); i < num_needed; ++i) {
       BlockId block = kNullBlock;
       if (i >= group.num_released) {
         const std::optional<BlockId> allocated = pool.allocate(static_cast<GroupId>(g));
@@ -212,15 +196,11 @@ std::vector<int64_t> peak_blocks(const KvLayout& layout, int32_t num_tokens, int
   std::vector<int64_t> counts;
   counts.reserve(layout.groups.size());
   for (const KvGroup& group : layout.groups) {
-    const int64_t all = blocks_of(num_tokens, group.block_size);
-    counts.push_back(std::visit(
-        Overloaded{[&](const FullKv&) { return all; }, [&](const LatentKv&) { return all; },
-                   [&](const SlidingKv& sliding) {
-                     // Worst alignment: the span begins with the last token of a block.
-                     const int64_t span = int64_t{sliding.window} + window_slack;
-                     return std::min(all, 1 + blocks_of(span - 1, group.block_size));
-                   }},
-        group.kind));
+    const int64_t all = num_blocks(group, num_tokens);
+    const int32_t window = kv_window(group.kind);
+    // Worst alignment: the span begins with the last token of a block.
+    const int64_t span = int64_t{window} + window_slack;
+    counts.push_back(window == 0 ? all : std::min<int64_t>(all, 1 + num_blocks(group, span - 1)));
   }
   return counts;
 }

@@ -11,6 +11,7 @@
 #include "device/cuda_context.h"
 #include "device/device_memory.h"
 #include "metadata/pass_rows.h"
+#include "model/kv_shapes.h"
 #include "model/layer_ops.h"
 #include "model/residual.h"
 #include "ops/streams.h"
@@ -38,17 +39,18 @@ Decoder::Decoder(std::shared_ptr<const Model> model, const KvLayout& layout, KvO
                  std::byte* kv_pool, int32_t max_positions, DeviceArena& arena,
                  const SharedWeights& shared, int32_t rope_offset)
     : model_(std::move(model)),
-      layer_to_group_(layout.layer_to_group(role)),
+      first_store_(kv_stores(model_->config).first),
+      store_to_group_(layout.layer_to_group(role)),
       rope_offset_(rope_offset),
       embed_(weights().embed != nullptr ? weights().embed : shared.embed),
       lm_head_(weights().lm_head.is_present() ? weights().lm_head : shared.lm_head) {
   const DecoderConfig& c = config();
   PACELINE_CHECK(embed_ != nullptr && lm_head_.is_present(), c.name,
                  " needs the embedding or lm_head of a target");
-  PACELINE_CHECK(layer_to_group_.size() == c.layers.size());
-  for (size_t layer = 0; layer < c.layers.size(); ++layer) {
-    const KvGroup& group = layout.groups[layer_to_group_[layer]];
-    const int64_t k_offset = layout.layer_index(role)[layer] * group.layer_bytes;
+  PACELINE_CHECK(store_to_group_.size() == kv_layer_shapes(c).size());
+  for (size_t store = 0; store < store_to_group_.size(); ++store) {
+    const KvGroup& group = layout.groups[store_to_group_[store]];
+    const int64_t k_offset = layout.layer_index(role)[store] * group.layer_bytes;
     const int64_t v_offset = k_offset + group.layer_bytes * (kv_parts(group.kind) - 1) / 2;
     kv_.push_back({.base = kv_pool,
                    .block_bytes = group.block_bytes,

@@ -149,10 +149,19 @@ class Decoder {
   void per_layer_branch(Ctx& ctx, int32_t layer, const PassRows& rows,
                         const Activations& activations) const;
 
+  // A store of a layer, and the group that it belongs to.
+  [[nodiscard]] const KvLayerView& kv_of(int32_t layer, int32_t store = 0) const {
+    return kv_[static_cast<size_t>(first_store_[static_cast<size_t>(layer)] + store)];
+  }
+  [[nodiscard]] GroupId group_of(int32_t layer, int32_t store = 0) const {
+    return store_to_group_[static_cast<size_t>(first_store_[static_cast<size_t>(layer)] + store)];
+  }
+
   std::shared_ptr<const Model> model_;
-  std::vector<GroupId> layer_to_group_;
+  std::vector<int32_t> first_store_;     // by layer (KvStores::first)
+  std::vector<GroupId> store_to_group_;  // by store
   int32_t rope_offset_;
-  std::vector<KvLayerView> kv_;   // by layer
+  std::vector<KvLayerView> kv_;   // by store
   std::vector<RopeTable> ropes_;  // by DecoderConfig::ropes
   int64_t* expert_counters_ = nullptr;
   const std::byte* embed_;

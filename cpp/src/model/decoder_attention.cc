@@ -37,7 +37,7 @@ void Decoder::multi_head_attention(Ctx& ctx, int32_t layer, const void* input, c
   const DecoderConfig& c = config();
   const auto& a = std::get<MultiHeadAttention>(c.layers[layer].attention);
   const auto& w = std::get<MultiHeadAttentionWeights>(weights().layers[layer].attention);
-  const GroupMetadata& metadata = groups[layer_to_group_[layer]];
+  const GroupMetadata& metadata = groups[group_of(layer)];
 
   project(ctx, row_count(rows), w.qkv,
           {.x = input,
@@ -55,7 +55,7 @@ void Decoder::multi_head_attention(Ctx& ctx, int32_t layer, const void* input, c
                                                       .norm_eps = c.norm_eps,
                                                       .rope_cos = ropes_[a.rope].cos,
                                                       .rope_sin = ropes_[a.rope].sin,
-                                                      .kv = kv_[layer],
+                                                      .kv = kv_of(layer),
                                                       .num_qo_heads = a.num_qo_heads,
                                                       .num_kv_heads = a.num_kv_heads,
                                                       .head_dim = a.head_dim,
@@ -72,7 +72,7 @@ void Decoder::multi_head_attention(Ctx& ctx, int32_t layer, const void* input, c
                                                   .kv_end = kv_end,
                                                   .block_table = table.blocks,
                                                   .block_table_stride = table.stride,
-                                                  .kv = kv_[layer],
+                                                  .kv = kv_of(layer),
                                                   .scale = a.scale,
                                                   .soft_cap = a.soft_cap,
                                                   .sinks = w.sinks,
@@ -99,7 +99,7 @@ void Decoder::multi_head_attention(Ctx& ctx, int32_t layer, const void* input, c
                                                       .window_slots = list.window_slots,
                                                       .window_count = list.window_count,
                                                       .window = list.window,
-                                                      .kv = kv_[layer],
+                                                      .kv = kv_of(layer),
                                                       .scale = a.scale,
                                                       .sinks = w.sinks,
                                                       .y = activations.attention,
@@ -127,7 +127,7 @@ void Decoder::latent_attention(Ctx& ctx, int32_t layer, const void* input, const
   const DecoderConfig& c = config();
   const auto& a = std::get<LatentAttention>(c.layers[layer].attention);
   const auto& w = std::get<LatentAttentionWeights>(weights().layers[layer].attention);
-  const auto* const metadata = std::get_if<FullMetadata>(&groups[layer_to_group_[layer]]);
+  const auto* const metadata = std::get_if<FullMetadata>(&groups[group_of(layer)]);
   PACELINE_CHECK(metadata != nullptr, "a latent group has the metadata of a full one");
   const DType dtype = activations.dtype;
   const LatentRope rope = {.positions = rows.positions,
@@ -153,7 +153,7 @@ void Decoder::latent_attention(Ctx& ctx, int32_t layer, const void* input, const
                                               .norm_weight_offset = c.norm_weight_offset,
                                               .norm_eps = a.norm_eps,
                                               .rope = rope,
-                                              .entries = kv_[layer],
+                                              .entries = kv_of(layer),
                                               .kv_lora_rank = a.kv_lora_rank,
                                               .qk_rope_head_dim = a.qk_rope_head_dim,
                                               .dtype = dtype});
@@ -183,7 +183,7 @@ void Decoder::latent_attention(Ctx& ctx, int32_t layer, const void* input, const
                                 .kv_end = metadata->kv_end,
                                 .block_table = metadata->table.blocks,
                                 .block_table_stride = metadata->table.stride,
-                                .entries = kv_[layer],
+                                .entries = kv_of(layer),
                                 .scale = a.scale,
                                 .y = activations.mean_latents,
                                 .num_heads = a.num_qo_heads,

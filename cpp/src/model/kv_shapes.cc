@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "model/kv_shapes.h"
 
+#include <utility>
 #include <variant>
 
 #include "base/check.h"
@@ -8,45 +9,71 @@
 
 namespace paceline {
 
-std::vector<KvLayerShape> kv_layer_shapes(const DecoderConfig& config) {
-  std::vector<KvLayerShape> shapes;
+namespace {
+
+void append_stores(const MultiHeadAttention& attention, std::vector<KvLayerShape>& shapes) {
+  shapes.push_back({.kind = attention.kind,
+                    .num_kv_heads = attention.num_kv_heads,
+                    .head_dim = attention.head_dim,
+                    .source = attention.kv_source});
+}
+
+void append_stores(const LatentAttention& attention, std::vector<KvLayerShape>& shapes) {
+  shapes.push_back({.kind = LatentKv{attention.kv_lora_rank},
+                    .num_kv_heads = 1,
+                    .head_dim = attention.entry_width()});
+}
+
+void append_stores(const CompressedAttention& attention, std::vector<KvLayerShape>& shapes) {
+  shapes.push_back(
+      {.kind = WindowEntryKv{attention.window}, .num_kv_heads = 1, .head_dim = attention.head_dim});
+  if (!attention.compressor) return;
+  const int32_t ratio = attention.compressor->tokens_per_entry;
+  shapes.push_back({.kind = TailKv{attention.compressor->overlaps ? 2 * ratio : ratio},
+                    .num_kv_heads = 1,
+                    .head_dim = attention.tail_width()});
+  shapes.push_back(
+      {.kind = CompressedKv{ratio, attention.indexer ? attention.indexer->head_dim : 0},
+       .num_kv_heads = 1,
+       .head_dim = attention.head_dim});
+}
+
+}  // namespace
+
+KvStores kv_stores(const DecoderConfig& config) {
+  KvStores stores;
   for (const LayerConfig& layer : config.layers) {
-    shapes.push_back(std::visit(Overloaded{[](const MultiHeadAttention& attention) -> KvLayerShape {
-                                             return {.kind = attention.kind,
-                                                     .num_kv_heads = attention.num_kv_heads,
-                                                     .head_dim = attention.head_dim,
-                                                     .source = attention.kv_source};
-                                           },
-                                           [](const LatentAttention& attention) -> KvLayerShape {
-                                             return {.kind = LatentKv{attention.kv_lora_rank},
-                                                     .num_kv_heads = 1,
-                                                     .head_dim = attention.entry_width()};
-                                           },
-                                           [&](const CompressedAttention&) -> KvLayerShape {
-                                             throw Unsupported(
-                                                 concat(config.name, " has compressed attention"));
-                                           }},
-                                layer.attention));
+    stores.first.push_back(static_cast<int32_t>(stores.shapes.size()));
+    std::visit([&](const auto& attention) { append_stores(attention, stores.shapes); },
+               layer.attention);
+    // Until here, `source` is a layer.
+    KvLayerShape& shape = stores.shapes.back();
+    if (shape.source >= 0) shape.source = stores.first[static_cast<size_t>(shape.source)];
   }
-  return shapes;
+  return stores;
+}
+
+std::vector<KvLayerShape> kv_layer_shapes(const DecoderConfig& config) {
+  return kv_stores(config).shapes;
 }
 
 std::vector<KvLayerShape> draft_kv_layer_shapes(const DecoderConfig& draft,
                                                 const DecoderConfig& target) {
-  std::vector<KvLayerShape> shapes = kv_layer_shapes(draft);
-  const std::vector<KvLayerShape> owners = kv_layer_shapes(target);
-  for (size_t layer = 0; layer < shapes.size(); ++layer) {
-    KvLayerShape& reader = shapes[layer];
+  KvStores stores = kv_stores(draft);
+  const KvStores owners = kv_stores(target);
+  for (size_t layer = 0; layer < draft.layers.size(); ++layer) {
+    KvLayerShape& reader = stores.shapes[static_cast<size_t>(stores.first[layer])];
     const bool reads_target = std::visit(
         Overloaded{[](const MultiHeadAttention& attention) { return attention.reads_target; },
                    [](const LatentAttention&) { return false; },
                    [](const CompressedAttention&) { return false; }},
         draft.layers[layer].attention);
     if (!reads_target) continue;
-    for (size_t source = owners.size(); source-- > 0;) {
-      const KvLayerShape& owner = owners[source];
+    size_t source = owners.first.size();
+    while (source-- > 0) {
+      const KvLayerShape& owner = owners.shapes[static_cast<size_t>(owners.first[source])];
       if (owner.kind.index() != reader.kind.index() || owner.source >= 0) continue;
-      reader.source = static_cast<int32_t>(source);
+      reader.source = owners.first[source];
       reader.reads_target = true;
       break;
     }
@@ -57,17 +84,17 @@ std::vector<KvLayerShape> draft_kv_layer_shapes(const DecoderConfig& draft,
                                    "; use the target that the drafter was trained for"));
     };
     if (reader.source < 0) refuse("which has no layer of that kind with KV of its own");
-    const KvLayerShape& owner = owners[static_cast<size_t>(reader.source)];
+    const KvLayerShape& owner = owners.shapes[static_cast<size_t>(reader.source)];
     const auto check = [&](const char* name, int32_t expected, int32_t actual) {
       if (expected != actual) {
-        refuse("whose layer ", reader.source, " has ", name, " ", actual, " and not ", expected);
+        refuse("whose layer ", source, " has ", name, " ", actual, " and not ", expected);
       }
     };
-    check("window", reported_window(reader.kind), reported_window(owner.kind));
+    check("window", kv_window(reader.kind), kv_window(owner.kind));
     check("num_kv_heads", reader.num_kv_heads, owner.num_kv_heads);
     check("head_dim", reader.head_dim, owner.head_dim);
   }
-  return shapes;
+  return std::move(stores.shapes);
 }
 
 }  // namespace paceline

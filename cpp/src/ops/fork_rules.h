@@ -39,7 +39,7 @@ PACELINE_HOST_DEVICE inline void fork_sequence(const ForkSequencesParams& p, int
     const BlockTable& table = p.tables[g];
     const int32_t* parent = table.blocks + fork.parent_seq_slot * table.stride;
     int32_t* child = table.blocks + fork.seq_slot * table.stride;
-    const int32_t num_whole = fork.num_tokens / table.block_size;
+    const int32_t num_whole = fork.num_tokens / table.tokens_per_entry / table.block_size;
     for (int32_t block = worker; block < num_whole; block += num_workers) {
       child[block] = parent[block];
     }

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "base/check.h"
-#include "base/overloaded.h"
 #include "request/sequence.h"
 #include "scheduler/iteration_plan.h"
 #include "wire/batch_shape.h"
@@ -258,11 +257,7 @@ bool Scheduler::admit(Sequence& sequence, const PlannedSequence& rows, const Seq
     const KvGroup& group = layout.groups[g];
     // Blocks that a fork shares or that come from the cache are already allocated. In a sliding
     // group they do not last: it moves on to blocks of the sequence's own.
-    counts[g] -= std::visit(
-        Overloaded{[&](const FullKv&) -> int64_t { return rows.start / group.block_size; },
-                   [&](const LatentKv&) -> int64_t { return rows.start / group.block_size; },
-                   [](const SlidingKv&) -> int64_t { return 0; }},
-        group.kind);
+    if (kv_window(group.kind) == 0) counts[g] -= num_whole_blocks(group, rows.start);
   }
   if (match.num_tokens > 0) {
     sequence.blocks.adopt(pool_, cache_->blocks_of(match), match.num_tokens);
