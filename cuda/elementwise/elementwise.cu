@@ -8,6 +8,7 @@
 #include "base/check.h"
 #include "common/convert.cuh"
 #include "common/launch.cuh"
+#include "elementwise/gate_up.cuh"
 #include "ops/ops.h"
 
 namespace paceline {
@@ -47,30 +48,6 @@ __global__ void __launch_bounds__(kThreads) embed_kernel(const __grid_constant__
 #pragma unroll
   for (float& value : values) value *= p.scale;
   store_first<kIsVector>(values, count, p.y + int64_t{row} * p.hidden + first);
-}
-
-// With an infinite exponential the quotient is 0, the correct limit.
-__device__ __forceinline__ float times_sigmoid(float x, float exponent) {
-  return __fdividef(x, 1.0f + expf(-exponent));
-}
-
-template <Activation kActivation>
-__device__ __forceinline__ float gate_up(float gate, float up, float alpha, float limit) {
-  if constexpr (kActivation == Activation::kSilu) {
-    return times_sigmoid(gate, gate) * up;
-  } else if constexpr (kActivation == Activation::kGeluTanh) {
-    // (1 + tanh(z)) / 2 = sigmoid(2 z), and nothing cancels for large negative z.
-    const float inner = 0.7978845608f * (gate + 0.044715f * gate * gate * gate);
-    return times_sigmoid(gate, 2.0f * inner) * up;
-  } else {
-    static_assert(kActivation == Activation::kSwigluOai || kActivation == Activation::kClampedSilu);
-    // Comparisons keep a NaN, which fminf would replace.
-    gate = gate > limit ? limit : gate;
-    up = up > limit ? limit : up;
-    up = up < -limit ? -limit : up;
-    if constexpr (kActivation == Activation::kClampedSilu) return times_sigmoid(gate, gate) * up;
-    return times_sigmoid(gate, alpha * gate) * (up + 1.0f);
-  }
 }
 
 template <class T, bool kIsVector, Activation kActivation, bool kIsInterleaved>

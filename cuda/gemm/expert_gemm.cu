@@ -19,7 +19,7 @@ inline constexpr int32_t kLeastStages =
              (StagedTile<float, Shape>::kBytes + Shape::kStageBytes - 1) / Shape::kStageBytes);
 
 template <class Shape>
-void launch_expert_shape(CudaContext& ctx, const ExpertGemmParams& p, const int32_t* num_rows) {
+void launch_expert_shape(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall& call) {
   auto* const kernel = &expert_gemm_kernel<Shape>;
   static const bool is_allowed = [&] {
     allow_shared_bytes(kernel, kMaxSharedBytes, "expert_gemm");
@@ -27,7 +27,7 @@ void launch_expert_shape(CudaContext& ctx, const ExpertGemmParams& p, const int3
   }();
   static_cast<void>(is_allowed);
   const WeightMatrix& w = p.weight.first;
-  const ExpertRows rows = expert_rows(p, num_rows, Shape::kWeights);
+  const ExpertRows rows = expert_rows(p, call, Shape::kWeights);
   const int64_t blocks =
       max_row_tiles(p.expert_begin != nullptr, p.weight.num_experts, p.max_rows, Shape::kTokens) *
       rows.column_tiles;
@@ -77,47 +77,66 @@ int32_t tile_width(const CudaContext& ctx, const ExpertGemmParams& p) {
 
 template <>
 void launch_expert_gemm<WeightFormat::kPlain>(CudaContext& ctx, const ExpertGemmParams& p,
-                                              const int32_t* num_rows) {
+                                              const ProductCall& call) {
   switch (tile_width(ctx, p)) {
     case 16:
-      return launch_expert_shape<ExpertShape<1, 16>>(ctx, p, num_rows);
+      return launch_expert_shape<ExpertShape<1, 16>>(ctx, p, call);
     case 32:
-      return launch_expert_shape<ExpertShape<1, 32>>(ctx, p, num_rows);
+      return launch_expert_shape<ExpertShape<1, 32>>(ctx, p, call);
     case 64:
-      return launch_expert_shape<ExpertShape<1, 64>>(ctx, p, num_rows);
+      return launch_expert_shape<ExpertShape<1, 64>>(ctx, p, call);
     default:
-      return launch_expert_shape<ExpertShape<1, 128>>(ctx, p, num_rows);
+      return launch_expert_shape<ExpertShape<1, 128>>(ctx, p, call);
   }
 }
 
-void launch_any_format(CudaContext& ctx, const ExpertGemmParams& p, const int32_t* num_rows) {
+void launch_any_format(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall& call) {
   const WeightMatrix& w = p.weight.first;
   if (w.dtype == DType::kFloat32) {
     PACELINE_CHECK(p.y_dtype == DType::kFloat32, "float32 products have float32 outputs");
-    return launch_float_gemm(ctx, p, num_rows);
+    return launch_float_gemm(ctx, p, call);
   }
   PACELINE_CHECK(w.dtype == DType::kBFloat16, "products are of float32 or bfloat16");
   check_expert_gemm(p);
   switch (w.format) {
     case WeightFormat::kPlain:
-      return launch_expert_gemm<WeightFormat::kPlain>(ctx, p, num_rows);
+      return launch_expert_gemm<WeightFormat::kPlain>(ctx, p, call);
     case WeightFormat::kFp8:
-      return launch_expert_gemm<WeightFormat::kFp8>(ctx, p, num_rows);
+      return launch_expert_gemm<WeightFormat::kFp8>(ctx, p, call);
     case WeightFormat::kMxfp4:
-      return launch_expert_gemm<WeightFormat::kMxfp4>(ctx, p, num_rows);
+      return launch_expert_gemm<WeightFormat::kMxfp4>(ctx, p, call);
   }
 }
 
 }  // namespace cuda
 
-void expert_gemm(CudaContext& ctx, const ExpertGemmParams& p) {
+namespace {
+
+void launch_experts(CudaContext& ctx, const ExpertGemmParams& p, const cuda::ProductCall& call) {
   if (p.max_rows <= 0) return;
   const WeightMatrix& w = p.weight.first;
   if (ctx.trace != nullptr) {
     ctx.trace->label_next(concat("expert_gemm ", p.weight.num_experts, "x", w.n, "x", w.k));
   }
   PACELINE_CHECK(p.x_dtype == w.dtype, "on a GPU x has the dtype of the weights");
-  cuda::launch_any_format(ctx, p, nullptr);
+  cuda::launch_any_format(ctx, p, call);
+}
+
+}  // namespace
+
+void expert_gemm(CudaContext& ctx, const ExpertGemmParams& p) { launch_experts(ctx, p, {}); }
+
+void activated_experts(CudaContext& ctx, const ActivatedExpertsParams& p) {
+  check_activation(p);
+  // Models of other formats have gate and up in halves, which are in tiles far apart. (The kernels
+  // of fp8 would need more registers.)
+  const WeightMatrix& w = p.product.weight.first;
+  if (w.format == WeightFormat::kMxfp4 && w.is_packed() && p.activation.is_interleaved &&
+      p.activation.dtype == DType::kBFloat16) {
+    return launch_experts(ctx, p.product, {.activation = &p.activation});
+  }
+  expert_gemm(ctx, p.product);
+  gated_activation(ctx, p.activation);
 }
 
 }  // namespace paceline

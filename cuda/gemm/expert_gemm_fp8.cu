@@ -6,11 +6,11 @@ namespace paceline::cuda {
 
 template <>
 void launch_expert_gemm<WeightFormat::kFp8>(CudaContext& ctx, const ExpertGemmParams& p,
-                                            const int32_t* num_rows) {
+                                            const ProductCall& call) {
   if (scale_args(p.weight).use == ScaleUse::kTileSums) {
-    launch_packed_format<WeightFormat::kFp8, true>(ctx, p, num_rows);
+    launch_packed_format<WeightFormat::kFp8, true>(ctx, p, call);
   } else {
-    launch_packed_format<WeightFormat::kFp8>(ctx, p, num_rows);
+    launch_packed_format<WeightFormat::kFp8>(ctx, p, call);
   }
 }
 

@@ -6,8 +6,8 @@ namespace paceline::cuda {
 
 template <>
 void launch_expert_gemm<WeightFormat::kMxfp4>(CudaContext& ctx, const ExpertGemmParams& p,
-                                              const int32_t* num_rows) {
-  launch_packed_format<WeightFormat::kMxfp4>(ctx, p, num_rows);
+                                              const ProductCall& call) {
+  launch_packed_format<WeightFormat::kMxfp4>(ctx, p, call);
 }
 
 }  // namespace paceline::cuda

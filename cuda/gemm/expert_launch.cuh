@@ -18,10 +18,10 @@
 
 namespace paceline::cuda {
 
-inline ExpertRows expert_rows(const ExpertGemmParams& p, const int32_t* num_rows,
+inline ExpertRows expert_rows(const ExpertGemmParams& p, const ProductCall& call,
                               int32_t tile_weights) {
   return {.expert_begin = p.expert_begin,
-          .num_rows = num_rows,
+          .num_rows = call.num_rows,
           .num_experts = p.weight.num_experts,
           .max_rows = p.max_rows,
           .column_tiles = (p.weight.first.n + tile_weights - 1) / tile_weights};

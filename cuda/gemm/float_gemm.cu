@@ -95,9 +95,9 @@ __global__ void float_gemm_kernel(const ExpertRows rows, const FloatWeights w,
 }
 
 template <WeightFormat format>
-void launch_float_format(CudaContext& ctx, const ExpertGemmParams& p, const int32_t* num_rows) {
+void launch_float_format(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall& call) {
   const WeightMatrix& w = p.weight.first;
-  const ExpertRows rows = expert_rows(p, num_rows, kSide);
+  const ExpertRows rows = expert_rows(p, call, kSide);
   const int64_t blocks =
       max_row_tiles(p.expert_begin != nullptr, p.weight.num_experts, p.max_rows, kSide) *
       rows.column_tiles;
@@ -115,14 +115,14 @@ void launch_float_format(CudaContext& ctx, const ExpertGemmParams& p, const int3
 
 }  // namespace
 
-void launch_float_gemm(CudaContext& ctx, const ExpertGemmParams& p, const int32_t* num_rows) {
+void launch_float_gemm(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall& call) {
   switch (p.weight.first.format) {
     case WeightFormat::kPlain:
-      return launch_float_format<WeightFormat::kPlain>(ctx, p, num_rows);
+      return launch_float_format<WeightFormat::kPlain>(ctx, p, call);
     case WeightFormat::kFp8:
-      return launch_float_format<WeightFormat::kFp8>(ctx, p, num_rows);
+      return launch_float_format<WeightFormat::kFp8>(ctx, p, call);
     case WeightFormat::kMxfp4:
-      return launch_float_format<WeightFormat::kMxfp4>(ctx, p, num_rows);
+      return launch_float_format<WeightFormat::kMxfp4>(ctx, p, call);
   }
 }
 

@@ -149,7 +149,7 @@ void gemm(CudaContext& ctx, const GemmParams& p) {
                                     .x_dtype = p.x_dtype,
                                     .y_dtype = p.y_dtype,
                                     .num_groups = p.num_groups},
-                                   p.num_rows);
+                                   {.num_rows = p.num_rows});
   }
   PACELINE_CHECK(p.weight.dtype == DType::kBFloat16, "products are of float32 or bfloat16");
   if (p.weight.k % 8 != 0 || p.x_stride % 8 != 0) {

@@ -24,6 +24,7 @@
 #include "common/launch.cuh"
 #include "common/mma.cuh"
 #include "common/reduce.cuh"
+#include "elementwise/gate_up.cuh"
 #include "gemm/expert_tiles.cuh"
 #include "gemm/narrow_loads.cuh"
 #include "gemm/packed_args.h"
@@ -245,12 +246,48 @@ __device__ __forceinline__ void store_output(const PackedArgs& args, int64_t at,
   }
 }
 
+// Writes the activation of gate and up, which are rows 2 i and 2 i + 1 of the product, in lanes
+// four apart. Of two tokens, each lane of such a pair computes one.
+template <class Shape>
+__device__ __forceinline__ void write_gated(const PackedArgs& args, const ExpertTile& tile,
+                                            int32_t first_row, const float* bias,
+                                            const WarpSums<Shape>& sums) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
+  const bool is_up = lane / 4 % 2 != 0;
+  auto* const y = static_cast<__nv_bfloat16*>(args.y);
+#pragma unroll
+  for (int32_t r = 0; r < Shape::kRowTiles; ++r) {
+#pragma unroll
+    for (int32_t half = 0; half < 2; ++half) {
+      const int32_t column = first_row + r * kPackedRows + half * 8 + lane / 4;
+      const float add = bias != nullptr && column < args.n ? bias[column] : 0.0f;
+#pragma unroll
+      for (int32_t j = 0; j < Shape::kTokenTiles; ++j) {
+        float own[2];  // as the product alone would store them
+#pragma unroll
+        for (int32_t e = 0; e < 2; ++e) {
+          own[e] = __bfloat162float(__float2bfloat16_rn(__fadd_rn(sums[r][j][2 * half + e], add)));
+        }
+        const float other = __shfl_xor_sync(kAllLanes, is_up ? own[0] : own[1], 4);
+        const int32_t row = j * 8 + lane % 4 * 2 + (is_up ? 1 : 0);
+        if (row >= tile.num_rows || column >= args.n) continue;
+        const float value = gate_up(args.end.activation, is_up ? other : own[0],
+                                    is_up ? own[1] : other, args.end.alpha, args.end.limit);
+        y[(tile.first_row + row) * args.y_stride + column / 2] = __float2bfloat16_rn(value);
+      }
+    }
+  }
+}
+
 template <class Shape>
 __device__ __forceinline__ void write_sums(const PackedArgs& args, const ExpertTile& tile,
                                            int32_t first_row, const WarpSums<Shape>& sums) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
   const float* const bias =
       args.bias != nullptr ? args.bias + int64_t{tile.expert} * args.n : nullptr;
+  if constexpr (Shape::kFormat == WeightFormat::kMxfp4) {
+    if (args.end.is_gated) return write_gated<Shape>(args, tile, first_row, bias, sums);
+  }
 #pragma unroll
   for (int32_t r = 0; r < Shape::kRowTiles; ++r) {
 #pragma unroll

@@ -8,8 +8,17 @@
 
 #include "gemm/expert_tiles.cuh"
 #include "gemm/scale_args.h"
+#include "ops/ops.h"
 
 namespace paceline::cuda {
+
+// The end of a product of kMxfp4 whose rows of weights are gate and up by turns.
+struct GatedEnd {
+  bool is_gated = false;  // y is the activation of the product, in bfloat16; else the product
+  Activation activation = Activation::kSilu;
+  float alpha = 0;
+  float limit = 0;
+};
 
 // A product of packed weights, of one matrix or by expert, as its kernels get it.
 struct PackedArgs {
@@ -30,6 +39,7 @@ struct PackedArgs {
   int32_t group_rows;
   int32_t num_stages;      // of the ring of wide_kernel.cuh
   uint64_t weight_policy;  // of L2
+  GatedEnd end;
 
   // What the tile of weights from `first_row` on reads.
   __device__ __forceinline__ const __nv_bfloat16* x_of(int32_t first_row) const {

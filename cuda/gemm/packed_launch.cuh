@@ -23,30 +23,40 @@ inline int64_t num_packed_blocks(const ExpertGemmParams& p, int32_t weights, int
          ((p.weight.first.n + weights - 1) / weights);
 }
 
+inline GatedEnd gated_end(const ProductCall& call) {
+  if (call.activation == nullptr) return {};
+  return {.is_gated = true,
+          .activation = call.activation->activation,
+          .alpha = call.activation->alpha,
+          .limit = call.activation->limit};
+}
+
 // Launches `kernel`, whose tiles have `weights` by `tokens` outputs.
-inline void launch_packed(CudaContext& ctx, const ExpertGemmParams& p, const int32_t* num_rows,
+inline void launch_packed(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall& call,
                           void (*kernel)(PackedArgs), int32_t weights, int32_t tokens,
                           int32_t threads, int32_t shared_bytes, int32_t num_stages = 0) {
   const WeightMatrix& w = p.weight.first;
   launch(ctx, "expert_gemm", kernel,
          dim3(static_cast<uint32_t>(num_packed_blocks(p, weights, tokens))), dim3(threads),
          static_cast<size_t>(shared_bytes),
-         PackedArgs{.rows = expert_rows(p, num_rows, weights),
-                    .scales = scale_args(p.weight),
-                    .data = w.data,
-                    .data_stride = p.weight.data_stride,
-                    .x = static_cast<const __nv_bfloat16*>(p.x),
-                    .x_stride = p.x_stride,
-                    .x_rows = p.x_rows,
-                    .bias = p.bias,
-                    .y = p.y,
-                    .y_stride = p.y_stride,
-                    .is_y_float = p.y_dtype == DType::kFloat32,
-                    .n = w.n,
-                    .k = w.k,
-                    .group_rows = p.num_groups > 1 ? w.n / p.num_groups : 0,
-                    .num_stages = num_stages,
-                    .weight_policy = rows_to_expect(p) > tokens ? kEvictNormal : kEvictFirst});
+         PackedArgs{
+             .rows = expert_rows(p, call, weights),
+             .scales = scale_args(p.weight),
+             .data = w.data,
+             .data_stride = p.weight.data_stride,
+             .x = static_cast<const __nv_bfloat16*>(p.x),
+             .x_stride = p.x_stride,
+             .x_rows = p.x_rows,
+             .bias = p.bias,
+             .y = call.activation != nullptr ? call.activation->y : p.y,
+             .y_stride = call.activation != nullptr ? call.activation->intermediate : p.y_stride,
+             .is_y_float = p.y_dtype == DType::kFloat32,
+             .n = w.n,
+             .k = w.k,
+             .group_rows = p.num_groups > 1 ? w.n / p.num_groups : 0,
+             .num_stages = num_stages,
+             .weight_policy = rows_to_expect(p) > tokens ? kEvictNormal : kEvictFirst,
+             .end = gated_end(call)});
 }
 
 // Allows `kernel` the shared memory that it needs, once for each kernel of a type.
@@ -60,32 +70,32 @@ void allow_packed_bytes(int32_t bytes) {
 }
 
 template <class Shape, bool kHasTileSums>
-void launch_narrow(CudaContext& ctx, const ExpertGemmParams& p, const int32_t* num_rows) {
+void launch_narrow(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall& call) {
   constexpr auto kernel = &narrow_gemm_kernel<Shape, kHasTileSums>;
   allow_packed_bytes<kernel>(Shape::kSharedBytes);
-  launch_packed(ctx, p, num_rows, kernel, Shape::kRows, Shape::kTokens, Shape::kThreads,
+  launch_packed(ctx, p, call, kernel, Shape::kRows, Shape::kTokens, Shape::kThreads,
                 Shape::kSharedBytes);
 }
 
 template <class Shape, bool kHasTileSums>
-void launch_split(CudaContext& ctx, const ExpertGemmParams& p, const int32_t* num_rows) {
+void launch_split(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall& call) {
   constexpr auto kernel = &split_gemm_kernel<Shape, kHasTileSums>;
   allow_packed_bytes<kernel>(Shape::kSharedBytes);
-  launch_packed(ctx, p, num_rows, kernel, Shape::kRows, Shape::kTokens, Shape::kThreads,
+  launch_packed(ctx, p, call, kernel, Shape::kRows, Shape::kTokens, Shape::kThreads,
                 Shape::kSharedBytes);
 }
 
 template <class Shape>
-void launch_parts(CudaContext& ctx, const ExpertGemmParams& p, const int32_t* num_rows) {
+void launch_parts(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall& call) {
   constexpr auto kernel = &parts_gemm_kernel<Shape>;
   allow_packed_bytes<kernel>(Shape::kSharedBytes);
-  launch_packed(ctx, p, num_rows, kernel, Shape::kRows, Shape::kTokens, Shape::kThreads,
+  launch_packed(ctx, p, call, kernel, Shape::kRows, Shape::kTokens, Shape::kThreads,
                 Shape::kSharedBytes);
 }
 
 // Up to Shape::kBlocks blocks share a multiprocessor.
 template <class Shape, bool kHasTileSums>
-void launch_wide(CudaContext& ctx, const ExpertGemmParams& p, const int32_t* num_rows) {
+void launch_wide(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall& call) {
   constexpr auto kernel = &wide_gemm_kernel<Shape, kHasTileSums>;
   allow_packed_bytes<kernel>(kMaxWideBytes);
   // A block that has a multiprocessor to itself keeps more bytes in flight.
@@ -93,7 +103,7 @@ void launch_wide(CudaContext& ctx, const ExpertGemmParams& p, const int32_t* num
   constexpr int32_t kBarrierBytes = 2 << 10;  // and what CUDA takes of each block's share
   const int32_t num_stages = Shape::stages_in(
       std::min(kMaxWideBytes, (227 << 10) / (is_alone ? 1 : Shape::kBlocks) - kBarrierBytes));
-  launch_packed(ctx, p, num_rows, kernel, Shape::kWeights, Shape::kTokens, Shape::kThreads,
+  launch_packed(ctx, p, call, kernel, Shape::kWeights, Shape::kTokens, Shape::kThreads,
                 Shape::shared_bytes(num_stages), num_stages);
 }
 
@@ -105,44 +115,43 @@ inline int64_t row_tiles_per_sm(const CudaContext& ctx, const ExpertGemmParams& 
 
 // At most 16 rows, or in a mixture twice the mean of an expert's rows.
 template <WeightFormat format, bool kHasTileSums>
-void launch_few_rows(CudaContext& ctx, const ExpertGemmParams& p, const int32_t* num_rows) {
+void launch_few_rows(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall& call) {
   constexpr bool kIsMxfp4 = format == WeightFormat::kMxfp4;
   const int64_t row_tiles = row_tiles_per_sm(ctx, p);
   const bool is_narrow = rows_to_expect(p) <= 8;
   // Few warps on a multiprocessor are bound by the latency of their own instructions.
   if (p.expert_begin == nullptr && row_tiles < 5) {
     if constexpr (kHasTileSums) {
-      return is_narrow ? launch_parts<PartsShape<1>>(ctx, p, num_rows)
-                       : launch_parts<PartsShape<2>>(ctx, p, num_rows);
+      return is_narrow ? launch_parts<PartsShape<1>>(ctx, p, call)
+                       : launch_parts<PartsShape<2>>(ctx, p, call);
     } else {
-      return is_narrow ? launch_split<SplitShape<format, 1>, kHasTileSums>(ctx, p, num_rows)
-                       : launch_split<SplitShape<format, 2>, kHasTileSums>(ctx, p, num_rows);
+      return is_narrow ? launch_split<SplitShape<format, 1>, kHasTileSums>(ctx, p, call)
+                       : launch_split<SplitShape<format, 2>, kHasTileSums>(ctx, p, call);
     }
   }
   if (!is_narrow) {
     using Shape = NarrowShape<format, kIsMxfp4 ? 2 : 1, 2, 4>;
-    return launch_narrow<Shape, kHasTileSums>(ctx, p, num_rows);
+    return launch_narrow<Shape, kHasTileSums>(ctx, p, call);
   }
   if (row_tiles < 16) {
-    return launch_narrow<NarrowShape<format, 1, 1, 2>, kHasTileSums>(ctx, p, num_rows);
+    return launch_narrow<NarrowShape<format, 1, 1, 2>, kHasTileSums>(ctx, p, call);
   }
   if (kIsMxfp4 && row_tiles >= 64) {
-    return launch_narrow<NarrowShape<format, kIsMxfp4 ? 2 : 1, 1, 4>, kHasTileSums>(ctx, p,
-                                                                                    num_rows);
+    return launch_narrow<NarrowShape<format, kIsMxfp4 ? 2 : 1, 1, 4>, kHasTileSums>(ctx, p, call);
   }
-  launch_narrow<NarrowShape<format, 1, 1, 4>, kHasTileSums>(ctx, p, num_rows);
+  launch_narrow<NarrowShape<format, 1, 1, 4>, kHasTileSums>(ctx, p, call);
 }
 
 // Launches a product of packed weights.
 template <WeightFormat format, bool kHasTileSums = false>
-void launch_packed_format(CudaContext& ctx, const ExpertGemmParams& p, const int32_t* num_rows) {
+void launch_packed_format(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall& call) {
   const int32_t rows = rows_to_expect(p);
-  if (rows <= 16) return launch_few_rows<format, kHasTileSums>(ctx, p, num_rows);
+  if (rows <= 16) return launch_few_rows<format, kHasTileSums>(ctx, p, call);
   if constexpr (format == WeightFormat::kMxfp4) {
     // A tile has room for one and a half times the mean, which a random routing seldom exceeds.
-    if (rows <= 44) return launch_wide<WideShape<format, 2, 32, 3, 2>, false>(ctx, p, num_rows);
-    if (rows <= 72) return launch_wide<WideShape<format, 2, 48, 2, 2>, false>(ctx, p, num_rows);
-    launch_wide<WideShape<format, 2, 128>, false>(ctx, p, num_rows);
+    if (rows <= 44) return launch_wide<WideShape<format, 2, 32, 3, 2>, false>(ctx, p, call);
+    if (rows <= 72) return launch_wide<WideShape<format, 2, 48, 2, 2>, false>(ctx, p, call);
+    launch_wide<WideShape<format, 2, 128>, false>(ctx, p, call);
   } else {
     // The tile that leaves the busiest multiprocessor the least to do, at what a tile takes over
     // 4,096 columns, in microseconds.
@@ -154,14 +163,14 @@ void launch_packed_format(CudaContext& ctx, const ExpertGemmParams& p, const int
                             cost(128, 128, 41.0)};
     switch (std::min_element(std::begin(costs), std::end(costs)) - std::begin(costs)) {
       case 0:
-        return launch_wide<WideShape<format, 1, 32, 3, 2>, kHasTileSums>(ctx, p, num_rows);
+        return launch_wide<WideShape<format, 1, 32, 3, 2>, kHasTileSums>(ctx, p, call);
       case 1:
-        return launch_wide<WideShape<format, 1, 64, 2>, kHasTileSums>(ctx, p, num_rows);
+        return launch_wide<WideShape<format, 1, 64, 2>, kHasTileSums>(ctx, p, call);
       case 2:
-        return launch_wide<WideShape<format, 2, 64>, kHasTileSums>(ctx, p, num_rows);
+        return launch_wide<WideShape<format, 2, 64>, kHasTileSums>(ctx, p, call);
       default:
         return launch_wide<WideShape<format, 2, 128, 1, 2, kHasTileSums>, kHasTileSums>(ctx, p,
-                                                                                        num_rows);
+                                                                                        call);
     }
   }
 }

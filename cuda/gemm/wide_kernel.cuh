@@ -14,7 +14,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/convert.cuh"
 #include "common/launch.cuh"
+#include "elementwise/gate_up.cuh"
 #include "gemm/expert_tiles.cuh"
 #include "gemm/gemm_epilogue.cuh"
 #include "gemm/wgmma.cuh"
@@ -140,6 +142,39 @@ __device__ __forceinline__ void scale_rows(const PackedArgs& args, int32_t exper
   for (int32_t j = 0; j < kCount; ++j) sums[j] = __fmul_rn(by[j / 2 % 2], sums[j]);
 }
 
+// Writes the activation of a staged tile whose columns are gate and up by turns. Call it after all
+// threads have stored their parts.
+template <class Shape>
+__device__ __forceinline__ void write_gated_tile(const PackedArgs& args, const ExpertTile& tile,
+                                                 const StagedTile<__nv_bfloat16, Shape>& staged) {
+  using Staged = StagedTile<__nv_bfloat16, Shape>;
+  const int32_t first_column = tile.column_tile * Shape::kWeights;
+  const int32_t num_columns = min(args.n - first_column, Shape::kWeights) / 2;
+  auto* const y =
+      static_cast<__nv_bfloat16*>(args.y) + tile.first_row * args.y_stride + first_column / 2;
+  const bool is_aligned = args.y_stride % 8 == 0 && reinterpret_cast<uintptr_t>(y) % 16 == 0;
+  constexpr int32_t kPieces = Shape::kWeights / 16;  // of one token, 8 outputs each
+  for (int32_t i = static_cast<int32_t>(threadIdx.x); i < tile.num_rows * kPieces;
+       i += Shape::kConsumers) {
+    const int32_t token = i / kPieces;
+    const int32_t begin = i % kPieces * 8;
+    float both[16];
+    load_vector(staged.data + token * Staged::kPitch + 2 * begin, both);
+    float values[8];
+#pragma unroll
+    for (int32_t j = 0; j < 8; ++j) {
+      values[j] = gate_up(args.end.activation, both[2 * j], both[2 * j + 1], args.end.alpha,
+                          args.end.limit);
+    }
+    __nv_bfloat16* const to = y + token * args.y_stride + begin;
+    if (is_aligned && begin + 8 <= num_columns) {
+      store_vector(values, to);
+    } else {
+      store_first<false>(values, num_columns - begin, to);
+    }
+  }
+}
+
 // Writes the tile's outputs, through the ring's memory, which is idle by now.
 template <class Out, class Shape, int32_t kCount>
 __device__ __forceinline__ void write_wide_tile(const PackedArgs& args, const ExpertTile& tile,
@@ -154,6 +189,9 @@ __device__ __forceinline__ void write_wide_tile(const PackedArgs& args, const Ex
     return bias != nullptr && first_column + column < args.n ? bias[column] : 0.0f;
   });
   asm volatile("bar.sync 1, %0;" ::"n"(Shape::kConsumers) : "memory");
+  if constexpr (sizeof(Out) == 2 && Shape::kFormat == WeightFormat::kMxfp4) {
+    if (args.end.is_gated) return write_gated_tile<Shape>(args, tile, staged);
+  }
   staged.write(static_cast<Out*>(args.y) + tile.first_row * args.y_stride + first_column,
                args.y_stride, tile.num_rows, min(args.n - first_column, Shape::kWeights));
 }

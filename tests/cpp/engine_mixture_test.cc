@@ -203,12 +203,14 @@ TEST(EngineMixture, LogitsMatchTheReferenceAndPlantedFaultsGoRed) {
     }
   };
   const auto swaps_interleave = [](Program& program) {
-    for (auto* p : program.params_of<GatedActivationParams>(gated_activation)) {
-      p->is_interleaved = !p->is_interleaved;
+    for (auto* p : program.params_of<ActivatedExpertsParams>(activated_experts)) {
+      p->activation.is_interleaved = !p->activation.is_interleaved;
     }
   };
   const auto lowers_limit = [](Program& program) {
-    for (auto* p : program.params_of<GatedActivationParams>(gated_activation)) p->limit = 1;
+    for (auto* p : program.params_of<ActivatedExpertsParams>(activated_experts)) {
+      p->activation.limit = 1;
+    }
   };
   // A place has the weight of the next one.
   const auto shifts_places = [](Program& program) {
@@ -218,20 +220,26 @@ TEST(EngineMixture, LogitsMatchTheReferenceAndPlantedFaultsGoRed) {
   };
   // An output has the bias of the one before.
   const auto takes_other_bias = [](Program& program) {
-    for (auto* p : program.params_of<ExpertGemmParams>(expert_gemm)) {
-      if (p->x_rows == nullptr) --p->bias;
+    for (auto* p : program.params_of<ExpertGemmParams>(expert_gemm)) --p->bias;
+  };
+  // Those of gate_up and of down.
+  const auto products_of = [](Program& program) {
+    std::vector<ExpertGemmParams*> products = program.params_of<ExpertGemmParams>(expert_gemm);
+    for (auto* p : program.params_of<ActivatedExpertsParams>(activated_experts)) {
+      products.push_back(&p->product);
     }
+    return products;
   };
   // Each expert's matrix begins a row earlier than that of the one before it.
-  const auto starts_early = [](Program& program) {
-    for (auto* p : program.params_of<ExpertGemmParams>(expert_gemm)) {
+  const auto starts_early = [&](Program& program) {
+    for (auto* p : products_of(program)) {
       p->weight.data_stride -= p->weight.first.row_bytes();
     }
   };
   // A scale of the last expert is twice as large, in every row.
-  const auto doubles_scale = [](Program& program) {
+  const auto doubles_scale = [&](Program& program) {
     static std::list<std::vector<std::byte>> all;
-    for (auto* p : program.params_of<ExpertGemmParams>(expert_gemm)) {
+    for (auto* p : products_of(program)) {
       const ExpertMatrices& experts = p->weight;
       const int64_t size = experts.num_experts * experts.scales_stride;
       std::vector<std::byte>& scales =

@@ -8,11 +8,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "support/cuda_fixture.h"
 #include "support/op_cases_moe.h"
 #include "support/seed.h"
+#include "support/weight_spec.h"
 
 namespace paceline::testing {
 namespace {
@@ -78,6 +80,43 @@ TEST_P(ExactFormatBits, AreThoseOfPlainWeights) {
 
 INSTANTIATE_TEST_SUITE_P(Table, ExactFormatBits, ::testing::ValuesIn(exact_cases()),
                          [](const auto& info) { return info.param.name; });
+
+class ActivationBits : public GpuTest, public ::testing::WithParamInterface<WeightSpec> {};
+
+TEST_P(ActivationBits, AreThoseOfTheOpAlone) {
+  TRACE_SEED();
+  for (const Activation activation : {Activation::kSilu, Activation::kGeluTanh,
+                                      Activation::kSwigluOai, Activation::kClampedSilu}) {
+    // Few and many rows of an expert; the last of 64 and of 128 weights of a tile do not exist.
+    for (const auto& [num_rows, num_experts] :
+         {std::pair{1, 8}, {40, 32}, {40, 2}, {100, 8}, {100, 2}, {300, 4}}) {
+      for (const bool is_interleaved : {true, false}) {
+        MixtureSpec spec = {.hidden = 160,
+                            .num_experts = num_experts,
+                            .top_k = 2,
+                            .intermediate = 416,
+                            .weight = GetParam(),
+                            .is_interleaved = is_interleaved,
+                            .activation = activation};
+        const Rows rows = first_rows(num_rows, num_rows + 2);
+        const OpInstance together = make_mixture(spec, rows, base_seed());
+        spec.activates_alone = true;
+        ASSERT_EQ(first_different_row(together, y_of(together),
+                                      y_of(make_mixture(spec, rows, base_seed()))),
+                  -1)
+            << "of " << num_rows << " rows, activation " << static_cast<int>(activation);
+      }
+    }
+  }
+}
+
+constexpr WeightSpec kFp8Rows = {.format = WeightFormat::kFp8, .scale_rows = 1};
+constexpr WeightSpec kFp8Tiles = {
+    .format = WeightFormat::kFp8, .scale_rows = 128, .scale_cols = 128};
+INSTANTIATE_TEST_SUITE_P(Formats, ActivationBits,
+                         ::testing::Values(WeightSpec{}, WeightSpec{.format = WeightFormat::kMxfp4},
+                                           kFp8Rows, kFp8Tiles),
+                         [](const auto& info) { return "of" + weight_suffix(info.param); });
 
 }  // namespace
 }  // namespace paceline::testing

@@ -194,29 +194,35 @@ OpInstance make_mixture(const MixtureSpec& s, const Rows& rows, uint64_t seed) {
                                                     .source_row = at.get<int32_t>(source_row),
                                                     .expert_row = at.get<int32_t>(expert_row),
                                                     .counters = nullptr}});
-    expert_gemm(ctx, ExpertGemmParams{.expert_begin = at.get<int32_t>(expert_begin),
-                                      .max_rows = num_expert_rows,
-                                      .x = at.raw(x),
-                                      .x_stride = s.hidden,
-                                      .x_rows = at.get<int32_t>(source_row),
-                                      .num_x_rows = max_rows,
-                                      .weight = gate_up.experts(ctx, at),
-                                      .bias = at.get<float>(gate_up_bias),
-                                      .y = at.raw(halves),
-                                      .y_stride = 2 * int64_t{s.intermediate},
-                                      .x_dtype = on_device,
-                                      .y_dtype = on_device});
-    gated_activation(
-        ctx, GatedActivationParams{.num_rows = at.get<int32_t>(expert_begin) + s.num_experts,
-                                   .max_rows = num_expert_rows,
-                                   .x = at.raw(halves),
-                                   .y = at.raw(activated),
-                                   .intermediate = s.intermediate,
-                                   .activation = Activation::kSwigluOai,
-                                   .dtype = on_device,
-                                   .alpha = 1.702f,
-                                   .limit = 7.0f,
-                                   .is_interleaved = s.is_interleaved});
+    const ActivatedExpertsParams first = {
+        .product = {.expert_begin = at.get<int32_t>(expert_begin),
+                    .max_rows = num_expert_rows,
+                    .x = at.raw(x),
+                    .x_stride = s.hidden,
+                    .x_rows = at.get<int32_t>(source_row),
+                    .num_x_rows = max_rows,
+                    .weight = gate_up.experts(ctx, at),
+                    .bias = at.get<float>(gate_up_bias),
+                    .y = at.raw(halves),
+                    .y_stride = 2 * int64_t{s.intermediate},
+                    .x_dtype = on_device,
+                    .y_dtype = on_device},
+        .activation = {.num_rows = at.get<int32_t>(expert_begin) + s.num_experts,
+                       .max_rows = num_expert_rows,
+                       .x = at.raw(halves),
+                       .y = at.raw(activated),
+                       .intermediate = s.intermediate,
+                       .activation = s.activation,
+                       .dtype = on_device,
+                       .alpha = 1.702f,
+                       .limit = 7.0f,
+                       .is_interleaved = s.is_interleaved}};
+    if (s.activates_alone) {
+      expert_gemm(ctx, first.product);
+      gated_activation(ctx, first.activation);
+    } else {
+      activated_experts(ctx, first);
+    }
     expert_gemm(ctx, ExpertGemmParams{.expert_begin = at.get<int32_t>(expert_begin),
                                       .max_rows = num_expert_rows,
                                       .x = at.raw(activated),

@@ -82,6 +82,8 @@ struct MixtureSpec {
   bool is_interleaved = true;
   Routed routed = Routed::kRandom;
   int32_t shift = 0;  // as in WeightArrays
+  Activation activation = Activation::kSwigluOai;
+  bool activates_alone = false;  // by an op of its own, after the product
 };
 
 [[nodiscard]] OpInstance make_route(const RouteSpec& spec, const Rows& rows, uint64_t seed);

@@ -94,34 +94,37 @@ CombineExpertsParams Decoder::mixture(Ctx& ctx, const MoeMlp& m, const MoeMlpWei
                                             .source_row = a.source_row,
                                             .expert_row = a.expert_row,
                                             .counters = expert_counters_}});
-  const auto multiply = [&](const ExpertLinears& linears, const void* x, const int32_t* x_rows,
-                            int32_t num_x_rows, void* y) {
+  const auto product = [&](const ExpertLinears& linears, const void* x, const int32_t* x_rows,
+                           int32_t num_x_rows, void* y) {
     const WeightMatrix& first = linears.weight.first;
-    ctx.run(expert_gemm, ExpertGemmParams{.expert_begin = a.expert_begin,
-                                          .max_rows = max_expert_rows,
-                                          .x = x,
-                                          .x_stride = first.k,
-                                          .x_rows = x_rows,
-                                          .num_x_rows = num_x_rows,
-                                          .weight = linears.weight,
-                                          .bias = linears.bias,
-                                          .y = y,
-                                          .y_stride = first.n,
-                                          .x_dtype = dtype,
-                                          .y_dtype = dtype});
+    return ExpertGemmParams{.expert_begin = a.expert_begin,
+                            .max_rows = max_expert_rows,
+                            .x = x,
+                            .x_stride = first.k,
+                            .x_rows = x_rows,
+                            .num_x_rows = num_x_rows,
+                            .weight = linears.weight,
+                            .bias = linears.bias,
+                            .y = y,
+                            .y_stride = first.n,
+                            .x_dtype = dtype,
+                            .y_dtype = dtype};
   };
-  multiply(w.gate_up, activations.normed, a.source_row, rows.capacity, activations.gate_up);
-  ctx.run(gated_activation, GatedActivationParams{.num_rows = a.expert_begin + m.num_experts,
-                                                  .max_rows = max_expert_rows,
-                                                  .x = activations.gate_up,
-                                                  .y = activations.activated,
-                                                  .intermediate = m.expert.intermediate,
-                                                  .activation = m.expert.activation,
-                                                  .dtype = dtype,
-                                                  .alpha = m.expert.alpha,
-                                                  .limit = m.expert.limit,
-                                                  .is_interleaved = m.is_interleaved});
-  multiply(w.down, activations.activated, /*x_rows=*/nullptr, max_expert_rows, a.output);
+  ctx.run(activated_experts,
+          ActivatedExpertsParams{.product = product(w.gate_up, activations.normed, a.source_row,
+                                                    rows.capacity, activations.gate_up),
+                                 .activation = {.num_rows = a.expert_begin + m.num_experts,
+                                                .max_rows = max_expert_rows,
+                                                .x = activations.gate_up,
+                                                .y = activations.activated,
+                                                .intermediate = m.expert.intermediate,
+                                                .activation = m.expert.activation,
+                                                .dtype = dtype,
+                                                .alpha = m.expert.alpha,
+                                                .limit = m.expert.limit,
+                                                .is_interleaved = m.is_interleaved}});
+  ctx.run(expert_gemm,
+          product(w.down, activations.activated, /*x_rows=*/nullptr, max_expert_rows, a.output));
   return {.num_rows = rows.num_rows,
           .max_rows = rows.capacity,
           .top_k = m.top_k,

@@ -236,6 +236,21 @@ void run_router(CpuContext& ctx, const RouterParams& p) {
   route_and_sort(ctx, {.route = p.route, .sort = p.sort});
 }
 
+void check_activation(const ActivatedExpertsParams& p) {
+  const GatedActivationParams& a = p.activation;
+  PACELINE_CHECK(a.x == p.product.y && a.up == nullptr && a.dtype == p.product.y_dtype &&
+                     a.max_rows == p.product.max_rows &&
+                     p.product.weight.first.n == 2 * a.intermediate &&
+                     p.product.y_stride == p.product.weight.first.n,
+                 "the activation reads the rows of the product");
+}
+
+void activated_experts(CpuContext& ctx, const ActivatedExpertsParams& p) {
+  check_activation(p);
+  expert_gemm(ctx, p.product);
+  gated_activation(ctx, p.activation);
+}
+
 void combine_experts(CpuContext& ctx, const CombineExpertsParams& p) {
   PACELINE_CHECK(p.dtype == DType::kFloat32, "the CPU computes in float32");
   const int32_t num_rows = std::min(*p.num_rows, p.max_rows);

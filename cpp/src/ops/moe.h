@@ -119,6 +119,17 @@ struct ExpertGemmParams {
 void expert_gemm(CpuContext&, const ExpertGemmParams&);
 void expert_gemm(CudaContext&, const ExpertGemmParams&);
 
+// Both, the second with the y of the first as its x. That y may stay unwritten: a backend may do
+// both at once.
+struct ActivatedExpertsParams {
+  ExpertGemmParams product;  // [num_experts, 2 * intermediate, k]
+  GatedActivationParams activation;
+};
+// Throws InternalError where the activation does not read the product.
+void check_activation(const ActivatedExpertsParams& p);
+void activated_experts(CpuContext&, const ActivatedExpertsParams&);
+void activated_experts(CudaContext&, const ActivatedExpertsParams&);
+
 // y = base + sum over the places of a row of weight * x[expert row], by fused multiply-adds in the
 // order of the places from base, in float32.
 struct CombineExpertsParams {

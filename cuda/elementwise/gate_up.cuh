@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// The activation of a gated MLP, for the op and for the ends of products.
+
+#include "ops/ops.h"
+
+namespace paceline::cuda {
+
+// With an infinite exponential the quotient is 0, the correct limit.
+__device__ __forceinline__ float times_sigmoid(float x, float exponent) {
+  return __fdividef(x, 1.0f + expf(-exponent));
+}
+
+template <Activation kActivation>
+__device__ __forceinline__ float gate_up(float gate, float up, float alpha, float limit) {
+  if constexpr (kActivation == Activation::kSilu) {
+    return times_sigmoid(gate, gate) * up;
+  } else if constexpr (kActivation == Activation::kGeluTanh) {
+    // (1 + tanh(z)) / 2 = sigmoid(2 z), and nothing cancels for large negative z.
+    const float inner = 0.7978845608f * (gate + 0.044715f * gate * gate * gate);
+    return times_sigmoid(gate, 2.0f * inner) * up;
+  } else {
+    static_assert(kActivation == Activation::kSwigluOai || kActivation == Activation::kClampedSilu);
+    // Comparisons keep a NaN, which fminf would replace.
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : up;
+    up = up < -limit ? -limit : up;
+    if constexpr (kActivation == Activation::kClampedSilu) return times_sigmoid(gate, gate) * up;
+    return times_sigmoid(gate, alpha * gate) * (up + 1.0f);
+  }
+}
+
+__device__ __forceinline__ float gate_up(Activation activation, float gate, float up, float alpha,
+                                         float limit) {
+  switch (activation) {
+    case Activation::kSilu:
+      return gate_up<Activation::kSilu>(gate, up, alpha, limit);
+    case Activation::kGeluTanh:
+      return gate_up<Activation::kGeluTanh>(gate, up, alpha, limit);
+    case Activation::kClampedSilu:
+      return gate_up<Activation::kClampedSilu>(gate, up, alpha, limit);
+    case Activation::kSwigluOai:
+      break;
+  }
+  return gate_up<Activation::kSwigluOai>(gate, up, alpha, limit);
+}
+
+}  // namespace paceline::cuda
