@@ -145,6 +145,46 @@ def test_completions_are_those_of_the_engine(
             ]
 
 
+def test_logprobs_of_the_prompt(server: RunningServer, demo_llm: LLM) -> None:
+    """As evaluations ask for them: the prompt echoed, with logprobs; or in vLLM's own field."""
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=1, prompt_logprobs=1)
+    (output,) = demo_llm.generate(PROMPT, params, use_tqdm=False)
+    assert output.prompt_logprobs is not None
+    known = [
+        position[token].logprob
+        for token, position in zip(
+            output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True
+        )
+        if position is not None
+    ]
+    (one,) = output.outputs
+    assert one.logprobs is not None
+    for prompt in (PROMPT, output.prompt_token_ids):
+        body = {"prompt": prompt, "temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True}
+        (choice,) = server.result(COMPLETIONS, body)["choices"]
+        text = PROMPT + one.text
+        assert choice["text"] == text
+        logprobs = choice["logprobs"]
+        last = one.logprobs[0][one.token_ids[0]].logprob
+        assert logprobs["token_logprobs"] == [None, *known, last]
+        assert logprobs["top_logprobs"][0] is None
+        starts = [*logprobs["text_offset"], len(text)]
+        assert [text[a:b] for a, b in itertools.pairwise(starts)] == logprobs["tokens"]
+
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 1, "prompt_logprobs": 1}
+    (choice,) = server.result(COMPLETIONS, body)["choices"]
+    expected = [
+        None
+        if position is None
+        else {str(token): dataclasses.asdict(entry) for token, entry in position.items()}
+        for position in output.prompt_logprobs
+    ]
+    assert choice["prompt_logprobs"] == expected and choice["text"] == one.text
+    chat = server.result(CHATS, {"messages": MESSAGES, "prompt_logprobs": 0, "max_tokens": 1})
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+    assert chat["prompt_logprobs"][0] is None
+
+
 def test_a_character_is_never_split(server: RunningServer, demo_llm: LLM) -> None:
     body = body_of("halves", demo_llm) | {"prompt": "a", "return_token_ids": True}
     events = server.events(COMPLETIONS, body)

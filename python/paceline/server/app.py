@@ -138,7 +138,9 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         given = parse_object(await request.body())
         call = read_completion(given, service.completion_params, service.check_model)
         streams = [allm.stream(prompt, call.wishes.params) for prompt in call.prompts]
-        return await _generate(service, request, streams, CompletionShape(call.wishes))
+        return await _generate(
+            service, request, streams, CompletionShape(call.wishes, service.decode)
+        )
 
     @app.post("/v1/responses")
     async def responses(request: Request) -> Response:

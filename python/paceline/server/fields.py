@@ -51,11 +51,12 @@ _COMMON: Final = (
     "stream_options",
     "logit_bias",
     "logprobs",
+    "prompt_logprobs",
     "return_token_ids",
     "return_tokens_as_token_ids",
     "user",
 )
-COMPLETION_FIELDS: Final = (*_COMMON, "prompt")
+COMPLETION_FIELDS: Final = (*_COMMON, "prompt", "echo")
 CHAT_FIELDS: Final = (
     *_COMMON,
     "messages",
@@ -86,7 +87,6 @@ REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "logits_processors": ("logit_bias, bad_words and allowed_token_ids change logits", ()),
     "metadata": ("the server stores nothing; leave it out", ()),
     "priority": ("requests run in the order in which they arrive; leave it out", (0,)),
-    "prompt_logprobs": ("LLM.generate has it; over HTTP only logprobs of the output", ()),
     "response_format": (_STRUCTURED, ({"type": "text"},)),
     "service_tier": (_LEAVE, ("auto", "default")),
     "speculative": (
@@ -102,7 +102,6 @@ REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
 _TOOLS: Final = "the fields tools and tool_choice have taken its place"
 _REFUSED_IN_COMPLETIONS: Final = REFUSED | {
     "add_special_tokens": ("give the prompt as token ids, which /tokenize makes", (True,)),
-    "echo": ("put the prompt before the text yourself", (False,)),
     "messages": ("send them to /v1/chat/completions", ()),
     "prompt_embeds": ("models read text and token ids only", ()),
     "suffix": ("models continue the prompt only; leave it out", ("",)),
@@ -140,6 +139,8 @@ class Wishes:
         has_continuous_usage: Whether each chunk has the usage so far.
         returns_token_ids: Whether token ids are sent with the text.
         shows_ids: Whether logprobs name tokens "token_id:ID".
+        echoes: Whether the prompt is put before the text.
+        is_chat: Whether the prompt is a conversation.
     """
 
     params: SamplingParams
@@ -148,6 +149,8 @@ class Wishes:
     has_continuous_usage: bool
     returns_token_ids: bool
     shows_ids: bool
+    echoes: bool = False
+    is_chat: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +204,14 @@ def read_completion(
     num_logprobs = fields.take("logprobs")
     if num_logprobs is not None:
         num_logprobs = check_int("logprobs", num_logprobs, 0, MAX_LOGPROBS)
-    wishes = _wishes(fields, default, num_logprobs)
+    echoes = fields.take_bool("echo")
+    num_of_prompt = fields.take("prompt_logprobs")
+    if echoes and num_of_prompt is None:
+        num_of_prompt = num_logprobs
+    wishes = _wishes(fields, default, num_logprobs, prompt_logprobs=num_of_prompt)
+    wishes = dataclasses.replace(wishes, echoes=echoes)
+    if echoes and wishes.is_streamed:
+        raise refusal("echo is true and stream is too; allowed: one of them", "echo")
     fields.finish(COMPLETION_FIELDS, _REFUSED_IN_COMPLETIONS)
     return CompletionCall(prompts, wishes)
 
@@ -254,8 +264,13 @@ def read_chat(
             )
         most = check_int("max_completion_tokens", most, 1, 2**31 - 1)
     wishes = _wishes(
-        fields, default, (num_logprobs or 0) if wants_logprobs else None, max_tokens=most
+        fields,
+        default,
+        (num_logprobs or 0) if wants_logprobs else None,
+        max_tokens=most,
+        prompt_logprobs=fields.take("prompt_logprobs"),
     )
+    wishes = dataclasses.replace(wishes, is_chat=True)
     fields.finish(CHAT_FIELDS, _REFUSED_IN_CHATS)
     return ChatCall(messages, arguments, make_reader, wishes)
 
@@ -364,6 +379,10 @@ def _wishes(
     }
     params = dataclasses.replace(default, logprobs=num_logprobs, **parameters)
     is_streamed = fields.take_bool("stream")
+    if is_streamed and params.prompt_logprobs is not None:
+        raise refusal(
+            "prompt_logprobs is given and stream is true; allowed: one of them", "prompt_logprobs"
+        )
     options = fields.take_object("stream_options")
     if options is not None and not is_streamed:
         raise refusal(

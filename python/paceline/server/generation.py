@@ -14,7 +14,7 @@ from paceline.outputs import RequestError, RequestOutput, StreamChunk
 from paceline.server.connection import END, event
 from paceline.server.errors import as_api_error
 from paceline.server.metrics import RequestFigures
-from paceline.server.shapes import Shape, metrics_of, usage, usage_of
+from paceline.server.shapes import Shape, metrics_of, prompt_logprobs_of, usage, usage_of
 
 if TYPE_CHECKING:
     from paceline.async_stream import ChunkStream
@@ -71,10 +71,7 @@ class Generation:
         choices = []
         for index, output in enumerate(outputs):
             for one in output.outputs:
-                choice = self._shape.whole(one, output.prompt_token_ids)
-                of_text = choice["logprobs"]
-                if of_text is not None and "text_offset" in of_text:
-                    of_text["text_offset"] = offsets.get((index, one.index), [])
+                choice = self._shape.whole(one, output, offsets.get((index, one.index), []))
                 choices.append({"index": self._choice_index(index, one.index)} | choice)
         response = self._head(self._shape.name) | {
             "choices": choices,
@@ -83,6 +80,8 @@ class Generation:
         }
         if self._wishes.returns_token_ids and len(outputs) == 1:
             response["prompt_token_ids"] = outputs[0].prompt_token_ids
+        if self._wishes.params.prompt_logprobs is not None and self._wishes.is_chat:
+            response["prompt_logprobs"] = prompt_logprobs_of(outputs[0])
         return response
 
     async def events(self) -> AsyncIterator[bytes]:

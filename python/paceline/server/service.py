@@ -126,6 +126,10 @@ class Service:
         """Raises RuntimeError, or the engine's error, if no request can run."""
         self._dispatcher.check_running()
 
+    def decode(self, token_ids: list[int]) -> str:
+        """Converts token ids to text; ValueError without a tokenizer."""
+        return self.allm.llm.get_tokenizer().decode(token_ids)
+
     def metrics(self) -> bytes:
         """Returns all figures in the text format of Prometheus; see `check_running`."""
         return exposition(

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
+import itertools
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -39,8 +41,16 @@ class Shape(ABC):
         self.wishes = wishes
 
     @abstractmethod
-    def whole(self, output: CompletionOutput, prompt_token_ids: list[int]) -> dict[str, Any]:
-        """Makes a choice of a whole response, without its index."""
+    def whole(
+        self, output: CompletionOutput, request: RequestOutput, offsets: list[int]
+    ) -> dict[str, Any]:
+        """Makes a choice of a whole response, without its index.
+
+        Args:
+            output: The output.
+            request: All outputs of its prompt.
+            offsets: With logprobs, the `text_offsets` of the output's tokens.
+        """
 
     @abstractmethod
     def chunk(
@@ -71,15 +81,55 @@ class CompletionShape(Shape):
     id_prefix = "cmpl-"
     name = chunk_name = "text_completion"
 
-    def whole(self, output: CompletionOutput, prompt_token_ids: list[int]) -> dict[str, Any]:
+    def __init__(self, wishes: Wishes, decode: Callable[[list[int]], str]) -> None:
+        """Takes what the request asks for.
+
+        Args:
+            wishes: See `Shape`.
+            decode: Converts a prompt of token ids to text.
+        """
+        super().__init__(wishes)
+        self._decode = decode
+
+    def whole(
+        self, output: CompletionOutput, request: RequestOutput, offsets: list[int]
+    ) -> dict[str, Any]:
         """See `Shape`."""
         choice: dict[str, Any] = {
             "text": output.text,
-            "logprobs": self._logprobs(output.logprobs, None),
+            "logprobs": self._logprobs(output.logprobs, offsets),
         }
+        if self.wishes.echoes:
+            self._add_prompt(choice, request)
+        if self.wishes.params.prompt_logprobs is not None and not self.wishes.echoes:
+            choice["prompt_logprobs"] = prompt_logprobs_of(request)
         if self.wishes.returns_token_ids:
-            choice["prompt_token_ids"] = prompt_token_ids
+            choice["prompt_token_ids"] = request.prompt_token_ids
         return self.finish(choice, output)
+
+    def _add_prompt(self, choice: dict[str, Any], request: RequestOutput) -> None:
+        """Puts the prompt before the output."""
+        ids = request.prompt_token_ids
+        text = self._decode(ids) if request.prompt is None else request.prompt
+        choice["text"] = text + choice["text"]
+        known = request.prompt_logprobs
+        own = choice["logprobs"]
+        if own is None or known is None:
+            return
+        # No token precedes the first one, so it has no logprob.
+        first = f"token_id:{ids[0]}" if self.wishes.shows_ids else self._decode(ids[:1])
+        rest = self._logprobs([one for one in known if one is not None], [])
+        assert rest is not None
+        tokens = [first, *rest["tokens"]]
+        starts = itertools.accumulate(map(len, tokens[:-1]), initial=0)
+        choice["logprobs"] = {
+            "tokens": tokens + own["tokens"],
+            "token_logprobs": [None, *rest["token_logprobs"], *own["token_logprobs"]],
+            "top_logprobs": None
+            if own["top_logprobs"] is None
+            else [None, *rest["top_logprobs"], *own["top_logprobs"]],
+            "text_offset": [*starts, *(len(text) + offset for offset in own["text_offset"])],
+        }
 
     def chunk(
         self, chunk: StreamChunk, prompt_token_ids: list[int], *, is_first: bool
@@ -94,7 +144,7 @@ class CompletionShape(Shape):
         return self.finish(choice, chunk)
 
     def _logprobs(
-        self, positions: list[TokenLogprobs] | None, offsets: list[int] | None
+        self, positions: list[TokenLogprobs] | None, offsets: list[int]
     ) -> dict[str, Any] | None:
         if positions is None:
             return None
@@ -132,7 +182,9 @@ class ChatShape(Shape):
         self._readers: dict[int, Reader] = {}  # of a stream, by sample
         self._num_calls: collections.Counter[int] = collections.Counter()  # likewise
 
-    def whole(self, output: CompletionOutput, prompt_token_ids: list[int]) -> dict[str, Any]:
+    def whole(
+        self, output: CompletionOutput, request: RequestOutput, offsets: list[int]
+    ) -> dict[str, Any]:
         """See `Shape`."""
         message: dict[str, Any] = {"role": "assistant", "content": output.text}
         calls: list[dict[str, Any]] = []
@@ -195,6 +247,18 @@ class ChatShape(Shape):
     def _entry(self, token: int, logprob: Logprob) -> dict[str, Any]:
         text = self.text_of(token, logprob)
         return {"token": text, "logprob": logprob.logprob, "bytes": list(text.encode())}
+
+
+def prompt_logprobs_of(request: RequestOutput) -> list[dict[str, Any] | None] | None:
+    """Makes the logprobs of a prompt as vLLM does: by token id, None for the first token."""
+    if request.prompt_logprobs is None:
+        return None
+    return [
+        None
+        if position is None
+        else {str(token): dataclasses.asdict(one) for token, one in position.items()}
+        for position in request.prompt_logprobs
+    ]
 
 
 def _divide(parts: Iterable[Part]) -> tuple[str, str, list[dict[str, Any]]]:
