@@ -94,8 +94,8 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
         "--num-layers",
         type=integer,
         metavar="N",
-        help="with --config: keep the first N layers, N >= 1, and the drafter, for models that do not "
-        "fit the machine (default: all)",
+        help="with --config: keep the first N layers, N >= 1, and the drafter, for models that do "
+        "not fit the machine (default: all)",
     )
     add_hub_options(group)
     group.add_argument(
