@@ -121,7 +121,7 @@ _FLAG_ADVICE: Final[dict[str, str]] = {
     "enable_auto_tool_choice": f"{LEAVE_OUT}tool calls are read in any case",
     "enable_log_requests": "`--access-log` logs requests, without prompts",
     "enable_per_request_metrics": f"{LEAVE_OUT}responses have `metrics` in any case",
-    "enable_request_id_headers": f"{LEAVE_OUT}the id of a response is in its body",
+    "enable_request_id_headers": f"{LEAVE_OUT}responses have the header X-Request-Id in any case",
     "lora_modules": _LORA,
     "middleware": f"{LEAVE_OUT}put a proxy before the server",
     "per_request_spec_decode_metrics": f"{LEAVE_OUT}responses have "

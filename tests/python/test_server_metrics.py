@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,6 +93,26 @@ def test_figures_are_those_of_the_engine(server: RunningServer) -> None:
     for i, group in enumerate(groups):
         labels = f"group={i},kind={group['kind']},owner={group['owner']},window={group['window']}"
         assert after[f"paceline_kv_group_max_blocks{{{labels}}}"] == group["max_blocks"]
+
+
+def test_ids_and_traces_come_back(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    with caplog.at_level(logging.INFO, "paceline.access"), RunningServer(llm) as server:
+        headers = {"x-request-id": "mine.1", "traceparent": trace}
+        with server.send(COMPLETIONS, BODY, headers=headers) as response:
+            assert response.headers["x-request-id"] == "mine.1"
+            assert response.headers["traceparent"] == trace
+            assert json.loads(response.read())["id"] == "cmpl-mine.1"
+        # Ids that would be unsafe in a log or a header are replaced.
+        headers = {"x-request-id": "a b", "traceparent": "00-zz"}
+        with server.send("/nonesuch", headers=headers) as response:
+            assert re.fullmatch("[0-9a-f]{32}", response.headers["x-request-id"])
+            assert response.headers["traceparent"] is None
+    lines = [r.getMessage() for r in caplog.records if r.name == "paceline.access"]
+    pattern = rf"POST {COMPLETIONS}: 200 in \d+ ms, request mine.1, trace {trace.split('-')[1]}"
+    assert re.fullmatch(pattern, lines[0])
+    assert lines[1].startswith("GET other: 404 in ")
+    assert BODY["prompt"] not in "".join(lines).replace(COMPLETIONS, "")
 
 
 def test_the_dashboard_asks_for_figures_that_exist(server: RunningServer) -> None:

@@ -40,6 +40,7 @@ class RunningServer:
             limits=Limits(**limits),
             api_key=api_key,
             has_vllm_metrics=True,
+            has_access_log=True,
             tool_call_parser=tool_call_parser,
         )
         opened = open_socket("127.0.0.1", 0)

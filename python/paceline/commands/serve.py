@@ -300,6 +300,7 @@ def _serve(args: argparse.Namespace, allm: AsyncLLM, opened: socket.socket) -> N
         api_key=args.api_key,
         has_vllm_metrics=args.metrics_compat == "vllm",
         tool_call_parser=args.tool_call_parser,
+        has_access_log=args.access_log,
     )
     host, port = opened.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
@@ -313,7 +314,6 @@ def _serve(args: argparse.Namespace, allm: AsyncLLM, opened: socket.socket) -> N
         opened,
         drain_timeout_s=args.drain_timeout,
         on_ready=on_ready,
-        has_access_log=args.access_log,
     )
     try:
         server.run(handles_signals=True)

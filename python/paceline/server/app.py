@@ -17,6 +17,7 @@ from paceline.server import tokens
 from paceline.server.bodies import ClientGone, parse_object
 from paceline.server.connection import EventStream, JsonResponse, error_response, until_gone
 from paceline.server.errors import ApiError, as_api_error
+from paceline.server.exchange import REQUEST_ID
 from paceline.server.fields import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
@@ -148,7 +149,9 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         call = read_response(given, service.chat_params, service.check_model, service.text_format)
         chat = call.chat
         stream = allm.stream_chat(chat.messages, chat.wishes.params, **chat.template_arguments)
-        run = ResponseRun(stream, call, service.names[0], service.figures)
+        run = ResponseRun(
+            stream, call, service.names[0], service.figures, request.scope[REQUEST_ID]
+        )
         return await _run(service, request, run, chat.wishes, param="input", num_prompts=1)
 
     @app.post("/v1/chat/completions")
@@ -163,7 +166,7 @@ async def _generate(
     service: Service, request: Request, streams: Sequence[ChunkStream], shape: Shape
 ) -> Response:
     """Runs prompts and makes the response."""
-    run = Generation(streams, service.names[0], shape, service.figures)
+    run = Generation(streams, service.names[0], shape, service.figures, request.scope[REQUEST_ID])
     param = "prompt" if len(streams) > 1 else "n"
     return await _run(service, request, run, shape.wishes, param=param, num_prompts=len(streams))
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,12 @@ class Generation:
     """The prompts of one request and their outputs."""
 
     def __init__(
-        self, streams: Sequence[ChunkStream], model: str, shape: Shape, figures: RequestFigures
+        self,
+        streams: Sequence[ChunkStream],
+        model: str,
+        shape: Shape,
+        figures: RequestFigures,
+        request_id: str,
     ) -> None:
         """Starts nothing.
 
@@ -33,6 +37,7 @@ class Generation:
             model: The name of the model in responses.
             shape: The JSON of the route.
             figures: Counts the outputs.
+            request_id: The end of the response's id.
         """
         self._figures = figures
         self._clocks = [figures.clock() for _ in streams]
@@ -40,7 +45,7 @@ class Generation:
         self._wishes = shape.wishes
         self._streams = streams
         self._outputs: list[RequestOutput | None] = [None] * len(streams)
-        self._id = shape.id_prefix + uuid.uuid4().hex
+        self._id = shape.id_prefix + request_id
         self._model = model
         self._created = int(time.time())
 

@@ -14,6 +14,7 @@ from paceline.checks import shorten
 from paceline.server.bodies import ClientGone, Receive, read_body, too_large
 from paceline.server.connection import Send, error_response
 from paceline.server.errors import ApiError
+from paceline.server.exchange import Exchange
 from paceline.server.service import Service
 
 Scope = MutableMapping[str, Any]
@@ -52,17 +53,21 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request."""
+        service = self._service
+        exchange = Exchange(
+            scope,
+            send,
+            service.figures,
+            route=scope["path"] if scope["path"] in _ROUTES else "other",
+            is_logged=service.has_access_log,
+        )
+        try:
+            await self._answer(scope, receive, exchange.send)
+        finally:
+            exchange.end()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         limits = self._service.limits
-        counts = self._service.figures.num_responses
-        route = scope["path"] if scope["path"] in _ROUTES else "other"
-        send_uncounted = send
-
-        async def send_counted(message: MutableMapping[str, Any]) -> None:
-            if message["type"] == "http.response.start":
-                counts[route, message["status"]] += 1
-            await send_uncounted(message)
-
-        send = send_counted
         body = b""
         try:
             headers = {key: value for key, value in scope["headers"]}

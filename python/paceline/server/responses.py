@@ -27,7 +27,12 @@ class ResponseRun:
     """A request to /v1/responses while it runs."""
 
     def __init__(
-        self, stream: ChunkStream, call: ResponseCall, model: str, figures: RequestFigures
+        self,
+        stream: ChunkStream,
+        call: ResponseCall,
+        model: str,
+        figures: RequestFigures,
+        request_id: str,
     ) -> None:
         """Starts nothing.
 
@@ -36,6 +41,7 @@ class ResponseRun:
             call: The request.
             model: The name of the model in the response.
             figures: Counts the output.
+            request_id: The end of the response's id.
         """
         self._stream = stream
         self._figures = figures
@@ -45,7 +51,7 @@ class ResponseRun:
         self._items = Items()
         self._output: RequestOutput | None = None
         self._head: dict[str, Any] = {
-            "id": f"resp_{uuid.uuid4().hex}",
+            "id": f"resp_{request_id}",
             "object": "response",
             "created_at": int(time.time()),
             "model": model,

@@ -71,7 +71,6 @@ class Server:
         *,
         drain_timeout_s: float,
         on_ready: Callable[[], None] = lambda: None,
-        has_access_log: bool = False,
     ) -> None:
         """Starts nothing.
 
@@ -80,7 +79,6 @@ class Server:
             opened: The socket.
             drain_timeout_s: How long requests may go on once the server has been told to end.
             on_ready: Called when the server accepts connections.
-            has_access_log: Whether each request is logged.
         """
         self._service = service
         self._socket = opened
@@ -92,7 +90,7 @@ class Server:
             ws="none",
             lifespan="off",
             log_config=None,
-            access_log=has_access_log,
+            access_log=False,
             proxy_headers=False,
             server_header=False,
             timeout_keep_alive=max(1, round(service.limits.read_timeout_s)),

@@ -58,6 +58,7 @@ class Service:
         figures: What the server measures of its requests.
         chat_templates: Render conversations.
         text_format: How the model writes reasoning and calls; None = unknown.
+        has_access_log: Whether each request is logged.
         created: When the server started, in seconds since 1970.
         is_draining: Whether the server ends once all requests have ended.
     """
@@ -71,6 +72,7 @@ class Service:
         api_key: str | None = None,
         has_vllm_metrics: bool = False,
         tool_call_parser: str = "auto",
+        has_access_log: bool = False,
     ) -> None:
         """Takes a model that is loaded.
 
@@ -81,6 +83,7 @@ class Service:
             api_key: See the class.
             has_vllm_metrics: Whether /metrics has vLLM's names too.
             tool_call_parser: A name of `FORMATS`, "none", or "auto": as the chat template tells.
+            has_access_log: See the class.
 
         Raises:
             paceline.ModelFileError: The checkpoint states sampling parameters that are not allowed.
@@ -106,6 +109,7 @@ class Service:
         self.text_format = FORMATS.get(tool_call_parser)
         if tool_call_parser == "auto":
             self.text_format = format_of(self.chat_templates.find_text(has_tools=True) or "")
+        self.has_access_log = has_access_log
         self.figures = RequestFigures()
         self._has_vllm_metrics = has_vllm_metrics
         self._groups = kv_groups(llm.memory_report())
