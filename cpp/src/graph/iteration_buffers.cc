@@ -204,8 +204,8 @@ IterationBuffers allocate_iteration_buffers(DeviceArena& arena, const IterationO
     b.step_metadata.push_back(metadata(is_drafted_from, shape.max_seqs));
   }
   ActivationWidths widths;
-  widths.merge(target);
-  if (draft != nullptr) widths.merge(*draft);
+  widths.merge(target, options.max_model_len);
+  if (draft != nullptr) widths.merge(*draft, options.max_model_len);
   const auto padded = [&](int32_t rows) -> int64_t {
     return options.padded_rows != nullptr ? options.padded_rows(rows) : rows;
   };

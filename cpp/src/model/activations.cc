@@ -26,9 +26,34 @@ namespace {
                                               "activations")};
 }
 
+[[nodiscard]] CompressedActivations allocate_compressed_activations(DeviceArena& arena,
+                                                                    int64_t rows,
+                                                                    const ActivationWidths& widths,
+                                                                    DType dtype) {
+  if (widths.compressed_q == 0) return {};
+  const auto buffer = [&](int64_t width) -> void* {
+    if (width == 0) return nullptr;
+    return arena.allocate<std::byte>(rows * width * dtype_bytes(dtype), "activations");
+  };
+  const auto numbers = [&]<class T>(T, int64_t width) -> T* {
+    return width == 0 ? nullptr : arena.allocate<T>(rows * width, "activations");
+  };
+  const int64_t top_k = widths.index_top_k;
+  // At least one entry, so that there is an address.
+  const int64_t stride = top_k > 0 ? std::max<int64_t>(widths.index_entries, 1) : 0;
+  return {.q = buffer(widths.compressed_q),
+          .groups = buffer(widths.o_groups),
+          .inputs = numbers(float{}, widths.compress_inputs),
+          .index_q = buffer(widths.index_q),
+          .scores = numbers(float{}, stride),
+          .scores_stride = stride,
+          .chosen = numbers(int32_t{}, top_k),
+          .num_chosen = numbers(int32_t{}, top_k > 0 ? 1 : 0)};
+}
+
 }  // namespace
 
-void ActivationWidths::merge(const DecoderConfig& config) {
+void ActivationWidths::merge(const DecoderConfig& config, int64_t max_tokens) {
   hidden = std::max<int64_t>(hidden, config.hidden);
   // A draft head concatenates an embedding and a hidden state there, of its own width or that of
   // its target.
@@ -57,6 +82,14 @@ void ActivationWidths::merge(const DecoderConfig& config) {
                           [&](const CompressedAttention& a) {
                             qkv = std::max(qkv, a.qkv_a_rows());
                             attention = std::max(attention, a.q_rows());
+                            compressed_q = std::max(compressed_q, a.q_rows());
+                            o_groups = std::max(o_groups, a.o_a_rows());
+                            compress_inputs = std::max<int64_t>(compress_inputs, a.compress_rows());
+                            if (!a.indexer) return;
+                            index_q = std::max(index_q, a.index_q_rows());
+                            index_entries = std::max(index_entries,
+                                                     max_tokens / a.compressor->tokens_per_entry);
+                            index_top_k = std::max<int64_t>(index_top_k, a.indexer->top_k);
                           }},
                layer.attention);
     std::visit(Overloaded{[&](const DenseMlp& mlp) {
@@ -105,6 +138,7 @@ Activations allocate_activations(DeviceArena& arena, int64_t rows, const Activat
           .mean_latents = optional(widths.mean_latents),
           .per_layer = optional(widths.per_layer),
           .experts = allocate_expert_activations(arena, rows, widths, dtype),
+          .compressed = allocate_compressed_activations(arena, rows, widths, dtype),
           .dtype = dtype};
 }
 

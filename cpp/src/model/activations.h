@@ -24,6 +24,19 @@ struct ExpertActivations {
   void* output;           // [rows * top_k, hidden] dtype of the activations
 };
 
+// Scratch buffers of compressed attention; null in models without it.
+struct CompressedActivations {
+  void* q;        // [rows, num_qo_heads, head_dim] dtype of the activations
+  void* groups;   // [rows, o_a_rows] dtype: the output of o_a
+  float* inputs;  // [rows, compress_rows]; null without a compressor
+  // Null without an indexer.
+  void* index_q;          // [rows, heads of the indexer, its head_dim] dtype
+  float* scores;          // [rows, scores_stride] of the visible entries
+  int64_t scores_stride;  // entries of the longest sequence
+  int32_t* chosen;        // [rows, top_k] entries
+  int32_t* num_chosen;    // [rows]
+};
+
 // Scratch buffers of one forward pass, shared by all passes and models and sized for the largest.
 struct Activations {
   float* residual;  // [rows, residual_width]
@@ -45,6 +58,7 @@ struct Activations {
   void* mean_latents;  // [rows, num_qo_heads, kv_lora_rank] output of attention before V_h
   void* per_layer;     // [rows, layers * per_layer_inputs.size], valid for the whole pass; or null
   ExpertActivations experts;
+  CompressedActivations compressed;
   DType dtype;
 };
 
@@ -65,8 +79,16 @@ struct ActivationWidths {
   int64_t num_experts = 0;
   int64_t top_k = 0;
   int64_t expert_output = 0;  // of all places of a row
+  // Of compressed attention, else 0.
+  int64_t compressed_q = 0;
+  int64_t o_groups = 0;
+  int64_t compress_inputs = 0;
+  int64_t index_q = 0;
+  int64_t index_entries = 0;  // that a row can see where an indexer chooses
+  int64_t index_top_k = 0;
 
-  void merge(const DecoderConfig& config);
+  // `max_tokens`: of a sequence.
+  void merge(const DecoderConfig& config, int64_t max_tokens);
 };
 
 [[nodiscard]] Activations allocate_activations(DeviceArena& arena, int64_t rows,

@@ -129,6 +129,10 @@ class Decoder {
   void latent_attention(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
                         std::span<const GroupMetadata> groups,
                         const Activations& activations) const;
+  template <class Ctx>
+  void compressed_attention(Ctx& ctx, int32_t layer, const void* input, const PassRows& rows,
+                            std::span<const GroupMetadata> groups,
+                            const Activations& activations) const;
   // Its output is activations.branch. A mixture leaves its last op to the caller, who may join it
   // with the norm that follows.
   template <class Ctx>

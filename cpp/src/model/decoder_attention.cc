@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// The attention of a layer: multi-head or latent.
+// The attention of a layer: multi-head or latent. Compressed attention is in
+// decoder_compressed.cc.
 
 #include <variant>
 
@@ -25,7 +26,7 @@ void Decoder::attention(Ctx& ctx, int32_t layer, const void* input, const PassRo
                           latent_attention(ctx, layer, input, rows, groups, activations);
                         },
                         [&](const CompressedAttention&) {
-                          PACELINE_CHECK(false, "a model with compressed attention has no KV");
+                          compressed_attention(ctx, layer, input, rows, groups, activations);
                         }},
              config().layers[layer].attention);
 }
