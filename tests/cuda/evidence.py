@@ -209,6 +209,7 @@ TESTS = (
     "runner_test",
     "engine_cuda_test",
     "engine_mixture_cuda_test",
+    "engine_compressed_cuda_test",
     "draft_head_cuda_test",
 )
 

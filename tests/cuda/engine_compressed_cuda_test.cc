@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+// The whole engine on a GPU on models like DeepSeek-V4: every kind of layer, with the sizes that
+// the fast kernels take and with others, in bfloat16 and in fp8 and mxfp4. Skipped without a GPU,
+// unless PACELINE_REQUIRE_GPU=1.
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <memory>
+
+#include <paceline/executor.h>
+
+#include "support/compressed_checks.h"
+#include "support/compressed_models.h"
+#include "support/gpu.h"
+
+namespace paceline {
+namespace {
+
+using testing::compressed_model;
+using testing::CompressedModel;
+
+class CudaCompressed : public testing::GpuTest {};
+
+// Heads and index keys as DeepSeek-V4 has them; few are chosen, so that choices matter.
+CompressedModel large_heads(bool has_formats) {
+  return {.ratios = {0, 4, 128, 4},
+          .hidden = 256,
+          .num_qo_heads = 64,
+          .head_dim = 512,
+          .rope_head_dim = 64,
+          .q_lora_rank = 128,
+          .window = 128,
+          .index_heads = 64,
+          .index_dim = 128,
+          .top_k = 24,
+          .num_experts = 32,
+          .has_formats = has_formats};
+}
+
+std::shared_ptr<const Model> on_gpu(const CompressedModel& shape, uint64_t seed) {
+  return compressed_model(shape, seed, DType::kBFloat16, Device::kCuda);
+}
+
+ExecutorOptions options_of(int32_t k) {
+  ExecutorOptions options;
+  options.max_model_len = 700;
+  options.max_num_seqs = 16;
+  options.max_num_batched_tokens = 16 * 17;
+  options.kv_cache_bytes = 512 << 20;
+  options.speculative.num_speculative_tokens = k;
+  return options;
+}
+
+TEST_F(CudaCompressed, SelfDraftAcceptsEverything) {
+  for (const CompressedModel& shape : {large_heads(false), large_heads(true), CompressedModel{}}) {
+    testing::expect_self_draft_accepts_everything(on_gpu(shape, 7), {1, 3, 16}, 300, 300,
+                                                  options_of);
+  }
+}
+
+TEST_F(CudaCompressed, DraftsChangeNothing) {
+  for (const bool has_formats : {false, true}) {
+    const CompressedModel shape = large_heads(has_formats);
+    CompressedModel layer = shape;
+    layer.ratios = {0};
+    layer.is_mtp_layer = true;
+    testing::expect_drafts_change_nothing(on_gpu(shape, 3), {on_gpu(layer, 4), on_gpu(shape, 5)},
+                                          {1, 3, 8, 16}, 400, 250, options_of);
+  }
+}
+
+}  // namespace
+}  // namespace paceline
