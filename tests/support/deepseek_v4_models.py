@@ -135,7 +135,8 @@ def hf_config(spec: V4Spec, *, with_mtp: bool = False) -> Any:
         compress_ratios=ratios,
         compress_rate_hca=spec.hca,
         mlp_layer_types=["hash_moe" if i < spec.hash_layers else "moe" for i in range(len(ratios))],
-        index_n_heads=4,
+        # With few heads, scores are often exactly 0, and transformers may choose any of equals.
+        index_n_heads=16,
         index_head_dim=16,
         index_topk=spec.index_top_k,
         hc_mult=4,
