@@ -40,73 +40,66 @@ __device__ __forceinline__ void load_queries(const PagedAttentionParams& p, cons
   fence_shared_for_wgmma();
 }
 
-// Stores a piece's state for merge_states.
+// Stores a piece's state for merge_states: adders its values, scorers the rest.
 template <class S>
-__device__ __forceinline__ void store_state(const State<S>& state, const Position& at, float* to) {
+__device__ __forceinline__ void store_values(const Values<S>& state, const Position& at,
+                                             float* to) {
 #pragma unroll
   for (int32_t i = 0; i < kGroupSlices; ++i) {
 #pragma unroll
     for (int32_t n = 0; n < S::kRowTiles; ++n) {
-      const float* const v = state.values[i] + 4 * n;
+      const float* const v = state[i] + 4 * n;
       *reinterpret_cast<float4*>(to + state_at<S>(2 * i + at.group, n, at.warp, at.lane)) =
           make_float4(v[0], v[1], v[2], v[3]);
     }
   }
+}
+template <class S>
+__device__ __forceinline__ void store_rows(float max, const Position& at,
+                                           const SharedArrays<S>& shared, float* to) {
   float* const tail = to + S::kStateValues;
-  if (at.thread < S::kGroupRows) tail[2 * (group_row<S>(at, 0) + at.thread)] = state.max;
-#pragma unroll
-  for (int32_t i = 0; i < State<S>::kSumTiles; ++i) {
-    const int32_t tile = at.warp + 4 * i;
-    if (tile < S::kGroupRowTiles && at.quad_row == 0) {
-      float* const sums = tail + 2 * (group_row<S>(at, tile) + 2 * at.quad_lane) + 1;
-      sums[0] = state.sums[i][0];
-      sums[2] = state.sums[i][1];
-    }
-  }
+  if (at.thread < S::kRows) tail[2 * at.thread] = max;
+  for_each_sum<S>(at, [&](int32_t row) {
+    tail[2 * row + 1] = shared.sums[row];
+    tail[2 * row + 3] = shared.sums[row + 1];
+  });
 }
 
-// What single threads hold of the total of earlier segments; its accumulators are in the workspace.
+// Merges a segment into the total; after the last segment the state is the total. The adders' total
+// of earlier segments is in the workspace.
 template <class S>
-struct Total {
-  float max;
-  float sums[State<S>::kSumTiles][2];
-};
-
-// Merges a segment into the total, whose accumulators are at `at_total`. After the last segment the
-// state is the total.
-template <class S>
-__device__ __forceinline__ void add_to_total(bool is_first, bool is_last, const Position& at,
-                                             SharedArrays<S>& shared, float* at_total,
-                                             Total<S>& total, State<S>& state) {
-  if (is_first) {
-    total.max = negative_infinity();
-#pragma unroll
-    for (int32_t i = 0; i < State<S>::kSumTiles; ++i) total.sums[i][0] = total.sums[i][1] = 0.0f;
-  }
-  if (at.thread < S::kGroupRows) {
-    const Factors factors = merge_factors(total.max, state.max);
-    total.max = factors.max;
-    shared.totals[group_row<S>(at, 0) + at.thread] = make_float2(factors.keep, factors.take);
+__device__ __forceinline__ void add_rows_to_total(bool is_first, const Position& at, float max,
+                                                  float& total_max, SharedArrays<S>& shared) {
+  if (at.thread < S::kRows) {
+    const Factors factors = merge_factors(total_max, max);
+    total_max = factors.max;
+    shared.weights[at.thread] = make_float2(factors.keep, factors.take);
   }
   sync_threads<kConsumers>(kConsumerBarrier);
+  for_each_sum<S>(at, [&](int32_t row) {
 #pragma unroll
-  for (int32_t i = 0; i < State<S>::kSumTiles; ++i) {
-    const int32_t tile = at.warp + 4 * i;
-    if (tile >= S::kGroupRowTiles) break;
-    const float4 factors =
-        *reinterpret_cast<const float4*>(&shared.totals[group_row<S>(at, tile) + 2 * at.quad_lane]);
-    total.sums[i][0] = merged(total.sums[i][0], state.sums[i][0], factors.x, factors.y);
-    total.sums[i][1] = merged(total.sums[i][1], state.sums[i][1], factors.z, factors.w);
-    state.sums[i][0] = total.sums[i][0];
-    state.sums[i][1] = total.sums[i][1];
-  }
+    for (int32_t e = 0; e < 2; ++e) {
+      const float2 factors = shared.weights[row + e];
+      const float total = is_first ? 0.0f : shared.total_sums[row + e];
+      shared.total_sums[row + e] = merged(total, shared.sums[row + e], factors.x, factors.y);
+      shared.sums[row + e] = shared.total_sums[row + e];
+    }
+  });
+  // The factors of the next segment take the place of these.
+  sync_threads<kConsumers>(kConsumerBarrier);
+}
+template <class S>
+__device__ __forceinline__ void add_values_to_total(bool is_first, bool is_last, const Position& at,
+                                                    const SharedArrays<S>& shared, float* at_total,
+                                                    Values<S>& state) {
+  sync_threads<kConsumers>(kConsumerBarrier);
 #pragma unroll
   for (int32_t n = 0; n < S::kRowTiles; ++n) {
     const float4 factors =
-        *reinterpret_cast<const float4*>(&shared.totals[8 * n + 2 * at.quad_lane]);
+        *reinterpret_cast<const float4*>(&shared.weights[8 * n + 2 * at.quad_lane]);
 #pragma unroll
     for (int32_t i = 0; i < kGroupSlices; ++i) {
-      float* const v = state.values[i] + 4 * n;
+      float* const v = state[i] + 4 * n;
       auto* const memory =
           reinterpret_cast<float4*>(at_total + state_at<S>(2 * i + at.group, n, at.warp, at.lane));
       const float4 old = is_first ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : *memory;
@@ -116,22 +109,25 @@ __device__ __forceinline__ void add_to_total(bool is_first, bool is_last, const 
       v[3] = merged(old.w, v[3], factors.z, factors.w);
       if (!is_last) *memory = make_float4(v[0], v[1], v[2], v[3]);
     }
+    // Loads of further rows would take registers that accumulators need.
+    asm volatile("" ::: "memory");
   }
+  sync_threads<kConsumers>(kConsumerBarrier);
 }
 
 // Writes the tile's results by way of the queries' memory. Rows that see nothing become zero.
 template <class S>
+__device__ __forceinline__ void store_normals(const Position& at, SharedArrays<S>& shared) {
+  for_each_sum<S>(at, [&](int32_t row) {
+    shared.sums[row] = __fdiv_rn(1.0f, shared.sums[row]);
+    shared.sums[row + 1] = __fdiv_rn(1.0f, shared.sums[row + 1]);
+  });
+  sync_threads<kConsumers>(kConsumerBarrier);
+}
+template <class S>
 __device__ __forceinline__ void store_results(const PagedAttentionParams& p, const TileRows& rows,
-                                              const State<S>& state, const Position& at,
-                                              SharedArrays<S>& shared, std::byte* staged) {
-#pragma unroll
-  for (int32_t i = 0; i < State<S>::kSumTiles; ++i) {
-    const int32_t tile = at.warp + 4 * i;
-    if (tile < S::kGroupRowTiles && at.quad_row == 0) {
-      *reinterpret_cast<float2*>(&shared.normal[group_row<S>(at, tile) + 2 * at.quad_lane]) =
-          make_float2(__fdiv_rn(1.0f, state.sums[i][0]), __fdiv_rn(1.0f, state.sums[i][1]));
-    }
-  }
+                                              const Values<S>& state, const Position& at,
+                                              const SharedArrays<S>& shared, std::byte* staged) {
   sync_threads<kConsumers>(kConsumerBarrier);
   // As in store_weights, with columns of values for entries.
   const int32_t row = at.lane / 16 * 8 + at.lane % 8;
@@ -141,14 +137,14 @@ __device__ __forceinline__ void store_results(const PagedAttentionParams& p, con
 #pragma unroll
   for (int32_t n = 0; n < S::kRowTiles; n += 2) {
     float2 normal[2];
-    normal[0] = *reinterpret_cast<const float2*>(&shared.normal[8 * n + 2 * at.quad_lane]);
-    normal[1] = *reinterpret_cast<const float2*>(&shared.normal[8 * n + 8 + 2 * at.quad_lane]);
+    normal[0] = *reinterpret_cast<const float2*>(&shared.sums[8 * n + 2 * at.quad_lane]);
+    normal[1] = *reinterpret_cast<const float2*>(&shared.sums[8 * n + 8 + 2 * at.quad_lane]);
 #pragma unroll
     for (int32_t i = 0; i < kGroupSlices; ++i) {
       uint32_t pairs[4];
 #pragma unroll
       for (int32_t j = 0; j < 4; ++j) {
-        const float* const v = state.values[i] + 4 * n + 2 * j;
+        const float* const v = state[i] + 4 * n + 2 * j;
         const __nv_bfloat162 pair = __floats2bfloat162_rn(__fmul_rn(v[0], normal[j / 2].x),
                                                           __fmul_rn(v[1], normal[j / 2].y));
         pairs[j] = *reinterpret_cast<const uint32_t*>(&pair);
@@ -157,9 +153,9 @@ __device__ __forceinline__ void store_results(const PagedAttentionParams& p, con
                              pairs[2], pairs[3]);
     }
   }
-  sync_threads<kConsumers>(kConsumerBarrier);
+  sync_threads<kAdders>(kAdderBarrier);
   constexpr int32_t kUnits = kRank / 8;
-  for (int32_t i = static_cast<int32_t>(threadIdx.x); i < S::kRows * kUnits; i += kConsumers) {
+  for (int32_t i = static_cast<int32_t>(threadIdx.x); i < S::kRows * kUnits; i += kAdders) {
     const int32_t packed = i / kUnits;
     const int32_t unit = i % kUnits;
     if (rows.index[packed] < 0) continue;
@@ -171,66 +167,120 @@ __device__ __forceinline__ void store_results(const PagedAttentionParams& p, con
   }
 }
 
-// Computes this block's pieces of the tile; called by both consumer warpgroups.
+// What this block does with one tile.
 template <class S>
-__device__ __forceinline__ void attend(const PagedAttentionParams& p, const Plan& plan,
-                                       const Work& work, int32_t tile, const TileKeys& keys,
-                                       const TileRows& rows, const Ring& ring, std::byte* memory,
-                                       const Position& at, SharedArrays<S>& shared,
-                                       RingPlace<S>& place) {
-  const uint32_t queries = uniform(shared_address(memory));
-  const uint32_t weights = queries + S::kQBytes;
-  const int32_t split = static_cast<int32_t>(blockIdx.y);
-  const float scale = __fmul_rn(p.scale, kLog2E);
-  load_queries<S>(p, rows, queries);
-  sync_threads<kConsumers>(kConsumerBarrier);
+struct TileWork {
+  const PagedAttentionParams& p;
+  const Plan& plan;
+  const Work& work;
+  int32_t tile;
+  const TileKeys& keys;
+  const TileRows& rows;
+  std::byte* memory;
 
-  State<S> state;
-  Total<S> total;
+  [[nodiscard]] __device__ __forceinline__ int32_t split() const {
+    return static_cast<int32_t>(blockIdx.y);
+  }
+  [[nodiscard]] __device__ __forceinline__ bool is_last(int32_t piece) const {
+    return piece + work.num_splits >= work.num_pieces;
+  }
+  [[nodiscard]] __device__ __forceinline__ float* stored(int32_t piece) const {
+    return plan.states + (int64_t{tile} * plan.capacity + piece) * S::kStateFloats;
+  }
+};
+
+// The scorers' part of this block's pieces.
+template <class S>
+__device__ __forceinline__ void score_pieces(const TileWork<S>& of, const Ring& ring,
+                                             const Position& at, SharedArrays<S>& shared,
+                                             RingPlace<S>& place) {
+  const uint32_t weights = uniform(shared_address(of.memory)) + S::kQBytes;
+  const float scale = __fmul_rn(of.p.scale, kLog2E);
+  float total_max = negative_infinity();  // of a thread's row
+  int32_t turn = 0;
   bool is_first_chunk = true;
-  for (int32_t piece = split; piece < work.num_pieces; piece += work.num_splits) {
-    state.clear();
-    const int32_t end = work.end_chunk(piece);
-    const bool is_last_piece = piece + work.num_splits >= work.num_pieces;
+  for (int32_t piece = of.split(); piece < of.work.num_pieces; piece += of.work.num_splits) {
+    float max = negative_infinity();
+    for_each_sum<S>(at, [&](int32_t row) { shared.sums[row] = shared.sums[row + 1] = 0.0f; });
+    const int32_t end = of.work.end_chunk(piece);
 #pragma unroll 1
-    for (int32_t chunk = work.first_chunk(piece); chunk < end; ++chunk) {
+    for (int32_t chunk = of.work.first_chunk(piece); chunk < end; ++chunk) {
       const RingPlace<S> of_chunk = {static_cast<int32_t>(uniform(place.slot)), place.parity};
-      Scores<S> s;
-      score<S>(ring, of_chunk, queries, at, s);
-      const int32_t first_key = chunk * kChunk;
-      if (first_key + kChunk > keys.common_end) mask_scores<S>(rows, first_key, at, s);
-      store_warp_maxima<S>(s, at, shared);
-      // P and the factors of the previous chunk are read until then.
-      if (!is_first_chunk) sync_threads<kConsumers>(kDoneBarrier + at.group);
-      sync_threads<128>(kGroupBarrier + at.group);
-      take_maxima<S>(scale, at, state, shared);
-      sync_threads<128>(kGroupBarrier + at.group);
-      store_weights<S>(scale, s, at, shared, weights);
-      fence_shared_for_wgmma();
-      sync_threads<kConsumers>(kConsumerBarrier);
-      if (at.group == 0 && at.lane == 0) {
-        barrier_arrive(&ring.empty[of_chunk.of_slice(kValueSlices).slot]);  // scored by both groups
-      }
-      add_values<S>(ring, of_chunk, at, shared, weights, state);
-      if (chunk + 1 < end || !is_last_piece) {
-        arrive_threads<kConsumers>(kDoneBarrier + (at.group ^ 1));
-      }
-      is_first_chunk = false;
       place = place.after(kSlices);
+      Scores<S> s;
+      // Uniform here, so that no descriptors of queries are kept from chunk to chunk.
+      score<S>(ring, of_chunk, uniform(weights - S::kQBytes), s);
+      // Adders do not need the slice that is no part of the values.
+      if (at.lane == 0) barrier_arrive(&ring.empty[of_chunk.of_slice(kValueSlices).slot]);
+      const int32_t first_key = chunk * kChunk;
+      if (first_key + kChunk > of.keys.common_end) mask_scores<S>(of.rows, first_key, at, s);
+      store_warp_maxima<S>(s, at, shared);
+      sync_threads<kScorers>(kScorerBarrier);
+      take_maxima<S>(scale, turn, at, max, shared);
+      sync_threads<kScorers>(kScorerBarrier);
+      uint32_t pairs[S::kRows / 4];
+      make_weights<S>(scale, s, at, shared, pairs);
+      // P of the chunk before, and the factors of the one before that, are read until then.
+      if (!is_first_chunk) sync_threads<kConsumers>(kDoneBarrier);
+      is_first_chunk = false;
+      store_weights<S>(pairs, at, weights);
+      fence_shared_for_wgmma();
+      arrive_threads<kConsumers>(kReadyBarrier);
+      sync_threads<kScorers>(kScorerBarrier);
+      add_sums<S>(at, turn, weights, shared);
+      turn ^= 1;
     }
-    if (work.stores_states) {
-      const int64_t index = int64_t{tile} * plan.capacity + piece;
-      store_state<S>(state, at, plan.states + index * S::kStateFloats);
-    } else if (work.num_pieces > 1) {
-      const int32_t block = static_cast<int32_t>(blockIdx.y * gridDim.x + blockIdx.x);
-      add_to_total<S>(piece == 0, is_last_piece, at, shared,
-                      plan.totals + int64_t{block} * S::kStateFloats, total, state);
+    if (of.work.stores_states) {
+      store_rows<S>(max, at, shared, of.stored(piece));
+    } else if (of.work.num_pieces > 1) {
+      add_rows_to_total<S>(piece == 0, at, max, total_max, shared);
     }
   }
-  if (work.stores_states) {
-    merge_states<S>(p, plan, work, tile, rows, at, reinterpret_cast<float4*>(memory));
+  if (of.work.stores_states) {
+    finish_states();
   } else {
-    store_results<S>(p, rows, state, at, shared, memory);
+    store_normals<S>(at, shared);
+  }
+}
+
+// The adders' part of this block's pieces.
+template <class S>
+__device__ __forceinline__ void add_pieces(const TileWork<S>& of, const Ring& ring,
+                                           const Position& at, SharedArrays<S>& shared,
+                                           RingPlace<S>& place) {
+  const uint32_t weights = uniform(shared_address(of.memory)) + S::kQBytes;
+  Values<S> state;
+  int32_t turn = 0;
+  for (int32_t piece = of.split(); piece < of.work.num_pieces; piece += of.work.num_splits) {
+#pragma unroll
+    for (int32_t i = 0; i < kGroupSlices; ++i) {
+#pragma unroll
+      for (int32_t n = 0; n < S::kRows / 2; ++n) state[i][n] = 0.0f;
+    }
+    const int32_t end = of.work.end_chunk(piece);
+#pragma unroll 1
+    for (int32_t chunk = of.work.first_chunk(piece); chunk < end; ++chunk) {
+      const RingPlace<S> of_chunk = {static_cast<int32_t>(uniform(place.slot)), place.parity};
+      place = place.after(kSlices);
+      sync_threads<kConsumers>(kReadyBarrier);
+      add_values<S>(ring, of_chunk, turn, at, shared, weights, state);
+      if (chunk + 1 < end || !of.is_last(piece)) arrive_threads<kConsumers>(kDoneBarrier);
+      turn ^= 1;
+    }
+    if (of.work.stores_states) {
+      store_values<S>(state, at, of.stored(piece));
+    } else if (of.work.num_pieces > 1) {
+      const int32_t block = static_cast<int32_t>(blockIdx.y * gridDim.x + blockIdx.x);
+      add_values_to_total<S>(piece == 0, of.is_last(piece), at, shared,
+                             of.plan.totals + int64_t{block} * S::kStateFloats, state);
+    }
+  }
+  if (of.work.stores_states) {
+    finish_states();
+    merge_states<S>(of.p, of.plan, of.work, of.tile, of.rows, at,
+                    reinterpret_cast<float4*>(of.memory));
+  } else {
+    store_results<S>(of.p, of.rows, state, at, shared, of.memory);
   }
 }
 
@@ -240,6 +290,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                             const __grid_constant__ Plan plan) {
   extern __shared__ std::byte storage[];
   __shared__ SharedArrays<S> shared;
+  static_assert(sizeof(shared) + 4 * sizeof(int32_t) * S::kRows + S::kSharedBytes <= 227 << 10);
   __shared__ alignas(16) int32_t row_end[S::kRows];
   __shared__ int32_t row_begin[S::kRows];
   __shared__ int32_t row_index[S::kRows];
@@ -279,8 +330,26 @@ __global__ void __launch_bounds__(kThreads, 1)
       compute(at, keys, work);
     }
   };
+  const Position at = {.group = static_cast<int32_t>(uniform(thread / 128)),
+                       .thread = thread % 128,
+                       .warp = thread % 128 / 32,
+                       .lane = thread % 32,
+                       .quad_row = thread % 32 / 4,
+                       .quad_lane = thread % 4};
+  // The queries are loaded by all consumers.
+  const auto work_on = [&](int32_t tile, const TileKeys& keys, const Work& work) {
+    load_queries<S>(p, rows, shared_address(memory));
+    sync_threads<kConsumers>(kConsumerBarrier);
+    return TileWork<S>{.p = p,
+                       .plan = plan,
+                       .work = work,
+                       .tile = tile,
+                       .keys = keys,
+                       .rows = rows,
+                       .memory = memory};
+  };
   if (thread >= kConsumers) {
-    give_registers<40>();
+    give_registers<kCopierRegisters>();
     for_each_tile([&](int32_t, const TileKeys& keys, const Work& work) {
       if (thread < kConsumers + kCopiers) {
         produce<S>(p, work, keys, split, ring, place);
@@ -288,25 +357,25 @@ __global__ void __launch_bounds__(kThreads, 1)
         announce<S>(work, split, ring, place);
       }
     });
+  } else if (thread >= kAdders) {
+    give_registers<kScorerRegisters>();
+    for_each_tile([&](int32_t tile, const TileKeys& keys, const Work& work) {
+      if (work.num_chunks == 0) return;
+      score_pieces<S>(work_on(tile, keys, work), ring, at, shared, place);
+    });
   } else {
-    take_registers<232>();
-    const Position at = {.group = static_cast<int32_t>(uniform(thread / 128)),
-                         .thread = thread % 128,
-                         .warp = thread % 128 / 32,
-                         .lane = thread % 32,
-                         .quad_row = thread % 32 / 4,
-                         .quad_lane = thread % 4};
+    take_registers<kAdderRegisters>();
     for_each_tile([&](int32_t tile, const TileKeys& keys, const Work& work) {
       if (work.num_chunks > 0) {
-        attend<S>(p, plan, work, tile, keys, rows, ring, memory, at, shared, place);
-      } else {
-        // No row sees anything.
-        for (int32_t i = thread; i < S::kRows * (kRank / 8); i += kConsumers) {
-          const int32_t packed = i / (kRank / 8);
-          if (rows.index[packed] < 0) continue;
-          reinterpret_cast<uint4*>(output_of(p, rows, packed))[i % (kRank / 8)] =
-              make_uint4(0, 0, 0, 0);
-        }
+        add_pieces<S>(work_on(tile, keys, work), ring, at, shared, place);
+        return;
+      }
+      // No row sees anything.
+      for (int32_t i = thread; i < S::kRows * (kRank / 8); i += kAdders) {
+        const int32_t packed = i / (kRank / 8);
+        if (rows.index[packed] < 0) continue;
+        reinterpret_cast<uint4*>(output_of(p, rows, packed))[i % (kRank / 8)] =
+            make_uint4(0, 0, 0, 0);
       }
     });
   }

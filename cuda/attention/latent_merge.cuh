@@ -50,11 +50,15 @@ struct Part {
   }
 };
 
+// Called by all consumers when they have stored the block's states.
+__device__ __forceinline__ void finish_states() {
+  __threadfence();
+  sync_threads<kConsumers>(kConsumerBarrier);
+}
+
 // Returns once all blocks of the tile have stored their states. The counter counts arrivals, then
 // departures; the last block sets it to zero.
 __device__ __forceinline__ void wait_for_states(int32_t* counter, int32_t num_splits) {
-  __threadfence();
-  sync_threads<kConsumers>(kConsumerBarrier);
   if (threadIdx.x == 0) {
     asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
     int32_t count;
@@ -63,7 +67,7 @@ __device__ __forceinline__ void wait_for_states(int32_t* counter, int32_t num_sp
     } while (count < num_splits);
     if (atomicAdd(counter, 1) == 2 * num_splits - 1) *counter = 0;
   }
-  sync_threads<kConsumers>(kConsumerBarrier);
+  sync_threads<kAdders>(kAdderBarrier);
 }
 
 // The pieces [begin, begin + count) of a segment, merged.
@@ -92,8 +96,8 @@ __device__ __forceinline__ Part merge_segment(const float* states, int32_t begin
   return part;
 }
 
-// Merges this block's part of a tile's states and writes its results; called by both consumer
-// warpgroups. `exchange` is room for 256 float4.
+// Merges this block's part of a tile's states and writes its results; called by the adders.
+// `exchange` is room for 256 float4.
 template <class S>
 __device__ __forceinline__ void merge_states(const PagedAttentionParams& p, const Plan& plan,
                                              const Work& work, int32_t tile, const TileRows& rows,
@@ -124,12 +128,12 @@ __device__ __forceinline__ void merge_states(const PagedAttentionParams& p, cons
           exchange[at.thread] = part.all_values();
           exchange[128 + at.thread] = part.max_sums();
         }
-        sync_threads<kConsumers>(kConsumerBarrier);
+        sync_threads<kAdders>(kAdderBarrier);
       }
       result.add(part.all_values(), part.max_sums());
       if (shares) {
         if (first + 1 < num_segments) result.add(exchange[at.thread], exchange[128 + at.thread]);
-        sync_threads<kConsumers>(kConsumerBarrier);
+        sync_threads<kAdders>(kAdderBarrier);
       }
     }
     if (shares && at.group == 1) continue;

@@ -38,13 +38,21 @@ inline constexpr int32_t kValueSlices = kRank / kSliceColumns;
 inline constexpr int32_t kSliceBytes = kChunk * kSliceColumns * 2;
 static_assert(kSliceColumns * 2 == 128);
 
-// Two warpgroups multiply. Of a third, two warps copy and one tells the others of what has arrived.
+// Two warpgroups add values, and a third one scores. Of a fourth, two warps copy, and one tells the
+// others of what has arrived.
 inline constexpr int32_t kGroups = 2;
-inline constexpr int32_t kConsumers = 128 * kGroups;
+inline constexpr int32_t kAdders = 128 * kGroups;
+inline constexpr int32_t kScorers = 128;
+inline constexpr int32_t kConsumers = kAdders + kScorers;
 inline constexpr int32_t kCopiers = kChunk;  // each looks up the address of one entry of a chunk
 inline constexpr int32_t kThreads = kConsumers + 128;
 static_assert(kCopiers % 32 == 0 && kCopiers + 32 <= kThreads - kConsumers);
 inline constexpr int32_t kGroupSlices = kValueSlices / kGroups;
+// Registers of a thread; together, the 128 of each of 512.
+inline constexpr int32_t kAdderRegisters = 192;
+inline constexpr int32_t kScorerRegisters = 88;
+inline constexpr int32_t kCopierRegisters = 40;
+static_assert(2 * kAdderRegisters + kScorerRegisters + kCopierRegisters == 4 * 128);
 inline constexpr int32_t kMaxSlots = 24;
 inline constexpr int32_t kMaxSharedBytes = (227 << 10) - 6144;  // the rest are static arrays
 
@@ -52,9 +60,9 @@ inline constexpr int32_t kMaxSharedBytes = (227 << 10) - 6144;  // the rest are 
 template <int32_t rows>
 struct Shape {
   static constexpr int32_t kRows = rows;
-  static constexpr int32_t kRowTiles = kRows / 8;         // columns of an MMA
-  static constexpr int32_t kGroupRows = kRows / kGroups;  // rows that a warpgroup scores
-  static constexpr int32_t kGroupRowTiles = kGroupRows / 8;
+  static constexpr int32_t kRowTiles = kRows / 8;  // columns of an MMA
+  // Rows of a product of values; all 80 at once would take too many registers.
+  static constexpr int32_t kPartRows = kRows > 64 ? kRows / 2 : kRows;
   // Dynamic shared memory: queries (slice by slice), weights, ring of slices.
   static constexpr int32_t kQSliceBytes = kRows * 128;
   static constexpr int32_t kQBytes = kSlices * kQSliceBytes;
@@ -63,7 +71,8 @@ struct Shape {
   static constexpr int32_t kSlots =
       std::min(kMaxSlots, (kMaxSharedBytes - 1024 - kRingOffset) / kSliceBytes);
   static constexpr int32_t kSharedBytes = 1024 + kRingOffset + kSlots * kSliceBytes;
-  static_assert(kRows % 16 == 0 && kGroupRows <= 128 && kRingOffset % 1024 == 0);
+  static_assert(kRows % 16 == 0 && kRows <= kScorers && kRingOffset % 1024 == 0);
+  static_assert(kPartRows % 8 == 0);  // of the swizzle
   static_assert(kSlots > kSlices);
   // Results on their way out take the place of the queries.
   static constexpr int32_t kStagedRowBytes = kRank * 2 + 16;
@@ -159,8 +168,10 @@ __device__ __forceinline__ void arrive_threads(int32_t number) {
   asm volatile("bar.arrive %0, %1;" ::"r"(number), "n"(kCount) : "memory");
 }
 inline constexpr int32_t kConsumerBarrier = 1;
-inline constexpr int32_t kGroupBarrier = 2;  // + group
-inline constexpr int32_t kDoneBarrier = 4;   // + group: the other group's products are done
+inline constexpr int32_t kAdderBarrier = 2;
+inline constexpr int32_t kScorerBarrier = 3;
+inline constexpr int32_t kReadyBarrier = 4;  // of consumers: P of a chunk is in shared memory
+inline constexpr int32_t kDoneBarrier = 5;   // of consumers: and is no longer needed
 inline constexpr int32_t kCopierBarrier = 6;
 
 // Weights and factors below this power of two are zero.
