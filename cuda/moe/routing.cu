@@ -5,12 +5,13 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "base/check.h"
 #include "common/launch.cuh"
 #include "common/reduce.cuh"
 #include "moe/route_row.cuh"
-#include "moe/scored_routing.h"
+#include "moe/scored_row.cuh"
 #include "ops/moe.h"
 
 namespace paceline {
@@ -22,21 +23,29 @@ constexpr int32_t kMaxSortWarps = 32;
 constexpr int32_t kMaxCounts = 11264;  // of a block's shared memory: 44 KB
 constexpr int32_t kLoadsAhead = 4;     // of a lane
 
-// A warp chooses the experts of one row below max_rows.
+// Routes rows by their logits; see ScoreRouter.
 template <int32_t kPerLane>
-__device__ __forceinline__ void route_row(const RouteExpertsParams& p, int32_t row) {
-  const int32_t num_rows = *p.num_rows;
-  const auto keys = logit_keys<kPerLane>(p.logits + int64_t{row} * p.num_experts, p.num_experts);
-  if (row < num_rows) write_choices(p, row, choose(keys, p.top_k));
-}
+class LogitRouter {
+ public:
+  static constexpr int32_t kLogitsPerLane = kPerLane;
+  __device__ __forceinline__ explicit LogitRouter(const RouteExpertsParams&) {}
+  // The row is below max_rows.
+  __device__ __forceinline__ void route(const RouteExpertsParams& p, int32_t row) const {
+    const int32_t num_rows = *p.num_rows;
+    const auto keys = logit_keys<kPerLane>(p.logits + int64_t{row} * p.num_experts, p.num_experts);
+    if (row < num_rows) write_choices(p, row, choose(keys, p.top_k));
+  }
+};
 
-template <int32_t kPerLane>
+// A warp chooses the experts of one row.
+template <class Router>
 __global__ void __launch_bounds__(kRouteWarps * 32)
     route_experts_kernel(const __grid_constant__ RouteExpertsParams p) {
   let_successor_start();
+  const Router router(p);
   wait_for_predecessor();
   const int32_t row = static_cast<int32_t>(blockIdx.x * kRouteWarps + threadIdx.x / 32);
-  if (row < p.max_rows) route_row<kPerLane>(p, row);
+  if (row < p.max_rows) router.route(p, row);
 }
 
 // Calls run(place, expert) for the places [begin, end) of a warp, 32 at a time in ascending order;
@@ -153,14 +162,15 @@ constexpr int32_t max_warps_of(int32_t logits_per_lane) {
 }
 
 // Both for no more rows than warps.
-template <int32_t kPerLane>
-__global__ void __launch_bounds__(max_warps_of(kPerLane) * 32)
+template <class Router>
+__global__ void __launch_bounds__(max_warps_of(Router::kLogitsPerLane) * 32)
     route_and_sort_kernel(const __grid_constant__ RouteAndSortParams p) {
   let_successor_start();
+  const Router router(p.route);
   int32_t* const counts = cleared_counts(p.sort.num_experts);
   wait_for_predecessor();
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
-  if (warp < p.route.max_rows) route_row<kPerLane>(p.route, warp);
+  if (warp < p.route.max_rows) router.route(p.route, warp);
   __syncthreads();  // the chosen experts are visible
   sort_places(p.sort, counts);
 }
@@ -181,17 +191,37 @@ void launch_sort(CudaContext& ctx, const char* name, void (*kernel)(Params), int
   launch(ctx, name, kernel, dim3(1), dim3(static_cast<unsigned>(num_warps * 32)), bytes, p);
 }
 
+// Calls run(std::type_identity<Router>()) with the router of a rule and a number of experts.
+template <RouterRule kRule, class Run>
+void with_score_router(int32_t num_experts, Run run) {
+  if (num_experts <= 64) return run(std::type_identity<ScoreRouter<kRule, 2>>());
+  if (num_experts <= 256) return run(std::type_identity<ScoreRouter<kRule, 8>>());
+  run(std::type_identity<ScoreRouter<kRule, kMaxExperts / 32>>());
+}
+template <class Run>
+void with_router(const RouteExpertsParams& p, Run run) {
+  if (p.token_experts != nullptr) return run(std::type_identity<TokenRouter>());
+  switch (p.rule) {
+    case RouterRule::kSoftmaxOfChosen:
+      return with_logits_per_lane(p.num_experts, [&](auto per_lane) {
+        run(std::type_identity<LogitRouter<per_lane()>>());
+      });
+    case RouterRule::kSigmoid:
+      return with_score_router<RouterRule::kSigmoid>(p.num_experts, run);
+    case RouterRule::kSqrtSoftplus:
+      return with_score_router<RouterRule::kSqrtSoftplus>(p.num_experts, run);
+  }
+}
+
 }  // namespace
 }  // namespace cuda
 
 void route_experts(CudaContext& ctx, const RouteExpertsParams& p) {
   using namespace cuda;
   check_params(p);
-  if (p.rule != RouterRule::kSoftmaxOfChosen) return route_by_score(ctx, p);
   const dim3 grid(static_cast<unsigned>((p.max_rows + kRouteWarps - 1) / kRouteWarps));
-  with_logits_per_lane(p.num_experts, [&](auto per_lane) {
-    launch(ctx, "route_experts", route_experts_kernel<per_lane()>, grid, dim3(kRouteWarps * 32), 0,
-           p);
+  with_router(p, [&]<class Router>(std::type_identity<Router>) {
+    launch(ctx, "route_experts", route_experts_kernel<Router>, grid, dim3(kRouteWarps * 32), 0, p);
   });
 }
 
@@ -206,15 +236,10 @@ void route_and_sort(CudaContext& ctx, const RouteAndSortParams& p) {
   using namespace cuda;
   check_params(p.route);
   check_params(p.sort);
-  if (p.route.rule != RouterRule::kSoftmaxOfChosen) {
-    route_by_score(ctx, p.route);
-    sort_expert_rows(ctx, p.sort);
-    return;
-  }
-  with_logits_per_lane(p.route.num_experts, [&](auto per_lane) {
-    const int32_t num_warps = sort_warps(p.sort.num_experts, max_warps_of(per_lane()));
+  with_router(p.route, [&]<class Router>(std::type_identity<Router>) {
+    const int32_t num_warps = sort_warps(p.sort.num_experts, max_warps_of(Router::kLogitsPerLane));
     if (p.route.max_rows <= num_warps) {
-      launch_sort(ctx, "route_and_sort", route_and_sort_kernel<per_lane()>, p.sort.num_experts,
+      launch_sort(ctx, "route_and_sort", route_and_sort_kernel<Router>, p.sort.num_experts,
                   num_warps, p);
       return;
     }

@@ -111,4 +111,38 @@ __device__ __forceinline__ void write_scored_choices(const RouteExpertsParams& p
   p.weights[int64_t{row} * p.top_k + lane] = weight * p.scoring.scale;
 }
 
+// Routes rows by their scores; one object for each warp, made before the kernel waits.
+template <RouterRule kRule, int32_t kPerLane>
+class ScoreRouter {
+ public:
+  static constexpr int32_t kLogitsPerLane = kPerLane;
+  __device__ __forceinline__ explicit ScoreRouter(const RouteExpertsParams& p)
+      : corrections_(p.correction, p.num_experts) {}
+  __device__ __forceinline__ void route(const RouteExpertsParams& p, int32_t row) const {
+    if (row >= *p.num_rows) return;
+    const float* const logits = p.logits + int64_t{row} * p.num_experts;
+    const Choice own = choose(score_keys<kRule, kPerLane>(p, logits, corrections_), p.top_k);
+    write_scored_choices<kRule>(p, row, logits, own.expert);
+  }
+
+ private:
+  Corrections<kPerLane> corrections_;
+};
+
+// Routes rows by their tokens.
+class TokenRouter {
+ public:
+  static constexpr int32_t kLogitsPerLane = 1;
+  __device__ __forceinline__ explicit TokenRouter(const RouteExpertsParams&) {}
+  __device__ __forceinline__ void route(const RouteExpertsParams& p, int32_t row) const {
+    if (row >= *p.num_rows) return;
+    const auto lane = static_cast<int32_t>(threadIdx.x) % 32;
+    const int32_t token = p.token_ids[row];
+    const int64_t known = token >= 0 && token < p.vocab_size ? token : 0;
+    const int32_t expert = lane < p.top_k ? p.token_experts[known * p.top_k + lane] : 0;
+    write_scored_choices<RouterRule::kSqrtSoftplus>(p, row, p.logits + int64_t{row} * p.num_experts,
+                                                    expert);
+  }
+};
+
 }  // namespace paceline::cuda
