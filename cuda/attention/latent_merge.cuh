@@ -106,8 +106,8 @@ __device__ __forceinline__ void merge_states(const PagedAttentionParams& p, cons
   wait_for_states(plan.counters + tile, work.num_splits);
   const float* const states =
       plan.states + int64_t{tile} * plan.capacity * static_cast<int64_t>(S::kStateFloats);
-  // Pieces of a segment.
-  const int32_t of_segment = kSegmentChunks / work.piece_chunks;
+  // Pieces that are merged first, and then with others. Segments have no others.
+  const int32_t of_segment = work.piece_chunks == 1 ? kSegmentChunks : work.num_pieces;
   const int32_t num_segments = (work.num_pieces + of_segment - 1) / of_segment;
   // The warpgroups take segments by turns; if there is one, they take different parts of it.
   const bool shares = num_segments > 1;
