@@ -7,11 +7,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
+#include <limits>
 
 #include "gemm/expert_launch.cuh"
+#include "gemm/matrix_kernel.cuh"
 #include "gemm/narrow_kernel.cuh"
 #include "gemm/parts_kernel.cuh"
 #include "gemm/split_kernel.cuh"
+#include "gemm/tensor_map.h"
 #include "gemm/wgmma.cuh"
 #include "gemm/wide_kernel.cuh"
 
@@ -31,32 +34,36 @@ inline GatedEnd gated_end(const ProductCall& call) {
           .limit = call.activation->limit};
 }
 
+// The arguments of a kernel whose tiles have `weights` by `tokens` outputs.
+inline PackedArgs packed_args(const ExpertGemmParams& p, const ProductCall& call, int32_t weights,
+                              int32_t tokens, int32_t num_stages) {
+  const WeightMatrix& w = p.weight.first;
+  return {.rows = expert_rows(p, call, weights),
+          .scales = scale_args(p.weight),
+          .data = w.data,
+          .data_stride = p.weight.data_stride,
+          .x = static_cast<const __nv_bfloat16*>(p.x),
+          .x_stride = p.x_stride,
+          .x_rows = p.x_rows,
+          .bias = p.bias,
+          .y = call.activation != nullptr ? call.activation->y : p.y,
+          .y_stride = call.activation != nullptr ? call.activation->intermediate : p.y_stride,
+          .is_y_float = p.y_dtype == DType::kFloat32,
+          .n = w.n,
+          .k = w.k,
+          .group_rows = p.num_groups > 1 ? w.n / p.num_groups : 0,
+          .num_stages = num_stages,
+          .weight_policy = rows_to_expect(p) > tokens ? kEvictNormal : kEvictFirst,
+          .end = gated_end(call)};
+}
+
 // Launches `kernel`, whose tiles have `weights` by `tokens` outputs.
 inline void launch_packed(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall& call,
                           void (*kernel)(PackedArgs), int32_t weights, int32_t tokens,
                           int32_t threads, int32_t shared_bytes, int32_t num_stages = 0) {
-  const WeightMatrix& w = p.weight.first;
   launch(ctx, "expert_gemm", kernel,
          dim3(static_cast<uint32_t>(num_packed_blocks(p, weights, tokens))), dim3(threads),
-         static_cast<size_t>(shared_bytes),
-         PackedArgs{
-             .rows = expert_rows(p, call, weights),
-             .scales = scale_args(p.weight),
-             .data = w.data,
-             .data_stride = p.weight.data_stride,
-             .x = static_cast<const __nv_bfloat16*>(p.x),
-             .x_stride = p.x_stride,
-             .x_rows = p.x_rows,
-             .bias = p.bias,
-             .y = call.activation != nullptr ? call.activation->y : p.y,
-             .y_stride = call.activation != nullptr ? call.activation->intermediate : p.y_stride,
-             .is_y_float = p.y_dtype == DType::kFloat32,
-             .n = w.n,
-             .k = w.k,
-             .group_rows = p.num_groups > 1 ? w.n / p.num_groups : 0,
-             .num_stages = num_stages,
-             .weight_policy = rows_to_expect(p) > tokens ? kEvictNormal : kEvictFirst,
-             .end = gated_end(call)});
+         static_cast<size_t>(shared_bytes), packed_args(p, call, weights, tokens, num_stages));
 }
 
 // Allows `kernel` the shared memory that it needs, once for each kernel of a type.
@@ -105,6 +112,21 @@ void launch_wide(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall&
       std::min(kMaxWideBytes, (227 << 10) / (is_alone ? 1 : Shape::kBlocks) - kBarrierBytes));
   launch_packed(ctx, p, call, kernel, Shape::kWeights, Shape::kTokens, Shape::kThreads,
                 Shape::shared_bytes(num_stages), num_stages);
+}
+
+template <class Shape, bool kHasTileSums>
+void launch_matrix(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall& call) {
+  constexpr auto kernel = &matrix_gemm_kernel<Shape, kHasTileSums>;
+  allow_packed_bytes<kernel>(kMaxWideBytes);
+  const int32_t num_stages = Shape::stages_in(kMaxWideBytes);
+  // The blocks share the tokens evenly.
+  const int32_t token_tiles = (p.max_rows + Shape::kTokens - 1) / Shape::kTokens;
+  const int32_t block_tokens = ((p.max_rows + token_tiles - 1) / token_tiles + 7) / 8 * 8;
+  launch(ctx, "expert_gemm", kernel,
+         dim3(static_cast<uint32_t>(num_packed_blocks(p, Shape::kWeights, block_tokens))),
+         dim3(Shape::kThreads), static_cast<size_t>(Shape::shared_bytes(num_stages)),
+         tensor_map(p.x, p.max_rows, p.weight.first.k, p.x_stride, block_tokens),
+         packed_args(p, call, Shape::kWeights, Shape::kTokens, num_stages), block_tokens);
 }
 
 // Row tiles of 16 weights that a pass is expected to compute, for each multiprocessor.
@@ -159,8 +181,12 @@ void launch_packed_format(CudaContext& ctx, const ExpertGemmParams& p, const Pro
       const int64_t blocks = num_packed_blocks(p, weights, tokens);
       return us * static_cast<double>((blocks + ctx.num_sms - 1) / ctx.num_sms);
     };
-    const double costs[] = {cost(64, 32, 17.0), cost(64, 64, 17.5), cost(128, 64, 25.5),
-                            cost(128, 128, 41.0)};
+    // matrix_kernel.cuh wants rows of x that are neighbours, and the same columns for all weights.
+    const bool is_matrix = p.expert_begin == nullptr && p.x_rows == nullptr && p.num_groups == 1;
+    const double costs[] = {
+        cost(64, 32, 17.0), cost(64, 64, 17.5), cost(128, 64, 25.5),
+        is_matrix ? cost(64, 128, 21.5) : std::numeric_limits<double>::infinity(),
+        cost(128, 128, is_matrix ? 31.0 : 41.0)};
     switch (std::min_element(std::begin(costs), std::end(costs)) - std::begin(costs)) {
       case 0:
         return launch_wide<WideShape<format, 1, 32, 3, 2>, kHasTileSums>(ctx, p, call);
@@ -168,10 +194,13 @@ void launch_packed_format(CudaContext& ctx, const ExpertGemmParams& p, const Pro
         return launch_wide<WideShape<format, 1, 64, 2>, kHasTileSums>(ctx, p, call);
       case 2:
         return launch_wide<WideShape<format, 2, 64>, kHasTileSums>(ctx, p, call);
+      case 3:
+        return launch_matrix<MatrixShape<1>, kHasTileSums>(ctx, p, call);
       default:
-        return launch_wide<WideShape<format, 2, 128, 1, 2, kHasTileSums>, kHasTileSums>(ctx, p,
-                                                                                        call);
+        break;
     }
+    if (is_matrix) return launch_matrix<MatrixShape<2>, kHasTileSums>(ctx, p, call);
+    launch_wide<WideShape<format, 2, 128, 1, 2, kHasTileSums>, kHasTileSums>(ctx, p, call);
   }
 }
 

@@ -83,15 +83,19 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Copies the box at (column, row) of a two-dimensional map. Elements beyond the tensor arrive as
-// zeros and count towards the barrier's bytes.
-__device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int32_t column,
+// Copies the box at (column, row) of a two-dimensional map to an address in shared memory. Elements
+// beyond the tensor arrive as zeros and count towards the barrier's bytes.
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, int32_t column,
                                          int32_t row, uint64_t* barrier, uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
+      ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
       "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
+}
+__device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int32_t column,
+                                         int32_t row, uint64_t* barrier, uint64_t policy) {
+  copy_box(shared_address(to), map, column, row, barrier, policy);
 }
 
 // Copies the box at (byte, row, matrix) of a three-dimensional map of bytes.

@@ -175,17 +175,19 @@ __device__ __forceinline__ void write_gated_tile(const PackedArgs& args, const E
   }
 }
 
-// Writes the tile's outputs, through the ring's memory, which is idle by now.
+// Writes the tile's outputs, through the ring's memory, which is idle by now. The sums are those of
+// 16 weights and of the tokens from `first_token`.
 template <class Out, class Shape, int32_t kCount>
 __device__ __forceinline__ void write_wide_tile(const PackedArgs& args, const ExpertTile& tile,
                                                 std::byte* ring_data, int32_t row_tile,
-                                                const float (&sums)[kCount]) {
+                                                int32_t first_token, const float (&sums)[kCount]) {
   using Staged = StagedTile<Out, Shape>;
   const Staged staged = {reinterpret_cast<Out*>(ring_data)};
   const int32_t first_column = tile.column_tile * Shape::kWeights;
   const float* const bias =
       args.bias != nullptr ? args.bias + int64_t{tile.expert} * args.n + first_column : nullptr;
-  staged.put_weight_rows(sums, row_tile * kPackedRows, [&](int32_t column) {
+  const Staged own = {staged.data + first_token * Staged::kPitch};
+  own.put_weight_rows(sums, row_tile * kPackedRows, [&](int32_t column) {
     return bias != nullptr && first_column + column < args.n ? bias[column] : 0.0f;
   });
   asm volatile("bar.sync 1, %0;" ::"n"(Shape::kConsumers) : "memory");
@@ -214,9 +216,9 @@ __device__ __forceinline__ void compute_wide_tile(const PackedArgs& args, const 
   }
   asm volatile("bar.sync 1, %0;" ::"n"(Shape::kConsumers) : "memory");
   if (args.is_y_float) {
-    write_wide_tile<float, Shape>(args, tile, ring_data, row_tile, sums);
+    write_wide_tile<float, Shape>(args, tile, ring_data, row_tile, 0, sums);
   } else {
-    write_wide_tile<__nv_bfloat16, Shape>(args, tile, ring_data, row_tile, sums);
+    write_wide_tile<__nv_bfloat16, Shape>(args, tile, ring_data, row_tile, 0, sums);
   }
 }
 
