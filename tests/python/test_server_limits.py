@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from paceline import LLM
+from paceline.request import Request
 from running_server import JSON, RunningServer, read_events
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -290,6 +291,14 @@ def test_values_that_mean_nothing_are_taken(server: RunningServer) -> None:
     server.result(COMPLETIONS, {"prompt": "a", "max_tokens": 1} | neutral)
 
 
+def test_a_prompt_that_is_too_long_has_a_code(server: RunningServer) -> None:
+    """Clients shorten a conversation when they see it."""
+    for body in ({"prompt": [1] * 3000}, {"prompt": "a" * 30_000}):
+        status, answer = server.ask(COMPLETIONS, body)
+        assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+    assert server.ask(COMPLETIONS, {"prompt": 7})[1]["error"]["code"] is None
+
+
 def test_an_unknown_field_gets_a_hint(server: RunningServer) -> None:
     _, answer = server.ask(COMPLETIONS, {"prompt": "a", "max_token": 3})
     assert "did you mean max_tokens?" in answer["error"]["message"]
@@ -361,6 +370,42 @@ def test_a_client_that_goes_away_harms_no_other(server: RunningServer) -> None:
                 leaves.readline()
         texts = [event["choices"][0]["text"] for event in read_events(stays)]
     assert "".join(texts) == "".join(alone)
+
+
+def test_a_client_that_reads_nothing_is_cut_off(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.server.connection.SLOW_READER_S", 0.3)
+    # Some 20 MB: more than the buffers of all kinds between the two ends.
+    body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "n": 8, "logprobs": 20}
+    with server.send(COMPLETIONS, body | {"stream": True}) as response:
+        assert response.status == 200
+        server.wait_until_idle()
+        with pytest.raises((OSError, http.client.HTTPException)):  # the stream has no end
+            response.read()
+
+
+def test_a_request_that_fails_ends_alone(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "seed": 1}
+    whole = server.result(COMPLETIONS, body)["choices"][0]["text"]
+    push = Request.push
+
+    def fails_for_two(request: Request, event: Any) -> Any:
+        if request.params.seed == 2 and len(request.token_ids) > 50:
+            raise RuntimeError("no such luck")
+        return push(request, event)
+
+    monkeypatch.setattr(Request, "push", fails_for_two)
+    with server.send(COMPLETIONS, body | {"stream": True}) as other:
+        status, answer = server.ask(COMPLETIONS, body | {"seed": 2})
+        assert status == 503 and answer["error"]["message"] == "no such luck"
+        *events, last = server.events(COMPLETIONS, body | {"seed": 2})
+        assert len(events) > 10 and last["error"]["type"] == "server_error"
+        texts = [event["choices"][0]["text"] for event in read_events(other)]
+    assert "".join(texts) == whole
+    server.wait_until_idle()
 
 
 @pytest.mark.parametrize(

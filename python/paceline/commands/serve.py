@@ -52,7 +52,7 @@ def add_parser(commands: Any) -> None:
     add_model_options(parser)
     add_engine_options(parser)
     _add_engine_options(parser.add_argument_group("engine of a server"))
-    add_quiet_option(parser, "print no progress bar and no message")
+    add_quiet_option(parser, "print no progress bar, and no line when the server is ready")
     parser.set_defaults(run=functools.partial(_run_serve, parser))
 
 
@@ -224,6 +224,7 @@ def _run_serve(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # it tells the start and the end twice
     from paceline.server.run import is_loopback, open_socket
 
     with open_socket(args.host, args.port) as opened:

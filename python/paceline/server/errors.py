@@ -82,7 +82,13 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, RequestError | InternalError | ModelFileError | MemoryError):
         return ApiError(500, message)
     if isinstance(error, ValueError | NotImplementedError):
-        return refusal(message, _param_of(message))
+        is_too_long = "(max_model_len is " in message
+        return ApiError(
+            400,
+            message,
+            param=_param_of(message),
+            code="context_length_exceeded" if is_too_long else None,
+        )
     if isinstance(error, DeviceError | RuntimeError):
         return ApiError(503, message)
     return ApiError(500, f"internal error: {type(error).__name__}: {shorten(message, 200)}")
@@ -90,5 +96,6 @@ def as_api_error(error: BaseException) -> ApiError:
 
 def _param_of(message: str) -> str | None:
     """The field that a message of the package begins with; such messages are "NAME is ..."."""
+    message = message.removeprefix("the prompt of ")  # that is, of messages
     found = re.match(r"([a-z]\w*)(\[['\w]+\])* (is|has|and|are) ", message)
     return None if found is None else found[1]
