@@ -30,9 +30,11 @@ __device__ __forceinline__ bool sum_places(const CombineExpertsParams& p, int32_
   const T* const x = static_cast<const T*>(p.x) + first;
 #pragma unroll
   for (float& value : sum) value = 0.0f;
-  if (p.base != nullptr) {
-    load_first<kIsVector>(static_cast<const T*>(p.base) + int64_t{row} * p.hidden + first, count,
-                          sum);
+  const T* base = nullptr;
+  if (p.has_shared) {
+    base = x + (int64_t{min(num_rows, p.max_rows)} * p.top_k + row) * p.hidden;
+  } else if (p.base != nullptr) {
+    base = static_cast<const T*>(p.base) + int64_t{row} * p.hidden + first;
   }
   for (int32_t place = 0; place < p.top_k; place += kPlacesAhead) {
     int64_t at[kPlacesAhead];
@@ -44,6 +46,7 @@ __device__ __forceinline__ bool sum_places(const CombineExpertsParams& p, int32_
       weight[i] = weights[from];
     }
     if (row >= num_rows) return false;
+    if (place == 0 && base != nullptr) load_first<kIsVector>(base, count, sum);
     float of_place[kPlacesAhead][kPerVector];
 #pragma unroll
     for (int i = 0; i < kPlacesAhead; ++i) {

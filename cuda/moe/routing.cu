@@ -88,7 +88,8 @@ __device__ __forceinline__ void sort_places(const SortExpertRowsParams& p, int32
   const int32_t num_threads = static_cast<int32_t>(blockDim.x);
   const int32_t num_warps = num_threads / 32;
   const int32_t stride = num_warps + 1;
-  const int32_t num_places = min(*p.num_rows, p.max_rows) * p.top_k;
+  const int32_t num_rows = min(*p.num_rows, p.max_rows);
+  const int32_t num_places = num_rows * p.top_k;
   const int32_t per_warp = (num_places + num_threads - 1) / num_threads * 32;
   const int32_t begin = warp * per_warp;
   const int32_t end = min(begin + per_warp, num_places);
@@ -126,6 +127,7 @@ __device__ __forceinline__ void sort_places(const SortExpertRowsParams& p, int32
     num_hit = __reduce_add_sync(kAllLanes, num_hit);
     if (lane == 0) {
       p.expert_begin[p.num_experts] = num_places;
+      if (p.has_shared) p.expert_begin[p.num_experts + 1] = num_places + num_rows;
       if (p.counters != nullptr) {
         p.counters[0] += num_hit;
         p.counters[1] += 1;
@@ -146,6 +148,10 @@ __device__ __forceinline__ void sort_places(const SortExpertRowsParams& p, int32
     if (expert >= 0 && before == 0) of_warps[warp] += __popc(same);
     __syncwarp();
   });
+  if (!p.has_shared) return;
+  for (int32_t row = static_cast<int32_t>(threadIdx.x); row < num_rows; row += num_threads) {
+    p.source_row[num_places + row] = row;
+  }
 }
 
 __global__ void __launch_bounds__(kMaxSortWarps * 32)

@@ -18,6 +18,7 @@
 #include "cpp/engine_options.h"
 #include "cpp/equality_checks.h"
 #include "device/program.h"
+#include "executor/cpu_runner.h"
 #include "ops/moe.h"
 #include "ops/ops.h"
 #include "support/draft_head_checks.h"
@@ -36,6 +37,7 @@ namespace reference = testing::reference;
 
 using testing::all_heads;
 using testing::by_windows;
+using testing::DirectRunner;
 using testing::expect_a_chunk_takes_any_routing;
 using testing::expect_bad_logits_end_one_request;
 using testing::expect_equals_plain;
@@ -294,6 +296,42 @@ TEST(EngineMixture, Mxfp4ExpertsGiveTheBitsOfPlainOnes) {
     const std::vector<int32_t> tokens = random_tokens(random, 60, 64);
     expect_same_bits(by_windows(raw.build(dtype), tokens, 20, 4, {}),
                      by_windows(plain.build(dtype), tokens, 20, 4, {}));
+  }
+}
+
+// A shared expert of the others' form is one more of them in passes of few rows. In passes of more
+// rows it is an MLP of its own.
+TEST(EngineMixture, ASharedExpertGivesTheSameBitsAmongTheOthersAndApart) {
+  for (const bool is_per_expert : {false, true}) {
+    const auto model = tiny_model({.intermediate = 64,
+                                   .windows = {8, 0},
+                                   .is_gemma = false,
+                                   .num_experts = 8,
+                                   .top_k = 3,
+                                   .is_interleaved = false,
+                                   .is_deepseek = true,
+                                   .shared_intermediate = 64,
+                                   .is_per_expert = is_per_expert},
+                                  6);
+    std::mt19937_64 random(6);
+    const std::vector<int32_t> tokens = random_tokens(random, 90, 64);
+    const auto trace = [&](bool is_joined) {
+      const int32_t max_seqs = is_joined ? 4 : 16;  // 20 or 80 rows
+      const int32_t prefilled = is_joined ? kMaxJoinedRows : kMaxJoinedRows + 1;
+      return by_windows(model, tokens, prefilled, 4, {.max_seqs = max_seqs},
+                        [&](DirectRunner& direct) {
+                          int64_t num_mixtures = 0;
+                          auto& runner = dynamic_cast<CpuRunner&>(direct.runner());
+                          for (Program* const program : runner.programs()) {
+                            for (const auto* p : program->params_of<RouterParams>(run_router)) {
+                              EXPECT_EQ(p->sort.has_shared, is_joined);
+                              ++num_mixtures;
+                            }
+                          }
+                          EXPECT_GT(num_mixtures, 0);
+                        });
+    };
+    expect_same_bits(trace(true), trace(false));
   }
 }
 

@@ -319,6 +319,7 @@ TEST(SortExpertRows, SortsByExpertAndThenByRow) {
     const int32_t top_k = random.one_of({1, most, std::min(4, most)});
     const int32_t num_rows = random.one_of({0, 1, 5, 64, 2048});
     const int32_t spare_rows = random.below(3);
+    const bool has_shared = random.below(2) == 0;
     const std::vector<int32_t> experts = random_experts(random, num_rows, num_experts, top_k);
     const auto count = static_cast<size_t>(num_rows * top_k);
     std::vector<std::pair<int32_t, int32_t>> pairs;  // expert, row
@@ -327,7 +328,8 @@ TEST(SortExpertRows, SortsByExpertAndThenByRow) {
     }
     std::sort(pairs.begin(), pairs.end());
     int64_t counters[] = {1000, 10};
-    const Sorted sorted = sort(experts, num_rows, num_experts, top_k, spare_rows, counters);
+    const Sorted sorted =
+        sort(experts, num_rows, num_experts, top_k, spare_rows, counters, has_shared);
     int32_t num_hit = 0;
     for (int32_t e = 0; e <= num_experts; ++e) {
       const auto first = std::lower_bound(pairs.begin(), pairs.end(), std::pair{e, 0});
@@ -339,10 +341,18 @@ TEST(SortExpertRows, SortsByExpertAndThenByRow) {
       const auto at = static_cast<size_t>(sorted.expert_row[i]);
       ASSERT_EQ(pairs[at], (std::pair{experts[i], static_cast<int32_t>(i) / top_k})) << i;
     }
-    for (size_t i = count; i < sorted.source_row.size(); ++i) {  // rows that the pass lacks
-      ASSERT_EQ(sorted.source_row[i], -7);
-      ASSERT_EQ(sorted.expert_row[i], -7);
+    const size_t num_shared = has_shared ? static_cast<size_t>(num_rows) : 0;
+    if (has_shared) {
+      ASSERT_EQ(sorted.expert_begin.back(), static_cast<int32_t>(count + num_shared));
     }
+    for (size_t i = 0; i < num_shared; ++i) {
+      ASSERT_EQ(sorted.source_row[count + i], static_cast<int32_t>(i));
+    }
+    // Rows that the pass lacks.
+    for (size_t i = count + num_shared; i < sorted.source_row.size(); ++i) {
+      ASSERT_EQ(sorted.source_row[i], -7);
+    }
+    for (size_t i = count; i < sorted.expert_row.size(); ++i) ASSERT_EQ(sorted.expert_row[i], -7);
     ASSERT_EQ(counters[0], 1000 + num_hit);
     ASSERT_EQ(counters[1], 11);
   }
@@ -456,6 +466,7 @@ struct Combination {
   std::vector<int32_t> expert_row;
   std::vector<float> weights;
   std::vector<float> base = {};  // empty: none
+  bool has_shared = false;       // whose expert rows follow the others in x
 };
 
 Combination random_combination(Random& random, int32_t num_rows, int32_t top_k, int32_t hidden) {
@@ -482,7 +493,8 @@ std::vector<float> combine(const Combination& c, int num_threads = 2) {
                         .weights = c.weights.data(),
                         .y = y.data(),
                         .hidden = c.hidden,
-                        .base = c.base.empty() ? nullptr : y.data()});
+                        .base = c.base.empty() ? nullptr : y.data(),
+                        .has_shared = c.has_shared});
   return y;
 }
 
@@ -545,6 +557,11 @@ TEST(CombineExperts, BeginsWithTheBase) {
         ASSERT_EQ(y[at], sum) << "row " << row << " column " << i;
       }
     }
+    // The same base among the expert rows.
+    c.has_shared = true;
+    c.x.insert(c.x.end(), c.base.begin(), c.base.end());
+    c.base.clear();
+    EXPECT_EQ(combine(c), y);
   }
 }
 

@@ -331,6 +331,66 @@ TEST(WeightLayout, PacksTheTensorsOfEveryExpert) {
             named.at(experts + "gate.0.scales").offset + 6 * kTiles * 32);
 }
 
+// A shared expert of the others' form is their last matrix. Its tensors keep their place in the
+// list, which decides dummy values.
+TEST(WeightLayout, PutsASharedExpertBehindTheOthers) {
+  const DecoderConfig config = parse_decoder_config(
+      deepseek_config({{R"("intermediate": 40, "activation": "gelu_tanh",
+         "has_bias": true)",
+                        R"("intermediate": 96, "activation": "silu", "has_bias": false,
+         "gate_up": {"format": "mxfp4"}, "down": {"format": "mxfp4"})"}}));
+  for (const Device device : {Device::kCpu, Device::kCuda}) {
+    DecoderWeights weights;
+    Carver carver(DType::kBFloat16, device, /*base=*/nullptr);
+    lay_out(config, carver, weights);
+    const auto& mixture = std::get<MoeMlpWeights>(weights.layers[0].mlp);
+    std::map<std::string, NamedWeight> named;
+    std::vector<std::string> names;
+    for (NamedWeight& weight : carver.take_named_weights()) {
+      if (weight.name.starts_with("layers.0.mlp.")) names.push_back(weight.name.substr(13));
+      named[weight.name] = weight;
+    }
+    const auto at = [&](const std::string& name) { return named.at("layers.0.mlp." + name); };
+    for (const auto& [first, part, all] :
+         {std::tuple{"experts.gate.0", "shared.gate", mixture.gate_up.weight},
+          {"experts.gate.0", "shared.up", mixture.gate_up.weight},
+          {"experts.down.0", "shared.down", mixture.down.weight}}) {
+      const bool is_up = part == std::string("shared.up");
+      const bool is_second = is_up && device == Device::kCpu;
+      EXPECT_EQ(
+          at(concat(part, ".weight")).offset,
+          at(concat(first, ".weight")).offset + 6 * all.data_stride + (is_second ? 96 * 80 : 0));
+      EXPECT_EQ(
+          at(concat(part, ".scales")).offset,
+          at(concat(first, ".scales")).offset + 6 * all.scales_stride + (is_second ? 96 * 5 : 0));
+      ASSERT_EQ(at(concat(part, ".weight")).packed.has_value(), device == Device::kCuda);
+      if (is_up && device == Device::kCuda) {
+        EXPECT_EQ(at("shared.up.weight").packed->first_row, 96);
+      }
+    }
+    const WeightMatrix& expert = mixture.gate_up.weight.first;
+    EXPECT_EQ(mixture.gate_up.weight.num_experts, 6);
+    EXPECT_EQ(mixture.shared.gate_up.weight.bytes(), expert.bytes());
+    // Regions follow each other: seven matrices, seven times their scales, the next matrices.
+    const auto next_region = [](int64_t end) { return (end + 63) / 64 * 64; };
+    EXPECT_EQ(at("experts.gate.0.scales").offset,
+              next_region(at("experts.gate.0.weight").offset + 7 * expert.data_bytes()));
+    EXPECT_EQ(at("experts.down.0.weight").offset,
+              next_region(at("experts.gate.0.scales").offset + 7 * expert.scales_bytes()));
+    EXPECT_THAT(std::vector(names.end() - 6, names.end()),
+                ElementsAre("shared.gate.weight", "shared.up.weight", "shared.gate.scales",
+                            "shared.up.scales", "shared.down.weight", "shared.down.scales"));
+    for (const LinearCost& cost : linear_costs(config, DType::kBFloat16, device)) {
+      if (cost.name == "layers.0.mlp.experts.gate_up") {
+        EXPECT_EQ(cost.num_experts, 6);
+      }
+      if (cost.name != "layers.0.mlp.shared.gate_up") continue;
+      EXPECT_EQ(cost.num_experts, 0);
+      EXPECT_EQ(cost.bytes, expert.bytes());
+    }
+  }
+}
+
 // The packer that tests compare a GPU's with.
 
 uint32_t word_at(const std::vector<uint8_t>& bytes, size_t word) {

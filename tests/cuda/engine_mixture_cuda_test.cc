@@ -107,6 +107,42 @@ TEST_F(CudaMixture, BadLogitsEndOneRequestOnly) {
   }
 }
 
+// The scores of a prompt of 600 tokens: in one chunk, and in chunks of 7.
+std::vector<std::vector<float>> scores_by_chunks(const std::shared_ptr<const Model>& model) {
+  std::mt19937_64 random(4);
+  std::vector<int32_t> prompt(600);
+  for (int32_t& token : prompt) token = static_cast<int32_t>(random() % 64);
+  std::vector<std::vector<float>> scores;
+  for (const int32_t chunk : {0, 7}) {
+    ExecutorOptions options = options_of(0);
+    options.prefill_chunk_size = chunk;
+    Executor executor(model, nullptr, options);
+    (void)executor.add_request({.prompt = prompt, .score_prompt = true}).value();
+    for (bool is_done = false; !is_done;) {
+      for (const RequestEvent& event : executor.poll(100)) {
+        if (event.finish_reason == FinishReason::kNone) continue;
+        scores.push_back(*event.logits);
+        is_done = true;
+      }
+    }
+  }
+  return scores;
+}
+
+// A shared expert of the others' form is one more of them in the small chunks, and in the large one
+// an MLP of its own.
+TEST_F(CudaMixture, ASharedExpertGivesTheSameBitsAmongTheOthersAndApart) {
+  for (const bool is_per_expert : {false, true}) {
+    TinyModel shape = mixture_of({8, 0}, /*is_mxfp4=*/false);
+    shape.has_bias = shape.has_sinks = shape.is_interleaved = false;
+    shape.is_deepseek = true;
+    shape.shared_intermediate = shape.intermediate;
+    shape.is_per_expert = is_per_expert;
+    const auto scores = scores_by_chunks(model_of(shape, 6));
+    EXPECT_EQ(scores[1], scores[0]);
+  }
+}
+
 // The scales of mxfp4 are powers of two, so its values are exact. The prompt is long enough for the
 // products of many rows.
 TEST_F(CudaMixture, Mxfp4ExpertsGiveTheBitsOfPlainOnes) {
@@ -116,27 +152,10 @@ TEST_F(CudaMixture, Mxfp4ExpertsGiveTheBitsOfPlainOnes) {
   RawModel plain = raw;
   plain.json = tiny_config_json(shape);
   plain.config = parse_decoder_config(plain.json);
-  std::mt19937_64 random(4);
-  std::vector<int32_t> prompt(600);
-  for (int32_t& token : prompt) token = static_cast<int32_t>(random() % 64);
-  std::vector<std::vector<float>> scores;
-  for (const RawModel& each : {raw, plain}) {
-    const auto model = each.build(DType::kBFloat16, Device::kCuda);
-    for (const int32_t chunk : {0, 7}) {
-      ExecutorOptions options = options_of(0);
-      options.prefill_chunk_size = chunk;
-      Executor executor(model, nullptr, options);
-      (void)executor.add_request({.prompt = prompt, .score_prompt = true}).value();
-      for (bool is_done = false; !is_done;) {
-        for (const RequestEvent& event : executor.poll(100)) {
-          if (event.finish_reason == FinishReason::kNone) continue;
-          scores.push_back(*event.logits);
-          is_done = true;
-        }
-      }
-    }
-  }
-  for (size_t i = 1; i < scores.size(); ++i) EXPECT_EQ(scores[i], scores[0]);
+  const auto expected = scores_by_chunks(plain.build(DType::kBFloat16, Device::kCuda));
+  const auto scores = scores_by_chunks(raw.build(DType::kBFloat16, Device::kCuda));
+  EXPECT_EQ(expected[1], expected[0]);
+  EXPECT_EQ(scores, expected);
 }
 
 }  // namespace

@@ -52,14 +52,14 @@ inline std::vector<int32_t> experts_of_row(Routed routed, int32_t num_experts, i
 // lie.
 struct ExpertRows {
   std::vector<int32_t> experts;       // [max_rows, top_k]
-  std::vector<int32_t> expert_begin;  // [num_experts + 1]
-  std::vector<int32_t> source_row;    // [max_rows * top_k]
+  std::vector<int32_t> expert_begin;  // [num_experts + 1], with a shared expert one more
+  std::vector<int32_t> source_row;    // [max_rows * top_k], with a shared expert max_rows more
   std::vector<int32_t> expert_row;    // [max_rows, top_k]
-  std::vector<int32_t> place;         // [max_rows * top_k] of each expert row
+  std::vector<int32_t> place;         // of each expert row; top_k: of the shared expert
 };
 
 inline ExpertRows expert_rows_of(Routed routed, int32_t num_experts, int32_t top_k,
-                                 const Rows& rows, uint64_t seed) {
+                                 const Rows& rows, uint64_t seed, bool has_shared = false) {
   const auto capacity = static_cast<size_t>(rows.max_rows) * static_cast<size_t>(top_k);
   ExpertRows r = {.experts = std::vector<int32_t>(capacity, std::numeric_limits<int32_t>::max()),
                   .expert_begin = std::vector<int32_t>(static_cast<size_t>(num_experts) + 1, 0),
@@ -85,6 +85,16 @@ inline ExpertRows expert_rows_of(Routed routed, int32_t num_experts, int32_t top
     ++r.expert_begin[static_cast<size_t>(r.experts[from]) + 1];
   }
   std::partial_sum(r.expert_begin.begin(), r.expert_begin.end(), r.expert_begin.begin());
+  if (has_shared) {
+    const size_t all = capacity + static_cast<size_t>(rows.max_rows);
+    r.source_row.resize(all, std::numeric_limits<int32_t>::max());
+    r.place.resize(all, 0);
+    for (size_t i = 0; i < rows.ids.size(); ++i) {
+      r.source_row[count + i] = static_cast<int32_t>(i);
+      r.place[count + i] = top_k;
+    }
+    r.expert_begin.push_back(static_cast<int32_t>(count + rows.ids.size()));
+  }
   return r;
 }
 

@@ -49,13 +49,16 @@ struct Sorted {
 
 // `spare_rows` are capacity that the pass does not use.
 inline Sorted sort(const std::vector<int32_t>& experts, int32_t num_rows, int32_t num_experts,
-                   int32_t top_k, int32_t spare_rows = 0, int64_t* counters = nullptr) {
+                   int32_t top_k, int32_t spare_rows = 0, int64_t* counters = nullptr,
+                   bool has_shared = false) {
   const int32_t max_rows = num_rows + spare_rows;
+  const size_t num_begins = static_cast<size_t>(num_experts) + (has_shared ? 2 : 1);
+  const size_t num_shared = has_shared ? static_cast<size_t>(max_rows) : 0;
   const auto count = static_cast<size_t>(max_rows) * static_cast<size_t>(top_k);
   std::vector<int32_t> stale = experts;
   stale.resize(count, std::numeric_limits<int32_t>::max());
-  Sorted sorted = {.expert_begin = std::vector<int32_t>(static_cast<size_t>(num_experts) + 1, -7),
-                   .source_row = std::vector<int32_t>(count, -7),
+  Sorted sorted = {.expert_begin = std::vector<int32_t>(num_begins, -7),
+                   .source_row = std::vector<int32_t>(count + num_shared, -7),
                    .expert_row = std::vector<int32_t>(count, -7)};
   CpuContext ctx = context_of(1);
   sort_expert_rows(ctx, {.num_rows = &num_rows,
@@ -66,7 +69,8 @@ inline Sorted sort(const std::vector<int32_t>& experts, int32_t num_rows, int32_
                          .expert_begin = sorted.expert_begin.data(),
                          .source_row = sorted.source_row.data(),
                          .expert_row = sorted.expert_row.data(),
-                         .counters = counters});
+                         .counters = counters,
+                         .has_shared = has_shared});
   return sorted;
 }
 

@@ -134,8 +134,8 @@ struct SortArrays {
       return op.add(output_array(name, Element::kI32, Element::kI32, count, 0));
     };
     const int64_t capacity = int64_t{rows.max_rows} * s.top_k;
-    expert_begin = output("expert_begin", s.num_experts + 1);
-    source_row = output("source_row", capacity);
+    expert_begin = output("expert_begin", s.num_experts + (s.has_shared ? 2 : 1));
+    source_row = output("source_row", capacity + (s.has_shared ? rows.max_rows : 0));
     expert_row = output("expert_row", capacity);
     if (s.has_counters) {
       counters = op.add(int_array<int64_t>("counters", Role::kInOut, {(int64_t{1} << 40) - 1, 5}));
@@ -151,7 +151,8 @@ struct SortArrays {
             .expert_begin = at.get<int32_t>(expert_begin),
             .source_row = at.get<int32_t>(source_row),
             .expert_row = at.get<int32_t>(expert_row),
-            .counters = at.get<int64_t>(counters)};
+            .counters = at.get<int64_t>(counters),
+            .has_shared = s.has_shared};
   }
 
   SortSpec s;
@@ -168,7 +169,8 @@ struct CombineArrays {
       : s(spec), max_rows(rows.max_rows), num_rows(add_num_rows(op, rows)) {
     const Element element = element_of(s.dtype);
     // Expert rows in any order: here that of random experts.
-    const ExpertRows routing = expert_rows_of(Routed::kRandom, 2 * s.top_k, s.top_k, rows, seed);
+    const ExpertRows routing =
+        expert_rows_of(Routed::kRandom, 2 * s.top_k, s.top_k, rows, seed, s.has_shared);
     x = op.add(expert_row_values("x", element, rows, routing, s.hidden, s.hidden, seed));
     expert_row = op.add(int_array("expert_row", Role::kInput, routing.expert_row));
     weights = op.add(row_array(
@@ -197,7 +199,8 @@ struct CombineArrays {
             .y = at.raw(y),
             .hidden = s.hidden,
             .dtype = dtype,
-            .base = s.has_base ? at.raw(y) : nullptr};
+            .base = s.has_base ? at.raw(y) : nullptr,
+            .has_shared = s.has_shared};
   }
 
   CombineSpec s;

@@ -50,6 +50,7 @@ struct SortSpec {
   int32_t top_k = 0;
   Routed routed = Routed::kRandom;
   bool has_counters = true;
+  bool has_shared = false;
 };
 struct ExpertGemmSpec {
   int32_t num_experts = 0;
@@ -71,6 +72,7 @@ struct CombineSpec {
   DType dtype = DType::kBFloat16;
   bool only_adds = false;  // of make_combine_and_norm: to the residual
   bool has_base = false;   // which is y
+  bool has_shared = false;
 };
 // From the router's logits to the combined rows.
 struct MixtureSpec {

@@ -240,7 +240,7 @@ std::vector<RowWiseCase> moe_row_wise_cases() {
         }
         const bool is_invariance_case = num_experts == 64 || num_experts == 256;
         cases.push_back(row_wise("route_" + name + suffix, make_route, spec, is_invariance_case));
-        if (num_experts == 256) {
+        if (is_invariance_case || num_experts == kMaxExperts) {
           cases.push_back(row_wise("route_and_sort_" + name + suffix, make_route_and_sort, spec,
                                    is_invariance_case));
         }
@@ -268,12 +268,18 @@ std::vector<RowWiseCase> moe_row_wise_cases() {
   for (const DType dtype : {kF, kB}) {
     for (const auto& [hidden, top_k] : {std::pair{37, 3}, {2048, 4}, {7168, 8}}) {
       CombineSpec spec = {.hidden = hidden, .top_k = top_k, .dtype = dtype, .has_base = true};
-      const std::string name = "with_base_h" + std::to_string(hidden) + "_of" +
-                               std::to_string(top_k) + (dtype == kF ? "_f32" : "_bf16");
-      cases.push_back(row_wise("combine_" + name, make_combine, spec, true));
-      cases.push_back(row_wise("combine_and_norm_" + name, make_combine_and_norm, spec, true));
+      const std::string name = "h" + std::to_string(hidden) + "_of" + std::to_string(top_k) +
+                               (dtype == kF ? "_f32" : "_bf16");
+      cases.push_back(row_wise("combine_with_base_" + name, make_combine, spec, true));
+      cases.push_back(
+          row_wise("combine_and_norm_with_base_" + name, make_combine_and_norm, spec, true));
       spec.only_adds = true;
-      cases.push_back(row_wise("combine_and_add_" + name, make_combine_and_norm, spec, true));
+      cases.push_back(
+          row_wise("combine_and_add_with_base_" + name, make_combine_and_norm, spec, true));
+      spec = {.hidden = hidden, .top_k = top_k, .dtype = dtype, .has_shared = true};
+      cases.push_back(row_wise("combine_shared_" + name, make_combine, spec, true));
+      cases.push_back(
+          row_wise("combine_and_norm_shared_" + name, make_combine_and_norm, spec, true));
     }
   }
   for (const DType dtype : {kF, kB}) {
@@ -342,6 +348,10 @@ std::vector<OpCase> moe_op_cases() {
                                                {8192, 8192}}) {
         if (top_k > 8 && max_rows > 2048) continue;
         cases.push_back(of_rows(name, make_sort, spec, num_rows, max_rows));
+        if (max_rows > 64) continue;
+        SortSpec shared = spec;
+        shared.has_shared = true;
+        cases.push_back(of_rows(name + "_shared", make_sort, shared, num_rows, max_rows));
       }
     }
   }

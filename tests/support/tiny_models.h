@@ -98,7 +98,7 @@ inline void make_mixture(TinyModel& m, std::mt19937_64& random) {
     m.top_groups =
         fewest + static_cast<int32_t>(random() % static_cast<uint64_t>(m.num_groups - fewest + 1));
   }
-  m.shared_intermediate = std::array{0, 24, 200}[random() % 3];
+  m.shared_intermediate = std::array{0, m.intermediate, 200}[random() % 3];
   m.num_dense = static_cast<int32_t>(random() % 2);
   m.is_per_expert = random() % 2 == 0;
   if (m.is_per_expert) m.is_interleaved = false;

@@ -16,14 +16,15 @@ namespace {
   if (widths.top_k == 0) return {};
   const auto ints = [&](int64_t count) { return arena.allocate<int32_t>(count, "activations"); };
   const auto floats = [&](int64_t count) { return arena.allocate<float>(count, "activations"); };
+  const int64_t joined_rows = widths.shared > 0 ? std::min<int64_t>(rows, kMaxJoinedRows) : 0;
+  const int64_t outputs = rows * widths.expert_output + joined_rows * widths.hidden;
   return {.logits = floats(rows * widths.num_experts),
           .experts = ints(rows * widths.top_k),
           .weights = floats(rows * widths.top_k),
-          .expert_begin = ints(widths.num_experts + 1),
-          .source_row = ints(rows * widths.top_k),
+          .expert_begin = ints(widths.num_experts + 2),
+          .source_row = ints(rows * widths.top_k + joined_rows),
           .expert_row = ints(rows * widths.top_k),
-          .output = arena.allocate<std::byte>(rows * widths.expert_output * dtype_bytes(dtype),
-                                              "activations")};
+          .output = arena.allocate<std::byte>(outputs * dtype_bytes(dtype), "activations")};
 }
 
 [[nodiscard]] CompressedActivations allocate_compressed_activations(DeviceArena& arena,
@@ -101,6 +102,9 @@ void ActivationWidths::merge(const DecoderConfig& config, int64_t max_tokens) {
                             if (mlp.shared) {
                               gate_up = std::max(gate_up, 2 * int64_t{mlp.shared->intermediate});
                             }
+                            if (mlp.joins_shared()) {
+                              shared = std::max<int64_t>(shared, mlp.shared->intermediate);
+                            }
                             num_experts = std::max<int64_t>(num_experts, mlp.num_experts);
                             top_k = std::max(top_k, places);
                             expert_output = std::max(expert_output, places * config.hidden);
@@ -122,6 +126,10 @@ Activations allocate_activations(DeviceArena& arena, int64_t rows, const Activat
   const auto floats = [&](int64_t width) {
     return arena.allocate<float>(rows * width, "activations");
   };
+  const auto of_mlp = [&](int64_t width, int64_t joined) -> void* {
+    const int64_t elements = rows * width + std::min<int64_t>(rows, kMaxJoinedRows) * joined;
+    return arena.allocate<std::byte>(elements * dtype_bytes(dtype), "activations");
+  };
   const bool has_streams = widths.mix > 0;
   return {.residual = floats(widths.residual),
           .embedded = has_streams ? floats(widths.hidden) : nullptr,
@@ -131,8 +139,8 @@ Activations allocate_activations(DeviceArena& arena, int64_t rows, const Activat
           .qkv = buffer(widths.qkv),
           .attention = buffer(widths.attention),
           .branch = buffer(widths.hidden),
-          .gate_up = buffer(widths.gate_up),
-          .activated = buffer(widths.gate_up / 2),
+          .gate_up = of_mlp(widths.gate_up, 2 * widths.shared),
+          .activated = of_mlp(widths.gate_up / 2, widths.shared),
           .latent_q = optional(widths.latent_q),
           .absorbed_q = optional(widths.absorbed_q),
           .mean_latents = optional(widths.mean_latents),

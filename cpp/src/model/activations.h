@@ -13,15 +13,15 @@
 namespace paceline {
 
 // Scratch buffers of a mixture of experts; null in models without one. Expert rows are those of
-// ops/moe.h.
+// ops/moe.h, and in mixtures with MoeMlp::joins_shared one for each of up to kMaxJoinedRows rows.
 struct ExpertActivations {
   float* logits;          // [rows, num_experts] of the router
   int32_t* experts;       // [rows, top_k]
   float* weights;         // [rows, top_k]
-  int32_t* expert_begin;  // [num_experts + 1]
-  int32_t* source_row;    // [rows * top_k]
+  int32_t* expert_begin;  // [num_experts + 2]
+  int32_t* source_row;    // [expert rows]
   int32_t* expert_row;    // [rows, top_k]
-  void* output;           // [rows * top_k, hidden] dtype of the activations
+  void* output;           // [expert rows, hidden] dtype of the activations
 };
 
 // Scratch buffers of compressed attention; null in models without it.
@@ -79,6 +79,7 @@ struct ActivationWidths {
   int64_t num_experts = 0;
   int64_t top_k = 0;
   int64_t expert_output = 0;  // of all places of a row
+  int64_t shared = 0;         // intermediate size of shared experts with expert rows
   // Of compressed attention, else 0.
   int64_t compressed_q = 0;
   int64_t o_groups = 0;

@@ -39,6 +39,8 @@ inline constexpr int32_t kFp8Block = 128;
 struct MatrixFormat {
   WeightFormat format = WeightFormat::kPlain;
   Fp8Scales scales = Fp8Scales::kTensor;  // kFp8
+
+  friend bool operator==(const MatrixFormat&, const MatrixFormat&) = default;
 };
 
 // K and V of their own for every KV head.
@@ -194,6 +196,8 @@ struct DenseMlp {
   bool has_bias = false;  // of gate, up and down
   MatrixFormat gate_up;
   MatrixFormat down;
+
+  friend bool operator==(const DenseMlp&, const DenseMlp&) = default;
 };
 
 // A mixture of experts: a router gives every row its top_k experts, and the row's output is the sum
@@ -212,7 +216,15 @@ struct MoeMlp {
   bool is_interleaved = false;  // rows of gate and up alternate, gate first
   bool is_transposed = false;   // a checkpoint stores the experts' matrices [in, out]
   bool is_per_expert = false;   // a checkpoint has a gate, an up and a down tensor for each expert
+
+  // The matrices of the shared expert lie behind those of the last expert, so that passes of up to
+  // kMaxJoinedRows rows compute it in the same products.
+  [[nodiscard]] bool joins_shared() const {
+    return shared == expert && !is_interleaved && !expert.has_bias;
+  }
 };
+// In larger passes the shared expert has most of its rows in tiles that are too narrow for them.
+inline constexpr int32_t kMaxJoinedRows = 32;
 
 using MlpConfig = std::variant<DenseMlp, MoeMlp>;
 

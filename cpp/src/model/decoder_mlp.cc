@@ -59,9 +59,11 @@ CombineExpertsParams Decoder::mixture(Ctx& ctx, const MoeMlp& m, const MoeMlpWei
                                       const PassRows& rows, const Activations& activations) const {
   const ExpertActivations& a = activations.experts;
   const DType dtype = activations.dtype;
-  const int32_t max_expert_rows = rows.capacity * m.top_k;
+  const bool is_joined = m.joins_shared() && rows.capacity <= kMaxJoinedRows;
+  const int32_t num_experts = m.num_experts + (is_joined ? 1 : 0);
+  const int32_t max_expert_rows = rows.capacity * (m.top_k + (is_joined ? 1 : 0));
   // First, because it uses the buffers of the experts.
-  if (m.shared) dense_mlp(ctx, *m.shared, w.shared, rows, activations);
+  if (m.shared && !is_joined) dense_mlp(ctx, *m.shared, w.shared, rows, activations);
   ctx.run(run_router, RouterParams{.product = {.num_rows = rows.num_rows,
                                                .max_rows = rows.capacity,
                                                .x = activations.normed,
@@ -93,17 +95,20 @@ CombineExpertsParams Decoder::mixture(Ctx& ctx, const MoeMlp& m, const MoeMlpWei
                                             .expert_begin = a.expert_begin,
                                             .source_row = a.source_row,
                                             .expert_row = a.expert_row,
-                                            .counters = expert_counters_}});
+                                            .counters = expert_counters_,
+                                            .has_shared = is_joined}});
   const auto product = [&](const ExpertLinears& linears, const void* x, const int32_t* x_rows,
                            int32_t num_x_rows, void* y) {
     const WeightMatrix& first = linears.weight.first;
+    ExpertMatrices weight = linears.weight;
+    weight.num_experts = num_experts;
     return ExpertGemmParams{.expert_begin = a.expert_begin,
                             .max_rows = max_expert_rows,
                             .x = x,
                             .x_stride = first.k,
                             .x_rows = x_rows,
                             .num_x_rows = num_x_rows,
-                            .weight = linears.weight,
+                            .weight = weight,
                             .bias = linears.bias,
                             .y = y,
                             .y_stride = first.n,
@@ -113,7 +118,7 @@ CombineExpertsParams Decoder::mixture(Ctx& ctx, const MoeMlp& m, const MoeMlpWei
   ctx.run(activated_experts,
           ActivatedExpertsParams{.product = product(w.gate_up, activations.normed, a.source_row,
                                                     rows.capacity, activations.gate_up),
-                                 .activation = {.num_rows = a.expert_begin + m.num_experts,
+                                 .activation = {.num_rows = a.expert_begin + num_experts,
                                                 .max_rows = max_expert_rows,
                                                 .x = activations.gate_up,
                                                 .y = activations.activated,
@@ -134,7 +139,8 @@ CombineExpertsParams Decoder::mixture(Ctx& ctx, const MoeMlp& m, const MoeMlpWei
           .y = activations.branch,
           .hidden = config().hidden,
           .dtype = dtype,
-          .base = m.shared ? activations.branch : nullptr};
+          .base = m.shared && !is_joined ? activations.branch : nullptr,
+          .has_shared = is_joined};
 }
 
 template std::optional<CombineExpertsParams> Decoder::mlp<CpuContext>(CpuContext&, int32_t,

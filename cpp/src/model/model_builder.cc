@@ -338,7 +338,7 @@ struct ModelBuilder::Impl {
   ThreadPool threads{build_info().num_cores};
   CpuContext ctx{.num_threads = build_info().num_cores, .threads = &threads};
   std::shared_ptr<Model> model;
-  std::vector<NamedWeight> named_weights;                // in the order of the arena
+  std::vector<NamedWeight> named_weights;                // in the order of visit_weights
   std::unordered_map<std::string_view, size_t> by_name;  // views into named_weights
 };
 

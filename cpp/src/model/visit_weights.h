@@ -51,6 +51,8 @@ struct LinearShape {
   int32_t top_k = 0;           // of experts: how many a row chooses
   bool is_transposed = false;  // of experts: the tensors are [num_experts, cols, rows]
   bool is_per_expert = false;  // of experts: the parts of an expert follow each other
+  bool has_room = false;       // of experts: for one more matrix behind that of the last
+  std::string room_of = {};    // the name of the experts in whose room the matrix lies; or empty
   // false: the matrix is the embedding table or belongs to the target. The model has no tensors
   // for it.
   bool is_owned = true;
@@ -78,10 +80,12 @@ enum class VectorKind : uint8_t { kNorm, kBias, kSinks, kScale };
 //   experts_of_tokens(const int32_t*&, const WeightPart&, int32_t top_k, int32_t num_experts)
 // where the first argument is the member of `weights`, const if those are.
 
-// `name` ends with "mlp." or "mlp.shared.".
+// `name` ends with "mlp." or "mlp.shared.". `experts`: where the matrices lie in the room of
+// experts, what the names of these begin with; else "".
 template <class Weights, class Visitor>
-void visit_mlp_weights(const DenseMlp& mlp, const std::string& name, int64_t hidden,
-                       Weights& weights, Visitor& visit) {
+void visit_mlp_weights(const DenseMlp& mlp, const std::string& name, const std::string& experts,
+                       int64_t hidden, Weights& weights, Visitor& visit) {
+  const auto room = [&](const char* which) { return experts.empty() ? "" : experts + which; };
   const std::vector<WeightPart> gate_up = {{name + "gate", mlp.intermediate},
                                            {name + "up", mlp.intermediate}};
   const std::vector<WeightPart> down = {{name + "down", hidden}};
@@ -89,12 +93,14 @@ void visit_mlp_weights(const DenseMlp& mlp, const std::string& name, int64_t hid
                                  .parts = gate_up,
                                  .cols = hidden,
                                  .shard = ShardAxis::kRows,
-                                 .format = mlp.gate_up});
+                                 .format = mlp.gate_up,
+                                 .room_of = room("gate_up")});
   visit.linear(weights.down, {.name = name + "down",
                               .parts = down,
                               .cols = mlp.intermediate,
                               .shard = ShardAxis::kColumns,
-                              .format = mlp.down});
+                              .format = mlp.down,
+                              .room_of = room("down")});
   if (mlp.has_bias) {
     visit.vector(weights.gate_up.bias, VectorKind::kBias, gate_up);
     visit.vector(weights.down.bias, VectorKind::kBias, down);
@@ -131,7 +137,8 @@ void visit_mlp_weights(const MoeMlp& mlp, const std::string& name, int64_t hidde
                                   .format = expert.gate_up,
                                   .top_k = mlp.top_k,
                                   .is_transposed = mlp.is_transposed,
-                                  .is_per_expert = mlp.is_per_expert});
+                                  .is_per_expert = mlp.is_per_expert,
+                                  .has_room = mlp.joins_shared()});
   visit.experts(weights.down, {.name = name + "experts.down",
                                .parts = down,
                                .cols = expert.intermediate,
@@ -139,13 +146,15 @@ void visit_mlp_weights(const MoeMlp& mlp, const std::string& name, int64_t hidde
                                .format = expert.down,
                                .top_k = mlp.top_k,
                                .is_transposed = mlp.is_transposed,
-                               .is_per_expert = mlp.is_per_expert});
+                               .is_per_expert = mlp.is_per_expert,
+                               .has_room = mlp.joins_shared()});
   if (expert.has_bias) {
     visit.vector(weights.gate_up.bias, VectorKind::kBias, gate_up);
     visit.vector(weights.down.bias, VectorKind::kBias, down);
   }
   if (mlp.shared) {
-    visit_mlp_weights(*mlp.shared, name + "shared.", hidden, weights.shared, visit);
+    visit_mlp_weights(*mlp.shared, name + "shared.", mlp.joins_shared() ? name + "experts." : "",
+                      hidden, weights.shared, visit);
   }
 }
 
@@ -307,7 +316,7 @@ void visit_layer_weights(const DecoderConfig& config, size_t index, Layer& weigh
 
   its.norm(weights.mlp_norm, "mlp_norm", hidden);
   std::visit(Overloaded{[&](const DenseMlp& mlp) {
-                          visit_mlp_weights(mlp, its.name + "mlp.", hidden,
+                          visit_mlp_weights(mlp, its.name + "mlp.", /*experts=*/"", hidden,
                                             std::get<DenseMlpWeights>(weights.mlp), visit);
                         },
                         [&](const MoeMlp& mlp) {

@@ -65,9 +65,13 @@ namespace {
 }  // namespace
 
 const std::byte* Carver::open() {
-  bytes_ = (bytes_ + kWeightAlignment - 1) / kWeightAlignment * kWeightAlignment;
-  region_ = bytes_;
-  return base_ == nullptr ? nullptr : base_ + bytes_;
+  return open_at((bytes_ + kWeightAlignment - 1) / kWeightAlignment * kWeightAlignment);
+}
+
+const std::byte* Carver::open_at(int64_t begin) {
+  bytes_ = begin;
+  region_ = begin;
+  return base_ == nullptr ? nullptr : base_ + begin;
 }
 
 template <class AddPart>
@@ -78,8 +82,8 @@ void Carver::for_parts(const LinearShape& shape, Place place, const AddPart& add
   }
 }
 
-void Carver::close(bool is_packed, int64_t bytes) {
-  if (is_packed) bytes_ = region_ + bytes;
+void Carver::close(bool has_rest, int64_t bytes) {
+  if (has_rest) bytes_ = region_ + bytes;
 }
 
 void Carver::add(NamedWeight named, int64_t begin) {
@@ -99,17 +103,22 @@ void Carver::linear(Linear& linear, const LinearShape& shape) {
   WeightMatrix& weight = linear.weight;
   weight = matrix_of(shape, dtype_, device_);
   if (!shape.is_owned) return;
-  weight.data = open();
+  const bool is_in_room = !shape.room_of.empty();
+  const Room room = is_in_room ? rooms_.at(shape.room_of) : Room{};
+  const int64_t end = bytes_;
+  weight.data = is_in_room ? open_at(room.data) : open();
   for_parts(shape, {}, [&](const WeightPart& part, const Place& place) {
     add_elements(part, shape, weight, place);
   });
   close(weight.is_packed(), weight.data_bytes());
-  if (weight.format == WeightFormat::kPlain) return;
-  weight.scales = open();
-  for_parts(shape, {}, [&](const WeightPart& part, const Place& place) {
-    add_scales(part, weight, shape.format, place);
-  });
-  close(weight.has_packed_scales(), weight.scales_bytes());
+  if (weight.format != WeightFormat::kPlain) {
+    weight.scales = is_in_room ? open_at(room.scales) : open();
+    for_parts(shape, {}, [&](const WeightPart& part, const Place& place) {
+      add_scales(part, weight, shape.format, place);
+    });
+    close(weight.has_packed_scales(), weight.scales_bytes());
+  }
+  if (is_in_room) bytes_ = end;
 }
 
 void Carver::experts(ExpertLinears& experts, const LinearShape& shape) {
@@ -130,17 +139,23 @@ void Carver::experts(ExpertLinears& experts, const LinearShape& shape) {
       });
     }
   };
+  const int32_t num_matrices = all.num_experts + (shape.has_room ? 1 : 0);
+  Room room;
   first.data = open();
+  room.data = region_ + all.num_experts * all.data_stride;
   for_tensors(all.data_stride, [&](const WeightPart& part, const Place& place) {
     add_elements(part, shape, first, place);
   });
-  close(first.is_packed(), all.num_experts * all.data_stride);
-  if (first.format == WeightFormat::kPlain) return;
-  first.scales = open();
-  for_tensors(all.scales_stride, [&](const WeightPart& part, const Place& place) {
-    add_scales(part, first, shape.format, place);
-  });
-  close(first.has_packed_scales(), all.num_experts * all.scales_stride);
+  close(first.is_packed() || shape.has_room, num_matrices * all.data_stride);
+  if (first.format != WeightFormat::kPlain) {
+    first.scales = open();
+    room.scales = region_ + all.num_experts * all.scales_stride;
+    for_tensors(all.scales_stride, [&](const WeightPart& part, const Place& place) {
+      add_scales(part, first, shape.format, place);
+    });
+    close(first.has_packed_scales() || shape.has_room, num_matrices * all.scales_stride);
+  }
+  if (shape.has_room) rooms_[shape.name] = room;
 }
 
 void Carver::add_elements(const WeightPart& part, const LinearShape& shape,

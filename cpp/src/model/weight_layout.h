@@ -6,6 +6,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <span>
 #include <string>
@@ -93,10 +94,11 @@ class Carver final {
   [[nodiscard]] std::vector<NamedWeight> take_named_weights() { return std::move(named_weights_); }
 
  private:
-  // Begins a region. Its address is null without a base.
+  // Begins a region, behind all others or at `begin`. Its address is null without a base.
   const std::byte* open();
-  // Ends the region at `bytes`, if what is in it is packed.
-  void close(bool is_packed, int64_t bytes);
+  const std::byte* open_at(int64_t begin);
+  // Ends the region at `bytes`, where what is in it is packed or room follows it.
+  void close(bool has_rest, int64_t bytes);
   // begin: of the place, if the tensor is packed.
   void add(NamedWeight named, int64_t begin = 0);
   void add_matrix(const WeightPart& part, int64_t cols);
@@ -120,6 +122,12 @@ class Carver final {
   std::byte* base_;
   int64_t bytes_ = 0;
   int64_t region_ = 0;  // where the last region begins
+  // Where the room behind experts begins, by their name.
+  struct Room {
+    int64_t data = 0;
+    int64_t scales = 0;
+  };
+  std::map<std::string, Room> rooms_;
   std::vector<NamedWeight> named_weights_;
 };
 

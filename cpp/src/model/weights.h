@@ -29,7 +29,9 @@ struct MoeMlpWeights {
   const int32_t* token_experts = nullptr;  // [vocab_size, top_k], or null
   ExpertLinears gate_up;  // gate rows, then up rows; or in turn (MoeMlp::is_interleaved)
   ExpertLinears down;
-  DenseMlpWeights shared;  // absent without MoeMlp::shared
+  // Absent without MoeMlp::shared. With MoeMlp::joins_shared they are matrix num_experts of gate_up
+  // and down, too.
+  DenseMlpWeights shared;
 };
 
 struct MultiHeadAttentionWeights {

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <utility>
 
 #include "base/check.h"
@@ -128,12 +129,15 @@ void route_by_score(const RouteExpertsParams& p, int32_t row, int32_t* experts, 
 }
 
 struct CombineKernel {
-  [[gnu::always_inline]] static void run(const CombineExpertsParams* params, int64_t row) {
+  [[gnu::always_inline]] static void run(const CombineExpertsParams* params, int64_t row,
+                                         int64_t num_rows) {
     const CombineExpertsParams& p = *params;
     const auto* const x = static_cast<const float*>(p.x);
     float* const y = static_cast<float*>(p.y) + row * p.hidden;
-    const float* const base =
-        p.base != nullptr ? static_cast<const float*>(p.base) + row * p.hidden : nullptr;
+    const float* const base = p.has_shared ? x + (num_rows * p.top_k + row) * p.hidden
+                              : p.base != nullptr
+                                  ? static_cast<const float*>(p.base) + row * p.hidden
+                                  : nullptr;
     const int32_t* const expert_row = p.expert_row + row * p.top_k;
     const float* const weights = p.weights + row * p.top_k;
     constexpr int32_t kColumns = 64;  // whose sums stay in registers
@@ -203,7 +207,8 @@ void route_experts(CpuContext& ctx, const RouteExpertsParams& p) {
 // Counts, sums and places in one thread: 8,192 expert rows take microseconds.
 void sort_expert_rows(CpuContext&, const SortExpertRowsParams& p) {
   PACELINE_CHECK(p.num_experts <= kMaxExperts, p.num_experts, " experts");
-  const int64_t num_expert_rows = int64_t{std::min(*p.num_rows, p.max_rows)} * p.top_k;
+  const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
+  const int64_t num_expert_rows = int64_t{num_rows} * p.top_k;
   std::array<int32_t, kMaxExperts> next = {};  // expert row of an expert, first their number
   for (int64_t i = 0; i < num_expert_rows; ++i) ++next[static_cast<size_t>(p.experts[i])];
   int32_t num_hit = 0;
@@ -219,6 +224,10 @@ void sort_expert_rows(CpuContext&, const SortExpertRowsParams& p) {
     const int32_t expert_row = next[static_cast<size_t>(p.experts[i])]++;
     p.source_row[expert_row] = static_cast<int32_t>(i / p.top_k);
     p.expert_row[i] = expert_row;
+  }
+  if (p.has_shared) {
+    p.expert_begin[p.num_experts + 1] = begin + num_rows;
+    std::iota(p.source_row + begin, p.source_row + begin + num_rows, 0);
   }
   if (p.counters != nullptr) {
     p.counters[0] += num_hit;
@@ -255,7 +264,7 @@ void combine_experts(CpuContext& ctx, const CombineExpertsParams& p) {
   PACELINE_CHECK(p.dtype == DType::kFloat32, "the CPU computes in float32");
   const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
   for_rows(ctx, num_rows, int64_t{p.hidden} * 4 * (p.top_k + 1),
-           [&](int32_t row) { run_best_isa<CombineKernel>(&p, int64_t{row}); });
+           [&](int32_t row) { run_best_isa<CombineKernel>(&p, int64_t{row}, int64_t{num_rows}); });
 }
 
 void combine_and_norm(CpuContext& ctx, const CombineAndNormParams& p) {

@@ -4,7 +4,9 @@
 // The ops of a mixture of experts. A row of the pass has top_k places, one for each expert that it
 // chose, the best first. A (row, place) pair is an *expert row*: a row of its own in the products
 // of its expert. Expert rows are sorted by expert and, within an expert, by row; their order thus
-// depends on the whole batch, but no op lets their bits depend on it. The rules of ops.h hold.
+// depends on the whole batch, but no op lets their bits depend on it. A shared expert can be one
+// more: every row visits it, without a place. It is expert num_experts, so the expert row of row r
+// is num_rows * top_k + r. The rules of ops.h hold.
 
 #include <cstdint>
 
@@ -76,8 +78,12 @@ struct SortExpertRowsParams {
   int32_t* expert_begin;  // [num_experts + 1] expert e has the expert rows [begin[e], begin[e + 1])
   int32_t* source_row;    // [max_rows * top_k] the row of the pass of each expert row
   int32_t* expert_row;    // [max_rows, top_k] the expert row of each place
-  // [2] counters of the pass's model, for reports: += experts that have rows; += 1. Null: none.
+  // [2] counters of the pass's model, for reports: += experts that have rows, without a shared one;
+  // += 1. Null: none.
   int64_t* counters;
+  // Whether a shared expert follows the others: expert_begin has one number more, and source_row
+  // max_rows more.
+  bool has_shared = false;
 };
 void sort_expert_rows(CpuContext&, const SortExpertRowsParams&);
 void sort_expert_rows(CudaContext&, const SortExpertRowsParams&);
@@ -143,6 +149,8 @@ struct CombineExpertsParams {
   int32_t hidden;
   DType dtype = DType::kFloat32;
   const void* base = nullptr;  // [max_rows, hidden] dtype, may be y; null: 0
+  // The base is what a shared expert made of the row, which is in x, and `base` is null.
+  bool has_shared = false;
 };
 void combine_experts(CpuContext&, const CombineExpertsParams&);
 void combine_experts(CudaContext&, const CombineExpertsParams&);
