@@ -71,6 +71,8 @@ PAIRS: Final = {
 DIFFERENCES: Final = {
     "LLM": {
         "block_size": "16 by default, 1 to 256",
+        "enable_prefix_caching": "on by default, for all models and speculators "
+        "([prefix-cache.md](prefix-cache.md))",
         "disable_log_stats": "False by default: figures are logged at level INFO",
         "dtype": '"float16" is refused: such checkpoints load as float32, which loses nothing',
         "gpu_memory_utilization": "no default (see the KV pool above); only on CUDA",

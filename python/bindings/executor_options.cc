@@ -127,6 +127,7 @@ constexpr std::array kOptionFields = {
                  [](auto& o) -> auto& { return o.gpu_memory_utilization; }),
     option_field("log_interval_s", [](auto& o) -> auto& { return o.log_interval_s; }),
     option_field("block_size", [](auto& o) -> auto& { return o.block_size; }),
+    option_field("enable_prefix_caching", [](auto& o) -> auto& { return o.enable_prefix_caching; }),
     option_field("num_threads", [](auto& o) -> auto& { return o.num_threads; }),
     option_field("max_logprobs", [](auto& o) -> auto& { return o.max_logprobs; }),
     option_field("num_speculative_tokens",

@@ -51,6 +51,8 @@ py::dict stats_to_dict(const ExecutorStats& stats) {
   dict["num_preemptions"] = stats.num_preemptions;
   dict["num_prompt_tokens"] = stats.num_prompt_tokens;
   dict["num_shared_tokens"] = stats.num_shared_tokens;
+  dict["num_prefix_query_tokens"] = stats.num_prefix_query_tokens;
+  dict["num_prefix_hit_tokens"] = stats.num_prefix_hit_tokens;
   dict["num_emitted_tokens"] = stats.num_emitted_tokens;
   dict["num_verify_windows"] = stats.num_verify_windows;
   dict["num_draft_tokens"] = stats.num_draft_tokens;
@@ -70,6 +72,9 @@ py::dict stats_to_dict(const ExecutorStats& stats) {
     py::dict entry;
     entry["held_blocks"] = group.held_blocks;
     entry["quarantined_blocks"] = group.quarantined_blocks;
+    entry["cached_blocks"] = group.cached_blocks;
+    entry["hit_blocks"] = group.hit_blocks;
+    entry["evicted_blocks"] = group.evicted_blocks;
     entry["max_blocks"] = group.max_blocks;
     groups.append(std::move(entry));
   }

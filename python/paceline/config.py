@@ -85,6 +85,7 @@ class EngineArguments(TypedDict, total=False):
     kv_cache_bytes: int | None
     gpu_memory_utilization: float | None
     block_size: int
+    enable_prefix_caching: bool
     num_threads: int | None
     seed: int
     max_logprobs: int
@@ -112,6 +113,8 @@ class EngineConfig:
         gpu_memory_utilization: Instead of kv_cache_bytes, on CUDA: the fraction of the GPU's memory
             that the engine may use in all.
         block_size: Tokens per KV block, 1 to 256.
+        enable_prefix_caching: Whether prompts take over the KV of earlier requests that begin with
+            the same tokens.
         num_threads: CPU threads, on device "cpu"; None = one per core that the process may use.
         seed: Seed of requests without one, 0 to 2**64 - 1.
         max_logprobs: The largest `logprobs` that a request may set, 0 to 64. 0 disables logprobs,
@@ -130,6 +133,7 @@ class EngineConfig:
     kv_cache_bytes: int | None = None
     gpu_memory_utilization: float | None = None
     block_size: int = 16
+    enable_prefix_caching: bool = True
     num_threads: int | None = None
     seed: int = 0
     max_logprobs: int = 20
@@ -149,6 +153,7 @@ class EngineConfig:
         self._check("kv_cache_bytes", 1, MAX_BYTES, is_optional=True)
         self._check("num_threads", 1, MAX_NUM_THREADS, is_optional=True)
         self._check_gpu_memory_utilization()
+        check_bool("enable_prefix_caching", self.enable_prefix_caching)
         check_bool("disable_log_stats", self.disable_log_stats)
         if self.chat_template is not None:
             from paceline.chat_template import read_given_template

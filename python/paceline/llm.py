@@ -62,6 +62,7 @@ class LLM(RunningLLM):
         kv_cache_bytes: int | None = None,
         gpu_memory_utilization: float | None = None,
         block_size: int = 16,
+        enable_prefix_caching: bool = True,
         num_threads: int | None = None,
         seed: int = 0,
         max_logprobs: int = 20,
@@ -117,6 +118,9 @@ class LLM(RunningLLM):
                 others leave, but no more than max_num_seqs sequences can use. Only on CUDA, and
                 instead of kv_cache_bytes.
             block_size: Tokens per KV block.
+            enable_prefix_caching: Whether prompts take over the KV of earlier requests that begin
+                with the same tokens, instead of computing it. The output is the same. KV of
+                requests that have ended stays only while the pool has room.
             num_threads: CPU threads of the ops. None = all cores that the process may use.
             seed: Base seed for requests without a seed; see `generate`.
             max_logprobs: Largest `logprobs` and `prompt_logprobs` that a request may have, 0 to 64.
@@ -163,6 +167,7 @@ class LLM(RunningLLM):
             kv_cache_bytes=kv_cache_bytes,
             gpu_memory_utilization=gpu_memory_utilization,
             block_size=block_size,
+            enable_prefix_caching=enable_prefix_caching,
             num_threads=num_threads,
             seed=seed,
             max_logprobs=max_logprobs,

@@ -139,9 +139,9 @@ class RequestOutput:
             caller gave it one.
         finished: Whether all completions are finished. Only `AsyncLLM.generate` returns outputs
             that are not.
-        num_cached_tokens: Prompt tokens of the first completion whose KV was taken over from
-            another one instead of being computed. The other completions of a prompt take it over
-            from the first, which computes its own. 0 until the request is finished.
+        num_cached_tokens: Prompt tokens of the first completion whose KV was taken over from the
+            prefix cache instead of being computed. (The other completions of a prompt take it over
+            from the first.) 0 until the request is finished.
     """
 
     prompt: str | None

@@ -90,6 +90,10 @@ def engine_stats(
     return {
         **{key: stats[key] for key in same},
         "num_cached_tokens": stats["num_shared_tokens"],
+        "prefix_cache": {
+            "num_query_tokens": stats["num_prefix_query_tokens"],
+            "num_hit_tokens": stats["num_prefix_hit_tokens"],
+        },
         "num_output_tokens": stats["num_emitted_tokens"],
         "kv_cache_usage": used / stats["kv_num_slabs"] if stats["kv_num_slabs"] else 0.0,
         "kv_groups": [

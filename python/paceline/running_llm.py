@@ -431,14 +431,20 @@ class RunningLLM:
               at their length, with an error, or by `close` or a stop string.
             - num_prompt_tokens: prompt tokens that were computed; those that a preempted request
               computes again count again.
-            - num_cached_tokens: prompt tokens whose KV was taken over instead.
+            - num_cached_tokens: prompt tokens whose KV was taken over instead, from another output
+              of the prompt or from the prefix cache.
+            - prefix_cache: num_query_tokens, the prompt tokens that the prefix cache was asked for,
+              and num_hit_tokens, those that it had.
             - num_output_tokens: tokens delivered.
             - num_iterations, num_preemptions.
             - uptime_s: seconds since the engine started.
             - kv_cache_usage: the fraction of the KV pool in use, 0 to 1.
             - kv_groups: for each KV group its "owner" ("target" or "draft"), "kind" and "window" as
               in `memory_report`; its blocks "held_blocks" by outputs, "quarantined_blocks" that
-              wait for iterations in flight, and "max_blocks" if it had the whole pool.
+              wait for iterations in flight, "cached_blocks" that no output holds but whose KV can
+              be taken over, and "max_blocks" if it had the whole pool; and since the start
+              "hit_blocks" that outputs took over from the prefix cache, and "evicted_blocks" whose
+              KV made room for others.
             - speculative_decoding: None without it. Otherwise a dict with num_spec_tokens (k),
               num_spec_steps, num_draft_tokens, num_accepted_draft_tokens, mean_acceptance_length,
               draft_acceptance_rate and acceptance_per_position [k], as in `RequestMetrics`.

@@ -65,6 +65,7 @@ def executor_options(
         "kv_cache_bytes": config.kv_cache_bytes or 0,
         "gpu_memory_utilization": config.gpu_memory_utilization or 0.0,
         "block_size": config.block_size,
+        "enable_prefix_caching": config.enable_prefix_caching,
         "num_threads": config.num_threads or 0,
         "num_speculative_tokens": k,
         "max_logprobs": config.max_logprobs,

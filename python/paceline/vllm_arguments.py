@@ -39,7 +39,6 @@ ADVICE: Final[dict[str, dict[str, str]]] = {
         "limits a chunk",
         "enable_expert_parallel": _ONE_GPU,
         "enable_lora": _LORA,
-        "enable_prefix_caching": f"{LEAVE_OUT}there is no cache of prefixes across requests",
         "enforce_eager": "leave it out, or use "
         "`speculative_config={'x': {'draft_driver': 'eager'}}` to look for errors",
         "generation_config": f"{LEAVE_OUT}`llm.get_default_sampling_params()` reads the file, and "
@@ -118,6 +117,8 @@ _FLAG_ADVICE: Final[dict[str, str]] = {
     "they are given",
     "disable_log_requests": f"{LEAVE_OUT}requests are not logged; `--access-log` logs them",
     "disable_uvicorn_access_log": f"{LEAVE_OUT}requests are not logged; `--access-log` logs them",
+    "enable_prefix_caching": f"{LEAVE_OUT}the prefix cache is on; `--no-enable-prefix-caching` "
+    "switches it off",
     "enable_auto_tool_choice": f"{LEAVE_OUT}tool calls are read in any case",
     "enable_log_requests": "`--access-log` logs requests, without prompts",
     "enable_per_request_metrics": f"{LEAVE_OUT}responses have `metrics` in any case",
@@ -161,7 +162,7 @@ def flag_advice(flag: str) -> str:
     """The end of an error about a flag of `vllm serve` that `paceline serve` lacks.
 
     Args:
-        flag: The flag, such as --enforce-eager or --no-enable-prefix-caching.
+        flag: The flag, such as --enforce-eager or --no-enable-chunked-prefill.
 
     Returns:
         As for `advice_end`.

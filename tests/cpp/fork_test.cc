@@ -55,6 +55,7 @@ using testing::TinyModel;
 ExecutorOptions options_of(int32_t k) {
   ExecutorOptions options = testing::small_engine_options(k);
   options.poison_freed_blocks = true;
+  options.enable_prefix_caching = false;  // it would share prompts, too
   return options;
 }
 
@@ -129,6 +130,7 @@ TEST(Fork, SamplesEqualSeparateRequests) {
       options.speculative.ngram_max = 3;
     }
     options.block_size = pick(1, 8, 16, 32);
+    options.enable_prefix_caching = seed % 2 == 0;
     options.prefill_chunk_size = pick(0, 16, 3);
     options.max_num_seqs = pick(8, 8, 3, 1);
     options.device_lateness = pick(0, 1, 2);

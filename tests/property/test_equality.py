@@ -3,8 +3,10 @@
 
 Axes: family x drafter x k x block size x prefill chunk x batch x driver x early stop of drafting x
 position of drafts x device lateness x temperature x truncation, penalties and bias x window lists x
-size of the KV pool x neighbours that are cancelled at random x samples per request. The reference
-runs every sample as a separate plain request. Assistants of Gemma 4 draft for its targets only.
+size of the KV pool x neighbours that are cancelled at random x samples per request x prefix cache.
+The prompts are branches of a random tree, and with the prefix cache all jobs run twice. The
+reference runs every sample as a separate plain request without that cache. Assistants of Gemma 4
+draft for its targets only.
 
 Level 1 (CI) runs a pairwise cover of all axes and 200 random cells; PACELINE_TEST_LEVEL=3 runs
 20,000 random cells, of more than a hundred million, which takes an hour or two.
@@ -88,6 +90,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "is_tight": (False, True),
     "has_neighbours": (False, True),
     "num_samples": (1, 3),
+    "enable_prefix_caching": (True, False),
     "num_threads": (1, 2),
     "dtype": ("float32", "bfloat16"),
 }
@@ -113,6 +116,7 @@ class Cell:
     is_tight: bool
     has_neighbours: bool
     num_samples: int
+    enable_prefix_caching: bool
     num_threads: int
     dtype: str
 
@@ -239,9 +243,17 @@ def jobs(batch: int, has_sampling: bool) -> tuple[Job, ...]:
     rng = random.Random(batch)
     asks = random.Random(-batch)
     samples = random.Random(f"sampling {batch}")
+    branches = random.Random(f"branches {batch}")
+    prompts: list[tuple[int, ...]] = []
+    for _ in range(batch):
+        prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 50)))
+        if prompts and branches.random() < 0.8:
+            other = branches.choice(prompts)
+            prompt = (*other[: branches.randint(0, len(other))], *prompt)[:50]
+        prompts.append(prompt)
     return tuple(
         Job(
-            prompt=tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 50))),
+            prompt=prompt,
             max_tokens=rng.randint(1, 32),
             seed=rng.randrange(2**40),
             stop=(rng.randrange(VOCAB),) if rng.random() < 0.3 else (),
@@ -249,7 +261,7 @@ def jobs(batch: int, has_sampling: bool) -> tuple[Job, ...]:
             prompt_logprobs=asks.choice((-1, -1, 0, MAX_LOGPROBS)),
             sampling=random_sampling(samples) if has_sampling else {},
         )
-        for _ in range(batch)
+        for prompt in prompts
     )
 
 
@@ -359,6 +371,7 @@ def options(cell: Cell, kv_cache_bytes: int) -> dict[str, Any]:
         "prefill_chunk_size": cell.chunk,
         "kv_cache_bytes": kv_cache_bytes,
         "block_size": cell.block_size,
+        "enable_prefix_caching": cell.enable_prefix_caching,
         "num_threads": cell.num_threads,
         "num_speculative_tokens": cell.k,
         "draft_driver": cell.driver,
@@ -388,6 +401,7 @@ def plain_outcomes(
             "num_threads": 1,
             "use_window_lists": use_window_lists,
             "max_logprobs": MAX_LOGPROBS,
+            "enable_prefix_caching": False,
         },
     )
     work = as_separate_requests(jobs(batch, has_sampling), num_samples)
@@ -397,7 +411,7 @@ def plain_outcomes(
         executor.close()
 
 
-totals = {"drafted": 0, "accepted": 0, "preemptions": 0, "shared": 0}
+totals = {"drafted": 0, "accepted": 0, "preemptions": 0, "shared": 0, "hits": 0, "evicted": 0}
 
 
 def check(cell: Cell, **acceptance: Any) -> None:
@@ -413,17 +427,23 @@ def check(cell: Cell, **acceptance: Any) -> None:
     )  # fmt: skip
     kv_cache_bytes = tight_bytes(cell, target, draft) if cell.is_tight else 32 << 20
     executor = _core.Executor(target.model, draft, options(cell, kv_cache_bytes) | acceptance)
+    actual: list[Outcome] = []
+    num_runs = 2 if cell.enable_prefix_caching else 1
     try:
-        actual = run(
-            executor, jobs(cell.batch, cell.has_sampling), cell.temperature,
-            neighbours=5 if cell.has_neighbours else 0, num_samples=cell.num_samples,
-        )  # fmt: skip
-        assert executor.check_integrity() == ""
-        totals["preemptions"] += executor.stats()["num_preemptions"]
-        totals["shared"] += executor.stats()["num_shared_tokens"]
+        for _ in range(num_runs):
+            actual += run(
+                executor, jobs(cell.batch, cell.has_sampling), cell.temperature,
+                neighbours=5 if cell.has_neighbours else 0, num_samples=cell.num_samples,
+            )  # fmt: skip
+            assert executor.check_integrity() == ""
+        stats = executor.stats()
+        totals["preemptions"] += stats["num_preemptions"]
+        totals["shared"] += stats["num_shared_tokens"]
+        totals["hits"] += stats["num_prefix_hit_tokens"]
+        totals["evicted"] += sum(group["evicted_blocks"] for group in stats["kv_groups"])
     finally:
         executor.close()
-    for i, (got, want) in enumerate(zip(actual, expected, strict=True)):
+    for i, (got, want) in enumerate(zip(actual, expected * num_runs, strict=True)):
         assert got.tokens == want.tokens, f"job {i} of {cell}"
         assert got.finish_reason == want.finish_reason, f"job {i} of {cell}"
         assert got.logprobs == want.logprobs, f"job {i} of {cell}"
@@ -481,3 +501,5 @@ def test_the_cells_had_drafts_preemptions_and_shared_prompts() -> None:
     if totals["drafted"] > 100_000:
         assert totals["preemptions"] > 100
         assert totals["shared"] > 10_000
+        assert totals["hits"] > 10_000
+        assert totals["evicted"] > 1_000

@@ -69,7 +69,9 @@ def test_outputs_equal_those_of_separate_requests(
         for got, want in zip(output.outputs, expected, strict=True):
             assert (got.text, got.finish_reason) == (want.text, want.finish_reason)
         # The prompt, except its last token, was computed once.
-        assert engine._executor.stats()["num_shared_tokens"] == 5 * (len(PROMPT) - 1)
+        stats = engine._executor.stats()
+        num_forked = stats["num_shared_tokens"] - stats["num_prefix_hit_tokens"]
+        assert num_forked == 5 * (len(PROMPT) - 1)
     assert (len({tuple(ids) for ids in tokens_of(expected)}) > 1) == (changes != {"temperature": 0})
 
 
@@ -100,7 +102,8 @@ def test_trained_drafters_draft_as_for_separate_requests(name: str, temperature:
                 )
         num_prompt_tokens = sum(len(llm.generate(text)[0].prompt_token_ids) for text in texts)
         stats = llm._executor.stats()
-        assert stats["num_shared_tokens"] == 4 * (num_prompt_tokens - len(texts))
+        num_forked = stats["num_shared_tokens"] - stats["num_prefix_hit_tokens"]
+        assert num_forked == 4 * (num_prompt_tokens - len(texts))
         assert stats["num_accepted_tokens"] > 0
 
 
@@ -274,7 +277,7 @@ def test_logprobs_of_every_output_and_of_the_prompt_once(
         max_num_seqs=5,
         max_model_len=128,
         block_size=8,
-        kv_cache_bytes=160 << 10,  # too few blocks for all sequences: some are preempted
+        kv_cache_bytes=120 << 10,  # too few blocks for all sequences: some are preempted
     ) as llm:
         outputs = llm.generate(prompts, params_of(n=4, **asked))
         stats = llm._executor.stats()

@@ -174,7 +174,8 @@ def test_a_port_in_use_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     ("flag", "advice"),
     [
         ("--enforce-eager", "draft_driver"),
-        ("--no-enable-prefix-caching", "no cache of prefixes"),
+        ("--no-enable-chunked-prefill", "prefill is always chunked"),
+        ("--enable-prefix-caching", "--no-enable-prefix-caching switches it off"),
         ("--enable-auto-tool-choice", "tool calls are read in any case"),
         ("--max-num-sqs=3", "did you mean --max-num-seqs"),
     ],

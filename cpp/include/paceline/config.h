@@ -92,7 +92,7 @@ struct ExecutorOptions {
   int32_t block_size = 16;  // tokens per KV block, 1..256
   // A request that begins with the tokens of an earlier one takes over their KV, where the pool
   // still has it, instead of computing it. The output is the same.
-  bool enable_prefix_caching = false;
+  bool enable_prefix_caching = true;
   int32_t num_threads = 0;  // CPU threads that run the ops, 1..1024; 0 is all cores
   // Largest number of most probable tokens whose logprobs a request may ask for, 0..64. With 0 no
   // request may ask for logprobs, and no memory is reserved for them.

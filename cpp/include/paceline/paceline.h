@@ -78,6 +78,8 @@ typedef struct paceline_options {
   double draft_stop_threshold;   // 0 is off; other values need draft_driver "while"
   int32_t ngram_min, ngram_max;  // prompt lookup instead of the drafter; both 0: off
   const char* draft_driver;      // "unrolled" (default), "replay", "while" or "eager"
+  // Not 0: prompts take over no KV of earlier requests (enable_prefix_caching is false).
+  int32_t disable_prefix_caching;
 } paceline_options;
 
 // Sets *options to the defaults. size: sizeof(paceline_options).
@@ -169,7 +171,7 @@ typedef struct paceline_event {
   int64_t total_iterations;  // iterations with drafts in which the sample emitted tokens
   int64_t total_draft_tokens;
   int64_t total_accepted_tokens;
-  int32_t num_cached_tokens;  // prompt tokens whose KV was taken over from another sample
+  int32_t num_cached_tokens;  // prompt tokens whose KV was taken over instead of computed
   // Microseconds of the steady clock.
   int64_t arrival_us;      // the request was queued
   int64_t first_token_us;  // the first output token was emitted; 0 without one

@@ -163,6 +163,7 @@ ExecutorOptions executor_options(const paceline_options& given) {
   override_with(given.prefill_chunk_size, options.prefill_chunk_size);
   override_with(given.block_size, options.block_size);
   override_with(given.num_threads, options.num_threads);
+  options.enable_prefix_caching = given.disable_prefix_caching == 0;
   override_with(given.kv_cache_bytes, options.kv_cache_bytes);
   override_with(given.gpu_memory_utilization, options.gpu_memory_utilization);
   override_with(given.max_waiting_requests, options.max_waiting_requests);

@@ -122,6 +122,8 @@ def make_executor(
             _MIN_BATCHED_TOKENS[target.model.device], workload.concurrency * (k + 1)
         ),
         "kv_cache_bytes": _kv_bytes([target] if draft is None else [target, draft], workload),
+        # Runs repeat their prompts, and each run shall compute them.
+        "enable_prefix_caching": False,
         "num_threads": num_threads,
         "num_speculative_tokens": k,
         "use_null_device": use_null_device,

@@ -76,7 +76,7 @@ _LEAVE: Final = "leave it out"
 # By field: what to do instead, and the values that are the same as leaving it out.
 REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "best_of": ("n gives the number of outputs", ()),
-    "cache_salt": ("there is no cache of prefixes across requests; leave it out", ()),
+    "cache_salt": ("all requests share the prefix cache; leave it out", ()),
     "guided_choice": (_STRUCTURED, ()),
     "guided_decoding_backend": (_STRUCTURED, ()),
     "guided_grammar": (_STRUCTURED, ()),
