@@ -89,6 +89,9 @@ class V4Spec:
         dtype: Of matrices without scales.
         vocab_size: Token ids.
         hidden: A multiple of 32 where there are scales.
+        head_dim: Elements of a head.
+        rope_dim: Those that are rotated.
+        index_dim: Elements of a head of the indexer.
     """
 
     seed: int = 0
@@ -102,6 +105,9 @@ class V4Spec:
     dtype: str = "float32"
     vocab_size: int = 128
     hidden: int = 64
+    head_dim: int = 32
+    rope_dim: int = 8
+    index_dim: int = 16
 
 
 @functools.cache
@@ -122,8 +128,8 @@ def hf_config(spec: V4Spec, *, with_mtp: bool = False) -> Any:
         num_attention_heads=4,
         num_hidden_layers=len(ratios),
         num_key_value_heads=1,
-        head_dim=32,
-        qk_rope_head_dim=8,
+        head_dim=spec.head_dim,
+        qk_rope_head_dim=spec.rope_dim,
         q_lora_rank=32,
         o_groups=2,
         o_lora_rank=32,
@@ -137,7 +143,7 @@ def hf_config(spec: V4Spec, *, with_mtp: bool = False) -> Any:
         mlp_layer_types=["hash_moe" if i < spec.hash_layers else "moe" for i in range(len(ratios))],
         # With few heads, scores are often exactly 0, and transformers may choose any of equals.
         index_n_heads=16,
-        index_head_dim=16,
+        index_head_dim=spec.index_dim,
         index_topk=spec.index_top_k,
         hc_mult=4,
         hc_sinkhorn_iters=spec.sinkhorn,
@@ -284,7 +290,7 @@ def published_config(spec: V4Spec) -> dict[str, Any]:
         "norm_topk_prob": True,
         "num_nextn_predict_layers": 1,
         "num_hash_layers": spec.hash_layers,
-        "qk_rope_head_dim": 8,
+        "qk_rope_head_dim": spec.rope_dim,
         "compress_ratios": [*spec.ratios, 0],
         "compress_rate_hca": spec.hca,
         "tie_word_embeddings": False,
@@ -488,7 +494,8 @@ class V4MtpReference:
     def attention(self, x: Tensor) -> Tensor:
         """Attention over the window, with sinks; every head has the same key and value."""
         config, length = self.config, len(x)
-        heads, dim, rope = config["num_attention_heads"], config["head_dim"], 8
+        heads, dim = config["num_attention_heads"], config["head_dim"]
+        rope = config["qk_rope_head_dim"]
         q = self.linear(self.rms(self.linear(x, "attn.wq_a"), "attn.q_norm"), "attn.wq_b")
         q = self.rotate(self.unit(q.view(length, heads, dim)), rope)
         kv = self.rotate(self.rms(self.linear(x, "attn.wkv"), "attn.kv_norm").unsqueeze(1), rope)
