@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import time
@@ -17,6 +18,9 @@ _logger = logging.getLogger("paceline.access")
 
 #: The key of a request's id in its ASGI scope.
 REQUEST_ID: Final = "paceline.request_id"
+# Ids are unique, not secret: one random number for the process, which takes time to draw.
+_PROCESS: Final = uuid.uuid4().hex[:16].encode()
+_NUMBERS: Final = itertools.count()
 _ID: Final = re.compile(rb"[\w.-]{1,128}", re.ASCII)
 # Of W3C's Trace Context: version, trace id, parent id, flags.
 _TRACEPARENT: Final = re.compile(rb"[\da-f]{2}-([\da-f]{32})-[\da-f]{16}-[\da-f]{2}")
@@ -45,7 +49,7 @@ class Exchange:
         """
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")
-        self._id = given if _ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        self._id = given if _ID.fullmatch(given) else b"%s%016x" % (_PROCESS, next(_NUMBERS))
         scope[REQUEST_ID] = self._id.decode()
         self._headers = [(b"x-request-id", self._id)]
         trace = headers.get(b"traceparent", b"")
