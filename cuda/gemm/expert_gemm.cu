@@ -59,13 +59,14 @@ void launch_expert_shape(CudaContext& ctx, const ExpertGemmParams& p, const Prod
 
 // The width of a tile: 16, 32, 64 or 128 rows.
 // - In a mixture, room for twice the mean of an expert's rows, which a random routing seldom
-//   exceeds.
+//   exceeds; up to 32 rows, of which two tiles share a multiprocessor, for one and a half times.
 // - Of one matrix, room for all rows; but narrower where that leaves most multiprocessors without a
 //   tile. Then two blocks read the same weights, the second one from L2.
 int32_t tile_width(const CudaContext& ctx, const ExpertGemmParams& p) {
   const int32_t rows = rows_to_expect(p);
-  int32_t width = rows <= 16 ? 16 : rows <= 32 ? 32 : rows <= 64 ? 64 : 128;
-  if (p.expert_begin != nullptr) return width;
+  const bool is_mixture = p.expert_begin != nullptr;
+  int32_t width = rows <= 16 ? 16 : rows <= (is_mixture ? 42 : 32) ? 32 : rows <= 64 ? 64 : 128;
+  if (is_mixture) return width;
   const auto num_blocks = [&] {
     return int64_t{(p.weight.first.n + 63) / 64} * ((rows + width - 1) / width);
   };

@@ -48,13 +48,15 @@ struct ExpertShape : Tile<RowsAre::kWeights, groups, tokens, 2> {
   static constexpr int32_t kBoxBytes = Base::kRowBytes;  // which the swizzle spans
   static constexpr int32_t kTokenWarps = tokens <= 32 ? 1 : 4;
   static constexpr int32_t kThreads = Base::kConsumers + 32 * kTokenWarps;
-  // Stages whose tokens are in flight before the producer waits for the oldest.
-  static constexpr int32_t kStagesAhead = tokens <= 64 ? 3 : 2;
+  // Stages whose tokens are in flight before the producer waits for the oldest. With three, tiles
+  // of 32 tokens would be too large for kRingBytes.
+  static constexpr int32_t kStagesAhead = tokens == 16 || tokens == 64 ? 3 : 2;
   // When the producer waits for a stage, these are still in flight, and the consumers keep one more
   // until the next one has arrived.
   static constexpr int32_t kMinStages = kStagesAhead + 2;
-  // Three narrow tiles or two of 64 tokens share a multiprocessor.
-  static constexpr int32_t kRingBytes = (tokens <= 32 ? 64 : tokens <= 64 ? 96 : 200) << 10;
+  // Two narrow tiles share a multiprocessor: while one starts or ends, the other reads.
+  static constexpr int32_t kRingBytes = (tokens <= 32 ? 100 : tokens <= 64 ? 160 : 200) << 10;
+  static_assert(kMinStages * Base::kStageBytes <= kRingBytes);
 };
 
 // Announces and requests a stage's weights; called by one thread.

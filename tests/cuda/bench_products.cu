@@ -122,7 +122,9 @@ constexpr ScaledProduct kScaledProducts[] = {
     {"expert_gemm/gpt-oss-20b/gate_up", kMxfp4, 5760, 2880, 0, 32, true},
     {"expert_gemm/gpt-oss-20b/down", kMxfp4, 2880, 2880, 0, 32},
     {"expert_gemm/gpt-oss-120b/gate_up", kMxfp4, 5760, 2880, 0, 128, true},
-    {"expert_gemm/gpt-oss-120b/down", kMxfp4, 2880, 2880, 0, 128}};
+    {"expert_gemm/gpt-oss-120b/down", kMxfp4, 2880, 2880, 0, 128},
+    {"expert_gemm/glm-4.7-flash/gate_up", WeightFormat::kPlain, 3072, 2048, 0, 64, true},
+    {"expert_gemm/glm-4.7-flash/down", WeightFormat::kPlain, 2048, 1536, 0, 64}};
 
 // An instance to time: all arrays but the integers keep what the bench fills them with.
 struct TimedProduct {
@@ -173,7 +175,8 @@ TimedProduct make_timed(const ScaledProduct& s, int32_t m) {
   // The bench rotates it, so that it needs no content here.
   const Handle weight = add("weight", Role::kInput, Element::kU8, num_matrices * matrix_bytes);
   const Handle scales =
-      s.format == WeightFormat::kMxfp4
+      scale_bytes == 0 ? kNoArray
+      : s.format == WeightFormat::kMxfp4
           ? op.add(int_array("scales", Role::kInput,
                              std::vector<uint8_t>(static_cast<size_t>(num_matrices * scale_bytes),
                                                   uint8_t{120})))
@@ -221,9 +224,9 @@ void bench_scaled(Bench& bench) {
     if (!bench.wants(s.name)) continue;
     if (!has_header) {
       std::printf(
-          "\nweights with scales, cold (scales are not); below us: TB/s of the weights and scales "
-          "that rows\nneed to %d rows, then TFLOP/s. By expert: of rows of a pass, the best %d of "
-          "random experts\n%-32s",
+          "\nweights with scales, and experts, cold (scales are not); below us: TB/s of the "
+          "weights and\nscales that rows need to %d rows, then TFLOP/s. By expert: of rows of a "
+          "pass, the best %d of\nrandom experts\n%-32s",
           kMostRowsInTbs, kTopK, "rows");
       for (const int32_t m : kGemmRows) std::printf("%8d", m);
       std::printf("\n");
