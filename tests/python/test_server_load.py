@@ -127,7 +127,7 @@ def test_none_is_lost_and_none_comes_twice(server: RunningServer) -> None:
     server.wait_until_idle()
     assert not server.allm._session._by_name and not server.allm._session._by_engine_id
     gc.collect()
-    left = [one for one in gc.get_objects() if isinstance(one, Feed | Generation | Exchange)]
+    left = [one for one in gc.get_objects() if type(one) in (Feed, Generation, Exchange)]
     assert left == []
     if IS_LONG:  # the second half takes no more memory than 1 % for 1,000 requests
         growth = sizes[-1] / sizes[len(sizes) // 2] - 1
