@@ -338,7 +338,10 @@ def _sum_up(
 
 
 def _kv_bytes(models: Sequence[BenchModel], workload: Workload) -> int:
-    """Bytes of a KV pool for all sequences in full, as if no layer had a window."""
+    """Bytes of a KV pool for all sequences in full, as if no layer had a window.
+
+    The pool is divided into slabs, of which every KV group needs a few: the 256 MiB are for those.
+    """
     tokens = workload.concurrency * (workload.input_len + workload.output_len + 64)
     item = max(model.item_bytes for model in models)
     per_token = sum(
@@ -346,7 +349,7 @@ def _kv_bytes(models: Sequence[BenchModel], workload: Workload) -> int:
         for model in models
         for layer in model.config["layers"]
     )
-    return int(tokens * per_token * 5 // 4) + (16 << 20)
+    return int(tokens * per_token * 5 // 4) + (256 << 20)
 
 
 def _percentile(values: Sequence[float], share: float) -> float:
