@@ -298,7 +298,8 @@ class RunningLLM:
             prompt: A string, or a sequence of token ids; at most `max_model_len` tokens.
             layers: Which, with the indices of `output_hidden_states` in transformers: 0 = the
                 embeddings, i = the output of the i-th layer, and the number of layers = the output
-                of the final norm. Negative indices count from the end.
+                of the final norm. Negative indices count from the end. A model with several
+                residual streams (DeepSeek-V4) has the last of these only.
             on_device: Leave them in the memory of the LLM's device.
 
         Returns:

@@ -179,3 +179,18 @@ def test_dummy_weights_and_the_bench(tmp_path: Path) -> None:
     assert main([*argv, "--speculative-config", json.dumps(mtp(3))]) == 0
     rows = read_json(tmp_path / "rows.json")["rows"]
     assert [row["configuration"] for row in rows] == ["plain", "k=3"]
+
+
+def test_cached_prefixes_change_no_token() -> None:
+    prefix = [(7 * j) % 128 for j in range(120)]
+    prompts = [prefix + [i] * (i + 1) for i in range(6)]
+    params = SamplingParams(temperature=1.0, seed=7, max_tokens=30, ignore_eos=True)
+    found = []
+    for config in (None, mtp(5)):
+        with LLM(make(SPEC), speculative_config=config, block_size=4, **ENGINE) as llm:
+            for _ in range(2):
+                found.append(
+                    [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+                )
+            assert llm.stats()["prefix_cache"]["num_hit_tokens"] > 500
+    assert found[1:] == found[:1] * 3
