@@ -26,7 +26,13 @@ K = 3
 MAX_TOKENS = 20
 PARAMS = [
     SamplingParams(temperature=0.8, seed=5, max_tokens=MAX_TOKENS),
-    SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, frequency_penalty=0.5, logprobs=2),
+    SamplingParams(
+        temperature=0.0,
+        max_tokens=MAX_TOKENS,
+        frequency_penalty=0.5,
+        repetition_penalty=1.5,
+        logprobs=2,
+    ),
 ]
 TARGETS = {
     "full": TinySpec("llama", seed=1),
@@ -56,7 +62,9 @@ def generated(llm: LLM, params: SamplingParams) -> tuple[list[Any], list[int]]:
         (output,) = llm.generate([prompts(tokens or [[]])[i]], params)
         assert output.error is None
         tokens.append(output.outputs[0].token_ids)
-        results.append((tokens[-1], output.outputs[0].logprobs))
+        # The drafter's KV shows in how many drafts are accepted only.
+        drafts = output.metrics.speculative_decoding
+        results.append((tokens[-1], output.outputs[0].logprobs, drafts))
         cached.append(output.num_cached_tokens)
     assert llm._executor.check_integrity() == ""
     return results, cached
