@@ -13,11 +13,14 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <variant>
 #include <vector>
 
 #include "cpp/engine_options.h"
+#include "model/model_impl.h"
 #include "support/described_model.h"
 #include "support/errors.h"
+#include "support/raw_models.h"
 #include "support/tiny_models.h"
 
 namespace paceline {
@@ -27,8 +30,11 @@ using testing::build_tiny;
 using testing::encode;
 using ::testing::HasSubstr;
 using testing::message_of;
+using testing::random_raw_model;
+using testing::RawModel;
 using testing::small_engine_options;
 using testing::tiny_config;
+using testing::tiny_config_json;
 using testing::tiny_model;
 using testing::tiny_shapes;
 using testing::tiny_values;
@@ -63,6 +69,28 @@ TEST(WeightUpdate, EqualsANewModel) {
     update_models(std::vector<ModelUpdate>{{.model = model, .tensors = weights.tensors}});
     EXPECT_EQ(model_weight_arena(*model), arena_of(weights, dtype));
   }
+}
+
+// A shared expert lies behind the other experts.
+TEST(WeightUpdate, EqualsANewModelWithASharedExpert) {
+  const std::string json = tiny_config_json({.is_gemma = false,
+                                             .num_experts = 4,
+                                             .is_interleaved = false,
+                                             .is_deepseek = true,
+                                             .shared_intermediate = 48,
+                                             .is_per_expert = true});
+  const auto model = random_raw_model(json, 1).build();
+  const RawModel other = random_raw_model(json, 2);
+  ASSERT_TRUE(std::get<MoeMlp>(model->config.layers[0].mlp).joins_shared());
+  std::vector<NamedTensor> tensors;
+  for (const auto& [name, tensor] : other.tensors) {
+    tensors.push_back({.name = name,
+                       .dtype = DType::kFloat32,
+                       .shape = tensor.shape,
+                       .data = tensor.values.data()});
+  }
+  update_models(std::vector<ModelUpdate>{{.model = model, .tensors = tensors}});
+  EXPECT_EQ(model_weight_arena(*model), model_weight_arena(*other.build()));
 }
 
 TEST(WeightUpdate, RefusesBeforeItWrites) {

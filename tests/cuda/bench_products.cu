@@ -108,6 +108,7 @@ struct ScaledProduct {
   int32_t scale_cols = 0;   // kFp8: 128 for tiles of 128 rows, 0 for a scale a row
   int32_t num_experts = 0;  // 0: one matrix, a product of `gemm`
   bool is_gathered = false;
+  bool has_shared = false;  // one more expert with all rows
 };
 constexpr int32_t kTopK = 4;
 constexpr WeightFormat kMxfp4 = WeightFormat::kMxfp4;
@@ -124,7 +125,13 @@ constexpr ScaledProduct kScaledProducts[] = {
     {"expert_gemm/gpt-oss-120b/gate_up", kMxfp4, 5760, 2880, 0, 128, true},
     {"expert_gemm/gpt-oss-120b/down", kMxfp4, 2880, 2880, 0, 128},
     {"expert_gemm/glm-4.7-flash/gate_up", WeightFormat::kPlain, 3072, 2048, 0, 64, true},
-    {"expert_gemm/glm-4.7-flash/down", WeightFormat::kPlain, 2048, 1536, 0, 64}};
+    {"expert_gemm/glm-4.7-flash/down", WeightFormat::kPlain, 2048, 1536, 0, 64},
+    // Its shared expert among the others, and alone.
+    {"expert_gemm/glm-4.7-flash/joined_gate_up", WeightFormat::kPlain, 3072, 2048, 0, 64, true,
+     true},
+    {"expert_gemm/glm-4.7-flash/joined_down", WeightFormat::kPlain, 2048, 1536, 0, 64, false, true},
+    {"gemm/glm-4.7-flash/shared_gate_up", WeightFormat::kPlain, 3072, 2048},
+    {"gemm/glm-4.7-flash/shared_down", WeightFormat::kPlain, 2048, 1536}};
 
 // An instance to time: all arrays but the integers keep what the bench fills them with.
 struct TimedProduct {
@@ -148,14 +155,14 @@ TimedProduct make_timed(const ScaledProduct& s, int32_t m) {
     w.scale_rows = s.scale_cols == 0 ? 1 : 128;
     w.scale_cols = s.scale_cols == 0 ? s.k : s.scale_cols;
   }
-  const int32_t num_matrices = std::max(s.num_experts, 1);
+  const int32_t num_matrices = std::max(s.num_experts, 1) + (s.has_shared ? 1 : 0);
   const int64_t matrix_bytes = w.data_bytes();
   const int64_t scale_bytes = w.scales_bytes();
   const Rows batch = first_rows(m, m);
-  const ExpertRows routed = is_mixture
-                                ? expert_rows_of(Routed::kRandom, s.num_experts, kTopK, batch, 1)
-                                : ExpertRows{.expert_begin = {0, m}};
-  timed.rows = is_mixture ? int64_t{m} * kTopK : m;
+  const ExpertRows routed =
+      is_mixture ? expert_rows_of(Routed::kRandom, s.num_experts, kTopK, batch, 1, s.has_shared)
+                 : ExpertRows{.expert_begin = {0, m}};
+  timed.rows = routed.expert_begin.back();
   int32_t hit = 0;
   for (int32_t e = 0; e < num_matrices; ++e) {
     if (routed.expert_begin[e + 1] > routed.expert_begin[e]) ++hit;
