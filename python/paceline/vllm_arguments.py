@@ -117,8 +117,6 @@ _FLAG_ADVICE: Final[dict[str, str]] = {
     "they are given",
     "disable_log_requests": f"{LEAVE_OUT}requests are not logged; `--access-log` logs them",
     "disable_uvicorn_access_log": f"{LEAVE_OUT}requests are not logged; `--access-log` logs them",
-    "enable_prefix_caching": f"{LEAVE_OUT}the prefix cache is on; `--no-enable-prefix-caching` "
-    "switches it off",
     "enable_auto_tool_choice": f"{LEAVE_OUT}tool calls are read in any case",
     "enable_log_requests": "`--access-log` logs requests, without prompts",
     "enable_per_request_metrics": f"{LEAVE_OUT}responses have `metrics` in any case",

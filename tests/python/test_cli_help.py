@@ -63,8 +63,9 @@ def test_helps_name_the_default() -> None:
         if stated is None:
             lacking.append(f"{name}: no default")
         elif action.nargs == 0:
-            if stated[1] != "off":
-                lacking.append(f"{name}: a switch is off by default")
+            is_on = isinstance(action, argparse.BooleanOptionalAction) and action.default
+            if stated[1] != ("on" if is_on else "off"):
+                lacking.append(f"{name}: a switch is off by default, unless it has a --no- form")
         elif action.default is not None:
             default = f"{action.default:g}" if isinstance(action.default, float) else action.default
             if stated[1] != str(default):

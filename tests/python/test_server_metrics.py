@@ -95,6 +95,21 @@ def test_figures_are_those_of_the_engine(server: RunningServer) -> None:
         assert after[f"paceline_kv_group_max_blocks{{{labels}}}"] == group["max_blocks"]
 
 
+def test_hits_of_the_prefix_cache_are_counted(server: RunningServer) -> None:
+    before = figures(server)
+    body = {"prompt": [7] * 50, "max_tokens": 1, "seed": 1}
+    server.result(COMPLETIONS, body)
+    usage = server.result(COMPLETIONS, body)["usage"]
+    hit = usage["prompt_tokens_details"]["cached_tokens"]
+    after = figures(server)
+    for prefix in ("paceline_", "vllm:"):
+        names = [f"{prefix}prefix_cache_{what}_total" for what in ("queries", "hits")]
+        queries, hits = (after[name] - before[name] for name in names)
+        assert hits == hit > 0 and queries == 100
+    blocks = [name for name in after if name.startswith("paceline_kv_group_hit_blocks_total")]
+    assert len(blocks) == 4 and all(after[name] > before[name] for name in blocks)
+
+
 def test_ids_and_traces_come_back(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     with caplog.at_level(logging.INFO, "paceline.access"), RunningServer(llm) as server:

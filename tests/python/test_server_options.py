@@ -53,6 +53,11 @@ def test_the_command_line_comes_before_environment_and_file(tmp_path: Path) -> N
     # The file itself, and what it has, can come from the environment.
     args = read(PACELINE_CONFIG=str(config), PACELINE_ACCESS_LOG="false", PACELINE_MODEL="other")
     assert args.access_log is False and args.model == "other" and args.max_num_seqs == 3
+    assert args.enable_prefix_caching is True
+    assert read("--no-enable-prefix-caching").enable_prefix_caching is False
+    assert read(PACELINE_ENABLE_PREFIX_CACHING="0").enable_prefix_caching is False
+    args = read("--enable-prefix-caching", PACELINE_ENABLE_PREFIX_CACHING="false")
+    assert args.enable_prefix_caching is True
     assert read(PACELINE_SERVED_MODEL_NAME="x y").served_model_name == ["x", "y"]
 
 
@@ -175,7 +180,6 @@ def test_a_port_in_use_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("--enforce-eager", "draft_driver"),
         ("--no-enable-chunked-prefill", "prefill is always chunked"),
-        ("--enable-prefix-caching", "--no-enable-prefix-caching switches it off"),
         ("--enable-auto-tool-choice", "tool calls are read in any case"),
         ("--max-num-sqs=3", "did you mean --max-num-seqs"),
     ],

@@ -308,10 +308,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help=f"tokens per KV block, 1 to {MAX_BLOCK_SIZE} (default: 16)",
     )
     group.add_argument(
-        "--no-enable-prefix-caching",
-        action="store_true",
-        help="compute prompts anew instead of taking over the KV of earlier requests that begin "
-        "with the same tokens (default: off)",
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="take over the KV of earlier requests that begin with the same tokens; with --no- "
+        "compute prompts anew (default: on)",
     )
     group.add_argument(
         "--num-threads",
@@ -407,7 +408,7 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "max_model_len": args.max_model_len,
         "kv_cache_bytes": args.kv_cache_bytes,
         "block_size": args.block_size,
-        "enable_prefix_caching": not args.no_enable_prefix_caching,
+        "enable_prefix_caching": args.enable_prefix_caching,
         "num_threads": args.num_threads,
         "chat_template": args.chat_template,
     }

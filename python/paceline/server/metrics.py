@@ -200,6 +200,18 @@ def _add_engine(
             "Prompt tokens whose KV was taken over instead of being computed.",
             None,
         ),
+        (
+            "prefix_cache_queries",
+            "num_prefix_query_tokens",
+            "Prompt tokens that the prefix cache was asked for.",
+            "prefix_cache_queries",
+        ),
+        (
+            "prefix_cache_hits",
+            "num_prefix_hit_tokens",
+            "Prompt tokens that the prefix cache had.",
+            "prefix_cache_hits",
+        ),
         ("generation_tokens", "num_emitted_tokens", "Tokens delivered.", "generation_tokens"),
         ("iterations", "num_iterations", "Iterations.", None),
         ("preemptions", "num_preemptions", "Preemptions.", "num_preemptions"),
@@ -234,13 +246,16 @@ def _add_engine(
         )
         for i, (name, group) in enumerate(zip(groups, engine["kv_groups"], strict=True))
     ]
-    for state in ("held", "quarantined", "max"):
-        families.add(
-            gauge,
-            f"kv_group_{state}_blocks",
-            f"Blocks of a KV group: {state}.",
-            [(labels, group[f"{state}_blocks"]) for labels, group in named],
-        )
+    for kind, what, text in (
+        (gauge, "held", "Blocks of a KV group that outputs hold."),
+        (gauge, "quarantined", "Blocks of a KV group that wait for iterations in flight."),
+        (gauge, "cached", "Blocks of a KV group that no output holds, in the prefix cache."),
+        (gauge, "max", "Blocks of a KV group if it had the whole pool."),
+        (counter, "hit", "Blocks of a KV group taken over from the prefix cache."),
+        (counter, "evicted", "Cached blocks of a KV group that made room for others."),
+    ):
+        counts = [(labels, group[f"{what}_blocks"]) for labels, group in named]
+        families.add(kind, f"kv_group_{what}_blocks", text, counts)
     families.add(gauge, "uptime_seconds", "Since the engine started.", engine["uptime_s"])
     families.add(gauge, "info", "The version.", [({"version": paceline.__version__}, 1)])
 

@@ -113,4 +113,6 @@ def _switch(action: argparse.Action, value: Any, source: str) -> bool:
     is_on = _SWITCHES.get(str(value).lower())
     if is_on is None:
         raise ValueError(f"{source} is {shorten(value)}; allowed: true or false")
+    if isinstance(action, argparse.BooleanOptionalAction):
+        return is_on
     return is_on if action.const else not is_on
