@@ -14,6 +14,7 @@
 #include "model/kv_shapes.h"
 #include "speculate/row_ops.h"
 #include "support/acceptance.h"
+#include "support/compressed_models.h"
 #include "support/tiny_models.h"
 #include "wire/batch_shape.h"
 #include "wire/blocks.h"
@@ -28,8 +29,14 @@ using testing::TinyModel;
 
 struct SelfDraft {
   explicit SelfDraft(int32_t k, bool use_window_lists = false, int32_t lateness = 0,
-                     std::vector<int32_t> windows = {8, 0, 24}, int32_t kv_lora_rank = 0) {
-    model = tiny_model(TinyModel{.windows = std::move(windows), .kv_lora_rank = kv_lora_rank}, 5);
+                     std::vector<int32_t> windows = {8, 0, 24}, int32_t kv_lora_rank = 0)
+      : SelfDraft(
+            tiny_model(TinyModel{.windows = std::move(windows), .kv_lora_rank = kv_lora_rank}, 5),
+            k, use_window_lists, lateness) {}
+
+  SelfDraft(std::shared_ptr<const Model> of_model, int32_t k, bool use_window_lists = false,
+            int32_t lateness = 0)
+      : model(std::move(of_model)) {
     layout = plan_kv_layout(kv_layer_shapes(model->config), kv_layer_shapes(model->config), 8,
                             DType::kFloat32, 8 << 20);
     const int32_t max_in_flight = std::max(2, lateness + 1);
@@ -82,6 +89,43 @@ TEST(PlantedFault, SkippedAdvanceOfOneGroup) {
                               [](Program& program) {
                                 for (AdvanceParams* p : program.params_of(advance_draft_step)) {
                                   --p->num_groups;
+                                }
+                              }),
+        1.0);
+  }
+}
+
+TEST(PlantedFault, SkippedAdvanceOfAnyGroupOfCompressedAttention) {
+  // Windows, and the tails and the entries of both kinds of compressors.
+  const SelfDraft setup(testing::compressed_model({.ratios = {0, 4, 16}}, 5), 6);
+  const std::vector<KvGroup>& groups = setup.layout.groups;
+  ASSERT_EQ(groups.size(), 2 * 5u);
+  EXPECT_EQ(self_draft_acceptance(setup, sound), 1.0);
+  for (int32_t skipped = 0; skipped < 5; ++skipped) {
+    EXPECT_LT(
+        self_draft_acceptance(setup,
+                              [&](Program& program) {
+                                for (AdvanceParams* p : program.params_of(advance_draft_step)) {
+                                  p->groups[skipped] = p->groups[--p->num_groups];
+                                }
+                              }),
+        1.0)
+        << kv_kind_name(groups[static_cast<size_t>(5 + skipped)].kind);
+  }
+}
+
+// An entry that becomes visible one token early or late in draft steps alone.
+TEST(PlantedFault, EntriesThatDraftStepsSeeTooEarlyOrTooLate) {
+  const SelfDraft setup(testing::compressed_model({.ratios = {4, 16}}, 5), 6);
+  for (const int32_t ratio : {3, 5}) {
+    EXPECT_LT(
+        self_draft_acceptance(setup,
+                              [&](Program& program) {
+                                for (AdvanceParams* p : program.params_of(advance_draft_step)) {
+                                  for (AdvanceGroup& group : p->groups) {
+                                    if (group.table.tokens_per_entry != 4) continue;
+                                    group.table.tokens_per_entry = ratio;
+                                  }
                                 }
                               }),
         1.0);

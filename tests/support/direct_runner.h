@@ -17,6 +17,7 @@
 #include "kv/kv_layout.h"
 #include "kv/sequence_blocks.h"
 #include "model/kv_shapes.h"
+#include "support/kv_layers.h"
 #include "wire/batch_shape.h"
 #include "wire/blocks.h"
 #include "wire/sequence_result.h"
@@ -167,17 +168,26 @@ class DirectRunner {
   // What one position stores in every layer of a group.
   [[nodiscard]] std::vector<std::byte> kv_of(int32_t slot, GroupId g, int32_t position) const {
     const KvGroup& group = layout_.groups[g];
-    const BlockId block = sequences_[slot]->blocks.table(g)[position / group.block_size];
-    const int64_t token_bytes =
-        int64_t{group.num_kv_heads} * group.head_dim * dtype_bytes(group.dtype);
     std::vector<std::byte> bytes;
-    const int32_t parts = kv_parts(group.kind);  // K and V alternate
-    for (size_t part = 0; part < group.layers.size() * parts; ++part) {
-      const std::byte* at = kv_pool_ + block * group.block_bytes +
-                            static_cast<int64_t>(part) * group.layer_bytes / parts +
-                            position % group.block_size * token_bytes;
-      const std::vector<std::byte> token = download(at, token_bytes);
-      bytes.insert(bytes.end(), token.begin(), token.end());
+    if (!completes_entry(group.kind, position)) return bytes;
+    const int32_t entry = num_entries(group.kind, position);
+    const BlockId block = sequences_[slot]->blocks.table(g)[entry / group.block_size];
+    const std::byte* const of_block = kv_pool_ + block * group.block_bytes;
+    // The parts of a layer in a block: K and V, or entries, or entries and the indexer's keys.
+    std::vector<int64_t> parts(static_cast<size_t>(kv_parts(group.kind)),
+                               int64_t{group.num_kv_heads} * group.head_dim);
+    if (const auto* compressed = std::get_if<CompressedKv>(&group.kind)) {
+      parts.push_back(compressed->index_dim);
+    }
+    int64_t offset = 0;
+    for (size_t layer = 0; layer < group.layers.size(); ++layer) {
+      for (const int64_t elements : parts) {
+        const int64_t entry_bytes = elements * dtype_bytes(group.dtype);
+        const std::byte* const at = of_block + offset + entry % group.block_size * entry_bytes;
+        const std::vector<std::byte> part = download(at, entry_bytes);
+        bytes.insert(bytes.end(), part.begin(), part.end());
+        offset += group.block_size * entry_bytes;
+      }
     }
     return bytes;
   }

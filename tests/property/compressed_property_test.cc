@@ -1,0 +1,318 @@
+// SPDX-License-Identifier: Apache-2.0
+// Compressed attention in models like DeepSeek-V4: rows have the same bits in every way of
+// computing them, also after drafts were rejected at any place around the last token of an entry,
+// and faults that are planted in recorded programs are seen.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "device/program.h"
+#include "executor/cpu_runner.h"
+#include "ops/compressed.h"
+#include "support/compressed_models.h"
+#include "support/invariance.h"
+#include "support/seed.h"
+
+namespace paceline {
+namespace {
+
+using testing::by_chunks;
+using testing::by_windows;
+using testing::compressed_model;
+using testing::CompressedModel;
+using testing::DirectOptions;
+using testing::DirectRunner;
+using testing::expect_same_bits;
+using testing::random_tokens;
+using testing::Trace;
+
+constexpr int32_t kVocab = 64;
+
+// Layers with a window alone, with overlap and an indexer, and at DeepSeek-V4's other ratio.
+const std::vector<int32_t> kRatios = {0, 4, 128, 4};
+
+DirectOptions direct_options() {
+  DirectOptions options;
+  options.max_model_len = 640;
+  options.max_verify_rows = 640;
+  options.pool_bytes = 64 << 20;
+  return options;
+}
+
+// Verify windows of width k + 1 from position `first` on. Of a window's drafts the first
+// `num_right(base)` are the true tokens and the others are wrong; the next window then begins after
+// the right ones, as after a rejection. `before_window(base)` runs before each.
+struct Windows {
+  int32_t first;
+  int32_t k;
+  std::function<int32_t(int32_t)> num_right;
+  std::function<void(Program&)> plant = [](Program&) {};
+  std::function<void(int32_t)> before_window = [](int32_t) {};
+};
+
+Trace by_rejected_windows(const std::shared_ptr<const Model>& model,
+                          const std::vector<int32_t>& tokens, const Windows& windows) {
+  DirectOptions options = direct_options();
+  options.num_draft_tokens = windows.k;
+  DirectRunner direct(model, nullptr, options);
+  for (Program* const program : dynamic_cast<CpuRunner&>(direct.runner()).programs()) {
+    windows.plant(*program);
+  }
+  const auto length = static_cast<int32_t>(tokens.size());
+  direct.start(0, {tokens.begin(), tokens.begin() + windows.first}, length + windows.k + 1);
+  Trace trace;
+  direct.plan(0, RowKind::kScore, 0, windows.first);
+  direct.run();
+  for (auto& row : direct.logits_of(0)) trace.logits.push_back(std::move(row));
+  for (int32_t base = windows.first; base < length;) {
+    const int32_t num_right = std::min(windows.num_right(base), length - base - 1);
+    std::vector<int32_t> drafts;
+    for (int32_t i = 0; i < windows.k; ++i) {
+      drafts.push_back(i < num_right ? tokens[static_cast<size_t>(base + 1 + i)]
+                                     : (base + 7 * i) % kVocab);
+    }
+    direct.set_known(0, {tokens.begin(), tokens.begin() + base + 1}, drafts);
+    direct.plan(0, RowKind::kDecode, 0, windows.k + 1);
+    windows.before_window(base);
+    direct.run();
+    const auto rows = direct.logits_of(0);
+    for (int32_t r = 0; r <= num_right; ++r) trace.logits.push_back(rows[static_cast<size_t>(r)]);
+    base += num_right + 1;
+  }
+  testing::collect_kv(direct, direct.layout(), length, trace);
+  return trace;
+}
+
+TEST(CompressedInvariance, SameBitsOnEveryPath) {
+  const uint64_t first_seed = testing::seed_from_env(1);
+  for (uint64_t seed = first_seed; seed < first_seed + 4; ++seed) {
+    SCOPED_TRACE("PACELINE_SEED=" + std::to_string(seed));
+    std::mt19937_64 random(seed);
+    const DType dtype = seed % 2 == 0 ? DType::kBFloat16 : DType::kFloat32;
+    const auto model = compressed_model({.ratios = kRatios}, seed, dtype);
+    // Across attention chunks, three entries of the large ratio and the indexer's top_k.
+    const auto length = static_cast<int32_t>(390 + random() % 40);
+    const std::vector<int32_t> tokens = random_tokens(random, length, kVocab);
+    DirectOptions options = direct_options();
+    const Trace reference = by_chunks(model, tokens, {length}, options, 0, random);
+    std::vector<int32_t> chunks;
+    for (int32_t left = length; left > 0;) {
+      chunks.push_back(static_cast<int32_t>(1 + random() % std::min(left, 50)));
+      left -= chunks.back();
+    }
+    expect_same_bits(by_chunks(model, tokens, chunks, options, 2, random), reference);
+    expect_same_bits(by_chunks(model, tokens, std::vector<int32_t>(length, 1), options, 0, random),
+                     reference);
+    options.num_threads = 2;
+    for (const int32_t k : {0, 3, 16}) {
+      expect_same_bits(by_windows(model, tokens, 30, k, options), reference);
+    }
+    options.block_size = 3;
+    const Trace small = by_windows(model, tokens, 17, 3, options);
+    ASSERT_EQ(small.logits, reference.logits);
+  }
+}
+
+// Every number of accepted drafts at every place of a window relative to the ends of entries.
+TEST(CompressedInvariance, RejectionsAtEveryPlaceLeaveNoTrace) {
+  const auto model = compressed_model({.ratios = kRatios}, 3);
+  std::mt19937_64 random(9);
+  const int32_t length = 420;
+  const std::vector<int32_t> tokens = random_tokens(random, length, kVocab);
+  const Trace reference = by_chunks(model, tokens, {length}, direct_options(), 0, random);
+  for (const int32_t k : {1, 3, 16}) {
+    std::set<std::pair<int32_t, int32_t>> small_places;  // window begin modulo 4, accepted drafts
+    std::set<std::pair<int32_t, int32_t>> large_places;  // the last token of a large entry in the
+                                                         // window, accepted drafts
+    const int32_t num_runs = k == 16 ? 50 : 12;
+    for (int32_t run = 0; run < num_runs && !HasFailure(); ++run) {
+      // Near the end of a large entry the window begins, run by run, at each of its last tokens.
+      const auto num_right = [&](int32_t base) {
+        const int32_t to_end = 127 - base % 128;
+        int32_t accepted = static_cast<int32_t>(random() % static_cast<uint64_t>(k + 1));
+        if (to_end > k && to_end <= 3 * k) {
+          accepted =
+              std::min(k, std::max(0, to_end - 1 - static_cast<int32_t>(random() % (k + 1))));
+        }
+        small_places.insert({base % 4, accepted});
+        if (to_end <= k) large_places.insert({to_end, accepted});
+        return accepted;
+      };
+      expect_same_bits(
+          by_rejected_windows(model, tokens, {.first = 90, .k = k, .num_right = num_right}),
+          reference);
+    }
+    EXPECT_EQ(small_places.size(), static_cast<size_t>(4 * (k + 1))) << "k " << k;
+    EXPECT_GT(large_places.size(), static_cast<size_t>((k + 1) * (k + 1) / 2)) << "k " << k;
+  }
+}
+
+// The rows of a window, where each row is, and what the fault says that it sees.
+constexpr int32_t kWidth = 17;
+struct Seen {
+  std::map<int32_t, std::array<int32_t, kWidth>> entry_end;  // by tokens per entry
+  std::array<int32_t, kWidth> window_begin;
+  std::array<int32_t, kWidth> window_end;
+
+  void set(int32_t base, int32_t window, int32_t entry_shift, int32_t window_shift) {
+    for (int32_t row = 0; row < kWidth; ++row) {
+      const int32_t position = base + row;
+      for (auto& [ratio, ends] : entry_end) {
+        ends[static_cast<size_t>(row)] = (position + 1 + entry_shift) / ratio;
+      }
+      const int32_t last = position + window_shift;
+      window_begin[static_cast<size_t>(row)] = std::max(last - window + 1, 0);
+      window_end[static_cast<size_t>(row)] = last + 1;
+    }
+  }
+};
+
+TEST(PlantedFault, CompressedAttentionSeesThemAll) {
+  const CompressedModel shape{.ratios = kRatios};
+  const auto model = compressed_model(shape, 3);
+  std::mt19937_64 random(9);
+  const int32_t length = 300;
+  const std::vector<int32_t> tokens = random_tokens(random, length, kVocab);
+  const Trace sound = by_chunks(model, tokens, {length}, direct_options(), 0, random);
+  Seen seen{.entry_end = {{4, {}}, {128, {}}}, .window_begin = {}, .window_end = {}};
+
+  const auto attentions = [](Program& program) {
+    return program.params_of<CompressedAttentionParams>(compressed_attention);
+  };
+  const auto plant_entries = [&](Program& program, int32_t ratio) {
+    for (auto* p : attentions(program)) {
+      if (p->entry_end != nullptr && p->entry_table.tokens_per_entry == ratio) {
+        p->entry_end = seen.entry_end.at(ratio).data();
+      }
+    }
+    if (ratio != 4) return;
+    for (auto* p : program.params_of<IndexScoresParams>(index_scores)) {
+      p->entry_end = seen.entry_end.at(4).data();
+    }
+    for (auto* p : program.params_of<ChooseEntriesParams>(choose_entries)) {
+      p->entry_end = seen.entry_end.at(4).data();
+    }
+  };
+  const auto plant_window = [&](Program& program) {
+    for (auto* p : attentions(program)) {
+      p->window_begin = seen.window_begin.data();
+      p->window_end = seen.window_end.data();
+    }
+  };
+  const auto plant_all = [&](Program& program) {
+    plant_entries(program, 4);
+    plant_entries(program, 128);
+    plant_window(program);
+  };
+  // The rope of layers without a compressor.
+  const auto other_rope = [](Program& program, LatentRope& rope) {
+    const LatentRope& other =
+        program.params_of<AppendWindowEntriesParams>(append_window_entries).at(0)->rope;
+    rope.cos = other.cos;
+    rope.sin = other.sin;
+  };
+  struct Fault {
+    const char* name;
+    std::function<void(Program&)> plant;
+    int32_t entry_shift = 0;
+    int32_t window_shift = 0;
+  };
+  const std::vector<Fault> faults = {
+      {"an entry of 4 tokens is visible one token early",
+       [&](Program& program) { plant_entries(program, 4); }, 1},
+      {"an entry of 4 tokens is visible one token late",
+       [&](Program& program) { plant_entries(program, 4); }, -1},
+      {"an entry of 128 tokens is visible one token early",
+       [&](Program& program) { plant_entries(program, 128); }, 1},
+      {"an entry of 128 tokens is visible one token late",
+       [&](Program& program) { plant_entries(program, 128); }, -1},
+      {"the window of the row before", plant_window, 0, -1},
+      {"the entries that the row before has chosen",
+       [](Program& program) {
+         for (auto* p : program.params_of<ChooseEntriesParams>(choose_entries)) {
+           p->chosen += p->top_k;
+           ++p->num_chosen;
+         }
+       }},
+      {"queries with the rope of the other kind of layer",
+       [&](Program& program) {
+         for (auto* p : program.params_of<RotateHeadsParams>(rotate_heads)) {
+           if (p->has_norm) other_rope(program, p->rope);
+         }
+       }},
+      {"outputs rotated back by the rope of the other kind of layer",
+       [&](Program& program) {
+         for (auto* p : program.params_of<RotateHeadsParams>(rotate_heads)) {
+           if (p->is_inverse) other_rope(program, p->rope);
+         }
+       }},
+      {"compressed entries with the rope of the other kind of layer",
+       [&](Program& program) {
+         for (auto* p : program.params_of<CompressParams>(compress)) other_rope(program, p->rope);
+       }},
+      {"compressed entries that are rotated to the position after their first",
+       [](Program& program) {
+         for (auto* p : program.params_of<CompressParams>(compress)) ++p->rope.position_offset;
+       }},
+      {"entries without overlap",
+       [](Program& program) {
+         for (auto* p : program.params_of<CompressParams>(compress)) p->overlaps = false;
+       }},
+      {"a tail that is not written",
+       [](Program& program) {
+         static int32_t no_rows = 0;
+         for (auto* p : program.params_of<AppendTailParams>(append_tail)) p->num_rows = &no_rows;
+       }},
+      {"outputs that are not rotated back",
+       [](Program& program) {
+         for (auto* p : program.params_of<RotateHeadsParams>(rotate_heads)) {
+           if (p->is_inverse) p->rope_head_dim = 0;
+         }
+       }},
+      {"no sinks",
+       [&](Program& program) {
+         for (auto* p : attentions(program)) p->sinks = nullptr;
+       }},
+  };
+  const auto run = [&](const Fault& fault) {
+    return by_rejected_windows(model, tokens,
+                               {.first = 100,
+                                .k = 5,
+                                .num_right = [](int32_t) { return 5; },
+                                .plant = fault.plant,
+                                .before_window =
+                                    [&](int32_t base) {
+                                      seen.set(base, shape.window, fault.entry_shift,
+                                               fault.window_shift);
+                                    }});
+  };
+  // The arrays of the test itself are right.
+  expect_same_bits(run({"none", plant_all}), sound);
+  for (const Fault& fault : faults) {
+    const Trace faulty = run(fault);
+    double furthest = 0;
+    for (size_t position = 0; position < sound.logits.size(); ++position) {
+      for (size_t i = 0; i < sound.logits[position].size(); ++i) {
+        const double error =
+            std::fabs(double{faulty.logits[position][i]} - sound.logits[position][i]);
+        furthest = std::isnan(error) ? 1 : std::max(furthest, error);
+      }
+    }
+    EXPECT_GT(furthest, 1e-4) << fault.name;
+  }
+}
+
+}  // namespace
+}  // namespace paceline
