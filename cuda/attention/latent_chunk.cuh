@@ -50,6 +50,23 @@ struct Position {
   int32_t quad_lane;
 };
 
+// The number of the thread. The compiler computes what follows from it here, not before a loop
+// around, where it would take registers.
+__device__ __forceinline__ int32_t thread_here() {
+  auto thread = static_cast<int32_t>(threadIdx.x);
+  asm volatile("" : "+r"(thread));
+  return thread;
+}
+
+__device__ __forceinline__ Position position_of(int32_t thread) {
+  return {.group = static_cast<int32_t>(uniform(thread / 128)),
+          .thread = thread % 128,
+          .warp = thread % 128 / 32,
+          .lane = thread % 32,
+          .quad_row = thread % 32 / 4,
+          .quad_lane = thread % 4};
+}
+
 // Calls f(row) in the lanes that own sums: those of rows `row` and `row` + 1.
 template <class S, class F>
 __device__ __forceinline__ void for_each_sum(const Position& at, const F& f) {
@@ -171,6 +188,8 @@ __device__ __forceinline__ void make_weights(float scale, const Scores<S>& s, co
       const __nv_bfloat162 pair = __floats2bfloat162_rn(p[2 * half], p[2 * half + 1]);
       pairs[2 * n + half] = *reinterpret_cast<const uint32_t*>(&pair);
     }
+    // What comes next waits, or else it would take more registers than there are.
+    if (n % 2 == 1) asm volatile("" ::: "memory");
   }
 }
 

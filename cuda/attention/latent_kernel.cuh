@@ -27,7 +27,8 @@ __device__ __forceinline__ void load_queries(const PagedAttentionParams& p, cons
                                              uint32_t to) {
   constexpr int32_t kUnits = kWidth / 8;  // of 16 bytes
   const auto* const q = static_cast<const __nv_bfloat16*>(p.qkv);
-  for (int32_t i = static_cast<int32_t>(threadIdx.x); i < S::kRows * kUnits; i += kConsumers) {
+#pragma unroll 4
+  for (int32_t i = thread_here(); i < S::kRows * kUnits; i += kConsumers) {
     const int32_t packed = i / kUnits;
     const int32_t unit = i % kUnits;
     const bool is_live = rows.is_live(packed);
@@ -100,17 +101,19 @@ __device__ __forceinline__ void add_values_to_total(bool is_first, bool is_last,
 #pragma unroll
     for (int32_t i = 0; i < kGroupSlices; ++i) {
       float* const v = state[i] + 4 * n;
-      auto* const memory =
-          reinterpret_cast<float4*>(at_total + state_at<S>(2 * i + at.group, n, at.warp, at.lane));
-      const float4 old = is_first ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : *memory;
-      v[0] = merged(old.x, v[0], factors.x, factors.y);
-      v[1] = merged(old.y, v[1], factors.z, factors.w);
-      v[2] = merged(old.z, v[2], factors.x, factors.y);
-      v[3] = merged(old.w, v[3], factors.z, factors.w);
-      if (!is_last) *memory = make_float4(v[0], v[1], v[2], v[3]);
+      // Any order will do, as no one else reads the total. Single floats, unlike groups of four,
+      // may be in any registers.
+      float* const memory = at_total + ((2 * i + at.group) * S::kRowTiles + n) * 512 + at.thread;
+#pragma unroll
+      for (int32_t e = 0; e < 4; ++e) {
+        const float old = is_first ? 0.0f : memory[e * 128];
+        v[e] = e % 2 == 0 ? merged(old, v[e], factors.x, factors.y)
+                          : merged(old, v[e], factors.z, factors.w);
+        if (!is_last) memory[e * 128] = v[e];
+      }
+      // Loads of what follows would take registers that accumulators need.
+      asm volatile("" ::: "memory");
     }
-    // Loads of further rows would take registers that accumulators need.
-    asm volatile("" ::: "memory");
   }
   sync_threads<kConsumers>(kConsumerBarrier);
 }
@@ -155,7 +158,8 @@ __device__ __forceinline__ void store_results(const PagedAttentionParams& p, con
   }
   sync_threads<kAdders>(kAdderBarrier);
   constexpr int32_t kUnits = kRank / 8;
-  for (int32_t i = static_cast<int32_t>(threadIdx.x); i < S::kRows * kUnits; i += kAdders) {
+#pragma unroll 4
+  for (int32_t i = thread_here(); i < S::kRows * kUnits; i += kAdders) {
     const int32_t packed = i / kUnits;
     const int32_t unit = i % kUnits;
     if (rows.index[packed] < 0) continue;
@@ -172,9 +176,7 @@ template <class S>
 struct TileWork {
   const PagedAttentionParams& p;
   const Plan& plan;
-  const Work& work;
-  int32_t tile;
-  const TileKeys& keys;
+  const BlockTile& tile;
   const TileRows& rows;
   std::byte* memory;
 
@@ -182,29 +184,31 @@ struct TileWork {
     return static_cast<int32_t>(blockIdx.y);
   }
   [[nodiscard]] __device__ __forceinline__ bool is_last(int32_t piece) const {
-    return piece + work.num_splits >= work.num_pieces;
+    return piece + tile.work.num_splits >= tile.work.num_pieces;
   }
   [[nodiscard]] __device__ __forceinline__ float* stored(int32_t piece) const {
-    return plan.states + (int64_t{tile} * plan.capacity + piece) * S::kStateFloats;
+    return plan.states + (int64_t{tile.index} * plan.capacity + piece) * S::kStateFloats;
   }
 };
 
 // The scorers' part of this block's pieces.
 template <class S>
 __device__ __forceinline__ void score_pieces(const TileWork<S>& of, const Ring& ring,
-                                             const Position& at, SharedArrays<S>& shared,
-                                             RingPlace<S>& place) {
+                                             SharedArrays<S>& shared, RingPlace<S>& place) {
   const uint32_t weights = uniform(shared_address(of.memory)) + S::kQBytes;
   const float scale = __fmul_rn(of.p.scale, kLog2E);
   float total_max = negative_infinity();  // of a thread's row
   int32_t turn = 0;
   bool is_first_chunk = true;
-  for (int32_t piece = of.split(); piece < of.work.num_pieces; piece += of.work.num_splits) {
+  for (int32_t piece = of.split(); piece < of.tile.work.num_pieces;
+       piece += of.tile.work.num_splits) {
     float max = negative_infinity();
-    for_each_sum<S>(at, [&](int32_t row) { shared.sums[row] = shared.sums[row + 1] = 0.0f; });
-    const int32_t end = of.work.end_chunk(piece);
+    for_each_sum<S>(position_of(thread_here()),
+                    [&](int32_t row) { shared.sums[row] = shared.sums[row + 1] = 0.0f; });
+    const int32_t end = of.tile.work.end_chunk(piece);
 #pragma unroll 1
-    for (int32_t chunk = of.work.first_chunk(piece); chunk < end; ++chunk) {
+    for (int32_t chunk = of.tile.work.first_chunk(piece); chunk < end; ++chunk) {
+      const Position at = position_of(thread_here());
       const RingPlace<S> of_chunk = {static_cast<int32_t>(uniform(place.slot)), place.parity};
       place = place.after(kSlices);
       Scores<S> s;
@@ -213,7 +217,7 @@ __device__ __forceinline__ void score_pieces(const TileWork<S>& of, const Ring& 
       // Adders do not need the slice that is no part of the values.
       if (at.lane == 0) barrier_arrive(&ring.empty[of_chunk.of_slice(kValueSlices).slot]);
       const int32_t first_key = chunk * kChunk;
-      if (first_key + kChunk > of.keys.common_end) mask_scores<S>(of.rows, first_key, at, s);
+      if (first_key + kChunk > of.tile.common_end) mask_scores<S>(of.rows, first_key, at, s);
       store_warp_maxima<S>(s, at, shared);
       sync_threads<kScorers>(kScorerBarrier);
       take_maxima<S>(scale, turn, at, max, shared);
@@ -230,54 +234,59 @@ __device__ __forceinline__ void score_pieces(const TileWork<S>& of, const Ring& 
       add_sums<S>(at, turn, weights, shared);
       turn ^= 1;
     }
-    if (of.work.stores_states) {
-      store_rows<S>(max, at, shared, of.stored(piece));
-    } else if (of.work.num_pieces > 1) {
-      add_rows_to_total<S>(piece == 0, at, max, total_max, shared);
+    if (of.tile.work.stores_states) {
+      store_rows<S>(max, position_of(thread_here()), shared, of.stored(piece));
+    } else if (of.tile.work.num_pieces > 1) {
+      add_rows_to_total<S>(piece == 0, position_of(thread_here()), max, total_max, shared);
     }
   }
-  if (of.work.stores_states) {
+  if (of.tile.work.stores_states) {
     finish_states();
   } else {
-    store_normals<S>(at, shared);
+    store_normals<S>(position_of(thread_here()), shared);
   }
 }
 
 // The adders' part of this block's pieces.
 template <class S>
 __device__ __forceinline__ void add_pieces(const TileWork<S>& of, const Ring& ring,
-                                           const Position& at, SharedArrays<S>& shared,
-                                           RingPlace<S>& place) {
+                                           SharedArrays<S>& shared, RingPlace<S>& place) {
   const uint32_t weights = uniform(shared_address(of.memory)) + S::kQBytes;
+  const Position at = position_of(static_cast<int32_t>(threadIdx.x));
   Values<S> state;
   int32_t turn = 0;
-  for (int32_t piece = of.split(); piece < of.work.num_pieces; piece += of.work.num_splits) {
+  int32_t piece = of.split();
+  // There is a piece, and a piece has a chunk. Loops that could end at once would make the compiler
+  // keep accumulators twice.
+  do {
 #pragma unroll
     for (int32_t i = 0; i < kGroupSlices; ++i) {
 #pragma unroll
       for (int32_t n = 0; n < S::kRows / 2; ++n) state[i][n] = 0.0f;
     }
-    const int32_t end = of.work.end_chunk(piece);
+    const int32_t end = of.tile.work.end_chunk(piece);
+    int32_t chunk = of.tile.work.first_chunk(piece);
 #pragma unroll 1
-    for (int32_t chunk = of.work.first_chunk(piece); chunk < end; ++chunk) {
+    do {
       const RingPlace<S> of_chunk = {static_cast<int32_t>(uniform(place.slot)), place.parity};
       place = place.after(kSlices);
       sync_threads<kConsumers>(kReadyBarrier);
       add_values<S>(ring, of_chunk, turn, at, shared, weights, state);
       if (chunk + 1 < end || !of.is_last(piece)) arrive_threads<kConsumers>(kDoneBarrier);
       turn ^= 1;
-    }
-    if (of.work.stores_states) {
+    } while (++chunk < end);
+    if (of.tile.work.stores_states) {
       store_values<S>(state, at, of.stored(piece));
-    } else if (of.work.num_pieces > 1) {
+    } else if (of.tile.work.num_pieces > 1) {
       const int32_t block = static_cast<int32_t>(blockIdx.y * gridDim.x + blockIdx.x);
       add_values_to_total<S>(piece == 0, of.is_last(piece), at, shared,
                              of.plan.totals + int64_t{block} * S::kStateFloats, state);
     }
-  }
-  if (of.work.stores_states) {
+    piece += of.tile.work.num_splits;
+  } while (piece < of.tile.work.num_pieces);
+  if (of.tile.work.stores_states) {
     finish_states();
-    merge_states<S>(of.p, of.plan, of.work, of.tile, of.rows, at,
+    merge_states<S>(of.p, of.plan, of.tile.work, of.tile.index, of.rows, at,
                     reinterpret_cast<float4*>(of.memory));
   } else {
     store_results<S>(of.p, of.rows, state, at, shared, of.memory);
@@ -290,11 +299,13 @@ __global__ void __launch_bounds__(kThreads, 1)
                             const __grid_constant__ Plan plan) {
   extern __shared__ std::byte storage[];
   __shared__ SharedArrays<S> shared;
-  static_assert(sizeof(shared) + 4 * sizeof(int32_t) * S::kRows + S::kSharedBytes <= 227 << 10);
+  __shared__ BlockTile tile;
   __shared__ alignas(16) int32_t row_end[S::kRows];
   __shared__ int32_t row_begin[S::kRows];
   __shared__ int32_t row_index[S::kRows];
   __shared__ int32_t row_head[S::kRows];
+  static_assert(sizeof(shared) + sizeof(tile) + 4 * sizeof(int32_t) * S::kRows + S::kSharedBytes <=
+                227 << 10);
   const TileRows rows = {.begin = row_begin, .end = row_end, .index = row_index, .head = row_head};
   // Aligned for the swizzle.
   std::byte* const memory = storage + (-shared_address(storage) & 1023u);
@@ -314,64 +325,60 @@ __global__ void __launch_bounds__(kThreads, 1)
   let_successor_start();
   wait_for_predecessor();
 
-  const int32_t num_rows = min(*p.num_rows, p.max_rows);
-  const int32_t split = static_cast<int32_t>(blockIdx.y);
   RingPlace<S> place;
   // Goes through this block's tiles; all threads call it.
   const auto for_each_tile = [&](const auto& compute) {
-    for (int32_t at = static_cast<int32_t>(blockIdx.x); at < plan.num_tiles;
-         at += static_cast<int32_t>(gridDim.x)) {
-      Tile tile;
-      if (!find_tile(p, plan, S::kRows, at, &tile)) continue;
-      __syncthreads();  // the rows of the tile before are no longer read
-      const TileKeys keys = paged::read_rows<S>(p, tile, num_rows, p.num_qo_heads, rows);
-      const Work work = divide(plan, keys.end);
-      if (split >= work.num_splits) continue;
-      compute(at, keys, work);
+    auto next = static_cast<int32_t>(blockIdx.x);
+    while (next < plan.num_tiles) {
+      // Early, as the way to the first entry is a chain of latencies.
+      const int32_t num_rows = min(*p.num_rows, p.max_rows);
+      Tile of_next;
+      if (find_tile(p, plan, S::kRows, next, &of_next)) {
+        __syncthreads();  // the tile before is no longer read
+        const TileKeys keys = paged::read_rows<S>(p, of_next, num_rows, p.num_qo_heads, rows);
+        if (thread == 0) {
+          tile = {.index = next,
+                  .seq_slot = keys.seq_slot,
+                  .common_end = keys.common_end,
+                  .end = keys.end,
+                  .work = divide(plan, keys.end)};
+        }
+        __syncthreads();
+        if (static_cast<int32_t>(blockIdx.y) < tile.work.num_splits) compute();
+        next = tile.index;
+      }
+      next += static_cast<int32_t>(gridDim.x);
     }
   };
-  const Position at = {.group = static_cast<int32_t>(uniform(thread / 128)),
-                       .thread = thread % 128,
-                       .warp = thread % 128 / 32,
-                       .lane = thread % 32,
-                       .quad_row = thread % 32 / 4,
-                       .quad_lane = thread % 4};
   // The queries are loaded by all consumers.
-  const auto work_on = [&](int32_t tile, const TileKeys& keys, const Work& work) {
+  const auto begin_tile = [&] {
     load_queries<S>(p, rows, shared_address(memory));
     sync_threads<kConsumers>(kConsumerBarrier);
-    return TileWork<S>{.p = p,
-                       .plan = plan,
-                       .work = work,
-                       .tile = tile,
-                       .keys = keys,
-                       .rows = rows,
-                       .memory = memory};
+    return TileWork<S>{.p = p, .plan = plan, .tile = tile, .rows = rows, .memory = memory};
   };
   if (thread >= kConsumers) {
-    give_registers<kCopierRegisters>();
-    for_each_tile([&](int32_t, const TileKeys& keys, const Work& work) {
+    give_registers<S::kCopierRegisters>();
+    for_each_tile([&] {
       if (thread < kConsumers + kCopiers) {
-        produce<S>(p, work, keys, split, ring, place);
+        produce<S>(p, tile, ring, place);
       } else if (thread < kConsumers + kCopiers + 32) {
-        announce<S>(work, split, ring, place);
+        announce<S>(tile.work, ring, place);
       }
     });
   } else if (thread >= kAdders) {
-    give_registers<kScorerRegisters>();
-    for_each_tile([&](int32_t tile, const TileKeys& keys, const Work& work) {
-      if (work.num_chunks == 0) return;
-      score_pieces<S>(work_on(tile, keys, work), ring, at, shared, place);
+    give_registers<S::kScorerRegisters>();
+    for_each_tile([&] {
+      if (tile.work.num_chunks > 0) score_pieces<S>(begin_tile(), ring, shared, place);
     });
   } else {
-    take_registers<kAdderRegisters>();
-    for_each_tile([&](int32_t tile, const TileKeys& keys, const Work& work) {
-      if (work.num_chunks > 0) {
-        add_pieces<S>(work_on(tile, keys, work), ring, at, shared, place);
+    take_registers<S::kAdderRegisters>();
+    for_each_tile([&] {
+      if (tile.work.num_chunks > 0) {
+        add_pieces<S>(begin_tile(), ring, shared, place);
         return;
       }
       // No row sees anything.
-      for (int32_t i = thread; i < S::kRows * (kRank / 8); i += kAdders) {
+      for (int32_t i = thread_here(); i < S::kRows * (kRank / 8); i += kAdders) {
         const int32_t packed = i / (kRank / 8);
         if (rows.index[packed] < 0) continue;
         reinterpret_cast<uint4*>(output_of(p, rows, packed))[i % (kRank / 8)] =

@@ -49,8 +49,10 @@ struct ChunkWalk {
   int32_t chunk;
   int32_t end;
 
-  __device__ __forceinline__ ChunkWalk(const Work& work, int32_t split)
-      : piece(split), chunk(work.first_chunk(split)), end(work.end_chunk(split)) {}
+  __device__ __forceinline__ explicit ChunkWalk(const Work& work)
+      : piece(static_cast<int32_t>(blockIdx.y)),
+        chunk(work.first_chunk(piece)),
+        end(work.end_chunk(piece)) {}
   __device__ __forceinline__ bool is_over(const Work& work) const {
     return piece >= work.num_pieces;
   }
@@ -65,37 +67,35 @@ struct ChunkWalk {
 // Copies the entries of this block's pieces; called by the copiers. Eight lanes copy the 128 bytes
 // of an entry. Entries that no row sees are not read and become zero.
 template <class S>
-__device__ __forceinline__ void produce(const PagedAttentionParams& p, const Work& work,
-                                        const TileKeys& keys, int32_t split, const Ring& ring,
-                                        RingPlace<S>& place) {
+__device__ __forceinline__ void produce(const PagedAttentionParams& p, const BlockTile& tile,
+                                        const Ring& ring, RingPlace<S>& place) {
+  const Work& work = tile.work;
   constexpr int32_t kStep = kCopiers / 8;
   constexpr int32_t kCopies = kChunk / kStep;  // of a thread for a slice
   const int32_t thread = static_cast<int32_t>(threadIdx.x) - kConsumers;
   const int32_t first = thread / 8;
   const int32_t unit = thread % 8;
-  const int32_t* const blocks = p.block_table + keys.seq_slot * p.block_table_stride;
+  const int32_t* const blocks = p.block_table + tile.seq_slot * p.block_table_stride;
   // Entries are a multiple of 8 apart, so all of a thread's have the same place in the swizzle.
   static_assert(kStep % 8 == 0);
   const uint32_t to = static_cast<uint32_t>(first * 128 + (unit ^ (first % 8)) * 16);
   // The block of the thread's entry of a chunk; read a chunk ahead, since memory takes long.
   const auto block_of = [&](const ChunkWalk& walk) {
     const int32_t key = walk.chunk * kChunk + thread;
-    return !walk.is_over(work) && key < keys.end ? blocks[key / p.kv.block_size] : -1;
+    return !walk.is_over(work) && key < tile.end ? blocks[key / p.kv.block_size] : -1;
   };
-  ChunkWalk walk(work, split);
+  ChunkWalk walk(work);
   int32_t block = block_of(walk);
   int32_t buffer = 0;
   while (!walk.is_over(work)) {
     const int32_t key = walk.chunk * kChunk + thread;
     // Two buffers: what a thread writes here was read two chunks ago.
     ring.addresses[buffer][thread] =
-        key < keys.end ? p.kv.base + p.kv.k_offset + int64_t{block} * p.kv.block_bytes +
+        key < tile.end ? p.kv.base + p.kv.k_offset + int64_t{block} * p.kv.block_bytes +
                              int64_t{key % p.kv.block_size} * (kWidth * 2)
                        : nullptr;
     sync_threads<kCopiers>(kCopierBarrier);
-    const std::byte* from[kCopies];
-#pragma unroll
-    for (int32_t i = 0; i < kCopies; ++i) from[i] = ring.addresses[buffer][first + i * kStep];
+    const std::byte* const* const addresses = ring.addresses[buffer] + first;
     buffer ^= 1;
     walk.advance(work);
     block = block_of(walk);
@@ -107,9 +107,10 @@ __device__ __forceinline__ void produce(const PagedAttentionParams& p, const Wor
       const uint32_t slot = ring.slots + static_cast<uint32_t>(place.slot * kSliceBytes) + to;
 #pragma unroll
       for (int32_t i = 0; i < kCopies; ++i) {
-        const bool is_live = from[i] != nullptr;
+        const std::byte* const from = addresses[i * kStep];
+        const bool is_live = from != nullptr;
         cp_async_16(slot + static_cast<uint32_t>(i * kStep * 128),
-                    is_live ? from[i] + byte : p.kv.base, is_live);
+                    is_live ? from + byte : p.kv.base, is_live);
       }
       arrive_after_copies(&ring.landed[place.slot]);
       place = place.after(1);
@@ -119,10 +120,9 @@ __device__ __forceinline__ void produce(const PagedAttentionParams& p, const Wor
 
 // Announces the slices of this block's pieces; called by one warp.
 template <class S>
-__device__ __forceinline__ void announce(const Work& work, int32_t split, const Ring& ring,
-                                         RingPlace<S>& place) {
+__device__ __forceinline__ void announce(const Work& work, const Ring& ring, RingPlace<S>& place) {
   const auto lane = static_cast<int32_t>(threadIdx.x) % 32;
-  for (ChunkWalk walk(work, split); !walk.is_over(work); walk.advance(work)) {
+  for (ChunkWalk walk(work); !walk.is_over(work); walk.advance(work)) {
 #pragma unroll 1
     for (int32_t at = 0; at < kSlices; ++at) {
       barrier_wait(&ring.landed[place.slot], place.parity);

@@ -48,11 +48,6 @@ inline constexpr int32_t kCopiers = kChunk;  // each looks up the address of one
 inline constexpr int32_t kThreads = kConsumers + 128;
 static_assert(kCopiers % 32 == 0 && kCopiers + 32 <= kThreads - kConsumers);
 inline constexpr int32_t kGroupSlices = kValueSlices / kGroups;
-// Registers of a thread; together, the 128 of each of 512.
-inline constexpr int32_t kAdderRegisters = 192;
-inline constexpr int32_t kScorerRegisters = 88;
-inline constexpr int32_t kCopierRegisters = 40;
-static_assert(2 * kAdderRegisters + kScorerRegisters + kCopierRegisters == 4 * 128);
 inline constexpr int32_t kMaxSlots = 24;
 inline constexpr int32_t kMaxSharedBytes = (227 << 10) - 6144;  // the rest are static arrays
 
@@ -63,6 +58,11 @@ struct Shape {
   static constexpr int32_t kRowTiles = kRows / 8;  // columns of an MMA
   // Rows of a product of values; all 80 at once would take too many registers.
   static constexpr int32_t kPartRows = kRows > 64 ? kRows / 2 : kRows;
+  // Registers of a thread; together, the 128 of each of 512.
+  static constexpr int32_t kAdderRegisters = kRows > 64 ? 192 : 176;
+  static constexpr int32_t kScorerRegisters = 96;
+  static constexpr int32_t kCopierRegisters = kRows > 64 ? 32 : 64;
+  static_assert(2 * kAdderRegisters + kScorerRegisters + kCopierRegisters == 4 * 128);
   // Dynamic shared memory: queries (slice by slice), weights, ring of slices.
   static constexpr int32_t kQSliceBytes = kRows * 128;
   static constexpr int32_t kQBytes = kSlices * kQSliceBytes;
@@ -135,6 +135,15 @@ __device__ __forceinline__ Work divide(const Plan& plan, int32_t num_keys) {
   work.stores_states = true;
   return work;
 }
+
+// The tile of a block, in shared memory, so that it takes no registers where it is not needed.
+struct BlockTile {
+  int32_t index;  // in the batch
+  int32_t seq_slot;
+  int32_t common_end;  // all live rows see the entries below
+  int32_t end;         // and none sees one from here on
+  Work work;
+};
 
 // The tile `at` of the batch; false: there is none. Every thread of a warp calls it.
 __device__ __forceinline__ bool find_tile(const PagedAttentionParams& p, const Plan& plan,
