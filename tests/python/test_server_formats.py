@@ -111,11 +111,11 @@ CASES: list[tuple[str, str, str, str, list[tuple[str, str]]]] = [
 
 
 def read(name: str, pieces: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
-    reader = FORMATS[name].make()
+    parser = FORMATS[name].make()
     parts: list[Part] = []
     for piece in pieces:
-        parts += reader.push(piece)
-    parts += reader.finish()
+        parts += parser.push(piece)
+    parts += parser.finish()
     text = {"content": "", "reasoning": ""}
     calls = []
     for part in parts:
@@ -154,13 +154,13 @@ def test_hostile_outputs_are_content() -> None:
 
 
 def test_content_is_not_held_back() -> None:
-    reader = FORMATS["hermes"].make()
-    assert reader.push("Hello") == [Part("content", "Hello")]
-    assert reader.push(" wor<") == [Part("content", " wor")]
-    assert reader.push("x") == [Part("content", "<x")]
-    reader = FORMATS["openai"].make()
-    reader.push("<|channel|>analysis<|message|>")
-    assert reader.push("Hm") == [Part("reasoning", "Hm")]
+    parser = FORMATS["hermes"].make()
+    assert parser.push("Hello") == [Part("content", "Hello")]
+    assert parser.push(" wor<") == [Part("content", " wor")]
+    assert parser.push("x") == [Part("content", "<x")]
+    parser = FORMATS["openai"].make()
+    parser.push("<|channel|>analysis<|message|>")
+    assert parser.push("Hm") == [Part("reasoning", "Hm")]
 
 
 @pytest.mark.parametrize(

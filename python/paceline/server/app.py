@@ -180,7 +180,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         given = parse_object(await request.body())
         call = read_chat(given, service.chat_params, service.check_model, service.text_format)
         stream = allm.stream_chat(call.messages, call.wishes.params, **call.template_arguments)
-        return await _generate(service, request, [stream], ChatShape(call.wishes, call.make_reader))
+        return await _generate(service, request, [stream], ChatShape(call.wishes, call.make_parser))
 
 
 async def _generate(

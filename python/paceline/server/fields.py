@@ -15,7 +15,7 @@ from paceline.limits import MAX_LOGPROBS
 from paceline.sampling import SamplingParams
 from paceline.server.bodies import Fields
 from paceline.server.errors import refusal
-from paceline.server.formats import FORMATS, Format, Reader
+from paceline.server.formats import FORMATS, Format, Parser
 from paceline.server.tools import check_tool_calls, check_tools
 
 MAX_MESSAGES: Final = 4096
@@ -173,14 +173,14 @@ class ChatCall:
     Attributes:
         messages: The conversation.
         template_arguments: Keyword arguments of `ChatTemplates.render`.
-        make_reader: Makes what divides the text of an output into content, reasoning and calls;
+        make_parser: Makes what divides the text of an output into content, reasoning and calls;
             None = it is content.
         wishes: All else.
     """
 
     messages: list[Any]
     template_arguments: dict[str, Any]
-    make_reader: Callable[[], Reader] | None
+    make_parser: Callable[[], Parser] | None
     wishes: Wishes
 
 
@@ -239,9 +239,9 @@ def read_chat(
     messages, arguments = take_conversation(fields)
     tools = take_tools(fields, text_format)
     arguments["tools"] = tools
-    make_reader = None
+    make_parser = None
     if not arguments["continue_final_message"]:
-        make_reader, default = choose_reader(
+        make_parser, default = choose_parser(
             fields, default, text_format, has_tools=tools is not None
         )
     wants_logprobs = fields.take_bool("logprobs")
@@ -272,7 +272,7 @@ def read_chat(
     )
     wishes = dataclasses.replace(wishes, is_chat=True)
     fields.finish(CHAT_FIELDS, _REFUSED_IN_CHATS)
-    return ChatCall(messages, arguments, make_reader, wishes)
+    return ChatCall(messages, arguments, make_parser, wishes)
 
 
 def take_conversation(fields: Fields) -> tuple[list[Any], dict[str, Any]]:
@@ -352,13 +352,13 @@ def take_tools(fields: Fields, text_format: Format | None) -> list[Any] | None:
     return tools
 
 
-def choose_reader(
+def choose_parser(
     fields: Fields, default: SamplingParams, text_format: Format | None, *, has_tools: bool
-) -> tuple[Callable[[], Reader] | None, SamplingParams]:
+) -> tuple[Callable[[], Parser] | None, SamplingParams]:
     """Chooses how the text of a message is divided.
 
     Returns:
-        The `make_reader` of `ChatCall`, and the default parameters, with which the marks of the
+        The `make_parser` of `ChatCall`, and the default parameters, with which the marks of the
         format are in the text.
     """
     # Who asks for special tokens wants the text as it is.

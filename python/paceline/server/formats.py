@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How families write reasoning and tool calls, and readers that take the text piece by piece.
+"""How families write reasoning and tool calls, and parsers that take the text piece by piece.
 
-A reader gives the same parts however the text is divided. What is not a call after all, such as
+A parser gives the same parts however the text is divided. What is not a call after all, such as
 JSON that is broken, is content.
 """
 
@@ -30,7 +30,7 @@ class Part(NamedTuple):
     name: str = ""
 
 
-class Reader(ABC):
+class Parser(ABC):
     """Divides the text of one output into parts."""
 
     @abstractmethod
@@ -47,7 +47,7 @@ class Reader(ABC):
 ReadCall = Callable[[str], Part | None]
 
 
-class TagReader(Reader):
+class TagParser(Parser):
     """Calls between tags, and reasoning between others."""
 
     def __init__(
@@ -69,7 +69,7 @@ class TagReader(Reader):
         self._space = ""  # whitespace, which is dropped before a call
 
     def push(self, text: str) -> list[Part]:
-        """See `Reader`."""
+        """See `Parser`."""
         self._text += text
         parts: list[Part] = []
         while self._step(parts):
@@ -122,7 +122,7 @@ class TagReader(Reader):
             parts.append(call)
 
     def finish(self) -> list[Part]:
-        """See `Reader`."""
+        """See `Parser`."""
         parts: list[Part] = []
         rest, self._text = self._text, ""
         if self._open is None:
@@ -171,7 +171,7 @@ def _as_call(call: Any) -> Part | None:
 # ---- Llama 3 -------------------------------------------------------------------------------------
 
 
-class JsonReader(Reader):
+class JsonParser(Parser):
     """An output that is calls as JSON, from its first character on, or text."""
 
     _TAG: Final = "<|python_tag|>"
@@ -182,7 +182,7 @@ class JsonReader(Reader):
         self._is_text = False
 
     def push(self, text: str) -> list[Part]:
-        """See `Reader`."""
+        """See `Parser`."""
         if self._is_text:
             return [Part("content", text)] if text else []
         self._text += text
@@ -194,7 +194,7 @@ class JsonReader(Reader):
         return [Part("content", text)]
 
     def finish(self) -> list[Part]:
-        """See `Reader`."""
+        """See `Parser`."""
         calls: list[Part] = []
         rest = self._text.strip().removeprefix(self._TAG).strip()
         decoder = json.JSONDecoder()
@@ -216,7 +216,7 @@ class JsonReader(Reader):
 # ---- GPT-OSS -------------------------------------------------------------------------------------
 
 
-class HarmonyReader(Reader):
+class HarmonyParser(Parser):
     """Messages in channels: analysis is reasoning, and messages to functions are calls."""
 
     _MARKS: Final = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>",
@@ -233,7 +233,7 @@ class HarmonyReader(Reader):
         self._arguments = ""
 
     def push(self, text: str) -> list[Part]:
-        """See `Reader`."""
+        """See `Parser`."""
         self._text += text
         parts: list[Part] = []
         while mark := self._MARK.search(self._text):
@@ -246,7 +246,7 @@ class HarmonyReader(Reader):
         return parts
 
     def finish(self) -> list[Part]:
-        """See `Reader`."""
+        """See `Parser`."""
         parts: list[Part] = []
         self._take(parts, self._text)
         self._text = ""
@@ -300,17 +300,17 @@ class Format(NamedTuple):
 
     Attributes:
         name: Its name, vLLM's where there is one.
-        make: Makes a reader for one output.
+        make: Makes a parser for one output.
         is_always_read: Whether it is there without tools too. Its tags are special tokens.
     """
 
     name: str
-    make: Callable[[], Reader]
+    make: Callable[[], Parser]
     is_always_read: bool
 
 
-def _gemma_reader() -> Reader:
-    return TagReader(
+def _gemma_parser() -> Parser:
+    return TagParser(
         ("<|tool_call>", "<tool_call|>"),
         lambda text: None if (call := read_gemma_call(text)) is None else Part("call", *call),
         ("<|channel>", "<channel|>"),
@@ -322,12 +322,12 @@ FORMATS: Final[Mapping[str, Format]] = {
     for one in (
         Format(
             "hermes",
-            lambda: TagReader(("<tool_call>", "</tool_call>"), read_json_call, None),
+            lambda: TagParser(("<tool_call>", "</tool_call>"), read_json_call, None),
             False,
         ),
-        Format("llama3_json", JsonReader, False),
-        Format("gemma4", _gemma_reader, True),
-        Format("openai", HarmonyReader, True),
+        Format("llama3_json", JsonParser, False),
+        Format("gemma4", _gemma_parser, True),
+        Format("openai", HarmonyParser, True),
     )
 }
 

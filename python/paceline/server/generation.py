@@ -121,7 +121,7 @@ class Generation:
                 piece["prompt_token_ids"] = prompt_token_ids
             begun.add(number)
             if wishes.has_continuous_usage:
-                piece["usage"] = usage(num_prompt, num_output, 0)
+                piece["usage"] = usage(num_prompt, num_output)
             yield piece
         if wishes.includes_usage:
             outputs = [output for output in self._outputs if output is not None]

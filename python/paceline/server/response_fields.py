@@ -19,7 +19,7 @@ from paceline.server.fields import (
     ChatCall,
     Wishes,
     check_conversation,
-    choose_reader,
+    choose_parser,
     take_tools,
     take_user,
 )
@@ -104,7 +104,7 @@ def read_response(
         "chat_template_kwargs": fields.take_object("chat_template_kwargs"),
         "tools": tools,
     }
-    make_reader, default = choose_reader(fields, default, text_format, has_tools=tools is not None)
+    make_parser, default = choose_parser(fields, default, text_format, has_tools=tools is not None)
     most = fields.take("max_output_tokens")
     if most is not None:
         most = check_int("max_output_tokens", most, 1, MAX_INT)
@@ -124,7 +124,7 @@ def read_response(
     wishes = Wishes(params, fields.take_bool("stream"), True, False, False, False)
     fields.finish(RESPONSE_FIELDS, _REFUSED)
     return ResponseCall(
-        ChatCall(check_conversation(messages, "input"), arguments, make_reader, wishes), shown
+        ChatCall(check_conversation(messages, "input"), arguments, make_parser, wishes), shown
     )
 
 

@@ -46,8 +46,8 @@ class ResponseRun:
         self._stream = stream
         self._figures = figures
         self._clock = figures.clock()
-        make_reader = call.chat.make_reader
-        self._reader = None if make_reader is None else make_reader()
+        make_parser = call.chat.make_parser
+        self._parser = None if make_parser is None else make_parser()
         self._items = Items()
         self._output: RequestOutput | None = None
         self._head: dict[str, Any] = {
@@ -117,11 +117,11 @@ class ResponseRun:
 
     def _take(self, chunk: StreamChunk) -> list[Event]:
         self._clock.note(chunk)
-        if self._reader is None:
+        if self._parser is None:
             parts = [Part("content", chunk.text)] if chunk.text else []
         else:
-            parts = self._reader.push(chunk.text)
-            parts += self._reader.finish() if chunk.finished else []
+            parts = self._parser.push(chunk.text)
+            parts += self._parser.finish() if chunk.finished else []
         if chunk.output is not None:
             self._output = chunk.output
             self._figures.count(chunk.output)

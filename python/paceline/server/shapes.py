@@ -20,7 +20,7 @@ from paceline.outputs import (
     TokenLogprobs,
 )
 from paceline.server.fields import Wishes
-from paceline.server.formats import Part, Reader
+from paceline.server.formats import Parser, Part
 
 
 class Shape(ABC):
@@ -170,16 +170,16 @@ class ChatShape(Shape):
     name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
-    def __init__(self, wishes: Wishes, make_reader: Callable[[], Reader] | None = None) -> None:
+    def __init__(self, wishes: Wishes, make_parser: Callable[[], Parser] | None = None) -> None:
         """Takes what the request asks for.
 
         Args:
             wishes: See `Shape`.
-            make_reader: See `ChatCall`.
+            make_parser: See `ChatCall`.
         """
         super().__init__(wishes)
-        self._make_reader = make_reader
-        self._readers: dict[int, Reader] = {}  # of a stream, by sample
+        self._make_parser = make_parser
+        self._parsers: dict[int, Parser] = {}  # of a stream, by sample
         self._num_calls: collections.Counter[int] = collections.Counter()  # likewise
 
     def whole(
@@ -188,9 +188,9 @@ class ChatShape(Shape):
         """See `Shape`."""
         message: dict[str, Any] = {"role": "assistant", "content": output.text}
         calls: list[dict[str, Any]] = []
-        if self._make_reader is not None:
-            reader = self._make_reader()
-            parts = reader.push(output.text) + reader.finish()
+        if self._make_parser is not None:
+            parser = self._make_parser()
+            parts = parser.push(output.text) + parser.finish()
             text, reasoning, calls = _divide(parts)
             message["content"] = text or (None if calls else "")
             message |= {"reasoning": reasoning} if reasoning else {}
@@ -205,18 +205,18 @@ class ChatShape(Shape):
     ) -> dict[str, Any]:
         """See `Shape`."""
         delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
-        delta |= {"content": chunk.text} if self._make_reader is None else self._read(chunk)
+        delta |= {"content": chunk.text} if self._make_parser is None else self._read(chunk)
         choice = {"delta": delta, "logprobs": self._logprobs(chunk.logprobs)}
         choice = self.finish(choice, chunk)
         return _with_calls(choice, has_calls=self._num_calls[chunk.sample] > 0)
 
     def _read(self, chunk: StreamChunk) -> dict[str, Any]:
         """What a chunk adds to a message."""
-        assert self._make_reader is not None
-        reader = self._readers.get(chunk.sample)
-        if reader is None:
-            reader = self._readers[chunk.sample] = self._make_reader()
-        parts = reader.push(chunk.text) + (reader.finish() if chunk.finished else [])
+        assert self._make_parser is not None
+        parser = self._parsers.get(chunk.sample)
+        if parser is None:
+            parser = self._parsers[chunk.sample] = self._make_parser()
+        parts = parser.push(chunk.text) + (parser.finish() if chunk.finished else [])
         text, reasoning, calls = _divide(parts)
         delta: dict[str, Any] = {"reasoning": reasoning} if reasoning else {}
         if calls:
@@ -282,23 +282,23 @@ def _with_calls(choice: dict[str, Any], *, has_calls: bool) -> dict[str, Any]:
     return choice
 
 
-def usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, Any]:
-    """Makes the usage of a request."""
+def usage(num_prompt: int, num_output: int) -> dict[str, Any]:
+    """Makes the usage of a request while it runs."""
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
-        "prompt_tokens_details": {"cached_tokens": num_cached},
     }
 
 
 def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     """Sums the usage of the prompts of a request."""
-    return usage(
+    so_far = usage(
         sum(len(output.prompt_token_ids) for output in outputs),
         sum(len(one.token_ids) for output in outputs for one in output.outputs),
-        sum(output.num_cached_tokens for output in outputs),
     )
+    num_cached = sum(output.num_cached_tokens for output in outputs)
+    return so_far | {"prompt_tokens_details": {"cached_tokens": num_cached}}
 
 
 def metrics_of(outputs: Sequence[RequestOutput]) -> dict[str, Any] | None:
