@@ -14,8 +14,8 @@ import torch
 
 import drafter_golden
 import tiny_models
-from deepseek_v4_models import V4MtpReference, V4Spec, V4TargetReference, hf_config, make
-from deepseek_v4_models import _whole_state as whole_state
+from deepseek_v4_models import V4Spec, hf_config, make, whole_state
+from deepseek_v4_reference import V4MtpReference, V4TargetReference
 from drafter_golden import NUM_TOKENS, Sequences, check_run, compare_iterations
 from eagle_reference import overfit, simulate
 

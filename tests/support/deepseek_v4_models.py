@@ -3,7 +3,6 @@
 
     path = make(V4Spec(seed=1))                  # as published, with its MTP layer
     reference_logits(V4Spec(seed=1), tokens)     # of transformers
-    V4MtpReference(V4Spec(seed=1), target)       # the MTP layer in float64, from its equations
 
 No code of Paceline is used: names are translated here once more.
 """
@@ -26,7 +25,6 @@ import torch
 from torch import Tensor
 
 import tiny_models
-from eagle_reference import Draft, TargetStates
 from quantized_models import from_fp8, from_mxfp4, to_fp8, to_mxfp4
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
@@ -162,7 +160,7 @@ def hf_config(spec: V4Spec, *, with_mtp: bool = False) -> Any:
 
 
 @functools.cache
-def _whole_state(spec: V4Spec) -> dict[str, Tensor]:
+def whole_state(spec: V4Spec) -> dict[str, Tensor]:
     """Every tensor in transformers' names, the MTP layer as the last one, and what only that has.
 
     With scales, the values that they stand for.
@@ -194,8 +192,8 @@ def _whole_state(spec: V4Spec) -> dict[str, Tensor]:
             state[name] = state[name].bfloat16().float()
     if not spec.has_scales:
         return state
-    stored = _published(spec, state)
-    values = {name: _value_of(stored, name) for name in stored if not name.endswith(".scale")}
+    stored = published_tensors(spec, state)
+    values = {name: value_of(stored, name) for name in stored if not name.endswith(".scale")}
     return {name: _find(values, spec, name) for name in state}
 
 
@@ -239,7 +237,7 @@ def _find(values: dict[str, Tensor], spec: V4Spec, name: str) -> Tensor:
     return of("w2") if name.endswith("down_proj") else torch.cat([of("w1"), of("w3")], dim=1)
 
 
-def _published(spec: V4Spec, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def published_tensors(spec: V4Spec, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a published file."""
     tensors: dict[str, Tensor] = {}
     for original, value in state.items():
@@ -259,7 +257,7 @@ def _published(spec: V4Spec, state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
-def _value_of(stored: dict[str, Tensor], name: str) -> Tensor:
+def value_of(stored: dict[str, Tensor], name: str) -> Tensor:
     tensor, scale = stored[name], stored.get(f"{name.removesuffix('weight')}scale")
     if scale is None or not name.endswith("weight"):
         return tensor if tensor.dtype == torch.int64 else tensor.float()
@@ -320,7 +318,7 @@ def make(spec: V4Spec) -> Path:
     """A folder in the published layout, with the MTP layer; read-only."""
     path = _session_dir() / f"published-{zlib.crc32(repr(spec).encode()):08x}"
     path.mkdir()
-    tiny_models.save_tensors(path, _published(spec, _whole_state(spec)))
+    tiny_models.save_tensors(path, published_tensors(spec, whole_state(spec)))
     tiny_models.write_json(path / "config.json", published_config(spec))
     return path
 
@@ -333,7 +331,7 @@ def model(spec: V4Spec) -> Any:
     config = hf_config(spec)
     config._attn_implementation = "eager"
     made: Any = DeepseekV4ForCausalLM(config).eval().requires_grad_(False)
-    state = _whole_state(spec)
+    state = whole_state(spec)
     made.load_state_dict({name: state[name] for name in made.state_dict()})
     return made
 
@@ -350,175 +348,3 @@ def reference_logits(spec: V4Spec, tokens: Sequence[int]) -> Any:
     """The logits of transformers, float32 [tokens, vocab]."""
     with torch.no_grad():
         return model(spec)(torch.tensor([list(tokens)])).logits[0].float().numpy()
-
-
-class V4TargetReference:
-    """A target in transformers, for drafters that read its residual streams."""
-
-    def __init__(self, spec: V4Spec) -> None:
-        """Loads the target."""
-        self.model = model(spec)
-        self.embedding: Tensor = self.model.get_input_embeddings().weight.double()
-        self.lm_head: Tensor = self.model.get_output_embeddings().weight.double()
-
-    def states(self, tokens: Sequence[int]) -> TargetStates:
-        """Runs the target; the output is its streams after the last layer, [tokens, 4, hidden]."""
-        found: list[Tensor] = []
-        hook = self.model.model.layers[-1].register_forward_hook(
-            lambda module, inputs, output: found.append(output)
-        )
-        logits = self.model(torch.tensor([list(tokens)])).logits[0]
-        hook.remove()
-        streams = found[0][0] if isinstance(found[0], tuple) else found[0]
-        streams = streams.reshape(len(tokens), 4, -1).double()
-        return TargetStates(logits.double(), streams.unsqueeze(0), streams)
-
-    def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
-        """The target's greedy continuation of a prompt."""
-        tokens = list(prompt)
-        for _ in range(count):
-            tokens.append(int(self.states(tokens).logits[-1].argmax()))
-        return tokens[len(prompt) :]
-
-
-class V4MtpReference:
-    """The MTP layer: models.md 3.4, with the layer of 2.6, without a cache.
-
-    Attributes:
-        weights: Its tensors by their published names after "mtp.0.", without scales. To train it,
-            replace them with tensors that require gradients.
-    """
-
-    def __init__(self, spec: V4Spec, target: V4TargetReference) -> None:
-        """Takes the layer's weights."""
-        self.target = target
-        self.config = published_config(spec)
-        stored = _published(spec, _whole_state(spec))
-        self.weights: dict[str, Tensor] = {
-            name.removeprefix("mtp.0."): _value_of(stored, name).double()
-            for name in stored
-            if name.startswith("mtp.0.") and not name.endswith(".scale")
-        }
-
-    def hidden_of(self, states: TargetStates) -> Tensor:
-        """The streams that the layer reads, [tokens, 4, hidden]."""
-        return states.output
-
-    def first_inputs(self, hidden: Tensor) -> Tensor:
-        """The layer's hidden input in a first pass."""
-        return hidden
-
-    def run(self, tokens: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Runs the layer over positions 0, 1, ...; as `EagleReference.run`."""
-        e = self.linear(self.rms(self.target.embedding[tokens], "enorm"), "e_proj")
-        x = e.unsqueeze(1) + self.linear(self.rms(inputs, "hnorm"), "h_proj")
-        x = self.branch(x, "attn", self.attention)
-        x = self.branch(x, "ffn", self.mixture)
-        m = self.mix(x, "hc_head_")
-        scale, base = self.weights["hc_head_scale"], self.weights["hc_head_base"]
-        pre = (m * scale + base).sigmoid() + self.config["hc_eps"]
-        logits = (
-            self.rms((pre.unsqueeze(-1) * x).sum(1), "norm") @ self.target.lm_head.to(x.dtype).T
-        )
-        return logits, x
-
-    def draft(self, tokens: Sequence[int], k: int, states: TargetStates) -> list[Draft]:
-        """Drafts k tokens greedily; as `EagleReference.draft`."""
-        ids, inputs = list(tokens[1:]), self.hidden_of(states)
-        drafts: list[Draft] = []
-        for _ in range(k):
-            logits, feedback = self.run(torch.tensor(ids), inputs)
-            last = logits[-1]
-            top = last.topk(2).values
-            token = int(last.argmax())
-            drafts.append(Draft(token, last, float((top[0] - top[1]) / last.abs().max())))
-            ids.append(token)
-            inputs = torch.cat([inputs, feedback[-1:]])
-        return drafts
-
-    # ---- pieces --------------------------------------------------------------------------------
-
-    def rms(self, x: Tensor, name: str) -> Tensor:
-        """RMSNorm."""
-        return self.weights[f"{name}.weight"] * self.unit(x)
-
-    def unit(self, x: Tensor) -> Tensor:
-        """RMSNorm without a weight."""
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"])
-
-    def linear(self, x: Tensor, name: str) -> Tensor:
-        """A linear layer."""
-        return x @ self.weights[f"{name}.weight"].T
-
-    def mix(self, x: Tensor, name: str) -> Tensor:
-        """The factors of each row before scale and base."""
-        return self.unit(x.flatten(1)) @ self.weights[f"{name}fn"].T
-
-    def branch(self, x: Tensor, name: str, sub: Any) -> Tensor:
-        """A branch between reading and writing the streams."""
-        m, eps = self.mix(x, f"hc_{name}_"), self.config["hc_eps"]
-        scale, base = self.weights[f"hc_{name}_scale"], self.weights[f"hc_{name}_base"]
-        pre = (m[:, :4] * scale[0] + base[:4]).sigmoid() + eps
-        post = 2 * (m[:, 4:8] * scale[1] + base[4:8]).sigmoid()
-        c = (m[:, 8:] * scale[2] + base[8:]).view(-1, 4, 4).softmax(-1) + eps
-        c = c / (c.sum(1, keepdim=True) + eps)
-        for _ in range(self.config["hc_sinkhorn_iters"] - 1):
-            c = c / (c.sum(2, keepdim=True) + eps)
-            c = c / (c.sum(1, keepdim=True) + eps)
-        out = sub(self.rms((pre.unsqueeze(-1) * x).sum(1), f"{name}_norm"))
-        return post.unsqueeze(-1) * out.unsqueeze(1) + torch.einsum("tij,tih->tjh", c, x)
-
-    def expert(self, x: Tensor, name: str) -> Tensor:
-        """SwiGLU with limits."""
-        limit = self.config["swiglu_limit"]
-        gate = self.linear(x, f"{name}.w1").clamp(max=limit)
-        up = self.linear(x, f"{name}.w3").clamp(-limit, limit)
-        return self.linear(torch.nn.functional.silu(gate) * up, f"{name}.w2")
-
-    def mixture(self, x: Tensor) -> Tensor:
-        """The chosen experts of each row, and the shared one."""
-        scores = torch.nn.functional.softplus(self.linear(x, "ffn.gate")).sqrt()
-        chosen = (
-            (scores + self.weights["ffn.gate.bias"])
-            .topk(self.config["num_experts_per_tok"])
-            .indices
-        )
-        weights = scores.gather(1, chosen)
-        weights = weights / weights.sum(-1, keepdim=True) * self.config["routed_scaling_factor"]
-        every = torch.zeros_like(scores).scatter(1, chosen, weights)
-        total = self.expert(x, "ffn.shared_experts")
-        for i in range(every.shape[1]):
-            total = total + every[:, i : i + 1] * self.expert(x, f"ffn.experts.{i}")
-        return total
-
-    def attention(self, x: Tensor) -> Tensor:
-        """Attention over the window, with sinks; every head has the same key and value."""
-        config, length = self.config, len(x)
-        heads, dim = config["num_attention_heads"], config["head_dim"]
-        rope = config["qk_rope_head_dim"]
-        q = self.linear(self.rms(self.linear(x, "attn.wq_a"), "attn.q_norm"), "attn.wq_b")
-        q = self.rotate(self.unit(q.view(length, heads, dim)), rope)
-        kv = self.rotate(self.rms(self.linear(x, "attn.wkv"), "attn.kv_norm").unsqueeze(1), rope)
-        positions = torch.arange(length)
-        distance = positions.unsqueeze(1) - positions
-        hidden = (distance < 0) | (distance >= config["sliding_window"])
-        scores = torch.einsum("thd,sd->hts", q, kv[:, 0]) * dim**-0.5
-        scores = scores.masked_fill(hidden, float("-inf"))
-        sinks = self.weights["attn.attn_sink"].view(heads, 1, 1).expand(heads, length, 1)
-        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-        out = self.rotate(torch.einsum("hts,sd->thd", weights, kv[:, 0]), rope, -1)
-        groups = out.reshape(length, config["o_groups"], -1)
-        o_a = self.weights["attn.wo_a.weight"].view(config["o_groups"], -1, groups.shape[-1])
-        return self.linear(torch.einsum("tgd,grd->tgr", groups, o_a).flatten(1), "attn.wo_b")
-
-    def rotate(self, x: Tensor, width: int, sign: int = 1) -> Tensor:
-        """Rotates pairs in the last elements of each head by their position."""
-        frequencies = self.config["rope_theta"] ** (
-            -torch.arange(width // 2, dtype=torch.float64) * 2 / width
-        )
-        angles = sign * torch.arange(len(x), dtype=torch.float64).view(-1, 1, 1) * frequencies
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        kept, tail = x[..., :-width], x[..., -width:]
-        a, b = tail[..., 0::2], tail[..., 1::2]
-        rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
-        return torch.cat([kept, rotated], dim=-1)
