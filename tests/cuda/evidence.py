@@ -215,9 +215,10 @@ TESTS = (
 
 #: Tests that spend most of their time in the CPU's twin of an op: their cases run side by side.
 SHARDS = {
-    "op_parity_test": 8,
+    "op_parity_test": 12,
     "expert_bits_test": 4,
     "engine_cuda_test": 4,
+    "engine_compressed_cuda_test": 2,
     "draft_head_cuda_test": 3,
 }
 PYTHON_SHARES = 6
@@ -247,6 +248,20 @@ BENCHES = {
     "gpt-oss-20b": ["--config", "gpt-oss-20b", *speculative("eagle3", "gpt-oss-20b-eagle3", 2.61)],
     "gpt-oss-120b": ["--config", "gpt-oss-120b", *speculative("draft_model", "gpt-oss-20b", 2.3)],
     "glm-4.7-flash": ["--config", "glm-4.7-flash", *speculative("mtp", None, 2.19)],
+    # As many layers as one GPU holds beside the KV; contexts that cross both compression ratios.
+    "deepseek-v4-flash": [
+        "--config",
+        "deepseek-v4-flash",
+        "--num-layers",
+        "12",
+        *speculative("mtp", None, 2.19),
+        "--concurrency",
+        "1,16",
+        "--input-len",
+        "1024",
+        "--output-len",
+        "128",
+    ],
 }
 
 #: A short table of `paceline bench pairs`.
