@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
+import importlib.util
 import ipaddress
 import logging
 import signal
@@ -113,8 +115,7 @@ class Server:
                 if self._cut_off is not None:
                     self._cut_off.cancel()
 
-        factory: Any = self._uvicorn.config.get_loop_factory()
-        with asyncio.Runner(loop_factory=factory) as runner:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(serve())
 
     def stop(self) -> None:
@@ -140,6 +141,16 @@ class Server:
             _logger.warning("%d outputs are cut off", self._service.admission.num_open)
         # Their tasks get an error, which they send to their clients.
         self._service.allm.close_requests()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's, which is faster, if it is installed; else asyncio's own."""
+    if importlib.util.find_spec("uvloop") is None:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = importlib.import_module(
+        "uvloop"
+    ).new_event_loop
+    return factory
 
 
 class _Uvicorn(uvicorn.Server):
