@@ -86,9 +86,16 @@ struct Sums {
   };
   Sums all;
   std::vector<bool> is_written(static_cast<size_t>(array.count), false);
+  // An op in place may give a number its old value in one rounding and a neighbour in another.
+  const auto is_in_place = [&](int64_t i) {
+    const double want = float_at(array.cpu, cpu.after[which].data(), i);
+    const double got = float_at(array.cuda, cuda.after[which].data(), i);
+    return array.role == Role::kInOut && array.compare == Compare::kNear &&
+           std::fabs(got - want) <= array.rms_bound * std::fabs(want);
+  };
   for (int64_t i = array.num_ignored; i < array.count; ++i) {
     if (same_element(cpu_size, cpu.before[which], cpu.after[which], i)) {
-      if (!same_element(cuda_size, cuda.before[which], cuda.after[which], i)) {
+      if (!same_element(cuda_size, cuda.before[which], cuda.after[which], i) && !is_in_place(i)) {
         return differs(array, i) << "written, with "
                                  << float_at(array.cuda, cuda.after[which].data(), i)
                                  << ", though not an output";

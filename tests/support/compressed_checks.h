@@ -22,60 +22,59 @@ namespace paceline::testing {
 using OptionsOfK = std::function<ExecutorOptions(int32_t)>;
 
 // A model that drafts for itself accepts everything: every entry that a draft step makes and sees
-// is that of the verify pass, bit for bit.
+// is that of the verify pass, bit for bit. Every other number of drafts samples.
 inline void expect_self_draft_accepts_everything(const std::shared_ptr<const Model>& model,
                                                  const std::vector<int32_t>& drafts,
                                                  int32_t longest_prompt, int32_t most_tokens,
                                                  const OptionsOfK& options_of) {
-  for (const double temperature : {0.0, 1.0}) {
-    for (const int32_t k : drafts) {
-      SCOPED_TRACE("k " + std::to_string(k) + ", temperature " + std::to_string(temperature));
-      std::mt19937_64 random(11);
-      Executor executor(model, model, options_of(k));
-      int64_t num_drafts = 0;
-      for (const Outcome& outcome :
-           run(executor, random_jobs(random, 12, 64, temperature, longest_prompt, most_tokens))) {
-        EXPECT_EQ(outcome.counters.num_accepted_tokens, outcome.counters.num_draft_tokens);
-        num_drafts += outcome.counters.num_draft_tokens;
-      }
-      EXPECT_GT(num_drafts, 50);
-      EXPECT_EQ(executor.check_integrity(), "");
+  double temperature = 0;
+  for (const int32_t k : drafts) {
+    SCOPED_TRACE("k " + std::to_string(k) + ", temperature " + std::to_string(temperature));
+    std::mt19937_64 random(11);
+    Executor executor(model, model, options_of(k));
+    int64_t num_drafts = 0;
+    for (const Outcome& outcome :
+         run(executor, random_jobs(random, 12, 64, temperature, longest_prompt, most_tokens))) {
+      EXPECT_EQ(outcome.counters.num_accepted_tokens, outcome.counters.num_draft_tokens);
+      num_drafts += outcome.counters.num_draft_tokens;
     }
+    EXPECT_GT(num_drafts, 50);
+    EXPECT_EQ(executor.check_integrity(), "");
+    temperature = 1 - temperature;
   }
 }
 
-// Drafts of any quality change no token, whatever k, the chunks and the driver are.
+// Drafts of any quality change no token, whatever k, the temperature, the chunks and the driver
+// are. The drafters take turns.
 inline void expect_drafts_change_nothing(const std::shared_ptr<const Model>& target,
                                          const std::vector<std::shared_ptr<const Model>>& drafters,
                                          const std::vector<int32_t>& drafts, int32_t longest_prompt,
                                          int32_t most_tokens, const OptionsOfK& options_of) {
+  std::vector<std::vector<Job>> jobs;
+  std::vector<std::vector<Outcome>> expected;
   for (const double temperature : {0.0, 1.0}) {
     std::mt19937_64 random(5);
-    const std::vector<Job> jobs =
-        random_jobs(random, 12, 64, temperature, longest_prompt, most_tokens);
+    jobs.push_back(random_jobs(random, 12, 64, temperature, longest_prompt, most_tokens));
     Executor plain(target, nullptr, options_of(0));
-    const std::vector<Outcome> expected = run(plain, jobs);
+    expected.push_back(run(plain, jobs.back()));
     EXPECT_EQ(plain.check_integrity(), "");
-    constexpr DraftDriver kDrivers[] = {DraftDriver::kUnrolled, DraftDriver::kReplay,
-                                        DraftDriver::kEager, DraftDriver::kWhile};
-    size_t turn = 0;
-    for (const std::shared_ptr<const Model>& drafter : drafters) {
-      for (const int32_t k : drafts) {
-        ExecutorOptions options = options_of(k);
-        options.draft_driver = kDrivers[turn % 4];
-        options.prefill_chunk_size = turn % 3 == 0 ? 0 : turn % 3 == 1 ? 7 : 33;
-        options.poison_freed_blocks = true;
-        SCOPED_TRACE("k " + std::to_string(k) + ", temperature " + std::to_string(temperature) +
-                     ", turn " + std::to_string(turn));
-        ++turn;
-        Executor executor(target, drafter, options);
-        const std::vector<Outcome> actual = run(executor, jobs);
-        for (size_t i = 0; i < jobs.size(); ++i) {
-          ASSERT_EQ(actual[i].tokens, expected[i].tokens) << "job " << i;
-        }
-        EXPECT_EQ(executor.check_integrity(), "");
-      }
+  }
+  constexpr DraftDriver kDrivers[] = {DraftDriver::kUnrolled, DraftDriver::kReplay,
+                                      DraftDriver::kEager, DraftDriver::kWhile};
+  for (size_t turn = 0; turn < 2 * drafts.size(); ++turn) {
+    const int32_t k = drafts[turn / 2];
+    const size_t sampled = (turn / 2 + turn) % 2;  // whether the jobs have a temperature
+    ExecutorOptions options = options_of(k);
+    options.draft_driver = kDrivers[turn % 4];
+    options.prefill_chunk_size = turn % 3 == 0 ? 0 : turn % 3 == 1 ? 7 : 33;
+    options.poison_freed_blocks = true;
+    SCOPED_TRACE("k " + std::to_string(k) + ", turn " + std::to_string(turn));
+    Executor executor(target, drafters[turn % drafters.size()], options);
+    const std::vector<Outcome> actual = run(executor, jobs[sampled]);
+    for (size_t i = 0; i < actual.size(); ++i) {
+      ASSERT_EQ(actual[i].tokens, expected[sampled][i].tokens) << "job " << i;
     }
+    EXPECT_EQ(executor.check_integrity(), "");
   }
 }
 

@@ -27,10 +27,17 @@ Handle add_streams(OpInstance& op, const char* name, Role role, const StreamsSpe
   return op.add(std::move(streams));
 }
 
-// The mix of rows, as mix_streams might have made it.
+// The mix of rows, positive as mix_streams makes it: then nothing cancels that a model would not
+// cancel.
 Handle add_mix(OpInstance& op, const StreamsSpec& s, const Rows& rows, uint64_t seed) {
   const int32_t width = mix_width(s.num_streams, s.is_end);
-  return op.add(normal_rows("mix", Element::kF32, rows, width, width, seed, kScale));
+  return op.add(row_array("mix", Element::kF32, Element::kF32, rows, width,
+                          [width, seed](int64_t id, float* to) {
+                            Stream stream(seed, kScale, static_cast<uint64_t>(id));
+                            for (int32_t i = 0; i < width; ++i) {
+                              to[i] = 0.05f + std::fabs(stream.normal());
+                            }
+                          }));
 }
 
 }  // namespace
