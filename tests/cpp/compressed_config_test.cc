@@ -5,16 +5,20 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <map>
+#include <memory>
 #include <string>
 #include <utility>
 #include <variant>
 #include <vector>
 
 #include <paceline/error.h>
+#include <paceline/model.h>
 
 #include "model/decoder_config.h"
 #include "model/linear_costs.h"
+#include "model/model_impl.h"
 #include "model/weight_layout.h"
 #include "support/described_model.h"
 #include "support/errors.h"
@@ -166,6 +170,25 @@ TEST(CompressedConfig, HasItsWeights) {
     if (cost.name.ends_with("mix.matrix")) mix_bytes += cost.bytes;
   }
   EXPECT_EQ(mix_bytes, (4 * 24 + 4) * 256 * 4);
+}
+
+TEST(CompressedConfig, CanNeedScalesThatArePowersOfTwo) {
+  const std::string json = compressed_config(
+      {{"\"scales\": [128, 128]", "\"scales\": [128, 128], \"exact_scales\": true"}});
+  ModelBuilder dummy(json, DType::kBFloat16, Device::kCpu);
+  dummy.fill_dummy(1);
+  const std::shared_ptr<const Model> model = dummy.finish();
+  const auto& layer = std::get<CompressedAttentionWeights>(model->weights.layers[0].attention);
+  EXPECT_TRUE(layer.qkv_a.weight.has_exact_scales);
+  ModelBuilder builder(json, DType::kBFloat16, Device::kCpu);
+  const std::array<int64_t, 2> shape = {1, 1};
+  const float scale = 0.3f;
+  EXPECT_THAT(message_of<InvalidArgument>([&] {
+                builder.put("layers.0.attn.q_a.scales", DType::kFloat32, shape, {}, &scale);
+              }),
+              HasSubstr("'layers.0.attn.q_a.scales'[0, 0] is 0.3; allowed: powers of two"));
+  const uint8_t exact = 120;  // e8m0
+  builder.put("layers.0.attn.q_a.scales", DType::kUInt8, shape, {}, &exact);
 }
 
 TEST(CompressedConfig, RefusesWhatCannotBe) {

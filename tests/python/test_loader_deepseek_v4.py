@@ -86,7 +86,7 @@ FLASH = {
     "torch_dtype": "bfloat16",
     "vocab_size": 129_280,
 }
-FP8 = {"format": "fp8", "scales": [128, 128]}
+FP8 = {"format": "fp8", "scales": [128, 128], "exact_scales": True}
 MXFP4 = {"format": "mxfp4"}
 
 

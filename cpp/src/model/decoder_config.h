@@ -39,6 +39,7 @@ inline constexpr int32_t kFp8Block = 128;
 struct MatrixFormat {
   WeightFormat format = WeightFormat::kPlain;
   Fp8Scales scales = Fp8Scales::kTensor;  // kFp8
+  bool has_exact_scales = false;          // kFp8: every scale must be a power of two
 
   friend bool operator==(const MatrixFormat&, const MatrixFormat&) = default;
 };

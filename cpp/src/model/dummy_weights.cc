@@ -40,7 +40,8 @@ constexpr int64_t kQuantiles = 1 << 16;
 // The scale of dummy fp8 weights: no power of two, as in checkpoints, and 448 times it is beyond
 // all quantiles.
 constexpr float kFp8Scale = 0.0002f;
-constexpr uint8_t kMxfp4Scale = 127 - 6;  // 2^-6: the elements are up to 6 * 2^-6 = 0.094
+constexpr float kExactFp8Scale = 0x1p-12f;  // 0.00024, where scales are powers of two
+constexpr uint8_t kMxfp4Scale = 127 - 6;    // 2^-6: the elements are up to 6 * 2^-6 = 0.094
 
 // The element of a format with this many magnitudes, below the sign bit, that is nearest to
 // `value`.
@@ -164,7 +165,7 @@ void fill_dummy_weights(const CpuContext& ctx, uint64_t seed,
   std::vector<uint8_t> fp8_bytes;
   std::vector<uint8_t> mxfp4_bytes;
   const DeviceBuffer& arena = model.weights.arena;
-  const auto fill_matrix = [&](const NamedWeight& named, uint32_t salt, std::byte* out) {
+  const auto fill_matrix = [&](NamedWeight& named, uint32_t salt, std::byte* out) {
     const auto draw_from = [&](const auto& table) {
       draw_weight(ctx, table, seed, salt, named, arena);
     };
@@ -184,7 +185,9 @@ void fill_dummy_weights(const CpuContext& ctx, uint64_t seed,
       case WeightKind::kMxfp4Scales:
         return fill_mxfp4_scales(ctx, kMxfp4Scale, named, arena);
       case WeightKind::kFp8Scales:
-        return fill(kFp8Scale, named.arena_elements(), out, arena.memory());
+        named.has_exact_scales = named.needs_exact_scales;
+        return fill(named.needs_exact_scales ? kExactFp8Scale : kFp8Scale, named.arena_elements(),
+                    out, arena.memory());
     }
   };
   for (size_t i = 0; i < named_weights.size(); ++i) {

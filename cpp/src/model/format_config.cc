@@ -38,8 +38,10 @@ MatrixFormat read_format(const Json& object, std::string_view key, const Width& 
   } else if (name.as_string() == "fp8" && !is_of_experts) {
     format.format = WeightFormat::kFp8;
     constexpr std::array<std::string_view, 2> kKeys = {"format", "scales"};
-    json->check_keys(kKeys);
+    constexpr std::array<std::string_view, 1> kOptional = {"exact_scales"};
+    json->check_keys(kKeys, kOptional);
     format.scales = read_scales(json->at("scales"));
+    format.has_exact_scales = read_switch(*json, "exact_scales");
   } else {
     name.refuse(is_of_experts ? "'mxfp4'" : "'mxfp4', 'fp8'");
   }

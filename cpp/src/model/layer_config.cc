@@ -37,11 +37,11 @@ constexpr int32_t kExpertAlignment = 8;
   }
   if (reader.kind != owner.kind || reader.num_kv_heads != owner.num_kv_heads ||
       reader.head_dim != owner.head_dim) {
-    source.refuse(concat(
-        "a layer of the same kind, window, num_kv_heads and head_dim; layer ", index, " has '",
-        kv_kind_name(owner.kind), "', ", kv_window(owner.kind), ", ", owner.num_kv_heads,
-        " and ", owner.head_dim, ", this one '", kv_kind_name(reader.kind), "', ",
-        kv_window(reader.kind), ", ", reader.num_kv_heads, " and ", reader.head_dim));
+    source.refuse(concat("a layer of the same kind, window, num_kv_heads and head_dim; layer ",
+                         index, " has '", kv_kind_name(owner.kind), "', ", kv_window(owner.kind),
+                         ", ", owner.num_kv_heads, " and ", owner.head_dim, ", this one '",
+                         kv_kind_name(reader.kind), "', ", kv_window(reader.kind), ", ",
+                         reader.num_kv_heads, " and ", reader.head_dim));
   }
   return index;
 }

@@ -214,6 +214,7 @@ void Carver::add_scales(const WeightPart& part, const WeightMatrix& matrix,
     return add(std::move(named), place.begin);
   }
   named.kind = WeightKind::kFp8Scales;
+  named.needs_exact_scales = format.has_exact_scales;
   named.arena_rows = divide_up(part.rows, matrix.scale_rows);
   switch (format.scales) {
     case Fp8Scales::kTensor:

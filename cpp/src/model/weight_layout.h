@@ -53,10 +53,11 @@ struct NamedWeight {
   std::optional<PackedTensor> packed = {};
   bool is_optional = false;  // the model is complete without it
   bool is_filled = false;
-  int32_t num_experts = 0;        // kIds: ids of so many experts; 0: of tokens
-  int64_t repeats = 1;            // kFp8Scales
-  int64_t arena_rows = 0;         // kFp8Scales
-  bool has_exact_scales = false;  // kFp8Scales, once filled (are_exact_scales)
+  int32_t num_experts = 0;          // kIds: ids of so many experts; 0: of tokens
+  int64_t repeats = 1;              // kFp8Scales
+  int64_t arena_rows = 0;           // kFp8Scales
+  bool has_exact_scales = false;    // kFp8Scales, once filled (are_exact_scales)
+  bool needs_exact_scales = false;  // kFp8Scales
 
   [[nodiscard]] int64_t elements() const {
     int64_t count = 1;

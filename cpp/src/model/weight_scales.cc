@@ -86,6 +86,10 @@ std::vector<float> read_fp8_scales(const NamedWeight& named, const SourceMatrix&
       throw InvalidArgument(concat(quoted(named.name), index_text(named.dims(), index), " is ",
                                    scale, "; allowed: finite scales"));
     }
+    if (named.needs_exact_scales && !are_exact_scales({&scale, 1})) {
+      throw InvalidArgument(concat(quoted(named.name), index_text(named.dims(), index), " is ",
+                                   scale, "; allowed: powers of two from 2^-117 to 2^119"));
+    }
     const int64_t first_row = index / width * named.repeats;
     const int64_t last_row = std::min(first_row + named.repeats, named.arena_rows);
     for (int64_t row = first_row; row < last_row; ++row) {

@@ -383,4 +383,6 @@ def _read_formats(hf: HfConfig, shape: V4Shape) -> V4Formats:
             raise hf.text.error(size_key, f"a multiple of {MXFP4_COLUMNS}, as fp4 experts need it")
     if section.text("scale_fmt", "ue8m0") != "ue8m0":
         raise section.refusal("scale_fmt", f'ue8m0 in a "{QUANTIZATION}" of this model')
-    return V4Formats(MatrixFormat("fp8", "block", "scale"), MatrixFormat("mxfp4", "", "scale"))
+    return V4Formats(
+        MatrixFormat("fp8", "block", "scale", is_exact=True), MatrixFormat("mxfp4", "", "scale")
+    )

@@ -30,11 +30,13 @@ class MatrixFormat:
         name: "fp8" or "mxfp4".
         scales: "fp8" only: what has a scale of its own: "tensor", "row" or "block".
         suffix: "fp8" only: the name of the scales in the checkpoint, beside "weight".
+        is_exact: "fp8" only: every scale is a power of two.
     """
 
     name: str
     scales: str = ""
     suffix: str = ""
+    is_exact: bool = False
 
     @property
     def entry(self) -> dict[str, Any]:
@@ -42,7 +44,11 @@ class MatrixFormat:
         if self.name == "mxfp4":
             return {"format": "mxfp4"}
         scales = [FP8_BLOCK, FP8_BLOCK] if self.scales == "block" else self.scales
-        return {"format": "fp8", "scales": scales}
+        return {
+            "format": "fp8",
+            "scales": scales,
+            **({"exact_scales": True} if self.is_exact else {}),
+        }
 
     def scale_dims(self, rows: Dim, columns: Dim) -> Sequence[Dim]:
         """The shape of the scales of an fp8 matrix."""
