@@ -170,5 +170,6 @@ def test_slow_readers_delay_no_one(server: RunningServer) -> None:
     server.wait_until_idle()
     stalls.sort()
     print(f"{len(stalls)} sleeps, p99 of the stall {stalls[len(stalls) * 99 // 100] * 1e3:.1f} ms")
-    # The clients run in the same process, and share its lock with the server.
-    assert stalls[len(stalls) * 99 // 100] < 0.25
+    # The clients run in the same process, and share its lock with the server; in CI, other tests
+    # run beside them.
+    assert stalls[len(stalls) * 99 // 100] < (0.05 if IS_LONG else 0.5)
