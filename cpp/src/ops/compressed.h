@@ -18,8 +18,8 @@
 // that position. A row at position p sees the compressed entries below (p + 1) / tokens_per_entry.
 // The inputs of compressed entries wait in the tail store, which keeps the last tokens only.
 //
-// The last elements of an entry and of a head, its tail, carry the rotary embedding. Rows may be of
-// any sequences, several of one sequence at ascending positions, in one pass. The rows of a pass
+// The last rope_head_dim elements of an entry and of a head carry the rotary embedding. Rows may be
+// of any sequences, several of one sequence at ascending positions, in one pass. The rows of a pass
 // that complete an entry write it before any row of the pass reads it, because each op reads what
 // an earlier op has written.
 
@@ -39,7 +39,7 @@ inline constexpr int32_t kMaxIndexTopK = 4096;
 inline constexpr int32_t kMaxCompressors = 2;  // of attention and of the indexer
 
 // Norms the parts of a row of qkv_a and writes the window entry to the KV slot of the row:
-// q becomes norm(q) in place, and the entry is norm(c) whose tail is rotated.
+// q becomes norm(q) in place, and the entry is norm(c), of which the end is rotated.
 struct AppendWindowEntriesParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
@@ -50,7 +50,7 @@ struct AppendWindowEntriesParams {
   const float* entry_norm;      // [head_dim]
   float norm_weight_offset;     // 0 or 1
   float norm_eps;
-  LatentRope rope;      // of the tail, rope_head_dim wide
+  LatentRope rope;      // of the last rope_head_dim elements
   KvLayerView entries;  // a token has head_dim elements at k_offset
   int32_t head_dim;     // at most kMaxCompressedHeadDim
   int32_t rope_head_dim;
@@ -59,7 +59,7 @@ struct AppendWindowEntriesParams {
 void append_window_entries(CpuContext&, const AppendWindowEntriesParams&);
 void append_window_entries(CudaContext&, const AppendWindowEntriesParams&);
 
-// Norms each head of x (or not) and rotates its tail, in place.
+// Norms each head of x (or not) and rotates its last rope_head_dim elements, in place.
 struct RotateHeadsParams {
   const int32_t* num_rows;  // [1]
   int32_t max_rows;
@@ -67,7 +67,7 @@ struct RotateHeadsParams {
   // true: each head is first divided by its root mean square, without a weight
   bool has_norm;
   float norm_eps;   // with has_norm
-  LatentRope rope;  // of the tail, rope_head_dim wide
+  LatentRope rope;  // of the last rope_head_dim elements
   // true: rotates by the negative angle, which undoes the rotation that keys have
   bool is_inverse;
   int32_t num_heads;
@@ -108,7 +108,7 @@ struct Compressor {
 // over the tokens e * tokens_per_entry + [0, tokens_per_entry), in ascending order and in float32.
 // If entries overlap, the sum has twice as many terms: first channel i of the tokens of entry e - 1
 // (which entry 0 lacks), then channel dim + i of the tokens of entry e. The entry is the norm of
-// these channels, whose tail is then rotated to the position of its first token, e *
+// these channels, of which the end is then rotated to the position of its first token, e *
 // tokens_per_entry (+ rope.position_offset).
 struct CompressParams {
   const int32_t* num_rows;  // [1]
@@ -126,7 +126,7 @@ struct CompressParams {
   int32_t num_compressors;
   float norm_weight_offset;  // 0 or 1
   float norm_eps;
-  LatentRope rope;  // of the tail of entries, rope_head_dim wide; `positions` is not read
+  LatentRope rope;  // of the last rope_head_dim elements; `positions` is not read
   int32_t rope_head_dim;
 };
 void compress(CpuContext&, const CompressParams&);

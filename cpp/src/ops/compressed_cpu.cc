@@ -24,11 +24,11 @@ void check_kv_dtype(const KvLayerView& view) {
                  "KV caches are float32 or bfloat16");
 }
 
-void check_tail_of_heads(int32_t head_dim, int32_t rope_head_dim) {
+void check_heads(int32_t head_dim, int32_t rope_head_dim) {
   PACELINE_CHECK(head_dim > 0 && head_dim <= kMaxCompressedHeadDim, "a head of ", head_dim,
                  " elements");
   PACELINE_CHECK(rope_head_dim >= 0 && rope_head_dim <= head_dim && rope_head_dim % 2 == 0,
-                 "a rotated tail of ", rope_head_dim, " of ", head_dim, " elements");
+                 rope_head_dim, " rotated elements of ", head_dim, " elements");
 }
 
 // The contents of the null block are never used, and rows would race on it.
@@ -145,7 +145,7 @@ void find_tokens(const CompressParams& p, const Compressor& c, int32_t seq_slot,
 
 void append_window_entries(CpuContext& ctx, const AppendWindowEntriesParams& p) {
   const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
-  check_tail_of_heads(p.head_dim, p.rope_head_dim);
+  check_heads(p.head_dim, p.rope_head_dim);
   check_kv_dtype(p.entries);
   PACELINE_CHECK(p.dtype == DType::kFloat32, "the CPU computes in float32");
   for_rows(ctx, num_rows, int64_t{p.q_width + p.head_dim} * 4,
@@ -154,7 +154,7 @@ void append_window_entries(CpuContext& ctx, const AppendWindowEntriesParams& p) 
 
 void rotate_heads(CpuContext& ctx, const RotateHeadsParams& p) {
   const int32_t num_rows = std::min(*p.num_rows, p.max_rows);
-  check_tail_of_heads(p.head_dim, p.rope_head_dim);
+  check_heads(p.head_dim, p.rope_head_dim);
   PACELINE_CHECK(p.dtype == DType::kFloat32, "the CPU computes in float32");
   for_rows(ctx, num_rows, int64_t{p.num_heads} * p.head_dim * 4,
            [&](int32_t row) { run_best_isa<RotateKernel>(&p, row); });
@@ -179,7 +179,7 @@ void compress(CpuContext& ctx, const CompressParams& p) {
   int64_t row_bytes = 0;
   for (int32_t i = 0; i < p.num_compressors; ++i) {
     const Compressor& c = p.compressors[i];
-    check_tail_of_heads(c.dim, p.rope_head_dim);
+    check_heads(c.dim, p.rope_head_dim);
     check_kv_dtype(c.entries);
     row_bytes += int64_t{c.dim} * (p.overlaps ? 2 : 1) * 8;  // what a token has
   }
