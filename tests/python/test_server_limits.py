@@ -8,11 +8,12 @@ import http.client
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline import LLM
+from paceline import LLM, DeviceError
 from paceline.request import Request
 from running_server import JSON, RunningServer, read_events
 
@@ -462,6 +463,23 @@ def test_a_body_without_a_length_is_limited(server: RunningServer) -> None:
     with server.connect() as connection:
         connection.sendall(head + piece * 5)
         assert connection.recv(1000).startswith(b"HTTP/1.1 413")
+
+
+def test_a_failed_engine_is_not_healthy(target_dir: Path) -> None:
+    """Whoever watches /health can start the server anew."""
+    with LLM(target_dir, device="cpu", max_num_seqs=1) as llm, RunningServer(llm) as server:
+        assert server.ask("/health")[0] == 200
+        llm._dispatcher._failure = DeviceError("the device has stopped")
+        for path, body in (
+            ("/health", None),
+            ("/metrics", None),
+            (COMPLETIONS, {"prompt": "a"}),
+            (COMPLETIONS, {"prompt": "a", "stream": True}),
+            (CHATS, {"messages": [{"role": "user", "content": "a"}]}),
+        ):
+            status, answer = server.ask(path, body)
+            assert status == 503 and answer["error"]["message"] == "the device has stopped", path
+        assert server.ask("/v1/models")[0] == 200
 
 
 def test_requests_go_on_while_the_server_ends(plain_llm: LLM) -> None:
