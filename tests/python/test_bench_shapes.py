@@ -12,6 +12,7 @@ import pytest
 from errors import raises
 from paceline.bench import models
 from paceline.bench.costs import kv_bytes_read, matrix_costs
+from paceline.cli import main
 from paceline.loader import decoder_config, drafter_config, families, open_checkpoint
 from paceline.loader.drafters import Target
 from paceline.loader.hf_config import parse_hf_config
@@ -200,3 +201,20 @@ def test_the_first_layers_keep_the_drafter() -> None:
     assert drafter_config(source, target, method="mtp") == drafter_config(
         whole, of_whole, method="mtp"
     )
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--num-layers", "2"], ("--num-layers is 2", "it needs --config")),
+        (["--model", "x", "--num-layers", "2"], ("--num-layers is 2", "it needs --config")),
+        (["--config", "qwen3-8b", "--num-layers", "0"], ("num_layers is 0", "allowed")),
+        (["--config", "qwen3-8b", "--num-layers", "37"], ("qwen3-8b has 36 layers", "1 to 36")),
+    ],
+)
+def test_refused_numbers_of_layers(
+    argv: list[str], parts: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "latency", "--device", "cpu", "--quiet", *argv]) != 0
+    message = capsys.readouterr().err
+    assert all(part in message for part in parts), message
