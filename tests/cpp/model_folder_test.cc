@@ -121,7 +121,7 @@ TEST_F(Folder, RefusesHostileDescriptions) {
   std::filesystem::create_symlink("loop", folder_.file("loop"));
   std::filesystem::create_directory(folder_.file("d"));
   write_file(folder_.file("integers"),
-             safetensors_bytes({{"embed.weight", "I8", {5, 6}, std::string(30, '\0')}}));
+             safetensors_bytes({{"embed.weight", "I16", {5, 6}, std::string(60, '\0')}}));
   write_file(folder_.file("few"),
              safetensors_bytes({{"final_norm.weight", "F32", {6}, std::string(24, '\0')}}));
   write_file(folder_.file("more"), safetensors_bytes({{"x", "F32", {1}, "1234"}}));
@@ -160,7 +160,7 @@ TEST_F(Folder, RefusesHostileDescriptions) {
       {alone(tiny_part("loop")), "/loop: "},
       {alone(tiny_part("d")), "is a directory"},
       {alone(tiny_part("paceline.json")), "the header length is"},
-      {alone(tiny_part("integers")), "'embed.weight' has dtype I8; allowed: F32, BF16, F16"},
+      {alone(tiny_part("integers")), "'embed.weight' has dtype I16; allowed: F32, BF16, F16"},
       {alone(tiny_part("few")), "33 of 34 weights of tiny are missing"},
       {alone(tiny_part("more")), "no weight is named 'x'"},
       {alone(tiny_part("shape")), "has shape [6, 5]; allowed: [5, 6]"},
