@@ -10,8 +10,25 @@ from typing import Any, Final
 
 EVIDENCE: Final = Path(__file__).resolve().parents[1] / "gpu-evidence.json"
 
-TARGETS: Final = {"qwen3-8b": "Qwen3-8B", "llama-3-8b": "Llama-3-8B", "gemma3-27b": "Gemma3-27B"}
-DRAFTERS: Final = {"qwen3-8b": "EAGLE-3", "llama-3-8b": "EAGLE", "gemma3-27b": "270M"}
+DENSE: Final = {"qwen3-8b": "Qwen3-8B", "llama-3-8b": "Llama-3-8B", "gemma3-27b": "Gemma3-27B"}
+TARGETS: Final = {
+    **DENSE,
+    "qwen3-8b-fp8": "Qwen3-8B-FP8",
+    "gpt-oss-20b": "GPT-OSS-20B",
+    "gpt-oss-120b": "GPT-OSS-120B",
+    "glm-4.7-flash": "GLM-4.7-Flash",
+    "deepseek-v4-flash": "DeepSeek-V4-Flash, 12 layers",
+}
+DRAFTERS: Final = {
+    "qwen3-8b": "EAGLE-3",
+    "llama-3-8b": "EAGLE",
+    "gemma3-27b": "270M",
+    "qwen3-8b-fp8": "EAGLE-3",
+    "gpt-oss-20b": "EAGLE-3",
+    "gpt-oss-120b": "20B",
+    "glm-4.7-flash": "MTP",
+    "deepseek-v4-flash": "MTP",
+}
 # The kernels of each row of the table of times; a name with "gemm" is a product.
 KERNELS: Final = {
     "attention": ("paged_attention",),
@@ -105,7 +122,7 @@ def sampling() -> str:
 def kernel_times() -> str:
     """Milliseconds of an iteration by kind of kernel, each kernel timed alone."""
     columns: list[tuple[str, Row]] = []
-    for name, target in TARGETS.items():
+    for name, target in DENSE.items():
         traced = [
             row
             for row in bench(name)["trace"]["rows"]
