@@ -32,6 +32,8 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "cuda-python" / "tests"
+#: What every process has written, also when this one is killed at a time limit.
+LOGS = BUILD / "logs"
 TEST_FILE = ROOT / "docs" / "gpu-evidence.json"
 SANITIZER_FILE = ROOT / "docs" / "gpu-sanitizer.json"
 
@@ -139,28 +141,28 @@ def run(
     """
     start = time.monotonic()
     lines, code = [], 0
-    with tempfile.TemporaryDirectory() as folder:
-        processes = []
-        for index, share in enumerate(shares):
-            log = Path(folder, f"{index}.log")
-            with log.open("w") as stream:
-                process = subprocess.Popen(
-                    [*command, *share.arguments], cwd=ROOT, env={**env, **dict(share.variables)},
-                    stdout=stream, stderr=subprocess.STDOUT,
-                )  # fmt: skip
-            processes.append((process, log))
-        for process, log in processes:
-            try:
-                done = process.wait(max(0.0, start + limit - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-                done = 124
-            output = log.read_text(errors="replace")
-            lines += [line.strip() for line in output.splitlines() if re.search(summary, line)]
-            code = code or done
-            if done != 0:
-                print(output[:3000], "\n[...]\n", output[-5000:])
+    LOGS.mkdir(exist_ok=True)
+    processes = []
+    for index, share in enumerate(shares):
+        log = LOGS / f"{re.sub(r'[^a-z0-9_.-]+', '_', title)}-{index}.log"
+        with log.open("w") as stream:
+            process = subprocess.Popen(
+                [*command, *share.arguments], cwd=ROOT, env={**env, **dict(share.variables)},
+                stdout=stream, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        processes.append((process, log))
+    for process, log in processes:
+        try:
+            done = process.wait(max(0.0, start + limit - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            done = 124
+        output = log.read_text(errors="replace")
+        lines += [line.strip() for line in output.splitlines() if re.search(summary, line)]
+        code = code or done
+        if done != 0:
+            print(output[:3000], "\n[...]\n", output[-5000:])
     seconds = round(time.monotonic() - start, 1)
     print("\n".join([f"== {title}: exit {code}, {seconds} s", *lines[-40:]]), flush=True)
     shown = [Path(part).name if part.startswith("/") else part for part in command]
