@@ -93,12 +93,15 @@ def test_the_progress_bar_of_graphs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_memory_plan_as_text() -> None:
     group = {
         "owner": "target", "kind": "full", "window": 0, "num_layers": 3, "block_size": 16,
-        "block_bytes": 1 << 16,
+        "block_bytes": 1 << 16, "tokens_per_entry": 1,
     }  # fmt: skip
     size = memory.group_max_bytes(group, max_num_seqs=2, max_model_len=33)
     assert size == 2 * 3 * (1 << 16)
     sliding = group | {"kind": "sliding", "window": 8}
     assert memory.group_max_bytes(sliding, max_num_seqs=1, max_model_len=4096) == 2 << 16
+    entries = group | {"kind": "compressed", "tokens_per_entry": 4}
+    assert memory.group_max_bytes(entries, max_num_seqs=1, max_model_len=67) == 1 << 16
+    assert memory.group_max_bytes(entries, max_num_seqs=1, max_model_len=68) == 2 << 16
     report = {
         "device": "cuda", "target_weight_bytes": 3 << 20, "draft_weight_bytes": 1 << 19,
         "kv_pool_bytes": 64 << 20, "workspace_bytes": 5 << 20, "graph_bytes": 7 << 20,
