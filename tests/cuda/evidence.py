@@ -223,7 +223,7 @@ SHARDS = {
     "engine_compressed_cuda_test": 2,
     "draft_head_cuda_test": 3,
 }
-PYTHON_SHARES = 6
+PYTHON_SHARES = 10
 #: Tests that compare the free memory of the GPU before and after.
 MEASURING = ("runner_test",)
 
