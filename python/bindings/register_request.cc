@@ -19,7 +19,8 @@ void register_request(py::module_& module) {
                        std::vector<std::vector<int32_t>> bad_words,
                        std::vector<int32_t> allowed_token_ids, int32_t logprobs,
                        int32_t prompt_logprobs, int32_t num_samples,
-                       std::vector<int32_t> hidden_layers, bool keeps_logits_on_device) {
+                       std::vector<int32_t> hidden_layers, bool keeps_logits_on_device,
+                       int32_t num_resumed_tokens) {
              Request request;
              request.prompt = std::move(prompt);
              request.sampling.temperature = temperature;
@@ -44,6 +45,7 @@ void register_request(py::module_& module) {
              request.num_samples = num_samples;
              request.hidden_layers = std::move(hidden_layers);
              request.keeps_logits_on_device = keeps_logits_on_device;
+             request.num_resumed_tokens = num_resumed_tokens;
              return request;
            }),
            py::arg("prompt"), py::kw_only(), py::arg("temperature") = 1.0, py::arg("seed") = 0,
@@ -57,7 +59,7 @@ void register_request(py::module_& module) {
            py::arg("allowed_token_ids") = std::vector<int32_t>{}, py::arg("logprobs") = -1,
            py::arg("prompt_logprobs") = -1, py::arg("num_samples") = 1,
            py::arg("hidden_layers") = std::vector<int32_t>{},
-           py::arg("keeps_logits_on_device") = false,
+           py::arg("keeps_logits_on_device") = false, py::arg("num_resumed_tokens") = 0,
            R"doc(Stores the values, which are checked when the request is added.
 
 Args:
@@ -87,6 +89,8 @@ Args:
         layers = the output of the final norm.
     keeps_logits_on_device: With score_prompt: the logits stay on the device.
     num_samples: Independent samples, 1 to 128; sample i uses seed + i, modulo 2**64.
+    num_resumed_tokens: The last so many tokens of the prompt are output of an earlier run of this
+        request, which goes on after them; less than the prompt and less than max_tokens.
 )doc")
       .def_readonly("num_samples", &Request::num_samples, "Samples of the prompt.")
       .def("__repr__", [](const Request& self) {

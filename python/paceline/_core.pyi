@@ -168,6 +168,7 @@ class Request:
         num_samples: int = 1,
         hidden_layers: Sequence[int] = ...,
         keeps_logits_on_device: bool = False,
+        num_resumed_tokens: int = 0,
     ) -> None: ...
     @property
     def num_samples(self) -> int: ...

@@ -22,9 +22,9 @@ void Engine::check_request(const Request& request) const {
                                     .num_streams = options_.num_streams,
                                     .max_logprobs = options_.shape.max_logprobs});
   const auto prompt_len = static_cast<int64_t>(request.prompt.size());
-  const auto limit = static_cast<int32_t>(
-      std::min<int64_t>(is_score(request) ? prompt_len : prompt_len + request.sampling.max_tokens,
-                        options_.max_model_len));
+  const int64_t num_output = int64_t{request.sampling.max_tokens} - request.num_resumed_tokens;
+  const auto limit = static_cast<int32_t>(std::min<int64_t>(
+      is_score(request) ? prompt_len : prompt_len + num_output, options_.max_model_len));
   if (!scheduler_.fits_alone(static_cast<int32_t>(prompt_len), limit)) {
     throw InvalidArgument(concat("a request of ", prompt_len, " prompt tokens and ", limit,
                                  " tokens in all needs more KV blocks than the whole pool of ",

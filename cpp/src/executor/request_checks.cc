@@ -88,6 +88,25 @@ void check_sampling(const SamplingOptions& s, int32_t vocab_size) {
   }
 }
 
+// Refuses resumed tokens that leave no prompt or no token to generate, and what they cannot be
+// combined with.
+void check_resumed(const Request& request) {
+  const int32_t resumed = request.num_resumed_tokens;
+  if (resumed == 0) return;
+  const auto most =
+      std::min(static_cast<int64_t>(request.prompt.size()), int64_t{request.sampling.max_tokens}) -
+      1;
+  if (resumed < 0 || resumed > most) {
+    throw InvalidArgument(concat("num_resumed_tokens is ", resumed, "; allowed: 0 to ", most,
+                                 ", less than the prompt and less than max_tokens"));
+  }
+  if (is_score(request) || request.num_samples > 1 || request.sampling.prompt_logprobs >= 0) {
+    throw InvalidArgument(concat("num_resumed_tokens is ", resumed,
+                                 "; allowed with prompt_logprobs, several samples, score_prompt "
+                                 "or hidden_layers: 0"));
+  }
+}
+
 // Refuses more logprobs than the engine has buffers for, and logprobs together with logits.
 void check_logprobs(const Request& request, int32_t max_logprobs) {
   const auto check = [&](const char* name, int32_t value) {
@@ -157,6 +176,7 @@ void check_request(const Request& request, const RequestBounds& bounds) {
   }
   check_sampling(request.sampling, bounds.vocab_size);
   check_logprobs(request, bounds.max_logprobs);
+  check_resumed(request);
 }
 
 }  // namespace paceline

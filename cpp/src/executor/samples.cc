@@ -44,7 +44,8 @@ DeviceValues allocate_values(Device device, std::vector<int64_t> shape, const ch
 Samples make_samples(Request request, const SampleBounds& bounds) {
   auto first = std::make_unique<Sequence>();
   first->tokens = std::move(request.prompt);
-  first->prompt_len = first->known_len();
+  // The rest is known output, like that of a preempted sequence.
+  first->prompt_len = first->known_len() - request.num_resumed_tokens;
   first->num_samples = request.num_samples;
   first->sampling = std::move(request.sampling);
   first->is_score = is_score(request);
