@@ -172,4 +172,4 @@ def test_slow_readers_delay_no_one(server: RunningServer) -> None:
     print(f"{len(stalls)} sleeps, p99 of the stall {stalls[len(stalls) * 99 // 100] * 1e3:.1f} ms")
     # The clients run in the same process, and share its lock with the server; in CI, other tests
     # run beside them.
-    assert stalls[len(stalls) * 99 // 100] < (0.05 if IS_LONG else 0.5)
+    assert stalls[len(stalls) * 99 // 100] < (0.05 if IS_LONG else 0.25)
