@@ -35,7 +35,8 @@ struct PackedArgs {
   bool is_y_float;  // else bfloat16
   int32_t n;
   int32_t k;
-  // Not 0: the weights are groups of so many rows, and group g reads the columns of x from g k on.
+  // Not 0: the weights are groups of `group_rows` rows, and group g reads columns g k to (g + 1) k
+  // of x.
   int32_t group_rows;
   int32_t num_stages;      // of the ring of wide_kernel.cuh
   uint64_t weight_policy;  // of L2

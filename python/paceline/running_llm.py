@@ -444,8 +444,8 @@ class RunningLLM:
               in `memory_report`; its blocks "held_blocks" by outputs, "quarantined_blocks" that
               wait for iterations in flight, "cached_blocks" that no output holds but whose KV can
               be taken over, and "max_blocks" if it had the whole pool; and since the start
-              "hit_blocks" that outputs took over from the prefix cache, and "evicted_blocks" whose
-              KV made room for others.
+              "hit_blocks", taken over from the prefix cache, and "evicted_blocks", whose memory
+              went to new blocks.
             - speculative_decoding: None without it. Otherwise a dict with num_spec_tokens (k),
               num_spec_steps, num_draft_tokens, num_accepted_draft_tokens, mean_acceptance_length,
               draft_acceptance_rate and acceptance_per_position [k], as in `RequestMetrics`.

@@ -224,7 +224,7 @@ TEST(EngineMixture, LogitsMatchTheReferenceAndPlantedFaultsGoRed) {
   const auto takes_other_bias = [](Program& program) {
     for (auto* p : program.params_of<ExpertGemmParams>(expert_gemm)) --p->bias;
   };
-  // Those of gate_up and of down.
+  // The products of gate_up and of down.
   const auto products_of = [](Program& program) {
     std::vector<ExpertGemmParams*> products = program.params_of<ExpertGemmParams>(expert_gemm);
     for (auto* p : program.params_of<ActivatedExpertsParams>(activated_experts)) {

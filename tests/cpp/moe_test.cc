@@ -142,7 +142,7 @@ TEST(SortExpertRows, SortsByExpertAndThenByRow) {
     for (size_t i = 0; i < num_shared; ++i) {
       ASSERT_EQ(sorted.source_row[count + i], static_cast<int32_t>(i));
     }
-    // Rows that the pass lacks.
+    // Nothing is written beyond the rows of the pass.
     for (size_t i = count + num_shared; i < sorted.source_row.size(); ++i) {
       ASSERT_EQ(sorted.source_row[i], -7);
     }

@@ -19,7 +19,7 @@
 
 namespace paceline {
 
-// Reaches into a cache to break it.
+// Changes private state of a cache, as a bug would.
 class PrefixCacheTestPeer {
  public:
   static void change_token(PrefixCache& cache, int32_t node) { ++cache.tokens_[node * 4]; }

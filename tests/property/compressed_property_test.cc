@@ -298,7 +298,7 @@ TEST(PlantedFault, CompressedAttentionSeesThemAll) {
                                                fault.window_shift);
                                     }});
   };
-  // The arrays of the test itself are right.
+  // Without a fault, the arrays of the test change nothing.
   expect_same_bits(run({"none", plant_all}), sound);
   for (const Fault& fault : faults) {
     const Trace faulty = run(fault);

@@ -466,7 +466,7 @@ def test_a_body_without_a_length_is_limited(server: RunningServer) -> None:
 
 
 def test_a_failed_engine_is_not_healthy(target_dir: Path) -> None:
-    """Whoever watches /health can start the server anew."""
+    """A supervisor that polls /health can restart the server."""
     with LLM(target_dir, device="cpu", max_num_seqs=1) as llm, RunningServer(llm) as server:
         assert server.ask("/health")[0] == 200
         llm._dispatcher._failure = DeviceError("the device has stopped")

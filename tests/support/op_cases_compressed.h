@@ -44,8 +44,8 @@ struct EntriesSpec {
   int32_t window = 128;     // of compressed_attention
   int32_t block_size = 16;
   DType dtype = DType::kBFloat16;
-  // Not 0: rows belong to sequences of so many rows, or with kAnyRows of any number of them, all
-  // in one sequence slot.
+  // Not 0: every sequence has this number of rows, or with kAnyRows any number. All of them are in
+  // one sequence slot.
   int32_t rows_per_seq = 0;
   bool has_entries = true;               // of compressed_attention
   LogitKind scores = LogitKind::kPlain;  // of choose_entries

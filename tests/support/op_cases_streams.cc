@@ -27,8 +27,8 @@ Handle add_streams(OpInstance& op, const char* name, Role role, const StreamsSpe
   return op.add(std::move(streams));
 }
 
-// The mix of rows, positive as mix_streams makes it: then nothing cancels that a model would not
-// cancel.
+// The mix of rows. It is positive, as that of mix_streams is, so that sums cancel no more than they
+// do in a model.
 Handle add_mix(OpInstance& op, const StreamsSpec& s, const Rows& rows, uint64_t seed) {
   const int32_t width = mix_width(s.num_streams, s.is_end);
   return op.add(row_array("mix", Element::kF32, Element::kF32, rows, width,

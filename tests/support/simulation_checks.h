@@ -80,9 +80,9 @@ struct SimulatedSequence {
   }
   SimulatedSequence(const SimulatedSequence&) = delete;
 
-  // Counts the blocks that others take in a plan, from its own admission on: those after its own
-  // blocks. If it is admitted without any, as its first tokens complete no entry, those of
-  // prefilling sequences that arrived later.
+  // Counts the blocks that other sequences take once this one is admitted. In the plan that admits
+  // it, these are the writes after its own. If it has none there, because its first tokens complete
+  // no entry, they are the writes of prefilling sequences that arrived later.
   void take_allocations(const IterationPlan& plan, bool is_admitted) {
     if (is_admitted) num_taken_by_others = 0;
     const std::vector<TableWrite>& writes = plan.table_writes;

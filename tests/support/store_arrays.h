@@ -18,7 +18,7 @@
 namespace paceline::testing {
 
 inline constexpr int32_t kSequences = 3;
-inline constexpr int64_t kGap = 64;  // elements before and behind what an op sees of a block
+inline constexpr int64_t kGap = 64;  // unused elements around each block
 
 inline bool is_inert(int64_t id) { return id % 13 == 6; }
 

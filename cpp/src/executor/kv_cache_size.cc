@@ -43,7 +43,7 @@ int64_t plus(int64_t a, int64_t b) {
 // Adds spare slabs, since each group may leave one partly empty.
 int64_t with_spare_slabs(int64_t bytes) { return std::max(plus(bytes, bytes / 8), kMinBytes); }
 
-// Bytes that so many tokens store; 0 for a layer that reads another layer's KV.
+// Bytes that `num_tokens` tokens store in a layer; 0 for a layer that reads another layer's KV.
 int64_t layer_bytes(const KvLayerShape& layer, DType dtype, int64_t num_tokens) {
   if (layer.source >= 0) return 0;
   return times(entry_bytes(layer, dtype), num_tokens / tokens_per_entry(layer.kind));
@@ -127,8 +127,8 @@ KvCacheSize size_on_cuda(std::span<const KvLayerShape> layers, DType dtype,
                          const ExecutorOptions& o, const DeviceBytes& memory) {
   const int64_t free_bytes = memory.free.value_or(0);
   const int64_t tokens_per_seq = o.max_model_len + extra_tokens(o);
-  // This counts every layer as if it held all tokens, but for the tails, which are far larger than
-  // what they are compressed to.
+  // Counts every layer as if it held all tokens. Tails are the exception, since a token takes far
+  // more there than in the entry that is made of it.
   int64_t wanted = 0;
   for (const KvLayerShape& layer : layers) {
     const auto* const tail = std::get_if<TailKv>(&layer.kind);

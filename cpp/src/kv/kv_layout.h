@@ -67,7 +67,7 @@ enum class KvOwner : uint8_t { kTarget, kDraft };
 [[nodiscard]] std::string_view kv_kind_name(const KvKind& kind);
 // The number of keys that a query sees; 0: all up to its own position.
 [[nodiscard]] int32_t kv_window(const KvKind& kind);
-// Tokens that have one entry together: 1 but in compressed groups.
+// The number of tokens that one entry stands for: 1 except in compressed groups.
 [[nodiscard]] int32_t tokens_per_entry(const KvKind& kind);
 [[nodiscard]] std::string_view kv_owner_name(KvOwner owner);
 
@@ -86,7 +86,7 @@ struct KvLayerShape {
   // true: `source` is a layer of the target; false: an earlier layer of the same model.
   bool reads_target = false;
 };
-// Bytes of one entry, in the dtype of KV or, of TailKv, in float32.
+// Bytes of one entry. TailKv is float32, all others have the dtype of KV.
 [[nodiscard]] int64_t entry_bytes(const KvLayerShape& shape, DType dtype);
 
 // Layers of one model that share kind (with its window), heads, head size and owner.

@@ -65,10 +65,9 @@ class SlabPool {
 
   // Whether `counts[g]` more blocks of every group g can be allocated now, all of them together.
   [[nodiscard]] bool can_allocate(std::span<const int64_t> counts) const;
-  // The number of slabs that hold so many blocks of every group.
+  // The number of slabs that `counts[g]` blocks of every group g take.
   [[nodiscard]] int64_t num_slabs_for(std::span<const int64_t> counts) const;
-  // Whether that many blocks can be allocated on an empty pool: the limit beyond which a request is
-  // never admitted.
+  // Whether an empty pool has these blocks. A request that needs more is never admitted.
   [[nodiscard]] bool fits_alone(std::span<const int64_t> counts) const;
 
   // Adds a holder to a held block.

@@ -27,7 +27,7 @@ struct BlockTable {
   int32_t* blocks;     // [max_seqs, stride]
   int64_t stride;      // blocks of the longest sequence
   int32_t block_size;  // tokens, or entries of a compressed group
-  // Tokens that have one entry together; 1 in all but compressed groups.
+  // The number of tokens that one entry stands for: 1 except in compressed groups.
   int32_t tokens_per_entry = 1;
 };
 

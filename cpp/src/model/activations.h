@@ -80,7 +80,7 @@ struct ActivationWidths {
   int64_t top_k = 0;
   int64_t expert_output = 0;  // of all places of a row
   int64_t shared = 0;         // intermediate size of shared experts with expert rows
-  // Of compressed attention, else 0.
+  // 0 without compressed attention.
   int64_t compressed_q = 0;
   int64_t o_groups = 0;
   int64_t compress_inputs = 0;

@@ -224,7 +224,7 @@ struct MoeMlp {
     return shared == expert && !is_interleaved && !expert.has_bias;
   }
 };
-// In larger passes the shared expert has most of its rows in tiles that are too narrow for them.
+// In larger passes, the tiles that fit the other experts are too narrow for the shared one's rows.
 inline constexpr int32_t kMaxJoinedRows = 32;
 
 using MlpConfig = std::variant<DenseMlp, MoeMlp>;

@@ -46,7 +46,7 @@ KvStores kv_stores(const DecoderConfig& config) {
     stores.first.push_back(static_cast<int32_t>(stores.shapes.size()));
     std::visit([&](const auto& attention) { append_stores(attention, stores.shapes); },
                layer.attention);
-    // Until here, `source` is a layer.
+    // append_stores has set `source` to a layer; from here on it is a store.
     KvLayerShape& shape = stores.shapes.back();
     if (shape.source >= 0) shape.source = stores.first[static_cast<size_t>(shape.source)];
   }

@@ -25,8 +25,8 @@ namespace paceline {
 struct WeightPart {
   std::string name;  // canonical, without ".weight", ".scales" or ".bias"
   int64_t rows;
-  // Above 0: one tensor has as many rows for each expert; or each expert has a tensor of its own
-  // (LinearShape::is_per_expert), with its number after the name.
+  // Above 0: one tensor has `rows` rows for each expert, or each expert has a tensor of its own
+  // (LinearShape::is_per_expert), whose name ends with the expert's number.
   int32_t num_experts = 0;
 };
 
@@ -80,8 +80,8 @@ enum class VectorKind : uint8_t { kNorm, kBias, kSinks, kScale };
 //   experts_of_tokens(const int32_t*&, const WeightPart&, int32_t top_k, int32_t num_experts)
 // where the first argument is the member of `weights`, const if those are.
 
-// `name` ends with "mlp." or "mlp.shared.". `experts`: where the matrices lie in the room of
-// experts, what the names of these begin with; else "".
+// `name` ends with "mlp." or "mlp.shared.". `experts`: the prefix of the experts' names if the
+// matrices lie in the room behind those experts; else "".
 template <class Weights, class Visitor>
 void visit_mlp_weights(const DenseMlp& mlp, const std::string& name, const std::string& experts,
                        int64_t hidden, Weights& weights, Visitor& visit) {

@@ -49,11 +49,11 @@ struct NamedWeight {
   WeightKind kind = WeightKind::kNumbers;
   DummyKind dummy = DummyKind::kNormal;
   int64_t offset = 0;  // bytes from the start of the arena; of a packed tensor, of its first matrix
-  // Of a tensor that is packed in the arena: where its rows go. `matrix` is null.
+  // Where the rows of a packed tensor go; `matrix` is null. Absent if the tensor is not packed.
   std::optional<PackedTensor> packed = {};
   bool is_optional = false;  // the model is complete without it
   bool is_filled = false;
-  int32_t num_experts = 0;          // kIds: ids of so many experts; 0: of tokens
+  int32_t num_experts = 0;          // kIds: ids are below this; 0: ids of tokens
   int64_t repeats = 1;              // kFp8Scales
   int64_t arena_rows = 0;           // kFp8Scales
   bool has_exact_scales = false;    // kFp8Scales, once filled (are_exact_scales)
@@ -123,7 +123,7 @@ class Carver final {
   std::byte* base_;
   int64_t bytes_ = 0;
   int64_t region_ = 0;  // where the last region begins
-  // Where the room behind experts begins, by their name.
+  // Where the room behind the experts' matrices begins; the key is the experts' name.
   struct Room {
     int64_t data = 0;
     int64_t scales = 0;

@@ -3,10 +3,10 @@
 
 // The ops of a mixture of experts. A row of the pass has top_k places, one for each expert that it
 // chose, the best first. A (row, place) pair is an *expert row*: a row of its own in the products
-// of its expert. Expert rows are sorted by expert and, within an expert, by row; their order thus
-// depends on the whole batch, but no op lets their bits depend on it. A shared expert can be one
-// more: every row visits it, without a place. It is expert num_experts, so the expert row of row r
-// is num_rows * top_k + r. The rules of ops.h hold.
+// of its expert. Expert rows are sorted by expert and, within an expert, by row. Their order thus
+// depends on the whole batch, but their bits do not. A shared expert can be expert num_experts,
+// which every row visits without a place: the expert row of row r is then num_rows * top_k + r.
+// The rules of ops.h hold.
 
 #include <cstdint>
 
@@ -149,7 +149,7 @@ struct CombineExpertsParams {
   int32_t hidden;
   DType dtype = DType::kFloat32;
   const void* base = nullptr;  // [max_rows, hidden] dtype, may be y; null: 0
-  // The base is what a shared expert made of the row, which is in x, and `base` is null.
+  // The base of a row is the output of the shared expert, an expert row of x; `base` is null.
   bool has_shared = false;
 };
 void combine_experts(CpuContext&, const CombineExpertsParams&);

@@ -101,7 +101,7 @@ def kv_bytes_read(config: Mapping[str, Any], context: float, item_bytes: int) ->
 
 def kv_elements(attention: Mapping[str, Any]) -> int:
     """Counts the elements that one token stores in a layer: keys and values, or an entry that is
-    both. Compressed entries and what they are made of are left out.
+    both. Tails and compressed entries are not counted.
     """
     if attention["kind"] == "compressed":
         return int(attention["head_dim"])

@@ -192,8 +192,8 @@ def load_draft(
         show_progress: As for `load`.
         revision: As for `load`.
         cache_dir: As for `load`.
-        num_layers: The layers that were kept of the target that `source` is; for an MTP layer,
-            which is always kept.
+        num_layers: The number of layers that the target keeps (--num-layers). It matters for an
+            MTP layer, which lies behind the layers of `source` and is always kept.
 
     Returns:
         The drafter.
@@ -250,7 +250,7 @@ def first_layers(config: Mapping[str, Any], num_layers: int | None, source: str)
         source: The model, for messages.
 
     Raises:
-        ValueError: It does not have so many, or does not say how many it has.
+        ValueError: The model has fewer layers, or does not say how many it has.
     """
     if num_layers is None:
         return dict(config)

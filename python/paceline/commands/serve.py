@@ -224,7 +224,7 @@ def _run_serve(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # it tells the start and the end twice
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # its lines repeat ours
     from paceline.server.run import is_loopback, open_socket
 
     with open_socket(args.host, args.port) as opened:

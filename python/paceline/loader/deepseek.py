@@ -157,7 +157,7 @@ def deepseek_v3(hf: HfConfig) -> Family:
 
     Raises:
         ModelFileError: A key is missing or has a wrong value.
-        NotImplementedError: The model needs something that Paceline does not support.
+        NotImplementedError: A value is valid but not supported. The message names its key.
     """
     return _translate("deepseek_v3", hf, _DEEPSEEK)
 

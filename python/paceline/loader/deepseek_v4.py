@@ -75,7 +75,7 @@ def deepseek_v4(hf: HfConfig) -> Family:
 
     Raises:
         ModelFileError: A key is missing or has a wrong value.
-        NotImplementedError: The model needs something that Paceline does not support.
+        NotImplementedError: A value is valid but not supported. The message names its key.
     """
     config = _read(hf)
 
@@ -112,7 +112,7 @@ def describe_mtp_layer(hf: HfConfig) -> tuple[dict[str, Any], V4Shape, V4Layer, 
 
     Raises:
         ModelFileError: A key is missing or has a wrong value.
-        NotImplementedError: It is a layer that compresses.
+        NotImplementedError: The MTP layer has a compressor, or a value is not supported.
     """
     config = _read(hf)
     ratios = _read_ratios(hf.text, config.sizes.layers)

@@ -71,7 +71,7 @@ def translate(hf: HfConfig) -> Family:
 
     Raises:
         ModelFileError: A key is missing or has a wrong value.
-        NotImplementedError: The model needs something that Paceline does not support.
+        NotImplementedError: A value is valid but not supported. The message names its key.
     """
     family = _FAMILIES[hf.architecture](hf)
     check_description(family.config, (hf.text, hf.top))
@@ -93,7 +93,7 @@ def decoder_config(
 
     Raises:
         ModelFileError: A key is missing or has a wrong value.
-        NotImplementedError: The model needs something that Paceline does not support.
+        NotImplementedError: A value is valid but not supported. The message names its key.
     """
     return translate(parse_hf_config(hf_config, source, ARCHITECTURES)).config_for(weight_dtype)
 

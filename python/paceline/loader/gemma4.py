@@ -61,7 +61,7 @@ def gemma4(hf: HfConfig) -> Family:
 
     Raises:
         ModelFileError: A key is missing or has a wrong value.
-        NotImplementedError: The model needs something that Paceline does not support.
+        NotImplementedError: A value is valid but not supported. The message names its key.
     """
     check_common(hf, may_be_bidirectional_in_images=True)
     text = hf.text

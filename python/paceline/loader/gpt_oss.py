@@ -43,7 +43,7 @@ def gpt_oss(hf: HfConfig) -> Family:
 
     Raises:
         ModelFileError: A key is missing or has a wrong value.
-        NotImplementedError: The model needs something that Paceline does not support.
+        NotImplementedError: A value is valid but not supported. The message names its key.
     """
     check_common(hf, may_have_scales=True)
     text = hf.text

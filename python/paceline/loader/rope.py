@@ -151,7 +151,8 @@ def read_rope(
 
     Raises:
         ModelFileError: A key has a wrong value, or two keys contradict each other.
-        NotImplementedError: Another kind of scaling, or a rotation of part of the head.
+        NotImplementedError: The kind of scaling is not supported, or only part of the head is
+            rotated.
     """
     parameters = text.section("rope_parameters")
     if parameters is not None and any(key in LAYER_TYPES for key in parameters.values):
@@ -179,7 +180,8 @@ def read_rope_by_layer_type(
 
     Raises:
         ModelFileError: A key has a wrong value, or two keys contradict each other.
-        NotImplementedError: Another kind of scaling, or a rotation of part of the head.
+        NotImplementedError: The kind of scaling is not supported, or only part of the head is
+            rotated.
     """
     parameters = text.section("rope_parameters")
     full: Section | None = None
@@ -206,7 +208,8 @@ def read_rope_of_gemma4(
 
     Raises:
         ModelFileError: A key has a wrong value.
-        NotImplementedError: Another kind of scaling, or a spelling that Gemma 4 does not have.
+        NotImplementedError: The kind of scaling is not supported, or a key belongs to an older
+            spelling, which Gemma 4 files do not have.
     """
     for key in ("rope_theta", "rope_scaling", "rope_local_base_freq"):
         if text.has(key):
@@ -248,7 +251,7 @@ def read_rope_of_deepseek_v4(text: Section) -> tuple[RopeSettings, RopeSettings]
 
     Raises:
         ModelFileError: A key has a wrong value, or two keys contradict each other.
-        NotImplementedError: Another kind of scaling.
+        NotImplementedError: The kind of scaling is not supported; YaRN is.
     """
     key, old_key = "rope_parameters", "rope_scaling"
     parameters, old = text.section(key), text.section(old_key)

@@ -27,13 +27,14 @@ class Admission:
         self.num_refused = 0
 
     def check(self, num_outputs: int = 1) -> None:
-        """Raises ApiError 429 if there is no place for so many outputs."""
+        """Raises ApiError 429 if `num_outputs` more would exceed the limit."""
         if self.num_open + num_outputs > self.limit:
             self.num_refused += 1
             raise ApiError(
                 429,
-                f"the server holds {self.num_open} outputs, of which it takes {self.limit}; try "
-                "again later, or start it with a larger --max-num-seqs or --max-queue",
+                f"the queue is full: {self.num_open} outputs run or wait, and {self.limit} are "
+                "allowed; try again later, or start the server with a larger --max-num-seqs or "
+                "--max-queue",
                 code="queue_full",
                 headers={"retry-after": str(_RETRY_AFTER_S)},
             )
@@ -47,12 +48,12 @@ class Admission:
             param: The field of the request that says so.
 
         Raises:
-            ApiError: 429, or 400 if the server never has as many places.
+            ApiError: 429, or 400 if `num_outputs` exceeds the limit even of an idle server.
         """
         if num_outputs > self.limit:
             raise refusal(
-                f"the request has {num_outputs} outputs; allowed: {self.limit}, which is what the "
-                "server takes. Send several requests, or start it with a larger --max-queue",
+                f"the request has {num_outputs} outputs; allowed: {self.limit}. Send several "
+                "requests, or start the server with a larger --max-queue",
                 param,
             )
         self.check(num_outputs)

@@ -36,7 +36,7 @@ from paceline.server.shapes import ChatShape, CompletionShape, Shape
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
-_CLIENT_GONE: Final = 499  # nobody reads it
+_CLIENT_GONE: Final = 499  # is not sent: the client has closed the connection
 
 
 def make_app(service: Service) -> App:
@@ -70,7 +70,8 @@ def _add_errors(app: FastAPI) -> None:
 def _adder(app: FastAPI) -> Callable[[str, str], Callable[[Endpoint], Endpoint]]:
     """A decorator for routes that read requests themselves.
 
-    FastAPI's own reads them for the function, which takes longer than all that is done here.
+    FastAPI's own decorator parses requests for the function, which takes longer than everything
+    else that the server does for a request.
     """
 
     def route(method: str, path: str) -> Callable[[Endpoint], Endpoint]:

@@ -361,7 +361,7 @@ def choose_parser(
         The `make_parser` of `ChatCall`, and the default parameters, with which the marks of the
         format are in the text.
     """
-    # Who asks for special tokens wants the text as it is.
+    # A client that asks for special tokens gets the output undivided.
     wants_marks = fields.peek("skip_special_tokens") is False
     if text_format is None or not (has_tools or (text_format.is_always_read and not wants_marks)):
         return None, default

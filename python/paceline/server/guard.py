@@ -22,11 +22,11 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # Of the path and all headers.
 MAX_HEADER_BYTES: Final = 16 * 2**10
-# Needs no key: for those who watch whether the server lives.
+# Needs no key, so that a supervisor can poll it.
 _OPEN_PATHS: Final = ("/health",)
 # These hold outputs, so they are refused while the server is full, before their body is read.
 GENERATING_PATHS: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
-# Those that responses are counted for; the rest is "other".
+# Responses are counted by these routes; all others count as "other".
 _ROUTES: Final = (
     *_OPEN_PATHS,
     *GENERATING_PATHS,
@@ -37,7 +37,7 @@ _ROUTES: Final = (
     "/tokenize",
     "/detokenize",
 )
-# How long, and how much, of a refused body is read, so that its client gets the answer.
+# Limits on reading a refused body to its end, which lets its client receive the answer.
 _DISCARD_S: Final = 2.0
 _DISCARD_BYTES: Final = 64 * 2**20
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts load on a server: requests that arrive at random, and at most so many at a time."""
+"""Puts load on a server: requests arrive at random, with a limit on those that are open."""
 
 from __future__ import annotations
 
