@@ -85,6 +85,26 @@ TEST(KvCacheSizeTest, IsNeverTiny) {
   }
 }
 
+TEST(KvCacheSizeTest, HoldsTheSlabsOfManyGroups) {
+  // Six groups whose blocks take 0.3 to 4 MB: the slabs of one short sequence alone exceed 8 MiB.
+  std::vector<KvLayerShape> layers;
+  for (const int32_t heads : {2, 3, 5, 6, 10, 15}) {
+    for (int i = 0; i < 16; ++i) layers.push_back({.num_kv_heads = heads, .head_dim = 128});
+  }
+  const ExecutorOptions o = options(1, 100);
+  for (const Device device : {Device::kCpu, Device::kCuda}) {
+    const int64_t bytes = size(device, layers, o, 100 * kGib).bytes;
+    const KvLayout layout = plan_kv_layout(layers, {}, o.block_size, DType::kFloat32, bytes);
+    int64_t slabs = 0;
+    for (GroupId g = 0; g < static_cast<GroupId>(layout.groups.size()); ++g) {
+      const int64_t blocks = num_blocks(layout.groups[g], o.max_model_len);
+      slabs += (blocks + layout.blocks_per_slab(g) - 1) / layout.blocks_per_slab(g);
+    }
+    EXPECT_GT(bytes, 8 * kMib);
+    EXPECT_LE(slabs, layout.num_usable_slabs());
+  }
+}
+
 TEST(KvCacheSizeTest, TakesAtMostAQuarterOfFreeMemory) {
   const ExecutorOptions o = options(64, 4096);
   const int64_t wanted = size(Device::kCpu, {full()}, o, std::nullopt).bytes;

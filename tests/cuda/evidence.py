@@ -73,6 +73,7 @@ class Share(NamedTuple):
 
     arguments: tuple[str, ...] = ()  # added to the command
     variables: tuple[tuple[str, str], ...] = ()  # added to the environment
+    cores: tuple[int, ...] = ()  # those that it may run on; empty: all
 
 
 def shards(count: int) -> list[Share]:
@@ -146,9 +147,10 @@ def run(
     for index, share in enumerate(shares):
         log = LOGS / f"{re.sub(r'[^a-z0-9_.-]+', '_', title)}-{index}.log"
         with log.open("w") as stream:
+            pinned = ["taskset", "-c", ",".join(map(str, share.cores))] if share.cores else []
             process = subprocess.Popen(
-                [*command, *share.arguments], cwd=ROOT, env={**env, **dict(share.variables)},
-                stdout=stream, stderr=subprocess.STDOUT,
+                [*pinned, *command, *share.arguments], cwd=ROOT,
+                env={**env, **dict(share.variables)}, stdout=stream, stderr=subprocess.STDOUT,
             )  # fmt: skip
         processes.append((process, log))
     for process, log in processes:
@@ -223,7 +225,9 @@ SHARDS = {
     "engine_compressed_cuda_test": 2,
     "draft_head_cuda_test": 3,
 }
-PYTHON_SHARES = 10
+#: Each runs on cores of its own: the engines of the CPU and torch take a thread for each core that
+#: they may use, and with all cores for all of them most of the time goes into switching threads.
+PYTHON_SHARES = 8
 #: Tests that compare the free memory of the GPU before and after.
 MEASURING = ("runner_test",)
 
@@ -313,7 +317,11 @@ def run_part(part: str, env: dict[str, str], benches: dict[str, Any]) -> list[di
     if part == "python":
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         tests = python_tests(command, env)
-        shares = [Share(tuple(tests[i::PYTHON_SHARES])) for i in range(PYTHON_SHARES)]
+        cores = sorted(os.sched_getaffinity(0))
+        shares = [
+            Share(tuple(tests[i::PYTHON_SHARES]), cores=tuple(cores[i::PYTHON_SHARES]))
+            for i in range(PYTHON_SHARES)
+        ]
         result = run(part, command, r"passed|failed|error", env, 400, shares)
         paths = [str(path) for path in sorted(PYTHON_TESTS)]
         return [{**result, "command": " ".join(["pytest", *paths])}]

@@ -39,7 +39,7 @@ WIDE = replace(
 SPECS = {
     "small": SMALL,
     "wide": WIDE,
-    "formats": replace(SMALL, has_scales=True),
+    "formats": replace(SMALL, has_scales=True, o_rank=128),
 }
 
 

@@ -90,6 +90,7 @@ class V4Spec:
         head_dim: Elements of a head.
         rope_dim: Those that are rotated.
         index_dim: Elements of a head of the indexer.
+        o_rank: Rows of each group of the output projection; on a GPU a multiple of 128 with scales.
     """
 
     seed: int = 0
@@ -106,6 +107,7 @@ class V4Spec:
     head_dim: int = 32
     rope_dim: int = 8
     index_dim: int = 16
+    o_rank: int = 32
 
 
 @functools.cache
@@ -130,7 +132,7 @@ def hf_config(spec: V4Spec, *, with_mtp: bool = False) -> Any:
         qk_rope_head_dim=spec.rope_dim,
         q_lora_rank=32,
         o_groups=2,
-        o_lora_rank=32,
+        o_lora_rank=spec.o_rank,
         moe_intermediate_size=64,
         n_routed_experts=8,
         num_experts_per_tok=2,

@@ -40,9 +40,6 @@ int64_t plus(int64_t a, int64_t b) {
   return sum;
 }
 
-// Adds spare slabs, since each group may leave one partly empty.
-int64_t with_spare_slabs(int64_t bytes) { return std::max(plus(bytes, bytes / 8), kMinBytes); }
-
 // Bytes that `num_tokens` tokens store in a layer; 0 for a layer that reads another layer's KV.
 int64_t layer_bytes(const KvLayerShape& layer, DType dtype, int64_t num_tokens) {
   if (layer.source >= 0) return 0;
@@ -77,16 +74,66 @@ int64_t window_tokens(int32_t window, const ExecutorOptions& o) {
   return std::min(held + prefill_tokens, times(o.max_num_seqs, o.max_model_len));
 }
 
-KvCacheSize size_on_cpu(std::span<const KvLayerShape> layers, DType dtype, const ExecutorOptions& o,
+struct Layers {
+  std::span<const KvLayerShape> target;
+  std::span<const KvLayerShape> draft;
+  DType dtype;
+};
+
+// Bytes that all layers store, of which each stores tokens_of(layer) tokens.
+template <class TokensOf>
+int64_t stored_bytes(const Layers& layers, TokensOf tokens_of) {
+  int64_t sum = 0;
+  for (const std::span<const KvLayerShape> model : {layers.target, layers.draft}) {
+    for (const KvLayerShape& layer : model) {
+      sum = plus(sum, layer_bytes(layer, layers.dtype, tokens_of(layer)));
+    }
+  }
+  return sum;
+}
+
+// The number of slabs of `layout` in which every group stores tokens_of(layer) tokens.
+template <class TokensOf>
+int64_t num_slabs(const Layers& layers, const KvLayout& layout, TokensOf tokens_of) {
+  int64_t slabs = 1;  // slab 0 holds no sequence
+  for (GroupId g = 0; g < static_cast<GroupId>(layout.groups.size()); ++g) {
+    const KvGroup& group = layout.groups[g];
+    const auto& model = group.owner == KvOwner::kTarget ? layers.target : layers.draft;
+    const int64_t blocks = num_blocks(group, tokens_of(model[group.layers[0]]));
+    slabs += (blocks + layout.blocks_per_slab(g) - 1) / layout.blocks_per_slab(g);
+  }
+  return slabs;
+}
+
+// The bytes of a pool in which every layer stores tokens_of(layer) tokens.
+template <class TokensOf>
+int64_t pool_bytes(const Layers& layers, const ExecutorOptions& o, TokensOf tokens_of) {
+  // An eighth for slabs, since each group may leave one partly empty.
+  const int64_t stored = stored_bytes(layers, tokens_of);
+  int64_t bytes = std::max(plus(stored, stored / 8), kMinBytes);
+  // In a small pool the slabs of many groups, or of groups with large blocks, take more than that.
+  // A larger pool may have larger slabs, so this repeats; in pools above kMostPlanned an eighth is
+  // ample, and block ids could overflow.
+  constexpr int64_t kMostPlanned = int64_t{1} << 36;
+  for (int round = 0; round < 8 && bytes <= kMostPlanned; ++round) {
+    bytes = std::max(bytes,
+                     least_kv_cache_bytes(layers.target, layers.draft, o.block_size, layers.dtype));
+    const KvLayout layout =
+        plan_kv_layout(layers.target, layers.draft, o.block_size, layers.dtype, bytes);
+    const int64_t needed = times(num_slabs(layers, layout, tokens_of), layout.slab_bytes);
+    if (needed <= bytes) break;
+    bytes = needed;
+  }
+  return bytes;
+}
+
+KvCacheSize size_on_cpu(const Layers& layers, const ExecutorOptions& o,
                         std::optional<int64_t> free_bytes) {
   const int64_t num_seqs = o.max_num_seqs;
-  int64_t wanted = 0;
-  for (const KvLayerShape& layer : layers) {
+  const int64_t wanted = pool_bytes(layers, o, [&](const KvLayerShape& layer) {
     const int32_t window = kv_window(layer.kind);
-    const int64_t tokens = window == 0 ? all_tokens(layer, o) : window_tokens(window, o);
-    wanted = plus(wanted, layer_bytes(layer, dtype, tokens));
-  }
-  wanted = with_spare_slabs(wanted);
+    return window == 0 ? all_tokens(layer, o) : window_tokens(window, o);
+  });
   if (!free_bytes || wanted <= *free_bytes / kCpuShare) {
     return {wanted,
             concat("default: enough for ", num_seqs, " sequences of ", o.max_model_len, " tokens")};
@@ -123,19 +170,16 @@ KvCacheSize size_by_utilization(const ExecutorOptions& o, const DeviceBytes& mem
   return {size, concat(sum, size == wanted ? "; all sequences can use no more" : "")};
 }
 
-KvCacheSize size_on_cuda(std::span<const KvLayerShape> layers, DType dtype,
-                         const ExecutorOptions& o, const DeviceBytes& memory) {
+KvCacheSize size_on_cuda(const Layers& layers, const ExecutorOptions& o,
+                         const DeviceBytes& memory) {
   const int64_t free_bytes = memory.free.value_or(0);
   const int64_t tokens_per_seq = o.max_model_len + extra_tokens(o);
-  // Counts every layer as if it held all tokens. Tails are the exception, since a token takes far
-  // more there than in the entry that is made of it.
-  int64_t wanted = 0;
-  for (const KvLayerShape& layer : layers) {
+  // This counts every layer as if it held all tokens, but for the tails, which are far larger than
+  // what they are compressed to.
+  const int64_t wanted = pool_bytes(layers, o, [&](const KvLayerShape& layer) {
     const auto* const tail = std::get_if<TailKv>(&layer.kind);
-    const int64_t tokens = tail == nullptr ? all_tokens(layer, o) : window_tokens(tail->window, o);
-    wanted = plus(wanted, layer_bytes(layer, dtype, tokens));
-  }
-  wanted = with_spare_slabs(wanted);
+    return tail == nullptr ? all_tokens(layer, o) : window_tokens(tail->window, o);
+  });
   if (o.gpu_memory_utilization > 0) return size_by_utilization(o, memory, wanted);
   const int64_t available =
       static_cast<int64_t>(static_cast<double>(free_bytes) * kCudaShare) - kCudaReserveBytes;
@@ -162,10 +206,9 @@ KvCacheSize size_on_cuda(std::span<const KvLayerShape> layers, DType dtype,
 KvCacheSize default_kv_cache_size(std::span<const KvLayerShape> target,
                                   std::span<const KvLayerShape> draft, DType dtype, Device device,
                                   const ExecutorOptions& options, const DeviceBytes& memory) {
-  std::vector<KvLayerShape> layers(target.begin(), target.end());
-  layers.insert(layers.end(), draft.begin(), draft.end());
-  if (device == Device::kCuda) return size_on_cuda(layers, dtype, options, memory);
-  return size_on_cpu(layers, dtype, options, memory.free);
+  const Layers layers = {target, draft, dtype};
+  if (device == Device::kCuda) return size_on_cuda(layers, options, memory);
+  return size_on_cpu(layers, options, memory.free);
 }
 
 void check_gpu_memory_use(const ExecutorOptions& o, int64_t total_bytes,

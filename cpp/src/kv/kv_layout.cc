@@ -168,6 +168,35 @@ void group_layers(std::span<const KvLayerShape> shapes, std::span<const KvLayerS
   }
 }
 
+// The groups of both models, without a slab size.
+KvLayout group_models(std::span<const KvLayerShape> target, std::span<const KvLayerShape> draft,
+                      int32_t block_size, DType dtype) {
+  check_range("block_size", block_size, 1, kMaxBlockSize);
+  check_range("number of target layers", static_cast<int64_t>(target.size()), 1, kMaxExtent);
+  check_range("number of draft layers", static_cast<int64_t>(draft.size()), 0, kMaxExtent);
+  KvLayout layout;
+  group_layers(target, target, KvOwner::kTarget, block_size, dtype, layout);
+  group_layers(draft, target, KvOwner::kDraft, block_size, dtype, layout);
+  return layout;
+}
+
+// The block sizes that the planner may give each group.
+std::vector<BlockChoice> block_choices(const std::vector<KvGroup>& groups) {
+  // Larger blocks would overflow below; no pool could hold one anyway.
+  constexpr int64_t kMostBlockBytes = int64_t{1} << 48;
+  std::vector<BlockChoice> blocks;
+  for (const KvGroup& group : groups) {
+    check_range(concat("bytes of one block of ", kv_owner_name(group.owner), " '",
+                       kv_kind_name(group.kind), "' layers"),
+                group.content_bytes, 1, kMostBlockBytes);
+    const int64_t min_units = (group.content_bytes + kKvAlignment - 1) / kKvAlignment;
+    const int64_t padded = group.content_bytes / 100 * (100 + kMaxPaddingPercent) +
+                           group.content_bytes % 100 * (100 + kMaxPaddingPercent) / 100;
+    blocks.push_back({group.content_bytes, min_units, std::max(min_units, padded / kKvAlignment)});
+  }
+  return blocks;
+}
+
 // Returns 0 if the result does not fit 64 bits.
 int64_t least_common_multiple(const std::vector<BlockChoice>& blocks) {
   int64_t result = 1;
@@ -228,6 +257,21 @@ SlabChoice search_slab(const std::vector<BlockChoice>& blocks, int64_t max_slab_
   return best;
 }
 
+// The bytes of the smallest slab that holds whole blocks of every group.
+int64_t least_slab_bytes(const std::vector<BlockChoice>& blocks) {
+  constexpr int64_t kMostUnits = std::numeric_limits<int64_t>::max() / kKvAlignment / kMinSlabs;
+  const int64_t unpadded = least_common_multiple(blocks);
+  const int64_t highest = unpadded != 0 ? std::min(unpadded, kMostUnits) : kMostUnits;
+  const SlabChoice least = search_slab(blocks, highest, Cost{1.0, 0.0});
+  if (least.slab_units == 0) {
+    throw InvalidArgument(
+        concat("the KV layers of target and drafter have no common slab size even "
+               "with ",
+               kMaxPaddingPercent, " % padding; use another block_size"));
+  }
+  return least.slab_units * kKvAlignment;
+}
+
 SlabChoice choose_slab(const std::vector<BlockChoice>& blocks, int64_t kv_cache_bytes) {
   const int64_t pool_units = kv_cache_bytes / kKvAlignment;
   const int64_t unpadded = least_common_multiple(blocks);
@@ -248,16 +292,7 @@ SlabChoice choose_slab(const std::vector<BlockChoice>& blocks, int64_t kv_cache_
     if (choice.slab_units != 0) return choice;
   }
 
-  constexpr int64_t kMostUnits = std::numeric_limits<int64_t>::max() / kKvAlignment / kMinSlabs;
-  const int64_t highest = unpadded != 0 ? std::min(unpadded, kMostUnits) : kMostUnits;
-  const SlabChoice least = search_slab(blocks, highest, Cost{1.0, 0.0});
-  if (least.slab_units == 0) {
-    throw InvalidArgument(concat("kv_cache_bytes is ", kv_cache_bytes,
-                                 "; the KV layers of target and drafter have no common slab size "
-                                 "even with ",
-                                 kMaxPaddingPercent, " % padding; use another block_size"));
-  }
-  const int64_t slab_bytes = least.slab_units * kKvAlignment;
+  const int64_t slab_bytes = least_slab_bytes(blocks);
   throw InvalidArgument(concat("kv_cache_bytes is ", kv_cache_bytes, "; allowed: >= ",
                                kMinSlabs * slab_bytes, " (", kMinSlabs, " slabs of ", slab_bytes,
                                " bytes for these KV layers); raise kv_cache_bytes or lower "
@@ -329,33 +364,19 @@ std::string_view kv_owner_name(KvOwner owner) {
   return "unknown";
 }
 
+int64_t least_kv_cache_bytes(std::span<const KvLayerShape> target,
+                             std::span<const KvLayerShape> draft, int32_t block_size, DType dtype) {
+  const KvLayout layout = group_models(target, draft, block_size, dtype);
+  return kMinSlabs * least_slab_bytes(block_choices(layout.groups));
+}
+
 KvLayout plan_kv_layout(std::span<const KvLayerShape> target, std::span<const KvLayerShape> draft,
                         int32_t block_size, DType dtype, int64_t kv_cache_bytes) {
-  check_range("block_size", block_size, 1, kMaxBlockSize);
-  check_range("number of target layers", static_cast<int64_t>(target.size()), 1, kMaxExtent);
-  check_range("number of draft layers", static_cast<int64_t>(draft.size()), 0, kMaxExtent);
+  KvLayout layout = group_models(target, draft, block_size, dtype);
   if (kv_cache_bytes <= 0) {
     throw InvalidArgument(concat("kv_cache_bytes is ", kv_cache_bytes, "; allowed: > 0"));
   }
-
-  KvLayout layout;
-  group_layers(target, target, KvOwner::kTarget, block_size, dtype, layout);
-  group_layers(draft, target, KvOwner::kDraft, block_size, dtype, layout);
-
-  // Larger blocks would overflow below; no pool could hold one anyway.
-  constexpr int64_t kMostBlockBytes = int64_t{1} << 48;
-  std::vector<BlockChoice> blocks;
-  for (const KvGroup& group : layout.groups) {
-    check_range(concat("bytes of one block of ", kv_owner_name(group.owner), " '",
-                       kv_kind_name(group.kind), "' layers"),
-                group.content_bytes, 1, kMostBlockBytes);
-    const int64_t min_units = (group.content_bytes + kKvAlignment - 1) / kKvAlignment;
-    const int64_t padded = group.content_bytes / 100 * (100 + kMaxPaddingPercent) +
-                           group.content_bytes % 100 * (100 + kMaxPaddingPercent) / 100;
-    blocks.push_back({group.content_bytes, min_units, std::max(min_units, padded / kKvAlignment)});
-  }
-
-  const SlabChoice choice = choose_slab(blocks, kv_cache_bytes);
+  const SlabChoice choice = choose_slab(block_choices(layout.groups), kv_cache_bytes);
   layout.slab_bytes = choice.slab_units * kKvAlignment;
   layout.num_slabs = kv_cache_bytes / layout.slab_bytes;
   layout.pool_bytes = layout.num_slabs * layout.slab_bytes;

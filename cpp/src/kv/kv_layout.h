@@ -140,6 +140,11 @@ struct KvLayout {
   }
 };
 
+// The least bytes of a pool that plan_kv_layout accepts for these layers.
+[[nodiscard]] int64_t least_kv_cache_bytes(std::span<const KvLayerShape> target,
+                                           std::span<const KvLayerShape> draft, int32_t block_size,
+                                           DType dtype);
+
 // Groups layers of equal shape and chooses block and slab bytes. A reader joins the group that it
 // reads and takes no bytes.
 //

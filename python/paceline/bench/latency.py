@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from paceline import _core
-from paceline.bench.costs import kv_elements
 from paceline.bench.floor import iteration_flops, iteration_kv_bytes
 from paceline.bench.models import BenchModel
 from paceline.bench.runs import Requests, Run, first_token_seconds, run_once, trace
@@ -121,7 +120,6 @@ def make_executor(
         "max_num_batched_tokens": max(
             _MIN_BATCHED_TOKENS[target.model.device], workload.concurrency * (k + 1)
         ),
-        "kv_cache_bytes": _kv_bytes([target] if draft is None else [target, draft], workload),
         # Runs repeat their prompts, and each run shall compute them.
         "enable_prefix_caching": False,
         "num_threads": num_threads,
@@ -335,21 +333,6 @@ def _sum_up(
         start_to_first_token_s=None,
         runs=tuple(runs),
     )
-
-
-def _kv_bytes(models: Sequence[BenchModel], workload: Workload) -> int:
-    """Bytes of a KV pool for all sequences in full, as if no layer had a window.
-
-    The pool is divided into slabs, of which every KV group needs a few: the 256 MiB are for those.
-    """
-    tokens = workload.concurrency * (workload.input_len + workload.output_len + 64)
-    item = max(model.item_bytes for model in models)
-    per_token = sum(
-        kv_elements(layer["attention"]) * item
-        for model in models
-        for layer in model.config["layers"]
-    )
-    return int(tokens * per_token * 5 // 4) + (256 << 20)
 
 
 def _percentile(values: Sequence[float], share: float) -> float:
