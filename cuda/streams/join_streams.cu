@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// write_streams, mix_streams and read_streams in one kernel, for four streams. A cluster of eight
-// blocks takes four rows; each block has an eighth of the columns of all streams, which it keeps in
-// shared memory from the write to the read. Sums are over ascending columns in a lane, over the
-// lanes, and then over the warps and the blocks in order, so rows are invariant.
+// write_streams, mix_streams and read_streams in one kernel, for four streams. Where there are few
+// rows, join_split.cuh takes them. Else a cluster of eight blocks takes four rows; each block has
+// an eighth of the columns of all streams, which it keeps in shared memory from the write to the
+// read. Sums are over ascending columns in a lane, over the lanes, and then over the warps and the
+// blocks in order, in both kernels: rows are invariant.
 
 #include <cuda_bf16.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -15,41 +17,24 @@
 #include "common/mma.cuh"
 #include "common/reduce.cuh"
 #include "ops/streams.h"
+#include "streams/join_parts.cuh"
+#include "streams/join_split.cuh"
 #include "streams/mix_row.cuh"
 
 namespace paceline {
-namespace cuda {
+namespace cuda::join {
 namespace {
 
-constexpr int32_t kStreams = 4;
-constexpr int32_t kWidth = mix_width(kStreams, /*is_end=*/false);
-constexpr int32_t kBlocks = 8;  // of a cluster
-constexpr int32_t kRows = 4;    // of a cluster
+constexpr int32_t kBlocks = kRanges;  // of a cluster
+constexpr int32_t kRows = 4;          // of a cluster
 constexpr int32_t kWorkers = 256;
 constexpr int32_t kWorkerWarps = kWorkers / 32;
 constexpr int32_t kThreads = kWorkers + 32;  // a further warp makes the mix while others read
-constexpr int32_t kPerThread = 4;            // columns
 constexpr int32_t kPerWarp = kWidth / kWorkerWarps;
 constexpr int32_t kMaxColumns = 1024;                  // of a block and a stream
 constexpr int32_t kWarpsOfRow = kWorkerWarps / kRows;  // of what the branch reads
 constexpr int32_t kMaxPieces = kMaxColumns / (32 * kWarpsOfRow * kPerThread);  // of a lane
-static_assert(kRows <= kBlocks && kPerWarp * kWorkerWarps == kWidth);
-
-struct JoinArgs {
-  const int32_t* num_rows;
-  int32_t max_rows;
-  int32_t hidden;
-  const void* branch;  // or null
-  float* streams;      // with a branch: updated
-  MixStreamsParams mix;
-  const float* norm;
-  float norm_eps;
-  void* y;
-};
-
-__device__ __forceinline__ void prefetch_to_l2(const void* from) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
-}
+static_assert(kRows <= kBlocks && kPerWarp * kWorkerWarps == kWidth && kWarpsOfRow == kHalves);
 
 struct Shared {
   float products[kRows][kWidth + 1];  // of the block's columns, then the sum of squares
@@ -72,12 +57,17 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t first_column = rank * columns;
   const int32_t width = mix_width(kStreams, a.mix.is_end);
   const int32_t vectors = columns / kPerThread;  // of a stream
-  // Weights are constants: they come to L2 while the previous kernel still runs.
+  // Constants come to L2 while the previous kernel still runs.
   constexpr int32_t kLine = 32;  // floats of 128 bytes
   const int32_t lines = columns / kLine;
   for (int32_t i = thread; i < width * kStreams * lines; i += kThreads) {
     const int32_t part = i / lines;  // a stream's part of a row of weights
     prefetch_to_l2(a.mix.weight + int64_t{part} * a.hidden + first_column + i % lines * kLine);
+  }
+  if (thread < lines) prefetch_to_l2(a.norm + first_column + thread * kLine);
+  if (thread == kWorkers) {
+    prefetch_to_l2(a.mix.base);
+    prefetch_to_l2(a.mix.scale);
   }
   wait_for_predecessor();
   const int32_t rows = min(min(*a.num_rows, a.max_rows) - first_row, kRows);
@@ -99,21 +89,10 @@ __global__ void __launch_bounds__(kThreads)
         load_vector(static_cast<const X*>(a.branch) + int64_t{first_row + row} * a.hidden +
                         first_column + column,
                     branch);
-        const float* const mix = a.mix.mix + int64_t{first_row + row} * kWidth;
+        join_branch(a.mix.mix + int64_t{first_row + row} * kWidth, before, branch, values);
 #pragma unroll
-        for (int j = 0; j < kStreams; ++j) {
-          const float post = mix[kStreams + j];
-#pragma unroll
-          for (int e = 0; e < kPerThread; ++e) values[j][e] = __fmul_rn(post, branch[e]);
-#pragma unroll
-          for (int s = 0; s < kStreams; ++s) {
-            const float keep = mix[2 * kStreams + s * kStreams + j];
-#pragma unroll
-            for (int e = 0; e < kPerThread; ++e) {
-              values[j][e] = __fmaf_rn(keep, before[s][e], values[j][e]);
-            }
-          }
-          store_vector(values[j], a.streams + at + int64_t{j} * a.hidden);
+        for (int s = 0; s < kStreams; ++s) {
+          store_vector(values[s], a.streams + at + int64_t{s} * a.hidden);
         }
       } else {
 #pragma unroll
@@ -193,7 +172,7 @@ __global__ void __launch_bounds__(kThreads)
     if (rank < rows) {
       if (lane <= width) shared.totals[lane] = total_of(rank, lane);
       __syncwarp();
-      write_mix<kStreams>(a.mix, first_row + rank, shared.totals);
+      write_mix<kStreams, /*kIsFull=*/true>(a.mix, first_row + rank, shared.totals);
     }
     cluster_wait();
     cluster_barrier();
@@ -203,37 +182,30 @@ __global__ void __launch_bounds__(kThreads)
   // What the branch reads: two warps have a row, and every block computes `pre` for itself.
   const int32_t row = warp % kRows;
   const int32_t first = (warp / kRows * 32 + lane) * kPerThread;
-  constexpr int32_t kStep = kWarpsOfRow * 32 * kPerThread;
+  constexpr int32_t kPieceStep = kWarpsOfRow * kStep;
   float pre[kStreams];
-  {
-    const float total = total_of(row, lane < kStreams ? lane : width);
-    const float mean =
-        __fdiv_rn(__shfl_sync(kAllLanes, total, kStreams), static_cast<float>(kStreams * a.hidden));
-    const float product = __fmul_rn(total, rsqrtf(mean + a.mix.norm_eps));
-    const int32_t stream = min(lane, kStreams - 1);
-    const float own =
-        __fadd_rn(sigmoid(__fmaf_rn(product, a.mix.scale[0], a.mix.base[stream])), a.mix.eps);
-#pragma unroll
-    for (int s = 0; s < kStreams; ++s) pre[s] = __shfl_sync(kAllLanes, own, s);
-  }
+  make_pre(a.mix, total_of(row, lane < kStreams ? lane : width), lane, pre);
   float values[kMaxPieces][kPerThread];
   float squares = 0.0f;
 #pragma unroll
   for (int i = 0; i < kMaxPieces; ++i) {
-    const int32_t column = first + i * kStep;
+    const int32_t column = first + i * kPieceStep;
     if (column >= columns) break;
 #pragma unroll
     for (int s = 0; s < kStreams; ++s) {
       float of_stream[kPerThread];
       load_vector(x + (row * kStreams + s) * columns + column, of_stream);
-#pragma unroll
-      for (int e = 0; e < kPerThread; ++e) {
-        values[i][e] = s == 0 ? __fmul_rn(pre[0], of_stream[e])
-                              : __fmaf_rn(pre[s], of_stream[e], values[i][e]);
-      }
+      add_stream(s, pre[s], of_stream, values[i]);
     }
 #pragma unroll
     for (const float value : values[i]) squares = __fmaf_rn(value, value, squares);
+  }
+  float weights[kMaxPieces][kPerThread];  // of the norm, before the barriers that follow
+#pragma unroll
+  for (int i = 0; i < kMaxPieces; ++i) {
+    const int32_t column = first + i * kPieceStep;
+    if (column >= columns) break;
+    load_vector(a.norm + first_column + column, weights[i]);
   }
   squares = warp_sum(squares);
   if (lane == 0) shared.squares[row][warp / kRows] = squares;
@@ -249,19 +221,15 @@ __global__ void __launch_bounds__(kThreads)
     Y* const y = static_cast<Y*>(a.y) + int64_t{first_row + row} * a.hidden + first_column;
 #pragma unroll
     for (int i = 0; i < kMaxPieces; ++i) {
-      const int32_t column = first + i * kStep;
+      const int32_t column = first + i * kPieceStep;
       if (column >= columns) break;
-      float weights[kPerThread];
-      load_vector(a.norm + first_column + column, weights);
-#pragma unroll
-      for (int e = 0; e < kPerThread; ++e) values[i][e] *= factor * weights[e];
-      store_vector(values[i], y + column);
+      store_normed(weights[i], factor, values[i], y + column);
     }
   }
   cluster_wait();  // no block exits while others read its shared memory
 }
 
-bool takes_join(const JoinStreamsParams& p) {
+bool takes_clusters(const JoinStreamsParams& p) {
   const MixStreamsParams& mix = p.mix;
   return mix.num_streams == kStreams && mix.hidden % (kBlocks * kPerThread) == 0 &&
          mix.hidden <= kBlocks * kMaxColumns && is_vector_aligned(mix.x) &&
@@ -269,13 +237,19 @@ bool takes_join(const JoinStreamsParams& p) {
          is_vector_aligned(p.read.y) && (!p.write || is_vector_aligned(p.write->x));
 }
 
+bool takes_split(const CudaContext& ctx, const MixStreamsParams& mix) {
+  return mix.max_rows <= std::min(kSplitRows, ctx.num_counters) && mix.hidden == kSplitHidden &&
+         is_vector_aligned(mix.mix) && split_bytes(mix.max_rows) <= ctx.workspace_bytes;
+}
+
 }  // namespace
-}  // namespace cuda
+}  // namespace cuda::join
 
 void join_streams(CudaContext& ctx, const JoinStreamsParams& p) {
   using namespace cuda;
+  using namespace cuda::join;
   check_join(p);
-  if (!takes_join(p)) {
+  if (!takes_clusters(p)) {
     if (p.write) write_streams(ctx, *p.write);
     mix_streams(ctx, p.mix);
     read_streams(ctx, p.read);
@@ -290,17 +264,26 @@ void join_streams(CudaContext& ctx, const JoinStreamsParams& p) {
                          .norm = p.read.weight,
                          .norm_eps = p.read.eps,
                          .y = p.read.y};
+  const auto max_rows = static_cast<uint32_t>(args.max_rows);
+  const auto width = static_cast<uint32_t>(mix_width(kStreams, p.mix.is_end));
   const auto shared_bytes = static_cast<size_t>(kRows * kStreams * (p.mix.hidden / kBlocks)) * 4;
   with_element_type(p.write ? p.write->x_dtype : DType::kFloat32, "a branch", [&](auto x_element) {
     with_element_type(p.read.y_dtype, "the input of a branch", [&](auto y_element) {
-      constexpr auto* kKernel = &join_streams_kernel<decltype(x_element), decltype(y_element)>;
+      using X = decltype(x_element);
+      using Y = decltype(y_element);
+      if (takes_split(ctx, p.mix)) {
+        launch(ctx, "join_streams", join_split_kernel<X, Y>,
+               dim3(kRanges, (width + kSplitProducts - 1) / kSplitProducts, max_rows),
+               dim3(kSplitThreads), 0, args, reinterpret_cast<float*>(ctx.workspace), ctx.counters);
+        return;
+      }
+      constexpr auto* kKernel = &join_streams_kernel<X, Y>;
       static const bool is_allowed = [] {
         allow_shared_bytes(kKernel, size_t{kRows} * kStreams * kMaxColumns * 4, "join_streams");
         return true;
       }();
       static_cast<void>(is_allowed);
-      launch_clusters(ctx, "join_streams", kKernel,
-                      dim3(kBlocks, static_cast<uint32_t>((args.max_rows + kRows - 1) / kRows)),
+      launch_clusters(ctx, "join_streams", kKernel, dim3(kBlocks, (max_rows + kRows - 1) / kRows),
                       dim3(kThreads), dim3(kBlocks), shared_bytes, args);
     });
   });

@@ -12,7 +12,7 @@ namespace paceline::cuda {
 
 __device__ __forceinline__ float sigmoid(float x) { return __fdiv_rn(1.0f, 1.0f + expf(-x)); }
 
-// Element j of the vector that lane i holds.
+// Lane i has row i.
 template <int kMaxCount>
 struct Matrix {
   float of_row[kMaxCount];
@@ -44,12 +44,12 @@ struct Matrix {
 };
 
 // Writes the mix of a row. `products` are those of the row with the weights, then its sum of
-// squares. One warp calls it; lane i has stream i.
-template <int kMaxCount>
+// squares. One warp calls it; lane i has stream i. With kIsFull there are kMaxCount streams.
+template <int kMaxCount, bool kIsFull>
 __device__ __forceinline__ void write_mix(const MixStreamsParams& p, int32_t row,
                                           const float* products) {
   const auto lane = static_cast<int32_t>(threadIdx.x) % 32;
-  const int32_t count = p.num_streams;
+  const int32_t count = kIsFull ? kMaxCount : p.num_streams;
   const int32_t width = mix_width(count, p.is_end);
   const int32_t stream = min(lane, count - 1);  // lanes without a stream repeat the last one
   const float squares = __fdiv_rn(products[width], static_cast<float>(count * p.hidden));
@@ -61,7 +61,10 @@ __device__ __forceinline__ void write_mix(const MixStreamsParams& p, int32_t row
   if (lane < count) mix[lane] = __fadd_rn(sigmoid(logit(lane, 0)), p.eps);
   if (p.is_end) return;
   if (lane < count) mix[count + lane] = __fmul_rn(2.0f, sigmoid(logit(count + lane, 1)));
-  Matrix<kMaxCount> c = {.of_row = {}, .count = count, .eps = p.eps};
+  // In a register: each of the iterations below would wait for the constant again.
+  float eps = p.eps;
+  asm volatile("" : "+f"(eps));
+  Matrix<kMaxCount> c = {.of_row = {}, .count = count, .eps = eps};
   float highest = negative_infinity();
 #pragma unroll
   for (int j = 0; j < kMaxCount; ++j) {

@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kThreads)
       totals[thread] = total;
     }
     __syncthreads();
-    if (warp == 0) write_mix<kMaxCount>(p, first_row + rank, totals);
+    if (warp == 0) write_mix<kMaxCount, /*kIsFull=*/false>(p, first_row + rank, totals);
   }
   cluster_barrier();  // no block exits while others read its shared memory
 }

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "common/convert.cuh"
 #include "common/launch.cuh"
@@ -195,6 +196,23 @@ bool takes_vectors(int32_t hidden, int32_t per_thread, const Pointers*... pointe
   return hidden % per_thread == 0 && (is_vector_aligned(pointers) && ...);
 }
 
+// Calls run with constants: whether the kernel takes vectors, and the most streams it takes.
+template <class Run>
+void with_variant(bool takes_vectors, int32_t num_streams, Run run) {
+  const auto with_count = [&](auto max_count) {
+    if (takes_vectors) {
+      run(std::true_type{}, max_count);
+    } else {
+      run(std::false_type{}, max_count);
+    }
+  };
+  if (num_streams <= 4) {
+    with_count(std::integral_constant<int, 4>{});
+  } else {
+    with_count(std::integral_constant<int, kMaxStreams>{});
+  }
+}
+
 dim3 grid_of(int32_t max_rows, int32_t hidden) {
   constexpr int32_t kPerBlock = kThreads * kPerThread;
   return dim3(static_cast<uint32_t>(max_rows),
@@ -218,16 +236,11 @@ void write_streams(CudaContext& ctx, const WriteStreamsParams& p) {
   check_streams(p.num_streams);
   const bool is_vector = takes_vectors(p.hidden, kPerThread, p.x, p.y);
   with_element_type(p.x_dtype, "write_streams x", [&](auto element) {
-    using X = decltype(element);
-    const auto run = [&](void (*kernel)(WriteStreamsParams)) {
-      launch(ctx, "write_streams", kernel, grid_of(p.max_rows, p.hidden), dim3(kThreads), 0, p);
-    };
-    if (p.num_streams <= 4) {
-      run(is_vector ? write_streams_kernel<X, true, 4> : write_streams_kernel<X, false, 4>);
-    } else {
-      run(is_vector ? write_streams_kernel<X, true, kMaxStreams>
-                    : write_streams_kernel<X, false, kMaxStreams>);
-    }
+    with_variant(is_vector, p.num_streams, [&](auto in_vectors, auto max_count) {
+      launch(ctx, "write_streams",
+             write_streams_kernel<decltype(element), in_vectors.value, max_count.value>,
+             grid_of(p.max_rows, p.hidden), dim3(kThreads), 0, p);
+    });
   });
 }
 
@@ -236,17 +249,11 @@ void read_streams(CudaContext& ctx, const ReadStreamsParams& p) {
   check_streams(p.num_streams);
   const bool is_vector = takes_vectors(p.hidden, kNormPiece, p.x, p.weight, p.y);
   with_element_type(p.y_dtype, "read_streams y", [&](auto element) {
-    using Y = decltype(element);
-    const auto run = [&](void (*kernel)(ReadStreamsParams)) {
-      launch(ctx, "read_streams", kernel, dim3(static_cast<uint32_t>(p.max_rows)),
-             dim3(kNormThreads), 0, p);
-    };
-    if (p.num_streams <= 4) {
-      run(is_vector ? read_streams_kernel<Y, true, 4> : read_streams_kernel<Y, false, 4>);
-    } else {
-      run(is_vector ? read_streams_kernel<Y, true, kMaxStreams>
-                    : read_streams_kernel<Y, false, kMaxStreams>);
-    }
+    with_variant(is_vector, p.num_streams, [&](auto in_vectors, auto max_count) {
+      launch(ctx, "read_streams",
+             read_streams_kernel<decltype(element), in_vectors.value, max_count.value>,
+             dim3(static_cast<uint32_t>(p.max_rows)), dim3(kNormThreads), 0, p);
+    });
   });
 }
 
