@@ -9,47 +9,39 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
-import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import sampling_jobs
 import tiny_models
+from cuda_engines import (
+    DRIVERS,
+    MAX_MODEL_LEN,
+    PROMPTS,
+    Logits,
+    bfloat16_transformers,
+    check_a_drafter_agrees_with_itself,
+    check_bfloat16_logits,
+    check_float32_logits,
+    check_logits_do_not_depend_on_chunks,
+    generate,
+    gpu,
+    logits_of,
+    open_llm,
+    plain_tokens,
+    scoring_prompt,
+    spec,
+)
 from paceline import LLM, OutOfMemoryError, SamplingParams, _core, cli
 from paceline.demo import demo_names, find_demo
 from paceline.loader import load_checkpoint, load_dummy
 from paceline.loader.convert import convert
 
-DRIVERS = ("unrolled", "replay", "while", "eager")
-VOCAB = 256
-# Longer than the windows, so that old blocks are released.
-MAX_MODEL_LEN = 256
-WINDOW = 24
+__all__ = ["bfloat16_transformers", "gpu"]  # fixtures
+
 DEMO_PROMPTS = Path(__file__).parents[1] / "support" / "demo_prompts.json"
-
-
-@pytest.fixture(scope="session", autouse=True)
-def gpu() -> Any:
-    """The status of the GPU, as the runtime reports it."""
-    status = _core.cuda_status()
-    if not status["is_usable"]:
-        if os.environ.get("PACELINE_REQUIRE_GPU") == "1":
-            pytest.fail(f"PACELINE_REQUIRE_GPU=1, but: {status['reason']}")
-        pytest.skip(status["reason"])
-    return status
-
-
-def spec(family: str = "gemma3", *, dtype: str = "bfloat16", seed: int = 3) -> tiny_models.TinySpec:
-    """A checkpoint whose heads fit the kernels; the root of its width is a bfloat16."""
-    return tiny_models.TinySpec(
-        family, seed=seed, dtype=dtype, vocab_size=VOCAB, hidden_size=256, intermediate_size=512,
-        head_dim=64, window=WINDOW, tokenizer_size=128,
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -63,45 +55,6 @@ def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The target with noise on its weights: some of its drafts are accepted, some are not."""
     out = tmp_path_factory.mktemp("cuda-draft") / "draft"
     return tiny_models.perturbed_copy(target, out, noise=0.03, seed=1)
-
-
-def open_llm(path: Path, draft: Path | None = None, k: int = 4, **changes: Any) -> LLM:
-    """An LLM on the GPU; `x` among the changes goes into speculative_config."""
-    nested = changes.pop("x", {})
-    config = None
-    if draft is not None:
-        config = {"model": str(draft), "num_speculative_tokens": k, "x": nested}
-    settings = {"max_num_seqs": 8, "max_model_len": MAX_MODEL_LEN, "kv_cache_bytes": 64 << 20}
-    settings |= {"device": "cuda", "show_progress": False} | changes
-    return LLM(path, speculative_config=config, **settings)
-
-
-def random_prompts(num: int) -> list[list[int]]:
-    rng = random.Random(num)
-    return [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 90))] for _ in range(num)]
-
-
-PROMPTS = random_prompts(13)
-
-
-def params_of(temperature: float) -> list[SamplingParams]:
-    return [
-        SamplingParams(temperature=temperature, seed=100 + i, max_tokens=20 + 5 * (i % 5))
-        for i in range(len(PROMPTS))
-    ]
-
-
-def generate(llm: LLM, temperature: float) -> list[list[int]]:
-    outputs = llm.generate(PROMPTS, params_of(temperature))
-    assert llm._executor.check_integrity() == ""
-    return [output.outputs[0].token_ids for output in outputs]
-
-
-@functools.cache
-def plain_tokens(path: Path, temperature: float) -> list[list[int]]:
-    """The reference: no drafter."""
-    with open_llm(path) as llm:
-        return generate(llm, temperature)
 
 
 # ---- starting ----------------------------------------------------------------------------------
@@ -392,12 +345,7 @@ def test_repeated_runs_agree(target: Path) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_a_drafter_agrees_with_itself(target: Path, driver: str, temperature: float) -> None:
-    with open_llm(target, target, x={"draft_driver": driver}) as llm:
-        outputs = llm.generate(PROMPTS, params_of(temperature))
-    for output in outputs:
-        counters = output.metrics.speculative_decoding
-        assert counters is not None
-        assert counters["num_accepted_draft_tokens"] == counters["num_draft_tokens"] > 0
+    check_a_drafter_agrees_with_itself(target, driver, temperature)
 
 
 def test_stopping_early_changes_no_token(target: Path, draft: Path) -> None:
@@ -433,41 +381,12 @@ def test_float32_weights(draft: Path) -> None:
 # ---- logits ------------------------------------------------------------------------------------
 
 
-def scoring_prompt(seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(VOCAB) for _ in range(120)]
-
-
 @pytest.mark.golden
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_float32_logits_equal_transformers(family: str) -> None:
     path = tiny_models.make(spec(family, dtype="float32"))
     prompt = scoring_prompt(1)
-    expected = tiny_models.reference_logits(path, prompt)
-    with open_llm(path, dtype="float32") as llm:
-        seen = llm.logits(prompt)
-    assert np.isfinite(seen).all()
-    assert np.abs(seen - expected).max() <= 2e-4 * np.abs(expected).max()
-
-
-@pytest.fixture
-def bfloat16_transformers() -> Iterator[Any]:
-    """Computes logits with transformers in bfloat16, on the GPU where torch has it."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-
-    def logits(path: Path, prompt: list[int]) -> np.ndarray[Any, Any]:
-        # Never .to(bfloat16), which would round the rotary frequencies too.
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.bfloat16, attn_implementation="eager"
-        )
-        with torch.no_grad():
-            seen = model.eval().to(device)(torch.tensor([prompt], device=device)).logits[0]
-        values: np.ndarray[Any, Any] = seen.float().cpu().numpy()
-        return values
-
-    yield logits
+    check_float32_logits(path, prompt, tiny_models.reference_logits(path, prompt))
 
 
 @pytest.mark.golden
@@ -476,29 +395,18 @@ def test_bfloat16_logits_are_as_good_as_those_of_transformers(
     family: str, bfloat16_transformers: Any
 ) -> None:
     """Both are compared with float32 arithmetic on the same weights, over several checkpoints."""
-    ours, theirs = [], []
-    for seed in range(3, 7):
+
+    def case(seed: int) -> tuple[Logits, Logits, Logits]:
         path = tiny_models.make(spec(family, seed=seed))
         prompt = scoring_prompt(seed)
-        with open_llm(path, device="cpu", dtype="float32") as llm:
-            expected = llm.logits(prompt)
-        with open_llm(path) as llm:
-            seen = llm.logits(prompt)
-        assert np.isfinite(seen).all()
-        ours.append(seen - expected)
-        theirs.append(bfloat16_transformers(path, prompt) - expected)
-    our_rms, their_rms = (float(np.sqrt(np.mean(np.square(x)))) for x in (ours, theirs))
-    print(f"{family}: RMS error {our_rms:.4g}, of transformers {their_rms:.4g}")
-    assert our_rms <= 1.25 * their_rms
+        exact = logits_of(path, prompt, device="cpu", dtype="float32")
+        return logits_of(path, prompt), bfloat16_transformers(path, prompt), exact
+
+    check_bfloat16_logits(family, map(case, range(3, 7)))
 
 
 def test_logits_do_not_depend_on_chunks(target: Path) -> None:
-    prompt = scoring_prompt(2)
-    with open_llm(target) as llm:
-        whole = llm.logits(prompt)
-    for chunk in (1, 16, 63):
-        with open_llm(target, prefill_chunk_size=chunk) as llm:
-            np.testing.assert_array_equal(llm.logits(prompt), whole)
+    check_logits_do_not_depend_on_chunks(target, scoring_prompt(2))
 
 
 # ---- command line ------------------------------------------------------------------------------

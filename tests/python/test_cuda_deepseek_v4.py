@@ -13,20 +13,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deepseek_v4_models import V4Spec, make, make_saved, reference_logits
-from paceline import LLM
-from test_cuda import (
+from cuda_engines import (
     DRIVERS,
-    MAX_MODEL_LEN,
-    PROMPTS,
     VOCAB,
+    Logits,
     bfloat16_transformers,
+    check_a_drafter_agrees_with_itself,
+    check_bfloat16_logits,
+    check_float32_logits,
+    check_logits_do_not_depend_on_chunks,
+    check_mtp_changes_no_token,
     generate,
     gpu,
-    open_llm,
-    params_of,
+    logits_of,
+    open_mtp,
     plain_tokens,
+    scoring_prompt,
 )
+from deepseek_v4_models import V4Spec, make, make_saved, reference_logits
 
 __all__ = ["bfloat16_transformers", "gpu"]  # fixtures
 
@@ -41,6 +45,8 @@ SPECS = {
     "wide": WIDE,
     "formats": replace(SMALL, has_scales=True, o_rank=128),
 }
+# Of scored prompts: more than an entry of 128 tokens.
+LENGTH = 150
 
 
 @pytest.fixture(scope="module", params=SPECS)
@@ -48,24 +54,10 @@ def model(request: pytest.FixtureRequest) -> Path:
     return make(SPECS[request.param])
 
 
-def scoring_prompt(seed: int, length: int = 150) -> list[int]:
-    return [int(token) for token in np.random.default_rng(seed).integers(0, VOCAB, length)]
-
-
-def open_mtp(path: Path, k: int, *, x: dict[str, Any] | None = None, **changes: Any) -> LLM:
-    """An LLM on the GPU that drafts with its MTP layer."""
-    config = {"method": "mtp", "num_speculative_tokens": k, "x": x or {}}
-    settings = {"max_num_seqs": 8, "max_model_len": MAX_MODEL_LEN, "kv_cache_bytes": 64 << 20}
-    settings |= {"device": "cuda", "show_progress": False} | changes
-    return LLM(path, speculative_config=config, **settings)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_the_layer_changes_no_token(model: Path, driver: str, temperature: float) -> None:
-    for k in (3, 16):
-        with open_mtp(model, k, x={"draft_driver": driver}) as llm:
-            assert generate(llm, temperature) == plain_tokens(model, temperature)
+    check_mtp_changes_no_token(model, driver, temperature)
 
 
 @pytest.mark.parametrize(
@@ -86,59 +78,38 @@ def test_nothing_else_changes_a_token(model: Path, changes: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_a_drafter_agrees_with_itself(model: Path, driver: str) -> None:
-    with open_llm(model, model, x={"draft_driver": driver}) as llm:
-        outputs = llm.generate(PROMPTS, params_of(1.0))
-    for output in outputs:
-        counters = output.metrics.speculative_decoding
-        assert counters is not None
-        assert counters["num_accepted_draft_tokens"] == counters["num_draft_tokens"] > 0
+    check_a_drafter_agrees_with_itself(model, driver)
 
 
 def test_logits_do_not_depend_on_chunks(model: Path) -> None:
-    prompt = scoring_prompt(2)
-    with open_llm(model) as llm:
-        whole = llm.logits(prompt)
-    for chunk in (1, 16, 63):
-        with open_llm(model, prefill_chunk_size=chunk) as llm:
-            np.testing.assert_array_equal(llm.logits(prompt), whole)
+    check_logits_do_not_depend_on_chunks(model, scoring_prompt(2, LENGTH))
 
 
 def test_formats_have_the_bits_of_the_values_that_they_stand_for() -> None:
     """fp4 and fp8 with scales of powers of two are exact in bfloat16."""
-    prompt = scoring_prompt(4)
-    spec = SPECS["formats"]
-    with open_llm(make(spec)) as llm:
-        seen = llm.logits(prompt)
-    with open_llm(make_saved(spec), dtype="bfloat16") as llm:
-        np.testing.assert_array_equal(llm.logits(prompt), seen)
+    prompt = scoring_prompt(4, LENGTH)
+    seen = logits_of(make(SPECS["formats"]), prompt)
+    plain = logits_of(make_saved(SPECS["formats"]), prompt, dtype="bfloat16")
+    np.testing.assert_array_equal(plain, seen)
 
 
 @pytest.mark.golden
 @pytest.mark.parametrize("which", SPECS)
 def test_float32_logits_equal_transformers(which: str) -> None:
     spec = replace(SPECS[which], dtype="float32")
-    prompt = scoring_prompt(1)
-    expected = reference_logits(spec, prompt)
-    with open_llm(make(spec), dtype="float32") as llm:
-        seen = llm.logits(prompt)
-    assert np.isfinite(seen).all()
-    assert np.abs(seen - expected).max() <= 2e-4 * np.abs(expected).max()
+    prompt = scoring_prompt(1, LENGTH)
+    check_float32_logits(make(spec), prompt, reference_logits(spec, prompt))
 
 
 @pytest.mark.golden
 def test_bfloat16_logits_are_as_good_as_those_of_transformers(bfloat16_transformers: Any) -> None:
     """As in `test_cuda`; rows that choose other experts or entries have the largest errors."""
-    ours, theirs = [], []
-    for seed in range(3, 7):
+
+    def case(seed: int) -> tuple[Logits, Logits, Logits]:
         spec = replace(SMALL, seed=seed, index_top_k=100)
-        prompt = scoring_prompt(seed)
-        with open_llm(make(spec), device="cpu", dtype="float32") as llm:
-            expected = llm.logits(prompt)
-        with open_llm(make(spec)) as llm:
-            seen = llm.logits(prompt)
-        assert np.isfinite(seen).all()
-        ours.append(seen - expected)
-        theirs.append(bfloat16_transformers(make_saved(spec), prompt) - expected)
-    our_rms, their_rms = (float(np.sqrt(np.mean(np.square(x)))) for x in (ours, theirs))
-    print(f"DeepSeek-V4: RMS error {our_rms:.4g}, of transformers {their_rms:.4g}")
-    assert our_rms <= 1.25 * their_rms
+        path = make(spec)
+        prompt = scoring_prompt(seed, LENGTH)
+        exact = logits_of(path, prompt, device="cpu", dtype="float32")
+        return logits_of(path, prompt), bfloat16_transformers(make_saved(spec), prompt), exact
+
+    check_bfloat16_logits("DeepSeek-V4", map(case, range(3, 7)))

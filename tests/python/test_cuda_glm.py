@@ -10,20 +10,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import mtp_models
 import tiny_models
-from paceline import LLM
-from test_cuda import (
+from cuda_engines import (
     DRIVERS,
-    MAX_MODEL_LEN,
     PROMPTS,
+    Logits,
     bfloat16_transformers,
+    check_a_drafter_agrees_with_itself,
+    check_bfloat16_logits,
+    check_float32_logits,
+    check_logits_do_not_depend_on_chunks,
+    check_mtp_changes_no_token,
     generate,
     gpu,
-    open_llm,
+    logits_of,
+    open_mtp,
     params_of,
     plain_tokens,
     scoring_prompt,
@@ -53,20 +57,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return mtp_models.write(shape_of("glm4_moe_lite", request.param), out)
 
 
-def open_mtp(path: Path, k: int, *, x: dict[str, Any] | None = None, **changes: Any) -> LLM:
-    """An LLM on the GPU that drafts with its MTP layer."""
-    config = {"method": "mtp", "num_speculative_tokens": k, "x": x or {}}
-    settings = {"max_num_seqs": 8, "max_model_len": MAX_MODEL_LEN, "kv_cache_bytes": 64 << 20}
-    settings |= {"device": "cuda", "show_progress": False} | changes
-    return LLM(path, speculative_config=config, **settings)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_the_layer_changes_no_token(model: Path, driver: str, temperature: float) -> None:
-    for k in (3, 16):
-        with open_mtp(model, k, x={"draft_driver": driver}) as llm:
-            assert generate(llm, temperature) == plain_tokens(model, temperature)
+    check_mtp_changes_no_token(model, driver, temperature)
 
 
 @pytest.mark.parametrize(
@@ -87,12 +81,7 @@ def test_nothing_else_changes_a_token(model: Path, changes: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_a_drafter_agrees_with_itself(model: Path, driver: str) -> None:
-    with open_llm(model, model, x={"draft_driver": driver}) as llm:
-        outputs = llm.generate(PROMPTS, params_of(1.0))
-    for output in outputs:
-        counters = output.metrics.speculative_decoding
-        assert counters is not None
-        assert counters["num_accepted_draft_tokens"] == counters["num_draft_tokens"] > 0
+    check_a_drafter_agrees_with_itself(model, driver)
 
 
 def test_the_gpu_drafts_what_the_cpu_drafts(model: Path) -> None:
@@ -108,12 +97,7 @@ def test_the_gpu_drafts_what_the_cpu_drafts(model: Path) -> None:
 
 
 def test_logits_do_not_depend_on_chunks(model: Path) -> None:
-    prompt = scoring_prompt(2)
-    with open_llm(model) as llm:
-        whole = llm.logits(prompt)
-    for chunk in (1, 16, 63):
-        with open_llm(model, prefill_chunk_size=chunk) as llm:
-            np.testing.assert_array_equal(llm.logits(prompt), whole)
+    check_logits_do_not_depend_on_chunks(model, scoring_prompt(2))
 
 
 @pytest.mark.golden
@@ -122,11 +106,7 @@ def test_logits_do_not_depend_on_chunks(model: Path) -> None:
 def test_float32_logits_equal_transformers(family: str, shape: str) -> None:
     path = tiny_models.make(shape_of(family, shape, dtype="float32"))
     prompt = scoring_prompt(1)
-    expected = tiny_models.reference_logits(path, prompt)
-    with open_llm(path, dtype="float32") as llm:
-        seen = llm.logits(prompt)
-    assert np.isfinite(seen).all()
-    assert np.abs(seen - expected).max() <= 2e-4 * np.abs(expected).max()
+    check_float32_logits(path, prompt, tiny_models.reference_logits(path, prompt))
 
 
 @pytest.mark.golden
@@ -135,17 +115,11 @@ def test_bfloat16_logits_are_as_good_as_those_of_transformers(
     family: str, bfloat16_transformers: Any
 ) -> None:
     """As in `test_cuda`; rows that choose other experts than in float32 have the largest errors."""
-    ours, theirs = [], []
-    for seed in range(3, 7):
+
+    def case(seed: int) -> tuple[Logits, Logits, Logits]:
         path = tiny_models.make(shape_of(family, "published", seed=seed))
         prompt = scoring_prompt(seed)
-        with open_llm(path, device="cpu", dtype="float32") as llm:
-            expected = llm.logits(prompt)
-        with open_llm(path) as llm:
-            seen = llm.logits(prompt)
-        assert np.isfinite(seen).all()
-        ours.append(seen - expected)
-        theirs.append(bfloat16_transformers(path, prompt) - expected)
-    our_rms, their_rms = (float(np.sqrt(np.mean(np.square(x)))) for x in (ours, theirs))
-    print(f"{family}: RMS error {our_rms:.4g}, of transformers {their_rms:.4g}")
-    assert our_rms <= 1.25 * their_rms
+        exact = logits_of(path, prompt, device="cpu", dtype="float32")
+        return logits_of(path, prompt), bfloat16_transformers(path, prompt), exact
+
+    check_bfloat16_logits(family, map(case, range(3, 7)))

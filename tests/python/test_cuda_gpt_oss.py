@@ -15,21 +15,26 @@ import numpy as np
 import pytest
 
 import tiny_models
-from paceline import LLM, SamplingParams
-from paceline.bench import models as bench_models
-from paceline.loader import load_dummy
-from test_cuda import (
+from cuda_engines import (
     DRIVERS,
-    PROMPTS,
+    Logits,
     bfloat16_transformers,
+    check_a_drafter_agrees_with_itself,
+    check_all_accepted,
+    check_bfloat16_logits,
+    check_float32_logits,
+    check_logits_do_not_depend_on_chunks,
     generate,
     gpu,
+    logits_of,
     open_llm,
-    params_of,
     plain_tokens,
     scoring_prompt,
     spec,
 )
+from paceline import LLM, SamplingParams
+from paceline.bench import models as bench_models
+from paceline.loader import load_dummy
 
 __all__ = ["bfloat16_transformers", "gpu"]  # fixtures
 FORMATS = (None, "mxfp4")
@@ -83,13 +88,7 @@ def test_nothing_else_changes_a_token(quantization: str | None, changes: dict[st
 def test_a_drafter_agrees_with_itself(
     quantization: str | None, driver: str, temperature: float
 ) -> None:
-    path = mixture(quantization)
-    with open_llm(path, path, x={"draft_driver": driver}) as llm:
-        outputs = llm.generate(PROMPTS, params_of(temperature))
-    for output in outputs:
-        counters = output.metrics.speculative_decoding
-        assert counters is not None
-        assert counters["num_accepted_draft_tokens"] == counters["num_draft_tokens"] > 0
+    check_a_drafter_agrees_with_itself(mixture(quantization), driver, temperature)
 
 
 @pytest.mark.parametrize("num_sequences", [1, 16])
@@ -119,10 +118,7 @@ def test_a_drafter_of_the_shape_of_20b_agrees_with_itself(
     with LLM.from_loaded(model, model, speculative_config=config, **engine) as llm:
         outputs = llm.generate(prompts, params)
     assert [output.outputs[0].token_ids for output in outputs] == expected
-    for output in outputs:
-        counters = output.metrics.speculative_decoding
-        assert counters is not None
-        assert counters["num_accepted_draft_tokens"] == counters["num_draft_tokens"] > 0
+    check_all_accepted(outputs)
 
 
 def test_all_rows_may_choose_the_same_experts(tmp_path: Path) -> None:
@@ -156,11 +152,7 @@ def test_all_rows_may_choose_the_same_experts(tmp_path: Path) -> None:
 def test_float32_logits_equal_transformers(quantization: str | None) -> None:
     path = mixture(quantization, dtype="float32")
     prompt = scoring_prompt(1)
-    expected = tiny_models.reference_logits(path, prompt)
-    with open_llm(path, dtype="float32") as llm:
-        seen = llm.logits(prompt)
-    assert np.isfinite(seen).all()
-    assert np.abs(seen - expected).max() <= 2e-4 * np.abs(expected).max()
+    check_float32_logits(path, prompt, tiny_models.reference_logits(path, prompt))
 
 
 @pytest.mark.golden
@@ -169,38 +161,24 @@ def test_bfloat16_logits_are_as_good_as_those_of_transformers(
     quantization: str | None, bfloat16_transformers: Any
 ) -> None:
     """Both are compared with float32 arithmetic on the same weights, over several checkpoints."""
-    ours, theirs = [], []
-    for seed in range(3, 7):
+
+    def case(seed: int) -> tuple[Logits, Logits, Logits]:
         path = mixture(quantization, seed=seed)
         plain = path if quantization is None else tiny_models.plain_copy(path, "bfloat16")
         prompt = scoring_prompt(seed)
-        expected = tiny_models.reference_logits(path, prompt)
-        with open_llm(path) as llm:
-            seen = llm.logits(prompt)
-        assert np.isfinite(seen).all()
-        ours.append(seen - expected)
-        theirs.append(bfloat16_transformers(plain, prompt) - expected)
-    our_rms, their_rms = (float(np.sqrt(np.mean(np.square(x)))) for x in (ours, theirs))
-    print(f"gpt_oss {quantization}: RMS error {our_rms:.4g}, of transformers {their_rms:.4g}")
-    assert our_rms <= 1.25 * their_rms
+        exact = tiny_models.reference_logits(path, prompt)
+        return logits_of(path, prompt), bfloat16_transformers(plain, prompt), exact
+
+    check_bfloat16_logits(f"gpt_oss {quantization}", map(case, range(3, 7)))
 
 
 def test_mxfp4_has_the_bits_of_the_values_in_bfloat16() -> None:
     path = mixture("mxfp4")
     prompt = scoring_prompt(2)
-    logits = []
-    for folder in (path, tiny_models.plain_copy(path, "bfloat16")):
-        with open_llm(folder) as llm:
-            logits.append(llm.logits(prompt))
-    np.testing.assert_array_equal(logits[0], logits[1])
+    plain = logits_of(tiny_models.plain_copy(path, "bfloat16"), prompt)
+    np.testing.assert_array_equal(logits_of(path, prompt), plain)
 
 
 @pytest.mark.parametrize("quantization", FORMATS)
 def test_logits_do_not_depend_on_chunks(quantization: str | None) -> None:
-    path = mixture(quantization)
-    prompt = scoring_prompt(2)
-    with open_llm(path) as llm:
-        whole = llm.logits(prompt)
-    for chunk in (1, 16, 63):
-        with open_llm(path, prefill_chunk_size=chunk) as llm:
-            np.testing.assert_array_equal(llm.logits(prompt), whole)
+    check_logits_do_not_depend_on_chunks(mixture(quantization), scoring_prompt(2))

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from cuda_engines import MAX_MODEL_LEN, PROMPTS, generate, gpu, open_llm, random_prompts, spec
 from cuda_tensors import on_gpu
 from dlpack_tensors import BF16, F8_E4M3, F16, F32, I64, U8, RawTensor
 from paceline import LLM, BusyError, ModelFileError, SamplingParams, _core
@@ -27,7 +28,6 @@ from paceline.loader import (
     load_pair,
     memory_config,
 )
-from test_cuda import MAX_MODEL_LEN, PROMPTS, generate, gpu, open_llm, random_prompts, spec
 from tiny_models import load_tensors, make, perturbed_copy, read_json
 
 __all__ = ["gpu"]  # the fixture that skips or fails
