@@ -16,7 +16,7 @@ import drafter_golden
 import tiny_models
 from deepseek_v4_models import V4Spec, hf_config, make, whole_state
 from deepseek_v4_reference import V4MtpReference, V4TargetReference
-from drafter_golden import NUM_TOKENS, Sequences, check_run, compare_iterations
+from drafter_golden import MTP_ENGINES, NUM_TOKENS, Sequences, check_run, compare_iterations
 from eagle_reference import overfit, simulate
 
 pytestmark = pytest.mark.golden
@@ -70,16 +70,7 @@ def test_other_numbers_of_drafts(k: int) -> None:
     compare_iterations(trained()[1], sequences(), emitted, k, LEAST_MARGIN)
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        {"prefill_chunk_size": 1},
-        {"prefill_chunk_size": 7, "block_size": 5},
-        {"max_num_seqs": 1, "draft_driver": "replay"},
-        {"draft_driver": "eager", "num_threads": 1},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("engine", MTP_ENGINES, ids=str)
 def test_neither_chunks_nor_batches_change_a_draft(engine: dict[str, Any]) -> None:
     assert run(**engine) == run()
 

@@ -18,7 +18,7 @@ import torch
 import drafter_golden
 import mtp_models
 import tiny_models
-from drafter_golden import Sequences, check_run, compare_iterations, greedy_sequences
+from drafter_golden import MTP_ENGINES, Sequences, check_run, compare_iterations, greedy_sequences
 from eagle_reference import TargetReference, overfit, simulate
 from mtp_models import MtpReference
 from tiny_configs import DEEPSEEK
@@ -122,16 +122,7 @@ def test_other_numbers_of_drafts(k: int) -> None:
     compare_iterations(trained("glm")[1], sequences("glm4_moe_lite"), emitted, k, LEAST_MARGIN)
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        {"prefill_chunk_size": 1},
-        {"prefill_chunk_size": 7, "block_size": 5},
-        {"max_num_seqs": 1, "draft_driver": "replay"},
-        {"draft_driver": "eager", "num_threads": 1},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("engine", MTP_ENGINES, ids=str)
 def test_neither_chunks_nor_batches_change_a_draft(engine: dict[str, Any]) -> None:
     assert run("glm", **engine) == run("glm")
 

@@ -20,7 +20,7 @@ from deepseek_v4_models import (
     value_of,
     whole_state,
 )
-from eagle_reference import Draft, TargetStates
+from eagle_reference import Draft, TargetStates, draft_greedily
 
 
 class V4TargetReference:
@@ -95,17 +95,7 @@ class V4MtpReference:
 
     def draft(self, tokens: Sequence[int], k: int, states: TargetStates) -> list[Draft]:
         """Drafts k tokens greedily; as `EagleReference.draft`."""
-        ids, inputs = list(tokens[1:]), self.hidden_of(states)
-        drafts: list[Draft] = []
-        for _ in range(k):
-            logits, feedback = self.run(torch.tensor(ids), inputs)
-            last = logits[-1]
-            top = last.topk(2).values
-            token = int(last.argmax())
-            drafts.append(Draft(token, last, float((top[0] - top[1]) / last.abs().max())))
-            ids.append(token)
-            inputs = torch.cat([inputs, feedback[-1:]])
-        return drafts
+        return draft_greedily(self.run, tokens, k, self.hidden_of(states))
 
     # ---- pieces --------------------------------------------------------------------------------
 

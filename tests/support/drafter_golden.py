@@ -26,6 +26,13 @@ from tiny_models import TinySpec
 NUM_PROMPTS = 4
 NUM_TOKENS = 40
 ORACLE_VOCAB = 48
+# Options of an engine, and its driver, that change no draft of an MTP layer.
+MTP_ENGINES: tuple[dict[str, Any], ...] = (
+    {"prefill_chunk_size": 1},
+    {"prefill_chunk_size": 7, "block_size": 5},
+    {"max_num_seqs": 1, "draft_driver": "replay"},
+    {"draft_driver": "eager", "num_threads": 1},
+)
 
 # A prompt and the target's greedy continuation.
 Sequences = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]

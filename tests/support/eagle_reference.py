@@ -11,7 +11,7 @@ j runs (d_j, the output of the step before) at position P-1+j.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -89,6 +89,35 @@ class Draft:
     token: int
     logits: Tensor
     margin: float
+
+
+def draft_greedily(
+    run: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    tokens: Sequence[int],
+    k: int,
+    inputs: Tensor,
+    token_of: Callable[[int], int] = lambda token: token,
+) -> list[Draft]:
+    """Drafts k tokens greedily with a head that reads its own output from the second step on.
+
+    Args:
+        run: As `EagleReference.run`.
+        tokens: t_0..t_P.
+        k: The number of drafts.
+        inputs: The hidden inputs of positions 0 to P - 1.
+        token_of: The token of an index of the logits.
+    """
+    ids = list(tokens[1:])
+    drafts: list[Draft] = []
+    for _ in range(k):
+        logits, feedback = run(torch.tensor(ids), inputs)
+        last = logits[-1]
+        top = last.topk(2).values
+        token = token_of(int(last.argmax()))
+        drafts.append(Draft(token, last, float((top[0] - top[1]) / last.abs().max())))
+        ids.append(token)
+        inputs = torch.cat([inputs, feedback[-1:]])
+    return drafts
 
 
 class EagleReference:
@@ -192,18 +221,8 @@ class EagleReference:
             k: The number of drafts.
             states: The target's results for t_0..t_{P-1}.
         """
-        ids = list(tokens[1:])
         inputs = self.first_inputs(self.hidden_of(states))
-        drafts: list[Draft] = []
-        for _ in range(k):
-            logits, feedback = self.run(torch.tensor(ids), inputs)
-            last = logits[-1]
-            top = last.topk(2).values
-            token = self.token_of(int(last.argmax()))
-            drafts.append(Draft(token, last, float((top[0] - top[1]) / last.abs().max())))
-            ids.append(token)
-            inputs = torch.cat([inputs, feedback[-1:]])
-        return drafts
+        return draft_greedily(self.run, tokens, k, inputs, self.token_of)
 
     # ---- pieces --------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import tiny_models
-from eagle_reference import Draft, TargetReference, TargetStates
+from eagle_reference import Draft, TargetReference, TargetStates, draft_greedily
 from tiny_models import TinySpec, load_tensors, read_json
 
 # The layer's copies of the target's tables, by the names of these.
@@ -114,18 +114,7 @@ class MtpReference:
 
     def draft(self, tokens: Sequence[int], k: int, states: TargetStates) -> list[Draft]:
         """Drafts k tokens greedily; as `EagleReference.draft`."""
-        ids = list(tokens[1:])
-        inputs = self.hidden_of(states)
-        drafts: list[Draft] = []
-        for _ in range(k):
-            logits, feedback = self.run(torch.tensor(ids), inputs)
-            last = logits[-1]
-            top = last.topk(2).values
-            token = int(last.argmax())
-            drafts.append(Draft(token, last, float((top[0] - top[1]) / last.abs().max())))
-            ids.append(token)
-            inputs = torch.cat([inputs, feedback[-1:]])
-        return drafts
+        return draft_greedily(self.run, tokens, k, self.hidden_of(states))
 
     # ---- pieces --------------------------------------------------------------------------------
 

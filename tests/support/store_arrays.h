@@ -22,13 +22,38 @@ inline constexpr int64_t kGap = 64;  // unused elements around each block
 
 inline bool is_inert(int64_t id) { return id % 13 == 6; }
 
+// A pool of blocks in an array of an op case.
+struct StorePool {
+  StorePool(Element element, int64_t entry_width, int32_t entries_of_block)
+      : width(entry_width),
+        block_size(entries_of_block),
+        bytes(element_bytes(element)),
+        block(block_size * width + 2 * kGap),
+        dtype(element == Element::kF32 ? DType::kFloat32 : DType::kBFloat16) {}
+
+  [[nodiscard]] KvLayerView view(const Addresses& at) const {
+    return {.base = at.raw(pool),
+            .block_bytes = block * bytes,
+            .k_offset = kGap * bytes,
+            .v_offset = kGap * bytes,
+            .block_size = block_size,
+            .dtype = dtype};
+  }
+
+  int64_t width;  // elements of an entry
+  int32_t block_size;
+  int64_t bytes;  // of an element
+  int64_t block;  // elements of a block and its gaps
+  DType dtype;
+  Handle pool = kNoArray;
+};
+
 // What the sequences store: blocks in any order, NaN but for their entries.
-struct StoreArrays {
+struct StoreArrays : StorePool {
   StoreArrays(OpInstance& op, const std::string& name, Element element, int32_t length,
               int64_t entry_width, int32_t entries_of_block, uint64_t seed, Purpose purpose)
-      : width(entry_width), block_size(entries_of_block), bytes(element_bytes(element)) {
+      : StorePool(element, entry_width, entries_of_block) {
     stride = (length + block_size - 1) / block_size + 2;
-    block = block_size * width + 2 * kGap;
     const auto num_blocks = static_cast<int32_t>(1 + kSequences * stride);
     // Blocks that must not be followed are the null block.
     std::vector<int32_t> blocks(static_cast<size_t>(kSequences * stride), 0);
@@ -56,36 +81,20 @@ struct StoreArrays {
     OpArray values = float_array(name, element, element, num_blocks * block, fill);
     values.is_constant = true;
     pool = op.add(std::move(values));
-    dtype = element == Element::kF32 ? DType::kFloat32 : DType::kBFloat16;
-  }
-  [[nodiscard]] KvLayerView view(const Addresses& at) const {
-    return {.base = at.raw(pool),
-            .block_bytes = block * bytes,
-            .k_offset = kGap * bytes,
-            .v_offset = kGap * bytes,
-            .block_size = block_size,
-            .dtype = dtype};
   }
   [[nodiscard]] BlockTable blocks(const Addresses& at) const {
     return {.blocks = at.get<int32_t>(table), .stride = stride, .block_size = block_size};
   }
 
-  int64_t width;
-  int32_t block_size;
-  int64_t bytes;
   int64_t stride = 0;
-  int64_t block = 0;
-  DType dtype = DType::kFloat32;
   Handle table = kNoArray;
-  Handle pool = kNoArray;
 };
 
 // A store that an op writes: every row has its own slot, past the null block.
-struct WrittenStore {
+struct WrittenStore : StorePool {
   WrittenStore(OpInstance& op, const std::string& name, Element element, int64_t entry_width,
                int32_t entries_of_block, const Rows& rows)
-      : width(entry_width), block_size(entries_of_block), bytes(element_bytes(element)) {
-    block = block_size * width + 2 * kGap;
+      : StorePool(element, entry_width, entries_of_block) {
     const int64_t count = (1 + (kMaxRowId + block_size - 1) / block_size) * block;
     OpArray entries = float_array(name, element, element, count,
                                   [=](float* to) { std::fill_n(to, count, kNan); });
@@ -96,23 +105,7 @@ struct WrittenStore {
       for (const int64_t id : rows.ids) entries.row_at.push_back(is_inert(id) ? 0 : id + 1);
     }
     pool = op.add(std::move(entries));
-    dtype = element == Element::kF32 ? DType::kFloat32 : DType::kBFloat16;
   }
-  [[nodiscard]] KvLayerView view(const Addresses& at) const {
-    return {.base = at.raw(pool),
-            .block_bytes = block * bytes,
-            .k_offset = kGap * bytes,
-            .v_offset = kGap * bytes,
-            .block_size = block_size,
-            .dtype = dtype};
-  }
-
-  int64_t width;
-  int32_t block_size;
-  int64_t bytes;
-  int64_t block = 0;
-  DType dtype = DType::kFloat32;
-  Handle pool = kNoArray;
 };
 
 }  // namespace paceline::testing
