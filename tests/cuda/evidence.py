@@ -285,7 +285,7 @@ CHECKPOINTS = {
 PYTHON_TESTS = [path.relative_to(ROOT) for path in ROOT.glob("tests/python/test_cuda*.py")]
 
 #: What `test` runs, in this order.
-PARTS = (*TESTS, "python", *BENCHES, "pairs", "demos", *CHECKPOINTS, "ops")
+PARTS = (*TESTS, "python", *BENCHES, "pairs", "server", "demos", *CHECKPOINTS, "ops")
 
 
 def load_checkpoint(
@@ -345,6 +345,15 @@ def run_part(part: str, env: dict[str, str], benches: dict[str, Any]) -> list[di
         if figures.exists():
             text = figures.read_text().replace(f"{ROOT}/", "")
             benches[part] = {"figures": json.loads(text), "trace": None}
+            figures.unlink()
+        return [result]
+    if part == "server":
+        figures = BUILD / "server.json"
+        script = str(ROOT / "tests" / "cuda" / "bench_server.py")
+        command = [sys.executable, script, "--json", str(figures)]
+        result = run(part, command, r"^c=|^Poisson|^prefix", env, 300)
+        if figures.exists():
+            benches[part] = {"figures": json.loads(figures.read_text()), "trace": None}
             figures.unlink()
         return [result]
     if part == "demos":
