@@ -35,10 +35,10 @@ void run(CudaContext& ctx, const char* name, const PagedAttentionParams& p) {
   if (tiles == 0) return;
   // One block a multiprocessor. Each block decides on the device how its tile's context is split.
   const int64_t max_chunks = (int64_t{ctx.max_model_len} + kChunk - 1) / kChunk;
-  const int64_t splits =
-      tiles > ctx.num_counters
-          ? 1
-          : std::clamp<int64_t>(ctx.num_sms / tiles, 1, std::max<int64_t>(max_chunks, 1));
+  const int64_t splits = tiles > ctx.num_counters
+                             ? 1
+                             : std::clamp<int64_t>(ctx.num_sms / tiles, 1,
+                                                   std::clamp<int64_t>(max_chunks, 1, kMaxSplits));
   const int64_t blocks = std::min<int64_t>(tiles, ctx.num_sms);
   constexpr int64_t kStateBytes = S::kStateFloats * int64_t{sizeof(float)};
   // Contexts of several segments that one block takes need room for a total.
@@ -52,7 +52,7 @@ void run(CudaContext& ctx, const char* name, const PagedAttentionParams& p) {
                      .capacity = static_cast<int32_t>(std::min(room, max_chunks)),
                      .states = reinterpret_cast<float*>(ctx.workspace + total_bytes),
                      .totals = reinterpret_cast<float*>(ctx.workspace),
-                     .counters = ctx.counters};
+                     .counters = reinterpret_cast<uint32_t*>(ctx.counters)};
   launch(ctx, name, kKernel, dim3(static_cast<uint32_t>(blocks), static_cast<uint32_t>(splits)),
          dim3(kThreads), S::kSharedBytes, p, plan);
 }

@@ -342,6 +342,10 @@ __global__ void __launch_bounds__(kThreads, 1)
                   .common_end = keys.common_end,
                   .end = keys.end,
                   .work = divide(plan, keys.end)};
+          // Where tiles are split, a block has one tile at most.
+          if (tile.work.stores_states && static_cast<int32_t>(blockIdx.y) < tile.work.num_splits) {
+            count_begun(plan.counters + next);
+          }
         }
         __syncthreads();
         if (static_cast<int32_t>(blockIdx.y) < tile.work.num_splits) compute();

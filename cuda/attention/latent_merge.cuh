@@ -2,9 +2,15 @@
 #pragma once
 
 // Merges the states that the blocks of a tile have stored: chunks into segments, and segments into
-// the results, in ascending order and by the operations of the registers. All blocks of the tile
-// wait for each other, and then each merges a part of the values. They may wait, since the launch
-// has at most one block for each multiprocessor.
+// the results, in ascending order and by the operations of the registers. The blocks wait for each
+// other, and then each merges a part of the values.
+//
+// A block only waits for blocks that run already, so a launch ends however few of its blocks run at
+// once: beside other kernels, other engines, or on a part of a GPU. Each block counts itself when
+// it begins and when it has stored its states. A block that has stored them waits only if all
+// blocks of its tile have begun, and these store theirs without waiting for anyone. Else it leaves.
+// Once a block has left, the last one to store its states merges everything; that one has nobody to
+// wait for.
 
 #include <cuda_bf16.h>
 
@@ -56,18 +62,58 @@ __device__ __forceinline__ void finish_states() {
   sync_threads<kConsumers>(kConsumerBarrier);
 }
 
-// Returns once all blocks of the tile have stored their states. The counter counts arrivals, then
-// departures; the last block sets it to zero.
-__device__ __forceinline__ void wait_for_states(int32_t* counter, int32_t num_splits) {
-  if (threadIdx.x == 0) {
-    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
-    int32_t count;
-    do {
-      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
-    } while (count < num_splits);
-    if (atomicAdd(counter, 1) == 2 * num_splits - 1) *counter = 0;
+// The counter of a tile has four numbers of blocks, a byte each: those that have begun, stored
+// their states, left without waiting, and ended their part of the merge.
+inline constexpr uint32_t kBegun = 1;
+inline constexpr uint32_t kStored = 1u << 8;
+inline constexpr uint32_t kLeft = 1u << 16;
+inline constexpr uint32_t kEnded = 1u << 24;
+inline constexpr int32_t kMaxSplits = 255;
+
+__device__ __forceinline__ uint32_t number_of(uint32_t blocks, uint32_t counter) {
+  return counter / blocks % 256;
+}
+
+// Called by one thread of each block that will store states, early.
+__device__ __forceinline__ void count_begun(uint32_t* counter) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "n"(kBegun) : "memory");
+}
+
+// The part of a merge that a block does: part `index` of `count`, or nothing if count is 0.
+struct MergeShare {
+  int32_t index;
+  int32_t count;
+};
+
+// Returns once all blocks of the tile have stored their states, or at once if that may need blocks
+// which do not run yet. The last block to return sets the counter to zero. One thread calls it,
+// when finish_states has returned.
+__device__ __forceinline__ MergeShare wait_for_states(uint32_t* counter, int32_t split,
+                                                      int32_t num_splits) {
+  const auto all = static_cast<uint32_t>(num_splits);
+  uint32_t seen;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(seen)
+               : "l"(counter), "n"(kStored)
+               : "memory");
+  seen += kStored;
+  const bool is_last = number_of(kStored, seen) == all;
+  // Leaving needs a counter that says that a block has not begun. So nobody leaves once all have,
+  // and all who wait see the same number of blocks that left.
+  while (number_of(kBegun, seen) < all) {
+    const uint32_t now = atomicCAS(counter, seen, seen + kLeft);
+    if (now == seen) return {.index = 0, .count = 0};
+    seen = now;
   }
-  sync_threads<kAdders>(kAdderBarrier);
+  if (!is_last) {
+    do {
+      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+    } while (number_of(kStored, seen) < all);
+  }
+  const uint32_t left = number_of(kLeft, seen);
+  if (number_of(kEnded, atomicAdd(counter, kEnded)) == all - left - 1) *counter = 0;
+  if (left == 0) return {.index = split, .count = num_splits};
+  return {.index = 0, .count = is_last ? 1 : 0};
 }
 
 // The pieces [begin, begin + count) of a segment, merged.
@@ -97,13 +143,20 @@ __device__ __forceinline__ Part merge_segment(const float* states, int32_t begin
 }
 
 // Merges this block's part of a tile's states and writes its results; called by the adders.
-// `exchange` is room for 256 float4.
+// `exchange` is room for 257 float4.
 template <class S>
 __device__ __forceinline__ void merge_states(const PagedAttentionParams& p, const Plan& plan,
                                              const Work& work, int32_t tile, const TileRows& rows,
                                              const Position& at, float4* exchange) {
-  const int32_t split = static_cast<int32_t>(blockIdx.y);
-  wait_for_states(plan.counters + tile, work.num_splits);
+  auto* const share = reinterpret_cast<MergeShare*>(exchange + kAdders);
+  if (threadIdx.x == 0) {
+    *share =
+        wait_for_states(plan.counters + tile, static_cast<int32_t>(blockIdx.y), work.num_splits);
+  }
+  sync_threads<kAdders>(kAdderBarrier);
+  const int32_t index = share->index;
+  const int32_t count = share->count;
+  if (count == 0) return;
   const float* const states =
       plan.states + int64_t{tile} * plan.capacity * static_cast<int64_t>(S::kStateFloats);
   // Pieces that are merged first, and then with others. Segments have no others.
@@ -112,8 +165,8 @@ __device__ __forceinline__ void merge_states(const PagedAttentionParams& p, cons
   // The warpgroups take segments by turns; if there is one, they take different parts of it.
   const bool shares = num_segments > 1;
   constexpr int32_t kUnits = kValueSlices * S::kRowTiles;
-  const int32_t step = shares ? work.num_splits : work.num_splits * kGroups;
-  for (int32_t unit = shares ? split : split * kGroups + at.group; unit < kUnits; unit += step) {
+  const int32_t step = shares ? count : count * kGroups;
+  for (int32_t unit = shares ? index : index * kGroups + at.group; unit < kUnits; unit += step) {
     const int32_t row_tile = unit % S::kRowTiles;
     const int32_t slice = unit / S::kRowTiles;
     const int32_t offset = state_at<S>(slice, row_tile, at.warp, at.lane);

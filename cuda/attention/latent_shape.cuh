@@ -87,10 +87,10 @@ struct Plan {
   int32_t num_tiles;      // of the largest batch
   int32_t tiles_per_seq;  // 1: a tile is a sequence; else tiles of all sequences are counted
   int32_t splits;
-  int32_t capacity;   // states of a tile in the workspace
-  float* states;      // [num_tiles, capacity] where splits > 1
-  float* totals;      // [blocks] a state of each block
-  int32_t* counters;  // [num_tiles] where splits > 1
+  int32_t capacity;    // states of a tile in the workspace
+  float* states;       // [num_tiles, capacity] where splits > 1
+  float* totals;       // [blocks] a state of each block
+  uint32_t* counters;  // [num_tiles] where splits > 1
 };
 
 // How a tile's chunks are divided. Block `split` takes pieces split, split + num_splits, ...
