@@ -2,11 +2,12 @@
 """Measures `paceline serve` beside the engine alone, with a bench configuration and random weights.
 
     bench_server.py [--target qwen3-8b] [--draft qwen3-8b-eagle3] [--device cuda] [--json FILE]
+    bench_server.py --tiny --device cpu
 
 First `paceline bench latency`, then `paceline bench serve` against a server in a process of its
-own: the same lengths and concurrency, Poisson arrivals at 70 % of the throughput found, and
-requests that share a long prefix. Tokens have 6 letters, so that text costs what it costs with a
-real tokenizer.
+own: the same lengths and concurrency, Poisson arrivals at 70 % of the throughput found, requests
+that share a long prefix, and requests of one token. Tokens have 6 letters, so that text costs what
+it costs with a real tokenizer. --tiny takes a target of one layer: then the server is what costs.
 """
 
 from __future__ import annotations
@@ -29,11 +30,24 @@ CONFIGS = Path(paceline.bench.__file__).parent / "configs"
 ACCEPTANCE_LENGTH = 2.34
 
 
-def write_config(name: str, folder: Path) -> Path:
+TINY_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 1024,
+}
+
+
+def write_config(name: str, folder: Path, *, is_tiny: bool) -> Path:
     """Writes config.json into a folder of its own; no weights."""
     path = folder / name
     path.mkdir()
-    (path / "config.json").write_text((CONFIGS / f"{name}.json").read_text())
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    if is_tiny:
+        config |= TINY_SIZES | {"num_hidden_layers": 1, "bos_token_id": 1, "eos_token_id": 2}
+    (path / "config.json").write_text(json.dumps(config))
     return path
 
 
@@ -58,15 +72,14 @@ def paceline_command(*arguments: str) -> list[str]:
 class Server:
     """A server in a process of its own, from `with` on until it ends."""
 
-    def __init__(self, target: Path, speculative: dict[str, Any], args: argparse.Namespace):
+    def __init__(self, target: Path, speculative: list[str], args: argparse.Namespace):
         self.url = f"http://127.0.0.1:{args.port}"
         most_tokens = max(args.prefix_len, args.input_len) + args.output_len + 128
         self._process = subprocess.Popen(
             paceline_command(
                 "serve", str(target), "--load-format", "dummy", "--device", args.device,
                 "--port", str(args.port), "--max-num-seqs", str(max(args.concurrency)),
-                "--max-model-len", str(most_tokens), "--speculative-config",
-                json.dumps(speculative), "--quiet",
+                "--max-model-len", str(most_tokens), *speculative, "--quiet",
             )
         )  # fmt: skip
 
@@ -85,33 +98,44 @@ class Server:
         self._process.terminate()
         self._process.wait()
 
+    def loop_seconds(self) -> float:
+        """CPU time of the thread that speaks HTTP."""
+        stat = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/stat").read_text()
+        user, system = stat.rpartition(")")[2].split()[11:13]
+        return float(int(user) + int(system)) / float(os.sysconf("SC_CLK_TCK"))
+
     def bench(self, folder: Path, *arguments: str) -> Any:
-        """Runs `bench serve` against it; returns the JSON."""
+        """Runs `bench serve` against it; returns the JSON, with the CPU time of a chunk."""
         out = folder / "serve.json"
+        before = self.loop_seconds()
         subprocess.run(
             paceline_command(
                 "bench", "serve", "--base-url", self.url, "--ignore-eos", "--temperature", "0",
-                "--quiet", "--json", str(out), *arguments,
+                "--quiet", "--save-detailed", "--json", str(out), *arguments,
             ),
             check=True, stdout=subprocess.DEVNULL,
         )  # fmt: skip
-        return json.loads(out.read_text())
+        found = json.loads(out.read_text())
+        chunks = sum(len(times) + 1 for times in found.pop("itls"))
+        used = self.loop_seconds() - before
+        for key in ("ttfts", "generated_texts", "input_lens", "output_lens", "errors"):
+            found.pop(key, None)
+        return found | {"loop_us_per_chunk": 1e6 * used / chunks}
 
 
-def bench_engine(args: argparse.Namespace, speculative: dict[str, Any], folder: Path) -> list[Any]:
-    """Tokens per second of the engine alone, for each concurrency."""
+def bench_engine(args: argparse.Namespace, config: str, spec: list[str], folder: Path) -> list[Any]:
+    """The engine alone, a row for each concurrency."""
     out = folder / "latency.json"
     subprocess.run(
         paceline_command(
-            "bench", "latency", "--config", args.target, "--device", args.device, "--rounds", "1",
+            "bench", "latency", "--config", config, "--device", args.device, "--rounds", "1",
             "--concurrency", ",".join(map(str, args.concurrency)), "--input-len",
-            str(args.input_len), "--output-len", str(args.output_len), "--speculative-config",
-            json.dumps(speculative | {"model": args.draft}), "--json", str(out),
+            str(args.input_len), "--output-len", str(args.output_len), *spec, "--json", str(out),
         ),
         check=True, stdout=subprocess.DEVNULL,
     )  # fmt: skip
     rows = json.loads(out.read_text())["rows"]
-    return [row for row in rows if row["configuration"] != "plain"]
+    return [row for row in rows if (row["configuration"] == "plain") == (not spec)]
 
 
 def whole_throughput(row: dict[str, Any], concurrency: int, output_len: int) -> float:
@@ -124,6 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--target", default="qwen3-8b")
     parser.add_argument("--draft", default="qwen3-8b-eagle3")
+    parser.add_argument("--tiny", action="store_true", help="one layer, no drafter")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--port", type=int, default=8917)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
@@ -136,16 +161,24 @@ def main() -> None:
     report: dict[str, Any] = {"cores": os.cpu_count(), "rows": []}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        target, draft = (write_config(name, folder) for name in (args.target, args.draft))
+        target = write_config(args.target, folder, is_tiny=args.tiny)
         write_tokenizer(target)
-        speculative = {
-            "method": "eagle3",
-            "num_speculative_tokens": 3,
-            "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_length": ACCEPTANCE_LENGTH,
-        }
-        engine = bench_engine(args, speculative, folder)
-        with Server(target, speculative | {"model": str(draft)}, args) as server:
+        for_engine, for_server = [], []
+        if not args.tiny:
+            draft = write_config(args.draft, folder, is_tiny=False)
+            speculative = {
+                "method": "eagle3",
+                "num_speculative_tokens": 3,
+                "rejection_sample_method": "synthetic",
+                "synthetic_acceptance_length": ACCEPTANCE_LENGTH,
+            }
+            for_engine, for_server = (
+                ["--speculative-config", json.dumps(speculative | {"model": model})]
+                for model in (args.draft, str(draft))
+            )
+        config = str(target) if args.tiny else args.target
+        engine = bench_engine(args, config, for_engine, folder)
+        with Server(target, for_server, args) as server:
             lengths = ["--output-len", str(args.output_len)]
             same = ["--input-len", str(args.input_len), *lengths]
             for row, c in zip(engine, args.concurrency, strict=True):
@@ -159,7 +192,8 @@ def main() -> None:
                     f" ({served / alone:.3f}); decoding alone {row['output_tokens_per_s']:.0f} and"
                     f" {1000 * c / found['mean_tpot_ms']:.0f}; TTFT {found['median_ttft_ms']:.1f}"
                     f" ms, ITL median {found['median_itl_ms']:.2f}, p99"
-                    f" {found['p99_itl_ms']:.2f} ms",
+                    f" {found['p99_itl_ms']:.2f} ms; {found['loop_us_per_chunk']:.0f} us of the"
+                    " event loop a chunk",
                     flush=True,
                 )
                 report["rows"].append({"concurrency": c, "engine": alone, "served": found})
@@ -183,6 +217,15 @@ def main() -> None:
                 f" {found['median_ttft_ms']:.1f}, p99 {found['p99_ttft_ms']:.1f} ms"
             )
             report["prefix"] = found
+            found = server.bench(
+                folder, "--input-len", "8", "--output-len", "1", "--max-concurrency",
+                str(max(args.concurrency)), "--num-prompts", "2000",
+            )  # fmt: skip
+            print(
+                f"short requests: {found['request_throughput']:.0f} a second,"
+                f" {found['loop_us_per_chunk']:.0f} us of the event loop each"
+            )
+            report["short"] = found
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 

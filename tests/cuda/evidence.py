@@ -352,7 +352,7 @@ def run_part(part: str, env: dict[str, str], benches: dict[str, Any]) -> list[di
         figures = BUILD / "server.json"
         script = str(ROOT / "tests" / "cuda" / "bench_server.py")
         command = [sys.executable, script, "--json", str(figures)]
-        result = run(part, command, r"^c=|^Poisson|^prefix", env, 300)
+        result = run(part, command, r"^c=|^Poisson|^prefix|^short", env, 300)
         if figures.exists():
             benches[part] = {"figures": json.loads(figures.read_text()), "trace": None}
             figures.unlink()
