@@ -173,7 +173,7 @@ class FeedSession(Session):
             RuntimeError: As for `add_requests`.
             ValueError: As for `add_requests`.
         """
-        request = requests[0].for_engine()
+        request = requests[0].for_engine(self._dispatcher.make_request)
         feed.group = RequestGroup(requests, self._num_speculative_tokens)
         queued_at = time.monotonic()
         with self._dispatcher.lock:

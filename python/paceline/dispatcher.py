@@ -149,6 +149,7 @@ class Dispatcher:
 
     Attributes:
         executor: The executor.
+        make_request: Makes the requests that it takes; None = `_core.Request`.
         lock: Guards `sessions`, `open_samples` and the state of the polling thread.
         changed: Notified when a session opens a request, the dispatcher closes, or the polling
             thread ends.
@@ -157,13 +158,18 @@ class Dispatcher:
         is_forked: Whether this process is a forked child of the one that built the executor.
     """
 
-    def __init__(self, executor: _core.Executor) -> None:
+    def __init__(
+        self,
+        executor: _core.Executor,
+        make_request: Callable[..., _core.Request] | None = None,
+    ) -> None:
         """Takes over an executor, which only this dispatcher may poll.
 
         The polling thread starts with the first request. Until then no thread refers to the
         dispatcher, so that a Ctrl-C during construction leaves no engine behind.
         """
         self.executor = executor
+        self.make_request = make_request
         # Reentrant: the garbage collector may close a session or an LLM while the lock is held.
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)

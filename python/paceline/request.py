@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paceline.detokenizer import IncrementalDetokenizer
@@ -83,11 +83,11 @@ class Request:
                 params.stop, includes_stop=params.include_stop_str_in_output
             )
 
-    def for_engine(self) -> _core.Request:
-        """Returns the engine's request, of which this is one sample."""
+    def for_engine(self, make: Callable[..., _core.Request] | None = None) -> _core.Request:
+        """Returns the engine's request, of which this is one sample; `make` replaces its class."""
         from paceline import _core
 
-        return _core.Request(self.prompt_token_ids, **self.sampling)
+        return (make or _core.Request)(self.prompt_token_ids, **self.sampling)
 
     @property
     def is_finished(self) -> bool:

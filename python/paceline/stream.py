@@ -52,7 +52,9 @@ class RequestStream(Iterator[StreamChunk]):
         try:
             queued_at = time.monotonic()
             by_prompt = [request for request in requests if request.sample == 0]
-            ids = self._session.add_requests([request.for_engine() for request in by_prompt])
+            ids = self._session.add_requests(
+                [request.for_engine(dispatcher.make_request) for request in by_prompt]
+            )
             for request in requests:
                 if request.sample == 0:
                     request_id = ids[len(self._groups)]

@@ -32,7 +32,7 @@ ADVICE: Final[dict[str, dict[str, str]]] = {
         "compilation_config": _GRAPHS,
         "cpu_offload_gb": f"{LEAVE_OUT}weights and KV stay on the device",
         "disable_custom_all_reduce": _ONE_GPU,
-        "data_parallel_size": _ONE_GPU,
+        "data_parallel_size": f"{LEAVE_OUT}`paceline serve --replicas` runs an engine on each GPU",
         "distributed_executor_backend": _ONE_GPU,
         "download_dir": "`cache_dir` names the folder for files from the hub",
         "enable_chunked_prefill": f"{LEAVE_OUT}prefill is always chunked; `prefill_chunk_size` "

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _PARSERS: Final = ("auto", "none", "hermes", "llama3_json", "gemma4", "openai")
 _LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 _MAX_TIMEOUT_S: Final = 86_400
+_MAX_REPLICAS: Final = 64
 _DEMO_NAME: Final = "paceline-demo"
 
 
@@ -146,6 +147,17 @@ def _add_server_options(group: Any) -> None:
 
 
 def _add_engine_options(group: Any) -> None:
+    group.add_argument(
+        "--replicas",
+        "--data-parallel-size",
+        "-dp",
+        type=integer,
+        default=1,
+        metavar="N",
+        help=f"engines, each in a process of its own with a GPU of its own or its share of the "
+        f"cores, 1 to {_MAX_REPLICAS}; the options of the engine hold for each "
+        "(default: 1, in the server's process)",
+    )
     for flag, kind, default, metavar, text in (
         (
             "--max-num-seqs",
@@ -235,26 +247,35 @@ def _run_serve(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int
             )
         from paceline.async_llm import AsyncLLM
 
-        allm = AsyncLLM(
-            model,
-            speculative_config=speculative_config,
-            show_progress=not args.quiet,
-            max_num_seqs=args.max_num_seqs,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            prefill_chunk_size=args.prefill_chunk_size,
-            gpu_memory_utilization=args.gpu_memory_utilization,
-            load_format=args.load_format,
-            seed=args.seed,
-            max_logprobs=args.max_logprobs,
-            tensor_parallel_size=args.tensor_parallel_size,
-            disable_log_stats=args.disable_log_stats,
+        arguments: dict[str, Any] = {
+            "model": model,
+            "speculative_config": speculative_config,
+            "show_progress": not args.quiet,
+            "max_num_seqs": args.max_num_seqs,
+            "max_num_batched_tokens": args.max_num_batched_tokens,
+            "prefill_chunk_size": args.prefill_chunk_size,
+            "gpu_memory_utilization": args.gpu_memory_utilization,
+            "load_format": args.load_format,
+            "seed": args.seed,
+            "max_logprobs": args.max_logprobs,
+            "tensor_parallel_size": args.tensor_parallel_size,
+            "disable_log_stats": args.disable_log_stats,
             **engine_arguments(args),
             **download_arguments(args),
-        )
+        }
+        if args.replicas == 1:
+            allm = AsyncLLM(**arguments)
+        else:
+            from paceline.replicas.replicated_llm import start_replicas
+
+            allm = AsyncLLM.from_llm(
+                start_replicas(args.replicas, arguments, log_level=args.log_level.upper())
+            )
         try:
             _serve(args, allm, opened)
         finally:
             allm.close()
+            allm.llm.close()
     return EXIT_OK
 
 
@@ -267,6 +288,7 @@ def _check(args: argparse.Namespace) -> None:
         )
     args.model = args.model or args.model_tag
     check_int("--port", args.port, 0, 65535)
+    check_int("--replicas", args.replicas, 1, _MAX_REPLICAS)
     check_int("--max-num-seqs", args.max_num_seqs, 1, MAX_NUM_SEQS)
     if args.max_queue is not None:
         check_int("--max-queue", args.max_queue, 0, MAX_INT)

@@ -104,11 +104,18 @@ def _add_facts(app: FastAPI, service: Service) -> None:
         if service.is_draining:
             raise ApiError(503, "the server is about to end")
         service.check_running()
-        return Response()
+        described = service.health()
+        return Response() if described is None else JsonResponse(described)
 
     @route("GET", "/metrics")
     async def metrics(_: Request) -> Response:
-        return Response(service.metrics(), media_type=CONTENT_TYPE)
+        # Replicas are asked, and one may be slow to answer.
+        made = (
+            service.metrics()
+            if service.replicas is None
+            else await service.in_worker(service.metrics)
+        )
+        return Response(made, media_type=CONTENT_TYPE)
 
     @route("GET", "/version")
     async def version(_: Request) -> Response:
@@ -129,6 +136,7 @@ def _add_facts(app: FastAPI, service: Service) -> None:
         served = {
             "models": list(service.names),
             "max_model_len": llm.max_model_len,
+            "replicas": service.num_replicas,
             "max_outputs": service.admission.limit,
             "max_body_bytes": service.limits.max_body_bytes,
             "max_messages": MAX_MESSAGES,

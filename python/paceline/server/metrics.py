@@ -8,7 +8,7 @@ import collections
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -21,6 +21,9 @@ from prometheus_client.registry import Collector
 
 import paceline
 from paceline.outputs import RequestOutput, StreamChunk
+
+if TYPE_CHECKING:
+    from paceline.replicas.remote import RemoteExecutor
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _PREFIX: Final = "paceline_"
@@ -110,10 +113,16 @@ class ChunkClock:
 
 
 class _Families:
-    """Collects metrics under Paceline's names and, if wanted, those of vLLM."""
+    """Collects metrics under Paceline's names and, if wanted, those of vLLM.
+
+    Attributes:
+        made: By full name.
+        labels: What the values that are added now have as further labels.
+    """
 
     def __init__(self, model: str, *, has_vllm_names: bool) -> None:
-        self.made: list[Metric] = []
+        self.made: dict[str, Metric] = {}
+        self.labels: dict[str, str] = {}
         self._model = model
         self._has_vllm_names = has_vllm_names
 
@@ -128,11 +137,11 @@ class _Families:
         """Adds counters or gauges: one value, or one for each set of labels."""
         listed = [({}, values)] if isinstance(values, int | float) else list(values)
         for full_name, label in self._names(name, vllm):
-            labels = [label, *(listed[0][0] if listed else {})]
-            family = kind(full_name, text, labels=labels)
+            labels = [label, *self.labels, *(listed[0][0] if listed else {})]
+            family = self.made.setdefault(full_name, kind(full_name, text, labels=labels))
+            assert isinstance(family, kind)
             for further, value in listed:
-                family.add_metric([self._model, *further.values()], value)
-            self.made.append(family)
+                family.add_metric([self._model, *self.labels.values(), *further.values()], value)
 
     def add_times(self, name: str, text: str, times: Times, vllm: str | None = None) -> None:
         """Adds a histogram."""
@@ -140,7 +149,7 @@ class _Families:
         for full_name, label in self._names(name, vllm):
             family = HistogramMetricFamily(full_name, text, labels=[label])
             family.add_metric([self._model], buckets, total)
-            self.made.append(family)
+            self.made[full_name] = family
 
     def _names(self, name: str, vllm: str | None) -> Iterator[tuple[str, str]]:
         """The full names of a metric, each with its label for the model."""
@@ -151,10 +160,11 @@ class _Families:
 
 def exposition(
     model: str,
-    engine: Mapping[str, Any],
+    engines: Sequence[tuple[str | None, Mapping[str, Any]]],
     groups: Sequence[Mapping[str, Any]],
     figures: RequestFigures,
     *,
+    replicas: RemoteExecutor | None,
     num_open: int,
     is_speculative: bool,
     has_vllm_names: bool,
@@ -163,20 +173,27 @@ def exposition(
 
     Args:
         model: The name of the model.
-        engine: The result of `_core.Executor.stats`.
+        engines: The results of `_core.Executor.stats`, each with the name of its replica; None for
+            the only engine of a server without replicas.
         groups: What names each KV group.
         figures: Those of requests.
+        replicas: The replicas; None for a server without any.
         num_open: Outputs that the server holds.
         is_speculative: Whether there is a drafter; without one its figures are absent.
         has_vllm_names: Also write those that vLLM has under vLLM's names.
     """
     families = _Families(model, has_vllm_names=has_vllm_names)
-    _add_engine(families, engine, groups)
-    if is_speculative:
-        _add_drafts(families, engine)
+    for replica, engine in engines:
+        families.labels = {} if replica is None else {"replica": replica}
+        _add_engine(families, engine, groups)
+        if is_speculative:
+            _add_drafts(families, engine)
+    families.labels = {}
+    if replicas is not None:
+        _add_replicas(families, replicas)
     _add_requests(families, figures, num_open)
     registry = CollectorRegistry()
-    registry.register(_Made(families.made))
+    registry.register(_Made(list(families.made.values())))
     return generate_latest(registry)
 
 
@@ -275,6 +292,29 @@ def _add_drafts(families: _Families, engine: Mapping[str, Any]) -> None:
         full = f"spec_decode_{name}"
         counts = [({"position": str(i)}, count) for i, count in enumerate(engine[key])]
         families.add(CounterMetricFamily, full, text, counts, full)
+
+
+def _add_replicas(families: _Families, replicas: RemoteExecutor) -> None:
+    states = replicas.replica_states()
+    for kind, name, text, value in (
+        (GaugeMetricFamily, "replica_up", "Whether a replica takes requests.", _is_up),
+        (GaugeMetricFamily, "replica_outputs", "Outputs that a replica holds.", "num_outputs"),
+        (CounterMetricFamily, "replica_restarts", "Starts after the first.", "num_restarts"),
+    ):
+        counts = [
+            ({"replica": one["replica"]}, value(one) if callable(value) else one[value])
+            for one in states
+        ]
+        families.add(kind, name, text, counts)
+    for name, text, count in (
+        ("outputs_resumed", "Outputs that went on, on another replica.", "num_resumed"),
+        ("outputs_retried", "Outputs that began again, on another replica.", "num_retried"),
+    ):
+        families.add(CounterMetricFamily, name, text, getattr(replicas.ledger, count))
+
+
+def _is_up(state: Mapping[str, Any]) -> int:
+    return int(state["state"] == "up")
 
 
 def _add_requests(families: _Families, figures: RequestFigures, num_open: int) -> None:

@@ -8,9 +8,10 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from paceline.checks import shorten
+from paceline.replicas.remote import RemoteExecutor
 from paceline.reports import kv_groups
 from paceline.running_llm import internals
 from paceline.server.admission import Admission
@@ -55,6 +56,8 @@ class Service:
         admission: Counts the outputs.
         completion_params: The sampling parameters of completions that have none.
         chat_params: Those of chats.
+        replicas: The replicas that run requests; None for an engine in this process.
+        num_replicas: How many there are; 1 without replicas.
         figures: What the server measures of its requests.
         chat_templates: Render conversations.
         text_format: How the model writes reasoning and calls; None = unknown.
@@ -93,7 +96,10 @@ class Service:
         self.names = tuple(names)
         self.limits = limits or Limits()
         self.api_key = api_key
-        running = llm.config.max_num_seqs
+        executor: object = internals(llm).dispatcher.executor
+        self.replicas = executor if isinstance(executor, RemoteExecutor) else None
+        self.num_replicas = 1 if self.replicas is None else self.replicas.num_replicas
+        running = llm.config.max_num_seqs * self.num_replicas
         waiting = self.limits.max_queue
         self.admission = Admission(
             running + (QUEUE_FACTOR * running if waiting is None else waiting)
@@ -129,6 +135,16 @@ class Service:
     def check_running(self) -> None:
         """Raises RuntimeError, or the engine's error, if no request can run."""
         self._dispatcher.check_running()
+        if self.replicas is not None:
+            self.replicas.check_running()
+
+    def health(self) -> dict[str, Any] | None:
+        """Describes the replicas; None without any."""
+        if self.replicas is None:
+            return None
+        states = self.replicas.replica_states()
+        is_whole = all(one["state"] == "up" for one in states)
+        return {"status": "ok" if is_whole else "degraded", "replicas": states}
 
     def decode(self, token_ids: list[int]) -> str:
         """Converts token ids to text; ValueError without a tokenizer."""
@@ -136,11 +152,15 @@ class Service:
 
     def metrics(self) -> bytes:
         """Returns all figures in the text format of Prometheus; see `check_running`."""
+        replicas = self.replicas
         return exposition(
             self.names[0],
-            self._dispatcher.call(lambda executor: executor.stats()),
+            [(None, self._dispatcher.call(lambda executor: executor.stats()))]
+            if replicas is None
+            else list(replicas.replica_stats().items()),
             self._groups,
             self.figures,
+            replicas=replicas,
             num_open=self.admission.num_open,
             is_speculative=self.allm.llm.speculative_config is not None,
             has_vllm_names=self._has_vllm_metrics,

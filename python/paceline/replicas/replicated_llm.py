@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ReplicatedLLM`: an `LLM` whose engines run in other processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from paceline.chat_template import ChatTemplates
+from paceline.dispatcher import Dispatcher
+from paceline.llm import LLM
+from paceline.replicas.messages import Facts
+from paceline.replicas.placement import place
+from paceline.replicas.remote import RemoteExecutor
+from paceline.replicas.replica_set import ReplicaSet
+from paceline.reports import kv_groups
+from paceline.request_factory import RequestFactory
+
+if TYPE_CHECKING:
+    from paceline import _core
+
+
+class ReplicatedLLM(LLM):
+    """Prompts, text and outputs of requests whose tokens replicas generate.
+
+    It has no weights: `logits`, `hidden_states` and `update_weights` are refused.
+    """
+
+    def __init__(self, executor: RemoteExecutor, facts: Facts) -> None:
+        """Takes over an executor.
+
+        Args:
+            executor: Runs the requests.
+            facts: Of its engines.
+        """
+        self.config = facts.config
+        self.speculative_config = facts.speculative
+        self.target = facts.target
+        self.draft = facts.draft
+        self.max_model_len = facts.max_model_len
+        self._chat_templates = ChatTemplates.of_model(facts.target, facts.config.chat_template)
+        self._requests = RequestFactory(
+            facts.target,
+            max_model_len=facts.max_model_len,
+            max_logprobs=facts.config.max_logprobs,
+            seed=facts.config.seed,
+        )
+        self._kv_groups = kv_groups(facts.memory_report)
+        # It has all that a dispatcher and the methods that are left call.
+        self._dispatcher = Dispatcher(
+            cast("_core.Executor", executor),
+            cast("Callable[..., _core.Request]", executor.make_request),
+        )
+
+    def update_weights(
+        self,
+        state_dict: Mapping[str, Any],
+        *,
+        draft_state_dict: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Is refused.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError("replicas keep their weights; start them again with new ones")
+
+
+def start_replicas(
+    num_replicas: int, arguments: Mapping[str, Any], *, log_level: str
+) -> ReplicatedLLM:
+    """Starts engines on this machine, each in a process of its own.
+
+    Args:
+        num_replicas: How many.
+        arguments: Those of `LLM`, for each of them.
+        log_level: That of their loggers.
+
+    Returns:
+        The LLM that they run for, which ends them when it is closed.
+
+    Raises:
+        ValueError: There are fewer GPUs, or an argument cannot be sent to another process.
+        Exception: What `LLM` raises.
+    """
+    executor = ReplicaSet(*place(num_replicas, arguments, os.environ), log_level=log_level)
+    return ReplicatedLLM(executor, executor.facts)

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server with replicas: what its clients see is what one engine gives, whatever replicas do."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from paceline import LLM, ModelNotFoundError
+from paceline.demo import find_demo
+from paceline.replicas.replica_set import ReplicaSet
+from paceline.replicas.replicated_llm import ReplicatedLLM, start_replicas
+from running_server import TIMEOUT_S, RunningServer
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+PROMPT = "def read_lines(path):"
+LONG_PROMPT = "def f(x):\n    return x + 1\n" * 8  # several blocks
+BODIES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0, "max_tokens": 120},
+    "sampled": {"seed": 5, "max_tokens": 60, "n": 3},
+    "penalties": {
+        "seed": 6,
+        "max_tokens": 120,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "repetition_penalty": 1.1,
+        "min_tokens": 100,
+    },
+    "stopped": {"seed": 4, "max_tokens": 400, "stop": ["except", "else"], "min_tokens": 60},
+    "logprobs": {"seed": 1, "max_tokens": 60, "logprobs": 2},
+}
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    demo = find_demo("draft_model")
+    return {
+        "model": str(demo.target),
+        "speculative_config": demo.speculative_config(),
+        "max_num_seqs": 8,
+        "max_model_len": 512,
+        "device": "cpu",
+        "show_progress": False,
+    } | changes
+
+
+@pytest.fixture(scope="module")
+def reference() -> Iterator[RunningServer]:
+    """One engine in this process."""
+    with LLM(**arguments()) as llm, RunningServer(llm) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def replicas() -> Iterator[RunningServer]:
+    llm = start_replicas(2, arguments(), log_level="WARNING")
+    with llm, RunningServer(llm) as server:
+        yield server
+        assert server.service.admission.num_open == 0
+
+
+def executor_of(server: RunningServer) -> ReplicaSet:
+    executor: Any = server.llm._executor
+    assert isinstance(executor, ReplicaSet)
+    return executor
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def wait_until_up(server: RunningServer) -> None:
+    states = executor_of(server).replica_states
+    wait_for(lambda: all(one["state"] == "up" for one in states()))
+
+
+def num_tokens(server: RunningServer) -> int:
+    """The output tokens of the requests that run."""
+    executor = executor_of(server)
+    with executor.lock:
+        requests = executor.ledger._requests.values()
+        return sum(len(one.tokens) for request in requests for one in request.samples)
+
+
+def signal_busy_replica(server: RunningServer, number: int, after: int) -> int:
+    """Sends a signal to a replica that runs a request, once there are so many tokens.
+
+    Returns:
+        Its index.
+    """
+    executor = executor_of(server)
+    wait_for(lambda: num_tokens(server) >= after)
+    with executor.lock:
+        (busy, *_) = [replica for replica in executor._replicas if replica.runs]
+        assert busy.process is not None
+        os.kill(busy.process.pid, number)
+    return busy.index
+
+
+def comparable(answer: dict[str, Any]) -> dict[str, Any]:
+    """What does not differ between two runs of a request."""
+    shown = dict(answer)
+    for key in ("id", "created", "metrics"):
+        shown.pop(key, None)
+    if shown.get("usage"):
+        # Which replica has the prompt in its cache is not the client's business.
+        shown["usage"] = {key: shown["usage"][key] for key in ("prompt_tokens", "total_tokens")}
+    return shown
+
+
+def merged(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Joins the chunks of a stream, by choice."""
+    choices: dict[int, dict[str, Any]] = {}
+    for event in events:
+        for part in event["choices"]:
+            one = choices.setdefault(part["index"], {"text": "", "token_ids": [], "logprobs": []})
+            one["text"] += part["text"]
+            one["token_ids"] += part["token_ids"]
+            if part["logprobs"]:
+                one["logprobs"] += part["logprobs"]["token_logprobs"]
+            one["ends"] = [part["finish_reason"], part["stop_reason"]]
+    return [choices[index] for index in sorted(choices)] + [
+        comparable({"usage": events[-1]["usage"]})
+    ]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("name", BODIES)
+def test_a_killed_replica_is_not_noticed(
+    name: str, is_streamed: bool, replicas: RunningServer, reference: RunningServer
+) -> None:
+    body = BODIES[name] | {"prompt": PROMPT, "return_token_ids": True}
+    options = {"stream_options": {"include_usage": True}}
+
+    def ask(server: RunningServer) -> Any:
+        if is_streamed:
+            return merged(server.events(COMPLETIONS, body | options))
+        return comparable(server.result(COMPLETIONS, body))
+
+    expected = ask(reference)
+    moment = random.Random(name + str(is_streamed)).randrange(1, 50)
+    executor = executor_of(replicas)
+    num_before = executor.ledger.num_resumed
+    killer = threading.Thread(
+        target=signal_busy_replica, args=(replicas, signal.SIGKILL, moment), daemon=True
+    )
+    killer.start()
+    assert ask(replicas) == expected
+    killer.join()
+    assert executor.ledger.num_resumed > num_before
+
+
+def test_chats_go_on_too(replicas: RunningServer, reference: RunningServer) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "class Stack:"}],
+        "max_tokens": 80,
+        "temperature": 1,
+        "seed": 9,
+    }
+    expected = reference.events(CHATS, body)
+    killer = threading.Thread(
+        target=signal_busy_replica, args=(replicas, signal.SIGKILL, 20), daemon=True
+    )
+    killer.start()
+    events = replicas.events(CHATS, body)
+    killer.join()
+    for each in (events, expected):
+        assert each[0]["choices"][0]["delta"]["role"] == "assistant"
+        assert len({event["id"] for event in each}) == 1
+    texts = [
+        "".join(event["choices"][0]["delta"]["content"] for event in each)
+        for each in (events, expected)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_one_replica_down_is_reported_and_it_starts_again(replicas: RunningServer) -> None:
+    wait_until_up(replicas)
+    before = [one["num_restarts"] for one in executor_of(replicas).replica_states()]
+    body = {"prompt": PROMPT, "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+    asking = threading.Thread(target=replicas.result, args=(COMPLETIONS, body))
+    asking.start()
+    down = signal_busy_replica(replicas, signal.SIGKILL, 1)
+    wait_for(lambda: replicas.result("/health")["status"] == "degraded")
+    with replicas.send("/metrics") as response:
+        text = response.read().decode()
+    assert f'paceline_replica_up{{model="served",replica="{down}"}} 0.0' in text
+    assert f'paceline_replica_up{{model="served",replica="{1 - down}"}} 1.0' in text
+    assert f'paceline_iterations_total{{model="served",replica="{1 - down}"}}' in text
+    assert text.count("# TYPE paceline_iterations_total counter") == 1
+    assert "paceline_outputs_resumed_total" in text
+    assert f'vllm:num_requests_running{{model_name="served",replica="{1 - down}"}}' in text
+    asking.join()
+    wait_until_up(replicas)
+    assert replicas.result("/health")["status"] == "ok"
+    after = [one["num_restarts"] for one in executor_of(replicas).replica_states()]
+    assert after[down] == before[down] + 1
+    assert replicas.result("/v1/capabilities")["server"]["replicas"] == 2
+
+
+def test_a_draining_replica_ends_what_it_runs(replicas: RunningServer) -> None:
+    wait_until_up(replicas)
+    executor = executor_of(replicas)
+    num_before = executor.ledger.num_resumed
+    restarts = sum(one["num_restarts"] for one in executor.replica_states())
+    # Its prefix would lead the second request to the same replica.
+    body = {"prompt": LONG_PROMPT, "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+    asking = threading.Thread(target=replicas.result, args=(COMPLETIONS, body))
+    asking.start()
+    drained = signal_busy_replica(replicas, signal.SIGTERM, 1)
+    wait_for(lambda: executor.replica_states()[drained]["state"] == "draining")
+    other = str(1 - drained)
+    finished = executor.replica_stats()[other]["num_finished"]
+    replicas.result(COMPLETIONS, body | {"max_tokens": 2})
+    assert executor.replica_stats()[other]["num_finished"] == finished + 1
+    asking.join()
+    wait_until_up(replicas)
+    assert executor.ledger.num_resumed == num_before
+    assert sum(one["num_restarts"] for one in executor.replica_states()) == restarts + 1
+
+
+def test_a_replica_that_hangs_is_killed(
+    replicas: RunningServer, reference: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_until_up(replicas)
+    monkeypatch.setattr(executor_of(replicas), "_hang_s", 3.0)
+    time.sleep(1.1)  # until the next heartbeat, after which the new limit holds
+    body = {"prompt": PROMPT, "max_tokens": 200, "temperature": 0, "return_token_ids": True}
+    expected = comparable(reference.result(COMPLETIONS, body))
+    stopper = threading.Thread(
+        target=signal_busy_replica, args=(replicas, signal.SIGSTOP, 5), daemon=True
+    )
+    stopper.start()
+    assert comparable(replicas.result(COMPLETIONS, body)) == expected
+    stopper.join()
+
+
+def test_a_conversation_stays_on_its_replica(replicas: RunningServer) -> None:
+    wait_until_up(replicas)
+    cached = []
+    for number in range(4):
+        body = {"prompt": f"x = 1\n{LONG_PROMPT}# {number}\n", "max_tokens": 4, "temperature": 0}
+        usage = replicas.result(COMPLETIONS, body)["usage"]
+        cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+    assert cached[0] == 0 and min(cached[1:]) >= 64
+
+
+def test_a_client_that_goes_away_ends_its_request(replicas: RunningServer) -> None:
+    wait_until_up(replicas)
+    body = {"prompt": PROMPT, "max_tokens": 480, "ignore_eos": True, "n": 2, "stream": True}
+    with replicas.send(COMPLETIONS, body) as response:
+        response.readline()
+    wait_for(lambda: replicas.service.admission.num_open == 0)
+    wait_for(lambda: replicas.llm.stats()["num_running"] == 0)
+    assert all(group["held_blocks"] == 0 for group in replicas.llm.stats()["kv_groups"])
+    assert not executor_of(replicas).ledger._requests
+
+
+def test_without_replicas_requests_are_refused_until_one_is_back(
+    replicas: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_until_up(replicas)
+    executor = executor_of(replicas)
+    broken = [one | {"model": "/nonexistent"} for one in executor._arguments]
+    whole = executor._arguments
+    monkeypatch.setattr(executor, "_arguments", broken)
+    for replica in executor._replicas:
+        assert replica.process is not None
+        replica.process.kill()
+    wait_for(lambda: replicas.ask("/health")[0] == 503)
+    status, answer = replicas.ask(COMPLETIONS, {"prompt": PROMPT})
+    assert status == 503
+    assert "no replica runs" in answer["error"]["message"]
+    monkeypatch.setattr(executor, "_arguments", whole)
+    wait_until_up(replicas)
+    replicas.result(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 2})
+
+
+def test_a_model_that_does_not_load_ends_the_start() -> None:
+    with pytest.raises(ModelNotFoundError, match="nonexistent"):
+        start_replicas(2, arguments(model="/nonexistent"), log_level="ERROR")
+
+
+def test_arguments_that_cannot_be_sent_are_refused() -> None:
+    with pytest.raises(ValueError, match="chat_template cannot be sent to the process of"):
+        start_replicas(2, arguments(chat_template=lambda: ""), log_level="ERROR")
+
+
+def test_weights_are_not_updated(replicas: RunningServer) -> None:
+    assert isinstance(replicas.llm, ReplicatedLLM)
+    with pytest.raises(NotImplementedError, match="replicas keep their weights"):
+        replicas.llm.update_weights({})
+    with pytest.raises(NotImplementedError, match="replicas generate only"):
+        replicas.llm.logits("a")
