@@ -20,7 +20,7 @@ void register_request(py::module_& module) {
                        std::vector<int32_t> allowed_token_ids, int32_t logprobs,
                        int32_t prompt_logprobs, int32_t num_samples,
                        std::vector<int32_t> hidden_layers, bool keeps_logits_on_device,
-                       int32_t num_resumed_tokens) {
+                       int32_t num_resumed_tokens, int32_t num_speculative_tokens) {
              Request request;
              request.prompt = std::move(prompt);
              request.sampling.temperature = temperature;
@@ -46,6 +46,7 @@ void register_request(py::module_& module) {
              request.hidden_layers = std::move(hidden_layers);
              request.keeps_logits_on_device = keeps_logits_on_device;
              request.num_resumed_tokens = num_resumed_tokens;
+             request.num_speculative_tokens = num_speculative_tokens;
              return request;
            }),
            py::arg("prompt"), py::kw_only(), py::arg("temperature") = 1.0, py::arg("seed") = 0,
@@ -60,6 +61,7 @@ void register_request(py::module_& module) {
            py::arg("prompt_logprobs") = -1, py::arg("num_samples") = 1,
            py::arg("hidden_layers") = std::vector<int32_t>{},
            py::arg("keeps_logits_on_device") = false, py::arg("num_resumed_tokens") = 0,
+           py::arg("num_speculative_tokens") = -1,
            R"doc(Stores the values, which are checked when the request is added.
 
 Args:
@@ -91,6 +93,8 @@ Args:
     num_samples: Independent samples, 1 to 128; sample i uses seed + i, modulo 2**64.
     num_resumed_tokens: The last so many tokens of the prompt are output of an earlier run of this
         request, which goes on after them; less than the prompt and less than max_tokens.
+    num_speculative_tokens: Most drafts that are verified at once, 0 (plain decoding) to the
+        executor's; -1 = as many as the executor's.
 )doc")
       .def_readonly("num_samples", &Request::num_samples, "Samples of the prompt.")
       .def("__repr__", [](const Request& self) {

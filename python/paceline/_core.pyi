@@ -169,6 +169,7 @@ class Request:
         hidden_layers: Sequence[int] = ...,
         keeps_logits_on_device: bool = False,
         num_resumed_tokens: int = 0,
+        num_speculative_tokens: int = -1,
     ) -> None: ...
     @property
     def num_samples(self) -> int: ...

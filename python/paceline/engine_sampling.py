@@ -76,11 +76,27 @@ def engine_arguments(params: SamplingParams, target: LoadedModel) -> dict[str, A
         arguments["bad_words"] = bad_words
     if allowed:
         arguments["allowed_token_ids"] = allowed
-    for name in ("logprobs", "prompt_logprobs"):
+    for name in ("logprobs", "prompt_logprobs", "num_speculative_tokens"):
         value = getattr(params, name)
         if value is not None:
             arguments[name] = value
     return arguments
+
+
+def check_num_speculative_tokens(params: SamplingParams, k: int) -> None:
+    """Raises ValueError if more drafts are asked for than the k of the engine; 0 = no drafter."""
+    given = params.num_speculative_tokens
+    if given is None or given <= k:
+        return
+    if k == 0:
+        raise ValueError(
+            f"num_speculative_tokens is {given}, but there is no drafter; allowed: 0, or a "
+            "speculative_config that names one"
+        )
+    raise ValueError(
+        f"num_speculative_tokens is {given}; allowed: 0 to {k}, the num_speculative_tokens of "
+        "speculative_config, or a larger one there"
+    )
 
 
 def _check_in_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> None:

@@ -97,7 +97,8 @@ class RequestMetrics:
             - num_draft_tokens, num_accepted_draft_tokens: verified and accepted drafts.
             - num_discarded_draft_tokens: drafts beyond the end of an output, which are not
               verified.
-            - num_spec_tokens: k.
+            - num_spec_tokens: k: the request's own `SamplingParams.num_speculative_tokens`, or
+              that of the engine.
 
             After a stop string the counters include the tokens that the engine generated beyond the
             output.

@@ -317,7 +317,7 @@ def running_metrics(request: Request, num_output_tokens: int) -> RequestMetrics:
     )
 
 
-def _metrics(samples: Sequence[Request], k: int | None) -> RequestMetrics:
+def _metrics(samples: Sequence[Request], num_speculative_tokens: int | None) -> RequestMetrics:
     num_prompt_tokens = len(samples[0].prompt_token_ids)
     num_output_tokens = sum(len(sample.token_ids) for sample in samples)
     events = [sample.last_event for sample in samples if sample.last_event is not None]
@@ -345,6 +345,8 @@ def _metrics(samples: Sequence[Request], k: int | None) -> RequestMetrics:
         for length, row in sample.histogram_by_draft_length.items():
             total = histogram_by_draft_length.setdefault(length, [0] * len(row))
             histogram_by_draft_length[length] = [a + b for a, b in zip(total, row, strict=True)]
+    own = samples[0].params.num_speculative_tokens
+    k = num_speculative_tokens if own is None else own
     return RequestMetrics(
         num_prompt_tokens=num_prompt_tokens,
         num_output_tokens=num_output_tokens,
@@ -354,7 +356,7 @@ def _metrics(samples: Sequence[Request], k: int | None) -> RequestMetrics:
         mean_itl_ms=itl_ms,
         tokens_per_second=rate,
         speculative_decoding=None
-        if k is None
+        if not k
         else speculative_metrics(
             added_counters([dict(event.counters) for event in events]),
             histogram_by_draft_length,

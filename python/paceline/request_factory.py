@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from paceline.default_params import default_params
 from paceline.detokenizer import IncrementalDetokenizer
-from paceline.engine_sampling import engine_arguments
+from paceline.engine_sampling import check_num_speculative_tokens, engine_arguments
 from paceline.limits import MAX_SEED
 from paceline.logprobs import LogprobReader, check_logprobs
 from paceline.prompts import Prompts, encode, list_params, list_prompts
@@ -31,7 +31,13 @@ class RequestFactory:
     """
 
     def __init__(
-        self, target: LoadedModel, *, max_model_len: int, max_logprobs: int, seed: int
+        self,
+        target: LoadedModel,
+        *,
+        max_model_len: int,
+        max_logprobs: int,
+        num_speculative_tokens: int,
+        seed: int,
     ) -> None:
         """Starts with number 0.
 
@@ -39,11 +45,13 @@ class RequestFactory:
             target: The model that runs the requests.
             max_model_len: Largest number of tokens of a request.
             max_logprobs: Largest number of logprobs of a request.
+            num_speculative_tokens: k; 0 without a drafter.
             seed: Base seed for requests without a seed.
         """
         self._target = target
         self._max_model_len = max_model_len
         self._max_logprobs = max_logprobs
+        self._num_speculative_tokens = num_speculative_tokens
         self._seed = seed
         self._numbering = threading.Lock()
         self._num_outputs = 0  # of the requests so far
@@ -76,6 +84,7 @@ class RequestFactory:
                 prompt, name, self._target, max_model_len=self._max_model_len, spare=1
             )
             check_logprobs(param, self._max_logprobs)
+            check_num_speculative_tokens(param, self._num_speculative_tokens)
             checked.append((text, token_ids, param, engine_arguments(param, self._target)))
         # Shared by all requests of the call, so that a token is decoded once.
         logprobs = LogprobReader(self._target.tokenizer)

@@ -84,6 +84,7 @@ class RunningLLM:
             target,
             max_model_len=self.max_model_len,
             max_logprobs=config.max_logprobs,
+            num_speculative_tokens=self._num_speculative_tokens or 0,
             seed=config.seed,
         )
         engine_log.start()

@@ -18,6 +18,7 @@ from paceline.limits import (
     MAX_LOGPROBS,
     MAX_SAMPLES,
     MAX_SEED,
+    MAX_SPECULATIVE_TOKENS,
     MAX_STOP_TOKEN_IDS,
     MAX_TEMPERATURE,
 )
@@ -81,6 +82,9 @@ class SamplingParams:
         spaces_between_special_tokens: False = an added token that follows another one has its bare
             text, without the space that some tokenizers put between tokens. Only matters if
             `skip_special_tokens` is False.
+        num_speculative_tokens: Most drafts that an iteration verifies for the request, 0 (plain
+            decoding) to k. With "coupled", the default `rejection_sample_method`, it changes times
+            and no token; see docs/sampling.md for "standard" and "block". None = k.
 
     Raises:
         ValueError: A value is not allowed. The message names the parameter.
@@ -110,6 +114,7 @@ class SamplingParams:
     detokenize: Final[bool]
     skip_special_tokens: Final[bool]
     spaces_between_special_tokens: Final[bool]
+    num_speculative_tokens: Final[int | None]
 
     def __init__(
         self,
@@ -137,6 +142,7 @@ class SamplingParams:
         detokenize: bool = True,
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
+        num_speculative_tokens: int | None = None,
         **unknown: Never,
     ) -> None:
         """Checks and stores the parameters; see the class."""
@@ -182,6 +188,11 @@ class SamplingParams:
             "skip_special_tokens": check_bool("skip_special_tokens", skip_special_tokens),
             "spaces_between_special_tokens": check_bool(
                 "spaces_between_special_tokens", spaces_between_special_tokens
+            ),
+            "num_speculative_tokens": None
+            if num_speculative_tokens is None
+            else check_int(
+                "num_speculative_tokens", num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS
             ),
         }
         if checked["stop"] and not detokenize:

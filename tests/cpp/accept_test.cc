@@ -33,6 +33,7 @@ struct Window {
     const auto k = static_cast<int32_t>(drafts.size());
     s = {.known_len = ints(2),
          .limit = ints(2),
+         .max_drafts = ints(2),
          .is_active = ints(2),
          .seed = arena.allocate<uint64_t>(2, "test"),
          .temperature = arena.allocate<float>(2, "test"),
@@ -45,6 +46,7 @@ struct Window {
          .num_draft_tokens = k};
     s.known_len[1] = known_len;
     s.limit[1] = limit;
+    s.max_drafts[1] = k;
     s.is_active[1] = 1;
     s.draft_len[1] = std::min(k, limit - known_len);
     for (int32_t t = 0; t < known_len; ++t) s.history[kMaxLen + t] = t;

@@ -181,6 +181,7 @@ TEST_F(CApi, EverySamplingFieldIsCheckedByItsName) {
       {[](auto& s) { s.max_tokens = 0; }, "max_tokens is 0"},
       {[](auto& s) { s.min_tokens = -1; }, "min_tokens is -1"},
       {[](auto& s) { s.num_samples = 0; }, "num_samples is 0"},
+      {[](auto& s) { s.num_speculative_tokens = 17; }, "num_speculative_tokens is 17"},
       {[](auto& s) { s.top_k = -1; }, "top_k is -1"},
       {[](auto& s) { s.top_p = 2; }, "top_p is 2"},
       {[](auto& s) { s.min_p = 3; }, "min_p is 3"},
@@ -238,6 +239,7 @@ TEST_F(CApi, GivesTheTokensOfTheCppInterface) {
     request.sampling = {
         .temperature = temperature, .seed = 5, .max_tokens = 40, .stop_token_ids = {4}};
     request.num_samples = 3;
+    request.num_speculative_tokens = temperature > 0 ? 1 : -1;
     ASSERT_TRUE(executor.add_request(request).has_value());
     std::map<int32_t, std::vector<int32_t>> expected;
     std::map<int32_t, RequestEvent> last;
@@ -253,6 +255,7 @@ TEST_F(CApi, GivesTheTokensOfTheCppInterface) {
     given.seed = 5;
     given.max_tokens = 40;
     given.num_samples = 3;
+    given.num_speculative_tokens = temperature > 0 ? 1 : -1;
     const std::map<int32_t, Output> outputs = run(given);
     ASSERT_THAT(outputs, SizeIs(3));
     for (const auto& [sample, output] : outputs) {

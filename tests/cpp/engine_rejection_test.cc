@@ -164,6 +164,36 @@ TEST(RejectingEngine, ASeedGivesTheSameTokensByEveryDriver) {
   }
 }
 
+// A request with fewer drafts has the windows, and so the tokens, of an engine that makes as many
+// for all; without drafts, those of plain decoding.
+TEST(RejectingEngine, ARequestsOwnKIsThatOfAnEngine) {
+  const TinyModel shape{.windows = {8, 0, 8}};
+  const auto target = tiny_model(shape, 3);
+  const auto draft = tiny_model(shape, 3, 0.05f, 4);
+  std::mt19937_64 random(9);
+  std::vector<Job> jobs = random_jobs(random, 16, 64, 1.0);
+  for (const AcceptMethod method : {kStandard, kBlock}) {
+    std::vector<std::vector<Outcome>> expected;  // by k
+    for (int32_t k = 0; k <= 4; ++k) {
+      Executor executor(target, k == 0 ? nullptr : draft,
+                        k == 0 ? options_of(0) : options_of(k, method));
+      expected.push_back(run(executor, jobs));
+    }
+    Executor executor(target, draft, options_of(4, method));
+    mix_num_drafts(jobs, random, 4);
+    const std::vector<Outcome> outcomes = run(executor, jobs);
+    for (size_t i = 0; i < jobs.size(); ++i) {
+      const int32_t own = jobs[i].num_speculative_tokens;
+      const Outcome& same = expected[static_cast<size_t>(own < 0 ? 4 : own)][i];
+      EXPECT_EQ(outcomes[i].tokens, same.tokens) << "job " << i << " k " << own;
+      EXPECT_EQ(outcomes[i].counters.drafted_per_position, same.counters.drafted_per_position);
+      EXPECT_EQ(outcomes[i].counters.accepted_per_position, same.counters.accepted_per_position);
+      expect_own_drafts(jobs[i], outcomes[i], 4);
+    }
+    for (Job& job : jobs) job.num_speculative_tokens = -1;
+  }
+}
+
 // The early stop changes how much is drafted, and nothing in the distribution
 // (rejection_distribution_test).
 TEST(RejectingEngine, DraftsStopEarly) {

@@ -347,6 +347,9 @@ TEST(Engine, RefusesBadRequests) {
   expect(refusal({.top_p = 0}), {"top_p is 0", "above 0"});
   expect(refusal({.top_p = 1.5}), {"top_p is 1.5"});
   expect(refusal({.min_p = 1.5}), {"min_p is 1.5", "0 (off) to 1"});
+  expect(message({.prompt = {1}, .num_speculative_tokens = 1}),
+         {"num_speculative_tokens is 1", "0 to 0", "no drafter"});
+  expect(message({.prompt = {1}, .num_speculative_tokens = -2}), {"num_speculative_tokens is -2"});
   EXPECT_FALSE(executor.cancel(12345));
 }
 

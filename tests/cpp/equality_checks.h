@@ -28,8 +28,8 @@ struct SpeculativeRun {
 };
 
 // Speculative output equals plain output with random values of every option that must not change
-// it: k, block size, chunks, driver, lateness, threads and the size of the pool, with or without
-// neighbours.
+// it: k, also of single requests, block size, chunks, driver, lateness, threads and the size of the
+// pool, with or without neighbours.
 inline void expect_equals_plain(const SpeculativeRun& run_of, std::mt19937_64& random,
                                 uint64_t seed, Tally& tally) {
   const Pick pick{random};
@@ -56,8 +56,12 @@ inline void expect_equals_plain(const SpeculativeRun& run_of, std::mt19937_64& r
   Executor speculative(run_of.target, run_of.drafter, options);
   const std::vector<Job> neighbours =
       random() % 2 == 0 ? random_jobs(random, 6, 64, run_of.temperature) : std::vector<Job>{};
-  const std::vector<Outcome> actual = run(speculative, run_of.jobs, neighbours, seed);
+  std::vector<Job> jobs = run_of.jobs;
+  std::mt19937_64 own(seed);
+  mix_num_drafts(jobs, own, k);
+  const std::vector<Outcome> actual = run(speculative, jobs, neighbours, seed);
   for (size_t i = 0; i < actual.size(); ++i) {
+    expect_own_drafts(jobs[i], actual[i], k);
     ASSERT_EQ(actual[i].tokens, expected[i].tokens) << "job " << i << " k " << k;
     ASSERT_EQ(actual[i].reason, expected[i].reason) << "job " << i << " k " << k;
   }

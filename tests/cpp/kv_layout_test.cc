@@ -67,8 +67,7 @@ TEST(KvLayout, GroupsEqualLayersOfEachModel) {
   const auto describe = [&](GroupId g) {
     const KvGroup& group = layout.groups[g];
     return std::string(kv_owner_name(group.owner)) + " " + std::string(kv_kind_name(group.kind)) +
-           " " + std::to_string(kv_window(group.kind)) + " x" +
-           std::to_string(group.layers.size());
+           " " + std::to_string(kv_window(group.kind)) + " x" + std::to_string(group.layers.size());
   };
   EXPECT_EQ(describe(0), "target sliding 1024 x52");
   EXPECT_EQ(describe(1), "target full 0 x10");

@@ -38,7 +38,10 @@ struct Host {
                                                                  .max_score_rows = 8,
                                                                  .num_draft_tokens = 3,
                                                                  .max_in_flight = 2})
-      : layout(layout_for(pool_tokens)), pool(layout), scheduler(options, pool) {}
+      : layout(layout_for(pool_tokens)),
+        pool(layout),
+        scheduler(options, pool),
+        max_drafts(options.num_draft_tokens) {}
 
   Sequence& add(int32_t prompt_len, int32_t max_tokens, bool is_score = false) {
     return add_sample(next_id++, 0, 1, prompt_len, max_tokens, is_score);
@@ -62,6 +65,7 @@ struct Host {
     sequence->tokens.assign(prompt_len, 1);
     sequence->prompt_len = prompt_len;
     sequence->limit = is_score ? prompt_len : prompt_len + max_tokens;
+    sequence->max_drafts = max_drafts;
     sequence->is_score = is_score;
     scheduler.add(*sequence);
     all.push_back(std::move(sequence));
@@ -102,6 +106,7 @@ struct Host {
   KvLayout layout;
   SlabPool pool;
   Scheduler scheduler;
+  int32_t max_drafts;
   IterationPlan plan;
   std::vector<std::unique_ptr<Sequence>> all;
   RequestId next_id = 1;

@@ -196,8 +196,11 @@ TEST_F(CudaEngine, SpeculativeEqualsPlain) {
     Executor speculative(target, draft, options);
     const std::vector<Job> neighbours =
         random() % 2 == 0 ? random_jobs(random, 6, 64, temperature) : std::vector<Job>{};
+    std::mt19937_64 own(seed);
+    mix_num_drafts(jobs, own, k);
     const std::vector<Outcome> actual = run(speculative, jobs, neighbours, seed);
     for (size_t i = 0; i < jobs.size(); ++i) {
+      expect_own_drafts(jobs[i], actual[i], k);
       ASSERT_EQ(actual[i].tokens, expected[i].tokens)
           << "job " << i << " k " << k << " driver " << static_cast<int>(options.draft_driver);
       EXPECT_EQ(actual[i].reason, expected[i].reason);

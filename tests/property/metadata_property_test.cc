@@ -106,6 +106,9 @@ void randomize(Bench& bench, std::mt19937_64& random) {
     s.limit[slot] =
         std::min<int32_t>(kMaxLen, s.known_len[slot] + static_cast<int32_t>(random() % 24));
     s.is_active[slot] = random() % 6 != 0 && s.known_len[slot] < s.limit[slot] ? 1 : 0;
+    const int32_t k = s.num_draft_tokens;
+    s.max_drafts[slot] =
+        random() % 2 == 0 ? k : static_cast<int32_t>(random() % static_cast<uint64_t>(k + 1));
   }
 }
 
@@ -126,7 +129,8 @@ void expected_rows(const Bench& bench, int32_t j, const Steps& steps, const Pass
     const int32_t drawn_at = s.known_len[slot] + j;
     const int32_t position =
         (steps.advances_positions ? drawn_at : s.known_len[slot]) - steps.draw_ahead;
-    const bool is_live = s.is_active[slot] != 0 && drawn_at < s.limit[slot];
+    const bool is_live =
+        s.is_active[slot] != 0 && drawn_at < s.limit[slot] && j < s.max_drafts[slot];
     rows.seq_slot[i] = is_live ? slot : -1;
     rows.positions[i] = is_live ? position : 0;
     rows.token_ids[i] = is_live ? s.draft_tokens[slot * s.num_draft_tokens + j - 1] : 0;
@@ -290,16 +294,18 @@ TEST(Metadata, EntriesAreVisibleOnceTheirLastTokenIs) {
       check(start);
       int32_t num_rows = 1, token = 5, position = start, seq_slot = 0, drawn = 5, limit = 500;
       int32_t step = 0;
-      AdvanceParams advance{.current_draft_step = &step,
-                            .rows = {.num_rows = &num_rows,
-                                     .token_ids = &token,
-                                     .positions = &position,
-                                     .seq_slot = &seq_slot,
-                                     .capacity = 1},
-                            .drawn = &drawn,
-                            .sequences = {.limit = &limit, .num_draft_tokens = 17},
-                            .groups = {advance_group(metadata)},
-                            .num_groups = 1};
+      int32_t max_drafts = 17;
+      AdvanceParams advance{
+          .current_draft_step = &step,
+          .rows = {.num_rows = &num_rows,
+                   .token_ids = &token,
+                   .positions = &position,
+                   .seq_slot = &seq_slot,
+                   .capacity = 1},
+          .drawn = &drawn,
+          .sequences = {.limit = &limit, .max_drafts = &max_drafts, .num_draft_tokens = max_drafts},
+          .groups = {advance_group(metadata)},
+          .num_groups = 1};
       CpuContext ctx;
       for (int32_t j = 1; j <= 16 && !::testing::Test::HasFailure(); ++j) {
         advance_draft_step(ctx, advance);

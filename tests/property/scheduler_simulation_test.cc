@@ -94,11 +94,16 @@ TEST(SchedulerSimulation, WhatLackedBlocksAloneIsRecomputedAlone) {
   script.target = {{SlidingKv{2}, 1, 24}, {FullKv{}, 1, 40}, {FullKv{}, 1, 24}};
   script.num_slabs = 16;
   script.requests = {
-      {.arrival = 12, .prompt_len = 1, .max_tokens = 6, .acceptance = 0},
-      {.arrival = 12, .prompt_len = 23, .max_tokens = 12, .num_samples = 3, .acceptance = 0},
-      {.arrival = 16, .prompt_len = 19, .max_tokens = 6, .acceptance = 0},
-      {.arrival = 16, .prompt_len = 1, .max_tokens = 8, .acceptance = 0},
-      {.arrival = 16, .prompt_len = 3, .max_tokens = 1, .acceptance = 0}};
+      {.arrival = 12, .prompt_len = 1, .max_tokens = 6, .max_drafts = 3, .acceptance = 0},
+      {.arrival = 12,
+       .prompt_len = 23,
+       .max_tokens = 12,
+       .num_samples = 3,
+       .max_drafts = 3,
+       .acceptance = 0},
+      {.arrival = 16, .prompt_len = 19, .max_tokens = 6, .max_drafts = 3, .acceptance = 0},
+      {.arrival = 16, .prompt_len = 1, .max_tokens = 8, .max_drafts = 3, .acceptance = 0},
+      {.arrival = 16, .prompt_len = 3, .max_tokens = 1, .max_drafts = 3, .acceptance = 0}};
   const SimulationReport report = simulate(script);
   EXPECT_EQ(report.violation, "");
   EXPECT_EQ(report.num_self_preemptions, 2) << "the script no longer shows what it should";

@@ -279,6 +279,42 @@ def test_chats_are_those_of_the_engine(server: RunningServer, demo_llm: LLM) -> 
         assert joined == choice["logprobs"]["content"]
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS, "/v1/responses"])
+def test_a_request_may_have_fewer_drafts(path: str, server: RunningServer) -> None:
+    body: dict[str, Any] = {
+        COMPLETIONS: {"prompt": PROMPT, "max_tokens": 24},
+        CHATS: {"messages": MESSAGES, "max_tokens": 24},
+        "/v1/responses": {"input": "class Stack:", "max_output_tokens": 24},
+    }[path] | {"temperature": 1.0, "seed": 3}
+
+    def text_and_drafts(**given: Any) -> tuple[Any, Any]:
+        answer = server.result(path, body | given)
+        counted = answer["metrics"]["speculative_decoding"]
+        if path == "/v1/responses":
+            text = answer["output"][0]["content"][0]["text"]
+        else:
+            text = {key: answer["choices"][0].get(key) for key in ("text", "message")}
+        return text, counted and (counted["num_spec_tokens"], counted["num_draft_tokens"])
+
+    text, counted = text_and_drafts()
+    assert counted[0] == 4 and counted[1] > 0
+    for given in ({"enabled": False, "num_speculative_tokens": 3}, {"num_speculative_tokens": 0}):
+        assert text_and_drafts(speculative=given) == (text, None)
+    for k in (1, 3):
+        same, (own, num_drafted) = text_and_drafts(speculative={"num_speculative_tokens": k})
+        assert same == text and own == k and 0 < num_drafted <= k * 24
+    assert text_and_drafts(speculative={"enabled": True}) == (text, counted)
+    for given, message in (
+        ({"num_speculative_tokens": 5}, "num_speculative_tokens is 5; allowed: 0 to 4"),
+        ({"num_speculative_tokens": "2"}, "num_speculative_tokens is '2' (str); allowed: an integer"),
+        ({"enabled": 1}, "enabled is 1; allowed: true or false"),
+        ({"k": 1}, "unknown field 'k'; allowed: enabled, num_speculative_tokens"),
+        (False, "speculative is False; allowed: an object"),
+    ):
+        status, answer = server.ask(path, body | {"speculative": given})
+        assert status == 400 and answer["error"]["message"].startswith(message), answer
+
+
 def test_a_final_message_is_continued(server: RunningServer, demo_llm: LLM) -> None:
     messages = [*MESSAGES, {"role": "assistant", "content": "    def push"}]
     (output,) = demo_llm.chat(

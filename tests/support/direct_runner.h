@@ -105,6 +105,7 @@ class DirectRunner {
     s.tokens = std::move(tokens);
     s.prompt_len = s.known_len();
     s.limit = limit;
+    s.max_drafts = shape_.num_draft_tokens;
     s.seq_slot = slot;
     s.sampling.temperature = temperature;
     s.sampling.seed = seed;

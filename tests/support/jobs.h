@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -23,6 +24,7 @@ namespace paceline::testing {
 struct Job {
   std::vector<int32_t> prompt;
   SamplingOptions sampling;
+  int32_t num_speculative_tokens = -1;  // see Request
 };
 
 struct Outcome {
@@ -114,6 +116,14 @@ inline void mix_logprobs(std::vector<Job>& jobs, std::mt19937_64& random, int32_
   }
 }
 
+// Gives half of the jobs fewer drafts than k, or none.
+inline void mix_num_drafts(std::vector<Job>& jobs, std::mt19937_64& random, int32_t k) {
+  for (Job& job : jobs) {
+    if (random() % 2 != 0) continue;
+    job.num_speculative_tokens = static_cast<int32_t>(random() % static_cast<uint64_t>(k + 1));
+  }
+}
+
 // Whether two lists of logprobs are equal, bit for bit.
 inline bool same_logprobs(const std::vector<std::vector<TokenLogprob>>& a,
                           const std::vector<std::vector<TokenLogprob>>& b) {
@@ -147,6 +157,20 @@ struct Tally {
   }
 };
 
+// The counters of a job are those of its own drafts: none beyond the number that it may have.
+inline void expect_own_drafts(const Job& job, const Outcome& outcome, int32_t k) {
+  const SpeculationCounters& counted = outcome.counters;
+  const int32_t own = job.num_speculative_tokens < 0 ? k : job.num_speculative_tokens;
+  const auto sum = [](const std::vector<int64_t>& counts) {
+    return std::accumulate(counts.begin(), counts.end(), int64_t{0});
+  };
+  EXPECT_EQ(counted.drafted_per_position.size(), static_cast<size_t>(own));
+  EXPECT_EQ(counted.accepted_per_position.size(), static_cast<size_t>(own));
+  EXPECT_EQ(counted.num_draft_tokens, sum(counted.drafted_per_position));
+  EXPECT_EQ(counted.num_accepted_tokens, sum(counted.accepted_per_position));
+  EXPECT_LE(counted.num_draft_tokens + counted.num_discarded_tokens, counted.num_iterations * own);
+}
+
 // Runs all jobs at once; `cancelled` of them are neighbours that get cancelled at random moments.
 inline std::vector<Outcome> run(Executor& executor, const std::vector<Job>& jobs,
                                 const std::vector<Job>& neighbours = {}, uint64_t seed = 0) {
@@ -155,11 +179,15 @@ inline std::vector<Outcome> run(Executor& executor, const std::vector<Job>& jobs
   std::vector<RequestId> to_cancel;
   std::vector<Outcome> outcomes(jobs.size());
   std::vector<Request> requests;
+  const auto add = [&](const std::vector<Job>& from, size_t i) {
+    if (i >= from.size()) return;
+    requests.push_back({.prompt = from[i].prompt,
+                        .sampling = from[i].sampling,
+                        .num_speculative_tokens = from[i].num_speculative_tokens});
+  };
   for (size_t i = 0; i < std::max(jobs.size(), neighbours.size()); ++i) {
-    if (i < neighbours.size()) {
-      requests.push_back({neighbours[i].prompt, neighbours[i].sampling});
-    }
-    if (i < jobs.size()) requests.push_back({jobs[i].prompt, jobs[i].sampling});
+    add(neighbours, i);
+    add(jobs, i);
   }
   // At once, so that how many are preempted depends on no thread being late.
   const std::vector<RequestId> ids = executor.add_requests(std::move(requests)).value();

@@ -61,6 +61,7 @@ class World {
   [[nodiscard]] SequenceState sequences(const Addresses& at) const {
     return {.known_len = at.get<int32_t>(known_len_),
             .limit = at.get<int32_t>(limit_),
+            .max_drafts = at.get<int32_t>(max_drafts_),
             .is_active = at.get<int32_t>(is_active_),
             .seed = at.get<uint64_t>(seed_),
             .temperature = nullptr,
@@ -355,6 +356,7 @@ class World {
     const auto size = static_cast<size_t>(max_slots_);
     const int32_t k = s_.num_draft_tokens;
     std::vector<int32_t> limits(size);
+    std::vector<int32_t> max_drafts(size);
     std::vector<int32_t> active(size);
     std::vector<uint64_t> seeds(size);
     std::vector<int32_t> num_stops(size);
@@ -378,9 +380,11 @@ class World {
       }
       draft_lens[slot] = std::min(stream_.one_in(2) ? k : stream_.below(k + 1),
                                   std::max(0, limits[slot] - lens_[slot]));
+      max_drafts[slot] = stream_.one_in(2) ? k : stream_.below(k + 1);
     }
     known_len_ = ints("known_len", lens_);
     limit_ = ints("limit", limits);
+    max_drafts_ = ints("max_drafts", max_drafts);
     is_active_ = ints("is_active", active);
     seed_ = ints("seed", seeds);
     num_stop_ids_ = ints("num_stop_ids", num_stops);
@@ -400,7 +404,7 @@ class World {
   Handle num_seqs_, counts_, batch_slot_, kind_, prefill_start_, next_token_, verify_indptr_,
       first_indptr_, logit_indptr_, prefill_tokens_;
   Handle known_len_, limit_, is_active_, seed_, num_stop_ids_, stop_ids_, history_, draft_tokens_,
-      draft_len_;
+      draft_len_, max_drafts_;
 };
 
 }  // namespace paceline::testing

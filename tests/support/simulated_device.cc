@@ -31,6 +31,7 @@ SimulatedOutput::SimulatedOutput(const SimulatedRequest& request, int32_t sample
       acceptance_(request.acceptance),
       prompt_len_(request.prompt_len),
       limit_(request.limit()),
+      max_drafts_(request.max_drafts),
       end_len_(limit_) {
   if (request.can_stop && !request.is_score) {
     end_len_ = prompt_len_ + 1 + static_cast<int32_t>(mix(salt_) % request.max_tokens);
@@ -136,6 +137,9 @@ void SimulatedDevice::reset_slots(const Launched& launched) {
     slot.limit = reset.limit;
     require(slot.limit == owner.output->limit(), "the limit of a reset is ", slot.limit, ", not ",
             owner.output->limit());
+    slot.max_drafts = reset.max_drafts;
+    require(owner.is_score || slot.max_drafts == owner.output->max_drafts(),
+            "the drafts of a reset are ", slot.max_drafts, ", not ", owner.output->max_drafts());
     // The device keeps stale entries; without them a missing write cannot hide.
     for (std::vector<Entry>& table : slot.tables) table.clear();
   }
@@ -216,7 +220,8 @@ SequenceResult SimulatedDevice::verify(const StagedInputs& in, int32_t i) {
     return result;
   }
   const int32_t num_rows = in.verify_indptr[i + 1] - in.verify_indptr[i];
-  require(num_rows == k_ + 1, "a window has ", num_rows, " rows");
+  require(num_rows == slot.max_drafts + 1, "a window has ", num_rows, " rows, not ",
+          slot.max_drafts + 1);
   const int32_t known_len = slot.known_len;
   int32_t num_live = 0;
   while (slot.is_active && num_live <= slot.draft_len && known_len + num_live < slot.limit) {
@@ -299,7 +304,8 @@ void SimulatedDevice::draft(const StagedInputs& in, int32_t i, const SequenceRes
 void SimulatedDevice::draft_steps(Slot& slot) {
   const bool looks_up = script_.first_rows == FirstRows::kNone;
   const int32_t room = slot.limit - slot.known_len;
-  const int32_t longest = slot.owner.output->num_drafted(slot.known_len, k_, looks_up);
+  const int32_t longest =
+      std::min(slot.max_drafts, slot.owner.output->num_drafted(slot.known_len, k_, looks_up));
   slot.draft_len = std::min(room, longest);
   if (looks_up) return;
   // The first pass has drafted one token; every step writes the KV of one row and drafts another.

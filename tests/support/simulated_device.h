@@ -52,6 +52,7 @@ class SimulatedOutput {
   [[nodiscard]] int32_t num_drafted(int32_t known_len, int32_t k, bool may_be_none) const;
   [[nodiscard]] int32_t end_len() const { return end_len_; }
   [[nodiscard]] int32_t limit() const { return limit_; }
+  [[nodiscard]] int32_t max_drafts() const { return max_drafts_; }
   [[nodiscard]] int32_t prompt_len() const { return prompt_len_; }
 
  private:
@@ -64,6 +65,7 @@ class SimulatedOutput {
   int32_t acceptance_;
   int32_t prompt_len_;
   int32_t limit_;
+  int32_t max_drafts_;
   int32_t end_len_;
 };
 
@@ -103,6 +105,7 @@ class SimulatedDevice {
     int32_t known_len = 0;
     int32_t draft_len = 0;
     int32_t limit = 0;
+    int32_t max_drafts = 0;
     std::vector<std::vector<Entry>> tables;  // [groups][blocks]
   };
   struct Launched {

@@ -75,7 +75,7 @@ void SimulationChecks::check_plan(const IterationPlan& plan) {
   int32_t score_left = options_.max_score_rows;
   for (const auto& live : live_) {
     if (live->phase_before == Sequence::Phase::kDecode) {
-      prefill_left -= options_.num_draft_tokens + 1;
+      prefill_left -= live->sequence.max_drafts + 1;
     }
   }
   bool lacks_blocks = false;

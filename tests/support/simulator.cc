@@ -129,6 +129,7 @@ class Simulation {
         sequence.is_score = request.is_score;
         sequence.prompt_len = request.prompt_len;
         sequence.limit = request.limit();
+        sequence.max_drafts = request.max_drafts;
         for (int32_t p = 0; p < request.prompt_len; ++p) {
           sequence.tokens.push_back(live.output.token(p));
         }

@@ -37,6 +37,7 @@ struct SimulatedRequest {
   bool can_stop = false;                   // samples may end before max_tokens
   int64_t cancel_tick = -1;                // -1: never
   int32_t cancelled_sample = -1;           // -1: all of them
+  int32_t max_drafts = 0;                  // most drafts in a verify window, at most k
   int32_t acceptance = 50;                 // percent: probability of each draft to be right
   uint64_t salt = 0;                       // of its tokens, drafts and stops
   std::vector<SimulatedSegment> segments;  // the prompt begins with these, by end

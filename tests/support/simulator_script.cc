@@ -73,11 +73,12 @@ void make_one_long(Random& random, SimulationScript& script) {
   longest = {.arrival = longest.arrival,
              .prompt_len = random.between(1, 30),
              .max_tokens = random.between(20, 50),
+             .max_drafts = longest.max_drafts,
              .acceptance = longest.acceptance,
              .salt = longest.salt};
 }
 
-std::vector<SimulatedRequest> make_requests(Random& random) {
+std::vector<SimulatedRequest> make_requests(Random& random, int32_t num_draft_tokens) {
   std::vector<SimulatedRequest> requests(static_cast<size_t>(random.between(3, 30)));
   const int32_t spread = random.pick({0, 30, 200});
   const bool has_long_prompts = random.percent(30);
@@ -98,6 +99,10 @@ std::vector<SimulatedRequest> make_requests(Random& random) {
     }
     request.acceptance = random.pick({0, 30, 60, 90, 100});
     request.salt = random.bits();
+    const uint64_t drafts = mix(request.salt);
+    const auto width = static_cast<uint64_t>(num_draft_tokens + 1);
+    request.max_drafts =
+        drafts % 5 < 3 ? num_draft_tokens : static_cast<int32_t>(drafts / 5 % width);
   }
   std::stable_sort(requests.begin(), requests.end(),
                    [](const auto& a, const auto& b) { return a.arrival < b.arrival; });
@@ -175,6 +180,9 @@ std::vector<SimulationScript> smaller(const SimulationScript& script) {
       change([](SimulatedRequest& r) { r.max_tokens = (r.max_tokens + 1) / 2; });
       change([](SimulatedRequest& r) { --r.max_tokens; });
     }
+    if (request.max_drafts < script.options.num_draft_tokens) {
+      change([&](SimulatedRequest& r) { r.max_drafts = script.options.num_draft_tokens; });
+    }
     if (request.acceptance > 0) change([](SimulatedRequest& r) { r.acceptance = 0; });
     const int64_t earlier = i == 0 ? 0 : script.requests[i - 1].arrival;
     if (request.arrival > earlier) change([&](SimulatedRequest& r) { r.arrival = earlier; });
@@ -215,8 +223,8 @@ std::string SimulationScript::text() const {
     if (r.is_score) {
       out << "scored";
     } else {
-      out << "max_tokens " << r.max_tokens << ", samples " << r.num_samples << ", acceptance "
-          << r.acceptance << " %";
+      out << "max_tokens " << r.max_tokens << ", samples " << r.num_samples << ", drafts "
+          << r.max_drafts << ", acceptance " << r.acceptance << " %";
     }
     if (r.has_prompt_logprobs) out << ", prompt logprobs";
     if (r.can_stop) out << ", stops";
@@ -245,7 +253,7 @@ SimulationScript make_script(uint64_t seed) {
     for (KvLayerShape& layer : script.draft) layer = make_layer(random);
   }
   script.percent_early = random.pick({0, 0, 20, 60});
-  script.requests = make_requests(random);
+  script.requests = make_requests(random, script.options.num_draft_tokens);
   const bool scatters = random.percent(25);
   if (scatters) make_one_long(random, script);
   share_prefixes(random, script.requests);

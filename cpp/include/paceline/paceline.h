@@ -122,6 +122,9 @@ typedef struct paceline_sampling {
   const int32_t* bad_words_token_ids;  // token sequences that the output never completes, joined
   const size_t* bad_words_lengths;     // tokens of each sequence
   size_t num_bad_words;
+  // -1, which is num_speculative_tokens of the engine; most drafts that are verified at once, 0 to
+  // that number
+  int32_t num_speculative_tokens;
 } paceline_sampling;
 
 // Sets *sampling to the defaults. size: sizeof(paceline_sampling).

@@ -89,6 +89,11 @@ struct Request {
   // token; the others draw from the same distribution. Less than the prompt and max_tokens; with 1
   // sample and without prompt_logprobs.
   int32_t num_resumed_tokens = 0;
+  // Most drafts that are verified at once: 0 (none, plain decoding) to
+  // ExecutorOptions::speculative's num_speculative_tokens, or -1 for all of these. With
+  // AcceptMethod::kCoupled it changes no token; with kStandard and kBlock it changes what a seed
+  // gives, but not its distribution.
+  int32_t num_speculative_tokens = -1;
   // Number of independent outputs, 1..128. The prompt is prefilled once where possible. Sample i is
   // bit for bit the output of a separate request with seed sampling.seed + i (modulo 2^64).
   int32_t num_samples = 1;
@@ -110,8 +115,9 @@ struct SpeculationCounters {
   int64_t num_draft_tokens = 0;      // drafts that were verified
   int64_t num_accepted_tokens = 0;   // verified drafts that were accepted
   int64_t num_discarded_tokens = 0;  // drafts never judged, after a stop token or the limit
-  std::vector<int64_t> accepted_per_position;  // [k] number of times that draft i was accepted
-  std::vector<int64_t> drafted_per_position;   // [k] number of times that draft i was verified
+  // [k, or Request::num_speculative_tokens] number of times that draft i was accepted, and verified
+  std::vector<int64_t> accepted_per_position;
+  std::vector<int64_t> drafted_per_position;
 };
 
 // What one iteration delivers to one sample of a request: the tokens that it emitted, or the end of

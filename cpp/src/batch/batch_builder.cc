@@ -22,7 +22,8 @@ int32_t num_first_rows(const PlannedSequence& planned, const BatchShape& shape) 
   if (shape.first_rows == FirstRows::kLast) return drafts(planned.kind) ? 1 : 0;
   switch (planned.kind) {
     case RowKind::kDecode:
-      return shape.first_rows_per_decode();
+      return shape.first_rows == FirstRows::kWindow ? planned.num_rows
+                                                    : shape.first_rows_per_decode();
     case RowKind::kPrefillFinal:
       return planned.num_rows + (shape.first_rows == FirstRows::kNewest ? 1 : 0);
     case RowKind::kPrefillPartial:
@@ -55,10 +56,13 @@ bool wants_logprobs(const Sequence& sequence) {
 SequenceReset reset_of(const Sequence& sequence, const InputCapacity& capacity,
                        StagedInputs& inputs) {
   const SamplingOptions& s = sequence.sampling;
-  if (sequence.is_score) return {.seq_slot = sequence.seq_slot, .limit = sequence.limit};
+  if (sequence.is_score) {
+    return {.seq_slot = sequence.seq_slot, .limit = sequence.limit, .max_drafts = 0};
+  }
   int32_t& num_words = inputs.counts->num_list_words;
   SequenceReset reset{.seq_slot = sequence.seq_slot,
                       .limit = sequence.limit,
+                      .max_drafts = sequence.max_drafts,
                       .seed = s.seed,
                       .temperature = static_cast<float>(s.temperature),
                       .num_stop_ids = static_cast<int32_t>(s.stop_token_ids.size()),

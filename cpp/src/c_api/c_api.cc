@@ -190,6 +190,7 @@ paceline_sampling default_sampling() {
   sampling.max_tokens = defaults.max_tokens;
   sampling.min_tokens = defaults.min_tokens;
   sampling.num_samples = Request().num_samples;
+  sampling.num_speculative_tokens = Request().num_speculative_tokens;
   sampling.top_k = defaults.top_k;
   sampling.top_p = defaults.top_p;
   sampling.min_p = defaults.min_p;
@@ -387,6 +388,7 @@ paceline_status paceline_add(paceline_engine* engine, const int32_t* token_ids,
     request.prompt = read_array("token_ids", token_ids, num_token_ids);
     request.sampling = sampling_options(given, engine->folder);
     request.num_samples = given.num_samples;
+    request.num_speculative_tokens = given.num_speculative_tokens;
     const std::optional<RequestId> id = engine->executor.add_request(std::move(request));
     if (!id.has_value()) {
       return fail(PACELINE_QUEUE_FULL,

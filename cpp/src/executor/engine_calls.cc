@@ -20,7 +20,8 @@ void Engine::check_request(const Request& request) const {
                                     .vocab_size = options_.vocab_size,
                                     .num_layers = options_.num_layers,
                                     .num_streams = options_.num_streams,
-                                    .max_logprobs = options_.shape.max_logprobs});
+                                    .max_logprobs = options_.shape.max_logprobs,
+                                    .num_draft_tokens = options_.shape.num_draft_tokens});
   const auto prompt_len = static_cast<int64_t>(request.prompt.size());
   const int64_t num_output = int64_t{request.sampling.max_tokens} - request.num_resumed_tokens;
   const auto limit = static_cast<int32_t>(std::min<int64_t>(

@@ -157,6 +157,13 @@ void check_request(const Request& request, const RequestBounds& bounds) {
     throw InvalidArgument(concat("num_samples is ", request.num_samples,
                                  ", but a scored prompt has no samples; set it to 1"));
   }
+  if (const int32_t k = bounds.num_draft_tokens;
+      request.num_speculative_tokens < -1 || request.num_speculative_tokens > k) {
+    throw InvalidArgument(
+        concat("num_speculative_tokens is ", request.num_speculative_tokens, "; allowed: 0 to ", k,
+               k == 0 ? ", since there is no drafter" : " (num_speculative_tokens of the engine)",
+               ", or -1 for all of these"));
+  }
   for (size_t i = 0; i < request.hidden_layers.size(); ++i) {
     const int32_t layer = request.hidden_layers[i];
     if (layer < 0 || layer > bounds.num_layers) {

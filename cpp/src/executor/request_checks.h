@@ -16,6 +16,7 @@ struct RequestBounds {
   int32_t num_layers = 0;   // of the target
   int32_t num_streams = 1;  // of the target
   int32_t max_logprobs = 0;
+  int32_t num_draft_tokens = 0;  // k
 };
 
 // Whether a request generates nothing and returns values at the positions of its prompt.

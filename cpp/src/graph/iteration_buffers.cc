@@ -122,6 +122,7 @@ SequenceState allocate_sequences(DeviceArena& arena, const BatchShape& shape,
   const auto ints = [&](int64_t count) { return arena.allocate<int32_t>(count, "sequence state"); };
   return {.known_len = ints(num_seqs),
           .limit = ints(num_seqs),
+          .max_drafts = ints(num_seqs),
           .is_active = ints(num_seqs),
           .seed = arena.allocate<uint64_t>(num_seqs, "sequence state"),
           .temperature = arena.allocate<float>(num_seqs, "sequence state"),

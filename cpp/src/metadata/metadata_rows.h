@@ -87,9 +87,11 @@ PACELINE_HOST_DEVICE inline bool advance_row(const AdvanceParams& p, int32_t row
   if (seq_slot < 0) return false;
   const int32_t position = p.rows.positions[row] + (p.advances_positions ? 1 : 0);
   const int32_t token = p.drawn[row];
-  // A row is live only while the token that it would draw next is below the limit.
+  // A row is live only while the token that it would draw next is below the limit and one of the
+  // drafts that its sequence may have.
   const int32_t ahead = p.draw_ahead + (p.advances_positions ? 0 : step + 1);
-  const bool is_live = position + ahead < p.sequences.limit[seq_slot] && !stops(p.stop, row);
+  const bool is_live = position + ahead < p.sequences.limit[seq_slot] &&
+                       step + 1 < p.sequences.max_drafts[seq_slot] && !stops(p.stop, row);
   p.rows.seq_slot[row] = is_live ? seq_slot : -1;
   p.rows.positions[row] = is_live ? position : 0;
   p.rows.token_ids[row] = is_live ? token : 0;

@@ -31,7 +31,8 @@ struct Sequence {
 
   std::vector<int32_t> tokens;  // prompt and the output that the host has read
   int32_t prompt_len = 0;
-  int32_t limit = 0;  // length of prompt and output at which the request ends
+  int32_t limit = 0;       // length of prompt and output at which the request ends
+  int32_t max_drafts = 0;  // most drafts in a verify window, at most k
 
   int32_t seq_slot = -1;          // row of the device's per-sequence state while the sequence runs
   bool needs_reset = false;       // the next launch must initialise the sequence slot

@@ -126,7 +126,7 @@ PlannedSequence Scheduler::next_rows(const Sequence& sequence, int32_t prefill_b
   rows.epoch = sequence.epoch;
   if (sequence.phase == Sequence::Phase::kDecode) {
     rows.kind = RowKind::kDecode;
-    rows.num_rows = options_.num_draft_tokens + 1;
+    rows.num_rows = sequence.max_drafts + 1;
     return rows;
   }
   rows.start = sequence.num_prefilled;
@@ -148,7 +148,7 @@ PlannedSequence Scheduler::next_rows(const Sequence& sequence, int32_t prefill_b
 }
 
 int32_t Scheduler::tokens_to_reserve(const Sequence& sequence, const PlannedSequence& rows) const {
-  const int32_t k = options_.num_draft_tokens;
+  const int32_t k = sequence.max_drafts;
   switch (rows.kind) {
     case RowKind::kDecode: {
       // The device may be ahead by k+1 tokens for each launch in flight. This launch adds as many,
@@ -249,7 +249,7 @@ bool Scheduler::admit(Sequence& sequence, const PlannedSequence& rows, const Seq
   const KvLayout& layout = pool_.layout();
   // All known tokens must fit, not only this chunk; otherwise the admission would soon cause a
   // preemption.
-  const int32_t k = options_.num_draft_tokens;
+  const int32_t k = sequence.max_drafts;
   const int32_t soon = std::max(std::min(sequence.limit, sequence.known_len() + 2 * (k + 1) + k),
                                 sequence.known_len());
   std::vector<int64_t> counts = peak_blocks(layout, soon, window_slack());
@@ -331,13 +331,11 @@ bool Scheduler::plan(IterationPlan& plan) {
   plan.table_writes.clear();
   plan.forks.clear();
   plan.block_copies.clear();
-  const int32_t width = options_.num_draft_tokens + 1;
-
   Budget budget{.prefill = options_.max_num_batched_tokens,
                 .score = options_.max_score_rows,
                 .adopted = options_.max_adopted_tokens};
   for (const Sequence* sequence : running_) {
-    if (sequence->phase == Sequence::Phase::kDecode) budget.prefill -= width;
+    if (sequence->phase == Sequence::Phase::kDecode) budget.prefill -= sequence->max_drafts + 1;
   }
 
   // Oldest first, so that a preempted sequence has not been planned yet. It has no rows in this

@@ -81,7 +81,8 @@ void store_draft(CudaContext&, const StoreDraftParams&);
 
 // Prompt lookup: finds the latest earlier occurrence of the last n tokens of a sequence, for the
 // longest n in [min_tokens, max_tokens] that has one, and proposes the tokens that followed it.
-// Proposes up to k tokens, as far as they are known and fit the limit; none without a match.
+// Proposes up to max_drafts tokens, as far as they are known and fit the limit; none without a
+// match.
 struct ProposeNgramParams {
   StagedInputs inputs;
   SequenceState sequences;

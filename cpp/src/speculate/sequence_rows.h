@@ -117,10 +117,11 @@ PACELINE_HOST_DEVICE inline bool begin_draft_sequence(const BeginDraftStepsParam
   const int32_t limit = s.limit[seq_slot];
   const bool is_active = s.is_active[seq_slot] != 0;
   const int32_t room = limit > known_len ? limit - known_len : 0;  // tokens that still fit
-  const int32_t longest = is_stopped ? 1 : s.num_draft_tokens;
+  const int32_t max_drafts = s.max_drafts[seq_slot];
+  const int32_t longest = is_stopped && max_drafts > 1 ? 1 : max_drafts;
   s.draft_len[seq_slot] = !is_active ? 0 : room < longest ? room : longest;
   if (is_active) s.draft_tokens[int64_t{seq_slot} * s.num_draft_tokens] = drawn;
-  const bool is_live = is_active && known_len + 1 < limit && !is_stopped;
+  const bool is_live = is_active && longest > 1 && known_len + 1 < limit;
   const int32_t position = known_len - p.draw_ahead + (p.advances_positions ? 1 : 0);
   set_row(p.rows, i, is_live, seq_slot, position, drawn);
   return is_live;
@@ -169,7 +170,7 @@ PACELINE_HOST_DEVICE inline void store_ngram(const ProposeNgramParams& p, int32_
   if (best != 0) {
     const int32_t room = s.limit[seq_slot] - known_len;  // tokens that still fit
     count = known_len - from;
-    count = count < s.num_draft_tokens ? count : s.num_draft_tokens;
+    count = count < s.max_drafts[seq_slot] ? count : s.max_drafts[seq_slot];
     count = count < room ? count : room;
   }
   int32_t* drafts = s.draft_tokens + int64_t{seq_slot} * s.num_draft_tokens;

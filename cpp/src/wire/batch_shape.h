@@ -10,7 +10,7 @@ namespace paceline {
 
 // Rows of one sequence in the verify pass.
 enum class RowKind : int32_t {
-  kDecode = 0,          // k+1 rows: the last known token and the drafts
+  kDecode = 0,          // the last known token and up to max_drafts drafts
   kPrefillFinal = 1,    // the last chunk of the known tokens; its last row draws the next token
   kPrefillPartial = 2,  // an earlier chunk
   kScore = 3,           // a chunk whose logits are returned; draws nothing
@@ -36,7 +36,7 @@ struct BatchShape {
   int32_t max_logprobs = 0;        // see ExecutorOptions; 0: no logprobs are computed
   int32_t max_adopted_tokens = 0;  // most tokens that sequences take over from the prefix cache
 
-  // Rows of a decoding sequence in the drafter's first pass.
+  // Most rows of a decoding sequence in the drafter's first pass.
   [[nodiscard]] int32_t first_rows_per_decode() const {
     switch (first_rows) {
       case FirstRows::kNone:

@@ -18,6 +18,7 @@ struct SequenceState {
   int32_t* known_len;        // [max_seqs] tokens of prompt and output; while the sequence
                              // decodes, the last of them has no KV yet
   int32_t* limit;            // [max_seqs] length at which the sequence ends
+  int32_t* max_drafts;       // [max_seqs] most drafts in a verify window, 0..k
   int32_t* is_active;        // [max_seqs] 1 until the sequence ends on the device
   uint64_t* seed;            // [max_seqs]
   float* temperature;        // [max_seqs]
@@ -79,7 +80,8 @@ struct SamplingState {
 // The state of a sequence slot at the start of a sequence.
 struct SequenceReset {
   int32_t seq_slot = 0;
-  int32_t limit = 0;  // length at which the sequence ends
+  int32_t limit = 0;       // length at which the sequence ends
+  int32_t max_drafts = 0;  // most drafts in a verify window
   uint64_t seed = 0;
   float temperature = 0;
   int32_t num_stop_ids = 0;

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from paceline.checks import check_int, shorten
-from paceline.limits import MAX_LOGPROBS
+from paceline.limits import MAX_LOGPROBS, MAX_SPECULATIVE_TOKENS
 from paceline.sampling import SamplingParams
 from paceline.server.bodies import Fields
 from paceline.server.errors import refusal
@@ -54,6 +54,7 @@ _COMMON: Final = (
     "prompt_logprobs",
     "return_token_ids",
     "return_tokens_as_token_ids",
+    "speculative",
     "user",
 )
 COMPLETION_FIELDS: Final = (*_COMMON, "prompt", "echo")
@@ -89,10 +90,6 @@ REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "priority": ("requests run in the order in which they arrive; leave it out", (0,)),
     "response_format": (_STRUCTURED, ({"type": "text"},)),
     "service_tier": (_LEAVE, ("auto", "default")),
-    "speculative": (
-        "the server's --speculative-config holds for all requests; leave it out",
-        (),
-    ),
     "store": ("the server stores nothing; leave it out", (False,)),
     "structured_outputs": (_STRUCTURED, ()),
     "truncate_prompt_tokens": ("shorten the prompt itself", ()),
@@ -374,6 +371,7 @@ def choose_parser(
 def _wishes(
     fields: Fields, default: SamplingParams, num_logprobs: int | None, **given: Any
 ) -> Wishes:
+    given["num_speculative_tokens"] = take_speculative(fields)
     parameters = fields.take_sampling(SAMPLING) | {
         name: value for name, value in given.items() if value is not None
     }
@@ -402,6 +400,17 @@ def _wishes(
         returns_token_ids=fields.take_bool("return_token_ids"),
         shows_ids=fields.take_bool("return_tokens_as_token_ids"),
     )
+
+
+def take_speculative(fields: Fields) -> int | None:
+    """Takes how many drafts a request has at most; None = as many as the engine makes."""
+    given = Fields(fields.take_object("speculative") or {})
+    is_enabled = given.take_bool("enabled", True)
+    most = given.take("num_speculative_tokens")
+    if most is not None:
+        most = check_int("num_speculative_tokens", most, 0, MAX_SPECULATIVE_TOKENS)
+    given.finish(("enabled", "num_speculative_tokens"), {})
+    return most if is_enabled else 0
 
 
 def take_user(fields: Fields) -> str | None:

@@ -20,6 +20,7 @@ from paceline.server.fields import (
     Wishes,
     check_conversation,
     choose_parser,
+    take_speculative,
     take_tools,
     take_user,
 )
@@ -40,6 +41,7 @@ RESPONSE_FIELDS: Final = (
     "parallel_tool_calls",
     "chat_template_kwargs",
     "metadata",
+    "speculative",
     "user",
 )
 _STORES: Final = "the server stores nothing; send the whole conversation in input"
@@ -109,7 +111,11 @@ def read_response(
     if most is not None:
         most = check_int("max_output_tokens", most, 1, MAX_INT)
         default = dataclasses.replace(default, max_tokens=most)
-    params = dataclasses.replace(default, **fields.take_sampling(_SAMPLING))
+    params = dataclasses.replace(
+        default,
+        num_speculative_tokens=take_speculative(fields),
+        **fields.take_sampling(_SAMPLING),
+    )
     metadata = fields.take_object("metadata") or {}
     shown = {
         "instructions": instructions,

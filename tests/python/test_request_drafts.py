@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests with drafts of their own number: the tokens stay the same, the counters are theirs."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from paceline import LLM, RequestOutput, SamplingParams
+
+PROMPTS = [[1 + i, 2, 3] * (1 + i % 5) for i in range(12)]
+K = 4  # of the fixture `llm`
+
+
+def params(own: int | None, index: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=index % 2, seed=index, max_tokens=20, n=2, num_speculative_tokens=own
+    )
+
+
+def counted(output: RequestOutput, own: int | None) -> int:
+    """Checks that the counters are those of the request's own drafts; returns their number."""
+    counters = output.metrics.speculative_decoding
+    if own == 0:
+        assert counters is None
+        return 0
+    k = K if own is None else own
+    assert counters is not None and counters["num_spec_tokens"] == k
+    assert len(counters["acceptance_per_position"]) == k
+    assert len(counters["acceptance_histogram"]) == k + 1
+    by_length = counters["acceptance_histogram_by_draft_length"]
+    assert all(int(length) <= k for length in by_length)
+    num_drafted = sum(int(length) * sum(row) for length, row in by_length.items())
+    assert counters["num_draft_tokens"] == num_drafted > 0
+    assert sum(counters["acceptance_histogram"]) == counters["num_spec_steps"]
+    return int(counters["num_draft_tokens"])
+
+
+def test_a_mix_in_one_batch_gives_the_tokens_of_plain_decoding(llm: LLM, plain_llm: LLM) -> None:
+    owns = list(itertools.islice(itertools.cycle([None, 0, 1, 2, 3, K]), len(PROMPTS)))
+    expected = plain_llm.generate(PROMPTS, [params(None, i) for i in range(len(owns))])
+    before = llm.stats()["speculative_decoding"]["num_draft_tokens"]
+    outputs = llm.generate(PROMPTS, [params(own, i) for i, own in enumerate(owns)])
+    for output, same in zip(outputs, expected, strict=True):
+        assert [one.token_ids for one in output.outputs] == [one.token_ids for one in same.outputs]
+    num_drafted = sum(counted(output, own) for output, own in zip(outputs, owns, strict=True))
+    after = llm.stats()["speculative_decoding"]["num_draft_tokens"]
+    assert after - before == num_drafted
+
+
+def test_more_than_the_engine_has_is_refused(llm: LLM, plain_llm: LLM) -> None:
+    with pytest.raises(ValueError, match="num_speculative_tokens is 5; allowed: 0 to 4, the num_"):
+        llm.generate(PROMPTS[0], params(5, 0))
+    with pytest.raises(ValueError, match="num_speculative_tokens is 1, but there is no drafter"):
+        plain_llm.generate(PROMPTS[0], params(1, 0))
+    plain_llm.generate(PROMPTS[0], params(0, 0))
+    with pytest.raises(ValueError, match="num_speculative_tokens is 17; allowed: an integer from"):
+        params(17, 0)
+    with pytest.raises(ValueError, match="num_speculative_tokens is True .bool.; allowed: an integer"):
+        params(True, 0)
