@@ -57,5 +57,5 @@ def test_more_than_the_engine_has_is_refused(llm: LLM, plain_llm: LLM) -> None:
     plain_llm.generate(PROMPTS[0], params(0, 0))
     with pytest.raises(ValueError, match="num_speculative_tokens is 17; allowed: an integer from"):
         params(17, 0)
-    with pytest.raises(ValueError, match="num_speculative_tokens is True .bool.; allowed: an integer"):
+    with pytest.raises(ValueError, match=r"num_speculative_tokens is True \(bool\); allowed"):
         params(True, 0)

@@ -306,7 +306,10 @@ def test_a_request_may_have_fewer_drafts(path: str, server: RunningServer) -> No
     assert text_and_drafts(speculative={"enabled": True}) == (text, counted)
     for given, message in (
         ({"num_speculative_tokens": 5}, "num_speculative_tokens is 5; allowed: 0 to 4"),
-        ({"num_speculative_tokens": "2"}, "num_speculative_tokens is '2' (str); allowed: an integer"),
+        (
+            {"num_speculative_tokens": "2"},
+            "num_speculative_tokens is '2' (str); allowed: an integer",
+        ),
         ({"enabled": 1}, "enabled is 1; allowed: true or false"),
         ({"k": 1}, "unknown field 'k'; allowed: enabled, num_speculative_tokens"),
         (False, "speculative is False; allowed: an object"),
