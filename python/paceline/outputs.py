@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,6 +24,9 @@ class Logprob:
     rank: int
     decoded_token: str | None
 
+
+# How a token came; see `CompletionOutput.token_sources`.
+TokenSource = Literal["accepted", "corrected", "bonus", "plain"]
 
 # Logprobs at one position by token id: the actual token first, then the most probable ones in
 # descending order.
@@ -51,6 +54,15 @@ class CompletionOutput:
             otherwise, including at the checkpoint's own end-of-sequence tokens.
         cumulative_logprob: The sum of the logprobs of `token_ids`. None without `logprobs`.
         index: Index of the completion among the `SamplingParams.n` of the request, from 0.
+        token_sources: With `SamplingParams.return_token_sources`, how each of `token_ids` came:
+
+            - "accepted": it was drafted, and the target accepted it.
+            - "corrected": the target's token in place of a draft that it rejected.
+            - "bonus": the target's token after drafts that it all accepted.
+            - "plain": the target's token of an iteration without drafts.
+
+            None otherwise. The tokens depend on the seed alone, their sources also on k and on
+            preemption.
     """
 
     text: str
@@ -60,6 +72,7 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     cumulative_logprob: float | None = None
     index: int = 0
+    token_sources: list[TokenSource] | None = None
 
     def finished(self) -> bool:
         """Returns whether the completion is finished."""
@@ -175,7 +188,8 @@ class StreamChunk:
         sample: Index of the output among the `SamplingParams.n` of the request, from 0.
         num_drafted: Drafts that the iteration verified for this output.
         num_accepted: How many of them it accepted. The first `num_accepted` of `token_ids` are
-            accepted drafts. The token behind them, if there is one, is the target's own.
+            accepted drafts. The token behind them, if there is one, is the target's own;
+            `token_sources` says so token by token.
         text_offsets: For each of `token_ids`, the number of characters of the output before the
             text of that token. A character of several tokens belongs to the last one. Where a stop
             string cuts the text, offsets may lie beyond its end.
@@ -198,6 +212,11 @@ class StreamChunk:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
+    @property
+    def token_sources(self) -> list[TokenSource]:
+        """How each of `token_ids` came; see `CompletionOutput.token_sources`."""
+        return token_sources(len(self.token_ids), self.num_drafted, self.num_accepted)
+
 
 class RequestError(RuntimeError):
     """The engine failed to complete a request. Other requests are not affected.
@@ -214,6 +233,26 @@ class RequestError(RuntimeError):
     def __reduce__(self) -> tuple[Any, ...]:
         # The inherited one leaves `outputs` out of the arguments; __dict__ may have notes.
         return type(self), (str(self), self.outputs), self.__dict__
+
+
+def token_sources(num_tokens: int, num_drafted: int, num_accepted: int) -> list[TokenSource]:
+    """Says how the first tokens of an iteration came.
+
+    Args:
+        num_tokens: Number of tokens, at most one more than `num_accepted`.
+        num_drafted: Drafts that the iteration verified.
+        num_accepted: How many of them it accepted.
+
+    Returns:
+        The sources; see `CompletionOutput.token_sources`.
+    """
+    own: TokenSource = "bonus"
+    if num_drafted == 0:
+        own = "plain"
+    elif num_accepted < num_drafted:
+        own = "corrected"
+    sources: list[TokenSource] = ["accepted"] * min(num_accepted, num_tokens)
+    return sources if num_accepted >= num_tokens else [*sources, own]
 
 
 def added_counters(counters: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -16,8 +16,10 @@ from paceline.outputs import (
     RequestOutput,
     StreamChunk,
     TokenLogprobs,
+    TokenSource,
     added_counters,
     speculative_metrics,
+    token_sources,
 )
 from paceline.stop_strings import StopStringFilter
 
@@ -70,6 +72,7 @@ class Request:
         self._num_characters = 0  # decoded so far, including text that is held back
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.token_sources: list[TokenSource] | None = [] if params.return_token_sources else None
         self._logprob_reader = logprobs or LogprobReader(None)
         self._has_given_prompt_logprobs = False
         self.text_parts: list[str] = []
@@ -133,7 +136,10 @@ class Request:
         if num_before == 0:
             self.num_first_tokens = len(self.token_ids)
         self.text_parts.append(text)
-        self._push_logprobs(event, len(self.token_ids) - num_before)
+        num_new = len(self.token_ids) - num_before
+        self._push_logprobs(event, num_new)
+        if self.token_sources is not None:
+            self.token_sources += token_sources(num_new, event.num_drafted, event.num_accepted)
         return self.token_ids[num_before:], text
 
     def _push_logprobs(self, event: _core.RequestEvent, num_tokens: int) -> None:
@@ -209,6 +215,7 @@ class Request:
             stop_reason=stop_reason,
             cumulative_logprob=self._cumulative_logprob(),
             index=self.sample,
+            token_sources=None if self.token_sources is None else list(self.token_sources),
         )
 
     def _cumulative_logprob(self) -> float | None:

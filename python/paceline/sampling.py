@@ -85,6 +85,8 @@ class SamplingParams:
         num_speculative_tokens: Most drafts that an iteration verifies for the request, 0 (plain
             decoding) to k. With "coupled", the default `rejection_sample_method`, it changes times
             and no token; see docs/sampling.md for "standard" and "block". None = k.
+        return_token_sources: Say of each output token how it came: as an accepted draft, or as
+            which of the target's own tokens; see `CompletionOutput.token_sources`.
 
     Raises:
         ValueError: A value is not allowed. The message names the parameter.
@@ -115,6 +117,7 @@ class SamplingParams:
     skip_special_tokens: Final[bool]
     spaces_between_special_tokens: Final[bool]
     num_speculative_tokens: Final[int | None]
+    return_token_sources: Final[bool]
 
     def __init__(
         self,
@@ -143,6 +146,7 @@ class SamplingParams:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
         num_speculative_tokens: int | None = None,
+        return_token_sources: bool = False,
         **unknown: Never,
     ) -> None:
         """Checks and stores the parameters; see the class."""
@@ -194,6 +198,7 @@ class SamplingParams:
             else check_int(
                 "num_speculative_tokens", num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS
             ),
+            "return_token_sources": check_bool("return_token_sources", return_token_sources),
         }
         if checked["stop"] and not detokenize:
             raise ValueError(

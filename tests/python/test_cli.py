@@ -175,8 +175,11 @@ def test_every_sampling_parameter_has_an_option() -> None:
     )
     default = SamplingParams()
     same = {name for name in vars(default) if getattr(params, name) == getattr(default, name)}
-    # For programs; the option --num-speculative-tokens is that of the engine.
-    assert same == {"detokenize", "spaces_between_special_tokens", "num_speculative_tokens"}
+    assert same == {
+        *("detokenize", "spaces_between_special_tokens"),  # for programs
+        "num_speculative_tokens",  # the option of this name is that of the engine
+        "return_token_sources",  # --color shows them
+    }
     args = cli.build_parser().parse_args(["generate", "a"])
     assert options.sampling_params(args) == SamplingParams(temperature=0.0, max_tokens=64, seed=0)
 

@@ -79,7 +79,7 @@ def test_every_parameter_has_a_name_and_a_type(kind: type[Any]) -> None:
 
 
 def test_unknown_keywords_are_listed() -> None:
-    with pytest.raises(TypeError, match=r"'bestof' .*; it has: n, .*speculative_tokens$"):
+    with pytest.raises(TypeError, match=r"'bestof' .*; it has: n, .*token_sources$"):
         SamplingParams(bestof=2)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"'modle' .*; it has: model, .*show_progress$"):
         LLM("none", modle=1)  # type: ignore[arg-type]

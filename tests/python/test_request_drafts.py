@@ -59,3 +59,47 @@ def test_more_than_the_engine_has_is_refused(llm: LLM, plain_llm: LLM) -> None:
         params(17, 0)
     with pytest.raises(ValueError, match=r"num_speculative_tokens is True \(bool\); allowed"):
         params(True, 0)
+
+
+@pytest.mark.parametrize("own", [None, 2, 0])
+def test_how_each_token_came(own: int | None, llm: LLM) -> None:
+    asked = SamplingParams(
+        temperature=1.0,
+        seed=5,
+        max_tokens=60,
+        ignore_eos=True,
+        num_speculative_tokens=own,
+        return_token_sources=True,
+    )
+    chunks = list(llm.stream(PROMPTS[0], asked))
+    output = chunks[-1].output
+    assert output is not None
+    sources = output.outputs[0].token_sources
+    assert sources == [source for chunk in chunks for source in chunk.token_sources]
+    assert sources is not None and len(sources) == 60 and sources[0] == "plain"
+    if own == 0:
+        assert set(sources) == {"plain"}
+        return
+    counters = output.metrics.speculative_decoding
+    assert counters is not None
+    assert sources.count("accepted") == counters["num_accepted_draft_tokens"]
+    # From the histogram: windows that were accepted whole, and those that were not.
+    whole = sum(row[-1] for row in counters["acceptance_histogram_by_draft_length"].values())
+    # The last window may end with a draft.
+    assert 0 <= whole - sources.count("bonus") <= (sources[-1] == "accepted")
+    assert sources.count("corrected") == counters["num_spec_steps"] - whole
+    assert sources.count("bonus") > 0 and sources.count("corrected") > 0
+
+
+def test_sources_end_where_the_tokens_end(llm: LLM, plain_llm: LLM) -> None:
+    for one in (llm, plain_llm):
+        params = [
+            SamplingParams(n=2, max_tokens=5 + i, seed=i, return_token_sources=True)
+            for i in range(len(PROMPTS))
+        ]
+        for output in one.generate(PROMPTS, params):
+            for completion in output.outputs:
+                assert completion.token_sources is not None
+                assert len(completion.token_sources) == len(completion.token_ids)
+        (output,) = one.generate(PROMPTS[0], SamplingParams(max_tokens=5))
+        assert output.outputs[0].token_sources is None

@@ -318,6 +318,27 @@ def test_a_request_may_have_fewer_drafts(path: str, server: RunningServer) -> No
         assert status == 400 and answer["error"]["message"].startswith(message), answer
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+def test_how_each_token_came(path: str, server: RunningServer, demo_llm: LLM) -> None:
+    body = {
+        COMPLETIONS: {"prompt": PROMPT},
+        CHATS: {"messages": MESSAGES},
+    }[path] | {"seed": 3, "max_tokens": 40, "return_token_sources": True, "return_token_ids": True}
+    (whole,) = server.result(path, body)["choices"]
+    events = server.events(path, body)
+    for key in ("token_ids", "token_sources", "text_offsets"):
+        joined = [one for event in events for one in event["choices"][0][key]]
+        assert joined == whole[key] and len(joined) == 40
+    assert {"accepted", "corrected", "bonus"} <= set(whole["token_sources"])
+    text = whole["text"] if path == COMPLETIONS else whole["message"]["content"]
+    decode = demo_llm.get_tokenizer().decode
+    ends = [*whole["text_offsets"][1:], len(text)]
+    pieces = zip(whole["token_ids"], whole["text_offsets"], ends, strict=True)
+    assert all(decode([token]) == text[start:end] for token, start, end in pieces)
+    status, answer = server.ask(path, body | {"return_token_sources": 1})
+    assert status == 400 and answer["error"]["param"] == "return_token_sources"
+
+
 def test_a_final_message_is_continued(server: RunningServer, demo_llm: LLM) -> None:
     messages = [*MESSAGES, {"role": "assistant", "content": "    def push"}]
     (output,) = demo_llm.chat(

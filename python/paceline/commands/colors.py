@@ -9,14 +9,17 @@ from bisect import bisect_right
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from paceline.outputs import StreamChunk
+    from paceline.outputs import StreamChunk, TokenSource
 
 _RESET: Final = "\x1b[0m"
-# Origin of a token: the start of its colour, and what the legend calls it.
-_ACCEPTED: Final = "\x1b[32m"
-_CORRECTED: Final = "\x1b[31m"
-_BONUS: Final = "\x1b[36m"
 _PLAIN: Final = ""
+# By `StreamChunk.token_sources`: the start of the colour.
+_COLORS: Final[dict[TokenSource, str]] = {
+    "accepted": "\x1b[32m",
+    "corrected": "\x1b[31m",
+    "bonus": "\x1b[36m",
+    "plain": _PLAIN,
+}
 
 COLOR_CHOICES: Final = ("auto", "always", "never")
 
@@ -36,13 +39,13 @@ def wants_color(choice: str) -> bool:
 
 def legend() -> str:
     """One line that shows what each colour means."""
-    parts = (
-        (_ACCEPTED, "drafted and accepted"),
-        (_CORRECTED, "corrected after a rejected draft"),
-        (_BONUS, "bonus after accepted drafts"),
-        (_PLAIN, "without drafts"),
-    )
-    return "tokens: " + ", ".join(_paint(text, color) for color, text in parts)
+    parts: dict[TokenSource, str] = {
+        "accepted": "drafted and accepted",
+        "corrected": "corrected after a rejected draft",
+        "bonus": "bonus after accepted drafts",
+        "plain": "without drafts",
+    }
+    return "tokens: " + ", ".join(_paint(text, _COLORS[source]) for source, text in parts.items())
 
 
 class TokenColors:
@@ -62,7 +65,7 @@ class TokenColors:
     def paint(self, chunk: StreamChunk) -> str:
         """Returns the text of the next chunk with colours."""
         self._offsets += chunk.text_offsets
-        self._colors += _colors_of(chunk)
+        self._colors += [_COLORS[source] for source in chunk.token_sources]
         painted = []
         end = self._num_shown + len(chunk.text)
         start = self._num_shown
@@ -79,20 +82,6 @@ class TokenColors:
             start = run_end
         self._num_shown = end
         return "".join(painted)
-
-
-def _colors_of(chunk: StreamChunk) -> list[str]:
-    """The colour of each token of a chunk."""
-    if chunk.num_drafted == 0:
-        own = _PLAIN
-    elif chunk.num_accepted < chunk.num_drafted:
-        own = _CORRECTED
-    else:
-        own = _BONUS
-    return [
-        _ACCEPTED if position < chunk.num_accepted else own
-        for position in range(len(chunk.token_ids))
-    ]
 
 
 def _paint(text: str, color: str) -> str:

@@ -53,6 +53,7 @@ _COMMON: Final = (
     "logprobs",
     "prompt_logprobs",
     "return_token_ids",
+    "return_token_sources",
     "return_tokens_as_token_ids",
     "speculative",
     "user",
@@ -372,6 +373,7 @@ def _wishes(
     fields: Fields, default: SamplingParams, num_logprobs: int | None, **given: Any
 ) -> Wishes:
     given["num_speculative_tokens"] = take_speculative(fields)
+    given["return_token_sources"] = fields.take_bool("return_token_sources")
     parameters = fields.take_sampling(SAMPLING) | {
         name: value for name, value in given.items() if value is not None
     }

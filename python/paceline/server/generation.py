@@ -66,10 +66,12 @@ class Generation:
         Raises:
             RequestError: The engine failed to complete a prompt.
         """
+        params = self._wishes.params
+        has_offsets = params.logprobs is not None or params.return_token_sources
         offsets: dict[tuple[int, int], list[int]] = {}
         async with contextlib.aclosing(_merged(self._streams)) as chunks:
             async for index, chunk in chunks:
-                if chunk.logprobs is not None:
+                if has_offsets:
                     offsets.setdefault((index, chunk.sample), []).extend(chunk.text_offsets)
                 self._note(index, chunk)
         outputs = [output for output in self._outputs if output is not None]
@@ -85,7 +87,7 @@ class Generation:
         }
         if self._wishes.returns_token_ids and len(outputs) == 1:
             response["prompt_token_ids"] = outputs[0].prompt_token_ids
-        if self._wishes.params.prompt_logprobs is not None and self._wishes.is_chat:
+        if params.prompt_logprobs is not None and self._wishes.is_chat:
             response["prompt_logprobs"] = prompt_logprobs_of(outputs[0])
         return response
 

@@ -49,7 +49,7 @@ class Shape(ABC):
         Args:
             output: The output.
             request: All outputs of its prompt.
-            offsets: With logprobs, the `text_offsets` of the output's tokens.
+            offsets: With logprobs or sources, the `text_offsets` of the output's tokens.
         """
 
     @abstractmethod
@@ -59,13 +59,22 @@ class Shape(ABC):
         """Makes a choice of a chunk, without its index."""
 
     def finish(
-        self, choice: dict[str, Any], part: CompletionOutput | StreamChunk
+        self, choice: dict[str, Any], part: CompletionOutput | StreamChunk, offsets: list[int]
     ) -> dict[str, Any]:
-        """Adds what all choices have."""
+        """Adds what all choices have.
+
+        Args:
+            choice: The choice so far.
+            part: The output, or a chunk of it.
+            offsets: See `whole`.
+        """
         choice["finish_reason"] = part.finish_reason
         choice["stop_reason"] = part.stop_reason
         if self.wishes.returns_token_ids:
             choice["token_ids"] = part.token_ids
+        if self.wishes.params.return_token_sources:
+            choice["token_sources"] = part.token_sources
+            choice["text_offsets"] = offsets
         return choice
 
     def text_of(self, token: int, logprob: Logprob) -> str:
@@ -105,7 +114,7 @@ class CompletionShape(Shape):
             choice["prompt_logprobs"] = prompt_logprobs_of(request)
         if self.wishes.returns_token_ids:
             choice["prompt_token_ids"] = request.prompt_token_ids
-        return self.finish(choice, output)
+        return self.finish(choice, output, offsets)
 
     def _add_prompt(self, choice: dict[str, Any], request: RequestOutput) -> None:
         """Puts the prompt before the output."""
@@ -141,7 +150,7 @@ class CompletionShape(Shape):
         }
         if self.wishes.returns_token_ids and is_first:
             choice["prompt_token_ids"] = prompt_token_ids
-        return self.finish(choice, chunk)
+        return self.finish(choice, chunk, chunk.text_offsets)
 
     def _logprobs(
         self, positions: list[TokenLogprobs] | None, offsets: list[int]
@@ -195,9 +204,8 @@ class ChatShape(Shape):
             message["content"] = text or (None if calls else "")
             message |= {"reasoning": reasoning} if reasoning else {}
             message |= {"tool_calls": calls} if calls else {}
-        choice = self.finish(
-            {"message": message, "logprobs": self._logprobs(output.logprobs)}, output
-        )
+        choice = {"message": message, "logprobs": self._logprobs(output.logprobs)}
+        choice = self.finish(choice, output, offsets)
         return _with_calls(choice, has_calls=bool(calls))
 
     def chunk(
@@ -207,7 +215,7 @@ class ChatShape(Shape):
         delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
         delta |= {"content": chunk.text} if self._make_parser is None else self._read(chunk)
         choice = {"delta": delta, "logprobs": self._logprobs(chunk.logprobs)}
-        choice = self.finish(choice, chunk)
+        choice = self.finish(choice, chunk, chunk.text_offsets)
         return _with_calls(choice, has_calls=self._num_calls[chunk.sample] > 0)
 
     def _read(self, chunk: StreamChunk) -> dict[str, Any]:
