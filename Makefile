@@ -20,7 +20,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo test bench wheel docs cuda test-cuda-build gpu-test gpu-sanitize lint format clean check-python check-gtest
+.PHONY: demo test bench wheel docs cuda test-cuda-build gpu-test gpu-sanitize lint format clean check-python check-packages
 
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
@@ -64,7 +64,7 @@ wheel: check-python
 	$(WHEEL_VENV)/bin/python -P tests/install/check_first_use.py
 
 # The package is installed first, because a ctest compares the C++ and C examples with it.
-test: $(TEST_VENV)/.installed check-gtest
+test: $(TEST_VENV)/.installed check-packages
 	export PATH="$(CURDIR)/$(TEST_VENV)/bin:$$PATH"
 	cmake --preset cpu-release -DPACELINE_TEST_PYTHON="$(CURDIR)/$(TEST_VENV)/bin/python"
 	cmake --build --preset cpu-release
@@ -72,7 +72,7 @@ test: $(TEST_VENV)/.installed check-gtest
 	python -m pytest
 
 # Needs no GPU and no driver: the CUDA build must compile, import and run on the CPU.
-test-cuda-build: $(TEST_VENV)/.installed check-gtest
+test-cuda-build: $(TEST_VENV)/.installed check-packages
 	export PATH="$(CURDIR)/$(TEST_VENV)/bin:$$PATH:/usr/local/cuda/bin"
 	cmake --preset cuda-python -DPACELINE_TEST_PYTHON="$(CURDIR)/$(TEST_VENV)/bin/python"
 	cmake --build --preset cuda-python
@@ -159,12 +159,13 @@ check-python:
 	fi
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("make: $(PYTHON) is Python " + sys.version.split()[0] + "; Paceline needs 3.11 or newer; run: make PYTHON=/path/to/python")'
 
-check-gtest:
-	@if ! echo '#include <gmock/gmock.h>' | $${CXX:-g++} -E -x c++ - >/dev/null 2>&1 || ! command -v pkg-config >/dev/null; then
+check-packages:
+	@packages="libgtest-dev libgmock-dev libcpp-httplib-dev nlohmann-json3-dev pkg-config"
+	if ! printf '#include <%s>\n' gmock/gmock.h httplib.h nlohmann/json.hpp | $${CXX:-g++} -E -x c++ - >/dev/null 2>&1 || ! command -v pkg-config >/dev/null; then
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq libgtest-dev libgmock-dev pkg-config
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $$packages
 	  else
-	    echo "make: GoogleTest or pkg-config was not found; install them, for example: sudo apt-get install libgtest-dev libgmock-dev pkg-config" >&2
+	    echo "make: GoogleTest, cpp-httplib, nlohmann-json or pkg-config was not found; install them, for example: sudo apt-get install $$packages" >&2
 	    exit 1
 	  fi
 	fi

@@ -3,9 +3,10 @@
 
 Usage: check_install.py CMAKE BUILD_DIR, with an interpreter that has paceline installed.
 
-The commands of the page install the library, convert a demo and run the C++ and C examples. Then
-the examples are built in the other ways: with the static and the shared library, with CMake and
-with pkg-config. Each program must print the tokens of `LLM`, and so must the ctypes example.
+The commands of the page install the library, convert a demo and run the C++ and C examples and the
+C++ server. Then the examples are built in the other ways: with the static and the shared library,
+with CMake and with pkg-config. Each program must print the tokens of `LLM`, and so must the ctypes
+example. `cpp_server_checks.py` checks the server.
 """
 
 import os
@@ -22,6 +23,8 @@ from paceline.demo import demo_paths
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "tests" / "support"))
+from cpp_server_checks import check_server  # noqa: E402
+
 from markdown_pages import blocks  # noqa: E402
 
 EXAMPLES = ROOT / "examples"
@@ -80,6 +83,20 @@ def check_subdirectory(cmake: str, folder: Path) -> None:
         'if(TARGET c_api_test)\n  message(FATAL_ERROR "the tests are part of it")\nendif()\n'
     )
     run(cmake, "-S", folder, "-B", folder / "build", "-DBUILD_SHARED_LIBS=ON")
+
+
+def check_missing_packages(cmake: str, source: Path, prefix: Path) -> None:
+    """Configures the server without a package that it needs: the error names what to install."""
+    done = subprocess.run(
+        [
+            cmake, "-S", source, "-B", source / "build-missing", f"-DCMAKE_PREFIX_PATH={prefix}",
+            "-DCMAKE_DISABLE_FIND_PACKAGE_nlohmann_json=ON",
+        ],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    message = " ".join(done.stderr.split())
+    if done.returncode == 0 or "apt install libcpp-httplib-dev nlohmann-json3-dev" not in message:
+        sys.exit(f"without nlohmann-json, cmake exited with {done.returncode}: {message}")
 
 
 def check_linkage(program: Path, shared: bool) -> None:
@@ -158,11 +175,18 @@ def main() -> None:
                 "TOKEN_IDS": token_ids,
             },
         )
-        assert len(outputs) == 4, outputs
-        for printed in outputs[2:]:  # after installation and conversion
+        assert len(outputs) == 6, outputs
+        # After installation and conversion: C++, the server's build and its answer, and C.
+        *_, cpp, _, answer, c = outputs
+        for printed in (cpp, c):
             check_output(str(PAGE), printed, expected[-1])
+        assert '"finish_reason":"length"' in answer, answer
         print(f"{PAGE.name}: {len(outputs)} blocks of commands, the tokens of Python")
 
+        check_missing_packages(cmake, sources / "cpp-server", prefix)
+        server = scratch / "build" / "cpp-server" / "paceline-cpp-server"
+        check_server(server, folder, prompt, dict(zip(REQUESTS, expected, strict=True)))
+        print("C++ server: the tokens of Python")
         check_subdirectory(cmake, scratch / "subdirectory")
         include = f"-I{prefix / 'include'}"
         run("cc", *STRICT_C, include, sources / "c" / "main.c")
