@@ -78,6 +78,23 @@ __device__ void apply_reset(const BeginIterationParams& p, int64_t entry_bytes, 
   reset_sampling(p.sampling, reset, p.lists + reset.first_list_word, thread, kThreads);
 }
 
+// Applies a window with all lanes of the warp.
+__device__ void apply_window(const BeginIterationParams& p, const HostWindow* from) {
+  __shared__ HostWindow windows[kThreads / 32];
+  static_assert(sizeof(HostWindow) % 4 == 0 && std::is_trivially_copyable_v<HostWindow>);
+  constexpr int32_t kWords = sizeof(HostWindow) / 4;
+  static_assert(kWords <= 32);
+  const auto lane = static_cast<int32_t>(threadIdx.x % 32);
+  HostWindow& window = windows[threadIdx.x / 32];
+  __syncwarp();  // the window before this one has been read
+  if (lane < kWords) {
+    reinterpret_cast<int32_t*>(&window)[lane] =
+        __ldcv(reinterpret_cast<const int32_t*>(from) + lane);
+  }
+  __syncwarp();
+  set_window(p.sequences, p.sampling, window, lane, /*num_workers=*/32);
+}
+
 // One block suffices, since the kernel moves only a few kilobytes over the bus.
 __global__ void __launch_bounds__(kThreads)
     begin_kernel(const __grid_constant__ BeginIterationParams p) {
@@ -109,6 +126,13 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
     for (int32_t i = 0; i < counts.num_resets; ++i) apply_reset(p, entry_bytes, i);
   }
+  if (counts.num_windows > 0) {
+    __syncthreads();  // the resets of the same sequence slots come first
+    for (int32_t i = thread / 32; i < counts.num_windows; i += kThreads / 32) {
+      apply_window(p, in_entry(p.entry.windows, entry_bytes) + i);
+    }
+  }
+  if (thread == 0) *p.sampling.masks_offset = entry_bytes / 4;
   const auto* const writes =
       static_cast<const volatile TableWrite*>(in_entry(p.entry.table_writes, entry_bytes));
   for (int32_t i = thread; i < counts.num_table_writes; i += kThreads) {
@@ -140,6 +164,22 @@ __device__ void publish_logprobs(const EndIterationParams& p, int64_t entry_byte
   }
 }
 
+// One warp writes the drafts of a sequence with masks.
+__device__ void publish_drafts(const EndIterationParams& p, int64_t entry_bytes) {
+  const auto lane = static_cast<int32_t>(threadIdx.x % 32);
+  ProposedDrafts* const to = in_entry(p.drafts_to, entry_bytes);
+  for (auto i = static_cast<int32_t>(threadIdx.x / 32); i < p.inputs.counts->num_seqs;
+       i += kThreads / 32) {
+    const int32_t seq_slot = p.inputs.seq_slot[i];
+    if (p.first_mask[seq_slot] < 0) continue;
+    const int32_t count = p.sequences.draft_len[seq_slot];
+    const int32_t* const drafts =
+        p.sequences.draft_tokens + int64_t{seq_slot} * p.sequences.num_draft_tokens;
+    if (lane == 0) to[i].count = count;
+    if (lane < count) to[i].tokens[lane] = drafts[lane];
+  }
+}
+
 __global__ void __launch_bounds__(kThreads)
     end_kernel(const __grid_constant__ EndIterationParams p) {
   let_successor_start();
@@ -153,6 +193,7 @@ __global__ void __launch_bounds__(kThreads)
       p.inputs.counts->num_seqs * static_cast<int32_t>(sizeof(SequenceResult) / 4);
   for (auto i = static_cast<int32_t>(threadIdx.x); i < num_words; i += kThreads) to[i] = from[i];
   if (p.logprobs != nullptr) publish_logprobs(p, entry_bytes);
+  if (p.drafts_to != nullptr) publish_drafts(p, entry_bytes);
   volatile CompletionRecord* const completion = in_entry(p.completion, entry_bytes);
   const auto thread = static_cast<int32_t>(threadIdx.x);
   if (thread < kNumModels && p.experts[thread] != nullptr) {

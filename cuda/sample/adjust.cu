@@ -20,10 +20,12 @@ constexpr int32_t kThreads = 256;
 constexpr int32_t kWarps = kThreads / 32;
 constexpr int32_t kIdsPerBlock = 32768;
 
-// Applies penalties and the mask of allowed tokens to ids [begin, end).
+// Applies penalties, the allowed tokens and the mask of the row, if it is not null, to ids [begin,
+// end).
 __device__ __forceinline__ void adjust_by_masks(const SamplingState& s, const AdjustedRow& row,
                                                 const Penalties& penalties, bool has_allowed,
-                                                int32_t begin, int32_t end, float* logits) {
+                                                const uint32_t* mask, int32_t begin, int32_t end,
+                                                float* logits) {
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
   const uint32_t* const allowed = s.allowed + int64_t{row.seq_slot} * mask_words(s.vocab_size);
@@ -31,7 +33,8 @@ __device__ __forceinline__ void adjust_by_masks(const SamplingState& s, const Ad
     const int32_t word = first + lane;
     const bool is_word = word * 32 < end;
     const uint32_t seen = is_word && penalties.is_any() ? seen_bits(s, row, word) : 0;
-    const uint32_t banned = is_word && has_allowed ? ~allowed[word] : 0;
+    uint32_t banned = is_word && has_allowed ? ~allowed[word] : 0;
+    if (is_word && mask != nullptr) banned |= ~__ldcv(mask + word);
     uint32_t concerned = __ballot_sync(kAllLanes, (seen | banned) != 0);
     while (concerned != 0) {
       const int32_t i = __ffs(static_cast<int>(concerned)) - 1;
@@ -72,8 +75,9 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   const Penalties penalties = penalties_of(s, row.seq_slot);
   const bool has_allowed = s.has_allowed[row.seq_slot] != 0;
-  if (penalties.is_any() || has_allowed) {
-    adjust_by_masks(s, row, penalties, has_allowed, begin, end, logits);
+  const uint32_t* const mask = mask_of(s, row);
+  if (penalties.is_any() || has_allowed || mask != nullptr) {
+    adjust_by_masks(s, row, penalties, has_allowed, mask, begin, end, logits);
   }
   __syncthreads();
   const auto ban = [&](int32_t id) {

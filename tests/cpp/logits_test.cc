@@ -163,6 +163,16 @@ TEST(AdjustLogits, OnlyAllowedTokensStay) {
   expect_same(window.adjust(Logits(70, 1.0f)), want);
 }
 
+TEST(AdjustLogits, EachRowOfAWindowHasItsOwnMask) {
+  Window window({.allowed = {1, 3, 40, 69}, .masks = {{3, 40}, {}, {2, 69}}}, {0}, {5, 6}, 70);
+  for (int32_t row = 0; row < 3; ++row) {
+    Logits want(70, -kInf);
+    if (row == 0) want[3] = want[40] = 1.0f;
+    if (row == 2) want[69] = 1.0f;
+    expect_same(window.adjust(Logits(70, 1.0f), row), want);
+  }
+}
+
 TEST(AdjustLogits, StopIdsAreBannedWhileTheOutputIsShort) {
   const Sampling sampling = {.prompt_len = 2, .min_tokens = 3, .stop_ids = {1, 6, 100}};
   const Logits flat(8, 1.0f);

@@ -54,18 +54,19 @@ class DirectRunner {
         pool_(layout_),
         vocab_size_(target->config.vocab_size),
         memory_(device_memory(target->device)) {
-    shape_ = {.max_seqs = options.max_seqs,
-              .max_verify_rows = options.max_verify_rows,
-              .max_logit_rows = options.max_verify_rows,
-              .num_draft_tokens = options.num_draft_tokens,
-              .first_rows =
-                  traits_for(draft != nullptr ? &draft->config : nullptr, options.ngram).first_rows,
-              .max_logprobs = options.max_logprobs};
+    shape_ = {
+        .max_seqs = options.max_seqs,
+        .max_verify_rows = options.max_verify_rows,
+        .max_logit_rows = options.max_verify_rows,
+        .num_draft_tokens = options.num_draft_tokens,
+        .first_rows =
+            traits_for(draft != nullptr ? &draft->config : nullptr, {options.ngram}).first_rows,
+        .max_logprobs = options.max_logprobs};
     const IterationOptions iteration = {.shape = shape_,
                                         .max_model_len = options.max_model_len,
                                         .accept_method = options.accept_method,
                                         .use_window_lists = options.use_window_lists,
-                                        .ngram = options.ngram,
+                                        .model_free = {options.ngram},
                                         .draft_position = options.draft_position};
     const RunnerOptions runner_options = {.iteration = iteration, .driver = options.driver};
     if (target->device == Device::kCpu) {

@@ -8,9 +8,12 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
+#include <memory>
 #include <numeric>
 #include <random>
+#include <string>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -24,12 +27,21 @@ namespace paceline::testing {
 struct Job {
   std::vector<int32_t> prompt;
   SamplingOptions sampling;
-  int32_t num_speculative_tokens = -1;  // see Request
+  int32_t num_speculative_tokens = -1;                                // see Request
+  std::function<std::shared_ptr<TokenConstraint>()> make_constraint;  // null: none
+
+  [[nodiscard]] Request request() const {
+    Request request{.prompt = prompt, .sampling = sampling};
+    request.num_speculative_tokens = num_speculative_tokens;
+    if (make_constraint) request.constraints.push_back(make_constraint());
+    return request;
+  }
 };
 
 struct Outcome {
   std::vector<int32_t> tokens;
   FinishReason reason = FinishReason::kNone;
+  std::string error;
   SpeculationCounters counters;
   int32_t num_cached_tokens = 0;
   std::vector<std::vector<TokenLogprob>> logprobs;         // by token
@@ -179,15 +191,9 @@ inline std::vector<Outcome> run(Executor& executor, const std::vector<Job>& jobs
   std::vector<RequestId> to_cancel;
   std::vector<Outcome> outcomes(jobs.size());
   std::vector<Request> requests;
-  const auto add = [&](const std::vector<Job>& from, size_t i) {
-    if (i >= from.size()) return;
-    requests.push_back({.prompt = from[i].prompt,
-                        .sampling = from[i].sampling,
-                        .num_speculative_tokens = from[i].num_speculative_tokens});
-  };
   for (size_t i = 0; i < std::max(jobs.size(), neighbours.size()); ++i) {
-    add(neighbours, i);
-    add(jobs, i);
+    if (i < neighbours.size()) requests.push_back(neighbours[i].request());
+    if (i < jobs.size()) requests.push_back(jobs[i].request());
   }
   // At once, so that how many are preempted depends on no thread being late.
   const std::vector<RequestId> ids = executor.add_requests(std::move(requests)).value();
@@ -213,6 +219,7 @@ inline std::vector<Outcome> run(Executor& executor, const std::vector<Job>& jobs
       }
       if (event.finish_reason == FinishReason::kNone) continue;
       outcome.reason = event.finish_reason;
+      outcome.error = event.error;
       outcome.counters = event.counters;
       outcome.num_cached_tokens = event.num_cached_tokens;
       --left;

@@ -116,6 +116,13 @@ Sampling adjustment_of(const AdjustSpec& s, const RowSequence& sequence, int64_t
   of.min_tokens = stream.below(kMaxLen);
   of.stop_ids.resize(static_cast<size_t>(stream.below(kMaxStopIds + 1)));
   for (int32_t& token : of.stop_ids) token = stream.below(s.vocab_size + 3);
+  if (stream.one_in(3)) {
+    of.masks.resize(static_cast<size_t>(sequence.num_drafts) + 1);
+    const int32_t rare = stream.one_in(2) ? 100 : 2;
+    for (int32_t token = 0; token < s.vocab_size; ++token) {
+      if (stream.one_in(rare)) of.masks.back().push_back(token);
+    }
+  }
   return of;
 }
 

@@ -18,7 +18,8 @@ struct Sampling {
   float presence_penalty = 0.0f;
   float frequency_penalty = 0.0f;
   std::vector<std::vector<int32_t>> bad_words = {};
-  std::vector<int32_t> allowed = {};  // empty: all
+  std::vector<int32_t> allowed = {};             // empty: all
+  std::vector<std::vector<int32_t>> masks = {};  // the allowed tokens by row of the window
   int32_t prompt_len = 0;
   int32_t min_tokens = 0;
   std::vector<int32_t> stop_ids = {};
@@ -44,12 +45,14 @@ struct SamplingArrays {
         bad_word_ends(size(num_slots) * kMaxBadWords, 1),
         bad_word_tokens(size(num_slots) * kMaxBadWordTokens, 0),
         has_allowed(size(num_slots), 0),
+        first_mask(size(num_slots), -1),
         top_k(size(num_slots), 1),
         num_logprobs(size(num_slots), -1),
         num_prompt_logprobs(size(num_slots), -1),
         counts(size(num_slots) * size(vocab_size), 0),
         allowed(size(num_slots) * size(mask_words(vocab_size)), 0),
         seen(size(num_slots) * size(mask_words(vocab_size)), 0),
+        masks(kMasksOffset, 0),
         repetition_penalty(size(num_slots), 3.0f),
         presence_penalty(size(num_slots), 3.0f),
         frequency_penalty(size(num_slots), 3.0f),
@@ -82,6 +85,13 @@ struct SamplingArrays {
     }
     has_allowed[slot] = s.allowed.empty() ? 0 : 1;
     for (const int32_t token : s.allowed) mark(allowed, at, token);
+    const size_t mask = size(mask_words(vocab_size));
+    for (size_t row = 0; row < s.masks.size(); ++row) {
+      const auto index = static_cast<int32_t>((masks.size() - kMasksOffset) / mask);
+      if (row == 0) first_mask[slot] = index;
+      masks.resize(masks.size() + mask, 0);
+      for (const int32_t token : s.masks[row]) mark(masks, index, token, kMasksOffset);
+    }
     top_k[slot] = s.top_k;
     top_p[slot] = s.top_p;
     min_p[slot] = s.min_p;
@@ -115,6 +125,9 @@ struct SamplingArrays {
             .bad_word_tokens = bad_word_tokens.data(),
             .has_allowed = has_allowed.data(),
             .allowed = allowed.data(),
+            .first_mask = first_mask.data(),
+            .masks = masks.data(),
+            .masks_offset = &masks_offset,
             .top_k = top_k.data(),
             .top_p = top_p.data(),
             .min_p = min_p.data(),
@@ -127,16 +140,19 @@ struct SamplingArrays {
 
   int32_t vocab_size;
   std::vector<int32_t> adjusts, truncates, prompt_len, min_tokens, num_bias, bias_ids,
-      num_bad_words, bad_word_ends, bad_word_tokens, has_allowed, top_k, num_logprobs,
+      num_bad_words, bad_word_ends, bad_word_tokens, has_allowed, first_mask, top_k, num_logprobs,
       num_prompt_logprobs, counts;
-  std::vector<uint32_t> allowed, seen;
+  std::vector<uint32_t> allowed, seen, masks;
+  int64_t masks_offset = kMasksOffset;
   std::vector<float> repetition_penalty, presence_penalty, frequency_penalty, top_p, min_p,
       bias_values, temperature;
 
  private:
   static size_t size(int32_t count) { return static_cast<size_t>(count); }
-  void mark(std::vector<uint32_t>& mask, int32_t slot, int32_t token) const {
-    mask[size(slot) * size(mask_words(vocab_size)) + size(token / 32)] |= uint32_t{1} << token % 32;
+  static constexpr size_t kMasksOffset = 5;
+  void mark(std::vector<uint32_t>& mask, int32_t slot, int32_t token, size_t offset = 0) const {
+    mask[offset + size(slot) * size(mask_words(vocab_size)) + size(token / 32)] |= uint32_t{1}
+                                                                                   << token % 32;
   }
 };
 

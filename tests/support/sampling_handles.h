@@ -42,6 +42,9 @@ struct SamplingHandles {
     bad_word_tokens = ints("bad_word_tokens", s.bad_word_tokens);
     has_allowed = ints("has_allowed", s.has_allowed);
     allowed = masks("allowed", s.allowed, Role::kInput);
+    first_mask = ints("first_mask", s.first_mask);
+    row_masks = masks("masks", s.masks, Role::kInput);
+    masks_offset = ints("masks_offset", {static_cast<int32_t>(s.masks_offset), 0});  // an int64
     top_k = ints("top_k", s.top_k);
     top_p = floats("top_p", s.top_p);
     min_p = floats("min_p", s.min_p);
@@ -68,6 +71,9 @@ struct SamplingHandles {
             .bad_word_tokens = at.get<int32_t>(bad_word_tokens),
             .has_allowed = at.get<int32_t>(has_allowed),
             .allowed = at.get<uint32_t>(allowed),
+            .first_mask = at.get<int32_t>(first_mask),
+            .masks = at.get<uint32_t>(row_masks),
+            .masks_offset = at.get<int64_t>(masks_offset),
             .top_k = at.get<int32_t>(top_k),
             .top_p = at.get<float>(top_p),
             .min_p = at.get<float>(min_p),
@@ -81,8 +87,8 @@ struct SamplingHandles {
   int32_t vocab_size;
   Handle adjusts, truncates, repetition_penalty, presence_penalty, frequency_penalty, prompt_len,
       min_tokens, num_bias, bias_ids, bias_values, num_bad_words, bad_word_ends, bad_word_tokens,
-      has_allowed, allowed, top_k, top_p, min_p, num_logprobs, num_prompt_logprobs, counts, seen,
-      temperature;
+      has_allowed, allowed, first_mask, row_masks, masks_offset, top_k, top_p, min_p, num_logprobs,
+      num_prompt_logprobs, counts, seen, temperature;
 };
 
 }  // namespace paceline::testing

@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Options of an Executor. Plain data: the Executor refuses a value that is not allowed with
-// InvalidArgument and never adjusts one.
+// Options of an Executor. Plain data, but for a drafter of the caller: the Executor refuses a value
+// that is not allowed with InvalidArgument and never adjusts one.
 
 #include <cstdint>
+#include <memory>
 #include <string>
+
+#include <paceline/guide.h>
 
 namespace paceline {
 
@@ -66,6 +69,10 @@ struct SpeculativeOptions {
   // an occurrence. Both 0: off; otherwise 1 <= ngram_min <= ngram_max <= 256.
   int32_t ngram_min = 0;
   int32_t ngram_max = 0;
+  // A drafter of the caller, instead of a model or prompt lookup; null: none. Each verify window
+  // waits until the host has read the last result and called it, so it is for research. With
+  // kStandard and kBlock it needs samples_drafts = false.
+  std::shared_ptr<HostDrafter> host_drafter;
   // kNext is allowed only with a drafter whose position stays fixed (Gemma 4 MTP).
   DraftPosition draft_position = DraftPosition::kLast;
 };

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include <paceline/device.h>
+#include <paceline/guide.h>
 
 namespace paceline {
 
@@ -94,6 +95,9 @@ struct Request {
   // AcceptMethod::kCoupled it changes no token; with kStandard and kBlock it changes what a seed
   // gives, but not its distribution.
   int32_t num_speculative_tokens = -1;
+  // Not empty: one for each sample, which may emit only what its constraint allows. Not allowed
+  // with score_prompt, hidden_layers and AcceptMethod::kSynthetic.
+  std::vector<std::shared_ptr<TokenConstraint>> constraints;
   // Number of independent outputs, 1..128. The prompt is prefilled once where possible. Sample i is
   // bit for bit the output of a separate request with seed sampling.seed + i (modulo 2^64).
   int32_t num_samples = 1;

@@ -38,7 +38,8 @@ bool adjusts(const Sequence& sequence) {
   const SamplingOptions& s = sequence.sampling;
   const bool has_penalty =
       s.repetition_penalty != 1 || s.presence_penalty != 0 || s.frequency_penalty != 0;
-  const bool has_bans = !s.bad_words.empty() || !sequence.allowed.empty() || s.min_tokens > 0;
+  const bool has_bans = !s.bad_words.empty() || !sequence.allowed.empty() || s.min_tokens > 0 ||
+                        sequence.needs_masks();
   // A score returns the unchanged logits of the target.
   return !sequence.is_score && (has_penalty || has_bans || !s.logit_bias.empty());
 }
@@ -140,6 +141,51 @@ void add_adoptions(const IterationPlan& plan, Batch& batch) {
   }
 }
 
+// Whether the rows of a planned sequence take the window that its guide has made.
+bool takes_window(const PlannedSequence& planned) {
+  const Sequence& sequence = *planned.sequence;
+  return planned.kind == RowKind::kDecode
+             ? sequence.guide != nullptr
+             : planned.kind == RowKind::kPrefillFinal && sequence.needs_masks();
+}
+
+// Adds the windows of guided sequences. Where their masks do not fit, windows lose their last
+// drafts; there is room for at least one mask for each sequence.
+void add_windows(const IterationPlan& plan, Batch& batch) {
+  StagedInputs& inputs = batch.inputs;
+  IterationCounts& counts = *inputs.counts;
+  int64_t num_masked = 0;
+  for (const PlannedSequence& planned : plan.sequences) {
+    if (takes_window(planned) && planned.sequence->needs_masks()) ++num_masked;
+  }
+  int32_t first_mask = 0;
+  for (const PlannedSequence& planned : plan.sequences) {
+    if (!takes_window(planned)) continue;
+    const GuidedWindow& made = planned.sequence->window;
+    PACELINE_CHECK(made.num_tokens == planned.sequence->known_len(), "a window for ",
+                   made.num_tokens, " tokens; the sequence has ", planned.sequence->known_len());
+    HostWindow window{.seq_slot = planned.sequence->seq_slot};
+    if (planned.kind == RowKind::kDecode) {
+      window.num_drafts = static_cast<int32_t>(made.drafts.size());
+    }
+    if (!made.masks.empty()) {
+      const int64_t num_words =
+          static_cast<int64_t>(made.masks.size()) / static_cast<int64_t>(made.drafts.size() + 1);
+      const int64_t room = batch.capacity.mask_words / num_words - first_mask - num_masked + 1;
+      PACELINE_CHECK(room > 0, "no room for mask ", first_mask);
+      const int64_t num_masks = std::min<int64_t>(window.num_drafts + 1, room);
+      window.num_drafts = static_cast<int32_t>(num_masks) - 1;
+      window.first_mask = first_mask;
+      std::copy_n(made.masks.begin(), num_masks * num_words, inputs.masks + counts.num_mask_words);
+      counts.num_mask_words += static_cast<int32_t>(num_masks * num_words);
+      first_mask += static_cast<int32_t>(num_masks);
+      --num_masked;
+    }
+    std::copy_n(made.drafts.begin(), window.num_drafts, window.drafts);
+    inputs.windows[counts.num_windows++] = window;
+  }
+}
+
 template <class T>
 void copy_all(const char* what, const std::vector<T>& from, int32_t capacity, T* to,
               int32_t& count) {
@@ -164,6 +210,7 @@ void build_batch(const IterationPlan& plan, const BatchShape& shape, Batch& batc
   copy_all("block copies", plan.block_copies, batch.capacity.block_copies, inputs.block_copies,
            counts.num_block_copies);
   add_adoptions(plan, batch);
+  add_windows(plan, batch);
   PACELINE_CHECK(counts.num_seqs <= shape.max_seqs, counts.num_seqs, " sequences; max_seqs is ",
                  shape.max_seqs);
 

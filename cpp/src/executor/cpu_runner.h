@@ -48,6 +48,9 @@ class CpuRunner final : public Runner {
   [[nodiscard]] std::span<const TokenLogprob> logprobs(int64_t iteration) override {
     return runner_.logprobs(iteration);
   }
+  [[nodiscard]] std::span<const ProposedDrafts> drafts(int64_t iteration) override {
+    return runner_.drafts(iteration);
+  }
   [[nodiscard]] Timing timing(int64_t iteration) override { return runner_.timing(iteration); }
   [[nodiscard]] std::array<ExpertCounts, kNumModels> experts(int64_t iteration) override {
     return runner_.experts(iteration);

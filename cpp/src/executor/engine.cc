@@ -37,8 +37,10 @@ FinishReason reason_of(SequenceOutcome outcome) {
 }
 
 // Whether the options exclude tokens, so that no token may be left.
-bool excludes_tokens(const SamplingOptions& s) {
-  return !s.bad_words.empty() || !s.allowed_token_ids.empty() || s.min_tokens > 0;
+bool excludes_tokens(const Sequence& sequence) {
+  const SamplingOptions& s = sequence.sampling;
+  return !s.bad_words.empty() || !s.allowed_token_ids.empty() || s.min_tokens > 0 ||
+         sequence.needs_masks();
 }
 
 }  // namespace
@@ -51,7 +53,9 @@ Engine::Engine(const EngineOptions& options, const KvLayout& layout, std::unique
       scheduler_(options.scheduler, pool_),
       ring_(options.scheduler.max_in_flight + 1),
       interval_log_(options.log_interval_s),
-      start_us_(now_us()) {
+      start_us_(now_us()),
+      windows_(options.windows,
+               [this](std::list<WindowAnswer> answer) { receive(std::move(answer)); }) {
   if (options.poisons_freed_blocks) {
     pool_.set_on_reusable([this](GroupId group, BlockId block) { runner_->poison(group, block); });
   }
@@ -67,6 +71,7 @@ Engine::~Engine() {
   }
   wake_engine_.notify_all();
   thread_.join();
+  windows_.stop();
   runner_.reset();  // before ring_: after a failure the device may still read it
 }
 
@@ -95,6 +100,10 @@ bool Engine::iterate() {
   const bool is_full = in_flight() >= options_.scheduler.max_in_flight;
   if (in_flight() > 0 && (is_full || !has_launched)) {
     read_oldest();
+    // An answer that comes soon is in time for the next launch.
+    if (num_unanswered_ > 0) await_answers(last_iteration_us_ / 2);
+  } else if (!has_launched && num_unanswered_ > 0) {
+    await_answers(std::nullopt);
   } else {
     PACELINE_CHECK(has_launched || !scheduler_.has_work(),
                    "work is waiting but nothing can be launched");
@@ -142,7 +151,7 @@ bool Engine::take_in() {
       Samples& samples = requests_[incoming_.front().front()->id];
       samples.swap(incoming_.front());
       incoming_.pop_front();
-      for (const std::unique_ptr<Sequence>& sample : samples) scheduler_.add(*sample);
+      for (const std::unique_ptr<Sequence>& sample : samples) begin_sample(*sample);
     }
     if (to_cancel_.empty()) {
       to_cancel_.swap(cancellations_);
@@ -150,6 +159,7 @@ bool Engine::take_in() {
     }
   }
   for (; !to_cancel_.empty(); to_cancel_.pop_back()) cancel_now(to_cancel_.back());
+  take_answers();
   return true;
 }
 
@@ -195,6 +205,7 @@ void Engine::read_oldest() {
   newest_read_ = iteration;
   scheduler_.complete(iteration);
   const std::span<const SequenceResult> results = runner_->results(iteration);
+  const std::span<const ProposedDrafts> drafts = runner_->drafts(iteration);
   const LogprobReader logprobs(launched.plan, launched.batch, runner_->logprobs(iteration),
                                options_.shape.max_logprobs, options_.vocab_size);
   IterationStatistics statistics;
@@ -202,6 +213,15 @@ void Engine::read_oldest() {
     const PlannedSequence& launch = launched.plan.sequences[i];
     const bool is_delivered = apply(launch, results[i], logprobs, static_cast<int32_t>(i));
     statistics.add(launch, results[i], is_delivered);
+    if (!is_delivered || results[i].emitted_len == 0 ||
+        results[i].outcome != SequenceOutcome::kRunning) {
+      continue;
+    }
+    std::vector<int32_t> proposed;
+    if (launch.sequence->needs_masks() && i < drafts.size()) {
+      proposed.assign(drafts[i].tokens, drafts[i].tokens + drafts[i].count);
+    }
+    ask_for_window(*launch.sequence, std::move(proposed));
   }
   statistics.add(runner_->experts(iteration));
   launched.batch.drop_copies();
@@ -211,7 +231,9 @@ void Engine::read_oldest() {
     const std::scoped_lock lock(mutex_);
     publish_load();
     deliver();
-    statistics_.add(statistics, runner_->timing(iteration));
+    const Runner::Timing timing = runner_->timing(iteration);
+    last_iteration_us_ = timing.us;
+    statistics_.add(statistics, timing);
     const int64_t now = now_us();
     statistics_.add_host_time(now - start);
     return now;
@@ -253,9 +275,9 @@ bool Engine::apply(const PlannedSequence& launch, const SequenceResult& result,
     finish(sequence, reason_of(result.outcome),
            result.outcome == SequenceOutcome::kNoLogits
                ? concat("no token can be drawn at position ", sequence.known_len(), ": ",
-                        excludes_tokens(sequence.sampling)
-                            ? "bad_words, allowed_token_ids and min_tokens rule out all tokens, or "
-                              "the weights or the prompt produce NaN or infinity"
+                        excludes_tokens(sequence)
+                            ? "bad_words, allowed_token_ids, min_tokens and the constraint rule "
+                              "out all tokens, or the weights or the prompt produce NaN or infinity"
                             : "the weights or the prompt produce NaN or infinity")
                : std::string());
     return true;
@@ -271,6 +293,7 @@ void Engine::finish(Sequence& sequence, FinishReason reason, std::string error) 
   reserve_more(outgoing_, 1);
   reserve_more(leaving_, 1);
   scheduler_.finish(sequence);
+  if (sequence.guide != nullptr) windows_.drop(std::move(sequence.guide));
   // One event delivers the last tokens and the finish reason.
   RequestEvent event{.id = sequence.id, .sample = sequence.sample};
   if (!outgoing_.empty() && outgoing_.back().id == sequence.id &&

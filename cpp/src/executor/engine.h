@@ -14,6 +14,7 @@
 #include <deque>
 #include <exception>
 #include <functional>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -31,6 +32,7 @@
 #include "executor/runner.h"
 #include "executor/samples.h"
 #include "executor/statistics.h"
+#include "executor/window_maker.h"
 #include "request/sequence.h"
 #include "scheduler/iteration_plan.h"
 #include "scheduler/scheduler.h"
@@ -53,6 +55,9 @@ struct EngineOptions {
   int32_t host_delay_max_us = 0;     // see ExecutorOptions
   bool poisons_freed_blocks = false;
   double log_interval_s = 0;
+  std::shared_ptr<HostDrafter> host_drafter;  // null: the device drafts
+  WindowMakerOptions windows;
+  bool allows_constraints = true;
 };
 
 class Engine {
@@ -111,7 +116,8 @@ class Engine {
             .vocab_size = options_.vocab_size,
             .hidden_size = options_.hidden_size,
             .device = options_.device,
-            .num_draft_tokens = options_.shape.num_draft_tokens};
+            .num_draft_tokens = options_.shape.num_draft_tokens,
+            .host_drafter = options_.host_drafter};
   }
   // Returns nullopt if the queue has no room for all.
   [[nodiscard]] std::optional<std::vector<RequestId>> queue(std::vector<Samples> requests);
@@ -127,6 +133,14 @@ class Engine {
   bool apply(const PlannedSequence& launch, const SequenceResult& result,
              const LogprobReader& logprobs, int32_t i);
   void finish(Sequence& sequence, FinishReason reason, std::string error = {});
+  // Gives a sample to the scheduler.
+  void begin_sample(Sequence& sequence);
+  // Asks the guide of a sequence, if it has one, for its next window. `drafts`: the device's.
+  void ask_for_window(Sequence& sequence, std::vector<int32_t> drafts);
+  void take_answers();
+  // Waits until all questions are answered, but at most this time; without one, until there is an
+  // answer or other news.
+  void await_answers(std::optional<double> most_us);
   void cancel_now(const Cancellation& cancellation);
   // After an exception for lack of memory: waits for the device, ends the requests that have begun
   // and restarts with those that wait. Returns false if the engine shall stop.
@@ -149,6 +163,8 @@ class Engine {
   void publish_load();  // under mutex_: the scheduler's load and counters
   void log_interval();  // the figures since the last line
   void deliver();       // under mutex_: moves all of outgoing_ to events_, or throws
+  // On the threads of windows_.
+  void receive(std::list<WindowAnswer> answer);
   void fail(std::exception_ptr cause);
   [[nodiscard]] bool is_idle() const {
     return requests_.empty() && newest_read_ == newest_launched_;
@@ -167,7 +183,10 @@ class Engine {
   int64_t newest_launched_ = -1;
   int64_t newest_read_ = -1;
   std::vector<RequestEvent> outgoing_;
-  std::vector<Cancellation> to_cancel_;  // from cancellations_; the oldest is last
+  std::vector<Cancellation> to_cancel_;    // from cancellations_; the oldest is last
+  std::list<WindowAnswer> taken_answers_;  // from answers_
+  int64_t num_unanswered_ = 0;             // questions whose answers have not been taken
+  double last_iteration_us_ = 0;           // device time of the iteration that was read last
   bool has_device_failed_ = false;
   IntervalLog interval_log_;
   std::minstd_rand delays_{12345};
@@ -178,6 +197,7 @@ class Engine {
   std::condition_variable wake_caller_;
   std::deque<Samples> incoming_;
   std::vector<Cancellation> cancellations_;
+  std::list<WindowAnswer> answers_;
   std::vector<RequestEvent> events_;
   std::unordered_map<RequestId, OpenRequest> open_;  // requests with samples that have not ended
   RequestId next_id_ = 1;
@@ -199,6 +219,7 @@ class Engine {
   std::optional<std::string> integrity_;
   std::exception_ptr failure_;
 
+  WindowMaker windows_;
   std::thread thread_;  // last: everything above must exist before it starts
 };
 

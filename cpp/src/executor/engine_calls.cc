@@ -21,7 +21,8 @@ void Engine::check_request(const Request& request) const {
                                     .num_layers = options_.num_layers,
                                     .num_streams = options_.num_streams,
                                     .max_logprobs = options_.shape.max_logprobs,
-                                    .num_draft_tokens = options_.shape.num_draft_tokens});
+                                    .num_draft_tokens = options_.shape.num_draft_tokens,
+                                    .allows_constraints = options_.allows_constraints});
   const auto prompt_len = static_cast<int64_t>(request.prompt.size());
   const int64_t num_output = int64_t{request.sampling.max_tokens} - request.num_resumed_tokens;
   const auto limit = static_cast<int32_t>(std::min<int64_t>(
@@ -35,6 +36,10 @@ void Engine::check_request(const Request& request) const {
 }
 
 std::optional<std::vector<RequestId>> Engine::queue(std::vector<Samples> requests) {
+  if (std::any_of(requests.begin(), requests.end(),
+                  [](const Samples& samples) { return samples.front()->guide != nullptr; })) {
+    windows_.start();
+  }
   std::vector<RequestId> ids;
   ids.reserve(requests.size());
   const std::scoped_lock lock(mutex_);

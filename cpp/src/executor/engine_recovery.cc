@@ -71,7 +71,7 @@ void Engine::restart(bool ends_all) {
   for (auto request = requests_.begin(); request != requests_.end();) {
     Samples& samples = request->second;
     if (!ends_all && std::none_of(samples.begin(), samples.end(), has_begun)) {
-      for (const std::unique_ptr<Sequence>& sample : samples) scheduler_.add(*sample);
+      for (const std::unique_ptr<Sequence>& sample : samples) begin_sample(*sample);
       ++request;
       continue;
     }
@@ -90,6 +90,7 @@ void Engine::restart(bool ends_all) {
       event.first_token_us = sample->first_token_us;
       event.finish_us = now_us();
       outgoing_.push_back(std::move(event));
+      if (sample->guide != nullptr) windows_.drop(std::move(sample->guide));
       sample.reset();
       const std::scoped_lock lock(mutex_);
       statistics_.add_end(FinishReason::kError);

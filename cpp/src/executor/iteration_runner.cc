@@ -50,13 +50,14 @@ IterationRunner<Ctx, Graph>::IterationRunner(Ctx& ctx, DeviceMemory& memory, Dev
                                           activation_dtype)),
       target_(target, layout, KvOwner::kTarget, pool_.data(), options.iteration.max_model_len,
               arena),
-      speculator_(make_speculator(std::move(draft), options.iteration.ngram,
+      speculator_(make_speculator(std::move(draft), options.iteration.model_free,
                                   options.iteration.draft_position, target_, layout, pool_.data(),
                                   options.iteration.max_model_len, arena)),
       iteration_(options_.iteration, layout_, target_, speculator_, buffers_),
       ring_(memory, options.iteration.shape, layout, options.iteration.max_model_len,
             target->config.vocab_size, options.max_in_flight + 1, arena) {
   buffers_.kv_pool = pool_.data();
+  buffers_.sampling.masks = ring_.inputs(0).masks;
 }
 
 template <class Ctx, class Graph>
@@ -73,9 +74,10 @@ void IterationRunner<Ctx, Graph>::begin() {
 }
 
 template <class Ctx, class Graph>
-void IterationRunner<Ctx, Graph>::end() {
-  ctx_.run(end_iteration, ring_.end_params(buffers_.staged, buffers_.sampling, buffers_.results,
-                                           buffers_.logprobs.entries, expert_counters()));
+void IterationRunner<Ctx, Graph>::end(bool has_logit_work) {
+  ctx_.run(end_iteration, ring_.end_params(buffers_.staged, buffers_.sequences, buffers_.sampling,
+                                           buffers_.results, buffers_.logprobs.entries,
+                                           expert_counters(), /*has_masks=*/has_logit_work));
 }
 
 template <class Ctx, class Graph>
@@ -91,7 +93,7 @@ auto IterationRunner<Ctx, Graph>::capture_graphs(const IterationExtent& extent) 
     for (int32_t i = 0; i < num_steps; ++i) step();
   };
   const auto nothing = [] {};
-  const auto last = [&] { end(); };
+  const auto last = [&] { end(extent.has_logit_work); };
   const bool has_steps = num_steps > 0;
   Graphs graphs;
   switch (has_steps ? options_.driver : DraftDriver::kUnrolled) {
@@ -173,7 +175,7 @@ void IterationRunner<Ctx, Graph>::run(const Batch& batch) {
   graphs_of(num_seqs, batch.has_logit_work).decode.launch(ctx_);
   if (options_.driver == DraftDriver::kReplay && iteration_.num_draft_steps() > 0) {
     run_draft_steps(num_seqs, batch.has_logit_work, /*extent=*/{});
-    end();
+    end(batch.has_logit_work);
   }
 }
 
@@ -199,7 +201,7 @@ void IterationRunner<Ctx, Graph>::run_eagerly(const Batch& batch) {
       run_draft_steps(extent.num_drafting, batch.has_logit_work, extent);
     }
   }
-  end();
+  end(batch.has_logit_work);
 }
 
 template <class Ctx, class Graph>
@@ -222,7 +224,7 @@ void IterationRunner<Ctx, Graph>::enqueue_decode(const IterationExtent& extent) 
   iteration_.verify(ctx_, extent);
   iteration_.first_draft_pass(ctx_, extent);
   for (int32_t i = 0; i < iteration_.num_draft_steps(); ++i) iteration_.draft_step(ctx_, extent);
-  end();
+  end(extent.has_logit_work);
 }
 
 template <class Ctx, class Graph>
@@ -253,6 +255,11 @@ std::span<const TokenLogprob> IterationRunner<Ctx, Graph>::logprobs(int64_t iter
   const auto count =
       static_cast<size_t>(shape.max_logit_rows) * static_cast<size_t>(1 + shape.max_logprobs);
   return {ring_.logprobs(iteration), count};
+}
+
+template <class Ctx, class Graph>
+std::span<const ProposedDrafts> IterationRunner<Ctx, Graph>::drafts(int64_t iteration) const {
+  return {ring_.drafts(iteration), results(iteration).size()};
 }
 
 template <class Ctx, class Graph>

@@ -50,6 +50,7 @@ class IterationRunner {
   // For completed iterations; see Runner.
   [[nodiscard]] std::span<const SequenceResult> results(int64_t iteration) const;
   [[nodiscard]] std::span<const TokenLogprob> logprobs(int64_t iteration) const;
+  [[nodiscard]] std::span<const ProposedDrafts> drafts(int64_t iteration) const;
   [[nodiscard]] Runner::Timing timing(int64_t iteration) const;
   [[nodiscard]] std::array<ExpertCounts, kNumModels> experts(int64_t iteration) const;
 
@@ -80,7 +81,7 @@ class IterationRunner {
   [[nodiscard]] const Graphs& graphs_of(int32_t num_seqs, bool has_logit_work) const;
   [[nodiscard]] ExpertCounters expert_counters() const;
   void begin();
-  void end();
+  void end(bool has_logit_work);
   void run_eagerly(const Batch& batch);
   void run_draft_steps(int32_t num_drafting, bool has_logit_work, const IterationExtent& extent);
   void copy_scores(const Batch& batch);

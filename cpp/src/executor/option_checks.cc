@@ -35,6 +35,26 @@ void check_ngram(const SpeculativeOptions& s, const Model* draft) {
   }
 }
 
+void check_host_drafter(const ExecutorOptions& o, const Model* draft) {
+  const SpeculativeOptions& s = o.speculative;
+  if (s.host_drafter == nullptr) return;
+  if (draft != nullptr || s.ngram_max > 0) {
+    throw InvalidArgument(
+        concat("host_drafter and ",
+               draft != nullptr ? concat("the drafter ", draft->config.name) : "ngram_max",
+               " are given; allowed: one of them"));
+  }
+  if (s.draft_stop_threshold > 0) {
+    throw InvalidArgument(concat("draft_stop_threshold is ", s.draft_stop_threshold,
+                                 " and a host drafter gives no probabilities; set it to 0"));
+  }
+  if (o.use_null_device) {
+    throw InvalidArgument(
+        "host_drafter is given and use_null_device is true, which accepts no draft; allowed: one "
+        "of them");
+  }
+}
+
 void check_rejection(const SpeculativeOptions& s) {
   check_range("num_draft_proposals", s.num_draft_proposals, 0, kMaxDraftProposals);
   const bool rejects =
@@ -44,10 +64,10 @@ void check_rejection(const SpeculativeOptions& s) {
         "samples_drafts is false, but with this accept_method the drafter draws with the "
         "target's noise; set it to true, or accept_method to 'standard' or 'block'");
   }
-  if (rejects && s.samples_drafts && s.ngram_max > 0) {
-    throw InvalidArgument(
-        "samples_drafts is true, but prompt lookup has no distribution to sample drafts from; "
-        "set it to false");
+  if (rejects && s.samples_drafts && (s.ngram_max > 0 || s.host_drafter != nullptr)) {
+    throw InvalidArgument(concat("samples_drafts is true, but ",
+                                 s.ngram_max > 0 ? "prompt lookup" : "a host drafter",
+                                 " has no distribution to sample drafts from; set it to false"));
   }
   if (s.num_draft_proposals > 0 && !(rejects && s.samples_drafts && s.num_speculative_tokens > 0)) {
     throw InvalidArgument(concat("num_draft_proposals is ", s.num_draft_proposals,
@@ -94,7 +114,8 @@ void check_options(const ExecutorOptions& o, const Model& target, const Model* d
   check_range("num_speculative_tokens", s.num_speculative_tokens, 0, kMaxDraftTokens);
   check_ngram(s, draft);
   check_rejection(s);
-  const bool drafts = draft != nullptr || s.ngram_max > 0;
+  check_host_drafter(o, draft);
+  const bool drafts = draft != nullptr || s.ngram_max > 0 || s.host_drafter != nullptr;
   if (s.num_speculative_tokens > 0 && !drafts) {
     throw InvalidArgument(concat("num_speculative_tokens is ", s.num_speculative_tokens,
                                  " but there is no drafter; give one, or ngram_min and ngram_max, "
@@ -159,8 +180,8 @@ void check_options(const ExecutorOptions& o, const Model& target, const Model* d
   }
   if (draft != nullptr) check_drafter(*draft, target);
   if (s.draft_position != DraftPosition::kLast) {
-    const NgramOptions ngram = {.min_tokens = s.ngram_min, .max_tokens = s.ngram_max};
-    const SpecTraits traits = traits_for(draft != nullptr ? &draft->config : nullptr, ngram);
+    const SpecTraits traits =
+        traits_for(draft != nullptr ? &draft->config : nullptr, model_free_options(s));
     if (!traits.drafts || !traits.takes_target_hidden || traits.advances_positions) {
       throw InvalidArgument(
           "draft_position is 'next', but only Gemma 4 MTP drafts from a fixed position; allowed: "

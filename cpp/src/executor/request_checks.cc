@@ -129,6 +129,30 @@ void check_logprobs(const Request& request, int32_t max_logprobs) {
   check("prompt_logprobs", request.sampling.prompt_logprobs);
 }
 
+void check_constraints(const Request& request, const RequestBounds& bounds) {
+  const size_t count = request.constraints.size();
+  if (count == 0) return;
+  if (is_score(request)) {
+    throw InvalidArgument(
+        "constraints is not empty, but a request with score_prompt or hidden_layers emits nothing; "
+        "leave it out");
+  }
+  if (!bounds.allows_constraints) {
+    throw InvalidArgument(
+        "constraints is not empty, but the engine's acceptance method is 'synthetic' or its device "
+        "the null device, which emit any token; allowed with them: no constraints");
+  }
+  if (count != static_cast<size_t>(request.num_samples)) {
+    throw InvalidArgument(concat("constraints has ", count, " entries and num_samples is ",
+                                 request.num_samples, "; allowed: one for each sample, or none"));
+  }
+  for (size_t i = 0; i < count; ++i) {
+    if (request.constraints[i] == nullptr) {
+      throw InvalidArgument(concat("constraints[", i, "] is null; give a constraint"));
+    }
+  }
+}
+
 }  // namespace
 
 void check_request(const Request& request, const RequestBounds& bounds) {
@@ -184,6 +208,7 @@ void check_request(const Request& request, const RequestBounds& bounds) {
   check_sampling(request.sampling, bounds.vocab_size);
   check_logprobs(request, bounds.max_logprobs);
   check_resumed(request);
+  check_constraints(request, bounds);
 }
 
 }  // namespace paceline

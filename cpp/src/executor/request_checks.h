@@ -16,7 +16,8 @@ struct RequestBounds {
   int32_t num_layers = 0;   // of the target
   int32_t num_streams = 1;  // of the target
   int32_t max_logprobs = 0;
-  int32_t num_draft_tokens = 0;  // k
+  int32_t num_draft_tokens = 0;    // k
+  bool allows_constraints = true;  // not with synthetic acceptance, nor without logits
 };
 
 // Whether a request generates nothing and returns values at the positions of its prompt.

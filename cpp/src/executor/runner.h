@@ -54,6 +54,10 @@ class Runner {
   // max_logprobs is 0.
   [[nodiscard]] virtual std::span<const TokenLogprob> logprobs(int64_t) { return {}; }
 
+  // By batch row, the drafts that follow a completed iteration; only those of sequences with masks
+  // are written. Valid as long as the results; empty if the device makes none.
+  [[nodiscard]] virtual std::span<const ProposedDrafts> drafts(int64_t) { return {}; }
+
   // The time that a completed iteration took on the device, and the time for which the device was
   // idle between the previous iteration and this one.
   struct Timing {

@@ -82,6 +82,8 @@ Samples make_samples(Request request, const SampleBounds& bounds) {
         static_cast<size_t>(first->prompt_len - 1));
   }
   const auto k = static_cast<size_t>(first->max_drafts);
+  const bool is_drafted_on_host = bounds.host_drafter != nullptr && first->max_drafts > 0;
+  const bool is_guided = !first->is_score && (is_drafted_on_host || !request.constraints.empty());
   first->counters.accepted_per_position.assign(k, 0);
   first->counters.drafted_per_position.assign(k, 0);
   first->arrival_us = now_us();
@@ -90,6 +92,17 @@ Samples make_samples(Request request, const SampleBounds& bounds) {
   samples.push_back(std::move(first));
   for (int32_t i = 1; i < request.num_samples; ++i) {
     samples.push_back(sample_like(*samples.front(), i));
+  }
+  for (size_t i = 0; is_guided && i < samples.size(); ++i) {
+    auto guide = std::make_shared<WindowGuide>();
+    if (!request.constraints.empty()) guide->constraint = std::move(request.constraints[i]);
+    if (is_drafted_on_host) {
+      guide->drafter = bounds.host_drafter;
+      // The first question brings the output of an earlier run.
+      const std::vector<int32_t>& tokens = samples[i]->tokens;
+      guide->tokens.assign(tokens.begin(), tokens.begin() + samples[i]->prompt_len);
+    }
+    samples[i]->guide = std::move(guide);
   }
   return samples;
 }

@@ -20,8 +20,9 @@ struct SampleBounds {
   int32_t max_model_len = 0;
   int32_t vocab_size = 0;
   int32_t hidden_size = 0;
-  Device device = Device::kCpu;  // holds what a request leaves on the device
-  int32_t num_draft_tokens = 0;  // k
+  Device device = Device::kCpu;               // holds what a request leaves on the device
+  int32_t num_draft_tokens = 0;               // k
+  std::shared_ptr<HostDrafter> host_drafter;  // null: the device drafts
 };
 
 // The request must have been checked. Throws OutOfMemory where the memory of what it returns cannot

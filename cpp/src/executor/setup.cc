@@ -36,9 +36,8 @@ int32_t max_adopted_tokens(const ExecutorOptions& o) {
 
 IterationOptions iteration_options(const ExecutorOptions& o, const Model* draft) {
   const int32_t k = o.speculative.num_speculative_tokens;
-  const NgramOptions ngram = {.min_tokens = o.speculative.ngram_min,
-                              .max_tokens = o.speculative.ngram_max};
-  const SpecTraits traits = traits_for(draft != nullptr ? &draft->config : nullptr, ngram);
+  const ModelFreeOptions model_free = model_free_options(o.speculative);
+  const SpecTraits traits = traits_for(draft != nullptr ? &draft->config : nullptr, model_free);
   return {.shape = {.max_seqs = o.max_num_seqs,
                     .max_verify_rows = o.max_num_batched_tokens,
                     .max_logit_rows = o.max_num_seqs * (k + 1) + kMaxScoreRows,
@@ -54,8 +53,23 @@ IterationOptions iteration_options(const ExecutorOptions& o, const Model* draft)
           .num_draft_proposals = o.speculative.num_draft_proposals,
           .draft_stop_threshold = o.speculative.draft_stop_threshold,
           .use_window_lists = o.use_window_lists,
-          .ngram = ngram,
+          .model_free = model_free,
           .draft_position = o.speculative.draft_position};
+}
+
+WindowMakerOptions window_options(const ExecutorOptions& o, const Model& target,
+                                  const Model* draft) {
+  const SpeculativeOptions& s = o.speculative;
+  const bool is_coupled = s.accept_method == AcceptMethod::kCoupled;
+  // Each thread makes the windows of one sample at a time. A host drafter is called by one.
+  constexpr int32_t kCoresPerThread = 4;
+  constexpr int32_t kMostThreads = 4;
+  const int32_t share = build_info().num_cores / kCoresPerThread;
+  return {.vocab_size = target.config.vocab_size,
+          .rule = draft == nullptr || is_coupled ? DraftRule::kReplace
+                  : s.samples_drafts             ? DraftRule::kKeepRejected
+                                                 : DraftRule::kCut,
+          .num_threads = s.host_drafter != nullptr ? 1 : std::clamp(share, 1, kMostThreads)};
 }
 
 // The most iterations that are launched and not yet read: one ahead, or more for a late device.
@@ -91,7 +105,11 @@ EngineOptions engine_options(const ExecutorOptions& o, const Model& target, cons
           .max_waiting_requests = o.max_waiting_requests,
           .host_delay_max_us = o.host_delay_max_us,
           .poisons_freed_blocks = o.poison_freed_blocks,
-          .log_interval_s = o.log_interval_s};
+          .log_interval_s = o.log_interval_s,
+          .host_drafter = o.speculative.host_drafter,
+          .windows = window_options(o, target, draft),
+          .allows_constraints =
+              o.speculative.accept_method != AcceptMethod::kSynthetic && !o.use_null_device};
 }
 
 int64_t workspace_bytes(const ExecutorOptions& given, const Model& target, const Model* draft) {

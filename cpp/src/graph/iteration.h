@@ -104,7 +104,7 @@ struct IterationOptions {
   int32_t num_draft_proposals = 0;
   double draft_stop_threshold = 0;  // see SpeculativeOptions
   bool use_window_lists = false;
-  NgramOptions ngram;
+  ModelFreeOptions model_free;
   DraftPosition draft_position = DraftPosition::kLast;
   // Returns for how many rows activations and logits are allocated if `rows` are needed, since a
   // library may compute whole tiles of rows. Null: for `rows`.

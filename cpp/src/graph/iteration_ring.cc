@@ -31,6 +31,13 @@ int32_t max_table_writes(const BatchShape& shape, const KvLayout& layout, int32_
   return static_cast<int32_t>(std::min(all, std::max(reached, kSmall)));
 }
 
+// The masks that one iteration may have: at least one for each sequence. The batch builder shortens
+// windows to fit.
+int32_t max_masks(const BatchShape& shape) {
+  constexpr int32_t kMasks = 256;
+  return std::max(shape.max_seqs, std::min(shape.max_seqs * (shape.num_draft_tokens + 1), kMasks));
+}
+
 }  // namespace
 
 InputCapacity input_capacity(const BatchShape& shape, const KvLayout& layout, int32_t max_model_len,
@@ -43,7 +50,8 @@ InputCapacity input_capacity(const BatchShape& shape, const KvLayout& layout, in
           .list_words = shape.max_seqs * (kMostListWords + mask_words(vocab_size)),
           .block_copies = shape.max_seqs * static_cast<int32_t>(layout.groups.size()),
           .table_writes = max_table_writes(shape, layout, max_model_len),
-          .adopted_tokens = shape.max_adopted_tokens};
+          .adopted_tokens = shape.max_adopted_tokens,
+          .mask_words = max_masks(shape) * mask_words(vocab_size)};
 }
 
 IterationRing::IterationRing(DeviceMemory& memory, const BatchShape& shape, const KvLayout& layout,
@@ -61,6 +69,7 @@ IterationRing::IterationRing(DeviceMemory& memory, const BatchShape& shape, cons
   };
   completion_offset_ = place(sizeof(CompletionRecord));
   results_offset_ = place(int64_t{shape.max_seqs} * static_cast<int64_t>(sizeof(SequenceResult)));
+  drafts_offset_ = place(int64_t{shape.max_seqs} * static_cast<int64_t>(sizeof(ProposedDrafts)));
   if (shape.max_logprobs > 0) {
     row_entries_ = 1 + shape.max_logprobs;
     logprobs_offset_ = place(int64_t{shape.max_logit_rows} * row_entries_ *
@@ -123,10 +132,11 @@ BeginIterationParams IterationRing::begin_params(const StagedInputs& staged,
 }
 
 EndIterationParams IterationRing::end_params(const StagedInputs& staged,
+                                             const SequenceState& sequences,
                                              const SamplingState& sampling,
                                              const SequenceResult* results,
                                              const TokenLogprob* logprobs,
-                                             const ExpertCounters& experts) const {
+                                             const ExpertCounters& experts, bool has_masks) const {
   return {.ring = position(),
           .completion = reinterpret_cast<CompletionRecord*>(entry(0) + completion_offset_),
           .results_to = reinterpret_cast<SequenceResult*>(entry(0) + results_offset_),
@@ -134,6 +144,10 @@ EndIterationParams IterationRing::end_params(const StagedInputs& staged,
           .results = results,
           .logprobs = logprobs,
           .row_entries = row_entries_,
+          .drafts_to =
+              has_masks ? reinterpret_cast<ProposedDrafts*>(entry(0) + drafts_offset_) : nullptr,
+          .sequences = sequences,
+          .first_mask = sampling.first_mask,
           .inputs = staged,
           .num_logprobs = sampling.num_logprobs,
           .experts = {experts[0], experts[1]}};
@@ -151,6 +165,10 @@ const CompletionRecord& IterationRing::completion(int64_t iteration) const {
 
 const SequenceResult* IterationRing::results(int64_t iteration) const {
   return reinterpret_cast<const SequenceResult*>(entry(iteration) + results_offset_);
+}
+
+const ProposedDrafts* IterationRing::drafts(int64_t iteration) const {
+  return reinterpret_cast<const ProposedDrafts*>(entry(iteration) + drafts_offset_);
 }
 
 const TokenLogprob* IterationRing::logprobs(int64_t iteration) const {

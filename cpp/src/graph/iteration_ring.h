@@ -15,6 +15,7 @@
 
 #include <paceline/request.h>
 
+#include "base/host_device.h"
 #include "device/device_arena.h"
 #include "device/device_memory.h"
 #include "kv/kv_layout.h"
@@ -56,6 +57,12 @@ struct RingPosition {
   int64_t entry_bytes;  // from one entry to the next
 };
 
+// Words from the arrays of entry 0 to those of the entry of an iteration.
+[[nodiscard]] PACELINE_HOST_DEVICE inline int64_t words_to_entry(const RingPosition& ring,
+                                                                 int64_t iteration) {
+  return iteration % ring.num_entries * (ring.entry_bytes / static_cast<int64_t>(sizeof(int32_t)));
+}
+
 // One array that the first op copies, as 4-byte words.
 struct StagedCopy {
   const int32_t* from;  // in entry 0
@@ -66,7 +73,7 @@ struct StagedCopy {
 };
 
 // Copies the iteration's inputs, resets the counters of experts and the state of sequences that
-// start, and writes new entries of block tables.
+// start, and writes new entries of block tables and the verify windows that the host has made.
 struct BeginIterationParams {
   RingPosition ring;
   CompletionRecord* completion;  // in entry 0
@@ -82,7 +89,8 @@ struct BeginIterationParams {
 void begin_iteration(CpuContext&, const BeginIterationParams&);
 void begin_iteration(CudaContext&, const BeginIterationParams&);
 
-// Writes the results, the requested logprobs, the counters of experts and the completion record.
+// Writes the results, the requested logprobs, the drafts of sequences with masks, the counters of
+// experts and the completion record.
 struct EndIterationParams {
   RingPosition ring;
   CompletionRecord* completion;   // in entry 0
@@ -91,9 +99,13 @@ struct EndIterationParams {
   const SequenceResult* results;  // [max_seqs]
   const TokenLogprob* logprobs;   // [max_logit_rows, row_entries]; null: logprobs are off
   int32_t row_entries;            // 1 + max_logprobs
-  StagedInputs inputs;            // the device's copy
-  const int32_t* num_logprobs;    // [max_seqs] by sequence slot; below 0: none requested
-  int64_t* experts[kNumModels];   // see ExpertCounters
+  // In entry 0, [max_seqs] by batch row, written for sequences with masks; null: there are none.
+  ProposedDrafts* drafts_to;
+  SequenceState sequences;
+  const int32_t* first_mask;     // [max_seqs] by sequence slot; see SamplingState
+  StagedInputs inputs;           // the device's copy
+  const int32_t* num_logprobs;   // [max_seqs] by sequence slot; below 0: none requested
+  int64_t* experts[kNumModels];  // see ExpertCounters
 };
 void end_iteration(CpuContext&, const EndIterationParams&);
 void end_iteration(CudaContext&, const EndIterationParams&);
@@ -119,18 +131,20 @@ class IterationRing {
                                                   const SamplingState& sampling,
                                                   const std::vector<BlockTable>& tables,
                                                   const ExpertCounters& experts) const;
-  // `logprobs` is null if logprobs are off.
+  // `logprobs` is null if logprobs are off. `has_masks`: whether sequences may have masks.
   [[nodiscard]] EndIterationParams end_params(const StagedInputs& staged,
+                                              const SequenceState& sequences,
                                               const SamplingState& sampling,
                                               const SequenceResult* results,
                                               const TokenLogprob* logprobs,
-                                              const ExpertCounters& experts) const;
+                                              const ExpertCounters& experts, bool has_masks) const;
 
   // What the device has written. Results and logprobs are valid only for a complete iteration.
   [[nodiscard]] bool is_complete(int64_t iteration) const;
   [[nodiscard]] const CompletionRecord& completion(int64_t iteration) const;
   [[nodiscard]] const SequenceResult* results(int64_t iteration) const;
   [[nodiscard]] const TokenLogprob* logprobs(int64_t iteration) const;
+  [[nodiscard]] const ProposedDrafts* drafts(int64_t iteration) const;
 
  private:
   [[nodiscard]] std::byte* entry(int64_t iteration) const {
@@ -144,6 +158,7 @@ class IterationRing {
   int32_t row_entries_ = 0;  // logprob entries per row of logits; 0: logprobs are off
   int64_t completion_offset_ = 0;
   int64_t results_offset_ = 0;
+  int64_t drafts_offset_ = 0;
   int64_t logprobs_offset_ = 0;
   int64_t entry_bytes_ = 0;
   std::byte* data_ = nullptr;

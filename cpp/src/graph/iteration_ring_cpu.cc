@@ -50,6 +50,11 @@ void begin_iteration(CpuContext&, const BeginIterationParams& p) {
     reset_sampling(p.sampling, resets[i], lists + resets[i].first_list_word, /*worker=*/0,
                    /*num_workers=*/1);
   }
+  const HostWindow* const windows = in_entry(p.entry.windows, p.ring);
+  for (int32_t i = 0; i < p.counts->num_windows; ++i) {
+    set_window(p.sequences, p.sampling, windows[i], /*worker=*/0, /*num_workers=*/1);
+  }
+  *p.sampling.masks_offset = words_to_entry(p.ring, *p.ring.counter);
   const TableWrite* const writes = in_entry(p.entry.table_writes, p.ring);
   for (int32_t i = 0; i < p.counts->num_table_writes; ++i) {
     const BlockTable& table = p.tables[writes[i].group];
@@ -66,6 +71,16 @@ void end_iteration(CpuContext&, const EndIterationParams& p) {
       copy_rows(p, p.inputs.logit_indptr[i], p.results[i].emitted_len);
     }
     copy_rows(p, counts.num_logit_rows, counts.num_prompt_rows);
+  }
+  if (p.drafts_to != nullptr) {
+    for (int32_t i = 0; i < counts.num_seqs; ++i) {
+      const int32_t seq_slot = p.inputs.seq_slot[i];
+      if (p.first_mask[seq_slot] < 0) continue;
+      ProposedDrafts& drafts = in_entry(p.drafts_to, p.ring)[i];
+      drafts.count = p.sequences.draft_len[seq_slot];
+      std::copy_n(p.sequences.draft_tokens + int64_t{seq_slot} * p.sequences.num_draft_tokens,
+                  drafts.count, drafts.tokens);
+    }
   }
   CompletionRecord* const completion = in_entry(p.completion, p.ring);
   for (int32_t model = 0; model < kNumModels; ++model) {

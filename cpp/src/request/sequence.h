@@ -13,6 +13,8 @@
 
 #include "kv/prefix_cache.h"
 #include "kv/sequence_blocks.h"
+#include "request/window_guide.h"
+#include "wire/batch_shape.h"
 
 namespace paceline {
 
@@ -52,6 +54,12 @@ struct Sequence {
   int32_t emitting_in_flight = 0;
   int32_t launches_in_flight = 0;  // launches that still refer to this object
 
+  // Of a guided sequence: what makes its windows, the next window, and the number of tokens that
+  // the guide has been given, 0 at first.
+  std::shared_ptr<WindowGuide> guide;
+  GuidedWindow window;
+  int32_t num_guided = 0;
+
   SpeculationCounters counters;
   // Of a score, where they are asked for: [prompt_len, vocab], on the host or on the device, and
   // [hidden_layers, prompt_len, hidden].
@@ -64,6 +72,17 @@ struct Sequence {
   int64_t first_token_us = 0;
 
   [[nodiscard]] int32_t known_len() const { return static_cast<int32_t>(tokens.size()); }
+  [[nodiscard]] bool needs_masks() const {
+    return guide != nullptr && guide->constraint != nullptr;
+  }
+  // Whether the sequence must wait with rows of this kind until the host has read its last result
+  // and its guide has made the next window.
+  [[nodiscard]] bool lacks_window(RowKind kind) const {
+    const bool takes_window = kind == RowKind::kDecode
+                                  ? guide != nullptr
+                                  : kind == RowKind::kPrefillFinal && needs_masks();
+    return takes_window && (emitting_in_flight > 0 || window.num_tokens != known_len());
+  }
 };
 
 }  // namespace paceline

@@ -41,6 +41,11 @@ void adjust_row(const AdjustLogitsParams& p, int32_t i) {
       if (!is_allowed(s, seq_slot, token)) logits[token] = kNegInf;
     }
   }
+  if (const uint32_t* const mask = mask_of(s, row)) {
+    for (int32_t token = 0; token < s.vocab_size; ++token) {
+      if ((mask[token / 32] >> token % 32 & 1) == 0) logits[token] = kNegInf;
+    }
+  }
   for (int32_t word = 0; word < s.num_bad_words[seq_slot]; ++word) {
     const int32_t token = token_banned_by(s, row, word);
     if (is_token(token)) logits[token] = kNegInf;

@@ -101,6 +101,14 @@ struct Penalties {
   return (bits >> token % 32 & 1) != 0;
 }
 
+// The mask of the row, or null if all tokens may be drawn.
+[[nodiscard]] PACELINE_HOST_DEVICE inline const uint32_t* mask_of(const SamplingState& s,
+                                                                  const AdjustedRow& row) {
+  const int32_t first = s.first_mask[row.seq_slot];
+  if (first < 0) return nullptr;
+  return s.masks + *s.masks_offset + int64_t{first + row.num_drafts} * mask_words(s.vocab_size);
+}
+
 // The token that bad word `index` of the row's sequence bans here, or -1.
 [[nodiscard]] PACELINE_HOST_DEVICE inline int32_t token_banned_by(const SamplingState& s,
                                                                   const AdjustedRow& row,

@@ -2,11 +2,11 @@
 #pragma once
 
 // The logits pipeline: turns the model's logits into those that `draw` samples from, row by row. It
-// applies logit bias; penalties; bans (bad words, allowed ids, and stop ids until min_tokens are
-// reached); temperature; top-k; top-p; min-p. A row of a verify window is a decode row: it sees the
-// tokens that plain decoding would have seen at that position, including the drafts before it, and
-// its bits depend only on those tokens and on the parameters of its own sequence. Rows with any mix
-// of parameters share a batch.
+// applies logit bias; penalties; bans (bad words, allowed ids, masks, and stop ids until min_tokens
+// are reached); temperature; top-k; top-p; min-p. A row of a verify window is a decode row: it sees
+// the tokens that plain decoding would have seen at that position, including the drafts before it,
+// and its bits depend only on those tokens and on the parameters of its own sequence. Rows with any
+// mix of parameters share a batch.
 //
 // Order in an iteration: clear_counts (sequence slots that were reset), count_prefill_tokens; then
 // in each pass adjust_logits, truncate_logits, draw; and count_emitted_tokens after accept.
@@ -28,7 +28,8 @@ struct CudaContext;
 // 2. Tokens of prompt or output: logit = logit > 0 ? logit / repetition : logit * repetition.
 //    Tokens of the output: logit -= frequency * occurrences, then logit -= presence.
 // 3. -inf for: the last token of each bad word whose other tokens are the newest ones of the
-//    sequence (prompt included; always for a word of one token); every token that is not allowed;
+//    sequence (prompt included; always for a word of one token); every token that is not allowed,
+//    to the sequence or by the mask of the row;
 //    the stop ids of the sequence, while the token to be drawn is among the first min_tokens of the
 //    output.
 // A row's sequence consists of all tokens up to and including the row's own input token: the known

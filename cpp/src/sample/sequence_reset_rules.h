@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// What begins a sequence in a sequence slot: the one specification that both backends share. Worker
+// What the host writes to a sequence slot: the one specification that both backends share. Worker
 // `worker` of `num_workers` writes every num_workers-th element of a list; worker 0 writes the
 // rest.
 
@@ -46,6 +46,7 @@ PACELINE_HOST_DEVICE inline void reset_sampling(const SamplingState& s, const Se
     s.num_bias[seq_slot] = reset.num_bias;
     s.num_bad_words[seq_slot] = reset.num_bad_words;
     s.has_allowed[seq_slot] = reset.has_allowed;
+    s.first_mask[seq_slot] = -1;
     s.top_k[seq_slot] = reset.top_k;
     s.top_p[seq_slot] = reset.top_p;
     s.min_p[seq_slot] = reset.min_p;
@@ -64,6 +65,19 @@ PACELINE_HOST_DEVICE inline void reset_sampling(const SamplingState& s, const Se
   copy_list(s.bad_word_tokens + seq_slot * kMaxBadWordTokens, reset.num_bad_word_tokens);
   const int32_t num_words = mask_words(s.vocab_size);
   copy_list(allowed + seq_slot * num_words, reset.has_allowed != 0 ? num_words : 0);
+}
+
+// After the reset of the same sequence slot, if there is one.
+PACELINE_HOST_DEVICE inline void set_window(const SequenceState& s, const SamplingState& sampling,
+                                            const HostWindow& window, int32_t worker,
+                                            int32_t num_workers) {
+  const int64_t seq_slot = window.seq_slot;
+  for (int32_t i = worker; i < window.num_drafts; i += num_workers) {
+    s.draft_tokens[seq_slot * s.num_draft_tokens + i] = window.drafts[i];
+  }
+  if (worker != 0) return;
+  s.draft_len[seq_slot] = window.num_drafts;
+  sampling.first_mask[seq_slot] = window.first_mask;
 }
 
 }  // namespace paceline

@@ -349,6 +349,9 @@ bool Scheduler::plan(IterationPlan& plan) {
         sequence->num_prefilled == sequence->known_len()) {
       continue;  // a scored prompt whose rows have all been launched
     }
+    if (sequence->phase == Sequence::Phase::kDecode && sequence->lacks_window(RowKind::kDecode)) {
+      continue;  // others are not held up
+    }
     const PlannedSequence rows = next_rows(*sequence, budget.prefill, budget.score);
     if (rows.num_rows == 0) continue;
     const int64_t preemptions = num_preemptions_;
@@ -368,6 +371,11 @@ bool Scheduler::plan(IterationPlan& plan) {
          (!has_preempted || (plan.sequences.empty() && running_.empty()))) {
     if (needs_empty_pool_ && (!running_.empty() || pool_.num_quarantined() > 0)) break;
     Sequence* sequence = waiting_[index];
+    // Once it is there, the window of a prompt stays, since no token is drawn until its last row.
+    if (sequence->lacks_window(RowKind::kPrefillFinal)) {
+      ++index;
+      continue;
+    }
     const Parent parent = find_parent(*sequence, plan.iteration);
     if (parent.sequence == nullptr && parent.is_pending) {
       ++index;  // other sequences need not wait for its prompt

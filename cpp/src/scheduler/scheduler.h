@@ -16,6 +16,9 @@
 // cache has, and computes at least the last known token. The cache learns of blocks when results
 // are read, so it has only KV that the device has written.
 //
+// A guided sequence, whose verify windows the host makes, is planned only once its last result has
+// been read and its next window is there. The others are planned as if it were not.
+//
 // The scheduler plans ahead of results: it plans a decoding sequence for the most tokens that it
 // may have by then, and stops planning it once it must have finished. Host only; not thread-safe.
 

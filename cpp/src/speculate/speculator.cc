@@ -18,19 +18,25 @@ bool is_gemma4_mtp(const DecoderConfig& draft) {
 
 }  // namespace
 
-SpecTraits traits_for(const DecoderConfig* draft, const NgramOptions& ngram) {
+ModelFreeOptions model_free_options(const SpeculativeOptions& options) {
+  return {.ngram = {.min_tokens = options.ngram_min, .max_tokens = options.ngram_max},
+          .drafts_on_host = options.host_drafter != nullptr};
+}
+
+SpecTraits traits_for(const DecoderConfig* draft, const ModelFreeOptions& model_free) {
   if (draft != nullptr) {
     if (!draft->drafter) return DraftModelSpeculator::kTraits;
     return is_gemma4_mtp(*draft) ? Gemma4MtpSpeculator::kTraits : EagleSpeculator::kTraits;
   }
-  return ngram.max_tokens > 0 ? NgramSpeculator::kTraits : NoSpeculator::kTraits;
+  if (model_free.drafts_on_host) return HostSpeculator::kTraits;
+  return model_free.ngram.max_tokens > 0 ? NgramSpeculator::kTraits : NoSpeculator::kTraits;
 }
 
 void check_drafter(const Model& draft, const Model& target) {
   if (draft.config.drafter) check_draft_head(draft, target);
 }
 
-Speculator make_speculator(std::shared_ptr<const Model> draft, const NgramOptions& ngram,
+Speculator make_speculator(std::shared_ptr<const Model> draft, const ModelFreeOptions& model_free,
                            DraftPosition draft_position, const Decoder& target,
                            const KvLayout& layout, std::byte* kv_pool, int32_t max_positions,
                            DeviceArena& arena) {
@@ -47,6 +53,8 @@ Speculator make_speculator(std::shared_ptr<const Model> draft, const NgramOption
     return DraftModelSpeculator{
         Decoder(std::move(draft), layout, KvOwner::kDraft, kv_pool, max_positions, arena)};
   }
+  if (model_free.drafts_on_host) return HostSpeculator{};
+  const NgramOptions& ngram = model_free.ngram;
   if (ngram.max_tokens > 0) return NgramSpeculator{ngram.min_tokens, ngram.max_tokens};
   return NoSpeculator{};
 }

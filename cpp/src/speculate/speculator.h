@@ -81,8 +81,13 @@ struct NgramSpeculator {
   int32_t max_tokens = 0;
 };
 
+// A function of the caller: the host writes its drafts to the sequence slot before the verify pass.
+struct HostSpeculator {
+  static constexpr SpecTraits kTraits{.drafts = true, .has_variable_draft_len = true};
+};
+
 using Speculator = std::variant<NoSpeculator, DraftModelSpeculator, EagleSpeculator,
-                                Gemma4MtpSpeculator, NgramSpeculator>;
+                                Gemma4MtpSpeculator, NgramSpeculator, HostSpeculator>;
 
 static_assert(!NoSpeculator::kTraits.drafts);
 static_assert(NgramSpeculator::kTraits.first_rows == FirstRows::kNone);
@@ -93,8 +98,15 @@ struct NgramOptions {
   int32_t max_tokens = 0;
 };
 
+// What drafts where no model does.
+struct ModelFreeOptions {
+  NgramOptions ngram;
+  bool drafts_on_host = false;
+};
+[[nodiscard]] ModelFreeOptions model_free_options(const SpeculativeOptions& options);
+
 // Traits of the speculator that `draft` (null: no model) and the options select.
-[[nodiscard]] SpecTraits traits_for(const DecoderConfig* draft, const NgramOptions& ngram);
+[[nodiscard]] SpecTraits traits_for(const DecoderConfig* draft, const ModelFreeOptions& model_free);
 
 [[nodiscard]] inline SpecTraits traits_of(const Speculator& speculator) {
   return std::visit([](const auto& s) { return s.kTraits; }, speculator);
@@ -106,10 +118,10 @@ void check_drafter(const Model& draft, const Model& target);
 
 // Makes the speculator of a runner. `target` must outlive it.
 [[nodiscard]] Speculator make_speculator(std::shared_ptr<const Model> draft,
-                                         const NgramOptions& ngram, DraftPosition draft_position,
-                                         const Decoder& target, const KvLayout& layout,
-                                         std::byte* kv_pool, int32_t max_positions,
-                                         DeviceArena& arena);
+                                         const ModelFreeOptions& model_free,
+                                         DraftPosition draft_position, const Decoder& target,
+                                         const KvLayout& layout, std::byte* kv_pool,
+                                         int32_t max_positions, DeviceArena& arena);
 
 // The drafter's decoder, whose matrix products are planned; null without a model.
 [[nodiscard]] const Decoder* decoder_of(const Speculator& speculator);

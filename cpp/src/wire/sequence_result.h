@@ -2,7 +2,8 @@
 #pragma once
 
 // What one iteration did to each sequence, by batch row. The accept op writes it on the device,
-// end_iteration copies it to the ring entry, and the executor reads it there.
+// end_iteration copies it to the ring entry, and the executor reads it there. The drafts that
+// follow are published for sequences whose verify windows the host makes.
 
 #include <cstdint>
 
@@ -24,6 +25,12 @@ struct SequenceResult {
   int32_t discarded_len = 0;  // drafts after a stop token or the limit: no decision
   SequenceOutcome outcome = SequenceOutcome::kRunning;
   int32_t tokens[kMaxDraftTokens + 1] = {};
+};
+
+// What the drafter proposes for the next verify window of a sequence.
+struct ProposedDrafts {
+  int32_t count = 0;
+  int32_t tokens[kMaxDraftTokens] = {};
 };
 
 }  // namespace paceline

@@ -63,6 +63,15 @@ struct SamplingState {
   int32_t* has_allowed;  // [max_seqs] 1: only the tokens of `allowed` may be drawn
   uint32_t* allowed;     // [max_seqs, mask_words(vocab_size)]
 
+  // [max_seqs] the mask of the first row of the sequence's verify window; those of later rows
+  // follow. -1: none. A sequence with masks gets new ones for every iteration that draws for it.
+  int32_t* first_mask;
+  // [masks, mask_words(vocab_size)] in entry 0 of the iteration ring, and [1] the words from there
+  // to the masks of the running iteration. The host rewrites the ring, so a GPU must not cache
+  // them.
+  const uint32_t* masks;
+  int64_t* masks_offset;
+
   int32_t* top_k;  // [max_seqs] 0: none
   float* top_p;    // [max_seqs] in (0, 1]; 1: none
   float* min_p;    // [max_seqs] in [0, 1]; 0: none
@@ -75,6 +84,14 @@ struct SamplingState {
   int32_t* counts;  // [max_seqs, vocab_size] occurrences of each token in the output so far
   uint32_t* seen;   // [max_seqs, mask_words(vocab_size)] tokens that occur in prompt or output
   int32_t vocab_size;
+};
+
+// The verify window that the host has made for a sequence; it replaces the drafts of the device.
+struct HostWindow {
+  int32_t seq_slot = 0;
+  int32_t first_mask = -1;  // see SamplingState
+  int32_t num_drafts = 0;
+  int32_t drafts[kMaxDraftTokens] = {};
 };
 
 // The state of a sequence slot at the start of a sequence.

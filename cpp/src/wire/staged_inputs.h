@@ -31,6 +31,8 @@ struct IterationCounts {
   int32_t num_block_copies;
   int32_t num_table_writes;
   int32_t num_adopted_tokens;
+  int32_t num_windows;
+  int32_t num_mask_words;
 };
 
 struct StagedInputs {
@@ -56,6 +58,8 @@ struct StagedInputs {
   SequenceReset* resets;     // [max_seqs] one for each of reset_seq_slots, in that order
   int32_t* lists;            // [max_list_words] lists of the resets
   TableWrite* table_writes;  // [max_table_writes] at most one for each entry of a block table
+  HostWindow* windows;       // [max_seqs] at most one for each sequence of the batch
+  uint32_t* masks;           // [max_mask_words] masks of the windows, which ops read in place
 };
 
 // Extents of the arrays.
@@ -68,6 +72,7 @@ struct InputCapacity {
   int32_t block_copies = 0;
   int32_t table_writes = 0;
   int32_t adopted_tokens = 0;
+  int32_t mask_words = 0;
 };
 
 // Calls visit(array, capacity, count, extra) for every array that the device copies. `array` is a
@@ -99,6 +104,8 @@ void visit_ring_arrays(const InputCapacity& c, const Visit& visit) {
   visit(&StagedInputs::resets, c.seqs, &IterationCounts::num_resets, 0);
   visit(&StagedInputs::lists, c.list_words, &IterationCounts::num_list_words, 0);
   visit(&StagedInputs::table_writes, c.table_writes, &IterationCounts::num_table_writes, 0);
+  visit(&StagedInputs::windows, c.seqs, &IterationCounts::num_windows, 0);
+  visit(&StagedInputs::masks, c.mask_words, &IterationCounts::num_mask_words, 0);
 }
 
 enum class InputSide : uint8_t { kRing, kDevice };
