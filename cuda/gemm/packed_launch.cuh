@@ -84,9 +84,9 @@ void launch_narrow(CudaContext& ctx, const ExpertGemmParams& p, const ProductCal
                 Shape::kSharedBytes);
 }
 
-template <class Shape, bool kHasTileSums>
+template <class Shape>
 void launch_split(CudaContext& ctx, const ExpertGemmParams& p, const ProductCall& call) {
-  constexpr auto kernel = &split_gemm_kernel<Shape, kHasTileSums>;
+  constexpr auto kernel = &split_gemm_kernel<Shape>;
   allow_packed_bytes<kernel>(Shape::kSharedBytes);
   launch_packed(ctx, p, call, kernel, Shape::kRows, Shape::kTokens, Shape::kThreads,
                 Shape::kSharedBytes);
@@ -146,9 +146,12 @@ void launch_few_rows(CudaContext& ctx, const ExpertGemmParams& p, const ProductC
     if constexpr (kHasTileSums) {
       return is_narrow ? launch_parts<PartsShape<1>>(ctx, p, call)
                        : launch_parts<PartsShape<2>>(ctx, p, call);
+    } else if (p.weight.first.packed_tile_rows() <= 2 * ctx.num_sms) {
+      return is_narrow ? launch_split<SplitShape<format, 1, 1>>(ctx, p, call)
+                       : launch_split<SplitShape<format, 1, 2>>(ctx, p, call);
     } else {
-      return is_narrow ? launch_split<SplitShape<format, 1>, kHasTileSums>(ctx, p, call)
-                       : launch_split<SplitShape<format, 2>, kHasTileSums>(ctx, p, call);
+      return is_narrow ? launch_split<SplitShape<format, 2, 1>>(ctx, p, call)
+                       : launch_split<SplitShape<format, 2, 2>>(ctx, p, call);
     }
   }
   if (!is_narrow) {

@@ -108,7 +108,8 @@ struct ScaledProduct {
   int32_t scale_cols = 0;   // kFp8: 128 for tiles of 128 rows, 0 for a scale a row
   int32_t num_experts = 0;  // 0: one matrix, a product of `gemm`
   bool is_gathered = false;
-  bool has_shared = false;  // one more expert with all rows
+  bool has_shared = false;        // one more expert with all rows
+  bool has_exact_scales = false;  // kFp8: powers of two, part of the values
 };
 constexpr int32_t kTopK = 4;
 constexpr WeightFormat kMxfp4 = WeightFormat::kMxfp4;
@@ -120,6 +121,30 @@ constexpr ScaledProduct kScaledProducts[] = {
     {"gemm/qwen3-8b-fp8/down", kFp8, 4096, 12288, 128},
     {"gemm/llama-3-8b-fp8/gate_up", kFp8, 28672, 4096},
     {"gemm/llama-3-8b-fp8/down", kFp8, 4096, 14336},
+    {.name = "gemm/deepseek-v4/o_groups",
+     .format = kFp8,
+     .n = 8192,
+     .k = 4096,
+     .scale_cols = 128,
+     .has_exact_scales = true},
+    {.name = "gemm/deepseek-v4/o",
+     .format = kFp8,
+     .n = 4096,
+     .k = 8192,
+     .scale_cols = 128,
+     .has_exact_scales = true},
+    {.name = "gemm/deepseek-v4/shared",
+     .format = kFp8,
+     .n = 4096,
+     .k = 4096,
+     .scale_cols = 128,
+     .has_exact_scales = true},
+    {.name = "gemm/deepseek-v4/q_and_kv",
+     .format = kFp8,
+     .n = 1536,
+     .k = 4096,
+     .scale_cols = 128,
+     .has_exact_scales = true},
     {"expert_gemm/gpt-oss-20b/gate_up", kMxfp4, 5760, 2880, 0, 32, true},
     {"expert_gemm/gpt-oss-20b/down", kMxfp4, 2880, 2880, 0, 32},
     {"expert_gemm/gpt-oss-120b/gate_up", kMxfp4, 5760, 2880, 0, 128, true},
@@ -154,6 +179,7 @@ TimedProduct make_timed(const ScaledProduct& s, int32_t m) {
   if (s.format == WeightFormat::kFp8) {
     w.scale_rows = s.scale_cols == 0 ? 1 : 128;
     w.scale_cols = s.scale_cols == 0 ? s.k : s.scale_cols;
+    w.has_exact_scales = s.has_exact_scales;
   }
   const int32_t num_matrices = std::max(s.num_experts, 1) + (s.has_shared ? 1 : 0);
   const int64_t matrix_bytes = w.data_bytes();

@@ -265,7 +265,8 @@ INSTANTIATE_TEST_SUITE_P(
                       DenseCase{kFp8Joined, 1120, 2880}, DenseCase{kFp8RowPowers, 640, 1024},
                       DenseCase{kFp8RowPowers, 11000, 144}, DenseCase{kFp8Block, 11000, 272},
                       DenseCase{kFp8BlockPowers, 4096, 4096}, DenseCase{kFp8BlockPowers, 321, 1360},
-                      DenseCase{kFp8Wide, 1000, 656}));
+                      DenseCase{kFp8BlockPowers, 8192, 4096}, DenseCase{kFp8RowPowers, 6001, 656},
+                      DenseCase{kFp8Wide, 1000, 656}, DenseCase{kFp8Wide, 5000, 656}));
 
 // --- Mixtures ------------------------------------------------------------------------------------
 
