@@ -72,21 +72,10 @@ class RunningLLM:
             speculative = speculative.resolved(draft.method)
             check_compatible(target, draft)
         config.check_on_device(target.model.device)
-        self.config = config
-        self.speculative_config = speculative
-        self.target = target
-        self.draft = draft
-        self.max_model_len = resolve_max_model_len(config.max_model_len, target, draft)
-        self._chat_templates = ChatTemplates.of_model(target, config.chat_template)
-        options = executor_options(config, speculative, max_model_len=self.max_model_len)
+        max_model_len = resolve_max_model_len(config.max_model_len, target, draft)
+        self._describe(target, draft, config, speculative, max_model_len=max_model_len)
+        options = executor_options(config, speculative, max_model_len=max_model_len)
         draft_model = None if draft is None else draft.model
-        self._requests = RequestFactory(
-            target,
-            max_model_len=self.max_model_len,
-            max_logprobs=config.max_logprobs,
-            num_speculative_tokens=self._num_speculative_tokens or 0,
-            seed=config.seed,
-        )
         engine_log.start()
         executor = None
         try:
@@ -102,6 +91,30 @@ class RunningLLM:
             if executor is not None:
                 executor.close()
             raise
+
+    def _describe(
+        self,
+        target: LoadedModel,
+        draft: LoadedModel | None,
+        config: EngineConfig,
+        speculative: SpeculativeConfig | None,
+        *,
+        max_model_len: int,
+    ) -> None:
+        """Sets what an engine's requests are made with, all but the engine."""
+        self.config = config
+        self.speculative_config = speculative
+        self.target = target
+        self.draft = draft
+        self.max_model_len = max_model_len
+        self._chat_templates = ChatTemplates.of_model(target, config.chat_template)
+        self._requests = RequestFactory(
+            target,
+            max_model_len=max_model_len,
+            max_logprobs=config.max_logprobs,
+            num_speculative_tokens=self._num_speculative_tokens or 0,
+            seed=config.seed,
+        )
 
     # ---- generating ----------------------------------------------------------------------------
 

@@ -23,18 +23,18 @@ COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 PROMPT = "def read_lines(path):"
 LONG_PROMPT = "def f(x):\n    return x + 1\n" * 8  # several blocks
 BODIES: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0, "max_tokens": 120},
-    "sampled": {"seed": 5, "max_tokens": 60, "n": 3},
+    "greedy": {"temperature": 0, "max_tokens": 200, "ignore_eos": True},
+    "sampled": {"seed": 5, "max_tokens": 150, "n": 3, "ignore_eos": True},
     "penalties": {
         "seed": 6,
-        "max_tokens": 120,
+        "max_tokens": 200,
         "presence_penalty": 0.5,
         "frequency_penalty": 0.25,
         "repetition_penalty": 1.1,
-        "min_tokens": 100,
+        "min_tokens": 180,
     },
-    "stopped": {"seed": 4, "max_tokens": 400, "stop": ["except", "else"], "min_tokens": 60},
-    "logprobs": {"seed": 1, "max_tokens": 60, "logprobs": 2},
+    "stopped": {"seed": 4, "max_tokens": 400, "stop": ["except", "else"], "min_tokens": 150},
+    "logprobs": {"seed": 1, "max_tokens": 200, "logprobs": 2, "ignore_eos": True},
 }
 
 

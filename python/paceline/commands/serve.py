@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import socket
 
     from paceline.async_llm import AsyncLLM
+    from paceline.server.service import Service
 
 _PARSERS: Final = ("auto", "none", "hermes", "llama3_json", "gemma4", "openai")
 _LOG_LEVELS: Final = ("debug", "info", "warning", "error")
@@ -55,6 +56,14 @@ def add_parser(commands: Any) -> None:
     _add_engine_options(parser.add_argument_group("engine of a server"))
     add_quiet_option(parser, "print no progress bar, and no line when the server is ready")
     parser.set_defaults(run=functools.partial(_run_serve, parser))
+
+
+def parser_of_options() -> argparse.ArgumentParser:
+    """Makes a parser of the command's options alone."""
+    commands = argparse.ArgumentParser().add_subparsers()
+    add_parser(commands)
+    parser: argparse.ArgumentParser = commands.choices["serve"]
+    return parser
 
 
 def _add_server_options(group: Any) -> None:
@@ -231,8 +240,8 @@ def _run_serve(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int
 
     words = shlex.split(args.command_line)
     args = read_options(parser, words[words.index("serve") + 1 :], os.environ)
-    _check(args)
-    model, speculative_config = choose_model(args)
+    check_options(args)
+    arguments = llm_arguments(args)
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -247,22 +256,6 @@ def _run_serve(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int
             )
         from paceline.async_llm import AsyncLLM
 
-        arguments: dict[str, Any] = {
-            "model": model,
-            "speculative_config": speculative_config,
-            "show_progress": not args.quiet,
-            "max_num_seqs": args.max_num_seqs,
-            "max_num_batched_tokens": args.max_num_batched_tokens,
-            "prefill_chunk_size": args.prefill_chunk_size,
-            "gpu_memory_utilization": args.gpu_memory_utilization,
-            "load_format": args.load_format,
-            "seed": args.seed,
-            "max_logprobs": args.max_logprobs,
-            "tensor_parallel_size": args.tensor_parallel_size,
-            "disable_log_stats": args.disable_log_stats,
-            **engine_arguments(args),
-            **download_arguments(args),
-        }
         if args.replicas == 1:
             allm = AsyncLLM(**arguments)
         else:
@@ -279,8 +272,37 @@ def _run_serve(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int
     return EXIT_OK
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Checks what can be wrong before a model is loaded."""
+def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Reads the options of models and engine as arguments of `LLM`.
+
+    Raises:
+        ValueError: One of them is malformed, or options exclude each other.
+    """
+    model, speculative_config = choose_model(args)
+    return {
+        "model": model,
+        "speculative_config": speculative_config,
+        "show_progress": not args.quiet,
+        "max_num_seqs": args.max_num_seqs,
+        "max_num_batched_tokens": args.max_num_batched_tokens,
+        "prefill_chunk_size": args.prefill_chunk_size,
+        "gpu_memory_utilization": args.gpu_memory_utilization,
+        "load_format": args.load_format,
+        "seed": args.seed,
+        "max_logprobs": args.max_logprobs,
+        "tensor_parallel_size": args.tensor_parallel_size,
+        "disable_log_stats": args.disable_log_stats,
+        **engine_arguments(args),
+        **download_arguments(args),
+    }
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Checks what can be wrong before a model is loaded.
+
+    Raises:
+        ValueError: An option is not allowed.
+    """
     if args.model_tag is not None and args.model not in (None, args.model_tag):
         raise ValueError(
             f"the model is {shorten(args.model_tag)} and --model is {shorten(args.model)}; "
@@ -306,31 +328,35 @@ def _check(args: argparse.Namespace) -> None:
         check_text("--served-model-name", name)
 
 
-def _serve(args: argparse.Namespace, allm: AsyncLLM, opened: socket.socket) -> None:
-    from paceline.server.run import Server
+def make_service(args: argparse.Namespace, allm: AsyncLLM) -> Service:
+    """Makes what is served of the options and a model that is loaded."""
     from paceline.server.service import Limits, Service
 
-    names = args.served_model_name or [args.model or _DEMO_NAME]
-    limits = Limits(
-        max_queue=args.max_queue,
-        max_body_bytes=args.max_body_bytes,
-        read_timeout_s=args.read_timeout,
-    )
-    service = Service(
+    return Service(
         allm,
-        names,
-        limits=limits,
+        args.served_model_name or [args.model or _DEMO_NAME],
+        limits=Limits(
+            max_queue=args.max_queue,
+            max_body_bytes=args.max_body_bytes,
+            read_timeout_s=args.read_timeout,
+        ),
         api_key=args.api_key,
         has_vllm_metrics=args.metrics_compat == "vllm",
         tool_call_parser=args.tool_call_parser,
         has_access_log=args.access_log,
     )
+
+
+def _serve(args: argparse.Namespace, allm: AsyncLLM, opened: socket.socket) -> None:
+    from paceline.server.run import Server
+
+    service = make_service(args, allm)
     host, port = opened.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
 
     def on_ready() -> None:
         if not args.quiet:
-            tell(f"paceline: serving {names[0]} at http://{shown}:{port}/v1")
+            tell(f"paceline: serving {service.names[0]} at http://{shown}:{port}/v1")
 
     server = Server(
         service,

@@ -56,23 +56,35 @@ class PrefixRouter:
             num_open: The replicas that take requests, and the outputs that each holds; not empty.
 
         Returns:
-            Of the replicas that hold at most the slack more outputs than the least busy one: that
-            which has most of the first blocks; of those the least busy; of those the one that was
-            not chosen for longest.
+            The first of `ranked`.
+        """
+        chosen = self.ranked(keys, num_open)[0]
+        self.note_chosen(chosen, keys)
+        return chosen
+
+    def ranked(self, keys: Sequence[int], num_open: Mapping[Hashable, int]) -> list[Hashable]:
+        """Sorts replicas, the best one first; for the arguments see `choose`.
+
+        Replicas that hold at most the slack more outputs than the least busy one come first. Of
+        these, those with most of the first blocks; then the least busy ones; then those that were
+        not chosen for longest.
         """
         most = min(num_open.values()) + self._slack
-        chosen = min(
-            (replica for replica, count in num_open.items() if count <= most),
+        return sorted(
+            num_open,
             key=lambda replica: (
+                num_open[replica] > most,
                 -self.num_known(replica, keys),
                 num_open[replica],
                 self._turns.get(replica, 0),
             ),
         )
+
+    def note_chosen(self, replica: Hashable, keys: Sequence[int]) -> None:
+        """Remembers that a replica gets a prompt."""
         self._turn += 1
-        self._turns[chosen] = self._turn
-        self.note(chosen, keys)
-        return chosen
+        self._turns[replica] = self._turn
+        self.note(replica, keys)
 
     def num_known(self, replica: Hashable, keys: Sequence[int]) -> int:
         """Returns the number of first blocks that a replica has."""
@@ -95,3 +107,4 @@ class PrefixRouter:
     def forget(self, replica: Hashable) -> None:
         """Forgets the blocks of a replica that has ended."""
         self._known.pop(replica, None)
+        self._turns.pop(replica, None)

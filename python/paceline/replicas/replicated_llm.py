@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from paceline.chat_template import ChatTemplates
 from paceline.dispatcher import Dispatcher
 from paceline.llm import LLM
 from paceline.replicas.messages import Facts
@@ -15,7 +14,6 @@ from paceline.replicas.placement import place
 from paceline.replicas.remote import RemoteExecutor
 from paceline.replicas.replica_set import ReplicaSet
 from paceline.reports import kv_groups
-from paceline.request_factory import RequestFactory
 
 if TYPE_CHECKING:
     from paceline import _core
@@ -34,17 +32,12 @@ class ReplicatedLLM(LLM):
             executor: Runs the requests.
             facts: Of its engines.
         """
-        self.config = facts.config
-        self.speculative_config = facts.speculative
-        self.target = facts.target
-        self.draft = facts.draft
-        self.max_model_len = facts.max_model_len
-        self._chat_templates = ChatTemplates.of_model(facts.target, facts.config.chat_template)
-        self._requests = RequestFactory(
+        self._describe(
             facts.target,
+            facts.draft,
+            facts.config,
+            facts.speculative,
             max_model_len=facts.max_model_len,
-            max_logprobs=facts.config.max_logprobs,
-            seed=facts.config.seed,
         )
         self._kv_groups = kv_groups(facts.memory_report)
         # It has all that a dispatcher and the methods that are left call.

@@ -37,11 +37,7 @@ def read_options(
         ValueError: A variable or a key of the file is wrong. The message names it.
         OSError: The file cannot be read.
     """
-    actions = {
-        action.dest: action
-        for action in parser._actions
-        if action.option_strings and not isinstance(action, argparse._HelpAction)
-    }
+    actions = _actions(parser)
     given: dict[str, Any] = {}
     for dest, action in actions.items():
         name = _PREFIX + dest.upper()
@@ -52,6 +48,35 @@ def read_options(
     if path is not None:
         given = _read_file(Path(check_path("--config", path, "a YAML file")), actions) | given
     return parser.parse_args(arguments, argparse.Namespace(**given))
+
+
+def read_mapping(
+    parser: argparse.ArgumentParser, content: Mapping[str, Any], source: str
+) -> argparse.Namespace:
+    """Reads the options of a command from a mapping alone.
+
+    Args:
+        parser: The parser of the command.
+        content: As the file has them.
+        source: Where they come from, for errors.
+
+    Returns:
+        The options.
+
+    Raises:
+        ValueError: A key or its value is wrong. The message names it.
+    """
+    given = _convert_all(content, _actions(parser), source)
+    return parser.parse_args([], argparse.Namespace(**given))
+
+
+def _actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """The options of a command."""
+    return {
+        action.dest: action
+        for action in parser._actions
+        if action.option_strings and not isinstance(action, argparse._HelpAction)
+    }
 
 
 def _read_file(path: Path, actions: Mapping[str, argparse.Action]) -> dict[str, Any]:
@@ -66,6 +91,12 @@ def _read_file(path: Path, actions: Mapping[str, argparse.Action]) -> dict[str, 
         return {}
     if not isinstance(content, dict):
         raise ValueError(f"{path} has {shorten(content)}; allowed: one option in each line")
+    return _convert_all(content, actions, str(path))
+
+
+def _convert_all(
+    content: Mapping[str, Any], actions: Mapping[str, argparse.Action], source: str
+) -> dict[str, Any]:
     given: dict[str, Any] = {}
     for key, value in content.items():
         dest = str(key).replace("-", "_")
@@ -74,9 +105,9 @@ def _read_file(path: Path, actions: Mapping[str, argparse.Action]) -> dict[str, 
             near = difflib.get_close_matches(str(key), names, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(
-                f"{path}: unknown key {shorten(key)}{hint}; allowed: {', '.join(names)}"
+                f"{source}: unknown key {shorten(key)}{hint}; allowed: {', '.join(names)}"
             )
-        given[dest] = _convert(actions[dest], value, f"{path}: {key}")
+        given[dest] = _convert(actions[dest], value, f"{source}: {key}")
     return given
 
 
