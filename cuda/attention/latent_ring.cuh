@@ -72,6 +72,7 @@ __device__ __forceinline__ void produce(const PagedAttentionParams& p, const Blo
   const Work& work = tile.work;
   constexpr int32_t kStep = kCopiers / 8;
   constexpr int32_t kCopies = kChunk / kStep;  // of a thread for a slice
+  constexpr bool kKeeps = S::kCopierRegisters >= 64;
   const int32_t thread = static_cast<int32_t>(threadIdx.x) - kConsumers;
   const int32_t first = thread / 8;
   const int32_t unit = thread % 8;
@@ -96,6 +97,13 @@ __device__ __forceinline__ void produce(const PagedAttentionParams& p, const Blo
                        : nullptr;
     sync_threads<kCopiers>(kCopierBarrier);
     const std::byte* const* const addresses = ring.addresses[buffer] + first;
+    // In registers where there are enough. Else each is read behind the copy before it, which takes
+    // longer than the copies.
+    const std::byte* kept[kCopies];
+    if constexpr (kKeeps) {
+#pragma unroll
+      for (int32_t i = 0; i < kCopies; ++i) kept[i] = addresses[i * kStep];
+    }
     buffer ^= 1;
     walk.advance(work);
     block = block_of(walk);
@@ -107,7 +115,7 @@ __device__ __forceinline__ void produce(const PagedAttentionParams& p, const Blo
       const uint32_t slot = ring.slots + static_cast<uint32_t>(place.slot * kSliceBytes) + to;
 #pragma unroll
       for (int32_t i = 0; i < kCopies; ++i) {
-        const std::byte* const from = addresses[i * kStep];
+        const std::byte* const from = kKeeps ? kept[i] : addresses[i * kStep];
         const bool is_live = from != nullptr;
         cp_async_16(slot + static_cast<uint32_t>(i * kStep * 128),
                     is_live ? from + byte : p.kv.base, is_live);
