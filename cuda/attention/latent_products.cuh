@@ -107,24 +107,28 @@ __device__ __forceinline__ void add_slices(uint32_t weights, uint32_t x, int32_t
   }
 }
 
-// Computes the product; `rows` is what `count_rows` returns once the predecessor has completed.
+// Computes the product for the rows that exist once the predecessor has completed, of which
+// `count_rows` tells the number; `room` of them may exist.
 template <bool kRowsAreK, int32_t kRows, class CountRows>
-__device__ __forceinline__ void multiply_head(const HeadProduct& product,
+__device__ __forceinline__ void multiply_head(const HeadProduct& product, int32_t room,
                                               const CountRows& count_rows, uint32_t shared) {
   const int32_t slices = product.depth / kHeadSlice;
   const uint32_t x = shared + static_cast<uint32_t>(slices * kHeadSliceBytes);
   load_weights<kRowsAreK>(product, shared);
   wait_for_predecessor();
   const int32_t rows = count_rows();
-  if (rows <= 0) {
+  // Copies of few rows do not wait for their number: other rows are results that are not stored.
+  constexpr bool kTakesAll = kRows <= 16;
+  if (!kTakesAll && rows <= 0) {
     cp_async_commit();
     cp_async_wait<0>();
     return;
   }
+  const int32_t loaded = kTakesAll ? room : rows;
   const int32_t half = slices / 2;
-  load_x<kRows>(product, rows, 0, half, x);
+  load_x<kRows>(product, loaded, 0, half, x);
   cp_async_commit();
-  load_x<kRows>(product, rows, half, slices, x);
+  load_x<kRows>(product, loaded, half, slices, x);
   cp_async_commit();
   HeadSums<kRows> sums = {};
   cp_async_wait<1>();

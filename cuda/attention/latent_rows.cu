@@ -23,51 +23,103 @@ namespace {
 
 constexpr int32_t kAppendThreads = 256;
 constexpr int32_t kAppendWarps = kAppendThreads / 32;
+constexpr int32_t kQueriesKept = 6;  // of a thread, in registers: 1,536 queries of a row
+constexpr int32_t kLatentsKept = 2;  // and 512 latents
 
-// 1 / sqrt(mean(x^2) + eps); every thread of the block calls it.
-template <class T>
-__device__ __forceinline__ float inverse_rms(const T* x, int32_t size, float eps,
-                                             float (&partials)[kAppendWarps]) {
-  float squares = 0.0f;
-  for (int32_t i = static_cast<int32_t>(threadIdx.x); i < size; i += kAppendThreads) {
-    const float value = widen(x[i]);
-    squares = __fmaf_rn(value, value, squares);
+// A row that is normed: what a thread has of it, every kAppendThreads-th element. The first kKept
+// stay in registers; of longer rows the others are read twice.
+template <int32_t kKept, class T>
+struct NormedRow {
+  const float* weight;  // of the norm; null: no norm
+  float weight_offset;
+  int32_t size;
+  float weights[kKept];
+  float values[kKept];
+
+  // Constants; before the kernel waits.
+  __device__ __forceinline__ NormedRow(const float* norm, float offset, int32_t length)
+      : weight(norm), weight_offset(offset), size(norm == nullptr ? 0 : length) {
+#pragma unroll
+    for (int32_t i = 0; i < kKept; ++i) weights[i] = at(i) < size ? weight[at(i)] : 0.0f;
   }
-  return rsqrtf(block_sum(squares, partials) / static_cast<float>(size) + eps);
-}
+  __device__ __forceinline__ static int32_t at(int32_t i) {
+    return static_cast<int32_t>(threadIdx.x) + i * kAppendThreads;
+  }
+  __device__ __forceinline__ void load(const T* x) {
+#pragma unroll
+    for (int32_t i = 0; i < kKept; ++i) values[i] = at(i) < size ? widen(x[at(i)]) : 0.0f;
+  }
+  // The thread's part of the sum of squares.
+  __device__ __forceinline__ float squares(const T* x) const {
+    float sum = 0.0f;
+#pragma unroll
+    for (int32_t i = 0; i < kKept; ++i) sum = __fmaf_rn(values[i], values[i], sum);
+#pragma unroll 1
+    for (int32_t i = at(kKept); i < size; i += kAppendThreads) {
+      const float value = widen(x[i]);
+      sum = __fmaf_rn(value, value, sum);
+    }
+    return sum;
+  }
+  template <class Y>
+  __device__ __forceinline__ void store(const T* x, float factor, Y* y) const {
+#pragma unroll
+    for (int32_t i = 0; i < kKept; ++i) {
+      if (at(i) < size) narrow(values[i] * factor * (weights[i] + weight_offset), y + at(i));
+    }
+#pragma unroll 1
+    for (int32_t i = at(kKept); i < size; i += kAppendThreads) {
+      narrow(widen(x[i]) * factor * (weight[i] + weight_offset), y + i);
+    }
+  }
+};
 
+// All loads of a row are in flight together but those of the rotation, which need its position.
 template <class T, class Kv>
 __global__ void __launch_bounds__(kAppendThreads)
     append_latents_kernel(const __grid_constant__ AppendLatentsParams p) {
   __shared__ float q_partials[kAppendWarps];
   __shared__ float latent_partials[kAppendWarps];
   let_successor_start();
-  wait_for_predecessor();
   const int32_t row = static_cast<int32_t>(blockIdx.x);
-  if (row >= *p.num_rows) return;
   const auto thread = static_cast<int32_t>(threadIdx.x);
   const int32_t rank = p.kv_lora_rank;
-  const int32_t width = rank + p.qk_rope_head_dim;
+  const int32_t rope_dim = p.qk_rope_head_dim;
+  const int32_t width = rank + rope_dim;
   T* const q = static_cast<T*>(p.qkv_a) + int64_t{row} * (p.q_width + width);
-  if (p.q_norm != nullptr) {
-    const float factor = inverse_rms(q, p.q_width, p.norm_eps, q_partials);
-    for (int32_t i = thread; i < p.q_width; i += kAppendThreads) {
-      narrow(widen(q[i]) * factor * (p.q_norm[i] + p.norm_weight_offset), q + i);
-    }
-  }
+  const T* const c = q + p.q_width;
+  NormedRow<kQueriesKept, T> of_q(p.q_norm, p.norm_weight_offset, p.q_width);
+  NormedRow<kLatentsKept, T> of_c(p.latent_norm, p.norm_weight_offset, rank);
+  wait_for_predecessor();
+  const int32_t num_rows = *p.num_rows;
   const int64_t slot = p.slot_mapping[row];
+  const int32_t position = p.rope.positions[row];
+  of_q.load(q);
+  of_c.load(c);
+  const float q_squares = warp_sum(of_q.squares(q));
+  const float c_squares = warp_sum(of_c.squares(c));
+  if (thread % 32 == 0) {
+    q_partials[thread / 32] = q_squares;
+    latent_partials[thread / 32] = c_squares;
+  }
+  __syncthreads();
+  // Not earlier: the loads would wait for the number of rows.
+  if (row >= num_rows) return;
+  if (p.q_norm != nullptr) {
+    const float mean = tree_sum<kAppendWarps>(q_partials) / static_cast<float>(p.q_width);
+    of_q.store(q, rsqrtf(mean + p.norm_eps), q);
+  }
   // Skip the null block: no kernel reads it, and rows would race on it.
   if (slot < p.entries.block_size) return;
-  const T* const c = q + p.q_width;
   const int64_t block = slot / p.entries.block_size;
   std::byte* const base = p.entries.base + block * p.entries.block_bytes + p.entries.k_offset;
   Kv* const entry = reinterpret_cast<Kv*>(base) + (slot - block * p.entries.block_size) * width;
-  const float factor = inverse_rms(c, rank, p.norm_eps, latent_partials);
-  for (int32_t i = thread; i < rank; i += kAppendThreads) {
-    narrow(widen(c[i]) * factor * (p.latent_norm[i] + p.norm_weight_offset), entry + i);
-  }
-  for (int32_t pair = thread; pair < p.qk_rope_head_dim / 2; pair += kAppendThreads) {
-    rotate_pair(p.rope, row, pair, p.qk_rope_head_dim, c + rank, entry + rank);
+  const float mean = tree_sum<kAppendWarps>(latent_partials) / static_cast<float>(rank);
+  of_c.store(c, rsqrtf(mean + p.norm_eps), entry);
+#pragma unroll 1
+  for (int32_t pair = thread; pair < rope_dim / 2; pair += kAppendThreads) {
+    rotate_pair_to(p.rope, int64_t{position} + p.rope.position_offset, pair, rope_dim, c + rank,
+                   entry + rank);
   }
 }
 
@@ -98,7 +150,8 @@ __global__ void __launch_bounds__(kHeadThreads)
   let_successor_start();
   const auto head = static_cast<int32_t>(blockIdx.x);
   const int32_t first_row = static_cast<int32_t>(blockIdx.z) * kRows;
-  const auto count_rows = [&] { return min(min(*p.num_rows, p.max_rows) - first_row, kRows); };
+  const int32_t room = min(p.max_rows - first_row, kRows);
+  const auto count_rows = [&] { return min(*p.num_rows - first_row, room); };
   if (blockIdx.y == gridDim.y - 1) {
     wait_for_predecessor();
     rotate_queries<__nv_bfloat16>(p, head, first_row, count_rows());
@@ -120,7 +173,7 @@ __global__ void __launch_bounds__(kHeadThreads)
            column,
       .y_stride = y_stride,
       .depth = nope};
-  multiply_head<true, kRows>(product, count_rows, shared_address(shared));
+  multiply_head<true, kRows>(product, room, count_rows, shared_address(shared));
 }
 
 // Any sizes and types.
@@ -204,7 +257,8 @@ __global__ void __launch_bounds__(kHeadThreads)
   let_successor_start();
   const auto head = static_cast<int32_t>(blockIdx.x);
   const int32_t first_row = static_cast<int32_t>(blockIdx.z) * kRows;
-  const auto count_rows = [&] { return min(min(*p.num_rows, p.max_rows) - first_row, kRows); };
+  const int32_t room = min(p.max_rows - first_row, kRows);
+  const auto count_rows = [&] { return min(*p.num_rows - first_row, room); };
   const int32_t nope = p.heads.qk_nope_head_dim;
   const int32_t v_dim = p.heads.v_head_dim;
   const int32_t rank = p.heads.kv_b.k;
@@ -220,7 +274,7 @@ __global__ void __launch_bounds__(kHeadThreads)
       .y = static_cast<__nv_bfloat16*>(p.y) + first_row * y_stride + int64_t{head} * v_dim + column,
       .y_stride = y_stride,
       .depth = rank};
-  multiply_head<false, kRows>(product, count_rows, shared_address(shared));
+  multiply_head<false, kRows>(product, room, count_rows, shared_address(shared));
 }
 
 // Any sizes and types.

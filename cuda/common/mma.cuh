@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-// Wrappers of PTX instructions: cp.async, ldmatrix and mma.sync in bfloat16, and the communication
-// between blocks of a cluster. Shared memory has 32 bit addresses.
+// Wrappers of PTX instructions: prefetches, cp.async, ldmatrix and mma.sync in bfloat16, and the
+// communication between blocks of a cluster. Shared memory has 32 bit addresses.
 
 #include <cuda_bf16.h>
 
@@ -12,6 +12,11 @@ namespace paceline::cuda {
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Brings the 128 bytes around the address to L2.
+__device__ __forceinline__ void prefetch_to_l2(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
 // Copies 16 bytes from global to shared memory, past L1. Unless `is_live`, it reads nothing and

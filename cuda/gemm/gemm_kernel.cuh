@@ -13,6 +13,7 @@
 #include <cstdint>
 
 #include "common/launch.cuh"
+#include "common/mma.cuh"
 #include "gemm/gemm_args.h"
 #include "gemm/gemm_epilogue.cuh"
 #include "gemm/wgmma.cuh"
@@ -164,9 +165,18 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       wait_for_predecessor();
     }
   } else {
+    // The bias is a constant, which is read at the end.
+    constexpr int32_t kLine = 32;  // floats of 128 bytes
+    const int32_t of_bias = first_column + static_cast<int32_t>(threadIdx.x) * kLine;
+    if (args.bias != nullptr && threadIdx.x * kLine < Tile::kWeights && of_bias < args.n) {
+      prefetch_to_l2(args.bias + of_bias);
+    }
+    // Tokens arrive behind the predecessor only, so waiting here costs nothing, and the number of
+    // rows is there when it is needed.
+    wait_for_predecessor();
+    const int32_t num_rows = min(*args.num_rows, args.max_rows);
     Accumulators<Tile> sums = {};
     consume<Tile>(ring, num_blocks, sums);
-    wait_for_predecessor();
 
     // The ring is idle: all requested tiles have been multiplied.
     using Staged = StagedTile<Out, Tile>;
@@ -178,7 +188,6 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
                  : 0.0f;
     });
     asm volatile("bar.sync 1, %0;" ::"n"(Tile::kConsumers) : "memory");
-    const int32_t num_rows = min(*args.num_rows, args.max_rows);
     staged.write(static_cast<Out*>(args.y) + int64_t{first_token} * args.y_stride + first_column,
                  args.y_stride, min(num_rows - first_token, args.block_tokens),
                  min(args.n - first_column, Tile::kWeights));

@@ -34,10 +34,6 @@ struct JoinArgs {
   void* y;
 };
 
-__device__ __forceinline__ void prefetch_to_l2(const void* from) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
-}
-
 // The streams of kPerThread columns once a branch has joined; `mix` is that of the row.
 __device__ __forceinline__ void join_branch(const float* mix,
                                             const float (&before)[kStreams][kPerThread],
