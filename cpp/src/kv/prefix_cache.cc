@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <random>
 #include <utility>
 
 #include "base/check.h"
@@ -22,7 +23,10 @@ uint64_t mixed(uint64_t value) {
 }  // namespace
 
 PrefixCache::PrefixCache(SlabPool& pool, int32_t lookahead)
-    : pool_(pool), block_size_(pool.layout().groups.at(0).block_size), lookahead_(lookahead) {
+    : pool_(pool),
+      block_size_(pool.layout().groups.at(0).block_size),
+      lookahead_(lookahead),
+      hash_seed_(std::random_device()()) {
   const KvLayout& layout = pool.layout();
   for (const KvGroup& kv_group : layout.groups) {
     PACELINE_CHECK(kv_group.block_size == block_size_, "block_size is ", kv_group.block_size,
@@ -60,7 +64,7 @@ std::span<const int32_t> PrefixCache::key_of(int32_t node) const {
 }
 
 uint64_t PrefixCache::hash_of(int32_t parent, std::span<const int32_t> key) const {
-  uint64_t hash = mixed(static_cast<uint64_t>(parent) + 0x9e3779b97f4a7c15u);
+  uint64_t hash = mixed(mixed(hash_seed_ + 0x9e3779b97f4a7c15u) + static_cast<uint64_t>(parent));
   for (const int32_t token : key) {
     hash = mixed(hash + static_cast<uint32_t>(token) + 0x9e3779b97f4a7c15u);
   }
