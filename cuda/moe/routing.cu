@@ -29,11 +29,13 @@ class LogitRouter {
  public:
   static constexpr int32_t kLogitsPerLane = kPerLane;
   __device__ __forceinline__ explicit LogitRouter(const RouteExpertsParams&) {}
-  // The row is below max_rows.
-  __device__ __forceinline__ void route(const RouteExpertsParams& p, int32_t row) const {
+  // The row is below max_rows. Returns the choice of place l in lane l.
+  __device__ __forceinline__ int32_t route(const RouteExpertsParams& p, int32_t row) const {
     const int32_t num_rows = *p.num_rows;
     const auto keys = logit_keys<kPerLane>(p.logits + int64_t{row} * p.num_experts, p.num_experts);
-    if (row < num_rows) write_choices(p, row, choose(keys, p.top_k));
+    const Choice own = choose(keys, p.top_k);
+    if (row < num_rows) write_choices(p, row, own);
+    return own.expert;
   }
 };
 
@@ -167,18 +169,90 @@ constexpr int32_t max_warps_of(int32_t logits_per_lane) {
   return logits_per_lane <= 4 ? kMaxSortWarps : 16;
 }
 
+// Few places are sorted without counts: each is compared with all others.
+constexpr int32_t kFewPlaces = 64;
+
+// How many of the places have an expert below `expert`, or the same one and come before `place`.
+struct Before {
+  int32_t lower = 0;
+  int32_t same = 0;
+};
+__device__ __forceinline__ Before places_before(const int32_t (&experts)[kFewPlaces],
+                                                int32_t num_places, int32_t expert, int32_t place) {
+  Before before;
+  for (int32_t first = 0; first < num_places; first += 4) {
+    const int4 four = *reinterpret_cast<const int4*>(experts + first);
+    const int32_t others[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+    for (int32_t i = 0; i < 4; ++i) {
+      before.lower += others[i] < expert ? 1 : 0;
+      before.same += others[i] == expert && first + i < place ? 1 : 0;
+    }
+  }
+  return before;
+}
+
+// Sorts places whose experts are in shared memory, those beyond the last one kMaxExperts.
+__device__ __forceinline__ void sort_few_places(const SortExpertRowsParams& p,
+                                                const int32_t (&experts)[kFewPlaces],
+                                                int32_t num_rows) {
+  const auto thread = static_cast<int32_t>(threadIdx.x);
+  const auto num_threads = static_cast<int32_t>(blockDim.x);
+  const int32_t num_places = num_rows * p.top_k;
+  const bool counts = p.counters != nullptr;
+  int64_t counted[2] = {};
+  if (counts && thread == 0) {
+    counted[0] = p.counters[0];
+    counted[1] = p.counters[1];
+  }
+  bool is_first = false;  // of its expert
+  if (thread < num_places) {
+    const int32_t expert = experts[thread];
+    const Before before = places_before(experts, num_places, expert, thread);
+    is_first = before.same == 0;
+    p.source_row[before.lower + before.same] = thread / p.top_k;
+    p.expert_row[thread] = before.lower + before.same;
+  }
+  for (int32_t expert = thread; expert <= p.num_experts; expert += num_threads) {
+    p.expert_begin[expert] = places_before(experts, num_places, expert, 0).lower;
+  }
+  if (p.has_shared) {
+    if (thread == 0) p.expert_begin[p.num_experts + 1] = num_places + num_rows;
+    if (thread < num_rows) p.source_row[num_places + thread] = thread;
+  }
+  if (!counts) return;
+  const int32_t num_hit = __syncthreads_count(is_first);
+  if (thread == 0) {
+    p.counters[0] = counted[0] + num_hit;
+    p.counters[1] = counted[1] + 1;
+  }
+}
+
 // Both for no more rows than warps.
 template <class Router>
 __global__ void __launch_bounds__(max_warps_of(Router::kLogitsPerLane) * 32)
     route_and_sort_kernel(const __grid_constant__ RouteAndSortParams p) {
+  __shared__ __align__(16) int32_t chosen[kFewPlaces];
   let_successor_start();
   const Router router(p.route);
+  const auto thread = static_cast<int32_t>(threadIdx.x);
+  if (thread < kFewPlaces) chosen[thread] = kMaxExperts;
   int32_t* const counts = cleared_counts(p.sort.num_experts);
   wait_for_predecessor();
-  const int32_t warp = static_cast<int32_t>(threadIdx.x) / 32;
-  if (warp < p.route.max_rows) router.route(p.route, warp);
+  const int32_t warp = thread / 32;
+  const int32_t top_k = p.sort.top_k;
+  const int32_t num_rows = min(*p.sort.num_rows, p.sort.max_rows);
+  if (warp < p.route.max_rows) {
+    const int32_t expert = router.route(p.route, warp);
+    const int32_t place = warp * top_k + thread % 32;
+    if (thread % 32 < top_k && warp < num_rows && place < kFewPlaces) chosen[place] = expert;
+  }
   __syncthreads();  // the chosen experts are visible
-  sort_places(p.sort, counts);
+  if (num_rows * top_k <= kFewPlaces) {
+    sort_few_places(p.sort, chosen, num_rows);
+  } else {
+    sort_places(p.sort, counts);
+  }
 }
 
 // As many warps as have room for their counts: 32 up to 341 experts, 8 for 1024.

@@ -71,10 +71,10 @@ struct Corrections {
   float values[kPerLane];
 };
 
-// Corrected scores; every lane of the warp calls it.
-template <RouterRule kRule, int32_t kPerLane>
+// Corrected scores; every lane of the warp calls it. logit_of(i) is the logit of a lane's expert i.
+template <RouterRule kRule, int32_t kPerLane, class LogitOf>
 __device__ __forceinline__ RowKeys<kPerLane> score_keys(const RouteExpertsParams& p,
-                                                        const float* logits,
+                                                        const LogitOf& logit_of,
                                                         const Corrections<kPerLane>& corrections) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
   RowKeys<kPerLane> row;
@@ -83,7 +83,7 @@ __device__ __forceinline__ RowKeys<kPerLane> score_keys(const RouteExpertsParams
     const int32_t expert = lane + 32 * i;
     row.keys[i] = 0;
     if (expert >= p.num_experts) continue;
-    row.keys[i] = to_ordered(comparable(score_of<kRule>(logits[expert]) + corrections.values[i]));
+    row.keys[i] = to_ordered(comparable(score_of<kRule>(logit_of(i)) + corrections.values[i]));
   }
   if (p.scoring.num_groups == 1) return row;
   const int32_t size = p.num_experts / p.scoring.num_groups;
@@ -118,11 +118,25 @@ class ScoreRouter {
   static constexpr int32_t kLogitsPerLane = kPerLane;
   __device__ __forceinline__ explicit ScoreRouter(const RouteExpertsParams& p)
       : corrections_(p.correction, p.num_experts) {}
-  __device__ __forceinline__ void route(const RouteExpertsParams& p, int32_t row) const {
-    if (row >= *p.num_rows) return;
+  // Returns a lane's choice.
+  __device__ __forceinline__ int32_t route(const RouteExpertsParams& p, int32_t row) const {
+    // Logits are loaded together, and before the row is known to exist: one latency. Many of them
+    // would take too many registers.
+    constexpr bool kLoadsFirst = kPerLane <= 8;
+    const int32_t num_rows = *p.num_rows;
     const float* const logits = p.logits + int64_t{row} * p.num_experts;
-    const Choice own = choose(score_keys<kRule, kPerLane>(p, logits, corrections_), p.top_k);
-    write_scored_choices<kRule>(p, row, logits, own.expert);
+    const int32_t lane = static_cast<int32_t>(threadIdx.x) % 32;
+    float loaded[kLoadsFirst ? kPerLane : 1] = {};
+    if constexpr (kLoadsFirst) {
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        loaded[i] = lane + 32 * i < p.num_experts ? logits[lane + 32 * i] : 0.0f;
+      }
+    }
+    const auto logit_of = [&](int i) { return kLoadsFirst ? loaded[i] : logits[lane + 32 * i]; };
+    const Choice choice = choose(score_keys<kRule>(p, logit_of, corrections_), p.top_k);
+    if (row < num_rows) write_scored_choices<kRule>(p, row, logits, choice.expert);
+    return choice.expert;
   }
 
  private:
@@ -134,14 +148,17 @@ class TokenRouter {
  public:
   static constexpr int32_t kLogitsPerLane = 1;
   __device__ __forceinline__ explicit TokenRouter(const RouteExpertsParams&) {}
-  __device__ __forceinline__ void route(const RouteExpertsParams& p, int32_t row) const {
-    if (row >= *p.num_rows) return;
+  __device__ __forceinline__ int32_t route(const RouteExpertsParams& p, int32_t row) const {
+    const int32_t num_rows = *p.num_rows;
     const auto lane = static_cast<int32_t>(threadIdx.x) % 32;
     const int32_t token = p.token_ids[row];
     const int64_t known = token >= 0 && token < p.vocab_size ? token : 0;
     const int32_t expert = lane < p.top_k ? p.token_experts[known * p.top_k + lane] : 0;
-    write_scored_choices<RouterRule::kSqrtSoftplus>(p, row, p.logits + int64_t{row} * p.num_experts,
-                                                    expert);
+    if (row < num_rows) {
+      write_scored_choices<RouterRule::kSqrtSoftplus>(
+          p, row, p.logits + int64_t{row} * p.num_experts, expert);
+    }
+    return expert;
   }
 };
 
