@@ -8,6 +8,8 @@
 #   docker build --target cuda -t paceline:cuda .
 #   docker run --rm --gpus all -v /path/to/model:/model paceline:cuda generate --model /model "Once upon a time"
 #
+#   docker build --target ray -t paceline:ray .
+#
 # The CUDA image needs an H100 or H200 and a driver for CUDA 13; without them it runs on the CPU.
 # Mount a folder at /cache to keep models from the hub between runs: -v "$HOME/.cache:/cache".
 
@@ -42,3 +44,14 @@ ENV PATH=/opt/paceline/bin:$PATH HF_HOME=/cache/huggingface
 USER paceline
 RUN paceline doctor
 ENTRYPOINT ["paceline"]
+
+# For clusters of KubeRay (examples/kuberay), whose probes call wget.
+FROM cuda-build AS ray-build
+RUN /opt/paceline/bin/pip install --no-cache-dir 'ray[serve]>=2.60'
+
+FROM cuda AS ray
+USER root
+RUN apt-get update && apt-get install -y --no-install-recommends wget && rm -rf /var/lib/apt/lists/*
+COPY --from=ray-build /opt/paceline /opt/paceline
+USER paceline
+ENTRYPOINT []

@@ -3,6 +3,7 @@
 #
 #   make demo              install from source into .venv and generate with a demo
 #   make test              run all CPU tests: ctest, then pytest on the installed package, in .venv-test
+#   make test-ray          run the tests of the Ray Serve application, in .venv-ray
 #   make bench             run the latency bench in .venv
 #   make wheel             build a manylinux wheel in dist/ and use it as a new user would
 #   make docs              build the site of the documentation in build/site
@@ -20,13 +21,14 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo test bench wheel docs cuda test-cuda-build gpu-test gpu-sanitize lint format clean check-python check-packages
+.PHONY: demo test test-ray bench wheel docs cuda test-cuda-build gpu-test gpu-sanitize lint format clean check-python check-packages
 
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
 VENV := .venv
 TEST_VENV := .venv-test
 WHEEL_VENV := .venv-wheel
+RAY_VENV := .venv-ray
 CONSTRAINTS := $(CURDIR)/tests/constraints.txt
 # Newer versions of pip read the second variable for build environments.
 PINNED := PIP_CONSTRAINT="$(CONSTRAINTS)" PIP_BUILD_CONSTRAINT="$(CONSTRAINTS)"
@@ -70,6 +72,15 @@ test: $(TEST_VENV)/.installed check-packages
 	cmake --build --preset cpu-release
 	ctest --preset cpu-release
 	python -m pytest
+
+# Ray is large and changes what a server finds installed (uvloop), so it has an environment of its own
+# that looks into the one of the other tests for everything else.
+test-ray: $(TEST_VENV)/.installed
+	test -x $(RAY_VENV)/bin/python || $(PYTHON) -m venv $(RAY_VENV)
+	site=$$($(TEST_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+	echo "$$site" >"$$($(RAY_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth"
+	$(PINNED) $(RAY_VENV)/bin/python -m pip install --quiet 'ray[serve]>=2.60'
+	$(RAY_VENV)/bin/python -m pytest tests/ray_serve
 
 # Needs no GPU and no driver: the CUDA build must compile, import and run on the CPU.
 test-cuda-build: $(TEST_VENV)/.installed check-packages
@@ -150,7 +161,7 @@ $(TEST_VENV)/.installed: $(SOURCES) $(CONSTRAINTS) | check-python
 	touch $@
 
 clean:
-	rm -rf build dist $(VENV) $(TEST_VENV) $(WHEEL_VENV) python/paceline/_core.*.so
+	rm -rf build dist $(VENV) $(TEST_VENV) $(WHEEL_VENV) $(RAY_VENV) python/paceline/_core.*.so
 
 check-python:
 	@if ! command -v $(PYTHON) >/dev/null; then

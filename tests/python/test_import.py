@@ -82,7 +82,8 @@ def public_modules() -> list[ModuleType]:
     names = [
         info.name
         for info in pkgutil.walk_packages(paceline.__path__, "paceline.")
-        if not info.name.endswith("__main__")
+        # Ray is installed for tests/ray_serve only.
+        if not info.name.endswith("__main__") and not info.name.startswith("paceline.ray")
     ]
     return [paceline, *(importlib.import_module(name) for name in names)]
 

@@ -67,6 +67,21 @@ def test_samples_that_have_begun_go_on_one_by_one() -> None:
     assert last.arrival_us <= last.first_token_us <= last.finish_us
 
 
+def test_counters_are_as_long_as_the_windows_of_the_request() -> None:
+    ledger, run = opened(num_speculative_tokens=1)
+    emit(ledger, run, 0, 20, num_drafted=1, num_accepted=1)
+    _, (rest,) = ledger.lose([run.id])
+    assert rest.sampling["num_speculative_tokens"] == 1
+    ledger.cancel(run.request.id, None)
+    (event,) = ledger.end_cancelled(rest)
+    assert event.counters["accepted_per_position"] == [1]
+
+
+def test_what_cannot_be_sent_is_refused_by_name() -> None:
+    with pytest.raises(NotImplementedError, match="constraints cannot be sent to a replica"):
+        EngineRequest([1], constraints=[lambda: None])
+
+
 def test_samples_without_tokens_begin_again_together() -> None:
     ledger, run = opened(num_samples=2, prompt_logprobs=1)
     (again,) = ledger.lose([run.id])[1]

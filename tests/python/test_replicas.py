@@ -34,6 +34,12 @@ BODIES: dict[str, dict[str, Any]] = {
         "min_tokens": 180,
     },
     "stopped": {"seed": 4, "max_tokens": 400, "stop": ["except", "else"], "min_tokens": 150},
+    "fewer drafts": {
+        "seed": 3,
+        "max_tokens": 200,
+        "ignore_eos": True,
+        "speculative": {"num_speculative_tokens": 2},
+    },
     "logprobs": {"seed": 1, "max_tokens": 200, "logprobs": 2, "ignore_eos": True},
 }
 

@@ -95,7 +95,8 @@ class Ledger:
     Attributes:
         num_resumed: Samples that went on with known tokens on another replica.
         num_retried: Samples that began again on another replica, because they had no tokens.
-        num_speculative_tokens: k; 0 without speculative decoding. Set before the first request.
+        num_speculative_tokens: The engine's k; 0 without speculative decoding. Set before the first
+            request.
     """
 
     def __init__(self) -> None:
@@ -114,12 +115,14 @@ class Ledger:
         Returns:
             The run for all of its samples.
         """
+        k = request.sampling.get("num_speculative_tokens", -1)
+        k = self.num_speculative_tokens if k < 0 else k
         opened = OpenRequest(
             id=self._next_id,
             prompt=request.prompt,
             sampling=request.sampling,
             samples=[
-                Sample(index, past=self._no_counters(), now=self._no_counters())
+                Sample(index, past=_no_counters(k), now=_no_counters(k))
                 for index in range(request.num_samples)
             ],
             arrival_us=now_us(),
@@ -207,7 +210,7 @@ class Ledger:
             going_on = []
             for sample in open_samples(run):
                 sample.past = added_counters([sample.past, sample.now])
-                sample.now = self._no_counters()
+                sample.now = _no_counters(len(sample.now["drafted_per_position"]))
                 if sample.is_cancelled:
                     events.append(self._cut(run, sample, "cancelled"))
                 elif sample.num_runs >= MAX_RUNS:
@@ -280,15 +283,16 @@ class Ledger:
         event.finish_us = now_us()
         return event
 
-    def _no_counters(self) -> dict[str, Any]:
-        return {
-            "num_iterations": 0,
-            "num_draft_tokens": 0,
-            "num_accepted_tokens": 0,
-            "num_discarded_tokens": 0,
-            "accepted_per_position": [0] * self.num_speculative_tokens,
-            "drafted_per_position": [0] * self.num_speculative_tokens,
-        }
+
+def _no_counters(k: int) -> dict[str, Any]:
+    return {
+        "num_iterations": 0,
+        "num_draft_tokens": 0,
+        "num_accepted_tokens": 0,
+        "num_discarded_tokens": 0,
+        "accepted_per_position": [0] * k,
+        "drafted_per_position": [0] * k,
+    }
 
 
 def open_samples(run: Run) -> list[Sample]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,18 @@ class EngineRequest:
     """A request for an engine in another process: the arguments of `_core.Request`."""
 
     def __init__(self, prompt: Sequence[int], **sampling: Any) -> None:
-        """Stores the arguments; the engine checks them."""
+        """Stores the arguments; the engine checks them.
+
+        Raises:
+            NotImplementedError: One cannot be sent to another process.
+        """
+        for name, value in sampling.items():
+            try:
+                pickle.dumps(value)
+            except Exception as error:
+                raise NotImplementedError(
+                    f"{name} cannot be sent to a replica, which is another process: {error}"
+                ) from None
         self.prompt = list(prompt)
         self.sampling: dict[str, Any] = sampling
 

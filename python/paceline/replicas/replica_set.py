@@ -274,7 +274,7 @@ class ReplicaSet(RemoteExecutor):
     def _read(self, replica: _Replica, connection: Connection) -> bool:
         """Does what a replica says until it ends or hangs; returns whether it was up."""
         was_up = False
-        with contextlib.suppress(EOFError, OSError):
+        try:
             while True:
                 if was_up and not connection.poll(self._hang_s):
                     _logger.error(
@@ -302,6 +302,10 @@ class ReplicaSet(RemoteExecutor):
                         _logger.info("replica %d drains and then starts again", replica.index)
                         replica.state = "draining"
                         self._end_if_drained(replica)
+        except (EOFError, OSError):
+            pass  # it has ended
+        except Exception:  # a fault of ours, which must not end this thread
+            _logger.exception("replica %d is killed", replica.index)
         return was_up
 
     def _note_ready(self, replica: _Replica, facts: Facts, process_id: int) -> None:
