@@ -21,7 +21,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
-.PHONY: demo test test-ray bench wheel docs cuda test-cuda-build gpu-test gpu-sanitize lint format clean check-python check-packages
+.PHONY: demo test test-ray bench wheel docs cuda test-cuda-build gpu-test gpu-sanitize lint format clean check-python check-packages check-chromium
 
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
@@ -66,7 +66,7 @@ wheel: check-python
 	$(WHEEL_VENV)/bin/python -P tests/install/check_first_use.py
 
 # The package is installed first, because a ctest compares the C++ and C examples with it.
-test: $(TEST_VENV)/.installed check-packages
+test: $(TEST_VENV)/.installed check-packages check-chromium
 	export PATH="$(CURDIR)/$(TEST_VENV)/bin:$$PATH"
 	cmake --preset cpu-release -DPACELINE_TEST_PYTHON="$(CURDIR)/$(TEST_VENV)/bin/python"
 	cmake --build --preset cpu-release
@@ -178,5 +178,14 @@ check-packages:
 	  else
 	    echo "make: GoogleTest, cpp-httplib, nlohmann-json or pkg-config was not found; install them, for example: sudo apt-get install $$packages" >&2
 	    exit 1
+	  fi
+	fi
+
+# The server's page is tested in it. Without it those tests are skipped, and say so.
+check-chromium:
+	@if ! command -v chromium chromium-browser google-chrome >/dev/null; then
+	  if [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || ! apt-get update -qq ||
+	    ! DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; then
+	    echo "make: Chromium was not found, so the server's page is not tested; install it, for example: sudo apt-get install chromium" >&2
 	  fi
 	fi

@@ -25,6 +25,7 @@ for needed in (
     "paceline/py.typed",
     "paceline/_core.pyi",
     "paceline/demo/NOTICE.md",
+    "paceline/server/page/page.html",
     "paceline/demo/gemma3_code/model.safetensors",
 ):
     assert needed in names, f"{wheel.name} lacks {needed}"

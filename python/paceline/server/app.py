@@ -28,6 +28,7 @@ from paceline.server.fields import (
 )
 from paceline.server.generation import Generation
 from paceline.server.guard import App, Guard
+from paceline.server.live_page import page
 from paceline.server.metrics import CONTENT_TYPE
 from paceline.server.response_fields import RESPONSE_FIELDS, read_response
 from paceline.server.responses import ResponseRun
@@ -116,6 +117,17 @@ def _add_facts(app: FastAPI, service: Service) -> None:
             else await service.in_worker(service.metrics)
         )
         return Response(made, media_type=CONTENT_TYPE)
+
+    @route("GET", "/v1/stats")
+    async def stats(_: Request) -> Response:
+        read = service.stats
+        return JsonResponse(read() if service.replicas is None else await service.in_worker(read))
+
+    html, headers = page()
+
+    @route("GET", "/")
+    async def live_page(_: Request) -> Response:
+        return Response(html, headers=headers)
 
     @route("GET", "/version")
     async def version(_: Request) -> Response:

@@ -22,8 +22,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # Of the path and all headers.
 MAX_HEADER_BYTES: Final = 16 * 2**10
-# Needs no key, so that a supervisor can poll it.
-_OPEN_PATHS: Final = ("/health",)
+# Need no key: a supervisor polls the first, and the page asks for the key itself.
+_OPEN_PATHS: Final = ("/health", "/")
 # These hold outputs, so they are refused while the server is full, before their body is read.
 GENERATING_PATHS: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 # Responses are counted by these routes; all others count as "other".
@@ -32,6 +32,7 @@ _ROUTES: Final = (
     *GENERATING_PATHS,
     "/v1/models",
     "/v1/capabilities",
+    "/v1/stats",
     "/metrics",
     "/version",
     "/tokenize",
@@ -43,8 +44,8 @@ _DISCARD_BYTES: Final = 64 * 2**20
 
 
 class Guard:
-    """An ASGI application around another one. Refuses by default: each path but /health needs the
-    key."""
+    """An ASGI application around another one. Refuses by default: each path but /health and the
+    page at / needs the key."""
 
     def __init__(self, app: App, service: Service) -> None:
         """Takes the application that has the routes."""

@@ -166,6 +166,10 @@ class Service:
             has_vllm_names=self._has_vllm_metrics,
         )
 
+    def stats(self) -> dict[str, Any]:
+        """Returns the figures of the engine, as `LLM.stats` describes them; see `check_running`."""
+        return self.allm.llm.stats()
+
     async def in_worker(self, call: Callable[[], _T]) -> _T:
         """Makes a call in another thread."""
         return await asyncio.get_running_loop().run_in_executor(self._workers, call)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The live page at /: one document with its style and its script, which needs no other host."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from importlib import resources
+from typing import Final
+
+_SCRIPTS: Final = ("client.js", "figures.js", "page.js")
+
+
+def page() -> tuple[bytes, dict[str, str]]:
+    """Reads the page.
+
+    Returns:
+        The document, and its headers. Its policy allows the page's own style and script, by their
+        hashes, and requests to the server that it came from.
+    """
+    style = _read("page.css")
+    script = "\n".join(map(_read, _SCRIPTS))
+    html = _read("page.html").replace("/* style */", style).replace("/* script */", script)
+    policy = {
+        "default-src": "'none'",
+        "script-src": _hash(script),
+        "style-src": _hash(style),
+        "connect-src": "'self'",
+        "img-src": "data:",  # the icon
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+    return html.encode(), {
+        "content-type": "text/html; charset=utf-8",
+        "content-security-policy": "; ".join(" ".join(rule) for rule in policy.items()),
+        "cache-control": "no-cache",
+        "referrer-policy": "no-referrer",
+        "x-content-type-options": "nosniff",
+    }
+
+
+def _read(name: str) -> str:
+    return (resources.files("paceline.server") / "page" / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return f"'sha256-{digest}'"
