@@ -237,10 +237,9 @@ def test_the_figures_of_the_server_are_shown(page: Browser, server: RunningServe
     server.wait_until_idle()
     page.wait_for("parseInt(document.getElementById('prefix-hits').textContent) > 0")
     page.wait_for("document.querySelector('#rates polyline') !== null")
-    cached = page.all("#groups tr", "e.cells[3].textContent")
-    assert [int(one.replace(",", "")) for one in cached] == [
-        one["cached_blocks"] for one in server.llm.stats()["kv_groups"]
-    ]
+    cached = [f"{one['cached_blocks']:,}" for one in server.llm.stats()["kv_groups"]]
+    shown = "[...document.querySelectorAll('#groups tr')].map((e) => e.cells[3].textContent)"
+    page.wait_for(f"{shown}.join() === {','.join(cached)!r}")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

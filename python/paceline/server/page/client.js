@@ -48,30 +48,29 @@ class TokenText {
     this.sources = [];
     this.ids = [];
     this.offsets = [];
+    this.counts = { accepted: 0, corrected: 0, bonus: 0, plain: 0 };
+    this.index = -1; // of the token that the last text belongs to
     this.length = 0; // characters so far
   }
 
   // Adds a choice of a chunk. Returns its text in pieces {index, text}, one for each token.
   push(choice) {
     this.sources.push(...choice.token_sources);
+    for (const source of choice.token_sources) this.counts[source] += 1;
     this.ids.push(...choice.token_ids);
     this.offsets.push(...choice.text_offsets);
     const characters = [...(choice.text ?? choice.delta?.content ?? "")];
     const first = this.length;
     const end = first + characters.length;
     const pieces = [];
-    let index = this.offsets.findLastIndex((offset) => offset <= first);
     for (let start = first; start < end; ) {
-      while (this.offsets[index + 1] <= start) index += 1;
-      const stop = Math.min(end, this.offsets[index + 1] ?? end);
-      pieces.push({ index, text: characters.slice(start - first, stop - first).join("") });
+      while (this.offsets[this.index + 1] <= start) this.index += 1;
+      const stop = Math.min(end, this.offsets[this.index + 1] ?? end);
+      const text = characters.slice(start - first, stop - first).join("");
+      pieces.push({ index: this.index, text });
       start = stop;
     }
     this.length = end;
     return pieces;
-  }
-
-  count(source) {
-    return this.sources.reduce((sum, one) => sum + (one === source), 0);
   }
 }

@@ -1,7 +1,6 @@
 // Draws figures. Whatever a drawing shows is also there as text.
 
 const SVG = "http://www.w3.org/2000/svg";
-const SOURCES = ["accepted", "corrected", "bonus", "plain"];
 const byId = (id) => document.getElementById(id);
 
 const number = (value, digits = 0) =>

@@ -102,8 +102,7 @@ class Run {
 
   showFigures() {
     const total = this.text.sources.length;
-    for (const source of SOURCES) {
-      const count = this.text.count(source);
+    for (const [source, count] of Object.entries(this.text.counts)) {
       const shown = total > 0 ? `${number(count)} · ${percent(count / total)}` : "";
       byId("legend").querySelector(`[data-source=${source}] .count`).textContent = shown;
     }
@@ -113,7 +112,7 @@ class Run {
     show("rate", total > 1 && seconds > 0 ? number(total / seconds) : "–");
     show("per-iteration", this.strip.count > 0 ? number(total / this.strip.count, 2) : "–");
     const drafted = this.numWindows * this.mostDrafts;
-    show("share-accepted", percent(drafted > 0 ? this.text.count("accepted") / drafted : null));
+    show("share-accepted", percent(drafted > 0 ? this.text.counts.accepted / drafted : null));
     showPositions();
   }
 
