@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server with replicas: what its clients see is what one engine gives, whatever replicas do."""
+"""A server with replicas: what its clients see is what one engine gives, whatever replicas do.
+
+Each kind of request loses its replica at one moment; PACELINE_TEST_LEVEL=3 tries 30, which
+PACELINE_SEED changes.
+"""
 
 from __future__ import annotations
 
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline import LLM, ModelNotFoundError
+from paceline import LLM, ModelNotFoundError, SamplingParams
 from paceline.demo import find_demo
 from paceline.replicas.replica_set import ReplicaSet
 from paceline.replicas.replicated_llm import ReplicatedLLM, start_replicas
@@ -21,6 +28,9 @@ from running_server import TIMEOUT_S, RunningServer
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 PROMPT = "def read_lines(path):"
+LEVEL = int(os.environ.get("PACELINE_TEST_LEVEL", "1"))
+NUM_MOMENTS = 30 if LEVEL >= 3 else 1
+SEED = os.environ.get("PACELINE_SEED", "1")
 LONG_PROMPT = "def f(x):\n    return x + 1\n" * 8  # several blocks
 BODIES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0, "max_tokens": 200, "ignore_eos": True},
@@ -139,10 +149,11 @@ def merged(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.parametrize("number", range(NUM_MOMENTS))
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("name", BODIES)
 def test_a_killed_replica_is_not_noticed(
-    name: str, is_streamed: bool, replicas: RunningServer, reference: RunningServer
+    name: str, is_streamed: bool, number: int, replicas: RunningServer, reference: RunningServer
 ) -> None:
     body = BODIES[name] | {"prompt": PROMPT, "return_token_ids": True}
     options = {"stream_options": {"include_usage": True}}
@@ -153,7 +164,7 @@ def test_a_killed_replica_is_not_noticed(
         return comparable(server.result(COMPLETIONS, body))
 
     expected = ask(reference)
-    moment = random.Random(name + str(is_streamed)).randrange(1, 50)
+    moment = random.Random(f"{SEED} {name} {is_streamed} {number}").randrange(1, 50)
     executor = executor_of(replicas)
     num_before = executor.ledger.num_resumed
     killer = threading.Thread(
@@ -163,6 +174,71 @@ def test_a_killed_replica_is_not_noticed(
     assert ask(replicas) == expected
     killer.join()
     assert executor.ledger.num_resumed > num_before
+
+
+def test_many_requests_survive_many_deaths(
+    replicas: RunningServer, reference: RunningServer
+) -> None:
+    executor = executor_of(replicas)
+    prompts = [[1, 2, 3 + number, 4] for number in range(40)]
+    params = [
+        SamplingParams(
+            temperature=number % 3 / 2,
+            seed=number,
+            max_tokens=20 + 3 * number,
+            ignore_eos=True,
+            n=1 + number % 2,
+        )
+        for number in range(40)
+    ]
+    expected = reference.llm.generate(prompts, params, use_tqdm=False)
+    num_before = executor.ledger.num_resumed
+    are_done = threading.Event()
+
+    def kill(index: int) -> None:
+        wait_for(lambda: executor._replicas[index].num_open > 10 or are_done.is_set())
+        time.sleep(0.1)
+        with executor.lock:
+            process = executor._replicas[index].process
+            assert process is not None
+            process.kill()
+        wait_for(lambda: executor.replica_states()[index]["state"] != "up")
+
+    killer = threading.Thread(target=lambda: [kill(index) for index in (0, 1, 0)], daemon=True)
+    killer.start()
+    outputs = replicas.llm.generate(prompts, params, use_tqdm=False)
+    are_done.set()
+    killer.join()
+    assert [output.outputs for output in outputs] == [output.outputs for output in expected]
+    assert executor.ledger.num_resumed > num_before
+
+
+def test_replicas_end_with_their_server() -> None:
+    script = (
+        "import os, sys; from test_replicas import arguments; "
+        "from paceline.replicas.replicated_llm import start_replicas; "
+        "llm = start_replicas(2, arguments(), log_level='ERROR'); "
+        "print(*(one.process.pid for one in llm._executor._replicas), flush=True); "
+        "os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    processes = [Path("/proc") / number for number in done.stdout.split()]
+    assert len(processes) == 2
+
+    def has_ended(process: Path) -> bool:
+        try:
+            # What has ended stays until its new parent asks for it.
+            return (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        except FileNotFoundError:
+            return True
+
+    wait_for(lambda: all(map(has_ended, processes)))
 
 
 def test_chats_go_on_too(replicas: RunningServer, reference: RunningServer) -> None:

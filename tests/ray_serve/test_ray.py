@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import ray
 import yaml
+from ray import serve
 from ray.serve.schema import ServeDeploySchema
 from ray.util import list_named_actors
 
@@ -195,6 +197,38 @@ def test_chats_run(client: Client) -> None:
     body = {"messages": [{"role": "user", "content": "class Stack:"}], "max_tokens": 8}
     answer = client.result("/v1/chat/completions", body)
     assert answer["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_streams_end_before_their_replicas(client: Client) -> None:
+    body = {
+        "prompt": PROMPT,
+        "max_tokens": 480,
+        "n": 8,
+        "seed": 1,
+        "ignore_eos": True,
+        "speculative": {"enabled": False},
+    }
+    expected = client.result(COMPLETIONS, body)
+    answers: list[dict[str, Any]] = []
+    streams = [
+        threading.Thread(target=lambda: answers.append(client.result(COMPLETIONS, body)))
+        for _ in range(3)
+    ]
+    for stream in streams:
+        stream.start()
+    busy_replica(client)
+    config = yaml.safe_load((ROOT / "examples/ray/demo.yaml").read_text())
+    (application,) = config["applications"]
+    application["args"]["engines"]["num_replicas"] = 1
+    serve.run(build_app(application["args"]), name=application["name"])
+    for stream in streams:
+        stream.join()
+    assert len(engines()) == 1
+    for answer in answers:
+        assert [one["text"] for one in answer["choices"]] == [
+            one["text"] for one in expected["choices"]
+        ]
+    assert len(answers) == 3
 
 
 # ---- without a cluster ---------------------------------------------------------------------------

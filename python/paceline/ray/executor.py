@@ -134,9 +134,7 @@ class RayExecutor(RemoteExecutor):
 
     def stats(self) -> dict[str, Any]:
         """See `RemoteExecutor`."""
-        found = list(self.replica_stats().values())
-        if not found:
-            raise RuntimeError("no replica has ended a request yet")
+        found = list(self.replica_stats().values()) or [self._facts.stats]
         return {**summed(found), "uptime_s": time.monotonic() - self._started_at}
 
     def replica_states(self) -> list[dict[str, Any]]:

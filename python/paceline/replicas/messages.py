@@ -102,6 +102,7 @@ class Facts:
         max_model_len: Largest number of tokens of a request.
         options: The options in effect.
         memory_report: Of one replica.
+        stats: The result of `_core.Executor.stats` when they were collected.
     """
 
     target: LoadedModel
@@ -111,6 +112,7 @@ class Facts:
     max_model_len: int
     options: dict[str, Any]
     memory_report: dict[str, Any]
+    stats: dict[str, Any]
 
     @classmethod
     def of(cls, llm: LLM, executor: _core.Executor) -> Facts:
@@ -123,6 +125,7 @@ class Facts:
             max_model_len=llm.max_model_len,
             options=executor.options,
             memory_report=executor.memory_report(),
+            stats=executor.stats(),
         )
 
 

@@ -261,6 +261,7 @@ class ReplicaSet(RemoteExecutor):
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env=os.environ | dict(replica.environment),
+                process_group=0,  # a Ctrl-C is for the server alone
             )
         return ours, process
 

@@ -36,8 +36,6 @@ def main(descriptor: int) -> NoReturn:
     Args:
         descriptor: The file descriptor of the connection.
     """
-    # A Ctrl-C reaches all processes of a terminal; the server decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     replica = _Replica(Connection(descriptor))
     signal.signal(signal.SIGTERM, lambda *_: replica.drain())
     os._exit(replica.run())
