@@ -75,8 +75,6 @@ def build_app(options: Mapping[str, Any]) -> Application:
                 f"{shorten(key)} is not an option of the Ray application: {_RAYS[name]}"
             )
     args = read_mapping(parser_of_options(), given, "the Ray application")
-    if args.api_key is None:
-        args.api_key = os.environ.get("PACELINE_API_KEY")
     check_options(args)
     arguments = llm_arguments(args) | {"show_progress": False}
     num_running = args.max_num_seqs
@@ -134,6 +132,9 @@ class Server:
             args: The options.
             max_replicas: The most replicas that it can have.
         """
+        # Read here, so that it is in the environment of the servers and nowhere else.
+        args.api_key = args.api_key or os.environ.get("PACELINE_API_KEY")
+        check_options(args)
         facts: Facts = await engines.facts.remote()
         logging.getLogger("paceline").setLevel(args.log_level.upper())
         executor = RayExecutor(engines, facts, max_replicas=max_replicas)
