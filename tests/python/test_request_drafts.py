@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -103,3 +105,30 @@ def test_sources_end_where_the_tokens_end(llm: LLM, plain_llm: LLM) -> None:
                 assert len(completion.token_sources) == len(completion.token_ids)
         (output,) = one.generate(PROMPTS[0], SamplingParams(max_tokens=5))
         assert output.outputs[0].token_sources is None
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "eagle3"])
+def test_without_drafts_the_drafter_follows(
+    kind: str, pair_of: Callable[[str], tuple[Path, Path]]
+) -> None:
+    target, drafter = pair_of(kind)
+    # With "standard", tokens depend on the drafts, and so on each bit of the drafter's KV.
+    config = {
+        "method": kind,
+        "model": str(drafter),
+        "num_speculative_tokens": K,
+        "rejection_sample_method": "standard",
+    }
+    first = SamplingParams(seed=1, max_tokens=60, ignore_eos=True, num_speculative_tokens=0)
+    then = SamplingParams(seed=2, max_tokens=40, ignore_eos=True)
+    outputs = []
+    for is_caching in (True, False):
+        with LLM(target, speculative_config=config, enable_prefix_caching=is_caching) as llm:
+            (plain,) = llm.generate(list(range(5, 45)), first)
+            prompt = plain.prompt_token_ids + plain.outputs[0].token_ids
+            (output,) = llm.generate(prompt, then)
+            outputs.append(output)
+    hit, miss = outputs
+    assert hit.num_cached_tokens >= 80 and miss.num_cached_tokens == 0
+    assert hit.outputs == miss.outputs
+    assert hit.metrics.speculative_decoding == miss.metrics.speculative_decoding

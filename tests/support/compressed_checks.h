@@ -44,8 +44,8 @@ inline void expect_self_draft_accepts_everything(const std::shared_ptr<const Mod
   }
 }
 
-// Drafts of any quality change no token, whatever k, the temperature, the chunks and the driver
-// are. The drafters take turns.
+// Drafts of any quality change no token, whatever k, also of single requests, the temperature, the
+// chunks and the driver are. The drafters take turns.
 inline void expect_drafts_change_nothing(const std::shared_ptr<const Model>& target,
                                          const std::vector<std::shared_ptr<const Model>>& drafters,
                                          const std::vector<int32_t>& drafts, int32_t longest_prompt,
@@ -70,8 +70,12 @@ inline void expect_drafts_change_nothing(const std::shared_ptr<const Model>& tar
     options.poison_freed_blocks = true;
     SCOPED_TRACE("k " + std::to_string(k) + ", turn " + std::to_string(turn));
     Executor executor(target, drafters[turn % drafters.size()], options);
-    const std::vector<Outcome> actual = run(executor, jobs[sampled]);
+    std::vector<Job> mixed = jobs[sampled];
+    std::mt19937_64 own(turn);
+    mix_num_drafts(mixed, own, k);
+    const std::vector<Outcome> actual = run(executor, mixed);
     for (size_t i = 0; i < actual.size(); ++i) {
+      expect_own_drafts(mixed[i], actual[i], k);
       ASSERT_EQ(actual[i].tokens, expected[sampled][i].tokens) << "job " << i;
     }
     EXPECT_EQ(executor.check_integrity(), "");
