@@ -113,10 +113,11 @@ def test_hits_of_the_prefix_cache_are_counted(server: RunningServer) -> None:
 def test_ids_and_traces_come_back(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     with caplog.at_level(logging.INFO, "paceline.access"), RunningServer(llm) as server:
-        headers = {"x-request-id": "mine.1", "traceparent": trace}
+        headers = {"x-request-id": "mine.1", "traceparent": trace, "tracestate": "a=1"}
         with server.send(COMPLETIONS, BODY, headers=headers) as response:
             assert response.headers["x-request-id"] == "mine.1"
             assert response.headers["traceparent"] == trace
+            assert response.headers["tracestate"] == "a=1"
             assert json.loads(response.read())["id"] == "cmpl-mine.1"
         # Ids that would be unsafe in a log or a header are replaced.
         headers = {"x-request-id": "a b", "traceparent": "00-zz"}

@@ -16,6 +16,7 @@ from typing import Any
 from paceline import LLM, AsyncLLM
 from paceline.server.run import Server, open_socket
 from paceline.server.service import Limits, Service
+from paceline.server.traces import Traces
 
 TIMEOUT_S = 30
 JSON = {"content-type": "application/json"}
@@ -30,6 +31,7 @@ class RunningServer:
         *,
         api_key: str | None = None,
         tool_call_parser: str = "auto",
+        traces: Traces | None = None,
         **limits: Any,
     ) -> None:
         self.llm = llm
@@ -42,6 +44,7 @@ class RunningServer:
             has_vllm_metrics=True,
             has_access_log=True,
             tool_call_parser=tool_call_parser,
+            traces=traces,
         )
         opened = open_socket("127.0.0.1", 0)
         self.port = opened.getsockname()[1]

@@ -152,6 +152,12 @@ def _add_server_options(group: Any) -> None:
         help="vllm: /metrics has the figures that vLLM has under vLLM's names too; or none "
         "(default: none)",
     )
+    group.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="collector of OpenTelemetry that gets a span for each request, over HTTP, such as "
+        "http://127.0.0.1:4318/v1/traces; needs the extra [otel] (default: none)",
+    )
     group.add_argument("--access-log", action="store_true", help="log each request (default: off)")
 
 
@@ -324,6 +330,10 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError("--api-key has other characters than printable ASCII")
     if args.api_key == "":
         raise ValueError("--api-key is empty; allowed: a key, or leave it out")
+    if args.otlp_traces_endpoint is not None:
+        from paceline.server.traces import check_endpoint
+
+        check_endpoint(args.otlp_traces_endpoint)
     for name in args.served_model_name or ():
         check_text("--served-model-name", name)
 
@@ -331,7 +341,9 @@ def check_options(args: argparse.Namespace) -> None:
 def make_service(args: argparse.Namespace, allm: AsyncLLM) -> Service:
     """Makes what is served of the options and a model that is loaded."""
     from paceline.server.service import Limits, Service
+    from paceline.server.traces import open_traces
 
+    endpoint = args.otlp_traces_endpoint
     return Service(
         allm,
         args.served_model_name or [args.model or _DEMO_NAME],
@@ -344,6 +356,7 @@ def make_service(args: argparse.Namespace, allm: AsyncLLM) -> Service:
         has_vllm_metrics=args.metrics_compat == "vllm",
         tool_call_parser=args.tool_call_parser,
         has_access_log=args.access_log,
+        traces=None if endpoint is None else open_traces(endpoint),
     )
 
 

@@ -34,6 +34,7 @@ from paceline.server.response_fields import RESPONSE_FIELDS, read_response
 from paceline.server.responses import ResponseRun
 from paceline.server.service import Service
 from paceline.server.shapes import ChatShape, CompletionShape, Shape
+from paceline.server.traces import REQUEST_SPAN, RequestSpan
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -192,7 +193,12 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         chat = call.chat
         stream = allm.stream_chat(chat.messages, chat.wishes.params, **chat.template_arguments)
         run = ResponseRun(
-            stream, call, service.names[0], service.figures, request.scope[REQUEST_ID]
+            stream,
+            call,
+            service.names[0],
+            service.figures,
+            request.scope[REQUEST_ID],
+            request.scope.get(REQUEST_SPAN),
         )
         return await _run(service, request, run, chat.wishes, param="input", num_prompts=1)
 
@@ -208,7 +214,14 @@ async def _generate(
     service: Service, request: Request, streams: Sequence[ChunkStream], shape: Shape
 ) -> Response:
     """Runs prompts and makes the response."""
-    run = Generation(streams, service.names[0], shape, service.figures, request.scope[REQUEST_ID])
+    run = Generation(
+        streams,
+        service.names[0],
+        shape,
+        service.figures,
+        request.scope[REQUEST_ID],
+        request.scope.get(REQUEST_SPAN),
+    )
     param = "prompt" if len(streams) > 1 else "n"
     return await _run(service, request, run, shape.wishes, param=param, num_prompts=len(streams))
 
@@ -223,6 +236,14 @@ async def _run(
     num_prompts: int,
 ) -> Response:
     """Admits a request and runs it; `param` is the field that says how many outputs it has."""
+    span: RequestSpan | None = request.scope.get(REQUEST_SPAN)
+    if span is not None:
+        span.note_request(
+            service.names[0],
+            request.scope[REQUEST_ID],
+            wishes.params,
+            is_chat=request.scope["path"] != "/v1/completions",
+        )
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(service.admission.admit(num_prompts * wishes.params.n, param))
         stack.push_async_callback(run.close)

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from paceline.server.connection import Send
 from paceline.server.metrics import RequestFigures
+from paceline.server.traces import REQUEST_SPAN, Traces
 
 _logger = logging.getLogger("paceline.access")
 
@@ -22,6 +23,7 @@ REQUEST_ID: Final = "paceline.request_id"
 _PROCESS: Final = uuid.uuid4().hex[:16].encode()
 _NUMBERS: Final = itertools.count()
 _ID: Final = re.compile(rb"[\w.-]{1,128}", re.ASCII)
+_TRACE_HEADERS: Final = (b"traceparent", b"tracestate")
 # Of W3C's Trace Context: version, trace id, parent id, flags.
 _TRACEPARENT: Final = re.compile(rb"[\da-f]{2}-([\da-f]{32})-[\da-f]{16}-[\da-f]{2}")
 
@@ -37,26 +39,35 @@ class Exchange:
         *,
         route: str,
         is_logged: bool,
+        traces: Traces | None = None,
     ) -> None:
         """Reads the id of a request, or makes one.
 
         Args:
-            scope: The request. It gets the key REQUEST_ID.
+            scope: The request. It gets the key REQUEST_ID, and with `traces` REQUEST_SPAN.
             send: The connection.
             figures: Counts the response.
             route: The name of the route in the figures.
             is_logged: Whether `end` logs the request.
+            traces: Begins the request's span; None = it gets none.
         """
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")
         self._id = given if _ID.fullmatch(given) else b"%s%016x" % (_PROCESS, next(_NUMBERS))
         scope[REQUEST_ID] = self._id.decode()
         self._headers = [(b"x-request-id", self._id)]
-        trace = headers.get(b"traceparent", b"")
-        found = _TRACEPARENT.fullmatch(trace)
-        self._trace = "" if found is None else f", trace {found[1].decode()}"
-        if found is not None:
-            self._headers.append((b"traceparent", trace))
+        trace_id = ""
+        self._span = None if traces is None else traces.begin(scope["headers"], route)
+        if self._span is not None:
+            scope[REQUEST_SPAN] = self._span
+            trace_id = self._span.trace_id
+            self._headers += self._span.headers()
+        elif found := _TRACEPARENT.fullmatch(headers.get(b"traceparent", b"")):
+            trace_id = found[1].decode()
+            self._headers += [
+                (key, value) for key, value in scope["headers"] if key in _TRACE_HEADERS
+            ]
+        self._trace = f", trace {trace_id}" if trace_id else ""
         self._scope = scope
         self._send = send
         self._figures = figures
@@ -74,7 +85,9 @@ class Exchange:
         await self._send(message)
 
     def end(self) -> None:
-        """Logs the request, without what it says."""
+        """Ends the span, and logs the request, without what it says."""
+        if self._span is not None:
+            self._span.end(self._status)
         if self._is_logged:
             _logger.info(
                 "%s %s: %s in %.0f ms, request %s%s",

@@ -17,6 +17,7 @@ from paceline.server.shapes import Shape, metrics_of, prompt_logprobs_of, usage,
 
 if TYPE_CHECKING:
     from paceline.async_stream import ChunkStream
+    from paceline.server.traces import RequestSpan
 
 
 class Generation:
@@ -29,6 +30,7 @@ class Generation:
         shape: Shape,
         figures: RequestFigures,
         request_id: str,
+        span: RequestSpan | None = None,
     ) -> None:
         """Starts nothing.
 
@@ -38,7 +40,9 @@ class Generation:
             shape: The JSON of the route.
             figures: Counts the outputs.
             request_id: The end of the response's id.
+            span: The request's span; None = it has none.
         """
+        self._span = span
         self._figures = figures
         self._clocks = [figures.clock() for _ in streams]
         self._shape = shape
@@ -101,6 +105,8 @@ class Generation:
                 async for piece in self._pieces(chunks):
                     yield event(piece)
         except Exception as error:
+            if self._span is not None:
+                self._span.note_error(error)
             yield event(as_api_error(error).body())
         yield END
 
@@ -138,6 +144,8 @@ class Generation:
         self._clocks[index].note(chunk)
         if chunk.output is not None:
             self._figures.count(chunk.output)
+            if self._span is not None:
+                self._span.note_output(chunk.output)
             self._outputs[index] = chunk.output
             if chunk.output.error is not None:
                 raise RequestError(chunk.output.error, [chunk.output])

@@ -61,6 +61,7 @@ class Guard:
             service.figures,
             route=scope["path"] if scope["path"] in _ROUTES else "other",
             is_logged=service.has_access_log,
+            traces=service.traces if scope["path"] in GENERATING_PATHS else None,
         )
         try:
             await self._answer(scope, receive, exchange.send)

@@ -19,6 +19,7 @@ from paceline.server.shapes import metrics_of
 
 if TYPE_CHECKING:
     from paceline.async_stream import ChunkStream
+    from paceline.server.traces import RequestSpan
 
 Event = dict[str, Any]
 
@@ -33,6 +34,7 @@ class ResponseRun:
         model: str,
         figures: RequestFigures,
         request_id: str,
+        span: RequestSpan | None = None,
     ) -> None:
         """Starts nothing.
 
@@ -42,7 +44,9 @@ class ResponseRun:
             model: The name of the model in the response.
             figures: Counts the output.
             request_id: The end of the response's id.
+            span: The request's span; None = it has none.
         """
+        self._span = span
         self._stream = stream
         self._figures = figures
         self._clock = figures.clock()
@@ -106,6 +110,8 @@ class ResponseRun:
                 for event in self._take(chunk):
                     yield event
         except Exception as error:
+            if self._span is not None:
+                self._span.note_error(error)
             failed = {"code": "server_error", "message": as_api_error(error).message}
             response = begun | {"status": "failed", "error": failed}
             yield {"type": "response.failed", "response": response}
@@ -125,6 +131,8 @@ class ResponseRun:
         if chunk.output is not None:
             self._output = chunk.output
             self._figures.count(chunk.output)
+            if self._span is not None:
+                self._span.note_output(chunk.output)
             if chunk.output.error is not None:
                 raise RequestError(chunk.output.error, [chunk.output])
         return self._items.take(parts)

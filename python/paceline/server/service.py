@@ -21,6 +21,7 @@ from paceline.server.metrics import RequestFigures, exposition
 
 if TYPE_CHECKING:
     from paceline.async_llm import AsyncLLM
+    from paceline.server.traces import Traces
 
 _T = TypeVar("_T")
 
@@ -62,6 +63,7 @@ class Service:
         chat_templates: Render conversations.
         text_format: How the model writes reasoning and calls; None = unknown.
         has_access_log: Whether each request is logged.
+        traces: Begins the spans of requests; None = there are none.
         created: When the server started, in seconds since 1970.
         is_draining: Whether the server ends once all requests have ended.
     """
@@ -76,6 +78,7 @@ class Service:
         has_vllm_metrics: bool = False,
         tool_call_parser: str = "auto",
         has_access_log: bool = False,
+        traces: Traces | None = None,
     ) -> None:
         """Takes a model that is loaded.
 
@@ -87,6 +90,7 @@ class Service:
             has_vllm_metrics: Whether /metrics has vLLM's names too.
             tool_call_parser: A name of `FORMATS`, "none", or "auto": as the chat template tells.
             has_access_log: See the class.
+            traces: See the class. `close` closes it.
 
         Raises:
             paceline.ModelFileError: The checkpoint states sampling parameters that are not allowed.
@@ -116,6 +120,7 @@ class Service:
         if tool_call_parser == "auto":
             self.text_format = format_of(self.chat_templates.find_text(has_tools=True) or "")
         self.has_access_log = has_access_log
+        self.traces = traces
         self.figures = RequestFigures()
         self._has_vllm_metrics = has_vllm_metrics
         self._groups = kv_groups(llm.memory_report())
@@ -175,5 +180,7 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._workers, call)
 
     def close(self) -> None:
-        """Ends the threads. The model stays open."""
+        """Ends the threads and the traces. The model stays open."""
         self._workers.shutdown(wait=False)
+        if self.traces is not None:
+            self.traces.close()
