@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,23 +107,16 @@ def test_sources_end_where_the_tokens_end(llm: LLM, plain_llm: LLM) -> None:
         assert output.outputs[0].token_sources is None
 
 
-@pytest.mark.parametrize("kind", ["draft_model", "eagle3"])
 def test_without_drafts_the_drafter_follows(
-    kind: str, pair_of: Callable[[str], tuple[Path, Path]]
+    target_dir: Path, speculative_config: dict[str, Any]
 ) -> None:
-    target, drafter = pair_of(kind)
-    # With "standard", tokens depend on the drafts, and so on each bit of the drafter's KV.
-    config = {
-        "method": kind,
-        "model": str(drafter),
-        "num_speculative_tokens": K,
-        "rejection_sample_method": "standard",
-    }
+    # With "standard", tokens depend on the drafts, and so on the drafter's KV.
+    config = speculative_config | {"rejection_sample_method": "standard"}
     first = SamplingParams(seed=1, max_tokens=60, ignore_eos=True, num_speculative_tokens=0)
     then = SamplingParams(seed=2, max_tokens=40, ignore_eos=True)
     outputs = []
     for is_caching in (True, False):
-        with LLM(target, speculative_config=config, enable_prefix_caching=is_caching) as llm:
+        with LLM(target_dir, speculative_config=config, enable_prefix_caching=is_caching) as llm:
             (plain,) = llm.generate(list(range(5, 45)), first)
             prompt = plain.prompt_token_ids + plain.outputs[0].token_ids
             (output,) = llm.generate(prompt, then)
