@@ -6,7 +6,7 @@
 // All launches are programmatic dependent launches: a kernel may start while its predecessor still
 // runs. Hence two rules for every kernel, without exception:
 //   1. Every thread calls `wait_for_predecessor()` before it touches memory that an earlier kernel
-//      writes or reads (weights, rotary tables and other constants may be read before).
+//      writes or reads, but for constants (weights, tables) and what expert_kernel.cuh explains.
 //   2. A kernel calls `let_successor_start()` as early as possible. The call orders no memory: the
 //      successor's own wait still waits for this kernel to complete.
 // A kernel that returns early calls wait_for_predecessor() first, too.

@@ -47,7 +47,11 @@ void launch_expert_shape(CudaContext& ctx, const ExpertGemmParams& p, const Prod
       .n = w.n,
       .k = w.k,
       .num_stages = num_stages,
-      .weight_policy = rows_to_expect(p) > Shape::kTokens ? kEvictNormal : kEvictFirst};
+      .weight_policy = rows_to_expect(p) > Shape::kTokens ? kEvictNormal : kEvictFirst,
+      .follows_product = p.follows_product,
+      .shared_weights =
+          p.shared_expert < 0 ? nullptr : w.data + p.shared_expert * p.weight.data_stride,
+      .shared_bytes = w.n * w.row_bytes()};
   // One matrix has no stride of its own; the copy engine wants a multiple of 16.
   const int64_t stride = p.weight.num_experts > 1 ? p.weight.data_stride : w.n * w.row_bytes();
   launch(ctx, "expert_gemm", kernel, dim3(static_cast<uint32_t>(blocks)), dim3(Shape::kThreads),

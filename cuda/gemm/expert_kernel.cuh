@@ -38,6 +38,10 @@ struct ExpertGemmArgs {
   int32_t k;
   int32_t num_stages;
   uint64_t weight_policy;  // of L2
+  bool follows_product;    // as in ExpertGemmParams
+  // The weights of the shared expert, or null; a multiple of 16 bytes.
+  const std::byte* shared_weights;
+  int64_t shared_bytes;
 };
 
 // 64 weights for each warpgroup, by `tokens`.
@@ -173,6 +177,19 @@ __device__ __forceinline__ void write_outputs(const ExpertGemmArgs& args, const 
                args.y_stride, tile.num_rows, min(args.n - first_column, Shape::kWeights));
 }
 
+// Brings the shared expert's weights to L2 while the router still runs and memory is idle. The
+// first blocks take a piece each.
+__device__ __forceinline__ void prefetch_shared(const ExpertGemmArgs& args) {
+  constexpr int32_t kPiece = 64 << 10;
+  const int64_t at = int64_t{blockIdx.x} * kPiece;
+  if (args.shared_weights == nullptr || at >= args.shared_bytes) return;
+  const auto bytes =
+      static_cast<uint32_t>(args.shared_bytes - at < kPiece ? args.shared_bytes - at : kPiece);
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(args.shared_weights + at),
+               "r"(bytes)
+               : "memory");
+}
+
 template <class Shape>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
     expert_gemm_kernel(const __grid_constant__ CUtensorMap weight_map, const ExpertGemmArgs args) {
@@ -200,16 +217,27 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     barrier_init_fence();
   }
   __syncthreads();
-  let_successor_start();
+  // A mixture's blocks let their successors start only when they have waited for expert_begin. So a
+  // product behind them that has the same expert_begin, and any kernel between the two, starts when
+  // it is complete, and reads it before its own predecessor has ended.
+  const bool is_early = !is_mixture || args.follows_product;
+  if (is_early) let_successor_start();
 
   ExpertTile tile = {.expert = 0,
                      .column_tile = column_tile_of(args.rows, Shape::kTokens),
                      .first_row = 0,
                      .num_rows = 0};
   if (is_mixture) {
-    wait_for_predecessor();
-    tile = find_tile(args.rows, Shape::kTokens);
-    if (tile.num_rows == 0) return;
+    if (!is_early) {
+      if (thread == 0) prefetch_shared(args);
+      wait_for_predecessor();
+      let_successor_start();
+    }
+    tile = find_tile</*kIsEarly=*/true>(args.rows, Shape::kTokens);
+    if (tile.num_rows == 0) {
+      wait_for_predecessor();
+      return;
+    }
   }
   if (thread >= Shape::kConsumers) {
     const int32_t num_ahead = min(args.num_stages, num_blocks);
@@ -218,18 +246,14 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
         request_weights<Shape>(ring, &weight_map, tile, block, block, args.weight_policy);
       }
     }
-    if (!is_mixture) {
-      wait_for_predecessor();
-      tile = find_tile(args.rows, Shape::kTokens);
-    }
+    if (is_early) wait_for_predecessor();
+    if (!is_mixture) tile = find_tile(args.rows, Shape::kTokens);
     produce<Shape>(ring, &weight_map, args, tile, num_ahead, num_blocks);
     return;
   }
 
-  if (!is_mixture) {
-    wait_for_predecessor();
-    tile = find_tile(args.rows, Shape::kTokens);
-  }
+  if (is_early) wait_for_predecessor();
+  if (!is_mixture) tile = find_tile(args.rows, Shape::kTokens);
   Accumulators<Shape> sums = {};
   // The last rows of an expert often fill less than half of a tile.
   constexpr int32_t kHalf = Shape::kTokens / 2;

@@ -48,7 +48,9 @@ __device__ __forceinline__ int32_t column_tile_of(const ExpertRows& rows, int32_
 }
 
 // The tile of the calling block, the same in every thread of a warp; all threads of a warp call it,
-// after wait_for_predecessor().
+// after wait_for_predecessor(). With kIsEarly they may call it before, for an expert_begin that is
+// complete: it is read from L2, as L1 may have what an earlier kernel read.
+template <bool kIsEarly = false>
 __device__ __forceinline__ ExpertTile find_tile(const ExpertRows& rows, int32_t tile_rows) {
   const auto block = static_cast<int32_t>(blockIdx.x);
   if (rows.expert_begin == nullptr) {
@@ -66,8 +68,12 @@ __device__ __forceinline__ ExpertTile find_tile(const ExpertRows& rows, int32_t 
   int32_t before = 0;
   for (int32_t first = 0; first < rows.num_experts; first += 32) {
     const int32_t expert = min(first + lane, rows.num_experts - 1);
-    const int32_t begin = min(rows.expert_begin[expert], rows.max_rows);
-    const int32_t end = min(rows.expert_begin[expert + 1], rows.max_rows);
+    const auto begin_of = [&](int32_t e) {
+      const int32_t* const from = rows.expert_begin + e;
+      return min(kIsEarly ? __ldcg(from) : *from, rows.max_rows);
+    };
+    const int32_t begin = begin_of(expert);
+    const int32_t end = begin_of(expert + 1);
     const int32_t count = first + lane < rows.num_experts ? max(end - begin, 0) : 0;
     const int32_t row_tiles = (count + tile_rows - 1) / tile_rows;
     int32_t through = row_tiles;  // of the lanes up to this one

@@ -96,7 +96,9 @@ OpInstance make_expert_gemm(const ExpertGemmSpec& s, const Rows& rows, uint64_t 
                                       .y = at.raw(p.y),
                                       .y_stride = p.y_stride,
                                       .x_dtype = activation_dtype(ctx, s.weight.dtype),
-                                      .y_dtype = activation_dtype(ctx, s.y_dtype)});
+                                      .y_dtype = activation_dtype(ctx, s.y_dtype),
+                                      .follows_product = !s.is_gathered,
+                                      .shared_expert = s.num_experts - 1});
   });
   return op;
 }
@@ -234,7 +236,8 @@ OpInstance make_mixture(const MixtureSpec& s, const Rows& rows, uint64_t seed) {
                                       .y = at.raw(expert_out),
                                       .y_stride = s.hidden,
                                       .x_dtype = on_device,
-                                      .y_dtype = on_device});
+                                      .y_dtype = on_device,
+                                      .follows_product = s.weight.format == WeightFormat::kPlain});
     combine_experts(ctx, CombineExpertsParams{.num_rows = at.get<int32_t>(num_rows),
                                               .max_rows = max_rows,
                                               .top_k = s.top_k,

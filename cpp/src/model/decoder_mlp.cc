@@ -113,7 +113,8 @@ CombineExpertsParams Decoder::mixture(Ctx& ctx, const MoeMlp& m, const MoeMlpWei
                             .y = y,
                             .y_stride = first.n,
                             .x_dtype = dtype,
-                            .y_dtype = dtype};
+                            .y_dtype = dtype,
+                            .shared_expert = is_joined ? m.num_experts : -1};
   };
   ctx.run(activated_experts,
           ActivatedExpertsParams{.product = product(w.gate_up, activations.normed, a.source_row,
@@ -128,8 +129,10 @@ CombineExpertsParams Decoder::mixture(Ctx& ctx, const MoeMlp& m, const MoeMlpWei
                                                 .alpha = m.expert.alpha,
                                                 .limit = m.expert.limit,
                                                 .is_interleaved = m.is_interleaved}});
-  ctx.run(expert_gemm,
-          product(w.down, activations.activated, /*x_rows=*/nullptr, max_expert_rows, a.output));
+  ExpertGemmParams down =
+      product(w.down, activations.activated, /*x_rows=*/nullptr, max_expert_rows, a.output);
+  down.follows_product = w.gate_up.weight.first.format == WeightFormat::kPlain;
+  ctx.run(expert_gemm, down);
   return {.num_rows = rows.num_rows,
           .max_rows = rows.capacity,
           .top_k = m.top_k,
