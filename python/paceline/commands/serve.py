@@ -369,7 +369,8 @@ def _serve(args: argparse.Namespace, allm: AsyncLLM, opened: socket.socket) -> N
 
     def on_ready() -> None:
         if not args.quiet:
-            tell(f"paceline: serving {service.names[0]} at http://{shown}:{port}/v1")
+            base = f"http://{shown}:{port}"
+            tell(f"paceline: serving {service.names[0]} at {base}/v1, with a page at {base}/")
 
     server = Server(
         service,
