@@ -126,17 +126,36 @@ __device__ __forceinline__ void produce(const PagedAttentionParams& p, const Blo
   }
 }
 
-// Announces the slices of this block's pieces; called by one warp.
+// Whether a slice has landed; unlike barrier_try_wait, this never waits.
+template <class S>
+__device__ __forceinline__ bool has_landed(const Ring& ring, const RingPlace<S>& place) {
+  uint32_t is_over;
+  asm volatile(
+      "{\n"
+      ".reg .pred over;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 over, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, over;\n"
+      "}\n"
+      : "=r"(is_over)
+      : "r"(shared_address(&ring.landed[place.slot])), "r"(place.parity)
+      : "memory");
+  return is_over != 0;
+}
+
+// Announces the slices of this block's pieces; called by one warp. All slices that have landed
+// share a fence.
 template <class S>
 __device__ __forceinline__ void announce(const Work& work, const Ring& ring, RingPlace<S>& place) {
   const auto lane = static_cast<int32_t>(threadIdx.x) % 32;
   for (ChunkWalk walk(work); !walk.is_over(work); walk.advance(work)) {
-#pragma unroll 1
-    for (int32_t at = 0; at < kSlices; ++at) {
+    for (int32_t left = kSlices; left > 0;) {
       barrier_wait(&ring.landed[place.slot], place.parity);
+      RingPlace<S> next = place.after(1);
+      while (--left > 0 && __all_sync(kFullWarp, has_landed(ring, next))) next = next.after(1);
       fence_shared_for_wgmma();
-      if (lane == 0) barrier_arrive(&ring.full[place.slot]);
-      place = place.after(1);
+      for (; place.slot != next.slot; place = place.after(1)) {
+        if (lane == 0) barrier_arrive(&ring.full[place.slot]);
+      }
     }
   }
 }
