@@ -114,6 +114,15 @@ def test_cancelled_samples_do_not_go_on() -> None:
     assert not ledger._requests and ledger.run(rest.id) is None
 
 
+def test_samples_that_ended_before_their_run_began_stay_ended() -> None:
+    ledger, run = opened(num_samples=2)
+    ledger.cancel(run.request.id, 1)
+    assert len(ledger.end_cancelled(run)) == 1
+    assert emit(ledger, run, 1, 20) is None  # a replica has begun with all samples
+    event = emit(ledger, run, 0, 20)
+    assert event is not None and event.sample == 0
+
+
 def test_a_refused_run_ends_with_its_message() -> None:
     ledger, run = opened(num_samples=2)
     events = ledger.refuse(run.id, "too long")

@@ -286,7 +286,19 @@ def test_one_replica_down_is_reported_and_it_starts_again(replicas: RunningServe
     assert replicas.result("/health")["status"] == "ok"
     after = [one["num_restarts"] for one in executor_of(replicas).replica_states()]
     assert after[down] == before[down] + 1
-    assert replicas.result("/v1/capabilities")["server"]["replicas"] == 2
+
+
+def test_capabilities_are_those_of_a_replica(
+    replicas: RunningServer, reference: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = reference.result("/v1/capabilities")
+    # Asking CUDA would take memory of a GPU that a replica has.
+    monkeypatch.delattr("paceline._core.cuda_status")
+    found = replicas.result("/v1/capabilities")
+    assert found["server"].pop("replicas") == 2 and expected["server"].pop("replicas") == 1
+    assert found["server"].pop("max_outputs") == 2 * expected["server"].pop("max_outputs")
+    found["configured"]["num_threads"] = expected["configured"]["num_threads"]
+    assert found == expected
 
 
 def test_a_draining_replica_ends_what_it_runs(replicas: RunningServer) -> None:

@@ -101,6 +101,7 @@ class Facts:
         speculative: The configuration of speculative decoding; None without it.
         max_model_len: Largest number of tokens of a request.
         options: The options in effect.
+        capabilities: See `LLM.capabilities`. Asking CUDA in the server would take memory of a GPU.
         memory_report: Of one replica.
         stats: The result of `_core.Executor.stats` when they were collected.
     """
@@ -111,6 +112,7 @@ class Facts:
     speculative: SpeculativeConfig | None
     max_model_len: int
     options: dict[str, Any]
+    capabilities: dict[str, Any]
     memory_report: dict[str, Any]
     stats: dict[str, Any]
 
@@ -124,6 +126,7 @@ class Facts:
             speculative=llm.speculative_config,
             max_model_len=llm.max_model_len,
             options=executor.options,
+            capabilities=llm.capabilities(),
             memory_report=executor.memory_report(),
             stats=executor.stats(),
         )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
@@ -32,6 +33,7 @@ class ReplicatedLLM(LLM):
             executor: Runs the requests.
             facts: Of its engines.
         """
+        self._facts = facts
         self._describe(
             facts.target,
             facts.draft,
@@ -45,6 +47,10 @@ class ReplicatedLLM(LLM):
             cast("_core.Executor", executor),
             cast("Callable[..., _core.Request]", executor.make_request),
         )
+
+    def capabilities(self) -> dict[str, Any]:
+        """See `LLM.capabilities`; those of a replica."""
+        return copy.deepcopy(self._facts.capabilities)
 
     def update_weights(
         self,
