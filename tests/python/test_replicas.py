@@ -26,6 +26,7 @@ from paceline.replicas.replica_set import ReplicaSet
 from paceline.replicas.replicated_llm import ReplicatedLLM, start_replicas
 from running_server import TIMEOUT_S, RunningServer
 
+DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana" / "paceline.json"
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 PROMPT = "def read_lines(path):"
 LEVEL = int(os.environ.get("PACELINE_TEST_LEVEL", "1"))
@@ -279,7 +280,9 @@ def test_one_replica_down_is_reported_and_it_starts_again(replicas: RunningServe
     assert f'paceline_replica_up{{model="served",replica="{1 - down}"}} 1.0' in text
     assert f'paceline_iterations_total{{model="served",replica="{1 - down}"}}' in text
     assert text.count("# TYPE paceline_iterations_total counter") == 1
-    assert "paceline_outputs_resumed_total" in text
+    dashboard = DASHBOARD.read_text()
+    for name in ("replica_up", "replica_outputs", "outputs_resumed_total"):
+        assert f"paceline_{name}{{" in text and f"paceline_{name}{{" in dashboard
     assert f'vllm:num_requests_running{{model_name="served",replica="{1 - down}"}}' in text
     asking.join()
     wait_until_up(replicas)
