@@ -103,17 +103,25 @@ class RowKeys {
   const int32_t* chosen_ = nullptr;
 };
 
-// Copies one slice of all keys of a chunk; a null key becomes zeros. Commits nothing.
+// Copies one slice of all keys of a chunk; a null key becomes zeros. Commits nothing. Four keys are
+// read before their copies: behind a copy, the compiler would read the next one only then.
 __device__ __forceinline__ void request_keys(const std::byte* const* keys, const void* valid,
                                              int32_t slice, uint32_t to) {
-#pragma unroll 4
-  for (int32_t i = 0; i < kChunk * kSliceUnits / kThreads; ++i) {
-    const int32_t at = static_cast<int32_t>(threadIdx.x) + i * kThreads;
-    const int32_t key = at / kSliceUnits;
-    const int32_t unit = slice * kSliceUnits + at % kSliceUnits;
-    const std::byte* const from = keys[key];
-    cp_async_16(to + swizzled(key, unit, kUnits), from == nullptr ? valid : from + unit * 16,
-                from != nullptr);
+  constexpr int32_t kAtOnce = 4;
+  constexpr int32_t kStep = kThreads / kSliceUnits;  // keys
+  static_assert(kThreads % kSliceUnits == 0 && kChunk % (kStep * kAtOnce) == 0);
+  const int32_t first = static_cast<int32_t>(threadIdx.x) / kSliceUnits;
+  const int32_t unit = slice * kSliceUnits + static_cast<int32_t>(threadIdx.x) % kSliceUnits;
+#pragma unroll
+  for (int32_t key = 0; key < kChunk; key += kStep * kAtOnce) {
+    const std::byte* from[kAtOnce];
+#pragma unroll
+    for (int32_t i = 0; i < kAtOnce; ++i) from[i] = keys[first + key + i * kStep];
+#pragma unroll
+    for (int32_t i = 0; i < kAtOnce; ++i) {
+      cp_async_16(to + swizzled(first + key + i * kStep, unit, kUnits),
+                  from[i] == nullptr ? valid : from[i] + unit * 16, from[i] != nullptr);
+    }
   }
 }
 
