@@ -23,6 +23,7 @@ namespace {
 
 constexpr int32_t kAppendThreads = 256;
 constexpr int32_t kAppendWarps = kAppendThreads / 32;
+constexpr int32_t kRowsAhead = 64;   // which are loaded before it is known whether they exist
 constexpr int32_t kQueriesKept = 6;  // of a thread, in registers: 1,536 queries of a row
 constexpr int32_t kLatentsKept = 2;  // and 512 latents
 
@@ -91,6 +92,7 @@ __global__ void __launch_bounds__(kAppendThreads)
   NormedRow<kQueriesKept, T> of_q(p.q_norm, p.norm_weight_offset, p.q_width);
   NormedRow<kLatentsKept, T> of_c(p.latent_norm, p.norm_weight_offset, rank);
   wait_for_predecessor();
+  if (row >= kRowsAhead && row >= __ldcg(p.num_rows)) return;
   const int32_t num_rows = *p.num_rows;
   const int64_t slot = p.slot_mapping[row];
   const int32_t position = p.rope.positions[row];
@@ -103,7 +105,7 @@ __global__ void __launch_bounds__(kAppendThreads)
     latent_partials[thread / 32] = c_squares;
   }
   __syncthreads();
-  // Not earlier: the loads would wait for the number of rows.
+  // Of few rows not earlier: the loads would wait for the number of rows.
   if (row >= num_rows) return;
   if (p.q_norm != nullptr) {
     const float mean = tree_sum<kAppendWarps>(q_partials) / static_cast<float>(p.q_width);
