@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records GPU test results with the sources, since continuous integration has no GPU.
 
-    evidence.py test [PART ...]              run GPU tests and benches; write docs/gpu-evidence.json
+    evidence.py test [--limit S] [PART ...]  run GPU tests and benches; write docs/gpu-evidence.json
     evidence.py sanitize [TOOL[:PART] ...]   run compute-sanitizer over the op table and the packing
                                              of weights; write docs/gpu-sanitizer.json
     evidence.py check                        report evidence of other sources as STALE
@@ -66,6 +66,10 @@ def sampling(*values: dict[str, float]) -> list[str]:
 
 BENCH = ["-m", "paceline", "bench", "latency", "--device", "cuda", "--concurrency", "1,16,64"]
 BENCH += ["--input-len", "256", "--output-len", "512", "--rounds", "1"]
+
+
+#: Seconds that any command may take at most; --limit lowers it.
+LIMIT_S = 600.0
 
 
 class Share(NamedTuple):
@@ -135,12 +139,13 @@ def run(
     limit: float,
     shares: Sequence[Share] = (Share(),),
 ) -> dict[str, Any]:
-    """Runs a command for at most `limit` seconds; records output lines that match `summary`.
+    """Runs a command for at most `limit` and LIMIT_S seconds; records lines that match `summary`.
 
     With several shares the command runs once for each of them, side by side. The exit code is the
     first that is not zero.
     """
     start = time.monotonic()
+    limit = min(limit, LIMIT_S)
     lines, code = [], 0
     LOGS.mkdir(exist_ok=True)
     processes = []
@@ -550,7 +555,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("test", "sanitize", "check", "files"))
     parser.add_argument("parts", nargs="*", help="parts of test or sanitize (default: all)")
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT_S, help="seconds that a command of test may take"
+    )
     arguments = parser.parse_args()
+    LIMIT_S = arguments.limit
     known = {"test": PARTS, "sanitize": (*SANITIZERS, *SANITIZER_PARTS)}.get(arguments.what, ())
     for wrong in set(arguments.parts) - set(known):
         parser.error(
