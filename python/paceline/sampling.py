@@ -281,13 +281,18 @@ def _check_token_ids(name: str, value: Any) -> tuple[int, ...]:
         raise ValueError(
             f"{name} is {shorten(value)} ({type(value).__name__}); allowed: a sequence of token ids"
         )
+    # A list may have a million ids, and a server has other requests.
+    if set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= MAX_INT:
+        return tuple(value)
     return tuple(check_int(f"{name}[{i}]", token, 0, MAX_INT) for i, token in enumerate(value))
 
 
 def _check_stop_token_ids(value: Any) -> tuple[int, ...]:
-    token_ids = _check_token_ids("stop_token_ids", () if value is None else value)
-    _check_count("stop_token_ids", len(token_ids), MAX_STOP_TOKEN_IDS)
-    return token_ids
+    if value is None:
+        return ()
+    if _is_list(value):
+        _check_count("stop_token_ids", len(value), MAX_STOP_TOKEN_IDS)
+    return _check_token_ids("stop_token_ids", value)
 
 
 def _check_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:

@@ -148,6 +148,8 @@ MALFORMED: list[tuple[str | int, tuple[str, Any]]] = [
     ("top_kk", completion(top_kk=1)),
     ("top_kk", completion(top_kk=None)),
     ("__class__", completion(__class__="x")),
+    ("chat_template", chat(chat_template="{{ 'a' * 1000000000000 }}")),
+    ("chat_template_kwargs", chat(chat_template_kwargs=[1])),
     ("messages", chat(messages=None)),
     ("messages", chat(messages=[])),
     ("messages", chat(messages="hello")),
@@ -270,7 +272,11 @@ def test_malformed_requests_are_refused_at_once(server: RunningServer) -> None:
         if not is_right or min(seconds) >= MAX_SECONDS:
             shown = body if isinstance(body, bytes) else json.dumps(body)
             wrong.append(f"{path} {shown[:80]!r}: {status} {min(seconds):.3f} s {error}")
-    assert len(MALFORMED) > 140
+    distinct = {
+        (path, body if isinstance(body, bytes) else json.dumps(body))
+        for _, (path, body) in MALFORMED
+    }
+    assert len(distinct) == len(MALFORMED) >= 150
     assert wrong == []
     after = server.llm.stats()
     # Nothing reached the engine, which goes on.

@@ -48,17 +48,21 @@ class Admission:
             param: The field of the request that says so.
 
         Raises:
-            ApiError: 429, or 400 if `num_outputs` exceeds the limit even of an idle server.
+            ApiError: As `check_size` and `check`.
         """
-        if num_outputs > self.limit:
-            raise refusal(
-                f"the request has {num_outputs} outputs; allowed: {self.limit}. Send several "
-                "requests, or start the server with a larger --max-queue",
-                param,
-            )
+        self.check_size(num_outputs, param)
         self.check(num_outputs)
         self.num_open += num_outputs
         try:
             yield
         finally:
             self.num_open -= num_outputs
+
+    def check_size(self, num_outputs: int, param: str) -> None:
+        """Raises ApiError 400 if `num_outputs` exceeds the limit even of an idle server."""
+        if num_outputs > self.limit:
+            raise refusal(
+                f"the request has {num_outputs} outputs; allowed: {self.limit}. Send several "
+                "requests, or start the server with a larger --max-queue",
+                param,
+            )

@@ -181,6 +181,9 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def completions(request: Request) -> Response:
         given = parse_object(await request.body())
         call = read_completion(given, service.completion_params, service.check_model)
+        # Before anything is made for each of the prompts, of which a body may have a million.
+        num_outputs = len(call.prompts) * call.wishes.params.n
+        service.admission.check_size(num_outputs, _param_of_outputs(len(call.prompts)))
         streams = [allm.stream(prompt, call.wishes.params) for prompt in call.prompts]
         return await _generate(
             service, request, streams, CompletionShape(call.wishes, service.decode)
@@ -222,8 +225,13 @@ async def _generate(
         request.scope[REQUEST_ID],
         request.scope.get(REQUEST_SPAN),
     )
-    param = "prompt" if len(streams) > 1 else "n"
+    param = _param_of_outputs(len(streams))
     return await _run(service, request, run, shape.wishes, param=param, num_prompts=len(streams))
+
+
+def _param_of_outputs(num_prompts: int) -> str:
+    """The field that says how many outputs a request has."""
+    return "prompt" if num_prompts > 1 else "n"
 
 
 async def _run(

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import gc
 import json
 from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
 from typing import Any, Final, NoReturn
 
 from paceline.checks import check_text, shorten
+from paceline.limits import MAX_LOGIT_BIAS
 from paceline.server.errors import ApiError, refusal
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -73,6 +75,20 @@ def parse_object(body: bytes) -> dict[str, Any]:
         ApiError: It is invalid, has a key twice, NaN or Infinity, or more than MAX_JSON_DEPTH
             levels.
     """
+    # A body of a million lists would run the garbage collector, over all objects of the process,
+    # again and again: seconds in which the event loop stands still.
+    is_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        value = _parse(body)
+        _check_depth(value)
+    finally:
+        if is_collecting:
+            gc.enable()
+    return value
+
+
+def _parse(body: bytes) -> dict[str, Any]:
     try:
         value = json.loads(body, object_pairs_hook=_unique, parse_constant=_no_constant)
     except RecursionError:
@@ -85,7 +101,6 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise refusal("the body has an integer of thousands of digits") from None
     if not isinstance(value, dict):
         raise refusal(f"the body is {shorten(value)}; allowed: a JSON object")
-    _check_depth(value)
     return value
 
 
@@ -163,7 +178,9 @@ class Fields:
         """Takes sampling parameters, and logit_bias, whose keys are strings in JSON."""
         parameters = {name: self._given.pop(name) for name in names if name in self._given}
         biases = self.take_object("logit_bias")
-        if biases is not None:
+        if biases is not None and len(biases) > MAX_LOGIT_BIAS:
+            parameters["logit_bias"] = biases  # is refused for its length
+        elif biases is not None:
             parameters["logit_bias"] = [(_token_id(key), bias) for key, bias in biases.items()]
         return parameters
 
