@@ -55,6 +55,7 @@ DRAFTERS: Final = {
     "mtp": "MTP: the layer of a GLM-4.7-Flash or DeepSeek model that predicts one token more",
     "gemma4_mtp": "Gemma 4 MTP: an assistant made for a Gemma 4 target",
     "ngram": "prompt lookup: the tokens that followed the same n-gram earlier; no model",
+    "custom": "a Python function of the token history, for research; no model",
 }
 DEVICE_WORDS: Final = {
     "auto": "the GPU if it can be used, else the CPU; the default",
@@ -93,6 +94,8 @@ DIFFERENCES: Final = {
         "min_p": "applied after top-k and top-p, in vLLM before them",
         "n": "output i is the output of a request with seed `seed` + i",
         "seed": "-1 is refused; None = a seed of its own",
+        "structured_outputs": "without `structural_tag`; llguidance is the only backend "
+        "([structured-output.md](structured-output.md))",
     },
 }
 

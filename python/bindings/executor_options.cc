@@ -4,9 +4,11 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <memory>
 #include <string>
 #include <type_traits>
 
+#include "guide.h"
 #include "messages.h"
 
 namespace paceline::python {
@@ -69,6 +71,11 @@ void read_option(const char* name, py::handle value, T& field) {
       refuse_option(name, value, "True or False");
     }
     field = value.cast<bool>();
+  } else if constexpr (std::is_same_v<T, std::shared_ptr<HostDrafter>>) {
+    if (PyCallable_Check(value.ptr()) == 0) {
+      refuse_option(name, value, "a function of token ids and a number of drafts");
+    }
+    field = make_drafter(py::reinterpret_borrow<py::object>(value));
   } else {
     const char* allowed = std::is_floating_point_v<T>    ? "a number"
                           : sizeof(T) == sizeof(int32_t) ? "an integer of 32 bits"
@@ -94,6 +101,8 @@ py::object write_option(const T& field) {
       }
     }
     return py::none();
+  } else if constexpr (std::is_same_v<T, std::shared_ptr<HostDrafter>>) {
+    return object_of(field);
   } else {
     return py::cast(field);
   }
@@ -142,6 +151,7 @@ constexpr std::array kOptionFields = {
                  [](auto& o) -> auto& { return o.speculative.draft_stop_threshold; }),
     option_field("ngram_min", [](auto& o) -> auto& { return o.speculative.ngram_min; }),
     option_field("ngram_max", [](auto& o) -> auto& { return o.speculative.ngram_max; }),
+    option_field("host_drafter", [](auto& o) -> auto& { return o.speculative.host_drafter; }),
     option_field("draft_position", [](auto& o) -> auto& { return o.speculative.draft_position; }),
     option_field("draft_driver", [](auto& o) -> auto& { return o.draft_driver; }),
     option_field("device_lateness", [](auto& o) -> auto& { return o.device_lateness; }),

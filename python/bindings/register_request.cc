@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "guide.h"
 
 namespace paceline::python {
 
@@ -20,7 +21,8 @@ void register_request(py::module_& module) {
                        std::vector<int32_t> allowed_token_ids, int32_t logprobs,
                        int32_t prompt_logprobs, int32_t num_samples,
                        std::vector<int32_t> hidden_layers, bool keeps_logits_on_device,
-                       int32_t num_resumed_tokens, int32_t num_speculative_tokens) {
+                       int32_t num_resumed_tokens, int32_t num_speculative_tokens,
+                       const std::vector<py::object>& constraints) {
              Request request;
              request.prompt = std::move(prompt);
              request.sampling.temperature = temperature;
@@ -47,6 +49,9 @@ void register_request(py::module_& module) {
              request.keeps_logits_on_device = keeps_logits_on_device;
              request.num_resumed_tokens = num_resumed_tokens;
              request.num_speculative_tokens = num_speculative_tokens;
+             for (const py::object& constraint : constraints) {
+               request.constraints.push_back(make_constraint(constraint));
+             }
              return request;
            }),
            py::arg("prompt"), py::kw_only(), py::arg("temperature") = 1.0, py::arg("seed") = 0,
@@ -62,6 +67,7 @@ void register_request(py::module_& module) {
            py::arg("hidden_layers") = std::vector<int32_t>{},
            py::arg("keeps_logits_on_device") = false, py::arg("num_resumed_tokens") = 0,
            py::arg("num_speculative_tokens") = -1,
+           py::arg("constraints") = std::vector<py::object>{},
            R"doc(Stores the values, which are checked when the request is added.
 
 Args:
@@ -95,6 +101,13 @@ Args:
         request, which goes on after them; less than the prompt and less than max_tokens.
     num_speculative_tokens: Most drafts that are verified at once, 0 (plain decoding) to the
         executor's; -1 = as many as the executor's.
+    constraints: One object for each sample, or none. Its method `constrain(emitted, drafts,
+        max_drafts, masks)` gets the output tokens since the last call, the proposed drafts, the
+        largest number of drafts, and the address of max_drafts + 1 masks of
+        (vocab_size + 31) // 32 uint32 each, all zero. It sets the bits of the tokens that may
+        follow, row i for those after the first i drafts, and returns the drafts: those that it
+        allows, and others after them. It is called on threads of the executor. What it raises ends
+        the sample with an error.
 )doc")
       .def_readonly("num_samples", &Request::num_samples, "Samples of the prompt.")
       .def("__repr__", [](const Request& self) {

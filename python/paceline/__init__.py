@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from paceline.sampling import SamplingParams
     from paceline.speculative_config import SpeculativeConfig
     from paceline.stream import RequestStream
+    from paceline.structured_outputs import StructuredOutputsParams
     from paceline.tokenizer import Tokenizer
     from paceline.weights import BusyError
 
@@ -63,6 +64,7 @@ __all__ = [
     "SamplingParams",
     "SpeculativeConfig",
     "StreamChunk",
+    "StructuredOutputsParams",
     "TextPrompt",
     "Tokenizer",
     "TokensPrompt",
@@ -75,6 +77,7 @@ _MODULE_OF = {
     "BusyError": "paceline.weights",
     "RequestStream": "paceline.stream",
     "SamplingParams": "paceline.sampling",
+    "StructuredOutputsParams": "paceline.structured_outputs",
     "SpeculativeConfig": "paceline.speculative_config",
     "EngineConfig": "paceline.config",
     "CompletionOutput": "paceline.outputs",

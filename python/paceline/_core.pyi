@@ -2,7 +2,7 @@
 """Types of the C++ runtime's binding; docstrings are in the binding."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, Protocol, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -143,6 +143,11 @@ class ModelBuilder:
     def fill_dummy(self, seed: int) -> None: ...
     def finish(self) -> Model: ...
 
+class _Constraint(Protocol):
+    def constrain(
+        self, emitted: list[int], drafts: list[int], max_drafts: int, masks: int
+    ) -> list[int]: ...
+
 class Request:
     def __init__(
         self,
@@ -170,6 +175,7 @@ class Request:
         keeps_logits_on_device: bool = False,
         num_resumed_tokens: int = 0,
         num_speculative_tokens: int = -1,
+        constraints: Sequence[_Constraint] = ...,
     ) -> None: ...
     @property
     def num_samples(self) -> int: ...

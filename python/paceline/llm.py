@@ -240,8 +240,8 @@ class LLM(RunningLLM):
         if needs_draft != (draft is not None):
             raise ValueError(
                 f"draft is {shorten(draft)} and speculative_config is "
-                f"{shorten(speculative_config)}; allowed: both or neither, except that method "
-                "'ngram' has no draft"
+                f"{shorten(speculative_config)}; allowed: both or neither, except that methods "
+                "'ngram' and 'custom' have no draft"
             )
         if config.device not in ("auto", target.model.device):
             raise ValueError(

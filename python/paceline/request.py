@@ -25,6 +25,7 @@ from paceline.stop_strings import StopStringFilter
 
 if TYPE_CHECKING:
     from paceline import _core
+    from paceline.grammar import Grammars
     from paceline.sampling import SamplingParams
 
 
@@ -42,6 +43,7 @@ class Request:
         detokenizer: IncrementalDetokenizer | None,
         logprobs: LogprobReader | None = None,
         sample: int = 0,
+        grammars: Grammars | None = None,
     ) -> None:
         """Starts without output.
 
@@ -50,11 +52,12 @@ class Request:
             prompt: The prompt as a string; None if it was given as token ids.
             prompt_token_ids: The prompt as token ids.
             params: The sampling parameters.
-            sampling: The same as keyword arguments of `_core.Request`, with all stop tokens in
+            sampling: The same as keyword arguments of `engine_request`, with all stop tokens in
                 effect. The seed is added when the request is queued.
             detokenizer: Decodes the output; None if the output has no text.
             logprobs: Converts the engine's logprobs; None if their tokens have no text.
             sample: Index among the request's samples.
+            grammars: Of the model; None where `sampling` has no grammar.
         """
         self.index = index
         self.prompt = prompt
@@ -63,6 +66,7 @@ class Request:
         self.sampling = sampling
         self.detokenizer = detokenizer
         self.sample = sample
+        self._grammars = grammars
         # Set when the request is queued.
         self.request_id = ""
         self.queued_at = 0.0  # time.monotonic()
@@ -87,10 +91,14 @@ class Request:
             )
 
     def for_engine(self, make: Callable[..., _core.Request] | None = None) -> _core.Request:
-        """Returns the engine's request, of which this is one sample; `make` replaces its class."""
-        from paceline import _core
+        """Returns the engine's request, of which this is one sample.
 
-        return (make or _core.Request)(self.prompt_token_ids, **self.sampling)
+        Args:
+            make: Takes the arguments instead of `engine_request`.
+        """
+        if make is not None:
+            return make(self.prompt_token_ids, **self.sampling)
+        return engine_request(self.prompt_token_ids, self.sampling, self._grammars)
 
     @property
     def is_finished(self) -> bool:
@@ -223,6 +231,28 @@ class Request:
             return None
         positions = zip(self.token_ids, self.logprobs, strict=True)
         return math.fsum(logprobs[token].logprob for token, logprobs in positions)
+
+
+def engine_request(
+    prompt_token_ids: list[int], sampling: Mapping[str, Any], grammars: Grammars | None
+) -> _core.Request:
+    """Makes a request for the engine of this process.
+
+    Args:
+        prompt_token_ids: The prompt.
+        sampling: Keyword arguments of `_core.Request`; "grammar" stands for "constraints" and is
+            what `Grammars.check` has returned, in this process or another one.
+        grammars: Of the model; None where there is no grammar.
+    """
+    from paceline import _core
+
+    arguments = dict(sampling)
+    grammar = arguments.pop("grammar", None)
+    if grammar is not None:
+        assert grammars is not None
+        count = arguments.get("num_samples", 1)
+        arguments["constraints"] = grammars.constraints(grammar, count)
+    return _core.Request(prompt_token_ids, **arguments)
 
 
 class RequestGroup:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from paceline.default_params import default_params
 from paceline.detokenizer import IncrementalDetokenizer
 from paceline.engine_sampling import check_num_speculative_tokens, engine_arguments
+from paceline.grammar import Grammars
 from paceline.limits import MAX_SEED
 from paceline.logprobs import LogprobReader, check_logprobs
 from paceline.prompts import Prompts, encode, list_params, list_prompts
@@ -53,6 +54,7 @@ class RequestFactory:
         self._max_logprobs = max_logprobs
         self._num_speculative_tokens = num_speculative_tokens
         self._seed = seed
+        self.grammars = Grammars(target)
         self._numbering = threading.Lock()
         self._num_outputs = 0  # of the requests so far
 
@@ -85,7 +87,10 @@ class RequestFactory:
             )
             check_logprobs(param, self._max_logprobs)
             check_num_speculative_tokens(param, self._num_speculative_tokens)
-            checked.append((text, token_ids, param, engine_arguments(param, self._target)))
+            arguments = engine_arguments(param, self._target)
+            if param.structured_outputs is not None:
+                arguments["grammar"] = self.grammars.check(param.structured_outputs)
+            checked.append((text, token_ids, param, arguments))
         # Shared by all requests of the call, so that a token is decoded once.
         logprobs = LogprobReader(self._target.tokenizer)
         return [
@@ -97,6 +102,7 @@ class RequestFactory:
                 sampling=sampling,
                 detokenizer=make_detokenizer(self._target.tokenizer, token_ids, param),
                 logprobs=logprobs if param.detokenize else None,
+                grammars=self.grammars,
                 sample=sample,
             )
             for index, (text, token_ids, param, sampling) in enumerate(checked)

@@ -22,6 +22,7 @@ from paceline.limits import (
     MAX_STOP_TOKEN_IDS,
     MAX_TEMPERATURE,
 )
+from paceline.structured_outputs import StructuredOutputsParams
 
 # Stop strings are matched in Python.
 MAX_STOP_STRINGS: Final = 16
@@ -85,6 +86,9 @@ class SamplingParams:
         num_speculative_tokens: Most drafts that an iteration verifies for the request, 0 (plain
             decoding) to k. With "coupled", the default `rejection_sample_method`, it changes times
             and no token; see docs/sampling.md for "standard" and "block". None = k.
+        structured_outputs: What the output must look like: `StructuredOutputsParams`, or a mapping
+            with its parameters. The output ends when that is complete, so `max_tokens` must
+            suffice. Requires the package llguidance.
         return_token_sources: Say of each output token how it came: as an accepted draft, or as
             which of the target's own tokens; see `CompletionOutput.token_sources`.
 
@@ -117,6 +121,7 @@ class SamplingParams:
     skip_special_tokens: Final[bool]
     spaces_between_special_tokens: Final[bool]
     num_speculative_tokens: Final[int | None]
+    structured_outputs: Final[StructuredOutputsParams | None]
     return_token_sources: Final[bool]
 
     def __init__(
@@ -146,6 +151,7 @@ class SamplingParams:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
         num_speculative_tokens: int | None = None,
+        structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None,
         return_token_sources: bool = False,
         **unknown: Never,
     ) -> None:
@@ -198,8 +204,14 @@ class SamplingParams:
             else check_int(
                 "num_speculative_tokens", num_speculative_tokens, 0, MAX_SPECULATIVE_TOKENS
             ),
+            "structured_outputs": StructuredOutputsParams.of(structured_outputs),
             "return_token_sources": check_bool("return_token_sources", return_token_sources),
         }
+        if checked["structured_outputs"] is not None and checked["ignore_eos"]:
+            raise ValueError(
+                "ignore_eos is True and structured_outputs is given, whose outputs end with an "
+                "end-of-sequence token; allowed: one of them"
+            )
         if checked["stop"] and not detokenize:
             raise ValueError(
                 f"stop is {shorten(stop)}, but detokenize is False; allowed: detokenize=True, "

@@ -22,6 +22,7 @@ from paceline.checks import (
     quoted,
     shorten,
 )
+from paceline.custom_drafter import Drafter
 from paceline.limits import (
     DEFAULT_DRAFT_PROPOSALS,
     MAX_DRAFT_PROPOSALS,
@@ -30,7 +31,9 @@ from paceline.limits import (
 )
 from paceline.vllm_arguments import advice_end
 
-METHODS: Final = ("draft_model", "eagle", "eagle3", "mtp", "gemma4_mtp", "ngram")
+METHODS: Final = ("draft_model", "eagle", "eagle3", "mtp", "gemma4_mtp", "ngram", "custom")
+#: The methods without a model.
+MODEL_FREE_METHODS: Final = ("ngram", "custom")
 LATER_METHODS: Final = ("suffix",)
 REJECTION_SAMPLE_METHODS: Final = ("coupled", "standard", "block", "synthetic")
 DRAFT_SAMPLE_METHODS: Final = ("probabilistic", "greedy")
@@ -63,11 +66,15 @@ class SpeculativeConfig:
     as `{"method": None}`, means plain decoding.
 
     Attributes:
-        method: "draft_model", "eagle", "eagle3", "mtp", "gemma4_mtp" or "ngram". None: `LLM` reads
-            it from the checkpoint in `model`.
+        method: "draft_model", "eagle", "eagle3", "mtp", "gemma4_mtp", "ngram" or "custom". None:
+            `LLM` reads it from the checkpoint in `model`.
         model: The drafter: a folder or a model of the hub, as for `LLM`; a path-like object becomes
-            a string. None with "ngram", which needs no model, and with "mtp", whose layer is in the
-            target's own files.
+            a string. None with "ngram" and "custom", which need no model, and with "mtp", whose
+            layer is in the target's own files.
+        drafter: "custom" only: a function of the token ids of prompt and output, a list, that
+            returns at most k ids that may follow. The engine calls it on a thread of its own, one
+            call at a time, and each request waits for it, so it is for research; see
+            docs/structured-output.md. What it raises ends that request with an error.
         revision: Of a drafter on the hub: a branch, a tag or a commit. None = the default branch.
         num_speculative_tokens: Tokens drafted in each iteration (k), 1 to 16. None, with a drafter
             that the model brings: the default of its folder.
@@ -83,7 +90,7 @@ class SpeculativeConfig:
         draft_sample_method: "probabilistic": the drafter samples at the request's temperature. It
             is the only choice for "coupled" and "synthetic", where drafter and target share noise.
             "greedy": the drafter takes its most likely token. It is the only choice for "ngram"
-            with "standard" and "block", since tokens that are looked up have no distribution.
+            and "custom" with "standard" and "block", since their tokens have no distribution.
             None = "probabilistic" where there is a choice.
         prompt_lookup_min: "ngram" only: length of the shortest n-gram that is looked up. None =
             `prompt_lookup_max`, or 5 if that is None too.
@@ -94,7 +101,7 @@ class SpeculativeConfig:
         draft_stop_threshold: Under "x", 0 to below 1. Drafting for a sequence ends once the
             drafter's probability of a draft falls below this. That draft is still verified, and the
             output does not change. 0 = off; other values need draft_driver "while" and a method
-            other than "ngram".
+            other than "ngram" and "custom".
         draft_position: Under "x", "gemma4_mtp" only. The position of the queries of all drafts:
             "last", the last position with KV of the target (None means this), or "next", that of
             the newest token. Engines differ here. The keys are the same, so only acceptance can
@@ -112,6 +119,7 @@ class SpeculativeConfig:
     method: str | None = None
     model: str | None = None
     revision: str | None = None
+    drafter: Drafter | None = None
     num_speculative_tokens: int | None = None
     rejection_sample_method: str = "coupled"
     synthetic_acceptance_length: float | None = None
@@ -128,6 +136,7 @@ class SpeculativeConfig:
         if self.method is not None:
             check_choice("speculative_config['method']", self.method, METHODS, LATER_METHODS)
         self._check_model()
+        self._check_drafter()
         self._check_prompt_lookup()
         k = self.num_speculative_tokens
         if k is not None or not self.is_incomplete:
@@ -159,8 +168,8 @@ class SpeculativeConfig:
 
     @property
     def has_model(self) -> bool:
-        """Whether a model drafts; prompt lookup has none."""
-        return self.method != "ngram"
+        """Whether a model drafts."""
+        return self.method not in MODEL_FREE_METHODS
 
     @property
     def k(self) -> int:
@@ -207,7 +216,7 @@ class SpeculativeConfig:
     def _check_draft_sampling(self) -> None:
         key = "speculative_config['draft_sample_method']"
         has_probabilities = self.rejection_sample_method in _RATIO_METHODS
-        is_looked_up = has_probabilities and self.method == "ngram"
+        is_looked_up = has_probabilities and not self.has_model
         if self.draft_sample_method is None:
             default = "greedy" if is_looked_up else "probabilistic"
             object.__setattr__(self, "draft_sample_method", default)
@@ -220,7 +229,7 @@ class SpeculativeConfig:
             )
         elif self.draft_sample_method == "probabilistic" and is_looked_up:
             raise ValueError(
-                f"{key} is 'probabilistic', but method is 'ngram', whose drafts are looked up and "
+                f"{key} is 'probabilistic', but method is {self.method!r}, whose drafts "
                 f"have no distribution; allowed with rejection_sample_method "
                 f"{self.rejection_sample_method!r}: 'greedy'"
             )
@@ -279,9 +288,10 @@ class SpeculativeConfig:
         threshold = check_finite(key, self.draft_stop_threshold, allowed)
         if not 0 <= threshold < 1:
             raise ValueError(f"{key} is {threshold}; allowed: {allowed}")
-        if threshold > 0 and self.method == "ngram":
+        if threshold > 0 and not self.has_model:
             raise ValueError(
-                f"{key} is {threshold}, but method is 'ngram', whose drafts have no probability; "
+                f"{key} is {threshold}, but method is {self.method!r}, whose drafts have no "
+                "probability; "
                 "allowed: 0 (off), or a method with a model"
             )
         if threshold > 0 and self.draft_driver != "while":
@@ -293,13 +303,15 @@ class SpeculativeConfig:
 
     def _check_model(self) -> None:
         key = "speculative_config['model']"
-        if self.method == "ngram":
+        if not self.has_model:
+            source = (
+                "looks drafts up in the sequence" if self.method == "ngram" else "calls a function"
+            )
             for name in ("model", "revision"):
                 if getattr(self, name) is not None:
                     raise ValueError(
                         f"speculative_config[{name!r}] is {shorten(getattr(self, name))}, but "
-                        "method 'ngram' looks drafts up in the sequence and has no model; allowed: "
-                        f"no {name!r}"
+                        f"method {self.method!r} {source} and has no model; allowed: no {name!r}"
                     )
             return
         if self.is_incomplete:
@@ -325,6 +337,20 @@ class SpeculativeConfig:
             model = os.path.join(os.curdir, model)
         object.__setattr__(self, "model", model)
         check_revision("speculative_config['revision']", self.revision)
+
+    def _check_drafter(self) -> None:
+        key = "speculative_config['drafter']"
+        if self.method == "custom":
+            if not callable(self.drafter):
+                raise ValueError(
+                    f"{key} is {shorten(self.drafter)}; allowed: a function of token ids that "
+                    "returns token ids, which method 'custom' needs and only Python can give"
+                )
+        elif self.drafter is not None:
+            raise ValueError(
+                f"{key} is {shorten(self.drafter)}, but method is {self.method!r}; allowed: only "
+                "with 'custom'"
+            )
 
     def _check_prompt_lookup(self) -> None:
         given = {"prompt_lookup_min": self.prompt_lookup_min}

@@ -7,6 +7,7 @@ from typing import Any
 
 from paceline import _core
 from paceline.config import EngineConfig
+from paceline.custom_drafter import CustomDrafter
 from paceline.loader import LoadedModel
 from paceline.speculative_config import SpeculativeConfig
 
@@ -84,4 +85,6 @@ def executor_options(
         if speculative.method == "ngram":
             options["ngram_min"] = speculative.prompt_lookup_min
             options["ngram_max"] = speculative.prompt_lookup_max
+        if speculative.drafter is not None:
+            options["host_drafter"] = CustomDrafter(speculative.drafter, k)
     return options

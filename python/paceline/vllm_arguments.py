@@ -16,7 +16,7 @@ _GRAPHS: Final = f"{LEAVE_OUT}CUDA graphs need no setting, and they never change
 _ONE_GPU: Final = f"{LEAVE_OUT}a model runs on one GPU"
 _LORA: Final = f"{LEAVE_OUT}LoRA adapters are not supported; merge them into the checkpoint"
 _MULTI_MODAL: Final = f"{LEAVE_OUT}models read text only"
-_STRUCTURED: Final = f"{LEAVE_OUT}structured output is not supported"
+_LLGUIDANCE: Final = f"{LEAVE_OUT}llguidance reads all grammars"
 _BEAMS: Final = f"{LEAVE_OUT}there is no beam search"
 _GENERATES: Final = f"{LEAVE_OUT}every model generates"
 _TOKENIZER: Final = f"{LEAVE_OUT}the tokenizer is `tokenizer.json` in the model's folder"
@@ -43,7 +43,7 @@ ADVICE: Final[dict[str, dict[str, str]]] = {
         "`speculative_config={'x': {'draft_driver': 'eager'}}` to look for errors",
         "generation_config": f"{LEAVE_OUT}`llm.get_default_sampling_params()` reads the file, and "
         "`SamplingParams()` does not",
-        "guided_decoding_backend": _STRUCTURED,
+        "guided_decoding_backend": _LLGUIDANCE,
         "hf_overrides": "change `config.json` in a copy of the checkpoint",
         "hf_token": "set the environment variable `HF_TOKEN`",
         "kv_cache_dtype": _KV_DTYPE,
@@ -59,7 +59,7 @@ ADVICE: Final[dict[str, dict[str, str]]] = {
         "runner": _GENERATES,
         "skip_tokenizer_init": "leave it out, or set `SamplingParams(detokenize=False)`",
         "speculative_model": "`speculative_config={'model': ...}` names the drafter",
-        "structured_outputs_config": _STRUCTURED,
+        "structured_outputs_config": _LLGUIDANCE,
         "swap_space": f"{LEAVE_OUT}a preempted sequence is recomputed, not swapped out",
         "task": _GENERATES,
         "tokenizer": _TOKENIZER,
@@ -84,14 +84,19 @@ ADVICE: Final[dict[str, dict[str, str]]] = {
         "best_of": "`n` gives the number of outputs; choose by `cumulative_logprob`",
         "extra_args": f"{LEAVE_OUT}there are no plug-ins that could read it",
         "flat_logprobs": f"{LEAVE_OUT}logprobs are lists of dicts",
-        "guided_decoding": _STRUCTURED,
+        "guided_decoding": "the name is `structured_outputs`",
         "length_penalty": _BEAMS,
         "logits_processors": "`logit_bias`, `bad_words` and `allowed_token_ids` change logits",
         "max_new_tokens": "the name is `max_tokens`",
         "output_kind": f"{LEAVE_OUT}`generate` returns complete outputs, `stream` returns pieces",
-        "structured_outputs": _STRUCTURED,
         "truncate_prompt_tokens": "shorten the prompt itself",
         "use_beam_search": _BEAMS,
+    },
+    "StructuredOutputsParams": {
+        "backend": _LLGUIDANCE,
+        "disable_additional_properties": "write `additionalProperties: false` into the schema",
+        "disable_fallback": f"{LEAVE_OUT}there is no other backend",
+        "structural_tag": f"{LEAVE_OUT}write a `grammar`",
     },
     "speculative_config": {
         "attention_backend": f"{LEAVE_OUT}there is one backend per device",

@@ -60,7 +60,7 @@ def load_state_dicts(
         raise ValueError(
             f"speculative_config is {shorten(speculative_config)} and there is {given}; allowed: "
             'both, such as {"num_speculative_tokens": 3} with a drafter, or neither, except that '
-            "methods 'mtp' and 'ngram' have no drafter of their own"
+            "methods 'mtp', 'ngram' and 'custom' have no drafter of their own"
         )
     loaded, drafter = load_pair(
         target,

@@ -192,12 +192,7 @@ class Failing : public TokenConstraint {
     if (which_ == 0) throw std::runtime_error("no more");
     if (which_ == 1) drafts.assign(static_cast<size_t>(max_drafts) + 1, 0);
     if (which_ == 2) drafts.assign(1, kVocab);
-    if (which_ == 3) {
-      drafts.assign(1, 5);
-      masks[0] = 1;
-    }
-    if (which_ == 4) std::fill(masks.begin(), masks.end(), 0);  // and drafts: none that it allows
-    if (which_ == 4) drafts.clear();
+    if (which_ == 3) std::fill(masks.begin(), masks.end(), 0);
   }
 
  private:
@@ -213,9 +208,9 @@ TEST(GuidedEngine, AFailingConstraintEndsItsOwnSampleOnly) {
   constexpr std::array kMessages = {"no more",
                                     "the constraint returned 4 drafts; allowed: at most 3",
                                     "the constraint returned token 64 as draft 0; allowed: 0 to 63",
-                                    "which its own mask excludes", "no token can be drawn"};
+                                    "no token can be drawn"};
   std::mt19937_64 random(7);
-  std::vector<Job> jobs = random_jobs(random, 10, kVocab, 1.0);
+  std::vector<Job> jobs = random_jobs(random, 8, kVocab, 1.0);
   for (Job& job : jobs) {
     job.sampling.max_tokens = 40;
     job.sampling.stop_token_ids.clear();

@@ -38,7 +38,9 @@ def test_ngram_of_a_loaded_target() -> None:
     engine = {key: value for key, value in ENGINE.items() if key != "show_progress"}
     with LLM.from_loaded(target, speculative_config=config, **engine) as llm:
         assert outputs(llm) == plain_outputs(TARGET)
-    with raises(ValueError, "both or neither, except that method 'ngram' has no draft"):
+    with raises(
+        ValueError, "both or neither, except that methods 'ngram' and 'custom' have no draft"
+    ):
         LLM.from_loaded(target, target, speculative_config=config)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from errors import raises
-from paceline import LLM, EngineConfig, SamplingParams
+from paceline import LLM, EngineConfig, SamplingParams, StructuredOutputsParams
 from paceline.loader import load_checkpoint
 from paceline.startup import executor_options
 from paceline.vllm_arguments import ADVICE
@@ -61,12 +61,14 @@ def test_each_unknown_argument_of_vllm_gets_advice(llm: LLM, target_dir: Path) -
         "LLM.chat": lambda **given: llm.chat([{"role": "user", "content": "a"}], **given),
         "LLM.generate": lambda **given: llm.generate("a", **given),
         "SamplingParams": SamplingParams,
+        "StructuredOutputsParams": StructuredOutputsParams,
     }
     functions: dict[str, Callable[..., object]] = {
         "LLM": LLM,
         "LLM.chat": LLM.chat,
         "LLM.generate": LLM.generate,
         "SamplingParams": SamplingParams,
+        "StructuredOutputsParams": StructuredOutputsParams,
     }
     assert ADVICE.keys() == {*calls, "speculative_config"}
     for owner in calls:

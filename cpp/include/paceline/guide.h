@@ -27,7 +27,8 @@ class PACELINE_API TokenConstraint {
   // drafts: the proposed tokens, at most max_drafts. The constraint keeps the drafts that it
   // allows,
   //   up to the first that it does not. It may append others in place of the rest, up to max_drafts
-  //   in all; tokens that the grammar forces are good drafts.
+  //   in all; tokens that the grammar forces are good drafts. Drafts from the first that its own
+  //   mask excludes are ignored.
   // masks: [max_drafts + 1, (vocab_size + 31) / 32], all zero. Bit t % 32 of word t / 32 in row j
   // is
   //   to be set if token t may follow the output and the first j of the returned drafts. Rows 0 to

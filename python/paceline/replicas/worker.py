@@ -19,8 +19,10 @@ from multiprocessing.connection import Connection
 from typing import Any, Final, NoReturn
 
 from paceline import _core, engine_log
+from paceline.grammar import Grammars
 from paceline.llm import LLM
 from paceline.replicas.messages import EngineEvent, Facts
+from paceline.request import engine_request
 from paceline.running_llm import internals
 
 _POLL_TIMEOUT_MS: Final = 50
@@ -53,6 +55,7 @@ class _Replica:
         self._wants_drain = threading.Event()
         self._ends = threading.Event()
         self._executor: _core.Executor
+        self._grammars: Grammars
 
     def drain(self) -> None:
         """Asks the server for no further requests; called in a signal handler."""
@@ -70,6 +73,7 @@ class _Replica:
             self._send(("failed", _picklable(error)))
             return 1
         self._executor = internals(llm).dispatcher.executor
+        self._grammars = internals(llm).requests.grammars
         self._send(("ready", Facts.of(llm, self._executor), os.getpid()))
         threading.Thread(target=self._beat, daemon=True).start()
         try:
@@ -115,7 +119,7 @@ class _Replica:
 
     def _add(self, run: int, prompt: list[int], sampling: dict[str, Any]) -> None:
         try:
-            request = _core.Request(prompt, **sampling)
+            request = engine_request(prompt, sampling, self._grammars)
             ids: list[int] = []
             with self._adding:
                 if not self._executor.add_requests([request], ids):
