@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from paceline import LLM, ModelNotFoundError, SamplingParams
+from paceline import LLM, ModelNotFoundError, SamplingParams, StructuredOutputsParams
 from paceline.demo import find_demo
 from paceline.replicas.replica_set import ReplicaSet
 from paceline.replicas.replicated_llm import ReplicatedLLM, start_replicas
@@ -174,6 +174,26 @@ def test_a_killed_replica_is_not_noticed(
     killer.start()
     assert ask(replicas) == expected
     killer.join()
+    assert executor.ledger.num_resumed > num_before
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_structured_outputs_go_on(
+    n: int, replicas: RunningServer, reference: RunningServer
+) -> None:
+    wait_until_up(replicas)
+    grammar = StructuredOutputsParams(regex="([a-z]{3,9} = [0-9]{1,4}\n){90,}")
+    params = SamplingParams(seed=2, n=n, max_tokens=300, structured_outputs=grammar)
+    (expected,) = reference.llm.generate(PROMPT, params, use_tqdm=False)
+    executor = executor_of(replicas)
+    num_before = executor.ledger.num_resumed
+    killer = threading.Thread(
+        target=signal_busy_replica, args=(replicas, signal.SIGKILL, 40), daemon=True
+    )
+    killer.start()
+    (output,) = replicas.llm.generate(PROMPT, params, use_tqdm=False)
+    killer.join()
+    assert output.outputs == expected.outputs
     assert executor.ledger.num_resumed > num_before
 
 

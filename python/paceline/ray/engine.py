@@ -13,6 +13,7 @@ from paceline import _core
 from paceline.dispatcher import Dispatcher, Session
 from paceline.llm import LLM
 from paceline.replicas.messages import EngineEvent, Facts
+from paceline.request import engine_request
 from paceline.running_llm import internals
 
 
@@ -27,6 +28,7 @@ class Engine:
         """
         self._llm = LLM(**arguments)
         self._dispatcher = internals(self._llm).dispatcher
+        self._grammars = internals(self._llm).requests.grammars
         self._name = serve.get_replica_context().replica_id.unique_id
 
     async def facts(self) -> Facts:
@@ -40,7 +42,7 @@ class Engine:
 
         Args:
             prompt: Token ids.
-            sampling: Further arguments of `_core.Request`.
+            sampling: Further arguments, as for `engine_request`.
 
         Yields:
             ("begin", name of the replica), then ("events", list of `EngineEvent`), whose id is 0,
@@ -51,7 +53,8 @@ class Engine:
             RuntimeError: The engine has failed.
         """
         yield "begin", self._name
-        request = _core.Request(prompt, **sampling)
+        # It may compile a grammar.
+        request = await asyncio.to_thread(engine_request, prompt, sampling, self._grammars)
         num_open = request.num_samples
         session = _QueueSession(self._dispatcher, asyncio.get_running_loop())
         try:
