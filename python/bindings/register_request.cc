@@ -97,8 +97,8 @@ Args:
         layers = the output of the final norm.
     keeps_logits_on_device: With score_prompt: the logits stay on the device.
     num_samples: Independent samples, 1 to 128; sample i uses seed + i, modulo 2**64.
-    num_resumed_tokens: The last so many tokens of the prompt are output of an earlier run of this
-        request, which goes on after them; less than the prompt and less than max_tokens.
+    num_resumed_tokens: The number of tokens at the prompt's end that are output of an earlier run
+        of this request, which goes on after them; less than the prompt and less than max_tokens.
     num_speculative_tokens: Most drafts that are verified at once, 0 (plain decoding) to the
         executor's; -1 = as many as the executor's.
     constraints: One object for each sample, or none. Its method `constrain(emitted, drafts,

@@ -109,7 +109,7 @@ def num_tokens(server: RunningServer) -> int:
 
 
 def signal_busy_replica(server: RunningServer, number: int, after: int) -> int:
-    """Sends a signal to a replica that runs a request, once there are so many tokens.
+    """Sends a signal to a replica that runs a request, once its requests have `after` tokens.
 
     Returns:
         Its index.

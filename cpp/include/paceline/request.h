@@ -84,11 +84,11 @@ struct Request {
   // 0 is the input of the first layer, i the output of the i-th layer, and the number of layers the
   // output of the final norm.
   std::vector<int32_t> hidden_layers;
-  // The last so many tokens of the prompt are output of an earlier run of this request, which goes
-  // on after them as if it had not been interrupted: they count for max_tokens, min_tokens and the
-  // penalties, and the noise goes on. With AcceptMethod::kCoupled the output is the same, token for
-  // token; the others draw from the same distribution. Less than the prompt and max_tokens; with 1
-  // sample and without prompt_logprobs.
+  // The number of tokens at the prompt's end that are output of an earlier run of this request. The
+  // request goes on after them as if it had not been interrupted: they count for max_tokens,
+  // min_tokens and the penalties, and the noise goes on. With AcceptMethod::kCoupled the output is
+  // the same, token for token; the others draw from the same distribution. Less than the prompt and
+  // max_tokens; with 1 sample and without prompt_logprobs.
   int32_t num_resumed_tokens = 0;
   // Most drafts that are verified at once: 0 (none, plain decoding) to
   // ExecutorOptions::speculative's num_speculative_tokens, or -1 for all of these. With

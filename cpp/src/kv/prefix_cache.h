@@ -127,8 +127,8 @@ class PrefixCache {
   SlabPool& pool_;
   const int32_t block_size_;
   const int32_t lookahead_;
-  // Drawn for each cache, so that nobody can choose prompts whose hashes collide, which would make
-  // lookups slow.
+  // Drawn for each cache, so that a client cannot choose prompts whose hashes collide, which would
+  // make lookups slow.
   const uint64_t hash_seed_;
   int32_t nodes_per_hit_ = 1;  // hits end at a multiple of this many nodes
   int64_t max_nodes_ = 0;

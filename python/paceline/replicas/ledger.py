@@ -17,7 +17,7 @@ from paceline.limits import MAX_SEED
 from paceline.outputs import added_counters
 from paceline.replicas.messages import EngineEvent, EngineRequest
 
-#: A request that has been on so many replicas when they ended is given up: it may be the reason.
+#: A request is given up when this number of replicas has ended under it: it may be the reason.
 MAX_RUNS: Final = 4
 
 
