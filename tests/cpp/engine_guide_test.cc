@@ -205,10 +205,9 @@ TEST(GuidedEngine, AFailingConstraintEndsItsOwnSampleOnly) {
   ExecutorOptions options = small_engine_options(3);
   options.speculative.ngram_min = options.speculative.ngram_max = 1;
   Executor engine(target, nullptr, options);
-  constexpr std::array kMessages = {"no more",
-                                    "the constraint returned 4 drafts; allowed: at most 3",
-                                    "the constraint returned token 64 as draft 0; allowed: 0 to 63",
-                                    "no token can be drawn"};
+  constexpr std::array kMessages = {
+      "no more", "the constraint returned 4 drafts; allowed: at most 3",
+      "the constraint returned token 64 as draft 0; allowed: 0 to 63", "no token can be drawn"};
   std::mt19937_64 random(7);
   std::vector<Job> jobs = random_jobs(random, 8, kVocab, 1.0);
   for (Job& job : jobs) {

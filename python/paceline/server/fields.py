@@ -16,7 +16,14 @@ from paceline.sampling import SamplingParams
 from paceline.server.bodies import Fields
 from paceline.server.errors import refusal
 from paceline.server.formats import FORMATS, Format, Parser
-from paceline.server.tools import check_tool_calls, check_tools
+from paceline.server.structured import (
+    STRUCTURED_FIELDS,
+    calls_grammar,
+    in_format,
+    take_structured,
+)
+from paceline.server.tools import check_tool_calls, check_tools, chosen_tools
+from paceline.structured_outputs import StructuredOutputsParams
 
 MAX_MESSAGES: Final = 4096
 _MAX_USER: Final = 512
@@ -57,6 +64,7 @@ _COMMON: Final = (
     "return_tokens_as_token_ids",
     "speculative",
     "user",
+    *STRUCTURED_FIELDS,
 )
 COMPLETION_FIELDS: Final = (*_COMMON, "prompt", "echo")
 CHAT_FIELDS: Final = (
@@ -72,27 +80,21 @@ CHAT_FIELDS: Final = (
     "parallel_tool_calls",
 )
 
-_STRUCTURED: Final = "there is no structured output; check the text yourself"
 _BEAMS: Final = "there is no beam search; leave it out"
 _LEAVE: Final = "leave it out"
 # By field: what to do instead, and the values that are the same as leaving it out.
 REFUSED: Final[dict[str, tuple[str, tuple[Any, ...]]]] = {
     "best_of": ("n gives the number of outputs", ()),
     "cache_salt": ("all requests share the prefix cache; leave it out", ()),
-    "guided_choice": (_STRUCTURED, ()),
-    "guided_decoding_backend": (_STRUCTURED, ()),
-    "guided_grammar": (_STRUCTURED, ()),
-    "guided_json": (_STRUCTURED, ()),
-    "guided_regex": (_STRUCTURED, ()),
+    "guided_decoding_backend": ("llguidance reads all grammars; leave it out", ()),
+    "guided_whitespace_pattern": ("structured_outputs has whitespace_pattern", ()),
     "kv_transfer_params": (_LEAVE, ()),
     "length_penalty": (_BEAMS, (1.0, 1)),
     "logits_processors": ("logit_bias, bad_words and allowed_token_ids change logits", ()),
     "metadata": ("the server stores nothing; leave it out", ()),
     "priority": ("requests run in the order in which they arrive; leave it out", (0,)),
-    "response_format": (_STRUCTURED, ({"type": "text"},)),
     "service_tier": (_LEAVE, ("auto", "default")),
     "store": ("the server stores nothing; leave it out", (False,)),
-    "structured_outputs": (_STRUCTURED, ()),
     "truncate_prompt_tokens": ("shorten the prompt itself", ()),
     "use_beam_search": (_BEAMS, (False,)),
     "vllm_xargs": (_LEAVE, ()),
@@ -206,6 +208,7 @@ def read_completion(
     num_of_prompt = fields.take("prompt_logprobs")
     if echoes and num_of_prompt is None:
         num_of_prompt = num_logprobs
+    default = dataclasses.replace(default, structured_outputs=take_structured(fields))
     wishes = _wishes(fields, default, num_logprobs, prompt_logprobs=num_of_prompt)
     wishes = dataclasses.replace(wishes, echoes=echoes)
     if echoes and wishes.is_streamed:
@@ -235,8 +238,9 @@ def read_chat(
     fields = Fields(given)
     check_model(fields.take_text("model"))
     messages, arguments = take_conversation(fields)
-    tools = take_tools(fields, text_format)
+    tools, calls = take_tools(fields, text_format)
     arguments["tools"] = tools
+    default = with_structure(default, take_structured(fields), calls, text_format, tools=tools)
     make_parser = None
     if not arguments["continue_final_message"]:
         make_parser, default = choose_parser(
@@ -317,8 +321,14 @@ def check_conversation(messages: Any, param: str) -> list[Any]:
     return messages
 
 
-def take_tools(fields: Fields, text_format: Format | None) -> list[Any] | None:
-    """Takes the tools of a conversation; None if the model is to call none.
+def take_tools(
+    fields: Fields, text_format: Format | None
+) -> tuple[list[Any] | None, StructuredOutputsParams | None]:
+    """Takes the tools of a conversation.
+
+    Returns:
+        The tools, None if the model is to call none; and the grammar of the calls, None if the
+        model may as well call none.
 
     Raises:
         ApiError: They are malformed, or calls could not be read.
@@ -326,14 +336,9 @@ def take_tools(fields: Fields, text_format: Format | None) -> list[Any] | None:
     tools = check_tools(fields.take("tools"))
     choice = fields.take("tool_choice")
     is_parallel = fields.take_bool("parallel_tool_calls", True)
-    if choice not in (None, "none", "auto"):
-        raise refusal(
-            f"tool_choice is {shorten(choice)}; allowed: 'auto' or 'none', because there is no "
-            "structured output that would make the model call a tool",
-            "tool_choice",
-        )
+    required = chosen_tools(tools, choice)
     if tools is None or choice == "none":
-        return None
+        return None, None
     if text_format is None:
         raise refusal(
             "tools is given, but this model's chat template tells no format of calls that this "
@@ -341,13 +346,47 @@ def take_tools(fields: Fields, text_format: Format | None) -> list[Any] | None:
             f"{', '.join(FORMATS)}",
             "tools",
         )
+    if required is not None:
+        is_one = choice != "required" or not is_parallel
+        return tools, calls_grammar(required, text_format, is_one=is_one)
     if not is_parallel:
         raise refusal(
             "parallel_tool_calls is false; allowed: true, because the model decides how many "
-            "tools it calls",
+            "tools it calls, or a tool_choice that requires a call",
             "parallel_tool_calls",
         )
-    return tools
+    return tools, None
+
+
+def with_structure(
+    default: SamplingParams,
+    params: StructuredOutputsParams | None,
+    calls: StructuredOutputsParams | None,
+    text_format: Format | None,
+    *,
+    tools: list[Any] | None,
+) -> SamplingParams:
+    """Returns the parameters with what a message must look like.
+
+    Args:
+        default: The parameters.
+        params: What the fields say.
+        calls: The grammar of required calls.
+        text_format: How the model writes messages.
+        tools: Those that the model may call.
+
+    Raises:
+        ApiError: The two contradict each other.
+    """
+    if params is not None and tools is not None:
+        raise refusal(
+            "the form of the output is given, and tools are, whose calls have another; allowed: "
+            "one of them, or tool_choice 'none'",
+            "tools",
+        )
+    if params is not None:
+        calls = in_format(params, text_format)
+    return dataclasses.replace(default, structured_outputs=calls)
 
 
 def choose_parser(

@@ -23,11 +23,14 @@ from paceline.server.fields import (
     take_speculative,
     take_tools,
     take_user,
+    with_structure,
 )
 from paceline.server.formats import Format
+from paceline.server.structured import STRUCTURED_FIELDS, params_of_format, take_structured
 
 # Outputs of a response have one choice, and its length another name.
 _SAMPLING: Final = tuple(name for name in SAMPLING if name not in ("n", "max_tokens"))
+_STRUCTURED: Final = tuple(name for name in STRUCTURED_FIELDS if name != "response_format")
 RESPONSE_FIELDS: Final = (
     *_SAMPLING,
     "model",
@@ -42,7 +45,9 @@ RESPONSE_FIELDS: Final = (
     "chat_template_kwargs",
     "metadata",
     "speculative",
+    "text",
     "user",
+    *_STRUCTURED,
 )
 _STORES: Final = "the server stores nothing; send the whole conversation in input"
 _REFUSED: Final = {name: REFUSED[name] for name in REFUSED if name != "metadata"} | {
@@ -62,10 +67,7 @@ _REFUSED: Final = {name: REFUSED[name] for name in REFUSED if name != "metadata"
     ),
     "safety_identifier": ("leave it out", ()),
     "stream_options": ("a stream has its usage in any case; leave it out", ({},)),
-    "text": (
-        "there is no structured output; check the text yourself",
-        ({}, {"format": {"type": "text"}}),
-    ),
+    "response_format": ("the name is text.format", ()),
     "top_logprobs": ("/v1/chat/completions has logprobs", (0,)),
     "truncation": ("shorten the input itself", ("disabled",)),
 }
@@ -101,7 +103,18 @@ def read_response(
     shown_tools = fields.peek("tools") or []
     fields.replace("tools", _chat_tools(shown_tools))
     shown_choice = fields.peek("tool_choice") or "auto"
-    tools = take_tools(fields, text_format)
+    tools, calls = take_tools(fields, text_format)
+    structured = take_structured(fields, _STRUCTURED)
+    text = Fields(fields.take_object("text") or {})
+    output_format = text.take("format")
+    text.finish(("format",), {"verbosity": ("leave it out", ("medium",))})
+    if output_format is not None and structured is None:
+        structured = params_of_format("text.format", output_format)
+    elif output_format is not None:
+        raise refusal(
+            "text.format is given, and another form of the output is; allowed: one of them", "text"
+        )
+    default = with_structure(default, structured, calls, text_format, tools=tools)
     arguments = {
         "chat_template_kwargs": fields.take_object("chat_template_kwargs"),
         "tools": tools,

@@ -51,6 +51,42 @@ def check_tools(tools: Any) -> list[Any] | None:
     return tools
 
 
+def chosen_tools(tools: list[Any] | None, choice: Any) -> list[Any] | None:
+    """Reads tool_choice.
+
+    Args:
+        tools: The tools.
+        choice: "auto", "none", "required", or an object that names a function.
+
+    Returns:
+        The tools of which one must be called; None if none must be.
+
+    Raises:
+        ApiError: It is something else, or there is no such tool.
+    """
+    if choice in (None, "none", "auto"):
+        return None
+    if choice == "required":
+        found = tools
+    else:
+        named = choice if isinstance(choice, dict) and choice.get("type") == "function" else {}
+        function = named.get("function", named)
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str):
+            raise refusal(
+                f"tool_choice is {shorten(choice)}; allowed: 'auto', 'none', 'required' or "
+                '{"type": "function", "function": {"name": ...}}',
+                "tool_choice",
+            )
+        found = [tool for tool in tools or [] if tool["function"]["name"] == name]
+    if not found:
+        raise refusal(
+            f"tool_choice is {shorten(choice)}, but tools has none such; allowed: a tool of tools",
+            "tool_choice",
+        )
+    return found
+
+
 def check_tool_calls(name: str, message: dict[str, Any], param: str) -> dict[str, Any]:
     """Checks the calls of a message and makes objects of their arguments, as templates expect.
 
