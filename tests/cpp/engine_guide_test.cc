@@ -49,16 +49,6 @@ class EchoDrafter : public HostDrafter {
   std::atomic<int> num_calls = 0;
 };
 
-void constrain_some(std::vector<Job>& jobs, std::mt19937_64& random, int32_t max_delay_us) {
-  for (Job& job : jobs) {
-    if (random() % 4 == 0) continue;
-    const uint64_t salt = job.sampling.seed;
-    job.make_constraint = [=] {
-      return std::make_shared<ToyConstraint>(salt, kVocab, max_delay_us);
-    };
-  }
-}
-
 // Options that change when and how things run, but never the output.
 void mix_options(ExecutorOptions& options, std::mt19937_64& random) {
   const Pick pick{random};
@@ -101,7 +91,7 @@ TEST(GuidedEngine, EqualsPlainDecodingUnderTheSameConstraint) {
       // A constraint and other bans may exclude all tokens, which ends both outputs alike.
       mix_sampling(jobs, random, kVocab);
     }
-    constrain_some(jobs, random, pick(0, 0, 300));
+    constrain_some(jobs, random, kVocab, pick(0, 0, 300));
     ExecutorOptions plain_options = small_engine_options(0);
     Executor plain(target, nullptr, plain_options);
     const std::vector<Outcome> expected = run(plain, jobs);
@@ -113,7 +103,7 @@ TEST(GuidedEngine, EqualsPlainDecodingUnderTheSameConstraint) {
     if (is_host) options.speculative.host_drafter = std::make_shared<EchoDrafter>();
     mix_options(options, random);
     std::vector<Job> neighbours = random_jobs(random, pick(0, 6), kVocab, 1.0);
-    constrain_some(neighbours, random, 0);
+    constrain_some(neighbours, random, kVocab);
     Executor speculative(target, draft, options);
     const std::vector<Outcome> actual = run(speculative, jobs, neighbours, seed);
     for (size_t i = 0; i < jobs.size(); ++i) {
@@ -139,7 +129,7 @@ TEST(GuidedEngine, StandardAndBlockAcceptanceObeyTheConstraint) {
       for (const double temperature : {0.0, 1.0}) {
         std::mt19937_64 random(5);
         std::vector<Job> jobs = random_jobs(random, 12, kVocab, temperature);
-        constrain_some(jobs, random, 0);
+        constrain_some(jobs, random, kVocab);
         ExecutorOptions options = small_engine_options(5);
         options.speculative.accept_method = method;
         options.speculative.samples_drafts = samples_drafts;

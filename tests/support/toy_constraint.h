@@ -6,12 +6,15 @@
 
 #include <chrono>
 #include <cstdint>
+#include <memory>
+#include <random>
 #include <span>
 #include <thread>
 #include <vector>
 
 #include <paceline/guide.h>
 
+#include "support/jobs.h"
 #include "wire/sequence_state.h"
 
 namespace paceline::testing {
@@ -85,5 +88,16 @@ class ToyConstraint : public TokenConstraint {
   int32_t vocab_;
   int32_t max_delay_us_;
 };
+
+// Gives three of four jobs a constraint, whose salt is the job's seed.
+inline void constrain_some(std::vector<Job>& jobs, std::mt19937_64& random, int32_t vocab,
+                           int32_t max_delay_us = 0) {
+  for (Job& job : jobs) {
+    if (random() % 4 == 0) continue;
+    job.make_constraint = [=, salt = job.sampling.seed] {
+      return std::make_shared<ToyConstraint>(salt, vocab, max_delay_us);
+    };
+  }
+}
 
 }  // namespace paceline::testing
