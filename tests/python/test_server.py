@@ -13,8 +13,7 @@ import pytest
 
 import paceline
 from paceline import LLM, RequestOutput, SamplingParams
-from paceline.demo import find_demo
-from running_server import RunningServer
+from running_server import RunningServer, open_demo
 
 PROMPT = "def read_lines(path):"
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -25,14 +24,7 @@ HALVES = "αβγδ"
 
 @pytest.fixture(scope="module")
 def demo_llm() -> Iterator[LLM]:
-    demo = find_demo("draft_model")
-    with LLM(
-        demo.target,
-        speculative_config=demo.speculative_config(),
-        max_num_seqs=8,
-        max_model_len=512,
-        device="cpu",
-    ) as llm:
+    with open_demo(max_model_len=512) as llm:
         yield llm
 
 

@@ -15,12 +15,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from paceline import LLM, SamplingParams
+from paceline import SamplingParams
 from paceline.async_feeds import Feed
-from paceline.demo import find_demo
 from paceline.server.exchange import Exchange
 from paceline.server.generation import Generation
-from running_server import RunningServer
+from running_server import RunningServer, open_demo
 
 COMPLETIONS = "/v1/completions"
 CONCURRENCY = 64
@@ -33,15 +32,8 @@ NUM_KINDS = 40
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    demo = find_demo("draft_model")
     with (
-        LLM(
-            demo.target,
-            speculative_config=demo.speculative_config(),
-            max_num_seqs=32,
-            max_model_len=256,
-            device="cpu",
-        ) as llm,
+        open_demo(max_num_seqs=32, max_model_len=256) as llm,
         RunningServer(llm, max_queue=1000) as server,
     ):
         yield server

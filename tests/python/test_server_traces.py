@@ -18,10 +18,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from paceline import LLM, cli
-from paceline.demo import find_demo
 from paceline.request import Request
 from paceline.server.traces import Traces, open_traces
-from running_server import RunningServer
+from running_server import RunningServer, open_demo
 
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 SECRET = "def secret_name(path):"
@@ -31,14 +30,7 @@ HEADERS = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01", "tracestate": "a=1,b=
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    demo = find_demo("draft_model")
-    with LLM(
-        demo.target,
-        speculative_config=demo.speculative_config(),
-        max_num_seqs=8,
-        max_model_len=256,
-        device="cpu",
-    ) as llm:
+    with open_demo(max_model_len=256) as llm:
         yield llm
 
 

@@ -14,12 +14,20 @@ from types import TracebackType
 from typing import Any
 
 from paceline import LLM, AsyncLLM
+from paceline.demo import find_demo
 from paceline.server.run import Server, open_socket
 from paceline.server.service import Limits, Service
 from paceline.server.traces import Traces
 
 TIMEOUT_S = 30
 JSON = {"content-type": "application/json"}
+
+
+def open_demo(**engine: Any) -> LLM:
+    """The demo with a draft model, on the CPU."""
+    demo = find_demo("draft_model")
+    settings = {"max_num_seqs": 8, "device": "cpu", "show_progress": False} | engine
+    return LLM(demo.target, speculative_config=demo.speculative_config(), **settings)
 
 
 class RunningServer:

@@ -15,9 +15,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from paceline import LLM
-from paceline.demo import find_demo
-from running_server import RunningServer, read_events
+from running_server import RunningServer, open_demo, read_events
 
 COMPLETIONS = "/v1/completions"
 # After how many faults the next hundred requests are compared one by one.
@@ -71,25 +69,12 @@ def ask(server: RunningServer, body: dict[str, Any]) -> tuple[dict[int, list[int
     return tokens, None
 
 
-def start() -> LLM:
-    demo = find_demo("draft_model")
-    return LLM(
-        demo.target,
-        speculative_config=demo.speculative_config(),
-        max_num_seqs=3,
-        max_model_len=256,
-        num_threads=1,
-        device="cpu",
-        show_progress=False,
-    )
-
-
 def main() -> None:
     last, step = int(sys.argv[1]), int(sys.argv[2])
     requests = bodies()
     num_runs = num_reached = num_ended = num_whole = 0
     with (
-        start() as llm,
+        open_demo(max_num_seqs=3, max_model_len=256, num_threads=1) as llm,
         RunningServer(llm, max_queue=100) as server,
         ThreadPoolExecutor(len(requests)) as pool,
     ):
