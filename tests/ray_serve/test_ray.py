@@ -193,6 +193,12 @@ def test_what_the_engine_refuses_is_an_error(client: Client) -> None:
     assert json.loads(response.read())["error"]["param"] == "max_tokens"
 
 
+def test_grammars_reach_the_engines(client: Client) -> None:
+    body = {"prompt": PROMPT, "structured_outputs": {"choice": ["alpha", "omega"]}, "seed": 1}
+    (choice,) = client.result(COMPLETIONS, body)["choices"]
+    assert choice["text"] in ("alpha", "omega") and choice["finish_reason"] == "stop"
+
+
 def test_chats_run(client: Client) -> None:
     body = {"messages": [{"role": "user", "content": "class Stack:"}], "max_tokens": 8}
     answer = client.result("/v1/chat/completions", body)
