@@ -5,17 +5,22 @@
 
 #include <array>
 #include <atomic>
+#include <cmath>
+#include <map>
 #include <random>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <paceline/error.h>
 #include <paceline/executor.h>
 
+#include "batch/batch_builder.h"
 #include "cpp/engine_options.h"
 #include "support/draft_head_checks.h"
 #include "support/errors.h"
+#include "support/host_batch.h"
 #include "support/jobs.h"
 #include "support/tiny_models.h"
 #include "support/toy_constraint.h"
@@ -147,6 +152,95 @@ TEST(GuidedEngine, StandardAndBlockAcceptanceObeyTheConstraint) {
       }
     }
   }
+}
+
+// Under sampled rejection a draft that the constraint excludes must be rejected, not cut: sampling
+// from the target where the drafter happened to break the grammar would favour some tokens.
+TEST(GuidedEngine, RejectionKeepsTheDistributionUnderAConstraint) {
+  const TinyModel shape{.windows = {0}};
+  const auto target = tiny_model(shape, 3);
+  const auto draft = tiny_model(shape, 99);  // often outside of the constraint, and often wrong
+  constexpr int kSamples = 8000;
+  constexpr uint64_t kSalt = 6;  // allows half of the tokens at most positions
+  const auto pairs = [&](AcceptMethod method, uint64_t first_seed) {
+    ExecutorOptions options = small_engine_options(method == AcceptMethod::kCoupled ? 0 : 2);
+    options.max_num_seqs = 64;
+    options.speculative.accept_method = method;
+    Executor engine(target, method == AcceptMethod::kCoupled ? nullptr : draft, options);
+    std::vector<Job> jobs(kSamples);
+    for (Job& job : jobs) {
+      job.prompt = {1, 2, 3};
+      job.sampling.max_tokens = 3;
+      job.sampling.seed = first_seed++;
+      job.make_constraint = [=] { return std::make_shared<ToyConstraint>(kSalt, kVocab); };
+    }
+    std::map<std::pair<int32_t, int32_t>, double> counts;
+    for (const Outcome& outcome : run(engine, jobs)) {
+      ++counts[{outcome.tokens.at(1), outcome.tokens.at(2)}];
+    }
+    return counts;
+  };
+  const auto expected = pairs(AcceptMethod::kCoupled, 1);
+  for (const AcceptMethod method : {AcceptMethod::kStandard, AcceptMethod::kBlock}) {
+    const auto actual = pairs(method, 1'000'000);
+    double chi_square = 0;
+    double num_bins = 0;
+    for (const auto& [pair, count] : expected) {
+      const auto found = actual.find(pair);
+      const double other = found == actual.end() ? 0 : found->second;
+      if (count + other < 20) continue;
+      chi_square += (count - other) * (count - other) / (count + other);
+      ++num_bins;
+    }
+    EXPECT_GT(num_bins, 20);
+    // The seeds are fixed; a law that differs gives several times the number of bins.
+    EXPECT_LT(chi_square, num_bins + 4 * std::sqrt(2 * num_bins)) << num_bins << " bins";
+  }
+}
+
+TEST(GuidedEngine, WindowsLoseDraftsWhereMasksDoNotFit) {
+  constexpr int32_t kDrafts = 12;
+  const BatchShape shape{
+      .max_seqs = 4, .max_verify_rows = 64, .max_logit_rows = 64, .num_draft_tokens = kDrafts};
+  HostBatch batch(shape);
+  const int32_t num_words = mask_words(kVocab);
+  ASSERT_EQ(batch->capacity.mask_words / num_words, 32);
+  IterationPlan plan;
+  std::vector<Sequence> sequences(4);
+  for (size_t i = 0; i < sequences.size(); ++i) {
+    Sequence& sequence = sequences[i];
+    sequence.seq_slot = static_cast<int32_t>(i);
+    sequence.tokens = {1, 2, 3};
+    sequence.max_drafts = kDrafts;
+    if (i == 1) sequence.sampling.allowed_token_ids = {1};  // of no concern to masks
+    if (i != 1) {
+      sequence.guide = std::make_shared<WindowGuide>();
+      sequence.guide->constraint = std::make_shared<ToyConstraint>(1, kVocab);
+      sequence.window = {.num_tokens = 3, .drafts = std::vector<int32_t>(kDrafts, 7)};
+      for (int32_t row = 0; row <= kDrafts; ++row) {
+        sequence.window.masks.insert(sequence.window.masks.end(), num_words, 100 * i + row);
+      }
+    }
+    plan.sequences.push_back(
+        {.sequence = &sequence, .kind = RowKind::kDecode, .num_rows = kDrafts + 1});
+  }
+  build_batch(plan, shape, *batch);
+  const StagedInputs& inputs = batch->inputs;
+  ASSERT_EQ(inputs.counts->num_windows, 3);
+  EXPECT_EQ(inputs.counts->num_mask_words, 32 * num_words);
+  constexpr std::array kExpected = {12, 12, 5};
+  constexpr std::array kFirst = {0, 13, 26};
+  for (int32_t i = 0; i < 3; ++i) {
+    const HostWindow& window = inputs.windows[i];
+    EXPECT_EQ(window.seq_slot, i == 0 ? 0 : i + 1);
+    EXPECT_EQ(window.num_drafts, kExpected[i]);
+    EXPECT_EQ(window.first_mask, kFirst[i]);
+    for (int32_t row = 0; row <= kExpected[i]; ++row) {
+      EXPECT_EQ(inputs.masks[(kFirst[i] + row) * num_words],
+                static_cast<uint32_t>(100 * window.seq_slot + row));
+    }
+  }
+  EXPECT_TRUE(batch->has_logit_work);
 }
 
 // The tokens that the constraint forces cost no drafter: without one that is ever right, windows

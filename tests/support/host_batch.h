@@ -24,7 +24,8 @@ class HostBatch {
                        .list_words = 1 << 13,
                        .block_copies = 1 << 10,
                        .table_writes = 1 << 12,
-                       .adopted_tokens = 1 << 12};
+                       .adopted_tokens = 1 << 12,
+                       .mask_words = 1 << 6};
     const int64_t bytes = place_inputs(batch_.capacity, InputSide::kRing, nullptr, batch_.inputs);
     memory_.resize(static_cast<size_t>(bytes));
     place_inputs(batch_.capacity, InputSide::kRing, memory_.data(), batch_.inputs);
