@@ -21,6 +21,7 @@
 #include "support/failing_allocations.h"
 #include "support/host_batch.h"
 #include "support/tiny_models.h"
+#include "support/toy_constraint.h"
 
 namespace paceline {
 namespace {
@@ -58,6 +59,9 @@ class DirectRunner final : public Runner {
   std::span<const TokenLogprob> logprobs(int64_t iteration) override {
     return runner_->logprobs(iteration);
   }
+  std::span<const ProposedDrafts> drafts(int64_t iteration) override {
+    return runner_->drafts(iteration);
+  }
   Timing timing(int64_t) override { return {}; }
   void poison(GroupId group, BlockId block) override { runner_->poison(group, block); }
   std::map<std::string, int64_t, std::less<>> workspace_bytes() const override { return {}; }
@@ -88,7 +92,8 @@ struct TinyEngine {
                              .max_in_flight = kMaxInFlight},
                .max_model_len = 64,
                .vocab_size = model->config.vocab_size,
-               .poisons_freed_blocks = true};
+               .poisons_freed_blocks = true,
+               .windows = {.vocab_size = model->config.vocab_size}};
   }
 
   std::unique_ptr<Engine> engine() const {
@@ -106,7 +111,7 @@ struct TinyEngine {
 };
 
 // Everything that makes the engine's thread allocate: forks, logprobs of prompts and outputs,
-// scores, lists of the logits pipeline, and more requests than can run at once.
+// scores, lists of the logits pipeline, a constraint, and more requests than can run at once.
 std::vector<Request> workload() {
   const auto prompt = [](int32_t length) {
     std::vector<int32_t> tokens;
@@ -121,6 +126,9 @@ std::vector<Request> workload() {
           {.prompt = prompt(11), .score_prompt = true},
           {.prompt = prompt(30), .sampling = {.seed = 2, .max_tokens = 25}},
           {.prompt = prompt(2), .sampling = {.seed = 3, .max_tokens = 30, .logprobs = 0}},
+          {.prompt = prompt(4),
+           .sampling = {.seed = 5, .max_tokens = 14},
+           .constraints = {std::make_shared<testing::ToyConstraint>(1, 64)}},
           {.prompt = prompt(9), .sampling = {.seed = 4, .max_tokens = 6}}};
 }
 
