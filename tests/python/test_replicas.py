@@ -7,6 +7,8 @@ PACELINE_SEED changes.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import random
 import signal
@@ -236,6 +238,32 @@ def test_many_requests_survive_many_deaths(
     killer.join()
     assert [output.outputs for output in outputs] == [output.outputs for output in expected]
     assert executor.ledger.num_resumed > num_before
+
+
+def test_a_replica_that_starts_again_takes_what_waits(
+    replicas: RunningServer, reference: RunningServer
+) -> None:
+    wait_until_up(replicas)
+    executor = executor_of(replicas)
+    long = SamplingParams(seed=1, max_tokens=300, ignore_eos=True)
+    short = dataclasses.replace(long, max_tokens=4)
+    prompts = [[1, 2, 3 + number, 4] for number in range(48)]
+    num_long = 40
+    expected = reference.llm.generate(prompts[num_long:], short, use_tqdm=False)
+    params = [long] * num_long + [short] * len(expected)
+    found = {}
+    with contextlib.closing(replicas.llm.stream(prompts, params)) as chunks:
+        next(chunks)
+        lost = signal_busy_replica(replicas, signal.SIGKILL, 1)
+        wait_for(lambda: executor.replica_states()[lost]["state"] != "up")
+        wait_until_up(replicas)
+        held = [one["num_outputs"] for one in executor.replica_states()]
+        assert held[lost] >= sum(held) // 2 - 1, held
+        while len(found) < len(expected):
+            chunk = next(chunks)
+            if chunk.output is not None and chunk.index >= num_long:
+                found[chunk.index - num_long] = chunk.output.outputs
+    assert found == {index: output.outputs for index, output in enumerate(expected)}
 
 
 def test_replicas_end_with_their_server() -> None:

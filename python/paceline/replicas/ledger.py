@@ -300,6 +300,11 @@ def open_samples(run: Run) -> list[Sample]:
     return [sample for sample in run.samples if sample.run is run]
 
 
+def is_untouched(run: Run) -> bool:
+    """Whether no sample of a run has tokens, has ended or is cancelled."""
+    return not any(one.run is not run or one.tokens or one.is_cancelled for one in run.samples)
+
+
 def _count(counters: dict[str, Any], event: EngineEvent) -> None:
     """Adds an event that is not the last one, as the engine does; it has no discarded drafts."""
     if event.num_drafted == 0:

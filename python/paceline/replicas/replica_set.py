@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from typing import Any, Final
 
 from paceline import lifetime
-from paceline.replicas.ledger import Run, open_samples
+from paceline.replicas.ledger import Run, is_untouched, open_samples
 from paceline.replicas.messages import EngineEvent, Facts
 from paceline.replicas.prefixes import PrefixRouter, block_keys
 from paceline.replicas.remote import RemoteExecutor, summed
@@ -145,7 +145,9 @@ class ReplicaSet(RemoteExecutor):
         assert self._router is not None
         keys = block_keys(run.prompt, self._router.block_size)
         chosen = self._router.choose(keys, {index: one.num_open for index, one in up.items()})
-        replica = self._replicas[int(str(chosen))]
+        self._give(self._replicas[int(str(chosen))], run)
+
+    def _give(self, replica: _Replica, run: Run) -> None:
         replica.runs.add(run.id)
         replica.num_open += len(open_samples(run))
         replica.outbox.put(("add", run.id, run.prompt, run.sampling))
@@ -161,6 +163,29 @@ class ReplicaSet(RemoteExecutor):
                 return
         if run.id in self._waiting:
             self.deliver(self.ledger.end_cancelled(run))
+
+    def _relieve(self, replica: _Replica) -> None:
+        """Gives a replica that has started its share of the runs that wait elsewhere."""
+        assert self._router is not None
+        up = [one for one in self._replicas if one.state == "up"]
+        share = sum(one.num_open for one in up) / len(up)
+        moved: list[Run] = []
+        for other in up:
+            for run_id in sorted(other.runs, reverse=True):  # the last of the queue first
+                if other.num_open <= share or other is replica:
+                    break
+                run = self.ledger.run(run_id)
+                if run is None or not is_untouched(run):
+                    continue
+                # Late events of the other replica are dropped, since it no longer has the run.
+                for index in range(len(run.samples)):
+                    other.outbox.put(("cancel", run.id, index))
+                other.runs.discard(run.id)
+                other.num_open -= len(run.samples)
+                moved.append(run)
+        for run in sorted(moved, key=lambda run: run.id):
+            self._give(replica, run)
+            self._router.note_chosen(replica.index, block_keys(run.prompt, self._router.block_size))
 
     def _take(self, replica: _Replica, events: Sequence[EngineEvent]) -> None:
         """Delivers what a replica has sent; the caller holds the lock."""
@@ -325,6 +350,7 @@ class ReplicaSet(RemoteExecutor):
             run = self.ledger.run(run_id)
             if run is not None:
                 self.start_run(run)
+        self._relieve(replica)
         self.changed.notify_all()
 
     def _refuse(self, replica: _Replica, run_id: int, message: str) -> None:
