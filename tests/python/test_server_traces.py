@@ -7,6 +7,7 @@ import http.server
 import importlib.util
 import json
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from paceline import LLM, cli
 from paceline.request import Request
 from paceline.server.traces import Traces, open_traces
-from running_server import RunningServer, open_demo
+from running_server import TIMEOUT_S, RunningServer, open_demo
 
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 SECRET = "def secret_name(path):"
@@ -50,8 +51,10 @@ def server(llm: LLM, exporter: InMemorySpanExporter) -> Iterator[RunningServer]:
 def only_span(server: RunningServer, exporter: InMemorySpanExporter) -> ReadableSpan:
     """The span of the one request since the last call."""
     server.wait_until_idle()
+    deadline = time.monotonic() + TIMEOUT_S
     while not (spans := exporter.get_finished_spans()):  # it ends after the response
-        pass
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
     exporter.clear()
     (span,) = spans
     assert SECRET not in span.to_json()
@@ -152,6 +155,7 @@ def test_the_sampling_of_the_client_is_respected(
         assert response.headers["traceparent"].endswith("-00")
     server.wait_until_idle()
     server.result("/v1/models")  # has no span either
+    assert server.ask(COMPLETIONS)[0] == 405  # a GET generates nothing
     assert exporter.get_finished_spans() == ()
 
 

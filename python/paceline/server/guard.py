@@ -55,13 +55,14 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request."""
         service = self._service
+        generates = scope["method"] == "POST" and scope["path"] in GENERATING_PATHS
         exchange = Exchange(
             scope,
             send,
             service.figures,
             route=scope["path"] if scope["path"] in _ROUTES else "other",
             is_logged=service.has_access_log,
-            traces=service.traces if scope["path"] in GENERATING_PATHS else None,
+            traces=service.traces if generates else None,
         )
         try:
             await self._answer(scope, receive, exchange.send)
