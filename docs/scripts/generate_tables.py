@@ -254,6 +254,19 @@ def draft_lengths() -> str:
     return table(head, [(row["k"], *(f"{row['ms'][c]:.2f}" for c in places)) for row in rows])
 
 
+def mask_times() -> str:
+    """What the masks of a verify window cost on the host."""
+    data = load("mask_times.json")
+    row, compiling = data["us_per_row"], data["compile_ms"]
+    return table(
+        ("on the host", "median", "p90", "p99", "most"),
+        [
+            ("masks, us for each row", row["p50"], row["p90"], row["p99"], row["most"]),
+            ("compiling a schema, ms", compiling["p50"], "", "", compiling["most"]),
+        ],
+    )
+
+
 def acceptance_of(demo: str, k: int) -> str:
     """The one acceptance length of a demo and a k."""
     (found,) = (
@@ -370,6 +383,7 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
     "vllm-command": vllm_command,
     "vllm-first-token": vllm_first_token,
     "vllm-llm": vllm_llm,
+    "mask-times": mask_times,
     "vllm-sampling": vllm_sampling,
     "vllm-speculative": vllm_speculative,
     "vllm-speed": vllm_speed,
