@@ -14,6 +14,8 @@
 #include <paceline/error.h>
 
 #include "executor/setup.h"
+#include "kv/slab_pool.h"
+#include "scheduler/scheduler.h"
 #include "support/errors.h"
 #include "support/tiny_models.h"
 
@@ -102,6 +104,26 @@ TEST(KvCacheSizeTest, HoldsTheSlabsOfManyGroups) {
     }
     EXPECT_GT(bytes, 8 * kMib);
     EXPECT_LE(slabs, layout.num_usable_slabs());
+  }
+}
+
+TEST(KvCacheSizeTest, HoldsTheWindowOfOneSequence) {
+  // A decode moves a window on by k + 1 tokens, which may be more than a chunk of a prompt.
+  const KvLayerShape layer = {.kind = SlidingKv{8}, .num_kv_heads = 16, .head_dim = 256};
+  const std::vector<KvLayerShape> layers(4, layer);
+  ExecutorOptions o = options(1, 1000, 16);
+  o.prefill_chunk_size = 1;
+  for (const Device device : {Device::kCpu, Device::kCuda}) {
+    const int64_t bytes = size(device, layers, o, 100 * kGib).bytes;
+    const KvLayout layout = plan_kv_layout(layers, {}, o.block_size, DType::kFloat32, bytes);
+    SlabPool pool(layout);
+    const Scheduler scheduler({.max_num_seqs = 1,
+                               .max_num_batched_tokens = o.max_num_batched_tokens,
+                               .prefill_chunk_size = o.prefill_chunk_size,
+                               .num_draft_tokens = 16,
+                               .max_in_flight = 2},
+                              pool);
+    EXPECT_TRUE(scheduler.fits_alone(1, o.max_model_len));
   }
 }
 

@@ -68,10 +68,10 @@ int64_t all_tokens(const KvLayerShape& layer, const ExecutorOptions& o) {
 int64_t window_tokens(int32_t window, const ExecutorOptions& o) {
   // The scheduler reserves this much: two iterations in flight advance the window, and the blocks
   // behind it can be reused two iterations later.
-  const int64_t prefill_tokens =
-      4 * int64_t{o.prefill_chunk_size > 0 ? o.prefill_chunk_size : o.max_num_batched_tokens};
+  const int32_t chunk = o.prefill_chunk_size > 0 ? o.prefill_chunk_size : o.max_num_batched_tokens;
+  const int64_t rows = std::max(chunk, o.speculative.num_speculative_tokens + 1);
   const int64_t held = o.max_num_seqs * (window + extra_tokens(o));
-  return std::min(held + prefill_tokens, times(o.max_num_seqs, o.max_model_len));
+  return std::min(held + 4 * rows, times(o.max_num_seqs, o.max_model_len));
 }
 
 struct Layers {
