@@ -23,16 +23,15 @@ class PACELINE_API TokenConstraint {
 
   // Prepares the next verify window of the sample.
   //
-  // emitted: the output tokens since the last call. The first call has none.
+  // emitted: the output tokens since the last call. The first call has none, or the tokens of
+  //   Request::num_resumed_tokens.
   // drafts: the proposed tokens, at most max_drafts. The constraint keeps the drafts that it
-  // allows,
-  //   up to the first that it does not. It may append others in place of the rest, up to max_drafts
-  //   in all; tokens that the grammar forces are good drafts. Drafts from the first that its own
-  //   mask excludes are ignored.
+  //   allows, up to the first that it does not. It may append others in place of the rest, up to
+  //   max_drafts in all; tokens that the grammar forces are good drafts. Drafts from the first that
+  //   its own mask excludes are ignored.
   // masks: [max_drafts + 1, (vocab_size + 31) / 32], all zero. Bit t % 32 of word t / 32 in row j
-  // is
-  //   to be set if token t may follow the output and the first j of the returned drafts. Rows 0 to
-  //   drafts.size() are read. A row after a stop token has no effect.
+  //   is to be set if token t may follow the output and the first j of the returned drafts. Rows 0
+  //   to drafts.size() are read. A row after a stop token has no effect.
   //
   // Drafts only save time: the output depends on the masks alone, and they must depend on the
   // tokens before their row alone.
