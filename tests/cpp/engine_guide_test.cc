@@ -357,6 +357,40 @@ TEST(GuidedEngine, OthersAreNotHeldUp) {
   EXPECT_EQ(engine.check_integrity(), "");
 }
 
+// A request that goes on after an interruption has the output that it would have had, although its
+// constraint is a new one.
+TEST(GuidedEngine, AResumedOutputGoesOnUnderItsConstraint) {
+  const auto target = tiny_model({}, 1);
+  std::mt19937_64 random(4);
+  std::vector<Job> jobs = random_jobs(random, 12, kVocab, 1.0, 30, 40);
+  constrain_some(jobs, random, kVocab);
+  for (const bool is_host : {true, false}) {
+    ExecutorOptions options = small_engine_options(3);
+    if (is_host) {
+      options.speculative.host_drafter = std::make_shared<EchoDrafter>();
+    } else {
+      options.speculative.ngram_min = options.speculative.ngram_max = 1;
+    }
+    Executor engine(target, nullptr, options);
+    const std::vector<Outcome> whole = run(engine, jobs);
+    std::vector<Job> resumed = jobs;
+    for (size_t i = 0; i < jobs.size(); ++i) {
+      const std::vector<int32_t>& tokens = whole[i].tokens;
+      const auto count = static_cast<int32_t>(random() % tokens.size());
+      resumed[i].num_resumed_tokens = count;
+      resumed[i].prompt.insert(resumed[i].prompt.end(), tokens.begin(),
+                               tokens.begin() + resumed[i].num_resumed_tokens);
+    }
+    const std::vector<Outcome> rest = run(engine, resumed);
+    for (size_t i = 0; i < jobs.size(); ++i) {
+      std::vector<int32_t> tokens = whole[i].tokens;
+      tokens.erase(tokens.begin(), tokens.begin() + resumed[i].num_resumed_tokens);
+      EXPECT_EQ(rest[i].tokens, tokens) << "job " << i;
+      EXPECT_EQ(rest[i].reason, whole[i].reason);
+    }
+  }
+}
+
 TEST(GuidedEngine, RefusesWhatItCannotGuide) {
   const auto target = tiny_model({}, 1);
   const auto toy = std::make_shared<ToyConstraint>(1, kVocab);

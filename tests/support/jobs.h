@@ -27,11 +27,14 @@ namespace paceline::testing {
 struct Job {
   std::vector<int32_t> prompt;
   SamplingOptions sampling;
-  int32_t num_speculative_tokens = -1;                                // see Request
+  // See Request.
+  int32_t num_resumed_tokens = 0;
+  int32_t num_speculative_tokens = -1;
   std::function<std::shared_ptr<TokenConstraint>()> make_constraint;  // null: none
 
   [[nodiscard]] Request request() const {
     Request request{.prompt = prompt, .sampling = sampling};
+    request.num_resumed_tokens = num_resumed_tokens;
     request.num_speculative_tokens = num_speculative_tokens;
     if (make_constraint) request.constraints.push_back(make_constraint());
     return request;
