@@ -130,7 +130,7 @@ class FeedSession(Session):
         self._events: deque[_core.RequestEvent] = deque()
         self._by_engine_id: dict[int, Feed] = {}
         self._by_name: dict[str, Feed] = {}
-        self._is_closed = False
+        self._closed = ""  # who was closed; "" while it is open
         # A bell lives as long as a feed of its loop.
         self._bells: weakref.WeakValueDictionary[int, LoopBell] = weakref.WeakValueDictionary()
 
@@ -139,8 +139,8 @@ class FeedSession(Session):
     def check_open(self) -> None:
         """Raises RuntimeError: closed or forked; or what made the engine fail."""
         self._dispatcher.check_running()
-        if self._is_closed:
-            raise RuntimeError("this AsyncLLM is closed")
+        if self._closed:
+            raise RuntimeError(f"{self._closed} is closed")
 
     def open_feed(self, name: str | None, loop: asyncio.AbstractEventLoop) -> Feed:
         """Starts a feed for a request that is not queued yet.
@@ -247,9 +247,13 @@ class FeedSession(Session):
         if self._by_name.get(feed.name) is feed:
             del self._by_name[feed.name]
 
-    def close(self) -> None:
-        """Cancels all requests; their tasks get RuntimeError. Closing twice is fine."""
-        self._is_closed = True
+    def close(self, name: str = "this AsyncLLM") -> None:
+        """Cancels all requests; their tasks get RuntimeError. Closing twice is fine.
+
+        Args:
+            name: Who is closed, for errors.
+        """
+        self._closed = self._closed or name
         super().close()
         if not self._dispatcher.is_forked:
             self.workers.shutdown(wait=False)
@@ -262,7 +266,7 @@ class FeedSession(Session):
             self._events.append(item)
             return
         if isinstance(item, SessionClosed):
-            item = RuntimeError("this AsyncLLM was closed while a request was running")
+            item = RuntimeError(f"{self._closed} was closed while a request was running")
         feeds, self._by_engine_id = list(self._by_engine_id.values()), {}
         for feed in feeds:
             feed.failure = item

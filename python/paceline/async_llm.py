@@ -308,10 +308,14 @@ class AsyncLLM:
         """
         self._session.abort(check_text("request_id", request_id))
 
-    def close_requests(self) -> None:
+    def close_requests(self, name: str = "this AsyncLLM") -> None:
         """Cancels all requests, whose tasks get RuntimeError, and takes no new ones. The LLM stays
-        open."""
-        self._session.close()
+        open.
+
+        Args:
+            name: Who is closed, for the errors.
+        """
+        self._session.close(name)
 
     def close(self) -> None:
         """Cancels all requests, whose tasks get RuntimeError, and closes the LLM unless it came

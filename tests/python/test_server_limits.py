@@ -263,7 +263,8 @@ def test_a_second_signal_cuts_requests_off(plain_llm: LLM) -> None:
         with running:
             *_, last = read_events_after(first, running)
         assert last["error"]["type"] == "server_error"
-        assert "closed while a request was running" in last["error"]["message"]
+        message = last["error"]["message"]
+        assert message == "the server was closed while a request was running"
 
 
 def read_events_after(first: bytes, response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:

@@ -140,7 +140,7 @@ class Server:
         if self._service.admission.num_open:
             _logger.warning("%d outputs are cut off", self._service.admission.num_open)
         # Their tasks get an error, which they send to their clients.
-        self._service.allm.close_requests()
+        self._service.allm.close_requests("the server")
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
