@@ -14,7 +14,7 @@ from paceline.device import CUBLASLT_NAME, CUBLASLT_VARIABLE, find_cublaslt, usa
 
 _REQUIRED: Final = ("huggingface_hub", "jinja2", "numpy", "tokenizers", "tqdm")
 # Packages of the extras, and the extra that installs each.
-_EXTRAS: Final = {"torch": "torch", "matplotlib": "bench"}
+_EXTRAS: Final = {"torch": "torch", "matplotlib": "bench", "llguidance": "structured"}
 _PROMPT: Final = "def read_lines(path):"
 _NUM_SPECULATIVE_TOKENS: Final = 4
 _NUM_TOKENS: Final = 48
