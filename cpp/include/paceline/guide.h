@@ -3,9 +3,10 @@
 
 // Interfaces with which a caller takes part in decoding: a constraint says which tokens may follow,
 // and a host drafter proposes drafts. Both are called on threads of the executor, never on that of
-// the engine, so a slow call delays only the samples that wait for it. What they throw ends the
-// sample with FinishReason::kError and the exception's text. docs/structured-output.md describes
-// them.
+// the engine: one for a drafter, one to four for constraints. A slow call delays the samples that
+// wait for it or for its thread, and all others by at most 2 ms in an iteration. What they throw
+// ends the sample with FinishReason::kError and the exception's text. docs/structured-output.md
+// describes them.
 
 #include <cstdint>
 #include <span>
@@ -15,8 +16,8 @@
 
 namespace paceline {
 
-// Constrains one sample to the tokens of a grammar. The calls for a sample come one after the
-// other, not always on the same thread.
+// Constrains one sample to the tokens of a grammar; two samples never share an object. The calls
+// for a sample come one after the other, not always on the same thread.
 class PACELINE_API TokenConstraint {
  public:
   virtual ~TokenConstraint();

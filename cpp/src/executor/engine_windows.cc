@@ -12,8 +12,8 @@
 namespace paceline {
 namespace {
 
-// How long a launch waits for answers while the device runs an earlier one: at most half of an
-// iteration, so that sequences without a guide are not held up, and at most this.
+// How long a launch waits for answers: at most half of an iteration, so that sequences without a
+// guide are hardly held up, and at most this. With nothing else to launch, it waits for the first.
 constexpr double kMostWaitUs = 2000;
 
 }  // namespace

@@ -40,8 +40,8 @@ WindowMaker::~WindowMaker() { stop(); }
 
 void WindowMaker::start() {
   const std::scoped_lock lock(mutex_);
+  threads_.reserve(static_cast<size_t>(options_.num_threads));
   while (threads_.size() < static_cast<size_t>(options_.num_threads)) {
-    threads_.reserve(static_cast<size_t>(options_.num_threads));
     threads_.push_back(start_thread("a thread for constraints", [this] { loop(); }));
   }
 }

@@ -67,7 +67,8 @@ class WindowMaker {
   // Ends the threads when their current calls have returned. No answer comes later.
   void stop();
 
-  // The questions of a sample come one at a time.
+  // A sample with a constraint has one question at a time. A sample with only a drafter may have
+  // two after a preemption; then there is one thread, which answers them in order.
   void ask(WindowQuestion question);
   // Destroys a guide on one of the threads, since its destructor may wait for a lock, too.
   void drop(std::shared_ptr<WindowGuide> guide) noexcept;
