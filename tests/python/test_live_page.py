@@ -17,6 +17,11 @@ import pytest
 from browser import Browser, find_chromium
 from paceline import LLM, RequestOutput, SamplingParams
 from paceline.demo import find_demo
+from paceline.server.app import make_app
+from paceline.server.bodies import Receive
+from paceline.server.connection import Send
+from paceline.server.guard import App, Scope
+from paceline.server.service import Service
 from running_server import RunningServer
 
 KEY = "secret"
@@ -240,6 +245,30 @@ def test_the_figures_of_the_server_are_shown(page: Browser, server: RunningServe
     cached = [f"{one['cached_blocks']:,}" for one in server.llm.stats()["kv_groups"]]
     shown = "[...document.querySelectorAll('#groups tr')].map((e) => e.cells[3].textContent)"
     page.wait_for(f"{shown}.join() === {','.join(cached)!r}")
+
+
+def test_a_proxy_may_put_the_page_below_a_path(
+    browser: Browser, server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def below(service: Service) -> App:
+        app = make_app(service)
+
+        async def without_path(scope: Scope, receive: Receive, send: Send) -> None:
+            before, _, rest = scope["path"].partition("/model")
+            await app({**scope, "path": "/not-found" if before else rest}, receive, send)
+
+        return without_path
+
+    monkeypatch.setattr("paceline.server.run.make_app", below)
+    with RunningServer(server.llm) as inner:
+        browser.open(f"http://127.0.0.1:{inner.port}/model/")
+        fill(browser, max_tokens=4)
+        browser.wait_for("!document.getElementById('main').hidden")
+        browser.run("document.getElementById('run').click()")
+        finished(browser)
+        browser.open("about:blank")
+    assert browser.problems == []
+    browser.urls.clear()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

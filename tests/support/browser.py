@@ -67,6 +67,7 @@ class Browser:
                     *("bash", "-c", command, "bash", str(from_us), str(from_browser)),
                     *(self._executable, *options),
                 ],
+                env=os.environ | {"TMPDIR": profile},  # it leaves folders there
                 pass_fds=(from_us, from_browser),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -9,7 +9,8 @@ class ApiError extends Error {
   }
 }
 
-// Sends a request; `body` makes it a POST. Throws ApiError unless it succeeds.
+// Sends a request; `body` makes it a POST. The path is relative, since a proxy may put the page below
+// another one. Throws ApiError unless it succeeds.
 async function request(path, { body, signal } = {}) {
   const headers = { "Content-Type": "application/json" };
   if (apiKey) headers.Authorization = `Bearer ${apiKey}`;

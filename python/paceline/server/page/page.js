@@ -34,8 +34,8 @@ function bodyOf(form) {
     speculative: { num_speculative_tokens: Number(byId("drafts").value) },
   };
   if (byId("seed").value !== "") body.seed = Number(byId("seed").value);
-  if (modeOf(form) === "completion") return ["/v1/completions", { ...body, prompt: text }];
-  return ["/v1/chat/completions", { ...body, messages: [{ role: "user", content: text }] }];
+  if (modeOf(form) === "completion") return ["v1/completions", { ...body, prompt: text }];
+  return ["v1/chat/completions", { ...body, messages: [{ role: "user", content: text }] }];
 }
 
 function span(className, text) {
@@ -193,7 +193,7 @@ function showStats(stats) {
 async function poll() {
   if (document.visibilityState === "visible") {
     try {
-      showStats(await (await request("/v1/stats")).json());
+      showStats(await (await request("v1/stats")).json());
       byId("server-state").textContent = "";
     } catch (error) {
       if (error.status === 401) return askForKey("");
@@ -224,7 +224,7 @@ function offerDrafts() {
 async function start() {
   let capabilities;
   try {
-    capabilities = await (await request("/v1/capabilities")).json();
+    capabilities = await (await request("v1/capabilities")).json();
   } catch (error) {
     if (error.status === 401) askForKey(apiKey ? "The server refuses this key." : "");
     else byId("server-state").textContent = messageOf(error);
