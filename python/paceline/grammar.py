@@ -160,6 +160,13 @@ class Grammars:
                 f"structured_outputs is no grammar that this version supports: "
                 f"{_line(compiled.get_error())}"
             )
+        probe = compiled.deep_copy()
+        probe.compute_bitmask()
+        if probe.is_error():
+            raise ValueError(
+                "structured_outputs is a grammar that no output satisfies; allowed: one that has "
+                f"a first token ({_line(probe.get_error())})"
+            )
         with self._lock:
             self._compiled[grammar] = compiled
             if len(self._compiled) > _MAX_COMPILED:
