@@ -123,6 +123,8 @@ def test_the_page_asks_for_the_key(browser: Browser, server: RunningServer) -> N
     give_key(browser, "wrong")
     browser.wait_for("document.getElementById('key-error').textContent")
     assert text_of(browser, "key-error") == "The server refuses this key."
+    give_key(browser, "ключ")
+    browser.wait_for("document.getElementById('key-error').textContent.includes('ASCII')")
     assert browser.run("document.getElementById('main').hidden")
     give_key(browser, KEY)
     browser.wait_for("!document.getElementById('main').hidden")

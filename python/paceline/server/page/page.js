@@ -248,7 +248,9 @@ byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   apiKey = byId("key").value;
   byId("key").value = "";
-  start();
+  // A header cannot have other characters: the browser would send nothing.
+  if (/^[ -~]*$/.test(apiKey)) start();
+  else askForKey("A key has only printable ASCII characters.");
 });
 byId("request").addEventListener("submit", (event) => {
   event.preventDefault();
