@@ -558,7 +558,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "--limit", type=float, default=LIMIT_S, help="seconds that a command of test may take"
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()  # options may stand before the parts
     LIMIT_S = arguments.limit
     known = {"test": PARTS, "sanitize": (*SANITIZERS, *SANITIZER_PARTS)}.get(arguments.what, ())
     for wrong in set(arguments.parts) - set(known):

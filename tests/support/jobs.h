@@ -102,7 +102,8 @@ inline void mix_sampling(std::vector<Job>& jobs, std::mt19937_64& random, int32_
       s.min_tokens = static_cast<int32_t>(random() % (s.max_tokens + 1));
     }
     if (one_in(4)) {
-      for (int32_t t = token() % 5; t < vocab; t += 7) {
+      // A request may have 1,024 of them.
+      for (int32_t t = token() % 5; t < vocab; t += std::max(7, vocab / 1000)) {
         s.logit_bias.push_back({t, static_cast<float>(real(-5, 5))});
       }
     }
