@@ -33,6 +33,8 @@ _LIMITS: Final = {
     "verbose_errors": False,
 }
 _MAX_MESSAGE: Final = 300
+# What a panic of Rust code becomes; no subclass of Exception.
+_PANIC: Final = "PanicException"
 _CORES_PER_THREAD: Final = 4
 _MAX_THREADS: Final = 4
 
@@ -183,7 +185,9 @@ class Grammars:
                 eos_token=list(target.eos_token_ids),
             )
             return tokenizer
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
+                raise
             raise ValueError(
                 f"structured_outputs is given, but llguidance does not read the tokenizer of "
                 f"{target.path}: {_line(str(error))}"

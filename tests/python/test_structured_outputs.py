@@ -152,6 +152,19 @@ def test_hostile_grammars_end_with_an_error_or_a_text(llm: LLM) -> None:
     assert texts(llm, params_of(choice=["still here"])) == ["still here"]
 
 
+def test_a_tokenizer_that_llguidance_cannot_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):
+        """What a panic of Rust code becomes, such as for tokens of hundreds of equal characters."""
+
+    def panics(*_: Any, **__: Any) -> None:
+        raise PanicException("assertion failed")
+
+    monkeypatch.setattr("llguidance.LLTokenizer", panics)
+    expected = "llguidance does not read the tokenizer of"
+    with LLM(str(DEMO.target)) as engine, raises(ValueError, expected):
+        engine.generate("x", params_of(regex="a"))
+
+
 def test_says_what_to_install() -> None:
     code = f"""
 import sys
