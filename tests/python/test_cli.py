@@ -176,7 +176,7 @@ def test_every_sampling_parameter_has_an_option() -> None:
     default = SamplingParams()
     same = {name for name in vars(default) if getattr(params, name) == getattr(default, name)}
     assert same == {
-        *("detokenize", "spaces_between_special_tokens"),  # for programs
+        *("detokenize", "spaces_between_special_tokens", "structured_outputs"),  # for programs
         "num_speculative_tokens",  # the option of this name is that of the engine
         "return_token_sources",  # --color shows them
     }

@@ -413,7 +413,7 @@ def test_reports_are_plain_data(llm: LLM) -> None:
     abilities = json.loads(json.dumps(llm.capabilities()))
     assert abilities["draft_sample_methods"] == ["probabilistic", "greedy"]
     assert abilities["max_draft_proposals"] == 256
-    methods = ["draft_model", "eagle", "eagle3", "mtp", "gemma4_mtp", "ngram"]
+    methods = ["draft_model", "eagle", "eagle3", "mtp", "gemma4_mtp", "ngram", "custom"]
     assert abilities["methods"] == methods
     assert abilities["later_methods"] == ["suffix"]
     assert abilities["draft_positions"] == ["last", "next"]
