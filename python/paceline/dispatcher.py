@@ -149,7 +149,7 @@ class Dispatcher:
 
     Attributes:
         executor: The executor.
-        make_request: Makes the requests that it takes; None = `_core.Request`.
+        make_request: Makes the requests that it takes; None = `engine_request`.
         lock: Guards `sessions`, `open_samples` and the state of the polling thread.
         changed: Notified when a session opens a request, the dispatcher closes, or the polling
             thread ends.

@@ -249,6 +249,8 @@ class _ScriptedSession:
     A cancelled request ends after `lateness` further events.
     """
 
+    make_request = None  # see Dispatcher
+
     def __init__(self, scripts: list[list[list[int]]], lateness: int = 0) -> None:
         self.lateness = lateness
         self.pending = [[_Event(ids, id=i) for ids in script] for i, script in enumerate(scripts)]
