@@ -72,7 +72,11 @@ def engines() -> dict[str, int]:
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
     program = Path(sys.executable).parent / SERVE.split()[0]
-    process = subprocess.Popen([str(program), *SERVE.split()[1:]], cwd=ROOT, start_new_session=True)
+    # A shell starts programs in the background with SIGINT ignored, and this one ends by it.
+    process = subprocess.Popen(
+        [str(program), *SERVE.split()[1:]], cwd=ROOT, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     sender = Client()
 
     def is_up() -> bool:
@@ -89,7 +93,11 @@ def client() -> Iterator[Client]:
     finally:
         ray.shutdown()
         process.send_signal(signal.SIGINT)
-        process.wait(TIMEOUT_S)
+        try:
+            process.wait(TIMEOUT_S)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
