@@ -53,7 +53,8 @@ def check_server(paceline: Path, pair: list[str], expected: str, env: dict[str, 
         try:
             assert server.stderr is not None
             lines = iter(server.stderr.readline, "")
-            url = next(line.split()[-1] for line in lines if line.startswith("paceline: serving"))
+            served = next(line for line in lines if line.startswith("paceline: serving"))
+            url = served.partition(" at ")[2].partition(",")[0]
             body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 64}
             request = urllib.request.Request(
                 f"{url}/completions",
