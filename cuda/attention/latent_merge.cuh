@@ -8,9 +8,9 @@
 // A block only waits for blocks that run already, so a launch ends however few of its blocks run at
 // once: beside other kernels, other engines, or on a part of a GPU. Each block counts itself when
 // it begins and when it has stored its states. A block that has stored them waits only if all
-// blocks of its tile have begun, and these store theirs without waiting for anyone. Else it leaves.
-// Once a block has left, the last one to store its states merges everything; that one has nobody to
-// wait for.
+// blocks of its tile have begun, and these store theirs without waiting. Else it leaves. If any
+// block has left, the last block to store its states merges everything. It does not wait, since all
+// states are stored by then.
 
 #include <cuda_bf16.h>
 
@@ -98,8 +98,9 @@ __device__ __forceinline__ MergeShare wait_for_states(uint32_t* counter, int32_t
                : "memory");
   seen += kStored;
   const bool is_last = number_of(kStored, seen) == all;
-  // Leaving needs a counter that says that a block has not begun. So nobody leaves once all have,
-  // and all who wait see the same number of blocks that left.
+  // A block leaves only while the counter shows that another one has not begun. Once all have
+  // begun, the number of blocks that left is final, and every block that waits reads the same
+  // number.
   while (number_of(kBegun, seen) < all) {
     const uint32_t now = atomicCAS(counter, seen, seen + kLeft);
     if (now == seen) return {.index = 0, .count = 0};

@@ -28,7 +28,8 @@ class EngineRequest:
         """Stores the arguments; the engine checks them.
 
         Raises:
-            NotImplementedError: One cannot be sent to another process.
+            NotImplementedError: An argument, such as a constraint that is an object of this
+                process, cannot be sent to another process.
         """
         for name, value in sampling.items():
             try:

@@ -36,7 +36,8 @@ class RemoteExecutor(ABC):
 
         Raises:
             RuntimeError: No replica runs.
-            NotImplementedError: A prompt is to be scored.
+            NotImplementedError: A request asks for logits or hidden states of its prompt; replicas
+                return neither.
         """
         if not all(isinstance(request, EngineRequest) for request in requests):
             raise NotImplementedError(

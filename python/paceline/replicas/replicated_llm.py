@@ -61,7 +61,7 @@ class ReplicatedLLM(LLM):
         """Is refused.
 
         Raises:
-            NotImplementedError: Always.
+            NotImplementedError: In every case: the weights are in the processes of the engines.
         """
         raise NotImplementedError("replicas keep their weights; start them again with new ones")
 
