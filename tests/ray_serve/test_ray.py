@@ -23,8 +23,8 @@ from ray.serve.schema import ServeDeploySchema
 from ray.util import list_named_actors
 
 from paceline import LLM, SamplingParams
-from paceline.demo import find_demo
 from paceline.ray import build_app
+from running_server import open_demo
 
 ROOT = Path(__file__).parents[2]
 SERVE = "serve run examples/ray/demo.yaml"  # as docs/ray.md says
@@ -103,14 +103,7 @@ def client() -> Iterator[Client]:
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     """The same engine in this process."""
-    demo = find_demo("draft_model")
-    with LLM(
-        demo.target,
-        speculative_config=demo.speculative_config(),
-        max_num_seqs=8,
-        max_model_len=512,
-        device="cpu",
-    ) as made:
+    with open_demo(max_model_len=512) as made:
         yield made
 
 

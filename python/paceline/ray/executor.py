@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import threading
 import time
@@ -41,7 +40,7 @@ class RayExecutor(RemoteExecutor):
         super().__init__()
         self.ledger.num_speculative_tokens = facts.options["num_speculative_tokens"]
         self._handle = handle.options(method_name="generate", stream=True)
-        self._facts = facts
+        self.facts = facts
         self._max_replicas = max_replicas
         self._started_at = time.monotonic()
         self._streams: dict[int, Future[None]] = {}  # by run
@@ -116,15 +115,6 @@ class RayExecutor(RemoteExecutor):
         """See `RemoteExecutor`: the most that there can be."""
         return self._max_replicas
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """See `RemoteExecutor`."""
-        return self._facts.options
-
-    def memory_report(self) -> dict[str, Any]:
-        """See `RemoteExecutor`."""
-        return copy.deepcopy(self._facts.memory_report)
-
     def replica_stats(self) -> dict[str, dict[str, Any]]:
         """See `RemoteExecutor`: as they were when each replica's last request ended."""
         oldest = time.monotonic() - _KEPT_S
@@ -134,7 +124,7 @@ class RayExecutor(RemoteExecutor):
 
     def stats(self) -> dict[str, Any]:
         """See `RemoteExecutor`."""
-        found = list(self.replica_stats().values()) or [self._facts.stats]
+        found = list(self.replica_stats().values()) or [self.facts.stats]
         return {**summed(found), "uptime_s": time.monotonic() - self._started_at}
 
     def replica_states(self) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,15 @@ if TYPE_CHECKING:
 _Logprobs = Sequence[Sequence[tuple[int, float, int]]]
 
 
+def unsendable(values: Mapping[str, Any]) -> Iterator[tuple[str, Exception]]:
+    """Yields the names of values that no other process can read, each with the reason."""
+    for name, value in values.items():
+        try:
+            pickle.dumps(value)
+        except Exception as error:
+            yield name, error
+
+
 class EngineRequest:
     """A request for an engine in another process: the arguments of `_core.Request`."""
 
@@ -31,13 +40,10 @@ class EngineRequest:
             NotImplementedError: An argument, such as a constraint that is an object of this
                 process, cannot be sent to another process.
         """
-        for name, value in sampling.items():
-            try:
-                pickle.dumps(value)
-            except Exception as error:
-                raise NotImplementedError(
-                    f"{name} cannot be sent to a replica, which is another process: {error}"
-                ) from None
+        for name, error in unsendable(sampling):
+            raise NotImplementedError(
+                f"{name} cannot be sent to a replica, which is another process: {error}"
+            )
         self.prompt = list(prompt)
         self.sampling: dict[str, Any] = sampling
 

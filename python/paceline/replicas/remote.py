@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 from paceline.replicas.ledger import Ledger, Run
-from paceline.replicas.messages import EngineEvent, EngineRequest
+from paceline.replicas.messages import EngineEvent, EngineRequest, Facts
 
 
 class RemoteExecutor(ABC):
@@ -19,7 +20,10 @@ class RemoteExecutor(ABC):
         lock: Guards everything; `changed` belongs to it. Nothing blocks while it is held.
         changed: Notified when there are events, and when a replica changes.
         ledger: The open requests.
+        facts: Of the engines; set once one of them is known.
     """
+
+    facts: Facts
 
     #: Makes the requests that `add_requests` takes.
     make_request = EngineRequest
@@ -115,13 +119,13 @@ class RemoteExecutor(ABC):
         """The number of replicas, whether they run or not."""
 
     @property
-    @abstractmethod
     def options(self) -> dict[str, Any]:
         """The options in effect of each engine."""
+        return self.facts.options
 
-    @abstractmethod
     def memory_report(self) -> dict[str, Any]:
         """The memory of one replica."""
+        return copy.deepcopy(self.facts.memory_report)
 
 
 def summed(values: Sequence[Any]) -> Any:

@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import os
-import pickle
 import subprocess
 import sys
 import threading
@@ -19,7 +17,7 @@ from typing import Any, Final
 
 from paceline import lifetime
 from paceline.replicas.ledger import Run, is_untouched, open_samples
-from paceline.replicas.messages import EngineEvent, Facts
+from paceline.replicas.messages import EngineEvent, Facts, unsendable
 from paceline.replicas.prefixes import PrefixRouter, block_keys
 from paceline.replicas.remote import RemoteExecutor, summed
 from paceline.replicas.worker import HEARTBEAT
@@ -94,7 +92,11 @@ class ReplicaSet(RemoteExecutor):
             Exception: What `LLM` raises in a replica.
         """
         for one in arguments:
-            _check_picklable(one)
+            for name, error in unsendable(one):
+                raise ValueError(
+                    f"{name} cannot be sent to the process of a replica: {error}; allowed with "
+                    "replicas: plain values"
+                )
         super().__init__()
         self._arguments = arguments
         self._log_level = log_level
@@ -105,7 +107,6 @@ class ReplicaSet(RemoteExecutor):
         self._router: PrefixRouter | None = None
         self._started_at = time.monotonic()
         self._replicas = [_Replica(index, given) for index, given in enumerate(environments)]
-        self.facts: Facts
         lifetime.register(self)
         for replica in self._replicas:
             replica.thread = threading.Thread(
@@ -392,15 +393,6 @@ class ReplicaSet(RemoteExecutor):
         """See `RemoteExecutor`."""
         return len(self._replicas)
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """See `RemoteExecutor`."""
-        return self.facts.options
-
-    def memory_report(self) -> dict[str, Any]:
-        """See `RemoteExecutor`."""
-        return copy.deepcopy(self.facts.memory_report)
-
     def replica_stats(self) -> dict[str, dict[str, Any]]:
         """See `RemoteExecutor`."""
         with self.lock:
@@ -484,14 +476,3 @@ def _write(connection: Connection, outbox: SimpleQueue[tuple[Any, ...] | None]) 
     with contextlib.suppress(OSError):
         while (message := outbox.get()) is not None:
             connection.send(message)
-
-
-def _check_picklable(arguments: Mapping[str, Any]) -> None:
-    for name, value in arguments.items():
-        try:
-            pickle.dumps(value)
-        except Exception as error:
-            raise ValueError(
-                f"{name} cannot be sent to the process of a replica: {error}; allowed with "
-                "replicas: plain values"
-            ) from None
