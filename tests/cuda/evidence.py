@@ -290,8 +290,10 @@ CHECKPOINTS = {
 #: The Python tests that need a GPU.
 PYTHON_TESTS = [path.relative_to(ROOT) for path in ROOT.glob("tests/python/test_cuda*.py")]
 
-#: What `test` runs, in this order.
+#: What `test` runs, in this order, if no part is named.
 PARTS = (*TESTS, "python", *BENCHES, "pairs", "server", "demos", *CHECKPOINTS, "ops")
+#: Needs two GPUs, so it runs only where it is named.
+REPLICAS = "replicas"
 
 
 def load_checkpoint(
@@ -365,6 +367,9 @@ def run_part(part: str, env: dict[str, str], benches: dict[str, Any]) -> list[di
     if part == "demos":
         script = str(ROOT / "python" / "training" / "compare_demos.py")
         return [run(part, [sys.executable, script, "--device", "cuda"], r"^\|", env, 120)]
+    if part == REPLICAS:
+        script = str(ROOT / "tests" / "cuda" / "check_replicas.py")
+        return [run(part, [sys.executable, script], r"GPU|streams|^paceline", env, 120)]
     if part in CHECKPOINTS:
         names, folder = CHECKPOINTS[part]
         return [result for name in names for result in load_checkpoint(part, name, folder, env)]
@@ -381,13 +386,13 @@ def test(parts: list[str]) -> int:
         earlier = json.loads(TEST_FILE.read_text())
         kept = earlier["results"]
         benches = earlier["benches"]
-    gone = {result["title"].split(":")[0] for result in kept} - set(PARTS)
+    gone = {result["title"].split(":")[0] for result in kept} - {*PARTS, REPLICAS}
 
     def record(part: str, results: list[dict[str, Any]]) -> int:
         nonlocal kept
         kept = [r for r in kept if r["title"].split(":")[0] not in (part, *gone)]
         kept += [{**r, "date": today(), "source_hash": source_hash()} for r in results]
-        order = {name: rank for rank, name in enumerate(PARTS)}
+        order = {name: rank for rank, name in enumerate((*PARTS, REPLICAS))}
         kept.sort(key=lambda r: order.get(r["title"].split(":")[0], len(order)))
         return write(TEST_FILE, kept, {"benches": benches})  # now, in case a later part times out
 
@@ -560,7 +565,9 @@ if __name__ == "__main__":
     )
     arguments = parser.parse_intermixed_args()  # options may stand before the parts
     LIMIT_S = arguments.limit
-    known = {"test": PARTS, "sanitize": (*SANITIZERS, *SANITIZER_PARTS)}.get(arguments.what, ())
+    known = {"test": (*PARTS, REPLICAS), "sanitize": (*SANITIZERS, *SANITIZER_PARTS)}.get(
+        arguments.what, ()
+    )
     for wrong in set(arguments.parts) - set(known):
         parser.error(
             f"{arguments.what} has no part {wrong!r}; allowed: {', '.join(known) or 'none'}"
