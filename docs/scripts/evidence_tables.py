@@ -64,6 +64,33 @@ def milliseconds(value: float) -> str:
     return f"{value:.2f}" if value < 15 else f"{value:.1f}"
 
 
+def _times_plain(row: Row, rows: Sequence[Row]) -> float:
+    """Tokens per second over those of plain decoding with as many sequences."""
+    (plain,) = (
+        other["output_tokens_per_s"]
+        for other in rows
+        if other["draft_driver"] is None
+        and other["workload"]["concurrency"] == row["workload"]["concurrency"]
+    )
+    return float(row["output_tokens_per_s"] / plain)
+
+
+def summary() -> str:
+    """Throughput of every pair, and the ratio to plain decoding."""
+    lines = []
+    for name, target in TARGETS.items():
+        rows = rows_of(name)
+        cells = {
+            row["workload"]["concurrency"]: f"{row['output_tokens_per_s']:,.0f} "
+            f"({_times_plain(row, rows):.2f})"
+            for row in rows
+            if row["draft_driver"] == "unrolled"
+        }
+        pair = f"{target} + {DRAFTERS[name]}"
+        lines.append((pair, *(cells.get(c, "") for c in (1, 16, 64))))
+    return table(("pair", "c = 1", "16", "64"), lines)
+
+
 def latency() -> str:
     """Every pair, plain and with its drafter, by concurrency."""
     lines = []
@@ -81,12 +108,13 @@ def latency() -> str:
                     milliseconds(row["iteration_p99_ms"]),
                     f"{row['tokens_per_iteration']:.2f}",
                     f"{row['output_tokens_per_s']:.0f}",
+                    "" if row["draft_driver"] is None else f"{_times_plain(row, rows):.2f}",
                     f"{row['floor_share']:.0%}".replace("%", " %"),
                     f"{row['idle_share']:.1%}".replace("%", " %"),
                 )
             )
     head = ("configuration", "c", "ms per iteration", "p99", "tokens per iteration", "tokens/s")
-    return table((*head, "share of the floor", "idle"), lines)
+    return table((*head, "times plain", "share of the floor", "idle"), lines)
 
 
 def drivers() -> str:

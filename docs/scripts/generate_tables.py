@@ -379,6 +379,7 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
     "h200-kernels": evidence_tables.kernel_times,
     "h200-latency": evidence_tables.latency,
     "h200-sampling": evidence_tables.sampling,
+    "h200-summary": evidence_tables.summary,
     "support": support,
     "vllm-command": vllm_command,
     "vllm-first-token": vllm_first_token,

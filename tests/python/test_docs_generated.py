@@ -90,6 +90,9 @@ def test_figures_in_running_text_are_those_of_the_data(tables: Any) -> None:
         for page in ("README.md", "docs/performance.md", "docs/choosing-a-drafter.md")
     }
     assert faster in texts["README.md"]
+    ratios = [f"{row['vllm_ms'] / row['paceline_ms']:.2f}" for row in data["rows"]]
+    listed = f"{', '.join(ratios[:-1])} and {ratios[-1]} times as long"
+    assert f"vLLM 0.26 takes {listed}" in texts["docs/performance.md"]
     assert f"speculation reaches {share} of its tokens/s" in texts["docs/performance.md"]
     assert f"reaches {share} of plain decoding" in texts["docs/choosing-a-drafter.md"]
     for k in (1, 3):

@@ -75,7 +75,7 @@ def report(
     read_bandwidth: float,
     rows: list[tuple[str, Measurement]],
 ) -> dict[str, Any]:
-    """Returns the report as plain JSON types; docs/performance.md describes the keys.
+    """Returns the report as plain JSON types; docs/bench.md describes the keys.
 
     Args:
         run_id: Identifies the run.
