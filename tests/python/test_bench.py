@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,9 @@ import eagle_models
 import tiny_models
 from paceline import _core, cli
 from paceline.bench import cli as bench_cli
-from paceline.bench import floor, latency, models, options, runs
-from paceline.bench.costs import MatrixCosts, attention_flops, kv_bytes_read, matrix_costs
+from paceline.bench import latency, models, options, runs
 from paceline.bench.workload import Speculation, Workload
 from paceline.demo import demo_paths
-from paceline.loader import decoder_config, drafter_config
-from paceline.loader.drafters import Target
 
 # Of --speculative-config.
 NAMED = '{"model": "a", "num_speculative_tokens": 2}'
@@ -40,6 +36,7 @@ ROW_KEYS = {
     "configuration", "workload", "draft_driver", "iteration_ms", "iteration_p99_ms",
     "output_tokens_per_s", "time_to_first_token_ms", "tokens_per_iteration", "num_draft_tokens",
     "weight_bytes", "kv_bytes", "iteration_bytes", "flops", "gb_per_s", "floor_ms", "floor_share",
+    "additive_floor_ms", "additive_floor_share",
     "idle_us", "idle_share", "host_us", "engine_start_s", "first_token_s",
     "start_to_first_token_s", "target_experts", "draft_experts",
 }  # fmt: skip
@@ -230,25 +227,6 @@ def test_prompt_lookup(config_dir: Path, tmp_path: Path) -> None:
     assert drafted["weight_bytes"] == plain["weight_bytes"]
 
 
-def test_draft_heads_that_ship_as_configurations() -> None:
-    configs = Path(models.__file__).parent / "configs"
-    read = {path.stem: json.loads(path.read_text()) for path in configs.glob("*.json")}
-
-    def described(target: str, draft_head: str) -> dict[str, Any]:
-        config = decoder_config(read[target], "bfloat16")
-        facts = Target(Path(target), read[target]["architectures"][0], config, "bfloat16")
-        return drafter_config(read[draft_head], facts, source=draft_head)
-
-    eagle3 = described("qwen3-8b", "qwen3-8b-eagle3")
-    # fc, the layer with its doubled qkv input, and 32,000 rows of lm_head.
-    layer = 6144 * 8192 + 4096 * 4096 + 3 * 4096 * 12288
-    assert matrix_costs(eagle3, "bfloat16").parameters == 4096 * 12288 + layer + 32000 * 4096
-    assert eagle3["drafter"]["aux_layers"] == [2, 18, 33]
-    eagle = described("llama-3-8b", "llama-3-8b-eagle")
-    layer = (4096 + 2 * 1024 + 4096) * 4096 + 3 * 4096 * 14336
-    assert matrix_costs(eagle, "bfloat16").parameters == 2 * 4096**2 + layer + 128256 * 4096
-
-
 def test_samplings(config_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
     argv = ["--config", str(config_dir), "--draft-config", str(config_dir), "--json", str(out)]
@@ -417,104 +395,6 @@ def test_refusals(
 def test_drivers_need_a_drafter(config_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench("--config", str(config_dir), "--drivers", "while") == 2
     assert "there is no drafter" in capsys.readouterr().err
-
-
-# ---- configurations by name --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "num_parameters", "num_layers", "num_full", "kv_bytes_per_token"),
-    [
-        # Parameters with the lm_head, less the norms, and bytes of KV in bfloat16.
-        ("qwen3-8b", 7_568_097_280, 36, 36, 147_456),
-        ("gemma3-27b", 27_007_991_808, 62, 10, 507_904),
-        ("gemma3-270m", 268_042_240, 18, 3, 18_432),
-    ],
-)
-def test_named_configurations(
-    name: str, num_parameters: int, num_layers: int, num_full: int, kv_bytes_per_token: int
-) -> None:
-    assert models.is_config_name(name)
-    config = decoder_config(models._named_config(name), "bfloat16", name)
-    costs = matrix_costs(config, "bfloat16")
-    assert (costs.parameters, costs.all_bytes) == (num_parameters, 2 * num_parameters)
-    kinds = [layer["attention"]["kind"] for layer in config["layers"]]
-    assert (len(kinds), kinds.count("full")) == (num_layers, num_full)
-    assert kv_bytes_read(config, 1, 2) == kv_bytes_per_token
-
-
-def test_a_window_bounds_what_is_read() -> None:
-    config = decoder_config(models._named_config("gemma3-270m"), "bfloat16")
-    layer_bytes = 2 * 1 * 256 * 2
-    assert kv_bytes_read(config, 1000, 2) == layer_bytes * (15 * 512 + 3 * 1000)
-    assert attention_flops(config, 1000) == 4 * 4 * 256 * (15 * 512 + 3 * 1000)
-
-
-def test_latent_attention_reads_one_entry_per_token() -> None:
-    attention = {
-        "kind": "latent",
-        "num_qo_heads": 20,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-    }
-    config = {"layers": [{"attention": attention}] * 47}  # GLM-4.7-Flash
-    assert kv_bytes_read(config, 1, 2) == 54_144
-    assert attention_flops(config, 1000) == 47 * 1000 * 20 * 2 * (576 + 512)
-
-
-def test_bytes_and_arithmetic_of_an_iteration(config_dir: Path) -> None:
-    model = models.load(str(config_dir), dummy=True)
-    body, lm_head = model.costs.row_parameters, model.costs.logit_parameters
-    assert lm_head == 128 * 64
-    # In each of three layers q, k, v and o of 4, 2, 2 and 4 heads, and an MLP.
-    assert body == 3 * (64 * 12 * 16 + 3 * 64 * 96)
-    assert model.costs.all_bytes == 4 * (body + lm_head)
-    workload = Workload(concurrency=5, input_len=20, output_len=8)
-    assert workload.mean_context == 24
-    attention = attention_flops(model.config, 24)
-    plain = floor.iteration_flops(model, None, 0, workload)
-    assert plain == 5 * (2 * body + attention + 2 * lm_head)
-    k = 3
-    speculative = floor.iteration_flops(model, model, k, workload)
-    rows = 2 * (
-        k + 1
-    )  # target: k + 1 verified; drafter: 2 in the first pass, then 1 in each of k - 1
-    assert speculative == 5 * (rows * (2 * body + attention) + (k + 1 + k) * 2 * lm_head)
-    kv = kv_bytes_read(model.config, 24, 4)
-    assert kv == 2 * 2 * 16 * 4 * (8 + 8 + 24)
-    assert floor.iteration_kv_bytes(model, model, k, workload) == 5 * (1 + k) * kv
-
-
-class CostedModel(models.BenchModel):
-    """A model with other costs than its own."""
-
-    @property
-    def costs(self) -> MatrixCosts:  # type: ignore[override]
-        return MatrixCosts(shared_bytes=2000, row_parameters=700, logit_parameters=300)
-
-
-@pytest.mark.parametrize(
-    ("kind", "num_rows"),
-    [
-        ("draft_model", 2 + 2),
-        ("eagle", 4 + 2),
-        ("eagle3", 4 + 2),
-        ("mtp", 4 + 2),
-        ("gemma4_mtp", 1 + 2),
-    ],
-)
-def test_rows_of_a_drafter(config_dir: Path, kind: str, num_rows: int) -> None:
-    # With k = 3: rows of the first pass, then one row in each of two more.
-    model = models.load(str(config_dir), dummy=True)
-    workload = Workload(concurrency=5, input_len=20, output_len=8)
-    drafter = {} if kind == "draft_model" else {"drafter": {"kind": kind}}
-    draft = CostedModel("draft", replace(model.loaded, config=model.config | drafter))
-    alone = floor.iteration_flops(model, None, 3, workload)
-    added = floor.iteration_flops(model, draft, 3, workload) - alone
-    row = 2 * 700 + attention_flops(model.config, 24)
-    assert added == 5 * (num_rows * row + 3 * 2 * 300)
-    # Prompt lookup verifies and computes nothing else.
-    assert alone == 4 * floor.iteration_flops(model, None, 0, workload)
 
 
 def test_workloads_take_turns_on_one_engine(

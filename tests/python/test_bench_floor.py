@@ -66,6 +66,27 @@ def test_the_passes_add_up(config_dir: Path) -> None:
     assert stopped.floor_ms == pytest.approx((one_pass + draft_pass / 2) / 1e9 * 1e3)
 
 
+def test_the_additive_floor_takes_one_operation_after_the_other(config_dir: Path) -> None:
+    k, work = 3, Workload(5, 4, 4)
+    model, row = measured(config_dir, iteration_ms=10.0, num_draft_tokens=k, workload=work)
+    # Where the passes are bound by reading alone or by arithmetic alone, nothing could overlap.
+    for speed in (FixedSpeed(1e9), FixedSpeed(1e30, rate=1e9)):
+        bounded = floor.with_floor(row, model, model, speed)
+        assert bounded.additive_floor_ms == pytest.approx(bounded.floor_ms)
+        assert bounded.additive_floor_share == pytest.approx(bounded.additive_floor_ms / 10.0)
+    # In between, some operations read longer and others compute longer.
+    target, *drafted = floor._passes(model, model, row, may_stop_early=False)
+    assert drafted[1] == drafted[2] and len(drafted) == k
+    num_bytes, flops = (sum(getattr(op, name) for op in target) for name in ("num_bytes", "flops"))
+    rate = 1e9 * flops / num_bytes
+    both = floor.with_floor(row, model, model, FixedSpeed(1e9, rate=rate))
+    expected = sum(
+        max(op.num_bytes / 1e9, op.flops / rate) for ops in (target, *drafted) for op in ops
+    )
+    assert both.additive_floor_ms == pytest.approx(expected * 1e3)
+    assert both.floor_ms is not None and both.additive_floor_ms > 1.005 * both.floor_ms
+
+
 def test_a_pass_takes_the_longer_of_reading_and_computing(config_dir: Path) -> None:
     k, work = 3, Workload(5, 4, 4)
     model, row = measured(config_dir, iteration_ms=10.0, num_draft_tokens=k, workload=work)

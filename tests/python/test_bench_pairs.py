@@ -41,6 +41,7 @@ OWN_KEYS = {
     "pair", "drafter_id", "has_dummy_weights", "acceptance", "imposed_acceptance_length",
     "imposed_acceptance_source", "speculative_method", "num_speculative_tokens",
     "rejection_sample_method", "temperature", "iteration_ms", "floor_ms", "floor_share",
+    "additive_floor_ms", "additive_floor_share",
     "idle_share", "target_experts", "draft_experts",
 }  # fmt: skip
 

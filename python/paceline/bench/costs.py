@@ -12,25 +12,67 @@ from paceline import _core
 
 
 @dataclass(frozen=True)
+class Matrix:
+    """One matrix of a model, whose product is an operation of a pass.
+
+    Attributes:
+        name: For example "layers.0.attn.qkv".
+        num_bytes: Bytes of the matrix; of one expert in a mixture.
+        parameters: Parameters that a row is multiplied with; in a mixture those of the experts that
+            it chooses.
+        is_for_logits: Whether only rows whose logits are needed are multiplied with it.
+        num_experts: Experts of a mixture layer; 0 outside of a mixture.
+    """
+
+    name: str
+    num_bytes: int
+    parameters: int
+    is_for_logits: bool = False
+    num_experts: int = 0
+
+
+@dataclass(frozen=True)
 class MatrixCosts:
     """The matrices of a model. Embedding lookups, norms and biases are left out.
 
     Attributes:
-        shared_bytes: Bytes of the matrices that every pass reads: all but those of experts. The
-            lm_head is one of them.
-        row_parameters: Parameters that every row of a pass is multiplied with; of a mixture's
-            experts those that a row chooses.
-        logit_parameters: Parameters that rows whose logits are needed are multiplied with as well:
-            those of the lm_head, own or shared.
-        expert_bytes: Bytes of one expert of every mixture layer, added up; 0 without a mixture.
-        num_experts: Experts of a mixture layer; 0 without a mixture.
+        matrices: Every matrix whose product a pass computes, in the order of the description.
     """
 
-    shared_bytes: int
-    row_parameters: int
-    logit_parameters: int
-    expert_bytes: int = 0
-    num_experts: int = 0
+    matrices: tuple[Matrix, ...]
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the matrices that every pass reads: all but those of experts. The lm_head is one
+        of them.
+        """
+        return sum(matrix.num_bytes for matrix in self.matrices if not matrix.num_experts)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert of every mixture layer, added up; 0 without a mixture."""
+        return sum(matrix.num_bytes for matrix in self.matrices if matrix.num_experts)
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a mixture layer; 0 without a mixture. All mixture layers of the supported
+        families have the same number of them.
+        """
+        return max((matrix.num_experts for matrix in self.matrices), default=0)
+
+    @property
+    def row_parameters(self) -> int:
+        """Parameters that every row of a pass is multiplied with; of a mixture's experts those that
+        a row chooses.
+        """
+        return sum(matrix.parameters for matrix in self.matrices if not matrix.is_for_logits)
+
+    @property
+    def logit_parameters(self) -> int:
+        """Parameters that rows whose logits are needed are multiplied with as well: those of the
+        lm_head, own or shared.
+        """
+        return sum(matrix.parameters for matrix in self.matrices if matrix.is_for_logits)
 
     @property
     def parameters(self) -> int:
@@ -52,7 +94,7 @@ class MatrixCosts:
 
 
 def matrix_costs(config: Mapping[str, Any], weight_dtype: str, device: str = "cpu") -> MatrixCosts:
-    """Adds up the matrices of a model.
+    """Lists the matrices of a model.
 
     Args:
         config: A canonical description (docs/model-format.md).
@@ -62,18 +104,20 @@ def matrix_costs(config: Mapping[str, Any], weight_dtype: str, device: str = "cp
     Raises:
         ValueError: The description is not allowed.
     """
-    parameters = {False: 0, True: 0}
-    shared_bytes = expert_bytes = num_experts = 0
-    for matrix in _core.linear_costs(json.dumps(config), weight_dtype, device):
-        uses = matrix["top_k"] if matrix["num_experts"] else 1
-        parameters[matrix["is_for_logits"]] += uses * matrix["rows"] * matrix["cols"]
-        if matrix["num_experts"]:
-            # All mixture layers of the supported families have the same number of experts.
-            num_experts = matrix["num_experts"]
-            expert_bytes += matrix["bytes"]
-        else:
-            shared_bytes += matrix["bytes"]
-    return MatrixCosts(shared_bytes, parameters[False], parameters[True], expert_bytes, num_experts)
+    return MatrixCosts(
+        tuple(
+            Matrix(
+                name=entry["name"],
+                num_bytes=entry["bytes"],
+                parameters=(entry["top_k"] if entry["num_experts"] else 1)
+                * entry["rows"]
+                * entry["cols"],
+                is_for_logits=entry["is_for_logits"],
+                num_experts=entry["num_experts"],
+            )
+            for entry in _core.linear_costs(json.dumps(config), weight_dtype, device)
+        )
+    )
 
 
 def kv_bytes_read(config: Mapping[str, Any], context: float, item_bytes: int) -> float:
@@ -88,15 +132,17 @@ def kv_bytes_read(config: Mapping[str, Any], context: float, item_bytes: int) ->
         The sum over layers of what min(context, window) tokens store, and of compressed entries:
         those that are attended to, and the keys of the indexer for all of them.
     """
-    total = 0.0
-    for layer in config["layers"]:
-        attention = layer["attention"]
-        elements = _visible(attention, context) * kv_elements(attention)
-        entries = _entries(attention, context)
-        elements += _attended_entries(attention, context) * attention.get("head_dim", 0)
-        elements += entries * attention.get("indexer", {}).get("head_dim", 0)
-        total += elements * item_bytes
-    return total
+    return sum(
+        layer_kv_bytes(layer["attention"], context, item_bytes) for layer in config["layers"]
+    )
+
+
+def layer_kv_bytes(attention: Mapping[str, Any], context: float, item_bytes: int) -> float:
+    """Computes the bytes of KV that one layer reads for one sequence; see `kv_bytes_read`."""
+    elements = _visible(attention, context) * kv_elements(attention)
+    elements += _attended_entries(attention, context) * attention.get("head_dim", 0)
+    elements += _entries(attention, context) * attention.get("indexer", {}).get("head_dim", 0)
+    return float(elements * item_bytes)
 
 
 def kv_elements(attention: Mapping[str, Any]) -> int:
@@ -120,21 +166,23 @@ def attention_flops(config: Mapping[str, Any], context: float) -> float:
     Returns:
         Multiply-adds times two, summed over layers.
     """
+    return sum(layer_attention_flops(layer["attention"], context) for layer in config["layers"])
+
+
+def layer_attention_flops(attention: Mapping[str, Any], context: float) -> float:
+    """Counts the operations of one row's attention in one layer; see `attention_flops`."""
     total = 0.0
-    for layer in config["layers"]:
-        attention = layer["attention"]
-        tokens = _visible(attention, context)
-        tokens += _attended_entries(attention, context)
-        indexer = attention.get("indexer")
-        if indexer is not None:
-            entries = _entries(attention, context)
-            total += 2 * entries * indexer["num_heads"] * indexer["head_dim"]
-        if attention["kind"] == "latent":  # an entry is a key, and its latent is the value
-            widths = 2 * attention["kv_lora_rank"] + attention["qk_rope_head_dim"]
-        else:
-            widths = 2 * attention["head_dim"]
-        total += 2 * tokens * attention["num_qo_heads"] * widths
-    return total
+    tokens = _visible(attention, context)
+    tokens += _attended_entries(attention, context)
+    indexer = attention.get("indexer")
+    if indexer is not None:
+        entries = _entries(attention, context)
+        total += 2 * entries * indexer["num_heads"] * indexer["head_dim"]
+    if attention["kind"] == "latent":  # an entry is a key, and its latent is the value
+        widths = 2 * attention["kv_lora_rank"] + attention["qk_rope_head_dim"]
+    else:
+        widths = 2 * attention["head_dim"]
+    return float(total + 2 * tokens * attention["num_qo_heads"] * widths)
 
 
 def _entries(attention: Mapping[str, Any], context: float) -> float:

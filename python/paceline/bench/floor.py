@@ -8,15 +8,26 @@ fast as many bytes are read again and again, since a small drafter stays in the 
 are faster than from memory, and how fast the vector units compute; a pass takes the longer of both
 times. On CUDA, all bytes come from memory, and arithmetic runs at the rate of a large matrix
 product.
+
+The additive floor is the same for operations that cannot overlap: the product of each matrix and
+the attention of each layer takes the longer of its reads and its arithmetic, and the times add up.
+Both floors are sums over the same list of operations.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from paceline import _core
-from paceline.bench.costs import attention_flops, kv_bytes_read
+from paceline.bench.costs import (
+    attention_flops,
+    kv_bytes_read,
+    layer_attention_flops,
+    layer_kv_bytes,
+)
 from paceline.bench.models import BenchModel
 
 if TYPE_CHECKING:
@@ -113,28 +124,53 @@ def with_floor(
             target and one pass of the drafter are all that is certain.
 
     Returns:
-        The measurement with `floor_ms` and `floor_share`.
+        The measurement with `floor_ms`, `floor_share`, `additive_floor_ms` and
+        `additive_floor_share`.
     """
     device, dtype = target.model.device, target.model.weight_dtype
     passes = _passes(target, draft, row, may_stop_early=may_stop_early)
     if device == "cpu":
         rate = speed.arithmetic(is_bfloat16=dtype == "bfloat16")
-        seconds = sum(
-            max(part.num_bytes / speed.of(part.num_bytes), part.flops / rate) for part in passes
-        )
     else:
-        seconds = sum(part.num_bytes / speed.of(part.num_bytes) for part in passes)
-        if dtype == "bfloat16":
-            seconds = max(seconds, sum(part.flops for part in passes) / CUDA_BF16_FLOPS)
-    share = seconds * 1e3 / row.iteration_ms if row.iteration_ms > 0 else None
-    return replace(row, floor_ms=seconds * 1e3, floor_share=share)
+        rate = CUDA_BF16_FLOPS if dtype == "bfloat16" else math.inf
+    # Each operation of a pass is read as fast as the whole pass, whose bytes share the caches.
+    seconds = [
+        [
+            (op.num_bytes / bandwidth, op.flops / rate)
+            for bandwidth in [speed.of(int(sum(op.num_bytes for op in ops)))]
+            for op in ops
+        ]
+        for ops in passes
+    ]
+    additive = sum(max(one) for ops in seconds for one in ops)
+    if device == "cuda":  # the reads of one pass may overlap with the arithmetic of another
+        seconds = [list(itertools.chain(*seconds))]
+    whole = sum(max(map(sum, zip(*ops, strict=True))) for ops in seconds)
+    return replace(
+        row,
+        floor_ms=whole * 1e3,
+        floor_share=_share(whole, row),
+        additive_floor_ms=additive * 1e3,
+        additive_floor_share=_share(additive, row),
+    )
+
+
+def _share(seconds: float, row: Measurement) -> float | None:
+    return seconds * 1e3 / row.iteration_ms if row.iteration_ms > 0 else None
 
 
 @dataclass(frozen=True)
-class _Pass:
-    """What one pass over a model reads and computes, for all sequences."""
+class Operation:
+    """What a product or the attention of a layer reads and computes, for all sequences.
 
-    num_bytes: int
+    Attributes:
+        name: For example "layers.0.attn.qkv" or "layers.0.attention".
+        num_bytes: Bytes of weights or of KV.
+        flops: Multiply-adds times two.
+    """
+
+    name: str
+    num_bytes: float
     flops: float
 
 
@@ -144,7 +180,7 @@ def _passes(
     row: Measurement,
     *,
     may_stop_early: bool,
-) -> list[_Pass]:
+) -> list[list[Operation]]:
     """The passes of an iteration; those that are certain, if drafting may stop early.
 
     A pass over a mixture reads the experts that had rows. Their number is the mean over the passes
@@ -154,12 +190,10 @@ def _passes(
     # The cache, the drafter's too, holds elements of the target's weight dtype.
     item = target.item_bytes
 
-    def one(model: BenchModel, experts: float | None, rows: int, logit_rows: int) -> _Pass:
-        kv_bytes = workload.concurrency * kv_bytes_read(model.config, workload.mean_context, item)
-        return _Pass(
-            model.costs.pass_bytes(experts) + int(kv_bytes),
-            _pass_flops(model, rows, logit_rows, workload),
-        )
+    def one(
+        model: BenchModel, experts: float | None, rows: int, logit_rows: int
+    ) -> list[Operation]:
+        return pass_operations(model, experts, rows, logit_rows, workload, item)
 
     num_verified = 1 if may_stop_early else k + 1
     passes = [one(target, row.target_experts, num_verified, num_verified)]
@@ -168,6 +202,44 @@ def _passes(
         passes.append(one(draft, row.draft_experts, num_first, 1))
         passes += [one(draft, row.draft_experts, 1, 1)] * (0 if may_stop_early else k - 1)
     return passes
+
+
+def pass_operations(
+    model: BenchModel,
+    experts: float | None,
+    rows: int,
+    logit_rows: int,
+    workload: Workload,
+    item_bytes: int,
+) -> list[Operation]:
+    """Lists the products and the attentions of one pass, for all sequences.
+
+    Args:
+        model: The model.
+        experts: Experts of a mixture layer that have rows, on average; None without a mixture.
+        rows: Rows of each sequence.
+        logit_rows: Rows of each sequence whose logits are needed.
+        workload: The sequences; their mean context counts.
+        item_bytes: Bytes per element of the cache.
+    """
+    c, context = workload.concurrency, workload.mean_context
+    products = [
+        Operation(
+            matrix.name,
+            matrix.num_bytes * ((experts or 0.0) if matrix.num_experts else 1),
+            c * (logit_rows if matrix.is_for_logits else rows) * 2 * matrix.parameters,
+        )
+        for matrix in model.costs.matrices
+    ]
+    attentions = [
+        Operation(
+            f"layers.{i}.attention",
+            c * layer_kv_bytes(layer["attention"], context, item_bytes),
+            c * rows * layer_attention_flops(layer["attention"], context),
+        )
+        for i, layer in enumerate(model.config["layers"])
+    ]
+    return products + attentions
 
 
 def iteration_kv_bytes(

@@ -50,6 +50,8 @@ class Measurement:
         gb_per_s: iteration_bytes over the iteration time.
         floor_ms: Least time for the reads and the arithmetic; None before `with_floor`.
         floor_share: floor_ms over iteration_ms; 1 = at the limit of the machine.
+        additive_floor_ms: The same with operations that do not overlap; None before `with_floor`.
+        additive_floor_share: additive_floor_ms over iteration_ms.
         idle_us: Median time that the device was idle before an iteration.
         idle_share: idle_us over the sum of idle_us and the iteration time.
         host_us: Host work of one iteration: schedule, batch, blocks, ring.
@@ -78,6 +80,8 @@ class Measurement:
     gb_per_s: float
     floor_ms: float | None
     floor_share: float | None
+    additive_floor_ms: float | None
+    additive_floor_share: float | None
     idle_us: float
     idle_share: float
     host_us: float
@@ -325,6 +329,8 @@ def _sum_up(
         gb_per_s=num_bytes / iteration_ms / 1e6 if iteration_ms > 0 else 0.0,
         floor_ms=None,
         floor_share=None,
+        additive_floor_ms=None,
+        additive_floor_share=None,
         idle_us=idle_us,
         idle_share=idle_us / (idle_us + iteration_ms * 1000) if iteration_ms > 0 else 0.0,
         host_us=samples.host_us / max(samples.num_iterations, 1),

@@ -23,8 +23,8 @@ from paceline.console import emit
 COLUMNS: Final = (
     ("configuration", "", 13), ("sequences", "", 9), ("iteration", "ms", 9), ("p99", "ms", 8),
     ("tokens", "per iter.", 9), ("tokens", "per s", 9), ("1st token", "ms", 9), ("reads", "GB", 8),
-    ("math", "GFLOP", 8), ("reads", "GB/s", 7), ("floor", "share", 6), ("idle", "share", 6),
-    ("host", "us", 8), ("start", "s", 7),
+    ("math", "GFLOP", 8), ("reads", "GB/s", 7), ("floor", "share", 6), ("additive", "share", 8),
+    ("idle", "share", 6), ("host", "us", 8), ("start", "s", 7),
 )  # fmt: skip
 # Follows with a mixture of experts.
 _EXPERTS: Final = ("experts", "per layer", 11)
@@ -34,8 +34,8 @@ sequences: requests at the same time. iteration, p99: median and 99th percentile
 in which all requests decode. tokens per iter.: of one sequence, the acceptance length. tokens per
 s: all sequences. 1st token: mean time from queueing. reads, math: bytes and operations of an
 iteration. floor share: the least time for them, over the time of the iteration; 100 % is the limit
-of the machine. idle: of the device, before an iteration. host: its work for an iteration. start:
-of the engine."""
+of the machine. additive share: the same if no two operations of an iteration overlap. idle: of the
+device, before an iteration. host: its work for an iteration. start: of the engine."""
 EXPERTS_LEGEND: Final = """\
 experts: mean number of experts of a mixture layer that had rows and were read; the target's, then
 the drafter's after a slash. reads and floor share follow from them."""
@@ -213,12 +213,13 @@ def print_row(setup: Setup, name: str, row: Measurement, name_width: int) -> Non
     """Prints a row. Without a floor nothing was read, and so there is no speed of reading."""
     has_floor = row.floor_share is not None
     share = f"{row.floor_share:.0%}" if has_floor else "-"
+    additive = f"{row.additive_floor_share:.0%}" if has_floor else "-"
     speed = f"{row.gb_per_s:.1f}" if has_floor else "-"
     cells: list[object] = [
         name, row.workload.concurrency, f"{row.iteration_ms:.3f}", f"{row.iteration_p99_ms:.3f}",
         f"{row.tokens_per_iteration:.2f}", f"{row.output_tokens_per_s:.1f}",
         f"{row.time_to_first_token_ms:.1f}", f"{row.iteration_bytes / 1e9:.3f}",
-        f"{row.flops / 1e9:.1f}", speed, share, f"{row.idle_share:.1%}",
+        f"{row.flops / 1e9:.1f}", speed, share, additive, f"{row.idle_share:.1%}",
         f"{row.host_us:.1f}", f"{row.engine_start_s:.2f}",
     ]  # fmt: skip
     if setup.has_mixture:

@@ -40,6 +40,7 @@ _COLUMNS: Final = (
     ("imposed", "length", 14, "{imposed_cell}"),
     ("iteration", "ms", 9, "{iteration_ms:.3f}"),
     ("floor", "share", 6, "{floor_share:.0%}"),
+    ("additive", "share", 8, "{additive_floor_share:.0%}"),
 )
 
 LEGEND: Final = """\
@@ -48,7 +49,8 @@ output tokens, of all requests per second, prompts included. TTFT: from sending 
 first token. TPOT: time per later token of a request. ITL: time between the iterations that bring
 tokens. E2E: from sending to the end. accept rate: accepted drafts over verified drafts. accept
 length: tokens of a request in an iteration. iteration: median over those in which all requests
-decode. floor share: the least time for the reads and operations of an iteration, over its time."""
+decode. floor share: the least time for the reads and operations of an iteration, over its time.
+additive share: the same if no two operations of an iteration overlap."""
 # What the acceptance of a row is, and the sentence of the legend.
 _ACCEPTANCES: Final = {
     "measured": "none, measured: checkpoints, whose acceptance on the prompts was measured.",
@@ -110,6 +112,8 @@ class PairRow:
             "iteration_ms": row.iteration_ms or None,  # 0 if requests never decoded together
             "floor_ms": row.floor_ms,
             "floor_share": row.floor_share,
+            "additive_floor_ms": row.additive_floor_ms,
+            "additive_floor_share": row.additive_floor_share,
             "idle_share": row.idle_share,
             "target_experts": row.target_experts,
             "draft_experts": row.draft_experts,
