@@ -10,7 +10,7 @@
 #   make cuda              build the CUDA backend (library, module and tests) in build/cuda-python
 #   make test-cuda-build   build the CUDA backend and test what needs no GPU
 #   make gpu-test          run all GPU tests and benches on this machine; writes docs/gpu-evidence.json
-#   make gpu-sanitize      run compute-sanitizer over the op table; writes docs/gpu-sanitizer.json
+#   make gpu-sanitize      run compute-sanitizer over ops and engines; writes docs/gpu-sanitizer.json
 #   make lint              run ruff and mypy
 #   make format            run clang-format and ruff on all sources
 #   make clean             remove builds and environments

@@ -113,26 +113,11 @@ TEST(EngineCompressed, SamplesAreThoseOfSeparateRequests) {
 TEST(EngineCompressed, AThousandIterationsOfFiveMtpTokens) {
   const auto target = compressed_model({.ratios = {0, 4, 128}}, 3);
   const auto layer = compressed_model({.ratios = {0}, .is_mtp_layer = true}, 4);
-  ExecutorOptions options = small_engine_options(5);
-  options.max_model_len = 640;
-  options.max_num_seqs = 2;
-  options.kv_cache_bytes = 16 << 20;
-  options.device_lateness = 1;
-  options.poison_freed_blocks = true;
-  std::mt19937_64 random(3);
-  std::vector<testing::Job> jobs = testing::random_jobs(random, 18, 64, 1.0, 60, 1);
-  for (testing::Job& job : jobs) {
-    job.sampling.stop_token_ids.clear();
-    job.sampling.max_tokens = 570;
-  }
-  Executor speculative(target, layer, options);
-  const std::vector<testing::Outcome> actual = testing::run(speculative, jobs);
-  EXPECT_GE(speculative.stats().num_iterations, 1000);
-  EXPECT_EQ(speculative.check_integrity(), "");
-  options.speculative.num_speculative_tokens = 0;
-  Executor plain(target, nullptr, options);
-  const std::vector<testing::Outcome> expected = testing::run(plain, jobs);
-  for (size_t i = 0; i < jobs.size(); ++i) ASSERT_EQ(actual[i].tokens, expected[i].tokens);
+  testing::expect_a_thousand_iterations(target, layer, 5, 18, [](int32_t k) {
+    ExecutorOptions options = small_engine_options(k);
+    options.device_lateness = 1;
+    return options;
+  });
 }
 
 }  // namespace

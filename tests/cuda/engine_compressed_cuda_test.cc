@@ -71,5 +71,13 @@ TEST_F(CudaCompressed, DraftsChangeNothing) {
                                         {1, 3, 8, 16}, 400, 200, options_of);
 }
 
+// The smallest model for which this many iterations end in time under memcheck, which looks for
+// what once crashed an engine: more than two MTP tokens with metadata that depends on positions.
+TEST_F(CudaCompressed, AThousandIterationsOfFiveMtpTokens) {
+  const auto layer = on_gpu({.ratios = {0}, .is_mtp_layer = true}, 4);
+  testing::expect_a_thousand_iterations(on_gpu({.ratios = {0, 4, 128}}, 3), layer, 5, 20,
+                                        options_of);
+}
+
 }  // namespace
 }  // namespace paceline

@@ -2,8 +2,9 @@
 """Records GPU test results with the sources, since continuous integration has no GPU.
 
     evidence.py test [--limit S] [PART ...]  run GPU tests and benches; write docs/gpu-evidence.json
-    evidence.py sanitize [TOOL[:PART] ...]   run compute-sanitizer over the op table and the packing
-                                             of weights; write docs/gpu-sanitizer.json
+    evidence.py sanitize [--within S] [--cases GLOB] [TOOL[:PART] ...]
+                                             run compute-sanitizer (sanitizers.py says over what);
+                                             write docs/gpu-sanitizer.json
     evidence.py check                        report evidence of other sources as STALE
     evidence.py files                        print the files that evidence covers, with hashes
 
@@ -16,32 +17,33 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import datetime
 import hashlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-BUILD = ROOT / "build" / "cuda-python" / "tests"
-#: What every process has written, also when this one is killed at a time limit.
-LOGS = BUILD / "logs"
+import gpu_runs
+import sanitizers
+from gpu_runs import (
+    BUILD,
+    GTEST,
+    ROOT,
+    Share,
+    covered_files,
+    environment,
+    run,
+    shards,
+    source_hash,
+    today,
+    write,
+)
+from sanitizers import DEVICE_ONLY, SANITIZER_FILE
+
 TEST_FILE = ROOT / "docs" / "gpu-evidence.json"
-SANITIZER_FILE = ROOT / "docs" / "gpu-sanitizer.json"
-
-#: The sources that run on the GPU, and those that define its tests.
-COVERED = ("cpp", "cuda", "python/bindings", "tests/cuda", "tests/support", "CMakeLists.txt")
-
-#: Not Python: its tests of the GPU lie with those of the CPU and change with them.
-SOURCE_SUFFIXES = (".h", ".cc", ".cu", ".cuh", ".txt", ".json")
 
 
 def speculative(method: str, model: str | None, length: float) -> list[str]:
@@ -66,148 +68,6 @@ def sampling(*values: dict[str, float]) -> list[str]:
 
 BENCH = ["-m", "paceline", "bench", "latency", "--device", "cuda", "--concurrency", "1,16,64"]
 BENCH += ["--input-len", "256", "--output-len", "512", "--rounds", "1"]
-
-
-#: Seconds that any command may take at most; --limit lowers it.
-LIMIT_S = 600.0
-
-
-class Share(NamedTuple):
-    """One of several processes that share the cases of a test."""
-
-    arguments: tuple[str, ...] = ()  # added to the command
-    variables: tuple[tuple[str, str], ...] = ()  # added to the environment
-    cores: tuple[int, ...] = ()  # those that it may run on; empty: all
-
-
-def shards(count: int) -> list[Share]:
-    """Returns the shares of a GoogleTest binary whose cases `count` processes divide."""
-    return [
-        Share((), (("GTEST_TOTAL_SHARDS", str(count)), ("GTEST_SHARD_INDEX", str(index))))
-        for index in range(count)
-    ]
-
-
-def covered_files() -> list[str]:
-    """Lists the covered files, sorted. Does not ask git: a copy on a GPU machine may lack it."""
-    roots = [ROOT / covered for covered in COVERED]
-    paths = [path for root in roots for path in ([root] if root.is_file() else root.rglob("*"))]
-    return sorted(str(path.relative_to(ROOT)) for path in paths if path.suffix in SOURCE_SUFFIXES)
-
-
-def source_hash() -> str:
-    """Returns the SHA-256 over the names and contents of the covered files."""
-    digest = hashlib.sha256()
-    for name in covered_files():
-        digest.update(name.encode())
-        digest.update((ROOT / name).read_bytes())
-    return digest.hexdigest()
-
-
-def environment() -> dict[str, str]:
-    """Returns the environment of the commands: it requires a GPU and has the path of cuBLASLt.
-
-    The caller's PYTHONPATH stays, for packages that the machine has in another version than
-    tests/constraints.txt.
-    """
-    env = dict(os.environ)
-    env["PACELINE_REQUIRE_GPU"] = "1"
-    paths = [str(ROOT / "python"), os.environ.get("PYTHONPATH", "")]
-    env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    sys.path.insert(0, str(ROOT / "python"))
-    from paceline.device import find_cublaslt
-
-    path = find_cublaslt()
-    if path:
-        env["LD_LIBRARY_PATH"] = f"{path}:{env.get('LD_LIBRARY_PATH', '')}"
-    return env
-
-
-def machine() -> dict[str, str]:
-    """Returns the names of the GPU, its driver and the CUDA compiler."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    name, driver = (subprocess.check_output(query, text=True).splitlines()[0] + ",").split(",")[:2]
-    nvcc = subprocess.check_output(["nvcc", "--version"], text=True).splitlines()
-    return {"gpu": name.strip(), "driver": driver.strip(), "nvcc": nvcc[-1].strip()}
-
-
-def run(
-    title: str,
-    command: list[str],
-    summary: str,
-    env: dict[str, str],
-    limit: float,
-    shares: Sequence[Share] = (Share(),),
-) -> dict[str, Any]:
-    """Runs a command for at most `limit` and LIMIT_S seconds; records lines that match `summary`.
-
-    With several shares the command runs once for each of them, side by side. The exit code is the
-    first that is not zero.
-    """
-    start = time.monotonic()
-    limit = min(limit, LIMIT_S)
-    lines, code = [], 0
-    LOGS.mkdir(exist_ok=True)
-    processes = []
-    for index, share in enumerate(shares):
-        log = LOGS / f"{re.sub(r'[^a-z0-9_.-]+', '_', title)}-{index}.log"
-        with log.open("w") as stream:
-            pinned = ["taskset", "-c", ",".join(map(str, share.cores))] if share.cores else []
-            process = subprocess.Popen(
-                [*pinned, *command, *share.arguments], cwd=ROOT,
-                env={**env, **dict(share.variables)}, stdout=stream, stderr=subprocess.STDOUT,
-            )  # fmt: skip
-        processes.append((process, log))
-    for process, log in processes:
-        try:
-            done = process.wait(max(0.0, start + limit - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            done = 124
-        output = log.read_text(errors="replace")
-        lines += [line.strip() for line in output.splitlines() if re.search(summary, line)]
-        code = code or done
-        if done != 0:
-            print(output[:3000], "\n[...]\n", output[-5000:])
-    seconds = round(time.monotonic() - start, 1)
-    print("\n".join([f"== {title}: exit {code}, {seconds} s", *lines[-40:]]), flush=True)
-    shown = [Path(part).name if part.startswith("/") else part for part in command]
-    return {
-        "title": title,
-        "command": " ".join(shown),
-        "exit": code,
-        "seconds": seconds,
-        "summary": lines,
-    }
-
-
-def today() -> str:
-    """Returns the date in UTC."""
-    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
-
-
-def write(path: Path, results: list[dict[str, Any]], extra: dict[str, Any]) -> int:
-    """Writes the evidence; returns 0 if every result passed, else 1."""
-    passed = all(result["exit"] == 0 for result in results)
-    evidence = {
-        "date": today(),
-        "passed": passed,
-        "machine": machine(),
-        "source_hash": source_hash(),
-        "covers": list(COVERED),
-        **extra,
-        "results": results,
-    }
-    path.write_text(json.dumps(evidence, indent=1) + "\n")
-    out = os.environ.get("OUT")
-    if out:
-        (Path(out) / path.name).write_text(path.read_text())
-    print(f"{path.relative_to(ROOT)}: {'passed' if passed else 'FAILED'}")
-    return 0 if passed else 1
-
-
-GTEST = r"^\[=+\]|^\[  PASSED|^\[  FAILED|drafts accepted|outputs differ"
 
 
 TESTS = (
@@ -409,127 +269,6 @@ def test(parts: list[str]) -> int:
     return code
 
 
-#: Parts of the op table for racecheck. racecheck follows every access to shared memory and takes
-#: minutes where the other tools take seconds, so it runs part by part. Ops that pass over all ids
-#: in shared memory several times, and products by expert (NARROWED), run with few rows and ids,
-#: plus the cases in MORE for what those leave out. Running parts at the same time does not finish
-#: sooner.
-OPS = (
-    "gemm",
-    "attention",
-    "list",
-    "rms",
-    "draw",
-    "rope",
-    "gated",
-    "clusters",
-    "adjust",
-    "truncate",
-    "proposals",
-    "softmax_sums",
-    "reject",
-    "logprobs",
-    "route",
-    "sort",
-    "combine",
-    "expert_gemm",
-    "mixture",
-    "compress",
-    "compressed",
-    "index",
-    "choose",
-    "streams",
-)
-
-
-def cases_of(*ops: str) -> str:
-    """Returns the test filter of all cases of some ops."""
-    return ":".join(f"*MatchesTheCpu/{op}_*" for op in ops)
-
-
-#: "large" begins the names of cases that are slow under a sanitizer and reach no other code.
-REST = "*:-" + cases_of(*OPS, "large")
-#: The other tools take the ops of a mixture of experts apart: their cases of real shapes take the
-#: CPU as long as all other cases.
-MIXTURES = cases_of("route", "router", "sort", "combine", "expert_gemm", "mixture")
-NARROWED = ("truncate", "proposals", "softmax_sums", "logprobs", "expert_gemm", "mixture")
-#: truncate and logprobs: more rows than clusters can run at once (at most 33 on 132
-#: multiprocessors), so that some clusters take a second row and overwrite their shared memory;
-#: limits of all kinds, since the first three rows of `mixed` have none. proposals: a second round
-#: of ids.
-MORE = {
-    "truncate": ("mixed*_v1003_rows16of16", "top_k_top_p_v64_rows70of130"),
-    "logprobs": ("emitted_n20_v33_rows70of130", "prompt_n20_v33_rows70of130"),
-    "proposals": ("*_v5004_rows1of1",),
-    "expert_gemm": ("*_rows70of130",),
-    "mixture": ("*_rows70of130",),
-}
-#: Shapes of real models, of which smaller cases run the same blocks.
-REAL_SHAPES = {
-    "attention": "*_64x8_*",
-    "expert_gemm": "*_n5760_*:*_n2880_*",
-    "mixture": "*_h2880_*",
-}
-LARGE = ":".join(f"*_v{vocab}_rows3of8" for vocab in (5004, 40000, 128000, 151936, 262144))
-
-
-def racecheck_filter(op: str) -> str:
-    """Returns the test filter of one op for racecheck."""
-    wanted, left_out = cases_of(op), [REAL_SHAPES[op]] if op in REAL_SHAPES else []
-    if op in NARROWED:
-        cases = f"*MatchesTheCpu/{op}_"
-        wanted = ":".join(cases + name for name in ("*_rows3of8", *MORE.get(op, ())))
-        left_out.append(LARGE)
-    return wanted + (":-" + ":".join(left_out) if left_out else "")
-
-
-RACECHECK = {op: racecheck_filter(op) for op in reversed(OPS)}
-HALVES = {"others": f"*:-{MIXTURES}:{cases_of('large')}", "mixtures": MIXTURES}
-#: The part of every tool that packs weights.
-PACKING = "packing"
-SANITIZERS = {
-    "memcheck": {PACKING: "", **HALVES},
-    "initcheck": {PACKING: "", **HALVES},
-    "synccheck": {PACKING: "", **HALVES},
-    "racecheck": {PACKING: "", "rest": REST, **RACECHECK},
-}
-SANITIZER_PARTS = [f"{tool}:{part}" for tool, parts in SANITIZERS.items() for part in parts]
-
-
-def sanitize(wanted: list[str]) -> int:
-    """Runs compute-sanitizer over the op table and the packing of weights.
-
-    Keeps the earlier results of all other parts.
-
-    Args:
-        wanted: Tools, or parts of a tool as "tool:part".
-    """
-    env = environment()
-    titles = [p for p in SANITIZER_PARTS if p in wanted or p.split(":")[0] in wanted]
-    kept: list[dict[str, Any]] = []
-    if SANITIZER_FILE.exists():
-        earlier = json.loads(SANITIZER_FILE.read_text())["results"]
-        kept = [r for r in earlier if r["title"] in SANITIZER_PARTS]
-    code = 0
-    for title in titles:
-        tool, part = title.split(":")
-        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
-        if part == PACKING:
-            command += [str(BUILD / "packed_weights_test"), "--gtest_filter=PackedRows.MayBeLong"]
-        else:
-            command += [str(BUILD / "op_parity_test")]
-            command += [f"--gtest_filter=Table/OpParity.{SANITIZERS[tool][part]}"]
-        command += ["--gtest_brief=1"]
-        summary = r"ERROR SUMMARY|RACECHECK SUMMARY|" + GTEST
-        result = run(title, command, summary, env, 300)
-        kept = [r for r in kept if r["title"] != title]
-        # Each part has its own date and hash, since parts may run at different times.
-        kept.append({**result, "date": today(), "source_hash": source_hash()})
-        kept.sort(key=lambda r: SANITIZER_PARTS.index(r["title"]))
-        code = write(SANITIZER_FILE, kept, {})  # now, in case a later part times out
-    return code
-
-
 def check() -> int:
     """Prints which evidence is stale; that is not a failure, since it is true of its sources."""
     now = source_hash()
@@ -561,20 +300,28 @@ if __name__ == "__main__":
     parser.add_argument("what", choices=("test", "sanitize", "check", "files"))
     parser.add_argument("parts", nargs="*", help="parts of test or sanitize (default: all)")
     parser.add_argument(
-        "--limit", type=float, default=LIMIT_S, help="seconds that a command of test may take"
+        "--limit", type=float, default=gpu_runs.LIMIT_S, help="seconds that any command may take"
+    )
+    parser.add_argument(
+        "--within", type=float, default=3600.0, help="seconds that sanitize may take in all"
+    )
+    parser.add_argument(
+        "--cases", help="glob of cases of the op table: run sanitize on them; record nothing"
     )
     arguments = parser.parse_intermixed_args()  # options may stand before the parts
-    LIMIT_S = arguments.limit
-    known = {"test": (*PARTS, REPLICAS), "sanitize": (*SANITIZERS, *SANITIZER_PARTS)}.get(
-        arguments.what, ()
-    )
-    for wrong in set(arguments.parts) - set(known):
+    gpu_runs.LIMIT_S = arguments.limit
+    known = {"test": (*PARTS, REPLICAS), "sanitize": (*sanitizers.TOOLS, *sanitizers.PARTS)}
+    allowed = known.get(arguments.what, ())
+    for wrong in sorted(set(arguments.parts) - set(allowed)):
         parser.error(
-            f"{arguments.what} has no part {wrong!r}; allowed: {', '.join(known) or 'none'}"
+            f"{arguments.what} has no part {wrong!r}; allowed: {', '.join(allowed) or 'none'}"
         )
     if arguments.what == "test":
+        if DEVICE_ONLY in os.environ:
+            parser.error(f"{DEVICE_ONLY} is set, but test compares with the CPU; unset it")
         sys.exit(test(arguments.parts or list(PARTS)))
     if arguments.what == "sanitize":
-        sys.exit(sanitize(arguments.parts or list(SANITIZERS)))
+        wanted = arguments.parts or list(sanitizers.TOOLS)
+        sys.exit(sanitizers.sanitize(wanted, arguments.within, arguments.cases))
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
     sys.exit({"check": check, "files": files}[arguments.what]())

@@ -82,4 +82,30 @@ inline void expect_drafts_change_nothing(const std::shared_ptr<const Model>& tar
   }
 }
 
+// At least 1,000 iterations with k drafts: `num_jobs` requests, two at a time, equal plain
+// decoding.
+inline void expect_a_thousand_iterations(const std::shared_ptr<const Model>& target,
+                                         const std::shared_ptr<const Model>& drafter, int32_t k,
+                                         int32_t num_jobs, const OptionsOfK& options_of) {
+  ExecutorOptions options = options_of(k);
+  options.max_model_len = 640;
+  options.max_num_seqs = 2;
+  options.kv_cache_bytes = 16 << 20;
+  options.poison_freed_blocks = true;
+  std::mt19937_64 random(3);
+  std::vector<Job> jobs = random_jobs(random, num_jobs, 64, 1.0, 60, 1);
+  for (Job& job : jobs) {
+    job.sampling.stop_token_ids.clear();
+    job.sampling.max_tokens = 570;
+  }
+  Executor speculative(target, drafter, options);
+  const std::vector<Outcome> actual = run(speculative, jobs);
+  EXPECT_GE(speculative.stats().num_iterations, 1000);
+  EXPECT_EQ(speculative.check_integrity(), "");
+  options.speculative.num_speculative_tokens = 0;
+  Executor plain(target, nullptr, options);
+  const std::vector<Outcome> expected = run(plain, jobs);
+  for (size_t i = 0; i < jobs.size(); ++i) ASSERT_EQ(actual[i].tokens, expected[i].tokens);
+}
+
 }  // namespace paceline::testing

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which cases the sanitizers run on a GPU, how, and what counts as a failure. Needs no GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gpu_runs
+import sanitizers
+from sanitizers import DEVICE_ONLY, Case, Kernel, Task, choose, kinds_of, split
+
+EVIDENCE = Path(sanitizers.__file__).with_name("evidence.py")
+
+
+def case(name: str, num_bytes: int = 1, *kernels: str, shared: int = 0) -> Case:
+    return Case(name, num_bytes, tuple(Kernel(k, 128, shared) for k in kernels or ("k",)))
+
+
+NAMED = [case(pattern.replace("*", "x")) for pattern in sanitizers.NAMED]
+
+
+def chosen(tool: str, *cases: Case) -> set[str]:
+    return {c.name for c in choose(tool, [*NAMED, *cases])} - {c.name for c in NAMED}
+
+
+def test_every_kernel_and_kind_is_reached_by_the_smallest_case() -> None:
+    small, large = case("gemm_n64_k96_rows3of8", 10, "a"), case("gemm_n640_k320_rows3of8", 90, "a")
+    assert kinds_of(small.name) == {"gemm", "nwhole", "kragged", "rows3of8"}
+    assert chosen("memcheck", large, small) == {small.name, large.name}  # k is ragged, then whole
+    same = case("gemm_n128_k97_rows3of8", 20, "a")
+    assert chosen("memcheck", same, small) == {small.name}
+    # Another kernel, block, word or number of rows is something else.
+    for other in (
+        case("gemm_n128_k97_rows3of8", 20, "b"),
+        Case("gemm_n128_k97_rows3of8", 20, (Kernel("a", 256, 0),)),
+        case("gemm_n128_k97_bias_rows3of8", 20, "a"),
+        case("gemm_n128_k97_rows70of130", 20, "a"),
+    ):
+        assert chosen("memcheck", other, small) == {small.name, other.name}
+    # A large case brings nothing for being large.
+    assert chosen("memcheck", case("large_gemm_n64_k99_rows3of8", 99, "a"), small) == {small.name}
+
+
+def test_racecheck_runs_kernels_with_shared_memory() -> None:
+    plain = case("copy_w64_rows3of8", 5, "copy")
+    few = case("sort_n64_rows3of8", 5, "sort", shared=512)
+    full = case("sort_n64_rows16of16", 6, "sort", shared=512)
+    assert chosen("memcheck", plain, few, full) == {plain.name, few.name, full.name}
+    assert chosen("racecheck", plain, few, full) == {few.name}
+
+
+def test_a_pattern_that_matches_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="no case matches 'truncate_mixed"):
+        choose("memcheck", NAMED[1:])
+
+
+def test_shards_have_all_cases_once_and_equal_work() -> None:
+    cases = [case(f"op_{i}", 3_000_000 * (i % 5), f"kernel{i % 7}") for i in range(200)]
+    shards = split(cases, 8)
+    assert sorted(c for shard in shards for c in shard) == sorted(cases)
+    work = [sum((1 << 20) + c.num_bytes for c in shard) for shard in shards]
+    assert len(shards) == 8 and max(work) < 1.3 * min(work)
+    assert all(split(cases[:3], 8))  # no shard is empty
+
+
+def test_places_are_spread_over_the_gpus() -> None:
+    assert sanitizers.places(["4", "7"], 32) == ["4", "7"] * 8
+    assert sanitizers.places(["0"], 6) == ["0"] * 3
+    assert sanitizers.places(["0"], 1) == ["0"]
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Returns a folder of test binaries, on a machine with two GPUs and a compute-sanitizer."""
+    for module in (gpu_runs, sanitizers):
+        monkeypatch.setattr(module, "LOGS", tmp_path / "logs")
+    monkeypatch.setattr(sanitizers, "BUILD", tmp_path)
+    monkeypatch.setattr(sanitizers, "SANITIZER_FILE", tmp_path / "evidence.json")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    program(tmp_path, "compute-sanitizer", 'shift 4; "$@" && echo "=== ERROR SUMMARY: 0 errors"')
+    return tmp_path
+
+
+def program(folder: Path, name: str, script: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def passes(count: str) -> str:
+    return f'echo "[==========] {count} tests from 1"; echo "[  PASSED  ] {count} tests."'
+
+
+def run(folder: Path, tasks: list[Task], seconds: float = 60) -> dict[str, dict[str, Any]]:
+    found = {}
+
+    def record(part: str, results: list[dict[str, Any]]) -> None:
+        found[part] = sanitizers.merge(part, "", results, "")
+
+    places = ["0", "1"]
+    sanitizers.run_all(tasks, places, dict(os.environ), time.monotonic() + seconds, record)
+    return found
+
+
+def test_shards_run_side_by_side_on_their_gpus_without_the_cpu(machine: Path) -> None:
+    # Each waits for the other GPU's, and runs as many tests as its filter has.
+    count = "$(tr ':' '\\n' < ${1#--gtest_flagfile=} | grep -c .)"
+    program(
+        machine,
+        "op_parity_test",
+        f'echo "$PACELINE_DEVICE_ONLY" > "{machine}/saw$CUDA_VISIBLE_DEVICES"\n'
+        f'until [ -e "{machine}/saw0" ] && [ -e "{machine}/saw1" ]; do sleep 0.01; done\n'
+        + passes(count),
+    )
+    tasks = sanitizers.tasks_of_ops("memcheck:ops", [case(f"a_{i}") for i in range(10)], 4)
+    assert {task.variables[DEVICE_ONLY] for task in tasks} == {"1"}
+    result = run(machine, tasks)["memcheck:ops"]
+    assert result["exit"] == 0
+    assert result["summary"] == [
+        "10 of 10 tests passed, in 4 processes",
+        "ERROR SUMMARY: 0 errors (4 processes)",
+    ]
+    assert (machine / "saw0").read_text() == "1\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "said"),
+    [
+        (passes("9"), 1, "ran 9 cases, not 10"),
+        (passes("0"), 1, "ran 0 cases, not 10"),
+        ("exit 9", 9, "0 of 0 tests passed"),
+        ("exec sleep 30", 124, "shard 0: ended at"),
+    ],
+)
+def test_what_a_part_lacks_is_a_failure(machine: Path, script: str, code: int, said: str) -> None:
+    program(machine, "compute-sanitizer", 'shift 4; exec "$@"')
+    program(machine, "op_parity_test", script)
+    tasks = sanitizers.tasks_of_ops("memcheck:ops", [case(f"a_{i}") for i in range(10)], 1)
+    result = run(machine, [task._replace(limit=0.5 if code == 124 else 30) for task in tasks])
+    assert result["memcheck:ops"]["exit"] == code
+    assert any(said in line for line in result["memcheck:ops"]["summary"])
+
+
+def test_what_has_not_begun_in_time_is_a_failure(machine: Path) -> None:
+    program(machine, "latent_merge_test", passes("2"))
+    task = Task("memcheck:latent_merge", "latent_merge_test", (), {}, 0, 30)
+    assert run(machine, [task], -1)[task.part]["exit"] == 124
+    assert run(machine, [task])[task.part]["exit"] == 0
+
+
+def test_a_whole_run_is_recorded_part_by_part(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = []
+    monkeypatch.setattr(sanitizers, "write", lambda path, results, _: written.append(results))
+    lines = [f"{c.name}\t1\tk 128 512" for c in NAMED]
+    program(machine, "op_kernels", "\n".join(f"echo '{line}'" for line in lines))
+    count = "$(tr ':' '\\n' < ${1#--gtest_flagfile=} | grep -c .)"
+    program(machine, "op_parity_test", passes(count))
+    program(machine, "latent_merge_test", passes("2"))
+    wanted = ["memcheck:ops", "racecheck:ops", "memcheck:latent_merge"]
+    assert sanitizers.sanitize(wanted, 60, None) == 0
+    assert [r["title"] for r in written[-1]] == [p for p in sanitizers.PARTS if p in wanted]
+    assert "5 of 5 cases, which launch 1 of 1 kernels" in written[-1][1]["summary"][0]
+    # A pattern records nothing, and a table that cannot be listed fails its parts.
+    written.clear()
+    assert sanitizers.sanitize(wanted, 60, "truncate*") == 0 and not written
+    program(machine, "op_kernels", "echo no GPU >&2; exit 3")
+    assert sanitizers.sanitize(wanted, 60, None) == 3
+    assert written[-1][-1]["summary"][-1] == "no GPU (1 processes)"
+
+
+def test_tests_refuse_to_run_without_the_cpu() -> None:
+    command = [sys.executable, EVIDENCE, "test", "op_parity_test"]
+    env = {**os.environ, DEVICE_ONLY: "1"}
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert result.returncode == 2 and f"{DEVICE_ONLY} is set" in result.stderr
