@@ -342,18 +342,14 @@ CudaStatus cuda_status() {
       return status;
     }
     cudaDeviceProp properties = {};
-    size_t free_bytes = 0;
-    size_t total_bytes = 0;
-    if (cudaGetDeviceProperties(&properties, 0) != cudaSuccess ||
-        cudaMemGetInfo(&free_bytes, &total_bytes) != cudaSuccess) {
+    if (cudaGetDeviceProperties(&properties, 0) != cudaSuccess) {
       status.reason = concat("GPU 0 cannot be used: ", cudaGetErrorString(cudaGetLastError()));
       return status;
     }
     status.name = properties.name;
     status.compute_capability = properties.major * 10 + properties.minor;
     status.num_sms = properties.multiProcessorCount;
-    status.total_bytes = static_cast<int64_t>(total_bytes);
-    status.free_bytes = static_cast<int64_t>(free_bytes);
+    status.total_bytes = static_cast<int64_t>(properties.totalGlobalMem);
     if (status.compute_capability != cuda::kSupportedCapability) {
       status.reason = concat("GPU 0 is ", status.name, " (sm_", status.compute_capability,
                              "); this version runs on: sm_90 (H100, H200)");
@@ -361,6 +357,17 @@ CudaStatus cuda_status() {
     }
     status.is_usable = true;
     return status;
+  });
+}
+
+int64_t cuda_free_bytes() {
+  return at_boundary([]() -> int64_t {
+    const CudaStatus status = cuda_status();
+    if (!status.is_usable) throw Unsupported(status.reason);
+    size_t free_bytes = 0;
+    size_t total_bytes = 0;
+    cuda::check(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
+    return static_cast<int64_t>(free_bytes);
   });
 }
 

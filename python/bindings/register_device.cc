@@ -20,7 +20,6 @@ py::dict cuda_status_dict() {
   result["compute_capability"] = status.compute_capability;
   result["num_sms"] = status.num_sms;
   result["total_bytes"] = status.total_bytes;
-  result["free_bytes"] = status.free_bytes;
   return result;
 }
 
@@ -43,11 +42,25 @@ void register_device(py::module_& module) {
   module.def("cuda_status", &cuda_status_dict,
              R"doc(Describes the first GPU as the CUDA backend sees it; needs no driver.
 
+Takes no memory of the GPU: the process gets a CUDA context only when it first uses the GPU.
+
 Returns:
     A dict with "is_built" (bool: this binary has the backend), "is_usable" (bool: there is also a
     GPU that it supports), "reason" (str: why it is not usable and what to do; empty if it is), and
-    for GPU 0 "name" (str), "compute_capability" (int: 90 = sm_90), "num_sms" (int), "total_bytes" and
-    "free_bytes" (int).
+    for GPU 0 "name" (str), "compute_capability" (int: 90 = sm_90), "num_sms" (int) and "total_bytes"
+    (int).
+)doc");
+  module.def("cuda_free_bytes", &cuda_free_bytes, py::call_guard<GilRelease>(),
+             R"doc(Asks how much memory of GPU 0 is free.
+
+Gives the process a CUDA context, which itself takes several hundred MB; releases the GIL.
+
+Returns:
+    Bytes.
+
+Raises:
+    NotImplementedError: There is no usable GPU; the message says why.
+    paceline.DeviceError: The device failed.
 )doc");
   module.def("set_cublaslt_path", &set_cublaslt_path, py::arg("path"), py::call_guard<GilRelease>(),
              R"doc(Sets the path at which libcublasLt.so.13 is looked for first.

@@ -27,13 +27,14 @@ def examine() -> dict[str, Any]:
         A dict of plain JSON types; `["self_check"]["is_ok"]` is the result of the check.
     """
     build = _core.build_info()
+    cuda = dict(_core.cuda_status())
     return {
         "version": _core.version(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "build": dict(build),
         "devices": [device for device in usable_devices() if device != "auto"],
-        "cuda": dict(_core.cuda_status()),
+        "cuda": cuda | {"free_bytes": _core.cuda_free_bytes() if cuda["is_usable"] else 0},
         "cublaslt": find_cublaslt(),
         "num_cores": build["num_cores"],
         "num_affinity_cores": len(os.sched_getaffinity(0))

@@ -441,6 +441,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert [run["device"] for run in runs][:2] == ["cpu", "cpu"] and len(runs) % 2 == 0
     assert {run["draft_acceptance_rate"] for run in runs} == {1.0}
     assert report["cuda"] == _core.cuda_status() | {"free_bytes": report["cuda"]["free_bytes"]}
+    assert (report["cuda"]["free_bytes"] > 0) == report["cuda"]["is_usable"]
     assert ("cuda" in report["devices"]) == report["cuda"]["is_usable"]
     assert cli.main(["doctor"]) == 0
     out = capsys.readouterr().out

@@ -21,14 +21,12 @@ from paceline.device import (
     usable_devices,
 )
 
-GIB = 1 << 30
-
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The status of a pretended GPU, which tests may change."""
     status: dict[str, Any] = dict(_core.cuda_status()) | {
-        "is_built": True, "is_usable": True, "reason": "", "free_bytes": 100 * GIB,
+        "is_built": True, "is_usable": True, "reason": "",
     }  # fmt: skip
     monkeypatch.setattr(_core, "cuda_status", lambda: status)
     return status

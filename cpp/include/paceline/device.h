@@ -15,7 +15,8 @@ enum class Device : uint8_t { kCpu, kCuda };
 // "cpu", "cuda"
 [[nodiscard]] PACELINE_API const char* device_name(Device device);
 
-// The state of the CUDA backend. The query needs no driver.
+// The state of the CUDA backend. The query needs no driver, and takes no memory of the GPU: the
+// process gets a CUDA context only with its first model, executor or measurement there.
 struct CudaStatus {
   bool is_built = false;           // this binary contains the CUDA backend
   bool is_usable = false;          // it does, and GPU 0 can run it
@@ -24,9 +25,12 @@ struct CudaStatus {
   int32_t compute_capability = 0;  // of GPU 0; 90 is sm_90
   int32_t num_sms = 0;             // streaming multiprocessors of GPU 0
   int64_t total_bytes = 0;         // memory of GPU 0
-  int64_t free_bytes = 0;          // free memory of GPU 0
 };
 [[nodiscard]] PACELINE_API CudaStatus cuda_status();
+
+// The bytes of GPU 0's memory that are free. Gives the process a CUDA context, which itself takes
+// several hundred MB. Throws Unsupported without a usable GPU.
+[[nodiscard]] PACELINE_API int64_t cuda_free_bytes();
 
 // Sets a folder or file where libcublasLt.so.13 is searched first, before a copy that the process
 // has loaded, the loader's path and the CUDA toolkit. Call it before the first CUDA executor is

@@ -21,6 +21,10 @@ CudaStatus cuda_status() {
   return at_boundary([] { return CudaStatus{.reason = kReason}; });
 }
 
+int64_t cuda_free_bytes() {
+  return at_boundary([]() -> int64_t { throw Unsupported(kReason); });
+}
+
 void set_cublaslt_path(const std::string&) {}
 
 double measure_cuda_read_bandwidth() {

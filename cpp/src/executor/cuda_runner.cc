@@ -2,6 +2,7 @@
 #include "executor/cuda_runner.h"
 
 #include <cuda_runtime_api.h>
+#include <paceline/device.h>
 
 #include <algorithm>
 #include <chrono>
@@ -29,13 +30,6 @@ constexpr int32_t kNumCounters = 1 << 17;
 RunnerOptions with_padding(RunnerOptions options) {
   options.iteration.padded_rows = &GemmPlanner::padded_rows;
   return options;
-}
-
-int64_t free_device_bytes() {
-  size_t free_bytes = 0;
-  size_t total_bytes = 0;
-  check(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
-  return static_cast<int64_t>(free_bytes);
 }
 
 }  // namespace
@@ -126,10 +120,10 @@ void CudaRunner::warm_up() {
 }
 
 void CudaRunner::capture(const std::function<void(int32_t done, int32_t total)>& on_capture) {
-  const int64_t free_before = free_device_bytes();
+  const int64_t free_before = cuda_free_bytes();
   runner_->capture(decode_buckets(runner_->options().shape.max_seqs), on_capture);
   cuda::synchronize(context_.stream, "capturing graphs");
-  graph_bytes_ = std::max<int64_t>(free_before - free_device_bytes(), 0);
+  graph_bytes_ = std::max<int64_t>(free_before - cuda_free_bytes(), 0);
 }
 
 void CudaRunner::begin_launch(const Batch& batch) {

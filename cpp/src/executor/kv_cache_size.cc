@@ -231,8 +231,8 @@ KvCacheSize default_kv_cache_size(const Model& target, const Model* draft,
     const ExecutorOptions options = with_defaults(given, target, draft);
     DeviceBytes memory = {.free = free_bytes};
     if (!free_bytes) {
-      memory.free = target.device == Device::kCuda ? std::optional(cuda_status().free_bytes)
-                                                   : host_bytes().room();
+      memory.free =
+          target.device == Device::kCuda ? std::optional(cuda_free_bytes()) : host_bytes().room();
     }
     if (options.gpu_memory_utilization > 0) {
       memory.total = cuda_status().total_bytes;
